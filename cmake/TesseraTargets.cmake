@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+# Compile rules shared by all targets.
+
+# Floating-point contraction is off: an FMA stands where the source says std::fma, so that a sequence has
+# the same bits for every instruction set.
+function(tessera_compile_options target)
+  target_compile_options(${target} PRIVATE
+    $<$<COMPILE_LANGUAGE:CXX,C>:-Wall -Wextra -Wpedantic -Werror -ffp-contract=off>)
+  if(TESSERA_SANITIZE)
+    target_compile_options(${target} PRIVATE
+      $<$<COMPILE_LANGUAGE:CXX,C>:-fsanitize=${TESSERA_SANITIZE} -fno-omit-frame-pointer -g>)
+    target_compile_definitions(${target} PRIVATE TESSERA_SANITIZED)
+    target_link_options(${target} PUBLIC -fsanitize=${TESSERA_SANITIZE})
+  endif()
+endfunction()
+
+# tessera_layer(name dirs...): a static library of every .cpp below the folders.
+function(tessera_layer target)
+  set(sources)
+  foreach(folder IN LISTS ARGN)
+    file(GLOB_RECURSE found CONFIGURE_DEPENDS ${CMAKE_CURRENT_SOURCE_DIR}/${folder}/*.cpp)
+    list(APPEND sources ${found})
+  endforeach()
+  add_library(${target} STATIC ${sources})
+  tessera_compile_options(${target})
+  target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR}/include PRIVATE ${PROJECT_SOURCE_DIR}/src)
+endfunction()

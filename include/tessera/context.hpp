@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// A Context: the device, its threads, and nothing that changes from call to call.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "tessera/export.hpp"
+#include "tessera/status.hpp"
+#include "tessera/tensor.hpp"
+
+namespace tessera {
+
+namespace core {
+class ThreadPool;
+}
+
+/// A CUDA stream (cudaStream_t) as an opaque handle; ignored on the CPU.
+struct Stream {
+  void* native = nullptr;
+};
+
+struct ContextOptions {
+  Device device;
+  std::int32_t num_threads = 0;  ///< CPU threads, the caller included; 0: as many as the process may use
+};
+
+/// Owns the CPU threads of one device's calls. Immutable and thread-safe: several threads may run
+/// layers of different shape on one Context at the same time. Results never depend on num_threads.
+class TESSERA_EXPORT Context {
+ public:
+  /// Starts the threads. Errors: invalid_argument (num_threads < 0 or > 1024), environment (the
+  /// device is not there), out_of_memory.
+  static Expected<Context> create(ContextOptions const& options = {}) noexcept;
+
+  Context(Context&&) noexcept;
+  Context& operator=(Context&&) noexcept;
+  ~Context();
+
+  [[nodiscard]] Device device() const noexcept;
+  [[nodiscard]] std::int32_t num_threads() const noexcept;
+
+  /// Runs body(argument, i) for every i in [0, count) on the context's threads and returns when all
+  /// are done, so that code around a layer can share its threads. `body` must not throw.
+  void parallel_for(std::int64_t count, void (*body)(void*, std::int64_t),
+                    void* argument) const noexcept;
+  /// The same for a callable, e.g. `context.parallel_for(rows, [&](std::int64_t row) { ... })`.
+  template <class Body>
+  void parallel_for(std::int64_t count, Body&& body) const noexcept {
+    parallel_for(
+        count,
+        [](void* argument, std::int64_t i) {
+          (*static_cast<std::remove_reference_t<Body>*>(argument))(i);
+        },
+        const_cast<void*>(static_cast<void const*>(std::addressof(body))));
+  }
+
+  /// For the library's own use.
+  [[nodiscard]] core::ThreadPool& thread_pool() const noexcept { return *pool_; }
+
+ private:
+  Context() noexcept;
+  Device device_;
+  std::unique_ptr<core::ThreadPool> pool_;
+};
+
+}  // namespace tessera

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// One MoE layer: o_t = sum over slots j of t of s_j * (act(x_t w_up[e_j]^T + b_up) w_down[e_j]^T + b_down)
+//
+// The caller owns all memory: outputs, saved tensors (h, routing) and workspace. Forward leaves h and the
+// routing tables; backward needs these, x and the weights, nothing else.
+#pragma once
+
+#include <cstddef>
+
+#include "tessera/context.hpp"
+#include "tessera/export.hpp"
+#include "tessera/routing.hpp"
+#include "tessera/shape.hpp"
+#include "tessera/status.hpp"
+#include "tessera/tensor.hpp"
+
+namespace tessera {
+
+/// Weights of all experts; shapes by WeightLayout (shape.hpp). Last dimension contiguous.
+struct ExpertWeights {
+  ConstTensor w_up;
+  ConstTensor w_gate;  ///< WeightOrientation::separate only
+  ConstTensor w_down;
+  ConstTensor b_up;    ///< with MoeDesc::bias: [E,w*n] in the order of w_up; separate: [E,n]
+  ConstTensor b_gate;  ///< separate only, [E,n]
+  ConstTensor b_down;  ///< [E,d]
+};
+
+/// Inputs, outputs and memory of a forward call. Outputs may not overlap inputs.
+struct MoeForwardArgs {
+  ConstTensor x;  ///< [T,d]
+
+  // RouterKind::given: ids outside [0,E) are sentinels, they own no row and add nothing.
+  ConstTensor topk_ids;       ///< [T,K] (or [P] with token_offsets) int32 or int64
+  ConstTensor topk_weights;   ///< same shape, fp32
+  ConstTensor token_offsets;  ///< [T+1], only where experts per token vary (MoeShape::slots = P)
+
+  // Any other router.
+  ConstTensor w_router;        ///< [E,d]
+  ConstTensor b_router;        ///< [E], optional
+  ConstTensor selection_bias;  ///< [E] fp32, optional: added to the key, not to the score
+
+  // RowGrouping other than slots (post-dispatch): x is [P,d], sorted by expert.
+  ConstTensor expert_offsets;  ///< [E+1] offsets, or [E] ends or counts
+  ConstTensor row_scores;      ///< [P] fp32, optional
+
+  ExpertWeights weights;
+
+  Tensor o;              ///< [T,d], every element is written
+  Tensor logits;         ///< optional [T,E] fp32: the router's logits
+  Tensor expert_counts;  ///< optional [E] int32: M_e
+
+  Tensor h;        ///< [P,w*n], saved: required with SavePolicy::h, absent otherwise
+  Buffer routing;  ///< routing_bytes(desc), saved: required unless SavePolicy::none
+  Buffer workspace;
+};
+
+/// How a weight gradient meets its buffer: overwrite it, or add the complete fp32 sum once.
+enum class GradientMode : std::int32_t { write = 0, accumulate = 1 };
+
+/// Weight gradients, in the layout of their weights, fp32 or the storage type. An absent tensor is
+/// skipped: not computed. With `write`, experts without rows get zeros; with `accumulate` they are left
+/// as they are.
+struct ExpertGradients {
+  Tensor dw_up, dw_gate, dw_down;
+  Tensor db_up, db_gate, db_down;
+  Tensor dw_router, db_router;
+  GradientMode mode = GradientMode::write;
+};
+
+/// Inputs, outputs and memory of a backward call.
+struct MoeBackwardArgs {
+  ConstTensor d_o;  ///< [T,d]
+  ConstTensor x;    ///< [T,d]
+  ConstTensor h;    ///< [P,w*n] as forward left it (SavePolicy::h)
+  ConstBuffer routing;  ///< as forward left it
+  ConstTensor w_router, b_router;  ///< as in forward, unless RouterKind::given
+  ExpertWeights weights;
+
+  Tensor dx;       ///< optional [T,d]
+  Tensor dscores;  ///< optional [P] fp32 by slot; 0 at sentinels
+  Tensor dlogits;  ///< optional [T,E] fp32, with a router
+  ExpertGradients gradients;
+
+  // Split backward: moe_backward_input leaves these for moe_backward_weights; absent in moe_backward.
+  Tensor dh;        ///< [P,w*n]
+  Tensor a_scaled;  ///< [P,n]: s*a
+  Tensor dlogits_saved;  ///< [T,E] fp32, with a router
+  Buffer workspace;
+};
+
+/// Passes that have a workspace of their own size.
+enum class Pass : std::int32_t {
+  forward = 0,
+  backward = 1,
+  backward_input = 2,
+  backward_weights = 3,
+  route = 4,
+};
+
+/// Bytes that stay between forward and backward.
+struct SavedBytes {
+  std::size_t x = 0;        ///< T*d elements, shared with the layer's producer
+  std::size_t h = 0;        ///< P*w*n elements; 0 with SavePolicy::x
+  std::size_t routing = 0;  ///< routing_bytes(desc)
+  [[nodiscard]] std::size_t total() const noexcept { return x + h + routing; }
+};
+
+/// Bytes forward must leave behind, from the shape alone. Errors: invalid_argument for a bad desc.
+TESSERA_EXPORT Expected<SavedBytes> saved_bytes(MoeDesc const& desc) noexcept;
+
+/// Bytes of workspace a pass needs on this context: from shape and options, never from data.
+TESSERA_EXPORT Expected<std::size_t> workspace_bytes(Context const& context, MoeDesc const& desc,
+                                                     Pass pass) noexcept;
+
+/// Runs the layer forward. Reads x, weights and ids (or w_router); writes o, and h and routing as the
+/// SavePolicy asks. On an error nothing was written. Deterministic: equal bits for any thread count,
+/// stream and workspace content.
+TESSERA_EXPORT Status moe_forward(Context const& context, MoeDesc const& desc,
+                                  MoeForwardArgs const& args, Stream stream = {}) noexcept;
+
+/// Activation and weight gradients in one call.
+TESSERA_EXPORT Status moe_backward(Context const& context, MoeDesc const& desc,
+                                   MoeBackwardArgs const& args, Stream stream = {}) noexcept;
+
+/// dx, dscores, dlogits only; leaves dh and a_scaled (and dlogits_saved) in the caller's buffers.
+TESSERA_EXPORT Status moe_backward_input(Context const& context, MoeDesc const& desc,
+                                         MoeBackwardArgs const& args, Stream stream = {}) noexcept;
+
+/// Weight gradients only, from what moe_backward_input left.
+TESSERA_EXPORT Status moe_backward_weights(Context const& context, MoeDesc const& desc,
+                                           MoeBackwardArgs const& args,
+                                           Stream stream = {}) noexcept;
+
+}  // namespace tessera

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// Routing tables: which row of which expert serves which slot (token, choice).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "tessera/context.hpp"
+#include "tessera/export.hpp"
+#include "tessera/shape.hpp"
+#include "tessera/status.hpp"
+
+namespace tessera {
+
+/// Typed pointers into a routing buffer (4-byte elements, packed in this order, no padding).
+/// Slot j of token t is t*K + k, or the place in the (token, expert) list where experts per token vary.
+/// Rows are sorted by expert and, inside an expert, by slot.
+struct RoutingView {
+  std::int32_t* expert_offsets = nullptr;       ///< [E+1] exclusive prefix sum of M_e; last = R
+  std::int32_t* sort_permutation = nullptr;     ///< [P] row -> slot; -1 from row R on
+  std::int32_t* gather_index = nullptr;         ///< [P] row -> token; 0 from row R on
+  std::int32_t* inverse_permutation = nullptr;  ///< [P] slot -> row; -1 exactly at sentinels
+  float* scores = nullptr;                      ///< [P] by slot
+  std::int32_t* token_offsets = nullptr;  ///< [T+1], null unless experts per token vary
+  std::int32_t* topk_ids = nullptr;       ///< [P] by slot, null where ids came from the caller
+};
+
+/// Bytes of the routing buffer: 16P + 4(E+1) [+ 4(T+1) variable] [+ 4P ids of a router].
+TESSERA_EXPORT Expected<std::size_t> routing_bytes(MoeDesc const& desc) noexcept;
+
+/// Pointers into `routing`, which must hold routing_bytes(desc) and be 4-byte aligned.
+TESSERA_EXPORT Expected<RoutingView> routing_view(MoeDesc const& desc, Buffer routing) noexcept;
+
+/// Inputs and outputs of the router alone, for callers that place it apart from the layer (activation
+/// checkpointing that must route alike, expert parallelism).
+struct RouteArgs {
+  ConstTensor x;               ///< [T,d]
+  ConstTensor w_router;        ///< [E,d]
+  ConstTensor b_router;        ///< [E], optional
+  ConstTensor selection_bias;  ///< [E] fp32, optional
+  Tensor topk_ids;             ///< [T,K] int32 or int64, slots in descending key; ties: lower id first
+  Tensor topk_weights;         ///< [T,K] fp32
+  Tensor logits;               ///< optional [T,E] fp32
+  Buffer workspace;            ///< workspace_bytes(context, desc, Pass::route)
+};
+
+/// Logits, selection and scores of `desc.router`: what moe_forward would use, bit for bit.
+TESSERA_EXPORT Status route(Context const& context, MoeDesc const& desc, RouteArgs const& args,
+                            Stream stream = {}) noexcept;
+
+}  // namespace tessera

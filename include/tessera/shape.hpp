@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sizes and options that fix what one MoE layer computes.
+#pragma once
+
+#include <cstdint>
+
+#include "tessera/tensor.hpp"
+
+namespace tessera {
+
+/// Sizes of one layer call.
+struct MoeShape {
+  std::int64_t tokens = 0;        ///< T, 0 allowed
+  std::int64_t hidden = 0;        ///< d
+  std::int64_t intermediate = 0;  ///< n, per expert
+  std::int64_t experts = 0;       ///< E
+  std::int64_t top_k = 0;         ///< K, experts per token, 1 <= K <= E
+  std::int64_t slots = 0;  ///< P where experts per token vary (`token_offsets` given); 0: P = T*K
+
+  [[nodiscard]] constexpr std::int64_t num_slots() const noexcept {
+    return slots != 0 ? slots : tokens * top_k;
+  }
+  bool operator==(MoeShape const&) const = default;
+};
+
+/// Activation functions. Gated ones compute phi(gate)*up from w = 2 matrices, the others phi(h), w = 1.
+/// `geglu`, `gelu` use the tanh form; Hugging Face's hidden_act="gelu" is the `-erf` one.
+enum class ActivationKind : std::int32_t {
+  swiglu = 0,
+  geglu = 1,
+  geglu_erf = 2,
+  reglu = 3,
+  clamped_swiglu = 4,
+  relu = 5,
+  relu2 = 6,
+  silu = 7,
+  gelu = 8,
+  gelu_erf = 9,
+};
+
+/// alpha, limit and up_offset apply to clamped_swiglu only:
+/// a = (min(max(u, -limit), limit) + up_offset) * gc * sigmoid(alpha * gc), gc = min(g, limit).
+/// The defaults are gpt-oss's.
+struct Activation {
+  ActivationKind kind = ActivationKind::swiglu;
+  float alpha = 1.702f;
+  float limit = 7.0f;
+  float up_offset = 1.0f;
+
+  [[nodiscard]] constexpr bool gated() const noexcept {
+    return kind <= ActivationKind::clamped_swiglu;
+  }
+  bool operator==(Activation const&) const = default;
+};
+
+/// Where gate row i and up row i stand in w_up: concat i, n+i; up_first n+i, i; interleaved 2i, 2i+1;
+/// blocked 2B*(i/B) + i%B and +B.
+enum class GateUpOrder : std::int32_t { concat = 0, up_first = 1, interleaved = 2, blocked = 3 };
+
+/// rows: w_up [E,w*n,d], w_down [E,d,n]. transposed: w_up [E,d,w*n], w_down [E,n,d].
+/// separate: w_gate and w_up, both [E,n,d], w_down [E,d,n].
+enum class WeightOrientation : std::int32_t { rows = 0, transposed = 1, separate = 2 };
+
+struct WeightLayout {
+  GateUpOrder order = GateUpOrder::concat;
+  WeightOrientation orientation = WeightOrientation::rows;
+  std::int32_t block = 0;  ///< B of GateUpOrder::blocked, divides n
+  bool operator==(WeightLayout const&) const = default;
+};
+
+/// How a router turns logits into experts and scores (formulas: docs/numerics.md).
+enum class RouterKind : std::int32_t {
+  given = 0,  ///< ids and weights come from the caller
+  topk_softmax = 1,
+  softmax_topk = 2,
+  softmax_topk_renorm = 3,
+  sigmoid_bias = 4,
+  group_limited = 5,
+  sqrtsoftplus = 6,
+  expert_choice = 7,
+};
+
+/// Token rounding: M_e becomes a multiple of `tile` (training only).
+enum class Rounding : std::int32_t {
+  none = 0,
+  nr_f = 1,
+  sr_f = 2,
+  nr_s = 3,
+  balance_f = 4,
+  up = 5,
+  down = 6,
+};
+
+struct Router {
+  RouterKind kind = RouterKind::given;
+  float route_scale = 1.0f;       ///< c: every score is multiplied by it
+  bool normalize_scores = false;  ///< sigmoid_bias, group_limited, sqrtsoftplus
+  std::int32_t groups = 0;        ///< group_limited; 0: chosen from E
+  std::int32_t top_groups = 0;    ///< group_limited; 0: chosen from K
+  Rounding round = Rounding::none;
+  std::int32_t tile = 128;  ///< M of token rounding
+  std::uint64_t seed = 0;   ///< stochastic rounding: key of Philox
+  std::uint64_t step = 0;
+  std::uint32_t layer = 0;
+  bool operator==(Router const&) const = default;
+};
+
+/// Where a score multiplies: after the down projection (default), on its input, or on x.
+enum class ScorePosition : std::int32_t { output = 0, activation = 1, input = 2 };
+
+/// What forward leaves for backward: h and the routing tables; the tables only (h is recomputed
+/// from x); or nothing at all (inference).
+enum class SavePolicy : std::int32_t { h = 0, x = 1, none = 2 };
+
+/// Who groups the rows: the layer (slots of tokens), or the caller ahead of the call (post-dispatch:
+/// x rows already sorted by expert, with E+1 offsets, E end offsets or E counts).
+enum class RowGrouping : std::int32_t { slots = 0, offsets = 1, ends = 2, counts = 3 };
+
+/// Everything that fixes the result of a layer call apart from the data.
+struct MoeDesc {
+  MoeShape shape;
+  DType dtype = DType::fp32;  ///< storage type of x, weights, h, o and their gradients
+  Activation activation;
+  WeightLayout layout;
+  bool bias = false;  ///< b_up [E,w*n] (or b_gate, b_up [E,n]) and b_down [E,d]
+  Router router;
+  ScorePosition score_position = ScorePosition::output;
+  SavePolicy save = SavePolicy::h;
+  RowGrouping grouping = RowGrouping::slots;
+  DType ids_dtype = DType::int32;  ///< of given ids and offsets: int32 or int64
+
+  /// Width of h in units of n: 2 gated, 1 not.
+  [[nodiscard]] constexpr std::int64_t up_width() const noexcept {
+    return activation.gated() ? 2 : 1;
+  }
+  bool operator==(MoeDesc const&) const = default;
+};
+
+}  // namespace tessera

@@ -1,0 +1,156 @@
+/* SPDX-License-Identifier: Apache-2.0
+ * C ABI of Tessera. Structs start with their size: fields beyond what an older caller knew read as 0,
+ * which is every field's default. Every function returns a tessera_status_code; the text of the last
+ * failure on this thread is tessera_last_error(). Shapes, types and rules: moe.hpp says them once. */
+#ifndef TESSERA_H
+#define TESSERA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define TESSERA_ABI_VERSION 1
+
+typedef enum {
+  TESSERA_OK = 0,
+  TESSERA_INVALID_ARGUMENT = 1,
+  TESSERA_UNSUPPORTED = 2,
+  TESSERA_ENVIRONMENT = 3,
+  TESSERA_DEVICE_ERROR = 4,
+  TESSERA_OUT_OF_MEMORY = 5,
+  TESSERA_INTERNAL = 6
+} tessera_status_code;
+
+typedef enum {
+  TESSERA_NONE = 0,
+  TESSERA_FP32 = 1,
+  TESSERA_BF16 = 2,
+  TESSERA_FP16 = 3,
+  TESSERA_INT32 = 4,
+  TESSERA_INT64 = 5
+} tessera_dtype;
+
+typedef enum { TESSERA_CPU = 0, TESSERA_CUDA = 1 } tessera_device_kind;
+
+typedef enum {
+  TESSERA_PASS_FORWARD = 0,
+  TESSERA_PASS_BACKWARD = 1,
+  TESSERA_PASS_BACKWARD_INPUT = 2,
+  TESSERA_PASS_BACKWARD_WEIGHTS = 3,
+  TESSERA_PASS_ROUTE = 4
+} tessera_pass;
+
+/* A view of caller-owned memory; rank 0 means absent. Strides in elements, the last one 1. */
+typedef struct {
+  void* data;
+  int32_t dtype;
+  int32_t device_kind;
+  int32_t device_index;
+  int32_t rank;
+  int64_t shape[4];
+  int64_t stride[4];
+} tessera_tensor;
+
+typedef struct {
+  void* data;
+  size_t bytes;
+} tessera_buffer;
+
+/* Sizes and options of one layer call. activation, layout_order, layout_orientation, router, round,
+ * score_position, save and grouping take the numbers of the enums in shape.hpp.
+ * 0 means the default everywhere: dtype fp32, ids int32, tile 128, route_scale 1, alpha 1, no limit
+ * (clamped swiglu: limit 0 = none). */
+typedef struct {
+  uint64_t size;
+  int64_t tokens, hidden, intermediate, experts, top_k, slots;
+  int32_t dtype, activation, layout_order, layout_orientation, layout_block, bias;
+  int32_t score_position, save, grouping, ids_dtype;
+  float alpha, limit, up_offset;
+  int32_t router, normalize_scores, groups, top_groups, round, tile;
+  float route_scale;
+  uint32_t layer;
+  uint64_t seed, step;
+} tessera_moe_desc;
+
+typedef struct {
+  tessera_tensor w_up, w_gate, w_down, b_up, b_gate, b_down;
+} tessera_expert_weights;
+
+typedef struct {
+  uint64_t size;
+  tessera_tensor x;
+  tessera_tensor topk_ids, topk_weights, token_offsets;
+  tessera_tensor w_router, b_router, selection_bias;
+  tessera_tensor expert_offsets, row_scores;
+  tessera_expert_weights weights;
+  tessera_tensor o, logits, expert_counts, h;
+  tessera_buffer routing, workspace;
+} tessera_forward_args;
+
+typedef struct {
+  uint64_t size;
+  tessera_tensor d_o, x, h;
+  tessera_buffer routing;
+  tessera_tensor w_router, b_router;
+  tessera_expert_weights weights;
+  tessera_tensor dx, dscores, dlogits;
+  tessera_tensor dw_up, dw_gate, dw_down, db_up, db_gate, db_down, dw_router, db_router;
+  int32_t accumulate; /* 0: gradients are overwritten, 1: the complete fp32 sum is added once */
+  int32_t reserved;
+  tessera_tensor dh, a_scaled, dlogits_saved;
+  tessera_buffer workspace;
+} tessera_backward_args;
+
+typedef struct {
+  uint64_t size;
+  tessera_tensor x, w_router, b_router, selection_bias;
+  tessera_tensor topk_ids, topk_weights, logits;
+  tessera_buffer workspace;
+} tessera_route_args;
+
+typedef struct {
+  uint64_t size;
+  int32_t kind; /* 0 varlen-M, 1 varlen-K */
+  int32_t transpose_b;
+  int32_t accumulate;
+  int32_t reserved;
+  tessera_tensor a, b, bias, expert_offsets, c;
+  tessera_buffer workspace;
+} tessera_grouped_gemm_args;
+
+typedef struct tessera_context tessera_context;
+
+/* ABI the library was built with, and its version as text. */
+int tessera_abi_version(void);
+char const* tessera_version(void);
+/* Text of the last failure on this thread; "" if there was none. Valid until the thread's next call. */
+char const* tessera_last_error(void);
+
+/* num_threads 0: as many as the process may use. */
+int tessera_context_create(int32_t device_kind, int32_t device_index, int32_t num_threads,
+                           tessera_context** context);
+void tessera_context_destroy(tessera_context* context); /* NULL is allowed */
+
+int tessera_moe_workspace(tessera_context const*, tessera_moe_desc const*, int pass, size_t* bytes);
+int tessera_moe_saved(tessera_moe_desc const*, size_t* x_bytes, size_t* h_bytes,
+                      size_t* routing_bytes);
+
+int tessera_moe_forward(tessera_context const*, tessera_moe_desc const*,
+                        tessera_forward_args const*, void* stream);
+int tessera_moe_backward(tessera_context const*, tessera_moe_desc const*,
+                         tessera_backward_args const*, void* stream);
+int tessera_moe_backward_input(tessera_context const*, tessera_moe_desc const*,
+                               tessera_backward_args const*, void* stream);
+int tessera_moe_backward_weights(tessera_context const*, tessera_moe_desc const*,
+                                 tessera_backward_args const*, void* stream);
+int tessera_route(tessera_context const*, tessera_moe_desc const*, tessera_route_args const*,
+                  void* stream);
+int tessera_grouped_gemm(tessera_context const*, tessera_grouped_gemm_args const*, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// FLOPs and bytes of every op: the one place that states them (formulas: docs/numerics.md).
+#pragma once
+
+#include <cstdint>
+
+#include "tessera/shape.hpp"
+
+namespace tessera::work {
+
+/// Work of one op over `rows` routed rows (R); bytes count each array once.
+struct OpWork {
+  char const* op = "";
+  double flops = 0;
+  double read_bytes = 0;
+  double written_bytes = 0;
+  [[nodiscard]] constexpr double bytes() const noexcept { return read_bytes + written_bytes; }
+};
+
+namespace detail {
+struct Sizes {
+  double tokens, hidden, intermediate, experts, rows, width, element;
+};
+constexpr Sizes sizes(MoeDesc const& desc, double rows) noexcept {
+  return {static_cast<double>(desc.shape.tokens),
+          static_cast<double>(desc.shape.hidden),
+          static_cast<double>(desc.shape.intermediate),
+          static_cast<double>(desc.shape.experts),
+          rows,
+          static_cast<double>(desc.up_width()),
+          static_cast<double>(dtype_bytes(desc.dtype))};
+}
+}  // namespace detail
+
+/// h = x[gather_index] w_up^T, a = act(h).
+constexpr OpWork up_projection_fwd(MoeDesc const& desc, double rows) noexcept {
+  auto const s = detail::sizes(desc, rows);
+  double const h = desc.save == SavePolicy::h ? s.element * s.width * s.rows * s.intermediate : 0;
+  return {"up_projection_fwd", 2 * s.width * s.rows * s.intermediate * s.hidden,
+          s.element * s.tokens * s.hidden +
+              s.element * s.width * s.experts * s.intermediate * s.hidden + 4 * s.rows,
+          h + s.element * s.rows * s.intermediate};
+}
+/// y = a w_down^T.
+constexpr OpWork down_projection_fwd(MoeDesc const& desc, double rows) noexcept {
+  auto const s = detail::sizes(desc, rows);
+  return {"down_projection_fwd", 2 * s.rows * s.intermediate * s.hidden,
+          s.element * s.rows * s.intermediate + s.element * s.experts * s.intermediate * s.hidden,
+          s.element * s.rows * s.hidden};
+}
+/// o_t = sum of s_j y_j (forward), or dX_t = sum of dx rows (backward: unweighted).
+constexpr OpWork aggregate(MoeDesc const& desc, double rows, bool weighted = true) noexcept {
+  auto const s = detail::sizes(desc, rows);
+  return {"aggregate", (weighted ? 2 : 1) * s.rows * s.hidden,
+          s.element * s.rows * s.hidden + (weighted ? 8 : 4) * s.rows,
+          s.element * s.tokens * s.hidden};
+}
+/// dA' = dO[gather_index] w_down; dh, s*a, ds from it.
+constexpr OpWork down_projection_dgrad(MoeDesc const& desc, double rows) noexcept {
+  auto const s = detail::sizes(desc, rows);
+  return {"down_projection_dgrad", 2 * s.rows * s.intermediate * s.hidden,
+          s.element * s.tokens * s.hidden + s.element * s.experts * s.intermediate * s.hidden +
+              s.element * s.width * s.rows * s.intermediate + 4 * s.rows,
+          s.element * (s.width + 1) * s.rows * s.intermediate + 4 * s.rows};
+}
+/// dw_down[e] = dO_e^T (s*a)_e.
+constexpr OpWork down_projection_wgrad(MoeDesc const& desc, double rows) noexcept {
+  auto const s = detail::sizes(desc, rows);
+  return {"down_projection_wgrad", 2 * s.rows * s.intermediate * s.hidden,
+          s.element * s.tokens * s.hidden + s.element * s.rows * s.intermediate,
+          s.element * s.experts * s.intermediate * s.hidden};
+}
+/// dx rows = dh w_up.
+constexpr OpWork up_projection_dgrad(MoeDesc const& desc, double rows) noexcept {
+  auto const s = detail::sizes(desc, rows);
+  return {"up_projection_dgrad", 2 * s.width * s.rows * s.intermediate * s.hidden,
+          s.element * s.width * s.rows * s.intermediate +
+              s.element * s.width * s.experts * s.intermediate * s.hidden,
+          s.element * s.rows * s.hidden};
+}
+/// dw_up[e] = dh_e^T x_e.
+constexpr OpWork up_projection_wgrad(MoeDesc const& desc, double rows) noexcept {
+  auto const s = detail::sizes(desc, rows);
+  return {"up_projection_wgrad", 2 * s.width * s.rows * s.intermediate * s.hidden,
+          s.element * s.tokens * s.hidden + s.element * s.width * s.rows * s.intermediate,
+          s.element * s.width * s.experts * s.intermediate * s.hidden};
+}
+/// logits = x w_router^T, with the selection after it.
+constexpr OpWork route(MoeDesc const& desc) noexcept {
+  auto const s = detail::sizes(desc, 0);
+  return {"route", 2 * s.tokens * s.experts * s.hidden,
+          s.element * (s.tokens + s.experts) * s.hidden, 4 * s.tokens * s.experts};
+}
+
+/// GEMM FLOPs of the experts: (2w+2) R n d forward, twice that backward. The router is not counted.
+constexpr double forward_flops(MoeDesc const& desc, double rows) noexcept {
+  return up_projection_fwd(desc, rows).flops + down_projection_fwd(desc, rows).flops;
+}
+constexpr double backward_flops(MoeDesc const& desc, double rows) noexcept {
+  return 2 * forward_flops(desc, rows);
+}
+
+/// Rows computed beyond the routed ones when each expert's M_e is rounded up to `tile`, over R.
+template <class Counts>
+constexpr double tile_waste(Counts const& rows_per_expert, std::int64_t tile) noexcept {
+  std::int64_t padded = 0, rows = 0;
+  for (auto const count : rows_per_expert) {
+    rows += count;
+    padded += (count + tile - 1) / tile * tile;
+  }
+  return rows == 0 ? 0.0 : static_cast<double>(padded - rows) / static_cast<double>(rows);
+}
+
+}  // namespace tessera::work

@@ -8,7 +8,8 @@ function(tessera_compile_options target)
     $<$<COMPILE_LANGUAGE:CXX,C>:-Wall -Wextra -Wpedantic -Werror -ffp-contract=off>)
   if(TESSERA_SANITIZE)
     target_compile_options(${target} PRIVATE
-      $<$<COMPILE_LANGUAGE:CXX,C>:-fsanitize=${TESSERA_SANITIZE} -fno-omit-frame-pointer -g>)
+      $<$<COMPILE_LANGUAGE:CXX,C>:-fsanitize=${TESSERA_SANITIZE} -fno-sanitize-recover=all
+      -fno-omit-frame-pointer -g>)
     target_compile_definitions(${target} PRIVATE TESSERA_SANITIZED)
     target_link_options(${target} PUBLIC -fsanitize=${TESSERA_SANITIZE})
   endif()

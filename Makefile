@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every verb sets up what it needs (tools/bootstrap.sh) and builds what it runs.
+
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+SHELL := /bin/bash
+
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+RUN_DIR ?= runs/latest
+TRAIN_FLAGS ?=
+# The text of `make run`: what this repository says about itself.
+TEXT ?= $(wildcard README.md CONTRIBUTING.md CHANGELOG.md docs include src lm cli tests tools cmake bench)
+
+# nvcc on the path or where the toolkit puts it; a GPU where the driver made its device file.
+NVCC := $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null || true)
+GPU := $(firstword $(wildcard /dev/nvidia[0-9]*))
+# Formatted and checked sources.
+SOURCES = $(shell git ls-files '*.cpp' '*.hpp' '*.c' '*.h' '*.cu' '*.cuh')
+
+.PHONY: help
+help:
+	@echo 'make run     train a small MoE language model on this repository'"'"'s text (about two minutes)'
+	@echo 'make test    build and run every test that this machine can run'
+	@echo 'make build   the CPU library and everything around it, in build/'
+	@echo 'make cuda    the CUDA kernels and their tests, in build-cuda/ (needs nvcc 13)'
+	@echo 'make bench   time the CPU layer against its bound'
+	@echo 'make lint    formatting, layers, links, sources'
+	@echo 'make fmt     format all sources'
+
+.PHONY: bootstrap
+bootstrap:
+	@tools/bootstrap.sh
+
+# Configures once; from then on Ninja sees for itself when CMake has to run again.
+build/build.ninja: | bootstrap
+	cmake --preset cpu
+build-cuda/build.ninja: | bootstrap
+	cmake --preset cuda
+
+.PHONY: build
+build: build/build.ninja
+	cmake --build build --parallel $(JOBS)
+
+.PHONY: cli
+cli: build/build.ninja
+	cmake --build build --parallel $(JOBS) --target bin/tessera
+
+.PHONY: run
+run: cli
+	build/bin/tessera train --text $(TEXT) --out $(RUN_DIR) $(TRAIN_FLAGS)
+
+# CUDA tests need both the compiler and a GPU; where they cannot run they are counted as skipped.
+ifeq ($(NVCC),)
+  CUDA_TESTS := --skipped 'tests/cuda=no nvcc on this machine'
+else ifeq ($(GPU),)
+  CUDA_TESTS := --skipped 'tests/cuda=no GPU on this machine'
+else
+  CUDA_TESTS := build-cuda:cuda
+  CUDA_BUILD := cuda
+endif
+
+.PHONY: test
+test: build $(CUDA_BUILD)
+	@tools/run_tests.py build $(CUDA_TESTS) --jobs $(JOBS)
+
+.PHONY: cuda
+cuda: build-cuda/build.ninja
+	cmake --build build-cuda --parallel $(JOBS) --target tessera_cuda_all
+
+.PHONY: bench
+bench: cli
+	build/bin/tessera bench --config cpu-small,cpu-mid
+
+.PHONY: lint
+lint:
+	@tools/bootstrap.sh lint
+	.venv/bin/clang-format --dry-run --Werror $(SOURCES)
+
+.PHONY: fmt
+fmt:
+	@tools/bootstrap.sh lint
+	.venv/bin/clang-format -i $(SOURCES)

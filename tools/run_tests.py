@@ -1,0 +1,103 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Runs ctest in one or more build folders and closes with `N passed, N failed, N skipped`.
+
+The numbers come from the JUnit file that ctest writes; skipped and failed tests are listed with the
+reason. `--skipped NAME=REASON` counts a suite that this machine cannot run at all.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Result:
+    name: str
+    outcome: str  # passed, failed, skipped
+    reason: str = ""
+
+
+def skip_reason(output: str) -> str:
+    """The message a test gave: GoogleTest prints it above `[  SKIPPED ]`, programs on the last line."""
+    match = re.search(r"Skipped\n(.*?)\n+\[  SKIPPED \]", output, re.DOTALL)
+    if match:
+        return " ".join(match.group(1).split())
+    lines = [line for line in output.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""
+
+
+def read_junit(path: pathlib.Path) -> list[Result]:
+    results = []
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        name = case.get("name", "?")
+        output = case.findtext("system-out") or ""
+        skipped = case.find("skipped")
+        if case.get("status") == "run" and case.find("failure") is None and skipped is None:
+            results.append(Result(name, "passed"))
+        elif skipped is not None and skipped.get("message", "").startswith("SKIP"):
+            results.append(Result(name, "skipped", skip_reason(output)))
+        elif case.get("status") == "disabled":
+            results.append(Result(name, "skipped", "disabled"))
+        else:  # failed, timed out, or its program is not there
+            node = case.find("failure") if skipped is None else skipped
+            results.append(Result(name, "failed", "" if node is None else node.get("message", "")))
+    return results
+
+
+def run_ctest(build: str, jobs: int, extra: list[str]) -> list[Result]:
+    folder, _, label = build.partition(":")
+    if label:
+        extra = ["--label-regex", f"^{label}$", *extra]
+    with tempfile.TemporaryDirectory() as scratch:
+        junit = pathlib.Path(scratch, "junit.xml")
+        command = ["ctest", "--test-dir", folder, "--output-on-failure", "--no-tests=ignore"]
+        command += ["--output-junit", str(junit), "--parallel", str(jobs), *extra]
+        code = subprocess.run(command, check=False).returncode
+        results = read_junit(junit) if junit.is_file() else []
+    if code and not any(result.outcome == "failed" for result in results):
+        results.append(Result(f"ctest in {folder}", "failed", f"exit status {code}"))
+    return results
+
+
+def summary(results: list[Result]) -> str:
+    counts = [sum(r.outcome == outcome for r in results) for outcome in ("passed", "failed", "skipped")]
+    return "{} passed, {} failed, {} skipped".format(*counts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("build", nargs="+", help="build folder, or FOLDER:LABEL for its tests of one label")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--skipped", action="append", default=[], metavar="NAME=REASON")
+    parser.add_argument("--ctest", action="append", default=[], metavar="ARGUMENT",
+                        help="passed on to ctest, e.g. --ctest=--label-regex --ctest=threads")
+    arguments = parser.parse_args()
+
+    results = []
+    for folder in arguments.build:
+        results += run_ctest(folder, arguments.jobs, arguments.ctest)
+    for entry in arguments.skipped:
+        name, _, reason = entry.partition("=")
+        results.append(Result(name, "skipped", reason))
+
+    print()
+    for outcome in ("skipped", "failed"):
+        for result in results:
+            if result.outcome == outcome:
+                print(f"{outcome}: {result.name}" + (f" ({result.reason})" if result.reason else ""))
+    if not any(result.outcome == "passed" for result in results):
+        results.append(Result("no test passed", "failed"))
+        print("failed: no test passed")
+    print(summary(results))
+    return 1 if any(result.outcome == "failed" for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

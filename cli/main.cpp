@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// tessera: options in, exit code out. 0 ok, 1 a check failed, 2 bad usage or input, 3 environment.
+#include <unistd.h>
+
+#include <cstdlib>
+#include <exception>
+#include <new>
+#include <utility>
+
+#include "cli/commands.hpp"
+#include "tessera/version.hpp"
+
+namespace tessera::cli {
+namespace {
+
+std::function<int()>& chosen_body() {
+  static std::function<int()> body;
+  return body;
+}
+
+int fail(std::string text, int code) {
+  for (char& c : text) {
+    if (c == '\n' || c == '\r') c = ' ';
+  }
+  bool const colour = use_colour(stderr);
+  std::fprintf(stderr, "%stessera: %s%s\n", colour ? "\033[31m" : "", text.c_str(),
+               colour ? "\033[0m" : "");
+  return code;
+}
+
+int parse_and_run(int argc, char** argv) {
+  CLI::App app{"Mixture-of-Experts layers: check, time and explain them, train a small model."};
+  app.set_version_flag("--version", "tessera " TESSERA_VERSION);
+  app.require_subcommand(1);
+  add_info(app);
+  add_verify(app);
+  add_bench(app);
+  add_explain(app);
+  add_train(app);
+  add_generate(app);
+  try {
+    app.parse(argc, argv);
+  } catch (CLI::Success const& request) {  // --help, --version
+    app.exit(request);
+    return kOk;
+  } catch (CLI::ParseError const& error) {
+    return fail(std::string(error.what()) + "; see tessera --help", kBadUsage);
+  }
+  return chosen_body()();
+}
+
+}  // namespace
+
+int exit_code(Status const& status) noexcept {
+  switch (status.code()) {
+    case StatusCode::ok: return kOk;
+    case StatusCode::invalid_argument:
+    case StatusCode::unsupported: return kBadUsage;
+    case StatusCode::environment:
+    case StatusCode::device_error:
+    case StatusCode::out_of_memory: return kEnvironment;
+    case StatusCode::internal: break;
+  }
+  return kCheckFailed;
+}
+
+void check(Status const& status) {
+  if (!status.ok()) throw CommandError(status.text(), exit_code(status));
+}
+
+void run_with(CLI::App& command, std::string const& example, std::function<int()> body) {
+  command.footer("Example:\n  " + example);
+  command.callback([body = std::move(body)] { chosen_body() = body; });
+}
+
+bool is_terminal(std::FILE* stream) noexcept { return ::isatty(::fileno(stream)) == 1; }
+
+bool use_colour(std::FILE* stream) noexcept {
+  char const* const no_color = std::getenv("NO_COLOR");
+  return is_terminal(stream) && (no_color == nullptr || *no_color == '\0');
+}
+
+}  // namespace tessera::cli
+
+int main(int argc, char** argv) {
+  using namespace tessera::cli;
+  try {
+    return parse_and_run(argc, argv);
+  } catch (CommandError const& error) {
+    return fail(error.what(), error.exit_code());
+  } catch (std::bad_alloc const&) {
+    return fail("out of memory; choose a smaller shape", kEnvironment);
+  } catch (std::exception const& error) {
+    return fail(error.what(), kCheckFailed);
+  }
+}

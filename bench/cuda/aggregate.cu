@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+// aggregate against the device's copy rate: every result is compared with the plain twin bit for bit,
+// then timed, interleaved with a device copy of as many bytes (half read, half written).
+// bound_ms = (2Rd + 2Td) bytes over the copy rate measured between the same launches.
+//
+//   aggregate [--config NAME] [--iters N] [--json FILE]
+#include <cstring>
+#include <memory>
+
+#include "../../src/cuda/host/aggregate.hpp"
+#include "support.cuh"
+
+namespace tessera::bench {
+namespace {
+
+struct Shape {
+  char const* name;
+  int tokens, hidden, intermediate, experts, top_k;
+  int64_t rows() const { return int64_t{tokens} * top_k; }
+  int64_t bytes() const { return 2 * (rows() + tokens) * hidden; }
+};
+
+constexpr Shape kShapes[] = {
+    {"1.4B-n256", 40960, 768, 256, 128, 8},   {"7B-n256", 24576, 1536, 256, 128, 8},
+    {"30B-n256", 32768, 4096, 256, 256, 16},  {"OLMoE", 32768, 2048, 1024, 64, 8},
+    {"Qwen3Next", 32768, 2048, 512, 512, 10}, {"TR-a", 16384, 1536, 1024, 128, 2},
+};
+
+struct Options {
+  std::string config, json, command;
+  int iters = 60;
+};
+
+constexpr int kSets = 2;  // rotated, so that no launch finds its inputs in L2
+constexpr int kWarmUps = 20;
+
+// Slot -> row: the rows of a token in expert order.
+std::vector<int32_t> inverse_permutation(Shape const& s, Routing const& routing) {
+  std::vector<int32_t> inverse(size_t(s.rows()));
+  std::vector<int> taken(size_t(s.tokens));
+  for (size_t row = 0; row < routing.gather_index.size(); ++row) {
+    int const token = routing.gather_index[row];
+    inverse[int64_t{token} * s.top_k + taken[token]++] = int32_t(row);
+  }
+  return inverse;
+}
+
+struct Problem {
+  explicit Problem(Shape const& s)
+      : shape(s),
+        scores(std::vector<float>(size_t(s.rows()), 0.25f)),
+        inverse(inverse_permutation(s, Routing::random(s.tokens, s.experts, s.top_k, 11))) {
+    for (int set = 0; set < kSets; ++set) {
+      y.emplace_back(std::make_unique<DeviceBuffer<bf16>>(s.rows() * s.hidden));
+      o.emplace_back(std::make_unique<DeviceBuffer<bf16>>(int64_t{s.tokens} * s.hidden));
+      copy_from.emplace_back(std::make_unique<DeviceBuffer<char>>(s.bytes() / 2));
+      copy_to.emplace_back(std::make_unique<DeviceBuffer<char>>(s.bytes() / 2));
+      fill_uniform<<<4096, 256>>>(y[set]->get(), y[set]->count(), 1 + set, 1.0f);
+    }
+    TESSERA_CUDA(cudaDeviceSynchronize());
+  }
+
+  cuda::AggregateArguments arguments(int set) const {
+    return {.gmem_y = y[set]->get(),
+            .gmem_scores = scores.get(),
+            .gmem_inverse_permutation = inverse.get(),
+            .gmem_token_offsets = nullptr,
+            .gmem_o = o[set]->get(),
+            .o_pitch = shape.hidden,
+            .tokens = shape.tokens,
+            .hidden = shape.hidden,
+            .top_k = shape.top_k};
+  }
+  void launch(int set) const {
+    TESSERA_CUDA(cuda::launch_aggregate<bf16>(arguments(set), nullptr));
+  }
+  void copy(int set) const {
+    TESSERA_CUDA(cudaMemcpyAsync(copy_to[set]->get(), copy_from[set]->get(), shape.bytes() / 2,
+                                 cudaMemcpyDeviceToDevice));
+  }
+
+  Shape shape;
+  DeviceBuffer<float> scores;
+  DeviceBuffer<int32_t> inverse;
+  std::vector<std::unique_ptr<DeviceBuffer<bf16>>> y, o;
+  std::vector<std::unique_ptr<DeviceBuffer<char>>> copy_from, copy_to;
+};
+
+std::vector<bf16> output_of(Problem const& p, bool plain) {
+  p.o[0]->poison();
+  cuda::AggregateArguments const args = p.arguments(0);
+  TESSERA_CUDA(plain ? cuda::launch_aggregate_plain<bf16>(args, nullptr)
+                     : cuda::launch_aggregate<bf16>(args, nullptr));
+  std::vector<bf16> host(size_t(p.o[0]->count()));
+  TESSERA_CUDA(
+      cudaMemcpy(host.data(), p.o[0]->get(), host.size() * sizeof(bf16), cudaMemcpyDeviceToHost));
+  return host;
+}
+
+bool same_as_plain(Problem const& p) {
+  auto const plain = output_of(p, true), kernel = output_of(p, false);
+  return std::memcmp(plain.data(), kernel.data(), plain.size() * sizeof(bf16)) == 0;
+}
+
+struct Times {
+  Quantiles kernel, copy;
+};
+
+Times time_interleaved(Problem const& p, int iters) {
+  Timer timer;
+  std::vector<float> kernel_ms, copy_ms;
+  for (int i = -kWarmUps; i < iters; ++i) {
+    int const set = (i + kWarmUps) % kSets;
+    timer.record([&] { p.launch(set); });
+    float const kernel = timer.ms();
+    timer.record([&] { p.copy(set); });
+    float const copy = timer.ms();
+    if (i < 0) continue;
+    kernel_ms.push_back(kernel);
+    copy_ms.push_back(copy);
+  }
+  return {quantiles(std::move(kernel_ms)), quantiles(std::move(copy_ms))};
+}
+
+std::string bench_shape(Shape const& s, int iters, double& copy_tbps) {
+  Problem const p(s);
+  bool const checked = same_as_plain(p);
+  Times const t = time_interleaved(p, iters);
+  copy_tbps = std::max(copy_tbps, double(s.bytes()) / (double(t.copy.median) * 1e9));
+  std::printf("%-10s %8.4f ms, copy %8.4f ms, %5.2f TB/s, of copy %.3f%s\n", s.name, t.kernel.median,
+              t.copy.median, double(s.bytes()) / (double(t.kernel.median) * 1e9),
+              t.copy.median / t.kernel.median, checked ? "" : "  DIFFERS FROM THE PLAIN TWIN");
+  char row[768];
+  std::snprintf(
+      row, sizeof row,
+      "\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": \"bf16\", \"gpus\": 1, "
+      "\"routing\": \"random\", \"router\": \"given\", \"round\": \"none\", \"pass\": \"aggregate\", "
+      "\"impl\": \"tessera\", \"variant\": \"\", \"ms\": %.4f, \"ms_p10\": %.4f, \"ms_p90\": %.4f, "
+      "\"bound_ms\": %.4f, \"aggregate_floor_ms\": %.4f, \"checked\": %s}",
+      s.name, s.tokens, s.hidden, s.intermediate, s.experts, s.top_k, t.kernel.median, t.kernel.p10,
+      t.kernel.p90, t.copy.median, t.copy.median, checked ? "true" : "false");
+  return row;
+}
+
+void write_json(Options const& options, double copy_tbps, std::string const& rows) {
+  cudaDeviceProp device{};
+  TESSERA_CUDA(cudaGetDeviceProperties(&device, 0));
+  std::string const driver =
+      read_command("nvidia-smi --query-gpu=driver_version --format=csv,noheader");
+  std::string const clocks =
+      read_command("nvidia-smi --query-gpu=clocks.sm,clocks.mem --format=csv,noheader,nounits");
+  FILE* const file = std::fopen(options.json.c_str(), "w");
+  if (file == nullptr) {
+    std::fprintf(stderr, "cannot write %s\n", options.json.c_str());
+    std::exit(1);
+  }
+  std::fprintf(file,
+               "{\"command\": \"%s\", \"commit\": \"%s\", \"device\": \"%s\", \"driver\": \"%s\", "
+               "\"clocks_mhz\": [%s], \"date\": \"%s\",\n \"protocol\": \"median of %d after %d "
+               "warm-ups, interleaved with a copy, two sets of buffers rotated, uniform random "
+               "data\",\n \"ceilings\": {\"copy_tbps\": %.3f},\n \"rows\": [%s\n]}\n",
+               options.command.c_str(), std::getenv("COMMIT") ? std::getenv("COMMIT") : "",
+               device.name, driver.c_str(), clocks.c_str(), read_command("date +%F").c_str(),
+               options.iters, kWarmUps, copy_tbps, rows.c_str());
+  std::fclose(file);
+}
+
+int run(Options const& options) {
+  std::string rows;
+  double copy_tbps = 0;
+  for (Shape const& s : kShapes) {
+    if (!options.config.empty() && options.config != s.name) continue;
+    if (!rows.empty()) rows += ",";
+    rows += bench_shape(s, options.iters, copy_tbps);
+  }
+  if (!options.json.empty()) write_json(options, copy_tbps, rows);
+  return rows.find("\"checked\": false") == std::string::npos ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace tessera::bench
+
+int main(int argc, char** argv) {
+  tessera::bench::Options options;
+  for (int i = 0; i < argc; ++i) options.command += (i ? " " : "") + std::string(argv[i]);
+  for (int i = 1; i < argc; ++i) {
+    std::string const flag = argv[i];
+    bool const has_value = i + 1 < argc;
+    if (flag == "--config" && has_value) {
+      options.config = argv[++i];
+    } else if (flag == "--json" && has_value) {
+      options.json = argv[++i];
+    } else if (flag == "--iters" && has_value && std::atoi(argv[i + 1]) > 0) {
+      options.iters = std::atoi(argv[++i]);
+    } else {
+      std::fprintf(stderr, "unknown option %s\n", flag.c_str());
+      return 2;
+    }
+  }
+  return tessera::bench::run(options);
+}

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+# The CUDA language for sm_90a. `tessera_cuda_all` is what `make cuda` builds: kernels, tests, benchmarks.
+find_program(CMAKE_CUDA_COMPILER nvcc HINTS ENV CUDA_PATH /usr/local/cuda PATH_SUFFIXES bin REQUIRED)
+set(CMAKE_CUDA_ARCHITECTURES 90a-real)  # -gencode=arch=compute_90a,code=sm_90a
+enable_language(CUDA)
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 13.0)
+  message(FATAL_ERROR "nvcc ${CMAKE_CUDA_COMPILER_VERSION}: the kernels need 13.0 or later")
+endif()
+find_package(CUDAToolkit REQUIRED)
+
+add_custom_target(tessera_cuda_all)
+
+# tessera_cuda_options(target): C++20 (as a plain flag: CMake 3.25 knows no CUDA20 for nvcc 13); any
+# warning and any spilled register stops the build. (-Wrestrict: GCC 12 reports std::string operator+.)
+function(tessera_cuda_options target)
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -O3
+    -Xptxas=--warn-on-spills -Werror all-warnings -Xcompiler=-Wall,-Wextra,-Werror,-Wno-restrict>)
+  target_include_directories(${target}
+    PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/include)
+  target_link_libraries(${target} PRIVATE CUDA::cudart_static)
+  add_dependencies(tessera_cuda_all ${target})
+endfunction()

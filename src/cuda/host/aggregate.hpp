@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// aggregate: o_t = rnd(sum over slots j of token t, ascending, of s_j * y[inverse_permutation[j]]).
+// Host side: the call's arguments, which are the kernels' parameters too, and the two launchers.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace tessera::cuda {
+
+struct AggregateArguments {
+  void const* gmem_y;                       // (R,d), rows 16-byte aligned
+  float const* gmem_scores;                 // (P); null: plain sum, as for dx
+  int32_t const* gmem_inverse_permutation;  // (P) slot -> row; negative: sentinel, adds nothing
+  int32_t const* gmem_token_offsets;        // (T+1); null: token t owns slots [t*K, (t+1)*K)
+  void* gmem_o;                             // (T,d), every element is written
+  int64_t o_pitch;                          // elements from one row of o to the next
+  int64_t tokens;                           // T, 0 allowed
+  int64_t hidden;                           // d
+  int32_t top_k;                            // K; with token_offsets the typical number of slots
+};
+
+/// Launches on `stream`; allocates nothing, waits for nothing. Element: __nv_bfloat16 or float.
+/// cudaErrorInvalidValue: rows or bases not multiples of 16 bytes, or 2^31 or more work items.
+template <class Element>
+cudaError_t launch_aggregate(AggregateArguments const& args, cudaStream_t stream);
+
+/// The same bits for any d and alignment, one thread per output.
+template <class Element>
+cudaError_t launch_aggregate_plain(AggregateArguments const& args, cudaStream_t stream);
+
+}  // namespace tessera::cuda

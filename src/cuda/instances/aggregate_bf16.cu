@@ -1,0 +1,8 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "../kernels/aggregate.cuh"
+
+namespace tessera::cuda {
+
+template cudaError_t launch_aggregate<__nv_bfloat16>(AggregateArguments const&, cudaStream_t);
+
+}  // namespace tessera::cuda

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// Configurations of the aggregate kernel. Bytes in flight hide the memory latency: 4.8 TB/s times about
+// 1 us over 132 SMs is 36 KiB per SM, and one warp holds slots_in_flight * 512 bytes.
+#pragma once
+
+namespace tessera::cuda {
+
+struct AggregateConfig {
+  int slots_in_flight;  // rows whose loads are issued before the first is used
+  int warps;            // per CTA
+  int ctas_per_sm;      // at least; with warps it sets the register budget that the loads live in
+
+  constexpr int threads() const { return 32 * warps; }
+  bool operator==(AggregateConfig const&) const = default;
+};
+
+consteval bool valid(AggregateConfig c) {
+  if (c.slots_in_flight < 1 || 32 % c.slots_in_flight) throw "slots_in_flight: divides 32";
+  if (c.slots_in_flight > 16) throw "slots_in_flight: 4 registers each, at most 16";
+  if (c.warps < 1 || c.warps > 32) throw "warps: 1 to 32 per CTA";
+  if (c.warps * c.ctas_per_sm > 64) throw "ctas_per_sm: an SM holds 64 warps";
+  return true;
+}
+
+// Up to 8 slots per token, the usual top-k: 32 warps of 4 KiB, 64 registers a thread.
+struct AggregateFewSlots {
+  static constexpr AggregateConfig config{.slots_in_flight = 8, .warps = 8, .ctas_per_sm = 4};
+};
+// More slots, 16 at a time: 16 warps of 8 KiB, 128 registers a thread.
+struct AggregateManySlots {
+  static constexpr AggregateConfig config{.slots_in_flight = 16, .warps = 8, .ctas_per_sm = 2};
+};
+constexpr int kAggregateFewSlots = AggregateFewSlots::config.slots_in_flight;
+
+}  // namespace tessera::cuda

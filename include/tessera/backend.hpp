@@ -26,13 +26,13 @@ TESSERA_EXPORT Expected<std::vector<BackendInfo>> backends() noexcept;
 
 /// One implementation that was considered for an op.
 struct Candidate {
-  std::string name;    ///< e.g. "cpu/parallel"
+  std::string name;  ///< e.g. "cpu/parallel"
   bool chosen = false;
   std::string reason;  ///< why it was refused, or what it does: tiles, threads, instruction set
 };
 
 struct OpExplanation {
-  std::string op;  ///< e.g. "up_projection_fwd"
+  std::string op;                                   ///< e.g. "up_projection_fwd"
   std::int64_t gemm_m = 0, gemm_n = 0, gemm_k = 0;  ///< per expert at mean load; 0 if not a GEMM
   double flops = 0;
   double bytes = 0;  ///< each array moved once

@@ -22,7 +22,8 @@ struct Stream {
 
 struct ContextOptions {
   Device device;
-  std::int32_t num_threads = 0;  ///< CPU threads, the caller included; 0: as many as the process may use
+  std::int32_t num_threads =
+      0;  ///< CPU threads, the caller included; 0: as many as the process may use
 };
 
 /// Owns the CPU threads of one device's calls. Immutable and thread-safe: several threads may run

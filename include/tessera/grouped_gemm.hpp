@@ -17,8 +17,8 @@ enum class GroupedGemmKind : std::int32_t {
 
 struct GroupedGemmArgs {
   GroupedGemmKind kind = GroupedGemmKind::varlen_m;
-  bool transpose_b = false;    ///< varlen_m: b is [E,gemm_k,gemm_n]
-  ConstTensor a;               ///< [rows,gemm_k], or [rows,gemm_m] for varlen_k
+  bool transpose_b = false;  ///< varlen_m: b is [E,gemm_k,gemm_n]
+  ConstTensor a;             ///< [rows,gemm_k], or [rows,gemm_m] for varlen_k
   ConstTensor b;
   ConstTensor bias;            ///< varlen_m, optional [E,gemm_n]
   ConstTensor expert_offsets;  ///< [E+1] int32 or int64

@@ -33,7 +33,7 @@ struct MoeForwardArgs {
   // RouterKind::given: ids outside [0,E) are sentinels, they own no row and add nothing.
   ConstTensor topk_ids;       ///< [T,K] (or [P] with token_offsets) int32 or int64
   ConstTensor topk_weights;   ///< same shape, fp32
-  ConstTensor token_offsets;  ///< [T+1], only where experts per token vary (MoeShape::slots = P)
+  ConstTensor token_offsets;  ///< [T+1], with MoeShape::variable_experts
 
   // Any other router.
   ConstTensor w_router;        ///< [E,d]
@@ -70,12 +70,12 @@ struct ExpertGradients {
 
 /// Inputs, outputs and memory of a backward call.
 struct MoeBackwardArgs {
-  ConstTensor d_o;  ///< [T,d]
-  ConstTensor x;    ///< [T,d]
-  ConstTensor h;    ///< [P,w*n] as forward left it (SavePolicy::h)
-  ConstBuffer routing;  ///< as forward left it
+  ConstTensor d_o;                 ///< [T,d]
+  ConstTensor x;                   ///< [T,d]; not read by moe_backward_input
+  ConstTensor h;                   ///< [P,w*n] as forward left it; not read by moe_backward_weights
+  ConstBuffer routing;             ///< as forward left it
   ConstTensor w_router, b_router;  ///< as in forward, unless RouterKind::given
-  ExpertWeights weights;
+  ExpertWeights weights;           ///< as in forward; not read by moe_backward_weights
 
   Tensor dx;       ///< optional [T,d]
   Tensor dscores;  ///< optional [P] fp32 by slot; 0 at sentinels
@@ -83,8 +83,8 @@ struct MoeBackwardArgs {
   ExpertGradients gradients;
 
   // Split backward: moe_backward_input leaves these for moe_backward_weights; absent in moe_backward.
-  Tensor dh;        ///< [P,w*n]
-  Tensor a_scaled;  ///< [P,n]: s*a
+  Tensor dh;             ///< [P,w*n]
+  Tensor a_scaled;       ///< [P,n]: s*a
   Tensor dlogits_saved;  ///< [T,E] fp32, with a router
   Buffer workspace;
 };

@@ -21,8 +21,8 @@ struct RoutingView {
   std::int32_t* gather_index = nullptr;         ///< [P] row -> token; 0 from row R on
   std::int32_t* inverse_permutation = nullptr;  ///< [P] slot -> row; -1 exactly at sentinels
   float* scores = nullptr;                      ///< [P] by slot
-  std::int32_t* token_offsets = nullptr;  ///< [T+1], null unless experts per token vary
-  std::int32_t* topk_ids = nullptr;       ///< [P] by slot, null where ids came from the caller
+  std::int32_t* token_offsets = nullptr;        ///< [T+1], null unless experts per token vary
+  std::int32_t* topk_ids = nullptr;  ///< [P] by slot, null where ids came from the caller
 };
 
 /// Bytes of the routing buffer: 16P + 4(E+1) [+ 4(T+1) variable] [+ 4P ids of a router].
@@ -38,10 +38,10 @@ struct RouteArgs {
   ConstTensor w_router;        ///< [E,d]
   ConstTensor b_router;        ///< [E], optional
   ConstTensor selection_bias;  ///< [E] fp32, optional
-  Tensor topk_ids;             ///< [T,K] int32 or int64, slots in descending key; ties: lower id first
-  Tensor topk_weights;         ///< [T,K] fp32
-  Tensor logits;               ///< optional [T,E] fp32
-  Buffer workspace;            ///< workspace_bytes(context, desc, Pass::route)
+  Tensor topk_ids;      ///< [T,K] int32 or int64, slots in descending key; ties: lower id first
+  Tensor topk_weights;  ///< [T,K] fp32
+  Tensor logits;        ///< optional [T,E] fp32
+  Buffer workspace;     ///< workspace_bytes(context, desc, Pass::route)
 };
 
 /// Logits, selection and scores of `desc.router`: what moe_forward would use, bit for bit.

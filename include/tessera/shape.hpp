@@ -14,11 +14,12 @@ struct MoeShape {
   std::int64_t hidden = 0;        ///< d
   std::int64_t intermediate = 0;  ///< n, per expert
   std::int64_t experts = 0;       ///< E
-  std::int64_t top_k = 0;         ///< K, experts per token, 1 <= K <= E
-  std::int64_t slots = 0;  ///< P where experts per token vary (`token_offsets` given); 0: P = T*K
+  std::int64_t top_k = 0;         ///< K, experts per token; a router needs 1 <= K <= E
+  std::int64_t slots = 0;         ///< P with variable_experts, else 0: P = T*K
+  bool variable_experts = false;  ///< experts per token vary: the call gives `token_offsets`
 
   [[nodiscard]] constexpr std::int64_t num_slots() const noexcept {
-    return slots != 0 ? slots : tokens * top_k;
+    return variable_experts ? slots : tokens * top_k;
   }
   bool operator==(MoeShape const&) const = default;
 };

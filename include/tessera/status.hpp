@@ -103,8 +103,8 @@ class [[nodiscard]] Expected {
 }  // namespace tessera
 
 /// Returns the Status of `expression` from the enclosing function unless it is ok.
-#define TESSERA_TRY(expression)                                    \
-  do {                                                             \
+#define TESSERA_TRY(expression)                                                \
+  do {                                                                         \
     if (::tessera::Status tessera_status = (expression); !tessera_status.ok()) \
-      return tessera_status;                                       \
+      return tessera_status;                                                   \
   } while (false)

@@ -15,11 +15,15 @@ enum class DType : std::int32_t { none = 0, fp32 = 1, bf16 = 2, fp16 = 3, int32 
 constexpr std::size_t dtype_bytes(DType dtype) noexcept {
   switch (dtype) {
     case DType::fp32:
-    case DType::int32: return 4;
+    case DType::int32:
+      return 4;
     case DType::bf16:
-    case DType::fp16: return 2;
-    case DType::int64: return 8;
-    case DType::none: break;
+    case DType::fp16:
+      return 2;
+    case DType::int64:
+      return 8;
+    case DType::none:
+      break;
   }
   return 0;
 }

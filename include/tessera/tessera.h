@@ -67,7 +67,7 @@ typedef struct {
   uint64_t size;
   int64_t tokens, hidden, intermediate, experts, top_k, slots;
   int32_t dtype, activation, layout_order, layout_orientation, layout_block, bias;
-  int32_t score_position, save, grouping, ids_dtype;
+  int32_t score_position, save, grouping, ids_dtype, variable_experts, reserved;
   float alpha, limit, up_offset;
   int32_t router, normalize_scores, groups, top_groups, round, tile;
   float route_scale;

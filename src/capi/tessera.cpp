@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: Apache-2.0
+// The C ABI on top of the C++ API: copies fields, adds no rules of its own.
+#include "tessera/tessera.h"
+
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "tessera/tessera.hpp"
+
+struct tessera_context {
+  tessera::Context context;
+};
+
+namespace {
+
+using tessera::Status;
+using tessera::StatusCode;
+
+thread_local char last_error[Status::kTextBytes] = "";
+
+int finish(Status const& status) noexcept {
+  std::memcpy(last_error, status.text(), Status::kTextBytes);
+  return static_cast<int>(status.code());
+}
+
+/// A struct as an older or newer caller knew it: fields it did not know read as 0. Fields newer than this
+/// library must be 0, or the caller asks for something this library cannot know.
+template <class Struct>
+Status read_struct(char const* name, Struct const* from, Struct& out) noexcept {
+  std::memset(static_cast<void*>(&out), 0, sizeof(Struct));
+  if (from == nullptr) return Status::invalid("%s: null pointer", name);
+  std::uint64_t const size = from->size;
+  if (size < sizeof(std::uint64_t) || size > 65536) {
+    return Status::invalid("%s.size=%llu: set it to sizeof(%s)", name,
+                           static_cast<unsigned long long>(size), name);
+  }
+  auto const* const bytes = reinterpret_cast<unsigned char const*>(from);
+  for (std::uint64_t i = sizeof(Struct); i < size; ++i) {
+    if (bytes[i] != 0) {
+      return Status::unsupported(
+          "%s: a field beyond this library's version is set; update libtessera", name);
+    }
+  }
+  std::memcpy(static_cast<void*>(&out), from, size < sizeof(Struct) ? size : sizeof(Struct));
+  return {};
+}
+
+tessera::Tensor tensor_of(tessera_tensor const& from) noexcept {
+  tessera::Tensor tensor;
+  tensor.data = from.data;
+  tensor.dtype = static_cast<tessera::DType>(from.dtype);
+  tensor.device = {static_cast<tessera::DeviceKind>(from.device_kind), from.device_index};
+  tensor.rank = from.rank;
+  for (int axis = 0; axis < tessera::kMaxRank; ++axis) {
+    tensor.shape[axis] = from.shape[axis];
+    tensor.stride[axis] = from.stride[axis];
+  }
+  return tensor;
+}
+
+tessera::Buffer buffer_of(tessera_buffer const& from) noexcept { return {from.data, from.bytes}; }
+
+tessera::ExpertWeights weights_of(tessera_expert_weights const& from) noexcept {
+  tessera::ExpertWeights weights;
+  weights.w_up = tensor_of(from.w_up);
+  weights.w_gate = tensor_of(from.w_gate);
+  weights.w_down = tensor_of(from.w_down);
+  weights.b_up = tensor_of(from.b_up);
+  weights.b_gate = tensor_of(from.b_gate);
+  weights.b_down = tensor_of(from.b_down);
+  return weights;
+}
+
+Status desc_of(tessera_moe_desc const* desc, tessera::MoeDesc& out) noexcept {
+  tessera_moe_desc from;
+  TESSERA_TRY(read_struct("tessera_moe_desc", desc, from));
+  out.shape = {from.tokens, from.hidden, from.intermediate,         from.experts,
+               from.top_k,  from.slots,  from.variable_experts != 0};
+  if (from.dtype != 0) out.dtype = static_cast<tessera::DType>(from.dtype);
+  out.activation = {static_cast<tessera::ActivationKind>(from.activation),
+                    from.alpha == 0 ? 1.0f : from.alpha,
+                    from.limit == 0 ? __builtin_huge_valf() : from.limit, from.up_offset};
+  out.layout = {static_cast<tessera::GateUpOrder>(from.layout_order),
+                static_cast<tessera::WeightOrientation>(from.layout_orientation),
+                from.layout_block};
+  out.bias = from.bias != 0;
+  out.score_position = static_cast<tessera::ScorePosition>(from.score_position);
+  out.save = static_cast<tessera::SavePolicy>(from.save);
+  out.grouping = static_cast<tessera::RowGrouping>(from.grouping);
+  if (from.ids_dtype != 0) out.ids_dtype = static_cast<tessera::DType>(from.ids_dtype);
+  out.router.kind = static_cast<tessera::RouterKind>(from.router);
+  out.router.normalize_scores = from.normalize_scores != 0;
+  out.router.groups = from.groups;
+  out.router.top_groups = from.top_groups;
+  out.router.round = static_cast<tessera::Rounding>(from.round);
+  if (from.tile != 0) out.router.tile = from.tile;
+  if (from.route_scale != 0) out.router.route_scale = from.route_scale;
+  out.router.layer = from.layer;
+  out.router.seed = from.seed;
+  out.router.step = from.step;
+  return {};
+}
+
+Status check_context(tessera_context const* context) noexcept {
+  return context == nullptr ? Status::invalid("context: null pointer; call tessera_context_create")
+                            : Status();
+}
+
+Status forward(tessera_context const* context, tessera_moe_desc const* c_desc,
+               tessera_forward_args const* c_args, void* stream) noexcept {
+  TESSERA_TRY(check_context(context));
+  tessera::MoeDesc desc;
+  TESSERA_TRY(desc_of(c_desc, desc));
+  tessera_forward_args from;
+  TESSERA_TRY(read_struct("tessera_forward_args", c_args, from));
+  tessera::MoeForwardArgs args;
+  args.x = tensor_of(from.x);
+  args.topk_ids = tensor_of(from.topk_ids);
+  args.topk_weights = tensor_of(from.topk_weights);
+  args.token_offsets = tensor_of(from.token_offsets);
+  args.w_router = tensor_of(from.w_router);
+  args.b_router = tensor_of(from.b_router);
+  args.selection_bias = tensor_of(from.selection_bias);
+  args.expert_offsets = tensor_of(from.expert_offsets);
+  args.row_scores = tensor_of(from.row_scores);
+  args.weights = weights_of(from.weights);
+  args.o = tensor_of(from.o);
+  args.logits = tensor_of(from.logits);
+  args.expert_counts = tensor_of(from.expert_counts);
+  args.h = tensor_of(from.h);
+  args.routing = buffer_of(from.routing);
+  args.workspace = buffer_of(from.workspace);
+  return tessera::moe_forward(context->context, desc, args, {stream});
+}
+
+using BackwardFunction = Status (*)(tessera::Context const&, tessera::MoeDesc const&,
+                                    tessera::MoeBackwardArgs const&, tessera::Stream) noexcept;
+
+Status backward(BackwardFunction function, tessera_context const* context,
+                tessera_moe_desc const* c_desc, tessera_backward_args const* c_args,
+                void* stream) noexcept {
+  TESSERA_TRY(check_context(context));
+  tessera::MoeDesc desc;
+  TESSERA_TRY(desc_of(c_desc, desc));
+  tessera_backward_args from;
+  TESSERA_TRY(read_struct("tessera_backward_args", c_args, from));
+  tessera::MoeBackwardArgs args;
+  args.d_o = tensor_of(from.d_o);
+  args.x = tensor_of(from.x);
+  args.h = tensor_of(from.h);
+  args.routing = buffer_of(from.routing);
+  args.w_router = tensor_of(from.w_router);
+  args.b_router = tensor_of(from.b_router);
+  args.weights = weights_of(from.weights);
+  args.dx = tensor_of(from.dx);
+  args.dscores = tensor_of(from.dscores);
+  args.dlogits = tensor_of(from.dlogits);
+  args.gradients.dw_up = tensor_of(from.dw_up);
+  args.gradients.dw_gate = tensor_of(from.dw_gate);
+  args.gradients.dw_down = tensor_of(from.dw_down);
+  args.gradients.db_up = tensor_of(from.db_up);
+  args.gradients.db_gate = tensor_of(from.db_gate);
+  args.gradients.db_down = tensor_of(from.db_down);
+  args.gradients.dw_router = tensor_of(from.dw_router);
+  args.gradients.db_router = tensor_of(from.db_router);
+  args.gradients.mode = static_cast<tessera::GradientMode>(from.accumulate);
+  args.dh = tensor_of(from.dh);
+  args.a_scaled = tensor_of(from.a_scaled);
+  args.dlogits_saved = tensor_of(from.dlogits_saved);
+  args.workspace = buffer_of(from.workspace);
+  return function(context->context, desc, args, {stream});
+}
+
+Status route(tessera_context const* context, tessera_moe_desc const* c_desc,
+             tessera_route_args const* c_args, void* stream) noexcept {
+  TESSERA_TRY(check_context(context));
+  tessera::MoeDesc desc;
+  TESSERA_TRY(desc_of(c_desc, desc));
+  tessera_route_args from;
+  TESSERA_TRY(read_struct("tessera_route_args", c_args, from));
+  tessera::RouteArgs args;
+  args.x = tensor_of(from.x);
+  args.w_router = tensor_of(from.w_router);
+  args.b_router = tensor_of(from.b_router);
+  args.selection_bias = tensor_of(from.selection_bias);
+  args.topk_ids = tensor_of(from.topk_ids);
+  args.topk_weights = tensor_of(from.topk_weights);
+  args.logits = tensor_of(from.logits);
+  args.workspace = buffer_of(from.workspace);
+  return tessera::route(context->context, desc, args, {stream});
+}
+
+Status grouped_gemm(tessera_context const* context, tessera_grouped_gemm_args const* c_args,
+                    void* stream) noexcept {
+  TESSERA_TRY(check_context(context));
+  tessera_grouped_gemm_args from;
+  TESSERA_TRY(read_struct("tessera_grouped_gemm_args", c_args, from));
+  tessera::GroupedGemmArgs args;
+  args.kind = static_cast<tessera::GroupedGemmKind>(from.kind);
+  args.transpose_b = from.transpose_b != 0;
+  args.a = tensor_of(from.a);
+  args.b = tensor_of(from.b);
+  args.bias = tensor_of(from.bias);
+  args.expert_offsets = tensor_of(from.expert_offsets);
+  args.c = tensor_of(from.c);
+  args.mode = static_cast<tessera::GradientMode>(from.accumulate);
+  args.workspace = buffer_of(from.workspace);
+  return tessera::grouped_gemm(context->context, args, {stream});
+}
+
+Status create_context(std::int32_t device_kind, std::int32_t device_index, std::int32_t num_threads,
+                      tessera_context** out) noexcept {
+  if (out == nullptr) return Status::invalid("context: null pointer; pass where to store it");
+  *out = nullptr;
+  auto context = tessera::Context::create(
+      {{static_cast<tessera::DeviceKind>(device_kind), device_index}, num_threads});
+  if (!context.ok()) return context.status();
+  *out = new (std::nothrow) tessera_context{std::move(context).value()};
+  return *out != nullptr ? Status()
+                         : Status::error(StatusCode::out_of_memory, "no memory for a context");
+}
+
+Status workspace(tessera_context const* context, tessera_moe_desc const* c_desc, int pass,
+                 std::size_t* bytes) noexcept {
+  TESSERA_TRY(check_context(context));
+  if (bytes == nullptr) return Status::invalid("bytes: null pointer; pass where to store it");
+  tessera::MoeDesc desc;
+  TESSERA_TRY(desc_of(c_desc, desc));
+  auto const needed =
+      tessera::workspace_bytes(context->context, desc, static_cast<tessera::Pass>(pass));
+  if (!needed.ok()) return needed.status();
+  *bytes = needed.value();
+  return {};
+}
+
+Status saved(tessera_moe_desc const* c_desc, std::size_t* x_bytes, std::size_t* h_bytes,
+             std::size_t* routing_bytes) noexcept {
+  tessera::MoeDesc desc;
+  TESSERA_TRY(desc_of(c_desc, desc));
+  auto const bytes = tessera::saved_bytes(desc);
+  if (!bytes.ok()) return bytes.status();
+  if (x_bytes != nullptr) *x_bytes = bytes.value().x;
+  if (h_bytes != nullptr) *h_bytes = bytes.value().h;
+  if (routing_bytes != nullptr) *routing_bytes = bytes.value().routing;
+  return {};
+}
+
+}  // namespace
+
+#define TESSERA_C_API extern "C" TESSERA_EXPORT
+
+TESSERA_C_API int tessera_abi_version(void) { return TESSERA_ABI_VERSION; }
+TESSERA_C_API char const* tessera_version(void) { return TESSERA_VERSION; }
+TESSERA_C_API char const* tessera_last_error(void) { return last_error; }
+
+TESSERA_C_API int tessera_context_create(int32_t device_kind, int32_t device_index,
+                                         int32_t num_threads, tessera_context** context) {
+  return finish(create_context(device_kind, device_index, num_threads, context));
+}
+TESSERA_C_API void tessera_context_destroy(tessera_context* context) { delete context; }
+
+TESSERA_C_API int tessera_moe_workspace(tessera_context const* context,
+                                        tessera_moe_desc const* desc, int pass, size_t* bytes) {
+  return finish(workspace(context, desc, pass, bytes));
+}
+TESSERA_C_API int tessera_moe_saved(tessera_moe_desc const* desc, size_t* x_bytes, size_t* h_bytes,
+                                    size_t* routing_bytes) {
+  return finish(saved(desc, x_bytes, h_bytes, routing_bytes));
+}
+TESSERA_C_API int tessera_moe_forward(tessera_context const* context, tessera_moe_desc const* desc,
+                                      tessera_forward_args const* args, void* stream) {
+  return finish(forward(context, desc, args, stream));
+}
+TESSERA_C_API int tessera_moe_backward(tessera_context const* context, tessera_moe_desc const* desc,
+                                       tessera_backward_args const* args, void* stream) {
+  return finish(backward(tessera::moe_backward, context, desc, args, stream));
+}
+TESSERA_C_API int tessera_moe_backward_input(tessera_context const* context,
+                                             tessera_moe_desc const* desc,
+                                             tessera_backward_args const* args, void* stream) {
+  return finish(backward(tessera::moe_backward_input, context, desc, args, stream));
+}
+TESSERA_C_API int tessera_moe_backward_weights(tessera_context const* context,
+                                               tessera_moe_desc const* desc,
+                                               tessera_backward_args const* args, void* stream) {
+  return finish(backward(tessera::moe_backward_weights, context, desc, args, stream));
+}
+TESSERA_C_API int tessera_route(tessera_context const* context, tessera_moe_desc const* desc,
+                                tessera_route_args const* args, void* stream) {
+  return finish(route(context, desc, args, stream));
+}
+TESSERA_C_API int tessera_grouped_gemm(tessera_context const* context,
+                                       tessera_grouped_gemm_args const* args, void* stream) {
+  return finish(grouped_gemm(context, args, stream));
+}

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/desc_check.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+namespace tessera::core {
+namespace {
+
+using Int = long long;  // for %lld
+
+template <class Enum>
+bool in_range(Enum value, Enum last) noexcept {
+  return static_cast<std::int32_t>(value) >= 0 && value <= last;
+}
+
+Status check_enums(MoeDesc const& desc) noexcept {
+  auto const bad = [](char const* name, auto value) {
+    return Status::invalid("%s=%d: not a value of its enum; see tessera/shape.hpp", name,
+                           static_cast<int>(value));
+  };
+  if (!in_range(desc.dtype, DType::int64) || desc.dtype == DType::none) {
+    return bad("dtype", desc.dtype);
+  }
+  if (desc.dtype == DType::int32 || desc.dtype == DType::int64) {
+    return Status::invalid("dtype=%d: storage is fp32, bf16 or fp16, not an integer type",
+                           static_cast<int>(desc.dtype));
+  }
+  if (!in_range(desc.activation.kind, ActivationKind::gelu_erf)) {
+    return bad("activation", desc.activation.kind);
+  }
+  if (!in_range(desc.layout.order, GateUpOrder::blocked)) {
+    return bad("layout.order", desc.layout.order);
+  }
+  if (!in_range(desc.layout.orientation, WeightOrientation::separate)) {
+    return bad("layout.orientation", desc.layout.orientation);
+  }
+  if (!in_range(desc.router.kind, RouterKind::expert_choice))
+    return bad("router", desc.router.kind);
+  if (!in_range(desc.router.round, Rounding::down)) return bad("round", desc.router.round);
+  if (!in_range(desc.score_position, ScorePosition::input)) {
+    return bad("score_position", desc.score_position);
+  }
+  if (!in_range(desc.save, SavePolicy::none)) return bad("save", desc.save);
+  if (!in_range(desc.grouping, RowGrouping::counts)) return bad("grouping", desc.grouping);
+  if (desc.ids_dtype != DType::int32 && desc.ids_dtype != DType::int64) {
+    return Status::invalid("ids_dtype=%d: ids and offsets are int32 or int64",
+                           static_cast<int>(desc.ids_dtype));
+  }
+  return {};
+}
+
+Status check_sizes(MoeDesc const& desc) noexcept {
+  MoeShape const& s = desc.shape;
+  struct Size {
+    char const* name;
+    std::int64_t value, least;
+  };
+  for (Size const size : {Size{"tokens", s.tokens, 0}, Size{"hidden", s.hidden, 1},
+                          Size{"intermediate", s.intermediate, 1}, Size{"experts", s.experts, 1},
+                          Size{"top_k", s.top_k, 1}, Size{"slots", s.slots, 0}}) {
+    if (size.value < size.least || size.value > kMaxIndex) {
+      return Status::invalid("%s=%lld: must be in [%lld, 2^31)", size.name,
+                             static_cast<Int>(size.value), static_cast<Int>(size.least));
+    }
+  }
+  if (desc.router.kind != RouterKind::given && s.top_k > s.experts) {
+    return Status::invalid("top_k=%lld, experts=%lld: a router chooses at most all experts",
+                           static_cast<Int>(s.top_k), static_cast<Int>(s.experts));
+  }
+  if (!s.variable_experts && s.slots != 0) {
+    return Status::invalid(
+        "slots=%lld without variable_experts: leave 0 (P = tokens*top_k) or set variable_experts",
+        static_cast<Int>(s.slots));
+  }
+  if (s.variable_experts && desc.router.kind != RouterKind::given) {
+    return Status::invalid("variable_experts: token_offsets come with router given only");
+  }
+  // Products of two values below 2^31 fit in int64.
+  if (!s.variable_experts && s.tokens * s.top_k > kMaxIndex) {
+    return Status::invalid(
+        "tokens=%lld, top_k=%lld: tokens*top_k must stay below 2^31; split the batch",
+        static_cast<Int>(s.tokens), static_cast<Int>(s.top_k));
+  }
+  std::int64_t const widest = std::max(desc.up_width() * s.intermediate, s.hidden);
+  if (widest > kMaxIndex || s.experts * widest > kMaxIndex) {
+    return Status::invalid("experts=%lld, rows per expert=%lld: their product must stay below 2^31",
+                           static_cast<Int>(s.experts), static_cast<Int>(widest));
+  }
+  // Buffers of P and T rows must be addressable: their bytes fit in 63 bits.
+  constexpr std::int64_t kMaxElements = std::int64_t{1} << 56;
+  std::int64_t const longest = std::max(s.num_slots(), s.tokens);
+  if (longest * std::max(widest, s.experts) > kMaxElements) {
+    return Status::invalid("tokens=%lld, slots=%lld with %lld columns: more than 2^56 elements",
+                           static_cast<Int>(s.tokens), static_cast<Int>(s.num_slots()),
+                           static_cast<Int>(std::max(widest, s.experts)));
+  }
+  return {};
+}
+
+Status check_options(MoeDesc const& desc) noexcept {
+  Activation const& act = desc.activation;
+  if (act.kind == ActivationKind::clamped_swiglu &&
+      !(std::isfinite(act.alpha) && act.limit > 0 && std::isfinite(act.up_offset))) {
+    return Status::invalid(
+        "clamped_swiglu alpha=%g limit=%g up_offset=%g: finite values and limit > 0 are needed",
+        static_cast<double>(act.alpha), static_cast<double>(act.limit),
+        static_cast<double>(act.up_offset));
+  }
+  bool const separate = desc.layout.orientation == WeightOrientation::separate;
+  if (!act.gated() && (separate || desc.layout.order != GateUpOrder::concat)) {
+    return Status::invalid(
+        "layout: gate and up order matters to gated activations only; use concat, rows or "
+        "transposed");
+  }
+  if (separate && desc.layout.order != GateUpOrder::concat) {
+    return Status::invalid("layout: separate matrices have no gate/up order; use concat");
+  }
+  if (desc.layout.order == GateUpOrder::blocked &&
+      (desc.layout.block < 1 || desc.shape.intermediate % desc.layout.block != 0)) {
+    return Status::invalid("layout.block=%d, intermediate=%lld: the block must divide intermediate",
+                           desc.layout.block, static_cast<Int>(desc.shape.intermediate));
+  }
+  if (desc.layout.order != GateUpOrder::blocked && desc.layout.block != 0) {
+    return Status::invalid("layout.block=%d: only with GateUpOrder::blocked; leave 0",
+                           desc.layout.block);
+  }
+  if (!std::isfinite(desc.router.route_scale)) {
+    return Status::invalid("route_scale=%g: must be finite",
+                           static_cast<double>(desc.router.route_scale));
+  }
+  if (desc.router.round != Rounding::none && desc.router.tile < 1) {
+    return Status::invalid("tile=%d: token rounding needs a tile of at least 1", desc.router.tile);
+  }
+  return {};
+}
+
+}  // namespace
+
+Status check_desc(MoeDesc const& desc) noexcept {
+  TESSERA_TRY(check_enums(desc));
+  TESSERA_TRY(check_sizes(desc));
+  return check_options(desc);
+}
+
+Status check_pass(Pass pass) noexcept {
+  if (!in_range(pass, Pass::route)) {
+    return Status::invalid("pass=%d: not a value of its enum; see tessera/moe.hpp",
+                           static_cast<int>(pass));
+  }
+  return {};
+}
+
+}  // namespace tessera::core

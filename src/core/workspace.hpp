@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Plans the regions of a workspace: the query and the call walk the same plan, so they cannot disagree.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace tessera::core {
+
+/// One planned array of T; `in(base)` is its address in a workspace.
+template <class T>
+struct Region {
+  std::size_t offset = 0;
+  [[nodiscard]] T* in(std::byte* base) const noexcept {
+    return reinterpret_cast<T*>(base + offset);
+  }
+};
+
+class WorkspacePlan {
+ public:
+  static constexpr std::size_t kAlignment = 64;
+
+  template <class T>
+  Region<T> add(std::int64_t count) noexcept {
+    Region<T> const region{bytes_};
+    auto const size = static_cast<std::size_t>(count) * sizeof(T);
+    bytes_ += (size + kAlignment - 1) / kAlignment * kAlignment;
+    return region;
+  }
+
+  /// With room to align a workspace of any address.
+  [[nodiscard]] std::size_t bytes() const noexcept { return bytes_ == 0 ? 0 : bytes_ + kAlignment; }
+
+  [[nodiscard]] static std::byte* align(void* workspace) noexcept {
+    auto const address = reinterpret_cast<std::uintptr_t>(workspace);
+    return reinterpret_cast<std::byte*>((address + kAlignment - 1) / kAlignment * kAlignment);
+  }
+
+ private:
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace tessera::core

@@ -1,0 +1,135 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CPU ops share: the sizes of a call, its weights as strided matrices, and where threads find
+// scratch memory. Pointers were checked by src/ops.
+#pragma once
+
+#include <cstdint>
+
+#include "core/thread_pool.hpp"
+#include "cpu/parallel/gemm.hpp"
+#include "tessera/moe.hpp"
+
+namespace tessera::cpu {
+
+/// Rows of one expert that one task computes; fixed, so that bits do not depend on the thread count.
+inline constexpr std::int64_t kRowBlock = 256;
+/// Columns of d that one weight-gradient task owns.
+inline constexpr std::int64_t kColumnBlock = 128;
+
+/// A [rows, columns] tensor with unit column stride.
+template <class T>
+struct Rows {
+  T* data = nullptr;
+  std::int64_t pitch = 0;
+  [[nodiscard]] T* operator[](std::int64_t row) const noexcept { return data + row * pitch; }
+};
+using ConstRows = Rows<float const>;
+using MutableRows = Rows<float>;
+
+/// Up weights of every expert. The columns of h (and dh) stand in the order in which w_up stores its rows, so
+/// one GEMM serves every order; `separate` weights use two, gate columns first.
+template <class T>
+struct UpMatrices {
+  MatrixView<T> joined;  ///< [w*n, d] of expert 0; not used where separate
+  std::int64_t expert_stride = 0;
+  MatrixView<T> gate, up;  ///< separate only: [n, d] of expert 0
+  std::int64_t gate_expert_stride = 0, up_expert_stride = 0;
+  bool separate = false;
+};
+
+template <class T>
+struct DownMatrices {
+  MatrixView<T> matrix;  ///< [d, n] of expert 0
+  std::int64_t expert_stride = 0;
+  [[nodiscard]] MatrixView<T> of(std::int64_t expert) const noexcept {
+    return {matrix.data + expert * expert_stride, matrix.row_stride, matrix.col_stride};
+  }
+};
+
+/// Biases per expert; null where absent. `separate` up biases stand in gate and up, else in gate alone.
+template <class T>
+struct UpBiases {
+  T* gate = nullptr;
+  std::int64_t gate_expert_stride = 0;
+  T* up = nullptr;
+  std::int64_t up_expert_stride = 0;
+};
+template <class T>
+struct DownBiases {
+  T* data = nullptr;
+  std::int64_t expert_stride = 0;
+};
+
+struct Layer {
+  MoeDesc const& desc;
+  RoutingView routing;
+  UpMatrices<float const> w_up;
+  DownMatrices<float const> w_down;
+  UpBiases<float const> b_up;
+  DownBiases<float const> b_down;
+
+  [[nodiscard]] std::int64_t tokens() const noexcept { return desc.shape.tokens; }
+  [[nodiscard]] std::int64_t hidden() const noexcept { return desc.shape.hidden; }
+  [[nodiscard]] std::int64_t intermediate() const noexcept { return desc.shape.intermediate; }
+  [[nodiscard]] std::int64_t up_columns() const noexcept {
+    return desc.up_width() * desc.shape.intermediate;
+  }
+  [[nodiscard]] std::int64_t experts() const noexcept { return desc.shape.experts; }
+  [[nodiscard]] std::int64_t slots() const noexcept { return desc.shape.num_slots(); }
+  [[nodiscard]] std::int64_t first_row(std::int64_t expert) const noexcept {
+    return routing.expert_offsets[expert];
+  }
+  [[nodiscard]] std::int64_t num_rows(std::int64_t expert) const noexcept {
+    return routing.expert_offsets[expert + 1] - routing.expert_offsets[expert];
+  }
+};
+
+/// Threads, and `floats_per_thread` floats of scratch for each.
+struct Threads {
+  core::ThreadPool& pool;
+  float* scratch_base = nullptr;
+  std::int64_t floats_per_thread = 0;
+
+  [[nodiscard]] float* scratch(int slot) const noexcept {
+    return scratch_base + slot * floats_per_thread;
+  }
+};
+
+/// Copies x[gather_index[row], column .. column+columns) of rows [row, row+rows) to out [rows, columns].
+void gather_rows(ConstRows x, std::int32_t const* gather_index, std::int64_t row, std::int64_t rows,
+                 std::int64_t column, std::int64_t columns, float* out) noexcept;
+
+/// body(expert, first_row, rows, slot) for every block of at most kRowBlock rows of every expert.
+template <class Body>
+void for_each_row_block(Layer const& layer, Threads const& threads, Body&& body) noexcept {
+  // A task finds its expert by walking the offsets: E steps, against rows*d*n of work.
+  std::int64_t const experts = layer.experts();
+  std::int64_t blocks = 0;
+  for (std::int64_t e = 0; e < experts; ++e) {
+    blocks += (layer.num_rows(e) + kRowBlock - 1) / kRowBlock;
+  }
+  threads.pool.run(blocks, [&](std::int64_t block, int slot) {
+    std::int64_t expert = 0;
+    for (;; ++expert) {
+      std::int64_t const own = (layer.num_rows(expert) + kRowBlock - 1) / kRowBlock;
+      if (block < own) break;
+      block -= own;
+    }
+    std::int64_t const first = block * kRowBlock;
+    std::int64_t const left = layer.num_rows(expert) - first;
+    body(expert, layer.first_row(expert) + first, left < kRowBlock ? left : kRowBlock, slot);
+  });
+}
+
+/// body(expert, first_column, columns, slot) for every block of at most kColumnBlock columns of d.
+template <class Body>
+void for_each_column_block(Layer const& layer, Threads const& threads, Body&& body) noexcept {
+  std::int64_t const blocks = (layer.hidden() + kColumnBlock - 1) / kColumnBlock;
+  threads.pool.run(layer.experts() * blocks, [&](std::int64_t task, int slot) {
+    std::int64_t const first = task % blocks * kColumnBlock;
+    std::int64_t const left = layer.hidden() - first;
+    body(task / blocks, first, left < kColumnBlock ? left : kColumnBlock, slot);
+  });
+}
+
+}  // namespace tessera::cpu

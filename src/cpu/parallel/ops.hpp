@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU backend's ops, one .cpp each. All of them: fp32, fixed summation order, no allocation.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/parallel/layer.hpp"
+
+namespace tessera::cpu {
+
+// --- routing -----------------------------------------------------------------------------------
+
+/// logits[t,e] = x_t . w_router[e] (+ b_router[e]).
+struct RouterWeights {
+  ConstRows w_router;               ///< [E,d]
+  float const* b_router = nullptr;  ///< [E] or null
+};
+void router_logits(MoeDesc const& desc, ConstRows x, RouterWeights const& router,
+                   MutableRows logits, Threads const& threads) noexcept;
+
+/// Selection and scores of each token from its logits: ids [T,K] (int32 or int64), weights [T,K].
+/// Needs E keys of scratch per thread (select_scratch_floats).
+struct Selection {
+  void* ids = nullptr;
+  DType ids_dtype = DType::int32;
+  std::int64_t ids_pitch = 0;
+  MutableRows weights;
+};
+void select_experts(MoeDesc const& desc, ConstRows logits, float const* selection_bias,
+                    Selection const& out, Threads const& threads) noexcept;
+std::int64_t select_scratch_floats(MoeDesc const& desc) noexcept;
+
+/// The routing tables from slot ids. `chunk_counts` holds metadata_chunks(P) * E int32.
+struct SlotIds {
+  void const* data = nullptr;
+  DType dtype = DType::int32;
+  std::int64_t pitch = 0;  ///< elements between tokens; K slots per token unless experts vary
+};
+void metadata(MoeDesc const& desc, SlotIds const& ids, RoutingView const& routing,
+              std::int32_t* chunk_counts, Threads const& threads) noexcept;
+std::int64_t metadata_chunks(std::int64_t slots) noexcept;
+
+// --- forward -----------------------------------------------------------------------------------
+
+/// h_r = x_t w_up[e]^T + b_up[e], a_r = act(h_r). h may be null (inference): it then stays in scratch.
+void up_projection_fwd(Layer const& layer, ConstRows x, float* h, float* a,
+                       Threads const& threads) noexcept;
+std::int64_t up_projection_fwd_scratch(MoeDesc const& desc) noexcept;
+
+/// y_r = a_r w_down[e]^T + b_down[e].
+void down_projection_fwd(Layer const& layer, float const* a, float* y,
+                         Threads const& threads) noexcept;
+
+/// out_t = (initial_t) + sum over slots j of t, ascending, of s_j * rows[inverse_permutation[j]];
+/// unweighted where scores is null; 0 without rows and initial values.
+struct AggregateArgs {
+  float const* rows = nullptr;    ///< [P,d]
+  float const* scores = nullptr;  ///< [P] by slot, or null: all 1
+  bool add_to_out = false;        ///< start from what out holds
+  MutableRows out;                ///< [T,d]
+};
+void aggregate(Layer const& layer, AggregateArgs const& args, Threads const& threads) noexcept;
+
+// --- backward ----------------------------------------------------------------------------------
+
+/// dA' = dO_t w_down[e]; ds = <dA', A> + <dO_t, b_down[e]>; dh = J_act^T (s dA'); a_scaled = s A.
+struct DownDgradArgs {
+  ConstRows d_o;              ///< [T,d]
+  float const* h = nullptr;   ///< [P,w*n]
+  float* dh = nullptr;        ///< [P,w*n]
+  float* a_scaled = nullptr;  ///< [P,n]
+  float* dscores = nullptr;   ///< [P] by slot, 0 at sentinels; or null
+};
+void down_projection_dgrad(Layer const& layer, DownDgradArgs const& args,
+                           Threads const& threads) noexcept;
+std::int64_t down_projection_dgrad_scratch(MoeDesc const& desc) noexcept;
+
+/// dw_down[e] = sum_r dO_t^T a_scaled_r, db_down[e] = sum_r s_j dO_t.
+struct DownWgradArgs {
+  ConstRows d_o;
+  float const* a_scaled = nullptr;
+  DownMatrices<float> dw_down;  ///< null data: skipped
+  DownBiases<float> db_down;    ///< null data: skipped
+  GradientMode mode = GradientMode::write;
+};
+void down_projection_wgrad(Layer const& layer, DownWgradArgs const& args,
+                           Threads const& threads) noexcept;
+
+/// dx_rows_r = dh_r w_up[e].
+void up_projection_dgrad(Layer const& layer, float const* dh, float* dx_rows,
+                         Threads const& threads) noexcept;
+
+/// dw_up[e] = sum_r dh_r^T x_t, db_up[e] = sum_r dh_r.
+struct UpWgradArgs {
+  ConstRows x;
+  float const* dh = nullptr;
+  UpMatrices<float> dw_up;  ///< null data: skipped (gate and up each where separate)
+  UpBiases<float> db_up;    ///< null data: skipped
+  GradientMode mode = GradientMode::write;
+};
+void up_projection_wgrad(Layer const& layer, UpWgradArgs const& args,
+                         Threads const& threads) noexcept;
+
+/// Scratch of both weight gradients.
+std::int64_t wgrad_scratch(MoeDesc const& desc) noexcept;
+
+/// dlogits[t,e] from dscores [P] by slot (the router's formula; zero for experts not chosen).
+void router_dlogits(MoeDesc const& desc, RoutingView const& routing, float const* dscores,
+                    MutableRows dlogits, Threads const& threads) noexcept;
+
+/// dx_t = dlogits_t w_router.
+void router_dgrad(MoeDesc const& desc, ConstRows dlogits, ConstRows w_router, MutableRows dx,
+                  Threads const& threads) noexcept;
+
+/// dw_router = dlogits^T x, db_router = sum_t dlogits_t. Null data: skipped.
+struct RouterWgradArgs {
+  ConstRows dlogits;
+  ConstRows x;
+  MutableRows dw_router;
+  float* db_router = nullptr;
+  GradientMode mode = GradientMode::write;
+};
+void router_wgrad(MoeDesc const& desc, RouterWgradArgs const& args,
+                  Threads const& threads) noexcept;
+std::int64_t router_wgrad_scratch(MoeDesc const& desc) noexcept;
+
+}  // namespace tessera::cpu

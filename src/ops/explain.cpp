@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// Backends of this build, and what a call would run.
+#include <string>
+
+#include "cpu/parallel/layer.hpp"
+#include "ops/support.hpp"
+#include "tessera/backend.hpp"
+#include "tessera/work.hpp"
+
+namespace tessera {
+namespace {
+
+char const* instruction_set() noexcept {
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) return "AVX-512";
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "AVX2+FMA";
+  return "SSE2 (no FMA: elementwise loops are slow on this machine)";
+#else
+  return "portable code";
+#endif
+}
+
+std::string cuda_reason() {
+  return "this version has no CUDA layer; kernels are compiled and tested on their own";
+}
+
+OpExplanation explanation(work::OpWork const& work, std::int64_t gemm_m, std::int64_t gemm_n,
+                          std::int64_t gemm_k, std::string tiles) {
+  OpExplanation out;
+  out.op = work.op;
+  out.gemm_m = gemm_m;
+  out.gemm_n = gemm_n;
+  out.gemm_k = gemm_k;
+  out.flops = work.flops;
+  out.bytes = work.bytes();
+  out.candidates.push_back({"cuda", false, cuda_reason()});
+  out.candidates.push_back({"cpu/parallel", true, std::move(tiles)});
+  return out;
+}
+
+std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& desc, Pass pass) {
+  MoeShape const& s = desc.shape;
+  auto const rows = static_cast<double>(s.num_slots());
+  std::int64_t const mean = (s.num_slots() + s.experts - 1) / s.experts;
+  std::int64_t const width = desc.up_width() * s.intermediate, d = s.hidden, n = s.intermediate;
+  std::string const on =
+      ", " + std::to_string(context.num_threads()) + " threads, " + instruction_set();
+  std::string const row_tasks =
+      "one BLIS call per " + std::to_string(cpu::kRowBlock) + " rows of an expert" + on;
+  std::string const column_tasks =
+      "one task per expert and " + std::to_string(cpu::kColumnBlock) + " columns of hidden" + on;
+  std::vector<OpExplanation> ops;
+  auto const add = [&](work::OpWork const& work, std::int64_t gemm_m, std::int64_t gemm_n,
+                       std::int64_t gemm_k, std::string const& tiles) {
+    ops.push_back(explanation(work, gemm_m, gemm_n, gemm_k, tiles));
+  };
+  bool const forward = pass == Pass::forward || pass == Pass::route;
+  if (desc.router.kind != RouterKind::given && forward) {
+    add(work::route(desc), s.tokens, s.experts, d, "BLIS per 256 tokens, then selection" + on);
+  }
+  if (pass == Pass::forward) {
+    add(work::up_projection_fwd(desc, rows), mean, width, d,
+        row_tasks + "; gather, bias, activation");
+    add(work::down_projection_fwd(desc, rows), mean, d, n, row_tasks);
+    add(work::aggregate(desc, rows), 0, 0, 0, "64 tokens per task, slots in order" + on);
+  }
+  if (pass == Pass::backward || pass == Pass::backward_input) {
+    add(work::down_projection_dgrad(desc, rows), mean, n, d,
+        row_tasks + "; gather, activation, ds");
+    add(work::up_projection_dgrad(desc, rows), mean, d, width, row_tasks);
+    add(work::aggregate(desc, rows, false), 0, 0, 0, "64 tokens per task, slots in order" + on);
+  }
+  if (pass == Pass::backward || pass == Pass::backward_weights) {
+    add(work::down_projection_wgrad(desc, rows), d, n, mean, column_tasks);
+    add(work::up_projection_wgrad(desc, rows), width, d, mean, column_tasks);
+  }
+  return ops;
+}
+
+Status out_of_memory() noexcept {
+  return Status::error(StatusCode::out_of_memory, "no memory for the explanation");
+}
+
+}  // namespace
+
+Expected<std::vector<BackendInfo>> backends() noexcept {
+  try {
+    std::vector<BackendInfo> all(2);
+    all[0] = {"cpu", true, true, std::string("fp32, BLIS GEMM, ") + instruction_set()};
+    all[1] = {"cuda", false, false, cuda_reason()};
+    return all;
+  } catch (...) {
+    return out_of_memory();
+  }
+}
+
+Expected<std::vector<OpExplanation>> explain(Context const& context, MoeDesc const& desc,
+                                             Pass pass) noexcept {
+  auto const bytes = workspace_bytes(context, desc, pass);  // every rule of the call itself
+  if (!bytes.ok()) return bytes.status();
+  try {
+    return explain_ops(context, desc, pass);
+  } catch (...) {
+    return out_of_memory();
+  }
+}
+
+}  // namespace tessera

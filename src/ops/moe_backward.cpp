@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+// moe_backward: down_projection_dgrad -> router -> down_projection_wgrad -> up_projection_dgrad ->
+// aggregate -> up_projection_wgrad. dx rows reuse the memory of a_scaled.
+#include "core/tensor_check.hpp"
+#include "cpu/parallel/ops.hpp"
+#include "ops/plan.hpp"
+#include "ops/support.hpp"
+#include "ops/weights.hpp"
+
+namespace tessera {
+namespace {
+
+bool has_router(MoeDesc const& desc) noexcept { return desc.router.kind != RouterKind::given; }
+
+void check_split(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pass,
+                 core::TensorCheck& check) noexcept {
+  MoeShape const& s = desc.shape;
+  if (pass == Pass::backward) {
+    constexpr char const* kReason = "only a split backward takes it";
+    check.absent("dh", args.dh, kReason);
+    check.absent("a_scaled", args.a_scaled, kReason);
+    check.absent("dlogits_saved", args.dlogits_saved, kReason);
+    return;
+  }
+  bool const writes = pass == Pass::backward_input;
+  auto const add = [&](char const* name, Tensor const& tensor, DType dtype, std::int64_t rows,
+                       std::int64_t columns) {
+    writes ? check.output(name, tensor, dtype, {rows, columns})
+           : check.input(name, tensor, dtype, {rows, columns});
+    check.contiguous(name, tensor);
+  };
+  add("dh", args.dh, desc.dtype, s.num_slots(), desc.up_width() * s.intermediate);
+  add("a_scaled", args.a_scaled, desc.dtype, s.num_slots(), s.intermediate);
+  if (has_router(desc)) {
+    add("dlogits_saved", args.dlogits_saved, DType::fp32, s.tokens, s.experts);
+  } else {
+    check.absent("dlogits_saved", args.dlogits_saved, "router given has no logits");
+  }
+}
+
+void check_router_gradients(MoeDesc const& desc, MoeBackwardArgs const& args, bool input,
+                            bool weights, core::TensorCheck& check) noexcept {
+  MoeShape const& s = desc.shape;
+  auto const& g = args.gradients;
+  if (!has_router(desc)) {
+    constexpr char const* kReason = "router given has no weights or logits";
+    check.absent("w_router", args.w_router, kReason);
+    check.absent("b_router", args.b_router, kReason);
+    check.absent("dlogits", args.dlogits, kReason);
+    check.absent("dw_router", g.dw_router, kReason);
+    check.absent("db_router", g.db_router, kReason);
+    return;
+  }
+  check.optional_input("b_router", args.b_router, desc.dtype, {s.experts});
+  if (input) {
+    check.input("w_router", args.w_router, desc.dtype, {s.experts, s.hidden});
+    check.optional_output("dlogits", args.dlogits, DType::fp32, {s.tokens, s.experts});
+  } else {
+    check.absent("dlogits", args.dlogits, "backward_input writes it");
+  }
+  if (weights) {
+    check.optional_output("dw_router", g.dw_router, desc.dtype, {s.experts, s.hidden});
+    check.optional_output("db_router", g.db_router, desc.dtype, {s.experts});
+  } else {
+    check.absent("dw_router", g.dw_router, "backward_weights writes it");
+    check.absent("db_router", g.db_router, "backward_weights writes it");
+  }
+}
+
+Status check_backward(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
+                      Pass pass, std::size_t workspace) noexcept {
+  if (desc.save == SavePolicy::none) {
+    return Status::invalid("save=none: an inference pass leaves nothing for backward; use save=h");
+  }
+  MoeShape const& s = desc.shape;
+  bool const input = pass != Pass::backward_weights, weights = pass != Pass::backward_input;
+  core::TensorCheck check{context.device()};
+  check.input("d_o", args.d_o, desc.dtype, {s.tokens, s.hidden});
+  if (weights) check.input("x", args.x, desc.dtype, {s.tokens, s.hidden});
+  check.buffer("routing", args.routing, ops::routing_table_bytes(desc), 4, false);
+  if (input) {
+    check.input("h", args.h, desc.dtype, {s.num_slots(), desc.up_width() * s.intermediate});
+    check.contiguous("h", args.h);
+    ops::check_weights(desc, args.weights, check);
+    check.optional_output("dx", args.dx, desc.dtype, {s.tokens, s.hidden});
+    check.optional_output("dscores", args.dscores, DType::fp32, {s.num_slots()});
+    check.contiguous("dscores", args.dscores);
+  } else {
+    check.absent("dx", args.dx, "backward_input writes it");
+    check.absent("dscores", args.dscores, "backward_input writes it");
+  }
+  if (weights) {
+    ops::check_gradients(desc, args.gradients, check);
+  } else {
+    for (Tensor const* const gradient :
+         {&args.gradients.dw_up, &args.gradients.dw_gate, &args.gradients.dw_down,
+          &args.gradients.db_up, &args.gradients.db_gate, &args.gradients.db_down}) {
+      check.absent("gradients", *gradient, "backward_weights writes them");
+    }
+  }
+  check_router_gradients(desc, args, input, weights, check);
+  check_split(desc, args, pass, check);
+  check.buffer("workspace", args.workspace, workspace, 1, true);
+  return check.finish();
+}
+
+/// The arrays of one backward pass, in the workspace or in the caller's buffers.
+struct Backward {
+  cpu::Layer layer;
+  MoeBackwardArgs const& args;
+  cpu::Threads threads;
+  float* dh = nullptr;
+  float* a_scaled = nullptr;
+  float* dx_rows = nullptr;
+  float* dscores = nullptr;       ///< null: not wanted
+  cpu::MutableRows dlogits = {};  ///< null without a router
+
+  [[nodiscard]] cpu::ConstRows const_dlogits() const noexcept {
+    return {dlogits.data, dlogits.pitch};
+  }
+
+  void activations() const noexcept {
+    cpu::down_projection_dgrad(layer,
+                               {.d_o = ops::rows_of(args.d_o),
+                                .h = static_cast<float const*>(args.h.data),
+                                .dh = dh,
+                                .a_scaled = a_scaled,
+                                .dscores = dscores},
+                               threads);
+    if (dlogits.data != nullptr) {
+      cpu::router_dlogits(layer.desc, layer.routing, dscores, dlogits, threads);
+    }
+  }
+
+  void input_gradient() const noexcept {
+    if (!args.dx.present()) return;
+    cpu::MutableRows const dx = ops::rows_of(args.dx);
+    bool const routed = dlogits.data != nullptr;
+    if (routed) {
+      cpu::router_dgrad(layer.desc, const_dlogits(), ops::rows_of(args.w_router), dx, threads);
+    }
+    cpu::up_projection_dgrad(layer, dh, dx_rows, threads);
+    cpu::aggregate(layer, {.rows = dx_rows, .scores = nullptr, .add_to_out = routed, .out = dx},
+                   threads);
+  }
+
+  void down_weights() const noexcept {
+    cpu::down_projection_wgrad(layer,
+                               {.d_o = ops::rows_of(args.d_o),
+                                .a_scaled = a_scaled,
+                                .dw_down = ops::down_matrices(layer.desc, args.gradients),
+                                .db_down = ops::down_biases(args.gradients),
+                                .mode = args.gradients.mode},
+                               threads);
+  }
+
+  void up_and_router_weights() const noexcept {
+    ExpertGradients const& gradients = args.gradients;
+    cpu::up_projection_wgrad(layer,
+                             {.x = ops::rows_of(args.x),
+                              .dh = dh,
+                              .dw_up = ops::up_matrices(layer.desc, gradients),
+                              .db_up = ops::up_biases(layer.desc, gradients),
+                              .mode = gradients.mode},
+                             threads);
+    if (dlogits.data == nullptr) return;
+    cpu::router_wgrad(
+        layer.desc,
+        {.dlogits = const_dlogits(),
+         .x = ops::rows_of(args.x),
+         .dw_router =
+             gradients.dw_router.present() ? ops::rows_of(gradients.dw_router) : cpu::MutableRows{},
+         .db_router = static_cast<float*>(gradients.db_router.data),
+         .mode = gradients.mode},
+        threads);
+  }
+
+  void copy_dlogits() const noexcept {
+    if (!args.dlogits.present()) return;
+    cpu::MutableRows const out = ops::rows_of(args.dlogits);
+    for (std::int64_t t = 0; t < layer.tokens(); ++t) {
+      for (std::int64_t e = 0; e < layer.experts(); ++e) out[t][e] = dlogits[t][e];
+    }
+  }
+};
+
+Backward backward_of(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
+                     ops::BackwardPlan const& plan, Pass pass) noexcept {
+  std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
+  bool const split = pass != Pass::backward;
+  // Tables are only read here; the view has one type for both passes.
+  RoutingView const routing = ops::view_routing(desc, const_cast<void*>(args.routing.data));
+  Backward out{
+      {desc, routing, ops::up_matrices(desc, args.weights), ops::down_matrices(desc, args.weights),
+       ops::up_biases(desc, args.weights), ops::down_biases(args.weights)},
+      args,
+      {context.thread_pool(), plan.scratch.in(base), plan.floats_per_thread}};
+  out.dh = split ? static_cast<float*>(args.dh.data) : plan.dh.in(base);
+  out.dx_rows = plan.a_or_dx.in(base);
+  out.a_scaled = split ? static_cast<float*>(args.a_scaled.data) : plan.a_or_dx.in(base);
+  out.dscores = args.dscores.present() ? static_cast<float*>(args.dscores.data)
+                : has_router(desc)     ? plan.dscores.in(base)
+                                       : nullptr;
+  if (has_router(desc)) {
+    out.dlogits = {split ? static_cast<float*>(args.dlogits_saved.data) : plan.dlogits.in(base),
+                   desc.shape.experts};
+  }
+  return out;
+}
+
+Expected<Backward> begin(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
+                         Pass pass) noexcept {
+  TESSERA_TRY(ops::check_supported(context, desc));
+  ops::BackwardPlan const plan = ops::plan_backward(context, desc, pass);
+  TESSERA_TRY(check_backward(context, desc, args, pass, plan.bytes));
+  return backward_of(context, desc, args, plan, pass);
+}
+
+}  // namespace
+
+Status moe_backward(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
+                    Stream) noexcept {
+  auto const backward = begin(context, desc, args, Pass::backward);
+  if (!backward.ok()) return backward.status();
+  backward.value().activations();
+  backward.value().copy_dlogits();
+  backward.value().down_weights();  // the last reader of a_scaled: dx rows may take its place
+  backward.value().input_gradient();
+  backward.value().up_and_router_weights();
+  return {};
+}
+
+Status moe_backward_input(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
+                          Stream) noexcept {
+  auto const backward = begin(context, desc, args, Pass::backward_input);
+  if (!backward.ok()) return backward.status();
+  backward.value().activations();
+  backward.value().copy_dlogits();
+  backward.value().input_gradient();
+  return {};
+}
+
+Status moe_backward_weights(Context const& context, MoeDesc const& desc,
+                            MoeBackwardArgs const& args, Stream) noexcept {
+  auto const backward = begin(context, desc, args, Pass::backward_weights);
+  if (!backward.ok()) return backward.status();
+  backward.value().down_weights();
+  backward.value().up_and_router_weights();
+  return {};
+}
+
+}  // namespace tessera

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/plan.hpp"
+
+#include <algorithm>
+
+#include "cpu/parallel/ops.hpp"
+#include "ops/support.hpp"
+
+namespace tessera::ops {
+namespace {
+
+bool has_router(MoeDesc const& desc) noexcept { return desc.router.kind != RouterKind::given; }
+
+}  // namespace
+
+ForwardPlan plan_forward(Context const& context, MoeDesc const& desc) noexcept {
+  MoeShape const& s = desc.shape;
+  std::int64_t const slots = s.num_slots();
+  core::WorkspacePlan plan;
+  ForwardPlan out;
+  if (has_router(desc)) out.route.logits = plan.add<float>(s.tokens * s.experts);
+  out.route.chunk_counts = plan.add<std::int32_t>(cpu::metadata_chunks(slots) * s.experts);
+  if (desc.save == SavePolicy::none) {
+    out.routing = plan.add<std::byte>(static_cast<std::int64_t>(routing_table_bytes(desc)));
+  }
+  out.a = plan.add<float>(slots * s.intermediate);
+  out.y = plan.add<float>(slots * s.hidden);
+  out.floats_per_thread =
+      std::max(cpu::up_projection_fwd_scratch(desc), cpu::select_scratch_floats(desc));
+  out.scratch = plan.add<float>(out.floats_per_thread * context.num_threads());
+  out.bytes = plan.bytes();
+  return out;
+}
+
+ForwardPlan plan_route(Context const& context, MoeDesc const& desc) noexcept {
+  core::WorkspacePlan plan;
+  ForwardPlan out;
+  out.route.logits = plan.add<float>(desc.shape.tokens * desc.shape.experts);
+  out.floats_per_thread = cpu::select_scratch_floats(desc);
+  out.scratch = plan.add<float>(out.floats_per_thread * context.num_threads());
+  out.bytes = plan.bytes();
+  return out;
+}
+
+BackwardPlan plan_backward(Context const& context, MoeDesc const& desc, Pass pass) noexcept {
+  MoeShape const& s = desc.shape;
+  std::int64_t const slots = s.num_slots();
+  core::WorkspacePlan plan;
+  BackwardPlan out;
+  if (pass == Pass::backward) out.dh = plan.add<float>(slots * desc.up_width() * s.intermediate);
+  if (pass != Pass::backward_weights) {
+    out.a_or_dx = plan.add<float>(slots * std::max(s.intermediate, s.hidden));
+    if (has_router(desc)) out.dscores = plan.add<float>(slots);
+  }
+  if (has_router(desc) && pass == Pass::backward) {
+    out.dlogits = plan.add<float>(s.tokens * s.experts);
+  }
+  if (pass != Pass::backward_weights)
+    out.floats_per_thread = cpu::down_projection_dgrad_scratch(desc);
+  if (pass != Pass::backward_input) {
+    out.floats_per_thread = std::max({out.floats_per_thread, cpu::wgrad_scratch(desc),
+                                      has_router(desc) ? cpu::router_wgrad_scratch(desc) : 0});
+  }
+  out.scratch = plan.add<float>(out.floats_per_thread * context.num_threads());
+  out.bytes = plan.bytes();
+  return out;
+}
+
+}  // namespace tessera::ops

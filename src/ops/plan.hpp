@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// The workspace of every pass: which arrays it holds and how large they are. Queries and calls build the same
+// plan.
+#pragma once
+
+#include "core/workspace.hpp"
+#include "tessera/context.hpp"
+#include "tessera/moe.hpp"
+
+namespace tessera::ops {
+
+/// Logits -> ids, weights; ids -> tables.
+struct RoutePlan {
+  core::Region<float> logits;               ///< [T,E]
+  core::Region<std::int32_t> chunk_counts;  ///< of metadata()
+};
+
+struct ForwardPlan {
+  RoutePlan route;
+  core::Region<std::byte> routing;  ///< the tables, where the caller keeps none
+  core::Region<float> a;            ///< [P,n]
+  core::Region<float> y;            ///< [P,d]
+  core::Region<float> scratch;
+  std::int64_t floats_per_thread = 0;
+  std::size_t bytes = 0;
+};
+
+struct BackwardPlan {
+  core::Region<float> dh;       ///< [P,w*n]; backward only (a split backward has the caller's)
+  core::Region<float> a_or_dx;  ///< a_scaled [P,n], then dx rows [P,d]: never alive at once
+  core::Region<float> dscores;  ///< [P], with a router
+  core::Region<float> dlogits;  ///< [T,E], with a router
+  core::Region<float> scratch;
+  std::int64_t floats_per_thread = 0;
+  std::size_t bytes = 0;
+};
+
+ForwardPlan plan_forward(Context const& context, MoeDesc const& desc) noexcept;
+ForwardPlan plan_route(Context const& context, MoeDesc const& desc) noexcept;
+/// pass: backward, backward_input or backward_weights.
+BackwardPlan plan_backward(Context const& context, MoeDesc const& desc, Pass pass) noexcept;
+
+}  // namespace tessera::ops

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// The router's part of a call: the same for a whole layer and for route().
+#pragma once
+
+#include "core/tensor_check.hpp"
+#include "cpu/parallel/ops.hpp"
+#include "tessera/moe.hpp"
+
+namespace tessera::ops {
+
+struct RouterInputs {
+  ConstTensor const& x;
+  ConstTensor const& w_router;
+  ConstTensor const& b_router;
+  ConstTensor const& selection_bias;
+};
+
+void check_router(MoeDesc const& desc, ConstTensor const& w_router, ConstTensor const& b_router,
+                  ConstTensor const& selection_bias, core::TensorCheck& check) noexcept;
+
+/// Logits, then ids and weights of every token.
+void run_router(MoeDesc const& desc, RouterInputs const& inputs, cpu::MutableRows logits,
+                cpu::Selection const& out, cpu::Threads const& threads) noexcept;
+
+}  // namespace tessera::ops

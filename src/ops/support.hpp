@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: Apache-2.0
+// What this build can run, and what all entry points check before anything is written.
+#pragma once
+
+#include <cstddef>
+
+#include "tessera/context.hpp"
+#include "tessera/moe.hpp"
+
+namespace tessera::ops {
+
+/// The desc is valid, and served: errors invalid_argument or unsupported.
+Status check_supported(MoeDesc const& desc) noexcept;
+/// ... and by this context's device.
+Status check_supported(Context const& context, MoeDesc const& desc) noexcept;
+
+/// routing_bytes() of a desc that was checked.
+std::size_t routing_table_bytes(MoeDesc const& desc) noexcept;
+/// routing_view() of a desc and buffer that were checked.
+RoutingView view_routing(MoeDesc const& desc, void* routing) noexcept;
+
+}  // namespace tessera::ops

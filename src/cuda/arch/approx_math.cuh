@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// One-instruction approximations of the special function unit, and packing to bf16.
+#pragma once
+
+#include <cstdint>
+
+namespace tessera::cuda::arch {
+
+// Largest relative error 2^-11.
+__device__ __forceinline__ float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 2^x, relative error about 2^-22.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1/x within 1 ulp.
+__device__ __forceinline__ float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Round to nearest even; `low` goes to the lower half, that is, to the lower address.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+}  // namespace tessera::cuda::arch

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// cp.async: each thread copies 16 bytes from any global address to shared memory; completion can
+// arrive on an mbarrier. The writes belong to the generic proxy: see proxy_fence.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "mbarrier.cuh"
+#include "shared_address.cuh"
+
+namespace tessera::cuda::arch {
+
+__device__ __forceinline__ void cp_async_16(uint32_t smem_dst, void const* gmem_src) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(smem_dst), "l"(gmem_src)
+               : "memory");
+}
+
+// Arrives once all earlier cp.async of this thread have landed. noinc: the arrival is one of those
+// the barrier was initialised with.
+__device__ __forceinline__ void cp_async_arrive(Mbarrier* smem_barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
+                   shared_address(smem_barrier))
+               : "memory");
+}
+
+}  // namespace tessera::cuda::arch

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who am I: lane, warp and warpgroup, the latter two uniform across the warp so that role branches
+// compile to uniform ones.
+#pragma once
+
+#include <cstdint>
+
+namespace tessera::cuda::arch {
+
+constexpr int kWarpThreads = 32;
+constexpr int kWarpgroupThreads = 128;
+
+__device__ __forceinline__ int lane_idx() { return static_cast<int>(threadIdx.x) % kWarpThreads; }
+
+__device__ __forceinline__ int warp_idx() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpThreads, 0);
+}
+
+__device__ __forceinline__ int warpgroup_idx() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
+}
+
+// True in exactly one lane of a converged warp.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
+}  // namespace tessera::cuda::arch

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a persistent warp-specialised GEMM kernel is made of, as one value: tile, pipeline, cluster
+// and policies. Kernels receive it inside a named type (`static constexpr GemmConfig gemm{..}`).
+#pragma once
+
+#include <cstdint>
+
+namespace tessera::cuda::block {
+
+// How rows of A reach shared memory: consecutive rows by TMA, or rows named by an index, by cp.async.
+enum class ALoader : uint8_t { kTma, kGather };
+
+// Cooperative: the consumer warpgroups split each tile along m. Ping-pong: they own alternate tiles,
+// one multiplies while the other runs its epilogue.
+enum class Schedule : uint8_t { kCooperative, kPingPong };
+
+struct TileShape {
+  int m, n, k;
+  bool operator==(TileShape const&) const = default;
+};
+
+constexpr int kSubtileM = 64;      // rows of one wgmma; a CTA skips 64-row parts past its segment
+constexpr int kSlabColumns = 64;   // bf16 columns of a 128-byte swizzled row
+constexpr int kSharedMemoryBytes = 227 * 1024;
+
+struct GemmConfig {
+  TileShape tile{128, 256, 64};
+  int stages = 4;
+  int cluster_m = 1;  // CTAs along gemm_m that share each B tile by multicast
+  ALoader a_loader = ALoader::kTma;
+  Schedule schedule = Schedule::kCooperative;
+  int consumer_warpgroups = 2;
+  int b_halves = 1;     // 2: a B tile is tile.n/2 gate rows followed by tile.n/2 up rows
+  int store_slabs = 2;  // 64x64 staging buffers per consumer warpgroup
+  int skew = 0;         // cooperative: k_tiles by which warpgroup 0 leads, so that epilogues alternate
+  int raster_n = 8;     // n_tiles walked before the next m block
+
+  consteval int threads() const { return 128 * (1 + consumer_warpgroups); }
+  consteval bool ping_pong() const { return schedule == Schedule::kPingPong; }
+  consteval bool gathers() const { return a_loader == ALoader::kGather; }
+  consteval int warpgroup_m() const { return ping_pong() ? tile.m : tile.m / consumer_warpgroups; }
+  consteval int warpgroup_subtiles() const { return warpgroup_m() / kSubtileM; }
+
+  // One CTA per SM: 384 threads enter with 168 registers each (64512 in all), 512 with 128.
+  consteval int producer_registers() const { return gathers() ? 56 : consumer_warpgroups == 2 ? 40 : 32; }
+  consteval int consumer_registers() const {
+    return consumer_warpgroups == 2 ? (gathers() ? 224 : 232) : (gathers() ? 152 : 160);
+  }
+
+  // B travels as boxes of box_n rows, at least one per CTA of the cluster, never across halves.
+  consteval int b_boxes() const { return b_halves > cluster_m ? b_halves : cluster_m; }
+  consteval int b_box_n() const { return tile.n / b_boxes(); }
+  consteval uint32_t a_subtile_bytes() const { return kSubtileM * tile.k * 2; }
+  consteval uint32_t b_tile_bytes() const { return tile.n * tile.k * 2; }
+
+  bool operator==(GemmConfig const&) const = default;
+};
+
+// Arrivals that end one phase of each barrier; the roles below are the only ones that arrive.
+struct BarrierArrivals {
+  int full;   // expect_tx by the thread that issues B, and every gathering thread
+  int empty;  // each warpgroup that reads the stage, in every CTA that shares B
+};
+
+consteval BarrierArrivals barrier_arrivals(GemmConfig c) {
+  return {.full = 1 + (c.gathers() ? 128 : 0),
+          .empty = (c.ping_pong() ? 1 : c.consumer_warpgroups) * c.cluster_m};
+}
+
+// Named barriers of the CTA; 0 is __syncthreads. Per-warpgroup ones take base + consumer index.
+enum NamedBarrier : int { kBarrierSlabs = 1, kBarrierSkew = 4, kBarrierMmaTurn = 5 };
+
+consteval bool valid(GemmConfig c) {
+  if (c.tile.k != 64) throw "tile.k: one 128-byte swizzled row, 64 bf16";
+  if (c.consumer_warpgroups < 2 || c.consumer_warpgroups > 3) throw "consumer_warpgroups: 2 or 3";
+  if (c.ping_pong() && c.consumer_warpgroups != 2) throw "ping-pong alternates two warpgroups";
+  if (c.tile.m % (c.ping_pong() ? kSubtileM : kSubtileM * c.consumer_warpgroups))
+    throw "tile.m: 64 rows per consumer warpgroup";
+  if (c.tile.n != 64 && c.tile.n != 128 && c.tile.n != 192 && c.tile.n != 256)
+    throw "tile.n: 64, 128, 192 or 256";
+  if (c.warpgroup_subtiles() * c.tile.n > (c.consumer_warpgroups == 2 ? 384 : 256))
+    throw "accumulators do not fit the registers of a warpgroup";
+  if (c.cluster_m != 1 && c.cluster_m != 2 && c.cluster_m != 4) throw "cluster_m: 1, 2 or 4";
+  if (c.b_halves != 1 && c.b_halves != 2) throw "b_halves: 1 or 2";
+  if (c.b_box_n() % 8) throw "B boxes: whole groups of 8 rows";
+  if (c.gathers() && c.tile.m > 128) throw "gather: 8 rows per producer thread";
+  if (c.stages < 2 || c.skew >= c.stages) throw "skew: fewer k_tiles than stages";
+  if (c.skew && (c.ping_pong() || c.consumer_warpgroups != 2)) throw "skew: two cooperating warpgroups";
+  return true;
+}
+
+}  // namespace tessera::cuda::block

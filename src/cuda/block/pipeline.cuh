@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// The ring of stages between producer and consumers.
+//   producer: wait empty[s], fill s, (bytes and arrivals end) full[s]
+//   consumer: wait full[s], multiply, arrive on empty[s] of every CTA that shares B
+#pragma once
+
+#include "../arch/cluster.cuh"
+#include "../arch/mbarrier.cuh"
+#include "../arch/warp.cuh"
+#include "shared_storage.cuh"
+
+namespace tessera::cuda::block {
+
+// Position in the ring. `phase` is the parity that full[stage] completes with on this lap.
+template <int kStages>
+struct PipelineState {
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+
+  // Skips the stages of a tile that the other ping-pong warpgroup consumes.
+  __device__ __forceinline__ void advance(int k_tiles) {
+    int const position = stage + k_tiles;
+    phase ^= (position / kStages) & 1;
+    stage = position % kStages;
+  }
+};
+
+// Called by one thread; a cluster or CTA barrier must follow.
+template <GemmConfig kGemm>
+__device__ __forceinline__ void init_pipeline(SharedStorage<kGemm>& smem) {
+  constexpr BarrierArrivals kArrivals = barrier_arrivals(kGemm);
+  for (int s = 0; s < kGemm.stages; ++s) {
+    arch::mbarrier_init(&smem.full[s], kArrivals.full);
+    arch::mbarrier_init(&smem.empty[s], kArrivals.empty);
+  }
+  arch::mbarrier_fence_init();
+}
+
+// Producer: the stage may be overwritten, here and, if B is multicast, in the peers.
+template <GemmConfig kGemm>
+__device__ __forceinline__ void wait_empty(SharedStorage<kGemm>& smem,
+                                           PipelineState<kGemm.stages> const& state) {
+  arch::mbarrier_wait(&smem.empty[state.stage], state.phase ^ 1);
+}
+
+// Consumer warpgroup, by its warp 0, once its wgmmas on the stage have completed.
+template <GemmConfig kGemm>
+__device__ __forceinline__ void release_stage(SharedStorage<kGemm>& smem, int stage) {
+  int const thread = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
+  if constexpr (kGemm.cluster_m == 1) {
+    if (thread == 0) arch::mbarrier_arrive(&smem.empty[stage]);
+  } else {
+    if (thread < kGemm.cluster_m) arch::mbarrier_arrive_cluster(&smem.empty[stage], thread);
+  }
+}
+
+// Last act of the producer: consumers of the peers still arrive on this CTA's barriers, so its
+// shared memory must outlive them. After `stages` more waits nothing is outstanding.
+template <GemmConfig kGemm>
+__device__ __forceinline__ void drain_pipeline(SharedStorage<kGemm>& smem,
+                                               PipelineState<kGemm.stages> state) {
+  for (int s = 0; s < kGemm.stages; ++s) {
+    wait_empty<kGemm>(smem, state);
+    state.advance();
+  }
+}
+
+}  // namespace tessera::cuda::block

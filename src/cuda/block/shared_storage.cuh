@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory of a GEMM CTA; its size comes only from sizeof. Tiles are 128-byte swizzled:
+// 16-byte chunk c of row r lies at r*128 + ((c ^ (r & 7)) << 4).
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "../arch/mbarrier.cuh"
+#include "gemm_config.hpp"
+
+namespace tessera::cuda::block {
+
+using bf16 = __nv_bfloat16;
+
+constexpr int kMaxSegments = 640;  // fills what 4 stages of 48 KB and 4 slabs leave of 227 KB
+
+template <GemmConfig kGemm>
+struct SharedStorage {
+  alignas(1024) bf16 a[kGemm.stages][kGemm.tile.m * kGemm.tile.k];  // (PIPE,TILE_M,TILE_K)
+  alignas(1024) bf16 b[kGemm.stages][kGemm.tile.n * kGemm.tile.k];  // (PIPE,TILE_N,TILE_K)
+  alignas(1024) bf16 slabs[kGemm.consumer_warpgroups][kGemm.store_slabs][kSubtileM * kSlabColumns];
+  arch::Mbarrier full[kGemm.stages];
+  arch::Mbarrier empty[kGemm.stages];
+  int segment_offsets[kMaxSegments + 1];
+};
+
+template <GemmConfig kGemm>
+__device__ __forceinline__ SharedStorage<kGemm>& shared_storage() {
+  static_assert(sizeof(SharedStorage<kGemm>) <= kSharedMemoryBytes);
+  extern __shared__ __align__(1024) unsigned char smem_raw[];
+  return *reinterpret_cast<SharedStorage<kGemm>*>(smem_raw);
+}
+
+}  // namespace tessera::cuda::block

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// Launch of a persistent kernel: as many clusters as the device holds at once, one CTA per SM.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+namespace tessera::cuda::host {
+
+struct PersistentShape {
+  int threads;
+  int cluster;
+  int smem_bytes;
+};
+
+inline cudaLaunchConfig_t launch_config(PersistentShape shape, int ctas, cudaStream_t stream,
+                                        cudaLaunchAttribute& cluster) {
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {unsigned(shape.cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(ctas));
+  config.blockDim = dim3(unsigned(shape.threads));
+  config.dynamicSmemBytes = size_t(shape.smem_bytes);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  return config;
+}
+
+// Opts in to the shared memory and asks how many clusters are resident; once per kernel and device.
+template <typename Kernel>
+cudaError_t resident_clusters(Kernel* kernel, PersistentShape shape, int& clusters) {
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.smem_bytes);
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute cluster;
+  cudaLaunchConfig_t const config = launch_config(shape, shape.cluster, nullptr, cluster);
+  return cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+}
+
+template <typename Params>
+cudaError_t launch_persistent(void (*kernel)(Params const), PersistentShape shape, int clusters,
+                              Params const& params, cudaStream_t stream) {
+  if (clusters == 0) return cudaSuccess;
+  cudaLaunchAttribute cluster;
+  cudaLaunchConfig_t const config =
+      launch_config(shape, clusters * shape.cluster, stream, cluster);
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace tessera::cuda::host

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tensor maps (TMA descriptors) of bf16 tensors, in boxes of 64 columns with the 128-byte swizzle.
+//
+// Ragged store map: rows of segment [begin, end) of a matrix, clipped at `end` by the hardware
+// although `end` is known on the device only. Two dimensions share the row pitch s: `row`, of extent
+// X, and `end`. The base is lowered by X*s, so that the coordinates (X + r - end, end) address
+//     (base - X*s) + (X + r - end)*s + end*s = base + r*s,
+// and a box leaves the extent X exactly where r reaches `end`: TMA drops those rows.
+#pragma once
+
+#include <cuda.h>
+#include <cudaTypedefs.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace tessera::cuda::host {
+
+// Extents in elements, innermost first; strides in bytes of dimensions 1..rank-1.
+struct TensorMapShape {
+  int rank;
+  uint64_t extent[5];
+  uint64_t stride_bytes[4];
+  uint32_t box[5];
+};
+
+// Encodes through the driver, found at run time so that nothing links against libcuda.
+inline cudaError_t make_tensor_map(CUtensorMap& map, void const* gmem, TensorMapShape const& shape) {
+  static PFN_cuTensorMapEncodeTiled_v12000 const encode = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
+                                     &found);
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(
+        found == cudaDriverEntryPointSuccess ? entry : nullptr);
+  }();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  cuuint32_t const element_strides[5] = {1, 1, 1, 1, 1};
+  CUresult const result =
+      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, shape.rank, const_cast<void*>(gmem),
+             shape.extent, shape.stride_bytes, shape.box, element_strides,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// (rows, columns) row-major, as (column, row).
+inline cudaError_t make_matrix_map(CUtensorMap& map, void const* gmem, int64_t rows,
+                                   int64_t columns, int box_rows) {
+  return make_tensor_map(map, gmem,
+                         {.rank = 2,
+                          .extent = {uint64_t(columns), uint64_t(rows)},
+                          .stride_bytes = {uint64_t(columns) * 2},
+                          .box = {64, uint32_t(box_rows)}});
+}
+
+// Gate and up rows of every segment's weight, as (column, row, half, segment); strides in elements.
+struct HalvesLayout {
+  int64_t row_stride, half_stride, segment_stride;
+};
+
+inline cudaError_t make_halves_map(CUtensorMap& map, void const* gmem, int64_t segments,
+                                   int64_t halves, int64_t rows, int64_t columns,
+                                   HalvesLayout layout, int box_rows) {
+  return make_tensor_map(
+      map, gmem,
+      {.rank = 4,
+       .extent = {uint64_t(columns), uint64_t(rows), uint64_t(halves), uint64_t(segments)},
+       .stride_bytes = {uint64_t(layout.row_stride) * 2, uint64_t(layout.half_stride) * 2,
+                        uint64_t(layout.segment_stride) * 2},
+       .box = {64, uint32_t(box_rows), 1, 1}});
+}
+
+// Ragged store map of a (rows, halves * columns) matrix, as (column, half, row, end), `row` of
+// extent ragged_extent >= the longest segment.
+inline cudaError_t make_ragged_store_map(CUtensorMap& map, void* gmem, int64_t rows, int64_t halves,
+                                         int64_t columns, int64_t ragged_extent, int box_rows) {
+  uint64_t const pitch = uint64_t(halves * columns) * 2;
+  auto const base = reinterpret_cast<uintptr_t>(gmem) - uint64_t(ragged_extent) * pitch;
+  return make_tensor_map(
+      map, reinterpret_cast<void*>(base),
+      {.rank = 4,
+       .extent = {uint64_t(columns), uint64_t(halves), uint64_t(ragged_extent), uint64_t(rows) + 1},
+       .stride_bytes = {uint64_t(columns) * 2, pitch, pitch},
+       .box = {64, 1, uint32_t(box_rows), 1}});
+}
+
+}  // namespace tessera::cuda::host

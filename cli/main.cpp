@@ -53,13 +53,17 @@ int parse_and_run(int argc, char** argv) {
 
 int exit_code(Status const& status) noexcept {
   switch (status.code()) {
-    case StatusCode::ok: return kOk;
+    case StatusCode::ok:
+      return kOk;
     case StatusCode::invalid_argument:
-    case StatusCode::unsupported: return kBadUsage;
+    case StatusCode::unsupported:
+      return kBadUsage;
     case StatusCode::environment:
     case StatusCode::device_error:
-    case StatusCode::out_of_memory: return kEnvironment;
-    case StatusCode::internal: break;
+    case StatusCode::out_of_memory:
+      return kEnvironment;
+    case StatusCode::internal:
+      break;
   }
   return kCheckFailed;
 }

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// The oracle: one MoE layer in fp64, nothing rounded, plain loops that read like the equations.
+//
+// Letters as in docs/glossary.md: T tokens, d hidden, n intermediate, E experts, P slots, R rows.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cpu/reference/layout.hpp"
+#include "cpu/reference/metadata.hpp"
+#include "tessera/moe.hpp"
+
+namespace tessera::reference {
+
+using Values = std::vector<double>;
+
+/// What a layer reads. Weights stand in the layout of desc.layout.
+struct Inputs {
+  MoeDesc desc;
+  Values x;                                 ///< [T,d]
+  std::vector<std::int64_t> topk_ids;       ///< [P] by slot: given, or a router's choice to replay
+  std::vector<std::int64_t> token_offsets;  ///< [T+1] where experts per token vary
+  Values scores;                            ///< [P] by slot, RouterKind::given
+  Values w_router;                          ///< [E,d], any other router
+  Values b_router;                          ///< [E] or empty
+  StoredWeights weights;
+};
+
+/// What forward computes, intermediate values included. Rows are expert-sorted.
+struct Forward {
+  Metadata metadata;
+  Values logits;  ///< [T,E], with a router
+  Values scores;  ///< [P] by slot
+  LogicalWeights weights;
+  Values h_gate, h_up;  ///< [R,n] each; h_gate is empty where not gated
+  Values a;             ///< [R,n]
+  Values y;             ///< [R,d]
+  Values o;             ///< [T,d]
+};
+
+/// What backward computes.
+struct Backward {
+  Values dh_gate, dh_up;  ///< [R,n]
+  Values a_scaled;        ///< [R,n]: s*a
+  Values dx_rows;         ///< [R,d]
+  Values dx;              ///< [T,d]
+  Values dscores;         ///< [P] by slot
+  Values dlogits;         ///< [T,E], with a router
+  Values dw_router, db_router;
+  StoredWeights gradients;
+};
+
+Forward forward(Inputs const& inputs);
+Backward backward(Inputs const& inputs, Forward const& forward, Values const& d_o);
+
+// The ops, one .cpp each.
+void up_projection_fwd(Inputs const& inputs, Forward& f);
+void down_projection_fwd(Inputs const& inputs, Forward& f);
+/// out_t += sum over slots j of t, ascending, of weights_j * rows[inverse_permutation[j]] (1 where absent).
+void aggregate(MoeDesc const& desc, Metadata const& metadata, Values const& rows,
+               Values const* weights, Values& out);
+void down_projection_dgrad(Inputs const& inputs, Forward const& f, Values const& d_o, Backward& b);
+void down_projection_wgrad(Inputs const& inputs, Forward const& f, Values const& d_o, Backward& b,
+                           LogicalWeights& gradients);
+void up_projection_dgrad(Inputs const& inputs, Forward const& f, Backward& b);
+void up_projection_wgrad(Inputs const& inputs, Forward const& f, Backward const& b,
+                         LogicalWeights& gradients);
+
+// The router (route.cpp).
+Values router_logits(Inputs const& inputs);
+std::vector<std::int64_t> select_experts(MoeDesc const& desc, Values const& logits);
+Values router_scores(MoeDesc const& desc, Values const& logits,
+                     std::vector<std::int64_t> const& topk_ids);
+/// dlogits from dscores; then dw_router, db_router and the router's part of dx.
+void router_backward(Inputs const& inputs, Forward const& f, Backward& b);
+
+/// sum of a[i]*b[i]. Eight partial sums, so that the loop runs at vector speed.
+inline double dot(double const* a, double const* b, std::int64_t count) {
+  double partial[8] = {};
+  std::int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    for (int lane = 0; lane < 8; ++lane) partial[lane] += a[i + lane] * b[i + lane];
+  }
+  double sum = 0;
+  for (double const value : partial) sum += value;
+  for (; i < count; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+/// out += factor * a.
+inline void add_scaled(double factor, double const* a, std::int64_t count, double* out) {
+  for (std::int64_t i = 0; i < count; ++i) out[i] += factor * a[i];
+}
+
+}  // namespace tessera::reference

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+// x, dO ~ N(0,1); weights / sqrt(fan-in), with an 8x larger last row and last column per expert, so that a lost
+// tail shows; biases of order 1; given scores in [0.05, 1], some of them negative.
+#include "verify/case.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+#include "verify/random_source.hpp"
+#include "verify/storage.hpp"
+
+namespace tessera::verify {
+namespace {
+
+enum Stream : std::uint64_t {
+  kX = 1,
+  kDO,
+  kGate,
+  kUp,
+  kDown,
+  kBGate,
+  kBUp,
+  kBDown,
+  kScores,
+  kRouter,
+  kBRouter
+};
+
+std::vector<float> normals(LayerCase const& layer_case, Stream stream, std::int64_t count,
+                           double scale = 1) {
+  RandomSource random(layer_case.seed, stream);
+  std::vector<float> values(count);
+  for (float& value : values) {
+    value = round_to(layer_case.desc.dtype, static_cast<float>(random.normal() * scale));
+  }
+  return values;
+}
+
+/// [experts, rows, columns] for a reduction over columns.
+std::vector<double> matrices(LayerCase const& layer_case, Stream stream, std::int64_t rows,
+                             std::int64_t columns) {
+  auto const values = normals(layer_case, stream, layer_case.desc.shape.experts * rows * columns,
+                              1 / std::sqrt(static_cast<double>(columns)));
+  std::vector<double> out(values.begin(), values.end());
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    auto const at = static_cast<std::int64_t>(i);
+    if (at % columns == columns - 1 || at / columns % rows == rows - 1) out[i] *= 8;
+  }
+  return out;
+}
+
+std::vector<double> widened(std::vector<float> const& values) {
+  return {values.begin(), values.end()};
+}
+std::vector<float> narrowed(std::vector<double> const& values) {
+  return {values.begin(), values.end()};
+}
+
+void make_weights(LayerCase const& layer_case, LayerData& data) {
+  MoeDesc const& desc = data.desc;
+  std::int64_t const d = desc.shape.hidden, n = desc.shape.intermediate;
+  std::int64_t const experts = desc.shape.experts;
+  bool const gated = desc.activation.gated();
+  reference::LogicalWeights logical;
+  if (gated) logical.gate = matrices(layer_case, kGate, n, d);
+  logical.up = matrices(layer_case, kUp, n, d);
+  logical.down = matrices(layer_case, kDown, d, n);
+  if (desc.bias) {
+    if (gated) logical.b_gate = widened(normals(layer_case, kBGate, experts * n));
+    logical.b_up = widened(normals(layer_case, kBUp, experts * n));
+    logical.b_down = widened(normals(layer_case, kBDown, experts * d));
+  }
+  auto const stored = reference::stored_weights(desc, logical);
+  data.w_up = narrowed(stored.w_up);
+  data.w_gate = narrowed(stored.w_gate);
+  data.w_down = narrowed(stored.w_down);
+  data.b_up = narrowed(stored.b_up);
+  data.b_gate = narrowed(stored.b_gate);
+  data.b_down = narrowed(stored.b_down);
+}
+
+void make_given_routing(LayerCase const& layer_case, SlotList slots, LayerData& data) {
+  data.topk_ids = std::move(slots.topk_ids);
+  if (data.desc.shape.variable_experts) data.token_offsets = std::move(slots.token_offsets);
+  if (layer_case.routing.pattern == RoutingPattern::file) {
+    data.scores = layer_case.routing.topk_weights;
+    return;
+  }
+  RandomSource random(layer_case.seed, kScores);
+  for (std::int64_t const id : data.topk_ids) {
+    auto score = static_cast<float>(0.05 + 0.95 * random.uniform());
+    if (random.chance(0.125)) score = -score;
+    bool const sentinel = id < 0 || id >= data.desc.shape.experts;
+    bool const nan = random.chance(0.25);  // a sentinel's score may be anything
+    data.scores.push_back(sentinel && nan ? std::numeric_limits<float>::quiet_NaN() : score);
+  }
+}
+
+/// A router whose logits are N(0,1) and, for patterns other than random, tokens that lean towards the
+/// pattern's experts: x_t gains 8 * w_router[e] for each of them (exact for wide enough d).
+void make_router(LayerCase const& layer_case, SlotList const& slots, LayerData& data) {
+  MoeShape const& s = data.desc.shape;
+  data.w_router = normals(layer_case, kRouter, s.experts * s.hidden,
+                          1 / std::sqrt(static_cast<double>(s.hidden)));
+  if (layer_case.router_bias) data.b_router = normals(layer_case, kBRouter, s.experts);
+  if (layer_case.routing.pattern == RoutingPattern::random) return;
+  for (std::int64_t t = 0; t < s.tokens; ++t) {
+    for (std::int64_t k = 0; k < s.top_k; ++k) {
+      std::int64_t const expert = slots.topk_ids[t * s.top_k + k];
+      for (std::int64_t c = 0; c < s.hidden; ++c) {
+        data.x[t * s.hidden + c] += 8 * data.w_router[expert * s.hidden + c];
+      }
+    }
+  }
+  round_all(data.desc.dtype, data.x);
+}
+
+void check_routing(LayerCase const& layer_case) {
+  MoeShape const& s = layer_case.desc.shape;
+  bool const given = layer_case.desc.router.kind == RouterKind::given;
+  RoutingPattern const pattern = layer_case.routing.pattern;
+  if (given) return;
+  if (pattern == RoutingPattern::file) {
+    throw std::invalid_argument("routing file: ids and weights from a file need router given");
+  }
+  if (layer_case.sentinel_fraction > 0 || layer_case.repeat_experts) {
+    throw std::invalid_argument(
+        "sentinels, repeat-experts: a router makes neither; use router given");
+  }
+  if (pattern == RoutingPattern::one_token_each && s.tokens * s.top_k > s.experts) {
+    throw std::invalid_argument(
+        "routing one-token-each: tokens*top_k=" + std::to_string(s.tokens * s.top_k) +
+        " is above experts=" + std::to_string(s.experts) + "; use router given or fewer tokens");
+  }
+}
+
+}  // namespace
+
+LayerData make_data(LayerCase const& layer_case) {
+  check_routing(layer_case);
+  LayerData data;
+  data.desc = layer_case.desc;
+  data.gradient_mode = layer_case.gradient_mode;
+  SlotList slots = make_slots(layer_case);
+  MoeShape& s = data.desc.shape;
+  if (s.variable_experts) s.slots = static_cast<std::int64_t>(slots.topk_ids.size());
+
+  data.x = normals(layer_case, kX, s.tokens * s.hidden);
+  data.d_o = normals(layer_case, kDO, s.tokens * s.hidden);
+  make_weights(layer_case, data);
+  if (data.desc.router.kind == RouterKind::given) {
+    make_given_routing(layer_case, std::move(slots), data);
+  } else {
+    make_router(layer_case, slots, data);
+  }
+  return data;
+}
+
+float initial_gradient(std::string const& name, std::int64_t index) noexcept {
+  RandomSource random(static_cast<std::uint64_t>(index), name.size());
+  return static_cast<float>(random.normal());
+}
+
+reference::Inputs reference_inputs(LayerData const& data, std::vector<std::int64_t> topk_ids) {
+  reference::Inputs inputs;
+  inputs.desc = data.desc;
+  inputs.x = widened(data.x);
+  inputs.topk_ids = topk_ids.empty() ? data.topk_ids : std::move(topk_ids);
+  inputs.token_offsets = data.token_offsets;
+  inputs.scores = widened(data.scores);
+  inputs.w_router = widened(data.w_router);
+  inputs.b_router = widened(data.b_router);
+  inputs.weights = {widened(data.w_up), widened(data.w_gate), widened(data.w_down),
+                    widened(data.b_up), widened(data.b_gate), widened(data.b_down)};
+  return inputs;
+}
+
+}  // namespace tessera::verify

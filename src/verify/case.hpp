@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// A layer with its data: what `tessera verify`, `bench` and the tests run.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cpu/reference/layer.hpp"
+#include "tessera/moe.hpp"
+
+namespace tessera::verify {
+
+/// What the routing of the data looks like.
+enum class RoutingPattern {
+  random,
+  balanced,        ///< every expert gets the same number of slots, give or take one
+  zipf,            ///< expert e is as popular as 1 / (e+1)^parameter
+  one_expert,      ///< every token's first choice is expert 0, the rest spread round robin
+  one_token_each,  ///< every expert gets one slot; further slots are sentinels
+  empty,           ///< a fraction `parameter` of the experts gets nothing
+  file,            ///< ids and weights as given
+};
+
+struct RoutingSpec {
+  RoutingPattern pattern = RoutingPattern::random;
+  double parameter = 0;
+  std::string path;                         ///< file: where it came from
+  std::vector<std::int64_t> topk_ids;       ///< file: by slot
+  std::vector<float> topk_weights;          ///< file: by slot
+  std::vector<std::int64_t> token_offsets;  ///< file: [T+1] where experts per token vary
+};
+
+/// Everything that fixes a case; equal cases give equal data on every machine.
+struct LayerCase {
+  MoeDesc desc;  ///< shape.slots is filled in by make_data() where experts per token vary
+  RoutingSpec routing;
+  double sentinel_fraction = 0;  ///< of the slots, RouterKind::given
+  bool repeat_experts = false;   ///< draw a token's experts with replacement, RouterKind::given
+  bool router_bias = false;
+  GradientMode gradient_mode = GradientMode::write;
+  std::uint64_t seed = 0;
+};
+
+/// Inputs as fp32 values that were rounded to the storage type, and the gradient buffers' first content.
+struct LayerData {
+  MoeDesc desc;
+  GradientMode gradient_mode = GradientMode::write;
+  std::vector<float> x, d_o;
+  std::vector<std::int64_t> topk_ids;  ///< [P] by slot; empty with a router
+  std::vector<float> scores;           ///< [P] by slot; empty with a router
+  std::vector<std::int64_t> token_offsets;
+  std::vector<float> w_router, b_router;
+  std::vector<float> w_up, w_gate, w_down, b_up, b_gate, b_down;
+};
+
+/// Draws the data. Throws std::invalid_argument with one line where desc and routing contradict each other.
+LayerData make_data(LayerCase const& layer_case);
+
+/// Slot ids of the case's routing pattern, sentinels included (also what a router's data is made to prefer).
+struct SlotList {
+  std::vector<std::int64_t> topk_ids, token_offsets;
+};
+SlotList make_slots(LayerCase const& layer_case);
+
+/// The value that a gradient buffer called `name` holds at `index` before an accumulating backward.
+float initial_gradient(std::string const& name, std::int64_t index) noexcept;
+
+/// The data as the reference reads it; `topk_ids` are a router's choices, else empty.
+reference::Inputs reference_inputs(LayerData const& data, std::vector<std::int64_t> topk_ids = {});
+
+}  // namespace tessera::verify

@@ -1,0 +1,319 @@
+// SPDX-License-Identifier: Apache-2.0
+// h = x W^T + b;  a = phi(g)*u;  y = a D^T + b_down;  o = sum s*y;  dY = s*dO;  ds = <dO, y>;  dA = dY D;
+// dh = J^T dA;  dx = sum dh W;  dD = dY^T a;  dW = dh^T x: each array rounded to the storage type.
+#include <algorithm>
+#include <cmath>
+
+#include "verify/naive_activation.hpp"
+#include "verify/storage.hpp"
+#include "verify/tensors.hpp"
+
+namespace tessera::verify {
+namespace {
+
+using Floats = std::vector<float>;
+
+/// out += factor * a, one term for each element.
+void add_term(float factor, float const* a, std::int64_t count, float* out) {
+  for (std::int64_t i = 0; i < count; ++i) out[i] += factor * a[i];
+}
+
+struct NaiveLayer {
+  LayerData const& data;
+  reference::Metadata const& metadata;
+  Floats gate{}, up{};      ///< [E,n,d]
+  Floats gate_t{}, up_t{};  ///< [E,d,n]
+  Floats down{}, down_t{};  ///< [E,d,n], [E,n,d]
+  Floats b_gate{}, b_up{}, b_down{};
+  Floats scores{};  ///< [P]
+  Floats h_gate{}, h_up{}, a{}, y{}, dh_gate{}, dh_up{}, dy{};
+
+  [[nodiscard]] MoeDesc const& desc() const { return data.desc; }
+  [[nodiscard]] std::int64_t d() const { return data.desc.shape.hidden; }
+  [[nodiscard]] std::int64_t n() const { return data.desc.shape.intermediate; }
+  [[nodiscard]] bool gated() const { return data.desc.activation.gated(); }
+  void round(Floats& values) const { round_all(data.desc.dtype, values); }
+};
+
+Floats narrowed(std::vector<double> const& values) { return {values.begin(), values.end()}; }
+
+/// [E,rows,columns] -> [E,columns,rows].
+Floats transposed(Floats const& values, std::int64_t rows, std::int64_t columns) {
+  Floats out(values.size());
+  for (std::size_t base = 0; base < values.size(); base += rows * columns) {
+    for (std::int64_t i = 0; i < rows; ++i) {
+      for (std::int64_t c = 0; c < columns; ++c) {
+        out[base + c * rows + i] = values[base + i * columns + c];
+      }
+    }
+  }
+  return out;
+}
+
+/// body(expert, row) for every routed row.
+template <class Body>
+void for_each_row(NaiveLayer const& layer, Body&& body) {
+  auto const& offsets = layer.metadata.expert_offsets;
+  for (std::int64_t e = 0; e < layer.desc().shape.experts; ++e) {
+    for (std::int64_t r = offsets[e]; r < offsets[e + 1]; ++r) body(e, r);
+  }
+}
+
+void load_weights(NaiveLayer& layer) {
+  auto const inputs = reference_inputs(layer.data);
+  auto const weights = reference::logical_weights(layer.desc(), inputs.weights);
+  layer.gate = narrowed(weights.gate);
+  layer.up = narrowed(weights.up);
+  layer.down = narrowed(weights.down);
+  layer.b_gate = narrowed(weights.b_gate);
+  layer.b_up = narrowed(weights.b_up);
+  layer.b_down = narrowed(weights.b_down);
+  layer.gate_t = transposed(layer.gate, layer.n(), layer.d());
+  layer.up_t = transposed(layer.up, layer.n(), layer.d());
+  layer.down_t = transposed(layer.down, layer.d(), layer.n());
+}
+
+/// h (one matrix) of all rows.
+Floats up_projection(NaiveLayer const& layer, Floats const& matrix_t, Floats const& bias) {
+  std::int64_t const d = layer.d(), n = layer.n();
+  Floats h(layer.metadata.rows() * n);
+  for_each_row(layer, [&](std::int64_t e, std::int64_t r) {
+    float const* const x = &layer.data.x[layer.metadata.gather_index[r] * d];
+    for (std::int64_t c = 0; c < d; ++c) add_term(x[c], &matrix_t[(e * d + c) * n], n, &h[r * n]);
+    if (!bias.empty()) add_term(1, &bias[e * n], n, &h[r * n]);
+  });
+  layer.round(h);
+  return h;
+}
+
+void forward(NaiveLayer& layer, Tensors& out) {
+  std::int64_t const d = layer.d(), n = layer.n();
+  auto const& meta = layer.metadata;
+  if (layer.gated()) layer.h_gate = up_projection(layer, layer.gate_t, layer.b_gate);
+  layer.h_up = up_projection(layer, layer.up_t, layer.b_up);
+  layer.a.resize(layer.h_up.size());
+  for (std::size_t i = 0; i < layer.a.size(); ++i) {
+    layer.a[i] = naive_activate(layer.desc().activation, layer.desc().dtype,
+                                layer.gated() ? layer.h_gate[i] : 0, layer.h_up[i]);
+  }
+  layer.y.assign(meta.rows() * d, 0);
+  for_each_row(layer, [&](std::int64_t e, std::int64_t r) {
+    for (std::int64_t i = 0; i < n; ++i) {
+      add_term(layer.a[r * n + i], &layer.down_t[(e * n + i) * d], d, &layer.y[r * d]);
+    }
+    if (layer.desc().bias) add_term(1, &layer.b_down[e * d], d, &layer.y[r * d]);
+  });
+  layer.round(layer.y);
+
+  Floats& o = out["o"];
+  o.assign(layer.data.x.size(), 0);
+  for (std::int64_t t = 0; t < layer.desc().shape.tokens; ++t) {
+    for (std::int64_t j = meta.token_offsets[t]; j < meta.token_offsets[t + 1]; ++j) {
+      std::int64_t const row = meta.inverse_permutation[j];
+      if (row < 0) continue;
+      for (std::int64_t c = 0; c < d; ++c) {
+        DType const dtype = layer.desc().dtype;
+        float const scaled = round_to(dtype, layer.scores[j] * layer.y[row * d + c]);
+        o[t * d + c] = round_to(dtype, o[t * d + c] + scaled);
+      }
+    }
+  }
+}
+
+/// dY, ds, dA and dh.
+void down_backward(NaiveLayer& layer, Tensors& out) {
+  std::int64_t const d = layer.d(), n = layer.n();
+  MoeDesc const& desc = layer.desc();
+  out["dscores"].assign(desc.shape.num_slots(), 0);
+  layer.dy.resize(layer.y.size());
+  layer.dh_gate.resize(layer.h_gate.size());
+  layer.dh_up.resize(layer.h_up.size());
+  Floats da(n);
+  for_each_row(layer, [&](std::int64_t e, std::int64_t r) {
+    std::int64_t const slot = layer.metadata.sort_permutation[r];
+    float const* const d_o = &layer.data.d_o[layer.metadata.gather_index[r] * d];
+    float dscore = 0;
+    da.assign(n, 0);
+    for (std::int64_t c = 0; c < d; ++c) {
+      dscore += d_o[c] * layer.y[r * d + c];
+      layer.dy[r * d + c] = round_to(desc.dtype, layer.scores[slot] * d_o[c]);
+      add_term(layer.dy[r * d + c], &layer.down[(e * d + c) * n], n, da.data());
+    }
+    out["dscores"][slot] = dscore;
+    layer.round(da);
+    for (std::int64_t i = 0; i < n; ++i) {
+      std::int64_t const at = r * n + i;
+      auto const dh = naive_gradient(desc.activation, desc.dtype,
+                                     layer.gated() ? layer.h_gate[at] : 0, layer.h_up[at], da[i]);
+      if (layer.gated()) layer.dh_gate[at] = dh.gate;
+      layer.dh_up[at] = dh.up;
+    }
+  });
+}
+
+void input_backward(NaiveLayer const& layer, Tensors& out) {
+  std::int64_t const d = layer.d(), n = layer.n();
+  auto const& meta = layer.metadata;
+  Floats dx_rows(meta.rows() * d);
+  for_each_row(layer, [&](std::int64_t e, std::int64_t r) {
+    for (std::int64_t i = 0; i < n; ++i) {
+      std::int64_t const row = (e * n + i) * d;
+      if (layer.gated()) {
+        add_term(layer.dh_gate[r * n + i], &layer.gate[row], d, &dx_rows[r * d]);
+      }
+      add_term(layer.dh_up[r * n + i], &layer.up[row], d, &dx_rows[r * d]);
+    }
+  });
+  layer.round(dx_rows);
+  Floats& dx = out["dx"];
+  dx.assign(layer.data.x.size(), 0);
+  for (std::int64_t t = 0; t < layer.desc().shape.tokens; ++t) {
+    for (std::int64_t j = meta.token_offsets[t]; j < meta.token_offsets[t + 1]; ++j) {
+      std::int64_t const row = meta.inverse_permutation[j];
+      if (row < 0) continue;
+      add_term(1, &dx_rows[row * d], d, &dx[t * d]);
+      round_all(layer.desc().dtype, std::span(dx).subspan(t * d, d));
+    }
+  }
+}
+
+void weight_backward(NaiveLayer const& layer, Tensors& out) {
+  std::int64_t const d = layer.d(), n = layer.n();
+  MoeDesc const& desc = layer.desc();
+  Floats gate(layer.gate.size()), up(layer.up.size()), down(layer.down.size());
+  Floats b_gate(layer.b_gate.size()), b_up(layer.b_up.size()), b_down(layer.b_down.size());
+  for_each_row(layer, [&](std::int64_t e, std::int64_t r) {
+    float const* const x = &layer.data.x[layer.metadata.gather_index[r] * d];
+    for (std::int64_t c = 0; c < d; ++c) {
+      add_term(layer.dy[r * d + c], &layer.a[r * n], n, &down[(e * d + c) * n]);
+    }
+    for (std::int64_t i = 0; i < n; ++i) {
+      std::int64_t const row = (e * n + i) * d;
+      if (layer.gated()) add_term(layer.dh_gate[r * n + i], x, d, &gate[row]);
+      add_term(layer.dh_up[r * n + i], x, d, &up[row]);
+    }
+    if (!desc.bias) return;
+    if (layer.gated()) add_term(1, &layer.dh_gate[r * n], n, &b_gate[e * n]);
+    add_term(1, &layer.dh_up[r * n], n, &b_up[e * n]);
+    add_term(1, &layer.dy[r * d], d, &b_down[e * d]);
+  });
+  auto const wide = [](Floats const& v) { return std::vector<double>(v.begin(), v.end()); };
+  auto const stored = reference::stored_weights(
+      desc, {wide(gate), wide(up), wide(down), wide(b_gate), wide(b_up), wide(b_down)});
+  out["dw_up"] = narrowed(stored.w_up);
+  out["dw_gate"] = narrowed(stored.w_gate);
+  out["dw_down"] = narrowed(stored.w_down);
+  out["db_up"] = narrowed(stored.b_up);
+  out["db_gate"] = narrowed(stored.b_gate);
+  out["db_down"] = narrowed(stored.b_down);
+}
+
+/// The experts over which the router's softmax of token t runs, the chosen ones first.
+std::vector<std::int64_t> softmax_members(MoeDesc const& desc, std::int64_t const* chosen) {
+  std::vector<std::int64_t> members(chosen, chosen + desc.shape.top_k);
+  if (desc.router.kind != RouterKind::softmax_topk) return members;
+  for (std::int64_t e = 0; e < desc.shape.experts; ++e) {
+    if (std::find(chosen, chosen + desc.shape.top_k, e) == chosen + desc.shape.top_k) {
+      members.push_back(e);
+    }
+  }
+  return members;
+}
+
+Floats softmax(float const* logits, std::vector<std::int64_t> const& members) {
+  float largest = logits[members.front()];
+  for (std::int64_t const e : members) largest = std::max(largest, logits[e]);
+  Floats p;
+  float sum = 0;
+  for (std::int64_t const e : members) {
+    p.push_back(std::exp(logits[e] - largest));
+    sum += p.back();
+  }
+  for (float& value : p) value /= sum;
+  return p;
+}
+
+Floats router_forward(LayerData const& data, std::vector<std::int64_t> const& topk_ids,
+                      Tensors& out) {
+  MoeShape const& s = data.desc.shape;
+  Floats& logits = out["logits"];
+  logits.assign(s.tokens * s.experts, 0);
+  Floats const w_router_t = transposed(data.w_router, s.experts, s.hidden);
+  Floats scores;
+  for (std::int64_t t = 0; t < s.tokens; ++t) {
+    float* const row = &logits[t * s.experts];
+    for (std::int64_t c = 0; c < s.hidden; ++c) {
+      add_term(data.x[t * s.hidden + c], &w_router_t[c * s.experts], s.experts, row);
+    }
+    if (!data.b_router.empty()) add_term(1, data.b_router.data(), s.experts, row);
+    Floats const p = softmax(row, softmax_members(data.desc, &topk_ids[t * s.top_k]));
+    for (std::int64_t k = 0; k < s.top_k; ++k) {
+      scores.push_back(data.desc.router.route_scale * p[k]);
+    }
+  }
+  out["scores"] = scores;
+  return scores;
+}
+
+void router_backward(LayerData const& data, std::vector<std::int64_t> const& topk_ids,
+                     Tensors& out) {
+  MoeShape const& s = data.desc.shape;
+  Floats& dlogits = out["dlogits"];
+  dlogits.assign(s.tokens * s.experts, 0);
+  out["dw_router"].assign(s.experts * s.hidden, 0);
+  if (!data.b_router.empty()) out["db_router"].assign(s.experts, 0);
+  for (std::int64_t t = 0; t < s.tokens; ++t) {
+    auto const members = softmax_members(data.desc, &topk_ids[t * s.top_k]);
+    Floats const p = softmax(&out["logits"][t * s.experts], members);
+    Floats g(members.size());
+    float mean = 0;
+    for (std::int64_t k = 0; k < s.top_k; ++k) {
+      g[k] = data.desc.router.route_scale * out["dscores"][t * s.top_k + k];
+      mean += g[k] * p[k];
+    }
+    Floats dx(s.hidden);
+    for (std::size_t m = 0; m < members.size(); ++m) {
+      float const dlogit = p[m] * (g[m] - mean);
+      std::int64_t const e = members[m];
+      dlogits[t * s.experts + e] = dlogit;
+      float const operand = round_to(data.desc.dtype, dlogit);
+      add_term(operand, &data.x[t * s.hidden], s.hidden, &out["dw_router"][e * s.hidden]);
+      add_term(operand, &data.w_router[e * s.hidden], s.hidden, dx.data());
+      if (!data.b_router.empty()) out["db_router"][e] += dlogit;
+    }
+    round_all(data.desc.dtype, dx);
+    add_term(1, dx.data(), s.hidden, &out["dx"][t * s.hidden]);
+  }
+  round_all(data.desc.dtype, out["dx"]);
+}
+
+}  // namespace
+
+Tensors naive_tensors(LayerData const& data, std::vector<std::int64_t> const& topk_ids,
+                      reference::Metadata const& metadata) {
+  Tensors out;
+  bool const routed = data.desc.router.kind != RouterKind::given;
+  NaiveLayer layer{.data = data, .metadata = metadata};
+  layer.scores = routed ? router_forward(data, topk_ids, out) : data.scores;
+  load_weights(layer);
+  forward(layer, out);
+  down_backward(layer, out);
+  input_backward(layer, out);
+  weight_backward(layer, out);
+  if (routed) router_backward(data, topk_ids, out);
+
+  bool const accumulate = data.gradient_mode == GradientMode::accumulate;
+  for (auto& [name, values] : out) {
+    if (!is_parameter_gradient(name)) continue;
+    for (std::size_t i = 0; accumulate && i < values.size(); ++i) {
+      values[i] += initial_gradient(name, static_cast<std::int64_t>(i));
+    }
+    if (!accumulate) round_all(data.desc.dtype, values);
+  }
+  std::erase_if(out, [](auto const& entry) {
+    return is_parameter_gradient(entry.first) && entry.second.empty();
+  });
+  return out;
+}
+
+}  // namespace tessera::verify

@@ -21,7 +21,7 @@ struct Stream {
 };
 
 struct ContextOptions {
-  Device device;
+  Device device = {};
   std::int32_t num_threads =
       0;  ///< CPU threads, the caller included; 0: as many as the process may use
 };
@@ -61,7 +61,7 @@ class TESSERA_EXPORT Context {
 
  private:
   Context() noexcept;
-  Device device_;
+  Device device_ = {};
   std::unique_ptr<core::ThreadPool> pool_;
 };
 

@@ -18,13 +18,13 @@ enum class GroupedGemmKind : std::int32_t {
 struct GroupedGemmArgs {
   GroupedGemmKind kind = GroupedGemmKind::varlen_m;
   bool transpose_b = false;  ///< varlen_m: b is [E,gemm_k,gemm_n]
-  ConstTensor a;             ///< [rows,gemm_k], or [rows,gemm_m] for varlen_k
-  ConstTensor b;
-  ConstTensor bias;            ///< varlen_m, optional [E,gemm_n]
-  ConstTensor expert_offsets;  ///< [E+1] int32 or int64
-  Tensor c;
+  ConstTensor a = {};        ///< [rows,gemm_k], or [rows,gemm_m] for varlen_k
+  ConstTensor b = {};
+  ConstTensor bias = {};            ///< varlen_m, optional [E,gemm_n]
+  ConstTensor expert_offsets = {};  ///< [E+1] int32 or int64
+  Tensor c = {};
   GradientMode mode = GradientMode::write;  ///< varlen_k
-  Buffer workspace;
+  Buffer workspace = {};
 };
 
 /// Errors: unsupported in this version (the fused layer is served; these blocks are not yet).

@@ -18,41 +18,41 @@ namespace tessera {
 
 /// Weights of all experts; shapes by WeightLayout (shape.hpp). Last dimension contiguous.
 struct ExpertWeights {
-  ConstTensor w_up;
-  ConstTensor w_gate;  ///< WeightOrientation::separate only
-  ConstTensor w_down;
-  ConstTensor b_up;    ///< with MoeDesc::bias: [E,w*n] in the order of w_up; separate: [E,n]
-  ConstTensor b_gate;  ///< separate only, [E,n]
-  ConstTensor b_down;  ///< [E,d]
+  ConstTensor w_up = {};
+  ConstTensor w_gate = {};  ///< WeightOrientation::separate only
+  ConstTensor w_down = {};
+  ConstTensor b_up = {};    ///< with MoeDesc::bias: [E,w*n] in the order of w_up; separate: [E,n]
+  ConstTensor b_gate = {};  ///< separate only, [E,n]
+  ConstTensor b_down = {};  ///< [E,d]
 };
 
 /// Inputs, outputs and memory of a forward call. Outputs may not overlap inputs.
 struct MoeForwardArgs {
-  ConstTensor x;  ///< [T,d]
+  ConstTensor x = {};  ///< [T,d]
 
   // RouterKind::given: ids outside [0,E) are sentinels, they own no row and add nothing.
-  ConstTensor topk_ids;       ///< [T,K] (or [P] with token_offsets) int32 or int64
-  ConstTensor topk_weights;   ///< same shape, fp32
-  ConstTensor token_offsets;  ///< [T+1], with MoeShape::variable_experts
+  ConstTensor topk_ids = {};       ///< [T,K] (or [P] with token_offsets) int32 or int64
+  ConstTensor topk_weights = {};   ///< same shape, fp32
+  ConstTensor token_offsets = {};  ///< [T+1], with MoeShape::variable_experts
 
   // Any other router.
-  ConstTensor w_router;        ///< [E,d]
-  ConstTensor b_router;        ///< [E], optional
-  ConstTensor selection_bias;  ///< [E] fp32, optional: added to the key, not to the score
+  ConstTensor w_router = {};        ///< [E,d]
+  ConstTensor b_router = {};        ///< [E], optional
+  ConstTensor selection_bias = {};  ///< [E] fp32, optional: added to the key, not to the score
 
   // RowGrouping other than slots (post-dispatch): x is [P,d], sorted by expert.
-  ConstTensor expert_offsets;  ///< [E+1] offsets, or [E] ends or counts
-  ConstTensor row_scores;      ///< [P] fp32, optional
+  ConstTensor expert_offsets = {};  ///< [E+1] offsets, or [E] ends or counts
+  ConstTensor row_scores = {};      ///< [P] fp32, optional
 
-  ExpertWeights weights;
+  ExpertWeights weights = {};
 
-  Tensor o;              ///< [T,d], every element is written
-  Tensor logits;         ///< optional [T,E] fp32: the router's logits
-  Tensor expert_counts;  ///< optional [E] int32: M_e
+  Tensor o = {};              ///< [T,d], every element is written
+  Tensor logits = {};         ///< optional [T,E] fp32: the router's logits
+  Tensor expert_counts = {};  ///< optional [E] int32: M_e
 
-  Tensor h;        ///< [P,w*n], saved: required with SavePolicy::h, absent otherwise
-  Buffer routing;  ///< routing_bytes(desc), saved: required unless SavePolicy::none
-  Buffer workspace;
+  Tensor h = {};        ///< [P,w*n], saved: required with SavePolicy::h, absent otherwise
+  Buffer routing = {};  ///< routing_bytes(desc), saved: required unless SavePolicy::none
+  Buffer workspace = {};
 };
 
 /// How a weight gradient meets its buffer: overwrite it, or add the complete fp32 sum once.
@@ -62,31 +62,31 @@ enum class GradientMode : std::int32_t { write = 0, accumulate = 1 };
 /// skipped: not computed. With `write`, experts without rows get zeros; with `accumulate` they are left
 /// as they are.
 struct ExpertGradients {
-  Tensor dw_up, dw_gate, dw_down;
-  Tensor db_up, db_gate, db_down;
-  Tensor dw_router, db_router;
+  Tensor dw_up = {}, dw_gate = {}, dw_down = {};
+  Tensor db_up = {}, db_gate = {}, db_down = {};
+  Tensor dw_router = {}, db_router = {};
   GradientMode mode = GradientMode::write;
 };
 
 /// Inputs, outputs and memory of a backward call.
 struct MoeBackwardArgs {
-  ConstTensor d_o;                 ///< [T,d]
-  ConstTensor x;                   ///< [T,d]; not read by moe_backward_input
-  ConstTensor h;                   ///< [P,w*n] as forward left it; not read by moe_backward_weights
-  ConstBuffer routing;             ///< as forward left it
-  ConstTensor w_router, b_router;  ///< as in forward, unless RouterKind::given
-  ExpertWeights weights;           ///< as in forward; not read by moe_backward_weights
+  ConstTensor d_o = {};      ///< [T,d]
+  ConstTensor x = {};        ///< [T,d]; not read by moe_backward_input
+  ConstTensor h = {};        ///< [P,w*n] as forward left it; not read by moe_backward_weights
+  ConstBuffer routing = {};  ///< as forward left it
+  ConstTensor w_router = {}, b_router = {};  ///< as in forward, unless RouterKind::given
+  ExpertWeights weights = {};                ///< as in forward; not read by moe_backward_weights
 
-  Tensor dx;       ///< optional [T,d]
-  Tensor dscores;  ///< optional [P] fp32 by slot; 0 at sentinels
-  Tensor dlogits;  ///< optional [T,E] fp32, with a router
-  ExpertGradients gradients;
+  Tensor dx = {};       ///< optional [T,d]
+  Tensor dscores = {};  ///< optional [P] fp32 by slot; 0 at sentinels
+  Tensor dlogits = {};  ///< optional [T,E] fp32, with a router
+  ExpertGradients gradients = {};
 
   // Split backward: moe_backward_input leaves these for moe_backward_weights; absent in moe_backward.
-  Tensor dh;             ///< [P,w*n]
-  Tensor a_scaled;       ///< [P,n]: s*a
-  Tensor dlogits_saved;  ///< [T,E] fp32, with a router
-  Buffer workspace;
+  Tensor dh = {};             ///< [P,w*n]
+  Tensor a_scaled = {};       ///< [P,n]: s*a
+  Tensor dlogits_saved = {};  ///< [T,E] fp32, with a router
+  Buffer workspace = {};
 };
 
 /// Passes that have a workspace of their own size.

@@ -34,14 +34,14 @@ TESSERA_EXPORT Expected<RoutingView> routing_view(MoeDesc const& desc, Buffer ro
 /// Inputs and outputs of the router alone, for callers that place it apart from the layer (activation
 /// checkpointing that must route alike, expert parallelism).
 struct RouteArgs {
-  ConstTensor x;               ///< [T,d]
-  ConstTensor w_router;        ///< [E,d]
-  ConstTensor b_router;        ///< [E], optional
-  ConstTensor selection_bias;  ///< [E] fp32, optional
-  Tensor topk_ids;      ///< [T,K] int32 or int64, slots in descending key; ties: lower id first
-  Tensor topk_weights;  ///< [T,K] fp32
-  Tensor logits;        ///< optional [T,E] fp32
-  Buffer workspace;     ///< workspace_bytes(context, desc, Pass::route)
+  ConstTensor x = {};               ///< [T,d]
+  ConstTensor w_router = {};        ///< [E,d]
+  ConstTensor b_router = {};        ///< [E], optional
+  ConstTensor selection_bias = {};  ///< [E] fp32, optional
+  Tensor topk_ids = {};  ///< [T,K] int32 or int64, slots in descending key; ties: lower id first
+  Tensor topk_weights = {};  ///< [T,K] fp32
+  Tensor logits = {};        ///< optional [T,E] fp32
+  Buffer workspace = {};     ///< workspace_bytes(context, desc, Pass::route)
 };
 
 /// Logits, selection and scores of `desc.router`: what moe_forward would use, bit for bit.

@@ -119,12 +119,12 @@ enum class RowGrouping : std::int32_t { slots = 0, offsets = 1, ends = 2, counts
 
 /// Everything that fixes the result of a layer call apart from the data.
 struct MoeDesc {
-  MoeShape shape;
+  MoeShape shape = {};
   DType dtype = DType::fp32;  ///< storage type of x, weights, h, o and their gradients
-  Activation activation;
-  WeightLayout layout;
+  Activation activation = {};
+  WeightLayout layout = {};
   bool bias = false;  ///< b_up [E,w*n] (or b_gate, b_up [E,n]) and b_down [E,d]
-  Router router;
+  Router router = {};
   ScorePosition score_position = ScorePosition::output;
   SavePolicy save = SavePolicy::h;
   RowGrouping grouping = RowGrouping::slots;

@@ -44,7 +44,7 @@ template <class Pointer>
 struct BasicTensor {
   Pointer data = nullptr;
   DType dtype = DType::none;
-  Device device;
+  Device device = {};
   std::int32_t rank = 0;
   std::int64_t shape[kMaxRank] = {};
   std::int64_t stride[kMaxRank] = {};  ///< in elements; the last one must be 1

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+// The C ABI: the same results as C++, struct sizes of older and newer callers, errors as codes and text.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <string>
+
+#include "tessera/tessera.h"
+#include "tests/api/layer.hpp"
+
+namespace tessera::api_test {
+namespace {
+
+template <class View>
+tessera_tensor c_tensor(View const& view) {
+  tessera_tensor out = {};
+  out.data = const_cast<void*>(view.data);
+  out.dtype = static_cast<int32_t>(view.dtype);
+  out.rank = view.rank;
+  for (int axis = 0; axis < kMaxRank; ++axis) {
+    out.shape[axis] = view.shape[axis];
+    out.stride[axis] = view.stride[axis];
+  }
+  return out;
+}
+
+struct CAbi : testing::Test {
+  Context cpp_context = value_of(Context::create({.num_threads = 2}));
+  tessera_context* context = nullptr;
+  Layer layer{cpp_context, small_desc(RouterKind::topk_softmax)};
+  tessera_moe_desc desc = {};
+  tessera_forward_args forward = {};
+  tessera_backward_args backward = {};
+
+  void SetUp() override {
+    ASSERT_EQ(tessera_context_create(TESSERA_CPU, 0, 2, &context), TESSERA_OK);
+    auto const& s = layer.desc.shape;
+    desc.size = sizeof(desc);
+    desc.tokens = s.tokens;
+    desc.hidden = s.hidden;
+    desc.intermediate = s.intermediate;
+    desc.experts = s.experts;
+    desc.top_k = s.top_k;
+    desc.bias = 1;
+    desc.router = static_cast<int32_t>(RouterKind::topk_softmax);
+    auto const& f = layer.forward;
+    forward.size = sizeof(forward);
+    forward.x = c_tensor(f.x);
+    forward.w_router = c_tensor(f.w_router);
+    forward.b_router = c_tensor(f.b_router);
+    forward.weights.w_up = c_tensor(f.weights.w_up);
+    forward.weights.w_down = c_tensor(f.weights.w_down);
+    forward.weights.b_up = c_tensor(f.weights.b_up);
+    forward.weights.b_down = c_tensor(f.weights.b_down);
+    forward.o = c_tensor(f.o);
+    forward.h = c_tensor(f.h);
+    forward.routing = {layer.routing.data(), layer.routing.size()};
+    forward.workspace = {layer.forward_workspace.data(), layer.forward_workspace.size()};
+    auto const& b = layer.backward;
+    backward.size = sizeof(backward);
+    backward.d_o = c_tensor(b.d_o);
+    backward.x = forward.x;
+    backward.h = forward.h;
+    backward.routing = forward.routing;
+    backward.w_router = forward.w_router;
+    backward.weights = forward.weights;
+    backward.dx = c_tensor(b.dx);
+    backward.dw_up = c_tensor(b.gradients.dw_up);
+    backward.db_router = c_tensor(b.gradients.db_router);
+    backward.workspace = {layer.backward_workspace.data(), layer.backward_workspace.size()};
+  }
+  void TearDown() override { tessera_context_destroy(context); }
+
+  void expect_error(int code, int expected, char const* part) {
+    EXPECT_EQ(code, expected);
+    EXPECT_NE(std::string(tessera_last_error()).find(part), std::string::npos)
+        << tessera_last_error();
+  }
+};
+
+TEST_F(CAbi, HasTheResultsOfCpp) {
+  ASSERT_EQ(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_OK)
+      << tessera_last_error();
+  ASSERT_EQ(tessera_moe_backward(context, &desc, &backward, nullptr), TESSERA_OK)
+      << tessera_last_error();
+  Layer same(cpp_context, layer.desc);
+  ASSERT_TRUE(same.run_forward().ok());
+  ASSERT_TRUE(same.run_backward().ok());
+  EXPECT_EQ(layer.o, same.o);
+  EXPECT_EQ(layer.dx, same.dx);
+  EXPECT_EQ(layer.dw_up, same.dw_up);
+  EXPECT_EQ(layer.db_router, same.db_router);
+}
+
+TEST_F(CAbi, AnswersQueries) {
+  EXPECT_EQ(tessera_abi_version(), TESSERA_ABI_VERSION);
+  EXPECT_STREQ(tessera_version(), TESSERA_VERSION);
+  size_t bytes = 0, x = 0, h = 0, routing = 0;
+  ASSERT_EQ(tessera_moe_workspace(context, &desc, TESSERA_PASS_FORWARD, &bytes), TESSERA_OK);
+  EXPECT_EQ(bytes, layer.forward_workspace.size());
+  ASSERT_EQ(tessera_moe_saved(&desc, &x, &h, &routing), TESSERA_OK);
+  EXPECT_EQ(x, layer.x.size() * sizeof(float));
+  EXPECT_EQ(h, layer.h.size() * sizeof(float));
+  EXPECT_EQ(routing, layer.routing.size());
+}
+
+TEST_F(CAbi, ReadsAnOlderCallersMissingTailAsDefaults) {
+  tessera_moe_desc older = desc;
+  older.size = offsetof(tessera_moe_desc, groups);
+  older.route_scale = 77;  // beyond what this caller knows: must not be read
+  std::vector<std::byte> exact(older.size);
+  std::memcpy(exact.data(), &older, exact.size());
+  auto const* const short_desc = reinterpret_cast<tessera_moe_desc const*>(exact.data());
+  ASSERT_EQ(tessera_moe_forward(context, short_desc, &forward, nullptr), TESSERA_OK)
+      << tessera_last_error();
+  Layer same(cpp_context, layer.desc);
+  ASSERT_TRUE(same.run_forward().ok());
+  EXPECT_EQ(layer.o, same.o);
+}
+
+TEST_F(CAbi, RefusesANewerCallersFieldsUnlessZero) {
+  struct Newer {
+    tessera_moe_desc desc;
+    int64_t later;
+  } newer = {desc, 0};
+  newer.desc.size = sizeof(newer);
+  EXPECT_EQ(tessera_moe_forward(context, &newer.desc, &forward, nullptr), TESSERA_OK);
+  newer.later = 1;
+  expect_error(tessera_moe_forward(context, &newer.desc, &forward, nullptr), TESSERA_UNSUPPORTED,
+               "tessera_moe_desc");
+}
+
+TEST_F(CAbi, RefusesBadPointersAndSizes) {
+  expect_error(tessera_moe_forward(nullptr, &desc, &forward, nullptr), TESSERA_INVALID_ARGUMENT,
+               "context");
+  expect_error(tessera_moe_forward(context, nullptr, &forward, nullptr), TESSERA_INVALID_ARGUMENT,
+               "tessera_moe_desc");
+  expect_error(tessera_moe_forward(context, &desc, nullptr, nullptr), TESSERA_INVALID_ARGUMENT,
+               "tessera_forward_args");
+  expect_error(tessera_moe_backward(context, &desc, nullptr, nullptr), TESSERA_INVALID_ARGUMENT,
+               "tessera_backward_args");
+  expect_error(tessera_moe_workspace(context, &desc, 0, nullptr), TESSERA_INVALID_ARGUMENT,
+               "bytes");
+  expect_error(tessera_context_create(TESSERA_CPU, 0, 0, nullptr), TESSERA_INVALID_ARGUMENT,
+               "context");
+  tessera_context* other = nullptr;
+  expect_error(tessera_context_create(TESSERA_CUDA, 0, 0, &other), TESSERA_ENVIRONMENT, "cuda");
+  EXPECT_EQ(other, nullptr);
+  desc.size = 0;
+  expect_error(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_INVALID_ARGUMENT,
+               "tessera_moe_desc.size=0");
+  tessera_context_destroy(nullptr);
+}
+
+TEST_F(CAbi, RefusesWithTheTextOfCpp) {
+  forward.x.shape[0] = 3;
+  expect_error(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_INVALID_ARGUMENT,
+               "x: shape [3,12]");
+  EXPECT_EQ(tessera_moe_workspace(context, &desc, TESSERA_PASS_FORWARD, &forward.workspace.bytes),
+            TESSERA_OK);
+  EXPECT_STREQ(tessera_last_error(), "");
+}
+
+}  // namespace
+}  // namespace tessera::api_test

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <vector>
+
+#include "tests/api/layer.hpp"
+
+namespace tessera::api_test {
+namespace {
+
+TEST(Context, ReportsItsThreads) {
+  EXPECT_EQ(value_of(Context::create({.num_threads = 3})).num_threads(), 3);
+  EXPECT_GE(value_of(Context::create()).num_threads(), 1);
+}
+
+TEST(Context, RefusesWhatItCannotHave) {
+  EXPECT_EQ(Context::create({.num_threads = -1}).status().code(), StatusCode::invalid_argument);
+  EXPECT_EQ(Context::create({.num_threads = 100000}).status().code(), StatusCode::invalid_argument);
+  EXPECT_EQ(Context::create({.device = {DeviceKind::cuda, 0}}).status().code(),
+            StatusCode::environment);
+  EXPECT_EQ(Context::create({.device = {static_cast<DeviceKind>(5), 0}}).status().code(),
+            StatusCode::invalid_argument);
+}
+
+TEST(Context, SharesItsThreads) {
+  Context const context = value_of(Context::create({.num_threads = 2}));
+  std::vector<std::atomic<int>> runs(100);
+  context.parallel_for(100, [&](std::int64_t i) { ++runs[static_cast<std::size_t>(i)]; });
+  for (auto const& run : runs) EXPECT_EQ(run.load(), 1);
+}
+
+TEST(Context, CanBeMoved) {
+  Context first = value_of(Context::create({.num_threads = 2}));
+  Context second = std::move(first);
+  EXPECT_EQ(second.num_threads(), 2);
+}
+
+TEST(Backends, NameTheCpuAndWhyCudaIsMissing) {
+  auto const all = value_of(backends());
+  ASSERT_EQ(all.size(), 2u);
+  EXPECT_STREQ(all[0].name, "cpu");
+  EXPECT_TRUE(all[0].available);
+  EXPECT_STREQ(all[1].name, "cuda");
+  EXPECT_FALSE(all[1].detail.empty());
+}
+
+TEST(Explain, ListsEveryOpWithOneChoice) {
+  Context const context = value_of(Context::create({.num_threads = 1}));
+  MoeDesc const desc = small_desc(RouterKind::topk_softmax);
+  auto const names = [&](Pass pass) {
+    std::vector<std::string> out;
+    for (auto const& op : value_of(explain(context, desc, pass))) {
+      int chosen = 0;
+      for (auto const& candidate : op.candidates) {
+        chosen += candidate.chosen ? 1 : 0;
+        EXPECT_FALSE(candidate.reason.empty());
+      }
+      EXPECT_EQ(chosen, 1) << op.op;
+      EXPECT_GT(op.flops, 0);
+      EXPECT_GT(op.bytes, 0);
+      out.push_back(op.op);
+    }
+    return out;
+  };
+  EXPECT_EQ(names(Pass::forward), (std::vector<std::string>{"route", "up_projection_fwd",
+                                                            "down_projection_fwd", "aggregate"}));
+  EXPECT_EQ(names(Pass::backward).size(), 5u);
+  MoeDesc bad = desc;
+  bad.shape.experts = 0;
+  EXPECT_FALSE(explain(context, bad, Pass::forward).ok());
+}
+
+}  // namespace
+}  // namespace tessera::api_test

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// Nothing is allocated behind the caller's back: C++ allocations are counted, and the workspace query
+// covers what a call writes.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "tests/api/layer.hpp"
+
+namespace {
+std::atomic<long> allocations{0};
+}
+
+void* operator new(std::size_t bytes) {
+  ++allocations;
+  if (void* const memory = std::malloc(bytes == 0 ? 1 : bytes)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
+namespace tessera::api_test {
+namespace {
+
+TEST(Memory, CallsDoNotAllocate) {
+  Context const context = value_of(Context::create({.num_threads = 2}));
+  Layer layer(context, small_desc(RouterKind::topk_softmax));
+  long const before = allocations;
+  Status const forward = layer.run_forward();
+  Status const backward = layer.run_backward();
+  layer.forward.x.shape[0] = 1;
+  Status const refused = layer.run_forward();
+  long const after = allocations;
+  EXPECT_TRUE(forward.ok()) << forward.text();
+  EXPECT_TRUE(backward.ok()) << backward.text();
+  EXPECT_FALSE(refused.ok());
+  EXPECT_EQ(after, before);
+  EXPECT_GT(before, 0);  // the counter counts
+}
+
+TEST(Memory, WorkspaceIsNotExceededAtAnyAddress) {
+  Context const context = value_of(Context::create({.num_threads = 2}));
+  for (std::size_t const shift : {0u, 1u, 7u, 63u}) {
+    Layer layer(context, small_desc(RouterKind::topk_softmax));
+    std::vector<unsigned char> memory(layer.backward_workspace.size() + 64 + 64, 0xab);
+    layer.backward.workspace.data = memory.data() + shift;
+    ASSERT_TRUE(layer.run_forward().ok());
+    ASSERT_TRUE(layer.run_backward().ok());
+    for (std::size_t i = 0; i < shift; ++i) ASSERT_EQ(memory[i], 0xab);
+    for (std::size_t i = shift + layer.backward_workspace.size(); i < memory.size(); ++i) {
+      ASSERT_EQ(memory[i], 0xab);
+    }
+  }
+}
+
+TEST(Memory, SavedBytesAreTheFormula) {
+  MoeDesc desc;
+  desc.shape = {.tokens = 24576, .hidden = 1536, .intermediate = 256, .experts = 128, .top_k = 8};
+  desc.dtype = DType::bf16;
+  auto const saved = value_of(saved_bytes(desc));
+  std::size_t const slots = 24576 * 8;
+  EXPECT_EQ(saved.x, 2u * 24576 * 1536);
+  EXPECT_EQ(saved.h, 4 * slots * 256);
+  EXPECT_EQ(saved.routing, 16 * slots + 4 * 129);
+  desc.router.kind = RouterKind::topk_softmax;
+  EXPECT_EQ(value_of(routing_bytes(desc)), 20 * slots + 4 * 129);
+  desc.router.kind = RouterKind::given;
+  desc.shape.variable_experts = true;
+  desc.shape.slots = 1000;
+  EXPECT_EQ(value_of(routing_bytes(desc)), 16000u + 4 * 129 + 4 * 24577);
+  // Finer experts at constant n*K: the same x + h.
+  MoeDesc coarse = desc;
+  coarse.shape = {.tokens = 24576, .hidden = 1536, .intermediate = 1024, .experts = 32, .top_k = 2};
+  auto const other = value_of(saved_bytes(coarse));
+  EXPECT_EQ(other.x + other.h, saved.x + 4 * slots * 256);
+}
+
+}  // namespace
+}  // namespace tessera::api_test

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "core/fp32_math.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace tessera::core {
+namespace {
+
+float from_bits(std::uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+/// Every 1009th fp32 value, NaN left out.
+std::vector<float> spread_values() {
+  std::vector<float> values;
+  for (std::uint64_t bits = 0; bits < (std::uint64_t{1} << 32); bits += 1009) {
+    float const x = from_bits(static_cast<std::uint32_t>(bits));
+    if (x == x) values.push_back(x);
+  }
+  return values;
+}
+
+TEST(ExpFp32, StaysWithinOneUlp) {
+  double worst = 0;
+  for (float const x : spread_values()) {
+    if (x < -87.0f || x > 88.7f) continue;
+    double const exact = std::exp(static_cast<double>(x));
+    double const ulp = std::ldexp(1.0, std::ilogb(static_cast<float>(exact)) - 23);
+    worst = std::max(worst, std::abs(static_cast<double>(exp_fp32(x)) - exact) / ulp);
+  }
+  EXPECT_LT(worst, 1.0);
+  EXPECT_GT(worst, 0.4);  // not comparing a function with itself
+}
+
+TEST(ExpFp32, IsRightAtTheEdges) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  EXPECT_EQ(exp_fp32(0.0f), 1.0f);
+  EXPECT_EQ(exp_fp32(-0.0f), 1.0f);
+  EXPECT_EQ(exp_fp32(kInf), kInf);
+  EXPECT_EQ(exp_fp32(-kInf), 0.0f);
+  EXPECT_EQ(exp_fp32(1000.0f), kInf);
+  EXPECT_EQ(exp_fp32(-1000.0f), 0.0f);
+  EXPECT_TRUE(std::isnan(exp_fp32(std::nanf(""))));
+  EXPECT_LT(exp_fp32(88.72f), kInf);
+  float const subnormal = exp_fp32(-95.0f);
+  EXPECT_GT(subnormal, 0.0f);
+  EXPECT_LT(subnormal, std::numeric_limits<float>::min());
+}
+
+TESSERA_SIMD void exp_many(float const* x, std::size_t count, float* out) {
+  for (std::size_t i = 0; i < count; ++i) out[i] = exp_fp32(x[i]);
+}
+
+__attribute__((noinline)) float exp_one(float x) { return exp_fp32(x); }
+
+TEST(ExpFp32, HasTheSameBitsInVectorAndScalarCode) {
+  std::vector<float> const x = spread_values();
+  std::vector<float> out(x.size());
+  exp_many(x.data(), x.size(), out.data());
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    float const scalar = exp_one(x[i]);
+    ASSERT_EQ(std::memcmp(&scalar, &out[i], sizeof(float)), 0) << x[i];
+  }
+}
+
+TEST(SigmoidFp32, KeepsRelativeAccuracyForNegativeArguments) {
+  for (float x = -80.0f; x < 20.0f; x += 0.37f) {
+    double const exact = 1.0 / (1.0 + std::exp(-static_cast<double>(x)));
+    EXPECT_NEAR(sigmoid_fp32(x) / exact, 1.0, 3e-7) << x;
+  }
+}
+
+}  // namespace
+}  // namespace tessera::core

@@ -15,7 +15,7 @@ TEXT ?= $(wildcard README.md CONTRIBUTING.md CHANGELOG.md docs include src lm cl
 NVCC := $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null || true)
 GPU := $(firstword $(wildcard /dev/nvidia[0-9]*))
 # Formatted and checked sources.
-SOURCES = $(shell git ls-files '*.cpp' '*.hpp' '*.c' '*.h' '*.cu' '*.cuh')
+SOURCES = $(wildcard $(shell git ls-files '*.cpp' '*.hpp' '*.c' '*.h' '*.cu' '*.cuh'))
 
 .PHONY: help
 help:
@@ -24,8 +24,9 @@ help:
 	@echo 'make build   the CPU library and everything around it, in build/'
 	@echo 'make cuda    the CUDA kernels and their tests, in build-cuda/ (needs nvcc 13)'
 	@echo 'make bench   time the CPU layer against its bound'
-	@echo 'make lint    formatting, layers, links, sources'
+	@echo 'make lint    formatting, layers, links, sources, commit subjects'
 	@echo 'make fmt     format all sources'
+	@echo 'make docs    check the documents: links, paths, snippets'
 
 .PHONY: bootstrap
 bootstrap:
@@ -75,6 +76,13 @@ bench: cli
 lint:
 	@tools/bootstrap.sh lint
 	.venv/bin/clang-format --dry-run --Werror $(SOURCES)
+	@tools/check_layers.py && tools/check_links.py && tools/check_source.py && tools/check_commits.py
+
+# Links and paths of the documents, and their snippets, compiled and run.
+.PHONY: docs
+docs: build
+	@tools/check_links.py
+	@tools/run_tests.py build --jobs $(JOBS) --ctest=--tests-regex --ctest='^docs'
 
 .PHONY: fmt
 fmt:

@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Checks which layer includes which, and what must stay in one place.
+
+A file belongs to the layer with the longest matching path; it may include its own layer and those listed.
+Also: assembly only in src/cuda/arch, environment variables read by programs and ops only, CUDA headers only
+below the CUDA folders, kernels that do not include each other.
+"""
+
+import pathlib
+import re
+import sys
+
+# layer -> layers it may include besides itself
+LAYERS = {
+    "include/tessera": [],
+    "src/core": ["include/tessera"],
+    "src/cpu/reference": ["include/tessera"],
+    "src/cpu/parallel": ["include/tessera", "src/core"],
+    "src/ops": ["include/tessera", "src/core", "src/cpu/parallel", "src/cuda/host"],
+    "src/capi": ["include/tessera"],
+    "src/verify": ["include/tessera", "src/cpu/reference"],
+    "src/cuda/arch": [],
+    "src/cuda/block": ["src/cuda/arch"],
+    "src/cuda/host": ["include/tessera", "src/core"],
+    "src/cuda/tuning": ["src/cuda/block"],
+    "src/cuda/plain": ["src/cuda/host"],
+    "src/cuda/kernels": ["src/cuda/arch", "src/cuda/block", "src/cuda/host", "src/cuda/tuning"],
+    "src/cuda/instances": ["src/cuda/kernels", "src/cuda/tuning"],
+    "lm": ["include/tessera"],
+    "cli": ["include/tessera", "src/verify", "lm"],
+    "bench": ["include/tessera", "src/cuda", "tests/support"],
+    "tests": [""],  # anything
+}
+MAY_READ_ENVIRONMENT = ("src/ops", "lm", "cli", "bench", "tests")
+MAY_INCLUDE_CUDA = ("src/cuda", "bench/cuda", "tests/cuda")
+
+SUFFIXES = {".hpp", ".cpp", ".h", ".c", ".cuh", ".cu"}
+INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)
+COMMENT_OR_STRING = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
+
+
+def below(path: str, folders) -> bool:
+    return any(not f or path == f or path.startswith(f + "/") for f in folders)
+
+
+def layer_of(path: str) -> str | None:
+    found = [layer for layer in LAYERS if below(path, [layer])]
+    return max(found, key=len) if found else None
+
+
+def resolve(root: pathlib.Path, file: pathlib.Path, name: str) -> str | None:
+    """The repository path that `#include "name"` in `file` means; None if it is no file of ours."""
+    for folder in (file.parent, root / "src", root / "include", root):
+        target = (folder / name).resolve()
+        if target.is_file() and target.is_relative_to(root):
+            return target.relative_to(root).as_posix()
+    return None
+
+
+def check_file(root: pathlib.Path, file: pathlib.Path) -> list[str]:
+    path = file.relative_to(root).as_posix()
+    layer = layer_of(path)
+    if layer is None:
+        return [f"{path}: belongs to no layer of tools/check_layers.py"]
+    text = file.read_text(encoding="utf-8")
+    found = []
+    for quote, name in INCLUDE.findall(text):
+        target = resolve(root, file, name)
+        if target is None:
+            if quote == '"':
+                found.append(f'{path}: "{name}" is no file of the repository; use <> for others')
+            if re.match(r"cuda|cublas|nv", name) and not below(path, MAY_INCLUDE_CUDA):
+                found.append(f"{path}: CUDA header <{name}> outside {', '.join(MAY_INCLUDE_CUDA)}")
+            continue
+        if not below(target, [layer, *LAYERS[layer]]):
+            found.append(f"{path}: {layer} may not include {target}")
+        if layer == "src/cuda/kernels" and below(target, [layer]):
+            found.append(f"{path}: kernels do not include each other ({target})")
+    code = COMMENT_OR_STRING.sub(" ", text)
+    if re.search(r"\basm\b", code) and not below(path, ["src/cuda/arch"]):
+        found.append(f"{path}: asm outside src/cuda/arch")
+    if re.search(r"\b(secure_)?getenv\b", code) and not below(path, MAY_READ_ENVIRONMENT):
+        found.append(f"{path}: reads the environment below ops")
+    return found
+
+
+def check_tree(root: pathlib.Path) -> list[str]:
+    found = []
+    for top in sorted({layer.split("/")[0] for layer in LAYERS}):
+        for file in sorted((root / top).rglob("*")):
+            if file.suffix in SUFFIXES:
+                found += check_file(root, file)
+    return found
+
+
+def main() -> int:
+    root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parent.parent)
+    found = check_tree(root.resolve())
+    print("\n".join(found) or "layers: ok")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

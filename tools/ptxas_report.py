@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What ptxas gives every kernel of the library: registers, shared memory, stack, spills.
+
+Compiles the sources of tessera_cuda as build-cuda/compile_commands.json says, with -Xptxas=-v. Writes
+bench/resources/sm_90a.txt, or with --check compares with it: a change must be committed to be accepted.
+"""
+
+import argparse
+import concurrent.futures
+import difflib
+import json
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).parent.parent.resolve()
+REPORT = ROOT / "bench" / "resources" / "sm_90a.txt"
+FOLDERS = ("src/cuda/instances/", "src/cuda/plain/")
+
+
+def compile_commands(build: pathlib.Path) -> list[tuple[str, list[str]]]:
+    entries = json.loads((build / "compile_commands.json").read_text(encoding="utf-8"))
+    result = []
+    for entry in entries:
+        path = pathlib.Path(entry["file"]).resolve().relative_to(ROOT).as_posix()
+        if not path.startswith(FOLDERS):
+            continue
+        words = shlex.split(entry["command"])
+        words = words[1:] if words[0].endswith("ccache") else words
+        words[words.index("-o") + 1] = os.devnull
+        for flag in ("-MF", "-MT"):
+            if flag in words:
+                del words[words.index(flag) : words.index(flag) + 2]
+        words = [word for word in words if word != "-MD"]
+        result.append((path, [*words, "-Xptxas=-v"]))
+    return sorted(result)
+
+
+def demangle(names: list[str]) -> list[str]:
+    result = subprocess.run(["c++filt"], input="\n".join(names), check=True, capture_output=True, text=True)
+    short = []
+    for name in result.stdout.splitlines():
+        name = re.sub(r"\(anonymous namespace\)::|_GLOBAL__N_\w+::|tessera::cuda::", "", name)
+        short.append(re.sub(r"^void ", "", name).rsplit("(", 1)[0])
+    return short
+
+
+def kernels(output: str) -> list[tuple[str, str]]:
+    """(mangled name, resources) of each kernel in ptxas's verbose output."""
+    result = []
+    for block in re.split(r"ptxas info\s*: Compiling entry function ", output)[1:]:
+        name = re.match(r"'(\w+)'", block)[1]
+        stack, stores, loads = re.search(
+            r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", block).groups()
+        registers = re.search(r"Used (\d+) registers", block)[1]
+        shared = re.search(r"(\d+) bytes smem", block)
+        result.append((name, f"{registers:>3} registers  {shared[1] if shared else 0:>6} bytes static shared  "
+                             f"{stack:>3} stack  {int(stores) + int(loads):>3} spilled"))
+    return result
+
+
+def report(build: pathlib.Path, jobs: int) -> str:
+    def run(entry):
+        path, command = entry
+        done = subprocess.run(command, cwd=build, check=False, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{path}: {done.stderr}")
+        return path, kernels(done.stdout + done.stderr)
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        found = list(pool.map(run, compile_commands(build)))
+    lines = ["# Written by tools/ptxas_report.py; nvcc -gencode=arch=compute_90a,code=sm_90a"]
+    for path, entries in found:
+        names = demangle([name for name, _ in entries])
+        lines.append(f"\n{path}")
+        lines += sorted(f"  {resources}  {name}" for name, (_, resources) in zip(names, entries))
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--build", type=pathlib.Path, default=ROOT / "build-cuda")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--check", action="store_true", help="compare, write nothing")
+    arguments = parser.parse_args()
+    text = report(arguments.build, arguments.jobs)
+    if not arguments.check:
+        REPORT.parent.mkdir(parents=True, exist_ok=True)
+        REPORT.write_text(text, encoding="utf-8")
+        print(f"wrote {REPORT.relative_to(ROOT)}")
+        return 0
+    committed = REPORT.read_text(encoding="utf-8") if REPORT.is_file() else ""
+    if committed == text:
+        print("ptxas resources: as committed")
+        return 0
+    name = str(REPORT.relative_to(ROOT))
+    sys.stdout.writelines(difflib.unified_diff(committed.splitlines(True), text.splitlines(True), name, "now"))
+    print("ptxas resources changed: judge the difference, then run tools/ptxas_report.py and commit")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -127,14 +127,15 @@ std::string bench_shape(Shape const& s, int iters, double& copy_tbps) {
   bool const checked = same_as_plain(p);
   Times const t = time_interleaved(p, iters);
   copy_tbps = std::max(copy_tbps, double(s.bytes()) / (double(t.copy.median) * 1e9));
-  std::printf("%-10s %8.4f ms, copy %8.4f ms, %5.2f TB/s, of copy %.3f%s\n", s.name, t.kernel.median,
-              t.copy.median, double(s.bytes()) / (double(t.kernel.median) * 1e9),
+  std::printf("%-10s %8.4f ms, copy %8.4f ms, %5.2f TB/s, of copy %.3f%s\n", s.name,
+              t.kernel.median, t.copy.median, double(s.bytes()) / (double(t.kernel.median) * 1e9),
               t.copy.median / t.kernel.median, checked ? "" : "  DIFFERS FROM THE PLAIN TWIN");
   char row[768];
   std::snprintf(
       row, sizeof row,
       "\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": \"bf16\", \"gpus\": 1, "
-      "\"routing\": \"random\", \"router\": \"given\", \"round\": \"none\", \"pass\": \"aggregate\", "
+      "\"routing\": \"random\", \"router\": \"given\", \"round\": \"none\", \"pass\": "
+      "\"aggregate\", "
       "\"impl\": \"tessera\", \"variant\": \"\", \"ms\": %.4f, \"ms_p10\": %.4f, \"ms_p90\": %.4f, "
       "\"bound_ms\": %.4f, \"aggregate_floor_ms\": %.4f, \"checked\": %s}",
       s.name, s.tokens, s.hidden, s.intermediate, s.experts, s.top_k, t.kernel.median, t.kernel.p10,

@@ -31,9 +31,9 @@ struct Case {
   char const* name;
   int64_t tokens, top_k, hidden;
   bool weighted = true;
-  double sentinels = 0;     // fraction of the slots
-  bool varies = false;      // 0 .. 2K slots per token, by token_offsets
-  int64_t o_padding = 0;    // elements between rows of o
+  double sentinels = 0;              // fraction of the slots
+  bool varies = false;               // 0 .. 2K slots per token, by token_offsets
+  int64_t o_padding = 0;             // elements between rows of o
   int64_t checked_tokens = 1 << 20;  // against fp64, from either end
 };
 
@@ -85,8 +85,10 @@ __host__ __device__ float y_value(uint64_t index) {
 
 template <class Element>
 __host__ __device__ Element to_element(float value) {
-  if constexpr (std::is_same_v<Element, float>) return value;
-  else return __float2bfloat16_rn(value);
+  if constexpr (std::is_same_v<Element, float>)
+    return value;
+  else
+    return __float2bfloat16_rn(value);
 }
 float widen(float value) { return value; }
 float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
@@ -225,7 +227,8 @@ bool run(Case const& c) {
   };
   auto const plain = result(launch_aggregate_plain<Element>, "aggregate_plain");
   bool ok = check_reference(c, routing, reinterpret_cast<Element const*>(plain.data()));
-  bool const served = c.hidden * sizeof(Element) % 16 == 0 && c.o_padding * sizeof(Element) % 16 == 0;
+  bool const served =
+      c.hidden * sizeof(Element) % 16 == 0 && c.o_padding * sizeof(Element) % 16 == 0;
   if (served) {
     auto const kernel = result(launch_aggregate<Element>, "aggregate");
     if (kernel != plain) std::printf("  kernel and plain twin differ\n"), ok = false;
@@ -253,11 +256,20 @@ constexpr Case kCases[] = {
     {.name = "ten slots", .tokens = 200, .top_k = 10, .hidden = 512},
     {.name = "sixteen slots", .tokens = 200, .top_k = 16, .hidden = 512, .sentinels = 0.1},
     {.name = "more slots than lanes", .tokens = 40, .top_k = 77, .hidden = 320},
-    {.name = "varying slots", .tokens = 600, .top_k = 6, .hidden = 384, .sentinels = 0.1, .varies = true},
+    {.name = "varying slots",
+     .tokens = 600,
+     .top_k = 6,
+     .hidden = 384,
+     .sentinels = 0.1,
+     .varies = true},
     {.name = "pitched o", .tokens = 100, .top_k = 4, .hidden = 256, .o_padding = 64},
 };
-constexpr Case kBeyond32Bits = {.name = "R*d > 2^31", .tokens = 80000, .top_k = 8, .hidden = 4096,
-                                .sentinels = 0.05, .checked_tokens = 16};
+constexpr Case kBeyond32Bits = {.name = "R*d > 2^31",
+                                .tokens = 80000,
+                                .top_k = 8,
+                                .hidden = 4096,
+                                .sentinels = 0.05,
+                                .checked_tokens = 16};
 
 }  // namespace
 

@@ -133,8 +133,7 @@ template <class Config, class Element>
 cudaError_t launch_aggregate_config(AggregateArguments const& args, cudaStream_t stream) {
   int64_t const slices = (args.hidden + kAggregateSlice<Element> - 1) / kAggregateSlice<Element>;
   if (args.tokens != 0 && slices > INT32_MAX / args.tokens) return cudaErrorInvalidValue;
-  int64_t const ctas =
-      (args.tokens * slices + Config::config.warps - 1) / Config::config.warps;
+  int64_t const ctas = (args.tokens * slices + Config::config.warps - 1) / Config::config.warps;
   if (ctas == 0) return cudaSuccess;
   aggregate<Config, Element>
       <<<static_cast<unsigned>(ctas), Config::config.threads(), 0, stream>>>(args);

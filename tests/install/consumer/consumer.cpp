@@ -54,8 +54,7 @@ int main() {
   forward.o = tensor(o.data(), {kTokens, kHidden});
   forward.h = tensor(h.data(), {kTokens, 2 * kIntermediate});
   forward.routing = {routing.data(), routing.size()};
-  workspace.resize(
-      tessera::workspace_bytes(context.value(), desc, tessera::Pass::forward).value());
+  workspace.resize(tessera::workspace_bytes(context.value(), desc, tessera::Pass::forward).value());
   forward.workspace = {workspace.data(), workspace.size()};
   if (auto status = tessera::moe_forward(context.value(), desc, forward); !status.ok()) {
     return fail("forward", status);

@@ -1,0 +1,309 @@
+// SPDX-License-Identifier: Apache-2.0
+// tessera train: a small MoE language model over bytes, trained on the CPU through the library's layers.
+#include <fmt/format.h>
+
+#include <filesystem>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cli/commands.hpp"
+#include "cli/lm_command.hpp"
+#include "cli/train_progress.hpp"
+#include "lm/checkpoint.hpp"
+#include "lm/corpus.hpp"
+#include "lm/evaluation.hpp"
+#include "lm/files.hpp"
+#include "lm/run_folder.hpp"
+#include "lm/sampler.hpp"
+#include "lm/text.hpp"
+#include "lm/trainer.hpp"
+
+namespace tessera::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Flags {
+  std::vector<std::string> text;
+  std::string out = "runs/latest";
+  std::string resume;
+  lm::TrainingOptions training;
+  std::string router = "topk-softmax";
+  std::string round = "none";
+  std::int64_t save_every = 200;
+  double seconds = 0;
+  std::int32_t threads = 0;
+  bool json = false;
+  std::vector<CLI::Option*> fixed;  // options that a resumed run takes from its checkpoint
+  CLI::Option* steps = nullptr;
+  CLI::Option* out_option = nullptr;
+};
+
+// What is known of a run when it ends.
+struct Summary {
+  lm::RunEnd end = lm::RunEnd::finished;
+  double tokens_per_second = 0;
+  double bigram = 0;
+  double held_out = 0, without_moe = 0;  // of the whole held-out text; only when not stopped
+  std::string plot_problem;
+};
+
+std::string absolute(std::string const& path) {
+  return path == "-" ? path : fs::absolute(path).lexically_normal().string();
+}
+
+lm::Corpus read_text(std::vector<std::string> const& paths, fs::path const& out) {
+  lm::Corpus corpus = lm::read_corpus(paths, out);
+  fmt::print(stderr,
+             "text: {} files, {} bytes to train on, {} held out (the last {} % of every file){}\n",
+             corpus.files, corpus.train.size(), corpus.held_out.size(), lm::kHeldOutPercent,
+             corpus.skipped > 0 ? fmt::format(", {} files skipped: not text", corpus.skipped) : "");
+  return corpus;
+}
+
+// The run's state and text: a fresh one, or the one in --resume.
+struct Run {
+  fs::path folder;
+  lm::TrainingState state;
+  lm::Corpus corpus;
+};
+
+Run start(Flags const& flags) {
+  if (flags.text.empty()) {
+    throw CommandError("--text is missing: name files or folders to train on, or - for stdin");
+  }
+  lm::TrainingOptions options = flags.training;
+  options.model.router = lm::router_from_name(flags.router);
+  options.rounding = lm::rounding_from_name(flags.round);
+  lm::validate(options);
+  lm::to_json(options.model);  // refuses a router that the checkpoint cannot express
+
+  Run run{.folder = flags.out, .state = {}, .corpus = read_text(flags.text, flags.out)};
+  lm::require_enough(run.corpus, options.model.context);
+  lm::TextSource source{.paths = {}, .fingerprint = run.corpus.fingerprint()};
+  for (std::string const& path : flags.text) source.paths.push_back(absolute(path));
+  run.state = lm::initial_state(options, std::move(source));
+  if (fs::path const kept = lm::prepare_folder(run.folder); !kept.empty()) {
+    fmt::print(stderr, "note: the earlier run in {} is now {}\n", run.folder.string(),
+               kept.string());
+  }
+  return run;
+}
+
+Run resume(Flags const& flags) {
+  for (CLI::Option const* option : flags.fixed) {
+    if (option->count() > 0) {
+      throw CommandError(fmt::format("{} with --resume: the checkpoint fixes it; leave it out",
+                                     option->get_name()));
+    }
+  }
+  Run run{.folder = flags.out_option->count() > 0 ? flags.out : flags.resume,
+          .state = lm::load_state(flags.resume),
+          .corpus = {}};
+  lm::TrainingOptions& options = run.state.options;
+  std::int64_t const span = options.schedule_span();
+  if (flags.steps->count() > 0) options.steps = flags.training.steps;
+  lm::validate(options);
+  if (options.steps < run.state.step) {
+    throw CommandError(fmt::format("--steps {}: the run in {} has done {} already", options.steps,
+                                   flags.resume, run.state.step));
+  }
+  if (options.schedule_span() != span) {
+    fmt::print(stderr,
+               "note: the learning rate now falls over {} steps instead of {}: not what one "
+               "uninterrupted run would have done\n",
+               options.schedule_span(), span);
+  }
+  if (!flags.text.empty()) {
+    run.state.text.paths.clear();
+    for (std::string const& path : flags.text) run.state.text.paths.push_back(absolute(path));
+  }
+  run.corpus = read_text(run.state.text.paths, run.folder);
+  if (run.corpus.fingerprint() != run.state.text.fingerprint) {
+    throw CommandError(fmt::format(
+        "the text is not what the run in {} was trained on ({}); restore it, or start a new run",
+        flags.resume, lm::joined(run.state.text.paths, " ")));
+  }
+  lm::make_writable_folder(run.folder);
+  fmt::print(stderr, "resuming {} after step {}\n", flags.resume, run.state.step);
+  return run;
+}
+
+void announce(lm::TrainingOptions const& o, Context const& context, double bigram) {
+  lm::ModelConfig const& c = o.model;
+  fmt::print(
+      stderr,
+      "model: {} layers, hidden {}, {} experts of {} (top {}, {}), context {}, {:.2f} M "
+      "parameters\n"
+      "training: {} steps of {} x {} bytes on {} threads; held-out bigram {:.3f} bits/byte\n",
+      c.layers, c.hidden, c.experts, c.intermediate, c.top_k, lm::router_name(c.router), c.context,
+      static_cast<double>(lm::parameter_count(c)) * 1e-6, o.steps, o.batch, c.context,
+      context.num_threads(), bigram);
+}
+
+// Evaluates on all held-out text, draws the plot and writes the sample.
+void conclude(Run const& run, lm::Trainer& trainer, Summary& summary) {
+  lm::Model& model = trainer.model();
+  auto const& parameters = run.state.parameters;
+  lm::HeldOut const held_out{run.corpus.held_out};
+  summary.held_out = lm::model_bits_per_byte(model, parameters, held_out);
+  summary.without_moe = lm::model_bits_per_byte(model, parameters, held_out, false);
+  std::string const prompt = "\n";
+  std::string const sample =
+      lm::generate(model, parameters, prompt, {.tokens = 600, .seed = run.state.options.seed},
+                   [](char) { return !StopSignals::requested(); });
+  lm::write_atomically(run.folder / lm::kSampleFile, sample + "\n");
+}
+
+std::vector<std::string> files_of(Run const& run) {
+  std::vector<std::string> files;
+  for (char const* name : {lm::kModelFile, lm::kConfigFile, lm::kStateFile, lm::kLossFile,
+                           lm::kExpertLoadFile, lm::kPlotScript, lm::kPlotFile, lm::kSampleFile}) {
+    if (fs::exists(run.folder / name)) files.push_back((run.folder / name).string());
+  }
+  return files;
+}
+
+std::string resume_command(Run const& run) {
+  return fmt::format("tessera train --resume {}", run.folder.string());
+}
+std::string generate_command(Run const& run) {
+  return fmt::format("tessera generate --checkpoint {} --prompt \"The \"", run.folder.string());
+}
+
+void print_summary(Run const& run, Summary const& summary) {
+  bool const stopped = summary.end == lm::RunEnd::stopped;
+  if (stopped) fmt::print(stderr, "stopped after step {}; everything is saved\n", run.state.step);
+  if (!stopped) {
+    fmt::print(stderr,
+               "held-out bits/byte: model {:.3f}, bigram {:.3f} (ratio {:.3f}); MoE blocks zeroed "
+               "{:.3f} (+{:.3f})\n",
+               summary.held_out, summary.bigram, summary.held_out / summary.bigram,
+               summary.without_moe, summary.without_moe - summary.held_out);
+  }
+  if (!summary.plot_problem.empty()) fmt::print(stderr, "note: {}\n", summary.plot_problem);
+  fmt::print(stderr, "files:    {}\n", lm::joined(files_of(run), "\n          "));
+  if (run.state.step < run.state.options.steps) {
+    fmt::print(stderr, "resume:   {}\n", resume_command(run));
+  } else {
+    fmt::print(stderr, "resume:   {} --steps {}\n", resume_command(run), 2 * run.state.step);
+  }
+  fmt::print(stderr, "generate: {}\n", generate_command(run));
+}
+
+void print_json(Run const& run, Summary const& summary) {
+  constexpr char const* kEnds[] = {"finished", "out-of-time", "stopped"};
+  bool const stopped = summary.end == lm::RunEnd::stopped;
+  auto const measured = [&](double value) {
+    return stopped ? nlohmann::ordered_json() : nlohmann::ordered_json(value);
+  };
+  lm::History const& history = run.state.history;
+  nlohmann::ordered_json const document = {
+      {"end", kEnds[static_cast<int>(summary.end)]},
+      {"step", run.state.step},
+      {"steps", run.state.options.steps},
+      {"parameters", run.state.parameters.size()},
+      {"tokens_per_second", summary.tokens_per_second},
+      {"train_bits_per_byte", history.loss.empty() ? nlohmann::ordered_json()
+                                                   : nlohmann::ordered_json(history.loss.back())},
+      {"held_out_bits_per_byte", measured(summary.held_out)},
+      {"bigram_bits_per_byte", summary.bigram},
+      {"moe_zeroed_bits_per_byte", measured(summary.without_moe)},
+      {"expert_balance", history.balance.empty() ? nlohmann::ordered_json()
+                                                 : nlohmann::ordered_json(history.balance.back())},
+      {"train_bytes", run.corpus.train.size()},
+      {"held_out_bytes", run.corpus.held_out.size()},
+      {"out", run.folder.string()},
+      {"files", files_of(run)},
+      {"resume", resume_command(run)},
+      {"generate", generate_command(run)}};
+  fmt::print("{}\n",
+             document.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace));
+}
+
+int train(Flags const& flags) {
+  StopSignals const signals;
+  Context const context = make_context(flags.threads);
+  Run run = flags.resume.empty() ? start(flags) : resume(flags);
+  Summary summary;
+  summary.bigram = lm::bigram_bits_per_byte(run.corpus.train, run.corpus.held_out,
+                                            run.state.options.model.context);
+  announce(run.state.options, context, summary.bigram);
+
+  lm::Trainer trainer(context, run.state, run.corpus);
+  TrainProgress progress;
+  summary.end = trainer.run({.save_every = flags.save_every,
+                             .seconds = flags.seconds,
+                             .stop = &StopSignals::requested(),
+                             .save = [&] { lm::save_run(run.folder, run.state); },
+                             .report = [&](lm::Progress const& p) { progress.report(p); }});
+  progress.finish();
+  summary.tokens_per_second = trainer.tokens_per_second();
+  if (summary.end != lm::RunEnd::stopped) conclude(run, trainer, summary);
+  summary.plot_problem = lm::draw_curve(run.folder, run.state, summary.bigram);
+  print_summary(run, summary);
+  if (flags.json) print_json(run, summary);
+  return kOk;
+}
+
+void add_model_flags(CLI::App& command, Flags& flags) {
+  lm::ModelConfig& model = flags.training.model;
+  auto const fixed = [&](auto const& name, auto& value, char const* what) {
+    CLI::Option* const option = command.add_option(name, value, what)->capture_default_str();
+    option->group("Model");
+    flags.fixed.push_back(option);
+  };
+  fixed("--router", flags.router, "topk-softmax, softmax-topk-renorm, ...");
+  fixed("--round", flags.round, "token rounding: none, nr-f, ...");
+  fixed("--tile", flags.training.tile, "rows that --round rounds to");
+  fixed("--experts", model.experts, "experts per layer");
+  fixed("--top-k", model.top_k, "experts per byte");
+  fixed("--hidden", model.hidden, "width of the residual stream");
+  fixed("--intermediate", model.intermediate, "width of an expert");
+  fixed("--layers", model.layers, "layers");
+  fixed("--heads", model.heads, "query heads");
+  fixed("--kv-heads", model.kv_heads, "key and value heads; divide the query heads");
+  fixed("--head-dim", model.head_dim, "width of a head");
+  fixed("--context", model.context, "bytes that a prediction sees");
+}
+
+void add_training_flags(CLI::App& command, Flags& flags) {
+  lm::TrainingOptions& training = flags.training;
+  auto const option = [&](char const* name, auto& value, char const* what) {
+    return command.add_option(name, value, what)->capture_default_str()->group("Training");
+  };
+  flags.steps = option("--steps", training.steps, "steps in all");
+  flags.fixed.push_back(option("--batch", training.batch, "windows of --context bytes per step"));
+  flags.fixed.push_back(option("--lr", training.rate, "peak learning rate"));
+  flags.fixed.push_back(option("--warmup", training.warmup, "steps of linear warm-up"));
+  flags.fixed.push_back(option("--seed", training.seed, "of weights, batches and the sample"));
+  flags.fixed.push_back(
+      option("--eval-every", training.eval_every, "steps between looks at held-out text"));
+  option("--save-every", flags.save_every, "steps between saves")->check(CLI::Range(1, 10'000'000));
+  option("--seconds", flags.seconds, "stop after that time; 0: never")->check(CLI::Range(0.0, 1e9));
+  option("--threads", flags.threads, "0: all cores; results do not depend on it");
+}
+
+}  // namespace
+
+void add_train(CLI::App& app) {
+  CLI::App& command = *app.add_subcommand("train", "Train a small MoE language model on text");
+  auto const flags = std::make_shared<Flags>();
+  command.add_option(
+      "--text", flags->text,
+      "files and folders (their text files), or - for stdin; the end of each file is "
+      "held out");
+  flags->out_option = command.add_option("--out", flags->out, "folder for everything that is made")
+                          ->capture_default_str();
+  command.add_option("--resume", flags->resume, "go on with the run in this folder, bit for bit");
+  command.add_flag("--json", flags->json, "a summary as JSON on stdout");
+  add_model_flags(command, *flags);
+  add_training_flags(command, *flags);
+  run_with(command, "tessera train --text docs README.md --out runs/docs",
+           [flags] { return with_lm_errors([&] { return train(*flags); }); });
+}
+
+}  // namespace tessera::cli

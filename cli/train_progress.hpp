@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+// The progress line of `tessera train`: redrawn in place on a terminal, a line every tenth elsewhere.
+#pragma once
+
+#include "lm/trainer.hpp"
+
+namespace tessera::cli {
+
+class TrainProgress {
+ public:
+  TrainProgress();
+  void report(lm::Progress const& progress);
+  /// Leaves the line that is being redrawn.
+  void finish();
+
+ private:
+  bool terminal_, colour_;
+  double last_drawn_ = 0;
+  long last_tenth_ = -1;
+  bool open_ = false;
+};
+
+}  // namespace tessera::cli

@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lm/config.hpp"
+
+#include <fmt/format.h>
+
+#include <array>
+
+#include "lm/error.hpp"
+#include "lm/json.hpp"
+
+namespace tessera::lm {
+
+using nlohmann::json;
+
+namespace {
+
+constexpr std::int64_t kMaxParameters = (std::int64_t{1} << 31) - 1;
+
+struct Size {
+  char const* option;  // of the command line
+  char const* key;     // in config.json
+  std::int64_t ModelConfig::* member;
+  std::int64_t largest;
+};
+
+constexpr Size kSizes[] = {
+    {"hidden", "hidden_size", &ModelConfig::hidden, 1 << 16},
+    {"intermediate", "moe_intermediate_size", &ModelConfig::intermediate, 1 << 16},
+    {"layers", "num_hidden_layers", &ModelConfig::layers, 1 << 10},
+    {"heads", "num_attention_heads", &ModelConfig::heads, 1 << 10},
+    {"kv-heads", "num_key_value_heads", &ModelConfig::kv_heads, 1 << 10},
+    {"head-dim", "head_dim", &ModelConfig::head_dim, 1 << 12},
+    {"context", "max_position_embeddings", &ModelConfig::context, 1 << 16},
+    {"experts", "num_experts", &ModelConfig::experts, 1 << 12},
+    {"top-k", "num_experts_per_tok", &ModelConfig::top_k, 1 << 12},
+};
+
+constexpr double kMaxRopeValues = 1 << 24;
+
+// In fp64: exact below 2^53, and too large stays too large.
+double count_parameters(ModelConfig const& c) {
+  auto const hidden = static_cast<double>(c.hidden), head_dim = static_cast<double>(c.head_dim);
+  auto const heads = static_cast<double>(c.heads), kv_heads = static_cast<double>(c.kv_heads);
+  double const attention = 2 * hidden * (heads + kv_heads) * head_dim;
+  double const experts =
+      static_cast<double>(c.experts) * hidden * (3 * static_cast<double>(c.intermediate) + 1);
+  double const norms = 2 * hidden + 2 * head_dim;
+  return static_cast<double>(c.layers) * (attention + experts + norms) +
+         (ModelConfig::kVocabulary + 1) * hidden;
+}
+
+template <class Kind, std::size_t kCount>
+Kind from_name(std::array<char const*, kCount> const& names, std::string_view name,
+               char const* what) {
+  std::string known;
+  for (std::size_t i = 0; i < kCount; ++i) {
+    if (name == names[i]) return static_cast<Kind>(i);
+    known += fmt::format("{}{}", i == 0 ? "" : ", ", names[i]);
+  }
+  throw InputError(
+      fmt::format("{} \"{}\" is unknown; choose one of {}", what, printable(name), known));
+}
+
+constexpr std::array kRouterNames = {
+    "given",        "topk-softmax",  "softmax-topk", "softmax-topk-renorm",
+    "sigmoid-bias", "group-limited", "sqrtsoftplus", "expert-choice"};
+constexpr std::array kRoundingNames = {"none", "nr-f", "sr-f", "nr-s", "balance-f", "up", "down"};
+
+// A member that this model needs at one value; absent counts as that value.
+void require(json const& object, char const* key, json const& wanted) {
+  auto const found = object.find(key);
+  if (found == object.end() || *found == wanted) return;
+  throw InputError(fmt::format("{} must be {}: this model has no other form", key, wanted.dump()));
+}
+
+double rope_theta(json const& object) {
+  auto const nested = object.find("rope_parameters");
+  bool const inside = nested != object.end() && nested->is_object();
+  return json_number(inside ? *nested : object, "rope_theta", 1, 1e12);
+}
+
+}  // namespace
+
+void validate(ModelConfig const& config) {
+  for (Size const& size : kSizes) {
+    std::int64_t const value = config.*size.member;
+    if (value < 1 || value > size.largest) {
+      throw InputError(
+          fmt::format("{} = {}: must be in [1, {}]", size.option, value, size.largest));
+    }
+  }
+  if (config.top_k > config.experts) {
+    throw InputError(fmt::format("top-k = {}: there are only {} experts; lower top-k", config.top_k,
+                                 config.experts));
+  }
+  if (config.heads % config.kv_heads != 0) {
+    throw InputError(
+        fmt::format("kv-heads = {}: must divide heads = {}", config.kv_heads, config.heads));
+  }
+  if (config.head_dim % 2 != 0) {
+    throw InputError(
+        fmt::format("head-dim = {}: must be even, rotations act on pairs", config.head_dim));
+  }
+  if (static_cast<double>(config.context) * static_cast<double>(config.head_dim) > kMaxRopeValues) {
+    throw InputError(fmt::format("context * head-dim = {} * {}: at most 2^24; lower one of them",
+                                 config.context, config.head_dim));
+  }
+  if (double const count = count_parameters(config); count > static_cast<double>(kMaxParameters)) {
+    throw InputError(fmt::format("{:.3g} parameters: at most 2^31 - 1; use smaller sizes", count));
+  }
+}
+
+std::int64_t parameter_count(ModelConfig const& config) {
+  return static_cast<std::int64_t>(count_parameters(config));
+}
+
+json to_json(ModelConfig const& config) {
+  bool const renormalised =
+      config.router == RouterKind::topk_softmax || config.router == RouterKind::softmax_topk_renorm;
+  if (!renormalised && config.router != RouterKind::softmax_topk) {
+    throw InputError(fmt::format(
+        "router {}: a Qwen3-MoE checkpoint cannot express it; use topk-softmax or softmax-topk",
+        router_name(config.router)));
+  }
+  json object = {
+      {"architectures", json::array({"Qwen3MoeForCausalLM"})},
+      {"model_type", "qwen3_moe"},
+      {"vocab_size", ModelConfig::kVocabulary},
+      {"intermediate_size", config.intermediate * config.top_k},
+      {"hidden_act", "silu"},
+      {"norm_topk_prob", renormalised},
+      {"decoder_sparse_step", 1},
+      {"mlp_only_layers", json::array()},
+      {"tie_word_embeddings", true},
+      {"attention_bias", false},
+      {"attention_dropout", 0.0},
+      {"use_sliding_window", false},
+      {"rms_norm_eps", config.rms_eps},
+      {"rope_theta", config.rope_theta},
+      {"rope_scaling", nullptr},
+      {"initializer_range", 0.02},
+      {"bos_token_id", nullptr},
+      {"eos_token_id", nullptr},
+      {"torch_dtype", "float32"},
+  };
+  for (Size const& size : kSizes) object[size.key] = config.*size.member;
+  return object;
+}
+
+ModelConfig config_from_json(json const& object) {
+  if (!object.is_object()) throw InputError("config.json must be a JSON object");
+  if (std::string const type = json_string(object, "model_type"); type != "qwen3_moe") {
+    throw InputError(
+        fmt::format("model_type \"{}\": only qwen3_moe is supported", printable(type)));
+  }
+  json_integer(object, "vocab_size", ModelConfig::kVocabulary, ModelConfig::kVocabulary);
+  require(object, "hidden_act", "silu");
+  require(object, "decoder_sparse_step", 1);
+  require(object, "mlp_only_layers", json::array());
+  require(object, "attention_bias", false);
+  require(object, "use_sliding_window", false);
+  require(object, "rope_scaling", nullptr);
+  if (object.value("tie_word_embeddings", json()) != json(true)) {
+    throw InputError("tie_word_embeddings must be true: this model has no other form");
+  }
+
+  ModelConfig config;
+  for (Size const& size : kSizes) {
+    config.*size.member = json_integer(object, size.key, 1, size.largest);
+  }
+  json const renormalised = object.value("norm_topk_prob", json(false));
+  if (!renormalised.is_boolean()) throw InputError("norm_topk_prob must be true or false");
+  config.router = renormalised ? RouterKind::softmax_topk_renorm : RouterKind::softmax_topk;
+  config.rms_eps = json_number(object, "rms_norm_eps", 0, 1);
+  config.rope_theta = rope_theta(object);
+  validate(config);
+  return config;
+}
+
+ModelConfig parse_config(std::string_view text) {
+  return config_from_json(parse_json(text, "config.json"));
+}
+
+char const* router_name(RouterKind router) noexcept {
+  return kRouterNames[static_cast<std::size_t>(router)];
+}
+RouterKind router_from_name(std::string_view name) {
+  return from_name<RouterKind>(kRouterNames, name, "router");
+}
+char const* rounding_name(Rounding rounding) noexcept {
+  return kRoundingNames[static_cast<std::size_t>(rounding)];
+}
+Rounding rounding_from_name(std::string_view name) {
+  return from_name<Rounding>(kRoundingNames, name, "round");
+}
+
+}  // namespace tessera::lm

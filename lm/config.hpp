@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sizes of the model: a Qwen3-MoE over bytes, as Hugging Face describes it in config.json.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json_fwd.hpp>
+#include <string_view>
+
+#include "tessera/shape.hpp"
+
+namespace tessera::lm {
+
+struct ModelConfig {
+  static constexpr std::int64_t kVocabulary = 256;  // a token is a byte
+
+  std::int64_t hidden = 128;       ///< d
+  std::int64_t intermediate = 96;  ///< n, per expert
+  std::int64_t layers = 4;
+  std::int64_t heads = 4;
+  std::int64_t kv_heads = 2;  ///< divides heads
+  std::int64_t head_dim = 32;
+  std::int64_t context = 128;  ///< tokens that a prediction sees
+  std::int64_t experts = 16;   ///< E, in every layer
+  std::int64_t top_k = 2;      ///< K
+  RouterKind router = RouterKind::topk_softmax;
+  double rms_eps = 1e-6;
+  double rope_theta = 10000;
+
+  /// Width of one token's queries, keys and values together.
+  [[nodiscard]] constexpr std::int64_t qkv_width() const noexcept {
+    return (heads + 2 * kv_heads) * head_dim;
+  }
+  bool operator==(ModelConfig const&) const = default;
+};
+
+/// Throws InputError unless every size is in range and the model has fewer than 2^31 parameters.
+void validate(ModelConfig const& config);
+
+/// Of a valid config.
+std::int64_t parameter_count(ModelConfig const& config);
+
+/// config.json of Hugging Face's Qwen3MoeForCausalLM. Throws InputError for a router that it cannot express.
+nlohmann::json to_json(ModelConfig const& config);
+
+/// Reads config.json. Throws InputError for anything but a byte-level Qwen3-MoE with tied embeddings.
+ModelConfig config_from_json(nlohmann::json const& json);
+ModelConfig parse_config(std::string_view text);
+
+/// Command line names of routers ("topk-softmax") and rounding rules ("nr-f"). The second form throws
+/// InputError, listing the names.
+char const* router_name(RouterKind router) noexcept;
+RouterKind router_from_name(std::string_view name);
+char const* rounding_name(Rounding rounding) noexcept;
+Rounding rounding_from_name(std::string_view name);
+
+}  // namespace tessera::lm

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lm/evaluation.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+#include <vector>
+
+#include "lm/corpus.hpp"
+
+namespace tessera::lm {
+
+namespace {
+
+constexpr std::int64_t kWindowsPerBatch = 16;
+constexpr std::size_t kBytes = ModelConfig::kVocabulary;
+
+// Windows are `context` apart: the last target of one is the first input of the next.
+std::int64_t count_windows(std::size_t bytes, std::int64_t context) {
+  return (static_cast<std::int64_t>(bytes) - 1) / context;
+}
+
+}  // namespace
+
+double model_bits_per_byte(Model& model, std::span<float const> parameters, HeldOut const& held_out,
+                           bool moe) {
+  std::int64_t const context = model.config().context;
+  std::int64_t const all = count_windows(held_out.text.size(), context);
+  std::int64_t const used = held_out.max_windows > 0 ? std::min(all, held_out.max_windows) : all;
+  Windows windows(kWindowsPerBatch, context);
+  double nats = 0;
+  for (std::int64_t first = 0; first < used; first += kWindowsPerBatch) {
+    std::int64_t const count = std::min(kWindowsPerBatch, used - first);
+    for (std::int64_t i = 0; i < count; ++i) {
+      windows.set(i, held_out.text, (first + i) * all / used * context);
+    }
+    nats += model.evaluate(parameters, windows.batch(count), moe) * static_cast<double>(count);
+  }
+  return nats / static_cast<double>(used) / std::numbers::ln2;
+}
+
+double bigram_bits_per_byte(std::span<std::uint8_t const> train,
+                            std::span<std::uint8_t const> held_out, std::int64_t context) {
+  std::vector<double> pairs(kBytes * kBytes, 0.0), firsts(kBytes, 0.0);
+  for (std::size_t i = 0; i + 1 < train.size(); ++i) {
+    pairs[train[i] * kBytes + train[i + 1]] += 1;
+    firsts[train[i]] += 1;
+  }
+  auto const predictions =
+      static_cast<std::size_t>(count_windows(held_out.size(), context) * context);
+  double bits = 0;
+  for (std::size_t i = 0; i < predictions; ++i) {
+    double const count = pairs[held_out[i] * kBytes + held_out[i + 1]];
+    bits -= std::log2((count + 0.5) / (firsts[held_out[i]] + 0.5 * static_cast<double>(kBytes)));
+  }
+  return bits / static_cast<double>(predictions);
+}
+
+}  // namespace tessera::lm

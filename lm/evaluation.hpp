@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// Bits per byte of held-out text, of the model and of a bigram, over the same predictions: every byte but
+// the first of each window of context + 1 bytes, windows side by side.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "lm/model.hpp"
+
+namespace tessera::lm {
+
+struct HeldOut {
+  std::span<std::uint8_t const> text;
+  std::int64_t max_windows = 0;  ///< 0: all; else that many, spread evenly
+};
+
+/// -mean log2 p(byte | the bytes before it in its window). Without `moe` the MoE blocks are skipped.
+double model_bits_per_byte(Model& model, std::span<float const> parameters, HeldOut const& held_out,
+                           bool moe = true);
+
+/// The same for p(b | a) = (count(a,b) + 1/2) / (count(a) + 128), counted over the training text.
+double bigram_bits_per_byte(std::span<std::uint8_t const> train,
+                            std::span<std::uint8_t const> held_out, std::int64_t context);
+
+}  // namespace tessera::lm

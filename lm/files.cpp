@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lm/files.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <system_error>
+
+#include "lm/error.hpp"
+
+namespace tessera::lm {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+// A file being written; gone again unless it was renamed into place.
+class TemporaryFile {
+ public:
+  explicit TemporaryFile(fs::path const& target)
+      : target_(target),
+        path_(target.parent_path() / fmt::format(".{}.{}", target.filename().string(), ::getpid())),
+        descriptor_(::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644)) {
+    if (descriptor_ < 0) fail();
+  }
+  ~TemporaryFile() {
+    if (descriptor_ >= 0) ::close(descriptor_);
+    if (!renamed_) ::unlink(path_.c_str());
+  }
+  TemporaryFile(TemporaryFile const&) = delete;
+  TemporaryFile& operator=(TemporaryFile const&) = delete;
+
+  void write(std::span<std::byte const> bytes) {
+    while (!bytes.empty()) {
+      ssize_t const written = ::write(descriptor_, bytes.data(), bytes.size());
+      if (written < 0 && errno == EINTR) continue;
+      if (written < 0) fail();
+      bytes = bytes.subspan(static_cast<std::size_t>(written));
+    }
+  }
+
+  void rename_into_place() {
+    if (::fsync(descriptor_) != 0) fail();
+    if (::close(std::exchange(descriptor_, -1)) != 0) fail();
+    if (::rename(path_.c_str(), target_.c_str()) != 0) fail();
+    renamed_ = true;
+    // The rename itself lasts once the folder is on the disk.
+    fs::path const folder = target_.has_parent_path() ? target_.parent_path() : ".";
+    if (int const opened = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        opened >= 0) {
+      ::fsync(opened);
+      ::close(opened);
+    }
+  }
+
+ private:
+  [[noreturn]] void fail() const {
+    throw EnvironmentError(
+        fmt::format("{}: cannot be written: {}", target_.string(), std::strerror(errno)));
+  }
+
+  fs::path target_, path_;
+  int descriptor_ = -1;
+  bool renamed_ = false;
+};
+
+}  // namespace
+
+void write_atomically(fs::path const& path, std::span<std::span<std::byte const> const> pieces) {
+  TemporaryFile file(path);
+  for (auto const piece : pieces) file.write(piece);
+  file.rename_into_place();
+}
+
+void write_atomically(fs::path const& path, std::string_view text) {
+  std::span<std::byte const> const piece = std::as_bytes(std::span(text));
+  write_atomically(path, std::span(&piece, 1));
+}
+
+std::string read_file(fs::path const& path, std::size_t max_bytes) {
+  std::error_code error;
+  if (!fs::is_regular_file(path, error)) {
+    throw InputError(fmt::format("{}: {}", path.string(),
+                                 fs::exists(path, error) ? "not a file" : "no such file"));
+  }
+  std::ifstream file(path, std::ios::binary);
+  std::string text;
+  char buffer[1 << 16];
+  while (file.read(buffer, sizeof buffer), file.gcount() > 0) {
+    text.append(buffer, static_cast<std::size_t>(file.gcount()));
+    if (text.size() > max_bytes) {
+      throw InputError(fmt::format("{}: larger than {} bytes", path.string(), max_bytes));
+    }
+  }
+  if (!file.eof()) {
+    throw InputError(fmt::format("{}: cannot be read: {}", path.string(), std::strerror(errno)));
+  }
+  return text;
+}
+
+void make_writable_folder(fs::path const& folder) {
+  std::error_code error;
+  fs::create_directories(folder, error);
+  if (error || !fs::is_directory(folder)) {
+    throw InputError(fmt::format("{}: cannot be created as a folder: {}; choose another --out",
+                                 folder.string(),
+                                 error ? error.message() : std::string("something else is there")));
+  }
+  try {
+    TemporaryFile const probe(folder / "probe");
+  } catch (EnvironmentError const& failure) {
+    throw InputError(fmt::format("{}; choose another --out", failure.what()));
+  }
+}
+
+}  // namespace tessera::lm

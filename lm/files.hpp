@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// Files that are either the old ones or the new ones, never half of each.
+#pragma once
+
+#include <cstddef>
+#include <filesystem>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace tessera::lm {
+
+/// Writes the pieces, one after the other, into a temporary file beside `path`, flushes it to the disk and
+/// renames it over `path`. Throws EnvironmentError; `path` is then as it was.
+void write_atomically(std::filesystem::path const& path,
+                      std::span<std::span<std::byte const> const> pieces);
+void write_atomically(std::filesystem::path const& path, std::string_view text);
+
+/// The whole file. Throws InputError if it cannot be read or holds more than `max_bytes`.
+std::string read_file(std::filesystem::path const& path, std::size_t max_bytes);
+
+/// Creates the folder (and its parents) unless it exists, and tries that files can be made in it. Throws
+/// InputError otherwise.
+void make_writable_folder(std::filesystem::path const& folder);
+
+}  // namespace tessera::lm

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// One MoE block of the model: the library's layer with its router, and the memory that lies between its
+// forward and its backward.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "lm/config.hpp"
+#include "tessera/moe.hpp"
+
+namespace tessera::lm {
+
+/// Token rounding of one call; the default is none, as evaluation uses.
+struct RoundingOptions {
+  Rounding rounding = Rounding::none;
+  std::int32_t tile = 128;
+  std::uint64_t seed = 0;
+  std::uint64_t step = 0;
+};
+
+struct MoeWeights {
+  float const* router;
+  float const* up;
+  float const* down;
+};
+
+struct MoeGradients {
+  float* router;
+  float* up;
+  float* down;
+};
+
+class MoeBlock {
+ public:
+  MoeBlock(ModelConfig const& config, std::int64_t layer);
+
+  /// o = MoE(x) for `tokens` rows; counts [E] receives the rows of each expert. With `keep`, what
+  /// backward needs stays in this object. `workspace` is shared among blocks and grows as needed.
+  void forward(Context const& context, std::int64_t tokens, RoundingOptions const& rounding,
+               bool keep, float const* x, MoeWeights const& weights, float* o, std::int32_t* counts,
+               std::vector<std::byte>& workspace);
+
+  /// Of the last forward call that kept. Writes dx and the weights' gradients.
+  void backward(Context const& context, float const* x, float const* d_o, MoeWeights const& weights,
+                float* dx, MoeGradients const& gradients, std::vector<std::byte>& workspace);
+
+ private:
+  [[nodiscard]] ExpertWeights expert_weights(MoeWeights const& weights) const;
+
+  ModelConfig config_;
+  std::int64_t layer_;
+  MoeDesc kept_;  // of the last forward call that kept
+  std::vector<float> h_;
+  std::vector<std::int32_t> routing_;
+};
+
+}  // namespace tessera::lm

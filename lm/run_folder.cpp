@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lm/run_folder.hpp"
+
+#include <fmt/format.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <fcntl.h>
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <iterator>
+#include <system_error>
+
+#include "lm/adamw.hpp"
+#include "lm/checkpoint.hpp"
+#include "lm/error.hpp"
+#include "lm/files.hpp"
+
+namespace tessera::lm {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+std::int64_t num_snapshots(TrainingState const& state) { return state.step / History::kLoadEvery; }
+
+// Runs `gnuplot curve.gp` in the folder; its exit status, or -1 if it could not be started.
+int run_gnuplot(fs::path const& folder) {
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_addchdir_np(&actions, folder.c_str());
+  for (int const descriptor : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    posix_spawn_file_actions_addopen(&actions, descriptor, "/dev/null", O_RDWR, 0);
+  }
+  std::string program = "gnuplot", script = kPlotScript;
+  char* const arguments[] = {program.data(), script.data(), nullptr};
+  pid_t child = 0;
+  int const failure =
+      ::posix_spawnp(&child, program.c_str(), &actions, nullptr, arguments, environ);
+  posix_spawn_file_actions_destroy(&actions);
+  if (failure != 0) return -1;
+  int status = 0;
+  while (::waitpid(child, &status, 0) < 0 && errno == EINTR) {
+  }
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 1;
+}
+
+// One small heat map per layer below the curve.
+std::string heat_maps(std::int64_t shown) {
+  std::string script;
+  for (std::int64_t layer = 0; layer < shown; ++layer) {
+    bool const last = layer + 1 == shown;
+    script += fmt::format(
+        "set size 1, {0}\nset origin 0, {1}\nset ylabel 'layer {2}'\n{3}"
+        "plot '{4}' skip 1 index {2} using 2:3:4 with image notitle\n",
+        0.5 / static_cast<double>(shown),
+        0.5 * static_cast<double>(shown - 1 - layer) / static_cast<double>(shown), layer,
+        last ? "set xlabel 'step'\nset format x '%g'\n" : "", kExpertLoadFile);
+  }
+  return script;
+}
+
+}  // namespace
+
+fs::path prepare_folder(fs::path const& folder) {
+  fs::path kept;
+  std::error_code error;
+  if (fs::exists(folder / kStateFile, error) || fs::exists(folder / kModelFile, error)) {
+    fs::path plain = folder.lexically_normal();
+    if (!plain.has_filename()) plain = plain.parent_path();  // a trailing slash
+    for (int number = 1; kept.empty() || fs::exists(kept, error); ++number) {
+      kept = fmt::format("{}-{}", plain.string(), number);
+    }
+    fs::rename(plain, kept, error);
+    if (error) {
+      throw InputError(
+          fmt::format("{}: holds a run that cannot be moved to {}: {}; choose another --out",
+                      folder.string(), kept.string(), error.message()));
+    }
+  }
+  make_writable_folder(folder);
+  return kept;
+}
+
+void save_run(fs::path const& folder, TrainingState const& state) {
+  save_state(folder, state);
+  save_model(folder, state.options.model, state.parameters);
+  write_atomically(folder / kLossFile, loss_csv(state));
+  write_atomically(folder / kExpertLoadFile, expert_load_csv(state));
+}
+
+std::string loss_csv(TrainingState const& state) {
+  TrainingOptions const& o = state.options;
+  std::string csv =
+      "step,train_bits_per_byte,held_out_bits_per_byte,learning_rate,expert_balance\n";
+  for (std::int64_t step = 1; step <= state.step; ++step) {
+    auto const i = static_cast<std::size_t>(step - 1);
+    bool const evaluated = step % o.eval_every == 0;
+    std::string const held_out =
+        evaluated
+            ? fmt::format("{:.5f}",
+                          state.history.held_out[static_cast<std::size_t>(step / o.eval_every - 1)])
+            : "";
+    fmt::format_to(std::back_inserter(csv), "{},{:.5f},{},{:.6g},{:.4f}\n", step,
+                   state.history.loss[i], held_out,
+                   learning_rate(o.rate, o.warmup, o.schedule_span(), step),
+                   state.history.balance[i]);
+  }
+  return csv;
+}
+
+std::string expert_load_csv(TrainingState const& state) {
+  ModelConfig const& c = state.options.model;
+  std::string csv = "layer,step,expert,load\n";
+  for (std::int64_t layer = 0; layer < c.layers; ++layer) {
+    if (layer > 0) csv += "\n\n";
+    for (std::int64_t snapshot = 0; snapshot < num_snapshots(state); ++snapshot) {
+      for (std::int64_t expert = 0; expert < c.experts; ++expert) {
+        std::int64_t const at = (snapshot * c.layers + layer) * c.experts + expert;
+        fmt::format_to(std::back_inserter(csv), "{},{},{},{:.4f}\n", layer,
+                       (snapshot + 1) * History::kLoadEvery, expert,
+                       state.history.expert_load[static_cast<std::size_t>(at)]);
+      }
+    }
+  }
+  return csv;
+}
+
+std::string plot_script(TrainingState const& state, double bigram) {
+  constexpr std::int64_t kMaxLayers = 12;
+  ModelConfig const& c = state.options.model;
+  // An image needs two points each way.
+  bool const images = num_snapshots(state) >= 2 && c.experts >= 2;
+  std::int64_t const shown = images ? std::min(c.layers, kMaxLayers) : 0;
+  std::string script = fmt::format(
+      "# Draws {0}: gnuplot {1}\n"
+      "set terminal svg size 900, {2} background 'white' font 'sans,13'\n"
+      "set output '{0}'\n"
+      "set datafile separator ','\n"
+      "set lmargin 9\nset rmargin 12\nset xrange [0:{3}]\n"
+      "set multiplot\n"
+      "set size 1, {4}\nset origin 0, {5}\n"
+      "set title 'Bits per byte' offset 0, -0.5\nset grid\nset key top right\n"
+      "plot '{6}' skip 1 using 1:2 with lines lc rgb '#9ec5e8' title 'training batch', \\\n"
+      "     '' skip 1 using 1:3 with linespoints pt 7 ps 0.4 lw 2 lc rgb '#1f5fa8' title 'held "
+      "out', \\\n"
+      "     {7:.5f} with lines dt 2 lw 2 lc rgb '#c0392b' title 'bigram, held out'\n",
+      kPlotFile, kPlotScript, 420 + 110 * shown, state.step, shown > 0 ? 0.5 : 1.0,
+      shown > 0 ? 0.5 : 0.0, kLossFile, bigram);
+  if (shown > 0) {
+    script += fmt::format(
+        "unset title\nunset grid\nset yrange [-0.5:{}.5]\nset ytics 0, {}\n"
+        "set cbrange [0:3]\nset palette defined (0 'white', 1 '#9ec5e8', 3 '#0b2f57')\n"
+        "set cblabel 'load (1 = balanced)'\nset format x ''\nset tmargin 0.5\n",
+        c.experts - 1, std::max<std::int64_t>(1, c.experts / 4));
+    script += heat_maps(shown);
+  }
+  return script + "unset multiplot\n";
+}
+
+std::string draw_curve(fs::path const& folder, TrainingState const& state, double bigram) {
+  write_atomically(folder / kPlotScript, plot_script(state, bigram));
+  int const status = run_gnuplot(folder);
+  if (status == -1 || status == 127) {
+    return fmt::format("gnuplot is not installed: no {}; {} can draw it later", kPlotFile,
+                       kPlotScript);
+  }
+  return status == 0 ? "" : fmt::format("gnuplot failed on {}: no plot", kPlotScript);
+}
+
+}  // namespace tessera::lm

@@ -5,13 +5,14 @@
 // stores a, and takes whatever rows the routing gives.
 //
 //   up_projection_fwd --tiny                     small awkward shapes, checks only
-//   up_projection_fwd [--config NAME] [--only SUBSTRING] [--iters N] [--json FILE]
+//   up_projection_fwd [--config NAME] [--only SUBSTRING] [--iters N] [--rest MS] [--json FILE]
 //   up_projection_fwd --once --config NAME --only SUBSTRING      a single launch each, for profilers
 #include <cublas_v2.h>
 
-#include <cstring>
+#include <chrono>
 #include <functional>
 #include <memory>
+#include <thread>
 
 #include "../../src/cuda/plain/up_projection_fwd.hpp"
 #include "support.cuh"
@@ -32,6 +33,7 @@ struct Options {
   bool once = false;
   std::string config, only, json, command;
   int iters = 60;
+  int rest_ms = 0;  // idle time before each launch: 0 sustains the load, 10 shows burst clocks
 
   // --only SUBSTRING, or =NAME
   bool selects(Variant const& v) const {
@@ -50,7 +52,8 @@ struct Problem {
         rows(int64_t(routing.gather_index.size())),
         capacity(rows + kCanaryRows),
         expert_offsets(routing.expert_offsets),
-        gather_index(routing.gather_index) {
+        gather_index(routing.gather_index),
+        tile_counter(std::vector<int>{0}) {
     for (int set = 0; set < kSets; ++set) {
       x.emplace_back(std::make_unique<DeviceBuffer<bf16>>(int64_t{s.tokens} * s.hidden));
       sorted.emplace_back(std::make_unique<DeviceBuffer<bf16>>(capacity * s.hidden));
@@ -79,6 +82,7 @@ struct Problem {
             .gmem_a = a[set]->get(),
             .rows = capacity,
             .expert_offsets = expert_offsets.get(),
+            .tile_counter = tile_counter.get(),
             .experts = shape.experts,
             .hidden = shape.hidden,
             .intermediate = shape.intermediate};
@@ -87,7 +91,7 @@ struct Problem {
   Shape shape;
   Routing routing;
   int64_t rows, capacity;
-  DeviceBuffer<int> expert_offsets, gather_index;
+  DeviceBuffer<int> expert_offsets, gather_index, tile_counter;
   std::vector<std::unique_ptr<DeviceBuffer<bf16>>> x, sorted, w_up, h, a;
 };
 
@@ -296,11 +300,15 @@ Ceilings measure_ceilings(cublasHandle_t handle) {
           4.0 * double(from.count()) / (quantiles(copy).median * 1e9)};
 }
 
-void time_interleaved(std::vector<Candidate>& candidates, int iters) {
-  constexpr int kWarmup = 20;
+void time_interleaved(std::vector<Candidate>& candidates, int iters, int rest_ms) {
+  int const kWarmup = rest_ms ? 3 : 20;
   std::vector<Timer> timers(candidates.size());
   for (int i = 0; i < kWarmup + iters; ++i) {
     for (size_t c = 0; c < candidates.size(); ++c) {
+      if (rest_ms) {
+        TESSERA_CUDA(cudaDeviceSynchronize());
+        std::this_thread::sleep_for(std::chrono::milliseconds(rest_ms));
+      }
       timers[c].record([&] { candidates[c].launch(i % kSets); });
     }
     for (size_t c = 0; c < candidates.size(); ++c) {
@@ -349,7 +357,7 @@ void bench_shape(Shape const& s, bool balanced, cublasHandle_t handle, Options c
     TESSERA_CUDA(cudaDeviceSynchronize());
     return;
   }
-  time_interleaved(candidates, options.iters);
+  time_interleaved(candidates, options.iters, options.rest_ms);
   std::string const state =
       read_command("nvidia-smi --query-gpu=clocks.sm,clocks.mem,power.draw --format=csv,noheader");
   float const bound = quantiles(candidates[0].ms).median;
@@ -430,6 +438,8 @@ int main(int argc, char** argv) {
       options.only = argv[++i];
     } else if (flag == "--json" && has_value) {
       options.json = argv[++i];
+    } else if (flag == "--rest" && has_value) {
+      options.rest_ms = std::atoi(argv[++i]);
     } else if (flag == "--iters" && has_value) {
       options.iters = std::atoi(argv[++i]);
     } else {

@@ -68,6 +68,26 @@ __device__ __forceinline__ bool mbarrier_try_wait(Mbarrier* smem_barrier, uint32
   return done != 0;
 }
 
+// The same at cluster scope, for values that a peer stored (st_async). Invalidates L1.
+__device__ __forceinline__ bool mbarrier_try_wait_cluster(Mbarrier* smem_barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(smem_barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+__device__ __forceinline__ void mbarrier_wait_cluster(Mbarrier* smem_barrier, uint32_t parity) {
+  while (!mbarrier_try_wait_cluster(smem_barrier, parity)) {
+  }
+}
+
 __device__ __forceinline__ void mbarrier_wait(Mbarrier* smem_barrier, uint32_t parity) {
   while (!mbarrier_try_wait(smem_barrier, parity)) {
   }

@@ -21,6 +21,7 @@ struct GemmParams {
   int const* gmem_index;    // row -> row of gmem_a
   int a_pitch_chunks;       // row pitch of gmem_a in 16-byte units
   int const* gmem_offsets;  // [segments + 1]
+  int* gmem_tile_counter;   // 0 before and after every launch
   int segments;
   int n_tiles;
   int k_tiles;
@@ -72,13 +73,17 @@ __device__ __forceinline__ void load_b(SharedStorage<kGemm>& smem, GemmParams co
 // One warp; one of its lanes issues both operands.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmParams const& p) {
-  TileScheduler<kGemm> scheduler(smem.segment_offsets, p.segments, p.n_tiles);
+  bool const schedules = kGemm.cluster_m == 1 || arch::cluster_cta_rank() == 0;
+  TileScheduler<kGemm> scheduler(smem, p.segments, p.n_tiles, p.gmem_tile_counter);
+  WorkQueue<kGemm, true> queue(smem);
   PipelineState<kGemm.stages> state;
   WorkTile tile;
-  while (scheduler.next(tile)) {
+  if (schedules) scheduler.announce_first();
+  while (queue.read(tile)) {
     int const subtiles = (tile.rows + kSubtileM - 1) / kSubtileM;
     uint32_t const bytes = kGemm.b_tile_bytes() + subtiles * kGemm.a_subtile_bytes();
     for (int k_tile = 0; k_tile < p.k_tiles; ++k_tile) {
+      if (schedules) scheduler.step(k_tile, p.k_tiles);
       wait_empty<kGemm>(smem, state);
       if (arch::elect_one()) {
         arch::Mbarrier* const full = &smem.full[state.stage];
@@ -96,25 +101,31 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
       state.advance();
     }
   }
-  drain_pipeline<kGemm>(smem, state);
 }
 
 // Four warps gather A; they take turns to issue B, each before its share of A.
-template <GemmConfig kGemm>
+template <GemmConfig kGemm, bool kFirstWarp>
 __device__ __forceinline__ void produce_by_gather(SharedStorage<kGemm>& smem, GemmParams const& p) {
-  TileScheduler<kGemm> scheduler(smem.segment_offsets, p.segments, p.n_tiles);
+  constexpr int kReadAhead = 2;  // k_tiles before the end: requests the next tile's row indices
+  bool const schedules = kFirstWarp && (kGemm.cluster_m == 1 || arch::cluster_cta_rank() == 0);
+  TileScheduler<kGemm> scheduler(smem, p.segments, p.n_tiles, p.gmem_tile_counter);
+  WorkQueue<kGemm, kFirstWarp> queue(smem);
   RowGather<kGemm> gather(p.gmem_a, p.gmem_index, p.a_pitch_chunks);
   PipelineState<kGemm.stages> state;
   int const warp = arch::warp_idx() % 4;
   WorkTile tile;
   WorkTile ahead;
-  bool more = scheduler.next(tile);
+  if (schedules) scheduler.announce_first();
+  bool more = queue.read(tile);
   if (more) gather.prefetch(tile);
   while (more) {
     gather.begin();
-    more = scheduler.next(ahead);
-    if (more) gather.prefetch(ahead);
     for (int k_tile = 0; k_tile < p.k_tiles; ++k_tile) {
+      if (schedules) scheduler.step(k_tile, p.k_tiles);
+      if (k_tile == max(p.k_tiles - kReadAhead, 0)) {
+        more = queue.read(ahead);
+        if (more) gather.prefetch(ahead);
+      }
       wait_empty<kGemm>(smem, state);
       if (warp == k_tile % 4 && arch::elect_one()) {
         arch::mbarrier_arrive_expect_tx(&smem.full[state.stage], kGemm.b_tile_bytes());
@@ -127,14 +138,17 @@ __device__ __forceinline__ void produce_by_gather(SharedStorage<kGemm>& smem, Ge
     }
     tile = ahead;
   }
-  drain_pipeline<kGemm>(smem, state);
 }
 
 template <GemmConfig kGemm>
 __device__ __forceinline__ void produce(SharedStorage<kGemm>& smem, GemmParams const& p) {
   arch::release_registers<kGemm.producer_registers()>();
   if constexpr (kGemm.gathers()) {
-    produce_by_gather<kGemm>(smem, p);
+    if (arch::warp_idx() == 0) {
+      produce_by_gather<kGemm, true>(smem, p);
+    } else {
+      produce_by_gather<kGemm, false>(smem, p);
+    }
   } else {
     if (arch::warp_idx() == 0) produce_by_tma<kGemm>(smem, p);
   }
@@ -197,7 +211,7 @@ __device__ __forceinline__ void consume(SharedStorage<kGemm>& smem, GemmParams c
   arch::acquire_registers<kGemm.consumer_registers()>();
   constexpr int kSubtiles = kGemm.warpgroup_subtiles();
   int const row = kGemm.ping_pong() ? 0 : consumer * kGemm.warpgroup_m();
-  TileScheduler<kGemm> scheduler(smem.segment_offsets, p.segments, p.n_tiles);
+  WorkQueue<kGemm> queue(smem);
   PipelineState<kGemm.stages> state;
   Epilogue epilogue(smem, epilogue_params, consumer);
   float acc[kSubtiles][kGemm.tile.n / 2];
@@ -210,16 +224,22 @@ __device__ __forceinline__ void consume(SharedStorage<kGemm>& smem, GemmParams c
       arch::named_barrier_sync(kBarrierSkew, 256);
     }
   }
+  // Ping-pong: every second tile belongs to the other warpgroup, whose stages are stepped over.
+  WorkTile tile;
+  WorkTile ahead;
+  auto const step_over = [&](WorkTile& other) {
+    bool const exists = queue.read(other);
+    if (exists) state.advance(p.k_tiles);
+    return exists;
+  };
+  bool more = true;
   if constexpr (kGemm.ping_pong()) {
     if (consumer == 1) {
       arch::named_barrier_arrive(kBarrierMmaTurn, 256);  // warpgroup 0 has the first turn
-      scheduler.skip();
-      state.advance(p.k_tiles);
+      more = step_over(tile);
     }
   }
-  WorkTile tile;
-  WorkTile ahead;
-  bool more = scheduler.next(tile);
+  more = more && queue.read(tile);
   if constexpr (kGemm.skew > 0) {
     if (consumer == 0 && (!more || tile.rows == 0)) {
       arch::named_barrier_arrive(kBarrierSkew, 256);
@@ -240,18 +260,19 @@ __device__ __forceinline__ void consume(SharedStorage<kGemm>& smem, GemmParams c
     signal_skew_at = -1;
     if constexpr (kGemm.ping_pong()) {
       arch::named_barrier_arrive(kBarrierMmaTurn + (consumer ^ 1), 256);
-      scheduler.skip();
     }
-    more = scheduler.next(ahead);  // under the last wgmmas
+    int const last_stage = state.stage == 0 ? kGemm.stages - 1 : state.stage - 1;
+    if constexpr (!kGemm.ping_pong()) more = queue.read(ahead);  // under the last wgmmas
     arch::wgmma_wait<0>();
     if (subtiles > 0) {
-      release_stage<kGemm>(smem, state.stage == 0 ? kGemm.stages - 1 : state.stage - 1);
+      release_stage<kGemm>(smem, last_stage);
       TESSERA_UNROLL
       for (int m = 0; m < kSubtiles; ++m) {
         if (m < subtiles) epilogue.store(acc[m], tile, tile.row + row + m * kSubtileM);
       }
     }
-    if constexpr (kGemm.ping_pong()) state.advance(p.k_tiles);
+    // Its next tile but one is announced only while the other warpgroup multiplies.
+    if constexpr (kGemm.ping_pong()) more = step_over(ahead) && queue.read(ahead);
     tile = ahead;
   }
   epilogue.drain();

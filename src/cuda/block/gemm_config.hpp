@@ -58,13 +58,17 @@ struct GemmConfig {
 
 // Arrivals that end one phase of each barrier; the roles below are the only ones that arrive.
 struct BarrierArrivals {
-  int full;   // expect_tx by the thread that issues B, and every gathering thread
-  int empty;  // each warpgroup that reads the stage, in every CTA that shares B
+  int full;        // expect_tx by the thread that issues B, and every gathering thread
+  int empty;       // each warpgroup that reads the stage, in every CTA that shares B
+  int work_full;   // expect_tx by producer warp 0, which arms the next lap
+  int work_empty;  // each warp that reads work tiles, in every CTA of the cluster
 };
 
 consteval BarrierArrivals barrier_arrivals(GemmConfig c) {
   return {.full = 1 + (c.gathers() ? 128 : 0),
-          .empty = (c.ping_pong() ? 1 : c.consumer_warpgroups) * c.cluster_m};
+          .empty = (c.ping_pong() ? 1 : c.consumer_warpgroups) * c.cluster_m,
+          .work_full = 1,
+          .work_empty = (4 * c.consumer_warpgroups + (c.gathers() ? 4 : 1)) * c.cluster_m};
 }
 
 // Named barriers of the CTA; 0 is __syncthreads. Per-warpgroup ones take base + consumer index.

@@ -40,6 +40,11 @@ __device__ __forceinline__ void init_pipeline(SharedStorage<kGemm>& smem) {
     arch::mbarrier_init(&smem.full[s], kArrivals.full);
     arch::mbarrier_init(&smem.empty[s], kArrivals.empty);
   }
+  for (int w = 0; w < kWorkSlots; ++w) {
+    arch::mbarrier_init(&smem.work_full[w], kArrivals.work_full);
+    arch::mbarrier_init(&smem.work_empty[w], kArrivals.work_empty);
+    arch::mbarrier_arrive_expect_tx(&smem.work_full[w], sizeof(int4));
+  }
   arch::mbarrier_fence_init();
 }
 
@@ -58,17 +63,6 @@ __device__ __forceinline__ void release_stage(SharedStorage<kGemm>& smem, int st
     if (thread == 0) arch::mbarrier_arrive(&smem.empty[stage]);
   } else {
     if (thread < kGemm.cluster_m) arch::mbarrier_arrive_cluster(&smem.empty[stage], thread);
-  }
-}
-
-// Last act of the producer: consumers of the peers still arrive on this CTA's barriers, so its
-// shared memory must outlive them. After `stages` more waits nothing is outstanding.
-template <GemmConfig kGemm>
-__device__ __forceinline__ void drain_pipeline(SharedStorage<kGemm>& smem,
-                                               PipelineState<kGemm.stages> state) {
-  for (int s = 0; s < kGemm.stages; ++s) {
-    wait_empty<kGemm>(smem, state);
-    state.advance();
   }
 }
 

@@ -12,7 +12,8 @@ namespace tessera::cuda::block {
 
 using bf16 = __nv_bfloat16;
 
-constexpr int kMaxSegments = 640;  // fills what 4 stages of 48 KB and 4 slabs leave of 227 KB
+constexpr int kMaxSegments = 640;  // what 4 stages of 48 KB and 4 slabs leave of 227 KB
+constexpr int kWorkSlots = 4;      // work tiles announced ahead of the slowest reader
 
 template <GemmConfig kGemm>
 struct SharedStorage {
@@ -21,6 +22,9 @@ struct SharedStorage {
   alignas(1024) bf16 slabs[kGemm.consumer_warpgroups][kGemm.store_slabs][kSubtileM * kSlabColumns];
   arch::Mbarrier full[kGemm.stages];
   arch::Mbarrier empty[kGemm.stages];
+  arch::Mbarrier work_full[kWorkSlots];
+  arch::Mbarrier work_empty[kWorkSlots];  // used in CTA 0 of the cluster
+  alignas(16) int4 work[kWorkSlots];
   int segment_offsets[kMaxSegments + 1];
 };
 

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Persistent static schedule over a ragged list of segments (varlen-M): cluster c computes work
-// tiles c, c + clusters, c + 2*clusters, ... Every role walks the same list by itself, so no tile is
-// ever communicated, and the result does not depend on timing.
+// Persistent schedule over a ragged list of segments (varlen-M). Clusters draw work tiles from one
+// global counter, so that at any time the tiles being computed are neighbours in the list: they share
+// B in L2 whatever the segments' sizes. (With a fixed stride, unequal tiles let the CTAs drift apart:
+// three times the DRAM traffic at 512 segments of about 640 rows.) Which CTA computes a tile does not
+// change its bits.
 //
 // A segment of M rows has ceil(M / (cluster_m * tile_m)) blocks; a work tile is (block, n_tile).
 // The last block's rows are divided among the CTAs of the cluster in units of 64, so that a cluster
@@ -10,10 +12,9 @@
 // groups and backwards in odd ones: neighbours in time share A rows and B columns in L2.
 #pragma once
 
-#include <climits>
-
+#include "../arch/cluster.cuh"
 #include "../arch/warp.cuh"
-#include "gemm_config.hpp"
+#include "shared_storage.cuh"
 
 namespace tessera::cuda::block {
 
@@ -25,28 +26,75 @@ struct WorkTile {
   int end;   // first row past the segment
 };
 
+// What travels to the readers: {segment | n_tile << 16, first row of the block or kNoTile, end, -}.
+constexpr int kNoTile = -1;
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Draws tiles and announces them to every CTA of the cluster. One converged warp of CTA 0.
 template <GemmConfig kGemm>
 class TileScheduler {
  public:
-  __device__ __forceinline__ TileScheduler(int const* smem_offsets, int segments, int n_tiles)
-      : offsets_(smem_offsets),
-        segments_(segments),
-        n_tiles_(n_tiles),
-        cta_(kGemm.cluster_m == 1 ? 0 : static_cast<int>(blockIdx.x) % kGemm.cluster_m),
-        next_(static_cast<int>(blockIdx.x) / kGemm.cluster_m) {}
+  __device__ __forceinline__ TileScheduler(SharedStorage<kGemm>& smem, int segments, int n_tiles,
+                                           int* gmem_counter)
+      : smem_(smem), gmem_counter_(gmem_counter), segments_(segments), n_tiles_(n_tiles) {}
 
-  // Passes over one work tile without computing it.
-  __device__ __forceinline__ void skip() { next_ += static_cast<int>(gridDim.x) / kGemm.cluster_m; }
+  // The first tile is the cluster's number; the counter hands out those after the last cluster's.
+  __device__ __forceinline__ void announce_first() {
+    announce(static_cast<int>(blockIdx.x) / kGemm.cluster_m);
+  }
 
-  // The next work tile, or false. Called by converged warps: 32 segments are examined at a time,
-  // starting from the last tile's, with a prefix sum of their block counts across the lanes.
-  __device__ __forceinline__ bool next(WorkTile& tile) {
-    int const wanted = next_ / n_tiles_;  // block index over all segments
+  // Called in every k_tile of a tile: draws the next one early enough to hide the counter's latency,
+  // late enough to keep the choice open.
+  __device__ __forceinline__ void step(int k_tile, int k_tiles) {
+    if (k_tile == max(k_tiles - kDrawAhead, 0) && arch::lane_idx() == 0) {
+      ticket_ = atomicAdd(gmem_counter_, 1);
+    }
+    if (k_tile == max(k_tiles - kAnnounceAhead, 0)) {
+      int const ticket = __shfl_sync(kAllLanes, ticket_, 0);
+      bool const found = announce(clusters() + ticket);
+      // Each cluster that had a first tile fails once, so the last ticket drawn is total - 1. It
+      // leaves the counter as the next launch expects it.
+      if (!found && ticket == blocks_before_ * n_tiles_ - 1 && arch::lane_idx() == 0) {
+        *gmem_counter_ = 0;
+      }
+    }
+  }
+
+  static constexpr int kDrawAhead = 8;      // k_tiles before the end of the current tile
+  static constexpr int kAnnounceAhead = 4;
+
+ private:
+  static constexpr int kBlockM = kGemm.tile.m * kGemm.cluster_m;
+
+  __device__ __forceinline__ static int clusters() {
+    return static_cast<int>(gridDim.x) / kGemm.cluster_m;
+  }
+
+  __device__ __forceinline__ bool announce(int index) {
+    int4 message{0, kNoTile, 0, 0};
+    bool const found = find(index, message);
+    arch::mbarrier_wait(&smem_.work_empty[slot_], phase_ ^ 1);
+    if (arch::lane_idx() < kGemm.cluster_m) {
+      arch::st_async(&smem_.work[slot_], &smem_.work_full[slot_], arch::lane_idx(), message);
+    }
+    __syncwarp();
+    if (++slot_ == kWorkSlots) {
+      slot_ = 0;
+      phase_ ^= 1;
+    }
+    return found;
+  }
+
+  // Indices only grow: 32 segments are examined at a time, from the last tile's on, with a prefix
+  // sum of their block counts across the lanes.
+  __device__ __forceinline__ bool find(int index, int4& message) {
+    int const wanted = index / n_tiles_;  // block number over all segments
     int const lane = arch::lane_idx();
     while (segment_ < segments_) {
       int const s = min(segment_ + lane, segments_ - 1);
-      int const begin = offsets_[s];
-      int const end = offsets_[s + 1];
+      int const begin = smem_.segment_offsets[s];
+      int const end = smem_.segment_offsets[s + 1];
       int const blocks = segment_ + lane < segments_ ? (end - begin + kBlockM - 1) / kBlockM : 0;
       int sum = blocks;
       TESSERA_UNROLL
@@ -60,9 +108,9 @@ class TileScheduler {
         int const found_blocks = __shfl_sync(kAllLanes, blocks, found);
         segment_ += found;
         blocks_before_ += __shfl_sync(kAllLanes, sum, found) - found_blocks;
-        place(tile, found_blocks, __shfl_sync(kAllLanes, begin, found),
-              __shfl_sync(kAllLanes, end, found));
-        skip();
+        int const found_begin = __shfl_sync(kAllLanes, begin, found);
+        int const found_end = __shfl_sync(kAllLanes, end, found);
+        message = place(index - blocks_before_ * n_tiles_, found_blocks, found_begin, found_end);
         return true;
       }
       blocks_before_ += __shfl_sync(kAllLanes, sum, arch::kWarpThreads - 1);
@@ -71,38 +119,78 @@ class TileScheduler {
     return false;
   }
 
- private:
-  static constexpr int kBlockM = kGemm.tile.m * kGemm.cluster_m;
-  static constexpr unsigned kAllLanes = 0xffffffffu;
-
-  __device__ __forceinline__ void place(WorkTile& tile, int blocks, int begin, int end) const {
-    int const local = next_ - blocks_before_ * n_tiles_;
+  // Tile `local` of the segment found.
+  __device__ __forceinline__ int4 place(int local, int blocks, int begin, int end) const {
     int const group = local / (blocks * kGemm.raster_n);
     int const in_group = local - group * blocks * kGemm.raster_n;
     int const width = min(kGemm.raster_n, n_tiles_ - group * kGemm.raster_n);
     int const m = in_group / width;
     int const block = (group & 1) ? blocks - 1 - m : m;
-    tile.segment = segment_;
-    tile.n_tile = group * kGemm.raster_n + in_group - m * width;
-    int const block_row = begin + block * kBlockM;
-    int const left = min(end - block_row, kBlockM);
-    int share = kGemm.tile.m;
-    if constexpr (kGemm.cluster_m > 1) {
-      constexpr int kUnit = kGemm.cluster_m * kSubtileM;
-      share = min(share, (left + kUnit - 1) / kUnit * kSubtileM);
-    }
-    tile.row = block_row + cta_ * share;
-    tile.rows = max(0, min(share, left - cta_ * share));
-    tile.end = end;
+    int const n_tile = group * kGemm.raster_n + in_group - m * width;
+    return {segment_ | n_tile << 16, begin + block * kBlockM, end, 0};
   }
 
-  int const* offsets_;
+  SharedStorage<kGemm>& smem_;
+  int* gmem_counter_;
   int segments_;
   int n_tiles_;
-  int cta_;
-  int next_;
   int segment_ = 0;
   int blocks_before_ = 0;  // blocks of the segments before segment_
+  int ticket_ = 0;         // of lane 0
+  int slot_ = 0;
+  uint32_t phase_ = 0;
+};
+
+// A warp's view of the announced tiles. Every reading warp must read every tile.
+template <GemmConfig kGemm, bool kArms = false>
+class WorkQueue {
+ public:
+  __device__ __forceinline__ explicit WorkQueue(SharedStorage<kGemm>& smem) : smem_(smem) {}
+
+  // The next tile, or false after the last one. Called by converged warps.
+  __device__ __forceinline__ bool read(WorkTile& tile) {
+    arch::mbarrier_wait_cluster(&smem_.work_full[slot_], phase_);
+    int4 const message = smem_.work[slot_];
+    if (message.y == kNoTile) return false;
+    __syncwarp();
+    if (arch::lane_idx() == 0) {
+      if constexpr (kArms) arch::mbarrier_arrive_expect_tx(&smem_.work_full[slot_], sizeof(int4));
+      if constexpr (kGemm.cluster_m == 1) {
+        arch::mbarrier_arrive(&smem_.work_empty[slot_]);
+      } else {
+        arch::mbarrier_arrive_cluster(&smem_.work_empty[slot_], 0);
+      }
+    }
+    if (++slot_ == kWorkSlots) {
+      slot_ = 0;
+      phase_ ^= 1;
+    }
+    place(tile, message);
+    return true;
+  }
+
+ private:
+  // This CTA's share of the block's rows.
+  __device__ __forceinline__ static void place(WorkTile& tile, int4 message) {
+    tile.segment = message.x & 0xffff;
+    tile.n_tile = message.x >> 16;
+    tile.end = message.z;
+    int const left = message.z - message.y;
+    if constexpr (kGemm.cluster_m == 1) {
+      tile.row = message.y;
+      tile.rows = min(kGemm.tile.m, left);
+    } else {
+      constexpr int kUnit = kGemm.cluster_m * kSubtileM;
+      int const share = min(kGemm.tile.m, (left + kUnit - 1) / kUnit * kSubtileM);
+      int const skipped = static_cast<int>(arch::cluster_cta_rank()) * share;
+      tile.row = message.y + skipped;
+      tile.rows = max(0, min(share, left - skipped));
+    }
+  }
+
+  SharedStorage<kGemm>& smem_;
+  int slot_ = 0;
+  uint32_t phase_ = 0;
 };
 
 }  // namespace tessera::cuda::block

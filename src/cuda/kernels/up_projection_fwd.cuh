@@ -12,7 +12,7 @@
 //   epilogue = swiglu, stmatrix, ragged TMA store of 64x64 slabs
 // Barriers full, empty [stages] and named ones: arrival counts and ids in gemm_config.hpp
 // Numerics fp32 accumulate, one rounding each for h and a (a from the unrounded h); bitwise
-//          repeatable: yes, no atomics and a static schedule
+//          repeatable: yes, the tile counter decides who computes a tile, not how
 // Requires d % 64 == 0, n % 8 == 0, 16-byte aligned rows, E <= 640, T*d < 2^35
 #pragma once
 
@@ -43,6 +43,8 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
   } else {
     block::consume<Config::gemm, Epilogue>(smem, p.gemm, p.epilogue, warpgroup - 1);
   }
+  // Peers arrive on this CTA's barriers until they have finished.
+  if constexpr (Config::gemm.cluster_m > 1) arch::cluster_sync();
 #endif
 }
 
@@ -55,6 +57,7 @@ struct UpProjectionArguments {
   block::bf16* gmem_a;  // (rows, n)
   int64_t rows;         // capacity P of h and a, >= R
   int const* expert_offsets;
+  int* tile_counter;  // one int, 0 at the first launch; launches that overlap need one each
   int experts, hidden, intermediate;
 };
 
@@ -90,6 +93,7 @@ cudaError_t make_up_projection_params(UpProjectionParams& p, UpProjectionArgumen
   p.gemm.gmem_index = args.gather_index;
   p.gemm.a_pitch_chunks = int(d / 8);
   p.gemm.gmem_offsets = args.expert_offsets;
+  p.gemm.gmem_tile_counter = args.tile_counter;
   p.gemm.segments = args.experts;
   p.gemm.n_tiles = int((n + kGemm.tile.n / 2 - 1) / (kGemm.tile.n / 2));
   p.gemm.k_tiles = int(d / kGemm.tile.k);

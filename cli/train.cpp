@@ -278,6 +278,8 @@ void add_training_flags(CLI::App& command, Flags& flags) {
   flags.steps = option("--steps", training.steps, "steps in all");
   flags.fixed.push_back(option("--batch", training.batch, "windows of --context bytes per step"));
   flags.fixed.push_back(option("--lr", training.rate, "peak learning rate"));
+  flags.fixed.push_back(
+      option("--balance", training.balance, "factor of the experts' balance loss"));
   flags.fixed.push_back(option("--warmup", training.warmup, "steps of linear warm-up"));
   flags.fixed.push_back(option("--seed", training.seed, "of weights, batches and the sample"));
   flags.fixed.push_back(

@@ -38,15 +38,18 @@ std::vector<float> normals(LayerCase const& layer_case, Stream stream, std::int6
   return values;
 }
 
-/// [experts, rows, columns] for a reduction over columns.
+/// [experts, rows, columns] for a reduction over columns; the last column is 8 times larger, and the last row too
+/// where asked for.
 std::vector<double> matrices(LayerCase const& layer_case, Stream stream, std::int64_t rows,
-                             std::int64_t columns) {
-  auto const values = normals(layer_case, stream, layer_case.desc.shape.experts * rows * columns,
-                              1 / std::sqrt(static_cast<double>(columns)));
+                             std::int64_t columns, bool large_last_row) {
+  auto const values =
+      normals(layer_case, stream, layer_case.desc.shape.experts * rows * columns,
+              1 / std::sqrt(static_cast<double>(columns)));
   std::vector<double> out(values.begin(), values.end());
   for (std::size_t i = 0; i < out.size(); ++i) {
     auto const at = static_cast<std::int64_t>(i);
-    if (at % columns == columns - 1 || at / columns % rows == rows - 1) out[i] *= 8;
+    bool const last_row = at / columns % rows == rows - 1;
+    if (at % columns == columns - 1 || (last_row && large_last_row)) out[i] *= 8;
   }
   return out;
 }
@@ -64,9 +67,9 @@ void make_weights(LayerCase const& layer_case, LayerData& data) {
   std::int64_t const experts = desc.shape.experts;
   bool const gated = desc.activation.gated();
   reference::LogicalWeights logical;
-  if (gated) logical.gate = matrices(layer_case, kGate, n, d);
-  logical.up = matrices(layer_case, kUp, n, d);
-  logical.down = matrices(layer_case, kDown, d, n);
+  if (gated) logical.gate = matrices(layer_case, kGate, n, d, false);
+  logical.up = matrices(layer_case, kUp, n, d, false);
+  logical.down = matrices(layer_case, kDown, d, n, true);
   if (desc.bias) {
     if (gated) logical.b_gate = widened(normals(layer_case, kBGate, experts * n));
     logical.b_up = widened(normals(layer_case, kBUp, experts * n));
@@ -98,23 +101,46 @@ void make_given_routing(LayerCase const& layer_case, SlotList slots, LayerData& 
   }
 }
 
-/// A router whose logits are N(0,1) and, for patterns other than random, tokens that lean towards the
-/// pattern's experts: x_t gains 8 * w_router[e] for each of them (exact for wide enough d).
+/// Rounds to multiples of `step`.
+void snap(std::vector<float>& values, double step) {
+  for (float& value : values) value = static_cast<float>(std::nearbyint(value / step) * step);
+}
+
+/// A router whose logits are N(0,1), apart from what the pattern asks for: experts that get nothing have a bias of
+/// -16, popularities enter as their logarithms, and elsewhere x_t gains 6 * w_router[e] for each expert that
+/// t should prefer (exact for wide enough d). x, w_router and b_router stand on coarse grids, so that
+/// logits are exact in fp32: their rounding would be one number that decides a whole row's error.
 void make_router(LayerCase const& layer_case, SlotList const& slots, LayerData& data) {
   MoeShape const& s = data.desc.shape;
-  data.w_router = normals(layer_case, kRouter, s.experts * s.hidden,
-                          1 / std::sqrt(static_cast<double>(s.hidden)));
-  if (layer_case.router_bias) data.b_router = normals(layer_case, kBRouter, s.experts);
-  if (layer_case.routing.pattern == RoutingPattern::random) return;
-  for (std::int64_t t = 0; t < s.tokens; ++t) {
-    for (std::int64_t k = 0; k < s.top_k; ++k) {
-      std::int64_t const expert = slots.topk_ids[t * s.top_k + k];
+  double const width = std::sqrt(static_cast<double>(s.hidden));
+  data.w_router = normals(layer_case, kRouter, s.experts * s.hidden, 1 / width);
+  snap(data.w_router, std::exp2(-6 - std::ceil(std::log2(width))));
+  RoutingSpec const& routing = layer_case.routing;
+  bool const by_bias =
+      routing.pattern == RoutingPattern::empty || routing.pattern == RoutingPattern::zipf;
+  if (layer_case.router_bias || by_bias) {
+    data.b_router = normals(layer_case, kBRouter, s.experts, layer_case.router_bias ? 1 : 0);
+  }
+  if (routing.pattern == RoutingPattern::zipf) {
+    for (std::int64_t e = 0; e < s.experts; ++e) {
+      data.b_router[e] -= static_cast<float>(routing.parameter * std::log(static_cast<double>(e + 1)));
+    }
+  } else if (routing.pattern == RoutingPattern::empty) {
+    std::vector<char> used(s.experts, 0);
+    for (std::int64_t const expert : slots.topk_ids) used[expert] = 1;
+    for (std::int64_t e = 0; e < s.experts; ++e) data.b_router[e] -= used[e] != 0 ? 0 : 16;
+  } else if (routing.pattern != RoutingPattern::random) {
+    for (std::int64_t j = 0; j < s.tokens * s.top_k; ++j) {
       for (std::int64_t c = 0; c < s.hidden; ++c) {
-        data.x[t * s.hidden + c] += 8 * data.w_router[expert * s.hidden + c];
+        data.x[j / s.top_k * s.hidden + c] += 6 * data.w_router[slots.topk_ids[j] * s.hidden + c];
       }
     }
   }
-  round_all(data.desc.dtype, data.x);
+  snap(data.x, 1.0 / 32);
+  snap(data.b_router, 1.0 / 32);
+  for (auto* const values : {&data.x, &data.w_router, &data.b_router}) {
+    round_all(data.desc.dtype, *values);
+  }
 }
 
 void check_routing(LayerCase const& layer_case) {

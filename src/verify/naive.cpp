@@ -3,8 +3,10 @@
 // dh = J^T dA;  dx = sum dh W;  dD = dY^T a;  dW = dh^T x: each array rounded to the storage type.
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "verify/naive_activation.hpp"
+#include "verify/random_source.hpp"
 #include "verify/storage.hpp"
 #include "verify/tensors.hpp"
 
@@ -18,9 +20,23 @@ void add_term(float factor, float const* a, std::int64_t count, float* out) {
   for (std::int64_t i = 0; i < count; ++i) out[i] += factor * a[i];
 }
 
+using Order = std::vector<std::int64_t>;
+
+/// 0 .. count-1, ascending or shuffled.
+Order make_order(std::int64_t count, std::uint64_t seed, std::uint64_t stream) {
+  Order order(count);
+  std::iota(order.begin(), order.end(), 0);
+  if (seed == 0) return order;
+  RandomSource random(seed, stream);
+  for (std::int64_t i = count - 1; i > 0; --i) std::swap(order[i], order[random.below(i + 1)]);
+  return order;
+}
+
 struct NaiveLayer {
   LayerData const& data;
   reference::Metadata const& metadata;
+  Order over_d{}, over_n{};  ///< in which sums run
+  bool rows_descend = false, slots_descend = false;
   Floats gate{}, up{};      ///< [E,n,d]
   Floats gate_t{}, up_t{};  ///< [E,d,n]
   Floats down{}, down_t{};  ///< [E,d,n], [E,n,d]
@@ -55,7 +71,24 @@ template <class Body>
 void for_each_row(NaiveLayer const& layer, Body&& body) {
   auto const& offsets = layer.metadata.expert_offsets;
   for (std::int64_t e = 0; e < layer.desc().shape.experts; ++e) {
-    for (std::int64_t r = offsets[e]; r < offsets[e + 1]; ++r) body(e, r);
+    std::int64_t const first = offsets[e], last = offsets[e + 1] - 1;
+    for (std::int64_t r = first; r <= last; ++r) {
+      body(e, layer.rows_descend ? first + last - r : r);
+    }
+  }
+}
+
+/// body(token, row, slot) for the routed slots of every token.
+template <class Body>
+void for_each_slot(NaiveLayer const& layer, Body&& body) {
+  auto const& meta = layer.metadata;
+  for (std::int64_t t = 0; t < layer.desc().shape.tokens; ++t) {
+    std::int64_t const first = meta.token_offsets[t], last = meta.token_offsets[t + 1] - 1;
+    for (std::int64_t j = first; j <= last; ++j) {
+      std::int64_t const slot = layer.slots_descend ? first + last - j : j;
+      std::int64_t const row = meta.inverse_permutation[slot];
+      if (row >= 0) body(t, row, slot);
+    }
   }
 }
 
@@ -79,7 +112,9 @@ Floats up_projection(NaiveLayer const& layer, Floats const& matrix_t, Floats con
   Floats h(layer.metadata.rows() * n);
   for_each_row(layer, [&](std::int64_t e, std::int64_t r) {
     float const* const x = &layer.data.x[layer.metadata.gather_index[r] * d];
-    for (std::int64_t c = 0; c < d; ++c) add_term(x[c], &matrix_t[(e * d + c) * n], n, &h[r * n]);
+    for (std::int64_t const c : layer.over_d) {
+      add_term(x[c], &matrix_t[(e * d + c) * n], n, &h[r * n]);
+    }
     if (!bias.empty()) add_term(1, &bias[e * n], n, &h[r * n]);
   });
   layer.round(h);
@@ -98,7 +133,7 @@ void forward(NaiveLayer& layer, Tensors& out) {
   }
   layer.y.assign(meta.rows() * d, 0);
   for_each_row(layer, [&](std::int64_t e, std::int64_t r) {
-    for (std::int64_t i = 0; i < n; ++i) {
+    for (std::int64_t const i : layer.over_n) {
       add_term(layer.a[r * n + i], &layer.down_t[(e * n + i) * d], d, &layer.y[r * d]);
     }
     if (layer.desc().bias) add_term(1, &layer.b_down[e * d], d, &layer.y[r * d]);
@@ -107,17 +142,13 @@ void forward(NaiveLayer& layer, Tensors& out) {
 
   Floats& o = out["o"];
   o.assign(layer.data.x.size(), 0);
-  for (std::int64_t t = 0; t < layer.desc().shape.tokens; ++t) {
-    for (std::int64_t j = meta.token_offsets[t]; j < meta.token_offsets[t + 1]; ++j) {
-      std::int64_t const row = meta.inverse_permutation[j];
-      if (row < 0) continue;
-      for (std::int64_t c = 0; c < d; ++c) {
-        DType const dtype = layer.desc().dtype;
-        float const scaled = round_to(dtype, layer.scores[j] * layer.y[row * d + c]);
-        o[t * d + c] = round_to(dtype, o[t * d + c] + scaled);
-      }
+  for_each_slot(layer, [&](std::int64_t t, std::int64_t row, std::int64_t slot) {
+    DType const dtype = layer.desc().dtype;
+    for (std::int64_t c = 0; c < d; ++c) {
+      float const scaled = round_to(dtype, layer.scores[slot] * layer.y[row * d + c]);
+      o[t * d + c] = round_to(dtype, o[t * d + c] + scaled);
     }
-  }
+  });
 }
 
 /// dY, ds, dA and dh.
@@ -134,7 +165,7 @@ void down_backward(NaiveLayer& layer, Tensors& out) {
     float const* const d_o = &layer.data.d_o[layer.metadata.gather_index[r] * d];
     float dscore = 0;
     da.assign(n, 0);
-    for (std::int64_t c = 0; c < d; ++c) {
+    for (std::int64_t const c : layer.over_d) {
       dscore += d_o[c] * layer.y[r * d + c];
       layer.dy[r * d + c] = round_to(desc.dtype, layer.scores[slot] * d_o[c]);
       add_term(layer.dy[r * d + c], &layer.down[(e * d + c) * n], n, da.data());
@@ -156,7 +187,7 @@ void input_backward(NaiveLayer const& layer, Tensors& out) {
   auto const& meta = layer.metadata;
   Floats dx_rows(meta.rows() * d);
   for_each_row(layer, [&](std::int64_t e, std::int64_t r) {
-    for (std::int64_t i = 0; i < n; ++i) {
+    for (std::int64_t const i : layer.over_n) {
       std::int64_t const row = (e * n + i) * d;
       if (layer.gated()) {
         add_term(layer.dh_gate[r * n + i], &layer.gate[row], d, &dx_rows[r * d]);
@@ -167,14 +198,10 @@ void input_backward(NaiveLayer const& layer, Tensors& out) {
   layer.round(dx_rows);
   Floats& dx = out["dx"];
   dx.assign(layer.data.x.size(), 0);
-  for (std::int64_t t = 0; t < layer.desc().shape.tokens; ++t) {
-    for (std::int64_t j = meta.token_offsets[t]; j < meta.token_offsets[t + 1]; ++j) {
-      std::int64_t const row = meta.inverse_permutation[j];
-      if (row < 0) continue;
-      add_term(1, &dx_rows[row * d], d, &dx[t * d]);
-      round_all(layer.desc().dtype, std::span(dx).subspan(t * d, d));
-    }
-  }
+  for_each_slot(layer, [&](std::int64_t t, std::int64_t row, std::int64_t) {
+    add_term(1, &dx_rows[row * d], d, &dx[t * d]);
+    round_all(layer.desc().dtype, std::span(dx).subspan(t * d, d));
+  });
 }
 
 void weight_backward(NaiveLayer const& layer, Tensors& out) {
@@ -233,8 +260,9 @@ Floats softmax(float const* logits, std::vector<std::int64_t> const& members) {
   return p;
 }
 
-Floats router_forward(LayerData const& data, std::vector<std::int64_t> const& topk_ids,
+Floats router_forward(NaiveLayer const& layer, std::vector<std::int64_t> const& topk_ids,
                       Tensors& out) {
+  LayerData const& data = layer.data;
   MoeShape const& s = data.desc.shape;
   Floats& logits = out["logits"];
   logits.assign(s.tokens * s.experts, 0);
@@ -242,7 +270,7 @@ Floats router_forward(LayerData const& data, std::vector<std::int64_t> const& to
   Floats scores;
   for (std::int64_t t = 0; t < s.tokens; ++t) {
     float* const row = &logits[t * s.experts];
-    for (std::int64_t c = 0; c < s.hidden; ++c) {
+    for (std::int64_t const c : layer.over_d) {
       add_term(data.x[t * s.hidden + c], &w_router_t[c * s.experts], s.experts, row);
     }
     if (!data.b_router.empty()) add_term(1, data.b_router.data(), s.experts, row);
@@ -290,11 +318,15 @@ void router_backward(LayerData const& data, std::vector<std::int64_t> const& top
 }  // namespace
 
 Tensors naive_tensors(LayerData const& data, std::vector<std::int64_t> const& topk_ids,
-                      reference::Metadata const& metadata) {
+                      reference::Metadata const& metadata, std::uint64_t order) {
   Tensors out;
   bool const routed = data.desc.router.kind != RouterKind::given;
   NaiveLayer layer{.data = data, .metadata = metadata};
-  layer.scores = routed ? router_forward(data, topk_ids, out) : data.scores;
+  layer.over_d = make_order(layer.d(), order, 1);
+  layer.over_n = make_order(layer.n(), order, 2);
+  layer.rows_descend = order % 2 == 1;
+  layer.slots_descend = order / 2 % 2 == 1;
+  layer.scores = routed ? router_forward(layer, topk_ids, out) : data.scores;
   load_weights(layer);
   forward(layer, out);
   down_backward(layer, out);
@@ -314,6 +346,17 @@ Tensors naive_tensors(LayerData const& data, std::vector<std::int64_t> const& to
     return is_parameter_gradient(entry.first) && entry.second.empty();
   });
   return out;
+}
+
+std::vector<Tensors> naive_orders(LayerData const& data, std::vector<std::int64_t> const& topk_ids,
+                                  reference::Metadata const& metadata) {
+  std::int64_t const slots = data.desc.shape.num_slots();
+  std::uint64_t const count = slots < 64 ? 16 : slots < 512 ? 8 : 4;
+  std::vector<Tensors> naives;
+  for (std::uint64_t order = 0; order < count; ++order) {
+    naives.push_back(naive_tensors(data, topk_ids, metadata, order));
+  }
+  return naives;
 }
 
 }  // namespace tessera::verify

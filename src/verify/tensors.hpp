@@ -3,6 +3,7 @@
 // its logits and scores.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <string>
 #include <vector>
@@ -26,8 +27,13 @@ ReferenceTensors reference_tensors(LayerData const& data, reference::Forward con
                                    reference::Backward const& backward);
 
 /// The textbook path in storage precision: every intermediate array is rounded, dot products run term by term
-/// in fp32, ds = <dO, y>. Its errors measure what the precision itself costs.
+/// in fp32, ds = <dO, y>. Its errors measure what the precision itself costs. `order` 0 sums in ascending order of
+/// index; others in orders drawn from it.
 Tensors naive_tensors(LayerData const& data, std::vector<std::int64_t> const& topk_ids,
-                      reference::Metadata const& metadata);
+                      reference::Metadata const& metadata, std::uint64_t order = 0);
+
+/// naive_tensors() in several orders: more where a result has so few numbers that one could be lucky.
+std::vector<Tensors> naive_orders(LayerData const& data, std::vector<std::int64_t> const& topk_ids,
+                                  reference::Metadata const& metadata);
 
 }  // namespace tessera::verify

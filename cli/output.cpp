@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/output.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cstdio>
+
+#include "cli/commands.hpp"
+
+namespace tessera::cli {
+
+void print_text(std::string const& text) {
+  bool const written = std::fwrite(text.data(), 1, text.size(), stdout) == text.size();
+  if (!written || std::fflush(stdout) != 0)
+    throw CommandError("stdout: cannot be written", kEnvironment);
+}
+
+void print_json(Json const& document) { print_text(document.dump(1) + '\n'); }
+
+std::string bytes_text(double bytes) {
+  char const* const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  int unit = 0;
+  while (bytes >= 1024 && unit < 4) {
+    bytes /= 1024;
+    ++unit;
+  }
+  return fmt::format("{:.{}f} {}", bytes, unit == 0 ? 0 : 1, units[unit]);
+}
+
+Json shape_json(MoeShape const& shape) {
+  return {{"tokens", shape.tokens},
+          {"hidden", shape.hidden},
+          {"intermediate", shape.intermediate},
+          {"experts", shape.experts},
+          {"top_k", shape.top_k}};
+}
+
+double physical_memory_bytes() noexcept {
+  long const pages = ::sysconf(_SC_PHYS_PAGES), page = ::sysconf(_SC_PAGESIZE);
+  return pages > 0 && page > 0 ? static_cast<double>(pages) * static_cast<double>(page) : 0;
+}
+
+void require_memory(double bytes) {
+  double const physical = physical_memory_bytes();
+  if (physical > 0 && bytes > physical) {
+    throw CommandError(
+        fmt::format("memory: the shape needs about {}, this machine has {}; choose a smaller shape",
+                    bytes_text(bytes), bytes_text(physical)),
+        kEnvironment);
+  }
+}
+
+}  // namespace tessera::cli

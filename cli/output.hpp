@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// Results on stdout: text for people, or one JSON document.
+#pragma once
+
+#include <cstddef>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "tessera/shape.hpp"
+
+namespace tessera::cli {
+
+using Json = nlohmann::ordered_json;
+
+/// Prints the document and a newline. Throws CommandError where stdout cannot be written.
+void print_json(Json const& document);
+
+/// Prints text for people, with the same check.
+void print_text(std::string const& text);
+
+/// "1.4 MiB".
+std::string bytes_text(double bytes);
+
+/// {"tokens": T, "hidden": d, "intermediate": n, "experts": E, "top_k": K}
+Json shape_json(MoeShape const& shape);
+
+/// Bytes of memory in this machine; 0 where the system does not say.
+double physical_memory_bytes() noexcept;
+
+/// Throws CommandError (exit 3) where `bytes` is more than this machine has.
+void require_memory(double bytes);
+
+}  // namespace tessera::cli

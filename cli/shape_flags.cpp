@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/shape_flags.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+
+#include "cli/routing_file.hpp"
+#include "verify/names.hpp"
+
+namespace tessera::cli {
+namespace {
+
+/// The value that `text` names in `names`.
+template <class Value, std::size_t kCount>
+Value named(char const* flag, std::string const& text,
+            verify::Named<Value> const (&names)[kCount]) {
+  std::string choices;
+  for (auto const& candidate : names) {
+    if (text == candidate.name) return candidate.value;
+    choices += (choices.empty() ? "" : " ") + std::string(candidate.name);
+  }
+  throw CommandError(fmt::format("--{} {}: not known; choose one of: {}", flag, text, choices));
+}
+
+double number(char const* flag, std::string const& text) {
+  double value = 0;
+  auto const [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size() || !std::isfinite(value)) {
+    throw CommandError(fmt::format("--{}: '{}' is not a number", flag, text));
+  }
+  return value;
+}
+
+/// "name" or "name:value".
+struct NameAndValue {
+  std::string name, value;
+};
+NameAndValue split(std::string const& text) {
+  auto const colon = text.find(':');
+  if (colon == std::string::npos) return {text, ""};
+  return {text.substr(0, colon), text.substr(colon + 1)};
+}
+
+WeightLayout read_layout(std::string const& text) {
+  auto const [name, value] = split(text);
+  WeightLayout layout = named("layout", name, verify::kLayoutNames);
+  bool const blocked = layout.order == GateUpOrder::blocked;
+  if (blocked != !value.empty()) {
+    throw CommandError(
+        fmt::format("--layout {}: blocked layouts, and only they, name their block, as in {}", text,
+                    "blocked:32"));
+  }
+  if (blocked) {
+    double const block = number("layout", value);
+    if (block < 1 || block > 1e9 || block != std::floor(block)) {
+      throw CommandError(fmt::format("--layout {}: the block is a positive integer", text));
+    }
+    layout.block = static_cast<std::int32_t>(block);
+  }
+  return layout;
+}
+
+verify::RoutingSpec read_pattern(std::string const& text) {
+  auto const [name, value] = split(text);
+  verify::RoutingSpec routing;
+  routing.pattern = named("routing", name, verify::kPatternNames);
+  bool const takes_value = routing.pattern == verify::RoutingPattern::zipf ||
+                           routing.pattern == verify::RoutingPattern::empty ||
+                           routing.pattern == verify::RoutingPattern::file;
+  if (takes_value == value.empty()) {
+    throw CommandError(fmt::format(
+        "--routing {}: zipf:S, empty:FRACTION and file:PATH take a value, the others none", text));
+  }
+  if (routing.pattern == verify::RoutingPattern::file) {
+    routing.path = value;
+    return routing;
+  }
+  if (takes_value) routing.parameter = number("routing", value);
+  bool const fraction = routing.pattern == verify::RoutingPattern::empty;
+  if (routing.parameter < 0 || routing.parameter > (fraction ? 1 : 100)) {
+    throw CommandError(fmt::format("--routing {}: {}", text,
+                                   fraction ? "a fraction is in [0, 1]" : "S is in [0, 100]"));
+  }
+  return routing;
+}
+
+}  // namespace
+
+void ShapeFlags::add_to(CLI::App& command) {
+  auto* const shape = command.add_option_group("Shape");
+  shape->add_option("--tokens", tokens_, "T (default 512)")->type_name("T");
+  shape->add_option("--hidden", hidden_, "d (default 128)")->type_name("d");
+  shape->add_option("--intermediate", intermediate_, "n per expert (default 64)")->type_name("n");
+  shape->add_option("--experts", experts_, "E (default 16)")->type_name("E");
+  shape->add_option("--top-k", top_k_, "experts per token (default 2)")->type_name("K");
+  shape
+      ->add_option("--activation", activation_,
+                   "swiglu geglu geglu-erf reglu clamped-swiglu relu relu2 silu gelu gelu-erf")
+      ->capture_default_str();
+  shape->add_option("--alpha", activation_options_.alpha, "of clamped-swiglu")
+      ->capture_default_str();
+  shape->add_option("--limit", activation_options_.limit, "of clamped-swiglu")
+      ->capture_default_str();
+  shape->add_option("--up-offset", activation_options_.up_offset, "of clamped-swiglu")
+      ->capture_default_str();
+  shape
+      ->add_option("--layout", layout_,
+                   "concat interleaved up-first transposed separate blocked:B, "
+                   "transposed-interleaved transposed-up-first transposed-blocked:B")
+      ->capture_default_str();
+  shape->add_flag("--bias", bias_, "biases of both projections");
+  shape->add_option("--dtype", dtype_, "storage type: fp32 bf16")->capture_default_str();
+
+  auto* const routing = command.add_option_group("Routing");
+  routing->add_option("--router", router_,
+                      "topk-softmax softmax-topk softmax-topk-renorm sigmoid-bias group-limited "
+                      "sqrtsoftplus expert-choice given (default topk-softmax; given with file:)");
+  routing
+      ->add_option("--routing", routing_,
+                   "what the data's routing looks like: random balanced zipf:S one-expert "
+                   "one-token-each empty:FRACTION file:PATH")
+      ->capture_default_str();
+  routing->add_option("--round", round_, "token rounding: none nr-f sr-f nr-s balance-f up down")
+      ->capture_default_str();
+  routing->add_option("--tile", tile_, "M of token rounding")->capture_default_str();
+  routing->add_option("--groups", groups_, "of group-limited (default: from experts)");
+  routing->add_option("--top-groups", top_groups_, "of group-limited (default: from top-k)");
+  routing->add_option("--route-scale", route_scale_, "every score is multiplied by it")
+      ->capture_default_str();
+  routing->add_flag("--normalize-scores", normalize_scores_,
+                    "for sigmoid-bias, sqrtsoftplus and group-limited");
+  routing->add_flag("--router-bias", router_bias_, "a bias on the router's logits");
+  routing->add_option("--sentinels", sentinels_, "fraction of given ids outside [0, E)");
+  routing->add_flag("--repeat-experts", repeat_experts_, "given ids may repeat within a token");
+  routing->add_flag("--variable-experts", variable_experts_, "given ids: counts vary by token");
+  routing->add_option("--ids-dtype", ids_dtype_, "of given ids: int32 int64")
+      ->capture_default_str();
+
+  auto* const run = command.add_option_group("Run");
+  run->add_option("--device", device_, "cpu")->capture_default_str();
+  run->add_option("--threads", threads_, "CPU threads (default: all the process may use)");
+  run->add_option("--save", save_, "what forward keeps: h, or x (h is recomputed)")
+      ->capture_default_str();
+  run->add_flag("--accumulate", accumulate_, "weight gradients add to their buffers");
+  run->add_option("--seed", seed_, "of the data")->capture_default_str();
+}
+
+bool ShapeFlags::any_shape() const noexcept {
+  return tokens_ || hidden_ || intermediate_ || experts_ || top_k_;
+}
+
+verify::LayerCase ShapeFlags::layer_case() const {
+  verify::LayerCase out;
+  MoeDesc& desc = out.desc;
+  desc.shape.tokens = tokens_.value_or(512);
+  desc.shape.hidden = hidden_.value_or(128);
+  desc.shape.intermediate = intermediate_.value_or(64);
+  desc.shape.experts = experts_.value_or(16);
+  desc.shape.top_k = top_k_.value_or(2);
+  desc.shape.variable_experts = variable_experts_;
+  desc.dtype = named("dtype", dtype_, verify::kDTypeNames);
+  desc.activation = activation_options_;
+  desc.activation.kind = named("activation", activation_, verify::kActivationNames);
+  desc.layout = read_layout(layout_);
+  desc.bias = bias_;
+  desc.router.round = named("round", round_, verify::kRoundingNames);
+  desc.router.tile = tile_;
+  desc.router.groups = groups_;
+  desc.router.top_groups = top_groups_;
+  desc.router.route_scale = route_scale_;
+  desc.router.normalize_scores = normalize_scores_;
+  desc.router.seed = seed_;
+  desc.ids_dtype = named("ids-dtype", ids_dtype_, verify::kIdsDTypeNames);
+  desc.save = named("save", save_, verify::kSaveNames);
+  if (!(sentinels_ >= 0 && sentinels_ <= 1)) {
+    throw CommandError(fmt::format("--sentinels {}: a fraction is in [0, 1]", sentinels_));
+  }
+  out.sentinel_fraction = sentinels_;
+  out.repeat_experts = repeat_experts_;
+  out.router_bias = router_bias_;
+  out.gradient_mode = accumulate_ ? GradientMode::accumulate : GradientMode::write;
+  out.seed = seed_;
+  read_routing(out);
+  return out;
+}
+
+void ShapeFlags::read_routing(verify::LayerCase& layer_case) const {
+  layer_case.routing = read_pattern(routing_);
+  bool const file = layer_case.routing.pattern == verify::RoutingPattern::file;
+  std::string const router = !router_.empty() ? router_ : file ? "given" : "topk-softmax";
+  MoeDesc& desc = layer_case.desc;
+  desc.router.kind = named("router", router, verify::kRouterNames);
+  if (!file) return;
+  RoutingTable table = read_routing_file(layer_case.routing.path);
+  if ((tokens_ && *tokens_ != table.tokens) || (top_k_ && *top_k_ != table.top_k)) {
+    throw CommandError(fmt::format(
+        "--routing {}: the file has {} tokens with top_k {}; leave out --tokens and --top-k",
+        routing_, table.tokens, table.top_k));
+  }
+  desc.shape.tokens = table.tokens;
+  desc.shape.top_k = table.top_k;
+  desc.shape.variable_experts = table.variable_experts;
+  layer_case.routing.topk_ids = std::move(table.topk_ids);
+  layer_case.routing.topk_weights = std::move(table.topk_weights);
+  layer_case.routing.token_offsets = std::move(table.token_offsets);
+}
+
+Context ShapeFlags::context() const { return context(threads_); }
+
+Context ShapeFlags::context(std::int32_t num_threads) const {
+  ContextOptions options;
+  if (device_ == "cuda") {
+    options.device.kind = DeviceKind::cuda;
+  } else if (device_ != "cpu") {
+    throw CommandError(fmt::format("--device {}: not known; choose cpu or cuda", device_));
+  }
+  options.num_threads = num_threads;
+  return value_of(Context::create(options));
+}
+
+}  // namespace tessera::cli

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// The shape and routing flags that verify, bench and explain share.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "cli/commands.hpp"
+#include "tessera/context.hpp"
+#include "verify/case.hpp"
+
+namespace tessera::cli {
+
+class ShapeFlags {
+ public:
+  /// Declares the flags on `command`, which must outlive neither this object nor the parse.
+  void add_to(CLI::App& command);
+
+  /// The case that the flags describe. Throws CommandError for values that are not known or contradict
+  /// each other; whether the library serves the case is the library's answer to give.
+  [[nodiscard]] verify::LayerCase layer_case() const;
+
+  /// Whether a flag that fixes the shape was given.
+  [[nodiscard]] bool any_shape() const noexcept;
+
+  /// The context for --device and --threads.
+  [[nodiscard]] Context context() const;
+  /// The same with another number of threads.
+  [[nodiscard]] Context context(std::int32_t num_threads) const;
+
+  [[nodiscard]] std::uint64_t seed() const noexcept { return seed_; }
+  [[nodiscard]] std::string const& device() const noexcept { return device_; }
+
+ private:
+  void read_routing(verify::LayerCase& layer_case) const;
+
+  std::optional<std::int64_t> tokens_, hidden_, intermediate_, experts_, top_k_;
+  std::string activation_ = "swiglu", layout_ = "concat", dtype_ = "fp32", device_ = "cpu";
+  std::string router_, round_ = "none", routing_ = "random", ids_dtype_ = "int32", save_ = "h";
+  Activation activation_options_;
+  bool bias_ = false, normalize_scores_ = false, router_bias_ = false;
+  bool variable_experts_ = false, repeat_experts_ = false, accumulate_ = false;
+  std::int32_t groups_ = 0, top_groups_ = 0, tile_ = 128, threads_ = 0;
+  float route_scale_ = 1;
+  double sentinels_ = 0;
+  std::uint64_t seed_ = 1;
+};
+
+}  // namespace tessera::cli

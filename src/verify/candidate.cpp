@@ -1,0 +1,275 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "verify/candidate.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "verify/layer_arguments.hpp"
+#include "verify/storage.hpp"
+
+namespace tessera::verify {
+namespace {
+
+bool equal_bits(std::vector<float> const& a, std::vector<float> const& b) {
+  return a.size() == b.size() &&
+         (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+}
+
+/// One run: x, h and the routing tables stay; everything else comes and goes with its phase.
+class Run {
+ public:
+  Run(Context const& context, LayerData const& data, std::uint32_t poison)
+      : context_(context), data_(data), desc_(data.desc), poison_(poison), saved_(poison) {}
+
+  Status all(CandidateResult& result) {
+    TESSERA_TRY(forward(result));
+    TESSERA_TRY(inference(result));
+    TESSERA_TRY(backward(result));
+    TESSERA_TRY(split_backward(result));
+    TESSERA_TRY(partial_backward(result));
+    if (!saved_.intact()) {
+      result.failures.emplace_back("backward wrote to x, h or routing, or a canary beside them");
+    }
+    return {};
+  }
+
+ private:
+  Expected<std::size_t> workspace_size(MoeDesc const& desc, Pass pass, CandidateResult& result) {
+    auto bytes = workspace_bytes(context_, desc, pass);
+    if (bytes.ok()) result.transient_bytes = std::max(result.transient_bytes, bytes.value());
+    return bytes;
+  }
+
+  static void check_memory(Memory const& memory, char const* phase, CandidateResult& result) {
+    if (!memory.intact()) {
+      result.failures.push_back(std::string(phase) + ": wrote to an input or beside a buffer");
+    }
+  }
+
+  Status forward(CandidateResult& result) {
+    MoeShape const& s = desc_.shape;
+    auto const tables = routing_bytes(desc_);
+    if (!tables.ok()) return tables.status();
+    auto const workspace = workspace_size(desc_, Pass::forward, result);
+    if (!workspace.ok()) return workspace.status();
+
+    x_ = saved_.input(desc_.dtype, {s.tokens, s.hidden}, data_.x);
+    h_ = saved_.output(desc_.dtype, {s.num_slots(), desc_.up_width() * s.intermediate});
+    routing_ = saved_.buffer(tables.value());
+    result.saved_bytes = saved_.bytes();
+
+    Memory memory(poison_);
+    MoeForwardArgs args = forward_inputs(data_, memory, x_);
+    args.o = memory.output(desc_.dtype, {s.tokens, s.hidden});
+    args.expert_counts = memory.output(DType::int32, {s.experts});
+    if (has_router()) args.logits = memory.output(DType::fp32, {s.tokens, s.experts});
+    args.h = h_;
+    args.routing = routing_;
+    args.workspace = memory.buffer(workspace.value());
+    TESSERA_TRY(moe_forward(context_, desc_, args));
+    check_memory(memory, "forward", result);
+
+    result.tensors["o"] = values_of(args.o);
+    if (has_router()) result.tensors["logits"] = values_of(args.logits);
+    TESSERA_TRY(read_routing(result));
+    result.h =
+        unpack(desc_.dtype, h_.data, result.metadata.rows() * desc_.up_width() * s.intermediate);
+    auto const* const counts = static_cast<std::int32_t const*>(args.expert_counts.data);
+    for (std::int64_t e = 0; e < s.experts; ++e) {
+      auto const& offsets = result.metadata.expert_offsets;
+      if (counts[e] != offsets[e + 1] - offsets[e]) {
+        result.failures.push_back("expert_counts[" + std::to_string(e) +
+                                  "] is not the difference of expert_offsets");
+        break;
+      }
+    }
+    return {};
+  }
+
+  Status read_routing(CandidateResult& result) {
+    auto view = routing_view(desc_, routing_);
+    if (!view.ok()) return view.status();
+    RoutingView const& v = view.value();
+    std::int64_t const slots = desc_.shape.num_slots();
+    auto const copy = [](std::int32_t const* from, std::int64_t count) {
+      return from == nullptr ? std::vector<std::int64_t>{}
+                             : std::vector<std::int64_t>(from, from + count);
+    };
+    result.metadata.expert_offsets = copy(v.expert_offsets, desc_.shape.experts + 1);
+    result.metadata.sort_permutation = copy(v.sort_permutation, slots);
+    result.metadata.gather_index = copy(v.gather_index, slots);
+    result.metadata.inverse_permutation = copy(v.inverse_permutation, slots);
+    result.metadata.token_offsets = copy(v.token_offsets, desc_.shape.tokens + 1);
+    result.topk_ids = copy(v.topk_ids, slots);
+    result.tensors["scores"].assign(v.scores, v.scores + slots);
+    std::int64_t const rows = result.metadata.rows();
+    if (rows < 0 || rows > slots) {
+      return Status::error(StatusCode::internal, "expert_offsets: last entry %lld, of %lld slots",
+                           static_cast<long long>(rows), static_cast<long long>(slots));
+    }
+    return {};
+  }
+
+  Status inference(CandidateResult& result) {
+    MoeDesc desc = desc_;
+    desc.save = SavePolicy::none;
+    auto const workspace = workspace_size(desc, Pass::forward, result);
+    if (!workspace.ok()) return workspace.status();
+    Memory memory(poison_);
+    MoeForwardArgs args = forward_inputs(data_, memory, x_);
+    args.o = memory.output(desc.dtype, {desc.shape.tokens, desc.shape.hidden});
+    args.workspace = memory.buffer(workspace.value());
+    TESSERA_TRY(moe_forward(context_, desc, args));
+    check_memory(memory, "inference", result);
+    if (!equal_bits(values_of(args.o), result.tensors["o"])) {
+      result.failures.emplace_back("inference: o differs from training's");
+    }
+    return {};
+  }
+
+  /// What every backward call reads, with fresh copies of the weights.
+  MoeBackwardArgs backward_inputs(Memory& memory) {
+    MoeShape const& s = desc_.shape;
+    MoeBackwardArgs args;
+    args.d_o = memory.input(desc_.dtype, {s.tokens, s.hidden}, data_.d_o);
+    args.x = x_;
+    args.h = h_;
+    args.routing = routing_;
+    args.weights = weight_arguments(data_, memory);
+    args.gradients.mode = data_.gradient_mode;
+    if (has_router()) {
+      args.w_router = memory.input(desc_.dtype, {s.experts, s.hidden}, data_.w_router);
+      if (!data_.b_router.empty()) {
+        args.b_router = memory.input(desc_.dtype, {s.experts}, data_.b_router);
+      }
+    }
+    return args;
+  }
+
+  void add_gradient(GradientOutput const& output, Memory& memory, MoeBackwardArgs& args) {
+    Tensor& tensor = gradient_argument(args, output.name);
+    tensor = memory.output(output.dtype, output.shape);
+    initialise_gradient(data_, output, tensor);
+  }
+
+  Status backward(CandidateResult& result) {
+    auto const workspace = workspace_size(desc_, Pass::backward, result);
+    if (!workspace.ok()) return workspace.status();
+    Memory memory(poison_);
+    MoeBackwardArgs args = backward_inputs(memory);
+    auto const outputs = gradient_outputs(data_);
+    for (auto const& output : outputs) add_gradient(output, memory, args);
+    args.workspace = memory.buffer(workspace.value());
+    TESSERA_TRY(moe_backward(context_, desc_, args));
+    check_memory(memory, "backward", result);
+    for (auto const& output : outputs) {
+      result.tensors[output.name] = values_of(gradient_argument(args, output.name));
+    }
+    return {};
+  }
+
+  /// Compares gradients that another way of calling gave with those of backward().
+  void expect_same(std::vector<GradientOutput> const& outputs, MoeBackwardArgs& args,
+                   char const* phase, CandidateResult& result) {
+    for (auto const& output : outputs) {
+      Tensor const& tensor = gradient_argument(args, output.name);
+      if (tensor.present() && !equal_bits(values_of(tensor), result.tensors[output.name])) {
+        result.failures.push_back(std::string(phase) + ": " + output.name +
+                                  " differs from moe_backward's");
+      }
+    }
+  }
+
+  Status split_backward(CandidateResult& result) {
+    MoeShape const& s = desc_.shape;
+    Memory between(poison_);
+    Tensor const dh =
+        between.output(desc_.dtype, {s.num_slots(), desc_.up_width() * s.intermediate});
+    Tensor const a_scaled = between.output(desc_.dtype, {s.num_slots(), s.intermediate});
+    Tensor dlogits_saved;
+    if (has_router()) dlogits_saved = between.output(DType::fp32, {s.tokens, s.experts});
+
+    auto const outputs = gradient_outputs(data_);
+    for (Pass const pass : {Pass::backward_input, Pass::backward_weights}) {
+      bool const weights = pass == Pass::backward_weights;
+      auto const workspace = workspace_size(desc_, pass, result);
+      if (!workspace.ok()) return workspace.status();
+      Memory memory(poison_);
+      MoeBackwardArgs args = backward_inputs(memory);
+      args.dh = dh;
+      args.a_scaled = a_scaled;
+      args.dlogits_saved = dlogits_saved;
+      for (auto const& output : outputs) {
+        if (output.of_weights == weights) add_gradient(output, memory, args);
+      }
+      args.workspace = memory.buffer(workspace.value());
+      TESSERA_TRY(weights ? moe_backward_weights(context_, desc_, args)
+                          : moe_backward_input(context_, desc_, args));
+      check_memory(memory, "split backward", result);
+      expect_same(outputs, args, "split backward", result);
+    }
+    check_memory(between, "split backward", result);
+    return {};
+  }
+
+  /// Leaves out every other gradient, then the others: what is computed does not depend on it.
+  Status partial_backward(CandidateResult& result) {
+    auto const workspace = workspace_size(desc_, Pass::backward, result);
+    if (!workspace.ok()) return workspace.status();
+    auto const outputs = gradient_outputs(data_);
+    for (std::size_t first : {0, 1}) {
+      Memory memory(poison_);
+      MoeBackwardArgs args = backward_inputs(memory);
+      for (std::size_t i = first; i < outputs.size(); i += 2) {
+        add_gradient(outputs[i], memory, args);
+      }
+      args.workspace = memory.buffer(workspace.value());
+      TESSERA_TRY(moe_backward(context_, desc_, args));
+      check_memory(memory, "partial backward", result);
+      expect_same(outputs, args, "partial backward", result);
+    }
+    return {};
+  }
+
+  [[nodiscard]] bool has_router() const { return desc_.router.kind != RouterKind::given; }
+
+  static std::vector<float> values_of(Tensor const& tensor) {
+    return unpack(tensor.dtype, tensor.data, static_cast<std::size_t>(tensor.elements()));
+  }
+  Context const& context_;
+  LayerData const& data_;
+  MoeDesc desc_;
+  std::uint32_t poison_;
+  Memory saved_;
+  ConstTensor x_;
+  Tensor h_;
+  Buffer routing_;
+};
+
+}  // namespace
+
+Expected<CandidateResult> run_candidate(Context const& context, LayerData const& data,
+                                        std::uint32_t poison) {
+  CandidateResult result;
+  Status const status = Run(context, data, poison).all(result);
+  if (!status.ok()) return status;
+  return result;
+}
+
+std::string differing_parts(CandidateResult const& a, CandidateResult const& b) {
+  std::string parts;
+  auto const note = [&parts](std::string const& name, bool same) {
+    if (!same) parts += (parts.empty() ? "" : ", ") + name;
+  };
+  for (auto const& [name, values] : a.tensors) note(name, equal_bits(values, b.tensors.at(name)));
+  note("h", equal_bits(a.h, b.h));
+  note("topk_ids", a.topk_ids == b.topk_ids);
+  note("expert_offsets", a.metadata.expert_offsets == b.metadata.expert_offsets);
+  note("sort_permutation", a.metadata.sort_permutation == b.metadata.sort_permutation);
+  note("gather_index", a.metadata.gather_index == b.metadata.gather_index);
+  note("inverse_permutation", a.metadata.inverse_permutation == b.metadata.inverse_permutation);
+  note("token_offsets", a.metadata.token_offsets == b.metadata.token_offsets);
+  return parts;
+}
+
+}  // namespace tessera::verify

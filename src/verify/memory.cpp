@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "verify/memory.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "verify/storage.hpp"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, size) static_cast<void>(0)
+#define ASAN_UNPOISON_MEMORY_REGION(address, size) static_cast<void>(0)
+#endif
+
+namespace tessera::verify {
+namespace {
+
+constexpr std::size_t kGuardBytes = 72;  // a multiple of 8: data is aligned to its elements
+constexpr std::byte kCanary{0xc5};
+
+}  // namespace
+
+GuardedBuffer::GuardedBuffer(std::size_t bytes, std::uint32_t poison)
+    : bytes_(bytes), poison_(poison), memory_(new std::byte[bytes + 2 * kGuardBytes]) {
+  std::fill_n(memory_.get(), kGuardBytes, kCanary);
+  std::fill_n(data() + bytes_, kGuardBytes, kCanary);
+  fill(poison_);
+  ASAN_POISON_MEMORY_REGION(memory_.get(), kGuardBytes);
+  ASAN_POISON_MEMORY_REGION(data() + bytes_, kGuardBytes);
+}
+
+GuardedBuffer::~GuardedBuffer() {
+  ASAN_UNPOISON_MEMORY_REGION(memory_.get(), bytes_ + 2 * kGuardBytes);
+  fill(poison_);
+}
+
+std::byte* GuardedBuffer::data() const noexcept { return memory_.get() + kGuardBytes; }
+
+void GuardedBuffer::fill(std::uint32_t word) noexcept {
+  for (std::size_t at = 0; at < bytes_; at += sizeof(word)) {
+    std::memcpy(data() + at, &word, std::min(sizeof(word), bytes_ - at));
+  }
+}
+
+void GuardedBuffer::seal() noexcept {
+  sealed_ = true;
+  checksum_ = checksum();
+}
+
+std::uint64_t GuardedBuffer::checksum() const noexcept {
+  std::uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a over words
+  for (std::size_t at = 0; at < bytes_; at += sizeof(std::uint64_t)) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, data() + at, std::min(sizeof(word), bytes_ - at));
+    hash = (hash ^ word) * 0x100000001b3u;
+    hash ^= hash >> 29;
+  }
+  return hash;
+}
+
+bool GuardedBuffer::intact() const noexcept {
+  ASAN_UNPOISON_MEMORY_REGION(memory_.get(), bytes_ + 2 * kGuardBytes);
+  auto const untouched = [](std::byte const* guard) {
+    return std::all_of(guard, guard + kGuardBytes, [](std::byte b) { return b == kCanary; });
+  };
+  bool const guarded = untouched(memory_.get()) && untouched(data() + bytes_);
+  ASAN_POISON_MEMORY_REGION(memory_.get(), kGuardBytes);
+  ASAN_POISON_MEMORY_REGION(data() + bytes_, kGuardBytes);
+  return guarded && (!sealed_ || checksum() == checksum_);
+}
+
+Tensor Memory::output(DType dtype, std::vector<std::int64_t> const& shape) {
+  Tensor view;
+  view.dtype = dtype;
+  view.rank = static_cast<std::int32_t>(shape.size());
+  std::int64_t stride = 1;
+  for (int axis = view.rank - 1; axis >= 0; --axis) {
+    view.shape[axis] = shape[axis];
+    view.stride[axis] = stride;
+    stride *= shape[axis];
+  }
+  view.data = buffer(static_cast<std::size_t>(stride) * dtype_bytes(dtype)).data;
+  return view;
+}
+
+ConstTensor Memory::input(DType dtype, std::vector<std::int64_t> const& shape,
+                          std::span<float const> values) {
+  Tensor const view = output(dtype, shape);
+  pack(dtype, values, view.data);
+  seal_last();
+  return view;
+}
+
+ConstTensor Memory::input_ids(DType dtype, std::vector<std::int64_t> const& shape,
+                              std::span<std::int64_t const> values) {
+  Tensor const view = output(dtype, shape);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (dtype == DType::int64) {
+      static_cast<std::int64_t*>(view.data)[i] = values[i];
+    } else {
+      static_cast<std::int32_t*>(view.data)[i] = static_cast<std::int32_t>(values[i]);
+    }
+  }
+  seal_last();
+  return view;
+}
+
+Buffer Memory::buffer(std::size_t bytes) {
+  GuardedBuffer const& added = buffers_.emplace_back(bytes, poison_);
+  return {added.data(), bytes};
+}
+
+bool Memory::intact() const noexcept {
+  return std::all_of(buffers_.begin(), buffers_.end(),
+                     [](GuardedBuffer const& buffer) { return buffer.intact(); });
+}
+
+std::size_t Memory::bytes() const noexcept {
+  std::size_t sum = 0;
+  for (GuardedBuffer const& buffer : buffers_) sum += buffer.bytes();
+  return sum;
+}
+
+}  // namespace tessera::verify

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "verify/names.hpp"
+
+#include <cstdio>
+
+namespace tessera::verify {
+namespace {
+
+std::string number(double value) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.9g", value);
+  return text;
+}
+
+}  // namespace
+
+std::string layout_name(WeightLayout const& layout) {
+  WeightLayout plain = layout;
+  plain.block = 0;
+  std::string name = name_of(kLayoutNames, plain);
+  if (layout.order == GateUpOrder::blocked) name.append(":").append(std::to_string(layout.block));
+  return name;
+}
+
+std::string routing_name(RoutingSpec const& routing) {
+  std::string name = name_of(kPatternNames, routing.pattern);
+  switch (routing.pattern) {
+    case RoutingPattern::zipf:
+    case RoutingPattern::empty:
+      return name.append(":").append(number(routing.parameter));
+    case RoutingPattern::file:
+      return name.append(":").append(routing.path);
+    default:
+      return name;
+  }
+}
+
+std::string case_options(LayerCase const& layer_case) {
+  MoeDesc const& desc = layer_case.desc;
+  MoeDesc const plain;
+  std::string text;
+  auto const add = [&text](char const* flag, std::string const& value) {
+    text += (text.empty() ? "--" : " --") + std::string(flag);
+    if (!value.empty()) text += " " + value;
+  };
+  add("tokens", std::to_string(desc.shape.tokens));
+  add("hidden", std::to_string(desc.shape.hidden));
+  add("intermediate", std::to_string(desc.shape.intermediate));
+  add("experts", std::to_string(desc.shape.experts));
+  add("top-k", std::to_string(desc.shape.top_k));
+  add("activation", name_of(kActivationNames, desc.activation.kind));
+  add("layout", layout_name(desc.layout));
+  add("dtype", name_of(kDTypeNames, desc.dtype));
+  add("router", name_of(kRouterNames, desc.router.kind));
+  add("routing", routing_name(layer_case.routing));
+  if (desc.activation.alpha != plain.activation.alpha) add("alpha", number(desc.activation.alpha));
+  if (desc.activation.limit != plain.activation.limit) add("limit", number(desc.activation.limit));
+  if (desc.activation.up_offset != plain.activation.up_offset) {
+    add("up-offset", number(desc.activation.up_offset));
+  }
+  if (desc.bias) add("bias", "");
+  if (desc.router.round != Rounding::none) {
+    add("round", name_of(kRoundingNames, desc.router.round));
+    add("tile", std::to_string(desc.router.tile));
+  }
+  if (desc.router.groups != 0) add("groups", std::to_string(desc.router.groups));
+  if (desc.router.top_groups != 0) add("top-groups", std::to_string(desc.router.top_groups));
+  if (desc.router.route_scale != 1) add("route-scale", number(desc.router.route_scale));
+  if (desc.router.normalize_scores) add("normalize-scores", "");
+  if (layer_case.router_bias) add("router-bias", "");
+  if (layer_case.sentinel_fraction != 0) add("sentinels", number(layer_case.sentinel_fraction));
+  if (layer_case.repeat_experts) add("repeat-experts", "");
+  if (desc.shape.variable_experts) add("variable-experts", "");
+  if (desc.ids_dtype != DType::int32) add("ids-dtype", name_of(kIdsDTypeNames, desc.ids_dtype));
+  if (desc.save != SavePolicy::h) add("save", name_of(kSaveNames, desc.save));
+  if (layer_case.gradient_mode == GradientMode::accumulate) add("accumulate", "");
+  add("seed", std::to_string(layer_case.seed));
+  return text;
+}
+
+}  // namespace tessera::verify

@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+// Six dimensions, one table. Greedy pairwise: of several draws, take the one with the most new pairs.
+#include "verify/random_cases.hpp"
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <set>
+#include <tuple>
+
+#include "verify/names.hpp"
+#include "verify/random_source.hpp"
+
+namespace tessera::verify {
+namespace {
+
+enum Dimension { kRouter, kRound, kActivation, kLayout, kDType, kRouting, kDimensions };
+
+/// Index of the chosen value in each dimension's list.
+using Choice = std::array<int, kDimensions>;
+
+constexpr RoutingPattern kPatterns[] = {RoutingPattern::random,         RoutingPattern::balanced,
+                                        RoutingPattern::zipf,           RoutingPattern::one_expert,
+                                        RoutingPattern::one_token_each, RoutingPattern::empty};
+
+constexpr std::array<int, kDimensions> kSizes = {
+    std::size(kRouterNames), std::size(kRoundingNames), std::size(kActivationNames),
+    std::size(kLayoutNames), std::size(kDTypeNames),    std::size(kPatterns)};
+
+constexpr int kLayoutBlock = 4;
+
+MoeDesc desc_of(Choice const& choice) {
+  MoeDesc desc;
+  desc.shape = {.tokens = 8, .hidden = 8, .intermediate = 8, .experts = 8, .top_k = 2};
+  desc.router.kind = kRouterNames[choice[kRouter]].value;
+  desc.router.round = kRoundingNames[choice[kRound]].value;
+  desc.activation.kind = kActivationNames[choice[kActivation]].value;
+  desc.layout = kLayoutNames[choice[kLayout]].value;
+  if (desc.layout.order == GateUpOrder::blocked) desc.layout.block = kLayoutBlock;
+  desc.dtype = kDTypeNames[choice[kDType]].value;
+  return desc;
+}
+
+/// What the library serves, remembered: one question per combination.
+class Support {
+ public:
+  explicit Support(Context const& context) : context_(context) {}
+  bool serves(Choice choice) {
+    choice[kRouting] = 0;  // a matter of data
+    auto const [place, added] = known_.try_emplace(choice, false);
+    if (added) {
+      place->second = workspace_bytes(context_, desc_of(choice), Pass::backward).ok();
+    }
+    return place->second;
+  }
+
+ private:
+  Context const& context_;
+  std::map<Choice, bool> known_;
+};
+
+using Pair = std::tuple<int, int, int, int>;  // dimension, value, later dimension, value
+
+std::vector<Pair> pairs_of(Choice const& choice) {
+  std::vector<Pair> pairs;
+  for (int a = 0; a < kDimensions; ++a) {
+    for (int b = a + 1; b < kDimensions; ++b) pairs.emplace_back(a, choice[a], b, choice[b]);
+  }
+  return pairs;
+}
+
+/// Every combination that is served, and every pair that occurs in one.
+struct Space {
+  std::vector<Choice> choices;
+  std::set<Pair> pairs;
+};
+
+Space served_space(Context const& context) {
+  Support support(context);
+  Space space;
+  Choice choice{};
+  // Counts like an odometer.
+  for (bool more = true; more;) {
+    if (support.serves(choice)) {
+      space.choices.push_back(choice);
+      for (Pair const& pair : pairs_of(choice)) space.pairs.insert(pair);
+    }
+    more = false;
+    for (int dimension = kDimensions - 1; dimension >= 0 && !more; --dimension) {
+      more = ++choice[dimension] < kSizes[dimension];
+      if (!more) choice[dimension] = 0;
+    }
+  }
+  return space;
+}
+
+/// What a case is made to contain; they take turns over the small cases.
+enum class Feature {
+  none,
+  no_tokens,
+  one_token,
+  top_1,
+  all_experts,
+  sentinels,
+  only_sentinels,
+  variable_experts,
+  int64_ids,
+  repeated_experts,
+  one_expert_in_all,
+  odd_sizes,
+  int64_variable_sentinels,
+  kCount,
+};
+
+bool needs_given_router(Feature feature) {
+  switch (feature) {
+    case Feature::sentinels:
+    case Feature::only_sentinels:
+    case Feature::variable_experts:
+    case Feature::int64_ids:
+    case Feature::repeated_experts:
+    case Feature::int64_variable_sentinels:
+      return true;
+    default:
+      return false;
+  }
+}
+
+/// The draw with the most uncovered pairs among a few that suit the feature.
+Choice draw_choice(Space const& space, std::set<Pair> const& uncovered, Feature feature,
+                   RandomSource& random) {
+  constexpr int kDraws = 50;
+  Choice best = space.choices.front();
+  std::int64_t most = -1;
+  for (int draw = 0; draw < kDraws; ++draw) {
+    Choice const choice = space.choices[random.below(std::ssize(space.choices))];
+    bool const given = kRouterNames[choice[kRouter]].value == RouterKind::given;
+    if (needs_given_router(feature) && !given) continue;
+    std::int64_t fresh = 0;
+    for (Pair const& pair : pairs_of(choice)) fresh += uncovered.contains(pair) ? 1 : 0;
+    if (fresh > most) {
+      most = fresh;
+      best = choice;
+    }
+  }
+  return best;
+}
+
+std::int64_t draw_width(RandomSource& random, std::int64_t most) {
+  return random.chance(0.25) ? std::max<std::int64_t>(64, most / 64 * 64) : random.between(1, most);
+}
+
+MoeShape draw_shape(Feature feature, bool large, RandomSource& random) {
+  MoeShape s;
+  s.experts = large ? random.between(32, 96) : random.between(1, 24);
+  s.tokens = large ? random.between(512, 1024) : random.between(2, 160);
+  s.hidden = draw_width(random, large ? 128 : 192);
+  s.intermediate = draw_width(random, large ? 96 : 192);
+  s.top_k = random.between(1, std::min<std::int64_t>(s.experts, large ? 6 : 8));
+  switch (feature) {
+    case Feature::no_tokens:
+      s.tokens = 0;
+      break;
+    case Feature::one_token:
+      s.tokens = 1;
+      break;
+    case Feature::top_1:
+      s.top_k = 1;
+      break;
+    case Feature::one_expert_in_all:
+      s.experts = s.top_k = 1;
+      break;
+    case Feature::all_experts:
+      s.experts = random.between(2, 8);
+      s.top_k = s.experts;
+      break;
+    case Feature::odd_sizes:
+      s.hidden = 64 + random.between(1, 63);
+      s.intermediate = 64 + random.between(1, 63);
+      break;
+    default:
+      break;
+  }
+  return s;
+}
+
+/// Tokens and sizes that the routing pattern and the layout of the choice need.
+void fit_shape(LayerCase& layer_case, Feature feature) {
+  MoeShape& s = layer_case.desc.shape;
+  if (layer_case.routing.pattern == RoutingPattern::one_token_each &&
+      layer_case.desc.router.kind != RouterKind::given) {
+    s.top_k = std::min(s.top_k, std::max<std::int64_t>(1, s.experts / 2));
+    s.tokens = std::min(s.tokens, s.experts / s.top_k);
+  }
+  if (layer_case.desc.layout.order == GateUpOrder::blocked) {
+    s.intermediate = (s.intermediate + kLayoutBlock - 1) / kLayoutBlock * kLayoutBlock;
+  }
+  s.variable_experts =
+      feature == Feature::variable_experts || feature == Feature::int64_variable_sentinels;
+}
+
+LayerCase draw_case(Choice const& choice, Feature feature, bool large, RandomSource& random) {
+  LayerCase out;
+  out.desc = desc_of(choice);
+  out.desc.shape = draw_shape(feature, large, random);
+  out.desc.bias = random.chance(0.5);
+  out.routing.pattern = kPatterns[choice[kRouting]];
+  if (out.routing.pattern == RoutingPattern::zipf) {
+    out.routing.parameter = static_cast<double>(random.between(1, 4)) / 2;
+  }
+  if (out.routing.pattern == RoutingPattern::empty) {
+    out.routing.parameter = static_cast<double>(random.between(1, 3)) / 4;
+  }
+  out.gradient_mode = random.chance(0.4) ? GradientMode::accumulate : GradientMode::write;
+  if (out.desc.activation.kind == ActivationKind::clamped_swiglu && random.chance(0.5)) {
+    out.desc.activation = {ActivationKind::clamped_swiglu, 1.0f, 2.0f, 0.0f};
+  }
+  bool const given = out.desc.router.kind == RouterKind::given;
+  if (!given && random.chance(0.3)) out.desc.router.route_scale = 2.5f;
+  if (!given) out.router_bias = random.chance(0.5);
+  if (feature == Feature::sentinels || feature == Feature::int64_variable_sentinels ||
+      (given && random.chance(0.2))) {
+    out.sentinel_fraction = 0.3;
+  }
+  if (feature == Feature::only_sentinels) out.sentinel_fraction = 1;
+  out.repeat_experts = feature == Feature::repeated_experts;
+  if (feature == Feature::int64_ids || feature == Feature::int64_variable_sentinels ||
+      random.chance(0.25)) {
+    out.desc.ids_dtype = DType::int64;
+  }
+  fit_shape(out, feature);
+  out.seed = random.bits() >> 33;  // short enough to type
+  return out;
+}
+
+}  // namespace
+
+std::vector<RandomCase> random_cases(Context const& context, std::int64_t count,
+                                     std::uint64_t seed) {
+  Space const space = served_space(context);
+  std::set<Pair> uncovered = space.pairs;
+  RandomSource random(seed, 1);
+  std::vector<RandomCase> cases;
+  if (space.choices.empty()) return cases;
+  std::int64_t num_small = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    bool const large = i % 5 == 4;
+    Feature const feature =
+        large ? Feature::none
+              : static_cast<Feature>(num_small++ % static_cast<std::int64_t>(Feature::kCount));
+    Choice const choice = draw_choice(space, uncovered, feature, random);
+    LayerCase layer_case = draw_case(choice, feature, large, random);
+    // One token per expert and a router leave no room for many tokens.
+    bool const still_large = large && layer_case.desc.shape.tokens >= 512;
+    if (large && !still_large) layer_case.routing = {}, layer_case.desc.shape.tokens = 512;
+    cases.push_back({layer_case, large});
+    Choice drawn = choice;
+    if (large && !still_large) drawn[kRouting] = 0;
+    for (Pair const& pair : pairs_of(drawn)) uncovered.erase(pair);
+  }
+  return cases;
+}
+
+PairCoverage pair_coverage(Context const& context, std::vector<RandomCase> const& cases) {
+  Space const space = served_space(context);
+  auto const index_in = [](auto const& names, auto const& value) {
+    int index = 0;
+    while (!(names[index].value == value)) ++index;
+    return index;
+  };
+  std::set<Pair> seen;
+  for (RandomCase const& random_case : cases) {
+    MoeDesc const& desc = random_case.layer_case.desc;
+    WeightLayout layout = desc.layout;
+    layout.block = 0;
+    auto const pattern = std::find(std::begin(kPatterns), std::end(kPatterns),
+                                   random_case.layer_case.routing.pattern);
+    Choice const choice = {index_in(kRouterNames, desc.router.kind),
+                           index_in(kRoundingNames, desc.router.round),
+                           index_in(kActivationNames, desc.activation.kind),
+                           index_in(kLayoutNames, layout),
+                           index_in(kDTypeNames, desc.dtype),
+                           static_cast<int>(pattern - std::begin(kPatterns))};
+    for (Pair const& pair : pairs_of(choice)) seen.insert(pair);
+  }
+  return {std::ssize(space.pairs), std::ssize(seen)};
+}
+
+}  // namespace tessera::verify

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "verify/runner.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "verify/candidate.hpp"
+#include "verify/memory.hpp"
+
+namespace tessera::verify {
+namespace {
+
+/// Given scores come back bit for bit; a router's are judged as a tensor.
+void check_given_scores(LayerData const& data, CandidateResult& run,
+                        std::vector<std::string>& failures) {
+  std::vector<float> const scores = std::move(run.tensors.at("scores"));
+  run.tensors.erase("scores");
+  if (scores.size() != data.scores.size() ||
+      (!scores.empty() &&
+       std::memcmp(scores.data(), data.scores.data(), scores.size() * sizeof(float)) != 0)) {
+    failures.emplace_back("routing: scores are not those given");
+  }
+}
+
+void judge_run(LayerData const& data, CandidateResult& run, CaseResult& result) {
+  bool const routed = data.desc.router.kind != RouterKind::given;
+  auto const add = [&result](std::vector<std::string> const& more) {
+    result.failures.insert(result.failures.end(), more.begin(), more.end());
+  };
+  reference::Inputs const inputs = reference_inputs(data, run.topk_ids);
+  if (routed) {
+    auto const failures =
+        selection_failures(data.desc, reference::router_logits(inputs), run.topk_ids);
+    add(failures);
+    if (!failures.empty()) return;  // nothing to replay
+  } else {
+    check_given_scores(data, run, result.failures);
+  }
+  auto const forward = reference::forward(inputs);
+  add(metadata_failures(forward.metadata, run.metadata));
+
+  auto const backward =
+      reference::backward(inputs, forward, std::vector<double>(data.d_o.begin(), data.d_o.end()));
+  auto const ref = reference_tensors(data, forward, backward);
+  auto const naives = naive_orders(data, inputs.topk_ids, forward.metadata);
+  result.routed_rows = forward.metadata.rows();
+  result.tensors = judge(data, inputs, forward, ref, naives, run.tensors);
+  for (auto const& [name, comparison] : result.tensors) {
+    if (!comparison.ok) result.failures.push_back(name + ": " + comparison.reason);
+  }
+}
+
+}  // namespace
+
+Expected<CaseResult> verify_case(Context const& context, Context const& repeat_context,
+                                 LayerCase const& layer_case) {
+  // The library judges the shape before data of that shape is made.
+  auto const supported = workspace_bytes(context, layer_case.desc, Pass::backward);
+  if (!supported.ok()) return supported.status();
+  LayerData data;
+  try {
+    data = make_data(layer_case);
+  } catch (std::invalid_argument const& error) {
+    return Status::invalid("%s", error.what());
+  }
+  auto first = run_candidate(context, data, kPoisons[0]);
+  if (!first.ok()) return first.status();
+  auto const second = run_candidate(repeat_context, data, kPoisons[1]);
+  if (!second.ok()) return second.status();
+
+  CandidateResult& run = first.value();
+  CaseResult result;
+  result.desc = data.desc;
+  result.failures = run.failures;
+  result.saved_bytes = run.saved_bytes;
+  result.saved_bytes_formula = saved_bytes_formula(data.desc);
+  result.transient_peak_bytes = run.transient_bytes;
+  if (result.saved_bytes != result.saved_bytes_formula) {
+    result.failures.push_back("saved bytes: " + std::to_string(result.saved_bytes) +
+                              ", the formula gives " + std::to_string(result.saved_bytes_formula));
+  }
+  std::string const parts = differing_parts(run, second.value());
+  result.bitwise_repeat = parts.empty();
+  if (!parts.empty()) result.failures.push_back("other bits with other threads: " + parts);
+  judge_run(data, run, result);
+  result.ok = result.failures.empty();
+  return result;
+}
+
+std::size_t saved_bytes_formula(MoeDesc const& desc) {
+  auto const size = [](std::int64_t value) { return static_cast<std::size_t>(value); };
+  MoeShape const& s = desc.shape;
+  std::size_t const slots = size(s.num_slots()), element = dtype_bytes(desc.dtype);
+  std::size_t bytes = element * size(s.tokens * s.hidden);
+  bytes += element * slots * size(desc.up_width() * s.intermediate);
+  bytes += 16 * slots + 4 * size(s.experts + 1);
+  if (s.variable_experts) bytes += 4 * size(s.tokens + 1);
+  if (desc.router.kind != RouterKind::given) bytes += 4 * slots;
+  return bytes;
+}
+
+std::vector<std::string> metadata_failures(reference::Metadata const& ref,
+                                           reference::Metadata const& out) {
+  std::vector<std::string> failures;
+  auto const compare = [&failures](char const* name, std::vector<std::int64_t> const& want,
+                                   std::vector<std::int64_t> const& have) {
+    if (want == have) return;
+    std::size_t at = 0;
+    while (at < std::min(want.size(), have.size()) && want[at] == have[at]) ++at;
+    std::string text = std::string("routing: ") + name + "[" + std::to_string(at) + "]";
+    if (at < have.size()) text += " is " + std::to_string(have[at]);
+    if (at < want.size()) text += ", should be " + std::to_string(want[at]);
+    failures.push_back(text);
+  };
+  compare("expert_offsets", ref.expert_offsets, out.expert_offsets);
+  compare("sort_permutation", ref.sort_permutation, out.sort_permutation);
+  compare("gather_index", ref.gather_index, out.gather_index);
+  compare("inverse_permutation", ref.inverse_permutation, out.inverse_permutation);
+  if (!out.token_offsets.empty()) compare("token_offsets", ref.token_offsets, out.token_offsets);
+  return failures;
+}
+
+std::vector<std::string> selection_failures(MoeDesc const& desc, std::vector<double> const& logits,
+                                            std::vector<std::int64_t> const& topk_ids) {
+  MoeShape const& s = desc.shape;
+  double const relative = std::ldexp(std::sqrt(static_cast<double>(s.hidden)), -20);
+  for (std::int64_t t = 0; t < s.tokens; ++t) {
+    double const* const key = &logits[t * s.experts];
+    std::int64_t const* const ids = &topk_ids[t * s.top_k];
+    double largest = 1;
+    for (std::int64_t e = 0; e < s.experts; ++e) largest = std::max(largest, std::abs(key[e]));
+    double const slack = relative * largest;
+    std::vector<char> chosen(s.experts, 0);
+    std::string const where = "router: token " + std::to_string(t);
+    for (std::int64_t k = 0; k < s.top_k; ++k) {
+      if (ids[k] < 0 || ids[k] >= s.experts) return {where + ": id out of range"};
+      if (chosen[ids[k]] != 0) return {where + ": an expert is chosen twice"};
+      chosen[ids[k]] = 1;
+      if (k > 0 && key[ids[k]] > key[ids[k - 1]] + slack) {
+        return {where + ": slots are not in descending key"};
+      }
+      if (k > 0 && key[ids[k]] == key[ids[k - 1]] && ids[k] < ids[k - 1]) {
+        return {where + ": a tie went to the higher expert"};
+      }
+    }
+    for (std::int64_t e = 0; e < s.experts; ++e) {
+      if (chosen[e] == 0 && key[e] > key[ids[s.top_k - 1]] + slack) {
+        return {where + ": expert " + std::to_string(e) + " has a larger key than a chosen one"};
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace tessera::verify

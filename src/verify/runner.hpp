@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// One case against the reference: results, metadata, saved bytes, repeatability.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tessera/context.hpp"
+#include "verify/tolerance.hpp"
+
+namespace tessera::verify {
+
+struct CaseResult {
+  bool ok = false;
+  MoeDesc desc;
+  std::int64_t routed_rows = 0;  ///< R
+  Comparisons tensors;
+  std::size_t saved_bytes = 0;          ///< allocated between forward and backward
+  std::size_t saved_bytes_formula = 0;  ///< what the shape says
+  std::size_t transient_peak_bytes = 0;
+  bool bitwise_repeat = false;        ///< other thread count, other poison, same bits
+  std::vector<std::string> failures;  ///< a line each; empty where ok
+};
+
+/// Runs the case on `context`, repeats it on `repeat_context` and judges both. Errors: those of the library,
+/// before or during the run (an unsupported case, say); invalid_argument for contradictory data options.
+Expected<CaseResult> verify_case(Context const& context, Context const& repeat_context,
+                                 LayerCase const& layer_case);
+
+/// b*T*d + b*w*P*n + 16P + 4(E+1) [+ 4(T+1) variable experts] [+ 4P ids of a router], for SavePolicy::h.
+std::size_t saved_bytes_formula(MoeDesc const& desc);
+
+/// Broken invariants of routing tables, compared exactly with the reference's.
+std::vector<std::string> metadata_failures(reference::Metadata const& ref,
+                                           reference::Metadata const& out);
+
+/// Whether a router's choice is the reference's, up to swaps of keys that differ by rounding only.
+std::vector<std::string> selection_failures(MoeDesc const& desc, std::vector<double> const& logits,
+                                            std::vector<std::int64_t> const& topk_ids);
+
+}  // namespace tessera::verify

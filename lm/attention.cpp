@@ -32,7 +32,7 @@ Matrix<Element> from_row(Matrix<Element> m, std::int64_t row) {
 TESSERA_LM_SIMD void softmax_row(std::int64_t visible, std::int64_t width, float* p) {
   float largest = p[0];
   for (std::int64_t j = 1; j < visible; ++j) largest = p[j] > largest ? p[j] : largest;
-  for (std::int64_t j = 0; j < visible; ++j) p[j] = std::exp(p[j] - largest);
+  for (std::int64_t j = 0; j < visible; ++j) p[j] = exp_of_negative(p[j] - largest);
   float const inverse = 1 / lane_sum(visible, [&](std::int64_t j) { return p[j]; });
   for (std::int64_t j = 0; j < visible; ++j) p[j] *= inverse;
   std::fill(p + visible, p + width, 0.0f);

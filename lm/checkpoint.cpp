@@ -31,6 +31,7 @@ json describe(TrainingState const& state) {
           {"warmup", o.warmup},
           {"eval_every", o.eval_every},
           {"learning_rate", o.rate},
+          {"balance", o.balance},
           {"seed", o.seed},
           {"router", router_name(o.model.router)},
           {"round", rounding_name(o.rounding)},
@@ -74,6 +75,7 @@ TrainingState undescribe(json const& object) {
   o.warmup = json_integer(object, "warmup", 0, kMany);
   o.eval_every = json_integer(object, "eval_every", 1, kMany);
   o.rate = json_number(object, "learning_rate", 0, 1);
+  o.balance = json_number(object, "balance", 0, 10);
   o.seed = json_bits(object, "seed");
   validate(o);
   state.step = json_integer(object, "step", 0, o.steps);

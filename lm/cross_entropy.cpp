@@ -21,7 +21,7 @@ TESSERA_LM_SIMD double row_loss(std::uint8_t target, float* logits, bool gradien
   for (std::int64_t v = 1; v < kWidth; ++v) largest = logits[v] > largest ? logits[v] : largest;
   float const wanted = logits[target] - largest;
   float exponentials[kWidth];
-  for (std::int64_t v = 0; v < kWidth; ++v) exponentials[v] = std::exp(logits[v] - largest);
+  for (std::int64_t v = 0; v < kWidth; ++v) exponentials[v] = exp_of_negative(logits[v] - largest);
   float const sum = lane_sum(kWidth, [&](std::int64_t v) { return exponentials[v]; });
   if (gradient) {
     float const factor = scale / sum;

@@ -31,9 +31,10 @@ struct LinearShape {
 
 void linear_fwd(Context const& context, LinearShape shape, float const* x, float const* w,
                 float* y);
+/// The gradients replace what is there, or are added to it.
 void linear_dgrad(Context const& context, LinearShape shape, float const* dy, float const* w,
-                  float* dx);
+                  float* dx, bool add = false);
 void linear_wgrad(Context const& context, LinearShape shape, float const* dy, float const* x,
-                  float* dw);
+                  float* dw, bool add = false);
 
 }  // namespace tessera::lm

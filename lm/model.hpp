@@ -36,9 +36,10 @@ class Model {
   [[nodiscard]] ModelConfig const& config() const noexcept { return config_; }
   [[nodiscard]] ParameterLayout const& layout() const noexcept { return layout_; }
 
-  /// The batch's mean loss in nats per byte, and its gradient: every element of `gradients` is written.
+  /// Returns the batch's mean loss in nats per byte. Writes every element of `gradients`: of that loss plus
+  /// `balance` times each layer's balance loss.
   double train(std::span<float const> parameters, Batch const& batch,
-               RoundingOptions const& rounding, std::span<float> gradients);
+               RoundingOptions const& rounding, double balance, std::span<float> gradients);
 
   /// The loss alone. Without `moe`, the MoE blocks add nothing to the residual stream.
   double evaluate(std::span<float const> parameters, Batch const& batch, bool moe = true);

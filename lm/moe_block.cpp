@@ -2,6 +2,8 @@
 #include "lm/moe_block.hpp"
 
 #include "lm/error.hpp"
+#include "lm/linear.hpp"
+#include "lm/router_balance.hpp"
 
 namespace tessera::lm {
 
@@ -57,12 +59,15 @@ void MoeBlock::forward(Context const& context, std::int64_t tokens, RoundingOpti
     routing_.resize(saved.routing / sizeof(std::int32_t));
     args.h = tensor(h_.data(), {static_cast<std::int64_t>(h_.size()) / width, width});
     args.routing = {routing_.data(), saved.routing};
+    logits_.resize(static_cast<std::size_t>(tokens * config_.experts));
+    args.logits = tensor(logits_.data(), {tokens, config_.experts});
     kept_ = desc;
   }
   check(moe_forward(context, desc, args));
+  if (keep) counts_.assign(counts, counts + config_.experts);
 }
 
-void MoeBlock::backward(Context const& context, float const* x, float const* d_o,
+void MoeBlock::backward(Context const& context, double balance, float const* x, float const* d_o,
                         MoeWeights const& weights, float* dx, MoeGradients const& gradients,
                         std::vector<std::byte>& workspace) {
   std::int64_t const tokens = kept_.shape.tokens;
@@ -83,6 +88,11 @@ void MoeBlock::backward(Context const& context, float const* x, float const* d_o
       tensor(gradients.down, {config_.experts, config_.hidden, config_.intermediate});
   args.workspace = workspace_for(context, kept_, Pass::backward, workspace);
   check(moe_backward(context, kept_, args));
+  if (balance == 0) return;
+  balance_loss_bwd(context, balance, config_.experts, logits_, counts_);
+  LinearShape const router{tokens, config_.hidden, config_.experts};
+  linear_wgrad(context, router, logits_.data(), x, gradients.router, true);
+  linear_dgrad(context, router, logits_.data(), weights.router, dx, true);
 }
 
 }  // namespace tessera::lm

@@ -42,9 +42,11 @@ class MoeBlock {
                bool keep, float const* x, MoeWeights const& weights, float* o, std::int32_t* counts,
                std::vector<std::byte>& workspace);
 
-  /// Of the last forward call that kept. Writes dx and the weights' gradients.
-  void backward(Context const& context, float const* x, float const* d_o, MoeWeights const& weights,
-                float* dx, MoeGradients const& gradients, std::vector<std::byte>& workspace);
+  /// Of the last forward call that kept. Writes dx and the weights' gradients; adds those of the balance
+  /// loss (router_balance.hpp) with factor `balance`.
+  void backward(Context const& context, double balance, float const* x, float const* d_o,
+                MoeWeights const& weights, float* dx, MoeGradients const& gradients,
+                std::vector<std::byte>& workspace);
 
  private:
   [[nodiscard]] ExpertWeights expert_weights(MoeWeights const& weights) const;
@@ -52,7 +54,8 @@ class MoeBlock {
   ModelConfig config_;
   std::int64_t layer_;
   MoeDesc kept_;  // of the last forward call that kept
-  std::vector<float> h_;
+  std::vector<float> h_, logits_;
+  std::vector<std::int32_t> counts_;
   std::vector<std::int32_t> routing_;
 };
 

@@ -24,6 +24,9 @@ void validate(TrainingOptions const& o) {
   if (!(o.rate > 0 && o.rate <= 1)) {
     throw InputError(fmt::format("lr = {}: must be in (0, 1]", o.rate));
   }
+  if (!(o.balance >= 0 && o.balance <= 10)) {
+    throw InputError(fmt::format("balance = {}: must be in [0, 10]", o.balance));
+  }
 }
 
 TrainingState initial_state(TrainingOptions const& options, TextSource text) {

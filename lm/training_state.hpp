@@ -22,7 +22,8 @@ struct TrainingOptions {
   std::int64_t batch = 16;  ///< sequences per step
   std::int64_t warmup = 50;
   std::int64_t eval_every = 50;
-  double rate = 3e-3;  ///< peak learning rate
+  double rate = 3e-3;     ///< peak learning rate
+  double balance = 0.01;  ///< factor of the routers' balance loss
   std::uint64_t seed = 1;
 
   /// Steps that the cosine spans: `steps`, rounded up so that short runs of different length share one

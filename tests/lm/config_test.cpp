@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "lm/config.hpp"
+
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+
+#include "lm/parameters.hpp"
+#include "tests/lm/support.hpp"
+
+namespace tessera::lm {
+namespace {
+
+using nlohmann::json;
+
+TEST(Config, ComesBackFromItsJson) {
+  for (RouterKind const router : {RouterKind::softmax_topk_renorm, RouterKind::softmax_topk}) {
+    ModelConfig config = small_config();
+    config.router = router;
+    EXPECT_EQ(parse_config(to_json(config).dump()), config);
+  }
+}
+
+TEST(Config, RefusesRoutersThatQwen3MoeLacks) {
+  ModelConfig config = small_config();
+  config.router = RouterKind::sigmoid_bias;
+  EXPECT_THROW(to_json(config), InputError);
+}
+
+TEST(Config, CountsItsParameters) {
+  for (ModelConfig const& config : {ModelConfig{}, small_config()}) {
+    ParameterLayout const layout(config);
+    EXPECT_EQ(parameter_count(config), layout.size());
+    EXPECT_EQ(slice_count(config), static_cast<std::int64_t>(layout.slices().size()));
+  }
+}
+
+TEST(Config, SlicesFollowEachOther) {
+  ParameterLayout const layout(small_config());
+  std::int64_t next = 0;
+  for (NamedSlice const& slice : layout.slices()) {
+    EXPECT_EQ(slice.offset, next) << slice.name;
+    next += slice.size;
+  }
+  EXPECT_EQ(next, layout.size());
+}
+
+TEST(Config, NamesRoutersAndRounding) {
+  for (int i = 0; i < 8; ++i) {
+    auto const router = static_cast<RouterKind>(i);
+    EXPECT_EQ(router_from_name(router_name(router)), router);
+  }
+  for (int i = 0; i < 7; ++i) {
+    auto const rounding = static_cast<Rounding>(i);
+    EXPECT_EQ(rounding_from_name(rounding_name(rounding)), rounding);
+  }
+  EXPECT_THROW(router_from_name("topk"), InputError);
+  EXPECT_THROW(rounding_from_name(""), InputError);
+}
+
+TEST(Config, RefusesEveryBadMember) {
+  json const good = to_json(small_config());
+  ASSERT_NO_THROW(config_from_json(good));
+  struct Change {
+    char const* key;
+    json value;
+  };
+  std::vector<Change> const changes = {{"model_type", "llama"},
+                                       {"model_type", 3},
+                                       {"vocab_size", 32000},
+                                       {"hidden_size", 0},
+                                       {"hidden_size", -4},
+                                       {"hidden_size", 1 << 30},
+                                       {"hidden_size", 1e300},
+                                       {"hidden_size", "128"},
+                                       {"hidden_size", nullptr},
+                                       {"num_hidden_layers", 9223372036854775807LL},
+                                       {"num_hidden_layers", ~0ull},
+                                       {"num_experts", 0},
+                                       {"num_experts_per_tok", 6},
+                                       {"num_key_value_heads", 3},
+                                       {"head_dim", 7},
+                                       {"moe_intermediate_size", json::array()},
+                                       {"max_position_embeddings", 0},
+                                       {"rms_norm_eps", -1},
+                                       {"rope_theta", 0},
+                                       {"rope_theta", "big"},
+                                       {"hidden_act", "gelu"},
+                                       {"tie_word_embeddings", false},
+                                       {"attention_bias", true},
+                                       {"decoder_sparse_step", 2},
+                                       {"mlp_only_layers", json{0}},
+                                       {"norm_topk_prob", "yes"},
+                                       {"use_sliding_window", true},
+                                       {"rope_scaling", json{{"type", "yarn"}}}};
+  for (Change const& change : changes) {
+    json bad = good;
+    bad[change.key] = change.value;
+    EXPECT_THROW(config_from_json(bad), InputError) << change.key << " = " << change.value;
+  }
+  for (auto const& [key, value] : good.items()) {
+    json without = good;
+    without.erase(key);
+    try {
+      config_from_json(without);  // either a default stands in, or one line says what is missing
+    } catch (InputError const& error) {
+      EXPECT_NE(std::string(error.what()).find(key), std::string::npos) << error.what();
+    }
+  }
+}
+
+TEST(Config, RefusesTextThatIsNotItsJson) {
+  EXPECT_THROW(parse_config(""), InputError);
+  EXPECT_THROW(parse_config("[]"), InputError);
+  EXPECT_THROW(parse_config("null"), InputError);
+  EXPECT_THROW(parse_config(std::string(1 << 20, '[')), InputError);
+  EXPECT_THROW(parse_config("{\"a\":1,\"a\":2}"), InputError);
+  std::string const good = to_json(small_config()).dump();
+  EXPECT_THROW(parse_config(good.substr(0, good.size() / 2)), InputError);
+}
+
+TEST(Config, RefusesTotalsThatAreTooLarge) {
+  ModelConfig config = small_config();
+  config.hidden = config.intermediate = 1 << 16;
+  config.experts = 1 << 12;
+  EXPECT_THROW(validate(config), InputError);
+  config = small_config();
+  config.context = 1 << 16;
+  config.head_dim = 1 << 12;
+  EXPECT_THROW(validate(config), InputError);
+}
+
+}  // namespace
+}  // namespace tessera::lm

@@ -9,7 +9,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 RUN_DIR ?= runs/latest
 TRAIN_FLAGS ?=
 # The text of `make run`: what this repository says about itself.
-TEXT ?= $(wildcard README.md CONTRIBUTING.md CHANGELOG.md docs include src lm cli tests tools cmake bench)
+TEXT ?= $(wildcard docs README.md include src lm cli tests)
 
 # nvcc on the path or where the toolkit puts it; a GPU where the driver made its device file.
 NVCC := $(shell command -v nvcc || ls /usr/local/cuda/bin/nvcc 2>/dev/null || true)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// x, dO ~ N(0,1); weights / sqrt(fan-in), with an 8x larger last row and last column per expert, so that a lost
-// tail shows; biases of order 1; given scores in [0.05, 1], some of them negative.
+// x, dO ~ N(0,1); weights / sqrt(fan-in), their tails enlarged where a lost tail would not show; biases of order 1;
+// given scores in [0.05, 1], some of them negative.
 #include "verify/case.hpp"
 
 #include <algorithm>
@@ -38,18 +38,21 @@ std::vector<float> normals(LayerCase const& layer_case, Stream stream, std::int6
   return values;
 }
 
-/// [experts, rows, columns] for a reduction over columns; the last column is 8 times larger, and the last row too
-/// where asked for.
+/// How much larger the last row and column of each weight matrix are. In 16 bits one lost term of a long sum would
+/// hide among the roundings; fp32's tolerance sees it anyway, and one dominant term would make it depend on luck.
+double tail_scale(DType dtype) { return dtype == DType::fp32 ? 1 : 8; }
+
+/// [experts, rows, columns] for a reduction over columns; the last column stands out, and the last row where asked for.
 std::vector<double> matrices(LayerCase const& layer_case, Stream stream, std::int64_t rows,
-                             std::int64_t columns, bool large_last_row) {
-  auto const values =
-      normals(layer_case, stream, layer_case.desc.shape.experts * rows * columns,
-              1 / std::sqrt(static_cast<double>(columns)));
+                             std::int64_t columns, bool last_row_too) {
+  auto const values = normals(layer_case, stream, layer_case.desc.shape.experts * rows * columns,
+                              1 / std::sqrt(static_cast<double>(columns)));
+  double const tail = tail_scale(layer_case.desc.dtype);
   std::vector<double> out(values.begin(), values.end());
   for (std::size_t i = 0; i < out.size(); ++i) {
     auto const at = static_cast<std::int64_t>(i);
     bool const last_row = at / columns % rows == rows - 1;
-    if (at % columns == columns - 1 || (last_row && large_last_row)) out[i] *= 8;
+    if (at % columns == columns - 1 || (last_row && last_row_too)) out[i] *= tail;
   }
   return out;
 }
@@ -59,6 +62,12 @@ std::vector<double> widened(std::vector<float> const& values) {
 }
 std::vector<float> narrowed(std::vector<double> const& values) {
   return {values.begin(), values.end()};
+}
+
+/// Rounds to multiples of `step`, and to the storage type.
+void snap(DType dtype, double step, std::vector<float>& values) {
+  for (float& value : values) value = static_cast<float>(std::nearbyint(value / step) * step);
+  round_all(dtype, values);
 }
 
 void make_weights(LayerCase const& layer_case, LayerData& data) {
@@ -74,6 +83,11 @@ void make_weights(LayerCase const& layer_case, LayerData& data) {
     if (gated) logical.b_gate = widened(normals(layer_case, kBGate, experts * n));
     logical.b_up = widened(normals(layer_case, kBUp, experts * n));
     logical.b_down = widened(normals(layer_case, kBDown, experts * d));
+  }
+  if (desc.router.kind != RouterKind::given) {
+    double const width = std::sqrt(static_cast<double>(d));
+    data.w_router = normals(layer_case, kRouter, experts * d, 1 / width);
+    snap(desc.dtype, std::exp2(-6 - std::ceil(std::log2(width))), data.w_router);
   }
   auto const stored = reference::stored_weights(desc, logical);
   data.w_up = narrowed(stored.w_up);
@@ -101,20 +115,12 @@ void make_given_routing(LayerCase const& layer_case, SlotList slots, LayerData& 
   }
 }
 
-/// Rounds to multiples of `step`.
-void snap(std::vector<float>& values, double step) {
-  for (float& value : values) value = static_cast<float>(std::nearbyint(value / step) * step);
-}
-
-/// A router whose logits are N(0,1), apart from what the pattern asks for: experts that get nothing have a bias of
-/// -16, popularities enter as their logarithms, and elsewhere x_t gains 6 * w_router[e] for each expert that
-/// t should prefer (exact for wide enough d). x, w_router and b_router stand on coarse grids, so that
-/// logits are exact in fp32: their rounding would be one number that decides a whole row's error.
-void make_router(LayerCase const& layer_case, SlotList const& slots, LayerData& data) {
+/// Makes tokens prefer the pattern's experts. Logits are N(0,1), but experts that get nothing have a bias of -16,
+/// popularities enter as their logarithms, and elsewhere x_t gains 6 * w_router[e] for each expert that t should
+/// choose (exact for wide enough d). x, w_router and b_router stand on coarse grids, so that logits are exact in
+/// fp32: their rounding would be one number that decides a whole row's error.
+void make_routed_tokens(LayerCase const& layer_case, SlotList const& slots, LayerData& data) {
   MoeShape const& s = data.desc.shape;
-  double const width = std::sqrt(static_cast<double>(s.hidden));
-  data.w_router = normals(layer_case, kRouter, s.experts * s.hidden, 1 / width);
-  snap(data.w_router, std::exp2(-6 - std::ceil(std::log2(width))));
   RoutingSpec const& routing = layer_case.routing;
   bool const by_bias =
       routing.pattern == RoutingPattern::empty || routing.pattern == RoutingPattern::zipf;
@@ -123,7 +129,8 @@ void make_router(LayerCase const& layer_case, SlotList const& slots, LayerData& 
   }
   if (routing.pattern == RoutingPattern::zipf) {
     for (std::int64_t e = 0; e < s.experts; ++e) {
-      data.b_router[e] -= static_cast<float>(routing.parameter * std::log(static_cast<double>(e + 1)));
+      data.b_router[e] -=
+          static_cast<float>(routing.parameter * std::log(static_cast<double>(e + 1)));
     }
   } else if (routing.pattern == RoutingPattern::empty) {
     std::vector<char> used(s.experts, 0);
@@ -136,11 +143,8 @@ void make_router(LayerCase const& layer_case, SlotList const& slots, LayerData& 
       }
     }
   }
-  snap(data.x, 1.0 / 32);
-  snap(data.b_router, 1.0 / 32);
-  for (auto* const values : {&data.x, &data.w_router, &data.b_router}) {
-    round_all(data.desc.dtype, *values);
-  }
+  snap(data.desc.dtype, 1.0 / 32, data.x);
+  snap(data.desc.dtype, 1.0 / 32, data.b_router);
 }
 
 void check_routing(LayerCase const& layer_case) {
@@ -169,19 +173,23 @@ LayerData make_data(LayerCase const& layer_case) {
   LayerData data;
   data.desc = layer_case.desc;
   data.gradient_mode = layer_case.gradient_mode;
+  make_weights(layer_case, data);
+  redraw_tokens(layer_case, data);
+  return data;
+}
+
+void redraw_tokens(LayerCase const& layer_case, LayerData& data) {
   SlotList slots = make_slots(layer_case);
   MoeShape& s = data.desc.shape;
   if (s.variable_experts) s.slots = static_cast<std::int64_t>(slots.topk_ids.size());
-
   data.x = normals(layer_case, kX, s.tokens * s.hidden);
   data.d_o = normals(layer_case, kDO, s.tokens * s.hidden);
-  make_weights(layer_case, data);
   if (data.desc.router.kind == RouterKind::given) {
+    data.scores.clear();
     make_given_routing(layer_case, std::move(slots), data);
   } else {
-    make_router(layer_case, slots, data);
+    make_routed_tokens(layer_case, slots, data);
   }
-  return data;
 }
 
 float initial_gradient(std::string const& name, std::int64_t index) noexcept {

@@ -57,6 +57,10 @@ struct LayerData {
 /// Draws the data. Throws std::invalid_argument with one line where desc and routing contradict each other.
 LayerData make_data(LayerCase const& layer_case);
 
+/// Draws x, dO and the routing of `data` anew for layer_case.seed; weights stay. `data` came from make_data() with a
+/// case that differs in nothing else.
+void redraw_tokens(LayerCase const& layer_case, LayerData& data);
+
 /// Slot ids of the case's routing pattern, sentinels included (also what a router's data is made to prefer).
 struct SlotList {
   std::vector<std::int64_t> topk_ids, token_offsets;

@@ -16,26 +16,30 @@
 namespace tessera::verify {
 namespace {
 
-constexpr std::size_t kGuardBytes = 72;  // a multiple of 8: data is aligned to its elements
+constexpr std::size_t kGuardBytes = 64;
+constexpr std::size_t kCacheLine = 64;
 constexpr std::byte kCanary{0xc5};
+
+std::size_t allocated_bytes(std::size_t bytes) { return bytes + 2 * kGuardBytes + 2 * kCacheLine; }
 
 }  // namespace
 
-GuardedBuffer::GuardedBuffer(std::size_t bytes, std::uint32_t poison)
-    : bytes_(bytes), poison_(poison), memory_(new std::byte[bytes + 2 * kGuardBytes]) {
-  std::fill_n(memory_.get(), kGuardBytes, kCanary);
-  std::fill_n(data() + bytes_, kGuardBytes, kCanary);
+GuardedBuffer::GuardedBuffer(std::size_t bytes, std::uint32_t poison, Alignment alignment)
+    : bytes_(bytes), poison_(poison), memory_(new std::byte[allocated_bytes(bytes)]) {
+  auto const start = reinterpret_cast<std::uintptr_t>(memory_.get()) + kGuardBytes;
+  std::size_t const to_line = (kCacheLine - start % kCacheLine) % kCacheLine;
+  data_ = memory_.get() + kGuardBytes + to_line + (alignment == Alignment::element ? 8 : 0);
+  std::fill_n(data_ - kGuardBytes, kGuardBytes, kCanary);
+  std::fill_n(data_ + bytes_, kGuardBytes, kCanary);
   fill(poison_);
-  ASAN_POISON_MEMORY_REGION(memory_.get(), kGuardBytes);
-  ASAN_POISON_MEMORY_REGION(data() + bytes_, kGuardBytes);
+  ASAN_POISON_MEMORY_REGION(data_ - kGuardBytes, kGuardBytes);
+  ASAN_POISON_MEMORY_REGION(data_ + bytes_, kGuardBytes);
 }
 
 GuardedBuffer::~GuardedBuffer() {
-  ASAN_UNPOISON_MEMORY_REGION(memory_.get(), bytes_ + 2 * kGuardBytes);
+  ASAN_UNPOISON_MEMORY_REGION(memory_.get(), allocated_bytes(bytes_));
   fill(poison_);
 }
-
-std::byte* GuardedBuffer::data() const noexcept { return memory_.get() + kGuardBytes; }
 
 void GuardedBuffer::fill(std::uint32_t word) noexcept {
   for (std::size_t at = 0; at < bytes_; at += sizeof(word)) {
@@ -60,13 +64,13 @@ std::uint64_t GuardedBuffer::checksum() const noexcept {
 }
 
 bool GuardedBuffer::intact() const noexcept {
-  ASAN_UNPOISON_MEMORY_REGION(memory_.get(), bytes_ + 2 * kGuardBytes);
+  ASAN_UNPOISON_MEMORY_REGION(memory_.get(), allocated_bytes(bytes_));
   auto const untouched = [](std::byte const* guard) {
     return std::all_of(guard, guard + kGuardBytes, [](std::byte b) { return b == kCanary; });
   };
-  bool const guarded = untouched(memory_.get()) && untouched(data() + bytes_);
-  ASAN_POISON_MEMORY_REGION(memory_.get(), kGuardBytes);
-  ASAN_POISON_MEMORY_REGION(data() + bytes_, kGuardBytes);
+  bool const guarded = untouched(data_ - kGuardBytes) && untouched(data_ + bytes_);
+  ASAN_POISON_MEMORY_REGION(data_ - kGuardBytes, kGuardBytes);
+  ASAN_POISON_MEMORY_REGION(data_ + bytes_, kGuardBytes);
   return guarded && (!sealed_ || checksum() == checksum_);
 }
 
@@ -107,7 +111,7 @@ ConstTensor Memory::input_ids(DType dtype, std::vector<std::int64_t> const& shap
 }
 
 Buffer Memory::buffer(std::size_t bytes) {
-  GuardedBuffer const& added = buffers_.emplace_back(bytes, poison_);
+  GuardedBuffer const& added = buffers_.emplace_back(bytes, poison_, alignment_);
   return {added.data(), bytes};
 }
 

@@ -15,15 +15,18 @@
 
 namespace tessera::verify {
 
+/// What a buffer's address is a multiple of: 8 and no more, or a cache line.
+enum class Alignment { element, cache_line };
+
 class GuardedBuffer {
  public:
   /// `bytes` bytes of the 32-bit pattern `poison`.
-  GuardedBuffer(std::size_t bytes, std::uint32_t poison);
+  GuardedBuffer(std::size_t bytes, std::uint32_t poison, Alignment alignment);
   ~GuardedBuffer();
   GuardedBuffer(GuardedBuffer const&) = delete;
   GuardedBuffer& operator=(GuardedBuffer const&) = delete;
 
-  [[nodiscard]] std::byte* data() const noexcept;
+  [[nodiscard]] std::byte* data() const noexcept { return data_; }
   [[nodiscard]] std::size_t bytes() const noexcept { return bytes_; }
   /// From now on the content counts as read-only.
   void seal() noexcept;
@@ -36,6 +39,7 @@ class GuardedBuffer {
   std::size_t bytes_;
   std::uint32_t poison_;
   std::unique_ptr<std::byte[]> memory_;
+  std::byte* data_ = nullptr;
   bool sealed_ = false;
   std::uint64_t checksum_ = 0;
 };
@@ -43,7 +47,8 @@ class GuardedBuffer {
 /// The buffers of one phase of a call.
 class Memory {
  public:
-  explicit Memory(std::uint32_t poison) : poison_(poison) {}
+  explicit Memory(std::uint32_t poison, Alignment alignment = Alignment::element)
+      : poison_(poison), alignment_(alignment) {}
 
   Tensor output(DType dtype, std::vector<std::int64_t> const& shape);
   /// Values already rounded to `dtype`; read-only.
@@ -60,6 +65,7 @@ class Memory {
 
  private:
   std::uint32_t poison_;
+  Alignment alignment_;
   std::deque<GuardedBuffer> buffers_;
 };
 

@@ -3,6 +3,7 @@
 // dh = J^T dA;  dx = sum dh W;  dD = dY^T a;  dW = dh^T x: each array rounded to the storage type.
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <numeric>
 
 #include "verify/naive_activation.hpp"
@@ -348,13 +349,21 @@ Tensors naive_tensors(LayerData const& data, std::vector<std::int64_t> const& to
   return out;
 }
 
-std::vector<Tensors> naive_orders(LayerData const& data, std::vector<std::int64_t> const& topk_ids,
+std::vector<Tensors> naive_orders(Context const& context, LayerData const& data,
+                                  std::vector<std::int64_t> const& topk_ids,
                                   reference::Metadata const& metadata) {
   std::int64_t const slots = data.desc.shape.num_slots();
-  std::uint64_t const count = slots < 64 ? 16 : slots < 512 ? 8 : 4;
-  std::vector<Tensors> naives;
-  for (std::uint64_t order = 0; order < count; ++order) {
-    naives.push_back(naive_tensors(data, topk_ids, metadata, order));
+  std::vector<Tensors> naives(slots < 64 ? 16 : slots < 512 ? 8 : 4);
+  std::vector<std::exception_ptr> errors(naives.size());
+  context.parallel_for(std::ssize(naives), [&](std::int64_t order) {
+    try {
+      naives[order] = naive_tensors(data, topk_ids, metadata, static_cast<std::uint64_t>(order));
+    } catch (...) {  // out of memory: not to leave a thread of the pool
+      errors[order] = std::current_exception();
+    }
+  });
+  for (std::exception_ptr const& error : errors) {
+    if (error) std::rethrow_exception(error);
   }
   return naives;
 }

@@ -24,7 +24,8 @@ void check_given_scores(LayerData const& data, CandidateResult& run,
   }
 }
 
-void judge_run(LayerData const& data, CandidateResult& run, CaseResult& result) {
+void judge_run(Context const& context, LayerData const& data, CandidateResult& run,
+               CaseResult& result) {
   bool const routed = data.desc.router.kind != RouterKind::given;
   auto const add = [&result](std::vector<std::string> const& more) {
     result.failures.insert(result.failures.end(), more.begin(), more.end());
@@ -44,7 +45,7 @@ void judge_run(LayerData const& data, CandidateResult& run, CaseResult& result) 
   auto const backward =
       reference::backward(inputs, forward, std::vector<double>(data.d_o.begin(), data.d_o.end()));
   auto const ref = reference_tensors(data, forward, backward);
-  auto const naives = naive_orders(data, inputs.topk_ids, forward.metadata);
+  auto const naives = naive_orders(context, data, inputs.topk_ids, forward.metadata);
   result.routed_rows = forward.metadata.rows();
   result.tensors = judge(data, inputs, forward, ref, naives, run.tensors);
   for (auto const& [name, comparison] : result.tensors) {
@@ -84,7 +85,8 @@ Expected<CaseResult> verify_case(Context const& context, Context const& repeat_c
   std::string const parts = differing_parts(run, second.value());
   result.bitwise_repeat = parts.empty();
   if (!parts.empty()) result.failures.push_back("other bits with other threads: " + parts);
-  judge_run(data, run, result);
+  judge_run(context, data, run, result);
+  result.outputs = std::move(run.tensors);
   result.ok = result.failures.empty();
   return result;
 }

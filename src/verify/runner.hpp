@@ -17,6 +17,7 @@ struct CaseResult {
   MoeDesc desc;
   std::int64_t routed_rows = 0;  ///< R
   Comparisons tensors;
+  Tensors outputs;                      ///< what was judged
   std::size_t saved_bytes = 0;          ///< allocated between forward and backward
   std::size_t saved_bytes_formula = 0;  ///< what the shape says
   std::size_t transient_peak_bytes = 0;

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "tessera/context.hpp"
 #include "verify/case.hpp"
 
 namespace tessera::verify {
@@ -32,8 +33,10 @@ ReferenceTensors reference_tensors(LayerData const& data, reference::Forward con
 Tensors naive_tensors(LayerData const& data, std::vector<std::int64_t> const& topk_ids,
                       reference::Metadata const& metadata, std::uint64_t order = 0);
 
-/// naive_tensors() in several orders: more where a result has so few numbers that one could be lucky.
-std::vector<Tensors> naive_orders(LayerData const& data, std::vector<std::int64_t> const& topk_ids,
+/// naive_tensors() in several orders: more where a result has so few numbers that one could be lucky. They run on
+/// the threads of `context`.
+std::vector<Tensors> naive_orders(Context const& context, LayerData const& data,
+                                  std::vector<std::int64_t> const& topk_ids,
                                   reference::Metadata const& metadata);
 
 }  // namespace tessera::verify

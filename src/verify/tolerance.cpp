@@ -105,8 +105,8 @@ Comparison compare(std::vector<double> const& ref,
       if (!grouping.exempt.empty() && grouping.exempt[i] != 0) continue;
       bool const exact = !grouping.exact.empty() && grouping.exact[i] != 0;
       if (exact && !(static_cast<double>(out[i]) == ref[i])) {
-        fail(result, text("element %lld: %.9g where exactly %.9g is due",
-                          static_cast<long long>(i), static_cast<double>(out[i]), ref[i]));
+        fail(result, text("element %lld: %.9g where exactly %.9g is due", static_cast<long long>(i),
+                          static_cast<double>(out[i]), ref[i]));
         result.worst_row_ratio = kHuge;
       }
       sums.error.add(out[i] - ref[i]);

@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: Apache-2.0
+// tessera bench: the layer's passes, interleaved with their bound, after a check of the same data.
+// score = (bound + aggregate floor) / ms: how much of the time the layer's GEMMs and one aggregation explain.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <ctime>
+#include <fstream>
+#include <functional>
+#include <memory>
+
+#include "cli/bench_bound.hpp"
+#include "cli/bench_configs.hpp"
+#include "cli/bench_layer.hpp"
+#include "cli/commands.hpp"
+#include "cli/output.hpp"
+#include "cli/shape_flags.hpp"
+#include "tessera/work.hpp"
+#include "verify/names.hpp"
+#include "verify/runner.hpp"
+
+namespace tessera::cli {
+namespace {
+
+struct BenchFlags {
+  ShapeFlags shape;
+  std::vector<std::string> configs;
+  std::vector<std::string> passes = {"forward", "backward", "forward-inference"};
+  std::string out;
+  double seconds = 5;
+  std::int64_t gpus = 0;
+  bool no_check = false, json = false;
+};
+
+constexpr int kLeastIterations = 5, kMostIterations = 200;
+
+struct Job {
+  std::string name;
+  verify::LayerCase layer_case;
+};
+
+std::vector<Job> jobs_of(BenchFlags const& flags) {
+  if (flags.configs.empty() || flags.shape.any_shape()) {
+    if (!flags.configs.empty()) {
+      throw CommandError("--config: a configuration has its own shape; leave out the shape flags");
+    }
+    if (flags.shape.any_shape()) return {{"custom", flags.shape.layer_case()}};
+  }
+  std::vector<Job> jobs;
+  for (std::string const& name :
+       flags.configs.empty() ? std::vector<std::string>{"cpu-small"} : flags.configs) {
+    auto const* const found =
+        std::find_if(std::begin(kBenchConfigs), std::end(kBenchConfigs),
+                     [&name](BenchConfig const& config) { return name == config.name; });
+    if (found == std::end(kBenchConfigs)) {
+      std::string names;
+      for (auto const& config : kBenchConfigs) names += std::string(" ") + config.name;
+      throw CommandError(fmt::format("--config {}: not known; choose from:{}", name, names));
+    }
+    Job job{name, flags.shape.layer_case()};
+    job.layer_case.desc.shape = found->shape;
+    if (found->activation != ActivationKind::swiglu) {
+      job.layer_case.desc.activation.kind = found->activation;
+    }
+    job.layer_case.desc.bias = job.layer_case.desc.bias || found->bias;
+    jobs.push_back(std::move(job));
+  }
+  return jobs;
+}
+
+/// Median and the tenth and ninetieth percentile of milliseconds.
+struct Times {
+  std::vector<double> ms;
+  [[nodiscard]] double at(double quantile) const {
+    std::vector<double> sorted = ms;
+    std::sort(sorted.begin(), sorted.end());
+    return sorted[static_cast<std::size_t>(quantile * static_cast<double>(sorted.size() - 1) +
+                                           0.5)];
+  }
+};
+
+/// One pass of the layer and, where it has one, its bound.
+struct TimedPass {
+  std::string name;
+  std::function<void()> layer, bound;
+  Pass pass = Pass::forward;
+  Times times{}, bound_times{};
+};
+
+void time_once(std::function<void()> const& body, Times& times) {
+  double const start = now_seconds();
+  body();
+  times.ms.push_back((now_seconds() - start) * 1e3);
+}
+
+/// About what the layer, its bound and its data take.
+double memory_needed(MoeDesc const& desc) {
+  auto const size = [](std::int64_t value) { return static_cast<double>(value); };
+  MoeShape const& s = desc.shape;
+  double const weights =
+      size(desc.up_width() + 1) * size(s.experts) * size(s.hidden) * size(s.intermediate);
+  double const rows = size(s.tokens) * size(s.top_k) *
+                      (size(desc.up_width() + 1) * 3 * size(s.intermediate) + 4 * size(s.hidden));
+  return 36 * weights + 4 * rows;
+}
+
+/// The case against the reference, and the layer about to be timed against that run, bit for bit.
+bool check_layer(Context const& context, Job const& job, BenchLayer& layer) {
+  fmt::print(stderr, "{}: checking against the fp64 reference\n", job.name);
+  auto const result = value_of(verify::verify_case(context, context, job.layer_case));
+  for (auto const& failure : result.failures) {
+    fmt::print(stderr, "{}: {}\n", job.name, failure);
+  }
+  layer.forward();
+  layer.backward();
+  return result.ok && layer.equals(result.outputs);
+}
+
+Json bench_job(BenchFlags const& flags, Context const& context, Job const& job, double copy_rate) {
+  MoeDesc const& wanted = job.layer_case.desc;
+  check(workspace_bytes(context, wanted, Pass::backward).status());
+  require_memory(memory_needed(wanted));
+  BenchLayer layer(context, job.layer_case);
+  bool const checked = !flags.no_check && check_layer(context, job, layer);
+  if (!checked) layer.forward(), layer.backward();
+  std::int64_t const rows = layer.routed_rows();
+  MoeDesc const& desc = layer.desc();
+  BlasBound bound(context, desc, rows);
+
+  std::vector<TimedPass> passes;
+  for (std::string const& name : flags.passes) {
+    if (name == "forward") {
+      passes.push_back({name, [&] { layer.forward(); }, [&] { bound.forward(); }, Pass::forward});
+    } else if (name == "backward") {
+      passes.push_back(
+          {name, [&] { layer.backward(); }, [&] { bound.backward(); }, Pass::backward});
+    } else if (name == "forward-inference") {
+      passes.push_back(
+          {name, [&] { layer.forward_inference(); }, [&] { bound.forward(); }, Pass::forward});
+    } else {
+      throw CommandError(fmt::format(
+          "--pass {}: not known; choose from: forward backward forward-inference", name));
+    }
+  }
+  double const end = now_seconds() + flags.seconds;
+  for (int i = 0; i < kMostIterations && (i < kLeastIterations || now_seconds() < end); ++i) {
+    layer.redraw(job.layer_case.seed + 1 + static_cast<std::uint64_t>(i));
+    layer.forward();  // warms up, and leaves what backward reads
+    for (TimedPass& pass : passes) {
+      time_once(pass.layer, pass.times);
+      time_once(pass.bound, pass.bound_times);
+    }
+  }
+
+  Json result = Json::array();
+  auto const element = static_cast<double>(dtype_bytes(desc.dtype));
+  double const floor_bytes = element * static_cast<double>(desc.shape.hidden) *
+                             static_cast<double>(rows + desc.shape.tokens);
+  for (TimedPass const& pass : passes) {
+    double const ms = pass.times.at(0.5);
+    bool const backward = pass.pass == Pass::backward;
+    double const flops = backward ? work::backward_flops(desc, static_cast<double>(rows))
+                                  : work::forward_flops(desc, static_cast<double>(rows));
+    MoeShape const& s = desc.shape;
+    result.push_back(
+        {{"config", job.name},
+         {"shape", {s.tokens, s.hidden, s.intermediate, s.experts, s.top_k}},
+         {"dtype", verify::name_of(verify::kDTypeNames, desc.dtype)},
+         {"gpus", 0},
+         {"routing", verify::routing_name(job.layer_case.routing)},
+         {"router", verify::name_of(verify::kRouterNames, desc.router.kind)},
+         {"round", verify::name_of(verify::kRoundingNames, desc.router.round)},
+         {"pass", pass.name},
+         {"impl", "tessera"},
+         {"variant", ""},
+         {"ms", ms},
+         {"ms_p10", pass.times.at(0.1)},
+         {"ms_p90", pass.times.at(0.9)},
+         {"tflops", flops / ms * 1e-9},
+         {"bound_ms", pass.bound_times.at(0.5)},
+         {"aggregate_floor_ms", floor_bytes / copy_rate * 1e3},
+         {"saved_bytes", pass.name == "forward-inference" ? 0 : layer.saved_bytes_total()},
+         {"transient_peak_bytes", layer.workspace_bytes_of(pass.pass)},
+         {"checked", checked}});
+  }
+  return result;
+}
+
+std::string first_line_of(char const* command) {
+  std::string line;
+  if (std::FILE* const pipe = ::popen(command, "r")) {
+    char text[128];
+    if (std::fgets(text, sizeof(text), pipe) != nullptr) line = text;
+    ::pclose(pipe);
+  }
+  while (!line.empty() && (line.back() == '\n' || line.back() == '\r')) line.pop_back();
+  return line;
+}
+
+/// Value of a "key : value" line of /proc/cpuinfo, for every CPU.
+std::vector<std::string> cpuinfo(std::string const& key) {
+  std::vector<std::string> values;
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    auto const colon = line.find(": ");
+    if (line.starts_with(key) && colon != std::string::npos)
+      values.push_back(line.substr(colon + 2));
+  }
+  return values;
+}
+
+Json document_of(std::string const& command_line, Context const& context, double copy_rate,
+                 Json rows) {
+  auto const names = cpuinfo("model name");
+  std::vector<double> clocks;
+  for (std::string const& mhz : cpuinfo("cpu MHz"))
+    clocks.push_back(std::strtod(mhz.c_str(), nullptr));
+  if (clocks.empty()) clocks.push_back(0);
+  auto const [slowest, fastest] = std::minmax_element(clocks.begin(), clocks.end());
+  char date[16] = {};
+  std::time_t const now = std::time(nullptr);
+  std::tm parts{};
+  ::gmtime_r(&now, &parts);
+  std::strftime(date, sizeof(date), "%Y-%m-%d", &parts);
+  std::string const commit = first_line_of("git rev-parse --short HEAD 2>/dev/null");
+  return {{"command", command_line},
+          {"commit", commit.empty() ? "unknown" : commit},
+          {"device", fmt::format("{}, {} threads", names.empty() ? "CPU" : names.front(),
+                                 context.num_threads())},
+          {"driver", ""},
+          {"clocks_mhz", {*slowest, *fastest}},
+          {"date", date},
+          {"protocol",
+           "median of the iterations, each with new data and routing; layer and bound interleaved; "
+           "bound: "
+           "one BLIS call per expert and GEMM on contiguous balanced data, same threads"},
+          {"ceilings", {{"bf16_tflops_8k", 0}, {"copy_tbps", copy_rate * 1e-12}}},
+          {"rows", std::move(rows)}};
+}
+
+std::string row_text(Json const& row) {
+  double const ms = row["ms"].get<double>();
+  double const explained = row["bound_ms"].get<double>() + row["aggregate_floor_ms"].get<double>();
+  return fmt::format(
+      "{:<14} {:<18} {:>9.3f} {:>9.3f} {:>9.3f} {:>9.1f} {:>9.3f} {:>9.3f} {:>6.2f}  {}\n",
+      row["config"].get<std::string>(), row["pass"].get<std::string>(), ms,
+      row["ms_p10"].get<double>(), row["ms_p90"].get<double>(), row["tflops"].get<double>() * 1e3,
+      row["bound_ms"].get<double>(), row["aggregate_floor_ms"].get<double>(), explained / ms,
+      row["checked"].get<bool>() ? "yes" : "NO");
+}
+
+void write_file(std::string const& path, std::string const& text) {
+  std::ofstream file(path, std::ios::binary | std::ios::trunc);
+  file << text;
+  file.close();
+  if (!file) throw CommandError(fmt::format("--out {}: cannot be written", path));
+}
+
+int bench(BenchFlags const& flags, std::string const& command_line) {
+  if (flags.gpus != 0) throw CommandError("--gpus: the CPU backend has none; leave it out");
+  Context const context = flags.shape.context();
+  double const copy_rate = copy_bytes_per_second(context);
+  Json rows = Json::array();
+  if (!flags.json) {
+    print_text(fmt::format("{:<14} {:<18} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>6}  {}\n",
+                           "config", "pass", "ms", "p10", "p90", "GFLOP/s", "bound ms", "floor ms",
+                           "score", "checked"));
+  }
+  bool all_checked = true;
+  for (Job const& job : jobs_of(flags)) {
+    for (Json& row : bench_job(flags, context, job, copy_rate)) {
+      all_checked = all_checked && row["checked"].get<bool>();
+      if (!flags.json) print_text(row_text(row));
+      rows.push_back(std::move(row));
+    }
+  }
+  Json const document = document_of(command_line, context, copy_rate, std::move(rows));
+  if (flags.json) print_json(document);
+  if (!flags.out.empty()) write_file(flags.out, document.dump(1) + '\n');
+  return all_checked || flags.no_check ? kOk : kCheckFailed;
+}
+
+}  // namespace
+
+void add_bench(CLI::App& app) {
+  auto* const command = app.add_subcommand("bench", "Time the layer against its bound");
+  auto const flags = std::make_shared<BenchFlags>();
+  flags->shape.add_to(*command);
+  command->add_option("--config", flags->configs, "named configurations (default cpu-small)")
+      ->delimiter(',')
+      ->type_name("NAME[,NAME]");
+  command->add_option("--pass", flags->passes, "forward, backward, forward-inference (default all)")
+      ->delimiter(',');
+  command->add_option("--seconds", flags->seconds, "time for each configuration")
+      ->check(CLI::Range(0.0, 3600.0))
+      ->capture_default_str();
+  command->add_option("--gpus", flags->gpus, "GPUs that share the layer");
+  command->add_option("--out", flags->out, "write the results file")->type_name("FILE");
+  command->add_flag("--no-check", flags->no_check, "skip the check; rows say so");
+  command->add_flag("--json", flags->json, "the results as JSON on stdout");
+  run_with(*command, "tessera bench --config cpu-small,cpu-mid --pass forward,backward",
+           [flags, command] {
+             std::string line = "tessera bench";
+             for (CLI::Option const* const option : command->get_options()) {
+               if (option->count() == 0 || option->get_name() == "--out" ||
+                   option->get_name() == "--json")
+                 continue;
+               line += " " + option->get_name();
+               if (option->get_expected_max() > 0)
+                 line += " " + CLI::detail::join(option->results(), ",");
+             }
+             return bench(*flags, line);
+           });
+}
+
+}  // namespace tessera::cli

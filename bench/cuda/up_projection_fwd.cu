@@ -5,7 +5,8 @@
 // stores a, and takes whatever rows the routing gives.
 //
 //   up_projection_fwd --tiny                     small awkward shapes, checks only
-//   up_projection_fwd [--config NAME] [--only SUBSTRING] [--iters N] [--rest MS] [--json FILE]
+//   up_projection_fwd [--config NAME] [--routing random|balanced] [--only SUBSTRING]
+//                     [--iters N] [--rest MS] [--json FILE]
 //   up_projection_fwd --once --config NAME --only SUBSTRING      a single launch each, for profilers
 #include <cublas_v2.h>
 
@@ -31,7 +32,7 @@ struct Shape {
 struct Options {
   bool tiny = false;
   bool once = false;
-  std::string config, only, json, command;
+  std::string config, routing, only, json, command;
   int iters = 60;
   int rest_ms = 0;  // idle time before each launch: 0 sustains the load, 10 shows burst clocks
 
@@ -73,7 +74,7 @@ struct Problem {
   }
 
   UpProjectionArguments arguments(Variant const& v, int set) const {
-    bool const gathers = v.gemm.a_loader == ALoader::kGather;
+    bool const gathers = v.gemm.a_loader != ALoader::kTma;
     return {.gmem_x = gathers ? x[set]->get() : sorted[set]->get(),
             .x_rows = gathers ? shape.tokens : capacity,
             .gather_index = gathers ? gather_index.get() : nullptr,
@@ -235,10 +236,10 @@ bool comparison_rejects_mutants(Problem const& p, Reference const& reference) {
 }
 
 int check_tiny(Options const& options) {
-  Shape const shapes[] = {{"one tile", 128, 64, 128, 1, 1},    {"k loop", 96, 512, 128, 1, 1},
-                          {"two experts", 300, 256, 128, 2, 1}, {"ragged", 777, 192, 256, 7, 2},
-                          {"sparse", 40, 128, 128, 70, 2},      {"n tail", 500, 320, 200, 5, 3},
-                          {"deep", 3000, 704, 384, 33, 4},      {"no rows", 0, 128, 128, 4, 2}};
+  Shape const shapes[] = {{"one tile", 128, 256, 128, 1, 1},    {"k loop", 96, 512, 128, 1, 1},
+                          {"two experts", 300, 256, 128, 2, 1}, {"ragged", 777, 320, 256, 7, 2},
+                          {"sparse", 40, 256, 128, 70, 2},      {"n tail", 500, 320, 200, 5, 3},
+                          {"deep", 3000, 704, 384, 33, 4},      {"no rows", 0, 256, 128, 4, 2}};
   int failures = 0;
   for (Shape const& s : shapes) {
     Problem const p(s, Routing::random(s.tokens, s.experts, s.top_k, 7));
@@ -411,6 +412,7 @@ int run(Options const& options) {
     if (!options.config.empty() && options.config != s.name) continue;
     for (bool balanced : {false, true}) {
       if (options.once && balanced) continue;
+      if (!options.routing.empty() && (options.routing == "balanced") != balanced) continue;
       bench_shape(s, balanced, handle, options, rows);
     }
   }
@@ -434,6 +436,8 @@ int main(int argc, char** argv) {
       options.once = true;
     } else if (flag == "--config" && has_value) {
       options.config = argv[++i];
+    } else if (flag == "--routing" && has_value) {
+      options.routing = argv[++i];
     } else if (flag == "--only" && has_value) {
       options.only = argv[++i];
     } else if (flag == "--json" && has_value) {

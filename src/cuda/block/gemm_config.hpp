@@ -7,8 +7,9 @@
 
 namespace tessera::cuda::block {
 
-// How rows of A reach shared memory: consecutive rows by TMA, or rows named by an index, by cp.async.
-enum class ALoader : uint8_t { kTma, kGather };
+// How rows of A reach shared memory: consecutive rows in boxes of 64 by TMA; or rows named by an
+// index, in 16-byte pieces by cp.async or as boxes of one row by TMA.
+enum class ALoader : uint8_t { kTma, kGatherCpAsync, kGatherTma };
 
 // Cooperative: the consumer warpgroups split each tile along m. Ping-pong: they own alternate tiles,
 // one multiplies while the other runs its epilogue.
@@ -21,6 +22,7 @@ struct TileShape {
 
 constexpr int kSubtileM = 64;      // rows of one wgmma; a CTA skips 64-row parts past its segment
 constexpr int kSlabColumns = 64;   // bf16 columns of a 128-byte swizzled row
+constexpr int kGroupColumns = 128; // tile_n comes in groups; a gated one is [64 gate | 64 up]
 constexpr int kSharedMemoryBytes = 227 * 1024;
 
 struct GemmConfig {
@@ -30,26 +32,32 @@ struct GemmConfig {
   ALoader a_loader = ALoader::kTma;
   Schedule schedule = Schedule::kCooperative;
   int consumer_warpgroups = 2;
-  int b_halves = 1;     // 2: a B tile is tile.n/2 gate rows followed by tile.n/2 up rows
+  int b_halves = 1;     // 2: B has gate and up rows; every column group takes 64 of each
   int store_slabs = 2;  // 64x64 staging buffers per consumer warpgroup
-  int skew = 0;         // cooperative: k_tiles by which warpgroup 0 leads, so that epilogues alternate
+  int lag = 0;          // cooperative, two column groups: see consume_cooperative
   int raster_n = 8;     // n_tiles walked before the next m block
 
   consteval int threads() const { return 128 * (1 + consumer_warpgroups); }
   consteval bool ping_pong() const { return schedule == Schedule::kPingPong; }
-  consteval bool gathers() const { return a_loader == ALoader::kGather; }
+  consteval bool gathers() const { return a_loader != ALoader::kTma; }
+  consteval bool uses_cp_async() const { return a_loader == ALoader::kGatherCpAsync; }
   consteval int warpgroup_m() const { return ping_pong() ? tile.m : tile.m / consumer_warpgroups; }
   consteval int warpgroup_subtiles() const { return warpgroup_m() / kSubtileM; }
 
   // One CTA per SM: 384 threads enter with 168 registers each (64512 in all), 512 with 128.
-  consteval int producer_registers() const { return gathers() ? 56 : consumer_warpgroups == 2 ? 40 : 32; }
+  consteval int producer_registers() const { return uses_cp_async() ? 56 : consumer_warpgroups == 2 ? 40 : 32; }
   consteval int consumer_registers() const {
-    return consumer_warpgroups == 2 ? (gathers() ? 224 : 232) : (gathers() ? 152 : 160);
+    return consumer_warpgroups == 2 ? (uses_cp_async() ? 224 : 232) : (uses_cp_async() ? 152 : 160);
   }
 
-  // B travels as boxes of box_n rows, at least one per CTA of the cluster, never across halves.
-  consteval int b_boxes() const { return b_halves > cluster_m ? b_halves : cluster_m; }
-  consteval int b_box_n() const { return tile.n / b_boxes(); }
+  consteval int column_groups() const { return tile.n / kGroupColumns; }
+
+  // B travels as boxes of b_box_halves x b_box_n rows, one per column group, or more where the
+  // cluster has more CTAs than that. CTA c of the cluster loads the c-th share of them.
+  consteval int b_box_halves() const { return column_groups() >= cluster_m ? b_halves : 1; }
+  consteval int b_blocks() const { return column_groups() * b_halves / b_box_halves(); }
+  consteval int b_boxes() const { return b_blocks() > cluster_m ? b_blocks() : cluster_m; }
+  consteval int b_box_n() const { return tile.n / b_boxes() / b_box_halves(); }
   consteval uint32_t a_subtile_bytes() const { return kSubtileM * tile.k * 2; }
   consteval uint32_t b_tile_bytes() const { return tile.n * tile.k * 2; }
 
@@ -58,38 +66,38 @@ struct GemmConfig {
 
 // Arrivals that end one phase of each barrier; the roles below are the only ones that arrive.
 struct BarrierArrivals {
-  int full;        // expect_tx by the thread that issues B, and every gathering thread
+  int full;        // expect_tx by the thread that issues B, and every thread that uses cp.async
   int empty;       // each warpgroup that reads the stage, in every CTA that shares B
   int work_full;   // expect_tx by producer warp 0, which arms the next lap
   int work_empty;  // each warp that reads work tiles, in every CTA of the cluster
 };
 
 consteval BarrierArrivals barrier_arrivals(GemmConfig c) {
-  return {.full = 1 + (c.gathers() ? 128 : 0),
+  return {.full = 1 + (c.uses_cp_async() ? 128 : 0),
           .empty = (c.ping_pong() ? 1 : c.consumer_warpgroups) * c.cluster_m,
           .work_full = 1,
           .work_empty = (4 * c.consumer_warpgroups + (c.gathers() ? 4 : 1)) * c.cluster_m};
 }
 
 // Named barriers of the CTA; 0 is __syncthreads. Per-warpgroup ones take base + consumer index.
-enum NamedBarrier : int { kBarrierSlabs = 1, kBarrierSkew = 4, kBarrierMmaTurn = 5 };
+enum NamedBarrier : int { kBarrierSlabs = 1, kBarrierMmaTurn = 4 };
 
 consteval bool valid(GemmConfig c) {
   if (c.tile.k != 64) throw "tile.k: one 128-byte swizzled row, 64 bf16";
   if (c.consumer_warpgroups < 2 || c.consumer_warpgroups > 3) throw "consumer_warpgroups: 2 or 3";
   if (c.ping_pong() && c.consumer_warpgroups != 2) throw "ping-pong alternates two warpgroups";
-  if (c.tile.m % (c.ping_pong() ? kSubtileM : kSubtileM * c.consumer_warpgroups))
-    throw "tile.m: 64 rows per consumer warpgroup";
-  if (c.tile.n != 64 && c.tile.n != 128 && c.tile.n != 192 && c.tile.n != 256)
-    throw "tile.n: 64, 128, 192 or 256";
+  if (c.ping_pong() ? c.tile.m % kSubtileM : c.tile.m != kSubtileM * c.consumer_warpgroups)
+    throw "tile.m: cooperative 64 rows per consumer warpgroup, ping-pong a multiple of 64";
+  if (c.tile.n != 128 && c.tile.n != 256) throw "tile.n: one or two groups of 128 columns";
   if (c.warpgroup_subtiles() * c.tile.n > (c.consumer_warpgroups == 2 ? 384 : 256))
     throw "accumulators do not fit the registers of a warpgroup";
   if (c.cluster_m != 1 && c.cluster_m != 2 && c.cluster_m != 4) throw "cluster_m: 1, 2 or 4";
   if (c.b_halves != 1 && c.b_halves != 2) throw "b_halves: 1 or 2";
   if (c.b_box_n() % 8) throw "B boxes: whole groups of 8 rows";
-  if (c.gathers() && c.tile.m > 128) throw "gather: 8 rows per producer thread";
-  if (c.stages < 2 || c.skew >= c.stages) throw "skew: fewer k_tiles than stages";
-  if (c.skew && (c.ping_pong() || c.consumer_warpgroups != 2)) throw "skew: two cooperating warpgroups";
+  if (c.uses_cp_async() && c.tile.m > 128) throw "cp.async gather: 8 rows per producer thread";
+  if (c.stages < 2) throw "stages: at least 2";
+  if (c.lag && (c.ping_pong() || c.column_groups() != 2)) throw "lag: cooperative, tile.n 256";
+  if (c.lag > 2 || 2 * c.lag > c.stages) throw "lag: at most 2, the trailing and leading stages coexist";
   return true;
 }
 

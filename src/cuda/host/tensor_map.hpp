@@ -12,6 +12,7 @@
 #include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 
 namespace tessera::cuda::host {
@@ -44,12 +45,12 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, void const* gmem, TensorMap
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// (rows, columns) row-major, as (column, row).
+// (rows, columns) row-major, as (column, row). No rows: a map that is valid and never used.
 inline cudaError_t make_matrix_map(CUtensorMap& map, void const* gmem, int64_t rows,
                                    int64_t columns, int box_rows) {
   return make_tensor_map(map, gmem,
                          {.rank = 2,
-                          .extent = {uint64_t(columns), uint64_t(rows)},
+                          .extent = {uint64_t(columns), uint64_t(std::max<int64_t>(rows, 1))},
                           .stride_bytes = {uint64_t(columns) * 2},
                           .box = {64, uint32_t(box_rows)}});
 }
@@ -61,14 +62,14 @@ struct HalvesLayout {
 
 inline cudaError_t make_halves_map(CUtensorMap& map, void const* gmem, int64_t segments,
                                    int64_t halves, int64_t rows, int64_t columns,
-                                   HalvesLayout layout, int box_rows) {
+                                   HalvesLayout layout, int box_halves, int box_rows) {
   return make_tensor_map(
       map, gmem,
       {.rank = 4,
        .extent = {uint64_t(columns), uint64_t(rows), uint64_t(halves), uint64_t(segments)},
        .stride_bytes = {uint64_t(layout.row_stride) * 2, uint64_t(layout.half_stride) * 2,
                         uint64_t(layout.segment_stride) * 2},
-       .box = {64, uint32_t(box_rows), 1, 1}});
+       .box = {64, uint32_t(box_rows), uint32_t(box_halves), 1}});
 }
 
 // Ragged store map of a (rows, halves * columns) matrix, as (column, half, row, end), `row` of

@@ -73,17 +73,18 @@ cudaError_t make_up_projection_params(UpProjectionParams& p, UpProjectionArgumen
   constexpr block::GemmConfig kGemm = Config::gemm;
   int64_t const d = args.hidden;
   int64_t const n = args.intermediate;
-  if (d % kGemm.tile.k || n % 8 || args.experts > block::kMaxSegments) return cudaErrorInvalidValue;
+  if (d % kGemm.tile.k || d < 2 * kGemm.lag * kGemm.tile.k || n % 8 || args.experts > block::kMaxSegments) return cudaErrorInvalidValue;
   cudaError_t error = cudaSuccess;
   auto const then = [&error](cudaError_t next) {
     if (error == cudaSuccess) error = next;
   };
   p = {};
-  if constexpr (!kGemm.gathers()) {
-    then(host::make_matrix_map(p.gemm.a, args.gmem_x, args.x_rows, d, block::kSubtileM));
+  if constexpr (!kGemm.uses_cp_async()) {
+    then(host::make_matrix_map(p.gemm.a, args.gmem_x, args.x_rows, d,
+                               kGemm.gathers() ? 1 : block::kSubtileM));
   }
   then(host::make_halves_map(p.gemm.b, args.gmem_w_up, args.experts, 2, n, d, {d, n * d, 2 * n * d},
-                             kGemm.b_box_n()));
+                             kGemm.b_box_halves(), kGemm.b_box_n()));
   then(host::make_ragged_store_map(p.epilogue.h, args.gmem_h, args.rows, 2, n, args.rows,
                                    block::kSubtileM));
   then(host::make_ragged_store_map(p.epilogue.a, args.gmem_a, args.rows, 1, n, args.rows,

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// swiglu epilogue: the accumulators of a tile are [gate | up], tile_n/2 columns each, so g and u of
-// one output lie in the same thread. h = (g, u), a = g * sigmoid(g) * u, each rounded once to bf16.
+// swiglu epilogue: a column group is [64 gate | 64 up], so g and u of one output lie in the same thread. h = (g, u), a = g * sigmoid(g) * u, each rounded once to bf16.
 #pragma once
 
 #include "../../arch/approx_math.cuh"
@@ -38,37 +37,31 @@ class SwigluEpilogue {
                                             int consumer)
       : p_(p), slabs_(smem, consumer) {}
 
-  // 64 rows from `row`.
-  __device__ __forceinline__ void store(float const (&acc)[kGemm.tile.n / 2], WorkTile const& tile,
-                                        int row) {
-    static_assert(kGemm.b_halves == 2 && kHalfN % kSlabColumns == 0);
+  static constexpr int kSteps = 3;
+
+  // Of 64 rows from `row` and one column group, [64 gate | 64 up]: stores g, u, then a.
+  template <int kStep>
+  __device__ __forceinline__ void step(float const (&acc)[kGroupColumns / 2], WorkTile const& tile,
+                                       int row, int group) {
+    static_assert(kGemm.b_halves == 2);
+    constexpr int kUp = kGroupColumns / 4;
     int const ragged_row = p_.ragged_extent + row - tile.end;
-    TESSERA_UNROLL
-    for (int s = 0; s < kHalfN / kSlabColumns; ++s) {
-      float const* const gate = acc + s * (kSlabColumns / 2);
-      float const* const up = gate + kGemm.tile.n / 4;
-      int const column = tile.n_tile * kHalfN + s * kSlabColumns;
-      slabs_.store(&p_.h, column, 0, ragged_row, tile.end, [&](int j, int half) {
-        int const i = 4 * j + 2 * half;
-        return arch::pack_bf16(gate[i], gate[i + 1]);
-      });
-      slabs_.store(&p_.h, column, 1, ragged_row, tile.end, [&](int j, int half) {
-        int const i = 4 * j + 2 * half;
-        return arch::pack_bf16(up[i], up[i + 1]);
-      });
-      slabs_.store(&p_.a, column, 0, ragged_row, tile.end, [&](int j, int half) {
-        int const i = 4 * j + 2 * half;
-        return arch::pack_bf16(silu<kSigmoid>(gate[i]) * up[i],
-                               silu<kSigmoid>(gate[i + 1]) * up[i + 1]);
-      });
-    }
+    int const column = tile.n_tile * (kGemm.tile.n / 2) + group * kSlabColumns;
+    CUtensorMap const* const map = kStep < 2 ? &p_.h : &p_.a;
+    slabs_.store(map, column, kStep == 1, ragged_row, tile.end, [&](int j, int half) {
+      int const i = 4 * j + 2 * half;
+      if constexpr (kStep < 2) {
+        return arch::pack_bf16(acc[kStep * kUp + i], acc[kStep * kUp + i + 1]);
+      } else {
+        return arch::pack_bf16(silu<kSigmoid>(acc[i]) * acc[kUp + i],
+                               silu<kSigmoid>(acc[i + 1]) * acc[kUp + i + 1]);
+      }
+    });
   }
 
   __device__ __forceinline__ void drain() const { slabs_.drain(); }
 
  private:
-  static constexpr int kHalfN = kGemm.tile.n / 2;
-
   Params const& p_;
   SlabStore<kGemm> slabs_;
 };

@@ -75,8 +75,11 @@ bench: cli
 .PHONY: lint
 lint:
 	@tools/bootstrap.sh lint
-	.venv/bin/clang-format --dry-run --Werror $(SOURCES)
-	@tools/check_layers.py && tools/check_links.py && tools/check_source.py && tools/check_commits.py
+	@.venv/bin/clang-format --dry-run --Werror $(SOURCES)
+	@tools/check_layers.py
+	@tools/check_links.py
+	@tools/check_source.py
+	@tools/check_commits.py
 
 # Links and paths of the documents, and their snippets, compiled and run.
 .PHONY: docs
@@ -87,4 +90,4 @@ docs: build
 .PHONY: fmt
 fmt:
 	@tools/bootstrap.sh lint
-	.venv/bin/clang-format -i $(SOURCES)
+	@.venv/bin/clang-format -i $(SOURCES)

@@ -6,14 +6,19 @@ enable_language(CUDA)
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 13.0)
   message(FATAL_ERROR "nvcc ${CMAKE_CUDA_COMPILER_VERSION}: the kernels need 13.0 or later")
 endif()
+set(CMAKE_CUDA_STANDARD 20)
+if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 does not know that nvcc 13 has it
+  set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+  set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+endif()
 find_package(CUDAToolkit REQUIRED)
 
 add_custom_target(tessera_cuda_all)
 
-# tessera_cuda_options(target): C++20 (as a plain flag: CMake 3.25 knows no CUDA20 for nvcc 13); any
-# warning and any spilled register stops the build. (-Wrestrict: GCC 12 reports std::string operator+.)
+# tessera_cuda_options(target): any warning and any spilled register stops the build. -Wrestrict is off, as GCC 12
+# reports std::string's operator+.
 function(tessera_cuda_options target)
-  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -O3
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
     -Xptxas=--warn-on-spills -Werror all-warnings -Xcompiler=-Wall,-Wextra,-Werror,-Wno-restrict>)
   target_include_directories(${target}
     PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/include)

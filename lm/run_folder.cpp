@@ -47,17 +47,21 @@ int run_gnuplot(fs::path const& folder) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 1;
 }
 
-// One small heat map per layer below the curve.
-std::string heat_maps(std::int64_t shown) {
+// One small heat map per layer in the lower half, below the curve.
+std::string heat_maps(std::int64_t shown, bool crisp) {
+  constexpr double kTop = 0.46, kBottom = 0.07, kGap = 0.012;
+  double const height = (kTop - kBottom) / static_cast<double>(shown);
   std::string script;
   for (std::int64_t layer = 0; layer < shown; ++layer) {
-    bool const last = layer + 1 == shown;
+    double const top = kTop - static_cast<double>(layer) * height;
+    std::string extra;
+    if (layer == 0) extra += "set title 'Load of each expert (1 = balanced)' offset 0, -0.7\n";
+    if (layer == 1) extra += "unset title\n";
+    if (layer + 1 == shown) extra += "set xlabel 'step'\nset format x '%g'\n";
     script += fmt::format(
-        "set size 1, {0}\nset origin 0, {1}\nset ylabel 'layer {2}'\n{3}"
-        "plot '{4}' skip 1 index {2} using 2:3:4 with image notitle\n",
-        0.5 / static_cast<double>(shown),
-        0.5 * static_cast<double>(shown - 1 - layer) / static_cast<double>(shown), layer,
-        last ? "set xlabel 'step'\nset format x '%g'\n" : "", kExpertLoadFile);
+        "set tmargin at screen {:.4f}\nset bmargin at screen {:.4f}\nset ylabel 'layer {}'\n{}"
+        "plot '{}' skip 1 index {} using 2:3:4 with image{} notitle\n",
+        top, top - height + kGap, layer, extra, kExpertLoadFile, layer, crisp ? " pixels" : "");
   }
   return script;
 }
@@ -130,6 +134,8 @@ std::string expert_load_csv(TrainingState const& state) {
 
 std::string plot_script(TrainingState const& state, double bigram) {
   constexpr std::int64_t kMaxLayers = 12;
+  constexpr std::int64_t kMaxCrisp =
+      200;  // snapshots drawn as rectangles; an embedded bitmap beyond
   ModelConfig const& c = state.options.model;
   // An image needs two points each way.
   bool const images = num_snapshots(state) >= 2 && c.experts >= 2;
@@ -139,23 +145,23 @@ std::string plot_script(TrainingState const& state, double bigram) {
       "set terminal svg size 900, {2} background 'white' font 'sans,13'\n"
       "set output '{0}'\n"
       "set datafile separator ','\n"
-      "set lmargin 9\nset rmargin 12\nset xrange [0:{3}]\n"
+      "set lmargin at screen 0.09\nset rmargin at screen 0.9\nset xrange [0:{3}]\n"
       "set multiplot\n"
-      "set size 1, {4}\nset origin 0, {5}\n"
+      "set tmargin at screen 0.95\nset bmargin at screen {4}\n"
       "set title 'Bits per byte' offset 0, -0.5\nset grid\nset key top right\n"
-      "plot '{6}' skip 1 using 1:2 with lines lc rgb '#9ec5e8' title 'training batch', \\\n"
+      "plot '{5}' skip 1 using 1:2 with lines lc rgb '#9ec5e8' title 'training batch', \\\n"
       "     '' skip 1 using 1:3 with linespoints pt 7 ps 0.4 lw 2 lc rgb '#1f5fa8' title 'held "
       "out', \\\n"
-      "     {7:.5f} with lines dt 2 lw 2 lc rgb '#c0392b' title 'bigram, held out'\n",
-      kPlotFile, kPlotScript, 420 + 110 * shown, state.step, shown > 0 ? 0.5 : 1.0,
-      shown > 0 ? 0.5 : 0.0, kLossFile, bigram);
+      "     {6:.5f} with lines dt 2 lw 2 lc rgb '#c0392b' title 'bigram, held out'\n",
+      kPlotFile, kPlotScript, 420 + 110 * shown, state.step, shown > 0 ? 0.54 : 0.1, kLossFile,
+      bigram);
   if (shown > 0) {
     script += fmt::format(
-        "unset title\nunset grid\nset yrange [-0.5:{}.5]\nset ytics 0, {}\n"
-        "set cbrange [0:3]\nset palette defined (0 'white', 1 '#9ec5e8', 3 '#0b2f57')\n"
-        "set cblabel 'load (1 = balanced)'\nset format x ''\nset tmargin 0.5\n",
+        "unset grid\nset yrange [-0.5:{}.5]\nset ytics 0, {}\n"
+        "set cbrange [0:3]\nset cbtics 1\nset format x ''\n"
+        "set palette defined (0 'white', 1 '#9ec5e8', 3 '#0b2f57')\n",
         c.experts - 1, std::max<std::int64_t>(1, c.experts / 4));
-    script += heat_maps(shown);
+    script += heat_maps(shown, num_snapshots(state) <= kMaxCrisp);
   }
   return script + "unset multiplot\n";
 }

@@ -33,25 +33,15 @@ struct Variant {
 
 // clang-format off
 TESSERA_VARIANT(Tma128x256C1, kTanh, .stages = 4, .b_halves = 2);
-TESSERA_VARIANT(Tma128x256C1Lag1, kTanh, .stages = 4, .b_halves = 2, .lag = 1);
-TESSERA_VARIANT(Tma128x256C1Lag2, kTanh, .stages = 4, .b_halves = 2, .lag = 2);
 TESSERA_VARIANT(Tma128x256C2, kTanh, .stages = 4, .cluster_m = 2, .b_halves = 2);
-TESSERA_VARIANT(Tma128x256C2Lag2, kTanh, .stages = 4, .cluster_m = 2, .b_halves = 2, .lag = 2);
-TESSERA_VARIANT(Tma128x256C2Lag2Exp, kExp, .stages = 4, .cluster_m = 2, .b_halves = 2, .lag = 2);
 TESSERA_VARIANT(Tma128x128C1Pp, kTanh, .tile = {128, 128, 64}, .stages = 6, .schedule = Schedule::kPingPong, .b_halves = 2);
 TESSERA_VARIANT(Tma128x128C2Pp, kTanh, .tile = {128, 128, 64}, .stages = 6, .cluster_m = 2, .schedule = Schedule::kPingPong, .b_halves = 2);
 TESSERA_VARIANT(Tma192x128C1Pp, kTanh, .tile = {192, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .b_halves = 2);
 TESSERA_VARIANT(Gather128x256C1, kTanh, .stages = 4, .a_loader = ALoader::kGatherCpAsync, .b_halves = 2);
-TESSERA_VARIANT(Gather128x256C1Lag2, kTanh, .stages = 4, .a_loader = ALoader::kGatherCpAsync, .b_halves = 2, .lag = 2);
 TESSERA_VARIANT(Gather128x256C2, kTanh, .stages = 4, .cluster_m = 2, .a_loader = ALoader::kGatherCpAsync, .b_halves = 2);
-TESSERA_VARIANT(Gather128x256C2Lag2, kTanh, .stages = 4, .cluster_m = 2, .a_loader = ALoader::kGatherCpAsync, .b_halves = 2, .lag = 2);
-TESSERA_VARIANT(Gather128x256C2Lag2Exp, kExp, .stages = 4, .cluster_m = 2, .a_loader = ALoader::kGatherCpAsync, .b_halves = 2, .lag = 2);
-TESSERA_VARIANT(Rows128x256C1, kTanh, .stages = 4, .a_loader = ALoader::kGatherTma, .b_halves = 2);
-TESSERA_VARIANT(Rows128x256C2, kTanh, .stages = 4, .cluster_m = 2, .a_loader = ALoader::kGatherTma, .b_halves = 2);
-TESSERA_VARIANT(Rows128x128C2Pp, kTanh, .tile = {128, 128, 64}, .stages = 6, .cluster_m = 2, .a_loader = ALoader::kGatherTma, .schedule = Schedule::kPingPong, .b_halves = 2);
-TESSERA_VARIANT(Rows192x128C1Pp, kTanh, .tile = {192, 128, 64}, .stages = 4, .a_loader = ALoader::kGatherTma, .schedule = Schedule::kPingPong, .b_halves = 2);
-TESSERA_VARIANT(Rows192x128C2Pp, kTanh, .tile = {192, 128, 64}, .stages = 4, .cluster_m = 2, .a_loader = ALoader::kGatherTma, .schedule = Schedule::kPingPong, .b_halves = 2);
 TESSERA_VARIANT(Tma192x128C2Pp, kTanh, .tile = {192, 128, 64}, .stages = 4, .cluster_m = 2, .schedule = Schedule::kPingPong, .b_halves = 2);
+TESSERA_VARIANT(Tma128x256C1Exp, kExp, .stages = 4, .b_halves = 2);
+TESSERA_VARIANT(Gather128x256C1Exp, kExp, .stages = 4, .a_loader = ALoader::kGatherCpAsync, .b_halves = 2);
 TESSERA_VARIANT(Gather128x128C2Pp, kTanh, .tile = {128, 128, 64}, .stages = 6, .cluster_m = 2, .a_loader = ALoader::kGatherCpAsync, .schedule = Schedule::kPingPong, .b_halves = 2);
 // clang-format on
 
@@ -72,24 +62,15 @@ Variant variant(char const* name) {
 inline std::vector<Variant> all_variants() {
   return {
       variant<Tma128x256C1>("tma-128x256-c1"),
-      variant<Tma128x256C1Lag1>("tma-128x256-c1-lag1"),
-      variant<Tma128x256C1Lag2>("tma-128x256-c1-lag2"),
       variant<Tma128x256C2>("tma-128x256-c2"),
-      variant<Tma128x256C2Lag2>("tma-128x256-c2-lag2"),
-      variant<Tma128x256C2Lag2Exp>("tma-128x256-c2-lag2-exp"),
       variant<Tma128x128C1Pp>("tma-128x128-c1-pingpong"),
       variant<Tma128x128C2Pp>("tma-128x128-c2-pingpong"),
       variant<Tma192x128C1Pp>("tma-192x128-c1-pingpong"),
       variant<Gather128x256C1>("gather-128x256-c1"),
-      variant<Gather128x256C1Lag2>("gather-128x256-c1-lag2"),
       variant<Gather128x256C2>("gather-128x256-c2"),
-      variant<Gather128x256C2Lag2>("gather-128x256-c2-lag2"),
-      variant<Rows128x256C1>("rows-128x256-c1"),
-      variant<Rows128x256C2>("rows-128x256-c2"),
-      variant<Rows128x128C2Pp>("rows-128x128-c2-pingpong"),
-      variant<Rows192x128C1Pp>("rows-192x128-c1-pingpong"),
-      variant<Rows192x128C2Pp>("rows-192x128-c2-pingpong"),
       variant<Tma192x128C2Pp>("tma-192x128-c2-pingpong"),
+      variant<Tma128x256C1Exp>("tma-128x256-c1-exp"),
+      variant<Gather128x256C1Exp>("gather-128x256-c1-exp"),
       variant<Gather128x128C2Pp>("gather-128x128-c2-pingpong"),
   };
 }

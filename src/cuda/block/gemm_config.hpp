@@ -34,7 +34,6 @@ struct GemmConfig {
   int consumer_warpgroups = 2;
   int b_halves = 1;     // 2: B has gate and up rows; every column group takes 64 of each
   int store_slabs = 2;  // 64x64 staging buffers per consumer warpgroup
-  int lag = 0;          // cooperative, two column groups: see consume_cooperative
   int raster_n = 8;     // n_tiles walked before the next m block
 
   consteval int threads() const { return 128 * (1 + consumer_warpgroups); }
@@ -96,8 +95,6 @@ consteval bool valid(GemmConfig c) {
   if (c.b_box_n() % 8) throw "B boxes: whole groups of 8 rows";
   if (c.uses_cp_async() && c.tile.m > 128) throw "cp.async gather: 8 rows per producer thread";
   if (c.stages < 2) throw "stages: at least 2";
-  if (c.lag && (c.ping_pong() || c.column_groups() != 2)) throw "lag: cooperative, tile.n 256";
-  if (c.lag > 2 || 2 * c.lag > c.stages) throw "lag: at most 2, the trailing and leading stages coexist";
   return true;
 }
 

@@ -12,6 +12,10 @@ namespace tessera::cuda::block {
 
 using bf16 = __nv_bfloat16;
 
+// A thread's share of 64 rows of accumulators, in the fragment order of wgmma (arch/wgmma.cuh).
+template <GemmConfig kGemm>
+using Accumulators = float[kGemm.column_groups()][kGroupColumns / 2];
+
 constexpr int kMaxSegments = 640;  // what 4 stages of 48 KB and 4 slabs leave of 227 KB
 constexpr int kWorkSlots = 4;      // work tiles announced ahead of the slowest reader
 

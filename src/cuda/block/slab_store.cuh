@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Stores of a consumer warpgroup: 64x64 bf16 slabs, staged in shared memory through stmatrix and
-// written by TMA, a ring of them so that the next slab is filled while the last ones drain.
+// written by TMA. A round fills up to kSlabs slabs between two barriers of the warpgroup:
+//   begin() | fill(0, ..) fill(1, ..) | publish() | issuer: store(0, ..) store(1, ..) commit()
+// Arithmetic placed after commit() runs while TMA reads the slabs.
 //
 // A slab that ends past its segment is clipped by the tensor map itself (ragged map, see
 // host/tensor_map.hpp): coordinates (column, half, ragged_extent + row - end, end).
@@ -31,28 +33,38 @@ class SlabStore {
     swizzle_ = row & 7;
   }
 
+  // TMA has read the slabs of the last round.
+  __device__ __forceinline__ void begin() const {
+    if (issuer_) arch::tma_store_wait_read<0>();
+    arch::named_barrier_sync(barrier_, arch::kWarpgroupThreads);
+  }
+
   // pair(j, half): this thread's two values of columns 8j + 2(lane%4) + {0,1}, packed, of row lane/4
   // (half 0) or lane/4 + 8 (half 1) of its warp's 16 rows.
   template <typename Pair>
-  __device__ __forceinline__ void store(CUtensorMap const* map, int c0, int c1, int c2, int c3,
-                                        Pair pair) {
-    if (issuer_) arch::tma_store_wait_read<kGemm.store_slabs - 1>();
-    arch::named_barrier_sync(barrier_, arch::kWarpgroupThreads);
-    bf16* const smem_slab = smem_slabs_ + ring_ * kSubtileM * kSlabColumns;
-    uint32_t const smem_row = arch::shared_address(smem_slab) + row_offset_;
+  __device__ __forceinline__ void fill(int slab, Pair pair) const {
+    uint32_t const smem_row = arch::shared_address(slab_address(slab)) + row_offset_;
     TESSERA_UNROLL
     for (int j = 0; j < kSlabColumns / 8; j += 2) {
       arch::stmatrix_x4(smem_row + (((j + chunk_) ^ swizzle_) << 4), pair(j, 0), pair(j, 1),
                         pair(j + 1, 0), pair(j + 1, 1));
     }
+  }
+
+  __device__ __forceinline__ void publish() const {
     arch::fence_proxy_async_shared();
     arch::named_barrier_sync(barrier_, arch::kWarpgroupThreads);
-    if (issuer_) {
-      arch::tma_store(map, smem_slab, c0, c1, c2, c3);
-      arch::tma_store_commit();
-    }
-    ring_ = ring_ + 1 == kGemm.store_slabs ? 0 : ring_ + 1;
   }
+
+  // The one thread that calls store() and commit().
+  __device__ __forceinline__ bool issuer() const { return issuer_; }
+
+  __device__ __forceinline__ void store(int slab, CUtensorMap const* map, int column, int half,
+                                        int ragged_row, int end) const {
+    arch::tma_store(map, slab_address(slab), column, half, ragged_row, end);
+  }
+
+  __device__ __forceinline__ void commit() const { arch::tma_store_commit(); }
 
   // Before the CTA exits: TMA has read every slab.
   __device__ __forceinline__ void drain() const {
@@ -60,13 +72,16 @@ class SlabStore {
   }
 
  private:
+  __device__ __forceinline__ bf16* slab_address(int slab) const {
+    return smem_slabs_ + slab * kSubtileM * kSlabColumns;
+  }
+
   bf16* smem_slabs_;
   int barrier_;
   bool issuer_;
   int row_offset_;
   int chunk_;
   int swizzle_;
-  int ring_ = 0;
 };
 
 }  // namespace tessera::cuda::block

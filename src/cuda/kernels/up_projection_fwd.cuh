@@ -73,7 +73,7 @@ cudaError_t make_up_projection_params(UpProjectionParams& p, UpProjectionArgumen
   constexpr block::GemmConfig kGemm = Config::gemm;
   int64_t const d = args.hidden;
   int64_t const n = args.intermediate;
-  if (d % kGemm.tile.k || d < 2 * kGemm.lag * kGemm.tile.k || n % 8 || args.experts > block::kMaxSegments) return cudaErrorInvalidValue;
+  if (d % kGemm.tile.k || n % 8 || args.experts > block::kMaxSegments) return cudaErrorInvalidValue;
   cudaError_t error = cudaSuccess;
   auto const then = [&error](cudaError_t next) {
     if (error == cudaSuccess) error = next;

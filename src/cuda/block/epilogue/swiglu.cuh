@@ -37,31 +37,60 @@ class SwigluEpilogue {
                                             int consumer)
       : p_(p), slabs_(smem, consumer) {}
 
-  static constexpr int kSteps = 3;
-
-  // Of 64 rows from `row` and one column group, [64 gate | 64 up]: stores g, u, then a.
-  template <int kStep>
-  __device__ __forceinline__ void step(float const (&acc)[kGroupColumns / 2], WorkTile const& tile,
-                                       int row, int group) {
-    static_assert(kGemm.b_halves == 2);
-    constexpr int kUp = kGroupColumns / 4;
+  // 64 rows from `row`. Rounds: gate and up of each column group, then a of all groups; a is computed
+  // while TMA reads gate and up.
+  __device__ __forceinline__ void store(Accumulators<kGemm> const& acc, WorkTile const& tile,
+                                        int row) {
+    static_assert(kGemm.b_halves == 2 && kGemm.store_slabs == 2);
     int const ragged_row = p_.ragged_extent + row - tile.end;
-    int const column = tile.n_tile * (kGemm.tile.n / 2) + group * kSlabColumns;
-    CUtensorMap const* const map = kStep < 2 ? &p_.h : &p_.a;
-    slabs_.store(map, column, kStep == 1, ragged_row, tile.end, [&](int j, int half) {
-      int const i = 4 * j + 2 * half;
-      if constexpr (kStep < 2) {
-        return arch::pack_bf16(acc[kStep * kUp + i], acc[kStep * kUp + i + 1]);
-      } else {
-        return arch::pack_bf16(silu<kSigmoid>(acc[i]) * acc[kUp + i],
-                               silu<kSigmoid>(acc[i + 1]) * acc[kUp + i + 1]);
+    int const column = tile.n_tile * (kGemm.tile.n / 2);
+    uint32_t a[kGroups][kPairs];
+    TESSERA_UNROLL
+    for (int g = 0; g < kGroups; ++g) {
+      slabs_.begin();
+      slabs_.fill(0, [&](int j, int half) { return pack(acc[g], 4 * j + 2 * half); });
+      slabs_.fill(1, [&](int j, int half) { return pack(acc[g], kUp + 4 * j + 2 * half); });
+      slabs_.publish();
+      if (slabs_.issuer()) {
+        slabs_.store(0, &p_.h, column + g * kSlabColumns, 0, ragged_row, tile.end);
+        slabs_.store(1, &p_.h, column + g * kSlabColumns, 1, ragged_row, tile.end);
+        slabs_.commit();
       }
-    });
+      TESSERA_UNROLL
+      for (int i = 0; i < kPairs; ++i) a[g][i] = activate(acc[g], 2 * i);
+    }
+    slabs_.begin();
+    TESSERA_UNROLL
+    for (int g = 0; g < kGroups; ++g) {
+      slabs_.fill(g, [&](int j, int half) { return a[g][2 * j + half]; });
+    }
+    slabs_.publish();
+    if (slabs_.issuer()) {
+      TESSERA_UNROLL
+      for (int g = 0; g < kGroups; ++g) {
+        slabs_.store(g, &p_.a, column + g * kSlabColumns, 0, ragged_row, tile.end);
+      }
+      slabs_.commit();
+    }
   }
 
   __device__ __forceinline__ void drain() const { slabs_.drain(); }
 
  private:
+  static constexpr int kGroups = kGemm.column_groups();
+  static constexpr int kUp = kGroupColumns / 4;     // registers from a gate value to its up value
+  static constexpr int kPairs = kGroupColumns / 8;  // of a, per group and thread
+
+  __device__ __forceinline__ static uint32_t pack(float const (&acc)[kGroupColumns / 2], int i) {
+    return arch::pack_bf16(acc[i], acc[i + 1]);
+  }
+
+  __device__ __forceinline__ static uint32_t activate(float const (&acc)[kGroupColumns / 2],
+                                                      int i) {
+    return arch::pack_bf16(silu<kSigmoid>(acc[i]) * acc[kUp + i],
+                           silu<kSigmoid>(acc[i + 1]) * acc[kUp + i + 1]);
+  }
+
   Params const& p_;
   SlabStore<kGemm> slabs_;
 };

@@ -41,11 +41,9 @@ struct Job {
 };
 
 std::vector<Job> jobs_of(BenchFlags const& flags) {
-  if (flags.configs.empty() || flags.shape.any_shape()) {
-    if (!flags.configs.empty()) {
-      throw CommandError("--config: a configuration has its own shape; leave out the shape flags");
-    }
-    if (flags.shape.any_shape()) return {{"custom", flags.shape.layer_case()}};
+  if (flags.shape.any_shape()) {
+    if (flags.configs.empty()) return {{"custom", flags.shape.layer_case()}};
+    throw CommandError("--config: a configuration has its own shape; leave out the shape flags");
   }
   std::vector<Job> jobs;
   for (std::string const& name :
@@ -135,12 +133,9 @@ Json bench_job(BenchFlags const& flags, Context const& context, Job const& job, 
     } else if (name == "backward") {
       passes.push_back(
           {name, [&] { layer.backward(); }, [&] { bound.backward(); }, Pass::backward});
-    } else if (name == "forward-inference") {
+    } else {
       passes.push_back(
           {name, [&] { layer.forward_inference(); }, [&] { bound.forward(); }, Pass::forward});
-    } else {
-      throw CommandError(fmt::format(
-          "--pass {}: not known; choose from: forward backward forward-inference", name));
     }
   }
   double const end = now_seconds() + flags.seconds;
@@ -258,7 +253,14 @@ void write_file(std::string const& path, std::string const& text) {
 }
 
 int bench(BenchFlags const& flags, std::string const& command_line) {
+  for (std::string const& name : flags.passes) {
+    if (name != "forward" && name != "backward" && name != "forward-inference") {
+      throw CommandError(fmt::format(
+          "--pass {}: not known; choose from: forward backward forward-inference", name));
+    }
+  }
   if (flags.gpus != 0) throw CommandError("--gpus: the CPU backend has none; leave it out");
+  auto const jobs = jobs_of(flags);
   Context const context = flags.shape.context();
   double const copy_rate = copy_bytes_per_second(context);
   Json rows = Json::array();
@@ -268,7 +270,7 @@ int bench(BenchFlags const& flags, std::string const& command_line) {
                            "score", "checked"));
   }
   bool all_checked = true;
-  for (Job const& job : jobs_of(flags)) {
+  for (Job const& job : jobs) {
     for (Json& row : bench_job(flags, context, job, copy_rate)) {
       all_checked = all_checked && row["checked"].get<bool>();
       if (!flags.json) print_text(row_text(row));

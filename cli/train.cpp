@@ -33,7 +33,7 @@ struct Flags {
   lm::TrainingOptions training;
   std::string router = "topk-softmax";
   std::string round = "none";
-  std::int64_t save_every = 200;
+  std::int64_t save_every = 400;
   double seconds = 0;
   std::int32_t threads = 0;
   bool json = false;

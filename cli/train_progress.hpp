@@ -9,8 +9,11 @@ namespace tessera::cli {
 class TrainProgress {
  public:
   TrainProgress();
+  ~TrainProgress() { finish(); }
+  TrainProgress(TrainProgress const&) = delete;
+  TrainProgress& operator=(TrainProgress const&) = delete;
   void report(lm::Progress const& progress);
-  /// Leaves the line that is being redrawn.
+  /// Ends the line that is being redrawn.
   void finish();
 
  private:

@@ -25,10 +25,10 @@ enum class RoutingPattern {
 struct RoutingSpec {
   RoutingPattern pattern = RoutingPattern::random;
   double parameter = 0;
-  std::string path;                         ///< file: where it came from
-  std::vector<std::int64_t> topk_ids;       ///< file: by slot
-  std::vector<float> topk_weights;          ///< file: by slot
-  std::vector<std::int64_t> token_offsets;  ///< file: [T+1] where experts per token vary
+  std::string path{};                         ///< file: where it came from
+  std::vector<std::int64_t> topk_ids{};       ///< file: by slot
+  std::vector<float> topk_weights{};          ///< file: by slot
+  std::vector<std::int64_t> token_offsets{};  ///< file: [T+1] where experts per token vary
 };
 
 /// Everything that fixes a case; equal cases give equal data on every machine.

@@ -352,8 +352,11 @@ Tensors naive_tensors(LayerData const& data, std::vector<std::int64_t> const& to
 std::vector<Tensors> naive_orders(Context const& context, LayerData const& data,
                                   std::vector<std::int64_t> const& topk_ids,
                                   reference::Metadata const& metadata) {
-  std::int64_t const slots = data.desc.shape.num_slots();
-  std::vector<Tensors> naives(slots < 64 ? 16 : slots < 512 ? 8 : 4);
+  MoeShape const& shape = data.desc.shape;
+  std::int64_t const slots = shape.num_slots();
+  std::int64_t const of_row = shape.top_k * std::min(shape.hidden, shape.intermediate);
+  std::size_t const count = slots < 64 || of_row < 512 ? 16 : slots < 8192 ? 8 : 4;
+  std::vector<Tensors> naives(count);
   std::vector<std::exception_ptr> errors(naives.size());
   context.parallel_for(std::ssize(naives), [&](std::int64_t order) {
     try {

@@ -33,8 +33,8 @@ ReferenceTensors reference_tensors(LayerData const& data, reference::Forward con
 Tensors naive_tensors(LayerData const& data, std::vector<std::int64_t> const& topk_ids,
                       reference::Metadata const& metadata, std::uint64_t order = 0);
 
-/// naive_tensors() in several orders: more where a result has so few numbers that one could be lucky. They run on
-/// the threads of `context`.
+/// naive_tensors() in several orders: more where few numbers decide a result or a row, so that one could be lucky.
+/// They run on the threads of `context`.
 std::vector<Tensors> naive_orders(Context const& context, LayerData const& data,
                                   std::vector<std::int64_t> const& topk_ids,
                                   reference::Metadata const& metadata);

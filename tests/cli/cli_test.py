@@ -1,0 +1,268 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Drives the program as a user or script does. usage: cli_test.py PROGRAM SUITE"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+PROGRAM = ""
+SMALL = ["--tokens", "48", "--hidden", "40", "--intermediate", "24", "--experts", "6", "--top-k", "2"]
+
+
+class Cli(unittest.TestCase):
+    def run_tessera(self, *arguments: str, code: int) -> subprocess.CompletedProcess:
+        done = subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, timeout=300)
+        self.assertEqual(done.returncode, code, f"{arguments}: {done.stdout}{done.stderr}")
+        return done
+
+    def run_json(self, *arguments: str, code: int = 0) -> dict:
+        """Stdout must be one JSON document and nothing else."""
+        return json.loads(self.run_tessera(*arguments, "--json", code=code).stdout)
+
+    def refuse(self, *arguments: str, naming: str, code: int = 2) -> None:
+        """Bad input: the exit code, one line on stderr that names the culprit, nothing on stdout."""
+        done = self.run_tessera(*arguments, code=code)
+        self.assertEqual(done.stdout, "", arguments)
+        self.assertEqual(len(done.stderr.splitlines()), 1, done.stderr)
+        self.assertIn(naming, done.stderr)
+
+
+class Info(Cli):
+    def test_text_and_json(self):
+        self.assertIn("backend", self.run_tessera("info", code=0).stdout)
+        info = self.run_json("info")
+        self.assertEqual([b["name"] for b in info["backends"]], ["cpu", "cuda"])
+        self.assertGreaterEqual(info["devices"][0]["threads"], 1)
+
+    def test_no_colour_in_a_pipe(self):
+        self.assertNotIn("\033", self.run_tessera("verify", *SMALL, code=0).stdout)
+
+
+class Explain(Cli):
+    def test_every_op_has_one_chosen_candidate(self):
+        explained = self.run_json("explain", *SMALL)
+        for name in ("forward", "backward"):
+            ops = explained["passes"][name]["ops"]
+            self.assertGreater(len(ops), 2)
+            for op in ops:
+                self.assertEqual(sum(c["chosen"] for c in op["candidates"]), 1, op)
+                self.assertTrue(all(c["reason"] for c in op["candidates"]), op)
+        self.assertIn("up_projection_fwd", self.run_tessera("explain", *SMALL, code=0).stdout)
+
+    def test_refuses_as_the_call_would(self):
+        self.refuse("explain", *SMALL, "--router", "expert-choice", naming="router")
+
+
+class Verify(Cli):
+    KEYS = ["ok", "shape", "routed_rows", "device", "dtype", "tensors", "saved_bytes",
+            "saved_bytes_formula", "transient_peak_bytes", "bitwise_repeat"]
+
+    def test_document(self):
+        result = self.run_json("verify", *SMALL, "--bias", "--router", "topk-softmax")
+        self.assertEqual(list(result), self.KEYS)
+        self.assertEqual(result["shape"], {"tokens": 48, "hidden": 40, "intermediate": 24,
+                                           "experts": 6, "top_k": 2})
+        self.assertEqual(result["routed_rows"], 96)
+        self.assertTrue(result["ok"] and result["bitwise_repeat"])
+        # x, h, three index arrays and scores, offsets, ids
+        self.assertEqual(result["saved_bytes"], 4 * 48 * 40 + 4 * 2 * 96 * 24 + 16 * 96 + 28 + 4 * 96)
+        self.assertEqual(result["saved_bytes"], result["saved_bytes_formula"])
+        for name in ("o", "dx", "dw_up", "dw_down", "dscores", "dlogits", "db_up", "db_down"):
+            tensor = result["tensors"][name]
+            self.assertEqual(list(tensor), ["rel_error", "naive_rel_error", "worst_row_ratio", "ok"])
+            self.assertTrue(tensor["ok"])
+            self.assertLess(tensor["rel_error"], 1e-5)
+
+    def test_options(self):
+        for options in (["--layout", "blocked:4", "--activation", "geglu-erf"],
+                        ["--layout", "transposed-interleaved", "--routing", "zipf:1.5"],
+                        ["--layout", "separate", "--routing", "empty:0.5", "--accumulate"],
+                        ["--router", "given", "--sentinels", "0.5", "--ids-dtype", "int64"],
+                        ["--router", "given", "--variable-experts", "--repeat-experts"],
+                        ["--router", "given", "--routing", "one-token-each"],
+                        ["--routing", "one-expert", "--router", "softmax-topk-renorm"],
+                        ["--activation", "relu2", "--layout", "transposed", "--threads", "3"]):
+            with self.subTest(options):
+                self.run_tessera("verify", *SMALL, *options, code=0)
+
+    def test_degenerate_shapes(self):
+        for shape in (["--tokens", "0"], ["--tokens", "1", "--top-k", "1"],
+                      ["--experts", "1", "--top-k", "1"], ["--experts", "4", "--top-k", "4"],
+                      ["--hidden", "1", "--intermediate", "1"]):
+            with self.subTest(shape):
+                flags = dict(zip(SMALL[::2], SMALL[1::2])) | dict(zip(shape[::2], shape[1::2]))
+                self.run_tessera("verify", *[part for item in flags.items() for part in item], code=0)
+
+    def test_random(self):
+        done = self.run_tessera("verify", "--random", "25", "--seed", "5", code=0)
+        lines = done.stdout.splitlines()
+        self.assertEqual(len(lines), 26)
+        self.assertIn("25 of 25 cases passed, 5 with T >= 512", lines[-1])
+        again = self.run_tessera("verify", "--random", "25", "--seed", "5", code=0)
+        self.assertEqual(done.stdout, again.stdout)
+
+    def test_random_commands_reproduce_their_case(self):
+        document = self.run_json("verify", "--random", "8", "--seed", "6")
+        self.assertEqual((document["passed"], document["failed"]), (8, 0))
+        for case in document["cases"]:
+            command = case.pop("command").split()
+            self.assertEqual(command[:2], ["tessera", "verify"])
+            self.assertEqual(self.run_json(*command[1:]), case)
+
+
+class Bench(Cli):
+    def test_document(self):
+        with tempfile.TemporaryDirectory() as folder:
+            out = pathlib.Path(folder, "results.json")
+            document = self.run_json("bench", *SMALL, "--seconds", "0", "--out", str(out))
+            self.assertEqual(document, json.loads(out.read_text()))
+        self.assertEqual(list(document), ["command", "commit", "device", "driver", "clocks_mhz", "date",
+                                          "protocol", "ceilings", "rows"])
+        self.assertEqual(document["command"],
+                         "tessera bench --tokens 48 --hidden 40 --intermediate 24 --experts 6 "
+                         "--top-k 2 --seconds 0")
+        rows = document["rows"]
+        self.assertEqual([row["pass"] for row in rows], ["forward", "backward", "forward-inference"])
+        for row in rows:
+            self.assertEqual(list(row), [
+                "config", "shape", "dtype", "gpus", "routing", "router", "round", "pass", "impl",
+                "variant", "ms", "ms_p10", "ms_p90", "tflops", "bound_ms", "aggregate_floor_ms",
+                "saved_bytes", "transient_peak_bytes", "checked"])
+            self.assertIs(row["checked"], True)
+            self.assertLessEqual(row["ms_p10"], row["ms"])
+            self.assertGreater(row["bound_ms"], 0)
+
+    def test_unchecked_rows_say_so(self):
+        rows = self.run_json("bench", *SMALL, "--seconds", "0", "--no-check", "--pass", "forward")["rows"]
+        self.assertEqual([row["checked"] for row in rows], [False])
+
+    def test_given_routing(self):
+        self.run_tessera("bench", *SMALL, "--seconds", "0", "--router", "given", "--sentinels", "0.2", code=0)
+
+    def test_bad_flags(self):
+        self.refuse("bench", "--config", "no-such", naming="no-such")
+        self.refuse("bench", "--pass", "sideways", naming="sideways")
+        self.refuse("bench", "--config", "cpu-small", "--tokens", "4", naming="--config")
+        self.refuse("bench", *SMALL, "--gpus", "2", naming="--gpus")
+        self.refuse("bench", *SMALL, "--dtype", "bf16", naming="dtype")
+
+
+class Usage(Cli):
+    def test_help_of_every_command_has_an_example(self):
+        for command in ("info", "verify", "bench", "explain", "train", "generate"):
+            with self.subTest(command):
+                text = self.run_tessera(command, "--help", code=0).stdout
+                self.assertIn(f"tessera {command}", text)
+                self.assertIn("--json", text)
+
+    def test_version(self):
+        self.assertRegex(self.run_tessera("--version", code=0).stdout, r"^tessera \d+\.\d+\.\d+$")
+
+    def test_no_or_unknown_command(self):
+        self.refuse(naming="subcommand")
+        self.refuse("frobnicate", naming="frobnicate")
+        self.refuse("verify", "--frobnicate", naming="--frobnicate")
+
+    def test_bad_values(self):
+        for flags, naming in (
+            (["--tokens", "many"], "many"),
+            (["--tokens", "-1"], "tokens=-1"),
+            (["--tokens", "99999999999999999999"], "99999999999999999999"),
+            (["--tokens", "4000000000"], "tokens=4000000000"),
+            (["--hidden", "0"], "hidden=0"),
+            (["--top-k", "17"], "top_k=17"),
+            (["--activation", "tanh"], "tanh"),
+            (["--layout", "diagonal"], "diagonal"),
+            (["--layout", "blocked"], "blocked"),
+            (["--layout", "blocked:0"], "blocked:0"),
+            (["--layout", "blocked:7"], "layout.block=7"),
+            (["--layout", "concat:2"], "concat:2"),
+            (["--activation", "relu", "--layout", "interleaved"], "layout"),
+            (["--router", "psychic"], "psychic"),
+            (["--router", "sigmoid-bias"], "router"),
+            (["--round", "nr-f"], "round"),
+            (["--dtype", "bf16"], "dtype"),
+            (["--dtype", "int8"], "int8"),
+            (["--save", "x"], "save=x"),
+            (["--routing", "zipf"], "zipf"),
+            (["--routing", "zipf:nan"], "nan"),
+            (["--routing", "empty:2"], "empty:2"),
+            (["--routing", "balanced:1"], "balanced:1"),
+            (["--routing", "one-token-each"], "one-token-each"),
+            (["--sentinels", "0.5"], "sentinels"),
+            (["--sentinels", "nan", "--router", "given"], "sentinels"),
+            (["--variable-experts"], "variable_experts"),
+            (["--threads", "-3"], "num_threads"),
+            (["--device", "abacus"], "abacus"),
+            (["--random", "0"], "--random"),
+            (["--random", "5", "--tokens", "3"], "--random"),
+        ):
+            with self.subTest(flags):
+                self.refuse("verify", *flags, naming=naming)
+
+    def test_what_the_machine_lacks(self):
+        self.refuse("verify", "--device", "cuda", naming="cuda", code=3)
+        self.refuse("verify", "--tokens", "2000000", "--hidden", "100000", naming="memory", code=3)
+
+    def test_full_stdout_is_an_error(self):
+        if not os.path.exists("/dev/full"):
+            self.skipTest("no /dev/full")
+        with open("/dev/full", "w") as full:
+            done = subprocess.run([PROGRAM, "info"], stdout=full, stderr=subprocess.PIPE, text=True)
+        self.assertEqual(done.returncode, 3)
+        self.assertIn("stdout", done.stderr)
+
+
+class RoutingFile(Cli):
+    def with_file(self, text: str | bytes) -> str:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        path = pathlib.Path(folder.name, "routing.json")
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return f"file:{path}"
+
+    def test_rectangular(self):
+        table = {"topk_ids": [[0, 3], [1, 2], [9, -1]],
+                 "topk_weights": [[0.5, 0.5], [0.9, 0.1], [1, 1]]}
+        result = self.run_json("verify", "--experts", "4", "--routing", self.with_file(json.dumps(table)))
+        self.assertEqual((result["shape"]["tokens"], result["shape"]["top_k"]), (3, 2))
+        self.assertEqual(result["routed_rows"], 4)
+
+    def test_rows_of_unequal_length(self):
+        table = {"topk_ids": [[0], [], [1, 2, 1]], "topk_weights": [[1], [], [0.5, 0.25, 2]]}
+        result = self.run_json("verify", "--experts", "4", "--routing", self.with_file(json.dumps(table)))
+        self.assertEqual(result["routed_rows"], 4)
+
+    def test_bad_files(self):
+        good = {"topk_ids": [[0]], "topk_weights": [[1]]}
+        for text in ("", "{", "[1]", "null", "[" * 100000, '{"topk_ids": ' + "[" * 100000,
+                     b"\xff\xfe\x00", json.dumps({"topk_ids": [[0]]}),
+                     json.dumps(good | {"topk_ids": [0]}), json.dumps(good | {"topk_ids": [["0"]]}),
+                     json.dumps(good | {"topk_ids": [[0.5]]}), json.dumps(good | {"topk_ids": [[0, 1]]}),
+                     json.dumps(good | {"topk_weights": [[None]]}),
+                     json.dumps(good | {"topk_weights": [[1e300]]}),
+                     '{"topk_ids": [[0]], "topk_weights": [[NaN]]}',
+                     '{"topk_ids": [[0]], "topk_weights": [[1e999]]}'):
+            with self.subTest(text[:40]):
+                self.refuse("verify", "--routing", self.with_file(text), naming="routing file")
+
+    def test_missing_file_and_contradictions(self):
+        self.refuse("verify", "--routing", "file:/no/such/file", naming="/no/such/file")
+        self.refuse("verify", "--routing", "file:/", naming="file:/")
+        path = self.with_file('{"topk_ids": [[0]], "topk_weights": [[1]]}')
+        self.refuse("verify", "--routing", path, "--tokens", "2", naming="tokens")
+        self.refuse("verify", "--routing", path, "--router", "topk-softmax", naming="router given")
+
+
+SUITES = {"info": Info, "explain": Explain, "verify": Verify, "bench": Bench, "usage": Usage,
+          "routing_file": RoutingFile}
+
+if __name__ == "__main__":
+    PROGRAM = sys.argv[1]
+    suite = unittest.defaultTestLoader.loadTestsFromTestCase(SUITES[sys.argv[2]])
+    sys.exit(not unittest.TextTestRunner(verbosity=1).run(suite).wasSuccessful())

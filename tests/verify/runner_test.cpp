@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "verify/runner.hpp"
+
+#include <gtest/gtest.h>
+
+#include "tests/verify/support.hpp"
+#include "verify/names.hpp"
+#include "verify/random_cases.hpp"
+
+namespace tessera::verify {
+namespace {
+
+Context make_context(std::int32_t threads) {
+  return std::move(Context::create({.device = {}, .num_threads = threads})).value();
+}
+
+TEST(Runner, TheLibraryPassesRandomCases) {
+  Context const one = make_context(1), three = make_context(3);
+  for (auto const& random_case : random_cases(three, 40, 2026)) {
+    auto const result = verify_case(three, one, random_case.layer_case);
+    ASSERT_TRUE(result.ok()) << result.status().text();
+    std::string failures;
+    for (auto const& failure : result.value().failures) failures += failure + '\n';
+    EXPECT_TRUE(result.value().ok)
+        << failures << "tessera verify " << case_options(random_case.layer_case);
+  }
+}
+
+TEST(Runner, ReportsWhatTheLibraryRefuses) {
+  Context const context = make_context(1);
+  LayerCase layer_case = small_case();
+  layer_case.desc.router.kind = RouterKind::expert_choice;
+  auto const refused = verify_case(context, context, layer_case);
+  ASSERT_FALSE(refused.ok());
+  EXPECT_EQ(refused.status().code(), StatusCode::unsupported);
+  layer_case = small_case(RouterKind::topk_softmax);
+  layer_case.sentinel_fraction = 1;
+  EXPECT_EQ(verify_case(context, context, layer_case).status().code(),
+            StatusCode::invalid_argument);
+}
+
+TEST(Runner, SavedBytesAreThoseOfTheFormula) {
+  MoeDesc desc;
+  desc.shape = {.tokens = 1000, .hidden = 64, .intermediate = 32, .experts = 10, .top_k = 3};
+  desc.dtype = DType::bf16;
+  // 2Td + 4TKn + 16TK + 4(E+1)
+  EXPECT_EQ(saved_bytes_formula(desc), 2u * 1000 * 64 + 4u * 3000 * 32 + 16u * 3000 + 44u);
+  desc.router.kind = RouterKind::topk_softmax;
+  EXPECT_EQ(saved_bytes_formula(desc), 2u * 1000 * 64 + 4u * 3000 * 32 + 20u * 3000 + 44u);
+}
+
+TEST(Runner, MetadataIsComparedExactly) {
+  LayerData const data = make_data(small_case());
+  auto const ref = reference::metadata(data.desc, data.topk_ids, data.token_offsets);
+  EXPECT_TRUE(metadata_failures(ref, ref).empty());
+  auto wrong = ref;
+  std::swap(wrong.sort_permutation[0], wrong.sort_permutation[1]);
+  ASSERT_EQ(metadata_failures(ref, wrong).size(), 1u);
+  EXPECT_TRUE(metadata_failures(ref, wrong)[0].starts_with("routing: sort_permutation[0]"));
+}
+
+TEST(Runner, SelectionMayDifferByRoundingOnly) {
+  MoeDesc desc;
+  desc.shape = {.tokens = 1, .hidden = 4, .intermediate = 1, .experts = 4, .top_k = 2};
+  std::vector<double> const logits = {1, 0.5, 0.5 + 1e-9, -1};
+  EXPECT_TRUE(selection_failures(desc, logits, {0, 2}).empty());
+  EXPECT_TRUE(selection_failures(desc, logits, {0, 1}).empty());   // a near tie
+  EXPECT_FALSE(selection_failures(desc, logits, {0, 3}).empty());  // a smaller key
+  EXPECT_FALSE(selection_failures(desc, logits, {2, 0}).empty());  // order
+  EXPECT_FALSE(selection_failures(desc, logits, {0, 0}).empty());
+  EXPECT_FALSE(selection_failures(desc, logits, {0, 4}).empty());
+  EXPECT_FALSE(selection_failures(desc, {1, 1, 0, 0}, {1, 0}).empty());  // an exact tie
+}
+
+}  // namespace
+}  // namespace tessera::verify

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ class Result:
     name: str
     outcome: str  # passed, failed, skipped
     reason: str = ""
+    output: str = ""
 
 
 def skip_reason(output: str) -> str:
@@ -47,7 +49,8 @@ def read_junit(path: pathlib.Path) -> list[Result]:
             results.append(Result(name, "skipped", "disabled"))
         else:  # failed, timed out, or its program is not there
             node = case.find("failure") if skipped is None else skipped
-            results.append(Result(name, "failed", "" if node is None else node.get("message", "")))
+            reason = "" if node is None else node.get("message", "")
+            results.append(Result(name, "failed", reason, output))
     return results
 
 
@@ -57,10 +60,15 @@ def run_ctest(build: str, jobs: int, extra: list[str]) -> list[Result]:
         extra = ["--label-regex", f"^{label}$", *extra]
     with tempfile.TemporaryDirectory() as scratch:
         junit = pathlib.Path(scratch, "junit.xml")
-        command = ["ctest", "--test-dir", folder, "--output-on-failure", "--no-tests=ignore"]
-        command += ["--output-junit", str(junit), "--parallel", str(jobs), *extra]
+        command = ["ctest", "--test-dir", folder, "--no-tests=ignore", "--output-junit", str(junit)]
+        command += ["--parallel", str(jobs), "--progress" if sys.stdout.isatty() else "--quiet", *extra]
+        start = time.monotonic()
         code = subprocess.run(command, check=False).returncode
         results = read_junit(junit) if junit.is_file() else []
+    for result in results:
+        if result.outcome == "failed":
+            print(f"--- {result.name}\n{result.output}")
+    print(f"{folder}: {len(results)} tests in {time.monotonic() - start:.0f} s", flush=True)
     if code and not any(result.outcome == "failed" for result in results):
         results.append(Result(f"ctest in {folder}", "failed", f"exit status {code}"))
     return results

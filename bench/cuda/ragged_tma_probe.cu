@@ -68,12 +68,12 @@ struct Ragged {
       : form(f), extent(f == Form::kLoweredBase ? rows : int64_t{1} << 30) {
     uint64_t const s = kPitch * 2;
     if (f == Form::kLoweredBase) {
-      TESSERA_CUDA(cuda::host::make_tensor_map(
-          map, reinterpret_cast<char*>(gmem) - rows * int64_t(s),
-          {.rank = 4,
-           .extent = {kPitch, 1, uint64_t(extent), uint64_t(rows) + 1},
-           .stride_bytes = {s, s, s},
-           .box = {kColumns, 1, kRows, 1}}));
+      TESSERA_CUDA(
+          cuda::host::make_tensor_map(map, reinterpret_cast<char*>(gmem) - rows * int64_t(s),
+                                      {.rank = 4,
+                                       .extent = {kPitch, 1, uint64_t(extent), uint64_t(rows) + 1},
+                                       .stride_bytes = {s, s, s},
+                                       .box = {kColumns, 1, kRows, 1}}));
     } else {
       TESSERA_CUDA(cuda::host::make_tensor_map(
           map, gmem,

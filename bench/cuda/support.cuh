@@ -184,6 +184,26 @@ __global__ void compare_rows(bf16 const* out, float const* ref, float const* ref
   }
 }
 
+__global__ void count_differences(uint16_t const* a, uint16_t const* b, int64_t count,
+                                  unsigned* differences) {
+  unsigned mine = 0;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    mine += a[i] != b[i];
+  }
+  if (mine) atomicAdd(differences, mine);
+}
+
+inline bool same_bits(DeviceBuffer<bf16> const& a, DeviceBuffer<bf16> const& b) {
+  DeviceBuffer<unsigned> differences(std::vector<unsigned>{0});
+  count_differences<<<4096, 256>>>(reinterpret_cast<uint16_t const*>(a.get()),
+                                   reinterpret_cast<uint16_t const*>(b.get()), a.count(),
+                                   differences.get());
+  unsigned host = 1;
+  TESSERA_CUDA(cudaMemcpy(&host, differences.get(), sizeof host, cudaMemcpyDeviceToHost));
+  return host == 0;
+}
+
 struct Quantiles {
   float median, p10, p90;
 };

@@ -74,7 +74,7 @@ struct Problem {
   }
 
   UpProjectionArguments arguments(Variant const& v, int set) const {
-    bool const gathers = v.gemm.a_loader != ALoader::kTma;
+    bool const gathers = v.gemm.a_loader == ALoader::kGather;
     return {.gmem_x = gathers ? x[set]->get() : sorted[set]->get(),
             .x_rows = gathers ? shape.tokens : capacity,
             .gather_index = gathers ? gather_index.get() : nullptr,
@@ -103,17 +103,16 @@ class Reference {
       : problem_(p), h_(p.rows * 2 * p.shape.intermediate), a_(p.rows * p.shape.intermediate) {
     h_.poison();
     a_.poison();
-    TESSERA_CUDA(cuda::plain::up_projection_fwd(
-        {.gmem_x = p.x[0]->get(),
-         .gather_index = p.gather_index.get(),
-         .gmem_w_up = p.w_up[0]->get(),
-         .expert_offsets = p.expert_offsets.get(),
-         .experts = p.shape.experts,
-         .hidden = p.shape.hidden,
-         .intermediate = p.shape.intermediate,
-         .gmem_h = h_.get(),
-         .gmem_a = a_.get()},
-        p.rows, nullptr));
+    TESSERA_CUDA(cuda::plain::up_projection_fwd({.gmem_x = p.x[0]->get(),
+                                                 .gather_index = p.gather_index.get(),
+                                                 .gmem_w_up = p.w_up[0]->get(),
+                                                 .expert_offsets = p.expert_offsets.get(),
+                                                 .experts = p.shape.experts,
+                                                 .hidden = p.shape.hidden,
+                                                 .intermediate = p.shape.intermediate,
+                                                 .gmem_h = h_.get(),
+                                                 .gmem_a = a_.get()},
+                                                p.rows, nullptr));
     TESSERA_CUDA(cudaDeviceSynchronize());
   }
 
@@ -127,7 +126,8 @@ class Reference {
     for (int sample = 0; sample < 4 && problem_.rows > 0; ++sample) {
       int64_t const row = sample * (problem_.rows - 1) / 3;
       auto const& offsets = problem_.routing.expert_offsets;
-      int64_t const e = std::upper_bound(offsets.begin(), offsets.end(), int(row)) - offsets.begin() - 1;
+      int64_t const e =
+          std::upper_bound(offsets.begin(), offsets.end(), int(row)) - offsets.begin() - 1;
       fetch(x, problem_.x[0]->get() + int64_t{problem_.routing.gather_index[row]} * s.hidden);
       fetch(w, problem_.w_up[0]->get() + e * 2 * n * s.hidden);
       fetch(h, h_.get() + row * 2 * n);
@@ -143,7 +143,8 @@ class Reference {
         double up = 0;
         for (int64_t c = 0; c < s.hidden; ++c) {
           gate += double(__bfloat162float(x[c])) * double(__bfloat162float(w[i * s.hidden + c]));
-          up += double(__bfloat162float(x[c])) * double(__bfloat162float(w[(n + i) * s.hidden + c]));
+          up +=
+              double(__bfloat162float(x[c])) * double(__bfloat162float(w[(n + i) * s.hidden + c]));
         }
         add(h[i], gate);
         add(h[n + i], up);
@@ -210,13 +211,21 @@ Candidate make_candidate(Variant const& v, Problem const& p) {
           .ms = {}};
 }
 
+// Both sets hold the same inputs, so two runs must give the same bits.
 bool run_and_check(Candidate& c, Variant const& v, Problem const& p, Reference const& reference) {
   p.h[0]->poison();
   p.a[0]->poison();
+  p.h[1]->poison();
+  p.a[1]->poison();
   c.launch(0);
+  c.launch(1);
   cudaError_t const error = cudaDeviceSynchronize();
   std::string note = cudaGetErrorString(error);
-  if (error == cudaSuccess) c.checked = reference.accepts(0, v.sigmoid, note);
+  if (error == cudaSuccess) {
+    bool const repeats = same_bits(*p.h[0], *p.h[1]) && same_bits(*p.a[0], *p.a[1]);
+    c.checked = reference.accepts(0, v.sigmoid, note) && repeats;
+    if (!repeats) note += "; a second run differs";
+  }
   std::printf("  %-4s %-28s %s\n", c.checked ? "ok" : "BAD", c.name.c_str(), note.c_str());
   std::fflush(stdout);
   if (error != cudaSuccess) std::exit(1);
@@ -292,9 +301,8 @@ Ceilings measure_ceilings(cublasHandle_t handle) {
   for (int i = 0; i < 30; ++i) {
     timer.record([&] { cublas_batched(handle, p, i % kSets); });
     if (i >= 10) gemm.push_back(timer.ms());
-    timer.record([&] {
-      cudaMemcpyAsync(to.get(), from.get(), from.count() * 2, cudaMemcpyDeviceToDevice);
-    });
+    timer.record(
+        [&] { cudaMemcpyAsync(to.get(), from.get(), from.count() * 2, cudaMemcpyDeviceToDevice); });
     if (i >= 10) copy.push_back(timer.ms());
   }
   return {2.0 * kSize * kSize * kSize / (quantiles(gemm).median * 1e9),
@@ -327,8 +335,10 @@ void append_row(std::string& rows, Shape const& s, char const* routing, Candidat
   char text[640];
   std::snprintf(
       text, sizeof text,
-      "%s\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": \"bf16\", \"gpus\": 1, "
-      "\"routing\": \"%s\", \"round\": \"none\", \"pass\": \"up_projection_fwd\", \"impl\": \"%s\", "
+      "%s\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": \"bf16\", \"gpus\": "
+      "1, "
+      "\"routing\": \"%s\", \"round\": \"none\", \"pass\": \"up_projection_fwd\", \"impl\": "
+      "\"%s\", "
       "\"variant\": \"%s\", \"ms\": %.4f, \"ms_p10\": %.4f, \"ms_p90\": %.4f, \"tflops\": %.1f, "
       "\"bound_ms\": %.4f, \"ratio\": %.4f, \"checked\": %s}",
       rows.empty() ? "" : ",", s.name, s.tokens, s.hidden, s.intermediate, s.experts, s.top_k,
@@ -346,8 +356,7 @@ void bench_shape(Shape const& s, bool balanced, cublasHandle_t handle, Options c
   Reference const reference(p);
   std::printf("%s %s: twin against fp64 %.1e\n", s.name, routing, reference.error_against_fp64());
   std::vector<Candidate> candidates;
-  candidates.push_back(
-      {"cublas-bmm", true, [&](int set) { cublas_batched(handle, p, set); }, {}});
+  candidates.push_back({"cublas-bmm", true, [&](int set) { cublas_batched(handle, p, set); }, {}});
   for (Variant const& v : all_variants()) {
     if (!options.selects(v)) continue;
     Candidate c = make_candidate(v, p);
@@ -383,14 +392,15 @@ void write_json(Options const& options, Ceilings ceilings, std::string const& ro
   std::string const date = read_command("date +%F");
   FILE* const file = std::fopen(options.json.c_str(), "w");
   if (file == nullptr) return;
-  std::fprintf(file,
-               "{\"command\": \"%s\", \"commit\": \"%s\", \"device\": \"%s\", \"driver\": \"%s\", "
-               "\"clocks_mhz\": [%s], \"date\": \"%s\",\n \"protocol\": \"median of %d after 20 "
-               "warm-ups, candidates interleaved, two sets of buffers rotated, uniform random data\","
-               "\n \"ceilings\": {\"bf16_tflops_8k\": %.1f, \"copy_tbps\": %.3f},\n \"rows\": [%s\n]}\n",
-               options.command.c_str(), std::getenv("COMMIT") ? std::getenv("COMMIT") : "",
-               device.name, driver.c_str(), clocks.c_str(), date.c_str(), options.iters,
-               ceilings.bf16_tflops_8k, ceilings.copy_tbps, rows.c_str());
+  std::fprintf(
+      file,
+      "{\"command\": \"%s\", \"commit\": \"%s\", \"device\": \"%s\", \"driver\": \"%s\", "
+      "\"clocks_mhz\": [%s], \"date\": \"%s\",\n \"protocol\": \"median of %d after 20 "
+      "warm-ups, candidates interleaved, two sets of buffers rotated, uniform random data\","
+      "\n \"ceilings\": {\"bf16_tflops_8k\": %.1f, \"copy_tbps\": %.3f},\n \"rows\": [%s\n]}\n",
+      options.command.c_str(), std::getenv("COMMIT") ? std::getenv("COMMIT") : "", device.name,
+      driver.c_str(), clocks.c_str(), date.c_str(), options.iters, ceilings.bf16_tflops_8k,
+      ceilings.copy_tbps, rows.c_str());
   std::fclose(file);
 }
 

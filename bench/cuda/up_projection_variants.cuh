@@ -25,10 +25,10 @@ struct Variant {
 };
 
 // One named type per configuration: a kernel template cannot take the value itself.
-#define TESSERA_VARIANT(type, sigmoid_value, ...)                      \
-  struct type {                                                       \
-    static constexpr GemmConfig gemm{__VA_ARGS__};                    \
-    static constexpr Sigmoid sigmoid = Sigmoid::sigmoid_value;        \
+#define TESSERA_VARIANT(type, sigmoid_value, ...)              \
+  struct type {                                                \
+    static constexpr GemmConfig gemm{__VA_ARGS__};             \
+    static constexpr Sigmoid sigmoid = Sigmoid::sigmoid_value; \
   }
 
 // clang-format off
@@ -37,12 +37,12 @@ TESSERA_VARIANT(Tma128x256C2, kTanh, .stages = 4, .cluster_m = 2, .b_halves = 2)
 TESSERA_VARIANT(Tma128x128C1Pp, kTanh, .tile = {128, 128, 64}, .stages = 6, .schedule = Schedule::kPingPong, .b_halves = 2);
 TESSERA_VARIANT(Tma128x128C2Pp, kTanh, .tile = {128, 128, 64}, .stages = 6, .cluster_m = 2, .schedule = Schedule::kPingPong, .b_halves = 2);
 TESSERA_VARIANT(Tma192x128C1Pp, kTanh, .tile = {192, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .b_halves = 2);
-TESSERA_VARIANT(Gather128x256C1, kTanh, .stages = 4, .a_loader = ALoader::kGatherCpAsync, .b_halves = 2);
-TESSERA_VARIANT(Gather128x256C2, kTanh, .stages = 4, .cluster_m = 2, .a_loader = ALoader::kGatherCpAsync, .b_halves = 2);
+TESSERA_VARIANT(Gather128x256C1, kTanh, .stages = 4, .a_loader = ALoader::kGather, .b_halves = 2);
+TESSERA_VARIANT(Gather128x256C2, kTanh, .stages = 4, .cluster_m = 2, .a_loader = ALoader::kGather, .b_halves = 2);
 TESSERA_VARIANT(Tma192x128C2Pp, kTanh, .tile = {192, 128, 64}, .stages = 4, .cluster_m = 2, .schedule = Schedule::kPingPong, .b_halves = 2);
 TESSERA_VARIANT(Tma128x256C1Exp, kExp, .stages = 4, .b_halves = 2);
-TESSERA_VARIANT(Gather128x256C1Exp, kExp, .stages = 4, .a_loader = ALoader::kGatherCpAsync, .b_halves = 2);
-TESSERA_VARIANT(Gather128x128C2Pp, kTanh, .tile = {128, 128, 64}, .stages = 6, .cluster_m = 2, .a_loader = ALoader::kGatherCpAsync, .schedule = Schedule::kPingPong, .b_halves = 2);
+TESSERA_VARIANT(Gather128x256C1Exp, kExp, .stages = 4, .a_loader = ALoader::kGather, .b_halves = 2);
+TESSERA_VARIANT(Gather128x128C2Pp, kTanh, .tile = {128, 128, 64}, .stages = 6, .cluster_m = 2, .a_loader = ALoader::kGather, .schedule = Schedule::kPingPong, .b_halves = 2);
 // clang-format on
 
 template <class Config>

@@ -19,9 +19,9 @@ __device__ __forceinline__ void cp_async_16(uint32_t smem_dst, void const* gmem_
 // Arrives once all earlier cp.async of this thread have landed. noinc: the arrival is one of those
 // the barrier was initialised with.
 __device__ __forceinline__ void cp_async_arrive(Mbarrier* smem_barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
-                   shared_address(smem_barrier))
-               : "memory");
+  asm volatile(
+      "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(smem_barrier))
+      : "memory");
 }
 
 }  // namespace tessera::cuda::arch

@@ -25,9 +25,9 @@ __device__ __forceinline__ void mbarrier_fence_init() {
 }
 
 __device__ __forceinline__ void mbarrier_arrive(Mbarrier* smem_barrier) {
-  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(
-                   shared_address(smem_barrier))
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(smem_barrier))
+      : "memory");
 }
 
 // The same barrier in CTA `rank` of the cluster. Relaxed: it hands back a buffer that the caller only

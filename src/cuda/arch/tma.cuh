@@ -16,16 +16,10 @@ __device__ __forceinline__ void tma_prefetch_map(CUtensorMap const* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// L2 eviction priorities, as the 64-bit policy operand of a copy.
+// L2 eviction priority, as the policy operand of a copy.
 __device__ __forceinline__ uint64_t l2_evict_first() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-
-__device__ __forceinline__ uint64_t l2_evict_last() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
@@ -60,10 +54,11 @@ __device__ __forceinline__ void tma_load_multicast(void* smem_dst, CUtensorMap c
 
 __device__ __forceinline__ void tma_store(CUtensorMap const* map, void const* smem_src, int c0,
                                           int c1, int c2, int c3) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
-               ::"l"(map),
-               "r"(shared_address(smem_src)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          map),
+      "r"(shared_address(smem_src)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
 }
 
 __device__ __forceinline__ void tma_store(CUtensorMap const* map, void const* smem_src, int c0,

@@ -18,7 +18,7 @@ __device__ __forceinline__ void wait_full(SharedStorage<kGemm>& smem,
                                           PipelineState<kGemm.stages> const& state) {
   arch::mbarrier_wait(&smem.full[state.stage], state.phase);
   // cp.async wrote A through the generic proxy; full[] ordered those writes before us.
-  if constexpr (kGemm.uses_cp_async()) arch::fence_proxy_async_shared();
+  if constexpr (kGemm.gathers()) arch::fence_proxy_async_shared();
 }
 
 // Issues one k_tile, as one group of wgmmas, for kActive times 64 rows from `row` of the tile.
@@ -68,8 +68,8 @@ __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem,
 
 // A warpgroup without rows still owes its arrivals: the stage is shared with the others.
 template <GemmConfig kGemm>
-__device__ __forceinline__ void pass(SharedStorage<kGemm>& smem,
-                                     PipelineState<kGemm.stages>& state, int k_tiles) {
+__device__ __forceinline__ void pass(SharedStorage<kGemm>& smem, PipelineState<kGemm.stages>& state,
+                                     int k_tiles) {
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
     arch::mbarrier_wait(&smem.full[state.stage], state.phase);
     release_stage<kGemm>(smem, state.stage);
@@ -134,8 +134,8 @@ __device__ __forceinline__ void consume_ping_pong(SharedStorage<kGemm>& smem, Ge
     } else {
       int const last = subtiles == kSubtiles
                            ? multiply<kGemm, kSubtiles>(smem, state, acc, 0, p.k_tiles)
-                           : multiply<kGemm, kSubtiles == 1 ? 1 : kSubtiles - 1>(
-                                 smem, state, acc, 0, p.k_tiles);
+                           : multiply < kGemm,
+                kSubtiles == 1 ? 1 : kSubtiles - 1 > (smem, state, acc, 0, p.k_tiles);
       arch::named_barrier_arrive(kBarrierMmaTurn + (consumer ^ 1), kThreads);
       arch::wgmma_wait<0>();
       release_stage<kGemm>(smem, last);

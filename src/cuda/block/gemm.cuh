@@ -13,7 +13,7 @@ namespace tessera::cuda::block {
 template <GemmConfig kGemm>
 __device__ __forceinline__ void set_up(SharedStorage<kGemm>& smem, GemmParams const& p) {
   if (threadIdx.x == 0) {
-    if constexpr (!kGemm.uses_cp_async()) arch::tma_prefetch_map(&p.a);
+    if constexpr (!kGemm.gathers()) arch::tma_prefetch_map(&p.a);
     arch::tma_prefetch_map(&p.b);
     init_pipeline<kGemm>(smem);
   }

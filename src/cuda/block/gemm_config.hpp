@@ -7,9 +7,8 @@
 
 namespace tessera::cuda::block {
 
-// How rows of A reach shared memory: consecutive rows in boxes of 64 by TMA; or rows named by an
-// index, in 16-byte pieces by cp.async or as boxes of one row by TMA.
-enum class ALoader : uint8_t { kTma, kGatherCpAsync, kGatherTma };
+// How rows of A reach shared memory: consecutive rows by TMA, or rows named by an index by cp.async.
+enum class ALoader : uint8_t { kTma, kGather };
 
 // Cooperative: the consumer warpgroups split each tile along m. Ping-pong: they own alternate tiles,
 // one multiplies while the other runs its epilogue.
@@ -20,9 +19,9 @@ struct TileShape {
   bool operator==(TileShape const&) const = default;
 };
 
-constexpr int kSubtileM = 64;      // rows of one wgmma; a CTA skips 64-row parts past its segment
-constexpr int kSlabColumns = 64;   // bf16 columns of a 128-byte swizzled row
-constexpr int kGroupColumns = 128; // tile_n comes in groups; a gated one is [64 gate | 64 up]
+constexpr int kSubtileM = 64;       // rows of one wgmma; a CTA skips 64-row parts past its segment
+constexpr int kSlabColumns = 64;    // bf16 columns of a 128-byte swizzled row
+constexpr int kGroupColumns = 128;  // tile_n comes in groups; a gated one is [64 gate | 64 up]
 constexpr int kSharedMemoryBytes = 227 * 1024;
 
 struct GemmConfig {
@@ -38,15 +37,16 @@ struct GemmConfig {
 
   consteval int threads() const { return 128 * (1 + consumer_warpgroups); }
   consteval bool ping_pong() const { return schedule == Schedule::kPingPong; }
-  consteval bool gathers() const { return a_loader != ALoader::kTma; }
-  consteval bool uses_cp_async() const { return a_loader == ALoader::kGatherCpAsync; }
+  consteval bool gathers() const { return a_loader == ALoader::kGather; }
   consteval int warpgroup_m() const { return ping_pong() ? tile.m : tile.m / consumer_warpgroups; }
   consteval int warpgroup_subtiles() const { return warpgroup_m() / kSubtileM; }
 
   // One CTA per SM: 384 threads enter with 168 registers each (64512 in all), 512 with 128.
-  consteval int producer_registers() const { return uses_cp_async() ? 56 : consumer_warpgroups == 2 ? 40 : 32; }
+  consteval int producer_registers() const {
+    return gathers() ? 56 : consumer_warpgroups == 2 ? 40 : 32;
+  }
   consteval int consumer_registers() const {
-    return consumer_warpgroups == 2 ? (uses_cp_async() ? 224 : 232) : (uses_cp_async() ? 152 : 160);
+    return consumer_warpgroups == 2 ? (gathers() ? 224 : 232) : (gathers() ? 152 : 160);
   }
 
   consteval int column_groups() const { return tile.n / kGroupColumns; }
@@ -65,14 +65,14 @@ struct GemmConfig {
 
 // Arrivals that end one phase of each barrier; the roles below are the only ones that arrive.
 struct BarrierArrivals {
-  int full;        // expect_tx by the thread that issues B, and every thread that uses cp.async
+  int full;        // expect_tx by the thread that issues B, and every gathering thread
   int empty;       // each warpgroup that reads the stage, in every CTA that shares B
   int work_full;   // expect_tx by producer warp 0, which arms the next lap
   int work_empty;  // each warp that reads work tiles, in every CTA of the cluster
 };
 
 consteval BarrierArrivals barrier_arrivals(GemmConfig c) {
-  return {.full = 1 + (c.uses_cp_async() ? 128 : 0),
+  return {.full = 1 + (c.gathers() ? 128 : 0),
           .empty = (c.ping_pong() ? 1 : c.consumer_warpgroups) * c.cluster_m,
           .work_full = 1,
           .work_empty = (4 * c.consumer_warpgroups + (c.gathers() ? 4 : 1)) * c.cluster_m};
@@ -93,7 +93,7 @@ consteval bool valid(GemmConfig c) {
   if (c.cluster_m != 1 && c.cluster_m != 2 && c.cluster_m != 4) throw "cluster_m: 1, 2 or 4";
   if (c.b_halves != 1 && c.b_halves != 2) throw "b_halves: 1 or 2";
   if (c.b_box_n() % 8) throw "B boxes: whole groups of 8 rows";
-  if (c.uses_cp_async() && c.tile.m > 128) throw "cp.async gather: 8 rows per producer thread";
+  if (c.gathers() && c.tile.m > 128) throw "gather: 8 rows per producer thread";
   if (c.stages < 2) throw "stages: at least 2";
   return true;
 }

@@ -3,8 +3,6 @@
 // TMA, multicast to the cluster.
 #pragma once
 
-#include <type_traits>
-
 #include "../arch/cluster.cuh"
 #include "../arch/setmaxnreg.cuh"
 #include "../arch/tma.cuh"
@@ -76,14 +74,15 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
   }
 }
 
-// Four warps gather A; they take turns to issue B, each before its share of A.
+// Four warps gather A; one also issues B, before its share of A. Ping-pong tiles are half as wide, so
+// the warps take turns there.
 template <GemmConfig kGemm, bool kFirstWarp>
 __device__ __forceinline__ void produce_by_gather(SharedStorage<kGemm>& smem, GemmParams const& p) {
   constexpr int kReadAhead = 2;  // k_tiles before the end: requests the next tile's row indices
   bool const schedules = kFirstWarp && (kGemm.cluster_m == 1 || arch::cluster_cta_rank() == 0);
   TileScheduler<kGemm> scheduler(smem, p.segments, p.n_tiles, p.gmem_tile_counter);
   WorkQueue<kGemm, kFirstWarp> queue(smem);
-  std::conditional_t<kGemm.uses_cp_async(), CpAsyncGather<kGemm>, TmaGather<kGemm>> gather(p);
+  RowGather<kGemm> gather(p);
   PipelineState<kGemm.stages> state;
   int const warp = arch::warp_idx() % 4;
   WorkTile tile;
@@ -100,9 +99,8 @@ __device__ __forceinline__ void produce_by_gather(SharedStorage<kGemm>& smem, Ge
         if (more) gather.prefetch(ahead);
       }
       wait_empty<kGemm>(smem, state);
-      if (warp == k_tile % 4 && arch::elect_one()) {
-        arch::mbarrier_arrive_expect_tx(&smem.full[state.stage],
-                                        kGemm.b_tile_bytes() + gather.expected_bytes(tile.rows));
+      if (warp == (kGemm.ping_pong() ? k_tile % 4 : 0) && arch::elect_one()) {
+        arch::mbarrier_arrive_expect_tx(&smem.full[state.stage], kGemm.b_tile_bytes());
         load_b<kGemm>(smem, p, state.stage, k_tile, tile);
       }
       __syncwarp();

@@ -56,12 +56,13 @@ class SlabStore {
     arch::named_barrier_sync(barrier_, arch::kWarpgroupThreads);
   }
 
-  // The one thread that calls store() and commit().
+  // The one thread that calls store() and commit(). Outputs leave L2 first: they are larger than it,
+  // and the rows of A and B that other CTAs still want are in it.
   __device__ __forceinline__ bool issuer() const { return issuer_; }
 
   __device__ __forceinline__ void store(int slab, CUtensorMap const* map, int column, int half,
                                         int ragged_row, int end) const {
-    arch::tma_store(map, slab_address(slab), column, half, ragged_row, end);
+    arch::tma_store(map, slab_address(slab), column, half, ragged_row, end, arch::l2_evict_first());
   }
 
   __device__ __forceinline__ void commit() const { arch::tma_store_commit(); }

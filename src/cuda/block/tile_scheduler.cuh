@@ -61,7 +61,7 @@ class TileScheduler {
     }
   }
 
-  static constexpr int kDrawAhead = 8;      // k_tiles before the end of the current tile
+  static constexpr int kDrawAhead = 8;  // k_tiles before the end of the current tile
   static constexpr int kAnnounceAhead = 4;
 
  private:

@@ -44,8 +44,7 @@ cudaError_t launch_persistent(void (*kernel)(Params const), PersistentShape shap
                               Params const& params, cudaStream_t stream) {
   if (clusters == 0) return cudaSuccess;
   cudaLaunchAttribute cluster;
-  cudaLaunchConfig_t const config =
-      launch_config(shape, clusters * shape.cluster, stream, cluster);
+  cudaLaunchConfig_t const config = launch_config(shape, clusters * shape.cluster, stream, cluster);
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 

@@ -26,7 +26,8 @@ struct TensorMapShape {
 };
 
 // Encodes through the driver, found at run time so that nothing links against libcuda.
-inline cudaError_t make_tensor_map(CUtensorMap& map, void const* gmem, TensorMapShape const& shape) {
+inline cudaError_t make_tensor_map(CUtensorMap& map, void const* gmem,
+                                   TensorMapShape const& shape) {
   static PFN_cuTensorMapEncodeTiled_v12000 const encode = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found{};

@@ -79,9 +79,8 @@ cudaError_t make_up_projection_params(UpProjectionParams& p, UpProjectionArgumen
     if (error == cudaSuccess) error = next;
   };
   p = {};
-  if constexpr (!kGemm.uses_cp_async()) {
-    then(host::make_matrix_map(p.gemm.a, args.gmem_x, args.x_rows, d,
-                               kGemm.gathers() ? 1 : block::kSubtileM));
+  if constexpr (!kGemm.gathers()) {
+    then(host::make_matrix_map(p.gemm.a, args.gmem_x, args.x_rows, d, block::kSubtileM));
   }
   then(host::make_halves_map(p.gemm.b, args.gmem_w_up, args.experts, 2, n, d, {d, n * d, 2 * n * d},
                              kGemm.b_box_halves(), kGemm.b_box_n()));

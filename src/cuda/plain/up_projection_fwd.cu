@@ -34,7 +34,8 @@ __global__ void up_projection_fwd_kernel(UpProjectionFwd p) {
   int64_t const token = p.gather_index ? p.gather_index[row] : row;
   int64_t const d = p.hidden;
   int64_t const n = p.intermediate;
-  auto const* x = reinterpret_cast<uint4 const*>(static_cast<char const*>(p.gmem_x) + token * d * 2);
+  auto const* x =
+      reinterpret_cast<uint4 const*>(static_cast<char const*>(p.gmem_x) + token * d * 2);
   auto const* w = static_cast<char const*>(p.gmem_w_up) + int64_t{e} * 2 * n * d * 2;
   auto const* gate = reinterpret_cast<uint4 const*>(w + i * d * 2);
   auto const* up = reinterpret_cast<uint4 const*>(w + (n + i) * d * 2);

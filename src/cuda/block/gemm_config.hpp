@@ -67,7 +67,7 @@ struct GemmConfig {
 struct BarrierArrivals {
   int full;        // expect_tx by the thread that issues B, and every gathering thread
   int empty;       // each warpgroup that reads the stage, in every CTA that shares B
-  int work_full;   // expect_tx by producer warp 0, which arms the next lap
+  int work_full;   // the announcing warp; in a cluster, expect_tx by each CTA's producer warp 0
   int work_empty;  // each warp that reads work tiles, in every CTA of the cluster
 };
 

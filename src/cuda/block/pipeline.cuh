@@ -43,7 +43,9 @@ __device__ __forceinline__ void init_pipeline(SharedStorage<kGemm>& smem) {
   for (int w = 0; w < kWorkSlots; ++w) {
     arch::mbarrier_init(&smem.work_full[w], kArrivals.work_full);
     arch::mbarrier_init(&smem.work_empty[w], kArrivals.work_empty);
-    arch::mbarrier_arrive_expect_tx(&smem.work_full[w], sizeof(int4));
+    if constexpr (kGemm.cluster_m > 1) {
+      arch::mbarrier_arrive_expect_tx(&smem.work_full[w], sizeof(int4));
+    }
   }
   arch::mbarrier_fence_init();
 }

@@ -75,7 +75,12 @@ class TileScheduler {
     int4 message{0, kNoTile, 0, 0};
     bool const found = find(index, message);
     arch::mbarrier_wait(&smem_.work_empty[slot_], phase_ ^ 1);
-    if (arch::lane_idx() < kGemm.cluster_m) {
+    if constexpr (kGemm.cluster_m == 1) {
+      if (arch::lane_idx() == 0) {
+        smem_.work[slot_] = message;
+        arch::mbarrier_arrive(&smem_.work_full[slot_]);
+      }
+    } else if (arch::lane_idx() < kGemm.cluster_m) {
       arch::st_async(&smem_.work[slot_], &smem_.work_full[slot_], arch::lane_idx(), message);
     }
     __syncwarp();
@@ -149,12 +154,18 @@ class WorkQueue {
 
   // The next tile, or false after the last one. Called by converged warps.
   __device__ __forceinline__ bool read(WorkTile& tile) {
-    arch::mbarrier_wait_cluster(&smem_.work_full[slot_], phase_);
+    if constexpr (kGemm.cluster_m == 1) {
+      arch::mbarrier_wait(&smem_.work_full[slot_], phase_);
+    } else {
+      arch::mbarrier_wait_cluster(&smem_.work_full[slot_], phase_);
+    }
     int4 const message = smem_.work[slot_];
     if (message.y == kNoTile) return false;
     __syncwarp();
     if (arch::lane_idx() == 0) {
-      if constexpr (kArms) arch::mbarrier_arrive_expect_tx(&smem_.work_full[slot_], sizeof(int4));
+      if constexpr (kArms && kGemm.cluster_m > 1) {
+        arch::mbarrier_arrive_expect_tx(&smem_.work_full[slot_], sizeof(int4));
+      }
       if constexpr (kGemm.cluster_m == 1) {
         arch::mbarrier_arrive(&smem_.work_empty[slot_]);
       } else {

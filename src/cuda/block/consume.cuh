@@ -66,6 +66,20 @@ __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem,
   return previous;
 }
 
+// The same for `active` parts, a number known only now: one loop is compiled for each.
+template <GemmConfig kGemm, int kActive, int kSubtiles>
+__device__ __forceinline__ int multiply_active(SharedStorage<kGemm>& smem,
+                                               PipelineState<kGemm.stages>& state,
+                                               Accumulators<kGemm> (&acc)[kSubtiles], int row,
+                                               int k_tiles, int active) {
+  if constexpr (kActive > 1) {
+    if (active < kActive) {
+      return multiply_active<kGemm, kActive - 1>(smem, state, acc, row, k_tiles, active);
+    }
+  }
+  return multiply<kGemm, kActive>(smem, state, acc, row, k_tiles);
+}
+
 // A warpgroup without rows still owes its arrivals: the stage is shared with the others.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void pass(SharedStorage<kGemm>& smem, PipelineState<kGemm.stages>& state,
@@ -132,10 +146,7 @@ __device__ __forceinline__ void consume_ping_pong(SharedStorage<kGemm>& smem, Ge
       pass<kGemm>(smem, state, p.k_tiles);
       arch::named_barrier_arrive(kBarrierMmaTurn + (consumer ^ 1), kThreads);
     } else {
-      int const last = subtiles == kSubtiles
-                           ? multiply<kGemm, kSubtiles>(smem, state, acc, 0, p.k_tiles)
-                           : multiply < kGemm,
-                kSubtiles == 1 ? 1 : kSubtiles - 1 > (smem, state, acc, 0, p.k_tiles);
+      int const last = multiply_active<kGemm, kSubtiles>(smem, state, acc, 0, p.k_tiles, subtiles);
       arch::named_barrier_arrive(kBarrierMmaTurn + (consumer ^ 1), kThreads);
       arch::wgmma_wait<0>();
       release_stage<kGemm>(smem, last);

@@ -29,7 +29,7 @@ struct Progress {
 
 /// What does not change the result of a run.
 struct RunOptions {
-  std::int64_t save_every = 200;
+  std::int64_t save_every = 400;
   double seconds = 0;                       ///< stops after that time; 0: never
   std::atomic<bool> const* stop = nullptr;  ///< stops after the step at hand
   std::function<void()> save;               ///< called every save_every steps and at the end

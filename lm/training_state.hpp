@@ -18,11 +18,11 @@ struct TrainingOptions {
   ModelConfig model;
   Rounding rounding = Rounding::none;
   std::int32_t tile = 128;  ///< of token rounding
-  std::int64_t steps = 1000;
-  std::int64_t batch = 16;  ///< sequences per step
-  std::int64_t warmup = 50;
-  std::int64_t eval_every = 50;
-  double rate = 3e-3;     ///< peak learning rate
+  std::int64_t steps = 2400;
+  std::int64_t batch = 8;  ///< sequences per step
+  std::int64_t warmup = 100;
+  std::int64_t eval_every = 100;
+  double rate = 2e-3;     ///< peak learning rate
   double balance = 0.01;  ///< factor of the routers' balance loss
   std::uint64_t seed = 1;
 

@@ -309,23 +309,25 @@ Ceilings measure_ceilings(cublasHandle_t handle) {
           4.0 * double(from.count()) / (quantiles(copy).median * 1e9)};
 }
 
+// The order rotates and the host never waits in between: near the power limit a kernel's clock depends
+// on what ran just before it, so no candidate may keep a place of its own.
 void time_interleaved(std::vector<Candidate>& candidates, int iters, int rest_ms) {
-  int const kWarmup = rest_ms ? 3 : 20;
-  std::vector<Timer> timers(candidates.size());
-  for (int i = 0; i < kWarmup + iters; ++i) {
-    for (size_t c = 0; c < candidates.size(); ++c) {
+  int const warmup = rest_ms ? 3 : 20;
+  size_t const count = candidates.size();
+  std::vector<Timer> timers(count * (warmup + iters));
+  for (int i = 0; i < warmup + iters; ++i) {
+    for (size_t place = 0; place < count; ++place) {
+      size_t const c = (place + i) % count;
       if (rest_ms) {
         TESSERA_CUDA(cudaDeviceSynchronize());
         std::this_thread::sleep_for(std::chrono::milliseconds(rest_ms));
       }
-      timers[c].record([&] { candidates[c].launch(i % kSets); });
-    }
-    for (size_t c = 0; c < candidates.size(); ++c) {
-      float const ms = timers[c].ms();
-      if (i >= kWarmup) candidates[c].ms.push_back(ms);
+      timers[i * count + c].record([&] { candidates[c].launch(i % kSets); });
     }
   }
-  TESSERA_CUDA(cudaDeviceSynchronize());
+  for (int i = warmup; i < warmup + iters; ++i) {
+    for (size_t c = 0; c < count; ++c) candidates[c].ms.push_back(timers[i * count + c].ms());
+  }
 }
 
 void append_row(std::string& rows, Shape const& s, char const* routing, Candidate const& c,
@@ -396,7 +398,8 @@ void write_json(Options const& options, Ceilings ceilings, std::string const& ro
       file,
       "{\"command\": \"%s\", \"commit\": \"%s\", \"device\": \"%s\", \"driver\": \"%s\", "
       "\"clocks_mhz\": [%s], \"date\": \"%s\",\n \"protocol\": \"median of %d after 20 "
-      "warm-ups, candidates interleaved, two sets of buffers rotated, uniform random data\","
+      "warm-ups, candidates interleaved in rotating order, two sets of buffers rotated, uniform "
+      "random data\","
       "\n \"ceilings\": {\"bf16_tflops_8k\": %.1f, \"copy_tbps\": %.3f},\n \"rows\": [%s\n]}\n",
       options.command.c_str(), std::getenv("COMMIT") ? std::getenv("COMMIT") : "", device.name,
       driver.c_str(), clocks.c_str(), date.c_str(), options.iters, ceilings.bf16_tflops_8k,

@@ -116,9 +116,6 @@ bool check_layer(Context const& context, Job const& job, BenchLayer& layer) {
 }
 
 Json bench_job(BenchFlags const& flags, Context const& context, Job const& job, double copy_rate) {
-  MoeDesc const& wanted = job.layer_case.desc;
-  check(workspace_bytes(context, wanted, Pass::backward).status());
-  require_memory(memory_needed(wanted));
   BenchLayer layer(context, job.layer_case);
   bool const checked = !flags.no_check && check_layer(context, job, layer);
   if (!checked) layer.forward(), layer.backward();
@@ -245,6 +242,25 @@ std::string row_text(Json const& row) {
       row["checked"].get<bool>() ? "yes" : "NO");
 }
 
+/// The options that were given, apart from where the results go.
+std::string command_line_of(CLI::App const& command) {
+  std::string line = "tessera bench";
+  auto const add = [&line](CLI::App const& part) {
+    for (CLI::Option const* const option : part.get_options()) {
+      std::string const name = option->get_name();
+      if (option->count() == 0 || name == "--out" || name == "--json") continue;
+      line += " " + name;
+      if (option->get_expected_max() > 0) {
+        line += " " + CLI::detail::join(option->results(), ",");
+      }
+    }
+  };
+  for (CLI::App const* const group : command.get_subcommands([](CLI::App const*) { return true; }))
+    add(*group);
+  add(command);
+  return line;
+}
+
 void write_file(std::string const& path, std::string const& text) {
   std::ofstream file(path, std::ios::binary | std::ios::trunc);
   file << text;
@@ -262,6 +278,10 @@ int bench(BenchFlags const& flags, std::string const& command_line) {
   if (flags.gpus != 0) throw CommandError("--gpus: the CPU backend has none; leave it out");
   auto const jobs = jobs_of(flags);
   Context const context = flags.shape.context();
+  for (Job const& job : jobs) {
+    check(workspace_bytes(context, job.layer_case.desc, Pass::backward).status());
+    require_memory(memory_needed(job.layer_case.desc));
+  }
   double const copy_rate = copy_bytes_per_second(context);
   Json rows = Json::array();
   if (!flags.json) {
@@ -302,18 +322,7 @@ void add_bench(CLI::App& app) {
   command->add_flag("--no-check", flags->no_check, "skip the check; rows say so");
   command->add_flag("--json", flags->json, "the results as JSON on stdout");
   run_with(*command, "tessera bench --config cpu-small,cpu-mid --pass forward,backward",
-           [flags, command] {
-             std::string line = "tessera bench";
-             for (CLI::Option const* const option : command->get_options()) {
-               if (option->count() == 0 || option->get_name() == "--out" ||
-                   option->get_name() == "--json")
-                 continue;
-               line += " " + option->get_name();
-               if (option->get_expected_max() > 0)
-                 line += " " + CLI::detail::join(option->results(), ",");
-             }
-             return bench(*flags, line);
-           });
+           [flags, command] { return bench(*flags, command_line_of(*command)); });
 }
 
 }  // namespace tessera::cli

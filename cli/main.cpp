@@ -19,8 +19,8 @@ std::function<int()>& chosen_body() {
 }
 
 int fail(std::string text, int code) {
-  for (char& c : text) {
-    if (c == '\n' || c == '\r') c = ' ';
+  for (char& c : text) {  // one line, and nothing that a terminal would obey
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = ' ';
   }
   bool const colour = use_colour(stderr);
   std::fprintf(stderr, "%stessera: %s%s\n", colour ? "\033[31m" : "", text.c_str(),
@@ -31,7 +31,7 @@ int fail(std::string text, int code) {
 int parse_and_run(int argc, char** argv) {
   CLI::App app{"Mixture-of-Experts layers: check, time and explain them, train a small model."};
   app.set_version_flag("--version", "tessera " TESSERA_VERSION);
-  app.require_subcommand(1);
+  app.require_subcommand(0, 1);
   add_info(app);
   add_verify(app);
   add_bench(app);
@@ -46,6 +46,7 @@ int parse_and_run(int argc, char** argv) {
   } catch (CLI::ParseError const& error) {
     return fail(std::string(error.what()) + "; see tessera --help", kBadUsage);
   }
+  if (!chosen_body()) return fail("a subcommand is needed; see tessera --help", kBadUsage);
   return chosen_body()();
 }
 

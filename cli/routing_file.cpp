@@ -76,8 +76,10 @@ RoutingTable parse_routing(std::string_view text) {
   nlohmann::json document;
   try {
     document = nlohmann::json::parse(text.begin(), text.end());
-  } catch (nlohmann::json::exception const& error) {
-    throw CommandError(fmt::format("routing file: not JSON: {}", error.what()));
+  } catch (nlohmann::json::parse_error const& error) {
+    throw CommandError(fmt::format("routing file: not JSON at byte {}", error.byte));
+  } catch (nlohmann::json::exception const&) {
+    throw CommandError("routing file: holds a number that no double can hold");
   }
   if (!document.is_object()) throw CommandError("routing file: must be an object");
   auto const& ids = array_of(document, "topk_ids");

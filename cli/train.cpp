@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "cli/commands.hpp"
@@ -64,6 +65,13 @@ lm::Corpus read_text(std::vector<std::string> const& paths, fs::path const& out)
   return corpus;
 }
 
+// An empty folder for a new run.
+void prepare(fs::path const& folder) {
+  fs::path const kept = lm::prepare_folder(folder);
+  if (kept.empty()) return;
+  fmt::print(stderr, "note: the earlier run in {} is now {}\n", folder.string(), kept.string());
+}
+
 // The run's state and text: a fresh one, or the one in --resume.
 struct Run {
   fs::path folder;
@@ -86,10 +94,7 @@ Run start(Flags const& flags) {
   lm::TextSource source{.paths = {}, .fingerprint = run.corpus.fingerprint()};
   for (std::string const& path : flags.text) source.paths.push_back(absolute(path));
   run.state = lm::initial_state(options, std::move(source));
-  if (fs::path const kept = lm::prepare_folder(run.folder); !kept.empty()) {
-    fmt::print(stderr, "note: the earlier run in {} is now {}\n", run.folder.string(),
-               kept.string());
-  }
+  prepare(run.folder);
   return run;
 }
 
@@ -127,7 +132,11 @@ Run resume(Flags const& flags) {
         "the text is not what the run in {} was trained on ({}); restore it, or start a new run",
         flags.resume, lm::joined(run.state.text.paths, " ")));
   }
-  lm::make_writable_folder(run.folder);
+  if (std::error_code error; fs::equivalent(run.folder, flags.resume, error)) {
+    lm::make_writable_folder(run.folder);
+  } else {
+    prepare(run.folder);
+  }
   fmt::print(stderr, "resuming {} after step {}\n", flags.resume, run.state.step);
   return run;
 }

@@ -2,7 +2,10 @@
 #include "cli/train_progress.hpp"
 
 #include <fmt/format.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <string>
 
@@ -27,13 +30,25 @@ std::string clock_text(double seconds) {
   return fmt::format("{}:{:02}", whole / 60, whole % 60);
 }
 
-std::string line_of(lm::Progress const& p, bool colour) {
-  std::string const bold = colour ? "\033[1m" : "", plain = colour ? "\033[0m" : "";
+std::string line_of(lm::Progress const& p) {
   std::string const held_out = p.held_out > 0 ? fmt::format("  held-out {:.3f}", p.held_out) : "";
   return fmt::format(
-      "step {}{:>{}}/{}{}  loss {}{:.3f}{} bits/byte{}  {:.0f} tokens/s  balance {:.2f}  ETA {}",
-      bold, p.step, std::to_string(p.steps).size(), p.steps, plain, bold, p.loss, plain, held_out,
-      p.tokens_per_second, p.balance, clock_text(p.seconds_left));
+      "step {:>{}}/{}  loss {:.3f} bits/byte{}  {:.0f} tokens/s  balance {:.2f}  ETA {}", p.step,
+      std::to_string(p.steps).size(), p.steps, p.loss, held_out, p.tokens_per_second, p.balance,
+      clock_text(p.seconds_left));
+}
+
+// A line that wraps cannot be redrawn: what does not fit is left out.
+std::string fit_to_terminal(std::string const& line) {
+  struct winsize size{};
+  bool const known = ::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 1;
+  return known ? line.substr(0, size.ws_col - 1u) : line;
+}
+
+// The step stands out.
+std::string emphasised(std::string const& line) {
+  std::size_t const end = std::min(line.find("  loss"), line.size());
+  return "\033[1m" + line.substr(0, end) + "\033[0m" + line.substr(end);
 }
 
 }  // namespace
@@ -46,13 +61,14 @@ void TrainProgress::report(lm::Progress const& progress) {
     double const time = now();
     if (!last && time - last_drawn_ < kRedrawSeconds) return;
     last_drawn_ = time;
-    fmt::print(stderr, "\r{}\033[K", line_of(progress, colour_));
+    std::string const line = fit_to_terminal(line_of(progress));
+    fmt::print(stderr, "\r{}\033[K", colour_ ? emphasised(line) : line);
     open_ = true;
   } else {
     long const tenth = static_cast<long>(progress.step * 10 / progress.steps);
     if (tenth == last_tenth_) return;
     last_tenth_ = tenth;
-    fmt::print(stderr, "{}\n", line_of(progress, false));
+    fmt::print(stderr, "{}\n", line_of(progress));
   }
   std::fflush(stderr);
 }

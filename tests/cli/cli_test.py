@@ -99,16 +99,18 @@ class Verify(Cli):
                 self.run_tessera("verify", *[part for item in flags.items() for part in item], code=0)
 
     def test_random(self):
-        done = self.run_tessera("verify", "--random", "25", "--seed", "5", code=0)
+        done = self.run_tessera("verify", "--random", "10", "--seed", "5", code=0)
         lines = done.stdout.splitlines()
-        self.assertEqual(len(lines), 26)
-        self.assertIn("25 of 25 cases passed, 5 with T >= 512", lines[-1])
-        again = self.run_tessera("verify", "--random", "25", "--seed", "5", code=0)
-        self.assertEqual(done.stdout, again.stdout)
+        self.assertEqual(len(lines), 11)
+        self.assertIn("10 of 10 cases passed, 2 with T >= 512", lines[-1])
+
+    def test_equal_seeds_give_equal_lines(self):
+        lines = [self.run_tessera("verify", "--random", "4", "--seed", "8", code=0).stdout for _ in "ab"]
+        self.assertEqual(*lines)
 
     def test_random_commands_reproduce_their_case(self):
-        document = self.run_json("verify", "--random", "8", "--seed", "6")
-        self.assertEqual((document["passed"], document["failed"]), (8, 0))
+        document = self.run_json("verify", "--random", "4", "--seed", "6")
+        self.assertEqual((document["passed"], document["failed"]), (4, 0))
         for case in document["cases"]:
             command = case.pop("command").split()
             self.assertEqual(command[:2], ["tessera", "verify"])
@@ -172,7 +174,7 @@ class Usage(Cli):
         for flags, naming in (
             (["--tokens", "many"], "many"),
             (["--tokens", "-1"], "tokens=-1"),
-            (["--tokens", "99999999999999999999"], "99999999999999999999"),
+            (["--tokens", "99999999999999999999"], "tokens="),
             (["--tokens", "4000000000"], "tokens=4000000000"),
             (["--hidden", "0"], "hidden=0"),
             (["--top-k", "17"], "top_k=17"),

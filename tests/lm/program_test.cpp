@@ -197,6 +197,18 @@ TEST_F(Program, KeepsAnEarlierRun) {
   EXPECT_NE(read_text(fs::path(run_) / kModelFile), before);
 }
 
+TEST_F(Program, ResumedElsewhereKeepsBothRuns) {
+  std::string const other = run_ + "_b";
+  ASSERT_EQ(run(training(run_)).exit_code, 0);
+  ASSERT_EQ(run(training(other, {"--seed", "2"})).exit_code, 0);
+  std::string const source = read_text(fs::path(run_) / kStateFile);
+  std::string const earlier = read_text(fs::path(other) / kStateFile);
+  ASSERT_EQ(run({"train", "--resume", run_, "--steps", "14", "--out", other}).exit_code, 0);
+  EXPECT_EQ(read_text(fs::path(run_) / kStateFile), source);
+  EXPECT_EQ(read_text(fs::path(other + "-1") / kStateFile), earlier);
+  EXPECT_EQ(load_state(other).step, 14);
+}
+
 TEST_F(Program, RefusesBadTraining) {
   write_text(folder_.path() / "short.txt", "too little");
   refused({"train"}, "--text");

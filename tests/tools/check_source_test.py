@@ -13,6 +13,12 @@ class CheckSourceTest(unittest.TestCase):
         self.assertEqual(check_source.check_text("a.cpp", LICENCE + "int a;\n"), [])
         self.assertEqual(check_source.check_text("a.py", "#!/usr/bin/env python3\n" + LICENCE), [])
 
+    def test_tables_may_be_wide(self):
+        row = "// " + 200 * "x" + "\n"
+        table = "// clang-format off\n" + row + "// clang-format on\n"
+        self.assertEqual(check_source.check_text("a.cpp", LICENCE + table), [])
+        self.assertEqual(len(check_source.check_text("a.cpp", LICENCE + table + row)), 1)
+
     def test_bad(self):
         for text in ("int a;\n", LICENCE + "int a; \n", LICENCE + UNFINISHED, LICENCE + "int a;",
                      LICENCE + "// " + 200 * "x" + "\n", LICENCE + 700 * "\n"):

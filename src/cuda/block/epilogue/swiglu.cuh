@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// swiglu epilogue: a column group is [64 gate | 64 up], so g and u of one output lie in the same thread. h = (g, u), a = g * sigmoid(g) * u, each rounded once to bf16.
+// swiglu epilogue: a column group is [64 gate | 64 up], so g and u of one output lie in the same
+// thread. h = (g, u), a = g * sigmoid(g) * u, each rounded once to bf16.
 #pragma once
 
 #include "../../arch/approx_math.cuh"

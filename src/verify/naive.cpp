@@ -353,9 +353,10 @@ std::vector<Tensors> naive_orders(Context const& context, LayerData const& data,
                                   std::vector<std::int64_t> const& topk_ids,
                                   reference::Metadata const& metadata) {
   MoeShape const& shape = data.desc.shape;
-  std::int64_t const slots = shape.num_slots();
-  std::int64_t const of_row = shape.top_k * std::min(shape.hidden, shape.intermediate);
-  std::size_t const count = slots < 64 || of_row < 512 ? 16 : slots < 8192 ? 8 : 4;
+  std::int64_t const rows = metadata.rows();
+  std::int64_t const of_token = shape.top_k * std::min(shape.hidden, shape.intermediate);
+  bool const few = rows < 512 || rows < 16 * shape.experts || of_token < 512;
+  std::size_t const count = few ? 24 : rows < 8192 ? 8 : 4;
   std::vector<Tensors> naives(count);
   std::vector<std::exception_ptr> errors(naives.size());
   context.parallel_for(std::ssize(naives), [&](std::int64_t order) {

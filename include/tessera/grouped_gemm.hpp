@@ -11,23 +11,30 @@
 namespace tessera {
 
 enum class GroupedGemmKind : std::int32_t {
-  varlen_m = 0,  ///< c[r,:] = a[r,:] . b[e]^T  (+ bias[e]); b [E,gemm_n,gemm_k], or transposed
+  varlen_m = 0,  ///< c[r,:] = a[r,:] . b[e]^T (+ bias[e]); b [E,gemm_n,gemm_k], or transposed
   varlen_k = 1,  ///< c[e] = a_e^T . b_e over the rows of expert e; c [E,gemm_m,gemm_n]
 };
 
+/// Sizes come from the tensors; rows [expert_offsets[e], expert_offsets[e+1]) belong to expert e, rows from
+/// the last offset on to none: their c is 0 with varlen_m, they are not read with varlen_k.
 struct GroupedGemmArgs {
   GroupedGemmKind kind = GroupedGemmKind::varlen_m;
-  bool transpose_b = false;  ///< varlen_m: b is [E,gemm_k,gemm_n]
-  ConstTensor a = {};        ///< [rows,gemm_k], or [rows,gemm_m] for varlen_k
-  ConstTensor b = {};
-  ConstTensor bias = {};            ///< varlen_m, optional [E,gemm_n]
-  ConstTensor expert_offsets = {};  ///< [E+1] int32 or int64
-  Tensor c = {};
-  GradientMode mode = GradientMode::write;  ///< varlen_k
-  Buffer workspace = {};
+  bool transpose_b = false;                 ///< varlen_m: b is [E,gemm_k,gemm_n]
+  ConstTensor a = {};                       ///< [rows,gemm_k]; varlen_k: [rows,gemm_m]
+  ConstTensor b = {};                       ///< [E,gemm_n,gemm_k]; varlen_k: [rows,gemm_n]
+  ConstTensor bias = {};                    ///< varlen_m, optional [E,gemm_n]
+  ConstTensor expert_offsets = {};          ///< [E+1] int32 or int64
+  Tensor c = {};                            ///< [rows,gemm_n]; varlen_k: [E,gemm_m,gemm_n]
+  GradientMode mode = GradientMode::write;  ///< varlen_k; empty experts: zeros, or untouched
+  Buffer workspace = {};                    ///< grouped_gemm_workspace_bytes()
 };
 
-/// Errors: unsupported in this version (the fused layer is served; these blocks are not yet).
+/// Bytes of workspace: only an accumulating varlen_k needs any.
+TESSERA_EXPORT Expected<std::size_t> grouped_gemm_workspace_bytes(
+    Context const& context, GroupedGemmArgs const& args) noexcept;
+
+/// Runs a grouped GEMM in fp32. Deterministic as moe_forward is. Errors: invalid_argument for tensors that do
+/// not fit together or offsets that decrease or leave the rows; unsupported for types other than fp32.
 TESSERA_EXPORT Status grouped_gemm(Context const& context, GroupedGemmArgs const& args,
                                    Stream stream = {}) noexcept;
 

@@ -70,10 +70,11 @@ struct ExpertGradients {
 
 /// Inputs, outputs and memory of a backward call.
 struct MoeBackwardArgs {
-  ConstTensor d_o = {};      ///< [T,d]
-  ConstTensor x = {};        ///< [T,d]; not read by moe_backward_input
-  ConstTensor h = {};        ///< [P,w*n] as forward left it; not read by moe_backward_weights
-  ConstBuffer routing = {};  ///< as forward left it
+  ConstTensor d_o = {};  ///< [T,d]
+  ConstTensor x = {};    ///< [T,d]; moe_backward_input reads it with SavePolicy::x only
+  ConstTensor h =
+      {};  ///< [P,w*n] as forward left it (SavePolicy::h); moe_backward_weights does not read it
+  ConstBuffer routing = {};                  ///< as forward left it
   ConstTensor w_router = {}, b_router = {};  ///< as in forward, unless RouterKind::given
   ExpertWeights weights = {};                ///< as in forward; not read by moe_backward_weights
 

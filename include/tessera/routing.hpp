@@ -23,9 +23,12 @@ struct RoutingView {
   float* scores = nullptr;                      ///< [P] by slot
   std::int32_t* token_offsets = nullptr;        ///< [T+1], null unless experts per token vary
   std::int32_t* topk_ids = nullptr;  ///< [P] by slot, null where ids came from the caller
+  float* chosen_p = nullptr;  ///< [P] by slot: p of sigmoid_bias, group_limited and sqrtsoftplus
+  float* logits = nullptr;    ///< [T,E] of softmax_topk, whose gradient reaches every expert
 };
 
-/// Bytes of the routing buffer: 16P + 4(E+1) [+ 4(T+1) variable] [+ 4P ids of a router].
+/// Bytes of the routing buffer: 16P + 4(E+1) [+ 4(T+1) variable] [+ 4P ids of a router]
+/// [+ 4P sigmoid_bias, group_limited, sqrtsoftplus] [+ 4TE softmax_topk].
 TESSERA_EXPORT Expected<std::size_t> routing_bytes(MoeDesc const& desc) noexcept;
 
 /// Pointers into `routing`, which must hold routing_bytes(desc) and be 4-byte aligned.

@@ -148,6 +148,8 @@ int tessera_moe_backward_weights(tessera_context const*, tessera_moe_desc const*
                                  tessera_backward_args const*, void* stream);
 int tessera_route(tessera_context const*, tessera_moe_desc const*, tessera_route_args const*,
                   void* stream);
+int tessera_grouped_gemm_workspace(tessera_context const*, tessera_grouped_gemm_args const*,
+                                   size_t* bytes);
 int tessera_grouped_gemm(tessera_context const*, tessera_grouped_gemm_args const*, void* stream);
 
 #ifdef __cplusplus

@@ -191,12 +191,10 @@ Status route(tessera_context const* context, tessera_moe_desc const* c_desc,
   return tessera::route(context->context, desc, args, {stream});
 }
 
-Status grouped_gemm(tessera_context const* context, tessera_grouped_gemm_args const* c_args,
-                    void* stream) noexcept {
-  TESSERA_TRY(check_context(context));
+Status grouped_gemm_args_of(tessera_grouped_gemm_args const* c_args,
+                            tessera::GroupedGemmArgs& args) noexcept {
   tessera_grouped_gemm_args from;
   TESSERA_TRY(read_struct("tessera_grouped_gemm_args", c_args, from));
-  tessera::GroupedGemmArgs args;
   args.kind = static_cast<tessera::GroupedGemmKind>(from.kind);
   args.transpose_b = from.transpose_b != 0;
   args.a = tensor_of(from.a);
@@ -206,7 +204,28 @@ Status grouped_gemm(tessera_context const* context, tessera_grouped_gemm_args co
   args.c = tensor_of(from.c);
   args.mode = static_cast<tessera::GradientMode>(from.accumulate);
   args.workspace = buffer_of(from.workspace);
+  return {};
+}
+
+Status grouped_gemm(tessera_context const* context, tessera_grouped_gemm_args const* c_args,
+                    void* stream) noexcept {
+  TESSERA_TRY(check_context(context));
+  tessera::GroupedGemmArgs args;
+  TESSERA_TRY(grouped_gemm_args_of(c_args, args));
   return tessera::grouped_gemm(context->context, args, {stream});
+}
+
+Status grouped_gemm_workspace(tessera_context const* context,
+                              tessera_grouped_gemm_args const* c_args,
+                              std::size_t* bytes) noexcept {
+  TESSERA_TRY(check_context(context));
+  if (bytes == nullptr) return Status::invalid("bytes: null pointer; pass where to store it");
+  tessera::GroupedGemmArgs args;
+  TESSERA_TRY(grouped_gemm_args_of(c_args, args));
+  auto const needed = tessera::grouped_gemm_workspace_bytes(context->context, args);
+  if (!needed.ok()) return needed.status();
+  *bytes = needed.value();
+  return {};
 }
 
 Status create_context(std::int32_t device_kind, std::int32_t device_index, std::int32_t num_threads,
@@ -289,6 +308,11 @@ TESSERA_C_API int tessera_moe_backward_weights(tessera_context const* context,
 TESSERA_C_API int tessera_route(tessera_context const* context, tessera_moe_desc const* desc,
                                 tessera_route_args const* args, void* stream) {
   return finish(route(context, desc, args, stream));
+}
+TESSERA_C_API int tessera_grouped_gemm_workspace(tessera_context const* context,
+                                                 tessera_grouped_gemm_args const* args,
+                                                 size_t* bytes) {
+  return finish(grouped_gemm_workspace(context, args, bytes));
 }
 TESSERA_C_API int tessera_grouped_gemm(tessera_context const* context,
                                        tessera_grouped_gemm_args const* args, void* stream) {

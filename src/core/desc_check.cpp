@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/router_groups.hpp"
+
 namespace tessera::core {
 namespace {
 
@@ -98,6 +100,23 @@ Status check_sizes(MoeDesc const& desc) noexcept {
   return {};
 }
 
+Status check_groups(MoeDesc const& desc) noexcept {
+  Router const& router = desc.router;
+  Int const experts = desc.shape.experts, top_k = desc.shape.top_k;
+  if (router.groups < 0 || (router.groups > 0 && experts % router.groups != 0)) {
+    return Status::invalid("groups=%d, experts=%lld: groups must divide experts", router.groups,
+                           experts);
+  }
+  auto const [groups, top_groups] = router_groups(desc);
+  if (router.top_groups < 0 || top_groups > groups || top_groups * (experts / groups) < top_k) {
+    return Status::invalid(
+        "top_groups=%d of %lld groups, experts=%lld, top_k=%lld: at most all groups, and their "
+        "experts must hold top_k",
+        router.top_groups, static_cast<Int>(groups), experts, top_k);
+  }
+  return {};
+}
+
 Status check_options(MoeDesc const& desc) noexcept {
   Activation const& act = desc.activation;
   if (act.kind == ActivationKind::clamped_swiglu &&
@@ -125,10 +144,20 @@ Status check_options(MoeDesc const& desc) noexcept {
     return Status::invalid("layout.block=%d: only with GateUpOrder::blocked; leave 0",
                            desc.layout.block);
   }
+  if (desc.grouping != RowGrouping::slots &&
+      (desc.router.kind != RouterKind::given || desc.shape.top_k != 1 ||
+       desc.shape.variable_experts)) {
+    return Status::invalid(
+        "grouping=%d: rows grouped ahead of the call need router given, top_k=1 (tokens = rows) "
+        "and "
+        "no variable_experts",
+        static_cast<int>(desc.grouping));
+  }
   if (!std::isfinite(desc.router.route_scale)) {
     return Status::invalid("route_scale=%g: must be finite",
                            static_cast<double>(desc.router.route_scale));
   }
+  if (desc.router.kind == RouterKind::group_limited) TESSERA_TRY(check_groups(desc));
   if (desc.router.round != Rounding::none && desc.router.tile < 1) {
     return Status::invalid("tile=%d: token rounding needs a tile of at least 1", desc.router.tile);
   }

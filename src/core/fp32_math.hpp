@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// exp and sigmoid as one fixed sequence of fp32 operations: the same bits for every instruction set and
-// device, because FMA, +, * and / are exactly rounded everywhere.
+// exp, log1p, sigmoid, softplus and the softmax sum as fixed sequences of fp32 operations: the same bits for
+// every instruction set and device, because FMA, +, *, / and sqrt are exactly rounded everywhere.
 //
 //   exp(x) = 2^m * p(r),  m = round(x / ln 2),  r = x - m ln 2 (two-part ln 2),  |r| <= 0.35
 // p is the degree-6 polynomial below; the error of exp stays under 1 ulp (tests/core).
 #pragma once
 
-#include <bit>
 #include <cmath>
 #include <cstdint>
 
@@ -34,15 +33,49 @@ TESSERA_INLINE float exp_fp32(float x) noexcept {
   p = std::fma(p, r, 1.0f);
   p = std::fma(p, r, 1.0f);
   // 2^m in two factors, so that subnormal results and the largest ones come out right.
-  auto const exponent = static_cast<std::int32_t>(std::bit_cast<std::uint32_t>(shifted) -
-                                                  std::bit_cast<std::uint32_t>(kRound));
+  auto const exponent = static_cast<std::int32_t>(__builtin_bit_cast(std::uint32_t, shifted) -
+                                                  __builtin_bit_cast(std::uint32_t, kRound));
   std::int32_t const half = exponent >> 1;
   auto const power = [](std::int32_t k) {
-    return std::bit_cast<float>((static_cast<std::uint32_t>(k) + 127u) << 23);
+    return __builtin_bit_cast(float, (static_cast<std::uint32_t>(k) + 127u) << 23);
   };
   return p * power(half) * power(exponent - half);
 }
 
 TESSERA_INLINE float sigmoid_fp32(float x) noexcept { return 1.0f / (1.0f + exp_fp32(-x)); }
+
+/// log(1 + u) for u in [0, 1]: 2 atanh(v) with v = u/(2+u) <= 1/3, its series to v^17.
+TESSERA_INLINE float log1p_fp32(float u) noexcept {
+  float const v = u / (2.0f + u);
+  float const z = v * v;
+  float p = 1.0f / 17.0f;
+  p = std::fma(p, z, 1.0f / 15.0f);
+  p = std::fma(p, z, 1.0f / 13.0f);
+  p = std::fma(p, z, 1.0f / 11.0f);
+  p = std::fma(p, z, 1.0f / 9.0f);
+  p = std::fma(p, z, 1.0f / 7.0f);
+  p = std::fma(p, z, 1.0f / 5.0f);
+  p = std::fma(p, z, 1.0f / 3.0f);
+  float const twice = 2.0f * v;
+  return std::fma(twice * z, p, twice);
+}
+
+/// log(1 + e^x) = max(x, 0) + log1p(e^-|x|).
+TESSERA_INLINE float softplus_fp32(float x) noexcept {
+  float const positive = x < 0.0f ? 0.0f : x;
+  float const magnitude = x < 0.0f ? -x : x;
+  return positive + log1p_fp32(exp_fp32(-magnitude));
+}
+
+/// Sum of count values: 32 interleaved partial sums, then halves folded 16, 8, 4, 2, 1: what a warp does.
+inline float warp_sum(float const* values, std::int64_t count) noexcept {
+  constexpr std::int64_t kLanes = 32;
+  float partial[kLanes] = {};
+  for (std::int64_t i = 0; i < count; ++i) partial[i % kLanes] += values[i];
+  for (std::int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (std::int64_t lane = 0; lane < half; ++lane) partial[lane] += partial[lane + half];
+  }
+  return partial[0];
+}
 
 }  // namespace tessera::core

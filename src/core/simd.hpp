@@ -11,5 +11,10 @@
 #define TESSERA_SIMD
 #endif
 
-// For helpers of such loops: inlined into each version, so that they are compiled for it.
+// For helpers of such loops: inlined into each version, so that they are compiled for it; and into device
+// code, where they give the same bits (compiled with -fmad=false).
+#if defined(__CUDACC__)
+#define TESSERA_INLINE __host__ __device__ __forceinline__
+#else
 #define TESSERA_INLINE inline __attribute__((always_inline))
+#endif

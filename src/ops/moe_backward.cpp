@@ -76,11 +76,16 @@ Status check_backward(Context const& context, MoeDesc const& desc, MoeBackwardAr
   bool const input = pass != Pass::backward_weights, weights = pass != Pass::backward_input;
   core::TensorCheck check{context.device()};
   check.input("d_o", args.d_o, desc.dtype, {s.tokens, s.hidden});
-  if (weights) check.input("x", args.x, desc.dtype, {s.tokens, s.hidden});
+  bool const recompute = input && desc.save == SavePolicy::x;
+  if (weights || recompute) check.input("x", args.x, desc.dtype, {s.tokens, s.hidden});
   check.buffer("routing", args.routing, ops::routing_table_bytes(desc), 4, false);
   if (input) {
-    check.input("h", args.h, desc.dtype, {s.num_slots(), desc.up_width() * s.intermediate});
-    check.contiguous("h", args.h);
+    if (recompute) {
+      check.absent("h", args.h, "SavePolicy::x recomputes it");
+    } else {
+      check.input("h", args.h, desc.dtype, {s.num_slots(), desc.up_width() * s.intermediate});
+      check.contiguous("h", args.h);
+    }
     ops::check_weights(desc, args.weights, check);
     check.optional_output("dx", args.dx, desc.dtype, {s.tokens, s.hidden});
     check.optional_output("dscores", args.dscores, DType::fp32, {s.num_slots()});
@@ -109,6 +114,7 @@ struct Backward {
   cpu::Layer layer;
   MoeBackwardArgs const& args;
   cpu::Threads threads;
+  float* recomputed_h = nullptr;  ///< null: forward saved h
   float* dh = nullptr;
   float* a_scaled = nullptr;
   float* dx_rows = nullptr;
@@ -120,13 +126,17 @@ struct Backward {
   }
 
   void activations() const noexcept {
-    cpu::down_projection_dgrad(layer,
-                               {.d_o = ops::rows_of(args.d_o),
-                                .h = static_cast<float const*>(args.h.data),
-                                .dh = dh,
-                                .a_scaled = a_scaled,
-                                .dscores = dscores},
-                               threads);
+    if (recomputed_h != nullptr) {
+      cpu::up_projection_fwd(layer, ops::rows_of(args.x), recomputed_h, nullptr, threads);
+    }
+    cpu::down_projection_dgrad(
+        layer,
+        {.d_o = ops::rows_of(args.d_o),
+         .h = recomputed_h != nullptr ? recomputed_h : static_cast<float const*>(args.h.data),
+         .dh = dh,
+         .a_scaled = a_scaled,
+         .dscores = dscores},
+        threads);
     if (dlogits.data != nullptr) {
       cpu::router_dlogits(layer.desc, layer.routing, dscores, dlogits, threads);
     }
@@ -195,6 +205,9 @@ Backward backward_of(Context const& context, MoeDesc const& desc, MoeBackwardArg
        ops::up_biases(desc, args.weights), ops::down_biases(args.weights)},
       args,
       {context.thread_pool(), plan.scratch.in(base), plan.floats_per_thread}};
+  if (desc.save == SavePolicy::x && pass != Pass::backward_weights) {
+    out.recomputed_h = plan.h.in(base);
+  }
   out.dh = split ? static_cast<float*>(args.dh.data) : plan.dh.in(base);
   out.dx_rows = plan.a_or_dx.in(base);
   out.a_scaled = split ? static_cast<float*>(args.a_scaled.data) : plan.a_or_dx.in(base);

@@ -11,6 +11,9 @@ namespace {
 
 bool has_router(MoeDesc const& desc) noexcept { return desc.router.kind != RouterKind::given; }
 
+/// Whole cache lines, so that threads do not share one and every scratch is aligned for 8-byte types.
+std::int64_t whole_lines(std::int64_t floats) noexcept { return (floats + 15) / 16 * 16; }
+
 }  // namespace
 
 ForwardPlan plan_forward(Context const& context, MoeDesc const& desc) noexcept {
@@ -26,7 +29,7 @@ ForwardPlan plan_forward(Context const& context, MoeDesc const& desc) noexcept {
   out.a = plan.add<float>(slots * s.intermediate);
   out.y = plan.add<float>(slots * s.hidden);
   out.floats_per_thread =
-      std::max(cpu::up_projection_fwd_scratch(desc), cpu::select_scratch_floats(desc));
+      whole_lines(std::max(cpu::up_projection_fwd_scratch(desc), cpu::select_scratch_floats(desc)));
   out.scratch = plan.add<float>(out.floats_per_thread * context.num_threads());
   out.bytes = plan.bytes();
   return out;
@@ -36,7 +39,7 @@ ForwardPlan plan_route(Context const& context, MoeDesc const& desc) noexcept {
   core::WorkspacePlan plan;
   ForwardPlan out;
   out.route.logits = plan.add<float>(desc.shape.tokens * desc.shape.experts);
-  out.floats_per_thread = cpu::select_scratch_floats(desc);
+  out.floats_per_thread = whole_lines(cpu::select_scratch_floats(desc));
   out.scratch = plan.add<float>(out.floats_per_thread * context.num_threads());
   out.bytes = plan.bytes();
   return out;
@@ -47,6 +50,8 @@ BackwardPlan plan_backward(Context const& context, MoeDesc const& desc, Pass pas
   std::int64_t const slots = s.num_slots();
   core::WorkspacePlan plan;
   BackwardPlan out;
+  bool const recompute = desc.save == SavePolicy::x && pass != Pass::backward_weights;
+  if (recompute) out.h = plan.add<float>(slots * desc.up_width() * s.intermediate);
   if (pass == Pass::backward) out.dh = plan.add<float>(slots * desc.up_width() * s.intermediate);
   if (pass != Pass::backward_weights) {
     out.a_or_dx = plan.add<float>(slots * std::max(s.intermediate, s.hidden));
@@ -61,6 +66,10 @@ BackwardPlan plan_backward(Context const& context, MoeDesc const& desc, Pass pas
     out.floats_per_thread = std::max({out.floats_per_thread, cpu::wgrad_scratch(desc),
                                       has_router(desc) ? cpu::router_wgrad_scratch(desc) : 0});
   }
+  if (recompute) {
+    out.floats_per_thread = std::max(out.floats_per_thread, cpu::up_projection_fwd_scratch(desc));
+  }
+  out.floats_per_thread = whole_lines(out.floats_per_thread);
   out.scratch = plan.add<float>(out.floats_per_thread * context.num_threads());
   out.bytes = plan.bytes();
   return out;

@@ -26,6 +26,7 @@ struct ForwardPlan {
 };
 
 struct BackwardPlan {
+  core::Region<float> h;        ///< [P,w*n]; SavePolicy::x recomputes it here
   core::Region<float> dh;       ///< [P,w*n]; backward only (a split backward has the caller's)
   core::Region<float> a_or_dx;  ///< a_scaled [P,n], then dx rows [P,d]: never alive at once
   core::Region<float> dscores;  ///< [P], with a router

@@ -50,9 +50,10 @@ Status route(Context const& context, MoeDesc const& desc, RouteArgs const& args,
                                       ? ops::rows_of(args.logits)
                                       : cpu::MutableRows{plan.route.logits.in(base), s.experts};
   std::int64_t const ids_pitch = s.tokens > 1 ? args.topk_ids.stride[0] : s.top_k;
-  ops::run_router(desc, {args.x, args.w_router, args.b_router, args.selection_bias}, logits,
-                  {args.topk_ids.data, desc.ids_dtype, ids_pitch, ops::rows_of(args.topk_weights)},
-                  threads);
+  ops::run_router(
+      desc, {args.x, args.w_router, args.b_router, args.selection_bias}, logits,
+      {args.topk_ids.data, desc.ids_dtype, ids_pitch, ops::rows_of(args.topk_weights), nullptr},
+      threads);
   return {};
 }
 

@@ -6,18 +6,19 @@
 #include "ops/plan.hpp"
 
 namespace tessera::ops {
+namespace {
+
+bool saves_chosen_p(RouterKind kind) noexcept {
+  return kind == RouterKind::sigmoid_bias || kind == RouterKind::group_limited ||
+         kind == RouterKind::sqrtsoftplus;
+}
+
+}  // namespace
 
 Status check_supported(MoeDesc const& desc) noexcept {
   TESSERA_TRY(core::check_desc(desc));
-  switch (desc.router.kind) {
-    case RouterKind::given:
-    case RouterKind::topk_softmax:
-    case RouterKind::softmax_topk_renorm:
-      break;
-    default:
-      return Status::unsupported(
-          "router=%d: this version serves given, topk-softmax and softmax-topk-renorm",
-          static_cast<int>(desc.router.kind));
+  if (desc.router.kind == RouterKind::expert_choice) {
+    return Status::unsupported("router=expert-choice: this version serves all others");
   }
   if (desc.router.round != Rounding::none) {
     return Status::unsupported("round=%d: this version has no token rounding; use none",
@@ -27,17 +28,10 @@ Status check_supported(MoeDesc const& desc) noexcept {
     return Status::unsupported("dtype=%d: the CPU backend of this version stores fp32",
                                static_cast<int>(desc.dtype));
   }
-  if (desc.save == SavePolicy::x) {
-    return Status::unsupported("save=x: this version cannot recompute h; use save=h");
-  }
-  if (desc.score_position != ScorePosition::output) {
-    return Status::unsupported("score_position=%d: this version applies scores to the output",
-                               static_cast<int>(desc.score_position));
-  }
-  if (desc.grouping != RowGrouping::slots) {
+  // s*a before w_down and s*y after it are the same sum: b_down is inside the score in both.
+  if (desc.score_position == ScorePosition::input) {
     return Status::unsupported(
-        "grouping=%d: this version has no post-dispatch entry; pass topk_ids and topk_weights",
-        static_cast<int>(desc.grouping));
+        "score_position=input: scores of x are not fused; scale x before the call");
   }
   return {};
 }
@@ -55,6 +49,10 @@ std::size_t routing_table_bytes(MoeDesc const& desc) noexcept {
   std::size_t elements = experts + 1 + 4 * slots;
   if (desc.shape.variable_experts) elements += static_cast<std::size_t>(desc.shape.tokens) + 1;
   if (desc.router.kind != RouterKind::given) elements += slots;
+  if (saves_chosen_p(desc.router.kind)) elements += slots;
+  if (desc.router.kind == RouterKind::softmax_topk) {
+    elements += static_cast<std::size_t>(desc.shape.tokens) * experts;
+  }
   return 4 * elements;
 }
 
@@ -74,6 +72,10 @@ RoutingView view_routing(MoeDesc const& desc, void* routing) noexcept {
   view.scores = reinterpret_cast<float*>(take(slots));
   if (desc.shape.variable_experts) view.token_offsets = take(desc.shape.tokens + 1);
   if (desc.router.kind != RouterKind::given) view.topk_ids = take(slots);
+  if (saves_chosen_p(desc.router.kind)) view.chosen_p = reinterpret_cast<float*>(take(slots));
+  if (desc.router.kind == RouterKind::softmax_topk) {
+    view.logits = reinterpret_cast<float*>(take(desc.shape.tokens * desc.shape.experts));
+  }
   return view;
 }
 

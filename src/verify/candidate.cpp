@@ -54,7 +54,9 @@ class Run {
     if (!workspace.ok()) return workspace.status();
 
     x_ = saved_.input(desc_.dtype, {s.tokens, s.hidden}, data_.x);
-    h_ = saved_.output(desc_.dtype, {s.num_slots(), desc_.up_width() * s.intermediate});
+    if (desc_.save == SavePolicy::h) {
+      h_ = saved_.output(desc_.dtype, {s.num_slots(), desc_.up_width() * s.intermediate});
+    }
     routing_ = saved_.buffer(tables.value());
     result.saved_bytes = saved_.bytes();
 
@@ -72,8 +74,10 @@ class Run {
     result.tensors["o"] = values_of(args.o);
     if (has_router()) result.tensors["logits"] = values_of(args.logits);
     TESSERA_TRY(read_routing(result));
-    result.h =
-        unpack(desc_.dtype, h_.data, result.metadata.rows() * desc_.up_width() * s.intermediate);
+    if (h_.present()) {
+      result.h =
+          unpack(desc_.dtype, h_.data, result.metadata.rows() * desc_.up_width() * s.intermediate);
+    }
     auto const* const counts = static_cast<std::int32_t const*>(args.expert_counts.data);
     for (std::int64_t e = 0; e < s.experts; ++e) {
       auto const& offsets = result.metadata.expert_offsets;

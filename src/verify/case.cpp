@@ -25,7 +25,8 @@ enum Stream : std::uint64_t {
   kBDown,
   kScores,
   kRouter,
-  kBRouter
+  kBRouter,
+  kSelectionBias
 };
 
 std::vector<float> normals(LayerCase const& layer_case, Stream stream, std::int64_t count,
@@ -145,6 +146,11 @@ void make_routed_tokens(LayerCase const& layer_case, SlotList const& slots, Laye
   }
   snap(data.desc.dtype, 1.0 / 32, data.x);
   snap(data.desc.dtype, 1.0 / 32, data.b_router);
+  RouterKind const kind = data.desc.router.kind;
+  if (kind == RouterKind::sigmoid_bias || kind == RouterKind::group_limited ||
+      kind == RouterKind::sqrtsoftplus) {
+    data.selection_bias = normals(layer_case, kSelectionBias, s.experts, 0.05);
+  }
 }
 
 void check_routing(LayerCase const& layer_case) {
@@ -206,6 +212,7 @@ reference::Inputs reference_inputs(LayerData const& data, std::vector<std::int64
   inputs.scores = widened(data.scores);
   inputs.w_router = widened(data.w_router);
   inputs.b_router = widened(data.b_router);
+  inputs.selection_bias = widened(data.selection_bias);
   inputs.weights = {widened(data.w_up), widened(data.w_gate), widened(data.w_down),
                     widened(data.b_up), widened(data.b_gate), widened(data.b_down)};
   return inputs;

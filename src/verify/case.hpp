@@ -51,6 +51,7 @@ struct LayerData {
   std::vector<float> scores;           ///< [P] by slot; empty with a router
   std::vector<std::int64_t> token_offsets;
   std::vector<float> w_router, b_router;
+  std::vector<float> selection_bias;  ///< [E]; routers with a p of their own, else empty
   std::vector<float> w_up, w_gate, w_down, b_up, b_gate, b_down;
 };
 

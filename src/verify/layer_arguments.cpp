@@ -61,6 +61,9 @@ MoeForwardArgs forward_inputs(LayerData const& data, Memory& memory, ConstTensor
     if (!data.b_router.empty()) {
       args.b_router = memory.input(desc.dtype, {s.experts}, data.b_router);
     }
+    if (!data.selection_bias.empty()) {
+      args.selection_bias = memory.input(DType::fp32, {s.experts}, data.selection_bias);
+    }
   }
   args.weights = weight_arguments(data, memory);
   return args;

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "verify/naive_activation.hpp"
+#include "verify/naive_router.hpp"
 #include "verify/random_source.hpp"
 #include "verify/storage.hpp"
 #include "verify/tensors.hpp"
@@ -236,31 +237,6 @@ void weight_backward(NaiveLayer const& layer, Tensors& out) {
   out["db_down"] = narrowed(stored.b_down);
 }
 
-/// The experts over which the router's softmax of token t runs, the chosen ones first.
-std::vector<std::int64_t> softmax_members(MoeDesc const& desc, std::int64_t const* chosen) {
-  std::vector<std::int64_t> members(chosen, chosen + desc.shape.top_k);
-  if (desc.router.kind != RouterKind::softmax_topk) return members;
-  for (std::int64_t e = 0; e < desc.shape.experts; ++e) {
-    if (std::find(chosen, chosen + desc.shape.top_k, e) == chosen + desc.shape.top_k) {
-      members.push_back(e);
-    }
-  }
-  return members;
-}
-
-Floats softmax(float const* logits, std::vector<std::int64_t> const& members) {
-  float largest = logits[members.front()];
-  for (std::int64_t const e : members) largest = std::max(largest, logits[e]);
-  Floats p;
-  float sum = 0;
-  for (std::int64_t const e : members) {
-    p.push_back(std::exp(logits[e] - largest));
-    sum += p.back();
-  }
-  for (float& value : p) value /= sum;
-  return p;
-}
-
 Floats router_forward(NaiveLayer const& layer, std::vector<std::int64_t> const& topk_ids,
                       Tensors& out) {
   LayerData const& data = layer.data;
@@ -275,10 +251,8 @@ Floats router_forward(NaiveLayer const& layer, std::vector<std::int64_t> const& 
       add_term(data.x[t * s.hidden + c], &w_router_t[c * s.experts], s.experts, row);
     }
     if (!data.b_router.empty()) add_term(1, data.b_router.data(), s.experts, row);
-    Floats const p = softmax(row, softmax_members(data.desc, &topk_ids[t * s.top_k]));
-    for (std::int64_t k = 0; k < s.top_k; ++k) {
-      scores.push_back(data.desc.router.route_scale * p[k]);
-    }
+    Floats const own = naive_scores(data.desc, row, &topk_ids[t * s.top_k]);
+    scores.insert(scores.end(), own.begin(), own.end());
   }
   out["scores"] = scores;
   return scores;
@@ -292,23 +266,15 @@ void router_backward(LayerData const& data, std::vector<std::int64_t> const& top
   out["dw_router"].assign(s.experts * s.hidden, 0);
   if (!data.b_router.empty()) out["db_router"].assign(s.experts, 0);
   for (std::int64_t t = 0; t < s.tokens; ++t) {
-    auto const members = softmax_members(data.desc, &topk_ids[t * s.top_k]);
-    Floats const p = softmax(&out["logits"][t * s.experts], members);
-    Floats g(members.size());
-    float mean = 0;
-    for (std::int64_t k = 0; k < s.top_k; ++k) {
-      g[k] = data.desc.router.route_scale * out["dscores"][t * s.top_k + k];
-      mean += g[k] * p[k];
-    }
+    Floats const row = naive_logit_gradient(data.desc, &out["logits"][t * s.experts],
+                                            &topk_ids[t * s.top_k], &out["dscores"][t * s.top_k]);
     Floats dx(s.hidden);
-    for (std::size_t m = 0; m < members.size(); ++m) {
-      float const dlogit = p[m] * (g[m] - mean);
-      std::int64_t const e = members[m];
-      dlogits[t * s.experts + e] = dlogit;
-      float const operand = round_to(data.desc.dtype, dlogit);
+    for (std::int64_t e = 0; e < s.experts; ++e) {
+      dlogits[t * s.experts + e] = row[e];
+      float const operand = round_to(data.desc.dtype, row[e]);
       add_term(operand, &data.x[t * s.hidden], s.hidden, &out["dw_router"][e * s.hidden]);
       add_term(operand, &data.w_router[e * s.hidden], s.hidden, dx.data());
-      if (!data.b_router.empty()) out["db_router"][e] += dlogit;
+      if (!data.b_router.empty()) out["db_router"][e] += row[e];
     }
     round_all(data.desc.dtype, dx);
     add_term(1, dx.data(), s.hidden, &out["dx"][t * s.hidden]);

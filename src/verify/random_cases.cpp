@@ -218,11 +218,13 @@ LayerCase draw_case(Choice const& choice, Feature feature, bool large, RandomSou
   bool const given = out.desc.router.kind == RouterKind::given;
   if (!given && random.chance(0.3)) out.desc.router.route_scale = 2.5f;
   if (!given) out.router_bias = random.chance(0.5);
+  out.desc.router.normalize_scores = !given && random.chance(0.5);
   if (feature == Feature::sentinels || feature == Feature::int64_variable_sentinels ||
       (given && random.chance(0.2))) {
     out.sentinel_fraction = 0.3;
   }
   if (feature == Feature::only_sentinels) out.sentinel_fraction = 1;
+  if (random.chance(0.2)) out.desc.save = SavePolicy::x;
   out.repeat_experts = feature == Feature::repeated_experts;
   if (feature == Feature::int64_ids || feature == Feature::int64_variable_sentinels ||
       random.chance(0.25)) {

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "core/router_groups.hpp"
 #include "verify/candidate.hpp"
 #include "verify/memory.hpp"
 
@@ -32,8 +33,8 @@ void judge_run(Context const& context, LayerData const& data, CandidateResult& r
   };
   reference::Inputs const inputs = reference_inputs(data, run.topk_ids);
   if (routed) {
-    auto const failures =
-        selection_failures(data.desc, reference::router_logits(inputs), run.topk_ids);
+    auto const failures = selection_failures(
+        data.desc, reference::router_keys(inputs, reference::router_logits(inputs)), run.topk_ids);
     add(failures);
     if (!failures.empty()) return;  // nothing to replay
   } else {
@@ -96,10 +97,18 @@ std::size_t saved_bytes_formula(MoeDesc const& desc) {
   MoeShape const& s = desc.shape;
   std::size_t const slots = size(s.num_slots()), element = dtype_bytes(desc.dtype);
   std::size_t bytes = element * size(s.tokens * s.hidden);
-  bytes += element * slots * size(desc.up_width() * s.intermediate);
+  if (desc.save == SavePolicy::h) {
+    bytes += element * slots * size(desc.up_width() * s.intermediate);
+  }
   bytes += 16 * slots + 4 * size(s.experts + 1);
   if (s.variable_experts) bytes += 4 * size(s.tokens + 1);
-  if (desc.router.kind != RouterKind::given) bytes += 4 * slots;
+  RouterKind const kind = desc.router.kind;
+  if (kind != RouterKind::given) bytes += 4 * slots;
+  if (kind == RouterKind::softmax_topk) bytes += 4 * size(s.tokens * s.experts);
+  if (kind == RouterKind::sigmoid_bias || kind == RouterKind::group_limited ||
+      kind == RouterKind::sqrtsoftplus) {
+    bytes += 4 * slots;
+  }
   return bytes;
 }
 
@@ -124,22 +133,46 @@ std::vector<std::string> metadata_failures(reference::Metadata const& ref,
   return failures;
 }
 
-std::vector<std::string> selection_failures(MoeDesc const& desc, std::vector<double> const& logits,
+/// Which groups of one token fp32 may keep, and which it must: sums closer than `slack` may fall either way.
+struct KeptGroups {
+  std::vector<char> may, must;
+  std::int64_t size = 0;  ///< experts per group
+};
+
+KeptGroups kept_groups(MoeDesc const& desc, double const* keys, double slack) {
+  if (desc.router.kind != RouterKind::group_limited) return {{1}, {1}, desc.shape.experts};
+  auto const [groups, top_groups] = core::router_groups(desc);
+  std::vector<double> const sums = reference::group_sums(desc, keys);
+  KeptGroups out{{}, {}, desc.shape.experts / groups};
+  for (double const own : sums) {
+    auto const above =
+        std::count_if(sums.begin(), sums.end(), [&](double sum) { return sum > own + 2 * slack; });
+    auto const near =
+        std::count_if(sums.begin(), sums.end(), [&](double sum) { return sum >= own - 2 * slack; });
+    out.may.push_back(above < top_groups);
+    out.must.push_back(near - 1 < top_groups);
+  }
+  return out;
+}
+
+std::vector<std::string> selection_failures(MoeDesc const& desc, std::vector<double> const& keys,
                                             std::vector<std::int64_t> const& topk_ids) {
   MoeShape const& s = desc.shape;
   double const relative = std::ldexp(std::sqrt(static_cast<double>(s.hidden)), -20);
   for (std::int64_t t = 0; t < s.tokens; ++t) {
-    double const* const key = &logits[t * s.experts];
+    double const* const key = &keys[t * s.experts];
     std::int64_t const* const ids = &topk_ids[t * s.top_k];
     double largest = 1;
     for (std::int64_t e = 0; e < s.experts; ++e) largest = std::max(largest, std::abs(key[e]));
     double const slack = relative * largest;
+    KeptGroups const kept = kept_groups(desc, key, slack);
     std::vector<char> chosen(s.experts, 0);
     std::string const where = "router: token " + std::to_string(t);
     for (std::int64_t k = 0; k < s.top_k; ++k) {
       if (ids[k] < 0 || ids[k] >= s.experts) return {where + ": id out of range"};
       if (chosen[ids[k]] != 0) return {where + ": an expert is chosen twice"};
       chosen[ids[k]] = 1;
+      if (!kept.may[ids[k] / kept.size]) return {where + ": a chosen expert's group is not kept"};
       if (k > 0 && key[ids[k]] > key[ids[k - 1]] + slack) {
         return {where + ": slots are not in descending key"};
       }
@@ -148,7 +181,7 @@ std::vector<std::string> selection_failures(MoeDesc const& desc, std::vector<dou
       }
     }
     for (std::int64_t e = 0; e < s.experts; ++e) {
-      if (chosen[e] == 0 && key[e] > key[ids[s.top_k - 1]] + slack) {
+      if (chosen[e] == 0 && kept.must[e / kept.size] && key[e] > key[ids[s.top_k - 1]] + slack) {
         return {where + ": expert " + std::to_string(e) + " has a larger key than a chosen one"};
       }
     }

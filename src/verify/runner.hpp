@@ -30,7 +30,8 @@ struct CaseResult {
 Expected<CaseResult> verify_case(Context const& context, Context const& repeat_context,
                                  LayerCase const& layer_case);
 
-/// b*T*d + b*w*P*n + 16P + 4(E+1) [+ 4(T+1) variable experts] [+ 4P ids of a router], for SavePolicy::h.
+/// b*T*d + b*w*P*n (SavePolicy::h) + 16P + 4(E+1) [+ 4(T+1) variable experts] [+ 4P ids of a router]
+/// [+ 4P where its p is of one expert alone] [+ 4TE softmax_topk].
 std::size_t saved_bytes_formula(MoeDesc const& desc);
 
 /// Broken invariants of routing tables, compared exactly with the reference's.
@@ -38,7 +39,7 @@ std::vector<std::string> metadata_failures(reference::Metadata const& ref,
                                            reference::Metadata const& out);
 
 /// Whether a router's choice is the reference's, up to swaps of keys that differ by rounding only.
-std::vector<std::string> selection_failures(MoeDesc const& desc, std::vector<double> const& logits,
+std::vector<std::string> selection_failures(MoeDesc const& desc, std::vector<double> const& keys,
                                             std::vector<std::int64_t> const& topk_ids);
 
 }  // namespace tessera::verify

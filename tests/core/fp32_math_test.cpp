@@ -70,6 +70,32 @@ TEST(ExpFp32, HasTheSameBitsInVectorAndScalarCode) {
   }
 }
 
+TEST(Log1pFp32, StaysWithinTwoUlps) {
+  for (float u = 1e-30f; u <= 1.0f; u *= 1.01f) {
+    double const exact = std::log1p(static_cast<double>(u));
+    EXPECT_NEAR(log1p_fp32(u) / exact, 1.0, 2.4e-7) << u;
+  }
+  EXPECT_EQ(log1p_fp32(0.0f), 0.0f);
+}
+
+TEST(SoftplusFp32, IsLinearAboveAndExponentialBelow) {
+  EXPECT_EQ(softplus_fp32(100.0f), 100.0f);
+  EXPECT_NEAR(softplus_fp32(-30.0f) / std::exp(-30.0), 1.0, 3e-7);
+  EXPECT_NEAR(softplus_fp32(0.0f), std::log(2.0), 1e-7);
+  EXPECT_TRUE(std::isnan(softplus_fp32(std::nanf(""))));
+}
+
+// Sums 32 interleaved parts, then halves: what a warp does; visible with values that cancel.
+TEST(WarpSum, FoldsInterleavedPartsByHalves) {
+  std::vector<float> values(64, 0.0f);
+  values[0] = 1e8f;
+  values[32] = 1.0f;   // the same part as 0: lost
+  values[16] = -1e8f;  // folded onto part 0 first
+  values[1] = 3.0f;
+  EXPECT_EQ(warp_sum(values.data(), 64), 3.0f);
+  EXPECT_EQ(warp_sum(values.data(), 0), 0.0f);
+}
+
 TEST(SigmoidFp32, KeepsRelativeAccuracyForNegativeArguments) {
   for (float x = -80.0f; x < 20.0f; x += 0.37f) {
     double const exact = 1.0 / (1.0 + std::exp(-static_cast<double>(x)));

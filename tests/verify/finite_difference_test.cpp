@@ -95,12 +95,15 @@ TEST(FiniteDifference, EveryLayout) {
 }
 
 TEST(FiniteDifference, EveryRouter) {
-  for (RouterKind const router :
-       {RouterKind::topk_softmax, RouterKind::softmax_topk, RouterKind::softmax_topk_renorm}) {
-    SCOPED_TRACE(name_of(kRouterNames, router));
-    LayerCase layer_case = small_case(router);
-    layer_case.desc.router.route_scale = 1.5f;
-    expect_all_gradients(layer_case);
+  for (auto const& [name, router] : kRouterNames) {
+    if (router == RouterKind::given || router == RouterKind::expert_choice) continue;
+    for (bool const normalize : {false, true}) {
+      SCOPED_TRACE(name);
+      LayerCase layer_case = small_case(router);
+      layer_case.desc.router.route_scale = 1.5f;
+      layer_case.desc.router.normalize_scores = normalize;
+      expect_all_gradients(layer_case);
+    }
   }
 }
 

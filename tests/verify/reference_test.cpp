@@ -189,6 +189,30 @@ TEST(Router, TopkSoftmaxOfKnownLogits) {
   EXPECT_NEAR(router_scores(desc, logits, ids)[0], 2 * 3 / (5 + std::exp(-1.0)), 1e-15);
 }
 
+TEST(Router, ScoresOfItsOwnP) {
+  MoeDesc desc;
+  desc.shape = {.tokens = 1, .hidden = 1, .intermediate = 1, .experts = 4, .top_k = 2};
+  desc.router.kind = RouterKind::sigmoid_bias;
+  Values const logits = {0, std::log(3.0), -1, 0};
+  EXPECT_NEAR(router_scores(desc, logits, {1, 0})[0], 0.75, 1e-15);
+  desc.router.normalize_scores = true;
+  EXPECT_NEAR(router_scores(desc, logits, {1, 0})[0], 0.6, 1e-15);
+  desc.router.kind = RouterKind::sqrtsoftplus;
+  desc.router.normalize_scores = false;
+  EXPECT_NEAR(router_scores(desc, logits, {1, 0})[0], std::sqrt(std::log(4.0)), 1e-15);
+}
+
+TEST(Router, GroupsWithTheBestPairsAreKept) {
+  MoeDesc desc;
+  desc.shape = {.tokens = 1, .hidden = 1, .intermediate = 1, .experts = 6, .top_k = 2};
+  desc.router = {.kind = RouterKind::group_limited, .groups = 3, .top_groups = 1};
+  Values const keys = {0.9, 0.1, 0.6, 0.5, 0.6, 0.5};
+  EXPECT_EQ(group_sums(desc, keys.data())[0], 1.0);
+  EXPECT_EQ(select_experts(desc, keys), (std::vector<std::int64_t>{2, 3}));  // ties: lower group
+  desc.router.top_groups = 3;
+  EXPECT_EQ(select_experts(desc, keys), (std::vector<std::int64_t>{0, 2}));
+}
+
 TEST(Router, NanRanksHighest) {
   MoeDesc desc;
   desc.shape = {.tokens = 1, .hidden = 1, .intermediate = 1, .experts = 3, .top_k = 2};

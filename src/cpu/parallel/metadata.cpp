@@ -93,4 +93,14 @@ void metadata(MoeDesc const& desc, SlotIds const& ids, RoutingView const& routin
   std::fill(routing.gather_index + rows, routing.gather_index + slots, 0);
 }
 
+void grouped_metadata(MoeDesc const& desc, RoutingView const& routing) noexcept {
+  std::int64_t const rows = routing.expert_offsets[desc.shape.experts];
+  for (std::int64_t r = 0; r < desc.shape.num_slots(); ++r) {
+    auto const row = static_cast<std::int32_t>(r);
+    routing.sort_permutation[r] = r < rows ? row : -1;
+    routing.gather_index[r] = r < rows ? row : 0;
+    routing.inverse_permutation[r] = r < rows ? row : -1;
+  }
+}
+
 }  // namespace tessera::cpu

@@ -18,13 +18,14 @@ struct RouterWeights {
 void router_logits(MoeDesc const& desc, ConstRows x, RouterWeights const& router,
                    MutableRows logits, Threads const& threads) noexcept;
 
-/// Selection and scores of each token from its logits: ids [T,K] (int32 or int64), weights [T,K].
-/// Needs E keys of scratch per thread (select_scratch_floats).
+/// Selection and scores of each token from its logits: ids [T,K] (int32 or int64), weights [T,K], and p of the
+/// chosen [P] for routers that have a p of their own. Needs select_scratch_floats of scratch per thread, 8-byte aligned.
 struct Selection {
   void* ids = nullptr;
   DType ids_dtype = DType::int32;
   std::int64_t ids_pitch = 0;
   MutableRows weights;
+  float* chosen_p = nullptr;
 };
 void select_experts(MoeDesc const& desc, ConstRows logits, float const* selection_bias,
                     Selection const& out, Threads const& threads) noexcept;
@@ -40,9 +41,14 @@ void metadata(MoeDesc const& desc, SlotIds const& ids, RoutingView const& routin
               std::int32_t* chunk_counts, Threads const& threads) noexcept;
 std::int64_t metadata_chunks(std::int64_t slots) noexcept;
 
+/// The tables of rows that were grouped ahead of the call: routing.expert_offsets is filled in, every
+/// permutation is the identity, rows from R on have none.
+void grouped_metadata(MoeDesc const& desc, RoutingView const& routing) noexcept;
+
 // --- forward -----------------------------------------------------------------------------------
 
-/// h_r = x_t w_up[e]^T + b_up[e], a_r = act(h_r). h may be null (inference): it then stays in scratch.
+/// h_r = x_t w_up[e]^T + b_up[e], a_r = act(h_r). Either may be null: not kept (inference), not computed
+/// (a backward that recomputes h, with the bits of forward).
 void up_projection_fwd(Layer const& layer, ConstRows x, float* h, float* a,
                        Threads const& threads) noexcept;
 std::int64_t up_projection_fwd_scratch(MoeDesc const& desc) noexcept;
@@ -104,7 +110,7 @@ void up_projection_wgrad(Layer const& layer, UpWgradArgs const& args,
 /// Scratch of both weight gradients.
 std::int64_t wgrad_scratch(MoeDesc const& desc) noexcept;
 
-/// dlogits[t,e] from dscores [P] by slot (the router's formula; zero for experts not chosen).
+/// dlogits[t,e] from dscores [P] by slot and what forward saved in the routing tables.
 void router_dlogits(MoeDesc const& desc, RoutingView const& routing, float const* dscores,
                     MutableRows dlogits, Threads const& threads) noexcept;
 

@@ -52,7 +52,9 @@ void up_projection_fwd(Layer const& layer, ConstRows x, float* h, float* a,
         float* const h_block = h != nullptr ? h + row * width : gathered + kRowBlock * d;
         gather_rows(x, layer.routing.gather_index, row, rows, 0, d, gathered);
         project(layer, expert, rows, gathered, h_block);
-        activation_forward(layer.desc, rows, h_block, a + row * layer.intermediate());
+        if (a != nullptr) {
+          activation_forward(layer.desc, rows, h_block, a + row * layer.intermediate());
+        }
       });
 }
 

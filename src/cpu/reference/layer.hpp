@@ -24,6 +24,7 @@ struct Inputs {
   Values scores;                            ///< [P] by slot, RouterKind::given
   Values w_router;                          ///< [E,d], any other router
   Values b_router;                          ///< [E] or empty
+  Values selection_bias;                    ///< [E] or empty: added to the keys
   StoredWeights weights;
 };
 
@@ -69,7 +70,11 @@ void up_projection_wgrad(Inputs const& inputs, Forward const& f, Backward const&
 
 // The router (route.cpp).
 Values router_logits(Inputs const& inputs);
-std::vector<std::int64_t> select_experts(MoeDesc const& desc, Values const& logits);
+/// What the experts of a token are chosen by: [T,E].
+Values router_keys(Inputs const& inputs, Values const& logits);
+/// group_limited: the sum of the two largest keys of each group of one token.
+Values group_sums(MoeDesc const& desc, double const* keys);
+std::vector<std::int64_t> select_experts(MoeDesc const& desc, Values const& keys);
 Values router_scores(MoeDesc const& desc, Values const& logits,
                      std::vector<std::int64_t> const& topk_ids);
 /// dlogits from dscores; then dw_router, db_router and the router's part of dx.

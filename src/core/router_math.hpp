@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// What CPU and GPU routers share, bit for bit: an expert's own p, and keys as integers in the order of
+// selection.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "core/fp32_math.hpp"
+#include "tessera/shape.hpp"
+
+namespace tessera::core {
+
+/// Routers whose p belongs to one expert alone: p = sigmoid(l), or sqrt(log(1 + e^l)).
+TESSERA_INLINE bool has_own_p(RouterKind kind) noexcept {
+  return kind == RouterKind::sigmoid_bias || kind == RouterKind::group_limited ||
+         kind == RouterKind::sqrtsoftplus;
+}
+
+TESSERA_INLINE float own_p(RouterKind kind, float logit) noexcept {
+  return kind == RouterKind::sqrtsoftplus ? std::sqrt(softplus_fp32(logit)) : sigmoid_fp32(logit);
+}
+
+/// Larger integers for larger keys; NaN above all numbers, -0 equal to +0; 0 is below every key.
+TESSERA_INLINE std::uint32_t ordered_key(float key) noexcept {
+  if (key != key) return 0xffffffffu;
+  auto const bits = __builtin_bit_cast(std::uint32_t, key + 0.0f);
+  return (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
+}
+
+/// The key again (some NaN for NaN).
+TESSERA_INLINE float key_value(std::uint32_t ordered) noexcept {
+  return __builtin_bit_cast(float, (ordered >> 31) != 0 ? ordered & 0x7fffffffu : ~ordered);
+}
+
+/// Added to the sum of the chosen p before scores are divided by it.
+constexpr float kNormalizeFloor = 1e-20f;
+
+}  // namespace tessera::core

@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ops/routing_tables.hpp"
+
+#include <algorithm>
+
+#include "core/desc_check.hpp"
+#include "cpu/parallel/ops.hpp"
+#include "ops/router_args.hpp"
+#include "ops/weights.hpp"
+
+namespace tessera::ops {
+namespace {
+
+using Int = long long;  // for %lld
+
+/// An int32 or int64 tensor of one dimension.
+std::int64_t integer_at(ConstTensor const& tensor, std::int64_t i) noexcept {
+  return tensor.dtype == DType::int64 ? static_cast<std::int64_t const*>(tensor.data)[i]
+                                      : static_cast<std::int32_t const*>(tensor.data)[i];
+}
+
+// Offsets on the CPU can be read, so bad ones are refused before anything is written.
+Status check_token_offsets(MoeDesc const& desc, ConstTensor const& offsets) noexcept {
+  MoeShape const& s = desc.shape;
+  std::int64_t previous = 0;
+  for (std::int64_t t = 0; t <= s.tokens; ++t) {
+    std::int64_t const value = integer_at(offsets, t);
+    std::int64_t const most = t == 0 ? 0 : s.slots;
+    if (value < previous || value > most || (t == s.tokens && value != s.slots)) {
+      return Status::invalid(
+          "token_offsets[%lld]=%lld: they start at 0, never decrease and end at slots=%lld",
+          static_cast<Int>(t), static_cast<Int>(value), static_cast<Int>(s.slots));
+    }
+    previous = value;
+  }
+  return {};
+}
+
+/// First row of `expert`, or past the last row for expert E, from offsets, ends or counts; `previous` is the
+/// answer for the expert before.
+std::int64_t group_offset(MoeDesc const& desc, ConstTensor const& groups, std::int64_t expert,
+                          std::int64_t previous) noexcept {
+  if (desc.grouping == RowGrouping::offsets) return integer_at(groups, expert);
+  if (expert == 0) return 0;
+  std::int64_t const value = integer_at(groups, expert - 1);
+  if (desc.grouping == RowGrouping::ends) return value;
+  return value < 0 ? -1 : previous + std::min(value, core::kMaxIndex);
+}
+
+Status check_groups(MoeDesc const& desc, ConstTensor const& groups) noexcept {
+  std::int64_t previous = 0;
+  for (std::int64_t e = 0; e <= desc.shape.experts; ++e) {
+    std::int64_t const offset = group_offset(desc, groups, e, previous);
+    std::int64_t const most = e == 0 ? 0 : desc.shape.tokens;
+    if (offset < previous || offset > most) {
+      return Status::invalid(
+          "expert_offsets: expert %lld would start at row %lld; rows start at 0, never decrease "
+          "and "
+          "end at most at tokens=%lld",
+          static_cast<Int>(e), static_cast<Int>(offset), static_cast<Int>(desc.shape.tokens));
+    }
+    previous = offset;
+  }
+  return {};
+}
+
+void check_given_routing(MoeDesc const& desc, MoeForwardArgs const& args,
+                         core::TensorCheck& check) noexcept {
+  MoeShape const& s = desc.shape;
+  check.absent("w_router", args.w_router, "router given takes ids and weights");
+  check.absent("b_router", args.b_router, "router given takes ids and weights");
+  check.absent("selection_bias", args.selection_bias, "router given takes ids and weights");
+  check.absent("logits", args.logits, "router given has none");
+  if (desc.grouping != RowGrouping::slots) {
+    constexpr char const* kReason = "the rows are grouped already";
+    check.absent("topk_ids", args.topk_ids, kReason);
+    check.absent("topk_weights", args.topk_weights, kReason);
+    check.absent("token_offsets", args.token_offsets, kReason);
+    check.input("expert_offsets", args.expert_offsets, desc.ids_dtype,
+                {s.experts + (desc.grouping == RowGrouping::offsets ? 1 : 0)});
+    check.optional_input("row_scores", args.row_scores, DType::fp32, {s.tokens});
+    return;
+  }
+  check.absent("expert_offsets", args.expert_offsets, "desc.grouping is slots");
+  check.absent("row_scores", args.row_scores, "desc.grouping is slots");
+  if (s.variable_experts) {
+    check.input("topk_ids", args.topk_ids, desc.ids_dtype, {s.slots});
+    check.input("topk_weights", args.topk_weights, DType::fp32, {s.slots});
+    check.input("token_offsets", args.token_offsets, desc.ids_dtype, {s.tokens + 1});
+  } else {
+    check.input("topk_ids", args.topk_ids, desc.ids_dtype, {s.tokens, s.top_k});
+    check.input("topk_weights", args.topk_weights, DType::fp32, {s.tokens, s.top_k});
+    check.absent("token_offsets", args.token_offsets, "the desc has no variable_experts");
+  }
+}
+
+/// The tables of rows that the caller grouped.
+void take_groups(MoeDesc const& desc, MoeForwardArgs const& args,
+                 RoutingView const& routing) noexcept {
+  std::int64_t previous = 0;
+  for (std::int64_t e = 0; e <= desc.shape.experts; ++e) {
+    previous = group_offset(desc, args.expert_offsets, e, previous);
+    routing.expert_offsets[e] = static_cast<std::int32_t>(previous);
+  }
+  if (args.row_scores.present()) {
+    std::copy_n(static_cast<float const*>(args.row_scores.data), desc.shape.tokens, routing.scores);
+  } else {
+    std::fill_n(routing.scores, desc.shape.tokens, 1.0f);
+  }
+  cpu::grouped_metadata(desc, routing);
+}
+
+/// Copies what the caller gave into the routing tables: scores, and offsets where experts vary.
+void copy_given_routing(MoeDesc const& desc, MoeForwardArgs const& args,
+                        RoutingView const& routing) noexcept {
+  MoeShape const& s = desc.shape;
+  auto const* const weights = static_cast<float const*>(args.topk_weights.data);
+  if (s.variable_experts) {
+    std::copy_n(weights, s.slots, routing.scores);
+    for (std::int64_t t = 0; t <= s.tokens; ++t) {
+      routing.token_offsets[t] = static_cast<std::int32_t>(integer_at(args.token_offsets, t));
+    }
+  } else {
+    cpu::ConstRows const rows = rows_of(args.topk_weights);
+    for (std::int64_t t = 0; t < s.tokens; ++t) {
+      std::copy_n(rows[t], s.top_k, routing.scores + t * s.top_k);
+    }
+  }
+}
+
+cpu::SlotIds given_ids(MoeDesc const& desc, MoeForwardArgs const& args) noexcept {
+  std::int64_t const pitch = desc.shape.variable_experts ? 0
+                             : desc.shape.tokens > 1     ? args.topk_ids.stride[0]
+                                                         : desc.shape.top_k;
+  return {args.topk_ids.data, desc.ids_dtype, pitch};
+}
+
+}  // namespace
+
+void check_routing_inputs(MoeDesc const& desc, MoeForwardArgs const& args,
+                          core::TensorCheck& check) noexcept {
+  if (desc.router.kind == RouterKind::given) return check_given_routing(desc, args, check);
+  MoeShape const& s = desc.shape;
+  constexpr char const* kReason = "the layer has a router";
+  check.absent("expert_offsets", args.expert_offsets, kReason);
+  check.absent("row_scores", args.row_scores, kReason);
+  check.absent("topk_ids", args.topk_ids, kReason);
+  check.absent("topk_weights", args.topk_weights, kReason);
+  check.absent("token_offsets", args.token_offsets, kReason);
+  check_router(desc, args.w_router, args.b_router, args.selection_bias, check);
+  check.optional_output("logits", args.logits, DType::fp32, {s.tokens, s.experts});
+}
+
+Status check_routing_values(MoeDesc const& desc, MoeForwardArgs const& args) noexcept {
+  if (desc.grouping != RowGrouping::slots) return check_groups(desc, args.expert_offsets);
+  return desc.shape.variable_experts ? check_token_offsets(desc, args.token_offsets) : Status();
+}
+
+void make_routing_tables(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan const& plan,
+                         std::byte* base, RoutingView const& routing,
+                         cpu::Threads const& threads) noexcept {
+  MoeShape const& s = desc.shape;
+  if (desc.grouping != RowGrouping::slots) return take_groups(desc, args, routing);
+  cpu::SlotIds ids;
+  if (desc.router.kind == RouterKind::given) {
+    copy_given_routing(desc, args, routing);
+    ids = given_ids(desc, args);
+  } else {
+    // Logits that backward needs stay in the tables; others go where the caller wants them, or nowhere.
+    cpu::MutableRows const logits =
+        routing.logits != nullptr ? cpu::MutableRows{routing.logits, s.experts}
+        : args.logits.present()   ? rows_of(args.logits)
+                                  : cpu::MutableRows{plan.route.logits.in(base), s.experts};
+    run_router(
+        desc, {args.x, args.w_router, args.b_router, args.selection_bias}, logits,
+        {routing.topk_ids, DType::int32, s.top_k, {routing.scores, s.top_k}, routing.chosen_p},
+        threads);
+    if (routing.logits != nullptr && args.logits.present()) {
+      for (std::int64_t t = 0; t < s.tokens; ++t) {
+        std::copy_n(logits[t], s.experts, rows_of(args.logits)[t]);
+      }
+    }
+    ids = {routing.topk_ids, DType::int32, s.top_k};
+  }
+  cpu::metadata(desc, ids, routing, plan.route.chunk_counts.in(base), threads);
+}
+
+}  // namespace tessera::ops

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows that were grouped ahead of the call, and a backward that recomputes h: the same results as the plain
+// entry.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "tests/api/layer.hpp"
+
+namespace tessera::api_test {
+namespace {
+
+struct PostDispatch : testing::Test {
+  Context context = value_of(Context::create({.num_threads = 2}));
+  std::int64_t rows = 19, valid = 16;
+  std::vector<std::int32_t> offsets = {0, 4, 4, 11, 15, 16};  // 3 tail rows
+
+  /// The same rows as a top-1 layer: row r goes to its expert, tail rows to nobody.
+  MoeDesc plain_desc() const {
+    MoeDesc desc = small_desc();
+    desc.shape.top_k = 1;
+    return desc;
+  }
+  void give_ids(Layer& layer) const {
+    for (std::size_t r = 0; r < layer.ids.size(); ++r) {
+      layer.ids[r] = -1;
+      for (std::int32_t e = 0; e < 5; ++e) {
+        auto const row = static_cast<std::int32_t>(r);
+        if (row >= offsets[static_cast<std::size_t>(e)] &&
+            row < offsets[static_cast<std::size_t>(e + 1)]) {
+          layer.ids[r] = e;
+        }
+      }
+    }
+  }
+  ConstTensor groups(RowGrouping grouping, std::vector<std::int32_t>& values) const {
+    values = offsets;
+    if (grouping == RowGrouping::offsets) return tensor(values.data(), {6});
+    values.erase(values.begin());
+    if (grouping == RowGrouping::counts) {
+      for (std::size_t e = 5; e-- > 1;) values[e] -= values[e - 1];
+    }
+    return tensor(values.data(), {5});
+  }
+};
+
+TEST_F(PostDispatch, HasTheBitsOfTheSlotEntry) {
+  Layer plain(context, plain_desc());
+  give_ids(plain);
+  ASSERT_TRUE(plain.run_forward().ok());
+  ASSERT_TRUE(plain.run_backward().ok());
+  for (RowGrouping const grouping :
+       {RowGrouping::offsets, RowGrouping::ends, RowGrouping::counts}) {
+    MoeDesc desc = plain_desc();
+    desc.grouping = grouping;
+    Layer grouped(context, desc);
+    std::vector<std::int32_t> values;
+    grouped.forward.topk_ids = grouped.forward.topk_weights = {};
+    grouped.forward.expert_offsets = groups(grouping, values);
+    grouped.forward.row_scores = tensor(grouped.weights.data(), {rows});
+    std::fill(grouped.o.begin(), grouped.o.end(), std::nanf(""));
+    std::fill(grouped.dx.begin(), grouped.dx.end(), std::nanf(""));
+    Status const status = grouped.run_forward();
+    ASSERT_TRUE(status.ok()) << status.text();
+    ASSERT_TRUE(grouped.run_backward().ok());
+    EXPECT_EQ(grouped.o, plain.o);
+    EXPECT_EQ(grouped.dx, plain.dx);
+    EXPECT_EQ(grouped.dscores, plain.dscores);
+    EXPECT_EQ(grouped.dw_up, plain.dw_up);
+    EXPECT_EQ(grouped.o.back(), 0.0f);  // tail rows
+    EXPECT_EQ(grouped.dx.back(), 0.0f);
+  }
+}
+
+TEST_F(PostDispatch, ScoresDefaultToOne) {
+  MoeDesc desc = plain_desc();
+  desc.grouping = RowGrouping::offsets;
+  Layer with(context, desc), without(context, desc);
+  std::vector<std::int32_t> values;
+  std::fill(with.weights.begin(), with.weights.end(), 1.0f);
+  for (Layer* const layer : {&with, &without}) {
+    layer->forward.topk_ids = layer->forward.topk_weights = {};
+    layer->forward.expert_offsets = groups(RowGrouping::offsets, values);
+  }
+  with.forward.row_scores = tensor(with.weights.data(), {rows});
+  ASSERT_TRUE(with.run_forward().ok());
+  ASSERT_TRUE(without.run_forward().ok());
+  EXPECT_EQ(with.o, without.o);
+}
+
+TEST_F(PostDispatch, RefusesBadGroups) {
+  auto const refused = [&](RowGrouping grouping, auto&& change, char const* part) {
+    MoeDesc desc = plain_desc();
+    desc.grouping = grouping;
+    Layer layer(context, desc);
+    std::vector<std::int32_t> values;
+    layer.forward.topk_ids = layer.forward.topk_weights = {};
+    layer.forward.expert_offsets = groups(grouping, values);
+    change(values);
+    std::fill(layer.o.begin(), layer.o.end(), 7.0f);
+    Status const status = layer.run_forward();
+    EXPECT_NE(std::string(status.text()).find(part), std::string::npos) << status.text();
+    EXPECT_EQ(layer.o, Floats(layer.o.size(), 7.0f));
+  };
+  refused(RowGrouping::offsets, [](auto& v) { v[0] = 1; }, "expert 0 would start at row 1");
+  refused(RowGrouping::offsets, [](auto& v) { v[2] = 3; }, "expert 2 would start at row 3");
+  refused(RowGrouping::offsets, [](auto& v) { v[5] = 20; }, "row 20");
+  refused(RowGrouping::counts, [](auto& v) { v[3] = -1; }, "row -1");
+  refused(RowGrouping::counts, [](auto& v) { v[4] = 0x7fffffff; }, "expert 5");
+  refused(RowGrouping::ends, [](auto& v) { v[1] = 100; }, "row 100");
+}
+
+TEST_F(PostDispatch, NeedsOneSlotPerRow) {
+  MoeDesc desc = small_desc();
+  desc.grouping = RowGrouping::offsets;
+  EXPECT_EQ(saved_bytes(desc).status().code(), StatusCode::invalid_argument);
+  desc.shape.top_k = 1;
+  EXPECT_TRUE(saved_bytes(desc).ok());
+  desc.router.kind = RouterKind::topk_softmax;
+  EXPECT_FALSE(saved_bytes(desc).ok());
+}
+
+TEST_F(PostDispatch, RecomputedHGivesTheBitsOfSavedH) {
+  for (RouterKind const router : {RouterKind::given, RouterKind::topk_softmax}) {
+    Layer saved(context, small_desc(router));
+    MoeDesc desc = small_desc(router);
+    desc.save = SavePolicy::x;
+    Layer recomputed(context, desc);
+    recomputed.forward.h = {};
+    recomputed.backward.h = {};
+    for (Layer* const layer : {&saved, &recomputed}) {
+      Status const forward = layer->run_forward();
+      ASSERT_TRUE(forward.ok()) << forward.text();
+      Status const backward = layer->run_backward();
+      ASSERT_TRUE(backward.ok()) << backward.text();
+    }
+    EXPECT_EQ(saved.o, recomputed.o);
+    EXPECT_EQ(saved.dx, recomputed.dx);
+    EXPECT_EQ(saved.dw_up, recomputed.dw_up);
+    EXPECT_EQ(saved.dw_down, recomputed.dw_down);
+    EXPECT_EQ(value_of(saved_bytes(desc)).h, 0u);
+  }
+}
+
+}  // namespace
+}  // namespace tessera::api_test

@@ -17,15 +17,18 @@
 #include <vector>
 
 #include "cuda/host/aggregate.hpp"
+#include "tests/cuda/device_buffer.cuh"
 
 namespace {
 
 using tessera::cuda::AggregateArguments;
 using tessera::cuda::launch_aggregate;
 using tessera::cuda::launch_aggregate_plain;
-
-constexpr unsigned char kPoison = 0xff;  // as bytes of bf16 and fp32: NaN
-constexpr int kSkipped = 77;
+using tessera::cuda_test::DeviceBuffer;
+using tessera::cuda_test::has_device;
+using tessera::cuda_test::kPoison;
+using tessera::cuda_test::kSkipped;
+using tessera::cuda_test::require;
 
 struct Case {
   char const* name;
@@ -35,43 +38,6 @@ struct Case {
   bool varies = false;               // 0 .. 2K slots per token, by token_offsets
   int64_t o_padding = 0;             // elements between rows of o
   int64_t checked_tokens = 1 << 20;  // against fp64, from either end
-};
-
-void require(cudaError_t error, char const* what) {
-  if (error == cudaSuccess) return;
-  std::printf("%s: %s\n", what, cudaGetErrorString(error));
-  std::exit(1);
-}
-
-// Device memory of exactly the bytes asked for, poisoned.
-class DeviceBuffer {
- public:
-  explicit DeviceBuffer(size_t bytes) : bytes_(bytes) {
-    require(cudaMalloc(&data_, std::max<size_t>(bytes, 1)), "cudaMalloc");
-    poison();
-  }
-  template <class T>
-  explicit DeviceBuffer(std::vector<T> const& host) : DeviceBuffer(host.size() * sizeof(T)) {
-    require(cudaMemcpy(data_, host.data(), bytes_, cudaMemcpyHostToDevice), "cudaMemcpy");
-  }
-  DeviceBuffer(DeviceBuffer const&) = delete;
-  DeviceBuffer& operator=(DeviceBuffer const&) = delete;
-  ~DeviceBuffer() { cudaFree(data_); }
-
-  void poison() { require(cudaMemset(data_, kPoison, bytes_), "cudaMemset"); }
-  template <class T>
-  T* as() const {
-    return static_cast<T*>(data_);
-  }
-  std::vector<unsigned char> bytes() const {
-    std::vector<unsigned char> host(bytes_);
-    require(cudaMemcpy(host.data(), data_, bytes_, cudaMemcpyDeviceToHost), "cudaMemcpy");
-    return host;
-  }
-
- private:
-  void* data_ = nullptr;
-  size_t bytes_;
 };
 
 // Element `index` of y before rounding: uniform in [-1,1), from its index alone (splitmix64).
@@ -274,11 +240,7 @@ constexpr Case kBeyond32Bits = {.name = "R*d > 2^31",
 }  // namespace
 
 int main() {
-  int devices = 0;
-  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-    std::printf("no CUDA device on this machine\n");
-    return kSkipped;
-  }
+  if (!has_device()) return kSkipped;
   bool ok = true;
   for (Case const& c : kCases) ok = run<float>(c) & run<__nv_bfloat16>(c) & ok;
   ok = run<__nv_bfloat16>(kBeyond32Bits) & ok;

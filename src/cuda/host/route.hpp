@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// route: the K experts of each token and their scores, from its logits.
+// Host side: the call's arguments, which are the kernels' parameters too, and the two launchers.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "tessera/shape.hpp"
+
+namespace tessera::cuda {
+
+struct RouteArguments {
+  float const* gmem_logits;          // (T,E)
+  float const* gmem_selection_bias;  // (E) or null: added to the keys
+  int32_t* gmem_topk_ids;            // (T,K)
+  float* gmem_topk_weights;          // (T,K)
+  float* gmem_chosen_p;              // (T,K) or null; routers with a p of their own
+  int64_t tokens;                    // T, 0 allowed
+  int32_t experts;                   // E
+  int32_t top_k;                     // K <= E
+  RouterKind kind;                   // any but given and expert_choice
+  float route_scale;
+  bool normalize_scores;
+  int32_t groups, top_groups;  // group_limited: both resolved, groups <= 32
+};
+
+/// Launches on `stream`; allocates nothing, waits for nothing. The bits of the CPU's router for equal logits.
+/// cudaErrorInvalidValue: E > 1024, K > 32, more than 32 groups, or a router that has no logits.
+cudaError_t launch_route(RouteArguments const& args, cudaStream_t stream);
+
+/// The same bits for any E and K, one thread per token; up to 32 groups.
+cudaError_t launch_route_plain(RouteArguments const& args, cudaStream_t stream);
+
+}  // namespace tessera::cuda

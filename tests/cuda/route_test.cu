@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// route on a GPU: the kernel, its plain twin and the CPU backend agree bit for bit on equal logits.
+// Exit 0 passed, 1 failed, 77 skipped (no GPU).
+#include <cuda_runtime.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "core/router_groups.hpp"
+#include "core/router_math.hpp"
+#include "cpu/parallel/ops.hpp"
+#include "cuda/host/route.hpp"
+#include "tests/cuda/device_buffer.cuh"
+
+namespace {
+
+using tessera::MoeDesc;
+using tessera::RouterKind;
+using tessera::cuda::RouteArguments;
+using tessera::cuda_test::DeviceBuffer;
+using tessera::cuda_test::require;
+
+struct Case {
+  char const* name;
+  int64_t tokens, experts, top_k;
+  RouterKind kind = RouterKind::topk_softmax;
+  bool normalize = false, bias = false;
+  float scale = 1;
+  bool rounded_logits = false;  // many ties
+  bool infinities = false;
+};
+
+struct Result {
+  std::vector<int32_t> ids;
+  std::vector<float> weights, chosen_p;
+};
+
+// NaN equals NaN: their bits may differ.
+bool same(std::vector<float> const& a, std::vector<float> const& b) {
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (std::isnan(a[i]) && std::isnan(b[i])) continue;
+    if (std::memcmp(&a[i], &b[i], sizeof(float)) != 0) return false;
+  }
+  return a.size() == b.size();
+}
+
+bool same(Result const& a, Result const& b, bool own_p) {
+  return a.ids == b.ids && same(a.weights, b.weights) && (!own_p || same(a.chosen_p, b.chosen_p));
+}
+
+MoeDesc desc_of(Case const& c) {
+  MoeDesc desc;
+  desc.shape = {c.tokens, 8, 8, c.experts, c.top_k};
+  desc.router.kind = c.kind;
+  desc.router.normalize_scores = c.normalize;
+  desc.router.route_scale = c.scale;
+  return desc;
+}
+
+std::vector<float> make_logits(Case const& c) {
+  std::mt19937_64 random(5);
+  std::normal_distribution<float> normal(0, 2);
+  std::vector<float> logits(size_t(c.tokens * c.experts));
+  for (float& l : logits) l = c.rounded_logits ? std::round(normal(random)) : normal(random);
+  float const special[] = {std::nanf(""), INFINITY, -INFINITY, -0.0f, 0.0f, 200.0f, -200.0f};
+  for (size_t i = 0; c.infinities && i < logits.size(); i += 7) logits[i] = special[random() % 7];
+  return logits;
+}
+
+Result on_cpu(Case const& c, std::vector<float> const& logits, float const* bias) {
+  MoeDesc const desc = desc_of(c);
+  size_t const slots = size_t(c.tokens * c.top_k);
+  Result out{std::vector<int32_t>(slots), std::vector<float>(slots), std::vector<float>(slots)};
+  tessera::core::ThreadPool pool(2);
+  int64_t const floats = (tessera::cpu::select_scratch_floats(desc) + 15) / 16 * 16;
+  std::vector<double> scratch(static_cast<size_t>(floats));
+  tessera::cpu::Threads const threads{pool, reinterpret_cast<float*>(scratch.data()), floats};
+  tessera::cpu::select_experts(desc, {logits.data(), c.experts}, bias,
+                               {out.ids.data(),
+                                tessera::DType::int32,
+                                c.top_k,
+                                {out.weights.data(), c.top_k},
+                                out.chosen_p.data()},
+                               threads);
+  return out;
+}
+
+template <class T>
+std::vector<T> host_copy(DeviceBuffer const& buffer) {
+  auto const bytes = buffer.bytes();
+  std::vector<T> values(bytes.size() / sizeof(T));
+  if (!bytes.empty()) std::memcpy(values.data(), bytes.data(), bytes.size());
+  return values;
+}
+
+template <class Launch>
+Result on_gpu(Case const& c, std::vector<float> const& logits, std::vector<float> const& bias,
+              Launch&& launch) {
+  size_t const slots = size_t(c.tokens * c.top_k);
+  DeviceBuffer const d_logits(logits), d_bias(bias);
+  DeviceBuffer const ids(4 * slots), weights(4 * slots), chosen_p(4 * slots);
+  auto const [groups, top_groups] = tessera::core::router_groups(desc_of(c));
+  RouteArguments const args{.gmem_logits = d_logits.as<float>(),
+                            .gmem_selection_bias = c.bias ? d_bias.as<float>() : nullptr,
+                            .gmem_topk_ids = ids.as<int32_t>(),
+                            .gmem_topk_weights = weights.as<float>(),
+                            .gmem_chosen_p = chosen_p.as<float>(),
+                            .tokens = c.tokens,
+                            .experts = int32_t(c.experts),
+                            .top_k = int32_t(c.top_k),
+                            .kind = c.kind,
+                            .route_scale = c.scale,
+                            .normalize_scores = c.normalize,
+                            .groups = int32_t(groups),
+                            .top_groups = int32_t(top_groups)};
+  require(launch(args, cudaStream_t{}), "launch");
+  require(cudaDeviceSynchronize(), "route");
+  return {host_copy<int32_t>(ids), host_copy<float>(weights), host_copy<float>(chosen_p)};
+}
+
+bool run(Case const& c) {
+  std::vector<float> const logits = make_logits(c);
+  std::vector<float> bias(size_t(c.experts));
+  for (size_t e = 0; e < bias.size(); ++e) bias[e] = 0.1f * float(e % 7) - 0.3f;
+  bool const own_p = tessera::core::has_own_p(c.kind);
+  Result const cpu = on_cpu(c, logits, c.bias ? bias.data() : nullptr);
+  bool const plain = same(on_gpu(c, logits, bias, tessera::cuda::launch_route_plain), cpu, own_p);
+  bool const fast = c.experts <= 1024 && c.top_k <= 32;
+  bool const kernel =
+      !fast || same(on_gpu(c, logits, bias, tessera::cuda::launch_route), cpu, own_p);
+  std::printf("%s %s%s%s\n", kernel && plain ? "passed" : "FAILED", c.name,
+              kernel ? "" : " (kernel)", plain ? "" : " (plain twin)");
+  return kernel && plain;
+}
+
+constexpr Case kCases[] = {
+    {.name = "no tokens", .tokens = 0, .experts = 8, .top_k = 2},
+    {.name = "one expert", .tokens = 9, .experts = 1, .top_k = 1},
+    {.name = "K = E", .tokens = 50, .experts = 32, .top_k = 32},
+    {.name = "ties", .tokens = 500, .experts = 64, .top_k = 8, .rounded_logits = true},
+    {.name = "NaN and infinities", .tokens = 500, .experts = 60, .top_k = 6, .infinities = true},
+    {.name = "7B", .tokens = 2000, .experts = 128, .top_k = 8, .scale = 2.5f},
+    {.name = "512 experts, bias", .tokens = 700, .experts = 512, .top_k = 10, .bias = true},
+    {.name = "1024 experts", .tokens = 300, .experts = 1024, .top_k = 16},
+    {.name = "softmax-topk",
+     .tokens = 800,
+     .experts = 200,
+     .top_k = 8,
+     .kind = RouterKind::softmax_topk,
+     .scale = 0.5f},
+    {.name = "softmax-topk, 1000 experts",
+     .tokens = 100,
+     .experts = 1000,
+     .top_k = 4,
+     .kind = RouterKind::softmax_topk},
+    {.name = "sigmoid",
+     .tokens = 800,
+     .experts = 128,
+     .top_k = 8,
+     .kind = RouterKind::sigmoid_bias,
+     .bias = true},
+    {.name = "sigmoid, normalised",
+     .tokens = 800,
+     .experts = 128,
+     .top_k = 6,
+     .kind = RouterKind::sigmoid_bias,
+     .normalize = true,
+     .bias = true,
+     .scale = 2.5f},
+    {.name = "sqrtsoftplus",
+     .tokens = 800,
+     .experts = 96,
+     .top_k = 8,
+     .kind = RouterKind::sqrtsoftplus,
+     .normalize = true},
+    {.name = "group-limited",
+     .tokens = 800,
+     .experts = 256,
+     .top_k = 8,
+     .kind = RouterKind::group_limited,
+     .normalize = true,
+     .bias = true,
+     .scale = 2.5f},
+    {.name = "group-limited, ties",
+     .tokens = 800,
+     .experts = 48,
+     .top_k = 5,
+     .kind = RouterKind::group_limited,
+     .rounded_logits = true},
+    {.name = "beyond the kernel: 3000 experts, K = 40", .tokens = 20, .experts = 3000, .top_k = 40},
+};
+
+}  // namespace
+
+int main() {
+  if (!tessera::cuda_test::has_device()) return tessera::cuda_test::kSkipped;
+  bool ok = true;
+  for (Case const& c : kCases) ok = run(c) && ok;
+  std::printf(ok ? "all passed\n" : "some FAILED\n");
+  return ok ? 0 : 1;
+}

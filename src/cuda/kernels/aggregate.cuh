@@ -151,8 +151,8 @@ cudaError_t launch_aggregate(AggregateArguments const& args, cudaStream_t stream
     return cudaErrorInvalidValue;
   }
   return args.top_k <= kAggregateFewSlots
-             ? launch_aggregate_config<AggregateFewSlots, Element>(args, stream)
-             : launch_aggregate_config<AggregateManySlots, Element>(args, stream);
+             ? launch_aggregate_config<AggregateFourSlots, Element>(args, stream)
+             : launch_aggregate_config<AggregateEightSlots, Element>(args, stream);
 }
 
 }  // namespace tessera::cuda

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Configurations of the aggregate kernel. Bytes in flight hide the memory latency: 4.8 TB/s times about
 // 1 us over 132 SMs is 36 KiB per SM, and one warp holds slots_in_flight * 512 bytes.
+// Measured: bench/results/h200/2026-11-21-aggregate.json (before: -aggregate-16-slots.json).
 #pragma once
 
 namespace tessera::cuda {
@@ -22,14 +23,14 @@ consteval bool valid(AggregateConfig c) {
   return true;
 }
 
-// Up to 8 slots per token, the usual top-k: 32 warps of 4 KiB, 64 registers a thread.
-struct AggregateFewSlots {
+// Few rows per token: more warps, each with fewer bytes in flight.
+struct AggregateFourSlots {
+  static constexpr AggregateConfig config{.slots_in_flight = 4, .warps = 8, .ctas_per_sm = 6};
+};
+// The usual top-k, 8 slots at a time: 32 warps of 4 KiB, 64 registers a thread.
+struct AggregateEightSlots {
   static constexpr AggregateConfig config{.slots_in_flight = 8, .warps = 8, .ctas_per_sm = 4};
 };
-// More slots, 16 at a time: 16 warps of 8 KiB, 128 registers a thread.
-struct AggregateManySlots {
-  static constexpr AggregateConfig config{.slots_in_flight = 16, .warps = 8, .ctas_per_sm = 2};
-};
-constexpr int kAggregateFewSlots = AggregateFewSlots::config.slots_in_flight;
+constexpr int kAggregateFewSlots = AggregateFourSlots::config.slots_in_flight;
 
 }  // namespace tessera::cuda

@@ -19,7 +19,8 @@ void router_logits(MoeDesc const& desc, ConstRows x, RouterWeights const& router
                    MutableRows logits, Threads const& threads) noexcept;
 
 /// Selection and scores of each token from its logits: ids [T,K] (int32 or int64), weights [T,K], and p of the
-/// chosen [P] for routers that have a p of their own. Needs select_scratch_floats of scratch per thread, 8-byte aligned.
+/// chosen [P] for routers that have a p of their own. Needs select_scratch_floats of scratch per thread,
+/// 8-byte aligned.
 struct Selection {
   void* ids = nullptr;
   DType ids_dtype = DType::int32;

@@ -27,19 +27,21 @@ struct MetadataConfig {
   static constexpr int kWarps = kThreads / arch::kWarpThreads;
   static constexpr int kMaxExperts = 1024;
   static constexpr int kScanWarps = 8;
+  static constexpr int kScanVectors = 4;
 };
 
 // Regions of the workspace.
 struct MetadataWorkspace {
-  int32_t*
-      gmem_counts;  // (E, B+1): rows of (expert, block), then their exclusive sums; last: the total
+  int32_t* gmem_totals;  // (E): M_e
+  int32_t* gmem_counts;  // (E, pitch): rows of (expert, block), then their exclusive sums
   uint16_t* gmem_ranks;  // (B, 1024): place of a slot among its expert's slots of the block
-  int64_t pitch;         // B+1
+  int64_t pitch;
 
-  __host__ __device__ static MetadataWorkspace of(MetadataArguments const& p) {
-    int64_t const pitch = metadata_blocks(p.slots) + 1;
-    auto* const counts = static_cast<int32_t*>(p.gmem_workspace);
-    return {counts, reinterpret_cast<uint16_t*>(counts + p.experts * pitch), pitch};
+  __device__ static MetadataWorkspace of(MetadataArguments const& p) {
+    int64_t const pitch = metadata_pitch(p.slots);
+    auto* const totals = static_cast<int32_t*>(p.gmem_workspace);
+    int32_t* const counts = totals + (p.experts + 3) / 4 * 4;
+    return {totals, counts, reinterpret_cast<uint16_t*>(counts + p.experts * pitch), pitch};
   }
 };
 
@@ -82,27 +84,53 @@ __global__ void __launch_bounds__(MetadataConfig::kThreads)
   workspace.gmem_ranks[slot] = static_cast<uint16_t>(rank);
 }
 
+// A lane scans kScanVectors * 4 consecutive blocks in registers, the warp scans the lanes' sums: one round of
+// loads for 512 blocks.
 __global__ void __launch_bounds__(MetadataConfig::kScanWarps* arch::kWarpThreads)
     metadata_scan(__grid_constant__ MetadataArguments const p) {
+  constexpr int kValues = MetadataConfig::kScanVectors * 4;
   int const expert = static_cast<int>(blockIdx.x) * MetadataConfig::kScanWarps + arch::warp_idx();
   if (expert >= p.experts) return;
   MetadataWorkspace const workspace = MetadataWorkspace::of(p);
   int32_t* const gmem_counts = workspace.gmem_counts + expert * workspace.pitch;
   int const lane = arch::lane_idx();
-  auto const blocks = static_cast<int>(workspace.pitch) - 1;
+  auto const blocks = static_cast<int>(metadata_blocks(p.slots));
   int before = 0;
-  for (int first = 0; first < blocks; first += arch::kWarpThreads) {
-    int const count = first + lane < blocks ? gmem_counts[first + lane] : 0;
-    int inclusive = count;
+  for (int first = 0; first < blocks; first += arch::kWarpThreads * kValues) {
+    int const own = first + lane * kValues;
+    int4 counts[MetadataConfig::kScanVectors];
+    TESSERA_UNROLL
+    for (int v = 0; v < MetadataConfig::kScanVectors; ++v) {
+      bool const inside = own + 4 * v < workspace.pitch;
+      counts[v] = inside ? *reinterpret_cast<int4 const*>(gmem_counts + own + 4 * v) : int4{};
+    }
+    auto* const values = reinterpret_cast<int*>(counts);
+    int sum = 0;
+    TESSERA_UNROLL
+    for (int i = 0; i < kValues; ++i) {
+      int const count =
+          own + i < blocks ? values[i] : 0;  // the last vector may reach past the blocks
+      values[i] = sum;
+      sum += count;
+    }
+    int inclusive = sum;
     TESSERA_UNROLL
     for (int step = 1; step < arch::kWarpThreads; step *= 2) {
       int const left = __shfl_up_sync(0xffffffffu, inclusive, step);
       if (lane >= step) inclusive += left;
     }
-    if (first + lane < blocks) gmem_counts[first + lane] = before + inclusive - count;
+    TESSERA_UNROLL
+    for (int v = 0; v < MetadataConfig::kScanVectors; ++v) {
+      int const offset = before + inclusive - sum;
+      int4 const out{values[4 * v] + offset, values[4 * v + 1] + offset, values[4 * v + 2] + offset,
+                     values[4 * v + 3] + offset};
+      if (own + 4 * v < workspace.pitch) {
+        *reinterpret_cast<int4*>(gmem_counts + own + 4 * v) = out;
+      }
+    }
     before += __shfl_sync(0xffffffffu, inclusive, arch::kWarpThreads - 1);
   }
-  if (lane == 0) gmem_counts[blocks] = before;
+  if (lane == 0) workspace.gmem_totals[expert] = before;
 }
 
 // Exclusive scan of the experts' totals: smem_offsets[e], and R at [E]. All threads of the CTA.
@@ -110,8 +138,7 @@ __device__ __forceinline__ void scan_totals(MetadataArguments const& p,
                                             MetadataWorkspace const& workspace, int* smem_offsets,
                                             int* smem_warp_sums) {
   int const e = static_cast<int>(threadIdx.x), lane = arch::lane_idx(), warp = arch::warp_idx();
-  int const total =
-      e < p.experts ? workspace.gmem_counts[e * workspace.pitch + workspace.pitch - 1] : 0;
+  int const total = e < p.experts ? workspace.gmem_totals[e] : 0;
   int inclusive = total;
   TESSERA_UNROLL
   for (int step = 1; step < arch::kWarpThreads; step *= 2) {
@@ -131,7 +158,7 @@ __device__ __forceinline__ void scan_totals(MetadataArguments const& p,
 
 // The token that owns a slot: the last t with token_offsets[t] <= slot.
 __device__ __forceinline__ int token_of_slot(MetadataArguments const& p, int64_t slot) {
-  if (p.gmem_token_offsets == nullptr) return static_cast<int>(slot / p.top_k);
+  if (p.gmem_token_offsets == nullptr) return static_cast<int>(slot) / p.top_k;
   int low = 0, high = p.tokens - 1;
   while (low < high) {
     int const middle = low + (high - low + 1) / 2;
@@ -149,26 +176,29 @@ __global__ void __launch_bounds__(MetadataConfig::kThreads)
   __shared__ int smem_offsets[MetadataConfig::kMaxExperts + 1];
   __shared__ int smem_warp_sums[MetadataConfig::kWarps];
   MetadataWorkspace const workspace = MetadataWorkspace::of(p);
+  // Loads that do not depend on the scan come first.
+  int64_t const slot = int64_t{blockIdx.x} * kMetadataBlockSlots + threadIdx.x;
+  int const expert = expert_of_slot(p, slot);
+  int row = 0;
+  if (expert >= 0) {
+    row = workspace.gmem_counts[expert * workspace.pitch + blockIdx.x] + workspace.gmem_ranks[slot];
+  }
   scan_totals(p, workspace, smem_offsets, smem_warp_sums);
   if (blockIdx.x == 0) {
     for (int e = static_cast<int>(threadIdx.x); e <= p.experts; e += MetadataConfig::kThreads) {
       p.gmem_expert_offsets[e] = smem_offsets[e];
     }
   }
-  int64_t const slot = int64_t{blockIdx.x} * kMetadataBlockSlots + threadIdx.x;
   if (slot >= p.slots) return;
   if (slot >= smem_offsets[p.experts]) {  // as a row index: beyond the last row
     p.gmem_sort_permutation[slot] = -1;
     p.gmem_gather_index[slot] = 0;
   }
-  int const expert = expert_of_slot(p, slot);
   if (expert < 0) {
     p.gmem_inverse_permutation[slot] = -1;
     return;
   }
-  int const row = smem_offsets[expert] +
-                  workspace.gmem_counts[expert * workspace.pitch + blockIdx.x] +
-                  workspace.gmem_ranks[slot];
+  row += smem_offsets[expert];
   p.gmem_inverse_permutation[slot] = row;
   p.gmem_sort_permutation[row] = static_cast<int32_t>(slot);
   p.gmem_gather_index[row] = token_of_slot(p, slot);

@@ -4,7 +4,8 @@
 // Shapes   logits (T,E) fp32; topk_ids, topk_weights, chosen_p (T,K)
 // Work     reads 4TE, writes 8TK (12TK); per token K warp maxima over E/32 keys a lane; memory bound for small K
 // Schedule a warp per token; lane l holds experts l, 32+l, 64+l, .. as ordered integers in registers
-//   select  K times: maximum of the lane, of the warp, lowest expert among equals; the winner's key becomes 0
+//   select  every lane keeps its best; K times: maximum of the warp, lowest expert among equals; the winner's lane
+//           drops that key and looks for its next best
 //   score   lane k holds the k-th choice; sums over the chosen are one butterfly, over all E first per lane
 // Numerics fp32, compiled without contraction; sums fold 32 lanes by halves: the bits of core::warp_sum
 // Requires E <= 1024, K <= 32
@@ -67,17 +68,33 @@ struct TokenKeys {
     uint32_t key;
     int expert;
   };
-  // The best expert in [first, last), the lowest among equals; the same in every lane.
-  __device__ Best best(int first, int last) const {
+  // The best of this lane's experts in [first, last), the lowest among equals.
+  __device__ Best best_of_lane(int first, int last) const {
     Best own{0, INT_MAX};
     TESSERA_UNROLL
     for (int i = 0; i < kValues; ++i) {
       bool const inside = expert(i) >= first && expert(i) < last;
       if (inside && key[i] > own.key) own = {key[i], expert(i)};
     }
+    return own;
+  }
+  // Keys of experts that do not exist are 0 and never win: no bounds.
+  __device__ Best best_of_lane() const {
+    Best own{0, INT_MAX};
+    TESSERA_UNROLL
+    for (int i = 0; i < kValues; ++i) {
+      if (key[i] > own.key) own = {key[i], expert(i)};
+    }
+    return own;
+  }
+  // The best of all lanes, the same in every lane.
+  __device__ static Best best_of_warp(Best own) {
     uint32_t const largest = __reduce_max_sync(kWholeWarp, own.key);
     int const candidate = own.key == largest ? own.expert : INT_MAX;
     return {largest, __reduce_min_sync(kWholeWarp, candidate)};
+  }
+  __device__ Best best(int first, int last) const {
+    return best_of_warp(best_of_lane(first, last));
   }
   __device__ void remove(int chosen) {
     TESSERA_UNROLL
@@ -170,10 +187,14 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
   keys.load(p, gmem_logits);
   if (p.kind == RouterKind::group_limited) keys.mask_groups(p);
   int choice = 0;
+  auto own = keys.best_of_lane();
   for (int k = 0; k < p.top_k; ++k) {
-    int const expert = keys.best(0, p.experts).expert;
-    keys.remove(expert);
+    int const expert = keys.best_of_warp(own).expert;
     if (arch::lane_idx() == k) choice = expert;
+    if (own.expert == expert) {  // the winner's lane alone looks for its next
+      keys.remove(expert);
+      own = keys.best_of_lane();
+    }
   }
   int64_t const slot = token * p.top_k + arch::lane_idx();
   bool const chosen = arch::lane_idx() < p.top_k;

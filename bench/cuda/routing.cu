@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+// route and metadata: compared with their plain twins, then timed. Each is replayed as a graph of kRepeats calls
+// over rotating buffers larger than L2 and divided: launches included, gaps of an eager stream not.
+// bound_ms = the bytes of the op over the copy rate given.
+//
+//   routing [--json FILE] [--copy-tbps X]
+#include <cstring>
+#include <memory>
+
+#include "../../src/cuda/host/metadata.hpp"
+#include "../../src/cuda/host/route.hpp"
+#include "support.cuh"
+
+namespace tessera::bench {
+namespace {
+
+constexpr int kSets = 8, kRepeats = 24, kReplays = 60, kWarmUps = 20;
+
+struct Shape {
+  char const* name;
+  int tokens, hidden, intermediate, experts, top_k;
+  int64_t slots() const { return int64_t{tokens} * top_k; }
+};
+
+constexpr Shape kShapes[] = {
+    {"7B-n256", 24576, 1536, 256, 128, 8}, {"30B-n256", 32768, 4096, 256, 256, 16},
+    {"OLMoE", 32768, 2048, 1024, 64, 8},   {"Qwen3Next", 32768, 2048, 512, 512, 10},
+    {"TR-b", 16384, 4096, 1024, 256, 4},
+};
+
+__global__ void fill_logits(float* gmem, int64_t count, uint64_t seed) {
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    uint64_t z = (uint64_t(i) + seed * 0x632be59bd9b4e019ull) * 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
+    gmem[i] = float((z ^ (z >> 31)) >> 40) * 0x1p-22f - 2.0f;
+  }
+}
+
+struct Problem {
+  explicit Problem(Shape const& s) : shape(s), workspace(workspace_words(s)) {
+    for (int set = 0; set < kSets; ++set) {
+      logits.push_back(std::make_unique<DeviceBuffer<float>>(int64_t{s.tokens} * s.experts));
+      fill_logits<<<512, 256>>>(logits[set]->get(), logits[set]->count(), uint64_t(set) + 1);
+      weights.push_back(std::make_unique<DeviceBuffer<float>>(s.slots()));
+      tables.push_back(std::make_unique<DeviceBuffer<int32_t>>(4 * s.slots() + s.experts + 1));
+    }
+    TESSERA_CUDA(cudaDeviceSynchronize());
+  }
+  static int64_t workspace_words(Shape const& s) {
+    return int64_t(cuda::metadata_workspace_bytes(s.slots(), s.experts) + 3) / 4;
+  }
+  int32_t* ids(int set) const { return tables[set]->get(); }
+
+  cuda::RouteArguments route(int set) const {
+    cuda::RouteArguments args{};
+    args.gmem_logits = logits[set]->get();
+    args.gmem_topk_ids = ids(set);
+    args.gmem_topk_weights = weights[set]->get();
+    args.tokens = shape.tokens;
+    args.experts = shape.experts;
+    args.top_k = shape.top_k;
+    args.kind = RouterKind::topk_softmax;
+    args.route_scale = 1;
+    return args;
+  }
+  cuda::MetadataArguments metadata(int set) const {
+    int64_t const slots = shape.slots();
+    cuda::MetadataArguments args{};
+    args.gmem_ids = ids(set);
+    args.slots = slots;
+    args.tokens = shape.tokens;
+    args.top_k = shape.top_k;
+    args.experts = shape.experts;
+    args.gmem_sort_permutation = ids(set) + slots;
+    args.gmem_gather_index = ids(set) + 2 * slots;
+    args.gmem_inverse_permutation = ids(set) + 3 * slots;
+    args.gmem_expert_offsets = ids(set) + 4 * slots;
+    args.gmem_workspace = workspace.get();
+    return args;
+  }
+
+  Shape shape;
+  std::vector<std::unique_ptr<DeviceBuffer<float>>> logits, weights;
+  std::vector<std::unique_ptr<DeviceBuffer<int32_t>>> tables;
+  DeviceBuffer<int32_t> workspace;
+};
+
+struct Outputs {
+  std::vector<int32_t> tables;
+  std::vector<float> weights;
+};
+
+Outputs outputs_of(Problem const& p, bool plain) {
+  p.tables[0]->poison();
+  p.weights[0]->poison();
+  TESSERA_CUDA(plain ? cuda::launch_route_plain(p.route(0), nullptr)
+                     : cuda::launch_route(p.route(0), nullptr));
+  TESSERA_CUDA(plain ? cuda::launch_metadata_plain(p.metadata(0), nullptr)
+                     : cuda::launch_metadata(p.metadata(0), nullptr));
+  Outputs out{std::vector<int32_t>(size_t(p.tables[0]->count())),
+              std::vector<float>(size_t(p.weights[0]->count()))};
+  TESSERA_CUDA(cudaMemcpy(out.tables.data(), p.tables[0]->get(), out.tables.size() * 4,
+                          cudaMemcpyDeviceToHost));
+  TESSERA_CUDA(cudaMemcpy(out.weights.data(), p.weights[0]->get(), out.weights.size() * 4,
+                          cudaMemcpyDeviceToHost));
+  return out;
+}
+
+bool same_as_plain(Problem const& p) {
+  Outputs const plain = outputs_of(p, true), kernel = outputs_of(p, false);
+  return plain.tables == kernel.tables &&
+         std::memcmp(plain.weights.data(), kernel.weights.data(), plain.weights.size() * 4) == 0;
+}
+
+// ms of one call.
+template <class Launch>
+Quantiles time_graph(Launch&& launch) {
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
+  cudaEvent_t begin, end;
+  TESSERA_CUDA(cudaStreamCreate(&stream));
+  TESSERA_CUDA(cudaEventCreate(&begin));
+  TESSERA_CUDA(cudaEventCreate(&end));
+  TESSERA_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < kRepeats; ++i) launch(i % kSets, stream);
+  TESSERA_CUDA(cudaStreamEndCapture(stream, &graph));
+  TESSERA_CUDA(cudaGraphInstantiate(&replay, graph, 0));
+  std::vector<float> ms;
+  for (int i = -kWarmUps; i < kReplays; ++i) {
+    TESSERA_CUDA(cudaEventRecord(begin, stream));
+    TESSERA_CUDA(cudaGraphLaunch(replay, stream));
+    TESSERA_CUDA(cudaEventRecord(end, stream));
+    TESSERA_CUDA(cudaEventSynchronize(end));
+    float elapsed = 0;
+    TESSERA_CUDA(cudaEventElapsedTime(&elapsed, begin, end));
+    if (i >= 0) ms.push_back(elapsed / kRepeats);
+  }
+  TESSERA_CUDA(cudaGraphExecDestroy(replay));
+  TESSERA_CUDA(cudaGraphDestroy(graph));
+  TESSERA_CUDA(cudaStreamDestroy(stream));
+  return quantiles(std::move(ms));
+}
+
+std::string row(Shape const& s, char const* pass, double bytes, double copy_tbps,
+                Quantiles const& t, bool checked) {
+  double const bound = bytes / (copy_tbps * 1e9);
+  std::printf("%-10s %-9s %7.2f us, bound %6.2f us%s\n", s.name, pass, 1e3 * t.median, 1e3 * bound,
+              checked ? "" : "  DIFFERS FROM THE PLAIN TWIN");
+  char text[512];
+  std::snprintf(
+      text, sizeof text,
+      "\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": \"fp32\", "
+      "\"gpus\": 1, \"routing\": \"random\", \"router\": \"topk-softmax\", \"round\": "
+      "\"none\", \"pass\": \"%s\", \"impl\": \"tessera\", \"variant\": \"graph\", \"ms\": "
+      "%.5f, \"ms_p10\": %.5f, \"ms_p90\": %.5f, \"bound_ms\": %.5f, \"checked\": %s}",
+      s.name, s.tokens, s.hidden, s.intermediate, s.experts, s.top_k, pass, t.median, t.p10, t.p90,
+      bound, checked ? "true" : "false");
+  return text;
+}
+
+std::string bench_shape(Shape const& s, double copy_tbps) {
+  Problem const p(s);
+  bool const checked = same_as_plain(p);
+  for (int set = 0; set < kSets; ++set) TESSERA_CUDA(cuda::launch_route(p.route(set), nullptr));
+  TESSERA_CUDA(cudaDeviceSynchronize());
+  auto const route = [&](int set, cudaStream_t stream) {
+    TESSERA_CUDA(cuda::launch_route(p.route(set), stream));
+  };
+  auto const metadata = [&](int set, cudaStream_t stream) {
+    TESSERA_CUDA(cuda::launch_metadata(p.metadata(set), stream));
+  };
+  double const slots = double(s.slots());
+  double const route_bytes = 4.0 * s.tokens * s.experts + 8 * slots;
+  double const metadata_bytes = 16 * slots + 4.0 * s.experts;
+  std::string rows = row(s, "route", route_bytes, copy_tbps, time_graph(route), checked);
+  rows += "," + row(s, "metadata", metadata_bytes, copy_tbps, time_graph(metadata), checked);
+  return rows;
+}
+
+int run(char const* json, double copy_tbps, std::string const& command) {
+  std::string rows;
+  for (Shape const& s : kShapes) rows += (rows.empty() ? "" : ",") + bench_shape(s, copy_tbps);
+  bool const checked = rows.find("\"checked\": false") == std::string::npos;
+  if (json == nullptr) return checked ? 0 : 1;
+  cudaDeviceProp device{};
+  TESSERA_CUDA(cudaGetDeviceProperties(&device, 0));
+  FILE* const file = std::fopen(json, "w");
+  if (file == nullptr) {
+    std::fprintf(stderr, "cannot write %s\n", json);
+    return 1;
+  }
+  std::fprintf(
+      file,
+      "{\"command\": \"%s\", \"commit\": \"%s\", \"device\": \"%s\", \"driver\": \"%s\", "
+      "\"clocks_mhz\": [%s], \"date\": \"%s\",\n \"protocol\": \"median of %d replays of a graph "
+      "of %d "
+      "calls over %d rotating sets, after %d warm-ups\",\n \"ceilings\": {\"copy_tbps\": %.3f},\n "
+      "\"rows\": [%s\n]}\n",
+      command.c_str(), std::getenv("COMMIT") ? std::getenv("COMMIT") : "", device.name,
+      read_command("nvidia-smi --query-gpu=driver_version --format=csv,noheader").c_str(),
+      read_command("nvidia-smi --query-gpu=clocks.sm,clocks.mem --format=csv,noheader,nounits")
+          .c_str(),
+      read_command("date +%F").c_str(), kReplays, kRepeats, kSets, kWarmUps, copy_tbps,
+      rows.c_str());
+  std::fclose(file);
+  return checked ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace tessera::bench
+
+int main(int argc, char** argv) {
+  char const* json = nullptr;
+  double copy_tbps = 4.25;  // bench/results/h200/2026-11-21-aggregate.json
+  std::string command = argv[0];
+  for (int i = 1; i < argc; ++i) {
+    command += std::string(" ") + argv[i];
+    if (std::strcmp(argv[i], "--json") == 0 && i + 1 < argc) {
+      json = argv[++i];
+    } else if (std::strcmp(argv[i], "--copy-tbps") == 0 && i + 1 < argc &&
+               std::atof(argv[i + 1]) > 0) {
+      copy_tbps = std::atof(argv[++i]);
+    } else {
+      std::fprintf(stderr, "unknown option %s\n", argv[i]);
+      return 2;
+    }
+  }
+  return tessera::bench::run(json, copy_tbps, command);
+}

@@ -49,6 +49,9 @@ T value_of(Expected<T>&& expected) {
 /// below the options of --help.
 void run_with(CLI::App& command, std::string const& example, std::function<int()> body);
 
+/// How this program was called: what the commands that it prints start with.
+std::string& program_name() noexcept;
+
 /// Whether `stream` is a terminal, so that lines may be redrawn there.
 bool is_terminal(std::FILE* stream) noexcept;
 

@@ -29,6 +29,7 @@ int fail(std::string text, int code) {
 }
 
 int parse_and_run(int argc, char** argv) {
+  if (argc > 0 && argv[0][0] != '\0') program_name() = argv[0];
   CLI::App app{"Mixture-of-Experts layers: check, time and explain them, train a small model."};
   app.set_version_flag("--version", "tessera " TESSERA_VERSION);
   app.require_subcommand(0, 1);
@@ -71,6 +72,11 @@ int exit_code(Status const& status) noexcept {
 
 void check(Status const& status) {
   if (!status.ok()) throw CommandError(status.text(), exit_code(status));
+}
+
+std::string& program_name() noexcept {
+  static std::string name = "tessera";
+  return name;
 }
 
 void run_with(CLI::App& command, std::string const& example, std::function<int()> body) {

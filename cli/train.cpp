@@ -177,10 +177,11 @@ std::vector<std::string> files_of(Run const& run) {
 }
 
 std::string resume_command(Run const& run) {
-  return fmt::format("tessera train --resume {}", run.folder.string());
+  return fmt::format("{} train --resume {}", program_name(), run.folder.string());
 }
 std::string generate_command(Run const& run) {
-  return fmt::format("tessera generate --checkpoint {} --prompt \"The \"", run.folder.string());
+  return fmt::format("{} generate --checkpoint {} --prompt \"The \"", program_name(),
+                     run.folder.string());
 }
 
 void print_summary(Run const& run, Summary const& summary) {

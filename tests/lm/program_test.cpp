@@ -172,7 +172,7 @@ TEST_F(Program, SavesAndEndsOnASignal) {
     Result const result = wait_for(child);
     EXPECT_EQ(result.exit_code, 0) << result.err;
     EXPECT_EQ(json::parse(result.out).at("end"), "stopped");
-    EXPECT_NE(result.err.find("resume:   tessera train --resume " + run_), std::string::npos);
+    EXPECT_NE(result.err.find("/tessera train --resume " + run_), std::string::npos);
     TrainingState const state = load_state(run_);
     EXPECT_GT(state.step, 0);
     EXPECT_LT(state.step, 1000000);

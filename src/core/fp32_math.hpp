@@ -44,6 +44,16 @@ TESSERA_INLINE float exp_fp32(float x) noexcept {
 
 TESSERA_INLINE float sigmoid_fp32(float x) noexcept { return 1.0f / (1.0f + exp_fp32(-x)); }
 
+/// sigmoid(x) and 1 - sigmoid(x), each with its relative accuracy on both sides.
+struct SigmoidPair {
+  float value, complement;
+};
+TESSERA_INLINE SigmoidPair sigmoid_pair_fp32(float x) noexcept {
+  float const e = exp_fp32(-x);
+  float const value = 1.0f / (1.0f + e);
+  return {value, x > 0.0f ? e * value : 1.0f - value};
+}
+
 /// log(1 + u) for u in [0, 1]: 2 atanh(v) with v = u/(2+u) <= 1/3, its series to v^17.
 TESSERA_INLINE float log1p_fp32(float u) noexcept {
   float const v = u / (2.0f + u);

@@ -70,6 +70,17 @@ TEST(ExpFp32, HasTheSameBitsInVectorAndScalarCode) {
   }
 }
 
+TEST(SigmoidPairFp32, KeepsRelativeAccuracyOnBothSides) {
+  for (float x = -80.0f; x < 80.0f; x += 0.37f) {
+    double const e = std::exp(-static_cast<double>(x));
+    auto const [value, complement] = sigmoid_pair_fp32(x);
+    EXPECT_NEAR(value / (1.0 / (1.0 + e)), 1.0, 3e-7) << x;
+    EXPECT_NEAR(complement / (e / (1.0 + e)), 1.0, 3e-7) << x;
+  }
+  EXPECT_EQ(sigmoid_pair_fp32(-1000.0f).complement, 1.0f);
+  EXPECT_EQ(sigmoid_pair_fp32(1000.0f).complement, 0.0f);
+}
+
 TEST(Log1pFp32, StaysWithinTwoUlps) {
   for (float u = 1e-30f; u <= 1.0f; u *= 1.01f) {
     double const exact = std::log1p(static_cast<double>(u));

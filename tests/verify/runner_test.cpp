@@ -26,6 +26,22 @@ TEST(Runner, TheLibraryPassesRandomCases) {
   }
 }
 
+// The slope of tanh-GELU took 1 - sigmoid by subtraction: 1.46 times the allowed error in dw_up here.
+TEST(Runner, GeluSlopesKeepTheirAccuracy) {
+  Context const one = make_context(1), three = make_context(3);
+  LayerCase layer_case;
+  layer_case.desc.shape = {
+      .tokens = 604, .hidden = 4, .intermediate = 72, .experts = 78, .top_k = 4};
+  layer_case.desc.activation.kind = ActivationKind::gelu;
+  layer_case.desc.router.kind = RouterKind::sqrtsoftplus;
+  layer_case.routing.pattern = RoutingPattern::one_expert;
+  layer_case.router_bias = true;
+  layer_case.seed = 1194072875;
+  auto const result = verify_case(three, one, layer_case);
+  ASSERT_TRUE(result.ok()) << result.status().text();
+  EXPECT_TRUE(result.value().ok) << "tessera verify " << case_options(layer_case);
+}
+
 TEST(Runner, ReportsWhatTheLibraryRefuses) {
   Context const context = make_context(1);
   LayerCase layer_case = small_case();

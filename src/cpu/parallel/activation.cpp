@@ -12,7 +12,7 @@ namespace tessera::cpu {
 namespace {
 
 using core::exp_fp32;
-using core::sigmoid_fp32;
+using core::sigmoid_pair_fp32;
 
 struct Value {
   float phi, slope;  // phi(x), phi'(x)
@@ -20,8 +20,8 @@ struct Value {
 
 struct Silu {
   TESSERA_INLINE Value operator()(float x) const noexcept {
-    float const sig = sigmoid_fp32(x);
-    return {x * sig, sig * (1.0f + x * (1.0f - sig))};
+    auto const [sig, rest] = sigmoid_pair_fp32(x);
+    return {x * sig, sig * (1.0f + x * rest)};
   }
 };
 // x/2*(1 + tanh v) = x*sigmoid(2v), which keeps its relative accuracy for x << 0.
@@ -29,9 +29,9 @@ struct GeluTanh {
   TESSERA_INLINE Value operator()(float x) const noexcept {
     constexpr float kScale = 0.7978845608028654f, kCubic = 0.044715f;  // sqrt(2/pi)
     float const inner = kScale * (x + kCubic * x * x * x);
-    float const sig = sigmoid_fp32(2.0f * inner);
+    auto const [sig, rest] = sigmoid_pair_fp32(2.0f * inner);
     float const slope_inner = kScale * (1.0f + 3.0f * kCubic * x * x);
-    return {x * sig, sig + 2.0f * x * sig * (1.0f - sig) * slope_inner};
+    return {x * sig, sig + 2.0f * x * sig * rest * slope_inner};
   }
 };
 struct GeluErf {
@@ -84,9 +84,9 @@ struct ClampedSwiglu {
   TESSERA_INLINE Gradient backward(float g, float u, float da) const noexcept {
     float const gc = g > limit ? limit : g;
     float const uc = u > limit ? limit : (u < -limit ? -limit : u);
-    float const v = sigmoid_fp32(alpha * gc);
+    auto const [v, rest] = sigmoid_pair_fp32(alpha * gc);
     float const silu = gc * v;
-    float const dg = da * (uc + up_offset) * v * (1.0f + alpha * gc * (1.0f - v));
+    float const dg = da * (uc + up_offset) * v * (1.0f + alpha * gc * rest);
     float const du = da * silu;
     return {(uc + up_offset) * silu, g > limit ? 0.0f : dg, u > limit || u < -limit ? 0.0f : du};
   }

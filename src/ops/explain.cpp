@@ -49,6 +49,8 @@ std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& de
       "one BLIS call per " + std::to_string(cpu::kRowBlock) + " rows of an expert" + on;
   std::string const column_tasks =
       "one task per expert and " + std::to_string(cpu::kColumnBlock) + " columns of hidden" + on;
+  std::string const token_tasks =
+      std::to_string(cpu::kAggregateTokens) + " tokens per task, slots in order" + on;
   std::vector<OpExplanation> ops;
   auto const add = [&](work::OpWork const& work, std::int64_t gemm_m, std::int64_t gemm_n,
                        std::int64_t gemm_k, std::string const& tiles) {
@@ -56,19 +58,20 @@ std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& de
   };
   bool const forward = pass == Pass::forward || pass == Pass::route;
   if (desc.router.kind != RouterKind::given && forward) {
-    add(work::route(desc), s.tokens, s.experts, d, "BLIS per 256 tokens, then selection" + on);
+    add(work::route(desc), s.tokens, s.experts, d,
+        "BLIS per " + std::to_string(cpu::kRouterTokens) + " tokens, then selection" + on);
   }
   if (pass == Pass::forward) {
     add(work::up_projection_fwd(desc, rows), mean, width, d,
         row_tasks + "; gather, bias, activation");
     add(work::down_projection_fwd(desc, rows), mean, d, n, row_tasks);
-    add(work::aggregate(desc, rows), 0, 0, 0, "64 tokens per task, slots in order" + on);
+    add(work::aggregate(desc, rows), 0, 0, 0, token_tasks);
   }
   if (pass == Pass::backward || pass == Pass::backward_input) {
     add(work::down_projection_dgrad(desc, rows), mean, n, d,
         row_tasks + "; gather, activation, ds");
     add(work::up_projection_dgrad(desc, rows), mean, d, width, row_tasks);
-    add(work::aggregate(desc, rows, false), 0, 0, 0, "64 tokens per task, slots in order" + on);
+    add(work::aggregate(desc, rows, false), 0, 0, 0, token_tasks);
   }
   if (pass == Pass::backward || pass == Pass::backward_weights) {
     add(work::down_projection_wgrad(desc, rows), d, n, mean, column_tasks);

@@ -21,7 +21,8 @@ ForwardPlan plan_forward(Context const& context, MoeDesc const& desc) noexcept {
   std::int64_t const slots = s.num_slots();
   core::WorkspacePlan plan;
   ForwardPlan out;
-  if (has_router(desc)) out.route.logits = plan.add<float>(s.tokens * s.experts);
+  bool const logits_saved = desc.router.kind == RouterKind::softmax_topk;  // in the tables
+  if (has_router(desc) && !logits_saved) out.route.logits = plan.add<float>(s.tokens * s.experts);
   out.route.chunk_counts = plan.add<std::int32_t>(cpu::metadata_chunks(slots) * s.experts);
   if (desc.save == SavePolicy::none) {
     out.routing = plan.add<std::byte>(static_cast<std::int64_t>(routing_table_bytes(desc)));

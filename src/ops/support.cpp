@@ -2,19 +2,11 @@
 #include "ops/support.hpp"
 
 #include "core/desc_check.hpp"
+#include "core/router_math.hpp"
 #include "core/tensor_check.hpp"
 #include "ops/plan.hpp"
 
 namespace tessera::ops {
-namespace {
-
-bool saves_chosen_p(RouterKind kind) noexcept {
-  return kind == RouterKind::sigmoid_bias || kind == RouterKind::group_limited ||
-         kind == RouterKind::sqrtsoftplus;
-}
-
-}  // namespace
-
 Status check_supported(MoeDesc const& desc) noexcept {
   TESSERA_TRY(core::check_desc(desc));
   if (desc.router.kind == RouterKind::expert_choice) {
@@ -49,7 +41,7 @@ std::size_t routing_table_bytes(MoeDesc const& desc) noexcept {
   std::size_t elements = experts + 1 + 4 * slots;
   if (desc.shape.variable_experts) elements += static_cast<std::size_t>(desc.shape.tokens) + 1;
   if (desc.router.kind != RouterKind::given) elements += slots;
-  if (saves_chosen_p(desc.router.kind)) elements += slots;
+  if (core::has_own_p(desc.router.kind)) elements += slots;
   if (desc.router.kind == RouterKind::softmax_topk) {
     elements += static_cast<std::size_t>(desc.shape.tokens) * experts;
   }
@@ -72,7 +64,7 @@ RoutingView view_routing(MoeDesc const& desc, void* routing) noexcept {
   view.scores = reinterpret_cast<float*>(take(slots));
   if (desc.shape.variable_experts) view.token_offsets = take(desc.shape.tokens + 1);
   if (desc.router.kind != RouterKind::given) view.topk_ids = take(slots);
-  if (saves_chosen_p(desc.router.kind)) view.chosen_p = reinterpret_cast<float*>(take(slots));
+  if (core::has_own_p(desc.router.kind)) view.chosen_p = reinterpret_cast<float*>(take(slots));
   if (desc.router.kind == RouterKind::softmax_topk) {
     view.logits = reinterpret_cast<float*>(take(desc.shape.tokens * desc.shape.experts));
   }

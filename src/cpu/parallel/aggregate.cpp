@@ -8,8 +8,6 @@
 namespace tessera::cpu {
 namespace {
 
-constexpr std::int64_t kTokenBlock = 64;
-
 TESSERA_SIMD void add_row(float const* row, float score, std::int64_t columns,
                           float* out) noexcept {
   for (std::int64_t c = 0; c < columns; ++c) out[c] += score * row[c];
@@ -24,10 +22,10 @@ void aggregate(Layer const& layer, AggregateArgs const& args, Threads const& thr
     return routing.token_offsets != nullptr ? std::int64_t{routing.token_offsets[t]}
                                             : t * layer.desc.shape.top_k;
   };
-  std::int64_t const blocks = (tokens + kTokenBlock - 1) / kTokenBlock;
+  std::int64_t const blocks = (tokens + kAggregateTokens - 1) / kAggregateTokens;
   threads.pool.run(blocks, [&](std::int64_t block, int) {
-    std::int64_t const end = std::min(tokens, (block + 1) * kTokenBlock);
-    for (std::int64_t t = block * kTokenBlock; t < end; ++t) {
+    std::int64_t const end = std::min(tokens, (block + 1) * kAggregateTokens);
+    for (std::int64_t t = block * kAggregateTokens; t < end; ++t) {
       float* const out = args.out[t];
       if (!args.add_to_out) std::fill_n(out, d, 0.0f);
       for (std::int64_t slot = first_slot(t); slot < first_slot(t + 1); ++slot) {

@@ -13,6 +13,9 @@ namespace tessera::cpu {
 
 /// Rows of one expert that one task computes; fixed, so that bits do not depend on the thread count.
 inline constexpr std::int64_t kRowBlock = 256;
+/// Tokens of one task of the router's ops, and of aggregate.
+inline constexpr std::int64_t kRouterTokens = 256;
+inline constexpr std::int64_t kAggregateTokens = 64;
 /// Columns of d that one weight-gradient task owns.
 inline constexpr std::int64_t kColumnBlock = 128;
 

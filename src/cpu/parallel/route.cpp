@@ -11,8 +11,6 @@
 namespace tessera::cpu {
 namespace {
 
-constexpr std::int64_t kTokenBlock = 256;
-
 void store_id(Selection const& out, std::int64_t token, std::int64_t k,
               std::int64_t expert) noexcept {
   std::int64_t const at = token * out.ids_pitch + k;
@@ -86,9 +84,10 @@ void router_logits(MoeDesc const& desc, ConstRows x, RouterWeights const& router
                    MutableRows logits, Threads const& threads) noexcept {
   std::int64_t const d = desc.shape.hidden, experts = desc.shape.experts,
                      tokens = desc.shape.tokens;
-  std::int64_t const blocks = (tokens + kTokenBlock - 1) / kTokenBlock;
+  std::int64_t const blocks = (tokens + kRouterTokens - 1) / kRouterTokens;
   threads.pool.run(blocks, [&](std::int64_t block, int) {
-    std::int64_t const first = block * kTokenBlock, count = std::min(kTokenBlock, tokens - first);
+    std::int64_t const first = block * kRouterTokens,
+                       count = std::min(kRouterTokens, tokens - first);
     ConstMatrix const w_router{router.w_router.data, router.w_router.pitch, 1};
     gemm(count, experts, d, {x[first], x.pitch, 1}, w_router.transposed(), 0.0f,
          {logits[first], logits.pitch, 1});
@@ -103,12 +102,12 @@ void select_experts(MoeDesc const& desc, ConstRows logits, float const* selectio
                     Selection const& out, Threads const& threads) noexcept {
   std::int64_t const experts = desc.shape.experts, k_max = desc.shape.top_k,
                      tokens = desc.shape.tokens;
-  std::int64_t const blocks = (tokens + kTokenBlock - 1) / kTokenBlock;
+  std::int64_t const blocks = (tokens + kRouterTokens - 1) / kRouterTokens;
   threads.pool.run(blocks, [&](std::int64_t block, int slot) {
     auto* const keys = reinterpret_cast<std::uint64_t*>(threads.scratch(slot));
     Scratch const scratch{keys, keys + experts, reinterpret_cast<float*>(keys + 2 * experts)};
-    std::int64_t const end = std::min(tokens, (block + 1) * kTokenBlock);
-    for (std::int64_t t = block * kTokenBlock; t < end; ++t) {
+    std::int64_t const end = std::min(tokens, (block + 1) * kRouterTokens);
+    for (std::int64_t t = block * kRouterTokens; t < end; ++t) {
       choose(desc, logits[t], selection_bias, scratch);
       for (std::int64_t k = 0; k < k_max; ++k) store_id(out, t, k, chosen_expert(scratch, k));
       score(desc, logits[t], scratch, out.weights[t],

@@ -13,8 +13,6 @@
 namespace tessera::cpu {
 namespace {
 
-constexpr std::int64_t kTokenBlock = 256;
-
 /// One token's slots.
 struct Chosen {
   std::int64_t count;
@@ -78,11 +76,11 @@ void router_dlogits(MoeDesc const& desc, RoutingView const& routing, float const
                     MutableRows dlogits, Threads const& threads) noexcept {
   std::int64_t const experts = desc.shape.experts, k_max = desc.shape.top_k,
                      tokens = desc.shape.tokens;
-  std::int64_t const blocks = (tokens + kTokenBlock - 1) / kTokenBlock;
+  std::int64_t const blocks = (tokens + kRouterTokens - 1) / kRouterTokens;
   Router const& router = desc.router;
   threads.pool.run(blocks, [&](std::int64_t block, int) {
-    std::int64_t const end = std::min(tokens, (block + 1) * kTokenBlock);
-    for (std::int64_t t = block * kTokenBlock; t < end; ++t) {
+    std::int64_t const end = std::min(tokens, (block + 1) * kRouterTokens);
+    for (std::int64_t t = block * kRouterTokens; t < end; ++t) {
       std::int64_t const slot = t * k_max;
       Chosen const chosen{k_max, routing.topk_ids + slot, routing.scores + slot,
                           routing.chosen_p != nullptr ? routing.chosen_p + slot : nullptr,
@@ -104,9 +102,10 @@ void router_dlogits(MoeDesc const& desc, RoutingView const& routing, float const
 void router_dgrad(MoeDesc const& desc, ConstRows dlogits, ConstRows w_router, MutableRows dx,
                   Threads const& threads) noexcept {
   std::int64_t const tokens = desc.shape.tokens;
-  std::int64_t const blocks = (tokens + kTokenBlock - 1) / kTokenBlock;
+  std::int64_t const blocks = (tokens + kRouterTokens - 1) / kRouterTokens;
   threads.pool.run(blocks, [&](std::int64_t block, int) {
-    std::int64_t const first = block * kTokenBlock, count = std::min(kTokenBlock, tokens - first);
+    std::int64_t const first = block * kRouterTokens,
+                       count = std::min(kRouterTokens, tokens - first);
     gemm(count, desc.shape.hidden, desc.shape.experts, {dlogits[first], dlogits.pitch, 1},
          {w_router.data, w_router.pitch, 1}, 0.0f, {dx[first], dx.pitch, 1});
   });
@@ -126,8 +125,8 @@ void router_wgrad(MoeDesc const& desc, RouterWgradArgs const& args,
     std::int64_t const column = block * kColumnBlock, columns = std::min(kColumnBlock, d - column);
     Matrix const destination{args.dw_router.data + column, args.dw_router.pitch, 1};
     WgradSum sum(experts, columns, destination, args.mode, threads.scratch(slot));
-    for (std::int64_t t = 0; t < tokens; t += kTokenBlock) {
-      std::int64_t const count = std::min(kTokenBlock, tokens - t);
+    for (std::int64_t t = 0; t < tokens; t += kRouterTokens) {
+      std::int64_t const count = std::min(kRouterTokens, tokens - t);
       ConstMatrix const dlogits{args.dlogits[t], args.dlogits.pitch, 1};
       sum.add(count, dlogits.transposed(), {args.x[t] + column, args.x.pitch, 1});
     }

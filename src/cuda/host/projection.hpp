@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// The GEMMs of a layer's forward pass: router_logits, up_projection_fwd, down_projection_fwd.
+// Host side: the calls' arguments, which are the plain twins' kernel parameters too, the launchers, and why a
+// fast kernel does not serve a call.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "tessera/shape.hpp"
+
+namespace tessera::cuda {
+
+/// Rows i of one logical matrix per expert inside a weight tensor of bf16, whatever its layout. Row i of expert e
+/// starts at gmem + e*expert_stride + (i / block)*block_stride + (i % block)*row_stride (elements); its element c
+/// is c*column_stride further.
+///   concat, up-first, separate, transposed   one block of all rows
+///   interleaved                              one block, row_stride 2 rows
+///   blocked B                                blocks of B rows, block_stride 2B rows
+struct WeightRows {
+  void const* gmem = nullptr;
+  int64_t expert_stride = 0;
+  int64_t row_stride = 0;
+  int64_t column_stride = 0;  // 1: K-major; else row_stride is 1 or, transposed and interleaved, 2
+  int64_t block = 0;
+  int64_t block_stride = 0;
+
+  __host__ __device__ int64_t row_offset(int64_t expert, int64_t row) const {
+    int64_t const start = expert * expert_stride;
+    return row < block ? start + row * row_stride
+                       : start + row / block * block_stride + row % block * row_stride;
+  }
+};
+
+/// x (rows,columns) bf16; columns contiguous.
+struct MatrixRows {
+  void const* gmem = nullptr;
+  int64_t rows = 0;
+  int64_t pitch = 0;  // elements from one row to the next
+};
+
+/// l = x w_router^T + b_router, fp32 sums, not rounded.
+struct RouterLogitsArguments {
+  MatrixRows x;                // (T,d)
+  MatrixRows w_router;         // (E,d)
+  void const* gmem_b_router;   // (E) bf16, or null
+  float* gmem_logits;          // (T,E), every element is written
+  int64_t hidden;              // d
+  int32_t experts;             // E
+  int32_t* gmem_tile_counter;  // one int, 0 before and after every launch
+};
+
+/// h_r = rnd(x[gather_index[r]] w_up[e]^T + b_up[e]), a_r = rnd(act(unrounded h_r)), r in the rows of expert e.
+struct UpProjectionFwdArguments {
+  MatrixRows x;                        // (T,d)
+  int32_t const* gmem_gather_index;    // (P) row -> row of x; null: row r of x
+  int32_t const* gmem_expert_offsets;  // (E+1); rows from the last one on: neither read nor written
+  WeightRows w_up[2];                  // gate, up (n rows of d each); not gated: [0] only
+  WeightRows b_up[2];                  // the same of one column; gmem null: no bias
+  Activation activation;
+  void* gmem_h;                  // (P,w*n) bf16 as [gate half | up half]; null: not stored
+  void* gmem_a;                  // (P,n) bf16; null: not stored
+  int64_t rows;                  // P >= R
+  int64_t hidden, intermediate;  // d, n
+  int32_t experts;               // E
+  int32_t* gmem_tile_counter;    // one int, 0 before and after every launch
+};
+
+/// y_r = rnd(a_r w_down[e]^T + b_down[e]).
+struct DownProjectionFwdArguments {
+  void const* gmem_a;                  // (P,n) bf16
+  int32_t const* gmem_expert_offsets;  // (E+1)
+  WeightRows w_down;                   // d rows of n
+  WeightRows b_down;                   // gmem null: no bias
+  void* gmem_y;                        // (P,d) bf16
+  int64_t rows;                        // P >= R
+  int64_t hidden, intermediate;        // d, n
+  int32_t experts;                     // E
+  int32_t* gmem_tile_counter;          // one int, 0 before and after every launch
+};
+
+/// Why the fast kernel does not serve a call ("n=100: rows of 16 bytes need a multiple of 8"); empty where it does.
+/// Judges sizes, strides and the alignment of what is not null: `explain` asks without memory.
+struct Refusal {
+  char text[128] = "";
+  [[nodiscard]] bool refused() const { return text[0] != '\0'; }
+};
+Refusal refuse_router_logits(RouterLogitsArguments const& args);
+Refusal refuse_up_projection_fwd(UpProjectionFwdArguments const& args);
+Refusal refuse_down_projection_fwd(DownProjectionFwdArguments const& args);
+
+/// The fast kernels: launch on `stream`; allocate nothing, wait for nothing. cudaErrorInvalidValue for refused calls.
+cudaError_t launch_router_logits(RouterLogitsArguments const& args, int sm_count,
+                                 cudaStream_t stream);
+cudaError_t launch_up_projection_fwd(UpProjectionFwdArguments const& args, int sm_count,
+                                     cudaStream_t stream);
+cudaError_t launch_down_projection_fwd(DownProjectionFwdArguments const& args, int sm_count,
+                                       cudaStream_t stream);
+
+/// One thread per output, fp32 sums in order of the reduction; any size, stride, alignment and activation.
+cudaError_t launch_router_logits_plain(RouterLogitsArguments const& args, cudaStream_t stream);
+cudaError_t launch_up_projection_fwd_plain(UpProjectionFwdArguments const& args,
+                                           cudaStream_t stream);
+cudaError_t launch_down_projection_fwd_plain(DownProjectionFwdArguments const& args,
+                                             cudaStream_t stream);
+
+}  // namespace tessera::cuda

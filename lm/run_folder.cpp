@@ -2,14 +2,8 @@
 #include "lm/run_folder.hpp"
 
 #include <fmt/format.h>
-#include <spawn.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include <fcntl.h>
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <iterator>
 #include <system_error>
 
@@ -17,6 +11,7 @@
 #include "lm/checkpoint.hpp"
 #include "lm/error.hpp"
 #include "lm/files.hpp"
+#include "lm/gnuplot.hpp"
 
 namespace tessera::lm {
 
@@ -25,27 +20,6 @@ namespace fs = std::filesystem;
 namespace {
 
 std::int64_t num_snapshots(TrainingState const& state) { return state.step / History::kLoadEvery; }
-
-// Runs `gnuplot curve.gp` in the folder; its exit status, or -1 if it could not be started.
-int run_gnuplot(fs::path const& folder) {
-  posix_spawn_file_actions_t actions;
-  posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_addchdir_np(&actions, folder.c_str());
-  for (int const descriptor : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
-    posix_spawn_file_actions_addopen(&actions, descriptor, "/dev/null", O_RDWR, 0);
-  }
-  std::string program = "gnuplot", script = kPlotScript;
-  char* const arguments[] = {program.data(), script.data(), nullptr};
-  pid_t child = 0;
-  int const failure =
-      ::posix_spawnp(&child, program.c_str(), &actions, nullptr, arguments, environ);
-  posix_spawn_file_actions_destroy(&actions);
-  if (failure != 0) return -1;
-  int status = 0;
-  while (::waitpid(child, &status, 0) < 0 && errno == EINTR) {
-  }
-  return WIFEXITED(status) ? WEXITSTATUS(status) : 1;
-}
 
 // One small heat map per layer in the lower half, below the curve.
 std::string heat_maps(std::int64_t shown, bool crisp) {
@@ -168,12 +142,7 @@ std::string plot_script(TrainingState const& state, double bigram) {
 
 std::string draw_curve(fs::path const& folder, TrainingState const& state, double bigram) {
   write_atomically(folder / kPlotScript, plot_script(state, bigram));
-  int const status = run_gnuplot(folder);
-  if (status == -1 || status == 127) {
-    return fmt::format("gnuplot is not installed: no {}; {} can draw it later", kPlotFile,
-                       kPlotScript);
-  }
-  return status == 0 ? "" : fmt::format("gnuplot failed on {}: no plot", kPlotScript);
+  return draw_with_gnuplot(folder, kPlotScript, kPlotFile);
 }
 
 }  // namespace tessera::lm

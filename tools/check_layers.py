@@ -28,7 +28,8 @@ LAYERS = {
     "src/cuda/kernels": ["src/cuda/arch", "src/cuda/block", "src/cuda/host", "src/cuda/tuning", "src/core"],
     "src/cuda/instances": ["src/cuda/kernels", "src/cuda/tuning"],
     "lm": ["include/tessera"],
-    "cli": ["include/tessera", "src/verify", "lm"],
+    "huggingface": ["include/tessera", "lm"],
+    "cli": ["include/tessera", "src/verify", "lm", "huggingface"],
     "bench": ["include/tessera", "src/cuda", "tests/support"],
     "tests": [""],  # anything
 }

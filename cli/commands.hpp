@@ -60,6 +60,7 @@ bool use_colour(std::FILE* stream) noexcept;
 
 void add_info(CLI::App& app);
 void add_explain(CLI::App& app);
+void add_plan(CLI::App& app);
 void add_verify(CLI::App& app);
 void add_bench(CLI::App& app);
 void add_train(CLI::App& app);

@@ -37,6 +37,7 @@ int parse_and_run(int argc, char** argv) {
   add_verify(app);
   add_bench(app);
   add_explain(app);
+  add_plan(app);
   add_train(app);
   add_generate(app);
   try {

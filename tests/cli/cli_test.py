@@ -6,30 +6,12 @@ import json
 import os
 import pathlib
 import subprocess
-import sys
 import tempfile
-import unittest
 
-PROGRAM = ""
+import program
+from program import Cli
+
 SMALL = ["--tokens", "48", "--hidden", "40", "--intermediate", "24", "--experts", "6", "--top-k", "2"]
-
-
-class Cli(unittest.TestCase):
-    def run_tessera(self, *arguments: str, code: int) -> subprocess.CompletedProcess:
-        done = subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, timeout=300)
-        self.assertEqual(done.returncode, code, f"{arguments}: {done.stdout}{done.stderr}")
-        return done
-
-    def run_json(self, *arguments: str, code: int = 0) -> dict:
-        """Stdout must be one JSON document and nothing else."""
-        return json.loads(self.run_tessera(*arguments, "--json", code=code).stdout)
-
-    def refuse(self, *arguments: str, naming: str, code: int = 2) -> None:
-        """Bad input: the exit code, one line on stderr that names the culprit, nothing on stdout."""
-        done = self.run_tessera(*arguments, code=code)
-        self.assertEqual(done.stdout, "", arguments)
-        self.assertEqual(len(done.stderr.splitlines()), 1, done.stderr)
-        self.assertIn(naming, done.stderr)
 
 
 class Info(Cli):
@@ -156,7 +138,7 @@ class Bench(Cli):
 
 class Usage(Cli):
     def test_help_of_every_command_has_an_example(self):
-        for command in ("info", "verify", "bench", "explain", "train", "generate"):
+        for command in ("info", "verify", "bench", "explain", "plan", "train", "generate"):
             with self.subTest(command):
                 text = self.run_tessera(command, "--help", code=0).stdout
                 self.assertIn(f"tessera {command}", text)
@@ -214,7 +196,7 @@ class Usage(Cli):
         if not os.path.exists("/dev/full"):
             self.skipTest("no /dev/full")
         with open("/dev/full", "w") as full:
-            done = subprocess.run([PROGRAM, "info"], stdout=full, stderr=subprocess.PIPE, text=True)
+            done = subprocess.run([program.PROGRAM, "info"], stdout=full, stderr=subprocess.PIPE, text=True)
         self.assertEqual(done.returncode, 3)
         self.assertIn("stdout", done.stderr)
 
@@ -264,6 +246,4 @@ SUITES = {"info": Info, "explain": Explain, "verify": Verify, "bench": Bench, "u
           "routing_file": RoutingFile}
 
 if __name__ == "__main__":
-    PROGRAM = sys.argv[1]
-    suite = unittest.defaultTestLoader.loadTestsFromTestCase(SUITES[sys.argv[2]])
-    sys.exit(not unittest.TextTestRunner(verbosity=1).run(suite).wasSuccessful())
+    program.main(SUITES)

@@ -1,0 +1,262 @@
+// SPDX-License-Identifier: Apache-2.0
+// tessera plan: what a layer, or a whole published model, costs: parameters, FLOPs, memory, tile waste.
+#include <fmt/format.h>
+
+#include <iterator>
+#include <memory>
+#include <optional>
+
+#include "cli/commands.hpp"
+#include "cli/lm_command.hpp"
+#include "cli/output.hpp"
+#include "cli/plan_layer.hpp"
+#include "cli/plan_plot.hpp"
+#include "cli/shape_flags.hpp"
+#include "huggingface/model.hpp"
+#include "lm/text.hpp"
+#include "tessera/moe.hpp"
+#include "tessera/work.hpp"
+#include "verify/names.hpp"
+
+namespace tessera::cli {
+namespace {
+
+using huggingface::Model;
+
+constexpr std::int64_t kModelTokens = 32768;  // where --hf is given without --tokens
+
+struct Flags {
+  ShapeFlags shape;
+  std::string hf, plot;
+  bool json = false;
+};
+
+struct Subject {
+  MoeDesc desc;
+  std::optional<Model> model;
+};
+
+// The layer of --hf, with the tokens, dtype, tile and rounding of the flags.
+Subject model_subject(Flags const& flags, CLI::App const& command) {
+  for (char const* name : {"--hidden", "--intermediate", "--experts", "--top-k", "--activation",
+                           "--layout", "--bias", "--router", "--groups", "--top-groups"}) {
+    if (command.get_option(name)->count() > 0) {
+      throw CommandError(
+          fmt::format("{} with --hf: config.json fixes it; leave out one of them", name));
+    }
+  }
+  Subject subject;
+  subject.model = huggingface::load_model_config(flags.hf);
+  MoeDesc const given = flags.shape.layer_case().desc;
+  subject.desc = subject.model->moe;
+  subject.desc.shape.tokens =
+      command.get_option("--tokens")->count() > 0 ? given.shape.tokens : kModelTokens;
+  if (command.get_option("--dtype")->count() > 0) subject.desc.dtype = given.dtype;
+  subject.desc.router.tile = given.router.tile;
+  subject.desc.router.round = given.router.round;
+  return subject;
+}
+
+Subject read_subject(Flags const& flags, CLI::App const& command) {
+  Subject subject;
+  if (flags.hf.empty()) {
+    subject.desc = flags.shape.layer_case().desc;
+  } else {
+    subject = model_subject(flags, command);
+  }
+  check(saved_bytes(subject.desc).status());  // every rule of the library for a layer
+  return subject;
+}
+
+double tile_waste(MoeDesc const& desc, std::int64_t tokens) {
+  // Rounding makes every M_e a multiple of the tile.
+  if (desc.router.round != Rounding::none) return 0;
+  return expected_tile_waste(tokens, desc.shape.experts, desc.shape.top_k, desc.router.tile);
+}
+
+// Whole numbers without a fraction.
+Json whole(double value) { return static_cast<std::int64_t>(value); }
+
+Json memory_json(MoeDesc const& desc) {
+  Json list = Json::array();
+  auto const known = [](std::optional<double> const& bytes) {
+    return bytes ? whole(*bytes) : Json();
+  };
+  for (MemoryPlan const& plan : memory_plans(desc)) {
+    list.push_back({{"policy", plan.policy},
+                    {"keeps", plan.keeps},
+                    {"saved_bytes", whole(plan.saved)},
+                    {"forward_transient_bytes", known(plan.forward_transient)},
+                    {"backward_transient_bytes", known(plan.backward_transient)}});
+  }
+  return list;
+}
+
+Json layer_json(MoeDesc const& desc) {
+  MoeShape const& s = desc.shape;
+  auto const rows = static_cast<double>(s.num_slots());
+  SavedBytes const saved = value_of(saved_bytes(desc));
+  Json waste = Json::array();
+  for (std::int64_t tokens = 512; tokens <= 131072; tokens *= 4) {
+    waste.push_back({{"tokens", tokens}, {"waste", tile_waste(desc, tokens)}});
+  }
+  return {{"shape", shape_json(s)},
+          {"dtype", verify::name_of(verify::kDTypeNames, desc.dtype)},
+          {"activation", verify::name_of(verify::kActivationNames, desc.activation.kind)},
+          {"layout", verify::layout_name(desc.layout)},
+          {"bias", desc.bias},
+          {"router", verify::name_of(verify::kRouterNames, desc.router.kind)},
+          {"round", verify::name_of(verify::kRoundingNames, desc.router.round)},
+          {"expert_parameters", whole(expert_parameters(desc))},
+          {"router_parameters", s.hidden * s.experts},
+          {"flops",
+           {{"forward", work::forward_flops(desc, rows)},
+            {"backward", work::backward_flops(desc, rows)},
+            {"router_forward", work::route(desc).flops}}},
+          {"saved_bytes", {{"x", saved.x}, {"h", saved.h}, {"routing", saved.routing}}},
+          {"memory", memory_json(desc)},
+          {"granularity", static_cast<double>(s.hidden) / static_cast<double>(s.intermediate)},
+          {"rows_per_expert", rows / static_cast<double>(s.experts)},
+          {"arithmetic_intensity",
+           {{"gemms", arithmetic_intensity(desc)}, {"layer", layer_arithmetic_intensity(desc)}}},
+          {"tile",
+           {{"rows", desc.router.tile},
+            {"waste", tile_waste(desc, s.tokens)},
+            {"waste_against_tokens", waste}}}};
+}
+
+Json model_json(Model const& model, MoeDesc const& desc) {
+  huggingface::Parameters const& p = model.parameters;
+  auto const moe_layers = static_cast<double>(model.moe_layers.size());
+  double const forward = static_cast<double>(desc.shape.tokens) * model.forward_flops_per_token();
+  Json memory = Json::array();
+  for (MemoryPlan const& plan : memory_plans(desc)) {
+    memory.push_back({{"policy", plan.policy}, {"saved_bytes", whole(moe_layers * plan.saved)}});
+  }
+  return {{"model_type", model.model_type},
+          {"layers", model.layers},
+          {"moe_layers", model.moe_layers.size()},
+          {"vocabulary", model.vocabulary},
+          {"shared_intermediate", model.shared_intermediate},
+          {"parameters",
+           {{"total", p.total()},
+            {"active", model.active_parameters()},
+            {"embedding", p.embedding},
+            {"head", p.head},
+            {"attention", p.attention},
+            {"norms", p.norms},
+            {"dense_mlp", p.dense_mlp},
+            {"router", p.router},
+            {"shared_experts", p.shared_experts},
+            {"routed_experts", p.routed_experts}}},
+          {"flops", {{"forward", forward}, {"backward", 2 * forward}}},
+          {"memory", memory},
+          {"notes", model.notes}};
+}
+
+std::string billions(double parameters) {
+  return parameters < 1e8 ? fmt::format("{:.2f} M", parameters * 1e-6)
+                          : fmt::format("{:.2f} B", parameters * 1e-9);
+}
+
+std::string memory_text(MoeDesc const& desc, double layers) {
+  auto const known = [](std::optional<double> const& bytes) {
+    return bytes ? bytes_text(*bytes) : std::string("-");
+  };
+  std::string text =
+      fmt::format("{:<18}{:>10} {:>13} {:>14}", "memory", "saved", "+ in forward", "+ in backward");
+  text += layers > 0 ? fmt::format(" {:>16}  keeps\n", "saved, all MoE") : "  keeps\n";
+  for (MemoryPlan const& plan : memory_plans(desc)) {
+    text += fmt::format("  {:<16}{:>10} {:>13} {:>14}", plan.policy, bytes_text(plan.saved),
+                        known(plan.forward_transient), known(plan.backward_transient));
+    if (layers > 0) text += fmt::format(" {:>16}", bytes_text(layers * plan.saved));
+    text += fmt::format("  {}\n", plan.keeps);
+  }
+  return text;
+}
+
+std::string layer_text(MoeDesc const& desc, double layers) {
+  MoeShape const& s = desc.shape;
+  auto const rows = static_cast<double>(s.num_slots());
+  double const forward = work::forward_flops(desc, rows);
+  double const per_expert = rows / static_cast<double>(s.experts);
+  std::string text = fmt::format(
+      "layer             T {}, d {}, n {}, E {}, K {}; {}, {}, {}\n"
+      "parameters        {} in experts, {} in the router\n"
+      "FLOPs             forward {:.4g} T, backward {:.4g} T, router forward {:.4g} T\n"
+      "intensity         {:.0f} FLOP/byte in the forward GEMMs, {:.0f} with h and aggregate\n"
+      "tile waste        {:.1f} % of the rows: tiles of {}, {:.1f} rows per expert\n",
+      s.tokens, s.hidden, s.intermediate, s.experts, s.top_k,
+      verify::name_of(verify::kActivationNames, desc.activation.kind),
+      verify::name_of(verify::kDTypeNames, desc.dtype),
+      verify::name_of(verify::kRouterNames, desc.router.kind), billions(expert_parameters(desc)),
+      billions(static_cast<double>(s.hidden * s.experts)), forward * 1e-12, 2 * forward * 1e-12,
+      work::route(desc).flops * 1e-12, arithmetic_intensity(desc), layer_arithmetic_intensity(desc),
+      100 * tile_waste(desc, s.tokens), desc.router.tile, per_expert);
+  text += memory_text(desc, layers);
+  if (desc.router.round != Rounding::none && per_expert < 2 * desc.router.tile) {
+    text += fmt::format(
+        "note: {:.1f} rows per expert are fewer than two tiles of {}: rounding changes the "
+        "routing much; take more tokens or a smaller --tile\n",
+        per_expert, desc.router.tile);
+  }
+  return text;
+}
+
+std::string model_text(Model const& model, MoeDesc const& desc) {
+  huggingface::Parameters const& p = model.parameters;
+  auto const share = [](char const* name, std::int64_t count) {
+    return count == 0 ? std::string()
+                      : fmt::format(", {} {}", name, billions(static_cast<double>(count)));
+  };
+  double const forward = static_cast<double>(desc.shape.tokens) * model.forward_flops_per_token();
+  std::string text = fmt::format(
+      "model             {}: {} layers, {} with experts\n"
+      "parameters        {} in all, {} active: experts {}{}{}{}{}{}{}{}\n"
+      "FLOPs of {} tokens: forward {:.4g} T, backward {:.4g} T, attention scores not counted\n",
+      model.model_type, model.layers, model.moe_layers.size(),
+      billions(static_cast<double>(p.total())),
+      billions(static_cast<double>(model.active_parameters())),
+      billions(static_cast<double>(p.routed_experts)), share("shared", p.shared_experts),
+      share("routers", p.router), share("dense MLPs", p.dense_mlp), share("attention", p.attention),
+      share("norms", p.norms), share("embedding", p.embedding), share("head", p.head),
+      desc.shape.tokens, forward * 1e-12, 2 * forward * 1e-12);
+  for (std::string const& note : model.notes) text += fmt::format("note: {}\n", note);
+  return text;
+}
+
+int plan(Flags const& flags, CLI::App const& command) {
+  Subject const subject = read_subject(flags, command);
+  MoeDesc const& desc = subject.desc;
+  if (flags.json) {
+    Json document = {{"layer", layer_json(desc)}};
+    if (subject.model) document["model"] = model_json(*subject.model, desc);
+    print_json(document);
+  } else {
+    double const layers = subject.model ? static_cast<double>(subject.model->moe_layers.size()) : 0;
+    std::string const model = subject.model ? model_text(*subject.model, desc) + '\n' : "";
+    print_text(model + layer_text(desc, layers));
+  }
+  if (!flags.plot.empty()) draw_plan(flags.plot, desc);
+  return kOk;
+}
+
+}  // namespace
+
+void add_plan(CLI::App& app) {
+  CLI::App& command =
+      *app.add_subcommand("plan", "Parameters, FLOPs, memory and tile waste of a layer or a model");
+  auto const flags = std::make_shared<Flags>();
+  command.add_option("--hf", flags->hf,
+                     "config.json of a model on Hugging Face (" +
+                         lm::joined(huggingface::model_types(), " ") +
+                         "); T is 32768 unless --tokens says otherwise");
+  command.add_option("--plot", flags->plot,
+                     "draw memory against granularity and tile waste against T as FILE.svg");
+  flags->shape.add_to(command);
+  command.add_flag("--json", flags->json, "the result as JSON on stdout");
+  run_with(command, "tessera plan --hf config.json --tokens 32768 --plot plan.svg",
+           [flags, &command] { return with_lm_errors([&] { return plan(*flags, command); }); });
+}
+
+}  // namespace tessera::cli

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cli/plan_layer.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cli/commands.hpp"
+#include "tessera/moe.hpp"
+
+namespace tessera::cli {
+namespace {
+
+struct Sizes {
+  double b, w, tokens, hidden, intermediate, experts, top_k, rows;
+};
+
+Sizes sizes(MoeDesc const& desc) {
+  MoeShape const& s = desc.shape;
+  auto const real = [](std::int64_t value) { return static_cast<double>(value); };
+  return {static_cast<double>(dtype_bytes(desc.dtype)),
+          real(desc.up_width()),
+          real(s.tokens),
+          real(s.hidden),
+          real(s.intermediate),
+          real(s.experts),
+          real(s.top_k),
+          real(s.num_slots())};
+}
+
+MemoryPlan tessera_plan(MoeDesc desc, SavePolicy save) {
+  desc.save = save;
+  Sizes const s = sizes(desc);
+  bool const keeps_h = save == SavePolicy::h;
+  double const h = s.b * s.w * s.rows * s.intermediate;
+  return {.policy = keeps_h ? "tessera" : "tessera-save-x",
+          .keeps = keeps_h ? "x, h, routing tables" : "x, routing tables; h recomputed",
+          .saved = static_cast<double>(value_of(saved_bytes(desc)).total()),
+          .forward_transient = s.b * s.rows * (s.intermediate + s.hidden),
+          .backward_transient =
+              h + s.b * s.rows * std::max(s.intermediate, s.hidden) + (keeps_h ? 0 : h)};
+}
+
+// Bytes per row and expert of the forward GEMMs alone, for M_e rows.
+double gemm_bytes(Sizes const& s, double m) {
+  return s.b * (2 * m * s.hidden + 2 * m * s.intermediate + (s.w + 1) * s.intermediate * s.hidden);
+}
+
+double gemm_flops(Sizes const& s, double m) {
+  return (2 * s.w + 2) * m * s.intermediate * s.hidden;
+}
+
+}  // namespace
+
+std::vector<MemoryPlan> memory_plans(MoeDesc const& desc) {
+  Sizes const s = sizes(desc);
+  double const x = s.b * s.tokens * s.hidden, rows_d = s.b * s.rows * s.hidden,
+               rows_n = s.b * s.rows * s.intermediate;
+  return {tessera_plan(desc, SavePolicy::h),
+          tessera_plan(desc, SavePolicy::x),
+          {.policy = "momoe-keeps-none", .keeps = "x; the rest recomputed", .saved = x},
+          {.policy = "momoe-keeps-all",
+           .keeps = "x, h, R rows of d",
+           .saved = x + s.w * rows_n + rows_d},
+          {.policy = "megatron",
+           .keeps = "x, R rows of d, h, a",
+           .saved = x + rows_d + (s.w + 1) * rows_n},
+          {.policy = "scattermoe",
+           .keeps = "x, R rows of d, h, the factors of a",
+           .saved = x + rows_d + 2 * s.w * rows_n}};
+}
+
+double expert_parameters(MoeDesc const& desc) {
+  Sizes const s = sizes(desc);
+  double const biases = desc.bias ? s.w * s.intermediate + s.hidden : 0;
+  return s.experts * ((s.w + 1) * s.intermediate * s.hidden + biases);
+}
+
+double arithmetic_intensity(MoeDesc const& desc) {
+  Sizes const s = sizes(desc);
+  double const m = s.rows / s.experts;
+  return m == 0 ? 0 : gemm_flops(s, m) / gemm_bytes(s, m);
+}
+
+double layer_arithmetic_intensity(MoeDesc const& desc) {
+  Sizes const s = sizes(desc);
+  double const m = s.rows / s.experts;
+  double const h_and_aggregate =
+      s.b * (s.w * m * s.intermediate + m * s.hidden + m * s.hidden / s.top_k);
+  return m == 0 ? 0 : gemm_flops(s, m) / (gemm_bytes(s, m) + h_and_aggregate);
+}
+
+double expected_tile_waste(std::int64_t tokens, std::int64_t experts, std::int64_t top_k,
+                           std::int64_t tile) {
+  if (tokens == 0) return 0;
+  if (top_k == experts) {  // no chance in it
+    std::int64_t const padded = (tokens + tile - 1) / tile * tile;
+    return static_cast<double>(padded - tokens) / static_cast<double>(tokens);
+  }
+  auto const trials = static_cast<double>(tokens);
+  double const chance = static_cast<double>(top_k) / static_cast<double>(experts);
+  double const mean = trials * chance;
+  // Beyond twelve deviations and a dozen counts nothing shows in fp64.
+  double const reach = 12 * std::sqrt(mean * (1 - chance)) + 12;
+  auto const first = static_cast<std::int64_t>(std::max(0.0, std::floor(mean - reach)));
+  auto const last = static_cast<std::int64_t>(std::min(trials, std::ceil(mean + reach)));
+  double mass = 0, padded = 0;
+  for (std::int64_t count = first; count <= last; ++count) {
+    auto const k = static_cast<double>(count);
+    double const p =
+        std::exp(std::lgamma(trials + 1) - std::lgamma(k + 1) - std::lgamma(trials - k + 1) +
+                 k * std::log(chance) + (trials - k) * std::log1p(-chance));
+    mass += p;
+    padded += p * static_cast<double>((count + tile - 1) / tile * tile);
+  }
+  return std::max(0.0, padded / mass / mean - 1);
+}
+
+std::vector<MoeDesc> granularities(MoeDesc const& desc) {
+  MoeShape const& s = desc.shape;
+  std::vector<MoeDesc> list;
+  std::int64_t const width = s.intermediate * s.top_k;  // n*K
+  for (std::int64_t top_k = 1; top_k <= 64 && width % top_k == 0; top_k *= 2) {
+    MoeDesc finer = desc;
+    finer.shape.top_k = top_k;
+    finer.shape.intermediate = width / top_k;
+    finer.shape.experts = std::max(top_k, s.experts * top_k / s.top_k);
+    finer.layout = {};                                  // a block need not divide the new n
+    finer.router = {.kind = RouterKind::topk_softmax};  // groups need not divide the new E
+    list.push_back(finer);
+  }
+  return list;
+}
+
+}  // namespace tessera::cli

@@ -15,8 +15,8 @@
 #include "huggingface/model.hpp"
 #include "lm/text.hpp"
 #include "tessera/moe.hpp"
+#include "tessera/names.hpp"
 #include "tessera/work.hpp"
-#include "verify/names.hpp"
 
 namespace tessera::cli {
 namespace {
@@ -101,12 +101,12 @@ Json layer_json(MoeDesc const& desc) {
     waste.push_back({{"tokens", tokens}, {"waste", tile_waste(desc, tokens)}});
   }
   return {{"shape", shape_json(s)},
-          {"dtype", verify::name_of(verify::kDTypeNames, desc.dtype)},
-          {"activation", verify::name_of(verify::kActivationNames, desc.activation.kind)},
-          {"layout", verify::layout_name(desc.layout)},
+          {"dtype", name_of(kDTypeNames, desc.dtype)},
+          {"activation", name_of(kActivationNames, desc.activation.kind)},
+          {"layout", layout_name(desc.layout)},
           {"bias", desc.bias},
-          {"router", verify::name_of(verify::kRouterNames, desc.router.kind)},
-          {"round", verify::name_of(verify::kRoundingNames, desc.router.round)},
+          {"router", name_of(kRouterNames, desc.router.kind)},
+          {"round", name_of(kRoundingNames, desc.router.round)},
           {"expert_parameters", whole(expert_parameters(desc))},
           {"router_parameters", s.hidden * s.experts},
           {"flops",
@@ -187,9 +187,8 @@ std::string layer_text(MoeDesc const& desc, double layers) {
       "intensity         {:.0f} FLOP/byte in the forward GEMMs, {:.0f} with h and aggregate\n"
       "tile waste        {:.1f} % of the rows: tiles of {}, {:.1f} rows per expert\n",
       s.tokens, s.hidden, s.intermediate, s.experts, s.top_k,
-      verify::name_of(verify::kActivationNames, desc.activation.kind),
-      verify::name_of(verify::kDTypeNames, desc.dtype),
-      verify::name_of(verify::kRouterNames, desc.router.kind), billions(expert_parameters(desc)),
+      name_of(kActivationNames, desc.activation.kind), name_of(kDTypeNames, desc.dtype),
+      name_of(kRouterNames, desc.router.kind), billions(expert_parameters(desc)),
       billions(static_cast<double>(s.hidden * s.experts)), forward * 1e-12, 2 * forward * 1e-12,
       work::route(desc).flops * 1e-12, arithmetic_intensity(desc), layer_arithmetic_intensity(desc),
       100 * tile_waste(desc, s.tokens), desc.router.tile, per_expert);

@@ -44,25 +44,6 @@ NameAndValue split(std::string const& text) {
   return {text.substr(0, colon), text.substr(colon + 1)};
 }
 
-WeightLayout read_layout(std::string const& text) {
-  auto const [name, value] = split(text);
-  WeightLayout layout = named("layout", name, verify::kLayoutNames);
-  bool const blocked = layout.order == GateUpOrder::blocked;
-  if (blocked != !value.empty()) {
-    throw CommandError(
-        fmt::format("--layout {}: blocked layouts, and only they, name their block, as in {}", text,
-                    "blocked:32"));
-  }
-  if (blocked) {
-    double const block = number("layout", value);
-    if (block < 1 || block > 1e9 || block != std::floor(block)) {
-      throw CommandError(fmt::format("--layout {}: the block is a positive integer", text));
-    }
-    layout.block = static_cast<std::int32_t>(block);
-  }
-  return layout;
-}
-
 verify::RoutingSpec read_pattern(std::string const& text) {
   auto const [name, value] = split(text);
   verify::RoutingSpec routing;
@@ -88,6 +69,14 @@ verify::RoutingSpec read_pattern(std::string const& text) {
 }
 
 }  // namespace
+
+WeightLayout read_layout(std::string const& text) {
+  if (auto const layout = layout_named(text)) return *layout;
+  throw CommandError(
+      fmt::format("--layout {}: not known; choose one of: {}; blocked layouts, and only they, name "
+                  "their block, as in blocked:32",
+                  text, names_text(kLayoutNames)));
+}
 
 void ShapeFlags::add_to(CLI::App& command) {
   auto* const shape = command.add_option_group("Shape");

@@ -12,6 +12,9 @@
 
 namespace tessera::cli {
 
+/// The layout that --layout names. Throws CommandError for a name that is not known.
+WeightLayout read_layout(std::string const& text);
+
 class ShapeFlags {
  public:
   /// Declares the flags on `command`, which must outlive neither this object nor the parse.

@@ -3,10 +3,9 @@
 
 #include <fmt/format.h>
 
-#include <array>
-
 #include "lm/error.hpp"
 #include "lm/json.hpp"
+#include "tessera/names.hpp"
 
 namespace tessera::lm {
 
@@ -49,22 +48,12 @@ double count_parameters(ModelConfig const& c) {
          (ModelConfig::kVocabulary + 1) * hidden;
 }
 
-template <class Kind, std::size_t kCount>
-Kind from_name(std::array<char const*, kCount> const& names, std::string_view name,
-               char const* what) {
-  std::string known;
-  for (std::size_t i = 0; i < kCount; ++i) {
-    if (name == names[i]) return static_cast<Kind>(i);
-    known += fmt::format("{}{}", i == 0 ? "" : ", ", names[i]);
-  }
-  throw InputError(
-      fmt::format("{} \"{}\" is unknown; choose one of {}", what, printable(name), known));
+template <class Value, std::size_t kCount>
+Value from_name(Named<Value> const (&names)[kCount], std::string_view name, char const* what) {
+  if (auto const value = value_named(names, name)) return *value;
+  throw InputError(fmt::format("{} \"{}\" is unknown; choose one of {}", what, printable(name),
+                               names_text(names)));
 }
-
-constexpr std::array kRouterNames = {
-    "given",        "topk-softmax",  "softmax-topk", "softmax-topk-renorm",
-    "sigmoid-bias", "group-limited", "sqrtsoftplus", "expert-choice"};
-constexpr std::array kRoundingNames = {"none", "nr-f", "sr-f", "nr-s", "balance-f", "up", "down"};
 
 // A member that this model needs at one value; absent counts as that value.
 void require(json const& object, char const* key, json const& wanted) {
@@ -181,17 +170,13 @@ ModelConfig parse_config(std::string_view text) {
   return config_from_json(parse_json(text, "config.json"));
 }
 
-char const* router_name(RouterKind router) noexcept {
-  return kRouterNames[static_cast<std::size_t>(router)];
-}
+char const* router_name(RouterKind router) noexcept { return name_of(kRouterNames, router); }
 RouterKind router_from_name(std::string_view name) {
-  return from_name<RouterKind>(kRouterNames, name, "router");
+  return from_name(kRouterNames, name, "router");
 }
-char const* rounding_name(Rounding rounding) noexcept {
-  return kRoundingNames[static_cast<std::size_t>(rounding)];
-}
+char const* rounding_name(Rounding rounding) noexcept { return name_of(kRoundingNames, rounding); }
 Rounding rounding_from_name(std::string_view name) {
-  return from_name<Rounding>(kRoundingNames, name, "round");
+  return from_name(kRoundingNames, name, "round");
 }
 
 }  // namespace tessera::lm

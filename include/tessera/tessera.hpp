@@ -6,6 +6,7 @@
 #include "tessera/context.hpp"
 #include "tessera/grouped_gemm.hpp"
 #include "tessera/moe.hpp"
+#include "tessera/names.hpp"
 #include "tessera/routing.hpp"
 #include "tessera/shape.hpp"
 #include "tessera/status.hpp"

@@ -14,14 +14,6 @@ std::string number(double value) {
 
 }  // namespace
 
-std::string layout_name(WeightLayout const& layout) {
-  WeightLayout plain = layout;
-  plain.block = 0;
-  std::string name = name_of(kLayoutNames, plain);
-  if (layout.order == GateUpOrder::blocked) name.append(":").append(std::to_string(layout.block));
-  return name;
-}
-
 std::string routing_name(RoutingSpec const& routing) {
   std::string name = name_of(kPatternNames, routing.pattern);
   switch (routing.pattern) {

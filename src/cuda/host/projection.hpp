@@ -81,7 +81,7 @@ struct DownProjectionFwdArguments {
 };
 
 /// Why the fast kernel does not serve a call ("n=100: rows of 16 bytes need a multiple of 8"); empty where it does.
-/// Judges sizes, strides and the alignment of what is not null: `explain` asks without memory.
+/// Judges sizes, strides and alignment; reads no memory: `explain` asks with made-up addresses.
 struct Refusal {
   char text[128] = "";
   [[nodiscard]] bool refused() const { return text[0] != '\0'; }

@@ -1,73 +1,82 @@
 // SPDX-License-Identifier: Apache-2.0
-// up_projection_fwd, plainly: one thread per pair (g, u) of one row, fp32 sums in order of c.
-//   g = x[token(r)] . w_up[e, i], u = x[token(r)] . w_up[e, n+i], h_r = (g, u), a_r = g*sigmoid(g)*u
-// Results stay fp32: the caller compares or rounds. Oracle of the fast kernel for big shapes.
+// up_projection_fwd, one thread per pair (g, u) of one row:
+//   g = x . w_gate[e,i] + b_gate[e,i], u alike, h_r = rnd(g, u), a_r = rnd(act(g, u)).
+// With fp32 outputs nothing is rounded: the oracle of the fast kernel for big shapes.
 #include "up_projection_fwd.hpp"
 
-#include <cuda_bf16.h>
+#include "core/activation_math.hpp"
+#include "dot.cuh"
 
-#include <cstdint>
-
-namespace tessera::cuda::plain {
+namespace tessera::cuda {
 namespace {
 
-__device__ float2 bf16_pair(uint32_t packed) {
-  return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
-}
-
-__device__ int segment_of(int const* offsets, int segments, int64_t row) {
-  int low = 0;
-  int high = segments;  // offsets[low] <= row < offsets[high]
-  while (high - low > 1) {
-    int const middle = (low + high) / 2;
-    (offsets[middle] <= row ? low : high) = middle;
-  }
-  return low;
-}
-
-__global__ void up_projection_fwd_kernel(UpProjectionFwd p) {
-  int64_t const idx = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  int64_t const row = idx / p.intermediate;
-  int const i = static_cast<int>(idx % p.intermediate);
-  if (row >= p.expert_offsets[p.experts]) return;
-  int const e = segment_of(p.expert_offsets, p.experts, row);
-  int64_t const token = p.gather_index ? p.gather_index[row] : row;
-  int64_t const d = p.hidden;
+template <class Act, class Output>
+__global__ void __launch_bounds__(plain::kThreads)
+    up_projection_fwd_plain(UpProjectionFwdArguments const p, Act const act) {
   int64_t const n = p.intermediate;
-  auto const* x =
-      reinterpret_cast<uint4 const*>(static_cast<char const*>(p.gmem_x) + token * d * 2);
-  auto const* w = static_cast<char const*>(p.gmem_w_up) + int64_t{e} * 2 * n * d * 2;
-  auto const* gate = reinterpret_cast<uint4 const*>(w + i * d * 2);
-  auto const* up = reinterpret_cast<uint4 const*>(w + (n + i) * d * 2);
-  float g = 0;
-  float u = 0;
-  for (int64_t c = 0; c < d / 8; ++c) {
-    uint4 const xv = x[c];
-    uint4 const gv = gate[c];
-    uint4 const uv = up[c];
-    uint32_t const xs[4] = {xv.x, xv.y, xv.z, xv.w};
-    uint32_t const gs[4] = {gv.x, gv.y, gv.z, gv.w};
-    uint32_t const us[4] = {uv.x, uv.y, uv.z, uv.w};
-    for (int j = 0; j < 4; ++j) {
-      float2 const xf = bf16_pair(xs[j]);
-      float2 const gf = bf16_pair(gs[j]);
-      float2 const uf = bf16_pair(us[j]);
-      g = fmaf(xf.y, gf.y, fmaf(xf.x, gf.x, g));
-      u = fmaf(xf.y, uf.y, fmaf(xf.x, uf.x, u));
-    }
+  int64_t const output = plain::output_idx();
+  int64_t const row = output / n;
+  if (row >= p.gmem_expert_offsets[p.experts]) return;
+  int64_t const i = output % n;
+  int64_t const expert = plain::expert_of_row(p.gmem_expert_offsets, p.experts, row);
+  int64_t const source = p.gmem_gather_index != nullptr ? p.gmem_gather_index[row] : row;
+  auto const* const gmem_x = static_cast<__nv_bfloat16 const*>(p.x.gmem) + source * p.x.pitch;
+  constexpr int kHalves = Act::kGated ? 2 : 1;
+  float h[2] = {};
+  for (int half = 0; half < kHalves; ++half) {
+    WeightRows const& w = p.w_up[half];
+    h[half] = plain::dot(gmem_x, plain::row_of(w, expert, i), p.hidden, w.column_stride) +
+              plain::bias_of(p.b_up[half], expert, i);
   }
-  p.gmem_h[row * 2 * n + i] = g;
-  p.gmem_h[row * 2 * n + n + i] = u;
-  p.gmem_a[row * n + i] = g / (1.0f + expf(-g)) * u;
+  if (p.gmem_h != nullptr) {
+    auto* const gmem_h = static_cast<Output*>(p.gmem_h) + row * kHalves * n + i;
+    for (int half = 0; half < kHalves; ++half) plain::round_to(gmem_h[half * n], h[half]);
+  }
+  if (p.gmem_a != nullptr) {
+    plain::round_to(static_cast<Output*>(p.gmem_a)[output], act.forward(h[0], h[1]));
+  }
+}
+
+template <class Output>
+cudaError_t launch_twin(UpProjectionFwdArguments const& args, cudaStream_t stream) {
+  cudaError_t error = cudaErrorInvalidValue;
+  core::visit_activation(args.activation, [&](auto act) {
+    auto* const kernel = &up_projection_fwd_plain<decltype(act), Output>;
+    error = plain::launch(kernel, args.rows * args.intermediate, stream, args, act);
+  });
+  return error;
 }
 
 }  // namespace
 
-cudaError_t up_projection_fwd(UpProjectionFwd const& p, int64_t rows, cudaStream_t stream) {
-  int64_t const threads = rows * p.intermediate;
-  if (threads == 0) return cudaSuccess;
-  up_projection_fwd_kernel<<<static_cast<unsigned>((threads + 255) / 256), 256, 0, stream>>>(p);
-  return cudaGetLastError();
+cudaError_t launch_up_projection_fwd_plain(UpProjectionFwdArguments const& args,
+                                           cudaStream_t stream) {
+  return launch_twin<__nv_bfloat16>(args, stream);
 }
 
-}  // namespace tessera::cuda::plain
+cudaError_t plain::up_projection_fwd(UpProjectionFwd const& p, int64_t rows, cudaStream_t stream) {
+  int64_t const n = p.intermediate, d = p.hidden;
+  auto const half = [&](int64_t first_row) {
+    return WeightRows{.gmem = static_cast<__nv_bfloat16 const*>(p.gmem_w_up) + first_row * d,
+                      .expert_stride = 2 * n * d,
+                      .row_stride = d,
+                      .column_stride = 1,
+                      .block = n};
+  };
+  return launch_twin<float>({.x = {p.gmem_x, rows, d},
+                             .gmem_gather_index = p.gather_index,
+                             .gmem_expert_offsets = p.expert_offsets,
+                             .w_up = {half(0), half(n)},
+                             .b_up = {},
+                             .activation = {},
+                             .gmem_h = p.gmem_h,
+                             .gmem_a = p.gmem_a,
+                             .rows = rows,
+                             .hidden = d,
+                             .intermediate = n,
+                             .experts = p.experts,
+                             .gmem_tile_counter = nullptr},
+                            stream);
+}
+
+}  // namespace tessera::cuda

@@ -14,6 +14,9 @@ namespace tessera {
 namespace core {
 class ThreadPool;
 }
+namespace cuda {
+class DeviceContext;
+}
 
 /// A CUDA stream (cudaStream_t) as an opaque handle; ignored on the CPU.
 struct Stream {
@@ -22,16 +25,17 @@ struct Stream {
 
 struct ContextOptions {
   Device device = {};
-  std::int32_t num_threads =
-      0;  ///< CPU threads, the caller included; 0: as many as the process may use
+  /// CPU threads, the caller included; 0: as many as the process may use, on cuda 1.
+  std::int32_t num_threads = 0;
 };
 
-/// Owns the CPU threads of one device's calls. Immutable and thread-safe: several threads may run
-/// layers of different shape on one Context at the same time. Results never depend on num_threads.
+/// Owns what the calls of one device share: CPU threads; on cuda the word for bad device values. Immutable and
+/// thread-safe: several threads may run layers of different shape on one Context at the same time, on cuda each on
+/// a stream of its own. Results never depend on num_threads.
 class TESSERA_EXPORT Context {
  public:
-  /// Starts the threads. Errors: invalid_argument (num_threads < 0 or > 1024), environment (the
-  /// device is not there), out_of_memory.
+  /// Starts the threads; on cuda loads the driver. Errors: invalid_argument (num_threads < 0 or > 1024),
+  /// environment (no such device, or one that the kernels are not built for), out_of_memory.
   static Expected<Context> create(ContextOptions const& options = {}) noexcept;
 
   Context(Context&&) noexcept;
@@ -58,11 +62,20 @@ class TESSERA_EXPORT Context {
 
   /// For the library's own use.
   [[nodiscard]] core::ThreadPool& thread_pool() const noexcept { return *pool_; }
+  /// For the library's own use: null on the CPU.
+  [[nodiscard]] cuda::DeviceContext const* cuda() const noexcept { return cuda_.get(); }
 
  private:
   Context() noexcept;
   Device device_ = {};
   std::unique_ptr<core::ThreadPool> pool_;
+  std::unique_ptr<cuda::DeviceContext> cuda_;
 };
+
+/// Values that only the device can read (expert_offsets, token_offsets) are checked there: kernels stay inside
+/// their buffers whatever they find and note one bad value. This reports it, as invalid_argument, and forgets it.
+/// It does not wait: synchronise the stream of a call first to hear of that call. Always ok on the CPU, where
+/// calls check such values themselves.
+TESSERA_EXPORT Status check_device_values(Context const& context) noexcept;
 
 }  // namespace tessera

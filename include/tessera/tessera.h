@@ -133,6 +133,8 @@ char const* tessera_last_error(void);
 int tessera_context_create(int32_t device_kind, int32_t device_index, int32_t num_threads,
                            tessera_context** context);
 void tessera_context_destroy(tessera_context* context); /* NULL is allowed */
+/* The bad value that a kernel met on the device since the last call, if any; does not wait (context.hpp). */
+int tessera_check_device_values(tessera_context const*);
 
 int tessera_moe_workspace(tessera_context const*, tessera_moe_desc const*, int pass, size_t* bytes);
 int tessera_moe_saved(tessera_moe_desc const*, size_t* x_bytes, size_t* h_bytes,

@@ -278,6 +278,10 @@ TESSERA_C_API int tessera_context_create(int32_t device_kind, int32_t device_ind
   return finish(create_context(device_kind, device_index, num_threads, context));
 }
 TESSERA_C_API void tessera_context_destroy(tessera_context* context) { delete context; }
+TESSERA_C_API int tessera_check_device_values(tessera_context const* context) {
+  Status const status = check_context(context);
+  return finish(status.ok() ? tessera::check_device_values(context->context) : status);
+}
 
 TESSERA_C_API int tessera_moe_workspace(tessera_context const* context,
                                         tessera_moe_desc const* desc, int pass, size_t* bytes) {

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "cpu/parallel/layer.hpp"
+#include "cuda/layer/backend.hpp"
 #include "ops/support.hpp"
 #include "tessera/backend.hpp"
 #include "tessera/work.hpp"
@@ -20,10 +21,6 @@ char const* instruction_set() noexcept {
 #endif
 }
 
-std::string cuda_reason() {
-  return "this version has no CUDA layer; kernels are compiled and tested on their own";
-}
-
 OpExplanation explanation(work::OpWork const& work, std::int64_t gemm_m, std::int64_t gemm_n,
                           std::int64_t gemm_k, std::string tiles) {
   OpExplanation out;
@@ -33,7 +30,7 @@ OpExplanation explanation(work::OpWork const& work, std::int64_t gemm_m, std::in
   out.gemm_k = gemm_k;
   out.flops = work.flops;
   out.bytes = work.bytes();
-  out.candidates.push_back({"cuda", false, cuda_reason()});
+  out.candidates.push_back({"cuda", false, "the context is on the CPU"});
   out.candidates.push_back({"cpu/parallel", true, std::move(tiles)});
   return out;
 }
@@ -90,7 +87,7 @@ Expected<std::vector<BackendInfo>> backends() noexcept {
   try {
     std::vector<BackendInfo> all(2);
     all[0] = {"cpu", true, true, std::string("fp32, BLIS GEMM, ") + instruction_set()};
-    all[1] = {"cuda", false, false, cuda_reason()};
+    all[1] = cuda::backend_info();
     return all;
   } catch (...) {
     return out_of_memory();
@@ -102,7 +99,8 @@ Expected<std::vector<OpExplanation>> explain(Context const& context, MoeDesc con
   auto const bytes = workspace_bytes(context, desc, pass);  // every rule of the call itself
   if (!bytes.ok()) return bytes.status();
   try {
-    return explain_ops(context, desc, pass);
+    return context.cuda() != nullptr ? cuda::explain(*context.cuda(), desc, pass)
+                                     : explain_ops(context, desc, pass);
   } catch (...) {
     return out_of_memory();
   }

@@ -14,7 +14,10 @@ struct Sizes {
   std::int64_t rows = 0, experts = 0, gemm_m = 0, gemm_n = 0, gemm_k = 0;
 };
 
-Expected<Sizes> sizes_of(GroupedGemmArgs const& args) noexcept {
+Expected<Sizes> sizes_of(Context const& context, GroupedGemmArgs const& args) noexcept {
+  if (context.device().kind != DeviceKind::cpu) {
+    return Status::unsupported("grouped_gemm: this version runs it on the CPU only");
+  }
   if (args.kind != GroupedGemmKind::varlen_m && args.kind != GroupedGemmKind::varlen_k) {
     return Status::invalid("kind=%d: 0 varlen_m or 1 varlen_k", static_cast<int>(args.kind));
   }
@@ -147,13 +150,13 @@ void run_varlen_k(Context const& context, GroupedGemmArgs const& args, Sizes con
 
 Expected<std::size_t> grouped_gemm_workspace_bytes(Context const& context,
                                                    GroupedGemmArgs const& args) noexcept {
-  auto const sizes = sizes_of(args);
+  auto const sizes = sizes_of(context, args);
   if (!sizes.ok()) return sizes.status();
   return plan_of(context, args, sizes.value()).bytes;
 }
 
 Status grouped_gemm(Context const& context, GroupedGemmArgs const& args, Stream) noexcept {
-  auto const sizes = sizes_of(args);
+  auto const sizes = sizes_of(context, args);
   if (!sizes.ok()) return sizes.status();
   Plan const plan = plan_of(context, args, sizes.value());
   TESSERA_TRY(check(context, args, sizes.value(), plan.bytes));

@@ -3,6 +3,7 @@
 // aggregate -> up_projection_wgrad. dx rows reuse the memory of a_scaled.
 #include "core/tensor_check.hpp"
 #include "cpu/parallel/ops.hpp"
+#include "cuda/layer/backend.hpp"
 #include "ops/plan.hpp"
 #include "ops/support.hpp"
 #include "ops/weights.hpp"
@@ -224,6 +225,7 @@ Backward backward_of(Context const& context, MoeDesc const& desc, MoeBackwardArg
 Expected<Backward> begin(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
                          Pass pass) noexcept {
   TESSERA_TRY(ops::check_supported(context, desc));
+  if (context.cuda() != nullptr) return cuda::check_supported(desc, pass);
   ops::BackwardPlan const plan = ops::plan_backward(context, desc, pass);
   TESSERA_TRY(check_backward(context, desc, args, pass, plan.bytes));
   return backward_of(context, desc, args, plan, pass);

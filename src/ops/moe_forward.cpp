@@ -2,6 +2,7 @@
 // moe_forward: (router) -> metadata -> up_projection_fwd -> down_projection_fwd -> aggregate
 #include "core/tensor_check.hpp"
 #include "cpu/parallel/ops.hpp"
+#include "cuda/layer/backend.hpp"
 #include "ops/plan.hpp"
 #include "ops/routing_tables.hpp"
 #include "ops/support.hpp"
@@ -29,8 +30,19 @@ Status check_forward(Context const& context, MoeDesc const& desc, MoeForwardArgs
     check.buffer("routing", args.routing, ops::routing_table_bytes(desc), 4, true);
   }
   check.buffer("workspace", args.workspace, workspace, 1, true);
-  TESSERA_TRY(check.finish());
-  return ops::check_routing_values(desc, args);
+  return check.finish();
+}
+
+Status forward_on_cuda(Context const& context, MoeDesc const& desc, MoeForwardArgs const& args,
+                       Stream stream) noexcept {
+  std::size_t const table_bytes = ops::routing_table_bytes(desc);
+  TESSERA_TRY(
+      check_forward(context, desc, args, cuda::workspace_bytes(desc, Pass::forward, table_bytes)));
+  void* const tables = args.routing.data != nullptr
+                           ? args.routing.data
+                           : core::WorkspacePlan::align(args.workspace.data);
+  return cuda::moe_forward(*context.cuda(), desc, args, ops::view_routing(desc, tables),
+                           table_bytes, stream);
 }
 
 void forward_on_cpu(Context const& context, MoeDesc const& desc, MoeForwardArgs const& args,
@@ -66,10 +78,12 @@ void forward_on_cpu(Context const& context, MoeDesc const& desc, MoeForwardArgs 
 }  // namespace
 
 Status moe_forward(Context const& context, MoeDesc const& desc, MoeForwardArgs const& args,
-                   Stream) noexcept {
+                   Stream stream) noexcept {
   TESSERA_TRY(ops::check_supported(context, desc));
+  if (context.cuda() != nullptr) return forward_on_cuda(context, desc, args, stream);
   ops::ForwardPlan const plan = ops::plan_forward(context, desc);
   TESSERA_TRY(check_forward(context, desc, args, plan.bytes));
+  TESSERA_TRY(ops::check_routing_values(desc, args));
   forward_on_cpu(context, desc, args, plan);
   return {};
 }

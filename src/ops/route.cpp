@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // route: logits and selection alone
 #include "core/tensor_check.hpp"
+#include "cuda/layer/backend.hpp"
 #include "ops/plan.hpp"
 #include "ops/router_args.hpp"
 #include "ops/support.hpp"
@@ -28,22 +29,26 @@ void run_router(MoeDesc const& desc, RouterInputs const& inputs, cpu::MutableRow
 
 }  // namespace ops
 
-Status route(Context const& context, MoeDesc const& desc, RouteArgs const& args, Stream) noexcept {
+Status route(Context const& context, MoeDesc const& desc, RouteArgs const& args,
+             Stream stream) noexcept {
   TESSERA_TRY(ops::check_supported(context, desc));
   if (desc.router.kind == RouterKind::given) {
     return Status::invalid("router=given: there is nothing to route; set desc.router.kind");
   }
   MoeShape const& s = desc.shape;
-  ops::ForwardPlan const plan = ops::plan_route(context, desc);
+  auto const workspace = workspace_bytes(context, desc, Pass::route);
+  if (!workspace.ok()) return workspace.status();
   core::TensorCheck check{context.device()};
   check.input("x", args.x, desc.dtype, {s.tokens, s.hidden});
   ops::check_router(desc, args.w_router, args.b_router, args.selection_bias, check);
   check.output("topk_ids", args.topk_ids, desc.ids_dtype, {s.tokens, s.top_k});
   check.output("topk_weights", args.topk_weights, DType::fp32, {s.tokens, s.top_k});
   check.optional_output("logits", args.logits, DType::fp32, {s.tokens, s.experts});
-  check.buffer("workspace", args.workspace, plan.bytes, 1, true);
+  check.buffer("workspace", args.workspace, workspace.value(), 1, true);
   TESSERA_TRY(check.finish());
+  if (context.cuda() != nullptr) return cuda::route(*context.cuda(), desc, args, stream);
 
+  ops::ForwardPlan const plan = ops::plan_route(context, desc);
   std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
   cpu::Threads const threads{context.thread_pool(), plan.scratch.in(base), plan.floats_per_thread};
   cpu::MutableRows const logits = args.logits.present()

@@ -4,6 +4,7 @@
 #include "core/desc_check.hpp"
 #include "core/router_math.hpp"
 #include "core/tensor_check.hpp"
+#include "cuda/layer/backend.hpp"
 #include "ops/plan.hpp"
 
 namespace tessera::ops {
@@ -29,10 +30,9 @@ Status check_supported(MoeDesc const& desc) noexcept {
 }
 
 Status check_supported(Context const& context, MoeDesc const& desc) noexcept {
-  if (context.device().kind != DeviceKind::cpu) {
-    return Status::unsupported("device cuda: this version runs layers on the CPU");
-  }
-  return check_supported(desc);
+  if (context.cuda() == nullptr) return check_supported(desc);
+  TESSERA_TRY(core::check_desc(desc));
+  return cuda::check_supported(desc);
 }
 
 std::size_t routing_table_bytes(MoeDesc const& desc) noexcept {
@@ -106,6 +106,10 @@ Expected<std::size_t> workspace_bytes(Context const& context, MoeDesc const& des
                                       Pass pass) noexcept {
   TESSERA_TRY(core::check_pass(pass));
   TESSERA_TRY(ops::check_supported(context, desc));
+  if (context.cuda() != nullptr) {
+    TESSERA_TRY(cuda::check_supported(desc, pass));
+    return cuda::workspace_bytes(desc, pass, ops::routing_table_bytes(desc));
+  }
   switch (pass) {
     case Pass::forward:
       return ops::plan_forward(context, desc).bytes;

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <string>
 #include <vector>
 
 #include "tests/api/layer.hpp"
@@ -17,8 +18,10 @@ TEST(Context, ReportsItsThreads) {
 TEST(Context, RefusesWhatItCannotHave) {
   EXPECT_EQ(Context::create({.num_threads = -1}).status().code(), StatusCode::invalid_argument);
   EXPECT_EQ(Context::create({.num_threads = 100000}).status().code(), StatusCode::invalid_argument);
-  EXPECT_EQ(Context::create({.device = {DeviceKind::cuda, 0}}).status().code(),
-            StatusCode::environment);
+  // One more than any machine has, so that this holds with and without GPUs.
+  Status const no_device = Context::create({.device = {DeviceKind::cuda, 1000}}).status();
+  EXPECT_EQ(no_device.code(), StatusCode::environment);
+  EXPECT_NE(std::string(no_device.text()).find("cuda:1000"), std::string::npos);
   EXPECT_EQ(Context::create({.device = {static_cast<DeviceKind>(5), 0}}).status().code(),
             StatusCode::invalid_argument);
 }
@@ -43,6 +46,10 @@ TEST(Backends, NameTheCpuAndWhyCudaIsMissing) {
   EXPECT_TRUE(all[0].available);
   EXPECT_STREQ(all[1].name, "cuda");
   EXPECT_FALSE(all[1].detail.empty());
+}
+
+TEST(CheckDeviceValues, FindsNothingOnTheCpu) {
+  EXPECT_TRUE(check_device_values(value_of(Context::create({.num_threads = 1}))).ok());
 }
 
 TEST(Explain, ListsEveryOpWithOneChoice) {

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// The arguments of the kernels from the tensors of a call.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/host/aggregate.hpp"
+#include "cuda/host/projection.hpp"
+#include "tessera/moe.hpp"
+
+namespace tessera::cuda {
+
+/// A checked [rows,columns] tensor.
+MatrixRows matrix_rows(ConstTensor const& tensor) noexcept;
+
+/// Gate and up rows of w_up (one matrix where not gated) and of its biases; rows of w_down and b_down.
+struct WeightViews {
+  WeightRows w_up[2], b_up[2], w_down, b_down;
+};
+WeightViews weight_views(MoeDesc const& desc, ExpertWeights const& weights) noexcept;
+
+/// Arguments of the experts' kernels of one forward call.
+struct ExpertMemory {
+  RoutingView tables;
+  void* gmem_a;                 ///< [P,n]
+  void* gmem_y;                 ///< [P,d]
+  int32_t* gmem_tile_counters;  ///< [kNumTileCounters], zero
+};
+struct ExpertArguments {
+  UpProjectionFwdArguments up;
+  DownProjectionFwdArguments down;
+  AggregateArguments aggregate;
+};
+ExpertArguments expert_arguments(MoeDesc const& desc, MoeForwardArgs const& args,
+                                 ExpertMemory const& memory) noexcept;
+
+/// An aligned address that is never read: it stands for the memory of a call that is only asked about.
+inline void* nowhere() noexcept { return reinterpret_cast<void*>(std::uintptr_t{1} << 20); }
+
+/// Contiguous weights of the desc's shapes at nowhere().
+ExpertWeights weights_without_memory(MoeDesc const& desc) noexcept;
+
+}  // namespace tessera::cuda

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// What src/ops asks of the CUDA backend. No CUDA headers: a build without CUDA has the same functions
+// (not_built.cpp), which say so.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tessera/backend.hpp"
+#include "tessera/moe.hpp"
+#include "tessera/routing.hpp"
+
+namespace tessera::cuda {
+
+/// One GPU that the kernels run on, and the error word that they write bad device values to. Immutable but for
+/// that word; any number of threads may use it.
+class DeviceContext {
+ public:
+  /// Loads the driver. Errors: environment for no driver, no such device, or one the kernels are not built for.
+  static Expected<std::unique_ptr<DeviceContext>> open(std::int32_t index) noexcept;
+  ~DeviceContext();
+  DeviceContext(DeviceContext const&) = delete;
+  DeviceContext& operator=(DeviceContext const&) = delete;
+
+  [[nodiscard]] std::int32_t index() const noexcept { return index_; }
+  [[nodiscard]] int sm_count() const noexcept { return sm_count_; }
+  /// As the device sees it.
+  [[nodiscard]] std::uint64_t* gmem_error() const noexcept { return gmem_error_; }
+
+  /// The bad device value that a kernel met since the last call, as invalid_argument; clears it. Does not wait.
+  [[nodiscard]] Status take_error() const noexcept;
+
+ private:
+  DeviceContext() = default;
+  std::int32_t index_ = 0;
+  int sm_count_ = 0;
+  std::uint64_t* host_error_ = nullptr;  // the word in pinned host memory
+  std::uint64_t* gmem_error_ = nullptr;
+};
+
+/// The backend as `backends()` reports it.
+BackendInfo backend_info();
+
+/// Whether the backend serves a desc that core::check_desc accepted; pass: what it is asked for.
+Status check_supported(MoeDesc const& desc) noexcept;
+Status check_supported(MoeDesc const& desc, Pass pass) noexcept;
+
+/// Bytes of workspace for a supported desc; pass: forward or route. With SavePolicy::none the routing tables,
+/// `routing_bytes` long, stand at the start of the aligned workspace.
+std::size_t workspace_bytes(MoeDesc const& desc, Pass pass, std::size_t routing_bytes) noexcept;
+
+/// Enqueue a call whose tensors were checked. Errors: device_error where a launch is refused.
+Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardArgs const& args,
+                   RoutingView const& routing, std::size_t routing_bytes, Stream stream) noexcept;
+Status route(DeviceContext const& device, MoeDesc const& desc, RouteArgs const& args,
+             Stream stream) noexcept;
+
+/// Candidates of each op of a pass, for contiguous tensors on 16-byte addresses.
+std::vector<OpExplanation> explain(DeviceContext const& device, MoeDesc const& desc, Pass pass);
+
+}  // namespace tessera::cuda

@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/layer/device.hpp"
+
+#include <atomic>
+#include <string>
+
+#include "cuda/layer/architecture.hpp"
+#include "cuda/layer/backend.hpp"
+#include "cuda/layer/error_word.hpp"
+
+namespace tessera::cuda {
+namespace {
+
+/// The runtime calls a missing driver too old.
+char const* reason(cudaError_t error) noexcept {
+  int version = 0;
+  bool const none = cudaDriverGetVersion(&version) == cudaSuccess && version == 0;
+  cudaGetLastError();  // leaves nothing behind for the caller's own calls
+  return none ? "this machine has no NVIDIA driver" : cudaGetErrorString(error);
+}
+
+Status environment(std::int32_t index, cudaError_t error) noexcept {
+  return Status::error(StatusCode::environment, "device cuda:%d: %s; use device cpu", index,
+                       reason(error));
+}
+
+struct Facts {
+  int major = 0, minor = 0, sm_count = 0;
+  char name[256] = "";
+};
+
+Status read_facts(std::int32_t index, Facts& facts) noexcept {
+  int devices = 0;
+  cudaError_t error = cudaGetDeviceCount(&devices);
+  if (error != cudaSuccess) return environment(index, error);
+  if (index < 0 || index >= devices) {
+    return Status::error(StatusCode::environment,
+                         "device cuda:%d: this machine has %d; count from 0, or use device cpu",
+                         index, devices);
+  }
+  cudaDeviceProp properties;
+  error = cudaGetDeviceProperties(&properties, index);
+  if (error != cudaSuccess) return environment(index, error);
+  facts.major = properties.major;
+  facts.minor = properties.minor;
+  facts.sm_count = properties.multiProcessorCount;
+  std::snprintf(facts.name, sizeof(facts.name), "%s", properties.name);
+  return {};
+}
+
+}  // namespace
+
+Expected<std::unique_ptr<DeviceContext>> DeviceContext::open(std::int32_t index) noexcept {
+  Facts facts;
+  TESSERA_TRY(read_facts(index, facts));
+  TESSERA_TRY(check_architecture(index, facts.name, facts.major, facts.minor));
+  DeviceGuard const guard(index);
+  TESSERA_TRY(guard.status());
+  std::unique_ptr<DeviceContext> context(new (std::nothrow) DeviceContext);
+  if (context == nullptr) {
+    return Status::error(StatusCode::out_of_memory, "no memory for a context");
+  }
+  context->index_ = index;
+  context->sm_count_ = facts.sm_count;
+  void* word = nullptr;
+  cudaError_t error =
+      cudaHostAlloc(&word, sizeof(std::uint64_t), cudaHostAllocMapped | cudaHostAllocPortable);
+  if (error != cudaSuccess) return environment(index, error);
+  context->host_error_ = static_cast<std::uint64_t*>(word);
+  *context->host_error_ = 0;
+  error = cudaHostGetDevicePointer(&word, word, 0);
+  if (error != cudaSuccess) return environment(index, error);
+  context->gmem_error_ = static_cast<std::uint64_t*>(word);
+  return context;
+}
+
+DeviceContext::~DeviceContext() {
+  if (host_error_ == nullptr) return;
+  DeviceGuard const guard(index_);
+  cudaFreeHost(host_error_);
+}
+
+Status DeviceContext::take_error() const noexcept {
+  auto const word = ErrorWord::unpacked(std::atomic_ref<std::uint64_t>(*host_error_).exchange(0));
+  char const* name = nullptr;
+  switch (word.rule) {
+    case BadValue::expert_offsets:
+      name = "expert_offsets";
+      break;
+    case BadValue::token_offsets:
+      name = "token_offsets";
+      break;
+    case BadValue::none:
+      break;
+  }
+  if (name == nullptr) return {};
+  return Status::invalid(
+      "%s[%lld]: an offset of %lld (-1: below 0); they start at 0, never decrease and end at the "
+      "rows or slots of the call; its results are void",
+      name, static_cast<long long>(word.index), static_cast<long long>(word.value));
+}
+
+BackendInfo backend_info() {
+  BackendInfo info{"cuda", true, false, ""};
+  int devices = 0;
+  cudaError_t const error = cudaGetDeviceCount(&devices);
+  if (error != cudaSuccess || devices == 0) {
+    info.detail = error != cudaSuccess ? reason(error) : "this machine has no device";
+    return info;
+  }
+  for (int index = 0; index < devices; ++index) {
+    Facts facts;
+    Status status = read_facts(index, facts);
+    if (status.ok()) status = check_architecture(index, facts.name, facts.major, facts.minor);
+    info.available = info.available || status.ok();
+    if (index > 0) info.detail += "; ";
+    info.detail += status.ok() ? "cuda:" + std::to_string(index) + " " + facts.name + ", " +
+                                     std::to_string(facts.sm_count) + " SMs"
+                               : std::string(status.text());
+  }
+  if (info.available) info.detail = "bf16, forward only, kernels for sm_90a; " + info.detail;
+  return info;
+}
+
+}  // namespace tessera::cuda

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// The error word: which rule a device value broke, where, and the value, in 64 bits that one store writes.
+// 0: nothing is wrong. Of several bad values one is kept.
+#pragma once
+
+#include <cstdint>
+
+namespace tessera::cuda {
+
+enum class BadValue : std::uint32_t { none = 0, expert_offsets = 1, token_offsets = 2 };
+
+/// rule: bits 62-63; index < 2^31: bits 31-61; value + 1 within [0, 2^31): bits 0-30.
+struct ErrorWord {
+  BadValue rule;
+  std::int64_t index;
+  std::int64_t value;  ///< -1 stands for anything below 0, 2^31 - 2 for anything above
+
+#if defined(__CUDACC__)
+  __host__ __device__
+#endif
+      [[nodiscard]] constexpr std::uint64_t
+      packed() const {
+    constexpr std::int64_t kLargest = 0x7ffffffe;
+    std::int64_t const bounded = value < -1 ? -1 : value > kLargest ? kLargest : value;
+    return static_cast<std::uint64_t>(rule) << 62 | static_cast<std::uint64_t>(index) << 31 |
+           static_cast<std::uint64_t>(bounded + 1);
+  }
+  static constexpr ErrorWord unpacked(std::uint64_t word) {
+    return {static_cast<BadValue>(word >> 62), static_cast<std::int64_t>(word >> 31 & 0x7fffffffu),
+            static_cast<std::int64_t>(word & 0x7fffffffu) - 1};
+  }
+};
+
+}  // namespace tessera::cuda

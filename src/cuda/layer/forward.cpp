@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: Apache-2.0
+// moe_forward: (router) -> metadata -> up_projection_fwd -> down_projection_fwd -> aggregate on the caller's stream.
+// Every launch has a size known from the shape: nothing waits, allocates or reads device memory from the host, so a
+// call can be captured into a graph.
+#include <cuda_runtime_api.h>
+
+#include <nvtx3/nvtx3.hpp>
+
+#include "core/router_groups.hpp"
+#include "core/workspace.hpp"
+#include "cuda/layer/arguments.hpp"
+#include "cuda/layer/backend.hpp"
+#include "cuda/layer/device.hpp"
+#include "cuda/layer/plan.hpp"
+#include "cuda/layer/routing_tables.hpp"
+#include "cuda/layer/select.hpp"
+
+namespace tessera::cuda {
+namespace {
+
+struct NvtxDomain {
+  static constexpr char const* name{"tessera"};
+};
+
+/// Launches one op after another on a stream, each in an NVTX range; stops at the first that fails.
+class Sequence {
+ public:
+  Sequence(DeviceContext const& device, Stream stream) noexcept
+      : device_(device), stream_(static_cast<cudaStream_t>(stream.native)) {}
+
+  /// body(stream) -> cudaError_t
+  template <class Body>
+  void add(char const* op, Body&& body) noexcept {
+    if (!status_.ok()) return;
+    nvtx3::scoped_range_in<NvtxDomain> const range{op};
+    cudaError_t const error = body(stream_);
+    if (error != cudaSuccess) status_ = device_error(op, error);
+  }
+  /// The fast kernel of an op, or its plain twin.
+  template <class Arguments>
+  void select(char const* op, Arguments const& args) noexcept {
+    add(op, [&](cudaStream_t stream) { return launch(args, device_.sm_count(), stream); });
+  }
+
+  [[nodiscard]] DeviceContext const& device() const noexcept { return device_; }
+  [[nodiscard]] Status const& status() const noexcept { return status_; }
+
+ private:
+  DeviceContext const& device_;
+  cudaStream_t stream_;
+  Status status_;
+};
+
+Integers integers(ConstTensor const& tensor) noexcept {
+  return {tensor.data, tensor.dtype == DType::int64};
+}
+
+/// Elements between rows of a checked [rows,columns] tensor.
+std::int64_t pitch_of(ConstTensor const& tensor) noexcept {
+  return tensor.shape[0] > 1 ? tensor.stride[0] : tensor.shape[1];
+}
+
+struct RouterTensors {
+  ConstTensor const& x;
+  ConstTensor const& w_router;
+  ConstTensor const& b_router;
+  ConstTensor const& selection_bias;
+  Tensor const& logits;  ///< where the caller wants them, or absent
+};
+
+struct RouterMemory {
+  float* gmem_logits;
+  int32_t* gmem_tile_counter;
+  int32_t* gmem_topk_ids;
+  float* gmem_topk_weights;
+  float* gmem_chosen_p;
+};
+
+/// Logits, then ids and scores of every token.
+void add_router(MoeDesc const& desc, RouterTensors const& tensors, RouterMemory const& memory,
+                Sequence& sequence) noexcept {
+  MoeShape const& s = desc.shape;
+  sequence.select("router_logits", RouterLogitsArguments{
+                                       .x = matrix_rows(tensors.x),
+                                       .w_router = matrix_rows(tensors.w_router),
+                                       .gmem_b_router = tensors.b_router.data,
+                                       .gmem_logits = memory.gmem_logits,
+                                       .hidden = s.hidden,
+                                       .experts = static_cast<std::int32_t>(s.experts),
+                                       .gmem_tile_counter = memory.gmem_tile_counter,
+                                   });
+  auto const [groups, top_groups] = desc.router.kind == RouterKind::group_limited
+                                        ? core::router_groups(desc)
+                                        : core::RouterGroups{};
+  sequence.select("route",
+                  RouteArguments{
+                      .gmem_logits = memory.gmem_logits,
+                      .gmem_selection_bias = static_cast<float const*>(tensors.selection_bias.data),
+                      .gmem_topk_ids = memory.gmem_topk_ids,
+                      .gmem_topk_weights = memory.gmem_topk_weights,
+                      .gmem_chosen_p = memory.gmem_chosen_p,
+                      .tokens = s.tokens,
+                      .experts = static_cast<std::int32_t>(s.experts),
+                      .top_k = static_cast<std::int32_t>(s.top_k),
+                      .kind = desc.router.kind,
+                      .route_scale = desc.router.route_scale,
+                      .normalize_scores = desc.router.normalize_scores,
+                      .groups = static_cast<std::int32_t>(groups),
+                      .top_groups = static_cast<std::int32_t>(top_groups),
+                  });
+  if (!tensors.logits.present() || tensors.logits.data == memory.gmem_logits) return;
+  sequence.add("copy logits", [&](cudaStream_t stream) {
+    std::size_t const row = sizeof(float) * static_cast<std::size_t>(s.experts);
+    if (s.tokens == 0) return cudaSuccess;
+    return cudaMemcpy2DAsync(tensors.logits.data,
+                             sizeof(float) * static_cast<std::size_t>(pitch_of(tensors.logits)),
+                             memory.gmem_logits, row, row, static_cast<std::size_t>(s.tokens),
+                             cudaMemcpyDeviceToDevice, stream);
+  });
+}
+
+bool is_contiguous(Tensor const& tensor) noexcept {
+  return tensor.present() && pitch_of(tensor) == tensor.shape[1];
+}
+
+void zero_counters(std::int32_t* gmem_counters, Sequence& sequence) noexcept {
+  sequence.add("tile counters", [&](cudaStream_t stream) {
+    return cudaMemsetAsync(gmem_counters, 0, sizeof(std::int32_t) * kNumTileCounters, stream);
+  });
+}
+
+void add_metadata(MoeDesc const& desc, std::int32_t const* gmem_ids, RoutingView const& tables,
+                  void* gmem_workspace, Sequence& sequence) noexcept {
+  MoeShape const& s = desc.shape;
+  sequence.select("metadata", MetadataArguments{
+                                  .gmem_ids = gmem_ids,
+                                  .ids_are_int64 = false,
+                                  .gmem_token_offsets = tables.token_offsets,
+                                  .slots = s.num_slots(),
+                                  .tokens = static_cast<std::int32_t>(s.tokens),
+                                  .top_k = static_cast<std::int32_t>(s.top_k),
+                                  .experts = static_cast<std::int32_t>(s.experts),
+                                  .gmem_expert_offsets = tables.expert_offsets,
+                                  .gmem_sort_permutation = tables.sort_permutation,
+                                  .gmem_gather_index = tables.gather_index,
+                                  .gmem_inverse_permutation = tables.inverse_permutation,
+                                  .gmem_workspace = gmem_workspace,
+                              });
+}
+
+/// The routing tables, from a router, from given ids and weights, or from grouped rows.
+void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan const& plan,
+                 std::byte* base, RoutingView const& tables, Sequence& sequence) noexcept {
+  MoeShape const& s = desc.shape;
+  std::uint64_t* const gmem_error = sequence.device().gmem_error();
+  if (desc.grouping != RowGrouping::slots) {
+    sequence.add("grouped rows", [&](cudaStream_t stream) {
+      return launch_grouped_rows(
+          {.groups = integers(args.expert_offsets),
+           .grouping = desc.grouping,
+           .gmem_row_scores = static_cast<float const*>(args.row_scores.data),
+           .rows = s.tokens,
+           .experts = s.experts,
+           .tables = tables,
+           .gmem_error = gmem_error},
+          stream);
+    });
+    return;
+  }
+  std::int32_t const* gmem_ids = tables.topk_ids;
+  if (desc.router.kind == RouterKind::given) {
+    bool const varies = s.variable_experts;
+    gmem_ids = plan.ids.in(base);
+    sequence.add("given slots", [&](cudaStream_t stream) {
+      return launch_given_slots({.ids = integers(args.topk_ids),
+                                 .gmem_weights = static_cast<float const*>(args.topk_weights.data),
+                                 .token_offsets = integers(args.token_offsets),
+                                 .ids_pitch = varies ? 0 : pitch_of(args.topk_ids),
+                                 .weights_pitch = varies ? 0 : pitch_of(args.topk_weights),
+                                 .top_k = s.top_k,
+                                 .slots = s.num_slots(),
+                                 .tokens = s.tokens,
+                                 .experts = s.experts,
+                                 .gmem_ids = plan.ids.in(base),
+                                 .gmem_scores = tables.scores,
+                                 .gmem_token_offsets = tables.token_offsets,
+                                 .gmem_error = gmem_error},
+                                stream);
+    });
+  } else {
+    // Logits that backward needs stay in the tables; others go where the caller wants them, or nowhere.
+    float* const gmem_logits = tables.logits != nullptr     ? tables.logits
+                               : is_contiguous(args.logits) ? static_cast<float*>(args.logits.data)
+                                                            : plan.logits.in(base);
+    add_router(desc, {args.x, args.w_router, args.b_router, args.selection_bias, args.logits},
+               {gmem_logits, plan.counters.in(base) + kRouterLogitsCounter, tables.topk_ids,
+                tables.scores, tables.chosen_p},
+               sequence);
+  }
+  add_metadata(desc, gmem_ids, tables, plan.metadata.in(base), sequence);
+}
+
+void add_experts(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan const& plan,
+                 std::byte* base, RoutingView const& tables, Sequence& sequence) noexcept {
+  ExpertArguments const experts = expert_arguments(desc, args,
+                                                   {.tables = tables,
+                                                    .gmem_a = plan.a.in(base),
+                                                    .gmem_y = plan.y.in(base),
+                                                    .gmem_tile_counters = plan.counters.in(base)});
+  sequence.select("up_projection_fwd", experts.up);
+  sequence.select("down_projection_fwd", experts.down);
+  sequence.select("aggregate", experts.aggregate);
+}
+
+}  // namespace
+
+Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardArgs const& args,
+                   RoutingView const& routing, std::size_t routing_bytes, Stream stream) noexcept {
+  DeviceGuard const guard(device.index());
+  TESSERA_TRY(guard.status());
+  nvtx3::scoped_range_in<NvtxDomain> const range{"moe_forward"};
+  ForwardPlan const plan = plan_forward(desc, routing_bytes);
+  std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
+  Sequence sequence(device, stream);
+  zero_counters(plan.counters.in(base), sequence);
+  add_routing(desc, args, plan, base, routing, sequence);
+  if (args.expert_counts.present()) {
+    sequence.add("expert counts", [&](cudaStream_t native) {
+      return launch_expert_counts(routing.expert_offsets, desc.shape.experts,
+                                  static_cast<std::int32_t*>(args.expert_counts.data), native);
+    });
+  }
+  add_experts(desc, args, plan, base, routing, sequence);
+  return sequence.status();
+}
+
+Status route(DeviceContext const& device, MoeDesc const& desc, RouteArgs const& args,
+             Stream stream) noexcept {
+  DeviceGuard const guard(device.index());
+  TESSERA_TRY(guard.status());
+  nvtx3::scoped_range_in<NvtxDomain> const range{"route"};
+  MoeShape const& s = desc.shape;
+  RoutePlan const plan = plan_route(desc);
+  std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
+  Sequence sequence(device, stream);
+  zero_counters(plan.counters.in(base), sequence);
+  float* const gmem_logits =
+      is_contiguous(args.logits) ? static_cast<float*>(args.logits.data) : plan.logits.in(base);
+  add_router(desc, {args.x, args.w_router, args.b_router, args.selection_bias, args.logits},
+             {gmem_logits, plan.counters.in(base) + kRouterLogitsCounter, plan.ids.in(base),
+              plan.weights.in(base), nullptr},
+             sequence);
+  sequence.add("route outputs", [&](cudaStream_t native) {
+    return launch_route_outputs({.gmem_ids = plan.ids.in(base),
+                                 .gmem_weights = plan.weights.in(base),
+                                 .tokens = s.tokens,
+                                 .top_k = s.top_k,
+                                 .gmem_ids_out = args.topk_ids.data,
+                                 .ids_out_are_int64 = desc.ids_dtype == DType::int64,
+                                 .ids_pitch = pitch_of(args.topk_ids),
+                                 .gmem_weights_out = static_cast<float*>(args.topk_weights.data),
+                                 .weights_pitch = pitch_of(args.topk_weights)},
+                                native);
+  });
+  return sequence.status();
+}
+
+}  // namespace tessera::cuda

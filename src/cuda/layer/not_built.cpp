@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CUDA backend of a build without CUDA: no device can be opened, so nothing else is ever reached.
+#include "cuda/layer/backend.hpp"
+
+namespace tessera::cuda {
+namespace {
+
+constexpr char kReason[] = "this build has no CUDA kernels; configure with -DTESSERA_CUDA=ON";
+
+Status not_built() noexcept { return Status::error(StatusCode::environment, "%s", kReason); }
+
+}  // namespace
+
+Expected<std::unique_ptr<DeviceContext>> DeviceContext::open(std::int32_t index) noexcept {
+  return Status::error(StatusCode::environment, "device cuda:%d: %s, or use device cpu", index,
+                       kReason);
+}
+DeviceContext::~DeviceContext() = default;
+Status DeviceContext::take_error() const noexcept { return not_built(); }
+
+BackendInfo backend_info() { return {"cuda", false, false, kReason}; }
+
+std::size_t workspace_bytes(MoeDesc const&, Pass, std::size_t) noexcept { return 0; }
+Status moe_forward(DeviceContext const&, MoeDesc const&, MoeForwardArgs const&, RoutingView const&,
+                   std::size_t, Stream) noexcept {
+  return not_built();
+}
+Status route(DeviceContext const&, MoeDesc const&, RouteArgs const&, Stream) noexcept {
+  return not_built();
+}
+std::vector<OpExplanation> explain(DeviceContext const&, MoeDesc const&, Pass) { return {}; }
+
+}  // namespace tessera::cuda

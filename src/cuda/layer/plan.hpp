@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// The workspace of each pass. The query and the call build the same plan.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/workspace.hpp"
+#include "tessera/moe.hpp"
+
+namespace tessera::cuda {
+
+/// Counters of the persistent kernels, one int each, zeroed at the start of every call.
+enum TileCounter : int {
+  kRouterLogitsCounter,
+  kUpProjectionCounter,
+  kDownProjectionCounter,
+  kNumTileCounters
+};
+
+struct ForwardPlan {
+  core::Region<std::byte> routing;      ///< the tables, SavePolicy::none; always the first region
+  core::Region<std::int32_t> counters;  ///< [kNumTileCounters]
+  core::Region<float> logits;           ///< [T,E], with a router whose tables do not hold them
+  core::Region<std::int32_t> ids;       ///< [P], RouterKind::given
+  core::Region<std::byte> metadata;     ///< metadata_workspace_bytes
+  core::Region<std::uint16_t> a, y;     ///< [P,n], [P,d] bf16
+  std::size_t bytes = 0;
+};
+ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcept;
+
+struct RoutePlan {
+  core::Region<std::int32_t> counters;  ///< [kNumTileCounters]
+  core::Region<float> logits;           ///< [T,E]
+  core::Region<std::int32_t> ids;       ///< [T,K]
+  core::Region<float> weights;          ///< [T,K]
+  std::size_t bytes = 0;
+};
+RoutePlan plan_route(MoeDesc const& desc) noexcept;
+
+}  // namespace tessera::cuda

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// The one place that chooses between an op's fast kernel and its plain twin: `refuse` says why not the fast one,
+// `launch` does what it says.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/host/aggregate.hpp"
+#include "cuda/host/metadata.hpp"
+#include "cuda/host/projection.hpp"
+#include "cuda/host/route.hpp"
+
+namespace tessera::cuda {
+
+Refusal refuse(RouterLogitsArguments const& args) noexcept;
+Refusal refuse(RouteArguments const& args) noexcept;
+Refusal refuse(MetadataArguments const& args) noexcept;
+Refusal refuse(UpProjectionFwdArguments const& args) noexcept;
+Refusal refuse(DownProjectionFwdArguments const& args) noexcept;
+Refusal refuse(AggregateArguments const& args) noexcept;
+
+cudaError_t launch(RouterLogitsArguments const& args, int sm_count, cudaStream_t stream) noexcept;
+cudaError_t launch(RouteArguments const& args, int sm_count, cudaStream_t stream) noexcept;
+cudaError_t launch(MetadataArguments const& args, int sm_count, cudaStream_t stream) noexcept;
+cudaError_t launch(UpProjectionFwdArguments const& args, int sm_count,
+                   cudaStream_t stream) noexcept;
+cudaError_t launch(DownProjectionFwdArguments const& args, int sm_count,
+                   cudaStream_t stream) noexcept;
+cudaError_t launch(AggregateArguments const& args, int sm_count, cudaStream_t stream) noexcept;
+
+}  // namespace tessera::cuda

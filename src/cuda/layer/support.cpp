@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CUDA backend serves; no device is asked.
+#include "cuda/layer/backend.hpp"
+
+#include "core/router_groups.hpp"
+
+namespace tessera::cuda {
+namespace {
+
+constexpr std::int64_t kMaxGroups = 32;  // one lane of a warp each
+
+Status check_router(MoeDesc const& desc) noexcept {
+  if (desc.router.kind == RouterKind::expert_choice) {
+    return Status::unsupported("router=expert-choice: the CUDA backend serves all others");
+  }
+  if (desc.router.round != Rounding::none) {
+    return Status::unsupported("round=%d: the CUDA backend has no token rounding; use none",
+                               static_cast<int>(desc.router.round));
+  }
+  if (desc.router.kind == RouterKind::group_limited &&
+      core::router_groups(desc).groups > kMaxGroups) {
+    return Status::unsupported("groups=%lld: the CUDA backend serves up to %lld",
+                               static_cast<long long>(core::router_groups(desc).groups),
+                               static_cast<long long>(kMaxGroups));
+  }
+  return {};
+}
+
+}  // namespace
+
+Status check_supported(MoeDesc const& desc) noexcept {
+  if (desc.dtype != DType::bf16) {
+    return Status::unsupported("dtype=%d: the CUDA backend stores bf16 (%d); fp32 runs on the CPU",
+                               static_cast<int>(desc.dtype), static_cast<int>(DType::bf16));
+  }
+  if (desc.score_position == ScorePosition::input) {
+    return Status::unsupported(
+        "score_position=input: scores of x are not fused; scale x before the call");
+  }
+  return check_router(desc);
+}
+
+Status check_supported(MoeDesc const& desc, Pass pass) noexcept {
+  if (pass != Pass::forward && pass != Pass::route) {
+    return Status::unsupported("backward: the CUDA backend of this version runs forward only");
+  }
+  return check_supported(desc);
+}
+
+}  // namespace tessera::cuda

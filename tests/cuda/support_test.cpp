@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the CUDA backend decides without a device: which GPUs, which layers, what an error word says.
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <string>
+
+#include "cuda/layer/architecture.hpp"
+#include "cuda/layer/backend.hpp"
+#include "cuda/layer/error_word.hpp"
+
+namespace tessera::cuda {
+namespace {
+
+TEST(CheckArchitecture, ServesHopperAlone) {
+  EXPECT_TRUE(check_architecture(0, "NVIDIA H200", 9, 0).ok());
+  struct Other {
+    char const* name;
+    int major, minor;
+    char const* capability;
+  };
+  for (Other const& gpu : {Other{"NVIDIA A100", 8, 0, "8.0"},
+                           {"NVIDIA L40S", 8, 9, "8.9"},
+                           {"NVIDIA B200", 10, 0, "10.0"},
+                           {"NVIDIA B300", 10, 3, "10.3"},
+                           {"NVIDIA RTX 5090", 12, 0, "12.0"},
+                           {"Tesla V100", 7, 0, "7.0"}}) {
+    Status const status = check_architecture(3, gpu.name, gpu.major, gpu.minor);
+    EXPECT_EQ(status.code(), StatusCode::environment) << gpu.name;
+    std::string const text = status.text();
+    for (std::string const part : {"cuda:3", gpu.name, gpu.capability, "9.0", "use device cpu"}) {
+      EXPECT_NE(text.find(part), std::string::npos) << text << " lacks " << part;
+    }
+  }
+}
+
+MoeDesc served_desc() {
+  MoeDesc desc;
+  desc.shape = {.tokens = 16, .hidden = 8, .intermediate = 8, .experts = 64, .top_k = 2};
+  desc.dtype = DType::bf16;
+  desc.router.kind = RouterKind::topk_softmax;
+  return desc;
+}
+
+TEST(CheckSupported, ServesForwardInBf16) {
+  EXPECT_TRUE(check_supported(served_desc()).ok());
+  EXPECT_TRUE(check_supported(served_desc(), Pass::forward).ok());
+  EXPECT_TRUE(check_supported(served_desc(), Pass::route).ok());
+}
+
+TEST(CheckSupported, RefusesTheRestWithAReason) {
+  auto const refused = [](auto&& change) {
+    MoeDesc desc = served_desc();
+    change(desc);
+    Status const status = check_supported(desc);
+    EXPECT_EQ(status.code(), StatusCode::unsupported) << status.text();
+    return std::string(status.text());
+  };
+  EXPECT_NE(refused([](MoeDesc& d) { d.dtype = DType::fp32; }).find("bf16"), std::string::npos);
+  refused([](MoeDesc& d) { d.dtype = DType::fp16; });
+  refused([](MoeDesc& d) { d.router.kind = RouterKind::expert_choice; });
+  refused([](MoeDesc& d) { d.router.round = Rounding::nr_f; });
+  refused([](MoeDesc& d) { d.score_position = ScorePosition::input; });
+  std::string const groups = refused([](MoeDesc& d) {
+    d.router.kind = RouterKind::group_limited;
+    d.router.groups = d.router.top_groups = 64;
+  });
+  EXPECT_NE(groups.find("groups=64"), std::string::npos) << groups;
+  for (Pass const pass : {Pass::backward, Pass::backward_input, Pass::backward_weights}) {
+    EXPECT_EQ(check_supported(served_desc(), pass).code(), StatusCode::unsupported);
+  }
+}
+
+TEST(ErrorWord, KeepsRuleIndexAndValue) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  for (BadValue const rule : {BadValue::expert_offsets, BadValue::token_offsets}) {
+    for (std::int64_t const index : {std::int64_t{0}, std::int64_t{1}, std::int64_t{0x7fffffff}}) {
+      for (auto const& [value, kept] : {std::pair{std::int64_t{0}, std::int64_t{0}},
+                                        {7, 7},
+                                        {-1, -1},
+                                        {-kMost, -1},
+                                        {0x7ffffffe, 0x7ffffffe},
+                                        {kMost, 0x7ffffffe}}) {
+        std::uint64_t const word = ErrorWord{rule, index, value}.packed();
+        EXPECT_NE(word, 0u);
+        ErrorWord const back = ErrorWord::unpacked(word);
+        EXPECT_EQ(back.rule, rule);
+        EXPECT_EQ(back.index, index);
+        EXPECT_EQ(back.value, kept);
+      }
+    }
+  }
+  EXPECT_EQ(ErrorWord::unpacked(0).rule, BadValue::none);
+}
+
+}  // namespace
+}  // namespace tessera::cuda

@@ -22,3 +22,7 @@ cmake_path(RELATIVE_PATH CMAKE_INSTALL_PREFIX
   BASE_DIRECTORY ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig OUTPUT_VARIABLE relative_prefix)
 configure_file(cmake/tessera.pc.in tessera.pc @ONLY)
 install(FILES ${CMAKE_CURRENT_BINARY_DIR}/tessera.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+
+# The Python package (pyproject.toml) carries the library beside its modules; wheels hold no symbolic links.
+install(FILES $<TARGET_FILE:tessera> DESTINATION tessera RENAME libtessera.so
+  COMPONENT python EXCLUDE_FROM_ALL)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture-of-Experts layers for PyTorch on the CPU and on Hopper GPUs.
+
+    import tessera
+    o = tessera.moe(x, w_router, w_up, w_down, top_k=8)      # router and experts
+    o = tessera.routed_experts(x, ids, weights, w_up, w_down)  # ids and weights from elsewhere
+
+Importing the package needs neither torch nor a GPU; the first use of a layer imports torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+_HOME = {
+    "MoE": "module",
+    "RouterOutput": "functional",
+    "grouped_experts": "functional",
+    "grouped_gemm": "functional",
+    "grouped_gemm_wgrad": "functional",
+    "load_balancing_loss": "losses",
+    "moe": "functional",
+    "register_huggingface": "huggingface",
+    "route": "functional",
+    "routed_experts": "functional",
+    "selection_bias_update": "losses",
+    "z_loss": "losses",
+}
+
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from tessera.functional import (
+        RouterOutput, grouped_experts, grouped_gemm, grouped_gemm_wgrad, moe, route, routed_experts,
+    )
+    from tessera.huggingface import register_huggingface
+    from tessera.losses import load_balancing_loss, selection_bias_update, z_loss
+    from tessera.module import MoE
+
+
+def __getattr__(name: str):
+    if name == "__version__":
+        from tessera import library
+        value = library.version()
+    elif name in _HOME:
+        try:
+            value = getattr(importlib.import_module(f"tessera.{_HOME[name]}"), name)
+        except ModuleNotFoundError as missing:
+            raise ImportError(f"tessera.{name} needs {missing.name}; pip install 'tessera-moe[torch]'") from missing
+    else:
+        raise AttributeError(f"module 'tessera' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME, "__version__"])

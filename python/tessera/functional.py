@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer as functions of tensors.
+
+Letters: T tokens, d hidden, n intermediate, E experts, K experts per token; w = 2 for gated activations, else 1.
+All functions are differentiable once, deterministic (equal bits from run to run), and raise ValueError for bad
+input, NotImplementedError for what this version does not serve, with rule, value and remedy in one line.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from tessera import ops
+from tessera.options import Options
+
+
+class RouterOutput(NamedTuple):
+    """What the router did. logits are differentiable (auxiliary losses); the others are views of saved tables."""
+
+    logits: torch.Tensor        # [T,E] fp32
+    topk_ids: torch.Tensor      # [T,K] int32
+    topk_weights: torch.Tensor  # [T,K] fp32, detached
+    counts: torch.Tensor        # [E] int32: rows of each expert, on the device
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_text(*values) -> str:
+    return Options(*values).text()
+
+
+def options_text(activation="swiglu", alpha=1.702, limit=7.0, up_offset=1.0, layout="concat",
+                 router="given", top_k=1, route_scale=1.0, normalize_scores=False, groups=0, top_groups=0, save="h",
+                 grouping="slots", logits=False) -> str:
+    """Options (options.py) as the text that the operators take: under torch.compile a constant of the graph."""
+    values = (activation, alpha, limit, up_offset, layout, router, top_k, route_scale,
+              normalize_scores, groups, top_groups, save, grouping, logits)
+    return Options(*values).text() if torch.compiler.is_compiling() else _cached_text(*values)
+
+
+def _local(tensor):
+    """A DTensor's shard on this rank; other tensors unchanged."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = None, with_tables: bool = False):
+    """One layer call: results of moe_forward where a gradient or the tables are wanted, else [o].
+
+    routing: topk_ids, topk_weights, w_router, b_router, selection_bias, expert_offsets, row_scores (or None each);
+    weights: as ops.WEIGHTS; buffers: weight gradients are added into these in backward (eager only).
+    """
+    arguments = (x, *routing, *weights)
+    gradients = False
+    for tensor in arguments:
+        if tensor is not None:
+            if type(tensor) not in _PLAIN:
+                arguments = tuple([_local(t) for t in arguments])
+            gradients = gradients or tensor.requires_grad
+    if torch._C._is_any_autocast_enabled():
+        arguments = _autocast(arguments)
+    if gradients and torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return torch.ops.tessera.moe_forward.default(*arguments, text)
+        results = ops.Layer.apply(buffers, with_tables, *arguments, text)
+        return results if with_tables else (results,)
+    if with_tables:
+        return torch.ops.tessera.moe_forward.default(*arguments, text)
+    if not torch.compiler.is_compiling() and ops.direct() and type(x) in _PLAIN:
+        return (ops.moe_inference(*arguments, text),)
+    return (torch.ops.tessera.moe_inference.default(*arguments, text),)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Positions in ops.moe_forward's arguments that stay as they are under autocast: ids, scores, biases of the selection.
+_UNCAST = frozenset((1, 2, 5, 6, 7))
+
+
+def _autocast(arguments: tuple) -> tuple:
+    device = arguments[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return arguments
+    dtype = torch.get_autocast_dtype(device)
+    return tuple([t if t is None or i in _UNCAST else t.to(dtype) for i, t in enumerate(arguments)])
+
+
+def _weights(w_up, w_gate, w_down, b_up, b_gate, b_down) -> tuple:
+    return (w_up, w_gate, w_down, b_up, b_gate, b_down)
+
+
+def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", b_router=None, selection_bias=None,
+        route_scale: float = 1.0, normalize_scores: bool = False, groups: int = 0, top_groups: int = 0,
+        w_gate=None, b_up=None, b_gate=None, b_down=None, activation: str = "swiglu", alpha: float = 1.702,
+        limit: float = 7.0, up_offset: float = 1.0, layout: str = "concat",
+        save: str = "h", return_router: bool = False):
+    """A whole layer: router, experts, weighted sum. Returns o, or (o, RouterOutput) with return_router.
+
+    x [...,d]; w_router [E,d]; w_up [E,w*n,d] and w_down [E,d,n] in x's dtype. `layout` says how gate and up rows
+    stand in w_up: concat (gate, then up), up-first, interleaved, blocked:B; transposed, transposed-interleaved, ..:
+    w_up [E,d,w*n], w_down [E,n,d]. With w_gate: w_gate and w_up, both [E,n,d]. Biases b_up [E,w*n], b_down [E,d]
+    (b_gate with w_gate). b_router [E]; selection_bias [E] fp32 is added to the keys that choose, not to the scores.
+    router: topk-softmax, softmax-topk, softmax-topk-renorm, sigmoid-bias, group-limited (with groups, top_groups),
+    sqrtsoftplus. activation: swiglu geglu geglu-erf reglu clamped-swiglu (with alpha, limit, up_offset), or not
+    gated: relu relu2 silu gelu gelu-erf. save: "h" keeps the pre-activation for backward, "x" computes it again.
+    Formulas: docs/numerics.md.
+
+        o = tessera.moe(x, w_router, w_up, w_down, top_k=8, router="softmax-topk-renorm")
+    """
+    text = options_text(
+        router=router, top_k=top_k, route_scale=route_scale, normalize_scores=normalize_scores, groups=groups,
+        top_groups=top_groups, activation=activation, alpha=alpha, limit=limit, up_offset=up_offset, layout=layout,
+        save=save, logits=return_router)
+    return moe_with(text, top_k, x, (w_router, b_router, selection_bias),
+                    _weights(w_up, w_gate, w_down, b_up, b_gate, b_down), return_router)
+
+
+def moe_with(text: str, top_k: int, x, router_tensors: tuple, weights: tuple, return_router: bool = False,
+             buffers: tuple | None = None):
+    """`moe` with its options as text (options_text), for callers that keep it."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    results = run(text, rows, (None, None, *router_tensors, None, None), weights, buffers, return_router)
+    o = results[0] if x.dim() == 2 else results[0].view(x.shape)
+    if not return_router:
+        return o
+    return o, _router_output(top_k, rows.shape[0], weights[0].shape[0], results[2], results[3])
+
+
+def _router_output(top_k: int, tokens: int, experts: int, tables, logits) -> RouterOutput:
+    """Views into the routing tables: offsets [E+1], three permutations [P], scores [P], ids [P] (routing.hpp)."""
+    slots = tokens * top_k
+    scores, ids = tables[experts + 1 + 3 * slots:].split([slots, tables.shape[0] - experts - 1 - 4 * slots])
+    return RouterOutput(logits, ids[:slots].view(tokens, top_k), scores.view(torch.float32).view(tokens, top_k),
+                        tables[1:experts + 1] - tables[:experts])
+
+
+def routed_experts(x, topk_ids, topk_weights, w_up, w_down, *, w_gate=None, b_up=None, b_gate=None, b_down=None,
+                   activation: str = "swiglu", alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0,
+                   layout: str = "concat", save: str = "h"):
+    """The experts and the weighted sum, for ids and weights that a router elsewhere made.
+
+    x [...,d]; topk_ids [...,K] int32 or int64, ids outside [0,E) own no row (sentinels: zero output, zero gradient);
+    topk_weights [...,K] of any floating type, differentiable. Weights and options as for `moe`.
+
+        o = tessera.routed_experts(x, topk_ids, topk_weights, gate_up_proj, down_proj)
+    """
+    text = options_text(
+        activation=activation, alpha=alpha, limit=limit, up_offset=up_offset, layout=layout,
+        save=save)
+    return routed_experts_with(text, x, topk_ids, topk_weights,
+                               _weights(w_up, w_gate, w_down, b_up, b_gate, b_down))
+
+
+def routed_experts_with(text: str, x, topk_ids, topk_weights, weights: tuple, buffers=None):
+    """`routed_experts` with its options as text (options_text), for callers that keep it."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if topk_ids.dim() != 2:
+        topk_ids, topk_weights = (t.reshape(-1, t.shape[-1]) for t in (topk_ids, topk_weights))
+    if topk_weights.dtype is not torch.float32:
+        topk_weights = topk_weights.float()
+    o = run(text, rows, (topk_ids, topk_weights, None, None, None, None, None), weights, buffers)[0]
+    return o if x.dim() == 2 else o.view(x.shape)
+
+
+def grouped_experts(x, expert_offsets, w_up, w_down, *, row_scores=None, grouping: str = "offsets", w_gate=None,
+                    b_up=None, b_gate=None, b_down=None, activation: str = "swiglu", alpha: float = 1.702,
+                    limit: float = 7.0, up_offset: float = 1.0, layout: str = "concat",
+                    save: str = "h", buffers: tuple | None = None):
+    """The experts on rows that are sorted by expert already (after a dispatch). Returns y [R_alloc,d].
+
+    x [R_alloc,d]; expert_offsets on x's device, int32 or int64: [E+1] offsets, or [E] `ends` or `counts` as
+    `grouping` says; rows beyond the last group give zeros, and their content is never read. row_scores [R_alloc]
+    multiply the rows of y, differentiable. buffers: six tensors or None as ops.WEIGHTS, into which backward adds the
+    weight gradients instead of returning them. Weights and options as for `moe`.
+
+        y = tessera.grouped_experts(x_sorted, num_tokens_per_expert, w_up, w_down, grouping="counts")
+    """
+    text = options_text(
+        grouping=grouping, activation=activation, alpha=alpha, limit=limit, up_offset=up_offset, layout=layout,
+        save=save)
+    if row_scores is not None and row_scores.dtype is not torch.float32:
+        row_scores = row_scores.float()
+    weights = _weights(w_up, w_gate, w_down, b_up, b_gate, b_down)
+    return run(text, x, (None, None, None, None, None, expert_offsets, row_scores), weights, buffers)[0]
+
+
+def route(x, w_router, *, top_k: int, router: str = "topk-softmax", b_router=None, selection_bias=None,
+          route_scale: float = 1.0, normalize_scores: bool = False, groups: int = 0, top_groups: int = 0):
+    """The router alone: (topk_ids [...,K] int32, topk_weights [...,K] fp32, logits [...,E] fp32), the same bits that
+    `moe` uses. Differentiable in the weights and the logits. Options as for `moe`.
+
+    With activation checkpointing, save its results (`torch.ops.tessera.route`) so that the recomputation routes alike.
+    """
+    text = options_text(router=router, top_k=top_k, route_scale=route_scale, normalize_scores=normalize_scores,
+                        groups=groups, top_groups=top_groups)
+    rows = x.reshape(-1, x.shape[-1])
+    results = torch.ops.tessera.route.default(*[_local(t) for t in (rows, w_router, b_router, selection_bias)], text)
+    topk_weights, topk_ids, logits = [result.view(*x.shape[:-1], result.shape[-1]) for result in results]
+    return topk_ids, topk_weights, logits
+
+
+def grouped_gemm(a, b, expert_offsets, *, bias=None, transpose_b: bool = False):
+    """c[r] = a[r] . b[e]^T (+ bias[e]) for the rows r of expert e: c [R,N].
+
+    a [R,K]; b [E,N,K], or [E,K,N] with transpose_b; bias [E,N]; expert_offsets [E+1] int32 or int64. Rows beyond the
+    last offset give zeros. Differentiable in a, b and bias.
+    """
+    return torch.ops.tessera.grouped_gemm.default(a, b, bias, expert_offsets, transpose_b)
+
+
+def grouped_gemm_wgrad(a, b, expert_offsets):
+    """c[e] = a_e^T . b_e over the rows of expert e: a [R,M], b [R,N], c [E,M,N]; zeros for experts without rows."""
+    return torch.ops.tessera.grouped_gemm_wgrad.default(a, b, expert_offsets)

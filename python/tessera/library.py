@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""libtessera.so by ctypes: the structs of tessera.h, errors as exceptions, one context per device.
+
+Nothing here knows torch. The library lies beside this file; TESSERA_LIBRARY names another one.
+"""
+
+import ctypes
+import functools
+import os
+import pathlib
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t
+from ctypes import c_uint32, c_uint64, c_void_p
+
+ABI_VERSION = 1
+CPU, CUDA = 0, 1
+FP32, BF16, FP16, INT32, INT64 = 1, 2, 3, 4, 5
+PASS_FORWARD, PASS_BACKWARD, PASS_ROUTE = 0, 1, 4
+
+
+class Tensor(Structure):
+    _fields_ = [("data", c_void_p), ("dtype", c_int32), ("device_kind", c_int32), ("device_index", c_int32),
+                ("rank", c_int32), ("shape", c_int64 * 4), ("stride", c_int64 * 4)]
+
+
+class Buffer(Structure):
+    _fields_ = [("data", c_void_p), ("bytes", c_size_t)]
+
+
+def _fields(kind, names: str):
+    return [(name, kind) for name in names.split()]
+
+
+class MoeDesc(Structure):
+    _fields_ = [
+        ("size", c_uint64),
+        *_fields(c_int64, "tokens hidden intermediate experts top_k slots"),
+        *_fields(c_int32, "dtype activation layout_order layout_orientation layout_block bias"),
+        *_fields(c_int32, "score_position save grouping ids_dtype variable_experts reserved"),
+        *_fields(c_float, "alpha limit up_offset"),
+        *_fields(c_int32, "router normalize_scores groups top_groups round tile"),
+        ("route_scale", c_float), ("layer", c_uint32), ("seed", c_uint64), ("step", c_uint64),
+    ]
+
+
+class ForwardArgs(Structure):
+    _fields_ = [
+        ("size", c_uint64),
+        *_fields(Tensor, "x topk_ids topk_weights token_offsets w_router b_router selection_bias"),
+        *_fields(Tensor, "expert_offsets row_scores w_up w_gate w_down b_up b_gate b_down"),
+        *_fields(Tensor, "o logits expert_counts h"),
+        *_fields(Buffer, "routing workspace"),
+    ]
+
+
+class BackwardArgs(Structure):
+    _fields_ = [
+        ("size", c_uint64),
+        *_fields(Tensor, "d_o x h"), ("routing", Buffer),
+        *_fields(Tensor, "w_router b_router w_up w_gate w_down b_up b_gate b_down"),
+        *_fields(Tensor, "dx dscores dlogits"),
+        *_fields(Tensor, "dw_up dw_gate dw_down db_up db_gate db_down dw_router db_router"),
+        *_fields(c_int32, "accumulate reserved"),
+        *_fields(Tensor, "dh a_scaled dlogits_saved"), ("workspace", Buffer),
+    ]
+
+
+class RouteArgs(Structure):
+    _fields_ = [
+        ("size", c_uint64),
+        *_fields(Tensor, "x w_router b_router selection_bias topk_ids topk_weights logits"),
+        ("workspace", Buffer),
+    ]
+
+
+class GroupedGemmArgs(Structure):
+    _fields_ = [
+        ("size", c_uint64), *_fields(c_int32, "kind transpose_b accumulate reserved"),
+        *_fields(Tensor, "a b bias expert_offsets c"), ("workspace", Buffer),
+    ]
+
+
+def _path() -> pathlib.Path:
+    chosen = os.environ.get("TESSERA_LIBRARY")
+    return pathlib.Path(chosen) if chosen else pathlib.Path(__file__).with_name("libtessera.so")
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The library. Errors: RuntimeError where it cannot be loaded or is of another ABI."""
+    path = _path()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise RuntimeError(
+            f"libtessera.so: {error}; install the package with pip, or set TESSERA_LIBRARY to a build's "
+            "lib/libtessera.so") from None
+    library.tessera_version.restype = library.tessera_last_error.restype = c_char_p
+    found = library.tessera_abi_version()
+    if found != ABI_VERSION:
+        raise RuntimeError(f"{path}: ABI {found}, this package needs {ABI_VERSION}; install both from one version")
+    # Structs are passed by address: plans (ops.py) keep them prepared.
+    for name in ("moe_forward", "moe_backward", "route", "grouped_gemm"):
+        arguments = 3 if name == "grouped_gemm" else 4
+        getattr(library, f"tessera_{name}").argtypes = [c_void_p] * arguments
+    library.tessera_context_create.argtypes = [c_int32, c_int32, c_int32, POINTER(c_void_p)]
+    library.tessera_moe_workspace.argtypes = [c_void_p, POINTER(MoeDesc), c_int, POINTER(c_size_t)]
+    library.tessera_moe_saved.argtypes = [POINTER(MoeDesc)] + [POINTER(c_size_t)] * 3
+    library.tessera_grouped_gemm_workspace.argtypes = [c_void_p, POINTER(GroupedGemmArgs), POINTER(c_size_t)]
+    return library
+
+
+def version() -> str:
+    return load().tessera_version().decode()
+
+
+_EXCEPTIONS = {1: ValueError, 2: NotImplementedError, 5: MemoryError}
+
+
+def check(code: int) -> None:
+    """Raises what the status code means, with the library's text."""
+    if code:
+        raise _EXCEPTIONS.get(code, RuntimeError)(load().tessera_last_error().decode(errors="replace"))
+
+
+_contexts: dict[tuple[int, int, int], int] = {}
+# A forked child has the parent's contexts without their threads.
+os.register_at_fork(after_in_child=_contexts.clear)
+
+
+def context(device_kind: int, device_index: int, num_threads: int) -> int:
+    """Handle of the context of a device, made at its first use and kept. num_threads: CPU only."""
+    key = (device_kind, device_index, num_threads)
+    handle = _contexts.get(key)
+    if handle is None:
+        made = c_void_p()
+        check(load().tessera_context_create(device_kind, device_index, num_threads, byref(made)))
+        # Two threads may meet here: the first one's context stays, the other one's is not needed.
+        handle = _contexts.setdefault(key, made.value)
+        if handle != made.value:
+            load().tessera_context_destroy(made)
+    return handle
+
+
+def moe_workspace_bytes(handle: int, desc: MoeDesc, pass_: int) -> int:
+    needed = c_size_t()
+    check(load().tessera_moe_workspace(handle, byref(desc), pass_, byref(needed)))
+    return needed.value
+
+
+def routing_bytes(desc: MoeDesc) -> int:
+    needed = c_size_t()
+    check(load().tessera_moe_saved(byref(desc), None, None, byref(needed)))
+    return needed.value
+
+
+def grouped_gemm_workspace_bytes(handle: int, args: GroupedGemmArgs) -> int:
+    needed = c_size_t()
+    check(load().tessera_grouped_gemm_workspace(handle, byref(args), byref(needed)))
+    return needed.value

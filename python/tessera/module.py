@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tessera.MoE: the layer with its parameters as a torch module."""
+
+import math
+
+import torch
+from torch import nn
+
+from tessera import functional
+from tessera.activation import activate
+from tessera.options import GATED
+from tessera.losses import load_balancing_loss, selection_bias_update, z_loss
+
+
+class MoE(nn.Module):
+    """A Mixture-of-Experts layer: x [...,hidden] -> o [...,hidden].
+
+    Parameters: w_router [E,d], w_up [E,w*n,d], w_down [E,d,n] in the layout of Hugging Face and Megatron (gate rows,
+    then up rows); with bias: b_up, b_down; with router_bias: b_router. With selection_bias, a buffer of that name is
+    added to the keys that choose, and `update_selection_bias(counts)` balances the experts with it.
+    shared_intermediate: width of an expert that sees every token (0: none), its output scaled by
+    sigmoid(x . w_shared_gate) with shared_gate (Qwen2).
+    balance_coefficient, z_coefficient: weights of the auxiliary losses, see forward.
+    main_grad: weight gradients of the experts are added to `weight.main_grad` where a weight has one, instead of
+    being returned (not under torch.compile, which returns them).
+    Router, activation and save: as for `tessera.moe`.
+
+        layer = tessera.MoE(hidden=1024, intermediate=512, experts=64, top_k=8)
+        o = layer(x)
+    """
+
+    def __init__(self, hidden: int, intermediate: int, experts: int, top_k: int, *, router: str = "topk-softmax",
+                 router_bias: bool = False, selection_bias: bool = False, route_scale: float = 1.0,
+                 normalize_scores: bool = False, groups: int = 0, top_groups: int = 0, activation: str = "swiglu",
+                 alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0, bias: bool = False,
+                 shared_intermediate: int = 0, shared_gate: bool = False, balance_coefficient: float = 0.0,
+                 z_coefficient: float = 0.0, save: str = "h", main_grad: bool = False, device=None, dtype=None):
+        super().__init__()
+        for name, value in (("hidden", hidden), ("intermediate", intermediate), ("experts", experts)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        if not 1 <= top_k <= experts:
+            raise ValueError(f"top_k={top_k}, experts={experts}: a router chooses between 1 and all experts")
+        if router == "given":
+            raise ValueError("router=given: MoE has a router of its own; call tessera.routed_experts with ids")
+        self.top_k, self.router, self.main_grad = top_k, router, main_grad
+        self.balance_coefficient, self.z_coefficient = balance_coefficient, z_coefficient
+        self._activation = (activation, alpha, limit, up_offset)
+        options = {"router": router, "top_k": top_k, "route_scale": route_scale, "normalize_scores": normalize_scores,
+                   "groups": groups, "top_groups": top_groups, "activation": activation, "alpha": alpha,
+                   "limit": limit, "up_offset": up_offset, "save": save}
+        self._text = functional.options_text(**options)
+        self._text_with_logits = functional.options_text(**options, logits=True)
+        width = (2 if activation in GATED else 1) * intermediate
+
+        def parameter(*shape):
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.w_router = parameter(experts, hidden)
+        self.b_router = parameter(experts) if router_bias else None
+        self.w_up, self.w_down = parameter(experts, width, hidden), parameter(experts, hidden, intermediate)
+        self.b_up = parameter(experts, width) if bias else None
+        self.b_down = parameter(experts, hidden) if bias else None
+        shared_width = width // intermediate * shared_intermediate
+        self.w_shared_up = parameter(shared_width, hidden) if shared_intermediate else None
+        self.w_shared_down = parameter(hidden, shared_intermediate) if shared_intermediate else None
+        self.w_shared_gate = parameter(1, hidden) if shared_intermediate and shared_gate else None
+        zeros = torch.zeros(experts, device=device, dtype=torch.float32) if selection_bias else None
+        self.register_buffer("selection_bias", zeros)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform weights of variance 1/(3 * fan-in), as nn.Linear; biases 0."""
+        for name, parameter in self.named_parameters(recurse=False):
+            if name.startswith("b_"):
+                nn.init.zeros_(parameter)
+            else:
+                bound = 1 / math.sqrt(parameter.shape[-1])
+                nn.init.uniform_(parameter, -bound, bound)
+
+    def extra_repr(self) -> str:
+        experts, hidden, intermediate = self.w_down.shape
+        return (f"hidden={hidden}, intermediate={intermediate}, experts={experts}, top_k={self.top_k}, "
+                f"router={self.router}, activation={self._activation[0]}")
+
+    def forward(self, x, return_router: bool = False):
+        """o, or (o, RouterOutput) with return_router: logits, ids, weights, and counts [E] on the device."""
+        weights = (self.w_up, None, self.w_down, self.b_up, None, self.b_down)
+        buffers = None
+        if self.main_grad and not torch.compiler.is_compiling():
+            buffers = tuple(getattr(weight, "main_grad", None) for weight in weights)
+            buffers = buffers if any(buffer is not None for buffer in buffers) else None
+        result = functional.moe_with(
+            self._text_with_logits if return_router else self._text, self.top_k, x,
+            (self.w_router, self.b_router, self.selection_bias), weights, return_router, buffers)
+        if self.w_shared_up is None:
+            return result
+        shared = self._shared(x)
+        return (result[0] + shared, result[1]) if return_router else result + shared
+
+    def _shared(self, x):
+        y = nn.functional.linear(x, self.w_shared_up)
+        y = nn.functional.linear(activate(y, *self._activation), self.w_shared_down)
+        return y if self.w_shared_gate is None else torch.sigmoid(nn.functional.linear(x, self.w_shared_gate)) * y
+
+    def auxiliary_loss(self, router: functional.RouterOutput):
+        """balance_coefficient * load-balancing loss + z_coefficient * z-loss, a scalar to add to the training loss.
+
+            o, router = layer(x, return_router=True)
+            loss = task_loss(o) + layer.auxiliary_loss(router)
+        """
+        scores = "softmax" if "softmax" in self.router else "sigmoid"
+        loss = router.logits.new_zeros(())
+        if self.balance_coefficient:
+            loss = loss + self.balance_coefficient * load_balancing_loss(router.logits, router.counts, scores=scores)
+        if self.z_coefficient:
+            loss = loss + self.z_coefficient * z_loss(router.logits)
+        return loss
+
+    def update_selection_bias(self, counts, rate: float = 1e-3, centered: bool = False) -> None:
+        """Once per optimizer step, with the counts summed over micro-batches and data-parallel ranks."""
+        if self.selection_bias is None:
+            raise ValueError("selection_bias: this layer has none; make it with MoE(..., selection_bias=True)")
+        selection_bias_update(self.selection_bias, counts, rate=rate, centered=centered)

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of a layer: names as users write them, numbers as tessera.h wants them, and one line of text.
+
+The text is what the torch operators take, so that graphs show it and exported programs keep it.
+"""
+
+import dataclasses
+import functools
+import math
+
+from tessera import library
+
+# Positions are the numbers of the enums in shape.hpp.
+ACTIVATIONS = ("swiglu", "geglu", "geglu-erf", "reglu", "clamped-swiglu", "relu", "relu2", "silu", "gelu", "gelu-erf")
+ORDERS = ("concat", "up-first", "interleaved", "blocked")
+ROUTERS = ("given", "topk-softmax", "softmax-topk", "softmax-topk-renorm", "sigmoid-bias", "group-limited",
+           "sqrtsoftplus")
+SAVES = ("h", "x", "none")
+GROUPINGS = ("slots", "offsets", "ends", "counts")
+GATED = frozenset(ACTIVATIONS[:5])
+
+
+def _number(what: str, name: str, names: tuple[str, ...]) -> int:
+    if name not in names:
+        raise ValueError(f"{what}={name!r}: unknown; choose one of {', '.join(names)}")
+    return names.index(name)
+
+
+def layout_parts(layout: str) -> tuple[int, int, int]:
+    """Order, orientation (0 rows, 1 transposed) and block of a layout's name, as names.hpp reads it:
+    `concat`, `transposed` (columns concat), `transposed-interleaved`, `blocked:32`, ..."""
+    head, _, block = layout.partition(":")
+    transposed = head.startswith("transposed")
+    order = head.removeprefix("transposed").removeprefix("-") or "concat"
+    blocked = order == "blocked"
+    if order not in ORDERS or layout == "transposed-concat" or bool(block) != blocked \
+            or blocked and not (block.isdecimal() and int(block) > 0):
+        raise ValueError(f"layout={layout!r}: unknown; choose concat, up-first, interleaved, blocked:B, transposed or "
+                         "transposed- with one of the last three")
+    return ORDERS.index(order), int(transposed), int(block or 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Everything that fixes a layer's result apart from the tensors. Defaults as in the C++ API."""
+
+    activation: str = "swiglu"
+    alpha: float = 1.702  # alpha, limit and up_offset belong to clamped-swiglu
+    limit: float = 7.0
+    up_offset: float = 1.0
+    layout: str = "concat"
+    router: str = "given"
+    top_k: int = 1  # of a router; ids that are given bring their own
+    route_scale: float = 1.0
+    normalize_scores: bool = False
+    groups: int = 0
+    top_groups: int = 0
+    save: str = "h"
+    grouping: str = "slots"
+    logits: bool = False  # moe_forward also returns the router's logits
+
+    def __post_init__(self):
+        _number("activation", self.activation, ACTIVATIONS)
+        layout_parts(self.layout)
+        _number("router", self.router, ROUTERS)
+        _number("save", self.save, SAVES)
+        _number("grouping", self.grouping, GROUPINGS)
+        for name in ("alpha", "limit", "route_scale"):  # 0 is how the C ABI says "default"
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name}=0: must not be 0; leave it out for its default")
+
+    @property
+    def up_width(self) -> int:
+        """Width of h in units of n."""
+        return 2 if self.activation in GATED else 1
+
+    @property
+    def transposed(self) -> bool:
+        return self.layout.startswith("transposed")
+
+    @property
+    def has_router(self) -> bool:
+        return self.router != "given"
+
+    def text(self) -> str:
+        """What differs from the defaults, as `name=value` pairs. Plain enough for torch.compile to trace."""
+        pairs = []
+        for name, default in DEFAULTS:
+            value = getattr(self, name)
+            if value != default:
+                pairs.append(f"{name}={value}")
+        return " ".join(pairs)
+
+    def routing_elements(self, tokens, slots, experts):
+        """int32 elements of the routing tensor, `routing_bytes` / 4 of the library; sizes may be symbolic."""
+        elements = experts + 1 + 4 * slots
+        if self.has_router:
+            elements = elements + slots
+        if self.router in ("sigmoid-bias", "group-limited", "sqrtsoftplus"):
+            elements = elements + slots
+        if self.router == "softmax-topk":
+            elements = elements + tokens * experts
+        return elements
+
+    def desc(self, *, top_k: int, tokens: int, hidden: int, intermediate: int, experts: int, dtype: int, ids_dtype: int,
+             separate: bool, bias: bool) -> library.MoeDesc:
+        order, orientation, block = layout_parts(self.layout)
+        clamped = self.activation == "clamped-swiglu"
+        return library.MoeDesc(
+            size=library.ctypes.sizeof(library.MoeDesc), tokens=tokens, hidden=hidden, intermediate=intermediate,
+            experts=experts, top_k=top_k, dtype=dtype, ids_dtype=ids_dtype, bias=bias,
+            activation=ACTIVATIONS.index(self.activation),
+            alpha=self.alpha if clamped else 0, up_offset=self.up_offset if clamped else 0,
+            limit=0 if not clamped or math.isinf(self.limit) else self.limit,
+            layout_order=order, layout_block=block, layout_orientation=2 if separate else orientation,
+            router=ROUTERS.index(self.router), route_scale=self.route_scale,
+            normalize_scores=self.normalize_scores, groups=self.groups, top_groups=self.top_groups,
+            save=SAVES.index(self.save), grouping=GROUPINGS.index(self.grouping))
+
+
+DEFAULTS = tuple((field.name, field.default) for field in dataclasses.fields(Options))
+_TYPES = {name: type(default) for name, default in DEFAULTS}
+
+
+@functools.cache
+def parse(text: str) -> Options:
+    """The Options that `text()` came from."""
+    values = dict(pair.split("=", 1) for pair in text.split())
+    return Options(**{name: value == "True" if _TYPES[name] is bool else _TYPES[name](value)
+                      for name, value in values.items()})

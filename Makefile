@@ -25,6 +25,7 @@ help:
 	@echo 'make cuda    the CUDA kernels and their tests, in build-cuda/ (needs nvcc 13)'
 	@echo 'make bench   time the CPU layer against its bound'
 	@echo 'make lint    formatting, layers, links, sources, commit subjects'
+	@echo 'make wheel   the Python package as a wheel, in dist/'
 	@echo 'make fmt     format all sources'
 	@echo 'make docs    check the documents: links, paths, snippets'
 
@@ -62,6 +63,7 @@ endif
 
 .PHONY: test
 test: build $(CUDA_BUILD)
+	@tools/bootstrap.sh python
 	@tools/run_tests.py build $(CUDA_TESTS) --jobs $(JOBS)
 
 .PHONY: cuda
@@ -80,6 +82,14 @@ lint:
 	@tools/check_links.py
 	@tools/check_source.py
 	@tools/check_commits.py
+
+# A wheel for any Python from 3.10 on, named after the oldest systems that its symbols allow.
+.PHONY: wheel
+wheel: bootstrap
+	@tools/bootstrap.sh python
+	@tools/bootstrap.sh wheel
+	.venv/bin/python -m pip wheel . --quiet --no-deps --no-build-isolation --wheel-dir build-python/dist
+	PATH="$$PWD/.venv/bin:$$PATH" .venv/bin/auditwheel repair --wheel-dir dist build-python/dist/*.whl
 
 # Links and paths of the documents, and their snippets, compiled and run.
 .PHONY: docs

@@ -6,6 +6,7 @@
 #
 #   tools/bootstrap.sh         compiler, CMake, Ninja, libraries: all that `make run` and `make test` need
 #   tools/bootstrap.sh lint    the above and the pinned tools of tools/requirements-lint.txt
+#   tools/bootstrap.sh python  the first and torch, transformers .. of tools/requirements-python.txt
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ -n ${TESSERA_SKIP_BOOTSTRAP:-} ]]; then exit 0; fi
@@ -121,13 +122,21 @@ install_packages() {
   rm -f "$log"
 }
 
-# The stamp holds the requirements that the environment was made from.
-install_python_tools() {
-  local requirements=tools/requirements-lint.txt stamp=.venv/requirements-lint.txt
+# pip_install REQUIREMENTS-NAME ARGUMENTS...
+pip_install() {
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "tools/$1.txt" "${@:2}"
+}
+
+# install_python lint|python. The stamp holds the requirements that the environment was made from.
+install_python() {
+  local name=requirements-$1
+  local requirements=tools/$name.txt stamp=.venv/$name.txt
   if cmp -s "$requirements" "$stamp"; then return; fi
   say "installing into .venv: $(grep -v '^#' "$requirements" | tr '\n' ' ')"
   [[ -x .venv/bin/python ]] || python3 -m venv .venv
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$requirements"
+  # The CPU build of torch is on its project's own index, unless the machine is configured for another.
+  pip_install "$name" 2>/dev/null ||
+    pip_install "$name" --extra-index-url https://download.pytorch.org/whl/cpu
   cp "$requirements" "$stamp"
 }
 
@@ -141,4 +150,4 @@ if ((${#missing[@]})); then
   if ((${#missing[@]})); then give_up 'still missing after the installation'; fi
   say 'done'
 fi
-if [[ ${1:-} == lint ]]; then install_python_tools; fi
+if (($#)); then install_python "$1"; fi

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The installed package on a machine that has nothing: no torch, no compiler, no GPU."""
+
+import os
+import subprocess
+import sys
+import time
+import unittest
+
+SITE = os.environ["TESSERA_PYTHON_SITE"]
+
+
+def run(code: str, **environment) -> subprocess.CompletedProcess:
+    """In an interpreter that sees the package and the standard library only (-S: no site-packages)."""
+    return subprocess.run([sys.executable, "-S", "-B", "-c", code], capture_output=True, text=True, check=False,
+                          env={"PYTHONPATH": SITE, "PATH": "", **environment})
+
+
+class Import(unittest.TestCase):
+    def test_import_without_torch_is_quick(self):
+        code = "import sys, tessera; assert 'torch' not in sys.modules; print(tessera.__version__, tessera.__file__)"
+        times = []
+        for _ in range(3):
+            start = time.monotonic()
+            result = run(code)
+            times.append(time.monotonic() - start)
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertIn(SITE, result.stdout)
+        self.assertLess(min(times), 1.0)
+
+    def test_layers_say_that_torch_is_missing(self):
+        result = run("import tessera; tessera.moe")
+        self.assertIn("ImportError: tessera.moe needs torch; pip install 'tessera-moe[torch]'", result.stderr)
+
+    def test_unknown_names(self):
+        self.assertIn("has no attribute 'mo'", run("import tessera; tessera.mo").stderr)
+        self.assertIn("routed_experts", run("import tessera; print(dir(tessera))").stdout)
+
+    def test_a_library_that_is_not_there(self):
+        result = run("import tessera; tessera.__version__", TESSERA_LIBRARY="/nowhere/libtessera.so")
+        self.assertIn("RuntimeError: libtessera.so: /nowhere/libtessera.so", result.stderr)
+        self.assertIn("set TESSERA_LIBRARY", result.stderr)
+
+    def test_cuda_without_a_gpu_is_an_error_of_ours(self):
+        result = run("from tessera import library; library.context(library.CUDA, 0, 0)")
+        self.assertRegex(result.stderr.splitlines()[-1], "^(RuntimeError|NotImplementedError): .*(device|cuda|CUDA)")
+
+
+if __name__ == "__main__":
+    unittest.main()

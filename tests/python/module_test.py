@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tessera.MoE: options, shared experts, losses, balancing, main_grad, compile, state."""
+
+import copy
+import unittest
+
+import eager
+import tessera
+import torch
+
+
+def reference(layer, x):
+    """The module in fp64 torch."""
+    w = {name: p.detach().double() for name, p in layer.named_parameters()}
+    rows = x.double().reshape(-1, x.shape[-1])
+    with torch.no_grad():
+        logits = rows @ w["w_router"].mT + w.get("b_router", 0)
+        ids = logits.topk(layer.top_k, dim=-1).indices
+        o = eager.experts(rows, ids, eager.router_scores(logits, ids, layer.router),
+                          {k: w.get(k) for k in ("w_up", "w_down", "b_up", "b_down")})
+        if "w_shared_up" in w:
+            shared = eager.activate(rows @ w["w_shared_up"].mT) @ w["w_shared_down"].mT
+            o = o + (rows @ w["w_shared_gate"].mT).sigmoid() * shared
+    return o.view(x.shape)
+
+
+class Module(unittest.TestCase):
+    def setUp(self):
+        torch.manual_seed(0)
+        self.x = torch.randn(2, 9, 32)
+
+    def layer(self, **options):
+        return tessera.MoE(32, 16, 8, 2, **options)
+
+    def test_matches_torch(self):
+        for router in ("topk-softmax", "softmax-topk"):
+            layer = self.layer(router=router, router_bias=True, bias=True, shared_intermediate=24, shared_gate=True)
+            with torch.no_grad():
+                for p in layer.parameters():
+                    p.copy_(torch.randn_like(p) / p.shape[-1]**0.5)
+            eager.check_close(self, router, layer(self.x), reference(layer, self.x))
+
+    def test_losses_and_statistics(self):
+        layer = self.layer(balance_coefficient=0.01, z_coefficient=0.001)
+        o, router = layer(self.x, return_router=True)
+        self.assertEqual(int(router.counts.sum()), 36)
+        loss = layer.auxiliary_loss(router)
+        (o.square().mean() + loss).backward()
+        p = router.logits.softmax(-1)
+        expected = 0.01 * 8 * (router.counts / 36 * p.mean(0)).sum()
+        expected = expected + 0.001 * router.logits.logsumexp(-1).square().mean()
+        torch.testing.assert_close(loss, expected)
+        for name, parameter in layer.named_parameters():
+            self.assertGreater(parameter.grad.abs().max(), 0, name)
+
+    def test_selection_bias_balances(self):
+        layer = self.layer(router="sigmoid-bias", normalize_scores=True, selection_bias=True)
+        x = torch.randn(512, 32) + 0.5
+        first = layer(x, return_router=True)[1].counts
+        for _ in range(300):
+            with torch.no_grad():
+                layer.update_selection_bias(layer(x, return_router=True)[1].counts, rate=5e-3)
+        last = layer(x, return_router=True)[1].counts
+        self.assertLess(last.float().std(), first.float().std() / 3)
+        self.assertEqual(int(last.sum()), 1024)
+        with self.assertRaisesRegex(ValueError, "selection_bias"):
+            self.layer().update_selection_bias(last)
+
+    def test_compile(self):
+        layer = self.layer(shared_intermediate=16)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        o = layer(self.x)
+        torch.testing.assert_close(compiled(self.x), o)
+        o.sum().backward()
+        wanted = [p.grad.clone() for p in layer.parameters()]
+        layer.zero_grad()
+        compiled(self.x).sum().backward()
+        for p, grad in zip(layer.parameters(), wanted, strict=True):
+            torch.testing.assert_close(p.grad, grad)
+
+    def test_main_grad_accumulates_over_micro_batches(self):
+        layer, plain = self.layer(main_grad=True), None
+        plain = copy.deepcopy(layer)
+        plain.main_grad = False
+        for name in ("w_up", "w_down"):
+            weight = getattr(layer, name)
+            weight.main_grad = torch.zeros_like(weight)
+        for seed in range(64):
+            x = torch.randn(5, 32, generator=torch.Generator().manual_seed(seed))
+            layer(x).square().sum().backward()
+            plain(x).square().sum().backward()
+        self.assertIsNone(layer.w_up.grad)
+        for name in ("w_up", "w_down"):
+            eager.check_close(self, name, getattr(layer, name).main_grad, getattr(plain, name).grad)
+        torch.testing.assert_close(layer.w_router.grad, plain.w_router.grad)
+
+    def test_state(self):
+        layer, other = self.layer(selection_bias=True), self.layer(selection_bias=True)
+        other.load_state_dict(layer.state_dict())
+        self.assertTrue(torch.equal(layer(self.x), other(self.x)))
+        self.assertIn("experts=8", repr(layer))
+        meta = tessera.MoE(32, 16, 8, 2, device="meta", dtype=torch.bfloat16)
+        self.assertEqual(meta.w_up.dtype, torch.bfloat16)
+
+    def test_bad_options(self):
+        for options, text in (({"top_k": 9}, "top_k=9, experts=8"), ({"router": "given"}, "router=given"),
+                              ({"activation": "tanh"}, "activation='tanh'"), ({"hidden": 0}, "hidden=0")):
+            sizes = {"hidden": 32, "intermediate": 16, "experts": 8, "top_k": 2, **options}
+            with self.assertRaisesRegex(ValueError, text):
+                tessera.MoE(**sizes)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts of Hugging Face transformers, served by Tessera: `experts_implementation="tessera"`.
+
+    tessera.register_huggingface()
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="tessera")
+
+Weights stay where and how they are. What a model computes between its projections is not believed but probed: its
+activation is run on a grid of numbers and must equal one that Tessera has, or the model is refused.
+"""
+
+import inspect
+
+import torch
+
+from tessera import functional
+from tessera.activation import activate
+from tessera.options import ACTIVATIONS, GATED
+
+OLDEST, NEWEST = (5, 17), (6,)
+# Arguments of transformers' decorator whose meaning is known here.
+_KNOWN_FLAGS = {"experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate",
+                "has_post_expert_norm"}
+
+
+def register_huggingface(name: str = "tessera") -> None:
+    """Makes `experts_implementation=name` known to transformers. May be called again.
+
+    Errors: ImportError for a transformers that is missing or of a version that is not known; NotImplementedError where
+    its experts have options that are not known here.
+    """
+    import transformers
+    from transformers.integrations import moe
+
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if not OLDEST <= version < NEWEST:
+        raise ImportError(f"transformers {transformers.__version__}: Tessera knows the experts of 5.17 up to 6; "
+                          "install one of these")
+    unknown = set(inspect.signature(moe.use_experts_implementation).parameters) - _KNOWN_FLAGS
+    if unknown:
+        raise NotImplementedError(f"transformers {transformers.__version__}: its experts have options that Tessera "
+                                  f"does not know ({', '.join(sorted(unknown))}); install an older one")
+    moe.ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
+
+
+def prepare(model: torch.nn.Module) -> int:
+    """Recognises all experts of a model at once and returns their number; otherwise each is recognised at its first
+    call. Needed before torch.compile where a model brings an activation of its own (gpt-oss)."""
+    found = [module for module in model.modules() if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")]
+    for module in found:
+        _options_of(module)
+    return len(found)
+
+
+def experts_forward(self, hidden_states, top_k_index, top_k_weights):
+    """What transformers calls: `self` is the experts module; hidden_states [T,d], top_k_index and top_k_weights [T,K]."""
+    if top_k_weights.shape != top_k_index.shape:
+        raise NotImplementedError(
+            f"{type(self).__name__}: weights {tuple(top_k_weights.shape)} for ids {tuple(top_k_index.shape)}; Tessera "
+            "needs one weight per chosen expert; update transformers")
+    text = self.__dict__.get("_tessera_options") or _options_of(self)
+    w_up = self.gate_up_proj if self.has_gate else self.up_proj
+    b_up = b_down = None
+    if self.has_bias:
+        b_up, b_down = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias), self.down_proj_bias
+    x = hidden_states
+    if x.dtype is not w_up.dtype and not torch.is_autocast_enabled(x.device.type):
+        x = x.to(w_up.dtype)
+    o = functional.routed_experts_with(text, x, top_k_index, top_k_weights, (w_up, None, self.down_proj, b_up, None, b_down))
+    return o.to(hidden_states.dtype)
+
+
+def _options_of(module) -> str:
+    """The options of an experts module as text, kept on the module."""
+    kept = module.__dict__.get("_tessera_options")
+    if kept is not None:
+        return kept
+    if torch.compiler.is_compiling():
+        raise RuntimeError("experts that Tessera has not seen yet: call tessera.huggingface.prepare(model) before "
+                           "torch.compile")
+    name = type(module).__name__
+    if getattr(module, "has_post_expert_norm", False):
+        raise NotImplementedError(f"{name}: normalises the experts' outputs, which Tessera does not; use another "
+                                  "experts_implementation")
+    layout = "interleaved" if module.has_gate and not module.is_concatenated else "concat"
+    if module.is_transposed:
+        layout = "transposed" if layout == "concat" else "transposed-interleaved"
+    module._tessera_options = functional.options_text(layout=layout, **recognise(module, layout))
+    return module._tessera_options
+
+
+# fp64, so that close activations (both GELUs) stay apart, and far enough out to meet any clamp.
+_GRID = torch.cat([torch.linspace(-12, 12, 49, dtype=torch.float64), 10.0 ** torch.linspace(1.5, 5, 8).double(),
+                   -(10.0 ** torch.linspace(1.5, 5, 8).double())])
+
+
+@torch.no_grad()
+def recognise(module, layout: str) -> dict:
+    """The activation options of a module, by comparing it with all of Tessera's on a grid."""
+    name = type(module).__name__
+    if module.has_gate:
+        gate, up = torch.meshgrid(_GRID, _GRID, indexing="ij")
+        rows = torch.cat([gate, up], dim=-1)
+        theirs = torch.stack([gate, up], dim=-1).flatten(-2) if "interleaved" in layout else rows
+        compute = module._apply_gate
+    else:
+        theirs = rows = _GRID[None]
+        compute = module.act_fn
+    try:
+        expected = compute(theirs)
+    except Exception as error:
+        raise NotImplementedError(f"{name}: its activation could not be tried ({error}); use another "
+                                  "experts_implementation") from error
+    tolerance = 1e-6 * expected.abs().clamp(min=1)
+    for options in _candidates(module):
+        ours = activate(rows, **options)
+        if ours.shape == expected.shape and ((ours - expected).abs() <= tolerance).all():
+            return options
+    raise NotImplementedError(f"{name}: its activation is none of Tessera's ({', '.join(ACTIVATIONS)}); use another "
+                              "experts_implementation")
+
+
+def _candidates(module):
+    """Activations without parameters, then clamped ones with every number that the module could mean."""
+    for activation in ACTIVATIONS:
+        if activation != "clamped-swiglu" and (activation in GATED) == module.has_gate:
+            yield {"activation": activation}
+    if not module.has_gate:
+        return
+    numbers = {}
+    for owner in (module, getattr(module, "config", None)):
+        for key, value in vars(owner).items() if owner is not None else ():
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                numbers.setdefault(key, float(value))
+    alphas = {1.0, 1.702, *(v for key, v in numbers.items() if "alpha" in key and v != 0)}
+    limits = {float("inf"), *(v for key, v in numbers.items() if ("limit" in key or "clamp" in key) and v > 0)}
+    for alpha in sorted(alphas):
+        for limit in sorted(limits):
+            for up_offset in (0.0, 1.0):
+                yield {"activation": "clamped-swiglu", "alpha": alpha, "limit": limit, "up_offset": up_offset}

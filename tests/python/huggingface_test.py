@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random models of each family: logits, loss and every gradient against transformers' own eager experts."""
+
+import copy
+import tempfile
+import unittest
+from unittest import mock
+
+import tessera
+import tessera.huggingface
+import torch
+import transformers
+from transformers.integrations import moe
+
+COMMON = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0,
+          "bos_token_id": 1, "eos_token_id": 2}
+FINE = {**COMMON, "intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+GROUPED = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+           "routed_scaling_factor": 2.5, "norm_topk_prob": True}
+FAMILIES = {
+    "mixtral": {**COMMON, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**FINE, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 1},
+    "qwen3_moe": {**FINE, "head_dim": 8, "norm_topk_prob": True},
+    "qwen3_next": {**FINE, "head_dim": 8, "shared_expert_intermediate_size": 40, "linear_num_key_heads": 2,
+                   "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+                   "layer_types": ["linear_attention", "full_attention"]},
+    "olmoe": {**COMMON, "intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3},
+    "deepseek_v3": {**FINE, **LATENT, **GROUPED, "num_key_value_heads": 4},
+    "glm4_moe": {**FINE, **GROUPED, "head_dim": 8, "n_group": 1, "topk_group": 1},
+    "gpt_oss": {**COMMON, "intermediate_size": 24, "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 3,
+                "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+}
+EXPECTED = {"gpt_oss": ("clamped-swiglu", "transposed-interleaved")}
+RELATIVE = {torch.float32: 2e-5}
+
+
+def build(family: str, seed: int = 0, **changes):
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(family, **{**FAMILIES[family], **changes})
+    config._experts_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    with torch.no_grad():  # biases and correction biases too: zeros would hide mistakes
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith(("bias", "sinks")):
+                tensor.normal_(std=0.2)
+    return model
+
+
+def step(model, ids):
+    """Loss, logits and all gradients."""
+    model.zero_grad()
+    out = model(input_ids=ids, labels=ids)
+    out.loss.backward()
+    return out.loss.detach(), out.logits.detach(), {n: p.grad for n, p in model.named_parameters()}
+
+
+def relative_error(a, b) -> float:
+    difference, size = (a.double() - b.double()).norm().item(), b.double().norm().item()
+    return difference / size if size else difference
+
+
+class Families(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        tessera.register_huggingface()
+
+    def compare(self, model, relative: float):
+        ids = torch.randint(3, 97, (2, 17), generator=torch.Generator().manual_seed(1))
+        loss, logits, gradients = step(model, ids)
+        pointers = {n: p.data_ptr() for n, p in model.named_parameters()}
+        ours = copy.deepcopy(model)
+        ours.set_experts_implementation("tessera")
+        calls = []
+        original = tessera.functional.routed_experts_with
+        self.addCleanup(setattr, tessera.functional, "routed_experts_with", original)
+        tessera.functional.routed_experts_with = lambda *a: calls.append(1) or original(*a)
+        our_loss, our_logits, our_gradients = step(ours, ids)
+        tessera.functional.routed_experts_with = original
+        self.assertTrue(calls, "Tessera was not called")
+        self.assertLess(relative_error(our_loss, loss), relative)
+        self.assertLess(relative_error(our_logits, logits), relative)
+        self.assertEqual(our_gradients.keys(), gradients.keys())
+        for name, gradient in gradients.items():
+            self.assertEqual(gradient is None, our_gradients[name] is None, name)
+            if gradient is not None:
+                self.assertLess(relative_error(our_gradients[name], gradient), relative, name)
+        self.assertEqual(pointers, {n: p.data_ptr() for n, p in model.named_parameters()})
+        self.assertEqual(tessera.huggingface.prepare(ours), len(calls))
+        return ours
+
+    def test_families_in_fp32(self):
+        for family in FAMILIES:
+            with self.subTest(family):
+                ours = self.compare(build(family), RELATIVE[torch.float32])
+                experts = next(m for m in ours.modules() if hasattr(m, "_tessera_options"))
+                options = tessera.ops.parse(experts._tessera_options)
+                self.assertEqual((options.activation, options.layout), EXPECTED.get(family, ("swiglu", "concat")))
+
+    def test_all_experts_unused_but_some(self):
+        """Every token to the same experts: the others' gradients are zeros, as eager's."""
+        model = build("mixtral")
+        with torch.no_grad():
+            for module in model.modules():
+                if hasattr(module, "top_k") and hasattr(module, "weight"):
+                    module.weight.copy_(torch.linspace(1, -1, 4)[:, None] * 1e-3)
+        self.compare(model, RELATIVE[torch.float32])
+
+    def test_from_pretrained_and_generate(self):
+        model = build("qwen3_moe").eval()
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            ours = transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation="tessera").eval()
+        ids = torch.randint(3, 97, (2, 5), generator=torch.Generator().manual_seed(1))
+        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+        self.assertTrue(torch.equal(model.generate(ids, **options), ours.generate(ids, **options)))
+
+    def test_gradient_checkpointing(self):
+        model = build("qwen3_moe").train()
+        model.set_experts_implementation("tessera")
+        ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(1))
+        loss, _, gradients = step(model, ids)
+        model.gradient_checkpointing_enable()
+        again, _, recomputed = step(model, ids)
+        self.assertTrue(torch.equal(loss, again))
+        for name, gradient in gradients.items():
+            self.assertTrue(torch.equal(gradient, recomputed[name]), name)
+
+    def test_compile(self):
+        for family in ("qwen3_moe", "gpt_oss"):
+            model = build(family).eval()
+            model.set_experts_implementation("tessera")
+            ids = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(1))
+            tessera.huggingface.prepare(model)
+            experts = next(m for m in model.modules() if hasattr(m, "_tessera_options"))
+            x = torch.randn(5, 32)
+            chosen, scores = torch.tensor([[0, 1, 2]] * 5), torch.rand(5, 3)
+            compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
+            torch.testing.assert_close(compiled(x, chosen, scores), experts(x, chosen, scores))
+            self.assertEqual(model(input_ids=ids).logits.shape, (2, 9, 97))
+
+
+class Interface(unittest.TestCase):
+    """Modules made for the purpose, behind transformers' decorator."""
+
+    def experts(self, act=None, gate=None, **flags):
+        class Experts(torch.nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.num_experts, has_gate = 4, flags.get("has_gate", True)
+                up = torch.randn(4, (2 if has_gate else 1) * 8, 16) / 4
+                self.down_proj = torch.nn.Parameter(torch.randn(4, 16, 8) / 3)
+                setattr(self, "gate_up_proj" if has_gate else "up_proj", torch.nn.Parameter(up))
+                self.limit, self.act_fn = 2.5, act or torch.nn.SiLU()
+
+            def forward(self, *_):
+                raise AssertionError("eager was called")
+
+        if gate is not None:
+            Experts._apply_gate = gate
+        torch.manual_seed(0)
+        config = transformers.PretrainedConfig()
+        config._experts_implementation_internal = "tessera"
+        return moe.use_experts_implementation(Experts, **flags)(config)
+
+    def setUp(self):
+        tessera.register_huggingface()
+        self.x, self.ids, self.scores = torch.randn(6, 16), torch.randint(0, 4, (6, 2)), torch.rand(6, 2)
+
+    def agrees(self, experts, recognised: str):
+        o = experts(self.x, self.ids, self.scores)
+        self.assertEqual(tessera.ops.parse(experts._tessera_options).activation, recognised)
+        expected = moe.batched_mm_experts_forward(experts, self.x, self.ids, self.scores)
+        torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5)
+
+    def test_activations(self):
+        for act, gated, plain in (("silu", "swiglu", "silu"), ("gelu", "geglu-erf", "gelu-erf"),
+                                  ("gelu_pytorch_tanh", "geglu", "gelu"), ("gelu_new", "geglu", "gelu"),
+                                  ("relu", "reglu", "relu")):
+            act = transformers.activations.ACT2FN[act]
+            self.agrees(self.experts(act), gated)
+            self.agrees(self.experts(act, has_gate=False), plain)
+        self.agrees(self.experts(transformers.activations.ACT2FN["relu2"], has_gate=False), "relu2")
+
+    def test_clamps(self):
+        def deepseek_v4(self, gate_up):
+            gate, up = gate_up.chunk(2, dim=-1)
+            return self.act_fn(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
+
+        self.agrees(self.experts(gate=deepseek_v4), "clamped-swiglu")
+
+    def test_unknown_activations_are_refused(self):
+        def clamp_after(self, gate_up):  # the limit is applied to silu(gate), not to the gate
+            gate, up = gate_up.chunk(2, dim=-1)
+            return self.act_fn(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+
+        def hidden_limit(self, gate_up):  # a limit that no attribute tells
+            gate, up = gate_up.chunk(2, dim=-1)
+            return torch.nn.functional.silu(gate.clamp(max=123.0)) * up
+
+        for experts in (self.experts(gate=clamp_after), self.experts(gate=hidden_limit),
+                        self.experts(torch.nn.Tanh()), self.experts(torch.nn.Tanh(), has_gate=False)):
+            with self.assertRaisesRegex(NotImplementedError, "Experts: its activation is none of Tessera's"):
+                experts(self.x, self.ids, self.scores)
+
+    def test_unknown_structure_is_refused(self):
+        with self.assertRaisesRegex(NotImplementedError, "normalises the experts' outputs"):
+            self.experts(has_post_expert_norm=True)(self.x, self.ids, self.scores)
+        with self.assertRaisesRegex(NotImplementedError, "one weight per chosen expert"):
+            self.experts()(self.x, self.ids, torch.rand(6, 4))
+        original = moe.use_experts_implementation
+        self.addCleanup(setattr, moe, "use_experts_implementation", original)
+        moe.use_experts_implementation = lambda experts_class=None, has_new_thing=False: None
+        with self.assertRaisesRegex(NotImplementedError, "has_new_thing"):
+            tessera.register_huggingface()
+
+    def test_other_versions_are_refused(self):
+        with mock.patch("transformers.__version__", "4.57.1"), self.assertRaisesRegex(ImportError, "transformers 4.57.1"):
+            tessera.register_huggingface()
+
+    def test_sentinels_of_expert_parallel_models(self):
+        experts = self.experts()
+        ids = self.ids.clone()
+        ids[:, 1] = 4
+        o = experts(self.x, ids, self.scores)
+        expected = moe.batched_mm_experts_forward(experts, self.x, ids[:, :1], self.scores[:, :1])
+        torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5)
+
+    def test_hidden_states_of_another_type(self):
+        experts = self.experts()
+        o = experts(self.x.double(), self.ids, self.scores)
+        self.assertIs(o.dtype, torch.float64)
+        torch.testing.assert_close(o.float(), experts(self.x, self.ids, self.scores))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -45,14 +45,14 @@ def register_huggingface(name: str = "tessera") -> None:
 def prepare(model: torch.nn.Module) -> int:
     """Recognises all experts of a model at once and returns their number; otherwise each is recognised at its first
     call. Needed before torch.compile where a model brings an activation of its own (gpt-oss)."""
-    found = [module for module in model.modules() if hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")]
+    found = [m for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(m, "is_transposed")]
     for module in found:
         _options_of(module)
     return len(found)
 
 
 def experts_forward(self, hidden_states, top_k_index, top_k_weights):
-    """What transformers calls: `self` is the experts module; hidden_states [T,d], top_k_index and top_k_weights [T,K]."""
+    """What transformers calls: `self` is the experts module; hidden_states [T,d], top_k_index, top_k_weights [T,K]."""
     if top_k_weights.shape != top_k_index.shape:
         raise NotImplementedError(
             f"{type(self).__name__}: weights {tuple(top_k_weights.shape)} for ids {tuple(top_k_index.shape)}; Tessera "
@@ -65,7 +65,8 @@ def experts_forward(self, hidden_states, top_k_index, top_k_weights):
     x = hidden_states
     if x.dtype is not w_up.dtype and not torch.is_autocast_enabled(x.device.type):
         x = x.to(w_up.dtype)
-    o = functional.routed_experts_with(text, x, top_k_index, top_k_weights, (w_up, None, self.down_proj, b_up, None, b_down))
+    weights = (w_up, None, self.down_proj, b_up, None, b_down)
+    o = functional.routed_experts_with(text, x, top_k_index, top_k_weights, weights)
     return o.to(hidden_states.dtype)
 
 

@@ -216,7 +216,8 @@ class Interface(unittest.TestCase):
             tessera.register_huggingface()
 
     def test_other_versions_are_refused(self):
-        with mock.patch("transformers.__version__", "4.57.1"), self.assertRaisesRegex(ImportError, "transformers 4.57.1"):
+        refused = self.assertRaisesRegex(ImportError, "transformers 4.57.1")
+        with mock.patch("transformers.__version__", "4.57.1"), refused:
             tessera.register_huggingface()
 
     def test_sentinels_of_expert_parallel_models(self):

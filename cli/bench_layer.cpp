@@ -31,7 +31,7 @@ BenchLayer::BenchLayer(Context const& context, verify::LayerCase const& layer_ca
   forward_ = verify::forward_inputs(data_, memory_, x);
   forward_.o = memory_.output(desc.dtype, {s.tokens, s.hidden});
   inference_ = forward_;
-  forward_.h = memory_.output(desc.dtype, {s.num_slots(), desc.up_width() * s.intermediate});
+  forward_.h = memory_.output(desc.dtype, {desc.num_slots(), desc.up_width() * s.intermediate});
   forward_.routing = memory_.buffer(value_of(routing_bytes(desc)));
   forward_.workspace = memory_.buffer(workspace_bytes_of(Pass::forward));
   inference_.workspace =

@@ -94,7 +94,7 @@ Json memory_json(MoeDesc const& desc) {
 
 Json layer_json(MoeDesc const& desc) {
   MoeShape const& s = desc.shape;
-  auto const rows = static_cast<double>(s.num_slots());
+  auto const rows = static_cast<double>(desc.num_slots());
   SavedBytes const saved = value_of(saved_bytes(desc));
   Json waste = Json::array();
   for (std::int64_t tokens = 512; tokens <= 131072; tokens *= 4) {
@@ -177,7 +177,7 @@ std::string memory_text(MoeDesc const& desc, double layers) {
 
 std::string layer_text(MoeDesc const& desc, double layers) {
   MoeShape const& s = desc.shape;
-  auto const rows = static_cast<double>(s.num_slots());
+  auto const rows = static_cast<double>(desc.num_slots());
   double const forward = work::forward_flops(desc, rows);
   double const per_expert = rows / static_cast<double>(s.experts);
   std::string text = fmt::format(

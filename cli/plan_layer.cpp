@@ -24,7 +24,7 @@ Sizes sizes(MoeDesc const& desc) {
           real(s.intermediate),
           real(s.experts),
           real(s.top_k),
-          real(s.num_slots())};
+          real(desc.num_slots())};
 }
 
 MemoryPlan tessera_plan(MoeDesc desc, SavePolicy save) {

@@ -115,6 +115,12 @@ void ShapeFlags::add_to(CLI::App& command) {
   routing->add_option("--round", round_, "token rounding: none nr-f sr-f nr-s balance-f up down")
       ->capture_default_str();
   routing->add_option("--tile", tile_, "M of token rounding")->capture_default_str();
+  routing->add_option("--step", step_, "of the stochastic roundings")->capture_default_str();
+  routing->add_option("--layer", layer_, "of the stochastic roundings")->capture_default_str();
+  routing->add_option("--capacity", capacity_,
+                      "of expert-choice: tokens per expert (default: tokens*top-k/experts)");
+  routing->add_flag("--replay", replay_, "given ids, scored by the router");
+  routing->add_flag("--aux-dlogits", aux_dlogits_, "another loss of the logits adds its gradient");
   routing->add_option("--groups", groups_, "of group-limited (default: from experts)");
   routing->add_option("--top-groups", top_groups_, "of group-limited (default: from top-k)");
   routing->add_option("--route-scale", route_scale_, "every score is multiplied by it")
@@ -162,6 +168,10 @@ verify::LayerCase ShapeFlags::layer_case() const {
   desc.router.route_scale = route_scale_;
   desc.router.normalize_scores = normalize_scores_;
   desc.router.seed = seed_;
+  desc.router.step = step_;
+  desc.router.layer = layer_;
+  desc.router.capacity = capacity_;
+  desc.router.replay = replay_;
   desc.ids_dtype = named("ids-dtype", ids_dtype_, verify::kIdsDTypeNames);
   desc.save = named("save", save_, verify::kSaveNames);
   if (!(sentinels_ >= 0 && sentinels_ <= 1)) {
@@ -170,6 +180,7 @@ verify::LayerCase ShapeFlags::layer_case() const {
   out.sentinel_fraction = sentinels_;
   out.repeat_experts = repeat_experts_;
   out.router_bias = router_bias_;
+  out.aux_dlogits = aux_dlogits_;
   out.gradient_mode = accumulate_ ? GradientMode::accumulate : GradientMode::write;
   out.seed = seed_;
   read_routing(out);

@@ -62,7 +62,7 @@ double memory_needed(MoeDesc const& desc) {
   double const weights =
       size(desc.up_width() + 1) * size(s.experts) * size(s.hidden) * size(s.intermediate);
   double const slots =
-      s.variable_experts ? 2 * size(s.tokens) * size(s.top_k) : size(s.tokens) * size(s.top_k);
+      s.variable_experts ? 2 * size(s.tokens) * size(s.top_k) : size(desc.num_slots());
   double const rows =
       slots * (size(desc.up_width() + 2) * size(s.intermediate) + 2 * size(s.hidden));
   return 80 * weights + 40 * rows + 64 * size(s.tokens) * size(s.hidden + s.experts);
@@ -116,6 +116,12 @@ std::string case_line(std::size_t number, verify::LayerCase const& layer_case, b
   if (desc.bias) extras += " bias";
   if (layer_case.sentinel_fraction > 0) extras += " sentinels";
   if (s.variable_experts) extras += " variable";
+  if (desc.rounds_tokens()) {
+    extras += fmt::format(" {}:{}", verify::name_of(verify::kRoundingNames, desc.router.round),
+                          desc.router.tile);
+  }
+  if (desc.router.replay) extras += " replay";
+  if (layer_case.aux_dlogits) extras += " aux-dlogits";
   if (layer_case.repeat_experts) extras += " repeats";
   if (desc.ids_dtype == DType::int64) extras += " int64";
   if (layer_case.gradient_mode == GradientMode::accumulate) extras += " accumulate";

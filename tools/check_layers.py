@@ -15,11 +15,14 @@ import sys
 LAYERS = {
     "include/tessera": [],
     "src/core": ["include/tessera"],
-    "src/cpu/reference": ["include/tessera", "src/core/router_groups.hpp"],  # no optimised code
+    # no optimised code
+    "src/cpu/reference": ["include/tessera", "src/core/router_groups.hpp", "src/core/philox.hpp"],
     "src/cpu/parallel": ["include/tessera", "src/core"],
     "src/ops": ["include/tessera", "src/core", "src/cpu/parallel", "src/cuda/layer/backend.hpp"],
     "src/capi": ["include/tessera"],
-    "src/verify": ["include/tessera", "src/cpu/reference", "src/core/router_groups.hpp"],
+    "src/verify": [
+        "include/tessera", "src/cpu/reference", "src/core/router_groups.hpp", "src/core/philox.hpp",
+    ],
     "src/cuda/arch": [],
     "src/cuda/block": ["src/cuda/arch"],
     "src/cuda/host": ["include/tessera", "src/core"],

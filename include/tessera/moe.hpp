@@ -30,15 +30,17 @@ struct ExpertWeights {
 struct MoeForwardArgs {
   ConstTensor x = {};  ///< [T,d]
 
-  // RouterKind::given: ids outside [0,E) are sentinels, they own no row and add nothing.
+  // RouterKind::given, or ids that a router scores (Router::replay; topk_weights are absent then): ids outside [0,E)
+  // are sentinels, they own no row and add nothing.
   ConstTensor topk_ids = {};       ///< [T,K] (or [P] with token_offsets) int32 or int64
   ConstTensor topk_weights = {};   ///< same shape, fp32
   ConstTensor token_offsets = {};  ///< [T+1], with MoeShape::variable_experts
 
   // Any other router.
-  ConstTensor w_router = {};        ///< [E,d]
-  ConstTensor b_router = {};        ///< [E], optional
-  ConstTensor selection_bias = {};  ///< [E] fp32, optional: added to the key, not to the score
+  ConstTensor w_router = {};  ///< [E,d]
+  ConstTensor b_router = {};  ///< [E], optional
+  ConstTensor selection_bias =
+      {};  ///< [E] fp32, optional: added to the key, not to the score; top-k only
 
   // RowGrouping other than slots (post-dispatch): x is [P,d], sorted by expert.
   ConstTensor expert_offsets = {};  ///< [E+1] offsets, or [E] ends or counts
@@ -49,6 +51,7 @@ struct MoeForwardArgs {
   Tensor o = {};              ///< [T,d], every element is written
   Tensor logits = {};         ///< optional [T,E] fp32: the router's logits
   Tensor expert_counts = {};  ///< optional [E] int32: M_e
+  Tensor topk_counts = {};    ///< optional [E] int32: f_e, what M_e was before token rounding
 
   Tensor h = {};        ///< [P,w*n], saved: required with SavePolicy::h, absent otherwise
   Buffer routing = {};  ///< routing_bytes(desc), saved: required unless SavePolicy::none
@@ -76,7 +79,9 @@ struct MoeBackwardArgs {
       {};  ///< [P,w*n] as forward left it (SavePolicy::h); moe_backward_weights does not read it
   ConstBuffer routing = {};                  ///< as forward left it
   ConstTensor w_router = {}, b_router = {};  ///< as in forward, unless RouterKind::given
-  ExpertWeights weights = {};                ///< as in forward; not read by moe_backward_weights
+  ConstTensor aux_dlogits =
+      {};  ///< optional [T,E] fp32: added to dlogits (other losses of them: balance.hpp)
+  ExpertWeights weights = {};  ///< as in forward; not read by moe_backward_weights
 
   Tensor dx = {};       ///< optional [T,d]
   Tensor dscores = {};  ///< optional [P] fp32 by slot; 0 at sentinels

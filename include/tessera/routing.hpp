@@ -14,37 +14,43 @@ namespace tessera {
 
 /// Typed pointers into a routing buffer (4-byte elements, packed in this order, no padding).
 /// Slot j of token t is t*K + k, or the place in the (token, expert) list where experts per token vary.
-/// Rows are sorted by expert and, inside an expert, by slot.
+/// Rows are sorted by expert and, inside an expert, by slot. With token rounding fewer than P slots may be in use:
+/// those from token_offsets[T] = R on belong to no token (id -1, score 0).
 struct RoutingView {
   std::int32_t* expert_offsets = nullptr;       ///< [E+1] exclusive prefix sum of M_e; last = R
   std::int32_t* sort_permutation = nullptr;     ///< [P] row -> slot; -1 from row R on
   std::int32_t* gather_index = nullptr;         ///< [P] row -> token; 0 from row R on
   std::int32_t* inverse_permutation = nullptr;  ///< [P] slot -> row; -1 exactly at sentinels
   float* scores = nullptr;                      ///< [P] by slot
-  std::int32_t* token_offsets = nullptr;        ///< [T+1], null unless experts per token vary
-  std::int32_t* topk_ids = nullptr;  ///< [P] by slot, null where ids came from the caller
-  float* chosen_p = nullptr;  ///< [P] by slot: p of sigmoid_bias, group_limited and sqrtsoftplus
-  float* logits = nullptr;    ///< [T,E] of softmax_topk, whose gradient reaches every expert
+  std::int32_t* token_offsets = nullptr;        ///< [T+1], null unless MoeDesc::experts_vary()
+  std::int32_t* topk_ids = nullptr;             ///< [P] by slot, null with RouterKind::given
+  float* chosen_p =
+      nullptr;  ///< [P] by slot, no rounding: p of sigmoid_bias, group_limited and sqrtsoftplus
+  float* logits = nullptr;  ///< [T,E] of softmax_topk, expert_choice, and with token rounding
+  std::int32_t* unrounded_ids = nullptr;  ///< [T,K] the top-k choice, with token rounding
 };
 
-/// Bytes of the routing buffer: 16P + 4(E+1) [+ 4(T+1) variable] [+ 4P ids of a router]
-/// [+ 4P sigmoid_bias, group_limited, sqrtsoftplus] [+ 4TE softmax_topk].
+/// Bytes of the routing buffer: 16P + 4(E+1) [+ 4(T+1) experts per token vary] [+ 4P ids of a router]
+/// [+ 4TE softmax_topk, expert_choice and token rounding; else + 4P sigmoid_bias, group_limited, sqrtsoftplus]
+/// [+ 4TK token rounding].
 TESSERA_EXPORT Expected<std::size_t> routing_bytes(MoeDesc const& desc) noexcept;
 
 /// Pointers into `routing`, which must hold routing_bytes(desc) and be 4-byte aligned.
 TESSERA_EXPORT Expected<RoutingView> routing_view(MoeDesc const& desc, Buffer routing) noexcept;
 
 /// Inputs and outputs of the router alone, for callers that place it apart from the layer (activation
-/// checkpointing that must route alike, expert parallelism).
+/// checkpointing that must route alike, expert parallelism). Where experts per token vary (token rounding, expert
+/// choice), ids and weights are [P] by token and expert, and those from token_offsets[T] on are -1 and 0.
 struct RouteArgs {
   ConstTensor x = {};               ///< [T,d]
   ConstTensor w_router = {};        ///< [E,d]
   ConstTensor b_router = {};        ///< [E], optional
   ConstTensor selection_bias = {};  ///< [E] fp32, optional
   Tensor topk_ids = {};  ///< [T,K] int32 or int64, slots in descending key; ties: lower id first
-  Tensor topk_weights = {};  ///< [T,K] fp32
-  Tensor logits = {};        ///< optional [T,E] fp32
-  Buffer workspace = {};     ///< workspace_bytes(context, desc, Pass::route)
+  Tensor topk_weights = {};   ///< [T,K] fp32
+  Tensor token_offsets = {};  ///< [T+1] as topk_ids, where experts per token vary, else absent
+  Tensor logits = {};         ///< optional [T,E] fp32
+  Buffer workspace = {};      ///< workspace_bytes(context, desc, Pass::route)
 };
 
 /// Logits, selection and scores of `desc.router`: what moe_forward would use, bit for bit.

@@ -2,6 +2,7 @@
 // The sizes and options that fix what one MoE layer computes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "tessera/tensor.hpp"
@@ -15,12 +16,9 @@ struct MoeShape {
   std::int64_t intermediate = 0;  ///< n, per expert
   std::int64_t experts = 0;       ///< E
   std::int64_t top_k = 0;         ///< K, experts per token; a router needs 1 <= K <= E
-  std::int64_t slots = 0;         ///< P with variable_experts, else 0: P = T*K
-  bool variable_experts = false;  ///< experts per token vary: the call gives `token_offsets`
+  std::int64_t slots = 0;         ///< P with variable_experts, else 0
+  bool variable_experts = false;  ///< given ids vary in number: the call gives `token_offsets`
 
-  [[nodiscard]] constexpr std::int64_t num_slots() const noexcept {
-    return variable_experts ? slots : tokens * top_k;
-  }
   bool operator==(MoeShape const&) const = default;
 };
 
@@ -81,13 +79,15 @@ enum class RouterKind : std::int32_t {
   expert_choice = 7,
 };
 
-/// Token rounding: M_e becomes a multiple of `tile` (training only).
+/// Token rounding, with any top-k router: M_e becomes a multiple of `tile` by dropping an expert's last choices or
+/// adding tokens that did not choose it (rules: docs/numerics.md). For training; evaluation uses plain top-k. With
+/// less than two tiles per expert on average (T*K/E < 2*tile) it drops or adds a large part of the pairs.
 enum class Rounding : std::int32_t {
   none = 0,
-  nr_f = 1,
-  sr_f = 2,
-  nr_s = 3,
-  balance_f = 4,
+  nr_f = 1,       ///< the nearest multiple of f_e, ties down
+  sr_f = 2,       ///< stochastic by f_e: unbiased
+  nr_s = 3,       ///< stochastic by the scores lost and gained
+  balance_f = 4,  ///< whatever keeps the running total nearest to that of top-k
   up = 5,
   down = 6,
 };
@@ -100,9 +100,11 @@ struct Router {
   std::int32_t top_groups = 0;    ///< group_limited; 0: chosen from K
   Rounding round = Rounding::none;
   std::int32_t tile = 128;  ///< M of token rounding
-  std::uint64_t seed = 0;   ///< stochastic rounding: key of Philox
+  std::uint64_t seed = 0;   ///< stochastic rounding: equal (seed, step, layer) give equal choices
   std::uint64_t step = 0;
   std::uint32_t layer = 0;
+  std::int64_t capacity = 0;  ///< expert_choice: tokens per expert, at most T; 0: ceil(T*K/E)
+  bool replay = false;        ///< the caller gives topk_ids; the router scores them
   bool operator==(Router const&) const = default;
 };
 
@@ -133,6 +135,48 @@ struct MoeDesc {
   /// Width of h in units of n: 2 gated, 1 not.
   [[nodiscard]] constexpr std::int64_t up_width() const noexcept {
     return activation.gated() ? 2 : 1;
+  }
+  [[nodiscard]] constexpr bool rounds_tokens() const noexcept {
+    return router.round != Rounding::none;
+  }
+  /// Whether experts take tokens, rather than tokens experts.
+  [[nodiscard]] constexpr bool experts_choose() const noexcept {
+    return router.kind == RouterKind::expert_choice && !router.replay;
+  }
+  /// Whether tokens differ in their number of slots: `token_offsets` are part of the routing tables.
+  [[nodiscard]] constexpr bool experts_vary() const noexcept {
+    return shape.variable_experts || rounds_tokens() || experts_choose();
+  }
+  /// Tokens that each expert takes with expert_choice.
+  [[nodiscard]] constexpr std::int64_t expert_capacity() const noexcept {
+    return router.capacity != 0 ? router.capacity
+                                : (shape.tokens * shape.top_k + shape.experts - 1) / shape.experts;
+  }
+  /// P, the slots that buffers hold: known before the data are. T*K, except for variable_experts (`slots`),
+  /// expert_choice (E * capacity) and token rounding, where it bounds what can be routed: the slots from R on then
+  /// belong to no token.
+  [[nodiscard]] constexpr std::int64_t num_slots() const noexcept {
+    if (shape.variable_experts) return shape.slots;
+    if (experts_choose()) return shape.experts * expert_capacity();
+    std::int64_t const chosen = shape.tokens * shape.top_k, tile = router.tile;
+    std::int64_t const busy = std::min(shape.experts, chosen);  // at most so many experts round
+    std::int64_t added = 0;
+    switch (router.round) {
+      case Rounding::nr_f:
+        added = busy * ((tile + 1) / 2 - 1);
+        break;
+      case Rounding::balance_f:
+        added = tile / 2;
+        break;
+      case Rounding::sr_f:
+      case Rounding::nr_s:
+      case Rounding::up:
+        added = busy * (tile - 1);
+        break;
+      default:
+        return chosen;
+    }
+    return std::min(chosen + added, shape.tokens * shape.experts);
   }
   bool operator==(MoeDesc const&) const = default;
 };

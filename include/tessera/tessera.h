@@ -73,6 +73,9 @@ typedef struct {
   float route_scale;
   uint32_t layer;
   uint64_t seed, step;
+  int64_t capacity;
+  int32_t replay;
+  int32_t reserved2;
 } tessera_moe_desc;
 
 typedef struct {
@@ -88,6 +91,7 @@ typedef struct {
   tessera_expert_weights weights;
   tessera_tensor o, logits, expert_counts, h;
   tessera_buffer routing, workspace;
+  tessera_tensor topk_counts;
 } tessera_forward_args;
 
 typedef struct {
@@ -102,6 +106,7 @@ typedef struct {
   int32_t reserved;
   tessera_tensor dh, a_scaled, dlogits_saved;
   tessera_buffer workspace;
+  tessera_tensor aux_dlogits;
 } tessera_backward_args;
 
 typedef struct {
@@ -109,6 +114,7 @@ typedef struct {
   tessera_tensor x, w_router, b_router, selection_bias;
   tessera_tensor topk_ids, topk_weights, logits;
   tessera_buffer workspace;
+  tessera_tensor token_offsets;
 } tessera_route_args;
 
 typedef struct {

@@ -99,6 +99,8 @@ Status desc_of(tessera_moe_desc const* desc, tessera::MoeDesc& out) noexcept {
   out.router.layer = from.layer;
   out.router.seed = from.seed;
   out.router.step = from.step;
+  out.router.capacity = from.capacity;
+  out.router.replay = from.replay != 0;
   return {};
 }
 
@@ -128,6 +130,7 @@ Status forward(tessera_context const* context, tessera_moe_desc const* c_desc,
   args.o = tensor_of(from.o);
   args.logits = tensor_of(from.logits);
   args.expert_counts = tensor_of(from.expert_counts);
+  args.topk_counts = tensor_of(from.topk_counts);
   args.h = tensor_of(from.h);
   args.routing = buffer_of(from.routing);
   args.workspace = buffer_of(from.workspace);
@@ -168,6 +171,7 @@ Status backward(BackwardFunction function, tessera_context const* context,
   args.dh = tensor_of(from.dh);
   args.a_scaled = tensor_of(from.a_scaled);
   args.dlogits_saved = tensor_of(from.dlogits_saved);
+  args.aux_dlogits = tensor_of(from.aux_dlogits);
   args.workspace = buffer_of(from.workspace);
   return function(context->context, desc, args, {stream});
 }
@@ -186,6 +190,7 @@ Status route(tessera_context const* context, tessera_moe_desc const* c_desc,
   args.selection_bias = tensor_of(from.selection_bias);
   args.topk_ids = tensor_of(from.topk_ids);
   args.topk_weights = tensor_of(from.topk_weights);
+  args.token_offsets = tensor_of(from.token_offsets);
   args.logits = tensor_of(from.logits);
   args.workspace = buffer_of(from.workspace);
   return tessera::route(context->context, desc, args, {stream});

@@ -52,6 +52,42 @@ Status check_enums(MoeDesc const& desc) noexcept {
   return {};
 }
 
+/// Who chooses, and what goes together: replayed ids, expert choice, token rounding.
+Status check_choice(MoeDesc const& desc) noexcept {
+  Router const& router = desc.router;
+  bool const given = router.kind == RouterKind::given;
+  if (given && router.replay) {
+    return Status::invalid(
+        "replay with router given: there is no router to score the ids; set its kind");
+  }
+  if (desc.rounds_tokens()) {
+    if (given || router.replay) {
+      return Status::invalid(
+          "round=%d with given ids: rounding needs a router's choice and scores; use round none or "
+          "a "
+          "top-k router",
+          static_cast<int>(router.round));
+    }
+    if (router.kind == RouterKind::expert_choice) {
+      return Status::invalid(
+          "round=%d with expert_choice: its experts take equal counts already; set capacity",
+          static_cast<int>(router.round));
+    }
+    if (router.tile < 1) {
+      return Status::invalid("tile=%d: token rounding needs a tile of at least 1", router.tile);
+    }
+  }
+  if (router.capacity != 0 && !desc.experts_choose()) {
+    return Status::invalid("capacity=%lld: only expert_choice has one; leave 0",
+                           static_cast<Int>(router.capacity));
+  }
+  if (router.capacity < 0 || router.capacity > desc.shape.tokens) {
+    return Status::invalid("capacity=%lld, tokens=%lld: an expert takes each token once at most",
+                           static_cast<Int>(router.capacity), static_cast<Int>(desc.shape.tokens));
+  }
+  return {};
+}
+
 Status check_sizes(MoeDesc const& desc) noexcept {
   MoeShape const& s = desc.shape;
   struct Size {
@@ -75,14 +111,20 @@ Status check_sizes(MoeDesc const& desc) noexcept {
         "slots=%lld without variable_experts: leave 0 (P = tokens*top_k) or set variable_experts",
         static_cast<Int>(s.slots));
   }
-  if (s.variable_experts && desc.router.kind != RouterKind::given) {
-    return Status::invalid("variable_experts: token_offsets come with router given only");
+  if (s.variable_experts && desc.router.kind != RouterKind::given && !desc.router.replay) {
+    return Status::invalid(
+        "variable_experts: token_offsets come with given ids only; use router given, or replay");
   }
   // Products of two values below 2^31 fit in int64.
   if (!s.variable_experts && s.tokens * s.top_k > kMaxIndex) {
     return Status::invalid(
         "tokens=%lld, top_k=%lld: tokens*top_k must stay below 2^31; split the batch",
         static_cast<Int>(s.tokens), static_cast<Int>(s.top_k));
+  }
+  TESSERA_TRY(check_choice(desc));
+  if (desc.num_slots() > kMaxIndex) {
+    return Status::invalid("slots=%lld of %lld tokens: must stay below 2^31; split the batch",
+                           static_cast<Int>(desc.num_slots()), static_cast<Int>(s.tokens));
   }
   std::int64_t const widest = std::max(desc.up_width() * s.intermediate, s.hidden);
   if (widest > kMaxIndex || s.experts * widest > kMaxIndex) {
@@ -91,10 +133,10 @@ Status check_sizes(MoeDesc const& desc) noexcept {
   }
   // Buffers of P and T rows must be addressable: their bytes fit in 63 bits.
   constexpr std::int64_t kMaxElements = std::int64_t{1} << 56;
-  std::int64_t const longest = std::max(s.num_slots(), s.tokens);
+  std::int64_t const longest = std::max(desc.num_slots(), s.tokens);
   if (longest * std::max(widest, s.experts) > kMaxElements) {
     return Status::invalid("tokens=%lld, slots=%lld with %lld columns: more than 2^56 elements",
-                           static_cast<Int>(s.tokens), static_cast<Int>(s.num_slots()),
+                           static_cast<Int>(s.tokens), static_cast<Int>(desc.num_slots()),
                            static_cast<Int>(std::max(widest, s.experts)));
   }
   return {};
@@ -158,9 +200,6 @@ Status check_options(MoeDesc const& desc) noexcept {
                            static_cast<double>(desc.router.route_scale));
   }
   if (desc.router.kind == RouterKind::group_limited) TESSERA_TRY(check_groups(desc));
-  if (desc.router.round != Rounding::none && desc.router.tile < 1) {
-    return Status::invalid("tile=%d: token rounding needs a tile of at least 1", desc.router.tile);
-  }
   return {};
 }
 

@@ -21,6 +21,20 @@ TESSERA_INLINE float own_p(RouterKind kind, float logit) noexcept {
   return kind == RouterKind::sqrtsoftplus ? std::sqrt(softplus_fp32(logit)) : sigmoid_fp32(logit);
 }
 
+/// Routers whose scores are softmax probabilities over all experts.
+TESSERA_INLINE bool has_softmax_over_all(RouterKind kind) noexcept {
+  return kind == RouterKind::softmax_topk || kind == RouterKind::expert_choice;
+}
+
+/// What backward needs besides ids and scores: the logits where the gradient reaches experts that no slot names, else
+/// the chosen p of routers with a p of their own.
+TESSERA_INLINE bool saves_logits(MoeDesc const& desc) noexcept {
+  return has_softmax_over_all(desc.router.kind) || desc.router.round != Rounding::none;
+}
+TESSERA_INLINE bool saves_chosen_p(MoeDesc const& desc) noexcept {
+  return has_own_p(desc.router.kind) && !saves_logits(desc);
+}
+
 /// Larger integers for larger keys; NaN above all numbers, -0 equal to +0; 0 is below every key.
 TESSERA_INLINE std::uint32_t ordered_key(float key) noexcept {
   if (key != key) return 0xffffffffu;

@@ -37,8 +37,8 @@ OpExplanation explanation(work::OpWork const& work, std::int64_t gemm_m, std::in
 
 std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& desc, Pass pass) {
   MoeShape const& s = desc.shape;
-  auto const rows = static_cast<double>(s.num_slots());
-  std::int64_t const mean = (s.num_slots() + s.experts - 1) / s.experts;
+  auto const rows = static_cast<double>(desc.num_slots());
+  std::int64_t const mean = (desc.num_slots() + s.experts - 1) / s.experts;
   std::int64_t const width = desc.up_width() * s.intermediate, d = s.hidden, n = s.intermediate;
   std::string const on =
       ", " + std::to_string(context.num_threads()) + " threads, " + instruction_set();

@@ -30,8 +30,8 @@ void check_split(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pass,
            : check.input(name, tensor, dtype, {rows, columns});
     check.contiguous(name, tensor);
   };
-  add("dh", args.dh, desc.dtype, s.num_slots(), desc.up_width() * s.intermediate);
-  add("a_scaled", args.a_scaled, desc.dtype, s.num_slots(), s.intermediate);
+  add("dh", args.dh, desc.dtype, desc.num_slots(), desc.up_width() * s.intermediate);
+  add("a_scaled", args.a_scaled, desc.dtype, desc.num_slots(), s.intermediate);
   if (has_router(desc)) {
     add("dlogits_saved", args.dlogits_saved, DType::fp32, s.tokens, s.experts);
   } else {
@@ -48,6 +48,7 @@ void check_router_gradients(MoeDesc const& desc, MoeBackwardArgs const& args, bo
     check.absent("w_router", args.w_router, kReason);
     check.absent("b_router", args.b_router, kReason);
     check.absent("dlogits", args.dlogits, kReason);
+    check.absent("aux_dlogits", args.aux_dlogits, kReason);
     check.absent("dw_router", g.dw_router, kReason);
     check.absent("db_router", g.db_router, kReason);
     return;
@@ -55,8 +56,10 @@ void check_router_gradients(MoeDesc const& desc, MoeBackwardArgs const& args, bo
   check.optional_input("b_router", args.b_router, desc.dtype, {s.experts});
   if (input) {
     check.input("w_router", args.w_router, desc.dtype, {s.experts, s.hidden});
+    check.optional_input("aux_dlogits", args.aux_dlogits, DType::fp32, {s.tokens, s.experts});
     check.optional_output("dlogits", args.dlogits, DType::fp32, {s.tokens, s.experts});
   } else {
+    check.absent("aux_dlogits", args.aux_dlogits, "backward_input adds it");
     check.absent("dlogits", args.dlogits, "backward_input writes it");
   }
   if (weights) {
@@ -84,12 +87,12 @@ Status check_backward(Context const& context, MoeDesc const& desc, MoeBackwardAr
     if (recompute) {
       check.absent("h", args.h, "SavePolicy::x recomputes it");
     } else {
-      check.input("h", args.h, desc.dtype, {s.num_slots(), desc.up_width() * s.intermediate});
+      check.input("h", args.h, desc.dtype, {desc.num_slots(), desc.up_width() * s.intermediate});
       check.contiguous("h", args.h);
     }
     ops::check_weights(desc, args.weights, check);
     check.optional_output("dx", args.dx, desc.dtype, {s.tokens, s.hidden});
-    check.optional_output("dscores", args.dscores, DType::fp32, {s.num_slots()});
+    check.optional_output("dscores", args.dscores, DType::fp32, {desc.num_slots()});
     check.contiguous("dscores", args.dscores);
   } else {
     check.absent("dx", args.dx, "backward_input writes it");
@@ -139,7 +142,10 @@ struct Backward {
          .dscores = dscores},
         threads);
     if (dlogits.data != nullptr) {
-      cpu::router_dlogits(layer.desc, layer.routing, dscores, dlogits, threads);
+      cpu::ConstRows const initial =
+          args.aux_dlogits.present() ? ops::rows_of(args.aux_dlogits) : cpu::ConstRows{};
+      cpu::router_dlogits(layer.desc, layer.routing,
+                          {.dscores = dscores, .initial = initial, .dlogits = dlogits}, threads);
     }
   }
 

@@ -20,8 +20,9 @@ Status check_forward(Context const& context, MoeDesc const& desc, MoeForwardArgs
   ops::check_weights(desc, args.weights, check);
   check.output("o", args.o, desc.dtype, {s.tokens, s.hidden});
   check.optional_output("expert_counts", args.expert_counts, DType::int32, {s.experts});
+  check.optional_output("topk_counts", args.topk_counts, DType::int32, {s.experts});
   if (desc.save == SavePolicy::h) {
-    check.output("h", args.h, desc.dtype, {s.num_slots(), desc.up_width() * s.intermediate});
+    check.output("h", args.h, desc.dtype, {desc.num_slots(), desc.up_width() * s.intermediate});
     check.contiguous("h", args.h);
   } else {
     check.absent("h", args.h, "the SavePolicy keeps no h");
@@ -45,21 +46,28 @@ Status forward_on_cuda(Context const& context, MoeDesc const& desc, MoeForwardAr
                            table_bytes, stream);
 }
 
+/// M_e, and f_e as it was before rounding; `pairs` are those of token rounding.
+void count_tokens(MoeDesc const& desc, RoutingView const& routing, core::ExpertPairs const* pairs,
+                  MoeForwardArgs const& args) noexcept {
+  auto* const rows = static_cast<std::int32_t*>(args.expert_counts.data);
+  auto* const chosen = static_cast<std::int32_t*>(args.topk_counts.data);
+  for (std::int64_t e = 0; e < desc.shape.experts; ++e) {
+    std::int32_t const count = routing.expert_offsets[e + 1] - routing.expert_offsets[e];
+    if (rows != nullptr) rows[e] = count;
+    if (chosen == nullptr) continue;
+    chosen[e] = desc.rounds_tokens() ? static_cast<std::int32_t>(pairs[e].members) : count;
+  }
+}
+
 void forward_on_cpu(Context const& context, MoeDesc const& desc, MoeForwardArgs const& args,
                     ops::ForwardPlan const& plan) noexcept {
-  MoeShape const& s = desc.shape;
   std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
   cpu::Threads const threads{context.thread_pool(), plan.scratch.in(base), plan.floats_per_thread};
   void* const tables = args.routing.data != nullptr ? args.routing.data : plan.routing.in(base);
   RoutingView const routing = ops::view_routing(desc, tables);
 
   ops::make_routing_tables(desc, args, plan, base, routing, threads);
-  if (args.expert_counts.present()) {
-    auto* const counts = static_cast<std::int32_t*>(args.expert_counts.data);
-    for (std::int64_t e = 0; e < s.experts; ++e) {
-      counts[e] = routing.expert_offsets[e + 1] - routing.expert_offsets[e];
-    }
-  }
+  count_tokens(desc, routing, plan.route.pairs.in(base), args);
 
   cpu::Layer const layer{desc,
                          routing,

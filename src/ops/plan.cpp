@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/router_math.hpp"
 #include "cpu/parallel/ops.hpp"
 #include "ops/support.hpp"
 
@@ -11,6 +12,24 @@ namespace {
 
 bool has_router(MoeDesc const& desc) noexcept { return desc.router.kind != RouterKind::given; }
 
+/// Whether experts take tokens after, or instead of, a top-k choice.
+bool experts_take(MoeDesc const& desc) noexcept {
+  return desc.rounds_tokens() || desc.experts_choose();
+}
+
+void plan_router(MoeDesc const& desc, core::WorkspacePlan& plan, ForwardPlan& out) noexcept {
+  std::int64_t const pairs = desc.shape.tokens * desc.shape.experts;
+  if (has_router(desc) && !core::saves_logits(desc)) out.route.logits = plan.add<float>(pairs);
+  if (!experts_take(desc)) return;
+  out.route.ranks = plan.add<std::uint32_t>(pairs);
+  out.route.pairs = plan.add<core::ExpertPairs>(desc.shape.experts);
+}
+
+std::int64_t router_scratch(MoeDesc const& desc) noexcept {
+  std::int64_t const choice = experts_take(desc) ? cpu::choose_tokens_scratch(desc) : 0;
+  return std::max(choice, cpu::select_scratch_floats(desc));
+}
+
 /// Whole cache lines, so that threads do not share one and every scratch is aligned for 8-byte types.
 std::int64_t whole_lines(std::int64_t floats) noexcept { return (floats + 15) / 16 * 16; }
 
@@ -18,11 +37,10 @@ std::int64_t whole_lines(std::int64_t floats) noexcept { return (floats + 15) / 
 
 ForwardPlan plan_forward(Context const& context, MoeDesc const& desc) noexcept {
   MoeShape const& s = desc.shape;
-  std::int64_t const slots = s.num_slots();
+  std::int64_t const slots = desc.num_slots();
   core::WorkspacePlan plan;
   ForwardPlan out;
-  bool const logits_saved = desc.router.kind == RouterKind::softmax_topk;  // in the tables
-  if (has_router(desc) && !logits_saved) out.route.logits = plan.add<float>(s.tokens * s.experts);
+  plan_router(desc, plan, out);
   out.route.chunk_counts = plan.add<std::int32_t>(cpu::metadata_chunks(slots) * s.experts);
   if (desc.save == SavePolicy::none) {
     out.routing = plan.add<std::byte>(static_cast<std::int64_t>(routing_table_bytes(desc)));
@@ -30,7 +48,7 @@ ForwardPlan plan_forward(Context const& context, MoeDesc const& desc) noexcept {
   out.a = plan.add<float>(slots * s.intermediate);
   out.y = plan.add<float>(slots * s.hidden);
   out.floats_per_thread =
-      whole_lines(std::max(cpu::up_projection_fwd_scratch(desc), cpu::select_scratch_floats(desc)));
+      whole_lines(std::max(cpu::up_projection_fwd_scratch(desc), router_scratch(desc)));
   out.scratch = plan.add<float>(out.floats_per_thread * context.num_threads());
   out.bytes = plan.bytes();
   return out;
@@ -39,8 +57,13 @@ ForwardPlan plan_forward(Context const& context, MoeDesc const& desc) noexcept {
 ForwardPlan plan_route(Context const& context, MoeDesc const& desc) noexcept {
   core::WorkspacePlan plan;
   ForwardPlan out;
-  out.route.logits = plan.add<float>(desc.shape.tokens * desc.shape.experts);
-  out.floats_per_thread = whole_lines(cpu::select_scratch_floats(desc));
+  plan_router(desc, plan, out);
+  if (desc.experts_vary()) {
+    out.routing = plan.add<std::byte>(static_cast<std::int64_t>(routing_table_bytes(desc)));
+  } else if (core::saves_logits(desc)) {  // no tables hold them
+    out.route.logits = plan.add<float>(desc.shape.tokens * desc.shape.experts);
+  }
+  out.floats_per_thread = whole_lines(router_scratch(desc));
   out.scratch = plan.add<float>(out.floats_per_thread * context.num_threads());
   out.bytes = plan.bytes();
   return out;
@@ -48,7 +71,7 @@ ForwardPlan plan_route(Context const& context, MoeDesc const& desc) noexcept {
 
 BackwardPlan plan_backward(Context const& context, MoeDesc const& desc, Pass pass) noexcept {
   MoeShape const& s = desc.shape;
-  std::int64_t const slots = s.num_slots();
+  std::int64_t const slots = desc.num_slots();
   core::WorkspacePlan plan;
   BackwardPlan out;
   bool const recompute = desc.save == SavePolicy::x && pass != Pass::backward_weights;
@@ -61,8 +84,10 @@ BackwardPlan plan_backward(Context const& context, MoeDesc const& desc, Pass pas
   if (has_router(desc) && pass == Pass::backward) {
     out.dlogits = plan.add<float>(s.tokens * s.experts);
   }
-  if (pass != Pass::backward_weights)
-    out.floats_per_thread = cpu::down_projection_dgrad_scratch(desc);
+  if (pass != Pass::backward_weights) {
+    out.floats_per_thread = std::max(cpu::down_projection_dgrad_scratch(desc),
+                                     has_router(desc) ? cpu::router_dlogits_scratch(desc) : 0);
+  }
   if (pass != Pass::backward_input) {
     out.floats_per_thread = std::max({out.floats_per_thread, cpu::wgrad_scratch(desc),
                                       has_router(desc) ? cpu::router_wgrad_scratch(desc) : 0});

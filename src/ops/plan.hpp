@@ -3,6 +3,7 @@
 // plan.
 #pragma once
 
+#include "core/token_rounding.hpp"
 #include "core/workspace.hpp"
 #include "tessera/context.hpp"
 #include "tessera/moe.hpp"
@@ -13,13 +14,16 @@ namespace tessera::ops {
 struct RoutePlan {
   core::Region<float> logits;               ///< [T,E]
   core::Region<std::int32_t> chunk_counts;  ///< of metadata()
+  core::Region<std::uint32_t> ranks;        ///< [E,T], where experts take tokens
+  core::Region<core::ExpertPairs> pairs;    ///< [E], where experts take tokens
 };
 
 struct ForwardPlan {
   RoutePlan route;
-  core::Region<std::byte> routing;  ///< the tables, where the caller keeps none
-  core::Region<float> a;            ///< [P,n]
-  core::Region<float> y;            ///< [P,d]
+  core::Region<std::byte>
+      routing;            ///< the tables, where the caller keeps none (route: where it needs them)
+  core::Region<float> a;  ///< [P,n]
+  core::Region<float> y;  ///< [P,d]
   core::Region<float> scratch;
   std::int64_t floats_per_thread = 0;
   std::size_t bytes = 0;

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // route: logits and selection alone
+#include <algorithm>
+
 #include "core/tensor_check.hpp"
 #include "cuda/layer/backend.hpp"
 #include "ops/plan.hpp"
@@ -15,50 +17,127 @@ void check_router(MoeDesc const& desc, ConstTensor const& w_router, ConstTensor 
   MoeShape const& s = desc.shape;
   check.input("w_router", w_router, desc.dtype, {s.experts, s.hidden});
   check.optional_input("b_router", b_router, desc.dtype, {s.experts});
-  check.optional_input("selection_bias", selection_bias, DType::fp32, {s.experts});
+  if (desc.experts_choose() || desc.router.replay) {
+    check.absent("selection_bias", selection_bias, "no key of experts is compared");
+  } else {
+    check.optional_input("selection_bias", selection_bias, DType::fp32, {s.experts});
+  }
 }
 
-void run_router(MoeDesc const& desc, RouterInputs const& inputs, cpu::MutableRows logits,
-                cpu::Selection const& out, cpu::Threads const& threads) noexcept {
+namespace {
+
+void run_logits(MoeDesc const& desc, RouterInputs const& inputs, cpu::MutableRows logits,
+                cpu::Threads const& threads) noexcept {
   cpu::RouterWeights const weights{rows_of(inputs.w_router),
                                    static_cast<float const*>(inputs.b_router.data)};
   cpu::router_logits(desc, rows_of(inputs.x), weights, logits, threads);
+}
+
+}  // namespace
+
+void run_router(MoeDesc const& desc, RouterInputs const& inputs, cpu::MutableRows logits,
+                cpu::Selection const& out, cpu::Threads const& threads) noexcept {
+  run_logits(desc, inputs, logits, threads);
   cpu::select_experts(desc, {logits.data, logits.pitch},
                       static_cast<float const*>(inputs.selection_bias.data), out, threads);
 }
 
+void fill_slots(MoeDesc const& desc, RouterInputs const& inputs, cpu::MutableRows logits,
+                RoutePlan const& plan, std::byte* base, RoutingView const& routing,
+                cpu::Threads const& threads) noexcept {
+  std::int64_t const top_k = desc.shape.top_k;
+  if (desc.router.replay) {
+    run_logits(desc, inputs, logits, threads);
+    cpu::score_choice(desc, {logits.data, logits.pitch}, routing, threads);
+  } else if (desc.experts_vary()) {
+    std::uint32_t* const ranks = plan.ranks.in(base);
+    run_router(desc, inputs, logits,
+               {.ids = routing.unrounded_ids, .ids_pitch = top_k, .ranks = ranks}, threads);
+    cpu::choose_tokens(desc, ranks, plan.pairs.in(base), routing, threads);
+  } else {
+    run_router(desc, inputs, logits,
+               {routing.topk_ids, DType::int32, top_k, {routing.scores, top_k}, routing.chosen_p},
+               threads);
+  }
+}
+
 }  // namespace ops
+
+namespace {
+
+/// Slots of a varying number per token, from tables in the workspace to the caller's tensors.
+void copy_slots(MoeDesc const& desc, RoutingView const& routing, RouteArgs const& args) noexcept {
+  auto const copy = [&](std::int32_t const* from, std::int64_t count, Tensor const& to) {
+    if (desc.ids_dtype == DType::int64) {
+      std::copy_n(from, count, static_cast<std::int64_t*>(to.data));
+    } else {
+      std::copy_n(from, count, static_cast<std::int32_t*>(to.data));
+    }
+  };
+  copy(routing.topk_ids, desc.num_slots(), args.topk_ids);
+  copy(routing.token_offsets, desc.shape.tokens + 1, args.token_offsets);
+  std::copy_n(routing.scores, desc.num_slots(), static_cast<float*>(args.topk_weights.data));
+}
+
+Status check_route(Context const& context, MoeDesc const& desc, RouteArgs const& args,
+                   std::size_t workspace) noexcept {
+  MoeShape const& s = desc.shape;
+  core::TensorCheck check{context.device()};
+  check.input("x", args.x, desc.dtype, {s.tokens, s.hidden});
+  ops::check_router(desc, args.w_router, args.b_router, args.selection_bias, check);
+  if (desc.experts_vary()) {
+    check.output("topk_ids", args.topk_ids, desc.ids_dtype, {desc.num_slots()});
+    check.output("topk_weights", args.topk_weights, DType::fp32, {desc.num_slots()});
+    check.output("token_offsets", args.token_offsets, desc.ids_dtype, {s.tokens + 1});
+  } else {
+    check.output("topk_ids", args.topk_ids, desc.ids_dtype, {s.tokens, s.top_k});
+    check.output("topk_weights", args.topk_weights, DType::fp32, {s.tokens, s.top_k});
+    check.absent("token_offsets", args.token_offsets, "every token has top_k slots");
+  }
+  check.optional_output("logits", args.logits, DType::fp32, {s.tokens, s.experts});
+  check.buffer("workspace", args.workspace, workspace, 1, true);
+  return check.finish();
+}
+
+}  // namespace
 
 Status route(Context const& context, MoeDesc const& desc, RouteArgs const& args,
              Stream stream) noexcept {
   TESSERA_TRY(ops::check_supported(context, desc));
-  if (desc.router.kind == RouterKind::given) {
-    return Status::invalid("router=given: there is nothing to route; set desc.router.kind");
+  if (desc.router.kind == RouterKind::given || desc.router.replay) {
+    return Status::invalid(
+        "router=%d, replay=%d: the ids are given, there is nothing to route; use a router",
+        static_cast<int>(desc.router.kind), desc.router.replay ? 1 : 0);
   }
   MoeShape const& s = desc.shape;
   auto const workspace = workspace_bytes(context, desc, Pass::route);
   if (!workspace.ok()) return workspace.status();
-  core::TensorCheck check{context.device()};
-  check.input("x", args.x, desc.dtype, {s.tokens, s.hidden});
-  ops::check_router(desc, args.w_router, args.b_router, args.selection_bias, check);
-  check.output("topk_ids", args.topk_ids, desc.ids_dtype, {s.tokens, s.top_k});
-  check.output("topk_weights", args.topk_weights, DType::fp32, {s.tokens, s.top_k});
-  check.optional_output("logits", args.logits, DType::fp32, {s.tokens, s.experts});
-  check.buffer("workspace", args.workspace, workspace.value(), 1, true);
-  TESSERA_TRY(check.finish());
+  TESSERA_TRY(check_route(context, desc, args, workspace.value()));
   if (context.cuda() != nullptr) return cuda::route(*context.cuda(), desc, args, stream);
 
   ops::ForwardPlan const plan = ops::plan_route(context, desc);
   std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
   cpu::Threads const threads{context.thread_pool(), plan.scratch.in(base), plan.floats_per_thread};
+  ops::RouterInputs const inputs{args.x, args.w_router, args.b_router, args.selection_bias};
+  if (desc.experts_vary()) {
+    RoutingView const routing = ops::view_routing(desc, plan.routing.in(base));
+    cpu::MutableRows const logits = args.logits.present()
+                                        ? ops::rows_of(args.logits)
+                                        : cpu::MutableRows{routing.logits, s.experts};
+    ops::fill_slots(desc, inputs, logits, plan.route, base, routing, threads);
+    copy_slots(desc, routing, args);
+    return {};
+  }
   cpu::MutableRows const logits = args.logits.present()
                                       ? ops::rows_of(args.logits)
                                       : cpu::MutableRows{plan.route.logits.in(base), s.experts};
   std::int64_t const ids_pitch = s.tokens > 1 ? args.topk_ids.stride[0] : s.top_k;
-  ops::run_router(
-      desc, {args.x, args.w_router, args.b_router, args.selection_bias}, logits,
-      {args.topk_ids.data, desc.ids_dtype, ids_pitch, ops::rows_of(args.topk_weights), nullptr},
-      threads);
+  ops::run_router(desc, inputs, logits,
+                  {.ids = args.topk_ids.data,
+                   .ids_dtype = desc.ids_dtype,
+                   .ids_pitch = ids_pitch,
+                   .weights = ops::rows_of(args.topk_weights)},
+                  threads);
   return {};
 }
 

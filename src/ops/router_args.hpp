@@ -4,6 +4,7 @@
 
 #include "core/tensor_check.hpp"
 #include "cpu/parallel/ops.hpp"
+#include "ops/plan.hpp"
 #include "tessera/moe.hpp"
 
 namespace tessera::ops {
@@ -18,8 +19,14 @@ struct RouterInputs {
 void check_router(MoeDesc const& desc, ConstTensor const& w_router, ConstTensor const& b_router,
                   ConstTensor const& selection_bias, core::TensorCheck& check) noexcept;
 
-/// Logits, then ids and weights of every token.
+/// Logits, then ids and weights of every token: the top-k choice.
 void run_router(MoeDesc const& desc, RouterInputs const& inputs, cpu::MutableRows logits,
                 cpu::Selection const& out, cpu::Threads const& threads) noexcept;
+
+/// Logits, then the slots of every token in the tables: topk_ids, scores, token_offsets where they vary, and what
+/// backward needs besides. Replayed ids are in topk_ids beforehand.
+void fill_slots(MoeDesc const& desc, RouterInputs const& inputs, cpu::MutableRows logits,
+                RoutePlan const& plan, std::byte* base, RoutingView const& routing,
+                cpu::Threads const& threads) noexcept;
 
 }  // namespace tessera::ops

@@ -13,7 +13,7 @@ namespace {
 
 using Int = long long;  // for %lld
 
-/// An int32 or int64 tensor of one dimension.
+/// Element `i` of the memory of an int32 or int64 tensor.
 std::int64_t integer_at(ConstTensor const& tensor, std::int64_t i) noexcept {
   return tensor.dtype == DType::int64 ? static_cast<std::int64_t const*>(tensor.data)[i]
                                       : static_cast<std::int32_t const*>(tensor.data)[i];
@@ -64,6 +64,18 @@ Status check_groups(MoeDesc const& desc, ConstTensor const& groups) noexcept {
   return {};
 }
 
+void check_given_ids(MoeDesc const& desc, MoeForwardArgs const& args,
+                     core::TensorCheck& check) noexcept {
+  MoeShape const& s = desc.shape;
+  if (s.variable_experts) {
+    check.input("topk_ids", args.topk_ids, desc.ids_dtype, {s.slots});
+    check.input("token_offsets", args.token_offsets, desc.ids_dtype, {s.tokens + 1});
+  } else {
+    check.input("topk_ids", args.topk_ids, desc.ids_dtype, {s.tokens, s.top_k});
+    check.absent("token_offsets", args.token_offsets, "the desc has no variable_experts");
+  }
+}
+
 void check_given_routing(MoeDesc const& desc, MoeForwardArgs const& args,
                          core::TensorCheck& check) noexcept {
   MoeShape const& s = desc.shape;
@@ -83,14 +95,11 @@ void check_given_routing(MoeDesc const& desc, MoeForwardArgs const& args,
   }
   check.absent("expert_offsets", args.expert_offsets, "desc.grouping is slots");
   check.absent("row_scores", args.row_scores, "desc.grouping is slots");
+  check_given_ids(desc, args, check);
   if (s.variable_experts) {
-    check.input("topk_ids", args.topk_ids, desc.ids_dtype, {s.slots});
     check.input("topk_weights", args.topk_weights, DType::fp32, {s.slots});
-    check.input("token_offsets", args.token_offsets, desc.ids_dtype, {s.tokens + 1});
   } else {
-    check.input("topk_ids", args.topk_ids, desc.ids_dtype, {s.tokens, s.top_k});
     check.input("topk_weights", args.topk_weights, DType::fp32, {s.tokens, s.top_k});
-    check.absent("token_offsets", args.token_offsets, "the desc has no variable_experts");
   }
 }
 
@@ -110,6 +119,13 @@ void take_groups(MoeDesc const& desc, MoeForwardArgs const& args,
   cpu::grouped_metadata(desc, routing);
 }
 
+void copy_token_offsets(MoeDesc const& desc, MoeForwardArgs const& args,
+                        RoutingView const& routing) noexcept {
+  for (std::int64_t t = 0; t <= desc.shape.tokens; ++t) {
+    routing.token_offsets[t] = static_cast<std::int32_t>(integer_at(args.token_offsets, t));
+  }
+}
+
 /// Copies what the caller gave into the routing tables: scores, and offsets where experts vary.
 void copy_given_routing(MoeDesc const& desc, MoeForwardArgs const& args,
                         RoutingView const& routing) noexcept {
@@ -117,15 +133,26 @@ void copy_given_routing(MoeDesc const& desc, MoeForwardArgs const& args,
   auto const* const weights = static_cast<float const*>(args.topk_weights.data);
   if (s.variable_experts) {
     std::copy_n(weights, s.slots, routing.scores);
-    for (std::int64_t t = 0; t <= s.tokens; ++t) {
-      routing.token_offsets[t] = static_cast<std::int32_t>(integer_at(args.token_offsets, t));
-    }
+    copy_token_offsets(desc, args, routing);
   } else {
     cpu::ConstRows const rows = rows_of(args.topk_weights);
     for (std::int64_t t = 0; t < s.tokens; ++t) {
       std::copy_n(rows[t], s.top_k, routing.scores + t * s.top_k);
     }
   }
+}
+
+/// Copies the ids to replay; every sentinel becomes -1.
+void copy_replayed_ids(MoeDesc const& desc, MoeForwardArgs const& args,
+                       RoutingView const& routing) noexcept {
+  MoeShape const& s = desc.shape;
+  auto const pitch = s.tokens > 1 && !s.variable_experts ? args.topk_ids.stride[0] : s.top_k;
+  for (std::int64_t j = 0; j < desc.num_slots(); ++j) {
+    std::int64_t const at = s.variable_experts ? j : j / s.top_k * pitch + j % s.top_k;
+    std::int64_t const id = integer_at(args.topk_ids, at);
+    routing.topk_ids[j] = id >= 0 && id < s.experts ? static_cast<std::int32_t>(id) : -1;
+  }
+  if (s.variable_experts) copy_token_offsets(desc, args, routing);
 }
 
 cpu::SlotIds given_ids(MoeDesc const& desc, MoeForwardArgs const& args) noexcept {
@@ -144,9 +171,13 @@ void check_routing_inputs(MoeDesc const& desc, MoeForwardArgs const& args,
   constexpr char const* kReason = "the layer has a router";
   check.absent("expert_offsets", args.expert_offsets, kReason);
   check.absent("row_scores", args.row_scores, kReason);
-  check.absent("topk_ids", args.topk_ids, kReason);
   check.absent("topk_weights", args.topk_weights, kReason);
-  check.absent("token_offsets", args.token_offsets, kReason);
+  if (desc.router.replay) {
+    check_given_ids(desc, args, check);
+  } else {
+    check.absent("topk_ids", args.topk_ids, kReason);
+    check.absent("token_offsets", args.token_offsets, kReason);
+  }
   check_router(desc, args.w_router, args.b_router, args.selection_bias, check);
   check.optional_output("logits", args.logits, DType::fp32, {s.tokens, s.experts});
 }
@@ -171,10 +202,9 @@ void make_routing_tables(MoeDesc const& desc, MoeForwardArgs const& args, Forwar
         routing.logits != nullptr ? cpu::MutableRows{routing.logits, s.experts}
         : args.logits.present()   ? rows_of(args.logits)
                                   : cpu::MutableRows{plan.route.logits.in(base), s.experts};
-    run_router(
-        desc, {args.x, args.w_router, args.b_router, args.selection_bias}, logits,
-        {routing.topk_ids, DType::int32, s.top_k, {routing.scores, s.top_k}, routing.chosen_p},
-        threads);
+    if (desc.router.replay) copy_replayed_ids(desc, args, routing);
+    fill_slots(desc, {args.x, args.w_router, args.b_router, args.selection_bias}, logits,
+               plan.route, base, routing, threads);
     if (routing.logits != nullptr && args.logits.present()) {
       for (std::int64_t t = 0; t < s.tokens; ++t) {
         std::copy_n(logits[t], s.experts, rows_of(args.logits)[t]);

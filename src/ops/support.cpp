@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/support.hpp"
 
+#include <type_traits>
+
 #include "core/desc_check.hpp"
 #include "core/router_math.hpp"
 #include "core/tensor_check.hpp"
@@ -8,15 +10,43 @@
 #include "ops/plan.hpp"
 
 namespace tessera::ops {
+namespace {
+
+struct Tables {
+  RoutingView view;
+  std::int64_t elements = 0;
+};
+
+Tables lay_out(MoeDesc const& desc, std::int32_t* base) noexcept {
+  std::int64_t const slots = desc.num_slots(), tokens = desc.shape.tokens,
+                     experts = desc.shape.experts;
+  Tables out;
+  auto const take = [&](auto*& member, bool present, std::int64_t count) {
+    if (!present) return;
+    if (base != nullptr) {
+      member = reinterpret_cast<std::remove_reference_t<decltype(member)>>(base + out.elements);
+    }
+    out.elements += count;
+  };
+  bool const routed = desc.router.kind != RouterKind::given;
+  RoutingView& view = out.view;
+  take(view.expert_offsets, true, experts + 1);
+  take(view.sort_permutation, true, slots);
+  take(view.gather_index, true, slots);
+  take(view.inverse_permutation, true, slots);
+  take(view.scores, true, slots);
+  take(view.token_offsets, desc.experts_vary(), tokens + 1);
+  take(view.topk_ids, routed, slots);
+  take(view.chosen_p, core::saves_chosen_p(desc), slots);
+  take(view.logits, core::saves_logits(desc), tokens * experts);
+  take(view.unrounded_ids, desc.rounds_tokens(), tokens * desc.shape.top_k);
+  return out;
+}
+
+}  // namespace
+
 Status check_supported(MoeDesc const& desc) noexcept {
   TESSERA_TRY(core::check_desc(desc));
-  if (desc.router.kind == RouterKind::expert_choice) {
-    return Status::unsupported("router=expert-choice: this version serves all others");
-  }
-  if (desc.router.round != Rounding::none) {
-    return Status::unsupported("round=%d: this version has no token rounding; use none",
-                               static_cast<int>(desc.router.round));
-  }
   if (desc.dtype != DType::fp32) {
     return Status::unsupported("dtype=%d: the CPU backend of this version stores fp32",
                                static_cast<int>(desc.dtype));
@@ -36,39 +66,12 @@ Status check_supported(Context const& context, MoeDesc const& desc) noexcept {
 }
 
 std::size_t routing_table_bytes(MoeDesc const& desc) noexcept {
-  auto const slots = static_cast<std::size_t>(desc.shape.num_slots());
-  auto const experts = static_cast<std::size_t>(desc.shape.experts);
-  std::size_t elements = experts + 1 + 4 * slots;
-  if (desc.shape.variable_experts) elements += static_cast<std::size_t>(desc.shape.tokens) + 1;
-  if (desc.router.kind != RouterKind::given) elements += slots;
-  if (core::has_own_p(desc.router.kind)) elements += slots;
-  if (desc.router.kind == RouterKind::softmax_topk) {
-    elements += static_cast<std::size_t>(desc.shape.tokens) * experts;
-  }
-  return 4 * elements;
+  // The tables lie one behind the other: where the last one ends is how much they take.
+  return 4 * static_cast<std::size_t>(lay_out(desc, nullptr).elements);
 }
 
 RoutingView view_routing(MoeDesc const& desc, void* routing) noexcept {
-  std::int64_t const slots = desc.shape.num_slots();
-  auto* next = static_cast<std::int32_t*>(routing);
-  auto const take = [&next](std::int64_t count) {
-    auto* const taken = next;
-    next += count;
-    return taken;
-  };
-  RoutingView view;
-  view.expert_offsets = take(desc.shape.experts + 1);
-  view.sort_permutation = take(slots);
-  view.gather_index = take(slots);
-  view.inverse_permutation = take(slots);
-  view.scores = reinterpret_cast<float*>(take(slots));
-  if (desc.shape.variable_experts) view.token_offsets = take(desc.shape.tokens + 1);
-  if (desc.router.kind != RouterKind::given) view.topk_ids = take(slots);
-  if (core::has_own_p(desc.router.kind)) view.chosen_p = reinterpret_cast<float*>(take(slots));
-  if (desc.router.kind == RouterKind::softmax_topk) {
-    view.logits = reinterpret_cast<float*>(take(desc.shape.tokens * desc.shape.experts));
-  }
-  return view;
+  return lay_out(desc, static_cast<std::int32_t*>(routing)).view;
 }
 
 }  // namespace tessera::ops
@@ -95,7 +98,7 @@ Expected<SavedBytes> saved_bytes(MoeDesc const& desc) noexcept {
   if (desc.save == SavePolicy::none) return saved;
   saved.x = element * static_cast<std::size_t>(desc.shape.tokens * desc.shape.hidden);
   if (desc.save == SavePolicy::h) {
-    saved.h = element * static_cast<std::size_t>(desc.shape.num_slots() * desc.up_width() *
+    saved.h = element * static_cast<std::size_t>(desc.num_slots() * desc.up_width() *
                                                  desc.shape.intermediate);
   }
   saved.routing = ops::routing_table_bytes(desc);

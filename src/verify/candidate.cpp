@@ -55,7 +55,7 @@ class Run {
 
     x_ = saved_.input(desc_.dtype, {s.tokens, s.hidden}, data_.x);
     if (desc_.save == SavePolicy::h) {
-      h_ = saved_.output(desc_.dtype, {s.num_slots(), desc_.up_width() * s.intermediate});
+      h_ = saved_.output(desc_.dtype, {desc_.num_slots(), desc_.up_width() * s.intermediate});
     }
     routing_ = saved_.buffer(tables.value());
     result.saved_bytes = saved_.bytes();
@@ -64,6 +64,7 @@ class Run {
     MoeForwardArgs args = forward_inputs(data_, memory, x_);
     args.o = memory.output(desc_.dtype, {s.tokens, s.hidden});
     args.expert_counts = memory.output(DType::int32, {s.experts});
+    args.topk_counts = memory.output(DType::int32, {s.experts});
     if (has_router()) args.logits = memory.output(DType::fp32, {s.tokens, s.experts});
     args.h = h_;
     args.routing = routing_;
@@ -78,23 +79,38 @@ class Run {
       result.h =
           unpack(desc_.dtype, h_.data, result.metadata.rows() * desc_.up_width() * s.intermediate);
     }
-    auto const* const counts = static_cast<std::int32_t const*>(args.expert_counts.data);
-    for (std::int64_t e = 0; e < s.experts; ++e) {
-      auto const& offsets = result.metadata.expert_offsets;
-      if (counts[e] != offsets[e + 1] - offsets[e]) {
+    check_counts(static_cast<std::int32_t const*>(args.expert_counts.data),
+                 static_cast<std::int32_t const*>(args.topk_counts.data), result);
+    return {};
+  }
+
+  void check_counts(std::int32_t const* rows, std::int32_t const* chosen,
+                    CandidateResult& result) const {
+    auto const& offsets = result.metadata.expert_offsets;
+    std::vector<std::int64_t> unrounded(desc_.shape.experts, 0);
+    for (std::int64_t const id : result.choice.unrounded_ids) {
+      if (id >= 0 && id < desc_.shape.experts) ++unrounded[id];
+    }
+    for (std::int64_t e = 0; e < desc_.shape.experts; ++e) {
+      std::int64_t const own = offsets[e + 1] - offsets[e];
+      if (rows[e] != own) {
         result.failures.push_back("expert_counts[" + std::to_string(e) +
                                   "] is not the difference of expert_offsets");
-        break;
+        return;
+      }
+      if (chosen[e] != (desc_.rounds_tokens() ? unrounded[e] : own)) {
+        result.failures.push_back("topk_counts[" + std::to_string(e) +
+                                  "] is not how many tokens chose it");
+        return;
       }
     }
-    return {};
   }
 
   Status read_routing(CandidateResult& result) {
     auto view = routing_view(desc_, routing_);
     if (!view.ok()) return view.status();
     RoutingView const& v = view.value();
-    std::int64_t const slots = desc_.shape.num_slots();
+    std::int64_t const slots = desc_.num_slots();
     auto const copy = [](std::int32_t const* from, std::int64_t count) {
       return from == nullptr ? std::vector<std::int64_t>{}
                              : std::vector<std::int64_t>(from, from + count);
@@ -104,7 +120,8 @@ class Run {
     result.metadata.gather_index = copy(v.gather_index, slots);
     result.metadata.inverse_permutation = copy(v.inverse_permutation, slots);
     result.metadata.token_offsets = copy(v.token_offsets, desc_.shape.tokens + 1);
-    result.topk_ids = copy(v.topk_ids, slots);
+    result.choice = {copy(v.topk_ids, slots), result.metadata.token_offsets,
+                     copy(v.unrounded_ids, desc_.shape.tokens * desc_.shape.top_k)};
     result.tensors["scores"].assign(v.scores, v.scores + slots);
     std::int64_t const rows = result.metadata.rows();
     if (rows < 0 || rows > slots) {
@@ -132,7 +149,7 @@ class Run {
   }
 
   /// What every backward call reads, with fresh copies of the weights.
-  MoeBackwardArgs backward_inputs(Memory& memory) {
+  MoeBackwardArgs backward_inputs(Memory& memory, Pass pass = Pass::backward) {
     MoeShape const& s = desc_.shape;
     MoeBackwardArgs args;
     args.d_o = memory.input(desc_.dtype, {s.tokens, s.hidden}, data_.d_o);
@@ -145,6 +162,9 @@ class Run {
       args.w_router = memory.input(desc_.dtype, {s.experts, s.hidden}, data_.w_router);
       if (!data_.b_router.empty()) {
         args.b_router = memory.input(desc_.dtype, {s.experts}, data_.b_router);
+      }
+      if (!data_.aux_dlogits.empty() && pass != Pass::backward_weights) {
+        args.aux_dlogits = memory.input(DType::fp32, {s.tokens, s.experts}, data_.aux_dlogits);
       }
     }
     return args;
@@ -188,8 +208,8 @@ class Run {
     MoeShape const& s = desc_.shape;
     Memory between(poison_);
     Tensor const dh =
-        between.output(desc_.dtype, {s.num_slots(), desc_.up_width() * s.intermediate});
-    Tensor const a_scaled = between.output(desc_.dtype, {s.num_slots(), s.intermediate});
+        between.output(desc_.dtype, {desc_.num_slots(), desc_.up_width() * s.intermediate});
+    Tensor const a_scaled = between.output(desc_.dtype, {desc_.num_slots(), s.intermediate});
     Tensor dlogits_saved;
     if (has_router()) dlogits_saved = between.output(DType::fp32, {s.tokens, s.experts});
 
@@ -199,7 +219,7 @@ class Run {
       auto const workspace = workspace_size(desc_, pass, result);
       if (!workspace.ok()) return workspace.status();
       Memory memory(poison_);
-      MoeBackwardArgs args = backward_inputs(memory);
+      MoeBackwardArgs args = backward_inputs(memory, pass);
       args.dh = dh;
       args.a_scaled = a_scaled;
       args.dlogits_saved = dlogits_saved;
@@ -267,7 +287,8 @@ std::string differing_parts(CandidateResult const& a, CandidateResult const& b) 
   };
   for (auto const& [name, values] : a.tensors) note(name, equal_bits(values, b.tensors.at(name)));
   note("h", equal_bits(a.h, b.h));
-  note("topk_ids", a.topk_ids == b.topk_ids);
+  note("topk_ids", a.choice.topk_ids == b.choice.topk_ids);
+  note("unrounded_ids", a.choice.unrounded_ids == b.choice.unrounded_ids);
   note("expert_offsets", a.metadata.expert_offsets == b.metadata.expert_offsets);
   note("sort_permutation", a.metadata.sort_permutation == b.metadata.sort_permutation);
   note("gather_index", a.metadata.gather_index == b.metadata.gather_index);

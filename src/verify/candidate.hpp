@@ -15,12 +15,12 @@ namespace tessera::verify {
 /// What one run of all entry points leaves.
 struct CandidateResult {
   Tensors tensors;
-  reference::Metadata metadata;        ///< token_offsets only where experts per token vary
-  std::vector<std::int64_t> topk_ids;  ///< [P], with a router
-  std::vector<float> h;                ///< rows 0..R-1
-  std::vector<std::string> failures;   ///< broken rules that show without a reference
-  std::size_t saved_bytes = 0;         ///< allocated and kept from forward to backward
-  std::size_t transient_bytes = 0;     ///< largest workspace
+  reference::Metadata metadata;       ///< token_offsets only where experts per token vary
+  RouterChoice choice;                ///< with a router
+  std::vector<float> h;               ///< rows 0..R-1
+  std::vector<std::string> failures;  ///< broken rules that show without a reference
+  std::size_t saved_bytes = 0;        ///< allocated and kept from forward to backward
+  std::size_t transient_bytes = 0;    ///< largest workspace
 };
 
 /// Forward for training and for inference, backward, split backward, backward without every other gradient.

@@ -26,7 +26,8 @@ enum Stream : std::uint64_t {
   kScores,
   kRouter,
   kBRouter,
-  kSelectionBias
+  kSelectionBias,
+  kAuxDlogits
 };
 
 std::vector<float> normals(LayerCase const& layer_case, Stream stream, std::int64_t count,
@@ -102,6 +103,7 @@ void make_weights(LayerCase const& layer_case, LayerData& data) {
 void make_given_routing(LayerCase const& layer_case, SlotList slots, LayerData& data) {
   data.topk_ids = std::move(slots.topk_ids);
   if (data.desc.shape.variable_experts) data.token_offsets = std::move(slots.token_offsets);
+  if (data.desc.router.replay) return;
   if (layer_case.routing.pattern == RoutingPattern::file) {
     data.scores = layer_case.routing.topk_weights;
     return;
@@ -135,9 +137,11 @@ void make_routed_tokens(LayerCase const& layer_case, SlotList const& slots, Laye
     }
   } else if (routing.pattern == RoutingPattern::empty) {
     std::vector<char> used(s.experts, 0);
-    for (std::int64_t const expert : slots.topk_ids) used[expert] = 1;
+    for (std::int64_t const expert : slots.topk_ids) {
+      if (expert >= 0 && expert < s.experts) used[expert] = 1;
+    }
     for (std::int64_t e = 0; e < s.experts; ++e) data.b_router[e] -= used[e] != 0 ? 0 : 16;
-  } else if (routing.pattern != RoutingPattern::random) {
+  } else if (routing.pattern != RoutingPattern::random && !data.desc.router.replay) {
     for (std::int64_t j = 0; j < s.tokens * s.top_k; ++j) {
       for (std::int64_t c = 0; c < s.hidden; ++c) {
         data.x[j / s.top_k * s.hidden + c] += 6 * data.w_router[slots.topk_ids[j] * s.hidden + c];
@@ -147,6 +151,10 @@ void make_routed_tokens(LayerCase const& layer_case, SlotList const& slots, Laye
   snap(data.desc.dtype, 1.0 / 32, data.x);
   snap(data.desc.dtype, 1.0 / 32, data.b_router);
   RouterKind const kind = data.desc.router.kind;
+  if (layer_case.aux_dlogits) {
+    data.aux_dlogits = normals(layer_case, kAuxDlogits, s.tokens * s.experts, 0.1);
+  }
+  if (data.desc.router.replay) return;
   if (kind == RouterKind::sigmoid_bias || kind == RouterKind::group_limited ||
       kind == RouterKind::sqrtsoftplus) {
     data.selection_bias = normals(layer_case, kSelectionBias, s.experts, 0.05);
@@ -155,15 +163,16 @@ void make_routed_tokens(LayerCase const& layer_case, SlotList const& slots, Laye
 
 void check_routing(LayerCase const& layer_case) {
   MoeShape const& s = layer_case.desc.shape;
-  bool const given = layer_case.desc.router.kind == RouterKind::given;
+  bool const given = !router_chooses(layer_case.desc);
   RoutingPattern const pattern = layer_case.routing.pattern;
   if (given) return;
   if (pattern == RoutingPattern::file) {
-    throw std::invalid_argument("routing file: ids and weights from a file need router given");
+    throw std::invalid_argument(
+        "routing file: ids and weights from a file need router given or replay");
   }
   if (layer_case.sentinel_fraction > 0 || layer_case.repeat_experts) {
     throw std::invalid_argument(
-        "sentinels, repeat-experts: a router makes neither; use router given");
+        "sentinels, repeat-experts: a router makes neither; use router given or replay");
   }
   if (pattern == RoutingPattern::one_token_each && s.tokens * s.top_k > s.experts) {
     throw std::invalid_argument(
@@ -190,12 +199,9 @@ void redraw_tokens(LayerCase const& layer_case, LayerData& data) {
   if (s.variable_experts) s.slots = static_cast<std::int64_t>(slots.topk_ids.size());
   data.x = normals(layer_case, kX, s.tokens * s.hidden);
   data.d_o = normals(layer_case, kDO, s.tokens * s.hidden);
-  if (data.desc.router.kind == RouterKind::given) {
-    data.scores.clear();
-    make_given_routing(layer_case, std::move(slots), data);
-  } else {
-    make_routed_tokens(layer_case, slots, data);
-  }
+  if (data.desc.router.kind != RouterKind::given) make_routed_tokens(layer_case, slots, data);
+  data.scores.clear();
+  if (!router_chooses(data.desc)) make_given_routing(layer_case, std::move(slots), data);
 }
 
 float initial_gradient(std::string const& name, std::int64_t index) noexcept {
@@ -203,16 +209,19 @@ float initial_gradient(std::string const& name, std::int64_t index) noexcept {
   return static_cast<float>(random.normal());
 }
 
-reference::Inputs reference_inputs(LayerData const& data, std::vector<std::int64_t> topk_ids) {
+reference::Inputs reference_inputs(LayerData const& data, RouterChoice choice) {
   reference::Inputs inputs;
   inputs.desc = data.desc;
   inputs.x = widened(data.x);
-  inputs.topk_ids = topk_ids.empty() ? data.topk_ids : std::move(topk_ids);
-  inputs.token_offsets = data.token_offsets;
+  bool const chosen = router_chooses(data.desc);
+  inputs.topk_ids = chosen ? std::move(choice.topk_ids) : data.topk_ids;
+  inputs.token_offsets = chosen ? std::move(choice.token_offsets) : data.token_offsets;
+  inputs.unrounded_ids = std::move(choice.unrounded_ids);
   inputs.scores = widened(data.scores);
   inputs.w_router = widened(data.w_router);
   inputs.b_router = widened(data.b_router);
   inputs.selection_bias = widened(data.selection_bias);
+  inputs.aux_dlogits = widened(data.aux_dlogits);
   inputs.weights = {widened(data.w_up), widened(data.w_gate), widened(data.w_down),
                     widened(data.b_up), widened(data.b_gate), widened(data.b_down)};
   return inputs;

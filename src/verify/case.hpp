@@ -38,6 +38,7 @@ struct LayerCase {
   double sentinel_fraction = 0;  ///< of the slots, RouterKind::given
   bool repeat_experts = false;   ///< draw a token's experts with replacement, RouterKind::given
   bool router_bias = false;
+  bool aux_dlogits = false;  ///< another loss's gradient is added to dlogits
   GradientMode gradient_mode = GradientMode::write;
   std::uint64_t seed = 0;
 };
@@ -47,10 +48,11 @@ struct LayerData {
   MoeDesc desc;
   GradientMode gradient_mode = GradientMode::write;
   std::vector<float> x, d_o;
-  std::vector<std::int64_t> topk_ids;  ///< [P] by slot; empty with a router
+  std::vector<std::int64_t> topk_ids;  ///< [P] by slot; empty where a router chooses
   std::vector<float> scores;           ///< [P] by slot; empty with a router
   std::vector<std::int64_t> token_offsets;
   std::vector<float> w_router, b_router;
+  std::vector<float> aux_dlogits;     ///< [T,E] or empty
   std::vector<float> selection_bias;  ///< [E]; routers with a p of their own, else empty
   std::vector<float> w_up, w_gate, w_down, b_up, b_gate, b_down;
 };
@@ -71,7 +73,19 @@ SlotList make_slots(LayerCase const& layer_case);
 /// The value that a gradient buffer called `name` holds at `index` before an accumulating backward.
 float initial_gradient(std::string const& name, std::int64_t index) noexcept;
 
-/// The data as the reference reads it; `topk_ids` are a router's choices, else empty.
-reference::Inputs reference_inputs(LayerData const& data, std::vector<std::int64_t> topk_ids = {});
+/// Whether a router chooses experts (or experts tokens), rather than the caller.
+inline bool router_chooses(MoeDesc const& desc) {
+  return desc.router.kind != RouterKind::given && !desc.router.replay;
+}
+
+/// What a router chose.
+struct RouterChoice {
+  std::vector<std::int64_t> topk_ids;       ///< [P] by slot
+  std::vector<std::int64_t> token_offsets;  ///< [T+1] where experts per token vary
+  std::vector<std::int64_t> unrounded_ids;  ///< [T,K] with token rounding
+};
+
+/// The data as the reference reads it; `choice` is what a router chose, else empty.
+reference::Inputs reference_inputs(LayerData const& data, RouterChoice choice = {});
 
 }  // namespace tessera::verify

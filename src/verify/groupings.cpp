@@ -109,6 +109,35 @@ void exempt_kinks(LayerData const& data, reference::Forward const& forward,
   }
 }
 
+/// [T,E]: where dlogits are 0 by definition: the token has no slots, or neither its slots nor its choice hold the
+/// expert and no softmax over all experts gave a score.
+std::vector<char> untouched_logits(reference::Inputs const& inputs,
+                                   reference::Metadata const& metadata) {
+  MoeShape const& s = inputs.desc.shape;
+  RouterKind const kind = inputs.desc.router.kind;
+  bool const over_all = kind == RouterKind::softmax_topk || kind == RouterKind::expert_choice;
+  bool const own_p = kind == RouterKind::sigmoid_bias || kind == RouterKind::group_limited ||
+                     kind == RouterKind::sqrtsoftplus;
+  std::vector<char> exact(s.tokens * s.experts, 1);
+  for (std::int64_t t = 0; t < s.tokens; ++t) {
+    auto const row = exact.begin() + t * s.experts;
+    auto const members = reference::members_of(inputs, metadata, t);
+    bool any = false, added = false;
+    for (std::int64_t j = metadata.token_offsets[t]; j < metadata.token_offsets[t + 1]; ++j) {
+      if (metadata.inverse_permutation[j] < 0) continue;
+      std::int64_t const id = inputs.topk_ids[j];
+      any = true;
+      row[id] = 0;
+      added |= std::find(members.begin(), members.end(), id) == members.end();
+    }
+    if (!any) continue;
+    if (over_all || (added && !own_p)) std::fill(row, row + s.experts, 0);
+    if (own_p && !inputs.desc.router.normalize_scores) continue;
+    for (std::int64_t const e : members) row[e] = 0;
+  }
+  return exact;
+}
+
 void add_router_groups(LayerData const& data, reference::Inputs const& inputs,
                        reference::Metadata const& metadata,
                        std::map<std::string, Grouping>& groups) {
@@ -118,16 +147,16 @@ void add_router_groups(LayerData const& data, reference::Inputs const& inputs,
   groups["dlogits"] = row_groups(1, s.tokens, s.experts, 1);
   groups["dw_router"] = row_groups(1, s.experts, s.hidden, kWeightRows);
   groups["db_router"] = row_groups(1, s.experts, 1, s.experts);
-  if (data.desc.router.kind != RouterKind::softmax_topk) {
-    auto& exact = groups["dlogits"].exact;
-    exact.assign(s.tokens * s.experts, 1);  // not chosen: 0
-    for (std::int64_t j = 0; j < s.tokens * s.top_k; ++j) {
-      exact[j / s.top_k * s.experts + inputs.topk_ids[j]] = 0;
-    }
-    if (data.gradient_mode == GradientMode::write) {
-      groups["dw_router"].exact = empty_experts(metadata, s.hidden);
-      groups["db_router"].exact = empty_experts(metadata, 1);
-    }
+  if (!data.aux_dlogits.empty()) return;
+  auto const exact = untouched_logits(inputs, metadata);
+  groups["dlogits"].exact = exact;
+  if (data.gradient_mode == GradientMode::accumulate) return;
+  for (std::int64_t e = 0; e < s.experts; ++e) {
+    bool untouched = true;
+    for (std::int64_t t = 0; t < s.tokens; ++t) untouched &= exact[t * s.experts + e] != 0;
+    auto& weights = groups["dw_router"].exact;
+    weights.insert(weights.end(), s.hidden, untouched ? 1 : 0);
+    groups["db_router"].exact.push_back(untouched ? 1 : 0);
   }
 }
 
@@ -146,6 +175,8 @@ std::map<std::string, Grouping> groupings(LayerData const& data, reference::Inpu
   groups["o"] = row_groups(1, s.tokens, s.hidden, 1);
   groups["o"].exact = tokens_without_rows(data, metadata);
   groups["dx"] = groups["o"];
+  if (!data.aux_dlogits.empty())
+    groups["dx"].exact.clear();  // the router's part reaches every token
   groups["dscores"] = slot_groups(metadata);
   auto const add_weight = [&](char const* name, std::int64_t rows, std::int64_t columns) {
     groups[name] = row_groups(s.experts, rows, columns, kWeightRows);

@@ -49,14 +49,15 @@ MoeForwardArgs forward_inputs(LayerData const& data, Memory& memory, ConstTensor
   MoeShape const& s = desc.shape;
   MoeForwardArgs args;
   args.x = x;
-  if (desc.router.kind == RouterKind::given) {
+  if (!router_chooses(desc)) {
     Shape const slots = s.variable_experts ? Shape{s.slots} : Shape{s.tokens, s.top_k};
     args.topk_ids = memory.input_ids(desc.ids_dtype, slots, data.topk_ids);
-    args.topk_weights = memory.input(DType::fp32, slots, data.scores);
+    if (!desc.router.replay) args.topk_weights = memory.input(DType::fp32, slots, data.scores);
     if (s.variable_experts) {
       args.token_offsets = memory.input_ids(desc.ids_dtype, {s.tokens + 1}, data.token_offsets);
     }
-  } else {
+  }
+  if (desc.router.kind != RouterKind::given) {
     args.w_router = memory.input(desc.dtype, {s.experts, s.hidden}, data.w_router);
     if (!data.b_router.empty()) {
       args.b_router = memory.input(desc.dtype, {s.experts}, data.b_router);
@@ -76,7 +77,7 @@ std::vector<GradientOutput> gradient_outputs(LayerData const& data) {
   DType const dtype = data.gradient_mode == GradientMode::accumulate ? DType::fp32 : desc.dtype;
   std::vector<GradientOutput> outputs = {
       {"dx", desc.dtype, {s.tokens, s.hidden}, false},
-      {"dscores", DType::fp32, {s.num_slots()}, false},
+      {"dscores", DType::fp32, {desc.num_slots()}, false},
       {"dw_up", dtype, shapes.w_up, true},
       {"dw_down", dtype, shapes.w_down, true},
   };

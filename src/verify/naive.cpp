@@ -157,7 +157,7 @@ void forward(NaiveLayer& layer, Tensors& out) {
 void down_backward(NaiveLayer& layer, Tensors& out) {
   std::int64_t const d = layer.d(), n = layer.n();
   MoeDesc const& desc = layer.desc();
-  out["dscores"].assign(desc.shape.num_slots(), 0);
+  out["dscores"].assign(desc.num_slots(), 0);
   layer.dy.resize(layer.y.size());
   layer.dh_gate.resize(layer.h_gate.size());
   layer.dh_up.resize(layer.h_up.size());
@@ -237,37 +237,50 @@ void weight_backward(NaiveLayer const& layer, Tensors& out) {
   out["db_down"] = narrowed(stored.b_down);
 }
 
-Floats router_forward(NaiveLayer const& layer, std::vector<std::int64_t> const& topk_ids,
-                      Tensors& out) {
+Floats router_forward(NaiveLayer const& layer, reference::Inputs const& inputs, Tensors& out) {
   LayerData const& data = layer.data;
   MoeShape const& s = data.desc.shape;
   Floats& logits = out["logits"];
   logits.assign(s.tokens * s.experts, 0);
   Floats const w_router_t = transposed(data.w_router, s.experts, s.hidden);
-  Floats scores;
+  auto const& meta = layer.metadata;
+  Floats scores(inputs.topk_ids.size());
   for (std::int64_t t = 0; t < s.tokens; ++t) {
     float* const row = &logits[t * s.experts];
     for (std::int64_t const c : layer.over_d) {
       add_term(data.x[t * s.hidden + c], &w_router_t[c * s.experts], s.experts, row);
     }
     if (!data.b_router.empty()) add_term(1, data.b_router.data(), s.experts, row);
-    Floats const own = naive_scores(data.desc, row, &topk_ids[t * s.top_k]);
-    scores.insert(scores.end(), own.begin(), own.end());
+    Floats const own =
+        naive_unscaled_scores(data.desc, row, reference::members_of(inputs, meta, t));
+    for (std::int64_t j = meta.token_offsets[t]; j < meta.token_offsets[t + 1]; ++j) {
+      if (meta.inverse_permutation[j] < 0) continue;
+      scores[j] = data.desc.router.route_scale * own[inputs.topk_ids[j]];
+    }
   }
   out["scores"] = scores;
   return scores;
 }
 
-void router_backward(LayerData const& data, std::vector<std::int64_t> const& topk_ids,
-                     Tensors& out) {
+void router_backward(NaiveLayer const& layer, reference::Inputs const& inputs, Tensors& out) {
+  LayerData const& data = layer.data;
+  auto const& meta = layer.metadata;
   MoeShape const& s = data.desc.shape;
   Floats& dlogits = out["dlogits"];
   dlogits.assign(s.tokens * s.experts, 0);
   out["dw_router"].assign(s.experts * s.hidden, 0);
   if (!data.b_router.empty()) out["db_router"].assign(s.experts, 0);
   for (std::int64_t t = 0; t < s.tokens; ++t) {
-    Floats const row = naive_logit_gradient(data.desc, &out["logits"][t * s.experts],
-                                            &topk_ids[t * s.top_k], &out["dscores"][t * s.top_k]);
+    Floats g(s.experts);
+    for (std::int64_t j = meta.token_offsets[t]; j < meta.token_offsets[t + 1]; ++j) {
+      if (meta.inverse_permutation[j] < 0) continue;
+      g[inputs.topk_ids[j]] += data.desc.router.route_scale * out["dscores"][j];
+    }
+    Floats row = naive_logit_gradient(data.desc, &out["logits"][t * s.experts],
+                                      reference::members_of(inputs, meta, t), g);
+    for (std::size_t e = 0; e < row.size() && !data.aux_dlogits.empty(); ++e) {
+      row[e] += data.aux_dlogits[t * s.experts + e];
+    }
     Floats dx(s.hidden);
     for (std::int64_t e = 0; e < s.experts; ++e) {
       dlogits[t * s.experts + e] = row[e];
@@ -284,7 +297,7 @@ void router_backward(LayerData const& data, std::vector<std::int64_t> const& top
 
 }  // namespace
 
-Tensors naive_tensors(LayerData const& data, std::vector<std::int64_t> const& topk_ids,
+Tensors naive_tensors(LayerData const& data, reference::Inputs const& inputs,
                       reference::Metadata const& metadata, std::uint64_t order) {
   Tensors out;
   bool const routed = data.desc.router.kind != RouterKind::given;
@@ -293,13 +306,13 @@ Tensors naive_tensors(LayerData const& data, std::vector<std::int64_t> const& to
   layer.over_n = make_order(layer.n(), order, 2);
   layer.rows_descend = order % 2 == 1;
   layer.slots_descend = order / 2 % 2 == 1;
-  layer.scores = routed ? router_forward(layer, topk_ids, out) : data.scores;
+  layer.scores = routed ? router_forward(layer, inputs, out) : data.scores;
   load_weights(layer);
   forward(layer, out);
   down_backward(layer, out);
   input_backward(layer, out);
   weight_backward(layer, out);
-  if (routed) router_backward(data, topk_ids, out);
+  if (routed) router_backward(layer, inputs, out);
 
   bool const accumulate = data.gradient_mode == GradientMode::accumulate;
   for (auto& [name, values] : out) {
@@ -316,7 +329,7 @@ Tensors naive_tensors(LayerData const& data, std::vector<std::int64_t> const& to
 }
 
 std::vector<Tensors> naive_orders(Context const& context, LayerData const& data,
-                                  std::vector<std::int64_t> const& topk_ids,
+                                  reference::Inputs const& inputs,
                                   reference::Metadata const& metadata) {
   MoeShape const& shape = data.desc.shape;
   std::int64_t const rows = metadata.rows();
@@ -327,7 +340,7 @@ std::vector<Tensors> naive_orders(Context const& context, LayerData const& data,
   std::vector<std::exception_ptr> errors(naives.size());
   context.parallel_for(std::ssize(naives), [&](std::int64_t order) {
     try {
-      naives[order] = naive_tensors(data, topk_ids, metadata, static_cast<std::uint64_t>(order));
+      naives[order] = naive_tensors(data, inputs, metadata, static_cast<std::uint64_t>(order));
     } catch (...) {  // out of memory: not to leave a thread of the pool
       errors[order] = std::current_exception();
     }

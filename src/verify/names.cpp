@@ -54,7 +54,12 @@ std::string case_options(LayerCase const& layer_case) {
   if (desc.router.round != Rounding::none) {
     add("round", name_of(kRoundingNames, desc.router.round));
     add("tile", std::to_string(desc.router.tile));
+    if (desc.router.step != 0) add("step", std::to_string(desc.router.step));
+    if (desc.router.layer != 0) add("layer", std::to_string(desc.router.layer));
   }
+  if (desc.router.capacity != 0) add("capacity", std::to_string(desc.router.capacity));
+  if (desc.router.replay) add("replay", "");
+  if (layer_case.aux_dlogits) add("aux-dlogits", "");
   if (desc.router.groups != 0) add("groups", std::to_string(desc.router.groups));
   if (desc.router.top_groups != 0) add("top-groups", std::to_string(desc.router.top_groups));
   if (desc.router.route_scale != 1) add("route-scale", number(desc.router.route_scale));

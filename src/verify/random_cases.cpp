@@ -69,9 +69,9 @@ std::vector<Pair> pairs_of(Choice const& choice) {
   return pairs;
 }
 
-/// Every combination that is served, and every pair that occurs in one.
+/// Every combination that is served, in ascending order, and every pair that occurs in one.
 struct Space {
-  std::vector<Choice> choices;
+  std::vector<Choice> choices, with_given_ids;
   std::set<Pair> pairs;
 };
 
@@ -83,6 +83,9 @@ Space served_space(Context const& context) {
   for (bool more = true; more;) {
     if (support.serves(choice)) {
       space.choices.push_back(choice);
+      if (kRouterNames[choice[kRouter]].value == RouterKind::given) {
+        space.with_given_ids.push_back(choice);
+      }
       for (Pair const& pair : pairs_of(choice)) space.pairs.insert(pair);
     }
     more = false;
@@ -112,7 +115,7 @@ enum class Feature {
   kCount,
 };
 
-bool needs_given_router(Feature feature) {
+bool needs_given_ids(Feature feature) {
   switch (feature) {
     case Feature::sentinels:
     case Feature::only_sentinels:
@@ -126,16 +129,23 @@ bool needs_given_router(Feature feature) {
   }
 }
 
-/// The draw with the most uncovered pairs among a few that suit the feature.
+/// The draw with the most uncovered pairs among a few that suit the feature; every other draw starts from an uncovered
+/// pair, lest the few combinations with rare values (router given, expert choice) be missed.
 Choice draw_choice(Space const& space, std::set<Pair> const& uncovered, Feature feature,
                    RandomSource& random) {
-  constexpr int kDraws = 50;
-  Choice best = space.choices.front();
+  constexpr int kDraws = 60;
+  auto const& choices = needs_given_ids(feature) ? space.with_given_ids : space.choices;
+  Choice best = choices.front();
   std::int64_t most = -1;
   for (int draw = 0; draw < kDraws; ++draw) {
-    Choice const choice = space.choices[random.below(std::ssize(space.choices))];
-    bool const given = kRouterNames[choice[kRouter]].value == RouterKind::given;
-    if (needs_given_router(feature) && !given) continue;
+    Choice choice = choices[random.below(std::ssize(choices))];
+    if (draw % 2 == 1 && !uncovered.empty()) {
+      auto const pair = std::next(uncovered.begin(), random.below(std::ssize(uncovered)));
+      auto const [a, a_value, b, b_value] = *pair;
+      choice[a] = a_value;
+      choice[b] = b_value;
+      if (!std::binary_search(choices.begin(), choices.end(), choice)) continue;
+    }
     std::int64_t fresh = 0;
     for (Pair const& pair : pairs_of(choice)) fresh += uncovered.contains(pair) ? 1 : 0;
     if (fresh > most) {
@@ -188,15 +198,37 @@ MoeShape draw_shape(Feature feature, bool large, RandomSource& random) {
 void fit_shape(LayerCase& layer_case, Feature feature) {
   MoeShape& s = layer_case.desc.shape;
   if (layer_case.routing.pattern == RoutingPattern::one_token_each &&
-      layer_case.desc.router.kind != RouterKind::given) {
+      router_chooses(layer_case.desc)) {
     s.top_k = std::min(s.top_k, std::max<std::int64_t>(1, s.experts / 2));
     s.tokens = std::min(s.tokens, s.experts / s.top_k);
+    layer_case.desc.router.capacity = std::min(layer_case.desc.router.capacity, s.tokens);
   }
   if (layer_case.desc.layout.order == GateUpOrder::blocked) {
     s.intermediate = (s.intermediate + kLayoutBlock - 1) / kLayoutBlock * kLayoutBlock;
   }
-  s.variable_experts =
+  s.variable_experts |=
       feature == Feature::variable_experts || feature == Feature::int64_variable_sentinels;
+}
+
+/// Tiles that some experts' counts exceed and others do not; replayed ids; expert choice of other capacities; other
+/// losses of the logits.
+void draw_router(bool large, RandomSource& random, LayerCase& layer_case) {
+  Router& router = layer_case.desc.router;
+  MoeShape& shape = layer_case.desc.shape;
+  bool const routed = router.kind != RouterKind::given, rounded = router.round != Rounding::none;
+  if (rounded) {
+    constexpr std::int32_t kTiles[] = {1, 2, 3, 4, 8, 16, 32, 128};
+    router.tile = kTiles[random.below(large ? 7 : 8)];
+  }
+  if (router.kind == RouterKind::expert_choice && random.chance(0.3)) {
+    router.capacity = random.between(shape.tokens > 0 ? 1 : 0, shape.tokens / 2 + shape.tokens % 2);
+  }
+  if (routed && !rounded && router.capacity == 0 && random.chance(0.15)) {
+    router.replay = true;
+    layer_case.repeat_experts = random.chance(0.3);
+    shape.variable_experts = random.chance(0.3);
+  }
+  layer_case.aux_dlogits = routed && random.chance(0.2);
 }
 
 LayerCase draw_case(Choice const& choice, Feature feature, bool large, RandomSource& random) {
@@ -216,22 +248,24 @@ LayerCase draw_case(Choice const& choice, Feature feature, bool large, RandomSou
     out.desc.activation = {ActivationKind::clamped_swiglu, 1.0f, 2.0f, 0.0f};
   }
   bool const given = out.desc.router.kind == RouterKind::given;
+  draw_router(large, random, out);
   if (!given && random.chance(0.3)) out.desc.router.route_scale = 2.5f;
   if (!given) out.router_bias = random.chance(0.5);
   out.desc.router.normalize_scores = !given && random.chance(0.5);
   if (feature == Feature::sentinels || feature == Feature::int64_variable_sentinels ||
-      (given && random.chance(0.2))) {
+      (!router_chooses(out.desc) && random.chance(0.2))) {
     out.sentinel_fraction = 0.3;
   }
   if (feature == Feature::only_sentinels) out.sentinel_fraction = 1;
   if (random.chance(0.2)) out.desc.save = SavePolicy::x;
-  out.repeat_experts = feature == Feature::repeated_experts;
+  out.repeat_experts |= feature == Feature::repeated_experts;
   if (feature == Feature::int64_ids || feature == Feature::int64_variable_sentinels ||
       random.chance(0.25)) {
     out.desc.ids_dtype = DType::int64;
   }
   fit_shape(out, feature);
   out.seed = random.bits() >> 33;  // short enough to type
+  out.desc.router.seed = out.seed;
   return out;
 }
 

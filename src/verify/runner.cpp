@@ -25,18 +25,41 @@ void check_given_scores(LayerData const& data, CandidateResult& run,
   }
 }
 
+/// Ids to replay come back, every sentinel as -1.
+void check_replayed_ids(LayerData const& data, CandidateResult const& run,
+                        std::vector<std::string>& failures) {
+  std::vector<std::int64_t> ids = data.topk_ids;
+  for (std::int64_t& id : ids) id = id >= 0 && id < data.desc.shape.experts ? id : -1;
+  if (run.choice.topk_ids != ids) failures.emplace_back("routing: topk_ids are not those given");
+}
+
+/// What the router chose, from its own logits: those are judged as a tensor.
+std::vector<std::string> choice_failures(LayerData const& data, reference::Inputs const& inputs,
+                                         CandidateResult const& run) {
+  MoeDesc const& desc = data.desc;
+  auto const& values = run.tensors.at("logits");
+  std::vector<double> const logits(values.begin(), values.end());
+  if (!desc.experts_choose()) {
+    auto failures =
+        selection_failures(desc, reference::router_keys(inputs, reference::router_logits(inputs)),
+                           desc.rounds_tokens() ? run.choice.unrounded_ids : run.choice.topk_ids);
+    if (!failures.empty() || !desc.rounds_tokens()) return failures;
+  }
+  return slot_failures(desc, pair_scores(inputs, logits), run.choice);
+}
+
 void judge_run(Context const& context, LayerData const& data, CandidateResult& run,
                CaseResult& result) {
-  bool const routed = data.desc.router.kind != RouterKind::given;
   auto const add = [&result](std::vector<std::string> const& more) {
     result.failures.insert(result.failures.end(), more.begin(), more.end());
   };
-  reference::Inputs const inputs = reference_inputs(data, run.topk_ids);
-  if (routed) {
-    auto const failures = selection_failures(
-        data.desc, reference::router_keys(inputs, reference::router_logits(inputs)), run.topk_ids);
+  reference::Inputs const inputs = reference_inputs(data, run.choice);
+  if (router_chooses(data.desc)) {
+    auto const failures = choice_failures(data, inputs, run);
     add(failures);
     if (!failures.empty()) return;  // nothing to replay
+  } else if (data.desc.router.replay) {
+    check_replayed_ids(data, run, result.failures);
   } else {
     check_given_scores(data, run, result.failures);
   }
@@ -46,7 +69,7 @@ void judge_run(Context const& context, LayerData const& data, CandidateResult& r
   auto const backward =
       reference::backward(inputs, forward, std::vector<double>(data.d_o.begin(), data.d_o.end()));
   auto const ref = reference_tensors(data, forward, backward);
-  auto const naives = naive_orders(context, data, inputs.topk_ids, forward.metadata);
+  auto const naives = naive_orders(context, data, inputs, forward.metadata);
   result.routed_rows = forward.metadata.rows();
   result.tensors = judge(data, inputs, forward, ref, naives, run.tensors);
   for (auto const& [name, comparison] : result.tensors) {
@@ -95,18 +118,21 @@ Expected<CaseResult> verify_case(Context const& context, Context const& repeat_c
 std::size_t saved_bytes_formula(MoeDesc const& desc) {
   auto const size = [](std::int64_t value) { return static_cast<std::size_t>(value); };
   MoeShape const& s = desc.shape;
-  std::size_t const slots = size(s.num_slots()), element = dtype_bytes(desc.dtype);
+  std::size_t const slots = size(desc.num_slots()), element = dtype_bytes(desc.dtype);
   std::size_t bytes = element * size(s.tokens * s.hidden);
   if (desc.save == SavePolicy::h) {
     bytes += element * slots * size(desc.up_width() * s.intermediate);
   }
   bytes += 16 * slots + 4 * size(s.experts + 1);
-  if (s.variable_experts) bytes += 4 * size(s.tokens + 1);
+  bool const rounded = desc.rounds_tokens();
   RouterKind const kind = desc.router.kind;
+  if (s.variable_experts || rounded || desc.experts_choose()) bytes += 4 * size(s.tokens + 1);
   if (kind != RouterKind::given) bytes += 4 * slots;
-  if (kind == RouterKind::softmax_topk) bytes += 4 * size(s.tokens * s.experts);
-  if (kind == RouterKind::sigmoid_bias || kind == RouterKind::group_limited ||
-      kind == RouterKind::sqrtsoftplus) {
+  if (rounded) bytes += 4 * size(s.tokens * s.top_k);
+  if (rounded || kind == RouterKind::softmax_topk || kind == RouterKind::expert_choice) {
+    bytes += 4 * size(s.tokens * s.experts);
+  } else if (kind == RouterKind::sigmoid_bias || kind == RouterKind::group_limited ||
+             kind == RouterKind::sqrtsoftplus) {
     bytes += 4 * slots;
   }
   return bytes;

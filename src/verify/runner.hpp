@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/reference/token_rounding.hpp"
 #include "tessera/context.hpp"
 #include "verify/tolerance.hpp"
 
@@ -30,13 +31,18 @@ struct CaseResult {
 Expected<CaseResult> verify_case(Context const& context, Context const& repeat_context,
                                  LayerCase const& layer_case);
 
-/// b*T*d + b*w*P*n (SavePolicy::h) + 16P + 4(E+1) [+ 4(T+1) variable experts] [+ 4P ids of a router]
-/// [+ 4P where its p is of one expert alone] [+ 4TE softmax_topk].
+/// b*T*d + b*w*P*n (SavePolicy::h) + 16P + 4(E+1) [+ 4(T+1) experts per token vary] [+ 4P ids of a router]
+/// [+ 4TE softmax_topk, expert_choice and token rounding; else + 4P where its p is of one expert alone]
+/// [+ 4TK token rounding].
 std::size_t saved_bytes_formula(MoeDesc const& desc);
 
 /// Broken invariants of routing tables, compared exactly with the reference's.
 std::vector<std::string> metadata_failures(reference::Metadata const& ref,
                                            reference::Metadata const& out);
+
+/// Whether token rounding or expert choice kept what its rules say, given the scores of all pairs.
+std::vector<std::string> slot_failures(MoeDesc const& desc, reference::PairScores const& pairs,
+                                       RouterChoice const& choice);
 
 /// Whether a router's choice is the reference's, up to swaps of keys that differ by rounding only.
 std::vector<std::string> selection_failures(MoeDesc const& desc, std::vector<double> const& keys,

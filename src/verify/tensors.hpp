@@ -30,13 +30,13 @@ ReferenceTensors reference_tensors(LayerData const& data, reference::Forward con
 /// The textbook path in storage precision: every intermediate array is rounded, dot products run term by term
 /// in fp32, ds = <dO, y>. Its errors measure what the precision itself costs. `order` 0 sums in ascending order of
 /// index; others in orders drawn from it.
-Tensors naive_tensors(LayerData const& data, std::vector<std::int64_t> const& topk_ids,
+Tensors naive_tensors(LayerData const& data, reference::Inputs const& inputs,
                       reference::Metadata const& metadata, std::uint64_t order = 0);
 
 /// naive_tensors() in several orders: more where few numbers decide a result or a row, so that one could be lucky.
 /// They run on the threads of `context`.
 std::vector<Tensors> naive_orders(Context const& context, LayerData const& data,
-                                  std::vector<std::int64_t> const& topk_ids,
+                                  reference::Inputs const& inputs,
                                   reference::Metadata const& metadata);
 
 }  // namespace tessera::verify

@@ -123,6 +123,43 @@ TEST_F(BadInput, OptionsThatContradict) {
   forward("route_scale", [](MoeDesc& desc, auto&) { desc.router.route_scale = std::nanf(""); });
 }
 
+TEST_F(BadInput, ChoicesThatContradict) {
+  auto const refuse = [&](char const* part, std::function<void(MoeDesc&)> const& change) {
+    MoeDesc desc = small_desc(RouterKind::topk_softmax);
+    change(desc);
+    Status const status = workspace_bytes(context, desc, Pass::forward).status();
+    EXPECT_EQ(status.code(), StatusCode::invalid_argument) << status.text();
+    expect_text(status, part);
+  };
+  refuse("round=1 with given ids",
+         [](MoeDesc& desc) { desc.router = {.kind = RouterKind::given, .round = Rounding::nr_f}; });
+  refuse("round=6 with given ids", [](MoeDesc& desc) {
+    desc.router.round = Rounding::down;
+    desc.router.replay = true;
+  });
+  refuse("round=5 with expert_choice", [](MoeDesc& desc) {
+    desc.router = {.kind = RouterKind::expert_choice, .round = Rounding::up};
+  });
+  refuse("tile=0", [](MoeDesc& desc) {
+    desc.router.round = Rounding::nr_f;
+    desc.router.tile = 0;
+  });
+  refuse("capacity=3: only expert_choice", [](MoeDesc& desc) { desc.router.capacity = 3; });
+  refuse("capacity=20, tokens=19",
+         [](MoeDesc& desc) { desc.router = {.kind = RouterKind::expert_choice, .capacity = 20}; });
+  refuse("capacity=-1",
+         [](MoeDesc& desc) { desc.router = {.kind = RouterKind::expert_choice, .capacity = -1}; });
+  refuse("replay with router given",
+         [](MoeDesc& desc) { desc.router = {.kind = RouterKind::given, .replay = true}; });
+  refuse("variable_experts", [](MoeDesc& desc) { desc.shape.variable_experts = true; });
+  refuse("slots=", [](MoeDesc& desc) {
+    desc.shape.tokens = 1 << 26;
+    desc.shape.experts = 64;
+    desc.router.round = Rounding::up;
+    desc.router.tile = 0x7fffffff;
+  });
+}
+
 TEST_F(BadInput, WhatIsNotServedSaysSo) {
   auto const unsupported = [&](char const* part, std::function<void(MoeDesc&)> const& change) {
     MoeDesc desc = small_desc();
@@ -131,9 +168,6 @@ TEST_F(BadInput, WhatIsNotServedSaysSo) {
     EXPECT_EQ(status.code(), StatusCode::unsupported) << status.text();
     expect_text(status, part);
   };
-  unsupported("router=expert-choice",
-              [](MoeDesc& desc) { desc.router.kind = RouterKind::expert_choice; });
-  unsupported("round=1", [](MoeDesc& desc) { desc.router.round = Rounding::nr_f; });
   unsupported("dtype=2", [](MoeDesc& desc) { desc.dtype = DType::bf16; });
   unsupported("score_position=input",
               [](MoeDesc& desc) { desc.score_position = ScorePosition::input; });

@@ -50,7 +50,7 @@ struct Layer {
       : desc(desc_), context(context_) {
     std::mt19937 generator(seed);
     auto const& s = desc.shape;
-    std::int64_t const width = desc.up_width() * s.intermediate, slots = s.num_slots();
+    std::int64_t const width = desc.up_width() * s.intermediate, slots = desc.num_slots();
     auto const make = [&](std::int64_t count, float scale) {
       return random_floats(count, scale, generator);
     };

@@ -95,7 +95,7 @@ TEST_F(LayerTest, SplitBackwardHasTheBitsOfTheWhole) {
     ASSERT_TRUE(whole.run_backward().ok());
 
     auto const& s = split.desc.shape;
-    std::int64_t const slots = s.num_slots(), n = s.intermediate;
+    std::int64_t const slots = split.desc.num_slots(), n = s.intermediate;
     Floats dh(static_cast<std::size_t>(slots * 2 * n)),
         a_scaled(static_cast<std::size_t>(slots * n)),
         dlogits(static_cast<std::size_t>(s.tokens * s.experts));
@@ -143,7 +143,7 @@ TEST_F(LayerTest, SentinelsOwnNothingWhateverTheirScore) {
   for (float const value : layer.o) EXPECT_TRUE(std::isfinite(value));
   for (float const value : layer.dw_up) EXPECT_TRUE(std::isfinite(value));
   RoutingView const tables = layer.tables();
-  EXPECT_EQ(tables.expert_offsets[5], layer.desc.shape.num_slots() - 4);
+  EXPECT_EQ(tables.expert_offsets[5], layer.desc.num_slots() - 4);
   for (std::size_t const slot : {0u, 1u, 4u, 7u}) {
     EXPECT_EQ(tables.inverse_permutation[slot], -1);
     EXPECT_EQ(layer.dscores[slot], 0.0f);

@@ -101,7 +101,7 @@ TEST(Route, AgreesWithTheLayerBitForBit) {
   Layer layer(context, small_desc(RouterKind::topk_softmax));
   ASSERT_TRUE(layer.run_forward().ok());
   auto const& s = layer.desc.shape;
-  std::vector<std::int32_t> ids(static_cast<std::size_t>(s.num_slots()));
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(layer.desc.num_slots()));
   Floats weights(ids.size());
   std::vector<std::byte> workspace(value_of(workspace_bytes(context, layer.desc, Pass::route)));
   RouteArgs args;

@@ -37,7 +37,7 @@ class Explain(Cli):
         self.assertIn("up_projection_fwd", self.run_tessera("explain", *SMALL, code=0).stdout)
 
     def test_refuses_as_the_call_would(self):
-        self.refuse("explain", *SMALL, "--router", "expert-choice", naming="router")
+        self.refuse("explain", *SMALL, "--router", "given", "--round", "nr-f", naming="round")
 
 
 class Verify(Cli):
@@ -168,8 +168,12 @@ class Usage(Cli):
             (["--layout", "concat:2"], "concat:2"),
             (["--activation", "relu", "--layout", "interleaved"], "layout"),
             (["--router", "psychic"], "psychic"),
-            (["--router", "expert-choice"], "router"),
-            (["--round", "nr-f"], "round"),
+            (["--router", "given", "--round", "nr-f"], "round"),
+            (["--router", "expert-choice", "--round", "up"], "round"),
+            (["--round", "nearest"], "nearest"),
+            (["--round", "nr-f", "--tile", "0"], "tile"),
+            (["--capacity", "4"], "capacity"),
+            (["--router", "given", "--replay"], "replay"),
             (["--dtype", "bf16"], "dtype"),
             (["--dtype", "int8"], "int8"),
             (["--routing", "zipf"], "zipf"),

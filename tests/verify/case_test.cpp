@@ -125,11 +125,11 @@ TEST(Pattern, ARouterFollowsThePattern) {
       .tokens = 64, .hidden = 128, .intermediate = 4, .experts = 8, .top_k = 2};
   layer_case.routing = {.pattern = RoutingPattern::empty, .parameter = 0.5};
   std::set<std::int64_t> used;
-  for (std::int64_t const id : chosen_ids(make_data(layer_case))) used.insert(id);
+  for (std::int64_t const id : exact_choice(make_data(layer_case)).topk_ids) used.insert(id);
   EXPECT_EQ(used.size(), 4u);
 
   layer_case.routing.pattern = RoutingPattern::one_expert;
-  auto const ids = chosen_ids(make_data(layer_case));
+  auto const ids = exact_choice(make_data(layer_case)).topk_ids;
   std::int64_t first_expert = 0;
   for (std::size_t j = 0; j < ids.size(); j += 2) first_expert += ids[j] == 0 || ids[j + 1] == 0;
   EXPECT_GE(first_expert, 60);

@@ -49,7 +49,7 @@ bool near_kink(MoeDesc const& desc, reference::Forward const& f) {
 void expect_all_gradients(LayerCase layer_case) {
   for (;; ++layer_case.seed) {
     LayerData const data = make_data(layer_case);
-    reference::Inputs inputs = reference_inputs(data, chosen_ids(data));
+    reference::Inputs inputs = reference_inputs(data, exact_choice(data));
     reference::Values const d_o(data.d_o.begin(), data.d_o.end());
     auto const forward = reference::forward(inputs);
     if (near_kink(data.desc, forward)) continue;
@@ -96,7 +96,7 @@ TEST(FiniteDifference, EveryLayout) {
 
 TEST(FiniteDifference, EveryRouter) {
   for (auto const& [name, router] : kRouterNames) {
-    if (router == RouterKind::given || router == RouterKind::expert_choice) continue;
+    if (router == RouterKind::given) continue;
     for (bool const normalize : {false, true}) {
       SCOPED_TRACE(name);
       LayerCase layer_case = small_case(router);
@@ -104,6 +104,36 @@ TEST(FiniteDifference, EveryRouter) {
       layer_case.desc.router.normalize_scores = normalize;
       expect_all_gradients(layer_case);
     }
+  }
+}
+
+TEST(FiniteDifference, EveryRoundingOfEveryRouter) {
+  for (auto const& [router_name, router] : kRouterNames) {
+    if (router == RouterKind::given || router == RouterKind::expert_choice) continue;
+    for (auto const& [name, rounding] : kRoundingNames) {
+      SCOPED_TRACE(std::string(router_name) + " " + name);
+      LayerCase layer_case = small_case(router);
+      layer_case.desc.router.round = rounding;
+      layer_case.desc.router.tile = 4;
+      layer_case.desc.router.route_scale = 1.5f;
+      layer_case.desc.router.normalize_scores = true;
+      expect_all_gradients(layer_case);
+    }
+  }
+}
+
+TEST(FiniteDifference, ReplayedIdsOfEveryRouter) {
+  for (auto const& [name, router] : kRouterNames) {
+    if (router == RouterKind::given) continue;
+    SCOPED_TRACE(name);
+    LayerCase layer_case = small_case(router);
+    layer_case.desc.router.replay = true;
+    layer_case.desc.router.normalize_scores = true;
+    layer_case.sentinel_fraction = 0.2;
+    layer_case.repeat_experts = true;
+    expect_all_gradients(layer_case);
+    layer_case.desc.shape.variable_experts = true;
+    expect_all_gradients(layer_case);
   }
 }
 

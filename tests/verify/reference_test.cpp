@@ -173,6 +173,14 @@ TEST(Activation, ReluHasSlopeZeroAtZeroAndNanPropagates) {
   }
 }
 
+/// Scores of one token's choice.
+Values scores_of(MoeDesc const& desc, Values const& logits, std::vector<std::int64_t> ids) {
+  Inputs inputs;
+  inputs.desc = desc;
+  inputs.topk_ids = std::move(ids);
+  return router_scores(inputs, metadata(desc, inputs.topk_ids, {}), logits);
+}
+
 TEST(Router, TopkSoftmaxOfKnownLogits) {
   MoeDesc desc;
   desc.shape = {.tokens = 1, .hidden = 1, .intermediate = 1, .experts = 4, .top_k = 2};
@@ -181,12 +189,12 @@ TEST(Router, TopkSoftmaxOfKnownLogits) {
   Values const logits = {0, std::log(3.0), -1, 0};
   auto const ids = select_experts(desc, logits);
   EXPECT_EQ(ids, (std::vector<std::int64_t>{1, 0}));  // the tie goes to expert 0
-  Values const scores = router_scores(desc, logits, ids);
+  Values const scores = scores_of(desc, logits, ids);
   EXPECT_NEAR(scores[0], 1.5, 1e-15);
   EXPECT_NEAR(scores[1], 0.5, 1e-15);
 
   desc.router.kind = RouterKind::softmax_topk;
-  EXPECT_NEAR(router_scores(desc, logits, ids)[0], 2 * 3 / (5 + std::exp(-1.0)), 1e-15);
+  EXPECT_NEAR(scores_of(desc, logits, ids)[0], 2 * 3 / (5 + std::exp(-1.0)), 1e-15);
 }
 
 TEST(Router, ScoresOfItsOwnP) {
@@ -194,12 +202,12 @@ TEST(Router, ScoresOfItsOwnP) {
   desc.shape = {.tokens = 1, .hidden = 1, .intermediate = 1, .experts = 4, .top_k = 2};
   desc.router.kind = RouterKind::sigmoid_bias;
   Values const logits = {0, std::log(3.0), -1, 0};
-  EXPECT_NEAR(router_scores(desc, logits, {1, 0})[0], 0.75, 1e-15);
+  EXPECT_NEAR(scores_of(desc, logits, {1, 0})[0], 0.75, 1e-15);
   desc.router.normalize_scores = true;
-  EXPECT_NEAR(router_scores(desc, logits, {1, 0})[0], 0.6, 1e-15);
+  EXPECT_NEAR(scores_of(desc, logits, {1, 0})[0], 0.6, 1e-15);
   desc.router.kind = RouterKind::sqrtsoftplus;
   desc.router.normalize_scores = false;
-  EXPECT_NEAR(router_scores(desc, logits, {1, 0})[0], std::sqrt(std::log(4.0)), 1e-15);
+  EXPECT_NEAR(scores_of(desc, logits, {1, 0})[0], std::sqrt(std::log(4.0)), 1e-15);
 }
 
 TEST(Router, GroupsWithTheBestPairsAreKept) {

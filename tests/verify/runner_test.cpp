@@ -45,7 +45,7 @@ TEST(Runner, GeluSlopesKeepTheirAccuracy) {
 TEST(Runner, ReportsWhatTheLibraryRefuses) {
   Context const context = make_context(1);
   LayerCase layer_case = small_case();
-  layer_case.desc.router.kind = RouterKind::expert_choice;
+  layer_case.desc.score_position = ScorePosition::input;
   auto const refused = verify_case(context, context, layer_case);
   ASSERT_FALSE(refused.ok());
   EXPECT_EQ(refused.status().code(), StatusCode::unsupported);

@@ -103,15 +103,15 @@ TEST(Tolerance, NothingEqualsNothing) {
 /// The naive path, judged as if it were a candidate.
 Comparisons judge_naive(LayerCase const& layer_case, std::uint64_t order) {
   LayerData const data = make_data(layer_case);
-  auto const inputs = reference_inputs(data, chosen_ids(data));
+  auto const inputs = reference_inputs(data, exact_choice(data));
   auto const forward = reference::forward(inputs);
   auto const backward =
       reference::backward(inputs, forward, reference::Values(data.d_o.begin(), data.d_o.end()));
   auto const ref = reference_tensors(data, forward, backward);
   auto const naives =
-      naive_orders(std::move(Context::create()).value(), data, inputs.topk_ids, forward.metadata);
+      naive_orders(std::move(Context::create()).value(), data, inputs, forward.metadata);
   return judge(data, inputs, forward, ref, naives,
-               naive_tensors(data, inputs.topk_ids, forward.metadata, order));
+               naive_tensors(data, inputs, forward.metadata, order));
 }
 
 TEST(Tolerance, AcceptsTheNaivePathInEveryTypeAndOrder) {

@@ -78,7 +78,7 @@ struct Layer {
     return desc.up_width() * desc.shape.intermediate;
   }
   [[nodiscard]] std::int64_t experts() const noexcept { return desc.shape.experts; }
-  [[nodiscard]] std::int64_t slots() const noexcept { return desc.shape.num_slots(); }
+  [[nodiscard]] std::int64_t slots() const noexcept { return desc.num_slots(); }
   [[nodiscard]] std::int64_t first_row(std::int64_t expert) const noexcept {
     return routing.expert_offsets[expert];
   }
@@ -86,6 +86,18 @@ struct Layer {
     return routing.expert_offsets[expert + 1] - routing.expert_offsets[expert];
   }
 };
+
+/// Slots of one token: [first, end).
+struct SlotRange {
+  std::int64_t first, end;
+};
+inline SlotRange slots_of(MoeDesc const& desc, RoutingView const& routing,
+                          std::int64_t token) noexcept {
+  if (routing.token_offsets != nullptr) {
+    return {routing.token_offsets[token], routing.token_offsets[token + 1]};
+  }
+  return {token * desc.shape.top_k, (token + 1) * desc.shape.top_k};
+}
 
 /// Threads, and `floats_per_thread` floats of scratch for each.
 struct Threads {

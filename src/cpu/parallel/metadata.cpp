@@ -47,9 +47,9 @@ std::int64_t metadata_chunks(std::int64_t slots) noexcept {
 
 void metadata(MoeDesc const& desc, SlotIds const& ids, RoutingView const& routing,
               std::int32_t* chunk_counts, Threads const& threads) noexcept {
-  std::int64_t const experts = desc.shape.experts, slots = desc.shape.num_slots();
+  std::int64_t const experts = desc.shape.experts, slots = desc.num_slots();
   std::int64_t const chunks = metadata_chunks(slots);
-  SlotReader const reader{ids, desc.shape.variable_experts ? 0 : desc.shape.top_k};
+  SlotReader const reader{ids, desc.experts_vary() ? 0 : desc.shape.top_k};
   auto const valid = [&](std::int64_t id) { return id >= 0 && id < experts; };
   auto const chunk_end = [&](std::int64_t chunk) {
     return std::min(slots, (chunk + 1) * kChunkSlots);
@@ -73,15 +73,15 @@ void metadata(MoeDesc const& desc, SlotIds const& ids, RoutingView const& routin
       token = std::upper_bound(offsets, offsets + desc.shape.tokens + 1, first) - offsets - 1;
     }
     for (std::int64_t slot = chunk * kChunkSlots; slot < chunk_end(chunk); ++slot) {
-      if (routing.token_offsets != nullptr) {
-        while (routing.token_offsets[token + 1] <= slot) ++token;
-      } else {
-        token = slot / desc.shape.top_k;
-      }
       std::int64_t const id = reader.id(slot);
       if (!valid(id)) {
         routing.inverse_permutation[slot] = -1;
         continue;
+      }
+      if (routing.token_offsets != nullptr) {
+        while (routing.token_offsets[token + 1] <= slot) ++token;
+      } else {
+        token = slot / desc.shape.top_k;
       }
       std::int32_t const row = next_row[id]++;
       routing.sort_permutation[row] = static_cast<std::int32_t>(slot);
@@ -95,7 +95,7 @@ void metadata(MoeDesc const& desc, SlotIds const& ids, RoutingView const& routin
 
 void grouped_metadata(MoeDesc const& desc, RoutingView const& routing) noexcept {
   std::int64_t const rows = routing.expert_offsets[desc.shape.experts];
-  for (std::int64_t r = 0; r < desc.shape.num_slots(); ++r) {
+  for (std::int64_t r = 0; r < desc.num_slots(); ++r) {
     auto const row = static_cast<std::int32_t>(r);
     routing.sort_permutation[r] = r < rows ? row : -1;
     routing.gather_index[r] = r < rows ? row : 0;

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/token_rounding.hpp"
 #include "cpu/parallel/layer.hpp"
 
 namespace tessera::cpu {
@@ -18,19 +19,32 @@ struct RouterWeights {
 void router_logits(MoeDesc const& desc, ConstRows x, RouterWeights const& router,
                    MutableRows logits, Threads const& threads) noexcept;
 
-/// Selection and scores of each token from its logits: ids [T,K] (int32 or int64), weights [T,K], and p of the
-/// chosen [P] for routers that have a p of their own. Needs select_scratch_floats of scratch per thread,
-/// 8-byte aligned.
+/// The top-k choice of each token from its logits: ids [T,K] (int32 or int64), and either weights [T,K] and p of the
+/// chosen [P] for routers that save it, or, where experts then take tokens (token rounding, expert choice), the rank
+/// of every pair. Expert choice has no ids. Needs select_scratch_floats of scratch per thread, 8-byte aligned.
 struct Selection {
   void* ids = nullptr;
   DType ids_dtype = DType::int32;
   std::int64_t ids_pitch = 0;
-  MutableRows weights;
+  MutableRows weights = {};
   float* chosen_p = nullptr;
+  std::uint32_t* ranks = nullptr;  ///< [E,T] core::pair_rank
 };
 void select_experts(MoeDesc const& desc, ConstRows logits, float const* selection_bias,
                     Selection const& out, Threads const& threads) noexcept;
 std::int64_t select_scratch_floats(MoeDesc const& desc) noexcept;
+
+/// Replay: scores (and chosen_p) of the ids in routing.topk_ids, negative ones being sentinels. A router's formulas
+/// hold for the set of experts that a token names. Scratch as select_experts.
+void score_choice(MoeDesc const& desc, ConstRows logits, RoutingView const& routing,
+                  Threads const& threads) noexcept;
+
+/// Token rounding and expert choice: every expert keeps the pairs of highest rank. Fills topk_ids (-1 behind the last
+/// token's slots), scores and token_offsets of the tables. `pairs` has room for E; needs choose_tokens_scratch floats
+/// per thread, 8-byte aligned.
+void choose_tokens(MoeDesc const& desc, std::uint32_t* ranks, core::ExpertPairs* pairs,
+                   RoutingView const& routing, Threads const& threads) noexcept;
+std::int64_t choose_tokens_scratch(MoeDesc const& desc) noexcept;
 
 /// The routing tables from slot ids. `chunk_counts` holds metadata_chunks(P) * E int32.
 struct SlotIds {
@@ -111,9 +125,16 @@ void up_projection_wgrad(Layer const& layer, UpWgradArgs const& args,
 /// Scratch of both weight gradients.
 std::int64_t wgrad_scratch(MoeDesc const& desc) noexcept;
 
-/// dlogits[t,e] from dscores [P] by slot and what forward saved in the routing tables.
-void router_dlogits(MoeDesc const& desc, RoutingView const& routing, float const* dscores,
-                    MutableRows dlogits, Threads const& threads) noexcept;
+/// dlogits[t,e] from dscores [P] by slot and what forward saved in the routing tables, plus `initial` [T,E] (null
+/// data: 0). Needs router_dlogits_scratch floats per thread.
+struct RouterDlogitsArgs {
+  float const* dscores = nullptr;
+  ConstRows initial = {};
+  MutableRows dlogits = {};
+};
+void router_dlogits(MoeDesc const& desc, RoutingView const& routing, RouterDlogitsArgs const& args,
+                    Threads const& threads) noexcept;
+std::int64_t router_dlogits_scratch(MoeDesc const& desc) noexcept;
 
 /// dx_t = dlogits_t w_router.
 void router_dgrad(MoeDesc const& desc, ConstRows dlogits, ConstRows w_router, MutableRows dx,

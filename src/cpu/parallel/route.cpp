@@ -5,6 +5,7 @@
 // every device.
 #include <algorithm>
 
+#include "core/token_rounding.hpp"
 #include "cpu/parallel/ops.hpp"
 #include "cpu/parallel/router_formula.hpp"
 
@@ -21,64 +22,72 @@ void store_id(Selection const& out, std::int64_t token, std::int64_t k,
   }
 }
 
-/// Memory of one token's selection.
+/// Memory of one token's selection: 9E floats.
 struct Scratch {
   std::uint64_t* keys;        ///< [E]
   std::uint64_t* group_keys;  ///< [E] at most
   float* values;              ///< [E] fp32 keys, then softmax terms
+  float* scores;              ///< [K] of the chosen, c = 1
+  float* all_scores;          ///< [E]
+  std::int32_t* ids;          ///< [K]
+  std::int32_t* eligible;     ///< [E] of the groups that the token keeps
 };
 
-/// The K smallest keys come first in scratch.keys.
+Scratch scratch_of(MoeDesc const& desc, float* memory) noexcept {
+  std::int64_t const experts = desc.shape.experts;
+  auto* const keys = reinterpret_cast<std::uint64_t*>(memory);
+  float* const floats = memory + 4 * experts;
+  auto* const integers = reinterpret_cast<std::int32_t*>(floats + 3 * experts);
+  return {keys,     keys + experts,    floats, floats + experts, floats + 2 * experts,
+          integers, integers + experts};
+}
+
+/// The K largest keys: scratch.ids, in descending key.
 void choose(MoeDesc const& desc, float const* logits, float const* selection_bias,
             Scratch const& scratch) noexcept {
-  std::int64_t const experts = desc.shape.experts;
+  std::int64_t const experts = desc.shape.experts, k_max = desc.shape.top_k;
+  std::uint64_t* const keys = scratch.keys;
   for (std::int64_t e = 0; e < experts; ++e) {
     float const bias = selection_bias != nullptr ? selection_bias[e] : 0.0f;
     float const value =
         has_own_p(desc.router.kind) ? own_p(desc.router.kind, logits[e]) : logits[e];
     scratch.values[e] = value + bias;
-    scratch.keys[e] = selection_key(scratch.values[e], e);
+    keys[e] = selection_key(scratch.values[e], e);
   }
   if (desc.router.kind == RouterKind::group_limited) {
-    mask_groups(desc, scratch.values, scratch.keys, scratch.group_keys);
+    mask_groups(desc, scratch.values, keys, scratch.group_keys);
   }
-  std::partial_sort(scratch.keys, scratch.keys + desc.shape.top_k, scratch.keys + experts);
-}
-
-std::int64_t chosen_expert(Scratch const& scratch, std::int64_t k) noexcept {
-  return static_cast<std::int64_t>(static_cast<std::uint32_t>(scratch.keys[k]));
-}
-
-/// Scores of the chosen experts; chosen_p gets their p where the router has one of its own.
-void score(MoeDesc const& desc, float const* logits, Scratch const& scratch, float* scores,
-           float* chosen_p) noexcept {
-  std::int64_t const k_max = desc.shape.top_k;
-  float const scale = desc.router.route_scale;
-  RouterKind const kind = desc.router.kind;
-  if (kind == RouterKind::softmax_topk) {
-    float const sum = softmax_terms(logits, desc.shape.experts, scratch.values);
-    for (std::int64_t k = 0; k < k_max; ++k) {
-      scores[k] = scale * (scratch.values[chosen_expert(scratch, k)] / sum);
-    }
-    return;
-  }
+  for (std::int64_t e = 0; e < experts; ++e) scratch.eligible[e] = keys[e] != kMaskedKey ? 1 : 0;
+  std::partial_sort(keys, keys + k_max, keys + experts);
   for (std::int64_t k = 0; k < k_max; ++k) {
-    float const logit = logits[chosen_expert(scratch, k)];
-    scores[k] = has_own_p(kind) ? own_p(kind, logit) : logit;
+    scratch.ids[k] = static_cast<std::int32_t>(static_cast<std::uint32_t>(keys[k]));
   }
-  float sum = 1.0f;
-  if (has_own_p(kind)) {
-    if (chosen_p != nullptr) std::copy_n(scores, k_max, chosen_p);
-    if (desc.router.normalize_scores) sum = core::warp_sum(scores, k_max) + kNormalizeFloor;
+}
+
+/// Ranks of one token's pairs, E values `tokens` apart, by the score that each has or would have as an addition.
+/// `sum` divides the members' p.
+void rank_pairs(MoeDesc const& desc, float const* logits, Scratch const& scratch,
+                std::int64_t members, float sum, std::uint32_t* ranks) noexcept {
+  std::int64_t const experts = desc.shape.experts, tokens = desc.shape.tokens;
+  float* const scores = scratch.all_scores;
+  if (has_own_p(desc.router.kind)) {
+    for (std::int64_t e = 0; e < experts; ++e) scores[e] = own_p(desc.router.kind, logits[e]) / sum;
   } else {
-    sum = softmax_terms(scores, k_max, scores);
+    float const all = softmax_terms(logits, experts, scores);
+    for (std::int64_t e = 0; e < experts; ++e) scores[e] = scores[e] / all;
   }
-  for (std::int64_t k = 0; k < k_max; ++k) scores[k] = scale * (scores[k] / sum);
+  for (std::int64_t e = 0; e < experts; ++e) {
+    ranks[e * tokens] =
+        members > 0 && scratch.eligible[e] == 0 ? 0 : core::pair_rank(false, scores[e]);
+  }
+  for (std::int64_t k = 0; k < members; ++k) {
+    ranks[scratch.ids[k] * tokens] = core::pair_rank(true, scratch.scores[k]);
+  }
 }
 
 }  // namespace
 
-std::int64_t select_scratch_floats(MoeDesc const& desc) noexcept { return 5 * desc.shape.experts; }
+std::int64_t select_scratch_floats(MoeDesc const& desc) noexcept { return 9 * desc.shape.experts; }
 
 void router_logits(MoeDesc const& desc, ConstRows x, RouterWeights const& router,
                    MutableRows logits, Threads const& threads) noexcept {
@@ -100,18 +109,58 @@ void router_logits(MoeDesc const& desc, ConstRows x, RouterWeights const& router
 
 void select_experts(MoeDesc const& desc, ConstRows logits, float const* selection_bias,
                     Selection const& out, Threads const& threads) noexcept {
-  std::int64_t const experts = desc.shape.experts, k_max = desc.shape.top_k,
-                     tokens = desc.shape.tokens;
+  std::int64_t const k_max = desc.shape.top_k, tokens = desc.shape.tokens;
   std::int64_t const blocks = (tokens + kRouterTokens - 1) / kRouterTokens;
   threads.pool.run(blocks, [&](std::int64_t block, int slot) {
-    auto* const keys = reinterpret_cast<std::uint64_t*>(threads.scratch(slot));
-    Scratch const scratch{keys, keys + experts, reinterpret_cast<float*>(keys + 2 * experts)};
+    Scratch const scratch = scratch_of(desc, threads.scratch(slot));
     std::int64_t const end = std::min(tokens, (block + 1) * kRouterTokens);
     for (std::int64_t t = block * kRouterTokens; t < end; ++t) {
+      if (desc.experts_choose()) {
+        rank_pairs(desc, logits[t], scratch, 0, 1.0f, out.ranks + t);
+        continue;
+      }
       choose(desc, logits[t], selection_bias, scratch);
-      for (std::int64_t k = 0; k < k_max; ++k) store_id(out, t, k, chosen_expert(scratch, k));
-      score(desc, logits[t], scratch, out.weights[t],
-            out.chosen_p != nullptr ? out.chosen_p + t * k_max : nullptr);
+      for (std::int64_t k = 0; k < k_max; ++k) store_id(out, t, k, scratch.ids[k]);
+      float const sum =
+          unscaled_scores(desc, logits[t], scratch.ids, k_max, scratch.values, scratch.scores,
+                          out.chosen_p != nullptr ? out.chosen_p + t * k_max : nullptr);
+      if (out.ranks != nullptr) {
+        rank_pairs(desc, logits[t], scratch, k_max, sum, out.ranks + t);
+        continue;
+      }
+      for (std::int64_t k = 0; k < k_max; ++k) {
+        out.weights[t][k] = desc.router.route_scale * scratch.scores[k];
+      }
+    }
+  });
+}
+
+void score_choice(MoeDesc const& desc, ConstRows logits, RoutingView const& routing,
+                  Threads const& threads) noexcept {
+  std::int64_t const experts = desc.shape.experts, tokens = desc.shape.tokens;
+  std::int64_t const blocks = (tokens + kRouterTokens - 1) / kRouterTokens;
+  threads.pool.run(blocks, [&](std::int64_t block, int slot) {
+    Scratch const scratch = scratch_of(desc, threads.scratch(slot));
+    std::int64_t const end = std::min(tokens, (block + 1) * kRouterTokens);
+    for (std::int64_t t = block * kRouterTokens; t < end; ++t) {
+      SlotRange const slots = slots_of(desc, routing, t);
+      // The experts that the token names, each once: place[e] is where e stands among them.
+      std::int32_t* const place = scratch.eligible;
+      std::fill_n(place, experts, -1);
+      std::int32_t count = 0;
+      for (std::int64_t j = slots.first; j < slots.end; ++j) {
+        std::int32_t const id = routing.topk_ids[j];
+        if (id < 0 || place[id] >= 0) continue;
+        place[id] = count;
+        scratch.ids[count++] = id;
+      }
+      float* const p = scratch.all_scores;
+      unscaled_scores(desc, logits[t], scratch.ids, count, scratch.values, scratch.scores, p);
+      for (std::int64_t j = slots.first; j < slots.end; ++j) {
+        std::int32_t const id = routing.topk_ids[j];
+        routing.scores[j] = id < 0 ? 0.0f : desc.router.route_scale * scratch.scores[place[id]];
+        if (routing.chosen_p != nullptr) routing.chosen_p[j] = id < 0 ? 0.0f : p[place[id]];
+      }
     }
   });
 }

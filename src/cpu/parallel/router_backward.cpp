@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// With g_k = c*ds_k; zero where not stated:
-//   topk-softmax   dl_k = q_k (g_k - sum over the chosen of g q)
-//   softmax-topk   dl_e = p_e (g_e [e chosen] - sum over the chosen of g p), all experts
-//   p of its own   dp_k = (g_k - sum of g q)/S with q = p/S where normalised, else g_k; dl_k = dp_k p'(l_k)
+// With g_k = c*ds_k, I the top-k choice (or the experts that replayed ids name) and F the experts of the token's slots;
+// zero where not stated. Without token rounding F = I.
+//   topk-softmax   dl_e = [e in I] q_e ([e in F] g_e - sum over I and F of g q)
+//                         + p_e ([e added] g_e - sum over the added of g p)       added = F without I, p over all E
+//   softmax-topk, expert-choice   dl_e = p_e ([e in F] g_e - sum over F of g p)
+//   p of its own   dp_e = ([e in F] g_e - [e in I] sum over F of g q)/S with q = p/S where normalised, else g_e;
+//                  dl_e = dp_e p'(l_e)
 // dx = dl w_router,  dw_router = dl^T x,  db_router = sum over t of dl
 #include <algorithm>
 
@@ -13,39 +16,67 @@
 namespace tessera::cpu {
 namespace {
 
-/// One token's slots.
-struct Chosen {
-  std::int64_t count;
-  std::int32_t const* ids;
-  float const* scores;  ///< c*q or c*p
-  float const* p;       ///< routers with a p of their own
-  float const* dscores;
+/// Distinct experts of one token, and what the formulas read of each. A dropped member has dscores 0, which leaves it
+/// in the softmax and out of the sums.
+struct Experts {
+  std::int64_t count = 0;
+  std::int32_t* ids;
+  float* scores;  ///< c*q or c*p
+  float* p;       ///< routers with a p of their own
+  float* dscores;
+
+  void add(std::int32_t id, float score, float own, float dscore) noexcept {
+    ids[count] = id;
+    scores[count] = score;
+    p[count] = own;
+    dscores[count++] = dscore;
+  }
 };
 
-/// c * sum over the chosen j of q_j (ds_k - ds_j), q = s/c: what g_k - sum of g q is where the q add up to 1, without
+/// One thread's memory: 10E floats.
+struct Scratch {
+  Experts members, added;
+  std::int32_t* place;  ///< [E] of an expert among the members, or -1
+  float* terms;         ///< [E]
+};
+
+Scratch scratch_of(float* memory, std::int64_t experts) noexcept {
+  auto const take = [&memory, experts] {
+    float* const taken = memory;
+    memory += experts;
+    return taken;
+  };
+  auto const integers = [&take] { return reinterpret_cast<std::int32_t*>(take()); };
+  auto const list = [&] { return Experts{0, integers(), take(), take(), take()}; };
+  Scratch out{list(), list(), integers(), take()};
+  return out;
+}
+
+/// c * sum over the experts j of q_j (ds_k - ds_j), q = s/c: what g_k - sum of g q is where the q add up to 1, without
 /// its cancellation.
-float centered(Chosen const& chosen, std::int64_t k) noexcept {
+float centered(Experts const& experts, std::int64_t k) noexcept {
   float sum = 0.0f;
-  for (std::int64_t j = 0; j < chosen.count; ++j) {
-    sum += chosen.scores[j] * (chosen.dscores[k] - chosen.dscores[j]);
+  for (std::int64_t j = 0; j < experts.count; ++j) {
+    sum += experts.scores[j] * (experts.dscores[k] - experts.dscores[j]);
   }
   return sum;
 }
 
-/// q or p of the k-th choice; c = 0 makes every score and gradient 0.
-float unscaled(float scale, Chosen const& chosen, std::int64_t k) noexcept {
-  return scale == 0.0f ? 0.0f : chosen.scores[k] / scale;
+/// q or p of the k-th expert; c = 0 makes every score and gradient 0.
+float unscaled(float scale, Experts const& experts, std::int64_t k) noexcept {
+  return scale == 0.0f ? 0.0f : experts.scores[k] / scale;
 }
 
-void topk_softmax(float scale, Chosen const& chosen, float* dlogits) noexcept {
-  for (std::int64_t k = 0; k < chosen.count; ++k) {
-    dlogits[chosen.ids[k]] = unscaled(scale, chosen, k) * centered(chosen, k);
+void topk_softmax(float scale, Experts const& members, float* dlogits) noexcept {
+  for (std::int64_t k = 0; k < members.count; ++k) {
+    dlogits[members.ids[k]] += unscaled(scale, members, k) * centered(members, k);
   }
 }
 
 // The p of the chosen add up to 1 - rest, rest being the others': g_k - sum of g p = g_k rest + centered.
-void softmax_topk(float scale, Chosen const& chosen, float const* logits, std::int64_t experts,
-                  float* dlogits) noexcept {
+void softmax_over_all(float scale, Experts const& chosen, float const* logits, std::int64_t experts,
+                      float* dlogits) noexcept {
+  if (chosen.count == 0) return;
   float const sum = softmax_terms(logits, experts, dlogits);
   float mean = 0.0f;
   for (std::int64_t k = 0; k < chosen.count; ++k) {
@@ -60,41 +91,106 @@ void softmax_topk(float scale, Chosen const& chosen, float const* logits, std::i
   }
 }
 
-void own_p_scores(Router const& router, Chosen const& chosen, float* dlogits) noexcept {
-  float const sum =
-      router.normalize_scores ? core::warp_sum(chosen.p, chosen.count) + kNormalizeFloor : 1.0f;
-  for (std::int64_t k = 0; k < chosen.count; ++k) {
+void own_p_scores(Router const& router, Experts const& members, Experts const& added,
+                  float* dlogits) noexcept {
+  bool const normalized = router.normalize_scores;
+  float const sum = normalized ? core::warp_sum(members.p, members.count) + kNormalizeFloor : 1.0f;
+  float of_added = 0.0f;
+  for (std::int64_t k = 0; k < added.count; ++k) {
+    of_added += added.scores[k] * added.dscores[k];
+    float const g = router.route_scale * added.dscores[k];
+    dlogits[added.ids[k]] = own_p_gradient(router.kind, added.p[k], g / sum);
+  }
+  for (std::int64_t k = 0; k < members.count; ++k) {
     float const g =
-        router.normalize_scores ? centered(chosen, k) : router.route_scale * chosen.dscores[k];
-    dlogits[chosen.ids[k]] = own_p_gradient(router.kind, chosen.p[k], g / sum);
+        normalized ? centered(members, k) - of_added : router.route_scale * members.dscores[k];
+    dlogits[members.ids[k]] = own_p_gradient(router.kind, members.p[k], g / sum);
+  }
+}
+
+/// What token rounding left of the top-k choice, and what it added.
+void split_rounded(MoeDesc const& desc, RoutingView const& routing, float const* dscores,
+                   std::int64_t token, Scratch& scratch) noexcept {
+  std::int64_t const k_max = desc.shape.top_k;
+  float const* const logits = routing.logits + token * desc.shape.experts;
+  Experts& members = scratch.members;
+  members.count = k_max;
+  std::copy_n(routing.unrounded_ids + token * k_max, k_max, members.ids);
+  unscaled_scores(desc, logits, members.ids, k_max, scratch.terms, members.scores, members.p);
+  std::fill_n(scratch.place, desc.shape.experts, -1);
+  for (std::int64_t k = 0; k < k_max; ++k) {
+    scratch.place[members.ids[k]] = static_cast<std::int32_t>(k);
+    members.scores[k] *= desc.router.route_scale;
+    members.dscores[k] = 0.0f;
+  }
+  SlotRange const slots = slots_of(desc, routing, token);
+  for (std::int64_t j = slots.first; j < slots.end; ++j) {
+    std::int32_t const id = routing.topk_ids[j];
+    if (scratch.place[id] >= 0) {
+      members.dscores[scratch.place[id]] = dscores[j];
+      continue;
+    }
+    float const p = has_own_p(desc.router.kind) ? own_p(desc.router.kind, logits[id]) : 0.0f;
+    scratch.added.add(id, routing.scores[j], p, dscores[j]);
+  }
+}
+
+/// The experts of the token's slots; those that replayed ids repeat count once, with the sum of their dscores.
+void list_slots(MoeDesc const& desc, RoutingView const& routing, float const* dscores,
+                std::int64_t token, Scratch& scratch) noexcept {
+  bool const replay = desc.router.replay;
+  if (replay) std::fill_n(scratch.place, desc.shape.experts, -1);
+  SlotRange const slots = slots_of(desc, routing, token);
+  for (std::int64_t j = slots.first; j < slots.end; ++j) {
+    std::int32_t const id = routing.topk_ids[j];
+    if (replay && id < 0) continue;
+    if (replay && scratch.place[id] >= 0) {
+      scratch.members.dscores[scratch.place[id]] += dscores[j];
+      continue;
+    }
+    if (replay) scratch.place[id] = static_cast<std::int32_t>(scratch.members.count);
+    float const p = routing.chosen_p != nullptr ? routing.chosen_p[j] : 0.0f;
+    scratch.members.add(id, routing.scores[j], p, dscores[j]);
   }
 }
 
 }  // namespace
 
-void router_dlogits(MoeDesc const& desc, RoutingView const& routing, float const* dscores,
-                    MutableRows dlogits, Threads const& threads) noexcept {
-  std::int64_t const experts = desc.shape.experts, k_max = desc.shape.top_k,
-                     tokens = desc.shape.tokens;
+std::int64_t router_dlogits_scratch(MoeDesc const& desc) noexcept {
+  return 10 * desc.shape.experts;
+}
+
+void router_dlogits(MoeDesc const& desc, RoutingView const& routing, RouterDlogitsArgs const& args,
+                    Threads const& threads) noexcept {
+  std::int64_t const experts = desc.shape.experts, tokens = desc.shape.tokens;
   std::int64_t const blocks = (tokens + kRouterTokens - 1) / kRouterTokens;
   Router const& router = desc.router;
-  threads.pool.run(blocks, [&](std::int64_t block, int) {
+  threads.pool.run(blocks, [&](std::int64_t block, int slot) {
+    Scratch const memory = scratch_of(threads.scratch(slot), experts);
     std::int64_t const end = std::min(tokens, (block + 1) * kRouterTokens);
     for (std::int64_t t = block * kRouterTokens; t < end; ++t) {
-      std::int64_t const slot = t * k_max;
-      Chosen const chosen{k_max, routing.topk_ids + slot, routing.scores + slot,
-                          routing.chosen_p != nullptr ? routing.chosen_p + slot : nullptr,
-                          dscores + slot};
-      if (router.kind == RouterKind::softmax_topk) {
-        softmax_topk(router.route_scale, chosen, routing.logits + t * experts, experts, dlogits[t]);
-        continue;
-      }
-      std::fill_n(dlogits[t], experts, 0.0f);
-      if (has_own_p(router.kind)) {
-        own_p_scores(router, chosen, dlogits[t]);
+      Scratch scratch = memory;
+      float* const dlogits = args.dlogits[t];
+      float const* const logits =
+          routing.logits != nullptr ? routing.logits + t * experts : nullptr;
+      std::fill_n(dlogits, experts, 0.0f);
+      // With a softmax over all, members and additions have one formula: F.
+      bool const over_all = has_softmax_over_all(router.kind);
+      if (desc.rounds_tokens() && !over_all) {
+        split_rounded(desc, routing, args.dscores, t, scratch);
       } else {
-        topk_softmax(router.route_scale, chosen, dlogits[t]);
+        list_slots(desc, routing, args.dscores, t, scratch);
       }
+      if (over_all) {
+        softmax_over_all(router.route_scale, scratch.members, logits, experts, dlogits);
+      } else if (has_own_p(router.kind)) {
+        own_p_scores(router, scratch.members, scratch.added, dlogits);
+      } else {
+        softmax_over_all(router.route_scale, scratch.added, logits, experts, dlogits);
+        topk_softmax(router.route_scale, scratch.members, dlogits);
+      }
+      if (args.initial.data == nullptr) continue;
+      for (std::int64_t e = 0; e < experts; ++e) dlogits[e] += args.initial[t][e];
     }
   });
 }

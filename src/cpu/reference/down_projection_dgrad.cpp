@@ -10,7 +10,7 @@ void down_projection_dgrad(Inputs const& inputs, Forward const& f, Values const&
   MoeDesc const& desc = inputs.desc;
   std::int64_t const d = desc.shape.hidden, n = desc.shape.intermediate;
   bool const gated = desc.activation.gated();
-  b.dscores.assign(desc.shape.num_slots(), 0);
+  b.dscores.assign(desc.num_slots(), 0);
   b.dh_gate.resize(f.h_gate.size());
   b.dh_up.resize(f.h_up.size());
   b.a_scaled.resize(f.a.size());

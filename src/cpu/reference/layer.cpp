@@ -12,7 +12,7 @@ Forward forward(Inputs const& inputs) {
     f.scores = inputs.scores;
   } else {
     f.logits = router_logits(inputs);
-    f.scores = router_scores(desc, f.logits, inputs.topk_ids);
+    f.scores = router_scores(inputs, f.metadata, f.logits);
   }
   f.weights = logical_weights(desc, inputs.weights);
   up_projection_fwd(inputs, f);

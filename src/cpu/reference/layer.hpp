@@ -9,6 +9,7 @@
 
 #include "cpu/reference/layout.hpp"
 #include "cpu/reference/metadata.hpp"
+#include "cpu/reference/token_rounding.hpp"
 #include "tessera/moe.hpp"
 
 namespace tessera::reference {
@@ -21,10 +22,12 @@ struct Inputs {
   Values x;                                 ///< [T,d]
   std::vector<std::int64_t> topk_ids;       ///< [P] by slot: given, or a router's choice to replay
   std::vector<std::int64_t> token_offsets;  ///< [T+1] where experts per token vary
+  std::vector<std::int64_t> unrounded_ids;  ///< [T,K] the top-k choice before token rounding
   Values scores;                            ///< [P] by slot, RouterKind::given
   Values w_router;                          ///< [E,d], any other router
   Values b_router;                          ///< [E] or empty
   Values selection_bias;                    ///< [E] or empty: added to the keys
+  Values aux_dlogits;                       ///< [T,E] or empty: added to dlogits
   StoredWeights weights;
 };
 
@@ -74,9 +77,19 @@ Values router_logits(Inputs const& inputs);
 Values router_keys(Inputs const& inputs, Values const& logits);
 /// group_limited: the sum of the two largest keys of each group of one token.
 Values group_sums(MoeDesc const& desc, double const* keys);
+/// [T,E]: whether the token keeps the expert's group; all 1 without groups.
+std::vector<char> eligible_pairs(MoeDesc const& desc, Values const& keys);
+/// The top-k choice, [T,K].
 std::vector<std::int64_t> select_experts(MoeDesc const& desc, Values const& keys);
-Values router_scores(MoeDesc const& desc, Values const& logits,
-                     std::vector<std::int64_t> const& topk_ids);
+/// [E]: the score with c = 1 that each expert has in one token's choice `members`, or would have as an addition to it.
+Values unscaled_scores(MoeDesc const& desc, double const* logits,
+                       std::vector<std::int64_t> const& members);
+/// Whose softmax or sum the scores of a token are parts of: its top-k choice, or the experts that its slots name.
+std::vector<std::int64_t> members_of(Inputs const& inputs, Metadata const& metadata,
+                                     std::int64_t token);
+/// What experts rank their tokens by, from logits [T,E].
+PairScores pair_scores(Inputs const& inputs, Values const& logits);
+Values router_scores(Inputs const& inputs, Metadata const& metadata, Values const& logits);
 /// dlogits from dscores; then dw_router, db_router and the router's part of dx.
 void router_backward(Inputs const& inputs, Forward const& f, Backward& b);
 

@@ -6,13 +6,13 @@ namespace tessera::reference {
 
 Metadata metadata(MoeDesc const& desc, std::vector<std::int64_t> const& topk_ids,
                   std::vector<std::int64_t> const& token_offsets) {
-  std::int64_t const slots = desc.shape.num_slots(), experts = desc.shape.experts;
+  std::int64_t const slots = desc.num_slots(), experts = desc.shape.experts;
   Metadata m;
   m.sort_permutation.assign(slots, -1);
   m.gather_index.assign(slots, 0);
   m.inverse_permutation.assign(slots, -1);
   m.expert_offsets.push_back(0);
-  if (desc.shape.variable_experts) {
+  if (desc.experts_vary()) {
     m.token_offsets = token_offsets;
   } else {
     for (std::int64_t t = 0; t <= desc.shape.tokens; ++t) {

@@ -9,7 +9,8 @@
 
 namespace tessera::reference {
 
-/// Slot j of token t: token_offsets[t] <= j < token_offsets[t+1]. Rows are sorted by (expert, slot).
+/// Slot j of token t: token_offsets[t] <= j < token_offsets[t+1]. Rows are sorted by (expert, slot). Slots that token
+/// rounding leaves unused belong to no token and own no row.
 struct Metadata {
   std::vector<std::int64_t> expert_offsets;       ///< [E+1]
   std::vector<std::int64_t> sort_permutation;     ///< [P] row -> slot, -1 from row R on

@@ -98,7 +98,7 @@ WeightViews weight_views(MoeDesc const& desc, ExpertWeights const& weights) noex
 ExpertArguments expert_arguments(MoeDesc const& desc, MoeForwardArgs const& args,
                                  ExpertMemory const& memory) noexcept {
   MoeShape const& s = desc.shape;
-  std::int64_t const slots = s.num_slots();
+  std::int64_t const slots = desc.num_slots();
   auto const experts = static_cast<std::int32_t>(s.experts);
   WeightViews const views = weight_views(desc, args.weights);
   bool const gathers = desc.grouping == RowGrouping::slots;

@@ -39,7 +39,7 @@ MoeForwardArgs args_at_nowhere(MoeDesc const& desc) {
   args.w_router = tensor(nowhere(), DType::bf16, {s.experts, s.hidden});
   args.weights = weights_without_memory(desc);
   if (desc.save == SavePolicy::h) {
-    args.h = tensor(nowhere(), DType::bf16, {s.num_slots(), desc.up_width() * s.intermediate});
+    args.h = tensor(nowhere(), DType::bf16, {desc.num_slots(), desc.up_width() * s.intermediate});
   }
   return args;
 }
@@ -75,8 +75,8 @@ std::vector<OpExplanation> explain(DeviceContext const& device, MoeDesc const& d
   }
   if (pass == Pass::route) return ops;
 
-  auto const rows = static_cast<double>(s.num_slots());
-  std::int64_t const mean = (s.num_slots() + s.experts - 1) / s.experts;
+  auto const rows = static_cast<double>(desc.num_slots());
+  std::int64_t const mean = (desc.num_slots() + s.experts - 1) / s.experts;
   RoutingView const tables{};
   ExpertArguments const experts =
       expert_arguments(desc, args, {tables, nowhere(), nowhere(), static_cast<int*>(nowhere())});

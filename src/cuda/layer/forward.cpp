@@ -136,7 +136,7 @@ void add_metadata(MoeDesc const& desc, std::int32_t const* gmem_ids, RoutingView
                                   .gmem_ids = gmem_ids,
                                   .ids_are_int64 = false,
                                   .gmem_token_offsets = tables.token_offsets,
-                                  .slots = s.num_slots(),
+                                  .slots = desc.num_slots(),
                                   .tokens = static_cast<std::int32_t>(s.tokens),
                                   .top_k = static_cast<std::int32_t>(s.top_k),
                                   .experts = static_cast<std::int32_t>(s.experts),
@@ -178,7 +178,7 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
                                  .ids_pitch = varies ? 0 : pitch_of(args.topk_ids),
                                  .weights_pitch = varies ? 0 : pitch_of(args.topk_weights),
                                  .top_k = s.top_k,
-                                 .slots = s.num_slots(),
+                                 .slots = desc.num_slots(),
                                  .tokens = s.tokens,
                                  .experts = s.experts,
                                  .gmem_ids = plan.ids.in(base),
@@ -224,10 +224,12 @@ Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardA
   Sequence sequence(device, stream);
   zero_counters(plan.counters.in(base), sequence);
   add_routing(desc, args, plan, base, routing, sequence);
-  if (args.expert_counts.present()) {
+  for (Tensor const& counts :
+       {args.expert_counts, args.topk_counts}) {  // equal: nothing is rounded
+    if (!counts.present()) continue;
     sequence.add("expert counts", [&](cudaStream_t native) {
       return launch_expert_counts(routing.expert_offsets, desc.shape.experts,
-                                  static_cast<std::int32_t*>(args.expert_counts.data), native);
+                                  static_cast<std::int32_t*>(counts.data), native);
     });
   }
   add_experts(desc, args, plan, base, routing, sequence);

@@ -8,7 +8,7 @@ namespace tessera::cuda {
 
 ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcept {
   MoeShape const& s = desc.shape;
-  std::int64_t const slots = s.num_slots();
+  std::int64_t const slots = desc.num_slots();
   core::WorkspacePlan plan;
   ForwardPlan out;
   if (desc.save == SavePolicy::none) {

@@ -13,6 +13,10 @@ Status check_router(MoeDesc const& desc) noexcept {
   if (desc.router.kind == RouterKind::expert_choice) {
     return Status::unsupported("router=expert-choice: the CUDA backend serves all others");
   }
+  if (desc.router.replay) {
+    return Status::unsupported(
+        "replay: the CUDA backend scores its own choice only; use router given");
+  }
   if (desc.router.round != Rounding::none) {
     return Status::unsupported("round=%d: the CUDA backend has no token rounding; use none",
                                static_cast<int>(desc.router.round));

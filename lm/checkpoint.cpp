@@ -138,6 +138,11 @@ LoadedModel load_model(fs::path const& folder) {
     throw InputError(fmt::format("{}: {}", (folder / kConfigFile).string(), error.what()));
   }
   SafetensorsFile file(folder / kModelFile);
+  if (auto const layout = file.metadata().find("tessera_layout"); layout != file.metadata().end()) {
+    throw InputError(fmt::format(
+        "{}: its experts are in layout {}; tessera convert --layout huggingface makes it readable",
+        (folder / kModelFile).string(), printable(layout->second)));
+  }
   auto const tensors = static_cast<std::int64_t>(file.tensors().size());
   auto const parameters = static_cast<std::int64_t>(file.data_bytes() / sizeof(float));
   if (tensors != slice_count(model.config) || parameters != parameter_count(model.config)) {

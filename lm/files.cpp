@@ -9,6 +9,7 @@
 #include <cstring>
 #include <fstream>
 #include <system_error>
+#include <utility>
 
 #include "lm/error.hpp"
 
@@ -16,62 +17,50 @@ namespace tessera::lm {
 
 namespace fs = std::filesystem;
 
-namespace {
+AtomicFile::AtomicFile(fs::path const& target)
+    : target_(target),
+      path_(target.parent_path() / fmt::format(".{}.{}", target.filename().string(), ::getpid())),
+      descriptor_(::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644)) {
+  if (descriptor_ < 0) fail();
+}
 
-// A file being written; gone again unless it was renamed into place.
-class TemporaryFile {
- public:
-  explicit TemporaryFile(fs::path const& target)
-      : target_(target),
-        path_(target.parent_path() / fmt::format(".{}.{}", target.filename().string(), ::getpid())),
-        descriptor_(::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644)) {
-    if (descriptor_ < 0) fail();
+AtomicFile::~AtomicFile() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+  if (!renamed_) ::unlink(path_.c_str());
+}
+
+void AtomicFile::write(std::span<std::byte const> bytes) {
+  while (!bytes.empty()) {
+    ssize_t const written = ::write(descriptor_, bytes.data(), bytes.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) fail();
+    bytes = bytes.subspan(static_cast<std::size_t>(written));
   }
-  ~TemporaryFile() {
-    if (descriptor_ >= 0) ::close(descriptor_);
-    if (!renamed_) ::unlink(path_.c_str());
+}
+
+void AtomicFile::rename_into_place() {
+  if (::fsync(descriptor_) != 0) fail();
+  if (::close(std::exchange(descriptor_, -1)) != 0) fail();
+  if (::rename(path_.c_str(), target_.c_str()) != 0) fail();
+  renamed_ = true;
+  flush_folder(target_.parent_path());
+}
+
+void AtomicFile::fail() const {
+  throw EnvironmentError(
+      fmt::format("{}: cannot be written: {}", target_.string(), std::strerror(errno)));
+}
+
+void flush_folder(fs::path const& folder) {
+  fs::path const named = folder.empty() ? fs::path(".") : folder;
+  if (int const opened = ::open(named.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); opened >= 0) {
+    ::fsync(opened);
+    ::close(opened);
   }
-  TemporaryFile(TemporaryFile const&) = delete;
-  TemporaryFile& operator=(TemporaryFile const&) = delete;
-
-  void write(std::span<std::byte const> bytes) {
-    while (!bytes.empty()) {
-      ssize_t const written = ::write(descriptor_, bytes.data(), bytes.size());
-      if (written < 0 && errno == EINTR) continue;
-      if (written < 0) fail();
-      bytes = bytes.subspan(static_cast<std::size_t>(written));
-    }
-  }
-
-  void rename_into_place() {
-    if (::fsync(descriptor_) != 0) fail();
-    if (::close(std::exchange(descriptor_, -1)) != 0) fail();
-    if (::rename(path_.c_str(), target_.c_str()) != 0) fail();
-    renamed_ = true;
-    // The rename itself lasts once the folder is on the disk.
-    fs::path const folder = target_.has_parent_path() ? target_.parent_path() : ".";
-    if (int const opened = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        opened >= 0) {
-      ::fsync(opened);
-      ::close(opened);
-    }
-  }
-
- private:
-  [[noreturn]] void fail() const {
-    throw EnvironmentError(
-        fmt::format("{}: cannot be written: {}", target_.string(), std::strerror(errno)));
-  }
-
-  fs::path target_, path_;
-  int descriptor_ = -1;
-  bool renamed_ = false;
-};
-
-}  // namespace
+}
 
 void write_atomically(fs::path const& path, std::span<std::span<std::byte const> const> pieces) {
-  TemporaryFile file(path);
+  AtomicFile file(path);
   for (auto const piece : pieces) file.write(piece);
   file.rename_into_place();
 }
@@ -111,7 +100,7 @@ void make_writable_folder(fs::path const& folder) {
                                  error ? error.message() : std::string("something else is there")));
   }
   try {
-    TemporaryFile const probe(folder / "probe");
+    AtomicFile const probe(folder / "probe");
   } catch (EnvironmentError const& failure) {
     throw InputError(fmt::format("{}; choose another --out", failure.what()));
   }

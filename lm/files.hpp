@@ -10,6 +10,29 @@
 
 namespace tessera::lm {
 
+/// A file being written beside `target`; gone again unless it is renamed into place. Throws EnvironmentError.
+class AtomicFile {
+ public:
+  explicit AtomicFile(std::filesystem::path const& target);
+  ~AtomicFile();
+  AtomicFile(AtomicFile const&) = delete;
+  AtomicFile& operator=(AtomicFile const&) = delete;
+
+  void write(std::span<std::byte const> bytes);
+  /// Flushes to the disk first.
+  void rename_into_place();
+
+ private:
+  [[noreturn]] void fail() const;
+
+  std::filesystem::path target_, path_;
+  int descriptor_ = -1;
+  bool renamed_ = false;
+};
+
+/// Makes renames in `folder` last.
+void flush_folder(std::filesystem::path const& folder);
+
 /// Writes the pieces, one after the other, into a temporary file beside `path`, flushes it to the disk and
 /// renames it over `path`. Throws EnvironmentError; `path` is then as it was.
 void write_atomically(std::filesystem::path const& path,

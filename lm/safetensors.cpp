@@ -22,21 +22,22 @@ using nlohmann::json;
 
 static_assert(std::endian::native == std::endian::little, "the format is little-endian");
 
-namespace {
-
-constexpr std::uint64_t kLengthBytes = 8;
-constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;  // as the format's own library
-constexpr std::size_t kMaxRank = 8;
-
 std::uint64_t element_bytes(std::string_view dtype) {
   constexpr std::pair<std::string_view, std::uint64_t> kBytes[] = {
-      {"BOOL", 1}, {"U8", 1},  {"I8", 1},  {"U16", 2}, {"I16", 2}, {"F16", 2}, {"BF16", 2},
-      {"U32", 4},  {"I32", 4}, {"F32", 4}, {"U64", 8}, {"I64", 8}, {"F64", 8}};
+      {"BOOL", 1}, {"U8", 1},      {"I8", 1},      {"U16", 2},    {"I16", 2}, {"F16", 2},
+      {"BF16", 2}, {"U32", 4},     {"I32", 4},     {"F32", 4},    {"U64", 8}, {"I64", 8},
+      {"F64", 8},  {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"F8_E8M0", 1}};
   for (auto const& [name, bytes] : kBytes) {
     if (name == dtype) return bytes;
   }
   throw InputError(fmt::format("dtype {} is unknown", printable(dtype)));
 }
+
+namespace {
+
+constexpr std::uint64_t kLengthBytes = 8;
+constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;  // as the format's own library
+constexpr std::size_t kMaxRank = 8;
 
 std::uint64_t as_offset(json const& value, std::uint64_t largest) {
   if (!value.is_number_unsigned() || value.get<std::uint64_t>() > largest) {
@@ -105,22 +106,6 @@ void check_contiguous(std::vector<TensorEntry> const& tensors, std::uint64_t dat
   }
 }
 
-std::string header_text(Metadata const& metadata, std::span<TensorData const> tensors) {
-  // Ordered, so that the entries stand as their data do.
-  nlohmann::ordered_json header;
-  if (!metadata.empty()) header["__metadata__"] = metadata;
-  std::uint64_t offset = 0;
-  for (TensorData const& tensor : tensors) {
-    std::uint64_t const end = offset + tensor.values.size_bytes();
-    header[tensor.name] = {
-        {"dtype", "F32"}, {"shape", tensor.shape}, {"data_offsets", {offset, end}}};
-    offset = end;
-  }
-  std::string text = header.dump();
-  text.append((kLengthBytes - text.size() % kLengthBytes) % kLengthBytes, ' ');
-  return text;
-}
-
 }  // namespace
 
 SafetensorsHeader parse_safetensors_header(std::string_view text, std::uint64_t data_bytes) {
@@ -146,9 +131,30 @@ SafetensorsHeader parse_safetensors_header(std::string_view text, std::uint64_t 
   return header;
 }
 
+std::string safetensors_header(Metadata const& metadata, std::span<TensorEntry const> tensors) {
+  // Ordered, so that the entries stand as their data do.
+  nlohmann::ordered_json header;
+  if (!metadata.empty()) header["__metadata__"] = metadata;
+  for (TensorEntry const& tensor : tensors) {
+    header[tensor.name] = {{"dtype", tensor.dtype},
+                           {"shape", tensor.shape},
+                           {"data_offsets", {tensor.begin, tensor.end}}};
+  }
+  std::string text = header.dump();
+  text.append((kLengthBytes - text.size() % kLengthBytes) % kLengthBytes, ' ');
+  return text;
+}
+
 void write_safetensors(fs::path const& path, Metadata const& metadata,
                        std::span<TensorData const> tensors) {
-  std::string const header = header_text(metadata, tensors);
+  std::vector<TensorEntry> entries;
+  std::uint64_t offset = 0;
+  for (TensorData const& tensor : tensors) {
+    std::uint64_t const end = offset + tensor.values.size_bytes();
+    entries.push_back({tensor.name, "F32", tensor.shape, offset, end});
+    offset = end;
+  }
+  std::string const header = safetensors_header(metadata, entries);
   std::uint64_t const length = header.size();
   std::vector<std::span<std::byte const>> pieces;
   pieces.push_back(std::as_bytes(std::span(&length, 1)));
@@ -172,14 +178,14 @@ SafetensorsFile::SafetensorsFile(fs::path const& path) : path_(path) {
     throw InputError(fmt::format("{}: header of {} bytes in a file of {}; is it safetensors?",
                                  path.string(), length, bytes));
   }
-  std::string header(length, '\0');
-  if (!file_.read(header.data(), static_cast<std::streamsize>(length))) {
+  header_text_.resize(length);
+  if (!file_.read(header_text_.data(), static_cast<std::streamsize>(length))) {
     throw InputError(fmt::format("{}: cannot be read", path.string()));
   }
   data_begin_ = kLengthBytes + length;
   data_bytes_ = bytes - data_begin_;
   try {
-    header_ = parse_safetensors_header(header, data_bytes_);
+    header_ = parse_safetensors_header(header_text_, data_bytes_);
   } catch (InputError const& failure) {
     throw InputError(fmt::format("{}: {}", path.string(), failure.what()));
   }
@@ -201,13 +207,19 @@ TensorEntry const& SafetensorsFile::find(std::string_view name) const {
   return tensor;
 }
 
-void SafetensorsFile::read_values(TensorEntry const& tensor, std::span<float> values) {
+void SafetensorsFile::read_bytes(TensorEntry const& tensor, std::uint64_t offset,
+                                 std::span<std::byte> bytes) {
   file_.clear();
-  file_.seekg(static_cast<std::streamoff>(data_begin_ + tensor.begin));
-  if (!file_.read(reinterpret_cast<char*>(values.data()),
-                  static_cast<std::streamsize>(values.size_bytes()))) {
-    throw InputError(fmt::format("{}: tensor {} cannot be read", path_.string(), tensor.name));
+  file_.seekg(static_cast<std::streamoff>(data_begin_ + tensor.begin + offset));
+  if (!file_.read(reinterpret_cast<char*>(bytes.data()),
+                  static_cast<std::streamsize>(bytes.size()))) {
+    throw InputError(
+        fmt::format("{}: tensor {} cannot be read", path_.string(), printable(tensor.name)));
   }
+}
+
+void SafetensorsFile::read_values(TensorEntry const& tensor, std::span<float> values) {
+  read_bytes(tensor, 0, std::as_writable_bytes(values));
   if (!std::all_of(values.begin(), values.end(), [](float v) { return std::isfinite(v); })) {
     throw InputError(
         fmt::format("{}: tensor {} holds NaN or infinity", path_.string(), tensor.name));

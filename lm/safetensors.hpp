@@ -35,6 +35,12 @@ struct SafetensorsHeader {
 /// Checks the whole header against the size of the data section. Throws InputError.
 SafetensorsHeader parse_safetensors_header(std::string_view json, std::uint64_t data_bytes);
 
+/// The header that these entries make, padded. Entries stand in the order of their data.
+std::string safetensors_header(Metadata const& metadata, std::span<TensorEntry const> tensors);
+
+/// Bytes of an element of that type ("BF16"). Throws InputError for a type that is not known.
+std::uint64_t element_bytes(std::string_view dtype);
+
 /// A fp32 tensor to be written.
 struct TensorData {
   std::string name;
@@ -54,6 +60,11 @@ class SafetensorsFile {
   [[nodiscard]] Metadata const& metadata() const noexcept { return header_.metadata; }
   [[nodiscard]] std::vector<TensorEntry> const& tensors() const noexcept { return header_.tensors; }
   [[nodiscard]] std::uint64_t data_bytes() const noexcept { return data_bytes_; }
+  /// The header as it stands in the file.
+  [[nodiscard]] std::string const& header_text() const noexcept { return header_text_; }
+
+  /// `bytes.size()` bytes of any tensor of this file, from its byte `offset` on.
+  void read_bytes(TensorEntry const& tensor, std::uint64_t offset, std::span<std::byte> bytes);
 
   /// An F32 tensor of one dimension, whatever its length; every value must be finite.
   [[nodiscard]] std::vector<float> read_vector(std::string_view name);
@@ -67,6 +78,7 @@ class SafetensorsFile {
   std::filesystem::path path_;
   std::ifstream file_;
   std::uint64_t data_begin_ = 0, data_bytes_ = 0;
+  std::string header_text_;
   SafetensorsHeader header_;
   std::map<std::string, std::size_t, std::less<>> positions_;  // of names in header_.tensors
 };

@@ -64,6 +64,7 @@ void add_plan(CLI::App& app);
 void add_verify(CLI::App& app);
 void add_bench(CLI::App& app);
 void add_train(CLI::App& app);
+void add_convert(CLI::App& app);
 void add_generate(CLI::App& app);
 
 }  // namespace tessera::cli

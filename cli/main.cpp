@@ -39,6 +39,7 @@ int parse_and_run(int argc, char** argv) {
   add_explain(app);
   add_plan(app);
   add_train(app);
+  add_convert(app);
   add_generate(app);
   try {
     app.parse(argc, argv);

@@ -138,7 +138,7 @@ class Bench(Cli):
 
 class Usage(Cli):
     def test_help_of_every_command_has_an_example(self):
-        for command in ("info", "verify", "bench", "explain", "plan", "train", "generate"):
+        for command in ("info", "verify", "bench", "explain", "plan", "train", "convert", "generate"):
             with self.subTest(command):
                 text = self.run_tessera(command, "--help", code=0).stdout
                 self.assertIn(f"tessera {command}", text)

@@ -1,0 +1,491 @@
+// SPDX-License-Identifier: Apache-2.0
+// First the plan: every file of the new checkpoint, its header, and where each tensor comes from. Then the bytes,
+// tensor by tensor.
+#include "huggingface/convert.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <system_error>
+#include <utility>
+
+#include "huggingface/checkpoint_folder.hpp"
+#include "huggingface/conversion_file.hpp"
+#include "huggingface/expert_groups.hpp"
+#include "huggingface/quantised.hpp"
+#include "lm/error.hpp"
+#include "lm/files.hpp"
+#include "lm/json.hpp"
+#include "tessera/names.hpp"
+
+namespace tessera::huggingface {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+constexpr std::size_t kCopyBytes = 1 << 23;
+constexpr std::size_t kMaxConfigBytes = 1 << 20;
+constexpr char const* kLayoutKey = "tessera_layout";  // in the metadata of converted files
+
+struct Stopped {};
+
+/// A tensor of the new checkpoint.
+struct Output {
+  lm::TensorEntry entry;
+  std::optional<ExpertTensor>
+      expert;  ///< made from a group; else copied from the tensor of the same name
+};
+
+struct OutputFile {
+  std::string name;
+  std::string header;
+  std::vector<Output> tensors;  ///< in the order of their data
+};
+
+struct Plan {
+  ExpertForm form;
+  std::vector<OutputFile> files;
+  std::optional<std::string> index, conversion;
+};
+
+std::string model_type_of(fs::path const& folder) {
+  fs::path const path = folder / "config.json";
+  std::string const text = lm::read_file(path, kMaxConfigBytes);
+  return lm::json_string(lm::parse_json(text, path.string(), 64), "model_type");
+}
+
+NativeForm require_native_form(fs::path const& folder) {
+  std::string const type = model_type_of(folder);
+  if (auto const form = native_form(type)) return *form;
+  throw lm::InputError(
+      fmt::format("{}: model_type \"{}\": its expert weights have names that are not known here",
+                  (folder / "config.json").string(), lm::printable(type)));
+}
+
+// What the checkpoint is now: converted before, or Hugging Face's.
+ExpertForm source_form(CheckpointFolder const& checkpoint,
+                       std::optional<Conversion> const& conversion) {
+  if (conversion) return conversion->now;
+  auto const& metadata = checkpoint.file(0).metadata();
+  if (auto const layout = metadata.find(kLayoutKey); layout != metadata.end()) {
+    if (auto const known = layout_named(layout->second)) return {Naming::tessera, *known};
+    throw lm::InputError(fmt::format("{}: {} \"{}\" in its metadata is no layout",
+                                     (checkpoint.path() / checkpoint.file_names()[0]).string(),
+                                     kLayoutKey, lm::printable(layout->second)));
+  }
+  NativeForm const native = require_native_form(checkpoint.path());
+  // transformers 5 writes the experts of any model stacked, if it is asked to.
+  bool const stacked = std::any_of(
+      checkpoint.tensors().begin(), checkpoint.tensors().end(), [](StoredTensor const& tensor) {
+        return parse_expert_name(Naming::stacked, tensor.entry->name, false).has_value();
+      });
+  if (stacked && native.naming != Naming::stacked) return {Naming::stacked, {}};
+  return {native.naming, native.layout};
+}
+
+class Planner {
+ public:
+  Planner(CheckpointFolder const& checkpoint, ExpertGroups const& groups,
+          std::optional<Conversion> const& conversion, ConvertOptions const& options)
+      : checkpoint_(checkpoint), groups_(groups), conversion_(conversion), options_(options) {}
+
+  [[nodiscard]] Plan plan() const {
+    Plan plan;
+    if (!options_.layout) {
+      plan.form = conversion_ ? conversion_->before : native();
+      if (conversion_) {
+        restore(plan);
+      } else {
+        lay_out(plan, {{"format", "pt"}});
+      }
+      return plan;
+    }
+    plan.form = {Naming::tessera, *options_.layout};
+    for (auto const& [prefix, group] : groups_.groups()) check_block(group);
+    lay_out(plan, {{"format", "pt"}, {kLayoutKey, layout_name(*options_.layout)}});
+    Conversion record = conversion_ ? *conversion_ : recorded();
+    record.now = plan.form;
+    if (record.before.naming != Naming::tessera) plan.conversion = to_text(record);
+    return plan;
+  }
+
+ private:
+  [[nodiscard]] ExpertForm native() const {
+    NativeForm const form = require_native_form(checkpoint_.path());
+    return {form.naming, form.layout};
+  }
+
+  void check_block(ExpertGroup const& group) const {
+    WeightLayout const& layout = *options_.layout;
+    if (layout.order == GateUpOrder::blocked && group.intermediate % layout.block != 0) {
+      throw lm::InputError(fmt::format("layout {}: {} does not divide n = {} of {}",
+                                       layout_name(layout), layout.block, group.intermediate,
+                                       lm::printable(group.prefix)));
+    }
+  }
+
+  // The checkpoint as it stands, for the way back.
+  [[nodiscard]] Conversion recorded() const {
+    Conversion record{{}, groups_.form(), checkpoint_.index_text(), {}};
+    for (std::size_t i = 0; i < checkpoint_.file_names().size(); ++i) {
+      record.files.push_back({checkpoint_.file_names()[i], checkpoint_.file(i).header_text()});
+    }
+    return record;
+  }
+
+  // All tensors of one layer's experts in the new form: as Hugging Face sorts them, expert by expert.
+  [[nodiscard]] std::vector<Output> expert_outputs(ExpertGroup const& group,
+                                                   ExpertForm const& form) const {
+    bool const per_expert = is_per_expert(form.naming);
+    std::vector<Part> const parts = form.separate() ? std::vector{Part::gate, Part::up, Part::down}
+                                                    : std::vector{Part::gate_up, Part::down};
+    std::vector<Output> outputs;
+    for (std::int64_t e = 0; e < (per_expert ? group.experts : 1); ++e) {
+      for (bool const bias : {false, true}) {
+        if (bias && !group.bias) continue;
+        for (Part const part : parts) {
+          ExpertTensor const tensor{group.prefix, part, bias, per_expert ? e : -1};
+          std::string const name = expert_name(form.naming, tensor);
+          if (name.empty()) {
+            throw lm::InputError(fmt::format("{} has biases: {} names have no place for them",
+                                             lm::printable(group.prefix),
+                                             naming_name(form.naming)));
+          }
+          outputs.push_back({{.name = name,
+                              .dtype = group.dtype,
+                              .shape = part_shape(group, form.layout, part, bias, !per_expert)},
+                             tensor});
+        }
+      }
+    }
+    return outputs;
+  }
+
+  // Tensors in the order of the source, experts where their first tensor stands; files cut at shard_bytes.
+  void lay_out(Plan& plan, lm::Metadata const& metadata) const {
+    std::vector<Output> outputs;
+    std::set<std::string> done;
+    ExpertForm const& now = groups_.form();
+    for (StoredTensor const& tensor : checkpoint_.tensors()) {
+      auto const parsed = parse_expert_name(now.naming, tensor.entry->name, now.separate());
+      if (!parsed) {
+        outputs.push_back({*tensor.entry, std::nullopt});
+      } else if (done.insert(parsed->prefix).second) {
+        auto experts = expert_outputs(groups_.group(parsed->prefix), plan.form);
+        std::move(experts.begin(), experts.end(), std::back_inserter(outputs));
+      }
+    }
+    cut(plan, std::move(outputs));
+    for (OutputFile& file : plan.files) {
+      std::vector<lm::TensorEntry> entries;
+      for (Output const& output : file.tensors) entries.push_back(output.entry);
+      file.header = lm::safetensors_header(metadata, entries);
+    }
+    if (plan.files.size() > 1) plan.index = index_of(plan.files);
+  }
+
+  void cut(Plan& plan, std::vector<Output> outputs) const {
+    std::uint64_t end = 0;
+    for (Output& output : outputs) {
+      std::uint64_t bytes = lm::element_bytes(output.entry.dtype);
+      for (std::int64_t const extent : output.entry.shape) {
+        bytes *= static_cast<std::uint64_t>(extent);
+      }
+      bool const full = end > 0 && end + bytes > options_.shard_bytes;
+      if (plan.files.empty() || full) {
+        plan.files.emplace_back();
+        end = 0;
+      }
+      output.entry.begin = end;
+      output.entry.end = end += bytes;
+      plan.files.back().tensors.push_back(std::move(output));
+    }
+    if (plan.files.size() == 1) {
+      plan.files.front().name = kSingleFile;
+      return;
+    }
+    for (std::size_t i = 0; i < plan.files.size(); ++i) {
+      plan.files[i].name =
+          fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, plan.files.size());
+    }
+  }
+
+  [[nodiscard]] static std::string index_of(std::vector<OutputFile> const& files) {
+    std::uint64_t total = 0;
+    nlohmann::json map = nlohmann::json::object();
+    for (OutputFile const& file : files) {
+      total += file.tensors.back().entry.end;
+      for (Output const& output : file.tensors) map[output.entry.name] = file.name;
+    }
+    nlohmann::ordered_json const index = {{"metadata", {{"total_size", total}}},
+                                          {"weight_map", map}};
+    return index.dump(2) + "\n";
+  }
+
+  // Files and headers as the conversion file has them. Every tensor of the checkpoint must find its place.
+  void restore(Plan& plan) const {
+    plan.index = conversion_->index;
+    std::map<std::string, Output> wanted;  // expert tensors by name
+    for (auto const& [prefix, group] : groups_.groups()) {
+      for (Output& output : expert_outputs(group, plan.form)) {
+        std::string const name = output.entry.name;
+        wanted.emplace(name, std::move(output));
+      }
+    }
+    std::size_t copied = 0;
+    for (Conversion::File const& file : conversion_->files) {
+      OutputFile& made = plan.files.emplace_back(OutputFile{file.name, file.header, {}});
+      for (lm::TensorEntry const& entry : header_of(file).tensors) {
+        auto const found = wanted.extract(entry.name);
+        StoredTensor const* const stored = found ? nullptr : checkpoint_.find(entry.name);
+        lm::TensorEntry const* const source = found               ? &found.mapped().entry
+                                              : stored != nullptr ? stored->entry
+                                                                  : nullptr;
+        if (source == nullptr || source->dtype != entry.dtype || source->shape != entry.shape) {
+          does_not_fit(entry.name);
+        }
+        made.tensors.push_back({entry, found ? found.mapped().expert : std::nullopt});
+        copied += found ? 0 : 1;
+      }
+    }
+    std::size_t others = 0;
+    ExpertForm const& now = groups_.form();
+    for (StoredTensor const& tensor : checkpoint_.tensors()) {
+      others += parse_expert_name(now.naming, tensor.entry->name, now.separate()) ? 0 : 1;
+    }
+    if (!wanted.empty()) does_not_fit(wanted.begin()->first);
+    if (copied != others) does_not_fit(fmt::format("{} instead of {} others", others, copied));
+  }
+
+  [[nodiscard]] static lm::SafetensorsHeader header_of(Conversion::File const& file) {
+    // The end of the last tensor is not known from the header alone: take what it claims.
+    auto const object = lm::parse_json(file.header, file.name);
+    std::uint64_t bytes = 0;
+    for (auto const& [name, value] : object.items()) {
+      if (!value.is_object() || !value.contains("data_offsets")) continue;
+      auto const& offsets = value["data_offsets"];
+      if (offsets.is_array() && offsets.size() == 2 && offsets[1].is_number_unsigned()) {
+        bytes = std::max(bytes, offsets[1].get<std::uint64_t>());
+      }
+    }
+    return lm::parse_safetensors_header(file.header, bytes);
+  }
+
+  [[noreturn]] void does_not_fit(std::string const& tensor) const {
+    throw lm::InputError(fmt::format(
+        "tensor {}: the checkpoint is no longer what {} describes; delete that file to convert "
+        "without it",
+        lm::printable(tensor, 120), (checkpoint_.path() / kConversionFile).string()));
+  }
+
+  CheckpointFolder const& checkpoint_;
+  ExpertGroups const& groups_;
+  std::optional<Conversion> const& conversion_;
+  ConvertOptions const& options_;
+};
+
+// A folder that is gone again unless it takes its place.
+class NewFolder {
+ public:
+  explicit NewFolder(fs::path target) : target_(std::move(target)) {
+    if (!target_.has_filename()) target_ = target_.parent_path();  // a trailing slash
+    std::error_code error;
+    if (fs::exists(target_, error) &&
+        !(fs::is_directory(target_, error) && fs::is_empty(target_))) {
+      throw lm::InputError(
+          fmt::format("{}: something is there already; choose another --to", target_.string()));
+    }
+    path_ = target_.parent_path() / fmt::format(".{}.{}", target_.filename().string(), ::getpid());
+    fs::create_directories(path_, error);
+    if (error) {
+      throw lm::InputError(fmt::format("{}: cannot be created: {}; choose another --to",
+                                       target_.string(), error.message()));
+    }
+  }
+  ~NewFolder() {
+    std::error_code ignored;
+    if (!path_.empty()) fs::remove_all(path_, ignored);
+  }
+  NewFolder(NewFolder const&) = delete;
+  NewFolder& operator=(NewFolder const&) = delete;
+
+  [[nodiscard]] fs::path const& path() const noexcept { return path_; }
+
+  void require_space(std::uint64_t bytes) const {
+    std::error_code error;
+    fs::space_info const space = fs::space(path_, error);
+    if (!error && space.available < bytes) {
+      throw lm::EnvironmentError(fmt::format(
+          "{}: {:.1f} GB are needed, {:.1f} GB are free on that disk", target_.string(),
+          static_cast<double>(bytes) * 1e-9, static_cast<double>(space.available) * 1e-9));
+    }
+  }
+
+  void take_place() {
+    std::error_code error;
+    fs::rename(path_, target_, error);
+    if (error) {
+      throw lm::EnvironmentError(
+          fmt::format("{}: cannot be put into place: {}", target_.string(), error.message()));
+    }
+    lm::flush_folder(target_.parent_path());
+    path_.clear();
+  }
+
+ private:
+  fs::path target_, path_;
+};
+
+class Writer {
+ public:
+  Writer(CheckpointFolder& checkpoint, ExpertGroups& groups, Plan const& plan,
+         ConvertOptions const& options)
+      : checkpoint_(checkpoint), groups_(groups), plan_(plan), options_(options) {
+    for (OutputFile const& file : plan.files) {
+      if (!file.tensors.empty()) total_ += file.tensors.back().entry.end;
+    }
+  }
+
+  [[nodiscard]] std::uint64_t total() const noexcept { return total_; }
+
+  void write(fs::path const& folder) {
+    for (OutputFile const& file : plan_.files) {
+      lm::AtomicFile target(folder / file.name);
+      std::uint64_t const length = file.header.size();
+      target.write(std::as_bytes(std::span(&length, 1)));
+      target.write(std::as_bytes(std::span(file.header)));
+      for (Output const& output : file.tensors) {
+        output.expert ? make(*output.expert, target) : copy(output.entry.name, target);
+      }
+      target.rename_into_place();
+    }
+    if (plan_.index) lm::write_atomically(folder / kIndexFile, *plan_.index);
+    if (plan_.conversion) lm::write_atomically(folder / kConversionFile, *plan_.conversion);
+    for (std::string const& name : checkpoint_.companions()) {
+      if (name != kConversionFile) copy_file(checkpoint_.path() / name, folder / name);
+    }
+  }
+
+ private:
+  void put(lm::AtomicFile& target, ConstBytes bytes) {
+    if (options_.stop != nullptr && options_.stop->load()) throw Stopped{};
+    target.write(bytes);
+    done_ += bytes.size();
+    if (options_.report) options_.report(done_, total_);
+  }
+
+  void copy(std::string const& name, lm::AtomicFile& target) {
+    StoredTensor const& tensor = *checkpoint_.find(name);
+    std::uint64_t const bytes = tensor.entry->end - tensor.entry->begin;
+    for (std::uint64_t at = 0; at < bytes; at += kCopyBytes) {
+      buffer_.resize(std::min<std::uint64_t>(kCopyBytes, bytes - at));
+      checkpoint_.read(tensor, at, buffer_);
+      put(target, buffer_);
+    }
+  }
+
+  void make(ExpertTensor const& tensor, lm::AtomicFile& target) {
+    ExpertGroup const& group = groups_.group(tensor.prefix);
+    bool const all = tensor.expert < 0;
+    std::int64_t const first = all ? 0 : tensor.expert, last = all ? group.experts : first + 1;
+    for (std::int64_t e = first; e < last; ++e) put(target, block(group, tensor, e));
+  }
+
+  // `tensor`'s bytes of one expert in the new layout.
+  ConstBytes block(ExpertGroup const& group, ExpertTensor const& tensor, std::int64_t expert) {
+    WeightLayout layout = plan_.form.layout;
+    if (tensor.bias) layout.orientation = WeightOrientation::rows;  // one column either way
+    if (tensor.part != Part::gate_up) {
+      ConstBytes const matrix = groups_.matrix(group, tensor.part, tensor.bias, expert);
+      if (layout.orientation != WeightOrientation::transposed) return matrix;
+      buffer_.resize(matrix.size());
+      transpose(group.hidden, group.intermediate, lm::element_bytes(group.dtype), matrix, buffer_);
+      return buffer_;
+    }
+    BlockShape const shape{group.intermediate, tensor.bias ? 1 : group.hidden,
+                           lm::element_bytes(group.dtype)};
+    ConstBytes const gate = groups_.matrix(group, Part::gate, tensor.bias, expert);
+    gate_.assign(gate.begin(), gate.end());
+    ConstBytes const up = groups_.matrix(group, Part::up, tensor.bias, expert);
+    buffer_.resize(2 * shape.matrix_bytes());
+    pack_gate_up(shape, layout, gate_, up, buffer_);
+    return buffer_;
+  }
+
+  void copy_file(fs::path const& from, fs::path const& to) {
+    std::ifstream source(from, std::ios::binary);
+    lm::AtomicFile target(to);
+    buffer_.resize(kCopyBytes);
+    while (source.read(reinterpret_cast<char*>(buffer_.data()),
+                       static_cast<std::streamsize>(buffer_.size())),
+           source.gcount() > 0) {
+      target.write(ConstBytes(buffer_).first(static_cast<std::size_t>(source.gcount())));
+    }
+    if (!source.eof()) throw lm::InputError(fmt::format("{}: cannot be read", from.string()));
+    target.rename_into_place();
+  }
+
+  CheckpointFolder& checkpoint_;
+  ExpertGroups& groups_;
+  Plan const& plan_;
+  ConvertOptions const& options_;
+  std::uint64_t done_ = 0, total_ = 0;
+  std::vector<std::byte> buffer_, gate_;
+};
+
+std::string form_name(ExpertForm const& form) {
+  return form.naming == Naming::tessera ? layout_name(form.layout) : "huggingface";
+}
+
+std::vector<std::string> files_of(Plan const& plan, CheckpointFolder const& checkpoint) {
+  std::vector<std::string> names;
+  for (OutputFile const& file : plan.files) names.push_back(file.name);
+  if (plan.index) names.emplace_back(kIndexFile);
+  if (plan.conversion) names.emplace_back(kConversionFile);
+  for (std::string const& name : checkpoint.companions()) {
+    if (name != kConversionFile) names.push_back(name);
+  }
+  return names;
+}
+
+}  // namespace
+
+ConvertSummary convert(ConvertOptions const& options) {
+  CheckpointFolder checkpoint(options.from);
+  refuse_quantised(checkpoint);
+  std::optional<Conversion> const conversion = load_conversion(options.from);
+  ExpertGroups groups(checkpoint, source_form(checkpoint, conversion));
+  if (groups.groups().empty()) {
+    throw lm::InputError(fmt::format("{}: no expert weights under the names of {}",
+                                     options.from.string(), naming_name(groups.form().naming)));
+  }
+  Plan const plan = Planner(checkpoint, groups, conversion, options).plan();
+  Writer writer(checkpoint, groups, plan, options);
+
+  ConvertSummary summary{.from_layout = form_name(groups.form()),
+                         .to_layout = form_name(plan.form),
+                         .moe_layers = groups.groups().size(),
+                         .bytes = writer.total(),
+                         .files = files_of(plan, checkpoint),
+                         .left_behind = checkpoint.left_behind()};
+  for (OutputFile const& file : plan.files) summary.tensors += file.tensors.size();
+  NewFolder folder(options.to);
+  folder.require_space(writer.total());
+  try {
+    writer.write(folder.path());
+  } catch (Stopped const&) {
+    summary.stopped = true;
+    return summary;
+  }
+  folder.take_place();
+  return summary;
+}
+
+}  // namespace tessera::huggingface

@@ -1,0 +1,143 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "huggingface/expert_names.hpp"
+
+#include <charconv>
+#include <utility>
+
+namespace tessera::huggingface {
+
+namespace {
+
+constexpr std::int64_t kMaxExperts = 1 << 20;
+
+struct Suffix {
+  Naming naming;
+  char const* text;  // after the prefix, and after the expert's number where it has one
+  Part part;
+  bool bias;
+  bool separate;  // the tessera scheme's reading where gate and up are apart
+};
+
+constexpr Suffix kSuffixes[] = {
+    {Naming::tessera, ".w_up", Part::gate_up, false, false},
+    {Naming::tessera, ".w_up", Part::up, false, true},
+    {Naming::tessera, ".w_gate", Part::gate, false, true},
+    {Naming::tessera, ".w_down", Part::down, false, false},
+    {Naming::tessera, ".w_down", Part::down, false, true},
+    {Naming::tessera, ".b_up", Part::gate_up, true, false},
+    {Naming::tessera, ".b_up", Part::up, true, true},
+    {Naming::tessera, ".b_gate", Part::gate, true, true},
+    {Naming::tessera, ".b_down", Part::down, true, false},
+    {Naming::tessera, ".b_down", Part::down, true, true},
+    {Naming::per_expert, ".gate_proj.weight", Part::gate, false, false},
+    {Naming::per_expert, ".up_proj.weight", Part::up, false, false},
+    {Naming::per_expert, ".down_proj.weight", Part::down, false, false},
+    {Naming::per_expert_w123, ".w1.weight", Part::gate, false, false},
+    {Naming::per_expert_w123, ".w3.weight", Part::up, false, false},
+    {Naming::per_expert_w123, ".w2.weight", Part::down, false, false},
+    {Naming::stacked, ".gate_up_proj", Part::gate_up, false, false},
+    {Naming::stacked, ".down_proj", Part::down, false, false},
+    {Naming::stacked, ".gate_up_proj_bias", Part::gate_up, true, false},
+    {Naming::stacked, ".down_proj_bias", Part::down, true, false},
+    {Naming::stacked_linear, ".input_linear.weight", Part::gate_up, false, false},
+    {Naming::stacked_linear, ".output_linear.weight", Part::down, false, false},
+};
+
+constexpr std::pair<Naming, char const*> kNamings[] = {
+    {Naming::tessera, "tessera"},
+    {Naming::per_expert, "per-expert"},
+    {Naming::per_expert_w123, "per-expert-w123"},
+    {Naming::stacked, "stacked"},
+    {Naming::stacked_linear, "stacked-linear"},
+};
+
+constexpr WeightLayout kSeparate{GateUpOrder::concat, WeightOrientation::separate, 0};
+constexpr WeightLayout kConcat{};
+
+constexpr std::pair<std::string_view, NativeForm> kNativeForms[] = {
+    {"mixtral", {Naming::per_expert_w123, kSeparate}},
+    {"qwen2_moe", {Naming::per_expert, kSeparate}},
+    {"qwen3_moe", {Naming::per_expert, kSeparate}},
+    {"qwen3_next", {Naming::per_expert, kSeparate}},
+    {"olmoe", {Naming::per_expert, kSeparate}},
+    {"deepseek_v2", {Naming::per_expert, kSeparate}},
+    {"deepseek_v3", {Naming::per_expert, kSeparate}},
+    {"glm4_moe", {Naming::per_expert, kSeparate}},
+    {"gpt_oss", {Naming::stacked, {GateUpOrder::interleaved, WeightOrientation::transposed, 0}}},
+    {"granitemoe", {Naming::stacked_linear, kConcat}},
+};
+
+// "experts" as the last component; Granite has none, its block stands for it.
+bool is_prefix(Naming naming, std::string_view prefix) {
+  if (naming == Naming::tessera) return !prefix.empty();
+  std::string_view const last = naming == Naming::stacked_linear ? "block_sparse_moe" : "experts";
+  return prefix == last || (prefix.size() > last.size() && prefix.ends_with(last) &&
+                            prefix[prefix.size() - last.size() - 1] == '.');
+}
+
+}  // namespace
+
+char const* naming_name(Naming naming) noexcept {
+  for (auto const& [value, name] : kNamings) {
+    if (value == naming) return name;
+  }
+  return "unknown";
+}
+
+std::optional<Naming> naming_named(std::string_view name) noexcept {
+  for (auto const& [value, text] : kNamings) {
+    if (name == text) return value;
+  }
+  return std::nullopt;
+}
+
+bool is_per_expert(Naming naming) noexcept {
+  return naming == Naming::per_expert || naming == Naming::per_expert_w123;
+}
+
+std::optional<ExpertTensor> parse_expert_name(Naming naming, std::string_view name, bool separate) {
+  for (Suffix const& suffix : kSuffixes) {
+    bool const tessera = naming == Naming::tessera;
+    if (suffix.naming != naming || (tessera && suffix.separate != separate)) continue;
+    if (!name.ends_with(suffix.text)) continue;
+    std::string_view stem = name;
+    stem.remove_suffix(std::string_view(suffix.text).size());
+    ExpertTensor tensor{.prefix = {}, .part = suffix.part, .bias = suffix.bias};
+    if (is_per_expert(naming)) {
+      std::size_t const dot = stem.rfind('.');
+      if (dot == std::string_view::npos) continue;
+      std::string_view const digits = stem.substr(dot + 1);
+      auto const [end, error] =
+          std::from_chars(digits.data(), digits.data() + digits.size(), tensor.expert);
+      bool const canonical = error == std::errc{} && end == digits.data() + digits.size() &&
+                             std::to_string(tensor.expert) == digits && tensor.expert >= 0 &&
+                             tensor.expert < kMaxExperts;
+      if (!canonical) continue;
+      stem = stem.substr(0, dot);
+    }
+    if (!is_prefix(naming, stem)) continue;
+    tensor.prefix = stem;
+    return tensor;
+  }
+  return std::nullopt;
+}
+
+std::string expert_name(Naming naming, ExpertTensor const& tensor) {
+  std::string const number =
+      is_per_expert(naming) ? "." + std::to_string(tensor.expert) : std::string();
+  for (Suffix const& suffix : kSuffixes) {
+    if (suffix.naming == naming && suffix.part == tensor.part && suffix.bias == tensor.bias) {
+      return tensor.prefix + number + suffix.text;
+    }
+  }
+  return {};  // a part that the scheme has no name for
+}
+
+std::optional<NativeForm> native_form(std::string_view model_type) noexcept {
+  for (auto const& [name, form] : kNativeForms) {
+    if (name == model_type) return form;
+  }
+  return std::nullopt;
+}
+
+}  // namespace tessera::huggingface

@@ -38,7 +38,7 @@ def options_text(activation="swiglu", alpha=1.702, limit=7.0, up_offset=1.0, lay
     return Options(*values).text() if torch.compiler.is_compiling() else _cached_text(*values)
 
 
-def _local(tensor):
+def local(tensor):
     """A DTensor's shard on this rank; other tensors unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
@@ -54,7 +54,7 @@ def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = No
     for tensor in arguments:
         if tensor is not None:
             if type(tensor) not in _PLAIN:
-                arguments = tuple([_local(t) for t in arguments])
+                arguments = tuple([local(t) for t in arguments])
             gradients = gradients or tensor.requires_grad
     if torch._C._is_any_autocast_enabled():
         arguments = _autocast(arguments)
@@ -192,7 +192,7 @@ def route(x, w_router, *, top_k: int, router: str = "topk-softmax", b_router=Non
     text = options_text(router=router, top_k=top_k, route_scale=route_scale, normalize_scores=normalize_scores,
                         groups=groups, top_groups=top_groups)
     rows = x.reshape(-1, x.shape[-1])
-    results = torch.ops.tessera.route.default(*[_local(t) for t in (rows, w_router, b_router, selection_bias)], text)
+    results = torch.ops.tessera.route.default(*[local(t) for t in (rows, w_router, b_router, selection_bias)], text)
     topk_weights, topk_ids, logits = [result.view(*x.shape[:-1], result.shape[-1]) for result in results]
     return topk_ids, topk_weights, logits
 

@@ -13,8 +13,7 @@ import inspect
 import torch
 
 from tessera import functional
-from tessera.activation import activate
-from tessera.options import ACTIVATIONS, GATED
+from tessera.recognise import recognise
 
 OLDEST, NEWEST = (5, 17), (6,)
 # Arguments of transformers' decorator whose meaning is known here.
@@ -85,56 +84,14 @@ def _options_of(module) -> str:
     layout = "interleaved" if module.has_gate and not module.is_concatenated else "concat"
     if module.is_transposed:
         layout = "transposed" if layout == "concat" else "transposed-interleaved"
-    module._tessera_options = functional.options_text(layout=layout, **recognise(module, layout))
-    return module._tessera_options
-
-
-# fp64, so that close activations (both GELUs) stay apart, and far enough out to meet any clamp.
-_GRID = torch.cat([torch.linspace(-12, 12, 49, dtype=torch.float64), 10.0 ** torch.linspace(1.5, 5, 8).double(),
-                   -(10.0 ** torch.linspace(1.5, 5, 8).double())])
-
-
-@torch.no_grad()
-def recognise(module, layout: str) -> dict:
-    """The activation options of a module, by comparing it with all of Tessera's on a grid."""
-    name = type(module).__name__
     if module.has_gate:
-        gate, up = torch.meshgrid(_GRID, _GRID, indexing="ij")
-        rows = torch.cat([gate, up], dim=-1)
-        theirs = torch.stack([gate, up], dim=-1).flatten(-2) if "interleaved" in layout else rows
-        compute = module._apply_gate
+        interleaved = layout.endswith("interleaved")
+
+        def compute(gate, up):
+            columns = torch.stack([gate, up], dim=-1).flatten(-2) if interleaved else torch.cat([gate, up], dim=-1)
+            return module._apply_gate(columns)
     else:
-        theirs = rows = _GRID[None]
         compute = module.act_fn
-    try:
-        expected = compute(theirs)
-    except Exception as error:
-        raise NotImplementedError(f"{name}: its activation could not be tried ({error}); use another "
-                                  "experts_implementation") from error
-    tolerance = 1e-6 * expected.abs().clamp(min=1)
-    for options in _candidates(module):
-        ours = activate(rows, **options)
-        if ours.shape == expected.shape and ((ours - expected).abs() <= tolerance).all():
-            return options
-    raise NotImplementedError(f"{name}: its activation is none of Tessera's ({', '.join(ACTIVATIONS)}); use another "
-                              "experts_implementation")
-
-
-def _candidates(module):
-    """Activations without parameters, then clamped ones with every number that the module could mean."""
-    for activation in ACTIVATIONS:
-        if activation != "clamped-swiglu" and (activation in GATED) == module.has_gate:
-            yield {"activation": activation}
-    if not module.has_gate:
-        return
-    numbers = {}
-    for owner in (module, getattr(module, "config", None)):
-        for key, value in vars(owner).items() if owner is not None else ():
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                numbers.setdefault(key, float(value))
-    alphas = {1.0, 1.702, *(v for key, v in numbers.items() if "alpha" in key and v != 0)}
-    limits = {float("inf"), *(v for key, v in numbers.items() if ("limit" in key or "clamp" in key) and v > 0)}
-    for alpha in sorted(alphas):
-        for limit in sorted(limits):
-            for up_offset in (0.0, 1.0):
-                yield {"activation": "clamped-swiglu", "alpha": alpha, "limit": limit, "up_offset": up_offset}
+    activation = recognise(name, compute, module.has_gate, (module, getattr(module, "config", None)))
+    module._tessera_options = functional.options_text(layout=layout, **activation)
+    return module._tessera_options

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts for Megatron-LM's MoE layer: what its `experts` submodule has to be, computed by Tessera.
+
+Weights are stacked: w_up [E,w*n,d], w_down [E,d,n]. State dicts have Megatron's names, linear_fc1.weight{i} and
+linear_fc2.weight{i}, so that its checkpoints load and its tools read ours. Sharded checkpoints
+(sharded_state_dict) are not translated.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+from tessera import functional
+from tessera.options import GATED
+from tessera.recognise import recognise
+
+
+class Experts(nn.Module):
+    """Experts of one rank. config: Megatron's TransformerConfig, of which it reads hidden_size, moe_ffn_hidden_size,
+    gated_linear_unit, activation_func, activation_func_clamp_value, glu_linear_offset,
+    moe_mlp_glu_interleave_size, params_dtype, gradient_accumulation_fusion.
+
+    Errors: NotImplementedError for options that Tessera does not serve (biases, delay_wgrad_compute, fp8, probabilities
+    on the input, an unknown activation).
+    """
+
+    def __init__(self, num_local_experts: int, config, submodules=None, pg_collection=None):
+        super().__init__()
+        for option, reason in (("add_bias_linear", "biases"), ("delay_wgrad_compute", "delayed weight gradients"),
+                               ("fp8", "fp8 weights"), ("moe_apply_probs_on_input", "probabilities on the input")):
+            if getattr(config, option, None):
+                raise NotImplementedError(f"config.{option}: {reason} are not served by this seam; switch it off")
+        self.config, self.num_local_experts = config, num_local_experts
+        hidden, intermediate = config.hidden_size, config.moe_ffn_hidden_size
+        options = _activation(config)
+        width = (2 if options["activation"] in GATED else 1) * intermediate
+        block = getattr(config, "moe_mlp_glu_interleave_size", None)
+        layout = f"blocked:{block}" if block else "concat"
+        self._text = functional.options_text(grouping="counts", layout=layout, **options)
+        dtype = getattr(config, "params_dtype", torch.float32)
+        device = "cpu" if getattr(config, "use_cpu_initialization", False) or not torch.cuda.is_available() else "cuda"
+        self.w_up = nn.Parameter(torch.empty(num_local_experts, width, hidden, dtype=dtype, device=device))
+        self.w_down = nn.Parameter(torch.empty(num_local_experts, hidden, intermediate, dtype=dtype, device=device))
+        for weight, initialise in ((self.w_up, getattr(config, "init_method", None)),
+                                   (self.w_down, getattr(config, "output_layer_init_method", None))):
+            bound = 1 / math.sqrt(weight.shape[-1])
+            (initialise or (lambda w, b=bound: nn.init.uniform_(w, -b, b)))(weight)
+            weight.allreduce = getattr(config, "expert_model_parallel_size", 1) == 1
+
+    def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs, output_buffer=None,
+                grad_input_buffer=None):
+        """(output [R,d], None). hidden states [R,d] sorted by expert; tokens_per_expert: list or tensor [E], on any
+        device; permuted_probs [R] multiply the activations. No host sync. Buffers are Megatron's hints; unused."""
+        x = permuted_local_hidden_states
+        if not isinstance(tokens_per_expert, torch.Tensor):
+            tokens_per_expert = torch.tensor(tokens_per_expert)
+        counts = tokens_per_expert.to(x.device, non_blocking=True)
+        weights, buffers = (self.w_up, None, self.w_down, None, None, None), None
+        fused = getattr(self.config, "gradient_accumulation_fusion", False) and torch.is_grad_enabled()
+        if fused and not torch.compiler.is_compiling():
+            buffers = tuple(None if w is None or not w.requires_grad else _main_grad(w) for w in weights)
+            weights = tuple(w if w is None else _Announce.apply(w) for w in weights)
+        probs = None if permuted_probs is None else permuted_probs.reshape(-1).float()
+        y = functional.run(self._text, x, (None, None, None, None, None, counts, probs), weights, buffers)[0]
+        return y, None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are made in backward; there is nothing left to do."""
+
+    # Names of Megatron's TEGroupedMLP in state dicts.
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        for ours, theirs in (("w_up", "linear_fc1"), ("w_down", "linear_fc2")):
+            weight = getattr(self, ours)
+            for i, slice_ in enumerate((weight if keep_vars else weight.detach()).unbind(0)):
+                destination[f"{prefix}{theirs}.weight{i}"] = slice_
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        for ours, theirs in (("w_up", "linear_fc1"), ("w_down", "linear_fc2")):
+            weight = getattr(self, ours)
+            for i in range(self.num_local_experts):
+                key = f"{prefix}{theirs}.weight{i}"
+                if key not in state_dict:
+                    missing.append(key)
+                elif state_dict[key].shape != weight.shape[1:]:
+                    errors.append(f"{key}: shape {tuple(state_dict[key].shape)}; {tuple(weight.shape[1:])} is needed")
+                else:
+                    with torch.no_grad():
+                        weight[i].copy_(state_dict[key])
+        known = tuple(f"{prefix}{theirs}.weight" for theirs in ("linear_fc1", "linear_fc2"))
+        unexpected += [key for key in state_dict if strict and key.startswith(prefix) and not key.startswith(known)]
+
+
+def _activation(config) -> dict:
+    """Megatron computes act(min(g, c)) * (clamp(u, -c, c) + offset), each clamp only if it is set."""
+    act, offset = config.activation_func, getattr(config, "glu_linear_offset", 0.0) or 0.0
+    clamp = getattr(config, "activation_func_clamp_value", None)
+    if not config.gated_linear_unit:
+        return recognise("config.activation_func", act, False, ())
+
+    def compute(gate, up):
+        if clamp is not None:
+            gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+        return act(gate) * (up + offset)
+
+    return recognise("config.activation_func", compute, True, (config,))
+
+
+def _main_grad(weight) -> torch.Tensor:
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        raise ValueError("gradient_accumulation_fusion: a weight of the experts has no main_grad; wrap the model in "
+                         "Megatron's DistributedDataParallel first")
+    if getattr(weight, "overwrite_main_grad", False):  # adding to zeros overwrites
+        main_grad.zero_()
+    return main_grad
+
+
+class _Announce(torch.autograd.Function):
+    """Stands before a weight whose gradient goes into main_grad: tells Megatron's hooks, which wait for a gradient."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.weight = weight
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, _gradient):
+        weight = ctx.weight
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        zero = getattr(weight, "zero_out_wgrad", False)
+        return torch.zeros_like(weight) if zero else torch.empty_like(weight)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of Tessera's activations other code computes, found by running it: names and flags can mislead."""
+
+import torch
+
+from tessera.activation import activate
+from tessera.options import ACTIVATIONS, GATED
+
+# fp64, so that close activations (both GELUs) stay apart, and far enough out to meet any clamp.
+_FAR = 10.0 ** torch.linspace(1.5, 5, 8, dtype=torch.float64)
+_GRID = torch.cat([torch.linspace(-12, 12, 49, dtype=torch.float64), _FAR, -_FAR])
+
+
+@torch.no_grad()
+def recognise(name: str, compute, gated: bool, owners: tuple) -> dict:
+    """The activation options that make Tessera compute what `compute(gate, up)` does, or `compute(h)` if not gated.
+
+    owners: objects whose numbers named like alpha, limit or clamp may be parameters of the activation.
+    Errors: NotImplementedError, beginning with `name`, where nothing fits on the whole grid.
+    """
+    inputs = torch.meshgrid(_GRID, _GRID, indexing="ij") if gated else (_GRID[None],)
+    try:
+        expected = compute(*inputs)
+    except Exception as error:
+        raise NotImplementedError(f"{name}: its activation could not be tried ({error}); keep its own "
+                                  "implementation") from error
+    rows = torch.cat(inputs, dim=-1)
+    tolerance = 1e-6 * expected.abs().clamp(min=1)
+    for options in _candidates(gated, owners):
+        ours = activate(rows, **options)
+        if ours.shape == expected.shape and ((ours - expected).abs() <= tolerance).all():
+            return options
+    raise NotImplementedError(f"{name}: its activation is none of Tessera's ({', '.join(ACTIVATIONS)}); keep its own "
+                              "implementation")
+
+
+def _candidates(gated: bool, owners: tuple):
+    """Activations without parameters, then clamped ones with every number that the owners could mean."""
+    for activation in ACTIVATIONS:
+        if activation != "clamped-swiglu" and (activation in GATED) == gated:
+            yield {"activation": activation}
+    if not gated:
+        return
+    alphas, limits = {1.0, 1.702}, {float("inf")}
+    for owner in owners:
+        for key, value in vars(owner).items() if owner is not None else ():
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+                if "alpha" in key:
+                    alphas.add(float(value))
+                if "limit" in key or "clamp" in key:
+                    limits.add(float(value))
+    for alpha in sorted(alphas):
+        for limit in sorted(limits):
+            for up_offset in (0.0, 1.0):
+                yield {"activation": "clamped-swiglu", "alpha": alpha, "limit": limit, "up_offset": up_offset}

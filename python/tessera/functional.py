@@ -16,12 +16,18 @@ from tessera.options import Options
 
 
 class RouterOutput(NamedTuple):
-    """What the router did. logits are differentiable (auxiliary losses); the others are views of saved tables."""
+    """What the router did. logits are differentiable (auxiliary losses); nothing waits for the device.
 
-    logits: torch.Tensor        # [T,E] fp32
-    topk_ids: torch.Tensor      # [T,K] int32
-    topk_weights: torch.Tensor  # [T,K] fp32, detached
-    counts: torch.Tensor        # [E] int32: rows of each expert, on the device
+    Where tokens differ in their number of experts (token rounding, expert-choice) topk_ids and topk_weights are [P]:
+    those of token t from token_offsets[t] on; after token_offsets[T] they are -1 and 0.
+    """
+
+    logits: torch.Tensor                 # [T,E] fp32
+    topk_ids: torch.Tensor               # [T,K] int32
+    topk_weights: torch.Tensor           # [T,K] fp32, detached
+    counts: torch.Tensor                 # [E] int32: rows that each expert computed
+    topk_counts: torch.Tensor            # [E] int32: the same before token rounding, for losses and balancing
+    token_offsets: torch.Tensor | None   # [T+1] int32, or None where every token has K experts
 
 
 @functools.lru_cache(maxsize=4096)
@@ -30,11 +36,12 @@ def _cached_text(*values) -> str:
 
 
 def options_text(activation="swiglu", alpha=1.702, limit=7.0, up_offset=1.0, layout="concat",
-                 router="given", top_k=1, route_scale=1.0, normalize_scores=False, groups=0, top_groups=0, save="h",
-                 grouping="slots", logits=False) -> str:
+                 router="given", top_k=1, route_scale=1.0, normalize_scores=False, groups=0, top_groups=0,
+                 capacity=0, rounding="none", tile=128, seed=0, layer=0, save="h", grouping="slots",
+                 logits=False) -> str:
     """Options (options.py) as the text that the operators take: under torch.compile a constant of the graph."""
     values = (activation, alpha, limit, up_offset, layout, router, top_k, route_scale,
-              normalize_scores, groups, top_groups, save, grouping, logits)
+              normalize_scores, groups, top_groups, capacity, rounding, tile, seed, layer, save, grouping, logits)
     return Options(*values).text() if torch.compiler.is_compiling() else _cached_text(*values)
 
 
@@ -43,7 +50,8 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = None, with_tables: bool = False):
+def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = None, with_tables: bool = False,
+        step: int = 0):
     """One layer call: results of moe_forward where a gradient or the tables are wanted, else [o].
 
     routing: topk_ids, topk_weights, w_router, b_router, selection_bias, expert_offsets, row_scores (or None each);
@@ -60,14 +68,14 @@ def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = No
         arguments = _autocast(arguments)
     if gradients and torch.is_grad_enabled():
         if torch.compiler.is_compiling():
-            return torch.ops.tessera.moe_forward.default(*arguments, text)
-        results = ops.Layer.apply(buffers, with_tables, *arguments, text)
+            return torch.ops.tessera.moe_forward.default(*arguments, text, step)
+        results = ops.Layer.apply(buffers, with_tables, *arguments, text, step)
         return results if with_tables else (results,)
     if with_tables:
-        return torch.ops.tessera.moe_forward.default(*arguments, text)
+        return torch.ops.tessera.moe_forward.default(*arguments, text, step)
     if not torch.compiler.is_compiling() and ops.direct() and type(x) in _PLAIN:
-        return (ops.moe_inference(*arguments, text),)
-    return (torch.ops.tessera.moe_inference.default(*arguments, text),)
+        return (ops.moe_inference(*arguments, text, step),)
+    return (torch.ops.tessera.moe_inference.default(*arguments, text, step),)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -90,8 +98,8 @@ def _weights(w_up, w_gate, w_down, b_up, b_gate, b_down) -> tuple:
 def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", b_router=None, selection_bias=None,
         route_scale: float = 1.0, normalize_scores: bool = False, groups: int = 0, top_groups: int = 0,
         w_gate=None, b_up=None, b_gate=None, b_down=None, activation: str = "swiglu", alpha: float = 1.702,
-        limit: float = 7.0, up_offset: float = 1.0, layout: str = "concat",
-        save: str = "h", return_router: bool = False):
+        limit: float = 7.0, up_offset: float = 1.0, layout: str = "concat", save: str = "h", rounding: str = "none",
+        tile: int = 128, seed: int = 0, step: int = 0, layer: int = 0, capacity: int = 0, return_router: bool = False):
     """A whole layer: router, experts, weighted sum. Returns o, or (o, RouterOutput) with return_router.
 
     x [...,d]; w_router [E,d]; w_up [E,w*n,d] and w_down [E,d,n] in x's dtype. `layout` says how gate and up rows
@@ -99,8 +107,11 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
     w_up [E,d,w*n], w_down [E,n,d]. With w_gate: w_gate and w_up, both [E,n,d]. Biases b_up [E,w*n], b_down [E,d]
     (b_gate with w_gate). b_router [E]; selection_bias [E] fp32 is added to the keys that choose, not to the scores.
     router: topk-softmax, softmax-topk, softmax-topk-renorm, sigmoid-bias, group-limited (with groups, top_groups),
-    sqrtsoftplus. activation: swiglu geglu geglu-erf reglu clamped-swiglu (with alpha, limit, up_offset), or not
+    sqrtsoftplus, expert-choice (each expert takes `capacity` tokens, 0: ceil(T*K/E)).
+    activation: swiglu geglu geglu-erf reglu clamped-swiglu (with alpha, limit, up_offset), or not
     gated: relu relu2 silu gelu gelu-erf. save: "h" keeps the pre-activation for backward, "x" computes it again.
+    rounding (training only: nr-f, sr-f, nr-s, balance-f, up, down) makes the rows of every expert a multiple of `tile`;
+    the stochastic ones draw from (seed, step, layer).
     Formulas: docs/numerics.md.
 
         o = tessera.moe(x, w_router, w_up, w_down, top_k=8, router="softmax-topk-renorm")
@@ -108,28 +119,38 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
     text = options_text(
         router=router, top_k=top_k, route_scale=route_scale, normalize_scores=normalize_scores, groups=groups,
         top_groups=top_groups, activation=activation, alpha=alpha, limit=limit, up_offset=up_offset, layout=layout,
-        save=save, logits=return_router)
-    return moe_with(text, top_k, x, (w_router, b_router, selection_bias),
-                    _weights(w_up, w_gate, w_down, b_up, b_gate, b_down), return_router)
+        save=save, rounding=rounding, tile=tile, seed=seed, layer=layer, capacity=capacity, logits=return_router)
+    return moe_with(text, (top_k, router, rounding), x, (w_router, b_router, selection_bias),
+                    _weights(w_up, w_gate, w_down, b_up, b_gate, b_down), return_router, step=step)
 
 
-def moe_with(text: str, top_k: int, x, router_tensors: tuple, weights: tuple, return_router: bool = False,
-             buffers: tuple | None = None):
-    """`moe` with its options as text (options_text), for callers that keep it."""
+def moe_with(text: str, choice: tuple, x, router_tensors: tuple, weights: tuple, return_router: bool = False,
+             buffers: tuple | None = None, step: int = 0):
+    """`moe` with its options as text (options_text), for callers that keep it; choice: top_k, router and rounding."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    results = run(text, rows, (None, None, *router_tensors, None, None), weights, buffers, return_router)
+    results = run(text, rows, (None, None, *router_tensors, None, None), weights, buffers, return_router, step)
     o = results[0] if x.dim() == 2 else results[0].view(x.shape)
     if not return_router:
         return o
-    return o, _router_output(top_k, rows.shape[0], weights[0].shape[0], results[2], results[3])
+    return o, _router_output(choice, rows.shape[0], weights[0].shape[0], *results[2:])
 
 
-def _router_output(top_k: int, tokens: int, experts: int, tables, logits) -> RouterOutput:
-    """Views into the routing tables: offsets [E+1], three permutations [P], scores [P], ids [P] (routing.hpp)."""
-    slots = tokens * top_k
-    scores, ids = tables[experts + 1 + 3 * slots:].split([slots, tables.shape[0] - experts - 1 - 4 * slots])
-    return RouterOutput(logits, ids[:slots].view(tokens, top_k), scores.view(torch.float32).view(tokens, top_k),
-                        tables[1:experts + 1] - tables[:experts])
+def _router_output(choice: tuple, tokens: int, experts: int, tables, logits, topk_counts) -> RouterOutput:
+    """Views into the routing tables, in the order of RoutingView (routing.hpp)."""
+    top_k, router, rounding = choice
+    offsets = tables[:experts + 1]
+    counts = offsets[1:] - offsets[:-1]
+    if rounding == "none" and router != "expert-choice":
+        slots = tokens * top_k
+        rest = tables[experts + 1 + 3 * slots:]
+        scores, ids = rest[:slots].view(torch.float32), rest[slots:2 * slots]
+        return RouterOutput(logits, ids.view(tokens, top_k), scores.view(tokens, top_k), counts, topk_counts, None)
+    # Here P is a bound that the size of the tables tells: they are offsets, 4P, token_offsets, P, T*E (, T*K).
+    others = experts + 1 + tokens + 1 + tokens * experts + (tokens * top_k if rounding != "none" else 0)
+    slots = (tables.shape[0] - others) // 5
+    rest = tables[experts + 1 + 3 * slots:]
+    token_offsets, ids = rest[slots:slots + tokens + 1], rest[slots + tokens + 1:2 * slots + tokens + 1]
+    return RouterOutput(logits, ids, rest[:slots].view(torch.float32), counts, topk_counts, token_offsets)
 
 
 def routed_experts(x, topk_ids, topk_weights, w_up, w_down, *, w_gate=None, b_up=None, b_gate=None, b_down=None,

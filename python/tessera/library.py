@@ -39,6 +39,7 @@ class MoeDesc(Structure):
         *_fields(c_float, "alpha limit up_offset"),
         *_fields(c_int32, "router normalize_scores groups top_groups round tile"),
         ("route_scale", c_float), ("layer", c_uint32), ("seed", c_uint64), ("step", c_uint64),
+        ("capacity", c_int64), *_fields(c_int32, "replay reserved2"),
     ]
 
 
@@ -48,7 +49,7 @@ class ForwardArgs(Structure):
         *_fields(Tensor, "x topk_ids topk_weights token_offsets w_router b_router selection_bias"),
         *_fields(Tensor, "expert_offsets row_scores w_up w_gate w_down b_up b_gate b_down"),
         *_fields(Tensor, "o logits expert_counts h"),
-        *_fields(Buffer, "routing workspace"),
+        *_fields(Buffer, "routing workspace"), ("topk_counts", Tensor),
     ]
 
 
@@ -60,7 +61,7 @@ class BackwardArgs(Structure):
         *_fields(Tensor, "dx dscores dlogits"),
         *_fields(Tensor, "dw_up dw_gate dw_down db_up db_gate db_down dw_router db_router"),
         *_fields(c_int32, "accumulate reserved"),
-        *_fields(Tensor, "dh a_scaled dlogits_saved"), ("workspace", Buffer),
+        *_fields(Tensor, "dh a_scaled dlogits_saved"), ("workspace", Buffer), ("aux_dlogits", Tensor),
     ]
 
 
@@ -68,7 +69,7 @@ class RouteArgs(Structure):
     _fields_ = [
         ("size", c_uint64),
         *_fields(Tensor, "x w_router b_router selection_bias topk_ids topk_weights logits"),
-        ("workspace", Buffer),
+        ("workspace", Buffer), ("token_offsets", Tensor),
     ]
 
 

@@ -23,6 +23,8 @@ class MoE(nn.Module):
     balance_coefficient, z_coefficient: weights of the auxiliary losses, see forward.
     main_grad: weight gradients of the experts are added to `weight.main_grad` where a weight has one, instead of
     being returned (not under torch.compile, which returns them).
+    rounding, tile: token rounding, in training mode only; the stochastic kinds draw from (seed, self.step, layer), so
+    set `step` once per optimizer step.
     Router, activation and save: as for `tessera.moe`.
 
         layer = tessera.MoE(hidden=1024, intermediate=512, experts=64, top_k=8)
@@ -34,7 +36,8 @@ class MoE(nn.Module):
                  normalize_scores: bool = False, groups: int = 0, top_groups: int = 0, activation: str = "swiglu",
                  alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0, bias: bool = False,
                  shared_intermediate: int = 0, shared_gate: bool = False, balance_coefficient: float = 0.0,
-                 z_coefficient: float = 0.0, save: str = "h", main_grad: bool = False, device=None, dtype=None):
+                 z_coefficient: float = 0.0, rounding: str = "none", tile: int = 128, seed: int = 0, layer: int = 0,
+                 capacity: int = 0, save: str = "h", main_grad: bool = False, device=None, dtype=None):
         super().__init__()
         for name, value in (("hidden", hidden), ("intermediate", intermediate), ("experts", experts)):
             if value < 1:
@@ -43,14 +46,17 @@ class MoE(nn.Module):
             raise ValueError(f"top_k={top_k}, experts={experts}: a router chooses between 1 and all experts")
         if router == "given":
             raise ValueError("router=given: MoE has a router of its own; call tessera.routed_experts with ids")
-        self.top_k, self.router, self.main_grad = top_k, router, main_grad
+        self.top_k, self.router, self.rounding, self.step = top_k, router, rounding, 0
+        self.main_grad = main_grad
         self.balance_coefficient, self.z_coefficient = balance_coefficient, z_coefficient
         self._activation = (activation, alpha, limit, up_offset)
         options = {"router": router, "top_k": top_k, "route_scale": route_scale, "normalize_scores": normalize_scores,
                    "groups": groups, "top_groups": top_groups, "activation": activation, "alpha": alpha,
-                   "limit": limit, "up_offset": up_offset, "save": save}
-        self._text = functional.options_text(**options)
-        self._text_with_logits = functional.options_text(**options, logits=True)
+                   "limit": limit, "up_offset": up_offset, "capacity": capacity, "save": save}
+        rounded = {**options, "rounding": rounding, "tile": tile, "seed": seed, "layer": layer}
+        # By (training, return_router).
+        self._texts = {(training, logits): functional.options_text(**(rounded if training else options), logits=logits)
+                       for training in (False, True) for logits in (False, True)}
         width = (2 if activation in GATED else 1) * intermediate
 
         def parameter(*shape):
@@ -84,15 +90,16 @@ class MoE(nn.Module):
                 f"router={self.router}, activation={self._activation[0]}")
 
     def forward(self, x, return_router: bool = False):
-        """o, or (o, RouterOutput) with return_router: logits, ids, weights, and counts [E] on the device."""
+        """o, or (o, RouterOutput) with return_router: logits, ids, weights, and counts [E], all on the device."""
         weights = (self.w_up, None, self.w_down, self.b_up, None, self.b_down)
         buffers = None
         if self.main_grad and not torch.compiler.is_compiling():
             buffers = tuple(getattr(weight, "main_grad", None) for weight in weights)
             buffers = buffers if any(buffer is not None for buffer in buffers) else None
+        choice = (self.top_k, self.router, self.rounding if self.training else "none")
         result = functional.moe_with(
-            self._text_with_logits if return_router else self._text, self.top_k, x,
-            (self.w_router, self.b_router, self.selection_bias), weights, return_router, buffers)
+            self._texts[self.training, return_router], choice, x,
+            (self.w_router, self.b_router, self.selection_bias), weights, return_router, buffers, self.step)
         if self.w_shared_up is None:
             return result
         shared = self._shared(x)
@@ -112,7 +119,8 @@ class MoE(nn.Module):
         scores = "softmax" if "softmax" in self.router else "sigmoid"
         loss = router.logits.new_zeros(())
         if self.balance_coefficient:
-            loss = loss + self.balance_coefficient * load_balancing_loss(router.logits, router.counts, scores=scores)
+            balance = load_balancing_loss(router.logits, router.topk_counts, scores=scores)
+            loss = loss + self.balance_coefficient * balance
         if self.z_coefficient:
             loss = loss + self.z_coefficient * z_loss(router.logits)
         return loss

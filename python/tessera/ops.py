@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch operators tessera::* on top of the C ABI: kernels, fake kernels, autograd.
 
-    moe_forward(x, routing inputs, weights, options) -> [o, h, routing] (+ [logits])
+    moe_forward(x, routing inputs, weights, options) -> [o, h, routing] (+ [logits, topk_counts])
     moe_inference(the same)                          -> o
     moe_backward(...) -> the gradients that `needs` asks for, in the order of GRADIENTS
     moe_backward_accumulate(...): the same, weight gradients are added into the caller's buffers
@@ -35,9 +35,9 @@ GRADIENTS = ("dx", "dscores", "dw_router", "db_router", *("d" + name for name in
 _WEIGHT_SCHEMA = "Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? b_gate, Tensor? b_down"
 _INPUT_SCHEMA = ("Tensor x, Tensor? topk_ids, Tensor? topk_weights, Tensor? w_router, Tensor? b_router, "
                  "Tensor? selection_bias, Tensor? expert_offsets, Tensor? row_scores, "
-                 f"{_WEIGHT_SCHEMA}, str options")
+                 f"{_WEIGHT_SCHEMA}, str options, int step=0")
 _SAVED_SCHEMA = ("Tensor d_o, Tensor x, Tensor h, Tensor routing, Tensor? w_router, Tensor? b_router, "
-                 f"{_WEIGHT_SCHEMA}")
+                 f"{_WEIGHT_SCHEMA}, Tensor? aux_dlogits")
 
 _library = torch.library.Library("tessera", "DEF")
 _library.define(f"moe_forward({_INPUT_SCHEMA}) -> Tensor[]")
@@ -128,9 +128,11 @@ class _Plan:
         plans[key] = self
         return self
 
-    def run(self, tensors: tuple, buffers: tuple = ()) -> list[torch.Tensor]:
-        """One call of the library; returns the outputs."""
+    def run(self, tensors: tuple, buffers: tuple = (), step: int = 0) -> list[torch.Tensor]:
+        """One call of the library; returns the outputs. step: of stochastic rounding."""
         words = self.words
+        if step:
+            self.desc.step = step
         if self.copied:
             tensors = list(tensors)
             for position in self.copied:
@@ -241,39 +243,42 @@ def _forward_plan(key, tensors: tuple, text: str, training: bool) -> _Plan:
     plan.read(_INPUTS, tensors)
     plan.write("o", tuple(x.shape), x.dtype)
     if training:
-        slots = desc.tokens * desc.top_k
+        slots = options.slots(desc.tokens, desc.experts, desc.top_k)
         kept = options.save == "h"
         plan.write("h" if kept else None, (slots, options.up_width * desc.intermediate) if kept else (0,), x.dtype)
         plan.write("routing", (options.routing_elements(desc.tokens, slots, desc.experts),), torch.int32)
         if options.logits:
             plan.write("logits", (desc.tokens, desc.experts), torch.float32)
+            plan.write("topk_counts", (desc.experts,), torch.int32)
     return plan.ready(key, library.moe_workspace_bytes(plan.context, desc, library.PASS_FORWARD))
 
 
-def _run_forward(tensors: tuple, text: str, training: bool) -> list[torch.Tensor]:
-    key = (text, training, torch.get_num_threads(), _signature(tensors))
+def _run_forward(tensors: tuple, text: str, step: int, training: bool) -> list[torch.Tensor]:
+    key = (text, training, torch.get_num_threads(), _signature(tensors), step != 0)
     plan = _here.plans.get(key) or _forward_plan(key, tensors, text, training)
-    return plan.run(tensors)
+    return plan.run(tensors, step=step)
 
 
+# In the kernels `arguments` are the tensors of _INPUTS, then options and step.
 def _moe_forward(*arguments) -> list[torch.Tensor]:
-    return _run_forward(arguments[:-1], arguments[-1], True)
+    return _run_forward(arguments[:14], arguments[14], *arguments[15:] or (0,), True)
 
 
 def moe_inference(*arguments) -> torch.Tensor:
-    return _run_forward(arguments[:-1], arguments[-1], False)[0]
+    return _run_forward(arguments[:14], arguments[14], *arguments[15:] or (0,), False)[0]
 
 
 def _fake_forward(*arguments) -> list[torch.Tensor]:
-    named, options = dict(zip(_INPUTS, arguments, strict=False)), parse(arguments[-1])
+    named, options = dict(zip(_INPUTS, arguments, strict=False)), parse(arguments[14])
     x, w_up = named["x"], named["w_up"]
     tokens, experts = x.shape[0], w_up.shape[0]
-    slots = tokens * _top_k(options, named["topk_ids"])
+    slots = options.slots(tokens, experts, _top_k(options, named["topk_ids"]), torch.sym_min)
     width = options.up_width * _intermediate(options, w_up, named["w_gate"])
     results = [x.new_empty(x.shape), x.new_empty((slots, width) if options.save == "h" else (0,)),
                x.new_empty((options.routing_elements(tokens, slots, experts),), dtype=torch.int32)]
     if options.logits:
         results.append(x.new_empty((tokens, experts), dtype=torch.float32))
+        results.append(x.new_empty((experts,), dtype=torch.int32))
     return results
 
 
@@ -283,14 +288,14 @@ def _fake_inference(*arguments) -> torch.Tensor:
 
 # --- backward
 
-_SAVED = ("d_o", "x", "h", "routing", "w_router", "b_router", *WEIGHTS)
+_SAVED = ("d_o", "x", "h", "routing", "w_router", "b_router", *WEIGHTS, "aux_dlogits")
 _WEIGHT_GRADIENT_WORDS = tuple(_word(BackwardArgs, "d" + name) for name in WEIGHTS)
 
 
 def _slots(options: Options, named: dict):
     """P. With given ids only the size of the routing tables tells: 4P + E + 1 elements."""
     if options.has_router or options.grouping != "slots":
-        return named["x"].shape[0] * options.top_k
+        return options.slots(named["x"].shape[0], named["w_up"].shape[0], options.top_k, torch.sym_min)
     return (named["routing"].shape[0] - named["w_up"].shape[0] - 1) // 4
 
 
@@ -308,7 +313,9 @@ def _backward_plan(key, tensors: tuple, buffers: tuple, text: str, needs: int) -
     named = dict(zip(_SAVED, tensors, strict=True))
     options, x = parse(text), named["x"]
     tokens = x.shape[0]
-    desc = _desc(options, x, named, _slots(options, named) // tokens if tokens else 1, torch.int32)
+    given = not options.has_router and options.grouping == "slots" and tokens
+    top_k = _slots(options, named) // tokens if given else options.top_k
+    desc = _desc(options, x, named, top_k, torch.int32)
     plan = _Plan("moe_backward", x.device, BackwardArgs(), desc)
     plan.read(_SAVED, tuple([None if name == "h" and options.save != "h" else t for name, t in named.items()]))
     for name, buffer in zip(WEIGHTS, buffers, strict=bool(buffers)):
@@ -357,7 +364,7 @@ def direct() -> bool:
 
 class Layer(torch.autograd.Function):
     """Arguments: the buffers for weight gradients (a tuple as WEIGHTS, or None), whether all results are wanted or
-    o alone, then those of moe_forward.
+    o alone, then those of moe_forward, all of them.
 
     Saved for backward: x, h, the routing tables and the weights. Ids and weights of the routing are in the tables.
     """
@@ -365,34 +372,34 @@ class Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, buffers, everything, *arguments):
         if direct():
-            results = _run_forward(arguments[:-1], arguments[-1], True)
+            results = _run_forward(arguments[:14], arguments[14], arguments[15], True)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 results = torch.ops.tessera.moe_forward.default(*arguments)
         o, h, routing, *_ = results
         ctx.save_for_backward(arguments[0], h, routing, *arguments[3:5], *arguments[8:14])
-        ctx.options, ctx.buffers = arguments[-1], buffers
+        ctx.options, ctx.buffers = arguments[14], buffers
         given = arguments[2]
         ctx.scores_shape = None if given is None else given.shape
         ctx.set_materialize_grads(False)
         if not everything:
             return o
-        ctx.mark_non_differentiable(h, routing)
+        ctx.mark_non_differentiable(h, routing, *results[4:])
         return tuple(results)
 
     @staticmethod
-    def backward(ctx, d_o, _dh=None, _drouting=None, dlogits=None):
+    def backward(ctx, d_o, _dh=None, _drouting=None, dlogits=None, _dcounts=None):
         x, h, routing, w_router, b_router, *weights = ctx.saved_tensors
-        _, _, dx, _, dtopk, dw_router, db_router, _, _, drow, *dweights, _ = ctx.needs_input_grad
+        _, _, dx, _, dtopk, dw_router, db_router, _, _, drow, *dweights, _, _ = ctx.needs_input_grad
         if d_o is None:
             if dlogits is None:
-                return (None,) * 17
+                return (None,) * 18
             d_o = torch.zeros_like(x)
         if ctx.buffers is not None:
             dweights = [want and buffer is None for want, buffer in zip(dweights, ctx.buffers, strict=True)]
         wanted = (dx, dtopk or drow, dw_router, db_router, *dweights)
         needs = sum([1 << bit for bit, want in enumerate(wanted) if want])
-        saved = (d_o, x, h, routing, w_router, b_router, *weights)
+        saved = (d_o, x, h, routing, w_router, b_router, *weights, dlogits)
         if direct() and not torch.is_grad_enabled():
             gradients = _run_backward(saved, ctx.buffers or (), ctx.options, needs)
         elif ctx.buffers is None:
@@ -401,19 +408,14 @@ class Layer(torch.autograd.Function):
             gradients = torch.ops.tessera.moe_backward_accumulate.default(*saved, *ctx.buffers, ctx.options, needs)
         gradients = iter(gradients)
         dx, dscores, dw_router, db_router, *dweights = [next(gradients) if want else None for want in wanted]
-        if dlogits is not None:  # of auxiliary losses, which see the logits themselves
-            dlogits = dlogits.to(x.dtype)
-            dx = dx if dx is None else dx + dlogits @ w_router
-            dw_router = dw_router if dw_router is None else dw_router + dlogits.mT @ x
-            db_router = db_router if db_router is None else db_router + dlogits.sum(0)
         dtopk = dscores.view(ctx.scores_shape) if dtopk else None
         return (None, None, dx, None, dtopk, dw_router, db_router, None, None, dscores if drow else None, *dweights,
-                None)
+                None, None)
 
 
 def _moe_forward_autograd(*arguments) -> list[torch.Tensor]:
     if torch.is_grad_enabled():
-        return list(Layer.apply(None, True, *arguments))
+        return list(Layer.apply(None, True, *arguments, *(0,) * (16 - len(arguments))))
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.tessera.moe_forward.default(*arguments)
 

@@ -14,7 +14,8 @@ from tessera import library
 ACTIVATIONS = ("swiglu", "geglu", "geglu-erf", "reglu", "clamped-swiglu", "relu", "relu2", "silu", "gelu", "gelu-erf")
 ORDERS = ("concat", "up-first", "interleaved", "blocked")
 ROUTERS = ("given", "topk-softmax", "softmax-topk", "softmax-topk-renorm", "sigmoid-bias", "group-limited",
-           "sqrtsoftplus")
+           "sqrtsoftplus", "expert-choice")
+ROUNDINGS = ("none", "nr-f", "sr-f", "nr-s", "balance-f", "up", "down")
 SAVES = ("h", "x", "none")
 GROUPINGS = ("slots", "offsets", "ends", "counts")
 GATED = frozenset(ACTIVATIONS[:5])
@@ -55,17 +56,23 @@ class Options:
     normalize_scores: bool = False
     groups: int = 0
     top_groups: int = 0
+    capacity: int = 0  # of expert-choice; 0: ceil(T*K/E)
+    rounding: str = "none"
+    tile: int = 128
+    seed: int = 0
+    layer: int = 0
     save: str = "h"
     grouping: str = "slots"
-    logits: bool = False  # moe_forward also returns the router's logits
+    logits: bool = False  # moe_forward also returns the router's logits and its counts
 
     def __post_init__(self):
         _number("activation", self.activation, ACTIVATIONS)
         layout_parts(self.layout)
         _number("router", self.router, ROUTERS)
+        _number("rounding", self.rounding, ROUNDINGS)
         _number("save", self.save, SAVES)
         _number("grouping", self.grouping, GROUPINGS)
-        for name in ("alpha", "limit", "route_scale"):  # 0 is how the C ABI says "default"
+        for name in ("alpha", "limit", "route_scale", "tile"):  # 0 is how the C ABI says "default"
             if getattr(self, name) == 0:
                 raise ValueError(f"{name}=0: must not be 0; leave it out for its default")
 
@@ -91,15 +98,34 @@ class Options:
                 pairs.append(f"{name}={value}")
         return " ".join(pairs)
 
+    @property
+    def experts_vary(self) -> bool:
+        """Whether tokens differ in their number of experts."""
+        return self.rounding != "none" or self.router == "expert-choice"
+
+    def slots(self, tokens, experts, top_k, least=min):
+        """P, the `num_slots()` of MoeDesc (shape.hpp). Sizes may be symbolic: then `least` is torch.sym_min."""
+        chosen = tokens * top_k
+        if self.router == "expert-choice":
+            return experts * (self.capacity or (chosen + experts - 1) // experts)
+        busy = least(experts, chosen)
+        added = {"nr-f": busy * ((self.tile + 1) // 2 - 1), "balance-f": self.tile // 2, "sr-f": busy * (self.tile - 1),
+                 "nr-s": busy * (self.tile - 1), "up": busy * (self.tile - 1)}.get(self.rounding)
+        return chosen if added is None else least(chosen + added, tokens * experts)
+
     def routing_elements(self, tokens, slots, experts):
         """int32 elements of the routing tensor, `routing_bytes` / 4 of the library; sizes may be symbolic."""
         elements = experts + 1 + 4 * slots
+        if self.experts_vary:
+            elements = elements + tokens + 1
         if self.has_router:
             elements = elements + slots
-        if self.router in ("sigmoid-bias", "group-limited", "sqrtsoftplus"):
-            elements = elements + slots
-        if self.router == "softmax-topk":
+        if self.experts_vary or self.router == "softmax-topk":
             elements = elements + tokens * experts
+        elif self.router in ("sigmoid-bias", "group-limited", "sqrtsoftplus"):
+            elements = elements + slots
+        if self.rounding != "none":
+            elements = elements + tokens * self.top_k
         return elements
 
     def desc(self, *, top_k: int, tokens: int, hidden: int, intermediate: int, experts: int, dtype: int, ids_dtype: int,
@@ -115,6 +141,8 @@ class Options:
             layout_order=order, layout_block=block, layout_orientation=2 if separate else orientation,
             router=ROUTERS.index(self.router), route_scale=self.route_scale,
             normalize_scores=self.normalize_scores, groups=self.groups, top_groups=self.top_groups,
+            capacity=self.capacity, round=ROUNDINGS.index(self.rounding), tile=self.tile, seed=self.seed,
+            layer=self.layer,
             save=SAVES.index(self.save), grouping=GROUPINGS.index(self.grouping))
 
 

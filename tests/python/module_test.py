@@ -94,6 +94,16 @@ class Module(unittest.TestCase):
             eager.check_close(self, name, getattr(layer, name).main_grad, getattr(plain, name).grad)
         torch.testing.assert_close(layer.w_router.grad, plain.w_router.grad)
 
+    def test_token_rounding_in_training_only(self):
+        layer = self.layer(rounding="nr-f", tile=4)
+        x = torch.randn(64, 32)
+        rounded = layer(x, return_router=True)[1]
+        self.assertEqual((rounded.counts % 4).tolist(), [0] * 8)
+        plain = layer.eval()(x, return_router=True)[1]
+        self.assertEqual(plain.counts.tolist(), rounded.topk_counts.tolist())
+        compiled = torch.compile(layer.train(), fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), layer(x))
+
     def test_state(self):
         layer, other = self.layer(selection_bias=True), self.layer(selection_bias=True)
         other.load_state_dict(layer.state_dict())

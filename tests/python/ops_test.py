@@ -10,6 +10,7 @@ import unittest
 
 import eager
 import tessera
+import tessera.ops
 import torch
 import torch._dynamo.testing
 from tessera import options
@@ -117,7 +118,7 @@ class Entries(unittest.TestCase):
 
         def ours(t):
             o, r = tessera.moe(t["x"], t["w_router"], t["w_up"], t["w_down"], top_k=3, return_router=True)
-            loss = 0.5 * tessera.load_balancing_loss(r.logits, r.counts) + 0.1 * tessera.z_loss(r.logits)
+            loss = 0.5 * tessera.load_balancing_loss(r.logits, r.topk_counts) + 0.1 * tessera.z_loss(r.logits)
             return (o * d_o).sum() + loss
 
         with torch.no_grad():
@@ -132,6 +133,38 @@ class Entries(unittest.TestCase):
             return (o * d_o).sum() + 0.5 * balance + 0.1 * logits.logsumexp(-1).square().mean()
 
         self.compare(ours, theirs, inputs, torch.ones(()), "with losses")
+
+    def test_token_rounding_and_expert_choice(self):
+        x, _, _, d_o = data(tokens=40, experts=5)
+        inputs = {"x": x, "w_router": torch.randn(5, 24, generator=torch.Generator().manual_seed(2)) / 3,
+                  **eager.weights()}
+        choices = [{"rounding": rounding, "tile": 8, "seed": 3, "step": 11} for rounding in options.ROUNDINGS[1:]]
+        for choice in (*choices, {"router": "expert-choice"}):
+            def layer(t, choice=choice, **more):
+                return tessera.moe(t["x"], t["w_router"], t["w_up"], t["w_down"],
+                                   **{"top_k": 3, "router": "softmax-topk", **choice}, **more)
+
+            with self.subTest(**choice):
+                o, r = layer(inputs, return_router=True)
+                offsets = r.token_offsets.tolist()
+                ids = torch.full((40, 5), -1)
+                for t in range(40):
+                    ids[t, :offsets[t + 1] - offsets[t]] = r.topk_ids[offsets[t]:offsets[t + 1]].long()
+                if "rounding" in choice:
+                    self.assertEqual((r.counts % 8).tolist(), [0] * 5)
+                    self.assertEqual(int(r.topk_counts.sum()), 120)
+                else:
+                    self.assertEqual(r.counts.tolist(), [24] * 5)
+
+                def reference(t, ids=ids):
+                    p = (t["x"] @ t["w_router"].mT).softmax(-1)
+                    return eager.experts(t["x"], ids, p.gather(1, ids.clamp(min=0)), t)
+
+                self.compare(layer, reference, inputs, d_o, str(choice))
+                self.assertTrue(torch.equal(o, layer(inputs)))
+        drawn = [tessera.moe(x, inputs["w_router"], inputs["w_up"], inputs["w_down"], top_k=3, rounding="sr-f", tile=8,
+                             step=step) for step in range(8)]
+        self.assertFalse(all(torch.equal(drawn[0], o) for o in drawn), "the step draws")
 
     def test_sentinels_empty_and_repeated_experts(self):
         x, ids, scores, d_o = data()
@@ -269,21 +302,25 @@ class Operators(unittest.TestCase):
         torch.library.opcheck(torch.ops.tessera.grouped_gemm.default, (t["x"], t["w_up"], None, offsets, False))
         o, h, routing = torch.ops.tessera.moe_forward.default(*constant)
         saved = (self.d_o, constant[0], h, routing, None, None, *constant[8:14])
-        torch.library.opcheck(torch.ops.tessera.moe_backward.default, (*saved, "", 0b1010011))
+        torch.library.opcheck(torch.ops.tessera.moe_backward.default, (*saved, None, "", 0b1010011))
         buffers = [torch.zeros_like(w) if w is not None else None for w in constant[8:14]]
-        torch.library.opcheck(torch.ops.tessera.moe_backward_accumulate.default, (*saved, *buffers, "", 0b11),
+        torch.library.opcheck(torch.ops.tessera.moe_backward_accumulate.default, (*saved, None, *buffers, "", 0b11),
                                test_utils=("test_schema", "test_faketensor"))
 
     def test_routing_size_in_fake_kernels(self):
         x = self.tensors["x"].detach()
-        for router in ROUTERS:
+        texts = [f"router={router} top_k=2 groups=1 top_groups=1" for router in ROUTERS]
+        texts += [f"router={router} top_k=2 tile=4 rounding={rounding}" for rounding in options.ROUNDINGS[1:]
+                  for router in ("topk-softmax", "softmax-topk", "sigmoid-bias")]
+        texts += ["router=expert-choice top_k=2", "router=expert-choice top_k=2 capacity=3"]
+        for text in texts:
             with torch.no_grad():
                 real = torch.ops.tessera.moe_forward.default
                 arguments = (x, None, None, self.w_router, None, None, None, None, self.tensors["w_up"], None,
-                             self.tensors["w_down"], None, None, None, f"router={router} top_k=2 groups=1 top_groups=1")
+                             self.tensors["w_down"], None, None, None, text)
                 with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
                     fake = [tuple(t.shape) for t in real(*arguments)]
-                self.assertEqual(fake, [tuple(t.shape) for t in real(*arguments)], router)
+                self.assertEqual(fake, [tuple(t.shape) for t in real(*arguments)], text)
 
     def test_compile_without_graph_breaks(self):
         def layer(t):
@@ -418,7 +455,7 @@ class Operators(unittest.TestCase):
         seen = []
         original = tessera.ops.moe_inference
         self.addCleanup(setattr, tessera.ops, "moe_inference", original)
-        tessera.ops.moe_inference = lambda *a: seen.append([t.dtype for t in a[:-1] if t is not None]) or a[0]
+        tessera.ops.moe_inference = lambda *a: seen.append([t.dtype for t in a[:14] if t is not None]) or a[0]
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             self.routed(self.tensors)
         self.assertEqual(seen, [[torch.bfloat16, torch.int64, torch.float32, torch.bfloat16, torch.bfloat16]])
@@ -458,9 +495,10 @@ class Names(unittest.TestCase):
             numbers = dict(re.findall(r"(\w+) = (\d+)", enumerators))
             return {name: int(numbers[value]) for name, value in values.items()}
 
+        self.assertEqual(table("Rounding", "Rounding"), {n: i for i, n in enumerate(options.ROUNDINGS)})
         self.assertEqual(table("Activation", "ActivationKind"), {n: i for i, n in enumerate(options.ACTIVATIONS)})
         routers = {n: i for i, n in enumerate(options.ROUTERS)}
-        self.assertLessEqual(routers.items(), table("Router", "RouterKind").items())
+        self.assertEqual(table("Router", "RouterKind"), routers)
         for name in re.findall(r'{"([a-z-]+)", {GateUpOrder', names):
             if name != "separate":
                 options.layout_parts(name + ":8" if "blocked" in name else name)

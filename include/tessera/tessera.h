@@ -117,6 +117,23 @@ typedef struct {
   tessera_tensor token_offsets;
 } tessera_route_args;
 
+/* Losses of a router's logits and their gradient: balance.hpp. d_loss 0 means 1, scope_tokens 0 all tokens. */
+typedef struct {
+  uint64_t size;
+  tessera_tensor logits, topk_counts;
+  int64_t scope_tokens;
+  float balance, z, d_loss, reserved;
+  tessera_tensor losses, dlogits;
+  tessera_buffer workspace;
+} tessera_router_loss_args;
+
+typedef struct {
+  uint64_t size;
+  tessera_tensor topk_counts, selection_bias;
+  float rate; /* no default: 0 changes nothing */
+  int32_t subtract_mean;
+} tessera_selection_bias_args;
+
 typedef struct {
   uint64_t size;
   int32_t kind; /* 0 varlen-M, 1 varlen-K */
@@ -156,6 +173,10 @@ int tessera_moe_backward_weights(tessera_context const*, tessera_moe_desc const*
                                  tessera_backward_args const*, void* stream);
 int tessera_route(tessera_context const*, tessera_moe_desc const*, tessera_route_args const*,
                   void* stream);
+int tessera_router_loss_workspace(tessera_context const*, tessera_moe_desc const*, size_t* bytes);
+int tessera_router_loss(tessera_context const*, tessera_moe_desc const*,
+                        tessera_router_loss_args const*, void* stream);
+int tessera_update_selection_bias(tessera_context const*, tessera_selection_bias_args const*);
 int tessera_grouped_gemm_workspace(tessera_context const*, tessera_grouped_gemm_args const*,
                                    size_t* bytes);
 int tessera_grouped_gemm(tessera_context const*, tessera_grouped_gemm_args const*, void* stream);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "tessera/backend.hpp"
+#include "tessera/balance.hpp"
 #include "tessera/context.hpp"
 #include "tessera/grouped_gemm.hpp"
 #include "tessera/moe.hpp"

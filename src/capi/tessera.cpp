@@ -196,6 +196,51 @@ Status route(tessera_context const* context, tessera_moe_desc const* c_desc,
   return tessera::route(context->context, desc, args, {stream});
 }
 
+Status router_loss(tessera_context const* context, tessera_moe_desc const* c_desc,
+                   tessera_router_loss_args const* c_args, void* stream) noexcept {
+  TESSERA_TRY(check_context(context));
+  tessera::MoeDesc desc;
+  TESSERA_TRY(desc_of(c_desc, desc));
+  tessera_router_loss_args from;
+  TESSERA_TRY(read_struct("tessera_router_loss_args", c_args, from));
+  tessera::RouterLossArgs args;
+  args.logits = tensor_of(from.logits);
+  args.topk_counts = tensor_of(from.topk_counts);
+  args.scope_tokens = from.scope_tokens;
+  args.balance = from.balance;
+  args.z = from.z;
+  if (from.d_loss != 0) args.d_loss = from.d_loss;
+  args.losses = tensor_of(from.losses);
+  args.dlogits = tensor_of(from.dlogits);
+  args.workspace = buffer_of(from.workspace);
+  return tessera::router_loss(context->context, desc, args, {stream});
+}
+
+Status router_loss_workspace(tessera_context const* context, tessera_moe_desc const* c_desc,
+                             std::size_t* bytes) noexcept {
+  TESSERA_TRY(check_context(context));
+  if (bytes == nullptr) return Status::invalid("bytes: null pointer; pass where to store it");
+  tessera::MoeDesc desc;
+  TESSERA_TRY(desc_of(c_desc, desc));
+  auto const needed = tessera::router_loss_workspace_bytes(context->context, desc);
+  if (!needed.ok()) return needed.status();
+  *bytes = needed.value();
+  return {};
+}
+
+Status update_selection_bias(tessera_context const* context,
+                             tessera_selection_bias_args const* c_args) noexcept {
+  TESSERA_TRY(check_context(context));
+  tessera_selection_bias_args from;
+  TESSERA_TRY(read_struct("tessera_selection_bias_args", c_args, from));
+  tessera::SelectionBiasArgs args;
+  args.topk_counts = tensor_of(from.topk_counts);
+  args.selection_bias = tensor_of(from.selection_bias);
+  args.rate = from.rate;
+  args.subtract_mean = from.subtract_mean != 0;
+  return tessera::update_selection_bias(context->context, args);
+}
+
 Status grouped_gemm_args_of(tessera_grouped_gemm_args const* c_args,
                             tessera::GroupedGemmArgs& args) noexcept {
   tessera_grouped_gemm_args from;
@@ -317,6 +362,18 @@ TESSERA_C_API int tessera_moe_backward_weights(tessera_context const* context,
 TESSERA_C_API int tessera_route(tessera_context const* context, tessera_moe_desc const* desc,
                                 tessera_route_args const* args, void* stream) {
   return finish(route(context, desc, args, stream));
+}
+TESSERA_C_API int tessera_router_loss_workspace(tessera_context const* context,
+                                                tessera_moe_desc const* desc, size_t* bytes) {
+  return finish(router_loss_workspace(context, desc, bytes));
+}
+TESSERA_C_API int tessera_router_loss(tessera_context const* context, tessera_moe_desc const* desc,
+                                      tessera_router_loss_args const* args, void* stream) {
+  return finish(router_loss(context, desc, args, stream));
+}
+TESSERA_C_API int tessera_update_selection_bias(tessera_context const* context,
+                                                tessera_selection_bias_args const* args) {
+  return finish(update_selection_bias(context, args));
 }
 TESSERA_C_API int tessera_grouped_gemm_workspace(tessera_context const* context,
                                                  tessera_grouped_gemm_args const* args,

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// load balancing  L = sum_t sum_e C_e p~_te,  C_e = balance E f_e / (S sum f)
+//   softmax       p~ = softmax(l),           dl_e = p~_e (C_e - sum C p~)
+//   p of its own  p~ = p / (sum p + 1e-20),  dp_e = (C_e - sum C p~) / (sum p + 1e-20), dl_e = dp_e p'(l_e)
+// z-loss          L = z/S sum_t lse_t^2,     dl_e = 2 z/S lse softmax(l)_e,  lse = largest + log(sum e^(l - largest))
+#include "cpu/parallel/router_loss.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "cpu/parallel/router_formula.hpp"
+
+namespace tessera::cpu {
+namespace {
+
+/// One thread's memory, [E] each.
+struct Scratch {
+  float* softmax;
+  float* p;  ///< p~
+  float* own_p;
+  float* products;
+};
+
+struct TokenLoss {
+  float balance = 0, z = 0;
+};
+
+/// p~ of one token into scratch.p; returns what p was divided by.
+float load_shares(RouterKind kind, float const* logits, std::int64_t experts,
+                  Scratch const& scratch) noexcept {
+  if (!has_own_p(kind)) {
+    std::copy_n(scratch.softmax, experts, scratch.p);
+    return 1.0f;
+  }
+  for (std::int64_t e = 0; e < experts; ++e) scratch.own_p[e] = own_p(kind, logits[e]);
+  float const sum = core::warp_sum(scratch.own_p, experts) + kNormalizeFloor;
+  for (std::int64_t e = 0; e < experts; ++e) scratch.p[e] = scratch.own_p[e] / sum;
+  return sum;
+}
+
+/// Losses of one token, and their gradient, unless dlogits is null.
+TokenLoss token_loss(MoeDesc const& desc, RouterLoss const& args, float const* logits,
+                     Scratch const& scratch, float* dlogits) noexcept {
+  std::int64_t const experts = desc.shape.experts;
+  RouterKind const kind = desc.router.kind;
+  float const sum = softmax_terms(logits, experts, scratch.softmax);
+  float largest = logits[0];
+  for (std::int64_t e = 1; e < experts; ++e) largest = largest > logits[e] ? largest : logits[e];
+  for (std::int64_t e = 0; e < experts; ++e) scratch.softmax[e] /= sum;
+  float const lse = largest + std::log(sum);
+
+  float const divisor = load_shares(kind, logits, experts, scratch);
+  for (std::int64_t e = 0; e < experts; ++e) scratch.products[e] = args.cost[e] * scratch.p[e];
+  float const mean = core::warp_sum(scratch.products, experts);
+  TokenLoss const loss{mean, args.z * lse * lse};
+  if (dlogits == nullptr) return loss;
+  float const of_z = 2.0f * args.z * lse;
+  for (std::int64_t e = 0; e < experts; ++e) {
+    float const centered = args.cost[e] - mean;
+    float const of_balance = has_own_p(kind)
+                                 ? own_p_gradient(kind, scratch.own_p[e], centered / divisor)
+                                 : scratch.p[e] * centered;
+    dlogits[e] = args.d_loss * (of_balance + of_z * scratch.softmax[e]);
+  }
+  return loss;
+}
+
+}  // namespace
+
+std::int64_t router_loss_blocks(std::int64_t tokens) noexcept {
+  return (tokens + kRouterTokens - 1) / kRouterTokens;
+}
+
+std::int64_t router_loss_scratch(MoeDesc const& desc) noexcept { return 4 * desc.shape.experts; }
+
+void router_loss(MoeDesc const& desc, RouterLoss const& args, Threads const& threads) noexcept {
+  std::int64_t const experts = desc.shape.experts, tokens = desc.shape.tokens;
+  threads.pool.run(router_loss_blocks(tokens), [&](std::int64_t block, int slot) {
+    float* const memory = threads.scratch(slot);
+    Scratch const scratch{memory, memory + experts, memory + 2 * experts, memory + 3 * experts};
+    std::int64_t const end = std::min(tokens, (block + 1) * kRouterTokens);
+    TokenLoss sum;
+    for (std::int64_t t = block * kRouterTokens; t < end; ++t) {
+      TokenLoss const own = token_loss(desc, args, args.logits[t], scratch,
+                                       args.dlogits.data != nullptr ? args.dlogits[t] : nullptr);
+      sum.balance += own.balance;
+      sum.z += own.z;
+    }
+    args.partial_losses[2 * block] = sum.balance;
+    args.partial_losses[2 * block + 1] = sum.z;
+  });
+}
+
+}  // namespace tessera::cpu

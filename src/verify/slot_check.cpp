@@ -40,10 +40,11 @@ std::string list_failure(MoeDesc const& desc, RouterChoice const& choice) {
   return {};
 }
 
-/// Whether nr_s stands so near its line that fp32 may decide either way.
+/// Whether nr_s stands so near its line that fp32 may decide either way. Both decisions are right then, nothing else.
 bool near_line(MoeDesc const& desc, std::int64_t expert, std::vector<RankedToken> const& ranked) {
   if (desc.router.round != Rounding::nr_s) return false;
   auto const [lost, gained] = reference::lost_and_gained(desc, ranked);
+  if (lost + gained == 0) return false;
   double const share = static_cast<double>(core::rounding_random(desc.router, expert)) * 0x1p-32;
   return std::abs(share * (lost + gained) - lost) <= kSumSlack * (lost + gained);
 }
@@ -94,7 +95,13 @@ std::vector<std::string> slot_failures(MoeDesc const& desc, reference::PairScore
                                   ? desc.expert_capacity()
                                   : reference::rounded_count(desc, e, ranked, carry);
     carry += rule - members;
-    if (rows != rule && !near_line(desc, e, ranked)) {
+    MoeDesc down = desc, up = desc;
+    down.router.round = Rounding::down;
+    up.router.round = Rounding::up;
+    bool const either =
+        near_line(desc, e, ranked) && (rows == reference::rounded_count(down, e, ranked, 0) ||
+                                       rows == reference::rounded_count(up, e, ranked, 0));
+    if (rows != rule && !either) {
       return {of_expert(e) + " has " + std::to_string(rows) + " rows of " +
               std::to_string(members) + " choices, the rule gives " + std::to_string(rule)};
     }

@@ -35,6 +35,21 @@ OpExplanation explanation(work::OpWork const& work, std::int64_t gemm_m, std::in
   return out;
 }
 
+/// Who chooses, and where rounding moves so much that the model would feel it.
+std::string choice(MoeDesc const& desc) {
+  if (desc.router.replay) return "scores of given ids";
+  if (desc.experts_choose()) {
+    return "every expert takes " + std::to_string(desc.expert_capacity()) + " tokens";
+  }
+  if (!desc.rounds_tokens()) return "selection";
+  std::string text = "selection, rows per expert rounded to " + std::to_string(desc.router.tile);
+  MoeShape const& s = desc.shape;
+  if (s.tokens * s.top_k < 2 * desc.router.tile * s.experts) {
+    text += " (under two tiles per expert on average: a large part is dropped or added)";
+  }
+  return text;
+}
+
 std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& desc, Pass pass) {
   MoeShape const& s = desc.shape;
   auto const rows = static_cast<double>(desc.num_slots());
@@ -56,7 +71,7 @@ std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& de
   bool const forward = pass == Pass::forward || pass == Pass::route;
   if (desc.router.kind != RouterKind::given && forward) {
     add(work::route(desc), s.tokens, s.experts, d,
-        "BLIS per " + std::to_string(cpu::kRouterTokens) + " tokens, then selection" + on);
+        "BLIS per " + std::to_string(cpu::kRouterTokens) + " tokens, then " + choice(desc) + on);
   }
   if (pass == Pass::forward) {
     add(work::up_projection_fwd(desc, rows), mean, width, d,

@@ -2,6 +2,7 @@
 // The C ABI: the same results as C++, struct sizes of older and newer callers, errors as codes and text.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 #include <string>
 
@@ -150,6 +151,77 @@ TEST_F(CAbi, RefusesBadPointersAndSizes) {
   expect_error(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_INVALID_ARGUMENT,
                "tessera_moe_desc.size=0");
   tessera_context_destroy(nullptr);
+}
+
+TEST_F(CAbi, RoundsTokensAndLetsExpertsChoose) {
+  MoeDesc cpp = layer.desc;
+  for (bool const choose : {false, true}) {
+    cpp.router = choose ? Router{.kind = RouterKind::expert_choice, .capacity = 3}
+                        : Router{.kind = RouterKind::topk_softmax,
+                                 .round = Rounding::sr_f,
+                                 .tile = 4,
+                                 .seed = 7,
+                                 .step = 8,
+                                 .layer = 9};
+    Layer same(cpp_context, cpp);
+    std::vector<std::int32_t> counts(5), expected(5);
+    same.forward.topk_counts = tensor(expected.data(), {5});
+    ASSERT_TRUE(same.run_forward().ok());
+    Floats const o = same.o;
+    same.o.assign(o.size(), 0);
+    desc.router = static_cast<int32_t>(cpp.router.kind);
+    desc.round = static_cast<int32_t>(cpp.router.round);
+    desc.tile = 4;
+    desc.seed = 7;
+    desc.step = 8;
+    desc.layer = 9;
+    desc.capacity = cpp.router.capacity;
+    forward.topk_counts = c_tensor(tensor(counts.data(), {5}));
+    forward.o = c_tensor(same.forward.o);
+    forward.h = c_tensor(same.forward.h);
+    forward.routing = {same.routing.data(), same.routing.size()};
+    forward.workspace = {same.forward_workspace.data(), same.forward_workspace.size()};
+    ASSERT_EQ(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_OK)
+        << tessera_last_error();
+    EXPECT_EQ(same.o, o);
+    EXPECT_EQ(counts, expected);
+  }
+}
+
+TEST_F(CAbi, GivesLossesAndUpdatesTheBias) {
+  std::int64_t const tokens = layer.desc.shape.tokens;
+  Floats logits(static_cast<std::size_t>(tokens) * 5, 0.0f), losses(2), dlogits(logits.size());
+  std::vector<std::int32_t> const counts = {8, 8, 8, 8, 6};
+  size_t bytes = 0;
+  ASSERT_EQ(tessera_router_loss_workspace(context, &desc, &bytes), TESSERA_OK);
+  std::vector<std::byte> workspace(bytes);
+  tessera_router_loss_args args = {};
+  args.size = sizeof(args);
+  args.logits = c_tensor(tensor(logits.data(), {tokens, 5}));
+  args.topk_counts = c_tensor(tensor(counts.data(), {5}));
+  args.balance = 0.5f;
+  args.z = 1;
+  args.losses = c_tensor(tensor(losses.data(), {2}));
+  args.dlogits = c_tensor(tensor(dlogits.data(), {tokens, 5}));
+  args.workspace = {workspace.data(), workspace.size()};
+  ASSERT_EQ(tessera_router_loss(context, &desc, &args, nullptr), TESSERA_OK)
+      << tessera_last_error();
+  EXPECT_NEAR(losses[0], 0.5f, 1e-6f);
+  EXPECT_NEAR(losses[1], std::log(5.0f) * std::log(5.0f), 1e-5f);
+  EXPECT_GT(dlogits[0], dlogits[4]);  // d_loss 0 means 1; expert 4 is the least used
+  Floats bias(5, 0.0f);
+  tessera_selection_bias_args update = {};
+  update.size = sizeof(update);
+  update.topk_counts = args.topk_counts;
+  update.selection_bias = c_tensor(tensor(bias.data(), {5}));
+  update.rate = 0.25f;
+  ASSERT_EQ(tessera_update_selection_bias(context, &update), TESSERA_OK) << tessera_last_error();
+  EXPECT_EQ(bias, (Floats{-0.25f, -0.25f, -0.25f, -0.25f, 0.25f}));
+  update.size = 0;
+  expect_error(tessera_update_selection_bias(context, &update), TESSERA_INVALID_ARGUMENT,
+               "tessera_selection_bias_args.size=0");
+  expect_error(tessera_router_loss_workspace(context, &desc, nullptr), TESSERA_INVALID_ARGUMENT,
+               "bytes");
 }
 
 TEST_F(CAbi, RefusesWithTheTextOfCpp) {

@@ -11,6 +11,7 @@ A call fills a *plan*: the C structs of one combination of shapes, strides and o
 pointers change from call to call. Plans are kept per thread, so that filling one needs no lock.
 """
 
+import itertools
 import threading
 
 import torch
@@ -61,6 +62,7 @@ class _PerThread(threading.local):
 
 
 _here = _PerThread()
+_numbers = itertools.count()
 
 
 def _signature(tensors: tuple) -> tuple:
@@ -70,12 +72,13 @@ def _signature(tensors: tuple) -> tuple:
 class _Plan:
     """C structs with everything but the pointers; `words` is the argument struct as 64-bit words."""
 
-    __slots__ = ("function", "context", "desc", "args", "words", "addresses", "device", "inputs", "copied",
+    __slots__ = ("number", "function", "context", "desc", "args", "words", "addresses", "device", "inputs", "copied",
                  "zeroed", "outputs", "templates", "workspace", "workspace_word")
 
     def __init__(self, function: str, device: torch.device, args, desc=None):
         if device.type not in _KINDS:
             raise NotImplementedError(f"device {device}: Tessera runs on the CPU and on CUDA devices; move the tensors")
+        self.number = next(_numbers)
         index = 0 if device.index is None else device.index
         threads = torch.get_num_threads() if device.type == "cpu" else 0
         self.function = getattr(library.load(), f"tessera_{function}")
@@ -253,10 +256,13 @@ def _forward_plan(key, tensors: tuple, text: str, training: bool) -> _Plan:
     return plan.ready(key, library.moe_workspace_bytes(plan.context, desc, library.PASS_FORWARD))
 
 
-def _run_forward(tensors: tuple, text: str, step: int, training: bool) -> list[torch.Tensor]:
+def _plan_forward(tensors: tuple, text: str, step: int, training: bool) -> _Plan:
     key = (text, training, torch.get_num_threads(), _signature(tensors), step != 0)
-    plan = _here.plans.get(key) or _forward_plan(key, tensors, text, training)
-    return plan.run(tensors, step=step)
+    return _here.plans.get(key) or _forward_plan(key, tensors, text, training)
+
+
+def _run_forward(tensors: tuple, text: str, step: int, training: bool) -> list[torch.Tensor]:
+    return _plan_forward(tensors, text, step, training).run(tensors, step=step)
 
 
 # In the kernels `arguments` are the tensors of _INPUTS, then options and step.
@@ -372,8 +378,12 @@ class Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, buffers, everything, *arguments):
         if direct():
-            results = _run_forward(arguments[:14], arguments[14], arguments[15], True)
+            tensors, text, step = arguments[:14], arguments[14], arguments[15]
+            plan = _plan_forward(tensors, text, step, True)
+            results = plan.run(tensors, step=step)
+            ctx.plan = plan.number
         else:
+            ctx.plan = None
             with torch._C._AutoDispatchBelowAutograd():
                 results = torch.ops.tessera.moe_forward.default(*arguments)
         o, h, routing, *_ = results
@@ -401,7 +411,13 @@ class Layer(torch.autograd.Function):
         needs = sum([1 << bit for bit, want in enumerate(wanted) if want])
         saved = (d_o, x, h, routing, w_router, b_router, *weights, dlogits)
         if direct() and not torch.is_grad_enabled():
-            gradients = _run_backward(saved, ctx.buffers or (), ctx.options, needs)
+            if ctx.plan is not None and ctx.buffers is None and dlogits is None and d_o.is_contiguous():
+                # All signatures follow from those of forward's plan.
+                key = (ctx.plan, needs)
+                plan = _here.plans.get(key) or _backward_plan(key, saved, (), ctx.options, needs)
+                gradients = plan.run(saved)
+            else:
+                gradients = _run_backward(saved, ctx.buffers or (), ctx.options, needs)
         elif ctx.buffers is None:
             gradients = torch.ops.tessera.moe_backward.default(*saved, ctx.options, needs)
         else:

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples do what they say, in small."""
+
+import pathlib
+import sys
+import unittest
+
+import tessera
+import torch
+
+ROOT = pathlib.Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import finetune_huggingface  # noqa: E402
+import memory_against_granularity  # noqa: E402
+import train_transformer  # noqa: E402
+
+TEXT = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+
+
+class Examples(unittest.TestCase):
+    def test_transformer_learns(self):
+        for router in ("topk-softmax", "sigmoid-bias"):
+            lines = []
+            result = train_transformer.train(TEXT.encode(), steps=40, hidden=48, layers=1, context=32, batch=8,
+                                             intermediate=32, router=router, report=lines.append)
+            self.assertLess(result["after"], 0.75 * result["before"])
+            self.assertRegex(lines[-1], "held-out bits per byte")
+
+    def test_finetuning_is_the_same_with_other_experts(self):
+        tessera.register_huggingface()
+        losses = [finetune_huggingface.finetune(TEXT, name=None, implementation=implementation, steps=6,
+                                                report=lambda _: None) for implementation in ("tessera", "eager")]
+        torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-4, atol=0)
+        self.assertLess(losses[0][-1], losses[0][0])
+
+    def test_memory_does_not_grow_with_granularity(self):
+        coarse, fine = memory_against_granularity.measure(1), memory_against_granularity.measure(16)
+        tokens, hidden, width = 1024, 256, 1024
+        for row in (coarse, fine):
+            slots, experts = tokens * row["top_k"], 4 * row["top_k"]
+            exact = 4 * (tokens * hidden + 2 * tokens * width + experts + 1 + 5 * slots)
+            self.assertEqual(row["tessera"], exact)
+            self.assertEqual(row["tessera, h recomputed"], exact - 4 * 2 * tokens * width)
+        self.assertGreater(fine["torch grouped_mm"], 3 * coarse["torch grouped_mm"])
+
+
+if __name__ == "__main__":
+    unittest.main()

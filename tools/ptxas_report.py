@@ -69,6 +69,10 @@ def report(build: pathlib.Path, jobs: int) -> str:
         done = subprocess.run(command, cwd=build, check=False, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{path}: {done.stderr}")
+        # ptxas serialises wgmmas that it cannot prove safe, and only informs: -Werror lets that pass.
+        serialised = re.search(r".*\(C75\d\d\).*", done.stdout + done.stderr)
+        if serialised:
+            sys.exit(f"{path}: {serialised[0]}")
         return path, kernels(done.stdout + done.stderr)
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:

@@ -34,4 +34,8 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return packed;
 }
 
+__device__ __forceinline__ float2 unpack_bf16(uint32_t packed) {
+  return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+}
+
 }  // namespace tessera::cuda::arch

@@ -10,9 +10,11 @@
 
 namespace tessera::cuda::arch {
 
-// Brings the enclosing 256 bytes into L2: of a row that is read in 128-byte k_tiles, the next one too.
-__device__ __forceinline__ void cp_async_16(uint32_t smem_dst, void const* gmem_src) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(smem_dst), "l"(gmem_src)
+// Copies the first `bytes` of 16 and zeroes the rest; with 0 the source is not read. Brings the
+// enclosing 256 bytes into L2: of a row that is read in 128-byte k_tiles, the next one too.
+__device__ __forceinline__ void cp_async_16(uint32_t smem_dst, void const* gmem_src, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(smem_dst),
+               "l"(gmem_src), "r"(bytes)
                : "memory");
 }
 

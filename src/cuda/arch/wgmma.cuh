@@ -25,6 +25,18 @@ __device__ __forceinline__ uint64_t wgmma_descriptor_k_major(void const* smem) {
 
 constexpr uint64_t kWgmmaDescriptorK16 = 32 / 16;
 
+// Operand in row-major order (contiguous along its 64 x N rows dimension) with the 128-byte swizzle:
+// boxes of 64 k x 64 rows, 8 KB apart; in a box k runs in groups of 8, 1024 bytes apart. The next k16
+// lies two groups further.
+__device__ __forceinline__ uint64_t wgmma_descriptor_rows_major(void const* smem) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kGroupStride = uint64_t{1024 / 16} << 32;
+  constexpr uint64_t kLeadingStride = uint64_t{8192 / 16} << 16;
+  return kSwizzle128 | kGroupStride | kLeadingStride | ((shared_address(smem) & 0x3ffff) >> 4);
+}
+
+constexpr uint64_t kWgmmaRowsMajorK16 = 2048 / 16;
+
 // Orders earlier register and shared-memory accesses of the warpgroup before the next wgmma.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -41,8 +53,10 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// accumulate = 0 overwrites d. Columns come in groups of 128, 64 registers each.
+// accumulate = 0 overwrites d. Columns come in groups of 128, 64 registers each. kTransposeB: B is
+// rows-major.
 // clang-format off
+template <bool kTransposeB>
 __device__ __forceinline__ void wgmma_m64n128k16(float (&d0)[64], uint64_t a, uint64_t b, int accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
@@ -51,7 +65,7 @@ __device__ __forceinline__ void wgmma_m64n128k16(float (&d0)[64], uint64_t a, ui
       "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
       "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
       "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-      "}, %64, %65, p, 1, 1, 0, 0;\n}"
+      "}, %64, %65, p, 1, 1, 0, %67;\n}"
       : "+f"(d0[0]), "+f"(d0[1]), "+f"(d0[2]), "+f"(d0[3]), "+f"(d0[4]), "+f"(d0[5]), "+f"(d0[6]), "+f"(d0[7]),
         "+f"(d0[8]), "+f"(d0[9]), "+f"(d0[10]), "+f"(d0[11]), "+f"(d0[12]), "+f"(d0[13]), "+f"(d0[14]), "+f"(d0[15]),
         "+f"(d0[16]), "+f"(d0[17]), "+f"(d0[18]), "+f"(d0[19]), "+f"(d0[20]), "+f"(d0[21]), "+f"(d0[22]), "+f"(d0[23]),
@@ -60,9 +74,10 @@ __device__ __forceinline__ void wgmma_m64n128k16(float (&d0)[64], uint64_t a, ui
         "+f"(d0[40]), "+f"(d0[41]), "+f"(d0[42]), "+f"(d0[43]), "+f"(d0[44]), "+f"(d0[45]), "+f"(d0[46]), "+f"(d0[47]),
         "+f"(d0[48]), "+f"(d0[49]), "+f"(d0[50]), "+f"(d0[51]), "+f"(d0[52]), "+f"(d0[53]), "+f"(d0[54]), "+f"(d0[55]),
         "+f"(d0[56]), "+f"(d0[57]), "+f"(d0[58]), "+f"(d0[59]), "+f"(d0[60]), "+f"(d0[61]), "+f"(d0[62]), "+f"(d0[63])
-      : "l"(a), "l"(b), "r"(accumulate));
+      : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeB ? 1 : 0));
 }
 
+template <bool kTransposeB>
 __device__ __forceinline__ void wgmma_m64n256k16(float (&d0)[64], float (&d1)[64], uint64_t a, uint64_t b, int accumulate) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
@@ -75,7 +90,7 @@ __device__ __forceinline__ void wgmma_m64n256k16(float (&d0)[64], float (&d1)[64
       "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
       "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
       "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-      "}, %128, %129, p, 1, 1, 0, 0;\n}"
+      "}, %128, %129, p, 1, 1, 0, %131;\n}"
       : "+f"(d0[0]), "+f"(d0[1]), "+f"(d0[2]), "+f"(d0[3]), "+f"(d0[4]), "+f"(d0[5]), "+f"(d0[6]), "+f"(d0[7]),
         "+f"(d0[8]), "+f"(d0[9]), "+f"(d0[10]), "+f"(d0[11]), "+f"(d0[12]), "+f"(d0[13]), "+f"(d0[14]), "+f"(d0[15]),
         "+f"(d0[16]), "+f"(d0[17]), "+f"(d0[18]), "+f"(d0[19]), "+f"(d0[20]), "+f"(d0[21]), "+f"(d0[22]), "+f"(d0[23]),
@@ -92,7 +107,7 @@ __device__ __forceinline__ void wgmma_m64n256k16(float (&d0)[64], float (&d1)[64
         "+f"(d1[40]), "+f"(d1[41]), "+f"(d1[42]), "+f"(d1[43]), "+f"(d1[44]), "+f"(d1[45]), "+f"(d1[46]), "+f"(d1[47]),
         "+f"(d1[48]), "+f"(d1[49]), "+f"(d1[50]), "+f"(d1[51]), "+f"(d1[52]), "+f"(d1[53]), "+f"(d1[54]), "+f"(d1[55]),
         "+f"(d1[56]), "+f"(d1[57]), "+f"(d1[58]), "+f"(d1[59]), "+f"(d1[60]), "+f"(d1[61]), "+f"(d1[62]), "+f"(d1[63])
-      : "l"(a), "l"(b), "r"(accumulate));
+      : "l"(a), "l"(b), "r"(accumulate), "n"(kTransposeB ? 1 : 0));
 }
 
 // clang-format on

@@ -27,18 +27,21 @@ __device__ __forceinline__ void issue(SharedStorage<kGemm>& smem, int stage,
                                       Accumulators<kGemm> (&acc)[kSubtiles], int row, int k_tile) {
   constexpr uint64_t kSubtileStep = kGemm.a_subtile_bytes() / 16;
   uint64_t const a = arch::wgmma_descriptor_k_major(&smem.a[stage][row * kGemm.tile.k]);
-  uint64_t const b = arch::wgmma_descriptor_k_major(smem.b[stage]);
+  constexpr bool kTransposeB = kGemm.b_major == Major::kRows;
+  constexpr uint64_t kStepB = kTransposeB ? arch::kWgmmaRowsMajorK16 : arch::kWgmmaDescriptorK16;
+  uint64_t const b = kTransposeB ? arch::wgmma_descriptor_rows_major(smem.b[stage])
+                                 : arch::wgmma_descriptor_k_major(smem.b[stage]);
   arch::wgmma_fence();
   TESSERA_UNROLL
   for (int k16 = 0; k16 < kGemm.tile.k / 16; ++k16) {
     TESSERA_UNROLL
     for (int m = 0; m < kActive; ++m) {
       uint64_t const a16 = a + k16 * arch::kWgmmaDescriptorK16 + m * kSubtileStep;
-      uint64_t const b16 = b + k16 * arch::kWgmmaDescriptorK16;
+      uint64_t const b16 = b + k16 * kStepB;
       if constexpr (kGemm.column_groups() == 1) {
-        arch::wgmma_m64n128k16(acc[m][0], a16, b16, k_tile | k16);
+        arch::wgmma_m64n128k16<kTransposeB>(acc[m][0], a16, b16, k_tile | k16);
       } else {
-        arch::wgmma_m64n256k16(acc[m][0], acc[m][1], a16, b16, k_tile | k16);
+        arch::wgmma_m64n256k16<kTransposeB>(acc[m][0], acc[m][1], a16, b16, k_tile | k16);
       }
     }
   }

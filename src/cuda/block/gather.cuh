@@ -20,7 +20,8 @@ class RowGather {
   __device__ __forceinline__ explicit RowGather(GemmParams const& p)
       : gmem_a_(static_cast<char const*>(p.gmem_a)),
         gmem_index_(p.gmem_index),
-        pitch_chunks_(static_cast<uint32_t>(p.a_pitch_chunks)) {
+        pitch_chunks_(static_cast<uint32_t>(p.a_pitch_chunks)),
+        row_bytes_(p.a_row_bytes) {
     uint32_t const thread = threadIdx.x % arch::kWarpgroupThreads;
     row_ = static_cast<int>(thread / kChunks);
     chunk_ = thread % kChunks;
@@ -43,18 +44,19 @@ class RowGather {
     }
   }
 
-  // One k_tile of the first `rows` rows, in units of 64.
+  // One k_tile of the first `rows` rows, in units of 64; columns past the row's end become 0.
   __device__ __forceinline__ void copy(SharedStorage<kGemm>& smem, int stage, int k_tile,
                                        int rows) const {
     uint32_t const smem_a = arch::shared_address(smem.a[stage]) + smem_offset_;
     char const* const gmem = gmem_a_ + int64_t{k_tile} * 128;
+    int const bytes = k_tile * 128 + static_cast<int>(chunk_) * 16 < row_bytes_ ? 16 : 0;
     TESSERA_UNROLL
     for (int m = 0; m < kGemm.tile.m / kSubtileM; ++m) {
       if (m * kSubtileM < rows) {
         TESSERA_UNROLL
         for (int j = 0; j < kSubtileM / kRowStep; ++j) {
           int const i = m * (kSubtileM / kRowStep) + j;
-          arch::cp_async_16(smem_a + i * kRowStep * 128, gmem + uint64_t{source_[i]} * 16);
+          arch::cp_async_16(smem_a + i * kRowStep * 128, gmem + uint64_t{source_[i]} * 16, bytes);
         }
       }
     }
@@ -69,6 +71,7 @@ class RowGather {
   char const* gmem_a_;
   int const* gmem_index_;
   uint32_t pitch_chunks_;  // row pitch in 16-byte units; T*pitch < 2^32 reaches 64 GB
+  int row_bytes_;
   int row_;
   uint32_t chunk_;
   uint32_t smem_offset_;

@@ -4,6 +4,8 @@
 // and hand their accumulators to the epilogue). Policies come from GemmConfig.
 #pragma once
 
+#include <algorithm>
+
 #include "consume.cuh"
 #include "produce.cuh"
 
@@ -14,17 +16,42 @@ template <GemmConfig kGemm>
 __device__ __forceinline__ void set_up(SharedStorage<kGemm>& smem, GemmParams const& p) {
   if (threadIdx.x == 0) {
     if constexpr (!kGemm.gathers()) arch::tma_prefetch_map(&p.a);
-    arch::tma_prefetch_map(&p.b);
+    TESSERA_UNROLL
+    for (int half = 0; half < kGemm.b_halves; ++half) arch::tma_prefetch_map(&p.b[half]);
     init_pipeline<kGemm>(smem);
   }
   for (int s = static_cast<int>(threadIdx.x); s <= p.segments; s += kGemm.threads()) {
-    smem.segment_offsets[s] = p.gmem_offsets[s];
+    smem.segment_offsets[s] = p.gmem_offsets != nullptr ? p.gmem_offsets[s] : s * p.a_rows;
   }
   if constexpr (kGemm.cluster_m > 1) {
     arch::cluster_sync();
   } else {
     __syncthreads();
   }
+}
+
+// The whole kernel: every thread of the grid calls it once.
+template <GemmConfig kGemm, class Epilogue>
+__device__ __forceinline__ void run_gemm(GemmParams const& p,
+                                         typename Epilogue::Params const& epilogue_params) {
+  static_assert(valid(kGemm));
+  auto& smem = shared_storage<kGemm>();
+  set_up<kGemm>(smem, p);
+  int const warpgroup = arch::warpgroup_idx();
+  if (warpgroup == 0) {
+    produce<kGemm>(smem, p);
+  } else {
+    consume<kGemm, Epilogue>(smem, p, epilogue_params, warpgroup - 1);
+  }
+  // Peers arrive on this CTA's barriers until they have finished.
+  if constexpr (kGemm.cluster_m > 1) arch::cluster_sync();
+}
+
+// Work tiles of `rows` rows, however they are divided among the segments: an upper bound.
+template <GemmConfig kGemm>
+int64_t most_tiles(GemmParams const& p, int64_t rows) {
+  constexpr int kBlockM = kGemm.tile.m * kGemm.cluster_m;
+  return ((rows + kBlockM - 1) / kBlockM + std::min<int64_t>(rows, p.segments - 1)) * p.n_tiles;
 }
 
 }  // namespace tessera::cuda::block

@@ -14,12 +14,16 @@ enum class ALoader : uint8_t { kTma, kGather };
 // one multiplies while the other runs its epilogue.
 enum class Schedule : uint8_t { kCooperative, kPingPong };
 
+// Which of its two dimensions is contiguous in B (rows x k).
+enum class Major : uint8_t { kK, kRows };
+
 struct TileShape {
   int m, n, k;
   bool operator==(TileShape const&) const = default;
 };
 
 constexpr int kSubtileM = 64;       // rows of one wgmma; a CTA skips 64-row parts past its segment
+constexpr int kBoxRows = 64;        // rows of B that one TMA load brings
 constexpr int kSlabColumns = 64;    // bf16 columns of a 128-byte swizzled row
 constexpr int kGroupColumns = 128;  // tile_n comes in groups; a gated one is [64 gate | 64 up]
 constexpr int kSharedMemoryBytes = 227 * 1024;
@@ -31,6 +35,7 @@ struct GemmConfig {
   ALoader a_loader = ALoader::kTma;
   Schedule schedule = Schedule::kCooperative;
   int consumer_warpgroups = 2;
+  Major b_major = Major::kK;
   int b_halves = 1;     // 2: B has gate and up rows; every column group takes 64 of each
   int store_slabs = 2;  // 64x64 staging buffers per consumer warpgroup
   int raster_n = 8;     // n_tiles walked before the next m block
@@ -51,12 +56,9 @@ struct GemmConfig {
 
   consteval int column_groups() const { return tile.n / kGroupColumns; }
 
-  // B travels as boxes of b_box_halves x b_box_n rows, one per column group, or more where the
-  // cluster has more CTAs than that. CTA c of the cluster loads the c-th share of them.
-  consteval int b_box_halves() const { return column_groups() >= cluster_m ? b_halves : 1; }
-  consteval int b_blocks() const { return column_groups() * b_halves / b_box_halves(); }
-  consteval int b_boxes() const { return b_blocks() > cluster_m ? b_blocks() : cluster_m; }
-  consteval int b_box_n() const { return tile.n / b_boxes() / b_box_halves(); }
+  // B travels in boxes of 64 rows; with two halves even boxes are gate rows, odd ones up rows. CTA c
+  // of the cluster loads the c-th share of them.
+  consteval int b_boxes() const { return tile.n / kBoxRows; }
   consteval uint32_t a_subtile_bytes() const { return kSubtileM * tile.k * 2; }
   consteval uint32_t b_tile_bytes() const { return tile.n * tile.k * 2; }
 
@@ -92,8 +94,8 @@ consteval bool valid(GemmConfig c) {
     throw "accumulators do not fit the registers of a warpgroup";
   if (c.cluster_m != 1 && c.cluster_m != 2 && c.cluster_m != 4) throw "cluster_m: 1, 2 or 4";
   if (c.b_halves != 1 && c.b_halves != 2) throw "b_halves: 1 or 2";
-  if (c.b_box_n() % 8) throw "B boxes: whole groups of 8 rows";
-  if (c.gathers() && c.tile.m > 128) throw "gather: 8 rows per producer thread";
+  if (c.b_boxes() % c.cluster_m) throw "cluster_m: divides the boxes of B";
+  if (c.gathers() && c.tile.m > 192) throw "gather: at most 12 rows per producer thread";
   if (c.stages < 2) throw "stages: at least 2";
   return true;
 }

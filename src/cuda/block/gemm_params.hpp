@@ -8,12 +8,15 @@ namespace tessera::cuda::block {
 
 struct GemmParams {
   CUtensorMap a;            // (k, row), box 64 x 64; kTma only
-  CUtensorMap b;            // (k, row, half, segment), box 64 x b_box_n x b_box_halves x 1
-  void const* gmem_a;       // kGather only, as are the next two
+  CUtensorMap b[2];         // halves of B: make_weight_map(), boxes of 64 k x 64 rows
+  int b_block;              // rows of a block of B: make_weight_map()
+  void const* gmem_a;       // kGather only, as are the next three
   int a_pitch_chunks;       // row pitch of gmem_a in 16-byte units
+  int a_row_bytes;          // gemm_k * 2
   int const* gmem_index;    // row -> row of gmem_a
-  int const* gmem_offsets;  // [segments + 1]
-  int* gmem_tile_counter;   // 0 before and after every launch
+  int const* gmem_offsets;  // [segments + 1]; null: one segment of a_rows rows
+  int a_rows;
+  int* gmem_tile_counter;  // 0 before and after every launch
   int segments;
   int n_tiles;
   int k_tiles;

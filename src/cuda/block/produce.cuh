@@ -18,25 +18,34 @@ template <GemmConfig kGemm>
 __device__ __forceinline__ void load_b(SharedStorage<kGemm>& smem, GemmParams const& p, int stage,
                                        int k_tile, WorkTile const& tile) {
   constexpr int kBoxesPerCta = kGemm.b_boxes() / kGemm.cluster_m;
-  constexpr int kBoxesPerBlock = kGemm.b_boxes() / kGemm.b_blocks();
-  constexpr int kBoxesPerGroup = kGemm.b_boxes() / kGemm.column_groups();
-  constexpr int kRowsPerGroup = kGroupColumns / kGemm.b_halves;  // of each half
-  constexpr int kBoxElements = kGemm.b_box_halves() * kGemm.b_box_n() * kGemm.tile.k;
+  constexpr int kBoxElements = kBoxRows * kGemm.tile.k;
   constexpr uint16_t kEveryCta = (1u << kGemm.cluster_m) - 1;
-  int const cta = kGemm.cluster_m == 1 ? 0 : static_cast<int>(arch::cluster_cta_rank());
+  int const first =
+      kGemm.cluster_m == 1 ? 0 : static_cast<int>(arch::cluster_cta_rank()) * kBoxesPerCta;
+  int const k = k_tile * kGemm.tile.k;
   TESSERA_UNROLL
   for (int i = 0; i < kBoxesPerCta; ++i) {
-    int const box = cta * kBoxesPerCta + i;
-    int const group = tile.n_tile * kGemm.column_groups() + box / kBoxesPerGroup;
-    int const half = kGemm.b_box_halves() == 1 ? box / kBoxesPerBlock % kGemm.b_halves : 0;
-    int const row = group * kRowsPerGroup + box % kBoxesPerBlock * kGemm.b_box_n();
+    int const box = first + i;
+    int const row = (tile.n_tile * kGemm.b_boxes() + box) / kGemm.b_halves * kBoxRows;
+    CUtensorMap const* const map = &p.b[box % kGemm.b_halves];
+    int c0 = k;
+    int c1 = row;
+    int c2 = 0;
+    if constexpr (kGemm.b_major == Major::kRows) {
+      c0 = row;
+      c1 = k;
+    } else if (p.b_block <= kBoxRows) {
+      c1 = 0;
+      c2 = row / p.b_block;
+    } else if (row >= p.b_block) {
+      c1 = row % p.b_block;
+      c2 = row / p.b_block;
+    }
     bf16* const smem_b = &smem.b[stage][box * kBoxElements];
     if constexpr (kGemm.cluster_m == 1) {
-      arch::tma_load(smem_b, &p.b, &smem.full[stage], k_tile * kGemm.tile.k, row, half,
-                     tile.segment);
+      arch::tma_load(smem_b, map, &smem.full[stage], c0, c1, c2, tile.segment);
     } else {
-      arch::tma_load_multicast(smem_b, &p.b, &smem.full[stage], kEveryCta, k_tile * kGemm.tile.k,
-                               row, half, tile.segment);
+      arch::tma_load_multicast(smem_b, map, &smem.full[stage], kEveryCta, c0, c1, c2, tile.segment);
     }
   }
 }
@@ -49,7 +58,7 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
   WorkQueue<kGemm, true> queue(smem);
   PipelineState<kGemm.stages> state;
   WorkTile tile;
-  if (schedules) scheduler.announce_first();
+  if (schedules) scheduler.announce_first(p.k_tiles);
   while (queue.read(tile)) {
     int const subtiles = (tile.rows + kSubtileM - 1) / kSubtileM;
     uint32_t const bytes = kGemm.b_tile_bytes() + subtiles * kGemm.a_subtile_bytes();
@@ -87,7 +96,7 @@ __device__ __forceinline__ void produce_by_gather(SharedStorage<kGemm>& smem, Ge
   int const warp = arch::warp_idx() % 4;
   WorkTile tile;
   WorkTile ahead;
-  if (schedules) scheduler.announce_first();
+  if (schedules) scheduler.announce_first(p.k_tiles);
   bool more = queue.read(tile);
   if (more) gather.prefetch(tile);
   while (more) {

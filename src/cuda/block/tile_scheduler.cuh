@@ -40,16 +40,16 @@ class TileScheduler {
       : smem_(smem), gmem_counter_(gmem_counter), segments_(segments), n_tiles_(n_tiles) {}
 
   // The first tile is the cluster's number; the counter hands out those after the last cluster's.
-  __device__ __forceinline__ void announce_first() {
-    announce(static_cast<int>(blockIdx.x) / kGemm.cluster_m);
+  __device__ __forceinline__ void announce_first(int k_tiles) {
+    bool const found = announce(static_cast<int>(blockIdx.x) / kGemm.cluster_m);
+    if (found && k_tiles < kDrawAhead) draw();
   }
 
   // Called in every k_tile of a tile: draws the next one early enough to hide the counter's latency,
-  // late enough to keep the choice open.
+  // late enough to keep the choice open. Where tiles are too short for both, the next but one is drawn.
   __device__ __forceinline__ void step(int k_tile, int k_tiles) {
-    if (k_tile == max(k_tiles - kDrawAhead, 0) && arch::lane_idx() == 0) {
-      ticket_ = atomicAdd(gmem_counter_, 1);
-    }
+    bool const draws_late = k_tiles >= kDrawAhead;
+    if (draws_late && k_tile == k_tiles - kDrawAhead) draw();
     if (k_tile == max(k_tiles - kAnnounceAhead, 0)) {
       int const ticket = __shfl_sync(kAllLanes, ticket_, 0);
       bool const found = announce(clusters() + ticket);
@@ -58,6 +58,7 @@ class TileScheduler {
       if (!found && ticket == blocks_before_ * n_tiles_ - 1 && arch::lane_idx() == 0) {
         *gmem_counter_ = 0;
       }
+      if (found && !draws_late) draw();
     }
   }
 
@@ -69,6 +70,10 @@ class TileScheduler {
 
   __device__ __forceinline__ static int clusters() {
     return static_cast<int>(gridDim.x) / kGemm.cluster_m;
+  }
+
+  __device__ __forceinline__ void draw() {
+    if (arch::lane_idx() == 0) ticket_ = atomicAdd(gmem_counter_, 1);
   }
 
   __device__ __forceinline__ bool announce(int index) {

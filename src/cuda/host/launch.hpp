@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstdint>
 
 namespace tessera::cuda::host {
 
@@ -13,6 +14,12 @@ struct PersistentShape {
   int cluster;
   int smem_bytes;
 };
+
+// Of a GEMM kernel (block/gemm.cuh) with config kGemm.
+template <auto kGemm, class SharedStorage>
+constexpr PersistentShape persistent_shape() {
+  return {kGemm.threads(), kGemm.cluster_m, int(sizeof(SharedStorage))};
+}
 
 inline cudaLaunchConfig_t launch_config(PersistentShape shape, int ctas, cudaStream_t stream,
                                         cudaLaunchAttribute& cluster) {
@@ -39,9 +46,21 @@ cudaError_t resident_clusters(Kernel* kernel, PersistentShape shape, int& cluste
   return cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
 }
 
+// At most one cluster per work tile, no more CTAs than SMs.
 template <typename Params>
-cudaError_t launch_persistent(void (*kernel)(Params const), PersistentShape shape, int clusters,
-                              Params const& params, cudaStream_t stream) {
+cudaError_t launch_persistent(void (*kernel)(Params const), PersistentShape shape,
+                              int64_t most_tiles, int sm_count, Params const& params,
+                              cudaStream_t stream) {
+  int clusters = sm_count / shape.cluster;
+  if (shape.cluster > 1) {
+    cudaError_t const error = resident_clusters(kernel, shape, clusters);
+    if (error != cudaSuccess) return error;
+  } else {
+    cudaError_t const error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.smem_bytes);
+    if (error != cudaSuccess) return error;
+  }
+  clusters = int(std::min<int64_t>(clusters, most_tiles));
   if (clusters == 0) return cudaSuccess;
   cudaLaunchAttribute cluster;
   cudaLaunchConfig_t const config = launch_config(shape, clusters * shape.cluster, stream, cluster);

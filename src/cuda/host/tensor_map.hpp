@@ -15,6 +15,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "projection.hpp"
+
 namespace tessera::cuda::host {
 
 // Extents in elements, innermost first; strides in bytes of dimensions 1..rank-1.
@@ -46,31 +48,43 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, void const* gmem,
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// (rows, columns) row-major, as (column, row). No rows: a map that is valid and never used.
+// (rows, columns), rows `pitch` elements apart, as (column, row). No rows: a map that is valid and never
+// used.
 inline cudaError_t make_matrix_map(CUtensorMap& map, void const* gmem, int64_t rows,
-                                   int64_t columns, int box_rows) {
+                                   int64_t columns, int64_t pitch, int box_rows) {
   return make_tensor_map(map, gmem,
                          {.rank = 2,
                           .extent = {uint64_t(columns), uint64_t(std::max<int64_t>(rows, 1))},
-                          .stride_bytes = {uint64_t(columns) * 2},
+                          .stride_bytes = {uint64_t(pitch) * 2},
                           .box = {64, uint32_t(box_rows)}});
 }
 
-// Gate and up rows of every segment's weight, as (column, row, half, segment); strides in elements.
-struct HalvesLayout {
-  int64_t row_stride, half_stride, segment_stride;
-};
-
-inline cudaError_t make_halves_map(CUtensorMap& map, void const* gmem, int64_t segments,
-                                   int64_t halves, int64_t rows, int64_t columns,
-                                   HalvesLayout layout, int box_halves, int box_rows) {
+// One matrix (rows x columns) per segment of a weight tensor (host/projection.hpp), in boxes of 64 rows x
+// 64 columns, zero outside.
+//   K-major    (column, row % block, row / block, segment); no box may cross a block, so blocks have a
+//              power of two of rows up to 64, or a multiple of 64, or there is only one
+//   rows-major (row, column, 0, segment)
+inline cudaError_t make_weight_map(CUtensorMap& map, WeightRows const& w, int64_t segments,
+                                   int64_t rows, int64_t columns, bool rows_major) {
+  auto const bytes = [](int64_t elements) { return uint64_t(elements) * 2; };
+  if (rows_major) {
+    return make_tensor_map(
+        map, w.gmem,
+        {.rank = 4,
+         .extent = {uint64_t(rows), uint64_t(columns), 1, uint64_t(segments)},
+         .stride_bytes = {bytes(w.column_stride), bytes(w.column_stride), bytes(w.expert_stride)},
+         .box = {64, 64, 1, 1}});
+  }
+  bool const one_block = w.block >= rows;
+  uint32_t const box_rows = one_block ? 64 : uint32_t(std::min<int64_t>(w.block, 64));
   return make_tensor_map(
-      map, gmem,
+      map, w.gmem,
       {.rank = 4,
-       .extent = {uint64_t(columns), uint64_t(rows), uint64_t(halves), uint64_t(segments)},
-       .stride_bytes = {uint64_t(layout.row_stride) * 2, uint64_t(layout.half_stride) * 2,
-                        uint64_t(layout.segment_stride) * 2},
-       .box = {64, uint32_t(box_rows), uint32_t(box_halves), 1}});
+       .extent = {uint64_t(columns), uint64_t(one_block ? rows : w.block),
+                  uint64_t(one_block ? 1 : rows / w.block), uint64_t(segments)},
+       .stride_bytes = {bytes(w.row_stride), bytes(one_block ? w.row_stride : w.block_stride),
+                        bytes(w.expert_stride)},
+       .box = {64, box_rows, 64 / box_rows, 1}});
 }
 
 // Ragged store map of a (rows, halves * columns) matrix, as (column, half, row, end), `row` of

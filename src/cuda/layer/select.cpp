@@ -24,13 +24,15 @@ bool aligned(void const* gmem) noexcept {
   return reinterpret_cast<std::uintptr_t>(gmem) % kAlignment == 0;
 }
 
-Refusal not_built() noexcept { return refusal("%s", "this version has no fast kernel of it"); }
-
 }  // namespace
 
-Refusal refuse(RouterLogitsArguments const&) noexcept { return not_built(); }
-Refusal refuse(UpProjectionFwdArguments const&) noexcept { return not_built(); }
-Refusal refuse(DownProjectionFwdArguments const&) noexcept { return not_built(); }
+Refusal refuse(RouterLogitsArguments const& args) noexcept { return refuse_router_logits(args); }
+Refusal refuse(UpProjectionFwdArguments const& args) noexcept {
+  return refuse_up_projection_fwd(args);
+}
+Refusal refuse(DownProjectionFwdArguments const& args) noexcept {
+  return refuse_down_projection_fwd(args);
+}
 
 Refusal refuse(RouteArguments const& args) noexcept {
   if (args.experts > kMaxExperts) {
@@ -61,14 +63,19 @@ Refusal refuse(AggregateArguments const& args) noexcept {
   return {};
 }
 
-cudaError_t launch(RouterLogitsArguments const& args, int, cudaStream_t stream) noexcept {
-  return launch_router_logits_plain(args, stream);
+cudaError_t launch(RouterLogitsArguments const& args, int sm_count, cudaStream_t stream) noexcept {
+  return refuse(args).refused() ? launch_router_logits_plain(args, stream)
+                                : launch_router_logits(args, sm_count, stream);
 }
-cudaError_t launch(UpProjectionFwdArguments const& args, int, cudaStream_t stream) noexcept {
-  return launch_up_projection_fwd_plain(args, stream);
+cudaError_t launch(UpProjectionFwdArguments const& args, int sm_count,
+                   cudaStream_t stream) noexcept {
+  return refuse(args).refused() ? launch_up_projection_fwd_plain(args, stream)
+                                : launch_up_projection_fwd(args, sm_count, stream);
 }
-cudaError_t launch(DownProjectionFwdArguments const& args, int, cudaStream_t stream) noexcept {
-  return launch_down_projection_fwd_plain(args, stream);
+cudaError_t launch(DownProjectionFwdArguments const& args, int sm_count,
+                   cudaStream_t stream) noexcept {
+  return refuse(args).refused() ? launch_down_projection_fwd_plain(args, stream)
+                                : launch_down_projection_fwd(args, sm_count, stream);
 }
 cudaError_t launch(RouteArguments const& args, int, cudaStream_t stream) noexcept {
   return refuse(args).refused() ? launch_route_plain(args, stream) : launch_route(args, stream);

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// Adds a bias to 64 columns of a thread's accumulators (fragment order: arch/wgmma.cuh).
+#pragma once
+
+#include "../arch/warp.cuh"
+#include "shared_storage.cuh"
+
+namespace tessera::cuda::block {
+
+// Element c of segment s: gmem[s*segment_stride + c*column_stride]. gmem null: no bias.
+struct Bias {
+  bf16 const* gmem;
+  int64_t segment_stride;
+  int column_stride;
+};
+
+// acc[4j + ..] holds columns column + 8j + 2(lane%4) + {0,1} of two rows, j < 8.
+template <int kFirst, int kSize>
+__device__ __forceinline__ void add_bias(float (&acc)[kSize], Bias const& bias, int segment,
+                                         int column, int columns) {
+  int const first = column + arch::lane_idx() % 4 * 2;
+  bf16 const* const gmem =
+      bias.gmem + segment * bias.segment_stride + int64_t{first} * bias.column_stride;
+  TESSERA_UNROLL
+  for (int j = 0; j < kSlabColumns / 8; ++j) {
+    TESSERA_UNROLL
+    for (int bit = 0; bit < 2; ++bit) {
+      if (first + 8 * j + bit < columns) {
+        float const b = __bfloat162float(gmem[(8 * j + bit) * bias.column_stride]);
+        acc[kFirst + 4 * j + bit] += b;
+        acc[kFirst + 4 * j + 2 + bit] += b;
+      }
+    }
+  }
+}
+
+}  // namespace tessera::cuda::block

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// store epilogue: D = accumulators (+ bias of the segment's column), rounded once to bf16.
+#pragma once
+
+#include "../bias.cuh"
+#include "../slab_store.cuh"
+#include "../tile_scheduler.cuh"
+
+namespace tessera::cuda::block {
+
+struct StoreParams {
+  CUtensorMap d;  // ragged (column, 1 half, row, end), 64 x 1 x 64 x 1
+  Bias bias;
+  int columns;
+  int ragged_extent;  // of the row dimension of d
+};
+
+template <GemmConfig kGemm>
+class StoreEpilogue {
+ public:
+  using Params = StoreParams;
+
+  __device__ __forceinline__ StoreEpilogue(SharedStorage<kGemm>& smem, Params const& p,
+                                           int consumer)
+      : p_(p), slabs_(smem, consumer) {}
+
+  // 64 rows from `row`, in rounds of two slabs; with four slabs TMA still reads the last round's.
+  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
+    static_assert(kGemm.b_halves == 1 && (kGemm.store_slabs == 2 || kDouble));
+    int const column = tile.n_tile * kGemm.tile.n;
+    TESSERA_UNROLL
+    for (int first = 0; first < kSlabs; first += kRound) {
+      slabs_.template begin<kDouble ? 1 : 0>();
+      TESSERA_UNROLL
+      for (int slab = 0; slab < kRound; ++slab) {
+        int const group = (first + slab) * kSlabColumns / kGroupColumns;
+        int const i = slab * kSecond;
+        if (p_.bias.gmem != nullptr) {
+          int const c = column + (first + slab) * kSlabColumns;
+          if (slab == 0) {
+            add_bias<0>(acc[group], p_.bias, tile.segment, c, p_.columns);
+          } else {
+            add_bias<kSecond>(acc[group], p_.bias, tile.segment, c, p_.columns);
+          }
+        }
+        slabs_.fill(base_ + slab, [&](int j, int half) {
+          return arch::pack_bf16(acc[group][i + 4 * j + 2 * half],
+                                 acc[group][i + 4 * j + 2 * half + 1]);
+        });
+      }
+      slabs_.publish();
+      if (slabs_.issuer()) {
+        TESSERA_UNROLL
+        for (int slab = 0; slab < kRound; ++slab) {
+          slabs_.store(base_ + slab, &p_.d, column + (first + slab) * kSlabColumns, 0,
+                       p_.ragged_extent + row - tile.end, tile.end);
+        }
+        slabs_.commit();
+      }
+      if constexpr (kDouble) base_ ^= kRound;
+    }
+  }
+
+  __device__ __forceinline__ void drain() const { slabs_.drain(); }
+
+ private:
+  static constexpr int kSlabs = kGemm.tile.n / kSlabColumns;
+  static constexpr int kRound = 2;
+  static constexpr int kSecond = kGroupColumns / 4;  // register of a group's second slab
+  static constexpr bool kDouble = kGemm.store_slabs == 2 * kRound;
+
+  Params const& p_;
+  SlabStore<kGemm> slabs_;
+  int base_ = 0;  // first slab of the round
+};
+
+}  // namespace tessera::cuda::block

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "../kernels/down_projection_fwd.cuh"
+#include "../tuning/gemm.hpp"
+
+namespace tessera::cuda {
+namespace {
+
+template <block::Major kMajor>
+cudaError_t launch(DownProjectionFwdArguments const& args, int sm_count, cudaStream_t stream) {
+  return args.intermediate <= kDownProjectionWideUpTo
+             ? launch_down_projection_fwd_config<DownProjectionFwdWide<kMajor>>(args, sm_count,
+                                                                                stream)
+             : launch_down_projection_fwd_config<DownProjectionFwdPingPong<kMajor>>(args, sm_count,
+                                                                                    stream);
+}
+
+}  // namespace
+
+cudaError_t launch_down_projection_fwd(DownProjectionFwdArguments const& args, int sm_count,
+                                       cudaStream_t stream) {
+  if (refuse_down_projection_fwd(args).refused()) return cudaErrorInvalidValue;
+  if (args.rows == 0) return cudaSuccess;
+  return args.w_down.column_stride == 1 ? launch<block::Major::kK>(args, sm_count, stream)
+                                        : launch<block::Major::kRows>(args, sm_count, stream);
+}
+
+}  // namespace tessera::cuda

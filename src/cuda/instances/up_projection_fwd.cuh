@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// The instances of up_projection_fwd for one activation, chosen by loader, by the weights' order and,
+// unless gated, by the presence of a bias.
+#pragma once
+
+#include "../kernels/up_projection_fwd.cuh"
+#include "../tuning/gemm.hpp"
+
+namespace tessera::cuda {
+
+template <ActivationKind kKind, bool kGather, block::Major kMajor>
+cudaError_t launch_up_projection_fwd_of(UpProjectionFwdArguments const& args, int sm_count,
+                                        cudaStream_t stream) {
+  using WithBias = UpProjectionFwdConfig<kKind, kGather, kMajor, true>;
+  using WithoutBias = UpProjectionFwdConfig<kKind, kGather, kMajor, false>;
+  if constexpr (WithBias::gemm != WithoutBias::gemm) {
+    if (args.b_up[0].gmem == nullptr) {
+      return launch_up_projection_fwd_config<WithoutBias>(args, sm_count, stream);
+    }
+  }
+  return launch_up_projection_fwd_config<WithBias>(args, sm_count, stream);
+}
+
+template <ActivationKind kKind>
+cudaError_t launch_up_projection_fwd_of(UpProjectionFwdArguments const& args, int sm_count,
+                                        cudaStream_t stream) {
+  using block::Major;
+  bool const gathers = args.gmem_gather_index != nullptr;
+  if (args.w_up[0].column_stride == 1) {
+    return gathers ? launch_up_projection_fwd_of<kKind, true, Major::kK>(args, sm_count, stream)
+                   : launch_up_projection_fwd_of<kKind, false, Major::kK>(args, sm_count, stream);
+  }
+  return gathers ? launch_up_projection_fwd_of<kKind, true, Major::kRows>(args, sm_count, stream)
+                 : launch_up_projection_fwd_of<kKind, false, Major::kRows>(args, sm_count, stream);
+}
+
+}  // namespace tessera::cuda

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+// down_projection_fwd: y = a @ w_down[e]^T + b_down[e], one row per (token, expert) pair.
+// Shapes   a (R,n) bf16 in expert order, w_down (E,d,n) in any layout of WeightRows, y (R,d)
+// Work     2*R*n*d FLOP; bytes: a 2*R*n, w_down 2*E*n*d, y 2*R*d; at n = 256 stores and multiplication
+//          take about the same time (184 FLOP per byte is the balance point)
+// Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile); all loads by TMA
+//   cooperative (n <= 512: fewer bytes into shared memory per FLOP)
+//     WG0 producer    | fill s0 | fill s1 | ..          (wait empty, arrive full)
+//     WG1,2 consumers |         | mma s0  | .. | store  (wait full, arrive empty)
+//   ping-pong (longer k loops): the stores of a tile run under the other warpgroup's multiplication
+//     WG1             | mma tile 0   | store tile 0 | mma tile 2
+//     WG2             |       (turn) | mma tile 1   | store tile 1
+// Barriers full, empty [stages], the turn, and named ones: gemm_config.hpp
+// Numerics fp32 accumulate and bias, one rounding; bitwise repeatable: yes
+// Requires what refuse_down_projection_fwd() asks (host/refuse.cpp)
+#pragma once
+
+#include <climits>
+
+#include "../block/epilogue/store.cuh"
+#include "../block/gemm.cuh"
+#include "../host/launch.hpp"
+#include "../host/projection.hpp"
+#include "../host/tensor_map.hpp"
+
+namespace tessera::cuda {
+
+// A config is a type with `static constexpr block::GemmConfig gemm`.
+struct DownProjectionFwdParams {
+  block::GemmParams gemm;
+  block::StoreParams epilogue;
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::gemm.threads(), 1)
+    down_projection_fwd(__grid_constant__ DownProjectionFwdParams const p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  block::run_gemm<Config::gemm, block::StoreEpilogue<Config::gemm>>(p.gemm, p.epilogue);
+#endif
+}
+
+template <class Config>
+cudaError_t make_down_projection_fwd_params(DownProjectionFwdParams& p,
+                                            DownProjectionFwdArguments const& args) {
+  constexpr block::GemmConfig kGemm = Config::gemm;
+  int64_t const d = args.hidden;
+  int64_t const n = args.intermediate;
+  cudaError_t error = cudaSuccess;
+  auto const then = [&error](cudaError_t next) {
+    if (error == cudaSuccess) error = next;
+  };
+  p = {};
+  then(host::make_matrix_map(p.gemm.a, args.gmem_a, args.rows, n, n, block::kSubtileM));
+  then(host::make_weight_map(p.gemm.b[0], args.w_down, args.experts, d, n,
+                             kGemm.b_major == block::Major::kRows));
+  then(host::make_ragged_store_map(p.epilogue.d, args.gmem_y, args.rows, 1, d, args.rows,
+                                   block::kSubtileM));
+  p.epilogue.bias = {static_cast<block::bf16 const*>(args.b_down.gmem), args.b_down.expert_stride,
+                     int(args.b_down.row_stride)};
+  p.epilogue.columns = int(d);
+  p.epilogue.ragged_extent = int(args.rows);
+  p.gemm.b_block = INT_MAX;
+  p.gemm.gmem_offsets = args.gmem_expert_offsets;
+  p.gemm.gmem_tile_counter = args.gmem_tile_counter;
+  p.gemm.segments = args.experts;
+  p.gemm.n_tiles = int((d + kGemm.tile.n - 1) / kGemm.tile.n);
+  p.gemm.k_tiles = int((n + kGemm.tile.k - 1) / kGemm.tile.k);
+  return error;
+}
+
+template <class Config>
+cudaError_t launch_down_projection_fwd_config(DownProjectionFwdArguments const& args, int sm_count,
+                                              cudaStream_t stream) {
+  DownProjectionFwdParams params;
+  cudaError_t const error = make_down_projection_fwd_params<Config>(params, args);
+  if (error != cudaSuccess) return error;
+  return host::launch_persistent(
+      down_projection_fwd<Config>,
+      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
+      block::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
+}
+
+}  // namespace tessera::cuda

@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// router_logits: l = x @ w_router^T + b_router, not rounded.
+// Shapes   x (T,d) bf16, w_router (E,d), l (T,E) fp32
+// Work     2*T*E*d FLOP; bytes: 2*T*d + 2*E*d + 4*T*E; memory bound up to E = 184
+// Schedule persistent, 1 CTA/SM, one segment of T rows; work tile = (m block, n_tile), all loads by TMA
+//   few experts: 64-row ping-pong tiles, so that T / 64 tiles spread evenly over the SMs
+//   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
+//   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)
+// Barriers full, empty [stages], the turn, and named ones: gemm_config.hpp
+// Numerics fp32 accumulate and bias; bitwise repeatable: yes
+// Requires what refuse_router_logits() asks (host/refuse.cpp)
+#pragma once
+
+#include <climits>
+
+#include "../block/epilogue/store_fp32.cuh"
+#include "../block/gemm.cuh"
+#include "../host/launch.hpp"
+#include "../host/projection.hpp"
+#include "../host/tensor_map.hpp"
+
+namespace tessera::cuda {
+
+// A config is a type with `static constexpr block::GemmConfig gemm`.
+struct RouterLogitsParams {
+  block::GemmParams gemm;
+  block::StoreFp32Params epilogue;
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::gemm.threads(), 1)
+    router_logits(__grid_constant__ RouterLogitsParams const p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  block::run_gemm<Config::gemm, block::StoreFp32Epilogue<Config::gemm>>(p.gemm, p.epilogue);
+#endif
+}
+
+template <class Config>
+cudaError_t launch_router_logits_config(RouterLogitsArguments const& args, int sm_count,
+                                        cudaStream_t stream) {
+  constexpr block::GemmConfig kGemm = Config::gemm;
+  int64_t const d = args.hidden;
+  RouterLogitsParams p{};
+  cudaError_t error =
+      host::make_matrix_map(p.gemm.a, args.x.gmem, args.x.rows, d, args.x.pitch, block::kSubtileM);
+  if (error != cudaSuccess) return error;
+  WeightRows const w_router{.gmem = args.w_router.gmem,
+                            .expert_stride = args.w_router.pitch * args.experts,
+                            .row_stride = args.w_router.pitch,
+                            .column_stride = 1,
+                            .block = args.experts};
+  error = host::make_weight_map(p.gemm.b[0], w_router, 1, args.experts, d, false);
+  if (error != cudaSuccess) return error;
+  p.epilogue = {.gmem = args.gmem_logits,
+                .gmem_bias = static_cast<block::bf16 const*>(args.gmem_b_router),
+                .columns = args.experts};
+  p.gemm.b_block = INT_MAX;
+  p.gemm.a_rows = int(args.x.rows);
+  p.gemm.gmem_tile_counter = args.gmem_tile_counter;
+  p.gemm.segments = 1;
+  p.gemm.n_tiles = (args.experts + kGemm.tile.n - 1) / kGemm.tile.n;
+  p.gemm.k_tiles = int((d + kGemm.tile.k - 1) / kGemm.tile.k);
+  return host::launch_persistent(
+      router_logits<Config>,
+      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
+      block::most_tiles<Config::gemm>(p.gemm, args.x.rows), sm_count, p, stream);
+}
+
+}  // namespace tessera::cuda

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// Configurations of the forward GEMMs. Measured: the results file named at each row, random routing,
+// against the other rows of bench/cuda/{up,down}_projection_fwd.cu.
+#pragma once
+
+#include <cstdint>
+
+#include "../block/gemm_config.hpp"
+#include "tessera/shape.hpp"
+
+namespace tessera::cuda {
+
+// Gathered rows: 16-byte copies cost the same per row whatever the tile, so it is as wide as possible.
+// A bias where the whole group is stored twice (not gated) needs the registers of half a tile.
+// bench/results/h200/2026-11-21-up-projection-spike.json
+template <ActivationKind kKind, bool kGather, block::Major kMajor, bool kBias>
+struct UpProjectionFwdConfig {
+  static constexpr ActivationKind activation = kKind;
+  static constexpr bool bias = kBias;
+  static constexpr bool gated = kKind <= ActivationKind::clamped_swiglu;
+  static constexpr bool narrow = kBias && !gated;
+  static constexpr block::GemmConfig gemm{
+      .tile = {128, narrow ? 128 : 256, 64},
+      .stages = narrow ? 6 : 4,
+      .a_loader = kGather ? block::ALoader::kGather : block::ALoader::kTma,
+      .b_major = kMajor,
+      .b_halves = gated ? 2 : 1};
+};
+
+// Short k loops: the widest tile moves the fewest bytes into shared memory; long ones: stores hidden by
+// ping-pong. bench/results/h200/2026-11-21-down-projection.json
+constexpr int64_t kDownProjectionWideUpTo = 512;  // n
+
+template <block::Major kMajor>
+struct DownProjectionFwdWide {
+  static constexpr block::GemmConfig gemm{.stages = 4, .b_major = kMajor};
+};
+template <block::Major kMajor>
+struct DownProjectionFwdPingPong {
+  static constexpr block::GemmConfig gemm{.tile = {192, 128, 64},
+                                          .stages = 4,
+                                          .schedule = block::Schedule::kPingPong,
+                                          .b_major = kMajor};
+};
+
+// Up to 128 experts: small tiles, for balance; more: the widest.
+struct RouterLogitsNarrow {
+  static constexpr int kMostExperts = 128;
+  static constexpr block::GemmConfig gemm{
+      .tile = {64, 128, 64}, .stages = 8, .schedule = block::Schedule::kPingPong};
+};
+struct RouterLogitsWide {
+  static constexpr block::GemmConfig gemm{.stages = 4};
+};
+
+}  // namespace tessera::cuda

@@ -3,48 +3,15 @@
 // against fp64 on the host), then timed, interleaved with a batched GEMM of the balanced shape
 // E x (T*K/E) x 2n x d in the same process. ratio = cuBLAS ms / our ms; ours also applies swiglu,
 // stores a, and takes whatever rows the routing gives.
-//
-//   up_projection_fwd --tiny                     small awkward shapes, checks only
-//   up_projection_fwd [--config NAME] [--routing random|balanced] [--only SUBSTRING]
-//                     [--iters N] [--rest MS] [--json FILE]
-//   up_projection_fwd --once --config NAME --only SUBSTRING      a single launch each, for profilers
-#include <cublas_v2.h>
-
-#include <chrono>
-#include <functional>
-#include <memory>
-#include <thread>
-
+// Options: gemm_bench.cuh.
 #include "../../src/cuda/plain/up_projection_fwd.hpp"
-#include "support.cuh"
+#include "gemm_bench.cuh"
 #include "up_projection_variants.cuh"
 
 namespace tessera::bench {
 namespace {
 
-struct Shape {
-  char const* name;
-  int tokens, hidden, intermediate, experts, top_k;
-  int64_t rows() const { return int64_t{tokens} * top_k; }
-  double flops() const { return 4.0 * double(rows()) * intermediate * hidden; }
-};
-
-struct Options {
-  bool tiny = false;
-  bool once = false;
-  std::string config, routing, only, json, command;
-  int iters = 60;
-  int rest_ms = 0;  // idle time before each launch: 0 sustains the load, 10 shows burst clocks
-
-  // --only SUBSTRING, or =NAME
-  bool selects(Variant const& v) const {
-    std::string const name = v.name;
-    return only.starts_with('=') ? name == only.substr(1) : name.find(only) != std::string::npos;
-  }
-};
-
-constexpr int kCanaryRows = 128;
-constexpr int kSets = 2;  // rotated, so that no launch finds its inputs in L2
+constexpr float kSigmoidError = 0x1p-12f;  // block/activation.cuh
 
 struct Problem {
   Problem(Shape s, Routing r)
@@ -73,20 +40,31 @@ struct Problem {
     TESSERA_CUDA(cudaDeviceSynchronize());
   }
 
-  UpProjectionArguments arguments(Variant const& v, int set) const {
+  UpProjectionFwdArguments arguments(Variant const& v, int set) const {
     bool const gathers = v.gemm.a_loader == ALoader::kGather;
-    return {.gmem_x = gathers ? x[set]->get() : sorted[set]->get(),
-            .x_rows = gathers ? shape.tokens : capacity,
-            .gather_index = gathers ? gather_index.get() : nullptr,
-            .gmem_w_up = w_up[set]->get(),
+    int64_t const d = shape.hidden;
+    int64_t const n = shape.intermediate;
+    auto const half = [&](int which) {
+      return cuda::WeightRows{.gmem = w_up[set]->get() + which * n * d,
+                              .expert_stride = 2 * n * d,
+                              .row_stride = d,
+                              .column_stride = 1,
+                              .block = n};
+    };
+    return {.x = {.gmem = gathers ? x[set]->get() : sorted[set]->get(),
+                  .rows = gathers ? shape.tokens : capacity,
+                  .pitch = d},
+            .gmem_gather_index = gathers ? gather_index.get() : nullptr,
+            .gmem_expert_offsets = expert_offsets.get(),
+            .w_up = {half(0), half(1)},
+            .activation = {},
             .gmem_h = h[set]->get(),
             .gmem_a = a[set]->get(),
             .rows = capacity,
-            .expert_offsets = expert_offsets.get(),
-            .tile_counter = tile_counter.get(),
+            .hidden = d,
+            .intermediate = n,
             .experts = shape.experts,
-            .hidden = shape.hidden,
-            .intermediate = shape.intermediate};
+            .gmem_tile_counter = tile_counter.get()};
   }
 
   Shape shape;
@@ -155,12 +133,11 @@ class Reference {
     return worst;
   }
 
-  bool accepts(int set, Sigmoid sigmoid, std::string& note) const {
+  bool accepts(int set, std::string& note) const {
     Shape const& s = problem_.shape;
-    float const product_scale = sigmoid == Sigmoid::kTanh ? 0x1p-12f : 0.0f;
     Deviation const h = compare(problem_.h[set]->get(), h_.get(), nullptr, 2 * s.intermediate, 0);
     Deviation const a =
-        compare(problem_.a[set]->get(), a_.get(), h_.get(), s.intermediate, product_scale);
+        compare(problem_.a[set]->get(), a_.get(), h_.get(), s.intermediate, kSigmoidError);
     char text[160];
     std::snprintf(text, sizeof text,
                   "h row %.1e elem %.2f bad %u canary %u; a row %.1e elem %.2f bad %u canary %u",
@@ -191,28 +168,18 @@ class Reference {
   DeviceBuffer<float> h_, a_;
 };
 
-struct Candidate {
-  std::string name;
-  bool checked;
-  std::function<void(int set)> launch;
-  std::vector<float> ms;
-};
-
 Candidate make_candidate(Variant const& v, Problem const& p) {
-  int clusters = 0;
-  TESSERA_CUDA(v.resident(clusters));
-  std::vector<UpProjectionParams> params(kSets);
-  for (int set = 0; set < kSets; ++set) {
-    TESSERA_CUDA(v.make_params(params[set], p.arguments(v, set)));
-  }
+  std::vector<UpProjectionFwdArguments> arguments;
+  for (int set = 0; set < kSets; ++set) arguments.push_back(p.arguments(v, set));
   return {.name = v.name,
           .checked = false,
-          .launch = [=](int set) { TESSERA_CUDA(v.launch(params[set], clusters, nullptr)); },
+          .launch = [=, launch = v.launch](
+                        int set) { TESSERA_CUDA(launch(arguments[set], sm_count(), nullptr)); },
           .ms = {}};
 }
 
 // Both sets hold the same inputs, so two runs must give the same bits.
-bool run_and_check(Candidate& c, Variant const& v, Problem const& p, Reference const& reference) {
+bool run_and_check(Candidate& c, Problem const& p, Reference const& reference) {
   p.h[0]->poison();
   p.a[0]->poison();
   p.h[1]->poison();
@@ -223,7 +190,7 @@ bool run_and_check(Candidate& c, Variant const& v, Problem const& p, Reference c
   std::string note = cudaGetErrorString(error);
   if (error == cudaSuccess) {
     bool const repeats = same_bits(*p.h[0], *p.h[1]) && same_bits(*p.a[0], *p.a[1]);
-    c.checked = reference.accepts(0, v.sigmoid, note) && repeats;
+    c.checked = reference.accepts(0, note) && repeats;
     if (!repeats) note += "; a second run differs";
   }
   std::printf("  %-4s %-28s %s\n", c.checked ? "ok" : "BAD", c.name.c_str(), note.c_str());
@@ -238,19 +205,15 @@ bool comparison_rejects_mutants(Problem const& p, Reference const& reference) {
   int64_t const pitch = int64_t{2} * p.shape.intermediate;
   bf16* const h = p.h[0]->get();
   TESSERA_CUDA(cudaMemcpy(h + pitch, h, pitch * sizeof(bf16), cudaMemcpyDeviceToDevice));
-  bool const swapped = reference.accepts(0, Sigmoid::kTanh, note);
+  bool const swapped = reference.accepts(0, note);
   TESSERA_CUDA(cudaMemset(h + pitch, 0, pitch * sizeof(bf16)));
-  bool const zeroed = reference.accepts(0, Sigmoid::kTanh, note);
+  bool const zeroed = reference.accepts(0, note);
   return !swapped && !zeroed;
 }
 
-int check_tiny(Options const& options) {
-  Shape const shapes[] = {{"one tile", 128, 256, 128, 1, 1},    {"k loop", 96, 512, 128, 1, 1},
-                          {"two experts", 300, 256, 128, 2, 1}, {"ragged", 777, 320, 256, 7, 2},
-                          {"sparse", 40, 256, 128, 70, 2},      {"n tail", 500, 320, 200, 5, 3},
-                          {"deep", 3000, 704, 384, 33, 4},      {"no rows", 0, 256, 128, 4, 2}};
+int check_tiny(BenchOptions const& options) {
   int failures = 0;
-  for (Shape const& s : shapes) {
+  for (Shape const& s : tiny_shapes()) {
     Problem const p(s, Routing::random(s.tokens, s.experts, s.top_k, 7));
     Reference const reference(p);
     double const twin = reference.error_against_fp64();
@@ -258,9 +221,9 @@ int check_tiny(Options const& options) {
                 s.intermediate, s.experts, s.top_k, twin);
     if (twin > 1e-5) ++failures;
     for (Variant const& v : all_variants()) {
-      if (!options.selects(v)) continue;
+      if (!options.selects(v.name)) continue;
       Candidate c = make_candidate(v, p);
-      if (!run_and_check(c, v, p, reference)) ++failures;
+      if (!run_and_check(c, p, reference)) ++failures;
     }
     if (s.tokens > 1 && !comparison_rejects_mutants(p, reference)) {
       std::printf("  BAD  the comparison accepts mutants\n");
@@ -271,98 +234,26 @@ int check_tiny(Options const& options) {
   return failures ? 1 : 0;
 }
 
-void cublas_batched(cublasHandle_t handle, Problem const& p, int set) {
-  Shape const& s = p.shape;
-  int64_t const m = s.rows() / s.experts;
-  int64_t const n = int64_t{2} * s.intermediate;
-  int64_t const k = s.hidden;
-  float const one = 1;
-  float const zero = 0;
-  // Column-major view: h^T (2n x m) = w_up (k x 2n, transposed) * x^T (k x m), per expert.
-  cublasStatus_t const status = cublasGemmStridedBatchedEx(
-      handle, CUBLAS_OP_T, CUBLAS_OP_N, int(n), int(m), int(k), &one, p.w_up[set]->get(),
-      CUDA_R_16BF, int(k), n * k, p.sorted[set]->get(), CUDA_R_16BF, int(k), m * k, &zero,
-      p.h[set]->get(), CUDA_R_16BF, int(n), m * n, s.experts, CUBLAS_COMPUTE_32F,
-      CUBLAS_GEMM_DEFAULT);
-  if (status != CUBLAS_STATUS_SUCCESS) std::fprintf(stderr, "cuBLAS status %d\n", int(status));
-}
-
-struct Ceilings {
-  double bf16_tflops_8k, copy_tbps;
-};
-
-Ceilings measure_ceilings(cublasHandle_t handle) {
-  constexpr int64_t kSize = 8192;
-  Shape const square{"8k", int(kSize), int(kSize), int(kSize / 2), 1, 1};
-  Problem const p(square, Routing::random(int(kSize), 1, 1, 1));
-  Timer timer;
-  std::vector<float> gemm, copy;
-  DeviceBuffer<bf16> from(int64_t{1} << 30), to(int64_t{1} << 30);
-  for (int i = 0; i < 30; ++i) {
-    timer.record([&] { cublas_batched(handle, p, i % kSets); });
-    if (i >= 10) gemm.push_back(timer.ms());
-    timer.record(
-        [&] { cudaMemcpyAsync(to.get(), from.get(), from.count() * 2, cudaMemcpyDeviceToDevice); });
-    if (i >= 10) copy.push_back(timer.ms());
-  }
-  return {2.0 * kSize * kSize * kSize / (quantiles(gemm).median * 1e9),
-          4.0 * double(from.count()) / (quantiles(copy).median * 1e9)};
-}
-
-// The order rotates and the host never waits in between: near the power limit a kernel's clock depends
-// on what ran just before it, so no candidate may keep a place of its own.
-void time_interleaved(std::vector<Candidate>& candidates, int iters, int rest_ms) {
-  int const warmup = rest_ms ? 3 : 20;
-  size_t const count = candidates.size();
-  std::vector<Timer> timers(count * (warmup + iters));
-  for (int i = 0; i < warmup + iters; ++i) {
-    for (size_t place = 0; place < count; ++place) {
-      size_t const c = (place + i) % count;
-      if (rest_ms) {
-        TESSERA_CUDA(cudaDeviceSynchronize());
-        std::this_thread::sleep_for(std::chrono::milliseconds(rest_ms));
-      }
-      timers[i * count + c].record([&] { candidates[c].launch(i % kSets); });
-    }
-  }
-  for (int i = warmup; i < warmup + iters; ++i) {
-    for (size_t c = 0; c < count; ++c) candidates[c].ms.push_back(timers[i * count + c].ms());
-  }
-}
-
-void append_row(std::string& rows, Shape const& s, char const* routing, Candidate const& c,
-                float bound_ms) {
-  Quantiles const q = quantiles(c.ms);
-  bool const blas = c.name == "cublas-bmm";
-  char text[640];
-  std::snprintf(
-      text, sizeof text,
-      "%s\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": \"bf16\", \"gpus\": "
-      "1, "
-      "\"routing\": \"%s\", \"round\": \"none\", \"pass\": \"up_projection_fwd\", \"impl\": "
-      "\"%s\", "
-      "\"variant\": \"%s\", \"ms\": %.4f, \"ms_p10\": %.4f, \"ms_p90\": %.4f, \"tflops\": %.1f, "
-      "\"bound_ms\": %.4f, \"ratio\": %.4f, \"checked\": %s}",
-      rows.empty() ? "" : ",", s.name, s.tokens, s.hidden, s.intermediate, s.experts, s.top_k,
-      routing, blas ? "cublas-bmm" : "tessera", blas ? "" : c.name.c_str(), q.median, q.p10, q.p90,
-      s.flops() / (double(q.median) * 1e9), bound_ms, bound_ms / q.median,
-      c.checked ? "true" : "false");
-  rows += text;
-}
-
-void bench_shape(Shape const& s, bool balanced, cublasHandle_t handle, Options const& options,
-                 std::string& rows) {
+void bench_shape(Shape const& s, bool balanced, cublasHandle_t handle, BenchOptions const& options,
+                 BenchReport& report) {
   char const* const routing = balanced ? "balanced" : "random";
   Problem const p(s, balanced ? Routing::balanced(s.tokens, s.experts, s.top_k, 11)
                               : Routing::random(s.tokens, s.experts, s.top_k, 11));
   Reference const reference(p);
   std::printf("%s %s: twin against fp64 %.1e\n", s.name, routing, reference.error_against_fp64());
   std::vector<Candidate> candidates;
-  candidates.push_back({"cublas-bmm", true, [&](int set) { cublas_batched(handle, p, set); }, {}});
+  candidates.push_back({"cublas-bmm",
+                        true,
+                        [&](int set) {
+                          cublas_batched(handle, s.rows() / s.experts, 2 * s.intermediate, s.hidden,
+                                         s.experts, p.sorted[set]->get(), p.w_up[set]->get(),
+                                         p.h[set]->get());
+                        },
+                        {}});
   for (Variant const& v : all_variants()) {
-    if (!options.selects(v)) continue;
+    if (!options.selects(v.name)) continue;
     Candidate c = make_candidate(v, p);
-    if (run_and_check(c, v, p, reference)) candidates.push_back(std::move(c));
+    if (run_and_check(c, p, reference)) candidates.push_back(std::move(c));
   }
   if (options.once) {
     for (Candidate const& c : candidates) c.launch(1);
@@ -370,66 +261,23 @@ void bench_shape(Shape const& s, bool balanced, cublasHandle_t handle, Options c
     return;
   }
   time_interleaved(candidates, options.iters, options.rest_ms);
-  std::string const state =
-      read_command("nvidia-smi --query-gpu=clocks.sm,clocks.mem,power.draw --format=csv,noheader");
-  float const bound = quantiles(candidates[0].ms).median;
-  std::printf("  after timing: %s\n  %-28s %8s %8s %8s %7s %6s\n", state.c_str(), "", "ms", "p10",
-              "p90", "TFLOP/s", "ratio");
-  for (Candidate const& c : candidates) {
-    Quantiles const q = quantiles(c.ms);
-    std::printf("  %-28s %8.4f %8.4f %8.4f %7.1f %6.3f\n", c.name.c_str(), q.median, q.p10, q.p90,
-                s.flops() / (double(q.median) * 1e9), bound / q.median);
-    append_row(rows, s, routing, c, bound);
-  }
-  std::fflush(stdout);
+  report.add(s, routing, 4.0 * double(s.rows()) * s.intermediate * s.hidden, candidates);
 }
 
-void write_json(Options const& options, Ceilings ceilings, std::string const& rows) {
-  cudaDeviceProp device{};
-  TESSERA_CUDA(cudaGetDeviceProperties(&device, 0));
-  std::string const driver =
-      read_command("nvidia-smi --query-gpu=driver_version --format=csv,noheader");
-  std::string const clocks =
-      read_command("nvidia-smi --query-gpu=clocks.sm,clocks.mem --format=csv,noheader,nounits");
-  std::string const date = read_command("date +%F");
-  FILE* const file = std::fopen(options.json.c_str(), "w");
-  if (file == nullptr) return;
-  std::fprintf(
-      file,
-      "{\"command\": \"%s\", \"commit\": \"%s\", \"device\": \"%s\", \"driver\": \"%s\", "
-      "\"clocks_mhz\": [%s], \"date\": \"%s\",\n \"protocol\": \"median of %d after 20 "
-      "warm-ups, candidates interleaved in rotating order, two sets of buffers rotated, uniform "
-      "random data\","
-      "\n \"ceilings\": {\"bf16_tflops_8k\": %.1f, \"copy_tbps\": %.3f},\n \"rows\": [%s\n]}\n",
-      options.command.c_str(), std::getenv("COMMIT") ? std::getenv("COMMIT") : "", device.name,
-      driver.c_str(), clocks.c_str(), date.c_str(), options.iters, ceilings.bf16_tflops_8k,
-      ceilings.copy_tbps, rows.c_str());
-  std::fclose(file);
-}
-
-int run(Options const& options) {
+int run(BenchOptions const& options) {
   if (options.tiny) return check_tiny(options);
-  Shape const shapes[] = {{"7B-n256", 24576, 1536, 256, 128, 8},
-                          {"30B-n1024", 32768, 4096, 1024, 64, 4},
-                          {"Qwen3Next", 32768, 2048, 512, 512, 10}};
   cublasHandle_t handle;
   if (cublasCreate(&handle) != CUBLAS_STATUS_SUCCESS) return 1;
-  Ceilings ceilings{};
-  if (!options.once) {
-    ceilings = measure_ceilings(handle);
-    std::printf("ceilings: %.1f TFLOP/s (8192^3 bf16), copy %.3f TB/s\n", ceilings.bf16_tflops_8k,
-                ceilings.copy_tbps);
-  }
-  std::string rows;
-  for (Shape const& s : shapes) {
-    if (!options.config.empty() && options.config != s.name) continue;
+  BenchReport report(options, "up_projection_fwd", handle);
+  for (Shape const& s : named_shapes()) {
+    if (!options.selects_config(s.name)) continue;
     for (bool balanced : {false, true}) {
       if (options.once && balanced) continue;
       if (!options.routing.empty() && (options.routing == "balanced") != balanced) continue;
-      bench_shape(s, balanced, handle, options, rows);
+      bench_shape(s, balanced, handle, options, report);
     }
   }
-  if (!options.json.empty()) write_json(options, ceilings, rows);
+  report.write();
   cublasDestroy(handle);
   return 0;
 }
@@ -438,31 +286,8 @@ int run(Options const& options) {
 }  // namespace tessera::bench
 
 int main(int argc, char** argv) {
-  tessera::bench::Options options;
-  for (int i = 0; i < argc; ++i) options.command += (i ? " " : "") + std::string(argv[i]);
-  for (int i = 1; i < argc; ++i) {
-    std::string const flag = argv[i];
-    bool const has_value = i + 1 < argc;
-    if (flag == "--tiny") {
-      options.tiny = true;
-    } else if (flag == "--once") {
-      options.once = true;
-    } else if (flag == "--config" && has_value) {
-      options.config = argv[++i];
-    } else if (flag == "--routing" && has_value) {
-      options.routing = argv[++i];
-    } else if (flag == "--only" && has_value) {
-      options.only = argv[++i];
-    } else if (flag == "--json" && has_value) {
-      options.json = argv[++i];
-    } else if (flag == "--rest" && has_value) {
-      options.rest_ms = std::atoi(argv[++i]);
-    } else if (flag == "--iters" && has_value) {
-      options.iters = std::atoi(argv[++i]);
-    } else {
-      std::fprintf(stderr, "unknown option %s\n", flag.c_str());
-      return 2;
-    }
-  }
+  tessera::bench::BenchOptions options;
+  options.config = "7B-n256,30B-n1024,Qwen3Next";
+  if (!tessera::bench::parse_options(options, argc, argv)) return 2;
   return tessera::bench::run(options);
 }

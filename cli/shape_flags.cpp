@@ -101,7 +101,7 @@ void ShapeFlags::add_to(CLI::App& command) {
                    "transposed-interleaved transposed-up-first transposed-blocked:B")
       ->capture_default_str();
   shape->add_flag("--bias", bias_, "biases of both projections");
-  shape->add_option("--dtype", dtype_, "storage type: fp32 bf16")->capture_default_str();
+  shape->add_option("--dtype", dtype_, "storage type: fp32 bf16 (default fp32, on a GPU bf16)");
 
   auto* const routing = command.add_option_group("Routing");
   routing->add_option("--router", router_,
@@ -135,7 +135,7 @@ void ShapeFlags::add_to(CLI::App& command) {
       ->capture_default_str();
 
   auto* const run = command.add_option_group("Run");
-  run->add_option("--device", device_, "cpu")->capture_default_str();
+  run->add_option("--device", device_, "cpu, cuda or cuda:N")->capture_default_str();
   run->add_option("--threads", threads_, "CPU threads (default: all the process may use)");
   run->add_option("--save", save_, "what forward keeps: h, or x (h is recomputed)")
       ->capture_default_str();
@@ -156,7 +156,11 @@ verify::LayerCase ShapeFlags::layer_case() const {
   desc.shape.experts = experts_.value_or(16);
   desc.shape.top_k = top_k_.value_or(2);
   desc.shape.variable_experts = variable_experts_;
-  desc.dtype = named("dtype", dtype_, verify::kDTypeNames);
+  desc.dtype = named("dtype",
+                     !dtype_.empty() ? dtype_
+                     : on_cuda()     ? "bf16"
+                                     : "fp32",
+                     verify::kDTypeNames);
   desc.activation = activation_options_;
   desc.activation.kind = named("activation", activation_, verify::kActivationNames);
   desc.layout = read_layout(layout_);
@@ -208,14 +212,26 @@ void ShapeFlags::read_routing(verify::LayerCase& layer_case) const {
   layer_case.routing.token_offsets = std::move(table.token_offsets);
 }
 
+std::int32_t ShapeFlags::device_index() const {
+  std::string_view const text = device_;
+  std::int32_t index = -1;
+  if (text.starts_with("cuda:")) {
+    auto const [end, error] = std::from_chars(text.data() + 5, text.data() + text.size(), index);
+    if (error != std::errc() || end != text.data() + text.size()) index = -1;
+  }
+  if (index < 0) throw CommandError(fmt::format("--device {}: a GPU is cuda or cuda:N", device_));
+  return index;
+}
+
 Context ShapeFlags::context() const { return context(threads_); }
 
 Context ShapeFlags::context(std::int32_t num_threads) const {
   ContextOptions options;
-  if (device_ == "cuda") {
+  if (on_cuda()) {
     options.device.kind = DeviceKind::cuda;
+    if (device_ != "cuda") options.device.index = device_index();
   } else if (device_ != "cpu") {
-    throw CommandError(fmt::format("--device {}: not known; choose cpu or cuda", device_));
+    throw CommandError(fmt::format("--device {}: not known; choose cpu, cuda or cuda:N", device_));
   }
   options.num_threads = num_threads;
   return value_of(Context::create(options));

@@ -34,12 +34,14 @@ class ShapeFlags {
 
   [[nodiscard]] std::uint64_t seed() const noexcept { return seed_; }
   [[nodiscard]] std::string const& device() const noexcept { return device_; }
+  [[nodiscard]] bool on_cuda() const noexcept { return device_.starts_with("cuda"); }
 
  private:
+  [[nodiscard]] std::int32_t device_index() const;
   void read_routing(verify::LayerCase& layer_case) const;
 
   std::optional<std::int64_t> tokens_, hidden_, intermediate_, experts_, top_k_;
-  std::string activation_ = "swiglu", layout_ = "concat", dtype_ = "fp32", device_ = "cpu";
+  std::string activation_ = "swiglu", layout_ = "concat", dtype_, device_ = "cpu";
   std::string router_, round_ = "none", routing_ = "random", ids_dtype_ = "int32", save_ = "h";
   Activation activation_options_;
   bool bias_ = false, normalize_scores_ = false, router_bias_ = false;

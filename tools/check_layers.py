@@ -20,8 +20,10 @@ LAYERS = {
     "src/cpu/parallel": ["include/tessera", "src/core"],
     "src/ops": ["include/tessera", "src/core", "src/cpu/parallel", "src/cuda/layer/backend.hpp"],
     "src/capi": ["include/tessera"],
+    "src/device": ["include/tessera"],
     "src/verify": [
-        "include/tessera", "src/cpu/reference", "src/core/router_groups.hpp", "src/core/philox.hpp",
+        "include/tessera", "src/device", "src/cpu/reference", "src/core/router_groups.hpp",
+        "src/core/philox.hpp",
     ],
     "src/cuda/arch": [],
     "src/cuda/block": ["src/cuda/arch", "include/tessera/shape.hpp"],
@@ -33,12 +35,12 @@ LAYERS = {
     "src/cuda/instances": ["src/cuda/host", "src/cuda/kernels", "src/cuda/tuning"],
     "lm": ["include/tessera"],
     "huggingface": ["include/tessera", "lm"],
-    "cli": ["include/tessera", "src/verify", "lm", "huggingface"],
+    "cli": ["include/tessera", "src/verify", "src/device", "lm", "huggingface"],
     "bench": ["include/tessera", "src/cuda", "tests/support"],
     "tests": [""],  # anything
 }
 MAY_READ_ENVIRONMENT = ("src/ops", "lm", "cli", "bench", "tests")
-MAY_INCLUDE_CUDA = ("src/cuda", "bench/cuda", "tests/cuda")
+MAY_INCLUDE_CUDA = ("src/cuda", "src/device/cuda.cpp", "bench/cuda", "tests/cuda")
 
 SUFFIXES = {".hpp", ".cpp", ".h", ".c", ".cuh", ".cu"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
+#include "device/device.hpp"
 #include "verify/layer_arguments.hpp"
 #include "verify/storage.hpp"
 
@@ -18,12 +20,23 @@ bool equal_bits(std::vector<float> const& a, std::vector<float> const& b) {
 /// One run: x, h and the routing tables stay; everything else comes and goes with its phase.
 class Run {
  public:
-  Run(Context const& context, LayerData const& data, std::uint32_t poison)
-      : context_(context), data_(data), desc_(data.desc), poison_(poison), saved_(poison) {}
+  Run(Context const& context, LayerData const& data, std::uint32_t poison, Alignment alignment)
+      : context_(context),
+        data_(data),
+        desc_(data.desc),
+        poison_(poison),
+        alignment_(alignment),
+        saved_(fresh_memory()) {
+    if (on_gpu()) stream_.emplace(context.device().index);
+  }
 
-  Status all(CandidateResult& result) {
+  Status forward_calls(CandidateResult& result) {
     TESSERA_TRY(forward(result));
     TESSERA_TRY(inference(result));
+    return on_gpu() ? replay(result) : Status();
+  }
+
+  Status backward_calls(CandidateResult& result) {
     TESSERA_TRY(backward(result));
     TESSERA_TRY(split_backward(result));
     TESSERA_TRY(partial_backward(result));
@@ -60,7 +73,7 @@ class Run {
     routing_ = saved_.buffer(tables.value());
     result.saved_bytes = saved_.bytes();
 
-    Memory memory(poison_);
+    Memory memory = fresh_memory();
     MoeForwardArgs args = forward_inputs(data_, memory, x_);
     args.o = memory.output(desc_.dtype, {s.tokens, s.hidden});
     args.expert_counts = memory.output(DType::int32, {s.experts});
@@ -69,7 +82,7 @@ class Run {
     args.h = h_;
     args.routing = routing_;
     args.workspace = memory.buffer(workspace.value());
-    TESSERA_TRY(moe_forward(context_, desc_, args));
+    TESSERA_TRY(run_forward(desc_, args));
     check_memory(memory, "forward", result);
 
     result.tensors["o"] = values_of(args.o);
@@ -136,15 +149,52 @@ class Run {
     desc.save = SavePolicy::none;
     auto const workspace = workspace_size(desc, Pass::forward, result);
     if (!workspace.ok()) return workspace.status();
-    Memory memory(poison_);
+    Memory memory = fresh_memory();
     MoeForwardArgs args = forward_inputs(data_, memory, x_);
     args.o = memory.output(desc.dtype, {desc.shape.tokens, desc.shape.hidden});
     args.workspace = memory.buffer(workspace.value());
-    TESSERA_TRY(moe_forward(context_, desc, args));
+    TESSERA_TRY(run_forward(desc, args));
     check_memory(memory, "inference", result);
     if (!equal_bits(values_of(args.o), result.tensors["o"])) {
       result.failures.emplace_back("inference: o differs from training's");
     }
+    return {};
+  }
+
+  /// Captures the call that forward() made into a graph and launches it twice.
+  Status replay(CandidateResult& result) {
+    MoeShape const& s = desc_.shape;
+    auto const workspace = workspace_size(desc_, Pass::forward, result);
+    if (!workspace.ok()) return workspace.status();
+    Memory memory = fresh_memory();
+    MoeForwardArgs args = forward_inputs(data_, memory, x_);
+    args.o = memory.output(desc_.dtype, {s.tokens, s.hidden});
+    if (h_.present()) {
+      args.h = memory.output(desc_.dtype, {h_.shape[0], h_.shape[1]});
+    }
+    args.routing = memory.buffer(routing_.bytes);
+    args.workspace = memory.buffer(workspace.value());
+    Status captured;
+    device::Graph const graph(
+        *stream_, [&] { captured = moe_forward(context_, desc_, args, stream_->handle()); });
+    TESSERA_TRY(captured);
+    for (int launch = 0; launch < 2; ++launch) {
+      stream_->fill(args.o.data, 0xff, memory_bytes(args.o));
+      stream_->fill(args.workspace.data, 0xff, args.workspace.bytes);
+      graph.launch(*stream_);
+      stream_->synchronize();
+      if (!equal_bits(values_of(args.o), result.tensors["o"])) {
+        result.failures.emplace_back("graph replay: o differs from the eager call's");
+      }
+      if (args.h.present() &&
+          !equal_bits(unpack(desc_.dtype, args.h.data, result.h.size()), result.h)) {
+        result.failures.emplace_back("graph replay: h differs from the eager call's");
+      }
+      if (std::memcmp(args.routing.data, routing_.data, routing_.bytes) != 0) {
+        result.failures.emplace_back("graph replay: the routing tables differ");
+      }
+    }
+    check_memory(memory, "graph replay", result);
     return {};
   }
 
@@ -179,7 +229,7 @@ class Run {
   Status backward(CandidateResult& result) {
     auto const workspace = workspace_size(desc_, Pass::backward, result);
     if (!workspace.ok()) return workspace.status();
-    Memory memory(poison_);
+    Memory memory = fresh_memory();
     MoeBackwardArgs args = backward_inputs(memory);
     auto const outputs = gradient_outputs(data_);
     for (auto const& output : outputs) add_gradient(output, memory, args);
@@ -206,7 +256,7 @@ class Run {
 
   Status split_backward(CandidateResult& result) {
     MoeShape const& s = desc_.shape;
-    Memory between(poison_);
+    Memory between = fresh_memory();
     Tensor const dh =
         between.output(desc_.dtype, {desc_.num_slots(), desc_.up_width() * s.intermediate});
     Tensor const a_scaled = between.output(desc_.dtype, {desc_.num_slots(), s.intermediate});
@@ -218,7 +268,7 @@ class Run {
       bool const weights = pass == Pass::backward_weights;
       auto const workspace = workspace_size(desc_, pass, result);
       if (!workspace.ok()) return workspace.status();
-      Memory memory(poison_);
+      Memory memory = fresh_memory();
       MoeBackwardArgs args = backward_inputs(memory, pass);
       args.dh = dh;
       args.a_scaled = a_scaled;
@@ -242,7 +292,7 @@ class Run {
     if (!workspace.ok()) return workspace.status();
     auto const outputs = gradient_outputs(data_);
     for (std::size_t first : {0, 1}) {
-      Memory memory(poison_);
+      Memory memory = fresh_memory();
       MoeBackwardArgs args = backward_inputs(memory);
       for (std::size_t i = first; i < outputs.size(); i += 2) {
         add_gradient(outputs[i], memory, args);
@@ -255,8 +305,24 @@ class Run {
     return {};
   }
 
+  [[nodiscard]] bool on_gpu() const { return context_.device().kind == DeviceKind::cuda; }
+  [[nodiscard]] Memory fresh_memory() const {
+    return Memory(poison_, alignment_, context_.device());
+  }
+
+  /// One call, and on a GPU what it found on the device, waited for.
+  Status run_forward(MoeDesc const& desc, MoeForwardArgs const& args) {
+    if (!on_gpu()) return moe_forward(context_, desc, args);
+    TESSERA_TRY(moe_forward(context_, desc, args, stream_->handle()));
+    stream_->synchronize();
+    return check_device_values(context_);
+  }
+
   [[nodiscard]] bool has_router() const { return desc_.router.kind != RouterKind::given; }
 
+  static std::size_t memory_bytes(Tensor const& tensor) {
+    return static_cast<std::size_t>(tensor.elements()) * dtype_bytes(tensor.dtype);
+  }
   static std::vector<float> values_of(Tensor const& tensor) {
     return unpack(tensor.dtype, tensor.data, static_cast<std::size_t>(tensor.elements()));
   }
@@ -264,6 +330,8 @@ class Run {
   LayerData const& data_;
   MoeDesc desc_;
   std::uint32_t poison_;
+  Alignment alignment_;
+  std::optional<device::Stream> stream_;  ///< on a GPU
   Memory saved_;
   ConstTensor x_;
   Tensor h_;
@@ -273,10 +341,11 @@ class Run {
 }  // namespace
 
 Expected<CandidateResult> run_candidate(Context const& context, LayerData const& data,
-                                        std::uint32_t poison) {
+                                        std::uint32_t poison, Alignment alignment, bool backward) {
   CandidateResult result;
-  Status const status = Run(context, data, poison).all(result);
-  if (!status.ok()) return status;
+  Run run(context, data, poison, alignment);
+  TESSERA_TRY(run.forward_calls(result));
+  if (backward) TESSERA_TRY(run.backward_calls(result));
   return result;
 }
 

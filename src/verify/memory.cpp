@@ -24,11 +24,19 @@ std::size_t allocated_bytes(std::size_t bytes) { return bytes + 2 * kGuardBytes 
 
 }  // namespace
 
-GuardedBuffer::GuardedBuffer(std::size_t bytes, std::uint32_t poison, Alignment alignment)
-    : bytes_(bytes), poison_(poison), memory_(new std::byte[allocated_bytes(bytes)]) {
-  auto const start = reinterpret_cast<std::uintptr_t>(memory_.get()) + kGuardBytes;
+GuardedBuffer::GuardedBuffer(std::size_t bytes, std::uint32_t poison, Alignment alignment,
+                             Device device)
+    : bytes_(bytes), poison_(poison) {
+  if (device.kind == DeviceKind::cuda) {
+    device_memory_ = device::allocate(device.index, allocated_bytes(bytes), device::Kind::managed);
+    memory_ = device_memory_.get();
+  } else {
+    host_memory_.reset(new std::byte[allocated_bytes(bytes)]);
+    memory_ = host_memory_.get();
+  }
+  auto const start = reinterpret_cast<std::uintptr_t>(memory_) + kGuardBytes;
   std::size_t const to_line = (kCacheLine - start % kCacheLine) % kCacheLine;
-  data_ = memory_.get() + kGuardBytes + to_line + (alignment == Alignment::element ? 8 : 0);
+  data_ = memory_ + kGuardBytes + to_line + (alignment == Alignment::element ? 8 : 0);
   std::fill_n(data_ - kGuardBytes, kGuardBytes, kCanary);
   std::fill_n(data_ + bytes_, kGuardBytes, kCanary);
   fill(poison_);
@@ -37,7 +45,7 @@ GuardedBuffer::GuardedBuffer(std::size_t bytes, std::uint32_t poison, Alignment 
 }
 
 GuardedBuffer::~GuardedBuffer() {
-  ASAN_UNPOISON_MEMORY_REGION(memory_.get(), allocated_bytes(bytes_));
+  ASAN_UNPOISON_MEMORY_REGION(memory_, allocated_bytes(bytes_));
   fill(poison_);
 }
 
@@ -64,7 +72,7 @@ std::uint64_t GuardedBuffer::checksum() const noexcept {
 }
 
 bool GuardedBuffer::intact() const noexcept {
-  ASAN_UNPOISON_MEMORY_REGION(memory_.get(), allocated_bytes(bytes_));
+  ASAN_UNPOISON_MEMORY_REGION(memory_, allocated_bytes(bytes_));
   auto const untouched = [](std::byte const* guard) {
     return std::all_of(guard, guard + kGuardBytes, [](std::byte b) { return b == kCanary; });
   };
@@ -77,6 +85,7 @@ bool GuardedBuffer::intact() const noexcept {
 Tensor Memory::output(DType dtype, std::vector<std::int64_t> const& shape) {
   Tensor view;
   view.dtype = dtype;
+  view.device = device_;
   view.rank = static_cast<std::int32_t>(shape.size());
   std::int64_t stride = 1;
   for (int axis = view.rank - 1; axis >= 0; --axis) {
@@ -111,7 +120,7 @@ ConstTensor Memory::input_ids(DType dtype, std::vector<std::int64_t> const& shap
 }
 
 Buffer Memory::buffer(std::size_t bytes) {
-  GuardedBuffer const& added = buffers_.emplace_back(bytes, poison_, alignment_);
+  GuardedBuffer const& added = buffers_.emplace_back(bytes, poison_, alignment_, device_);
   return {added.data(), bytes};
 }
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory as a hostile caller would give it: each tensor allocated apart and to the byte, filled with NaN, between
-// canaries, aligned to its elements and no more; filled with NaN again before it is freed.
+// canaries, aligned to its elements and no more; filled with NaN again before it is freed. On a GPU it is managed
+// memory, which the host prepares and reads while no work runs.
 #pragma once
 
 #include <cstddef>
@@ -11,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "device/device.hpp"
 #include "tessera/tensor.hpp"
 
 namespace tessera::verify {
@@ -21,7 +23,7 @@ enum class Alignment { element, cache_line };
 class GuardedBuffer {
  public:
   /// `bytes` bytes of the 32-bit pattern `poison`.
-  GuardedBuffer(std::size_t bytes, std::uint32_t poison, Alignment alignment);
+  GuardedBuffer(std::size_t bytes, std::uint32_t poison, Alignment alignment, Device device);
   ~GuardedBuffer();
   GuardedBuffer(GuardedBuffer const&) = delete;
   GuardedBuffer& operator=(GuardedBuffer const&) = delete;
@@ -38,7 +40,9 @@ class GuardedBuffer {
   void fill(std::uint32_t word) noexcept;
   std::size_t bytes_;
   std::uint32_t poison_;
-  std::unique_ptr<std::byte[]> memory_;
+  std::unique_ptr<std::byte[]> host_memory_;  ///< one of the two
+  device::Memory device_memory_;
+  std::byte* memory_ = nullptr;
   std::byte* data_ = nullptr;
   bool sealed_ = false;
   std::uint64_t checksum_ = 0;
@@ -47,8 +51,9 @@ class GuardedBuffer {
 /// The buffers of one phase of a call.
 class Memory {
  public:
-  explicit Memory(std::uint32_t poison, Alignment alignment = Alignment::element)
-      : poison_(poison), alignment_(alignment) {}
+  explicit Memory(std::uint32_t poison, Alignment alignment = Alignment::element,
+                  Device device = {})
+      : poison_(poison), alignment_(alignment), device_(device) {}
 
   Tensor output(DType dtype, std::vector<std::int64_t> const& shape);
   /// Values already rounded to `dtype`; read-only.
@@ -66,6 +71,7 @@ class Memory {
  private:
   std::uint32_t poison_;
   Alignment alignment_;
+  Device device_;
   std::deque<GuardedBuffer> buffers_;
 };
 

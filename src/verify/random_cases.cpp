@@ -49,7 +49,7 @@ class Support {
     choice[kRouting] = 0;  // a matter of data
     auto const [place, added] = known_.try_emplace(choice, false);
     if (added) {
-      place->second = workspace_bytes(context_, desc_of(choice), Pass::backward).ok();
+      place->second = workspace_bytes(context_, desc_of(choice), Pass::forward).ok();
     }
     return place->second;
   }
@@ -157,7 +157,9 @@ Choice draw_choice(Space const& space, std::set<Pair> const& uncovered, Feature 
 }
 
 std::int64_t draw_width(RandomSource& random, std::int64_t most) {
-  return random.chance(0.25) ? std::max<std::int64_t>(64, most / 64 * 64) : random.between(1, most);
+  if (random.chance(0.25)) return std::max<std::int64_t>(64, most / 64 * 64);
+  // Rows of whole 16-byte vectors, as fast kernels need them, or any.
+  return random.chance(0.35) ? 8 * random.between(1, most / 8) : random.between(1, most);
 }
 
 MoeShape draw_shape(Feature feature, bool large, RandomSource& random) {

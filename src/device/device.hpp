@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory, streams, graphs and clocks of CUDA devices for programs and tests that call the library; never part of it.
+// No CUDA headers: a build without CUDA has the same functions (none.cpp), which throw.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "tessera/context.hpp"
+
+namespace tessera::device {
+
+/// A CUDA call that failed: which, and why.
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// Memory of `device`. `managed`: one address for host and device, which move it to where it is used; the host may
+/// touch it while no work runs.
+enum class Kind { device, managed };
+struct Release {
+  void operator()(std::byte* memory) const noexcept;
+};
+using Memory = std::unique_ptr<std::byte[], Release>;
+Memory allocate(std::int32_t device, std::size_t bytes, Kind kind);
+
+/// Copies that are finished on return.
+void upload(void* to, void const* from, std::size_t bytes);
+void download(void* to, void const* from, std::size_t bytes);
+
+class Stream {
+ public:
+  explicit Stream(std::int32_t device);
+  ~Stream();
+  Stream(Stream&& other) noexcept : native_(other.native_) { other.native_ = nullptr; }
+  Stream& operator=(Stream&&) = delete;
+
+  [[nodiscard]] tessera::Stream handle() const noexcept { return {native_}; }
+  void synchronize() const;
+  /// Sets `bytes` bytes to `value`; copies from device to device.
+  void fill(void* to, int value, std::size_t bytes) const;
+  void copy(void* to, void const* from, std::size_t bytes) const;
+
+ private:
+  void* native_ = nullptr;
+};
+
+/// What `body` enqueues on a stream, captured once and launched at will.
+class Graph {
+ public:
+  Graph(Stream const& stream, std::function<void()> const& body);
+  ~Graph();
+  Graph(Graph&& other) noexcept : executable_(other.executable_) { other.executable_ = nullptr; }
+  Graph& operator=(Graph&&) = delete;
+  void launch(Stream const& stream) const;
+
+ private:
+  void* executable_ = nullptr;
+};
+
+/// A moment in a stream.
+class Event {
+ public:
+  Event();
+  ~Event();
+  Event(Event&& other) noexcept : native_(other.native_) { other.native_ = nullptr; }
+  Event& operator=(Event&&) = delete;
+  void record(Stream const& stream) const;
+  /// Milliseconds from `start` to this one; both must have happened.
+  [[nodiscard]] float since(Event const& start) const;
+
+ private:
+  void* native_ = nullptr;
+};
+
+/// What a results file says about a device.
+struct Facts {
+  std::string name, driver;
+  std::size_t memory_bytes = 0, l2_bytes = 0;
+};
+Facts facts(std::int32_t device);
+std::size_t free_bytes();
+
+}  // namespace tessera::device

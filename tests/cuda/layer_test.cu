@@ -1,0 +1,440 @@
+// SPDX-License-Identifier: Apache-2.0
+// The layer on a GPU through the public API, in memory that the host cannot touch: repeats bit for bit beside other
+// work, threads, graphs, strides, grouped rows, bad device values, refusals. What is right is `tessera verify`'s job.
+#include <cuda_bf16.h>
+
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "device_buffer.cuh"
+#include "tessera/tessera.hpp"
+
+namespace tessera::cuda_test {
+namespace {
+
+int failures = 0;
+
+#define EXPECT(condition) expect((condition), #condition, __LINE__)
+void expect(bool holds, char const* what, int line) {
+  if (holds) return;
+  ++failures;
+  std::printf("line %d: %s\n", line, what);
+}
+
+void expect_ok(Status const& status, int line) {
+  if (!status.ok()) std::printf("line %d: %s\n", line, status.text());
+  failures += status.ok() ? 0 : 1;
+}
+#define EXPECT_OK(expression) expect_ok((expression), __LINE__)
+
+using Bytes = std::vector<unsigned char>;
+
+// Values in [-1, 1) from the index and a seed.
+std::vector<__nv_bfloat16> values(int64_t count, uint64_t seed) {
+  std::vector<__nv_bfloat16> out(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) {
+    uint64_t z = (static_cast<uint64_t>(i) + seed * 0x632be59bd9b4e019ull) * 0x9e3779b97f4a7c15ull;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
+    z ^= z >> 31;
+    out[i] = __float2bfloat16(static_cast<float>(z >> 40) * 0x1p-23f - 1.0f);
+  }
+  return out;
+}
+
+MoeDesc small_desc(RouterKind kind) {
+  MoeDesc desc;
+  desc.shape = {.tokens = 96, .hidden = 72, .intermediate = 40, .experts = 8, .top_k = 3};
+  desc.dtype = DType::bf16;
+  desc.router.kind = kind;
+  return desc;
+}
+
+// A layer with all its buffers; weights and tokens depend on the shape alone.
+class Layer {
+ public:
+  Layer(Context const& context, MoeDesc const& desc)
+      : context_(context),
+        desc_(desc),
+        x_(values(desc.shape.tokens * desc.shape.hidden, 1)),
+        w_router_(values(desc.shape.experts * desc.shape.hidden, 2)),
+        w_up_(values(desc.shape.experts * width() * desc.shape.hidden, 3)),
+        w_down_(values(desc.shape.experts * desc.shape.hidden * desc.shape.intermediate, 4)),
+        o_(2 * static_cast<size_t>(desc.shape.tokens * desc.shape.hidden)),
+        h_(2 * static_cast<size_t>(desc.shape.num_slots() * width())),
+        routing_(routing_bytes(desc).value()),
+        workspace_(bytes_of(context, desc)) {
+    MoeShape const& s = desc.shape;
+    args.x = tensor(x_.as<void const>(), DType::bf16, {s.tokens, s.hidden}, device());
+    if (desc.router.kind != RouterKind::given) {
+      args.w_router =
+          tensor(w_router_.as<void const>(), DType::bf16, {s.experts, s.hidden}, device());
+    }
+    args.weights.w_up =
+        tensor(w_up_.as<void const>(), DType::bf16, {s.experts, width(), s.hidden}, device());
+    args.weights.w_down = tensor(w_down_.as<void const>(), DType::bf16,
+                                 {s.experts, s.hidden, s.intermediate}, device());
+    args.o = tensor(o_.as<void>(), DType::bf16, {s.tokens, s.hidden}, device());
+    if (desc.save == SavePolicy::h) {
+      args.h = tensor(h_.as<void>(), DType::bf16, {s.num_slots(), width()}, device());
+    }
+    args.routing = {routing_.as<void>(), routing_bytes(desc).value()};
+    args.workspace = {workspace_.as<void>(), bytes_of(context, desc)};
+  }
+
+  Status forward(cudaStream_t stream) const { return moe_forward(context_, desc_, args, {stream}); }
+  void poison(cudaStream_t stream) const {
+    require(cudaMemsetAsync(args.workspace.data, kPoison, args.workspace.bytes, stream), "poison");
+    require(
+        cudaMemsetAsync(args.o.data, kPoison, 2 * static_cast<size_t>(args.o.elements()), stream),
+        "poison");
+  }
+  // Bytes of o, h and the tables.
+  Bytes results() const {
+    Bytes all = o_.bytes();
+    for (Bytes const& more : {h_.bytes(), routing_.bytes()}) {
+      all.insert(all.end(), more.begin(), more.end());
+    }
+    return all;
+  }
+  Bytes o() const { return o_.bytes(); }
+  Device device() const { return context_.device(); }
+
+  MoeForwardArgs args;
+
+ private:
+  static size_t bytes_of(Context const& context, MoeDesc const& desc) {
+    return workspace_bytes(context, desc, Pass::forward).value();
+  }
+  int64_t width() const { return desc_.up_width() * desc_.shape.intermediate; }
+
+  Context const& context_;
+  MoeDesc desc_;
+  DeviceBuffer x_, w_router_, w_up_, w_down_, o_, h_, routing_, workspace_;
+};
+
+void synchronize(cudaStream_t stream) { require(cudaStreamSynchronize(stream), "stream"); }
+
+// A second stream copies without end while the layer repeats, eagerly and by graph replay.
+void repeats_beside_other_work(Context const& context) {
+  constexpr int kRepeats = 1000;
+  constexpr size_t kHogBytes = size_t{64} << 20;
+  Layer const layer(context, small_desc(RouterKind::softmax_topk));
+  cudaStream_t stream, hog;
+  require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+  require(cudaStreamCreateWithFlags(&hog, cudaStreamNonBlocking), "stream");
+  DeviceBuffer const from(kHogBytes), to(kHogBytes);
+  EXPECT_OK(layer.forward(stream));
+  synchronize(stream);
+  Bytes const first = layer.results();
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
+  require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
+  EXPECT_OK(layer.forward(stream));
+  require(cudaStreamEndCapture(stream, &graph), "capture");
+  require(cudaGraphInstantiate(&replay, graph, 0), "graph");
+  for (bool const by_graph : {false, true}) {
+    int different = 0;
+    for (int i = 0; i < kRepeats; ++i) {
+      require(
+          cudaMemcpyAsync(to.as<void>(), from.as<void>(), kHogBytes, cudaMemcpyDeviceToDevice, hog),
+          "hog");
+      layer.poison(stream);
+      if (by_graph) {
+        require(cudaGraphLaunch(replay, stream), "graph");
+      } else {
+        EXPECT_OK(layer.forward(stream));
+      }
+      synchronize(stream);
+      different += layer.results() == first ? 0 : 1;
+    }
+    if (different != 0) std::printf("%d of %d repeats differ\n", different, kRepeats);
+    EXPECT(different == 0);
+  }
+  require(cudaDeviceSynchronize(), "device");
+  cudaGraphExecDestroy(replay);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+  cudaStreamDestroy(hog);
+}
+
+// Host threads share a Context, each with its own stream and layer.
+void threads_do_not_disturb_each_other(Context const& context) {
+  constexpr int kThreads = 4;
+  Layer const alone(context, small_desc(RouterKind::topk_softmax));
+  EXPECT_OK(alone.forward(nullptr));
+  require(cudaDeviceSynchronize(), "device");
+  Bytes const expected = alone.results();
+  std::vector<std::thread> threads;
+  std::vector<int> different(kThreads, 0);
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      Layer const own(context, small_desc(RouterKind::topk_softmax));
+      cudaStream_t stream;
+      require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+      for (int i = 0; i < 50; ++i) {
+        own.poison(stream);
+        if (!own.forward(stream).ok()) ++different[t];
+        synchronize(stream);
+        if (own.results() != expected) ++different[t];
+      }
+      cudaStreamDestroy(stream);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (int const count : different) EXPECT(count == 0);
+}
+
+// Rows apart in x, o and logits give the results of contiguous ones and leave the gaps alone.
+void strides_are_followed(Context const& context) {
+  MoeDesc const desc = small_desc(RouterKind::sigmoid_bias);
+  MoeShape const& s = desc.shape;
+  int64_t const d = s.hidden, pitch = d + 11, logits_pitch = s.experts + 3;
+  Layer const plain(context, desc);
+  EXPECT_OK(plain.forward(nullptr));
+  Layer strided(context, desc);
+  auto const x = values(s.tokens * d, 1);
+  std::vector<__nv_bfloat16> wide(static_cast<size_t>(s.tokens * pitch));
+  for (int64_t t = 0; t < s.tokens; ++t) {
+    std::copy_n(x.begin() + t * d, d, wide.begin() + t * pitch);
+  }
+  DeviceBuffer const wide_x(wide);
+  DeviceBuffer const wide_o(2 * static_cast<size_t>(s.tokens * pitch));
+  DeviceBuffer const logits(4 * static_cast<size_t>(s.tokens * logits_pitch));
+  strided.args.x.data = wide_x.as<void>();
+  strided.args.x.stride[0] = pitch;
+  strided.args.o.data = wide_o.as<void>();
+  strided.args.o.stride[0] = pitch;
+  strided.args.logits = tensor(logits.as<float>(), {s.tokens, s.experts}, strided.device());
+  strided.args.logits.stride[0] = logits_pitch;
+  EXPECT_OK(strided.forward(nullptr));
+  require(cudaDeviceSynchronize(), "device");
+  Bytes const narrow = plain.o(), apart = wide_o.bytes();
+  for (int64_t t = 0; t < s.tokens; ++t) {
+    EXPECT(std::memcmp(&apart[2 * t * pitch], &narrow[2 * t * d], 2 * d) == 0);
+    EXPECT(std::count(&apart[2 * (t * pitch + d)], &apart[2 * (t + 1) * pitch], kPoison) ==
+           2 * (pitch - d));
+  }
+  Bytes const stored = logits.bytes();
+  for (int64_t t = 0; t < s.tokens; ++t) {
+    auto const* const row = &stored[4 * t * logits_pitch];
+    EXPECT(std::count(row, row + 4 * s.experts, kPoison) < 4 * s.experts);
+    EXPECT(std::count(row + 4 * s.experts, row + 4 * logits_pitch, kPoison) ==
+           4 * (logits_pitch - s.experts));
+  }
+}
+
+// route() gives the ids and weights that the layer uses.
+void route_agrees_with_the_layer(Context const& context) {
+  MoeDesc desc = small_desc(RouterKind::group_limited);
+  desc.ids_dtype = DType::int64;
+  MoeShape const& s = desc.shape;
+  Layer const layer(context, desc);
+  EXPECT_OK(layer.forward(nullptr));
+  DeviceBuffer const ids(8 * static_cast<size_t>(s.num_slots()));
+  DeviceBuffer const weights(4 * static_cast<size_t>(s.num_slots()));
+  size_t const bytes = workspace_bytes(context, desc, Pass::route).value();
+  DeviceBuffer const workspace(bytes);
+  RouteArgs args;
+  args.x = layer.args.x;
+  args.w_router = layer.args.w_router;
+  args.topk_ids = tensor(ids.as<int64_t>(), {s.tokens, s.top_k}, layer.device());
+  args.topk_weights = tensor(weights.as<float>(), {s.tokens, s.top_k}, layer.device());
+  args.workspace = {workspace.as<void>(), bytes};
+  EXPECT_OK(route(context, desc, args));
+  require(cudaDeviceSynchronize(), "device");
+  RoutingView const tables = routing_view(desc, layer.args.routing).value();
+  auto const slots = static_cast<size_t>(s.num_slots());
+  std::vector<int32_t> used_ids(slots);
+  std::vector<float> used_weights(slots);
+  require(cudaMemcpy(used_ids.data(), tables.topk_ids, 4 * slots, cudaMemcpyDeviceToHost), "copy");
+  require(cudaMemcpy(used_weights.data(), tables.scores, 4 * slots, cudaMemcpyDeviceToHost),
+          "copy");
+  Bytes const given_ids = ids.bytes(), given_weights = weights.bytes();
+  EXPECT(std::memcmp(given_weights.data(), used_weights.data(), 4 * slots) == 0);
+  for (size_t j = 0; j < slots; ++j) {
+    int64_t id;
+    std::memcpy(&id, &given_ids[8 * j], sizeof(id));
+    EXPECT(id == used_ids[j]);
+  }
+}
+
+struct GroupedCase {
+  RowGrouping grouping;
+  std::vector<int64_t> groups;
+  bool sound;
+  int64_t bad_index;
+};
+
+MoeDesc grouped_desc(RowGrouping grouping, DType ids) {
+  MoeDesc desc = small_desc(RouterKind::given);
+  desc.shape.tokens = 50;
+  desc.shape.top_k = 1;
+  desc.shape.experts = 4;
+  desc.grouping = grouping;
+  desc.ids_dtype = ids;
+  return desc;
+}
+
+template <class T>
+std::vector<T> as(std::vector<int64_t> const& from) {
+  return {from.begin(), from.end()};
+}
+
+// Rows 0..9 of expert 0, none of 1, 10..39 of 2, 40..44 of 3, then a tail of no expert.
+void grouped_rows_equal_given_ids(Context const& context) {
+  std::vector<int64_t> ids;
+  for (int r = 0; r < 50; ++r) ids.push_back(r < 10 ? 0 : r < 40 ? 2 : r < 45 ? 3 : 4);
+  MoeDesc by_ids = grouped_desc(RowGrouping::slots, DType::int64);
+  Layer given(context, by_ids);
+  DeviceBuffer const device_ids(ids), ones(std::vector<float>(50, 1.0f));
+  given.args.topk_ids = tensor(device_ids.as<int64_t>(), {50, 1}, given.device());
+  given.args.topk_weights = tensor(ones.as<float>(), {50, 1}, given.device());
+  EXPECT_OK(given.forward(nullptr));
+  require(cudaDeviceSynchronize(), "device");
+  Bytes const expected = given.o();
+  EXPECT(std::count(expected.begin() + 2 * 45 * 72, expected.end(), 0) == 2 * 5 * 72);
+
+  GroupedCase const cases[] = {
+      {RowGrouping::offsets, {0, 10, 10, 40, 45}, true, 0},
+      {RowGrouping::ends, {10, 10, 40, 45}, true, 0},
+      {RowGrouping::counts, {10, 0, 30, 5}, true, 0},
+      {RowGrouping::offsets, {0, 10, 5, 40, 45}, false, 2},
+      {RowGrouping::offsets, {1, 10, 10, 40, 45}, false, 0},
+      {RowGrouping::offsets, {0, 10, 10, 40, 51}, false, 4},
+      {RowGrouping::ends, {10, -3, 40, 45}, false, 1},
+      {RowGrouping::ends, {10, 10, 40, int64_t{1} << 40}, false, 3},
+      {RowGrouping::counts, {10, 0, 30, 11}, false, 3},
+      {RowGrouping::counts, {-1, 0, 30, 5}, false, 0},
+  };
+  for (GroupedCase const& c : cases) {
+    for (DType const dtype : {DType::int64, DType::int32}) {
+      bool const wide = c.groups.back() > INT32_MAX;
+      if (wide && dtype == DType::int32) continue;
+      Layer grouped(context, grouped_desc(c.grouping, dtype));
+      DeviceBuffer const groups64(c.groups), groups32(as<int32_t>(c.groups));
+      auto const count = static_cast<int64_t>(c.groups.size());
+      grouped.args.expert_offsets =
+          dtype == DType::int64
+              ? ConstTensor(tensor(groups64.as<int64_t>(), {count}, grouped.device()))
+              : ConstTensor(tensor(groups32.as<int32_t>(), {count}, grouped.device()));
+      EXPECT_OK(grouped.forward(nullptr));
+      require(cudaDeviceSynchronize(), "device");
+      Status const found = check_device_values(context);
+      if (c.sound) {
+        EXPECT_OK(found);
+        EXPECT(grouped.o() == expected);
+      } else {
+        EXPECT(found.code() == StatusCode::invalid_argument);
+        std::string const at = "expert_offsets[" + std::to_string(c.bad_index) + "]";
+        EXPECT(std::string(found.text()).starts_with(at));
+        EXPECT_OK(check_device_values(context));  // told once
+      }
+    }
+  }
+}
+
+void bad_token_offsets_are_reported(Context const& context) {
+  MoeDesc desc = small_desc(RouterKind::given);
+  desc.shape.tokens = 4;
+  desc.shape.variable_experts = true;
+  desc.shape.slots = 6;
+  std::vector<int32_t> const ids{0, 1, 2, 3, 4, 5};
+  std::vector<float> const weights(6, 0.5f);
+  struct Case {
+    std::vector<int32_t> offsets;
+    char const* text;
+  };
+  for (Case const& c :
+       {Case{{0, 2, 2, 5, 6}, ""}, Case{{0, 3, 2, 5, 6}, "token_offsets[2]: an offset of 2"},
+        Case{{0, 2, 2, 5, 7}, "token_offsets[4]: an offset of 7"},
+        Case{{-2, 2, 2, 5, 6}, "token_offsets[0]: an offset of -1"}}) {
+    Layer layer(context, desc);
+    DeviceBuffer const device_ids(ids), device_weights(weights), offsets(c.offsets);
+    layer.args.topk_ids = tensor(device_ids.as<int32_t>(), {6}, layer.device());
+    layer.args.topk_weights = tensor(device_weights.as<float>(), {6}, layer.device());
+    layer.args.token_offsets = tensor(offsets.as<int32_t>(), {5}, layer.device());
+    EXPECT_OK(layer.forward(nullptr));
+    require(cudaDeviceSynchronize(), "device");
+    std::string const text = check_device_values(context).text();
+    if (!text.starts_with(c.text) || text.empty() != (*c.text == '\0')) {
+      std::printf("'%s' is no '%s'\n", text.c_str(), c.text);
+      ++failures;
+    }
+  }
+}
+
+void refusals_name_their_reason(Context const& context) {
+  MoeDesc desc = small_desc(RouterKind::topk_softmax);
+  EXPECT(workspace_bytes(context, desc, Pass::backward).status().code() == StatusCode::unsupported);
+  EXPECT(moe_backward(context, desc, {}).code() == StatusCode::unsupported);
+  EXPECT(grouped_gemm(context, {}).code() == StatusCode::unsupported);
+  Layer layer(context, desc);
+  layer.args.x.device = {};  // claims to be on the CPU
+  EXPECT(layer.forward(nullptr).code() == StatusCode::invalid_argument);
+  Layer small(context, desc);
+  --small.args.workspace.bytes;
+  EXPECT(small.forward(nullptr).code() == StatusCode::invalid_argument);
+  desc.dtype = DType::fp32;
+  EXPECT(workspace_bytes(context, desc, Pass::forward).status().code() == StatusCode::unsupported);
+  EXPECT(Context::create({{DeviceKind::cuda, 1000}}).status().code() == StatusCode::environment);
+  EXPECT(explain(context, small_desc(RouterKind::topk_softmax), Pass::forward).value().size() == 4);
+}
+
+// Where there are several GPUs: the same bits on each, and the caller's current device stays.
+void devices_agree(Context const& first) {
+  int devices = 0;
+  require(cudaGetDeviceCount(&devices), "devices");
+  Layer const layer(first, small_desc(RouterKind::topk_softmax));
+  EXPECT_OK(layer.forward(nullptr));
+  require(cudaDeviceSynchronize(), "device");
+  Bytes const expected = layer.results();
+  for (int index = 1; index < devices; ++index) {
+    auto const other = Context::create({{DeviceKind::cuda, index}});
+    if (!other.ok()) continue;
+    require(cudaSetDevice(index), "device");
+    Layer const there(other.value(), small_desc(RouterKind::topk_softmax));
+    cudaStream_t stream;
+    require(cudaStreamCreate(&stream), "stream");
+    require(cudaSetDevice(0), "device");
+    EXPECT_OK(there.forward(stream));
+    int current = -1;
+    require(cudaGetDevice(&current), "device");
+    EXPECT(current == 0);
+    synchronize(stream);
+    EXPECT(there.results() == expected);
+    cudaStreamDestroy(stream);
+  }
+}
+
+int run() {
+  if (!has_device()) return kSkipped;
+  auto const context = Context::create({{DeviceKind::cuda, 0}});
+  if (!context.ok()) {
+    std::printf("%s\n", context.status().text());
+    return context.status().code() == StatusCode::environment ? kSkipped : 1;
+  }
+  struct Test {
+    char const* name;
+    void (*body)(Context const&);
+  };
+  for (Test const& test :
+       {Test{"refusals", refusals_name_their_reason},
+        Test{"grouped rows", grouped_rows_equal_given_ids},
+        Test{"token offsets", bad_token_offsets_are_reported},
+        Test{"strides", strides_are_followed}, Test{"route", route_agrees_with_the_layer},
+        Test{"threads", threads_do_not_disturb_each_other}, Test{"devices", devices_agree},
+        Test{"repeats", repeats_beside_other_work}}) {
+    int const before = failures;
+    test.body(context.value());
+    std::printf("%-14s %s\n", test.name, failures == before ? "ok" : "FAILED");
+  }
+  return failures == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace tessera::cuda_test
+
+int main() { return tessera::cuda_test::run(); }

@@ -63,7 +63,7 @@ class Layer {
         w_up_(values(desc.shape.experts * width() * desc.shape.hidden, 3)),
         w_down_(values(desc.shape.experts * desc.shape.hidden * desc.shape.intermediate, 4)),
         o_(2 * static_cast<size_t>(desc.shape.tokens * desc.shape.hidden)),
-        h_(2 * static_cast<size_t>(desc.shape.num_slots() * width())),
+        h_(2 * static_cast<size_t>(desc.num_slots() * width())),
         routing_(routing_bytes(desc).value()),
         workspace_(bytes_of(context, desc)) {
     MoeShape const& s = desc.shape;
@@ -78,7 +78,7 @@ class Layer {
                                  {s.experts, s.hidden, s.intermediate}, device());
     args.o = tensor(o_.as<void>(), DType::bf16, {s.tokens, s.hidden}, device());
     if (desc.save == SavePolicy::h) {
-      args.h = tensor(h_.as<void>(), DType::bf16, {s.num_slots(), width()}, device());
+      args.h = tensor(h_.as<void>(), DType::bf16, {desc.num_slots(), width()}, device());
     }
     args.routing = {routing_.as<void>(), routing_bytes(desc).value()};
     args.workspace = {workspace_.as<void>(), bytes_of(context, desc)};
@@ -233,8 +233,8 @@ void route_agrees_with_the_layer(Context const& context) {
   MoeShape const& s = desc.shape;
   Layer const layer(context, desc);
   EXPECT_OK(layer.forward(nullptr));
-  DeviceBuffer const ids(8 * static_cast<size_t>(s.num_slots()));
-  DeviceBuffer const weights(4 * static_cast<size_t>(s.num_slots()));
+  DeviceBuffer const ids(8 * static_cast<size_t>(desc.num_slots()));
+  DeviceBuffer const weights(4 * static_cast<size_t>(desc.num_slots()));
   size_t const bytes = workspace_bytes(context, desc, Pass::route).value();
   DeviceBuffer const workspace(bytes);
   RouteArgs args;
@@ -246,7 +246,7 @@ void route_agrees_with_the_layer(Context const& context) {
   EXPECT_OK(route(context, desc, args));
   require(cudaDeviceSynchronize(), "device");
   RoutingView const tables = routing_view(desc, layer.args.routing).value();
-  auto const slots = static_cast<size_t>(s.num_slots());
+  auto const slots = static_cast<size_t>(desc.num_slots());
   std::vector<int32_t> used_ids(slots);
   std::vector<float> used_weights(slots);
   require(cudaMemcpy(used_ids.data(), tables.topk_ids, 4 * slots, cudaMemcpyDeviceToHost), "copy");

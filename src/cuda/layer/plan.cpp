@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/layer/plan.hpp"
 
+#include "core/router_math.hpp"
 #include "cuda/host/metadata.hpp"
 #include "cuda/layer/backend.hpp"
 
@@ -15,7 +16,7 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
     out.routing = plan.add<std::byte>(static_cast<std::int64_t>(routing_bytes));
   }
   out.counters = plan.add<std::int32_t>(kNumTileCounters);
-  if (desc.router.kind != RouterKind::given && desc.router.kind != RouterKind::softmax_topk) {
+  if (desc.router.kind != RouterKind::given && !core::saves_logits(desc)) {
     out.logits = plan.add<float>(s.tokens * s.experts);
   }
   if (desc.grouping == RowGrouping::slots) {

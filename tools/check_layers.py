@@ -40,7 +40,7 @@ LAYERS = {
     "tests": [""],  # anything
 }
 MAY_READ_ENVIRONMENT = ("src/ops", "lm", "cli", "bench", "tests")
-MAY_INCLUDE_CUDA = ("src/cuda", "src/device/cuda.cpp", "bench/cuda", "tests/cuda")
+MAY_INCLUDE_CUDA = ("src/cuda", "src/device/cuda.cu", "bench/cuda", "tests/cuda")
 
 SUFFIXES = {".hpp", ".cpp", ".h", ".c", ".cuh", ".cu"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)

@@ -9,6 +9,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "tessera/context.hpp"
 
@@ -32,6 +33,22 @@ Memory allocate(std::int32_t device, std::size_t bytes, Kind kind);
 void upload(void* to, void const* from, std::size_t bytes);
 void download(void* to, void const* from, std::size_t bytes);
 
+#if defined(__CUDACC__)
+#define TESSERA_HOST_DEVICE __host__ __device__
+#else
+#define TESSERA_HOST_DEVICE
+#endif
+
+/// Element `index` of a tensor of values spread evenly over [-scale, scale), before its rounding to bf16.
+TESSERA_HOST_DEVICE inline float uniform_value(std::uint64_t index, std::uint64_t seed,
+                                               float scale) {
+  std::uint64_t z = (index + seed * 0x632be59bd9b4e019u) * 0x9e3779b97f4a7c15u;
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  z ^= z >> 31;
+  return scale * (static_cast<float>(z >> 40) * 0x1p-23f - 1.0f);
+}
+
 class Stream {
  public:
   explicit Stream(std::int32_t device);
@@ -41,6 +58,8 @@ class Stream {
 
   [[nodiscard]] tessera::Stream handle() const noexcept { return {native_}; }
   void synchronize() const;
+  /// uniform_value() of every element, as bf16.
+  void fill_uniform(void* bf16, std::int64_t count, std::uint64_t seed, float scale) const;
   /// Sets `bytes` bytes to `value`; copies from device to device.
   void fill(void* to, int value, std::size_t bytes) const;
   void copy(void* to, void const* from, std::size_t bytes) const;
@@ -59,8 +78,18 @@ class Graph {
   void launch(Stream const& stream) const;
 
  private:
+  explicit Graph(void* executable) : executable_(executable) {}
+  friend std::vector<struct KernelGraph> kernel_graphs(Stream const&, std::function<void()> const&);
   void* executable_ = nullptr;
 };
+
+/// One kernel of what `body` enqueues, as a graph of its own: to time it apart.
+struct KernelGraph {
+  std::string name;  ///< of the function, with its namespaces and template arguments
+  Graph graph;
+};
+/// All kernels of what `body` enqueues, in order.
+std::vector<KernelGraph> kernel_graphs(Stream const& stream, std::function<void()> const& body);
 
 /// A moment in a stream.
 class Event {

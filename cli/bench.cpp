@@ -12,6 +12,7 @@
 
 #include "cli/bench_bound.hpp"
 #include "cli/bench_configs.hpp"
+#include "cli/bench_cuda.hpp"
 #include "cli/bench_layer.hpp"
 #include "cli/commands.hpp"
 #include "cli/output.hpp"
@@ -26,7 +27,7 @@ namespace {
 struct BenchFlags {
   ShapeFlags shape;
   std::vector<std::string> configs;
-  std::vector<std::string> passes = {"forward", "backward", "forward-inference"};
+  std::vector<std::string> passes;
   std::string out;
   double seconds = 5;
   std::int64_t gpus = 0;
@@ -47,7 +48,9 @@ std::vector<Job> jobs_of(BenchFlags const& flags) {
   }
   std::vector<Job> jobs;
   for (std::string const& name :
-       flags.configs.empty() ? std::vector<std::string>{"cpu-small"} : flags.configs) {
+       flags.configs.empty()
+           ? std::vector<std::string>{flags.shape.on_cuda() ? "7B-n256" : "cpu-small"}
+           : flags.configs) {
     auto const* const found =
         std::find_if(std::begin(kBenchConfigs), std::end(kBenchConfigs),
                      [&name](BenchConfig const& config) { return name == config.name; });
@@ -268,7 +271,31 @@ void write_file(std::string const& path, std::string const& text) {
   if (!file) throw CommandError(fmt::format("--out {}: cannot be written", path));
 }
 
-int bench(BenchFlags const& flags, std::string const& command_line) {
+int bench_cuda(BenchFlags const& flags, std::string const& command_line) {
+  CudaBench request;
+  for (Job& job : jobs_of(flags)) request.jobs.push_back({job.name, std::move(job.layer_case)});
+  request.passes = flags.passes;
+  if (request.passes.empty()) request.passes = {"forward", "forward-inference"};
+  request.seconds = flags.seconds;
+  request.check = !flags.no_check;
+  request.print = !flags.json;
+  request.command = command_line;
+  if (flags.gpus > 1) throw CommandError("--gpus: this version runs a layer on one GPU");
+  Json document = bench_on_cuda(flags.shape.context(), request);
+  std::string const commit = first_line_of("git rev-parse --short HEAD 2>/dev/null");
+  if (!commit.empty()) document["commit"] = commit;
+  if (flags.json) print_json(document);
+  if (!flags.out.empty()) write_file(flags.out, document.dump(1) + '\n');
+  for (Json const& row : document["rows"]) {
+    bool const wrong = row["impl"] == "tessera" && !row["checked"].get<bool>();
+    if (wrong && !flags.no_check) return kCheckFailed;
+  }
+  return kOk;
+}
+
+int bench(BenchFlags flags, std::string const& command_line) {
+  if (flags.shape.on_cuda()) return bench_cuda(flags, command_line);
+  if (flags.passes.empty()) flags.passes = {"forward", "backward", "forward-inference"};
   for (std::string const& name : flags.passes) {
     if (name != "forward" && name != "backward" && name != "forward-inference") {
       throw CommandError(fmt::format(
@@ -312,7 +339,9 @@ void add_bench(CLI::App& app) {
   command->add_option("--config", flags->configs, "named configurations (default cpu-small)")
       ->delimiter(',')
       ->type_name("NAME[,NAME]");
-  command->add_option("--pass", flags->passes, "forward, backward, forward-inference (default all)")
+  command
+      ->add_option("--pass", flags->passes,
+                   "forward, backward, forward-inference (default all served)")
       ->delimiter(',');
   command->add_option("--seconds", flags->seconds, "time for each configuration")
       ->check(CLI::Range(0.0, 3600.0))

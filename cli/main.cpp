@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "cli/commands.hpp"
+#include "device/device.hpp"
 #include "tessera/version.hpp"
 
 namespace tessera::cli {
@@ -101,6 +102,8 @@ int main(int argc, char** argv) {
     return parse_and_run(argc, argv);
   } catch (CommandError const& error) {
     return fail(error.what(), error.exit_code());
+  } catch (tessera::device::Error const& error) {
+    return fail(error.what(), kEnvironment);
   } catch (std::bad_alloc const&) {
     return fail("out of memory; choose a smaller shape", kEnvironment);
   } catch (std::exception const& error) {

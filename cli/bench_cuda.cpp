@@ -1,0 +1,420 @@
+// SPDX-License-Identifier: Apache-2.0
+// score = (bound + aggregate floor) / ms: how much of the time the layer's GEMMs at cuBLAS's speed and one aggregation
+// at the speed of a copy explain.
+#include "cli/bench_cuda.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <ctime>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string_view>
+
+#include "cli/bench_bound.hpp"
+#include "cli/bench_cublas.hpp"
+#include "cli/bench_cuda_layer.hpp"
+#include "cli/commands.hpp"
+#include "tessera/work.hpp"
+#include "verify/names.hpp"
+
+namespace tessera::cli {
+namespace {
+
+constexpr int kBlocks = 3, kWarmUps = 20, kLeastPerBlock = 20, kMostPerBlock = 200;
+constexpr std::size_t kFlushBytes = std::size_t{256} << 20;
+constexpr char kProtocol[] =
+    "median of 3 blocks of at least 20 rounds after 20 warm-up rounds; a round runs every "
+    "candidate "
+    "once, in rotating order, between CUDA events on one stream; layers smaller than twice L2 "
+    "after "
+    "256 MiB of fills each; bound: cuBLAS batched GEMMs of R/E rows per expert, up + down; floor "
+    "of "
+    "the aggregate: 2Rd + 2Td bytes at the rate of a device copy in the same rounds; kernels "
+    "apart: "
+    "each in a graph of its own, floor: FLOPs or bytes at the ceilings";
+
+struct Times {
+  std::vector<std::vector<double>> blocks = std::vector<std::vector<double>>(kBlocks);
+
+  static double quantile(std::vector<double> values, double at) {
+    std::sort(values.begin(), values.end());
+    return values[static_cast<std::size_t>(at * static_cast<double>(values.size() - 1) + 0.5)];
+  }
+  [[nodiscard]] double at(double quantile_) const {
+    std::vector<double> all;
+    for (auto const& block : blocks) all.insert(all.end(), block.begin(), block.end());
+    return quantile(std::move(all), quantile_);
+  }
+  [[nodiscard]] double median() const { return at(0.5); }
+  /// How far the blocks' medians lie apart, as a fraction of the median.
+  [[nodiscard]] double block_spread() const {
+    double least = HUGE_VAL, most = 0;
+    for (auto const& block : blocks) {
+      double const own = quantile(block, 0.5);
+      least = std::min(least, own);
+      most = std::max(most, own);
+    }
+    return (most - least) / median();
+  }
+};
+
+struct Candidate {
+  std::string name;
+  std::function<void()> body;
+  Times times{};
+  device::Event start{}, end{};
+};
+
+/// Runs all candidates round after round.
+class Rounds {
+ public:
+  Rounds(device::Stream const& stream, std::byte* scratch, bool flush)
+      : stream_(stream), scratch_(scratch), flush_(flush) {}
+
+  void run(std::vector<Candidate>& candidates, double seconds) const {
+    for (int i = 0; i < kWarmUps; ++i) round(candidates, i);
+    for (int block = 0; block < kBlocks; ++block) {
+      double const end = now_seconds() + seconds / kBlocks;
+      for (int i = 0; i < kMostPerBlock && (i < kLeastPerBlock || now_seconds() < end); ++i) {
+        round(candidates, i);
+        for (Candidate& candidate : candidates) {
+          candidate.times.blocks[static_cast<std::size_t>(block)].push_back(
+              candidate.end.since(candidate.start));
+        }
+      }
+    }
+  }
+
+ private:
+  void round(std::vector<Candidate>& candidates, int first) const {
+    stream_.fill(scratch_, 0, kFlushBytes);  // keeps the GPU busy while the host gets ahead of it
+    for (std::size_t i = 0; i < candidates.size(); ++i) {
+      Candidate& candidate = candidates[(i + static_cast<std::size_t>(first)) % candidates.size()];
+      if (flush_) stream_.fill(scratch_, 0, kFlushBytes);
+      candidate.start.record(stream_);
+      candidate.body();
+      candidate.end.record(stream_);
+    }
+    stream_.synchronize();
+  }
+
+  device::Stream const& stream_;
+  std::byte* scratch_;
+  bool flush_;
+};
+
+struct Ceilings {
+  double gemm_tflops = 0;
+  std::vector<double> copy_rates{};  ///< bytes per second, read and written, a value per job
+  std::vector<double> clocks_mhz{};
+  std::string driver{};
+};
+
+/// The line that nvidia-smi prints for `query`, or "".
+std::string nvidia_smi(std::int32_t device, char const* query) {
+  std::string const command = fmt::format(
+      "nvidia-smi --query-gpu={} --format=csv,noheader,nounits -i {} 2>/dev/null", query, device);
+  std::string line;
+  if (std::FILE* const pipe = ::popen(command.c_str(), "r")) {
+    char text[128];
+    if (std::fgets(text, sizeof(text), pipe) != nullptr) line = text;
+    ::pclose(pipe);
+  }
+  while (!line.empty() && (line.back() == '\n' || line.back() == '\r')) line.pop_back();
+  return line;
+}
+
+/// "void tessera::cuda::aggregate<...>(...)" -> "aggregate"; the parts of metadata are one op.
+std::string op_of(std::string const& kernel) {
+  std::string name = kernel.substr(0, kernel.find_first_of("<("));
+  std::size_t const last = name.find_last_of(": ");
+  if (last != std::string::npos) name.erase(0, last + 1);
+  for (std::string const op : {"router_logits", "route", "metadata", "up_projection_fwd",
+                               "down_projection_fwd", "aggregate"}) {
+    if (name.starts_with(op)) return op;
+  }
+  return name;
+}
+
+/// One configuration on one GPU.
+class JobBench {
+ public:
+  JobBench(Context const& context, device::Stream const& stream, Cublas const& cublas,
+           CudaBench::Job const& job, CudaBench const& bench, Ceilings& ceilings)
+      : stream_(stream),
+        job_(job),
+        bench_(bench),
+        ceilings_(ceilings),
+        device_(context.device().index),
+        layer_(context, stream, job.layer_case) {
+    if (bench.check) {
+      std::string const failure = layer_.check();
+      if (!failure.empty()) fmt::print(stderr, "{}: {}\n", job.name, failure);
+      checked_ = failure.empty();
+    } else {
+      layer_.forward();
+      stream.synchronize();
+    }
+    rows_ = layer_.routed_rows();
+    bound_.emplace(cublas, stream, device_, desc(), rows_);
+  }
+
+  [[nodiscard]] bool checked() const { return checked_; }
+
+  Json run() {
+    MoeShape const& s = desc().shape;
+    double const y_bytes = 2.0 * static_cast<double>(rows_) * static_cast<double>(s.hidden);
+    std::size_t const copied = static_cast<std::size_t>(std::clamp(y_bytes, 256e6, 2e9));
+    auto const from = device::allocate(device_, copied, device::Kind::device);
+    auto const to = device::allocate(device_, copied, device::Kind::device);
+    auto const scratch = device::allocate(device_, kFlushBytes, device::Kind::device);
+    stream_.fill(from.get(), 1, copied);
+    Rounds const rounds(stream_, scratch.get(), touched_bytes() < 2.0 * l2_bytes());
+
+    std::vector<Candidate> candidates;
+    std::vector<device::Graph> graphs;
+    graphs.reserve(bench_.passes.size());
+    for (std::string const& pass : bench_.passes) {
+      auto const body = [this, inference = pass == "forward-inference"] {
+        inference ? layer_.forward_inference() : layer_.forward();
+      };
+      device::Graph const& graph = graphs.emplace_back(stream_, body);
+      candidates.push_back({pass, body});
+      candidates.push_back({pass + " graph", [&graph, this] { graph.launch(stream_); }});
+    }
+    candidates.push_back({"up", [this] { bound_->up(stream_); }});
+    candidates.push_back({"down", [this] { bound_->down(stream_); }});
+    candidates.push_back({"copy", [&] { stream_.copy(to.get(), from.get(), copied); }});
+    rounds.run(candidates, bench_.seconds);
+    read_clocks(candidates.front().times.median());
+
+    auto const times = [&](std::string const& name) -> Times const& {
+      return std::find_if(candidates.begin(), candidates.end(),
+                          [&](Candidate const& c) { return c.name == name; })
+          ->times;
+    };
+    double const copy_rate = 2.0 * static_cast<double>(copied) / times("copy").median() * 1e3;
+    ceilings_.copy_rates.push_back(copy_rate);
+    double const floor_ms =
+        (y_bytes + 2.0 * static_cast<double>(s.tokens) * static_cast<double>(s.hidden)) /
+        copy_rate * 1e3;
+    double const bound_ms = times("up").median() + times("down").median();
+    Json rows = Json::array();
+    for (std::string const& pass : bench_.passes) {
+      for (std::string const variant : {"", "graph"}) {
+        Times const& t = times(variant.empty() ? pass : pass + " graph");
+        rows.push_back(row(pass, "tessera", variant, t, forward_flops(), bound_ms, floor_ms));
+      }
+    }
+    rows.push_back(row("up_projection_fwd", "cublas-bmm", "", times("up"), up_work().flops, 0, 0));
+    rows.push_back(
+        row("down_projection_fwd", "cublas-bmm", "", times("down"), down_work().flops, 0, 0));
+    add_kernel_rows(rounds, copy_rate, times("up").median(), times("down").median(), rows);
+    return rows;
+  }
+
+ private:
+  [[nodiscard]] MoeDesc const& desc() const { return layer_.desc(); }
+  [[nodiscard]] double rows() const { return static_cast<double>(rows_); }
+  [[nodiscard]] work::OpWork up_work() const { return work::up_projection_fwd(desc(), rows()); }
+  [[nodiscard]] work::OpWork down_work() const { return work::down_projection_fwd(desc(), rows()); }
+  [[nodiscard]] double forward_flops() const { return work::forward_flops(desc(), rows()); }
+  [[nodiscard]] double touched_bytes() const { return up_work().bytes() + down_work().bytes(); }
+  [[nodiscard]] double l2_bytes() const {
+    return static_cast<double>(device::facts(device_).l2_bytes);
+  }
+
+  Json row(std::string const& pass, char const* impl, std::string const& variant,
+           Times const& times, double flops, double bound_ms, double floor_ms) const {
+    MoeShape const& s = desc().shape;
+    bool const inference = pass == "forward-inference";
+    bool const whole = pass == "forward" || inference;
+    double const ms = times.median();
+    return {{"config", job_.name},
+            {"shape", {s.tokens, s.hidden, s.intermediate, s.experts, s.top_k}},
+            {"dtype", verify::name_of(verify::kDTypeNames, desc().dtype)},
+            {"gpus", 1},
+            {"routing", verify::routing_name(job_.layer_case.routing)},
+            {"router", verify::name_of(verify::kRouterNames, desc().router.kind)},
+            {"round", verify::name_of(verify::kRoundingNames, desc().router.round)},
+            {"pass", pass},
+            {"impl", impl},
+            {"variant", variant},
+            {"ms", ms},
+            {"ms_p10", times.at(0.1)},
+            {"ms_p90", times.at(0.9)},
+            {"block_spread", times.block_spread()},
+            {"tflops", flops / ms * 1e-9},
+            {"bound_ms", bound_ms},
+            {"aggregate_floor_ms", floor_ms},
+            {"saved_bytes", whole && !inference ? layer_.saved_bytes_total() : 0},
+            {"transient_peak_bytes", whole ? layer_.workspace_bytes_of(inference) : 0},
+            {"checked", checked_ && std::string_view(impl) == "tessera"}};
+  }
+
+  /// Every kernel of forward in a graph of its own, summed per op.
+  void add_kernel_rows(Rounds const& rounds, double copy_rate, double up_ms, double down_ms,
+                       Json& rows) const {
+    auto const kernels = device::kernel_graphs(stream_, [this] { layer_.forward(); });
+    std::vector<std::string> ops;
+    for (auto const& kernel : kernels) {
+      std::string const op = op_of(kernel.name);
+      if (std::find(ops.begin(), ops.end(), op) == ops.end()) ops.push_back(op);
+    }
+    std::vector<Candidate> candidates;
+    for (std::string const& op : ops) {
+      candidates.push_back({op, [&kernels, op, this] {
+                              for (auto const& kernel : kernels) {
+                                if (op_of(kernel.name) == op) kernel.graph.launch(stream_);
+                              }
+                            }});
+    }
+    rounds.run(candidates, bench_.seconds / 3);
+    auto const floor_of = [&](work::OpWork const& w) {
+      return std::max(w.flops / ceilings_.gemm_tflops * 1e-9, w.bytes() / copy_rate * 1e3);
+    };
+    for (Candidate const& candidate : candidates) {
+      std::string const& op = candidate.name;
+      work::OpWork w;
+      double bound_ms = 0;
+      if (op == "up_projection_fwd") w = up_work(), bound_ms = up_ms;
+      if (op == "down_projection_fwd") w = down_work(), bound_ms = down_ms;
+      if (op == "aggregate") w = work::aggregate(desc(), this->rows());
+      if (op == "router_logits") w = work::route(desc());
+      Json own = row(op, "tessera", "kernel", candidate.times, w.flops, bound_ms, 0);
+      own["floor_ms"] = floor_of(w);
+      rows.push_back(std::move(own));
+    }
+  }
+
+  /// The SM clock under load: nvidia-smi takes its time, so the stream gets about a second of work first.
+  void read_clocks(double forward_ms) const {
+    int const calls = std::clamp(static_cast<int>(1000 / forward_ms), 1, 1000);
+    for (int i = 0; i < calls; ++i) layer_.forward();
+    std::string const line = nvidia_smi(device_, "clocks.sm");
+    if (!line.empty()) ceilings_.clocks_mhz.push_back(std::strtod(line.c_str(), nullptr));
+    stream_.synchronize();
+  }
+
+  device::Stream const& stream_;
+  CudaBench::Job const& job_;
+  CudaBench const& bench_;
+  Ceilings& ceilings_;
+  std::int32_t device_;
+  CudaBenchLayer layer_;
+  std::optional<CublasBound> bound_;
+  std::int64_t rows_ = 0;
+  bool checked_ = false;
+};
+
+double score_of(Json const& row) {
+  return (row["bound_ms"].get<double>() + row["aggregate_floor_ms"].get<double>()) /
+         row["ms"].get<double>();
+}
+
+bool is_layer(Json const& row) { return row["aggregate_floor_ms"].get<double>() > 0; }
+
+std::string row_text(Json const& row) {
+  double const bound = row["bound_ms"].get<double>();
+  std::string const variant = row["variant"].get<std::string>();
+  std::string pass = row["pass"].get<std::string>();
+  if (!variant.empty()) pass += " " + variant;
+  if (row["impl"] != "tessera") pass += " " + row["impl"].get<std::string>();
+  std::string const score =
+      bound > 0
+          ? fmt::format("{:.3f}", is_layer(row) ? score_of(row) : bound / row["ms"].get<double>())
+          : "";
+  return fmt::format(
+      "{:<12} {:<32} {:>9.4f} {:>9.4f} {:>9.4f} {:>6.1f}% {:>7.1f} {:>9.4f} {:>9.4f} "
+      "{:>6}  {}\n",
+      row["config"].get<std::string>(), pass, row["ms"].get<double>(), row["ms_p10"].get<double>(),
+      row["ms_p90"].get<double>(), 100 * row["block_spread"].get<double>(),
+      row["tflops"].get<double>(), bound,
+      is_layer(row) ? row["aggregate_floor_ms"].get<double>() : row.value("floor_ms", 0.0), score,
+      row["checked"].get<bool>() ? "yes" : "-");
+}
+
+/// Geometric means of the scores of eager rows, by pass.
+Json score_means(Json const& rows) {
+  std::map<std::string, std::pair<double, int>> sums;
+  for (Json const& row : rows) {
+    if (!is_layer(row) || row["variant"] != "") continue;
+    auto& [sum, count] = sums[row["pass"].get<std::string>()];
+    sum += std::log(score_of(row));
+    ++count;
+  }
+  Json means = Json::object();
+  for (auto const& [pass, sum] : sums) means[pass] = std::exp(sum.first / sum.second);
+  return means;
+}
+
+std::string today() {
+  char date[16] = {};
+  std::time_t const now = std::time(nullptr);
+  std::tm parts{};
+  ::gmtime_r(&now, &parts);
+  std::strftime(date, sizeof(date), "%Y-%m-%d", &parts);
+  return date;
+}
+
+}  // namespace
+
+Json bench_on_cuda(Context const& context, CudaBench const& bench) {
+  for (std::string const& pass : bench.passes) {
+    if (pass != "forward" && pass != "forward-inference") {
+      throw CommandError(
+          fmt::format("--pass {}: on a GPU choose forward or forward-inference", pass));
+    }
+  }
+  for (CudaBench::Job const& job : bench.jobs) {
+    check(workspace_bytes(context, job.layer_case.desc, Pass::forward).status());
+  }
+  std::int32_t const index = context.device().index;
+  device::Stream const stream(index);
+  Cublas const cublas;
+  Ceilings ceilings;
+  ceilings.gemm_tflops = gemm_ceiling_tflops(cublas, stream, index);
+  if (bench.print) {
+    print_text(fmt::format("{:<12} {:<32} {:>9} {:>9} {:>9} {:>7} {:>7} {:>9} {:>9} {:>6}  {}\n",
+                           "config", "pass", "ms", "p10", "p90", "spread", "TFLOP/s", "bound ms",
+                           "floor ms", "score", "checked"));
+  }
+  Json rows = Json::array();
+  for (CudaBench::Job const& job : bench.jobs) {
+    JobBench run(context, stream, cublas, job, bench, ceilings);
+    for (Json& row : run.run()) {
+      if (bench.print) print_text(row_text(row));
+      rows.push_back(std::move(row));
+    }
+  }
+  Json const means = score_means(rows);
+  if (bench.print) {
+    for (auto const& [pass, mean] : means.items()) {
+      print_text(
+          fmt::format("geometric mean of the scores, {}: {:.3f}\n", pass, mean.get<double>()));
+    }
+  }
+  auto const facts = device::facts(index);
+  if (ceilings.clocks_mhz.empty()) ceilings.clocks_mhz.push_back(0);
+  auto const [slowest, fastest] =
+      std::minmax_element(ceilings.clocks_mhz.begin(), ceilings.clocks_mhz.end());
+  std::string const driver = nvidia_smi(index, "driver_version");
+  return {{"command", bench.command},
+          {"commit", "unknown"},
+          {"device", facts.name},
+          {"driver", driver.empty() ? facts.driver : driver + ", " + facts.driver},
+          {"clocks_mhz", {*slowest, *fastest}},
+          {"date", today()},
+          {"protocol", kProtocol},
+          {"ceilings",
+           {{"bf16_tflops_8k", ceilings.gemm_tflops},
+            {"copy_tbps", 1e-12 * Times::quantile(ceilings.copy_rates, 0.5)}}},
+          {"score_geometric_mean", means},
+          {"rows", std::move(rows)}};
+}
+
+}  // namespace tessera::cli

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// tessera bench --device cuda: the layer, its cuBLAS bound and a copy, interleaved in one loop, after a check.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "cli/output.hpp"
+#include "tessera/context.hpp"
+#include "verify/case.hpp"
+
+namespace tessera::cli {
+
+struct CudaBench {
+  struct Job {
+    std::string name;
+    verify::LayerCase layer_case;
+  };
+  std::vector<Job> jobs;
+  std::vector<std::string> passes;  ///< forward, forward-inference
+  double seconds = 5;               ///< for each job
+  bool check = true;
+  bool print = true;  ///< a line per row as it comes
+  std::string command;
+};
+
+/// The results document. Throws CommandError for what the GPU or this bench does not serve.
+Json bench_on_cuda(Context const& context, CudaBench const& bench);
+
+}  // namespace tessera::cli

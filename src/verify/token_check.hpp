@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// A few tokens of a layer too large for the reference: its tensors are formulas of the index, so that fp64 values of
+// any token can be computed without holding them.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tessera/context.hpp"
+#include "tessera/shape.hpp"
+
+namespace tessera::verify {
+
+/// A tensor of bf16 values as device::Stream::fill_uniform() makes it.
+struct UniformTensor {
+  std::uint64_t seed = 0;
+  float scale = 0;
+  [[nodiscard]] double at(std::int64_t index) const noexcept;
+};
+
+/// The layer: tensors in the layout of the desc.
+struct UniformLayer {
+  MoeDesc desc;
+  UniformTensor x, w_router, w_gate, w_up, w_down, b_gate, b_up, b_down;
+};
+
+/// What the library made of one token. Slots without a row have an empty h.
+struct TokenResult {
+  std::int64_t token = 0;
+  std::vector<std::int64_t> ids;      ///< [K]
+  std::vector<float> scores;          ///< [K]
+  std::vector<std::vector<float>> h;  ///< [K] of [gate half | up half], or empty: not kept
+  std::vector<float> o;               ///< [d]
+};
+
+/// What is wrong with the token, or "". A router's choice is judged as in verify_case(); scores within 2^-12 of fp64,
+/// rows of h and o by norm within 2^-7 of it: two bf16 roundings, well below what any missing term costs. Runs on
+/// the threads of `host`.
+std::string token_failure(Context const& host, UniformLayer const& layer,
+                          TokenResult const& result);
+
+}  // namespace tessera::verify

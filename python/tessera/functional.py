@@ -61,7 +61,7 @@ def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = No
     gradients = False
     for tensor in arguments:
         if tensor is not None:
-            if type(tensor) not in _PLAIN:
+            if type(tensor) not in ops.PLAIN:
                 arguments = tuple([local(t) for t in arguments])
             gradients = gradients or tensor.requires_grad
     if torch._C._is_any_autocast_enabled():
@@ -73,12 +73,11 @@ def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = No
         return results if with_tables else (results,)
     if with_tables:
         return torch.ops.tessera.moe_forward.default(*arguments, text, step)
-    if not torch.compiler.is_compiling() and ops.direct() and type(x) in _PLAIN:
+    if not torch.compiler.is_compiling() and ops.direct() and type(arguments[0]) in ops.PLAIN:
         return (ops.moe_inference(*arguments, text, step),)
     return (torch.ops.tessera.moe_inference.default(*arguments, text, step),)
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Positions in ops.moe_forward's arguments that stay as they are under autocast: ids, scores, biases of the selection.
 _UNCAST = frozenset((1, 2, 5, 6, 7))
 

@@ -361,6 +361,9 @@ def _fake_backward(*arguments) -> list[torch.Tensor]:
 
 # --- autograd
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def direct() -> bool:
     """Whether nothing could see the operators: no dispatch mode, no functional transform, no profiler. Then their
     kernels are called without the dispatcher, which would take longer than they do."""
@@ -377,7 +380,7 @@ class Layer(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, buffers, everything, *arguments):
-        if direct():
+        if direct() and type(arguments[0]) in PLAIN:
             tensors, text, step = arguments[:14], arguments[14], arguments[15]
             plan = _plan_forward(tensors, text, step, True)
             results = plan.run(tensors, step=step)
@@ -410,7 +413,7 @@ class Layer(torch.autograd.Function):
         wanted = (dx, dtopk or drow, dw_router, db_router, *dweights)
         needs = sum([1 << bit for bit, want in enumerate(wanted) if want])
         saved = (d_o, x, h, routing, w_router, b_router, *weights, dlogits)
-        if direct() and not torch.is_grad_enabled():
+        if direct() and type(d_o) in PLAIN and not torch.is_grad_enabled():
             if ctx.plan is not None and ctx.buffers is None and dlogits is None and d_o.is_contiguous():
                 # All signatures follow from those of forward's plan.
                 key = (ctx.plan, needs)

@@ -39,6 +39,8 @@ struct NaiveLayer {
   reference::Metadata const& metadata;
   Order over_d{}, over_n{};  ///< in which sums run
   bool rows_descend = false, slots_descend = false;
+  bool activates_unrounded =
+      false;                ///< a from h as it was before its rounding, as fused kernels do
   Floats gate{}, up{};      ///< [E,n,d]
   Floats gate_t{}, up_t{};  ///< [E,d,n]
   Floats down{}, down_t{};  ///< [E,d,n], [E,n,d]
@@ -108,7 +110,7 @@ void load_weights(NaiveLayer& layer) {
   layer.down_t = transposed(layer.down, layer.d(), layer.n());
 }
 
-/// h (one matrix) of all rows.
+/// h (one matrix) of all rows, not rounded yet.
 Floats up_projection(NaiveLayer const& layer, Floats const& matrix_t, Floats const& bias) {
   std::int64_t const d = layer.d(), n = layer.n();
   Floats h(layer.metadata.rows() * n);
@@ -119,7 +121,6 @@ Floats up_projection(NaiveLayer const& layer, Floats const& matrix_t, Floats con
     }
     if (!bias.empty()) add_term(1, &bias[e * n], n, &h[r * n]);
   });
-  layer.round(h);
   return h;
 }
 
@@ -128,11 +129,17 @@ void forward(NaiveLayer& layer, Tensors& out) {
   auto const& meta = layer.metadata;
   if (layer.gated()) layer.h_gate = up_projection(layer, layer.gate_t, layer.b_gate);
   layer.h_up = up_projection(layer, layer.up_t, layer.b_up);
+  auto const round_h = [&layer] {
+    layer.round(layer.h_gate);
+    layer.round(layer.h_up);
+  };
+  if (!layer.activates_unrounded) round_h();
   layer.a.resize(layer.h_up.size());
   for (std::size_t i = 0; i < layer.a.size(); ++i) {
     layer.a[i] = naive_activate(layer.desc().activation, layer.desc().dtype,
                                 layer.gated() ? layer.h_gate[i] : 0, layer.h_up[i]);
   }
+  if (layer.activates_unrounded) round_h();
   layer.y.assign(meta.rows() * d, 0);
   for_each_row(layer, [&](std::int64_t e, std::int64_t r) {
     for (std::int64_t const i : layer.over_n) {
@@ -306,6 +313,7 @@ Tensors naive_tensors(LayerData const& data, reference::Inputs const& inputs,
   layer.over_n = make_order(layer.n(), order, 2);
   layer.rows_descend = order % 2 == 1;
   layer.slots_descend = order / 2 % 2 == 1;
+  layer.activates_unrounded = order % 2 == 1;
   layer.scores = routed ? router_forward(layer, inputs, out) : data.scores;
   load_weights(layer);
   forward(layer, out);

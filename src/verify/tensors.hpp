@@ -29,7 +29,8 @@ ReferenceTensors reference_tensors(LayerData const& data, reference::Forward con
 
 /// The textbook path in storage precision: every intermediate array is rounded, dot products run term by term
 /// in fp32, ds = <dO, y>. Its errors measure what the precision itself costs. `order` 0 sums in ascending order of
-/// index; others in orders drawn from it.
+/// index; others in orders drawn from it, and odd ones compute a
+/// from h before its rounding.
 Tensors naive_tensors(LayerData const& data, reference::Inputs const& inputs,
                       reference::Metadata const& metadata, std::uint64_t order = 0);
 

@@ -11,6 +11,7 @@ A call fills a *plan*: the C structs of one combination of shapes, strides and o
 pointers change from call to call. Plans are kept per thread, so that filling one needs no lock.
 """
 
+import functools
 import itertools
 import threading
 
@@ -31,7 +32,6 @@ SCRATCH_BYTES = 1 << 18
 
 WEIGHTS = ("w_up", "w_gate", "w_down", "b_up", "b_gate", "b_down")
 GRADIENTS = ("dx", "dscores", "dw_router", "db_router", *("d" + name for name in WEIGHTS))
-(NEEDS_DX, NEEDS_DSCORES, NEEDS_DW_ROUTER, NEEDS_DB_ROUTER, *NEEDS_WEIGHTS) = (1 << i for i in range(len(GRADIENTS)))
 
 _WEIGHT_SCHEMA = "Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? b_gate, Tensor? b_down"
 _INPUT_SCHEMA = ("Tensor x, Tensor? topk_ids, Tensor? topk_weights, Tensor? w_router, Tensor? b_router, "
@@ -402,34 +402,50 @@ class Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_o, _dh=None, _drouting=None, dlogits=None, _dcounts=None):
-        x, h, routing, w_router, b_router, *weights = ctx.saved_tensors
-        _, _, dx, _, dtopk, dw_router, db_router, _, _, drow, *dweights, _, _ = ctx.needs_input_grad
+        held = () if ctx.buffers is None else tuple([buffer is not None for buffer in ctx.buffers])
+        needs, positions = _wanted(ctx.needs_input_grad, held)
+        saved = (d_o, *ctx.saved_tensors, dlogits)
         if d_o is None:
             if dlogits is None:
                 return (None,) * 18
-            d_o = torch.zeros_like(x)
-        if ctx.buffers is not None:
-            dweights = [want and buffer is None for want, buffer in zip(dweights, ctx.buffers, strict=True)]
-        wanted = (dx, dtopk or drow, dw_router, db_router, *dweights)
-        needs = sum([1 << bit for bit, want in enumerate(wanted) if want])
-        saved = (d_o, x, h, routing, w_router, b_router, *weights, dlogits)
-        if direct() and type(d_o) in PLAIN and not torch.is_grad_enabled():
-            if ctx.plan is not None and ctx.buffers is None and dlogits is None and d_o.is_contiguous():
+            saved = (torch.zeros_like(saved[1]), *saved[1:])
+        if direct() and type(saved[0]) in PLAIN and not torch.is_grad_enabled():
+            if ctx.plan is not None and not held and dlogits is None and d_o.is_contiguous():
                 # All signatures follow from those of forward's plan.
                 key = (ctx.plan, needs)
                 plan = _here.plans.get(key) or _backward_plan(key, saved, (), ctx.options, needs)
                 gradients = plan.run(saved)
             else:
                 gradients = _run_backward(saved, ctx.buffers or (), ctx.options, needs)
-        elif ctx.buffers is None:
+        elif not held:
             gradients = torch.ops.tessera.moe_backward.default(*saved, ctx.options, needs)
         else:
             gradients = torch.ops.tessera.moe_backward_accumulate.default(*saved, *ctx.buffers, ctx.options, needs)
-        gradients = iter(gradients)
-        dx, dscores, dw_router, db_router, *dweights = [next(gradients) if want else None for want in wanted]
-        dtopk = dscores.view(ctx.scores_shape) if dtopk else None
-        return (None, None, dx, None, dtopk, dw_router, db_router, None, None, dscores if drow else None, *dweights,
-                None, None)
+        results = [None] * 18
+        for position, gradient in zip(positions, gradients, strict=True):
+            results[position] = gradient
+        if results[_TOPK_WEIGHTS] is not None:
+            results[_TOPK_WEIGHTS] = results[_TOPK_WEIGHTS].view(ctx.scores_shape)
+        return tuple(results)
+
+
+# Where moe_forward's arguments stand among Layer's.
+_TOPK_WEIGHTS, _ROW_SCORES = 4, 9
+_DIFFERENTIABLE = (2, _TOPK_WEIGHTS, 5, 6, *range(10, 16))  # in the order of GRADIENTS
+
+
+@functools.cache
+def _wanted(needs_input_grad: tuple, held: tuple) -> tuple[int, tuple]:
+    """The bits of the gradients that backward has to return, and where they stand among Layer's arguments. held: which
+    weights have a buffer of their own."""
+    needs, positions = 0, []
+    for bit, position in enumerate(_DIFFERENTIABLE):
+        if position == _TOPK_WEIGHTS and needs_input_grad[_ROW_SCORES]:
+            position = _ROW_SCORES
+        if needs_input_grad[position] and not (held and bit >= 4 and held[bit - 4]):
+            needs |= 1 << bit
+            positions.append(position)
+    return needs, tuple(positions)
 
 
 def _moe_forward_autograd(*arguments) -> list[torch.Tensor]:

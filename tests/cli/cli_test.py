@@ -193,7 +193,9 @@ class Usage(Cli):
                 self.refuse("verify", *flags, naming=naming)
 
     def test_what_the_machine_lacks(self):
-        self.refuse("verify", "--device", "cuda", naming="cuda", code=3)
+        self.refuse("verify", "--device", "cuda:1000", naming="cuda:1000", code=3)
+        self.refuse("bench", "--device", "cuda:1000", naming="cuda:1000", code=3)
+        self.refuse("verify", "--device", "cuda:x", naming="cuda:N", code=2)
         self.refuse("verify", "--tokens", "2000000", "--hidden", "100000", naming="memory", code=3)
 
     def test_full_stdout_is_an_error(self):

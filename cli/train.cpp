@@ -84,10 +84,9 @@ Run start(Flags const& flags) {
     throw CommandError("--text is missing: name files or folders to train on, or - for stdin");
   }
   lm::TrainingOptions options = flags.training;
-  options.model.router = lm::router_from_name(flags.router);
+  options.model.router.kind = lm::router_from_name(flags.router);
   options.rounding = lm::rounding_from_name(flags.round);
   lm::validate(options);
-  lm::to_json(options.model);  // refuses a router that the checkpoint cannot express
 
   Run run{.folder = flags.out, .state = {}, .corpus = read_text(flags.text, flags.out)};
   lm::require_enough(run.corpus, options.model.context);
@@ -141,6 +140,12 @@ Run resume(Flags const& flags) {
   return run;
 }
 
+std::string routing_text(lm::TrainingOptions const& o) {
+  std::string const router = lm::router_name(o.model.router.kind);
+  if (o.rounding == Rounding::none) return router;
+  return fmt::format("{}, {} to {}", router, lm::rounding_name(o.rounding), o.tile);
+}
+
 void announce(lm::TrainingOptions const& o, Context const& context, double bigram) {
   lm::ModelConfig const& c = o.model;
   fmt::print(
@@ -148,9 +153,22 @@ void announce(lm::TrainingOptions const& o, Context const& context, double bigra
       "model: {} layers, hidden {}, {} experts of {} (top {}, {}), context {}, {:.2f} M "
       "parameters\n"
       "training: {} steps of {} x {} bytes on {} threads; held-out bigram {:.3f} bits/byte\n",
-      c.layers, c.hidden, c.experts, c.intermediate, c.top_k, lm::router_name(c.router), c.context,
+      c.layers, c.hidden, c.experts, c.intermediate, c.top_k, routing_text(o), c.context,
       static_cast<double>(lm::parameter_count(c)) * 1e-6, o.steps, o.batch, c.context,
       context.num_threads(), bigram);
+  std::int64_t const rows = o.batch * c.context * c.top_k;  // of all experts together
+  if (o.rounding != Rounding::none && rows < 2 * o.tile * c.experts) {
+    fmt::print(stderr,
+               "note: {} rows per expert are fewer than two tiles of {}: rounding changes the "
+               "routing much; take a smaller --tile or a larger --batch\n",
+               rows / c.experts, o.tile);
+  }
+  if (!lm::is_qwen3_moe(c)) {
+    fmt::print(stderr,
+               "note: Qwen3-MoE has no router {}: the checkpoint is for tessera generate, not for "
+               "transformers\n",
+               lm::router_name(c.router.kind));
+  }
 }
 
 // Evaluates on all held-out text, draws the plot and writes the sample.
@@ -213,6 +231,8 @@ void print_json(Run const& run, Summary const& summary) {
   lm::History const& history = run.state.history;
   nlohmann::ordered_json const document = {
       {"end", kEnds[static_cast<int>(summary.end)]},
+      {"router", lm::router_name(run.state.options.model.router.kind)},
+      {"round", lm::rounding_name(run.state.options.rounding)},
       {"step", run.state.step},
       {"steps", run.state.options.steps},
       {"parameters", run.state.parameters.size()},
@@ -266,9 +286,20 @@ void add_model_flags(CLI::App& command, Flags& flags) {
     option->group("Model");
     flags.fixed.push_back(option);
   };
-  fixed("--router", flags.router, "topk-softmax, softmax-topk-renorm, ...");
-  fixed("--round", flags.round, "token rounding: none, nr-f, ...");
+  fixed("--router", flags.router,
+        "topk-softmax softmax-topk softmax-topk-renorm sigmoid-bias group-limited sqrtsoftplus "
+        "expert-choice (held-out text and generate then let tokens choose: softmax-topk)");
+  fixed("--round", flags.round,
+        "token rounding in training: none nr-f sr-f nr-s balance-f up down");
   fixed("--tile", flags.training.tile, "rows that --round rounds to");
+  fixed("--groups", model.router.groups, "of group-limited; 0: from experts");
+  fixed("--top-groups", model.router.top_groups, "of group-limited; 0: from top-k");
+  fixed("--route-scale", model.router.route_scale, "every score is multiplied by it");
+  CLI::Option* const normalize =
+      command.add_flag("--normalize-scores", model.router.normalize_scores,
+                       "for sigmoid-bias, sqrtsoftplus and group-limited");
+  normalize->group("Model");
+  flags.fixed.push_back(normalize);
   fixed("--experts", model.experts, "experts per layer");
   fixed("--top-k", model.top_k, "experts per byte");
   fixed("--hidden", model.hidden, "width of the residual stream");
@@ -290,6 +321,7 @@ void add_training_flags(CLI::App& command, Flags& flags) {
   flags.fixed.push_back(option("--lr", training.rate, "peak learning rate"));
   flags.fixed.push_back(
       option("--balance", training.balance, "factor of the experts' balance loss"));
+  flags.fixed.push_back(option("--z-loss", training.z_loss, "factor of the routers' z-loss"));
   flags.fixed.push_back(option("--warmup", training.warmup, "steps of linear warm-up"));
   flags.fixed.push_back(option("--seed", training.seed, "of weights, batches and the sample"));
   flags.fixed.push_back(

@@ -33,7 +33,8 @@ json describe(TrainingState const& state) {
           {"learning_rate", o.rate},
           {"balance", o.balance},
           {"seed", o.seed},
-          {"router", router_name(o.model.router)},
+          {"router", router_name(o.model.router.kind)},
+          {"z_loss", o.z_loss},
           {"round", rounding_name(o.rounding)},
           {"tile", o.tile},
           {"text", state.text.paths},
@@ -67,7 +68,8 @@ TrainingState undescribe(json const& object) {
   auto const model = object.find("model");
   if (model == object.end()) throw InputError("model is missing");
   o.model = config_from_json(*model);
-  o.model.router = router_from_name(json_string(object, "router"));
+  // Qwen3-MoE's config.json has one form for two routers that compute the same.
+  o.model.router.kind = router_from_name(json_string(object, "router"));
   o.rounding = rounding_from_name(json_string(object, "round"));
   o.tile = static_cast<std::int32_t>(json_integer(object, "tile", 1, 1 << 20));
   o.steps = json_integer(object, "steps", 1, kMany);
@@ -76,6 +78,7 @@ TrainingState undescribe(json const& object) {
   o.eval_every = json_integer(object, "eval_every", 1, kMany);
   o.rate = json_number(object, "learning_rate", 0, 1);
   o.balance = json_number(object, "balance", 0, 10);
+  if (object.contains("z_loss")) o.z_loss = json_number(object, "z_loss", 0, 10);
   o.seed = json_bits(object, "seed");
   validate(o);
   state.step = json_integer(object, "step", 0, o.steps);

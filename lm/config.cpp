@@ -55,6 +55,36 @@ Value from_name(Named<Value> const (&names)[kCount], std::string_view name, char
                                names_text(names)));
 }
 
+constexpr char const* kQwen3Moe = "qwen3_moe";
+constexpr char const* kTesseraMoe = "tessera_moe";
+constexpr char const* kRouterKey = "tessera_router";
+
+json router_json(Router const& router) {
+  return {{"kind", router_name(router.kind)},
+          {"route_scale", router.route_scale},
+          {"normalize_scores", router.normalize_scores},
+          {"groups", router.groups},
+          {"top_groups", router.top_groups}};
+}
+
+Router router_from_json(json const& config) {
+  constexpr double kLargestScale = 1e6;
+  auto const found = config.find(kRouterKey);
+  if (found == config.end()) throw InputError(fmt::format("{} is missing", kRouterKey));
+  auto const normalize = found->is_object() ? found->find("normalize_scores") : found->end();
+  if (!found->is_object() || normalize == found->end() || !normalize->is_boolean()) {
+    throw InputError(fmt::format("{}: normalize_scores must be true or false", kRouterKey));
+  }
+  Router router;
+  router.kind = router_from_name(json_string(*found, "kind"));
+  router.route_scale =
+      static_cast<float>(json_number(*found, "route_scale", -kLargestScale, kLargestScale));
+  router.normalize_scores = normalize->get<bool>();
+  router.groups = static_cast<std::int32_t>(json_integer(*found, "groups", 0, 1 << 12));
+  router.top_groups = static_cast<std::int32_t>(json_integer(*found, "top_groups", 0, 1 << 12));
+  return router;
+}
+
 // A member that this model needs at one value; absent counts as that value.
 void require(json const& object, char const* key, json const& wanted) {
   auto const found = object.find(key);
@@ -82,6 +112,10 @@ void validate(ModelConfig const& config) {
     throw InputError(fmt::format("top-k = {}: there are only {} experts; lower top-k", config.top_k,
                                  config.experts));
   }
+  if (config.router.kind == RouterKind::given) {
+    throw InputError("router given: the model routes by itself; choose another of " +
+                     names_text(kRouterNames));
+  }
   if (config.heads % config.kv_heads != 0) {
     throw InputError(
         fmt::format("kv-heads = {}: must divide heads = {}", config.kv_heads, config.heads));
@@ -103,21 +137,22 @@ std::int64_t parameter_count(ModelConfig const& config) {
   return static_cast<std::int64_t>(count_parameters(config));
 }
 
+bool is_qwen3_moe(ModelConfig const& config) noexcept {
+  RouterKind const kind = config.router.kind;
+  bool const softmax = kind == RouterKind::topk_softmax ||
+                       kind == RouterKind::softmax_topk_renorm || kind == RouterKind::softmax_topk;
+  return softmax && config.router == Router{.kind = kind};
+}
+
 json to_json(ModelConfig const& config) {
-  bool const renormalised =
-      config.router == RouterKind::topk_softmax || config.router == RouterKind::softmax_topk_renorm;
-  if (!renormalised && config.router != RouterKind::softmax_topk) {
-    throw InputError(fmt::format(
-        "router {}: a Qwen3-MoE checkpoint cannot express it; use topk-softmax or softmax-topk",
-        router_name(config.router)));
-  }
+  bool const qwen = is_qwen3_moe(config);
   json object = {
-      {"architectures", json::array({"Qwen3MoeForCausalLM"})},
-      {"model_type", "qwen3_moe"},
+      {"architectures", qwen ? json::array({"Qwen3MoeForCausalLM"}) : json::array()},
+      {"model_type", qwen ? kQwen3Moe : kTesseraMoe},
       {"vocab_size", ModelConfig::kVocabulary},
       {"intermediate_size", config.intermediate * config.top_k},
       {"hidden_act", "silu"},
-      {"norm_topk_prob", renormalised},
+      {"norm_topk_prob", config.router.kind != RouterKind::softmax_topk},
       {"decoder_sparse_step", 1},
       {"mlp_only_layers", json::array()},
       {"tie_word_embeddings", true},
@@ -133,14 +168,16 @@ json to_json(ModelConfig const& config) {
       {"torch_dtype", "float32"},
   };
   for (Size const& size : kSizes) object[size.key] = config.*size.member;
+  if (!qwen) object[kRouterKey] = router_json(config.router);
   return object;
 }
 
 ModelConfig config_from_json(json const& object) {
   if (!object.is_object()) throw InputError("config.json must be a JSON object");
-  if (std::string const type = json_string(object, "model_type"); type != "qwen3_moe") {
-    throw InputError(
-        fmt::format("model_type \"{}\": only qwen3_moe is supported", printable(type)));
+  std::string const type = json_string(object, "model_type");
+  if (type != kQwen3Moe && type != kTesseraMoe) {
+    throw InputError(fmt::format("model_type \"{}\": only {} and {} are supported", printable(type),
+                                 kQwen3Moe, kTesseraMoe));
   }
   json_integer(object, "vocab_size", ModelConfig::kVocabulary, ModelConfig::kVocabulary);
   require(object, "hidden_act", "silu");
@@ -159,7 +196,14 @@ ModelConfig config_from_json(json const& object) {
   }
   json const renormalised = object.value("norm_topk_prob", json(false));
   if (!renormalised.is_boolean()) throw InputError("norm_topk_prob must be true or false");
-  config.router = renormalised ? RouterKind::softmax_topk_renorm : RouterKind::softmax_topk;
+  config.router.kind = renormalised ? RouterKind::softmax_topk_renorm : RouterKind::softmax_topk;
+  if (type == kTesseraMoe) {
+    config.router = router_from_json(object);
+    if (is_qwen3_moe(config)) {
+      throw InputError(fmt::format("{}: Qwen3-MoE has this router; model_type must be {}",
+                                   kRouterKey, kQwen3Moe));
+    }
+  }
   config.rms_eps = json_number(object, "rms_norm_eps", 0, 1);
   config.rope_theta = rope_theta(object);
   validate(config);

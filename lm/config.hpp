@@ -19,10 +19,10 @@ struct ModelConfig {
   std::int64_t heads = 4;
   std::int64_t kv_heads = 2;  ///< divides heads
   std::int64_t head_dim = 32;
-  std::int64_t context = 128;  ///< tokens that a prediction sees
-  std::int64_t experts = 16;   ///< E, in every layer
-  std::int64_t top_k = 2;      ///< K
-  RouterKind router = RouterKind::topk_softmax;
+  std::int64_t context = 128;                          ///< tokens that a prediction sees
+  std::int64_t experts = 16;                           ///< E, in every layer
+  std::int64_t top_k = 2;                              ///< K
+  Router router = {.kind = RouterKind::topk_softmax};  ///< kind, groups, scale, normalisation
   double rms_eps = 1e-6;
   double rope_theta = 10000;
 
@@ -39,10 +39,14 @@ void validate(ModelConfig const& config);
 /// Of a valid config.
 std::int64_t parameter_count(ModelConfig const& config);
 
-/// config.json of Hugging Face's Qwen3MoeForCausalLM. Throws InputError for a router that it cannot express.
+/// Whether Hugging Face's Qwen3MoeForCausalLM has this router.
+bool is_qwen3_moe(ModelConfig const& config) noexcept;
+
+/// config.json of Qwen3MoeForCausalLM; with another router, of model_type "tessera_moe" with the router beside it.
 nlohmann::json to_json(ModelConfig const& config);
 
-/// Reads config.json. Throws InputError for anything but a byte-level Qwen3-MoE with tied embeddings.
+/// Reads config.json. Throws InputError for anything but a byte-level Qwen3-MoE with tied embeddings, or its
+/// "tessera_moe" form.
 ModelConfig config_from_json(nlohmann::json const& json);
 ModelConfig parse_config(std::string_view text);
 

@@ -43,19 +43,18 @@ void linear_fwd(Context const& context, LinearShape s, float const* x, float con
   });
 }
 
-void linear_dgrad(Context const& context, LinearShape s, float const* dy, float const* w, float* dx,
-                  bool add) {
+void linear_dgrad(Context const& context, LinearShape s, float const* dy, float const* w,
+                  float* dx) {
   for_blocks(context, s.rows, kRowBlock, [&](std::int64_t first, std::int64_t count) {
-    gemm(count, s.in, s.out, 1, {dy + first * s.out, s.out}, {w, s.in}, add ? 1.0f : 0.0f,
+    gemm(count, s.in, s.out, 1, {dy + first * s.out, s.out}, {w, s.in}, 0,
          {dx + first * s.in, s.in});
   });
 }
 
-void linear_wgrad(Context const& context, LinearShape s, float const* dy, float const* x, float* dw,
-                  bool add) {
+void linear_wgrad(Context const& context, LinearShape s, float const* dy, float const* x,
+                  float* dw) {
   for_blocks(context, s.out, kWeightBlock, [&](std::int64_t first, std::int64_t count) {
-    gemm(count, s.in, s.rows, 1, {dy + first, 1, s.out}, {x, s.in}, add ? 1.0f : 0.0f,
-         {dw + first * s.in, s.in});
+    gemm(count, s.in, s.rows, 1, {dy + first, 1, s.out}, {x, s.in}, 0, {dw + first * s.in, s.in});
   });
 }
 

@@ -31,10 +31,9 @@ struct LinearShape {
 
 void linear_fwd(Context const& context, LinearShape shape, float const* x, float const* w,
                 float* y);
-/// The gradients replace what is there, or are added to it.
 void linear_dgrad(Context const& context, LinearShape shape, float const* dy, float const* w,
-                  float* dx, bool add = false);
+                  float* dx);
 void linear_wgrad(Context const& context, LinearShape shape, float const* dy, float const* x,
-                  float* dw, bool add = false);
+                  float* dw);
 
 }  // namespace tessera::lm

@@ -39,7 +39,7 @@ struct Model::Pass {
   float const* parameters;
   std::span<std::uint8_t const> inputs;
   RoundingOptions rounding;
-  double balance = 0;
+  RouterLosses losses = {};
   bool keep = false;  // for backward
   bool moe = true;
 };
@@ -86,12 +86,13 @@ void Model::resize(std::int64_t sequences, std::int64_t length) {
 }
 
 double Model::train(std::span<float const> parameters, Batch const& batch,
-                    RoundingOptions const& rounding, double balance, std::span<float> gradients) {
+                    RoundingOptions const& rounding, RouterLosses const& losses,
+                    std::span<float> gradients) {
   resize(batch.sequences, batch.length);
   Pass const pass{.parameters = parameters.data(),
                   .inputs = batch.inputs,
                   .rounding = rounding,
-                  .balance = balance,
+                  .losses = losses,
                   .keep = true};
   forward(pass);
   double const loss = cross_entropy(context_, batch.targets, logits_.data(), true);
@@ -204,9 +205,8 @@ void Model::layer_bwd(Pass const& pass, std::int64_t layer, std::span<float> gra
   std::int64_t const d = config_.hidden;
   float* const g = gradients.data();
   blocks_[static_cast<std::size_t>(layer)].backward(
-      context_, pass.balance, memory.moe_normed.data(), dx_.data(),
-      moe_weights(pass.parameters, at), d_normed_.data(),
-      {g + at.w_router, g + at.w_up, g + at.w_down}, workspace_);
+      context_, pass.losses, memory.moe_normed.data(), dx_.data(), moe_weights(pass.parameters, at),
+      d_normed_.data(), {g + at.w_router, g + at.w_up, g + at.w_down}, workspace_);
   rms_norm_bwd(context_, tokens(), dense_rows<float const>(memory.u.data(), d),
                pass.parameters + at.moe_norm, memory.moe_inverse_rms.data(),
                dense_rows<float const>(d_normed_.data(), d), true, dense_rows(dx_.data(), d),

@@ -37,9 +37,10 @@ class Model {
   [[nodiscard]] ParameterLayout const& layout() const noexcept { return layout_; }
 
   /// Returns the batch's mean loss in nats per byte. Writes every element of `gradients`: of that loss plus
-  /// `balance` times each layer's balance loss.
+  /// each layer's router losses.
   double train(std::span<float const> parameters, Batch const& batch,
-               RoundingOptions const& rounding, double balance, std::span<float> gradients);
+               RoundingOptions const& rounding, RouterLosses const& losses,
+               std::span<float> gradients);
 
   /// The loss alone. Without `moe`, the MoE blocks add nothing to the residual stream.
   double evaluate(std::span<float const> parameters, Batch const& batch, bool moe = true);

@@ -2,21 +2,40 @@
 #include "lm/moe_block.hpp"
 
 #include "lm/error.hpp"
-#include "lm/linear.hpp"
-#include "lm/router_balance.hpp"
+#include "tessera/balance.hpp"
 
 namespace tessera::lm {
 
 namespace {
 
-Buffer workspace_for(Context const& context, MoeDesc const& desc, Pass pass,
-                     std::vector<std::byte>& workspace) {
-  std::size_t const bytes = take(workspace_bytes(context, desc, pass));
+Buffer workspace_for(std::size_t bytes, std::vector<std::byte>& workspace) {
   if (workspace.size() < bytes) workspace.resize(bytes);
   return {workspace.data(), workspace.size()};
 }
 
 }  // namespace
+
+MoeDesc moe_desc(ModelConfig const& config, std::int64_t tokens, RoundingOptions const& rounding,
+                 std::int64_t layer, bool training) {
+  MoeDesc desc;
+  desc.shape = {.tokens = tokens,
+                .hidden = config.hidden,
+                .intermediate = config.intermediate,
+                .experts = config.experts,
+                .top_k = config.top_k};
+  desc.router = config.router;
+  desc.save = training ? SavePolicy::h : SavePolicy::none;
+  if (training) {
+    desc.router.round = rounding.rounding;
+    desc.router.tile = rounding.tile;
+    desc.router.seed = rounding.seed;
+    desc.router.step = rounding.step;
+    desc.router.layer = static_cast<std::uint32_t>(layer);
+  } else if (desc.experts_choose()) {
+    desc.router.kind = RouterKind::softmax_topk;
+  }
+  return desc;
+}
 
 MoeBlock::MoeBlock(ModelConfig const& config, std::int64_t layer)
     : config_(config), layer_(layer) {}
@@ -31,27 +50,14 @@ ExpertWeights MoeBlock::expert_weights(MoeWeights const& weights) const {
 void MoeBlock::forward(Context const& context, std::int64_t tokens, RoundingOptions const& rounding,
                        bool keep, float const* x, MoeWeights const& weights, float* o,
                        std::int32_t* counts, std::vector<std::byte>& workspace) {
-  MoeDesc desc;
-  desc.shape = {.tokens = tokens,
-                .hidden = config_.hidden,
-                .intermediate = config_.intermediate,
-                .experts = config_.experts,
-                .top_k = config_.top_k};
-  desc.router.kind = config_.router;
-  desc.router.round = rounding.rounding;
-  desc.router.tile = rounding.tile;
-  desc.router.seed = rounding.seed;
-  desc.router.step = rounding.step;
-  desc.router.layer = static_cast<std::uint32_t>(layer_);
-  desc.save = keep ? SavePolicy::h : SavePolicy::none;
-
+  MoeDesc const desc = moe_desc(config_, tokens, rounding, layer_, keep);
   MoeForwardArgs args;
   args.x = tensor(x, {tokens, config_.hidden});
   args.w_router = tensor(weights.router, {config_.experts, config_.hidden});
   args.weights = expert_weights(weights);
   args.o = tensor(o, {tokens, config_.hidden});
   args.expert_counts = tensor(counts, {config_.experts});
-  args.workspace = workspace_for(context, desc, Pass::forward, workspace);
+  args.workspace = workspace_for(take(workspace_bytes(context, desc, Pass::forward)), workspace);
   if (keep) {
     SavedBytes const saved = take(saved_bytes(desc));
     std::int64_t const width = desc.up_width() * config_.intermediate;
@@ -61,15 +67,32 @@ void MoeBlock::forward(Context const& context, std::int64_t tokens, RoundingOpti
     args.routing = {routing_.data(), saved.routing};
     logits_.resize(static_cast<std::size_t>(tokens * config_.experts));
     args.logits = tensor(logits_.data(), {tokens, config_.experts});
+    topk_counts_.resize(static_cast<std::size_t>(config_.experts));
+    args.topk_counts = tensor(topk_counts_.data(), {config_.experts});
     kept_ = desc;
   }
   check(moe_forward(context, desc, args));
-  if (keep) counts_.assign(counts, counts + config_.experts);
 }
 
-void MoeBlock::backward(Context const& context, double balance, float const* x, float const* d_o,
-                        MoeWeights const& weights, float* dx, MoeGradients const& gradients,
-                        std::vector<std::byte>& workspace) {
+// aux_dlogits_ = their gradient for the logits that forward kept.
+void MoeBlock::router_losses_bwd(Context const& context, RouterLosses const& losses,
+                                 std::vector<std::byte>& workspace) {
+  std::int64_t const tokens = kept_.shape.tokens;
+  aux_dlogits_.resize(logits_.size());
+  RouterLossArgs args;
+  args.logits = tensor(static_cast<float const*>(logits_.data()), {tokens, config_.experts});
+  args.topk_counts =
+      tensor(static_cast<std::int32_t const*>(topk_counts_.data()), {config_.experts});
+  args.balance = static_cast<float>(losses.balance);
+  args.z = static_cast<float>(losses.z);
+  args.dlogits = tensor(aux_dlogits_.data(), {tokens, config_.experts});
+  args.workspace = workspace_for(take(router_loss_workspace_bytes(context, kept_)), workspace);
+  check(router_loss(context, kept_, args));
+}
+
+void MoeBlock::backward(Context const& context, RouterLosses const& losses, float const* x,
+                        float const* d_o, MoeWeights const& weights, float* dx,
+                        MoeGradients const& gradients, std::vector<std::byte>& workspace) {
   std::int64_t const tokens = kept_.shape.tokens;
   std::int64_t const width = kept_.up_width() * config_.intermediate;
   MoeBackwardArgs args;
@@ -86,13 +109,13 @@ void MoeBlock::backward(Context const& context, double balance, float const* x, 
       tensor(gradients.up, {config_.experts, 2 * config_.intermediate, config_.hidden});
   args.gradients.dw_down =
       tensor(gradients.down, {config_.experts, config_.hidden, config_.intermediate});
-  args.workspace = workspace_for(context, kept_, Pass::backward, workspace);
+  if (losses.any()) {
+    router_losses_bwd(context, losses, workspace);
+    args.aux_dlogits =
+        tensor(static_cast<float const*>(aux_dlogits_.data()), {tokens, config_.experts});
+  }
+  args.workspace = workspace_for(take(workspace_bytes(context, kept_, Pass::backward)), workspace);
   check(moe_backward(context, kept_, args));
-  if (balance == 0) return;
-  balance_loss_bwd(context, balance, config_.experts, logits_, counts_);
-  LinearShape const router{tokens, config_.hidden, config_.experts};
-  linear_wgrad(context, router, logits_.data(), x, gradients.router, true);
-  linear_dgrad(context, router, logits_.data(), weights.router, dx, true);
 }
 
 }  // namespace tessera::lm

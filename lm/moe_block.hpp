@@ -20,6 +20,19 @@ struct RoundingOptions {
   std::uint64_t step = 0;
 };
 
+/// Factors of the losses of a router's logits (tessera/balance.hpp).
+struct RouterLosses {
+  double balance = 0;
+  double z = 0;
+  [[nodiscard]] bool any() const noexcept { return balance != 0 || z != 0; }
+};
+
+/// What one MoE block computes for so many tokens. In training the router and the rounding are those of the
+/// options. Elsewhere nothing is rounded, and where experts choose, which looks at other tokens and so at what
+/// comes later, tokens choose by the same scores instead.
+MoeDesc moe_desc(ModelConfig const& config, std::int64_t tokens, RoundingOptions const& rounding,
+                 std::int64_t layer, bool training);
+
 struct MoeWeights {
   float const* router;
   float const* up;
@@ -42,20 +55,22 @@ class MoeBlock {
                bool keep, float const* x, MoeWeights const& weights, float* o, std::int32_t* counts,
                std::vector<std::byte>& workspace);
 
-  /// Of the last forward call that kept. Writes dx and the weights' gradients; adds those of the balance
-  /// loss (router_balance.hpp) with factor `balance`.
-  void backward(Context const& context, double balance, float const* x, float const* d_o,
-                MoeWeights const& weights, float* dx, MoeGradients const& gradients,
-                std::vector<std::byte>& workspace);
+  /// Of the last forward call that kept. Writes dx and the weights' gradients; adds those of the
+  /// router's losses.
+  void backward(Context const& context, RouterLosses const& losses, float const* x,
+                float const* d_o, MoeWeights const& weights, float* dx,
+                MoeGradients const& gradients, std::vector<std::byte>& workspace);
 
  private:
   [[nodiscard]] ExpertWeights expert_weights(MoeWeights const& weights) const;
+  void router_losses_bwd(Context const& context, RouterLosses const& losses,
+                         std::vector<std::byte>& workspace);
 
   ModelConfig config_;
   std::int64_t layer_;
   MoeDesc kept_;  // of the last forward call that kept
-  std::vector<float> h_, logits_;
-  std::vector<std::int32_t> counts_;
+  std::vector<float> h_, logits_, aux_dlogits_;
+  std::vector<std::int32_t> topk_counts_;  // before rounding
   std::vector<std::int32_t> routing_;
 };
 

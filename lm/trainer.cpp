@@ -102,8 +102,8 @@ void Trainer::step() {
                                  .tile = o.tile,
                                  .seed = o.seed,
                                  .step = static_cast<std::uint64_t>(state_.step)};
-  double const loss =
-      model_.train(state_.parameters, windows_.batch(o.batch), rounding, o.balance, gradients_);
+  double const loss = model_.train(state_.parameters, windows_.batch(o.batch), rounding,
+                                   {.balance = o.balance, .z = o.z_loss}, gradients_);
   if (!std::isfinite(loss)) {
     throw EnvironmentError(
         fmt::format("the loss of step {} is not finite; train with a lower --lr", state_.step + 1));

@@ -24,9 +24,13 @@ void validate(TrainingOptions const& o) {
   if (!(o.rate > 0 && o.rate <= 1)) {
     throw InputError(fmt::format("lr = {}: must be in (0, 1]", o.rate));
   }
-  if (!(o.balance >= 0 && o.balance <= 10)) {
-    throw InputError(fmt::format("balance = {}: must be in [0, 10]", o.balance));
+  for (auto const& [name, value] : {std::pair{"balance", o.balance}, {"z-loss", o.z_loss}}) {
+    if (value >= 0 && value <= 10) continue;
+    throw InputError(fmt::format("{} = {}: must be in [0, 10]", name, value));
   }
+  // The library's rules for routers and rounding: groups, capacity, tile.
+  RoundingOptions const rounding{.rounding = o.rounding, .tile = o.tile};
+  check(saved_bytes(moe_desc(o.model, o.batch * o.model.context, rounding, 0, true)).status());
 }
 
 TrainingState initial_state(TrainingOptions const& options, TextSource text) {

@@ -24,6 +24,7 @@ struct TrainingOptions {
   std::int64_t eval_every = 100;
   double rate = 2e-3;     ///< peak learning rate
   double balance = 0.01;  ///< factor of the routers' balance loss
+  double z_loss = 0;      ///< factor of their z-loss
   std::uint64_t seed = 1;
 
   /// Steps that the cosine spans: `steps`, rounded up so that short runs of different length share one

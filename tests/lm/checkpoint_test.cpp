@@ -49,7 +49,7 @@ TEST_F(Checkpoint, ModelComesBackAsSaved) {
   LoadedModel const model = load_model(folder_.path());
   EXPECT_EQ(model.parameters, state_.parameters);
   ModelConfig expected = state_.options.model;
-  expected.router = RouterKind::softmax_topk_renorm;  // the same router by Hugging Face's name
+  expected.router.kind = RouterKind::softmax_topk_renorm;  // the same router by Hugging Face's name
   EXPECT_EQ(model.config, expected);
 }
 

@@ -16,15 +16,46 @@ using nlohmann::json;
 TEST(Config, ComesBackFromItsJson) {
   for (RouterKind const router : {RouterKind::softmax_topk_renorm, RouterKind::softmax_topk}) {
     ModelConfig config = small_config();
-    config.router = router;
+    config.router.kind = router;
     EXPECT_EQ(parse_config(to_json(config).dump()), config);
   }
 }
 
-TEST(Config, RefusesRoutersThatQwen3MoeLacks) {
+TEST(Config, OfRoutersThatQwen3MoeLacksIsOurOwn) {
   ModelConfig config = small_config();
-  config.router = RouterKind::sigmoid_bias;
-  EXPECT_THROW(to_json(config), InputError);
+  EXPECT_EQ(to_json(config)["model_type"], "qwen3_moe");
+  for (Router const& router :
+       {Router{.kind = RouterKind::sigmoid_bias, .route_scale = 2.5f, .normalize_scores = true},
+        Router{.kind = RouterKind::group_limited, .groups = 4, .top_groups = 2},
+        Router{.kind = RouterKind::topk_softmax, .route_scale = 0.5f},
+        Router{.kind = RouterKind::expert_choice}}) {
+    config.router = router;
+    json const object = to_json(config);
+    EXPECT_EQ(object["model_type"], "tessera_moe");  // transformers must not read it as Qwen3-MoE
+    EXPECT_EQ(object["architectures"], json::array());
+    EXPECT_EQ(parse_config(object.dump()), config);
+  }
+}
+
+TEST(Config, RefusesABrokenRouter) {
+  ModelConfig config = small_config();
+  config.router.kind = RouterKind::sqrtsoftplus;
+  for (auto const& [key, value] : {std::pair<char const*, json>{"kind", "psychic"},
+                                   {"kind", 3},
+                                   {"route_scale", "2"},
+                                   {"normalize_scores", 1},
+                                   {"groups", -1},
+                                   {"top_groups", nullptr}}) {
+    json object = to_json(config);
+    object["tessera_router"][key] = value;
+    EXPECT_THROW(parse_config(object.dump()), InputError) << key << " " << value;
+    object["tessera_router"] = value;
+    EXPECT_THROW(parse_config(object.dump()), InputError);
+    object.erase("tessera_router");
+    EXPECT_THROW(parse_config(object.dump()), InputError);
+  }
+  config.router.kind = RouterKind::given;
+  EXPECT_THROW(validate(config), InputError);
 }
 
 TEST(Config, CountsItsParameters) {

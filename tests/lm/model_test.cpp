@@ -64,7 +64,7 @@ TEST_P(ModelGradient, AgreesWithFiniteDifferences) {
   draw_batch(text, 1, 0, sequences, length, windows);
   Batch const batch = windows.batch(sequences);
   std::vector<float> gradients(parameters.size(), std::nanf(""));
-  double const loss = model.train(parameters, batch, {}, 0, gradients);
+  double const loss = model.train(parameters, batch, {}, {}, gradients);
   EXPECT_NEAR(loss, model.evaluate(parameters, batch), 1e-6);
 
   constexpr double kStep = 2e-2;
@@ -88,16 +88,17 @@ INSTANTIATE_TEST_SUITE_P(Shapes, ModelGradient,
                                                      .context = 40,
                                                      .experts = 3,
                                                      .top_k = 3},
-                                         ModelConfig{.hidden = 17,
-                                                     .intermediate = 5,
-                                                     .layers = 1,
-                                                     .heads = 3,
-                                                     .kv_heads = 1,
-                                                     .head_dim = 8,
-                                                     .context = 9,
-                                                     .experts = 2,
-                                                     .top_k = 2,
-                                                     .router = RouterKind::softmax_topk_renorm}));
+                                         ModelConfig{
+                                             .hidden = 17,
+                                             .intermediate = 5,
+                                             .layers = 1,
+                                             .heads = 3,
+                                             .kv_heads = 1,
+                                             .head_dim = 8,
+                                             .context = 9,
+                                             .experts = 2,
+                                             .top_k = 2,
+                                             .router = {.kind = RouterKind::softmax_topk_renorm}}));
 
 TEST(Model, GivesEqualBitsForAnyNumberOfThreads) {
   ModelConfig const config = small_config();
@@ -110,7 +111,8 @@ TEST(Model, GivesEqualBitsForAnyNumberOfThreads) {
     Windows windows(5, config.context);
     draw_batch(text, 1, 0, 5, config.context, windows);
     std::vector<float> result(parameters.size());
-    double const loss = model.train(parameters, windows.batch(5), {}, 0.1, result);
+    double const loss =
+        model.train(parameters, windows.batch(5), {}, {.balance = 0.1, .z = 0.01}, result);
     result.push_back(static_cast<float>(loss));
     result.push_back(static_cast<float>(global_norm(context, result)));
     if (expected.empty()) expected = result;

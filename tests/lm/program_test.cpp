@@ -149,6 +149,29 @@ TEST_F(Program, ResumesBitForBit) {
   }
 }
 
+TEST_F(Program, TrainsAndGeneratesWithAnyRouterAndRounding) {
+  for (Arguments const& options :
+       {Arguments{"--router", "sigmoid-bias", "--normalize-scores", "--route-scale", "2.5"},
+        Arguments{"--router", "group-limited", "--groups", "2", "--top-groups", "1"},
+        Arguments{"--router", "expert-choice", "--z-loss", "0.001"},
+        Arguments{"--round", "nr-f", "--tile", "16"}}) {
+    fs::remove_all(run_);
+    Result const result = run(training(run_, options));
+    ASSERT_EQ(result.exit_code, 0) << result.err;
+    EXPECT_NE(result.err.find(options[1]), std::string::npos) << result.err;
+    bool const qwen = options[0] == "--round";
+    EXPECT_EQ(result.err.find("not for transformers") == std::string::npos, qwen) << result.err;
+    EXPECT_EQ(run({"generate", "--checkpoint", run_, "--tokens", "5"}).exit_code, 0);
+    EXPECT_EQ(run({"train", "--resume", run_, "--steps", "13"}).exit_code, 0);
+  }
+}
+
+TEST_F(Program, NotesWhereTilesAreTooLargeToRound) {
+  Result const result = run(training(run_, {"--round", "nr-f"}));
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_NE(result.err.find("fewer than two tiles of 128"), std::string::npos) << result.err;
+}
+
 TEST_F(Program, ReadsTextFromStdin) {
   Arguments arguments = training(run_);
   arguments[2] = "-";
@@ -225,6 +248,11 @@ TEST_F(Program, RefusesBadTraining) {
   refused(training(run_, {"--lr", "nan"}), "lr");
   refused(training(run_, {"--router", "best"}), "router");
   refused(training(run_, {"--round", "best"}), "round");
+  refused(training(run_, {"--router", "given"}), "router given");
+  refused(training(run_, {"--router", "group-limited", "--groups", "3"}), "groups");
+  refused(training(run_, {"--round", "up", "--tile", "0"}), "tile");
+  refused(training(run_, {"--router", "expert-choice", "--round", "up"}), "round");
+  refused(training(run_, {"--z-loss", "-1"}), "z-loss");
   refused(training(run_, {"--top-k", "5"}), "top-k");
   refused(training(run_, {"--threads", "-1"}), "thread");
   EXPECT_FALSE(fs::exists(fs::path(run_) / kStateFile));
@@ -235,6 +263,9 @@ TEST_F(Program, RefusesBadResumption) {
   std::string const state = read_text(fs::path(run_) / kStateFile);
   refused({"train", "--resume", run_ + "x"}, "--resume");
   refused({"train", "--resume", run_, "--hidden", "32"}, "--hidden");
+  refused({"train", "--resume", run_, "--router", "softmax-topk"}, "--router");
+  refused({"train", "--resume", run_, "--round", "nr-f"}, "--round");
+  refused({"train", "--resume", run_, "--normalize-scores"}, "--normalize-scores");
   refused({"train", "--resume", run_, "--steps", "5"}, "--steps");
   write_text(text_, random_text_of(8001));
   refused({"train", "--resume", run_}, "text");

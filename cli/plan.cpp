@@ -70,7 +70,9 @@ Subject read_subject(Flags const& flags, CLI::App const& command) {
 
 double tile_waste(MoeDesc const& desc, std::int64_t tokens) {
   // Rounding makes every M_e a multiple of the tile.
-  if (desc.router.round != Rounding::none) return 0;
+  if (desc.rounds_tokens()) return 0;
+  if (desc.experts_choose())
+    return expected_tile_waste(desc.expert_capacity(), 1, 1, desc.router.tile);
   return expected_tile_waste(tokens, desc.shape.experts, desc.shape.top_k, desc.router.tile);
 }
 
@@ -94,7 +96,7 @@ Json memory_json(MoeDesc const& desc) {
 
 Json layer_json(MoeDesc const& desc) {
   MoeShape const& s = desc.shape;
-  auto const rows = static_cast<double>(desc.num_slots());
+  double const rows = routed_rows(desc);
   SavedBytes const saved = value_of(saved_bytes(desc));
   Json waste = Json::array();
   for (std::int64_t tokens = 512; tokens <= 131072; tokens *= 4) {
@@ -177,7 +179,7 @@ std::string memory_text(MoeDesc const& desc, double layers) {
 
 std::string layer_text(MoeDesc const& desc, double layers) {
   MoeShape const& s = desc.shape;
-  auto const rows = static_cast<double>(desc.num_slots());
+  double const rows = routed_rows(desc);
   double const forward = work::forward_flops(desc, rows);
   double const per_expert = rows / static_cast<double>(s.experts);
   std::string text = fmt::format(

@@ -11,7 +11,8 @@ namespace tessera::cli {
 namespace {
 
 struct Sizes {
-  double b, w, tokens, hidden, intermediate, experts, top_k, rows;
+  double b, w, tokens, hidden, intermediate, experts, top_k;
+  double slots;  // P: the rows that buffers hold
 };
 
 Sizes sizes(MoeDesc const& desc) {
@@ -31,13 +32,13 @@ MemoryPlan tessera_plan(MoeDesc desc, SavePolicy save) {
   desc.save = save;
   Sizes const s = sizes(desc);
   bool const keeps_h = save == SavePolicy::h;
-  double const h = s.b * s.w * s.rows * s.intermediate;
+  double const h = s.b * s.w * s.slots * s.intermediate;
   return {.policy = keeps_h ? "tessera" : "tessera-save-x",
           .keeps = keeps_h ? "x, h, routing tables" : "x, routing tables; h recomputed",
           .saved = static_cast<double>(value_of(saved_bytes(desc)).total()),
-          .forward_transient = s.b * s.rows * (s.intermediate + s.hidden),
+          .forward_transient = s.b * s.slots * (s.intermediate + s.hidden),
           .backward_transient =
-              h + s.b * s.rows * std::max(s.intermediate, s.hidden) + (keeps_h ? 0 : h)};
+              h + s.b * s.slots * std::max(s.intermediate, s.hidden) + (keeps_h ? 0 : h)};
 }
 
 // Bytes per row and expert of the forward GEMMs alone, for M_e rows.
@@ -53,8 +54,8 @@ double gemm_flops(Sizes const& s, double m) {
 
 std::vector<MemoryPlan> memory_plans(MoeDesc const& desc) {
   Sizes const s = sizes(desc);
-  double const x = s.b * s.tokens * s.hidden, rows_d = s.b * s.rows * s.hidden,
-               rows_n = s.b * s.rows * s.intermediate;
+  double const x = s.b * s.tokens * s.hidden, rows_d = s.b * s.slots * s.hidden,
+               rows_n = s.b * s.slots * s.intermediate;
   return {tessera_plan(desc, SavePolicy::h),
           tessera_plan(desc, SavePolicy::x),
           {.policy = "momoe-keeps-none", .keeps = "x; the rest recomputed", .saved = x},
@@ -69,6 +70,11 @@ std::vector<MemoryPlan> memory_plans(MoeDesc const& desc) {
            .saved = x + rows_d + 2 * s.w * rows_n}};
 }
 
+double routed_rows(MoeDesc const& desc) {
+  bool const exact = desc.shape.variable_experts || desc.experts_choose();
+  return static_cast<double>(exact ? desc.num_slots() : desc.shape.tokens * desc.shape.top_k);
+}
+
 double expert_parameters(MoeDesc const& desc) {
   Sizes const s = sizes(desc);
   double const biases = desc.bias ? s.w * s.intermediate + s.hidden : 0;
@@ -77,13 +83,13 @@ double expert_parameters(MoeDesc const& desc) {
 
 double arithmetic_intensity(MoeDesc const& desc) {
   Sizes const s = sizes(desc);
-  double const m = s.rows / s.experts;
+  double const m = routed_rows(desc) / s.experts;
   return m == 0 ? 0 : gemm_flops(s, m) / gemm_bytes(s, m);
 }
 
 double layer_arithmetic_intensity(MoeDesc const& desc) {
   Sizes const s = sizes(desc);
-  double const m = s.rows / s.experts;
+  double const m = routed_rows(desc) / s.experts;
   double const h_and_aggregate =
       s.b * (s.w * m * s.intermediate + m * s.hidden + m * s.hidden / s.top_k);
   return m == 0 ? 0 : gemm_flops(s, m) / (gemm_bytes(s, m) + h_and_aggregate);

@@ -24,6 +24,9 @@ struct MemoryPlan {
 /// routing tables.
 std::vector<MemoryPlan> memory_plans(MoeDesc const& desc);
 
+/// R, as far as the shape tells: T*K, the capacities of expert-choice, the slots of varying experts.
+double routed_rows(MoeDesc const& desc);
+
 /// E (w+1) n d, with the biases.
 double expert_parameters(MoeDesc const& desc);
 

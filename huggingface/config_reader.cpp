@@ -15,7 +15,7 @@ using nlohmann::json;
 
 namespace {
 
-constexpr std::int64_t kLargest = (std::int64_t{1} << 31) - 1;
+constexpr std::int64_t kLargest = 1 << 24;  // of any size that a model has
 
 std::string shown(json const& value) {
   return lm::printable(value.dump(-1, ' ', false, json::error_handler_t::replace));

@@ -19,7 +19,7 @@ class ConfigReader {
 
   /// Whether the field is there and not null.
   [[nodiscard]] bool has(char const* key) const;
-  /// A size in [1, 2^31).
+  /// A size in [1, 2^24].
   [[nodiscard]] std::int64_t size(char const* key) const;
   [[nodiscard]] std::int64_t size_or(char const* key, std::int64_t otherwise) const;
   /// As size, 0 allowed.

@@ -4,7 +4,6 @@
 #include "huggingface/convert.hpp"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -18,6 +17,7 @@
 #include "huggingface/checkpoint_folder.hpp"
 #include "huggingface/conversion_file.hpp"
 #include "huggingface/expert_groups.hpp"
+#include "huggingface/new_folder.hpp"
 #include "huggingface/quantised.hpp"
 #include "lm/error.hpp"
 #include "lm/files.hpp"
@@ -289,58 +289,6 @@ class Planner {
   ExpertGroups const& groups_;
   std::optional<Conversion> const& conversion_;
   ConvertOptions const& options_;
-};
-
-// A folder that is gone again unless it takes its place.
-class NewFolder {
- public:
-  explicit NewFolder(fs::path target) : target_(std::move(target)) {
-    if (!target_.has_filename()) target_ = target_.parent_path();  // a trailing slash
-    std::error_code error;
-    if (fs::exists(target_, error) &&
-        !(fs::is_directory(target_, error) && fs::is_empty(target_))) {
-      throw lm::InputError(
-          fmt::format("{}: something is there already; choose another --to", target_.string()));
-    }
-    path_ = target_.parent_path() / fmt::format(".{}.{}", target_.filename().string(), ::getpid());
-    fs::create_directories(path_, error);
-    if (error) {
-      throw lm::InputError(fmt::format("{}: cannot be created: {}; choose another --to",
-                                       target_.string(), error.message()));
-    }
-  }
-  ~NewFolder() {
-    std::error_code ignored;
-    if (!path_.empty()) fs::remove_all(path_, ignored);
-  }
-  NewFolder(NewFolder const&) = delete;
-  NewFolder& operator=(NewFolder const&) = delete;
-
-  [[nodiscard]] fs::path const& path() const noexcept { return path_; }
-
-  void require_space(std::uint64_t bytes) const {
-    std::error_code error;
-    fs::space_info const space = fs::space(path_, error);
-    if (!error && space.available < bytes) {
-      throw lm::EnvironmentError(fmt::format(
-          "{}: {:.1f} GB are needed, {:.1f} GB are free on that disk", target_.string(),
-          static_cast<double>(bytes) * 1e-9, static_cast<double>(space.available) * 1e-9));
-    }
-  }
-
-  void take_place() {
-    std::error_code error;
-    fs::rename(path_, target_, error);
-    if (error) {
-      throw lm::EnvironmentError(
-          fmt::format("{}: cannot be put into place: {}", target_.string(), error.message()));
-    }
-    lm::flush_folder(target_.parent_path());
-    path_.clear();
-  }
-
- private:
-  fs::path target_, path_;
 };
 
 class Writer {

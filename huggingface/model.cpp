@@ -21,13 +21,26 @@ namespace {
 
 constexpr std::size_t kMaxConfigBytes = 1 << 20;
 
+constexpr std::int64_t kMostLayers = 1 << 12;
+
+// Far above any model, so that sums of a few products times the layers stay within 64 bits.
+std::int64_t product(std::initializer_list<std::int64_t> factors) {
+  constexpr double kMost = 1e14;
+  double size = 1;
+  for (std::int64_t const factor : factors) size *= static_cast<double>(factor);
+  if (size > kMost) {
+    throw lm::InputError(fmt::format("{:.3g} parameters in one place: sizes too large", size));
+  }
+  return static_cast<std::int64_t>(size);
+}
+
 std::int64_t linear(std::int64_t in, std::int64_t out, bool bias = false) {
-  return in * out + (bias ? out : 0);
+  return product({in, out}) + (bias ? out : 0);
 }
 
 // gate, up and down projection.
 std::int64_t gated_mlp(std::int64_t hidden, std::int64_t intermediate) {
-  return 3 * hidden * intermediate;
+  return product({3, hidden, intermediate});
 }
 
 ActivationKind gated_activation(ConfigReader const& config) {
@@ -46,11 +59,14 @@ Model common(ConfigReader const& config) {
   Model model;
   model.model_type = config.model_type();
   model.layers = config.size("num_hidden_layers");
+  if (model.layers > kMostLayers) {
+    config.fail(fmt::format("num_hidden_layers = {}: at most {}", model.layers, kMostLayers));
+  }
   model.vocabulary = config.size("vocab_size");
   MoeShape& shape = model.moe.shape;
   shape.hidden = config.size("hidden_size");
   model.moe.dtype = DType::bf16;
-  model.parameters.embedding = model.vocabulary * shape.hidden;
+  model.parameters.embedding = linear(model.vocabulary, shape.hidden);
   model.parameters.head =
       config.flag_or("tie_word_embeddings", false) ? 0 : model.parameters.embedding;
   model.parameters.norms = (2 * model.layers + 1) * shape.hidden;
@@ -100,7 +116,7 @@ void count_mlps(Model& model, std::int64_t dense_intermediate, bool router_bias)
   std::int64_t const expert =
       gated_mlp(s.hidden, s.intermediate) + (model.moe.bias ? 2 * s.intermediate + s.hidden : 0);
   model.parameters.router = moe * linear(s.hidden, s.experts, router_bias);
-  model.parameters.routed_experts = moe * s.experts * expert;
+  model.parameters.routed_experts = product({moe, s.experts, expert});
   model.parameters.shared_experts = moe * gated_mlp(s.hidden, model.shared_intermediate);
   model.parameters.dense_mlp = (model.layers - moe) * gated_mlp(s.hidden, dense_intermediate);
 }
@@ -211,8 +227,8 @@ std::int64_t linear_attention(ConfigReader const& config, std::int64_t hidden) {
   std::int64_t const keys = key_heads * config.size("linear_key_head_dim"),
                      values = value_heads * value_dim;
   return linear(hidden, 2 * keys + 2 * values) + linear(hidden, 2 * value_heads) +
-         (2 * keys + values) * config.size("linear_conv_kernel_dim") + 2 * value_heads + value_dim +
-         linear(values, hidden);
+         linear(2 * keys + values, config.size("linear_conv_kernel_dim")) + 2 * value_heads +
+         value_dim + linear(values, hidden);
 }
 
 Model qwen3_next(ConfigReader const& config) {

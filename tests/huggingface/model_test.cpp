@@ -175,17 +175,18 @@ INSTANTIATE_TEST_SUITE_P(
                     Bad{"gpt-oss-20b", "experts_per_token", "8", "num_experts_per_tok = 4"},
                     Bad{"gpt-oss-20b", "hidden_act", "\"gelu\"", "silu"}));
 
-INSTANTIATE_TEST_SUITE_P(Malformed, BadConfig,
-                         testing::Values(Bad{"olmoe-1b-7b", "hidden_size", "0", "hidden_size = 0"},
-                                         Bad{"olmoe-1b-7b", "hidden_size", "-4", "-4"},
-                                         Bad{"olmoe-1b-7b", "hidden_size", "99999999999999999999",
-                                             "[1, "},
-                                         Bad{"olmoe-1b-7b", "hidden_size", "2048.5", "2048.5"},
-                                         Bad{"olmoe-1b-7b", "hidden_size", "\"2048\"", "integer"},
-                                         Bad{"olmoe-1b-7b", "norm_topk_prob", "1", "true or false"},
-                                         Bad{"olmoe-1b-7b", "hidden_act", "\"tanh\"", "tanh"},
-                                         Bad{"olmoe-1b-7b", "model_type", "\"llama\"", "qwen3_moe"},
-                                         Bad{"qwen3-30b-a3b", "mlp_only_layers", "3", "list"}));
+INSTANTIATE_TEST_SUITE_P(
+    Malformed, BadConfig,
+    testing::Values(Bad{"olmoe-1b-7b", "hidden_size", "0", "hidden_size = 0"},
+                    Bad{"olmoe-1b-7b", "hidden_size", "-4", "-4"},
+                    Bad{"olmoe-1b-7b", "hidden_size", "99999999999999999999", "[1, "},
+                    Bad{"olmoe-1b-7b", "num_hidden_layers", "16777216", "at most 4096"},
+                    Bad{"olmoe-1b-7b", "hidden_size", "2048.5", "2048.5"},
+                    Bad{"olmoe-1b-7b", "hidden_size", "\"2048\"", "integer"},
+                    Bad{"olmoe-1b-7b", "norm_topk_prob", "1", "true or false"},
+                    Bad{"olmoe-1b-7b", "hidden_act", "\"tanh\"", "tanh"},
+                    Bad{"olmoe-1b-7b", "model_type", "\"llama\"", "qwen3_moe"},
+                    Bad{"qwen3-30b-a3b", "mlp_only_layers", "3", "list"}));
 
 TEST(Model, NamesTheFileInErrors) {
   try {

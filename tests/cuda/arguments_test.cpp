@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+// Weights of every layout as rows with strides: each element's address is the one that the reference's layout gives.
+// Needs the CUDA headers, no GPU.
+#include "cuda/layer/arguments.hpp"
+
+#include <gtest/gtest.h>
+
+#include "cpu/reference/layout.hpp"
+
+namespace tessera::cuda {
+namespace {
+
+constexpr std::int64_t kExperts = 3, kHidden = 5, kIntermediate = 8, kElement = 2;
+
+MoeDesc desc_of(WeightLayout const& layout, ActivationKind activation) {
+  MoeDesc desc;
+  desc.shape = {.tokens = 4,
+                .hidden = kHidden,
+                .intermediate = kIntermediate,
+                .experts = kExperts,
+                .top_k = 2};
+  desc.dtype = DType::bf16;
+  desc.layout = layout;
+  desc.activation.kind = activation;
+  desc.bias = true;
+  return desc;
+}
+
+/// Elements from the start of `tensor` to element (expert, row, column) of `rows`.
+std::int64_t place(WeightRows const& rows, ConstTensor const& tensor, std::int64_t expert,
+                   std::int64_t row, std::int64_t column) {
+  auto const start = static_cast<char const*>(rows.gmem) - static_cast<char const*>(tensor.data);
+  return start / kElement + rows.row_offset(expert, row) + column * rows.column_stride;
+}
+
+void check_up(MoeDesc const& desc, ExpertWeights const& weights, WeightViews const& views) {
+  bool const apart = desc.layout.orientation == WeightOrientation::separate;
+  bool const turned = desc.layout.orientation == WeightOrientation::transposed;
+  std::int64_t const halves = desc.up_width(),
+                     stored = apart ? kIntermediate : halves * kIntermediate;
+  for (std::int64_t half = 0; half < halves; ++half) {
+    bool const gate = halves == 2 && half == 0;
+    auto const part = gate ? reference::Part::gate : reference::Part::up;
+    ConstTensor const& w = apart && gate ? weights.w_gate : weights.w_up;
+    ConstTensor const& b = apart && gate ? weights.b_gate : weights.b_up;
+    for (std::int64_t e = 0; e < kExperts; ++e) {
+      for (std::int64_t i = 0; i < kIntermediate; ++i) {
+        std::int64_t const row = apart ? i : reference::stored_row(desc, part, i);
+        EXPECT_EQ(place(views.b_up[half], b, e, i, 0), e * stored + row);
+        for (std::int64_t c = 0; c < kHidden; ++c) {
+          EXPECT_EQ(place(views.w_up[half], w, e, i, c),
+                    turned ? (e * kHidden + c) * stored + row : (e * stored + row) * kHidden + c);
+        }
+      }
+    }
+  }
+}
+
+void check_down(MoeDesc const& desc, ExpertWeights const& weights, WeightViews const& views) {
+  bool const turned = desc.layout.orientation == WeightOrientation::transposed;
+  for (std::int64_t e = 0; e < kExperts; ++e) {
+    for (std::int64_t c = 0; c < kHidden; ++c) {
+      EXPECT_EQ(place(views.b_down, weights.b_down, e, c, 0), e * kHidden + c);
+      for (std::int64_t i = 0; i < kIntermediate; ++i) {
+        EXPECT_EQ(
+            place(views.w_down, weights.w_down, e, c, i),
+            turned ? (e * kIntermediate + i) * kHidden + c : (e * kHidden + c) * kIntermediate + i);
+      }
+    }
+  }
+}
+
+TEST(WeightViews, FindEveryElementOfEveryLayout) {
+  for (GateUpOrder const order : {GateUpOrder::concat, GateUpOrder::up_first,
+                                  GateUpOrder::interleaved, GateUpOrder::blocked}) {
+    for (WeightOrientation const orientation :
+         {WeightOrientation::rows, WeightOrientation::transposed}) {
+      MoeDesc const desc = desc_of({order, orientation, order == GateUpOrder::blocked ? 4 : 0},
+                                   ActivationKind::swiglu);
+      ExpertWeights const weights = weights_without_memory(desc);
+      SCOPED_TRACE(static_cast<int>(order));
+      check_up(desc, weights, weight_views(desc, weights));
+      check_down(desc, weights, weight_views(desc, weights));
+    }
+  }
+}
+
+TEST(WeightViews, FindSeparateAndUngatedMatrices) {
+  MoeDesc const separate =
+      desc_of({GateUpOrder::concat, WeightOrientation::separate}, ActivationKind::geglu);
+  ExpertWeights weights = weights_without_memory(separate);
+  check_up(separate, weights, weight_views(separate, weights));
+  for (WeightOrientation const orientation :
+       {WeightOrientation::rows, WeightOrientation::transposed}) {
+    MoeDesc const desc = desc_of({GateUpOrder::concat, orientation}, ActivationKind::relu2);
+    weights = weights_without_memory(desc);
+    WeightViews const views = weight_views(desc, weights);
+    check_up(desc, weights, views);
+    check_down(desc, weights, views);
+    EXPECT_EQ(views.w_up[1].gmem, nullptr);
+  }
+}
+
+TEST(WeightViews, FollowStrides) {
+  MoeDesc const desc = desc_of({}, ActivationKind::swiglu);
+  ExpertWeights weights = weights_without_memory(desc);
+  weights.w_up.stride[1] = 7;
+  weights.w_up.stride[0] = 1000;
+  WeightViews const views = weight_views(desc, weights);
+  EXPECT_EQ(place(views.w_up[1], weights.w_up, 2, 3, 4), 2 * 1000 + (kIntermediate + 3) * 7 + 4);
+}
+
+TEST(WeightViews, IgnoreStridesOfSingleElements) {
+  MoeDesc desc = desc_of({}, ActivationKind::swiglu);
+  desc.shape.experts = 1;
+  ExpertWeights weights = weights_without_memory(desc);
+  weights.w_up.stride[0] = -5;  // means nothing
+  EXPECT_EQ(weight_views(desc, weights).w_up[0].expert_stride, 2 * kIntermediate * kHidden);
+}
+
+}  // namespace
+}  // namespace tessera::cuda

@@ -25,17 +25,15 @@ namespace tessera::cli {
 namespace {
 
 constexpr int kBlocks = 3, kWarmUps = 20, kLeastPerBlock = 20, kMostPerBlock = 200;
+constexpr double kWarmUpSeconds = 1.5;  // until clocks under load have settled
 constexpr std::size_t kFlushBytes = std::size_t{256} << 20;
 constexpr char kProtocol[] =
-    "median of 3 blocks of at least 20 rounds after 20 warm-up rounds; a round runs every "
-    "candidate "
-    "once, in rotating order, between CUDA events on one stream; layers smaller than twice L2 "
-    "after "
-    "256 MiB of fills each; bound: cuBLAS batched GEMMs of R/E rows per expert, up + down; floor "
-    "of "
-    "the aggregate: 2Rd + 2Td bytes at the rate of a device copy in the same rounds; kernels "
-    "apart: "
-    "each in a graph of its own, floor: FLOPs or bytes at the ceilings";
+    "median of 3 blocks of at least 20 rounds after 20 warm-up rounds and 1.5 s; a round runs "
+    "every candidate once, in rotating order, between CUDA events on one stream; layers smaller "
+    "than twice L2 after 256 MiB of fills each; bound: cuBLAS batched GEMMs of R/E rows per "
+    "expert, up + down; floor of the aggregate: 2Rd + 2Td bytes at the rate of a device copy in "
+    "the same rounds; kernels apart: each in a graph of its own, floor: FLOPs or bytes at the "
+    "ceilings";
 
 struct Times {
   std::vector<std::vector<double>> blocks = std::vector<std::vector<double>>(kBlocks);
@@ -76,7 +74,8 @@ class Rounds {
       : stream_(stream), scratch_(scratch), flush_(flush) {}
 
   void run(std::vector<Candidate>& candidates, double seconds) const {
-    for (int i = 0; i < kWarmUps; ++i) round(candidates, i);
+    double const warm = now_seconds() + kWarmUpSeconds;
+    for (int i = 0; i < kWarmUps || now_seconds() < warm; ++i) round(candidates, i);
     for (int block = 0; block < kBlocks; ++block) {
       double const end = now_seconds() + seconds / kBlocks;
       for (int i = 0; i < kMostPerBlock && (i < kLeastPerBlock || now_seconds() < end); ++i) {

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ptxas gives every kernel of the library: registers, shared memory, stack, spills.
 
-Compiles the sources of tessera_cuda as build-cuda/compile_commands.json says, with -Xptxas=-v. Writes
+Compiles the CUDA sources of the library as build-cuda/compile_commands.json says, with -Xptxas=-v. Writes
 bench/resources/sm_90a.txt, or with --check compares with it: a change must be committed to be accepted.
 """
 
@@ -19,15 +19,16 @@ import sys
 
 ROOT = pathlib.Path(__file__).parent.parent.resolve()
 REPORT = ROOT / "bench" / "resources" / "sm_90a.txt"
-FOLDERS = ("src/cuda/instances/", "src/cuda/plain/")
+FOLDERS = ("src/cuda/instances/", "src/cuda/layer/", "src/cuda/plain/")
 
 
 def compile_commands(build: pathlib.Path) -> list[tuple[str, list[str]]]:
     entries = json.loads((build / "compile_commands.json").read_text(encoding="utf-8"))
     result = []
     for entry in entries:
-        path = pathlib.Path(entry["file"]).resolve().relative_to(ROOT).as_posix()
-        if not path.startswith(FOLDERS):
+        file = pathlib.Path(entry["file"]).resolve()
+        path = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else ""
+        if not path.startswith(FOLDERS) or not path.endswith(".cu"):
             continue
         words = shlex.split(entry["command"])
         words = words[1:] if words[0].endswith("ccache") else words

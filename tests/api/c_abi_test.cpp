@@ -142,10 +142,13 @@ TEST_F(CAbi, RefusesBadPointersAndSizes) {
                "tessera_backward_args");
   expect_error(tessera_moe_workspace(context, &desc, 0, nullptr), TESSERA_INVALID_ARGUMENT,
                "bytes");
+  EXPECT_EQ(tessera_check_device_values(context), TESSERA_OK);
+  expect_error(tessera_check_device_values(nullptr), TESSERA_INVALID_ARGUMENT, "context");
   expect_error(tessera_context_create(TESSERA_CPU, 0, 0, nullptr), TESSERA_INVALID_ARGUMENT,
                "context");
   tessera_context* other = nullptr;
-  expect_error(tessera_context_create(TESSERA_CUDA, 0, 0, &other), TESSERA_ENVIRONMENT, "cuda");
+  expect_error(tessera_context_create(TESSERA_CUDA, 1000, 0, &other), TESSERA_ENVIRONMENT,
+               "cuda:1000");
   EXPECT_EQ(other, nullptr);
   desc.size = 0;
   expect_error(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_INVALID_ARGUMENT,

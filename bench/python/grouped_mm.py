@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward and backward of the experts on the CPU: Tessera against torch's grouped_mm, in one process.
 
-usage: grouped_mm.py [--config cpu-small,cpu-mid] [--dtype fp32,bf16] [--seconds S] [--out FILE]
+usage: grouped_mm.py [--config cpu-small,cpu-mid] [--dtype fp32,bf16] [--seconds S] [--threads N] [--out FILE]
 
 Both get the same tensors and a new random routing in every iteration, and take turns. torch-grouped-mm is the usual
 layer: sort, gather, grouped_mm, silu(gate) * up, grouped_mm, weight, add per token. Each row is checked first: output
@@ -12,6 +12,7 @@ and gradients of both against fp64.
 import argparse
 import datetime
 import json
+import os
 import statistics
 import subprocess
 import time
@@ -120,8 +121,11 @@ def main() -> None:
     parser.add_argument("--config", default="cpu-small,cpu-mid")
     parser.add_argument("--dtype", default="fp32,bf16")
     parser.add_argument("--seconds", type=float, default=20, help="per configuration and type")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    load = [round(value, 1) for value in os.getloadavg()]
     rows = []
     for config in arguments.config.split(","):
         for dtype in arguments.dtype.split(","):
@@ -134,9 +138,9 @@ def main() -> None:
         cpu = next(line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
         result = {
             "command": f"bench/python/grouped_mm.py --config {arguments.config} --dtype {arguments.dtype} "
-                       f"--seconds {arguments.seconds:g} --out {arguments.out}",
+                       f"--seconds {arguments.seconds:g} --threads {arguments.threads} --out {arguments.out}",
             "commit": commit.stdout.strip(), "device": cpu, "driver": f"torch {torch.__version__}",
-            "threads": torch.get_num_threads(), "date": datetime.date.today().isoformat(),
+            "threads": arguments.threads, "load_average_before": load, "date": datetime.date.today().isoformat(),
             "protocol": "median; implementations take turns, new random routing in every iteration, data uniform",
             "rows": rows}
         with open(arguments.out, "w", encoding="utf-8") as file:

@@ -88,6 +88,7 @@ lint:
 wheel: bootstrap
 	@tools/bootstrap.sh python
 	@tools/bootstrap.sh wheel
+	rm -rf build-python/dist
 	.venv/bin/python -m pip wheel . --quiet --no-deps --no-build-isolation --wheel-dir build-python/dist
 	PATH="$$PWD/.venv/bin:$$PATH" .venv/bin/auditwheel repair --wheel-dir dist build-python/dist/*.whl
 

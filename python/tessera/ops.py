@@ -13,6 +13,7 @@ pointers change from call to call. Plans are kept per thread, so that filling on
 
 import functools
 import itertools
+import os
 import threading
 
 import torch
@@ -63,6 +64,8 @@ class _PerThread(threading.local):
 
 _here = _PerThread()
 _numbers = itertools.count()
+# A forked child has one thread, and contexts of its own (library.py).
+os.register_at_fork(after_in_child=lambda: _here.plans.clear())
 
 
 def _signature(tensors: tuple) -> tuple:
@@ -384,7 +387,9 @@ class Layer(torch.autograd.Function):
             tensors, text, step = arguments[:14], arguments[14], arguments[15]
             plan = _plan_forward(tensors, text, step, True)
             results = plan.run(tensors, step=step)
-            ctx.plan = plan.number
+            # Hooks on saved tensors may hand other strides back: then backward looks at them anew.
+            hooked = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            ctx.plan = plan.number if hooked is None else None
         else:
             ctx.plan = None
             with torch._C._AutoDispatchBelowAutograd():

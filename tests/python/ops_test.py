@@ -3,6 +3,7 @@
 
 import functools
 import math
+import os
 import pathlib
 import re
 import threading
@@ -414,6 +415,29 @@ class Operators(unittest.TestCase):
             self.assertTrue(torch.equal(a, b))
         (dx,) = torch.autograd.grad(self.routed(self.tensors).sum(), self.tensors["x"])  # an expanded gradient
         self.assertTrue(torch.isfinite(dx).all())
+
+    def test_saved_tensors_hooks_may_change_strides(self):
+        """Offloading hands contiguous copies back: what was learnt of the first strides must not be used for them."""
+        wide = torch.zeros(13, 48)
+        wide[:, 12:36] = self.tensors["x"].detach()
+        t = {**self.tensors, "x": wide[:, 12:36].requires_grad_()}
+        wanted = torch.autograd.grad(self.routed(t), list(t.values()), self.d_o)
+        with torch.autograd.graph.saved_tensors_hooks(lambda s: s.clone().contiguous(), lambda s: s):
+            o = self.routed(t)
+        for a, b in zip(torch.autograd.grad(o, list(t.values()), self.d_o), wanted, strict=True):
+            self.assertTrue(torch.equal(a, b))
+
+    def test_forked_child_runs_layers(self):
+        expected = self.routed(self.tensors).detach()
+        child = os.fork()
+        if child == 0:
+            try:
+                equal = torch.equal(self.routed(self.tensors), expected)
+                contexts = len(tessera.library._contexts)
+            except BaseException:
+                os._exit(2)
+            os._exit(0 if equal and contexts == 1 else 1)
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), 0)
 
     def test_leading_dimensions_and_types_of_ids_and_weights(self):
         expected = self.routed(self.tensors)

@@ -2,7 +2,7 @@
 // tessera plan: what a layer, or a whole published model, costs: parameters, FLOPs, memory, tile waste.
 #include <fmt/format.h>
 
-#include <iterator>
+#include <array>
 #include <memory>
 #include <optional>
 
@@ -156,9 +156,20 @@ Json model_json(Model const& model, MoeDesc const& desc) {
           {"notes", model.notes}};
 }
 
-std::string billions(double parameters) {
-  return parameters < 1e8 ? fmt::format("{:.2f} M", parameters * 1e-6)
-                          : fmt::format("{:.2f} B", parameters * 1e-9);
+// "30.53 B": in thousands, millions, billions, trillions, by the unit's letters.
+std::string scaled(double value, std::array<char const*, 4> units) {
+  double scale = 1e3;
+  std::size_t unit = 0;
+  while (unit + 1 < units.size() && value >= 1000 * scale) {
+    scale *= 1e3;
+    ++unit;
+  }
+  return fmt::format("{:.2f} {}", value / scale, units[unit]);
+}
+
+std::string parameters_text(double count) { return scaled(count, {"K", "M", "B", "T"}); }
+std::string flops_text(double flops) {
+  return scaled(flops * 1e-3, {"MFLOP", "GFLOP", "TFLOP", "PFLOP"});
 }
 
 std::string memory_text(MoeDesc const& desc, double layers) {
@@ -185,15 +196,16 @@ std::string layer_text(MoeDesc const& desc, double layers) {
   std::string text = fmt::format(
       "layer             T {}, d {}, n {}, E {}, K {}; {}, {}, {}\n"
       "parameters        {} in experts, {} in the router\n"
-      "FLOPs             forward {:.4g} T, backward {:.4g} T, router forward {:.4g} T\n"
+      "work              forward {}, backward {}, router forward {}\n"
       "intensity         {:.0f} FLOP/byte in the forward GEMMs, {:.0f} with h and aggregate\n"
       "tile waste        {:.1f} % of the rows: tiles of {}, {:.1f} rows per expert\n",
       s.tokens, s.hidden, s.intermediate, s.experts, s.top_k,
       name_of(kActivationNames, desc.activation.kind), name_of(kDTypeNames, desc.dtype),
-      name_of(kRouterNames, desc.router.kind), billions(expert_parameters(desc)),
-      billions(static_cast<double>(s.hidden * s.experts)), forward * 1e-12, 2 * forward * 1e-12,
-      work::route(desc).flops * 1e-12, arithmetic_intensity(desc), layer_arithmetic_intensity(desc),
-      100 * tile_waste(desc, s.tokens), desc.router.tile, per_expert);
+      name_of(kRouterNames, desc.router.kind), parameters_text(expert_parameters(desc)),
+      parameters_text(static_cast<double>(s.hidden * s.experts)), flops_text(forward),
+      flops_text(2 * forward), flops_text(work::route(desc).flops), arithmetic_intensity(desc),
+      layer_arithmetic_intensity(desc), 100 * tile_waste(desc, s.tokens), desc.router.tile,
+      per_expert);
   text += memory_text(desc, layers);
   if (desc.router.round != Rounding::none && per_expert < 2 * desc.router.tile) {
     text += fmt::format(
@@ -208,20 +220,20 @@ std::string model_text(Model const& model, MoeDesc const& desc) {
   huggingface::Parameters const& p = model.parameters;
   auto const share = [](char const* name, std::int64_t count) {
     return count == 0 ? std::string()
-                      : fmt::format(", {} {}", name, billions(static_cast<double>(count)));
+                      : fmt::format(", {} {}", name, parameters_text(static_cast<double>(count)));
   };
   double const forward = static_cast<double>(desc.shape.tokens) * model.forward_flops_per_token();
   std::string text = fmt::format(
       "model             {}: {} layers, {} with experts\n"
       "parameters        {} in all, {} active: experts {}{}{}{}{}{}{}{}\n"
-      "FLOPs of {} tokens: forward {:.4g} T, backward {:.4g} T, attention scores not counted\n",
+      "work of {} tokens: forward {}, backward {}, attention scores not counted\n",
       model.model_type, model.layers, model.moe_layers.size(),
-      billions(static_cast<double>(p.total())),
-      billions(static_cast<double>(model.active_parameters())),
-      billions(static_cast<double>(p.routed_experts)), share("shared", p.shared_experts),
+      parameters_text(static_cast<double>(p.total())),
+      parameters_text(static_cast<double>(model.active_parameters())),
+      parameters_text(static_cast<double>(p.routed_experts)), share("shared", p.shared_experts),
       share("routers", p.router), share("dense MLPs", p.dense_mlp), share("attention", p.attention),
       share("norms", p.norms), share("embedding", p.embedding), share("head", p.head),
-      desc.shape.tokens, forward * 1e-12, 2 * forward * 1e-12);
+      desc.shape.tokens, flops_text(forward), flops_text(2 * forward));
   for (std::string const& note : model.notes) text += fmt::format("note: {}\n", note);
   return text;
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // tessera bench: the layer's passes, interleaved with their bound, after a check of the same data.
-// score = (bound + aggregate floor) / ms: how much of the time the layer's GEMMs and one aggregation explain.
+// score = (bound + aggregate floor) / ms: how much of the time the layer's GEMMs and one aggregation explain;
+// x bound = ms / bound: what the layer costs beside its GEMMs alone.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -85,6 +86,7 @@ struct Times {
 struct TimedPass {
   std::string name;
   std::function<void()> layer, bound;
+  std::string bound_name;  ///< the library of the bound
   Pass pass = Pass::forward;
   Times times{}, bound_times{};
 };
@@ -118,6 +120,16 @@ bool check_layer(Context const& context, Job const& job, BenchLayer& layer) {
   return result.ok && layer.equals(result.outputs);
 }
 
+/// What differs from the plain call.
+std::string variant_of(MoeDesc const& desc) {
+  std::string variant;
+  if (desc.save == SavePolicy::x) variant = "save-x";
+  if (desc.column_chunk != 0) {
+    variant += (variant.empty() ? "" : ",") + fmt::format("column-chunk {}", desc.column_chunk);
+  }
+  return variant;
+}
+
 Json bench_job(BenchFlags const& flags, Context const& context, Job const& job, double copy_rate) {
   BenchLayer layer(context, job.layer_case);
   bool const checked = !flags.no_check && check_layer(context, job, layer);
@@ -129,13 +141,14 @@ Json bench_job(BenchFlags const& flags, Context const& context, Job const& job, 
   std::vector<TimedPass> passes;
   for (std::string const& name : flags.passes) {
     if (name == "forward") {
-      passes.push_back({name, [&] { layer.forward(); }, [&] { bound.forward(); }, Pass::forward});
+      passes.push_back({name, [&] { layer.forward(); }, [&] { bound.forward(); },
+                        bound.forward_name(), Pass::forward});
     } else if (name == "backward") {
-      passes.push_back(
-          {name, [&] { layer.backward(); }, [&] { bound.backward(); }, Pass::backward});
+      passes.push_back({name, [&] { layer.backward(); }, [&] { bound.backward(); },
+                        bound.backward_name(), Pass::backward});
     } else {
-      passes.push_back(
-          {name, [&] { layer.forward_inference(); }, [&] { bound.forward(); }, Pass::forward});
+      passes.push_back({name, [&] { layer.forward_inference(); }, [&] { bound.forward(); },
+                        bound.forward_name(), Pass::forward});
     }
   }
   double const end = now_seconds() + flags.seconds;
@@ -168,12 +181,13 @@ Json bench_job(BenchFlags const& flags, Context const& context, Job const& job, 
          {"round", verify::name_of(verify::kRoundingNames, desc.router.round)},
          {"pass", pass.name},
          {"impl", "tessera"},
-         {"variant", ""},
+         {"variant", variant_of(desc)},
          {"ms", ms},
          {"ms_p10", pass.times.at(0.1)},
          {"ms_p90", pass.times.at(0.9)},
          {"tflops", flops / ms * 1e-9},
          {"bound_ms", pass.bound_times.at(0.5)},
+         {"bound_impl", pass.bound_name},
          {"aggregate_floor_ms", floor_bytes / copy_rate * 1e3},
          {"saved_bytes", pass.name == "forward-inference" ? 0 : layer.saved_bytes_total()},
          {"transient_peak_bytes", layer.workspace_bytes_of(pass.pass)},
@@ -228,8 +242,8 @@ Json document_of(std::string const& command_line, Context const& context, double
           {"date", date},
           {"protocol",
            "median of the iterations, each with new data and routing; layer and bound interleaved; "
-           "bound: "
-           "one BLIS call per expert and GEMM on contiguous balanced data, same threads"},
+           "bound: one library call per expert and GEMM on contiguous balanced data, same threads, "
+           "bf16 operands with fp32 results, the fastest of the installed BLIS, OpenBLAS, oneDNN"},
           {"ceilings", {{"bf16_tflops_8k", 0}, {"copy_tbps", copy_rate * 1e-12}}},
           {"rows", std::move(rows)}};
 }
@@ -238,10 +252,12 @@ std::string row_text(Json const& row) {
   double const ms = row["ms"].get<double>();
   double const explained = row["bound_ms"].get<double>() + row["aggregate_floor_ms"].get<double>();
   return fmt::format(
-      "{:<14} {:<18} {:>9.3f} {:>9.3f} {:>9.3f} {:>9.1f} {:>9.3f} {:>9.3f} {:>6.2f}  {}\n",
+      "{:<14} {:<18} {:>9.3f} {:>9.3f} {:>9.3f} {:>9.1f} {:>9.3f} {:>8} {:>7.2f} {:>9.3f} "
+      "{:>6.2f}  {}\n",
       row["config"].get<std::string>(), row["pass"].get<std::string>(), ms,
       row["ms_p10"].get<double>(), row["ms_p90"].get<double>(), row["tflops"].get<double>() * 1e3,
-      row["bound_ms"].get<double>(), row["aggregate_floor_ms"].get<double>(), explained / ms,
+      row["bound_ms"].get<double>(), row["bound_impl"].get<std::string>(),
+      ms / row["bound_ms"].get<double>(), row["aggregate_floor_ms"].get<double>(), explained / ms,
       row["checked"].get<bool>() ? "yes" : "NO");
 }
 
@@ -312,9 +328,10 @@ int bench(BenchFlags flags, std::string const& command_line) {
   double const copy_rate = copy_bytes_per_second(context);
   Json rows = Json::array();
   if (!flags.json) {
-    print_text(fmt::format("{:<14} {:<18} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>6}  {}\n",
-                           "config", "pass", "ms", "p10", "p90", "GFLOP/s", "bound ms", "floor ms",
-                           "score", "checked"));
+    print_text(
+        fmt::format("{:<14} {:<18} {:>9} {:>9} {:>9} {:>9} {:>9} {:>8} {:>7} {:>9} {:>6}  {}\n",
+                    "config", "pass", "ms", "p10", "p90", "GFLOP/s", "bound ms", "by", "x bound",
+                    "floor ms", "score", "checked"));
   }
   bool all_checked = true;
   for (Job const& job : jobs) {

@@ -1,46 +1,67 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cli/bench_bound.hpp"
 
-#include <blis.h>
-
 #include <algorithm>
+#include <bit>
 #include <chrono>
 #include <cstring>
+
+#include "cli/commands.hpp"
 
 namespace tessera::cli {
 namespace {
 
-/// A row-major matrix, or its transpose.
-struct Operand {
-  float* data;
-  std::int64_t row_stride, col_stride;
-};
-Operand rows_of(float* data, std::int64_t columns) { return {data, columns, 1}; }
-Operand transposed(Operand const& m) { return {m.data, m.col_stride, m.row_stride}; }
-
-void multiply(std::int64_t gemm_m, std::int64_t gemm_n, std::int64_t gemm_k, Operand const& a,
-              Operand const& b, Operand const& c) {
-  if (gemm_m == 0) return;
-  float one = 1, zero = 0;
-  bli_sgemm(BLIS_NO_TRANSPOSE, BLIS_NO_TRANSPOSE, gemm_m, gemm_n, gemm_k, &one, a.data,
-            a.row_stride, a.col_stride, b.data, b.row_stride, b.col_stride, &zero, c.data,
-            c.row_stride, c.col_stride);
-}
-
-/// Small non-zero numbers, so that no product is trivial or denormal.
-std::vector<float> filled(std::int64_t count) {
-  std::vector<float> values(count);
-  for (std::int64_t i = 0; i < count; ++i) values[i] = static_cast<float>(i % 251 - 125) / 128;
-  return values;
+/// The library whose best of a few runs is fastest.
+template <class Run>
+GemmLibrary const* fastest_of(std::vector<GemmLibrary> const& libraries, Run&& run) {
+  constexpr int kRuns = 3;
+  GemmLibrary const* fastest = nullptr;
+  double least = 0;
+  for (GemmLibrary const& library : libraries) {
+    double best = 0;
+    for (int i = 0; i < kRuns; ++i) {
+      double const start = now_seconds();
+      run(library);
+      double const seconds = now_seconds() - start;
+      if (i == 0 || seconds < best) best = seconds;
+    }
+    if (fastest == nullptr || best < least) fastest = &library, least = best;
+  }
+  return fastest;
 }
 
 }  // namespace
 
+std::vector<char> BlasBound::filled(std::int64_t count) const {
+  std::size_t const element = dtype_bytes(dtype_);
+  std::vector<char> values(static_cast<std::size_t>(count) * element);
+  for (std::int64_t i = 0; i < count; ++i) {
+    // Exact in bf16, which is the upper half of fp32; never 0 in long runs, never denormal.
+    auto const bits = std::bit_cast<std::uint32_t>(static_cast<float>(i % 251 - 125) / 128);
+    std::uint32_t const stored = dtype_ == DType::bf16 ? bits >> 16 : bits;
+    std::memcpy(&values[static_cast<std::size_t>(i) * element], &stored, element);
+  }
+  return values;
+}
+
+GemmOperand BlasBound::input(std::vector<char> const& values, std::int64_t first,
+                             std::int64_t columns) const {
+  return {values.data() + static_cast<std::size_t>(first) * dtype_bytes(dtype_), columns};
+}
+
 BlasBound::BlasBound(Context const& context, MoeDesc const& desc, std::int64_t rows)
     : context_(context),
+      dtype_(desc.dtype),
       hidden_(desc.shape.hidden),
       intermediate_(desc.shape.intermediate),
-      up_columns_(desc.up_width() * desc.shape.intermediate) {
+      up_columns_(desc.up_width() * desc.shape.intermediate),
+      libraries_(gemm_libraries(desc.dtype)) {
+  if (libraries_.empty()) {
+    throw CommandError(
+        "--dtype bf16: no library to compare with; install oneDNN (libdnnl-dev on Debian and "
+        "Ubuntu)",
+        kEnvironment);
+  }
   std::int64_t const experts = desc.shape.experts;
   for (std::int64_t e = 0; e < experts; ++e) {
     std::int64_t const first = rows * e / experts;
@@ -52,39 +73,45 @@ BlasBound::BlasBound(Context const& context, MoeDesc const& desc, std::int64_t r
   a_ = filled(rows * intermediate_);
   w_up_ = filled(experts * up_columns_ * hidden_);
   w_down_ = filled(experts * hidden_ * intermediate_);
-  dw_up_ = w_up_;
-  dw_down_ = w_down_;
+  out_h_.resize(rows * up_columns_);
+  out_a_.resize(rows * intermediate_);
+  out_y_.resize(rows * hidden_);
+  dw_up_.resize(experts * up_columns_ * hidden_);
+  dw_down_.resize(experts * hidden_ * intermediate_);
+  forward_library_ = fastest_of(libraries_, [this](auto const& library) { run_forward(library); });
+  backward_library_ =
+      fastest_of(libraries_, [this](auto const& library) { run_backward(library); });
 }
 
-void BlasBound::forward() {
-  context_.parallel_for(std::ssize(experts_), [this](std::int64_t e) {
+void BlasBound::run_forward(GemmLibrary const& library) {
+  context_.parallel_for(std::ssize(experts_), [&](std::int64_t e) {
     auto const [first, rows] = experts_[e];
-    Operand const x = rows_of(&x_[first * hidden_], hidden_);
-    Operand const h = rows_of(&h_[first * up_columns_], up_columns_);
-    Operand const a = rows_of(&a_[first * intermediate_], intermediate_);
-    Operand const y = rows_of(&y_[first * hidden_], hidden_);
-    Operand const w_up = rows_of(&w_up_[e * up_columns_ * hidden_], hidden_);
-    Operand const w_down = rows_of(&w_down_[e * hidden_ * intermediate_], intermediate_);
-    multiply(rows, up_columns_, hidden_, x, transposed(w_up), h);
-    multiply(rows, hidden_, intermediate_, a, transposed(w_down), y);
+    if (rows == 0) return;
+    GemmOperand const x = input(x_, first * hidden_, hidden_);
+    GemmOperand const a = input(a_, first * intermediate_, intermediate_);
+    GemmOperand const w_up = input(w_up_, e * up_columns_ * hidden_, hidden_);
+    GemmOperand const w_down = input(w_down_, e * hidden_ * intermediate_, intermediate_);
+    library.multiply(rows, up_columns_, hidden_, x, transposed(w_up), &out_h_[first * up_columns_]);
+    library.multiply(rows, hidden_, intermediate_, a, transposed(w_down), &out_y_[first * hidden_]);
   });
 }
 
-void BlasBound::backward() {
-  context_.parallel_for(std::ssize(experts_), [this](std::int64_t e) {
+void BlasBound::run_backward(GemmLibrary const& library) {
+  context_.parallel_for(std::ssize(experts_), [&](std::int64_t e) {
     auto const [first, rows] = experts_[e];
-    Operand const x = rows_of(&x_[first * hidden_], hidden_);
-    Operand const h = rows_of(&h_[first * up_columns_], up_columns_);
-    Operand const a = rows_of(&a_[first * intermediate_], intermediate_);
-    Operand const y = rows_of(&y_[first * hidden_], hidden_);
-    Operand const w_up = rows_of(&w_up_[e * up_columns_ * hidden_], hidden_);
-    Operand const w_down = rows_of(&w_down_[e * hidden_ * intermediate_], intermediate_);
-    Operand const dw_up = rows_of(&dw_up_[e * up_columns_ * hidden_], hidden_);
-    Operand const dw_down = rows_of(&dw_down_[e * hidden_ * intermediate_], intermediate_);
-    multiply(rows, intermediate_, hidden_, y, w_down, a);
-    multiply(rows, hidden_, up_columns_, h, w_up, y);
-    multiply(hidden_, intermediate_, rows, transposed(y), a, dw_down);
-    multiply(up_columns_, hidden_, rows, transposed(h), x, dw_up);
+    if (rows == 0) return;
+    GemmOperand const x = input(x_, first * hidden_, hidden_);
+    GemmOperand const h = input(h_, first * up_columns_, up_columns_);
+    GemmOperand const a = input(a_, first * intermediate_, intermediate_);
+    GemmOperand const y = input(y_, first * hidden_, hidden_);
+    GemmOperand const w_up = input(w_up_, e * up_columns_ * hidden_, hidden_);
+    GemmOperand const w_down = input(w_down_, e * hidden_ * intermediate_, intermediate_);
+    library.multiply(rows, intermediate_, hidden_, y, w_down, &out_a_[first * intermediate_]);
+    library.multiply(rows, hidden_, up_columns_, h, w_up, &out_y_[first * hidden_]);
+    library.multiply(hidden_, intermediate_, rows, transposed(y), a,
+                     &dw_down_[e * hidden_ * intermediate_]);
+    library.multiply(up_columns_, hidden_, rows, transposed(h), x,
+                     &dw_up_[e * up_columns_ * hidden_]);
   });
 }
 

@@ -139,6 +139,8 @@ void ShapeFlags::add_to(CLI::App& command) {
   run->add_option("--threads", threads_, "CPU threads (default: all the process may use)");
   run->add_option("--save", save_, "what forward keeps: h, or x (h is recomputed)")
       ->capture_default_str();
+  run->add_option("--column-chunk", column_chunk_,
+                  "columns of hidden whose y or dx rows exist at a time (default: all)");
   run->add_flag("--accumulate", accumulate_, "weight gradients add to their buffers");
   run->add_option("--seed", seed_, "of the data")->capture_default_str();
 }
@@ -177,6 +179,7 @@ verify::LayerCase ShapeFlags::layer_case() const {
   desc.router.capacity = capacity_;
   desc.router.replay = replay_;
   desc.ids_dtype = named("ids-dtype", ids_dtype_, verify::kIdsDTypeNames);
+  desc.column_chunk = column_chunk_;
   desc.save = named("save", save_, verify::kSaveNames);
   if (!(sentinels_ >= 0 && sentinels_ <= 1)) {
     throw CommandError(fmt::format("--sentinels {}: a fraction is in [0, 1]", sentinels_));

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # BLIS, serial build: GEMM with arbitrary row and column strides, thread-safe, no global state, no threads of
-# its own. Linked statically and hidden, so that nobody's BLAS settings are touched. Gives Blis::Blis.
+# its own; the program's dense layers and a bound of its benchmark. Linked statically. Gives Blis::Blis.
 find_path(Blis_INCLUDE_DIR blis.h PATH_SUFFIXES blis-serial x86_64-linux-gnu/blis-serial blis)
 find_library(Blis_LIBRARY NAMES libblis.a PATH_SUFFIXES blis-serial x86_64-linux-gnu/blis-serial)
 include(FindPackageHandleStandardArgs)

@@ -48,7 +48,7 @@ check_libraries() {
   if ! have "$compiler"; then
     need 'C++20 compiler' g++ gcc
     need 'libraries (checked again once there is a compiler)' \
-      libblis-serial-dev libcli11-dev nlohmann-json3-dev libfmt-dev libgtest-dev
+      libblis-serial-dev libdnnl-dev libcli11-dev nlohmann-json3-dev libfmt-dev libgtest-dev
     return
   fi
   found=$("$compiler" -E -P -x c++ - 2>/dev/null <<'PROBE' || true
@@ -57,6 +57,9 @@ gcc __GNUC__
 #endif
 #if !__has_include(<blis-serial/blis.h>) && !__has_include(<blis/blis.h>)
 missing BLIS libblis-serial-dev
+#endif
+#if !__has_include(<oneapi/dnnl/dnnl.h>)
+missing oneDNN libdnnl-dev
 #endif
 #if !__has_include(<CLI/CLI.hpp>)
 missing CLI11 libcli11-dev

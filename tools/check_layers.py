@@ -36,7 +36,7 @@ LAYERS = {
     "lm": ["include/tessera"],
     "huggingface": ["include/tessera", "lm"],
     "cli": ["include/tessera", "src/verify", "src/device", "lm", "huggingface"],
-    "bench": ["include/tessera", "src/cuda", "tests/support"],
+    "bench": ["include/tessera", "src/core", "src/cpu/parallel", "src/cuda", "tests/support"],
     "tests": [""],  # anything
 }
 MAY_READ_ENVIRONMENT = ("src/ops", "lm", "cli", "bench", "tests")

@@ -29,12 +29,13 @@ struct GroupedGemmArgs {
   Buffer workspace = {};                    ///< grouped_gemm_workspace_bytes()
 };
 
-/// Bytes of workspace: only an accumulating varlen_k needs any.
+/// Bytes of workspace: packed operands, and sums in fp32, per thread.
 TESSERA_EXPORT Expected<std::size_t> grouped_gemm_workspace_bytes(
     Context const& context, GroupedGemmArgs const& args) noexcept;
 
-/// Runs a grouped GEMM in fp32. Deterministic as moe_forward is. Errors: invalid_argument for tensors that do
-/// not fit together or offsets that decrease or leave the rows; unsupported for types other than fp32.
+/// Runs a grouped GEMM of fp32 or bf16 tensors, all of one type, with sums in fp32. Deterministic as moe_forward is.
+/// Errors: invalid_argument for tensors that do not fit together or offsets that decrease or leave the rows;
+/// unsupported for other types.
 TESSERA_EXPORT Status grouped_gemm(Context const& context, GroupedGemmArgs const& args,
                                    Stream stream = {}) noexcept;
 

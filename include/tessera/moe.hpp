@@ -61,7 +61,7 @@ struct MoeForwardArgs {
 /// How a weight gradient meets its buffer: overwrite it, or add the complete fp32 sum once.
 enum class GradientMode : std::int32_t { write = 0, accumulate = 1 };
 
-/// Weight gradients, in the layout of their weights, fp32 or the storage type. An absent tensor is
+/// Weight gradients, in the layout of their weights, all fp32 or all of the storage type. An absent tensor is
 /// skipped: not computed. With `write`, experts without rows get zeros; with `accumulate` they are left
 /// as they are.
 struct ExpertGradients {

@@ -130,6 +130,8 @@ struct MoeDesc {
   ScorePosition score_position = ScorePosition::output;
   SavePolicy save = SavePolicy::h;
   RowGrouping grouping = RowGrouping::slots;
+  /// Most columns of d whose y (in backward: dx rows) exist at a time: less workspace, the same bits. 0: all.
+  std::int64_t column_chunk = 0;
   DType ids_dtype = DType::int32;  ///< of given ids and offsets: int32 or int64
 
   /// Width of h in units of n: 2 gated, 1 not.

@@ -76,6 +76,7 @@ typedef struct {
   int64_t capacity;
   int32_t replay;
   int32_t reserved2;
+  int64_t column_chunk; /* most columns of hidden whose y or dx rows exist at a time; 0: all */
 } tessera_moe_desc;
 
 typedef struct {

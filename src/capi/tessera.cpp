@@ -97,6 +97,7 @@ Status desc_of(tessera_moe_desc const* desc, tessera::MoeDesc& out) noexcept {
   if (from.tile != 0) out.router.tile = from.tile;
   if (from.route_scale != 0) out.router.route_scale = from.route_scale;
   out.router.layer = from.layer;
+  out.column_chunk = from.column_chunk;
   out.router.seed = from.seed;
   out.router.step = from.step;
   out.router.capacity = from.capacity;

@@ -195,6 +195,10 @@ Status check_options(MoeDesc const& desc) noexcept {
         "no variable_experts",
         static_cast<int>(desc.grouping));
   }
+  if (desc.column_chunk < 0) {
+    return Status::invalid("column_chunk=%lld: a number of columns of hidden, or 0 for all",
+                           static_cast<Int>(desc.column_chunk));
+  }
   if (!std::isfinite(desc.router.route_scale)) {
     return Status::invalid("route_scale=%g: must be finite",
                            static_cast<double>(desc.router.route_scale));

@@ -16,6 +16,15 @@ struct Region {
   }
 };
 
+/// An array whose element type is known only when it runs: the storage type of a layer.
+struct StorageRegion {
+  std::size_t offset = 0;
+  template <class T>
+  [[nodiscard]] T* in(std::byte* base) const noexcept {
+    return Region<T>{offset}.in(base);
+  }
+};
+
 class WorkspacePlan {
  public:
   static constexpr std::size_t kAlignment = 64;
@@ -26,6 +35,10 @@ class WorkspacePlan {
     auto const size = static_cast<std::size_t>(count) * sizeof(T);
     bytes_ += (size + kAlignment - 1) / kAlignment * kAlignment;
     return region;
+  }
+
+  StorageRegion add_storage(std::int64_t count, std::size_t element_bytes) noexcept {
+    return {add<std::byte>(count * static_cast<std::int64_t>(element_bytes)).offset};
   }
 
   /// With room to align a workspace of any address.

@@ -21,6 +21,16 @@ char const* instruction_set() noexcept {
 #endif
 }
 
+/// The GEMM kernels that serve a storage type on this machine.
+std::string gemm_text(DType dtype) {
+  cpu::GemmKernels const& kernels = cpu::gemm_kernels(dtype == DType::bf16);
+  std::string text = kernels.name;
+  if (dtype == DType::bf16 && !kernels.multiplies_bf16) {
+    text += ", operands widened to fp32 (this machine has no AVX-512 BF16)";
+  }
+  return text;
+}
+
 OpExplanation explanation(work::OpWork const& work, std::int64_t gemm_m, std::int64_t gemm_n,
                           std::int64_t gemm_k, std::string tiles) {
   OpExplanation out;
@@ -57,10 +67,11 @@ std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& de
   std::int64_t const width = desc.up_width() * s.intermediate, d = s.hidden, n = s.intermediate;
   std::string const on =
       ", " + std::to_string(context.num_threads()) + " threads, " + instruction_set();
+  std::string const gemm = std::string(", ") + gemm_text(desc.dtype) + on;
   std::string const row_tasks =
-      "one BLIS call per " + std::to_string(cpu::kRowBlock) + " rows of an expert" + on;
+      "up to " + std::to_string(cpu::kRowBlock) + " rows of an expert per task" + gemm;
   std::string const column_tasks =
-      "one task per expert and " + std::to_string(cpu::kColumnBlock) + " columns of hidden" + on;
+      "one task per expert and " + std::to_string(cpu::kColumnBlock) + " columns of hidden" + gemm;
   std::string const token_tasks =
       std::to_string(cpu::kAggregateTokens) + " tokens per task, slots in order" + on;
   std::vector<OpExplanation> ops;
@@ -71,7 +82,7 @@ std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& de
   bool const forward = pass == Pass::forward || pass == Pass::route;
   if (desc.router.kind != RouterKind::given && forward) {
     add(work::route(desc), s.tokens, s.experts, d,
-        "BLIS per " + std::to_string(cpu::kRouterTokens) + " tokens, then " + choice(desc) + on);
+        std::to_string(cpu::kRouterTokens) + " tokens per task, then " + choice(desc) + gemm);
   }
   if (pass == Pass::forward) {
     add(work::up_projection_fwd(desc, rows), mean, width, d,
@@ -101,7 +112,8 @@ Status out_of_memory() noexcept {
 Expected<std::vector<BackendInfo>> backends() noexcept {
   try {
     std::vector<BackendInfo> all(2);
-    all[0] = {"cpu", true, true, std::string("fp32, BLIS GEMM, ") + instruction_set()};
+    all[0] = {"cpu", true, true,
+              std::string("fp32: ") + gemm_text(DType::fp32) + "; bf16: " + gemm_text(DType::bf16)};
     all[1] = cuda::backend_info();
     return all;
   } catch (...) {

@@ -33,8 +33,8 @@ Expected<Sizes> sizes_of(Context const& context, GroupedGemmArgs const& args) no
     return Status::invalid("a, b, expert_offsets have ranks %d, %d, %d; 2, %d, 1 are needed",
                            args.a.rank, args.b.rank, args.expert_offsets.rank, varlen_m ? 3 : 2);
   }
-  if (args.a.dtype == DType::bf16 || args.a.dtype == DType::fp16) {
-    return Status::unsupported("dtype=%d: this version serves fp32",
+  if (args.a.dtype == DType::fp16) {
+    return Status::unsupported("dtype=%d: this version serves fp32 and bf16",
                                static_cast<int>(args.a.dtype));
   }
   if (args.expert_offsets.dtype != DType::int32 && args.expert_offsets.dtype != DType::int64) {
@@ -66,10 +66,11 @@ struct Plan {
 Plan plan_of(Context const& context, GroupedGemmArgs const& args, Sizes const& sizes) noexcept {
   core::WorkspacePlan plan;
   Plan out;
-  if (args.kind == GroupedGemmKind::varlen_k) {
-    out.floats_per_thread = cpu::grouped_gemm_varlen_k_scratch(sizes.gemm_n, args.mode);
-    out.scratch = plan.add<float>(out.floats_per_thread * context.num_threads());
-  }
+  out.floats_per_thread = args.kind == GroupedGemmKind::varlen_k
+                              ? cpu::grouped_gemm_varlen_k_scratch(sizes.gemm_n)
+                              : cpu::grouped_gemm_varlen_m_scratch(sizes.gemm_n, sizes.gemm_k);
+  out.floats_per_thread = (out.floats_per_thread + 15) / 16 * 16;  // threads share no cache line
+  out.scratch = plan.add<float>(out.floats_per_thread * context.num_threads());
   out.bytes = plan.bytes();
   return out;
 }
@@ -77,19 +78,20 @@ Plan plan_of(Context const& context, GroupedGemmArgs const& args, Sizes const& s
 Status check(Context const& context, GroupedGemmArgs const& args, Sizes const& sizes,
              std::size_t workspace) noexcept {
   core::TensorCheck check{context.device()};
-  check.input("a", args.a, DType::fp32, {args.a.shape[0], args.a.shape[1]});
+  DType const dtype = args.a.dtype == DType::bf16 ? DType::bf16 : DType::fp32;
+  check.input("a", args.a, dtype, {args.a.shape[0], args.a.shape[1]});
   if (args.kind == GroupedGemmKind::varlen_k) {
-    check.input("b", args.b, DType::fp32, {sizes.rows, sizes.gemm_n});
+    check.input("b", args.b, dtype, {sizes.rows, sizes.gemm_n});
     check.absent("bias", args.bias, "varlen_k has none");
-    check.output("c", args.c, DType::fp32, {sizes.experts, sizes.gemm_m, sizes.gemm_n});
+    check.output("c", args.c, dtype, {sizes.experts, sizes.gemm_m, sizes.gemm_n});
   } else {
     if (args.transpose_b) {
-      check.input("b", args.b, DType::fp32, {sizes.experts, sizes.gemm_k, sizes.gemm_n});
+      check.input("b", args.b, dtype, {sizes.experts, sizes.gemm_k, sizes.gemm_n});
     } else {
-      check.input("b", args.b, DType::fp32, {sizes.experts, sizes.gemm_n, sizes.gemm_k});
+      check.input("b", args.b, dtype, {sizes.experts, sizes.gemm_n, sizes.gemm_k});
     }
-    check.optional_input("bias", args.bias, DType::fp32, {sizes.experts, sizes.gemm_n});
-    check.output("c", args.c, DType::fp32, {sizes.rows, sizes.gemm_n});
+    check.optional_input("bias", args.bias, dtype, {sizes.experts, sizes.gemm_n});
+    check.output("c", args.c, dtype, {sizes.rows, sizes.gemm_n});
   }
   check.input("expert_offsets", args.expert_offsets, args.expert_offsets.dtype,
               {sizes.experts + 1});
@@ -112,38 +114,39 @@ std::int64_t stride_or(ConstTensor const& tensor, int axis, std::int64_t dense) 
   return tensor.shape[axis] > 1 ? tensor.stride[axis] : dense;
 }
 
-void run_varlen_m(Context const& context, GroupedGemmArgs const& args, Sizes const& s) noexcept {
-  cpu::VarlenM out{.rows = s.rows,
-                   .experts = s.experts,
-                   .gemm_n = s.gemm_n,
-                   .gemm_k = s.gemm_k,
-                   .a = ops::rows_of(args.a),
-                   .b = {},
-                   .b_expert_stride = stride_or(args.b, 0, s.gemm_n * s.gemm_k),
-                   .bias = static_cast<float const*>(args.bias.data),
-                   .bias_expert_stride = stride_or(args.bias, 0, s.gemm_n),
-                   .c = ops::rows_of(args.c),
-                   .offsets = {args.expert_offsets.data, args.expert_offsets.dtype}};
-  cpu::ConstMatrix const stored{static_cast<float const*>(args.b.data),
-                                stride_or(args.b, 1, args.b.shape[2]), 1};
+template <class T>
+void run_varlen_m(GroupedGemmArgs const& args, Sizes const& s,
+                  cpu::Threads const& threads) noexcept {
+  cpu::VarlenM<T> out{.rows = s.rows,
+                      .experts = s.experts,
+                      .gemm_n = s.gemm_n,
+                      .gemm_k = s.gemm_k,
+                      .a = ops::rows_of<T>(args.a),
+                      .b = {},
+                      .b_expert_stride = stride_or(args.b, 0, s.gemm_n * s.gemm_k),
+                      .bias = static_cast<T const*>(args.bias.data),
+                      .bias_expert_stride = stride_or(args.bias, 0, s.gemm_n),
+                      .c = ops::rows_of<T>(args.c),
+                      .offsets = {args.expert_offsets.data, args.expert_offsets.dtype}};
+  cpu::MatrixView<T const> const stored{static_cast<T const*>(args.b.data),
+                                        stride_or(args.b, 1, args.b.shape[2]), 1};
   out.b = args.transpose_b ? stored : stored.transposed();
-  cpu::grouped_gemm_varlen_m(out, context.thread_pool());
+  cpu::grouped_gemm_varlen_m(out, threads);
 }
 
-void run_varlen_k(Context const& context, GroupedGemmArgs const& args, Sizes const& s,
-                  Plan const& plan) noexcept {
-  std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
-  cpu::VarlenK const out{.experts = s.experts,
-                         .gemm_m = s.gemm_m,
-                         .gemm_n = s.gemm_n,
-                         .a = ops::rows_of(args.a),
-                         .b = ops::rows_of(args.b),
-                         .c = {static_cast<float*>(args.c.data), stride_or(args.c, 1, s.gemm_n), 1},
-                         .c_expert_stride = stride_or(args.c, 0, s.gemm_m * s.gemm_n),
-                         .offsets = {args.expert_offsets.data, args.expert_offsets.dtype},
-                         .mode = args.mode};
-  cpu::grouped_gemm_varlen_k(
-      out, {context.thread_pool(), plan.scratch.in(base), plan.floats_per_thread});
+template <class T>
+void run_varlen_k(GroupedGemmArgs const& args, Sizes const& s,
+                  cpu::Threads const& threads) noexcept {
+  cpu::VarlenK<T> const out{.experts = s.experts,
+                            .gemm_m = s.gemm_m,
+                            .gemm_n = s.gemm_n,
+                            .a = ops::rows_of<T>(args.a),
+                            .b = ops::rows_of<T>(args.b),
+                            .c = {static_cast<T*>(args.c.data), stride_or(args.c, 1, s.gemm_n), 1},
+                            .c_expert_stride = stride_or(args.c, 0, s.gemm_m * s.gemm_n),
+                            .offsets = {args.expert_offsets.data, args.expert_offsets.dtype},
+                            .mode = args.mode};
+  cpu::grouped_gemm_varlen_k(out, threads);
 }
 
 }  // namespace
@@ -160,11 +163,12 @@ Status grouped_gemm(Context const& context, GroupedGemmArgs const& args, Stream)
   if (!sizes.ok()) return sizes.status();
   Plan const plan = plan_of(context, args, sizes.value());
   TESSERA_TRY(check(context, args, sizes.value(), plan.bytes));
-  if (args.kind == GroupedGemmKind::varlen_m) {
-    run_varlen_m(context, args, sizes.value());
-  } else {
-    run_varlen_k(context, args, sizes.value(), plan);
-  }
+  std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
+  cpu::Threads const threads{context.thread_pool(), plan.scratch.in(base), plan.floats_per_thread};
+  ops::with_storage(args.a.dtype, [&]<class T>(T) {
+    args.kind == GroupedGemmKind::varlen_m ? run_varlen_m<T>(args, sizes.value(), threads)
+                                           : run_varlen_k<T>(args, sizes.value(), threads);
+  });
   return {};
 }
 

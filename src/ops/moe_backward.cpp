@@ -63,8 +63,9 @@ void check_router_gradients(MoeDesc const& desc, MoeBackwardArgs const& args, bo
     check.absent("dlogits", args.dlogits, "backward_input writes it");
   }
   if (weights) {
-    check.optional_output("dw_router", g.dw_router, desc.dtype, {s.experts, s.hidden});
-    check.optional_output("db_router", g.db_router, desc.dtype, {s.experts});
+    DType const dtype = ops::gradient_dtype(desc, g);
+    check.optional_output("dw_router", g.dw_router, dtype, {s.experts, s.hidden});
+    check.optional_output("db_router", g.db_router, dtype, {s.experts});
   } else {
     check.absent("dw_router", g.dw_router, "backward_weights writes it");
     check.absent("db_router", g.db_router, "backward_weights writes it");
@@ -114,14 +115,15 @@ Status check_backward(Context const& context, MoeDesc const& desc, MoeBackwardAr
 }
 
 /// The arrays of one backward pass, in the workspace or in the caller's buffers.
+template <class T>
 struct Backward {
-  cpu::Layer layer;
+  cpu::Layer<T> layer;
   MoeBackwardArgs const& args;
   cpu::Threads threads;
-  float* recomputed_h = nullptr;  ///< null: forward saved h
-  float* dh = nullptr;
-  float* a_scaled = nullptr;
-  float* dx_rows = nullptr;
+  T* recomputed_h = nullptr;  ///< null: forward saved h
+  T* dh = nullptr;
+  T* a_scaled = nullptr;
+  T* dx_rows = nullptr;
   float* dscores = nullptr;       ///< null: not wanted
   cpu::MutableRows dlogits = {};  ///< null without a router
 
@@ -131,15 +133,17 @@ struct Backward {
 
   void activations() const noexcept {
     if (recomputed_h != nullptr) {
-      cpu::up_projection_fwd(layer, ops::rows_of(args.x), recomputed_h, nullptr, threads);
+      cpu::up_projection_fwd(layer, ops::rows_of<T>(args.x), recomputed_h, static_cast<T*>(nullptr),
+                             threads);
     }
     cpu::down_projection_dgrad(
         layer,
-        {.d_o = ops::rows_of(args.d_o),
-         .h = recomputed_h != nullptr ? recomputed_h : static_cast<float const*>(args.h.data),
-         .dh = dh,
-         .a_scaled = a_scaled,
-         .dscores = dscores},
+        cpu::DownDgradArgs<T>{
+            .d_o = ops::rows_of<T>(args.d_o),
+            .h = recomputed_h != nullptr ? recomputed_h : static_cast<T const*>(args.h.data),
+            .dh = dh,
+            .a_scaled = a_scaled,
+            .dscores = dscores},
         threads);
     if (dlogits.data != nullptr) {
       cpu::ConstRows const initial =
@@ -151,45 +155,68 @@ struct Backward {
 
   void input_gradient() const noexcept {
     if (!args.dx.present()) return;
-    cpu::MutableRows const dx = ops::rows_of(args.dx);
+    cpu::Rows<T> const dx = ops::rows_of<T>(args.dx);
     bool const routed = dlogits.data != nullptr;
     if (routed) {
-      cpu::router_dgrad(layer.desc, const_dlogits(), ops::rows_of(args.w_router), dx, threads);
+      cpu::router_dgrad(layer.desc, const_dlogits(), ops::rows_of<T>(args.w_router), dx, threads);
     }
-    cpu::up_projection_dgrad(layer, dh, dx_rows, threads);
-    cpu::aggregate(layer, {.rows = dx_rows, .scores = nullptr, .add_to_out = routed, .out = dx},
-                   threads);
+    cpu::for_each_column_chunk(layer.desc, [&](cpu::Columns columns) {
+      cpu::up_projection_dgrad(layer, static_cast<T const*>(dh), columns, dx_rows, threads);
+      cpu::aggregate(layer,
+                     cpu::AggregateArgs<T>{.rows = dx_rows,
+                                           .columns = columns,
+                                           .scores = nullptr,
+                                           .add_to_out = routed,
+                                           .out = dx},
+                     threads);
+    });
+  }
+
+  /// run(G{}) with the type of the weight gradients.
+  template <class Run>
+  void with_gradients(Run&& run) const noexcept {
+    if constexpr (!std::is_same_v<T, float>) {
+      if (ops::gradient_dtype(layer.desc, args.gradients) != DType::fp32) return run(T{});
+    }
+    run(float{});
   }
 
   void down_weights() const noexcept {
-    cpu::down_projection_wgrad(layer,
-                               {.d_o = ops::rows_of(args.d_o),
-                                .a_scaled = a_scaled,
-                                .dw_down = ops::down_matrices(layer.desc, args.gradients),
-                                .db_down = ops::down_biases(args.gradients),
-                                .mode = args.gradients.mode},
-                               threads);
+    with_gradients([&]<class G>(G) {
+      cpu::down_projection_wgrad(
+          layer,
+          cpu::DownWgradArgs<T, G>{.d_o = ops::rows_of<T>(args.d_o),
+                                   .a_scaled = a_scaled,
+                                   .dw_down = ops::down_matrices<G>(layer.desc, args.gradients),
+                                   .db_down = ops::down_biases<G>(args.gradients),
+                                   .mode = args.gradients.mode},
+          threads);
+    });
   }
 
   void up_and_router_weights() const noexcept {
     ExpertGradients const& gradients = args.gradients;
-    cpu::up_projection_wgrad(layer,
-                             {.x = ops::rows_of(args.x),
-                              .dh = dh,
-                              .dw_up = ops::up_matrices(layer.desc, gradients),
-                              .db_up = ops::up_biases(layer.desc, gradients),
-                              .mode = gradients.mode},
-                             threads);
-    if (dlogits.data == nullptr) return;
-    cpu::router_wgrad(
-        layer.desc,
-        {.dlogits = const_dlogits(),
-         .x = ops::rows_of(args.x),
-         .dw_router =
-             gradients.dw_router.present() ? ops::rows_of(gradients.dw_router) : cpu::MutableRows{},
-         .db_router = static_cast<float*>(gradients.db_router.data),
-         .mode = gradients.mode},
-        threads);
+    with_gradients([&]<class G>(G) {
+      cpu::up_projection_wgrad(
+          layer,
+          cpu::UpWgradArgs<T, G>{.x = ops::rows_of<T>(args.x),
+                                 .dh = dh,
+                                 .dw_up = ops::up_matrices<G>(layer.desc, gradients),
+                                 .db_up = ops::up_biases<G>(layer.desc, gradients),
+                                 .mode = gradients.mode},
+          threads);
+      if (dlogits.data == nullptr) return;
+      cpu::router_wgrad(
+          layer.desc,
+          cpu::RouterWgradArgs<T, G>{.dlogits = const_dlogits(),
+                                     .x = ops::rows_of<T>(args.x),
+                                     .dw_router = gradients.dw_router.present()
+                                                      ? ops::rows_of<G>(gradients.dw_router)
+                                                      : cpu::Rows<G>{},
+                                     .db_router = static_cast<G*>(gradients.db_router.data),
+                                     .mode = gradients.mode},
+          threads);
+    });
   }
 
   void copy_dlogits() const noexcept {
@@ -201,23 +228,24 @@ struct Backward {
   }
 };
 
-Backward backward_of(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
-                     ops::BackwardPlan const& plan, Pass pass) noexcept {
+template <class T>
+Backward<T> backward_of(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
+                        ops::BackwardPlan const& plan, Pass pass) noexcept {
   std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
   bool const split = pass != Pass::backward;
   // Tables are only read here; the view has one type for both passes.
   RoutingView const routing = ops::view_routing(desc, const_cast<void*>(args.routing.data));
-  Backward out{
-      {desc, routing, ops::up_matrices(desc, args.weights), ops::down_matrices(desc, args.weights),
-       ops::up_biases(desc, args.weights), ops::down_biases(args.weights)},
-      args,
-      {context.thread_pool(), plan.scratch.in(base), plan.floats_per_thread}};
+  Backward<T> out{{desc, routing, ops::up_matrices<T>(desc, args.weights),
+                   ops::down_matrices<T>(desc, args.weights), ops::up_biases<T>(desc, args.weights),
+                   ops::down_biases<T>(args.weights)},
+                  args,
+                  {context.thread_pool(), plan.scratch.in(base), plan.floats_per_thread}};
   if (desc.save == SavePolicy::x && pass != Pass::backward_weights) {
-    out.recomputed_h = plan.h.in(base);
+    out.recomputed_h = plan.h.in<T>(base);
   }
-  out.dh = split ? static_cast<float*>(args.dh.data) : plan.dh.in(base);
-  out.dx_rows = plan.a_or_dx.in(base);
-  out.a_scaled = split ? static_cast<float*>(args.a_scaled.data) : plan.a_or_dx.in(base);
+  out.dh = split ? static_cast<T*>(args.dh.data) : plan.dh.in<T>(base);
+  out.dx_rows = plan.a_or_dx.in<T>(base);
+  out.a_scaled = split ? static_cast<T*>(args.a_scaled.data) : plan.a_or_dx.in<T>(base);
   out.dscores = args.dscores.present() ? static_cast<float*>(args.dscores.data)
                 : has_router(desc)     ? plan.dscores.in(base)
                                        : nullptr;
@@ -228,46 +256,47 @@ Backward backward_of(Context const& context, MoeDesc const& desc, MoeBackwardArg
   return out;
 }
 
-Expected<Backward> begin(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
-                         Pass pass) noexcept {
+/// Checks, then calls run(backward) with the arrays of the pass.
+template <class Run>
+Status run_backward(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
+                    Pass pass, Run&& run) noexcept {
   TESSERA_TRY(ops::check_supported(context, desc));
   if (context.cuda() != nullptr) return cuda::check_supported(desc, pass);
   ops::BackwardPlan const plan = ops::plan_backward(context, desc, pass);
   TESSERA_TRY(check_backward(context, desc, args, pass, plan.bytes));
-  return backward_of(context, desc, args, plan, pass);
+  ops::with_storage(desc.dtype,
+                    [&]<class T>(T) { run(backward_of<T>(context, desc, args, plan, pass)); });
+  return {};
 }
 
 }  // namespace
 
 Status moe_backward(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
                     Stream) noexcept {
-  auto const backward = begin(context, desc, args, Pass::backward);
-  if (!backward.ok()) return backward.status();
-  backward.value().activations();
-  backward.value().copy_dlogits();
-  backward.value().down_weights();  // the last reader of a_scaled: dx rows may take its place
-  backward.value().input_gradient();
-  backward.value().up_and_router_weights();
-  return {};
+  return run_backward(context, desc, args, Pass::backward, [](auto const& backward) {
+    backward.activations();
+    backward.copy_dlogits();
+    backward.down_weights();  // the last reader of a_scaled: dx rows may take its place
+    backward.input_gradient();
+    backward.up_and_router_weights();
+  });
 }
 
 Status moe_backward_input(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
                           Stream) noexcept {
-  auto const backward = begin(context, desc, args, Pass::backward_input);
-  if (!backward.ok()) return backward.status();
-  backward.value().activations();
-  backward.value().copy_dlogits();
-  backward.value().input_gradient();
-  return {};
+  return run_backward(context, desc, args, Pass::backward_input, [](auto const& backward) {
+    backward.activations();
+    backward.copy_dlogits();
+    backward.input_gradient();
+  });
 }
 
 Status moe_backward_weights(Context const& context, MoeDesc const& desc,
                             MoeBackwardArgs const& args, Stream) noexcept {
-  auto const backward = begin(context, desc, args, Pass::backward_weights);
-  if (!backward.ok()) return backward.status();
-  backward.value().down_weights();
-  backward.value().up_and_router_weights();
-  return {};
+  return run_backward(context, desc, args, Pass::backward_weights, [](auto const& backward) {
+    backward.down_weights();
+    backward.up_and_router_weights();
+  });
 }
 
 }  // namespace tessera

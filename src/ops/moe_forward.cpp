@@ -59,6 +59,7 @@ void count_tokens(MoeDesc const& desc, RoutingView const& routing, core::ExpertP
   }
 }
 
+template <class T>
 void forward_on_cpu(Context const& context, MoeDesc const& desc, MoeForwardArgs const& args,
                     ops::ForwardPlan const& plan) noexcept {
   std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
@@ -69,18 +70,24 @@ void forward_on_cpu(Context const& context, MoeDesc const& desc, MoeForwardArgs 
   ops::make_routing_tables(desc, args, plan, base, routing, threads);
   count_tokens(desc, routing, plan.route.pairs.in(base), args);
 
-  cpu::Layer const layer{desc,
-                         routing,
-                         ops::up_matrices(desc, args.weights),
-                         ops::down_matrices(desc, args.weights),
-                         ops::up_biases(desc, args.weights),
-                         ops::down_biases(args.weights)};
-  float* const a = plan.a.in(base);
-  float* const y = plan.y.in(base);
-  cpu::up_projection_fwd(layer, ops::rows_of(args.x), static_cast<float*>(args.h.data), a, threads);
-  cpu::down_projection_fwd(layer, a, y, threads);
-  cpu::aggregate(layer, {.rows = y, .scores = routing.scores, .out = ops::rows_of(args.o)},
-                 threads);
+  cpu::Layer<T> const layer{desc,
+                            routing,
+                            ops::up_matrices<T>(desc, args.weights),
+                            ops::down_matrices<T>(desc, args.weights),
+                            ops::up_biases<T>(desc, args.weights),
+                            ops::down_biases<T>(args.weights)};
+  T* const a = plan.a.in<T>(base);
+  T* const y = plan.y.in<T>(base);
+  cpu::up_projection_fwd(layer, ops::rows_of<T>(args.x), static_cast<T*>(args.h.data), a, threads);
+  cpu::for_each_column_chunk(desc, [&](cpu::Columns columns) {
+    cpu::down_projection_fwd(layer, static_cast<T const*>(a), columns, y, threads);
+    cpu::aggregate(layer,
+                   cpu::AggregateArgs<T>{.rows = y,
+                                         .columns = columns,
+                                         .scores = routing.scores,
+                                         .out = ops::rows_of<T>(args.o)},
+                   threads);
+  });
 }
 
 }  // namespace
@@ -92,7 +99,7 @@ Status moe_forward(Context const& context, MoeDesc const& desc, MoeForwardArgs c
   ops::ForwardPlan const plan = ops::plan_forward(context, desc);
   TESSERA_TRY(check_forward(context, desc, args, plan.bytes));
   TESSERA_TRY(ops::check_routing_values(desc, args));
-  forward_on_cpu(context, desc, args, plan);
+  ops::with_storage(desc.dtype, [&]<class T>(T) { forward_on_cpu<T>(context, desc, args, plan); });
   return {};
 }
 

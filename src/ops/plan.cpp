@@ -26,8 +26,9 @@ void plan_router(MoeDesc const& desc, core::WorkspacePlan& plan, ForwardPlan& ou
 }
 
 std::int64_t router_scratch(MoeDesc const& desc) noexcept {
+  if (!has_router(desc)) return 0;
   std::int64_t const choice = experts_take(desc) ? cpu::choose_tokens_scratch(desc) : 0;
-  return std::max(choice, cpu::select_scratch_floats(desc));
+  return std::max({choice, cpu::router_logits_scratch(desc), cpu::select_scratch_floats(desc)});
 }
 
 /// Whole cache lines, so that threads do not share one and every scratch is aligned for 8-byte types.
@@ -45,10 +46,12 @@ ForwardPlan plan_forward(Context const& context, MoeDesc const& desc) noexcept {
   if (desc.save == SavePolicy::none) {
     out.routing = plan.add<std::byte>(static_cast<std::int64_t>(routing_table_bytes(desc)));
   }
-  out.a = plan.add<float>(slots * s.intermediate);
-  out.y = plan.add<float>(slots * s.hidden);
+  std::size_t const element = dtype_bytes(desc.dtype);
+  out.a = plan.add_storage(slots * s.intermediate, element);
+  out.y = plan.add_storage(slots * cpu::column_chunk(desc), element);
   out.floats_per_thread =
-      whole_lines(std::max(cpu::up_projection_fwd_scratch(desc), router_scratch(desc)));
+      whole_lines(std::max({cpu::up_projection_fwd_scratch(desc),
+                            cpu::down_projection_fwd_scratch(desc), router_scratch(desc)}));
   out.scratch = plan.add<float>(out.floats_per_thread * context.num_threads());
   out.bytes = plan.bytes();
   return out;
@@ -75,18 +78,25 @@ BackwardPlan plan_backward(Context const& context, MoeDesc const& desc, Pass pas
   core::WorkspacePlan plan;
   BackwardPlan out;
   bool const recompute = desc.save == SavePolicy::x && pass != Pass::backward_weights;
-  if (recompute) out.h = plan.add<float>(slots * desc.up_width() * s.intermediate);
-  if (pass == Pass::backward) out.dh = plan.add<float>(slots * desc.up_width() * s.intermediate);
+  std::size_t const element = dtype_bytes(desc.dtype);
+  std::int64_t const h_elements = slots * desc.up_width() * s.intermediate;
+  if (recompute) out.h = plan.add_storage(h_elements, element);
+  if (pass == Pass::backward) out.dh = plan.add_storage(h_elements, element);
   if (pass != Pass::backward_weights) {
-    out.a_or_dx = plan.add<float>(slots * std::max(s.intermediate, s.hidden));
+    // A split backward has a_scaled in the caller's buffer.
+    std::int64_t const a = pass == Pass::backward ? s.intermediate : 0;
+    out.a_or_dx = plan.add_storage(slots * std::max(a, cpu::column_chunk(desc)), element);
     if (has_router(desc)) out.dscores = plan.add<float>(slots);
   }
   if (has_router(desc) && pass == Pass::backward) {
     out.dlogits = plan.add<float>(s.tokens * s.experts);
   }
   if (pass != Pass::backward_weights) {
-    out.floats_per_thread = std::max(cpu::down_projection_dgrad_scratch(desc),
-                                     has_router(desc) ? cpu::router_dlogits_scratch(desc) : 0);
+    std::int64_t const router = has_router(desc) ? std::max(cpu::router_dlogits_scratch(desc),
+                                                            cpu::router_dgrad_scratch(desc))
+                                                 : 0;
+    out.floats_per_thread = std::max(
+        {cpu::down_projection_dgrad_scratch(desc), cpu::up_projection_dgrad_scratch(desc), router});
   }
   if (pass != Pass::backward_input) {
     out.floats_per_thread = std::max({out.floats_per_thread, cpu::wgrad_scratch(desc),

@@ -22,17 +22,18 @@ struct ForwardPlan {
   RoutePlan route;
   core::Region<std::byte>
       routing;            ///< the tables, where the caller keeps none (route: where it needs them)
-  core::Region<float> a;  ///< [P,n]
-  core::Region<float> y;  ///< [P,d]
+  core::StorageRegion a;  ///< [P,n]
+  core::StorageRegion y;  ///< [P,d], or a chunk of its columns
   core::Region<float> scratch;
   std::int64_t floats_per_thread = 0;
   std::size_t bytes = 0;
 };
 
 struct BackwardPlan {
-  core::Region<float> h;        ///< [P,w*n]; SavePolicy::x recomputes it here
-  core::Region<float> dh;       ///< [P,w*n]; backward only (a split backward has the caller's)
-  core::Region<float> a_or_dx;  ///< a_scaled [P,n], then dx rows [P,d]: never alive at once
+  core::StorageRegion h;   ///< [P,w*n]; SavePolicy::x recomputes it here
+  core::StorageRegion dh;  ///< [P,w*n]; backward only (a split backward has the caller's)
+  core::StorageRegion
+      a_or_dx;  ///< a_scaled [P,n], then dx rows [P,d or a chunk]: never alive at once
   core::Region<float> dscores;  ///< [P], with a router
   core::Region<float> dlogits;  ///< [T,E], with a router
   core::Region<float> scratch;

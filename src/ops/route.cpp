@@ -28,9 +28,11 @@ namespace {
 
 void run_logits(MoeDesc const& desc, RouterInputs const& inputs, cpu::MutableRows logits,
                 cpu::Threads const& threads) noexcept {
-  cpu::RouterWeights const weights{rows_of(inputs.w_router),
-                                   static_cast<float const*>(inputs.b_router.data)};
-  cpu::router_logits(desc, rows_of(inputs.x), weights, logits, threads);
+  with_storage(desc.dtype, [&]<class T>(T) {
+    cpu::RouterWeights<T> const weights{rows_of<T>(inputs.w_router),
+                                        static_cast<T const*>(inputs.b_router.data)};
+    cpu::router_logits(desc, rows_of<T>(inputs.x), weights, logits, threads);
+  });
 }
 
 }  // namespace

@@ -47,8 +47,8 @@ Tables lay_out(MoeDesc const& desc, std::int32_t* base) noexcept {
 
 Status check_supported(MoeDesc const& desc) noexcept {
   TESSERA_TRY(core::check_desc(desc));
-  if (desc.dtype != DType::fp32) {
-    return Status::unsupported("dtype=%d: the CPU backend of this version stores fp32",
+  if (desc.dtype != DType::fp32 && desc.dtype != DType::bf16) {
+    return Status::unsupported("dtype=%d: the CPU backend of this version stores fp32 or bf16",
                                static_cast<int>(desc.dtype));
   }
   // s*a before w_down and s*y after it are the same sum: b_down is inside the score in both.

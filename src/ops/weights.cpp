@@ -105,15 +105,25 @@ void check_weights(MoeDesc const& desc, ExpertWeights const& weights,
       [&](int which, char const* reason) { check.absent(kNames[which], *tensors[which], reason); });
 }
 
+DType gradient_dtype(MoeDesc const& desc, ExpertGradients const& gradients) noexcept {
+  for (Tensor const* const tensor :
+       {&gradients.dw_up, &gradients.dw_gate, &gradients.dw_down, &gradients.db_up,
+        &gradients.db_gate, &gradients.db_down, &gradients.dw_router, &gradients.db_router}) {
+    if (tensor->present()) return tensor->dtype == DType::fp32 ? DType::fp32 : desc.dtype;
+  }
+  return desc.dtype;
+}
+
 void check_gradients(MoeDesc const& desc, ExpertGradients const& gradients,
                      core::TensorCheck& check) noexcept {
   Tensor const* const tensors[] = {&gradients.dw_up, &gradients.dw_gate, &gradients.dw_down,
                                    &gradients.db_up, &gradients.db_gate, &gradients.db_down};
   constexpr char const* kNames[] = {"dw_up", "dw_gate", "dw_down", "db_up", "db_gate", "db_down"};
+  DType const dtype = gradient_dtype(desc, gradients);
   visit_weights(
       desc,
       [&](int which, std::initializer_list<std::int64_t> shape) {
-        check.optional_output(kNames[which], *tensors[which], desc.dtype, shape);
+        check.optional_output(kNames[which], *tensors[which], dtype, shape);
       },
       [&](int which, char const* reason) { check.absent(kNames[which], *tensors[which], reason); });
   if (gradients.mode != GradientMode::write && gradients.mode != GradientMode::accumulate) {
@@ -122,32 +132,52 @@ void check_gradients(MoeDesc const& desc, ExpertGradients const& gradients,
   }
 }
 
-cpu::UpMatrices<float const> up_matrices(MoeDesc const& desc,
+template <class T>
+cpu::UpMatrices<T const> up_matrices(MoeDesc const& desc, ExpertWeights const& weights) noexcept {
+  return up_matrices_of<T const>(desc, weights.w_up, weights.w_gate);
+}
+template <class T>
+cpu::DownMatrices<T const> down_matrices(MoeDesc const& desc,
                                          ExpertWeights const& weights) noexcept {
-  return up_matrices_of<float const>(desc, weights.w_up, weights.w_gate);
+  return down_matrices_of<T const>(desc, weights.w_down);
 }
-cpu::DownMatrices<float const> down_matrices(MoeDesc const& desc,
-                                             ExpertWeights const& weights) noexcept {
-  return down_matrices_of<float const>(desc, weights.w_down);
+template <class T>
+cpu::UpBiases<T const> up_biases(MoeDesc const& desc, ExpertWeights const& weights) noexcept {
+  return up_biases_of<T const>(desc, weights.b_up, weights.b_gate);
 }
-cpu::UpBiases<float const> up_biases(MoeDesc const& desc, ExpertWeights const& weights) noexcept {
-  return up_biases_of<float const>(desc, weights.b_up, weights.b_gate);
+template <class T>
+cpu::DownBiases<T const> down_biases(ExpertWeights const& weights) noexcept {
+  return {static_cast<T const*>(weights.b_down.data), stride_of(weights.b_down, 0)};
 }
-cpu::DownBiases<float const> down_biases(ExpertWeights const& weights) noexcept {
-  return {static_cast<float const*>(weights.b_down.data), stride_of(weights.b_down, 0)};
+template <class T>
+cpu::UpMatrices<T> up_matrices(MoeDesc const& desc, ExpertGradients const& gradients) noexcept {
+  return up_matrices_of<T>(desc, gradients.dw_up, gradients.dw_gate);
 }
-cpu::UpMatrices<float> up_matrices(MoeDesc const& desc, ExpertGradients const& gradients) noexcept {
-  return up_matrices_of<float>(desc, gradients.dw_up, gradients.dw_gate);
+template <class T>
+cpu::DownMatrices<T> down_matrices(MoeDesc const& desc, ExpertGradients const& gradients) noexcept {
+  return down_matrices_of<T>(desc, gradients.dw_down);
 }
-cpu::DownMatrices<float> down_matrices(MoeDesc const& desc,
-                                       ExpertGradients const& gradients) noexcept {
-  return down_matrices_of<float>(desc, gradients.dw_down);
+template <class T>
+cpu::UpBiases<T> up_biases(MoeDesc const& desc, ExpertGradients const& gradients) noexcept {
+  return up_biases_of<T>(desc, gradients.db_up, gradients.db_gate);
 }
-cpu::UpBiases<float> up_biases(MoeDesc const& desc, ExpertGradients const& gradients) noexcept {
-  return up_biases_of<float>(desc, gradients.db_up, gradients.db_gate);
+template <class T>
+cpu::DownBiases<T> down_biases(ExpertGradients const& gradients) noexcept {
+  return {static_cast<T*>(gradients.db_down.data), stride_of(gradients.db_down, 0)};
 }
-cpu::DownBiases<float> down_biases(ExpertGradients const& gradients) noexcept {
-  return {static_cast<float*>(gradients.db_down.data), stride_of(gradients.db_down, 0)};
-}
+
+#define TESSERA_INSTANTIATE(T)                                                                     \
+  template cpu::UpMatrices<T const> up_matrices<T>(MoeDesc const&, ExpertWeights const&) noexcept; \
+  template cpu::DownMatrices<T const> down_matrices<T>(MoeDesc const&,                             \
+                                                       ExpertWeights const&) noexcept;             \
+  template cpu::UpBiases<T const> up_biases<T>(MoeDesc const&, ExpertWeights const&) noexcept;     \
+  template cpu::DownBiases<T const> down_biases<T>(ExpertWeights const&) noexcept;                 \
+  template cpu::UpMatrices<T> up_matrices<T>(MoeDesc const&, ExpertGradients const&) noexcept;     \
+  template cpu::DownMatrices<T> down_matrices<T>(MoeDesc const&, ExpertGradients const&) noexcept; \
+  template cpu::UpBiases<T> up_biases<T>(MoeDesc const&, ExpertGradients const&) noexcept;         \
+  template cpu::DownBiases<T> down_biases<T>(ExpertGradients const&) noexcept;
+TESSERA_INSTANTIATE(float)
+TESSERA_INSTANTIATE(cpu::Bf16)
+#undef TESSERA_INSTANTIATE
 
 }  // namespace tessera::ops

@@ -10,31 +10,47 @@ namespace tessera::ops {
 
 void check_weights(MoeDesc const& desc, ExpertWeights const& weights,
                    core::TensorCheck& check) noexcept;
+/// fp32 where the first gradient that is present has it, else the storage type: all gradients must have the same.
+DType gradient_dtype(MoeDesc const& desc, ExpertGradients const& gradients) noexcept;
 /// Any gradient may be absent.
 void check_gradients(MoeDesc const& desc, ExpertGradients const& gradients,
                      core::TensorCheck& check) noexcept;
 
-cpu::UpMatrices<float const> up_matrices(MoeDesc const& desc,
+// T: the storage type of the desc. Templates of float and Bf16.
+template <class T>
+cpu::UpMatrices<T const> up_matrices(MoeDesc const& desc, ExpertWeights const& weights) noexcept;
+template <class T>
+cpu::DownMatrices<T const> down_matrices(MoeDesc const& desc,
                                          ExpertWeights const& weights) noexcept;
-cpu::DownMatrices<float const> down_matrices(MoeDesc const& desc,
-                                             ExpertWeights const& weights) noexcept;
-cpu::UpBiases<float const> up_biases(MoeDesc const& desc, ExpertWeights const& weights) noexcept;
-cpu::DownBiases<float const> down_biases(ExpertWeights const& weights) noexcept;
+template <class T>
+cpu::UpBiases<T const> up_biases(MoeDesc const& desc, ExpertWeights const& weights) noexcept;
+template <class T>
+cpu::DownBiases<T const> down_biases(ExpertWeights const& weights) noexcept;
 
-cpu::UpMatrices<float> up_matrices(MoeDesc const& desc, ExpertGradients const& gradients) noexcept;
-cpu::DownMatrices<float> down_matrices(MoeDesc const& desc,
-                                       ExpertGradients const& gradients) noexcept;
-cpu::UpBiases<float> up_biases(MoeDesc const& desc, ExpertGradients const& gradients) noexcept;
-cpu::DownBiases<float> down_biases(ExpertGradients const& gradients) noexcept;
+template <class T>
+cpu::UpMatrices<T> up_matrices(MoeDesc const& desc, ExpertGradients const& gradients) noexcept;
+template <class T>
+cpu::DownMatrices<T> down_matrices(MoeDesc const& desc, ExpertGradients const& gradients) noexcept;
+template <class T>
+cpu::UpBiases<T> up_biases(MoeDesc const& desc, ExpertGradients const& gradients) noexcept;
+template <class T>
+cpu::DownBiases<T> down_biases(ExpertGradients const& gradients) noexcept;
 
 /// A checked [rows, columns] tensor as rows.
-inline cpu::ConstRows rows_of(ConstTensor const& tensor) noexcept {
-  return {static_cast<float const*>(tensor.data),
+template <class T = float>
+cpu::Rows<T const> rows_of(ConstTensor const& tensor) noexcept {
+  return {static_cast<T const*>(tensor.data),
           tensor.shape[0] > 1 ? tensor.stride[0] : tensor.shape[1]};
 }
-inline cpu::MutableRows rows_of(Tensor const& tensor) noexcept {
-  return {static_cast<float*>(tensor.data),
-          tensor.shape[0] > 1 ? tensor.stride[0] : tensor.shape[1]};
+template <class T = float>
+cpu::Rows<T> rows_of(Tensor const& tensor) noexcept {
+  return {static_cast<T*>(tensor.data), tensor.shape[0] > 1 ? tensor.stride[0] : tensor.shape[1]};
+}
+
+/// Calls run(T{}) with a value of the storage type of a checked desc.
+template <class Run>
+void with_storage(DType dtype, Run&& run) noexcept {
+  dtype == DType::bf16 ? run(cpu::Bf16{}) : run(float{});
 }
 
 }  // namespace tessera::ops

@@ -69,6 +69,7 @@ std::string case_options(LayerCase const& layer_case) {
   if (layer_case.repeat_experts) add("repeat-experts", "");
   if (desc.shape.variable_experts) add("variable-experts", "");
   if (desc.ids_dtype != DType::int32) add("ids-dtype", name_of(kIdsDTypeNames, desc.ids_dtype));
+  if (desc.column_chunk != 0) add("column-chunk", std::to_string(desc.column_chunk));
   if (desc.save != SavePolicy::h) add("save", name_of(kSaveNames, desc.save));
   if (layer_case.gradient_mode == GradientMode::accumulate) add("accumulate", "");
   add("seed", std::to_string(layer_case.seed));

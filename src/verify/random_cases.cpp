@@ -266,6 +266,7 @@ LayerCase draw_case(Choice const& choice, Feature feature, bool large, RandomSou
     out.desc.ids_dtype = DType::int64;
   }
   fit_shape(out, feature);
+  if (random.chance(0.3)) out.desc.column_chunk = random.between(1, out.desc.shape.hidden);
   out.seed = random.bits() >> 33;  // short enough to type
   out.desc.router.seed = out.seed;
   return out;

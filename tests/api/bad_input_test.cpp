@@ -168,7 +168,7 @@ TEST_F(BadInput, WhatIsNotServedSaysSo) {
     EXPECT_EQ(status.code(), StatusCode::unsupported) << status.text();
     expect_text(status, part);
   };
-  unsupported("dtype=2", [](MoeDesc& desc) { desc.dtype = DType::bf16; });
+  unsupported("dtype=3", [](MoeDesc& desc) { desc.dtype = DType::fp16; });
   unsupported("score_position=input",
               [](MoeDesc& desc) { desc.score_position = ScorePosition::input; });
 }

@@ -117,6 +117,8 @@ TEST_F(GroupedGemm, RefusesWhatDoesNotFit) {
   good.b = tensor(b.data(), {kExperts, kN, kK});
   good.expert_offsets = tensor(offsets.data(), {kExperts + 1});
   good.c = tensor(c.data(), {kRows, kN});
+  std::vector<std::byte> memory(value_of(grouped_gemm_workspace_bytes(context, good)));
+  good.workspace = {memory.data(), memory.size()};
   auto const refused = [&](char const* part, auto&& change) {
     GroupedGemmArgs args = good;
     change(args);
@@ -129,7 +131,8 @@ TEST_F(GroupedGemm, RefusesWhatDoesNotFit) {
   refused("ranks", [](auto& args) { args.b.rank = 2; });
   refused("b: shape", [](auto& args) { args.b.shape[2] += 1; });
   refused("c: missing", [](auto& args) { args.c = {}; });
-  refused("dtype", [](auto& args) { args.a.dtype = DType::bf16; });
+  refused("dtype", [](auto& args) { args.a.dtype = DType::fp16; });
+  refused("b: ", [](auto& args) { args.a.dtype = DType::bf16; });
   refused("at least 2", [](auto& args) { args.expert_offsets.shape[0] = 1; });
   std::vector<std::int64_t> bad = offsets;
   bad[2] = kRows + 1;

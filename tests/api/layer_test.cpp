@@ -38,6 +38,25 @@ TEST_F(LayerTest, BitsDoNotDependOnThreadsOrWorkspace) {
   EXPECT_EQ(first.routing, second.routing);
 }
 
+TEST_F(LayerTest, ColumnChunksDoNotChangeBits) {
+  MoeDesc desc = small_desc(RouterKind::topk_softmax);
+  desc.shape = {.tokens = 300, .hidden = 70, .intermediate = 24, .experts = 6, .top_k = 3};
+  MoeDesc chunked_desc = desc;
+  for (std::int64_t const chunk : {1, 33, 69, 70, 1000}) {
+    chunked_desc.column_chunk = chunk;
+    Layer whole(context, desc), chunked(context, chunked_desc);
+    for (Layer* const layer : {&whole, &chunked}) {
+      ASSERT_TRUE(layer->run_forward().ok());
+      ASSERT_TRUE(layer->run_backward().ok());
+    }
+    EXPECT_EQ(whole.o, chunked.o) << chunk;
+    EXPECT_EQ(whole.dx, chunked.dx) << chunk;
+    EXPECT_EQ(whole.dw_up, chunked.dw_up) << chunk;
+    EXPECT_EQ(whole.dscores, chunked.dscores) << chunk;
+    EXPECT_GE(whole.forward_workspace.size(), chunked.forward_workspace.size()) << chunk;
+  }
+}
+
 TEST_F(LayerTest, InferenceHasTheBitsOfTraining) {
   Layer layer(context);
   ASSERT_TRUE(layer.run_forward().ok());

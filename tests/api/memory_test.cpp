@@ -75,11 +75,40 @@ TEST(Memory, SavedBytesAreTheFormula) {
   desc.shape.variable_experts = true;
   desc.shape.slots = 1000;
   EXPECT_EQ(value_of(routing_bytes(desc)), 16000u + 4 * 129 + 4 * 24577);
-  // Finer experts at constant n*K: the same x + h.
-  MoeDesc coarse = desc;
-  coarse.shape = {.tokens = 24576, .hidden = 1536, .intermediate = 1024, .experts = 32, .top_k = 2};
-  auto const other = value_of(saved_bytes(coarse));
-  EXPECT_EQ(other.x + other.h, saved.x + 4 * slots * 256);
+}
+
+TEST(Memory, XAndHDoNotGrowWithGranularity) {
+  for (DType const dtype : {DType::fp32, DType::bf16}) {
+    std::size_t const expected = dtype_bytes(dtype) * 24576 * (1536 + 2 * 2048);
+    for (std::int64_t top_k = 1; top_k <= 64; top_k *= 2) {
+      MoeDesc desc;
+      desc.dtype = dtype;
+      desc.shape = {.tokens = 24576,
+                    .hidden = 1536,
+                    .intermediate = 2048 / top_k,
+                    .experts = 16 * top_k,
+                    .top_k = top_k};
+      auto const saved = value_of(saved_bytes(desc));
+      EXPECT_EQ(saved.x + saved.h, expected) << "top_k " << top_k;
+      EXPECT_EQ(saved.routing, 16u * 24576 * top_k + 4 * (16 * top_k + 1));
+    }
+  }
+}
+
+// Proportions of 7B-n256: d = 6n, K = 8. y and dx rows are most of the workspace.
+TEST(Memory, ColumnChunksHalveTheWorkspace) {
+  Context const context = value_of(Context::create({.num_threads = 2}));
+  MoeDesc desc;
+  desc.shape = {.tokens = 24576, .hidden = 1536, .intermediate = 256, .experts = 128, .top_k = 8};
+  MoeDesc chunked = desc;
+  chunked.column_chunk = 384;
+  for (DType const dtype : {DType::fp32, DType::bf16}) {
+    desc.dtype = chunked.dtype = dtype;
+    for (Pass const pass : {Pass::forward, Pass::backward}) {
+      auto const whole = value_of(workspace_bytes(context, desc, pass));
+      EXPECT_LE(2 * value_of(workspace_bytes(context, chunked, pass)), whole);
+    }
+  }
 }
 
 }  // namespace

@@ -133,7 +133,7 @@ class Bench(Cli):
         self.refuse("bench", "--pass", "sideways", naming="sideways")
         self.refuse("bench", "--config", "cpu-small", "--tokens", "4", naming="--config")
         self.refuse("bench", *SMALL, "--gpus", "2", naming="--gpus")
-        self.refuse("bench", *SMALL, "--dtype", "bf16", naming="dtype")
+        self.refuse("bench", *SMALL, "--dtype", "fp16", naming="dtype")
 
 
 class Usage(Cli):
@@ -174,7 +174,8 @@ class Usage(Cli):
             (["--round", "nr-f", "--tile", "0"], "tile"),
             (["--capacity", "4"], "capacity"),
             (["--router", "given", "--replay"], "replay"),
-            (["--dtype", "bf16"], "dtype"),
+            (["--dtype", "fp16"], "dtype"),
+            (["--column-chunk", "-1"], "column_chunk=-1"),
             (["--dtype", "int8"], "int8"),
             (["--routing", "zipf"], "zipf"),
             (["--routing", "zipf:nan"], "nan"),

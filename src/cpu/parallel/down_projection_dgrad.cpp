@@ -7,13 +7,28 @@
 #include "cpu/parallel/ops.hpp"
 
 namespace tessera::cpu {
+namespace {
 
-// Scratch of a block: gathered dO [rows,d], dA' [rows,n], scores [rows], <dA',A> [rows].
+/// Scratch of a block: dA' [rows,n], a row of A [n], scores [rows], <dA',A> [rows], then the GEMM's.
+struct Scratch {
+  float *da_unscaled, *a_row, *scores, *da_dot_a, *gemm;
+  Scratch(float* base, std::int64_t n) noexcept
+      : da_unscaled(base),
+        a_row(da_unscaled + kRowBlock * n),
+        scores(a_row + n),
+        da_dot_a(scores + kRowBlock),
+        gemm(da_dot_a + kRowBlock) {}
+};
+
+}  // namespace
+
 std::int64_t down_projection_dgrad_scratch(MoeDesc const& desc) noexcept {
-  return kRowBlock * (desc.shape.hidden + desc.shape.intermediate + 2);
+  std::int64_t const n = desc.shape.intermediate;
+  return kRowBlock * (n + 2) + n + gemm_scratch_floats(kRowBlock, n, desc.shape.hidden);
 }
 
-void down_projection_dgrad(Layer const& layer, DownDgradArgs const& args,
+template <class T>
+void down_projection_dgrad(Layer<T> const& layer, DownDgradArgs<T> const& args,
                            Threads const& threads) noexcept {
   std::int64_t const d = layer.hidden(), n = layer.intermediate(), width = layer.up_columns();
   RoutingView const& routing = layer.routing;
@@ -22,30 +37,34 @@ void down_projection_dgrad(Layer const& layer, DownDgradArgs const& args,
 
   for_each_row_block(
       layer, threads, [&](std::int64_t expert, std::int64_t row, std::int64_t rows, int slot) {
-        float* const gathered = threads.scratch(slot);
-        float* const da_unscaled = gathered + kRowBlock * d;
-        float* const scores = da_unscaled + kRowBlock * n;
-        float* const da_dot_a = scores + kRowBlock;
-        gather_rows(args.d_o, routing.gather_index, row, rows, 0, d, gathered);
-        gemm(rows, n, d, {gathered, d, 1}, layer.w_down.of(expert), 0.0f, {da_unscaled, n, 1});
+        Scratch const scratch(threads.scratch(slot), n);
+        gemm(rows, n, d, left_operand(args.d_o.matrix(), routing.gather_index + row),
+             right_operand(layer.w_down.of(expert)), result(Matrix{scratch.da_unscaled, n, 1}),
+             scratch.gemm);
         for (std::int64_t r = 0; r < rows; ++r)
-          scores[r] = routing.scores[routing.sort_permutation[row + r]];
-        activation_backward(layer.desc, {.rows = rows,
-                                         .h = args.h + row * width,
-                                         .da_unscaled = da_unscaled,
-                                         .scores = scores,
-                                         .dh = args.dh + row * width,
-                                         .a_scaled = args.a_scaled + row * n,
-                                         .da_dot_a = da_dot_a});
+          scratch.scores[r] = routing.scores[routing.sort_permutation[row + r]];
+        activation_backward(layer.desc, ActivationBackward<T>{.rows = rows,
+                                                              .h = args.h + row * width,
+                                                              .da_unscaled = scratch.da_unscaled,
+                                                              .scores = scratch.scores,
+                                                              .dh = args.dh + row * width,
+                                                              .a_scaled = args.a_scaled + row * n,
+                                                              .da_dot_a = scratch.da_dot_a,
+                                                              .a_row = scratch.a_row});
         if (args.dscores == nullptr) return;
-        float const* const bias = layer.b_down.data == nullptr
-                                      ? nullptr
-                                      : layer.b_down.data + expert * layer.b_down.expert_stride;
         for (std::int64_t r = 0; r < rows; ++r) {
-          float const from_bias = bias == nullptr ? 0.0f : dot(gathered + r * d, bias, d);
-          args.dscores[routing.sort_permutation[row + r]] = da_dot_a[r] + from_bias;
+          float const from_bias =
+              layer.b_down.data == nullptr
+                  ? 0.0f
+                  : dot(args.d_o[routing.gather_index[row + r]], layer.b_down.of(expert), d);
+          args.dscores[routing.sort_permutation[row + r]] = scratch.da_dot_a[r] + from_bias;
         }
       });
 }
+
+template void down_projection_dgrad(Layer<float> const&, DownDgradArgs<float> const&,
+                                    Threads const&) noexcept;
+template void down_projection_dgrad(Layer<Bf16> const&, DownDgradArgs<Bf16> const&,
+                                    Threads const&) noexcept;
 
 }  // namespace tessera::cpu

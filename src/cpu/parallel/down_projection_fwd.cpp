@@ -4,20 +4,28 @@
 
 namespace tessera::cpu {
 
-void down_projection_fwd(Layer const& layer, float const* a, float* y,
+std::int64_t down_projection_fwd_scratch(MoeDesc const& desc) noexcept {
+  return gemm_scratch_floats(kRowBlock, desc.shape.hidden, desc.shape.intermediate);
+}
+
+template <class T>
+void down_projection_fwd(Layer<T> const& layer, T const* a, Columns columns, T* y,
                          Threads const& threads) noexcept {
-  std::int64_t const d = layer.hidden(), n = layer.intermediate();
+  std::int64_t const n = layer.intermediate();
   for_each_row_block(
-      layer, threads, [&](std::int64_t expert, std::int64_t row, std::int64_t rows, int) {
-        float* const out = y + row * d;
-        gemm(rows, d, n, {a + row * n, n, 1}, layer.w_down.of(expert).transposed(), 0.0f,
-             {out, d, 1});
-        if (layer.b_down.data == nullptr) return;
-        float const* const bias = layer.b_down.data + expert * layer.b_down.expert_stride;
-        for (std::int64_t r = 0; r < rows; ++r) {
-          for (std::int64_t c = 0; c < d; ++c) out[r * d + c] += bias[c];
-        }
+      layer, threads, [&](std::int64_t expert, std::int64_t row, std::int64_t rows, int slot) {
+        auto const w_down = layer.w_down.of(expert).from(columns.first, 0);
+        T const* const bias =
+            layer.b_down.data == nullptr ? nullptr : layer.b_down.of(expert) + columns.first;
+        MatrixView<T> const out{y + row * columns.count, columns.count, 1};
+        gemm(rows, columns.count, n, left_operand(MatrixView<T const>{a + row * n, n, 1}),
+             right_operand(w_down.transposed()), result(out, bias), threads.scratch(slot));
       });
 }
+
+template void down_projection_fwd(Layer<float> const&, float const*, Columns, float*,
+                                  Threads const&) noexcept;
+template void down_projection_fwd(Layer<Bf16> const&, Bf16 const*, Columns, Bf16*,
+                                  Threads const&) noexcept;
 
 }  // namespace tessera::cpu

@@ -7,14 +7,14 @@
 
 namespace tessera::cpu {
 
-// Scratch: gathered rows [kRowBlock, kColumnBlock], a bias sum [max(kColumnBlock, w*n)] and, with
-// `accumulate`, the sum [max(n, w*n), kColumnBlock].
+// Scratch: a bias sum [max(kColumnBlock, w*n)], then that of WgradSum for [kColumnBlock, w*n] either way round.
 std::int64_t wgrad_scratch(MoeDesc const& desc) noexcept {
   std::int64_t const width = desc.up_width() * desc.shape.intermediate;
-  return kRowBlock * kColumnBlock + std::max(kColumnBlock, width) + kColumnBlock * width;
+  return std::max(kColumnBlock, width) + wgrad_sum_floats(kColumnBlock, width);
 }
 
-void down_projection_wgrad(Layer const& layer, DownWgradArgs const& args,
+template <class T, class G>
+void down_projection_wgrad(Layer<T> const& layer, DownWgradArgs<T, G> const& args,
                            Threads const& threads) noexcept {
   bool const weights = args.dw_down.matrix.data != nullptr, biases = args.db_down.data != nullptr;
   if (!weights && !biases) return;
@@ -23,33 +23,37 @@ void down_projection_wgrad(Layer const& layer, DownWgradArgs const& args,
   for_each_column_block(
       layer, threads,
       [&](std::int64_t expert, std::int64_t column, std::int64_t columns, int slot) {
-        float* const gathered = threads.scratch(slot);
-        float* const bias_sum = gathered + kRowBlock * kColumnBlock;
+        float* const bias_sum = threads.scratch(slot);
         float* const scratch = bias_sum + std::max(kColumnBlock, layer.up_columns());
-        Matrix const destination =
-            weights ? args.dw_down.of(expert).from(column, 0) : Matrix{scratch, n, 1};
-        WgradSum sum(columns, n, destination, args.mode, scratch);
+        std::int64_t const first = layer.first_row(expert), rows = layer.num_rows(expert);
+        MatrixView<T const> const d_o = args.d_o.matrix().from(0, column);
+        if (weights) {
+          WgradSum<G> sum(columns, n, rows, args.dw_down.of(expert).from(column, 0), args.mode,
+                          scratch);
+          for (std::int64_t row = first; row < first + rows; row += kReductionBlock) {
+            sum.add(std::min(kReductionBlock, first + rows - row),
+                    left_operand(d_o.transposed(), routing.gather_index + row),
+                    right_operand(MatrixView<T const>{args.a_scaled + row * n, n, 1}));
+          }
+          sum.finish();
+        }
+        if (!biases) return;
         std::fill_n(bias_sum, columns, 0.0f);
-        std::int64_t const end = layer.first_row(expert) + layer.num_rows(expert);
-        for (std::int64_t row = layer.first_row(expert); row < end; row += kRowBlock) {
-          std::int64_t const rows = std::min(kRowBlock, end - row);
-          gather_rows(args.d_o, routing.gather_index, row, rows, column, columns, gathered);
-          if (weights) {
-            sum.add(rows, ConstMatrix{gathered, columns, 1}.transposed(),
-                    {args.a_scaled + row * n, n, 1});
-          }
-          for (std::int64_t r = 0; biases && r < rows; ++r) {
-            float const score = routing.scores[routing.sort_permutation[row + r]];
-            for (std::int64_t c = 0; c < columns; ++c)
-              bias_sum[c] += score * gathered[r * columns + c];
-          }
+        for (std::int64_t row = first; row < first + rows; ++row) {
+          float const score = routing.scores[routing.sort_permutation[row]];
+          T const* const values = args.d_o[routing.gather_index[row]] + column;
+          for (std::int64_t c = 0; c < columns; ++c) bias_sum[c] += score * to_fp32(values[c]);
         }
-        if (weights) sum.finish();
-        if (biases) {
-          store_bias_gradient(bias_sum, columns, layer.num_rows(expert) > 0, args.mode,
-                              args.db_down.data + expert * args.db_down.expert_stride + column);
-        }
+        store_bias_gradient(bias_sum, columns, rows > 0, args.mode,
+                            args.db_down.of(expert) + column);
       });
 }
+
+template void down_projection_wgrad(Layer<float> const&, DownWgradArgs<float, float> const&,
+                                    Threads const&) noexcept;
+template void down_projection_wgrad(Layer<Bf16> const&, DownWgradArgs<Bf16, Bf16> const&,
+                                    Threads const&) noexcept;
+template void down_projection_wgrad(Layer<Bf16> const&, DownWgradArgs<Bf16, float> const&,
+                                    Threads const&) noexcept;
 
 }  // namespace tessera::cpu

@@ -20,29 +20,33 @@ struct GroupOffsets {
 };
 
 /// c[r,:] = a[r,:] b[e] (+ bias[e]); rows of no expert become 0.
+template <class T>
 struct VarlenM {
   std::int64_t rows = 0, experts = 0, gemm_n = 0, gemm_k = 0;
-  ConstRows a;
-  ConstMatrix b;  ///< [gemm_k, gemm_n] of expert 0
+  Rows<T const> a;
+  MatrixView<T const> b;  ///< [gemm_k, gemm_n] of expert 0
   std::int64_t b_expert_stride = 0;
-  float const* bias = nullptr;
+  T const* bias = nullptr;
   std::int64_t bias_expert_stride = 0;
-  MutableRows c;
+  Rows<T> c;
   GroupOffsets offsets;
 };
-void grouped_gemm_varlen_m(VarlenM const& args, core::ThreadPool& pool) noexcept;
+template <class T>
+void grouped_gemm_varlen_m(VarlenM<T> const& args, Threads const& threads) noexcept;
+std::int64_t grouped_gemm_varlen_m_scratch(std::int64_t gemm_n, std::int64_t gemm_k) noexcept;
 
 /// c[e] (+)= a_e^T b_e.
+template <class T>
 struct VarlenK {
   std::int64_t experts = 0, gemm_m = 0, gemm_n = 0;
-  ConstRows a, b;
-  Matrix c;  ///< [gemm_m, gemm_n] of expert 0
+  Rows<T const> a, b;
+  MatrixView<T> c;  ///< [gemm_m, gemm_n] of expert 0
   std::int64_t c_expert_stride = 0;
   GroupOffsets offsets;
   GradientMode mode = GradientMode::write;
 };
-void grouped_gemm_varlen_k(VarlenK const& args, Threads const& threads) noexcept;
-/// Floats of scratch per thread.
-std::int64_t grouped_gemm_varlen_k_scratch(std::int64_t gemm_n, GradientMode mode) noexcept;
+template <class T>
+void grouped_gemm_varlen_k(VarlenK<T> const& args, Threads const& threads) noexcept;
+std::int64_t grouped_gemm_varlen_k_scratch(std::int64_t gemm_n) noexcept;
 
 }  // namespace tessera::cpu

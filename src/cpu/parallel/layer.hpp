@@ -3,7 +3,9 @@
 // scratch memory. Pointers were checked by src/ops.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/thread_pool.hpp"
 #include "cpu/parallel/gemm.hpp"
@@ -11,8 +13,14 @@
 
 namespace tessera::cpu {
 
-/// Rows of one expert that one task computes; fixed, so that bits do not depend on the thread count.
+using core::Bf16;
+using core::round_to;
+using core::to_fp32;
+
+/// Most rows of one expert that one task computes; fixed, so that bits do not depend on the thread count.
 inline constexpr std::int64_t kRowBlock = 256;
+/// Rows of an expert whose products one weight-gradient GEMM adds up.
+inline constexpr std::int64_t kReductionBlock = 1024;
 /// Tokens of one task of the router's ops, and of aggregate.
 inline constexpr std::int64_t kRouterTokens = 256;
 inline constexpr std::int64_t kAggregateTokens = 64;
@@ -25,6 +33,7 @@ struct Rows {
   T* data = nullptr;
   std::int64_t pitch = 0;
   [[nodiscard]] T* operator[](std::int64_t row) const noexcept { return data + row * pitch; }
+  [[nodiscard]] MatrixView<T> matrix() const noexcept { return {data, pitch, 1}; }
 };
 using ConstRows = Rows<float const>;
 using MutableRows = Rows<float>;
@@ -38,6 +47,16 @@ struct UpMatrices {
   MatrixView<T> gate, up;  ///< separate only: [n, d] of expert 0
   std::int64_t gate_expert_stride = 0, up_expert_stride = 0;
   bool separate = false;
+
+  [[nodiscard]] MatrixView<T> of(std::int64_t expert) const noexcept {
+    return joined.from_offset(expert * expert_stride);
+  }
+  [[nodiscard]] MatrixView<T> gate_of(std::int64_t expert) const noexcept {
+    return gate.from_offset(expert * gate_expert_stride);
+  }
+  [[nodiscard]] MatrixView<T> up_of(std::int64_t expert) const noexcept {
+    return up.from_offset(expert * up_expert_stride);
+  }
 };
 
 template <class T>
@@ -45,7 +64,7 @@ struct DownMatrices {
   MatrixView<T> matrix;  ///< [d, n] of expert 0
   std::int64_t expert_stride = 0;
   [[nodiscard]] MatrixView<T> of(std::int64_t expert) const noexcept {
-    return {matrix.data + expert * expert_stride, matrix.row_stride, matrix.col_stride};
+    return matrix.from_offset(expert * expert_stride);
   }
 };
 
@@ -61,15 +80,18 @@ template <class T>
 struct DownBiases {
   T* data = nullptr;
   std::int64_t expert_stride = 0;
+  [[nodiscard]] T* of(std::int64_t expert) const noexcept { return data + expert * expert_stride; }
 };
 
+/// T: the storage type, float or Bf16.
+template <class T>
 struct Layer {
   MoeDesc const& desc;
   RoutingView routing;
-  UpMatrices<float const> w_up;
-  DownMatrices<float const> w_down;
-  UpBiases<float const> b_up;
-  DownBiases<float const> b_down;
+  UpMatrices<T const> w_up;
+  DownMatrices<T const> w_down;
+  UpBiases<T const> b_up;
+  DownBiases<T const> b_down;
 
   [[nodiscard]] std::int64_t tokens() const noexcept { return desc.shape.tokens; }
   [[nodiscard]] std::int64_t hidden() const noexcept { return desc.shape.hidden; }
@@ -99,6 +121,24 @@ inline SlotRange slots_of(MoeDesc const& desc, RoutingView const& routing,
   return {token * desc.shape.top_k, (token + 1) * desc.shape.top_k};
 }
 
+/// Columns of d that a call computes; y and dx rows hold these alone.
+struct Columns {
+  std::int64_t first = 0, count = 0;
+};
+/// Most columns of y or dx rows that exist at a time.
+inline std::int64_t column_chunk(MoeDesc const& desc) noexcept {
+  std::int64_t const d = desc.shape.hidden;
+  return desc.column_chunk == 0 ? d : std::min<std::int64_t>(desc.column_chunk, d);
+}
+/// body(columns) for every chunk, first to last.
+template <class Body>
+void for_each_column_chunk(MoeDesc const& desc, Body&& body) noexcept {
+  std::int64_t const d = desc.shape.hidden, chunk = column_chunk(desc);
+  for (std::int64_t first = 0; first < d; first += chunk) {
+    body(Columns{first, std::min(chunk, d - first)});
+  }
+}
+
 /// Threads, and `floats_per_thread` floats of scratch for each.
 struct Threads {
   core::ThreadPool& pool;
@@ -110,13 +150,10 @@ struct Threads {
   }
 };
 
-/// Copies x[gather_index[row], column .. column+columns) of rows [row, row+rows) to out [rows, columns].
-void gather_rows(ConstRows x, std::int32_t const* gather_index, std::int64_t row, std::int64_t rows,
-                 std::int64_t column, std::int64_t columns, float* out) noexcept;
-
-/// body(expert, first_row, rows, slot) for every block of at most kRowBlock rows of every expert.
-template <class Body>
-void for_each_row_block(Layer const& layer, Threads const& threads, Body&& body) noexcept {
+/// body(expert, first_row, rows, slot) for every block of at most kRowBlock rows of every expert, an expert's blocks
+/// being about equal.
+template <class T, class Body>
+void for_each_row_block(Layer<T> const& layer, Threads const& threads, Body&& body) noexcept {
   // A task finds its expert by walking the offsets: E steps, against rows*d*n of work.
   std::int64_t const experts = layer.experts();
   std::int64_t blocks = 0;
@@ -130,15 +167,17 @@ void for_each_row_block(Layer const& layer, Threads const& threads, Body&& body)
       if (block < own) break;
       block -= own;
     }
-    std::int64_t const first = block * kRowBlock;
-    std::int64_t const left = layer.num_rows(expert) - first;
-    body(expert, layer.first_row(expert) + first, left < kRowBlock ? left : kRowBlock, slot);
+    std::int64_t const all = layer.num_rows(expert);
+    std::int64_t const blocks_of_expert = (all + kRowBlock - 1) / kRowBlock;
+    std::int64_t const first = all * block / blocks_of_expert;
+    std::int64_t const end = all * (block + 1) / blocks_of_expert;
+    body(expert, layer.first_row(expert) + first, end - first, slot);
   });
 }
 
 /// body(expert, first_column, columns, slot) for every block of at most kColumnBlock columns of d.
-template <class Body>
-void for_each_column_block(Layer const& layer, Threads const& threads, Body&& body) noexcept {
+template <class T, class Body>
+void for_each_column_block(Layer<T> const& layer, Threads const& threads, Body&& body) noexcept {
   std::int64_t const blocks = (layer.hidden() + kColumnBlock - 1) / kColumnBlock;
   threads.pool.run(layer.experts() * blocks, [&](std::int64_t task, int slot) {
     std::int64_t const first = task % blocks * kColumnBlock;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The CPU backend's ops, one .cpp each. All of them: fp32, fixed summation order, no allocation.
+// The CPU backend's ops, one .cpp each. All of them: fp32 sums in a fixed order, no allocation. T is the storage type,
+// float or Bf16, G that of weight gradients, T or float; each .cpp instantiates all.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +13,15 @@ namespace tessera::cpu {
 // --- routing -----------------------------------------------------------------------------------
 
 /// logits[t,e] = x_t . w_router[e] (+ b_router[e]).
+template <class T>
 struct RouterWeights {
-  ConstRows w_router;               ///< [E,d]
-  float const* b_router = nullptr;  ///< [E] or null
+  Rows<T const> w_router;       ///< [E,d]
+  T const* b_router = nullptr;  ///< [E] or null
 };
-void router_logits(MoeDesc const& desc, ConstRows x, RouterWeights const& router,
+template <class T>
+void router_logits(MoeDesc const& desc, Rows<T const> x, RouterWeights<T> const& router,
                    MutableRows logits, Threads const& threads) noexcept;
+std::int64_t router_logits_scratch(MoeDesc const& desc) noexcept;
 
 /// The top-k choice of each token from its logits: ids [T,K] (int32 or int64), and either weights [T,K] and p of the
 /// chosen [P] for routers that save it, or, where experts then take tokens (token rounding, expert choice), the rank
@@ -64,62 +68,77 @@ void grouped_metadata(MoeDesc const& desc, RoutingView const& routing) noexcept;
 
 /// h_r = x_t w_up[e]^T + b_up[e], a_r = act(h_r). Either may be null: not kept (inference), not computed
 /// (a backward that recomputes h, with the bits of forward).
-void up_projection_fwd(Layer const& layer, ConstRows x, float* h, float* a,
+template <class T>
+void up_projection_fwd(Layer<T> const& layer, Rows<T const> x, T* h, T* a,
                        Threads const& threads) noexcept;
 std::int64_t up_projection_fwd_scratch(MoeDesc const& desc) noexcept;
 
-/// y_r = a_r w_down[e]^T + b_down[e].
-void down_projection_fwd(Layer const& layer, float const* a, float* y,
+/// y_r = a_r w_down[e]^T + b_down[e], some columns: y is [P,columns.count].
+template <class T>
+void down_projection_fwd(Layer<T> const& layer, T const* a, Columns columns, T* y,
                          Threads const& threads) noexcept;
+std::int64_t down_projection_fwd_scratch(MoeDesc const& desc) noexcept;
 
 /// out_t = (initial_t) + sum over slots j of t, ascending, of s_j * rows[inverse_permutation[j]];
 /// unweighted where scores is null; 0 without rows and initial values.
+template <class T>
 struct AggregateArgs {
-  float const* rows = nullptr;    ///< [P,d]
+  T const* rows = nullptr;        ///< [P,columns.count]
+  Columns columns;                ///< of out
   float const* scores = nullptr;  ///< [P] by slot, or null: all 1
   bool add_to_out = false;        ///< start from what out holds
-  MutableRows out;                ///< [T,d]
+  Rows<T> out;                    ///< [T,d]
 };
-void aggregate(Layer const& layer, AggregateArgs const& args, Threads const& threads) noexcept;
+template <class T>
+void aggregate(Layer<T> const& layer, AggregateArgs<T> const& args,
+               Threads const& threads) noexcept;
 
 // --- backward ----------------------------------------------------------------------------------
 
 /// dA' = dO_t w_down[e]; ds = <dA', A> + <dO_t, b_down[e]>; dh = J_act^T (s dA'); a_scaled = s A.
+template <class T>
 struct DownDgradArgs {
-  ConstRows d_o;              ///< [T,d]
-  float const* h = nullptr;   ///< [P,w*n]
-  float* dh = nullptr;        ///< [P,w*n]
-  float* a_scaled = nullptr;  ///< [P,n]
-  float* dscores = nullptr;   ///< [P] by slot, 0 at sentinels; or null
+  Rows<T const> d_o;         ///< [T,d]
+  T const* h = nullptr;      ///< [P,w*n]
+  T* dh = nullptr;           ///< [P,w*n]
+  T* a_scaled = nullptr;     ///< [P,n]
+  float* dscores = nullptr;  ///< [P] by slot, 0 at sentinels; or null
 };
-void down_projection_dgrad(Layer const& layer, DownDgradArgs const& args,
+template <class T>
+void down_projection_dgrad(Layer<T> const& layer, DownDgradArgs<T> const& args,
                            Threads const& threads) noexcept;
 std::int64_t down_projection_dgrad_scratch(MoeDesc const& desc) noexcept;
 
 /// dw_down[e] = sum_r dO_t^T a_scaled_r, db_down[e] = sum_r s_j dO_t.
+template <class T, class G>
 struct DownWgradArgs {
-  ConstRows d_o;
-  float const* a_scaled = nullptr;
-  DownMatrices<float> dw_down;  ///< null data: skipped
-  DownBiases<float> db_down;    ///< null data: skipped
+  Rows<T const> d_o;
+  T const* a_scaled = nullptr;
+  DownMatrices<G> dw_down;  ///< null data: skipped
+  DownBiases<G> db_down;    ///< null data: skipped
   GradientMode mode = GradientMode::write;
 };
-void down_projection_wgrad(Layer const& layer, DownWgradArgs const& args,
+template <class T, class G>
+void down_projection_wgrad(Layer<T> const& layer, DownWgradArgs<T, G> const& args,
                            Threads const& threads) noexcept;
 
-/// dx_rows_r = dh_r w_up[e].
-void up_projection_dgrad(Layer const& layer, float const* dh, float* dx_rows,
+/// dx_rows_r = dh_r w_up[e], some columns: dx_rows is [P,columns.count].
+template <class T>
+void up_projection_dgrad(Layer<T> const& layer, T const* dh, Columns columns, T* dx_rows,
                          Threads const& threads) noexcept;
+std::int64_t up_projection_dgrad_scratch(MoeDesc const& desc) noexcept;
 
 /// dw_up[e] = sum_r dh_r^T x_t, db_up[e] = sum_r dh_r.
+template <class T, class G>
 struct UpWgradArgs {
-  ConstRows x;
-  float const* dh = nullptr;
-  UpMatrices<float> dw_up;  ///< null data: skipped (gate and up each where separate)
-  UpBiases<float> db_up;    ///< null data: skipped
+  Rows<T const> x;
+  T const* dh = nullptr;
+  UpMatrices<G> dw_up;  ///< null data: skipped (gate and up each where separate)
+  UpBiases<G> db_up;    ///< null data: skipped
   GradientMode mode = GradientMode::write;
 };
-void up_projection_wgrad(Layer const& layer, UpWgradArgs const& args,
+template <class T, class G>
+void up_projection_wgrad(Layer<T> const& layer, UpWgradArgs<T, G> const& args,
                          Threads const& threads) noexcept;
 
 /// Scratch of both weight gradients.
@@ -137,18 +156,22 @@ void router_dlogits(MoeDesc const& desc, RoutingView const& routing, RouterDlogi
 std::int64_t router_dlogits_scratch(MoeDesc const& desc) noexcept;
 
 /// dx_t = dlogits_t w_router.
-void router_dgrad(MoeDesc const& desc, ConstRows dlogits, ConstRows w_router, MutableRows dx,
+template <class T>
+void router_dgrad(MoeDesc const& desc, ConstRows dlogits, Rows<T const> w_router, Rows<T> dx,
                   Threads const& threads) noexcept;
+std::int64_t router_dgrad_scratch(MoeDesc const& desc) noexcept;
 
 /// dw_router = dlogits^T x, db_router = sum_t dlogits_t. Null data: skipped.
+template <class T, class G>
 struct RouterWgradArgs {
   ConstRows dlogits;
-  ConstRows x;
-  MutableRows dw_router;
-  float* db_router = nullptr;
+  Rows<T const> x;
+  Rows<G> dw_router;
+  G* db_router = nullptr;
   GradientMode mode = GradientMode::write;
 };
-void router_wgrad(MoeDesc const& desc, RouterWgradArgs const& args,
+template <class T, class G>
+void router_wgrad(MoeDesc const& desc, RouterWgradArgs<T, G> const& args,
                   Threads const& threads) noexcept;
 std::int64_t router_wgrad_scratch(MoeDesc const& desc) noexcept;
 

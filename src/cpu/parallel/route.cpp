@@ -89,23 +89,33 @@ void rank_pairs(MoeDesc const& desc, float const* logits, Scratch const& scratch
 
 std::int64_t select_scratch_floats(MoeDesc const& desc) noexcept { return 9 * desc.shape.experts; }
 
-void router_logits(MoeDesc const& desc, ConstRows x, RouterWeights const& router,
+std::int64_t router_logits_scratch(MoeDesc const& desc) noexcept {
+  return gemm_scratch_floats(kRouterTokens, desc.shape.experts, desc.shape.hidden);
+}
+
+template <class T>
+void router_logits(MoeDesc const& desc, Rows<T const> x, RouterWeights<T> const& router,
                    MutableRows logits, Threads const& threads) noexcept {
   std::int64_t const d = desc.shape.hidden, experts = desc.shape.experts,
                      tokens = desc.shape.tokens;
   std::int64_t const blocks = (tokens + kRouterTokens - 1) / kRouterTokens;
-  threads.pool.run(blocks, [&](std::int64_t block, int) {
+  threads.pool.run(blocks, [&](std::int64_t block, int slot) {
     std::int64_t const first = block * kRouterTokens,
                        count = std::min(kRouterTokens, tokens - first);
-    ConstMatrix const w_router{router.w_router.data, router.w_router.pitch, 1};
-    gemm(count, experts, d, {x[first], x.pitch, 1}, w_router.transposed(), 0.0f,
-         {logits[first], logits.pitch, 1});
+    gemm(count, experts, d, left_operand(x.matrix().from(first, 0)),
+         right_operand(router.w_router.matrix().transposed()),
+         result(logits.matrix().from(first, 0)), threads.scratch(slot));
     if (router.b_router == nullptr) return;
     for (std::int64_t t = first; t < first + count; ++t) {
-      for (std::int64_t e = 0; e < experts; ++e) logits[t][e] += router.b_router[e];
+      for (std::int64_t e = 0; e < experts; ++e) logits[t][e] += to_fp32(router.b_router[e]);
     }
   });
 }
+
+template void router_logits(MoeDesc const&, Rows<float const>, RouterWeights<float> const&,
+                            MutableRows, Threads const&) noexcept;
+template void router_logits(MoeDesc const&, Rows<Bf16 const>, RouterWeights<Bf16> const&,
+                            MutableRows, Threads const&) noexcept;
 
 void select_experts(MoeDesc const& desc, ConstRows logits, float const* selection_bias,
                     Selection const& out, Threads const& threads) noexcept {

@@ -195,23 +195,35 @@ void router_dlogits(MoeDesc const& desc, RoutingView const& routing, RouterDlogi
   });
 }
 
-void router_dgrad(MoeDesc const& desc, ConstRows dlogits, ConstRows w_router, MutableRows dx,
+std::int64_t router_dgrad_scratch(MoeDesc const& desc) noexcept {
+  return gemm_scratch_floats(kRouterTokens, desc.shape.hidden, desc.shape.experts);
+}
+
+template <class T>
+void router_dgrad(MoeDesc const& desc, ConstRows dlogits, Rows<T const> w_router, Rows<T> dx,
                   Threads const& threads) noexcept {
   std::int64_t const tokens = desc.shape.tokens;
   std::int64_t const blocks = (tokens + kRouterTokens - 1) / kRouterTokens;
-  threads.pool.run(blocks, [&](std::int64_t block, int) {
+  threads.pool.run(blocks, [&](std::int64_t block, int slot) {
     std::int64_t const first = block * kRouterTokens,
                        count = std::min(kRouterTokens, tokens - first);
-    gemm(count, desc.shape.hidden, desc.shape.experts, {dlogits[first], dlogits.pitch, 1},
-         {w_router.data, w_router.pitch, 1}, 0.0f, {dx[first], dx.pitch, 1});
+    gemm(count, desc.shape.hidden, desc.shape.experts,
+         left_operand(dlogits.matrix().from(first, 0)), right_operand(w_router.matrix()),
+         result(dx.matrix().from(first, 0)), threads.scratch(slot));
   });
 }
 
+template void router_dgrad(MoeDesc const&, ConstRows, Rows<float const>, Rows<float>,
+                           Threads const&) noexcept;
+template void router_dgrad(MoeDesc const&, ConstRows, Rows<Bf16 const>, Rows<Bf16>,
+                           Threads const&) noexcept;
+
 std::int64_t router_wgrad_scratch(MoeDesc const& desc) noexcept {
-  return desc.shape.experts * kColumnBlock;
+  return wgrad_sum_floats(desc.shape.experts, kColumnBlock);
 }
 
-void router_wgrad(MoeDesc const& desc, RouterWgradArgs const& args,
+template <class T, class G>
+void router_wgrad(MoeDesc const& desc, RouterWgradArgs<T, G> const& args,
                   Threads const& threads) noexcept {
   std::int64_t const tokens = desc.shape.tokens, experts = desc.shape.experts,
                      d = desc.shape.hidden;
@@ -219,12 +231,12 @@ void router_wgrad(MoeDesc const& desc, RouterWgradArgs const& args,
       args.dw_router.data == nullptr ? 0 : (d + kColumnBlock - 1) / kColumnBlock;
   threads.pool.run(blocks, [&](std::int64_t block, int slot) {
     std::int64_t const column = block * kColumnBlock, columns = std::min(kColumnBlock, d - column);
-    Matrix const destination{args.dw_router.data + column, args.dw_router.pitch, 1};
-    WgradSum sum(experts, columns, destination, args.mode, threads.scratch(slot));
-    for (std::int64_t t = 0; t < tokens; t += kRouterTokens) {
-      std::int64_t const count = std::min(kRouterTokens, tokens - t);
-      ConstMatrix const dlogits{args.dlogits[t], args.dlogits.pitch, 1};
-      sum.add(count, dlogits.transposed(), {args.x[t] + column, args.x.pitch, 1});
+    WgradSum<G> sum(experts, columns, tokens, args.dw_router.matrix().from(0, column), args.mode,
+                    threads.scratch(slot));
+    for (std::int64_t t = 0; t < tokens; t += kReductionBlock) {
+      sum.add(std::min(kReductionBlock, tokens - t),
+              left_operand(args.dlogits.matrix().from(t, 0).transposed()),
+              right_operand(args.x.matrix().from(t, column)));
     }
     sum.finish();
   });
@@ -236,5 +248,12 @@ void router_wgrad(MoeDesc const& desc, RouterWgradArgs const& args,
   }
   store_bias_gradient(sum, experts, tokens > 0, args.mode, args.db_router);
 }
+
+template void router_wgrad(MoeDesc const&, RouterWgradArgs<float, float> const&,
+                           Threads const&) noexcept;
+template void router_wgrad(MoeDesc const&, RouterWgradArgs<Bf16, Bf16> const&,
+                           Threads const&) noexcept;
+template void router_wgrad(MoeDesc const&, RouterWgradArgs<Bf16, float> const&,
+                           Threads const&) noexcept;
 
 }  // namespace tessera::cpu

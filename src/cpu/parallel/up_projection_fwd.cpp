@@ -6,29 +6,27 @@
 namespace tessera::cpu {
 namespace {
 
-void add_bias(float const* bias, std::int64_t columns, std::int64_t rows, std::int64_t pitch,
+template <class T>
+void add_bias(T const* bias, std::int64_t columns, std::int64_t rows, std::int64_t pitch,
               float* h) noexcept {
   for (std::int64_t r = 0; r < rows; ++r, h += pitch) {
-    for (std::int64_t i = 0; i < columns; ++i) h[i] += bias[i];
+    for (std::int64_t i = 0; i < columns; ++i) h[i] += to_fp32(bias[i]);
   }
 }
 
-/// h block [rows, w*n] of one expert from gathered x [rows, d].
-void project(Layer const& layer, std::int64_t expert, std::int64_t rows, float const* gathered,
-             float* h) noexcept {
+/// The sums of h [rows, w*n], before rounding, of one expert's rows.
+template <class T>
+void project(Layer<T> const& layer, std::int64_t expert, std::int64_t rows, PanelSource const& x,
+             float* h, float* scratch) noexcept {
   std::int64_t const d = layer.hidden(), n = layer.intermediate(), width = layer.up_columns();
-  ConstMatrix const x{gathered, d, 1};
   Matrix const out{h, width, 1};
   auto const& w = layer.w_up;
   if (w.separate) {
-    ConstMatrix const gate{w.gate.data + expert * w.gate_expert_stride, w.gate.row_stride, 1};
-    ConstMatrix const up{w.up.data + expert * w.up_expert_stride, w.up.row_stride, 1};
-    gemm(rows, n, d, x, gate.transposed(), 0.0f, out);
-    gemm(rows, n, d, x, up.transposed(), 0.0f, out.from(0, n));
+    gemm(rows, n, d, x, right_operand(w.gate_of(expert).transposed()), result(out), scratch);
+    gemm(rows, n, d, x, right_operand(w.up_of(expert).transposed()), result(out.from(0, n)),
+         scratch);
   } else {
-    ConstMatrix const joined{w.joined.data + expert * w.expert_stride, w.joined.row_stride,
-                             w.joined.col_stride};
-    gemm(rows, width, d, x, joined.transposed(), 0.0f, out);
+    gemm(rows, width, d, x, right_operand(w.of(expert).transposed()), result(out), scratch);
   }
   auto const& b = layer.b_up;
   if (b.gate == nullptr) return;
@@ -36,26 +34,45 @@ void project(Layer const& layer, std::int64_t expert, std::int64_t rows, float c
   if (w.separate) add_bias(b.up + expert * b.up_expert_stride, n, rows, width, h + n);
 }
 
+/// The block of h needs scratch unless it can be summed where it is kept.
+bool sums_in_place(MoeDesc const& desc) noexcept {
+  return desc.dtype == DType::fp32 && desc.save == SavePolicy::h;
+}
+
 }  // namespace
 
 std::int64_t up_projection_fwd_scratch(MoeDesc const& desc) noexcept {
   std::int64_t const width = desc.up_width() * desc.shape.intermediate;
-  return kRowBlock * (desc.shape.hidden + (desc.save == SavePolicy::h ? 0 : width));
+  return gemm_scratch_floats(kRowBlock, width, desc.shape.hidden) +
+         (sums_in_place(desc) ? 0 : kRowBlock * width);
 }
 
-void up_projection_fwd(Layer const& layer, ConstRows x, float* h, float* a,
+template <class T>
+void up_projection_fwd(Layer<T> const& layer, Rows<T const> x, T* h, T* a,
                        Threads const& threads) noexcept {
-  std::int64_t const d = layer.hidden(), width = layer.up_columns();
+  std::int64_t const width = layer.up_columns();
+  std::int64_t const gemm_floats = gemm_scratch_floats(kRowBlock, width, layer.hidden());
   for_each_row_block(
       layer, threads, [&](std::int64_t expert, std::int64_t row, std::int64_t rows, int slot) {
-        float* const gathered = threads.scratch(slot);
-        float* const h_block = h != nullptr ? h + row * width : gathered + kRowBlock * d;
-        gather_rows(x, layer.routing.gather_index, row, rows, 0, d, gathered);
-        project(layer, expert, rows, gathered, h_block);
+        float* const scratch = threads.scratch(slot);
+        float* sums = scratch + gemm_floats;
+        if constexpr (std::is_same_v<T, float>) {
+          if (h != nullptr) sums = h + row * width;
+        }
+        PanelSource const gathered = left_operand(x.matrix(), layer.routing.gather_index + row);
+        project(layer, expert, rows, gathered, sums, scratch);
+        if constexpr (!std::is_same_v<T, float>) {
+          if (h != nullptr) round_values(sums, rows * width, h + row * width);
+        }
         if (a != nullptr) {
-          activation_forward(layer.desc, rows, h_block, a + row * layer.intermediate());
+          activation_forward(layer.desc, rows, sums, a + row * layer.intermediate());
         }
       });
 }
+
+template void up_projection_fwd(Layer<float> const&, Rows<float const>, float*, float*,
+                                Threads const&) noexcept;
+template void up_projection_fwd(Layer<Bf16> const&, Rows<Bf16 const>, Bf16*, Bf16*,
+                                Threads const&) noexcept;
 
 }  // namespace tessera::cpu

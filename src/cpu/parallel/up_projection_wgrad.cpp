@@ -9,46 +9,49 @@ namespace tessera::cpu {
 namespace {
 
 /// One destination matrix: some columns of dh (all of w_up's rows, or the gate or up half).
+template <class G>
 struct Part {
-  Matrix destination;  ///< [columns of dh, d] of expert 0
+  MatrixView<G> destination;  ///< [columns of dh, d] of expert 0
   std::int64_t expert_stride = 0;
   std::int64_t first = 0, count = 0;  ///< columns of dh
 };
 
-void weight_gradient(Layer const& layer, UpWgradArgs const& args, Part const& part,
+template <class T, class G>
+void weight_gradient(Layer<T> const& layer, UpWgradArgs<T, G> const& args, Part<G> const& part,
                      Threads const& threads) noexcept {
   if (part.destination.data == nullptr) return;
   std::int64_t const width = layer.up_columns();
   for_each_column_block(
       layer, threads,
       [&](std::int64_t expert, std::int64_t column, std::int64_t columns, int slot) {
-        float* const gathered = threads.scratch(slot);
-        float* const scratch = gathered + kRowBlock * kColumnBlock + std::max(kColumnBlock, width);
-        Matrix const destination{part.destination.data + expert * part.expert_stride,
-                                 part.destination.row_stride, part.destination.col_stride};
-        WgradSum sum(part.count, columns, destination.from(0, column), args.mode, scratch);
-        std::int64_t const end = layer.first_row(expert) + layer.num_rows(expert);
-        for (std::int64_t row = layer.first_row(expert); row < end; row += kRowBlock) {
-          std::int64_t const rows = std::min(kRowBlock, end - row);
-          gather_rows(args.x, layer.routing.gather_index, row, rows, column, columns, gathered);
-          ConstMatrix const dh{args.dh + row * width + part.first, width, 1};
-          sum.add(rows, dh.transposed(), {gathered, columns, 1});
+        float* const scratch = threads.scratch(slot) + std::max(kColumnBlock, width);
+        std::int64_t const first = layer.first_row(expert), rows = layer.num_rows(expert);
+        MatrixView<G> destination = part.destination.from(0, column);
+        destination.data += expert * part.expert_stride;
+        WgradSum<G> sum(part.count, columns, rows, destination, args.mode, scratch);
+        MatrixView<T const> const x = args.x.matrix().from(0, column);
+        for (std::int64_t row = first; row < first + rows; row += kReductionBlock) {
+          MatrixView<T const> const dh{args.dh + row * width + part.first, width, 1};
+          sum.add(std::min(kReductionBlock, first + rows - row), left_operand(dh.transposed()),
+                  right_operand(x, layer.routing.gather_index + row));
         }
         sum.finish();
       });
 }
 
-void bias_gradient(Layer const& layer, UpWgradArgs const& args, Threads const& threads) noexcept {
+template <class T, class G>
+void bias_gradient(Layer<T> const& layer, UpWgradArgs<T, G> const& args,
+                   Threads const& threads) noexcept {
   auto const& db = args.db_up;
   if (db.gate == nullptr && db.up == nullptr) return;
   std::int64_t const width = layer.up_columns(), n = layer.intermediate();
   bool const separate = layer.w_up.separate;
   threads.pool.run(layer.experts(), [&](std::int64_t expert, int slot) {
-    float* const sum = threads.scratch(slot) + kRowBlock * kColumnBlock;
+    float* const sum = threads.scratch(slot);
     std::fill_n(sum, width, 0.0f);
     std::int64_t const end = layer.first_row(expert) + layer.num_rows(expert);
     for (std::int64_t row = layer.first_row(expert); row < end; ++row) {
-      for (std::int64_t i = 0; i < width; ++i) sum[i] += args.dh[row * width + i];
+      for (std::int64_t i = 0; i < width; ++i) sum[i] += to_fp32(args.dh[row * width + i]);
     }
     bool const has_rows = layer.num_rows(expert) > 0;
     if (db.gate != nullptr) {
@@ -63,17 +66,26 @@ void bias_gradient(Layer const& layer, UpWgradArgs const& args, Threads const& t
 
 }  // namespace
 
-void up_projection_wgrad(Layer const& layer, UpWgradArgs const& args,
+template <class T, class G>
+void up_projection_wgrad(Layer<T> const& layer, UpWgradArgs<T, G> const& args,
                          Threads const& threads) noexcept {
   std::int64_t const n = layer.intermediate();
   auto const& dw = args.dw_up;
   if (layer.w_up.separate) {
-    weight_gradient(layer, args, {dw.gate, dw.gate_expert_stride, 0, n}, threads);
-    weight_gradient(layer, args, {dw.up, dw.up_expert_stride, n, n}, threads);
+    weight_gradient(layer, args, Part<G>{dw.gate, dw.gate_expert_stride, 0, n}, threads);
+    weight_gradient(layer, args, Part<G>{dw.up, dw.up_expert_stride, n, n}, threads);
   } else {
-    weight_gradient(layer, args, {dw.joined, dw.expert_stride, 0, layer.up_columns()}, threads);
+    weight_gradient(layer, args, Part<G>{dw.joined, dw.expert_stride, 0, layer.up_columns()},
+                    threads);
   }
   bias_gradient(layer, args, threads);
 }
+
+template void up_projection_wgrad(Layer<float> const&, UpWgradArgs<float, float> const&,
+                                  Threads const&) noexcept;
+template void up_projection_wgrad(Layer<Bf16> const&, UpWgradArgs<Bf16, Bf16> const&,
+                                  Threads const&) noexcept;
+template void up_projection_wgrad(Layer<Bf16> const&, UpWgradArgs<Bf16, float> const&,
+                                  Threads const&) noexcept;
 
 }  // namespace tessera::cpu

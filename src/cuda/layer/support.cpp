@@ -37,6 +37,11 @@ Status check_supported(MoeDesc const& desc) noexcept {
     return Status::unsupported("dtype=%d: the CUDA backend stores bf16 (%d); fp32 runs on the CPU",
                                static_cast<int>(desc.dtype), static_cast<int>(DType::bf16));
   }
+  if (desc.column_chunk != 0) {
+    return Status::unsupported(
+        "column_chunk=%lld: the CUDA backend makes all columns at once; use 0",
+        static_cast<long long>(desc.column_chunk));
+  }
   if (desc.score_position == ScorePosition::input) {
     return Status::unsupported(
         "score_position=input: scores of x are not fused; scale x before the call");

@@ -279,6 +279,26 @@ void route_agrees_with_the_layer(Context const& context) {
   }
 }
 
+// A layer that is given its own choice again scores and computes it as before, bit for bit.
+void replayed_ids_score_alike(Context const& context) {
+  for (RouterKind const kind : {RouterKind::topk_softmax, RouterKind::softmax_topk,
+                                RouterKind::sigmoid_bias, RouterKind::sqrtsoftplus}) {
+    MoeDesc desc = small_desc(kind);
+    desc.router.normalize_scores = kind == RouterKind::sigmoid_bias;
+    desc.router.route_scale = 2.5f;
+    MoeShape const& s = desc.shape;
+    Layer const chosen(context, desc);
+    EXPECT_OK(chosen.forward(nullptr));
+    desc.router.replay = true;
+    Layer replayed(context, desc);
+    replayed.args.topk_ids = tensor(routing_view(desc, chosen.args.routing).value().topk_ids,
+                                    {s.tokens, s.top_k}, replayed.device());
+    EXPECT_OK(replayed.forward(nullptr));
+    require(cudaDeviceSynchronize(), "device");
+    EXPECT(replayed.results() == chosen.results());
+  }
+}
+
 struct GroupedCase {
   RowGrouping grouping;
   std::vector<int64_t> groups;
@@ -443,6 +463,7 @@ int run() {
         Test{"grouped rows", grouped_rows_equal_given_ids},
         Test{"token offsets", bad_token_offsets_are_reported},
         Test{"strides", strides_are_followed}, Test{"route", route_agrees_with_the_layer},
+        Test{"replay", replayed_ids_score_alike},
         Test{"threads", threads_do_not_disturb_each_other}, Test{"devices", devices_agree},
         Test{"repeats", repeats_beside_other_work}}) {
     int const before = failures;

@@ -59,7 +59,6 @@ TEST(CheckSupported, RefusesTheRestWithAReason) {
   EXPECT_NE(refused([](MoeDesc& d) { d.dtype = DType::fp32; }).find("bf16"), std::string::npos);
   refused([](MoeDesc& d) { d.dtype = DType::fp16; });
   refused([](MoeDesc& d) { d.router.kind = RouterKind::expert_choice; });
-  refused([](MoeDesc& d) { d.router.replay = true; });
   refused([](MoeDesc& d) { d.router.round = Rounding::nr_f; });
   refused([](MoeDesc& d) { d.score_position = ScorePosition::input; });
   std::string const groups = refused([](MoeDesc& d) {

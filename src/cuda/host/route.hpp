@@ -33,4 +33,22 @@ cudaError_t launch_route(RouteArguments const& args, cudaStream_t stream);
 /// The same bits for any E and K, one thread per token; up to 32 groups.
 cudaError_t launch_route_plain(RouteArguments const& args, cudaStream_t stream);
 
+/// Scores of ids that the caller chose (Router::replay), by the router's formula over the experts that a token names.
+struct ScoreChoiceArguments {
+  float const* gmem_logits;           // (T,E)
+  int32_t const* gmem_ids;            // (P); negative: sentinel, scored 0
+  int32_t const* gmem_token_offsets;  // (T+1); null: token t owns slots [t*K, (t+1)*K)
+  float* gmem_scores;                 // (P)
+  float* gmem_chosen_p;               // (P) or null; routers with a p of their own
+  int64_t tokens;                     // T, 0 allowed
+  int32_t experts;                    // E
+  int32_t top_k;                      // K; not read with token_offsets
+  RouterKind kind;                    // any but given
+  float route_scale;
+  bool normalize_scores;
+};
+
+/// One thread per token; the bits of the CPU's for equal logits.
+cudaError_t launch_score_choice_plain(ScoreChoiceArguments const& args, cudaStream_t stream);
+
 }  // namespace tessera::cuda

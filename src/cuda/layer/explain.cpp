@@ -54,7 +54,7 @@ Refusal refuse_router(MoeDesc const& desc, MoeForwardArgs const& args) {
   logits.hidden = s.hidden;
   logits.experts = static_cast<std::int32_t>(s.experts);
   Refusal const of_logits = refuse(logits);
-  if (of_logits.refused()) return of_logits;
+  if (of_logits.refused() || desc.router.replay) return of_logits;
   RouteArguments route{};
   route.experts = static_cast<std::int32_t>(s.experts);
   route.top_k = static_cast<std::int32_t>(s.top_k);
@@ -69,8 +69,11 @@ std::vector<OpExplanation> explain(DeviceContext const& device, MoeDesc const& d
   std::string const on = "; " + std::to_string(device.sm_count()) + " SMs";
   std::vector<OpExplanation> ops;
   if (desc.router.kind != RouterKind::given) {
-    ops.push_back(explanation(work::route(desc), refuse_router(desc, args),
-                              "logits by a GEMM, a warp per token selects" + on));
+    ops.push_back(
+        explanation(work::route(desc), refuse_router(desc, args),
+                    (desc.router.replay ? "logits by a GEMM, a thread per token scores its ids"
+                                        : "logits by a GEMM, a warp per token selects") +
+                        on));
     set_gemm(ops.back(), s.tokens, s.experts, s.hidden);
   }
   if (pass == Pass::route) return ops;

@@ -74,28 +74,37 @@ struct RouterMemory {
   int32_t* gmem_topk_ids;
   float* gmem_topk_weights;
   float* gmem_chosen_p;
+  int32_t const* gmem_token_offsets;  ///< of given ids that vary in number, else null
 };
 
-/// Logits, then ids and scores of every token.
-void add_router(MoeDesc const& desc, RouterTensors const& tensors, RouterMemory const& memory,
+/// Ids and scores of every token from its logits, or the scores of the ids that are there.
+void add_choice(MoeDesc const& desc, ConstTensor const& selection_bias, RouterMemory const& memory,
                 Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
-  sequence.select("router_logits", RouterLogitsArguments{
-                                       .x = matrix_rows(tensors.x),
-                                       .w_router = matrix_rows(tensors.w_router),
-                                       .gmem_b_router = tensors.b_router.data,
-                                       .gmem_logits = memory.gmem_logits,
-                                       .hidden = s.hidden,
-                                       .experts = static_cast<std::int32_t>(s.experts),
-                                       .gmem_tile_counter = memory.gmem_tile_counter,
-                                   });
+  if (desc.router.replay) {
+    sequence.add("score choice", [&](cudaStream_t stream) {
+      return launch_score_choice_plain({.gmem_logits = memory.gmem_logits,
+                                        .gmem_ids = memory.gmem_topk_ids,
+                                        .gmem_token_offsets = memory.gmem_token_offsets,
+                                        .gmem_scores = memory.gmem_topk_weights,
+                                        .gmem_chosen_p = memory.gmem_chosen_p,
+                                        .tokens = s.tokens,
+                                        .experts = static_cast<std::int32_t>(s.experts),
+                                        .top_k = static_cast<std::int32_t>(s.top_k),
+                                        .kind = desc.router.kind,
+                                        .route_scale = desc.router.route_scale,
+                                        .normalize_scores = desc.router.normalize_scores},
+                                       stream);
+    });
+    return;
+  }
   auto const [groups, top_groups] = desc.router.kind == RouterKind::group_limited
                                         ? core::router_groups(desc)
                                         : core::RouterGroups{};
   sequence.select("route",
                   RouteArguments{
                       .gmem_logits = memory.gmem_logits,
-                      .gmem_selection_bias = static_cast<float const*>(tensors.selection_bias.data),
+                      .gmem_selection_bias = static_cast<float const*>(selection_bias.data),
                       .gmem_topk_ids = memory.gmem_topk_ids,
                       .gmem_topk_weights = memory.gmem_topk_weights,
                       .gmem_chosen_p = memory.gmem_chosen_p,
@@ -108,6 +117,22 @@ void add_router(MoeDesc const& desc, RouterTensors const& tensors, RouterMemory 
                       .groups = static_cast<std::int32_t>(groups),
                       .top_groups = static_cast<std::int32_t>(top_groups),
                   });
+}
+
+/// Logits, and what follows from them.
+void add_router(MoeDesc const& desc, RouterTensors const& tensors, RouterMemory const& memory,
+                Sequence& sequence) noexcept {
+  MoeShape const& s = desc.shape;
+  sequence.select("router_logits", RouterLogitsArguments{
+                                       .x = matrix_rows(tensors.x),
+                                       .w_router = matrix_rows(tensors.w_router),
+                                       .gmem_b_router = tensors.b_router.data,
+                                       .gmem_logits = memory.gmem_logits,
+                                       .hidden = s.hidden,
+                                       .experts = static_cast<std::int32_t>(s.experts),
+                                       .gmem_tile_counter = memory.gmem_tile_counter,
+                                   });
+  add_choice(desc, tensors.selection_bias, memory, sequence);
   if (!tensors.logits.present() || tensors.logits.data == memory.gmem_logits) return;
   sequence.add("copy logits", [&](cudaStream_t stream) {
     std::size_t const row = sizeof(float) * static_cast<std::size_t>(s.experts);
@@ -167,10 +192,10 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
     });
     return;
   }
-  std::int32_t const* gmem_ids = tables.topk_ids;
-  if (desc.router.kind == RouterKind::given) {
+  bool const routed = desc.router.kind != RouterKind::given;
+  std::int32_t* const gmem_ids = routed ? tables.topk_ids : plan.ids.in(base);
+  if (!routed || desc.router.replay) {
     bool const varies = s.variable_experts;
-    gmem_ids = plan.ids.in(base);
     sequence.add("given slots", [&](cudaStream_t stream) {
       return launch_given_slots({.ids = integers(args.topk_ids),
                                  .gmem_weights = static_cast<float const*>(args.topk_weights.data),
@@ -181,20 +206,21 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
                                  .slots = desc.num_slots(),
                                  .tokens = s.tokens,
                                  .experts = s.experts,
-                                 .gmem_ids = plan.ids.in(base),
+                                 .gmem_ids = gmem_ids,
                                  .gmem_scores = tables.scores,
                                  .gmem_token_offsets = tables.token_offsets,
                                  .gmem_error = gmem_error},
                                 stream);
     });
-  } else {
+  }
+  if (routed) {
     // Logits that backward needs stay in the tables; others go where the caller wants them, or nowhere.
     float* const gmem_logits = tables.logits != nullptr     ? tables.logits
                                : is_contiguous(args.logits) ? static_cast<float*>(args.logits.data)
                                                             : plan.logits.in(base);
     add_router(desc, {args.x, args.w_router, args.b_router, args.selection_bias, args.logits},
                {gmem_logits, plan.counters.in(base) + kRouterLogitsCounter, tables.topk_ids,
-                tables.scores, tables.chosen_p},
+                tables.scores, tables.chosen_p, tables.token_offsets},
                sequence);
   }
   add_metadata(desc, gmem_ids, tables, plan.metadata.in(base), sequence);
@@ -250,7 +276,7 @@ Status route(DeviceContext const& device, MoeDesc const& desc, RouteArgs const& 
       is_contiguous(args.logits) ? static_cast<float*>(args.logits.data) : plan.logits.in(base);
   add_router(desc, {args.x, args.w_router, args.b_router, args.selection_bias, args.logits},
              {gmem_logits, plan.counters.in(base) + kRouterLogitsCounter, plan.ids.in(base),
-              plan.weights.in(base), nullptr},
+              plan.weights.in(base), nullptr, nullptr},
              sequence);
   sequence.add("route outputs", [&](cudaStream_t native) {
     return launch_route_outputs({.gmem_ids = plan.ids.in(base),

@@ -42,7 +42,9 @@ __global__ void __launch_bounds__(kThreads) given_slots(GivenSlots const p) {
   int64_t const choice = slot - token * p.top_k;
   int64_t const id = value_at(p.ids, token * p.ids_pitch + choice);
   p.gmem_ids[slot] = id >= 0 && id < p.experts ? static_cast<int32_t>(id) : -1;
-  p.gmem_scores[slot] = p.gmem_weights[token * p.weights_pitch + choice];
+  if (p.gmem_weights != nullptr) {
+    p.gmem_scores[slot] = p.gmem_weights[token * p.weights_pitch + choice];
+  }
 }
 
 // Both ends are what they must be, whatever the caller gives, so that every slot has an owner.

@@ -21,7 +21,7 @@ struct Integers {
 /// token_offsets, clamped to [0,P] and checked, where experts per token vary.
 struct GivenSlots {
   Integers ids;               // (T,K) or (P)
-  float const* gmem_weights;  // as ids
+  float const* gmem_weights;  // as ids, or null: no scores are written
   Integers token_offsets;     // (T+1), or null
   int64_t ids_pitch, weights_pitch, top_k;
   int64_t slots, tokens, experts;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // route, one thread per token: K times the best expert that comes after the previous one; then the scores.
 // The same fp32 operations in the same order as the kernel, hence the same bits, for any E and K.
+// score_choice: the scores of ids that are given.
 #include <cuda_runtime.h>
 
 #include <climits>
@@ -126,7 +127,80 @@ __global__ void __launch_bounds__(kThreads) route_plain(__grid_constant__ RouteA
   }
 }
 
+// The slots of one token, as score_choice sees them.
+struct TokenSlots {
+  ScoreChoiceArguments const& p;
+  float const* gmem_logits;
+  int64_t first, end;
+
+  __device__ int32_t id(int64_t slot) const { return p.gmem_ids[slot]; }
+  // Whether the slot is the first that names its expert.
+  __device__ bool counts(int64_t slot) const {
+    if (id(slot) < 0) return false;
+    for (int64_t j = first; j < slot; ++j) {
+      if (id(j) == id(slot)) return false;
+    }
+    return true;
+  }
+  // visit(logit, place) for what the sum runs over: all experts, or each named one once.
+  template <class Visit>
+  __device__ void for_each_member(Visit&& visit) const {
+    if (core::has_softmax_over_all(p.kind)) {
+      for (int32_t e = 0; e < p.experts; ++e) visit(gmem_logits[e], e);
+      return;
+    }
+    int32_t place = 0;
+    for (int64_t j = first; j < end; ++j) {
+      if (counts(j)) visit(gmem_logits[id(j)], place++);
+    }
+  }
+};
+
+__global__ void __launch_bounds__(kThreads)
+    score_choice_plain(__grid_constant__ ScoreChoiceArguments const p) {
+  int64_t const t = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (t >= p.tokens) return;
+  bool const varies = p.gmem_token_offsets != nullptr;
+  int64_t const first = varies ? p.gmem_token_offsets[t] : t * p.top_k;
+  int64_t const end = varies ? p.gmem_token_offsets[t + 1] : first + p.top_k;
+  TokenSlots const slots{p, p.gmem_logits + t * p.experts, first, end};
+  bool const own = core::has_own_p(p.kind);
+  uint32_t key = 0;
+  if (!own) {
+    slots.for_each_member([&](float logit, int32_t) {
+      uint32_t const candidate = core::ordered_key(logit);
+      key = candidate > key ? candidate : key;
+    });
+  }
+  float const largest = core::key_value(key);
+  auto const term = [&](float logit) {
+    return own ? core::own_p(p.kind, logit) : core::exp_fp32(logit - largest);
+  };
+  float sum = 1;
+  if (!own || p.normalize_scores) {
+    float partial[kLanes] = {};
+    slots.for_each_member(
+        [&](float logit, int32_t place) { partial[place % kLanes] += term(logit); });
+    sum = own ? fold(partial) + core::kNormalizeFloor : fold(partial);
+  }
+  for (int64_t j = first; j < end; ++j) {
+    int32_t const id = slots.id(j);
+    float const value = id < 0 ? 0.0f : term(slots.gmem_logits[id]);
+    p.gmem_scores[j] = id < 0 ? 0.0f : p.route_scale * (value / sum);
+    if (p.gmem_chosen_p != nullptr) p.gmem_chosen_p[j] = value;
+  }
+}
+
 }  // namespace
+
+cudaError_t launch_score_choice_plain(ScoreChoiceArguments const& args, cudaStream_t stream) {
+  if (args.kind == RouterKind::given) return cudaErrorInvalidValue;
+  if (args.tokens == 0) return cudaSuccess;
+  int64_t const ctas = (args.tokens + kThreads - 1) / kThreads;
+  if (ctas > INT32_MAX) return cudaErrorInvalidValue;
+  score_choice_plain<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
 
 cudaError_t launch_route_plain(RouteArguments const& args, cudaStream_t stream) {
   bool const groups_fit =

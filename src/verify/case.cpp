@@ -118,6 +118,14 @@ void make_given_routing(LayerCase const& layer_case, SlotList slots, LayerData& 
   }
 }
 
+/// Every fourth token is the one before it: experts that rank tokens meet ties.
+void repeat_tokens(LayerData& data) {
+  std::int64_t const d = data.desc.shape.hidden;
+  for (std::int64_t t = 3; t < data.desc.shape.tokens; t += 4) {
+    std::copy_n(&data.x[(t - 1) * d], d, &data.x[t * d]);
+  }
+}
+
 /// Makes tokens prefer the pattern's experts. Logits are N(0,1), but experts that get nothing have a bias of -16,
 /// popularities enter as their logarithms, and elsewhere x_t gains 6 * w_router[e] for each expert that t should
 /// choose (exact for wide enough d). x, w_router and b_router stand on coarse grids, so that logits are exact in
@@ -149,6 +157,7 @@ void make_routed_tokens(LayerCase const& layer_case, SlotList const& slots, Laye
     }
   }
   snap(data.desc.dtype, 1.0 / 32, data.x);
+  if (data.desc.rounds_tokens() || data.desc.experts_choose()) repeat_tokens(data);
   snap(data.desc.dtype, 1.0 / 32, data.b_router);
   RouterKind const kind = data.desc.router.kind;
   if (layer_case.aux_dlogits) {

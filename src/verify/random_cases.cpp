@@ -71,7 +71,7 @@ std::vector<Pair> pairs_of(Choice const& choice) {
 
 /// Every combination that is served, in ascending order, and every pair that occurs in one.
 struct Space {
-  std::vector<Choice> choices, with_given_ids;
+  std::vector<Choice> choices, with_given_ids, with_replay;
   std::set<Pair> pairs;
 };
 
@@ -85,6 +85,8 @@ Space served_space(Context const& context) {
       space.choices.push_back(choice);
       if (kRouterNames[choice[kRouter]].value == RouterKind::given) {
         space.with_given_ids.push_back(choice);
+      } else if (kRoundingNames[choice[kRound]].value == Rounding::none) {
+        space.with_replay.push_back(choice);
       }
       for (Pair const& pair : pairs_of(choice)) space.pairs.insert(pair);
     }
@@ -112,6 +114,7 @@ enum class Feature {
   one_expert_in_all,
   odd_sizes,
   int64_variable_sentinels,
+  replay,
   kCount,
 };
 
@@ -134,7 +137,9 @@ bool needs_given_ids(Feature feature) {
 Choice draw_choice(Space const& space, std::set<Pair> const& uncovered, Feature feature,
                    RandomSource& random) {
   constexpr int kDraws = 60;
-  auto const& choices = needs_given_ids(feature) ? space.with_given_ids : space.choices;
+  auto const& choices = needs_given_ids(feature)     ? space.with_given_ids
+                        : feature == Feature::replay ? space.with_replay
+                                                     : space.choices;
   Choice best = choices.front();
   std::int64_t most = -1;
   for (int draw = 0; draw < kDraws; ++draw) {
@@ -214,7 +219,7 @@ void fit_shape(LayerCase& layer_case, Feature feature) {
 
 /// Tiles that some experts' counts exceed and others do not; replayed ids; expert choice of other capacities; other
 /// losses of the logits.
-void draw_router(bool large, RandomSource& random, LayerCase& layer_case) {
+void draw_router(Feature feature, bool large, RandomSource& random, LayerCase& layer_case) {
   Router& router = layer_case.desc.router;
   MoeShape& shape = layer_case.desc.shape;
   bool const routed = router.kind != RouterKind::given, rounded = router.round != Rounding::none;
@@ -222,10 +227,11 @@ void draw_router(bool large, RandomSource& random, LayerCase& layer_case) {
     constexpr std::int32_t kTiles[] = {1, 2, 3, 4, 8, 16, 32, 128};
     router.tile = kTiles[random.below(large ? 7 : 8)];
   }
-  if (router.kind == RouterKind::expert_choice && random.chance(0.3)) {
+  if (router.kind == RouterKind::expert_choice && feature != Feature::replay &&
+      random.chance(0.3)) {
     router.capacity = random.between(shape.tokens > 0 ? 1 : 0, shape.tokens / 2 + shape.tokens % 2);
   }
-  if (routed && !rounded && router.capacity == 0 && random.chance(0.15)) {
+  if (feature == Feature::replay) {
     router.replay = true;
     layer_case.repeat_experts = random.chance(0.3);
     shape.variable_experts = random.chance(0.3);
@@ -250,7 +256,7 @@ LayerCase draw_case(Choice const& choice, Feature feature, bool large, RandomSou
     out.desc.activation = {ActivationKind::clamped_swiglu, 1.0f, 2.0f, 0.0f};
   }
   bool const given = out.desc.router.kind == RouterKind::given;
-  draw_router(large, random, out);
+  draw_router(feature, large, random, out);
   if (!given && random.chance(0.3)) out.desc.router.route_scale = 2.5f;
   if (!given) out.router_bias = random.chance(0.5);
   out.desc.router.normalize_scores = !given && random.chance(0.5);

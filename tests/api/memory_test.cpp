@@ -31,18 +31,24 @@ namespace {
 
 TEST(Memory, CallsDoNotAllocate) {
   Context const context = value_of(Context::create({.num_threads = 2}));
-  Layer layer(context, small_desc(RouterKind::topk_softmax));
-  long const before = allocations;
-  Status const forward = layer.run_forward();
-  Status const backward = layer.run_backward();
-  layer.forward.x.shape[0] = 1;
-  Status const refused = layer.run_forward();
-  long const after = allocations;
-  EXPECT_TRUE(forward.ok()) << forward.text();
-  EXPECT_TRUE(backward.ok()) << backward.text();
-  EXPECT_FALSE(refused.ok());
-  EXPECT_EQ(after, before);
-  EXPECT_GT(before, 0);  // the counter counts
+  for (Router const& router :
+       {Router{.kind = RouterKind::topk_softmax}, Router{.kind = RouterKind::expert_choice},
+        Router{.kind = RouterKind::topk_softmax, .round = Rounding::nr_s, .tile = 4}}) {
+    MoeDesc desc = small_desc();
+    desc.router = router;
+    Layer layer(context, desc);
+    long const before = allocations;
+    Status const forward = layer.run_forward();
+    Status const backward = layer.run_backward();
+    layer.forward.x.shape[0] = 1;
+    Status const refused = layer.run_forward();
+    long const after = allocations;
+    EXPECT_TRUE(forward.ok()) << forward.text();
+    EXPECT_TRUE(backward.ok()) << backward.text();
+    EXPECT_FALSE(refused.ok());
+    EXPECT_EQ(after, before);
+    EXPECT_GT(before, 0);  // the counter counts
+  }
 }
 
 TEST(Memory, WorkspaceIsNotExceededAtAnyAddress) {
@@ -71,7 +77,13 @@ TEST(Memory, SavedBytesAreTheFormula) {
   EXPECT_EQ(saved.routing, 16 * slots + 4 * 129);
   desc.router.kind = RouterKind::topk_softmax;
   EXPECT_EQ(value_of(routing_bytes(desc)), 20 * slots + 4 * 129);
-  desc.router.kind = RouterKind::given;
+  // Token rounding: P is a bound; offsets, logits and the choice before rounding are kept.
+  desc.router.round = Rounding::nr_f;
+  std::size_t const bound = slots + 128 * 63, logits = 24576 * 128;
+  EXPECT_EQ(value_of(saved_bytes(desc)).h, 4 * bound * 256);
+  EXPECT_EQ(value_of(routing_bytes(desc)),
+            20 * bound + 4 * 129 + 4 * 24577 + 4 * logits + 4 * slots);
+  desc.router = {};
   desc.shape.variable_experts = true;
   desc.shape.slots = 1000;
   EXPECT_EQ(value_of(routing_bytes(desc)), 16000u + 4 * 129 + 4 * 24577);

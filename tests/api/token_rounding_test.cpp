@@ -193,6 +193,26 @@ TEST(TokenRounding, NrfMayDropEverythingAndUpMayTakeAll) {
   EXPECT_TRUE(slots_of(rounded_desc(Rounding::up, 8, 0, 4, 2), {}).pairs.empty());
 }
 
+TEST(TokenRounding, NanRanksHighestAndStaysInItsToken) {
+  std::mt19937 generator(6);
+  Floats logits = random_floats(40 * 6, 1, generator);
+  logits[7 * 6] = NAN;  // the GEMM spreads it over the token's logits
+  for (Rounding const rounding : kRoundings) {
+    for (RouterKind const kind : kTopKRouters) {
+      Slots const kept = slots_of(rounded_desc(rounding, 4, 40, 6, 2, kind), logits);
+      for (std::int64_t t = 0; t < 40; ++t) {
+        auto const at = static_cast<std::size_t>(t);
+        for (std::int64_t j = kept.offsets[at]; j < kept.offsets[at + 1]; ++j) {
+          EXPECT_EQ(std::isnan(kept.weights[static_cast<std::size_t>(j)]), t == 7);
+        }
+      }
+      for (std::int64_t e = 0; e < 2; ++e) {  // what it chose, ties to the lower id
+        EXPECT_EQ(kept.pairs.contains({7, e}), kept.rows[static_cast<std::size_t>(e)] > 0);
+      }
+    }
+  }
+}
+
 TEST(TokenRounding, SlotsNeverExceedTheBound) {
   // One token more than a tile everywhere: as much is added as can be.
   constexpr std::int64_t kExperts = 6;

@@ -45,6 +45,12 @@ TEST_P(RandomCases, HundredCasesHoldEveryKind) {
     return c.desc.shape.hidden % 64 != 0 && c.desc.shape.intermediate % 64 != 0;
   }));
   EXPECT_TRUE(has([](auto const& c) { return c.gradient_mode == GradientMode::accumulate; }));
+  EXPECT_TRUE(has([](auto const& c) { return c.desc.router.replay; }));
+  EXPECT_TRUE(has([](auto const& c) { return c.desc.experts_choose(); }));
+  EXPECT_TRUE(has([](auto const& c) { return c.desc.rounds_tokens() && c.aux_dlogits; }));
+  EXPECT_TRUE(has([](auto const& c) {  // rounding drops or adds something
+    return c.desc.rounds_tokens() && c.desc.router.tile > 1 && c.desc.shape.tokens > 1;
+  }));
 }
 
 TEST_P(RandomCases, AFifthIsLarge) {

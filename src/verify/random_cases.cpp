@@ -96,6 +96,9 @@ Space served_space(Context const& context) {
       if (!more) choice[dimension] = 0;
     }
   }
+  MoeDesc replay = desc_of(space.choices.empty() ? Choice{} : space.choices.front());
+  replay.router = {.kind = RouterKind::topk_softmax, .replay = true};
+  if (!workspace_bytes(context, replay, Pass::forward).ok()) space.with_replay.clear();
   return space;
 }
 
@@ -294,9 +297,10 @@ std::vector<RandomCase> random_cases(Context const& context, std::int64_t count,
   std::int64_t num_small = 0;
   for (std::int64_t i = 0; i < count; ++i) {
     bool const large = i % 5 == 4;
-    Feature const feature =
+    Feature feature =
         large ? Feature::none
               : static_cast<Feature>(num_small++ % static_cast<std::int64_t>(Feature::kCount));
+    if (feature == Feature::replay && space.with_replay.empty()) feature = Feature::none;
     Choice const choice = draw_choice(space, uncovered, feature, random);
     LayerCase layer_case = draw_case(choice, feature, large, random);
     // Options besides the choice, a replay say, may not be served.

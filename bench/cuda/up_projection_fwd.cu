@@ -221,7 +221,7 @@ int check_tiny(BenchOptions const& options) {
                 s.intermediate, s.experts, s.top_k, twin);
     if (twin > 1e-5) ++failures;
     for (Variant const& v : all_variants()) {
-      if (!options.selects(v.name)) continue;
+      if (!options.selects(v.name) || !v.serves(s.intermediate)) continue;
       Candidate c = make_candidate(v, p);
       if (!run_and_check(c, p, reference)) ++failures;
     }
@@ -251,7 +251,7 @@ void bench_shape(Shape const& s, bool balanced, cublasHandle_t handle, BenchOpti
                         },
                         {}});
   for (Variant const& v : all_variants()) {
-    if (!options.selects(v.name)) continue;
+    if (!options.selects(v.name) || !v.serves(s.intermediate)) continue;
     Candidate c = make_candidate(v, p);
     if (run_and_check(c, p, reference)) candidates.push_back(std::move(c));
   }

@@ -41,6 +41,16 @@ __device__ __forceinline__ void tma_load(void* smem_dst, CUtensorMap const* map,
       : "memory");
 }
 
+__device__ __forceinline__ void tma_load(void* smem_dst, CUtensorMap const* map,
+                                         Mbarrier* smem_full, int c0, int c1, int c2, int c3,
+                                         int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(smem_dst)),
+      "l"(map), "r"(shared_address(smem_full)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
 // Lands at the same offset, and reports to the same barrier, in every CTA of `cta_mask`.
 __device__ __forceinline__ void tma_load_multicast(void* smem_dst, CUtensorMap const* map,
                                                    Mbarrier* smem_full, uint16_t cta_mask, int c0,
@@ -49,6 +59,18 @@ __device__ __forceinline__ void tma_load_multicast(void* smem_dst, CUtensorMap c
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
       ".multicast::cluster [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(shared_address(smem_dst)),
       "l"(map), "r"(shared_address(smem_full)), "h"(cta_mask), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_multicast(void* smem_dst, CUtensorMap const* map,
+                                                   Mbarrier* smem_full, uint16_t cta_mask, int c0,
+                                                   int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(
+          shared_address(smem_dst)),
+      "l"(map), "r"(shared_address(smem_full)), "h"(cta_mask), "r"(c0), "r"(c1), "r"(c2), "r"(c3),
+      "r"(c4)
       : "memory");
 }
 

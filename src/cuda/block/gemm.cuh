@@ -16,8 +16,7 @@ template <GemmConfig kGemm>
 __device__ __forceinline__ void set_up(SharedStorage<kGemm>& smem, GemmParams const& p) {
   if (threadIdx.x == 0) {
     if constexpr (!kGemm.gathers()) arch::tma_prefetch_map(&p.a);
-    TESSERA_UNROLL
-    for (int half = 0; half < kGemm.b_halves; ++half) arch::tma_prefetch_map(&p.b[half]);
+    if (!p.b_in_boxes) arch::tma_prefetch_map(&p.b);
     init_pipeline<kGemm>(smem);
   }
   for (int s = static_cast<int>(threadIdx.x); s <= p.segments; s += kGemm.threads()) {

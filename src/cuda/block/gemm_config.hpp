@@ -23,7 +23,7 @@ struct TileShape {
 };
 
 constexpr int kSubtileM = 64;       // rows of one wgmma; a CTA skips 64-row parts past its segment
-constexpr int kBoxRows = 64;        // rows of B that one TMA load brings
+constexpr int kGroupRows = 64;      // rows of B, of each half, in a row group
 constexpr int kSlabColumns = 64;    // bf16 columns of a 128-byte swizzled row
 constexpr int kGroupColumns = 128;  // tile_n comes in groups; a gated one is [64 gate | 64 up]
 constexpr int kSharedMemoryBytes = 227 * 1024;
@@ -36,6 +36,8 @@ struct GemmConfig {
   Schedule schedule = Schedule::kCooperative;
   int consumer_warpgroups = 2;
   Major b_major = Major::kK;
+  // False: no code for layouts of B that take several loads. Gathering warps lose 2% by its presence.
+  bool any_b_layout = true;
   int b_halves = 1;     // 2: B has gate and up rows; every column group takes 64 of each
   int store_slabs = 2;  // 64x64 staging buffers per consumer warpgroup
   int raster_n = 8;     // n_tiles walked before the next m block
@@ -56,10 +58,11 @@ struct GemmConfig {
 
   consteval int column_groups() const { return tile.n / kGroupColumns; }
 
-  // B travels in boxes of 64 rows; with two halves even boxes are gate rows, odd ones up rows. CTA c
-  // of the cluster loads the c-th share of them.
-  consteval int b_boxes() const { return tile.n / kBoxRows; }
+  // B has row groups of 64 rows of each half; CTA c of the cluster loads the c-th share of them.
+  consteval int b_groups() const { return tile.n / kGroupRows / b_halves; }
+  consteval int b_groups_per_cta() const { return b_groups() / cluster_m; }
   consteval uint32_t a_subtile_bytes() const { return kSubtileM * tile.k * 2; }
+  consteval uint32_t a_tile_bytes() const { return tile.m * tile.k * 2; }
   consteval uint32_t b_tile_bytes() const { return tile.n * tile.k * 2; }
 
   bool operator==(GemmConfig const&) const = default;
@@ -94,7 +97,7 @@ consteval bool valid(GemmConfig c) {
     throw "accumulators do not fit the registers of a warpgroup";
   if (c.cluster_m != 1 && c.cluster_m != 2 && c.cluster_m != 4) throw "cluster_m: 1, 2 or 4";
   if (c.b_halves != 1 && c.b_halves != 2) throw "b_halves: 1 or 2";
-  if (c.b_boxes() % c.cluster_m) throw "cluster_m: divides the boxes of B";
+  if (c.b_groups() % c.cluster_m) throw "cluster_m: divides the row groups of B";
   if (c.gathers() && c.tile.m > 192) throw "gather: at most 12 rows per producer thread";
   if (c.stages < 2) throw "stages: at least 2";
   return true;

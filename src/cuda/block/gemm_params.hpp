@@ -7,8 +7,10 @@
 namespace tessera::cuda::block {
 
 struct GemmParams {
-  CUtensorMap a;            // (k, row), box 64 x 64; kTma only
-  CUtensorMap b[2];         // halves of B: make_weight_map(), boxes of 64 k x 64 rows
+  CUtensorMap a;            // (k, row), box 64 x tile_m; kTma only
+  CUtensorMap b;            // make_tile_map(): a CTA's share of a B tile in one box
+  CUtensorMap b_half[2];    // make_weight_map(), boxes of 64 k x 64 rows; only if b_in_boxes
+  bool b_in_boxes;          // B's layout needs a load for every half and row group
   int b_block;              // rows of a block of B: make_weight_map()
   void const* gmem_a;       // kGather only, as are the next three
   int a_pitch_chunks;       // row pitch of gmem_a in 16-byte units

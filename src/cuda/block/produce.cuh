@@ -13,40 +13,61 @@
 
 namespace tessera::cuda::block {
 
-// This CTA's boxes of a B tile, sent to every CTA of the cluster. Called by one thread.
+// One box of B, sent to every CTA of the cluster.
+template <GemmConfig kGemm, class... Coordinates>
+__device__ __forceinline__ void load_b_box(bf16* smem_b, CUtensorMap const* map,
+                                           arch::Mbarrier* full, Coordinates... coordinates) {
+  if constexpr (kGemm.cluster_m == 1) {
+    arch::tma_load(smem_b, map, full, coordinates...);
+  } else {
+    constexpr uint16_t kEveryCta = (1u << kGemm.cluster_m) - 1;
+    arch::tma_load_multicast(smem_b, map, full, kEveryCta, coordinates...);
+  }
+}
+
+// The same share by a box for every half and row group: any layout that make_weight_map() takes.
 template <GemmConfig kGemm>
-__device__ __forceinline__ void load_b(SharedStorage<kGemm>& smem, GemmParams const& p, int stage,
-                                       int k_tile, WorkTile const& tile) {
-  constexpr int kBoxesPerCta = kGemm.b_boxes() / kGemm.cluster_m;
-  constexpr int kBoxElements = kBoxRows * kGemm.tile.k;
-  constexpr uint16_t kEveryCta = (1u << kGemm.cluster_m) - 1;
-  int const first =
-      kGemm.cluster_m == 1 ? 0 : static_cast<int>(arch::cluster_cta_rank()) * kBoxesPerCta;
-  int const k = k_tile * kGemm.tile.k;
+__device__ __forceinline__ void load_b_in_boxes(bf16* smem_b, GemmParams const& p,
+                                                arch::Mbarrier* full, int k, int group,
+                                                int segment) {
   TESSERA_UNROLL
-  for (int i = 0; i < kBoxesPerCta; ++i) {
-    int const box = first + i;
-    int const row = (tile.n_tile * kGemm.b_boxes() + box) / kGemm.b_halves * kBoxRows;
-    CUtensorMap const* const map = &p.b[box % kGemm.b_halves];
+  for (int box = 0; box < kGemm.b_groups_per_cta() * kGemm.b_halves; ++box) {
+    int const row = (group + box / kGemm.b_halves) * kGroupRows;
     int c0 = k;
     int c1 = row;
     int c2 = 0;
     if constexpr (kGemm.b_major == Major::kRows) {
       c0 = row;
       c1 = k;
-    } else if (p.b_block <= kBoxRows) {
+    } else if (p.b_block <= kGroupRows) {
       c1 = 0;
       c2 = row / p.b_block;
     } else if (row >= p.b_block) {
       c1 = row % p.b_block;
       c2 = row / p.b_block;
     }
-    bf16* const smem_b = &smem.b[stage][box * kBoxElements];
-    if constexpr (kGemm.cluster_m == 1) {
-      arch::tma_load(smem_b, map, &smem.full[stage], c0, c1, c2, tile.segment);
-    } else {
-      arch::tma_load_multicast(smem_b, map, &smem.full[stage], kEveryCta, c0, c1, c2, tile.segment);
-    }
+    load_b_box<kGemm>(smem_b + box * kGroupRows * kGemm.tile.k, &p.b_half[box % kGemm.b_halves],
+                      full, c0, c1, c2, segment);
+  }
+}
+
+// This CTA's share of a B tile. Called by one thread. The usual layouts take one load: four instead of
+// one cost the gathering kernel 5%, and the short k loops of down_projection_fwd 10%.
+template <GemmConfig kGemm>
+__device__ __forceinline__ void load_b(SharedStorage<kGemm>& smem, GemmParams const& p, int stage,
+                                       int k_tile, WorkTile const& tile) {
+  int const share = kGemm.cluster_m == 1
+                        ? 0
+                        : static_cast<int>(arch::cluster_cta_rank()) * kGemm.b_groups_per_cta();
+  int const group = tile.n_tile * kGemm.b_groups() + share;
+  int const k = k_tile * kGemm.tile.k;
+  bf16* const smem_b = &smem.b[stage][share * kGemm.b_halves * kGroupRows * kGemm.tile.k];
+  if (kGemm.any_b_layout && p.b_in_boxes) {
+    load_b_in_boxes<kGemm>(smem_b, p, &smem.full[stage], k, group, tile.segment);
+  } else if constexpr (kGemm.b_major == Major::kK) {
+    load_b_box<kGemm>(smem_b, &p.b, &smem.full[stage], k, 0, 0, group, tile.segment);
+  } else {
+    load_b_box<kGemm>(smem_b, &p.b, &smem.full[stage], 0, k, 0, group, tile.segment);
   }
 }
 
@@ -60,21 +81,13 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
   WorkTile tile;
   if (schedules) scheduler.announce_first(p.k_tiles);
   while (queue.read(tile)) {
-    int const subtiles = (tile.rows + kSubtileM - 1) / kSubtileM;
-    uint32_t const bytes = kGemm.b_tile_bytes() + subtiles * kGemm.a_subtile_bytes();
     for (int k_tile = 0; k_tile < p.k_tiles; ++k_tile) {
       if (schedules) scheduler.step(k_tile, p.k_tiles);
       wait_empty<kGemm>(smem, state);
       if (arch::elect_one()) {
         arch::Mbarrier* const full = &smem.full[state.stage];
-        arch::mbarrier_arrive_expect_tx(full, bytes);
-        TESSERA_UNROLL
-        for (int m = 0; m < kGemm.tile.m / kSubtileM; ++m) {
-          if (m < subtiles) {
-            arch::tma_load(&smem.a[state.stage][m * kSubtileM * kGemm.tile.k], &p.a, full,
-                           k_tile * kGemm.tile.k, tile.row + m * kSubtileM);
-          }
-        }
+        arch::mbarrier_arrive_expect_tx(full, kGemm.a_tile_bytes() + kGemm.b_tile_bytes());
+        arch::tma_load(smem.a[state.stage], &p.a, full, k_tile * kGemm.tile.k, tile.row);
         load_b<kGemm>(smem, p, state.stage, k_tile, tile);
       }
       __syncwarp();
@@ -83,8 +96,7 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
   }
 }
 
-// Four warps gather A; one also issues B, before its share of A. Ping-pong tiles are half as wide, so
-// the warps take turns there.
+// Four warps gather A; in turns, one also issues B, before its share of A.
 template <GemmConfig kGemm, bool kFirstWarp>
 __device__ __forceinline__ void produce_by_gather(SharedStorage<kGemm>& smem, GemmParams const& p) {
   constexpr int kReadAhead = 2;  // k_tiles before the end: requests the next tile's row indices
@@ -108,7 +120,7 @@ __device__ __forceinline__ void produce_by_gather(SharedStorage<kGemm>& smem, Ge
         if (more) gather.prefetch(ahead);
       }
       wait_empty<kGemm>(smem, state);
-      if (warp == (kGemm.ping_pong() ? k_tile % 4 : 0) && arch::elect_one()) {
+      if (warp == k_tile % 4 && arch::elect_one()) {
         arch::mbarrier_arrive_expect_tx(&smem.full[state.stage], kGemm.b_tile_bytes());
         load_b<kGemm>(smem, p, state.stage, k_tile, tile);
       }

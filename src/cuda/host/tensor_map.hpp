@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include "projection.hpp"
 
@@ -85,6 +86,35 @@ inline cudaError_t make_weight_map(CUtensorMap& map, WeightRows const& w, int64_
        .stride_bytes = {bytes(w.row_stride), bytes(one_block ? w.row_stride : w.block_stride),
                         bytes(w.expert_stride)},
        .box = {64, box_rows, 64 / box_rows, 1}});
+}
+
+// The usual layouts at once: row groups of 64 rows of each half, `groups` of them to a box.
+//   K-major    (column, row % 64, half, row / 64, segment)
+//   rows-major (row % 64, column, half, row / 64, segment)
+// Needs whole groups, one block, and a second half that lies behind the first.
+inline bool has_tile_map(WeightRows const (&w)[2], int halves, int64_t rows) {
+  auto const base = [&](int half) { return reinterpret_cast<uintptr_t>(w[half].gmem); };
+  return rows % 64 == 0 && w[0].block >= rows &&
+         (halves == 1 || (base(1) > base(0) && (base(1) - base(0)) % 16 == 0 &&
+                          base(1) - base(0) < (uint64_t{1} << 40)));
+}
+
+inline cudaError_t make_tile_map(CUtensorMap& map, WeightRows const (&w)[2], int halves,
+                                 int64_t segments, int64_t rows, int64_t columns, bool rows_major,
+                                 int groups) {
+  auto const bytes = [](int64_t elements) { return uint64_t(elements) * 2; };
+  uint64_t const half_bytes =
+      halves == 1 ? bytes(w[0].expert_stride)
+                  : reinterpret_cast<uintptr_t>(w[1].gmem) - reinterpret_cast<uintptr_t>(w[0].gmem);
+  uint64_t const step = bytes(rows_major ? w[0].column_stride : w[0].row_stride);
+  uint64_t const group_bytes = 64 * bytes(rows_major ? 1 : w[0].row_stride);
+  TensorMapShape shape{
+      .rank = 5,
+      .extent = {uint64_t(columns), 64, uint64_t(halves), uint64_t(rows) / 64, uint64_t(segments)},
+      .stride_bytes = {step, half_bytes, group_bytes, bytes(w[0].expert_stride)},
+      .box = {64, 64, uint32_t(halves), uint32_t(groups), 1}};
+  if (rows_major) std::swap(shape.extent[0], shape.extent[1]);
+  return make_tensor_map(map, w[0].gmem, shape);
 }
 
 // Ragged store map of a (rows, halves * columns) matrix, as (column, half, row, end), `row` of

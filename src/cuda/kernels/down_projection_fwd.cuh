@@ -15,13 +15,12 @@
 // Requires what refuse_down_projection_fwd() asks (host/refuse.cpp)
 #pragma once
 
-#include <climits>
-
 #include "../block/epilogue/store.cuh"
 #include "../block/gemm.cuh"
 #include "../host/launch.hpp"
 #include "../host/projection.hpp"
 #include "../host/tensor_map.hpp"
+#include "../host/weight_maps.hpp"
 
 namespace tessera::cuda {
 
@@ -50,16 +49,14 @@ cudaError_t make_down_projection_fwd_params(DownProjectionFwdParams& p,
     if (error == cudaSuccess) error = next;
   };
   p = {};
-  then(host::make_matrix_map(p.gemm.a, args.gmem_a, args.rows, n, n, block::kSubtileM));
-  then(host::make_weight_map(p.gemm.b[0], args.w_down, args.experts, d, n,
-                             kGemm.b_major == block::Major::kRows));
+  then(host::make_matrix_map(p.gemm.a, args.gmem_a, args.rows, n, n, kGemm.tile.m));
+  then(host::make_weight_maps<kGemm>(p.gemm, {args.w_down, {}}, args.experts, d, n));
   then(host::make_ragged_store_map(p.epilogue.d, args.gmem_y, args.rows, 1, d, args.rows,
                                    block::kSubtileM));
   p.epilogue.bias = {static_cast<block::bf16 const*>(args.b_down.gmem), args.b_down.expert_stride,
                      int(args.b_down.row_stride)};
   p.epilogue.columns = int(d);
   p.epilogue.ragged_extent = int(args.rows);
-  p.gemm.b_block = INT_MAX;
   p.gemm.gmem_offsets = args.gmem_expert_offsets;
   p.gemm.gmem_tile_counter = args.gmem_tile_counter;
   p.gemm.segments = args.experts;

@@ -11,13 +11,12 @@
 // Requires what refuse_router_logits() asks (host/refuse.cpp)
 #pragma once
 
-#include <climits>
-
 #include "../block/epilogue/store_fp32.cuh"
 #include "../block/gemm.cuh"
 #include "../host/launch.hpp"
 #include "../host/projection.hpp"
 #include "../host/tensor_map.hpp"
+#include "../host/weight_maps.hpp"
 
 namespace tessera::cuda {
 
@@ -42,19 +41,20 @@ cudaError_t launch_router_logits_config(RouterLogitsArguments const& args, int s
   int64_t const d = args.hidden;
   RouterLogitsParams p{};
   cudaError_t error =
-      host::make_matrix_map(p.gemm.a, args.x.gmem, args.x.rows, d, args.x.pitch, block::kSubtileM);
+      host::make_matrix_map(p.gemm.a, args.x.gmem, args.x.rows, d, args.x.pitch, kGemm.tile.m);
   if (error != cudaSuccess) return error;
   WeightRows const w_router{.gmem = args.w_router.gmem,
                             .expert_stride = args.w_router.pitch * args.experts,
                             .row_stride = args.w_router.pitch,
                             .column_stride = 1,
                             .block = args.experts};
-  error = host::make_weight_map(p.gemm.b[0], w_router, 1, args.experts, d, false);
+  error = host::make_weight_maps<kGemm>(p.gemm, {w_router, {}}, 1, args.experts, d);
   if (error != cudaSuccess) return error;
-  p.epilogue = {.gmem = args.gmem_logits,
-                .gmem_bias = static_cast<block::bf16 const*>(args.gmem_b_router),
-                .columns = args.experts};
-  p.gemm.b_block = INT_MAX;
+  p.epilogue = {
+      .gmem = args.gmem_logits,
+      .gmem_bias = static_cast<block::bf16 const*>(args.gmem_b_router),
+      .columns = args.experts,
+      .in_pairs = args.experts % 2 == 0 && reinterpret_cast<uintptr_t>(args.gmem_logits) % 8 == 0};
   p.gemm.a_rows = int(args.x.rows);
   p.gemm.gmem_tile_counter = args.gmem_tile_counter;
   p.gemm.segments = 1;

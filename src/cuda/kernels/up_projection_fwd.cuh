@@ -16,13 +16,12 @@
 // Requires what refuse_up_projection_fwd() asks (host/refuse.cpp)
 #pragma once
 
-#include <climits>
-
 #include "../block/epilogue/activation.cuh"
 #include "../block/gemm.cuh"
 #include "../host/launch.hpp"
 #include "../host/projection.hpp"
 #include "../host/tensor_map.hpp"
+#include "../host/weight_maps.hpp"
 
 namespace tessera::cuda {
 
@@ -54,12 +53,10 @@ cudaError_t make_up_projection_fwd_params(UpProjectionFwdParams& p,
   };
   p = {};
   if constexpr (!kGemm.gathers()) {
-    then(host::make_matrix_map(p.gemm.a, args.x.gmem, args.x.rows, d, args.x.pitch,
-                               block::kSubtileM));
+    then(host::make_matrix_map(p.gemm.a, args.x.gmem, args.x.rows, d, args.x.pitch, kGemm.tile.m));
   }
+  then(host::make_weight_maps<kGemm>(p.gemm, args.w_up, args.experts, n, d));
   for (int half = 0; half < kGemm.b_halves; ++half) {
-    then(host::make_weight_map(p.gemm.b[half], args.w_up[half], args.experts, n, d,
-                               kGemm.b_major == block::Major::kRows));
     p.epilogue.bias[half] = {static_cast<block::bf16 const*>(args.b_up[half].gmem),
                              args.b_up[half].expert_stride, int(args.b_up[half].row_stride)};
   }
@@ -76,7 +73,6 @@ cudaError_t make_up_projection_fwd_params(UpProjectionFwdParams& p,
   p.epilogue.activation = args.activation;
   p.epilogue.columns = int(n);
   p.epilogue.ragged_extent = int(args.rows);
-  p.gemm.b_block = args.w_up[0].block >= n ? INT_MAX : int(args.w_up[0].block);
   p.gemm.gmem_a = args.x.gmem;
   p.gemm.gmem_index = args.gmem_gather_index;
   p.gemm.a_pitch_chunks = int(args.x.pitch / 8);

@@ -13,7 +13,7 @@ namespace tessera::cuda {
 // Gathered rows: 16-byte copies cost the same per row whatever the tile, so it is as wide as possible.
 // A bias where the whole group is stored twice (not gated) needs the registers of half a tile.
 // bench/results/h200/2026-11-21-up-projection-spike.json
-template <ActivationKind kKind, bool kGather, block::Major kMajor, bool kBias>
+template <ActivationKind kKind, bool kGather, block::Major kMajor, bool kAnyLayout, bool kBias>
 struct UpProjectionFwdConfig {
   static constexpr ActivationKind activation = kKind;
   static constexpr bool bias = kBias;
@@ -24,6 +24,7 @@ struct UpProjectionFwdConfig {
       .stages = narrow ? 6 : 4,
       .a_loader = kGather ? block::ALoader::kGather : block::ALoader::kTma,
       .b_major = kMajor,
+      .any_b_layout = kAnyLayout,
       .b_halves = gated ? 2 : 1};
 };
 

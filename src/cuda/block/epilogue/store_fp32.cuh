@@ -15,6 +15,7 @@ struct StoreFp32Params {
   float* gmem;            // (rows, columns)
   bf16 const* gmem_bias;  // (columns); null: none
   int columns;
+  bool in_pairs;  // pairs of columns are 8-byte aligned
 };
 
 template <GemmConfig kGemm>
@@ -58,7 +59,7 @@ class StoreFp32Epilogue {
   }
 
   __device__ __forceinline__ void put(int64_t offset, int c, float first, float second) const {
-    if (p_.columns % 2 == 0) {
+    if (p_.in_pairs) {
       if (c < p_.columns) *reinterpret_cast<float2*>(p_.gmem + offset) = {first, second};
     } else {
       if (c < p_.columns) p_.gmem[offset] = first;

@@ -281,10 +281,6 @@ LayerCase draw_case(Choice const& choice, Feature feature, bool large, RandomSou
   return out;
 }
 
-bool serves(Context const& context, MoeDesc const& desc) {
-  return workspace_bytes(context, desc, Pass::forward).status().code() != StatusCode::unsupported;
-}
-
 }  // namespace
 
 std::vector<RandomCase> random_cases(Context const& context, std::int64_t count,
@@ -303,11 +299,6 @@ std::vector<RandomCase> random_cases(Context const& context, std::int64_t count,
     if (feature == Feature::replay && space.with_replay.empty()) feature = Feature::none;
     Choice const choice = draw_choice(space, uncovered, feature, random);
     LayerCase layer_case = draw_case(choice, feature, large, random);
-    // Options besides the choice, a replay say, may not be served.
-    constexpr int kRedraws = 100;
-    for (int redraw = 0; redraw < kRedraws && !serves(context, layer_case.desc); ++redraw) {
-      layer_case = draw_case(choice, feature, large, random);
-    }
     // One token per expert and a router leave no room for many tokens.
     bool const still_large = large && layer_case.desc.shape.tokens >= 512;
     if (large && !still_large) layer_case.routing = {}, layer_case.desc.shape.tokens = 512;

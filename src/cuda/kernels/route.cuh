@@ -4,8 +4,8 @@
 // Shapes   logits (T,E) fp32; topk_ids, topk_weights, chosen_p (T,K)
 // Work     reads 4TE, writes 8TK (12TK); per token K warp maxima over E/32 keys a lane; memory bound for small K
 // Schedule a warp per token; lane l holds experts l, 32+l, 64+l, .. as ordered integers in registers
-//   select  every lane keeps its best; K times: maximum of the warp, lowest expert among equals; the winner's lane
-//           drops that key and looks for its next best
+//   select  every lane keeps its two best; K times: maximum of the warp, lowest expert among equals; the winner's
+//           lane moves up its second, and looks for the next two when both are gone
 //   score   lane k holds the k-th choice; sums over the chosen are one butterfly, over all E first per lane
 // Numerics fp32, compiled without contraction; sums fold 32 lanes by halves: the bits of core::warp_sum
 // Requires E <= 1024, K <= 32
@@ -78,14 +78,20 @@ struct TokenKeys {
     }
     return own;
   }
-  // Keys of experts that do not exist are 0 and never win: no bounds.
-  __device__ Best best_of_lane() const {
-    Best own{0, INT_MAX};
+  // The two best of this lane's experts that come after `last` in the order of choice. Keys of experts that do
+  // not exist are 0 and never win: no bounds.
+  __device__ void best_after(Best last, Best& first, Best& second) const {
+    first = second = {0, INT_MAX};
     TESSERA_UNROLL
     for (int i = 0; i < kValues; ++i) {
-      if (key[i] > own.key) own = {key[i], expert(i)};
+      bool const after = key[i] < last.key || (key[i] == last.key && expert(i) > last.expert);
+      if (after && key[i] > first.key) {
+        second = first;
+        first = {key[i], expert(i)};
+      } else if (after && key[i] > second.key) {
+        second = {key[i], expert(i)};
+      }
     }
-    return own;
   }
   // The best of all lanes, the same in every lane.
   __device__ static Best best_of_warp(Best own) {
@@ -187,13 +193,16 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
   keys.load(p, gmem_logits);
   if (p.kind == RouterKind::group_limited) keys.mask_groups(p);
   int choice = 0;
-  auto own = keys.best_of_lane();
+  typename TokenKeys<kValues>::Best own, next;
+  keys.best_after({UINT_MAX, -1}, own, next);
   for (int k = 0; k < p.top_k; ++k) {
     int const expert = keys.best_of_warp(own).expert;
     if (arch::lane_idx() == k) choice = expert;
-    if (own.expert == expert) {  // the winner's lane alone looks for its next
-      keys.remove(expert);
-      own = keys.best_of_lane();
+    if (own.expert == expert) {
+      auto const taken = own;
+      own = next;
+      next = {0, INT_MAX};
+      if (own.key == 0) keys.best_after(taken, own, next);  // seldom: a lane with three of the K
     }
   }
   int64_t const slot = token * p.top_k + arch::lane_idx();

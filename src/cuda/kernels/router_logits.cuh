@@ -3,7 +3,6 @@
 // Shapes   x (T,d) bf16, w_router (E,d), l (T,E) fp32
 // Work     2*T*E*d FLOP; bytes: 2*T*d + 2*E*d + 4*T*E; memory bound up to E = 184
 // Schedule persistent, 1 CTA/SM, one segment of T rows; work tile = (m block, n_tile), all loads by TMA
-//   few experts: 64-row ping-pong tiles, so that T / 64 tiles spread evenly over the SMs
 //   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
 //   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)
 // Barriers full, empty [stages], the turn, and named ones: gemm_config.hpp

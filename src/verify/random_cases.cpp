@@ -73,6 +73,7 @@ std::vector<Pair> pairs_of(Choice const& choice) {
 struct Space {
   std::vector<Choice> choices, with_given_ids, with_replay;
   std::set<Pair> pairs;
+  bool column_chunks = false;
 };
 
 Space served_space(Context const& context) {
@@ -96,9 +97,13 @@ Space served_space(Context const& context) {
       if (!more) choice[dimension] = 0;
     }
   }
-  MoeDesc replay = desc_of(space.choices.empty() ? Choice{} : space.choices.front());
+  MoeDesc const first = desc_of(space.choices.empty() ? Choice{} : space.choices.front());
+  MoeDesc replay = first;
   replay.router = {.kind = RouterKind::topk_softmax, .replay = true};
   if (!workspace_bytes(context, replay, Pass::forward).ok()) space.with_replay.clear();
+  MoeDesc chunked = first;
+  chunked.column_chunk = 1;
+  space.column_chunks = workspace_bytes(context, chunked, Pass::forward).ok();
   return space;
 }
 
@@ -299,6 +304,7 @@ std::vector<RandomCase> random_cases(Context const& context, std::int64_t count,
     if (feature == Feature::replay && space.with_replay.empty()) feature = Feature::none;
     Choice const choice = draw_choice(space, uncovered, feature, random);
     LayerCase layer_case = draw_case(choice, feature, large, random);
+    if (!space.column_chunks) layer_case.desc.column_chunk = 0;
     // One token per expert and a router leave no room for many tokens.
     bool const still_large = large && layer_case.desc.shape.tokens >= 512;
     if (large && !still_large) layer_case.routing = {}, layer_case.desc.shape.tokens = 512;

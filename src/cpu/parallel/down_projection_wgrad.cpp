@@ -32,7 +32,7 @@ void down_projection_wgrad(Layer<T> const& layer, DownWgradArgs<T, G> const& arg
                           scratch);
           for (std::int64_t row = first; row < first + rows; row += kReductionBlock) {
             sum.add(std::min(kReductionBlock, first + rows - row),
-                    left_operand(d_o.transposed(), routing.gather_index + row),
+                    left_operand_transposed(d_o, routing.gather_index + row),
                     right_operand(MatrixView<T const>{args.a_scaled + row * n, n, 1}));
           }
           sum.finish();

@@ -31,17 +31,25 @@ struct MatrixView {
 using ConstMatrix = MatrixView<float const>;
 using Matrix = MatrixView<float>;
 
-/// a (gemm_m x gemm_k) of a product. `gather`, where given, names the rows that stand along the strided dimension.
+/// a (gemm_m x gemm_k) of a product. `gather`, where given, names the rows of a.
 template <class T>
 PanelSource left_operand(MatrixView<T> const& a, std::int32_t const* gather = nullptr) noexcept {
   bool const k_contiguous = a.col_stride == 1;
   return {a.data, core::kDTypeOf<std::remove_const_t<T>>,
           k_contiguous ? a.row_stride : a.col_stride, k_contiguous, gather};
 }
-/// b (gemm_k x gemm_n) of a product.
+/// a^T of a product: gemm_k x gemm_m is stored, `gather` names its rows. (The strides of one column do not tell which
+/// way it is turned, so a gathered operand says it.)
+template <class T>
+PanelSource left_operand_transposed(MatrixView<T> const& a,
+                                    std::int32_t const* gather = nullptr) noexcept {
+  if (gather == nullptr) return left_operand(a.transposed());
+  return {a.data, core::kDTypeOf<std::remove_const_t<T>>, a.row_stride, false, gather};
+}
+/// b (gemm_k x gemm_n) of a product; `gather`, where given, names its rows.
 template <class T>
 PanelSource right_operand(MatrixView<T> const& b, std::int32_t const* gather = nullptr) noexcept {
-  return left_operand(b.transposed(), gather);
+  return left_operand_transposed(b, gather);
 }
 
 /// Where the product goes: fp32 or bf16, one stride being 1.

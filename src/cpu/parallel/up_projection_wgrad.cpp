@@ -32,7 +32,7 @@ void weight_gradient(Layer<T> const& layer, UpWgradArgs<T, G> const& args, Part<
         MatrixView<T const> const x = args.x.matrix().from(0, column);
         for (std::int64_t row = first; row < first + rows; row += kReductionBlock) {
           MatrixView<T const> const dh{args.dh + row * width + part.first, width, 1};
-          sum.add(std::min(kReductionBlock, first + rows - row), left_operand(dh.transposed()),
+          sum.add(std::min(kReductionBlock, first + rows - row), left_operand_transposed(dh),
                   right_operand(x, layer.routing.gather_index + row));
         }
         sum.finish();

@@ -115,7 +115,7 @@ class Bench(Cli):
         for row in rows:
             self.assertEqual(list(row), [
                 "config", "shape", "dtype", "gpus", "routing", "router", "round", "pass", "impl",
-                "variant", "ms", "ms_p10", "ms_p90", "tflops", "bound_ms", "aggregate_floor_ms",
+                "variant", "ms", "ms_p10", "ms_p90", "tflops", "bound_ms", "bound_impl", "aggregate_floor_ms",
                 "saved_bytes", "transient_peak_bytes", "checked"])
             self.assertIs(row["checked"], True)
             self.assertLessEqual(row["ms_p10"], row["ms"])

@@ -12,8 +12,6 @@ import sys
 
 LATEST = 50
 MAX_LENGTH = 72
-# Landed with a subject that is too long: history is not rewritten for it. Goes when it is older than LATEST.
-LANDED = {"1be4b60b31f6065b20b277ddd3bb54c73a7a5896"}
 SUBJECT = re.compile(r"[a-z0-9_./, -]+: \S.*[^. ]")
 
 
@@ -28,10 +26,8 @@ def complaint(subject: str) -> str | None:
 def subjects() -> list[str]:
     if len(sys.argv) > 1:
         return pathlib.Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()[:1]
-    command = ["git", "log", "--no-merges", f"--max-count={LATEST}", "--format=%H %s"]
-    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
-    commits = (line.split(" ", 1) for line in lines)
-    return [subject for commit, subject in commits if commit not in LANDED]
+    command = ["git", "log", "--no-merges", f"--max-count={LATEST}", "--format=%s"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
 def main() -> int:

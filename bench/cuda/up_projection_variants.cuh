@@ -34,10 +34,6 @@ TESSERA_VARIANT(Tma128x256C1, .stages = 4, .b_halves = 2);
 TESSERA_VARIANT(Tma192x128C1Pp, .tile = {192, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .b_halves = 2);
 TESSERA_VARIANT(Gather128x256C1, .stages = 4, .a_loader = ALoader::kGather, .any_b_layout = false, .b_halves = 2);
 TESSERA_VARIANT(Gather128x256C1Any, .stages = 4, .a_loader = ALoader::kGather, .b_halves = 2);
-TESSERA_VARIANT(Boxes128x256N4, .stages = 4, .cluster_n = 4, .a_loader = ALoader::kGatherBoxes, .b_halves = 2);
-TESSERA_VARIANT(Boxes128x256N2, .stages = 4, .cluster_n = 2, .a_loader = ALoader::kGatherBoxes, .b_halves = 2);
-TESSERA_VARIANT(Boxes192x128N4, .tile = {192, 128, 64}, .stages = 4, .cluster_n = 4, .a_loader = ALoader::kGatherBoxes, .schedule = Schedule::kPingPong, .b_halves = 2);
-TESSERA_VARIANT(Boxes128x128N4, .tile = {128, 128, 64}, .stages = 6, .cluster_n = 4, .a_loader = ALoader::kGatherBoxes, .schedule = Schedule::kPingPong, .b_halves = 2);
 // clang-format on
 
 template <class Config>
@@ -51,10 +47,6 @@ inline std::vector<Variant> all_variants() {
       variant<Tma128x256C1>("tma-128x256-c1"),
       variant<Tma192x128C1Pp>("tma-192x128-c1-pingpong"),
       variant<Gather128x256C1>("gather-128x256-c1"),
-      variant<Boxes128x256N4>("boxes-128x256-n4"),
-      variant<Boxes128x256N2>("boxes-128x256-n2"),
-      variant<Boxes192x128N4>("boxes-192x128-n4-pingpong"),
-      variant<Boxes128x128N4>("boxes-128x128-n4-pingpong"),
       variant<Gather128x256C1Any>("gather-128x256-c1-any-layout"),
   };
 }

@@ -22,7 +22,7 @@ __device__ __forceinline__ void set_up(SharedStorage<kGemm>& smem, GemmParams co
   for (int s = static_cast<int>(threadIdx.x); s <= p.segments; s += kGemm.threads()) {
     smem.segment_offsets[s] = p.gmem_offsets != nullptr ? p.gmem_offsets[s] : s * p.a_rows;
   }
-  if constexpr (kGemm.cluster() > 1) {
+  if constexpr (kGemm.cluster_m > 1) {
     arch::cluster_sync();
   } else {
     __syncthreads();
@@ -43,7 +43,7 @@ __device__ __forceinline__ void run_gemm(GemmParams const& p,
     consume<kGemm, Epilogue>(smem, p, epilogue_params, warpgroup - 1);
   }
   // Peers arrive on this CTA's barriers until they have finished.
-  if constexpr (kGemm.cluster() > 1) arch::cluster_sync();
+  if constexpr (kGemm.cluster_m > 1) arch::cluster_sync();
 }
 
 // Work tiles of `rows` rows, however they are divided among the segments: an upper bound.

@@ -8,7 +8,7 @@
 namespace tessera::cuda::block {
 
 // How rows of A reach shared memory: consecutive rows by TMA, or rows named by an index by cp.async.
-enum class ALoader : uint8_t { kTma, kGather, kGatherBoxes };
+enum class ALoader : uint8_t { kTma, kGather };
 
 // Cooperative: the consumer warpgroups split each tile along m. Ping-pong: they own alternate tiles,
 // one multiplies while the other runs its epilogue.
@@ -32,7 +32,6 @@ struct GemmConfig {
   TileShape tile{128, 256, 64};
   int stages = 4;
   int cluster_m = 1;  // CTAs along gemm_m that share each B tile by multicast
-  int cluster_n = 1;
   ALoader a_loader = ALoader::kTma;
   Schedule schedule = Schedule::kCooperative;
   int consumer_warpgroups = 2;
@@ -46,8 +45,6 @@ struct GemmConfig {
   consteval int threads() const { return 128 * (1 + consumer_warpgroups); }
   consteval bool ping_pong() const { return schedule == Schedule::kPingPong; }
   consteval bool gathers() const { return a_loader == ALoader::kGather; }
-  consteval bool boxes() const { return a_loader == ALoader::kGatherBoxes; }
-  consteval int cluster() const { return cluster_m * cluster_n; }
   consteval int warpgroup_m() const { return ping_pong() ? tile.m : tile.m / consumer_warpgroups; }
   consteval int warpgroup_subtiles() const { return warpgroup_m() / kSubtileM; }
 
@@ -81,9 +78,9 @@ struct BarrierArrivals {
 
 consteval BarrierArrivals barrier_arrivals(GemmConfig c) {
   return {.full = 1 + (c.gathers() ? 128 : 0),
-          .empty = (c.ping_pong() ? 1 : c.consumer_warpgroups) * c.cluster(),
+          .empty = (c.ping_pong() ? 1 : c.consumer_warpgroups) * c.cluster_m,
           .work_full = 1,
-          .work_empty = (4 * c.consumer_warpgroups + (c.gathers() || c.boxes() ? 4 : 1)) * c.cluster()};
+          .work_empty = (4 * c.consumer_warpgroups + (c.gathers() ? 4 : 1)) * c.cluster_m};
 }
 
 // Named barriers of the CTA; 0 is __syncthreads. Per-warpgroup ones take base + consumer index.

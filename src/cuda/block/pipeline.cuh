@@ -43,7 +43,7 @@ __device__ __forceinline__ void init_pipeline(SharedStorage<kGemm>& smem) {
   for (int w = 0; w < kWorkSlots; ++w) {
     arch::mbarrier_init(&smem.work_full[w], kArrivals.work_full);
     arch::mbarrier_init(&smem.work_empty[w], kArrivals.work_empty);
-    if constexpr (kGemm.cluster() > 1) {
+    if constexpr (kGemm.cluster_m > 1) {
       arch::mbarrier_arrive_expect_tx(&smem.work_full[w], sizeof(int4));
     }
   }
@@ -61,10 +61,10 @@ __device__ __forceinline__ void wait_empty(SharedStorage<kGemm>& smem,
 template <GemmConfig kGemm>
 __device__ __forceinline__ void release_stage(SharedStorage<kGemm>& smem, int stage) {
   int const thread = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
-  if constexpr (kGemm.cluster() == 1) {
+  if constexpr (kGemm.cluster_m == 1) {
     if (thread == 0) arch::mbarrier_arrive(&smem.empty[stage]);
   } else {
-    if (thread < kGemm.cluster()) arch::mbarrier_arrive_cluster(&smem.empty[stage], thread);
+    if (thread < kGemm.cluster_m) arch::mbarrier_arrive_cluster(&smem.empty[stage], thread);
   }
 }
 

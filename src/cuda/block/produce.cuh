@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_b(SharedStorage<kGemm>& smem, GemmParams co
 // One warp; one of its lanes issues both operands.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmParams const& p) {
-  bool const schedules = kGemm.cluster() == 1 || arch::cluster_cta_rank() == 0;
+  bool const schedules = kGemm.cluster_m == 1 || arch::cluster_cta_rank() == 0;
   TileScheduler<kGemm> scheduler(smem, p.segments, p.n_tiles, p.gmem_tile_counter);
   WorkQueue<kGemm, true> queue(smem);
   PipelineState<kGemm.stages> state;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
 template <GemmConfig kGemm, bool kFirstWarp>
 __device__ __forceinline__ void produce_by_gather(SharedStorage<kGemm>& smem, GemmParams const& p) {
   constexpr int kReadAhead = 2;  // k_tiles before the end: requests the next tile's row indices
-  bool const schedules = kFirstWarp && (kGemm.cluster() == 1 || arch::cluster_cta_rank() == 0);
+  bool const schedules = kFirstWarp && (kGemm.cluster_m == 1 || arch::cluster_cta_rank() == 0);
   TileScheduler<kGemm> scheduler(smem, p.segments, p.n_tiles, p.gmem_tile_counter);
   WorkQueue<kGemm, kFirstWarp> queue(smem);
   RowGather<kGemm> gather(p);
@@ -132,72 +132,10 @@ __device__ __forceinline__ void produce_by_gather(SharedStorage<kGemm>& smem, Ge
   }
 }
 
-template <GemmConfig kGemm, bool kFirstWarp>
-__device__ __forceinline__ void produce_by_boxes(SharedStorage<kGemm>& smem, GemmParams const& p) {
-  constexpr int kRows = kGemm.tile.m / kGemm.cluster();
-  constexpr int kRowsPerWarp = kRows / 4;
-  static_assert(kRowsPerWarp <= 32);
-  constexpr uint16_t kEveryCta = (1u << kGemm.cluster()) - 1;
-  int const rank = static_cast<int>(arch::cluster_cta_rank());
-  bool const schedules = kFirstWarp && rank == 0;
-  TileScheduler<kGemm> scheduler(smem, p.segments, p.n_tiles, p.gmem_tile_counter);
-  WorkQueue<kGemm, kFirstWarp> queue(smem);
-  PipelineState<kGemm.stages> state;
-  int const warp = arch::warp_idx() % 4;
-  int const row = rank * kRows + warp * kRowsPerWarp + arch::lane_idx();
-  bool const issues = arch::lane_idx() < kRowsPerWarp;
-  WorkTile tile;
-  WorkTile ahead;
-  int source_ahead = 0;
-  auto const prefetch = [&](WorkTile const& t) {
-    if (issues) source_ahead = p.gmem_index[min(t.row + row, t.end - 1)];
-  };
-  if (schedules) scheduler.announce_first(p.k_tiles);
-  bool more = queue.read(tile);
-  if (more) prefetch(tile);
-  while (more) {
-    int const source = source_ahead;
-    int const subtiles = (tile.rows + kSubtileM - 1) / kSubtileM;
-    bool const wanted = issues && row / kSubtileM < subtiles;
-    for (int k_tile = 0; k_tile < p.k_tiles; ++k_tile) {
-      if (schedules) scheduler.step(k_tile, p.k_tiles);
-      if (k_tile == max(p.k_tiles - 2, 0)) {
-        more = queue.read(ahead);
-        if (more) prefetch(ahead);
-      }
-      wait_empty<kGemm>(smem, state);
-      if (kFirstWarp && arch::elect_one()) {
-        arch::mbarrier_arrive_expect_tx(&smem.full[state.stage],
-                                        subtiles * kGemm.a_subtile_bytes() + kGemm.b_tile_bytes());
-        load_b<kGemm>(smem, p, state.stage, k_tile, tile);
-      }
-      __syncwarp();
-      if (wanted) {
-        bf16* const dst = &smem.a[state.stage][row * kGemm.tile.k];
-        if constexpr (kGemm.cluster() == 1) {
-          arch::tma_load(dst, &p.a, &smem.full[state.stage], k_tile * kGemm.tile.k, source);
-        } else {
-          arch::tma_load_multicast(dst, &p.a, &smem.full[state.stage], kEveryCta,
-                                   k_tile * kGemm.tile.k, source);
-        }
-      }
-      __syncwarp();
-      state.advance();
-    }
-    tile = ahead;
-  }
-}
-
 template <GemmConfig kGemm>
 __device__ __forceinline__ void produce(SharedStorage<kGemm>& smem, GemmParams const& p) {
   arch::release_registers<kGemm.producer_registers()>();
-  if constexpr (kGemm.boxes()) {
-    if (arch::warp_idx() == 0) {
-      produce_by_boxes<kGemm, true>(smem, p);
-    } else {
-      produce_by_boxes<kGemm, false>(smem, p);
-    }
-  } else if constexpr (kGemm.gathers()) {
+  if constexpr (kGemm.gathers()) {
     if (arch::warp_idx() == 0) {
       produce_by_gather<kGemm, true>(smem, p);
     } else {

@@ -41,7 +41,7 @@ class TileScheduler {
 
   // The first tile is the cluster's number; the counter hands out those after the last cluster's.
   __device__ __forceinline__ void announce_first(int k_tiles) {
-    bool const found = announce(static_cast<int>(blockIdx.x) / kGemm.cluster());
+    bool const found = announce(static_cast<int>(blockIdx.x) / kGemm.cluster_m);
     if (found && k_tiles < kDrawAhead) draw();
   }
 
@@ -69,7 +69,7 @@ class TileScheduler {
   static constexpr int kBlockM = kGemm.tile.m * kGemm.cluster_m;
 
   __device__ __forceinline__ static int clusters() {
-    return static_cast<int>(gridDim.x) / kGemm.cluster();
+    return static_cast<int>(gridDim.x) / kGemm.cluster_m;
   }
 
   __device__ __forceinline__ void draw() {
@@ -80,12 +80,12 @@ class TileScheduler {
     int4 message{0, kNoTile, 0, 0};
     bool const found = find(index, message);
     arch::mbarrier_wait(&smem_.work_empty[slot_], phase_ ^ 1);
-    if constexpr (kGemm.cluster() == 1) {
+    if constexpr (kGemm.cluster_m == 1) {
       if (arch::lane_idx() == 0) {
         smem_.work[slot_] = message;
         arch::mbarrier_arrive(&smem_.work_full[slot_]);
       }
-    } else if (arch::lane_idx() < kGemm.cluster()) {
+    } else if (arch::lane_idx() < kGemm.cluster_m) {
       arch::st_async(&smem_.work[slot_], &smem_.work_full[slot_], arch::lane_idx(), message);
     }
     __syncwarp();
@@ -159,7 +159,7 @@ class WorkQueue {
 
   // The next tile, or false after the last one. Called by converged warps.
   __device__ __forceinline__ bool read(WorkTile& tile) {
-    if constexpr (kGemm.cluster() == 1) {
+    if constexpr (kGemm.cluster_m == 1) {
       arch::mbarrier_wait(&smem_.work_full[slot_], phase_);
     } else {
       arch::mbarrier_wait_cluster(&smem_.work_full[slot_], phase_);
@@ -168,10 +168,10 @@ class WorkQueue {
     if (message.y == kNoTile) return false;
     __syncwarp();
     if (arch::lane_idx() == 0) {
-      if constexpr (kArms && kGemm.cluster() > 1) {
+      if constexpr (kArms && kGemm.cluster_m > 1) {
         arch::mbarrier_arrive_expect_tx(&smem_.work_full[slot_], sizeof(int4));
       }
-      if constexpr (kGemm.cluster() == 1) {
+      if constexpr (kGemm.cluster_m == 1) {
         arch::mbarrier_arrive(&smem_.work_empty[slot_]);
       } else {
         arch::mbarrier_arrive_cluster(&smem_.work_empty[slot_], 0);
@@ -190,8 +190,6 @@ class WorkQueue {
   __device__ __forceinline__ static void place(WorkTile& tile, int4 message) {
     tile.segment = message.x & 0xffff;
     tile.n_tile = message.x >> 16;
-    if constexpr (kGemm.cluster_n > 1)
-      tile.n_tile = tile.n_tile * kGemm.cluster_n + static_cast<int>(arch::cluster_cta_rank());
     tile.end = message.z;
     int const left = message.z - message.y;
     if constexpr (kGemm.cluster_m == 1) {

@@ -18,7 +18,7 @@ struct PersistentShape {
 // Of a GEMM kernel (block/gemm.cuh) with config kGemm.
 template <auto kGemm, class SharedStorage>
 constexpr PersistentShape persistent_shape() {
-  return {kGemm.threads(), kGemm.cluster(), int(sizeof(SharedStorage))};
+  return {kGemm.threads(), kGemm.cluster_m, int(sizeof(SharedStorage))};
 }
 
 inline cudaLaunchConfig_t launch_config(PersistentShape shape, int ctas, cudaStream_t stream,

@@ -53,8 +53,7 @@ cudaError_t make_up_projection_fwd_params(UpProjectionFwdParams& p,
   };
   p = {};
   if constexpr (!kGemm.gathers()) {
-    then(host::make_matrix_map(p.gemm.a, args.x.gmem, args.x.rows, d, args.x.pitch,
-                               kGemm.boxes() ? 1 : kGemm.tile.m));
+    then(host::make_matrix_map(p.gemm.a, args.x.gmem, args.x.rows, d, args.x.pitch, kGemm.tile.m));
   }
   then(host::make_weight_maps<kGemm>(p.gemm, args.w_up, args.experts, n, d));
   for (int half = 0; half < kGemm.b_halves; ++half) {
@@ -82,7 +81,7 @@ cudaError_t make_up_projection_fwd_params(UpProjectionFwdParams& p,
   p.gemm.gmem_tile_counter = args.gmem_tile_counter;
   p.gemm.segments = args.experts;
   constexpr int kColumns = kGemm.tile.n / kGemm.b_halves;
-  p.gemm.n_tiles = int((n + kColumns * kGemm.cluster_n - 1) / (kColumns * kGemm.cluster_n));
+  p.gemm.n_tiles = int((n + kColumns - 1) / kColumns);
   p.gemm.k_tiles = int((d + kGemm.tile.k - 1) / kGemm.tile.k);
   return error;
 }

@@ -213,7 +213,7 @@ int check_tiny(BenchOptions const& options, cublasHandle_t handle) {
   return failures ? 1 : 0;
 }
 
-void bench_shape(Shape const& s, bool balanced, cublasHandle_t handle, BenchOptions const& options,
+void bench_shape(BenchOptions const& options, Shape const& s, bool balanced, cublasHandle_t handle,
                  BenchReport& report) {
   char const* const routing = balanced ? "balanced" : "random";
   Problem const p(s, balanced ? Routing::balanced(s.tokens, s.experts, s.top_k, 11)
@@ -234,29 +234,16 @@ void bench_shape(Shape const& s, bool balanced, cublasHandle_t handle, BenchOpti
     Candidate c = make_candidate(v, p, false);
     if (run_and_check(c, p, reference)) candidates.push_back(std::move(c));
   }
-  if (options.once) {
-    for (Candidate const& c : candidates) c.launch(1);
-    TESSERA_CUDA(cudaDeviceSynchronize());
-    return;
-  }
-  time_interleaved(candidates, options.iters, options.rest_ms);
-  report.add(s, routing, 2.0 * double(s.rows()) * s.intermediate * s.hidden, candidates);
+  time_and_report(options, s, routing, 2.0 * double(s.rows()) * s.intermediate * s.hidden,
+                  candidates, report);
 }
 
 int run(BenchOptions const& options) {
   cublasHandle_t handle;
   if (cublasCreate(&handle) != CUBLAS_STATUS_SUCCESS) return 1;
   if (options.tiny) return check_tiny(options, handle);
-  BenchReport report(options, "down_projection_fwd", handle);
-  for (Shape const& s : named_shapes()) {
-    if (!options.selects_config(s.name)) continue;
-    for (bool balanced : {false, true}) {
-      if (options.once && balanced) continue;
-      if (!options.routing.empty() && (options.routing == "balanced") != balanced) continue;
-      bench_shape(s, balanced, handle, options, report);
-    }
-  }
-  report.write();
+  bench_selected(options, "down_projection_fwd", handle,
+                 [&](auto&&... arguments) { bench_shape(options, arguments...); });
   cublasDestroy(handle);
   return 0;
 }

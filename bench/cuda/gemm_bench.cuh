@@ -201,6 +201,34 @@ class BenchReport {
   std::string rows_;
 };
 
+// bench_shape(shape, balanced, handle, report) for every selected shape and routing.
+template <typename BenchShape>
+void bench_selected(BenchOptions const& options, char const* kernel, cublasHandle_t handle,
+                    BenchShape bench_shape) {
+  BenchReport report(options, kernel, handle);
+  for (Shape const& s : named_shapes()) {
+    if (!options.selects_config(s.name)) continue;
+    for (bool balanced : {false, true}) {
+      if (options.once && balanced) continue;
+      if (!options.routing.empty() && (options.routing == "balanced") != balanced) continue;
+      bench_shape(s, balanced, handle, report);
+    }
+  }
+  report.write();
+}
+
+// Times the candidates, of which the first is the cuBLAS call; with --once launches each and returns.
+inline void time_and_report(BenchOptions const& options, Shape const& s, char const* routing,
+                            double flops, std::vector<Candidate>& candidates, BenchReport& report) {
+  if (options.once) {
+    for (Candidate const& c : candidates) c.launch(1);
+    TESSERA_CUDA(cudaDeviceSynchronize());
+    return;
+  }
+  time_interleaved(candidates, options.iters, options.rest_ms);
+  report.add(s, routing, flops, candidates);
+}
+
 // False after an error, which was printed.
 inline bool parse_options(BenchOptions& options, int argc, char** argv) {
   for (int i = 0; i < argc; ++i) options.command += (i ? " " : "") + std::string(argv[i]);

@@ -149,7 +149,7 @@ def expected(layout: str, layer: int, prefix: str, bias: bool) -> dict[str, tupl
     return {f"{prefix}.{name}": ("BF16", shape, data) for name, (shape, data) in tensors.items()}
 
 
-class Convert(Cli):
+class Checkpoints(Cli):
     def setUp(self):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
@@ -185,6 +185,8 @@ class Convert(Cli):
         for name in os.listdir(a):
             self.assertEqual(pathlib.Path(a, name).read_bytes(), pathlib.Path(b, name).read_bytes(), name)
 
+
+class Convert(Checkpoints):
     def test_every_layout_and_back(self):
         tensors = per_expert([0, 2])
         source = self.checkpoint(tensors)
@@ -274,22 +276,6 @@ class Convert(Cli):
                                 code=0)
         self.assertIn("not copied: figures, pytorch_model.bin", done.stderr)
         self.assertTrue((self.folder / "to" / "tokenizer.json").exists())
-
-    def test_takes_bounded_memory(self):
-        """A checkpoint of 128 MiB, an expert of 1 MiB, and 48 MiB of memory."""
-        n, d, experts = 512, 341, 128
-        weight = ("BF16", [n, d], random.Random(0).randbytes(2 * n * d))
-        down = ("BF16", [d, n], weight[2])
-        tensors = {f"model.layers.0.mlp.experts.{e}.{name}_proj.weight": down if name == "down" else weight
-                   for e in range(experts) for name in ("gate", "up", "down")}
-        source = self.checkpoint(tensors)
-        command = [program.PROGRAM, "convert", "--from", source, "--to", str(self.folder / "to"), "--layout",
-                   "transposed"]
-        self.assertGreater(os.path.getsize(os.path.join(source, "model.safetensors")), 120 << 20)
-        limit = 48 << 20
-        done = subprocess.run(command, capture_output=True, text=True,
-                              preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)))
-        self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_ends_on_a_signal_and_leaves_nothing(self):
         n, d, experts = 512, 2048, 96
@@ -421,5 +407,23 @@ class Convert(Cli):
             self.refuse_convert(naming, "huggingface", str(there))
 
 
+class ConvertMemory(Checkpoints):
+    def test_takes_bounded_memory(self):
+        """A checkpoint of 128 MiB, an expert of 1 MiB, and 48 MiB of memory."""
+        n, d, experts = 512, 341, 128
+        weight = ("BF16", [n, d], random.Random(0).randbytes(2 * n * d))
+        down = ("BF16", [d, n], weight[2])
+        tensors = {f"model.layers.0.mlp.experts.{e}.{name}_proj.weight": down if name == "down" else weight
+                   for e in range(experts) for name in ("gate", "up", "down")}
+        source = self.checkpoint(tensors)
+        command = [program.PROGRAM, "convert", "--from", source, "--to", str(self.folder / "to"), "--layout",
+                   "transposed"]
+        self.assertGreater(os.path.getsize(os.path.join(source, "model.safetensors")), 120 << 20)
+        limit = 48 << 20
+        done = subprocess.run(command, capture_output=True, text=True,
+                              preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)))
+        self.assertEqual(done.returncode, 0, done.stderr)
+
+
 if __name__ == "__main__":
-    program.main({"convert": Convert})
+    program.main({"convert": Convert, "convert_memory": ConvertMemory})

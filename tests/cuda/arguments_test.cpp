@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include "cpu/reference/layout.hpp"
+#include "cuda/host/tensor_map.hpp"
 
 namespace tessera::cuda {
 namespace {
@@ -116,6 +117,24 @@ TEST(WeightViews, IgnoreStridesOfSingleElements) {
   ExpertWeights weights = weights_without_memory(desc);
   weights.w_up.stride[0] = -5;  // means nothing
   EXPECT_EQ(weight_views(desc, weights).w_up[0].expert_stride, 2 * kIntermediate * kHidden);
+}
+
+// One box for gate and up needs one set of strides: separate tensors may differ in their padding.
+TEST(WeightViews, OneBoxNeedsEqualStridesOfBothHalves) {
+  alignas(16) static char memory[4096];
+  WeightRows const gate{
+      .gmem = memory, .expert_stride = 64 * 32, .row_stride = 32, .column_stride = 1, .block = 64};
+  WeightRows up = gate;
+  up.gmem = memory + 2048;
+  EXPECT_TRUE(host::has_tile_map({gate, up}, 2, 64));
+  EXPECT_FALSE(host::has_tile_map({up, gate}, 2, 64));  // up lies in front
+  EXPECT_FALSE(host::has_tile_map({gate, up}, 2, 60));
+  up.row_stride = 40;
+  EXPECT_FALSE(host::has_tile_map({gate, up}, 2, 64));
+  EXPECT_TRUE(host::has_tile_map({gate, up}, 1, 64));
+  up = {
+      .gmem = up.gmem, .expert_stride = 64 * 40, .row_stride = 32, .column_stride = 1, .block = 64};
+  EXPECT_FALSE(host::has_tile_map({gate, up}, 2, 64));
 }
 
 }  // namespace

@@ -91,12 +91,14 @@ inline cudaError_t make_weight_map(CUtensorMap& map, WeightRows const& w, int64_
 // The usual layouts at once: row groups of 64 rows of each half, `groups` of them to a box.
 //   K-major    (column, row % 64, half, row / 64, segment)
 //   rows-major (row % 64, column, half, row / 64, segment)
-// Needs whole groups, one block, and a second half that lies behind the first.
+// Needs whole groups, one block, and a second half of the same strides that lies behind the first.
 inline bool has_tile_map(WeightRows const (&w)[2], int halves, int64_t rows) {
   auto const base = [&](int half) { return reinterpret_cast<uintptr_t>(w[half].gmem); };
   return rows % 64 == 0 && w[0].block >= rows &&
-         (halves == 1 || (base(1) > base(0) && (base(1) - base(0)) % 16 == 0 &&
-                          base(1) - base(0) < (uint64_t{1} << 40)));
+         (halves == 1 ||
+          (w[1].expert_stride == w[0].expert_stride && w[1].row_stride == w[0].row_stride &&
+           w[1].column_stride == w[0].column_stride && base(1) > base(0) &&
+           (base(1) - base(0)) % 16 == 0 && base(1) - base(0) < (uint64_t{1} << 40)));
 }
 
 inline cudaError_t make_tile_map(CUtensorMap& map, WeightRows const (&w)[2], int halves,

@@ -33,10 +33,9 @@ class SlabStore {
     swizzle_ = row & 7;
   }
 
-  // TMA has read the slabs of all rounds but the last kRounds.
-  template <int kRounds = 0>
+  // TMA has read the slabs of the last round.
   __device__ __forceinline__ void begin() const {
-    if (issuer_) arch::tma_store_wait_read<kRounds>();
+    if (issuer_) arch::tma_store_wait_read<0>();
     arch::named_barrier_sync(barrier_, arch::kWarpgroupThreads);
   }
 

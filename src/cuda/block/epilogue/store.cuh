@@ -24,13 +24,13 @@ class StoreEpilogue {
                                            int consumer)
       : p_(p), slabs_(smem, consumer) {}
 
-  // 64 rows from `row`, in rounds of two slabs; with four slabs TMA still reads the last round's.
+  // 64 rows from `row`, in rounds of two slabs.
   __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
-    static_assert(kGemm.b_halves == 1 && (kGemm.store_slabs == 2 || kDouble));
+    static_assert(kGemm.b_halves == 1 && kGemm.store_slabs == kRound);
     int const column = tile.n_tile * kGemm.tile.n;
     TESSERA_UNROLL
     for (int first = 0; first < kSlabs; first += kRound) {
-      slabs_.template begin<kDouble ? 1 : 0>();
+      slabs_.begin();
       TESSERA_UNROLL
       for (int slab = 0; slab < kRound; ++slab) {
         int const group = (first + slab) * kSlabColumns / kGroupColumns;
@@ -43,7 +43,7 @@ class StoreEpilogue {
             add_bias<kSecond>(acc[group], p_.bias, tile.segment, c, p_.columns);
           }
         }
-        slabs_.fill(base_ + slab, [&](int j, int half) {
+        slabs_.fill(slab, [&](int j, int half) {
           return arch::pack_bf16(acc[group][i + 4 * j + 2 * half],
                                  acc[group][i + 4 * j + 2 * half + 1]);
         });
@@ -52,12 +52,11 @@ class StoreEpilogue {
       if (slabs_.issuer()) {
         TESSERA_UNROLL
         for (int slab = 0; slab < kRound; ++slab) {
-          slabs_.store(base_ + slab, &p_.d, column + (first + slab) * kSlabColumns, 0,
+          slabs_.store(slab, &p_.d, column + (first + slab) * kSlabColumns, 0,
                        p_.ragged_extent + row - tile.end, tile.end);
         }
         slabs_.commit();
       }
-      if constexpr (kDouble) base_ ^= kRound;
     }
   }
 
@@ -67,11 +66,9 @@ class StoreEpilogue {
   static constexpr int kSlabs = kGemm.tile.n / kSlabColumns;
   static constexpr int kRound = 2;
   static constexpr int kSecond = kGroupColumns / 4;  // register of a group's second slab
-  static constexpr bool kDouble = kGemm.store_slabs == 2 * kRound;
 
   Params const& p_;
   SlabStore<kGemm> slabs_;
-  int base_ = 0;  // first slab of the round
 };
 
 }  // namespace tessera::cuda::block

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The activation functions of the fast kernels (definitions: core/activation.hpp), a = f(g, u); those
+// The activation functions of the fast kernels (definitions: core/activation_math.hpp), a = f(g, u); those
 // that are not gated ignore u. Sigmoid and tanh come from one special-function instruction: absolute
 // error 2^-12 of phi(g)/g, below the rounding of bf16 except where phi is tiny.
 #pragma once
@@ -40,10 +40,7 @@ __device__ __forceinline__ float relu(float x) { return x < 0.0f ? 0.0f : x; }
 
 template <ActivationKind kKind>
 struct ActivationFunction {
-  static constexpr bool kGated =
-      kKind == ActivationKind::swiglu || kKind == ActivationKind::geglu ||
-      kKind == ActivationKind::geglu_erf || kKind == ActivationKind::reglu ||
-      kKind == ActivationKind::clamped_swiglu;
+  static constexpr bool kGated = Activation{.kind = kKind}.gated();
 
   __device__ __forceinline__ static float forward(Activation const& act, float g, float u) {
     if constexpr (kKind == ActivationKind::swiglu) {

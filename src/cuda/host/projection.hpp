@@ -81,16 +81,17 @@ struct DownProjectionFwdArguments {
 };
 
 /// Why the fast kernel does not serve a call ("n=100: rows of 16 bytes need a multiple of 8"); empty where it does.
-/// Judges sizes, strides and alignment; reads no memory: `explain` asks with made-up addresses.
+/// It judges sizes, strides and alignment and reads no memory: `explain` asks with made-up addresses.
 struct Refusal {
   char text[128] = "";
   [[nodiscard]] bool refused() const { return text[0] != '\0'; }
 };
-Refusal refuse_router_logits(RouterLogitsArguments const& args);
-Refusal refuse_up_projection_fwd(UpProjectionFwdArguments const& args);
-Refusal refuse_down_projection_fwd(DownProjectionFwdArguments const& args);
 
-/// The fast kernels: launch on `stream`; allocate nothing, wait for nothing. cudaErrorInvalidValue for refused calls.
+constexpr int kMostGemmSegments =
+    640;  // experts: their offsets lie in shared memory (block::kMaxSegments)
+
+/// The fast kernels, for calls that refuse() of layer/select.hpp lets pass: launch on `stream`; allocate nothing, wait
+/// for nothing.
 cudaError_t launch_router_logits(RouterLogitsArguments const& args, int sm_count,
                                  cudaStream_t stream);
 cudaError_t launch_up_projection_fwd(UpProjectionFwdArguments const& args, int sm_count,

@@ -18,7 +18,6 @@ cudaError_t launch(DownProjectionFwdArguments const& args, int sm_count, cudaStr
 
 cudaError_t launch_down_projection_fwd(DownProjectionFwdArguments const& args, int sm_count,
                                        cudaStream_t stream) {
-  if (refuse_down_projection_fwd(args).refused()) return cudaErrorInvalidValue;
   if (args.rows == 0) return cudaSuccess;
   return args.w_down.column_stride == 1 ? launch<block::Major::kK>(args, sm_count, stream)
                                         : launch<block::Major::kRows>(args, sm_count, stream);

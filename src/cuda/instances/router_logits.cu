@@ -6,7 +6,6 @@ namespace tessera::cuda {
 
 cudaError_t launch_router_logits(RouterLogitsArguments const& args, int sm_count,
                                  cudaStream_t stream) {
-  if (refuse_router_logits(args).refused()) return cudaErrorInvalidValue;
   if (args.x.rows == 0) return cudaSuccess;
   return args.experts <= RouterLogitsNarrow::kMostExperts
              ? launch_router_logits_config<RouterLogitsNarrow>(args, sm_count, stream)

@@ -10,7 +10,6 @@ cudaError_t launch_up_projection_fwd_of(UpProjectionFwdArguments const& args, in
 
 cudaError_t launch_up_projection_fwd(UpProjectionFwdArguments const& args, int sm_count,
                                      cudaStream_t stream) {
-  if (refuse_up_projection_fwd(args).refused()) return cudaErrorInvalidValue;
   if (args.rows == 0) return cudaSuccess;
   auto const launch = [&]() -> decltype(&launch_up_projection_fwd_of<ActivationKind::swiglu>) {
     switch (args.activation.kind) {

@@ -12,7 +12,7 @@
 //     WG2             |       (turn) | mma tile 1   | store tile 1
 // Barriers full, empty [stages], the turn, and named ones: gemm_config.hpp
 // Numerics fp32 accumulate and bias, one rounding; bitwise repeatable: yes
-// Requires what refuse_down_projection_fwd() asks (host/refuse.cpp)
+// Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
 #include "../block/epilogue/store.cuh"
@@ -23,6 +23,8 @@
 #include "../host/weight_maps.hpp"
 
 namespace tessera::cuda {
+
+static_assert(kMostGemmSegments == block::kMaxSegments);
 
 // A config is a type with `static constexpr block::GemmConfig gemm`.
 struct DownProjectionFwdParams {

@@ -7,7 +7,7 @@
 //   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)
 // Barriers full, empty [stages], the turn, and named ones: gemm_config.hpp
 // Numerics fp32 accumulate and bias; bitwise repeatable: yes
-// Requires what refuse_router_logits() asks (host/refuse.cpp)
+// Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
 #include "../block/epilogue/store_fp32.cuh"

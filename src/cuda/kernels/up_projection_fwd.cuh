@@ -13,7 +13,7 @@
 // Barriers full, empty [stages] and named ones: arrival counts and ids in gemm_config.hpp
 // Numerics fp32 accumulate, one rounding each for h and a (a from the unrounded h); bitwise
 //          repeatable: yes, the tile counter decides who computes a tile, not how
-// Requires what refuse_up_projection_fwd() asks (host/refuse.cpp)
+// Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
 #include "../block/epilogue/activation.cuh"

@@ -17,7 +17,7 @@ template <ActivationKind kKind, bool kGather, block::Major kMajor, bool kAnyLayo
 struct UpProjectionFwdConfig {
   static constexpr ActivationKind activation = kKind;
   static constexpr bool bias = kBias;
-  static constexpr bool gated = kKind <= ActivationKind::clamped_swiglu;
+  static constexpr bool gated = Activation{.kind = kKind}.gated();
   static constexpr bool narrow = kBias && !gated;
   static constexpr block::GemmConfig gemm{
       .tile = {128, narrow ? 128 : 256, 64},

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// Words by which threads of other CTAs (gpu scope) or other GPUs (sys scope) learn that data is there:
+// release what was written, count or store; load with acquire, then read.
+#pragma once
+
+#include <cstdint>
+
+namespace tessera::cuda::arch {
+
+__device__ __forceinline__ uint32_t load_acquire_sys(uint32_t const* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_acquire_gpu(uint32_t const* word) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+// Orders nothing: for words whose value is all there is to know.
+__device__ __forceinline__ uint32_t load_relaxed_sys(uint32_t const* word) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release_sys(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_release_gpu(uint32_t* word, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed_sys(uint32_t* word, uint32_t value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+// Returns the value before; acquires what earlier counters released.
+__device__ __forceinline__ uint32_t count_acq_rel_gpu(uint32_t* word, uint32_t increment) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(word), "r"(increment)
+               : "memory");
+  return before;
+}
+
+__device__ __forceinline__ void fence_acq_rel_sys() {
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
+}  // namespace tessera::cuda::arch

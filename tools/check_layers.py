@@ -33,14 +33,17 @@ LAYERS = {
     "src/cuda/plain": ["src/cuda/host", "src/core"],
     "src/cuda/kernels": ["src/cuda/arch", "src/cuda/block", "src/cuda/host", "src/cuda/tuning", "src/core"],
     "src/cuda/instances": ["src/cuda/host", "src/cuda/kernels", "src/cuda/tuning"],
+    "src/dist": ["include/tessera", "src/core"],
     "lm": ["include/tessera"],
     "huggingface": ["include/tessera", "lm"],
     "cli": ["include/tessera", "src/verify", "src/device", "lm", "huggingface"],
-    "bench": ["include/tessera", "src/core", "src/cpu/parallel", "src/cuda", "tests/support"],
+    "bench": [
+        "include/tessera", "src/core", "src/cpu/parallel", "src/cuda", "src/dist", "tests/support",
+    ],
     "tests": [""],  # anything
 }
 MAY_READ_ENVIRONMENT = ("src/ops", "lm", "cli", "bench", "tests")
-MAY_INCLUDE_CUDA = ("src/cuda", "src/device/cuda.cu", "bench/cuda", "tests/cuda")
+MAY_INCLUDE_CUDA = ("src/cuda", "src/device/cuda.cu", "bench/cuda", "bench/dist", "tests/cuda")
 
 SUFFIXES = {".hpp", ".cpp", ".h", ".c", ".cuh", ".cu"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)

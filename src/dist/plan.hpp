@@ -1,0 +1,303 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every rank derives alike from the count matrix c[source][expert], so that nobody has to ask:
+//   M_e = sum of c over sources. The rows of an expert: its owner's own first, then those of the ranks
+//   after the owner, mod P, so that owners pull from different peers at any one time.
+//   block: block_rows rows of one expert in the owner's pool, the last one padded
+//   unit:  up to kUnitBlocks blocks of one expert
+//   tasks: up(U0), up(U1), .. with down(Uj) after up(Uj+lag), the rest at the end; inside a unit block by
+//   block, tile by tile, as blocks fill in this order
+// Integers only, for host and device. Cursors go forward: a walk over a pass costs one visit per expert.
+#pragma once
+
+#include <cstdint>
+
+#include "core/simd.hpp"
+
+namespace tessera::dist {
+
+constexpr int kUnitBlocks = 8;
+constexpr int kUpTileColumns = 128;    // of a
+constexpr int kDownTileColumns = 256;  // of y
+
+/// Bounds of an exchange, equal on all ranks. Owner of expert e: rank e / local_experts().
+struct ExchangeShape {
+  std::int32_t ranks = 1;
+  std::int32_t max_tokens = 0;  ///< of a rank, in any pass
+  std::int32_t hidden = 0, intermediate = 0;
+  std::int32_t experts = 0;    ///< a multiple of ranks
+  std::int32_t max_top_k = 0;  ///< most experts of one token
+  std::int32_t block_rows = 128;
+
+  [[nodiscard]] TESSERA_INLINE constexpr std::int32_t local_experts() const {
+    return experts / ranks;
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int32_t owner(std::int32_t expert) const {
+    return expert / local_experts();
+  }
+  /// Most rows that one token sends to one owner.
+  [[nodiscard]] TESSERA_INLINE constexpr std::int32_t max_local_choices() const {
+    return max_top_k < local_experts() ? max_top_k : local_experts();
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t max_rows() const {  // of an owner
+    return std::int64_t{ranks} * max_tokens * max_local_choices();
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t pool_rows() const {  // with pads
+    return max_rows() + std::int64_t{local_experts()} * (block_rows - 1);
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t max_blocks() const {
+    return pool_rows() / block_rows;
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int32_t up_tiles() const {
+    return (intermediate + kUpTileColumns - 1) / kUpTileColumns;
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int32_t down_tiles() const {
+    return (hidden + kDownTileColumns - 1) / kDownTileColumns;
+  }
+};
+
+/// Tokens [begin, end) of a rank that one of `slices` CTAs routes.
+struct TokenSlice {
+  std::int32_t begin, end;
+};
+TESSERA_INLINE constexpr TokenSlice token_slice(std::int32_t tokens, std::int32_t slice,
+                                                std::int32_t slices) {
+  auto const at = [=](std::int32_t i) {
+    return static_cast<std::int32_t>(std::int64_t{tokens} * i / slices);
+  };
+  return {at(slice), at(slice + 1)};
+}
+
+/// Rows of an expert on its owner; first_* count what the owner's earlier experts have.
+struct ExpertPlan {
+  std::int32_t rows, first_row, first_block, first_unit;
+  bool operator==(ExpertPlan const&) const = default;
+};
+
+/// c[source][expert] as it stands in the window.
+struct CountMatrix {
+  std::int32_t const* counts = nullptr;
+  std::int32_t experts = 0;
+  [[nodiscard]] TESSERA_INLINE std::int32_t at(std::int32_t source, std::int32_t expert) const {
+    return counts[std::int64_t{source} * experts + expert];
+  }
+};
+
+/// The source whose rows stand `position`-th in the experts of `owner`.
+TESSERA_INLINE constexpr std::int32_t source_at(ExchangeShape const& shape, std::int32_t owner,
+                                                std::int32_t position) {
+  return (owner + position) % shape.ranks;
+}
+
+/// Rows that other sources have ahead of `source` in `expert`.
+TESSERA_INLINE std::int32_t rows_ahead(ExchangeShape const& shape, CountMatrix counts,
+                                       std::int32_t expert, std::int32_t source) {
+  std::int32_t const owner = shape.owner(expert);
+  std::int32_t rows = 0;
+  for (std::int32_t p = 0; source_at(shape, owner, p) != source; ++p) {
+    rows += counts.at(source_at(shape, owner, p), expert);
+  }
+  return rows;
+}
+
+TESSERA_INLINE constexpr std::int32_t blocks_of(ExchangeShape const& shape, std::int32_t rows) {
+  return (rows + shape.block_rows - 1) / shape.block_rows;
+}
+TESSERA_INLINE constexpr std::int32_t units_of(std::int32_t blocks) {
+  return (blocks + kUnitBlocks - 1) / kUnitBlocks;
+}
+
+/// plan[E]: every rank makes that of all owners, to know where its own rows are.
+TESSERA_INLINE void make_plan(ExchangeShape const& shape, CountMatrix counts, ExpertPlan* plan) {
+  for (std::int32_t e = 0; e < shape.experts; ++e) {
+    ExpertPlan& now = plan[e];
+    now = {};
+    for (std::int32_t s = 0; s < shape.ranks; ++s) now.rows += counts.at(s, e);
+    if (e % shape.local_experts() == 0) continue;
+    ExpertPlan const& last = plan[e - 1];
+    now.first_row = last.first_row + last.rows;
+    now.first_block = last.first_block + blocks_of(shape, last.rows);
+    now.first_unit = last.first_unit + units_of(blocks_of(shape, last.rows));
+  }
+}
+
+/// What an owner has in all.
+struct OwnerTotals {
+  std::int32_t rows, blocks, units;
+};
+TESSERA_INLINE OwnerTotals owner_totals(ExchangeShape const& shape, ExpertPlan const* plan,
+                                        std::int32_t owner) {
+  ExpertPlan const& last = plan[(owner + 1) * shape.local_experts() - 1];
+  std::int32_t const blocks = blocks_of(shape, last.rows);
+  return {last.first_row + last.rows, last.first_block + blocks,
+          last.first_unit + units_of(blocks)};
+}
+
+/// list_begin[source * local_experts + local expert]: where an expert's entries begin in the list that
+/// `source` writes into the window of `owner`. An entry's place there is this plus its index.
+TESSERA_INLINE void make_list_begins(ExchangeShape const& shape, CountMatrix counts,
+                                     std::int32_t owner, std::int32_t* list_begin) {
+  for (std::int32_t s = 0; s < shape.ranks; ++s) {
+    std::int32_t sum = 0;
+    for (std::int32_t l = 0; l < shape.local_experts(); ++l) {
+      list_begin[s * shape.local_experts() + l] = sum;
+      sum += counts.at(s, owner * shape.local_experts() + l);
+    }
+  }
+}
+
+/// The block, on the owner of `expert`, of the index-th row that `source` sends to this expert.
+TESSERA_INLINE std::int32_t block_of_pair(ExchangeShape const& shape, CountMatrix counts,
+                                          ExpertPlan const* plan, std::int32_t expert,
+                                          std::int32_t source, std::int32_t index) {
+  return plan[expert].first_block +
+         (rows_ahead(shape, counts, expert, source) + index) / shape.block_rows;
+}
+
+/// Where a row of the pool comes from.
+struct PoolRow {
+  std::int32_t expert;
+  std::int32_t block;     ///< of the owner
+  std::int32_t position;  ///< in the block
+  std::int32_t source;
+  std::int32_t entry;  ///< in the source's list
+  std::int32_t pad;    ///< zero rows that follow it in its block: not 0 for the last row only
+  bool operator==(PoolRow const&) const = default;
+};
+
+/// An owner's rows in the order in which they are pulled; `at` takes ascending numbers.
+class RowCursor {
+ public:
+  TESSERA_INLINE RowCursor(ExchangeShape const& shape, CountMatrix counts, ExpertPlan const* plan,
+                           std::int32_t const* list_begin, std::int32_t owner)
+      : shape_(shape),
+        counts_(counts),
+        plan_(plan),
+        list_begin_(list_begin),
+        owner_(owner),
+        expert_(owner * shape.local_experts()) {}
+
+  TESSERA_INLINE PoolRow at(std::int32_t number) {
+    while (number >= plan_[expert_].first_row + plan_[expert_].rows) ++expert_;
+    ExpertPlan const& e = plan_[expert_];
+    std::int32_t const row = number - e.first_row;
+    std::int32_t index = row;
+    std::int32_t source = owner_;
+    for (std::int32_t p = 1; index >= counts_.at(source, expert_); ++p) {
+      index -= counts_.at(source, expert_);
+      source = source_at(shape_, owner_, p);
+    }
+    std::int32_t const position = row % shape_.block_rows;
+    std::int32_t const local = expert_ - owner_ * shape_.local_experts();
+    return {expert_,
+            e.first_block + row / shape_.block_rows,
+            position,
+            source,
+            list_begin_[source * shape_.local_experts() + local] + index,
+            row + 1 == e.rows ? shape_.block_rows - 1 - position : 0};
+  }
+
+ private:
+  ExchangeShape shape_;
+  CountMatrix counts_;
+  ExpertPlan const* plan_;
+  std::int32_t const* list_begin_;
+  std::int32_t owner_, expert_;
+};
+
+/// Units of down that stay behind those of up. Too few: pushes fight pulls for the link; too many: the
+/// last downs run with nothing to hide behind.
+TESSERA_INLINE constexpr std::int32_t default_lag(std::int32_t units) {
+  std::int32_t const lag = static_cast<std::int32_t>(std::int64_t{units} * 9 / 20);
+  return lag < kUnitBlocks ? kUnitBlocks : lag > 64 ? 64 : lag;
+}
+
+enum class TaskKind : std::int32_t { up, down };
+struct Task {
+  TaskKind kind;
+  std::int32_t expert, block, tile;
+  bool operator==(Task const&) const = default;
+};
+
+/// An owner's units one after the other.
+class UnitCursor {
+ public:
+  TESSERA_INLINE UnitCursor(ExchangeShape const& shape, ExpertPlan const* plan, std::int32_t owner)
+      : plan_(plan), expert_(owner * shape.local_experts()), block_rows_(shape.block_rows) {}
+
+  [[nodiscard]] TESSERA_INLINE std::int32_t expert() const { return expert_; }
+  [[nodiscard]] TESSERA_INLINE std::int32_t first_block() const { return first_block_; }
+  [[nodiscard]] TESSERA_INLINE std::int32_t blocks() const { return blocks_; }
+
+  /// To the next unit, the first one at the first call; there must be one.
+  TESSERA_INLINE void advance() {
+    std::int32_t next = blocks_ == 0 ? plan_[expert_].first_block : first_block_ + blocks_;
+    for (;; ++expert_) {
+      std::int32_t const end =
+          plan_[expert_].first_block + (plan_[expert_].rows + block_rows_ - 1) / block_rows_;
+      if (next >= end) continue;
+      first_block_ = next;
+      blocks_ = end - next < kUnitBlocks ? end - next : kUnitBlocks;
+      return;
+    }
+  }
+
+ private:
+  ExpertPlan const* plan_;
+  std::int32_t expert_;
+  std::int32_t block_rows_;
+  std::int32_t first_block_ = 0, blocks_ = 0;
+};
+
+/// Tasks by ticket; `at` takes ascending tickets in [0, tickets()).
+class TaskCursor {
+ public:
+  TESSERA_INLINE TaskCursor(ExchangeShape const& shape, ExpertPlan const* plan, std::int32_t owner,
+                            std::int32_t lag)
+      : totals_(owner_totals(shape, plan, owner)),
+        lag_(lag),
+        up_tiles_(shape.up_tiles()),
+        down_tiles_(shape.down_tiles()),
+        up_(shape, plan, owner),
+        down_(shape, plan, owner) {}
+
+  [[nodiscard]] TESSERA_INLINE std::int64_t tickets() const {
+    return std::int64_t{totals_.blocks} * (up_tiles_ + down_tiles_);
+  }
+
+  TESSERA_INLINE Task at(std::int64_t ticket) {
+    while (ticket >= end_) advance();
+    auto const place = static_cast<std::int32_t>(ticket - begin_);
+    UnitCursor const& unit = kind_ == TaskKind::up ? up_ : down_;
+    std::int32_t const tiles = kind_ == TaskKind::up ? up_tiles_ : down_tiles_;
+    return {kind_, unit.expert(), unit.first_block() + place / tiles, place % tiles};
+  }
+
+ private:
+  // To the next unit's ups or downs: step i is up(Ui), then down(Ui-lag), where there are such units.
+  TESSERA_INLINE void advance() {
+    begin_ = end_;
+    if (kind_ == TaskKind::down) {
+      ++step_;
+      kind_ = TaskKind::up;
+      if (step_ < totals_.units) {
+        up_.advance();
+        end_ += std::int64_t{up_.blocks()} * up_tiles_;
+      }
+    } else {
+      kind_ = TaskKind::down;
+      if (step_ >= lag_) {
+        down_.advance();
+        end_ += std::int64_t{down_.blocks()} * down_tiles_;
+      }
+    }
+  }
+
+  OwnerTotals totals_;
+  std::int32_t lag_, up_tiles_, down_tiles_;
+  UnitCursor up_, down_;
+  std::int32_t step_ = -1;
+  TaskKind kind_ = TaskKind::down;
+  std::int64_t begin_ = 0, end_ = 0;
+};
+
+}  // namespace tessera::dist

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the ranks of one exchange talk: where things lie in a window, which word announces what, and when
+// a wait is over. Kernel, model and host share this file.
+//
+//   site        signals -> waits                    word                    until          scope
+//   ack         owner, pass ended -> source         ack[owner]              epoch - 2      sys
+//   route_scan  CTAs -> CTAs                        slices counted          all slices     gpu
+//   publish     source -> all ranks                 publish[source]         epoch          sys
+//   arrived     communication warps -> up tasks     arrived[block]          block_rows     gpu
+//   a_ready     up tasks -> down tasks              a_ready[block]          up_tiles       gpu
+//   down_tiles  down tasks -> the last of them      down_tiles[block]       down_tiles     gpu, sys fence before
+//   block_done  owner -> aggregate                  block_done[owner,block] epoch          sys
+//   ended       CTAs -> the last of them            ended                   all CTAs       gpu
+//
+// Epochs count passes from 1. Words that peers write hold epochs and are never cleared. A peer may be a
+// pass ahead: waits ask for "at least", counts and lists are double (by the epoch's parity), and a source
+// overwrites those of pass N-2 only when every peer has acknowledged that pass. Counters of this GPU
+// alone have two banks; a pass clears the bank of the next one. x, slots and pools are single: a rank
+// ends its pass after every owner has pulled and returned its rows.
+#pragma once
+
+#include <cstdint>
+
+#include "dist/plan.hpp"
+
+namespace tessera::dist {
+
+enum class Site : std::int32_t {
+  none,
+  ack,
+  route_scan,
+  publish,
+  arrived,
+  a_ready,
+  down_tiles,
+  block_done,
+  ended
+};
+
+/// A row on its way to an owner.
+struct RouteEntry {
+  std::uint32_t pair;  ///< token * max_top_k + choice, on its source
+  float score;
+};
+
+TESSERA_INLINE constexpr std::int32_t parity(std::uint32_t epoch) {
+  return static_cast<std::int32_t>(epoch & 1u);
+}
+/// Whether a word that holds an epoch stands at `epoch` or later; right across the wrap of 32 bits.
+TESSERA_INLINE constexpr bool reached(std::uint32_t word, std::uint32_t epoch) {
+  return static_cast<std::int32_t>(word - epoch) >= 0;
+}
+
+/// The pass whose acknowledgement frees the lists and counts of `epoch`.
+TESSERA_INLINE constexpr std::uint32_t acked_before(std::uint32_t epoch) { return epoch - 2; }
+
+constexpr std::int64_t kWordStride = 128;  // bytes: a line for every word that peers write
+
+/// Byte offsets in every rank's window. Equal on all ranks.
+struct WindowLayout {
+  std::int64_t publish, ack, abort;  ///< [P] words, a line each
+  std::int64_t block_done;           ///< [P,max_blocks] u32
+  std::int64_t counts;               ///< [2,P,E] i32
+  std::int64_t lists;                ///< [2,P,max_tokens*max_local_choices] RouteEntry
+  std::int64_t x;                    ///< [max_tokens,d] bf16
+  std::int64_t slots;                ///< [max_tokens*max_top_k,d] bf16
+  std::int64_t bytes;
+
+  explicit TESSERA_INLINE constexpr WindowLayout(ExchangeShape const& s)
+      : ranks_(s.ranks), experts_(s.experts), row_bytes_(std::int64_t{2} * s.hidden) {
+    max_blocks_ = s.max_blocks();
+    list_entries_ = std::int64_t{s.max_tokens} * s.max_local_choices();
+    std::int64_t end = 0;
+    auto const take = [&end](std::int64_t region_bytes) {
+      std::int64_t const at = end;
+      end = (end + region_bytes + 4095) / 4096 * 4096;
+      return at;
+    };
+    publish = take(ranks_ * kWordStride);
+    ack = take(ranks_ * kWordStride);
+    abort = take(ranks_ * kWordStride);
+    block_done = take(4 * ranks_ * max_blocks_);
+    counts = take(std::int64_t{4} * 2 * ranks_ * experts_);
+    lists = take(static_cast<std::int64_t>(sizeof(RouteEntry)) * 2 * ranks_ * list_entries_);
+    x = take(row_bytes_ * s.max_tokens);
+    slots = take(row_bytes_ * s.max_tokens * s.max_top_k);
+    bytes = end;
+  }
+
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t publish_word(std::int32_t source) const {
+    return publish + kWordStride * source;
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t ack_word(std::int32_t owner) const {
+    return ack + kWordStride * owner;
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t abort_word(std::int32_t rank) const {
+    return abort + kWordStride * rank;
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t block_done_word(std::int32_t owner,
+                                                                      std::int64_t block) const {
+    return block_done + 4 * (owner * max_blocks_ + block);
+  }
+  /// The row of `source` in the count matrix of this parity; rows follow each other.
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t count_row(std::int32_t parity,
+                                                                std::int32_t source) const {
+    return counts + 4 * (std::int64_t{parity} * ranks_ + source) * experts_;
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t list_entry(std::int32_t parity,
+                                                                 std::int32_t source,
+                                                                 std::int64_t entry) const {
+    return lists + static_cast<std::int64_t>(sizeof(RouteEntry)) *
+                       ((std::int64_t{parity} * ranks_ + source) * list_entries_ + entry);
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t x_row(std::int64_t token) const {
+    return x + row_bytes_ * token;
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t slot(std::int64_t pair) const {
+    return slots + row_bytes_ * pair;
+  }
+
+ private:
+  std::int64_t ranks_, experts_, row_bytes_;
+  std::int64_t max_blocks_ = 0, list_entries_ = 0;
+};
+
+/// Byte offsets of what a GPU keeps to itself besides pools: counters in two banks, each of which the
+/// pass before leaves at zero, and what its CTAs tell each other when they route.
+struct LocalLayout {
+  std::int64_t bank_bytes;
+  std::int64_t histograms;  ///< [slices,E] i32
+  std::int64_t
+      pair_index;  ///< [max_tokens*max_top_k] i32: a pair's index among its expert's of this rank
+  std::int64_t row_origin;  ///< [pool_rows] {source, pair}
+  std::int64_t bytes;
+
+  TESSERA_INLINE constexpr LocalLayout(ExchangeShape const& s, std::int32_t slices)
+      : experts_(s.experts), max_blocks_(s.max_blocks()) {
+    bank_bytes = kCounters * kWordStride + 12 * max_blocks_;
+    bank_bytes = (bank_bytes + 127) / 128 * 128;
+    histograms = 2 * bank_bytes;
+    pair_index = histograms + std::int64_t{4} * slices * experts_;
+    row_origin = pair_index + std::int64_t{4} * s.max_tokens * s.max_top_k;
+    row_origin = (row_origin + 7) / 8 * 8;
+    bytes = row_origin + 8 * s.pool_rows();
+  }
+
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t bank(std::uint32_t epoch) const {
+    return bank_bytes * parity(epoch);
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t slices_counted(std::uint32_t epoch) const {
+    return bank(epoch);
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t slices_written(std::uint32_t epoch) const {
+    return bank(epoch) + kWordStride;
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t ended(std::uint32_t epoch) const {
+    return bank(epoch) + 2 * kWordStride;
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t arrived(std::uint32_t epoch,
+                                                              std::int64_t block) const {
+    return bank(epoch) + kCounters * kWordStride + 4 * block;
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t a_ready(std::uint32_t epoch,
+                                                              std::int64_t block) const {
+    return arrived(epoch, max_blocks_ + block);
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t down_tiles(std::uint32_t epoch,
+                                                                 std::int64_t block) const {
+    return arrived(epoch, 2 * max_blocks_ + block);
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t histogram(std::int32_t slice) const {
+    return histograms + std::int64_t{4} * slice * experts_;
+  }
+
+ private:
+  static constexpr std::int64_t kCounters = 3;
+  std::int64_t experts_, max_blocks_;
+};
+
+}  // namespace tessera::dist

@@ -1,0 +1,264 @@
+// SPDX-License-Identifier: Apache-2.0
+// The plan against the exchange written out by hand: every pair on one row, every task once, no task
+// before what it needs.
+#include "dist/plan.hpp"
+
+#include <gtest/gtest.h>
+
+#include <iterator>
+#include <map>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "dist/protocol.hpp"
+#include "tests/dist/exchange.hpp"
+
+namespace tessera::dist {
+namespace {
+
+// All that a test of one owner looks at.
+struct OwnerPlan {
+  Exchange const& exchange;
+  std::int32_t owner;
+  std::vector<std::int32_t> counts = exchange.counts();
+  CountMatrix matrix{counts.data(), exchange.shape.experts};
+  std::vector<ExpertPlan> plan;
+  std::vector<std::int32_t> list_begin;
+
+  OwnerPlan(Exchange const& e, std::int32_t o)
+      : exchange(e),
+        owner(o),
+        plan(static_cast<std::size_t>(e.shape.experts)),
+        list_begin(static_cast<std::size_t>(e.shape.experts)) {
+    make_plan(e.shape, matrix, plan.data());
+    make_list_begins(e.shape, matrix, owner, list_begin.data());
+  }
+  [[nodiscard]] OwnerTotals totals() const {
+    return owner_totals(exchange.shape, plan.data(), owner);
+  }
+  [[nodiscard]] RowCursor rows() const {
+    return {exchange.shape, matrix, plan.data(), list_begin.data(), owner};
+  }
+  [[nodiscard]] TaskCursor tasks(std::int32_t lag) const {
+    return {exchange.shape, plan.data(), owner, lag};
+  }
+};
+
+// The list that `source` writes for `owner`: by expert, tokens ascending.
+std::vector<std::int32_t> list_of(Exchange const& exchange, std::int32_t source,
+                                  std::int32_t owner) {
+  std::vector<std::int32_t> pairs;
+  for (std::int32_t e = 0; e < exchange.shape.experts; ++e) {
+    if (exchange.shape.owner(e) != owner) continue;
+    for (std::int32_t pair = 0; pair < exchange.pairs(source); ++pair) {
+      if (exchange.expert(source, pair) == e) pairs.push_back(pair);
+    }
+  }
+  return pairs;
+}
+
+std::vector<Exchange> exchanges() {
+  std::vector<Exchange> all;
+  std::uint64_t seed = 0;
+  for (std::int32_t const ranks : {1, 2, 3, 4, 8}) {
+    for (std::int32_t const local : {1, 2, 5}) {
+      for (std::int32_t const top_k : {1, 2, 40}) {  // 40: K = E
+        for (std::int32_t const block_rows : {1, 4, 7}) {
+          for (Pattern const pattern : kPatterns) {
+            all.push_back(draw_exchange({.ranks = ranks,
+                                         .max_tokens = 13,
+                                         .hidden = 600,
+                                         .intermediate = 300,
+                                         .experts = ranks * local,
+                                         .max_top_k = std::min(top_k, ranks * local),
+                                         .block_rows = block_rows},
+                                        pattern, ++seed));
+          }
+        }
+      }
+    }
+  }
+  // No token anywhere.
+  all.push_back({.shape = {.ranks = 2,
+                           .max_tokens = 4,
+                           .hidden = 64,
+                           .intermediate = 64,
+                           .experts = 4,
+                           .max_top_k = 1},
+                 .ids = std::vector<std::vector<std::int32_t>>(2)});
+  return all;
+}
+
+TEST(Plan, PutsEveryPairOnOneRow) {
+  for (Exchange const& exchange : exchanges()) {
+    ExchangeShape const& shape = exchange.shape;
+    std::set<std::pair<std::int32_t, std::int32_t>> pulled;  // source, pair
+    for (std::int32_t owner = 0; owner < shape.ranks; ++owner) {
+      OwnerPlan const own(exchange, owner);
+      RowCursor cursor = own.rows();
+      std::map<std::int32_t, std::int32_t> filled;  // rows of each block
+      std::vector<std::vector<std::int32_t>> lists;
+      for (std::int32_t s = 0; s < shape.ranks; ++s) lists.push_back(list_of(exchange, s, owner));
+      std::tuple<std::int32_t, std::int32_t, std::int32_t> last{-1, -1, -1};
+      for (std::int32_t number = 0; number < own.totals().rows; ++number) {
+        PoolRow const row = cursor.at(number);
+        std::int32_t const pair =
+            lists[static_cast<std::size_t>(row.source)].at(static_cast<std::size_t>(row.entry));
+        ASSERT_EQ(exchange.expert(row.source, pair), row.expert);
+        ASSERT_TRUE(pulled.insert({row.source, pair}).second);
+        ASSERT_EQ(row.position, filled[row.block]++) << "rows of a block in order";
+        filled[row.block] += row.pad;
+        // The source, which has the counts alone, expects its row in this block.
+        std::int32_t index = 0;
+        for (std::int32_t p = 0; p < pair; ++p) {
+          index += exchange.expert(row.source, p) == row.expert ? 1 : 0;
+        }
+        ASSERT_EQ(block_of_pair(shape, own.matrix, own.plan.data(), row.expert, row.source, index),
+                  row.block);
+        // By expert; inside one, the owner's rows, then rank owner+1's, .., each by token.
+        std::int32_t const turn = (row.source - owner + shape.ranks) % shape.ranks;
+        std::tuple const now{row.expert, turn, pair};
+        ASSERT_LT(last, now);
+        last = now;
+      }
+      ASSERT_EQ(static_cast<std::int32_t>(filled.size()), own.totals().blocks);
+      for (auto const& [block, rows] : filled) ASSERT_EQ(rows, shape.block_rows);
+      ASSERT_LE(own.totals().blocks, shape.max_blocks());
+      ASSERT_LE(own.totals().rows, shape.max_rows());
+    }
+    std::size_t routed = 0;
+    for (std::int32_t r = 0; r < shape.ranks; ++r) {
+      for (std::int32_t p = 0; p < exchange.pairs(r); ++p) {
+        routed += exchange.expert(r, p) >= 0 ? 1u : 0u;
+      }
+    }
+    EXPECT_EQ(pulled.size(), routed);
+  }
+}
+
+TEST(Plan, CursorsSkipWhatOthersTake) {
+  // A CTA sees every seventh row and ticket, and finds there what one that sees all finds.
+  for (Exchange const& exchange : exchanges()) {
+    OwnerPlan const own(exchange, exchange.shape.ranks - 1);
+    RowCursor all = own.rows(), some = own.rows();
+    for (std::int32_t number = 0; number < own.totals().rows; ++number) {
+      PoolRow const a = all.at(number);
+      if (number % 7 != 3) continue;
+      ASSERT_EQ(some.at(number), a);
+    }
+    TaskCursor every = own.tasks(2), seventh = own.tasks(2);
+    for (std::int64_t ticket = 0; ticket < every.tickets(); ++ticket) {
+      Task const a = every.at(ticket);
+      if (ticket % 7 != 3) continue;
+      ASSERT_EQ(seventh.at(ticket), a);
+    }
+  }
+}
+
+TEST(Tasks, EachOnceAndDownsBehindUpsByTheLag) {
+  for (Exchange const& exchange : exchanges()) {
+    ExchangeShape const& shape = exchange.shape;
+    OwnerPlan const own(exchange, 0);
+    std::vector<std::int32_t> unit_of, expert_of;  // by block
+    for (std::int32_t e = 0; e < shape.local_experts(); ++e) {
+      ExpertPlan const& expert = own.plan[static_cast<std::size_t>(e)];
+      for (std::int32_t b = 0; b < blocks_of(shape, expert.rows); ++b) {
+        unit_of.push_back(expert.first_unit + b / kUnitBlocks);
+        expert_of.push_back(e);
+      }
+    }
+    for (std::int32_t const lag : {0, 1, 3, 100}) {
+      TaskCursor cursor = own.tasks(lag);
+      std::set<std::tuple<TaskKind, std::int32_t, std::int32_t>> seen;
+      std::int32_t const all_ups = own.totals().blocks * shape.up_tiles();
+      std::int32_t last_up = -1, ups = 0;
+      for (std::int64_t ticket = 0; ticket < cursor.tickets(); ++ticket) {
+        Task const task = cursor.at(ticket);
+        auto const block = static_cast<std::size_t>(task.block);
+        ASSERT_TRUE(seen.insert({task.kind, task.block, task.tile}).second);
+        ASSERT_EQ(task.expert, expert_of.at(block));
+        if (task.kind == TaskKind::up) {
+          ASSERT_LT(task.tile, shape.up_tiles());
+          ASSERT_GE(task.block, last_up) << "blocks ascend";
+          last_up = task.block;
+          ++ups;
+          continue;
+        }
+        ASSERT_LT(task.tile, shape.down_tiles());
+        for (std::int32_t tile = 0; tile < shape.up_tiles(); ++tile) {
+          ASSERT_TRUE(seen.count({TaskKind::up, task.block, tile})) << "a lower ticket";
+        }
+        ASSERT_TRUE(ups == all_ups ||
+                    unit_of[static_cast<std::size_t>(last_up)] == unit_of[block] + lag);
+      }
+      ASSERT_EQ(static_cast<std::int64_t>(seen.size()), cursor.tickets());
+      ASSERT_EQ(ups, all_ups);
+    }
+  }
+}
+
+TEST(Tasks, LagIsAShareOfTheUnitsWithinBounds) {
+  EXPECT_EQ(default_lag(0), 8);
+  EXPECT_EQ(default_lag(100), 45);
+  EXPECT_EQ(default_lag(1000), 64);
+}
+
+TEST(Plan, SlicesCoverTheTokensOnce) {
+  for (std::int32_t const tokens : {0, 1, 5, 131, 132, 133, 2'000'000'000}) {
+    std::int32_t end = 0;
+    for (std::int32_t c = 0; c < 132; ++c) {
+      TokenSlice const slice = token_slice(tokens, c, 132);
+      EXPECT_EQ(slice.begin, end);
+      EXPECT_LE(slice.end - slice.begin, tokens / 132 + 1);
+      end = slice.end;
+    }
+    EXPECT_EQ(end, tokens);
+  }
+}
+
+TEST(Layout, HasRoomAndNoOverlaps) {
+  ExchangeShape const shape{.ranks = 4,
+                            .max_tokens = 8192,
+                            .hidden = 2048,
+                            .intermediate = 768,
+                            .experts = 128,
+                            .max_top_k = 8};
+  WindowLayout const w(shape);
+  std::int64_t const begins[] = {w.publish, w.ack, w.abort, w.block_done, w.counts,
+                                 w.lists,   w.x,   w.slots, w.bytes};
+  for (std::size_t i = 0; i + 1 < std::size(begins); ++i) {
+    EXPECT_LT(begins[i], begins[i + 1]);
+    EXPECT_EQ(begins[i] % 4096, 0);
+  }
+  EXPECT_LE(w.abort_word(3) + kWordStride, w.block_done);
+  EXPECT_LE(w.block_done_word(3, shape.max_blocks() - 1) + 4, w.counts);
+  EXPECT_LE(w.count_row(1, 3) + 4 * 128, w.lists);
+  EXPECT_LE(w.list_entry(1, 3, 8192 * 8 - 1) + 8, w.x);
+  EXPECT_LE(w.x_row(8191) + 4096, w.slots);
+  EXPECT_LE(w.slot(8192 * 8 - 1) + 4096, w.bytes);
+  // x and slots are 2*T*d*(1 + K); what is left is small.
+  EXPECT_LT(w.bytes - std::int64_t{2} * 8192 * 2048 * 9, 8 << 20);
+
+  LocalLayout const l(shape, 132);
+  EXPECT_LE(l.ended(0) + kWordStride, l.arrived(0, 0));
+  EXPECT_EQ(l.a_ready(0, 0) - l.arrived(0, shape.max_blocks() - 1), 4);
+  EXPECT_EQ(l.down_tiles(0, 0) - l.a_ready(0, shape.max_blocks() - 1), 4);
+  EXPECT_LE(l.down_tiles(0, shape.max_blocks() - 1) + 4, l.bank(1));
+  EXPECT_LE(l.down_tiles(1, shape.max_blocks() - 1) + 4, l.histograms);
+  EXPECT_LE(l.histogram(131) + 4 * 128, l.pair_index);
+}
+
+TEST(Epochs, CompareAcrossTheWrap) {
+  EXPECT_TRUE(reached(5, 5));
+  EXPECT_TRUE(reached(6, 5));
+  EXPECT_FALSE(reached(4, 5));
+  EXPECT_TRUE(reached(0, acked_before(1)));  // the first two passes wait for nobody
+  EXPECT_TRUE(reached(0, acked_before(2)));
+  EXPECT_FALSE(reached(0, acked_before(3)));
+  EXPECT_TRUE(reached(1, 0xffffffffu));
+  EXPECT_FALSE(reached(0xffffffffu, 1));
+}
+
+}  // namespace
+}  // namespace tessera::dist

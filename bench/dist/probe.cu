@@ -367,8 +367,13 @@ std::string first_line(char const* command) {
     if (std::fgets(line, sizeof line, pipe) != nullptr) text = line;
     pclose(pipe);
   }
-  while (!text.empty() && (text.back() == '\n' || text.back() == ',')) text.pop_back();
+  while (!text.empty() && text.back() == '\n') text.pop_back();
   return text;
+}
+
+std::string query(char const* fields) {
+  return first_line(
+      (std::string("nvidia-smi --format=csv,noheader,nounits --query-gpu=") + fields).c_str());
 }
 
 }  // namespace
@@ -430,16 +435,17 @@ int main(int argc, char** argv) {
   }
   std::string rows(shared->rows);
   if (rows.size() > 2) rows.resize(rows.size() - 2);  // the last comma
-  std::fprintf(
-      file,
-      "{\"command\": \"NCCL_NVLS_ENABLE=0 build-cuda/bin/bench_dist_probe --out FILE\", "
-      "\"commit\": \"%s\",\n \"driver\": \"%s\", \"clocks\": \"%s\", \"date\": \"%s\",\n"
-      " \"protocol\": \"median of %d after one checked run, rows scattered over 512 MB\",\n"
-      " \"rows\": [\n%s\n]}\n",
-      commit.c_str(),
-      first_line("nvidia-smi --query-gpu=driver_version --format=csv,noheader").c_str(),
-      first_line("nvidia-smi --query-gpu=clocks.sm,clocks.mem --format=csv,noheader").c_str(),
-      first_line("date +%F").c_str(), kRepeats, rows.c_str());
+  std::fprintf(file,
+               "{\"command\": \"NCCL_NVLS_ENABLE=0 build-cuda/bin/bench_dist_probe --out FILE\", "
+               "\"commit\": \"%s\", \"device\": \"2x %s\",\n"
+               " \"driver\": \"%s\", \"clocks_mhz\": [%s], \"date\": \"%s\",\n"
+               " \"protocol\": \"rates: median of %d after one checked run, each CTA moves 3 MB, "
+               "rows scattered "
+               "over 512 MB; GB/s of one direction of the slower GPU\",\n"
+               " \"rows\": [\n%s\n]}\n",
+               commit.c_str(), query("name").c_str(), query("driver_version").c_str(),
+               query("clocks.sm,clocks.mem").c_str(), first_line("date +%F").c_str(), kRepeats,
+               rows.c_str());
   std::fclose(file);
   return 0;
 }

@@ -15,12 +15,12 @@ namespace tessera::cuda {
 
 /// ds is summed over n in groups of this many columns, first inside a group, then over the groups in order.
 constexpr int64_t kScoreGroup = 128;
-constexpr int64_t score_groups(int64_t intermediate) {
+__host__ __device__ constexpr int64_t score_groups(int64_t intermediate) {
   return (intermediate + kScoreGroup - 1) / kScoreGroup;
 }
 
-/// t_r = dO[gather_index[r]] w_down[e] (fp32, never stored); with the recomputed a_r = act(h_r) and s = scores of row r:
-/// ds_r = <t_r, a_r>, dh_r = rnd(J_act(h_r)^T s t_r), a'_r = rnd(s a_r).
+/// t_r = dO[gather_index[r]] w_down[e] (fp32, never stored); with the recomputed a_r = act(h_r) and s the score of row
+/// r: ds_r = <t_r, a_r>, dh_r = rnd(J_act(h_r)^T s t_r), a'_r = rnd(s a_r).
 struct DownProjectionDgradArguments {
   MatrixRows d_o;                      // (T,d)
   int32_t const* gmem_gather_index;    // (P) row -> row of d_o; null: row r of d_o

@@ -50,4 +50,15 @@ TESSERA_INLINE float key_value(std::uint32_t ordered) noexcept {
 /// Added to the sum of the chosen p before scores are divided by it.
 constexpr float kNormalizeFloor = 1e-20f;
 
+/// q or p of a score c*q, c*p; c = 0 makes every score and gradient 0.
+TESSERA_INLINE float unscaled_score(float scale, float score) noexcept {
+  return scale == 0.0f ? 0.0f : score / scale;
+}
+
+/// dl_k of a chosen expert from dp_k, of the routers with a p of their own.
+TESSERA_INLINE float own_p_gradient(RouterKind kind, float p, float dp) noexcept {
+  if (kind != RouterKind::sqrtsoftplus) return dp * p * (1.0f - p);
+  return p == 0.0f ? 0.0f : dp * -std::expm1(-p * p) / (2.0f * p);
+}
+
 }  // namespace tessera::core

@@ -62,9 +62,9 @@ float centered(Experts const& experts, std::int64_t k) noexcept {
   return sum;
 }
 
-/// q or p of the k-th expert; c = 0 makes every score and gradient 0.
+/// q or p of the k-th expert.
 float unscaled(float scale, Experts const& experts, std::int64_t k) noexcept {
-  return scale == 0.0f ? 0.0f : experts.scores[k] / scale;
+  return core::unscaled_score(scale, experts.scores[k]);
 }
 
 void topk_softmax(float scale, Experts const& members, float* dlogits) noexcept {

@@ -14,7 +14,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 
 #include "core/fp32_math.hpp"
@@ -28,6 +27,7 @@ using core::has_own_p;
 using core::has_softmax_over_all;
 using core::kNormalizeFloor;
 using core::own_p;
+using core::own_p_gradient;
 
 /// Behind every selection_key.
 inline constexpr std::uint64_t kMaskedKey = ~std::uint64_t{0};
@@ -92,12 +92,6 @@ inline float unscaled_scores(MoeDesc const& desc, float const* logits, std::int3
   }
   for (std::int64_t k = 0; k < count; ++k) scores[k] = scores[k] / sum;
   return sum;
-}
-
-/// dl_k of a chosen expert from dp_k, of the routers with a p of their own.
-inline float own_p_gradient(RouterKind kind, float p, float dp) noexcept {
-  if (kind != RouterKind::sqrtsoftplus) return dp * p * (1.0f - p);
-  return p == 0.0f ? 0.0f : dp * -std::expm1(-p * p) / (2.0f * p);
 }
 
 }  // namespace tessera::cpu

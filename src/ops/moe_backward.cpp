@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_backward: down_projection_dgrad -> router -> down_projection_wgrad -> up_projection_dgrad ->
 // aggregate -> up_projection_wgrad. dx rows reuse the memory of a_scaled.
+#include "core/gradient_dtype.hpp"
 #include "core/tensor_check.hpp"
 #include "cpu/parallel/ops.hpp"
 #include "cuda/layer/backend.hpp"
@@ -63,7 +64,7 @@ void check_router_gradients(MoeDesc const& desc, MoeBackwardArgs const& args, bo
     check.absent("dlogits", args.dlogits, "backward_input writes it");
   }
   if (weights) {
-    DType const dtype = ops::gradient_dtype(desc, g);
+    DType const dtype = core::gradient_dtype(desc, g);
     check.optional_output("dw_router", g.dw_router, dtype, {s.experts, s.hidden});
     check.optional_output("db_router", g.db_router, dtype, {s.experts});
   } else {
@@ -176,7 +177,7 @@ struct Backward {
   template <class Run>
   void with_gradients(Run&& run) const noexcept {
     if constexpr (!std::is_same_v<T, float>) {
-      if (ops::gradient_dtype(layer.desc, args.gradients) != DType::fp32) return run(T{});
+      if (core::gradient_dtype(layer.desc, args.gradients) != DType::fp32) return run(T{});
     }
     run(float{});
   }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ops/weights.hpp"
 
+#include "core/gradient_dtype.hpp"
+
 namespace tessera::ops {
 namespace {
 
@@ -105,21 +107,12 @@ void check_weights(MoeDesc const& desc, ExpertWeights const& weights,
       [&](int which, char const* reason) { check.absent(kNames[which], *tensors[which], reason); });
 }
 
-DType gradient_dtype(MoeDesc const& desc, ExpertGradients const& gradients) noexcept {
-  for (Tensor const* const tensor :
-       {&gradients.dw_up, &gradients.dw_gate, &gradients.dw_down, &gradients.db_up,
-        &gradients.db_gate, &gradients.db_down, &gradients.dw_router, &gradients.db_router}) {
-    if (tensor->present()) return tensor->dtype == DType::fp32 ? DType::fp32 : desc.dtype;
-  }
-  return desc.dtype;
-}
-
 void check_gradients(MoeDesc const& desc, ExpertGradients const& gradients,
                      core::TensorCheck& check) noexcept {
   Tensor const* const tensors[] = {&gradients.dw_up, &gradients.dw_gate, &gradients.dw_down,
                                    &gradients.db_up, &gradients.db_gate, &gradients.db_down};
   constexpr char const* kNames[] = {"dw_up", "dw_gate", "dw_down", "db_up", "db_gate", "db_down"};
-  DType const dtype = gradient_dtype(desc, gradients);
+  DType const dtype = core::gradient_dtype(desc, gradients);
   visit_weights(
       desc,
       [&](int which, std::initializer_list<std::int64_t> shape) {

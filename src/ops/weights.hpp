@@ -10,9 +10,7 @@ namespace tessera::ops {
 
 void check_weights(MoeDesc const& desc, ExpertWeights const& weights,
                    core::TensorCheck& check) noexcept;
-/// fp32 where the first gradient that is present has it, else the storage type: all gradients must have the same.
-DType gradient_dtype(MoeDesc const& desc, ExpertGradients const& gradients) noexcept;
-/// Any gradient may be absent.
+/// Any gradient may be absent; those present are all of core::gradient_dtype.
 void check_gradients(MoeDesc const& desc, ExpertGradients const& gradients,
                      core::TensorCheck& check) noexcept;
 

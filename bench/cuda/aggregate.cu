@@ -67,6 +67,7 @@ struct Problem {
             .gmem_token_offsets = nullptr,
             .gmem_o = o[set]->get(),
             .o_pitch = shape.hidden,
+            .adds_to_o = false,
             .tokens = shape.tokens,
             .hidden = shape.hidden,
             .top_k = shape.top_k};

@@ -36,6 +36,7 @@ struct Case {
   bool weighted = true;
   double sentinels = 0;              // fraction of the slots
   bool varies = false;               // 0 .. 2K slots per token, by token_offsets
+  bool adds = false;                 // to what o holds
   int64_t o_padding = 0;             // elements between rows of o
   int64_t checked_tokens = 1 << 20;  // against fp64, from either end
 };
@@ -64,6 +65,17 @@ __global__ void fill_y(Element* gmem_y, int64_t elements) {
   int64_t const step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements; i += step) {
     gmem_y[i] = to_element<Element>(y_value(i));
+  }
+}
+
+// What o holds before a call that adds to it.
+__host__ __device__ float o_value(int64_t token, int64_t column) {
+  return y_value((uint64_t{1} << 40) + uint64_t(token) * 65537 + uint64_t(column));
+}
+template <class Element>
+__global__ void fill_o(Element* gmem_o, int64_t hidden, int64_t pitch) {
+  for (int64_t c = threadIdx.x; c < hidden; c += blockDim.x) {
+    gmem_o[blockIdx.x * pitch + c] = to_element<Element>(o_value(blockIdx.x, c));
   }
 }
 
@@ -106,6 +118,10 @@ template <class Element>
 ReferenceRow reference_row(Case const& c, Routing const& routing, int64_t token, int dropped = 0) {
   ReferenceRow row{std::vector<double>(c.hidden), std::vector<double>(c.hidden)};
   int64_t const begin = routing.token_offsets[token], end = routing.token_offsets[token + 1];
+  for (int64_t i = 0; c.adds && i < c.hidden; ++i) {
+    row.value[i] = widen(to_element<Element>(o_value(token, i)));
+    row.bound[i] = std::abs(row.value[i]) * double(end - begin) * 0x1p-23;
+  }
   for (int64_t slot = begin; slot < end - dropped; ++slot) {
     int64_t const r = routing.inverse_permutation[slot];
     if (r < 0) continue;
@@ -181,12 +197,17 @@ bool run(Case const& c) {
       .gmem_token_offsets = c.varies ? offsets.as<int32_t>() : nullptr,
       .gmem_o = o.as<void>(),
       .o_pitch = c.hidden + c.o_padding,
+      .adds_to_o = c.adds,
       .tokens = c.tokens,
       .hidden = c.hidden,
       .top_k = int32_t(c.top_k),
   };
   auto const result = [&](auto&& launch, char const* what) {
     o.poison();
+    if (c.adds) {
+      fill_o<<<unsigned(c.tokens), 128>>>(o.as<Element>(), c.hidden, c.hidden + c.o_padding);
+      require(cudaGetLastError(), "fill_o");
+    }
     require(launch(args, cudaStream_t{}), what);
     require(cudaDeviceSynchronize(), what);
     return o.bytes();
@@ -229,6 +250,20 @@ constexpr Case kCases[] = {
      .sentinels = 0.1,
      .varies = true},
     {.name = "pitched o", .tokens = 100, .top_k = 4, .hidden = 256, .o_padding = 64},
+    {.name = "added to o",
+     .tokens = 200,
+     .top_k = 8,
+     .hidden = 264,
+     .weighted = false,
+     .sentinels = 0.2,
+     .adds = true,
+     .o_padding = 8},
+    {.name = "added to o, rows not a multiple of 16 bytes",
+     .tokens = 33,
+     .top_k = 3,
+     .hidden = 101,
+     .weighted = false,
+     .adds = true},
 };
 constexpr Case kBeyond32Bits = {.name = "R*d > 2^31",
                                 .tokens = 80000,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// aggregate: o_t = rnd(sum over slots j of token t, ascending, of s_j * y[inverse_permutation[j]]).
+// aggregate: o_t = rnd([o_t +] sum over slots j of token t, ascending, of s_j * y[inverse_permutation[j]]).
 // Host side: the call's arguments, which are the kernels' parameters too, and the two launchers.
 #pragma once
 
@@ -16,6 +16,7 @@ struct AggregateArguments {
   int32_t const* gmem_token_offsets;        // (T+1); null: token t owns slots [t*K, (t+1)*K)
   void* gmem_o;                             // (T,d), every element is written
   int64_t o_pitch;                          // elements from one row of o to the next
+  bool adds_to_o;                           // the sum starts from what o holds, else from 0
   int64_t tokens;                           // T, 0 allowed
   int64_t hidden;                           // d
   int32_t top_k;                            // K; with token_offsets the typical number of slots

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// aggregate: o_t = rnd(sum over slots j of token t, ascending, of s_j * y[inverse_permutation[j]]).
+// aggregate: o_t = rnd([o_t +] sum over slots j of token t, ascending, of s_j * y[inverse_permutation[j]]).
 // Shapes   y (R,d), o (T,d) bf16 or fp32; s (P) fp32 or absent (then 1); inverse_permutation (P);
 //          slots of t are [t*K, (t+1)*K), or [token_offsets[t], token_offsets[t+1])
-// Work     2*R*d FLOP (R*d without scores); bytes R*d + T*d elements and 8*P (4*P); memory bound
+// Work     2*R*d FLOP (R*d without scores); bytes R*d + T*d (2*T*d where it adds to o) elements and 8*P (4*P);
+//          memory bound
 // Schedule a warp per (token, slice of 32 lanes * 16 bytes), slices of a token side by side
 //   lanes      load 32 slots' rows and scores, one each, and hand them round by shuffle
 //   per group  issue slots_in_flight row loads of 16 bytes per lane, then add them in slot order
-// Numerics fp32 fma in ascending slot order from 0, one rounding; a sentinel (row < 0) is skipped, not
+// Numerics fp32 fma in ascending slot order from 0 or o, one rounding; a sentinel (row < 0) is skipped, not
 //          multiplied by 0; a token without rows gives +0; bitwise repeatable: yes
 // Requires 16-byte aligned bases and rows, T * slices < 2^31; offsets are 64-bit, R*d may exceed 2^31
 #pragma once
@@ -110,7 +111,11 @@ __global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_
   bool const varies = p.gmem_token_offsets != nullptr;
   int64_t const begin = varies ? p.gmem_token_offsets[token] : token * p.top_k;
   int64_t const end = varies ? p.gmem_token_offsets[token + 1] : begin + p.top_k;
+  auto* const gmem_o = static_cast<Element*>(p.gmem_o) + token * p.o_pitch + column;
   float sum[Vector::kElements] = {};
+  if (p.adds_to_o && column < p.hidden) {
+    Vector::add(sum, *reinterpret_cast<uint4 const*>(gmem_o), 1.0f);
+  }
   for (int64_t slot = begin; slot < end; slot += arch::kWarpThreads) {
     int row = -1;
     float score = 1;
@@ -123,10 +128,7 @@ __global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_
       add_group<Config, Element>(sum, p, row, score, first, column);
     }
   }
-  if (column < p.hidden) {
-    auto* gmem_row = static_cast<Element*>(p.gmem_o) + token * p.o_pitch;
-    *reinterpret_cast<uint4*>(gmem_row + column) = Vector::round(sum);
-  }
+  if (column < p.hidden) *reinterpret_cast<uint4*>(gmem_o) = Vector::round(sum);
 }
 
 template <class Config, class Element>

@@ -135,6 +135,7 @@ ExpertArguments expert_arguments(MoeDesc const& desc, MoeForwardArgs const& args
                    .gmem_token_offsets = tables.token_offsets,
                    .gmem_o = args.o.data,
                    .o_pitch = matrix_rows(args.o).pitch,
+                   .adds_to_o = false,
                    .tokens = s.tokens,
                    .hidden = s.hidden,
                    .top_k = static_cast<std::int32_t>(typical_top_k)};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// aggregate, one thread per output: o_tc = rnd(sum over slots j of t of s_j * y[inverse_permutation[j], c]).
+// aggregate, one thread per output: o_tc = rnd([o_tc +] sum over slots j of t of s_j * y[inverse_permutation[j], c]).
 // The same fp32 operations in the same order as the kernel, hence the same bits, for any d and pitch.
 #include <cuda_bf16.h>
 
@@ -26,14 +26,16 @@ __global__ void __launch_bounds__(kThreads)
   int64_t const begin = varies ? p.gmem_token_offsets[token] : token * p.top_k;
   int64_t const end = varies ? p.gmem_token_offsets[token + 1] : begin + p.top_k;
   auto const* gmem_y = static_cast<Element const*>(p.gmem_y);
+  Element& o = static_cast<Element*>(p.gmem_o)[token * p.o_pitch + column];
   float sum = 0;
+  if (p.adds_to_o) sum += widen(o);
   for (int64_t slot = begin; slot < end; ++slot) {
     int64_t const row = p.gmem_inverse_permutation[slot];
     if (row < 0) continue;
     float const score = p.gmem_scores != nullptr ? p.gmem_scores[slot] : 1.0f;
     sum = fmaf(score, widen(gmem_y[row * p.hidden + column]), sum);
   }
-  round_to(static_cast<Element*>(p.gmem_o)[token * p.o_pitch + column], sum);
+  round_to(o, sum);
 }
 
 }  // namespace

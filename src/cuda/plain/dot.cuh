@@ -17,10 +17,9 @@ __device__ inline bool is_vector(void const* gmem) {
   return reinterpret_cast<uintptr_t>(gmem) % 16 == 0;
 }
 
-// Sum over c of x[c] * w[c*stride] in order of c. Wide loads where they are possible change no bit.
+// Sum over c of x[c] * w[c*stride] in order of c, added to `sum`. Wide loads where they are possible change no bit.
 __device__ inline float dot(__nv_bfloat16 const* x, __nv_bfloat16 const* w, int64_t count,
-                            int64_t stride) {
-  float sum = 0;
+                            int64_t stride, float sum = 0) {
   int64_t c = 0;
   if (stride == 1 && is_vector(x) && is_vector(w)) {
     for (; c + kVector <= count; c += kVector) {
@@ -60,9 +59,17 @@ __device__ inline float bias_of(WeightRows const& b, int64_t expert, int64_t row
   return b.gmem != nullptr ? __bfloat162float(*row_of(b, expert, row)) : 0.0f;
 }
 
+__device__ inline float widen(float value) { return value; }
+__device__ inline float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
 __device__ inline void round_to(float& out, float value) { out = value; }
 __device__ inline void round_to(__nv_bfloat16& out, float value) {
   out = __float2bfloat16_rn(value);
+}
+
+// The gradient of a weight: overwritten, or the complete sum added once.
+template <class Gradient>
+__device__ void store_gradient(Gradient& out, float sum, bool accumulates) {
+  round_to(out, accumulates ? widen(out) + sum : sum);
 }
 
 template <class Kernel, class... Arguments>

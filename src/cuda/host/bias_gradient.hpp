@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// Bias gradients: sums over the rows of each expert, db_up of dh, db_down of s*dO, db_router of dlogits.
+// Host side: the call's arguments, which are the kernel's parameters too, and the launcher.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "projection.hpp"
+
+namespace tessera::cuda {
+
+/// db[half][e](i) = sum over rows r of expert e of weight_r * left[gather_index[r], half*columns + i], i < columns.
+struct BiasGradientArguments {
+  MatrixRows left;                     // (T,halves*columns) bf16 or fp32
+  bool left_is_fp32;                   //
+  int32_t const* gmem_gather_index;    // (P) row -> row of left; null: row r
+  int32_t const* gmem_expert_offsets;  // (E+1); null: one expert, all rows of left
+  float const* gmem_scores;  // (P) by slot: weight_r = scores[sort_permutation[r]]; null: 1
+  int32_t const* gmem_sort_permutation;  // (P) row -> slot; read with scores
+  int halves;                            //
+  WeightRows db[2];                      // `columns` rows of one element, written; null: skipped
+  bool is_fp32;                          // of db, else bf16
+  bool accumulates;                      // as WgradArguments
+  int64_t columns;                       //
+  int32_t experts;                       // E
+};
+
+/// One CTA per expert and group of columns: its threads take the rows in turn, their sums are added in order.
+cudaError_t launch_bias_gradient_plain(BiasGradientArguments const& args, cudaStream_t stream);
+
+}  // namespace tessera::cuda

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+// router_wgrad, one thread per output: dw_router[e,c] = sum over t, ascending, of dl[t,e] * x[t,c].
+#include "../host/router_backward.hpp"
+#include "dot.cuh"
+
+namespace tessera::cuda {
+namespace {
+
+template <class Gradient>
+__global__ void __launch_bounds__(plain::kThreads)
+    router_wgrad_plain(RouterWgradArguments const p) {
+  int64_t const output = plain::output_idx();
+  int64_t const expert = output / p.hidden, column = output % p.hidden;
+  if (expert >= p.experts || (p.accumulates && p.x.rows == 0)) return;
+  auto const* const gmem_dl = static_cast<__nv_bfloat16 const*>(p.gmem_dlogits) + expert;
+  auto const* const gmem_x = static_cast<__nv_bfloat16 const*>(p.x.gmem) + column;
+  float sum = 0;
+  for (int64_t t = 0; t < p.x.rows; ++t) {
+    sum = fmaf(plain::widen(gmem_dl[t * p.experts]), plain::widen(gmem_x[t * p.x.pitch]), sum);
+  }
+  plain::store_gradient(static_cast<Gradient*>(p.gmem_dw_router)[expert * p.dw_pitch + column], sum,
+                        p.accumulates);
+}
+
+}  // namespace
+
+cudaError_t launch_router_wgrad_plain(RouterWgradArguments const& args, cudaStream_t stream) {
+  int64_t const outputs = args.experts * args.hidden;
+  return args.is_fp32 ? plain::launch(router_wgrad_plain<float>, outputs, stream, args)
+                      : plain::launch(router_wgrad_plain<__nv_bfloat16>, outputs, stream, args);
+}
+
+}  // namespace tessera::cuda

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// The launches of one call, in order on the caller's stream.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <nvtx3/nvtx3.hpp>
+
+#include "cuda/layer/backend.hpp"
+#include "cuda/layer/device.hpp"
+#include "cuda/layer/plan.hpp"
+#include "cuda/layer/select.hpp"
+
+namespace tessera::cuda {
+
+struct NvtxDomain {
+  static constexpr char const* name{"tessera"};
+};
+
+/// Launches one op after another on a stream, each in an NVTX range; stops at the first that fails.
+class Sequence {
+ public:
+  Sequence(DeviceContext const& device, Stream stream) noexcept
+      : device_(device), stream_(static_cast<cudaStream_t>(stream.native)) {}
+
+  /// body(stream) -> cudaError_t
+  template <class Body>
+  void add(char const* op, Body&& body) noexcept {
+    if (!status_.ok()) return;
+    nvtx3::scoped_range_in<NvtxDomain> const range{op};
+    cudaError_t const error = body(stream_);
+    if (error != cudaSuccess) status_ = device_error(op, error);
+  }
+  /// The fast kernel of an op, or its plain twin.
+  template <class Arguments>
+  void select(char const* op, Arguments const& args) noexcept {
+    add(op, [&](cudaStream_t stream) { return launch(args, device_.sm_count(), stream); });
+  }
+
+  [[nodiscard]] DeviceContext const& device() const noexcept { return device_; }
+  [[nodiscard]] Status const& status() const noexcept { return status_; }
+
+ private:
+  DeviceContext const& device_;
+  cudaStream_t stream_;
+  Status status_;
+};
+
+/// Counters of the persistent kernels.
+inline void zero_counters(std::int32_t* gmem_counters, Sequence& sequence) noexcept {
+  sequence.add("tile counters", [&](cudaStream_t stream) {
+    return cudaMemsetAsync(gmem_counters, 0, sizeof(std::int32_t) * kNumTileCounters, stream);
+  });
+}
+
+}  // namespace tessera::cuda

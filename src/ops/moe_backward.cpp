@@ -229,13 +229,17 @@ struct Backward {
   }
 };
 
+// Tables are only read here; their view has one type for both passes.
+RoutingView view_tables(MoeDesc const& desc, MoeBackwardArgs const& args) noexcept {
+  return ops::view_routing(desc, const_cast<void*>(args.routing.data));
+}
+
 template <class T>
 Backward<T> backward_of(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
                         ops::BackwardPlan const& plan, Pass pass) noexcept {
   std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
   bool const split = pass != Pass::backward;
-  // Tables are only read here; the view has one type for both passes.
-  RoutingView const routing = ops::view_routing(desc, const_cast<void*>(args.routing.data));
+  RoutingView const routing = view_tables(desc, args);
   Backward<T> out{{desc, routing, ops::up_matrices<T>(desc, args.weights),
                    ops::down_matrices<T>(desc, args.weights), ops::up_biases<T>(desc, args.weights),
                    ops::down_biases<T>(args.weights)},
@@ -257,12 +261,19 @@ Backward<T> backward_of(Context const& context, MoeDesc const& desc, MoeBackward
   return out;
 }
 
-/// Checks, then calls run(backward) with the arrays of the pass.
+Status backward_on_cuda(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
+                        Pass pass, Stream stream) noexcept {
+  TESSERA_TRY(check_backward(context, desc, args, pass,
+                             cuda::workspace_bytes(desc, pass, ops::routing_table_bytes(desc))));
+  return cuda::moe_backward(*context.cuda(), desc, args, view_tables(desc, args), pass, stream);
+}
+
+/// Checks, then calls run(backward) with the arrays of the pass; on a GPU: enqueues the pass.
 template <class Run>
 Status run_backward(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
-                    Pass pass, Run&& run) noexcept {
+                    Pass pass, Stream stream, Run&& run) noexcept {
   TESSERA_TRY(ops::check_supported(context, desc));
-  if (context.cuda() != nullptr) return cuda::check_supported(desc, pass);
+  if (context.cuda() != nullptr) return backward_on_cuda(context, desc, args, pass, stream);
   ops::BackwardPlan const plan = ops::plan_backward(context, desc, pass);
   TESSERA_TRY(check_backward(context, desc, args, pass, plan.bytes));
   ops::with_storage(desc.dtype,
@@ -273,8 +284,8 @@ Status run_backward(Context const& context, MoeDesc const& desc, MoeBackwardArgs
 }  // namespace
 
 Status moe_backward(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
-                    Stream) noexcept {
-  return run_backward(context, desc, args, Pass::backward, [](auto const& backward) {
+                    Stream stream) noexcept {
+  return run_backward(context, desc, args, Pass::backward, stream, [](auto const& backward) {
     backward.activations();
     backward.copy_dlogits();
     backward.down_weights();  // the last reader of a_scaled: dx rows may take its place
@@ -284,8 +295,8 @@ Status moe_backward(Context const& context, MoeDesc const& desc, MoeBackwardArgs
 }
 
 Status moe_backward_input(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
-                          Stream) noexcept {
-  return run_backward(context, desc, args, Pass::backward_input, [](auto const& backward) {
+                          Stream stream) noexcept {
+  return run_backward(context, desc, args, Pass::backward_input, stream, [](auto const& backward) {
     backward.activations();
     backward.copy_dlogits();
     backward.input_gradient();
@@ -293,11 +304,12 @@ Status moe_backward_input(Context const& context, MoeDesc const& desc, MoeBackwa
 }
 
 Status moe_backward_weights(Context const& context, MoeDesc const& desc,
-                            MoeBackwardArgs const& args, Stream) noexcept {
-  return run_backward(context, desc, args, Pass::backward_weights, [](auto const& backward) {
-    backward.down_weights();
-    backward.up_and_router_weights();
-  });
+                            MoeBackwardArgs const& args, Stream stream) noexcept {
+  return run_backward(context, desc, args, Pass::backward_weights, stream,
+                      [](auto const& backward) {
+                        backward.down_weights();
+                        backward.up_and_router_weights();
+                      });
 }
 
 }  // namespace tessera

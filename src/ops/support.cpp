@@ -110,7 +110,6 @@ Expected<std::size_t> workspace_bytes(Context const& context, MoeDesc const& des
   TESSERA_TRY(core::check_pass(pass));
   TESSERA_TRY(ops::check_supported(context, desc));
   if (context.cuda() != nullptr) {
-    TESSERA_TRY(cuda::check_supported(desc, pass));
     return cuda::workspace_bytes(desc, pass, ops::routing_table_bytes(desc));
   }
   switch (pass) {

@@ -5,7 +5,9 @@
 #include <cstdint>
 
 #include "cuda/host/aggregate.hpp"
+#include "cuda/host/bias_gradient.hpp"
 #include "cuda/host/projection.hpp"
+#include "cuda/host/projection_backward.hpp"
 #include "tessera/moe.hpp"
 
 namespace tessera::cuda {
@@ -18,6 +20,12 @@ struct WeightViews {
   WeightRows w_up[2], b_up[2], w_down, b_down;
 };
 WeightViews weight_views(MoeDesc const& desc, ExpertWeights const& weights) noexcept;
+
+/// Their gradients, of the dtype of core::gradient_dtype; absent: gmem null. dw_down as n rows of d.
+struct GradientViews {
+  WeightRows dw_up[2], db_up[2], dw_down, db_down;
+};
+GradientViews gradient_views(MoeDesc const& desc, ExpertGradients const& gradients) noexcept;
 
 /// Arguments of the experts' kernels of one forward call.
 struct ExpertMemory {
@@ -34,10 +42,33 @@ struct ExpertArguments {
 ExpertArguments expert_arguments(MoeDesc const& desc, MoeForwardArgs const& args,
                                  ExpertMemory const& memory) noexcept;
 
+/// Arguments of the experts' kernels of one backward call. What is not wanted is null.
+struct BackwardMemory {
+  RoutingView tables;
+  void* gmem_recomputed_h;      ///< [P,w*n], null: args.h holds it
+  void* gmem_dh;                ///< [P,w*n]
+  void* gmem_a_scaled;          ///< [P,n]
+  float* gmem_ds_partials;      ///< [P,score_groups(n)]
+  void* gmem_dx_rows;           ///< [P,d]
+  int32_t* gmem_tile_counters;  ///< [kNumTileCounters], zero
+};
+struct BackwardArguments {
+  UpProjectionFwdArguments recompute;
+  DownProjectionDgradArguments down_dgrad;
+  DownProjectionWgradArguments down_wgrad;
+  UpProjectionDgradArguments up_dgrad;
+  AggregateArguments aggregate;
+  UpProjectionWgradArguments up_wgrad;
+  BiasGradientArguments db_down, db_up;
+};
+BackwardArguments backward_arguments(MoeDesc const& desc, MoeBackwardArgs const& args,
+                                     BackwardMemory const& memory) noexcept;
+
 /// An aligned address that is never read: it stands for the memory of a call that is only asked about.
 inline void* nowhere() noexcept { return reinterpret_cast<void*>(std::uintptr_t{1} << 20); }
 
-/// Contiguous weights of the desc's shapes at nowhere().
+/// Contiguous weights of the desc's shapes at nowhere(), and their gradients.
 ExpertWeights weights_without_memory(MoeDesc const& desc) noexcept;
+ExpertGradients gradients_without_memory(MoeDesc const& desc) noexcept;
 
 }  // namespace tessera::cuda

@@ -44,17 +44,19 @@ class DeviceContext {
 /// The backend as `backends()` reports it.
 BackendInfo backend_info();
 
-/// Whether the backend serves a desc that core::check_desc accepted; pass: what it is asked for.
+/// Whether the backend serves a desc that core::check_desc accepted.
 Status check_supported(MoeDesc const& desc) noexcept;
-Status check_supported(MoeDesc const& desc, Pass pass) noexcept;
 
-/// Bytes of workspace for a supported desc; pass: forward or route. With SavePolicy::none the routing tables,
-/// `routing_bytes` long, stand at the start of the aligned workspace.
+/// Bytes of workspace of a pass for a supported desc. With SavePolicy::none the routing tables, `routing_bytes` long,
+/// stand at the start of forward's aligned workspace.
 std::size_t workspace_bytes(MoeDesc const& desc, Pass pass, std::size_t routing_bytes) noexcept;
 
 /// Enqueue a call whose tensors were checked. Errors: device_error where a launch is refused.
 Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardArgs const& args,
                    RoutingView const& routing, std::size_t routing_bytes, Stream stream) noexcept;
+/// pass: backward, backward_input or backward_weights. The tables are only read.
+Status moe_backward(DeviceContext const& device, MoeDesc const& desc, MoeBackwardArgs const& args,
+                    RoutingView const& routing, Pass pass, Stream stream) noexcept;
 Status route(DeviceContext const& device, MoeDesc const& desc, RouteArgs const& args,
              Stream stream) noexcept;
 

@@ -118,7 +118,7 @@ BackendInfo backend_info() {
                                      std::to_string(facts.sm_count) + " SMs"
                                : std::string(status.text());
   }
-  if (info.available) info.detail = "bf16, forward only, kernels for sm_90a; " + info.detail;
+  if (info.available) info.detail = "bf16, kernels for sm_90a; " + info.detail;
   return info;
 }
 

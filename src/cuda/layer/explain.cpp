@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a forward call would launch, asked with the arguments of a call whose tensors are contiguous and aligned.
+// What a call would launch, asked with the arguments of a call whose tensors are contiguous and aligned.
 #include <string>
 
 #include "cuda/layer/arguments.hpp"
@@ -11,6 +11,12 @@ namespace tessera::cuda {
 namespace {
 
 constexpr char kPlain[] = "one thread per output, fp32 sums in order";
+constexpr char kAggregate[] = "a warp per token and slice of columns, slots in order";
+
+/// M_e of balanced routing.
+std::int64_t mean_rows(MoeDesc const& desc) noexcept {
+  return (desc.num_slots() + desc.shape.experts - 1) / desc.shape.experts;
+}
 
 OpExplanation explanation(work::OpWork const& work, Refusal const& refusal, std::string fast) {
   OpExplanation out;
@@ -32,7 +38,7 @@ void set_gemm(OpExplanation& op, std::int64_t gemm_m, std::int64_t gemm_n, std::
 }
 
 /// Tensors of a call at nowhere().
-MoeForwardArgs args_at_nowhere(MoeDesc const& desc) {
+MoeForwardArgs forward_at_nowhere(MoeDesc const& desc) {
   MoeShape const& s = desc.shape;
   MoeForwardArgs args;
   args.x = args.o = tensor(nowhere(), DType::bf16, {s.tokens, s.hidden});
@@ -41,6 +47,16 @@ MoeForwardArgs args_at_nowhere(MoeDesc const& desc) {
   if (desc.save == SavePolicy::h) {
     args.h = tensor(nowhere(), DType::bf16, {desc.num_slots(), desc.up_width() * s.intermediate});
   }
+  return args;
+}
+
+MoeBackwardArgs backward_at_nowhere(MoeDesc const& desc) {
+  MoeShape const& s = desc.shape;
+  MoeBackwardArgs args;
+  args.d_o = args.x = args.dx = tensor(nowhere(), DType::bf16, {s.tokens, s.hidden});
+  args.h = tensor(nowhere(), DType::bf16, {desc.num_slots(), desc.up_width() * s.intermediate});
+  args.weights = weights_without_memory(desc);
+  args.gradients = gradients_without_memory(desc);
   return args;
 }
 
@@ -61,12 +77,9 @@ Refusal refuse_router(MoeDesc const& desc, MoeForwardArgs const& args) {
   return refuse(route);
 }
 
-}  // namespace
-
-std::vector<OpExplanation> explain(DeviceContext const& device, MoeDesc const& desc, Pass pass) {
+std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, std::string const& on) {
   MoeShape const& s = desc.shape;
-  MoeForwardArgs const args = args_at_nowhere(desc);
-  std::string const on = "; " + std::to_string(device.sm_count()) + " SMs";
+  MoeForwardArgs const args = forward_at_nowhere(desc);
   std::vector<OpExplanation> ops;
   if (desc.router.kind != RouterKind::given) {
     ops.push_back(
@@ -79,19 +92,55 @@ std::vector<OpExplanation> explain(DeviceContext const& device, MoeDesc const& d
   if (pass == Pass::route) return ops;
 
   auto const rows = static_cast<double>(desc.num_slots());
-  std::int64_t const mean = (desc.num_slots() + s.experts - 1) / s.experts;
-  RoutingView const tables{};
   ExpertArguments const experts =
-      expert_arguments(desc, args, {tables, nowhere(), nowhere(), static_cast<int*>(nowhere())});
+      expert_arguments(desc, args, {{}, nowhere(), nowhere(), static_cast<int*>(nowhere())});
   ops.push_back(explanation(work::up_projection_fwd(desc, rows), refuse(experts.up),
                             "persistent warp-specialised GEMM, gather and activation fused" + on));
-  set_gemm(ops.back(), mean, desc.up_width() * s.intermediate, s.hidden);
+  set_gemm(ops.back(), mean_rows(desc), desc.up_width() * s.intermediate, s.hidden);
   ops.push_back(explanation(work::down_projection_fwd(desc, rows), refuse(experts.down),
                             "persistent warp-specialised GEMM" + on));
-  set_gemm(ops.back(), mean, s.hidden, s.intermediate);
-  ops.push_back(explanation(work::aggregate(desc, rows), refuse(experts.aggregate),
-                            "a warp per token and slice of columns, slots in order" + on));
+  set_gemm(ops.back(), mean_rows(desc), s.hidden, s.intermediate);
+  ops.push_back(
+      explanation(work::aggregate(desc, rows), refuse(experts.aggregate), kAggregate + on));
   return ops;
+}
+
+std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std::string const& on) {
+  MoeShape const& s = desc.shape;
+  auto const rows = static_cast<double>(desc.num_slots());
+  std::int64_t const mean = mean_rows(desc), width = desc.up_width() * s.intermediate;
+  std::string const gemm = "persistent warp-specialised GEMM";
+  BackwardArguments const experts = backward_arguments(
+      desc, backward_at_nowhere(desc),
+      {{}, nullptr, nowhere(), nowhere(), nullptr, nowhere(), static_cast<int*>(nowhere())});
+  std::vector<OpExplanation> ops;
+  auto const add = [&](work::OpWork const& work, Refusal const& refusal, std::string const& fast,
+                       std::int64_t gemm_m, std::int64_t gemm_n, std::int64_t gemm_k) {
+    ops.push_back(explanation(work, refusal, fast + on));
+    set_gemm(ops.back(), gemm_m, gemm_n, gemm_k);
+  };
+  if (pass != Pass::backward_weights) {
+    add(work::down_projection_dgrad(desc, rows), refuse(experts.down_dgrad),
+        gemm + ", gather, activation and ds fused", mean, s.intermediate, s.hidden);
+    add(work::up_projection_dgrad(desc, rows), refuse(experts.up_dgrad), gemm, mean, s.hidden,
+        width);
+    add(work::aggregate(desc, rows, false), refuse(experts.aggregate), kAggregate, 0, 0, 0);
+  }
+  if (pass != Pass::backward_input) {
+    add(work::down_projection_wgrad(desc, rows), refuse(experts.down_wgrad),
+        gemm + ", gather fused", s.hidden, s.intermediate, mean);
+    add(work::up_projection_wgrad(desc, rows), refuse(experts.up_wgrad), gemm + ", gather fused",
+        width, s.hidden, mean);
+  }
+  return ops;
+}
+
+}  // namespace
+
+std::vector<OpExplanation> explain(DeviceContext const& device, MoeDesc const& desc, Pass pass) {
+  std::string const on = "; " + std::to_string(device.sm_count()) + " SMs";
+  bool const forward = pass == Pass::forward || pass == Pass::route;
+  return forward ? explain_forward(desc, pass, on) : explain_backward(desc, pass, on);
 }
 
 }  // namespace tessera::cuda

@@ -25,6 +25,10 @@ Status moe_forward(DeviceContext const&, MoeDesc const&, MoeForwardArgs const&, 
                    std::size_t, Stream) noexcept {
   return not_built();
 }
+Status moe_backward(DeviceContext const&, MoeDesc const&, MoeBackwardArgs const&,
+                    RoutingView const&, Pass, Stream) noexcept {
+  return not_built();
+}
 Status route(DeviceContext const&, MoeDesc const&, RouteArgs const&, Stream) noexcept {
   return not_built();
 }

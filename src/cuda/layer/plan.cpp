@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/layer/plan.hpp"
 
+#include <algorithm>
+
 #include "core/router_math.hpp"
 #include "cuda/host/metadata.hpp"
+#include "cuda/host/projection_backward.hpp"
 #include "cuda/layer/backend.hpp"
 
 namespace tessera::cuda {
@@ -30,6 +33,32 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
   return out;
 }
 
+BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
+  MoeShape const& s = desc.shape;
+  std::int64_t const slots = desc.num_slots(), n = s.intermediate;
+  std::int64_t const logits = s.tokens * s.experts;
+  bool const routed = desc.router.kind != RouterKind::given;
+  bool const whole = pass == Pass::backward;
+  core::WorkspacePlan plan;
+  BackwardPlan out;
+  out.counters = plan.add<std::int32_t>(kNumTileCounters);
+  if (routed) out.rounded = plan.add<std::uint16_t>(logits);
+  if (pass != Pass::backward_weights) {
+    if (desc.save == SavePolicy::x) out.h = plan.add<std::uint16_t>(slots * desc.up_width() * n);
+    if (whole) out.dh = plan.add<std::uint16_t>(slots * desc.up_width() * n);
+    out.a_or_dx = plan.add<std::uint16_t>(slots * std::max(whole ? n : 0, s.hidden));
+    out.ds_partials = plan.add<float>(slots * score_groups(n));
+    if (routed) out.dscores = plan.add<float>(slots);
+    if (routed && whole) out.dlogits = plan.add<float>(logits);
+    if (desc.router.replay) {
+      out.merged_ids = plan.add<std::int32_t>(slots);
+      out.merged_dscores = plan.add<float>(slots);
+    }
+  }
+  out.bytes = plan.bytes();
+  return out;
+}
+
 RoutePlan plan_route(MoeDesc const& desc) noexcept {
   MoeShape const& s = desc.shape;
   core::WorkspacePlan plan;
@@ -43,7 +72,14 @@ RoutePlan plan_route(MoeDesc const& desc) noexcept {
 }
 
 std::size_t workspace_bytes(MoeDesc const& desc, Pass pass, std::size_t routing_bytes) noexcept {
-  return pass == Pass::route ? plan_route(desc).bytes : plan_forward(desc, routing_bytes).bytes;
+  switch (pass) {
+    case Pass::forward:
+      return plan_forward(desc, routing_bytes).bytes;
+    case Pass::route:
+      return plan_route(desc).bytes;
+    default:
+      return plan_backward(desc, pass).bytes;
+  }
 }
 
 }  // namespace tessera::cuda

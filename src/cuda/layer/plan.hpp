@@ -15,6 +15,12 @@ enum TileCounter : int {
   kRouterLogitsCounter,
   kUpProjectionCounter,
   kDownProjectionCounter,
+  kDownProjectionDgradCounter,
+  kUpProjectionDgradCounter,
+  kDownProjectionWgradCounter,
+  kUpProjectionWgradCounter,
+  kRouterDgradCounter,
+  kRouterWgradCounter,
   kNumTileCounters
 };
 
@@ -28,6 +34,23 @@ struct ForwardPlan {
   std::size_t bytes = 0;
 };
 ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcept;
+
+struct BackwardPlan {
+  core::Region<std::int32_t> counters;  ///< [kNumTileCounters]
+  core::Region<std::uint16_t> h;        ///< [P,w*n] bf16, SavePolicy::x recomputes it here
+  core::Region<std::uint16_t> dh;       ///< [P,w*n] bf16; a split backward has the caller's
+  core::Region<std::uint16_t>
+      a_or_dx;  ///< a_scaled [P,n], then dx rows [P,d]: never alive at once; bf16
+  core::Region<float> ds_partials;        ///< [P,score_groups(n)]
+  core::Region<float> dscores;            ///< [P], with a router
+  core::Region<float> dlogits;            ///< [T,E], with a router; split: the caller's
+  core::Region<std::uint16_t> rounded;    ///< dlogits [T,E] bf16, with a router
+  core::Region<std::int32_t> merged_ids;  ///< [P], with replay
+  core::Region<float> merged_dscores;     ///< [P], with replay
+  std::size_t bytes = 0;
+};
+/// pass: backward, backward_input or backward_weights.
+BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept;
 
 struct RoutePlan {
   core::Region<std::int32_t> counters;  ///< [kNumTileCounters]

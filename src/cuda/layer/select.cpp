@@ -10,6 +10,12 @@ namespace {
 
 using Int = long long;  // for %lld
 
+// Fast kernels of the backward pass that exist. Where one does not, its launcher is declared and not called.
+constexpr bool kHasDownProjectionDgrad = false;
+constexpr bool kHasUpProjectionDgrad = false;
+constexpr bool kHasDownProjectionWgrad = false;
+constexpr bool kHasUpProjectionWgrad = false;
+
 constexpr std::int64_t kMaxExperts = 1024, kMaxTopK = 32, kVector = 8;
 constexpr std::uintptr_t kAlignment = 16;
 
@@ -29,6 +35,9 @@ constexpr std::int64_t kMostRows = std::int64_t{1} << 30;  // of ragged tensor m
 // What TMA and the 16-byte copies need of sizes, pitches and bases; the first failure wins.
 class Requirements {
  public:
+  void exists(bool kernel) {
+    if (ok() && !kernel) r_ = refusal("%s", "this version has no fast kernel of it");
+  }
   void multiple_of_8(char const* name, std::int64_t value) {
     if (ok() && value % 8 != 0) {
       r_ = refusal("%s=%lld: rows of 16 bytes need a multiple of 8", name, static_cast<Int>(value));
@@ -59,6 +68,20 @@ class Requirements {
   void bias(char const* name, WeightRows const& b, std::int64_t rows) {
     if (ok() && b.gmem != nullptr && b.block < rows) r_ = refusal("%s: in blocks", name);
   }
+  // Sizes of a GEMM over the rows of experts.
+  void experts(std::int64_t hidden, std::int64_t intermediate, std::int64_t experts,
+               std::int64_t rows) {
+    multiple_of_8("d", hidden);
+    multiple_of_8("n", intermediate);
+    at_most("experts", experts, kMostGemmSegments);
+    at_most("rows", rows, kMostRows);
+  }
+  // Gathered rows are addressed by 32-bit numbers of 16 bytes.
+  void gathered(char const* name, MatrixRows const& source) {
+    multiple_of_8("pitch of gathered rows", source.pitch);
+    at_most("tokens * d / 8", source.rows * (source.pitch / 8), std::int64_t{0xffffffff});
+    base(name, source.gmem);
+  }
   [[nodiscard]] bool ok() const { return !r_.refused(); }
   [[nodiscard]] Refusal result() const { return r_; }
 
@@ -81,14 +104,8 @@ Refusal refuse(RouterLogitsArguments const& args) noexcept {
 
 Refusal refuse(UpProjectionFwdArguments const& args) noexcept {
   Requirements need;
-  need.multiple_of_8("d", args.hidden);
-  need.multiple_of_8("n", args.intermediate);
-  need.multiple_of_8("pitch of x", args.x.pitch);
-  need.at_most("experts", args.experts, kMostGemmSegments);
-  need.at_most("rows", args.rows, kMostRows);
-  // Gathered rows are addressed by 32-bit numbers of 16 bytes.
-  need.at_most("tokens * d / 8", args.x.rows * (args.x.pitch / 8), std::int64_t{0xffffffff});
-  need.base("x", args.x.gmem);
+  need.experts(args.hidden, args.intermediate, args.experts, args.rows);
+  need.gathered("x", args.x);
   need.base("h", args.gmem_h);
   need.base("a", args.gmem_a);
   int const halves = args.activation.gated() ? 2 : 1;
@@ -101,16 +118,55 @@ Refusal refuse(UpProjectionFwdArguments const& args) noexcept {
 
 Refusal refuse(DownProjectionFwdArguments const& args) noexcept {
   Requirements need;
-  need.multiple_of_8("d", args.hidden);
-  need.multiple_of_8("n", args.intermediate);
-  need.at_most("experts", args.experts, kMostGemmSegments);
-  need.at_most("rows", args.rows, kMostRows);
+  need.experts(args.hidden, args.intermediate, args.experts, args.rows);
   need.base("a", args.gmem_a);
   need.base("y", args.gmem_y);
   need.weight("w_down", args.w_down, args.hidden);
   return need.result();
 }
 
+Refusal refuse(DownProjectionDgradArguments const& args) noexcept {
+  Requirements need;
+  need.exists(kHasDownProjectionDgrad);
+  need.experts(args.hidden, args.intermediate, args.experts, args.rows);
+  need.gathered("d_o", args.d_o);
+  need.base("h", args.gmem_h);
+  need.base("dh", args.gmem_dh);
+  need.base("a_scaled", args.gmem_a_scaled);
+  need.weight("w_down", args.w_down, args.hidden);
+  return need.result();
+}
+
+Refusal refuse(UpProjectionDgradArguments const& args) noexcept {
+  Requirements need;
+  need.exists(kHasUpProjectionDgrad);
+  need.experts(args.hidden, args.intermediate, args.experts, args.rows);
+  need.base("dh", args.gmem_dh);
+  need.base("dx rows", args.gmem_dx_rows);
+  for (int half = 0; half < (args.gated ? 2 : 1); ++half) {
+    need.weight("w_up", args.w_up[half], args.intermediate);
+  }
+  return need.result();
+}
+
+Refusal refuse_wgrad(WgradArguments const& args, bool exists, char const* left,
+                     char const* right) noexcept {
+  Requirements need;
+  need.exists(exists);
+  need.experts(args.hidden, args.intermediate, args.experts, args.rows);
+  need.gathered(left, args.left);
+  need.base(right, args.gmem_right);
+  for (int half = 0; half < args.halves; ++half) {
+    need.weight("dw", args.dw[half], args.intermediate);
+  }
+  return need.result();
+}
+Refusal refuse(DownProjectionWgradArguments const& args) noexcept {
+  return refuse_wgrad(args, kHasDownProjectionWgrad, "d_o", "a_scaled");
+}
+Refusal refuse(UpProjectionWgradArguments const& args) noexcept {
+  return refuse_wgrad(args, kHasUpProjectionWgrad, "x", "dh");
+}
 Refusal refuse(RouteArguments const& args) noexcept {
   if (args.experts > kMaxExperts) {
     return refusal("experts=%d: at most %lld", args.experts, static_cast<Int>(kMaxExperts));
@@ -164,6 +220,35 @@ cudaError_t launch(MetadataArguments const& args, int, cudaStream_t stream) noex
 cudaError_t launch(AggregateArguments const& args, int, cudaStream_t stream) noexcept {
   return refuse(args).refused() ? launch_aggregate_plain<__nv_bfloat16>(args, stream)
                                 : launch_aggregate<__nv_bfloat16>(args, stream);
+}
+
+cudaError_t launch(DownProjectionDgradArguments const& args, [[maybe_unused]] int sm_count,
+                   cudaStream_t stream) noexcept {
+  if constexpr (kHasDownProjectionDgrad) {
+    if (!refuse(args).refused()) return launch_down_projection_dgrad(args, sm_count, stream);
+  }
+  return launch_down_projection_dgrad_plain(args, stream);
+}
+cudaError_t launch(UpProjectionDgradArguments const& args, [[maybe_unused]] int sm_count,
+                   cudaStream_t stream) noexcept {
+  if constexpr (kHasUpProjectionDgrad) {
+    if (!refuse(args).refused()) return launch_up_projection_dgrad(args, sm_count, stream);
+  }
+  return launch_up_projection_dgrad_plain(args, stream);
+}
+cudaError_t launch(DownProjectionWgradArguments const& args, [[maybe_unused]] int sm_count,
+                   cudaStream_t stream) noexcept {
+  if constexpr (kHasDownProjectionWgrad) {
+    if (!refuse(args).refused()) return launch_down_projection_wgrad(args, sm_count, stream);
+  }
+  return launch_wgrad_plain(args, stream);
+}
+cudaError_t launch(UpProjectionWgradArguments const& args, [[maybe_unused]] int sm_count,
+                   cudaStream_t stream) noexcept {
+  if constexpr (kHasUpProjectionWgrad) {
+    if (!refuse(args).refused()) return launch_up_projection_wgrad(args, sm_count, stream);
+  }
+  return launch_wgrad_plain(args, stream);
 }
 
 }  // namespace tessera::cuda

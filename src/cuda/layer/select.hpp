@@ -8,6 +8,7 @@
 #include "cuda/host/aggregate.hpp"
 #include "cuda/host/metadata.hpp"
 #include "cuda/host/projection.hpp"
+#include "cuda/host/projection_backward.hpp"
 #include "cuda/host/route.hpp"
 
 namespace tessera::cuda {
@@ -18,6 +19,10 @@ Refusal refuse(MetadataArguments const& args) noexcept;
 Refusal refuse(UpProjectionFwdArguments const& args) noexcept;
 Refusal refuse(DownProjectionFwdArguments const& args) noexcept;
 Refusal refuse(AggregateArguments const& args) noexcept;
+Refusal refuse(DownProjectionDgradArguments const& args) noexcept;
+Refusal refuse(UpProjectionDgradArguments const& args) noexcept;
+Refusal refuse(DownProjectionWgradArguments const& args) noexcept;
+Refusal refuse(UpProjectionWgradArguments const& args) noexcept;
 
 cudaError_t launch(RouterLogitsArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 cudaError_t launch(RouteArguments const& args, int sm_count, cudaStream_t stream) noexcept;
@@ -27,5 +32,13 @@ cudaError_t launch(UpProjectionFwdArguments const& args, int sm_count,
 cudaError_t launch(DownProjectionFwdArguments const& args, int sm_count,
                    cudaStream_t stream) noexcept;
 cudaError_t launch(AggregateArguments const& args, int sm_count, cudaStream_t stream) noexcept;
+cudaError_t launch(DownProjectionDgradArguments const& args, int sm_count,
+                   cudaStream_t stream) noexcept;
+cudaError_t launch(UpProjectionDgradArguments const& args, int sm_count,
+                   cudaStream_t stream) noexcept;
+cudaError_t launch(DownProjectionWgradArguments const& args, int sm_count,
+                   cudaStream_t stream) noexcept;
+cudaError_t launch(UpProjectionWgradArguments const& args, int sm_count,
+                   cudaStream_t stream) noexcept;
 
 }  // namespace tessera::cuda

@@ -45,11 +45,4 @@ Status check_supported(MoeDesc const& desc) noexcept {
   return check_router(desc);
 }
 
-Status check_supported(MoeDesc const& desc, Pass pass) noexcept {
-  if (pass != Pass::forward && pass != Pass::route) {
-    return Status::unsupported("backward: the CUDA backend of this version runs forward only");
-  }
-  return check_supported(desc);
-}
-
 }  // namespace tessera::cuda

@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+// moe_backward: down_projection_dgrad -> dscores -> dlogits -> down_projection_wgrad -> router dgrad ->
+// up_projection_dgrad -> aggregate -> up_projection_wgrad -> router wgrad on the caller's stream. dx rows reuse the
+// memory of a_scaled. As forward, a call waits for nothing and can be captured into a graph.
+#include <cuda_runtime_api.h>
+
+#include "core/gradient_dtype.hpp"
+#include "core/workspace.hpp"
+#include "cuda/host/router_backward.hpp"
+#include "cuda/layer/arguments.hpp"
+#include "cuda/layer/backend.hpp"
+#include "cuda/layer/sequence.hpp"
+
+namespace tessera::cuda {
+namespace {
+
+/// What a call has to make for the outputs that it was given.
+struct Wanted {
+  bool dx, dlogits, dscores, a_scaled, dgrad, dw_router;
+};
+
+Wanted wanted(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pass) noexcept {
+  ExpertGradients const& g = args.gradients;
+  bool const routed = desc.router.kind != RouterKind::given;
+  bool const split = pass == Pass::backward_input;  // the caller gets what the second call may need
+  Wanted out{};
+  out.dx = args.dx.present();
+  out.dw_router = g.dw_router.present();
+  out.dlogits = routed && (split || out.dx || args.dlogits.present() || out.dw_router ||
+                           g.db_router.present());
+  out.dscores = out.dlogits || args.dscores.present();
+  out.a_scaled = split || g.dw_down.present();
+  out.dgrad = out.dx || out.dscores || out.a_scaled || g.dw_up.present() || g.dw_gate.present() ||
+              g.db_up.present() || g.db_gate.present();
+  return out;
+}
+
+/// One call: its arrays, in the workspace or in the caller's buffers, and its launches.
+class Backward {
+ public:
+  Backward(MoeDesc const& desc, MoeBackwardArgs const& args, RoutingView const& routing, Pass pass,
+           Sequence& sequence) noexcept
+      : desc_(desc),
+        args_(args),
+        routing_(routing),
+        plan_(plan_backward(desc, pass)),
+        base_(core::WorkspacePlan::align(args.workspace.data)),
+        wanted_(wanted(desc, args, pass)),
+        sequence_(sequence) {
+    bool const split = pass != Pass::backward;
+    gmem_dscores_ =
+        args.dscores.present() ? static_cast<float*>(args.dscores.data) : plan_.dscores.in(base_);
+    gmem_dlogits_ = split ? static_cast<float*>(args.dlogits_saved.data) : plan_.dlogits.in(base_);
+    bool const recomputes = desc.save == SavePolicy::x && pass != Pass::backward_weights;
+    void* const gmem_own_a = wanted_.a_scaled ? plan_.a_or_dx.in(base_) : nullptr;
+    experts_ = backward_arguments(
+        desc, args,
+        {.tables = routing,
+         .gmem_recomputed_h = recomputes ? plan_.h.in(base_) : nullptr,
+         .gmem_dh = split ? args.dh.data : plan_.dh.in(base_),
+         .gmem_a_scaled = split ? args.a_scaled.data : gmem_own_a,
+         .gmem_ds_partials = wanted_.dscores ? plan_.ds_partials.in(base_) : nullptr,
+         .gmem_dx_rows = plan_.a_or_dx.in(base_),
+         .gmem_tile_counters = plan_.counters.in(base_)});
+    zero_counters(plan_.counters.in(base_), sequence_);
+  }
+
+  /// dh, a_scaled, dscores, dlogits.
+  void activations() noexcept {
+    if (!wanted_.dgrad) return;
+    if (desc_.save == SavePolicy::x) sequence_.select("up_projection_fwd", experts_.recompute);
+    sequence_.select("down_projection_dgrad", experts_.down_dgrad);
+    if (wanted_.dscores) add_dscores();
+    if (wanted_.dlogits) add_dlogits();
+  }
+
+  /// The last reader of a_scaled: dx rows may take its place.
+  void down_weights() noexcept {
+    if (args_.gradients.dw_down.present()) {
+      sequence_.select("down_projection_wgrad", experts_.down_wgrad);
+    }
+    if (args_.gradients.db_down.present()) add_bias_gradient("db_down", experts_.db_down);
+  }
+
+  void input_gradient() noexcept {
+    if (!wanted_.dx) return;
+    if (routed()) {
+      sequence_.add("router_dgrad", [&](cudaStream_t stream) {
+        return launch_router_dgrad_plain(
+            {.gmem_dlogits = plan_.rounded.in(base_),
+             .w_router = matrix_rows(args_.w_router),
+             .gmem_dx = args_.dx.data,
+             .dx_pitch = matrix_rows(args_.dx).pitch,
+             .tokens = desc_.shape.tokens,
+             .hidden = desc_.shape.hidden,
+             .experts = static_cast<std::int32_t>(desc_.shape.experts),
+             .gmem_tile_counter = plan_.counters.in(base_) + kRouterDgradCounter},
+            stream);
+      });
+    }
+    sequence_.select("up_projection_dgrad", experts_.up_dgrad);
+    sequence_.select("aggregate", experts_.aggregate);
+  }
+
+  void up_weights() noexcept {
+    ExpertGradients const& g = args_.gradients;
+    if (g.dw_up.present() || g.dw_gate.present()) {
+      sequence_.select("up_projection_wgrad", experts_.up_wgrad);
+    }
+    if (g.db_up.present() || g.db_gate.present()) add_bias_gradient("db_up", experts_.db_up);
+  }
+
+  void router_weights() noexcept {
+    if (wanted_.dw_router) {
+      sequence_.add("router_wgrad", [&](cudaStream_t stream) {
+        return launch_router_wgrad_plain(
+            {.gmem_dlogits = plan_.rounded.in(base_),
+             .x = matrix_rows(args_.x),
+             .gmem_dw_router = args_.gradients.dw_router.data,
+             .dw_pitch = matrix_rows(args_.gradients.dw_router).pitch,
+             .is_fp32 = gradients_are_fp32(),
+             .accumulates = accumulates(),
+             .hidden = desc_.shape.hidden,
+             .experts = static_cast<std::int32_t>(desc_.shape.experts),
+             .gmem_tile_counter = plan_.counters.in(base_) + kRouterWgradCounter},
+            stream);
+      });
+    }
+    if (!args_.gradients.db_router.present()) return;
+    std::int64_t const experts = desc_.shape.experts;
+    add_bias_gradient(
+        "db_router",
+        {.left = {gmem_dlogits_, desc_.shape.tokens, experts},
+         .left_is_fp32 = true,
+         .gmem_gather_index = nullptr,
+         .gmem_expert_offsets = nullptr,
+         .gmem_scores = nullptr,
+         .gmem_sort_permutation = nullptr,
+         .halves = 1,
+         .db = {{.gmem = args_.gradients.db_router.data, .row_stride = 1, .block = experts}},
+         .is_fp32 = gradients_are_fp32(),
+         .accumulates = accumulates(),
+         .columns = experts,
+         .experts = 1});
+  }
+
+  /// What backward_input left in fp32, as the operand of router_wgrad.
+  void round_saved_dlogits() noexcept {
+    if (!wanted_.dw_router) return;
+    sequence_.add("round dlogits", [&](cudaStream_t stream) {
+      return launch_round_dlogits_plain({.gmem_dlogits = gmem_dlogits_,
+                                         .gmem_rounded = plan_.rounded.in(base_),
+                                         .count = desc_.shape.tokens * desc_.shape.experts},
+                                        stream);
+    });
+  }
+
+ private:
+  [[nodiscard]] bool routed() const noexcept { return desc_.router.kind != RouterKind::given; }
+  [[nodiscard]] bool gradients_are_fp32() const noexcept {
+    return core::gradient_dtype(desc_, args_.gradients) == DType::fp32;
+  }
+  [[nodiscard]] bool accumulates() const noexcept {
+    return args_.gradients.mode == GradientMode::accumulate;
+  }
+
+  void add_bias_gradient(char const* name, BiasGradientArguments const& args) noexcept {
+    sequence_.add(name,
+                  [&](cudaStream_t stream) { return launch_bias_gradient_plain(args, stream); });
+  }
+
+  void add_dscores() noexcept {
+    sequence_.add("dscores", [&](cudaStream_t stream) {
+      DownProjectionDgradArguments const& dgrad = experts_.down_dgrad;
+      return launch_dscores_plain({.gmem_ds_partials = dgrad.gmem_ds_partials,
+                                   .groups = score_groups(desc_.shape.intermediate),
+                                   .gmem_inverse_permutation = routing_.inverse_permutation,
+                                   .d_o = dgrad.d_o,
+                                   .gmem_gather_index = dgrad.gmem_gather_index,
+                                   .gmem_expert_offsets = routing_.expert_offsets,
+                                   .b_down = weight_views(desc_, args_.weights).b_down,
+                                   .gmem_dscores = gmem_dscores_,
+                                   .slots = desc_.num_slots(),
+                                   .hidden = desc_.shape.hidden,
+                                   .experts = static_cast<std::int32_t>(desc_.shape.experts)},
+                                  stream);
+    });
+  }
+
+  void add_dlogits() noexcept {
+    MoeShape const& s = desc_.shape;
+    auto const top_k = static_cast<std::int32_t>(s.top_k);
+    bool const merges = desc_.router.replay;
+    if (merges) {
+      sequence_.add("merge repeats", [&](cudaStream_t stream) {
+        return launch_merge_repeats_plain({.gmem_ids = routing_.topk_ids,
+                                           .gmem_dscores = gmem_dscores_,
+                                           .gmem_token_offsets = routing_.token_offsets,
+                                           .gmem_merged_ids = plan_.merged_ids.in(base_),
+                                           .gmem_merged_dscores = plan_.merged_dscores.in(base_),
+                                           .tokens = s.tokens,
+                                           .top_k = top_k},
+                                          stream);
+      });
+    }
+    sequence_.add("router_dlogits", [&](cudaStream_t stream) {
+      return launch_router_dlogits_plain(
+          {.gmem_dscores = merges ? plan_.merged_dscores.in(base_) : gmem_dscores_,
+           .gmem_ids = merges ? plan_.merged_ids.in(base_) : routing_.topk_ids,
+           .gmem_token_offsets = routing_.token_offsets,
+           .gmem_scores = routing_.scores,
+           .gmem_chosen_p = routing_.chosen_p,
+           .gmem_logits = routing_.logits,
+           .gmem_aux_dlogits = static_cast<float const*>(args_.aux_dlogits.data),
+           .aux_pitch = matrix_rows(args_.aux_dlogits).pitch,
+           .gmem_dlogits = gmem_dlogits_,
+           .gmem_rounded = wanted_.dx || wanted_.dw_router ? plan_.rounded.in(base_) : nullptr,
+           .gmem_copy = static_cast<float*>(args_.dlogits.data),
+           .copy_pitch = matrix_rows(args_.dlogits).pitch,
+           .tokens = s.tokens,
+           .experts = static_cast<std::int32_t>(s.experts),
+           .top_k = top_k,
+           .kind = desc_.router.kind,
+           .route_scale = desc_.router.route_scale,
+           .normalize_scores = desc_.router.normalize_scores},
+          stream);
+    });
+  }
+
+  MoeDesc const& desc_;
+  MoeBackwardArgs const& args_;
+  RoutingView routing_;
+  BackwardPlan plan_;
+  std::byte* base_;
+  Wanted wanted_;
+  Sequence& sequence_;
+  BackwardArguments experts_;
+  float* gmem_dscores_;
+  float* gmem_dlogits_;
+};
+
+}  // namespace
+
+Status moe_backward(DeviceContext const& device, MoeDesc const& desc, MoeBackwardArgs const& args,
+                    RoutingView const& routing, Pass pass, Stream stream) noexcept {
+  DeviceGuard const guard(device.index());
+  TESSERA_TRY(guard.status());
+  nvtx3::scoped_range_in<NvtxDomain> const range{"moe_backward"};
+  Sequence sequence(device, stream);
+  Backward backward(desc, args, routing, pass, sequence);
+  if (pass == Pass::backward_weights) {
+    backward.round_saved_dlogits();
+  } else {
+    backward.activations();
+  }
+  if (pass != Pass::backward_input) backward.down_weights();
+  if (pass != Pass::backward_weights) backward.input_gradient();
+  if (pass != Pass::backward_input) {
+    backward.up_weights();
+    backward.router_weights();
+  }
+  return sequence.status();
+}
+
+}  // namespace tessera::cuda

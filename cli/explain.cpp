@@ -44,14 +44,7 @@ int explain_layer(ShapeFlags const& flags, bool json) {
   std::string text;
   for (auto const& [name, pass] :
        {std::pair{"forward", Pass::forward}, {"backward", Pass::backward}}) {
-    auto const served = explain(context, desc, pass);
-    if (!served.ok() && pass != Pass::forward) {  // a device may serve forward only
-      text += fmt::format("{}: {}\n", name, served.status().text());
-      passes[name] = {{"error", served.status().text()}};
-      continue;
-    }
-    check(served.status());
-    auto const& ops = served.value();
+    auto const ops = value_of(explain(context, desc, pass));
     auto const workspace = value_of(workspace_bytes(context, desc, pass));
     Json list = Json::array();
     text += fmt::format("{}: workspace {}\n", name, bytes_text(static_cast<double>(workspace)));

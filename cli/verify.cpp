@@ -68,17 +68,10 @@ double memory_needed(MoeDesc const& desc) {
   return 80 * weights + 40 * rows + 64 * size(s.tokens) * size(s.hidden + s.experts);
 }
 
-/// What the device does not serve, said once.
-void note_forward_only(Context const& context, MoeDesc const& desc) {
-  Status const backward = workspace_bytes(context, desc, Pass::backward).status();
-  if (!backward.ok()) fmt::print(stderr, "note: forward tensors only; {}\n", backward.text());
-}
-
 int verify_one(VerifyFlags const& flags, Context const& context, Context const& repeat) {
   verify::LayerCase const layer_case = flags.shape.layer_case();
   check(workspace_bytes(context, layer_case.desc, Pass::forward).status());
   require_memory(memory_needed(layer_case.desc));
-  note_forward_only(context, layer_case.desc);
   auto const result = value_of(verify::verify_case(context, repeat, layer_case));
   if (flags.json) {
     print_json(result_json(result, flags.shape.device()));
@@ -144,7 +137,6 @@ std::string case_line(std::size_t number, verify::LayerCase const& layer_case, b
 int verify_random(VerifyFlags const& flags, Context const& context, Context const& repeat) {
   auto const cases = verify::random_cases(context, flags.random, flags.shape.seed());
   if (cases.empty()) throw CommandError("--random: this device serves no layer", kEnvironment);
-  note_forward_only(context, cases.front().layer_case.desc);
   Json documents = Json::array();
   std::int64_t failed = 0, large = 0;
   for (std::size_t i = 0; i < cases.size(); ++i) {

@@ -40,6 +40,7 @@ class Run {
     TESSERA_TRY(backward(result));
     TESSERA_TRY(split_backward(result));
     TESSERA_TRY(partial_backward(result));
+    if (on_gpu()) TESSERA_TRY(replay_backward(result));
     if (!saved_.intact()) {
       result.failures.emplace_back("backward wrote to x, h or routing, or a canary beside them");
     }
@@ -234,7 +235,7 @@ class Run {
     auto const outputs = gradient_outputs(data_);
     for (auto const& output : outputs) add_gradient(output, memory, args);
     args.workspace = memory.buffer(workspace.value());
-    TESSERA_TRY(moe_backward(context_, desc_, args));
+    TESSERA_TRY(run_backward(Pass::backward, args));
     check_memory(memory, "backward", result);
     for (auto const& output : outputs) {
       result.tensors[output.name] = values_of(gradient_argument(args, output.name));
@@ -277,8 +278,7 @@ class Run {
         if (output.of_weights == weights) add_gradient(output, memory, args);
       }
       args.workspace = memory.buffer(workspace.value());
-      TESSERA_TRY(weights ? moe_backward_weights(context_, desc_, args)
-                          : moe_backward_input(context_, desc_, args));
+      TESSERA_TRY(run_backward(pass, args));
       check_memory(memory, "split backward", result);
       expect_same(outputs, args, "split backward", result);
     }
@@ -298,10 +298,38 @@ class Run {
         add_gradient(outputs[i], memory, args);
       }
       args.workspace = memory.buffer(workspace.value());
-      TESSERA_TRY(moe_backward(context_, desc_, args));
+      TESSERA_TRY(run_backward(Pass::backward, args));
       check_memory(memory, "partial backward", result);
       expect_same(outputs, args, "partial backward", result);
     }
+    return {};
+  }
+
+  /// Captures the call that backward() made into a graph and launches it twice.
+  Status replay_backward(CandidateResult& result) {
+    auto const workspace = workspace_size(desc_, Pass::backward, result);
+    if (!workspace.ok()) return workspace.status();
+    Memory memory = fresh_memory();
+    MoeBackwardArgs args = backward_inputs(memory);
+    auto const outputs = gradient_outputs(data_);
+    for (auto const& output : outputs) add_gradient(output, memory, args);
+    args.workspace = memory.buffer(workspace.value());
+    Status captured;
+    device::Graph const graph(*stream_, [&] { captured = call_backward(Pass::backward, args); });
+    TESSERA_TRY(captured);
+    for (int launch = 0; launch < 2; ++launch) {
+      stream_->fill(args.workspace.data, 0xff, args.workspace.bytes);
+      for (auto const& output : outputs) {
+        Tensor const& tensor = gradient_argument(args, output.name);
+        stream_->fill(tensor.data, 0xff, memory_bytes(tensor));
+        stream_->synchronize();
+        initialise_gradient(data_, output, tensor);
+      }
+      graph.launch(*stream_);
+      stream_->synchronize();
+      expect_same(outputs, args, "backward by graph replay", result);
+    }
+    check_memory(memory, "backward by graph replay", result);
     return {};
   }
 
@@ -314,6 +342,24 @@ class Run {
   Status run_forward(MoeDesc const& desc, MoeForwardArgs const& args) {
     if (!on_gpu()) return moe_forward(context_, desc, args);
     TESSERA_TRY(moe_forward(context_, desc, args, stream_->handle()));
+    stream_->synchronize();
+    return check_device_values(context_);
+  }
+
+  Status call_backward(Pass pass, MoeBackwardArgs const& args) {
+    auto const stream = on_gpu() ? stream_->handle() : tessera::Stream{};
+    switch (pass) {
+      case Pass::backward_input:
+        return moe_backward_input(context_, desc_, args, stream);
+      case Pass::backward_weights:
+        return moe_backward_weights(context_, desc_, args, stream);
+      default:
+        return moe_backward(context_, desc_, args, stream);
+    }
+  }
+  Status run_backward(Pass pass, MoeBackwardArgs const& args) {
+    TESSERA_TRY(call_backward(pass, args));
+    if (!on_gpu()) return {};
     stream_->synchronize();
     return check_device_values(context_);
   }
@@ -341,11 +387,11 @@ class Run {
 }  // namespace
 
 Expected<CandidateResult> run_candidate(Context const& context, LayerData const& data,
-                                        std::uint32_t poison, Alignment alignment, bool backward) {
+                                        std::uint32_t poison, Alignment alignment) {
   CandidateResult result;
   Run run(context, data, poison, alignment);
   TESSERA_TRY(run.forward_calls(result));
-  if (backward) TESSERA_TRY(run.backward_calls(result));
+  TESSERA_TRY(run.backward_calls(result));
   return result;
 }
 

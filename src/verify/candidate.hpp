@@ -24,12 +24,12 @@ struct CandidateResult {
   std::size_t transient_bytes = 0;    ///< largest workspace
 };
 
-/// Forward for training and for inference; on a GPU forward by graph replay; where the device serves it (`backward`),
-/// backward, split backward, backward without every other gradient.
+/// Forward for training and for inference; backward, split backward, backward without every other gradient; on a GPU
+/// forward and backward by graph replay.
 /// Between forward and backward all but x, h and the routing tables is filled with NaN and freed; weights
 /// move to other addresses. Errors: those of the library.
 Expected<CandidateResult> run_candidate(Context const& context, LayerData const& data,
-                                        std::uint32_t poison, Alignment alignment, bool backward);
+                                        std::uint32_t poison, Alignment alignment);
 
 /// Names of the parts in which two results differ by a bit; empty where they are equal.
 std::string differing_parts(CandidateResult const& a, CandidateResult const& b);

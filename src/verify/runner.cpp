@@ -74,10 +74,7 @@ void judge_run(Context const& context, LayerData const& data, CandidateResult& r
   add(metadata_failures(forward.metadata, run.metadata));
 
   auto const backward =
-      result.forward_only
-          ? reference::Backward{}
-          : reference::backward(inputs, forward,
-                                std::vector<double>(data.d_o.begin(), data.d_o.end()));
+      reference::backward(inputs, forward, std::vector<double>(data.d_o.begin(), data.d_o.end()));
   auto const ref = reference_tensors(data, forward, backward);
   auto const naives = naive_orders(context, data, inputs, forward.metadata);
   result.routed_rows = forward.metadata.rows();
@@ -94,7 +91,6 @@ Expected<CaseResult> verify_case(Context const& context, Context const& repeat_c
   // The library judges the shape before data of that shape is made.
   auto const supported = workspace_bytes(context, layer_case.desc, Pass::forward);
   if (!supported.ok()) return supported.status();
-  bool const backward = workspace_bytes(context, layer_case.desc, Pass::backward).ok();
   LayerData data;
   try {
     data = make_data(layer_case);
@@ -105,15 +101,14 @@ Expected<CaseResult> verify_case(Context const& context, Context const& repeat_c
   bool const on_gpu = context.device().kind == DeviceKind::cuda;
   Alignment const alignment =
       on_gpu && layer_case.seed % 4 != 0 ? Alignment::cache_line : Alignment::element;
-  auto first = run_candidate(context, data, kPoisons[0], alignment, backward);
+  auto first = run_candidate(context, data, kPoisons[0], alignment);
   if (!first.ok()) return first.status();
-  auto const second = run_candidate(repeat_context, data, kPoisons[1], alignment, backward);
+  auto const second = run_candidate(repeat_context, data, kPoisons[1], alignment);
   if (!second.ok()) return second.status();
 
   CandidateResult& run = first.value();
   CaseResult result;
   result.desc = data.desc;
-  result.forward_only = !backward;
   result.failures = run.failures;
   result.saved_bytes = run.saved_bytes;
   result.saved_bytes_formula = saved_bytes_formula(data.desc);

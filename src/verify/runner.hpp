@@ -23,7 +23,6 @@ struct CaseResult {
   std::size_t saved_bytes_formula = 0;  ///< what the shape says
   std::size_t transient_peak_bytes = 0;
   bool bitwise_repeat = false;        ///< other thread count, other poison, same bits
-  bool forward_only = false;          ///< the device serves no backward: nothing of it was run
   std::vector<std::string> failures;  ///< a line each; empty where ok
 };
 

@@ -7,10 +7,10 @@
 namespace tessera::dist::model {
 namespace {
 
-bool is_data(Kind kind) {
-  return kind == Kind::read || kind == Kind::write || kind == Kind::wait_written ||
-         kind == Kind::fence || kind == Kind::proxy_fence;
-}
+// Whose order among several actors can matter: additions to one counter return different values. All
+// others commute, or can happen in one order only: a word has one writer at a time, and a wait that is
+// over stays over.
+bool order_matters(Kind kind) { return kind == Kind::count || kind == Kind::count_relaxed; }
 
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
   hash = (hash ^ value) * 0x9e3779b97f4a7c15u;
@@ -84,7 +84,7 @@ void Machine::step(int actor) {
 }
 
 void Machine::settle(int actor) {
-  while (fault_.empty() && can_run(at(actor)) && is_data(at(actor).next_.kind)) step(actor);
+  while (fault_.empty() && can_run(at(actor)) && !order_matters(at(actor).next_.kind)) step(actor);
 }
 
 void Machine::execute(Actor& a) {
@@ -103,7 +103,7 @@ void Machine::execute(Actor& a) {
       return;
     case Kind::proxy_fence:
       ++a.proxy_fences_;
-      a.fresh_proxy_ = true;
+      a.proxy_clock_ = a.clock_;
       return;
     case Kind::release: {
       Word& word = words_[o.address.key()];
@@ -126,6 +126,12 @@ void Machine::execute(Actor& a) {
       word.value += static_cast<std::uint32_t>(o.value);
       return;
     }
+    case Kind::count_relaxed: {
+      Word& word = words_[o.address.key()];
+      a.result_ = word.value;
+      word.value += static_cast<std::uint32_t>(o.value);
+      return;
+    }
     case Kind::wait:
       return acquire(a, words_[o.address.key()]);
     case Kind::boundary:
@@ -141,43 +147,47 @@ void Machine::race(Actor const& a, char const* what, Cell const& cell) {
         (cell.writer < 0 ? "" : ", written by " + at(cell.writer).name));
 }
 
-void Machine::do_read(Actor& a) {
-  Cell& cell = cells_[a.next_.address.key()];
-  a.result_ = cell.value;
+void Machine::judge_read(Actor& a, Cell const& cell) {
   if (cell.writer < 0) return race(a, "read before any write", cell);
+  if (cell.written == kUnwritten) {
+    return race(a, "read of a bulk write that nobody waited for", cell);
+  }
   Actor const& writer = at(cell.writer);
-  bool const own = cell.writer == a.id;
-  if (cell.written == kUnwritten) return race(a, "read of a bulk write that nobody waited for", cell);
-  if (!own && a.clock_[static_cast<std::size_t>(cell.writer)] < cell.written) {
+  auto const w = static_cast<std::size_t>(writer.id);
+  bool const own = writer.id == a.id;
+  if (!own && a.clock_[w] < cell.written) {
     return race(a, "read without acquiring what the writer released", cell);
   }
   if (writer.rank != a.rank && writer.sys_fences_ <= cell.sys_fences) {
     return race(a, "read of another GPU's write that no system fence followed", cell);
   }
-  if (a.next_.proxy == Proxy::async) {
-    if (cell.proxy == Proxy::generic && writer.proxy_fences_ <= cell.proxy_fences) {
-      return race(a, "async read of a generic write that no proxy fence followed", cell);
-    }
-    if (!own && !a.fresh_proxy_) return race(a, "async read without a proxy fence after acquire", cell);
+  if (a.next_.proxy == Proxy::generic) return;
+  if (cell.proxy == Proxy::generic && writer.proxy_fences_ <= cell.proxy_fences) {
+    return race(a, "async read of a generic write that no proxy fence followed", cell);
   }
-  if (own) {
-    for (Actor::Write const& w : a.buffer_) {
-      if (w.key == a.next_.address.key()) a.result_ = w.value;
-    }
+  if (!own && a.proxy_clock_[w] < cell.written) {
+    return race(a, "async read without a proxy fence after acquire", cell);
   }
-  std::uint32_t const now = a.clock_[static_cast<std::size_t>(a.id)];
-  for (auto& [reader, clock] : cell.readers) {
-    if (reader == a.id) {
-      clock = now;
-      return;
-    }
-  }
-  cell.readers.emplace_back(a.id, now);
 }
 
-void Machine::do_write(Actor& a) {
-  std::uint64_t const key = a.next_.address.key();
-  Cell& cell = cells_[key];
+void Machine::do_read(Actor& a) {
+  Cell& cell = cells_[a.next_.address.key()];
+  if (!ignore_order_) judge_read(a, cell);
+  a.result_ = cell.value;
+  for (Actor::Write const& w : a.buffer_) {
+    if (w.key == a.next_.address.key()) a.result_ = w.value;
+  }
+  std::uint32_t const now = a.clock_[static_cast<std::size_t>(a.id)];
+  auto const known = std::find_if(cell.readers.begin(), cell.readers.end(),
+                                  [&](auto const& reader) { return reader.first == a.id; });
+  if (known == cell.readers.end()) {
+    cell.readers.emplace_back(a.id, now);
+  } else {
+    known->second = now;
+  }
+}
+
+void Machine::judge_write(Actor const& a, Cell const& cell) {
   if (cell.writer >= 0 && cell.writer != a.id &&
       (cell.written == kUnwritten ||
        a.clock_[static_cast<std::size_t>(cell.writer)] < cell.written)) {
@@ -188,15 +198,21 @@ void Machine::do_write(Actor& a) {
       race(a, "write over what another may still read", cell);
     }
   }
+}
+
+void Machine::do_write(Actor& a) {
+  std::uint64_t const key = a.next_.address.key();
+  Cell& cell = cells_[key];
+  if (!ignore_order_) judge_write(a, cell);
+  bool const bulk = a.next_.proxy == Proxy::async;
   cell.readers.clear();
   cell.writer = a.id;
   cell.proxy = a.next_.proxy;
-  cell.written = a.next_.proxy == Proxy::async ? kUnwritten
-                                               : a.clock_[static_cast<std::size_t>(a.id)];
+  cell.written = bulk ? kUnwritten : a.clock_[static_cast<std::size_t>(a.id)];
   cell.sys_fences = a.sys_fences_;
   cell.proxy_fences = a.proxy_fences_;
   a.buffer_.push_back({key, a.next_.value, a.next_.proxy});
-  if (a.next_.proxy == Proxy::async) a.bulk_.push_back(key);
+  if (bulk) a.bulk_.push_back(key);
 }
 
 void Machine::wait_written(Actor& a) {
@@ -251,7 +267,6 @@ void Machine::do_release(Actor& a, Word& word) {
 void Machine::acquire(Actor& a, Word const& word) {
   if (a.next_.scope == Scope::sys) join(a.clock_, word.sys);
   if (word.rank == a.rank) join(a.clock_, word.local);
-  a.fresh_proxy_ = false;
 }
 
 // The last one in takes all with it: a kernel's end makes everything visible to the next one.
@@ -273,7 +288,7 @@ void Machine::do_boundary(std::int32_t rank) {
     ++a.clock_[static_cast<std::size_t>(a.id)];
     ++a.sys_fences_;
     ++a.proxy_fences_;
-    a.fresh_proxy_ = true;
+    a.proxy_clock_ = a.clock_;
     a.at_boundary_ = false;
   }
   for (Actor& a : actors_) {
@@ -309,11 +324,11 @@ std::uint64_t Machine::fingerprint() const {
   return hash;
 }
 
-void run_random(Machine& machine, Temper temper, std::uint64_t seed) {
+void run_random(Machine& machine, Temper temper, std::uint64_t seed, std::int64_t steps) {
   std::mt19937_64 rng(seed * 0x9e3779b97f4a7c15u + 17);
   std::uint64_t slow = 0;  // actors that hardly run for a while
   std::int64_t change = 0;
-  while (machine.fault().empty() && !machine.finished()) {
+  while (machine.fault().empty() && !machine.finished() && machine.steps() < steps) {
     std::vector<int> const can = machine.runnable();
     std::vector<int> writers;
     for (int a = 0; a < machine.actors(); ++a) {
@@ -341,16 +356,20 @@ void run_random(Machine& machine, Temper temper, std::uint64_t seed) {
   }
 }
 
-Exploration explore(std::function<std::unique_ptr<Machine>()> const& make, std::int64_t limit) {
+Exploration explore(std::function<std::unique_ptr<World>()> const& make, std::int64_t limit) {
   Exploration result;
   std::unordered_set<std::uint64_t> seen;
   std::vector<std::vector<std::uint8_t>> open = {{}};
   while (!open.empty()) {
     std::vector<std::uint8_t> path = std::move(open.back());
     open.pop_back();
-    std::unique_ptr<Machine> const machine = make();
+    std::unique_ptr<World> const world = make();
+    Machine* const machine = &world->machine();
     auto const settle_all = [&] {
-      for (int a = 0; a < machine->actors(); ++a) machine->settle(a);
+      for (std::int64_t before = -1; before != machine->steps();) {
+        before = machine->steps();
+        for (int a = 0; a < machine->actors(); ++a) machine->settle(a);
+      }
     };
     settle_all();
     for (std::uint8_t const actor : path) {
@@ -359,7 +378,7 @@ Exploration explore(std::function<std::unique_ptr<Machine>()> const& make, std::
     }
     // Down the first branch, leaving the others for later.
     while (seen.insert(machine->fingerprint()).second) {
-      if (++result.states > limit) return result;
+      if (++result.states > limit) return result;  // incomplete
       std::vector<int> const can = machine->runnable();
       if (machine->fault().empty() && can.empty() && !machine->finished()) {
         machine->fault("deadlock: " + machine->waiters());
@@ -378,6 +397,7 @@ Exploration explore(std::function<std::unique_ptr<Machine>()> const& make, std::
       settle_all();
     }
   }
+  result.complete = true;
   return result;
 }
 

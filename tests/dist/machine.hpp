@@ -56,6 +56,7 @@ enum class Kind {
   release,  // store
   relaxed,  // store that orders nothing
   count,    // atomic add, acquire and release
+  count_relaxed,
   wait,
   boundary,  // of kernels: all actors of the rank meet
 };
@@ -123,8 +124,7 @@ class Actor {
     void await_suspend(std::coroutine_handle<> h) noexcept { actor.at_ = h; }
     std::uint64_t await_resume() noexcept { return actor.result_; }
   };
-  Actor(int id, std::int32_t rank, std::string name)
-      : id(id), rank(rank), name(std::move(name)) {}
+  Actor(int id, std::int32_t rank, std::string name) : id(id), rank(rank), name(std::move(name)) {}
 
   Await read(Address a, Proxy proxy = Proxy::generic) {
     return ask({.kind = Kind::read, .address = a, .proxy = proxy});
@@ -182,7 +182,7 @@ class Actor {
   std::vector<std::uint64_t> bulk_;  // cells of bulk writes that were not waited for
   Clock clock_ = {};
   std::uint32_t sys_fences_ = 0, proxy_fences_ = 0;
-  bool fresh_proxy_ = true;  // a proxy fence since the last acquire
+  Clock proxy_clock_ = {};  // as of the latest proxy fence: what async reads may rely on
   std::uint64_t history_ = 0;
 };
 
@@ -197,11 +197,13 @@ class Machine {
   [[nodiscard]] std::vector<int> runnable() const;
   /// One operation of an actor that can run.
   void step(int actor);
-  /// Data accesses until the actor's next operation on a word.
+  /// Operations of one actor up to the next one whose order among actors can matter.
   void settle(int actor);
   /// One write of an actor's buffer reaches memory; false if there is none.
   bool drain(int actor, std::mt19937_64& rng);
   [[nodiscard]] bool has_writes(int actor) const;
+  /// From now on values alone judge: what a schedule happens to show.
+  void ignore_order() { ignore_order_ = true; }
   /// This rank's actors do nothing any more.
   void kill(std::int32_t rank) { killed_ |= 1u << rank; }
 
@@ -210,11 +212,12 @@ class Machine {
   }
   [[nodiscard]] std::string const& fault() const { return fault_; }
   [[nodiscard]] bool finished() const;
+  [[nodiscard]] Actor& actor(int id) { return at(id); }
   [[nodiscard]] int actors() const { return static_cast<int>(actors_.size()); }
   [[nodiscard]] std::int32_t rank_of(int actor) const { return at(actor).rank; }
   /// Who waits where, for what, and what stands there.
   [[nodiscard]] std::string waiters() const;
-  /// Sites where actors of ranks that are alive wait.
+  /// Actors of ranks that are alive and wait for a word that does not come; their sites.
   [[nodiscard]] std::vector<Site> waiting_sites() const;
   /// Equal for states that differ by nothing that can matter.
   [[nodiscard]] std::uint64_t fingerprint() const;
@@ -249,6 +252,8 @@ class Machine {
   void do_boundary(std::int32_t rank);
   void wait_written(Actor& a);
   void drain_generic(Actor& a);
+  void judge_read(Actor& a, Cell const& cell);
+  void judge_write(Actor const& a, Cell const& cell);
   void race(Actor const& a, char const* what, Cell const& cell);
 
   std::int32_t ranks_;
@@ -257,6 +262,7 @@ class Machine {
   std::unordered_map<std::uint64_t, Word> words_;
   std::string fault_;
   std::uint32_t killed_ = 0;
+  bool ignore_order_ = false;
   std::int64_t steps_ = 0;
 };
 
@@ -265,14 +271,23 @@ char const* name(Site site);
 /// How a random schedule treats the actors.
 enum class Temper { even, starve, run_ahead, late_writes };
 
-/// Runs to the end, to a fault, or until nobody can run; a function of the seed.
-void run_random(Machine& machine, Temper temper, std::uint64_t seed);
+/// Runs to the end, to a fault, until nobody can run, or for so many steps; a function of the seed.
+void run_random(Machine& machine, Temper temper, std::uint64_t seed,
+                std::int64_t steps = std::int64_t{1} << 60);
+
+/// A machine with all that its programs refer to.
+class World {
+ public:
+  virtual ~World() = default;
+  virtual Machine& machine() = 0;
+};
 
 struct Exploration {
   std::int64_t states = 0;
-  std::string fault;  // the first, with its schedule's length
+  bool complete = false;  // within the limit
+  std::string fault;      // the first
 };
-/// Every order of the operations on words, up to states seen before; at most `limit` states.
-Exploration explore(std::function<std::unique_ptr<Machine>()> const& make, std::int64_t limit);
+/// Every order of the operations that do not commute, up to states seen before; at most `limit` states.
+Exploration explore(std::function<std::unique_ptr<World>()> const& make, std::int64_t limit);
 
 }  // namespace tessera::dist::model

@@ -1,0 +1,393 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/dist/passes.hpp"
+
+#include <string>
+#include <utility>
+
+namespace tessera::dist::model {
+namespace {
+
+std::uint64_t mix(std::uint64_t a, std::uint64_t b) {
+  std::uint64_t const z = (a ^ (b + 0x632be59bd9b4e019u)) * 0x9e3779b97f4a7c15u;
+  return z ^ (z >> 31) ^ 1;
+}
+// Contents: of a token's row of x; of a row of a, which depends on the expert; of a slot's tile.
+std::uint64_t x_value(std::uint32_t epoch, std::int32_t rank, std::int64_t token) {
+  return mix(mix(epoch, static_cast<std::uint64_t>(rank)), static_cast<std::uint64_t>(token));
+}
+std::uint64_t a_value(std::uint64_t x, std::int32_t expert) {
+  return mix(x, 1000 + static_cast<std::uint64_t>(expert));
+}
+std::uint64_t y_value(std::uint64_t a, std::int32_t tile) {
+  return mix(a, 2000 + static_cast<std::uint64_t>(tile));
+}
+constexpr std::uint64_t kPad = 0;
+
+}  // namespace
+
+Passes::Passes(std::vector<Exchange> exchanges, Options const& options)
+    : exchanges_(std::move(exchanges)),
+      options_(options),
+      shape_(exchanges_.front().shape),
+      window_(shape_),
+      local_(shape_, options.ctas),
+      machine_(shape_.ranks) {
+  for (std::int32_t r = 0; r < shape_.ranks; ++r) {
+    std::string const rank = "rank " + std::to_string(r);
+    for (std::int32_t c = 0; c < options_.ctas; ++c) {
+      machine_.add(r, rank + " CTA " + std::to_string(c));
+      for (std::int32_t w = 0; w < options_.communication_warps; ++w) {
+        machine_.add(r, rank + " CTA " + std::to_string(c) + " warp " + std::to_string(w));
+      }
+    }
+  }
+  int next = 0;
+  for (std::int32_t r = 0; r < shape_.ranks; ++r) {
+    for (std::int32_t c = 0; c < options_.ctas; ++c) {
+      machine_.start(machine_.actor(next), cta(machine_.actor(next), c));
+      ++next;
+      for (std::int32_t w = 0; w < options_.communication_warps; ++w) {
+        machine_.start(
+            machine_.actor(next),
+            communication_warp(machine_.actor(next), c * options_.communication_warps + w));
+        ++next;
+      }
+    }
+  }
+}
+
+void Passes::note(
+    std::set<std::tuple<std::uint32_t, std::int32_t, std::int64_t, std::int32_t>>& seen,
+    std::uint32_t epoch, std::int32_t source, std::int64_t pair, std::int32_t tile,
+    char const* what) {
+  if (!seen.insert({epoch, source, pair, tile}).second) {
+    machine_.fault(std::string("a row twice: ") + what + " pair " + std::to_string(pair) +
+                   " of rank " + std::to_string(source));
+  }
+}
+
+void Passes::check_rows() {
+  std::size_t routed = 0;
+  for (Exchange const& e : exchanges_) {
+    for (std::int32_t r = 0; r < shape_.ranks; ++r) {
+      for (std::int32_t p = 0; p < e.pairs(r); ++p) routed += e.expert(r, p) >= 0 ? 1u : 0u;
+    }
+  }
+  std::size_t const tiles = routed * static_cast<std::size_t>(shape_.down_tiles());
+  if (pulled_.size() != routed || pushed_.size() != tiles || aggregated_.size() != tiles) {
+    machine_.fault("rows lost: " + std::to_string(routed) + " routed, " +
+                   std::to_string(pulled_.size()) + " pulled");
+  }
+}
+
+// What a CTA's warps but the communication warps do.
+Program Passes::cta(Actor& self, std::int32_t index) {
+  for (std::uint32_t epoch = 1; epoch <= exchanges_.size(); ++epoch) {
+    if (index == 0) co_await stage_x(self, epoch);
+    co_await self.boundary();
+    co_await route(self, index, epoch);
+    Known known;
+    co_await make_plan(self, epoch, known);
+    TaskCursor tasks(shape_, known.plan.data(), self.rank, options_.lag);
+    std::int64_t const tickets = tasks.tickets();
+    for (std::int64_t i = index; i < tickets; i += options_.ctas) {
+      if (breaks(Break::down_before_up)) {  // from the last ticket to the first
+        Task const task =
+            TaskCursor(shape_, known.plan.data(), self.rank, options_.lag).at(tickets - 1 - i);
+        if (task.kind == TaskKind::up) co_await up(self, epoch, task);
+        if (task.kind == TaskKind::down) co_await down(self, epoch, task, known);
+        continue;
+      }
+      Task const task = tasks.at(i);
+      if (task.kind == TaskKind::up) co_await up(self, epoch, task);
+      if (task.kind == TaskKind::down) co_await down(self, epoch, task, known);
+    }
+    for (std::int32_t t = index; t < exchange(epoch).tokens(self.rank); t += options_.ctas) {
+      co_await aggregate(self, t, epoch, known);
+    }
+    co_await end(self, epoch);
+    co_await self.boundary();
+  }
+}
+
+Program Passes::communication_warp(Actor& self, std::int32_t number) {
+  for (std::uint32_t epoch = 1; epoch <= exchanges_.size(); ++epoch) {
+    co_await self.boundary();
+    Known known;
+    co_await make_plan(self, epoch, known);
+    if (!breaks(Break::pull_without_proxy_fence)) co_await self.proxy_fence();
+    CountMatrix const counts{known.counts.data(), shape_.experts};
+    RowCursor rows(shape_, counts, known.plan.data(), known.list_begin.data(), self.rank);
+    std::int32_t const warps = options_.ctas * options_.communication_warps;
+    std::int32_t const all = owner_totals(shape_, known.plan.data(), self.rank).rows;
+    for (std::int32_t i = number; i < all; i += warps) {
+      PoolRow const row = rows.at(i);
+      co_await pull(self, epoch, row);
+      if (breaks(Break::row_pulled_twice) && i == 0) co_await pull(self, epoch, row);
+    }
+    co_await end(self, epoch);
+    co_await self.boundary();
+  }
+}
+
+// What another kernel, or the caller, did before this one: x lies in the window.
+Program Passes::stage_x(Actor& self, std::uint32_t epoch) {
+  for (std::int32_t t = 0; t < exchange(epoch).tokens(self.rank); ++t) {
+    co_await self.write(window(self.rank, window_.x_row(t)), x_value(epoch, self.rank, t));
+  }
+}
+
+Program Passes::route(Actor& self, std::int32_t index, std::uint32_t epoch) {
+  Exchange const& all = exchange(epoch);
+  auto const experts = static_cast<std::size_t>(shape_.experts);
+  TokenSlice const slice = token_slice(all.tokens(self.rank), index, options_.ctas);
+  std::vector<std::int32_t> histogram(experts, 0);
+  for (std::int32_t p = slice.begin * shape_.max_top_k; p < slice.end * shape_.max_top_k; ++p) {
+    if (all.expert(self.rank, p) >= 0) {
+      ++histogram[static_cast<std::size_t>(all.expert(self.rank, p))];
+    }
+  }
+  for (std::size_t e = 0; e < experts; ++e) {
+    co_await self.write(local(self, local_.histogram(index) + 4 * static_cast<std::int64_t>(e)),
+                        static_cast<std::uint64_t>(histogram[e]));
+  }
+  Address const counted = local(self, local_.slices_counted(bank_of(epoch)));
+  co_await self.count(counted, 1);
+  if (!breaks(Break::prefix_without_waiting)) {
+    co_await self.wait_count(counted, static_cast<std::uint64_t>(options_.ctas), Site::route_scan);
+  }
+  std::vector<std::int32_t> totals(experts, 0), next(experts, 0);
+  for (std::int32_t c = 0; c < options_.ctas; ++c) {
+    for (std::size_t e = 0; e < experts; ++e) {
+      std::uint64_t const rows =
+          co_await self.read(local(self, local_.histogram(c) + 4 * static_cast<std::int64_t>(e)));
+      if (c < index) next[e] += static_cast<std::int32_t>(rows);
+      totals[e] += static_cast<std::int32_t>(rows);
+    }
+  }
+  co_await write_lists(self, index, epoch, next, totals);
+
+  // The bank of the next pass, which this GPU used last two passes ago.
+  if (index == 0 && !breaks(Break::bank_not_cleared)) {
+    std::uint32_t const other = epoch + 1;
+    co_await self.relaxed(local(self, local_.slices_counted(other)), 0);
+    co_await self.relaxed(local(self, local_.slices_written(other)), 0);
+    co_await self.relaxed(local(self, local_.ended(other)), 0);
+    for (std::int64_t b = 0; b < shape_.max_blocks(); ++b) {
+      co_await self.relaxed(local(self, local_.arrived(other, b)), 0);
+      co_await self.relaxed(local(self, local_.a_ready(other, b)), 0);
+      co_await self.relaxed(local(self, local_.down_tiles(other, b)), 0);
+    }
+  }
+}
+
+// Entries into the owners' windows, the row of counts to every rank, and the word that says so.
+Program Passes::write_lists(Actor& self, std::int32_t index, std::uint32_t epoch,
+                            std::vector<std::int32_t>& next,
+                            std::vector<std::int32_t> const& totals) {
+  Exchange const& all = exchange(epoch);
+  for (std::int32_t r = 0; r < shape_.ranks && !breaks(Break::no_ack); ++r) {
+    co_await self.wait_epoch(window(self.rank, window_.ack_word(r)), acked_before(epoch),
+                             Site::ack);
+  }
+  TokenSlice const slice = token_slice(all.tokens(self.rank), index, options_.ctas);
+  for (std::int32_t p = slice.begin * shape_.max_top_k; p < slice.end * shape_.max_top_k; ++p) {
+    std::int32_t const e = all.expert(self.rank, p);
+    if (e < 0) continue;
+    std::int32_t const place = next[static_cast<std::size_t>(e)]++;
+    std::int32_t const owner = shape_.owner(e);
+    std::int32_t begin = 0;
+    for (std::int32_t before = owner * shape_.local_experts(); before < e; ++before) {
+      begin += totals[static_cast<std::size_t>(before)];
+    }
+    co_await self.write(
+        window(owner, window_.list_entry(parity_of(epoch), self.rank, begin + place)),
+        static_cast<std::uint64_t>(p));
+    co_await self.write(local(self, local_.pair_index + 4 * std::int64_t{p}),
+                        static_cast<std::uint64_t>(place));
+  }
+  for (std::int32_t r = index; r < shape_.ranks; r += options_.ctas) {
+    for (std::int32_t e = 0; e < shape_.experts; ++e) {
+      co_await self.write(
+          window(r, window_.count_row(parity_of(epoch), self.rank) + 4 * std::int64_t{e}),
+          static_cast<std::uint64_t>(totals[static_cast<std::size_t>(e)]));
+    }
+  }
+  if (!breaks(Break::lists_without_system_fence)) co_await self.fence();
+  std::uint64_t const written =
+      co_await self.count(local(self, local_.slices_written(bank_of(epoch))), 1);
+  std::uint64_t const turn = breaks(Break::publish_without_waiting_for_slices)
+                                 ? 0
+                                 : static_cast<std::uint64_t>(options_.ctas - 1);
+  if (written != turn) co_return;
+  for (std::int32_t r = 0; r < shape_.ranks; ++r) {
+    Address const word = window(r, window_.publish_word(self.rank));
+    if (breaks(Break::publish_relaxed)) {
+      co_await self.relaxed(word, epoch);
+    } else {
+      co_await self.release(word, epoch,
+                            breaks(Break::publish_at_gpu_scope) ? Scope::gpu : Scope::sys);
+    }
+  }
+}
+
+Program Passes::make_plan(Actor& self, std::uint32_t epoch, Known& known) {
+  for (std::int32_t s = 0; s < shape_.ranks && !breaks(Break::plan_without_publish); ++s) {
+    Address const word = window(self.rank, window_.publish_word(s));
+    if (breaks(Break::plan_awaits_equal_epoch)) {
+      co_await self.ask({.kind = Kind::wait,
+                         .address = word,
+                         .value = epoch,
+                         .scope = Scope::sys,
+                         .site = Site::publish});
+    } else {
+      co_await self.wait_epoch(word, epoch, Site::publish);
+    }
+  }
+  auto const experts = static_cast<std::size_t>(shape_.experts);
+  known.counts.resize(static_cast<std::size_t>(shape_.ranks) * experts);
+  for (std::int32_t s = 0; s < shape_.ranks; ++s) {
+    for (std::size_t e = 0; e < experts; ++e) {
+      std::uint64_t const rows = co_await self.read(window(
+          self.rank, window_.count_row(parity_of(epoch), s) + 4 * static_cast<std::int64_t>(e)));
+      known.counts[static_cast<std::size_t>(s) * experts + e] = static_cast<std::int32_t>(rows);
+    }
+  }
+  known.plan.resize(experts);
+  known.list_begin.resize(experts);
+  CountMatrix const counts{known.counts.data(), shape_.experts};
+  dist::make_plan(shape_, counts, known.plan.data());
+  make_list_begins(shape_, counts, self.rank, known.list_begin.data());
+}
+
+Program Passes::pull(Actor& self, std::uint32_t epoch, PoolRow const& row) {
+  std::uint64_t const pair = co_await self.read(
+      window(self.rank, window_.list_entry(parity_of(epoch), row.source, row.entry)));
+  auto const token = static_cast<std::int64_t>(pair) / shape_.max_top_k;
+  note(pulled_, epoch, row.source, static_cast<std::int64_t>(pair), 0, "pulled");
+  std::uint64_t const x =
+      co_await self.read(window(row.source, window_.x_row(token)), Proxy::async);
+  co_await self.write(pool(self, row.block, row.position), x, Proxy::async);
+  std::int64_t const pool_row = std::int64_t{row.block} * shape_.block_rows + row.position;
+  co_await self.write(local(self, local_.row_origin + 8 * pool_row),
+                      static_cast<std::uint64_t>(row.source) << 32 | pair);
+  for (std::int32_t p = 1; p <= row.pad; ++p) {
+    co_await self.write(pool(self, row.block, row.position + p), kPad);
+  }
+  if (row.pad > 0 && !breaks(Break::pad_written_without_proxy_fence)) co_await self.proxy_fence();
+  if (!breaks(Break::arrived_before_written)) co_await self.wait_written();
+  Address const word = local(self, local_.arrived(bank_of(epoch), row.block));
+  auto const rows = static_cast<std::uint64_t>(1 + (breaks(Break::pad_not_counted) ? 0 : row.pad));
+  if (breaks(Break::arrived_relaxed)) {
+    co_await self.ask({.kind = Kind::count_relaxed, .address = word, .value = rows});
+  } else {
+    co_await self.count(word, rows);
+  }
+}
+
+Program Passes::up(Actor& self, std::uint32_t epoch, Task const& task) {
+  if (!breaks(Break::up_without_arrived)) {
+    co_await self.wait_count(local(self, local_.arrived(bank_of(epoch), task.block)),
+                             static_cast<std::uint64_t>(shape_.block_rows), Site::arrived);
+  }
+  if (!breaks(Break::up_without_proxy_fence)) co_await self.proxy_fence();
+  for (std::int32_t p = 0; p < shape_.block_rows; ++p) {
+    std::uint64_t const x = co_await self.read(pool(self, task.block, p), Proxy::async);
+    co_await self.write(a(self, task.block, p, task.tile),
+                        x == kPad ? kPad : a_value(x, task.expert), Proxy::async);
+  }
+  if (!breaks(Break::a_before_written)) co_await self.wait_written();
+  co_await self.count(local(self, local_.a_ready(bank_of(epoch), task.block)), 1);
+}
+
+Program Passes::down(Actor& self, std::uint32_t epoch, Task const& task, Known const& known) {
+  if (!breaks(Break::down_without_a_ready)) {
+    co_await self.wait_count(local(self, local_.a_ready(bank_of(epoch), task.block)),
+                             static_cast<std::uint64_t>(shape_.up_tiles()), Site::a_ready);
+  }
+  co_await self.proxy_fence();
+  ExpertPlan const& expert = known.plan[static_cast<std::size_t>(task.expert)];
+  std::int32_t const begin = (task.block - expert.first_block) * shape_.block_rows;
+  std::int32_t const rows = std::min(expert.rows - begin, shape_.block_rows);
+  std::set<std::int32_t> sources;
+  for (std::int32_t p = 0; p < shape_.block_rows; ++p) {
+    std::uint64_t a_row = 0;
+    for (std::int32_t tile = 0; tile < shape_.up_tiles(); ++tile) {
+      a_row = co_await self.read(a(self, task.block, p, tile), Proxy::async);
+    }
+    if (p >= rows) {
+      if (a_row != kPad) machine_.fault("a pad is not zero");
+      continue;
+    }
+    std::int64_t const pool_row = std::int64_t{task.block} * shape_.block_rows + p;
+    std::uint64_t const origin = co_await self.read(local(self, local_.row_origin + 8 * pool_row));
+    auto const source = static_cast<std::int32_t>(origin >> 32);
+    auto const pair = static_cast<std::int64_t>(origin & 0xffffffffu);
+    sources.insert(source);
+    note(pushed_, epoch, source, pair, task.tile, "pushed");
+    co_await self.write(slot(source, pair, task.tile), y_value(a_row, task.tile), Proxy::async);
+  }
+  if (!breaks(Break::push_before_written)) co_await self.wait_written();
+  if (!breaks(Break::push_without_system_fence)) co_await self.fence();
+  std::uint64_t const before =
+      co_await self.count(local(self, local_.down_tiles(bank_of(epoch), task.block)), 1);
+  bool const last = before + 1 == static_cast<std::uint64_t>(shape_.down_tiles());
+  if (breaks(Break::done_by_first_tile) ? before != 0 : !last) co_return;
+  for (std::int32_t const source : sources) {
+    Address const word = window(source, window_.block_done_word(self.rank, task.block));
+    if (breaks(Break::done_relaxed)) {
+      co_await self.relaxed(word, epoch);
+    } else {
+      co_await self.release(word, epoch, Scope::sys);
+    }
+    if (breaks(Break::done_to_first_source_only)) co_return;
+  }
+}
+
+Program Passes::aggregate(Actor& self, std::int32_t token, std::uint32_t epoch,
+                          Known const& known) {
+  CountMatrix const counts{known.counts.data(), shape_.experts};
+  bool waited = false;
+  for (std::int32_t k = 0; k < shape_.max_top_k; ++k) {
+    std::int32_t const pair = token * shape_.max_top_k + k;
+    std::int32_t const e = exchange(epoch).expert(self.rank, pair);
+    if (e < 0) continue;
+    std::uint64_t const index =
+        co_await self.read(local(self, local_.pair_index + 4 * std::int64_t{pair}));
+    std::int32_t block = block_of_pair(shape_, counts, known.plan.data(), e, self.rank,
+                                       static_cast<std::int32_t>(index));
+    if (breaks(Break::rows_in_rank_order)) {
+      std::int32_t ahead = 0;
+      for (std::int32_t s = 0; s < self.rank; ++s) ahead += counts.at(s, e);
+      block = known.plan[static_cast<std::size_t>(e)].first_block +
+              (ahead + static_cast<std::int32_t>(index)) / shape_.block_rows;
+    }
+    bool const skip = breaks(Break::aggregate_without_done) ||
+                      (breaks(Break::aggregate_awaits_first_choice_only) && waited);
+    if (!skip) {
+      co_await self.wait_epoch(window(self.rank, window_.block_done_word(shape_.owner(e), block)),
+                               epoch, Site::block_done);
+    }
+    waited = true;
+    for (std::int32_t tile = 0; tile < shape_.down_tiles(); ++tile) {
+      std::uint64_t const y = co_await self.read(slot(self.rank, pair, tile));
+      note(aggregated_, epoch, self.rank, pair, tile, "aggregated");
+      if (y != y_value(a_value(x_value(epoch, self.rank, token), e), tile)) {
+        machine_.fault("a wrong or old value in the slot of pair " + std::to_string(pair) +
+                       " of rank " + std::to_string(self.rank));
+      }
+    }
+  }
+}
+
+// The last actor of a rank tells all sources that their lists were read.
+Program Passes::end(Actor& self, std::uint32_t epoch) {
+  std::uint64_t const before = co_await self.count(local(self, local_.ended(bank_of(epoch))), 1);
+  bool const last = before + 1 == static_cast<std::uint64_t>(actors_of_rank());
+  if (!last || breaks(Break::no_ack) || breaks(Break::ack_never_sent)) co_return;
+  for (std::int32_t r = 0; r < shape_.ranks; ++r) {
+    co_await self.release(window(r, window_.ack_word(self.rank)), epoch, Scope::sys);
+  }
+}
+
+}  // namespace tessera::dist::model

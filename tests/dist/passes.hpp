@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// The roles of the persistent kernel as programs of the model, pass after pass, on the plan, layout and
+// words that the kernel uses. Each rule of the protocol can be broken on purpose.
+#pragma once
+
+#include <memory>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "tests/dist/exchange.hpp"
+#include "tests/dist/machine.hpp"
+
+namespace tessera::dist::model {
+
+/// A rule that the roles do not keep.
+enum class Break {
+  nothing,
+  // route and publish
+  publish_without_waiting_for_slices,  // by the first CTA that has written, not the last
+  publish_relaxed,
+  publish_at_gpu_scope,
+  lists_without_system_fence,
+  prefix_without_waiting,  // histograms of other CTAs are read before all are there
+  one_parity,              // of lists and counts
+  no_ack,                  // sources do not wait, owners do not send
+  ack_never_sent,
+  plan_without_publish,
+  plan_awaits_equal_epoch,  // a peer that is a pass ahead is never seen
+  // pull
+  arrived_before_written,  // counted when shared memory was read
+  arrived_relaxed,
+  pull_without_proxy_fence,
+  pad_not_counted,
+  row_pulled_twice,
+  rows_in_rank_order,  // the owner sorts sources by rank, the source believes otherwise
+  // tasks
+  up_without_arrived,
+  up_without_proxy_fence,
+  pad_written_without_proxy_fence,
+  down_without_a_ready,
+  a_before_written,
+  down_before_up,  // downs have the lower tickets
+  push_before_written,
+  push_without_system_fence,
+  done_by_first_tile,
+  done_to_first_source_only,
+  done_relaxed,
+  // aggregate, end, reuse
+  aggregate_without_done,
+  aggregate_awaits_first_choice_only,
+  one_bank,
+  bank_not_cleared,
+};
+
+struct Options {
+  Break broken = Break::nothing;
+  std::int32_t ctas = 2;                 ///< of each rank
+  std::int32_t communication_warps = 1;  ///< of each CTA
+  std::int32_t passes = 3;
+  std::int32_t lag = 1;
+};
+
+/// A machine on which all ranks run `exchanges[pass]`, pass after pass.
+class Passes : public World {
+ public:
+  Passes(std::vector<Exchange> exchanges, Options const& options);
+  Machine& machine() override { return machine_; }
+  /// Faults unless every routed row was pulled and returned once, in every pass.
+  void check_rows();
+
+ private:
+  // Who computes what in a pass, as one CTA knows it.
+  struct Known {
+    std::vector<std::int32_t> counts;
+    std::vector<ExpertPlan> plan;
+    std::vector<std::int32_t> list_begin;
+  };
+
+  Program cta(Actor& self, std::int32_t index);
+  Program communication_warp(Actor& self, std::int32_t number);
+  Program stage_x(Actor& self, std::uint32_t epoch);
+  Program route(Actor& self, std::int32_t index, std::uint32_t epoch);
+  Program write_lists(Actor& self, std::int32_t index, std::uint32_t epoch,
+                      std::vector<std::int32_t>& next, std::vector<std::int32_t> const& totals);
+  Program make_plan(Actor& self, std::uint32_t epoch, Known& known);
+  Program pull(Actor& self, std::uint32_t epoch, PoolRow const& row);
+  Program up(Actor& self, std::uint32_t epoch, Task const& task);
+  Program down(Actor& self, std::uint32_t epoch, Task const& task, Known const& known);
+  Program aggregate(Actor& self, std::int32_t token, std::uint32_t epoch, Known const& known);
+  Program end(Actor& self, std::uint32_t epoch);
+
+  [[nodiscard]] Exchange const& exchange(std::uint32_t epoch) const {
+    return exchanges_[epoch - 1];
+  }
+  [[nodiscard]] bool breaks(Break b) const { return options_.broken == b; }
+  [[nodiscard]] std::int32_t parity_of(std::uint32_t epoch) const {
+    return breaks(Break::one_parity) ? 0 : parity(epoch);
+  }
+  [[nodiscard]] std::uint32_t bank_of(std::uint32_t epoch) const {
+    return breaks(Break::one_bank) ? 0 : epoch;
+  }
+  [[nodiscard]] std::int32_t actors_of_rank() const {
+    return options_.ctas * (1 + options_.communication_warps);
+  }
+  static Address window(std::int32_t rank, std::int64_t offset) {
+    return {rank, Space::window, offset};
+  }
+  static Address local(Actor const& self, std::int64_t offset) {
+    return {self.rank, Space::local, offset};
+  }
+  [[nodiscard]] Address pool(Actor const& self, std::int32_t block, std::int32_t position) const {
+    return {self.rank, Space::x_pool, std::int64_t{block} * shape_.block_rows + position};
+  }
+  [[nodiscard]] Address a(Actor const& self, std::int32_t block, std::int32_t position,
+                          std::int32_t tile) const {
+    return {self.rank, Space::a,
+            (std::int64_t{block} * shape_.block_rows + position) * shape_.up_tiles() + tile};
+  }
+  [[nodiscard]] Address slot(std::int32_t rank, std::int64_t pair, std::int32_t tile) const {
+    return window(rank, window_.slot(pair) + 2 * kDownTileColumns * tile);
+  }
+  void note(std::set<std::tuple<std::uint32_t, std::int32_t, std::int64_t, std::int32_t>>& seen,
+            std::uint32_t epoch, std::int32_t source, std::int64_t pair, std::int32_t tile,
+            char const* what);
+
+  std::vector<Exchange> exchanges_;
+  Options options_;
+  ExchangeShape shape_;
+  WindowLayout window_;
+  LocalLayout local_;
+  Machine machine_;
+  std::set<std::tuple<std::uint32_t, std::int32_t, std::int64_t, std::int32_t>> pulled_, pushed_,
+      aggregated_;
+};
+
+}  // namespace tessera::dist::model

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0
+// The protocol of the persistent kernel under every schedule that seeds and, at the smallest size,
+// enumeration can find: it ends, every row goes once, nothing is read or overwritten too early. Then
+// every rule broken in turn, each of which must be noticed.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <iterator>
+#include <random>
+#include <set>
+#include <string>
+
+#include "tests/dist/passes.hpp"
+
+namespace tessera::dist::model {
+namespace {
+
+constexpr Temper kTempers[] = {Temper::even, Temper::starve, Temper::run_ahead,
+                               Temper::late_writes};
+
+std::vector<Exchange> draw(ExchangeShape const& shape, std::int32_t passes, std::uint64_t seed) {
+  std::vector<Exchange> all;
+  for (std::int32_t p = 0; p < passes; ++p) {
+    std::uint64_t const s = seed * 7 + static_cast<std::uint64_t>(p);
+    all.push_back(draw_exchange(shape, kPatterns[s % std::size(kPatterns)], s));
+  }
+  return all;
+}
+
+enum class Judges { all, values_alone };
+
+// What went wrong in one run; empty if nothing.
+std::string run(ExchangeShape const& shape, Options const& options, std::uint64_t seed,
+                Judges judges = Judges::all) {
+  Passes passes(draw(shape, options.passes, seed), options);
+  Machine& machine = passes.machine();
+  if (judges == Judges::values_alone) machine.ignore_order();
+  run_random(machine, kTempers[seed % std::size(kTempers)], seed);
+  if (machine.fault().empty() && !machine.finished()) {
+    machine.fault("deadlock: " + machine.waiters());
+  }
+  if (machine.fault().empty()) passes.check_rows();
+  return machine.fault();
+}
+
+// Two tiles of up and of down, blocks of two rows, several units.
+ExchangeShape small(std::int32_t ranks) {
+  return {.ranks = ranks,
+          .max_tokens = 5,
+          .hidden = 512,
+          .intermediate = 256,
+          .experts = 2 * ranks,
+          .max_top_k = 2,
+          .block_rows = 2};
+}
+
+TEST(Protocol, EndsAndLosesNothing) {
+  for (std::int32_t const ranks : {1, 2, 3, 4}) {
+    for (std::int32_t const ctas : {1, 2, 3}) {
+      for (std::int32_t const warps : {1, 2}) {
+        Options const options = {
+            .ctas = ctas, .communication_warps = warps, .passes = 5, .lag = ctas - 1};
+        for (std::uint64_t seed = 0; seed < 60; ++seed) {
+          ASSERT_EQ(run(small(ranks), options, seed), "")
+              << ranks << " ranks, " << ctas << " CTAs, " << warps << " warps, seed " << seed;
+        }
+      }
+    }
+  }
+}
+
+TEST(Protocol, EndsWithManyUnitsAndTiles) {
+  ExchangeShape shape = small(2);
+  shape.max_tokens = 24;
+  shape.block_rows = 1;
+  shape.intermediate = 300;
+  shape.hidden = 700;
+  for (std::int32_t const lag : {0, 1, 3, 100}) {
+    for (std::uint64_t seed = 0; seed < 40; ++seed) {
+      ASSERT_EQ(run(shape, {.ctas = 3, .passes = 3, .lag = lag}, seed), "") << seed;
+    }
+  }
+}
+
+TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
+  struct Small {
+    std::vector<std::vector<std::int32_t>> ids;  // [rank][token], one expert each
+    std::int32_t ctas, passes;
+  };
+  Small const cases[] = {
+      {{{0, 1}, {1, 0}}, 1, 1},  // each sends a row to the other one and keeps one
+      {{{0, 0}, {0, 0}}, 1, 1},  // all to one expert
+      {{{1}, {0}}, 1, 2},        // two passes: a rank may be one ahead
+      {{{1, 1}, {}}, 1, 3},      // a rank without tokens, three passes
+      {{{0}, {0}}, 2, 1},
+  };
+  for (Small const& small_case : cases) {
+    ExchangeShape const shape = {.ranks = 2,
+                                 .max_tokens = 2,
+                                 .hidden = 256,
+                                 .intermediate = 128,
+                                 .experts = 2,
+                                 .max_top_k = 1,
+                                 .block_rows = 2};
+    std::vector<Exchange> const exchanges(static_cast<std::size_t>(small_case.passes),
+                                          Exchange{shape, small_case.ids});
+    auto const make = [&] {
+      return std::make_unique<Passes>(
+          exchanges, Options{.ctas = small_case.ctas, .passes = small_case.passes});
+    };
+    Exploration const all = explore(make, 1'000'000);
+    EXPECT_EQ(all.fault, "");
+    EXPECT_TRUE(all.complete);
+    EXPECT_GT(all.states, 50);
+  }
+}
+
+TEST(Protocol, EveryBrokenRuleIsNoticed) {
+  struct Broken {
+    Break rule;
+    char const* name;
+    char const* notice;  // part of the fault: that it was noticed for the right reason
+  };
+  Broken const all[] = {
+      {Break::publish_without_waiting_for_slices, "publish_without_waiting_for_slices", "read"},
+      {Break::publish_relaxed, "publish_relaxed", "without acquiring"},
+      {Break::publish_at_gpu_scope, "publish_at_gpu_scope", "without acquiring"},
+      {Break::lists_without_system_fence, "lists_without_system_fence", "no system fence"},
+      {Break::prefix_without_waiting, "prefix_without_waiting", "read"},
+      {Break::one_parity, "one_parity", ""},
+      {Break::ack_never_sent, "ack_never_sent", "waits at ack"},
+      {Break::plan_without_publish, "plan_without_publish", "read"},
+      {Break::plan_awaits_equal_epoch, "plan_awaits_equal_epoch", "waits at publish"},
+      {Break::arrived_before_written, "arrived_before_written", "nobody waited for"},
+      {Break::arrived_relaxed, "arrived_relaxed", "without acquiring"},
+      {Break::pull_without_proxy_fence, "pull_without_proxy_fence", "proxy fence"},
+      {Break::pad_not_counted, "pad_not_counted", "waits at arrived"},
+      {Break::row_pulled_twice, "row_pulled_twice", "a row twice"},
+      {Break::rows_in_rank_order, "rows_in_rank_order", ""},
+      {Break::up_without_arrived, "up_without_arrived", "read"},
+      {Break::up_without_proxy_fence, "up_without_proxy_fence", "proxy fence"},
+      {Break::pad_written_without_proxy_fence, "pad_written_without_proxy_fence", "proxy fence"},
+      {Break::down_without_a_ready, "down_without_a_ready", "read"},
+      {Break::a_before_written, "a_before_written", "nobody waited for"},
+      {Break::down_before_up, "down_before_up", "waits at a_ready"},
+      {Break::push_before_written, "push_before_written", "nobody waited for"},
+      {Break::push_without_system_fence, "push_without_system_fence", "no system fence"},
+      {Break::done_by_first_tile, "done_by_first_tile", "read"},
+      {Break::done_to_first_source_only, "done_to_first_source_only", "waits at block_done"},
+      {Break::done_relaxed, "done_relaxed", "without acquiring"},
+      {Break::aggregate_without_done, "aggregate_without_done", "read"},
+      {Break::aggregate_awaits_first_choice_only, "aggregate_awaits_first_choice_only", "read"},
+      {Break::one_bank, "one_bank", ""},
+      {Break::bank_not_cleared, "bank_not_cleared", ""},
+  };
+  for (Broken const& broken : all) {
+    std::string last = "nothing";
+    bool noticed = false;
+    for (std::uint64_t seed = 0; seed < 200 && !noticed; ++seed) {
+      std::string const fault = run(small(2), {.broken = broken.rule, .passes = 5}, seed);
+      if (!fault.empty()) last = fault;
+      noticed = !fault.empty() && fault.find(broken.notice) != std::string::npos;
+    }
+    EXPECT_TRUE(noticed) << broken.name << ": expected " << broken.notice << ", noticed " << last;
+  }
+}
+
+TEST(Protocol, WrongValuesShowWithoutTheClocks) {
+  // Buffers that drain late and in any order are enough to see these, in some schedule.
+  for (Break const rule :
+       {Break::publish_without_waiting_for_slices, Break::one_parity, Break::plan_without_publish,
+        Break::arrived_before_written, Break::up_without_arrived, Break::down_without_a_ready,
+        Break::a_before_written, Break::push_before_written, Break::done_by_first_tile,
+        Break::aggregate_without_done, Break::aggregate_awaits_first_choice_only}) {
+    bool noticed = false;
+    for (std::uint64_t seed = 0; seed < 500 && !noticed; ++seed) {
+      noticed = !run(small(2), {.broken = rule, .passes = 5}, seed, Judges::values_alone).empty();
+    }
+    EXPECT_TRUE(noticed) << "rule " << static_cast<int>(rule);
+  }
+}
+
+TEST(Protocol, AcknowledgementsRepeatWhatThePlanHasWaitedFor) {
+  // Every plan awaits all publish words, and a peer publishes pass N+1 after it has read the lists of
+  // pass N. So a source could do without acks; with them the rule stands where the lists are written.
+  for (std::int32_t const ranks : {2, 3}) {
+    for (std::uint64_t seed = 0; seed < 200; ++seed) {
+      Options const options = {.broken = Break::no_ack, .ctas = 2, .passes = 6};
+      ASSERT_EQ(run(small(ranks), options, seed), "") << seed;
+    }
+  }
+}
+
+TEST(Protocol, ADeadRankLeavesWaitersNotWrongRows) {
+  // It stops anywhere. The others finish their pass, or wait at a site that a time limit will name;
+  // nobody reads what was never sent.
+  std::set<Site> sites;
+  for (std::uint64_t seed = 0; seed < 400; ++seed) {
+    Options const options = {.passes = 4};
+    Passes passes(draw(small(3), options.passes, seed), options);
+    Machine& machine = passes.machine();
+    std::mt19937_64 rng(seed);
+    std::int64_t const dies_at = static_cast<std::int64_t>(rng() % 2500);
+    run_random(machine, kTempers[seed % std::size(kTempers)], seed, dies_at);
+    if (machine.finished()) continue;
+    machine.kill(static_cast<std::int32_t>(seed % 3));
+    run_random(machine, Temper::even, seed + 1);
+    ASSERT_EQ(machine.fault(), "") << seed;
+    ASSERT_FALSE(machine.waiting_sites().empty()) << seed << ": " << machine.waiters();
+    for (Site const site : machine.waiting_sites()) sites.insert(site);
+  }
+  // Only words that peers write can fail to come: what a rank has begun with all that it needs, it ends.
+  for (Site const site : sites) {
+    EXPECT_TRUE(site == Site::ack || site == Site::publish || site == Site::block_done)
+        << name(site);
+  }
+  EXPECT_TRUE(sites.count(Site::publish) && sites.count(Site::block_done));
+}
+
+}  // namespace
+}  // namespace tessera::dist::model

@@ -2,6 +2,7 @@
 // tessera verify: a layer, or many random ones, against the fp64 reference.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <memory>
 
 #include "cli/commands.hpp"
@@ -95,14 +96,15 @@ int verify_one(VerifyFlags const& flags, Context const& context, Context const& 
   return result.ok ? kOk : kCheckFailed;
 }
 
-/// The tensor that came closest to, or went furthest beyond, what is allowed.
+/// The tensor that came closest to, or went furthest beyond, what is allowed, by row or by element.
 std::string worst_tensor(verify::CaseResult const& result) {
   std::string worst = "none";
   double most = -1;
   for (auto const& [name, c] : result.tensors) {
-    if (c.worst_row_ratio > most) {
-      most = c.worst_row_ratio;
-      worst = fmt::format("{:.2f} {}", c.worst_row_ratio, name);
+    double const ratio = std::max(c.worst_row_ratio, c.worst_element_ratio);
+    if (ratio > most) {
+      most = ratio;
+      worst = fmt::format("{:.2f} {}", ratio, name);
     }
   }
   return worst;

@@ -144,10 +144,10 @@ void add_router_groups(LayerData const& data, reference::Inputs const& inputs,
   MoeShape const& s = data.desc.shape;
   groups["logits"] = row_groups(1, s.tokens, s.experts, 1);
   groups["scores"] = slot_groups(metadata);
-  // A token's dl is as sure as the differences of its few ds. Those are rounded in 16 bits, so that a group needs
-  // as many chosen experts as others need elements.
+  // A token's dl is as sure as the differences of its few ds: a group needs as many chosen experts as others need
+  // elements.
   std::int64_t const choices = std::max<std::int64_t>(s.top_k, 1);
-  std::int64_t const rows = data.desc.dtype == DType::fp32 ? 1 : (64 + choices - 1) / choices;
+  std::int64_t const rows = (64 + choices - 1) / choices;
   groups["dlogits"] = row_groups(1, s.tokens, s.experts, rows);
   groups["dw_router"] = row_groups(1, s.experts, s.hidden, kWeightRows);
   groups["db_router"] = row_groups(1, s.experts, 1, s.experts);

@@ -6,7 +6,7 @@
 #include <numbers>
 
 #include "tessera/shape.hpp"
-#include "verify/storage.hpp"
+#include "verify/naive_rounding.hpp"
 
 namespace tessera::verify {
 
@@ -48,22 +48,22 @@ inline NaivePhi naive_phi(ActivationKind kind, float x) {
 }
 
 /// a from (gate, up), phi and a each rounded.
-inline float naive_activate(Activation const& act, DType dtype, float gate, float up) {
+inline float naive_activate(Activation const& act, NaiveRounding& rounded, float gate, float up) {
   if (act.kind == ActivationKind::clamped_swiglu) {
     float const gc = gate > act.limit ? act.limit : gate;
     float const uc = up > act.limit ? act.limit : up < -act.limit ? -act.limit : up;
-    float const silu = round_to(dtype, gc * naive_sigmoid(act.alpha * gc));
-    return round_to(dtype, (uc + act.up_offset) * silu);
+    float const silu = rounded(gc * naive_sigmoid(act.alpha * gc));
+    return rounded((uc + act.up_offset) * silu);
   }
-  if (!act.gated()) return round_to(dtype, naive_phi(act.kind, up).value);
-  return round_to(dtype, round_to(dtype, naive_phi(act.kind, gate).value) * up);
+  if (!act.gated()) return rounded(naive_phi(act.kind, up).value);
+  return rounded(rounded(naive_phi(act.kind, gate).value) * up);
 }
 
 struct NaiveGradient {
   float gate, up;
 };
-inline NaiveGradient naive_gradient(Activation const& act, DType dtype, float gate, float up,
-                                    float da) {
+inline NaiveGradient naive_gradient(Activation const& act, NaiveRounding& rounded, float gate,
+                                    float up, float da) {
   if (act.kind == ActivationKind::clamped_swiglu) {
     float const gc = gate > act.limit ? act.limit : gate;
     float const uc = up > act.limit ? act.limit : up < -act.limit ? -act.limit : up;
@@ -71,11 +71,11 @@ inline NaiveGradient naive_gradient(Activation const& act, DType dtype, float ga
     float const dgate =
         gate > act.limit ? 0 : da * (uc + act.up_offset) * v * (1 + act.alpha * gc * (1 - v));
     float const dup = up > act.limit || up < -act.limit ? 0 : da * gc * v;
-    return {round_to(dtype, dgate), round_to(dtype, dup)};
+    return {rounded(dgate), rounded(dup)};
   }
-  if (!act.gated()) return {0, round_to(dtype, da * naive_phi(act.kind, up).slope)};
+  if (!act.gated()) return {0, rounded(da * naive_phi(act.kind, up).slope)};
   NaivePhi const phi = naive_phi(act.kind, gate);
-  return {round_to(dtype, da * up * phi.slope), round_to(dtype, da * phi.value)};
+  return {rounded(da * up * phi.slope), rounded(da * phi.value)};
 }
 
 }  // namespace tessera::verify

@@ -76,7 +76,7 @@ void judge_run(Context const& context, LayerData const& data, CandidateResult& r
   auto const backward =
       reference::backward(inputs, forward, std::vector<double>(data.d_o.begin(), data.d_o.end()));
   auto const ref = reference_tensors(data, forward, backward);
-  auto const naives = naive_orders(context, data, inputs, forward.metadata);
+  auto const naives = naive_samples(context, data, inputs, forward.metadata);
   result.routed_rows = forward.metadata.rows();
   result.tensors = judge(data, inputs, forward, ref, naives, run.tensors);
   for (auto const& [name, comparison] : result.tensors) {

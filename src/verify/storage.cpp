@@ -19,9 +19,7 @@ float round_to_bf16(float value) noexcept {
 
 float round_to_fp16(float value) noexcept {
   if (!std::isfinite(value) || value == 0) return value;
-  int exponent = 0;
-  std::frexp(value, &exponent);
-  float const step = std::ldexp(1.0f, std::max(exponent - 11, -24));
+  float const step = spacing_at(DType::fp16, value);
   float const rounded = std::nearbyint(value / step) * step;
   return std::abs(rounded) > 65504 ? std::copysign(HUGE_VALF, value) : rounded;
 }
@@ -64,6 +62,13 @@ float round_to(DType dtype, float value) noexcept {
 void round_all(DType dtype, std::span<float> values) noexcept {
   if (dtype == DType::fp32) return;
   for (float& value : values) value = round_to(dtype, value);
+}
+
+float spacing_at(DType dtype, float value) noexcept {
+  float const power = std::bit_cast<float>(std::bit_cast<std::uint32_t>(value) & 0x7f800000u);
+  if (dtype == DType::bf16) return power * 0x1p-7f;
+  if (dtype == DType::fp16) return std::max(power * 0x1p-10f, 0x1p-24f);
+  return 0;
 }
 
 double unit_roundoff(DType dtype) noexcept {

@@ -15,6 +15,9 @@ namespace tessera::verify {
 float round_to(DType dtype, float value) noexcept;
 void round_all(DType dtype, std::span<float> values) noexcept;
 
+/// Distance of the values of `dtype` around `value`: rounding to nearest is off by half of it at most. 0 for fp32.
+float spacing_at(DType dtype, float value) noexcept;
+
 /// Relative size of one rounding plus its headroom: 2^-8 bf16, 2^-11 fp16, 2^-21 fp32.
 double unit_roundoff(DType dtype) noexcept;
 

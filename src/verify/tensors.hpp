@@ -28,16 +28,15 @@ ReferenceTensors reference_tensors(LayerData const& data, reference::Forward con
                                    reference::Backward const& backward);
 
 /// The textbook path in storage precision: every intermediate array is rounded, dot products run term by term
-/// in fp32, ds = <dO, y>. Its errors measure what the precision itself costs. `order` 0 sums in ascending order of
-/// index; others in orders drawn from it, and odd ones compute a
-/// from h before its rounding.
+/// in fp32, ds = <dO, y>. Its errors measure what the precision itself costs. `sample` 0 rounds to nearest and sums in
+/// ascending order of index; others sum in orders and round with errors that are drawn from it.
 Tensors naive_tensors(LayerData const& data, reference::Inputs const& inputs,
-                      reference::Metadata const& metadata, std::uint64_t order = 0);
+                      reference::Metadata const& metadata, std::uint64_t sample = 0);
 
-/// naive_tensors() in several orders: more where few numbers decide a result or a row, so that one could be lucky.
+/// Several naive_tensors(): more where few numbers decide a result or a row, so that one could be lucky.
 /// They run on the threads of `context`.
-std::vector<Tensors> naive_orders(Context const& context, LayerData const& data,
-                                  reference::Inputs const& inputs,
-                                  reference::Metadata const& metadata);
+std::vector<Tensors> naive_samples(Context const& context, LayerData const& data,
+                                   reference::Inputs const& inputs,
+                                   reference::Metadata const& metadata);
 
 }  // namespace tessera::verify

@@ -25,7 +25,7 @@ struct Size {
 
 struct GroupSums {
   Size error, ref;
-  std::vector<Size> naive;  ///< one for each order
+  std::vector<Size> naive;  ///< one for each sample
 };
 
 double ratio(double value, double bound) {
@@ -57,6 +57,7 @@ void judge_group(GroupSums const& sums, std::int64_t first, std::int64_t last, d
   double const max_ratio =
       ratio(sums.error.largest, 4 * naive_largest + 2 * unit * sums.ref.largest);
   result.worst_row_ratio = std::max(result.worst_row_ratio, norm_ratio);
+  result.worst_element_ratio = std::max(result.worst_element_ratio, max_ratio);
   if (norm_ratio > 1) {
     fail(result, text("places %lld..%lld: error norm is %.3g times what is allowed",
                       static_cast<long long>(first), static_cast<long long>(last - 1), norm_ratio));

@@ -5,8 +5,8 @@
 //   3. where the reference is what it is by definition (no rows), out equals it exactly.
 // A group is a row of o, dx, dlogits; 16 adjacent rows of one expert's dW; an expert's db; 64 expert-sorted
 // slots of ds; neighbours are merged up to 64 elements that 3. leaves free. ref is fp64, naive the textbook in storage
-// precision. A textbook leaves the order of its sums open: norm(e') and max|e'| are the largest over several orders,
-// lest one lucky rounding of a number that decides a whole group forbid what is right.
+// precision. norm(e') and max|e'| are the largest over several samples of it, each with sums in another order and with
+// other errors of its roundings, lest one lucky rounding of a number that decides a whole group forbid what is right.
 #pragma once
 
 #include <cstdint>
@@ -27,14 +27,15 @@ struct Grouping {
 };
 
 struct Comparison {
-  double rel_error = 0;        ///< norm(e) / norm(ref), 0 where both are 0
-  double naive_rel_error = 0;  ///< the same of the first naive
-  double worst_row_ratio = 0;  ///< largest of condition 1's ratios
+  double rel_error = 0;            ///< norm(e) / norm(ref), 0 where both are 0
+  double naive_rel_error = 0;      ///< the same of the first naive
+  double worst_row_ratio = 0;      ///< largest of condition 1's ratios
+  double worst_element_ratio = 0;  ///< largest of condition 2's ratios
   bool ok = true;
   std::string reason;  ///< of the first element or group that fails
 };
 
-/// Judges `out` by the rule above; `naives` is the textbook's result in one or more orders, `unit` is u.
+/// Judges `out` by the rule above; `naives` are samples of the textbook's result, `unit` is u.
 Comparison compare(std::vector<double> const& ref,
                    std::vector<std::vector<float> const*> const& naives,
                    std::vector<float> const& out, Grouping const& grouping, double unit);

@@ -109,7 +109,7 @@ void check_seed(Context const& context, Context const& host, std::uint64_t seed)
   auto const inputs = reference_inputs(data);
   auto const forward = reference::forward(inputs);
   auto const ref = reference_tensors(data, forward, reference::Backward{});
-  auto const naives = naive_orders(host, data, inputs, forward.metadata);
+  auto const naives = naive_samples(host, data, inputs, forward.metadata);
   auto const run = [&](LayerData const& read) {
     auto result = run_candidate(context, read, kPoisons[0], Alignment::cache_line);
     expect(result.ok(), result.status().text());

@@ -64,7 +64,8 @@ Comparisons judge_mutant(LayerData const& data, Mutant mutant) {
       reference::backward(inputs, forward, reference::Values(data.d_o.begin(), data.d_o.end()));
   static Context const context = std::move(Context::create()).value();
   return judge(data, inputs, forward, reference_tensors(data, forward, backward),
-               naive_orders(context, data, inputs, forward.metadata), mutant_tensors(data, mutant));
+               naive_samples(context, data, inputs, forward.metadata),
+               mutant_tensors(data, mutant));
 }
 
 class Mutants : public testing::TestWithParam<DType> {};

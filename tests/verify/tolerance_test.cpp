@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "tests/verify/support.hpp"
+#include "verify/naive_rounding.hpp"
 #include "verify/names.hpp"
 
 namespace tessera::verify {
@@ -101,7 +102,7 @@ TEST(Tolerance, NothingEqualsNothing) {
 }
 
 /// The naive path, judged as if it were a candidate.
-Comparisons judge_naive(LayerCase const& layer_case, std::uint64_t order) {
+Comparisons judge_naive(LayerCase const& layer_case, std::uint64_t sample) {
   LayerData const data = make_data(layer_case);
   auto const inputs = reference_inputs(data, exact_choice(data));
   auto const forward = reference::forward(inputs);
@@ -109,22 +110,22 @@ Comparisons judge_naive(LayerCase const& layer_case, std::uint64_t order) {
       reference::backward(inputs, forward, reference::Values(data.d_o.begin(), data.d_o.end()));
   auto const ref = reference_tensors(data, forward, backward);
   auto const naives =
-      naive_orders(std::move(Context::create()).value(), data, inputs, forward.metadata);
+      naive_samples(std::move(Context::create()).value(), data, inputs, forward.metadata);
   return judge(data, inputs, forward, ref, naives,
-               naive_tensors(data, inputs, forward.metadata, order));
+               naive_tensors(data, inputs, forward.metadata, sample));
 }
 
-TEST(Tolerance, AcceptsTheNaivePathInEveryTypeAndOrder) {
+TEST(Tolerance, AcceptsTheNaivePathInEveryTypeAndSample) {
   for (DType const dtype : {DType::fp32, DType::bf16, DType::fp16}) {
     for (RouterKind const router : {RouterKind::given, RouterKind::topk_softmax}) {
-      for (std::uint64_t const order : {0, 77}) {
+      for (std::uint64_t const sample : {0, 77}) {
         SCOPED_TRACE(name_of(kDTypeNames, dtype));
         LayerCase layer_case = small_case(router);
         layer_case.desc.shape = {
             .tokens = 48, .hidden = 40, .intermediate = 24, .experts = 6, .top_k = 2};
         layer_case.desc.dtype = dtype;
         layer_case.gradient_mode = GradientMode::accumulate;
-        auto const results = judge_naive(layer_case, order);
+        auto const results = judge_naive(layer_case, sample);
         for (auto const& [name, result] : results)
           EXPECT_TRUE(result.ok) << name << ' ' << result.reason;
         EXPECT_EQ(results.contains("dlogits"), router != RouterKind::given);
@@ -151,21 +152,57 @@ TEST(Tolerance, KinksExemptTheirRowsOnly) {
   EXPECT_TRUE(groups.at("o").exempt.empty());
 }
 
-// In 16 bits other orders of the same fp32 sums mostly round alike; another place of a rounding does not.
-TEST(NaiveOrders, RoundIn16BitsInMoreThanOneWay) {
+// In 16 bits other orders of the same fp32 sums mostly round alike; errors drawn anew do not.
+TEST(NaiveSamples, RoundIn16BitsInMoreThanOneWay) {
   LayerCase layer_case = small_case();
   layer_case.desc.dtype = DType::bf16;
   LayerData const data = make_data(layer_case);
   auto const inputs = reference_inputs(data);
   Context const context = std::move(Context::create({.num_threads = 1})).value();
-  auto const naives = naive_orders(context, data, inputs, reference::forward(inputs).metadata);
+  auto const naives = naive_samples(context, data, inputs, reference::forward(inputs).metadata);
   auto const& first = naives.front().at("o");
-  std::size_t settled = 0;  // elements on which all orders agree
+  std::size_t settled = 0;  // elements on which all samples agree
   for (std::size_t i = 0; i < first.size(); ++i) {
     settled += std::all_of(naives.begin(), naives.end(),
                            [&](Tensors const& naive) { return naive.at("o")[i] == first[i]; });
   }
-  EXPECT_LT(settled, first.size() / 2);
+  EXPECT_EQ(settled, 0);
+}
+
+// A rounding's error is uniform within half a spacing: its root mean square is spacing / sqrt(12).
+TEST(NaiveRounding, DrawsErrorsOfTheSizeThatRoundingHas) {
+  for (DType const dtype : {DType::bf16, DType::fp16}) {
+    NaiveRounding to_nearest(dtype, 0), drawn(dtype, 1);
+    constexpr int kCount = 4000;
+    double squares_of_nearest = 0, squares_of_drawn = 0, sum = 0;
+    for (int i = 0; i < kCount; ++i) {
+      float const value = -1.0f - static_cast<float>(i) / 4001;  // one binade, never on the grid
+      double const half = spacing_at(dtype, value) / 2;
+      EXPECT_EQ(to_nearest(value), round_to(dtype, value));
+      double const error = (static_cast<double>(drawn(value)) - value) / half;
+      EXPECT_LE(std::abs(error), 1.001);
+      sum += error;
+      squares_of_drawn += error * error;
+      double const nearest = (static_cast<double>(to_nearest(value)) - value) / half;
+      EXPECT_LE(std::abs(nearest), 1);
+      squares_of_nearest += nearest * nearest;
+    }
+    EXPECT_NEAR(squares_of_drawn / squares_of_nearest, 1, 0.1);
+    EXPECT_NEAR(sum / kCount, 0, 0.05);
+  }
+}
+
+TEST(NaiveRounding, LeavesWhatTheTypeHolds) {
+  for (float const value : {0.0f, 1.0f, -0.75f, 96.0f, HUGE_VALF}) {
+    for (DType const dtype : {DType::fp32, DType::bf16, DType::fp16}) {
+      NaiveRounding drawn(dtype, 5);
+      EXPECT_EQ(drawn(value), value);
+    }
+  }
+  NaiveRounding fp32(DType::fp32, 5), bf16(DType::bf16, 5);
+  EXPECT_EQ(fp32(0.1f), 0.1f);
+  EXPECT_NE(bf16(0.1f), 0.1f);
+  EXPECT_TRUE(std::isnan(bf16(std::numeric_limits<float>::quiet_NaN())));
 }
 
 }  // namespace

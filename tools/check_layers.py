@@ -43,7 +43,9 @@ LAYERS = {
     "tests": [""],  # anything
 }
 MAY_READ_ENVIRONMENT = ("src/ops", "lm", "cli", "bench", "tests")
-MAY_INCLUDE_CUDA = ("src/cuda", "src/device/cuda.cu", "bench/cuda", "bench/dist", "tests/cuda")
+MAY_INCLUDE_CUDA = (
+    "src/cuda", "src/device/cuda.cu", "src/dist/device_calls.cpp", "bench/cuda", "bench/dist", "tests/cuda",
+)
 
 SUFFIXES = {".hpp", ".cpp", ".h", ".c", ".cuh", ".cu"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]', re.MULTILINE)

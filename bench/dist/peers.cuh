@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Two ranks, each with a GPU, as threads of one process or as two processes, and three ways to a window
-// of the other: plain peer access (CUDA IPC between processes), NCCL windows of either flag.
+// Two ranks, each with a GPU, as threads of one process or as two processes, and two ways to a window of
+// the other: plain peer access (CUDA IPC between processes), and the engine's, by NCCL.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,25 +16,24 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <memory>
 #include <string>
 #include <thread>
 
-#include "../../src/dist/nccl_library.hpp"
+#include "../../src/dist/engine.hpp"
 #include "probe_kernels.cuh"
 
 namespace tessera::bench {
 
 enum class Launch { kThreads, kProcesses };
-enum class Access { kPeer, kNcclDefault, kNcclSymmetric };
+enum class Access { kPeer, kNccl };
 struct Mode {
   Launch launch;
   Access access;
 };
 inline std::string name(Mode mode) {
   char const* const launch = mode.launch == Launch::kThreads ? "threads" : "processes";
-  char const* const access = mode.access == Access::kPeer          ? "peer"
-                             : mode.access == Access::kNcclDefault ? "nccl-default"
-                                                                   : "nccl-symmetric";
+  char const* const access = mode.access == Access::kPeer ? "peer" : "nccl";
   return std::string(launch) + "/" + access;
 }
 
@@ -116,7 +115,12 @@ class Rank {
     shared.barrier();
   }
 
-  // No clean-up: the process ends.
+  // Both ranks, at the end of a mode: the engine frees what it made. The rest ends with the process.
+  void close() {
+    if (engine_ == nullptr) return;
+    nccl(engine_->release(window_));
+    nccl(engine_->close());
+  }
 
   [[nodiscard]] Ends ends() const { return {local, peer, rank, fault}; }
 
@@ -198,44 +202,31 @@ class Rank {
   }
 
   void open_nccl(char const* path) {
-    auto loaded = dist::NcclLibrary::load(path);
-    nccl(loaded.status());
-    dist::NcclLibrary const& lib = loaded.value();
+    dist::EngineConfig config = {.rank = rank,
+                                 .ranks = 2,
+                                 .device = rank,
+                                 .nccl_path = path,
+                                 .nccl_nvls_enable = std::getenv("NCCL_NVLS_ENABLE")};
     if (rank == 0) {
-      nccl(lib.check(lib.get_unique_id(&shared.nccl_id), "ncclGetUniqueId"));
+      auto id = dist::make_unique_id(config);
+      nccl(id.status());
+      shared.nccl_id = id.value();
     }
     shared.barrier();
-    dist::NcclComm comm = nullptr;
-    dist::NcclWindow window = nullptr;
-    void* memory = nullptr;
-    int const flags = mode.access == Access::kNcclSymmetric ? 1 : dist::kNcclWindowDefault;
-    nccl(lib.check(lib.comm_init_rank(&comm, 2, shared.nccl_id, rank), "ncclCommInitRank"));
-    nccl(lib.check(lib.mem_alloc(&memory, Window::kBytes), "ncclMemAlloc"));
-    nccl(lib.check(lib.window_register(comm, memory, Window::kBytes, &window, flags),
-                   "ncclCommWindowRegister"));
-    cudaPointerAttributes attributes = {};
-    cuda(cudaPointerGetAttributes(&attributes, window), "cudaPointerGetAttributes");
-    if (attributes.type != cudaMemoryTypeDevice) fail("the window has no struct on the device");
-    local = static_cast<char*>(memory);
-    if (lib.get_lsa_device_pointer != nullptr) {
-      void* address = nullptr;
-      nccl(lib.check(lib.get_lsa_device_pointer(window, 0, 1 - rank, &address),
-                     "ncclGetLsaDevicePointer"));
-      peer = static_cast<char*>(address);
-    } else {
-      dist::NcclWindowHead228 head = {};
-      cuda(cudaMemcpy(&head, window, sizeof head, cudaMemcpyDeviceToHost), "cudaMemcpy");
-      if (head.lsa_rank != rank || head.world_rank != rank) {
-        fail("window struct: ranks %d and %d, expected %d", head.lsa_rank, head.world_rank, rank);
-      }
-      peer = reinterpret_cast<char*>(head.peer_address(1 - rank));
-    }
-    dist::NcclTeam const team = lib.team_lsa(comm);
-    shared.row(R"({"what": "window", "mode": "%s", "rank": %d, "nccl": %d, "lsa_ranks": %d})",
-               name(mode).c_str(), rank, lib.version(), team.ranks);
-    shared.line("%s rank %d: NCCL %d, %d LSA ranks, peer pointer obtained\n", name(mode).c_str(),
-                rank, lib.version(), team.ranks);
+    config.id = shared.nccl_id;
+    auto engine = dist::Engine::open(config);
+    nccl(engine.status());
+    engine_ = std::move(engine).value();
+    auto window = engine_->allocate(Window::kBytes);
+    nccl(window.status());
+    window_ = window.value();
+    local = static_cast<char*>(window_.address[size_t(rank)]);
+    peer = static_cast<char*>(window_.address[size_t(1 - rank)]);
+    shared.line("%s rank %d: a window with the peer's address\n", name(mode).c_str(), rank);
   }
+
+  std::unique_ptr<dist::Engine> engine_;
+  dist::Window window_;
 };
 
 inline void die_with_parent() { prctl(PR_SET_PDEATHSIG, SIGKILL); }

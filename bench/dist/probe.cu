@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What two GPUs of one host do for each other, asked before any kernel relies on it: rates of bulk copies
 // in both directions, round trips of flags, stale data under each order, cooperative launches that wait
-// for each other, threads and processes, NCCL windows of both flags, the memory of a dead process.
+// for each other, threads and processes, the engine's windows, the memory of a dead process.
 //
 //   NCCL_NVLS_ENABLE=0 probe [--nccl PATH] [--out FILE] [--commit HASH]
 //
@@ -261,13 +261,15 @@ void measure_cooperative(Rank const& r, int sms, bool graph) {
 
 void run_mode(Mode mode, Shared& shared, char const* nccl_path, bool full) {
   run_ranks(mode, shared, 40, [&](int rank) {
-    Rank const r(rank, mode, shared, nccl_path);
+    Rank r(rank, mode, shared, nccl_path);
     int sms = 0;
     r.cuda(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, rank), "attribute");
     measure_cooperative(r, sms, false);
     measure_cooperative(r, sms, true);
     measure_flags(r);
     measure_rates(r, sms, full);
+    shared.barrier();
+    r.close();
     shared.barrier();
   });
 }
@@ -417,13 +419,13 @@ int main(int argc, char** argv) {
   report_devices(*shared);
   report();
   for (Launch launch : {Launch::kThreads, Launch::kProcesses}) {
-    for (Access access : {Access::kPeer, Access::kNcclDefault, Access::kNcclSymmetric}) {
+    for (Access access : {Access::kPeer, Access::kNccl}) {
       run_mode({launch, access}, *shared, nccl_path,
                launch == Launch::kThreads && access == Access::kPeer);
       report();
     }
   }
-  for (Access access : {Access::kPeer, Access::kNcclDefault}) {
+  for (Access access : {Access::kPeer, Access::kNccl}) {
     probe_dead_peer(access, *shared, nccl_path);
     report();
   }

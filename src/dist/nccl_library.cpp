@@ -7,7 +7,9 @@ namespace tessera::dist {
 namespace {
 
 constexpr char kSoName[] = "libnccl.so.2";
-constexpr int kOldest = 22800;  // the first with windows that kernels can address
+constexpr int kOldest = 22800;       // the first with windows that kernels can address
+constexpr int kPointerCall = 22900;  // the first that tells hosts their addresses
+constexpr int kUnknown = 30000;
 
 template <class Function>
 bool find(void* library, char const* name, Function& function) noexcept {
@@ -35,10 +37,10 @@ Expected<NcclLibrary> NcclLibrary::load(char const* path) noexcept {
     if (!find(library, name, function) && missing == nullptr) missing = name;
   };
   need("ncclGetVersion", get_version);
-  if (missing == nullptr &&
-      (get_version(&nccl.version_) != kNcclSuccess || nccl.version_ < kOldest)) {
+  if (missing == nullptr && (get_version(&nccl.version_) != kNcclSuccess ||
+                             nccl.version_ < kOldest || nccl.version_ >= kUnknown)) {
     return Status::error(StatusCode::environment,
-                         "windows need NCCL 2.28 or later: %s is version %d; install a later one",
+                         "windows need NCCL 2.28 or a later 2.x: %s is version %d; install another",
                          path == nullptr ? kSoName : path, nccl.version_);
   }
   need("ncclGetErrorString", nccl.get_error_string_);
@@ -51,7 +53,7 @@ Expected<NcclLibrary> NcclLibrary::load(char const* path) noexcept {
   need("ncclCommWindowRegister", nccl.window_register);
   need("ncclCommWindowDeregister", nccl.window_deregister);
   need("ncclTeamLsa", nccl.team_lsa);
-  if (nccl.version_ >= 22900) need("ncclGetLsaDevicePointer", nccl.get_lsa_device_pointer);
+  if (nccl.version_ >= kPointerCall) need("ncclGetLsaDevicePointer", nccl.get_lsa_device_pointer);
   if (missing != nullptr) {
     return Status::error(StatusCode::environment,
                          "NCCL %d has no %s; install an official build of NCCL 2.28 or later",

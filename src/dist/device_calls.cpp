@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "dist/device_calls.hpp"
+
+#include <cuda_runtime.h>
+
+namespace tessera::dist {
+namespace {
+
+Status check(cudaError_t error, char const* call) noexcept {
+  if (error == cudaSuccess) return {};
+  cudaGetLastError();  // leaves nothing behind for the caller's own calls
+  return Status::error(StatusCode::device_error, "%s: %s", call, cudaGetErrorString(error));
+}
+
+Expected<std::int32_t> use(std::int32_t device) noexcept {
+  int devices = 0, before = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess) devices = 0;
+  cudaGetLastError();
+  if (device < 0 || device >= devices) {
+    return Status::error(StatusCode::environment,
+                         "device cuda:%d: this process sees %d; count from 0", device, devices);
+  }
+  TESSERA_TRY(check(cudaGetDevice(&before), "cudaGetDevice"));
+  TESSERA_TRY(check(cudaSetDevice(device), "cudaSetDevice"));
+  return static_cast<std::int32_t>(before);
+}
+
+Status clear(void* device_memory, std::size_t bytes) noexcept {
+  TESSERA_TRY(check(cudaMemset(device_memory, 0, bytes), "cudaMemset"));
+  return check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+Status read(void* host, void const* device_memory, std::size_t bytes) noexcept {
+  return check(cudaMemcpy(host, device_memory, bytes, cudaMemcpyDeviceToHost), "cudaMemcpy");
+}
+
+bool is_device_memory(void const* pointer) noexcept {
+  cudaPointerAttributes attributes = {};
+  bool const known = cudaPointerGetAttributes(&attributes, pointer) == cudaSuccess;
+  cudaGetLastError();
+  return known && attributes.type == cudaMemoryTypeDevice;
+}
+
+}  // namespace
+
+DeviceCalls const& device_calls() noexcept {
+  static constexpr DeviceCalls kCalls = {use, clear, read, is_device_memory};
+  return kCalls;
+}
+
+}  // namespace tessera::dist

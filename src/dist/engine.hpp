@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// Windows: memory of every rank that the kernels of every rank can address. A kernel gets the addresses
+// and nothing of the engine. They come from NCCL, or from the caller (adopt_window).
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "dist/device_calls.hpp"
+#include "dist/nccl_library.hpp"
+#include "tessera/status.hpp"
+
+namespace tessera::dist {
+
+constexpr std::int32_t kMaxRanks = 8;
+
+struct Window {
+  std::array<void*, kMaxRanks> address = {};  ///< [rank]: its memory, as this rank's GPU sees it
+  std::size_t bytes = 0;
+  NcclWindow nccl = nullptr;  ///< null where the caller brought the memory
+};
+
+struct EngineConfig {
+  std::int32_t rank = 0, ranks = 1;
+  std::int32_t device = 0;
+  NcclUniqueId id = {};  ///< of make_unique_id() on one rank; the caller carries it to all
+  char const* nccl_path = nullptr;  ///< null: libnccl.so.2, a copy that is loaded already first
+  /// NCCL_NVLS_ENABLE in the environment of this process. Must be "0", and must have been before the
+  /// first NCCL call of the process: no multicast object may ever be created.
+  char const* nccl_nvls_enable = nullptr;
+};
+
+/// An identity for the group of ranks. Call it on one of them.
+Expected<NcclUniqueId> make_unique_id(EngineConfig const& config) noexcept;
+
+/// One rank of a group that shares windows, as a thread or a process of its own. All calls but the
+/// destructor are collective: every rank makes the same ones in the same order.
+class Engine {
+ public:
+  /// environment: NCCL missing, too old, multicast not switched off, no such device.
+  static Expected<std::unique_ptr<Engine>> open(EngineConfig const& config,
+                                                DeviceCalls const& calls = device_calls()) noexcept;
+  Engine(Engine const&) = delete;
+  Engine& operator=(Engine const&) = delete;
+  /// Frees what is still there without waiting for the others.
+  ~Engine();
+
+  /// A window of `bytes` zeros. No rank returns before all windows are zero.
+  /// environment: the ranks do not all reach each other by loads and stores. Nothing is left then.
+  Expected<Window> allocate(std::size_t bytes) noexcept;
+  /// Frees it, after every rank is done with it.
+  Status release(Window const& window) noexcept;
+  /// Leaves the group; its windows must have been released.
+  Status close() noexcept;
+
+ private:
+  Engine(EngineConfig const& config, DeviceCalls const& calls, NcclLibrary const& nccl) noexcept
+      : config_(config), calls_(calls), nccl_(nccl) {}
+  Status find_addresses(Window& window) const noexcept;
+
+  EngineConfig config_;
+  DeviceCalls calls_;
+  NcclLibrary nccl_;
+  NcclComm comm_ = nullptr;
+};
+
+/// A window of memory that the caller brings, from CUDA IPC, torch symmetric memory or NVSHMEM: the
+/// address of every rank's part as the current device sees it. The caller has zeroed it, and frees it.
+Expected<Window> adopt_window(std::span<void* const> addresses, std::size_t bytes,
+                              DeviceCalls const& calls = device_calls()) noexcept;
+
+}  // namespace tessera::dist

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// A build without CUDA: no device can be used, so nothing else is ever reached.
+#include "dist/device_calls.hpp"
+
+namespace tessera::dist {
+namespace {
+
+Status refuse() noexcept {
+  return Status::error(StatusCode::environment,
+                       "this build has no CUDA, so no GPUs to join; configure with "
+                       "-DTESSERA_CUDA=ON");
+}
+
+}  // namespace
+
+DeviceCalls const& device_calls() noexcept {
+  static constexpr DeviceCalls kCalls = {
+      [](std::int32_t) noexcept -> Expected<std::int32_t> { return refuse(); },
+      [](void*, std::size_t) noexcept { return refuse(); },
+      [](void*, void const*, std::size_t) noexcept { return refuse(); },
+      [](void const*) noexcept { return false; }};
+  return kCalls;
+}
+
+}  // namespace tessera::dist

@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+// The engine on a fake NCCL and a fake device: what it hands to kernels, what it refuses and why, and
+// that nothing is left behind.
+#include "dist/engine.hpp"
+
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <string>
+
+#include "tests/dist/fake_nccl.hpp"
+
+namespace tessera::dist {
+namespace {
+
+struct FakeDevice {
+  std::int32_t current = 0;
+  void const* host_handle = nullptr;  // not device memory
+};
+FakeDevice device;
+
+DeviceCalls fake_calls() {
+  return {[](std::int32_t index) noexcept -> Expected<std::int32_t> {
+            if (index < 0 || index >= 4) {
+              return Status::error(StatusCode::environment, "device cuda:%d: none", index);
+            }
+            std::int32_t const before = device.current;
+            device.current = index;
+            return before;
+          },
+          [](void* memory, std::size_t bytes) noexcept {
+            std::memset(memory, 0, bytes);
+            return Status();
+          },
+          [](void* host, void const* memory, std::size_t bytes) noexcept {
+            std::memcpy(host, memory, bytes);
+            return Status();
+          },
+          [](void const* pointer) noexcept {
+            return pointer != nullptr && pointer != device.host_handle;
+          }};
+}
+
+class EngineTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    void* const library = dlopen(FAKE_NCCL_PATH, RTLD_NOW);
+    ASSERT_NE(library, nullptr) << dlerror();
+    fake = reinterpret_cast<FakeNccl* (*)()>(dlsym(library, "fake_nccl"))();
+    *fake = {};
+    device = {.current = 3, .host_handle = fake};
+  }
+  void TearDown() override {
+    EXPECT_EQ(fake->communicators, 0);
+    EXPECT_EQ(fake->windows, 0);
+    EXPECT_EQ(fake->buffers, 0);
+    EXPECT_EQ(device.current, 3) << "the thread's device is as before";
+  }
+  [[nodiscard]] static EngineConfig config(std::int32_t rank = 1) {
+    EngineConfig c{.rank = rank,
+                   .ranks = 2,
+                   .device = 1,
+                   .nccl_path = FAKE_NCCL_PATH,
+                   .nccl_nvls_enable = "0"};
+    auto id = make_unique_id(c);
+    EXPECT_TRUE(id.ok()) << id.status().text();
+    if (id.ok()) c.id = id.value();
+    return c;
+  }
+  // Status of opening an engine, or of its first window.
+  [[nodiscard]] static Status try_window(EngineConfig const& c) {
+    auto engine = Engine::open(c, calls);
+    if (!engine.ok()) return engine.status();
+    auto window = engine.value()->allocate(100);
+    if (!window.ok()) return window.status();
+    return engine.value()->release(window.value());
+  }
+  static void expect_refusal(Status const& status, StatusCode code, std::string const& part) {
+    EXPECT_EQ(status.code(), code) << status.text();
+    EXPECT_NE(std::string(status.text()).find(part), std::string::npos) << status.text();
+  }
+
+  static inline DeviceCalls const calls = fake_calls();
+  FakeNccl* fake = nullptr;
+};
+
+TEST_F(EngineTest, GivesAddressesOfAllRanks) {
+  // 2.28 tells them in a struct on the device, 2.29 by a call.
+  for (int const version : {22803, 22809, 22902, 23004}) {
+    fake->version = version;
+    fake->lsa_ranks = 2;
+    auto engine = Engine::open(config(), calls);
+    ASSERT_TRUE(engine.ok()) << engine.status().text();
+    auto window = engine.value()->allocate(5000);
+    ASSERT_TRUE(window.ok()) << window.status().text();
+    Window const& w = window.value();
+    EXPECT_EQ(w.bytes, 8192u);
+    EXPECT_EQ(reinterpret_cast<std::uint64_t>(w.address[0]), kFakeFlatBase);
+    EXPECT_EQ(static_cast<char const*>(w.address[1])[8191], 0) << "its own part, cleared";
+    EXPECT_EQ(fake->window_flags, 0) << "no flag that wants multicast";
+    EXPECT_TRUE(engine.value()->release(w).ok());
+    EXPECT_TRUE(engine.value()->close().ok());
+    EXPECT_TRUE(engine.value()->close().ok()) << "closed already";
+    expect_refusal(engine.value()->allocate(1).status(), StatusCode::invalid_argument, "closed");
+  }
+}
+
+TEST_F(EngineTest, PeersFollowEachOtherByTheStride) {
+  fake->lsa_ranks = 4;
+  EngineConfig c = config(0);
+  c.ranks = 4;
+  auto engine = Engine::open(c, calls);
+  ASSERT_TRUE(engine.ok());
+  auto window = engine.value()->allocate(1);
+  ASSERT_TRUE(window.ok()) << window.status().text();
+  for (std::size_t peer = 1; peer < 4; ++peer) {
+    EXPECT_EQ(reinterpret_cast<std::uint64_t>(window.value().address[peer]),
+              kFakeFlatBase + (std::uint64_t{peer} * kFakeStride4g << 32));
+  }
+  EXPECT_TRUE(engine.value()->release(window.value()).ok());
+}
+
+TEST_F(EngineTest, RefusesUnlessMulticastIsOff) {
+  for (char const* value : {static_cast<char const*>(nullptr), "", "1", "2", "00"}) {
+    EngineConfig c = config();
+    c.nccl_nvls_enable = value;
+    expect_refusal(try_window(c), StatusCode::environment, "set it to 0");
+    expect_refusal(make_unique_id(c).status(), StatusCode::environment, "set it to 0");
+  }
+}
+
+TEST_F(EngineTest, RefusesWhatIsMissing) {
+  EngineConfig const good = config();
+  EngineConfig c = good;
+  c.nccl_path = "/nowhere/libnccl.so.2";
+  expect_refusal(try_window(c), StatusCode::environment, "install NCCL 2.28");
+  c.nccl_path = FAKE_NCCL_WITHOUT_WINDOWS_PATH;
+  expect_refusal(try_window(c), StatusCode::environment, "has no ncclCommWindowRegister");
+  for (int const version : {0, 2708, 22706, 30000}) {
+    fake->version = version;
+    expect_refusal(try_window(good), StatusCode::environment, std::to_string(version));
+  }
+  fake->version = 22809;
+  c = good;
+  c.device = 4;
+  expect_refusal(try_window(c), StatusCode::environment, "cuda:4");
+  fake->lsa_ranks = 1;
+  expect_refusal(try_window(good), StatusCode::environment, "only 1 of 2 ranks");
+  fake->lsa_ranks = 2;
+  fake->no_symmetric_windows = true;
+  expect_refusal(try_window(good), StatusCode::environment, "check peer access");
+}
+
+TEST_F(EngineTest, RefusesAWindowStructThatItDoesNotKnow) {
+  auto engine = Engine::open(config(), calls);
+  ASSERT_TRUE(engine.ok());
+  fake->rank = 0;  // what the struct says is not this rank
+  expect_refusal(engine.value()->allocate(1).status(), StatusCode::environment, "2.29");
+}
+
+TEST_F(EngineTest, ReportsCallsThatFail) {
+  for (char const* call : {"ncclCommInitRank", "ncclMemAlloc", "ncclCommWindowRegister"}) {
+    fake->failing = call;
+    expect_refusal(try_window(config()), StatusCode::device_error, call);
+  }
+  fake->failing = "ncclGetLsaDevicePointer";
+  fake->version = 22902;
+  expect_refusal(try_window(config()), StatusCode::device_error, "ncclGetLsaDevicePointer");
+  fake->failing = "ncclGetUniqueId";
+  expect_refusal(make_unique_id({.nccl_path = FAKE_NCCL_PATH, .nccl_nvls_enable = "0"}).status(),
+                 StatusCode::device_error, "ncclGetUniqueId: unhandled fake error");
+}
+
+TEST_F(EngineTest, RefusesBadRanks) {
+  for (auto const& [rank, ranks] : {std::pair{0, 0}, {0, 9}, {2, 2}, {-1, 2}}) {
+    EngineConfig c = config();
+    c.rank = rank;
+    c.ranks = ranks;
+    expect_refusal(try_window(c), StatusCode::invalid_argument, "rank");
+  }
+}
+
+TEST_F(EngineTest, AdoptsWindowsOfTheCaller) {
+  alignas(128) static char memory[2][256];
+  void* const addresses[] = {memory[0], memory[1]};
+  auto window = adopt_window(addresses, 256, calls);
+  ASSERT_TRUE(window.ok()) << window.status().text();
+  EXPECT_EQ(window.value().address[1], memory[1]);
+  EXPECT_EQ(window.value().nccl, nullptr);
+  void* const crooked[] = {memory[0], memory[1] + 8};
+  expect_refusal(adopt_window(crooked, 256, calls).status(), StatusCode::invalid_argument,
+                 "addresses[1]");
+  void* const missing[] = {memory[0], nullptr};
+  expect_refusal(adopt_window(missing, 256, calls).status(), StatusCode::invalid_argument,
+                 "addresses[1]");
+  expect_refusal(adopt_window({}, 256, calls).status(), StatusCode::invalid_argument, "ranks=0");
+}
+
+TEST(Engine, SaysThatABuildOrMachineHasNoGpus) {
+  auto const engine = Engine::open(
+      {.rank = 0, .ranks = 2, .device = 99, .nccl_path = FAKE_NCCL_PATH, .nccl_nvls_enable = "0"});
+  ASSERT_FALSE(engine.ok());
+  EXPECT_EQ(engine.status().code(), StatusCode::environment) << engine.status().text();
+}
+
+}  // namespace
+}  // namespace tessera::dist

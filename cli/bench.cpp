@@ -85,9 +85,10 @@ struct Times {
 /// One pass of the layer and, where it has one, its bound.
 struct TimedPass {
   std::string name;
-  std::function<void()> layer, bound;
-  std::string bound_name;  ///< the library of the bound
+  std::function<void()> layer{}, bound{};
   Pass pass = Pass::forward;
+  std::string bound_name{};                             ///< what is fastest
+  std::vector<std::pair<std::string, double>> tried{};  ///< every way to compute the bound, its ms
   Times times{}, bound_times{};
 };
 
@@ -140,25 +141,23 @@ Json bench_job(BenchFlags const& flags, Context const& context, Job const& job, 
 
   std::vector<TimedPass> passes;
   for (std::string const& name : flags.passes) {
-    if (name == "forward") {
-      passes.push_back({name, [&] { layer.forward(); }, [&] { bound.forward(); },
-                        bound.forward_name(), Pass::forward});
-    } else if (name == "backward") {
-      passes.push_back({name, [&] { layer.backward(); }, [&] { bound.backward(); },
-                        bound.backward_name(), Pass::backward});
-    } else {
-      passes.push_back({name, [&] { layer.forward_inference(); }, [&] { bound.forward(); },
-                        bound.forward_name(), Pass::forward});
-    }
+    bool const backward = name == "backward", inference = name == "forward-inference";
+    TimedPass timed{.name = name, .pass = backward ? Pass::backward : Pass::forward};
+    timed.layer = [&layer, backward, inference] {
+      backward ? layer.backward() : inference ? layer.forward_inference() : layer.forward();
+    };
+    timed.bound = [&bound, backward] { backward ? bound.backward() : bound.forward(); };
+    timed.bound_name = backward ? bound.backward_name() : bound.forward_name();
+    timed.tried = backward ? bound.backward_tried() : bound.forward_tried();
+    passes.push_back(std::move(timed));
   }
   double const end = now_seconds() + flags.seconds;
   for (int i = 0; i < kMostIterations && (i < kLeastIterations || now_seconds() < end); ++i) {
     layer.redraw(job.layer_case.seed + 1 + static_cast<std::uint64_t>(i));
     layer.forward();  // warms up, and leaves what backward reads
-    for (TimedPass& pass : passes) {
-      time_once(pass.layer, pass.times);
-      time_once(pass.bound, pass.bound_times);
-    }
+    for (TimedPass& pass : passes) time_once(pass.layer, pass.times);
+    // Last: threads of a library that has its own wait busily for a while.
+    for (TimedPass& pass : passes) time_once(pass.bound, pass.bound_times);
   }
 
   Json result = Json::array();
@@ -171,6 +170,8 @@ Json bench_job(BenchFlags const& flags, Context const& context, Job const& job, 
     double const flops = backward ? work::backward_flops(desc, static_cast<double>(rows))
                                   : work::forward_flops(desc, static_cast<double>(rows));
     MoeShape const& s = desc.shape;
+    Json tried = Json::object();
+    for (auto const& [name, tried_ms] : pass.tried) tried[name] = tried_ms;
     result.push_back(
         {{"config", job.name},
          {"shape", {s.tokens, s.hidden, s.intermediate, s.experts, s.top_k}},
@@ -188,6 +189,7 @@ Json bench_job(BenchFlags const& flags, Context const& context, Job const& job, 
          {"tflops", flops / ms * 1e-9},
          {"bound_ms", pass.bound_times.at(0.5)},
          {"bound_impl", pass.bound_name},
+         {"bounds_tried_ms", tried},
          {"aggregate_floor_ms", floor_bytes / copy_rate * 1e3},
          {"saved_bytes", pass.name == "forward-inference" ? 0 : layer.saved_bytes_total()},
          {"transient_peak_bytes", layer.workspace_bytes_of(pass.pass)},
@@ -233,19 +235,22 @@ Json document_of(std::string const& command_line, Context const& context, double
   ::gmtime_r(&now, &parts);
   std::strftime(date, sizeof(date), "%Y-%m-%d", &parts);
   std::string const commit = first_line_of("git rev-parse --short HEAD 2>/dev/null");
-  return {{"command", command_line},
-          {"commit", commit.empty() ? "unknown" : commit},
-          {"device", fmt::format("{}, {} threads", names.empty() ? "CPU" : names.front(),
-                                 context.num_threads())},
-          {"driver", ""},
-          {"clocks_mhz", {*slowest, *fastest}},
-          {"date", date},
-          {"protocol",
-           "median of the iterations, each with new data and routing; layer and bound interleaved; "
-           "bound: one library call per expert and GEMM on contiguous balanced data, same threads, "
-           "bf16 operands with fp32 results, the fastest of the installed BLIS, OpenBLAS, oneDNN"},
-          {"ceilings", {{"bf16_tflops_8k", 0}, {"copy_tbps", copy_rate * 1e-12}}},
-          {"rows", std::move(rows)}};
+  return {
+      {"command", command_line},
+      {"commit", commit.empty() ? "unknown" : commit},
+      {"device",
+       fmt::format("{}, {} threads", names.empty() ? "CPU" : names.front(), context.num_threads())},
+      {"driver", ""},
+      {"clocks_mhz", {*slowest, *fastest}},
+      {"date", date},
+      {"protocol",
+       "median of the iterations, each with new data and routing; layer and bound interleaved; "
+       "bound: the fastest way of the installed libraries to multiply contiguous balanced data on "
+       "the same threads, of one call per expert and GEMM (BLIS, OpenBLAS, oneDNN, bf16 operands "
+       "with fp32 results) and one batched call per GEMM (oneDNN, results of the operands' type); "
+       "no installed library has a call for groups of unequal sizes"},
+      {"ceilings", {{"bf16_tflops_8k", 0}, {"copy_tbps", copy_rate * 1e-12}}},
+      {"rows", std::move(rows)}};
 }
 
 std::string row_text(Json const& row) {

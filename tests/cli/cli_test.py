@@ -115,11 +115,12 @@ class Bench(Cli):
         for row in rows:
             self.assertEqual(list(row), [
                 "config", "shape", "dtype", "gpus", "routing", "router", "round", "pass", "impl",
-                "variant", "ms", "ms_p10", "ms_p90", "tflops", "bound_ms", "bound_impl", "aggregate_floor_ms",
-                "saved_bytes", "transient_peak_bytes", "checked"])
+                "variant", "ms", "ms_p10", "ms_p90", "tflops", "bound_ms", "bound_impl", "bounds_tried_ms",
+                "aggregate_floor_ms", "saved_bytes", "transient_peak_bytes", "checked"])
             self.assertIs(row["checked"], True)
             self.assertLessEqual(row["ms_p10"], row["ms"])
             self.assertGreater(row["bound_ms"], 0)
+            self.assertIn(row["bound_impl"], row["bounds_tried_ms"])
 
     def test_unchecked_rows_say_so(self):
         rows = self.run_json("bench", *SMALL, "--seconds", "0", "--no-check", "--pass", "forward")["rows"]

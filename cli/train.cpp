@@ -40,6 +40,7 @@ struct Flags {
   bool json = false;
   std::vector<CLI::Option*> fixed;  // options that a resumed run takes from its checkpoint
   CLI::Option* steps = nullptr;
+  CLI::Option* balance = nullptr;
   CLI::Option* out_option = nullptr;
 };
 
@@ -49,6 +50,7 @@ struct Summary {
   double tokens_per_second = 0;
   double bigram = 0;
   double held_out = 0, without_moe = 0;  // of the whole held-out text; only when not stopped
+  lm::ExpertLoad load;                   // of the last step of this run
   std::string plot_problem;
 };
 
@@ -86,6 +88,10 @@ Run start(Flags const& flags) {
   lm::TrainingOptions options = flags.training;
   options.model.router.kind = lm::router_from_name(flags.router);
   options.rounding = lm::rounding_from_name(flags.round);
+  if (lm::has_selection_bias(options.model) && options.bias_rate > 0 &&
+      flags.balance->count() == 0) {
+    options.balance = 0;  // one means is enough
+  }
   lm::validate(options);
 
   Run run{.folder = flags.out, .state = {}, .corpus = read_text(flags.text, flags.out)};
@@ -146,16 +152,28 @@ std::string routing_text(lm::TrainingOptions const& o) {
   return fmt::format("{}, {} to {}", router, lm::rounding_name(o.rounding), o.tile);
 }
 
+// What keeps the experts in use.
+std::string balance_text(lm::TrainingOptions const& o) {
+  std::string text;
+  auto const add = [&text](std::string const& part) { text += (text.empty() ? "" : ", ") + part; };
+  if (lm::has_selection_bias(o.model) && o.bias_rate > 0) {
+    add(fmt::format("a selection bias that moves by {:g} a step", o.bias_rate));
+  }
+  if (o.balance > 0) add(fmt::format("a loss of factor {:g}", o.balance));
+  if (o.model.router.kind == RouterKind::expert_choice) add("the experts' capacity");
+  return text.empty() ? "nothing" : text;
+}
+
 void announce(lm::TrainingOptions const& o, Context const& context, double bigram) {
   lm::ModelConfig const& c = o.model;
-  fmt::print(
-      stderr,
-      "model: {} layers, hidden {}, {} experts of {} (top {}, {}), context {}, {:.2f} M "
-      "parameters\n"
-      "training: {} steps of {} x {} bytes on {} threads; held-out bigram {:.3f} bits/byte\n",
-      c.layers, c.hidden, c.experts, c.intermediate, c.top_k, routing_text(o), c.context,
-      static_cast<double>(lm::parameter_count(c)) * 1e-6, o.steps, o.batch, c.context,
-      context.num_threads(), bigram);
+  fmt::print(stderr,
+             "model: {} layers, hidden {}, {} experts of {} (top {}, {}), context {}, {:.2f} M "
+             "parameters\n"
+             "training: {} steps of {} x {} bytes on {} threads; held-out bigram {:.3f} bits/byte\n"
+             "balance:  by {}\n",
+             c.layers, c.hidden, c.experts, c.intermediate, c.top_k, routing_text(o), c.context,
+             static_cast<double>(lm::parameter_count(c)) * 1e-6, o.steps, o.batch, c.context,
+             context.num_threads(), bigram, balance_text(o));
   std::int64_t const rows = o.batch * c.context * c.top_k;  // of all experts together
   if (o.rounding != Rounding::none && rows < 2 * o.tile * c.experts) {
     fmt::print(stderr,
@@ -212,6 +230,14 @@ void print_summary(Run const& run, Summary const& summary) {
                summary.held_out, summary.bigram, summary.held_out / summary.bigram,
                summary.without_moe, summary.without_moe - summary.held_out);
   }
+  if (summary.load.max_over_mean > 0) {
+    lm::ModelConfig const& c = run.state.options.model;
+    fmt::print(stderr,
+               "experts' load in the last step: largest {:.2f} times the mean, coefficient of "
+               "variation {:.2f}, {} of {} idle\n",
+               summary.load.max_over_mean, summary.load.coefficient_of_variation, summary.load.idle,
+               c.layers * c.experts);
+  }
   if (!summary.plot_problem.empty()) fmt::print(stderr, "note: {}\n", summary.plot_problem);
   fmt::print(stderr, "files:    {}\n", lm::joined(files_of(run), "\n          "));
   if (run.state.step < run.state.options.steps) {
@@ -244,6 +270,12 @@ void print_json(Run const& run, Summary const& summary) {
       {"moe_zeroed_bits_per_byte", measured(summary.without_moe)},
       {"expert_balance", history.balance.empty() ? nlohmann::ordered_json()
                                                  : nlohmann::ordered_json(history.balance.back())},
+      {"expert_variation", summary.load.coefficient_of_variation},
+      {"idle_experts", summary.load.idle},
+      {"balance_loss", run.state.options.balance},
+      {"bias_rate", lm::has_selection_bias(run.state.options.model)
+                        ? nlohmann::ordered_json(run.state.options.bias_rate)
+                        : nlohmann::ordered_json()},
       {"train_bytes", run.corpus.train.size()},
       {"held_out_bytes", run.corpus.held_out.size()},
       {"out", run.folder.string()},
@@ -272,6 +304,7 @@ int train(Flags const& flags) {
                              .report = [&](lm::Progress const& p) { progress.report(p); }});
   progress.finish();
   summary.tokens_per_second = trainer.tokens_per_second();
+  summary.load = trainer.load();
   if (summary.end != lm::RunEnd::stopped) conclude(run, trainer, summary);
   summary.plot_problem = lm::draw_curve(run.folder, run.state, summary.bigram);
   print_summary(run, summary);
@@ -319,8 +352,12 @@ void add_training_flags(CLI::App& command, Flags& flags) {
   flags.steps = option("--steps", training.steps, "steps in all");
   flags.fixed.push_back(option("--batch", training.batch, "windows of --context bytes per step"));
   flags.fixed.push_back(option("--lr", training.rate, "peak learning rate"));
-  flags.fixed.push_back(
-      option("--balance", training.balance, "factor of the experts' balance loss"));
+  flags.balance = option("--balance", training.balance,
+                         "factor of the experts' balance loss; 0 where a selection bias balances");
+  flags.fixed.push_back(flags.balance);
+  flags.fixed.push_back(option("--bias-rate", training.bias_rate,
+                               "by which a step moves selection biases (sigmoid-bias, "
+                               "sqrtsoftplus, group-limited)"));
   flags.fixed.push_back(option("--z-loss", training.z_loss, "factor of the routers' z-loss"));
   flags.fixed.push_back(option("--warmup", training.warmup, "steps of linear warm-up"));
   flags.fixed.push_back(option("--seed", training.seed, "of weights, batches and the sample"));

@@ -32,10 +32,11 @@ std::string clock_text(double seconds) {
 
 std::string line_of(lm::Progress const& p) {
   std::string const held_out = p.held_out > 0 ? fmt::format("  held-out {:.3f}", p.held_out) : "";
+  std::string const idle = p.load.idle > 0 ? fmt::format(", {} idle", p.load.idle) : "";
   return fmt::format(
-      "step {:>{}}/{}  loss {:.3f} bits/byte{}  {:.0f} tokens/s  balance {:.2f}  ETA {}", p.step,
-      std::to_string(p.steps).size(), p.steps, p.loss, held_out, p.tokens_per_second, p.balance,
-      clock_text(p.seconds_left));
+      "step {:>{}}/{}  loss {:.3f} bits/byte{}  {:.0f} tokens/s  balance {:.2f}{}  ETA {}", p.step,
+      std::to_string(p.steps).size(), p.steps, p.loss, held_out, p.tokens_per_second,
+      p.load.max_over_mean, idle, clock_text(p.seconds_left));
 }
 
 // A line that wraps cannot be redrawn: what does not fit is left out.

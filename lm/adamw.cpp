@@ -47,8 +47,10 @@ struct Run {
 std::vector<Run> runs_of(ParameterLayout const& layout) {
   std::vector<Run> runs;
   for (NamedSlice const& slice : layout.slices()) {
+    if (slice.role == Role::selection_bias) continue;
     for (std::int64_t done = 0; done < slice.size; done += kBlock) {
-      runs.push_back({slice.offset + done, std::min(kBlock, slice.size - done), !slice.is_norm()});
+      runs.push_back(
+          {slice.offset + done, std::min(kBlock, slice.size - done), slice.role == Role::weight});
     }
   }
   return runs;

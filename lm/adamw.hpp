@@ -2,7 +2,7 @@
 // AdamW with decoupled decay, step s counted from 1:
 //   m = b1 m + (1-b1) g      v = b2 v + (1-b2) g^2
 //   p -= rate * ( (m/(1-b1^s)) / (sqrt(v/(1-b2^s)) + eps) + decay * p )        norms do not decay
-// g is the gradient scaled to a global norm of at most `clip`.
+// g is the gradient scaled to a global norm of at most `clip`. Selection biases are left as they are.
 #pragma once
 
 #include <cstdint>

@@ -35,6 +35,7 @@ json describe(TrainingState const& state) {
           {"seed", o.seed},
           {"router", router_name(o.model.router.kind)},
           {"z_loss", o.z_loss},
+          {"bias_rate", o.bias_rate},
           {"round", rounding_name(o.rounding)},
           {"tile", o.tile},
           {"text", state.text.paths},
@@ -79,6 +80,7 @@ TrainingState undescribe(json const& object) {
   o.rate = json_number(object, "learning_rate", 0, 1);
   o.balance = json_number(object, "balance", 0, 10);
   if (object.contains("z_loss")) o.z_loss = json_number(object, "z_loss", 0, 10);
+  if (object.contains("bias_rate")) o.bias_rate = json_number(object, "bias_rate", 0, 1);
   o.seed = json_bits(object, "seed");
   validate(o);
   state.step = json_integer(object, "step", 0, o.steps);

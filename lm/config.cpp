@@ -44,7 +44,8 @@ double count_parameters(ModelConfig const& c) {
   double const experts =
       static_cast<double>(c.experts) * hidden * (3 * static_cast<double>(c.intermediate) + 1);
   double const norms = 2 * hidden + 2 * head_dim;
-  return static_cast<double>(c.layers) * (attention + experts + norms) +
+  double const bias = has_selection_bias(c) ? static_cast<double>(c.experts) : 0;
+  return static_cast<double>(c.layers) * (attention + experts + norms + bias) +
          (ModelConfig::kVocabulary + 1) * hidden;
 }
 

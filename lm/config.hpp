@@ -33,6 +33,14 @@ struct ModelConfig {
   bool operator==(ModelConfig const&) const = default;
 };
 
+/// Whether experts are chosen with a selection bias: a number for each, which no gradient reaches and each step's load
+/// moves (Model::update_selection_bias).
+constexpr bool has_selection_bias(ModelConfig const& config) noexcept {
+  RouterKind const kind = config.router.kind;
+  return kind == RouterKind::sigmoid_bias || kind == RouterKind::group_limited ||
+         kind == RouterKind::sqrtsoftplus;
+}
+
 /// Throws InputError unless every size is in range and the model has fewer than 2^31 parameters.
 void validate(ModelConfig const& config);
 

@@ -5,8 +5,10 @@
 
 #include "lm/cross_entropy.hpp"
 #include "lm/embedding.hpp"
+#include "lm/error.hpp"
 #include "lm/rms_norm.hpp"
 #include "lm/simd.hpp"
+#include "tessera/balance.hpp"
 
 namespace tessera::lm {
 
@@ -27,9 +29,10 @@ void add(Context const& context, std::span<float const> b, std::span<float> a) {
   });
 }
 
-template <class Element>
-MoeWeights moe_weights(Element* parameters, LayerOffsets const& at) {
-  return {parameters + at.w_router, parameters + at.w_up, parameters + at.w_down};
+MoeWeights moe_weights(ModelConfig const& config, float const* parameters, LayerOffsets const& at) {
+  return {parameters + at.w_router,
+          has_selection_bias(config) ? parameters + at.selection_bias : nullptr,
+          parameters + at.w_up, parameters + at.w_down};
 }
 
 }  // namespace
@@ -100,6 +103,19 @@ double Model::train(std::span<float const> parameters, Batch const& batch,
   return loss;
 }
 
+void Model::update_selection_bias(double rate, std::span<float> parameters) const {
+  for (std::int64_t layer = 0; layer < config_.layers; ++layer) {
+    std::vector<std::int32_t> const& counts =
+        blocks_[static_cast<std::size_t>(layer)].topk_counts();
+    SelectionBiasArgs args;
+    args.topk_counts = tensor(counts.data(), {config_.experts});
+    args.selection_bias =
+        tensor(parameters.data() + layout_.layer(layer).selection_bias, {config_.experts});
+    args.rate = static_cast<float>(rate);
+    check(tessera::update_selection_bias(context_, args));
+  }
+}
+
 double Model::evaluate(std::span<float const> parameters, Batch const& batch, bool moe) {
   resize(batch.sequences, batch.length);
   forward({.parameters = parameters.data(), .inputs = batch.inputs, .rounding = {}, .moe = moe});
@@ -145,7 +161,7 @@ void Model::layer_fwd(Pass const& pass, std::int64_t layer, float* x_out) {
                dense_rows(memory.moe_normed.data(), d), memory.moe_inverse_rms.data());
   blocks_[static_cast<std::size_t>(layer)].forward(
       context_, tokens(), pass.rounding, pass.keep, memory.moe_normed.data(),
-      moe_weights(pass.parameters, at), x_out, counts_.data() + layer * config_.experts,
+      moe_weights(config_, pass.parameters, at), x_out, counts_.data() + layer * config_.experts,
       workspace_);
   add(context_, memory.u, out);
 }
@@ -204,9 +220,11 @@ void Model::layer_bwd(Pass const& pass, std::int64_t layer, std::span<float> gra
   LayerOffsets const& at = layout_.layer(layer);
   std::int64_t const d = config_.hidden;
   float* const g = gradients.data();
+  if (has_selection_bias(config_)) std::fill_n(g + at.selection_bias, config_.experts, 0.0f);
   blocks_[static_cast<std::size_t>(layer)].backward(
-      context_, pass.losses, memory.moe_normed.data(), dx_.data(), moe_weights(pass.parameters, at),
-      d_normed_.data(), {g + at.w_router, g + at.w_up, g + at.w_down}, workspace_);
+      context_, pass.losses, memory.moe_normed.data(), dx_.data(),
+      moe_weights(config_, pass.parameters, at), d_normed_.data(),
+      {g + at.w_router, g + at.w_up, g + at.w_down}, workspace_);
   rms_norm_bwd(context_, tokens(), dense_rows<float const>(memory.u.data(), d),
                pass.parameters + at.moe_norm, memory.moe_inverse_rms.data(),
                dense_rows<float const>(d_normed_.data(), d), true, dense_rows(dx_.data(), d),

@@ -42,6 +42,10 @@ class Model {
                RoundingOptions const& rounding, RouterLosses const& losses,
                std::span<float> gradients);
 
+  /// Moves the selection biases in `parameters` by `rate` towards the experts that the last train() used less than
+  /// others. Only where has_selection_bias(config()).
+  void update_selection_bias(double rate, std::span<float> parameters) const;
+
   /// The loss alone. Without `moe`, the MoE blocks add nothing to the residual stream.
   double evaluate(std::span<float const> parameters, Batch const& batch, bool moe = true);
 

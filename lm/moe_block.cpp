@@ -54,6 +54,9 @@ void MoeBlock::forward(Context const& context, std::int64_t tokens, RoundingOpti
   MoeForwardArgs args;
   args.x = tensor(x, {tokens, config_.hidden});
   args.w_router = tensor(weights.router, {config_.experts, config_.hidden});
+  if (weights.selection_bias != nullptr) {
+    args.selection_bias = tensor(weights.selection_bias, {config_.experts});
+  }
   args.weights = expert_weights(weights);
   args.o = tensor(o, {tokens, config_.hidden});
   args.expert_counts = tensor(counts, {config_.experts});

@@ -35,6 +35,7 @@ MoeDesc moe_desc(ModelConfig const& config, std::int64_t tokens, RoundingOptions
 
 struct MoeWeights {
   float const* router;
+  float const* selection_bias;  ///< [E], or null
   float const* up;
   float const* down;
 };
@@ -60,6 +61,11 @@ class MoeBlock {
   void backward(Context const& context, RouterLosses const& losses, float const* x,
                 float const* d_o, MoeWeights const& weights, float* dx,
                 MoeGradients const& gradients, std::vector<std::byte>& workspace);
+
+  /// Tokens that chose each expert in the last forward call that kept, before rounding: [E].
+  [[nodiscard]] std::vector<std::int32_t> const& topk_counts() const noexcept {
+    return topk_counts_;
+  }
 
  private:
   [[nodiscard]] ExpertWeights expert_weights(MoeWeights const& weights) const;

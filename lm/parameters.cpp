@@ -14,11 +14,11 @@ namespace {
 constexpr double kEmbeddingStd = 0.04;
 }
 
-std::int64_t ParameterLayout::add(std::string name, std::vector<std::int64_t> shape,
+std::int64_t ParameterLayout::add(std::string name, std::vector<std::int64_t> shape, Role role,
                                   double initial_std) {
   std::int64_t size = 1;
   for (std::int64_t const extent : shape) size *= extent;
-  slices_.push_back({std::move(name), std::move(shape), size_, size, initial_std});
+  slices_.push_back({std::move(name), std::move(shape), size_, size, role, initial_std});
   return std::exchange(size_, size_ + size);
 }
 
@@ -29,10 +29,10 @@ LayerOffsets ParameterLayout::add_layer(ModelConfig const& c, std::int64_t layer
   double const residual = 1 / std::sqrt(2 * static_cast<double>(c.layers));
   auto const weight = [&](std::string const& name, std::int64_t rows, std::int64_t columns,
                           double scale = 1) {
-    return add(prefix + name + ".weight", {rows, columns}, scale * fan_in(columns));
+    return add(prefix + name + ".weight", {rows, columns}, Role::weight, scale * fan_in(columns));
   };
   auto const norm = [&](char const* name, std::int64_t width) {
-    return add(prefix + name + ".weight", {width}, 0);
+    return add(prefix + name + ".weight", {width}, Role::norm);
   };
 
   LayerOffsets at;
@@ -45,6 +45,10 @@ LayerOffsets ParameterLayout::add_layer(ModelConfig const& c, std::int64_t layer
   at.w_o = weight("self_attn.o_proj", c.hidden, c.heads * c.head_dim, residual);
   at.moe_norm = norm("post_attention_layernorm", c.hidden);
   at.w_router = weight("mlp.gate", c.experts, c.hidden);
+  if (has_selection_bias(c)) {  // as DeepSeek-V3 names it
+    at.selection_bias =
+        add(prefix + "mlp.gate.e_score_correction_bias", {c.experts}, Role::selection_bias);
+  }
   at.w_up = size_;
   for (std::int64_t e = 0; e < c.experts; ++e) {
     weight(fmt::format("mlp.experts.{}.gate_proj", e), c.intermediate, c.hidden);
@@ -59,18 +63,20 @@ LayerOffsets ParameterLayout::add_layer(ModelConfig const& c, std::int64_t layer
 
 ParameterLayout::ParameterLayout(ModelConfig const& config) {
   validate(config);
-  add("model.embed_tokens.weight", {ModelConfig::kVocabulary, config.hidden}, kEmbeddingStd);
+  add("model.embed_tokens.weight", {ModelConfig::kVocabulary, config.hidden}, Role::weight,
+      kEmbeddingStd);
   for (std::int64_t layer = 0; layer < config.layers; ++layer) {
     layers_.push_back(add_layer(config, layer));
   }
-  final_norm_ = add("model.norm.weight", {config.hidden}, 0);
+  final_norm_ = add("model.norm.weight", {config.hidden}, Role::norm);
 }
 
 std::vector<float> initial_parameters(ParameterLayout const& layout, std::uint64_t seed) {
-  std::vector<float> parameters(static_cast<std::size_t>(layout.size()), 1.0f);
+  std::vector<float> parameters(static_cast<std::size_t>(layout.size()), 0.0f);
   for (NamedSlice const& slice : layout.slices()) {
-    if (slice.is_norm()) continue;
     for (std::int64_t i = slice.offset; i < slice.offset + slice.size; ++i) {
+      if (slice.role == Role::norm) parameters[static_cast<std::size_t>(i)] = 1;
+      if (slice.role != Role::weight) continue;
       double const normal =
           random_normal(seed, Stream::initial_weights, static_cast<std::uint64_t>(i));
       parameters[static_cast<std::size_t>(i)] = static_cast<float>(slice.initial_std * normal);

@@ -13,15 +13,21 @@
 
 namespace tessera::lm {
 
+/// What a tensor is to training.
+enum class Role {
+  weight,          ///< starts random, decays
+  norm,            ///< starts at 1, does not decay
+  selection_bias,  ///< starts at 0; the experts' load moves it, not a gradient
+};
+
 /// A tensor as the checkpoint names it.
 struct NamedSlice {
   std::string name;
   std::vector<std::int64_t> shape;
   std::int64_t offset = 0;  ///< in floats, into the flat array
   std::int64_t size = 0;
-  double initial_std = 0;  ///< 0: starts at 1 (the norms, which do not decay either)
-
-  [[nodiscard]] bool is_norm() const noexcept { return initial_std == 0; }
+  Role role = Role::weight;
+  double initial_std = 0;  ///< of weights
 };
 
 /// Offsets of one layer's tensors, in floats.
@@ -31,14 +37,15 @@ struct LayerOffsets {
   std::int64_t q_norm = 0, k_norm = 0;
   std::int64_t w_o = 0;  ///< [d, H * head_dim]
   std::int64_t moe_norm = 0;
-  std::int64_t w_router = 0;  ///< [E, d]
-  std::int64_t w_up = 0;      ///< [E, 2n, d], gate rows first
-  std::int64_t w_down = 0;    ///< [E, d, n]
+  std::int64_t w_router = 0;        ///< [E, d]
+  std::int64_t selection_bias = 0;  ///< [E], where has_selection_bias(config)
+  std::int64_t w_up = 0;            ///< [E, 2n, d], gate rows first
+  std::int64_t w_down = 0;          ///< [E, d, n]
 };
 
 /// Tensors that a checkpoint of this model holds.
 constexpr std::int64_t slice_count(ModelConfig const& config) {
-  return 2 + config.layers * (9 + 3 * config.experts);
+  return 2 + config.layers * (9 + (has_selection_bias(config) ? 1 : 0) + 3 * config.experts);
 }
 
 class ParameterLayout {
@@ -57,7 +64,8 @@ class ParameterLayout {
   [[nodiscard]] std::vector<NamedSlice> const& slices() const noexcept { return slices_; }
 
  private:
-  std::int64_t add(std::string name, std::vector<std::int64_t> shape, double initial_std);
+  std::int64_t add(std::string name, std::vector<std::int64_t> shape, Role role,
+                   double initial_std = 0);
   LayerOffsets add_layer(ModelConfig const& config, std::int64_t layer);
 
   std::vector<NamedSlice> slices_;
@@ -66,7 +74,7 @@ class ParameterLayout {
   std::int64_t size_ = 0;
 };
 
-/// Fresh parameters: norms 1, the rest normal with NamedSlice::initial_std.
+/// Fresh parameters, as their roles say; weights are normal with NamedSlice::initial_std.
 std::vector<float> initial_parameters(ParameterLayout const& layout, std::uint64_t seed);
 
 }  // namespace tessera::lm

@@ -13,6 +13,7 @@
 #include "lm/adamw.hpp"
 #include "lm/error.hpp"
 #include "lm/evaluation.hpp"
+#include "tessera/balance.hpp"
 
 namespace tessera::lm {
 
@@ -51,16 +52,16 @@ void require_memory(TrainingOptions const& options) {
 
 }  // namespace
 
-double expert_balance(std::span<std::int32_t const> counts, std::int64_t layers) {
+ExpertLoad expert_load(std::span<std::int32_t const> counts, std::int64_t layers) {
   std::size_t const experts = counts.size() / static_cast<std::size_t>(layers);
-  double sum = 0;
+  ExpertLoad load;
   for (std::size_t first = 0; first < counts.size(); first += experts) {
-    auto const layer = counts.subspan(first, experts);
-    auto const total = std::accumulate(layer.begin(), layer.end(), std::int64_t{0});
-    double const mean = static_cast<double>(total) / static_cast<double>(experts);
-    if (total > 0) sum += *std::max_element(layer.begin(), layer.end()) / mean;
+    LoadStatistics const layer = load_statistics(counts.subspan(first, experts));
+    load.max_over_mean += layer.max_over_mean / static_cast<double>(layers);
+    load.coefficient_of_variation += layer.coefficient_of_variation / static_cast<double>(layers);
+    load.idle += layer.empty;
   }
-  return sum / static_cast<double>(layers);
+  return load;
 }
 
 Trainer::Trainer(Context const& context, TrainingState& state, Corpus const& corpus)
@@ -114,8 +115,9 @@ void Trainer::step() {
              state_.parameters, state_.moments);
   state_.step = next;
   state_.history.loss.push_back(static_cast<float>(loss / std::numbers::ln2));
-  state_.history.balance.push_back(
-      static_cast<float>(expert_balance(model_.expert_counts(), o.model.layers)));
+  if (has_selection_bias(o.model)) model_.update_selection_bias(o.bias_rate, state_.parameters);
+  load_ = expert_load(model_.expert_counts(), o.model.layers);
+  state_.history.balance.push_back(static_cast<float>(load_.max_over_mean));
   if (next % History::kLoadEvery == 0) {
     auto const load = load_snapshot();
     state_.history.expert_load.insert(state_.history.expert_load.end(), load.begin(), load.end());
@@ -133,7 +135,7 @@ Progress Trainer::progress(bool evaluated) const {
           .steps = state_.options.steps,
           .loss = history.loss.back(),
           .tokens_per_second = tokens_per_second(),
-          .balance = history.balance.back(),
+          .load = load_,
           .seconds_left = per_step * static_cast<double>(state_.options.steps - state_.step),
           .evaluated = evaluated,
           .held_out = history.held_out.empty() ? 0.0 : history.held_out.back()};

@@ -16,12 +16,22 @@
 
 namespace tessera::lm {
 
+/// How evenly a step's rows spread over the experts.
+struct ExpertLoad {
+  double max_over_mean = 0;             ///< averaged over layers
+  double coefficient_of_variation = 0;  ///< the same
+  std::int64_t idle = 0;                ///< experts without rows, of all layers
+};
+
+/// Of counts [layers * E].
+ExpertLoad expert_load(std::span<std::int32_t const> counts, std::int64_t layers);
+
 /// Where a run stands after a step.
 struct Progress {
   std::int64_t step = 0, steps = 0;
   double loss = 0;  ///< bits per byte of the step's batch
   double tokens_per_second = 0;
-  double balance = 0;       ///< largest over mean expert load, averaged over layers
+  ExpertLoad load;
   double seconds_left = 0;  ///< estimate
   bool evaluated = false;   ///< held_out is of this step
   double held_out = 0;      ///< bits per byte, the last known; 0 before the first
@@ -49,6 +59,8 @@ class Trainer {
   RunEnd run(RunOptions const& options);
 
   [[nodiscard]] Model& model() noexcept { return model_; }
+  /// Of the last step of this run.
+  [[nodiscard]] ExpertLoad const& load() const noexcept { return load_; }
   /// Bytes trained per second of this run, evaluations and saves not counted.
   [[nodiscard]] double tokens_per_second() const noexcept;
 
@@ -64,11 +76,9 @@ class Trainer {
   Model model_;
   Windows windows_;
   std::vector<float> gradients_;
+  ExpertLoad load_;
   double training_seconds_ = 0;
   std::int64_t steps_here_ = 0;
 };
-
-/// Largest over mean of each layer's expert counts [layers * E], averaged over layers.
-double expert_balance(std::span<std::int32_t const> counts, std::int64_t layers);
 
 }  // namespace tessera::lm

@@ -28,6 +28,9 @@ void validate(TrainingOptions const& o) {
     if (value >= 0 && value <= 10) continue;
     throw InputError(fmt::format("{} = {}: must be in [0, 10]", name, value));
   }
+  if (!(o.bias_rate >= 0 && o.bias_rate <= 1)) {
+    throw InputError(fmt::format("bias-rate = {}: must be in [0, 1]", o.bias_rate));
+  }
   // The library's rules for routers and rounding: groups, capacity, tile.
   RoundingOptions const rounding{.rounding = o.rounding, .tile = o.tile};
   check(saved_bytes(moe_desc(o.model, o.batch * o.model.context, rounding, 0, true)).status());

@@ -25,6 +25,8 @@ struct TrainingOptions {
   double rate = 2e-3;     ///< peak learning rate
   double balance = 0.01;  ///< factor of the routers' balance loss
   double z_loss = 0;      ///< factor of their z-loss
+  double bias_rate =
+      1e-3;  ///< by which each step moves selection biases, where the router has them
   std::uint64_t seed = 1;
 
   /// Steps that the cosine spans: `steps`, rounded up so that short runs of different length share one

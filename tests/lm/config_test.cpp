@@ -59,7 +59,9 @@ TEST(Config, RefusesABrokenRouter) {
 }
 
 TEST(Config, CountsItsParameters) {
-  for (ModelConfig const& config : {ModelConfig{}, small_config()}) {
+  ModelConfig biased = small_config();
+  biased.router.kind = RouterKind::sigmoid_bias;
+  for (ModelConfig const& config : {ModelConfig{}, small_config(), biased}) {
     ParameterLayout const layout(config);
     EXPECT_EQ(parameter_count(config), layout.size());
     EXPECT_EQ(slice_count(config), static_cast<std::int64_t>(layout.slices().size()));

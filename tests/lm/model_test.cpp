@@ -54,7 +54,7 @@ TEST_P(ModelGradient, AgreesWithFiniteDifferences) {
   for (NamedSlice const& slice : model.layout().slices()) {
     for (std::int64_t i = slice.offset; i < slice.offset + slice.size; ++i) {
       double const normal = random_normal(5, Stream::sampling, static_cast<std::uint64_t>(i));
-      if (slice.is_norm())
+      if (slice.role == Role::norm)
         parameters[static_cast<std::size_t>(i)] += 0.3f * static_cast<float>(normal);
     }
   }
@@ -78,27 +78,37 @@ TEST_P(ModelGradient, AgreesWithFiniteDifferences) {
 }
 
 // K = E, so that a step of the finite difference never changes which experts are chosen.
-INSTANTIATE_TEST_SUITE_P(Shapes, ModelGradient,
-                         testing::Values(ModelConfig{.hidden = 24,
-                                                     .intermediate = 10,
-                                                     .layers = 2,
-                                                     .heads = 4,
-                                                     .kv_heads = 2,
-                                                     .head_dim = 6,
-                                                     .context = 40,
-                                                     .experts = 3,
-                                                     .top_k = 3},
-                                         ModelConfig{
-                                             .hidden = 17,
-                                             .intermediate = 5,
-                                             .layers = 1,
-                                             .heads = 3,
-                                             .kv_heads = 1,
-                                             .head_dim = 8,
-                                             .context = 9,
-                                             .experts = 2,
-                                             .top_k = 2,
-                                             .router = {.kind = RouterKind::softmax_topk_renorm}}));
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, ModelGradient,
+    testing::Values(ModelConfig{.hidden = 24,
+                                .intermediate = 10,
+                                .layers = 2,
+                                .heads = 4,
+                                .kv_heads = 2,
+                                .head_dim = 6,
+                                .context = 40,
+                                .experts = 3,
+                                .top_k = 3},
+                    ModelConfig{.hidden = 17,
+                                .intermediate = 5,
+                                .layers = 1,
+                                .heads = 3,
+                                .kv_heads = 1,
+                                .head_dim = 8,
+                                .context = 9,
+                                .experts = 2,
+                                .top_k = 2,
+                                .router = {.kind = RouterKind::softmax_topk_renorm}},
+                    ModelConfig{.hidden = 16,
+                                .intermediate = 6,
+                                .layers = 2,
+                                .heads = 2,
+                                .kv_heads = 1,
+                                .head_dim = 8,
+                                .context = 12,
+                                .experts = 2,
+                                .top_k = 2,
+                                .router = {.kind = RouterKind::sigmoid_bias}}));
 
 TEST(Model, GivesEqualBitsForAnyNumberOfThreads) {
   ModelConfig const config = small_config();

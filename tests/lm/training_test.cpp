@@ -4,12 +4,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <numeric>
 
 #include "lm/checkpoint.hpp"
 #include "lm/evaluation.hpp"
+#include "lm/safetensors.hpp"
 #include "tests/lm/training.hpp"
 
 namespace tessera::lm {
@@ -104,6 +106,38 @@ TEST(Training, BalanceLossEvensTheExperts) {
   EXPECT_LT(balance[1] - 1, 0.7 * (balance[0] - 1)) << balance[0] << " without";
 }
 
+TEST(Training, SelectionBiasEvensTheExperts) {
+  Corpus const corpus = small_corpus();
+  TemporaryFolder const folder;
+  double balance[2];
+  for (int const on : {0, 1}) {
+    TrainingOptions options = small_options(60);
+    options.model.router.kind = RouterKind::sigmoid_bias;
+    options.balance = 0;
+    options.bias_rate = on * 1e-2;
+    TrainingState state = initial_state(options, source_of(corpus));
+    train(state, corpus, folder.path(), 2);
+    auto const& history = state.history.balance;
+    balance[on] = std::accumulate(history.end() - 20, history.end(), 0.0) / 20;
+    // Whole steps of the rate; the optimizer and its decay stay away.
+    ParameterLayout const layout(options.model);
+    float largest = 0;
+    for (std::int64_t e = 0; e < options.model.experts; ++e) {
+      auto const at = static_cast<std::size_t>(layout.layer(1).selection_bias + e);
+      float const bias = state.parameters[at];
+      largest = std::max(largest, std::abs(bias));
+      EXPECT_NEAR(std::remainder(bias, 1e-2f), 0, 1e-5f);
+      EXPECT_EQ(state.moments.first[at], 0);
+    }
+    EXPECT_EQ(largest > 0, on == 1);
+  }
+  EXPECT_LT(balance[1] - 1, 0.7 * (balance[0] - 1)) << balance[0] << " without";
+  EXPECT_EQ(SafetensorsFile(folder.path() / kModelFile)
+                .read_vector("model.layers.1.mlp.gate.e_score_correction_bias")
+                .size(),
+            5u);
+}
+
 TEST(Training, StopsAtALossThatIsNotFinite) {
   Corpus const corpus = small_corpus();
   TemporaryFolder const folder;
@@ -127,9 +161,11 @@ TEST(Training, RefusesWhatTheMachineCannotHold) {
 
 TEST(Balance, IsTheLargestOverTheMeanLoad) {
   std::vector<std::int32_t> const counts = {4, 4, 4, 4, 16, 0, 0, 0};
-  EXPECT_DOUBLE_EQ(expert_balance(counts, 2), (1.0 + 4.0) / 2);
+  EXPECT_DOUBLE_EQ(expert_load(counts, 2).max_over_mean, (1.0 + 4.0) / 2);
+  EXPECT_DOUBLE_EQ(expert_load(counts, 2).coefficient_of_variation, std::sqrt(3.0) / 2);
+  EXPECT_EQ(expert_load(counts, 2).idle, 3);
   std::vector<std::int32_t> const none = {0, 0};
-  EXPECT_DOUBLE_EQ(expert_balance(none, 1), 0);
+  EXPECT_DOUBLE_EQ(expert_load(none, 1).max_over_mean, 0);
 }
 
 TEST(LearningRate, WarmsUpAndFallsToATenth) {

@@ -19,7 +19,12 @@ constexpr int kUnitBlocks = 8;
 constexpr int kUpTileColumns = 128;    // of a
 constexpr int kDownTileColumns = 256;  // of y
 
-/// Bounds of an exchange, equal on all ranks. Owner of expert e: rank e / local_experts().
+/// What crosses the link. direct: a row for every pair, and its result back. dedup: a token's row once
+/// per owner, and the sum of its results there, weighted by the scores, back.
+enum class Transfer : std::int32_t { direct, dedup };
+
+/// Bounds of an exchange, equal on all ranks. Owner of expert e: rank e / local_experts(). The experts of
+/// a token are distinct.
 struct ExchangeShape {
   std::int32_t ranks = 1;
   std::int32_t max_tokens = 0;  ///< of a rank, in any pass
@@ -27,6 +32,7 @@ struct ExchangeShape {
   std::int32_t experts = 0;    ///< a multiple of ranks
   std::int32_t max_top_k = 0;  ///< most experts of one token
   std::int32_t block_rows = 128;
+  Transfer transfer = Transfer::direct;
 
   [[nodiscard]] TESSERA_INLINE constexpr std::int32_t local_experts() const {
     return experts / ranks;
@@ -37,6 +43,10 @@ struct ExchangeShape {
   /// Most rows that one token sends to one owner.
   [[nodiscard]] TESSERA_INLINE constexpr std::int32_t max_local_choices() const {
     return max_top_k < local_experts() ? max_top_k : local_experts();
+  }
+  /// Rows of results that return to a token.
+  [[nodiscard]] TESSERA_INLINE constexpr std::int32_t slots_of_token() const {
+    return transfer == Transfer::direct ? max_top_k : ranks;
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t max_rows() const {  // of an owner
     return std::int64_t{ranks} * max_tokens * max_local_choices();
@@ -145,12 +155,18 @@ TESSERA_INLINE void make_list_begins(ExchangeShape const& shape, CountMatrix cou
   }
 }
 
-/// The block, on the owner of `expert`, of the index-th row that `source` sends to this expert.
+/// The row of the owner's pool, pads counted, of the index-th row that `source` sends to `expert`.
+TESSERA_INLINE std::int64_t pool_row_of_pair(ExchangeShape const& shape, CountMatrix counts,
+                                             ExpertPlan const* plan, std::int32_t expert,
+                                             std::int32_t source, std::int32_t index) {
+  return std::int64_t{plan[expert].first_block} * shape.block_rows +
+         rows_ahead(shape, counts, expert, source) + index;
+}
 TESSERA_INLINE std::int32_t block_of_pair(ExchangeShape const& shape, CountMatrix counts,
                                           ExpertPlan const* plan, std::int32_t expert,
                                           std::int32_t source, std::int32_t index) {
-  return plan[expert].first_block +
-         (rows_ahead(shape, counts, expert, source) + index) / shape.block_rows;
+  return static_cast<std::int32_t>(pool_row_of_pair(shape, counts, plan, expert, source, index) /
+                                   shape.block_rows);
 }
 
 /// Where a row of the pool comes from.

@@ -10,7 +10,14 @@
 //   a_ready     up tasks -> down tasks              a_ready[block]          up_tiles       gpu
 //   down_tiles  down tasks -> the last of them      down_tiles[block]       down_tiles     gpu, sys fence before
 //   block_done  owner -> aggregate                  block_done[owner,block] epoch          sys
+//   part_done   owner -> aggregate                  part_done[owner,token]  epoch          sys
 //   ended       CTAs -> the last of them            ended                   all CTAs       gpu
+//
+// Transfer::dedup: the rows of one token on one owner are a group, ordered by expert and so by pool row,
+// which its source describes in each entry: no table has to be searched or built by atomics. The group's
+// first row is pulled; the others, all in later blocks, copy it once its block has arrived. Results stay
+// with the owner, where down_tiles says that a block is ready; a communication warp that has pulled all
+// of its rows adds up the groups that end with one of them and sends each sum, then part_done.
 //
 // Epochs count passes from 1. Words that peers write hold epochs and are never cleared. A peer may be a
 // pass ahead: waits ask for "at least", counts and lists are double (by the epoch's parity), and a source
@@ -34,14 +41,20 @@ enum class Site : std::int32_t {
   a_ready,
   down_tiles,
   block_done,
+  part_done,
   ended
 };
 
-/// A row on its way to an owner.
+/// A row on its way to an owner, and its group; direct transfers need pair and score alone. 16 bytes,
+/// so that one store sends it.
 struct RouteEntry {
   std::uint32_t pair;  ///< token * max_top_k + choice, on its source
   float score;
+  std::uint8_t place, rows;    ///< in the group, and the group's size
+  std::uint16_t first_expert;  ///< of the group's first row, among the owner's
+  std::int32_t first_index;    ///< of that row among those that the source sends to that expert
 };
+static_assert(sizeof(RouteEntry) == 16);
 
 TESSERA_INLINE constexpr std::int32_t parity(std::uint32_t epoch) {
   return static_cast<std::int32_t>(epoch & 1u);
@@ -59,16 +72,20 @@ constexpr std::int64_t kWordStride = 128;  // bytes: a line for every word that 
 /// Byte offsets in every rank's window. Equal on all ranks.
 struct WindowLayout {
   std::int64_t publish, ack, abort;  ///< [P] words, a line each
-  std::int64_t block_done;           ///< [P,max_blocks] u32
+  std::int64_t block_done;           ///< [P,max_blocks] u32, direct
+  std::int64_t part_done;            ///< [P,max_tokens] u32, dedup
   std::int64_t counts;               ///< [2,P,E] i32
   std::int64_t lists;                ///< [2,P,max_tokens*max_local_choices] RouteEntry
   std::int64_t x;                    ///< [max_tokens,d] bf16
-  std::int64_t slots;                ///< [max_tokens*max_top_k,d] bf16
+  std::int64_t slots;                ///< [max_tokens,slots_of_token,d] bf16
   std::int64_t bytes;
 
   explicit TESSERA_INLINE constexpr WindowLayout(ExchangeShape const& s)
       : ranks_(s.ranks), experts_(s.experts), row_bytes_(std::int64_t{2} * s.hidden) {
+    bool const direct = s.transfer == Transfer::direct;
     max_blocks_ = s.max_blocks();
+    max_tokens_ = s.max_tokens;
+    slots_of_token_ = s.slots_of_token();
     list_entries_ = std::int64_t{s.max_tokens} * s.max_local_choices();
     std::int64_t end = 0;
     auto const take = [&end](std::int64_t region_bytes) {
@@ -79,11 +96,12 @@ struct WindowLayout {
     publish = take(ranks_ * kWordStride);
     ack = take(ranks_ * kWordStride);
     abort = take(ranks_ * kWordStride);
-    block_done = take(4 * ranks_ * max_blocks_);
+    block_done = take(direct ? 4 * ranks_ * max_blocks_ : 0);
+    part_done = take(direct ? 0 : 4 * ranks_ * max_tokens_);
     counts = take(std::int64_t{4} * 2 * ranks_ * experts_);
     lists = take(static_cast<std::int64_t>(sizeof(RouteEntry)) * 2 * ranks_ * list_entries_);
     x = take(row_bytes_ * s.max_tokens);
-    slots = take(row_bytes_ * s.max_tokens * s.max_top_k);
+    slots = take(row_bytes_ * max_tokens_ * slots_of_token_);
     bytes = end;
   }
 
@@ -100,6 +118,10 @@ struct WindowLayout {
                                                                       std::int64_t block) const {
     return block_done + 4 * (owner * max_blocks_ + block);
   }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t part_done_word(std::int32_t owner,
+                                                                     std::int64_t token) const {
+    return part_done + 4 * (owner * max_tokens_ + token);
+  }
   /// The row of `source` in the count matrix of this parity; rows follow each other.
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t count_row(std::int32_t parity,
                                                                 std::int32_t source) const {
@@ -114,13 +136,15 @@ struct WindowLayout {
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t x_row(std::int64_t token) const {
     return x + row_bytes_ * token;
   }
-  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t slot(std::int64_t pair) const {
-    return slots + row_bytes_ * pair;
+  /// `which`: the choice, or with dedup the owner.
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t slot(std::int64_t token,
+                                                           std::int32_t which) const {
+    return slots + row_bytes_ * (token * slots_of_token_ + which);
   }
 
  private:
   std::int64_t ranks_, experts_, row_bytes_;
-  std::int64_t max_blocks_ = 0, list_entries_ = 0;
+  std::int64_t max_blocks_ = 0, max_tokens_ = 0, slots_of_token_ = 0, list_entries_ = 0;
 };
 
 /// Byte offsets of what a GPU keeps to itself besides pools: counters in two banks, each of which the
@@ -131,17 +155,24 @@ struct LocalLayout {
   std::int64_t
       pair_index;  ///< [max_tokens*max_top_k] i32: a pair's index among its expert's of this rank
   std::int64_t row_origin;  ///< [pool_rows] {source, pair}
+  std::int64_t groups;      ///< [P,max_tokens,max_local_choices] pool rows of a group, dedup
   std::int64_t bytes;
 
   TESSERA_INLINE constexpr LocalLayout(ExchangeShape const& s, std::int32_t slices)
-      : experts_(s.experts), max_blocks_(s.max_blocks()) {
+      : experts_(s.experts),
+        max_blocks_(s.max_blocks()),
+        max_tokens_(s.max_tokens),
+        max_local_choices_(s.max_local_choices()) {
     bank_bytes = kCounters * kWordStride + 12 * max_blocks_;
     bank_bytes = (bank_bytes + 127) / 128 * 128;
     histograms = 2 * bank_bytes;
     pair_index = histograms + std::int64_t{4} * slices * experts_;
     row_origin = pair_index + std::int64_t{4} * s.max_tokens * s.max_top_k;
     row_origin = (row_origin + 7) / 8 * 8;
-    bytes = row_origin + 8 * s.pool_rows();
+    groups = row_origin + 8 * s.pool_rows();
+    bytes = groups + (s.transfer == Transfer::direct
+                          ? 0
+                          : std::int64_t{4} * s.ranks * max_tokens_ * max_local_choices_);
   }
 
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t bank(std::uint32_t epoch) const {
@@ -168,13 +199,18 @@ struct LocalLayout {
                                                                  std::int64_t block) const {
     return arrived(epoch, 2 * max_blocks_ + block);
   }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t group_row(std::int32_t source,
+                                                                std::int64_t token,
+                                                                std::int32_t place) const {
+    return groups + 4 * ((source * max_tokens_ + token) * max_local_choices_ + place);
+  }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t histogram(std::int32_t slice) const {
     return histograms + std::int64_t{4} * slice * experts_;
   }
 
  private:
   static constexpr std::int64_t kCounters = 3;
-  std::int64_t experts_, max_blocks_;
+  std::int64_t experts_, max_blocks_, max_tokens_, max_local_choices_;
 };
 
 }  // namespace tessera::dist

@@ -20,8 +20,8 @@ std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
 }  // namespace
 
 char const* name(Site site) {
-  constexpr char const* kNames[] = {"none",    "ack",        "route_scan", "publish", "arrived",
-                                    "a_ready", "down_tiles", "block_done", "ended"};
+  constexpr char const* kNames[] = {"none",    "ack",        "route_scan", "publish",   "arrived",
+                                    "a_ready", "down_tiles", "block_done", "part_done", "ended"};
   return kNames[static_cast<int>(site)];
 }
 

@@ -29,7 +29,7 @@ namespace tessera::dist::model {
 
 enum class Scope { gpu, sys };
 enum class Proxy { generic, async };  // loads and stores; bulk copies and TMA
-enum class Space { window, local, x_pool, a };
+enum class Space { window, local, x_pool, a, y_pool };
 
 struct Address {
   std::int32_t rank;

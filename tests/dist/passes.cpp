@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/dist/passes.hpp"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -22,6 +23,21 @@ std::uint64_t y_value(std::uint64_t a, std::int32_t tile) {
   return mix(a, 2000 + static_cast<std::uint64_t>(tile));
 }
 constexpr std::uint64_t kPad = 0;
+
+// A RouteEntry in the 64 bits of a cell.
+struct Entry {
+  std::uint32_t pair, place, rows, first_expert, first_index;
+  [[nodiscard]] std::uint64_t bits() const {
+    return pair | std::uint64_t{place} << 20 | std::uint64_t{rows} << 26 |
+           std::uint64_t{first_expert} << 32 | std::uint64_t{first_index} << 44;
+  }
+  static Entry from(std::uint64_t bits) {
+    auto const field = [&](int at, int width) {
+      return static_cast<std::uint32_t>(bits >> at & ((std::uint64_t{1} << width) - 1));
+    };
+    return {field(0, 20), field(20, 6), field(26, 6), field(32, 12), field(44, 20)};
+  }
+};
 
 }  // namespace
 
@@ -66,17 +82,42 @@ void Passes::note(
   }
 }
 
+std::vector<std::int32_t> Passes::group(std::uint32_t epoch, std::int32_t rank, std::int32_t token,
+                                        std::int32_t owner) const {
+  Exchange const& all = exchange(epoch);
+  std::vector<std::int32_t> choices;
+  for (std::int32_t k = 0; k < shape_.max_top_k; ++k) {
+    std::int32_t const e = all.expert(rank, token * shape_.max_top_k + k);
+    if (e >= 0 && shape_.owner(e) == owner) choices.push_back(k);
+  }
+  if (!breaks(Break::first_row_by_choice)) {
+    std::sort(choices.begin(), choices.end(), [&](std::int32_t i, std::int32_t j) {
+      return all.expert(rank, token * shape_.max_top_k + i) <
+             all.expert(rank, token * shape_.max_top_k + j);
+    });
+  }
+  return choices;
+}
+
 void Passes::check_rows() {
-  std::size_t routed = 0;
-  for (Exchange const& e : exchanges_) {
+  std::size_t pulls = 0, slots = 0;
+  for (std::uint32_t epoch = 1; epoch <= exchanges_.size(); ++epoch) {
     for (std::int32_t r = 0; r < shape_.ranks; ++r) {
-      for (std::int32_t p = 0; p < e.pairs(r); ++p) routed += e.expert(r, p) >= 0 ? 1u : 0u;
+      for (std::int32_t t = 0; t < exchange(epoch).tokens(r); ++t) {
+        for (std::int32_t owner = 0; owner < shape_.ranks; ++owner) {
+          std::size_t const rows = group(epoch, r, t, owner).size();
+          pulls += dedup() ? std::min<std::size_t>(rows, 1) : rows;
+          slots += dedup() ? std::min<std::size_t>(rows, 1) : rows;
+        }
+      }
     }
   }
-  std::size_t const tiles = routed * static_cast<std::size_t>(shape_.down_tiles());
-  if (pulled_.size() != routed || pushed_.size() != tiles || aggregated_.size() != tiles) {
-    machine_.fault("rows lost: " + std::to_string(routed) + " routed, " +
-                   std::to_string(pulled_.size()) + " pulled");
+  slots *= static_cast<std::size_t>(shape_.down_tiles());
+  if (pulled_.size() != pulls || pushed_.size() != slots || aggregated_.size() != slots) {
+    machine_.fault("rows lost: " + std::to_string(pulls) + " to pull, " +
+                   std::to_string(pulled_.size()) + " pulled; " + std::to_string(slots) +
+                   " tiles to return, " + std::to_string(pushed_.size()) + " returned, " +
+                   std::to_string(aggregated_.size()) + " aggregated");
   }
 }
 
@@ -116,15 +157,9 @@ Program Passes::communication_warp(Actor& self, std::int32_t number) {
     Known known;
     co_await make_plan(self, epoch, known);
     if (!breaks(Break::pull_without_proxy_fence)) co_await self.proxy_fence();
-    CountMatrix const counts{known.counts.data(), shape_.experts};
-    RowCursor rows(shape_, counts, known.plan.data(), known.list_begin.data(), self.rank);
-    std::int32_t const warps = options_.ctas * options_.communication_warps;
-    std::int32_t const all = owner_totals(shape_, known.plan.data(), self.rank).rows;
-    for (std::int32_t i = number; i < all; i += warps) {
-      PoolRow const row = rows.at(i);
-      co_await pull(self, epoch, row);
-      if (breaks(Break::row_pulled_twice) && i == 0) co_await pull(self, epoch, row);
-    }
+    if (breaks(Break::sums_before_pulls)) co_await send_sums(self, number, epoch, known);
+    co_await pull_all(self, number, epoch, known);
+    if (!breaks(Break::sums_before_pulls)) co_await send_sums(self, number, epoch, known);
     co_await end(self, epoch);
     co_await self.boundary();
   }
@@ -200,9 +235,26 @@ Program Passes::write_lists(Actor& self, std::int32_t index, std::uint32_t epoch
     for (std::int32_t before = owner * shape_.local_experts(); before < e; ++before) {
       begin += totals[static_cast<std::size_t>(before)];
     }
+    Entry entry = {static_cast<std::uint32_t>(p), 0, 1, 0, 0};
+    if (dedup()) {  // the token's experts are in this CTA's slice: it knows the indices of all
+      std::vector<std::int32_t> const choices =
+          group(epoch, self.rank, p / shape_.max_top_k, owner);
+      auto const at = std::find(choices.begin(), choices.end(), p % shape_.max_top_k);
+      std::int32_t const first = p / shape_.max_top_k * shape_.max_top_k + choices.front();
+      std::int32_t const first_expert = all.expert(self.rank, first);
+      entry.place = static_cast<std::uint32_t>(at - choices.begin());
+      entry.rows = static_cast<std::uint32_t>(choices.size());
+      entry.first_expert =
+          static_cast<std::uint32_t>(first_expert - owner * shape_.local_experts());
+      // Tokens ascend: of this token's experts, those of lower pairs have counted themselves already.
+      std::int32_t const counted = next[static_cast<std::size_t>(first_expert)];
+      entry.first_index = static_cast<std::uint32_t>(first == p  ? place
+                                                     : first < p ? counted - 1
+                                                                 : counted);
+    }
     co_await self.write(
         window(owner, window_.list_entry(parity_of(epoch), self.rank, begin + place)),
-        static_cast<std::uint64_t>(p));
+        entry.bits());
     co_await self.write(local(self, local_.pair_index + 4 * std::int64_t{p}),
                         static_cast<std::uint64_t>(place));
   }
@@ -260,17 +312,49 @@ Program Passes::make_plan(Actor& self, std::uint32_t epoch, Known& known) {
   make_list_begins(shape_, counts, self.rank, known.list_begin.data());
 }
 
-Program Passes::pull(Actor& self, std::uint32_t epoch, PoolRow const& row) {
-  std::uint64_t const pair = co_await self.read(
-      window(self.rank, window_.list_entry(parity_of(epoch), row.source, row.entry)));
-  auto const token = static_cast<std::int64_t>(pair) / shape_.max_top_k;
-  note(pulled_, epoch, row.source, static_cast<std::int64_t>(pair), 0, "pulled");
-  std::uint64_t const x =
-      co_await self.read(window(row.source, window_.x_row(token)), Proxy::async);
-  co_await self.write(pool(self, row.block, row.position), x, Proxy::async);
+Program Passes::pull_all(Actor& self, std::int32_t number, std::uint32_t epoch,
+                         Known const& known) {
+  CountMatrix const counts{known.counts.data(), shape_.experts};
+  RowCursor rows(shape_, counts, known.plan.data(), known.list_begin.data(), self.rank);
+  std::int32_t const all = owner_totals(shape_, known.plan.data(), self.rank).rows;
+  for (std::int32_t i = number; i < all; i += options_.ctas * options_.communication_warps) {
+    PoolRow const row = rows.at(i);
+    co_await pull(self, epoch, row, known);
+    if (breaks(Break::row_pulled_twice) && i == 0) co_await pull(self, epoch, row, known);
+  }
+}
+
+Program Passes::pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known const& known) {
+  Entry const entry = Entry::from(co_await self.read(
+      window(self.rank, window_.list_entry(parity_of(epoch), row.source, row.entry))));
+  std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
   std::int64_t const pool_row = std::int64_t{row.block} * shape_.block_rows + row.position;
+  std::uint64_t x = 0;
+  if (entry.place == 0) {
+    note(pulled_, epoch, row.source, entry.pair, 0, "pulled");
+    x = co_await self.read(window(row.source, window_.x_row(token)), Proxy::async);
+  } else {  // the group's first row is here already, or on its way: in an earlier block
+    CountMatrix const counts{known.counts.data(), shape_.experts};
+    std::int64_t const first = pool_row_of_pair(
+        shape_, counts, known.plan.data(),
+        self.rank * shape_.local_experts() + static_cast<std::int32_t>(entry.first_expert),
+        row.source, static_cast<std::int32_t>(entry.first_index));
+    if (!breaks(Break::copy_without_arrived)) {
+      co_await self.wait_count(
+          local(self, local_.arrived(bank_of(epoch), first / shape_.block_rows)),
+          static_cast<std::uint64_t>(shape_.block_rows), Site::arrived);
+    }
+    co_await self.proxy_fence();
+    x = co_await self.read({self.rank, Space::x_pool, first}, Proxy::async);
+  }
+  co_await self.write(pool(self, row.block, row.position), x, Proxy::async);
   co_await self.write(local(self, local_.row_origin + 8 * pool_row),
-                      static_cast<std::uint64_t>(row.source) << 32 | pair);
+                      static_cast<std::uint64_t>(row.source) << 32 | entry.pair);
+  if (dedup()) {
+    co_await self.write(
+        local(self, local_.group_row(row.source, token, static_cast<std::int32_t>(entry.place))),
+        static_cast<std::uint64_t>(pool_row));
+  }
   for (std::int32_t p = 1; p <= row.pad; ++p) {
     co_await self.write(pool(self, row.block, row.position + p), kPad);
   }
@@ -320,21 +404,32 @@ Program Passes::down(Actor& self, std::uint32_t epoch, Task const& task, Known c
       continue;
     }
     std::int64_t const pool_row = std::int64_t{task.block} * shape_.block_rows + p;
+    if (dedup()) {
+      co_await self.write(y(self, pool_row, task.tile), y_value(a_row, task.tile), Proxy::async);
+      continue;
+    }
     std::uint64_t const origin = co_await self.read(local(self, local_.row_origin + 8 * pool_row));
     auto const source = static_cast<std::int32_t>(origin >> 32);
-    auto const pair = static_cast<std::int64_t>(origin & 0xffffffffu);
+    auto const pair = static_cast<std::int32_t>(origin & 0xffffffffu);
     sources.insert(source);
     note(pushed_, epoch, source, pair, task.tile, "pushed");
-    co_await self.write(slot(source, pair, task.tile), y_value(a_row, task.tile), Proxy::async);
+    co_await self.write(slot(source, pair / shape_.max_top_k, pair % shape_.max_top_k, task.tile),
+                        y_value(a_row, task.tile), Proxy::async);
   }
   if (!breaks(Break::push_before_written)) co_await self.wait_written();
-  if (!breaks(Break::push_without_system_fence)) co_await self.fence();
+  co_await finish_block(self, epoch, task.block, sources);
+}
+
+// The last down tile of a block tells its sources; with dedup, those who add up wait for the counter.
+Program Passes::finish_block(Actor& self, std::uint32_t epoch, std::int32_t block,
+                             std::set<std::int32_t> const& sources) {
+  if (!breaks(Break::push_without_system_fence) && !dedup()) co_await self.fence();
   std::uint64_t const before =
-      co_await self.count(local(self, local_.down_tiles(bank_of(epoch), task.block)), 1);
+      co_await self.count(local(self, local_.down_tiles(bank_of(epoch), block)), 1);
   bool const last = before + 1 == static_cast<std::uint64_t>(shape_.down_tiles());
   if (breaks(Break::done_by_first_tile) ? before != 0 : !last) co_return;
   for (std::int32_t const source : sources) {
-    Address const word = window(source, window_.block_done_word(self.rank, task.block));
+    Address const word = window(source, window_.block_done_word(self.rank, block));
     if (breaks(Break::done_relaxed)) {
       co_await self.relaxed(word, epoch);
     } else {
@@ -344,8 +439,65 @@ Program Passes::down(Actor& self, std::uint32_t epoch, Task const& task, Known c
   }
 }
 
+// The groups that end with a row of this warp.
+Program Passes::send_sums(Actor& self, std::int32_t number, std::uint32_t epoch,
+                          Known const& known) {
+  if (!dedup()) co_return;
+  CountMatrix const counts{known.counts.data(), shape_.experts};
+  RowCursor rows(shape_, counts, known.plan.data(), known.list_begin.data(), self.rank);
+  std::int32_t const all = owner_totals(shape_, known.plan.data(), self.rank).rows;
+  for (std::int32_t i = number; i < all; i += options_.ctas * options_.communication_warps) {
+    PoolRow const row = rows.at(i);
+    Entry const entry = Entry::from(co_await self.read(
+        window(self.rank, window_.list_entry(parity_of(epoch), row.source, row.entry))));
+    if (entry.place + 1 != entry.rows) continue;
+    // Its own block is the last of the group's to be ready in most runs, but every one is awaited.
+    co_await self.wait_count(
+        local(self, local_.down_tiles(bank_of(epoch), row.block)),
+        static_cast<std::uint64_t>(breaks(Break::sum_without_down_tiles) ? 0 : shape_.down_tiles()),
+        Site::down_tiles);
+    co_await send_sum(self, epoch, row.source,
+                      entry.pair / static_cast<std::uint32_t>(shape_.max_top_k),
+                      static_cast<std::int32_t>(entry.rows));
+  }
+}
+
+Program Passes::send_sum(Actor& self, std::uint32_t epoch, std::int32_t source, std::int64_t token,
+                         std::int32_t rows) {
+  std::vector<std::uint64_t> sums(static_cast<std::size_t>(shape_.down_tiles()), 0);
+  for (std::int32_t place = 0; place < rows; ++place) {
+    auto const pool_row = static_cast<std::int64_t>(
+        co_await self.read(local(self, local_.group_row(source, token, place))));
+    if (!breaks(Break::sum_without_down_tiles)) {
+      co_await self.wait_count(
+          local(self, local_.down_tiles(bank_of(epoch), pool_row / shape_.block_rows)),
+          static_cast<std::uint64_t>(shape_.down_tiles()), Site::down_tiles);
+    }
+    for (std::size_t tile = 0; tile < sums.size(); ++tile) {
+      sums[tile] =
+          mix(sums[tile], co_await self.read(y(self, pool_row, static_cast<std::int32_t>(tile))));
+    }
+  }
+  for (std::size_t tile = 0; tile < sums.size(); ++tile) {
+    auto const t = static_cast<std::int32_t>(tile);
+    note(pushed_, epoch, source, token * shape_.ranks + self.rank, t, "pushed");
+    co_await self.write(slot(source, token, self.rank, t), sums[tile], Proxy::async);
+  }
+  if (!breaks(Break::sum_before_written)) co_await self.wait_written();
+  Address const word = window(source, window_.part_done_word(self.rank, token));
+  if (breaks(Break::part_done_relaxed)) {
+    co_await self.relaxed(word, epoch);
+  } else {
+    co_await self.release(word, epoch, Scope::sys);
+  }
+}
+
 Program Passes::aggregate(Actor& self, std::int32_t token, std::uint32_t epoch,
                           Known const& known) {
+  if (dedup()) {
+    co_await aggregate_sums(self, token, epoch);
+    co_return;
+  }
   CountMatrix const counts{known.counts.data(), shape_.experts};
   bool waited = false;
   for (std::int32_t k = 0; k < shape_.max_top_k; ++k) {
@@ -370,11 +522,37 @@ Program Passes::aggregate(Actor& self, std::int32_t token, std::uint32_t epoch,
     }
     waited = true;
     for (std::int32_t tile = 0; tile < shape_.down_tiles(); ++tile) {
-      std::uint64_t const y = co_await self.read(slot(self.rank, pair, tile));
+      std::uint64_t const y = co_await self.read(slot(self.rank, token, k, tile));
       note(aggregated_, epoch, self.rank, pair, tile, "aggregated");
       if (y != y_value(a_value(x_value(epoch, self.rank, token), e), tile)) {
         machine_.fault("a wrong or old value in the slot of pair " + std::to_string(pair) +
                        " of rank " + std::to_string(self.rank));
+      }
+    }
+  }
+}
+
+// One sum from every owner that has rows of the token.
+Program Passes::aggregate_sums(Actor& self, std::int32_t token, std::uint32_t epoch) {
+  for (std::int32_t owner = 0; owner < shape_.ranks; ++owner) {
+    std::vector<std::int32_t> const choices = group(epoch, self.rank, token, owner);
+    if (choices.empty()) continue;
+    if (!breaks(Break::aggregate_without_done)) {
+      co_await self.wait_epoch(window(self.rank, window_.part_done_word(owner, token)), epoch,
+                               Site::part_done);
+    }
+    for (std::int32_t tile = 0; tile < shape_.down_tiles(); ++tile) {
+      std::uint64_t wanted = 0;
+      for (std::int32_t const k : choices) {
+        std::int32_t const e = exchange(epoch).expert(self.rank, token * shape_.max_top_k + k);
+        wanted = mix(wanted, y_value(a_value(x_value(epoch, self.rank, token), e), tile));
+      }
+      std::uint64_t const sum = co_await self.read(slot(self.rank, token, owner, tile));
+      note(aggregated_, epoch, self.rank, std::int64_t{token} * shape_.ranks + owner, tile,
+           "aggregated");
+      if (sum != wanted) {
+        machine_.fault("a wrong or old sum of owner " + std::to_string(owner) + " for token " +
+                       std::to_string(token) + " of rank " + std::to_string(self.rank));
       }
     }
   }

@@ -46,6 +46,13 @@ enum class Break {
   done_by_first_tile,
   done_to_first_source_only,
   done_relaxed,
+  // deduplicated transfers
+  copy_without_arrived,
+  first_row_by_choice,  // the group's order is that of the choices, not of the pool
+  sums_before_pulls,
+  sum_without_down_tiles,
+  sum_before_written,
+  part_done_relaxed,
   // aggregate, end, reuse
   aggregate_without_done,
   aggregate_awaits_first_choice_only,
@@ -84,15 +91,23 @@ class Passes : public World {
   Program write_lists(Actor& self, std::int32_t index, std::uint32_t epoch,
                       std::vector<std::int32_t>& next, std::vector<std::int32_t> const& totals);
   Program make_plan(Actor& self, std::uint32_t epoch, Known& known);
-  Program pull(Actor& self, std::uint32_t epoch, PoolRow const& row);
+  Program pull_all(Actor& self, std::int32_t number, std::uint32_t epoch, Known const& known);
+  Program pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known const& known);
+  Program send_sums(Actor& self, std::int32_t number, std::uint32_t epoch, Known const& known);
+  Program send_sum(Actor& self, std::uint32_t epoch, std::int32_t source, std::int64_t token,
+                   std::int32_t rows);
   Program up(Actor& self, std::uint32_t epoch, Task const& task);
   Program down(Actor& self, std::uint32_t epoch, Task const& task, Known const& known);
+  Program finish_block(Actor& self, std::uint32_t epoch, std::int32_t block,
+                       std::set<std::int32_t> const& sources);
   Program aggregate(Actor& self, std::int32_t token, std::uint32_t epoch, Known const& known);
+  Program aggregate_sums(Actor& self, std::int32_t token, std::uint32_t epoch);
   Program end(Actor& self, std::uint32_t epoch);
 
   [[nodiscard]] Exchange const& exchange(std::uint32_t epoch) const {
     return exchanges_[epoch - 1];
   }
+  [[nodiscard]] bool dedup() const { return shape_.transfer == Transfer::dedup; }
   [[nodiscard]] bool breaks(Break b) const { return options_.broken == b; }
   [[nodiscard]] std::int32_t parity_of(std::uint32_t epoch) const {
     return breaks(Break::one_parity) ? 0 : parity(epoch);
@@ -117,9 +132,16 @@ class Passes : public World {
     return {self.rank, Space::a,
             (std::int64_t{block} * shape_.block_rows + position) * shape_.up_tiles() + tile};
   }
-  [[nodiscard]] Address slot(std::int32_t rank, std::int64_t pair, std::int32_t tile) const {
-    return window(rank, window_.slot(pair) + 2 * kDownTileColumns * tile);
+  [[nodiscard]] Address y(Actor const& self, std::int64_t pool_row, std::int32_t tile) const {
+    return {self.rank, Space::y_pool, pool_row * shape_.down_tiles() + tile};
   }
+  [[nodiscard]] Address slot(std::int32_t rank, std::int64_t token, std::int32_t which,
+                             std::int32_t tile) const {
+    return window(rank, window_.slot(token, which) + 2 * kDownTileColumns * tile);
+  }
+  // The experts of a token on one owner in the order of their rows, as choices.
+  [[nodiscard]] std::vector<std::int32_t> group(std::uint32_t epoch, std::int32_t rank,
+                                                std::int32_t token, std::int32_t owner) const;
   void note(std::set<std::tuple<std::uint32_t, std::int32_t, std::int64_t, std::int32_t>>& seen,
             std::uint32_t epoch, std::int32_t source, std::int64_t pair, std::int32_t tile,
             char const* what);

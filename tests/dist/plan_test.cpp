@@ -234,11 +234,11 @@ TEST(Layout, HasRoomAndNoOverlaps) {
   EXPECT_LE(w.abort_word(3) + kWordStride, w.block_done);
   EXPECT_LE(w.block_done_word(3, shape.max_blocks() - 1) + 4, w.counts);
   EXPECT_LE(w.count_row(1, 3) + 4 * 128, w.lists);
-  EXPECT_LE(w.list_entry(1, 3, 8192 * 8 - 1) + 8, w.x);
+  EXPECT_LE(w.list_entry(1, 3, 8192 * 8 - 1) + 16, w.x);
   EXPECT_LE(w.x_row(8191) + 4096, w.slots);
-  EXPECT_LE(w.slot(8192 * 8 - 1) + 4096, w.bytes);
+  EXPECT_LE(w.slot(8191, 7) + 4096, w.bytes);
   // x and slots are 2*T*d*(1 + K); what is left is small.
-  EXPECT_LT(w.bytes - std::int64_t{2} * 8192 * 2048 * 9, 8 << 20);
+  EXPECT_LT(w.bytes - std::int64_t{2} * 8192 * 2048 * 9, 12 << 20);
 
   LocalLayout const l(shape, 132);
   EXPECT_LE(l.ended(0) + kWordStride, l.arrived(0, 0));
@@ -247,6 +247,22 @@ TEST(Layout, HasRoomAndNoOverlaps) {
   EXPECT_LE(l.down_tiles(0, shape.max_blocks() - 1) + 4, l.bank(1));
   EXPECT_LE(l.down_tiles(1, shape.max_blocks() - 1) + 4, l.histograms);
   EXPECT_LE(l.histogram(131) + 4 * 128, l.pair_index);
+}
+
+TEST(Layout, OfDeduplicatedTransfersHasASlotPerOwner) {
+  ExchangeShape const shape{.ranks = 4,
+                            .max_tokens = 8192,
+                            .hidden = 2048,
+                            .intermediate = 768,
+                            .experts = 128,
+                            .max_top_k = 8,
+                            .transfer = Transfer::dedup};
+  WindowLayout const w(shape);
+  EXPECT_LE(w.part_done_word(3, 8191) + 4, w.counts);
+  EXPECT_LE(w.slot(8191, 3) + 4096, w.bytes);
+  EXPECT_LT(w.bytes - std::int64_t{2} * 8192 * 2048 * 5, 12 << 20);
+  LocalLayout const l(shape, 132);
+  EXPECT_EQ(l.group_row(3, 8191, 7) + 4, l.bytes);
 }
 
 TEST(Epochs, CompareAcrossTheWrap) {

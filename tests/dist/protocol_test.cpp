@@ -54,6 +54,15 @@ ExchangeShape small(std::int32_t ranks) {
           .block_rows = 2};
 }
 
+// The same with groups of up to three rows.
+ExchangeShape small_dedup(std::int32_t ranks) {
+  ExchangeShape shape = small(ranks);
+  shape.experts = 3 * ranks;
+  shape.max_top_k = std::min(4, shape.experts);
+  shape.transfer = Transfer::dedup;
+  return shape;
+}
+
 TEST(Protocol, EndsAndLosesNothing) {
   for (std::int32_t const ranks : {1, 2, 3, 4}) {
     for (std::int32_t const ctas : {1, 2, 3}) {
@@ -61,8 +70,12 @@ TEST(Protocol, EndsAndLosesNothing) {
         Options const options = {
             .ctas = ctas, .communication_warps = warps, .passes = 5, .lag = ctas - 1};
         for (std::uint64_t seed = 0; seed < 60; ++seed) {
-          ASSERT_EQ(run(small(ranks), options, seed), "")
-              << ranks << " ranks, " << ctas << " CTAs, " << warps << " warps, seed " << seed;
+          std::string const where = std::to_string(ranks) + " ranks, " + std::to_string(ctas) +
+                                    " CTAs, " + std::to_string(warps) + " warps, seed " +
+                                    std::to_string(seed);
+          ASSERT_EQ(run(small(ranks), options, seed), "") << where;
+          if (seed % 3 != 0) continue;
+          ASSERT_EQ(run(small_dedup(ranks), options, seed), "") << where << ", dedup";
         }
       }
     }
@@ -75,33 +88,41 @@ TEST(Protocol, EndsWithManyUnitsAndTiles) {
   shape.block_rows = 1;
   shape.intermediate = 300;
   shape.hidden = 700;
-  for (std::int32_t const lag : {0, 1, 3, 100}) {
-    for (std::uint64_t seed = 0; seed < 40; ++seed) {
-      ASSERT_EQ(run(shape, {.ctas = 3, .passes = 3, .lag = lag}, seed), "") << seed;
+  for (Transfer const transfer : {Transfer::direct, Transfer::dedup}) {
+    shape.transfer = transfer;
+    for (std::int32_t const lag : {0, 1, 3, 100}) {
+      for (std::uint64_t seed = 0; seed < 30; ++seed) {
+        ASSERT_EQ(run(shape, {.ctas = 3, .passes = 3, .lag = lag}, seed), "") << seed;
+      }
     }
   }
 }
 
 TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
   struct Small {
-    std::vector<std::vector<std::int32_t>> ids;  // [rank][token], one expert each
+    std::int32_t top_k;
+    std::vector<std::vector<std::int32_t>> ids;  // [rank][token * top_k + choice]
     std::int32_t ctas, passes;
   };
   Small const cases[] = {
-      {{{0, 1}, {1, 0}}, 1, 1},  // each sends a row to the other one and keeps one
-      {{{0, 0}, {0, 0}}, 1, 1},  // all to one expert
-      {{{1}, {0}}, 1, 2},        // two passes: a rank may be one ahead
-      {{{1, 1}, {}}, 1, 3},      // a rank without tokens, three passes
-      {{{0}, {0}}, 2, 1},
+      {1, {{0, 1}, {1, 0}}, 1, 1},  // each sends a row to the other one and keeps one
+      {1, {{0, 0}, {0, 0}}, 1, 1},  // all to one expert
+      {1, {{1}, {0}}, 1, 2},        // two passes: a rank may be one ahead
+      {1, {{1, 1}, {}}, 1, 3},      // a rank without tokens, three passes
+      {1, {{0}, {0}}, 2, 1},
+      {2, {{3, 2}, {0, 1}}, 1, 2},  // dedup: each token's two experts are the other rank's
+      {2, {{0, 2}, {}}, 1, 2},
   };
   for (Small const& small_case : cases) {
-    ExchangeShape const shape = {.ranks = 2,
-                                 .max_tokens = 2,
-                                 .hidden = 256,
-                                 .intermediate = 128,
-                                 .experts = 2,
-                                 .max_top_k = 1,
-                                 .block_rows = 2};
+    ExchangeShape const shape = {
+        .ranks = 2,
+        .max_tokens = 2,
+        .hidden = 256,
+        .intermediate = 128,
+        .experts = 2 * small_case.top_k,
+        .max_top_k = small_case.top_k,
+        .block_rows = 2,
+        .transfer = small_case.top_k == 1 ? Transfer::direct : Transfer::dedup};
     std::vector<Exchange> const exchanges(static_cast<std::size_t>(small_case.passes),
                                           Exchange{shape, small_case.ids});
     auto const make = [&] {
@@ -115,12 +136,24 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
   }
 }
 
+struct Broken {
+  Break rule;
+  char const* name;
+  char const* notice;  // part of the fault: that it was noticed for the right reason
+};
+
+void expect_noticed(Broken const& broken, ExchangeShape const& shape) {
+  std::string last = "nothing";
+  for (std::uint64_t seed = 0; seed < 200; ++seed) {
+    std::string const fault = run(shape, {.broken = broken.rule, .passes = 5}, seed);
+    if (fault.empty()) continue;
+    if (fault.find(broken.notice) != std::string::npos) return;
+    last = fault;
+  }
+  ADD_FAILURE() << broken.name << ": expected " << broken.notice << ", noticed " << last;
+}
+
 TEST(Protocol, EveryBrokenRuleIsNoticed) {
-  struct Broken {
-    Break rule;
-    char const* name;
-    char const* notice;  // part of the fault: that it was noticed for the right reason
-  };
   Broken const all[] = {
       {Break::publish_without_waiting_for_slices, "publish_without_waiting_for_slices", "read"},
       {Break::publish_relaxed, "publish_relaxed", "without acquiring"},
@@ -153,16 +186,20 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
       {Break::one_bank, "one_bank", ""},
       {Break::bank_not_cleared, "bank_not_cleared", ""},
   };
-  for (Broken const& broken : all) {
-    std::string last = "nothing";
-    bool noticed = false;
-    for (std::uint64_t seed = 0; seed < 200 && !noticed; ++seed) {
-      std::string const fault = run(small(2), {.broken = broken.rule, .passes = 5}, seed);
-      if (!fault.empty()) last = fault;
-      noticed = !fault.empty() && fault.find(broken.notice) != std::string::npos;
-    }
-    EXPECT_TRUE(noticed) << broken.name << ": expected " << broken.notice << ", noticed " << last;
-  }
+  Broken const of_dedup[] = {
+      {Break::copy_without_arrived, "copy_without_arrived", "read"},
+      {Break::first_row_by_choice, "first_row_by_choice", ""},
+      {Break::sums_before_pulls, "sums_before_pulls", "waits at down_tiles"},
+      {Break::sum_without_down_tiles, "sum_without_down_tiles", "read"},
+      {Break::sum_before_written, "sum_before_written", "nobody waited for"},
+      {Break::part_done_relaxed, "part_done_relaxed", "without acquiring"},
+      {Break::aggregate_without_done, "aggregate_without_done", "read"},
+      {Break::arrived_before_written, "arrived_before_written", "nobody waited for"},
+      {Break::one_parity, "one_parity", ""},
+      {Break::one_bank, "one_bank", ""},
+  };
+  for (Broken const& broken : all) expect_noticed(broken, small(2));
+  for (Broken const& broken : of_dedup) expect_noticed(broken, small_dedup(2));
 }
 
 TEST(Protocol, WrongValuesShowWithoutTheClocks) {
@@ -183,10 +220,10 @@ TEST(Protocol, WrongValuesShowWithoutTheClocks) {
 TEST(Protocol, AcknowledgementsRepeatWhatThePlanHasWaitedFor) {
   // Every plan awaits all publish words, and a peer publishes pass N+1 after it has read the lists of
   // pass N. So a source could do without acks; with them the rule stands where the lists are written.
-  for (std::int32_t const ranks : {2, 3}) {
-    for (std::uint64_t seed = 0; seed < 200; ++seed) {
+  for (ExchangeShape const& shape : {small(2), small(3), small_dedup(2)}) {
+    for (std::uint64_t seed = 0; seed < 150; ++seed) {
       Options const options = {.broken = Break::no_ack, .ctas = 2, .passes = 6};
-      ASSERT_EQ(run(small(ranks), options, seed), "") << seed;
+      ASSERT_EQ(run(shape, options, seed), "") << seed;
     }
   }
 }
@@ -197,11 +234,13 @@ TEST(Protocol, ADeadRankLeavesWaitersNotWrongRows) {
   std::set<Site> sites;
   for (std::uint64_t seed = 0; seed < 400; ++seed) {
     Options const options = {.passes = 4};
-    Passes passes(draw(small(3), options.passes, seed), options);
+    bool const dedup = seed % 2 == 1;
+    ExchangeShape const shape = dedup ? small_dedup(3) : small(3);
+    Passes passes(draw(shape, options.passes, seed), options);
     Machine& machine = passes.machine();
     std::mt19937_64 rng(seed);
     std::int64_t const dies_at = static_cast<std::int64_t>(rng() % 2500);
-    run_random(machine, kTempers[seed % std::size(kTempers)], seed, dies_at);
+    run_random(machine, kTempers[seed / 2 % std::size(kTempers)], seed, dies_at);
     if (machine.finished()) continue;
     machine.kill(static_cast<std::int32_t>(seed % 3));
     run_random(machine, Temper::even, seed + 1);
@@ -211,10 +250,12 @@ TEST(Protocol, ADeadRankLeavesWaitersNotWrongRows) {
   }
   // Only words that peers write can fail to come: what a rank has begun with all that it needs, it ends.
   for (Site const site : sites) {
-    EXPECT_TRUE(site == Site::ack || site == Site::publish || site == Site::block_done)
+    EXPECT_TRUE(site == Site::ack || site == Site::publish || site == Site::block_done ||
+                site == Site::part_done)
         << name(site);
   }
-  EXPECT_TRUE(sites.count(Site::publish) && sites.count(Site::block_done));
+  EXPECT_TRUE(sites.count(Site::publish) && sites.count(Site::block_done) &&
+              sites.count(Site::part_done));
 }
 
 }  // namespace

@@ -5,13 +5,16 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "cpu/reference/layout.hpp"
 #include "cuda/host/tensor_map.hpp"
 
 namespace tessera::cuda {
 namespace {
 
-constexpr std::int64_t kExperts = 3, kHidden = 5, kIntermediate = 8, kElement = 2;
+constexpr std::int64_t kExperts = 3, kHidden = 5, kIntermediate = 8;
 
 MoeDesc desc_of(WeightLayout const& layout, ActivationKind activation) {
   MoeDesc desc;
@@ -31,7 +34,8 @@ MoeDesc desc_of(WeightLayout const& layout, ActivationKind activation) {
 std::int64_t place(WeightRows const& rows, ConstTensor const& tensor, std::int64_t expert,
                    std::int64_t row, std::int64_t column) {
   auto const start = static_cast<char const*>(rows.gmem) - static_cast<char const*>(tensor.data);
-  return start / kElement + rows.row_offset(expert, row) + column * rows.column_stride;
+  return start / static_cast<std::int64_t>(dtype_bytes(tensor.dtype)) +
+         rows.row_offset(expert, row) + column * rows.column_stride;
 }
 
 void check_up(MoeDesc const& desc, ExpertWeights const& weights, WeightViews const& views) {
@@ -99,6 +103,72 @@ TEST(WeightViews, FindSeparateAndUngatedMatrices) {
     check_up(desc, weights, views);
     check_down(desc, weights, views);
     EXPECT_EQ(views.w_up[1].gmem, nullptr);
+  }
+}
+
+/// The gradients of the weights as fp32 or bf16, contiguous.
+ExpertGradients gradients_of(MoeDesc const& desc, DType dtype) {
+  ExpertGradients gradients = gradients_without_memory(desc);
+  for (Tensor* const tensor : {&gradients.dw_up, &gradients.dw_gate, &gradients.dw_down,
+                               &gradients.db_up, &gradients.db_gate, &gradients.db_down}) {
+    tensor->dtype = dtype;
+  }
+  return gradients;
+}
+
+// Where a gradient is stored is where its weight is, whatever its type; dw_down's rows are the columns of w_down.
+TEST(GradientViews, FollowTheWeights) {
+  std::vector<WeightLayout> layouts = {{GateUpOrder::concat, WeightOrientation::separate}};
+  for (GateUpOrder const order : {GateUpOrder::concat, GateUpOrder::up_first,
+                                  GateUpOrder::interleaved, GateUpOrder::blocked}) {
+    for (WeightOrientation const orientation :
+         {WeightOrientation::rows, WeightOrientation::transposed}) {
+      layouts.push_back({order, orientation, order == GateUpOrder::blocked ? 4 : 0});
+    }
+  }
+  for (WeightLayout const& layout : layouts) {
+    for (DType const dtype : {DType::fp32, DType::bf16}) {
+      MoeDesc const desc = desc_of(layout, ActivationKind::swiglu);
+      ExpertGradients const gradients = gradients_of(desc, dtype);
+      GradientViews const views = gradient_views(desc, gradients);
+      ExpertWeights const like{.w_up = gradients.dw_up,
+                               .w_gate = gradients.dw_gate,
+                               .w_down = gradients.dw_down,
+                               .b_up = gradients.db_up,
+                               .b_gate = gradients.db_gate,
+                               .b_down = gradients.db_down};
+      WeightViews as_weights;
+      std::copy_n(views.dw_up, 2, as_weights.w_up);
+      std::copy_n(views.db_up, 2, as_weights.b_up);
+      check_up(desc, like, as_weights);
+      for (std::int64_t e = 0; e < kExperts; ++e) {
+        for (std::int64_t i = 0; i < kIntermediate; ++i) {
+          for (std::int64_t c = 0; c < kHidden; ++c) {
+            bool const turned = layout.orientation == WeightOrientation::transposed;
+            EXPECT_EQ(place(views.dw_down, gradients.dw_down, e, i, c),
+                      turned ? (e * kIntermediate + i) * kHidden + c
+                             : (e * kHidden + c) * kIntermediate + i);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(GradientViews, AreNullWhereAGradientIsAbsent) {
+  for (WeightOrientation const orientation :
+       {WeightOrientation::rows, WeightOrientation::separate}) {
+    MoeDesc const desc = desc_of({GateUpOrder::concat, orientation}, ActivationKind::swiglu);
+    ExpertGradients gradients = gradients_of(desc, DType::fp32);
+    gradients.dw_up = gradients.dw_down = gradients.db_up = {};
+    GradientViews const views = gradient_views(desc, gradients);
+    bool const apart = orientation == WeightOrientation::separate;
+    EXPECT_EQ(views.dw_up[0].gmem != nullptr, apart);  // dw_gate
+    EXPECT_EQ(views.db_up[0].gmem != nullptr, apart);
+    EXPECT_EQ(views.dw_up[1].gmem, nullptr);
+    EXPECT_EQ(views.db_up[1].gmem, nullptr);
+    EXPECT_EQ(views.dw_down.gmem, nullptr);
+    EXPECT_NE(views.db_down.gmem, nullptr);
   }
 }
 

@@ -36,6 +36,7 @@ class DeviceBuffer {
   ~DeviceBuffer() { cudaFree(data_); }
 
   void poison() { require(cudaMemset(data_, kPoison, bytes_), "cudaMemset"); }
+  size_t size() const { return bytes_; }
   template <class T>
   T* as() const {
     return static_cast<T*>(data_);

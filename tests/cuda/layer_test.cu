@@ -53,7 +53,7 @@ MoeDesc small_desc(RouterKind kind) {
   return desc;
 }
 
-// A layer with all its buffers; weights and tokens depend on the shape alone.
+// A layer with all its buffers, forward and backward; weights and tokens depend on the shape alone.
 class Layer {
  public:
   Layer(Context const& context, MoeDesc const& desc)
@@ -66,7 +66,9 @@ class Layer {
         o_(2 * static_cast<size_t>(desc.shape.tokens * desc.shape.hidden)),
         h_(2 * static_cast<size_t>(desc.num_slots() * width())),
         routing_(routing_bytes(desc).value()),
-        workspace_(bytes_of(context, desc)) {
+        workspace_(bytes_of(context, desc, Pass::forward)),
+        d_o_(values(desc.shape.tokens * desc.shape.hidden, 5)),
+        backward_workspace_(bytes_of(context, desc, Pass::backward)) {
     MoeShape const& s = desc.shape;
     args.x = tensor(x_.as<void const>(), DType::bf16, {s.tokens, s.hidden}, device());
     if (desc.router.kind != RouterKind::given) {
@@ -82,15 +84,44 @@ class Layer {
       args.h = tensor(h_.as<void>(), DType::bf16, {desc.num_slots(), width()}, device());
     }
     args.routing = {routing_.as<void>(), routing_bytes(desc).value()};
-    args.workspace = {workspace_.as<void>(), bytes_of(context, desc)};
+    args.workspace = {workspace_.as<void>(), bytes_of(context, desc, Pass::forward)};
+
+    backward_args.d_o = tensor(d_o_.as<void const>(), DType::bf16, {s.tokens, s.hidden}, device());
+    backward_args.x = args.x;
+    backward_args.h = args.h;
+    backward_args.routing = {routing_.as<void>(), routing_bytes(desc).value()};
+    backward_args.w_router = args.w_router;
+    backward_args.weights = args.weights;
+    backward_args.workspace = {backward_workspace_.as<void>(),
+                               bytes_of(context, desc, Pass::backward)};
+    add(backward_args.dx, DType::bf16, {s.tokens, s.hidden});
+    add(backward_args.dscores, DType::fp32, {desc.num_slots()});
+    add(backward_args.gradients.dw_up, DType::fp32, {s.experts, width(), s.hidden});
+    add(backward_args.gradients.dw_down, DType::fp32, {s.experts, s.hidden, s.intermediate});
+    if (desc.router.kind != RouterKind::given) {
+      add(backward_args.dlogits, DType::fp32, {s.tokens, s.experts});
+      add(backward_args.gradients.dw_router, DType::fp32, {s.experts, s.hidden});
+    }
   }
 
   Status forward(cudaStream_t stream) const { return moe_forward(context_, desc_, args, {stream}); }
+  Status backward(cudaStream_t stream) const {
+    return moe_backward(context_, desc_, backward_args, {stream});
+  }
+  // Forward, then backward from x, h and the tables: everything else is poisoned between them.
+  Status step(cudaStream_t stream) const {
+    Status const status = forward(stream);
+    if (!status.ok()) return status;
+    fill(args.workspace, stream);
+    return backward(stream);
+  }
   void poison(cudaStream_t stream) const {
-    require(cudaMemsetAsync(args.workspace.data, kPoison, args.workspace.bytes, stream), "poison");
-    require(
-        cudaMemsetAsync(args.o.data, kPoison, 2 * static_cast<size_t>(args.o.elements()), stream),
-        "poison");
+    fill(args.workspace, stream);
+    fill(backward_args.workspace, stream);
+    fill({args.o.data, 2 * static_cast<size_t>(args.o.elements())}, stream);
+    for (auto const& gradient : gradients_) {
+      fill({gradient->as<void>(), gradient->size()}, stream);
+    }
   }
   // Bytes of o, h and the tables.
   Bytes results() const {
@@ -101,19 +132,45 @@ class Layer {
     return all;
   }
   Bytes o() const { return o_.bytes(); }
+  // Bytes of all gradients, dx first.
+  Bytes gradients() const {
+    Bytes all;
+    for (auto const& gradient : gradients_) {
+      Bytes const more = gradient->bytes();
+      all.insert(all.end(), more.begin(), more.end());
+    }
+    return all;
+  }
+  Bytes everything() const {
+    Bytes all = results();
+    Bytes const more = gradients();
+    all.insert(all.end(), more.begin(), more.end());
+    return all;
+  }
   Device device() const { return context_.device(); }
 
   MoeForwardArgs args;
+  MoeBackwardArgs backward_args;
 
  private:
-  static size_t bytes_of(Context const& context, MoeDesc const& desc) {
-    return workspace_bytes(context, desc, Pass::forward).value();
+  static size_t bytes_of(Context const& context, MoeDesc const& desc, Pass pass) {
+    return workspace_bytes(context, desc, pass).value();
+  }
+  static void fill(Buffer buffer, cudaStream_t stream) {
+    require(cudaMemsetAsync(buffer.data, kPoison, buffer.bytes, stream), "poison");
+  }
+  void add(Tensor& out, DType dtype, std::initializer_list<int64_t> shape) {
+    out = tensor(static_cast<void*>(nullptr), dtype, shape, device());
+    auto const bytes = static_cast<size_t>(out.elements()) * dtype_bytes(dtype);
+    out.data = gradients_.emplace_back(std::make_unique<DeviceBuffer>(bytes))->as<void>();
   }
   int64_t width() const { return desc_.up_width() * desc_.shape.intermediate; }
 
   Context const& context_;
   MoeDesc desc_;
-  DeviceBuffer x_, w_router_, w_up_, w_down_, o_, h_, routing_, workspace_;
+  DeviceBuffer x_, w_router_, w_up_, w_down_, o_, h_, routing_, workspace_, d_o_,
+      backward_workspace_;
+  std::vector<std::unique_ptr<DeviceBuffer>> gradients_;
 };
 
 void synchronize(cudaStream_t stream) { require(cudaStreamSynchronize(stream), "stream"); }
@@ -127,13 +184,13 @@ void repeats_beside_other_work(Context const& context) {
   require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
   require(cudaStreamCreateWithFlags(&hog, cudaStreamNonBlocking), "stream");
   DeviceBuffer const from(kHogBytes), to(kHogBytes);
-  EXPECT_OK(layer.forward(stream));
+  EXPECT_OK(layer.step(stream));
   synchronize(stream);
-  Bytes const first = layer.results();
+  Bytes const first = layer.everything();
   cudaGraph_t graph;
   cudaGraphExec_t replay;
   require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
-  EXPECT_OK(layer.forward(stream));
+  EXPECT_OK(layer.step(stream));
   require(cudaStreamEndCapture(stream, &graph), "capture");
   require(cudaGraphInstantiate(&replay, graph, 0), "graph");
   for (bool const by_graph : {false, true}) {
@@ -146,10 +203,10 @@ void repeats_beside_other_work(Context const& context) {
       if (by_graph) {
         require(cudaGraphLaunch(replay, stream), "graph");
       } else {
-        EXPECT_OK(layer.forward(stream));
+        EXPECT_OK(layer.step(stream));
       }
       synchronize(stream);
-      different += layer.results() == first ? 0 : 1;
+      different += layer.everything() == first ? 0 : 1;
     }
     if (different != 0) std::printf("%d of %d repeats differ\n", different, kRepeats);
     EXPECT(different == 0);
@@ -165,9 +222,9 @@ void repeats_beside_other_work(Context const& context) {
 void threads_do_not_disturb_each_other(Context const& context) {
   constexpr int kThreads = 4;
   Layer const alone(context, small_desc(RouterKind::topk_softmax));
-  EXPECT_OK(alone.forward(nullptr));
+  EXPECT_OK(alone.step(nullptr));
   require(cudaDeviceSynchronize(), "device");
-  Bytes const expected = alone.results();
+  Bytes const expected = alone.everything();
   std::vector<std::thread> threads;
   std::vector<int> different(kThreads, 0);
   for (int t = 0; t < kThreads; ++t) {
@@ -177,9 +234,9 @@ void threads_do_not_disturb_each_other(Context const& context) {
       require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
       for (int i = 0; i < 50; ++i) {
         own.poison(stream);
-        if (!own.forward(stream).ok()) ++different[t];
+        if (!own.step(stream).ok()) ++different[t];
         synchronize(stream);
-        if (own.results() != expected) ++different[t];
+        if (own.everything() != expected) ++different[t];
       }
       cudaStreamDestroy(stream);
     });
@@ -244,6 +301,60 @@ void strides_are_followed(Context const& context) {
   }
 }
 
+// Rows of dO, dx, dlogits and aux_dlogits apart: the gradients of contiguous ones, and gaps that nobody touches.
+void strides_are_followed_backward(Context const& context) {
+  MoeDesc const desc = small_desc(RouterKind::sqrtsoftplus);
+  MoeShape const& s = desc.shape;
+  int64_t const d = s.hidden, pitch = d + 11, logits_pitch = s.experts + 3;
+  std::vector<float> aux(static_cast<size_t>(s.tokens * s.experts));
+  std::vector<float> wide_aux(static_cast<size_t>(s.tokens * logits_pitch));
+  auto const d_o = values(s.tokens * d, 5);
+  std::vector<__nv_bfloat16> wide_d_o(static_cast<size_t>(s.tokens * pitch));
+  for (int64_t t = 0; t < s.tokens; ++t) {
+    std::copy_n(d_o.begin() + t * d, d, wide_d_o.begin() + t * pitch);
+    for (int64_t e = 0; e < s.experts; ++e) {
+      float const value = 0.01f * static_cast<float>((t * 7 + e * 3) % 11 - 5);
+      aux[t * s.experts + e] = wide_aux[t * logits_pitch + e] = value;
+    }
+  }
+  DeviceBuffer const narrow_aux_buffer(aux), wide_aux_buffer(wide_aux), d_o_buffer(wide_d_o);
+  DeviceBuffer const dx(2 * static_cast<size_t>(s.tokens * pitch));
+  DeviceBuffer const dlogits(4 * static_cast<size_t>(s.tokens * logits_pitch));
+  Layer plain(context, desc), strided(context, desc);
+  plain.backward_args.aux_dlogits =
+      tensor(narrow_aux_buffer.as<float const>(), {s.tokens, s.experts}, plain.device());
+  EXPECT_OK(plain.step(nullptr));
+  MoeBackwardArgs& args = strided.backward_args;
+  args.aux_dlogits =
+      tensor(wide_aux_buffer.as<float const>(), {s.tokens, s.experts}, strided.device());
+  args.aux_dlogits.stride[0] = args.dlogits.stride[0] = logits_pitch;
+  args.d_o.data = d_o_buffer.as<void>();
+  args.dx.data = dx.as<void>();
+  args.dlogits.data = dlogits.as<void>();
+  args.d_o.stride[0] = args.dx.stride[0] = pitch;
+  EXPECT_OK(strided.step(nullptr));
+  require(cudaDeviceSynchronize(), "device");
+  Bytes const narrow = plain.gradients(), apart = dx.bytes(), stored = dlogits.bytes();
+  std::vector<unsigned char> own_dlogits(4 * static_cast<size_t>(s.tokens * s.experts));
+  require(cudaMemcpy(own_dlogits.data(), plain.backward_args.dlogits.data, own_dlogits.size(),
+                     cudaMemcpyDeviceToHost),
+          "copy");
+  for (int64_t t = 0; t < s.tokens; ++t) {
+    auto const* const row = &apart[2 * t * pitch];
+    EXPECT(difference(row, &narrow[2 * t * d], d) < 0x1p-7);
+    EXPECT(std::count(row + 2 * d, row + 2 * pitch, kPoison) == 2 * (pitch - d));
+    auto const* const logits = &stored[4 * t * logits_pitch];
+    for (int64_t e = 0; e < s.experts; ++e) {
+      float own, other;
+      std::memcpy(&own, logits + 4 * e, 4);
+      std::memcpy(&other, &own_dlogits[4 * (t * s.experts + e)], 4);
+      EXPECT(std::abs(own - other) <= 1e-4f * (1 + std::abs(other)));
+    }
+    EXPECT(std::count(logits + 4 * s.experts, logits + 4 * logits_pitch, kPoison) ==
+           4 * (logits_pitch - s.experts));
+  }
+}
+
 // route() gives the ids and weights that the layer uses.
 void route_agrees_with_the_layer(Context const& context) {
   MoeDesc desc = small_desc(RouterKind::group_limited);
@@ -279,7 +390,7 @@ void route_agrees_with_the_layer(Context const& context) {
   }
 }
 
-// A layer that is given its own choice again scores and computes it as before, bit for bit.
+// A layer that is given its own choice again scores and computes it as before, bit for bit, backward too.
 void replayed_ids_score_alike(Context const& context) {
   for (RouterKind const kind : {RouterKind::topk_softmax, RouterKind::softmax_topk,
                                 RouterKind::sigmoid_bias, RouterKind::sqrtsoftplus}) {
@@ -288,14 +399,14 @@ void replayed_ids_score_alike(Context const& context) {
     desc.router.route_scale = 2.5f;
     MoeShape const& s = desc.shape;
     Layer const chosen(context, desc);
-    EXPECT_OK(chosen.forward(nullptr));
+    EXPECT_OK(chosen.step(nullptr));
     desc.router.replay = true;
     Layer replayed(context, desc);
     replayed.args.topk_ids = tensor(routing_view(desc, chosen.args.routing).value().topk_ids,
                                     {s.tokens, s.top_k}, replayed.device());
-    EXPECT_OK(replayed.forward(nullptr));
+    EXPECT_OK(replayed.step(nullptr));
     require(cudaDeviceSynchronize(), "device");
-    EXPECT(replayed.results() == chosen.results());
+    EXPECT(replayed.everything() == chosen.everything());
   }
 }
 
@@ -330,9 +441,9 @@ void grouped_rows_equal_given_ids(Context const& context) {
   DeviceBuffer const device_ids(ids), ones(std::vector<float>(50, 1.0f));
   given.args.topk_ids = tensor(device_ids.as<int64_t>(), {50, 1}, given.device());
   given.args.topk_weights = tensor(ones.as<float>(), {50, 1}, given.device());
-  EXPECT_OK(given.forward(nullptr));
+  EXPECT_OK(given.step(nullptr));
   require(cudaDeviceSynchronize(), "device");
-  Bytes const expected = given.o();
+  Bytes const expected = given.o(), gradients = given.gradients();
   EXPECT(std::count(expected.begin() + 2 * 45 * 72, expected.end(), 0) == 2 * 5 * 72);
 
   GroupedCase const cases[] = {
@@ -358,12 +469,13 @@ void grouped_rows_equal_given_ids(Context const& context) {
           dtype == DType::int64
               ? ConstTensor(tensor(groups64.as<int64_t>(), {count}, grouped.device()))
               : ConstTensor(tensor(groups32.as<int32_t>(), {count}, grouped.device()));
-      EXPECT_OK(grouped.forward(nullptr));
+      EXPECT_OK(grouped.step(nullptr));
       require(cudaDeviceSynchronize(), "device");
       Status const found = check_device_values(context);
       if (c.sound) {
         EXPECT_OK(found);
         EXPECT(grouped.o() == expected);
+        EXPECT(grouped.gradients() == gradients);
       } else {
         EXPECT(found.code() == StatusCode::invalid_argument);
         std::string const at = "expert_offsets[" + std::to_string(c.bad_index) + "]";
@@ -407,6 +519,9 @@ void bad_token_offsets_are_reported(Context const& context) {
 void refusals_name_their_reason(Context const& context) {
   MoeDesc desc = small_desc(RouterKind::topk_softmax);
   EXPECT(moe_backward(context, desc, {}).code() == StatusCode::invalid_argument);
+  Layer short_of_memory(context, desc);
+  --short_of_memory.backward_args.workspace.bytes;
+  EXPECT(short_of_memory.backward(nullptr).code() == StatusCode::invalid_argument);
   EXPECT(grouped_gemm(context, {}).code() == StatusCode::unsupported);
   Layer layer(context, desc);
   layer.args.x.device = {};  // claims to be on the CPU
@@ -418,6 +533,8 @@ void refusals_name_their_reason(Context const& context) {
   EXPECT(workspace_bytes(context, desc, Pass::forward).status().code() == StatusCode::unsupported);
   EXPECT(Context::create({{DeviceKind::cuda, 1000}}).status().code() == StatusCode::environment);
   EXPECT(explain(context, small_desc(RouterKind::topk_softmax), Pass::forward).value().size() == 4);
+  EXPECT(explain(context, small_desc(RouterKind::topk_softmax), Pass::backward).value().size() ==
+         5);
 }
 
 // Where there are several GPUs: the same bits on each, and the caller's current device stays.
@@ -425,9 +542,9 @@ void devices_agree(Context const& first) {
   int devices = 0;
   require(cudaGetDeviceCount(&devices), "devices");
   Layer const layer(first, small_desc(RouterKind::topk_softmax));
-  EXPECT_OK(layer.forward(nullptr));
+  EXPECT_OK(layer.step(nullptr));
   require(cudaDeviceSynchronize(), "device");
-  Bytes const expected = layer.results();
+  Bytes const expected = layer.everything();
   for (int index = 1; index < devices; ++index) {
     auto const other = Context::create({{DeviceKind::cuda, index}});
     if (!other.ok()) continue;
@@ -436,12 +553,12 @@ void devices_agree(Context const& first) {
     cudaStream_t stream;
     require(cudaStreamCreate(&stream), "stream");
     require(cudaSetDevice(0), "device");
-    EXPECT_OK(there.forward(stream));
+    EXPECT_OK(there.step(stream));
     int current = -1;
     require(cudaGetDevice(&current), "device");
     EXPECT(current == 0);
     synchronize(stream);
-    EXPECT(there.results() == expected);
+    EXPECT(there.everything() == expected);
     cudaStreamDestroy(stream);
   }
 }
@@ -461,8 +578,8 @@ int run() {
        {Test{"refusals", refusals_name_their_reason},
         Test{"grouped rows", grouped_rows_equal_given_ids},
         Test{"token offsets", bad_token_offsets_are_reported},
-        Test{"strides", strides_are_followed}, Test{"route", route_agrees_with_the_layer},
-        Test{"replay", replayed_ids_score_alike},
+        Test{"strides", strides_are_followed}, Test{"strides back", strides_are_followed_backward},
+        Test{"route", route_agrees_with_the_layer}, Test{"replay", replayed_ids_score_alike},
         Test{"threads", threads_do_not_disturb_each_other}, Test{"devices", devices_agree},
         Test{"repeats", repeats_beside_other_work}}) {
     int const before = failures;

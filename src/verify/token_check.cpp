@@ -42,15 +42,8 @@ class Token {
       bool const gate = halves == 2 && place < n_;
       std::int64_t const i = place % n_;
       reference::Part const part = gate ? reference::Part::gate : reference::Part::up;
-      bool const apart = layer_.desc.layout.orientation == WeightOrientation::separate;
-      std::int64_t const rows = apart ? n_ : halves * n_;
-      std::int64_t const row = apart ? i : reference::stored_row(layer_.desc, part, i);
-      UniformTensor const& w = apart && gate ? layer_.w_gate : layer_.w_up;
-      double sum = 0;
-      for (std::int64_t c = 0; c < d_; ++c) sum += x_[c] * w.at(at(expert, row, c, rows, d_));
-      if (layer_.desc.bias) {
-        sum += (apart && gate ? layer_.b_gate : layer_.b_up).at(expert * rows + row);
-      }
+      double sum = layer_.desc.bias ? layer_.up_bias(part, expert, i) : 0;
+      for (std::int64_t c = 0; c < d_; ++c) sum += x_[c] * layer_.up(part, expert, i, c);
       out[place] = sum;
     });
     return out;
@@ -66,20 +59,12 @@ class Token {
     }
     host_.parallel_for(d_, [&](std::int64_t c) {
       double y = layer_.desc.bias ? layer_.b_down.at(expert * d_ + c) : 0;
-      for (std::int64_t i = 0; i < n_; ++i) y += a[i] * layer_.w_down.at(at(expert, c, i, d_, n_));
+      for (std::int64_t i = 0; i < n_; ++i) y += a[i] * layer_.down(expert, c, i);
       o[c] += score * y;
     });
   }
 
  private:
-  /// Place of element (row, column) of an expert's [rows,columns], or of its transpose.
-  [[nodiscard]] std::int64_t at(std::int64_t expert, std::int64_t row, std::int64_t column,
-                                std::int64_t rows, std::int64_t columns) const {
-    return layer_.desc.layout.orientation == WeightOrientation::transposed
-               ? (expert * columns + column) * rows + row
-               : (expert * rows + row) * columns + column;
-  }
-
   Context const& host_;
   UniformLayer const& layer_;
   std::int64_t d_, n_;
@@ -145,6 +130,38 @@ std::string experts_failure(Token const& token, UniformLayer const& layer,
 double UniformTensor::at(std::int64_t index) const noexcept {
   return round_to(DType::bf16,
                   device::uniform_value(static_cast<std::uint64_t>(index), seed, scale));
+}
+
+std::int64_t UniformLayer::up_place(reference::Part part, std::int64_t i, std::int64_t c) const {
+  std::int64_t const d = desc.shape.hidden, rows = desc.up_width() * desc.shape.intermediate;
+  if (desc.layout.orientation == WeightOrientation::separate) return i * d + c;
+  std::int64_t const row = reference::stored_row(desc, part, i);
+  return desc.layout.orientation == WeightOrientation::transposed ? c * rows + row : row * d + c;
+}
+
+std::int64_t UniformLayer::down_place(std::int64_t c, std::int64_t i) const {
+  return desc.layout.orientation == WeightOrientation::transposed ? i * desc.shape.hidden + c
+                                                                  : c * desc.shape.intermediate + i;
+}
+
+double UniformLayer::up(reference::Part part, std::int64_t expert, std::int64_t i,
+                        std::int64_t c) const {
+  bool const apart = desc.layout.orientation == WeightOrientation::separate;
+  std::int64_t const rows = (apart ? 1 : desc.up_width()) * desc.shape.intermediate;
+  return (apart && part == reference::Part::gate ? w_gate : w_up)
+      .at(expert * rows * desc.shape.hidden + up_place(part, i, c));
+}
+
+double UniformLayer::up_bias(reference::Part part, std::int64_t expert, std::int64_t i) const {
+  std::int64_t const n = desc.shape.intermediate;
+  if (desc.layout.orientation == WeightOrientation::separate) {
+    return (part == reference::Part::gate ? b_gate : b_up).at(expert * n + i);
+  }
+  return b_up.at(expert * desc.up_width() * n + reference::stored_row(desc, part, i));
+}
+
+double UniformLayer::down(std::int64_t expert, std::int64_t c, std::int64_t i) const {
+  return w_down.at(expert * desc.shape.hidden * desc.shape.intermediate + down_place(c, i));
 }
 
 std::string token_failure(Context const& host, UniformLayer const& layer,

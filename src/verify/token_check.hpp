@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/reference/layout.hpp"
 #include "tessera/context.hpp"
 #include "tessera/shape.hpp"
 
@@ -22,7 +23,16 @@ struct UniformTensor {
 /// The layer: tensors in the layout of the desc.
 struct UniformLayer {
   MoeDesc desc;
-  UniformTensor x, w_router, w_gate, w_up, w_down, b_gate, b_up, b_down;
+  UniformTensor x, d_o, w_router, w_gate, w_up, w_down, b_gate, b_up, b_down;
+
+  /// Elements of the logical weights: G or U [E,n,d] and its bias [E,n], D [E,d,n].
+  [[nodiscard]] double up(reference::Part part, std::int64_t expert, std::int64_t i,
+                          std::int64_t c) const;
+  [[nodiscard]] double up_bias(reference::Part part, std::int64_t expert, std::int64_t i) const;
+  [[nodiscard]] double down(std::int64_t expert, std::int64_t c, std::int64_t i) const;
+  /// Where they stand in w_up (w_gate, where separate) and w_down, counted from the start of an expert's matrix.
+  [[nodiscard]] std::int64_t up_place(reference::Part part, std::int64_t i, std::int64_t c) const;
+  [[nodiscard]] std::int64_t down_place(std::int64_t c, std::int64_t i) const;
 };
 
 /// What the library made of one token. Slots without a row have an empty h.

@@ -296,7 +296,7 @@ int bench_cuda(BenchFlags const& flags, std::string const& command_line) {
   CudaBench request;
   for (Job& job : jobs_of(flags)) request.jobs.push_back({job.name, std::move(job.layer_case)});
   request.passes = flags.passes;
-  if (request.passes.empty()) request.passes = {"forward", "forward-inference"};
+  if (request.passes.empty()) request.passes = {"forward", "backward", "forward-inference"};
   request.seconds = flags.seconds;
   request.check = !flags.no_check;
   request.print = !flags.json;

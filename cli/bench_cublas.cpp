@@ -72,21 +72,25 @@ Cublas::~Cublas() {
 }
 
 void Cublas::batched_gemm(device::Stream const& stream, std::int64_t batch, std::int64_t m,
-                          std::int64_t n, std::int64_t k, void const* a, void const* b,
-                          void* c) const {
+                          std::int64_t n, std::int64_t k, Operand a, Operand b, void* c) const {
   float const one = 1, zero = 0;
   require(functions_->set_stream(handle_, stream.handle().native), "cublasSetStream");
-  // cuBLAS is column-major: c^T [n,m] = b [n,k] a^T [k,m].
+  // cuBLAS is column-major: c^T [n,m] = b^T [n,k] a^T [k,m]; what is row-major it sees transposed already.
   auto const narrow = [](std::int64_t value) { return static_cast<int>(value); };
-  require(functions_->gemm(handle_, kTranspose, kNoTranspose, narrow(n), narrow(m), narrow(k), &one,
-                           b, kBf16, narrow(k), n * k, a, kBf16, narrow(k), m * k, &zero, c, kBf16,
-                           narrow(n), m * n, narrow(batch), kFp32Sums, kDefaultAlgorithm),
+  auto const operation = [](Operand const& operand) {
+    return operand.transposed ? kTranspose : kNoTranspose;
+  };
+  require(functions_->gemm(handle_, operation(b), operation(a), narrow(n), narrow(m), narrow(k),
+                           &one, b.data, kBf16, narrow(b.transposed ? k : n), n * k, a.data, kBf16,
+                           narrow(a.transposed ? m : k), m * k, &zero, c, kBf16, narrow(n), m * n,
+                           narrow(batch), kFp32Sums, kDefaultAlgorithm),
           "cublasGemmStridedBatchedEx");
 }
 
 CublasBound::CublasBound(Cublas const& cublas, device::Stream const& stream, std::int32_t device,
-                         MoeDesc const& desc, std::int64_t rows)
+                         MoeDesc const& desc, std::int64_t rows, bool backward)
     : cublas_(cublas),
+      stream_(stream),
       experts_(desc.shape.experts),
       rows_(std::max<std::int64_t>(1, (rows + experts_ / 2) / experts_)),
       hidden_(desc.shape.hidden),
@@ -102,16 +106,41 @@ CublasBound::CublasBound(Cublas const& cublas, device::Stream const& stream, std
   y_ = values(rows_ * hidden_, 14, 9);
   w_up_ = values(up_columns_ * hidden_, 15, hidden_);
   w_down_ = values(hidden_ * intermediate_, 16, intermediate_);
+  if (!backward) return;
+  auto const result = [&](std::int64_t count) {
+    return device::allocate(device, 2 * static_cast<std::size_t>(experts_ * count),
+                            device::Kind::device);
+  };
+  da_ = result(rows_ * intermediate_);
+  dx_ = result(rows_ * hidden_);
+  dw_ = result(up_columns_ * hidden_);
 }
 
-void CublasBound::up(device::Stream const& stream) const {
-  cublas_.batched_gemm(stream, experts_, rows_, up_columns_, hidden_, x_.get(), w_up_.get(),
-                       h_.get());
+std::vector<CublasBound::Gemm> CublasBound::forward() const {
+  auto const gemm = [this](std::int64_t n, std::int64_t k, void const* a, void const* w, void* c) {
+    cublas_.batched_gemm(stream_, experts_, rows_, n, k, {a}, {w, true}, c);
+  };
+  return {{"up_projection_fwd",
+           [=, this] { gemm(up_columns_, hidden_, x_.get(), w_up_.get(), h_.get()); }},
+          {"down_projection_fwd",
+           [=, this] { gemm(hidden_, intermediate_, a_.get(), w_down_.get(), y_.get()); }}};
 }
 
-void CublasBound::down(device::Stream const& stream) const {
-  cublas_.batched_gemm(stream, experts_, rows_, hidden_, intermediate_, a_.get(), w_down_.get(),
-                       y_.get());
+// y stands for dO. No result is an operand: values would grow from call to call.
+std::vector<CublasBound::Gemm> CublasBound::backward() const {
+  auto const dgrad = [this](std::int64_t n, std::int64_t k, void const* a, void const* w, void* c) {
+    cublas_.batched_gemm(stream_, experts_, rows_, n, k, {a}, {w}, c);
+  };
+  auto const wgrad = [this](std::int64_t m, std::int64_t n, void const* a, void const* b) {
+    cublas_.batched_gemm(stream_, experts_, m, n, rows_, {a, true}, {b}, dw_.get());
+  };
+  return {
+      {"down_projection_dgrad",
+       [=, this] { dgrad(intermediate_, hidden_, y_.get(), w_down_.get(), da_.get()); }},
+      {"down_projection_wgrad", [=, this] { wgrad(hidden_, intermediate_, y_.get(), a_.get()); }},
+      {"up_projection_dgrad",
+       [=, this] { dgrad(hidden_, up_columns_, h_.get(), w_up_.get(), dx_.get()); }},
+      {"up_projection_wgrad", [=, this] { wgrad(up_columns_, hidden_, h_.get(), x_.get()); }}};
 }
 
 double gemm_ceiling_tflops(Cublas const& cublas, device::Stream const& stream,
@@ -124,7 +153,7 @@ double gemm_ceiling_tflops(Cublas const& cublas, device::Stream const& stream,
   std::vector<device::Event> events(kTimes + 1);
   for (int i = 0; i < kWarmUps + kTimes; ++i) {
     if (i >= kWarmUps) events[static_cast<std::size_t>(i - kWarmUps)].record(stream);
-    cublas.batched_gemm(stream, 1, kSize, kSize, kSize, a.get(), b.get(), c.get());
+    cublas.batched_gemm(stream, 1, kSize, kSize, kSize, {a.get()}, {b.get(), true}, c.get());
   }
   events[kTimes].record(stream);
   stream.synchronize();

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <vector>
 
 #include "device/device.hpp"
 #include "tessera/shape.hpp"
@@ -17,9 +19,15 @@ class Cublas {
   ~Cublas();
   Cublas(Cublas const&) = delete;
 
-  /// c [batch,m,n] = a [batch,m,k] b [batch,n,k]^T, all bf16 and contiguous, fp32 sums.
+  /// A row-major operand, or its transpose.
+  struct Operand {
+    void const* data = nullptr;
+    bool transposed = false;
+  };
+  /// c [batch,m,n] = a b, all bf16 and contiguous, fp32 sums; a is [batch,m,k], or [batch,k,m] transposed, and b
+  /// [batch,k,n], or [batch,n,k] transposed.
   void batched_gemm(device::Stream const& stream, std::int64_t batch, std::int64_t m,
-                    std::int64_t n, std::int64_t k, void const* a, void const* b, void* c) const;
+                    std::int64_t n, std::int64_t k, Operand a, Operand b, void* c) const;
 
  private:
   struct Functions;
@@ -27,19 +35,26 @@ class Cublas {
   void* handle_ = nullptr;
 };
 
-/// The two GEMMs of forward over R rows spread evenly: R/E rows per expert, rounded to the nearest.
+/// The GEMMs of the experts over R rows spread evenly: R/E rows per expert, rounded to the nearest.
 class CublasBound {
  public:
+  /// Without `backward` the four of backward may not be run.
   CublasBound(Cublas const& cublas, device::Stream const& stream, std::int32_t device,
-              MoeDesc const& desc, std::int64_t rows);
+              MoeDesc const& desc, std::int64_t rows, bool backward);
 
-  void up(device::Stream const& stream) const;    ///< h = x W^T
-  void down(device::Stream const& stream) const;  ///< y = a D^T
+  struct Gemm {
+    char const* op;  ///< as work.hpp calls it
+    std::function<void()> run;
+  };
+  [[nodiscard]] std::vector<Gemm> forward() const;  ///< h = x W^T, y = a D^T
+  [[nodiscard]] std::vector<Gemm> backward()
+      const;  ///< da = dO D, dx = dh W, dD = dO^T a, dW = dh^T x
 
  private:
   Cublas const& cublas_;
+  device::Stream const& stream_;
   std::int64_t experts_, rows_, hidden_, intermediate_, up_columns_;
-  device::Memory x_, h_, a_, y_, w_up_, w_down_;
+  device::Memory x_, h_, a_, y_, w_up_, w_down_, da_, dx_, dw_;
 };
 
 /// TFLOP/s of an 8192^3 bf16 product: the median of ten.

@@ -31,7 +31,8 @@ constexpr char kProtocol[] =
     "median of 3 blocks of at least 20 rounds after 20 warm-up rounds and 1.5 s; a round runs "
     "every candidate once, in rotating order, between CUDA events on one stream; layers smaller "
     "than twice L2 after 256 MiB of fills each; bound: cuBLAS batched GEMMs of R/E rows per "
-    "expert, up + down; floor of the aggregate: 2Rd + 2Td bytes at the rate of a device copy in "
+    "expert, two forward, four backward; main-grad: weight gradients added to fp32 ones, else "
+    "written as bf16; floor of the aggregate: 2Rd + 2Td bytes at the rate of a device copy in "
     "the same rounds; kernels apart: each in a graph of its own, floor: FLOPs or bytes at the "
     "ceilings";
 
@@ -59,6 +60,9 @@ struct Times {
     return (most - least) / median();
   }
 };
+
+/// Medians of the bound's GEMMs by op.
+using BoundTimes = std::map<std::string, double>;
 
 struct Candidate {
   std::string name;
@@ -132,12 +136,17 @@ std::string op_of(std::string const& kernel) {
   std::string name = kernel.substr(0, kernel.find_first_of("<("));
   std::size_t const last = name.find_last_of(": ");
   if (last != std::string::npos) name.erase(0, last + 1);
-  for (std::string const op : {"router_logits", "route", "metadata", "up_projection_fwd",
-                               "down_projection_fwd", "aggregate"}) {
+  for (std::string const op :
+       {"router_logits", "router_dlogits", "router_dgrad", "router_wgrad", "route", "metadata",
+        "up_projection_fwd", "down_projection_fwd", "down_projection_dgrad", "up_projection_dgrad",
+        "down_projection_wgrad", "up_projection_wgrad", "aggregate"}) {
     if (name.starts_with(op)) return op;
   }
   return name;
 }
+
+bool is_inference(std::string const& pass) { return pass == "forward-inference"; }
+bool is_backward(std::string const& pass) { return pass == "backward"; }
 
 /// One configuration on one GPU.
 class JobBench {
@@ -149,7 +158,9 @@ class JobBench {
         bench_(bench),
         ceilings_(ceilings),
         device_(context.device().index),
-        layer_(context, stream, job.layer_case) {
+        backward_(std::find(bench.passes.begin(), bench.passes.end(), "backward") !=
+                  bench.passes.end()),
+        layer_(context, stream, job.layer_case, backward_) {
     if (bench.check) {
       std::string const failure = layer_.check();
       if (!failure.empty()) fmt::print(stderr, "{}: {}\n", job.name, failure);
@@ -159,7 +170,7 @@ class JobBench {
       stream.synchronize();
     }
     rows_ = layer_.routed_rows();
-    bound_.emplace(cublas, stream, device_, desc(), rows_);
+    bound_.emplace(cublas, stream, device_, desc(), rows_, backward_);
   }
 
   [[nodiscard]] bool checked() const { return checked_; }
@@ -178,18 +189,21 @@ class JobBench {
     std::vector<device::Graph> graphs;
     graphs.reserve(bench_.passes.size());
     for (std::string const& pass : bench_.passes) {
-      auto const body = [this, inference = pass == "forward-inference"] {
-        inference ? layer_.forward_inference() : layer_.forward();
-      };
+      auto const body = [this, pass] { run_pass(pass); };
       device::Graph const& graph = graphs.emplace_back(stream_, body);
       candidates.push_back({pass, body});
       candidates.push_back({pass + " graph", [&graph, this] { graph.launch(stream_); }});
+      if (is_backward(pass)) {
+        candidates.push_back({pass + " main-grad", [this] { layer_.backward_main_grad(); }});
+      }
     }
-    candidates.push_back({"up", [this] { bound_->up(stream_); }});
-    candidates.push_back({"down", [this] { bound_->down(stream_); }});
+    std::vector<CublasBound::Gemm> const forward = bound_->forward(), backward = bound_gemms();
+    for (auto const& gemms : {forward, backward}) {
+      for (CublasBound::Gemm const& gemm : gemms) candidates.push_back({gemm.op, gemm.run});
+    }
     candidates.push_back({"copy", [&] { stream_.copy(to.get(), from.get(), copied); }});
     rounds.run(candidates, bench_.seconds);
-    read_clocks(candidates.front().times.median());
+    read_clocks(bench_.passes.front(), candidates.front().times.median());
 
     auto const times = [&](std::string const& name) -> Times const& {
       return std::find_if(candidates.begin(), candidates.end(),
@@ -201,37 +215,78 @@ class JobBench {
     double const floor_ms =
         (y_bytes + 2.0 * static_cast<double>(s.tokens) * static_cast<double>(s.hidden)) /
         copy_rate * 1e3;
-    double const bound_ms = times("up").median() + times("down").median();
-    Json rows = Json::array();
-    for (std::string const& pass : bench_.passes) {
-      for (std::string const variant : {"", "graph"}) {
-        Times const& t = times(variant.empty() ? pass : pass + " graph");
-        rows.push_back(row(pass, "tessera", variant, t, forward_flops(), bound_ms, floor_ms));
+    BoundTimes bounds;
+    Json gemm_rows = Json::array();
+    for (auto const& gemms : {forward, backward}) {
+      for (CublasBound::Gemm const& gemm : gemms) {
+        bounds[gemm.op] = times(gemm.op).median();
+        gemm_rows.push_back(
+            row(gemm.op, "cublas-bmm", "", times(gemm.op), work_of(gemm.op).flops, 0, 0));
       }
     }
-    rows.push_back(row("up_projection_fwd", "cublas-bmm", "", times("up"), up_work().flops, 0, 0));
-    rows.push_back(
-        row("down_projection_fwd", "cublas-bmm", "", times("down"), down_work().flops, 0, 0));
-    add_kernel_rows(rounds, copy_rate, times("up").median(), times("down").median(), rows);
+    auto const sum = [&bounds](std::vector<CublasBound::Gemm> const& gemms) {
+      double ms = 0;
+      for (CublasBound::Gemm const& gemm : gemms) ms += bounds.at(gemm.op);
+      return ms;
+    };
+    Json rows = Json::array();
+    for (std::string const& pass : bench_.passes) {
+      bool const back = is_backward(pass);
+      for (std::string const variant : {"", "graph", "main-grad"}) {
+        if (variant == "main-grad" && !back) continue;
+        Times const& t = times(variant.empty() ? pass : pass + " " + variant);
+        rows.push_back(row(pass, "tessera", variant, t,
+                           back ? 2 * forward_flops() : forward_flops(),
+                           sum(back ? backward : forward), floor_ms));
+      }
+    }
+    for (Json& own : gemm_rows) rows.push_back(std::move(own));
+    add_kernel_rows(rounds, copy_rate, bounds, false, rows);
+    if (backward_) add_kernel_rows(rounds, copy_rate, bounds, true, rows);
     return rows;
   }
 
  private:
   [[nodiscard]] MoeDesc const& desc() const { return layer_.desc(); }
   [[nodiscard]] double rows() const { return static_cast<double>(rows_); }
-  [[nodiscard]] work::OpWork up_work() const { return work::up_projection_fwd(desc(), rows()); }
-  [[nodiscard]] work::OpWork down_work() const { return work::down_projection_fwd(desc(), rows()); }
   [[nodiscard]] double forward_flops() const { return work::forward_flops(desc(), rows()); }
-  [[nodiscard]] double touched_bytes() const { return up_work().bytes() + down_work().bytes(); }
+  [[nodiscard]] double touched_bytes() const {
+    return work_of("up_projection_fwd").bytes() + work_of("down_projection_fwd").bytes();
+  }
+  [[nodiscard]] std::vector<CublasBound::Gemm> bound_gemms() const {
+    return backward_ ? bound_->backward() : std::vector<CublasBound::Gemm>{};
+  }
+
+  void run_pass(std::string const& pass) const {
+    if (is_backward(pass)) return layer_.backward();
+    is_inference(pass) ? layer_.forward_inference() : layer_.forward();
+  }
+
+  /// What an op has to do; nothing for those that work.hpp does not count.
+  [[nodiscard]] work::OpWork work_of(std::string const& op, bool backward = false) const {
+    for (work::OpWork const& w :
+         {work::up_projection_fwd(desc(), rows()), work::down_projection_fwd(desc(), rows()),
+          work::down_projection_dgrad(desc(), rows()), work::down_projection_wgrad(desc(), rows()),
+          work::up_projection_dgrad(desc(), rows()), work::up_projection_wgrad(desc(), rows()),
+          work::aggregate(desc(), rows(), !backward)}) {
+      if (op == w.op) return w;
+    }
+    return op == "router_logits" ? work::route(desc()) : work::OpWork{};
+  }
   [[nodiscard]] double l2_bytes() const {
     return static_cast<double>(device::facts(device_).l2_bytes);
+  }
+
+  [[nodiscard]] std::size_t transient_bytes(std::string const& pass) const {
+    return is_backward(pass) ? layer_.backward_workspace_bytes()
+                             : layer_.forward_workspace_bytes(is_inference(pass));
   }
 
   Json row(std::string const& pass, char const* impl, std::string const& variant,
            Times const& times, double flops, double bound_ms, double floor_ms) const {
     MoeShape const& s = desc().shape;
-    bool const inference = pass == "forward-inference";
-    bool const whole = pass == "forward" || inference;
+    bool const inference = is_inference(pass);
+    bool const whole = pass == "forward" || inference || is_backward(pass);
     double const ms = times.median();
     return {{"config", job_.name},
             {"shape", {s.tokens, s.hidden, s.intermediate, s.experts, s.top_k}},
@@ -251,14 +306,15 @@ class JobBench {
             {"bound_ms", bound_ms},
             {"aggregate_floor_ms", floor_ms},
             {"saved_bytes", whole && !inference ? layer_.saved_bytes_total() : 0},
-            {"transient_peak_bytes", whole ? layer_.workspace_bytes_of(inference) : 0},
+            {"transient_peak_bytes", whole ? transient_bytes(pass) : 0},
             {"checked", checked_ && std::string_view(impl) == "tessera"}};
   }
 
-  /// Every kernel of forward in a graph of its own, summed per op.
-  void add_kernel_rows(Rounds const& rounds, double copy_rate, double up_ms, double down_ms,
-                       Json& rows) const {
-    auto const kernels = device::kernel_graphs(stream_, [this] { layer_.forward(); });
+  /// Every kernel of a pass in a graph of its own, summed per op.
+  void add_kernel_rows(Rounds const& rounds, double copy_rate, BoundTimes const& bounds,
+                       bool backward, Json& rows) const {
+    auto const kernels = device::kernel_graphs(
+        stream_, [this, backward] { backward ? layer_.backward() : layer_.forward(); });
     std::vector<std::string> ops;
     for (auto const& kernel : kernels) {
       std::string const op = op_of(kernel.name);
@@ -278,22 +334,19 @@ class JobBench {
     };
     for (Candidate const& candidate : candidates) {
       std::string const& op = candidate.name;
-      work::OpWork w;
-      double bound_ms = 0;
-      if (op == "up_projection_fwd") w = up_work(), bound_ms = up_ms;
-      if (op == "down_projection_fwd") w = down_work(), bound_ms = down_ms;
-      if (op == "aggregate") w = work::aggregate(desc(), this->rows());
-      if (op == "router_logits") w = work::route(desc());
-      Json own = row(op, "tessera", "kernel", candidate.times, w.flops, bound_ms, 0);
+      work::OpWork const w = work_of(op, backward);
+      auto const bound = bounds.find(op);
+      Json own = row(op, "tessera", backward ? "backward kernel" : "kernel", candidate.times,
+                     w.flops, bound == bounds.end() ? 0 : bound->second, 0);
       own["floor_ms"] = floor_of(w);
       rows.push_back(std::move(own));
     }
   }
 
   /// The SM clock under load: nvidia-smi takes its time, so the stream gets about a second of work first.
-  void read_clocks(double forward_ms) const {
-    int const calls = std::clamp(static_cast<int>(1000 / forward_ms), 1, 1000);
-    for (int i = 0; i < calls; ++i) layer_.forward();
+  void read_clocks(std::string const& pass, double ms) const {
+    int const calls = std::clamp(static_cast<int>(1000 / ms), 1, 1000);
+    for (int i = 0; i < calls; ++i) run_pass(pass);
     std::string const line = nvidia_smi(device_, "clocks.sm");
     if (!line.empty()) ceilings_.clocks_mhz.push_back(std::strtod(line.c_str(), nullptr));
     stream_.synchronize();
@@ -304,6 +357,7 @@ class JobBench {
   CudaBench const& bench_;
   Ceilings& ceilings_;
   std::int32_t device_;
+  bool backward_;
   CudaBenchLayer layer_;
   std::optional<CublasBound> bound_;
   std::int64_t rows_ = 0;
@@ -364,9 +418,9 @@ std::string today() {
 
 Json bench_on_cuda(Context const& context, CudaBench const& bench) {
   for (std::string const& pass : bench.passes) {
-    if (pass != "forward" && pass != "forward-inference") {
-      throw CommandError(
-          fmt::format("--pass {}: on a GPU choose forward or forward-inference", pass));
+    if (pass != "forward" && !is_inference(pass) && !is_backward(pass)) {
+      throw CommandError(fmt::format(
+          "--pass {}: not known; choose from: forward backward forward-inference", pass));
     }
   }
   for (CudaBench::Job const& job : bench.jobs) {

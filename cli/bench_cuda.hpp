@@ -17,7 +17,7 @@ struct CudaBench {
     verify::LayerCase layer_case;
   };
   std::vector<Job> jobs;
-  std::vector<std::string> passes;  ///< forward, forward-inference
+  std::vector<std::string> passes;  ///< forward, backward, forward-inference
   double seconds = 5;               ///< for each job
   bool check = true;
   bool print = true;  ///< a line per row as it comes

@@ -2,7 +2,9 @@
 #include "cli/bench_cuda_layer.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <utility>
 
 #include "cli/commands.hpp"
 #include "verify/random_source.hpp"
@@ -13,12 +15,55 @@ namespace {
 
 constexpr int kPoison = 0xff;  // bf16: NaN
 constexpr std::int64_t kSampledTokens = 4;
+constexpr std::size_t kMostScannedBytes = std::size_t{4} << 30;  // in search of poison
 
 /// Uniform values whose products with unit-variance values, summed over `fan_in`, have variance 1.
 float scale_for(std::int64_t fan_in) { return std::sqrt(3.0f / static_cast<float>(fan_in)); }
 
 std::size_t bytes_of(ConstTensor const& tensor) {
   return static_cast<std::size_t>(tensor.elements()) * dtype_bytes(tensor.dtype);
+}
+
+std::array<Tensor*, 7> gradient_tensors(ExpertGradients& g) {
+  return {&g.dw_up, &g.dw_gate, &g.dw_down, &g.db_up, &g.db_gate, &g.db_down, &g.dw_router};
+}
+
+/// Elements [first, first + count) of a bf16 or fp32 tensor on the device.
+std::vector<float> download(Tensor const& tensor, std::int64_t first, std::int64_t count) {
+  std::size_t const element = dtype_bytes(tensor.dtype);
+  std::vector<std::byte> bytes(element * static_cast<std::size_t>(count));
+  device::download(
+      bytes.data(),
+      static_cast<std::byte const*>(tensor.data) + element * static_cast<std::size_t>(first),
+      bytes.size());
+  return verify::unpack(tensor.dtype, bytes.data(), static_cast<std::size_t>(count));
+}
+
+std::vector<float> row(Tensor const& tensor, std::int64_t row) {
+  return download(tensor, row * tensor.shape[1], tensor.shape[1]);
+}
+
+std::vector<std::int32_t> download(std::int32_t const* from, std::int64_t count) {
+  std::vector<std::int32_t> out(static_cast<std::size_t>(count));
+  device::download(out.data(), from, 4 * out.size());
+  return out;
+}
+
+/// The first, the last, and some between.
+std::int64_t sampled_token(std::int64_t tokens, std::int64_t samples, std::int64_t i) {
+  return samples == 1 ? tokens - 1 : i * (tokens - 1) / (samples - 1);
+}
+
+/// Whether an element of a bf16 or fp32 tensor still holds the poison.
+bool has_poison(Tensor const& tensor) {
+  std::size_t const bytes = bytes_of(tensor);
+  std::vector<std::uint16_t> halves(bytes / 2);
+  device::download(halves.data(), tensor.data, bytes);
+  std::size_t const step = dtype_bytes(tensor.dtype) / 2;  // the upper half of an fp32 is its bf16
+  for (std::size_t i = step - 1; i < halves.size(); i += step) {
+    if (halves[i] == 0xffff) return true;
+  }
+  return false;
 }
 
 }  // namespace
@@ -39,8 +84,8 @@ verify::UniformTensor CudaBenchLayer::fill(ConstTensor& tensor,
 }
 
 CudaBenchLayer::CudaBenchLayer(Context const& context, device::Stream const& stream,
-                               verify::LayerCase const& layer_case)
-    : context_(context), stream_(stream) {
+                               verify::LayerCase const& layer_case, bool backward)
+    : context_(context), stream_(stream), has_backward_(backward) {
   MoeDesc& desc = layer_.desc;
   desc = layer_case.desc;
   desc.save = SavePolicy::h;
@@ -51,7 +96,7 @@ CudaBenchLayer::CudaBenchLayer(Context const& context, device::Stream const& str
   inference_desc_.save = SavePolicy::none;
   MoeShape const& s = desc.shape;
   std::int64_t const e = s.experts, d = s.hidden, n = s.intermediate, width = desc.up_width() * n;
-  std::uint64_t const seed = 8 * layer_case.seed;
+  std::uint64_t const seed = 16 * layer_case.seed;
   bool const turned = desc.layout.orientation == WeightOrientation::transposed;
   bool const apart = desc.layout.orientation == WeightOrientation::separate;
   constexpr float kUnit = 1.7320508f;  // sqrt(3): variance 1
@@ -90,9 +135,60 @@ CudaBenchLayer::CudaBenchLayer(Context const& context, device::Stream const& str
                       {slots, width}, context.device());
   std::size_t const tables = value_of(routing_bytes(desc));
   forward_.routing = {allocate(tables), tables};
-  std::size_t const workspace = std::max(workspace_bytes_of(false), workspace_bytes_of(true));
+  std::size_t const workspace =
+      std::max(forward_workspace_bytes(false), forward_workspace_bytes(true));
   forward_.workspace = inference_.workspace = {allocate(workspace), workspace};
+  if (backward) {
+    layer_.d_o = fill(backward_.d_o, {s.tokens, d}, seed + 8, kUnit);
+    add_backward();
+  }
   stream_.synchronize();
+}
+
+/// bf16 and fp32 gradients share their memory, which holds the fp32 ones.
+void CudaBenchLayer::add_backward() {
+  MoeShape const& s = layer_.desc.shape;
+  auto const output = [this](ConstTensor const& like, DType dtype) {
+    Tensor out;
+    out.dtype = dtype;
+    out.device = context_.device();
+    out.rank = like.rank;
+    std::copy_n(like.shape, kMaxRank, out.shape);
+    std::copy_n(like.stride, kMaxRank, out.stride);
+    out.data = like.present() ? allocate(bytes_of(out)) : nullptr;
+    return out;
+  };
+  MoeBackwardArgs& args = backward_;
+  args.x = forward_.x;
+  args.h = forward_.h;
+  args.routing = {forward_.routing.data, forward_.routing.bytes};
+  args.w_router = forward_.w_router;
+  args.weights = forward_.weights;
+  args.dx = output(args.x, DType::bf16);
+  args.dscores = tensor(
+      reinterpret_cast<float*>(allocate(4 * static_cast<std::size_t>(layer_.desc.num_slots()))),
+      {layer_.desc.num_slots()}, context_.device());
+  if (layer_.desc.router.kind != RouterKind::given) {
+    std::int64_t const pairs = s.tokens * s.experts;
+    args.dlogits = tensor(reinterpret_cast<float*>(allocate(4 * static_cast<std::size_t>(pairs))),
+                          {s.tokens, s.experts}, context_.device());
+  }
+  std::size_t const workspace = backward_workspace_bytes();
+  args.workspace = {allocate(workspace), workspace};
+  ExpertWeights const& w = args.weights;
+  ExpertGradients& g = args.gradients;
+  g = {.dw_up = output(w.w_up, DType::fp32),
+       .dw_gate = output(w.w_gate, DType::fp32),
+       .dw_down = output(w.w_down, DType::fp32),
+       .db_up = output(w.b_up, DType::fp32),
+       .db_gate = output(w.b_gate, DType::fp32),
+       .db_down = output(w.b_down, DType::fp32),
+       .dw_router = output(args.w_router, DType::fp32)};
+  main_grad_ = args;
+  main_grad_.gradients.mode = GradientMode::accumulate;
+  for (Tensor* const tensor : gradient_tensors(g)) {
+    if (tensor->present()) tensor->dtype = DType::bf16;
+  }
 }
 
 void CudaBenchLayer::give_routing(verify::LayerCase const& layer_case) {
@@ -120,6 +216,14 @@ void CudaBenchLayer::forward_inference() const {
   tessera::cli::check(moe_forward(context_, inference_desc_, inference_, stream_.handle()));
 }
 
+void CudaBenchLayer::backward() const {
+  tessera::cli::check(moe_backward(context_, layer_.desc, backward_, stream_.handle()));
+}
+
+void CudaBenchLayer::backward_main_grad() const {
+  tessera::cli::check(moe_backward(context_, layer_.desc, main_grad_, stream_.handle()));
+}
+
 std::int64_t CudaBenchLayer::routed_rows() const {
   RoutingView const tables = value_of(routing_view(layer_.desc, forward_.routing));
   std::int32_t rows = 0;
@@ -131,19 +235,13 @@ std::size_t CudaBenchLayer::saved_bytes_total() const {
   return bytes_of(forward_.x) + bytes_of(forward_.h) + forward_.routing.bytes;
 }
 
-std::size_t CudaBenchLayer::workspace_bytes_of(bool inference) const {
+std::size_t CudaBenchLayer::forward_workspace_bytes(bool inference) const {
   return value_of(
       workspace_bytes(context_, inference ? inference_desc_ : layer_.desc, Pass::forward));
 }
 
-std::vector<float> CudaBenchLayer::row(Tensor const& tensor, std::int64_t row) const {
-  auto const columns = static_cast<std::size_t>(tensor.shape[1]);
-  std::vector<std::byte> bytes(2 * columns);
-  device::download(
-      bytes.data(),
-      static_cast<std::byte*>(tensor.data) + static_cast<std::size_t>(row) * bytes.size(),
-      bytes.size());
-  return verify::unpack(DType::bf16, bytes.data(), columns);
+std::size_t CudaBenchLayer::backward_workspace_bytes() const {
+  return value_of(workspace_bytes(context_, layer_.desc, Pass::backward));
 }
 
 verify::TokenResult CudaBenchLayer::token_result(std::int64_t token, bool inference) const {
@@ -165,38 +263,138 @@ verify::TokenResult CudaBenchLayer::token_result(std::int64_t token, bool infere
   }
   result.o = row(inference ? inference_.o : forward_.o, token);
   if (inference) return result;
-  std::vector<std::int32_t> rows(top_k);
-  device::download(rows.data(), tables.inverse_permutation + first, 4 * top_k);
-  for (std::int32_t const at : rows) {
+  for (std::int32_t const at :
+       download(tables.inverse_permutation + first, static_cast<std::int64_t>(top_k))) {
     result.h.push_back(at < 0 ? std::vector<float>() : row(forward_.h, at));
   }
   return result;
 }
 
-std::string CudaBenchLayer::check() const {
-  Context const host = value_of(Context::create());
+verify::TokenGradients CudaBenchLayer::token_gradients(MoeBackwardArgs const& args,
+                                                       std::int64_t token) const {
+  std::int64_t const top_k = layer_.desc.shape.top_k;
+  verify::TokenGradients out{row(args.dx, token), download(args.dscores, token * top_k, top_k), {}};
+  if (args.dlogits.present()) out.dlogits = row(args.dlogits, token);
+  return out;
+}
+
+verify::UnitGradients CudaBenchLayer::unit_gradients(MoeBackwardArgs const& args,
+                                                     std::int64_t expert, std::int64_t i) const {
+  MoeShape const& s = layer_.desc.shape;
+  std::int64_t const n = s.intermediate, d = s.hidden, slots = layer_.desc.num_slots();
+  bool const gated = layer_.desc.activation.gated();
+  RoutingView const tables = value_of(routing_view(layer_.desc, forward_.routing));
+  auto const ends = download(tables.expert_offsets + expert, 2);
+  auto const tokens = download(tables.gather_index + ends[0], ends[1] - ends[0]);
+  auto const slot_of = download(tables.sort_permutation + ends[0], ends[1] - ends[0]);
+  auto const scores = download(tensor(tables.scores, {slots}), 0, slots);
+  verify::UnitGradients out;
+  out.expert = expert;
+  out.i = i;
+  for (std::size_t r = 0; r < tokens.size(); ++r) {
+    out.tokens.push_back(tokens[r]);
+    out.scores.push_back(scores[static_cast<std::size_t>(slot_of[r])]);
+    std::vector<float> const h = row(forward_.h, ends[0] + static_cast<std::int64_t>(r));
+    if (gated) out.h_gate.push_back(h[static_cast<std::size_t>(i)]);
+    out.h_up.push_back(h[static_cast<std::size_t>(gated ? n + i : i)]);
+  }
+  using reference::Part;
+  ExpertGradients const& g = args.gradients;
+  auto const matrix = [expert](Tensor const& dw) {
+    std::int64_t const size = dw.shape[1] * dw.shape[2];
+    return download(dw, expert * size, size);
+  };
+  std::vector<float> const up = matrix(g.dw_up), down = matrix(g.dw_down),
+                           gate = g.dw_gate.present() ? matrix(g.dw_gate) : up;
+  auto const at = [](std::vector<float> const& values, std::int64_t place) {
+    return values[static_cast<std::size_t>(place)];
+  };
+  for (std::int64_t c = 0; c < d; ++c) {
+    if (gated) out.dw_gate.push_back(at(gate, layer_.up_place(Part::gate, i, c)));
+    out.dw_up.push_back(at(up, layer_.up_place(Part::up, i, c)));
+    out.dw_down.push_back(at(down, layer_.down_place(c, i)));
+  }
+  return out;
+}
+
+verify::RouterRow CudaBenchLayer::router_row(MoeBackwardArgs const& args,
+                                             std::int64_t expert) const {
+  MoeShape const& s = layer_.desc.shape;
+  auto const dlogits = download(args.dlogits, 0, s.tokens * s.experts);
+  verify::RouterRow out;
+  out.expert = expert;
+  for (std::int64_t t = 0; t < s.tokens; ++t) {
+    out.dlogits.push_back(dlogits[static_cast<std::size_t>(t * s.experts + expert)]);
+  }
+  out.dw_router = row(args.gradients.dw_router, expert);
+  return out;
+}
+
+std::string CudaBenchLayer::check_forward(Context const& host, bool inference) const {
   std::int64_t const tokens = layer_.desc.shape.tokens;
-  for (bool const inference : {false, true}) {
-    stream_.fill(forward_.o.data, kPoison, bytes_of(forward_.o));
-    stream_.fill(forward_.workspace.data, kPoison, forward_.workspace.bytes);
-    inference ? forward_inference() : forward();
-    stream_.synchronize();
-    tessera::cli::check(check_device_values(context_));
-    // The first, the last, and some between.
-    std::int64_t const samples = std::min(tokens, inference ? 1 : kSampledTokens);
-    for (std::int64_t i = 0; i < samples; ++i) {
-      std::int64_t const token = samples == 1 ? tokens - 1 : i * (tokens - 1) / (samples - 1);
-      std::string const failure =
-          verify::token_failure(host, layer_, token_result(token, inference));
-      if (!failure.empty()) return (inference ? "inference, " : "") + failure;
+  stream_.fill(forward_.o.data, kPoison, bytes_of(forward_.o));
+  stream_.fill(forward_.workspace.data, kPoison, forward_.workspace.bytes);
+  inference ? forward_inference() : forward();
+  stream_.synchronize();
+  tessera::cli::check(check_device_values(context_));
+  std::int64_t const samples = std::min(tokens, inference ? 1 : kSampledTokens);
+  for (std::int64_t i = 0; i < samples; ++i) {
+    std::string const failure = verify::token_failure(
+        host, layer_, token_result(sampled_token(tokens, samples, i), inference));
+    if (!failure.empty()) return (inference ? "inference, " : "") + failure;
+  }
+  return has_poison(forward_.o) ? "o has elements that nobody wrote" : "";
+}
+
+/// The results of forward() must be there.
+std::string CudaBenchLayer::check_backward(Context const& host, MoeBackwardArgs const& args) const {
+  MoeShape const& s = layer_.desc.shape;
+  bool const accumulates = args.gradients.mode == GradientMode::accumulate;
+  ExpertGradients gradients = args.gradients;
+  for (Tensor const* const tensor : gradient_tensors(gradients)) {
+    if (tensor->present()) stream_.fill(tensor->data, accumulates ? 0 : kPoison, bytes_of(*tensor));
+  }
+  stream_.fill(args.dx.data, kPoison, bytes_of(args.dx));
+  stream_.fill(args.dscores.data, kPoison, bytes_of(args.dscores));
+  stream_.fill(args.workspace.data, kPoison, args.workspace.bytes);
+  accumulates ? backward_main_grad() : backward();
+  stream_.synchronize();
+  tessera::cli::check(check_device_values(context_));
+  std::int64_t const samples = std::min(s.tokens, kSampledTokens);
+  std::int64_t expert = 0;
+  for (std::int64_t i = 0; i < samples; ++i) {
+    verify::TokenResult const token = token_result(sampled_token(s.tokens, samples, i), false);
+    std::string const failure =
+        verify::token_gradient_failure(host, layer_, token, token_gradients(args, token.token));
+    if (!failure.empty()) return failure;
+    if (token.ids[0] >= 0 && token.ids[0] < s.experts) expert = token.ids[0];
+  }
+  std::string failure =
+      verify::unit_gradient_failure(host, layer_, unit_gradients(args, expert, s.intermediate - 1));
+  if (failure.empty() && args.gradients.dw_router.present()) {
+    failure = verify::router_row_failure(host, layer_, router_row(args, expert));
+  }
+  if (!failure.empty()) return failure;
+  for (auto const& [name, tensor] : {std::pair{"dx", &args.dx},
+                                     {"dscores", &args.dscores},
+                                     {"dw_up", &args.gradients.dw_up},
+                                     {"dw_down", &args.gradients.dw_down}}) {
+    if (bytes_of(*tensor) <= kMostScannedBytes && has_poison(*tensor)) {
+      return std::string(name) + " has elements that nobody wrote";
     }
-    // Every element is written: none is the poison.
-    std::size_t const bytes = bytes_of(forward_.o);
-    std::vector<std::uint16_t> o(bytes / 2);
-    device::download(o.data(), forward_.o.data, bytes);
-    if (std::find(o.begin(), o.end(), 0xffff) != o.end()) return "o has elements that nobody wrote";
   }
   return {};
+}
+
+std::string CudaBenchLayer::check() const {
+  Context const host = value_of(Context::create());
+  std::string failure = check_forward(host, false);
+  if (failure.empty() && has_backward_) failure = check_backward(host, backward_);
+  if (failure.empty() && has_backward_) {
+    failure = check_backward(host, main_grad_);
+    if (!failure.empty()) failure = "main-grad, " + failure;
+  }
+  return failure.empty() ? check_forward(host, true) : failure;
 }
 
 }  // namespace tessera::cli

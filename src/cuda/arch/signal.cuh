@@ -48,6 +48,11 @@ __device__ __forceinline__ uint32_t count_acq_rel_gpu(uint32_t* word, uint32_t i
   return before;
 }
 
+// The same without the value and the acquire: the caller goes on at once.
+__device__ __forceinline__ void add_release_gpu(uint32_t* word, uint32_t increment) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(increment) : "memory");
+}
+
 __device__ __forceinline__ void fence_acq_rel_sys() {
   asm volatile("fence.acq_rel.sys;" ::: "memory");
 }

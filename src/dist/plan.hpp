@@ -116,18 +116,34 @@ TESSERA_INLINE constexpr std::int32_t units_of(std::int32_t blocks) {
   return (blocks + kUnitBlocks - 1) / kUnitBlocks;
 }
 
-/// plan[E]: every rank makes that of all owners, to know where its own rows are.
-TESSERA_INLINE void make_plan(ExchangeShape const& shape, CountMatrix counts, ExpertPlan* plan) {
-  for (std::int32_t e = 0; e < shape.experts; ++e) {
-    ExpertPlan& now = plan[e];
-    now = {};
-    for (std::int32_t s = 0; s < shape.ranks; ++s) now.rows += counts.at(s, e);
-    if (e % shape.local_experts() == 0) continue;
-    ExpertPlan const& last = plan[e - 1];
-    now.first_row = last.first_row + last.rows;
-    now.first_block = last.first_block + blocks_of(shape, last.rows);
-    now.first_unit = last.first_unit + units_of(blocks_of(shape, last.rows));
+/// plan[E]: every rank makes that of all owners, to know where its own rows are. In two steps, so that
+/// threads can share each: all rows first, then what the owner's earlier experts have.
+TESSERA_INLINE void count_rows(ExchangeShape const& shape, CountMatrix counts, ExpertPlan* plan,
+                               std::int32_t thread, std::int32_t threads) {
+  for (std::int32_t e = thread; e < shape.experts; e += threads) {
+    std::int32_t rows = 0;
+    for (std::int32_t s = 0; s < shape.ranks; ++s) rows += counts.at(s, e);
+    plan[e].rows = rows;
   }
+}
+TESSERA_INLINE void place_experts(ExchangeShape const& shape, ExpertPlan* plan, std::int32_t thread,
+                                  std::int32_t threads) {
+  for (std::int32_t e = thread; e < shape.experts; e += threads) {
+    std::int32_t row = 0, block = 0, unit = 0;
+    for (std::int32_t before = shape.owner(e) * shape.local_experts(); before < e; ++before) {
+      std::int32_t const blocks = blocks_of(shape, plan[before].rows);
+      row += plan[before].rows;
+      block += blocks;
+      unit += units_of(blocks);
+    }
+    plan[e].first_row = row;
+    plan[e].first_block = block;
+    plan[e].first_unit = unit;
+  }
+}
+TESSERA_INLINE void make_plan(ExchangeShape const& shape, CountMatrix counts, ExpertPlan* plan) {
+  count_rows(shape, counts, plan, 0, 1);
+  place_experts(shape, plan, 0, 1);
 }
 
 /// What an owner has in all.
@@ -145,13 +161,16 @@ TESSERA_INLINE OwnerTotals owner_totals(ExchangeShape const& shape, ExpertPlan c
 /// list_begin[source * local_experts + local expert]: where an expert's entries begin in the list that
 /// `source` writes into the window of `owner`. An entry's place there is this plus its index.
 TESSERA_INLINE void make_list_begins(ExchangeShape const& shape, CountMatrix counts,
-                                     std::int32_t owner, std::int32_t* list_begin) {
-  for (std::int32_t s = 0; s < shape.ranks; ++s) {
+                                     std::int32_t owner, std::int32_t* list_begin,
+                                     std::int32_t thread = 0, std::int32_t threads = 1) {
+  for (std::int32_t i = thread; i < shape.experts; i += threads) {
+    std::int32_t const source = i / shape.local_experts();
+    std::int32_t const local = i % shape.local_experts();
     std::int32_t sum = 0;
-    for (std::int32_t l = 0; l < shape.local_experts(); ++l) {
-      list_begin[s * shape.local_experts() + l] = sum;
-      sum += counts.at(s, owner * shape.local_experts() + l);
+    for (std::int32_t l = 0; l < local; ++l) {
+      sum += counts.at(source, owner * shape.local_experts() + l);
     }
+    list_begin[i] = sum;
   }
 }
 

@@ -44,10 +44,15 @@ enum class Site : std::int32_t {
   part_done,
   ended
 };
+inline char const* site_name(Site site) {
+  constexpr char const* kNames[] = {"none",    "ack",        "route_scan", "publish",   "arrived",
+                                    "a_ready", "down_tiles", "block_done", "part_done", "ended"};
+  return kNames[static_cast<int>(site)];
+}
 
 /// A row on its way to an owner, and its group; direct transfers need pair and score alone. 16 bytes,
 /// so that one store sends it.
-struct RouteEntry {
+struct alignas(16) RouteEntry {
   std::uint32_t pair;  ///< token * max_top_k + choice, on its source
   float score;
   std::uint8_t place, rows;    ///< in the group, and the group's size

@@ -19,12 +19,6 @@ std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
 
 }  // namespace
 
-char const* name(Site site) {
-  constexpr char const* kNames[] = {"none",    "ack",        "route_scan", "publish",   "arrived",
-                                    "a_ready", "down_tiles", "block_done", "part_done", "ended"};
-  return kNames[static_cast<int>(site)];
-}
-
 Actor& Machine::add(std::int32_t rank, std::string name) {
   int const id = actors();
   if (id >= kMaxActors) std::terminate();
@@ -302,7 +296,7 @@ std::string Machine::waiters() const {
     if (a.done_ || (killed_ >> a.rank & 1u) != 0) continue;
     Operation const& o = a.next_;
     auto const found = words_.find(o.address.key());
-    text += a.name + " waits at " + (a.at_boundary_ ? "the end" : name(o.site)) + " for " +
+    text += a.name + " waits at " + (a.at_boundary_ ? "the end" : site_name(o.site)) + " for " +
             std::to_string(o.value) + ", sees " +
             std::to_string(found == words_.end() ? 0 : found->second.value) + "; ";
   }

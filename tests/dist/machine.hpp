@@ -266,8 +266,6 @@ class Machine {
   std::int64_t steps_ = 0;
 };
 
-char const* name(Site site);
-
 /// How a random schedule treats the actors.
 enum class Temper { even, starve, run_ahead, late_writes };
 

@@ -252,7 +252,7 @@ TEST(Protocol, ADeadRankLeavesWaitersNotWrongRows) {
   for (Site const site : sites) {
     EXPECT_TRUE(site == Site::ack || site == Site::publish || site == Site::block_done ||
                 site == Site::part_done)
-        << name(site);
+        << site_name(site);
   }
   EXPECT_TRUE(sites.count(Site::publish) && sites.count(Site::block_done) &&
               sites.count(Site::part_done));

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a kernel leaves behind when a wait for a peer has lasted too long: who waited where, for what.
+#pragma once
+
+#include <cstdint>
+
+#include "dist/protocol.hpp"
+#include "tessera/status.hpp"
+
+namespace tessera::dist {
+
+/// In host memory that the device writes. Only the first fault of a rank is kept.
+struct Fault {
+  std::uint32_t raised;  ///< 0: none
+  Site site;
+  std::int32_t rank, cta;
+  std::int32_t peer;  ///< whose word it is; -1: of this GPU
+  std::uint32_t epoch, expected, seen;
+  std::uint32_t aborted_by;  ///< a rank + 1 that gave up first, 0: none
+};
+
+/// ok, or device_error with all of it in one line.
+inline Status fault_status(Fault const& fault, double limit_seconds) noexcept {
+  if (fault.raised == 0) return {};
+  if (fault.aborted_by != 0) {
+    return Status::error(StatusCode::device_error,
+                         "rank %d left pass %u at %s: rank %u had given up; rebuild the group",
+                         fault.rank, fault.epoch, site_name(fault.site), fault.aborted_by - 1);
+  }
+  return Status::error(
+      StatusCode::device_error,
+      "rank %d waited %.3g s at %s in pass %u (CTA %d): the word of rank %d is %u, "
+      "expected %u; a rank has died or launched other passes: rebuild the group",
+      fault.rank, limit_seconds, site_name(fault.site), fault.epoch, fault.cta,
+      fault.peer < 0 ? fault.rank : fault.peer, fault.seen, fault.expected);
+}
+
+}  // namespace tessera::dist

@@ -69,7 +69,7 @@ struct RoundDlogitsArguments {
 };
 
 /// The GEMMs of the router's backward run as those of the experts: rows are tokens. Where tokens are summed over, they
-/// come in `count` segments of `each` (the last one shorter), so that few outputs keep a GPU busy. From the shape alone.
+/// come in `count` segments of `each`, the last one shorter, so that few outputs keep a GPU busy. From the shape alone.
 struct TokenSegments {
   int64_t count;  // >= 1
   int64_t each;

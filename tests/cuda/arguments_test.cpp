@@ -6,10 +6,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "cpu/reference/layout.hpp"
+#include "cuda/host/router_backward.hpp"
 #include "cuda/host/tensor_map.hpp"
+#include "cuda/layer/backend.hpp"
+#include "cuda/layer/plan.hpp"
 
 namespace tessera::cuda {
 namespace {
@@ -205,6 +209,132 @@ TEST(WeightViews, OneBoxNeedsEqualStridesOfBothHalves) {
   up = {
       .gmem = up.gmem, .expert_stride = 64 * 40, .row_stride = 32, .column_stride = 1, .block = 64};
   EXPECT_FALSE(host::has_tile_map({gate, up}, 2, 64));
+}
+
+/// A backward call on the desc's shapes, with fp32 gradients that accumulate.
+MoeBackwardArgs backward_args(MoeDesc const& desc) {
+  MoeShape const& s = desc.shape;
+  MoeBackwardArgs args;
+  args.d_o = args.x = args.dx = tensor(nowhere(), DType::bf16, {s.tokens, s.hidden});
+  args.h = tensor(nowhere(), DType::bf16, {desc.num_slots(), desc.up_width() * s.intermediate});
+  args.weights = weights_without_memory(desc);
+  args.gradients = gradients_of(desc, DType::fp32);
+  args.gradients.mode = GradientMode::accumulate;
+  return args;
+}
+
+// Addresses that differ, of nothing.
+struct BackwardTables {
+  std::int32_t offsets[1], gather[1], sort[1], inverse[1], counters[kNumTileCounters];
+  float scores[1], partials[1];
+  char h[1], dh[1], a_scaled[1], dx_rows[1];
+
+  RoutingView view() {
+    RoutingView out;
+    out.expert_offsets = offsets;
+    out.gather_index = gather;
+    out.sort_permutation = sort;
+    out.inverse_permutation = inverse;
+    out.scores = scores;
+    return out;
+  }
+  BackwardMemory memory(void* recomputed_h) {
+    return {view(), recomputed_h, dh, a_scaled, partials, dx_rows, counters};
+  }
+};
+
+TEST(BackwardArguments, HandArraysFromOpToOp) {
+  MoeDesc desc = desc_of({}, ActivationKind::swiglu);
+  desc.router.kind = RouterKind::topk_softmax;
+  BackwardTables t;
+  BackwardArguments const a = backward_arguments(desc, backward_args(desc), t.memory(nullptr));
+  EXPECT_EQ(a.down_dgrad.gmem_h, nowhere());
+  EXPECT_EQ(a.down_dgrad.gmem_dh, t.dh);
+  EXPECT_EQ(a.down_dgrad.gmem_ds_partials, t.partials);
+  EXPECT_EQ(a.down_wgrad.gmem_right, t.a_scaled);
+  EXPECT_EQ(a.down_wgrad.halves, 1);
+  EXPECT_EQ(a.up_dgrad.gmem_dh, t.dh);
+  EXPECT_EQ(a.aggregate.gmem_y, a.up_dgrad.gmem_dx_rows);
+  EXPECT_EQ(a.aggregate.gmem_scores, nullptr);
+  EXPECT_TRUE(a.aggregate.adds_to_o);  // to the router's part
+  EXPECT_EQ(a.up_wgrad.gmem_right, t.dh);
+  EXPECT_EQ(a.up_wgrad.halves, 2);
+  EXPECT_EQ(a.db_up.left.pitch, 2 * kIntermediate);
+  EXPECT_EQ(a.db_up.gmem_scores, nullptr);
+  EXPECT_EQ(a.db_down.gmem_scores, t.scores);
+  for (std::int32_t const* const gather :
+       {a.down_dgrad.gmem_gather_index, a.down_wgrad.gmem_gather_index,
+        a.up_wgrad.gmem_gather_index, a.db_down.gmem_gather_index}) {
+    EXPECT_EQ(gather, t.gather);
+  }
+  EXPECT_EQ(a.db_up.gmem_gather_index, nullptr);  // dh has a row of its own
+  EXPECT_TRUE(a.down_wgrad.is_fp32 && a.up_wgrad.is_fp32 && a.db_up.is_fp32 && a.db_down.is_fp32);
+  EXPECT_TRUE(a.down_wgrad.accumulates && a.up_wgrad.accumulates && a.db_up.accumulates &&
+              a.db_down.accumulates);
+  std::vector<std::int32_t const*> counters = {
+      a.recompute.gmem_tile_counter, a.down_dgrad.gmem_tile_counter, a.down_wgrad.gmem_tile_counter,
+      a.up_dgrad.gmem_tile_counter, a.up_wgrad.gmem_tile_counter};
+  std::sort(counters.begin(), counters.end());
+  EXPECT_EQ(std::adjacent_find(counters.begin(), counters.end()), counters.end());
+}
+
+TEST(BackwardArguments, GatherNothingFromGroupedRowsAndRecomputeH) {
+  MoeDesc desc = desc_of({}, ActivationKind::relu2);
+  desc.grouping = RowGrouping::offsets;
+  desc.shape.top_k = 1;
+  desc.save = SavePolicy::x;
+  BackwardTables t;
+  BackwardArguments const a = backward_arguments(desc, backward_args(desc), t.memory(t.h));
+  for (std::int32_t const* const gather :
+       {a.recompute.gmem_gather_index, a.down_dgrad.gmem_gather_index,
+        a.down_wgrad.gmem_gather_index, a.up_wgrad.gmem_gather_index,
+        a.db_down.gmem_gather_index}) {
+    EXPECT_EQ(gather, nullptr);
+  }
+  EXPECT_FALSE(a.aggregate.adds_to_o);
+  EXPECT_EQ(a.recompute.gmem_h, t.h);
+  EXPECT_EQ(a.recompute.gmem_a, nullptr);
+  EXPECT_EQ(a.down_dgrad.gmem_h, t.h);
+  EXPECT_EQ(a.up_wgrad.halves, 1);
+  EXPECT_FALSE(a.up_dgrad.gated);
+}
+
+// Every pass has what it uses; a whole backward shares the memory of a_scaled, dx rows and partial sums.
+TEST(BackwardPlan, HoldsTheLargestOfWhatIsNeverAliveAtOnce) {
+  MoeDesc desc = desc_of({}, ActivationKind::swiglu);
+  desc.shape = {.tokens = 4096, .hidden = 64, .intermediate = 96, .experts = 16, .top_k = 2};
+  std::int64_t const slots = desc.num_slots();
+  auto const bytes = [&](Pass pass) { return workspace_bytes(desc, pass, 0); };
+  constexpr std::size_t kPadding = 64 * 12;
+  std::size_t const given = bytes(Pass::backward);
+  auto const expected = static_cast<std::size_t>(slots * (2 * (2 * 96 + 96) + 4));
+  EXPECT_GE(given, expected);
+  EXPECT_LE(given, expected + kPadding);
+  EXPECT_LE(bytes(Pass::backward_weights), kPadding);
+  desc.router.kind = RouterKind::topk_softmax;
+  auto const routed = expected + static_cast<std::size_t>(4 * slots + 6 * 4096 * 16);
+  EXPECT_GE(bytes(Pass::backward), routed);
+  EXPECT_LE(bytes(Pass::backward), routed + kPadding);
+  desc.save = SavePolicy::x;
+  EXPECT_GE(bytes(Pass::backward), routed + static_cast<std::size_t>(slots * 2 * 2 * 96));
+}
+
+TEST(TokenSegments, CoverAllTokensInFewPieces) {
+  for (std::int64_t const tokens : {0, 1, 511, 512, 1025, 24576, 32768, 40961}) {
+    for (std::int64_t const experts : {1, 8, 128, 512}) {
+      for (std::int64_t const hidden : {8, 1536, 7168}) {
+        auto const [count, each] = token_segments(tokens, hidden, experts);
+        SCOPED_TRACE(std::to_string(tokens) + ", " + std::to_string(experts) + ", " +
+                     std::to_string(hidden));
+        EXPECT_GE(count, 1);
+        EXPECT_LE(count, 132);
+        EXPECT_GE(count * each, tokens);
+        EXPECT_LE((count - 1) * each, std::max<std::int64_t>(tokens - 1, 0));  // none is empty
+        EXPECT_TRUE(count == 1 || each >= 256);
+      }
+    }
+  }
+  EXPECT_EQ(token_segments(24576, 1536, 128).count, 22);
 }
 
 }  // namespace

@@ -89,6 +89,19 @@ class Requirements {
   Refusal r_;
 };
 
+Refusal refuse_wgrad(WgradArguments const& args, bool exists, char const* left,
+                     char const* right) noexcept {
+  Requirements need;
+  need.exists(exists);
+  need.experts(args.hidden, args.intermediate, args.experts, args.rows);
+  need.gathered(left, args.left);
+  need.base(right, args.gmem_right);
+  for (int half = 0; half < args.halves; ++half) {
+    if (args.dw[half].gmem != nullptr) need.weight("dw", args.dw[half], args.intermediate);
+  }
+  return need.result();
+}
+
 }  // namespace
 
 Refusal refuse(RouterLogitsArguments const& args) noexcept {
@@ -149,24 +162,13 @@ Refusal refuse(UpProjectionDgradArguments const& args) noexcept {
   return need.result();
 }
 
-Refusal refuse_wgrad(WgradArguments const& args, bool exists, char const* left,
-                     char const* right) noexcept {
-  Requirements need;
-  need.exists(exists);
-  need.experts(args.hidden, args.intermediate, args.experts, args.rows);
-  need.gathered(left, args.left);
-  need.base(right, args.gmem_right);
-  for (int half = 0; half < args.halves; ++half) {
-    need.weight("dw", args.dw[half], args.intermediate);
-  }
-  return need.result();
-}
 Refusal refuse(DownProjectionWgradArguments const& args) noexcept {
   return refuse_wgrad(args, kHasDownProjectionWgrad, "d_o", "a_scaled");
 }
 Refusal refuse(UpProjectionWgradArguments const& args) noexcept {
   return refuse_wgrad(args, kHasUpProjectionWgrad, "x", "dh");
 }
+
 Refusal refuse(RouteArguments const& args) noexcept {
   if (args.experts > kMaxExperts) {
     return refusal("experts=%d: at most %lld", args.experts, static_cast<Int>(kMaxExperts));

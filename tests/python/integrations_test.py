@@ -14,27 +14,104 @@ E, D, F = 5, 24, 8
 COUNTS = [4, 0, 6, 1, 0]
 
 
-class GroupedExperts(nn.Module):
-    """torchtitan's, as of August 2026: names with shape suffixes, counts on the device, tail rows allowed."""
+def expert_weights():
+    generator = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(E, F, D, generator=generator) / D**0.5 for _ in range(2))
+    return gate, up, torch.randn(E, D, F, generator=generator) / F**0.5
 
-    def __init__(self, activation_fn=None, fused=False):
+
+def swiglu(gate, up):
+    return functional.silu(gate) * up
+
+
+def by_expert(x_RD, counts, act, gate, up, down):
+    """What all of torchtitan's versions compute; rows beyond the counts are zeros."""
+    rows = x_RD[:counts.sum()].split(counts.tolist())
+    y = torch.cat([act(x @ gate[e].mT, x @ up[e].mT) @ down[e].mT for e, x in enumerate(rows)])
+    return functional.pad(y, (0, 0, 0, x_RD.shape[0] - y.shape[0]))
+
+
+class GroupedExperts(nn.Module):
+    """torchtitan's, in the forms of its versions: parameter names without and with shape suffixes, gate and up in one
+    tensor of four or three dimensions. Counts are on the device, tail rows allowed."""
+
+    def __init__(self, activation_fn=None, form="suffixes"):
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        gate, up = (torch.randn(E, F, D, generator=generator) / D**0.5 for _ in range(2))
-        if fused:
-            self.w13 = nn.Parameter(torch.stack([gate, up], dim=2))
-        else:
-            self.w1_EFD, self.w3_EFD = nn.Parameter(gate), nn.Parameter(up)
-        self.w2_EDF = nn.Parameter(torch.randn(E, D, F, generator=generator) / F**0.5)
+        gate, up, down = expert_weights()
+        fused = torch.stack([gate, up], dim=2)
+        parameters = {"plain": {"w1": gate, "w3": up, "w2": down},
+                      "suffixes": {"w1_EFD": gate, "w3_EFD": up, "w2_EDF": down},
+                      "w13": {"w13": fused, "w2_EDF": down},
+                      "flat w13": {"w13": fused.flatten(1, 2), "w2_EDF": down}}[form]
+        for name, value in parameters.items():
+            setattr(self, name, nn.Parameter(value))
+        self.form = form
         if activation_fn is not None:
             self.activation_fn = activation_fn
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        w1, w3 = self.w13.unbind(2) if hasattr(self, "w13") else (self.w1_EFD, self.w3_EFD)
-        act = getattr(self, "activation_fn", lambda gate, up: functional.silu(gate) * up)
-        rows = x_RD[:num_tokens_per_expert_E.sum()].split(num_tokens_per_expert_E.tolist())
-        y = torch.cat([act(x @ w1[e].mT, x @ w3[e].mT) @ self.w2_EDF[e].mT for e, x in enumerate(rows)])
-        return functional.pad(y, (0, 0, 0, x_RD.shape[0] - y.shape[0]))
+        if "w13" in self.form:
+            gate, up = self.w13.reshape(E, F, 2, D).unbind(2)
+        else:
+            gate, up = (self.w1, self.w3) if self.form == "plain" else (self.w1_EFD, self.w3_EFD)
+        down = self.w2 if self.form == "plain" else self.w2_EDF
+        return by_expert(x_RD, num_tokens_per_expert_E, getattr(self, "activation_fn", swiglu), gate, up, down)
+
+
+class TokenDispatcher:
+    """Stands for torchtitan's: sorts rows by expert, adds scored rows up."""
+
+    def dispatch(self, x_TD, scores_TK, ids_TK, counts_E):
+        order = ids_TK.flatten().argsort(stable=True)
+        return x_TD[order // ids_TK.shape[1]], counts_E, (order, scores_TK)
+
+    def combine(self, rows_RD, metadata, x_TD):
+        order, scores = metadata
+        rows = rows_RD * scores.flatten()[order, None]
+        return torch.zeros_like(x_TD).index_add(0, order // scores.shape[1], rows)
+
+
+class DispatchingExperts(GroupedExperts):
+    """A version whose forward dispatches and combines; _experts_forward is what is left."""
+
+    def __init__(self):
+        super().__init__()
+        self.token_dispatcher = TokenDispatcher()
+
+    def _experts_forward(self, x_RD, num_tokens_per_expert_E):
+        return GroupedExperts.forward(self, x_RD, num_tokens_per_expert_E)
+
+    def forward(self, x, scores, ids, counts):
+        rows, counts, metadata = self.token_dispatcher.dispatch(x, scores, ids, counts)
+        return self.token_dispatcher.combine(self._experts_forward(rows, counts), metadata, x)
+
+
+class GroupedLinear(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+class RoutedExperts(nn.Module):
+    """torchtitan's as of September 2026: two grouped linears, an activation, a dispatcher."""
+
+    def __init__(self, activation_fn=None, linear=GroupedLinear):
+        super().__init__()
+        gate, up, down = expert_weights()
+        self.w13, self.w2 = linear(torch.stack([gate, up], dim=1)), GroupedLinear(down)
+        self.token_dispatcher = TokenDispatcher()
+        self.activation_fn = activation_fn or SwiGLU()
+
+    def forward(self, x, scores, ids, counts):
+        rows, counts, metadata = self.token_dispatcher.dispatch(x, scores, ids, counts)
+        gate, up = self.w13.weight.unbind(1)
+        return self.token_dispatcher.combine(by_expert(rows, counts, self.activation_fn, gate, up, self.w2.weight),
+                                             metadata, x)
+
+
+class SwiGLU(nn.Module):
+    def forward(self, gate, up):
+        return swiglu(gate, up)
 
 
 class ClampedSwiGLU(nn.Module):
@@ -51,7 +128,8 @@ class Torchtitan(unittest.TestCase):
         x = torch.randn(13, D, generator=torch.Generator().manual_seed(1))
         d_y = torch.randn(13, D, generator=torch.Generator().manual_seed(2))
         counts = torch.tensor(COUNTS)
-        for options in ({}, {"fused": True}, {"activation_fn": ClampedSwiGLU()}):
+        for options in ({}, {"form": "plain"}, {"form": "w13"}, {"form": "flat w13"},
+                        {"activation_fn": ClampedSwiGLU()}):
             results = []
             for ours in (False, True):
                 model = nn.Sequential(GroupedExperts(**options))
@@ -63,6 +141,28 @@ class Torchtitan(unittest.TestCase):
             for theirs, mine in zip(*results, strict=True):
                 eager.check_close(self, str(options), mine, theirs, 1e-5)
             self.assertEqual(results[1][0][11:].abs().max(), 0)
+
+    def test_matches_its_own_forward_with_dispatch(self):
+        generator = torch.Generator().manual_seed(1)
+        x, d_o = torch.randn(9, D, generator=generator), torch.randn(9, D, generator=generator)
+        ids = torch.rand(9, E, generator=generator).topk(2).indices
+        scores, counts = torch.rand(9, 2, generator=generator), torch.bincount(ids.flatten(), minlength=E)
+        for make in (DispatchingExperts, RoutedExperts, lambda: RoutedExperts(ClampedSwiGLU())):
+            results = []
+            for ours in (False, True):
+                model = nn.Sequential(make())
+                if ours:
+                    self.assertEqual(torchtitan.use_tessera(model), 1)
+                tokens, weights = x.clone().requires_grad_(), scores.clone().requires_grad_()
+                o = model[0](tokens, weights, ids, counts)
+                results.append((o, *torch.autograd.grad(o, (tokens, weights, *model.parameters()), d_o)))
+            for theirs, mine in zip(*results, strict=True):
+                eager.check_close(self, type(model[0]).__name__, mine, theirs, 1e-5)
+
+    def test_leaves_dense_layers_alone(self):
+        dense = nn.Module()
+        dense.w1, dense.w2, dense.w3 = nn.Linear(D, F), nn.Linear(F, D), nn.Linear(D, F)
+        self.assertEqual(torchtitan.use_tessera(nn.Sequential(dense, GroupedExperts())), 1)
 
     def test_compile(self):
         model = GroupedExperts()
@@ -81,6 +181,18 @@ class Torchtitan(unittest.TestCase):
         biased.mlp1_bias = nn.Parameter(torch.zeros(E, F))
         with self.assertRaisesRegex(NotImplementedError, "has mlp1_bias"):
             torchtitan.use_tessera(nn.Sequential(GroupedExperts(), biased))
+
+        class QuantisedGroupedLinear(GroupedLinear):
+            pass
+
+        with self.assertRaisesRegex(NotImplementedError, "w13 is a QuantisedGroupedLinear"):
+            torchtitan.use_tessera(RoutedExperts(linear=QuantisedGroupedLinear))
+        nameless, processed = RoutedExperts(), RoutedExperts()
+        nameless.activation_fn, processed.output_postprocess = None, SwiGLU()
+        with self.assertRaisesRegex(NotImplementedError, "no activation_fn"):
+            torchtitan.use_tessera(nameless)
+        with self.assertRaisesRegex(NotImplementedError, "output_postprocess"):
+            torchtitan.use_tessera(processed)
 
 
 def config(**changes):

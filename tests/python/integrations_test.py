@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seams of torchtitan and Megatron-LM, with stand-ins that have their signatures, parameters and flags."""
 
+import sys
 import types
 import unittest
+import unittest.mock
 
 import eager
 import torch
@@ -206,6 +208,21 @@ def config(**changes):
         "expert_model_parallel_size": 1, **changes})
 
 
+class ShardedTensor:
+    """Megatron's: where `data` lies in the tensor of all ranks. A tuple (axis, i, n) says: part i of n along axis."""
+
+    @classmethod
+    def from_rank_offsets(cls, key, data, *rank_offsets, replica_id=0, prepend_axis_num=0):
+        self = cls()
+        self.key, self.data, self.replica_id = key, data, replica_id
+        shape, offset = [1] * prepend_axis_num + list(data.shape), [0] * (prepend_axis_num + data.dim())
+        for axis, part, parts in rank_offsets:
+            offset[axis] = part * shape[axis]
+            shape[axis] *= parts
+        self.global_shape, self.global_offset = tuple(shape), tuple(offset)
+        return self
+
+
 def megatron_reference(experts, x, probs, **options):
     """Probabilities on the activation, in fp32, as Megatron multiplies them."""
     w_up, w_down = experts.w_up.detach().double(), experts.w_down.detach().double()
@@ -274,6 +291,36 @@ class Megatron(unittest.TestCase):
         del state["linear_fc2.weight3"]
         with self.assertRaisesRegex(RuntimeError, "linear_fc2.weight3"):
             other.load_state_dict(state)
+
+    def test_sharded_state_dict(self):
+        """Rank 1 of 2: the stacked weights are the second half of each projection's tensor, behind the layers' axis."""
+        def group(rank, size):
+            return types.SimpleNamespace(rank=lambda: rank, size=lambda: size)
+
+        groups = types.SimpleNamespace(ep=group(1, 2), expt_tp=group(0, 1), expt_dp=group(3, 4))
+        experts = megatron.Experts(E, config(), pg_collection=groups)
+        module = types.ModuleType("megatron.core.dist_checkpointing.mapping")
+        module.ShardedTensor = ShardedTensor
+        parents = ("megatron", "megatron.core", "megatron.core.dist_checkpointing")
+        with unittest.mock.patch.dict(sys.modules, {**{name: types.ModuleType(name) for name in parents},
+                                                    module.__name__: module}):
+            sharded = experts.sharded_state_dict("mlp.experts.", ((0, 5, 7),), {})
+            for metadata, changes in (({"singleton_local_shards": True}, {}), ({}, {"moe_mlp_glu_interleave_size": 4})):
+                with self.assertRaisesRegex(NotImplementedError, "singleton_local_shards|moe_mlp_glu_interleave_size"):
+                    megatron.Experts(E, config(**changes), pg_collection=groups).sharded_state_dict("", (), metadata)
+        self.assertEqual(list(sharded), ["mlp.experts.linear_fc1.weight", "mlp.experts.linear_fc2.weight"])
+        up, down = sharded.values()
+        self.assertIs(up.data, experts.w_up)  # the optimizer looks for the parameter itself
+        self.assertEqual(up.key, "mlp.experts.experts.linear_fc1.weight")
+        self.assertEqual((up.global_shape, up.global_offset), ((7, 2 * E, 2 * F, D), (5, E, 0, 0)))
+        self.assertEqual(up.replica_id, (0, 0, 3))
+        self.assertEqual((down.global_shape, down.global_offset), ((7, 2 * E, D, F), (5, E, 0, 0)))
+        other = megatron.Experts(E, config(), pg_collection=groups)  # as Megatron hands a loaded checkpoint over
+        other.load_state_dict({key.removeprefix("mlp.experts."): value.data for key, value in sharded.items()})
+        self.assertTrue(torch.equal(experts.w_up, other.w_up) and torch.equal(experts.w_down, other.w_down))
+        groups.expt_tp = group(0, 2)
+        with self.assertRaisesRegex(NotImplementedError, "expert_tensor_parallel_size=2"):
+            megatron.Experts(E, config(), pg_collection=groups)
 
     def test_refusals(self):
         for option in ("add_bias_linear", "delay_wgrad_compute", "fp8", "moe_apply_probs_on_input"):

@@ -2,8 +2,9 @@
 """Experts for Megatron-LM's MoE layer: what its `experts` submodule has to be, computed by Tessera.
 
 Weights are stacked: w_up [E,w*n,d], w_down [E,d,n]. State dicts have Megatron's names, linear_fc1.weight{i} and
-linear_fc2.weight{i}, so that its checkpoints load and its tools read ours. Sharded checkpoints
-(sharded_state_dict) are not translated.
+linear_fc2.weight{i}, so that its checkpoints load and its tools read ours. In sharded checkpoints the experts of all
+ranks are one tensor per projection, under the keys and in the shapes of Megatron's own experts, whose checkpoints
+therefore load, on any number of ranks. The other way round Megatron asks for _extra_state, of which Tessera has none.
 """
 
 import math
@@ -16,13 +17,16 @@ from tessera.options import GATED
 from tessera.recognise import recognise
 
 
+_NAMES = (("w_up", "linear_fc1"), ("w_down", "linear_fc2"))
+
+
 class Experts(nn.Module):
     """Experts of one rank. config: Megatron's TransformerConfig, of which it reads hidden_size, moe_ffn_hidden_size,
     gated_linear_unit, activation_func, activation_func_clamp_value, glu_linear_offset,
     moe_mlp_glu_interleave_size, params_dtype, gradient_accumulation_fusion.
 
     Errors: NotImplementedError for options that Tessera does not serve (biases, delay_wgrad_compute, fp8, probabilities
-    on the input, an unknown activation).
+    on the input, an unknown activation, tensor parallelism within experts).
     """
 
     def __init__(self, num_local_experts: int, config, submodules=None, pg_collection=None):
@@ -31,7 +35,10 @@ class Experts(nn.Module):
                                ("fp8", "fp8 weights"), ("moe_apply_probs_on_input", "probabilities on the input")):
             if getattr(config, option, None):
                 raise NotImplementedError(f"config.{option}: {reason} are not served by this seam; switch it off")
-        self.config, self.num_local_experts = config, num_local_experts
+        if pg_collection is not None and pg_collection.expt_tp.size() > 1:
+            raise NotImplementedError(f"expert_tensor_parallel_size={pg_collection.expt_tp.size()}: this seam holds "
+                                      "whole experts; set it to 1")
+        self.config, self.num_local_experts, self.pg_collection = config, num_local_experts, pg_collection
         hidden, intermediate = config.hidden_size, config.moe_ffn_hidden_size
         options = _activation(config)
         width = (2 if options["activation"] in GATED else 1) * intermediate
@@ -65,29 +72,65 @@ class Experts(nn.Module):
         y = functional.run(self._text, x, (None, None, None, None, None, counts, probs), weights, buffers)[0]
         return y, None
 
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """What Megatron's dist_checkpointing saves and loads: the stacked weights of this rank as parts of
+        [E_global,w*n,d] and [E_global,d,n]. The tensors are the parameters, by which the optimizer finds its state.
+
+        Errors: NotImplementedError for moe_mlp_glu_interleave_size, and for metadata that asks for a key per expert.
+        """
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        if (metadata or {}).get("singleton_local_shards"):
+            raise NotImplementedError("metadata: singleton_local_shards asks for a key per expert, but experts are "
+                                      "stacked; switch it off")
+        if getattr(self.config, "moe_mlp_glu_interleave_size", None):
+            raise NotImplementedError("config.moe_mlp_glu_interleave_size: sharded checkpoints of interleaved weights "
+                                      "are not served; switch it off")
+        rank, ranks, replica = self._place()
+        axis = len(sharded_offsets)
+        return {f"{prefix}{theirs}.weight": ShardedTensor.from_rank_offsets(
+                    f"{prefix}experts.{theirs}.weight", getattr(self, ours), *sharded_offsets, (axis, rank, ranks),
+                    replica_id=(0, 0, replica), prepend_axis_num=axis)
+                for ours, theirs in _NAMES}
+
+    def _place(self):
+        """(rank, ranks) of expert parallelism, and the rank among those with the same experts."""
+        groups = self.pg_collection
+        if groups is not None:
+            return groups.ep.rank(), groups.ep.size(), groups.expt_dp.rank()
+        from megatron.core import parallel_state
+
+        return (parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_model_parallel_world_size(),
+                parallel_state.get_expert_data_parallel_rank())
+
     def backward_dw(self) -> None:
         """Weight gradients are made in backward; there is nothing left to do."""
 
-    # Names of Megatron's TEGroupedMLP in state dicts.
+    # Names of Megatron's TEGroupedMLP in state dicts; a sharded checkpoint comes back stacked.
     def _save_to_state_dict(self, destination, prefix, keep_vars):
-        for ours, theirs in (("w_up", "linear_fc1"), ("w_down", "linear_fc2")):
+        for ours, theirs in _NAMES:
             weight = getattr(self, ours)
             for i, slice_ in enumerate((weight if keep_vars else weight.detach()).unbind(0)):
                 destination[f"{prefix}{theirs}.weight{i}"] = slice_
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
-        for ours, theirs in (("w_up", "linear_fc1"), ("w_down", "linear_fc2")):
-            weight = getattr(self, ours)
-            for i in range(self.num_local_experts):
-                key = f"{prefix}{theirs}.weight{i}"
-                if key not in state_dict:
-                    missing.append(key)
-                elif state_dict[key].shape != weight.shape[1:]:
-                    errors.append(f"{key}: shape {tuple(state_dict[key].shape)}; {tuple(weight.shape[1:])} is needed")
-                else:
-                    with torch.no_grad():
-                        weight[i].copy_(state_dict[key])
-        known = tuple(f"{prefix}{theirs}.weight" for theirs in ("linear_fc1", "linear_fc2"))
+        def load(key, weight):
+            if key not in state_dict:
+                missing.append(key)
+            elif state_dict[key].shape != weight.shape:
+                errors.append(f"{key}: shape {tuple(state_dict[key].shape)}; {tuple(weight.shape)} is needed")
+            else:
+                weight.copy_(state_dict[key])
+
+        with torch.no_grad():
+            for ours, theirs in _NAMES:
+                weight, stacked = getattr(self, ours), f"{prefix}{theirs}.weight"
+                if stacked in state_dict:
+                    load(stacked, weight)
+                    continue
+                for i, slice_ in enumerate(weight.unbind(0)):
+                    load(f"{stacked}{i}", slice_)
+        known = tuple(f"{prefix}{theirs}.weight" for _, theirs in _NAMES)
         unexpected += [key for key in state_dict if strict and key.startswith(prefix) and not key.startswith(known)]
 
 

@@ -68,48 +68,28 @@ struct RoundDlogitsArguments {
   int64_t count;              // T*E
 };
 
-/// The GEMMs of the router's backward run as those of the experts: rows are tokens. Where tokens are summed over, they
-/// come in `count` segments of `each`, the last one shorter, so that few outputs keep a GPU busy. From the shape alone.
-struct TokenSegments {
-  int64_t count;  // >= 1
-  int64_t each;
-};
-constexpr TokenSegments token_segments(int64_t tokens, int64_t hidden, int64_t experts) {
-  constexpr int64_t kTiles = 132, kTileRows = 128, kTileColumns = 256, kLeastTokens = 512;
-  int64_t const tiles =
-      (experts + kTileRows - 1) / kTileRows * ((hidden + kTileColumns - 1) / kTileColumns);
-  int64_t const wanted = (kTiles + tiles - 1) / tiles, most = tokens / kLeastTokens;
-  int64_t const count = most < 1 ? 1 : wanted < most ? wanted : most;
-  int64_t const each = (tokens + count - 1) / count;
-  return {each == 0 ? 1 : (tokens + each - 1) / each, each};
-}
-struct TokenOffsetsArguments {
-  TokenSegments segments;
-  int64_t tokens;         // T
-  int32_t* gmem_all;      // (2): 0, T
-  int32_t* gmem_offsets;  // (count+1): where segments start, and T
-};
-
-/// dx_t = rnd(dl_t w_router), for rows of dx that are not contiguous.
+/// dx_t = rnd(dl_t w_router).
 struct RouterDgradArguments {
-  void const* gmem_dlogits;  // (T,E) bf16
-  MatrixRows w_router;       // (E,d)
-  void* gmem_dx;             // (T,d) bf16, every element is written
-  int64_t dx_pitch;          // elements from one row of dx to the next
-  int64_t tokens, hidden;    // T, d
-  int32_t experts;           // E
+  void const* gmem_dlogits;    // (T,E) bf16
+  MatrixRows w_router;         // (E,d)
+  void* gmem_dx;               // (T,d) bf16, every element is written
+  int64_t dx_pitch;            // elements from one row of dx to the next
+  int64_t tokens, hidden;      // T, d
+  int32_t experts;             // E
+  int32_t* gmem_tile_counter;  // one int, 0 before and after every launch
 };
 
-/// dw_router[e,c] = sum of the segments' partials, in order.
+/// dw_router[e,c] = sum over tokens t, ascending, of dl[t,e] * x[t,c].
 struct RouterWgradArguments {
-  float const* gmem_partials;  // (segments,E,d)
-  int64_t segments;            //
+  void const* gmem_dlogits;    // (T,E) bf16
+  MatrixRows x;                // (T,d)
   void* gmem_dw_router;        // (E,d)
   int64_t dw_pitch;            // elements from one row of dw_router to the next
   bool is_fp32;                // of dw_router, else bf16
-  bool accumulates;            // adds the complete fp32 sum once, else overwrites
-  int64_t tokens, hidden;      // T, d; without tokens nothing is added
+  bool accumulates;            // adds the complete fp32 sum once, else overwrites (zeros for T = 0)
+  int64_t hidden;              // d
   int32_t experts;             // E
+  int32_t* gmem_tile_counter;  // one int, 0 before and after every launch
 };
 
 /// Launch on `stream`; allocate nothing, wait for nothing. dscores: a thread per slot, with a bias a warp.
@@ -118,7 +98,6 @@ cudaError_t launch_dscores_plain(DscoresArguments const& args, cudaStream_t stre
 cudaError_t launch_merge_repeats_plain(MergeRepeatsArguments const& args, cudaStream_t stream);
 cudaError_t launch_router_dlogits_plain(RouterDlogitsArguments const& args, cudaStream_t stream);
 cudaError_t launch_round_dlogits_plain(RoundDlogitsArguments const& args, cudaStream_t stream);
-cudaError_t launch_token_offsets_plain(TokenOffsetsArguments const& args, cudaStream_t stream);
 cudaError_t launch_router_dgrad_plain(RouterDgradArguments const& args, cudaStream_t stream);
 cudaError_t launch_router_wgrad_plain(RouterWgradArguments const& args, cudaStream_t stream);
 

@@ -63,7 +63,6 @@ class Backward {
          .gmem_dx_rows = plan_.a_or_dx.in(base_),
          .gmem_tile_counters = plan_.counters.in(base_)});
     zero_counters(plan_.counters.in(base_), sequence_);
-    if (routed() && (wanted_.dx || wanted_.dw_router)) add_token_offsets();
   }
 
   /// dh, a_scaled, dscores, dlogits.
@@ -85,7 +84,20 @@ class Backward {
 
   void input_gradient() noexcept {
     if (!wanted_.dx) return;
-    if (routed()) add_router_dgrad();
+    if (routed()) {
+      sequence_.add("router_dgrad", [&](cudaStream_t stream) {
+        return launch_router_dgrad_plain(
+            {.gmem_dlogits = plan_.rounded.in(base_),
+             .w_router = matrix_rows(args_.w_router),
+             .gmem_dx = args_.dx.data,
+             .dx_pitch = matrix_rows(args_.dx).pitch,
+             .tokens = desc_.shape.tokens,
+             .hidden = desc_.shape.hidden,
+             .experts = static_cast<std::int32_t>(desc_.shape.experts),
+             .gmem_tile_counter = plan_.counters.in(base_) + kRouterDgradCounter},
+            stream);
+      });
+    }
     sequence_.select("up_projection_dgrad", experts_.up_dgrad);
     sequence_.select("aggregate", experts_.aggregate);
   }
@@ -99,7 +111,21 @@ class Backward {
   }
 
   void router_weights() noexcept {
-    if (wanted_.dw_router) add_router_wgrad();
+    if (wanted_.dw_router) {
+      sequence_.add("router_wgrad", [&](cudaStream_t stream) {
+        return launch_router_wgrad_plain(
+            {.gmem_dlogits = plan_.rounded.in(base_),
+             .x = matrix_rows(args_.x),
+             .gmem_dw_router = args_.gradients.dw_router.data,
+             .dw_pitch = matrix_rows(args_.gradients.dw_router).pitch,
+             .is_fp32 = gradients_are_fp32(),
+             .accumulates = accumulates(),
+             .hidden = desc_.shape.hidden,
+             .experts = static_cast<std::int32_t>(desc_.shape.experts),
+             .gmem_tile_counter = plan_.counters.in(base_) + kRouterWgradCounter},
+            stream);
+      });
+    }
     if (!args_.gradients.db_router.present()) return;
     std::int64_t const experts = desc_.shape.experts;
     add_bias_gradient(
@@ -130,9 +156,6 @@ class Backward {
   }
 
  private:
-  [[nodiscard]] std::int32_t* counter(TileCounter which) const noexcept {
-    return plan_.counters.in(base_) + which;
-  }
   [[nodiscard]] bool routed() const noexcept { return desc_.router.kind != RouterKind::given; }
   [[nodiscard]] bool gradients_are_fp32() const noexcept {
     return core::gradient_dtype(desc_, args_.gradients) == DType::fp32;
@@ -144,92 +167,6 @@ class Backward {
   void add_bias_gradient(char const* name, BiasGradientArguments const& args) noexcept {
     sequence_.add(name,
                   [&](cudaStream_t stream) { return launch_bias_gradient_plain(args, stream); });
-  }
-
-  /// The rows of tokens that the router's GEMMs run over.
-  void add_token_offsets() noexcept {
-    MoeShape const& s = desc_.shape;
-    sequence_.add("token offsets", [&](cudaStream_t stream) {
-      return launch_token_offsets_plain({.segments = token_segments(s.tokens, s.hidden, s.experts),
-                                         .tokens = s.tokens,
-                                         .gmem_all = plan_.all_tokens.in(base_),
-                                         .gmem_offsets = plan_.segments.in(base_)},
-                                        stream);
-    });
-  }
-
-  [[nodiscard]] WeightRows router_rows(void const* gmem, std::int64_t pitch) const noexcept {
-    return {.gmem = gmem,
-            .expert_stride = desc_.shape.experts * pitch,
-            .row_stride = pitch,
-            .column_stride = 1,
-            .block = desc_.shape.experts,
-            .block_stride = 0};
-  }
-
-  /// The router's part of dx, by the GEMM of up_projection_dgrad: one expert, whose up rows are those of w_router.
-  void add_router_dgrad() noexcept {
-    MoeShape const& s = desc_.shape;
-    MatrixRows const w_router = matrix_rows(args_.w_router), dx = matrix_rows(args_.dx);
-    auto const experts = static_cast<std::int32_t>(s.experts);
-    if (dx.pitch == s.hidden) {
-      sequence_.select("router_dgrad", UpProjectionDgradArguments{
-                                           .gmem_dh = plan_.rounded.in(base_),
-                                           .gmem_expert_offsets = plan_.all_tokens.in(base_),
-                                           .w_up = {router_rows(w_router.gmem, w_router.pitch)},
-                                           .gated = false,
-                                           .gmem_dx_rows = args_.dx.data,
-                                           .rows = s.tokens,
-                                           .hidden = s.hidden,
-                                           .intermediate = s.experts,
-                                           .experts = 1,
-                                           .gmem_tile_counter = counter(kRouterDgradCounter)});
-      return;
-    }
-    sequence_.add("router_dgrad", [&](cudaStream_t stream) {
-      return launch_router_dgrad_plain({.gmem_dlogits = plan_.rounded.in(base_),
-                                        .w_router = w_router,
-                                        .gmem_dx = args_.dx.data,
-                                        .dx_pitch = dx.pitch,
-                                        .tokens = s.tokens,
-                                        .hidden = s.hidden,
-                                        .experts = experts},
-                                       stream);
-    });
-  }
-
-  /// dw_router by the GEMM of up_projection_wgrad: an expert per segment of tokens, whose gradients are then added up.
-  void add_router_wgrad() noexcept {
-    MoeShape const& s = desc_.shape;
-    std::int64_t const segments = token_segments(s.tokens, s.hidden, s.experts).count;
-    float* const gmem_partials = plan_.router_partials.in(base_);
-    sequence_.select("router_wgrad", UpProjectionWgradArguments{
-                                         {.left = matrix_rows(args_.x),
-                                          .gmem_gather_index = nullptr,
-                                          .gmem_expert_offsets = plan_.segments.in(base_),
-                                          .gmem_right = plan_.rounded.in(base_),
-                                          .halves = 1,
-                                          .dw = {router_rows(gmem_partials, s.hidden)},
-                                          .is_fp32 = true,
-                                          .accumulates = false,
-                                          .rows = s.tokens,
-                                          .hidden = s.hidden,
-                                          .intermediate = s.experts,
-                                          .experts = static_cast<std::int32_t>(segments),
-                                          .gmem_tile_counter = counter(kRouterWgradCounter)}});
-    sequence_.add("router_wgrad", [&](cudaStream_t stream) {
-      Tensor const& dw = args_.gradients.dw_router;
-      return launch_router_wgrad_plain({.gmem_partials = gmem_partials,
-                                        .segments = segments,
-                                        .gmem_dw_router = dw.data,
-                                        .dw_pitch = matrix_rows(dw).pitch,
-                                        .is_fp32 = gradients_are_fp32(),
-                                        .accumulates = accumulates(),
-                                        .tokens = s.tokens,
-                                        .hidden = s.hidden,
-                                        .experts = static_cast<std::int32_t>(s.experts)},
-                                       stream);
-    });
   }
 
   void add_dscores() noexcept {

@@ -6,7 +6,6 @@
 #include "core/router_math.hpp"
 #include "cuda/host/metadata.hpp"
 #include "cuda/host/projection_backward.hpp"
-#include "cuda/host/router_backward.hpp"
 #include "cuda/layer/backend.hpp"
 
 namespace tessera::cuda {
@@ -43,20 +42,11 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
   core::WorkspacePlan plan;
   BackwardPlan out;
   out.counters = plan.add<std::int32_t>(kNumTileCounters);
-  TokenSegments const segments = token_segments(s.tokens, s.hidden, s.experts);
-  std::int64_t const partials = routed ? segments.count * s.experts * s.hidden : 0;
-  if (routed) {
-    out.rounded = plan.add<std::uint16_t>(logits);
-    out.all_tokens = plan.add<std::int32_t>(2);
-    out.segments = plan.add<std::int32_t>(segments.count + 1);
-  }
-  if (pass == Pass::backward_weights) out.router_partials = plan.add<float>(partials);
+  if (routed) out.rounded = plan.add<std::uint16_t>(logits);
   if (pass != Pass::backward_weights) {
     if (desc.save == SavePolicy::x) out.h = plan.add<std::uint16_t>(slots * desc.up_width() * n);
     if (whole) out.dh = plan.add<std::uint16_t>(slots * desc.up_width() * n);
-    out.a_or_dx = plan.add<std::uint16_t>(
-        std::max(slots * std::max(whole ? n : 0, s.hidden), whole ? 2 * partials : 0));
-    out.router_partials = {out.a_or_dx.offset};
+    out.a_or_dx = plan.add<std::uint16_t>(slots * std::max(whole ? n : 0, s.hidden));
     out.ds_partials = plan.add<float>(slots * score_groups(n));
     if (routed) out.dscores = plan.add<float>(slots);
     if (routed && whole) out.dlogits = plan.add<float>(logits);

@@ -40,16 +40,13 @@ struct BackwardPlan {
   core::Region<std::uint16_t> h;        ///< [P,w*n] bf16, SavePolicy::x recomputes it here
   core::Region<std::uint16_t> dh;       ///< [P,w*n] bf16; a split backward has the caller's
   core::Region<std::uint16_t>
-      a_or_dx;  ///< a_scaled [P,n], then dx rows [P,d], then router_partials: never alive at once; bf16
+      a_or_dx;  ///< a_scaled [P,n], then dx rows [P,d]: never alive at once; bf16
   core::Region<float> ds_partials;        ///< [P,score_groups(n)]
   core::Region<float> dscores;            ///< [P], with a router
   core::Region<float> dlogits;            ///< [T,E], with a router; split: the caller's
   core::Region<std::uint16_t> rounded;    ///< dlogits [T,E] bf16, with a router
   core::Region<std::int32_t> merged_ids;  ///< [P], with replay
   core::Region<float> merged_dscores;     ///< [P], with replay
-  core::Region<std::int32_t> all_tokens;  ///< [2], with a router
-  core::Region<std::int32_t> segments;    ///< [token_segments + 1], with a router
-  core::Region<float> router_partials;    ///< [token_segments,E,d], with a router
   std::size_t bytes = 0;
 };
 /// pass: backward, backward_input or backward_weights.

@@ -289,7 +289,7 @@ class TaskCursor {
   TESSERA_INLINE TaskCursor(ExchangeShape const& shape, ExpertPlan const* plan, std::int32_t owner,
                             std::int32_t lag)
       : totals_(owner_totals(shape, plan, owner)),
-        lag_(lag),
+        lag_(lag < totals_.units ? lag : totals_.units),
         up_tiles_(shape.up_tiles()),
         down_tiles_(shape.down_tiles()),
         up_(shape, plan, owner),

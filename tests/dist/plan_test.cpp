@@ -198,6 +198,16 @@ TEST(Tasks, EachOnceAndDownsBehindUpsByTheLag) {
   }
 }
 
+TEST(Tasks, ALagBeyondAllUnitsCostsNoSteps) {
+  Exchange const exchange = exchanges().front();
+  OwnerPlan const own(exchange, 0);
+  TaskCursor all = own.tasks(2'000'000'000), units = own.tasks(own.totals().units);
+  ASSERT_GT(all.tickets(), 0);
+  for (std::int64_t ticket = 0; ticket < all.tickets(); ++ticket) {
+    ASSERT_EQ(all.at(ticket), units.at(ticket));  // a time limit is what fails otherwise
+  }
+}
+
 TEST(Tasks, LagIsAShareOfTheUnitsWithinBounds) {
   EXPECT_EQ(default_lag(0), 8);
   EXPECT_EQ(default_lag(100), 45);

@@ -34,6 +34,9 @@ LAYERS = {
     "src/cuda/kernels": ["src/cuda/arch", "src/cuda/block", "src/cuda/host", "src/cuda/tuning", "src/core"],
     "src/cuda/instances": ["src/cuda/host", "src/cuda/kernels", "src/cuda/tuning"],
     "src/dist": ["include/tessera", "src/core"],
+    "src/dist/kernels": [
+        "include/tessera", "src/core", "src/cuda/arch", "src/cuda/block", "src/cuda/host", "src/dist",
+    ],
     "lm": ["include/tessera"],
     "huggingface": ["include/tessera", "lm"],
     "cli": ["include/tessera", "src/verify", "src/device", "lm", "huggingface"],
@@ -44,7 +47,8 @@ LAYERS = {
 }
 MAY_READ_ENVIRONMENT = ("src/ops", "lm", "cli", "bench", "tests")
 MAY_INCLUDE_CUDA = (
-    "src/cuda", "src/device/cuda.cu", "src/dist/device_calls.cpp", "bench/cuda", "bench/dist", "tests/cuda",
+    "src/cuda", "src/device/cuda.cu", "src/dist/device_calls.cpp", "src/dist/kernels",
+    "bench/cuda", "bench/dist", "tests/cuda",
 )
 
 SUFFIXES = {".hpp", ".cpp", ".h", ".c", ".cuh", ".cu"}

@@ -192,6 +192,10 @@ struct LocalLayout {
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t ended(std::uint32_t epoch) const {
     return bank(epoch) + 2 * kWordStride;
   }
+  /// Tickets drawn beyond each CTA's first: which CTA computes a task does not change its bits.
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t tickets(std::uint32_t epoch) const {
+    return bank(epoch) + 3 * kWordStride;
+  }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t arrived(std::uint32_t epoch,
                                                               std::int64_t block) const {
     return bank(epoch) + kCounters * kWordStride + 4 * block;
@@ -214,7 +218,7 @@ struct LocalLayout {
   }
 
  private:
-  static constexpr std::int64_t kCounters = 3;
+  static constexpr std::int64_t kCounters = 4;
   std::int64_t experts_, max_blocks_, max_tokens_, max_local_choices_;
 };
 

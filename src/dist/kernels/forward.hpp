@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// The forward pass of experts on several GPUs in one launch: dispatch, up and down projection, combine and
+// aggregate. Host side: arguments and launcher.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "dist/kernels/exchange.hpp"
+
+namespace tessera::dist {
+
+struct ForwardArguments {
+  ExchangeArguments
+      exchange;           // gmem_pool: [pool_rows,d]; gmem_y, _slot_of_pair, _expert_offsets unused
+  void const* gmem_w_up;  // [local_experts,2n,d] bf16, gate rows first
+  void const* gmem_w_down;   // [local_experts,d,n] bf16
+  void* gmem_a;              // [pool_rows,n] bf16, workspace
+  float const* gmem_scores;  // [tokens,max_top_k]
+  void* gmem_o;              // out [tokens,d] bf16
+  std::int32_t lag;          // units of down behind those of up; < 0: default_lag
+};
+
+/// swiglu. All CTAs are resident (a cooperative launch of sm_count).
+/// cudaErrorInvalidValue: max_top_k > 32, hidden or intermediate no multiple of 8.
+cudaError_t launch_forward(ForwardArguments const& args, int sm_count, cudaStream_t stream);
+
+}  // namespace tessera::dist

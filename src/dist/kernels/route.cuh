@@ -1,0 +1,183 @@
+// SPDX-License-Identifier: Apache-2.0
+// What every CTA does first: its token slice's rows to the owners, counts to all ranks, and the plan.
+//   scan     histogram of the slice, prefix over slices [route_scan]
+//   entries  one per row into the list of its owner [ack]; an entry's place depends on the choices alone
+//   publish  counts to every rank; the last CTA says so [publish]
+//   plan     every CTA awaits all ranks and derives the same
+// One thread polls, a barrier passes it on. False: a wait has failed, the pass is lost (wait.cuh).
+#pragma once
+
+#include "dist/kernels/exchange.hpp"
+#include "dist/kernels/wait.cuh"
+
+namespace tessera::dist {
+
+constexpr int kMostExperts = 512;
+
+template <int kThreads>
+struct RouteStorage {
+  std::int32_t counts[kMaxRanks * kMostExperts];  // c[source][expert]
+  ExpertPlan plan[kMostExperts];
+  std::int32_t list_begin[kMostExperts];
+  std::int32_t totals[kMostExperts];  // of this rank's rows
+  std::int32_t next[kMostExperts];    // index of this slice's next row of each expert
+  std::int32_t ids[kThreads];
+};
+
+// Whether all threads of the CTA may go on; a barrier.
+__device__ inline bool all_reached(bool reached) { return __syncthreads_or(reached ? 0 : 1) == 0; }
+
+__device__ inline bool is_expert(ExchangeArguments const& p, std::int32_t id) {
+  return id >= 0 && id < p.shape.experts;
+}
+
+// The counters of the next pass, which nobody has used since the pass before this one.
+template <int kThreads>
+__device__ void clear_next_bank(ExchangeArguments const& p, std::uint32_t epoch) {
+  auto* const bank = word_of(p.gmem_local, p.local.bank(epoch + 1));
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+       i < p.local.bank_bytes / 4; i += std::int64_t{gridDim.x} * kThreads) {
+    bank[i] = 0;
+  }
+}
+
+// LocalLayout::pair_index.
+__device__ inline std::uint32_t* pair_word(ExchangeArguments const& p, int pair) {
+  return word_of(p.gmem_local, p.local.pair_index + std::int64_t{4} * pair);
+}
+
+// next[] and totals[] from the histograms of all slices.
+template <int kThreads>
+__device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, std::uint32_t epoch,
+                     TokenSlice slice) {
+  int const experts = p.shape.experts;
+  for (int e = static_cast<int>(threadIdx.x); e < experts; e += kThreads) smem.next[e] = 0;
+  __syncthreads();
+  int const end = slice.end * p.shape.max_top_k;
+  for (int i = slice.begin * p.shape.max_top_k + static_cast<int>(threadIdx.x); i < end;
+       i += kThreads) {
+    std::int32_t const id = p.gmem_topk_ids[i];
+    if (is_expert(p, id)) atomicAdd(&smem.next[id], 1);
+  }
+  __syncthreads();
+  auto const histogram = [&](int c) {
+    return reinterpret_cast<std::int32_t*>(p.gmem_local + p.local.histogram(c));
+  };
+  for (int e = static_cast<int>(threadIdx.x); e < experts; e += kThreads) {
+    histogram(static_cast<int>(blockIdx.x))[e] = smem.next[e];
+  }
+  __syncthreads();
+  bool reached = true;
+  if (threadIdx.x == 0) {
+    arch::add_release_gpu(word_of(p.gmem_local, p.local.slices_counted(epoch)), 1);
+    reached =
+        Waiter(p, epoch).for_count(p.local.slices_counted(epoch), gridDim.x, Site::route_scan);
+  }
+  if (!all_reached(reached)) return false;
+  for (int e = static_cast<int>(threadIdx.x); e < experts; e += kThreads) {
+    std::int32_t before = 0, total = 0;
+    for (int c = 0; c < static_cast<int>(gridDim.x); ++c) {
+      std::int32_t const rows = __ldcg(histogram(c) + e);
+      if (c < static_cast<int>(blockIdx.x)) before += rows;
+      total += rows;
+    }
+    smem.next[e] = before;
+    smem.totals[e] = total;
+  }
+  __syncthreads();
+  for (int e = static_cast<int>(threadIdx.x); e < experts; e += kThreads) {
+    std::int32_t begin = 0;
+    for (int l = p.shape.owner(e) * p.shape.local_experts(); l < e; ++l) begin += smem.totals[l];
+    smem.list_begin[e] = begin;
+  }
+  __syncthreads();
+  return true;
+}
+
+// One pair per thread at a time; those of one expert keep their order.
+template <int kThreads>
+__device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>& smem,
+                              std::uint32_t epoch, TokenSlice slice) {
+  int const end = slice.end * p.shape.max_top_k;
+  for (int first = slice.begin * p.shape.max_top_k; first < end; first += kThreads) {
+    int const pair = first + static_cast<int>(threadIdx.x);
+    std::int32_t const id = pair < end ? p.gmem_topk_ids[pair] : -1;
+    bool const routed = is_expert(p, id);
+    smem.ids[threadIdx.x] = routed ? id : -1;
+    __syncthreads();
+    if (routed) {
+      int earlier = 0;
+      for (int i = 0; i < static_cast<int>(threadIdx.x); ++i) earlier += smem.ids[i] == id;
+      std::int64_t const place = smem.list_begin[id] + smem.next[id] + earlier;
+      // Direct transfers: every row is a group of its own, and scores stay with their source.
+      RouteEntry const entry = {static_cast<std::uint32_t>(pair), 0.0f, 0, 1, 0, 0};
+      char* const to =
+          p.windows[p.shape.owner(id)] + p.window.list_entry(parity(epoch), p.rank, place);
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4 const*>(&entry);
+      *pair_word(p, pair) = static_cast<std::uint32_t>(smem.next[id] + earlier);
+    }
+    if (pair < end) p.gmem_slot_of_pair[pair] = routed ? pair : -1;
+    __syncthreads();
+    if (routed) atomicAdd(&smem.next[id], 1);
+    __syncthreads();
+  }
+}
+
+template <int kThreads>
+__device__ bool route(ExchangeArguments const& p, RouteStorage<kThreads>& smem,
+                      std::uint32_t epoch) {
+  TokenSlice const slice =
+      token_slice(p.tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  if (!scan(p, smem, epoch, slice)) return false;
+  bool reached = true;
+  if (static_cast<int>(threadIdx.x) < p.shape.ranks) {
+    int const peer = static_cast<int>(threadIdx.x);
+    reached =
+        Waiter(p, epoch).for_epoch(p.window.ack_word(peer), acked_before(epoch), Site::ack, peer);
+  }
+  if (!all_reached(reached)) return false;
+  write_entries(p, smem, epoch, slice);
+  for (int r = static_cast<int>(blockIdx.x); r < p.shape.ranks; r += static_cast<int>(gridDim.x)) {
+    auto* const row =
+        reinterpret_cast<std::int32_t*>(p.windows[r] + p.window.count_row(parity(epoch), p.rank));
+    for (int e = static_cast<int>(threadIdx.x); e < p.shape.experts; e += kThreads) {
+      row[e] = smem.totals[e];
+    }
+  }
+  arch::fence_acq_rel_sys();
+  __syncthreads();
+  if (threadIdx.x != 0) return true;
+  std::uint32_t const before =
+      arch::count_acq_rel_gpu(word_of(p.gmem_local, p.local.slices_written(epoch)), 1);
+  for (int r = 0; r < p.shape.ranks && before + 1 == gridDim.x; ++r) {
+    arch::store_release_sys(word_of(p.windows[r], p.window.publish_word(p.rank)), epoch);
+  }
+  return true;
+}
+
+template <int kThreads>
+__device__ bool make_plan(ExchangeArguments const& p, RouteStorage<kThreads>& smem,
+                          std::uint32_t epoch) {
+  int const thread = static_cast<int>(threadIdx.x);
+  bool reached = true;
+  if (thread < p.shape.ranks) {
+    reached =
+        Waiter(p, epoch).for_epoch(p.window.publish_word(thread), epoch, Site::publish, thread);
+  }
+  if (!all_reached(reached)) return false;
+  auto const* const counts = reinterpret_cast<std::int32_t const*>(
+      p.windows[p.rank] + p.window.count_row(parity(epoch), 0));
+  for (int i = thread; i < p.shape.ranks * p.shape.experts; i += kThreads) {
+    smem.counts[i] = __ldcg(counts + i);
+  }
+  __syncthreads();
+  CountMatrix const matrix{smem.counts, p.shape.experts};
+  count_rows(p.shape, matrix, smem.plan, thread, kThreads);
+  make_list_begins(p.shape, matrix, p.rank, smem.list_begin, thread, kThreads);
+  __syncthreads();
+  place_experts(p.shape, smem.plan, thread, kThreads);
+  __syncthreads();
+  return true;
+}
+
+}  // namespace tessera::dist

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// Waits that end: with the word, after a time limit, or when another rank has given up. Who gives up
+// says so to all ranks and leaves a Fault for the host.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "cuda/arch/clock.cuh"
+#include "cuda/arch/signal.cuh"
+#include "dist/kernels/exchange.hpp"
+
+namespace tessera::dist {
+
+namespace arch = cuda::arch;
+
+__device__ inline std::uint32_t* word_of(char* base, std::int64_t offset) {
+  return reinterpret_cast<std::uint32_t*>(base + offset);
+}
+
+enum class Reach { kEpoch, kCount };
+
+class Waiter {
+ public:
+  __device__ Waiter(ExchangeArguments const& p, std::uint32_t epoch) : p_(p), epoch_(epoch) {}
+
+  /// A word of this rank's window that `peer` writes. False: the pass is lost.
+  __device__ bool for_epoch(std::int64_t offset, std::uint32_t epoch, Site site, int peer) const {
+    return wait<Reach::kEpoch>(word_of(p_.windows[p_.rank], offset), epoch, site, peer);
+  }
+  /// A counter of this GPU.
+  __device__ bool for_count(std::int64_t offset, std::uint32_t count, Site site) const {
+    return wait<Reach::kCount>(word_of(p_.gmem_local, offset), count, site, -1);
+  }
+
+ private:
+  template <Reach kReach>
+  __device__ bool wait(std::uint32_t const* word, std::uint32_t wanted, Site site, int peer) const {
+    constexpr int kSpinsPerLook = 1024;  // at the clock and at the abort words
+    std::uint64_t begin = 0;
+    for (int spin = 1;; ++spin) {
+      std::uint32_t const seen =
+          kReach == Reach::kEpoch ? arch::load_acquire_sys(word) : arch::load_acquire_gpu(word);
+      if (kReach == Reach::kEpoch ? reached(seen, wanted) : seen == wanted) return true;
+      if (spin % kSpinsPerLook != 0) continue;
+      std::uint64_t const now = arch::nanoseconds();
+      if (begin == 0) begin = now;
+      if (int const by = aborted_by(); by != 0) {
+        raise(site, peer, wanted, seen, by);
+        return false;
+      }
+      if (now - begin > p_.limit_ns) {
+        raise(site, peer, wanted, seen, 0);
+        for (int r = 0; r < p_.shape.ranks; ++r) {
+          arch::store_relaxed_sys(word_of(p_.windows[r], p_.window.abort_word(p_.rank)), 1);
+        }
+        return false;
+      }
+    }
+  }
+
+  // A rank + 1. The word stays: a group that has lost a pass is rebuilt.
+  __device__ int aborted_by() const {
+    for (int r = 0; r < p_.shape.ranks; ++r) {
+      if (arch::load_relaxed_sys(word_of(p_.windows[p_.rank], p_.window.abort_word(r))) != 0) {
+        return r + 1;
+      }
+    }
+    return 0;
+  }
+
+  __device__ void raise(Site site, int peer, std::uint32_t expected, std::uint32_t seen,
+                        int by) const {
+    Fault& fault = *p_.fault;
+    if (atomicCAS(&fault.raised, 0u, 1u) != 0) return;
+    fault.site = site;
+    fault.rank = p_.rank;
+    fault.cta = static_cast<int>(blockIdx.x);
+    fault.peer = peer;
+    fault.epoch = epoch_;
+    fault.expected = expected;
+    fault.seen = seen;
+    fault.aborted_by = by == p_.rank + 1 ? 0u : static_cast<std::uint32_t>(by);
+    __threadfence_system();
+  }
+
+  ExchangeArguments const& p_;
+  std::uint32_t epoch_;
+};
+
+}  // namespace tessera::dist

@@ -73,9 +73,10 @@ void ThreadPool::work() {
   }
 }
 
-void ThreadPool::run(std::int64_t count, Body body, void* argument) noexcept {
+void ThreadPool::run(std::int64_t count, Body body, void* argument,
+                     std::int64_t operations) noexcept {
   Job job{.count = count, .body = body, .argument = argument, .max_slots = num_threads()};
-  if (count <= 1 || workers_.empty()) {
+  if (count <= 1 || operations < kLeastShared || workers_.empty()) {
     job.drain(0);
     return;
   }

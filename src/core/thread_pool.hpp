@@ -27,20 +27,26 @@ class ThreadPool {
 
   [[nodiscard]] int num_threads() const noexcept { return static_cast<int>(workers_.size()) + 1; }
 
+  /// Multiply-adds of one loop below which the caller is done before others have woken.
+  static constexpr std::int64_t kLeastShared = 1 << 16;
+
   using Body = void (*)(void* argument, std::int64_t index, int slot);
-  /// body(argument, i, slot) for every i in [0, count); returns when all are done.
-  void run(std::int64_t count, Body body, void* argument) noexcept;
+  /// body(argument, i, slot) for every i in [0, count); returns when all are done. A loop of less than kLeastShared
+  /// `operations` in all stays on the calling thread.
+  void run(std::int64_t count, Body body, void* argument,
+           std::int64_t operations = kLeastShared) noexcept;
 
   /// The same for a callable (index, slot).
   template <class Callable>
-  void run(std::int64_t count, Callable&& callable) noexcept {
+  void run(std::int64_t count, Callable&& callable,
+           std::int64_t operations = kLeastShared) noexcept {
     using Type = std::remove_reference_t<Callable>;
     run(
         count,
         [](void* argument, std::int64_t index, int slot) {
           (*static_cast<Type*>(argument))(index, slot);
         },
-        const_cast<void*>(static_cast<void const*>(std::addressof(callable))));
+        const_cast<void*>(static_cast<void const*>(std::addressof(callable))), operations);
   }
 
  private:

@@ -22,6 +22,21 @@ TEST(ThreadPool, RunsEveryIndexOnce) {
   }
 }
 
+TEST(ThreadPool, LeavesLittleWorkToTheCaller) {
+  ThreadPool pool(4);
+  auto const caller = std::this_thread::get_id();
+  std::vector<int> runs(1000, 0);
+  pool.run(
+      1000,
+      [&](std::int64_t i, int slot) {
+        EXPECT_EQ(std::this_thread::get_id(), caller);
+        EXPECT_EQ(slot, 0);
+        ++runs[static_cast<std::size_t>(i)];
+      },
+      ThreadPool::kLeastShared - 1);
+  EXPECT_EQ(runs, std::vector<int>(1000, 1));
+}
+
 TEST(ThreadPool, GivesEachThreadItsOwnSlot) {
   ThreadPool pool(4);
   std::vector<std::atomic<int>> inside(4);

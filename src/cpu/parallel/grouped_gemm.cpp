@@ -19,7 +19,7 @@ void grouped_gemm_varlen_m(VarlenM<T> const& args, Threads const& threads) noexc
   };
   std::int64_t blocks = 0;
   for (std::int64_t e = 0; e < args.experts; ++e) blocks += num_blocks(e);
-  threads.pool.run(blocks, [&](std::int64_t block, int slot) {
+  auto const run_block = [&](std::int64_t block, int slot) {
     std::int64_t e = 0;
     for (; block >= num_blocks(e); ++e) block -= num_blocks(e);
     std::int64_t const row = offsets[e] + block * kRowBlock;
@@ -28,7 +28,9 @@ void grouped_gemm_varlen_m(VarlenM<T> const& args, Threads const& threads) noexc
     gemm(rows, args.gemm_n, args.gemm_k, left_operand(args.a.matrix().from(row, 0)),
          right_operand(args.b.from_offset(e * args.b_expert_stride)),
          result(args.c.matrix().from(row, 0), bias), threads.scratch(slot));
-  });
+  };
+  threads.pool.run(blocks, run_block,
+                   (offsets[args.experts] + args.experts) * args.gemm_n * args.gemm_k);
   for (std::int64_t r = offsets[args.experts]; r < args.rows; ++r) {
     std::fill_n(args.c[r], args.gemm_n, round_to<T>(0.0f));
   }
@@ -41,7 +43,7 @@ std::int64_t grouped_gemm_varlen_k_scratch(std::int64_t gemm_n) noexcept {
 template <class T>
 void grouped_gemm_varlen_k(VarlenK<T> const& args, Threads const& threads) noexcept {
   std::int64_t const blocks = (args.gemm_m + kColumnBlock - 1) / kColumnBlock;
-  threads.pool.run(args.experts * blocks, [&](std::int64_t task, int slot) {
+  auto const run_task = [&](std::int64_t task, int slot) {
     std::int64_t const e = task / blocks, first = task % blocks * kColumnBlock;
     std::int64_t const count = std::min(kColumnBlock, args.gemm_m - first);
     std::int64_t const begin = args.offsets[e], end = args.offsets[e + 1];
@@ -53,7 +55,9 @@ void grouped_gemm_varlen_k(VarlenK<T> const& args, Threads const& threads) noexc
               right_operand(args.b.matrix().from(row, 0)));
     }
     sum.finish();
-  });
+  };
+  threads.pool.run(args.experts * blocks, run_task,
+                   (args.offsets[args.experts] + args.experts) * args.gemm_m * args.gemm_n);
 }
 
 template void grouped_gemm_varlen_m(VarlenM<float> const&, Threads const&) noexcept;

@@ -107,6 +107,10 @@ struct Layer {
   [[nodiscard]] std::int64_t num_rows(std::int64_t expert) const noexcept {
     return routing.expert_offsets[expert + 1] - routing.expert_offsets[expert];
   }
+  /// Of a product with the rows of all experts, and as many for the matrices themselves, which are read or written.
+  [[nodiscard]] std::int64_t multiply_adds() const noexcept {
+    return (first_row(experts()) + experts()) * hidden() * intermediate();
+  }
 };
 
 /// Slots of one token: [first, end).
@@ -160,7 +164,7 @@ void for_each_row_block(Layer<T> const& layer, Threads const& threads, Body&& bo
   for (std::int64_t e = 0; e < experts; ++e) {
     blocks += (layer.num_rows(e) + kRowBlock - 1) / kRowBlock;
   }
-  threads.pool.run(blocks, [&](std::int64_t block, int slot) {
+  auto const run_block = [&](std::int64_t block, int slot) {
     std::int64_t expert = 0;
     for (;; ++expert) {
       std::int64_t const own = (layer.num_rows(expert) + kRowBlock - 1) / kRowBlock;
@@ -172,18 +176,20 @@ void for_each_row_block(Layer<T> const& layer, Threads const& threads, Body&& bo
     std::int64_t const first = all * block / blocks_of_expert;
     std::int64_t const end = all * (block + 1) / blocks_of_expert;
     body(expert, layer.first_row(expert) + first, end - first, slot);
-  });
+  };
+  threads.pool.run(blocks, run_block, layer.multiply_adds());
 }
 
 /// body(expert, first_column, columns, slot) for every block of at most kColumnBlock columns of d.
 template <class T, class Body>
 void for_each_column_block(Layer<T> const& layer, Threads const& threads, Body&& body) noexcept {
   std::int64_t const blocks = (layer.hidden() + kColumnBlock - 1) / kColumnBlock;
-  threads.pool.run(layer.experts() * blocks, [&](std::int64_t task, int slot) {
+  auto const run_task = [&](std::int64_t task, int slot) {
     std::int64_t const first = task % blocks * kColumnBlock;
     std::int64_t const left = layer.hidden() - first;
     body(task / blocks, first, left < kColumnBlock ? left : kColumnBlock, slot);
-  });
+  };
+  threads.pool.run(layer.experts() * blocks, run_task, layer.multiply_adds());
 }
 
 }  // namespace tessera::cpu

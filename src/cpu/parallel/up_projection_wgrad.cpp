@@ -46,7 +46,7 @@ void bias_gradient(Layer<T> const& layer, UpWgradArgs<T, G> const& args,
   if (db.gate == nullptr && db.up == nullptr) return;
   std::int64_t const width = layer.up_columns(), n = layer.intermediate();
   bool const separate = layer.w_up.separate;
-  threads.pool.run(layer.experts(), [&](std::int64_t expert, int slot) {
+  auto const sum_expert = [&](std::int64_t expert, int slot) {
     float* const sum = threads.scratch(slot);
     std::fill_n(sum, width, 0.0f);
     std::int64_t const end = layer.first_row(expert) + layer.num_rows(expert);
@@ -61,7 +61,8 @@ void bias_gradient(Layer<T> const& layer, UpWgradArgs<T, G> const& args,
     if (db.up != nullptr) {
       store_bias_gradient(sum + n, n, has_rows, args.mode, db.up + expert * db.up_expert_stride);
     }
-  });
+  };
+  threads.pool.run(layer.experts(), sum_expert, layer.multiply_adds());
 }
 
 }  // namespace

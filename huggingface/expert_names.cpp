@@ -63,6 +63,7 @@ constexpr std::pair<std::string_view, NativeForm> kNativeForms[] = {
     {"deepseek_v2", {Naming::per_expert, kSeparate}},
     {"deepseek_v3", {Naming::per_expert, kSeparate}},
     {"glm4_moe", {Naming::per_expert, kSeparate}},
+    {"tessera_moe", {Naming::per_expert, kSeparate}},  // `tessera train` with another router
     {"gpt_oss", {Naming::stacked, {GateUpOrder::interleaved, WeightOrientation::transposed, 0}}},
     {"granitemoe", {Naming::stacked_linear, kConcat}},
 };

@@ -201,6 +201,15 @@ class Convert(Checkpoints):
                 self.assertEqual(made, rest)
                 self.same_folders(self.convert(there, layout + "-back", "huggingface"), source)
 
+    def test_checkpoints_of_train_with_any_router(self):
+        tensors = per_expert([0])
+        bias = "model.layers.0.mlp.gate.e_score_correction_bias"
+        tensors[bias] = ("F32", [E], bytes(range(4 * E)))
+        source = self.checkpoint(tensors, "tessera_moe")
+        there = self.convert(source, "there", "interleaved")
+        self.assertEqual(read_checkpoint(pathlib.Path(there))[bias], tensors[bias])
+        self.same_folders(self.convert(there, "back", "huggingface"), source)
+
     def test_sharded_and_back(self):
         source = self.checkpoint(per_expert([0, 1, 2]), shards=4)
         there = self.convert(source, "there", "interleaved", "--shard-gb", "1e-6")

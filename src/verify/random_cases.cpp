@@ -209,6 +209,14 @@ MoeShape draw_shape(Feature feature, bool large, RandomSource& random) {
   return s;
 }
 
+/// Whole 16-byte vectors in d, n and E at once: what the fast kernels of a GPU ask for.
+void widen_to_vectors(MoeShape& s) {
+  auto const whole = [](std::int64_t size) { return (size + 7) / 8 * 8; };
+  s.hidden = whole(s.hidden);
+  s.intermediate = whole(s.intermediate);
+  s.experts = whole(s.experts);
+}
+
 /// Tokens and sizes that the routing pattern and the layout of the choice need.
 void fit_shape(LayerCase& layer_case, Feature feature) {
   MoeShape& s = layer_case.desc.shape;
@@ -291,6 +299,7 @@ LayerCase draw_case(Choice const& choice, Feature feature, bool large, RandomSou
 std::vector<RandomCase> random_cases(Context const& context, std::int64_t count,
                                      std::uint64_t seed) {
   Space const space = served_space(context);
+  bool const on_gpu = context.device().kind == DeviceKind::cuda;
   std::set<Pair> uncovered = space.pairs;
   RandomSource random(seed, 1);
   std::vector<RandomCase> cases;
@@ -304,6 +313,11 @@ std::vector<RandomCase> random_cases(Context const& context, std::int64_t count,
     if (feature == Feature::replay && space.with_replay.empty()) feature = Feature::none;
     Choice const choice = draw_choice(space, uncovered, feature, random);
     LayerCase layer_case = draw_case(choice, feature, large, random);
+    bool const any_shape = feature != Feature::odd_sizes && feature != Feature::all_experts &&
+                           feature != Feature::one_expert_in_all;
+    if (on_gpu && any_shape && layer_case.seed % 3 != 0) {
+      widen_to_vectors(layer_case.desc.shape);
+    }
     if (!space.column_chunks) layer_case.desc.column_chunk = 0;
     // One token per expert and a router leave no room for many tokens.
     bool const still_large = large && layer_case.desc.shape.tokens >= 512;

@@ -5,11 +5,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <ctime>
 #include <fstream>
 #include <functional>
 #include <memory>
+#include <thread>
 
 #include "cli/bench_bound.hpp"
 #include "cli/bench_configs.hpp"
@@ -36,6 +38,7 @@ struct BenchFlags {
 };
 
 constexpr int kLeastIterations = 5, kMostIterations = 200;
+constexpr std::chrono::milliseconds kBusyWait{20};  // and more than that
 
 struct Job {
   std::string name;
@@ -156,8 +159,12 @@ Json bench_job(BenchFlags const& flags, Context const& context, Job const& job, 
     layer.redraw(job.layer_case.seed + 1 + static_cast<std::uint64_t>(i));
     layer.forward();  // warms up, and leaves what backward reads
     for (TimedPass& pass : passes) time_once(pass.layer, pass.times);
-    // Last: threads of a library that has its own wait busily for a while.
-    for (TimedPass& pass : passes) time_once(pass.bound, pass.bound_times);
+    // Last, and each after a rest: threads that a library has of its own wait busily for a while.
+    for (TimedPass& pass : passes) {
+      std::this_thread::sleep_for(kBusyWait);
+      pass.bound();  // warms up
+      time_once(pass.bound, pass.bound_times);
+    }
   }
 
   Json result = Json::array();

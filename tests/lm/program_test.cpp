@@ -135,6 +135,23 @@ TEST_F(Program, TrainsAndLeavesEveryFile) {
   EXPECT_EQ(result.err.find('\033'), std::string::npos);
 }
 
+TEST_F(Program, BalancesByABiasOrALoss) {
+  Result const biased = run(training(run_, {"--json", "--router", "sigmoid-bias"}));
+  ASSERT_EQ(biased.exit_code, 0) << biased.err;
+  EXPECT_NE(biased.err.find("selection bias that moves by 0.001 a step\n"), std::string::npos)
+      << biased.err;
+  json const summary = json::parse(biased.out);
+  EXPECT_EQ(summary.at("balance_loss"), 0);
+  EXPECT_EQ(summary.at("bias_rate"), 0.001);
+  EXPECT_TRUE(summary.at("idle_experts").is_number_integer());
+  Result const both =
+      run(training(run_ + "_b", {"--json", "--router", "sigmoid-bias", "--balance", "0.5"}));
+  EXPECT_EQ(json::parse(both.out).at("balance_loss"), 0.5) << both.err;
+  Result const softmax = run(training(run_ + "_c", {"--json"}));
+  EXPECT_EQ(json::parse(softmax.out).at("balance_loss"), 0.01) << softmax.err;
+  EXPECT_TRUE(json::parse(softmax.out).at("bias_rate").is_null());
+}
+
 TEST_F(Program, ResumesBitForBit) {
   std::string const other = run_ + "_b";
   ASSERT_EQ(run(training(run_)).exit_code, 0);

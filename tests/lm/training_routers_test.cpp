@@ -24,6 +24,7 @@ TEST_P(TrainingWith, LearnsAndResumes) {
   TrainingOptions options = small_options(60);
   options.rate = 1e-2;
   options.z_loss = 1e-3;
+  options.bias_rate = 3e-3;
   options.model.router = GetParam().router;
   options.rounding = GetParam().rounding;
   options.tile = 16;
@@ -38,6 +39,7 @@ TEST_P(TrainingWith, LearnsAndResumes) {
   TrainingState resumed = load_state(folder.path());
   EXPECT_EQ(resumed.options.model, options.model);
   EXPECT_EQ(resumed.options.z_loss, options.z_loss);
+  EXPECT_EQ(resumed.options.bias_rate, options.bias_rate);
   resumed.options.steps = 60;
   train(resumed, corpus, folder.path(), 3);
   EXPECT_EQ(resumed.parameters, state.parameters);

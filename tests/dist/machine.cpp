@@ -7,8 +7,8 @@
 namespace tessera::dist::model {
 namespace {
 
-// Whose order among several actors can matter: additions to one counter return different values. All
-// others commute, or can happen in one order only: a word has one writer at a time, and a wait that is
+// Whose order among several actors can matter: additions to one counter, and looks at it, return different values.
+// All others commute, or can happen in one order only: a word has one writer at a time, and a wait that is
 // over stays over.
 bool order_matters(Kind kind) { return kind == Kind::count || kind == Kind::count_relaxed; }
 
@@ -73,7 +73,8 @@ void Machine::step(int actor) {
   a.history_ = mix(a.history_, static_cast<std::uint64_t>(kind) << 56 ^ a.next_.address.key());
   execute(a);
   if (kind == Kind::boundary) return;  // resumed with the others of its rank
-  if (kind == Kind::count || kind == Kind::read) a.history_ = mix(a.history_, a.result_);
+  if (kind == Kind::count || kind == Kind::read || kind == Kind::look)
+    a.history_ = mix(a.history_, a.result_);
   resume(a);
 }
 
@@ -128,6 +129,9 @@ void Machine::execute(Actor& a) {
     }
     case Kind::wait:
       return acquire(a, words_[o.address.key()]);
+    case Kind::look:
+      a.result_ = satisfied(o) ? 1 : 0;
+      return;
     case Kind::boundary:
       a.at_boundary_ = true;
       return do_boundary(a.rank);

@@ -58,6 +58,7 @@ enum class Kind {
   count,    // atomic add, acquire and release
   count_relaxed,
   wait,
+  look,      // whether a wait would be over; acquires nothing
   boundary,  // of kernels: all actors of the rank meet
 };
 enum class Until { at_least_epoch, equal };
@@ -156,6 +157,9 @@ class Actor {
                 .scope = Scope::sys,
                 .until = Until::at_least_epoch,
                 .site = site});
+  }
+  Await look(Address a, std::uint64_t value) {
+    return ask({.kind = Kind::look, .address = a, .value = value});
   }
   Await boundary() { return ask({.kind = Kind::boundary}); }
   Await ask(Operation const& operation) {

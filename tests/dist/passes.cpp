@@ -131,18 +131,18 @@ Program Passes::cta(Actor& self, std::int32_t index) {
     co_await make_plan(self, epoch, known);
     TaskCursor tasks(shape_, known.plan.data(), self.rank, options_.lag);
     std::int64_t const tickets = tasks.tickets();
+    Sent sent;
     for (std::int64_t i = index; i < tickets; i += options_.ctas) {
       if (breaks(Break::down_before_up)) {  // from the last ticket to the first
         Task const task =
             TaskCursor(shape_, known.plan.data(), self.rank, options_.lag).at(tickets - 1 - i);
-        if (task.kind == TaskKind::up) co_await up(self, epoch, task);
-        if (task.kind == TaskKind::down) co_await down(self, epoch, task, known);
+        co_await run(self, epoch, task, known, sent);
         continue;
       }
       Task const task = tasks.at(i);
-      if (task.kind == TaskKind::up) co_await up(self, epoch, task);
-      if (task.kind == TaskKind::down) co_await down(self, epoch, task, known);
+      co_await run(self, epoch, task, known, sent);
     }
+    co_await complete(self, epoch, sent);
     for (std::int32_t t = index; t < exchange(epoch).tokens(self.rank); t += options_.ctas) {
       co_await aggregate(self, t, epoch, known);
     }
@@ -369,31 +369,61 @@ Program Passes::pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known
   }
 }
 
-Program Passes::up(Actor& self, std::uint32_t epoch, Task const& task) {
-  if (!breaks(Break::up_without_arrived)) {
-    co_await self.wait_count(local(self, local_.arrived(bank_of(epoch), task.block)),
-                             static_cast<std::uint64_t>(shape_.block_rows), Site::arrived);
+Program Passes::run(Actor& self, std::uint32_t epoch, Task const& task, Known const& known,
+                    Sent& sent) {
+  bool const is_up = task.kind == TaskKind::up;
+  Address const word = local(self, is_up ? local_.arrived(bank_of(epoch), task.block)
+                                         : local_.a_ready(bank_of(epoch), task.block));
+  auto const target = static_cast<std::uint64_t>(is_up ? shape_.block_rows : shape_.up_tiles());
+  if (sent.pending) {
+    // Where this task has to wait, it may be for what the last one has to tell.
+    std::uint64_t const there = co_await self.look(word, target);
+    if (there == 0 && !breaks(Break::completed_in_the_next_task_only)) {
+      co_await complete(self, epoch, sent);
+    }
   }
+  if (!breaks(is_up ? Break::up_without_arrived : Break::down_without_a_ready)) {
+    co_await self.wait_count(word, target, is_up ? Site::arrived : Site::a_ready);
+  }
+  co_await complete(self, epoch, sent);
+  sent.task = task;
+  sent.sources.clear();
+  if (is_up) {
+    co_await up(self, task);
+  } else {
+    co_await down(self, epoch, task, known, sent);
+  }
+  sent.pending = true;
+  if (!options_.completes_later) co_await complete(self, epoch, sent);
+}
+
+Program Passes::complete(Actor& self, std::uint32_t epoch, Sent& sent) {
+  if (!sent.pending) co_return;
+  sent.pending = false;
+  if (sent.task.kind == TaskKind::up) {
+    if (!breaks(Break::a_before_written)) co_await self.wait_written();
+    co_await self.count(local(self, local_.a_ready(bank_of(epoch), sent.task.block)), 1);
+    co_return;
+  }
+  if (!breaks(Break::push_before_written)) co_await self.wait_written();
+  co_await finish_block(self, epoch, sent.task.block, sent.sources);
+}
+
+Program Passes::up(Actor& self, Task const& task) {
   if (!breaks(Break::up_without_proxy_fence)) co_await self.proxy_fence();
   for (std::int32_t p = 0; p < shape_.block_rows; ++p) {
     std::uint64_t const x = co_await self.read(pool(self, task.block, p), Proxy::async);
     co_await self.write(a(self, task.block, p, task.tile),
                         x == kPad ? kPad : a_value(x, task.expert), Proxy::async);
   }
-  if (!breaks(Break::a_before_written)) co_await self.wait_written();
-  co_await self.count(local(self, local_.a_ready(bank_of(epoch), task.block)), 1);
 }
 
-Program Passes::down(Actor& self, std::uint32_t epoch, Task const& task, Known const& known) {
-  if (!breaks(Break::down_without_a_ready)) {
-    co_await self.wait_count(local(self, local_.a_ready(bank_of(epoch), task.block)),
-                             static_cast<std::uint64_t>(shape_.up_tiles()), Site::a_ready);
-  }
+Program Passes::down(Actor& self, std::uint32_t epoch, Task const& task, Known const& known,
+                     Sent& sent) {
   co_await self.proxy_fence();
   ExpertPlan const& expert = known.plan[static_cast<std::size_t>(task.expert)];
   std::int32_t const begin = (task.block - expert.first_block) * shape_.block_rows;
   std::int32_t const rows = std::min(expert.rows - begin, shape_.block_rows);
-  std::set<std::int32_t> sources;
   for (std::int32_t p = 0; p < shape_.block_rows; ++p) {
     std::uint64_t a_row = 0;
     for (std::int32_t tile = 0; tile < shape_.up_tiles(); ++tile) {
@@ -411,13 +441,11 @@ Program Passes::down(Actor& self, std::uint32_t epoch, Task const& task, Known c
     std::uint64_t const origin = co_await self.read(local(self, local_.row_origin + 8 * pool_row));
     auto const source = static_cast<std::int32_t>(origin >> 32);
     auto const pair = static_cast<std::int32_t>(origin & 0xffffffffu);
-    sources.insert(source);
+    sent.sources.insert(source);
     note(pushed_, epoch, source, pair, task.tile, "pushed");
     co_await self.write(slot(source, pair / shape_.max_top_k, pair % shape_.max_top_k, task.tile),
                         y_value(a_row, task.tile), Proxy::async);
   }
-  if (!breaks(Break::push_before_written)) co_await self.wait_written();
-  co_await finish_block(self, epoch, task.block, sources);
 }
 
 // The last down tile of a block tells its sources; with dedup, those who add up wait for the counter.

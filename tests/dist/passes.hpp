@@ -46,6 +46,7 @@ enum class Break {
   done_by_first_tile,
   done_to_first_source_only,
   done_relaxed,
+  completed_in_the_next_task_only,  // though that may wait for it
   // deduplicated transfers
   copy_without_arrived,
   first_row_by_choice,  // the group's order is that of the choices, not of the pool
@@ -66,6 +67,8 @@ struct Options {
   std::int32_t communication_warps = 1;  ///< of each CTA
   std::int32_t passes = 3;
   std::int32_t lag = 1;
+  bool completes_later =
+      true;  ///< what a task wrote is completed under the next one, as in the kernel
 };
 
 /// A machine on which all ranks run `exchanges[pass]`, pass after pass.
@@ -96,8 +99,16 @@ class Passes : public World {
   Program send_sums(Actor& self, std::int32_t number, std::uint32_t epoch, Known const& known);
   Program send_sum(Actor& self, std::uint32_t epoch, std::int32_t source, std::int64_t token,
                    std::int32_t rows);
-  Program up(Actor& self, std::uint32_t epoch, Task const& task);
-  Program down(Actor& self, std::uint32_t epoch, Task const& task, Known const& known);
+  // A task whose results have been sent, but not announced.
+  struct Sent {
+    bool pending = false;
+    Task task = {};
+    std::set<std::int32_t> sources;
+  };
+  Program run(Actor& self, std::uint32_t epoch, Task const& task, Known const& known, Sent& sent);
+  Program up(Actor& self, Task const& task);
+  Program down(Actor& self, std::uint32_t epoch, Task const& task, Known const& known, Sent& sent);
+  Program complete(Actor& self, std::uint32_t epoch, Sent& sent);
   Program finish_block(Actor& self, std::uint32_t epoch, std::int32_t block,
                        std::set<std::int32_t> const& sources);
   Program aggregate(Actor& self, std::int32_t token, std::uint32_t epoch, Known const& known);

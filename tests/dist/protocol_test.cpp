@@ -67,8 +67,11 @@ TEST(Protocol, EndsAndLosesNothing) {
   for (std::int32_t const ranks : {1, 2, 3, 4}) {
     for (std::int32_t const ctas : {1, 2, 3}) {
       for (std::int32_t const warps : {1, 2}) {
-        Options const options = {
-            .ctas = ctas, .communication_warps = warps, .passes = 5, .lag = ctas - 1};
+        Options const options = {.ctas = ctas,
+                                 .communication_warps = warps,
+                                 .passes = 5,
+                                 .lag = ctas - 1,
+                                 .completes_later = warps == 1};
         for (std::uint64_t seed = 0; seed < 60; ++seed) {
           std::string const where = std::to_string(ranks) + " ranks, " + std::to_string(ctas) +
                                     " CTAs, " + std::to_string(warps) + " warps, seed " +
@@ -181,6 +184,8 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
       {Break::done_by_first_tile, "done_by_first_tile", "read"},
       {Break::done_to_first_source_only, "done_to_first_source_only", "waits at block_done"},
       {Break::done_relaxed, "done_relaxed", "without acquiring"},
+      {Break::completed_in_the_next_task_only, "completed_in_the_next_task_only",
+       "waits at a_ready"},
       {Break::aggregate_without_done, "aggregate_without_done", "read"},
       {Break::aggregate_awaits_first_choice_only, "aggregate_awaits_first_choice_only", "read"},
       {Break::one_bank, "one_bank", ""},

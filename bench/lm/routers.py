@@ -69,6 +69,8 @@ def draw(rows: list[dict], picture: pathlib.Path):
               f"set ytics ({tics})\nset xlabel 'held-out bits per byte, a dot for each seed'\n"
               f"plot '-' using 1:2 with points pt 7 ps 0.8 lc rgb '#1f77b4'\n{dots}e\n")
     subprocess.run(["gnuplot"], input=script, text=True, check=True)
+    lines = picture.read_text().splitlines()
+    picture.write_text("".join(line.rstrip() + "\n" for line in lines))  # gnuplot leaves blanks at ends
 
 
 def main():

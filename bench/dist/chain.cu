@@ -3,333 +3,146 @@
 // and the one kernel that does all of it. Every result is compared bit for bit with the single-GPU layer
 // that has all experts, then passes and the chain's parts are timed.
 //
-//   chain [--gpus 1|2] [--only chain|fused] [--check | --iters N] [--out FILE] [--commit HASH]
+//   chain [--gpus 1|2] [--nccl PATH] [--processes] [--only chain|fused]
+//         [--check | --iters N] [--out FILE] [--commit HASH]
 //
-// --check: small awkward exchanges, several passes each, no timing. Ranks are threads. Exits with 77 where
+// --check: small awkward exchanges, several passes each, no timing. Ranks are threads on peer memory, or on NCCL's
+// windows (NCCL_NVLS_ENABLE=0), or processes on those. Exits with 77 where
 // there are too few GPUs.
-#include <barrier>
-#include <cstring>
-#include <memory>
+#include <sys/wait.h>
+
 #include <thread>
 
-#include "../../src/cuda/host/aggregate.hpp"
-#include "../../src/cuda/host/projection.hpp"
-#include "../../src/dist/kernels/exchange.hpp"
-#include "../../src/dist/kernels/forward.hpp"
-#include "../cuda/support.cuh"
-#include "tessera/tessera.hpp"
+#include "../../src/dist/engine.hpp"
+#include "chain_rank.cuh"
+#include "meeting.hpp"
 
 namespace tessera::bench {
 namespace {
 
-using dist::ExchangeArguments;
-using dist::ExchangeShape;
-
-constexpr double kLimitSeconds = 10;
-enum Part { kDispatch, kUp, kDown, kCombine, kAggregate, kParts };
-enum class Way { chain, fused };
-constexpr char const* kPartNames[] = {"dispatch", "up_projection_fwd", "down_projection_fwd",
-                                      "combine", "aggregate"};
-
-enum class Pattern { random, one_expert, sentinels, idle_rank, one_token };
-constexpr Pattern kPatterns[] = {Pattern::random, Pattern::one_expert, Pattern::sentinels,
-                                 Pattern::idle_rank, Pattern::one_token};
-
-// What one rank's router chose in one pass.
-struct Choices {
-  int tokens;
-  std::vector<int32_t> ids;
-  std::vector<float> scores;
-};
-Choices draw(ExchangeShape const& s, Pattern pattern, int rank, uint64_t seed) {
-  std::mt19937_64 rng(seed * 1000003 + uint64_t(rank));
-  Choices c = {.tokens = s.max_tokens, .ids = {}, .scores = {}};
-  if (pattern == Pattern::idle_rank && rank == s.ranks - 1) c.tokens = 0;
-  if (pattern == Pattern::one_token) c.tokens = 1;
-  if (pattern == Pattern::sentinels) c.tokens -= rank;
-  std::vector<int32_t> experts(size_t(s.experts));
-  std::iota(experts.begin(), experts.end(), 0);
-  for (int t = 0; t < c.tokens; ++t) {
-    for (int k = 0; k < s.max_top_k; ++k) {
-      std::swap(experts[size_t(k)], experts[size_t(k) + rng() % uint64_t(s.experts - k)]);
-      bool const none = (pattern == Pattern::sentinels && rng() % 3 == 0) ||
-                        (pattern == Pattern::one_expert && k > 0);
-      int32_t const one = pattern == Pattern::one_expert ? s.experts - 1 : experts[size_t(k)];
-      c.ids.push_back(none ? (rng() % 2 ? -1 : s.experts) : one);
-      c.scores.push_back(float(rng() % 1000) / 1000.0f + 0.1f);
-    }
-  }
-  return c;
-}
-
-class Rank {
- public:
-  Rank(int rank, ExchangeShape const& s)
-      : rank_(rank),
-        shape_(s),
-        window_layout_(s),
-        local_layout_(s, sm_count(rank)),
-        window_(window_layout_.bytes),
-        local_(local_layout_.bytes),
-        epoch_(std::vector<uint32_t>{1}),
-        ids_(pairs()),
-        slot_of_pair_(pairs()),
-        scores_(pairs()),
-        offsets_(s.local_experts() + 1),
-        pool_(s.pool_rows() * s.hidden),
-        a_(s.pool_rows() * s.intermediate),
-        y_(s.max_rows() * s.hidden),
-        w_up_(int64_t{2} * s.experts * s.intermediate * s.hidden),
-        w_down_(int64_t{1} * s.experts * s.intermediate * s.hidden),
-        o_(int64_t{s.max_tokens} * s.hidden),
-        wanted_(int64_t{s.max_tokens} * s.hidden),
-        tile_counters_(std::vector<int32_t>{0, 0}) {
-    TESSERA_CUDA(cudaMemset(window_.get(), 0, size_t(window_.count())));
-    TESSERA_CUDA(cudaMemset(local_.get(), 0, size_t(local_.count())));
-    TESSERA_CUDA(cudaHostAlloc(&fault_, sizeof *fault_, cudaHostAllocMapped));
-    *fault_ = {};
-    fill_uniform<<<4096, 256>>>(w_up_.get(), w_up_.count(), 11, 0x1p-4f);
-    fill_uniform<<<4096, 256>>>(w_down_.get(), w_down_.count(), 12, 0x1p-4f);
-    TESSERA_CUDA(cudaDeviceSynchronize());
-  }
-  ~Rank() { cudaFreeHost(fault_); }
-
-  char* window() const { return window_.get(); }
-  void connect(std::vector<char*> const& windows) {
-    for (size_t r = 0; r < windows.size(); ++r) windows_[r] = windows[r];
-  }
-
-  void set_pass(Choices const& c, uint64_t seed) {
-    tokens_ = c.tokens;
-    if (c.tokens > 0) {
-      TESSERA_CUDA(cudaMemcpy(ids_.get(), c.ids.data(), c.ids.size() * 4, cudaMemcpyHostToDevice));
-      TESSERA_CUDA(
-          cudaMemcpy(scores_.get(), c.scores.data(), c.scores.size() * 4, cudaMemcpyHostToDevice));
-    }
-    fill_uniform<<<1024, 256>>>(x(), int64_t{tokens_} * shape_.hidden, seed * 2 + uint64_t(rank_),
-                                1.0f);
-    TESSERA_CUDA(cudaDeviceSynchronize());
-  }
-
-  // The layer on this GPU alone.
-  void compute_wanted(Context const& context) {
-    if (tokens_ == 0) return;
-    ExchangeShape const& s = shape_;
-    MoeDesc desc;
-    desc.shape = {.tokens = tokens_,
-                  .hidden = s.hidden,
-                  .intermediate = s.intermediate,
-                  .experts = s.experts,
-                  .top_k = s.max_top_k};
-    desc.dtype = DType::bf16;
-    desc.router.kind = RouterKind::given;
-    desc.save = SavePolicy::none;
-    Device const device = context.device();
-    auto const bytes = workspace_bytes(context, desc, Pass::forward);
-    if (!bytes.ok()) fail(bytes.status());
-    DeviceBuffer<char> workspace{int64_t(const_cast<Expected<size_t>&>(bytes).value())};
-    MoeForwardArgs args;
-    args.x = tensor(static_cast<void const*>(x()), DType::bf16, {tokens_, s.hidden}, device);
-    args.weights.w_up = tensor(static_cast<void const*>(w_up_.get()), DType::bf16,
-                               {s.experts, 2 * s.intermediate, s.hidden}, device);
-    args.weights.w_down = tensor(static_cast<void const*>(w_down_.get()), DType::bf16,
-                                 {s.experts, s.hidden, s.intermediate}, device);
-    args.topk_ids =
-        tensor(static_cast<void const*>(ids_.get()), DType::int32, {tokens_, s.max_top_k}, device);
-    args.topk_weights = tensor(static_cast<void const*>(scores_.get()), DType::fp32,
-                               {tokens_, s.max_top_k}, device);
-    args.o = tensor(static_cast<void*>(wanted_.get()), DType::bf16, {tokens_, s.hidden}, device);
-    args.workspace = {workspace.get(), size_t(workspace.count())};
-    fail(moe_forward(context, desc, args));
-    TESSERA_CUDA(cudaDeviceSynchronize());
-  }
-
-  void poison() {
-    pool_.poison();
-    a_.poison();
-    y_.poison();
-    o_.poison();
-    TESSERA_CUDA(cudaMemset(window_.get() + window_layout_.slots, 0xff,
-                            size_t(window_layout_.bytes - window_layout_.slots)));
-    TESSERA_CUDA(cudaDeviceSynchronize());
-  }
-
-  ExchangeArguments exchange() const {
-    return {.shape = shape_,
-            .window = window_layout_,
-            .local = local_layout_,
-            .rank = rank_,
-            .windows = {windows_[0], windows_[1]},
-            .gmem_local = local_.get(),
-            .gmem_epoch = epoch_.get(),
-            .fault = fault_,
-            .limit_ns = uint64_t(kLimitSeconds * 1e9),
-            .tokens = tokens_,
-            .gmem_topk_ids = ids_.get(),
-            .gmem_slot_of_pair = slot_of_pair_.get(),
-            .gmem_expert_offsets = offsets_.get(),
-            .gmem_pool = reinterpret_cast<char*>(pool_.get()),
-            .gmem_y = reinterpret_cast<char const*>(y_.get())};
-  }
-
-  void launch_fused(int lag) {
-    int64_t const first = int64_t{rank_} * shape_.local_experts();
-    int64_t const matrix = int64_t{shape_.intermediate} * shape_.hidden;
-    TESSERA_CUDA(dist::launch_forward({.exchange = exchange(),
-                                       .gmem_w_up = w_up_.get() + 2 * first * matrix,
-                                       .gmem_w_down = w_down_.get() + first * matrix,
-                                       .gmem_a = a_.get(),
-                                       .gmem_scores = scores_.get(),
-                                       .gmem_o = o_.get(),
-                                       .lag = lag},
-                                      sm_count(rank_), nullptr));
-  }
-
-  // `mark(part)` after each of the parts.
-  template <typename Mark>
-  void launch_chain(Mark mark) {
-    ExchangeShape const& s = shape_;
-    int const sms = sm_count(rank_);
-    int64_t const d = s.hidden;
-    int64_t const n = s.intermediate;
-    int64_t const first = int64_t{rank_} * s.local_experts();
-    ExchangeArguments const p = exchange();
-    TESSERA_CUDA(dist::launch_dispatch(p, sms, nullptr));
-    mark(kDispatch);
-    cuda::UpProjectionFwdArguments up = {};
-    up.x = {.gmem = pool_.get(), .rows = s.max_rows(), .pitch = d};
-    up.gmem_expert_offsets = offsets_.get();
-    for (int half = 0; half < 2; ++half) {
-      up.w_up[half] = {.gmem = w_up_.get() + (2 * first + half) * n * d,
-                       .expert_stride = 2 * n * d,
-                       .row_stride = d,
-                       .column_stride = 1,
-                       .block = n};
-    }
-    up.gmem_a = a_.get();
-    up.rows = s.max_rows();
-    up.hidden = d;
-    up.intermediate = n;
-    up.experts = s.local_experts();
-    up.gmem_tile_counter = tile_counters_.get();
-    TESSERA_CUDA(cuda::launch_up_projection_fwd(up, sms, nullptr));
-    mark(kUp);
-    cuda::DownProjectionFwdArguments down = {};
-    down.gmem_a = a_.get();
-    down.gmem_expert_offsets = offsets_.get();
-    down.w_down = {.gmem = w_down_.get() + first * n * d,
-                   .expert_stride = d * n,
-                   .row_stride = n,
-                   .column_stride = 1,
-                   .block = d};
-    down.gmem_y = y_.get();
-    down.rows = s.max_rows();
-    down.hidden = d;
-    down.intermediate = n;
-    down.experts = s.local_experts();
-    down.gmem_tile_counter = tile_counters_.get() + 1;
-    TESSERA_CUDA(cuda::launch_down_projection_fwd(down, sms, nullptr));
-    mark(kDown);
-    TESSERA_CUDA(dist::launch_combine(p, sms, nullptr));
-    mark(kCombine);
-    cuda::AggregateArguments aggregate = {};
-    aggregate.gmem_y = window_.get() + window_layout_.slots;
-    aggregate.gmem_scores = scores_.get();
-    aggregate.gmem_inverse_permutation = slot_of_pair_.get();
-    aggregate.gmem_o = o_.get();
-    aggregate.o_pitch = d;
-    aggregate.tokens = tokens_;
-    aggregate.hidden = d;
-    aggregate.top_k = s.max_top_k;
-    TESSERA_CUDA(cuda::launch_aggregate<bf16>(aggregate, nullptr));
-    mark(kAggregate);
-  }
-
-  // Ends the program if a wait ended without its word.
-  void check_fault() const { fail(dist::fault_status(*fault_, kLimitSeconds)); }
-
-  bool is_right() const {
-    if (tokens_ == 0) return true;
-    int64_t const count = int64_t{tokens_} * shape_.hidden;
-    std::vector<uint16_t> got(static_cast<size_t>(count)), wanted(static_cast<size_t>(count));
-    TESSERA_CUDA(cudaMemcpy(got.data(), o_.get(), got.size() * 2, cudaMemcpyDeviceToHost));
-    TESSERA_CUDA(cudaMemcpy(wanted.data(), wanted_.get(), got.size() * 2, cudaMemcpyDeviceToHost));
-    int64_t different = 0, zeros = 0;
-    for (size_t i = 0; i < got.size(); ++i) {
-      different += got[i] != wanted[i];
-      zeros += wanted[i] == 0;
-    }
-    if (different > 0) {
-      std::printf("rank %d: %lld of %lld elements differ\n", rank_,
-                  static_cast<long long>(different), static_cast<long long>(count));
-    }
-    return different == 0 && zeros < count;
-  }
-
- private:
-  static int sm_count(int device) {
-    int count = 0;
-    TESSERA_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    return count;
-  }
-  static void fail(Status const& status) {
-    if (status.ok()) return;
-    std::fprintf(stderr, "%s\n", status.text());
-    std::exit(1);
-  }
-  int64_t pairs() const { return int64_t{shape_.max_tokens} * shape_.max_top_k; }
-  bf16* x() const { return reinterpret_cast<bf16*>(window_.get() + window_layout_.x); }
-
-  int rank_;
-  ExchangeShape shape_;
-  dist::WindowLayout window_layout_;
-  dist::LocalLayout local_layout_;
-  DeviceBuffer<char> window_, local_;
-  DeviceBuffer<uint32_t> epoch_;
-  DeviceBuffer<int32_t> ids_, slot_of_pair_;
-  DeviceBuffer<float> scores_;
-  DeviceBuffer<int32_t> offsets_;
-  DeviceBuffer<bf16> pool_, a_, y_, w_up_, w_down_, o_, wanted_;
-  DeviceBuffer<int32_t> tile_counters_;
-  dist::Fault* fault_ = nullptr;
-  char* windows_[2] = {};
-  int tokens_ = 0;
-};
-
 struct Options {
   int gpus = 2, iters = 30;
-  bool check = false;
-  std::string out, commit, only;
+  bool check = false, processes = false, nccl = false;
+  std::string out, commit, only, nccl_path;
 
   bool selects(Way way) const {
     return only.empty() || only == (way == Way::chain ? "chain" : "fused");
   }
 };
 
-// Body(rank, Rank&, barrier, context) on a thread per rank, with windows connected.
+// What ranks tell each other, be they threads or processes.
+struct Talk : Meeting {
+  int ranks;
+  char text[2][Status::kTextBytes];
+  void meet() { barrier(ranks); }
+};
+
+// The windows of all ranks: NCCL's, or of peers in one process.
+class Windows {
+ public:
+  Windows(int rank, int64_t bytes, Options const& options, Talk& talk, char* (&peers)[2]) {
+    if (!options.nccl) {
+      own_ = std::make_unique<DeviceBuffer<char>>(bytes);
+      TESSERA_CUDA(cudaMemset(own_->get(), 0, size_t(bytes)));
+      TESSERA_CUDA(cudaDeviceSynchronize());
+      peers[rank] = own_->get();
+      talk.meet();
+      for (int r = 0; r < talk.ranks; ++r) address[size_t(r)] = peers[r];
+      return;
+    }
+    dist::EngineConfig config = {
+        .rank = rank,
+        .ranks = talk.ranks,
+        .device = rank,
+        .nccl_path = options.nccl_path.empty() ? nullptr : options.nccl_path.c_str(),
+        .nccl_nvls_enable = std::getenv("NCCL_NVLS_ENABLE")};
+    if (rank == 0) {
+      auto id = dist::make_unique_id(config);
+      fail(id.status());
+      talk.nccl_id = id.value();
+    }
+    talk.meet();
+    config.id = talk.nccl_id;
+    auto engine = dist::Engine::open(config);
+    fail(engine.status());
+    engine_ = std::move(engine).value();
+    auto window = engine_->allocate(size_t(bytes));
+    fail(window.status());
+    window_ = window.value();
+    for (int r = 0; r < talk.ranks; ++r) {
+      address[size_t(r)] = static_cast<char*>(window_.address[size_t(r)]);
+    }
+  }
+  // All ranks.
+  void close() {
+    if (engine_ == nullptr) return;
+    fail(engine_->release(window_));
+    fail(engine_->close());
+  }
+
+  std::array<char*, 2> address = {};
+
+ private:
+  std::unique_ptr<DeviceBuffer<char>> own_;
+  std::unique_ptr<dist::Engine> engine_;
+  dist::Window window_;
+};
+
+// Body(rank, Rank&, Talk&, context) for every rank, on a thread or in a process of its own; whether all
+// of them returned true.
 template <typename Body>
-void on_ranks(ExchangeShape const& shape, Body body) {
-  std::barrier sync(shape.ranks);
-  std::vector<char*> windows(static_cast<size_t>(shape.ranks));
-  auto const rank_main = [&](int rank) {
+bool on_ranks(Options const& options, ExchangeShape const& shape, Body body) {
+  Talk* const memory = make_shared_memory<Talk>();
+  if (memory == nullptr) fail(Status::error(StatusCode::out_of_memory, "no shared memory"));
+  Talk& talk = *memory;
+  talk.ranks = shape.ranks;
+  char* peers[2] = {};
+  auto const rank_main = [&](int rank) -> bool {
     TESSERA_CUDA(cudaSetDevice(rank));
     auto context = Context::create({.device = {DeviceKind::cuda, rank}});
-    if (!context.ok()) {
-      std::fprintf(stderr, "%s\n", context.status().text());
-      std::exit(1);
+    fail(context.status());
+    Windows windows(rank, dist::WindowLayout(shape).bytes, options, talk, peers);
+    bool ok = false;
+    {
+      Rank r(rank, shape, windows.address);
+      talk.meet();
+      ok = body(rank, r, talk, context.value());
+      talk.meet();
     }
-    Rank r(rank, shape);
-    windows[size_t(rank)] = r.window();
-    sync.arrive_and_wait();
-    r.connect(windows);
-    sync.arrive_and_wait();
-    body(rank, r, sync, context.value());
-    sync.arrive_and_wait();
+    windows.close();
+    talk.meet();
+    return ok;
   };
+  std::vector<char> ok(size_t(shape.ranks), 0);
   std::vector<std::thread> threads;
-  for (int rank = 1; rank < shape.ranks; ++rank) threads.emplace_back(rank_main, rank);
-  rank_main(0);
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    if (!options.processes) {
+      if (rank > 0) threads.emplace_back([&, rank] { ok[size_t(rank)] = rank_main(rank); });
+      continue;
+    }
+    std::fflush(stdout);
+    pids.push_back(fork());
+    if (pids.back() != 0) continue;
+    die_with_parent();
+    bool const right = rank_main(rank);
+    std::fflush(stdout);
+    _exit(right ? 0 : 1);
+  }
+  if (!options.processes) ok[0] = rank_main(0);
   for (std::thread& t : threads) t.join();
+  for (size_t ended = 0; ended < pids.size(); ++ended) {
+    int status = 0;
+    pid_t const pid = waitpid(-1, &status, 0);
+    bool const right = WIFEXITED(status) && WEXITSTATUS(status) == 0;
+    for (size_t rank = 0; rank < pids.size(); ++rank) {
+      if (pids[rank] == pid) ok[rank] = right;
+    }
+    if (!right) talk.failed = 1;  // the other one leaves the next meeting
+  }
+  bool const all = std::count(ok.begin(), ok.end(), 0) == 0;
+  munmap(&talk, sizeof talk);
+  return all;
 }
 
 // Passes of different patterns and sizes on the same buffers.
@@ -349,41 +162,74 @@ int check_small(Options const& options) {
                                  .intermediate = c.intermediate,
                                  .experts = c.local_experts * options.gpus,
                                  .max_top_k = c.top_k};
-    std::vector<char> right(size_t(options.gpus), 1);
-    on_ranks(shape, [&](int rank, Rank& r, std::barrier<>& sync, Context const& context) {
-      for (uint64_t pass = 0; pass < 20; ++pass) {
-        Pattern const pattern = kPatterns[pass / 2 % std::size(kPatterns)];
-        Way const way =
-            options.selects(Way::fused) && (pass % 2 == 1 || !options.selects(Way::chain))
-                ? Way::fused
-                : Way::chain;
-        r.set_pass(draw(shape, pattern, rank, pass), pass);
-        r.compute_wanted(context);
-        r.poison();
-        sync.arrive_and_wait();
-        if (way == Way::chain) {
-          r.launch_chain([](Part) {});
-        } else {
-          r.launch_fused(int(pass / 2) - 1);
-        }
-        TESSERA_CUDA(cudaDeviceSynchronize());
-        r.check_fault();
-        bool const ok = r.is_right();
-        if (!ok) {
-          right[size_t(rank)] = 0;
-          std::printf("pass %d, pattern %d, %s\n", int(pass), int(pattern),
-                      way == Way::chain ? "chain" : "fused");
-        }
-        sync.arrive_and_wait();
-      }
-    });
-    bool const ok = std::count(right.begin(), right.end(), 0) == 0;
+    bool const ok =
+        on_ranks(options, shape, [&](int rank, Rank& r, Talk& talk, Context const& context) {
+          bool all_right = true;
+          for (uint64_t pass = 0; pass < 20; ++pass) {
+            Pattern const pattern = kPatterns[pass / 2 % std::size(kPatterns)];
+            Way const way =
+                options.selects(Way::fused) && (pass % 2 == 1 || !options.selects(Way::chain))
+                    ? Way::fused
+                    : Way::chain;
+            r.set_pass(draw(shape, pattern, rank, pass), pass);
+            r.compute_wanted(context);
+            r.poison();
+            talk.meet();
+            if (way == Way::chain) {
+              r.launch_chain([](Part) {});
+            } else {
+              r.launch_fused(int(pass / 2) - 1);
+            }
+            TESSERA_CUDA(cudaDeviceSynchronize());
+            r.check_fault();
+            if (!r.is_right()) {
+              all_right = false;
+              std::printf("pass %d, pattern %d, %s\n", int(pass), int(pattern),
+                          way == Way::chain ? "chain" : "fused");
+            }
+            talk.meet();
+          }
+          return all_right;
+        });
     std::printf("%s (T %d, d %d, n %d, E %d, K %d), %d GPUs, 20 passes\n", ok ? "ok " : "BAD",
                 c.tokens, c.hidden, c.intermediate, shape.experts, c.top_k, options.gpus);
     std::fflush(stdout);
     failures += ok ? 0 : 1;
   }
   return failures ? 1 : 0;
+}
+
+// Rank 1 comes too late: rank 0 gives up after its limit and says for whom it waited; rank 1 then leaves at
+// once, as rank 0 had given up.
+int check_stalled(Options const& options) {
+  if (options.gpus != 2) return 0;
+  ExchangeShape const shape = {.ranks = 2,
+                               .max_tokens = 64,
+                               .hidden = 256,
+                               .intermediate = 128,
+                               .experts = 8,
+                               .max_top_k = 2};
+  bool const ok = on_ranks(options, shape, [&](int rank, Rank& r, Talk& talk, Context const&) {
+    r.set_limit(0.2);
+    r.set_pass(draw(shape, Pattern::random, rank, 1), 1);
+    talk.meet();
+    for (int turn = 0; turn < 2; ++turn) {
+      if (turn == rank) {
+        r.launch_fused(-1);
+        TESSERA_CUDA(cudaDeviceSynchronize());
+        std::snprintf(talk.text[rank], sizeof talk.text[rank], "%s", r.fault().text());
+      }
+      talk.meet();
+    }
+    if (rank != 0) return true;
+    std::string const first = talk.text[0], second = talk.text[1];
+    std::printf("  %s\n  %s\n", first.c_str(), second.c_str());
+    return first.find("at publish in pass 1") != std::string::npos &&
+           first.find("the word of rank 1 is 0, expected 1") != std::string::npos &&
+           second.find("rank 0 had given up") != std::string::npos;
+  });
+  std::printf("%s a stalled rank\n", ok ? "ok " : "BAD");
+  return ok ? 0 : 1;
 }
 
 struct Named {
@@ -410,8 +256,9 @@ constexpr Timed kTimed[] = {{kPartNames[kDispatch], "unfused-chain", Way::chain,
                             {"forward-inference", "unfused-chain", Way::chain, 0},
                             {"forward-inference", "fused", Way::fused, -1},
                             {"forward-inference", "fused-lag-4", Way::fused, 4},
+                            {"forward-inference", "fused-lag-8", Way::fused, 8},
                             {"forward-inference", "fused-lag-16", Way::fused, 16},
-                            {"forward-inference", "fused-lag-all", Way::fused, 1 << 20}};
+                            {"forward-inference", "fused-lag-32", Way::fused, 32}};
 constexpr size_t kNumTimed = std::size(kTimed);
 
 // One pass; ms[] of what it times, for this rank.
@@ -453,7 +300,7 @@ int measure(Options const& options) {
     if (options.selects(Way::chain)) passes.push_back(0);
     for (size_t v = kParts + 1; v < kNumTimed && options.selects(Way::fused); ++v)
       passes.push_back(v);
-    on_ranks(shape, [&](int rank, Rank& r, std::barrier<>& sync, Context const& context) {
+    on_ranks(options, shape, [&](int rank, Rank& r, Talk& talk, Context const& context) {
       r.set_pass(draw(shape, Pattern::random, rank, 1), 1);
       r.compute_wanted(context);
       cudaEvent_t events[kParts + 1];
@@ -463,13 +310,13 @@ int measure(Options const& options) {
           size_t const first = passes[(p + size_t(i + 6)) % passes.size()];
           size_t const end = first == 0 ? kParts + 1 : first + 1;
           if (i == -6) r.poison();
-          sync.arrive_and_wait();
+          talk.meet();
           time_pass(r, first, latest[size_t(rank)], events);
           if (i == -6) {
             bool const ok = r.is_right();
             for (size_t v = first; v < end; ++v) right[size_t(rank)][v] = ok;
           }
-          sync.arrive_and_wait();
+          talk.meet();
           for (size_t v = first; rank == 0 && i >= 0 && v < end; ++v) {
             float slower = 0;
             for (auto const& l : latest) slower = std::max(slower, l[v]);
@@ -477,6 +324,7 @@ int measure(Options const& options) {
           }
         }
       }
+      return true;
     });
     double const flops = 6.0 * kTokens * c.top_k * c.intermediate * c.hidden;
     std::printf("%s, T %d per GPU, %d GPUs\n", c.name, kTokens, options.gpus);
@@ -543,6 +391,11 @@ int main(int argc, char** argv) {
       options.iters = std::atoi(argv[++i]);
     } else if (flag == "--out" && has_value) {
       options.out = argv[++i];
+    } else if (flag == "--processes") {
+      options.processes = options.nccl = true;
+    } else if (flag == "--nccl" && has_value) {  // a path, or "" for the library that is found
+      options.nccl = true;
+      options.nccl_path = argv[++i];
     } else if (flag == "--only" && has_value) {
       options.only = argv[++i];
     } else if (flag == "--commit" && has_value) {
@@ -556,15 +409,23 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "--gpus %d: 1 or 2\n", options.gpus);
     return 2;
   }
-  int present = 0;
-  if (cudaGetDeviceCount(&present) != cudaSuccess) present = 0;
-  if (present < options.gpus) {
-    std::printf("skipped: this machine has %d GPUs of %d\n", present, options.gpus);
-    return 77;
+  if (options.processes && !options.check) {
+    std::fprintf(stderr, "--processes: with --check only\n");
+    return 2;
   }
-  for (int rank = 0; rank < options.gpus; ++rank) {
-    TESSERA_CUDA(cudaSetDevice(rank));
-    if (options.gpus == 2) TESSERA_CUDA(cudaDeviceEnablePeerAccess(1 - rank, 0));
+  if (!options.processes) {  // forked ranks must find CUDA untouched
+    int present = 0;
+    if (cudaGetDeviceCount(&present) != cudaSuccess) present = 0;
+    if (present < options.gpus) {
+      std::printf("skipped: this machine has %d GPUs of %d\n", present, options.gpus);
+      return 77;
+    }
+    for (int rank = 0; rank < options.gpus; ++rank) {
+      TESSERA_CUDA(cudaSetDevice(rank));
+      if (options.gpus == 2) TESSERA_CUDA(cudaDeviceEnablePeerAccess(1 - rank, 0));
+    }
   }
-  return options.check ? tessera::bench::check_small(options) : tessera::bench::measure(options);
+  if (!options.check) return tessera::bench::measure(options);
+  int const wrong = tessera::bench::check_small(options);
+  return wrong + tessera::bench::check_stalled(options) ? 1 : 0;
 }

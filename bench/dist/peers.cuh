@@ -4,13 +4,9 @@
 #pragma once
 
 #include <cuda_runtime.h>
-#include <sys/mman.h>
-#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <csignal>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -21,6 +17,7 @@
 #include <thread>
 
 #include "../../src/dist/engine.hpp"
+#include "meeting.hpp"
 #include "probe_kernels.cuh"
 
 namespace tessera::bench {
@@ -37,37 +34,16 @@ inline std::string name(Mode mode) {
   return std::string(launch) + "/" + access;
 }
 
-// Memory that outlives forks: what the ranks exchange, and the rows they report.
-struct Shared {
-  std::atomic<int> arrived, generation, failed;
+// What two ranks exchange, and the rows they report.
+struct Shared : Meeting {
   char* address[2];
   cudaIpcMemHandle_t ipc[2];
-  dist::NcclUniqueId nccl_id;
   double value[2][8];
   std::atomic<int> row_bytes, line_bytes;
   char rows[1 << 20];   // JSON objects, each followed by a comma
   char lines[1 << 16];  // the table for people
 
-  static Shared* make() {
-    void* const memory =
-        mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    return memory == MAP_FAILED ? nullptr : new (memory) Shared{};
-  }
-
-  // Both ranks. Ends the rank if the other one has failed.
-  void barrier() {
-    int const before = generation.load();
-    if (arrived.fetch_add(1) == 1) {
-      arrived = 0;
-      generation.fetch_add(1);
-      return;
-    }
-    while (generation.load() == before) {
-      if (failed.load() != 0) _exit(1);
-      std::this_thread::yield();
-    }
-  }
-
+  void barrier() { Meeting::barrier(2); }
   // One JSON object.
   __attribute__((format(printf, 2, 3))) void row(char const* format, ...) {
     va_list values;
@@ -228,8 +204,6 @@ class Rank {
   std::unique_ptr<dist::Engine> engine_;
   dist::Window window_;
 };
-
-inline void die_with_parent() { prctl(PR_SET_PDEATHSIG, SIGKILL); }
 
 // Runs `body` for both ranks in processes of their own below this one. False if that took more than
 // `seconds` (they are killed then) or a rank failed.

@@ -406,7 +406,7 @@ int main(int argc, char** argv) {
   }
   // A kernel that is loaded at its first launch may synchronise a GPU that waits for the other one.
   setenv("CUDA_MODULE_LOADING", "EAGER", 1);
-  Shared* const shared = Shared::make();
+  Shared* const shared = make_shared_memory<Shared>();
   if (shared == nullptr) return 3;
 
   size_t printed = 0;

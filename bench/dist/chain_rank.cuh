@@ -1,0 +1,292 @@
+// SPDX-License-Identifier: Apache-2.0
+// One rank of bench_dist_chain: its buffers, the passes that it launches, what it compares them with.
+#pragma once
+
+#include <array>
+#include <cstring>
+#include <memory>
+
+#include "../../src/cuda/host/aggregate.hpp"
+#include "../../src/cuda/host/projection.hpp"
+#include "../../src/dist/kernels/exchange.hpp"
+#include "../../src/dist/kernels/forward.hpp"
+#include "../cuda/support.cuh"
+#include "tessera/tessera.hpp"
+
+namespace tessera::bench {
+
+using dist::ExchangeArguments;
+using dist::ExchangeShape;
+
+enum Part { kDispatch, kUp, kDown, kCombine, kAggregate, kParts };
+enum class Way { chain, fused };
+constexpr char const* kPartNames[] = {"dispatch", "up_projection_fwd", "down_projection_fwd",
+                                      "combine", "aggregate"};
+
+enum class Pattern { random, one_expert, sentinels, idle_rank, one_token };
+constexpr Pattern kPatterns[] = {Pattern::random, Pattern::one_expert, Pattern::sentinels,
+                                 Pattern::idle_rank, Pattern::one_token};
+
+// What one rank's router chose in one pass.
+struct Choices {
+  int tokens;
+  std::vector<int32_t> ids;
+  std::vector<float> scores;
+};
+inline Choices draw(ExchangeShape const& s, Pattern pattern, int rank, uint64_t seed) {
+  std::mt19937_64 rng(seed * 1000003 + uint64_t(rank));
+  Choices c = {.tokens = s.max_tokens, .ids = {}, .scores = {}};
+  if (pattern == Pattern::idle_rank && rank == s.ranks - 1) c.tokens = 0;
+  if (pattern == Pattern::one_token) c.tokens = 1;
+  if (pattern == Pattern::sentinels) c.tokens -= rank;
+  std::vector<int32_t> experts(size_t(s.experts));
+  std::iota(experts.begin(), experts.end(), 0);
+  for (int t = 0; t < c.tokens; ++t) {
+    for (int k = 0; k < s.max_top_k; ++k) {
+      std::swap(experts[size_t(k)], experts[size_t(k) + rng() % uint64_t(s.experts - k)]);
+      bool const none = (pattern == Pattern::sentinels && rng() % 3 == 0) ||
+                        (pattern == Pattern::one_expert && k > 0);
+      int32_t const one = pattern == Pattern::one_expert ? s.experts - 1 : experts[size_t(k)];
+      c.ids.push_back(none ? (rng() % 2 ? -1 : s.experts) : one);
+      c.scores.push_back(float(rng() % 1000) / 1000.0f + 0.1f);
+    }
+  }
+  return c;
+}
+
+inline void fail(Status const& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s\n", status.text());
+  std::exit(1);
+}
+
+class Rank {
+ public:
+  // `windows`: of all ranks, zeroed, as this GPU addresses them.
+  Rank(int rank, ExchangeShape const& s, std::array<char*, 2> windows)
+      : rank_(rank),
+        shape_(s),
+        window_layout_(s),
+        local_layout_(s, sm_count(rank)),
+        windows_(windows),
+        window_(windows[size_t(rank)]),
+        local_(local_layout_.bytes),
+        epoch_(std::vector<uint32_t>{1}),
+        ids_(pairs()),
+        slot_of_pair_(pairs()),
+        scores_(pairs()),
+        offsets_(s.local_experts() + 1),
+        pool_(s.pool_rows() * s.hidden),
+        a_(s.pool_rows() * s.intermediate),
+        y_(s.max_rows() * s.hidden),
+        w_up_(int64_t{2} * s.experts * s.intermediate * s.hidden),
+        w_down_(int64_t{1} * s.experts * s.intermediate * s.hidden),
+        o_(int64_t{s.max_tokens} * s.hidden),
+        wanted_(int64_t{s.max_tokens} * s.hidden),
+        tile_counters_(std::vector<int32_t>{0, 0}) {
+    TESSERA_CUDA(cudaMemset(local_.get(), 0, size_t(local_.count())));
+    TESSERA_CUDA(cudaHostAlloc(&fault_, sizeof *fault_, cudaHostAllocMapped));
+    *fault_ = {};
+    fill_uniform<<<4096, 256>>>(w_up_.get(), w_up_.count(), 11, 0x1p-4f);
+    fill_uniform<<<4096, 256>>>(w_down_.get(), w_down_.count(), 12, 0x1p-4f);
+    TESSERA_CUDA(cudaDeviceSynchronize());
+  }
+  ~Rank() { cudaFreeHost(fault_); }
+
+  void set_pass(Choices const& c, uint64_t seed) {
+    tokens_ = c.tokens;
+    if (c.tokens > 0) {
+      TESSERA_CUDA(cudaMemcpy(ids_.get(), c.ids.data(), c.ids.size() * 4, cudaMemcpyHostToDevice));
+      TESSERA_CUDA(
+          cudaMemcpy(scores_.get(), c.scores.data(), c.scores.size() * 4, cudaMemcpyHostToDevice));
+    }
+    fill_uniform<<<1024, 256>>>(x(), int64_t{tokens_} * shape_.hidden, seed * 2 + uint64_t(rank_),
+                                1.0f);
+    TESSERA_CUDA(cudaDeviceSynchronize());
+  }
+
+  // The layer on this GPU alone.
+  void compute_wanted(Context const& context) {
+    if (tokens_ == 0) return;
+    ExchangeShape const& s = shape_;
+    MoeDesc desc;
+    desc.shape = {.tokens = tokens_,
+                  .hidden = s.hidden,
+                  .intermediate = s.intermediate,
+                  .experts = s.experts,
+                  .top_k = s.max_top_k};
+    desc.dtype = DType::bf16;
+    desc.router.kind = RouterKind::given;
+    desc.save = SavePolicy::none;
+    Device const device = context.device();
+    auto const bytes = workspace_bytes(context, desc, Pass::forward);
+    if (!bytes.ok()) fail(bytes.status());
+    DeviceBuffer<char> workspace{int64_t(const_cast<Expected<size_t>&>(bytes).value())};
+    MoeForwardArgs args;
+    args.x = tensor(static_cast<void const*>(x()), DType::bf16, {tokens_, s.hidden}, device);
+    args.weights.w_up = tensor(static_cast<void const*>(w_up_.get()), DType::bf16,
+                               {s.experts, 2 * s.intermediate, s.hidden}, device);
+    args.weights.w_down = tensor(static_cast<void const*>(w_down_.get()), DType::bf16,
+                                 {s.experts, s.hidden, s.intermediate}, device);
+    args.topk_ids =
+        tensor(static_cast<void const*>(ids_.get()), DType::int32, {tokens_, s.max_top_k}, device);
+    args.topk_weights = tensor(static_cast<void const*>(scores_.get()), DType::fp32,
+                               {tokens_, s.max_top_k}, device);
+    args.o = tensor(static_cast<void*>(wanted_.get()), DType::bf16, {tokens_, s.hidden}, device);
+    args.workspace = {workspace.get(), size_t(workspace.count())};
+    fail(moe_forward(context, desc, args));
+    TESSERA_CUDA(cudaDeviceSynchronize());
+  }
+
+  void poison() {
+    pool_.poison();
+    a_.poison();
+    y_.poison();
+    o_.poison();
+    TESSERA_CUDA(cudaMemset(window_ + window_layout_.slots, 0xff,
+                            size_t(window_layout_.bytes - window_layout_.slots)));
+    TESSERA_CUDA(cudaDeviceSynchronize());
+  }
+
+  ExchangeArguments exchange() const {
+    return {.shape = shape_,
+            .window = window_layout_,
+            .local = local_layout_,
+            .rank = rank_,
+            .windows = {windows_[0], windows_[1]},
+            .gmem_local = local_.get(),
+            .gmem_epoch = epoch_.get(),
+            .fault = fault_,
+            .limit_ns = uint64_t(limit_seconds_ * 1e9),
+            .tokens = tokens_,
+            .gmem_topk_ids = ids_.get(),
+            .gmem_slot_of_pair = slot_of_pair_.get(),
+            .gmem_expert_offsets = offsets_.get(),
+            .gmem_pool = reinterpret_cast<char*>(pool_.get()),
+            .gmem_y = reinterpret_cast<char const*>(y_.get())};
+  }
+
+  void launch_fused(int lag) {
+    int64_t const first = int64_t{rank_} * shape_.local_experts();
+    int64_t const matrix = int64_t{shape_.intermediate} * shape_.hidden;
+    TESSERA_CUDA(dist::launch_forward({.exchange = exchange(),
+                                       .gmem_w_up = w_up_.get() + 2 * first * matrix,
+                                       .gmem_w_down = w_down_.get() + first * matrix,
+                                       .gmem_a = a_.get(),
+                                       .gmem_scores = scores_.get(),
+                                       .gmem_o = o_.get(),
+                                       .lag = lag},
+                                      sm_count(rank_), nullptr));
+  }
+
+  // `mark(part)` after each of the parts.
+  template <typename Mark>
+  void launch_chain(Mark mark) {
+    ExchangeShape const& s = shape_;
+    int const sms = sm_count(rank_);
+    int64_t const d = s.hidden;
+    int64_t const n = s.intermediate;
+    int64_t const first = int64_t{rank_} * s.local_experts();
+    ExchangeArguments const p = exchange();
+    TESSERA_CUDA(dist::launch_dispatch(p, sms, nullptr));
+    mark(kDispatch);
+    cuda::UpProjectionFwdArguments up = {};
+    up.x = {.gmem = pool_.get(), .rows = s.max_rows(), .pitch = d};
+    up.gmem_expert_offsets = offsets_.get();
+    for (int half = 0; half < 2; ++half) {
+      up.w_up[half] = {.gmem = w_up_.get() + (2 * first + half) * n * d,
+                       .expert_stride = 2 * n * d,
+                       .row_stride = d,
+                       .column_stride = 1,
+                       .block = n};
+    }
+    up.gmem_a = a_.get();
+    up.rows = s.max_rows();
+    up.hidden = d;
+    up.intermediate = n;
+    up.experts = s.local_experts();
+    up.gmem_tile_counter = tile_counters_.get();
+    TESSERA_CUDA(cuda::launch_up_projection_fwd(up, sms, nullptr));
+    mark(kUp);
+    cuda::DownProjectionFwdArguments down = {};
+    down.gmem_a = a_.get();
+    down.gmem_expert_offsets = offsets_.get();
+    down.w_down = {.gmem = w_down_.get() + first * n * d,
+                   .expert_stride = d * n,
+                   .row_stride = n,
+                   .column_stride = 1,
+                   .block = d};
+    down.gmem_y = y_.get();
+    down.rows = s.max_rows();
+    down.hidden = d;
+    down.intermediate = n;
+    down.experts = s.local_experts();
+    down.gmem_tile_counter = tile_counters_.get() + 1;
+    TESSERA_CUDA(cuda::launch_down_projection_fwd(down, sms, nullptr));
+    mark(kDown);
+    TESSERA_CUDA(dist::launch_combine(p, sms, nullptr));
+    mark(kCombine);
+    cuda::AggregateArguments aggregate = {};
+    aggregate.gmem_y = window_ + window_layout_.slots;
+    aggregate.gmem_scores = scores_.get();
+    aggregate.gmem_inverse_permutation = slot_of_pair_.get();
+    aggregate.gmem_o = o_.get();
+    aggregate.o_pitch = d;
+    aggregate.tokens = tokens_;
+    aggregate.hidden = d;
+    aggregate.top_k = s.max_top_k;
+    TESSERA_CUDA(cuda::launch_aggregate<bf16>(aggregate, nullptr));
+    mark(kAggregate);
+  }
+
+  [[nodiscard]] Status fault() const { return dist::fault_status(*fault_, limit_seconds_); }
+  // Ends the program if a wait ended without its word.
+  void check_fault() const { fail(fault()); }
+  void set_limit(double seconds) { limit_seconds_ = seconds; }
+
+  bool is_right() const {
+    if (tokens_ == 0) return true;
+    int64_t const count = int64_t{tokens_} * shape_.hidden;
+    std::vector<uint16_t> got(static_cast<size_t>(count)), wanted(static_cast<size_t>(count));
+    TESSERA_CUDA(cudaMemcpy(got.data(), o_.get(), got.size() * 2, cudaMemcpyDeviceToHost));
+    TESSERA_CUDA(cudaMemcpy(wanted.data(), wanted_.get(), got.size() * 2, cudaMemcpyDeviceToHost));
+    int64_t different = 0, zeros = 0;
+    for (size_t i = 0; i < got.size(); ++i) {
+      different += got[i] != wanted[i];
+      zeros += wanted[i] == 0;
+    }
+    if (different > 0) {
+      std::printf("rank %d: %lld of %lld elements differ\n", rank_,
+                  static_cast<long long>(different), static_cast<long long>(count));
+    }
+    return different == 0 && zeros < count;
+  }
+
+ private:
+  static int sm_count(int device) {
+    int count = 0;
+    TESSERA_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
+  }
+  int64_t pairs() const { return int64_t{shape_.max_tokens} * shape_.max_top_k; }
+  bf16* x() const { return reinterpret_cast<bf16*>(window_ + window_layout_.x); }
+
+  int rank_;
+  ExchangeShape shape_;
+  dist::WindowLayout window_layout_;
+  dist::LocalLayout local_layout_;
+  std::array<char*, 2> windows_;
+  char* window_;  // of this rank
+  DeviceBuffer<char> local_;
+  DeviceBuffer<uint32_t> epoch_;
+  DeviceBuffer<int32_t> ids_, slot_of_pair_;
+  DeviceBuffer<float> scores_;
+  DeviceBuffer<int32_t> offsets_;
+  DeviceBuffer<bf16> pool_, a_, y_, w_up_, w_down_, o_, wanted_;
+  DeviceBuffer<int32_t> tile_counters_;
+  dist::Fault* fault_ = nullptr;
+  int tokens_ = 0;
+  double limit_seconds_ = 10;
+};
+
+}  // namespace tessera::bench

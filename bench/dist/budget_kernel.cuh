@@ -110,7 +110,7 @@ __device__ void pull_rows(BudgetParams const& p, Ring& ring, int worker, int wor
 template <block::GemmConfig kGemm>
 __device__ void produce_arrived(block::SharedStorage<kGemm>& smem, BudgetParams const& budget) {
   block::GemmParams const& p = budget.up.gemm;
-  block::TileScheduler<kGemm> scheduler(smem, p.segments, p.n_tiles, p.gmem_tile_counter);
+  block::TileScheduler<kGemm> scheduler(smem, p);
   block::WorkQueue<kGemm, true> queue(smem);
   block::PipelineState<kGemm.stages> state;
   block::WorkTile tile;

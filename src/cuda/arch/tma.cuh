@@ -33,6 +33,15 @@ __device__ __forceinline__ void tma_load(void* smem_dst, CUtensorMap const* map,
 }
 
 __device__ __forceinline__ void tma_load(void* smem_dst, CUtensorMap const* map,
+                                         Mbarrier* smem_full, int c0, int c1, int c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(smem_dst)),
+      "l"(map), "r"(shared_address(smem_full)), "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load(void* smem_dst, CUtensorMap const* map,
                                          Mbarrier* smem_full, int c0, int c1, int c2, int c3) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
@@ -89,6 +98,16 @@ __device__ __forceinline__ void tma_store(CUtensorMap const* map, void const* sm
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group.L2::cache_hint "
       "[%0, {%2, %3, %4, %5}], [%1], %6;" ::"l"(map),
       "r"(shared_address(smem_src)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(l2_policy)
+      : "memory");
+}
+
+// Adds to global memory, element by element; in the type of the map.
+__device__ __forceinline__ void tma_reduce_add(CUtensorMap const* map, void const* smem_src, int c0,
+                                               int c1, int c2, int c3) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group "
+      "[%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(shared_address(smem_src)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
 

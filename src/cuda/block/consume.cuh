@@ -21,44 +21,68 @@ __device__ __forceinline__ void wait_full(SharedStorage<kGemm>& smem,
   if constexpr (kGemm.gathers()) arch::fence_proxy_async_shared();
 }
 
-// Issues one k_tile, as one group of wgmmas, for kActive times 64 rows from `row` of the tile.
-template <GemmConfig kGemm, int kActive, int kSubtiles>
+// Issues the first kSteps times 16 of one k_tile, as one group of wgmmas, for kActive times 64 rows from `row`
+// of the tile.
+template <GemmConfig kGemm, int kActive, int kSteps = kGemm.tile.k / 16, int kSubtiles>
 __device__ __forceinline__ void issue(SharedStorage<kGemm>& smem, int stage,
                                       Accumulators<kGemm> (&acc)[kSubtiles], int row, int k_tile) {
   constexpr uint64_t kSubtileStep = kGemm.a_subtile_bytes() / 16;
-  uint64_t const a = arch::wgmma_descriptor_k_major(&smem.a[stage][row * kGemm.tile.k]);
+  constexpr bool kTransposeA = kGemm.a_major() == Major::kRows;
+  constexpr uint64_t kStepA = kTransposeA ? arch::kWgmmaRowsMajorK16 : arch::kWgmmaDescriptorK16;
+  bf16 const* const smem_a = &smem.a[stage][row * kGemm.tile.k];
+  uint64_t const a = kTransposeA ? arch::wgmma_descriptor_rows_major(smem_a)
+                                 : arch::wgmma_descriptor_k_major(smem_a);
   constexpr bool kTransposeB = kGemm.b_major == Major::kRows;
   constexpr uint64_t kStepB = kTransposeB ? arch::kWgmmaRowsMajorK16 : arch::kWgmmaDescriptorK16;
   uint64_t const b = kTransposeB ? arch::wgmma_descriptor_rows_major(smem.b[stage])
                                  : arch::wgmma_descriptor_k_major(smem.b[stage]);
   arch::wgmma_fence();
   TESSERA_UNROLL
-  for (int k16 = 0; k16 < kGemm.tile.k / 16; ++k16) {
+  for (int k16 = 0; k16 < kSteps; ++k16) {
     TESSERA_UNROLL
     for (int m = 0; m < kActive; ++m) {
-      uint64_t const a16 = a + k16 * arch::kWgmmaDescriptorK16 + m * kSubtileStep;
+      uint64_t const a16 = a + k16 * kStepA + m * kSubtileStep;
       uint64_t const b16 = b + k16 * kStepB;
       if constexpr (kGemm.column_groups() == 1) {
-        arch::wgmma_m64n128k16<kTransposeB>(acc[m][0], a16, b16, k_tile | k16);
+        arch::wgmma_m64n128k16<kTransposeA, kTransposeB>(acc[m][0], a16, b16, k_tile | k16);
       } else {
-        arch::wgmma_m64n256k16<kTransposeB>(acc[m][0], acc[m][1], a16, b16, k_tile | k16);
+        arch::wgmma_m64n256k16<kTransposeA, kTransposeB>(acc[m][0], acc[m][1], a16, b16,
+                                                         k_tile | k16);
       }
     }
   }
   arch::wgmma_commit();
 }
 
-// All k_tiles of kActive times 64 rows from `row`; the last group of wgmmas is left in flight and its
-// stage, returned, unreleased.
+// The last k_tile of varlen-K: only the steps that its rows reach.
+template <GemmConfig kGemm, int kActive, int kSteps, int kSubtiles>
+__device__ __forceinline__ void issue_last(SharedStorage<kGemm>& smem, int stage,
+                                           Accumulators<kGemm> (&acc)[kSubtiles], int row,
+                                           int k_tile, int steps) {
+  if constexpr (kSteps > 1) {
+    if (steps < kSteps) {
+      return issue_last<kGemm, kActive, kSteps - 1>(smem, stage, acc, row, k_tile, steps);
+    }
+  }
+  issue<kGemm, kActive, kSteps>(smem, stage, acc, row, k_tile);
+}
+
+// All k_tiles of kActive times 64 rows from `row`, of the last one `last_steps` times 16; the last group of
+// wgmmas is left in flight and its stage, returned, unreleased.
 template <GemmConfig kGemm, int kActive, int kSubtiles>
 __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem,
                                         PipelineState<kGemm.stages>& state,
-                                        Accumulators<kGemm> (&acc)[kSubtiles], int row,
-                                        int k_tiles) {
+                                        Accumulators<kGemm> (&acc)[kSubtiles], int row, int k_tiles,
+                                        int last_steps = kGemm.tile.k / 16) {
   int previous = 0;
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
     wait_full<kGemm>(smem, state);
-    issue<kGemm, kActive>(smem, state.stage, acc, row, k_tile);
+    if (kGemm.varlen_k() && k_tile == k_tiles - 1) {
+      issue_last<kGemm, kActive, kGemm.tile.k / 16>(smem, state.stage, acc, row, k_tile,
+                                                    last_steps);
+    } else {
+      issue<kGemm, kActive>(smem, state.stage, acc, row, k_tile);
+    }
     if (k_tile > 0) {
       arch::wgmma_wait<1>();
       release_stage<kGemm>(smem, previous);
@@ -74,13 +98,23 @@ template <GemmConfig kGemm, int kActive, int kSubtiles>
 __device__ __forceinline__ int multiply_active(SharedStorage<kGemm>& smem,
                                                PipelineState<kGemm.stages>& state,
                                                Accumulators<kGemm> (&acc)[kSubtiles], int row,
-                                               int k_tiles, int active) {
+                                               int k_tiles, int last_steps, int active) {
   if constexpr (kActive > 1) {
     if (active < kActive) {
-      return multiply_active<kGemm, kActive - 1>(smem, state, acc, row, k_tiles, active);
+      return multiply_active<kGemm, kActive - 1>(smem, state, acc, row, k_tiles, last_steps,
+                                                 active);
     }
   }
-  return multiply<kGemm, kActive>(smem, state, acc, row, k_tiles);
+  return multiply<kGemm, kActive>(smem, state, acc, row, k_tiles, last_steps);
+}
+
+// Epilogues that read memory ask for it before the k loop: begin(tile, first row, 64-row parts).
+template <class Epilogue>
+__device__ __forceinline__ void begin_epilogue(Epilogue& epilogue, WorkTile const& tile, int row,
+                                               int subtiles) {
+  if constexpr (requires { epilogue.begin(tile, row, subtiles); }) {
+    epilogue.begin(tile, row, subtiles);
+  }
 }
 
 // A warpgroup without rows still owes its arrivals: the stage is shared with the others.
@@ -106,12 +140,14 @@ __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, 
   WorkTile ahead;
   bool more = queue.read(tile);
   while (more) {
+    int const k_tiles = k_tiles_of<kGemm>(p, tile);
     if (tile.rows <= row) {
-      pass<kGemm>(smem, state, p.k_tiles);
+      pass<kGemm>(smem, state, k_tiles);
       more = queue.read(tile);
       continue;
     }
-    int const last = multiply<kGemm, 1>(smem, state, acc, row, p.k_tiles);
+    begin_epilogue(epilogue, tile, tile.row + row, 1);
+    int const last = multiply<kGemm, 1>(smem, state, acc, row, k_tiles, last_steps_of<kGemm>(tile));
     more = queue.read(ahead);  // under the last wgmmas
     arch::wgmma_wait<0>();
     release_stage<kGemm>(smem, last);
@@ -134,7 +170,7 @@ __device__ __forceinline__ void consume_ping_pong(SharedStorage<kGemm>& smem, Ge
   WorkTile tile;
   auto const step_over = [&] {  // the other warpgroup's tile and its stages
     bool const exists = queue.read(tile);
-    if (exists) state.advance(p.k_tiles);
+    if (exists) state.advance(k_tiles_of<kGemm>(p, tile));
     return exists;
   };
   bool more = true;
@@ -144,12 +180,15 @@ __device__ __forceinline__ void consume_ping_pong(SharedStorage<kGemm>& smem, Ge
   }
   while (more && queue.read(tile)) {
     int const subtiles = (tile.rows + kSubtileM - 1) / kSubtileM;
+    int const k_tiles = k_tiles_of<kGemm>(p, tile);
+    if (subtiles > 0) begin_epilogue(epilogue, tile, tile.row, subtiles);
     arch::named_barrier_sync(kBarrierMmaTurn + consumer, kThreads);
     if (subtiles == 0) {
-      pass<kGemm>(smem, state, p.k_tiles);
+      pass<kGemm>(smem, state, k_tiles);
       arch::named_barrier_arrive(kBarrierMmaTurn + (consumer ^ 1), kThreads);
     } else {
-      int const last = multiply_active<kGemm, kSubtiles>(smem, state, acc, 0, p.k_tiles, subtiles);
+      int const last = multiply_active<kGemm, kSubtiles>(smem, state, acc, 0, k_tiles,
+                                                         last_steps_of<kGemm>(tile), subtiles);
       arch::named_barrier_arrive(kBarrierMmaTurn + (consumer ^ 1), kThreads);
       arch::wgmma_wait<0>();
       release_stage<kGemm>(smem, last);

@@ -14,8 +14,12 @@ enum class ALoader : uint8_t { kTma, kGather };
 // one multiplies while the other runs its epilogue.
 enum class Schedule : uint8_t { kCooperative, kPingPong };
 
-// Which of its two dimensions is contiguous in B (rows x k).
+// Which of its two dimensions is contiguous in an operand (rows x k).
 enum class Major : uint8_t { kK, kRows };
+
+// What the rows of a segment are: rows of A and D (varlen-M), or the k of both operands (varlen-K: one D
+// per segment, A and B rows-major).
+enum class Ragged : uint8_t { kM, kK };
 
 struct TileShape {
   int m, n, k;
@@ -35,16 +39,20 @@ struct GemmConfig {
   ALoader a_loader = ALoader::kTma;
   Schedule schedule = Schedule::kCooperative;
   int consumer_warpgroups = 2;
+  Ragged ragged = Ragged::kM;
   Major b_major = Major::kK;
   // False: no code for layouts of B that take several loads. Gathering warps lose 2% by its presence.
   bool any_b_layout = true;
   int b_halves = 1;     // 2: B has gate and up rows; every column group takes 64 of each
+  int k_halves = 1;     // 2: k runs through two halves, each with a B of its own
   int store_slabs = 2;  // 64x64 staging buffers per consumer warpgroup
   int raster_n = 8;     // n_tiles walked before the next m block
 
   consteval int threads() const { return 128 * (1 + consumer_warpgroups); }
   consteval bool ping_pong() const { return schedule == Schedule::kPingPong; }
   consteval bool gathers() const { return a_loader == ALoader::kGather; }
+  consteval bool varlen_k() const { return ragged == Ragged::kK; }
+  consteval Major a_major() const { return varlen_k() ? Major::kRows : Major::kK; }
   consteval int warpgroup_m() const { return ping_pong() ? tile.m : tile.m / consumer_warpgroups; }
   consteval int warpgroup_subtiles() const { return warpgroup_m() / kSubtileM; }
 
@@ -97,7 +105,13 @@ consteval bool valid(GemmConfig c) {
     throw "accumulators do not fit the registers of a warpgroup";
   if (c.cluster_m != 1 && c.cluster_m != 2 && c.cluster_m != 4) throw "cluster_m: 1, 2 or 4";
   if (c.b_halves != 1 && c.b_halves != 2) throw "b_halves: 1 or 2";
+  if (c.k_halves != 1 && c.k_halves != 2) throw "k_halves: 1 or 2";
+  if (c.b_halves * c.k_halves > 2) throw "halves of B: along its rows or along k";
   if (c.b_groups() % c.cluster_m) throw "cluster_m: divides the row groups of B";
+  if (c.varlen_k() && (!c.gathers() || c.b_major != Major::kRows || c.b_halves * c.k_halves > 1))
+    throw "varlen-K: gathers A, B is rows-major and in one half";
+  if (c.varlen_k() && c.cluster_m > 1) throw "varlen-K: no cluster";
+  if (c.varlen_k() && c.tile.m > 128) throw "varlen-K: at most 16 chunks of a token";
   if (c.gathers() && c.tile.m > 192) throw "gather: at most 12 rows per producer thread";
   if (c.stages < 2) throw "stages: at least 2";
   return true;

@@ -7,21 +7,29 @@
 namespace tessera::cuda::block {
 
 struct GemmParams {
-  CUtensorMap a;            // (k, row), box 64 x tile_m; kTma only
-  CUtensorMap b;            // make_tile_map(): a CTA's share of a B tile in one box
-  CUtensorMap b_half[2];    // make_weight_map(), boxes of 64 k x 64 rows; only if b_in_boxes
-  bool b_in_boxes;          // B's layout needs a load for every half and row group
-  int b_block;              // rows of a block of B: make_weight_map()
-  void const* gmem_a;       // kGather only, as are the next three
-  int a_pitch_chunks;       // row pitch of gmem_a in 16-byte units
-  int a_row_bytes;          // gemm_k * 2
-  int const* gmem_index;    // row -> row of gmem_a
-  int const* gmem_offsets;  // [segments + 1]; null: one segment of a_rows rows
-  int a_rows;
+  // (k, row), box 64 x tile_m; k_halves = 2: (k, half, row). kTma only.
+  CUtensorMap a;
+  // make_tile_map(): a CTA's share of a B tile in one box; [1]: of the second k half.
+  // varlen-K: [0], make_ragged_tile_load_map().
+  CUtensorMap b[2];
+  // make_weight_map(), boxes of 64 k x 64 rows; only if b_in_boxes. varlen-K: [0], make_ragged_load_map().
+  CUtensorMap b_half[2];
+  bool b_in_boxes;        // B's layout needs a load for every half and row group
+  int b_block;            // rows of a block of B: make_weight_map(); varlen-K: row groups in a half
+  int ragged_extent;      // varlen-K: of B's maps
+  void const* gmem_a;     // kGather only, as are the next three
+  int a_pitch_chunks;     // row pitch of gmem_a in 16-byte units
+  int a_row_bytes;        // bytes of a row that exist
+  int const* gmem_index;  // row -> row of gmem_a; null: the row itself
+  int const* gmem_offsets;  // [segments + 1]; null: segments of segment_rows rows
+  int segment_rows;
+  int total_rows;
   int* gmem_tile_counter;  // 0 before and after every launch
   int segments;
+  int m_tiles;  // varlen-K: of each D
   int n_tiles;
-  int k_tiles;
+  int k_tiles;       // varlen-M
+  int k_half_tiles;  // k_halves = 2: k_tiles of the first half
 };
 
 }  // namespace tessera::cuda::block

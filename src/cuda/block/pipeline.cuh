@@ -47,6 +47,9 @@ __device__ __forceinline__ void init_pipeline(SharedStorage<kGemm>& smem) {
       arch::mbarrier_arrive_expect_tx(&smem.work_full[w], sizeof(int4));
     }
   }
+  for (int warp = 0; warp < 4 * kGemm.consumer_warpgroups; ++warp) {
+    for (int b = 0; b < kLoadBuffers; ++b) arch::mbarrier_init(&smem.loads[warp][b], 1);
+  }
   arch::mbarrier_fence_init();
 }
 

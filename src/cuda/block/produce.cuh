@@ -28,7 +28,7 @@ __device__ __forceinline__ void load_b_box(bf16* smem_b, CUtensorMap const* map,
 // The same share by a box for every half and row group: any layout that make_weight_map() takes.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void load_b_in_boxes(bf16* smem_b, GemmParams const& p,
-                                                arch::Mbarrier* full, int k, int group,
+                                                arch::Mbarrier* full, int k, int k_half, int group,
                                                 int segment) {
   TESSERA_UNROLL
   for (int box = 0; box < kGemm.b_groups_per_cta() * kGemm.b_halves; ++box) {
@@ -46,8 +46,27 @@ __device__ __forceinline__ void load_b_in_boxes(bf16* smem_b, GemmParams const& 
       c1 = row % p.b_block;
       c2 = row / p.b_block;
     }
-    load_b_box<kGemm>(smem_b + box * kGroupRows * kGemm.tile.k, &p.b_half[box % kGemm.b_halves],
-                      full, c0, c1, c2, segment);
+    load_b_box<kGemm>(smem_b + box * kGroupRows * kGemm.tile.k,
+                      &p.b_half[kGemm.k_halves == 2 ? k_half : box % kGemm.b_halves], full, c0, c1,
+                      c2, segment);
+  }
+}
+
+// varlen-K: rows `k` from the segment's end back, as its ragged maps count them.
+template <GemmConfig kGemm>
+__device__ __forceinline__ void load_b_along_k(bf16* smem_b, GemmParams const& p,
+                                               arch::Mbarrier* full, int k, int group, int end) {
+  int const ragged_k = p.ragged_extent + k - end;
+  if (kGemm.any_b_layout && p.b_in_boxes) {
+    TESSERA_UNROLL
+    for (int box = 0; box < kGemm.b_groups_per_cta(); ++box) {
+      int const half = (group + box) / p.b_block;
+      load_b_box<kGemm>(smem_b + box * kGroupRows * kGemm.tile.k, &p.b_half[0], full,
+                        (group + box - half * p.b_block) * kGroupRows, half, ragged_k, end,
+                        p.ragged_extent);
+    }
+  } else {
+    load_b_box<kGemm>(smem_b, &p.b[0], full, 0, ragged_k, group, end, p.ragged_extent);
   }
 }
 
@@ -60,14 +79,29 @@ __device__ __forceinline__ void load_b(SharedStorage<kGemm>& smem, GemmParams co
                         ? 0
                         : static_cast<int>(arch::cluster_cta_rank()) * kGemm.b_groups_per_cta();
   int const group = tile.n_tile * kGemm.b_groups() + share;
-  int const k = k_tile * kGemm.tile.k;
+  int const k_half = kGemm.k_halves == 2 && k_tile >= p.k_half_tiles ? 1 : 0;
+  int const k = (k_tile - k_half * p.k_half_tiles) * kGemm.tile.k;
   bf16* const smem_b = &smem.b[stage][share * kGemm.b_halves * kGroupRows * kGemm.tile.k];
-  if (kGemm.any_b_layout && p.b_in_boxes) {
-    load_b_in_boxes<kGemm>(smem_b, p, &smem.full[stage], k, group, tile.segment);
+  if constexpr (kGemm.varlen_k()) {
+    load_b_along_k<kGemm>(smem_b, p, &smem.full[stage], tile.begin + k, group, tile.end);
+  } else if (kGemm.any_b_layout && p.b_in_boxes) {
+    load_b_in_boxes<kGemm>(smem_b, p, &smem.full[stage], k, k_half, group, tile.segment);
   } else if constexpr (kGemm.b_major == Major::kK) {
-    load_b_box<kGemm>(smem_b, &p.b, &smem.full[stage], k, 0, 0, group, tile.segment);
+    load_b_box<kGemm>(smem_b, &p.b[k_half], &smem.full[stage], k, 0, 0, group, tile.segment);
   } else {
-    load_b_box<kGemm>(smem_b, &p.b, &smem.full[stage], 0, k, 0, group, tile.segment);
+    load_b_box<kGemm>(smem_b, &p.b[k_half], &smem.full[stage], 0, k, 0, group, tile.segment);
+  }
+}
+
+template <GemmConfig kGemm>
+__device__ __forceinline__ void load_a(SharedStorage<kGemm>& smem, GemmParams const& p, int stage,
+                                       int k_tile, WorkTile const& tile) {
+  if constexpr (kGemm.k_halves == 2) {
+    int const half = k_tile >= p.k_half_tiles ? 1 : 0;
+    arch::tma_load(smem.a[stage], &p.a, &smem.full[stage],
+                   (k_tile - half * p.k_half_tiles) * kGemm.tile.k, half, tile.row);
+  } else {
+    arch::tma_load(smem.a[stage], &p.a, &smem.full[stage], k_tile * kGemm.tile.k, tile.row);
   }
 }
 
@@ -75,7 +109,7 @@ __device__ __forceinline__ void load_b(SharedStorage<kGemm>& smem, GemmParams co
 template <GemmConfig kGemm>
 __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmParams const& p) {
   bool const schedules = kGemm.cluster_m == 1 || arch::cluster_cta_rank() == 0;
-  TileScheduler<kGemm> scheduler(smem, p.segments, p.n_tiles, p.gmem_tile_counter);
+  TileScheduler<kGemm> scheduler(smem, p);
   WorkQueue<kGemm, true> queue(smem);
   PipelineState<kGemm.stages> state;
   WorkTile tile;
@@ -87,7 +121,7 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
       if (arch::elect_one()) {
         arch::Mbarrier* const full = &smem.full[state.stage];
         arch::mbarrier_arrive_expect_tx(full, kGemm.a_tile_bytes() + kGemm.b_tile_bytes());
-        arch::tma_load(smem.a[state.stage], &p.a, full, k_tile * kGemm.tile.k, tile.row);
+        load_a<kGemm>(smem, p, state.stage, k_tile, tile);
         load_b<kGemm>(smem, p, state.stage, k_tile, tile);
       }
       __syncwarp();
@@ -101,7 +135,7 @@ template <GemmConfig kGemm, bool kFirstWarp>
 __device__ __forceinline__ void produce_by_gather(SharedStorage<kGemm>& smem, GemmParams const& p) {
   constexpr int kReadAhead = 2;  // k_tiles before the end: requests the next tile's row indices
   bool const schedules = kFirstWarp && (kGemm.cluster_m == 1 || arch::cluster_cta_rank() == 0);
-  TileScheduler<kGemm> scheduler(smem, p.segments, p.n_tiles, p.gmem_tile_counter);
+  TileScheduler<kGemm> scheduler(smem, p);
   WorkQueue<kGemm, kFirstWarp> queue(smem);
   RowGather<kGemm> gather(p);
   PipelineState<kGemm.stages> state;
@@ -132,14 +166,54 @@ __device__ __forceinline__ void produce_by_gather(SharedStorage<kGemm>& smem, Ge
   }
 }
 
+// varlen-K: every k_tile has tokens of its own.
+template <GemmConfig kGemm, bool kFirstWarp>
+__device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, GemmParams const& p) {
+  bool const schedules = kFirstWarp && (kGemm.cluster_m == 1 || arch::cluster_cta_rank() == 0);
+  TileScheduler<kGemm> scheduler(smem, p);
+  WorkQueue<kGemm, kFirstWarp> queue(smem);
+  TokenGather<kGemm> gather(p);
+  PipelineState<kGemm.stages> state;
+  int const warp = arch::warp_idx() % 4;
+  WorkTile tile;
+  if (schedules) scheduler.announce_first(0);
+  while (queue.read(tile)) {
+    int const k_tiles = k_tiles_of<kGemm>(p, tile);
+    gather.prefetch(tile, 0);
+    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+      int const index = gather.index();
+      gather.prefetch(tile, k_tile + 1);
+      if (schedules) scheduler.step(k_tile, k_tiles);
+      wait_empty<kGemm>(smem, state);
+      if (warp == k_tile % 4 && arch::elect_one()) {
+        arch::mbarrier_arrive_expect_tx(&smem.full[state.stage], kGemm.b_tile_bytes());
+        load_b<kGemm>(smem, p, state.stage, k_tile, tile);
+      }
+      __syncwarp();
+      gather.copy(smem, state.stage, index, tile);
+      state.advance();
+    }
+  }
+}
+
+template <GemmConfig kGemm, bool kFirstWarp>
+__device__ __forceinline__ void produce_with_gather(SharedStorage<kGemm>& smem,
+                                                    GemmParams const& p) {
+  if constexpr (kGemm.varlen_k()) {
+    produce_along_k<kGemm, kFirstWarp>(smem, p);
+  } else {
+    produce_by_gather<kGemm, kFirstWarp>(smem, p);
+  }
+}
+
 template <GemmConfig kGemm>
 __device__ __forceinline__ void produce(SharedStorage<kGemm>& smem, GemmParams const& p) {
   arch::release_registers<kGemm.producer_registers()>();
   if constexpr (kGemm.gathers()) {
     if (arch::warp_idx() == 0) {
-      produce_by_gather<kGemm, true>(smem, p);
+      produce_with_gather<kGemm, true>(smem, p);
     } else {
-      produce_by_gather<kGemm, false>(smem, p);
+      produce_with_gather<kGemm, false>(smem, p);
     }
   } else {
     if (arch::warp_idx() == 0) produce_by_tma<kGemm>(smem, p);

@@ -18,6 +18,7 @@ using Accumulators = float[kGemm.column_groups()][kGroupColumns / 2];
 
 constexpr int kMaxSegments = 640;  // what 4 stages of 48 KB and 4 slabs leave of 227 KB
 constexpr int kWorkSlots = 4;      // work tiles announced ahead of the slowest reader
+constexpr int kLoadBuffers = 2;
 
 template <GemmConfig kGemm>
 struct SharedStorage {
@@ -28,6 +29,8 @@ struct SharedStorage {
   arch::Mbarrier empty[kGemm.stages];
   arch::Mbarrier work_full[kWorkSlots];
   arch::Mbarrier work_empty[kWorkSlots];  // used in CTA 0 of the cluster
+  arch::Mbarrier loads[4 * kGemm.consumer_warpgroups]
+                      [kLoadBuffers];  // of epilogues that read, per warp
   alignas(16) int4 work[kWorkSlots];
   int segment_offsets[kMaxSegments + 1];
 };

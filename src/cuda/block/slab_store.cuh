@@ -43,12 +43,17 @@ class SlabStore {
   // (half 0) or lane/4 + 8 (half 1) of its warp's 16 rows.
   template <typename Pair>
   __device__ __forceinline__ void fill(int slab, Pair pair) const {
-    uint32_t const smem_row = arch::shared_address(slab_address(slab)) + row_offset_;
     TESSERA_UNROLL
     for (int j = 0; j < kSlabColumns / 8; j += 2) {
-      arch::stmatrix_x4(smem_row + (((j + chunk_) ^ swizzle_) << 4), pair(j, 0), pair(j, 1),
-                        pair(j + 1, 0), pair(j + 1, 1));
+      arch::stmatrix_x4(matrix_row(slab, j), pair(j, 0), pair(j, 1), pair(j + 1, 0),
+                        pair(j + 1, 1));
     }
+  }
+
+  // Where this lane's row of the 16x16 values {pair(j, 0), pair(j, 1), pair(j+1, 0), pair(j+1, 1)} of its
+  // warp lies, as stmatrix and ldmatrix take it.
+  __device__ __forceinline__ uint32_t matrix_row(int slab, int j) const {
+    return arch::shared_address(address(slab)) + row_offset_ + (((j + chunk_) ^ swizzle_) << 4);
   }
 
   __device__ __forceinline__ void publish() const {
@@ -62,7 +67,7 @@ class SlabStore {
 
   __device__ __forceinline__ void store(int slab, CUtensorMap const* map, int column, int half,
                                         int ragged_row, int end) const {
-    arch::tma_store(map, slab_address(slab), column, half, ragged_row, end, arch::l2_evict_first());
+    arch::tma_store(map, address(slab), column, half, ragged_row, end, arch::l2_evict_first());
   }
 
   __device__ __forceinline__ void commit() const { arch::tma_store_commit(); }
@@ -72,11 +77,11 @@ class SlabStore {
     if (issuer_) arch::tma_store_wait_read<0>();
   }
 
- private:
-  __device__ __forceinline__ bf16* slab_address(int slab) const {
+  __device__ __forceinline__ bf16* address(int slab) const {
     return smem_slabs_ + slab * kSubtileM * kSlabColumns;
   }
 
+ private:
   bf16* smem_slabs_;
   int barrier_;
   bool issuer_;

@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Persistent schedule over a ragged list of segments (varlen-M). Clusters draw work tiles from one
+// Persistent schedule over a ragged list of segments. Clusters draw work tiles from one
 // global counter, so that at any time the tiles being computed are neighbours in the list: they share
 // B in L2 whatever the segments' sizes. (With a fixed stride, unequal tiles let the CTAs drift apart:
 // three times the DRAM traffic at 512 segments of about 640 rows.) Which CTA computes a tile does not
 // change its bits.
 //
-// A segment of M rows has ceil(M / (cluster_m * tile_m)) blocks; a work tile is (block, n_tile).
+// varlen-M: a segment of M rows has ceil(M / (cluster_m * tile_m)) blocks; a work tile is (block, n_tile).
 // The last block's rows are divided among the CTAs of the cluster in units of 64, so that a cluster
 // of two wastes at most 127 rows per segment, not 255.
+// varlen-K: every segment has m_tiles blocks, and its rows are the reduction.
 // Raster inside a segment: groups of raster_n n_tiles; in a group n runs fastest, m forwards in even
 // groups and backwards in odd ones: neighbours in time share A rows and B columns in L2.
 #pragma once
 
 #include "../arch/cluster.cuh"
 #include "../arch/warp.cuh"
+#include "gemm_params.hpp"
 #include "shared_storage.cuh"
 
 namespace tessera::cuda::block {
@@ -21,12 +23,29 @@ namespace tessera::cuda::block {
 struct WorkTile {
   int segment;
   int n_tile;
-  int row;   // first row of this CTA, counted over all segments
-  int rows;  // how many of its tile_m rows exist; 0: the CTA only helps to load B
-  int end;   // first row past the segment
+  int row;    // first row of this CTA: varlen-M counted over all segments, varlen-K in D
+  int rows;   // how many of its tile_m rows exist; 0: the CTA only helps to load B
+  int begin;  // varlen-K: first row of the segment
+  int end;    // first row past the segment
 };
 
-// What travels to the readers: {segment | n_tile << 16, first row of the block or kNoTile, end, -}.
+// varlen-K: a segment without rows takes a k_tile of zeros.
+template <GemmConfig kGemm>
+__device__ __forceinline__ int k_tiles_of(GemmParams const& p, WorkTile const& tile) {
+  if constexpr (kGemm.varlen_k()) {
+    return max(1, (tile.end - tile.begin + kGemm.tile.k - 1) / kGemm.tile.k);
+  } else {
+    return p.k_tiles;
+  }
+}
+
+// varlen-K: k16 steps of the last k_tile that hold rows.
+template <GemmConfig kGemm>
+__device__ __forceinline__ int last_steps_of(WorkTile const& tile) {
+  return (tile.end - tile.begin - 1) % kGemm.tile.k / 16 + 1;
+}
+
+// What travels to the readers: {segment | n_tile << 16, first row of the block or kNoTile, end, begin}.
 constexpr int kNoTile = -1;
 
 constexpr unsigned kAllLanes = 0xffffffffu;
@@ -35,21 +54,24 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 template <GemmConfig kGemm>
 class TileScheduler {
  public:
-  __device__ __forceinline__ TileScheduler(SharedStorage<kGemm>& smem, int segments, int n_tiles,
-                                           int* gmem_counter)
-      : smem_(smem), gmem_counter_(gmem_counter), segments_(segments), n_tiles_(n_tiles) {}
+  __device__ __forceinline__ TileScheduler(SharedStorage<kGemm>& smem, GemmParams const& p)
+      : smem_(smem),
+        gmem_counter_(p.gmem_tile_counter),
+        segments_(p.segments),
+        m_tiles_(p.m_tiles),
+        n_tiles_(p.n_tiles) {}
 
   // The first tile is the cluster's number; the counter hands out those after the last cluster's.
   __device__ __forceinline__ void announce_first(int k_tiles) {
     bool const found = announce(static_cast<int>(blockIdx.x) / kGemm.cluster_m);
-    if (found && k_tiles < kDrawAhead) draw();
+    if (found && !draws_late(k_tiles)) draw();
   }
 
   // Called in every k_tile of a tile: draws the next one early enough to hide the counter's latency,
-  // late enough to keep the choice open. Where tiles are too short for both, the next but one is drawn.
+  // late enough to keep the choice open. Where tiles are, or may be, too short for both, the next but one
+  // is drawn.
   __device__ __forceinline__ void step(int k_tile, int k_tiles) {
-    bool const draws_late = k_tiles >= kDrawAhead;
-    if (draws_late && k_tile == k_tiles - kDrawAhead) draw();
+    if (draws_late(k_tiles) && k_tile == k_tiles - kDrawAhead) draw();
     if (k_tile == max(k_tiles - kAnnounceAhead, 0)) {
       int const ticket = __shfl_sync(kAllLanes, ticket_, 0);
       bool const found = announce(clusters() + ticket);
@@ -58,7 +80,7 @@ class TileScheduler {
       if (!found && ticket == blocks_before_ * n_tiles_ - 1 && arch::lane_idx() == 0) {
         *gmem_counter_ = 0;
       }
-      if (found && !draws_late) draw();
+      if (found && !draws_late(k_tiles)) draw();
     }
   }
 
@@ -67,6 +89,10 @@ class TileScheduler {
 
  private:
   static constexpr int kBlockM = kGemm.tile.m * kGemm.cluster_m;
+
+  __device__ __forceinline__ static bool draws_late(int k_tiles) {
+    return !kGemm.varlen_k() && k_tiles >= kDrawAhead;
+  }
 
   __device__ __forceinline__ static int clusters() {
     return static_cast<int>(gridDim.x) / kGemm.cluster_m;
@@ -100,6 +126,15 @@ class TileScheduler {
   // sum of their block counts across the lanes.
   __device__ __forceinline__ bool find(int index, int4& message) {
     int const wanted = index / n_tiles_;  // block number over all segments
+    if constexpr (kGemm.varlen_k()) {
+      segment_ = min(wanted / m_tiles_, segments_);
+      blocks_before_ = segment_ * m_tiles_;
+      if (segment_ == segments_) return false;
+      message = place(index - blocks_before_ * n_tiles_, m_tiles_, 0,
+                      smem_.segment_offsets[segment_ + 1]);
+      message.w = smem_.segment_offsets[segment_];
+      return true;
+    }
     int const lane = arch::lane_idx();
     while (segment_ < segments_) {
       int const s = min(segment_ + lane, segments_ - 1);
@@ -143,6 +178,7 @@ class TileScheduler {
   SharedStorage<kGemm>& smem_;
   int* gmem_counter_;
   int segments_;
+  int m_tiles_;
   int n_tiles_;
   int segment_ = 0;
   int blocks_before_ = 0;  // blocks of the segments before segment_
@@ -190,9 +226,13 @@ class WorkQueue {
   __device__ __forceinline__ static void place(WorkTile& tile, int4 message) {
     tile.segment = message.x & 0xffff;
     tile.n_tile = message.x >> 16;
+    tile.begin = message.w;
     tile.end = message.z;
     int const left = message.z - message.y;
-    if constexpr (kGemm.cluster_m == 1) {
+    if constexpr (kGemm.varlen_k()) {
+      tile.row = message.y;
+      tile.rows = kGemm.tile.m;
+    } else if constexpr (kGemm.cluster_m == 1) {
       tile.row = message.y;
       tile.rows = min(kGemm.tile.m, left);
     } else {

@@ -33,6 +33,15 @@ struct WeightRows {
   }
 };
 
+/// The rows x columns matrix of `w`, which has one block, as its transpose: column c of `w` is row c, of `columns`.
+inline WeightRows transposed(WeightRows const& w, int64_t columns) {
+  return {.gmem = w.gmem,
+          .expert_stride = w.expert_stride,
+          .row_stride = w.column_stride,
+          .column_stride = w.row_stride,
+          .block = columns};
+}
+
 /// x (rows,columns) bf16; columns contiguous.
 struct MatrixRows {
   void const* gmem = nullptr;

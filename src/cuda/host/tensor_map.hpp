@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensor maps (TMA descriptors) of bf16 tensors, in boxes of 64 columns with the 128-byte swizzle.
+// Tensor maps (TMA descriptors) in boxes of 128-byte rows (64 columns of bf16) with the 128-byte swizzle.
 //
 // Ragged store map: rows of segment [begin, end) of a matrix, clipped at `end` by the hardware
 // although `end` is known on the device only. Two dimensions share the row pitch s: `row`, of extent
 // X, and `end`. The base is lowered by X*s, so that the coordinates (X + r - end, end) address
 //     (base - X*s) + (X + r - end)*s + end*s = base + r*s,
 // and a box leaves the extent X exactly where r reaches `end`: TMA drops those rows.
+//
+// Ragged load map: the same, zero-filled from `end` on. A load may touch the base it is given, so this
+// stays in place; a third dimension of stride 2^34 - s and coordinate X = 2^30 takes X*s back modulo 2^64:
+//     base + X*(2^34 - s) + (X + r - end)*s + end*s = base + r*s.
 #pragma once
 
 #include <cuda.h>
@@ -26,6 +30,7 @@ struct TensorMapShape {
   uint64_t extent[5];
   uint64_t stride_bytes[4];
   uint32_t box[5];
+  bool is_fp32 = false;
 };
 
 // Encodes through the driver, found at run time so that nothing links against libcuda.
@@ -41,11 +46,11 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, void const* gmem,
   }();
   if (encode == nullptr) return cudaErrorNotSupported;
   cuuint32_t const element_strides[5] = {1, 1, 1, 1, 1};
-  CUresult const result =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, shape.rank, const_cast<void*>(gmem),
-             shape.extent, shape.stride_bytes, shape.box, element_strides,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult const result = encode(
+      &map, shape.is_fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      shape.rank, const_cast<void*>(gmem), shape.extent, shape.stride_bytes, shape.box,
+      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
@@ -60,21 +65,35 @@ inline cudaError_t make_matrix_map(CUtensorMap& map, void const* gmem, int64_t r
                           .box = {64, uint32_t(box_rows)}});
 }
 
-// One matrix (rows x columns) per segment of a weight tensor (host/projection.hpp), in boxes of 64 rows x
-// 64 columns, zero outside.
+// (rows, halves * columns) as (column, half, row), in boxes of one half.
+inline cudaError_t make_halves_map(CUtensorMap& map, void const* gmem, int64_t rows, int64_t halves,
+                                   int64_t columns, int box_rows) {
+  return make_tensor_map(
+      map, gmem,
+      {.rank = 3,
+       .extent = {uint64_t(columns), uint64_t(halves), uint64_t(std::max<int64_t>(rows, 1))},
+       .stride_bytes = {uint64_t(columns) * 2, uint64_t(halves * columns) * 2},
+       .box = {64, 1, uint32_t(box_rows)}});
+}
+
+// One matrix (rows x columns) per segment of a weight tensor (host/projection.hpp) or of its gradient, in boxes
+// of 64 rows x 64 columns (fp32: 32 of the contiguous dimension), zero outside.
 //   K-major    (column, row % block, row / block, segment); no box may cross a block, so blocks have a
 //              power of two of rows up to 64, or a multiple of 64, or there is only one
 //   rows-major (row, column, 0, segment)
 inline cudaError_t make_weight_map(CUtensorMap& map, WeightRows const& w, int64_t segments,
-                                   int64_t rows, int64_t columns, bool rows_major) {
-  auto const bytes = [](int64_t elements) { return uint64_t(elements) * 2; };
+                                   int64_t rows, int64_t columns, bool rows_major,
+                                   bool is_fp32 = false) {
+  auto const bytes = [=](int64_t elements) { return uint64_t(elements) * (is_fp32 ? 4 : 2); };
+  uint32_t const inner = is_fp32 ? 32 : 64;
   if (rows_major) {
     return make_tensor_map(
         map, w.gmem,
         {.rank = 4,
          .extent = {uint64_t(rows), uint64_t(columns), 1, uint64_t(segments)},
          .stride_bytes = {bytes(w.column_stride), bytes(w.column_stride), bytes(w.expert_stride)},
-         .box = {64, 64, 1, 1}});
+         .box = {inner, 64, 1, 1},
+         .is_fp32 = is_fp32});
   }
   bool const one_block = w.block >= rows;
   uint32_t const box_rows = one_block ? 64 : uint32_t(std::min<int64_t>(w.block, 64));
@@ -85,7 +104,8 @@ inline cudaError_t make_weight_map(CUtensorMap& map, WeightRows const& w, int64_
                   uint64_t(one_block ? 1 : rows / w.block), uint64_t(segments)},
        .stride_bytes = {bytes(w.row_stride), bytes(one_block ? w.row_stride : w.block_stride),
                         bytes(w.expert_stride)},
-       .box = {64, box_rows, 64 / box_rows, 1}});
+       .box = {inner, box_rows, 64 / box_rows, 1},
+       .is_fp32 = is_fp32});
 }
 
 // The usual layouts at once: row groups of 64 rows of each half, `groups` of them to a box.
@@ -119,18 +139,48 @@ inline cudaError_t make_tile_map(CUtensorMap& map, WeightRows const (&w)[2], int
   return make_tensor_map(map, w[0].gmem, shape);
 }
 
-// Ragged store map of a (rows, halves * columns) matrix, as (column, half, row, end), `row` of
-// extent ragged_extent >= the longest segment.
+// Ragged store map of a (rows, halves * columns) matrix, as (column, half, row, end), `row` of extent
+// ragged_extent >= the longest segment. pitch: elements from row to row; 0: no gaps.
 inline cudaError_t make_ragged_store_map(CUtensorMap& map, void* gmem, int64_t rows, int64_t halves,
-                                         int64_t columns, int64_t ragged_extent, int box_rows) {
-  uint64_t const pitch = uint64_t(halves * columns) * 2;
-  auto const base = reinterpret_cast<uintptr_t>(gmem) - uint64_t(ragged_extent) * pitch;
+                                         int64_t columns, int64_t ragged_extent, int box_rows,
+                                         int64_t pitch = 0) {
+  uint64_t const pitch_bytes = uint64_t(pitch == 0 ? halves * columns : pitch) * 2;
+  auto const base = reinterpret_cast<uintptr_t>(gmem) - uint64_t(ragged_extent) * pitch_bytes;
   return make_tensor_map(
       map, reinterpret_cast<void*>(base),
       {.rank = 4,
        .extent = {uint64_t(columns), uint64_t(halves), uint64_t(ragged_extent), uint64_t(rows) + 1},
-       .stride_bytes = {uint64_t(columns) * 2, pitch, pitch},
+       .stride_bytes = {uint64_t(columns) * 2, pitch_bytes, pitch_bytes},
        .box = {64, 1, uint32_t(box_rows), 1}});
+}
+
+constexpr int kRaggedLoadExtent = 1 << 30;  // X of ragged load maps
+
+// Ragged load map of a (rows, halves * columns) matrix, as (column, half, row, end, kRaggedLoadExtent).
+inline cudaError_t make_ragged_load_map(CUtensorMap& map, void const* gmem, int64_t rows,
+                                        int64_t halves, int64_t columns, int box_rows) {
+  constexpr auto kExtent = uint64_t{kRaggedLoadExtent};
+  uint64_t const pitch = uint64_t(halves * columns) * 2;
+  return make_tensor_map(
+      map, gmem,
+      {.rank = 5,
+       .extent = {uint64_t(columns), uint64_t(halves), kExtent, uint64_t(rows) + 1, kExtent + 1},
+       .stride_bytes = {uint64_t(columns) * 2, pitch, pitch, (uint64_t{1} << 34) - pitch},
+       .box = {64, 1, uint32_t(box_rows), 1, 1}});
+}
+
+// The same of a (rows, columns) matrix, columns a multiple of 64, as (column % 64, row, column / 64, end,
+// kRaggedLoadExtent): boxes of 64 rows and `groups` times 64 columns, one group after the other.
+inline cudaError_t make_ragged_tile_load_map(CUtensorMap& map, void const* gmem, int64_t rows,
+                                             int64_t columns, int groups) {
+  constexpr auto kExtent = uint64_t{kRaggedLoadExtent};
+  uint64_t const pitch = uint64_t(columns) * 2;
+  return make_tensor_map(
+      map, gmem,
+      {.rank = 5,
+       .extent = {64, kExtent, uint64_t(columns) / 64, uint64_t(rows) + 1, kExtent + 1},
+       .stride_bytes = {pitch, 128, pitch, (uint64_t{1} << 34) - pitch},
+       .box = {64, 64, uint32_t(groups), 1, 1}});
 }
 
 }  // namespace tessera::cuda::host

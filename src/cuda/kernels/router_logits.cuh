@@ -54,7 +54,7 @@ cudaError_t launch_router_logits_config(RouterLogitsArguments const& args, int s
       .gmem_bias = static_cast<block::bf16 const*>(args.gmem_b_router),
       .columns = args.experts,
       .in_pairs = args.experts % 2 == 0 && reinterpret_cast<uintptr_t>(args.gmem_logits) % 8 == 0};
-  p.gemm.a_rows = int(args.x.rows);
+  p.gemm.segment_rows = p.gemm.total_rows = int(args.x.rows);
   p.gemm.gmem_tile_counter = args.gmem_tile_counter;
   p.gemm.segments = 1;
   p.gemm.n_tiles = (args.experts + kGemm.tile.n - 1) / kGemm.tile.n;

@@ -79,7 +79,8 @@ struct RouterDgradArguments {
   int32_t* gmem_tile_counter;  // one int, 0 before and after every launch
 };
 
-/// dw_router[e,c] = sum over tokens t, ascending, of dl[t,e] * x[t,c].
+/// dw_router[e,c] = sum over tokens t, ascending, of dl[t,e] * x[t,c]; first inside chunks of tokens, then over the
+/// chunks in order.
 struct RouterWgradArguments {
   void const* gmem_dlogits;    // (T,E) bf16
   MatrixRows x;                // (T,d)
@@ -87,10 +88,30 @@ struct RouterWgradArguments {
   int64_t dw_pitch;            // elements from one row of dw_router to the next
   bool is_fp32;                // of dw_router, else bf16
   bool accumulates;            // adds the complete fp32 sum once, else overwrites (zeros for T = 0)
+  float* gmem_partials;        // (router_wgrad_chunks(T, d, E), E, d)
   int64_t hidden;              // d
   int32_t experts;             // E
   int32_t* gmem_tile_counter;  // one int, 0 before and after every launch
 };
+
+/// Tokens of a chunk: about 132 tiles of 128 x 128 in all, of at least 512 tokens each.
+constexpr int64_t router_wgrad_chunk(int64_t tokens, int64_t hidden, int64_t experts) {
+  int64_t const tiles = (hidden + 127) / 128 * ((experts + 127) / 128);
+  int64_t const chunks = tiles < 132 ? 132 / tiles : 1;
+  int64_t const rows = (tokens + chunks - 1) / chunks;
+  return rows < 512 ? 512 : (rows + 63) / 64 * 64;
+}
+constexpr int64_t router_wgrad_chunks(int64_t tokens, int64_t hidden, int64_t experts) {
+  int64_t const rows = router_wgrad_chunk(tokens, hidden, experts);
+  return tokens > rows ? (tokens + rows - 1) / rows : 1;
+}
+
+/// The fast kernels, for calls that refuse() of layer/select.hpp lets pass: launch on `stream`; allocate nothing, wait
+/// for nothing.
+cudaError_t launch_router_dgrad(RouterDgradArguments const& args, int sm_count,
+                                cudaStream_t stream);
+cudaError_t launch_router_wgrad(RouterWgradArguments const& args, int sm_count,
+                                cudaStream_t stream);
 
 /// Launch on `stream`; allocate nothing, wait for nothing. dscores: a thread per slot, with a bias a warp.
 /// merge_repeats and router_dlogits: a warp per token. The others: one thread per output, fp32 sums in order.

@@ -85,18 +85,16 @@ class Backward {
   void input_gradient() noexcept {
     if (!wanted_.dx) return;
     if (routed()) {
-      sequence_.add("router_dgrad", [&](cudaStream_t stream) {
-        return launch_router_dgrad_plain(
-            {.gmem_dlogits = plan_.rounded.in(base_),
-             .w_router = matrix_rows(args_.w_router),
-             .gmem_dx = args_.dx.data,
-             .dx_pitch = matrix_rows(args_.dx).pitch,
-             .tokens = desc_.shape.tokens,
-             .hidden = desc_.shape.hidden,
-             .experts = static_cast<std::int32_t>(desc_.shape.experts),
-             .gmem_tile_counter = plan_.counters.in(base_) + kRouterDgradCounter},
-            stream);
-      });
+      sequence_.select("router_dgrad",
+                       RouterDgradArguments{
+                           .gmem_dlogits = plan_.rounded.in(base_),
+                           .w_router = matrix_rows(args_.w_router),
+                           .gmem_dx = args_.dx.data,
+                           .dx_pitch = matrix_rows(args_.dx).pitch,
+                           .tokens = desc_.shape.tokens,
+                           .hidden = desc_.shape.hidden,
+                           .experts = static_cast<std::int32_t>(desc_.shape.experts),
+                           .gmem_tile_counter = plan_.counters.in(base_) + kRouterDgradCounter});
     }
     sequence_.select("up_projection_dgrad", experts_.up_dgrad);
     sequence_.select("aggregate", experts_.aggregate);
@@ -112,19 +110,18 @@ class Backward {
 
   void router_weights() noexcept {
     if (wanted_.dw_router) {
-      sequence_.add("router_wgrad", [&](cudaStream_t stream) {
-        return launch_router_wgrad_plain(
-            {.gmem_dlogits = plan_.rounded.in(base_),
-             .x = matrix_rows(args_.x),
-             .gmem_dw_router = args_.gradients.dw_router.data,
-             .dw_pitch = matrix_rows(args_.gradients.dw_router).pitch,
-             .is_fp32 = gradients_are_fp32(),
-             .accumulates = accumulates(),
-             .hidden = desc_.shape.hidden,
-             .experts = static_cast<std::int32_t>(desc_.shape.experts),
-             .gmem_tile_counter = plan_.counters.in(base_) + kRouterWgradCounter},
-            stream);
-      });
+      sequence_.select("router_wgrad",
+                       RouterWgradArguments{
+                           .gmem_dlogits = plan_.rounded.in(base_),
+                           .x = matrix_rows(args_.x),
+                           .gmem_dw_router = args_.gradients.dw_router.data,
+                           .dw_pitch = matrix_rows(args_.gradients.dw_router).pitch,
+                           .is_fp32 = gradients_are_fp32(),
+                           .accumulates = accumulates(),
+                           .gmem_partials = plan_.router_partials.in(base_),
+                           .hidden = desc_.shape.hidden,
+                           .experts = static_cast<std::int32_t>(desc_.shape.experts),
+                           .gmem_tile_counter = plan_.counters.in(base_) + kRouterWgradCounter});
     }
     if (!args_.gradients.db_router.present()) return;
     std::int64_t const experts = desc_.shape.experts;

@@ -6,6 +6,7 @@
 #include "core/router_math.hpp"
 #include "cuda/host/metadata.hpp"
 #include "cuda/host/projection_backward.hpp"
+#include "cuda/host/router_backward.hpp"
 #include "cuda/layer/backend.hpp"
 
 namespace tessera::cuda {
@@ -43,6 +44,10 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
   BackwardPlan out;
   out.counters = plan.add<std::int32_t>(kNumTileCounters);
   if (routed) out.rounded = plan.add<std::uint16_t>(logits);
+  if (routed && pass != Pass::backward_input) {
+    out.router_partials =
+        plan.add<float>(router_wgrad_chunks(s.tokens, s.hidden, s.experts) * s.experts * s.hidden);
+  }
   if (pass != Pass::backward_weights) {
     if (desc.save == SavePolicy::x) out.h = plan.add<std::uint16_t>(slots * desc.up_width() * n);
     if (whole) out.dh = plan.add<std::uint16_t>(slots * desc.up_width() * n);

@@ -45,6 +45,7 @@ struct BackwardPlan {
   core::Region<float> dscores;            ///< [P], with a router
   core::Region<float> dlogits;            ///< [T,E], with a router; split: the caller's
   core::Region<std::uint16_t> rounded;    ///< dlogits [T,E] bf16, with a router
+  core::Region<float> router_partials;    ///< [chunks,E,d] of dw_router, with a router
   core::Region<std::int32_t> merged_ids;  ///< [P], with replay
   core::Region<float> merged_dscores;     ///< [P], with replay
   std::size_t bytes = 0;

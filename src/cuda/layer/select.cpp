@@ -10,12 +10,6 @@ namespace {
 
 using Int = long long;  // for %lld
 
-// Fast kernels of the backward pass that exist. Where one does not, its launcher is declared and not called.
-constexpr bool kHasDownProjectionDgrad = false;
-constexpr bool kHasUpProjectionDgrad = false;
-constexpr bool kHasDownProjectionWgrad = false;
-constexpr bool kHasUpProjectionWgrad = false;
-
 constexpr std::int64_t kMaxExperts = 1024, kMaxTopK = 32, kVector = 8;
 constexpr std::uintptr_t kAlignment = 16;
 
@@ -35,9 +29,6 @@ constexpr std::int64_t kMostRows = std::int64_t{1} << 30;  // of ragged tensor m
 // What TMA and the 16-byte copies need of sizes, pitches and bases; the first failure wins.
 class Requirements {
  public:
-  void exists(bool kernel) {
-    if (ok() && !kernel) r_ = refusal("%s", "this version has no fast kernel of it");
-  }
   void multiple_of_8(char const* name, std::int64_t value) {
     if (ok() && value % 8 != 0) {
       r_ = refusal("%s=%lld: rows of 16 bytes need a multiple of 8", name, static_cast<Int>(value));
@@ -66,7 +57,10 @@ class Requirements {
     }
   }
   void bias(char const* name, WeightRows const& b, std::int64_t rows) {
-    if (ok() && b.gmem != nullptr && b.block < rows) r_ = refusal("%s: in blocks", name);
+    if (b.gmem != nullptr) one_block(name, b, rows);
+  }
+  void one_block(char const* name, WeightRows const& w, std::int64_t rows) {
+    if (ok() && w.block < rows) r_ = refusal("%s: in blocks", name);
   }
   // Sizes of a GEMM over the rows of experts.
   void experts(std::int64_t hidden, std::int64_t intermediate, std::int64_t experts,
@@ -75,6 +69,10 @@ class Requirements {
     multiple_of_8("n", intermediate);
     at_most("experts", experts, kMostGemmSegments);
     at_most("rows", rows, kMostRows);
+  }
+  // Of a gradient: without rows nothing can be gathered, not even to be zero-filled.
+  void some_rows(std::int64_t rows) {
+    if (ok() && rows == 0) r_ = refusal("%s", "rows=0: zeros at most");
   }
   // Gathered rows are addressed by 32-bit numbers of 16 bytes.
   void gathered(char const* name, MatrixRows const& source) {
@@ -89,11 +87,10 @@ class Requirements {
   Refusal r_;
 };
 
-Refusal refuse_wgrad(WgradArguments const& args, bool exists, char const* left,
-                     char const* right) noexcept {
+Refusal refuse_wgrad(WgradArguments const& args, char const* left, char const* right) noexcept {
   Requirements need;
-  need.exists(exists);
   need.experts(args.hidden, args.intermediate, args.experts, args.rows);
+  need.some_rows(args.rows);
   need.gathered(left, args.left);
   need.base(right, args.gmem_right);
   for (int half = 0; half < args.halves; ++half) {
@@ -140,7 +137,6 @@ Refusal refuse(DownProjectionFwdArguments const& args) noexcept {
 
 Refusal refuse(DownProjectionDgradArguments const& args) noexcept {
   Requirements need;
-  need.exists(kHasDownProjectionDgrad);
   need.experts(args.hidden, args.intermediate, args.experts, args.rows);
   need.gathered("d_o", args.d_o);
   need.base("h", args.gmem_h);
@@ -152,21 +148,41 @@ Refusal refuse(DownProjectionDgradArguments const& args) noexcept {
 
 Refusal refuse(UpProjectionDgradArguments const& args) noexcept {
   Requirements need;
-  need.exists(kHasUpProjectionDgrad);
   need.experts(args.hidden, args.intermediate, args.experts, args.rows);
   need.base("dh", args.gmem_dh);
   need.base("dx rows", args.gmem_dx_rows);
   for (int half = 0; half < (args.gated ? 2 : 1); ++half) {
     need.weight("w_up", args.w_up[half], args.intermediate);
+    need.one_block("w_up", args.w_up[half], args.intermediate);
   }
   return need.result();
 }
 
 Refusal refuse(DownProjectionWgradArguments const& args) noexcept {
-  return refuse_wgrad(args, kHasDownProjectionWgrad, "d_o", "a_scaled");
+  return refuse_wgrad(args, "d_o", "a_scaled");
 }
 Refusal refuse(UpProjectionWgradArguments const& args) noexcept {
-  return refuse_wgrad(args, kHasUpProjectionWgrad, "x", "dh");
+  return refuse_wgrad(args, "x", "dh");
+}
+Refusal refuse(RouterDgradArguments const& args) noexcept {
+  Requirements need;
+  need.multiple_of_8("d", args.hidden);
+  need.multiple_of_8("experts", args.experts);
+  need.multiple_of_8("pitch of w_router", args.w_router.pitch);
+  need.multiple_of_8("pitch of dx", args.dx_pitch);
+  need.at_most("tokens", args.tokens, kMostRows);
+  need.base("w_router", args.w_router.gmem);
+  need.base("dx", args.gmem_dx);
+  return need.result();
+}
+Refusal refuse(RouterWgradArguments const& args) noexcept {
+  Requirements need;
+  need.multiple_of_8("d", args.hidden);
+  need.multiple_of_8("experts", args.experts);
+  need.at_most("tokens", args.x.rows, kMostRows);
+  need.some_rows(args.x.rows);
+  need.gathered("x", args.x);
+  return need.result();
 }
 
 Refusal refuse(RouteArguments const& args) noexcept {
@@ -224,33 +240,34 @@ cudaError_t launch(AggregateArguments const& args, int, cudaStream_t stream) noe
                                 : launch_aggregate<__nv_bfloat16>(args, stream);
 }
 
-cudaError_t launch(DownProjectionDgradArguments const& args, [[maybe_unused]] int sm_count,
+cudaError_t launch(DownProjectionDgradArguments const& args, int sm_count,
                    cudaStream_t stream) noexcept {
-  if constexpr (kHasDownProjectionDgrad) {
-    if (!refuse(args).refused()) return launch_down_projection_dgrad(args, sm_count, stream);
-  }
-  return launch_down_projection_dgrad_plain(args, stream);
+  return refuse(args).refused() ? launch_down_projection_dgrad_plain(args, stream)
+                                : launch_down_projection_dgrad(args, sm_count, stream);
 }
-cudaError_t launch(UpProjectionDgradArguments const& args, [[maybe_unused]] int sm_count,
+cudaError_t launch(UpProjectionDgradArguments const& args, int sm_count,
                    cudaStream_t stream) noexcept {
-  if constexpr (kHasUpProjectionDgrad) {
-    if (!refuse(args).refused()) return launch_up_projection_dgrad(args, sm_count, stream);
-  }
-  return launch_up_projection_dgrad_plain(args, stream);
+  return refuse(args).refused() ? launch_up_projection_dgrad_plain(args, stream)
+                                : launch_up_projection_dgrad(args, sm_count, stream);
 }
-cudaError_t launch(DownProjectionWgradArguments const& args, [[maybe_unused]] int sm_count,
+cudaError_t launch(DownProjectionWgradArguments const& args, int sm_count,
                    cudaStream_t stream) noexcept {
-  if constexpr (kHasDownProjectionWgrad) {
-    if (!refuse(args).refused()) return launch_down_projection_wgrad(args, sm_count, stream);
-  }
-  return launch_wgrad_plain(args, stream);
+  return refuse(args).refused() ? launch_wgrad_plain(args, stream)
+                                : launch_down_projection_wgrad(args, sm_count, stream);
 }
-cudaError_t launch(UpProjectionWgradArguments const& args, [[maybe_unused]] int sm_count,
+cudaError_t launch(UpProjectionWgradArguments const& args, int sm_count,
                    cudaStream_t stream) noexcept {
-  if constexpr (kHasUpProjectionWgrad) {
-    if (!refuse(args).refused()) return launch_up_projection_wgrad(args, sm_count, stream);
-  }
-  return launch_wgrad_plain(args, stream);
+  return refuse(args).refused() ? launch_wgrad_plain(args, stream)
+                                : launch_up_projection_wgrad(args, sm_count, stream);
+}
+
+cudaError_t launch(RouterDgradArguments const& args, int sm_count, cudaStream_t stream) noexcept {
+  return refuse(args).refused() ? launch_router_dgrad_plain(args, stream)
+                                : launch_router_dgrad(args, sm_count, stream);
+}
+cudaError_t launch(RouterWgradArguments const& args, int sm_count, cudaStream_t stream) noexcept {
+  return refuse(args).refused() ? launch_router_wgrad_plain(args, stream)
+                                : launch_router_wgrad(args, sm_count, stream);
 }
 
 }  // namespace tessera::cuda

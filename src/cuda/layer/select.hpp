@@ -10,6 +10,7 @@
 #include "cuda/host/projection.hpp"
 #include "cuda/host/projection_backward.hpp"
 #include "cuda/host/route.hpp"
+#include "cuda/host/router_backward.hpp"
 
 namespace tessera::cuda {
 
@@ -23,6 +24,8 @@ Refusal refuse(DownProjectionDgradArguments const& args) noexcept;
 Refusal refuse(UpProjectionDgradArguments const& args) noexcept;
 Refusal refuse(DownProjectionWgradArguments const& args) noexcept;
 Refusal refuse(UpProjectionWgradArguments const& args) noexcept;
+Refusal refuse(RouterDgradArguments const& args) noexcept;
+Refusal refuse(RouterWgradArguments const& args) noexcept;
 
 cudaError_t launch(RouterLogitsArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 cudaError_t launch(RouteArguments const& args, int sm_count, cudaStream_t stream) noexcept;
@@ -40,5 +43,7 @@ cudaError_t launch(DownProjectionWgradArguments const& args, int sm_count,
                    cudaStream_t stream) noexcept;
 cudaError_t launch(UpProjectionWgradArguments const& args, int sm_count,
                    cudaStream_t stream) noexcept;
+cudaError_t launch(RouterDgradArguments const& args, int sm_count, cudaStream_t stream) noexcept;
+cudaError_t launch(RouterWgradArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 
 }  // namespace tessera::cuda

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "../host/projection_backward.hpp"
+#include "activation_kinds.hpp"
+
+namespace tessera::cuda {
+
+template <ActivationKind kKind>
+cudaError_t launch_down_projection_dgrad_of(DownProjectionDgradArguments const& args, int sm_count,
+                                            cudaStream_t stream);
+
+cudaError_t launch_down_projection_dgrad(DownProjectionDgradArguments const& args, int sm_count,
+                                         cudaStream_t stream) {
+  if (args.rows == 0) return cudaSuccess;
+  return with_activation_kind(args.activation.kind, [&](auto kind) {
+    return launch_down_projection_dgrad_of<decltype(kind)::value>(args, sm_count, stream);
+  });
+}
+
+}  // namespace tessera::cuda

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// The instances of down_projection_dgrad for one activation, chosen by the weights' layout.
+#pragma once
+
+#include "../kernels/down_projection_dgrad.cuh"
+#include "../tuning/gemm_backward.hpp"
+
+namespace tessera::cuda {
+
+template <ActivationKind kKind>
+cudaError_t launch_down_projection_dgrad_of(DownProjectionDgradArguments const& args, int sm_count,
+                                            cudaStream_t stream) {
+  using block::Major;
+  using Usual = DownProjectionDgradConfig<kKind, Major::kRows, false>;
+  using Rows = DownProjectionDgradConfig<kKind, Major::kRows, true>;
+  using Transposed = DownProjectionDgradConfig<kKind, Major::kK, true>;
+  if (args.w_down.column_stride != 1) {
+    return launch_down_projection_dgrad_config<Transposed>(args, sm_count, stream);
+  }
+  int64_t const n = args.intermediate;
+  return host::has_tile_map({transposed(args.w_down, n), {}}, 1, n)
+             ? launch_down_projection_dgrad_config<Usual>(args, sm_count, stream)
+             : launch_down_projection_dgrad_config<Rows>(args, sm_count, stream);
+}
+
+}  // namespace tessera::cuda

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "../kernels/projection_wgrad.cuh"
+#include "../tuning/gemm_backward.hpp"
+
+namespace tessera::cuda {
+namespace {
+
+template <block::Major kMajor, bool kFp32>
+cudaError_t launch(WgradArguments const& args, int sm_count, cudaStream_t stream) {
+  return args.intermediate % block::kGroupRows == 0
+             ? launch_projection_wgrad_config<ProjectionWgradConfig<kMajor, kFp32, false>>(
+                   args, sm_count, stream)
+             : launch_projection_wgrad_config<ProjectionWgradConfig<kMajor, kFp32, true>>(
+                   args, sm_count, stream);
+}
+
+template <block::Major kMajor>
+cudaError_t launch(WgradArguments const& args, int sm_count, cudaStream_t stream) {
+  return args.is_fp32 ? launch<kMajor, true>(args, sm_count, stream)
+                      : launch<kMajor, false>(args, sm_count, stream);
+}
+
+cudaError_t launch(WgradArguments const& args, int sm_count, cudaStream_t stream) {
+  using block::Major;
+  WeightRows const& dw = args.dw[0].gmem != nullptr ? args.dw[0] : args.dw[1];
+  return dw.column_stride == 1 ? launch<Major::kK>(args, sm_count, stream)
+                               : launch<Major::kRows>(args, sm_count, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_down_projection_wgrad(DownProjectionWgradArguments const& args, int sm_count,
+                                         cudaStream_t stream) {
+  return launch(args, sm_count, stream);
+}
+
+cudaError_t launch_up_projection_wgrad(UpProjectionWgradArguments const& args, int sm_count,
+                                       cudaStream_t stream) {
+  return launch(args, sm_count, stream);
+}
+
+}  // namespace tessera::cuda

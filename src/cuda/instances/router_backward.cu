@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "../kernels/router_dgrad.cuh"
+#include "../kernels/router_wgrad.cuh"
+#include "../tuning/gemm_backward.hpp"
+
+namespace tessera::cuda {
+
+cudaError_t launch_router_dgrad(RouterDgradArguments const& args, int sm_count,
+                                cudaStream_t stream) {
+  return args.tokens == 0 ? cudaSuccess
+                          : launch_router_dgrad_config<RouterDgradConfig>(args, sm_count, stream);
+}
+
+cudaError_t launch_router_wgrad(RouterWgradArguments const& args, int sm_count,
+                                cudaStream_t stream) {
+  return launch_router_wgrad_config<RouterWgradConfig>(args, sm_count, stream);
+}
+
+}  // namespace tessera::cuda

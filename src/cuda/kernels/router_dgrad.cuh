@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0
+// router_dgrad: the router's part of dX, dx = dl @ w_router.
+// Shapes   dl (T,E) bf16, w_router (E,d), dx (T,d)
+// Work     2*T*E*d FLOP; bytes: 2*T*E + 2*E*d + 2*T*d; memory bound up to E = 184
+// Schedule persistent, 1 CTA/SM, one segment of T rows; work tile = (m block, n_tile), all loads by TMA
+//   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
+//   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)
+// Barriers full, empty [stages], the turn, and named ones: gemm_config.hpp
+// Numerics fp32 accumulate, one rounding; bitwise repeatable: yes
+// Requires what refuse() asks (layer/select.cpp)
+#pragma once
+
+#include "../block/epilogue/store.cuh"
+#include "../block/gemm.cuh"
+#include "../host/launch.hpp"
+#include "../host/router_backward.hpp"
+#include "../host/tensor_map.hpp"
+#include "../host/weight_maps.hpp"
+
+namespace tessera::cuda {
+
+// A config is a type with `static constexpr block::GemmConfig gemm`.
+struct RouterDgradParams {
+  block::GemmParams gemm;
+  block::StoreParams epilogue;
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::gemm.threads(), 1)
+    router_dgrad(__grid_constant__ RouterDgradParams const p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  block::run_gemm<Config::gemm, block::StoreEpilogue<Config::gemm>>(p.gemm, p.epilogue);
+#endif
+}
+
+template <class Config>
+cudaError_t launch_router_dgrad_config(RouterDgradArguments const& args, int sm_count,
+                                       cudaStream_t stream) {
+  constexpr block::GemmConfig kGemm = Config::gemm;
+  int64_t const d = args.hidden;
+  RouterDgradParams p{};
+  cudaError_t error = host::make_matrix_map(p.gemm.a, args.gmem_dlogits, args.tokens, args.experts,
+                                            args.experts, kGemm.tile.m);
+  if (error != cudaSuccess) return error;
+  WeightRows const w_router{.gmem = args.w_router.gmem,
+                            .expert_stride = args.w_router.pitch * args.experts,
+                            .row_stride = 1,
+                            .column_stride = args.w_router.pitch,
+                            .block = d};
+  error = host::make_weight_maps<kGemm>(p.gemm, {w_router, {}}, 1, d, args.experts);
+  if (error != cudaSuccess) return error;
+  error = host::make_ragged_store_map(p.epilogue.d, args.gmem_dx, args.tokens, 1, d, args.tokens,
+                                      block::kSubtileM, args.dx_pitch);
+  if (error != cudaSuccess) return error;
+  p.epilogue.columns = int(d);
+  p.epilogue.ragged_extent = int(args.tokens);
+  p.gemm.segment_rows = p.gemm.total_rows = int(args.tokens);
+  p.gemm.gmem_tile_counter = args.gmem_tile_counter;
+  p.gemm.segments = 1;
+  p.gemm.n_tiles = int((d + kGemm.tile.n - 1) / kGemm.tile.n);
+  p.gemm.k_tiles = (args.experts + kGemm.tile.k - 1) / kGemm.tile.k;
+  return host::launch_persistent(
+      router_dgrad<Config>,
+      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
+      block::most_tiles<Config::gemm>(p.gemm, args.tokens), sm_count, p, stream);
+}
+
+}  // namespace tessera::cuda

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// up_projection_dgrad: dx row = dh @ w_up[e], one row per (token, expert) pair; the reduction runs over the
+// gate half, then over the up half.
+// Shapes   dh (R,w*n) bf16 in expert order as [gate half | up half], w_up (E,w*n,d) in any layout of
+//          WeightRows, dx rows (R,d); w = 2 for gated activations, 1 otherwise
+// Work     2*w*R*n*d FLOP; bytes: dh 2*w*R*n, w_up 2*w*E*n*d, dx rows 2*R*d
+// Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile); all loads by TMA
+//   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
+//   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)
+// Barriers full, empty [stages], the turn, and named ones: gemm_config.hpp
+// Numerics fp32 accumulate over both halves, one rounding; bitwise repeatable: yes
+// Requires what refuse() asks (layer/select.cpp)
+#pragma once
+
+#include "../block/epilogue/store.cuh"
+#include "../block/gemm.cuh"
+#include "../host/launch.hpp"
+#include "../host/projection_backward.hpp"
+#include "../host/tensor_map.hpp"
+#include "../host/weight_maps.hpp"
+
+namespace tessera::cuda {
+
+// A config is a type with `static constexpr block::GemmConfig gemm`.
+struct UpProjectionDgradParams {
+  block::GemmParams gemm;
+  block::StoreParams epilogue;
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::gemm.threads(), 1)
+    up_projection_dgrad(__grid_constant__ UpProjectionDgradParams const p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  block::run_gemm<Config::gemm, block::StoreEpilogue<Config::gemm>>(p.gemm, p.epilogue);
+#endif
+}
+
+template <class Config>
+cudaError_t make_up_projection_dgrad_params(UpProjectionDgradParams& p,
+                                            UpProjectionDgradArguments const& args) {
+  constexpr block::GemmConfig kGemm = Config::gemm;
+  static_assert(kGemm.k_halves == 2);
+  int64_t const d = args.hidden;
+  int64_t const n = args.intermediate;
+  int const halves = args.gated ? 2 : 1;
+  cudaError_t error = cudaSuccess;
+  auto const then = [&error](cudaError_t next) {
+    if (error == cudaSuccess) error = next;
+  };
+  p = {};
+  then(host::make_halves_map(p.gemm.a, args.gmem_dh, args.rows, halves, n, kGemm.tile.m));
+  then(host::make_k_half_maps<kGemm>(p.gemm,
+                                     {transposed(args.w_up[0], d), transposed(args.w_up[1], d)},
+                                     halves, args.experts, d, n));
+  then(host::make_ragged_store_map(p.epilogue.d, args.gmem_dx_rows, args.rows, 1, d, args.rows,
+                                   block::kSubtileM));
+  p.epilogue.columns = int(d);
+  p.epilogue.ragged_extent = int(args.rows);
+  p.gemm.gmem_offsets = args.gmem_expert_offsets;
+  p.gemm.gmem_tile_counter = args.gmem_tile_counter;
+  p.gemm.segments = args.experts;
+  p.gemm.n_tiles = int((d + kGemm.tile.n - 1) / kGemm.tile.n);
+  p.gemm.k_half_tiles = int((n + kGemm.tile.k - 1) / kGemm.tile.k);
+  p.gemm.k_tiles = halves * p.gemm.k_half_tiles;
+  return error;
+}
+
+template <class Config>
+cudaError_t launch_up_projection_dgrad_config(UpProjectionDgradArguments const& args, int sm_count,
+                                              cudaStream_t stream) {
+  UpProjectionDgradParams params;
+  cudaError_t const error = make_up_projection_dgrad_params<Config>(params, args);
+  if (error != cudaSuccess) return error;
+  return host::launch_persistent(
+      up_projection_dgrad<Config>,
+      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
+      block::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
+}
+
+}  // namespace tessera::cuda

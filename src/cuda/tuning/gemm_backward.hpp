@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// Configurations of the backward GEMMs. Measured: the results file named at each row, random routing,
+// against the other rows of bench/cuda/projection_{dgrad,wgrad}.cu.
+#pragma once
+
+#include <cstdint>
+
+#include "../block/gemm_config.hpp"
+#include "tessera/shape.hpp"
+
+namespace tessera::cuda {
+
+// The epilogue moves five slabs for every two that are multiplied: ping-pong hides what it can. 128 x 256,
+// cooperative, is up to 8% faster at d = 4096 and not yet trusted (docs/notebook/2026-11-21-backward.md).
+template <ActivationKind kKind, block::Major kMajor, bool kAnyLayout>
+struct DownProjectionDgradConfig {
+  static constexpr ActivationKind activation = kKind;
+  static constexpr bool gated = Activation{.kind = kKind}.gated();
+  static constexpr block::GemmConfig gemm{.tile = {128, 128, 64},
+                                          .stages = 4,
+                                          .a_loader = block::ALoader::kGather,
+                                          .schedule = block::Schedule::kPingPong,
+                                          .b_major = kMajor,
+                                          .any_b_layout = kAnyLayout,
+                                          .store_slabs = gated ? 5 : 3};
+};
+
+// Its stores run under the other warpgroup's multiplication.
+template <block::Major kMajor>
+struct UpProjectionDgradConfig {
+  static constexpr block::GemmConfig gemm{.tile = {192, 128, 64},
+                                          .stages = 4,
+                                          .schedule = block::Schedule::kPingPong,
+                                          .b_major = kMajor,
+                                          .k_halves = 2};
+};
+
+// bench/results/h200/2026-11-21-projection-wgrad.json
+template <block::Major kMajor, bool kFp32, bool kAnyLayout>
+struct ProjectionWgradConfig {
+  static constexpr block::Major d_major = kMajor;
+  static constexpr bool fp32 = kFp32;
+  static constexpr block::GemmConfig gemm{.stages = 4,
+                                          .a_loader = block::ALoader::kGather,
+                                          .ragged = block::Ragged::kK,
+                                          .b_major = block::Major::kRows,
+                                          .any_b_layout = kAnyLayout};
+};
+
+// Memory bound, with short k loops.
+struct RouterDgradConfig {
+  static constexpr block::GemmConfig gemm{.tile = {128, 128, 64},
+                                          .stages = 6,
+                                          .schedule = block::Schedule::kPingPong,
+                                          .b_major = block::Major::kRows};
+};
+struct RouterWgradConfig {
+  static constexpr block::Major d_major = block::Major::kK;
+  static constexpr block::GemmConfig gemm{.tile = {128, 128, 64},
+                                          .stages = 6,
+                                          .a_loader = block::ALoader::kGather,
+                                          .ragged = block::Ragged::kK,
+                                          .b_major = block::Major::kRows};
+};
+
+}  // namespace tessera::cuda

@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Configurations of the backward GEMMs. Measured: the results file named at each row, random routing,
-// against the other rows of bench/cuda/projection_{dgrad,wgrad}.cu.
+// Configurations of the backward GEMMs, chosen among the rows of bench/cuda/projection_{dgrad,wgrad}.cu with random
+// routing. A row without a results file of its own rests on docs/notebook/2026-11-21-backward.md.
 #pragma once
-
-#include <cstdint>
 
 #include "../block/gemm_config.hpp"
 #include "tessera/shape.hpp"

@@ -259,4 +259,21 @@ inline bool parse_options(BenchOptions& options, int argc, char** argv) {
   return true;
 }
 
+// main() of a program: the checks of --tiny, check_tiny(options, handle), or bench_shape(options, shape, balanced,
+// handle, report) for every selected shape and routing. configs: those of a run without --config.
+template <typename CheckTiny, typename BenchShape>
+int gemm_main(int argc, char** argv, char const* kernel, char const* configs, CheckTiny check_tiny,
+              BenchShape bench_shape) {
+  BenchOptions options;
+  options.config = configs;
+  if (!parse_options(options, argc, argv)) return 2;
+  cublasHandle_t handle;
+  if (cublasCreate(&handle) != CUBLAS_STATUS_SUCCESS) return 1;
+  if (options.tiny) return check_tiny(options, handle);
+  bench_selected(options, kernel, handle,
+                 [&](auto&&... arguments) { bench_shape(options, arguments...); });
+  cublasDestroy(handle);
+  return 0;
+}
+
 }  // namespace tessera::bench

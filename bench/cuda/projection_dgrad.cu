@@ -387,22 +387,10 @@ void bench_shape(BenchOptions const& options, Shape const& s, bool balanced, cub
   }
 }
 
-int run(BenchOptions const& options) {
-  cublasHandle_t handle;
-  if (cublasCreate(&handle) != CUBLAS_STATUS_SUCCESS) return 1;
-  if (options.tiny) return check_tiny(options, handle);
-  bench_selected(options, "dgrad", handle,
-                 [&](auto&&... arguments) { bench_shape(options, arguments...); });
-  cublasDestroy(handle);
-  return 0;
-}
-
 }  // namespace
 }  // namespace tessera::bench
 
 int main(int argc, char** argv) {
-  tessera::bench::BenchOptions options;
-  options.config = "all";
-  if (!tessera::bench::parse_options(options, argc, argv)) return 2;
-  return tessera::bench::run(options);
+  return tessera::bench::gemm_main(argc, argv, "dgrad", "all", tessera::bench::check_tiny,
+                                   tessera::bench::bench_shape);
 }

@@ -211,7 +211,7 @@ bool comparison_rejects_mutants(Problem const& p, Reference const& reference) {
   return !swapped && !zeroed;
 }
 
-int check_tiny(BenchOptions const& options) {
+int check_tiny(BenchOptions const& options, cublasHandle_t) {
   int failures = 0;
   for (Shape const& s : tiny_shapes()) {
     Problem const p(s, Routing::random(s.tokens, s.experts, s.top_k, 7));
@@ -259,22 +259,10 @@ void bench_shape(BenchOptions const& options, Shape const& s, bool balanced, cub
                   candidates, report);
 }
 
-int run(BenchOptions const& options) {
-  cublasHandle_t handle;
-  if (cublasCreate(&handle) != CUBLAS_STATUS_SUCCESS) return 1;
-  if (options.tiny) return check_tiny(options);
-  bench_selected(options, "up_projection_fwd", handle,
-                 [&](auto&&... arguments) { bench_shape(options, arguments...); });
-  cublasDestroy(handle);
-  return 0;
-}
-
 }  // namespace
 }  // namespace tessera::bench
 
 int main(int argc, char** argv) {
-  tessera::bench::BenchOptions options;
-  options.config = "7B-n256,30B-n1024,Qwen3Next";
-  if (!tessera::bench::parse_options(options, argc, argv)) return 2;
-  return tessera::bench::run(options);
+  return tessera::bench::gemm_main(argc, argv, "up_projection_fwd", "7B-n256,30B-n1024,Qwen3Next",
+                                   tessera::bench::check_tiny, tessera::bench::bench_shape);
 }

@@ -75,6 +75,14 @@ class MoE(nn.Module):
         self.register_buffer("selection_bias", zeros)
         self.reset_parameters()
 
+    def _apply(self, fn, recurse=True):
+        """As nn.Module's, behind to(), bfloat16() and their like; but the selection bias stays in fp32."""
+        bias = self.selection_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.selection_bias.dtype is not torch.float32:
+            self.selection_bias = bias.to(self.selection_bias.device)
+        return self
+
     def reset_parameters(self) -> None:
         """Uniform weights of variance 1/(3 * fan-in), as nn.Linear; biases 0."""
         for name, parameter in self.named_parameters(recurse=False):

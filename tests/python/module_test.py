@@ -109,6 +109,7 @@ class Module(unittest.TestCase):
         other.load_state_dict(layer.state_dict())
         self.assertTrue(torch.equal(layer(self.x), other(self.x)))
         self.assertIn("experts=8", repr(layer))
+        self.assertIs(layer.bfloat16().selection_bias.dtype, torch.float32)
         meta = tessera.MoE(32, 16, 8, 2, device="meta", dtype=torch.bfloat16)
         self.assertEqual(meta.w_up.dtype, torch.bfloat16)
 

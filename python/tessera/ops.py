@@ -76,7 +76,7 @@ class _Plan:
     """C structs with everything but the pointers; `words` is the argument struct as 64-bit words."""
 
     __slots__ = ("number", "function", "context", "desc", "args", "words", "addresses", "device", "inputs", "copied",
-                 "zeroed", "outputs", "templates", "workspace", "workspace_word")
+                 "zeroed", "converted", "outputs", "templates", "workspace", "workspace_word")
 
     def __init__(self, function: str, device: torch.device, args, desc=None):
         if device.type not in _KINDS:
@@ -91,7 +91,7 @@ class _Plan:
         self.words = memoryview(args).cast("B").cast("Q")
         self.addresses = (self.context, *([] if desc is None else [library.ctypes.addressof(desc)]),
                           library.ctypes.addressof(args))
-        self.inputs, self.copied, self.zeroed, self.outputs, self.templates = [], [], [], [], []
+        self.inputs, self.copied, self.zeroed, self.converted, self.outputs, self.templates = [], [], [], [], [], []
 
     def read(self, names: tuple, tensors: tuple) -> None:
         """Describes the inputs that are present; remembers which have to be copied into readable strides."""
@@ -110,10 +110,14 @@ class _Plan:
                 strides = tensor.stride() if tensor.numel() else _contiguous_strides(tensor.shape)
                 _describe(name, field, tensor.shape, strides, tensor.dtype, tensor.device)
 
-    def write(self, name: str | None, shape: tuple, dtype: torch.dtype, zeroed: bool = False) -> None:
-        """An output that each call makes, contiguous; without a name it is empty and the library does not see it."""
+    def write(self, name: str | None, shape: tuple, dtype: torch.dtype, zeroed: bool = False,
+              converted: torch.dtype | None = None) -> None:
+        """An output that each call makes, contiguous; without a name it is empty and the library does not see it.
+        zeroed: before the call. converted: to this type, after it."""
         if zeroed:
             self.zeroed.append(len(self.templates))
+        if converted not in (None, dtype):
+            self.converted.append((len(self.templates), converted))
         template = torch.empty((), dtype=dtype, device=self.device).expand(shape)
         self.templates.append(template)
         if name is None:
@@ -165,6 +169,8 @@ class _Plan:
         code = self.function(*self.addresses, stream)
         if code:
             library.check(code)
+        for position, dtype in self.converted:
+            results[position] = results[position].to(dtype)
         return results
 
 
@@ -327,16 +333,23 @@ def _backward_plan(key, tensors: tuple, buffers: tuple, text: str, needs: int) -
     desc = _desc(options, x, named, top_k, torch.int32)
     plan = _Plan("moe_backward", x.device, BackwardArgs(), desc)
     plan.read(_SAVED, tuple([None if name == "h" and options.save != "h" else t for name, t in named.items()]))
+    # `accumulate` and the type of the buffers hold for all weight gradients of a call: those without a buffer are added
+    # to zeros of that type.
+    shared = None
     for name, buffer in zip(WEIGHTS, buffers, strict=bool(buffers)):
         if buffer is not None:
             field = getattr(plan.args, "d" + name)
             _describe("d" + name, field, buffer.shape, buffer.stride(), buffer.dtype, buffer.device)
             plan.args.accumulate = 1
+            shared = buffer.dtype
     shapes = _gradient_shapes(options, named)
     for bit, name in enumerate(GRADIENTS):
         if needs >> bit & 1:
-            # `accumulate` holds for all weight gradients of a call: those without a buffer are added to zeros.
-            plan.write(name, *shapes[name], zeroed=bool(plan.args.accumulate) and name.startswith(("dw_", "db_")))
+            shape, dtype = shapes[name]
+            if shared is not None and name.startswith(("dw_", "db_")):
+                plan.write(name, shape, shared, zeroed=True, converted=dtype)
+            else:
+                plan.write(name, shape, dtype)
     return plan.ready(key, library.moe_workspace_bytes(plan.context, desc, library.PASS_BACKWARD))
 
 

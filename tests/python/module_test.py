@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """tessera.MoE: options, shared experts, losses, balancing, main_grad, compile, state."""
 
-import copy
 import unittest
 
 import eager
@@ -9,28 +8,28 @@ import tessera
 import torch
 
 
-def reference(layer, x):
-    """The module in fp64 torch."""
-    w = {name: p.detach().double() for name, p in layer.named_parameters()}
+def reference(layer, x, w):
+    """The module in fp64 torch; w: its parameters by name."""
     rows = x.double().reshape(-1, x.shape[-1])
-    with torch.no_grad():
-        logits = rows @ w["w_router"].mT + w.get("b_router", 0)
-        ids = logits.topk(layer.top_k, dim=-1).indices
-        o = eager.experts(rows, ids, eager.router_scores(logits, ids, layer.router),
-                          {k: w.get(k) for k in ("w_up", "w_down", "b_up", "b_down")})
-        if "w_shared_up" in w:
-            shared = eager.activate(rows @ w["w_shared_up"].mT) @ w["w_shared_down"].mT
-            o = o + (rows @ w["w_shared_gate"].mT).sigmoid() * shared
+    logits = rows @ w["w_router"].mT + w.get("b_router", 0)
+    ids = logits.topk(layer.top_k, dim=-1).indices
+    o = eager.experts(rows, ids, eager.router_scores(logits, ids, layer.router),
+                      {k: w.get(k) for k in ("w_up", "w_down", "b_up", "b_down")})
+    if "w_shared_up" in w:
+        shared = eager.activate(rows @ w["w_shared_up"].mT) @ w["w_shared_down"].mT
+        o = o + (rows @ w["w_shared_gate"].mT).sigmoid() * shared
     return o.view(x.shape)
 
 
 class Module(unittest.TestCase):
+    device, dtype, compiler = "cpu", torch.float32, "aot_eager"
+
     def setUp(self):
         torch.manual_seed(0)
-        self.x = torch.randn(2, 9, 32)
+        self.x = torch.randn(2, 9, 32).to(self.device, self.dtype)
 
     def layer(self, **options):
-        return tessera.MoE(32, 16, 8, 2, **options)
+        return tessera.MoE(32, 16, 8, 2, **options).to(self.device, self.dtype)
 
     def test_matches_torch(self):
         for router in ("topk-softmax", "softmax-topk"):
@@ -38,7 +37,8 @@ class Module(unittest.TestCase):
             with torch.no_grad():
                 for p in layer.parameters():
                     p.copy_(torch.randn_like(p) / p.shape[-1]**0.5)
-            eager.check_close(self, router, layer(self.x), reference(layer, self.x))
+            exact = {name: p.detach().double() for name, p in layer.named_parameters()}
+            eager.check_close(self, router, layer(self.x), reference(layer, self.x, exact))
 
     def test_losses_and_statistics(self):
         layer = self.layer(balance_coefficient=0.01, z_coefficient=0.001)
@@ -55,7 +55,7 @@ class Module(unittest.TestCase):
 
     def test_selection_bias_balances(self):
         layer = self.layer(router="sigmoid-bias", normalize_scores=True, selection_bias=True)
-        x = torch.randn(512, 32) + 0.5
+        x = torch.randn(512, 32).to(self.device, self.dtype) + 0.5
         first = layer(x, return_router=True)[1].counts
         for _ in range(300):
             with torch.no_grad():
@@ -68,7 +68,7 @@ class Module(unittest.TestCase):
 
     def test_compile(self):
         layer = self.layer(shared_intermediate=16)
-        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(layer, fullgraph=True, backend=self.compiler)
         o = layer(self.x)
         torch.testing.assert_close(compiled(self.x), o)
         o.sum().backward()
@@ -79,24 +79,25 @@ class Module(unittest.TestCase):
             torch.testing.assert_close(p.grad, grad)
 
     def test_main_grad_accumulates_over_micro_batches(self):
-        layer, plain = self.layer(main_grad=True), None
-        plain = copy.deepcopy(layer)
-        plain.main_grad = False
-        for name in ("w_up", "w_down"):
-            weight = getattr(layer, name)
-            weight.main_grad = torch.zeros_like(weight)
+        """In fp32, also where the weights are stored in less."""
+        layer = self.layer(main_grad=True)
+        exact = eager.doubled(dict(layer.named_parameters()))
+        for weight in (layer.w_up, layer.w_down):
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
         for seed in range(64):
-            x = torch.randn(5, 32, generator=torch.Generator().manual_seed(seed))
+            x = torch.randn(5, 32, generator=torch.Generator().manual_seed(seed)).to(self.device, self.dtype)
             layer(x).square().sum().backward()
-            plain(x).square().sum().backward()
+            reference(layer, x, exact).square().sum().backward()
         self.assertIsNone(layer.w_up.grad)
         for name in ("w_up", "w_down"):
-            eager.check_close(self, name, getattr(layer, name).main_grad, getattr(plain, name).grad)
-        torch.testing.assert_close(layer.w_router.grad, plain.w_router.grad)
+            eager.check_close(self, name, getattr(layer, name).main_grad, exact[name].grad, eager.RELATIVE[self.dtype])
+        self.assertIs(layer.w_router.grad.dtype, self.dtype)
+        eager.check_close(self, "w_router", layer.w_router.grad, exact["w_router"].grad,
+                          2 * eager.RELATIVE[self.dtype])
 
     def test_token_rounding_in_training_only(self):
         layer = self.layer(rounding="nr-f", tile=4)
-        x = torch.randn(64, 32)
+        x = torch.randn(64, 32).to(self.device, self.dtype)
         rounded = layer(x, return_router=True)[1]
         self.assertEqual((rounded.counts % 4).tolist(), [0] * 8)
         plain = layer.eval()(x, return_router=True)[1]
@@ -119,6 +120,10 @@ class Module(unittest.TestCase):
             sizes = {"hidden": 32, "intermediate": 16, "experts": 8, "top_k": 2, **options}
             with self.assertRaisesRegex(ValueError, text):
                 tessera.MoE(**sizes)
+
+
+class Bf16Module(Module):
+    dtype = torch.bfloat16
 
 
 if __name__ == "__main__":

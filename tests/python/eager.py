@@ -40,8 +40,13 @@ def activate(h, activation="swiglu", layout="concat", alpha=1.702, limit=7.0, up
     return PHI[activation](gate) * up
 
 
-def expert(x, w, e, layout="concat", **options):
-    """Expert e on the rows of x; w: dict of weights by name."""
+def rounded(h, dtype):
+    """h as it is stored, with the gradient of h: where a clamp bends, rounding decides on which side an element is."""
+    return h + (h.to(dtype).to(h.dtype) - h).detach()
+
+
+def expert(x, w, e, layout="concat", stored=None, **options):
+    """Expert e on the rows of x; w: dict of weights by name; stored: the type that h is rounded to."""
     turn = (lambda m: m) if layout.startswith("transposed") else (lambda m: m.mT)
     if w.get("w_gate") is not None:
         h = torch.cat([x @ w["w_gate"][e].mT, x @ w["w_up"][e].mT], dim=-1)
@@ -51,6 +56,8 @@ def expert(x, w, e, layout="concat", **options):
         h = x @ turn(w["w_up"][e])
         if w.get("b_up") is not None:
             h = h + w["b_up"][e]
+    if stored is not None:
+        h = rounded(h, stored)
     y = activate(h, layout=layout, **options) @ turn(w["w_down"][e])
     return y if w.get("b_down") is None else y + w["b_down"][e]
 

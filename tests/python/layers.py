@@ -1,0 +1,422 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of every entry against fp64 torch, and of what torch asks of an operator, for any device and storage type:
+classes of ops_test.py and cuda_test.py say which.
+"""
+
+import functools
+import math
+import threading
+
+import eager
+import tessera
+import tessera.ops
+import torch
+import torch._dynamo.testing
+from torch.utils import checkpoint
+
+ROUTERS = ("topk-softmax", "softmax-topk", "softmax-topk-renorm", "sigmoid-bias", "group-limited", "sqrtsoftplus")
+
+
+def data(tokens=13, hidden=24, top_k=3, experts=5, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, hidden, generator=generator)
+    ids = torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :top_k]
+    scores = torch.rand(tokens, top_k, generator=generator) * 0.95 + 0.05
+    return x, ids, scores, torch.randn(tokens, hidden, generator=generator)
+
+
+class Layer:
+    """Where the layers of a class of tests run, their storage type and sizes. cuda_test.py has others."""
+
+    device, dtype, tokens, hidden, intermediate = "cpu", torch.float32, 13, 24, 8
+
+    def stored(self, tensor):
+        return tensor.to(self.device, self.dtype)
+
+    def data(self, **sizes):
+        x, ids, scores, d_o = data(**{"tokens": self.tokens, "hidden": self.hidden, **sizes})
+        return self.stored(x), ids.to(self.device), scores.to(self.device), self.stored(d_o)
+
+    def weights(self, **case):
+        sizes = {"hidden": self.hidden, "intermediate": self.intermediate, **case}
+        return {name: self.stored(tensor) for name, tensor in eager.weights(**sizes).items()}
+
+    def w_router(self, experts):
+        """Of unit logits."""
+        drawn = torch.randn(experts, self.hidden, generator=torch.Generator().manual_seed(2))
+        return self.stored(drawn / self.hidden**0.5)
+
+    @property
+    def relative(self):
+        """Of the storage type, for all of a layer's tensors: scores and their gradients are fp32."""
+        return eager.RELATIVE[self.dtype]
+
+
+class Entries(Layer):
+    def compare(self, ours, theirs, inputs: dict, d_o, name: str):
+        """ours and theirs: functions of a dict of tensors; all gradients are compared too."""
+        mine, exact = eager.leaves(inputs), eager.doubled(inputs)
+        o, reference = ours(mine), theirs(exact)
+        eager.check_close(self, f"{name}: o", o, reference, self.relative)
+        got = torch.autograd.grad(o, list(mine.values()), d_o)
+        wanted = torch.autograd.grad(reference, list(exact.values()), d_o.double())
+        for key, a, b in zip(mine, got, wanted, strict=True):
+            eager.check_close(self, f"{name}: d{key}", a, b, self.relative)
+
+    def test_layouts_and_activations(self):
+        x, ids, scores, d_o = self.data()
+        gated = eager.cases(activation=("swiglu", "geglu", "geglu-erf", "reglu", "clamped-swiglu"), bias=(False, True),
+                            layout=("concat", "up-first", "interleaved", "blocked:4", "transposed",
+                                    "transposed-up-first", "transposed-interleaved", "transposed-blocked:2"))
+        plain = eager.cases(activation=("relu", "relu2", "silu", "gelu", "gelu-erf"), bias=(False, True),
+                            layout=("concat", "transposed"))
+        for case in gated + plain:
+            with self.subTest(**case):
+                w = self.weights(**case)
+                options = {key: case[key] for key in ("activation", "layout")}
+                self.compare(
+                    lambda t: tessera.routed_experts(t["x"], ids, t["scores"], **pick(t), **options),
+                    lambda t: eager.experts(t["x"], ids, t["scores"], t, **options),
+                    {"x": x, "scores": scores, **w}, d_o, str(case))
+
+    def test_separate_weights(self):
+        x, ids, scores, d_o = self.data()
+        for bias in (False, True):
+            self.compare(lambda t: tessera.routed_experts(t["x"], ids, t["scores"], **pick(t)),
+                         lambda t: eager.experts(t["x"], ids, t["scores"], t),
+                         {"x": x, "scores": scores, **self.weights(separate=True, bias=bias)}, d_o, f"bias={bias}")
+
+    def test_clamp_parameters(self):
+        x, ids, scores, d_o = self.data()
+        w = self.weights(activation="clamped-swiglu")
+        for alpha, limit, up_offset in ((1.0, 0.5, 0.0), (1.702, 0.25, 1.0), (1.0, math.inf, 0.0)):
+            options = {"activation": "clamped-swiglu", "alpha": alpha, "limit": limit, "up_offset": up_offset}
+            self.compare(lambda t, o=options: tessera.routed_experts(t["x"], ids, t["scores"], **pick(t), **o),
+                         lambda t, o=options: eager.experts(t["x"], ids, t["scores"], t, stored=self.dtype, **o),
+                         {"x": x, "scores": scores, **w}, d_o, str(options))
+
+    def test_routers(self):
+        x, _, _, d_o = self.data(experts=8)
+        inputs = {"x": x, "w_router": self.w_router(8),
+                  "b_router": self.stored(torch.linspace(-1, 1, 8)), **self.weights(experts=8)}
+        bias = torch.linspace(0.3, -0.3, 8, device=self.device)
+        for router, normalize in [(r, n) for r in ROUTERS for n in (False, True) if not n or r in ROUTERS[3:]]:
+            options = {"router": router, "top_k": 3, "route_scale": 2.5, "normalize_scores": normalize}
+            if router == "group-limited":
+                options |= {"groups": 4, "top_groups": 2}
+
+            def layer(t, o=options, **more):
+                return tessera.moe(t["x"], t["w_router"], t["w_up"], t["w_down"], b_router=t["b_router"],
+                                   selection_bias=bias, **o, **more)
+
+            with self.subTest(router=router, normalize=normalize), torch.no_grad():
+                _, chosen = layer(inputs, return_router=True)
+            with self.subTest(router=router, normalize=normalize):
+                ids = chosen.topk_ids.long()
+
+                def reference(t, ids=ids, o=options):
+                    logits = t["x"] @ t["w_router"].mT + t["b_router"]
+                    scores = eager.router_scores(logits, ids, o["router"], o["route_scale"], o["normalize_scores"])
+                    return eager.experts(t["x"], ids, scores, t)
+
+                self.compare(layer, reference, inputs, d_o, router)
+                counts = torch.bincount(ids.flatten(), minlength=8)
+                self.assertEqual(chosen.counts.tolist(), counts.tolist())
+                # The router alone gives the same choice and, through the experts, the same gradients.
+                topk_ids, topk_weights, logits = tessera.route(x, inputs["w_router"], b_router=inputs["b_router"],
+                                                               selection_bias=bias, **options)
+                self.assertTrue(torch.equal(topk_ids, chosen.topk_ids))
+                self.assertTrue(torch.equal(topk_weights, chosen.topk_weights))
+                self.assertTrue(torch.equal(logits, chosen.logits))
+
+                def in_two(t, o=options):
+                    ids, scores, _ = tessera.route(t["x"], t["w_router"], b_router=t["b_router"], selection_bias=bias,
+                                                   **o)
+                    return tessera.routed_experts(t["x"], ids, scores, t["w_up"], t["w_down"])
+
+                self.compare(in_two, reference, inputs, d_o, f"{router} in two calls")
+
+    def test_auxiliary_losses_reach_the_router(self):
+        x, _, _, d_o = self.data()
+        inputs = {"x": x, "w_router": self.w_router(5), **self.weights()}
+
+        def ours(t):
+            o, r = tessera.moe(t["x"], t["w_router"], t["w_up"], t["w_down"], top_k=3, return_router=True)
+            loss = 0.5 * tessera.load_balancing_loss(r.logits, r.topk_counts) + 0.1 * tessera.z_loss(r.logits)
+            return (o.float() * d_o).sum() + loss
+
+        with torch.no_grad():
+            ids = tessera.route(x, inputs["w_router"], top_k=3)[0].long()
+
+        def theirs(t):
+            logits = t["x"] @ t["w_router"].mT
+            o = eager.experts(t["x"], ids, eager.router_scores(logits, ids, "topk-softmax"), t)
+            p = logits.softmax(-1)
+            counts = torch.bincount(ids.flatten(), minlength=5)
+            balance = 5 * (counts / ids.numel() * p.mean(0)).sum()
+            return (o * d_o).sum() + 0.5 * balance + 0.1 * logits.logsumexp(-1).square().mean()
+
+        self.compare(ours, theirs, inputs, torch.ones((), device=self.device), "with losses")
+
+    def test_sentinels_empty_and_repeated_experts(self):
+        x, ids, scores, d_o = self.data()
+        ids = torch.where(ids == 0, -1, ids)
+        ids = torch.where(ids == 1, 5, ids)
+        ids[3] = 2  # one expert three times
+        ids[4] = 7  # a token without experts
+        scores[4] = float("nan")
+        x, scores = x.requires_grad_(), scores.requires_grad_()
+        w = eager.leaves(self.weights())
+        o = tessera.routed_experts(x, ids, scores, **w)
+        dx, dscores, dw_up, _ = torch.autograd.grad(o, (x, scores, w["w_up"], w["w_down"]), d_o)
+        self.assertEqual(o[4].abs().max(), 0)
+        self.assertEqual(dx[4].abs().max(), 0)
+        outside = (ids < 0) | (ids >= 5)
+        self.assertEqual(dscores[outside].abs().max(), 0)
+        self.assertEqual(dw_up[:2].abs().max(), 0)
+        exact = {name: t.detach().double() for name, t in w.items()}
+        eager.check_close(self, "o", o, eager.experts(x.double(), ids, scores.double(), exact), self.relative)
+
+    def test_no_tokens(self):
+        w = eager.leaves(self.weights())
+        x = self.stored(torch.empty(0, self.hidden)).requires_grad_()
+        ids, scores = torch.empty(0, 2, dtype=torch.int32, device=self.device), torch.empty(0, 2, device=self.device)
+        o = tessera.routed_experts(x, ids, scores, **w)
+        self.assertEqual(tuple(o.shape), (0, self.hidden))
+        o.sum().backward()
+        self.assertEqual(w["w_up"].grad.abs().max(), 0)
+
+    def test_grouped_experts(self):
+        counts = [4, 0, 6, 1, 0]
+        generator = torch.Generator().manual_seed(3)
+        x = self.stored(torch.randn(11, self.hidden, generator=generator))
+        scores = torch.rand(11, generator=generator).to(self.device)
+        d_o = self.stored(torch.randn(14, self.hidden, generator=generator))
+        ids = torch.repeat_interleave(torch.arange(5), torch.tensor(counts))[:, None].to(self.device)
+        offsets = torch.tensor([0, 4, 4, 10, 11, 11], device=self.device)
+        for grouping, given in (("offsets", offsets), ("ends", offsets[1:].int()),
+                                ("counts", torch.tensor(counts, device=self.device))):
+            padded = torch.cat([x, x.new_full((3, self.hidden), float("nan"))]).requires_grad_()
+            mine, exact = eager.leaves(self.weights()), eager.doubled(self.weights())
+            row_scores = torch.cat([scores, scores.new_full((3,), float("nan"))]).requires_grad_()
+            y = tessera.grouped_experts(padded, given, **mine, row_scores=row_scores, grouping=grouping)
+            reference_x, reference_scores = x.double().requires_grad_(), scores.double()[:, None].requires_grad_()
+            reference = eager.experts(reference_x, ids, reference_scores, exact)
+            self.assertEqual(y[11:].abs().max(), 0)
+            eager.check_close(self, "y", y[:11], reference, self.relative)
+            got = torch.autograd.grad(y, (padded, row_scores, *mine.values()), d_o)
+            wanted = torch.autograd.grad(reference, (reference_x, reference_scores, *exact.values()), d_o[:11].double())
+            self.assertEqual(got[0][11:].abs().max(), 0)
+            got, wanted = (got[0][:11], got[1][:11], *got[2:]), (wanted[0], wanted[1][:, 0], *wanted[2:])
+            for a, b in zip(got, wanted, strict=True):
+                eager.check_close(self, "gradient", a, b, self.relative)
+
+    def test_recomputed_h_has_equal_bits(self):
+        x, ids, scores, d_o = self.data()
+        results = []
+        for save in ("h", "x"):
+            t = eager.leaves({"x": x, "scores": scores, **self.weights()})
+            o = tessera.routed_experts(t["x"], ids, t["scores"], **pick(t), save=save)
+            results.append((o, *torch.autograd.grad(o, list(t.values()), d_o)))
+        for a, b in zip(*results, strict=True):
+            self.assertTrue(torch.equal(a, b))
+
+
+def pick(t: dict) -> dict:
+    """The weights of the experts."""
+    return {name: t[name] for name in tessera.ops.WEIGHTS if name in t}
+
+
+class Operators(Layer):
+    """torch.compile, opcheck, checkpointing, modes, strides, threads."""
+
+    compiler = "aot_eager"
+    routers = [f"router={router} top_k=2 groups=1 top_groups=1" for router in ROUTERS]
+
+    def setUp(self):
+        x, self.ids, scores, self.d_o = self.data()
+        self.tensors = eager.leaves({"x": x, "scores": scores, **self.weights()})
+        self.router = self.w_router(5).requires_grad_()
+
+    def routed(self, t, **options):
+        return tessera.routed_experts(t["x"], self.ids, t["scores"], t["w_up"], t["w_down"], **options)
+
+    def gradients(self, o):
+        return torch.autograd.grad(o, list(self.tensors.values()), self.d_o)
+
+    def test_opcheck(self):
+        t, none = self.tensors, (None,) * 3
+        weights = (t["w_up"], None, t["w_down"], None, None, None)
+        arguments = (t["x"], self.ids, t["scores"], *none, None, None, *weights, "")
+        torch.library.opcheck(torch.ops.tessera.moe_forward.default, arguments)
+        router = (t["x"], None, None, self.router, None, None, None, None, *weights)
+        torch.library.opcheck(torch.ops.tessera.moe_forward.default,
+                              (*router, "router=topk-softmax top_k=2 logits=True"))
+        constant = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments]
+        torch.library.opcheck(torch.ops.tessera.moe_inference.default, constant)
+        torch.library.opcheck(torch.ops.tessera.route.default, (t["x"], self.router, None, None,
+                                                                "router=softmax-topk top_k=2"))
+        o, h, routing = torch.ops.tessera.moe_forward.default(*constant)
+        saved = (self.d_o, constant[0], h, routing, None, None, *constant[8:14])
+        torch.library.opcheck(torch.ops.tessera.moe_backward.default, (*saved, None, "", 0b1010011))
+        buffers = [torch.zeros_like(w) if w is not None else None for w in constant[8:14]]
+        torch.library.opcheck(torch.ops.tessera.moe_backward_accumulate.default, (*saved, None, *buffers, "", 0b11),
+                               test_utils=("test_schema", "test_faketensor"))
+
+    def test_routing_size_in_fake_kernels(self):
+        x = self.tensors["x"].detach()
+        for text in self.routers:
+            with torch.no_grad():
+                real = torch.ops.tessera.moe_forward.default
+                arguments = (x, None, None, self.router, None, None, None, None, self.tensors["w_up"], None,
+                             self.tensors["w_down"], None, None, None, text)
+                with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True):
+                    fake = [tuple(t.shape) for t in real(*arguments)]
+                self.assertEqual(fake, [tuple(t.shape) for t in real(*arguments)], text)
+
+    def test_compile_without_graph_breaks(self):
+        def layer(t):
+            o, r = tessera.moe(t["x"], self.router, t["w_up"], t["w_down"], top_k=2, return_router=True)
+            return self.routed(t) + o + 0.1 * tessera.z_loss(r.logits)
+
+        compiled = torch.compile(layer, fullgraph=True, backend=self.compiler)
+        o, expected = compiled(self.tensors), layer(self.tensors)
+        torch.testing.assert_close(o, expected)
+        for a, b in zip(self.gradients(o), self.gradients(expected), strict=True):
+            torch.testing.assert_close(a, b)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(self.tensors), expected.detach())
+
+    def test_compile_does_not_recompile_for_routing(self):
+        count = torch._dynamo.testing.CompileCounter()
+        compiled = torch.compile(lambda x, ids, s: tessera.routed_experts(x, ids, s, w_up, w_down), backend=count,
+                                 dynamic=True, fullgraph=True)
+        w_up, w_down = self.tensors["w_up"], self.tensors["w_down"]
+        for tokens in range(2, 52):
+            x, ids, scores, _ = self.data(tokens=tokens, seed=tokens)
+            compiled(x, ids.contiguous(), scores)
+        self.assertEqual(count.frame_count, 1)
+
+    def test_selective_checkpointing(self):
+        expected = self.routed(self.tensors)
+        wanted = self.gradients(expected)
+        for ops in ([], [torch.ops.tessera.moe_forward.default]):
+            calls = []
+
+            def layer(x, calls=calls):
+                calls.append(1)
+                return self.routed({**self.tensors, "x": x})
+
+            context = functools.partial(checkpoint.create_selective_checkpoint_contexts, ops)
+            o = checkpoint.checkpoint(layer, self.tensors["x"], use_reentrant=False, context_fn=context)
+            for a, b in zip(self.gradients(o), wanted, strict=True):
+                self.assertTrue(torch.equal(a, b))
+            self.assertEqual(len(calls), 2)
+
+    def test_checkpointing_saves_the_forward_op(self):
+        runs = []
+        original = tessera.ops._plan_forward
+        self.addCleanup(setattr, tessera.ops, "_plan_forward", original)
+        tessera.ops._plan_forward = lambda *a: runs.append(1) or original(*a)
+        policy = functools.partial(checkpoint.create_selective_checkpoint_contexts,
+                                   [torch.ops.tessera.moe_forward.default])
+        o = checkpoint.checkpoint(lambda x: self.routed({**self.tensors, "x": x}).relu(), self.tensors["x"],
+                                  use_reentrant=False, context_fn=policy)
+        o.sum().backward()
+        self.assertEqual(len(runs), 1)
+
+    def test_strides(self):
+        expected = self.routed(self.tensors)
+        wanted = self.gradients(expected)
+        x, w_up = self.tensors["x"].detach(), self.tensors["w_up"].detach()
+        wide = x.new_zeros(self.tokens, 2 * self.hidden)
+        wide[:, ::2] = x
+        stacked = x.new_zeros(5, 2 * self.intermediate + 4, self.hidden)
+        stacked[:, 2:-2] = w_up
+        turned = self.tensors["w_down"].detach().mT.contiguous().mT
+        t = {"x": wide[:, ::2].requires_grad_(), "scores": self.tensors["scores"],
+             "w_up": stacked[:, 2:-2].requires_grad_(), "w_down": turned.requires_grad_()}
+        o = self.routed(t)
+        self.assertTrue(torch.equal(o, expected))
+        got = torch.autograd.grad(o, list(t.values()), self.d_o.t().contiguous().t())
+        for a, b in zip(got, wanted, strict=True):
+            self.assertTrue(torch.equal(a, b))
+        (dx,) = torch.autograd.grad(self.routed(self.tensors).sum(), self.tensors["x"])  # an expanded gradient
+        self.assertTrue(torch.isfinite(dx).all())
+
+    def test_saved_tensors_hooks_may_change_strides(self):
+        """Offloading hands contiguous copies back: what was learnt of the first strides must not be used for them."""
+        x = self.tensors["x"].detach()
+        wide = x.new_zeros(self.tokens, 2 * self.hidden)
+        wide[:, 8:8 + self.hidden] = x
+        t = {**self.tensors, "x": wide[:, 8:8 + self.hidden].requires_grad_()}
+        wanted = torch.autograd.grad(self.routed(t), list(t.values()), self.d_o)
+        with torch.autograd.graph.saved_tensors_hooks(lambda s: s.clone().contiguous(), lambda s: s):
+            o = self.routed(t)
+        for a, b in zip(torch.autograd.grad(o, list(t.values()), self.d_o), wanted, strict=True):
+            self.assertTrue(torch.equal(a, b))
+
+    def test_leading_dimensions_and_types_of_ids_and_weights(self):
+        expected = self.routed(self.tensors)
+        t = self.tensors
+        o = tessera.routed_experts(t["x"][None], self.ids.int()[None], t["scores"][None], t["w_up"], t["w_down"])
+        self.assertTrue(torch.equal(o[0], expected))
+        scores = t["scores"].detach().bfloat16().requires_grad_()
+        o = tessera.routed_experts(t["x"], self.ids, scores, t["w_up"], t["w_down"])
+        o.sum().backward()
+        self.assertIs(scores.grad.dtype, torch.bfloat16)
+
+    def test_one_layer_used_twice(self):
+        t = self.tensors
+        o = self.routed({**t, "x": self.routed(t)})
+        exact = eager.doubled({name: v.detach() for name, v in t.items()})
+        inner = eager.experts(exact["x"], self.ids, exact["scores"], exact)
+        reference = eager.experts(inner, self.ids, exact["scores"], exact)
+        for name, a, b in zip(t, self.gradients(o), torch.autograd.grad(reference, list(exact.values()),
+                                                                        self.d_o.double()), strict=True):
+            eager.check_close(self, name, a, b, 3 * self.relative)
+
+    def test_frozen_weights_are_skipped(self):
+        self.tensors["w_up"].requires_grad_(False)
+        self.routed(self.tensors).sum().backward()
+        self.assertIsNone(self.tensors["w_up"].grad)
+        self.assertIsNotNone(self.tensors["w_down"].grad)
+
+    def test_no_second_derivatives(self):
+        o = self.routed(self.tensors)
+        with self.assertRaisesRegex(NotImplementedError, "no second derivatives"):
+            torch.autograd.grad(o.sum(), self.tensors["x"], create_graph=True)
+
+    def test_threads_share_layers(self):
+        expected = self.routed(self.tensors).detach()
+        failures = []
+
+        def work():
+            for _ in range(20):
+                if not torch.equal(self.routed(self.tensors), expected):
+                    failures.append(1)
+
+        workers = [threading.Thread(target=work) for _ in range(4)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        self.assertFalse(failures)
+
+    def test_main_grad_is_added_to(self):
+        """In fp32, whatever the weights' type is; weights without such a buffer get a gradient of their own type."""
+        t = {**self.tensors, "b_down": self.weights(bias=True)["b_down"].requires_grad_()}
+        held = torch.tensor([3, 0, 4, 2, self.tokens - 9], device=self.device)
+        arguments = (t["x"], held, t["w_up"], t["w_down"])
+        options = {"b_up": self.stored(torch.zeros(5, 2 * self.intermediate)), "b_down": t["b_down"],
+                   "grouping": "counts"}
+        plain = tessera.grouped_experts(*arguments, **options)
+        dx, db_down, *wanted = torch.autograd.grad(plain, (t["x"], t["b_down"], t["w_up"], t["w_down"]), self.d_o)
+        main = [torch.ones_like(t[name], dtype=torch.float32) for name in ("w_up", "w_down")]
+        o = tessera.grouped_experts(*arguments, **options, buffers=(main[0], None, main[1], None, None, None))
+        o.backward(self.d_o)
+        self.assertIsNone(t["w_up"].grad)
+        self.assertTrue(torch.equal(t["x"].grad, dx))
+        self.assertTrue(torch.equal(t["b_down"].grad, db_down))
+        for added, gradient in zip(main, wanted, strict=True):
+            eager.check_close(self, "main_grad", added - 1, gradient, max(self.relative, 1e-5))

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the wheel, checks what it holds and what it links, and installs it into OUT/site.
 
-usage: build_wheel.py SOURCE OUT
+usage: build_wheel.py SOURCE OUT CUDA; CUDA: ON or OFF, whether with CUDA kernels
 """
 
 import pathlib
@@ -15,7 +15,7 @@ import zipfile
 # What Debian 12 and Ubuntu 24.04 both have: glibc 2.35, the libstdc++ of GCC 12. (manylinux_2_35.)
 NEWEST = {"GLIBC": (2, 35), "GLIBCXX": (3, 4, 30), "CXXABI": (1, 3, 13), "GCC": (12,)}
 SYSTEM = re.compile(r"(libstdc\+\+|libm|libgcc_s|libc|libdl|libpthread|librt|ld-linux-x86-64)\.so\.\d+")
-MAX_BYTES = 12 << 20
+MAX_BYTES = {"OFF": 8 << 20, "ON": 40 << 20}
 
 
 def pip(*arguments) -> None:
@@ -32,9 +32,10 @@ def link_complaints(dynamic: str, versions: str) -> list[str]:
 
 
 def main() -> int:
-    source, out = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+    source, out, cuda = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
     shutil.rmtree(out, ignore_errors=True)
-    pip("wheel", source, "--no-deps", "--no-build-isolation", "--wheel-dir", out / "dist")
+    pip("wheel", source, "--no-deps", "--no-build-isolation", "--wheel-dir", out / "dist",
+        "--config-settings", f"cmake.define.TESSERA_CUDA={cuda}", "--config-settings", f"build-dir={out}-wheel")
     (wheel,) = (out / "dist").iterdir()
     pip("install", "--no-deps", "--no-index", "--target", out / "site", wheel)
 
@@ -44,8 +45,10 @@ def main() -> int:
     found = link_complaints(*read)
     if not re.fullmatch(r"tessera_moe-[0-9.]+-py3-none-linux_x86_64\.whl", wheel.name):
         found.append(f"{wheel.name}: not independent of Python's version")
-    if library.stat().st_size > MAX_BYTES:
-        found.append(f"libtessera.so: {library.stat().st_size} bytes, more than {MAX_BYTES}")
+    if library.stat().st_size > MAX_BYTES[cuda]:
+        found.append(f"libtessera.so: {library.stat().st_size} bytes, more than {MAX_BYTES[cuda]}")
+    if (b".nv_fatbin" in library.read_bytes()) != (cuda == "ON"):
+        found.append(f"libtessera.so: built with TESSERA_CUDA={cuda}, but its GPU code says otherwise")
     names = zipfile.ZipFile(wheel).namelist()
     packaged = sorted(name for name in names if name.startswith("tessera/"))
     expected = sorted(f"tessera/{path.relative_to(source / 'python/tessera').as_posix()}"

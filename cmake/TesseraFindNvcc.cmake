@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+# TESSERA_CUDA=AUTO becomes ON where an nvcc that can compile the kernels is found, else OFF; says which and why.
+set(TESSERA_CUDA OFF)
+find_program(TESSERA_NVCC nvcc HINTS ENV CUDA_PATH /usr/local/cuda PATH_SUFFIXES bin)
+if(NOT TESSERA_NVCC)
+  message(STATUS "Without CUDA kernels: no nvcc on the path, in CUDA_PATH or in /usr/local/cuda")
+  return()
+endif()
+execute_process(COMMAND ${TESSERA_NVCC} --version OUTPUT_VARIABLE nvcc_says ERROR_QUIET)
+string(REGEX MATCH "release ([0-9.]+)" _ "${nvcc_says}")
+if(CMAKE_MATCH_1 VERSION_GREATER_EQUAL 13.0)
+  set(TESSERA_CUDA ON)
+  message(STATUS "With CUDA kernels: ${TESSERA_NVCC} ${CMAKE_MATCH_1}")
+else()
+  message(STATUS "Without CUDA kernels: ${TESSERA_NVCC} is of version '${CMAKE_MATCH_1}', they need 13.0")
+endif()

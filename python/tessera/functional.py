@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from tessera import ops
+from tessera import library, ops
 from tessera.options import Options
 
 
@@ -229,3 +229,20 @@ def grouped_gemm(a, b, expert_offsets, *, bias=None, transpose_b: bool = False):
 def grouped_gemm_wgrad(a, b, expert_offsets):
     """c[e] = a_e^T . b_e over the rows of expert e: a [R,M], b [R,N], c [E,M,N]; zeros for experts without rows."""
     return torch.ops.tessera.grouped_gemm_wgrad.default(a, b, expert_offsets)
+
+
+def check_device_values(device=None) -> None:
+    """Raises ValueError if a kernel on this GPU met bad values that only the device can read (expert_offsets); the
+    results of that call are void. Each report is given once.
+
+    device: a CUDA device, by default torch's current one. Nothing waits: synchronise first to hear of a call. On the
+    CPU calls check such values themselves.
+
+        torch.cuda.synchronize()
+        tessera.check_device_values()
+    """
+    device = torch.device("cuda" if device is None else device)
+    if device.type != "cuda":
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    library.check_device_values(library.context(library.CUDA, index, 0))

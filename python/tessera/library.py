@@ -106,6 +106,7 @@ def load() -> ctypes.CDLL:
     library.tessera_context_create.argtypes = [c_int32, c_int32, c_int32, POINTER(c_void_p)]
     library.tessera_moe_workspace.argtypes = [c_void_p, POINTER(MoeDesc), c_int, POINTER(c_size_t)]
     library.tessera_moe_saved.argtypes = [POINTER(MoeDesc)] + [POINTER(c_size_t)] * 3
+    library.tessera_check_device_values.argtypes = [c_void_p]
     library.tessera_grouped_gemm_workspace.argtypes = [c_void_p, POINTER(GroupedGemmArgs), POINTER(c_size_t)]
     return library
 
@@ -140,6 +141,10 @@ def context(device_kind: int, device_index: int, num_threads: int) -> int:
         if handle != made.value:
             load().tessera_context_destroy(made)
     return handle
+
+
+def check_device_values(handle: int) -> None:
+    check(load().tessera_check_device_values(handle))
 
 
 def moe_workspace_bytes(handle: int, desc: MoeDesc, pass_: int) -> int:

@@ -165,7 +165,8 @@ class _Plan:
         else:
             workspace = torch.empty(self.workspace, dtype=torch.uint8, device=self.device)
         words[self.workspace_word] = workspace.data_ptr()
-        stream = torch.cuda.current_stream(self.device).cuda_stream if cuda else None
+        # The handle alone: an object of torch.cuda.Stream would take longer than the rest of this function.
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index) if cuda else None
         code = self.function(*self.addresses, stream)
         if code:
             library.check(code)

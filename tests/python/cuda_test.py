@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers on a GPU: entries, operators and module as on the CPU, and what only a GPU has: streams, graphs, several
+devices, memory of torch's allocator, bad values on the device.
+"""
+
+import unittest
+
+import eager
+import gpu
+import layers
+import module_test
+import tessera
+import tessera.ops
+import torch
+from tessera import library
+
+
+class OnGpu(layers.Layer):
+    device, dtype = "cuda", torch.bfloat16
+
+
+class SmallEntries(OnGpu, layers.Entries, unittest.TestCase):
+    """Sizes that only the plain kernels serve."""
+
+
+class FastEntries(OnGpu, layers.Entries, unittest.TestCase):
+    tokens, hidden, intermediate = 300, 256, 128
+
+
+class Operators(OnGpu, layers.Operators, unittest.TestCase):
+    tokens, hidden, intermediate, compiler = 300, 256, 128, "inductor"
+
+
+class Module(module_test.Module):
+    device, dtype, compiler = "cuda", torch.bfloat16, "inductor"
+
+    def test_token_rounding_in_training_only(self):
+        layer = self.layer(rounding="nr-f", tile=4)
+        with self.assertRaisesRegex(NotImplementedError, "no token rounding"):
+            layer(self.x)
+        layer.eval()(self.x)
+
+
+class RoutedLayer(OnGpu, unittest.TestCase):
+    """One layer with a router, and what it gives when nothing special happens."""
+
+    tokens, hidden, intermediate = 300, 256, 128
+
+    def setUp(self):
+        x, _, _, self.d_o = self.data()
+        self.tensors = eager.leaves({"x": x, "w_router": self.w_router(16), **self.weights(experts=16)})
+        self.expected = self.both(self.tensors)
+
+    def layer(self, t, **options):
+        return tessera.moe(t["x"], t["w_router"], t["w_up"], t["w_down"], top_k=4, **options)
+
+    def both(self, t):
+        """o and all gradients."""
+        o = self.layer(t)
+        return (o.detach(), *torch.autograd.grad(o, list(t.values()), self.d_o))
+
+    def assert_expected(self, got, what=""):
+        for name, a, b in zip(("o", *self.tensors), got, self.expected, strict=True):
+            self.assertTrue(torch.equal(a, b), f"{what} {name}: {(a.float() - b.float()).abs().max()}")
+
+
+class Streams(RoutedLayer):
+    def test_nothing_waits_for_the_device(self):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1 << 30)  # half a second
+        got = self.both(self.tensors)
+        self.assertFalse(torch.cuda.current_stream().query(), "a call waited")
+        torch.cuda.synchronize()
+        self.assert_expected(got)
+
+    def test_statistics_and_losses_do_not_wait(self):
+        module = tessera.MoE(256, 128, 16, 4, router="sigmoid-bias", selection_bias=True, balance_coefficient=0.01,
+                             z_coefficient=0.01).to("cuda", torch.bfloat16)
+        x = self.tensors["x"].detach()
+        module(x, return_router=True)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            o, router = module(x, return_router=True)
+            (o.float().square().mean() + module.auxiliary_loss(router)).backward()
+            module.update_selection_bias(router.counts)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        self.assertEqual(int(router.counts.sum()), 4 * self.tokens)
+
+    def test_calls_run_on_the_current_stream(self):
+        """Inputs come into being late on a stream of their own: calls elsewhere would meet NaN."""
+        streams = [torch.cuda.Stream() for _ in range(4)]
+        late = [{name: torch.full_like(t, float("nan")).requires_grad_() for name, t in self.tensors.items()}
+                for _ in streams]
+        torch.cuda.synchronize()
+        results = []
+        for stream, t in zip(streams, late, strict=True):
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(1 << 26)
+                with torch.no_grad():
+                    for name, tensor in self.tensors.items():
+                        t[name].copy_(tensor)
+                results.append(self.both(t))
+        torch.cuda.synchronize()
+        for number, got in enumerate(results):
+            self.assert_expected(got, f"stream {number}")
+
+    @unittest.skipIf(torch.cuda.device_count() < 2, "needs two GPUs")
+    def test_the_tensors_say_which_device(self):
+        t = {name: tensor.detach().to("cuda:1").requires_grad_() for name, tensor in self.tensors.items()}
+        o = self.layer(t)
+        gradients = torch.autograd.grad(o, list(t.values()), self.d_o.to("cuda:1"))
+        self.assertEqual(torch.cuda.current_device(), 0)
+        self.assert_expected([tensor.to("cuda:0") for tensor in (o, *gradients)])
+
+
+class Graphs(RoutedLayer):
+    def captured(self, run):
+        """A graph of run(), and what run returned during the capture."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()  # contexts and plans come into being outside the capture
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = run()
+        return graph, results
+
+    def test_replays_follow_new_routing(self):
+        fixed = {name: torch.zeros_like(t).requires_grad_() for name, t in self.tensors.items()}
+        inference, (o,) = self.captured(lambda: [self.layer({n: t.detach() for n, t in fixed.items()})])
+        training, results = self.captured(lambda: self.both(fixed))
+        for other in (False, True):
+            with torch.no_grad():
+                for name, tensor in self.tensors.items():
+                    fixed[name].copy_(tensor.flip(0) if other and name == "x" else tensor)
+            self.expected = self.both(fixed)
+            for graph in (inference, training):
+                graph.replay()
+            self.assertTrue(torch.equal(o, self.expected[0]))
+            self.assert_expected(results, f"other tokens: {other}")
+
+    def test_graphed_module(self):
+        module = tessera.MoE(256, 128, 16, 4).to("cuda", torch.bfloat16)
+        x = self.tensors["x"].detach()
+        o = module(x)
+        wanted = torch.autograd.grad(o, list(module.parameters()), self.d_o)
+        graphed = torch.cuda.make_graphed_callables(module, (torch.zeros_like(x),))
+        again = graphed(x)
+        self.assertTrue(torch.equal(again, o))
+        for a, b in zip(torch.autograd.grad(again, list(module.parameters()), self.d_o), wanted, strict=True):
+            self.assertTrue(torch.equal(a, b))
+
+
+class Memory(RoutedLayer):
+    def requested(self, which: str) -> int:
+        return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
+
+    def test_x_h_and_tables_are_kept(self):
+        element, slots = 2, 4 * self.tokens
+        before = self.requested("current")
+        torch.cuda.reset_peak_memory_stats()
+        o = self.layer(self.tensors)
+        tables = 4 * tessera.ops.parse("router=topk-softmax top_k=4").routing_elements(self.tokens, slots, 16)
+        results = element * (o.numel() + slots * 2 * self.intermediate) + tables
+        self.assertEqual(self.requested("current") - before, results)
+        self.assertEqual(self.requested("peak") - before, results + self.workspace(library.ForwardArgs))
+        gradients = torch.autograd.grad(o, list(self.tensors.values()), self.d_o)
+        made = sum(g.numel() * g.element_size() for g in gradients)
+        self.assertEqual(self.requested("current") - before, made + element * o.numel())
+
+    def workspace(self, kind) -> int:
+        """Of training's plans for this layer in this thread."""
+        sizes = {plan.workspace for plan in tessera.ops._here.plans.values()
+                 if isinstance(plan.args, kind) and plan.desc.save == 0 and plan.desc.top_k == 4}
+        return sizes.pop() if len(sizes) == 1 else self.fail(f"workspaces of {sizes} bytes")
+
+    def test_nothing_is_kept_without_gradients(self):
+        before = self.requested("current")
+        with torch.no_grad():
+            o = self.layer(self.tensors)
+        self.assertEqual(self.requested("current") - before, 2 * o.numel())
+
+
+class Values(OnGpu, unittest.TestCase):
+    def test_bad_offsets_are_reported_once(self):
+        w, x = self.weights(), self.data()[0]
+        torch.cuda.synchronize()
+        tessera.check_device_values()
+        tessera.grouped_experts(x, torch.tensor([0, 9, 3, 7, 9, 13], device="cuda"), **w)
+        torch.cuda.synchronize()
+        with self.assertRaisesRegex(ValueError, r"expert_offsets\[2\]: an offset of 3"):
+            tessera.check_device_values()
+        tessera.check_device_values("cuda:0")
+
+    def test_autocast(self):
+        x, ids, scores, d_o = layers.data(hidden=256)
+        t = {name: v.cuda().requires_grad_() for name, v in
+             {"x": x, "scores": scores, **eager.weights(hidden=256, intermediate=128)}.items()}
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            o = tessera.routed_experts(t["x"], ids.cuda(), t["scores"], t["w_up"], t["w_down"])
+        self.assertIs(o.dtype, torch.bfloat16)
+        o.backward(d_o.cuda().bfloat16())
+        self.assertEqual([v.grad.dtype for v in t.values()], [torch.float32] * 4)
+
+    def test_what_is_refused(self):
+        x, ids, scores, _ = self.data()
+        w = self.weights()
+        for dtype in (torch.float32, torch.float16):
+            other = {name: t.to(dtype) for name, t in w.items()}
+            with self.assertRaisesRegex(NotImplementedError, "stores bf16"):
+                tessera.routed_experts(x.to(dtype), ids, scores, **other)
+        for options in ({"rounding": "nr-f"}, {"router": "expert-choice"}):
+            with self.assertRaisesRegex(NotImplementedError, "CUDA backend"):
+                tessera.moe(x, self.w_router(5), w["w_up"], w["w_down"], top_k=2, **options)
+        with self.assertRaisesRegex(NotImplementedError, "grouped_gemm: .* on the CPU only"):
+            tessera.grouped_gemm(x, w["w_up"], torch.tensor([0, 3, 3, 7, 9, 13], device="cuda"))
+        with self.assertRaisesRegex(ValueError, "w_down: on device 0:0, the context is on 1:0"):
+            tessera.routed_experts(x, ids, scores, w["w_up"], w["w_down"].cpu())
+
+
+if __name__ == "__main__":
+    gpu.main()

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host time of a layer call in Python at T = 1: as it is, and with the library's functions replaced by a function
 that does nothing, which leaves what Python, torch and the binding cost. CPU time of this thread, best of 9. Training is
-timed in a chain of 8 layers, as one call of backward serves all layers of a model.
+timed in a chain of 8 layers, as one call of backward serves all layers of a model. On a GPU the calls' own time is that
+of their launches; wall time, as backward runs in a thread of torch's there, and nobody waits for the device.
 
-usage: host_time.py [--out FILE]
+usage: host_time.py [--device cuda] [--out FILE]
 """
 
 import argparse
@@ -22,13 +23,15 @@ from tessera import library, ops
 REPEATS, CALLS, LAYERS = 9, 1000, 8
 
 
-def microseconds(call, layers: int) -> float:
-    best = float("inf")
+def microseconds(call, layers: int, device: str) -> float:
+    clock, best = time.thread_time if device == "cpu" else time.perf_counter, float("inf")
     for _ in range(REPEATS):
-        start = time.thread_time()
+        start = clock()
         for _ in range(CALLS // layers):
             call()
-        best = min(best, time.thread_time() - start)
+        best = min(best, clock() - start)
+        if device != "cpu":
+            torch.cuda.synchronize()
     return round(1e6 * best / (CALLS // layers * layers), 2)
 
 
@@ -43,13 +46,16 @@ class Nothing(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
 
 
-def measurements() -> dict:
+def measurements(device: str) -> dict:
     torch.manual_seed(0)
-    x, w_router = torch.randn(1, 16), torch.randn(8, 16)
-    w_up, w_down = torch.randn(8, 32, 16), torch.randn(8, 16, 16)
+
+    def draw(*shape):
+        return torch.randn(*shape).to(device, torch.float32 if device == "cpu" else torch.bfloat16)
+
+    x, w_router, w_up, w_down = draw(1, 16), draw(8, 16), draw(8, 32, 16), draw(8, 16, 16)
     leaf = x.clone().requires_grad_()
     layers = [[t.clone().requires_grad_() for t in (w_router, w_up, w_down)] for _ in range(LAYERS)]
-    ids, scores, d_o = torch.tensor([[1, 3]]), torch.rand(1, 2), torch.randn(1, 16)
+    ids, scores, d_o = torch.tensor([[1, 3]], device=device), torch.rand(1, 2, device=device), draw(1, 16)
 
     def moe():
         tessera.moe(x, w_router, w_up, w_down, top_k=2)
@@ -79,34 +85,42 @@ def measurements() -> dict:
 
     calls = {"moe": (moe, 1), "routed_experts": (routed, 1), "moe forward + backward": (training, LAYERS),
              "torch.autograd.Function forward + backward": (floor, LAYERS)}
+    made, ready = [], ops._Plan.ready  # in every thread: backward has its own on a GPU
+    ops._Plan.ready = lambda plan, *arguments: made.append(plan) or ready(plan, *arguments)
     for call, _ in calls.values():
         call()
-    whole = {name: microseconds(*call) for name, call in calls.items()}
+    whole = {name: microseconds(*call, device) for name, call in calls.items()}
     nothing = ctypes.CDLL(library.load()._name).tessera_context_destroy  # of NULL: returns at once
     nothing.argtypes = [ctypes.c_void_p] * 4
     nothing.restype = None
-    for plan in ops._here.plans.values():
+    for plan in made:
         plan.function = lambda *_: nothing(None, None, None, None)
-    host = {name: microseconds(*call) for name, call in calls.items()}
+    host = {name: microseconds(*call, device) for name, call in calls.items()}
     return {name: {"call_us": whole[name], "host_us": host[name]} for name in calls}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out")
-    out = parser.parse_args().out
+    arguments = parser.parse_args()
+    on_gpu = arguments.device != "cpu"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
     result = {
-        "command": "bench/python/host_time.py" + (f" --out {out}" if out else ""), "commit": commit.stdout.strip(),
-        "device": cpu or platform.machine(), "date": datetime.date.today().isoformat(),
-        "protocol": f"thread CPU time, best of {REPEATS} times {CALLS} calls; T=1 d=16 n=16 E=8 K=2 fp32",
-        "python": platform.python_version(), "torch": torch.__version__, "rows": measurements(),
+        "command": "bench/python/host_time.py" + (f" --device {arguments.device}" if on_gpu else "")
+                   + (f" --out {arguments.out}" if arguments.out else ""),
+        "commit": commit.stdout.strip(), "host": cpu or platform.machine(),
+        "device": torch.cuda.get_device_name() if on_gpu else cpu or platform.machine(),
+        "date": datetime.date.today().isoformat(),
+        "protocol": f"{'wall' if on_gpu else 'thread CPU'} time, best of {REPEATS} times {CALLS} calls; T=1 d=16 n=16 "
+                    f"E=8 K=2 {'bf16' if on_gpu else 'fp32'}",
+        "python": platform.python_version(), "torch": torch.__version__, "rows": measurements(arguments.device),
     }
     text = json.dumps(result, indent=1)
     print(text)
-    if out:
-        with open(out, "w", encoding="utf-8") as file:
+    if arguments.out:
+        with open(arguments.out, "w", encoding="utf-8") as file:
             file.write(text + "\n")
 
 

@@ -3,21 +3,24 @@
 """What a layer keeps for backward while experts become finer at constant n*K: measured, not computed.
 
     examples/memory_against_granularity.py --out memory.svg
+    examples/memory_against_granularity.py --device cuda --out memory.svg
 
 Counts the tensors that autograd holds after a forward call: for Tessera and for the usual torch code with grouped_mm.
 Prints a table; draws it with gnuplot where --out is given. Parameters are not counted.
 """
 
 import argparse
+import json
 import pathlib
 import subprocess
 import tempfile
 
 import tessera
 import torch
-from torch.nn import functional
+import torch_experts
 
-TOKENS, HIDDEN, WIDTH = 1024, 256, 1024  # WIDTH = n*K
+# T, d, n*K and the storage type: small and fp32 on the CPU, those of a 7B model's layers and bf16 on a GPU.
+SIZES = {"cpu": (1024, 256, 1024, torch.float32), "cuda": (24576, 1536, 2048, torch.bfloat16)}
 
 
 def kept_bytes(layer, parameters) -> int:
@@ -37,32 +40,21 @@ def kept_bytes(layer, parameters) -> int:
     return sum(storages.values())
 
 
-def grouped_mm_layer(x, w_router, w_up, w_down, top_k: int):
-    """Sort, gather, two grouped products, weight, add: the way that is usual in torch."""
-    scores, ids = (x @ w_router.mT).topk(top_k, dim=-1)
-    scores = scores.softmax(-1)
-    order = ids.flatten().argsort(stable=True)
-    ends = torch.bincount(ids.flatten(), minlength=w_up.shape[0]).cumsum(0).int()
-    h = functional.grouped_mm(x[order // top_k], w_up.mT, offs=ends)
-    gate, up = h.chunk(2, dim=-1)
-    y = functional.grouped_mm(functional.silu(gate) * up, w_down.mT, offs=ends)
-    y = y * scores.flatten()[order, None]
-    return torch.zeros_like(x).index_add(0, order // top_k, y)
-
-
-def measure(top_k: int) -> dict:
+def measure(top_k: int, device: str = "cpu") -> dict:
     torch.manual_seed(0)
-    experts, n = 4 * top_k, WIDTH // top_k
-    shapes = ((experts, HIDDEN), (experts, 2 * n, HIDDEN), (experts, HIDDEN, n))
-    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
-    weights = [(torch.randn(*shape) / shape[-1]**0.5).requires_grad_() for shape in shapes]
+    tokens, hidden, width, dtype = SIZES[device]
+    experts, n = 4 * top_k, width // top_k
+    layer = torch_experts.TorchMoE(hidden, n, experts, top_k, experts_function=torch_experts.grouped_mm_experts,
+                                   device=device, dtype=dtype)
+    x = torch.randn(tokens, hidden, device=device, dtype=dtype, requires_grad=True)
+    weights = list(layer.parameters())
     return {"top_k": top_k, "intermediate": n,
             "tessera": kept_bytes(lambda: tessera.moe(x, *weights, top_k=top_k), weights),
             "tessera, h recomputed": kept_bytes(lambda: tessera.moe(x, *weights, top_k=top_k, save="x"), weights),
-            "torch grouped_mm": kept_bytes(lambda: grouped_mm_layer(x, *weights, top_k), weights)}
+            "torch grouped_mm": kept_bytes(lambda: layer(x), weights)}
 
 
-def draw(rows: list[dict], names: list[str], out: pathlib.Path) -> None:
+def draw(rows: list[dict], names: list[str], width: int, out: pathlib.Path) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".dat") as data:
         for row in rows:
             data.write(f"{row['top_k']} " + " ".join(f"{row[name] / 2**20:.3f}" for name in names) + "\n")
@@ -70,25 +62,30 @@ def draw(rows: list[dict], names: list[str], out: pathlib.Path) -> None:
         lines = ", ".join(f"'{data.name}' using 1:{i + 2} with linespoints linewidth 2 title '{name}'"
                           for i, name in enumerate(names))
         script = (f"set terminal svg size 720,440; set output '{out}'; set logscale x 2; set yrange [0:*]; set grid; "
-                  f"set key top left; set xlabel 'experts per token K, at n*K = {WIDTH}'; "
+                  f"set key top left; set xlabel 'experts per token K, at n*K = {width}'; "
                   f"set ylabel 'MiB kept for backward'; plot {lines}")
         subprocess.run(["gnuplot", "-e", script], check=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=SIZES)
     parser.add_argument("--out", type=pathlib.Path, help="an SVG file (needs gnuplot)")
-    out = parser.parse_args().out
-    rows = [measure(top_k) for top_k in (1, 2, 4, 8, 16)]
+    parser.add_argument("--json", type=pathlib.Path, help="a file for the bytes of each")
+    arguments = parser.parse_args()
+    tokens, hidden, width, dtype = SIZES[arguments.device]
+    rows = [measure(top_k, arguments.device) for top_k in (1, 2, 4, 8, 16)]
     names = list(rows[0])[2:]
-    print(f"T={TOKENS} d={HIDDEN} fp32, MiB kept for backward")
+    print(f"T={tokens} d={hidden} {dtype}, MiB kept for backward".replace("torch.", ""))
     print("   K     n  " + "  ".join(names))
     for row in rows:
         print(f"{row['top_k']:4} {row['intermediate']:5}  "
               + "  ".join(f"{row[name] / 2**20:{len(name)}.2f}" for name in names))
-    if out:
-        draw(rows, names, out)
-        print(f"drawn: {out}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"tokens": tokens, "hidden": hidden, "rows": rows}, indent=1) + "\n")
+    if arguments.out:
+        draw(rows, names, width, arguments.out)
+        print(f"drawn: {arguments.out}")
 
 
 if __name__ == "__main__":

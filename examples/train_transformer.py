@@ -3,30 +3,40 @@
 """A transformer with Mixture-of-Experts layers, trained on text in about a hundred lines.
 
     examples/train_transformer.py --text README.md docs/numerics.md --steps 200
+    examples/train_transformer.py --text README.md docs/numerics.md --device cuda --implementation eager
 
-Bytes are tokens. Prints the loss, the bits per byte of held-out text, and how evenly the experts are used.
+Bytes are tokens. Prints the loss, the bits per byte of held-out text, how evenly the experts are used, tokens per
+second and on a GPU, where layers compute in bf16, the most memory that was in use. --implementation runs the experts in
+torch's own operations instead (torch_experts.py), which gives the same losses.
 """
 
 import argparse
+import functools
 import math
 import pathlib
 import time
 
 import tessera
 import torch
+import torch_experts
 from torch import nn
 from torch.nn import functional
+
+IMPLEMENTATIONS = {"tessera": tessera.MoE, "eager": torch_experts.TorchMoE, "grouped_mm":
+                   functools.partial(torch_experts.TorchMoE, experts_function=torch_experts.grouped_mm_experts)}
+SIZES = {"hidden": 96, "layers": 2, "heads": 4, "context": 64, "batch": 16, "experts": 8, "top_k": 2,
+         "intermediate": 64}
 
 
 class Block(nn.Module):
     """x + attention(norm(x)), then x + experts(norm(x))."""
 
-    def __init__(self, hidden: int, heads: int, options: dict):
+    def __init__(self, hidden: int, heads: int, moe, options: dict):
         super().__init__()
         self.heads = heads
         self.norm, self.experts_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
-        self.experts = tessera.MoE(hidden, **options, balance_coefficient=0.01, z_coefficient=0.001)
+        self.experts = moe(hidden, **options, balance_coefficient=0.01, z_coefficient=0.001)
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -37,10 +47,12 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, hidden: int, layers: int, heads: int, context: int, options: dict):
+    """moe: a class as tessera.MoE; options: its arguments after hidden."""
+
+    def __init__(self, moe, hidden: int, layers: int, heads: int, context: int, **options):
         super().__init__()
         self.embedding, self.positions = nn.Embedding(256, hidden), nn.Embedding(context, hidden)
-        self.blocks = nn.ModuleList(Block(hidden, heads, options) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(hidden, heads, moe, options) for _ in range(layers))
         self.norm, self.head = nn.RMSNorm(hidden), nn.Linear(hidden, 256, bias=False)
 
     def forward(self, tokens, targets):
@@ -72,33 +84,46 @@ def bits_per_byte(model, data, context: int) -> float:
     return (torch.stack(losses).cpu() * weights).sum().item() / weights.sum().item() / math.log(2)
 
 
-def train(text: bytes, *, steps: int, hidden=96, layers=2, heads=4, context=64, batch=16, experts=8, top_k=2,
-          intermediate=64, router="topk-softmax", device="cpu", report=print) -> dict:
+def train(text: bytes, *, steps: int, router="topk-softmax", implementation="tessera", device="cpu", report=print,
+          **changes) -> dict:
+    """changes: of SIZES."""
     torch.manual_seed(0)
+    sizes = SIZES | changes
+    batch, context = sizes.pop("batch"), sizes["context"]
+    on_gpu = torch.device(device).type == "cuda"
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     held_out, data = data[:len(data) // 10], data[len(data) // 10:]
-    options = {"intermediate": intermediate, "experts": experts, "top_k": top_k, "router": router}
-    model = Transformer(hidden, layers, heads, context, options).to(device)
+    model = Transformer(IMPLEMENTATIONS[implementation], **sizes, router=router).to(device)
+    compute = functools.partial(torch.autocast, "cuda" if on_gpu else "cpu", torch.bfloat16, enabled=on_gpu)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     source = batches(data, context, batch, torch.Generator().manual_seed(0))
-    before, start, losses = bits_per_byte(model, held_out, context), time.monotonic(), []
+    with compute():
+        before = bits_per_byte(model, held_out, context)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    start, losses = time.monotonic(), []
     for step in range(1, steps + 1):
-        loss, auxiliary, counts = model(*next(source))
+        with compute():
+            loss, auxiliary, counts = model(*next(source))
         optimizer.zero_grad()
         (loss + auxiliary).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        losses.append(loss.item())
+        losses.append(loss.detach())
         if step % max(steps // 10, 1) == 0:
             share = counts.float().max(dim=1).values / counts.float().mean(dim=1)
-            speed = step * batch * context / (time.monotonic() - start)
-            report(f"step {step}/{steps}  loss {loss.item():.3f}  busiest expert {share.max():.2f} x mean  "
-                   f"{speed:.0f} tokens/s")
-    after = bits_per_byte(model, held_out, context)
+            report(f"step {step}/{steps}  loss {loss.item():.3f}  busiest expert {share.max():.2f} x mean")
+    losses = torch.stack(losses).tolist()  # the last step is done
+    speed = steps * batch * context / (time.monotonic() - start)
+    peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
+    with compute():
+        after = bits_per_byte(model, held_out, context)
+    in_use = f", at most {peak / 2**20:.0f} MiB in use" if on_gpu else ""
+    report(f"{implementation} experts: {speed:.0f} tokens/s{in_use}")
     report(f"held-out bits per byte: {before:.3f} before, {after:.3f} after {steps} steps")
-    return {"before": before, "after": after, "losses": losses}
+    return {"before": before, "after": after, "losses": losses, "tokens_per_second": speed, "peak_bytes": peak}
 
 
 def main() -> None:
@@ -107,9 +132,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--router", default="topk-softmax")
-    arguments = parser.parse_args()
-    text = b"\n".join(path.read_bytes() for path in arguments.text)
-    train(text, steps=arguments.steps, router=arguments.router, device=arguments.device)
+    parser.add_argument("--implementation", default="tessera", choices=IMPLEMENTATIONS)
+    for name, default in SIZES.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
+    arguments = vars(parser.parse_args())
+    train(b"\n".join(path.read_bytes() for path in arguments.pop("text")), **arguments)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples do what they say, in small."""
 
+import os
 import pathlib
+import re
+import subprocess
 import sys
 import unittest
 
@@ -26,6 +29,24 @@ class Examples(unittest.TestCase):
                                              intermediate=32, router=router, report=lines.append)
             self.assertLess(result["after"], 0.75 * result["before"])
             self.assertRegex(lines[-1], "held-out bits per byte")
+
+    def test_losses_are_those_of_torch_experts(self):
+        losses = [train_transformer.train(TEXT.encode(), steps=8, hidden=48, layers=1, context=32, batch=8,
+                                          implementation=name, report=lambda _: None)["losses"]
+                  for name in train_transformer.IMPLEMENTATIONS]
+        for other in losses[1:]:
+            torch.testing.assert_close(torch.tensor(other), torch.tensor(losses[0]), rtol=1e-4, atol=0)
+
+    def test_fsdp_on_two_ranks(self):
+        result = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+             ROOT / "examples" / "train_fsdp.py", "--text", ROOT / "docs" / "numerics.md", "--steps", "5",
+             "--layers", "1"],
+            capture_output=True, text=True, check=False, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        self.assertEqual(result.returncode, 0, result.stderr)
+        (difference,) = re.findall(r"losses differ by ([0-9.]+) at most", result.stdout)
+        self.assertLess(float(difference), 2e-3)
+        self.assertEqual(len(re.findall(r"(?:tessera|eager): \d+ tokens/s on 2 ranks", result.stdout)), 2)
 
     def test_finetuning_is_the_same_with_other_experts(self):
         tessera.register_huggingface()

@@ -1,12 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Forward and backward of the experts on the CPU: Tessera against torch's grouped_mm, in one process.
+"""Forward and backward of the experts: Tessera against torch's grouped_mm and transformers' experts, in one process.
 
-usage: grouped_mm.py [--config cpu-small,cpu-mid] [--dtype fp32,bf16] [--seconds S] [--threads N] [--out FILE]
+usage: grouped_mm.py [--device cpu|cuda] [--config NAME,NAME] [--dtype fp32,bf16] [--impl NAME,NAME] [--seconds S]
+                     [--threads N] [--out FILE]
 
-Both get the same tensors and a new random routing in every iteration, and take turns. torch-grouped-mm is the usual
-layer: sort, gather, grouped_mm, silu(gate) * up, grouped_mm, weight, add per token. Each row is checked first: output
-and gradients of both against fp64.
+All get the same tensors and a new random routing in every iteration, and take turns. torch-grouped-mm is the usual
+layer: sort, gather, grouped_mm, silu(gate) * up, grouped_mm, weight, add per token. hf-eager and hf-grouped-mm are what
+transformers runs for these values of experts_implementation. Each row is checked first: output and gradients of all
+against fp64. On a GPU times are those of events on the stream, memory what torch's allocator handed out: kept between
+the passes, beside output and inputs, and at most in use during both.
 """
 
 import argparse
@@ -21,7 +24,11 @@ import tessera
 import torch
 from torch.nn import functional
 
-CONFIGS = {"cpu-small": (2048, 256, 128, 32, 4), "cpu-mid": (4096, 512, 256, 64, 8)}
+CONFIGS = {"cpu-small": (2048, 256, 128, 32, 4), "cpu-mid": (4096, 512, 256, 64, 8),
+           "OLMoE": (32768, 2048, 1024, 64, 8), "Qwen3-30B": (32768, 2048, 768, 128, 8),
+           "7B-n256": (24576, 1536, 256, 128, 8)}
+DEFAULTS = {"cpu": ("cpu-small,cpu-mid", "fp32,bf16", "tessera,torch-grouped-mm"),
+            "cuda": ("OLMoE,Qwen3-30B", "bf16", "tessera,torch-grouped-mm,hf-grouped-mm,hf-eager")}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Largest relative error in the norm that passes the check: a few roundings, far from a wrong result.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
@@ -42,32 +49,88 @@ def grouped_mm(x, ids, scores, w_up, w_down):
 def one_by_one(x, ids, scores, w_up, w_down):
     """The layer in the tensors' own type, expert by expert: the reference in fp64."""
     o = torch.zeros_like(x)
-    for e in range(w_up.shape[0]):
+    for e, (up_rows, down_rows) in enumerate(zip(w_up.unbind(), w_down.unbind(), strict=True)):
         token, k = torch.where(ids == e)
-        gate, up = (x[token] @ w_up[e].mT).chunk(2, dim=-1)
-        y = (functional.silu(gate) * up) @ w_down[e].mT
+        gate, up = (x[token] @ up_rows.mT).chunk(2, dim=-1)
+        y = (functional.silu(gate) * up) @ down_rows.mT
         o = o.index_add(0, token, scores[token, k, None] * y)
     return o
 
 
-IMPLEMENTATIONS = {"tessera": tessera.routed_experts, "torch-grouped-mm": grouped_mm}
+def transformers_experts(name: str, config: str):
+    """transformers' experts of Qwen3-MoE as a function: with the leaves of a call in place of its parameters."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    _, hidden, intermediate, experts, top_k = CONFIGS[config]
+    settings = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=intermediate, num_experts=experts,
+                              num_experts_per_tok=top_k)
+    settings._experts_implementation = name
+    with torch.device("meta"):
+        module = modeling_qwen3_moe.Qwen3MoeExperts(settings)
+    del module.gate_up_proj, module.down_proj
+
+    def layer(x, ids, scores, w_up, w_down):
+        module.gate_up_proj, module.down_proj = w_up, w_down
+        return module(x, ids, scores.to(x.dtype))
+
+    return layer
+
+
+def implementation(name: str, config: str):
+    kinds = {"tessera": tessera.routed_experts, "torch-grouped-mm": grouped_mm}
+    return kinds.get(name) or transformers_experts(name.removeprefix("hf-").replace("-", "_"), config)
 
 
 def routing(tokens: int, experts: int, top_k: int, generator):
-    ids = torch.rand(tokens, experts, generator=generator).topk(top_k, dim=-1).indices
-    return ids, torch.rand(tokens, top_k, generator=generator) * 0.95 + 0.05
+    options = {"generator": generator, "device": generator.device}
+    ids = torch.rand(tokens, experts, **options).topk(top_k, dim=-1).indices
+    return ids, torch.rand(tokens, top_k, **options) * 0.95 + 0.05
 
 
-def passes(layer, leaves: list, ids, scores, d_o):
-    """(ms forward, ms backward, output and gradients)."""
+class CpuClock:
+    def mark(self):
+        return time.perf_counter()
+
+    def milliseconds(self, marks: list) -> list[float]:
+        return [1e3 * (after - before) for before, after in zip(marks, marks[1:], strict=False)]
+
+    def allocated(self) -> tuple[int, int]:
+        """Bytes in use now, and at most since the last question."""
+        return 0, 0
+
+
+class GpuClock(CpuClock):
+    def mark(self):
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def milliseconds(self, marks: list) -> list[float]:
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)]
+
+    def allocated(self) -> tuple[int, int]:
+        now = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return now
+
+
+def passes(layer, leaves: list, ids, scores, d_o, clock):
+    """(ms forward, ms backward), (bytes kept, bytes at most) beyond what was there, output and gradients."""
     scores = scores.detach().requires_grad_()
     inputs = (leaves[0], scores, *leaves[1:])
-    start = time.perf_counter()
+    before, _ = clock.allocated()
+    marks = [clock.mark()]
     o = layer(leaves[0], ids, scores, *leaves[1:])
-    middle = time.perf_counter()
+    marks.append(clock.mark())
+    between, _ = clock.allocated()
     gradients = torch.autograd.grad(o, inputs, d_o)
-    end = time.perf_counter()
-    return 1e3 * (middle - start), 1e3 * (end - middle), (o.detach(), *gradients)
+    marks.append(clock.mark())
+    results = (o.detach(), *gradients)
+    times = clock.milliseconds(marks)
+    peak = clock.allocated()[1]
+    return times, (between - before - o.numel() * o.element_size(), peak - before), results
 
 
 def check(name: str, dtype: str, results, reference) -> None:
@@ -77,28 +140,34 @@ def check(name: str, dtype: str, results, reference) -> None:
             raise SystemExit(f"{name} {dtype}: {what} is off by {error:.2e}, more than {TOLERANCE[dtype]}")
 
 
-def measure(config: str, dtype: str, seconds: float) -> list[dict]:
+def measure(config: str, dtype: str, names: list[str], device: str, seconds: float) -> list[dict]:
     tokens, hidden, intermediate, experts, top_k = CONFIGS[config]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
+    clock = CpuClock() if device == "cpu" else GpuClock()
 
     def draw(*shape):
-        return (torch.rand(shape, generator=generator) * 2 - 1) / (shape[-1] / 3) ** 0.5
+        return (torch.rand(shape, generator=generator, device=device) * 2 - 1) / (shape[-1] / 3) ** 0.5
 
-    x = 3**0.5 * (torch.rand(tokens, hidden, generator=generator) * 2 - 1)
+    x = 3**0.5 * (torch.rand(tokens, hidden, generator=generator, device=device) * 2 - 1)
     w_up, w_down = draw(experts, 2 * intermediate, hidden), draw(experts, hidden, intermediate)
     exact = [t.to(DTYPES[dtype]) for t in (x, w_up, w_down)]
-    d_o = (torch.rand(tokens, hidden, generator=generator) * 2 - 1).to(DTYPES[dtype])
+    d_o = (torch.rand(tokens, hidden, generator=generator, device=device) * 2 - 1).to(DTYPES[dtype])
     leaves = [t.clone().requires_grad_() for t in exact]
     ids, scores = routing(tokens, experts, top_k, generator)
-    reference = passes(one_by_one, [t.double().requires_grad_() for t in exact], ids, scores.double(), d_o.double())[2]
-    for name, layer in IMPLEMENTATIONS.items():
-        check(name, dtype, passes(layer, leaves, ids, scores, d_o)[2], reference)
-    times = {name: ([], []) for name in IMPLEMENTATIONS}
+    reference = passes(one_by_one, [t.double().requires_grad_() for t in exact], ids, scores.double(), d_o.double(),
+                       clock)[2]
+    layers = {name: implementation(name, config) for name in names}
+    memory = {}
+    for name, layer in layers.items():
+        _, memory[name], results = passes(layer, leaves, ids, scores, d_o, clock)
+        check(name, dtype, results, reference)
+    del reference, results
+    times = {name: ([], []) for name in layers}
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline or len(times["tessera"][0]) < 15:
+    while time.monotonic() < deadline or len(times[names[0]][0]) < 15:
         ids, scores = routing(tokens, experts, top_k, generator)
-        for name, layer in IMPLEMENTATIONS.items():
-            forward, backward, _ = passes(layer, leaves, ids, scores, d_o)
+        for name, layer in layers.items():
+            (forward, backward), memory[name], _ = passes(layer, leaves, ids, scores, d_o, clock)
             times[name][0].append(forward)
             times[name][1].append(backward)
     rows = []
@@ -109,38 +178,59 @@ def measure(config: str, dtype: str, seconds: float) -> list[dict]:
             deciles = statistics.quantiles(sample, n=10)
             ms = statistics.median(sample)
             rows.append({
-                "config": config, "shape": list(CONFIGS[config]), "dtype": dtype, "gpus": 0, "routing": "random",
-                "router": "given", "round": "none", "pass": what, "impl": name, "variant": "", "ms": round(ms, 3),
-                "ms_p10": round(deciles[0], 3), "ms_p90": round(deciles[-1], 3), "samples": len(sample),
-                "tflops": round(factor * tokens * top_k * intermediate * hidden / ms / 1e9, 4), "checked": True})
+                "config": config, "shape": list(CONFIGS[config]), "dtype": dtype, "gpus": int(device != "cpu"),
+                "routing": "random", "router": "given", "round": "none", "pass": what, "impl": name, "variant": "",
+                "ms": round(ms, 3), "ms_p10": round(deciles[0], 3), "ms_p90": round(deciles[-1], 3),
+                "samples": len(sample), "tflops": round(factor * tokens * top_k * intermediate * hidden / ms / 1e9, 4),
+                "checked": True})
+            if device != "cpu":
+                rows[-1] |= {"saved_bytes": memory[name][0], "transient_peak_bytes": memory[name][1]}
     return rows
+
+
+def machine(device: str) -> dict:
+    """What the numbers depend on, besides the code."""
+    if device == "cpu":
+        name = next(line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
+        return {"device": name, "driver": f"torch {torch.__version__}", "threads": torch.get_num_threads()}
+    query = "driver_version,clocks.sm,clocks.max.sm"
+    answer = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", "--id=0"],
+                            capture_output=True, text=True, check=True).stdout.split(", ")
+    return {"device": torch.cuda.get_device_name(), "driver": f"{answer[0]}, torch {torch.__version__}",
+            "clocks_mhz": [int(clock) for clock in answer[1:]]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", default="cpu-small,cpu-mid")
-    parser.add_argument("--dtype", default="fp32,bf16")
+    parser.add_argument("--device", default="cpu", choices=DEFAULTS)
+    parser.add_argument("--config")
+    parser.add_argument("--dtype")
+    parser.add_argument("--impl")
     parser.add_argument("--seconds", type=float, default=20, help="per configuration and type")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out")
     arguments = parser.parse_args()
+    for option, default in zip(("config", "dtype", "impl"), DEFAULTS[arguments.device], strict=True):
+        setattr(arguments, option, getattr(arguments, option) or default)
+    names = arguments.impl.split(",")
     torch.set_num_threads(arguments.threads)
     load = [round(value, 1) for value in os.getloadavg()]
     rows = []
     for config in arguments.config.split(","):
         for dtype in arguments.dtype.split(","):
-            rows += measure(config, dtype, arguments.seconds)
-            ours, theirs = (next(r["ms"] for r in rows[-6:] if r["impl"] == name and r["pass"] == "forward+backward")
-                            for name in IMPLEMENTATIONS)
-            print(f"{config} {dtype}: tessera {ours:.2f} ms, torch-grouped-mm {theirs:.2f} ms, {theirs / ours:.2f}x")
+            rows += measure(config, dtype, names, arguments.device, arguments.seconds)
+            ours, *others = ([row["ms"] for row in rows[-3 * len(names):] if row["impl"] == name] for name in names)
+            for name, theirs in zip(names[1:], others, strict=True):
+                print(f"{config} {dtype}: tessera {ours[2]:.2f} ms ({ours[0]:.2f} + {ours[1]:.2f}), {name} "
+                      f"{theirs[2]:.2f} ms ({theirs[0]:.2f} + {theirs[1]:.2f}), {theirs[2] / ours[2]:.2f}x")
     if arguments.out:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-        cpu = next(line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
         result = {
-            "command": f"bench/python/grouped_mm.py --config {arguments.config} --dtype {arguments.dtype} "
-                       f"--seconds {arguments.seconds:g} --threads {arguments.threads} --out {arguments.out}",
-            "commit": commit.stdout.strip(), "device": cpu, "driver": f"torch {torch.__version__}",
-            "threads": arguments.threads, "load_average_before": load, "date": datetime.date.today().isoformat(),
+            "command": f"bench/python/grouped_mm.py --device {arguments.device} --config {arguments.config} "
+                       f"--dtype {arguments.dtype} --impl {arguments.impl} --seconds {arguments.seconds:g} "
+                       f"--threads {arguments.threads} --out {arguments.out}",
+            "commit": commit.stdout.strip(), **machine(arguments.device), "load_average_before": load,
+            "date": datetime.date.today().isoformat(),
             "protocol": "median; implementations take turns, new random routing in every iteration, data uniform",
             "rows": rows}
         with open(arguments.out, "w", encoding="utf-8") as file:

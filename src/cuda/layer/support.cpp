@@ -30,8 +30,9 @@ Status check_router(MoeDesc const& desc) noexcept {
 
 Status check_supported(MoeDesc const& desc) noexcept {
   if (desc.dtype != DType::bf16) {
-    return Status::unsupported("dtype=%d: the CUDA backend stores bf16 (%d); fp32 runs on the CPU",
-                               static_cast<int>(desc.dtype), static_cast<int>(DType::bf16));
+    return Status::unsupported(
+        "dtype=%s: the CUDA backend stores bf16; convert x and all weights to bf16",
+        desc.dtype == DType::fp32 ? "fp32" : "fp16");
   }
   if (desc.column_chunk != 0) {
     return Status::unsupported(

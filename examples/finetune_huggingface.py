@@ -4,6 +4,7 @@
 
     examples/finetune_huggingface.py --text README.md                      # a small random Qwen3-MoE
     examples/finetune_huggingface.py --text README.md --model MODEL        # a model by name or folder
+    examples/finetune_huggingface.py --text README.md --device cuda        # in bf16
 
 Runs the same steps with transformers' own experts too (--compare) and prints both losses and times.
 """
@@ -35,16 +36,16 @@ def load(name: str | None, implementation: str):
 
 
 def finetune(text: str, *, name: str | None, implementation: str, steps: int, context: int = 64, batch: int = 4,
-             report=print) -> list[float]:
+             device: str = "cpu", report=print) -> list[float]:
     model, encode = load(name, implementation)
-    model.train()
+    model.train().to(device, torch.float32 if device == "cpu" else torch.bfloat16)
     ids = torch.tensor(encode(text))
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3 if name is None else 1e-5)
     losses, start = [], time.monotonic()
     for step in range(1, steps + 1):
         starts = torch.randint(len(ids) - context, (batch,), generator=generator)
-        windows = torch.stack([ids[first:first + context] for first in starts])
+        windows = torch.stack([ids[first:first + context] for first in starts]).to(device)
         loss = model(input_ids=windows, labels=windows).loss
         optimizer.zero_grad()
         loss.backward()
@@ -61,12 +62,14 @@ def main() -> None:
     parser.add_argument("--text", type=pathlib.Path, required=True)
     parser.add_argument("--model", help="name or folder; without it a small random Qwen3-MoE")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--compare", action="store_true", help="run with transformers' own experts as well")
     arguments = parser.parse_args()
     tessera.register_huggingface()
     text = arguments.text.read_text(encoding="utf-8")
     for implementation in ("tessera", "grouped_mm") if arguments.compare else ("tessera",):
-        finetune(text, name=arguments.model, implementation=implementation, steps=arguments.steps)
+        finetune(text, name=arguments.model, implementation=implementation, steps=arguments.steps,
+                 device=arguments.device)
 
 
 if __name__ == "__main__":

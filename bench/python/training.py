@@ -82,8 +82,7 @@ def main() -> None:
             "commit": commit.stdout.strip(), "date": datetime.date.today().isoformat(),
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
             "driver": f"torch {torch.__version__}", "sizes": sizes, "steps": arguments.steps, "text_bytes": len(text),
-            "protocol": f"one implementation after the other, {WARM_UP} steps of warm-up; losses smoothed over {WINDOW} "
-                        "steps",
+            "protocol": f"one implementation after the other, after {WARM_UP} steps; losses are means of {WINDOW}",
             "rows": rows}, indent=1) + "\n")
 
 

@@ -76,7 +76,8 @@ class _Plan:
     """C structs with everything but the pointers; `words` is the argument struct as 64-bit words."""
 
     __slots__ = ("number", "function", "context", "desc", "args", "words", "addresses", "device", "inputs", "copied",
-                 "zeroed", "converted", "outputs", "templates", "workspace", "workspace_word")
+                 "zeroed", "converted", "outputs", "templates", "workspace", "workspace_template",
+                 "workspace_word")
 
     def __init__(self, function: str, device: torch.device, args, desc=None):
         if device.type not in _KINDS:
@@ -131,6 +132,7 @@ class _Plan:
 
     def ready(self, key, workspace: int) -> "_Plan":
         self.workspace = self.args.workspace.bytes = workspace
+        self.workspace_template = torch.empty((), dtype=torch.uint8, device=self.device).expand(workspace)
         self.workspace_word = _word(type(self.args), "workspace")
         plans = _here.plans
         if len(plans) >= MAX_PLANS:
@@ -163,7 +165,7 @@ class _Plan:
             if workspace.numel() < self.workspace:
                 workspace = _here.scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
         else:
-            workspace = torch.empty(self.workspace, dtype=torch.uint8, device=self.device)
+            workspace = torch.empty_like(self.workspace_template)
         words[self.workspace_word] = workspace.data_ptr()
         # The handle alone: an object of torch.cuda.Stream would take longer than the rest of this function.
         stream = torch._C._cuda_getCurrentRawStream(self.device.index) if cuda else None

@@ -35,8 +35,10 @@ LAYERS = {
     "src/cuda/instances": ["src/cuda/host", "src/cuda/kernels", "src/cuda/tuning"],
     "src/dist": ["include/tessera", "src/core"],
     "src/dist/kernels": [
-        "include/tessera", "src/core", "src/cuda/arch", "src/cuda/block", "src/cuda/host", "src/dist",
+        "include/tessera", "src/core", "src/cuda/arch", "src/cuda/block", "src/cuda/host",
+        "src/cuda/instances/activation_kinds.hpp", "src/dist",
     ],
+    "src/dist/instances": ["src/dist/kernels"],
     "lm": ["include/tessera"],
     "huggingface": ["include/tessera", "lm"],
     "cli": ["include/tessera", "src/verify", "src/device", "lm", "huggingface"],

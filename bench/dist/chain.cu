@@ -4,13 +4,15 @@
 // that has all experts, then passes and the chain's parts are timed.
 //
 //   chain [--gpus 1|2] [--nccl PATH] [--processes] [--only chain|fused]
-//         [--check | --iters N] [--out FILE] [--commit HASH]
+//         [--check | --iters N [--config NAME] [--latency]] [--out FILE] [--commit HASH]
 //
-// --check: small awkward exchanges, several passes each, no timing. Ranks are threads on peer memory, or on NCCL's
+// --check: small awkward exchanges, several passes each, no timing. --latency: FlashDMoE's layer over numbers of
+// tokens and experts. Ranks are threads on peer memory, or on NCCL's
 // windows (NCCL_NVLS_ENABLE=0), or processes on those. Exits with 77 where
 // there are too few GPUs.
 #include <sys/wait.h>
 
+#include <chrono>
 #include <thread>
 
 #include "../../src/dist/engine.hpp"
@@ -22,8 +24,8 @@ namespace {
 
 struct Options {
   int gpus = 2, iters = 30;
-  bool check = false, processes = false, nccl = false;
-  std::string out, commit, only, nccl_path;
+  bool check = false, processes = false, nccl = false, latency = false;
+  std::string out, commit, only, config, nccl_path;
 
   bool selects(Way way) const {
     return only.empty() || only == (way == Way::chain ? "chain" : "fused");
@@ -91,7 +93,8 @@ class Windows {
 // Body(rank, Rank&, Talk&, context) for every rank, on a thread or in a process of its own; whether all
 // of them returned true.
 template <typename Body>
-bool on_ranks(Options const& options, ExchangeShape const& shape, Body body) {
+bool on_ranks(Options const& options, ExchangeShape const& shape, ActivationKind activation,
+              Body body) {
   Talk* const memory = make_shared_memory<Talk>();
   if (memory == nullptr) fail(Status::error(StatusCode::out_of_memory, "no shared memory"));
   Talk& talk = *memory;
@@ -104,7 +107,7 @@ bool on_ranks(Options const& options, ExchangeShape const& shape, Body body) {
     Windows windows(rank, dist::WindowLayout(shape).bytes, options, talk, peers);
     bool ok = false;
     {
-      Rank r(rank, shape, windows.address);
+      Rank r(rank, shape, activation, windows.address);
       talk.meet();
       ok = body(rank, r, talk, context.value());
       talk.meet();
@@ -150,20 +153,23 @@ int check_small(Options const& options) {
   int failures = 0;
   struct Small {
     int tokens, hidden, intermediate, local_experts, top_k;
+    ActivationKind activation;
   };
-  for (Small const& c : {Small{40, 256, 128, 4, 2},
-                         {300, 512, 256, 8, 4},
-                         {7, 64, 64, 1, 1},
-                         {1000, 1152, 192, 16, 8},
-                         {129, 2048, 256, 3, 3}}) {
+  using enum ActivationKind;
+  for (Small const& c : {Small{40, 256, 128, 4, 2, swiglu},
+                         {300, 512, 256, 8, 4, gelu},
+                         {7, 64, 64, 1, 1, swiglu},
+                         {1000, 1152, 192, 16, 8, geglu},
+                         {129, 2048, 320, 3, 3, relu2}}) {
     ExchangeShape const shape = {.ranks = options.gpus,
                                  .max_tokens = c.tokens,
                                  .hidden = c.hidden,
                                  .intermediate = c.intermediate,
                                  .experts = c.local_experts * options.gpus,
-                                 .max_top_k = c.top_k};
-    bool const ok =
-        on_ranks(options, shape, [&](int rank, Rank& r, Talk& talk, Context const& context) {
+                                 .max_top_k = c.top_k,
+                                 .gated = Activation{.kind = c.activation}.gated()};
+    bool const ok = on_ranks(
+        options, shape, c.activation, [&](int rank, Rank& r, Talk& talk, Context const& context) {
           bool all_right = true;
           for (uint64_t pass = 0; pass < 20; ++pass) {
             Pattern const pattern = kPatterns[pass / 2 % std::size(kPatterns)];
@@ -199,6 +205,42 @@ int check_small(Options const& options) {
   return failures ? 1 : 0;
 }
 
+// Equal bits from every one of many passes, whatever comes first: every wait in the kernel is followed by a pause
+// of random length, and ranks launch at random times.
+int check_repeats(Options const& options) {
+  constexpr int kRepeats = 1000;
+  ExchangeShape const shape = {.ranks = options.gpus,
+                               .max_tokens = 300,
+                               .hidden = 512,
+                               .intermediate = 256,
+                               .experts = 8 * options.gpus,
+                               .max_top_k = 4};
+  bool const ok = on_ranks(options, shape, ActivationKind::swiglu,
+                           [&](int rank, Rank& r, Talk& talk, Context const& context) {
+                             r.set_pass(draw(shape, Pattern::random, rank, 1), 1);
+                             r.compute_wanted(context);
+                             r.set_jitter(20000);
+                             std::mt19937_64 rng{uint64_t(rank)};
+                             int wrong = 0;
+                             for (int pass = 0; pass < kRepeats; ++pass) {
+                               if (pass % 10 == 0) {
+                                 r.poison();
+                                 talk.meet();
+                               }
+                               std::this_thread::sleep_for(std::chrono::microseconds(rng() % 200));
+                               r.launch_fused(pass % 5);
+                               TESSERA_CUDA(cudaDeviceSynchronize());
+                               r.check_fault();
+                               wrong += r.is_right() ? 0 : 1;
+                             }
+                             talk.meet();
+                             return wrong == 0;
+                           });
+  std::printf("%s %d passes with random delays, %d GPUs\n", ok ? "ok " : "BAD", kRepeats,
+              options.gpus);
+  return ok ? 0 : 1;
+}
+
 // Rank 1 comes too late: rank 0 gives up after its limit and says for whom it waited; rank 1 then leaves at
 // once, as rank 0 had given up.
 int check_stalled(Options const& options) {
@@ -209,37 +251,54 @@ int check_stalled(Options const& options) {
                                .intermediate = 128,
                                .experts = 8,
                                .max_top_k = 2};
-  bool const ok = on_ranks(options, shape, [&](int rank, Rank& r, Talk& talk, Context const&) {
-    r.set_limit(0.2);
-    r.set_pass(draw(shape, Pattern::random, rank, 1), 1);
-    talk.meet();
-    for (int turn = 0; turn < 2; ++turn) {
-      if (turn == rank) {
-        r.launch_fused(-1);
-        TESSERA_CUDA(cudaDeviceSynchronize());
-        std::snprintf(talk.text[rank], sizeof talk.text[rank], "%s", r.fault().text());
-      }
-      talk.meet();
-    }
-    if (rank != 0) return true;
-    std::string const first = talk.text[0], second = talk.text[1];
-    std::printf("  %s\n  %s\n", first.c_str(), second.c_str());
-    return first.find("at publish in pass 1") != std::string::npos &&
-           first.find("the word of rank 1 is 0, expected 1") != std::string::npos &&
-           second.find("rank 0 had given up") != std::string::npos;
-  });
+  bool const ok = on_ranks(
+      options, shape, ActivationKind::swiglu, [&](int rank, Rank& r, Talk& talk, Context const&) {
+        r.set_limit(0.2);
+        r.set_pass(draw(shape, Pattern::random, rank, 1), 1);
+        talk.meet();
+        for (int turn = 0; turn < 2; ++turn) {
+          if (turn == rank) {
+            r.launch_fused(-1);
+            TESSERA_CUDA(cudaDeviceSynchronize());
+            std::snprintf(talk.text[rank], sizeof talk.text[rank], "%s", r.fault().text());
+          }
+          talk.meet();
+        }
+        if (rank != 0) return true;
+        std::string const first = talk.text[0], second = talk.text[1];
+        std::printf("  %s\n  %s\n", first.c_str(), second.c_str());
+        return first.find("at publish in pass 1") != std::string::npos &&
+               first.find("the word of rank 1 is 0, expected 1") != std::string::npos &&
+               second.find("rank 0 had given up") != std::string::npos;
+      });
   std::printf("%s a stalled rank\n", ok ? "ok " : "BAD");
   return ok ? 0 : 1;
 }
 
 struct Named {
-  char const* name;
-  int hidden, intermediate, experts, top_k;
+  std::string name;
+  int tokens, hidden, intermediate, experts, top_k;
+  ActivationKind activation = ActivationKind::swiglu;
 };
-constexpr Named kNamed[] = {{"Qwen3-30B", 2048, 768, 128, 8},
-                            {"FlashDMoE-swiglu", 2048, 2048, 32, 2},
-                            {"DSv3", 7168, 2048, 256, 8}};
-constexpr int kTokens = 8192;
+// The named layers at 8192 tokens per GPU, or FlashDMoE's over tokens and experts.
+std::vector<Named> configs_of(Options const& options) {
+  std::vector<Named> all = {{"Qwen3-30B", 8192, 2048, 768, 128, 8},
+                            {"FlashDMoE-swiglu", 8192, 2048, 2048, 32, 2},
+                            {"FlashDMoE", 8192, 2048, 2048, 32, 2, ActivationKind::gelu},
+                            {"DSv3", 8192, 7168, 2048, 256, 8}};
+  if (options.latency) {
+    all.clear();
+    for (int tokens = 1024; tokens <= 16384; tokens *= 2) {
+      for (int experts = 8; experts <= 128; experts *= 2) {
+        all.push_back({"FlashDMoE-swiglu", tokens, 2048, 2048, experts, 2});
+        all.push_back({"FlashDMoE", tokens, 2048, 2048, experts, 2, ActivationKind::gelu});
+      }
+    }
+  }
+  std::erase_if(
+      all, [&](Named const& c) { return !options.config.empty() && options.config != c.name; });
+  return all;
+}
 
 // What is timed: the chain's parts, the chain, the fused kernel at several lags.
 struct Timed {
@@ -286,48 +345,63 @@ void time_pass(Rank& r, size_t first, std::vector<float>& ms, cudaEvent_t (&even
 int measure(Options const& options) {
   std::string rows;
   int failures = 0;
-  for (Named const& c : kNamed) {
+  for (Named const& c : configs_of(options)) {
     ExchangeShape const shape = {.ranks = options.gpus,
-                                 .max_tokens = kTokens,
+                                 .max_tokens = c.tokens,
                                  .hidden = c.hidden,
                                  .intermediate = c.intermediate,
                                  .experts = c.experts,
-                                 .max_top_k = c.top_k};
+                                 .max_top_k = c.top_k,
+                                 .gated = Activation{.kind = c.activation}.gated()};
     std::vector<std::vector<float>> ms(kNumTimed);
     std::vector<std::vector<float>> latest(size_t(options.gpus), std::vector<float>(kNumTimed));
     std::vector<std::vector<char>> right(size_t(options.gpus), std::vector<char>(kNumTimed, 0));
     std::vector<size_t> passes;  // the first that each pass times
     if (options.selects(Way::chain)) passes.push_back(0);
-    for (size_t v = kParts + 1; v < kNumTimed && options.selects(Way::fused); ++v)
+    for (size_t v = kParts + 1; v < kNumTimed && options.selects(Way::fused); ++v) {
       passes.push_back(v);
-    on_ranks(options, shape, [&](int rank, Rank& r, Talk& talk, Context const& context) {
-      r.set_pass(draw(shape, Pattern::random, rank, 1), 1);
-      r.compute_wanted(context);
-      cudaEvent_t events[kParts + 1];
-      for (cudaEvent_t& event : events) TESSERA_CUDA(cudaEventCreate(&event));
-      for (int i = -6; i < options.iters; ++i) {
-        for (size_t p = 0; p < passes.size(); ++p) {
-          size_t const first = passes[(p + size_t(i + 6)) % passes.size()];
-          size_t const end = first == 0 ? kParts + 1 : first + 1;
-          if (i == -6) r.poison();
-          talk.meet();
-          time_pass(r, first, latest[size_t(rank)], events);
-          if (i == -6) {
-            bool const ok = r.is_right();
-            for (size_t v = first; v < end; ++v) right[size_t(rank)][v] = ok;
-          }
-          talk.meet();
-          for (size_t v = first; rank == 0 && i >= 0 && v < end; ++v) {
-            float slower = 0;
-            for (auto const& l : latest) slower = std::max(slower, l[v]);
-            ms[v].push_back(slower);
-          }
-        }
-      }
-      return true;
-    });
-    double const flops = 6.0 * kTokens * c.top_k * c.intermediate * c.hidden;
-    std::printf("%s, T %d per GPU, %d GPUs\n", c.name, kTokens, options.gpus);
+      if (options.latency) break;
+    }
+    on_ranks(options, shape, c.activation,
+             [&](int rank, Rank& r, Talk& talk, Context const& context) {
+               r.set_pass(draw(shape, Pattern::random, rank, 1), 1);
+               r.compute_wanted(context);
+               cudaEvent_t events[kParts + 1];
+               for (cudaEvent_t& event : events) TESSERA_CUDA(cudaEventCreate(&event));
+               for (int i = -6; i < options.iters; ++i) {
+                 for (size_t p = 0; p < passes.size(); ++p) {
+                   size_t const first = passes[(p + size_t(i + 6)) % passes.size()];
+                   size_t const end = first == 0 ? kParts + 1 : first + 1;
+                   if (i == -6) r.poison();
+                   talk.meet();
+                   time_pass(r, first, latest[size_t(rank)], events);
+                   if (i == -6) {
+                     bool const ok = r.is_right();
+                     for (size_t v = first; v < end; ++v) right[size_t(rank)][v] = ok;
+                   }
+                   talk.meet();
+                   for (size_t v = first; rank == 0 && i >= 0 && v < end; ++v) {
+                     float slower = 0;
+                     for (auto const& l : latest) slower = std::max(slower, l[v]);
+                     ms[v].push_back(slower);
+                   }
+                 }
+               }
+               r.set_pass(draw(shape, Pattern::nothing, rank, 1), 1);
+               std::vector<float> head;
+               for (int i = 0; i < 12; ++i) {
+                 talk.meet();
+                 time_pass(r, kParts + 1, latest[size_t(rank)], events);
+                 if (i > 3) head.push_back(latest[size_t(rank)][kParts + 1]);
+                 talk.meet();
+               }
+               std::printf("%s rank %d: a pass without rows %.4f ms\n", c.name.c_str(), rank,
+                           quantiles(head).median);
+               return true;
+             });
+    double const flops = (shape.gated ? 6.0 : 4.0) * c.tokens * c.top_k * c.intermediate * c.hidden;
+    std::printf("%s, T %d per GPU, E %d, %d GPUs\n", c.name.c_str(), c.tokens, c.experts,
+                options.gpus);
     for (size_t v = 0; v < kNumTimed; ++v) {
       if (ms[v].empty()) continue;
       bool checked = true;
@@ -345,9 +419,9 @@ int measure(Options const& options) {
                     "\"round\": \"none\", \"pass\": \"%s\", \"impl\": \"tessera\", \"variant\": "
                     "\"%s\", \"ms\": %.4f, \"ms_p10\": %.4f, \"ms_p90\": %.4f, \"tflops\": %.1f, "
                     "\"checked\": %s}",
-                    rows.empty() ? "" : ",", c.name, kTokens, c.hidden, c.intermediate, c.experts,
-                    c.top_k, options.gpus, kTimed[v].pass, kTimed[v].variant, q.median, q.p10,
-                    q.p90, tflops, checked ? "true" : "false");
+                    rows.empty() ? "" : ",", c.name.c_str(), c.tokens, c.hidden, c.intermediate,
+                    c.experts, c.top_k, options.gpus, kTimed[v].pass, kTimed[v].variant, q.median,
+                    q.p10, q.p90, tflops, checked ? "true" : "false");
       rows += text;
     }
     std::fflush(stdout);
@@ -391,6 +465,11 @@ int main(int argc, char** argv) {
       options.iters = std::atoi(argv[++i]);
     } else if (flag == "--out" && has_value) {
       options.out = argv[++i];
+    } else if (flag == "--latency") {
+      options.latency = true;
+      options.only = "fused";
+    } else if (flag == "--config" && has_value) {
+      options.config = argv[++i];
     } else if (flag == "--processes") {
       options.processes = options.nccl = true;
     } else if (flag == "--nccl" && has_value) {  // a path, or "" for the library that is found
@@ -427,5 +506,7 @@ int main(int argc, char** argv) {
   }
   if (!options.check) return tessera::bench::measure(options);
   int const wrong = tessera::bench::check_small(options);
-  return wrong + tessera::bench::check_stalled(options) ? 1 : 0;
+  return wrong + tessera::bench::check_repeats(options) + tessera::bench::check_stalled(options)
+             ? 1
+             : 0;
 }

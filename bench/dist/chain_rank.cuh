@@ -2,6 +2,7 @@
 // One rank of bench_dist_chain: its buffers, the passes that it launches, what it compares them with.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <memory>
@@ -23,9 +24,11 @@ enum class Way { chain, fused };
 constexpr char const* kPartNames[] = {"dispatch", "up_projection_fwd", "down_projection_fwd",
                                       "combine", "aggregate"};
 
-enum class Pattern { random, one_expert, sentinels, idle_rank, one_token };
-constexpr Pattern kPatterns[] = {Pattern::random, Pattern::one_expert, Pattern::sentinels,
-                                 Pattern::idle_rank, Pattern::one_token};
+// one_expert: all choices of all tokens but the first are none; nothing: no choice at all.
+enum class Pattern { random, zipf, one_expert, sentinels, idle_rank, one_token, nothing };
+constexpr Pattern kPatterns[] = {Pattern::random,    Pattern::zipf,      Pattern::one_expert,
+                                 Pattern::sentinels, Pattern::idle_rank, Pattern::one_token,
+                                 Pattern::nothing};
 
 // What one rank's router chose in one pass.
 struct Choices {
@@ -41,11 +44,22 @@ inline Choices draw(ExchangeShape const& s, Pattern pattern, int rank, uint64_t 
   if (pattern == Pattern::sentinels) c.tokens -= rank;
   std::vector<int32_t> experts(size_t(s.experts));
   std::iota(experts.begin(), experts.end(), 0);
+  auto const weight = [&](int32_t expert) {  // Zipf(1.0): the e-th expert is chosen with 1/(e+1)
+    return pattern == Pattern::zipf ? 1.0 / (1 + expert) : 1.0;
+  };
+  auto const pick = [&](int k) {  // one of those from k on
+    double sum = 0;
+    for (int e = k; e < s.experts; ++e) sum += weight(experts[size_t(e)]);
+    double left = std::uniform_real_distribution<double>(0, sum)(rng);
+    int e = k;
+    while (e + 1 < s.experts && (left -= weight(experts[size_t(e)])) > 0) ++e;
+    return size_t(e);
+  };
   for (int t = 0; t < c.tokens; ++t) {
     for (int k = 0; k < s.max_top_k; ++k) {
-      std::swap(experts[size_t(k)], experts[size_t(k) + rng() % uint64_t(s.experts - k)]);
+      std::swap(experts[size_t(k)], experts[pick(k)]);
       bool const none = (pattern == Pattern::sentinels && rng() % 3 == 0) ||
-                        (pattern == Pattern::one_expert && k > 0);
+                        (pattern == Pattern::one_expert && k > 0) || pattern == Pattern::nothing;
       int32_t const one = pattern == Pattern::one_expert ? s.experts - 1 : experts[size_t(k)];
       c.ids.push_back(none ? (rng() % 2 ? -1 : s.experts) : one);
       c.scores.push_back(float(rng() % 1000) / 1000.0f + 0.1f);
@@ -63,9 +77,10 @@ inline void fail(Status const& status) {
 class Rank {
  public:
   // `windows`: of all ranks, zeroed, as this GPU addresses them.
-  Rank(int rank, ExchangeShape const& s, std::array<char*, 2> windows)
+  Rank(int rank, ExchangeShape const& s, ActivationKind activation, std::array<char*, 2> windows)
       : rank_(rank),
         shape_(s),
+        activation_{.kind = activation},
         window_layout_(s),
         local_layout_(s, sm_count(rank)),
         windows_(windows),
@@ -79,7 +94,7 @@ class Rank {
         pool_(s.pool_rows() * s.hidden),
         a_(s.pool_rows() * s.intermediate),
         y_(s.max_rows() * s.hidden),
-        w_up_(int64_t{2} * s.experts * s.intermediate * s.hidden),
+        w_up_(halves() * s.experts * s.intermediate * s.hidden),
         w_down_(int64_t{1} * s.experts * s.intermediate * s.hidden),
         o_(int64_t{s.max_tokens} * s.hidden),
         wanted_(int64_t{s.max_tokens} * s.hidden),
@@ -95,6 +110,8 @@ class Rank {
 
   void set_pass(Choices const& c, uint64_t seed) {
     tokens_ = c.tokens;
+    has_rows_ = std::any_of(c.ids.begin(), c.ids.end(),
+                            [&](int32_t id) { return id >= 0 && id < shape_.experts; });
     if (c.tokens > 0) {
       TESSERA_CUDA(cudaMemcpy(ids_.get(), c.ids.data(), c.ids.size() * 4, cudaMemcpyHostToDevice));
       TESSERA_CUDA(
@@ -116,6 +133,7 @@ class Rank {
                   .experts = s.experts,
                   .top_k = s.max_top_k};
     desc.dtype = DType::bf16;
+    desc.activation = activation_;
     desc.router.kind = RouterKind::given;
     desc.save = SavePolicy::none;
     Device const device = context.device();
@@ -125,7 +143,7 @@ class Rank {
     MoeForwardArgs args;
     args.x = tensor(static_cast<void const*>(x()), DType::bf16, {tokens_, s.hidden}, device);
     args.weights.w_up = tensor(static_cast<void const*>(w_up_.get()), DType::bf16,
-                               {s.experts, 2 * s.intermediate, s.hidden}, device);
+                               {s.experts, halves() * s.intermediate, s.hidden}, device);
     args.weights.w_down = tensor(static_cast<void const*>(w_down_.get()), DType::bf16,
                                  {s.experts, s.hidden, s.intermediate}, device);
     args.topk_ids =
@@ -158,6 +176,7 @@ class Rank {
             .gmem_epoch = epoch_.get(),
             .fault = fault_,
             .limit_ns = uint64_t(limit_seconds_ * 1e9),
+            .jitter_ns = jitter_ns_,
             .tokens = tokens_,
             .gmem_topk_ids = ids_.get(),
             .gmem_slot_of_pair = slot_of_pair_.get(),
@@ -170,7 +189,8 @@ class Rank {
     int64_t const first = int64_t{rank_} * shape_.local_experts();
     int64_t const matrix = int64_t{shape_.intermediate} * shape_.hidden;
     TESSERA_CUDA(dist::launch_forward({.exchange = exchange(),
-                                       .gmem_w_up = w_up_.get() + 2 * first * matrix,
+                                       .activation = activation_,
+                                       .gmem_w_up = w_up_.get() + halves() * first * matrix,
                                        .gmem_w_down = w_down_.get() + first * matrix,
                                        .gmem_a = a_.get(),
                                        .gmem_scores = scores_.get(),
@@ -193,13 +213,14 @@ class Rank {
     cuda::UpProjectionFwdArguments up = {};
     up.x = {.gmem = pool_.get(), .rows = s.max_rows(), .pitch = d};
     up.gmem_expert_offsets = offsets_.get();
-    for (int half = 0; half < 2; ++half) {
-      up.w_up[half] = {.gmem = w_up_.get() + (2 * first + half) * n * d,
-                       .expert_stride = 2 * n * d,
+    for (int half = 0; half < halves(); ++half) {
+      up.w_up[half] = {.gmem = w_up_.get() + (halves() * first + half) * n * d,
+                       .expert_stride = halves() * n * d,
                        .row_stride = d,
                        .column_stride = 1,
                        .block = n};
     }
+    up.activation = activation_;
     up.gmem_a = a_.get();
     up.rows = s.max_rows();
     up.hidden = d;
@@ -243,6 +264,7 @@ class Rank {
   // Ends the program if a wait ended without its word.
   void check_fault() const { fail(fault()); }
   void set_limit(double seconds) { limit_seconds_ = seconds; }
+  void set_jitter(uint32_t ns) { jitter_ns_ = ns; }
 
   bool is_right() const {
     if (tokens_ == 0) return true;
@@ -259,7 +281,7 @@ class Rank {
       std::printf("rank %d: %lld of %lld elements differ\n", rank_,
                   static_cast<long long>(different), static_cast<long long>(count));
     }
-    return different == 0 && zeros < count;
+    return different == 0 && (zeros < count) == has_rows_;
   }
 
  private:
@@ -268,11 +290,13 @@ class Rank {
     TESSERA_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
     return count;
   }
+  int64_t halves() const { return activation_.gated() ? 2 : 1; }
   int64_t pairs() const { return int64_t{shape_.max_tokens} * shape_.max_top_k; }
   bf16* x() const { return reinterpret_cast<bf16*>(window_ + window_layout_.x); }
 
   int rank_;
   ExchangeShape shape_;
+  Activation activation_;
   dist::WindowLayout window_layout_;
   dist::LocalLayout local_layout_;
   std::array<char*, 2> windows_;
@@ -286,7 +310,9 @@ class Rank {
   DeviceBuffer<int32_t> tile_counters_;
   dist::Fault* fault_ = nullptr;
   int tokens_ = 0;
-  double limit_seconds_ = 10;
+  bool has_rows_ = false;
+  double limit_seconds_ = 3;
+  uint32_t jitter_ns_ = 0;
 };
 
 }  // namespace tessera::bench

@@ -16,8 +16,7 @@
 namespace tessera::dist {
 
 constexpr int kUnitBlocks = 8;
-constexpr int kUpTileColumns = 128;    // of a
-constexpr int kDownTileColumns = 256;  // of y
+constexpr int kTileColumns = 256;  // of a GEMM; a gated up projection makes half as many of a
 
 /// What crosses the link. direct: a row for every pair, and its result back. dedup: a token's row once
 /// per owner, and the sum of its results there, weighted by the scores, back.
@@ -33,6 +32,7 @@ struct ExchangeShape {
   std::int32_t max_top_k = 0;  ///< most experts of one token
   std::int32_t block_rows = 128;
   Transfer transfer = Transfer::direct;
+  bool gated = true;  ///< up has gate and up rows
 
   [[nodiscard]] TESSERA_INLINE constexpr std::int32_t local_experts() const {
     return experts / ranks;
@@ -58,10 +58,11 @@ struct ExchangeShape {
     return pool_rows() / block_rows;
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int32_t up_tiles() const {
-    return (intermediate + kUpTileColumns - 1) / kUpTileColumns;
+    std::int32_t const columns = gated ? kTileColumns / 2 : kTileColumns;
+    return (intermediate + columns - 1) / columns;
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int32_t down_tiles() const {
-    return (hidden + kDownTileColumns - 1) / kDownTileColumns;
+    return (hidden + kTileColumns - 1) / kTileColumns;
   }
 };
 

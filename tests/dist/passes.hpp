@@ -148,7 +148,7 @@ class Passes : public World {
   }
   [[nodiscard]] Address slot(std::int32_t rank, std::int64_t token, std::int32_t which,
                              std::int32_t tile) const {
-    return window(rank, window_.slot(token, which) + 2 * kDownTileColumns * tile);
+    return window(rank, window_.slot(token, which) + 2 * kTileColumns * tile);
   }
   // The experts of a token on one owner in the order of their rows, as choices.
   [[nodiscard]] std::vector<std::int32_t> group(std::uint32_t epoch, std::int32_t rank,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One lane moves rows from any GPU to any GPU by bulk copies through a ring in shared memory. With 8 KB in
-// flight per warp and two warps or more per SM the link is full (docs/notebook/2026-11-21-two-gpus.md).
+// One lane moves rows from any GPU to any GPU by bulk copies through a ring in shared memory. Two warps per
+// SM with 8 KB each in flight fill the link (docs/notebook/2026-11-21-two-gpus.md); a third more evens out
+// the time until a chunk is there.
 #pragma once
 
 #include "cuda/arch/bulk_copy.cuh"
@@ -12,7 +13,7 @@ namespace tessera::dist {
 namespace arch = cuda::arch;
 
 constexpr int kChunkBytes = 2048;
-constexpr int kChunks = 4;
+constexpr int kChunks = 6;
 
 struct CopyRing {
   alignas(128) char chunk[kChunks][kChunkBytes];

@@ -21,14 +21,17 @@ struct ExchangeArguments {
   WindowLayout window;
   LocalLayout local;
   std::int32_t rank;
-  char* windows[kMaxRanks];           // zeroed before the first pass; x of this rank in its own
-  char* gmem_local;                   // local.bytes, zeroed before the first pass
-  std::uint32_t* gmem_epoch;          // 1 before the first pass; combine increments it
-  Fault* fault;                       // zero; memory of the host that the device writes
-  std::uint64_t limit_ns;             // of a wait
-  std::int32_t tokens;                // of this rank in this pass, at most shape.max_tokens
+  char* windows[kMaxRanks];   // zeroed before the first pass; x of this rank in its own
+  char* gmem_local;           // local.bytes, zeroed before the first pass
+  std::uint32_t* gmem_epoch;  // 1 before the first pass; combine increments it
+  Fault* fault;               // zero; memory of the host that the device writes
+  std::uint64_t limit_ns;     // of a wait
+  std::uint32_t
+      jitter_ns;        // tests: every wait is followed by a pause of up to this length; 0: none
+  std::int32_t tokens;  // of this rank in this pass, at most shape.max_tokens
   std::int32_t const* gmem_topk_ids;  // [tokens,max_top_k]; outside [0,E): no row
-  std::int32_t* gmem_slot_of_pair;    // out [tokens*max_top_k]: the pair, or -1: rows of the slots
+  std::int32_t*
+      gmem_slot_of_pair;  // out [tokens*max_top_k]: the pair, or -1: rows of the slots; or null
   std::int32_t* gmem_expert_offsets;  // out [local_experts+1]
   char* gmem_pool;                    // out [max_rows,d] bf16
   char const* gmem_y;                 // [max_rows,d] bf16, for combine

@@ -8,13 +8,16 @@
 #include <cstdint>
 
 #include "dist/kernels/exchange.hpp"
+#include "tessera/shape.hpp"
 
 namespace tessera::dist {
 
 struct ForwardArguments {
   ExchangeArguments
       exchange;           // gmem_pool: [pool_rows,d]; gmem_y, _slot_of_pair, _expert_offsets unused
-  void const* gmem_w_up;  // [local_experts,2n,d] bf16, gate rows first
+  Activation activation;  // gated as exchange.shape says
+  void const*
+      gmem_w_up;  // [local_experts,2n,d] bf16, gate rows first; [local_experts,n,d] without a gate
   void const* gmem_w_down;   // [local_experts,d,n] bf16
   void* gmem_a;              // [pool_rows,n] bf16, workspace
   float const* gmem_scores;  // [tokens,max_top_k]
@@ -22,7 +25,7 @@ struct ForwardArguments {
   std::int32_t lag;          // units of down behind those of up; < 0: default_lag
 };
 
-/// swiglu. All CTAs are resident (a cooperative launch of sm_count).
+/// All CTAs are resident (a cooperative launch of sm_count).
 /// cudaErrorInvalidValue: max_top_k > 32, hidden or intermediate no multiple of 8.
 cudaError_t launch_forward(ForwardArguments const& args, int sm_count, cudaStream_t stream);
 

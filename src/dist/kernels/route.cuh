@@ -74,15 +74,25 @@ __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, s
         Waiter(p, epoch).for_count(p.local.slices_counted(epoch), gridDim.x, Site::route_scan);
   }
   if (!all_reached(reached)) return false;
+  // Sums over slices: as many threads per expert as there are, each with many loads in flight.
   for (int e = static_cast<int>(threadIdx.x); e < experts; e += kThreads) {
+    smem.next[e] = smem.totals[e] = 0;
+  }
+  __syncthreads();
+  int const slices = static_cast<int>(gridDim.x);
+  int const parts = max(kThreads / experts, 1);
+  for (int i = static_cast<int>(threadIdx.x); i < experts * parts; i += kThreads) {
+    int const e = i % experts;
+    TokenSlice const part = token_slice(slices, i / experts, parts);
     std::int32_t before = 0, total = 0;
-    for (int c = 0; c < static_cast<int>(gridDim.x); ++c) {
+    _Pragma("unroll 11")  // 132 slices by 3 parts: 44 loads each
+        for (int c = part.begin; c < part.end; ++c) {
       std::int32_t const rows = __ldcg(histogram(c) + e);
       if (c < static_cast<int>(blockIdx.x)) before += rows;
       total += rows;
     }
-    smem.next[e] = before;
-    smem.totals[e] = total;
+    atomicAdd(&smem.next[e], before);
+    atomicAdd(&smem.totals[e], total);
   }
   __syncthreads();
   for (int e = static_cast<int>(threadIdx.x); e < experts; e += kThreads) {
@@ -116,7 +126,9 @@ __device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>
       *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4 const*>(&entry);
       *pair_word(p, pair) = static_cast<std::uint32_t>(smem.next[id] + earlier);
     }
-    if (pair < end) p.gmem_slot_of_pair[pair] = routed ? pair : -1;
+    if (pair < end && p.gmem_slot_of_pair != nullptr) {
+      p.gmem_slot_of_pair[pair] = routed ? pair : -1;
+    }
     __syncthreads();
     if (routed) atomicAdd(&smem.next[id], 1);
     __syncthreads();

@@ -40,7 +40,10 @@ class Waiter {
     for (int spin = 1;; ++spin) {
       std::uint32_t const seen =
           kReach == Reach::kEpoch ? arch::load_acquire_sys(word) : arch::load_acquire_gpu(word);
-      if (kReach == Reach::kEpoch ? reached(seen, wanted) : seen == wanted) return true;
+      if (kReach == Reach::kEpoch ? reached(seen, wanted) : seen == wanted) {
+        if (p_.jitter_ns != 0) pause(static_cast<std::uint32_t>(site));
+        return true;
+      }
       if (spin % kSpinsPerLook != 0) continue;
       std::uint64_t const now = arch::nanoseconds();
       if (begin == 0) begin = now;
@@ -55,6 +58,17 @@ class Waiter {
         }
         return false;
       }
+    }
+  }
+
+  // A different length each time, so that CTAs, roles and ranks come in any order.
+  __device__ void pause(std::uint32_t site) const {
+    std::uint64_t const begin = arch::nanoseconds();
+    std::uint32_t draw = static_cast<std::uint32_t>(begin) ^ (blockIdx.x * 0x9e3779b9u) ^
+                         (site * 0x85ebca6bu) ^ (epoch_ * 0xc2b2ae35u);
+    draw = (draw ^ draw >> 15) * 0x2c1b3c6du;
+    draw ^= draw >> 13;
+    while (arch::nanoseconds() - begin < draw % p_.jitter_ns) {
     }
   }
 

@@ -1,0 +1,349 @@
+// SPDX-License-Identifier: Apache-2.0
+// forward: o_t = sum over choices of s * (act(x_t w_up[e]^T) w_down[e]^T), experts on all GPUs, one launch.
+// Schedule persistent, one CTA per SM on every GPU. All CTAs route and plan (route.cuh), then by role:
+//   WG0 warp 0     | draws tickets; TMA loads of a task once [arrived] or [a_ready] says that A is there
+//       warps 1, 2 | pull rows into the pool in the order of the tasks -> arrived
+//   WG1, 2         | multiply; up: a by TMA -> a_ready; down: rows to slots on their sources,
+//                  | completed under the next task -> down_tiles, block_done
+//                  | last: aggregate the slice's tokens [block_done]
+// Tasks    TaskCursor: ups, with downs behind by `lag` units
+// Barriers pipeline and work ring of block/; counters of this GPU are counted by both consumer warpgroups
+// Numerics fp32 accumulate, one rounding for a, y and o each; choices are added in their order: the bits
+//          do not depend on P, nor on who computes a task
+// Faults   a wait that fails lets every later wait pass: the kernel ends, o is void, the Fault says why
+#pragma once
+
+#include "cuda/arch/proxy_fence.cuh"
+#include "dist/kernels/push_rows.cuh"
+#include "dist/kernels/slot_sums.cuh"
+
+namespace tessera::dist {
+
+// Draws tickets and announces tasks to the readers of the work ring. One converged warp.
+class Tasks {
+ public:
+  __device__ explicit Tasks(Pass const& pass)
+      : pass_(pass),
+        cursor_(pass.shape(), pass.plan(), pass.p.exchange.rank, lag(pass)),
+        tickets_(cursor_.tickets()) {}
+
+  __device__ void announce_first() {
+    ticket_ = blockIdx.x;
+    announce();
+  }
+  __device__ void draw() {
+    if (arch::lane_idx() == 0) {
+      drawn_ = atomicAdd(pass_.local_word(pass_.p.exchange.local.tickets(pass_.epoch)), 1u);
+    }
+  }
+  __device__ void announce_drawn() {
+    ticket_ = std::int64_t{gridDim.x} + __shfl_sync(block::kAllLanes, drawn_, 0);
+    announce();
+  }
+
+ private:
+  __device__ static int lag(Pass const& pass) {
+    if (pass.p.lag >= 0) return pass.p.lag;
+    return default_lag(owner_totals(pass.shape(), pass.plan(), pass.p.exchange.rank).units);
+  }
+  __device__ void announce() {
+    int4 message{0, block::kNoTile, 0, 0};
+    if (ticket_ < tickets_) {
+      Task const task = cursor_.at(ticket_);
+      ExchangeShape const& shape = pass_.shape();
+      ExpertPlan const& expert = pass_.plan()[task.expert];
+      int const row = task.block * shape.block_rows;
+      int const left = expert.rows - (task.block - expert.first_block) * shape.block_rows;
+      int const kind = task.kind == TaskKind::down ? kDownTask : 0;
+      int const local = task.expert - pass_.p.exchange.rank * shape.local_experts();
+      message = {local | kind | task.tile << 16, row, row + min(left, shape.block_rows), 0};
+    }
+    arch::mbarrier_wait(&pass_.smem.gemm.work_empty[slot_], phase_ ^ 1);
+    if (arch::lane_idx() == 0) {
+      pass_.smem.gemm.work[slot_] = message;
+      arch::mbarrier_arrive(&pass_.smem.gemm.work_full[slot_]);
+    }
+    __syncwarp();
+    if (++slot_ == block::kWorkSlots) {
+      slot_ = 0;
+      phase_ ^= 1;
+    }
+  }
+
+  Pass const& pass_;
+  TaskCursor cursor_;
+  std::int64_t tickets_;
+  std::int64_t ticket_ = 0;
+  std::uint32_t drawn_ = 0;  // of lane 0
+  int slot_ = 0;
+  std::uint32_t phase_ = 0;
+};
+
+template <ActivationKind kKind>
+__device__ void produce(Pass const& pass) {
+  constexpr int kAnnounceAhead = 4;  // k_tiles
+  constexpr block::GemmConfig kUp = up_gemm(kKind);
+  ForwardStorage& smem = pass.smem;
+  ForwardParams const& p = pass.p;
+  LocalLayout const& local = p.exchange.local;
+  block::WorkQueue<kPlain, true> queue(smem.gemm);
+  block::PipelineState<kPlain.stages> state;
+  block::WorkTile tile;
+  Tasks tasks(pass);
+  tasks.announce_first();
+  while (queue.read(tile)) {
+    bool const down = (tile.segment & kDownTask) != 0;
+    tile.segment &= kDownTask - 1;
+    int const k_tiles = down ? p.down.k_tiles : p.up.k_tiles;
+    tasks.draw();
+    if (arch::lane_idx() == 0) {
+      int const block = tile.row / pass.shape().block_rows;
+      if (down) {
+        pass.wait_count(local.a_ready(pass.epoch, block),
+                        static_cast<std::uint32_t>(kConsumers * pass.shape().up_tiles()),
+                        Site::a_ready);
+      } else {
+        pass.wait_count(local.arrived(pass.epoch, block),
+                        static_cast<std::uint32_t>(pass.shape().block_rows), Site::arrived);
+      }
+      arch::fence_proxy_async_global();
+    }
+    __syncwarp();
+    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+      if (k_tile == max(k_tiles - kAnnounceAhead, 0)) tasks.announce_drawn();
+      block::wait_empty<kPlain>(smem.gemm, state);
+      if (arch::lane_idx() == 0) {  // the lane that acquired
+        arch::Mbarrier* const full = &smem.gemm.full[state.stage];
+        arch::mbarrier_arrive_expect_tx(full, kPlain.a_tile_bytes() + kPlain.b_tile_bytes());
+        block::GemmParams const& gemm = down ? p.down : p.up;
+        arch::tma_load(smem.gemm.a[state.stage], &gemm.a, full, k_tile * kPlain.tile.k, tile.row);
+        if (down) {
+          block::load_b<kPlain>(smem.gemm, p.down, state.stage, k_tile, tile);
+        } else {
+          block::load_b<kUp>(smem.gemm_of<kUp>(), p.up, state.stage, k_tile, tile);
+        }
+      }
+      __syncwarp();
+      state.advance();
+    }
+  }
+}
+
+__device__ inline void communicate(Pass const& pass, int warp) {
+  ExchangeArguments const& p = pass.p.exchange;
+  int const worker = static_cast<int>(blockIdx.x) * kCommunicationWarps + warp;
+  int const workers = static_cast<int>(gridDim.x) * kCommunicationWarps;
+  int const rows = owner_totals(p.shape, pass.plan(), p.rank).rows;
+  int const mine = (rows - worker + workers - 1) / workers;
+  if (mine <= 0) return;
+  int const row_bytes = 2 * p.shape.hidden;
+  RowCursor cursor(p.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p.rank);
+  PoolRow ahead = {};
+  std::uint32_t ahead_pair = 0;
+  auto const look_ahead = [&](int i) {  // entries are read a row before they are needed
+    ahead = cursor.at(worker + i * workers);
+    std::int64_t const at = p.window.list_entry(parity(pass.epoch), ahead.source, ahead.entry);
+    ahead_pair = __ldcg(word_of(p.windows[p.rank], at));  // RouteEntry::pair
+  };
+  look_ahead(0);
+  arch::fence_proxy_async_global();
+  copy_rows(pass.smem.ring[warp], mine, row_bytes, [&](int i) {
+    PoolRow const row = ahead;
+    std::uint32_t const pair = ahead_pair;
+    if (i + 1 < mine) look_ahead(i + 1);
+    std::int64_t const pool_row = std::int64_t{row.block} * p.shape.block_rows + row.position;
+    *reinterpret_cast<uint2*>(p.gmem_local + p.local.row_origin + 8 * pool_row) =
+        make_uint2(pair, static_cast<std::uint32_t>(row.source));
+    std::int64_t const token = pair / static_cast<std::uint32_t>(p.shape.max_top_k);
+    // Pads stay what they are: a row of a GEMM depends on its own row alone, and no slot gets one.
+    return RowCopy{p.windows[row.source] + p.window.x_row(token),
+                   p.gmem_pool + pool_row * row_bytes,
+                   pass.local_word(p.local.arrived(pass.epoch, row.block)),
+                   static_cast<std::uint32_t>(1 + row.pad)};
+  });
+}
+
+// block::multiply with a moment in it: what this warp sent for its last task is completed while a later k_tile of
+// this one is multiplied. Earlier where a k_tile is not there yet, as it may be waiting for what we have to tell;
+// each warp decides for itself.
+template <class Complete>
+__device__ int multiply(ForwardStorage& smem, block::PipelineState<kPlain.stages>& state,
+                        block::Accumulators<kPlain> (&acc)[1], int row, int k_tiles, bool sent,
+                        Complete complete) {
+  constexpr int kCompleteAt = 1;  // k_tile
+  int previous = 0;
+  for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+    if (sent) {
+      bool const there = arch::mbarrier_try_wait(&smem.gemm.full[state.stage], state.phase);
+      if (k_tile == kCompleteAt || __any_sync(block::kAllLanes, !there)) {
+        complete();
+        sent = false;
+      }
+    }
+    block::wait_full<kPlain>(smem.gemm, state);
+    block::issue<kPlain, 1>(smem.gemm, state.stage, acc, row, k_tile);
+    if (k_tile > 0) {
+      arch::wgmma_wait<1>();
+      block::release_stage<kPlain>(smem.gemm, previous);
+    }
+    previous = state.stage;
+    state.advance();
+  }
+  if (sent) complete();
+  return previous;
+}
+
+// Of a warpgroup without rows. Its warps stay together: one that is two laps of the ring late would take a stage's
+// parity for that of its own lap. wgmma keeps those of the others together.
+__device__ inline void pass_over(ForwardStorage& smem, block::PipelineState<kPlain.stages>& state,
+                                 int k_tiles, int barrier) {
+  for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+    block::wait_full<kPlain>(smem.gemm, state);
+    arch::named_barrier_sync(barrier, arch::kWarpgroupThreads);
+    block::release_stage<kPlain>(smem.gemm, state.stage);
+    state.advance();
+  }
+}
+
+template <ActivationKind kKind>
+__device__ void consume(Pass const& pass, int consumer) {
+  constexpr block::GemmConfig kUp = up_gemm(kKind);
+  ForwardStorage& smem = pass.smem;
+  ForwardParams const& p = pass.p;
+  int const row = consumer * block::kSubtileM;
+  bool const issuer = threadIdx.x % arch::kWarpgroupThreads == 0;
+  block::WorkQueue<kPlain> queue(smem.gemm);
+  block::PipelineState<kPlain.stages> state;
+  block::Accumulators<kPlain> acc[1];
+  block::ActivationEpilogue<kUp, kKind, false> up(smem.gemm_of<kUp>(), p.activation, consumer);
+  Push push(pass, consumer);
+  int a_block = -1;  // of the up task that is to be completed
+  auto const complete = [&] {
+    push.finish();
+    if (issuer && a_block >= 0) {
+      arch::bulk_store_wait<0>();  // a is there, not merely read from shared memory
+      arch::add_release_gpu(pass.local_word(p.exchange.local.a_ready(pass.epoch, a_block)), 1);
+    }
+    a_block = -1;
+    __syncwarp();  // wgmma takes whole warps
+  };
+  bool sent = false;  // of this warp: a task's results, not completed yet when the next begins
+  block::WorkTile tile, ahead;
+  bool more = queue.read(tile);
+  while (more) {
+    bool const down = (tile.segment & kDownTask) != 0;
+    tile.segment &= kDownTask - 1;
+    bool const has_rows = tile.rows > row;
+    int const k_tiles = down ? p.down.k_tiles : p.up.k_tiles;
+    char* to = nullptr;
+    if (has_rows) {
+      int const last = multiply(smem, state, acc, row, k_tiles, sent, complete);
+      more = queue.read(ahead);  // under the last wgmmas
+      if (down) to = push.destination(tile, row);
+      arch::wgmma_wait<0>();
+      block::release_stage<kPlain>(smem.gemm, last);
+    } else {
+      complete();
+      pass_over(smem, state, k_tiles, block::kBarrierSlabs + consumer);
+      more = queue.read(ahead);
+    }
+    if (down) {
+      if (has_rows) push.store(acc[0], tile, to);
+      push.begin(tile);
+    } else {
+      if (has_rows) up.store(acc[0], tile, tile.row + row);
+      a_block = tile.row / pass.shape().block_rows;
+    }
+    sent = true;
+    if (!more) complete();
+    tile = ahead;
+  }
+  up.drain();
+}
+
+// Blocks of the slice's pairs, from counts and plan of all ranks; then what the roles keep of them.
+__device__ inline void keep_plan(Pass const& pass, RouteStorage<kForwardThreads> const& route) {
+  ExchangeArguments const& p = pass.p.exchange;
+  int const thread = static_cast<int>(threadIdx.x);
+  CountMatrix const counts{route.counts, p.shape.experts};
+  TokenSlice const slice =
+      token_slice(p.tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  for (int pair = slice.begin * p.shape.max_top_k + thread; pair < slice.end * p.shape.max_top_k;
+       pair += kForwardThreads) {
+    int const id = p.gmem_topk_ids[pair];
+    if (!is_expert(p, id)) continue;
+    auto const index = static_cast<std::int32_t>(*pair_word(p, pair));
+    *pair_word(p, pair) =
+        static_cast<std::uint32_t>(block_of_pair(p.shape, counts, route.plan, id, p.rank, index));
+  }
+  int const local = p.shape.local_experts();
+  for (int i = thread; i < p.shape.experts; i += kForwardThreads) {
+    pass.smem.counts[i] = counts.at(i / local, p.rank * local + i % local);
+    pass.smem.list_begin[i] = route.list_begin[i];
+    if (i < local) pass.smem.plan[i] = route.plan[p.rank * local + i];
+  }
+  __syncthreads();
+}
+
+template <ActivationKind kKind>
+__global__ void __launch_bounds__(kForwardThreads, 1)
+    forward(__grid_constant__ ForwardParams const p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) unsigned char smem_raw[];
+  auto& smem = *reinterpret_cast<ForwardStorage*>(smem_raw);
+  Pass const pass{p, smem, *p.exchange.gmem_epoch};
+  // The stages are free until the roles begin.
+  auto& routing = *reinterpret_cast<RouteStorage<kForwardThreads>*>(&smem.gemm.a);
+  clear_next_bank<kForwardThreads>(p.exchange, pass.epoch);
+  if (!route(p.exchange, routing, pass.epoch) || !make_plan(p.exchange, routing, pass.epoch))
+    return;
+  keep_plan(pass, routing);
+  if (threadIdx.x == 0) {
+    smem.failed = 0;
+    for (CopyRing& ring : smem.ring) {
+      for (arch::Mbarrier& full : ring.full) arch::mbarrier_init(&full, 1);
+    }
+    block::init_pipeline<kPlain>(smem.gemm);
+  }
+  arch::fence_proxy_async_shared();  // routing wrote where TMA will
+  __syncthreads();
+  int const warpgroup = arch::warpgroup_idx();
+  if (warpgroup == 0) {
+    arch::release_registers<kProducerRegisters>();
+    int const warp = arch::warp_idx();
+    if (warp == 0) {
+      produce<kKind>(pass);
+    } else if (warp <= kCommunicationWarps && arch::lane_idx() == 0) {
+      communicate(pass, warp - 1);
+    }
+  } else {
+    arch::acquire_registers<kConsumerRegisters>();
+    consume<kKind>(pass, warpgroup - 1);
+    SlotSums(pass).run(static_cast<int>(threadIdx.x) / 32 - 4, kConsumerWarps);
+  }
+  __syncwarp();
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  LocalLayout const& local = p.exchange.local;
+  if (arch::count_acq_rel_gpu(pass.local_word(local.ended(pass.epoch)), 1) + 1 != gridDim.x) return;
+  for (int r = 0; r < pass.shape().ranks; ++r) {
+    arch::store_release_sys(
+        word_of(p.exchange.windows[r], p.exchange.window.ack_word(p.exchange.rank)), pass.epoch);
+  }
+  *p.exchange.gmem_epoch = pass.epoch + 1;
+#endif
+}
+
+template <ActivationKind kKind>
+cudaError_t launch_forward_of(ForwardParams const& params, int sm_count, cudaStream_t stream) {
+  cudaError_t const error =
+      cudaFuncSetAttribute(forward<kKind>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(sizeof(ForwardStorage)));
+  if (error != cudaSuccess) return error;
+  void* arguments[] = {const_cast<ForwardParams*>(&params)};
+  return cudaLaunchCooperativeKernel(reinterpret_cast<void const*>(forward<kKind>),
+                                     dim3(static_cast<unsigned>(sm_count)), dim3(kForwardThreads),
+                                     arguments, sizeof(ForwardStorage), stream);
+}
+
+}  // namespace tessera::dist

@@ -1,0 +1,97 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the roles of the fused forward kernel share: its configuration, shared memory, parameters, and the
+// pass as one CTA knows it.
+#pragma once
+
+#include "cuda/block/epilogue/activation.cuh"
+#include "cuda/block/gemm.cuh"
+#include "dist/kernels/copy_rows.cuh"
+#include "dist/kernels/forward.hpp"
+#include "dist/kernels/route.cuh"
+
+namespace tessera::dist {
+
+namespace block = cuda::block;
+
+// Down, and up without a gate; up with one. Stages and slabs of both are alike.
+constexpr block::GemmConfig kPlain{.stages = 3};
+constexpr block::GemmConfig kGated{.stages = 3, .b_halves = 2};
+static_assert(kPlain.tile.n == kTileColumns && kGated.tile == kPlain.tile);
+static_assert(sizeof(block::SharedStorage<kPlain>) == sizeof(block::SharedStorage<kGated>));
+constexpr int kForwardThreads = 384;
+constexpr int kCommunicationWarps = 2;
+constexpr int kConsumers = 2;
+constexpr int kConsumerWarps = 4 * kConsumers;
+constexpr int kProducerRegisters = 72;
+constexpr int kConsumerRegisters = 216;
+constexpr int kDownTask = 1 << 15;  // in WorkTile::segment
+constexpr int kMostChoices = 32;
+static_assert(kMostExperts <= kDownTask);
+
+// Rows of y on their way, in the memory of the slabs: 8 rows per warp. The pitch spreads a matrix of stmatrix
+// over all banks; it leaves 31 of a warpgroup's 32 rows in the slabs, one has a place of its own.
+constexpr int kPushPitch = 2 * kTileColumns + 16;
+constexpr int kRowsInSlabs = 31;
+static_assert(kRowsInSlabs * kPushPitch <= 2 * block::kSubtileM * block::kSlabColumns * 2);
+
+consteval block::GemmConfig up_gemm(ActivationKind kind) {
+  return Activation{.kind = kind}.gated() ? kGated : kPlain;
+}
+
+struct ForwardStorage {
+  block::SharedStorage<kPlain> gemm;
+  alignas(128) unsigned char last_row[kConsumers][kPushPitch];
+  CopyRing ring[kCommunicationWarps];
+  // Of this rank's experts, as the cursors read them.
+  std::int32_t counts[kMostExperts];  // [source][local expert]
+  std::int32_t list_begin[kMostExperts];
+  ExpertPlan plan[kMostExperts];  // local experts
+  int failed;
+
+  template <block::GemmConfig kGemm>
+  __device__ block::SharedStorage<kGemm>& gemm_of() {
+    return reinterpret_cast<block::SharedStorage<kGemm>&>(gemm);
+  }
+};
+static_assert(sizeof(ForwardStorage) <= block::kSharedMemoryBytes);
+static_assert(sizeof(RouteStorage<kForwardThreads>) <=
+              sizeof(block::SharedStorage<kPlain>::a) + sizeof(block::SharedStorage<kPlain>::b));
+
+struct ForwardParams {
+  ExchangeArguments exchange;
+  block::GemmParams up = {}, down = {};  // maps and k_tiles; A of up is the pool, of down a
+  block::ActivationParams activation = {};
+  float const* gmem_scores;
+  block::bf16* gmem_o;
+  int lag;
+};
+
+// The pass as one CTA knows it.
+struct Pass {
+  ForwardParams const& p;
+  ForwardStorage& smem;
+  std::uint32_t epoch;
+
+  __device__ ExchangeShape const& shape() const { return p.exchange.shape; }
+  // Indexed by the expert's number over all ranks, though only this rank's are there.
+  __device__ ExpertPlan const* plan() const {
+    return smem.plan - p.exchange.rank * shape().local_experts();
+  }
+  __device__ CountMatrix counts() const {
+    return {smem.counts - p.exchange.rank * shape().local_experts(), shape().local_experts()};
+  }
+  __device__ std::uint32_t* local_word(std::int64_t offset) const {
+    return word_of(p.exchange.gmem_local, offset);
+  }
+  __device__ bool failed() const { return *static_cast<int volatile*>(&smem.failed) != 0; }
+  __device__ void wait_count(std::int64_t offset, std::uint32_t count, Site site) const {
+    if (failed()) return;
+    if (!Waiter(p.exchange, epoch).for_count(offset, count, site)) smem.failed = 1;
+  }
+  __device__ void wait_epoch(std::int64_t offset, Site site, int peer) const {
+    if (failed()) return;
+    if (!Waiter(p.exchange, epoch).for_epoch(offset, epoch, site, peer)) smem.failed = 1;
+  }
+};
+
+}  // namespace tessera::dist

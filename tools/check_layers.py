@@ -18,7 +18,7 @@ LAYERS = {
     # no optimised code
     "src/cpu/reference": ["include/tessera", "src/core/router_groups.hpp", "src/core/philox.hpp"],
     "src/cpu/parallel": ["include/tessera", "src/core"],
-    "src/ops": ["include/tessera", "src/core", "src/cpu/parallel", "src/cuda/layer/backend.hpp"],
+    "src/ops": ["include/tessera", "src/core", "src/cpu/parallel", "src/cuda/layer/backend.hpp", "src/dist"],
     "src/capi": ["include/tessera"],
     "src/device": ["include/tessera"],
     "src/verify": [
@@ -33,7 +33,7 @@ LAYERS = {
     "src/cuda/plain": ["src/cuda/host", "src/core"],
     "src/cuda/kernels": ["src/cuda/arch", "src/cuda/block", "src/cuda/host", "src/cuda/tuning", "src/core"],
     "src/cuda/instances": ["src/cuda/host", "src/cuda/kernels", "src/cuda/tuning"],
-    "src/dist": ["include/tessera", "src/core"],
+    "src/dist": ["include/tessera", "src/core", "src/dist/kernels/forward.hpp"],
     "src/dist/kernels": [
         "include/tessera", "src/core", "src/cuda/arch", "src/cuda/block", "src/cuda/host",
         "src/cuda/instances/activation_kinds.hpp", "src/dist",
@@ -49,7 +49,7 @@ LAYERS = {
 }
 MAY_READ_ENVIRONMENT = ("src/ops", "lm", "cli", "bench", "tests")
 MAY_INCLUDE_CUDA = (
-    "src/cuda", "src/device/cuda.cu", "src/dist/device_calls.cpp", "src/dist/kernels",
+    "src/cuda", "src/device/cuda.cu", "src/dist/device_calls.cpp", "src/dist/session.cpp", "src/dist/kernels",
     "bench/cuda", "bench/dist", "tests/cuda",
 )
 

@@ -145,7 +145,28 @@ typedef struct {
   tessera_buffer workspace;
 } tessera_grouped_gemm_args;
 
+/* Experts spread over the GPUs of a host: dist.hpp. time_limit 0: 30 s. */
+typedef struct {
+  uint64_t size;
+  int32_t rank, ranks;
+  int64_t max_tokens, hidden, intermediate, experts, top_k;
+  int32_t activation, reserved;
+  float alpha, limit, up_offset, reserved2;
+  double time_limit;
+} tessera_expert_parallel_desc;
+
+typedef struct {
+  uint64_t size;
+  tessera_tensor x, topk_ids, topk_weights, w_up, w_down, o;
+} tessera_expert_parallel_args;
+
+typedef struct {
+  char bytes[128];
+} tessera_peer_group_id;
+
 typedef struct tessera_context tessera_context;
+typedef struct tessera_peer_window tessera_peer_window;
+typedef struct tessera_expert_parallel tessera_expert_parallel;
 
 /* ABI the library was built with, and its version as text. */
 int tessera_abi_version(void);
@@ -181,6 +202,27 @@ int tessera_update_selection_bias(tessera_context const*, tessera_selection_bias
 int tessera_grouped_gemm_workspace(tessera_context const*, tessera_grouped_gemm_args const*,
                                    size_t* bytes);
 int tessera_grouped_gemm(tessera_context const*, tessera_grouped_gemm_args const*, void* stream);
+
+/* nccl_path NULL: libnccl.so.2. addresses: `ranks` of them. close also frees the handle, whatever it returns. */
+int tessera_peer_group_id_make(char const* nccl_path, tessera_peer_group_id* id);
+int tessera_peer_window_open(tessera_context const*, int32_t rank, int32_t ranks,
+                             tessera_peer_group_id const* id, size_t bytes, char const* nccl_path,
+                             tessera_peer_window** window);
+int tessera_peer_window_addresses(tessera_peer_window const*, void** addresses);
+int tessera_peer_window_close(tessera_peer_window*);
+
+int tessera_expert_parallel_window(tessera_expert_parallel_desc const*, size_t* bytes);
+int tessera_expert_parallel_workspace(tessera_context const*, tessera_expert_parallel_desc const*,
+                                      size_t* bytes);
+int tessera_expert_parallel_create(tessera_context const*, tessera_expert_parallel_desc const*,
+                                   void* const* windows, tessera_buffer workspace,
+                                   tessera_expert_parallel**);
+void tessera_expert_parallel_destroy(tessera_expert_parallel*); /* NULL is allowed */
+/* The place of x in this rank's window. */
+int tessera_expert_parallel_input(tessera_expert_parallel const*, void** x);
+int tessera_expert_parallel_forward(tessera_expert_parallel*, tessera_expert_parallel_args const*,
+                                    void* stream);
+int tessera_expert_parallel_check(tessera_expert_parallel const*); /* does not wait */
 
 #ifdef __cplusplus
 }

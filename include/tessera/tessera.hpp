@@ -5,6 +5,7 @@
 #include "tessera/backend.hpp"
 #include "tessera/balance.hpp"
 #include "tessera/context.hpp"
+#include "tessera/dist.hpp"
 #include "tessera/grouped_gemm.hpp"
 #include "tessera/moe.hpp"
 #include "tessera/names.hpp"

@@ -2,64 +2,15 @@
 // The C ABI on top of the C++ API: copies fields, adds no rules of its own.
 #include "tessera/tessera.h"
 
-#include <cstring>
-#include <memory>
 #include <new>
 
-#include "tessera/tessera.hpp"
-
-struct tessera_context {
-  tessera::Context context;
-};
+#include "capi/convert.hpp"
 
 namespace {
 
 using tessera::Status;
 using tessera::StatusCode;
-
-thread_local char last_error[Status::kTextBytes] = "";
-
-int finish(Status const& status) noexcept {
-  std::memcpy(last_error, status.text(), Status::kTextBytes);
-  return static_cast<int>(status.code());
-}
-
-/// A struct as an older or newer caller knew it: fields it did not know read as 0. Fields newer than this
-/// library must be 0, or the caller asks for something this library cannot know.
-template <class Struct>
-Status read_struct(char const* name, Struct const* from, Struct& out) noexcept {
-  std::memset(static_cast<void*>(&out), 0, sizeof(Struct));
-  if (from == nullptr) return Status::invalid("%s: null pointer", name);
-  std::uint64_t const size = from->size;
-  if (size < sizeof(std::uint64_t) || size > 65536) {
-    return Status::invalid("%s.size=%llu: set it to sizeof(%s)", name,
-                           static_cast<unsigned long long>(size), name);
-  }
-  auto const* const bytes = reinterpret_cast<unsigned char const*>(from);
-  for (std::uint64_t i = sizeof(Struct); i < size; ++i) {
-    if (bytes[i] != 0) {
-      return Status::unsupported(
-          "%s: a field beyond this library's version is set; update libtessera", name);
-    }
-  }
-  std::memcpy(static_cast<void*>(&out), from, size < sizeof(Struct) ? size : sizeof(Struct));
-  return {};
-}
-
-tessera::Tensor tensor_of(tessera_tensor const& from) noexcept {
-  tessera::Tensor tensor;
-  tensor.data = from.data;
-  tensor.dtype = static_cast<tessera::DType>(from.dtype);
-  tensor.device = {static_cast<tessera::DeviceKind>(from.device_kind), from.device_index};
-  tensor.rank = from.rank;
-  for (int axis = 0; axis < tessera::kMaxRank; ++axis) {
-    tensor.shape[axis] = from.shape[axis];
-    tensor.stride[axis] = from.stride[axis];
-  }
-  return tensor;
-}
-
-tessera::Buffer buffer_of(tessera_buffer const& from) noexcept { return {from.data, from.bytes}; }
+using namespace tessera::capi;
 
 tessera::ExpertWeights weights_of(tessera_expert_weights const& from) noexcept {
   tessera::ExpertWeights weights;
@@ -78,9 +29,7 @@ Status desc_of(tessera_moe_desc const* desc, tessera::MoeDesc& out) noexcept {
   out.shape = {from.tokens, from.hidden, from.intermediate,         from.experts,
                from.top_k,  from.slots,  from.variable_experts != 0};
   if (from.dtype != 0) out.dtype = static_cast<tessera::DType>(from.dtype);
-  out.activation = {static_cast<tessera::ActivationKind>(from.activation),
-                    from.alpha == 0 ? 1.0f : from.alpha,
-                    from.limit == 0 ? __builtin_huge_valf() : from.limit, from.up_offset};
+  out.activation = activation_of(from.activation, from.alpha, from.limit, from.up_offset);
   out.layout = {static_cast<tessera::GateUpOrder>(from.layout_order),
                 static_cast<tessera::WeightOrientation>(from.layout_orientation),
                 from.layout_block};
@@ -103,11 +52,6 @@ Status desc_of(tessera_moe_desc const* desc, tessera::MoeDesc& out) noexcept {
   out.router.capacity = from.capacity;
   out.router.replay = from.replay != 0;
   return {};
-}
-
-Status check_context(tessera_context const* context) noexcept {
-  return context == nullptr ? Status::invalid("context: null pointer; call tessera_context_create")
-                            : Status();
 }
 
 Status forward(tessera_context const* context, tessera_moe_desc const* c_desc,
@@ -317,8 +261,6 @@ Status saved(tessera_moe_desc const* c_desc, std::size_t* x_bytes, std::size_t* 
 }
 
 }  // namespace
-
-#define TESSERA_C_API extern "C" TESSERA_EXPORT
 
 TESSERA_C_API int tessera_abi_version(void) { return TESSERA_ABI_VERSION; }
 TESSERA_C_API char const* tessera_version(void) { return TESSERA_VERSION; }

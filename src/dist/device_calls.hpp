@@ -24,4 +24,25 @@ struct DeviceCalls {
 /// Those of this build.
 DeviceCalls const& device_calls() noexcept;
 
+/// A device for the length of a scope.
+class DeviceScope {
+ public:
+  DeviceScope(DeviceCalls const& calls, std::int32_t device) noexcept : calls_(calls) {
+    auto before = calls.use(device);
+    status_ = before.status();
+    if (before.ok()) before_ = before.value();
+  }
+  DeviceScope(DeviceScope const&) = delete;
+  DeviceScope& operator=(DeviceScope const&) = delete;
+  ~DeviceScope() {
+    if (status_.ok()) static_cast<void>(calls_.use(before_).ok());
+  }
+  [[nodiscard]] Status status() const noexcept { return status_; }
+
+ private:
+  DeviceCalls const& calls_;
+  Status status_;
+  std::int32_t before_ = 0;
+};
+
 }  // namespace tessera::dist

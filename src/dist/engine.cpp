@@ -8,27 +8,6 @@
 namespace tessera::dist {
 namespace {
 
-/// A device for the length of a scope.
-class DeviceScope {
- public:
-  DeviceScope(DeviceCalls const& calls, std::int32_t device) noexcept : calls_(calls) {
-    auto before = calls.use(device);
-    status_ = before.status();
-    if (before.ok()) before_ = before.value();
-  }
-  DeviceScope(DeviceScope const&) = delete;
-  DeviceScope& operator=(DeviceScope const&) = delete;
-  ~DeviceScope() {
-    if (status_.ok()) static_cast<void>(calls_.use(before_).ok());
-  }
-  [[nodiscard]] Status status() const noexcept { return status_; }
-
- private:
-  DeviceCalls const& calls_;
-  Status status_;
-  std::int32_t before_ = 0;
-};
-
 Status check_ranks(std::int32_t rank, std::int32_t ranks) noexcept {
   if (ranks < 1 || ranks > kMaxRanks) {
     return Status::invalid("ranks=%d: 1 to %d GPUs of one host", ranks, kMaxRanks);

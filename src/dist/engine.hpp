@@ -11,11 +11,10 @@
 
 #include "dist/device_calls.hpp"
 #include "dist/nccl_library.hpp"
+#include "tessera/dist.hpp"
 #include "tessera/status.hpp"
 
 namespace tessera::dist {
-
-constexpr std::int32_t kMaxRanks = 8;
 
 struct Window {
   std::array<void*, kMaxRanks> address = {};  ///< [rank]: its memory, as this rank's GPU sees it

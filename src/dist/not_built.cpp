@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A build without CUDA: no device can be used, so nothing else is ever reached.
 #include "dist/device_calls.hpp"
+#include "dist/session.hpp"
 
 namespace tessera::dist {
 namespace {
@@ -21,5 +22,12 @@ DeviceCalls const& device_calls() noexcept {
       [](void const*) noexcept { return false; }};
   return kCalls;
 }
+
+std::size_t Session::workspace_bytes(ExchangeShape const&, std::int32_t) noexcept { return 0; }
+Expected<std::unique_ptr<Session>> Session::open(SessionConfig const&) noexcept { return refuse(); }
+Session::~Session() = default;
+void* Session::x() const noexcept { return nullptr; }
+Status Session::forward(PassTensors const&, Stream) noexcept { return refuse(); }
+Status Session::fault() const noexcept { return {}; }
 
 }  // namespace tessera::dist

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// The experts of one layer spread over the GPUs of a host: rank r of P owns the experts [r*E/P, (r+1)*E/P).
+//
+//   o_t = sum over choices j of token t, in their order, of s_tj * (act(x_t w_up[e_tj]^T) w_down[e_tj]^T)
+//
+// One kernel per pass on every rank sends rows to the owners of their experts, multiplies, and brings the results
+// back. No row is dropped; o has the bits of moe_forward on a single GPU with all experts, for every P. Ranks are
+// threads or processes. They make the same passes in the same order, also those in which they have no token.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "tessera/context.hpp"
+#include "tessera/export.hpp"
+#include "tessera/shape.hpp"
+#include "tessera/status.hpp"
+#include "tessera/tensor.hpp"
+
+namespace tessera {
+
+namespace dist {
+class Engine;
+class Session;
+}  // namespace dist
+
+inline constexpr std::int32_t kMaxRanks = 8;
+
+/// Who this rank is, and bounds of all passes. All but `rank` are equal on all ranks.
+struct ExpertParallelDesc {
+  std::int32_t rank = 0;
+  std::int32_t ranks = 1;       ///< P, at most kMaxRanks
+  std::int64_t max_tokens = 0;  ///< most tokens of any rank in any pass
+  std::int64_t hidden = 0;
+  std::int64_t intermediate = 0;
+  std::int64_t experts = 0;  ///< E, a multiple of P, at most 512
+  std::int64_t top_k = 0;    ///< K, at most 32
+  Activation activation = {};
+  double time_limit = 30;  ///< seconds that a pass waits for another rank before it gives up
+};
+
+/// Tensors of one pass on this rank, bf16 unless said otherwise, contiguous but for x. T may be 0 and may differ
+/// from rank to rank and from pass to pass.
+struct ExpertParallelArgs {
+  ConstTensor x = {};             ///< [T,d]; copied into the window, unless it is input(T)
+  ConstTensor topk_ids = {};      ///< [T,K] int32; distinct in a token; outside [0,E): no row
+  ConstTensor topk_weights = {};  ///< [T,K] fp32
+  ConstTensor w_up = {};    ///< this rank's: [E/P,2n,d], gate rows first; [E/P,n,d] without a gate
+  ConstTensor w_down = {};  ///< this rank's: [E/P,d,n]
+  Tensor o = {};            ///< [T,d], every element is written
+};
+
+/// An identity for a group of ranks that make windows together.
+struct PeerGroupId {
+  char bytes[128] = {};
+};
+
+/// Memory of every rank that the kernels of every rank can address, by NCCL (2.28 or later; loaded at run time, the
+/// copy that the process has loaded already before any other). Whoever has such memory from elsewhere, such as torch
+/// symmetric memory, needs none of this. open() and close() are collective: all ranks call them in the same order.
+class TESSERA_EXPORT PeerWindow {
+ public:
+  /// On one rank; the caller carries it to all. `nccl_path`: null for libnccl.so.2.
+  /// environment: NCCL is missing or too old, or NCCL_NVLS_ENABLE is not "0": NVLink multicast must be off before
+  /// the first NCCL call of a process.
+  static Expected<PeerGroupId> make_id(char const* nccl_path = nullptr) noexcept;
+  /// `bytes` zeros on every rank; equal on all. environment: as make_id, or the GPUs do not address each other.
+  static Expected<PeerWindow> open(Context const& context, std::int32_t rank, std::int32_t ranks,
+                                   PeerGroupId const& id, std::size_t bytes,
+                                   char const* nccl_path = nullptr) noexcept;
+
+  PeerWindow(PeerWindow&&) noexcept;
+  PeerWindow& operator=(PeerWindow&&) noexcept;
+  /// Leaves the group without waiting for the others, where close() has not been called: after a fault.
+  ~PeerWindow();
+
+  /// [rank]: its memory, as this rank's GPU addresses it.
+  [[nodiscard]] std::span<void* const> addresses() const noexcept;
+  /// Frees it, after every rank is done with it.
+  Status close() noexcept;
+
+ private:
+  struct Parts;
+  explicit PeerWindow(std::unique_ptr<Parts> parts) noexcept;
+  std::unique_ptr<Parts> parts_;
+};
+
+/// One rank of a group of experts. Not thread-safe: one pass at a time. Layers of the same shape share one.
+class TESSERA_EXPORT ExpertParallel {
+ public:
+  /// Bytes of every rank's window, and of this rank's workspace. Errors: invalid_argument, unsupported.
+  static Expected<std::size_t> window_bytes(ExpertParallelDesc const& desc) noexcept;
+  static Expected<std::size_t> workspace_bytes(Context const& context,
+                                               ExpertParallelDesc const& desc) noexcept;
+
+  /// `windows`: of all ranks, as this rank's GPU addresses them, zeroed on all ranks before any rank's first pass.
+  /// `workspace`: memory of this rank's GPU. Both stay the group's until all ranks have destroyed their object.
+  /// Errors: invalid_argument, unsupported, environment (a context that is not on cuda), device_error.
+  static Expected<ExpertParallel> create(Context const& context, ExpertParallelDesc const& desc,
+                                         std::span<void* const> windows, Buffer workspace) noexcept;
+
+  ExpertParallel(ExpertParallel&&) noexcept;
+  ExpertParallel& operator=(ExpertParallel&&) noexcept;
+  ~ExpertParallel();
+
+  /// The place of x in the window, [tokens,d]: what is written there need not be copied. It may be overwritten once
+  /// a pass has ended on this rank.
+  [[nodiscard]] Tensor input(std::int64_t tokens) const noexcept;
+
+  /// Enqueues a pass; it can be captured into a graph and replayed. The kernel takes all SMs of the GPU at once and
+  /// waits for its peers: nothing else that waits for a peer may run beside it, and all ranks have to launch.
+  /// On an error nothing was enqueued.
+  Status forward(ExpertParallelArgs const& args, Stream stream = {}) noexcept;
+
+  /// Whether the passes that have ended are good: device_error, and who waited where for what, if a rank did not
+  /// come within the time limit. Their o is void then, on all ranks, and the group must be made anew. Does not wait:
+  /// synchronise the stream of a pass first.
+  [[nodiscard]] Status check() const noexcept;
+
+ private:
+  ExpertParallel(ExpertParallelDesc const& desc, Device device,
+                 std::unique_ptr<dist::Session> session) noexcept;
+  ExpertParallelDesc desc_;
+  Device device_;
+  std::unique_ptr<dist::Session> session_;
+};
+
+}  // namespace tessera

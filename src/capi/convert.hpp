@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the files of the C ABI share: the error of a thread, structs of older and newer callers, tensors.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "tessera/tessera.h"
+#include "tessera/tessera.hpp"
+
+#define TESSERA_C_API extern "C" TESSERA_EXPORT
+
+struct tessera_context {
+  tessera::Context context;
+};
+
+namespace tessera::capi {
+
+inline thread_local char last_error[Status::kTextBytes] = "";
+
+inline int finish(Status const& status) noexcept {
+  std::memcpy(last_error, status.text(), Status::kTextBytes);
+  return static_cast<int>(status.code());
+}
+
+/// A struct as an older or newer caller knew it: fields it did not know read as 0. Fields newer than this
+/// library must be 0, or the caller asks for something this library cannot know.
+template <class Struct>
+Status read_struct(char const* name, Struct const* from, Struct& out) noexcept {
+  std::memset(static_cast<void*>(&out), 0, sizeof(Struct));
+  if (from == nullptr) return Status::invalid("%s: null pointer", name);
+  std::uint64_t const size = from->size;
+  if (size < sizeof(std::uint64_t) || size > 65536) {
+    return Status::invalid("%s.size=%llu: set it to sizeof(%s)", name,
+                           static_cast<unsigned long long>(size), name);
+  }
+  auto const* const bytes = reinterpret_cast<unsigned char const*>(from);
+  for (std::uint64_t i = sizeof(Struct); i < size; ++i) {
+    if (bytes[i] != 0) {
+      return Status::unsupported(
+          "%s: a field beyond this library's version is set; update libtessera", name);
+    }
+  }
+  std::memcpy(static_cast<void*>(&out), from, size < sizeof(Struct) ? size : sizeof(Struct));
+  return {};
+}
+
+inline Tensor tensor_of(tessera_tensor const& from) noexcept {
+  Tensor tensor;
+  tensor.data = from.data;
+  tensor.dtype = static_cast<DType>(from.dtype);
+  tensor.device = {static_cast<DeviceKind>(from.device_kind), from.device_index};
+  tensor.rank = from.rank;
+  for (int axis = 0; axis < kMaxRank; ++axis) {
+    tensor.shape[axis] = from.shape[axis];
+    tensor.stride[axis] = from.stride[axis];
+  }
+  return tensor;
+}
+
+inline Buffer buffer_of(tessera_buffer const& from) noexcept { return {from.data, from.bytes}; }
+
+// 0 stands for the defaults.
+inline Activation activation_of(std::int32_t kind, float alpha, float limit,
+                                float up_offset) noexcept {
+  return {static_cast<ActivationKind>(kind), alpha == 0 ? 1.0f : alpha,
+          limit == 0 ? __builtin_huge_valf() : limit, up_offset};
+}
+
+inline Status check_context(tessera_context const* context) noexcept {
+  return context == nullptr ? Status::invalid("context: null pointer; call tessera_context_create")
+                            : Status();
+}
+
+}  // namespace tessera::capi

@@ -1,0 +1,176 @@
+// SPDX-License-Identifier: Apache-2.0
+// The C ABI of experts over several GPUs.
+#include <cstring>
+#include <new>
+
+#include "capi/convert.hpp"
+
+struct tessera_peer_window {
+  tessera::PeerWindow window;
+};
+struct tessera_expert_parallel {
+  tessera::ExpertParallel group;
+};
+
+namespace {
+
+using tessera::Status;
+using tessera::StatusCode;
+using namespace tessera::capi;
+
+Status present(void const* pointer, char const* name) noexcept {
+  return pointer == nullptr ? Status::invalid("%s: null pointer", name) : Status();
+}
+
+Status desc_of(tessera_expert_parallel_desc const* desc,
+               tessera::ExpertParallelDesc& out) noexcept {
+  tessera_expert_parallel_desc from;
+  TESSERA_TRY(read_struct("tessera_expert_parallel_desc", desc, from));
+  out.rank = from.rank;
+  out.ranks = from.ranks;
+  out.max_tokens = from.max_tokens;
+  out.hidden = from.hidden;
+  out.intermediate = from.intermediate;
+  out.experts = from.experts;
+  out.top_k = from.top_k;
+  out.activation = activation_of(from.activation, from.alpha, from.limit, from.up_offset);
+  if (from.time_limit != 0) out.time_limit = from.time_limit;
+  return {};
+}
+
+template <class Value, class Call>
+Status store(Value* out, Call call) noexcept {
+  TESSERA_TRY(present(out, "output"));
+  auto value = call();
+  if (!value.ok()) return value.status();
+  *out = value.value();
+  return {};
+}
+
+Status make_id(char const* nccl_path, tessera_peer_group_id* id) noexcept {
+  TESSERA_TRY(present(id, "id"));
+  auto const made = tessera::PeerWindow::make_id(nccl_path);
+  if (!made.ok()) return made.status();
+  std::memcpy(id->bytes, made.value().bytes, sizeof id->bytes);
+  return {};
+}
+
+Status open_window(tessera_context const* context, std::int32_t rank, std::int32_t ranks,
+                   tessera_peer_group_id const* id, std::size_t bytes, char const* nccl_path,
+                   tessera_peer_window** out) noexcept {
+  TESSERA_TRY(check_context(context));
+  TESSERA_TRY(present(id, "id"));
+  TESSERA_TRY(present(out, "window"));
+  *out = nullptr;
+  tessera::PeerGroupId group;
+  std::memcpy(group.bytes, id->bytes, sizeof group.bytes);
+  auto window = tessera::PeerWindow::open(context->context, rank, ranks, group, bytes, nccl_path);
+  if (!window.ok()) return window.status();
+  *out = new (std::nothrow) tessera_peer_window{std::move(window).value()};
+  return *out != nullptr ? Status()
+                         : Status::error(StatusCode::out_of_memory, "no memory for a window");
+}
+
+Status addresses(tessera_peer_window const* window, void** out) noexcept {
+  TESSERA_TRY(present(window, "window"));
+  TESSERA_TRY(present(out, "addresses"));
+  for (void* address : window->window.addresses()) *out++ = address;
+  return {};
+}
+
+Status close_window(tessera_peer_window* window) noexcept {
+  if (window == nullptr) return {};
+  Status const status = window->window.close();
+  delete window;
+  return status;
+}
+
+Status create(tessera_context const* context, tessera_expert_parallel_desc const* c_desc,
+              void* const* windows, tessera_buffer workspace,
+              tessera_expert_parallel** out) noexcept {
+  TESSERA_TRY(check_context(context));
+  TESSERA_TRY(present(windows, "windows"));
+  TESSERA_TRY(present(out, "expert_parallel"));
+  *out = nullptr;
+  tessera::ExpertParallelDesc desc;
+  TESSERA_TRY(desc_of(c_desc, desc));
+  std::size_t const ranks = desc.ranks > 0 ? static_cast<std::size_t>(desc.ranks) : 0;
+  auto group = tessera::ExpertParallel::create(context->context, desc, {windows, ranks},
+                                               buffer_of(workspace));
+  if (!group.ok()) return group.status();
+  *out = new (std::nothrow) tessera_expert_parallel{std::move(group).value()};
+  return *out != nullptr ? Status()
+                         : Status::error(StatusCode::out_of_memory, "no memory for a group");
+}
+
+Status forward(tessera_expert_parallel* group, tessera_expert_parallel_args const* c_args,
+               void* stream) noexcept {
+  TESSERA_TRY(present(group, "expert_parallel"));
+  tessera_expert_parallel_args from;
+  TESSERA_TRY(read_struct("tessera_expert_parallel_args", c_args, from));
+  return group->group.forward({.x = tensor_of(from.x),
+                               .topk_ids = tensor_of(from.topk_ids),
+                               .topk_weights = tensor_of(from.topk_weights),
+                               .w_up = tensor_of(from.w_up),
+                               .w_down = tensor_of(from.w_down),
+                               .o = tensor_of(from.o)},
+                              {stream});
+}
+
+}  // namespace
+
+TESSERA_C_API int tessera_peer_group_id_make(char const* nccl_path, tessera_peer_group_id* id) {
+  return finish(make_id(nccl_path, id));
+}
+TESSERA_C_API int tessera_peer_window_open(tessera_context const* context, int32_t rank,
+                                           int32_t ranks, tessera_peer_group_id const* id,
+                                           size_t bytes, char const* nccl_path,
+                                           tessera_peer_window** window) {
+  return finish(open_window(context, rank, ranks, id, bytes, nccl_path, window));
+}
+TESSERA_C_API int tessera_peer_window_addresses(tessera_peer_window const* window, void** out) {
+  return finish(addresses(window, out));
+}
+TESSERA_C_API int tessera_peer_window_close(tessera_peer_window* window) {
+  return finish(close_window(window));
+}
+
+TESSERA_C_API int tessera_expert_parallel_window(tessera_expert_parallel_desc const* c_desc,
+                                                 size_t* bytes) {
+  tessera::ExpertParallelDesc desc;
+  Status const status = desc_of(c_desc, desc);
+  if (!status.ok()) return finish(status);
+  return finish(store(bytes, [&] { return tessera::ExpertParallel::window_bytes(desc); }));
+}
+TESSERA_C_API int tessera_expert_parallel_workspace(tessera_context const* context,
+                                                    tessera_expert_parallel_desc const* c_desc,
+                                                    size_t* bytes) {
+  tessera::ExpertParallelDesc desc;
+  Status status = check_context(context);
+  if (status.ok()) status = desc_of(c_desc, desc);
+  if (!status.ok()) return finish(status);
+  return finish(store(
+      bytes, [&] { return tessera::ExpertParallel::workspace_bytes(context->context, desc); }));
+}
+TESSERA_C_API int tessera_expert_parallel_create(tessera_context const* context,
+                                                 tessera_expert_parallel_desc const* desc,
+                                                 void* const* windows, tessera_buffer workspace,
+                                                 tessera_expert_parallel** group) {
+  return finish(create(context, desc, windows, workspace, group));
+}
+TESSERA_C_API void tessera_expert_parallel_destroy(tessera_expert_parallel* group) { delete group; }
+TESSERA_C_API int tessera_expert_parallel_input(tessera_expert_parallel const* group, void** x) {
+  Status status = present(group, "expert_parallel");
+  if (status.ok()) status = present(x, "x");
+  if (status.ok()) *x = group->group.input(0).data;
+  return finish(status);
+}
+TESSERA_C_API int tessera_expert_parallel_forward(tessera_expert_parallel* group,
+                                                  tessera_expert_parallel_args const* args,
+                                                  void* stream) {
+  return finish(forward(group, args, stream));
+}
+TESSERA_C_API int tessera_expert_parallel_check(tessera_expert_parallel const* group) {
+  Status const status = present(group, "expert_parallel");
+  return finish(status.ok() ? group->group.check() : status);
+}

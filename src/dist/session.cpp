@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "dist/session.hpp"
+
+#include <cuda_runtime.h>
+
+#include <new>
+
+#include "core/workspace.hpp"
+#include "dist/kernels/forward.hpp"
+
+namespace tessera::dist {
+namespace {
+
+Status check(cudaError_t error, char const* call) noexcept {
+  if (error == cudaSuccess) return {};
+  cudaGetLastError();  // leaves nothing behind for the caller's own calls
+  return Status::error(StatusCode::device_error, "%s: %s", call, cudaGetErrorString(error));
+}
+
+struct Regions {
+  core::WorkspacePlan plan;
+  core::Region<char> local;
+  core::Region<std::uint32_t> epoch;
+  core::Region<char> pool, a;
+
+  Regions(ExchangeShape const& s, std::int32_t sm_count) noexcept
+      : local(plan.add<char>(LocalLayout(s, sm_count).bytes)),
+        epoch(plan.add<std::uint32_t>(1)),
+        pool(plan.add<char>(2 * s.pool_rows() * s.hidden)),
+        a(plan.add<char>(2 * s.pool_rows() * s.intermediate)) {}
+};
+
+}  // namespace
+
+std::size_t Session::workspace_bytes(ExchangeShape const& shape, std::int32_t sm_count) noexcept {
+  return Regions(shape, sm_count).plan.bytes();
+}
+
+Expected<std::unique_ptr<Session>> Session::open(SessionConfig const& config) noexcept {
+  DeviceScope const scope(device_calls(), config.device);
+  TESSERA_TRY(scope.status());
+  std::unique_ptr<Session> session(new (std::nothrow) Session(config));
+  if (session == nullptr) return Status::error(StatusCode::out_of_memory, "no memory for a group");
+  void* fault = nullptr;
+  TESSERA_TRY(check(cudaHostAlloc(&fault, sizeof(Fault), cudaHostAllocPortable), "cudaHostAlloc"));
+  session->fault_ = new (fault) Fault{};
+  Regions const regions(config.shape, config.sm_count);
+  std::byte* const base = core::WorkspacePlan::align(config.workspace);
+  std::uint32_t const first = 1;  // words of the windows are zero
+  TESSERA_TRY(
+      check(cudaMemset(regions.local.in(base), 0,
+                       static_cast<std::size_t>(LocalLayout(config.shape, config.sm_count).bytes)),
+            "cudaMemset"));
+  TESSERA_TRY(
+      check(cudaMemcpy(regions.epoch.in(base), &first, sizeof first, cudaMemcpyHostToDevice),
+            "cudaMemcpy"));
+  TESSERA_TRY(check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"));
+  return session;
+}
+
+Session::~Session() {
+  if (fault_ != nullptr) cudaFreeHost(fault_);
+}
+
+void* Session::x() const noexcept {
+  return static_cast<char*>(config_.windows[static_cast<std::size_t>(config_.rank)]) +
+         WindowLayout(config_.shape).x;
+}
+
+Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
+  TESSERA_TRY(fault());
+  DeviceScope const scope(device_calls(), config_.device);
+  TESSERA_TRY(scope.status());
+  auto* const native = static_cast<cudaStream_t>(stream.native);
+  ExchangeShape const& s = config_.shape;
+  if (tensors.tokens > 0 && tensors.gmem_x != x()) {
+    std::size_t const row = 2 * static_cast<std::size_t>(s.hidden);
+    TESSERA_TRY(check(
+        cudaMemcpy2DAsync(x(), row, tensors.gmem_x, 2 * static_cast<std::size_t>(tensors.x_pitch),
+                          row, static_cast<std::size_t>(tensors.tokens), cudaMemcpyDeviceToDevice,
+                          native),
+        "cudaMemcpy2DAsync"));
+  }
+  Regions const regions(s, config_.sm_count);
+  std::byte* const base = core::WorkspacePlan::align(config_.workspace);
+  ExchangeArguments exchange{.shape = s,
+                             .window = WindowLayout(s),
+                             .local = LocalLayout(s, config_.sm_count),
+                             .rank = config_.rank,
+                             .windows = {},
+                             .gmem_local = regions.local.in(base),
+                             .gmem_epoch = regions.epoch.in(base),
+                             .fault = fault_,
+                             .limit_ns = static_cast<std::uint64_t>(config_.time_limit * 1e9),
+                             .jitter_ns = 0,
+                             .tokens = tensors.tokens,
+                             .gmem_topk_ids = tensors.gmem_topk_ids,
+                             .gmem_slot_of_pair = nullptr,
+                             .gmem_expert_offsets = nullptr,
+                             .gmem_pool = regions.pool.in(base),
+                             .gmem_y = nullptr};
+  for (std::size_t r = 0; r < static_cast<std::size_t>(s.ranks); ++r) {
+    exchange.windows[r] = static_cast<char*>(config_.windows[r]);
+  }
+  return check(launch_forward({.exchange = exchange,
+                               .activation = config_.activation,
+                               .gmem_w_up = tensors.gmem_w_up,
+                               .gmem_w_down = tensors.gmem_w_down,
+                               .gmem_a = regions.a.in(base),
+                               .gmem_scores = tensors.gmem_topk_weights,
+                               .gmem_o = tensors.gmem_o,
+                               .lag = -1},
+                              config_.sm_count, native),
+               "launch of the forward pass");
+}
+
+Status Session::fault() const noexcept { return fault_status(*fault_, config_.time_limit); }
+
+}  // namespace tessera::dist

@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// Experts over several GPUs, as far as a machine without GPUs sees them: sizes, rules, and who says what is missing.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "tessera/tessera.h"
+#include "tessera/tessera.hpp"
+
+namespace tessera {
+namespace {
+
+ExpertParallelDesc good() {
+  ExpertParallelDesc desc;
+  desc.ranks = 4;
+  desc.max_tokens = 100;
+  desc.hidden = 256;
+  desc.intermediate = 128;
+  desc.experts = 16;
+  desc.top_k = 4;
+  return desc;
+}
+
+TEST(ExpertParallel, AWindowHoldsRowsListsAndSlots) {
+  ExpertParallelDesc desc = good();
+  auto const bytes = ExpertParallel::window_bytes(desc);
+  ASSERT_TRUE(bytes.ok()) << bytes.status().text();
+  std::size_t const x = 2 * 100 * 256;
+  EXPECT_GE(bytes.value(), x + 4 * x);  // x, and a slot per choice
+  EXPECT_LE(bytes.value(), x + 4 * x + (std::size_t{1} << 17));
+  for (std::int32_t rank = 0; rank < 4; ++rank) {  // equal on all ranks
+    desc.rank = rank;
+    EXPECT_EQ(ExpertParallel::window_bytes(desc).value(), bytes.value());
+  }
+}
+
+TEST(ExpertParallel, RulesNameFieldAndValue) {
+  struct Bad {
+    char const* text;
+    void (*spoil)(ExpertParallelDesc&);
+  };
+  for (Bad const& bad : {
+           Bad{"ranks=9", [](ExpertParallelDesc& d) { d.ranks = 9; }},
+           Bad{"rank=4", [](ExpertParallelDesc& d) { d.rank = 4; }},
+           Bad{"max_tokens=0", [](ExpertParallelDesc& d) { d.max_tokens = 0; }},
+           Bad{"hidden=250", [](ExpertParallelDesc& d) { d.hidden = 250; }},
+           Bad{"intermediate=0", [](ExpertParallelDesc& d) { d.intermediate = 0; }},
+           Bad{"experts=18", [](ExpertParallelDesc& d) { d.experts = 18; }},
+           Bad{"top_k=17", [](ExpertParallelDesc& d) { d.top_k = 17; }},
+           Bad{"time_limit=0", [](ExpertParallelDesc& d) { d.time_limit = 0; }},
+           Bad{"activation=99",
+               [](ExpertParallelDesc& d) { d.activation.kind = static_cast<ActivationKind>(99); }},
+           Bad{"more than 2^31-1",
+               [](ExpertParallelDesc& d) {
+                 d.max_tokens = 1 << 24;
+                 d.experts = 512;
+                 d.top_k = 32;
+                 d.ranks = 8;
+               }},
+       }) {
+    ExpertParallelDesc desc = good();
+    bad.spoil(desc);
+    auto const bytes = ExpertParallel::window_bytes(desc);
+    ASSERT_FALSE(bytes.ok()) << bad.text;
+    EXPECT_EQ(bytes.status().code(), StatusCode::invalid_argument);
+    EXPECT_NE(std::string(bytes.status().text()).find(bad.text), std::string::npos)
+        << bytes.status().text();
+  }
+}
+
+TEST(ExpertParallel, AContextOnTheCpuIsRefused) {
+  auto const context = Context::create();
+  ASSERT_TRUE(context.ok());
+  void* windows[4] = {};
+  auto const refused = [](Status const& status) {
+    EXPECT_EQ(status.code(), StatusCode::environment) << status.text();
+    EXPECT_NE(std::string(status.text()).find("create it on cuda:N"), std::string::npos)
+        << status.text();
+  };
+  refused(ExpertParallel::workspace_bytes(context.value(), good()).status());
+  refused(ExpertParallel::create(context.value(), good(), windows, {}).status());
+  refused(PeerWindow::open(context.value(), 0, 1, {}, 1).status());
+}
+
+TEST(PeerWindow, SaysWhatIsMissing) {
+  ASSERT_EQ(unsetenv("NCCL_NVLS_ENABLE"), 0);
+  auto const with_multicast = PeerWindow::make_id();
+  ASSERT_FALSE(with_multicast.ok());
+  EXPECT_EQ(with_multicast.status().code(), StatusCode::environment);
+  EXPECT_NE(std::string(with_multicast.status().text()).find("multicast must be off"),
+            std::string::npos);
+
+  ASSERT_EQ(setenv("NCCL_NVLS_ENABLE", "0", 1), 0);
+  auto const without_nccl = PeerWindow::make_id("/nowhere/libnccl.so.2");
+  ASSERT_FALSE(without_nccl.ok());
+  EXPECT_EQ(without_nccl.status().code(), StatusCode::environment);
+  EXPECT_NE(std::string(without_nccl.status().text()).find("install NCCL 2.28"), std::string::npos)
+      << without_nccl.status().text();
+}
+
+TEST(ExpertParallel, TheCAbiSaysTheSame) {
+  tessera_expert_parallel_desc desc = {};
+  desc.size = sizeof desc;
+  desc.ranks = 4;
+  desc.max_tokens = 100;
+  desc.hidden = 256;
+  desc.intermediate = 128;
+  desc.experts = 16;
+  desc.top_k = 4;
+  size_t bytes = 0;
+  ASSERT_EQ(tessera_expert_parallel_window(&desc, &bytes), TESSERA_OK) << tessera_last_error();
+  EXPECT_EQ(bytes, ExpertParallel::window_bytes(good()).value());
+
+  tessera_context* context = nullptr;
+  ASSERT_EQ(tessera_context_create(TESSERA_CPU, 0, 1, &context), TESSERA_OK);
+  EXPECT_EQ(tessera_expert_parallel_workspace(context, &desc, &bytes), TESSERA_ENVIRONMENT);
+  void* windows[4] = {};
+  tessera_expert_parallel* group = nullptr;
+  EXPECT_EQ(tessera_expert_parallel_create(context, &desc, windows, {}, &group),
+            TESSERA_ENVIRONMENT);
+  EXPECT_EQ(group, nullptr);
+  EXPECT_EQ(tessera_expert_parallel_create(context, &desc, nullptr, {}, &group),
+            TESSERA_INVALID_ARGUMENT);
+  EXPECT_EQ(tessera_expert_parallel_forward(nullptr, nullptr, nullptr), TESSERA_INVALID_ARGUMENT);
+  EXPECT_EQ(tessera_expert_parallel_check(nullptr), TESSERA_INVALID_ARGUMENT);
+  tessera_expert_parallel_destroy(nullptr);
+
+  tessera_peer_group_id id = {};
+  tessera_peer_window* window = nullptr;
+  EXPECT_EQ(tessera_peer_window_open(context, 0, 1, &id, 1, nullptr, &window), TESSERA_ENVIRONMENT);
+  EXPECT_EQ(tessera_peer_window_close(nullptr), TESSERA_OK);
+  desc.top_k = 0;
+  EXPECT_EQ(tessera_expert_parallel_window(&desc, &bytes), TESSERA_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(tessera_last_error()).find("top_k=0"), std::string::npos);
+  tessera_context_destroy(context);
+}
+
+}  // namespace
+}  // namespace tessera

@@ -16,10 +16,12 @@
 #include "cli/bench_bound.hpp"
 #include "cli/bench_configs.hpp"
 #include "cli/bench_cuda.hpp"
+#include "cli/bench_gpus.hpp"
 #include "cli/bench_layer.hpp"
 #include "cli/commands.hpp"
 #include "cli/output.hpp"
 #include "cli/shape_flags.hpp"
+#include "tessera/dist.hpp"
 #include "tessera/work.hpp"
 #include "verify/names.hpp"
 #include "verify/runner.hpp"
@@ -37,6 +39,7 @@ struct BenchFlags {
   bool no_check = false, json = false;
 };
 
+constexpr std::int64_t kTokensPerGpu = 8192;
 constexpr int kLeastIterations = 5, kMostIterations = 200;
 constexpr std::chrono::milliseconds kBusyWait{20};  // and more than that
 
@@ -301,15 +304,24 @@ void write_file(std::string const& path, std::string const& text) {
 
 int bench_cuda(BenchFlags const& flags, std::string const& command_line) {
   CudaBench request;
-  for (Job& job : jobs_of(flags)) request.jobs.push_back({job.name, std::move(job.layer_case)});
+  for (Job& job : jobs_of(flags)) {
+    // The layers that several GPUs share are measured at T 8192 each.
+    MoeShape& shape = job.layer_case.desc.shape;
+    if (flags.gpus > 0 && !flags.configs.empty()) {
+      shape.tokens = std::min(shape.tokens, kTokensPerGpu);
+    }
+    request.jobs.push_back({job.name, std::move(job.layer_case)});
+  }
   request.passes = flags.passes;
-  if (request.passes.empty()) request.passes = {"forward", "backward", "forward-inference"};
+  if (request.passes.empty() && flags.gpus == 0) {
+    request.passes = {"forward", "backward", "forward-inference"};
+  }
   request.seconds = flags.seconds;
   request.check = !flags.no_check;
   request.print = !flags.json;
   request.command = command_line;
-  if (flags.gpus > 1) throw CommandError("--gpus: this version runs a layer on one GPU");
-  Json document = bench_on_cuda(flags.shape.context(), request);
+  Json document = flags.gpus == 0 ? bench_on_cuda(flags.shape.context(), request)
+                                  : bench_on_gpus(static_cast<std::int32_t>(flags.gpus), request);
   std::string const commit = first_line_of("git rev-parse --short HEAD 2>/dev/null");
   if (!commit.empty()) document["commit"] = commit;
   if (flags.json) print_json(document);
@@ -375,7 +387,8 @@ void add_bench(CLI::App& app) {
   command->add_option("--seconds", flags->seconds, "time for each configuration")
       ->check(CLI::Range(0.0, 3600.0))
       ->capture_default_str();
-  command->add_option("--gpus", flags->gpus, "GPUs that share the layer");
+  command->add_option("--gpus", flags->gpus, "GPUs that share the experts; T is that of each")
+      ->check(CLI::Range(0, kMaxRanks));
   command->add_option("--out", flags->out, "write the results file")->type_name("FILE");
   command->add_flag("--no-check", flags->no_check, "skip the check; rows say so");
   command->add_flag("--json", flags->json, "the results as JSON on stdout");

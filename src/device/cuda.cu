@@ -113,6 +113,19 @@ Memory allocate(std::int32_t device, std::size_t bytes, Kind kind) {
   return Memory(static_cast<std::byte*>(memory));
 }
 
+void enable_peer_access(std::int32_t device, std::int32_t peer) {
+  if (device == peer) return;
+  require(cudaSetDevice(device), "current device");
+  cudaError_t const error = cudaDeviceEnablePeerAccess(peer, 0);
+  if (error == cudaErrorPeerAccessAlreadyEnabled) {
+    cudaGetLastError();
+    return;
+  }
+  require(error,
+          ("peer access of cuda:" + std::to_string(device) + " to cuda:" + std::to_string(peer))
+              .c_str());
+}
+
 void upload(void* to, void const* from, std::size_t bytes) {
   require(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), "copy to the device");
 }

@@ -29,6 +29,9 @@ struct Release {
 using Memory = std::unique_ptr<std::byte[], Release>;
 Memory allocate(std::int32_t device, std::size_t bytes, Kind kind);
 
+/// Lets kernels of `device` address the memory of `peer`.
+void enable_peer_access(std::int32_t device, std::int32_t peer);
+
 /// Copies that are finished on return.
 void upload(void* to, void const* from, std::size_t bytes);
 void download(void* to, void const* from, std::size_t bytes);

@@ -13,6 +13,7 @@ namespace {
 
 void Release::operator()(std::byte*) const noexcept {}
 Memory allocate(std::int32_t, std::size_t, Kind) { fail(); }
+void enable_peer_access(std::int32_t, std::int32_t) { fail(); }
 void upload(void*, void const*, std::size_t) { fail(); }
 void download(void*, void const*, std::size_t) { fail(); }
 Stream::Stream(std::int32_t) { fail(); }

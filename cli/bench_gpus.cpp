@@ -1,0 +1,367 @@
+// SPDX-License-Identifier: Apache-2.0
+// A thread per GPU. Every GPU holds the weights of all experts, so that it can also compute its tokens alone: the bits
+// to compare with, and the time of the layer that needs no other GPU.
+#include "cli/bench_gpus.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <condition_variable>
+#include <ctime>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <numeric>
+#include <thread>
+
+#include "cli/bench_bound.hpp"
+#include "cli/commands.hpp"
+#include "device/device.hpp"
+#include "tessera/dist.hpp"
+#include "tessera/moe.hpp"
+#include "tessera/work.hpp"
+#include "verify/names.hpp"
+#include "verify/random_source.hpp"
+
+namespace tessera::cli {
+namespace {
+
+constexpr int kWarmUps = 20, kLeastRounds = 50, kMostRounds = 2000;
+constexpr char kProtocol[] =
+    "median of at least 50 rounds after 20; a round runs every candidate once, in rotating order; "
+    "all GPUs start "
+    "together, and a time is that of the slowest between CUDA events; o is compared bit for bit "
+    "with the layer that "
+    "has all experts on one GPU";
+
+/// Where the threads of a group meet. Who fails takes the others along.
+class Meeting {
+ public:
+  explicit Meeting(std::int32_t threads) : threads_(threads) {}
+  void meet() {
+    std::unique_lock lock(mutex_);
+    std::int64_t const before = generation_;
+    if (++arrived_ == threads_) {
+      arrived_ = 0;
+      ++generation_;
+      changed_.notify_all();
+    }
+    changed_.wait(lock, [&] { return generation_ != before || failed_; });
+    if (failed_) throw CommandError("another rank has failed", kEnvironment);
+  }
+  void fail() {
+    std::lock_guard const lock(mutex_);
+    failed_ = true;
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::int32_t threads_, arrived_ = 0;
+  std::int64_t generation_ = 0;
+  bool failed_ = false;
+};
+
+enum Candidate { kEager, kGraph, kOneGpu, kCandidates };
+constexpr std::array<char const*, kCandidates> kVariants = {"", "graph", "one-gpu"};
+
+/// What the ranks of one job share.
+struct Group {
+  explicit Group(std::int32_t ranks)
+      : meeting(ranks), windows(static_cast<std::size_t>(ranks)), latest(windows.size()) {}
+  Meeting meeting;
+  std::vector<void*> windows;
+  std::vector<std::array<float, kCandidates>> latest;  // of each rank
+  std::array<std::vector<double>, kCandidates> ms;     // of the slowest rank
+  std::vector<std::string> failures;  // under the meeting's order: rank 0 reads at the end
+  bool more = true;                   // written by rank 0
+};
+
+Tensor bf16(device::Memory const& memory, std::initializer_list<std::int64_t> shape,
+            Device device) {
+  return tensor(static_cast<void*>(memory.get()), DType::bf16, shape, device);
+}
+
+/// One rank: its buffers and what it enqueues.
+class RankBench {
+ public:
+  RankBench(std::int32_t rank, std::int32_t ranks, CudaBench::Job const& job, Group& group)
+      : context_(value_of(Context::create({.device = {DeviceKind::cuda, rank}}))),
+        stream_(rank),
+        group_(group),
+        rank_(rank),
+        desc_(job.layer_case.desc) {
+    for (std::int32_t peer = 0; peer < ranks; ++peer) device::enable_peer_access(rank, peer);
+    MoeShape const& s = desc_.shape;
+    desc_.save = SavePolicy::none;
+    desc_.router.kind = RouterKind::given;
+    desc_.ids_dtype = DType::int32;
+    desc_.layout = {};
+    auto const allocate = [rank](std::size_t bytes) {
+      return device::allocate(rank, bytes, device::Kind::device);
+    };
+    ExpertParallelDesc const group_desc = {.rank = rank,
+                                           .ranks = ranks,
+                                           .max_tokens = std::max<std::int64_t>(s.tokens, 1),
+                                           .hidden = s.hidden,
+                                           .intermediate = s.intermediate,
+                                           .experts = s.experts,
+                                           .top_k = s.top_k,
+                                           .activation = desc_.activation};
+    std::size_t const window = value_of(ExpertParallel::window_bytes(group_desc));
+    std::size_t const group_workspace =
+        value_of(ExpertParallel::workspace_bytes(context_, group_desc));
+    std::size_t const workspace = value_of(workspace_bytes(context_, desc_, Pass::forward));
+    window_ = allocate(window);
+    stream_.fill(window_.get(), 0, window);
+    group_workspace_ = allocate(group_workspace);
+    workspace_ = allocate(workspace);
+    std::int64_t const up_rows = desc_.up_width() * s.intermediate;
+    std::int64_t const matrix = s.hidden * s.intermediate;
+    w_up_ = allocate(static_cast<std::size_t>(2 * s.experts * up_rows * s.hidden));
+    w_down_ = allocate(static_cast<std::size_t>(2 * s.experts * matrix));
+    auto const o_bytes = static_cast<std::size_t>(2 * s.tokens * s.hidden);
+    o_ = allocate(o_bytes);
+    wanted_ = allocate(o_bytes);
+    stream_.fill_uniform(w_up_.get(), s.experts * up_rows * s.hidden, 2, 0x1p-4f);
+    stream_.fill_uniform(w_down_.get(), s.experts * matrix, 3, 0x1p-4f);
+    choose(job.layer_case);
+    stream_.synchronize();
+    group_.windows[static_cast<std::size_t>(rank)] = window_.get();
+    group_.meeting.meet();
+    experts_.emplace(value_of(ExpertParallel::create(context_, group_desc, group_.windows,
+                                                     {group_workspace_.get(), group_workspace})));
+
+    Device const device = context_.device();
+    Tensor const x = experts_->input(s.tokens);
+    stream_.fill_uniform(x.data, x.elements(), 4 + static_cast<std::uint64_t>(rank), 1);
+    Tensor const ids =
+        tensor(reinterpret_cast<std::int32_t*>(ids_.get()), {s.tokens, s.top_k}, device);
+    Tensor const scores =
+        tensor(reinterpret_cast<float*>(scores_.get()), {s.tokens, s.top_k}, device);
+    std::int64_t const local = s.experts / ranks, first = rank * local;
+    args_.x = x;
+    args_.topk_ids = ids;
+    args_.topk_weights = scores;
+    args_.w_up = tensor(static_cast<void*>(w_up_.get() + 2 * first * up_rows * s.hidden),
+                        DType::bf16, {local, up_rows, s.hidden}, device);
+    args_.w_down = tensor(static_cast<void*>(w_down_.get() + 2 * first * matrix), DType::bf16,
+                          {local, s.hidden, s.intermediate}, device);
+    args_.o = bf16(o_, {s.tokens, s.hidden}, device);
+    alone_.x = x;
+    alone_.topk_ids = ids;
+    alone_.topk_weights = scores;
+    alone_.weights.w_up = bf16(w_up_, {s.experts, up_rows, s.hidden}, device);
+    alone_.weights.w_down = bf16(w_down_, {s.experts, s.hidden, s.intermediate}, device);
+    alone_.o = bf16(wanted_, {s.tokens, s.hidden}, device);
+    alone_.workspace = {workspace_.get(), workspace};
+    graph_.emplace(stream_, [this] { run(kEager); });
+    stream_.synchronize();
+    group_.meeting.meet();
+  }
+
+  /// Bit for bit, eagerly and by graph replay.
+  bool is_right() {
+    run(kOneGpu);
+    auto const bytes = static_cast<std::size_t>(2 * args_.o.elements());
+    bool right = true;
+    for (Candidate const candidate : {kEager, kGraph}) {
+      stream_.fill(o_.get(), 0xff, bytes);
+      stream_.synchronize();
+      group_.meeting.meet();
+      run(candidate);
+      synchronize();
+      std::vector<std::uint16_t> got(bytes / 2), wanted(bytes / 2);
+      device::download(got.data(), o_.get(), bytes);
+      device::download(wanted.data(), wanted_.get(), bytes);
+      bool const some = std::any_of(wanted.begin(), wanted.end(), [](auto v) { return v != 0; });
+      right = right && got == wanted && (some || bytes == 0);
+      group_.meeting.meet();
+    }
+    return right;
+  }
+
+  void round(int first) {
+    for (int i = 0; i < kCandidates; ++i) {
+      auto const candidate = static_cast<Candidate>((i + first) % kCandidates);
+      group_.meeting.meet();
+      start_.record(stream_);
+      run(candidate);
+      end_.record(stream_);
+      synchronize();
+      group_.latest[static_cast<std::size_t>(rank_)][candidate] = end_.since(start_);
+    }
+    group_.meeting.meet();
+  }
+
+ private:
+  void run(Candidate candidate) {
+    if (candidate == kGraph) return graph_->launch(stream_);
+    check(candidate == kEager ? experts_->forward(args_, stream_.handle())
+                              : moe_forward(context_, desc_, alone_, stream_.handle()));
+  }
+  void synchronize() {
+    stream_.synchronize();
+    check(experts_->check());
+  }
+
+  void choose(verify::LayerCase const& layer_case) {
+    verify::LayerCase own = layer_case;
+    own.seed += static_cast<std::uint64_t>(rank_);
+    own.desc = desc_;
+    auto const chosen = verify::make_slots(own).topk_ids;
+    std::vector<std::int32_t> const ids(chosen.begin(), chosen.end());
+    verify::RandomSource random(own.seed, 1);
+    std::vector<float> scores(ids.size());
+    for (float& score : scores) score = static_cast<float>(0.05 + 0.95 * random.uniform());
+    ids_ = device::allocate(rank_, 4 * ids.size(), device::Kind::device);
+    scores_ = device::allocate(rank_, 4 * ids.size(), device::Kind::device);
+    device::upload(ids_.get(), ids.data(), 4 * ids.size());
+    device::upload(scores_.get(), scores.data(), 4 * ids.size());
+  }
+
+  Context context_;
+  device::Stream stream_;
+  device::Event start_, end_;
+  Group& group_;
+  std::int32_t rank_;
+  MoeDesc desc_;
+  device::Memory window_, group_workspace_, workspace_, w_up_, w_down_, o_, wanted_, ids_, scores_;
+  std::optional<ExpertParallel> experts_;
+  ExpertParallelArgs args_;
+  MoeForwardArgs alone_;
+  std::optional<device::Graph> graph_;
+};
+
+void run_rank(std::int32_t rank, std::int32_t ranks, CudaBench::Job const& job,
+              CudaBench const& bench, Group& group, std::vector<char>& right) {
+  RankBench own(rank, ranks, job, group);
+  if (bench.check) right[static_cast<std::size_t>(rank)] = own.is_right();
+  double end = 0;
+  for (int i = -kWarmUps; group.more; ++i) {
+    own.round(i + kWarmUps);
+    if (rank == 0) {
+      if (i < 0) end = now_seconds() + bench.seconds;
+      for (int c = 0; c < kCandidates && i >= 0; ++c) {
+        float slowest = 0;
+        for (auto const& latest : group.latest)
+          slowest = std::max(slowest, latest[static_cast<std::size_t>(c)]);
+        group.ms[static_cast<std::size_t>(c)].push_back(slowest);
+      }
+      group.more = i + 1 < kMostRounds && (i + 1 < kLeastRounds || now_seconds() < end);
+    }
+    group.meeting.meet();
+  }
+}
+
+double quantile(std::vector<double> values, double at) {
+  std::sort(values.begin(), values.end());
+  return values[static_cast<std::size_t>(at * static_cast<double>(values.size() - 1) + 0.5)];
+}
+
+Json bench_job(std::int32_t gpus, CudaBench::Job const& job, CudaBench const& bench) {
+  Group group(gpus);
+  std::vector<char> right(static_cast<std::size_t>(gpus), 0);
+  std::vector<std::exception_ptr> errors(right.size());
+  std::vector<std::thread> threads;
+  for (std::int32_t rank = 0; rank < gpus; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        run_rank(rank, gpus, job, bench, group, right);
+      } catch (...) {
+        errors[static_cast<std::size_t>(rank)] = std::current_exception();
+        group.meeting.fail();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  // Of several errors the one that is not "another rank has failed".
+  std::exception_ptr worst;
+  for (std::exception_ptr const& error : errors) {
+    if (error == nullptr) continue;
+    try {
+      std::rethrow_exception(error);
+    } catch (std::exception const& e) {
+      if (worst == nullptr || std::string(e.what()) != "another rank has failed") worst = error;
+    }
+  }
+  if (worst != nullptr) std::rethrow_exception(worst);
+
+  MoeDesc const& desc = job.layer_case.desc;
+  MoeShape const& s = desc.shape;
+  double const flops = work::forward_flops(desc, static_cast<double>(s.tokens * s.top_k));
+  bool const checked = std::all_of(right.begin(), right.end(), [](char r) { return r != 0; });
+  Json rows = Json::array();
+  for (std::size_t c = 0; c < kCandidates; ++c) {
+    std::vector<double> const& ms = group.ms[c];
+    rows.push_back({{"config", job.name},
+                    {"shape", {s.tokens, s.hidden, s.intermediate, s.experts, s.top_k}},
+                    {"dtype", "bf16"},
+                    {"gpus", c == kOneGpu ? 1 : gpus},
+                    {"routing", verify::routing_name(job.layer_case.routing)},
+                    {"router", "given"},
+                    {"round", "none"},
+                    {"pass", "forward-inference"},
+                    {"impl", "tessera"},
+                    {"variant", kVariants[c]},
+                    {"ms", quantile(ms, 0.5)},
+                    {"ms_p10", quantile(ms, 0.1)},
+                    {"ms_p90", quantile(ms, 0.9)},
+                    {"tflops", flops / quantile(ms, 0.5) * 1e-9},
+                    {"checked", checked}});
+  }
+  return rows;
+}
+
+std::string today() {
+  char date[16] = {};
+  std::time_t const now = std::time(nullptr);
+  std::tm parts{};
+  ::gmtime_r(&now, &parts);
+  std::strftime(date, sizeof(date), "%Y-%m-%d", &parts);
+  return date;
+}
+
+}  // namespace
+
+Json bench_on_gpus(std::int32_t gpus, CudaBench const& bench) {
+  for (std::string const& pass : bench.passes) {
+    if (pass != "forward-inference") {
+      throw CommandError(
+          fmt::format("--pass {}: several GPUs run forward-inference; leave it out", pass));
+    }
+  }
+  // The last of them: says in one line what is missing.
+  check(Context::create({.device = {DeviceKind::cuda, gpus - 1}}).status());
+  Json rows = Json::array();
+  if (bench.print) {
+    print_text(fmt::format("{:<18} {:>4} {:<10} {:>9} {:>9} {:>9} {:>10}  {}\n", "config", "gpus",
+                           "variant", "ms", "p10", "p90", "TFLOP/s", "checked"));
+  }
+  for (CudaBench::Job const& job : bench.jobs) {
+    for (Json& row : bench_job(gpus, job, bench)) {
+      if (bench.print) {
+        print_text(fmt::format("{:<18} {:>4} {:<10} {:>9.4f} {:>9.4f} {:>9.4f} {:>10.1f}  {}\n",
+                               row["config"].get<std::string>(), row["gpus"].get<int>(),
+                               row["variant"].get<std::string>(), row["ms"].get<double>(),
+                               row["ms_p10"].get<double>(), row["ms_p90"].get<double>(),
+                               row["tflops"].get<double>(),
+                               row["checked"].get<bool>() ? "yes" : "-"));
+      }
+      rows.push_back(std::move(row));
+    }
+  }
+  auto const facts = device::facts(0);
+  return {{"command", bench.command},
+          {"commit", "unknown"},
+          {"device", fmt::format("{}x {}", gpus, facts.name)},
+          {"driver", facts.driver},
+          {"clocks_mhz", {0, 0}},
+          {"date", today()},
+          {"protocol", kProtocol},
+          {"rows", std::move(rows)}};
+}
+
+}  // namespace tessera::cli

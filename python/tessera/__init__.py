@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 _HOME = {
+    "ExpertParallel": "expert_parallel",
     "MoE": "module",
     "RouterOutput": "functional",
     "check_device_values": "functional",
@@ -30,6 +31,7 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
+    from tessera.expert_parallel import ExpertParallel
     from tessera.functional import (
         RouterOutput, check_device_values, grouped_experts, grouped_gemm, grouped_gemm_wgrad, moe, route,
         routed_experts,

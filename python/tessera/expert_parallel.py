@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The experts of a layer spread over the GPUs of a process group: dist.hpp for PyTorch. Forward only.
+
+    experts = tessera.ExpertParallel(max_tokens=8192, hidden=2048, intermediate=768, experts=128, top_k=8)
+    o = experts(x, topk_ids, topk_weights, w_up, w_down)    # on every rank, with its own tokens and experts
+
+NVLink multicast must be off: set NCCL_NVLS_ENABLE=0 before the first NCCL call of the process.
+"""
+
+import ctypes
+import functools
+from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t
+from ctypes import c_uint64, c_void_p
+
+import torch
+from torch import distributed
+
+from tessera import library, options
+
+_MOST_RANKS = 8
+
+
+class _Desc(Structure):
+    _fields_ = [("size", c_uint64), ("rank", c_int32), ("ranks", c_int32),
+                *[(name, c_int64) for name in ("max_tokens", "hidden", "intermediate", "experts", "top_k")],
+                ("activation", c_int32), ("reserved", c_int32),
+                *[(name, c_float) for name in ("alpha", "limit", "up_offset", "reserved2")], ("time_limit", c_double)]
+
+
+class _Args(Structure):
+    _fields_ = [("size", c_uint64),
+                *[(name, library.Tensor) for name in ("x", "topk_ids", "topk_weights", "w_up", "w_down", "o")]]
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    lib = library.load()
+    group_id, desc, handle = c_char_p, POINTER(_Desc), c_void_p
+    lib.tessera_peer_group_id_make.argtypes = [c_char_p, group_id]
+    lib.tessera_peer_window_open.argtypes = [handle, c_int32, c_int32, group_id, c_size_t, c_char_p, POINTER(handle)]
+    lib.tessera_peer_window_addresses.argtypes = [handle, POINTER(c_void_p)]
+    lib.tessera_peer_window_close.argtypes = [handle]
+    lib.tessera_expert_parallel_window.argtypes = [desc, POINTER(c_size_t)]
+    lib.tessera_expert_parallel_workspace.argtypes = [handle, desc, POINTER(c_size_t)]
+    lib.tessera_expert_parallel_create.argtypes = [handle, desc, POINTER(c_void_p), library.Buffer, POINTER(handle)]
+    lib.tessera_expert_parallel_destroy.argtypes = [handle]
+    lib.tessera_expert_parallel_destroy.restype = None
+    lib.tessera_expert_parallel_input.argtypes = [handle, POINTER(c_void_p)]
+    lib.tessera_expert_parallel_forward.argtypes = [handle, POINTER(_Args), c_void_p]
+    lib.tessera_expert_parallel_check.argtypes = [handle]
+    return lib
+
+
+_DTYPES = {torch.bfloat16: library.BF16, torch.float32: library.FP32, torch.int32: library.INT32}
+
+
+def _view(tensor: torch.Tensor) -> library.Tensor:
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"dtype={tensor.dtype}: bfloat16 for x, weights and o, float32 for topk_weights")
+    if tensor.device.type != "cuda":
+        raise ValueError(f"device={tensor.device}: tensors lie on this rank's GPU")
+    view = library.Tensor(tensor.data_ptr(), _DTYPES[tensor.dtype], library.CUDA, tensor.device.index, tensor.dim())
+    view.shape[:tensor.dim()] = tensor.shape
+    view.stride[:tensor.dim()] = tensor.stride()
+    return view
+
+
+class ExpertParallel:
+    """Rank r of the P ranks of `group` owns experts [r*E/P, (r+1)*E/P). All ranks make the same passes in the same
+    order, also those in which they have no token; layers of one shape share one object.
+
+    max_tokens: most tokens of any rank in any pass. group: of torch.distributed, one rank per GPU of one host, its
+    default where None. windows: addresses of memory of all ranks, as this rank's GPU sees it, zeroed, of
+    `window_bytes` each; where None NCCL makes them. time_limit: seconds that a pass waits for another rank.
+    alpha, limit and up_offset belong to clamped-swiglu. Everything but `device` and `windows` is equal on all
+    ranks. Making and closing are collective.
+    """
+
+    def __init__(self, *, max_tokens: int, hidden: int, intermediate: int, experts: int, top_k: int,
+                 activation: str = "swiglu", alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0,
+                 group=None, device=None, windows=None, time_limit: float = 30):
+        self._handle, self._window = c_void_p(), c_void_p()
+        if device is None and not torch.cuda.is_available():
+            raise RuntimeError("experts over several ranks run on GPUs: torch sees none")
+        device = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
+        if device.type != "cuda" or device.index is None:
+            raise ValueError(f"device={device}: experts over several ranks run on GPUs; name one, such as cuda:0")
+        rank, ranks = (distributed.get_rank(group), distributed.get_world_size(group))
+        if activation not in options.ACTIVATIONS:
+            raise ValueError(f"activation={activation!r}: choose from {', '.join(options.ACTIVATIONS)}")
+        clamp = (alpha, limit, up_offset) if activation == "clamped-swiglu" else (0, 0, 0)
+        self._desc = _Desc(ctypes.sizeof(_Desc), rank, ranks, max_tokens, hidden, intermediate, experts, top_k,
+                           options.ACTIVATIONS.index(activation), 0, *clamp, 0, time_limit)
+        bytes_ = self.window_bytes
+        context = library.context(library.CUDA, device.index, 1)
+        lib = _library()
+        addresses = (c_void_p * _MOST_RANKS)(*(windows or []))
+        if windows is None:
+            group_id = self._share_id(rank, group)
+            library.check(lib.tessera_peer_window_open(context, rank, ranks, group_id, bytes_, None,
+                                                       byref(self._window)))
+            library.check(lib.tessera_peer_window_addresses(self._window, addresses))
+        elif len(windows) != ranks:
+            raise ValueError(f"windows: {len(windows)} addresses for {ranks} ranks; pass one of each rank")
+        needed = c_size_t()
+        library.check(lib.tessera_expert_parallel_workspace(context, byref(self._desc), byref(needed)))
+        self._workspace = torch.empty(needed.value, dtype=torch.uint8, device=device)
+        buffer = library.Buffer(self._workspace.data_ptr(), needed.value)
+        library.check(lib.tessera_expert_parallel_create(context, byref(self._desc), addresses, buffer,
+                                                         byref(self._handle)))
+
+    @staticmethod
+    def _share_id(rank: int, group):
+        made = ctypes.create_string_buffer(128)
+        failure = None
+        if rank == 0:
+            try:
+                library.check(_library().tessera_peer_group_id_make(None, made))
+            except RuntimeError as error:  # the others wait for the id: tell them
+                failure = str(error)
+        shared = [(made.raw, failure)]
+        distributed.broadcast_object_list(shared, group=group, group_src=0)
+        raw, failure = shared[0]
+        if failure is not None:
+            raise RuntimeError(failure)
+        return raw
+
+    @property
+    def window_bytes(self) -> int:
+        needed = c_size_t()
+        library.check(_library().tessera_expert_parallel_window(byref(self._desc), byref(needed)))
+        return needed.value
+
+    def __call__(self, x, topk_ids, topk_weights, w_up, w_down, out=None):
+        """o [T,d] of this rank's tokens: x [T,d]; topk_ids, topk_weights [T,K], ids outside [0,E) own no row; w_up
+        [E/P,2n,d] (gate rows first) or [E/P,n,d], w_down [E/P,d,n], this rank's. Enqueued on the current stream."""
+        tensors = (x, topk_weights, w_up, w_down)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise RuntimeError("experts over several GPUs have no backward pass; call them under torch.no_grad()")
+        o = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        ids = topk_ids.to(torch.int32)
+        args = _Args(ctypes.sizeof(_Args), *map(_view, (x, ids, topk_weights, w_up, w_down, o)))
+        stream = torch.cuda.current_stream(x.device)
+        if ids is not topk_ids:
+            ids.record_stream(stream)
+        library.check(_library().tessera_expert_parallel_forward(self._handle, byref(args), stream.cuda_stream))
+        return o
+
+    def check(self) -> None:
+        """Raises if a pass that has ended waited in vain for a rank; synchronise its stream first."""
+        library.check(_library().tessera_expert_parallel_check(self._handle))
+
+    def close(self) -> None:
+        """Frees the window once all ranks are done; collective."""
+        _library().tessera_expert_parallel_destroy(self._handle)
+        window, self._handle, self._window = self._window, c_void_p(), c_void_p()
+        self._workspace = None
+        library.check(_library().tessera_peer_window_close(window))

@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Experts over the GPUs of a host: NCCL all-to-all around torch's grouped_mm, and Tessera, in one process group.
+
+usage: NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node N expert_parallel.py [--config NAME,NAME] [--impl NAME,NAME]
+                                                                       [--rounds N] [--out FILE]
+
+nccl-grouped-mm is the usual layer: sort rows by expert, exchange counts, all-to-all, sort by expert again, grouped_mm,
+act, grouped_mm, back the same way, weight and add per token. Counts pass through the host, as torch's call takes its
+splits from there. nccl-all-to-all is the exchange of the rows alone, there and back. T is that of each GPU; a time is
+that of the slowest rank. o is checked against the same experts on one GPU.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+# T, d, n, E, K, activation
+CONFIGS = {"Qwen3-30B": (8192, 2048, 768, 128, 8, "swiglu"), "FlashDMoE-swiglu": (8192, 2048, 2048, 32, 2, "swiglu"),
+           "FlashDMoE": (8192, 2048, 2048, 32, 2, "gelu"), "DSv3": (8192, 7168, 2048, 256, 8, "swiglu")}
+IMPLS = "nccl-grouped-mm,nccl-all-to-all,tessera"
+TOLERANCE = 2e-2  # relative error in the norm: a few roundings, far from a wrong result
+WARM_UPS = 5
+
+
+def act(h, activation: str):
+    if activation == "gelu":
+        return functional.gelu(h, approximate="tanh")
+    gate, up = h.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def multiply(rows, ends, w_up, w_down, activation: str):
+    a = act(functional.grouped_mm(rows, w_up.mT, offs=ends), activation)
+    return functional.grouped_mm(a, w_down.mT, offs=ends)
+
+
+def add_up(y, order, scores):
+    """Rows in the order of experts back to slots, weighted, added per token."""
+    slots = torch.empty_like(y)
+    slots[order] = y
+    return torch.einsum("tkd,tk->td", slots.view(*scores.shape, -1), scores.to(y.dtype))
+
+
+class Exchange:
+    """Rows sorted by expert to their owners and back."""
+
+    def __init__(self, ids, experts: int):
+        self.ranks = dist.get_world_size()
+        flat = ids.flatten()
+        self.order = flat.argsort(stable=True)
+        counts = torch.bincount(flat, minlength=experts)
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts)  # [source][local expert]
+        by_source = received.view(self.ranks, -1)
+        self.send = counts.view(self.ranks, -1).sum(1).tolist()
+        self.receive = by_source.sum(1).tolist()
+        # Rows arrive by source, then expert; the place of each by expert, then source.
+        expert_of = torch.arange(by_source.shape[1], device=ids.device).repeat(self.ranks).repeat_interleave(received)
+        self.by_expert = expert_of.argsort(stable=True)
+        self.ends = by_source.sum(0).cumsum(0).int()
+
+    def dispatch(self, rows):
+        out = rows.new_empty(sum(self.receive), rows.shape[1])
+        dist.all_to_all_single(out, rows, self.receive, self.send)
+        return out
+
+    def combine(self, rows):
+        out = rows.new_empty(sum(self.send), rows.shape[1])
+        dist.all_to_all_single(out, rows, self.send, self.receive)
+        return out
+
+
+def nccl_layer(x, ids, scores, w_up, w_down, experts: int, activation: str):
+    exchange = Exchange(ids, experts)
+    rows = exchange.dispatch(x[exchange.order // ids.shape[1]])
+    y = multiply(rows[exchange.by_expert], exchange.ends, w_up, w_down, activation)
+    back = torch.empty_like(y)
+    back[exchange.by_expert] = y
+    return add_up(exchange.combine(back), exchange.order, scores)
+
+
+def one_gpu(x, ids, scores, w_up, w_down, activation: str):
+    flat = ids.flatten()
+    order = flat.argsort(stable=True)
+    ends = torch.bincount(flat, minlength=w_up.shape[0]).cumsum(0).int()
+    return add_up(multiply(x[order // ids.shape[1]], ends, w_up, w_down, activation), order, scores)
+
+
+def milliseconds(body, rounds: int) -> list[float]:
+    """Of the slowest rank, for each round."""
+    times = torch.empty(rounds, device="cuda")
+    for i in range(-WARM_UPS, rounds):
+        dist.barrier()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        body()
+        end.record()
+        end.synchronize()
+        if i >= 0:
+            times[i] = start.elapsed_time(end)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    return sorted(times.tolist())
+
+
+def bench(config: str, impls: list[str], rounds: int) -> list[dict]:
+    tokens, d, n, experts, top_k, activation = CONFIGS[config]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    halves = 1 if activation == "gelu" else 2
+    torch.manual_seed(1)  # equal weights on all ranks
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
+    w_up = torch.empty(experts, halves * n, d, **options).uniform_(-1, 1).mul_(d**-0.5)
+    w_down = torch.empty(experts, d, n, **options).uniform_(-1, 1).mul_(n**-0.5)
+    torch.manual_seed(2 + rank)
+    x = torch.randn(tokens, d, **options)
+    scores, ids = torch.rand(tokens, experts, device="cuda").topk(top_k)
+    local = experts // ranks
+    own_up, own_down = (w[rank * local:(rank + 1) * local] for w in (w_up, w_down))
+    wanted = one_gpu(x, ids, scores, w_up, w_down, activation)
+
+    bodies, group = {}, None
+    exchange = Exchange(ids, experts)
+    rows = x[exchange.order // top_k]
+    bodies["nccl-all-to-all"] = lambda: exchange.combine(exchange.dispatch(rows))
+    bodies["nccl-grouped-mm"] = lambda: nccl_layer(x, ids, scores, own_up, own_down, experts, activation)
+    if "tessera" in impls:
+        import tessera
+        group = tessera.ExpertParallel(max_tokens=tokens, hidden=d, intermediate=n, experts=experts, top_k=top_k,
+                                       activation=activation)
+        narrow = ids.int()
+        bodies["tessera"] = lambda: group(x, narrow, scores, own_up, own_down)
+    out = []
+    for impl in impls:
+        result, target = (bodies[impl](), rows if impl == "nccl-all-to-all" else wanted)
+        error = ((result - target).float().norm() / target.float().norm()).reshape(1)
+        dist.all_reduce(error, dist.ReduceOp.MAX)
+        with torch.no_grad():
+            ms = milliseconds(bodies[impl], rounds)
+        if group is not None:
+            group.check()
+        flops = (0 if impl == "nccl-all-to-all" else 2 * (halves + 1)) * tokens * top_k * n * d
+        middle = statistics.median(ms)
+        out.append({"config": config, "shape": [tokens, d, n, experts, top_k], "dtype": "bf16", "gpus": ranks,
+                    "routing": "random", "router": "given", "round": "none", "pass": "forward-inference",
+                    "impl": impl, "variant": "torch" if impl == "tessera" else "", "ms": round(middle, 4),
+                    "ms_p10": round(ms[len(ms) // 10], 4), "ms_p90": round(ms[len(ms) * 9 // 10], 4),
+                    "tflops": round(flops / middle * 1e-9, 1), "relative_error": float(f"{error.item():.2e}"),
+                    "checked": error.item() < TOLERANCE})
+    if group is not None:
+        dist.barrier()
+        group.close()
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default="Qwen3-30B,FlashDMoE-swiglu,DSv3")
+    parser.add_argument("--impl", default=IMPLS)
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--out")
+    flags = parser.parse_args()
+    if os.environ.get("NCCL_NVLS_ENABLE") != "0":
+        parser.error("NVLink multicast must be off: set NCCL_NVLS_ENABLE=0")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    rows = []
+    for config in flags.config.split(","):
+        for row in bench(config, flags.impl.split(","), flags.rounds):
+            rows.append(row)
+            if dist.get_rank() == 0:
+                print(f"{row['config']:<18} {row['gpus']} GPUs {row['impl']:<18} {row['ms']:9.4f} ms "
+                      f"{row['tflops']:7.1f} TFLOP/s per GPU  error {row['relative_error']:.1e}"
+                      f"{'' if row['checked'] else '  WRONG'}", flush=True)
+        torch.cuda.empty_cache()
+    document = {"command": f"torchrun --nproc-per-node {dist.get_world_size()} bench/python/expert_parallel.py",
+                "commit": "unknown", "device": f"{dist.get_world_size()}x {torch.cuda.get_device_name()}",
+                "driver": "", "clocks_mhz": [0, 0], "date": datetime.date.today().isoformat(),
+                "protocol": f"median of {flags.rounds} after {WARM_UPS}, slowest rank, eager, uniform random routing; "
+                            f"torch {torch.__version__}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}",
+                "rows": rows}
+    if flags.out and dist.get_rank() == 0:
+        with open(flags.out, "w", encoding="utf-8") as file:
+            json.dump(document, file, indent=1)
+    dist.destroy_process_group()
+    return 0 if all(row["checked"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -29,11 +29,12 @@ struct GroupedGemmArgs {
   Buffer workspace = {};                    ///< grouped_gemm_workspace_bytes()
 };
 
-/// Bytes of workspace: packed operands, and sums in fp32, per thread.
+/// Bytes of workspace: packed operands, and sums in fp32, per thread; on cuda the checked offsets.
 TESSERA_EXPORT Expected<std::size_t> grouped_gemm_workspace_bytes(
     Context const& context, GroupedGemmArgs const& args) noexcept;
 
 /// Runs a grouped GEMM of fp32 or bf16 tensors, all of one type, with sums in fp32. Deterministic as moe_forward is.
+/// On cuda: bf16, a and the c of varlen_m contiguous; enqueued on `stream`, bad offsets go to check_device_values().
 /// Errors: invalid_argument for tensors that do not fit together or offsets that decrease or leave the rows;
 /// unsupported for other types.
 TESSERA_EXPORT Status grouped_gemm(Context const& context, GroupedGemmArgs const& args,

@@ -552,8 +552,8 @@ class GroupedGemm(torch.autograd.Function):
             pair = (a, dc) if ctx.transpose_b else (dc, a)
             db = ops.grouped_gemm_wgrad.default(*pair, offsets)
         if ctx.has_bias and wants[2]:
-            ones = dc.new_ones((dc.shape[0], 1))
-            dbias = ops.grouped_gemm_wgrad.default(dc, ones, offsets).squeeze(-1)
+            ones = dc.new_ones((dc.shape[0], 8))  # rows of 16 bytes, which fast kernels ask for
+            dbias = ops.grouped_gemm_wgrad.default(dc, ones, offsets)[..., 0].contiguous()
         return da, db, dbias, None, None
 
 
@@ -608,6 +608,7 @@ def _fake_route(x, w_router, b_router, selection_bias, options):
 
 
 def _run_grouped_gemm(kind: int, names: tuple, tensors: tuple, c_shape: tuple, transpose_b: bool) -> torch.Tensor:
+    tensors = (tensors[0].contiguous(), *tensors[1:])  # the library wants it so on a GPU
     key = ("grouped_gemm", kind, transpose_b, torch.get_num_threads(), _signature(tensors))
     plan = _here.plans.get(key)
     if plan is None:

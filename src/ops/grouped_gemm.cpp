@@ -5,6 +5,7 @@
 #include "core/tensor_check.hpp"
 #include "core/workspace.hpp"
 #include "cpu/parallel/grouped_gemm.hpp"
+#include "cuda/layer/backend.hpp"
 #include "ops/weights.hpp"
 
 namespace tessera {
@@ -15,9 +16,6 @@ struct Sizes {
 };
 
 Expected<Sizes> sizes_of(Context const& context, GroupedGemmArgs const& args) noexcept {
-  if (context.device().kind != DeviceKind::cpu) {
-    return Status::unsupported("grouped_gemm: this version runs it on the CPU only");
-  }
   if (args.kind != GroupedGemmKind::varlen_m && args.kind != GroupedGemmKind::varlen_k) {
     return Status::invalid("kind=%d: 0 varlen_m or 1 varlen_k", static_cast<int>(args.kind));
   }
@@ -33,7 +31,7 @@ Expected<Sizes> sizes_of(Context const& context, GroupedGemmArgs const& args) no
     return Status::invalid("a, b, expert_offsets have ranks %d, %d, %d; 2, %d, 1 are needed",
                            args.a.rank, args.b.rank, args.expert_offsets.rank, varlen_m ? 3 : 2);
   }
-  if (args.a.dtype == DType::fp16) {
+  if (context.cuda() == nullptr && args.a.dtype == DType::fp16) {
     return Status::unsupported("dtype=%d: this version serves fp32 and bf16",
                                static_cast<int>(args.a.dtype));
   }
@@ -54,6 +52,7 @@ Expected<Sizes> sizes_of(Context const& context, GroupedGemmArgs const& args) no
     }
   }
   if (out.experts < 1) return Status::invalid("expert_offsets: at least 2 values are needed");
+  if (context.cuda() != nullptr) TESSERA_TRY(cuda::check_supported(args));
   return out;
 }
 
@@ -66,6 +65,10 @@ struct Plan {
 Plan plan_of(Context const& context, GroupedGemmArgs const& args, Sizes const& sizes) noexcept {
   core::WorkspacePlan plan;
   Plan out;
+  if (context.cuda() != nullptr) {
+    out.bytes = cuda::grouped_gemm_workspace_bytes(args);
+    return out;
+  }
   out.floats_per_thread = args.kind == GroupedGemmKind::varlen_k
                               ? cpu::grouped_gemm_varlen_k_scratch(sizes.gemm_n)
                               : cpu::grouped_gemm_varlen_m_scratch(sizes.gemm_n, sizes.gemm_k);
@@ -79,7 +82,9 @@ Status check(Context const& context, GroupedGemmArgs const& args, Sizes const& s
              std::size_t workspace) noexcept {
   core::TensorCheck check{context.device()};
   DType const dtype = args.a.dtype == DType::bf16 ? DType::bf16 : DType::fp32;
+  bool const on_cuda = context.cuda() != nullptr;
   check.input("a", args.a, dtype, {args.a.shape[0], args.a.shape[1]});
+  if (on_cuda) check.contiguous("a", args.a);
   if (args.kind == GroupedGemmKind::varlen_k) {
     check.input("b", args.b, dtype, {sizes.rows, sizes.gemm_n});
     check.absent("bias", args.bias, "varlen_k has none");
@@ -92,11 +97,13 @@ Status check(Context const& context, GroupedGemmArgs const& args, Sizes const& s
     }
     check.optional_input("bias", args.bias, dtype, {sizes.experts, sizes.gemm_n});
     check.output("c", args.c, dtype, {sizes.rows, sizes.gemm_n});
+    if (on_cuda) check.contiguous("c", args.c);
   }
   check.input("expert_offsets", args.expert_offsets, args.expert_offsets.dtype,
               {sizes.experts + 1});
   check.buffer("workspace", args.workspace, workspace, 1, true);
   TESSERA_TRY(check.finish());
+  if (on_cuda) return {};  // offsets are looked at there
   cpu::GroupOffsets const offsets{args.expert_offsets.data, args.expert_offsets.dtype};
   for (std::int64_t e = 0; e <= sizes.experts; ++e) {
     std::int64_t const least = e == 0 ? 0 : offsets[e - 1], most = e == 0 ? 0 : sizes.rows;
@@ -158,11 +165,12 @@ Expected<std::size_t> grouped_gemm_workspace_bytes(Context const& context,
   return plan_of(context, args, sizes.value()).bytes;
 }
 
-Status grouped_gemm(Context const& context, GroupedGemmArgs const& args, Stream) noexcept {
+Status grouped_gemm(Context const& context, GroupedGemmArgs const& args, Stream stream) noexcept {
   auto const sizes = sizes_of(context, args);
   if (!sizes.ok()) return sizes.status();
   Plan const plan = plan_of(context, args, sizes.value());
   TESSERA_TRY(check(context, args, sizes.value(), plan.bytes));
+  if (context.cuda() != nullptr) return cuda::grouped_gemm(*context.cuda(), args, stream);
   std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
   cpu::Threads const threads{context.thread_pool(), plan.scratch.in(base), plan.floats_per_thread};
   ops::with_storage(args.a.dtype, [&]<class T>(T) {

@@ -64,6 +64,19 @@ TEST(CheckSupported, RefusesTheRestWithAReason) {
   EXPECT_NE(groups.find("groups=64"), std::string::npos) << groups;
 }
 
+TEST(CheckSupported, GroupedGemms) {
+  GroupedGemmArgs args;
+  void* const nowhere = nullptr;
+  args.a = tensor(nowhere, DType::bf16, {4, 16});
+  args.b = tensor(nowhere, DType::bf16, {2, 8, 16});
+  EXPECT_TRUE(check_supported(args).ok());
+  args.a.dtype = DType::fp32;
+  EXPECT_NE(std::string(check_supported(args).text()).find("fp32"), std::string::npos);
+  args.a = tensor(nowhere, DType::bf16, {4, 0});
+  args.b = tensor(nowhere, DType::bf16, {2, 8, 0});
+  EXPECT_EQ(check_supported(args).code(), StatusCode::unsupported);
+}
+
 TEST(ErrorWord, KeepsRuleIndexAndValue) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
   for (BadValue const rule : {BadValue::expert_offsets, BadValue::token_offsets}) {

@@ -211,6 +211,30 @@ class Entries(Layer):
             for a, b in zip(got, wanted, strict=True):
                 eager.check_close(self, "gradient", a, b, self.relative)
 
+    def test_grouped_gemm(self):
+        counts, tail = [4, 0, 6], 2
+        rows = torch.repeat_interleave(torch.arange(3), torch.tensor(counts)).to(self.device)
+        offsets = torch.tensor([0, 4, 4, 10], dtype=torch.int32, device=self.device)
+        generator = torch.Generator().manual_seed(4)
+        k, n = self.hidden, self.intermediate
+        dc = self.stored(torch.randn(10 + tail, n, generator=generator))
+        for transpose in (False, True):
+            inputs = {"a": torch.randn(10, k, generator=generator),
+                      "b": torch.randn(3, *((k, n) if transpose else (n, k)), generator=generator) / k**0.5,
+                      "bias": torch.randn(3, n, generator=generator)}
+            mine = eager.leaves({name: self.stored(tensor) for name, tensor in inputs.items()})
+            exact = eager.doubled({name: tensor.detach() for name, tensor in mine.items()})
+            wide = torch.cat([mine["a"], mine["a"].new_full((tail, k), float("nan"))]).mT.contiguous().mT
+            c = tessera.grouped_gemm(wide, mine["b"], offsets, bias=mine["bias"], transpose_b=transpose)
+            b = exact["b"] if transpose else exact["b"].mT
+            reference = torch.einsum("rk,rkn->rn", exact["a"], b[rows]) + exact["bias"][rows]
+            self.assertEqual(c[10:].abs().max(), 0)
+            eager.check_close(self, "c", c[:10], reference, self.relative)
+            got = torch.autograd.grad(c, list(mine.values()), dc)
+            wanted = torch.autograd.grad(reference, list(exact.values()), dc[:10].double())
+            for name, a, b in zip(mine, got, wanted, strict=True):
+                eager.check_close(self, f"d{name}", a, b, self.relative)
+
     def test_recomputed_h_has_equal_bits(self):
         x, ids, scores, d_o = self.data()
         results = []
@@ -256,6 +280,8 @@ class Operators(Layer):
         torch.library.opcheck(torch.ops.tessera.moe_inference.default, constant)
         torch.library.opcheck(torch.ops.tessera.route.default, (t["x"], self.router, None, None,
                                                                 "router=softmax-topk top_k=2"))
+        offsets = torch.tensor([0, 3, 3, 7, 9, 13], device=self.device)
+        torch.library.opcheck(torch.ops.tessera.grouped_gemm.default, (t["x"], t["w_up"], None, offsets, False))
         o, h, routing = torch.ops.tessera.moe_forward.default(*constant)
         saved = (self.d_o, constant[0], h, routing, None, None, *constant[8:14])
         torch.library.opcheck(torch.ops.tessera.moe_backward.default, (*saved, None, "", 0b1010011))

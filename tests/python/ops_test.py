@@ -46,23 +46,6 @@ class Fp32Entries(layers.Entries, unittest.TestCase):
                              step=step) for step in range(8)]
         self.assertFalse(all(torch.equal(drawn[0], o) for o in drawn), "the step draws")
 
-    def test_grouped_gemm(self):
-        offsets = torch.tensor([0, 4, 4, 10], dtype=torch.int32)
-        generator = torch.Generator().manual_seed(4)
-        for transpose in (False, True):
-            inputs = {"a": torch.randn(10, 12, generator=generator),
-                      "b": torch.randn(3, *((12, 8) if transpose else (8, 12)), generator=generator),
-                      "bias": torch.randn(3, 8, generator=generator)}
-            rows = torch.repeat_interleave(torch.arange(3), torch.tensor([4, 0, 6]))
-
-            def reference(t, transpose=transpose, rows=rows):
-                b = t["b"] if transpose else t["b"].mT
-                return torch.einsum("rk,rkn->rn", t["a"], b[rows]) + t["bias"][rows]
-
-            self.compare(lambda t, tr=transpose: tessera.grouped_gemm(t["a"], t["b"], offsets, bias=t["bias"],
-                                                                      transpose_b=tr),
-                         reference, inputs, torch.randn(10, 8, generator=generator), f"transpose={transpose}")
-
     def test_autocast(self):
         x, ids, scores, d_o = self.data()
         t = eager.leaves({"x": x, "scores": scores, **self.weights()})
@@ -109,11 +92,6 @@ class Fp32Operators(layers.Operators, unittest.TestCase):
         *[f"router={router} top_k=2 tile=4 rounding={rounding}" for rounding in options.ROUNDINGS[1:]
           for router in ("topk-softmax", "softmax-topk", "sigmoid-bias")],
         "router=expert-choice top_k=2", "router=expert-choice top_k=2 capacity=3"]
-
-    def test_opcheck_of_grouped_gemm(self):
-        offsets = torch.tensor([0, 3, 3, 7, 9, 13])
-        torch.library.opcheck(torch.ops.tessera.grouped_gemm.default,
-                              (self.tensors["x"], self.tensors["w_up"], None, offsets, False))
 
     def test_forked_child_runs_layers(self):
         expected = self.routed(self.tensors).detach()

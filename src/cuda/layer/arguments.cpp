@@ -20,16 +20,6 @@ std::int64_t stride_of(ConstTensor const& tensor, int axis) noexcept {
   return inner;
 }
 
-/// Rows 0, 1, .. of each expert; `row` and `column` are the axes of the tensor (column < 0: none, a bias).
-WeightRows rows_of(ConstTensor const& tensor, int row, int column, std::int64_t count) noexcept {
-  return {.gmem = tensor.data,
-          .expert_stride = stride_of(tensor, 0),
-          .row_stride = stride_of(tensor, row),
-          .column_stride = column < 0 ? 0 : stride_of(tensor, column),
-          .block = count,
-          .block_stride = 0};
-}
-
 WeightRows from_row(WeightRows rows, std::int64_t first, DType dtype) noexcept {
   if (rows.gmem == nullptr) return rows;
   rows.gmem = static_cast<std::byte const*>(rows.gmem) +
@@ -41,7 +31,7 @@ WeightRows from_row(WeightRows rows, std::int64_t first, DType dtype) noexcept {
 void split_halves(MoeDesc const& desc, ConstTensor const& tensor, int row, int column,
                   WeightRows (&out)[2]) noexcept {
   std::int64_t const n = desc.shape.intermediate, block = desc.layout.block;
-  WeightRows const rows = rows_of(tensor, row, column, n);
+  WeightRows const rows = weight_rows(tensor, row, column, n);
   out[0] = out[1] = rows;
   if (!desc.activation.gated()) {
     out[1] = {};
@@ -71,11 +61,11 @@ void view_up(MoeDesc const& desc, ExpertWeights const& weights, WeightRows (&up)
              WeightRows (&up_bias)[2]) noexcept {
   std::int64_t const n = desc.shape.intermediate;
   if (desc.layout.orientation == WeightOrientation::separate) {
-    up[0] = rows_of(weights.w_gate, 1, 2, n);
-    up[1] = rows_of(weights.w_up, 1, 2, n);
+    up[0] = weight_rows(weights.w_gate, 1, 2, n);
+    up[1] = weight_rows(weights.w_up, 1, 2, n);
     if (!desc.bias) return;
-    up_bias[0] = rows_of(weights.b_gate, 1, -1, n);
-    up_bias[1] = rows_of(weights.b_up, 1, -1, n);
+    up_bias[0] = weight_rows(weights.b_gate, 1, -1, n);
+    up_bias[1] = weight_rows(weights.b_up, 1, -1, n);
     return;
   }
   bool const turned = desc.layout.orientation == WeightOrientation::transposed;
@@ -154,13 +144,23 @@ MatrixRows matrix_rows(ConstTensor const& tensor) noexcept {
   return {tensor.data, tensor.shape[0], stride_of(tensor, 0)};
 }
 
+WeightRows weight_rows(ConstTensor const& tensor, int row, int column,
+                       std::int64_t count) noexcept {
+  return {.gmem = tensor.data,
+          .expert_stride = stride_of(tensor, 0),
+          .row_stride = stride_of(tensor, row),
+          .column_stride = column < 0 ? 0 : stride_of(tensor, column),
+          .block = count,
+          .block_stride = 0};
+}
+
 WeightViews weight_views(MoeDesc const& desc, ExpertWeights const& weights) noexcept {
   WeightViews out;
   view_up(desc, weights, out.w_up, out.b_up);
   bool const turned = desc.layout.orientation == WeightOrientation::transposed;
   std::int64_t const d = desc.shape.hidden;
-  out.w_down = rows_of(weights.w_down, turned ? 2 : 1, turned ? 1 : 2, d);
-  if (desc.bias) out.b_down = rows_of(weights.b_down, 1, -1, d);
+  out.w_down = weight_rows(weights.w_down, turned ? 2 : 1, turned ? 1 : 2, d);
+  if (desc.bias) out.b_down = weight_rows(weights.b_down, 1, -1, d);
   return out;
 }
 
@@ -173,8 +173,9 @@ GradientViews gradient_views(MoeDesc const& desc, ExpertGradients const& gradien
            .b_gate = gradients.db_gate},
           out.dw_up, out.db_up);
   bool const turned = desc.layout.orientation == WeightOrientation::transposed;
-  out.dw_down = rows_of(gradients.dw_down, turned ? 1 : 2, turned ? 2 : 1, desc.shape.intermediate);
-  if (desc.bias) out.db_down = rows_of(gradients.db_down, 1, -1, desc.shape.hidden);
+  out.dw_down =
+      weight_rows(gradients.dw_down, turned ? 1 : 2, turned ? 2 : 1, desc.shape.intermediate);
+  if (desc.bias) out.db_down = weight_rows(gradients.db_down, 1, -1, desc.shape.hidden);
   return out;
 }
 

@@ -15,6 +15,10 @@ namespace tessera::cuda {
 /// A checked [rows,columns] tensor.
 MatrixRows matrix_rows(ConstTensor const& tensor) noexcept;
 
+/// Rows 0, 1, .. `count` of each expert of a checked tensor [E,..]; `row` and `column` are the axes of the tensor
+/// (column < 0: none, a bias).
+WeightRows weight_rows(ConstTensor const& tensor, int row, int column, std::int64_t count) noexcept;
+
 /// Gate and up rows of w_up (one matrix where not gated) and of its biases; rows of w_down and b_down.
 struct WeightViews {
   WeightRows w_up[2], b_up[2], w_down, b_down;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "tessera/backend.hpp"
+#include "tessera/grouped_gemm.hpp"
 #include "tessera/moe.hpp"
 #include "tessera/routing.hpp"
 
@@ -44,6 +45,8 @@ class DeviceContext {
 /// The backend as `backends()` reports it.
 BackendInfo backend_info();
 
+/// Whether the backend stores tensors of this floating type.
+Status check_storage(DType dtype) noexcept;
 /// Whether the backend serves a desc that core::check_desc accepted.
 Status check_supported(MoeDesc const& desc) noexcept;
 
@@ -59,6 +62,12 @@ Status moe_backward(DeviceContext const& device, MoeDesc const& desc, MoeBackwar
                     RoutingView const& routing, Pass pass, Stream stream) noexcept;
 Status route(DeviceContext const& device, MoeDesc const& desc, RouteArgs const& args,
              Stream stream) noexcept;
+
+/// grouped_gemm, for arguments whose ranks, kind and offset type were checked, then whose tensors were.
+Status check_supported(GroupedGemmArgs const& args) noexcept;
+std::size_t grouped_gemm_workspace_bytes(GroupedGemmArgs const& args) noexcept;
+Status grouped_gemm(DeviceContext const& device, GroupedGemmArgs const& args,
+                    Stream stream) noexcept;
 
 /// Candidates of each op of a pass, for contiguous tensors on 16-byte addresses.
 std::vector<OpExplanation> explain(DeviceContext const& device, MoeDesc const& desc, Pass pass);

@@ -17,10 +17,6 @@
 namespace tessera::cuda {
 namespace {
 
-Integers integers(ConstTensor const& tensor) noexcept {
-  return {tensor.data, tensor.dtype == DType::int64};
-}
-
 /// Elements between rows of a checked [rows,columns] tensor.
 std::int64_t pitch_of(ConstTensor const& tensor) noexcept {
   return tensor.shape[0] > 1 ? tensor.stride[0] : tensor.shape[1];

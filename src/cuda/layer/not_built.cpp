@@ -32,6 +32,10 @@ Status moe_backward(DeviceContext const&, MoeDesc const&, MoeBackwardArgs const&
 Status route(DeviceContext const&, MoeDesc const&, RouteArgs const&, Stream) noexcept {
   return not_built();
 }
+std::size_t grouped_gemm_workspace_bytes(GroupedGemmArgs const&) noexcept { return 0; }
+Status grouped_gemm(DeviceContext const&, GroupedGemmArgs const&, Stream) noexcept {
+  return not_built();
+}
 std::vector<OpExplanation> explain(DeviceContext const&, MoeDesc const&, Pass) { return {}; }
 
 }  // namespace tessera::cuda

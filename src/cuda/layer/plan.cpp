@@ -76,6 +76,15 @@ RoutePlan plan_route(MoeDesc const& desc) noexcept {
   return out;
 }
 
+GroupedGemmPlan plan_grouped_gemm(std::int64_t experts) noexcept {
+  core::WorkspacePlan plan;
+  GroupedGemmPlan out;
+  out.counters = plan.add<std::int32_t>(kNumTileCounters);
+  out.expert_offsets = plan.add<std::int32_t>(experts + 1);
+  out.bytes = plan.bytes();
+  return out;
+}
+
 std::size_t workspace_bytes(MoeDesc const& desc, Pass pass, std::size_t routing_bytes) noexcept {
   switch (pass) {
     case Pass::forward:

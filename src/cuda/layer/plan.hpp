@@ -53,6 +53,13 @@ struct BackwardPlan {
 /// pass: backward, backward_input or backward_weights.
 BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept;
 
+struct GroupedGemmPlan {
+  core::Region<std::int32_t> counters;        ///< [kNumTileCounters]
+  core::Region<std::int32_t> expert_offsets;  ///< [E+1], checked
+  std::size_t bytes = 0;
+};
+GroupedGemmPlan plan_grouped_gemm(std::int64_t experts) noexcept;
+
 struct RoutePlan {
   core::Region<std::int32_t> counters;  ///< [kNumTileCounters]
   core::Region<float> logits;           ///< [T,E]

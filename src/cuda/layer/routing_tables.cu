@@ -115,6 +115,14 @@ __global__ void __launch_bounds__(kThreads) grouped_tables(GroupedRows const p) 
   p.tables.scores[r] = p.gmem_row_scores != nullptr ? p.gmem_row_scores[r] : 1.0f;
 }
 
+// A row is at most a few KB, and most calls have no such row: a warp looks at each.
+__global__ void __launch_bounds__(kThreads) zero_tail(ZeroTail const p) {
+  int64_t const row = thread_idx() / 32;
+  if (row >= p.rows || row < *p.gmem_first) return;
+  auto* const gmem_row = static_cast<uint16_t*>(p.gmem_rows) + row * (p.row_bytes / 2);
+  for (int64_t i = threadIdx.x % 32; i < p.row_bytes / 2; i += 32) gmem_row[i] = 0;
+}
+
 struct ExpertCounts {
   int32_t const* gmem_expert_offsets;
   int64_t experts;
@@ -148,10 +156,18 @@ cudaError_t launch_given_slots(GivenSlots const& args, cudaStream_t stream) {
   return launch(given_token_offsets, args.tokens + 1, args, stream);
 }
 
-cudaError_t launch_grouped_rows(GroupedRows const& args, cudaStream_t stream) {
+cudaError_t launch_grouped_offsets(GroupedRows const& args, cudaStream_t stream) {
   grouped_offsets<<<1, kScanThreads, 0, stream>>>(args);
-  cudaError_t const error = cudaGetLastError();
+  return cudaGetLastError();
+}
+
+cudaError_t launch_grouped_rows(GroupedRows const& args, cudaStream_t stream) {
+  cudaError_t const error = launch_grouped_offsets(args, stream);
   return error == cudaSuccess ? launch(grouped_tables, args.rows, args, stream) : error;
+}
+
+cudaError_t launch_zero_tail(ZeroTail const& args, cudaStream_t stream) {
+  return launch(zero_tail, args.rows * 32, args, stream);
 }
 
 cudaError_t launch_expert_counts(int32_t const* gmem_expert_offsets, int64_t experts,

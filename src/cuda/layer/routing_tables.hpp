@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "tessera/moe.hpp"
 #include "tessera/routing.hpp"
 #include "tessera/shape.hpp"
 
@@ -16,6 +17,9 @@ struct Integers {
   void const* gmem = nullptr;
   bool is_int64 = false;
 };
+inline Integers integers(ConstTensor const& tensor) noexcept {
+  return {tensor.data, tensor.dtype == DType::int64};
+}
 
 /// Slots as the caller gives them, to dense tables: scores as they are, ids as int32 with -1 for every sentinel, and
 /// token_offsets, clamped to [0,P] and checked, where experts per token vary.
@@ -43,6 +47,16 @@ struct GroupedRows {
   uint64_t* gmem_error;
 };
 cudaError_t launch_grouped_rows(GroupedRows const& args, cudaStream_t stream);
+/// expert_offsets alone.
+cudaError_t launch_grouped_offsets(GroupedRows const& args, cudaStream_t stream);
+
+/// Zeros in the rows from *gmem_first on.
+struct ZeroTail {
+  int32_t const* gmem_first;
+  void* gmem_rows;
+  int64_t rows, row_bytes;
+};
+cudaError_t launch_zero_tail(ZeroTail const& args, cudaStream_t stream);
 
 /// counts[e] = expert_offsets[e+1] - expert_offsets[e].
 cudaError_t launch_expert_counts(int32_t const* gmem_expert_offsets, int64_t experts,

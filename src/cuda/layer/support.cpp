@@ -28,12 +28,14 @@ Status check_router(MoeDesc const& desc) noexcept {
 
 }  // namespace
 
+Status check_storage(DType dtype) noexcept {
+  if (dtype == DType::bf16) return {};
+  return Status::unsupported("dtype=%s: the CUDA backend stores bf16; convert the tensors to bf16",
+                             dtype == DType::fp32 ? "fp32" : "fp16");
+}
+
 Status check_supported(MoeDesc const& desc) noexcept {
-  if (desc.dtype != DType::bf16) {
-    return Status::unsupported(
-        "dtype=%s: the CUDA backend stores bf16; convert x and all weights to bf16",
-        desc.dtype == DType::fp32 ? "fp32" : "fp16");
-  }
+  TESSERA_TRY(check_storage(desc.dtype));
   if (desc.column_chunk != 0) {
     return Status::unsupported(
         "column_chunk=%lld: the CUDA backend makes all columns at once; use 0",
@@ -44,6 +46,20 @@ Status check_supported(MoeDesc const& desc) noexcept {
         "score_position=input: scores of x are not fused; scale x before the call");
   }
   return check_router(desc);
+}
+
+Status check_supported(GroupedGemmArgs const& args) noexcept {
+  TESSERA_TRY(check_storage(args.a.dtype));
+  for (std::int64_t const size :
+       {args.a.shape[1], args.b.shape[1], args.b.shape[args.b.rank - 1]}) {
+    if (size == 0) {
+      return Status::unsupported(
+          "grouped_gemm: a has %lld columns, b %lld; the CUDA backend needs 1",
+          static_cast<long long>(args.a.shape[1]),
+          static_cast<long long>(args.b.shape[args.b.rank - 1]));
+    }
+  }
+  return {};
 }
 
 }  // namespace tessera::cuda

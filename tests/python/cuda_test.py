@@ -7,6 +7,7 @@ import unittest
 
 import eager
 import gpu
+import integrations_test
 import layers
 import module_test
 import tessera
@@ -39,6 +40,16 @@ class Module(module_test.Module):
         with self.assertRaisesRegex(NotImplementedError, "no token rounding"):
             layer(self.x)
         layer.eval()(self.x)
+
+
+class Torchtitan(integrations_test.Torchtitan):
+    """fp32 parameters and rows, which it computes in bf16."""
+
+    device, relative = "cuda", 2 * eager.RELATIVE[torch.bfloat16]
+
+
+class Megatron(integrations_test.Megatron):
+    device, dtype = "cuda", torch.bfloat16
 
 
 class RoutedLayer(OnGpu, unittest.TestCase):

@@ -126,40 +126,43 @@ class ClampedSwiGLU(nn.Module):
 
 
 class Torchtitan(unittest.TestCase):
+    device, relative = "cpu", 1e-5
+
     def test_matches_its_own_forward(self):
-        x = torch.randn(13, D, generator=torch.Generator().manual_seed(1))
-        d_y = torch.randn(13, D, generator=torch.Generator().manual_seed(2))
-        counts = torch.tensor(COUNTS)
+        x = torch.randn(13, D, generator=torch.Generator().manual_seed(1)).to(self.device)
+        d_y = torch.randn(13, D, generator=torch.Generator().manual_seed(2)).to(self.device)
+        counts = torch.tensor(COUNTS, device=self.device)
         for options in ({}, {"form": "plain"}, {"form": "w13"}, {"form": "flat w13"},
                         {"activation_fn": ClampedSwiGLU()}):
             results = []
             for ours in (False, True):
-                model = nn.Sequential(GroupedExperts(**options))
+                model = nn.Sequential(GroupedExperts(**options)).to(self.device)
                 rows = x.clone().requires_grad_()
                 if ours:
                     self.assertEqual(torchtitan.use_tessera(model), 1)
                 y = model[0](rows, counts)
                 results.append((y, *torch.autograd.grad(y, (rows, *model.parameters()), d_y)))
             for theirs, mine in zip(*results, strict=True):
-                eager.check_close(self, str(options), mine, theirs, 1e-5)
+                eager.check_close(self, str(options), mine, theirs, self.relative)
             self.assertEqual(results[1][0][11:].abs().max(), 0)
 
     def test_matches_its_own_forward_with_dispatch(self):
         generator = torch.Generator().manual_seed(1)
-        x, d_o = torch.randn(9, D, generator=generator), torch.randn(9, D, generator=generator)
-        ids = torch.rand(9, E, generator=generator).topk(2).indices
-        scores, counts = torch.rand(9, 2, generator=generator), torch.bincount(ids.flatten(), minlength=E)
+        x, d_o = (torch.randn(9, D, generator=generator).to(self.device) for _ in range(2))
+        ids = torch.rand(9, E, generator=generator).topk(2).indices.to(self.device)
+        scores = torch.rand(9, 2, generator=generator).to(self.device)
+        counts = torch.bincount(ids.flatten(), minlength=E)
         for make in (DispatchingExperts, RoutedExperts, lambda: RoutedExperts(ClampedSwiGLU())):
             results = []
             for ours in (False, True):
-                model = nn.Sequential(make())
+                model = nn.Sequential(make()).to(self.device)
                 if ours:
                     self.assertEqual(torchtitan.use_tessera(model), 1)
                 tokens, weights = x.clone().requires_grad_(), scores.clone().requires_grad_()
                 o = model[0](tokens, weights, ids, counts)
                 results.append((o, *torch.autograd.grad(o, (tokens, weights, *model.parameters()), d_o)))
             for theirs, mine in zip(*results, strict=True):
-                eager.check_close(self, type(model[0]).__name__, mine, theirs, 1e-5)
+                eager.check_close(self, type(model[0]).__name__, mine, theirs, self.relative)
 
     def test_leaves_dense_layers_alone(self):
         dense = nn.Module()
@@ -167,11 +170,11 @@ class Torchtitan(unittest.TestCase):
         self.assertEqual(torchtitan.use_tessera(nn.Sequential(dense, GroupedExperts())), 1)
 
     def test_compile(self):
-        model = GroupedExperts()
+        model = GroupedExperts().to(self.device)
         torchtitan.use_tessera(model)
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-        x = torch.randn(13, D)
-        torch.testing.assert_close(compiled(x, torch.tensor(COUNTS)), model(x, torch.tensor(COUNTS)))
+        x, counts = torch.randn(13, D).to(self.device), torch.tensor(COUNTS, device=self.device)
+        torch.testing.assert_close(compiled(x, counts), model(x, counts))
 
     def test_refusals(self):
         with self.assertRaisesRegex(ValueError, "no module with parameters w1_EFD"):
@@ -232,9 +235,16 @@ def megatron_reference(experts, x, probs, **options):
 
 
 class Megatron(unittest.TestCase):
+    device, dtype = "cpu", torch.float32
+
     def setUp(self):
         torch.manual_seed(0)
-        self.x, self.probs, self.d_y = torch.randn(11, D), torch.rand(11), torch.randn(11, D)
+        self.x, self.d_y = (torch.randn(11, D).to(self.device, self.dtype) for _ in range(2))
+        self.probs = torch.rand(11).to(self.device)
+
+    def experts(self, **changes):
+        on_cpu = self.device == "cpu"
+        return megatron.Experts(E, config(params_dtype=self.dtype, use_cpu_initialization=on_cpu, **changes))
 
     def test_matches_a_plain_computation(self):
         cases = (({}, {}),
@@ -246,27 +256,26 @@ class Megatron(unittest.TestCase):
                  ({"gated_linear_unit": False, "activation_func": lambda h: functional.relu(h).square()},
                   {"activation": "relu2"}))
         for changes, options in cases:
-            experts = megatron.Experts(E, config(**changes))
+            experts = self.experts(**changes)
             x, probs = self.x.clone().requires_grad_(), self.probs.clone().requires_grad_()
             exact_x, exact_probs = self.x.double().requires_grad_(), self.probs.double().requires_grad_()
             reference = megatron_reference(experts, exact_x, exact_probs, **options)
             wanted = torch.autograd.grad(reference, (exact_x, exact_probs), self.d_y.double())
-            for tokens_per_expert in (COUNTS, torch.tensor(COUNTS), torch.tensor(COUNTS).int()):
+            for tokens_per_expert in (COUNTS, torch.tensor(COUNTS), torch.tensor(COUNTS, device=self.device).int()):
                 y, bias = experts(x, tokens_per_expert, probs)
                 self.assertIsNone(bias)
-                eager.check_close(self, f"{options}: output", y, reference)
+                eager.check_close(self, f"{options}: output", y, reference, eager.RELATIVE[self.dtype])
                 for a, b in zip(torch.autograd.grad(y, (x, probs), self.d_y), wanted, strict=True):
-                    eager.check_close(self, f"{options}: gradient", a, b)
+                    eager.check_close(self, f"{options}: gradient", a, b, eager.RELATIVE[self.dtype])
 
     def test_gradient_accumulation_fusion(self):
-        plain = megatron.Experts(E, config())
-        fused = megatron.Experts(E, config(gradient_accumulation_fusion=True))
+        plain, fused = self.experts(), self.experts(gradient_accumulation_fusion=True)
         fused.load_state_dict(plain.state_dict())
         with self.assertRaisesRegex(ValueError, "no main_grad"):
             fused(self.x, COUNTS, self.probs)
         hooks = []
         for weight in fused.parameters():
-            weight.main_grad = torch.full_like(weight, 7.0)
+            weight.main_grad = torch.full_like(weight, 7.0, dtype=torch.float32)
             weight.grad_added_to_main_grad, weight.overwrite_main_grad = False, True
             weight.zero_out_wgrad = True
             weight.register_post_accumulate_grad_hook(lambda w: hooks.append(w.grad.abs().max().item()))
@@ -279,10 +288,10 @@ class Megatron(unittest.TestCase):
                 self.assertTrue(weight.grad_added_to_main_grad)
                 weight.grad, weight.overwrite_main_grad = None, False
         for ours, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours.main_grad, theirs.grad)
+            eager.check_close(self, "main_grad", ours.main_grad, theirs.grad, eager.RELATIVE[self.dtype])
 
     def test_state_dict_has_megatrons_names(self):
-        experts, other = megatron.Experts(E, config()), megatron.Experts(E, config())
+        experts, other = self.experts(), self.experts()
         state = experts.state_dict()
         self.assertEqual(sorted(state), sorted(f"linear_fc{k}.weight{i}" for k in (1, 2) for i in range(E)))
         self.assertEqual(tuple(state["linear_fc1.weight0"].shape), (2 * F, D))

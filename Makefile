@@ -91,6 +91,9 @@ wheel: bootstrap
 	rm -rf build-python/dist
 	.venv/bin/python -m pip wheel . --quiet --no-deps --no-build-isolation --wheel-dir build-python/dist
 	PATH="$$PWD/.venv/bin:$$PATH" .venv/bin/auditwheel repair --wheel-dir dist build-python/dist/*.whl
+	@if readelf --sections build-python/lib/libtessera.so | grep -q nv_fatbin; \
+	  then echo 'wheel: for the CPU and Hopper GPUs'; \
+	  else echo 'wheel: for the CPU alone; nvcc 13 was not found'; fi
 
 # Links and paths of the documents, and their snippets, compiled and run.
 .PHONY: docs

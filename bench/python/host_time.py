@@ -3,7 +3,9 @@
 """Host time of a layer call in Python at T = 1: as it is, and with the library's functions replaced by a function
 that does nothing, which leaves what Python, torch and the binding cost. CPU time of this thread, best of 9. Training is
 timed in a chain of 8 layers, as one call of backward serves all layers of a model. On a GPU the calls' own time is that
-of their launches; wall time, as backward runs in a thread of torch's there, and nobody waits for the device.
+of their launches, and the CPU time is that of all threads: torch runs backward in one of its own there, or, in the rows
+`one thread`, in the caller's (torch.autograd.set_multithreading_enabled(False)). Beside them stands the same layer in
+torch's own operations, with grouped_mm (examples/torch_experts.py).
 
 usage: host_time.py [--device cuda] [--out FILE]
 """
@@ -12,19 +14,24 @@ import argparse
 import ctypes
 import datetime
 import json
+import pathlib
 import platform
 import subprocess
+import sys
 import time
 
-import tessera
-import torch
-from tessera import library, ops
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
+
+import tessera  # noqa: E402
+import torch  # noqa: E402
+import torch_experts  # noqa: E402
+from tessera import library, ops  # noqa: E402
 
 REPEATS, CALLS, LAYERS = 9, 1000, 8
 
 
 def microseconds(call, layers: int, device: str) -> float:
-    clock, best = time.thread_time if device == "cpu" else time.perf_counter, float("inf")
+    clock, best = time.thread_time if device == "cpu" else time.process_time, float("inf")
     for _ in range(REPEATS):
         start = clock()
         for _ in range(CALLS // layers):
@@ -63,6 +70,9 @@ def measurements(device: str) -> dict:
     def routed():
         tessera.routed_experts(x, ids, scores, w_up, w_down)
 
+    def grouped_mm():
+        torch_experts.grouped_mm_experts(x, ids, scores, w_up, w_down)
+
     def training():
         h = leaf
         for weights in layers:
@@ -72,6 +82,12 @@ def measurements(device: str) -> dict:
         for weights in layers:
             for weight in weights:
                 weight.grad = None
+
+    def one_thread(call):
+        def run():
+            with torch.autograd.set_multithreading_enabled(False):
+                call()
+        return run
 
     def floor():  # what torch itself costs: a function that makes the same gradients and computes nothing
         h = leaf
@@ -83,8 +99,12 @@ def measurements(device: str) -> dict:
             for weight in weights:
                 weight.grad = None
 
-    calls = {"moe": (moe, 1), "routed_experts": (routed, 1), "moe forward + backward": (training, LAYERS),
+    calls = {"moe": (moe, 1), "routed_experts": (routed, 1),
+             "routed_experts in torch's operations": (grouped_mm, 1), "moe forward + backward": (training, LAYERS),
              "torch.autograd.Function forward + backward": (floor, LAYERS)}
+    if device != "cpu":
+        calls |= {"moe forward + backward, one thread": (one_thread(training), LAYERS),
+                  "torch.autograd.Function forward + backward, one thread": (one_thread(floor), LAYERS)}
     made, ready = [], ops._Plan.ready  # in every thread: backward has its own on a GPU
     ops._Plan.ready = lambda plan, *arguments: made.append(plan) or ready(plan, *arguments)
     for call, _ in calls.values():
@@ -113,8 +133,8 @@ def main() -> None:
         "commit": commit.stdout.strip(), "host": cpu or platform.machine(),
         "device": torch.cuda.get_device_name() if on_gpu else cpu or platform.machine(),
         "date": datetime.date.today().isoformat(),
-        "protocol": f"{'wall' if on_gpu else 'thread CPU'} time, best of {REPEATS} times {CALLS} calls; T=1 d=16 n=16 "
-                    f"E=8 K=2 {'bf16' if on_gpu else 'fp32'}",
+        "protocol": f"CPU time of {'all threads' if on_gpu else 'the thread'}, best of {REPEATS} times {CALLS} calls; "
+                    f"T=1 d=16 n=16 E=8 K=2 {'bf16' if on_gpu else 'fp32'}",
         "python": platform.python_version(), "torch": torch.__version__, "rows": measurements(arguments.device),
     }
     text = json.dumps(result, indent=1)

@@ -117,15 +117,22 @@ __device__ __forceinline__ void begin_epilogue(Epilogue& epilogue, WorkTile cons
   }
 }
 
-// A warpgroup without rows still owes its arrivals: the stage is shared with the others.
+// A warpgroup without rows still owes its arrivals: the stage is shared with the others. Its first warp sees to
+// them alone and the others meet it afterwards: were each to follow the stages, one that still stores its last tile
+// could miss two phases of a stage, and wait for ever.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void pass(SharedStorage<kGemm>& smem, PipelineState<kGemm.stages>& state,
-                                     int k_tiles) {
-  for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
-    arch::mbarrier_wait(&smem.full[state.stage], state.phase);
-    release_stage<kGemm>(smem, state.stage);
-    state.advance();
+                                     int k_tiles, int consumer) {
+  if (static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads < arch::kWarpThreads) {
+    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+      arch::mbarrier_wait(&smem.full[state.stage], state.phase);
+      release_stage<kGemm>(smem, state.stage);
+      state.advance();
+    }
+  } else {
+    state.advance(k_tiles);
   }
+  arch::named_barrier_sync(kBarrierSlabs + consumer, arch::kWarpgroupThreads);
 }
 
 // Cooperative: each warpgroup owns 64 rows of every tile.
@@ -142,7 +149,7 @@ __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, 
   while (more) {
     int const k_tiles = k_tiles_of<kGemm>(p, tile);
     if (tile.rows <= row) {
-      pass<kGemm>(smem, state, k_tiles);
+      pass<kGemm>(smem, state, k_tiles, consumer);
       more = queue.read(tile);
       continue;
     }
@@ -184,7 +191,7 @@ __device__ __forceinline__ void consume_ping_pong(SharedStorage<kGemm>& smem, Ge
     if (subtiles > 0) begin_epilogue(epilogue, tile, tile.row, subtiles);
     arch::named_barrier_sync(kBarrierMmaTurn + consumer, kThreads);
     if (subtiles == 0) {
-      pass<kGemm>(smem, state, k_tiles);
+      pass<kGemm>(smem, state, k_tiles, consumer);
       arch::named_barrier_arrive(kBarrierMmaTurn + (consumer ^ 1), kThreads);
     } else {
       int const last = multiply_active<kGemm, kSubtiles>(smem, state, acc, 0, k_tiles,

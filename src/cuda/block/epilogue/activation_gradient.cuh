@@ -42,7 +42,6 @@ class ActivationGradientEpilogue {
     static_assert(kGemm.b_halves == 1 && kGemm.store_slabs == kLoadBuffers * kHalves + 1);
     int const warp = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads / arch::kWarpThreads;
     warp_row_ = warp * kGradientRows;
-    barrier_ = kBarrierSlabs + consumer;
     loads_ = smem.loads[4 * consumer + warp];
   }
 
@@ -85,12 +84,6 @@ class ActivationGradientEpilogue {
         }
       }
       store_partials(ds, tile, row, g);
-    }
-    // The stages count on the four warps together: were one to release stages of the next tile while another
-    // still stores this one, the other could miss two phases of a stage, and wait for ever. (In ping-pong the
-    // turn sees to it.)
-    if constexpr (!kGemm.ping_pong()) {
-      arch::named_barrier_sync(barrier_, arch::kWarpgroupThreads);
     }
   }
 
@@ -220,7 +213,6 @@ class ActivationGradientEpilogue {
   Params const& p_;
   SlabStore<kGemm> slabs_;
   arch::Mbarrier* loads_;
-  int barrier_;
   uint32_t phase_ = 0;  // bit b: parity of the next load into buffer b
   int warp_row_;        // first of the warp's 16 rows, among 64
   int first_row_, first_column_;

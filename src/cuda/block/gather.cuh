@@ -19,14 +19,13 @@ template <GemmConfig kGemm>
 class RowGather {
  public:
   __device__ __forceinline__ explicit RowGather(GemmParams const& p)
-      : gmem_a_(static_cast<char const*>(p.gmem_a)),
-        gmem_index_(p.gmem_index),
-        pitch_chunks_(static_cast<uint32_t>(p.a_pitch_chunks)),
-        row_bytes_(p.a_row_bytes) {
-    uint32_t const thread = threadIdx.x % arch::kWarpgroupThreads;
-    row_ = static_cast<int>(thread / kChunks);
-    chunk_ = thread % kChunks;
-    smem_offset_ = row_ * 128 + ((chunk_ ^ (row_ & 7)) << 4);
+      : gmem_index_(p.gmem_index), pitch_chunks_(static_cast<uint32_t>(p.a_pitch_chunks)) {
+    int const thread = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
+    int const chunk = thread % kChunks;
+    row_ = thread / kChunks;
+    gmem_chunk_ = static_cast<char const*>(p.gmem_a) + chunk * 16;
+    row_left_ = p.a_row_bytes - chunk * 16;
+    smem_offset_ = row_ * 128 + ((chunk ^ (row_ & 7)) << 4);
   }
 
   // Requests the source rows of a tile; the values are first touched by begin(). Rows past the
@@ -40,29 +39,31 @@ class RowGather {
   }
 
   __device__ __forceinline__ void begin() {
+    left_ = row_left_;
+    gmem_ = gmem_chunk_;
     TESSERA_UNROLL
     for (int i = 0; i < kRowsPerThread; ++i) {
-      source_[i] = static_cast<uint32_t>(ahead_[i]) * pitch_chunks_ + chunk_;
+      source_[i] = static_cast<uint32_t>(ahead_[i]) * pitch_chunks_;
     }
   }
 
-  // One k_tile of the first `rows` rows, in units of 64; columns past the row's end become 0.
-  __device__ __forceinline__ void copy(SharedStorage<kGemm>& smem, int stage, int k_tile,
-                                       int rows) const {
+  // The next k_tile of the first `rows` rows, in units of 64; columns past the row's end become 0.
+  __device__ __forceinline__ void copy(SharedStorage<kGemm>& smem, int stage, int rows) {
     uint32_t const smem_a = arch::shared_address(smem.a[stage]) + smem_offset_;
-    char const* const gmem = gmem_a_ + int64_t{k_tile} * 128;
-    int const bytes = k_tile * 128 + static_cast<int>(chunk_) * 16 < row_bytes_ ? 16 : 0;
+    int const bytes = left_ > 0 ? 16 : 0;
     TESSERA_UNROLL
     for (int m = 0; m < kGemm.tile.m / kSubtileM; ++m) {
       if (m * kSubtileM < rows) {
         TESSERA_UNROLL
         for (int j = 0; j < kSubtileM / kRowStep; ++j) {
           int const i = m * (kSubtileM / kRowStep) + j;
-          arch::cp_async_16(smem_a + i * kRowStep * 128, gmem + uint64_t{source_[i]} * 16, bytes);
+          arch::cp_async_16(smem_a + i * kRowStep * 128, gmem_ + uint64_t{source_[i]} * 16, bytes);
         }
       }
     }
     arch::cp_async_arrive(&smem.full[stage]);
+    left_ -= 128;
+    gmem_ += 128;
   }
 
  private:
@@ -70,15 +71,16 @@ class RowGather {
   static constexpr int kRowStep = arch::kWarpgroupThreads / kChunks;
   static constexpr int kRowsPerThread = kGemm.tile.m / kRowStep;
 
-  char const* gmem_a_;
   int const* gmem_index_;
-  uint32_t pitch_chunks_;  // row pitch in 16-byte units; T*pitch < 2^32 reaches 64 GB
-  int row_bytes_;
+  char const* gmem_chunk_;  // this thread's, of row 0
+  char const* gmem_;        // .. in the next k_tile: an address takes one multiply-add from here
+  uint32_t pitch_chunks_;   // row pitch in 16-byte units; T*pitch < 2^32 reaches 64 GB
   int row_;
-  uint32_t chunk_;
+  int row_left_;  // bytes of a row from this thread's first chunk on
+  int left_;      // .. from its next chunk on
   uint32_t smem_offset_;
   int ahead_[kRowsPerThread];
-  uint32_t source_[kRowsPerThread];
+  uint32_t source_[kRowsPerThread];  // first chunk of the row
 };
 
 // With c = tile_m/8 chunks in a token's share, thread t copies chunk t % c of tokens t/c + (128/c)i. A
@@ -102,30 +104,38 @@ class TokenGather {
     chunk_ = chunk;
   }
 
-  // Requests the indices of a k_tile; they are first touched by the next copy().
-  __device__ __forceinline__ void prefetch(WorkTile const& tile, int k_tile) {
-    int const row = tile.begin + k_tile * kGemm.tile.k + first_;
-    index_ = row >= tile.end ? -1 : gmem_index_ != nullptr ? gmem_index_[row] : row;
+  // Requests the indices of a tile's first k_tile.
+  __device__ __forceinline__ void begin(WorkTile const& tile) {
+    int const column_chunk = tile.row / 8 + chunk_;
+    exists_ = column_chunk < row_chunks_;
+    // Through a shuffle, as an address then takes one multiply-add from here: the compiler would keep the
+    // sum's parts in different kinds of registers, and add them up for every copy.
+    gmem_ = reinterpret_cast<char const*>(
+        __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(gmem_a_ + int64_t{column_chunk} * 16),
+                    arch::lane_idx()));
+    prefetch(tile, 0);
   }
 
-  // The k_tile whose indices are `index`; tokens past the segment and columns past the row become 0.
-  __device__ __forceinline__ void copy(SharedStorage<kGemm>& smem, int stage, int index,
-                                       WorkTile const& tile) const {
-    uint32_t const smem_a = arch::shared_address(smem.a[stage]) + smem_offset_;
-    int const column_chunk = tile.row / 8 + chunk_;
-    bool const exists = column_chunk < row_chunks_;
+  // Works out the sources of a k_tile, before its stage is free, and requests the indices of the next.
+  __device__ __forceinline__ void prepare(WorkTile const& tile, int k_tile) {
+    uint32_t const mine = index_ < 0 ? kNothing : static_cast<uint32_t>(index_) * pitch_chunks_;
     TESSERA_UNROLL
     for (int i = 0; i < kTokensPerThread; ++i) {
-      int const token = __shfl_sync(kAllLanes, index, kWarpTokens * i + arch::lane_idx() / kChunks);
-      uint32_t const source = static_cast<uint32_t>(max(token, 0)) * pitch_chunks_ +
-                              static_cast<uint32_t>(exists ? column_chunk : 0);
-      arch::cp_async_16(smem_a + i * kTokenStep * 128, gmem_a_ + uint64_t{source} * 16,
-                        exists && token >= 0 ? 16 : 0);
+      source_[i] = __shfl_sync(kAllLanes, mine, kWarpTokens * i + arch::lane_idx() / kChunks);
+    }
+    prefetch(tile, k_tile + 1);
+  }
+
+  // The k_tile that was prepared; tokens past the segment and columns past the row become 0.
+  __device__ __forceinline__ void copy(SharedStorage<kGemm>& smem, int stage) const {
+    uint32_t const smem_a = arch::shared_address(smem.a[stage]) + smem_offset_;
+    TESSERA_UNROLL
+    for (int i = 0; i < kTokensPerThread; ++i) {
+      arch::cp_async_16(smem_a + i * kTokenStep * 128, gmem_ + uint64_t{source_[i]} * 16,
+                        exists_ && source_[i] != kNothing ? 16 : 0);
     }
     arch::cp_async_arrive(&smem.full[stage]);
   }
-
-  __device__ __forceinline__ int index() const { return index_; }
 
  private:
   static constexpr int kChunks = kGemm.tile.m / 8;  // of a token's share
@@ -133,15 +143,25 @@ class TokenGather {
   static constexpr int kTokensPerThread = kGemm.tile.k / kTokenStep;
   static constexpr int kWarpTokens = arch::kWarpThreads / kChunks;
   static_assert(kTokenStep % 8 == 0 && kWarpTokens * kTokensPerThread == 16);
+  static constexpr uint32_t kNothing = 0xffffffff;  // nothing is read
+
+  // They are first touched by the next prepare().
+  __device__ __forceinline__ void prefetch(WorkTile const& tile, int k_tile) {
+    int const row = tile.begin + k_tile * kGemm.tile.k + first_;
+    index_ = row >= tile.end ? -1 : gmem_index_ != nullptr ? gmem_index_[row] : row;
+  }
 
   char const* gmem_a_;
+  char const* gmem_ = nullptr;  // this thread's chunk of token 0
   int const* gmem_index_;
   uint32_t pitch_chunks_;
   int row_chunks_;  // 16-byte chunks of a row that exist
   int first_;       // of the tokens whose index this lane loads
   int chunk_;
   uint32_t smem_offset_;
+  bool exists_ = false;  // its chunk
   int index_ = -1;
+  uint32_t source_[kTokensPerThread];  // first chunk of the token
 };
 
 }  // namespace tessera::cuda::block

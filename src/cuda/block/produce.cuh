@@ -159,7 +159,7 @@ __device__ __forceinline__ void produce_by_gather(SharedStorage<kGemm>& smem, Ge
         load_b<kGemm>(smem, p, state.stage, k_tile, tile);
       }
       __syncwarp();
-      gather.copy(smem, state.stage, k_tile, tile.rows);
+      gather.copy(smem, state.stage, tile.rows);
       state.advance();
     }
     tile = ahead;
@@ -179,10 +179,9 @@ __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, Gemm
   if (schedules) scheduler.announce_first(0);
   while (queue.read(tile)) {
     int const k_tiles = k_tiles_of<kGemm>(p, tile);
-    gather.prefetch(tile, 0);
+    gather.begin(tile);
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
-      int const index = gather.index();
-      gather.prefetch(tile, k_tile + 1);
+      gather.prepare(tile, k_tile);
       if (schedules) scheduler.step(k_tile, k_tiles);
       wait_empty<kGemm>(smem, state);
       if (warp == k_tile % 4 && arch::elect_one()) {
@@ -190,7 +189,7 @@ __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, Gemm
         load_b<kGemm>(smem, p, state.stage, k_tile, tile);
       }
       __syncwarp();
-      gather.copy(smem, state.stage, index, tile);
+      gather.copy(smem, state.stage);
       state.advance();
     }
   }

@@ -12,15 +12,19 @@ cudaError_t launch_down_projection_dgrad_of(DownProjectionDgradArguments const& 
                                             cudaStream_t stream) {
   using block::Major;
   using Usual = DownProjectionDgradConfig<kKind, Major::kRows, false>;
+  using Wide = DownProjectionDgradConfig<kKind, Major::kRows, false, true>;
   using Rows = DownProjectionDgradConfig<kKind, Major::kRows, true>;
   using Transposed = DownProjectionDgradConfig<kKind, Major::kK, true>;
   if (args.w_down.column_stride != 1) {
     return launch_down_projection_dgrad_config<Transposed>(args, sm_count, stream);
   }
   int64_t const n = args.intermediate;
-  return host::has_tile_map({transposed(args.w_down, n), {}}, 1, n)
-             ? launch_down_projection_dgrad_config<Usual>(args, sm_count, stream)
-             : launch_down_projection_dgrad_config<Rows>(args, sm_count, stream);
+  if (!host::has_tile_map({transposed(args.w_down, n), {}}, 1, n)) {
+    return launch_down_projection_dgrad_config<Rows>(args, sm_count, stream);
+  }
+  return down_projection_dgrad_is_wide(args.hidden, n)
+             ? launch_down_projection_dgrad_config<Wide>(args, sm_count, stream)
+             : launch_down_projection_dgrad_config<Usual>(args, sm_count, stream);
 }
 
 }  // namespace tessera::cuda

@@ -4,8 +4,8 @@
 // Shapes   dO (T,d) bf16, w_down (E,d,n) in any layout of WeightRows, h and dh (R,w*n) as [gate half | up
 //          half], a' (R,n), ds partials (R, n/128) fp32; w = 2 for gated activations, 1 otherwise
 // Work     2*R*n*d FLOP; bytes: dO T*d..R*d, w_down E*n*d, h w*R*n, dh w*R*n, a' R*n, 2 each
-// Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile); ping-pong, as the epilogue reads and
-//          writes five slabs for every two that it multiplies
+// Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile); ping-pong, drawn here, or cooperative
+//          (tuning/gemm_backward.hpp): the epilogue reads and writes five slabs for every two multiplied
 //   WG0     | fill stages: cp.async gather of dO + TMA w_down      (wait empty, arrive full)
 //   WG1     | load h of blocks 0, 1 | mma tile 0 | differentiate, load h | load h | mma tile 2
 //   WG2     |                 (turn)             | mma tile 1            | differentiate ..

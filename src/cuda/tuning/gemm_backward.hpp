@@ -8,20 +8,25 @@
 
 namespace tessera::cuda {
 
-// The epilogue moves five slabs for every two that are multiplied: ping-pong hides what it can. 128 x 256,
-// cooperative, is up to 8% faster at d = 4096 and not yet trusted (docs/notebook/2026-11-21-backward.md).
-template <ActivationKind kKind, block::Major kMajor, bool kAnyLayout>
+// The epilogue moves five slabs for every two that are multiplied. Short k loops: ping-pong hides what it can of it;
+// long ones: half the gathered bytes count for more (down_projection_dgrad_is_wide()).
+template <ActivationKind kKind, block::Major kMajor, bool kAnyLayout, bool kWide = false>
 struct DownProjectionDgradConfig {
   static constexpr ActivationKind activation = kKind;
   static constexpr bool gated = Activation{.kind = kKind}.gated();
-  static constexpr block::GemmConfig gemm{.tile = {128, 128, 64},
-                                          .stages = 4,
-                                          .a_loader = block::ALoader::kGather,
-                                          .schedule = block::Schedule::kPingPong,
-                                          .b_major = kMajor,
-                                          .any_b_layout = kAnyLayout,
-                                          .store_slabs = gated ? 5 : 3};
+  static constexpr block::GemmConfig gemm{
+      .tile = {128, kWide ? 256 : 128, 64},
+      .stages = kWide ? 3 : 4,
+      .a_loader = block::ALoader::kGather,
+      .schedule = kWide ? block::Schedule::kCooperative : block::Schedule::kPingPong,
+      .b_major = kMajor,
+      .any_b_layout = kAnyLayout,
+      .store_slabs = gated ? 5 : 3};
 };
+
+constexpr bool down_projection_dgrad_is_wide(int64_t hidden, int64_t intermediate) {
+  return intermediate >= 256 && (hidden >= 2048 || intermediate >= 512);
+}
 
 // Its stores run under the other warpgroup's multiplication.
 template <block::Major kMajor>

@@ -63,7 +63,7 @@ class Transformer(nn.Module):
             x, router = block(x)
             auxiliary = auxiliary + block.experts.auxiliary_loss(router)
             counts.append(router.counts)
-        logits = self.head(self.norm(x))
+        logits = self.head(self.norm(x)).float()
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), auxiliary, torch.stack(counts)
 
 

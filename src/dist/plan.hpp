@@ -240,11 +240,12 @@ class RowCursor {
   std::int32_t owner_, expert_;
 };
 
-/// Units of down that stay behind those of up. Too few: pushes fight pulls for the link; too many: the
-/// last downs run with nothing to hide behind.
+/// Units of down that stay behind those of up. Too few: downs wait for ups, and pushes fight pulls for the link; too
+/// many: the last downs run with nothing to hide behind. With two GPUs 16 are the best of 4, 16 and up to 64, or
+/// within 1% of it (docs/notebook/2026-11-21-forward-two-gpus.md).
 TESSERA_INLINE constexpr std::int32_t default_lag(std::int32_t units) {
   std::int32_t const lag = static_cast<std::int32_t>(std::int64_t{units} * 9 / 20);
-  return lag < kUnitBlocks ? kUnitBlocks : lag > 64 ? 64 : lag;
+  return lag < 8 ? 8 : lag > 16 ? 16 : lag;
 }
 
 enum class TaskKind : std::int32_t { up, down };

@@ -210,8 +210,9 @@ TEST(Tasks, ALagBeyondAllUnitsCostsNoSteps) {
 
 TEST(Tasks, LagIsAShareOfTheUnitsWithinBounds) {
   EXPECT_EQ(default_lag(0), 8);
-  EXPECT_EQ(default_lag(100), 45);
-  EXPECT_EQ(default_lag(1000), 64);
+  EXPECT_EQ(default_lag(25), 11);
+  EXPECT_EQ(default_lag(100), 16);
+  EXPECT_EQ(default_lag(1000), 16);
 }
 
 TEST(Plan, SlicesCoverTheTokensOnce) {

@@ -170,7 +170,7 @@ template <class Complete>
 __device__ int multiply(ForwardStorage& smem, block::PipelineState<kPlain.stages>& state,
                         block::Accumulators<kPlain> (&acc)[1], int row, int k_tiles, bool sent,
                         Complete complete) {
-  constexpr int kCompleteAt = 1;  // k_tile
+  constexpr int kCompleteAt = 4;  // k_tile: when stores have arrived
   int previous = 0;
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
     if (sent) {

@@ -208,6 +208,17 @@ TEST(Tasks, ALagBeyondAllUnitsCostsNoSteps) {
   }
 }
 
+TEST(Tasks, UpMakesHalfAsManyColumnsOfAWithAGate) {
+  ExchangeShape shape;
+  shape.intermediate = 257;
+  shape.hidden = 257;
+  EXPECT_EQ(shape.up_tiles(), 3);
+  EXPECT_EQ(shape.down_tiles(), 2);
+  shape.gated = false;
+  EXPECT_EQ(shape.up_tiles(), 2);
+  EXPECT_EQ(shape.down_tiles(), 2);
+}
+
 TEST(Tasks, LagIsAShareOfTheUnitsWithinBounds) {
   EXPECT_EQ(default_lag(0), 8);
   EXPECT_EQ(default_lag(25), 11);

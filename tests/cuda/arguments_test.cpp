@@ -298,6 +298,24 @@ TEST(BackwardArguments, GatherNothingFromGroupedRowsAndRecomputeH) {
   EXPECT_FALSE(a.up_dgrad.gated);
 }
 
+// What makes the tables shares the memory of y: at 7B-n256 h, o and the workspace stay below SonicMoE's 946 MiB.
+TEST(ForwardPlan, HoldsWhatMakesTheTablesInThePlaceOfY) {
+  MoeDesc desc = desc_of({}, ActivationKind::swiglu);
+  desc.shape = {.tokens = 24576, .hidden = 1536, .intermediate = 256, .experts = 128, .top_k = 8};
+  desc.router.kind = RouterKind::topk_softmax;
+  std::int64_t const slots = desc.num_slots();
+  auto const a_and_y = static_cast<std::size_t>(2 * slots * (256 + 1536));
+  std::size_t const forward = workspace_bytes(desc, Pass::forward, 0);
+  EXPECT_GE(forward, a_and_y);
+  EXPECT_LE(forward, a_and_y + 64 * 4);
+  auto const kept = static_cast<std::size_t>(2 * slots * 2 * 256 + 2 * 24576 * 1536);
+  EXPECT_LE(forward + kept, std::size_t{946} << 20);
+  // Few columns: then the logits are what is largest.
+  desc.shape.hidden = 8;
+  EXPECT_GE(workspace_bytes(desc, Pass::forward, 0),
+            static_cast<std::size_t>(2 * slots * 256 + 4 * 24576 * 128));
+}
+
 // Every pass has what it uses; a whole backward shares the memory of a_scaled and dx rows.
 TEST(BackwardPlan, HoldsTheLargestOfWhatIsNeverAliveAtOnce) {
   MoeDesc desc = desc_of({}, ActivationKind::swiglu);

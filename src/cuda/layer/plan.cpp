@@ -20,17 +20,19 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
     out.routing = plan.add<std::byte>(static_cast<std::int64_t>(routing_bytes));
   }
   out.counters = plan.add<std::int32_t>(kNumTileCounters);
+  out.a = plan.add<std::uint16_t>(slots * s.intermediate);
+  // What makes the tables is dead before y is written, and lies in its place.
+  core::WorkspacePlan before_y = plan;
   if (desc.router.kind != RouterKind::given && !core::saves_logits(desc)) {
-    out.logits = plan.add<float>(s.tokens * s.experts);
+    out.logits = before_y.add<float>(s.tokens * s.experts);
   }
   if (desc.grouping == RowGrouping::slots) {
-    if (desc.router.kind == RouterKind::given) out.ids = plan.add<std::int32_t>(slots);
-    out.metadata =
-        plan.add<std::byte>(static_cast<std::int64_t>(metadata_workspace_bytes(slots, s.experts)));
+    if (desc.router.kind == RouterKind::given) out.ids = before_y.add<std::int32_t>(slots);
+    out.metadata = before_y.add<std::byte>(
+        static_cast<std::int64_t>(metadata_workspace_bytes(slots, s.experts)));
   }
-  out.a = plan.add<std::uint16_t>(slots * s.intermediate);
   out.y = plan.add<std::uint16_t>(slots * s.hidden);
-  out.bytes = plan.bytes();
+  out.bytes = std::max(plan.bytes(), before_y.bytes());
   return out;
 }
 

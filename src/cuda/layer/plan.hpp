@@ -30,7 +30,8 @@ struct ForwardPlan {
   core::Region<float> logits;           ///< [T,E], with a router whose tables do not hold them
   core::Region<std::int32_t> ids;       ///< [P], RouterKind::given
   core::Region<std::byte> metadata;     ///< metadata_workspace_bytes
-  core::Region<std::uint16_t> a, y;     ///< [P,n], [P,d] bf16
+  core::Region<std::uint16_t> a,
+      y;  ///< [P,n], [P,d] bf16; y in the place of logits, ids and metadata
   std::size_t bytes = 0;
 };
 ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcept;

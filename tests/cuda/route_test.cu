@@ -33,6 +33,7 @@ struct Case {
   float scale = 1;
   bool rounded_logits = false;  // many ties
   bool infinities = false;
+  bool one_lane = false;  // the largest logits are 32 experts apart
 };
 
 struct Result {
@@ -69,6 +70,9 @@ std::vector<float> make_logits(Case const& c) {
   for (float& l : logits) l = c.rounded_logits ? std::round(normal(random)) : normal(random);
   float const special[] = {std::nanf(""), INFINITY, -INFINITY, -0.0f, 0.0f, 200.0f, -200.0f};
   for (size_t i = 0; c.infinities && i < logits.size(); i += 7) logits[i] = special[random() % 7];
+  for (size_t i = 0; c.one_lane && i < logits.size(); ++i) {
+    if (i % size_t(c.experts) % 32 == 7) logits[i] += 100;
+  }
   return logits;
 }
 
@@ -146,6 +150,7 @@ constexpr Case kCases[] = {
     {.name = "NaN and infinities", .tokens = 500, .experts = 60, .top_k = 6, .infinities = true},
     {.name = "7B", .tokens = 2000, .experts = 128, .top_k = 8, .scale = 2.5f},
     {.name = "512 experts, bias", .tokens = 700, .experts = 512, .top_k = 10, .bias = true},
+    {.name = "one lane", .tokens = 400, .experts = 256, .top_k = 12, .one_lane = true},
     {.name = "1024 experts", .tokens = 300, .experts = 1024, .top_k = 16},
     {.name = "softmax-topk",
      .tokens = 800,

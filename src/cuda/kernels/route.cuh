@@ -4,8 +4,8 @@
 // Shapes   logits (T,E) fp32; topk_ids, topk_weights, chosen_p (T,K)
 // Work     reads 4TE, writes 8TK (12TK); per token K warp maxima over E/32 keys a lane; memory bound for small K
 // Schedule a warp per token; lane l holds experts l, 32+l, 64+l, .. as ordered integers in registers
-//   select  every lane keeps its two best; K times: maximum of the warp, lowest expert among equals; the winner's
-//           lane moves up its second, and looks for the next two when both are gone
+//   select  every lane sorts its four largest keys; K times: maximum of the warp, whose lane moves up its next. Equal
+//           keys, or a fifth of one lane: once more, step by step, with experts beside the keys
 //   score   lane k holds the k-th choice; sums over the chosen are one butterfly, over all E first per lane
 // Numerics fp32, compiled without contraction; sums fold 32 lanes by halves: the bits of core::warp_sum
 // Requires E <= 1024, K <= 32
@@ -18,6 +18,7 @@
 
 #include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
+#include "../block/fold.cuh"
 #include "../host/route.hpp"
 #include "core/router_math.hpp"
 
@@ -30,20 +31,57 @@ struct RouteConfig {
   static constexpr int kMaxGroups = arch::kWarpThreads;
 };
 
-constexpr uint32_t kWholeWarp = 0xffffffffu;
-
-// Sum over the lanes in the order of core::warp_sum; every lane gets it.
-__device__ __forceinline__ float fold_lanes(float value) {
-  TESSERA_UNROLL
-  for (int half = arch::kWarpThreads / 2; half > 0; half /= 2) {
-    value += __shfl_xor_sync(kWholeWarp, value, half);
-  }
-  return value;
-}
-
 __device__ __forceinline__ float largest_of_lanes(float value) {
-  return core::key_value(__reduce_max_sync(kWholeWarp, core::ordered_key(value)));
+  return core::key_value(__reduce_max_sync(block::kWholeWarp, core::ordered_key(value)));
 }
+
+// The largest keys of a lane, largest first; 0 behind the last.
+struct SortedKeys {
+  static constexpr int kLength = 4;
+  uint32_t key[kLength];
+
+  __device__ static void exchange(uint32_t& high, uint32_t& low) {
+    uint32_t const larger = max(high, low);
+    low = min(high, low);
+    high = larger;
+  }
+  __device__ void sort() {
+    exchange(key[0], key[1]);
+    exchange(key[2], key[3]);
+    exchange(key[0], key[2]);
+    exchange(key[1], key[3]);
+    exchange(key[1], key[2]);
+  }
+  // Two descending lists face to face: the larger of each pair are the largest of all, a bitonic sequence.
+  __device__ void merge(SortedKeys const& other) {
+    TESSERA_UNROLL
+    for (int i = 0; i < kLength; ++i) key[i] = max(key[i], other.key[kLength - 1 - i]);
+    exchange(key[0], key[2]);
+    exchange(key[1], key[3]);
+    exchange(key[0], key[1]);
+    exchange(key[2], key[3]);
+  }
+  template <int kValues>
+  __device__ void take(uint32_t const (&values)[kValues]) {
+    TESSERA_UNROLL
+    for (int first = 0; first < kValues; first += kLength) {
+      SortedKeys four;
+      TESSERA_UNROLL
+      for (int i = 0; i < kLength; ++i) four.key[i] = first + i < kValues ? values[first + i] : 0;
+      four.sort();
+      if (first == 0) {
+        *this = four;
+      } else {
+        merge(four);
+      }
+    }
+  }
+  __device__ void pop() {
+    TESSERA_UNROLL
+    for (int i = 1; i < kLength; ++i) key[i - 1] = key[i];
+    key[kLength - 1] = 0;
+  }
+};
 
 // Keys of one token, kValues a lane; 0 stands for no expert.
 template <int kValues>
@@ -52,15 +90,26 @@ struct TokenKeys {
 
   __device__ static int expert(int i) { return i * arch::kWarpThreads + arch::lane_idx(); }
 
+  // All loads are issued before the first value is used.
   __device__ void load(RouteArguments const& p, float const* gmem_logits) {
+    float value[kValues];
     TESSERA_UNROLL
     for (int i = 0; i < kValues; ++i) {
-      key[i] = 0;
-      if (expert(i) >= p.experts) continue;
-      float value = gmem_logits[expert(i)];
-      if (core::has_own_p(p.kind)) value = core::own_p(p.kind, value);
-      float const bias = p.gmem_selection_bias != nullptr ? p.gmem_selection_bias[expert(i)] : 0.0f;
-      key[i] = core::ordered_key(value + bias);
+      value[i] = expert(i) < p.experts ? gmem_logits[expert(i)] : 0.0f;
+    }
+    if (core::has_own_p(p.kind)) {
+      TESSERA_UNROLL
+      for (int i = 0; i < kValues; ++i) value[i] = core::own_p(p.kind, value[i]);
+    }
+    if (p.gmem_selection_bias != nullptr) {
+      TESSERA_UNROLL
+      for (int i = 0; i < kValues; ++i) {
+        value[i] += expert(i) < p.experts ? p.gmem_selection_bias[expert(i)] : 0.0f;
+      }
+    }
+    TESSERA_UNROLL
+    for (int i = 0; i < kValues; ++i) {
+      key[i] = expert(i) < p.experts ? core::ordered_key(value[i]) : 0;
     }
   }
 
@@ -95,9 +144,9 @@ struct TokenKeys {
   }
   // The best of all lanes, the same in every lane.
   __device__ static Best best_of_warp(Best own) {
-    uint32_t const largest = __reduce_max_sync(kWholeWarp, own.key);
+    uint32_t const largest = __reduce_max_sync(block::kWholeWarp, own.key);
     int const candidate = own.key == largest ? own.expert : INT_MAX;
-    return {largest, __reduce_min_sync(kWholeWarp, candidate)};
+    return {largest, __reduce_min_sync(block::kWholeWarp, candidate)};
   }
   __device__ Best best(int first, int last) const {
     return best_of_warp(best_of_lane(first, last));
@@ -107,6 +156,56 @@ struct TokenKeys {
     for (int i = 0; i < kValues; ++i) {
       if (expert(i) == chosen) key[i] = 0;
     }
+  }
+
+  // The k-th choice in lane k, in order: among equal keys the lowest expert.
+  __device__ int choose_in_order(int top_k) const {
+    int choice = 0;
+    Best own, next;
+    best_after({UINT_MAX, -1}, own, next);
+    for (int k = 0; k < top_k; ++k) {
+      int const expert = best_of_warp(own).expert;
+      if (arch::lane_idx() == k) choice = expert;
+      if (own.expert == expert) {
+        Best const taken = own;
+        own = next;
+        next = {0, INT_MAX};
+        if (own.key == 0) best_after(taken, own, next);
+      }
+    }
+    return choice;
+  }
+
+  // The same for keys that differ, which is usual: then only keys are compared, and an expert is found by its key.
+  __device__ int choose(int top_k) const {
+    SortedKeys list;
+    list.take(key);
+    uint32_t chosen_key = 0, chosen_lanes = 0;  // of the k-th choice, in lane k
+    bool in_doubt = false;  // equal keys, or a lane that may have more to offer than its list
+    for (int k = 0; k < top_k; ++k) {
+      uint32_t const largest = __reduce_max_sync(block::kWholeWarp, list.key[0]);
+      bool const wins = list.key[0] == largest;
+      uint32_t const winners = __ballot_sync(block::kWholeWarp, wins);
+      if (arch::lane_idx() == k) {
+        chosen_key = largest;
+        chosen_lanes = winners;
+      }
+      in_doubt = in_doubt || (winners & (winners - 1)) != 0;
+      if (wins) {
+        in_doubt = in_doubt || list.key[1] == largest;
+        list.pop();
+        if (kValues > SortedKeys::kLength) in_doubt = in_doubt || list.key[0] == 0;
+      }
+    }
+    if (__any_sync(block::kWholeWarp, in_doubt)) return choose_in_order(top_k);
+    int const winner = (__ffs(static_cast<int>(chosen_lanes)) - 1) & (arch::kWarpThreads - 1);
+    int choice = 0;
+    TESSERA_UNROLL
+    for (int i = 0; i < kValues; ++i) {
+      uint32_t const candidate = __shfl_sync(block::kWholeWarp, key[i], winner);
+      if (candidate == chosen_key) choice = i * arch::kWarpThreads + winner;
+    }
+    return choice;
   }
 
   // Keeps the top_groups groups with the largest sums of their two largest keys.
@@ -125,8 +224,8 @@ struct TokenKeys {
     }
     uint32_t kept = 0;
     for (int i = 0; i < p.top_groups; ++i) {
-      uint32_t const largest = __reduce_max_sync(kWholeWarp, group_key);
-      int const winner = __ffs(__ballot_sync(kWholeWarp, group_key == largest)) - 1;
+      uint32_t const largest = __reduce_max_sync(block::kWholeWarp, group_key);
+      int const winner = __ffs(__ballot_sync(block::kWholeWarp, group_key == largest)) - 1;
       kept |= 1u << winner;
       if (arch::lane_idx() == winner) group_key = 0;
     }
@@ -151,14 +250,14 @@ __device__ __forceinline__ float softmax_sum(RouteArguments const& p, float cons
     uint32_t const key = expert < p.experts ? core::ordered_key(logits[i]) : 0;
     own = key > own ? key : own;
   }
-  largest = core::key_value(__reduce_max_sync(kWholeWarp, own));
+  largest = core::key_value(__reduce_max_sync(block::kWholeWarp, own));
   float sum = 0;
   TESSERA_UNROLL
   for (int i = 0; i < kValues; ++i) {
     bool const inside = TokenKeys<kValues>::expert(i) < p.experts;
     if (inside) sum += core::exp_fp32(logits[i] - largest);
   }
-  return fold_lanes(sum);
+  return block::fold_sum(sum);
 }
 
 // Lane k holds the k-th chosen logit; writes score and p of its choice.
@@ -170,7 +269,7 @@ __device__ __forceinline__ void store_scores(RouteArguments const& p, float cons
   if (core::has_own_p(p.kind)) {
     if (chosen) term = core::own_p(p.kind, logit);
     if (chosen && p.gmem_chosen_p != nullptr) p.gmem_chosen_p[slot] = term;
-    if (p.normalize_scores) sum = fold_lanes(term) + core::kNormalizeFloor;
+    if (p.normalize_scores) sum = block::fold_sum(term) + core::kNormalizeFloor;
   } else if (p.kind == RouterKind::softmax_topk) {
     float largest;
     sum = softmax_sum<kValues>(p, gmem_logits, largest);
@@ -178,7 +277,7 @@ __device__ __forceinline__ void store_scores(RouteArguments const& p, float cons
   } else {
     float const largest = largest_of_lanes(chosen ? logit : -INFINITY);
     if (chosen) term = core::exp_fp32(logit - largest);
-    sum = fold_lanes(term);
+    sum = block::fold_sum(term);
   }
   if (chosen) p.gmem_topk_weights[slot] = p.route_scale * (term / sum);
 }
@@ -192,19 +291,7 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
   TokenKeys<kValues> keys;
   keys.load(p, gmem_logits);
   if (p.kind == RouterKind::group_limited) keys.mask_groups(p);
-  int choice = 0;
-  typename TokenKeys<kValues>::Best own, next;
-  keys.best_after({UINT_MAX, -1}, own, next);
-  for (int k = 0; k < p.top_k; ++k) {
-    int const expert = keys.best_of_warp(own).expert;
-    if (arch::lane_idx() == k) choice = expert;
-    if (own.expert == expert) {
-      auto const taken = own;
-      own = next;
-      next = {0, INT_MAX};
-      if (own.key == 0) keys.best_after(taken, own, next);  // seldom: a lane with three of the K
-    }
-  }
+  int const choice = keys.choose(p.top_k);
   int64_t const slot = token * p.top_k + arch::lane_idx();
   bool const chosen = arch::lane_idx() < p.top_k;
   if (chosen) p.gmem_topk_ids[slot] = choice;

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reductions over the lanes of a warp by halves 16, 8, 4, 2, 1: the order of core::warp_sum. Every lane gets
+// the result.
+#pragma once
+
+#include <cstdint>
+
+#include "../arch/shared_address.cuh"
+#include "../arch/warp.cuh"
+
+namespace tessera::cuda::block {
+
+constexpr uint32_t kWholeWarp = 0xffffffffu;
+
+__device__ __forceinline__ float fold_sum(float value) {
+  TESSERA_UNROLL
+  for (int half = arch::kWarpThreads / 2; half > 0; half /= 2) {
+    value += __shfl_xor_sync(kWholeWarp, value, half);
+  }
+  return value;
+}
+
+__device__ __forceinline__ float fold_max(float value) {
+  TESSERA_UNROLL
+  for (int half = arch::kWarpThreads / 2; half > 0; half /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(kWholeWarp, value, half));
+  }
+  return value;
+}
+
+}  // namespace tessera::cuda::block

@@ -30,7 +30,6 @@ struct Case {
 
 struct Tables {
   std::vector<int32_t> expert_offsets, sort_permutation, gather_index, inverse_permutation;
-  bool operator==(Tables const&) const = default;
 };
 
 struct Slots {
@@ -118,13 +117,30 @@ Tables device_tables(Case const& c, Slots const& slots, Launch&& launch) {
   return {host_copy(expert_offsets), host_copy(sort), host_copy(gather), host_copy(inverse)};
 }
 
+// Prints where tables differ first.
+bool agree(Tables const& a, Tables const& b) {
+  auto const same = [](char const* name, std::vector<int32_t> const& x,
+                       std::vector<int32_t> const& y) {
+    for (size_t i = 0; i < x.size(); ++i) {
+      if (x[i] == y[i]) continue;
+      std::printf("%s[%zu] = %d, not %d\n", name, i, x[i], y[i]);
+      return false;
+    }
+    return true;
+  };
+  return same("expert_offsets", a.expert_offsets, b.expert_offsets) &&
+         same("sort_permutation", a.sort_permutation, b.sort_permutation) &&
+         same("gather_index", a.gather_index, b.gather_index) &&
+         same("inverse_permutation", a.inverse_permutation, b.inverse_permutation);
+}
+
 bool run(Case const& c) {
   Slots const slots = make_slots(c);
   Tables const host = host_tables(c, slots);
-  bool const kernel = device_tables(c, slots, tessera::cuda::launch_metadata) == host;
+  bool const kernel = agree(device_tables(c, slots, tessera::cuda::launch_metadata), host);
   // The twin reads every id once per expert; beyond this it would only wait.
   bool const plain = slots.ids.size() > 100000 ||
-                     device_tables(c, slots, tessera::cuda::launch_metadata_plain) == host;
+                     agree(device_tables(c, slots, tessera::cuda::launch_metadata_plain), host);
   std::printf("%s %s%s%s\n", kernel && plain ? "passed" : "FAILED", c.name,
               kernel ? "" : " (kernel)", plain ? "" : " (plain twin)");
   return kernel && plain;

@@ -32,14 +32,9 @@ __host__ __device__ constexpr int64_t metadata_blocks(int64_t slots) {
   return (slots + kMetadataBlockSlots - 1) / kMetadataBlockSlots;
 }
 
-// Blocks of one expert in the workspace: a whole number of 16-byte vectors.
-__host__ __device__ constexpr int64_t metadata_pitch(int64_t slots) {
-  return (metadata_blocks(slots) + 3) / 4 * 4;
-}
-
-/// Rows per expert, per (expert, block), and ranks inside a block (uint16).
+/// Rows per expert, per (block, expert), and ranks inside a block (uint16).
 constexpr size_t metadata_workspace_bytes(int64_t slots, int64_t experts) {
-  return static_cast<size_t>(4 * ((experts + 3) / 4 * 4 + experts * metadata_pitch(slots)) +
+  return static_cast<size_t>(4 * ((experts + 3) / 4 * 4 + experts * metadata_blocks(slots)) +
                              2 * metadata_blocks(slots) * kMetadataBlockSlots);
 }
 

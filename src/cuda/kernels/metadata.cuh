@@ -4,10 +4,11 @@
 // Shapes   ids (P) int32 or int64, tables (E+1), (P), (P), (P) int32; B = ceil(P/1024) blocks of slots
 // Work     reads 4P (8P), writes 12P + 4E; between the kernels 2P of ranks and 4*E*B of counts; launch bound
 // Schedule three kernels, each a node of its own in the stream
-//   metadata_rank    a CTA per block: a warp ranks its 32 slots among themselves by ballots, the CTA adds what
-//                    earlier warps hold of the same expert; ranks and counts go to the workspace
-//   metadata_scan    a warp per expert: exclusive scan of its counts over blocks, total behind them
-//   metadata_scatter a CTA per block: scan of the E totals in shared memory, then every slot knows its row
+//   metadata_rank    a CTA per block: a warp ranks its 128 slots among themselves by ballots, 32 at a time; the CTA
+//                    adds what earlier warps hold of the same expert; ranks and counts go to the workspace
+//   metadata_scan    a CTA per 32 experts: exclusive scan of their counts over blocks, totals behind them
+//   metadata_scatter a CTA per block: scan of the E totals, then every slot knows its row; slots are sorted by expert
+//                    in shared memory, so that rows are written in runs
 // Numerics integers; no atomics anywhere, so rows never depend on timing; bitwise repeatable: yes
 // Requires E <= 1024, P < 2^31
 #pragma once
@@ -23,27 +24,34 @@
 namespace tessera::cuda {
 
 struct MetadataConfig {
-  static constexpr int kThreads = kMetadataBlockSlots;
+  static constexpr int kThreads = 256;
   static constexpr int kWarps = kThreads / arch::kWarpThreads;
+  static constexpr int kRounds = kMetadataBlockSlots / kThreads;  // slots of a thread
   static constexpr int kMaxExperts = 1024;
-  static constexpr int kScanWarps = 8;
-  static constexpr int kScanVectors = 4;
+  static constexpr int kScanWarps = arch::kWarpThreads;
+  static constexpr int kScanBlocks = 16;  // of a warp at a time: 512 in one round of loads
 };
 
 // Regions of the workspace.
 struct MetadataWorkspace {
   int32_t* gmem_totals;  // (E): M_e
-  int32_t* gmem_counts;  // (E, pitch): rows of (expert, block), then their exclusive sums
+  int32_t*
+      gmem_counts;  // (B, E): rows of (block, expert), then their exclusive sums over the blocks
   uint16_t* gmem_ranks;  // (B, 1024): place of a slot among its expert's slots of the block
-  int64_t pitch;
 
   __device__ static MetadataWorkspace of(MetadataArguments const& p) {
-    int64_t const pitch = metadata_pitch(p.slots);
     auto* const totals = static_cast<int32_t*>(p.gmem_workspace);
     int32_t* const counts = totals + (p.experts + 3) / 4 * 4;
-    return {totals, counts, reinterpret_cast<uint16_t*>(counts + p.experts * pitch), pitch};
+    return {totals, counts,
+            reinterpret_cast<uint16_t*>(counts + metadata_blocks(p.slots) * p.experts)};
   }
 };
+
+// A warp has 128 consecutive slots of the block, 32 a round: this lane's of round 0, as a place in the block. Called by
+// converged warps.
+__device__ __forceinline__ int first_place() {
+  return arch::warp_idx() * MetadataConfig::kRounds * arch::kWarpThreads + arch::lane_idx();
+}
 
 // The expert of a slot, or -1 for a sentinel and beyond the list.
 __device__ __forceinline__ int expert_of_slot(MetadataArguments const& p, int64_t slot) {
@@ -53,107 +61,178 @@ __device__ __forceinline__ int expert_of_slot(MetadataArguments const& p, int64_
   return id >= 0 && id < p.experts ? static_cast<int>(id) : -1;
 }
 
+// The lanes with this lane's expert, by a ballot per bit: match.any takes as long as a warp has different values.
+template <int kRounds>
+__device__ __forceinline__ void find_peers(uint32_t (&peers)[kRounds],
+                                           int const (&experts)[kRounds], int num_experts) {
+  TESSERA_UNROLL
+  for (int r = 0; r < kRounds; ++r) peers[r] = 0xffffffffu;
+  int const bits = arch::kWarpThreads - __clz(num_experts);
+  for (int bit = 0; bit < bits; ++bit) {
+    TESSERA_UNROLL
+    for (int r = 0; r < kRounds; ++r) {
+      int const id = experts[r] < 0 ? num_experts : experts[r];
+      bool const is_set = (id >> bit & 1) != 0;
+      uint32_t const set = __ballot_sync(0xffffffffu, is_set);
+      peers[r] &= is_set ? set : ~set;
+    }
+  }
+}
+
 __global__ void __launch_bounds__(MetadataConfig::kThreads)
     metadata_rank(__grid_constant__ MetadataArguments const p) {
-  // How many slots of each expert each warp holds: at most 32, so a byte each; 32 KiB at E = 1024.
-  extern __shared__ uint8_t smem_warp_counts[];  // (warps, E)
-  int const warp = arch::warp_idx(), lane = arch::lane_idx();
-  int64_t const slot = int64_t{blockIdx.x} * kMetadataBlockSlots + threadIdx.x;
-  int const expert = expert_of_slot(p, slot);
-  for (int i = static_cast<int>(threadIdx.x); i < MetadataConfig::kWarps * p.experts / 4;
+  constexpr int kRounds = MetadataConfig::kRounds;
+  // How many slots of each expert each warp holds, then how many those before it hold; 16 KiB at E = 1024.
+  extern __shared__ uint16_t smem_counts[];  // (warps, E)
+  uint16_t* const smem_own = smem_counts + arch::warp_idx() * p.experts;
+  for (int i = static_cast<int>(threadIdx.x); i < MetadataConfig::kWarps * p.experts;
        i += MetadataConfig::kThreads) {
-    reinterpret_cast<uint32_t*>(smem_warp_counts)[i] = 0;
+    smem_counts[i] = 0;
+  }
+  int64_t const first = int64_t{blockIdx.x} * kMetadataBlockSlots + first_place();
+  int experts[kRounds], ranks[kRounds];
+  TESSERA_UNROLL
+  for (int r = 0; r < kRounds; ++r) {
+    experts[r] = expert_of_slot(p, first + r * arch::kWarpThreads);
   }
   __syncthreads();
-  uint32_t const peers = __match_any_sync(0xffffffffu, expert);
-  int const rank_in_warp = __popc(peers & ((1u << lane) - 1));
-  if (expert >= 0 && rank_in_warp == 0) {
-    smem_warp_counts[warp * p.experts + expert] = static_cast<uint8_t>(__popc(peers));
+  uint32_t peers[kRounds];
+  find_peers(peers, experts, p.experts);
+  TESSERA_UNROLL
+  for (int r = 0; r < kRounds; ++r) {
+    int const before = __popc(peers[r] & ((1u << arch::lane_idx()) - 1));
+    int const held = experts[r] >= 0 ? smem_own[experts[r]] : 0;
+    ranks[r] = held + before;
+    __syncwarp();
+    if (experts[r] >= 0 && before == 0) {
+      smem_own[experts[r]] = static_cast<uint16_t>(held + __popc(peers[r]));
+    }
+    __syncwarp();
   }
   __syncthreads();
   MetadataWorkspace const workspace = MetadataWorkspace::of(p);
   for (int e = static_cast<int>(threadIdx.x); e < p.experts; e += MetadataConfig::kThreads) {
-    int total = 0;
+    int before = 0;
     TESSERA_UNROLL
-    for (int w = 0; w < MetadataConfig::kWarps; ++w) total += smem_warp_counts[w * p.experts + e];
-    workspace.gmem_counts[e * workspace.pitch + blockIdx.x] = total;
+    for (int w = 0; w < MetadataConfig::kWarps; ++w) {
+      uint16_t& count = smem_counts[w * p.experts + e];
+      int const own = count;
+      count = static_cast<uint16_t>(before);
+      before += own;
+    }
+    workspace.gmem_counts[int64_t{blockIdx.x} * p.experts + e] = before;
   }
-  if (expert < 0) return;
-  int rank = rank_in_warp;
-  for (int w = 0; w < warp; ++w) rank += smem_warp_counts[w * p.experts + expert];
-  workspace.gmem_ranks[slot] = static_cast<uint16_t>(rank);
+  __syncthreads();
+  TESSERA_UNROLL
+  for (int r = 0; r < kRounds; ++r) {
+    if (experts[r] < 0) continue;
+    workspace.gmem_ranks[first + r * arch::kWarpThreads] =
+        static_cast<uint16_t>(ranks[r] + smem_own[experts[r]]);
+  }
 }
 
-// A lane scans kScanVectors * 4 consecutive blocks in registers, the warp scans the lanes' sums: one round of
-// loads for 512 blocks.
+// A lane has an expert, a warp kScanBlocks blocks at a time.
 __global__ void __launch_bounds__(MetadataConfig::kScanWarps* arch::kWarpThreads)
     metadata_scan(__grid_constant__ MetadataArguments const p) {
-  constexpr int kValues = MetadataConfig::kScanVectors * 4;
-  int const expert = static_cast<int>(blockIdx.x) * MetadataConfig::kScanWarps + arch::warp_idx();
-  if (expert >= p.experts) return;
-  MetadataWorkspace const workspace = MetadataWorkspace::of(p);
-  int32_t* const gmem_counts = workspace.gmem_counts + expert * workspace.pitch;
-  int const lane = arch::lane_idx();
+  constexpr int kBlocks = MetadataConfig::kScanBlocks;
+  __shared__ int smem_sums[MetadataConfig::kScanWarps][arch::kWarpThreads + 1];  // of (warp, lane)
+  int const lane = arch::lane_idx(), warp = arch::warp_idx();
+  int const expert = static_cast<int>(blockIdx.x) * arch::kWarpThreads + lane;
+  bool const exists = expert < p.experts;
   auto const blocks = static_cast<int>(metadata_blocks(p.slots));
-  int before = 0;
-  for (int first = 0; first < blocks; first += arch::kWarpThreads * kValues) {
-    int const own = first + lane * kValues;
-    int4 counts[MetadataConfig::kScanVectors];
+  MetadataWorkspace const workspace = MetadataWorkspace::of(p);
+  int carry = 0;
+  for (int base = 0; base < blocks; base += MetadataConfig::kScanWarps * kBlocks) {
+    int const first = base + warp * kBlocks;
+    int32_t* const gmem_counts = workspace.gmem_counts + int64_t{first} * p.experts + expert;
+    int counts[kBlocks], sum = 0;
     TESSERA_UNROLL
-    for (int v = 0; v < MetadataConfig::kScanVectors; ++v) {
-      bool const inside = own + 4 * v < workspace.pitch;
-      counts[v] = inside ? *reinterpret_cast<int4 const*>(gmem_counts + own + 4 * v) : int4{};
+    for (int i = 0; i < kBlocks; ++i) {
+      bool const inside = exists && first + i < blocks;
+      counts[i] = inside ? gmem_counts[int64_t{i} * p.experts] : 0;
     }
-    auto* const values = reinterpret_cast<int*>(counts);
-    int sum = 0;
     TESSERA_UNROLL
-    for (int i = 0; i < kValues; ++i) {
-      int const count =
-          own + i < blocks ? values[i] : 0;  // the last vector may reach past the blocks
-      values[i] = sum;
-      sum += count;
-    }
-    int inclusive = sum;
+    for (int i = 0; i < kBlocks; ++i) sum += counts[i];
+    smem_sums[warp][lane] = sum;
+    __syncthreads();
+    // Now a warp has an expert, a lane the sum of one warp.
+    int inclusive = smem_sums[lane][warp];
+    int const own = inclusive;
     TESSERA_UNROLL
     for (int step = 1; step < arch::kWarpThreads; step *= 2) {
       int const left = __shfl_up_sync(0xffffffffu, inclusive, step);
       if (lane >= step) inclusive += left;
     }
+    smem_sums[lane][warp] = inclusive - own;
+    __syncthreads();
+    int before = carry + smem_sums[warp][lane];
     TESSERA_UNROLL
-    for (int v = 0; v < MetadataConfig::kScanVectors; ++v) {
-      int const offset = before + inclusive - sum;
-      int4 const out{values[4 * v] + offset, values[4 * v + 1] + offset, values[4 * v + 2] + offset,
-                     values[4 * v + 3] + offset};
-      if (own + 4 * v < workspace.pitch) {
-        *reinterpret_cast<int4*>(gmem_counts + own + 4 * v) = out;
-      }
+    for (int i = 0; i < kBlocks; ++i) {
+      if (exists && first + i < blocks) gmem_counts[int64_t{i} * p.experts] = before;
+      before += counts[i];
     }
-    before += __shfl_sync(0xffffffffu, inclusive, arch::kWarpThreads - 1);
+    // The last warp's is the total of all; everybody has read its own by then.
+    __syncthreads();
+    if (warp == MetadataConfig::kScanWarps - 1) smem_sums[0][lane] = before;
+    __syncthreads();
+    carry = smem_sums[0][lane];
+    __syncthreads();
   }
-  if (lane == 0) workspace.gmem_totals[expert] = before;
+  if (exists && warp == 0) workspace.gmem_totals[expert] = carry;
 }
 
-// Exclusive scan of the experts' totals: smem_offsets[e], and R at [E]. All threads of the CTA.
-__device__ __forceinline__ void scan_totals(MetadataArguments const& p,
-                                            MetadataWorkspace const& workspace, int* smem_offsets,
-                                            int* smem_warp_sums) {
-  int const e = static_cast<int>(threadIdx.x), lane = arch::lane_idx(), warp = arch::warp_idx();
-  int const total = e < p.experts ? workspace.gmem_totals[e] : 0;
-  int inclusive = total;
+// Of four experts of a thread: rows of the expert, in all and in this block, and then the sums over earlier experts.
+struct ExpertSums {
+  int total[4], block[4];
+};
+
+// Four ints from e on; 0 from the last expert on.
+__device__ __forceinline__ void load_four(int (&out)[4], int32_t const* gmem, int e, int experts) {
+  TESSERA_UNROLL
+  for (int i = 0; i < 4; ++i) out[i] = e + i < experts ? gmem[e + i] : 0;
+}
+
+// Exclusive sums over the experts of the CTA's threads; the sums over all threads in `all`.
+__device__ __forceinline__ void scan_experts(ExpertSums& sums, int2& all, int2* smem_warp_sums) {
+  int const lane = arch::lane_idx(), warp = arch::warp_idx();
+  int2 own{};
+  TESSERA_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    own.x += sums.total[i];
+    own.y += sums.block[i];
+  }
+  int2 inclusive = own;
   TESSERA_UNROLL
   for (int step = 1; step < arch::kWarpThreads; step *= 2) {
-    int const left = __shfl_up_sync(0xffffffffu, inclusive, step);
-    if (lane >= step) inclusive += left;
+    int const x = __shfl_up_sync(0xffffffffu, inclusive.x, step);
+    int const y = __shfl_up_sync(0xffffffffu, inclusive.y, step);
+    if (lane >= step) {
+      inclusive.x += x;
+      inclusive.y += y;
+    }
   }
   if (lane == arch::kWarpThreads - 1) smem_warp_sums[warp] = inclusive;
   __syncthreads();
-  int before = 0;
-  for (int w = 0; w < warp; ++w) before += smem_warp_sums[w];
-  if (e <= p.experts) smem_offsets[e] = before + inclusive - total;
-  if (e == MetadataConfig::kThreads - 1 && p.experts == MetadataConfig::kMaxExperts) {
-    smem_offsets[p.experts] = before + inclusive;
+  int2 before{inclusive.x - own.x, inclusive.y - own.y};
+  all = {};
+  TESSERA_UNROLL
+  for (int w = 0; w < MetadataConfig::kWarps; ++w) {
+    int2 const sum = smem_warp_sums[w];
+    if (w < warp) {
+      before.x += sum.x;
+      before.y += sum.y;
+    }
+    all.x += sum.x;
+    all.y += sum.y;
   }
-  __syncthreads();
+  TESSERA_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    int const total = sums.total[i], block = sums.block[i];
+    sums.total[i] = before.x;
+    sums.block[i] = before.y;
+    before.x += total;
+    before.y += block;
+  }
 }
 
 // The token that owns a slot: the last t with token_offsets[t] <= slot.
@@ -173,35 +252,73 @@ __device__ __forceinline__ int token_of_slot(MetadataArguments const& p, int64_t
 
 __global__ void __launch_bounds__(MetadataConfig::kThreads)
     metadata_scatter(__grid_constant__ MetadataArguments const p) {
-  __shared__ int smem_offsets[MetadataConfig::kMaxExperts + 1];
-  __shared__ int smem_warp_sums[MetadataConfig::kWarps];
+  constexpr int kRounds = MetadataConfig::kRounds;
+  static_assert(4 * MetadataConfig::kThreads >= MetadataConfig::kMaxExperts);
+  __shared__ int
+      smem_sorted[kMetadataBlockSlots];  // the block's slots by expert, as (expert, place)
+  __shared__ int smem_starts[MetadataConfig::kMaxExperts];  // of an expert in smem_sorted
+  __shared__ int
+      smem_rows[MetadataConfig::kMaxExperts];  // row of an expert's slot - its place in smem_sorted
+  __shared__ int2 smem_warp_sums[MetadataConfig::kWarps];
   MetadataWorkspace const workspace = MetadataWorkspace::of(p);
-  // Loads that do not depend on the scan come first.
-  int64_t const slot = int64_t{blockIdx.x} * kMetadataBlockSlots + threadIdx.x;
-  int const expert = expert_of_slot(p, slot);
-  int row = 0;
-  if (expert >= 0) {
-    row = workspace.gmem_counts[expert * workspace.pitch + blockIdx.x] + workspace.gmem_ranks[slot];
+  int64_t const block_slot = int64_t{blockIdx.x} * kMetadataBlockSlots;
+  int const place = first_place();
+  int experts[kRounds], ranks[kRounds];
+  TESSERA_UNROLL
+  for (int r = 0; r < kRounds; ++r) {
+    int64_t const slot = block_slot + place + r * arch::kWarpThreads;
+    experts[r] = expert_of_slot(p, slot);
+    ranks[r] = slot < p.slots ? workspace.gmem_ranks[slot] : 0;
   }
-  scan_totals(p, workspace, smem_offsets, smem_warp_sums);
-  if (blockIdx.x == 0) {
-    for (int e = static_cast<int>(threadIdx.x); e <= p.experts; e += MetadataConfig::kThreads) {
-      p.gmem_expert_offsets[e] = smem_offsets[e];
+  int const own = static_cast<int>(threadIdx.x) * 4;  // the first of this thread's experts
+  int32_t const* const gmem_before = workspace.gmem_counts + int64_t{blockIdx.x} * p.experts;
+  ExpertSums sums;
+  int before[4];
+  load_four(sums.total, workspace.gmem_totals, own, p.experts);
+  load_four(before, gmem_before, own, p.experts);
+  load_four(sums.block,
+            blockIdx.x + 1 == gridDim.x ? workspace.gmem_totals : gmem_before + p.experts, own,
+            p.experts);
+  TESSERA_UNROLL
+  for (int i = 0; i < 4; ++i) sums.block[i] -= before[i];
+  int2 all;
+  scan_experts(sums, all, smem_warp_sums);
+  TESSERA_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    if (own + i >= p.experts) continue;
+    smem_starts[own + i] = sums.block[i];
+    smem_rows[own + i] = sums.total[i] + before[i] - sums.block[i];
+    if (blockIdx.x == 0) p.gmem_expert_offsets[own + i] = sums.total[i];
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.gmem_expert_offsets[p.experts] = all.x;
+  __syncthreads();
+  TESSERA_UNROLL
+  for (int r = 0; r < kRounds; ++r) {
+    int const own_place = place + r * arch::kWarpThreads;
+    int64_t const slot = block_slot + own_place;
+    if (slot < p.slots) {
+      int row = -1;
+      if (experts[r] >= 0) {
+        int const at = smem_starts[experts[r]] + ranks[r];
+        smem_sorted[at] = experts[r] * kMetadataBlockSlots + own_place;
+        row = smem_rows[experts[r]] + at;
+      }
+      p.gmem_inverse_permutation[slot] = row;
+      if (slot >= all.x) {  // as a row index: beyond the last row
+        p.gmem_sort_permutation[slot] = -1;
+        p.gmem_gather_index[slot] = 0;
+      }
     }
   }
-  if (slot >= p.slots) return;
-  if (slot >= smem_offsets[p.experts]) {  // as a row index: beyond the last row
-    p.gmem_sort_permutation[slot] = -1;
-    p.gmem_gather_index[slot] = 0;
+  __syncthreads();
+  // Neighbours write neighbouring rows: a fraction of the sectors that slots in their own order would touch.
+  for (int at = static_cast<int>(threadIdx.x); at < all.y; at += MetadataConfig::kThreads) {
+    int const packed = smem_sorted[at];
+    int const row = smem_rows[packed / kMetadataBlockSlots] + at;
+    int64_t const slot = block_slot + packed % kMetadataBlockSlots;
+    p.gmem_sort_permutation[row] = static_cast<int32_t>(slot);
+    p.gmem_gather_index[row] = token_of_slot(p, slot);
   }
-  if (expert < 0) {
-    p.gmem_inverse_permutation[slot] = -1;
-    return;
-  }
-  row += smem_offsets[expert];
-  p.gmem_inverse_permutation[slot] = row;
-  p.gmem_sort_permutation[row] = static_cast<int32_t>(slot);
-  p.gmem_gather_index[row] = token_of_slot(p, slot);
 }
 
 template <class Config>
@@ -215,8 +332,8 @@ cudaError_t launch_metadata_config(MetadataArguments const& args, cudaStream_t s
   }
   auto const blocks = static_cast<unsigned>(metadata_blocks(args.slots));
   auto const scan_ctas =
-      static_cast<unsigned>((args.experts + Config::kScanWarps - 1) / Config::kScanWarps);
-  auto const smem_bytes = static_cast<size_t>(Config::kWarps * args.experts);
+      static_cast<unsigned>((args.experts + arch::kWarpThreads - 1) / arch::kWarpThreads);
+  auto const smem_bytes = sizeof(uint16_t) * static_cast<size_t>(Config::kWarps * args.experts);
   metadata_rank<<<blocks, Config::kThreads, smem_bytes, stream>>>(args);
   metadata_scan<<<scan_ctas, Config::kScanWarps * arch::kWarpThreads, 0, stream>>>(args);
   metadata_scatter<<<blocks, Config::kThreads, 0, stream>>>(args);

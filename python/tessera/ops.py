@@ -13,6 +13,7 @@ pointers change from call to call. Plans are kept per thread, so that filling on
 
 import functools
 import itertools
+import math
 import os
 import threading
 
@@ -76,8 +77,7 @@ class _Plan:
     """C structs with everything but the pointers; `words` is the argument struct as 64-bit words."""
 
     __slots__ = ("number", "function", "context", "desc", "args", "words", "addresses", "device", "inputs", "copied",
-                 "zeroed", "converted", "outputs", "templates", "workspace", "workspace_template",
-                 "workspace_word")
+                 "zeroed", "converted", "outputs", "made", "workspace", "make_workspace", "workspace_word")
 
     def __init__(self, function: str, device: torch.device, args, desc=None):
         if device.type not in _KINDS:
@@ -92,7 +92,7 @@ class _Plan:
         self.words = memoryview(args).cast("B").cast("Q")
         self.addresses = (self.context, *([] if desc is None else [library.ctypes.addressof(desc)]),
                           library.ctypes.addressof(args))
-        self.inputs, self.copied, self.zeroed, self.converted, self.outputs, self.templates = [], [], [], [], [], []
+        self.inputs, self.copied, self.zeroed, self.converted, self.outputs, self.made = [], [], [], [], [], []
 
     def read(self, names: tuple, tensors: tuple) -> None:
         """Describes the inputs that are present; remembers which have to be copied into readable strides."""
@@ -115,24 +115,29 @@ class _Plan:
               converted: torch.dtype | None = None) -> None:
         """An output that each call makes, contiguous; without a name it is empty and the library does not see it.
         zeroed: before the call. converted: to this type, after it."""
+        position, strides = len(self.made), _contiguous_strides(shape)
         if zeroed:
-            self.zeroed.append(len(self.templates))
+            self.zeroed.append(position)
         if converted not in (None, dtype):
-            self.converted.append((len(self.templates), converted))
-        template = torch.empty((), dtype=dtype, device=self.device).expand(shape)
-        self.templates.append(template)
+            self.converted.append((position, converted))
+        self.made.append((self.maker(dtype), shape, strides))
         if name is None:
             return
-        self.outputs.append((len(self.templates) - 1, _word(type(self.args), name)))
+        self.outputs.append((position, _word(type(self.args), name)))
         field = getattr(self.args, name)
         if isinstance(field, library.Buffer):
-            field.bytes = template.numel() * template.element_size()
+            field.bytes = math.prod(shape) * dtype.itemsize
         else:
-            _describe(name, field, shape, _contiguous_strides(shape), dtype, self.device)
+            _describe(name, field, shape, strides, dtype, self.device)
+
+    def maker(self, dtype: torch.dtype):
+        """make(shape, strides) -> a new tensor. Quicker than torch.empty; and as an empty tensor has no memory, a plan
+        that comes into being while a graph is captured holds none of the graph's."""
+        return torch.empty(0, dtype=dtype, device=self.device).new_empty_strided
 
     def ready(self, key, workspace: int) -> "_Plan":
         self.workspace = self.args.workspace.bytes = workspace
-        self.workspace_template = torch.empty((), dtype=torch.uint8, device=self.device).expand(workspace)
+        self.make_workspace = self.maker(torch.uint8)
         self.workspace_word = _word(type(self.args), "workspace")
         plans = _here.plans
         if len(plans) >= MAX_PLANS:
@@ -153,7 +158,7 @@ class _Plan:
             words[word] = tensors[position].data_ptr()
         for word, buffer in buffers:
             words[word] = buffer.data_ptr()
-        results = [torch.empty_like(template) for template in self.templates]
+        results = [make(shape, strides) for make, shape, strides in self.made]
         for position in self.zeroed:
             results[position].zero_()
         for position, word in self.outputs:
@@ -165,7 +170,7 @@ class _Plan:
             if workspace.numel() < self.workspace:
                 workspace = _here.scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
         else:
-            workspace = torch.empty_like(self.workspace_template)
+            workspace = self.make_workspace((self.workspace,), (1,))
         words[self.workspace_word] = workspace.data_ptr()
         # The handle alone: an object of torch.cuda.Stream would take longer than the rest of this function.
         stream = torch._C._cuda_getCurrentRawStream(self.device.index) if cuda else None

@@ -152,6 +152,22 @@ class Graphs(RoutedLayer):
             self.assertTrue(torch.equal(o, self.expected[0]))
             self.assert_expected(results, f"other tokens: {other}")
 
+    def test_compiled_into_graphs(self):
+        module = tessera.MoE(256, 128, 16, 4).to("cuda", torch.bfloat16)
+        compiled = torch.compile(module, fullgraph=True, mode="reduce-overhead")
+        for seed in range(4):
+            x = self.data(seed=seed)[0]
+            torch.compiler.cudagraph_mark_step_begin()
+            o = compiled(x)
+            o.backward(self.d_o)
+            got = [o.detach().clone(), *[p.grad.clone() for p in module.parameters()]]
+            module.zero_grad()
+            module(x).backward(self.d_o)
+            wanted = [module(x).detach(), *[p.grad.clone() for p in module.parameters()]]
+            module.zero_grad()
+            for a, b in zip(got, wanted, strict=True):
+                eager.check_close(self, f"call {seed}", a, b, self.relative)
+
     def test_graphed_module(self):
         module = tessera.MoE(256, 128, 16, 4).to("cuda", torch.bfloat16)
         x = self.tensors["x"].detach()

@@ -27,6 +27,7 @@ struct Variant {
 TESSERA_VARIANT(C128x128C1Pp, .tile = {128, 128, 64}, .stages = 6, .schedule = Schedule::kPingPong);
 TESSERA_VARIANT(C192x128C1Pp, .tile = {192, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong);
 TESSERA_VARIANT(C128x256C1, .stages = 4);
+TESSERA_VARIANT(C128x256Slabs, .stages = 3, .store_slabs = 4);
 // clang-format on
 
 template <class Config>
@@ -36,7 +37,8 @@ Variant variant(char const* name) {
 
 std::vector<Variant> all_variants() {
   return {variant<C128x128C1Pp>("128x128-c1-pingpong"),
-          variant<C192x128C1Pp>("192x128-c1-pingpong"), variant<C128x256C1>("128x256-c1")};
+          variant<C192x128C1Pp>("192x128-c1-pingpong"), variant<C128x256C1>("128x256-c1"),
+          variant<C128x256Slabs>("128x256-slabs")};
 }
 
 struct Problem {

@@ -30,6 +30,12 @@ TESSERA_VARIANT(DownWideFp32, Major::kRows, true, .stages = 4);
 TESSERA_VARIANT(UpWide, Major::kK, false, .stages = 4);
 TESSERA_VARIANT(UpWideFp32, Major::kK, true, .stages = 4);
 #undef TAIL
+#define TAIL .ragged = Ragged::kK, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 4
+TESSERA_VARIANT(DownSlabs, Major::kRows, false, .stages = 3);
+TESSERA_VARIANT(DownSlabsFp32, Major::kRows, true, .stages = 3);
+TESSERA_VARIANT(UpSlabs, Major::kK, false, .stages = 3);
+TESSERA_VARIANT(UpSlabsFp32, Major::kK, true, .stages = 3);
+#undef TAIL
 #define TAIL .schedule = Schedule::kPingPong, .ragged = Ragged::kK, .b_major = Major::kRows, .any_b_layout = false
 TESSERA_VARIANT(UpPingPong, Major::kK, false, .tile = {128, 128, 64}, .stages = 6);
 #undef TAIL
@@ -126,6 +132,10 @@ std::vector<Variant> all_variants() {
           variant<DownAny>("down-128x256-any-add", true),
           variant<DownWideFp32>("down-128x256-fp32"),
           variant<DownWideFp32>("down-128x256-fp32-add", true),
+          variant<DownSlabs>("down-128x256-slabs"),
+          variant<DownSlabsFp32>("down-128x256-slabs-fp32-add", true),
+          variant<UpSlabs>("up-128x256-slabs"),
+          variant<UpSlabsFp32>("up-128x256-slabs-fp32-add", true),
           variant<UpWide>("up-128x256"),
           variant<UpAny>("up-128x256-any"),
           variant<UpAny>("up-128x256-any-add", true),

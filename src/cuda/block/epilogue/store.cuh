@@ -24,9 +24,9 @@ class StoreEpilogue {
                                            int consumer)
       : p_(p), slabs_(smem, consumer) {}
 
-  // 64 rows from `row`, in rounds of two slabs.
+  // 64 rows from `row`, in rounds of as many slabs as there are.
   __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
-    static_assert(kGemm.b_halves == 1 && kGemm.store_slabs == kRound);
+    static_assert(kGemm.b_halves == 1 && kSlabs % kRound == 0 && kRound % 2 == 0);
     int const column = tile.n_tile * kGemm.tile.n;
     TESSERA_UNROLL
     for (int first = 0; first < kSlabs; first += kRound) {
@@ -34,10 +34,10 @@ class StoreEpilogue {
       TESSERA_UNROLL
       for (int slab = 0; slab < kRound; ++slab) {
         int const group = (first + slab) * kSlabColumns / kGroupColumns;
-        int const i = slab * kSecond;
+        int const i = slab % 2 * kSecond;
         if (p_.bias.gmem != nullptr) {
           int const c = column + (first + slab) * kSlabColumns;
-          if (slab == 0) {
+          if (slab % 2 == 0) {
             add_bias<0>(acc[group], p_.bias, tile.segment, c, p_.columns);
           } else {
             add_bias<kSecond>(acc[group], p_.bias, tile.segment, c, p_.columns);
@@ -64,7 +64,7 @@ class StoreEpilogue {
 
  private:
   static constexpr int kSlabs = kGemm.tile.n / kSlabColumns;
-  static constexpr int kRound = 2;
+  static constexpr int kRound = kGemm.store_slabs;
   static constexpr int kSecond = kGroupColumns / 4;  // register of a group's second slab
 
   Params const& p_;

@@ -37,11 +37,11 @@ class WgradStoreEpilogue {
   __device__ __forceinline__ WgradStoreEpilogue(SharedStorage<kGemm>& smem, Params const& p,
                                                 int consumer)
       : p_(p), slabs_(smem, consumer) {
-    static_assert(kGemm.varlen_k() && kGemm.store_slabs == 2);
+    static_assert(kGemm.varlen_k() && kTileGroups % kRound == 0);
     thread_ = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
   }
 
-  // 64 c from `row`, in rounds of two slabs.
+  // 64 c from `row`, in rounds of as many slabs as there are.
   __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
     if (p_.accumulates && tile.begin == tile.end) return;
     TESSERA_UNROLL
@@ -59,8 +59,8 @@ class WgradStoreEpilogue {
       slabs_.publish();
       if (slabs_.issuer()) {
         TESSERA_UNROLL
-        for (int slab = 0; slab < 2; ++slab) {
-          store_slab(slab, place(tile, first + (kFp32 ? 0 : slab)), tile.segment, row);
+        for (int slab = 0; slab < kGemm.store_slabs; ++slab) {
+          store_slab(slab, place(tile, first + slab / kGroupSlabs), tile.segment, row);
         }
         slabs_.commit();
       }
@@ -71,7 +71,8 @@ class WgradStoreEpilogue {
 
  private:
   static constexpr int kTileGroups = kGemm.tile.n / kSlabColumns;  // column groups
-  static constexpr int kRound = kFp32 ? 1 : 2;                     // of them in two slabs
+  static constexpr int kGroupSlabs = kFp32 ? 2 : 1;
+  static constexpr int kRound = kGemm.store_slabs / kGroupSlabs;  // column groups
 
   struct Place {
     int half, i;
@@ -85,21 +86,22 @@ class WgradStoreEpilogue {
     return {half, (group - half * p_.half_groups) * kSlabColumns, exists};
   }
 
-  // Values kFirst.. of `acc`, 64 i of this thread's rows, go to slab `slab` (fp32: to both).
+  // Values kFirst.. of `acc`, 64 i of this thread's rows, are column group `g` of the tile
+  // and go to the `in_round`-th place of the round.
   template <int kFirst>
-  __device__ __forceinline__ void fill(float (&acc)[kGroupColumns / 2], int slab,
+  __device__ __forceinline__ void fill(float (&acc)[kGroupColumns / 2], int in_round,
                                        WorkTile const& tile, int g, int row) const {
     if constexpr (kFp32) {
-      fill_fp32<kFirst>(acc);
+      fill_fp32<kFirst>(acc, in_round * kGroupSlabs);
     } else {
       if (p_.accumulates) add_old<kFirst>(acc, place(tile, g), tile.segment, row);
       auto const pair = [&](int j, int half) {
         return arch::pack_bf16(acc[kFirst + 4 * j + 2 * half], acc[kFirst + 4 * j + 2 * half + 1]);
       };
       if constexpr (kMajor == Major::kRows) {
-        slabs_.fill(slab, pair);
+        slabs_.fill(in_round, pair);
       } else {
-        fill_transposed(slab, pair);
+        fill_transposed(in_round, pair);
       }
     }
   }
@@ -119,7 +121,7 @@ class WgradStoreEpilogue {
   }
 
   template <int kFirst>
-  __device__ __forceinline__ void fill_fp32(float const (&acc)[kGroupColumns / 2]) const {
+  __device__ __forceinline__ void fill_fp32(float const (&acc)[kGroupColumns / 2], int slab) const {
     int const lane = arch::lane_idx();
     int const warp = thread_ / arch::kWarpThreads;
     TESSERA_UNROLL
@@ -130,7 +132,7 @@ class WgradStoreEpilogue {
         if constexpr (kMajor == Major::kRows) {
           int const c = warp * 16 + lane / 4 + 8 * half;
           int const chunk = j % 4 * 2 + lane % 4 / 2;
-          auto* const smem = reinterpret_cast<float2*>(slab_bytes(j / 4) + c * 128 +
+          auto* const smem = reinterpret_cast<float2*>(slab_bytes(slab + j / 4) + c * 128 +
                                                        ((chunk ^ (c & 7)) << 4) + lane % 2 * 8);
           *smem = {value[0], value[1]};
         } else {
@@ -138,8 +140,8 @@ class WgradStoreEpilogue {
           for (int bit = 0; bit < 2; ++bit) {
             int const i = 8 * j + lane % 4 * 2 + bit;
             int const chunk = warp % 2 * 4 + 2 * half + lane / 16;
-            *reinterpret_cast<float*>(slab_bytes(warp / 2) + i * 128 + ((chunk ^ (i & 7)) << 4) +
-                                      lane / 4 % 4 * 4) = value[bit];
+            *reinterpret_cast<float*>(slab_bytes(slab + warp / 2) + i * 128 +
+                                      ((chunk ^ (i & 7)) << 4) + lane / 4 % 4 * 4) = value[bit];
           }
         }
       }
@@ -176,7 +178,7 @@ class WgradStoreEpilogue {
   __device__ __forceinline__ void store_slab(int slab, Place at, int segment, int row) const {
     if (!at.exists) return;
     WgradHalf const& dw = p_.halves[at.half];
-    int const inner = kFp32 ? slab * (kSlabColumns / 2) : 0;
+    int const inner = slab % kGroupSlabs * (kSlabColumns / 2);
     int c0 = at.i + inner;
     int c1 = row;
     int c2 = 0;

@@ -10,10 +10,11 @@
 #include <condition_variable>
 #include <ctime>
 #include <exception>
-#include <functional>
 #include <mutex>
-#include <numeric>
+#include <optional>
+#include <string>
 #include <thread>
+#include <vector>
 
 #include "cli/bench_bound.hpp"
 #include "cli/commands.hpp"
@@ -75,8 +76,7 @@ struct Group {
   std::vector<void*> windows;
   std::vector<std::array<float, kCandidates>> latest;  // of each rank
   std::array<std::vector<double>, kCandidates> ms;     // of the slowest rank
-  std::vector<std::string> failures;  // under the meeting's order: rank 0 reads at the end
-  bool more = true;                   // written by rank 0
+  bool more = true;                                    // written by rank 0
 };
 
 Tensor bf16(device::Memory const& memory, std::initializer_list<std::int64_t> shape,

@@ -38,10 +38,11 @@ def _cached_text(*values) -> str:
 def options_text(activation="swiglu", alpha=1.702, limit=7.0, up_offset=1.0, layout="concat",
                  router="given", top_k=1, route_scale=1.0, normalize_scores=False, groups=0, top_groups=0,
                  capacity=0, rounding="none", tile=128, seed=0, layer=0, save="h", grouping="slots",
-                 logits=False) -> str:
+                 logits=False, column_chunk=0) -> str:
     """Options (options.py) as the text that the operators take: under torch.compile a constant of the graph."""
     values = (activation, alpha, limit, up_offset, layout, router, top_k, route_scale,
-              normalize_scores, groups, top_groups, capacity, rounding, tile, seed, layer, save, grouping, logits)
+              normalize_scores, groups, top_groups, capacity, rounding, tile, seed, layer, save, grouping, logits,
+              column_chunk)
     return Options(*values).text() if torch.compiler.is_compiling() else _cached_text(*values)
 
 
@@ -98,7 +99,8 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
         route_scale: float = 1.0, normalize_scores: bool = False, groups: int = 0, top_groups: int = 0,
         w_gate=None, b_up=None, b_gate=None, b_down=None, activation: str = "swiglu", alpha: float = 1.702,
         limit: float = 7.0, up_offset: float = 1.0, layout: str = "concat", save: str = "h", rounding: str = "none",
-        tile: int = 128, seed: int = 0, step: int = 0, layer: int = 0, capacity: int = 0, return_router: bool = False):
+        tile: int = 128, seed: int = 0, step: int = 0, layer: int = 0, capacity: int = 0, column_chunk: int = 0,
+        return_router: bool = False):
     """A whole layer: router, experts, weighted sum. Returns o, or (o, RouterOutput) with return_router.
 
     x [...,d]; w_router [E,d]; w_up [E,w*n,d] and w_down [E,d,n] in x's dtype. `layout` says how gate and up rows
@@ -110,7 +112,8 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
     activation: swiglu geglu geglu-erf reglu clamped-swiglu (with alpha, limit, up_offset), or not
     gated: relu relu2 silu gelu gelu-erf. save: "h" keeps the pre-activation for backward, "x" computes it again.
     rounding (training only: nr-f, sr-f, nr-s, balance-f, up, down) makes the rows of every expert a multiple of `tile`;
-    the stochastic ones draw from (seed, step, layer).
+    the stochastic ones draw from (seed, step, layer). column_chunk: less workspace, the same bits: y and dx rows exist
+    for at most so many columns at a time (0: all).
     Formulas: docs/numerics.md.
 
         o = tessera.moe(x, w_router, w_up, w_down, top_k=8, router="softmax-topk-renorm")
@@ -118,7 +121,8 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
     text = options_text(
         router=router, top_k=top_k, route_scale=route_scale, normalize_scores=normalize_scores, groups=groups,
         top_groups=top_groups, activation=activation, alpha=alpha, limit=limit, up_offset=up_offset, layout=layout,
-        save=save, rounding=rounding, tile=tile, seed=seed, layer=layer, capacity=capacity, logits=return_router)
+        save=save, rounding=rounding, tile=tile, seed=seed, layer=layer, capacity=capacity, logits=return_router,
+        column_chunk=column_chunk)
     return moe_with(text, (top_k, router, rounding), x, (w_router, b_router, selection_bias),
                     _weights(w_up, w_gate, w_down, b_up, b_gate, b_down), return_router, step=step)
 
@@ -154,7 +158,7 @@ def _router_output(choice: tuple, tokens: int, experts: int, tables, logits, top
 
 def routed_experts(x, topk_ids, topk_weights, w_up, w_down, *, w_gate=None, b_up=None, b_gate=None, b_down=None,
                    activation: str = "swiglu", alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0,
-                   layout: str = "concat", save: str = "h"):
+                   layout: str = "concat", save: str = "h", column_chunk: int = 0):
     """The experts and the weighted sum, for ids and weights that a router elsewhere made.
 
     x [...,d]; topk_ids [...,K] int32 or int64, ids outside [0,E) own no row (sentinels: zero output, zero gradient);
@@ -164,7 +168,7 @@ def routed_experts(x, topk_ids, topk_weights, w_up, w_down, *, w_gate=None, b_up
     """
     text = options_text(
         activation=activation, alpha=alpha, limit=limit, up_offset=up_offset, layout=layout,
-        save=save)
+        save=save, column_chunk=column_chunk)
     return routed_experts_with(text, x, topk_ids, topk_weights,
                                _weights(w_up, w_gate, w_down, b_up, b_gate, b_down))
 
@@ -183,7 +187,7 @@ def routed_experts_with(text: str, x, topk_ids, topk_weights, weights: tuple, bu
 def grouped_experts(x, expert_offsets, w_up, w_down, *, row_scores=None, grouping: str = "offsets", w_gate=None,
                     b_up=None, b_gate=None, b_down=None, activation: str = "swiglu", alpha: float = 1.702,
                     limit: float = 7.0, up_offset: float = 1.0, layout: str = "concat",
-                    save: str = "h", buffers: tuple | None = None):
+                    save: str = "h", column_chunk: int = 0, buffers: tuple | None = None):
     """The experts on rows that are sorted by expert already (after a dispatch). Returns y [R_alloc,d].
 
     x [R_alloc,d]; expert_offsets on x's device, int32 or int64: [E+1] offsets, or [E] `ends` or `counts` as
@@ -195,7 +199,7 @@ def grouped_experts(x, expert_offsets, w_up, w_down, *, row_scores=None, groupin
     """
     text = options_text(
         grouping=grouping, activation=activation, alpha=alpha, limit=limit, up_offset=up_offset, layout=layout,
-        save=save)
+        save=save, column_chunk=column_chunk)
     if row_scores is not None and row_scores.dtype is not torch.float32:
         row_scores = row_scores.float()
     weights = _weights(w_up, w_gate, w_down, b_up, b_gate, b_down)

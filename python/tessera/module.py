@@ -25,7 +25,7 @@ class MoE(nn.Module):
     being returned (not under torch.compile, which returns them).
     rounding, tile: token rounding, in training mode only; the stochastic kinds draw from (seed, self.step, layer), so
     set `step` once per optimizer step.
-    Router, activation and save: as for `tessera.moe`.
+    Router, activation, save and column_chunk: as for `tessera.moe`.
 
         layer = tessera.MoE(hidden=1024, intermediate=512, experts=64, top_k=8)
         o = layer(x)
@@ -37,7 +37,8 @@ class MoE(nn.Module):
                  alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0, bias: bool = False,
                  shared_intermediate: int = 0, shared_gate: bool = False, balance_coefficient: float = 0.0,
                  z_coefficient: float = 0.0, rounding: str = "none", tile: int = 128, seed: int = 0, layer: int = 0,
-                 capacity: int = 0, save: str = "h", main_grad: bool = False, device=None, dtype=None):
+                 capacity: int = 0, column_chunk: int = 0, save: str = "h", main_grad: bool = False, device=None,
+                 dtype=None):
         super().__init__()
         for name, value in (("hidden", hidden), ("intermediate", intermediate), ("experts", experts)):
             if value < 1:
@@ -52,7 +53,8 @@ class MoE(nn.Module):
         self._activation = (activation, alpha, limit, up_offset)
         options = {"router": router, "top_k": top_k, "route_scale": route_scale, "normalize_scores": normalize_scores,
                    "groups": groups, "top_groups": top_groups, "activation": activation, "alpha": alpha,
-                   "limit": limit, "up_offset": up_offset, "capacity": capacity, "save": save}
+                   "limit": limit, "up_offset": up_offset, "capacity": capacity, "save": save,
+                   "column_chunk": column_chunk}
         rounded = {**options, "rounding": rounding, "tile": tile, "seed": seed, "layer": layer}
         # By (training, return_router).
         self._texts = {(training, logits): functional.options_text(**(rounded if training else options), logits=logits)

@@ -239,7 +239,7 @@ class Values(OnGpu, unittest.TestCase):
             other = {name: t.to(dtype) for name, t in w.items()}
             with self.assertRaisesRegex(NotImplementedError, "stores bf16"):
                 tessera.routed_experts(x.to(dtype), ids, scores, **other)
-        for options in ({"rounding": "nr-f"}, {"router": "expert-choice"}):
+        for options in ({"rounding": "nr-f"}, {"router": "expert-choice"}, {"column_chunk": 64}):
             with self.assertRaisesRegex(NotImplementedError, "CUDA backend"):
                 tessera.moe(x, self.w_router(5), w["w_up"], w["w_down"], top_k=2, **options)
         with self.assertRaisesRegex(NotImplementedError, "stores bf16"):

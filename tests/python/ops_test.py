@@ -46,6 +46,23 @@ class Fp32Entries(layers.Entries, unittest.TestCase):
                              step=step) for step in range(8)]
         self.assertFalse(all(torch.equal(drawn[0], o) for o in drawn), "the step draws")
 
+    def test_column_chunks_save_workspace_and_change_no_bit(self):
+        x, _, _, d_o = self.data(tokens=64)
+        t = eager.leaves({"x": x, "w_router": self.w_router(5), **self.weights()})
+        results = []
+        for chunk in (0, 8, 5):
+            tessera.ops._here.plans.clear()
+            o = tessera.moe(*t.values(), top_k=3, column_chunk=chunk)
+            gradients = torch.autograd.grad(o, list(t.values()), d_o)
+            workspaces = [plan.workspace for plan in tessera.ops._here.plans.values()]
+            results.append((workspaces, o, *gradients))
+        for workspaces, *tensors in results[1:]:
+            self.assertTrue(all(a < b for a, b in zip(workspaces, results[0][0], strict=True)), workspaces)
+            for a, b in zip(tensors, results[0][1:], strict=True):
+                self.assertTrue(torch.equal(a, b))
+        with self.assertRaisesRegex(ValueError, "column_chunk=-1"):
+            tessera.moe(*t.values(), top_k=3, column_chunk=-1)
+
     def test_autocast(self):
         x, ids, scores, d_o = self.data()
         t = eager.leaves({"x": x, "scores": scores, **self.weights()})

@@ -61,7 +61,7 @@ def draw(layer: dict, experts: dict, picture: pathlib.Path):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layer", type=pathlib.Path, required=True, help="of tessera bench --device cuda")
-    parser.add_argument("--experts", type=pathlib.Path, required=True, help="of bench/python/grouped_mm.py --device cuda")
+    parser.add_argument("--experts", type=pathlib.Path, required=True, help="of bench/python/grouped_mm.py on cuda")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args()
     draw(json.loads(options.layer.read_text()), json.loads(options.experts.read_text()), options.out)

@@ -13,6 +13,7 @@
 #include "cuda/host/tensor_map.hpp"
 #include "cuda/layer/backend.hpp"
 #include "cuda/layer/plan.hpp"
+#include "cuda/layer/select.hpp"
 
 namespace tessera::cuda {
 namespace {
@@ -296,6 +297,22 @@ TEST(BackwardArguments, GatherNothingFromGroupedRowsAndRecomputeH) {
   EXPECT_EQ(a.down_dgrad.gmem_h, t.h);
   EXPECT_EQ(a.up_wgrad.halves, 1);
   EXPECT_FALSE(a.up_dgrad.gated);
+}
+
+// The dlogits of a split backward are the caller's, aligned to their elements; the workspace's are aligned further.
+TEST(Refuse, DlogitsWithoutSixteenBytes) {
+  alignas(16) float memory[4] = {};
+  RouterGradientArguments args{};
+  args.dlogits.experts = 16;
+  args.dlogits.top_k = 2;
+  args.dlogits.gmem_dlogits = memory;
+  EXPECT_FALSE(refuse(args).refused());
+  args.dlogits.gmem_dlogits = memory + 2;
+  EXPECT_STREQ(refuse(args).text, "dlogits: not aligned to 16 bytes");
+  args.dlogits.dlogits_are_scratch = true;
+  EXPECT_FALSE(refuse(args).refused());
+  args.dlogits.gmem_token_offsets = static_cast<std::int32_t const*>(nowhere());
+  EXPECT_STREQ(refuse(args).text, "experts per token vary");
 }
 
 // What makes the tables shares the memory of y: at 7B-n256 h, o and the workspace stay below SonicMoE's 946 MiB.

@@ -50,6 +50,7 @@ struct RouterDlogitsArguments {
   float const* gmem_aux_dlogits;      // (T,E), rows aux_pitch elements apart, or null
   int64_t aux_pitch;                  //
   float* gmem_dlogits;                // (T,E), every element is written
+  bool dlogits_are_scratch;           // nobody reads gmem_dlogits: the fast kernel leaves it alone
   void* gmem_rounded;                 // the same as bf16: the operand of dgrad and wgrad; or null
   float* gmem_copy;                   // the same, rows copy_pitch elements apart, or null
   int64_t copy_pitch;                 //
@@ -59,6 +60,12 @@ struct RouterDlogitsArguments {
   RouterKind kind;                    // any but given
   float route_scale;
   bool normalize_scores;
+};
+
+/// Both, from the partial sums to dlogits; `dlogits` reads the dscores that `dscores` makes.
+struct RouterGradientArguments {
+  DscoresArguments dscores;
+  RouterDlogitsArguments dlogits;
 };
 
 /// dlogits that an earlier call left, as the 16-bit operand of wgrad: one rounding each.
@@ -108,6 +115,7 @@ constexpr int64_t router_wgrad_chunks(int64_t tokens, int64_t hidden, int64_t ex
 
 /// The fast kernels, for calls that refuse() of layer/select.hpp lets pass: launch on `stream`; allocate nothing, wait
 /// for nothing.
+cudaError_t launch_router_dlogits(RouterGradientArguments const& args, cudaStream_t stream);
 cudaError_t launch_router_dgrad(RouterDgradArguments const& args, int sm_count,
                                 cudaStream_t stream);
 cudaError_t launch_router_wgrad(RouterWgradArguments const& args, int sm_count,

@@ -70,8 +70,14 @@ class Backward {
     if (!wanted_.dgrad) return;
     if (desc_.save == SavePolicy::x) sequence_.select("up_projection_fwd", experts_.recompute);
     sequence_.select("down_projection_dgrad", experts_.down_dgrad);
-    if (wanted_.dscores) add_dscores();
-    if (wanted_.dlogits) add_dlogits();
+    if (wanted_.dlogits && desc_.router.replay) {
+      add_replayed_dlogits();
+    } else if (wanted_.dlogits) {
+      sequence_.select("router_dlogits", RouterGradientArguments{
+                                             dscores(), dlogits(routing_.topk_ids, gmem_dscores_)});
+    } else if (wanted_.dscores) {
+      add_dscores();
+    }
   }
 
   /// The last reader of a_scaled: dx rows may take its place.
@@ -166,61 +172,67 @@ class Backward {
                   [&](cudaStream_t stream) { return launch_bias_gradient_plain(args, stream); });
   }
 
-  void add_dscores() noexcept {
-    sequence_.add("dscores", [&](cudaStream_t stream) {
-      DownProjectionDgradArguments const& dgrad = experts_.down_dgrad;
-      return launch_dscores_plain({.gmem_ds_partials = dgrad.gmem_ds_partials,
-                                   .groups = score_groups(desc_.shape.intermediate),
-                                   .gmem_inverse_permutation = routing_.inverse_permutation,
-                                   .d_o = dgrad.d_o,
-                                   .gmem_gather_index = dgrad.gmem_gather_index,
-                                   .gmem_expert_offsets = routing_.expert_offsets,
-                                   .b_down = weight_views(desc_, args_.weights).b_down,
-                                   .gmem_dscores = gmem_dscores_,
-                                   .slots = desc_.num_slots(),
-                                   .hidden = desc_.shape.hidden,
-                                   .experts = static_cast<std::int32_t>(desc_.shape.experts)},
-                                  stream);
-    });
+  [[nodiscard]] DscoresArguments dscores() const noexcept {
+    DownProjectionDgradArguments const& dgrad = experts_.down_dgrad;
+    return {.gmem_ds_partials = dgrad.gmem_ds_partials,
+            .groups = score_groups(desc_.shape.intermediate),
+            .gmem_inverse_permutation = routing_.inverse_permutation,
+            .d_o = dgrad.d_o,
+            .gmem_gather_index = dgrad.gmem_gather_index,
+            .gmem_expert_offsets = routing_.expert_offsets,
+            .b_down = weight_views(desc_, args_.weights).b_down,
+            .gmem_dscores = gmem_dscores_,
+            .slots = desc_.num_slots(),
+            .hidden = desc_.shape.hidden,
+            .experts = static_cast<std::int32_t>(desc_.shape.experts)};
   }
 
-  void add_dlogits() noexcept {
-    MoeShape const& s = desc_.shape;
-    auto const top_k = static_cast<std::int32_t>(s.top_k);
-    bool const merges = desc_.router.replay;
-    if (merges) {
-      sequence_.add("merge repeats", [&](cudaStream_t stream) {
-        return launch_merge_repeats_plain({.gmem_ids = routing_.topk_ids,
-                                           .gmem_dscores = gmem_dscores_,
-                                           .gmem_token_offsets = routing_.token_offsets,
-                                           .gmem_merged_ids = plan_.merged_ids.in(base_),
-                                           .gmem_merged_dscores = plan_.merged_dscores.in(base_),
-                                           .tokens = s.tokens,
-                                           .top_k = top_k},
-                                          stream);
-      });
-    }
+  /// Of distinct ids.
+  [[nodiscard]] RouterDlogitsArguments dlogits(std::int32_t const* gmem_ids,
+                                               float const* gmem_dscores) const noexcept {
+    bool const split = gmem_dlogits_ == args_.dlogits_saved.data;
+    return {.gmem_dscores = gmem_dscores,
+            .gmem_ids = gmem_ids,
+            .gmem_token_offsets = routing_.token_offsets,
+            .gmem_scores = routing_.scores,
+            .gmem_chosen_p = routing_.chosen_p,
+            .gmem_logits = routing_.logits,
+            .gmem_aux_dlogits = static_cast<float const*>(args_.aux_dlogits.data),
+            .aux_pitch = matrix_rows(args_.aux_dlogits).pitch,
+            .gmem_dlogits = gmem_dlogits_,
+            .dlogits_are_scratch = !split && !args_.gradients.db_router.present(),
+            .gmem_rounded = wanted_.dx || wanted_.dw_router ? plan_.rounded.in(base_) : nullptr,
+            .gmem_copy = static_cast<float*>(args_.dlogits.data),
+            .copy_pitch = matrix_rows(args_.dlogits).pitch,
+            .tokens = desc_.shape.tokens,
+            .experts = static_cast<std::int32_t>(desc_.shape.experts),
+            .top_k = static_cast<std::int32_t>(desc_.shape.top_k),
+            .kind = desc_.router.kind,
+            .route_scale = desc_.router.route_scale,
+            .normalize_scores = desc_.router.normalize_scores};
+  }
+
+  void add_dscores() noexcept {
+    sequence_.add("dscores",
+                  [&](cudaStream_t stream) { return launch_dscores_plain(dscores(), stream); });
+  }
+
+  /// Replayed ids may repeat within a token.
+  void add_replayed_dlogits() noexcept {
+    add_dscores();
+    sequence_.add("merge repeats", [&](cudaStream_t stream) {
+      return launch_merge_repeats_plain({.gmem_ids = routing_.topk_ids,
+                                         .gmem_dscores = gmem_dscores_,
+                                         .gmem_token_offsets = routing_.token_offsets,
+                                         .gmem_merged_ids = plan_.merged_ids.in(base_),
+                                         .gmem_merged_dscores = plan_.merged_dscores.in(base_),
+                                         .tokens = desc_.shape.tokens,
+                                         .top_k = static_cast<std::int32_t>(desc_.shape.top_k)},
+                                        stream);
+    });
     sequence_.add("router_dlogits", [&](cudaStream_t stream) {
       return launch_router_dlogits_plain(
-          {.gmem_dscores = merges ? plan_.merged_dscores.in(base_) : gmem_dscores_,
-           .gmem_ids = merges ? plan_.merged_ids.in(base_) : routing_.topk_ids,
-           .gmem_token_offsets = routing_.token_offsets,
-           .gmem_scores = routing_.scores,
-           .gmem_chosen_p = routing_.chosen_p,
-           .gmem_logits = routing_.logits,
-           .gmem_aux_dlogits = static_cast<float const*>(args_.aux_dlogits.data),
-           .aux_pitch = matrix_rows(args_.aux_dlogits).pitch,
-           .gmem_dlogits = gmem_dlogits_,
-           .gmem_rounded = wanted_.dx || wanted_.dw_router ? plan_.rounded.in(base_) : nullptr,
-           .gmem_copy = static_cast<float*>(args_.dlogits.data),
-           .copy_pitch = matrix_rows(args_.dlogits).pitch,
-           .tokens = s.tokens,
-           .experts = static_cast<std::int32_t>(s.experts),
-           .top_k = top_k,
-           .kind = desc_.router.kind,
-           .route_scale = desc_.router.route_scale,
-           .normalize_scores = desc_.router.normalize_scores},
-          stream);
+          dlogits(plan_.merged_ids.in(base_), plan_.merged_dscores.in(base_)), stream);
     });
   }
 

@@ -164,6 +164,16 @@ Refusal refuse(DownProjectionWgradArguments const& args) noexcept {
 Refusal refuse(UpProjectionWgradArguments const& args) noexcept {
   return refuse_wgrad(args, "x", "dh");
 }
+Refusal refuse(RouterGradientArguments const& args) noexcept {
+  Requirements need;
+  need.at_most("experts", args.dlogits.experts, kMaxExperts);
+  need.at_most("top_k", args.dlogits.top_k, kMaxTopK);
+  if (need.ok() && args.dlogits.gmem_token_offsets != nullptr) {
+    return refusal("%s", "experts per token vary");
+  }
+  if (!args.dlogits.dlogits_are_scratch) need.base("dlogits", args.dlogits.gmem_dlogits);
+  return need.result();
+}
 Refusal refuse(RouterDgradArguments const& args) noexcept {
   Requirements need;
   need.multiple_of_8("d", args.hidden);
@@ -261,6 +271,11 @@ cudaError_t launch(UpProjectionWgradArguments const& args, int sm_count,
                                 : launch_up_projection_wgrad(args, sm_count, stream);
 }
 
+cudaError_t launch(RouterGradientArguments const& args, int, cudaStream_t stream) noexcept {
+  if (!refuse(args).refused()) return launch_router_dlogits(args, stream);
+  cudaError_t const error = launch_dscores_plain(args.dscores, stream);
+  return error == cudaSuccess ? launch_router_dlogits_plain(args.dlogits, stream) : error;
+}
 cudaError_t launch(RouterDgradArguments const& args, int sm_count, cudaStream_t stream) noexcept {
   return refuse(args).refused() ? launch_router_dgrad_plain(args, stream)
                                 : launch_router_dgrad(args, sm_count, stream);

@@ -24,6 +24,7 @@ Refusal refuse(DownProjectionDgradArguments const& args) noexcept;
 Refusal refuse(UpProjectionDgradArguments const& args) noexcept;
 Refusal refuse(DownProjectionWgradArguments const& args) noexcept;
 Refusal refuse(UpProjectionWgradArguments const& args) noexcept;
+Refusal refuse(RouterGradientArguments const& args) noexcept;
 Refusal refuse(RouterDgradArguments const& args) noexcept;
 Refusal refuse(RouterWgradArguments const& args) noexcept;
 
@@ -43,6 +44,7 @@ cudaError_t launch(DownProjectionWgradArguments const& args, int sm_count,
                    cudaStream_t stream) noexcept;
 cudaError_t launch(UpProjectionWgradArguments const& args, int sm_count,
                    cudaStream_t stream) noexcept;
+cudaError_t launch(RouterGradientArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 cudaError_t launch(RouterDgradArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 cudaError_t launch(RouterWgradArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 

@@ -1,0 +1,10 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "../kernels/router_dlogits.cuh"
+
+namespace tessera::cuda {
+
+cudaError_t launch_router_dlogits(RouterGradientArguments const& args, cudaStream_t stream) {
+  return launch_router_dlogits_config<RouterDlogitsConfig>(args, stream);
+}
+
+}  // namespace tessera::cuda

@@ -223,6 +223,20 @@ bool run(Case const& c) {
       std::printf("  two runs differ\n"), ok = false;
     }
     if (!padding_untouched<Element>(c, kernel)) std::printf("  wrote between rows\n"), ok = false;
+    if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+      constexpr int kSms = 7;
+      DeviceBuffer const counter(std::vector<uint32_t>{0});
+      auto const beside = [&](AggregateArguments const& arguments, cudaStream_t stream) {
+        require(cudaDeviceSynchronize(), "what the launch ahead makes");
+        return tessera::cuda::launch_aggregate_beside<Element>({arguments, counter.as<uint32_t>()},
+                                                               kSms, stream);
+      };
+      // The second finds the counter as the first left it.
+      for (int i = 0; i < 2; ++i) {
+        if (result(beside, "aggregate_beside") == kernel) continue;
+        std::printf("  aggregate_beside differs\n"), ok = false;
+      }
+    }
   } else if (launch_aggregate<Element>(args, nullptr) != cudaErrorInvalidValue) {
     std::printf("  rows that are no multiple of 16 bytes were not refused\n"), ok = false;
   }

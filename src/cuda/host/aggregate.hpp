@@ -22,10 +22,23 @@ struct AggregateArguments {
   int32_t top_k;                            // K; with token_offsets the typical number of slots
 };
 
+/// Of an aggregate that runs at the same time as the launch ahead of it in the stream, which calls
+/// arch::let_next_kernel_start() and was itself launched the usual way. That one neither writes what is read here nor
+/// touches what is written here.
+struct AggregateBesideArguments {
+  AggregateArguments aggregate;
+  uint32_t* gmem_token_counter;  // one int, 0 before and after every launch
+};
+
 /// Launches on `stream`; allocates nothing, waits for nothing. Element: __nv_bfloat16 or float.
 /// cudaErrorInvalidValue: rows or bases not multiples of 16 bytes, or 2^31 or more work items.
 template <class Element>
 cudaError_t launch_aggregate(AggregateArguments const& args, cudaStream_t stream);
+
+/// The same bits on the SMs that the kernel ahead leaves. What follows in the stream waits for both.
+template <class Element>
+cudaError_t launch_aggregate_beside(AggregateBesideArguments const& args, int sm_count,
+                                    cudaStream_t stream);
 
 /// The same bits for any d and alignment, one thread per output.
 template <class Element>

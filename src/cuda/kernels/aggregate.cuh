@@ -16,6 +16,7 @@
 
 #include <cstdint>
 
+#include "../arch/dependent_launch.cuh"
 #include "../arch/load_global.cuh"
 #include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
@@ -94,19 +95,13 @@ __device__ __forceinline__ void add_group(float (&sum)[AggregateVector<Element>:
   }
 }
 
+// One slice of a token, by a warp.
 template <class Config, class Element>
-__global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_per_sm)
-    aggregate(__grid_constant__ AggregateArguments const p) {
-  static_assert(valid(Config::config));
+__device__ __forceinline__ void aggregate_slice(AggregateArguments const& p, int64_t token,
+                                                uint32_t slice) {
   using Vector = AggregateVector<Element>;
-  auto const slices =
-      static_cast<uint32_t>((p.hidden + kAggregateSlice<Element> - 1) / kAggregateSlice<Element>);
-  uint32_t const item = blockIdx.x * Config::config.warps + arch::warp_idx();
-  int64_t const token = item / slices;
-  if (token >= p.tokens) return;
   int const lane = arch::lane_idx();
-  int64_t const column =
-      int64_t{item % slices} * kAggregateSlice<Element> + lane * Vector::kElements;
+  int64_t const column = int64_t{slice} * kAggregateSlice<Element> + lane * Vector::kElements;
 
   bool const varies = p.gmem_token_offsets != nullptr;
   int64_t const begin = varies ? p.gmem_token_offsets[token] : token * p.top_k;
@@ -131,9 +126,50 @@ __global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_
   if (column < p.hidden) *reinterpret_cast<uint4*>(gmem_o) = Vector::round(sum);
 }
 
+template <class Element>
+__host__ __device__ constexpr int64_t aggregate_slices(int64_t hidden) {
+  return (hidden + kAggregateSlice<Element> - 1) / kAggregateSlice<Element>;
+}
+
+template <class Config, class Element>
+__global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_per_sm)
+    aggregate(__grid_constant__ AggregateArguments const p) {
+  static_assert(valid(Config::config));
+  auto const slices = static_cast<uint32_t>(aggregate_slices<Element>(p.hidden));
+  uint32_t const item = blockIdx.x * Config::config.warps + arch::warp_idx();
+  int64_t const token = item / slices;
+  if (token < p.tokens) aggregate_slice<Config, Element>(p, token, item % slices);
+}
+
+// Beside the kernel ahead in the stream, on the SMs that it leaves and then on all: as many CTAs as the device
+// holds, whose warps draw tokens. Every warp draws once in vain, so that the last ticket is known; it leaves the
+// counter as the next launch expects it.
+template <class Config, class Element>
+__global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_per_sm)
+    aggregate_beside(__grid_constant__ AggregateBesideArguments const params) {
+  AggregateArguments const& p = params.aggregate;
+  __threadfence();  // what was visible to the kernel ahead is so here, also through L1
+  auto const slices = static_cast<uint32_t>(aggregate_slices<Element>(p.hidden));
+  int64_t const last_ticket = p.tokens + int64_t{gridDim.x} * Config::config.warps - 1;
+  auto const draw = [&] {
+    return arch::lane_idx() == 0 ? atomicAdd(params.gmem_token_counter, 1u) : 0u;
+  };
+  uint32_t ticket = __shfl_sync(0xffffffffu, draw(), 0);
+  while (ticket < p.tokens) {
+    uint32_t const next = draw();
+    for (uint32_t slice = 0; slice < slices; ++slice) {
+      aggregate_slice<Config, Element>(p, ticket, slice);
+    }
+    ticket = __shfl_sync(0xffffffffu, next, 0);
+  }
+  if (ticket == last_ticket && arch::lane_idx() == 0) *params.gmem_token_counter = 0;
+  // Whoever comes next in the stream comes after both.
+  if (blockIdx.x == gridDim.x - 1) arch::wait_for_kernel_ahead();
+}
+
 template <class Config, class Element>
 cudaError_t launch_aggregate_config(AggregateArguments const& args, cudaStream_t stream) {
-  int64_t const slices = (args.hidden + kAggregateSlice<Element> - 1) / kAggregateSlice<Element>;
+  int64_t const slices = aggregate_slices<Element>(args.hidden);
   if (args.tokens != 0 && slices > INT32_MAX / args.tokens) return cudaErrorInvalidValue;
   int64_t const ctas = (args.tokens * slices + Config::config.warps - 1) / Config::config.warps;
   if (ctas == 0) return cudaSuccess;
@@ -142,19 +178,51 @@ cudaError_t launch_aggregate_config(AggregateArguments const& args, cudaStream_t
   return cudaGetLastError();
 }
 
+template <class Config, class Element>
+cudaError_t launch_aggregate_beside_config(AggregateBesideArguments const& args, int sm_count,
+                                           cudaStream_t stream) {
+  if (args.aggregate.tokens == 0) return cudaSuccess;
+  cudaLaunchAttribute starts_early{};
+  starts_early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  starts_early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(sm_count * Config::config.ctas_per_sm));
+  config.blockDim = dim3(unsigned(Config::config.threads()));
+  config.stream = stream;
+  config.attrs = &starts_early;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, aggregate_beside<Config, Element>, args);
+}
+
+// Rows and bases of 16 bytes.
+template <class Element>
+bool aggregate_serves(AggregateArguments const& args) {
+  constexpr int64_t kElements = AggregateVector<Element>::kElements;
+  auto const aligned = [](void const* gmem) {
+    return reinterpret_cast<uintptr_t>(gmem) % kAggregateVectorBytes == 0;
+  };
+  return args.hidden % kElements == 0 && args.o_pitch % kElements == 0 && aligned(args.gmem_y) &&
+         aligned(args.gmem_o);
+}
+
 template <class Element>
 cudaError_t launch_aggregate(AggregateArguments const& args, cudaStream_t stream) {
-  constexpr int64_t kElements = AggregateVector<Element>::kElements;
-  auto const misaligned = [](void const* gmem) {
-    return reinterpret_cast<uintptr_t>(gmem) % kAggregateVectorBytes != 0;
-  };
-  if (args.hidden % kElements || args.o_pitch % kElements || misaligned(args.gmem_y) ||
-      misaligned(args.gmem_o)) {
-    return cudaErrorInvalidValue;
-  }
+  if (!aggregate_serves<Element>(args)) return cudaErrorInvalidValue;
   return args.top_k <= kAggregateFewSlots
              ? launch_aggregate_config<AggregateFourSlots, Element>(args, stream)
              : launch_aggregate_config<AggregateEightSlots, Element>(args, stream);
+}
+
+template <class Element>
+cudaError_t launch_aggregate_beside(AggregateBesideArguments const& args, int sm_count,
+                                    cudaStream_t stream) {
+  constexpr int64_t kMostTokens = int64_t{1} << 31;  // tickets are 32-bit
+  if (!aggregate_serves<Element>(args.aggregate) || args.aggregate.tokens > kMostTokens) {
+    return cudaErrorInvalidValue;
+  }
+  return args.aggregate.top_k <= kAggregateFewSlots
+             ? launch_aggregate_beside_config<AggregateFourSlots, Element>(args, sm_count, stream)
+             : launch_aggregate_beside_config<AggregateEightSlots, Element>(args, sm_count, stream);
 }
 
 }  // namespace tessera::cuda

@@ -17,6 +17,7 @@
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
+#include "../arch/dependent_launch.cuh"
 #include "../block/epilogue/wgrad_store.cuh"
 #include "../block/gemm.cuh"
 #include "../host/launch.hpp"
@@ -36,6 +37,7 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     projection_wgrad(__grid_constant__ ProjectionWgradParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Epilogue = block::WgradStoreEpilogue<Config::gemm, Config::d_major, Config::fp32>;
+  arch::let_next_kernel_start();  // aggregate_beside
   block::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
 #endif
 }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_backward: down_projection_dgrad -> dscores -> dlogits -> down_projection_wgrad -> router dgrad ->
-// up_projection_dgrad -> aggregate -> up_projection_wgrad -> router wgrad on the caller's stream. dx rows reuse the
+// moe_backward: down_projection_dgrad -> dscores and dlogits -> down_projection_wgrad -> router dgrad ->
+// up_projection_dgrad -> up_projection_wgrad beside aggregate -> router wgrad on the caller's stream. dx rows reuse the
 // memory of a_scaled. As forward, a call waits for nothing and can be captured into a graph.
+#include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
 #include "core/gradient_dtype.hpp"
@@ -33,6 +34,18 @@ Wanted wanted(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pass) noexc
   out.dgrad = out.dx || out.dscores || out.a_scaled || g.dw_up.present() || g.dw_gate.present() ||
               g.db_up.present() || g.db_gate.present();
   return out;
+}
+
+/// SMs for the aggregate beside up_projection_wgrad, so that both end at the same time. Rates of one SM with the other
+/// kernel beside it: bench/results/h200/2026-11-21-side-by-side.json.
+int sms_for_aggregate(UpProjectionWgradArguments const& wgrad, AggregateArguments const& aggregate,
+                      int sm_count) noexcept {
+  constexpr double kFlopsOfSm = 4.5e12, kBytesOfSm = 60e9;  // a second
+  auto const rows = static_cast<double>(wgrad.rows), d = static_cast<double>(wgrad.hidden);
+  double const gemm = 2 * rows * d * static_cast<double>(wgrad.halves * wgrad.intermediate);
+  double const bytes = 2 * d * (rows + 2 * static_cast<double>(aggregate.tokens));
+  double const gemm_s = gemm / kFlopsOfSm, aggregate_s = bytes / kBytesOfSm;
+  return static_cast<int>(sm_count * aggregate_s / (gemm_s + aggregate_s));
 }
 
 /// One call: its arrays, in the workspace or in the caller's buffers, and its launches.
@@ -88,6 +101,7 @@ class Backward {
     if (args_.gradients.db_down.present()) add_bias_gradient("db_down", experts_.db_down);
   }
 
+  /// The router's part of dx, and the dx rows.
   void input_gradient() noexcept {
     if (!wanted_.dx) return;
     if (routed()) {
@@ -103,15 +117,30 @@ class Backward {
                            .gmem_tile_counter = plan_.counters.in(base_) + kRouterDgradCounter});
     }
     sequence_.select("up_projection_dgrad", experts_.up_dgrad);
-    sequence_.select("aggregate", experts_.aggregate);
   }
 
-  void up_weights() noexcept {
+  /// dx from its rows, dw_up: side by side where both are wanted and have fast kernels, as one waits for memory and the
+  /// other for the tensor cores.
+  void aggregate_and_up_weights(bool input, bool weights) noexcept {
     ExpertGradients const& g = args_.gradients;
-    if (g.dw_up.present() || g.dw_gate.present()) {
-      sequence_.select("up_projection_wgrad", experts_.up_wgrad);
+    bool const dx = input && wanted_.dx;
+    bool const dw_up = weights && (g.dw_up.present() || g.dw_gate.present());
+    bool const both = dx && dw_up && !refuse(experts_.up_wgrad).refused() &&
+                      !refuse(experts_.aggregate).refused();
+    int const all = sequence_.device().sm_count();
+    int const sms = both ? sms_for_aggregate(experts_.up_wgrad, experts_.aggregate, all) : 0;
+    if (dx && sms == 0) sequence_.select("aggregate", experts_.aggregate);
+    if (dw_up) sequence_.select("up_projection_wgrad", experts_.up_wgrad, all - sms);
+    if (sms > 0) {
+      sequence_.add("aggregate", [&](cudaStream_t stream) {
+        std::int32_t* const gmem_counter = plan_.counters.in(base_) + kAggregateCounter;
+        return launch_aggregate_beside<__nv_bfloat16>(
+            {experts_.aggregate, reinterpret_cast<std::uint32_t*>(gmem_counter)}, all, stream);
+      });
     }
-    if (g.db_up.present() || g.db_gate.present()) add_bias_gradient("db_up", experts_.db_up);
+    if (weights && (g.db_up.present() || g.db_gate.present())) {
+      add_bias_gradient("db_up", experts_.db_up);
+    }
   }
 
   void router_weights() noexcept {
@@ -262,12 +291,11 @@ Status moe_backward(DeviceContext const& device, MoeDesc const& desc, MoeBackwar
   } else {
     backward.activations();
   }
-  if (pass != Pass::backward_input) backward.down_weights();
-  if (pass != Pass::backward_weights) backward.input_gradient();
-  if (pass != Pass::backward_input) {
-    backward.up_weights();
-    backward.router_weights();
-  }
+  bool const input = pass != Pass::backward_weights, weights = pass != Pass::backward_input;
+  if (weights) backward.down_weights();
+  if (input) backward.input_gradient();
+  backward.aggregate_and_up_weights(input, weights);
+  if (weights) backward.router_weights();
   return sequence.status();
 }
 

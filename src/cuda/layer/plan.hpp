@@ -21,6 +21,7 @@ enum TileCounter : int {
   kUpProjectionWgradCounter,
   kRouterDgradCounter,
   kRouterWgradCounter,
+  kAggregateCounter,
   kNumTileCounters
 };
 

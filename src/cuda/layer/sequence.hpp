@@ -32,10 +32,15 @@ class Sequence {
     cudaError_t const error = body(stream_);
     if (error != cudaSuccess) status_ = device_error(op, error);
   }
-  /// The fast kernel of an op, or its plain twin.
+  /// The fast kernel of an op on `sms` SMs, or its plain twin.
+  template <class Arguments>
+  void select(char const* op, Arguments const& args, int sms) noexcept {
+    add(op, [&](cudaStream_t stream) { return launch(args, sms, stream); });
+  }
+  /// On all SMs.
   template <class Arguments>
   void select(char const* op, Arguments const& args) noexcept {
-    add(op, [&](cudaStream_t stream) { return launch(args, device_.sm_count(), stream); });
+    select(op, args, device_.sm_count());
   }
 
   [[nodiscard]] DeviceContext const& device() const noexcept { return device_; }

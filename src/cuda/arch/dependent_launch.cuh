@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+// griddepcontrol: two kernels of a stream at once. The second is launched with
+// cudaLaunchAttributeProgrammaticStreamSerialization; without that both calls do nothing.
+#pragma once
+
+namespace tessera::cuda::arch {
+
+// In the first kernel: once every CTA has called it or ended, CTAs of the second take what room there is.
+__device__ __forceinline__ void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// In the second: returns when the first has ended and its writes are visible. It costs a CTA about a microsecond even
+// where the first ended long ago.
+__device__ __forceinline__ void wait_for_kernel_ahead() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+}  // namespace tessera::cuda::arch

@@ -91,6 +91,23 @@ constexpr OpWork route(MoeDesc const& desc) noexcept {
   return {"route", 2 * s.tokens * s.experts * s.hidden,
           s.element * (s.tokens + s.experts) * s.hidden, 4 * s.tokens * s.experts};
 }
+/// ds of every slot from its partial sums, and dlogits from it.
+constexpr OpWork router_dlogits(MoeDesc const& desc, double rows) noexcept {
+  auto const s = detail::sizes(desc, rows);
+  return {"router_dlogits", 0, 12 * s.rows, 4 * s.rows + s.element * s.tokens * s.experts};
+}
+/// The router's part of dx = dlogits w_router.
+constexpr OpWork router_dgrad(MoeDesc const& desc) noexcept {
+  auto const s = detail::sizes(desc, 0);
+  return {"router_dgrad", 2 * s.tokens * s.experts * s.hidden,
+          s.element * (s.tokens + s.hidden) * s.experts, s.element * s.tokens * s.hidden};
+}
+/// dw_router = dlogits^T x.
+constexpr OpWork router_wgrad(MoeDesc const& desc) noexcept {
+  auto const s = detail::sizes(desc, 0);
+  return {"router_wgrad", 2 * s.tokens * s.experts * s.hidden,
+          s.element * s.tokens * (s.experts + s.hidden), s.element * s.experts * s.hidden};
+}
 
 /// GEMM FLOPs of the experts: (2w+2) R n d forward, twice that backward. The router is not counted.
 constexpr double forward_flops(MoeDesc const& desc, double rows) noexcept {

@@ -105,6 +105,32 @@ std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, std::
   return ops;
 }
 
+Refusal refusal_of_replay() { return {"replayed ids may repeat within a token"}; }
+
+/// The router's GEMMs of backward, and what makes their operand.
+struct RouterBackward {
+  RouterGradientArguments dlogits{};
+  RouterDgradArguments dgrad{};
+  RouterWgradArguments wgrad{};
+};
+
+RouterBackward router_backward_at_nowhere(MoeDesc const& desc) {
+  MoeShape const& s = desc.shape;
+  RouterBackward out;
+  out.dlogits.dlogits.experts = out.dgrad.experts = out.wgrad.experts =
+      static_cast<std::int32_t>(s.experts);
+  out.dlogits.dlogits.top_k = static_cast<std::int32_t>(s.top_k);
+  if (s.variable_experts) {
+    out.dlogits.dlogits.gmem_token_offsets = static_cast<std::int32_t const*>(nowhere());
+  }
+  out.dgrad.w_router = {nowhere(), s.experts, s.hidden};
+  out.dgrad.gmem_dx = nowhere();
+  out.dgrad.dx_pitch = out.dgrad.hidden = out.wgrad.hidden = s.hidden;
+  out.dgrad.tokens = s.tokens;
+  out.wgrad.x = {nowhere(), s.tokens, s.hidden};
+  return out;
+}
+
 std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std::string const& on) {
   MoeShape const& s = desc.shape;
   auto const rows = static_cast<double>(desc.num_slots());
@@ -119,9 +145,17 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
     ops.push_back(explanation(work, refusal, fast + on));
     set_gemm(ops.back(), gemm_m, gemm_n, gemm_k);
   };
+  bool const routed = desc.router.kind != RouterKind::given;
+  RouterBackward const router = router_backward_at_nowhere(desc);
   if (pass != Pass::backward_weights) {
     add(work::down_projection_dgrad(desc, rows), refuse(experts.down_dgrad),
         gemm + ", gather, activation and ds fused", mean, s.intermediate, s.hidden);
+    if (routed) {
+      add(work::router_dlogits(desc, rows),
+          desc.router.replay ? refusal_of_replay() : refuse(router.dlogits),
+          "a warp per token, from the partial sums of ds", 0, 0, 0);
+      add(work::router_dgrad(desc), refuse(router.dgrad), gemm, s.tokens, s.hidden, s.experts);
+    }
     add(work::up_projection_dgrad(desc, rows), refuse(experts.up_dgrad), gemm, mean, s.hidden,
         width);
     add(work::aggregate(desc, rows, false), refuse(experts.aggregate), kAggregate, 0, 0, 0);
@@ -131,6 +165,10 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
         gemm + ", gather fused", s.hidden, s.intermediate, mean);
     add(work::up_projection_wgrad(desc, rows), refuse(experts.up_wgrad), gemm + ", gather fused",
         width, s.hidden, mean);
+    if (routed) {
+      add(work::router_wgrad(desc), refuse(router.wgrad), gemm + " over chunks of tokens",
+          s.experts, s.hidden, s.tokens);
+    }
   }
   return ops;
 }

@@ -10,9 +10,12 @@
 
 #include <cublas_v2.h>
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <numeric>
+#include <random>
 #include <thread>
 
 #include "support.cuh"
@@ -111,15 +114,18 @@ inline Ceilings measure_ceilings(cublasHandle_t handle) {
           4.0 * double(from.count()) / (quantiles(copy).median * 1e9)};
 }
 
-// The order rotates and the host never waits in between: near the power limit a kernel's clock depends
-// on what ran just before it, so no candidate may keep a place of its own.
+// The order is random and the host never waits in between: near the power limit a kernel's clock depends
+// on what ran just before it, so no candidate may keep a place, or a predecessor, of its own.
 inline void time_interleaved(std::vector<Candidate>& candidates, int iters, int rest_ms) {
   int const warmup = rest_ms ? 3 : 20;
   size_t const count = candidates.size();
   std::vector<Timer> timers(count * (warmup + iters));
+  std::vector<size_t> order(count);
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::mt19937 random(1);
   for (int i = 0; i < warmup + iters; ++i) {
-    for (size_t place = 0; place < count; ++place) {
-      size_t const c = (place + i) % count;
+    std::shuffle(order.begin(), order.end(), random);
+    for (size_t const c : order) {
       if (rest_ms) {
         TESSERA_CUDA(cudaDeviceSynchronize());
         std::this_thread::sleep_for(std::chrono::milliseconds(rest_ms));
@@ -185,7 +191,7 @@ class BenchReport {
         file,
         "{\"command\": \"%s\", \"commit\": \"%s\", \"device\": \"%s\", \"driver\": \"%s\", "
         "\"clocks_mhz\": [%s], \"date\": \"%s\",\n \"protocol\": \"median of %d after 20 "
-        "warm-ups, candidates interleaved in rotating order, two sets of buffers rotated, uniform "
+        "warm-ups, candidates interleaved in random order, two sets of buffers rotated, uniform "
         "random data\",\n \"ceilings\": {\"bf16_tflops_8k\": %.1f, \"copy_tbps\": %.3f},\n "
         "\"rows\": [%s\n]}\n",
         options_.command.c_str(), std::getenv("COMMIT") ? std::getenv("COMMIT") : "", device.name,

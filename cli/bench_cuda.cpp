@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <ctime>
 #include <functional>
 #include <map>
 #include <numeric>
@@ -413,15 +412,6 @@ Json score_means(Json const& rows) {
   Json means = Json::object();
   for (auto const& [pass, sum] : sums) means[pass] = std::exp(sum.first / sum.second);
   return means;
-}
-
-std::string today() {
-  char date[16] = {};
-  std::time_t const now = std::time(nullptr);
-  std::tm parts{};
-  ::gmtime_r(&now, &parts);
-  std::strftime(date, sizeof(date), "%Y-%m-%d", &parts);
-  return date;
 }
 
 }  // namespace

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <array>
 #include <condition_variable>
-#include <ctime>
 #include <exception>
 #include <mutex>
 #include <optional>
@@ -313,15 +312,6 @@ Json bench_job(std::int32_t gpus, CudaBench::Job const& job, CudaBench const& be
                     {"checked", checked}});
   }
   return rows;
-}
-
-std::string today() {
-  char date[16] = {};
-  std::time_t const now = std::time(nullptr);
-  std::tm parts{};
-  ::gmtime_r(&now, &parts);
-  std::strftime(date, sizeof(date), "%Y-%m-%d", &parts);
-  return date;
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cstdio>
+#include <ctime>
 
 #include "cli/commands.hpp"
 
@@ -34,6 +35,15 @@ Json shape_json(MoeShape const& shape) {
           {"intermediate", shape.intermediate},
           {"experts", shape.experts},
           {"top_k", shape.top_k}};
+}
+
+std::string today() {
+  char date[16] = {};
+  std::time_t const now = std::time(nullptr);
+  std::tm parts{};
+  ::gmtime_r(&now, &parts);
+  std::strftime(date, sizeof(date), "%Y-%m-%d", &parts);
+  return date;
 }
 
 double physical_memory_bytes() noexcept {

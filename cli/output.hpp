@@ -24,6 +24,9 @@ std::string bytes_text(double bytes);
 /// {"tokens": T, "hidden": d, "intermediate": n, "experts": E, "top_k": K}
 Json shape_json(MoeShape const& shape);
 
+/// "2026-01-31", of UTC.
+std::string today();
+
 /// Bytes of memory in this machine; 0 where the system does not say.
 double physical_memory_bytes() noexcept;
 

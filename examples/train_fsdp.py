@@ -88,6 +88,9 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     compare(text, [chosen] if chosen else ["tessera", "eager"], device=device, **arguments)
+    # gloo's threads let go of the last collective's tensors after it is reported done, and need the interpreter for
+    # it: one that is still at it when the interpreter ends takes the process down.
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+import pathlib
+import unittest
+
+import dram_bytes
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+# As Nsight Compute of CUDA 13.0 writes them on an H200, columns left out.
+HEADER = """==WARNING== Note: Running with unmodified GPU clocks. If not controlled otherwise, results may be inconsistent.
+==PROF== Connected to process 790 (tessera)
+"ID","Process ID","Kernel Name","Grid Size","dram__bytes_read.sum","dram__bytes_write.sum","gpu__time_duration.sum"
+"","","","","byte","byte","ns"
+"""
+LOGITS = ('"0","790","void tessera::cuda::router_logits<tessera::cuda::RouterLogitsNarrow>'
+          '(tessera::cuda::RouterLogitsParams)","(132, 1, 1)","76,085,504","2,394,112","30,944"\n')
+RANK = '"1","790","tessera::cuda::metadata_rank(tessera::cuda::MetadataArguments)","(96, 1, 1)","795,392","0","5,920"\n'
+SCATTER = ('"2","790","tessera::cuda::metadata_scatter(tessera::cuda::MetadataArguments)","(96, 1, 1)",'
+           '"1,287,168","0","10,848"\n')
+DGRAD = ('"3","790","void tessera::cuda::down_projection_dgrad<tessera::cuda::DownProjectionDgradConfig<(tessera::'
+         'ActivationKind)0>>(tessera::cuda::DownProjectionDgradParams)","(132, 1, 1)","1","2","3"\n')
+AGGREGATE = ('"4","790","void tessera::cuda::aggregate_beside<tessera::cuda::AggregateEightSlots, __nv_bfloat16>'
+             '(tessera::cuda::AggregateBesideArguments)","(528, 1, 1)","605,571,584","54,079,232","163,808"\n')
+SHAPE = dram_bytes.Shape(24576, 1536, 256, 128, 8)
+
+
+class DramBytesTest(unittest.TestCase):
+    def test_parses_what_ncu_writes(self):
+        kernels = dram_bytes.parse(HEADER + LOGITS + RANK)
+        self.assertEqual([k.dram_read for k in kernels], [76085504, 795392])
+        self.assertEqual([k.dram_write for k in kernels], [2394112, 0])
+        self.assertEqual([k.ns for k in kernels], [30944, 5920])
+        self.assertEqual([dram_bytes.op_of(k.name) for k in kernels], ["router_logits", "metadata"])
+        self.assertEqual(dram_bytes.parse("==ERROR== ERR_NVGPUCTRPERM\n"), [])
+
+    def test_names(self):
+        for kernel, op in (("void tessera::cuda::router_dlogits<C>(A)", "router_dlogits"),
+                           ("void tessera::cuda::route<C, 4>(A)", "route"),
+                           ("void tessera::cuda::router_wgrad_sum<float>(A, int)", "router_wgrad"),
+                           ("void tessera::cuda::aggregate_beside<C, E>(A)", "aggregate"),
+                           ("tessera::cuda::given_slots(A)", "given_slots")):
+            self.assertEqual(dram_bytes.op_of(kernel), op)
+
+    def test_first_call_of_each_pass(self):
+        kernels = dram_bytes.parse(HEADER + LOGITS + RANK + LOGITS + RANK + DGRAD + AGGREGATE + DGRAD + AGGREGATE)
+        self.assertEqual([(back, dram_bytes.op_of(k.name)) for back, k in dram_bytes.first_calls(kernels)],
+                         [(False, "router_logits"), (False, "metadata"), (True, "down_projection_dgrad"),
+                          (True, "aggregate")])
+
+    def test_refuses_a_call_that_may_be_cut_off(self):
+        for lines in (LOGITS + RANK, LOGITS + RANK + DGRAD + AGGREGATE, DGRAD + AGGREGATE + DGRAD):
+            with self.assertRaises(SystemExit):
+                dram_bytes.first_calls(dram_bytes.parse(HEADER + lines))
+
+    def test_rows_add_up_the_launches_of_an_op(self):
+        calls = [(False, k) for k in dram_bytes.parse(HEADER + LOGITS + RANK + SCATTER)]
+        calls += [(True, k) for k in dram_bytes.parse(HEADER + AGGREGATE)]
+        logits, metadata, aggregate = dram_bytes.rows_of("7B-n256", SHAPE, calls)
+        self.assertEqual(logits["bytes"], 2 * 24576 * 1536 + 2 * 128 * 1536 + 4 * 24576 * 128)
+        self.assertEqual(logits["ratio"], 0.887)
+        self.assertEqual((metadata["dram_read"], metadata["us"]), (795392 + 1287168, 16.768))
+        self.assertTrue(aggregate["backward"])
+        self.assertEqual(aggregate["bytes"], 2 * 24576 * 1536 * (8 + 2) + 4 * 24576 * 8)
+
+    def test_shapes_are_those_of_bench(self):
+        configs = (ROOT / "cli" / "bench_configs.hpp").read_text(encoding="utf-8")
+        self.assertEqual(dram_bytes.shape_of("7B-n256", configs), SHAPE)
+        for name in ("7B", "gpt-oss-20b", "FlashDMoE"):  # unknown, biased, not gated
+            with self.assertRaises(SystemExit):
+                dram_bytes.shape_of(name, configs)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -25,7 +25,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import tessera  # noqa: E402
 import torch  # noqa: E402
 import torch_experts  # noqa: E402
-from tessera import library, ops  # noqa: E402
+from tessera import library  # noqa: E402
+from tessera.ops import plans  # noqa: E402
 
 REPEATS, CALLS, LAYERS = 9, 1000, 8
 
@@ -105,8 +106,8 @@ def measurements(device: str) -> dict:
     if device != "cpu":
         calls |= {"moe forward + backward, one thread": (one_thread(training), LAYERS),
                   "torch.autograd.Function forward + backward, one thread": (one_thread(floor), LAYERS)}
-    made, ready = [], ops._Plan.ready  # in every thread: backward has its own on a GPU
-    ops._Plan.ready = lambda plan, *arguments: made.append(plan) or ready(plan, *arguments)
+    made, ready = [], plans.Plan.ready  # in every thread: backward has its own on a GPU
+    plans.Plan.ready = lambda plan, *arguments: made.append(plan) or ready(plan, *arguments)
     for call, _ in calls.values():
         call()
     whole = {name: microseconds(*call, device) for name, call in calls.items()}

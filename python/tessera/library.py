@@ -99,7 +99,7 @@ def load() -> ctypes.CDLL:
     found = library.tessera_abi_version()
     if found != ABI_VERSION:
         raise RuntimeError(f"{path}: ABI {found}, this package needs {ABI_VERSION}; install both from one version")
-    # Structs are passed by address: plans (ops.py) keep them prepared.
+    # Structs are passed by address: plans (ops/plans.py) keep them prepared.
     for name in ("moe_forward", "moe_backward", "route", "grouped_gemm"):
         arguments = 3 if name == "grouped_gemm" else 4
         getattr(library, f"tessera_{name}").argtypes = [c_void_p] * arguments

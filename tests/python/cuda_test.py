@@ -190,7 +190,7 @@ class Memory(RoutedLayer):
         before = self.requested("current")
         torch.cuda.reset_peak_memory_stats()
         o = self.layer(self.tensors)
-        tables = 4 * tessera.ops.parse("router=topk-softmax top_k=4").routing_elements(self.tokens, slots, 16)
+        tables = 4 * tessera.options.parse("router=topk-softmax top_k=4").routing_elements(self.tokens, slots, 16)
         results = element * (o.numel() + slots * 2 * self.intermediate) + tables
         self.assertEqual(self.requested("current") - before, results)
         self.assertEqual(self.requested("peak") - before, results + self.workspace(library.ForwardArgs))
@@ -200,7 +200,7 @@ class Memory(RoutedLayer):
 
     def workspace(self, kind) -> int:
         """Of training's plans for this layer in this thread."""
-        sizes = {plan.workspace for plan in tessera.ops._here.plans.values()
+        sizes = {plan.workspace for plan in tessera.ops.plans.here.plans.values()
                  if isinstance(plan.args, kind) and plan.desc.save == 0 and plan.desc.top_k == 4}
         return sizes.pop() if len(sizes) == 1 else self.fail(f"workspaces of {sizes} bytes")
 

@@ -126,7 +126,7 @@ class Families(unittest.TestCase):
             with self.subTest(family):
                 ours = self.compare(build(family), RELATIVE[torch.float32])
                 experts = next(m for m in ours.modules() if hasattr(m, "_tessera_options"))
-                options = tessera.ops.parse(experts._tessera_options)
+                options = tessera.options.parse(experts._tessera_options)
                 self.assertEqual((options.activation, options.layout), EXPECTED.get(family, ("swiglu", "concat")))
 
     def test_all_experts_unused_but_some(self):
@@ -201,7 +201,7 @@ class Interface(unittest.TestCase):
 
     def agrees(self, experts, recognised: str):
         o = experts(self.x, self.ids, self.scores)
-        self.assertEqual(tessera.ops.parse(experts._tessera_options).activation, recognised)
+        self.assertEqual(tessera.options.parse(experts._tessera_options).activation, recognised)
         expected = moe.batched_mm_experts_forward(experts, self.x, self.ids, self.scores)
         torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-5)
 

@@ -342,9 +342,9 @@ class Operators(Layer):
 
     def test_checkpointing_saves_the_forward_op(self):
         runs = []
-        original = tessera.ops._plan_forward
-        self.addCleanup(setattr, tessera.ops, "_plan_forward", original)
-        tessera.ops._plan_forward = lambda *a: runs.append(1) or original(*a)
+        original = tessera.ops.layer._plan_forward
+        self.addCleanup(setattr, tessera.ops.layer, "_plan_forward", original)
+        tessera.ops.layer._plan_forward = lambda *a: runs.append(1) or original(*a)
         policy = functools.partial(checkpoint.create_selective_checkpoint_contexts,
                                    [torch.ops.tessera.moe_forward.default])
         o = checkpoint.checkpoint(lambda x: self.routed({**self.tensors, "x": x}).relu(), self.tensors["x"],

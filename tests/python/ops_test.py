@@ -51,10 +51,10 @@ class Fp32Entries(layers.Entries, unittest.TestCase):
         t = eager.leaves({"x": x, "w_router": self.w_router(5), **self.weights()})
         results = []
         for chunk in (0, 8, 5):
-            tessera.ops._here.plans.clear()
+            tessera.ops.plans.here.plans.clear()
             o = tessera.moe(*t.values(), top_k=3, column_chunk=chunk)
             gradients = torch.autograd.grad(o, list(t.values()), d_o)
-            workspaces = [plan.workspace for plan in tessera.ops._here.plans.values()]
+            workspaces = [plan.workspace for plan in tessera.ops.plans.here.plans.values()]
             results.append((workspaces, o, *gradients))
         for workspaces, *tensors in results[1:]:
             self.assertTrue(all(a < b for a, b in zip(workspaces, results[0][0], strict=True)), workspaces)
@@ -144,11 +144,11 @@ class Fp32Operators(layers.Operators, unittest.TestCase):
         self.assertEqual(seen, [[torch.bfloat16, torch.int64, torch.float32, torch.bfloat16, torch.bfloat16]])
 
     def test_plans_do_not_grow_without_bound(self):
-        for tokens in range(tessera.ops.MAX_PLANS + 10):
+        for tokens in range(tessera.ops.plans.MAX_PLANS + 10):
             tessera.routed_experts(torch.ones(1, 24), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1),
                                    self.tensors["w_up"].detach(), self.tensors["w_down"].detach(),
                                    alpha=1 + tokens / 7, activation="clamped-swiglu")
-        self.assertLessEqual(len(tessera.ops._here.plans), tessera.ops.MAX_PLANS)
+        self.assertLessEqual(len(tessera.ops.plans.here.plans), tessera.ops.plans.MAX_PLANS)
 
 
 class Names(unittest.TestCase):

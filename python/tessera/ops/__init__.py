@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The torch operators tessera::* on top of the C ABI: schemas, and which function serves which key of the dispatcher.
+
+    moe_forward(x, routing inputs, weights, options) -> [o, h, routing] (+ [logits, topk_counts])
+    moe_inference(the same)                          -> o
+    moe_backward(...) -> the gradients that `needs` asks for, in the order of GRADIENTS
+    moe_backward_accumulate(...): the same, weight gradients are added into the caller's buffers
+    route, grouped_gemm, grouped_gemm_wgrad
+"""
+
+import torch
+
+from tessera.ops import grouped_gemm, layer, route
+from tessera.ops.layer import GRADIENTS, PLAIN, WEIGHTS, Layer, direct, moe_inference
+
+if torch.torch_version.TorchVersion(torch.__version__) < (2, 10):
+    raise ImportError(f"torch {torch.__version__}: Tessera needs 2.10 or later; update torch")
+
+_WEIGHT_SCHEMA = "Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? b_gate, Tensor? b_down"
+_INPUT_SCHEMA = ("Tensor x, Tensor? topk_ids, Tensor? topk_weights, Tensor? w_router, Tensor? b_router, "
+                 "Tensor? selection_bias, Tensor? expert_offsets, Tensor? row_scores, "
+                 f"{_WEIGHT_SCHEMA}, str options, int step=0")
+_SAVED_SCHEMA = ("Tensor d_o, Tensor x, Tensor h, Tensor routing, Tensor? w_router, Tensor? b_router, "
+                 f"{_WEIGHT_SCHEMA}, Tensor? aux_dlogits")
+
+_library = torch.library.Library("tessera", "DEF")
+_library.define(f"moe_forward({_INPUT_SCHEMA}) -> Tensor[]")
+_library.define(f"moe_inference({_INPUT_SCHEMA}) -> Tensor")
+_library.define(f"moe_backward({_SAVED_SCHEMA}, str options, int needs) -> Tensor[]")
+_library.define(f"moe_backward_accumulate({_SAVED_SCHEMA}, "
+                + ", ".join(f"Tensor({letter}!)? d{name}" for letter, name in zip("abcdef", WEIGHTS, strict=True))
+                + ", str options, int needs) -> Tensor[]")
+_library.define("route(Tensor x, Tensor w_router, Tensor? b_router, Tensor? selection_bias, str options)"
+                " -> (Tensor topk_weights, Tensor topk_ids, Tensor logits)")
+_library.define("grouped_gemm(Tensor a, Tensor b, Tensor? bias, Tensor expert_offsets, bool transpose_b) -> Tensor")
+_library.define("grouped_gemm_wgrad(Tensor a, Tensor b, Tensor expert_offsets) -> Tensor")
+
+
+def _once_only(op):
+    """Autograd of a backward op: there is none, and saying so beats a wrong second derivative."""
+    def refuse(*arguments):
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            raise NotImplementedError(f"{op}: Tessera has no second derivatives; call backward without create_graph")
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*arguments)
+    return refuse
+
+
+def _register(name: str, kernel, fake, autograd=None) -> None:
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, kernel, key)
+    torch.library.register_fake(f"tessera::{name}", fake, lib=_library)
+    if autograd is None:
+        autograd = _once_only(getattr(torch.ops.tessera, name).default)
+    _library.impl(name, autograd, "Autograd")
+
+
+_register("moe_forward", layer.moe_forward, layer.fake_forward, layer.moe_forward_autograd)
+_library.impl("moe_inference", moe_inference, "CPU")
+_library.impl("moe_inference", moe_inference, "CUDA")
+torch.library.register_fake("tessera::moe_inference", layer.fake_inference, lib=_library)
+_register("moe_backward", layer.moe_backward, layer.fake_backward)
+_register("moe_backward_accumulate", layer.moe_backward_accumulate, layer.fake_backward)
+_register("route", route.route, route.fake_route, route.route_autograd)
+_register("grouped_gemm", grouped_gemm.grouped_gemm, grouped_gemm.fake_grouped_gemm, grouped_gemm.grouped_gemm_autograd)
+_register("grouped_gemm_wgrad", grouped_gemm.grouped_gemm_wgrad, grouped_gemm.fake_grouped_gemm_wgrad)

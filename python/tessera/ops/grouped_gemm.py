@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped GEMMs as operators: kernels, fake kernels and autograd."""
+
+import torch
+
+from tessera import library
+from tessera.library import GroupedGemmArgs
+from tessera.ops.plans import Plan, here, signature
+
+
+def _run_grouped_gemm(kind: int, names: tuple, tensors: tuple, c_shape: tuple, transpose_b: bool) -> torch.Tensor:
+    tensors = (tensors[0].contiguous(), *tensors[1:])  # the library wants it so on a GPU
+    key = ("grouped_gemm", kind, transpose_b, torch.get_num_threads(), signature(tensors))
+    plan = here.plans.get(key)
+    if plan is None:
+        a = tensors[0]
+        plan = Plan("grouped_gemm", a.device, GroupedGemmArgs(kind=kind, transpose_b=transpose_b))
+        plan.read(names, tensors)
+        plan.write("c", c_shape, a.dtype)
+        plan.ready(key, library.grouped_gemm_workspace_bytes(plan.context, plan.args))
+    return plan.run(tensors)[0]
+
+
+def grouped_gemm(a, b, bias, expert_offsets, transpose_b):
+    _check_ranks(a, 2, b, 3)
+    shape = (a.shape[0], b.shape[2 if transpose_b else 1])
+    return _run_grouped_gemm(0, ("a", "b", "bias", "expert_offsets"), (a, b, bias, expert_offsets), shape, transpose_b)
+
+
+def fake_grouped_gemm(a, b, bias, expert_offsets, transpose_b):
+    return a.new_empty((a.shape[0], b.shape[2 if transpose_b else 1]))
+
+
+def grouped_gemm_wgrad(a, b, expert_offsets):
+    _check_ranks(a, 2, b, 2)
+    shape = (expert_offsets.shape[0] - 1, a.shape[1], b.shape[1])
+    return _run_grouped_gemm(1, ("a", "b", "expert_offsets"), (a, b, expert_offsets), shape, False)
+
+
+def fake_grouped_gemm_wgrad(a, b, expert_offsets):
+    return a.new_empty((expert_offsets.shape[0] - 1, a.shape[1], b.shape[1]))
+
+
+def _check_ranks(a, a_rank: int, b, b_rank: int) -> None:
+    if a.dim() != a_rank or b.dim() != b_rank:
+        raise ValueError(f"a: rank {a.dim()}, b: rank {b.dim()}; {a_rank} and {b_rank} are needed")
+
+
+class GroupedGemm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, bias, expert_offsets, transpose_b):
+        with torch._C._AutoDispatchBelowAutograd():
+            c = torch.ops.tessera.grouped_gemm.default(a, b, bias, expert_offsets, transpose_b)
+        ctx.save_for_backward(a, b, expert_offsets)
+        ctx.transpose_b, ctx.has_bias = transpose_b, bias is not None
+        return c
+
+    @staticmethod
+    def backward(ctx, dc):
+        a, b, offsets = ctx.saved_tensors
+        wants, ops = ctx.needs_input_grad, torch.ops.tessera
+        da = ops.grouped_gemm.default(dc, b, None, offsets, not ctx.transpose_b) if wants[0] else None
+        db = dbias = None
+        if wants[1]:
+            pair = (a, dc) if ctx.transpose_b else (dc, a)
+            db = ops.grouped_gemm_wgrad.default(*pair, offsets)
+        if ctx.has_bias and wants[2]:
+            ones = dc.new_ones((dc.shape[0], 8))  # rows of 16 bytes, which fast kernels ask for
+            dbias = ops.grouped_gemm_wgrad.default(dc, ones, offsets)[..., 0].contiguous()
+        return da, db, dbias, None, None
+
+
+def grouped_gemm_autograd(*arguments):
+    if torch.is_grad_enabled():
+        return GroupedGemm.apply(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.tessera.grouped_gemm.default(*arguments)

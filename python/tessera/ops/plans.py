@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans: the C structs of a call.
+
+A plan belongs to one combination of shapes, strides and options; only the pointers in it change from call to call.
+Plans are kept per thread, so that filling one needs no lock.
+"""
+
+import itertools
+import math
+import os
+import threading
+
+import torch
+
+from tessera import library
+
+DTYPES = {torch.float32: library.FP32, torch.bfloat16: library.BF16, torch.float16: library.FP16,
+           torch.int32: library.INT32, torch.int64: library.INT64}
+KINDS = {"cpu": library.CPU, "cuda": library.CUDA}
+MAX_PLANS = 1024  # per thread; a plan is about 4 KB
+SCRATCH_BYTES = 1 << 18
+
+
+class _PerThread(threading.local):
+    def __init__(self):
+        self.plans = {}
+        self.scratch = torch.empty(0, dtype=torch.uint8)
+
+
+here = _PerThread()
+_numbers = itertools.count()
+# A forked child has one thread, and contexts of its own (library.py).
+os.register_at_fork(after_in_child=lambda: here.plans.clear())
+
+
+def signature(tensors: tuple) -> tuple:
+    return tuple([t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+
+
+class Plan:
+    """C structs with everything but the pointers; `words` is the argument struct as 64-bit words."""
+
+    __slots__ = ("number", "function", "context", "desc", "args", "words", "addresses", "device", "inputs", "copied",
+                 "zeroed", "converted", "outputs", "made", "workspace", "make_workspace", "workspace_word")
+
+    def __init__(self, function: str, device: torch.device, args, desc=None):
+        if device.type not in KINDS:
+            raise NotImplementedError(f"device {device}: Tessera runs on the CPU and on CUDA devices; move the tensors")
+        self.number = next(_numbers)
+        index = 0 if device.index is None else device.index
+        threads = torch.get_num_threads() if device.type == "cpu" else 0
+        self.function = getattr(library.load(), f"tessera_{function}")
+        self.context = library.context(KINDS[device.type], index, threads)
+        self.device, self.desc, self.args = device, desc, args
+        args.size = library.ctypes.sizeof(args)
+        self.words = memoryview(args).cast("B").cast("Q")
+        self.addresses = (self.context, *([] if desc is None else [library.ctypes.addressof(desc)]),
+                          library.ctypes.addressof(args))
+        self.inputs, self.copied, self.zeroed, self.converted, self.outputs, self.made = [], [], [], [], [], []
+
+    def read(self, names: tuple, tensors: tuple) -> None:
+        """Describes the inputs that are present; remembers which have to be copied into readable strides."""
+        for position, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
+            if tensor is None:
+                continue
+            self.inputs.append((position, word(type(self.args), name)))
+            if not _readable(tensor):
+                self.copied.append(position)
+                tensor = tensor.contiguous()
+            field = getattr(self.args, name)
+            if isinstance(field, library.Buffer):
+                field.bytes = tensor.numel() * tensor.element_size()
+            else:
+                # Strides of an empty tensor mean nothing, and contiguous() leaves them as they are.
+                strides = tensor.stride() if tensor.numel() else _contiguous_strides(tensor.shape)
+                describe(name, field, tensor.shape, strides, tensor.dtype, tensor.device)
+
+    def write(self, name: str | None, shape: tuple, dtype: torch.dtype, zeroed: bool = False,
+              converted: torch.dtype | None = None) -> None:
+        """An output that each call makes, contiguous; without a name it is empty and the library does not see it.
+        zeroed: before the call. converted: to this type, after it."""
+        position, strides = len(self.made), _contiguous_strides(shape)
+        if zeroed:
+            self.zeroed.append(position)
+        if converted not in (None, dtype):
+            self.converted.append((position, converted))
+        self.made.append((self.maker(dtype), shape, strides))
+        if name is None:
+            return
+        self.outputs.append((position, word(type(self.args), name)))
+        field = getattr(self.args, name)
+        if isinstance(field, library.Buffer):
+            field.bytes = math.prod(shape) * dtype.itemsize
+        else:
+            describe(name, field, shape, strides, dtype, self.device)
+
+    def maker(self, dtype: torch.dtype):
+        """make(shape, strides) -> a new tensor. Quicker than torch.empty; and as an empty tensor has no memory, a plan
+        that comes into being while a graph is captured holds none of the graph's."""
+        return torch.empty(0, dtype=dtype, device=self.device).new_empty_strided
+
+    def ready(self, key, workspace: int) -> "Plan":
+        self.workspace = self.args.workspace.bytes = workspace
+        self.make_workspace = self.maker(torch.uint8)
+        self.workspace_word = word(type(self.args), "workspace")
+        plans = here.plans
+        if len(plans) >= MAX_PLANS:
+            plans.clear()
+        plans[key] = self
+        return self
+
+    def run(self, tensors: tuple, buffers: tuple = (), step: int = 0) -> list[torch.Tensor]:
+        """One call of the library; returns the outputs. step: of stochastic rounding."""
+        words = self.words
+        if step:
+            self.desc.step = step
+        if self.copied:
+            tensors = list(tensors)
+            for position in self.copied:
+                tensors[position] = tensors[position].contiguous()
+        for position, word in self.inputs:
+            words[word] = tensors[position].data_ptr()
+        for word, buffer in buffers:
+            words[word] = buffer.data_ptr()
+        results = [make(shape, strides) for make, shape, strides in self.made]
+        for position in self.zeroed:
+            results[position].zero_()
+        for position, word in self.outputs:
+            words[word] = results[position].data_ptr()
+        cuda = self.device.type == "cuda"
+        # Small workspaces of the CPU stay with the thread; others come from torch's allocator, call by call.
+        if self.workspace <= SCRATCH_BYTES and not cuda:
+            workspace = here.scratch
+            if workspace.numel() < self.workspace:
+                workspace = here.scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
+        else:
+            workspace = self.make_workspace((self.workspace,), (1,))
+        words[self.workspace_word] = workspace.data_ptr()
+        # The handle alone: an object of torch.cuda.Stream would take longer than the rest of this function.
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index) if cuda else None
+        code = self.function(*self.addresses, stream)
+        if code:
+            library.check(code)
+        for position, dtype in self.converted:
+            results[position] = results[position].to(dtype)
+        return results
+
+
+def describe(name: str, field: library.Tensor, shape, stride, dtype: torch.dtype, device: torch.device) -> None:
+    """Fills a tessera_tensor with all but its address."""
+    number = DTYPES.get(dtype)
+    if number is None:
+        raise ValueError(f"{name}: dtype {dtype}; Tessera takes float32, bfloat16, float16, int32, int64; convert it")
+    if len(shape) > 4:
+        raise ValueError(f"{name}: rank {len(shape)}; at most 4 dimensions are possible")
+    field.dtype, field.rank = number, len(shape)
+    field.device_kind, field.device_index = KINDS[device.type], device.index or 0
+    field.shape[:len(shape)] = shape
+    field.stride[:len(stride)] = stride
+
+
+def _contiguous_strides(shape) -> tuple:
+    return torch.empty(shape, device="meta").stride()
+
+
+def word(struct: type, name: str) -> int:
+    return getattr(struct, name).offset // 8
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    """Whether the library takes these strides: 1 in the last dimension, no overlap nor transposition before it."""
+    inner, last = 1, tensor.dim() - 1
+    for axis in range(last, -1, -1):
+        size, stride = tensor.shape[axis], tensor.stride(axis)
+        if size > 1:
+            if stride < inner or axis == last and stride != 1:
+                return False
+            inner = stride * size
+    return True

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router alone as an operator: its kernel, its fake kernel and its autograd."""
+
+import torch
+
+from tessera import library
+from tessera.library import RouteArgs
+from tessera.ops.plans import DTYPES, Plan, here, signature
+from tessera.options import Options, parse
+
+_ROUTE_INPUTS = ("x", "w_router", "b_router", "selection_bias")
+
+
+def route(*arguments) -> tuple:
+    *tensors, text = arguments
+    key = ("route", text, torch.get_num_threads(), signature(tensors))
+    plan = here.plans.get(key) or _route_plan(key, tensors, text)
+    return tuple(plan.run(tensors))
+
+
+def _route_plan(key, tensors: list, text: str) -> Plan:
+    x, w_router = tensors[:2]
+    if x.dim() != 2 or w_router.dim() != 2:
+        raise ValueError(f"x: {tuple(x.shape)}, w_router: {tuple(w_router.shape)}; [T,d] and [E,d] are needed")
+    options, (tokens, hidden), experts = parse(text), x.shape, w_router.shape[0]
+    desc = options.desc(top_k=options.top_k, tokens=tokens, hidden=hidden, intermediate=1, experts=experts,
+                        dtype=DTYPES.get(x.dtype, library.FP32), ids_dtype=library.INT32, separate=False, bias=False)
+    plan = Plan("route", x.device, RouteArgs(), desc)
+    plan.read(_ROUTE_INPUTS, tensors)
+    plan.write("topk_weights", (tokens, options.top_k), torch.float32)
+    plan.write("topk_ids", (tokens, options.top_k), torch.int32)
+    plan.write("logits", (tokens, experts), torch.float32)
+    return plan.ready(key, library.moe_workspace_bytes(plan.context, desc, library.PASS_ROUTE))
+
+
+def fake_route(x, w_router, b_router, selection_bias, options):
+    choice = (x.shape[0], parse(options).top_k)
+    return (x.new_empty(choice, dtype=torch.float32), x.new_empty(choice, dtype=torch.int32),
+            x.new_empty((x.shape[0], w_router.shape[0]), dtype=torch.float32))
+
+
+class Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w_router, b_router, selection_bias, options):
+        with torch._C._AutoDispatchBelowAutograd():
+            results = torch.ops.tessera.route.default(x, w_router, b_router, selection_bias, options)
+        topk_weights, topk_ids, logits = results
+        ctx.save_for_backward(x, w_router, topk_ids, topk_weights, logits)
+        ctx.options, ctx.has_bias = options, b_router is not None
+        ctx.mark_non_differentiable(topk_ids)
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx, dweights, _dids, dlogits):
+        x, w_router, topk_ids, topk_weights, logits = ctx.saved_tensors
+        if dweights is not None:
+            through = router_gradient(parse(ctx.options), logits, topk_ids, topk_weights, dweights)
+            dlogits = through if dlogits is None else through + dlogits
+        if dlogits is None:
+            return (None,) * 5
+        rows = dlogits.to(x.dtype)
+        wants = ctx.needs_input_grad
+        return (rows @ w_router if wants[0] else None, rows.mT @ x if wants[1] else None,
+                dlogits.sum(0).to(x.dtype) if wants[2] else None, None, None)
+
+
+def router_gradient(options: Options, logits, topk_ids, topk_weights, dweights):
+    """dlogits [T,E] of the chosen scores, as docs/numerics.md has them (section Routers)."""
+    ids, g = topk_ids.long(), options.route_scale * dweights
+    if options.router == "softmax-topk":
+        p = torch.softmax(logits, dim=-1)
+        g_all = torch.zeros_like(logits).scatter_(1, ids, g)
+        return p * (g_all - (g_all * p).sum(-1, keepdim=True))
+    if options.router in ("topk-softmax", "softmax-topk-renorm"):
+        q = topk_weights / options.route_scale
+        chosen = q * (g - (g * q).sum(-1, keepdim=True))
+        return torch.zeros_like(logits).scatter_(1, ids, chosen)
+    chosen_logits = logits.gather(1, ids)
+    if options.router == "sqrtsoftplus":
+        p = torch.nn.functional.softplus(chosen_logits).sqrt()
+        slope = torch.where(p > 0, -torch.expm1(-p * p) / (2 * p), 0)
+    else:
+        p = torch.sigmoid(chosen_logits)
+        slope = p * torch.sigmoid(-chosen_logits)
+    if options.normalize_scores:
+        total = p.sum(-1, keepdim=True) + 1e-20
+        g = (g - (g * p).sum(-1, keepdim=True) / total) / total
+    return torch.zeros_like(logits).scatter_(1, ids, g * slope)
+
+
+def route_autograd(*arguments):
+    if torch.is_grad_enabled():
+        return Route.apply(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.tessera.route.default(*arguments)

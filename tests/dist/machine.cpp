@@ -10,7 +10,9 @@ namespace {
 // Whose order among several actors can matter: additions to one counter, and looks at it, return different values.
 // All others commute, or can happen in one order only: a word has one writer at a time, and a wait that is
 // over stays over.
-bool order_matters(Kind kind) { return kind == Kind::count || kind == Kind::count_relaxed; }
+bool order_matters(Kind kind) {
+  return kind == Kind::count || kind == Kind::count_relaxed || kind == Kind::look;
+}
 
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
   hash = (hash ^ value) * 0x9e3779b97f4a7c15u;

@@ -101,6 +101,35 @@ TEST(Protocol, EndsWithManyUnitsAndTiles) {
   }
 }
 
+// One actor counts, another looks at the counter and takes one of the outcomes for a fault.
+class Looks : public World {
+ public:
+  explicit Looks(std::uint64_t fault_at) {
+    Actor& looker = machine_.add(0, "looker");
+    Actor& counter = machine_.add(0, "counter");
+    machine_.start(looker, look(looker, fault_at));
+    machine_.start(counter, count(counter));
+  }
+  Machine& machine() override { return machine_; }
+
+ private:
+  static constexpr Address kWord = {0, Space::local, 0};
+  Program look(Actor& self, std::uint64_t fault_at) {
+    std::uint64_t const seen = co_await self.look(kWord, 1);
+    if (seen == fault_at) machine_.fault("seen");
+  }
+  static Program count(Actor& self) { co_await self.count(kWord, 1); }
+
+  Machine machine_{1};
+};
+
+TEST(Exploration, FindsBothOutcomesOfALook) {
+  for (std::uint64_t const outcome : {0u, 1u}) {
+    Exploration const all = explore([&] { return std::make_unique<Looks>(outcome); }, 100);
+    EXPECT_EQ(all.fault, "seen") << outcome;
+  }
+}
+
 TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
   struct Small {
     std::int32_t top_k;

@@ -29,7 +29,7 @@ namespace tessera::dist::model {
 
 enum class Scope { gpu, sys };
 enum class Proxy { generic, async };  // loads and stores; bulk copies and TMA
-enum class Space { window, local, x_pool, a, y_pool };
+enum class Space { window, local, x_pool, a, y_pool, shared };
 
 struct Address {
   std::int32_t rank;
@@ -158,8 +158,8 @@ class Actor {
                 .until = Until::at_least_epoch,
                 .site = site});
   }
-  Await look(Address a, std::uint64_t value) {
-    return ask({.kind = Kind::look, .address = a, .value = value});
+  Await look(Address a, std::uint64_t value, Until until = Until::equal) {
+    return ask({.kind = Kind::look, .address = a, .value = value, .until = until});
   }
   Await boundary() { return ask({.kind = Kind::boundary}); }
   Await ask(Operation const& operation) {

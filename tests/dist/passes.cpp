@@ -5,41 +5,9 @@
 #include <string>
 #include <utility>
 
+#include "tests/dist/passes_values.hpp"
+
 namespace tessera::dist::model {
-namespace {
-
-std::uint64_t mix(std::uint64_t a, std::uint64_t b) {
-  std::uint64_t const z = (a ^ (b + 0x632be59bd9b4e019u)) * 0x9e3779b97f4a7c15u;
-  return z ^ (z >> 31) ^ 1;
-}
-// Contents: of a token's row of x; of a row of a, which depends on the expert; of a slot's tile.
-std::uint64_t x_value(std::uint32_t epoch, std::int32_t rank, std::int64_t token) {
-  return mix(mix(epoch, static_cast<std::uint64_t>(rank)), static_cast<std::uint64_t>(token));
-}
-std::uint64_t a_value(std::uint64_t x, std::int32_t expert) {
-  return mix(x, 1000 + static_cast<std::uint64_t>(expert));
-}
-std::uint64_t y_value(std::uint64_t a, std::int32_t tile) {
-  return mix(a, 2000 + static_cast<std::uint64_t>(tile));
-}
-constexpr std::uint64_t kPad = 0;
-
-// A RouteEntry in the 64 bits of a cell.
-struct Entry {
-  std::uint32_t pair, place, rows, first_expert, first_index;
-  [[nodiscard]] std::uint64_t bits() const {
-    return pair | std::uint64_t{place} << 20 | std::uint64_t{rows} << 26 |
-           std::uint64_t{first_expert} << 32 | std::uint64_t{first_index} << 44;
-  }
-  static Entry from(std::uint64_t bits) {
-    auto const field = [&](int at, int width) {
-      return static_cast<std::uint32_t>(bits >> at & ((std::uint64_t{1} << width) - 1));
-    };
-    return {field(0, 20), field(20, 6), field(26, 6), field(32, 12), field(44, 20)};
-  }
-};
-
-}  // namespace
 
 Passes::Passes(std::vector<Exchange> exchanges, Options const& options)
     : exchanges_(std::move(exchanges)),
@@ -144,6 +112,10 @@ Program Passes::cta(Actor& self, std::int32_t index) {
     }
     co_await complete(self, epoch, sent);
     for (std::int32_t t = index; t < exchange(epoch).tokens(self.rank); t += options_.ctas) {
+      if (options_.sums_early && co_await self.ask(claim(self, epoch, t)) != 0 &&
+          !breaks(Break::sum_without_claim)) {
+        continue;  // another warp's
+      }
       co_await aggregate(self, t, epoch, known);
     }
     co_await end(self, epoch);
@@ -160,6 +132,9 @@ Program Passes::communication_warp(Actor& self, std::int32_t number) {
     if (breaks(Break::sums_before_pulls)) co_await send_sums(self, number, epoch, known);
     co_await pull_all(self, number, epoch, known);
     if (!breaks(Break::sums_before_pulls)) co_await send_sums(self, number, epoch, known);
+    if (options_.sums_early) {
+      co_await sum_complete(self, number / options_.communication_warps, epoch, known);
+    }
     co_await end(self, epoch);
     co_await self.boundary();
   }
@@ -317,14 +292,57 @@ Program Passes::pull_all(Actor& self, std::int32_t number, std::uint32_t epoch,
   CountMatrix const counts{known.counts.data(), shape_.experts};
   RowCursor rows(shape_, counts, known.plan.data(), known.list_begin.data(), self.rank);
   std::int32_t const all = owner_totals(shape_, known.plan.data(), self.rank).rows;
+  std::vector<Untold> untold;
   for (std::int32_t i = number; i < all; i += options_.ctas * options_.communication_warps) {
     PoolRow const row = rows.at(i);
-    co_await pull(self, epoch, row, known);
-    if (breaks(Break::row_pulled_twice) && i == 0) co_await pull(self, epoch, row, known);
+    co_await await_place(self, epoch, row.block, untold);
+    co_await pull(self, epoch, row, known, untold);
+    if (breaks(Break::row_pulled_twice) && i == 0) co_await pull(self, epoch, row, known, untold);
+    if (static_cast<std::int32_t>(untold.size()) >= options_.rows_in_flight) {
+      co_await tell(self, untold);
+    }
   }
+  co_await tell(self, untold);
 }
 
-Program Passes::pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known const& known) {
+// Rows that have been written: counted, and waited for before that.
+Program Passes::tell(Actor& self, std::vector<Untold>& untold) {
+  if (untold.empty()) co_return;
+  if (!breaks(Break::arrived_before_written)) co_await self.wait_written();
+  for (Untold const& u : untold) {
+    if (breaks(Break::arrived_relaxed)) {
+      co_await self.ask({.kind = Kind::count_relaxed, .address = u.word, .value = u.rows});
+    } else {
+      co_await self.count(u.word, u.rows);
+    }
+  }
+  untold.clear();
+}
+
+// In a ring: until all ups of the block that lies there have read it. They have lower tickets than those of `block`,
+// and need no row of it or of later blocks; but they may need what this warp has not told.
+Program Passes::await_place(Actor& self, std::uint32_t epoch, std::int32_t block,
+                            std::vector<Untold>& untold) {
+  std::int32_t const before = block - options_.ring_blocks;
+  if (options_.ring_blocks == 0 || before < 0 || breaks(Break::ring_without_waiting)) co_return;
+  Address const word = local(self, local_.a_ready(bank_of(epoch), before));
+  auto const ups = static_cast<std::uint64_t>(shape_.up_tiles());
+  std::uint64_t const free = co_await self.look(word, ups);
+  if (free == 0 && !breaks(Break::untold_rows_while_waiting)) co_await tell(self, untold);
+  if (breaks(Break::ring_waits_for_one_up)) {
+    co_await self.ask({.kind = Kind::wait,
+                       .address = word,
+                       .value = 1,
+                       .until = Until::at_least_epoch,
+                       .site = Site::a_ready});
+  } else {
+    co_await self.wait_count(word, ups, Site::a_ready);
+  }
+  co_await self.proxy_fence();
+}
+
+Program Passes::pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known const& known,
+                     std::vector<Untold>& untold) {
   Entry const entry = Entry::from(co_await self.read(
       window(self.rank, window_.list_entry(parity_of(epoch), row.source, row.entry))));
   std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
@@ -339,6 +357,7 @@ Program Passes::pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known
         shape_, counts, known.plan.data(),
         self.rank * shape_.local_experts() + static_cast<std::int32_t>(entry.first_expert),
         row.source, static_cast<std::int32_t>(entry.first_index));
+    if (!breaks(Break::untold_rows_while_waiting)) co_await tell(self, untold);
     if (!breaks(Break::copy_without_arrived)) {
       co_await self.wait_count(
           local(self, local_.arrived(bank_of(epoch), first / shape_.block_rows)),
@@ -359,14 +378,9 @@ Program Passes::pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known
     co_await self.write(pool(self, row.block, row.position + p), kPad);
   }
   if (row.pad > 0 && !breaks(Break::pad_written_without_proxy_fence)) co_await self.proxy_fence();
-  if (!breaks(Break::arrived_before_written)) co_await self.wait_written();
-  Address const word = local(self, local_.arrived(bank_of(epoch), row.block));
-  auto const rows = static_cast<std::uint64_t>(1 + (breaks(Break::pad_not_counted) ? 0 : row.pad));
-  if (breaks(Break::arrived_relaxed)) {
-    co_await self.ask({.kind = Kind::count_relaxed, .address = word, .value = rows});
-  } else {
-    co_await self.count(word, rows);
-  }
+  untold.push_back(
+      {local(self, local_.arrived(bank_of(epoch), row.block)),
+       static_cast<std::uint64_t>(1 + (breaks(Break::pad_not_counted) ? 0 : row.pad))});
 }
 
 Program Passes::run(Actor& self, std::uint32_t epoch, Task const& task, Known const& known,
@@ -464,135 +478,6 @@ Program Passes::finish_block(Actor& self, std::uint32_t epoch, std::int32_t bloc
       co_await self.release(word, epoch, Scope::sys);
     }
     if (breaks(Break::done_to_first_source_only)) co_return;
-  }
-}
-
-// The groups that end with a row of this warp.
-Program Passes::send_sums(Actor& self, std::int32_t number, std::uint32_t epoch,
-                          Known const& known) {
-  if (!dedup()) co_return;
-  CountMatrix const counts{known.counts.data(), shape_.experts};
-  RowCursor rows(shape_, counts, known.plan.data(), known.list_begin.data(), self.rank);
-  std::int32_t const all = owner_totals(shape_, known.plan.data(), self.rank).rows;
-  for (std::int32_t i = number; i < all; i += options_.ctas * options_.communication_warps) {
-    PoolRow const row = rows.at(i);
-    Entry const entry = Entry::from(co_await self.read(
-        window(self.rank, window_.list_entry(parity_of(epoch), row.source, row.entry))));
-    if (entry.place + 1 != entry.rows) continue;
-    // Its own block is the last of the group's to be ready in most runs, but every one is awaited.
-    co_await self.wait_count(
-        local(self, local_.down_tiles(bank_of(epoch), row.block)),
-        static_cast<std::uint64_t>(breaks(Break::sum_without_down_tiles) ? 0 : shape_.down_tiles()),
-        Site::down_tiles);
-    co_await send_sum(self, epoch, row.source,
-                      entry.pair / static_cast<std::uint32_t>(shape_.max_top_k),
-                      static_cast<std::int32_t>(entry.rows));
-  }
-}
-
-Program Passes::send_sum(Actor& self, std::uint32_t epoch, std::int32_t source, std::int64_t token,
-                         std::int32_t rows) {
-  std::vector<std::uint64_t> sums(static_cast<std::size_t>(shape_.down_tiles()), 0);
-  for (std::int32_t place = 0; place < rows; ++place) {
-    auto const pool_row = static_cast<std::int64_t>(
-        co_await self.read(local(self, local_.group_row(source, token, place))));
-    if (!breaks(Break::sum_without_down_tiles)) {
-      co_await self.wait_count(
-          local(self, local_.down_tiles(bank_of(epoch), pool_row / shape_.block_rows)),
-          static_cast<std::uint64_t>(shape_.down_tiles()), Site::down_tiles);
-    }
-    for (std::size_t tile = 0; tile < sums.size(); ++tile) {
-      sums[tile] =
-          mix(sums[tile], co_await self.read(y(self, pool_row, static_cast<std::int32_t>(tile))));
-    }
-  }
-  for (std::size_t tile = 0; tile < sums.size(); ++tile) {
-    auto const t = static_cast<std::int32_t>(tile);
-    note(pushed_, epoch, source, token * shape_.ranks + self.rank, t, "pushed");
-    co_await self.write(slot(source, token, self.rank, t), sums[tile], Proxy::async);
-  }
-  if (!breaks(Break::sum_before_written)) co_await self.wait_written();
-  Address const word = window(source, window_.part_done_word(self.rank, token));
-  if (breaks(Break::part_done_relaxed)) {
-    co_await self.relaxed(word, epoch);
-  } else {
-    co_await self.release(word, epoch, Scope::sys);
-  }
-}
-
-Program Passes::aggregate(Actor& self, std::int32_t token, std::uint32_t epoch,
-                          Known const& known) {
-  if (dedup()) {
-    co_await aggregate_sums(self, token, epoch);
-    co_return;
-  }
-  CountMatrix const counts{known.counts.data(), shape_.experts};
-  bool waited = false;
-  for (std::int32_t k = 0; k < shape_.max_top_k; ++k) {
-    std::int32_t const pair = token * shape_.max_top_k + k;
-    std::int32_t const e = exchange(epoch).expert(self.rank, pair);
-    if (e < 0) continue;
-    std::uint64_t const index =
-        co_await self.read(local(self, local_.pair_index + 4 * std::int64_t{pair}));
-    std::int32_t block = block_of_pair(shape_, counts, known.plan.data(), e, self.rank,
-                                       static_cast<std::int32_t>(index));
-    if (breaks(Break::rows_in_rank_order)) {
-      std::int32_t ahead = 0;
-      for (std::int32_t s = 0; s < self.rank; ++s) ahead += counts.at(s, e);
-      block = known.plan[static_cast<std::size_t>(e)].first_block +
-              (ahead + static_cast<std::int32_t>(index)) / shape_.block_rows;
-    }
-    bool const skip = breaks(Break::aggregate_without_done) ||
-                      (breaks(Break::aggregate_awaits_first_choice_only) && waited);
-    if (!skip) {
-      co_await self.wait_epoch(window(self.rank, window_.block_done_word(shape_.owner(e), block)),
-                               epoch, Site::block_done);
-    }
-    waited = true;
-    for (std::int32_t tile = 0; tile < shape_.down_tiles(); ++tile) {
-      std::uint64_t const y = co_await self.read(slot(self.rank, token, k, tile));
-      note(aggregated_, epoch, self.rank, pair, tile, "aggregated");
-      if (y != y_value(a_value(x_value(epoch, self.rank, token), e), tile)) {
-        machine_.fault("a wrong or old value in the slot of pair " + std::to_string(pair) +
-                       " of rank " + std::to_string(self.rank));
-      }
-    }
-  }
-}
-
-// One sum from every owner that has rows of the token.
-Program Passes::aggregate_sums(Actor& self, std::int32_t token, std::uint32_t epoch) {
-  for (std::int32_t owner = 0; owner < shape_.ranks; ++owner) {
-    std::vector<std::int32_t> const choices = group(epoch, self.rank, token, owner);
-    if (choices.empty()) continue;
-    if (!breaks(Break::aggregate_without_done)) {
-      co_await self.wait_epoch(window(self.rank, window_.part_done_word(owner, token)), epoch,
-                               Site::part_done);
-    }
-    for (std::int32_t tile = 0; tile < shape_.down_tiles(); ++tile) {
-      std::uint64_t wanted = 0;
-      for (std::int32_t const k : choices) {
-        std::int32_t const e = exchange(epoch).expert(self.rank, token * shape_.max_top_k + k);
-        wanted = mix(wanted, y_value(a_value(x_value(epoch, self.rank, token), e), tile));
-      }
-      std::uint64_t const sum = co_await self.read(slot(self.rank, token, owner, tile));
-      note(aggregated_, epoch, self.rank, std::int64_t{token} * shape_.ranks + owner, tile,
-           "aggregated");
-      if (sum != wanted) {
-        machine_.fault("a wrong or old sum of owner " + std::to_string(owner) + " for token " +
-                       std::to_string(token) + " of rank " + std::to_string(self.rank));
-      }
-    }
-  }
-}
-
-// The last actor of a rank tells all sources that their lists were read.
-Program Passes::end(Actor& self, std::uint32_t epoch) {
-  std::uint64_t const before = co_await self.count(local(self, local_.ended(bank_of(epoch))), 1);
-  bool const last = before + 1 == static_cast<std::uint64_t>(actors_of_rank());
-  if (!last || breaks(Break::no_ack) || breaks(Break::ack_never_sent)) co_return;
-  for (std::int32_t r = 0; r < shape_.ranks; ++r) {
-    co_await self.release(window(r, window_.ack_word(self.rank)), epoch, Scope::sys);
   }
 }
 

@@ -33,7 +33,10 @@ enum class Break {
   pull_without_proxy_fence,
   pad_not_counted,
   row_pulled_twice,
-  rows_in_rank_order,  // the owner sorts sources by rank, the source believes otherwise
+  rows_in_rank_order,     // the owner sorts sources by rank, the source believes otherwise
+  ring_without_waiting,   // a block's place is taken before the ups of the block there have ended
+  ring_waits_for_one_up,  // of all that read the block
+  untold_rows_while_waiting,  // rows that have been written are not counted before the next place is awaited
   // tasks
   up_without_arrived,
   up_without_proxy_fence,
@@ -54,6 +57,10 @@ enum class Break {
   sum_without_down_tiles,
   sum_before_written,
   part_done_relaxed,
+  // sums by warps without tasks
+  sum_without_claim,      // by whoever finds the token complete
+  sum_without_acquire,    // seen to be complete, not awaited
+  claim_before_complete,  // and left to nobody where it is not
   // aggregate, end, reuse
   aggregate_without_done,
   aggregate_awaits_first_choice_only,
@@ -69,6 +76,9 @@ struct Options {
   std::int32_t lag = 1;
   bool completes_later =
       true;  ///< what a task wrote is completed under the next one, as in the kernel
+  std::int32_t ring_blocks = 0;     ///< that the pool has places for, direct; 0: for all
+  std::int32_t rows_in_flight = 1;  ///< that a communication warp has begun and not counted yet
+  bool sums_early = false;          ///< communication warps add up tokens that are complete, direct
 };
 
 /// A machine on which all ranks run `exchanges[pass]`, pass after pass.
@@ -95,7 +105,16 @@ class Passes : public World {
                       std::vector<std::int32_t>& next, std::vector<std::int32_t> const& totals);
   Program make_plan(Actor& self, std::uint32_t epoch, Known& known);
   Program pull_all(Actor& self, std::int32_t number, std::uint32_t epoch, Known const& known);
-  Program pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known const& known);
+  // A row that has been written, or is on its way.
+  struct Untold {
+    Address word;
+    std::uint64_t rows;
+  };
+  Program tell(Actor& self, std::vector<Untold>& untold);
+  Program await_place(Actor& self, std::uint32_t epoch, std::int32_t block,
+                      std::vector<Untold>& untold);
+  Program pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known const& known,
+               std::vector<Untold>& untold);
   Program send_sums(Actor& self, std::int32_t number, std::uint32_t epoch, Known const& known);
   Program send_sum(Actor& self, std::uint32_t epoch, std::int32_t source, std::int64_t token,
                    std::int32_t rows);
@@ -111,7 +130,9 @@ class Passes : public World {
   Program complete(Actor& self, std::uint32_t epoch, Sent& sent);
   Program finish_block(Actor& self, std::uint32_t epoch, std::int32_t block,
                        std::set<std::int32_t> const& sources);
-  Program aggregate(Actor& self, std::int32_t token, std::uint32_t epoch, Known const& known);
+  Program sum_complete(Actor& self, std::int32_t cta, std::uint32_t epoch, Known const& known);
+  Program aggregate(Actor& self, std::int32_t token, std::uint32_t epoch, Known const& known,
+                    bool waits = true);
   Program aggregate_sums(Actor& self, std::int32_t token, std::uint32_t epoch);
   Program end(Actor& self, std::uint32_t epoch);
 
@@ -136,8 +157,17 @@ class Passes : public World {
     return {self.rank, Space::local, offset};
   }
   [[nodiscard]] Address pool(Actor const& self, std::int32_t block, std::int32_t position) const {
-    return {self.rank, Space::x_pool, std::int64_t{block} * shape_.block_rows + position};
+    std::int32_t const place = options_.ring_blocks > 0 ? block % options_.ring_blocks : block;
+    return {self.rank, Space::x_pool, std::int64_t{place} * shape_.block_rows + position};
   }
+  // A token of the CTA belongs to the first who claims it: 0.
+  static Operation claim(Actor const& self, std::uint32_t epoch, std::int32_t token) {
+    return {.kind = Kind::count_relaxed,
+            .address = {self.rank, Space::shared, std::int64_t{epoch} << 32 | token},
+            .value = 1};
+  }
+  [[nodiscard]] Address done_word(Actor const& self, std::int32_t expert, std::uint64_t index,
+                                  Known const& known) const;
   [[nodiscard]] Address a(Actor const& self, std::int32_t block, std::int32_t position,
                           std::int32_t tile) const {
     return {self.rank, Space::a,

@@ -71,7 +71,8 @@ TEST(Protocol, EndsAndLosesNothing) {
                                  .communication_warps = warps,
                                  .passes = 5,
                                  .lag = ctas - 1,
-                                 .completes_later = warps == 1};
+                                 .completes_later = warps == 1,
+                                 .rows_in_flight = 3 - warps};
         for (std::uint64_t seed = 0; seed < 60; ++seed) {
           std::string const where = std::to_string(ranks) + " ranks, " + std::to_string(ctas) +
                                     " CTAs, " + std::to_string(warps) + " warps, seed " +
@@ -79,6 +80,30 @@ TEST(Protocol, EndsAndLosesNothing) {
           ASSERT_EQ(run(small(ranks), options, seed), "") << where;
           if (seed % 3 != 0) continue;
           ASSERT_EQ(run(small_dedup(ranks), options, seed), "") << where << ", dedup";
+        }
+      }
+    }
+  }
+}
+
+// Two CTAs with a pool of one or two blocks, pulls that are told late, sums by whoever is idle.
+Options with_ring(Break broken = Break::nothing) {
+  return {.broken = broken, .passes = 4, .ring_blocks = 2, .rows_in_flight = 3, .sums_early = true};
+}
+
+TEST(Protocol, EndsWithARingOfPlacesAndEarlySums) {
+  for (std::int32_t const ranks : {1, 2, 3}) {
+    for (std::int32_t const ctas : {1, 2, 3}) {
+      for (std::int32_t const places : {1, 2, 5}) {
+        for (std::uint64_t seed = 0; seed < 60; ++seed) {
+          Options options = with_ring();
+          options.ctas = ctas;
+          options.communication_warps = 1 + static_cast<std::int32_t>(seed / 4 % 2);
+          options.lag = static_cast<std::int32_t>(seed % 3);
+          options.ring_blocks = places;
+          options.rows_in_flight = 1 + static_cast<std::int32_t>(seed % 5);
+          ASSERT_EQ(run(small(ranks), options, seed), "")
+              << ranks << " ranks, " << ctas << " CTAs, " << places << " places, seed " << seed;
         }
       }
     }
@@ -135,6 +160,8 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
     std::int32_t top_k;
     std::vector<std::vector<std::int32_t>> ids;  // [rank][token * top_k + choice]
     std::int32_t ctas, passes;
+    std::int32_t ring_blocks = 0;
+    bool sums_early = false;
   };
   Small const cases[] = {
       {1, {{0, 1}, {1, 0}}, 1, 1},  // each sends a row to the other one and keeps one
@@ -144,11 +171,14 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
       {1, {{0}, {0}}, 2, 1},
       {2, {{3, 2}, {0, 1}}, 1, 2},  // dedup: each token's two experts are the other rank's
       {2, {{0, 2}, {}}, 1, 2},
+      {1, {{0, 0, 0}, {}}, 1, 1, 1},  // two blocks in turn in one place
+      {1, {{0, 0}, {0}}, 1, 1, 1, true},
+      {1, {{1}, {0}}, 1, 2, 0, true},
   };
   for (Small const& small_case : cases) {
     ExchangeShape const shape = {
         .ranks = 2,
-        .max_tokens = 2,
+        .max_tokens = 3,
         .hidden = 256,
         .intermediate = 128,
         .experts = 2 * small_case.top_k,
@@ -158,8 +188,11 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
     std::vector<Exchange> const exchanges(static_cast<std::size_t>(small_case.passes),
                                           Exchange{shape, small_case.ids});
     auto const make = [&] {
-      return std::make_unique<Passes>(
-          exchanges, Options{.ctas = small_case.ctas, .passes = small_case.passes});
+      return std::make_unique<Passes>(exchanges, Options{.ctas = small_case.ctas,
+                                                         .passes = small_case.passes,
+                                                         .ring_blocks = small_case.ring_blocks,
+                                                         .rows_in_flight = 2,
+                                                         .sums_early = small_case.sums_early});
     };
     Exploration const all = explore(make, 1'000'000);
     EXPECT_EQ(all.fault, "");
@@ -174,10 +207,12 @@ struct Broken {
   char const* notice;  // part of the fault: that it was noticed for the right reason
 };
 
-void expect_noticed(Broken const& broken, ExchangeShape const& shape) {
+void expect_noticed(Broken const& broken, ExchangeShape const& shape,
+                    Options options = {.passes = 5}) {
   std::string last = "nothing";
+  options.broken = broken.rule;
   for (std::uint64_t seed = 0; seed < 200; ++seed) {
-    std::string const fault = run(shape, {.broken = broken.rule, .passes = 5}, seed);
+    std::string const fault = run(shape, options, seed);
     if (fault.empty()) continue;
     if (fault.find(broken.notice) != std::string::npos) return;
     last = fault;
@@ -232,8 +267,22 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
       {Break::one_parity, "one_parity", ""},
       {Break::one_bank, "one_bank", ""},
   };
+  Broken const of_ring[] = {
+      {Break::ring_without_waiting, "ring_without_waiting", "what another may still read"},
+      {Break::ring_waits_for_one_up, "ring_waits_for_one_up", "what another may still read"},
+      {Break::untold_rows_while_waiting, "untold_rows_while_waiting", "waits at a_ready"},
+      {Break::arrived_before_written, "arrived_before_written", "nobody waited for"},
+      {Break::sum_without_claim, "sum_without_claim", "a row twice"},
+      {Break::sum_without_acquire, "sum_without_acquire", "without acquiring"},
+      {Break::claim_before_complete, "claim_before_complete", "rows lost"},
+      {Break::aggregate_without_done, "aggregate_without_done", "read"},
+  };
   for (Broken const& broken : all) expect_noticed(broken, small(2));
+  for (Broken const& broken : of_ring) expect_noticed(broken, small(2), with_ring());
   for (Broken const& broken : of_dedup) expect_noticed(broken, small_dedup(2));
+  expect_noticed(
+      {Break::untold_rows_while_waiting, "untold_rows_while_waiting", "waits at arrived"},
+      small_dedup(2), {.passes = 5, .rows_in_flight = 4});
 }
 
 TEST(Protocol, WrongValuesShowWithoutTheClocks) {

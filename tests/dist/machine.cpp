@@ -21,10 +21,10 @@ std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
 
 }  // namespace
 
-Actor& Machine::add(std::int32_t rank, std::string name) {
+Actor& Machine::add(std::int32_t rank, std::int32_t cta, std::string name) {
   int const id = actors();
   if (id >= kMaxActors) std::terminate();
-  actors_.emplace_back(id, rank, std::move(name));
+  actors_.emplace_back(id, rank, cta, std::move(name));
   actors_.back().clock_[static_cast<std::size_t>(id)] = 1;
   return actors_.back();
 }
@@ -96,8 +96,7 @@ void Machine::execute(Actor& a) {
       return wait_written(a);
     case Kind::fence:
       drain_generic(a);
-      ++a.sys_fences_;
-      return;
+      return fence_sys(a);
     case Kind::proxy_fence:
       ++a.proxy_fences_;
       a.proxy_clock_ = a.clock_;
@@ -158,7 +157,8 @@ void Machine::judge_read(Actor& a, Cell const& cell) {
   if (!own && a.clock_[w] < cell.written) {
     return race(a, "read without acquiring what the writer released", cell);
   }
-  if (writer.rank != a.rank && writer.sys_fences_ <= cell.sys_fences) {
+  if (writer.rank != a.rank && writer.sys_fences_ <= cell.sys_fences &&
+      writer.covered_ < cell.written) {
     return race(a, "read of another GPU's write that no system fence followed", cell);
   }
   if (a.next_.proxy == Proxy::generic) return;
@@ -251,11 +251,19 @@ bool Machine::drain(int actor, std::mt19937_64& rng) {
   return true;
 }
 
+void Machine::fence_sys(Actor& a) {
+  ++a.sys_fences_;
+  for (Actor& other : actors_) {
+    if (other.rank != a.rank || other.cta != a.cta || other.id == a.id) continue;
+    other.covered_ = std::max(other.covered_, a.clock_[static_cast<std::size_t>(other.id)]);
+  }
+}
+
 void Machine::do_release(Actor& a, Word& word) {
   drain_generic(a);
   bool const sys = a.next_.scope == Scope::sys;
   if (sys) {
-    ++a.sys_fences_;
+    fence_sys(a);
     join(word.sys, a.clock_);
   }
   if (word.rank != a.rank) word.local = {};

@@ -125,7 +125,8 @@ class Actor {
     void await_suspend(std::coroutine_handle<> h) noexcept { actor.at_ = h; }
     std::uint64_t await_resume() noexcept { return actor.result_; }
   };
-  Actor(int id, std::int32_t rank, std::string name) : id(id), rank(rank), name(std::move(name)) {}
+  Actor(int id, std::int32_t rank, std::int32_t cta, std::string name)
+      : id(id), rank(rank), cta(cta), name(std::move(name)) {}
 
   Await read(Address a, Proxy proxy = Proxy::generic) {
     return ask({.kind = Kind::read, .address = a, .proxy = proxy});
@@ -149,6 +150,13 @@ class Actor {
   Await wait_count(Address a, std::uint64_t value, Site site) {
     return ask({.kind = Kind::wait, .address = a, .value = value, .site = site});
   }
+  Await wait_at_least(Address a, std::uint64_t value, Site site) {
+    return ask({.kind = Kind::wait,
+                .address = a,
+                .value = value,
+                .until = Until::at_least_epoch,
+                .site = site});
+  }
   // A word of any GPU that has to reach `epoch`.
   Await wait_epoch(Address a, std::uint32_t epoch, Site site) {
     return ask({.kind = Kind::wait,
@@ -168,7 +176,7 @@ class Actor {
   }
 
   int const id;
-  std::int32_t const rank;
+  std::int32_t const rank, cta;
   std::string const name;
 
  private:
@@ -186,7 +194,8 @@ class Actor {
   std::vector<std::uint64_t> bulk_;  // cells of bulk writes that were not waited for
   Clock clock_ = {};
   std::uint32_t sys_fences_ = 0, proxy_fences_ = 0;
-  Clock proxy_clock_ = {};  // as of the latest proxy fence: what async reads may rely on
+  std::uint32_t covered_ = 0;  // what a system fence of another warp of the CTA has covered
+  Clock proxy_clock_ = {};     // as of the latest proxy fence: what async reads may rely on
   std::uint64_t history_ = 0;
 };
 
@@ -194,7 +203,8 @@ class Machine {
  public:
   explicit Machine(std::int32_t ranks) : ranks_(ranks) {}
 
-  Actor& add(std::int32_t rank, std::string name);
+  /// Actors of one `cta` of a rank are its warps: a system fence of one covers what it has acquired of the others.
+  Actor& add(std::int32_t rank, std::int32_t cta, std::string name);
   void start(Actor& actor, Program program);
 
   /// Actors that can run now.
@@ -252,6 +262,7 @@ class Machine {
   void do_read(Actor& a);
   void do_write(Actor& a);
   void do_release(Actor& a, Word& word);
+  void fence_sys(Actor& a);
   void acquire(Actor& a, Word const& word);
   void do_boundary(std::int32_t rank);
   void wait_written(Actor& a);

@@ -16,26 +16,31 @@ Passes::Passes(std::vector<Exchange> exchanges, Options const& options)
       window_(shape_),
       local_(shape_, options.ctas),
       machine_(shape_.ranks) {
+  queues_.resize(static_cast<std::size_t>(shape_.ranks * options_.ctas));
   for (std::int32_t r = 0; r < shape_.ranks; ++r) {
-    std::string const rank = "rank " + std::to_string(r);
     for (std::int32_t c = 0; c < options_.ctas; ++c) {
-      machine_.add(r, rank + " CTA " + std::to_string(c));
+      std::string const name = "rank " + std::to_string(r) + " CTA " + std::to_string(c);
+      machine_.add(r, c, name);
       for (std::int32_t w = 0; w < options_.communication_warps; ++w) {
-        machine_.add(r, rank + " CTA " + std::to_string(c) + " warp " + std::to_string(w));
+        machine_.add(r, c, name + " warp " + std::to_string(w));
       }
+      if (options_.announces) machine_.add(r, c, name + " announcer");
     }
   }
   int next = 0;
+  auto const start = [&](auto make) {
+    Actor& actor = machine_.actor(next++);
+    machine_.start(actor, make(actor));
+  };
   for (std::int32_t r = 0; r < shape_.ranks; ++r) {
     for (std::int32_t c = 0; c < options_.ctas; ++c) {
-      machine_.start(machine_.actor(next), cta(machine_.actor(next), c));
-      ++next;
+      start([&](Actor& self) { return cta(self, c); });
       for (std::int32_t w = 0; w < options_.communication_warps; ++w) {
-        machine_.start(
-            machine_.actor(next),
-            communication_warp(machine_.actor(next), c * options_.communication_warps + w));
-        ++next;
+        start([&](Actor& self) {
+          return communication_warp(self, c * options_.communication_warps + w);
+        });
       }
+      if (options_.announces) start([&](Actor& self) { return announcer(self); });
     }
   }
 }
@@ -111,6 +116,7 @@ Program Passes::cta(Actor& self, std::int32_t index) {
       co_await run(self, epoch, task, known, sent);
     }
     co_await complete(self, epoch, sent);
+    if (options_.announces) co_await tell_announcer(self, epoch, {});  // there are no more
     for (std::int32_t t = index; t < exchange(epoch).tokens(self.rank); t += options_.ctas) {
       if (options_.sums_early && co_await self.ask(claim(self, epoch, t)) != 0 &&
           !breaks(Break::sum_without_claim)) {
@@ -408,19 +414,65 @@ Program Passes::run(Actor& self, std::uint32_t epoch, Task const& task, Known co
     co_await down(self, epoch, task, known, sent);
   }
   sent.pending = true;
-  if (!options_.completes_later) co_await complete(self, epoch, sent);
+  // What a down has sent is complete at once where another warp fences for it.
+  if (!options_.completes_later || (options_.announces && !is_up)) {
+    co_await complete(self, epoch, sent);
+  }
 }
 
 Program Passes::complete(Actor& self, std::uint32_t epoch, Sent& sent) {
   if (!sent.pending) co_return;
-  sent.pending = false;
-  if (sent.task.kind == TaskKind::up) {
-    if (!breaks(Break::a_before_written)) co_await self.wait_written();
-    co_await self.count(local(self, local_.a_ready(bank_of(epoch), sent.task.block)), 1);
-    co_return;
+  bool const is_up = sent.task.kind == TaskKind::up;
+  if (!breaks(is_up ? Break::a_before_written : Break::push_before_written)) {
+    co_await self.wait_written();
   }
-  if (!breaks(Break::push_before_written)) co_await self.wait_written();
-  co_await finish_block(self, epoch, sent.task.block, sent.sources);
+  if (options_.announces) {
+    co_await tell_announcer(self, epoch, sent);
+  } else {
+    co_await announce(self, epoch, sent);
+  }
+  sent.pending = false;
+}
+
+// A queue of four tasks.
+Program Passes::tell_announcer(Actor& self, std::uint32_t epoch, Sent const& sent) {
+  constexpr std::size_t kPlaces = 4;
+  std::vector<Sent>& queue = queue_of(self);
+  if (queue.size() >= kPlaces) {
+    co_await self.wait_at_least(queue_word(self, epoch, Queue::announced),
+                                queue.size() + 1 - kPlaces, Site::none);
+  }
+  queue.push_back(sent);
+  co_await self.ask(
+      {.kind = breaks(Break::told_by_a_relaxed_word) ? Kind::count_relaxed : Kind::count,
+       .address = queue_word(self, epoch, Queue::told),
+       .value = 1});
+}
+
+Program Passes::announcer(Actor& self) {
+  for (std::uint32_t epoch = 1; epoch <= exchanges_.size(); ++epoch) {
+    queue_of(self).clear();
+    co_await self.boundary();
+    for (std::size_t number = 0;; ++number) {
+      if (!breaks(Break::announced_before_sent) || queue_of(self).size() <= number) {
+        co_await self.wait_at_least(queue_word(self, epoch, Queue::told), number + 1, Site::none);
+      }
+      Sent const sent = queue_of(self)[number];
+      if (!sent.pending) break;
+      co_await announce(self, epoch, sent);
+      co_await self.count(queue_word(self, epoch, Queue::announced), 1);
+    }
+    co_await end(self, epoch);
+    co_await self.boundary();
+  }
+}
+
+Program Passes::announce(Actor& self, std::uint32_t epoch, Sent const& sent) {
+  if (sent.task.kind == TaskKind::up) {
+    co_await self.count(local(self, local_.a_ready(bank_of(epoch), sent.task.block)), 1);
+  } else {
+    co_await finish_block(self, epoch, sent.task.block, sent.sources);
+  }
 }
 
 Program Passes::up(Actor& self, Task const& task) {

@@ -50,6 +50,8 @@ enum class Break {
   done_to_first_source_only,
   done_relaxed,
   completed_in_the_next_task_only,  // though that may wait for it
+  announced_before_sent,            // by the warp that announces for the others
+  told_by_a_relaxed_word,           // to that warp
   // deduplicated transfers
   copy_without_arrived,
   first_row_by_choice,  // the group's order is that of the choices, not of the pool
@@ -78,7 +80,8 @@ struct Options {
       true;  ///< what a task wrote is completed under the next one, as in the kernel
   std::int32_t ring_blocks = 0;     ///< that the pool has places for, direct; 0: for all
   std::int32_t rows_in_flight = 1;  ///< that a communication warp has begun and not counted yet
-  bool sums_early = false;          ///< communication warps add up tokens that are complete, direct
+  bool announces = false;   ///< a warp of its own fences and counts for the others of its CTA
+  bool sums_early = false;  ///< communication warps add up tokens that are complete, direct
 };
 
 /// A machine on which all ranks run `exchanges[pass]`, pass after pass.
@@ -128,6 +131,9 @@ class Passes : public World {
   Program up(Actor& self, Task const& task);
   Program down(Actor& self, std::uint32_t epoch, Task const& task, Known const& known, Sent& sent);
   Program complete(Actor& self, std::uint32_t epoch, Sent& sent);
+  Program tell_announcer(Actor& self, std::uint32_t epoch, Sent const& sent);
+  Program announcer(Actor& self);
+  Program announce(Actor& self, std::uint32_t epoch, Sent const& sent);
   Program finish_block(Actor& self, std::uint32_t epoch, std::int32_t block,
                        std::set<std::int32_t> const& sources);
   Program sum_complete(Actor& self, std::int32_t cta, std::uint32_t epoch, Known const& known);
@@ -148,7 +154,7 @@ class Passes : public World {
     return breaks(Break::one_bank) ? 0 : epoch;
   }
   [[nodiscard]] std::int32_t actors_of_rank() const {
-    return options_.ctas * (1 + options_.communication_warps);
+    return options_.ctas * (1 + options_.communication_warps + (options_.announces ? 1 : 0));
   }
   static Address window(std::int32_t rank, std::int64_t offset) {
     return {rank, Space::window, offset};
@@ -159,6 +165,15 @@ class Passes : public World {
   [[nodiscard]] Address pool(Actor const& self, std::int32_t block, std::int32_t position) const {
     std::int32_t const place = options_.ring_blocks > 0 ? block % options_.ring_blocks : block;
     return {self.rank, Space::x_pool, std::int64_t{place} * shape_.block_rows + position};
+  }
+  // Of a CTA and its announcing warp: how many tasks were told, and announced, in this pass.
+  enum class Queue : std::int64_t { told = 1, announced = 2 };
+  static Address queue_word(Actor const& self, std::uint32_t epoch, Queue queue) {
+    return {self.rank, Space::shared,
+            std::int64_t{epoch} << 32 | static_cast<std::int64_t>(queue) << 24 | self.cta};
+  }
+  std::vector<Sent>& queue_of(Actor const& self) {
+    return queues_[static_cast<std::size_t>(self.rank * options_.ctas + self.cta)];
   }
   // A token of the CTA belongs to the first who claims it: 0.
   static Operation claim(Actor const& self, std::uint32_t epoch, std::int32_t token) {
@@ -193,6 +208,7 @@ class Passes : public World {
   WindowLayout window_;
   LocalLayout local_;
   Machine machine_;
+  std::vector<std::vector<Sent>> queues_;  // [rank][CTA]: what the words above count
   std::set<std::tuple<std::uint32_t, std::int32_t, std::int64_t, std::int32_t>> pulled_, pushed_,
       aggregated_;
 };

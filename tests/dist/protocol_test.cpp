@@ -86,21 +86,24 @@ TEST(Protocol, EndsAndLosesNothing) {
   }
 }
 
-// Two CTAs with a pool of one or two blocks, pulls that are told late, sums by whoever is idle.
-Options with_ring(Break broken = Break::nothing) {
-  return {.broken = broken, .passes = 4, .ring_blocks = 2, .rows_in_flight = 3, .sums_early = true};
+// Two CTAs with a pool of one or two blocks, pulls that are told late, a warp that announces what the others have sent,
+// sums by whoever is idle.
+Options with_helpers() {
+  return {
+      .passes = 4, .ring_blocks = 2, .rows_in_flight = 3, .announces = true, .sums_early = true};
 }
 
-TEST(Protocol, EndsWithARingOfPlacesAndEarlySums) {
+TEST(Protocol, EndsWithARingAnAnnouncerAndEarlySums) {
   for (std::int32_t const ranks : {1, 2, 3}) {
     for (std::int32_t const ctas : {1, 2, 3}) {
       for (std::int32_t const places : {1, 2, 5}) {
         for (std::uint64_t seed = 0; seed < 60; ++seed) {
-          Options options = with_ring();
+          Options options = with_helpers();
           options.ctas = ctas;
           options.communication_warps = 1 + static_cast<std::int32_t>(seed / 4 % 2);
           options.lag = static_cast<std::int32_t>(seed % 3);
           options.ring_blocks = places;
+          options.announces = seed % 7 != 0;
           options.rows_in_flight = 1 + static_cast<std::int32_t>(seed % 5);
           ASSERT_EQ(run(small(ranks), options, seed), "")
               << ranks << " ranks, " << ctas << " CTAs, " << places << " places, seed " << seed;
@@ -130,8 +133,8 @@ TEST(Protocol, EndsWithManyUnitsAndTiles) {
 class Looks : public World {
  public:
   explicit Looks(std::uint64_t fault_at) {
-    Actor& looker = machine_.add(0, "looker");
-    Actor& counter = machine_.add(0, "counter");
+    Actor& looker = machine_.add(0, 0, "looker");
+    Actor& counter = machine_.add(0, 1, "counter");
     machine_.start(looker, look(looker, fault_at));
     machine_.start(counter, count(counter));
   }
@@ -161,7 +164,7 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
     std::vector<std::vector<std::int32_t>> ids;  // [rank][token * top_k + choice]
     std::int32_t ctas, passes;
     std::int32_t ring_blocks = 0;
-    bool sums_early = false;
+    bool sums_early = false, announces = false;
   };
   Small const cases[] = {
       {1, {{0, 1}, {1, 0}}, 1, 1},  // each sends a row to the other one and keeps one
@@ -174,6 +177,7 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
       {1, {{0, 0, 0}, {}}, 1, 1, 1},  // two blocks in turn in one place
       {1, {{0, 0}, {0}}, 1, 1, 1, true},
       {1, {{1}, {0}}, 1, 2, 0, true},
+      {1, {{1, 0}, {0}}, 1, 1, 1, false, true},
   };
   for (Small const& small_case : cases) {
     ExchangeShape const shape = {
@@ -267,18 +271,25 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
       {Break::one_parity, "one_parity", ""},
       {Break::one_bank, "one_bank", ""},
   };
-  Broken const of_ring[] = {
+  Broken const of_helpers[] = {
       {Break::ring_without_waiting, "ring_without_waiting", "what another may still read"},
       {Break::ring_waits_for_one_up, "ring_waits_for_one_up", "what another may still read"},
       {Break::untold_rows_while_waiting, "untold_rows_while_waiting", "waits at a_ready"},
       {Break::arrived_before_written, "arrived_before_written", "nobody waited for"},
+      {Break::push_without_system_fence, "push_without_system_fence", "no system fence"},
+      {Break::announced_before_sent, "announced_before_sent", "read"},
+      {Break::told_by_a_relaxed_word, "told_by_a_relaxed_word", "without acquiring"},
+      {Break::a_before_written, "a_before_written", "nobody waited for"},
+      {Break::push_before_written, "push_before_written", "nobody waited for"},
+      {Break::completed_in_the_next_task_only, "completed_in_the_next_task_only",
+       "waits at a_ready"},
       {Break::sum_without_claim, "sum_without_claim", "a row twice"},
       {Break::sum_without_acquire, "sum_without_acquire", "without acquiring"},
       {Break::claim_before_complete, "claim_before_complete", "rows lost"},
       {Break::aggregate_without_done, "aggregate_without_done", "read"},
   };
   for (Broken const& broken : all) expect_noticed(broken, small(2));
-  for (Broken const& broken : of_ring) expect_noticed(broken, small(2), with_ring());
+  for (Broken const& broken : of_helpers) expect_noticed(broken, small(2), with_helpers());
   for (Broken const& broken : of_dedup) expect_noticed(broken, small_dedup(2));
   expect_noticed(
       {Break::untold_rows_while_waiting, "untold_rows_while_waiting", "waits at arrived"},

@@ -51,7 +51,7 @@ class Kernel(NamedTuple):
 
 
 def shape_of(config: str, configs: str) -> Shape:
-    """The shape that `tessera bench` knows by this name; the formulas below are those of gated layers without biases."""
+    """The shape that `tessera bench` has by this name; the formulas below are those of gated layers without biases."""
     found = re.search(rf'{{"{re.escape(config)}", bench_shape\(([\d, ]+)\)}}', configs)
     if not found:
         sys.exit(f"--config {config}: no swiglu layer of this name in {CONFIGS.relative_to(ROOT)}")
@@ -157,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tessera", default=str(ROOT / "build-cuda" / "bin" / "tessera"))
     parser.add_argument("--ncu", default="ncu")
-    parser.add_argument("--config", action="append", required=True, metavar="NAME", help="one that `tessera bench` knows")
+    parser.add_argument("--config", action="append", required=True, metavar="NAME", help="one of `tessera bench`")
     parser.add_argument("--device", required=True, metavar="NAME", help="the GPU, for the results file")
     parser.add_argument("--commit", default="", help="what was built, for the results file")
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FILE")
@@ -179,8 +179,8 @@ def main() -> None:
         "commit": args.commit,
         "device": args.device,
         "date": datetime.date.today().isoformat(),
-        "protocol": "first call of each pass, one kernel at a time, caches flushed before each; bytes: every array once,"
-        " gathered rows once per token; what is left in L2 at the end of a kernel is not written to DRAM",
+        "protocol": "first call of each pass, one kernel at a time, caches flushed before each; bytes: every array"
+        " once, gathered rows once per token; what is left in L2 at the end of a kernel is not written to DRAM",
         "rows": rows,
     }
     args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

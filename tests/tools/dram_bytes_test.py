@@ -7,7 +7,7 @@ import dram_bytes
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 # As Nsight Compute of CUDA 13.0 writes them on an H200, columns left out.
-HEADER = """==WARNING== Note: Running with unmodified GPU clocks. If not controlled otherwise, results may be inconsistent.
+HEADER = """==WARNING== Note: Running with unmodified GPU clocks. Results may be inconsistent.
 ==PROF== Connected to process 790 (tessera)
 "ID","Process ID","Kernel Name","Grid Size","dram__bytes_read.sum","dram__bytes_write.sum","gpu__time_duration.sum"
 "","","","","byte","byte","ns"

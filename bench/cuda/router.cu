@@ -1,0 +1,454 @@
+// SPDX-License-Identifier: Apache-2.0
+// The router's three GEMMs: the library's choice against other configurations, each compared with its plain twin, then
+// timed in random order. Beside them what they cannot beat: x read once, in the boxes that they read it in and in whole
+// rows. Each candidate is a graph of kRepeats calls over rotating buffers larger than L2, divided: launches included, gaps
+// of an eager stream not.
+//
+//   router [--config NAME] [--rounds N] [--json FILE]
+#include <cstring>
+#include <functional>
+#include <memory>
+
+#include "../../src/cuda/kernels/router_dgrad.cuh"
+#include "../../src/cuda/kernels/router_logits.cuh"
+#include "../../src/cuda/kernels/router_wgrad.cuh"
+#include "../../src/cuda/tuning/gemm_backward.hpp"
+#include "read_probe.cuh"
+#include "support.cuh"
+
+namespace tessera::bench {
+namespace {
+
+using cuda::block::ALoader;
+using cuda::block::GemmConfig;
+using cuda::block::Major;
+using cuda::block::Ragged;
+using cuda::block::Schedule;
+
+constexpr int kSets = 2, kRepeats = 8, kWarmUps = 5, kSms = kReadSms;
+
+struct Shape {
+  char const* name;
+  int tokens, hidden, intermediate, experts, top_k;
+  int64_t elements() const { return int64_t{tokens} * hidden; }
+  int64_t pairs() const { return int64_t{tokens} * experts; }
+  int64_t weights() const { return int64_t{experts} * hidden; }
+};
+
+constexpr Shape kShapes[] = {
+    {"1.4B-n256", 40960, 768, 256, 128, 8},   {"7B-n256", 24576, 1536, 256, 128, 8},
+    {"7B-n1024", 24576, 1536, 1024, 32, 2},   {"30B-n256", 32768, 4096, 256, 256, 16},
+    {"30B-n1024", 32768, 4096, 1024, 64, 4},  {"Qwen3-30B", 32768, 2048, 768, 128, 8},
+    {"Qwen3Next", 32768, 2048, 512, 512, 10}, {"OLMoE", 32768, 2048, 1024, 64, 8},
+};
+
+struct Problem {
+  explicit Problem(Shape const& s)
+      : shape(s),
+        w_router(s.weights()),
+        partials(most_partials(s)),
+        never(1),
+        counter(std::vector<int32_t>{0}) {
+    fill(w_router, 7, 0.05f);
+    for (int set = 0; set < kSets; ++set) {
+      x.push_back(std::make_unique<DeviceBuffer<bf16>>(s.elements()));
+      dx.push_back(std::make_unique<DeviceBuffer<bf16>>(s.elements()));
+      dlogits.push_back(std::make_unique<DeviceBuffer<bf16>>(s.pairs()));
+      logits.push_back(std::make_unique<DeviceBuffer<float>>(s.pairs()));
+      dw.push_back(std::make_unique<DeviceBuffer<float>>(s.weights()));
+      fill(*x[set], 1 + set, 1.0f);
+      fill(*dlogits[set], 11 + set, 1.0f);
+    }
+    TESSERA_CUDA(cudaDeviceSynchronize());
+  }
+  static void fill(DeviceBuffer<bf16> const& buffer, uint64_t seed, float scale) {
+    fill_uniform<<<4096, 256>>>(buffer.get(), buffer.count(), seed, scale);
+  }
+  // Of any chunks that a candidate may choose.
+  static int64_t most_partials(Shape const& s) { return 2 * kSms * s.weights(); }
+
+  cuda::RouterLogitsArguments logits_of(int set) const {
+    return {.x = {x[set]->get(), shape.tokens, shape.hidden},
+            .w_router = {w_router.get(), shape.experts, shape.hidden},
+            .gmem_b_router = nullptr,
+            .gmem_logits = logits[set]->get(),
+            .hidden = shape.hidden,
+            .experts = shape.experts,
+            .gmem_tile_counter = counter.get()};
+  }
+  cuda::RouterDgradArguments dgrad_of(int set) const {
+    return {.gmem_dlogits = dlogits[set]->get(),
+            .w_router = {w_router.get(), shape.experts, shape.hidden},
+            .gmem_dx = dx[set]->get(),
+            .dx_pitch = shape.hidden,
+            .tokens = shape.tokens,
+            .hidden = shape.hidden,
+            .experts = shape.experts,
+            .gmem_tile_counter = counter.get()};
+  }
+  cuda::RouterWgradArguments wgrad_of(int set) const {
+    return {.gmem_dlogits = dlogits[set]->get(),
+            .x = {x[set]->get(), shape.tokens, shape.hidden},
+            .gmem_dw_router = dw[set]->get(),
+            .dw_pitch = shape.hidden,
+            .is_fp32 = true,
+            .accumulates = false,
+            .gmem_partials = partials.get(),
+            .hidden = shape.hidden,
+            .experts = shape.experts,
+            .gmem_tile_counter = counter.get()};
+  }
+
+  Shape shape;
+  DeviceBuffer<bf16> w_router;
+  DeviceBuffer<float> partials;
+  DeviceBuffer<uint32_t> never;
+  DeviceBuffer<int32_t> counter;
+  std::vector<std::unique_ptr<DeviceBuffer<bf16>>> x, dx, dlogits;
+  std::vector<std::unique_ptr<DeviceBuffer<float>>> logits, dw;
+};
+
+// Configurations beside the library's.
+template <int kM, int kN, int kStages, Schedule kSchedule, int kCluster = 1>
+struct LogitsConfig {
+  static constexpr GemmConfig gemm{.tile = {kM, kN, 64},
+                                   .stages = kStages,
+                                   .cluster_m = kCluster,
+                                   .schedule = kSchedule,
+                                   .store_slabs = 1};
+};
+template <int kM, int kN, int kStages, Schedule kSchedule, int kSlabs>
+struct DgradConfig {
+  static constexpr GemmConfig gemm{.tile = {kM, kN, 64},
+                                   .stages = kStages,
+                                   .schedule = kSchedule,
+                                   .b_major = Major::kRows,
+                                   .store_slabs = kSlabs};
+};
+
+// dw_router with the operands changed over: x by TMA in boxes of 512 bytes of a token, dlogits gathered. A chunk is as
+// long as makes about one tile per SM.
+struct TurnedWgradConfig {
+  static constexpr Major d_major = Major::kRows;
+  static constexpr GemmConfig gemm{
+      .stages = 4, .a_loader = ALoader::kGather, .ragged = Ragged::kK, .b_major = Major::kRows};
+};
+
+cudaError_t launch_turned_wgrad(cuda::RouterWgradArguments const& args, cudaStream_t stream) {
+  using Config = TurnedWgradConfig;
+  int64_t const tokens = args.x.rows, d = args.hidden, experts = args.experts;
+  int64_t const tiles = (d + 255) / 256 * ((experts + 127) / 128);
+  int64_t const wanted = std::max<int64_t>(kSms / tiles, 1);
+  int64_t const rows = std::max<int64_t>(((tokens + wanted - 1) / wanted + 63) / 64 * 64, 512);
+  int64_t const chunks = (tokens + rows - 1) / rows;
+  cuda::RouterWgradParams params;
+  cudaError_t error = cuda::host::make_wgrad_params<Config::gemm, true>(
+      params.gemm, params.epilogue,
+      {.left = {args.gmem_dlogits, tokens, experts},
+       .gmem_gather_index = nullptr,
+       .gmem_expert_offsets = nullptr,
+       .gmem_right = args.x.gmem,
+       .halves = 1,
+       .dw = {{.gmem = args.gmem_partials,
+               .expert_stride = experts * d,
+               .row_stride = 1,
+               .column_stride = d,
+               .block = d}},
+       .is_fp32 = true,
+       .accumulates = false,
+       .rows = tokens,
+       .hidden = experts,
+       .intermediate = d,
+       .experts = int32_t(chunks),
+       .gmem_tile_counter = args.gmem_tile_counter});
+  if (error != cudaSuccess) return error;
+  params.gemm.segment_rows = int(rows);
+  params.gemm.total_rows = int(tokens);
+  error = cuda::host::launch_persistent(
+      cuda::router_wgrad<Config>,
+      cuda::host::persistent_shape<Config::gemm, cuda::block::SharedStorage<Config::gemm>>(),
+      cuda::block::most_tiles<Config::gemm>(params.gemm, tokens), kSms, params, stream);
+  if (error != cudaSuccess) return error;
+  auto const blocks =
+      unsigned((experts * d / 4 + cuda::kRouterWgradSumThreads - 1) / cuda::kRouterWgradSumThreads);
+  cuda::router_wgrad_sum<float>
+      <<<blocks, cuda::kRouterWgradSumThreads, 0, stream>>>(args, int(chunks));
+  return cudaGetLastError();
+}
+
+struct Candidate {
+  char const *op, *variant;
+  double bytes;
+  std::function<cudaError_t(int set, cudaStream_t)> launch;
+  std::function<double(Problem const&)>
+      error;  // largest, over the size of the values; empty: none to check
+  std::vector<float> ms{};
+  cudaGraphExec_t replay = nullptr;
+};
+
+template <class T>
+__global__ void largest_error(T const* gmem_out, float const* gmem_ref, int64_t count,
+                              float* gmem_largest) {
+  float worst = 0;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    float const ref = gmem_ref[i], delta = fabsf(float(gmem_out[i]) - ref);
+    float const error = delta / (1.0f + fabsf(ref));
+    worst = fmaxf(worst, error == error ? error : INFINITY);
+  }
+  for (int half = 16; half > 0; half /= 2) {
+    worst = fmaxf(worst, __shfl_xor_sync(0xffffffffu, worst, half));
+  }
+  // Not negative, so the order of the bits is that of the values.
+  if (threadIdx.x % 32 == 0) {
+    atomicMax(reinterpret_cast<int*>(gmem_largest), __float_as_int(worst));
+  }
+}
+
+__global__ void widen_all(bf16 const* gmem_from, float* gmem_to, int64_t count) {
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    gmem_to[i] = __bfloat162float(gmem_from[i]);
+  }
+}
+
+template <class T>
+double error_of(DeviceBuffer<T> const& out, DeviceBuffer<float> const& ref) {
+  DeviceBuffer<float> largest(std::vector<float>{0});
+  largest_error<<<2048, 256>>>(out.get(), ref.get(), out.count(), largest.get());
+  float host = INFINITY;
+  TESSERA_CUDA(cudaMemcpy(&host, largest.get(), sizeof host, cudaMemcpyDeviceToHost));
+  return host;
+}
+
+// What the plain twins make of set 0.
+struct Reference {
+  explicit Reference(Problem const& p)
+      : logits(p.shape.pairs()), dx(p.shape.elements()), dw(p.shape.weights()) {
+    auto keep = [](DeviceBuffer<float> const& to, DeviceBuffer<float> const& from) {
+      TESSERA_CUDA(
+          cudaMemcpy(to.get(), from.get(), size_t(to.count()) * 4, cudaMemcpyDeviceToDevice));
+    };
+    TESSERA_CUDA(cuda::launch_router_logits_plain(p.logits_of(0), nullptr));
+    keep(logits, *p.logits[0]);
+    TESSERA_CUDA(cuda::launch_router_dgrad_plain(p.dgrad_of(0), nullptr));
+    widen_all<<<2048, 256>>>(p.dx[0]->get(), dx.get(), dx.count());
+    TESSERA_CUDA(cuda::launch_router_wgrad_plain(p.wgrad_of(0), nullptr));
+    keep(dw, *p.dw[0]);
+  }
+  DeviceBuffer<float> logits, dx, dw;
+};
+
+std::vector<Candidate> candidates_of(Problem const& p, Reference const& ref) {
+  Shape const& s = p.shape;
+  double const x = 2.0 * double(s.elements()), w = 2.0 * double(s.weights());
+  double const pairs = double(s.pairs());
+  auto const of_logits = [&](Problem const& q) { return error_of(*q.logits[0], ref.logits); };
+  auto const of_dx = [&](Problem const& q) { return error_of(*q.dx[0], ref.dx); };
+  auto const of_dw = [&](Problem const& q) { return error_of(*q.dw[0], ref.dw); };
+  std::vector<Candidate> out;
+  auto const logits = [&](char const* variant, auto launch) {
+    out.push_back({"router_logits", variant, x + w + 4 * pairs,
+                   [&p, launch](int set, cudaStream_t stream) {
+                     return launch(p.logits_of(set), kSms, stream);
+                   },
+                   of_logits});
+  };
+  auto const dgrad = [&](char const* variant, auto launch) {
+    out.push_back({"router_dgrad", variant, x + w + 2 * pairs,
+                   [&p, launch](int set, cudaStream_t stream) {
+                     return launch(p.dgrad_of(set), kSms, stream);
+                   },
+                   of_dx});
+  };
+  constexpr auto kPingPong = Schedule::kPingPong;
+  constexpr auto kCooperative = Schedule::kCooperative;
+  using cuda::launch_router_dgrad_config;
+  using cuda::launch_router_logits_config;
+  logits("chosen", cuda::launch_router_logits);
+  logits("64x128", launch_router_logits_config<LogitsConfig<64, 128, 8, kPingPong>>);
+  logits("128x128", launch_router_logits_config<LogitsConfig<128, 128, 6, kPingPong>>);
+  logits("128x128 cooperative",
+         launch_router_logits_config<LogitsConfig<128, 128, 6, kCooperative>>);
+  logits("128x128 pairs", launch_router_logits_config<LogitsConfig<128, 128, 6, kPingPong, 2>>);
+  logits("192x128", launch_router_logits_config<LogitsConfig<192, 128, 5, kPingPong>>);
+  logits("128x256", launch_router_logits_config<LogitsConfig<128, 256, 4, kCooperative>>);
+  dgrad("chosen", cuda::launch_router_dgrad);
+  dgrad("128x256, 4 slabs", launch_router_dgrad_config<DgradConfig<128, 256, 3, kCooperative, 4>>);
+  dgrad("192x128", launch_router_dgrad_config<DgradConfig<192, 128, 4, kPingPong, 2>>);
+  out.push_back({"router_wgrad", "chosen", x + w + 2 * pairs,
+                 [&p](int set, cudaStream_t stream) {
+                   return cuda::launch_router_wgrad(p.wgrad_of(set), kSms, stream);
+                 },
+                 of_dw});
+  out.push_back(
+      {"router_wgrad", "turned", x + w + 2 * pairs,
+       [&p](int set, cudaStream_t stream) { return launch_turned_wgrad(p.wgrad_of(set), stream); },
+       of_dw});
+  auto const read = [&](char const* variant, auto launch) {
+    out.push_back({"x",
+                   variant,
+                   x,
+                   [&p, launch](int set, cudaStream_t stream) {
+                     return launch(p.x[set]->get(), p.shape.tokens, p.shape.hidden, stream);
+                   },
+                   {}});
+  };
+  read("boxes of 128 rows", launch_read_boxes<128, 1>);
+  read("boxes of 128 rows, 2 at once", launch_read_boxes<128, 2>);
+  read("boxes of 128 rows, 4 at once", launch_read_boxes<128, 4>);
+  read("boxes of 64 rows, 4 at once", launch_read_boxes<64, 4>);
+  read("boxes of 32 rows, 12 at once", launch_read_boxes<32, 12>);
+  out.push_back({"x",
+                 "in order",
+                 x,
+                 [&p](int set, cudaStream_t stream) {
+                   read_rows<<<4 * kSms, 512, 0, stream>>>(
+                       reinterpret_cast<uint4 const*>(p.x[set]->get()), p.shape.elements() / 8,
+                       p.never.get());
+                   return cudaGetLastError();
+                 },
+                 {}});
+  return out;
+}
+
+// fp32 sums in another order, over thousands of products of size one; dx is rounded to bf16 besides.
+bool passes(Candidate const& c, Problem const& p) {
+  p.logits[0]->poison();
+  p.dx[0]->poison();
+  p.dw[0]->poison();
+  p.partials.poison();
+  TESSERA_CUDA(c.launch(0, nullptr));
+  TESSERA_CUDA(cudaDeviceSynchronize());
+  if (!c.error) return true;
+  double const limit = std::strcmp(c.op, "router_dgrad") == 0 ? 0x1p-7 : 1e-3;
+  double const error = c.error(p);
+  if (error <= limit) return true;
+  std::printf("%s %s %s: error %.2e, limit %.2e\n", p.shape.name, c.op, c.variant, error, limit);
+  return false;
+}
+
+cudaGraphExec_t graph_of(Candidate const& c, cudaStream_t stream) {
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
+  TESSERA_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < kRepeats; ++i) TESSERA_CUDA(c.launch(i % kSets, stream));
+  TESSERA_CUDA(cudaStreamEndCapture(stream, &graph));
+  TESSERA_CUDA(cudaGraphInstantiate(&replay, graph, 0));
+  TESSERA_CUDA(cudaGraphDestroy(graph));
+  return replay;
+}
+
+void time_all(std::vector<Candidate>& candidates, int rounds) {
+  cudaStream_t stream;
+  cudaEvent_t begin, end;
+  TESSERA_CUDA(cudaStreamCreate(&stream));
+  TESSERA_CUDA(cudaEventCreate(&begin));
+  TESSERA_CUDA(cudaEventCreate(&end));
+  for (Candidate& c : candidates) c.replay = graph_of(c, stream);
+  std::mt19937 random(1);
+  std::vector<size_t> order(candidates.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  for (int round = -kWarmUps; round < rounds; ++round) {
+    std::shuffle(order.begin(), order.end(), random);
+    for (size_t const next : order) {
+      TESSERA_CUDA(cudaEventRecord(begin, stream));
+      TESSERA_CUDA(cudaGraphLaunch(candidates[next].replay, stream));
+      TESSERA_CUDA(cudaEventRecord(end, stream));
+      TESSERA_CUDA(cudaEventSynchronize(end));
+      float elapsed = 0;
+      TESSERA_CUDA(cudaEventElapsedTime(&elapsed, begin, end));
+      if (round >= 0) candidates[next].ms.push_back(elapsed / kRepeats);
+    }
+  }
+  for (Candidate& c : candidates) TESSERA_CUDA(cudaGraphExecDestroy(c.replay));
+  TESSERA_CUDA(cudaEventDestroy(begin));
+  TESSERA_CUDA(cudaEventDestroy(end));
+  TESSERA_CUDA(cudaStreamDestroy(stream));
+}
+
+std::string bench_shape(Shape const& s, int rounds) {
+  Problem const p(s);
+  Reference const ref(p);
+  std::vector<Candidate> candidates = candidates_of(p, ref);
+  std::vector<bool> checked;
+  for (Candidate const& c : candidates) checked.push_back(passes(c, p));
+  time_all(candidates, rounds);
+  std::string rows;
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    Candidate const& c = candidates[i];
+    Quantiles const t = quantiles(c.ms);
+    std::printf("%-10s %-14s %-28s %8.2f us %6.2f TB/s%s\n", s.name, c.op, c.variant,
+                1e3 * t.median, c.bytes / (double(t.median) * 1e9), checked[i] ? "" : "  WRONG");
+    char row[512];
+    std::snprintf(
+        row, sizeof row,
+        "%s\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": \"bf16\", "
+        "\"gpus\": 1, \"pass\": \"%s\", \"impl\": \"tessera\", \"variant\": \"%s\", \"ms\": %.5f, "
+        "\"ms_p10\": %.5f, \"ms_p90\": %.5f, \"tbps\": %.3f, \"checked\": %s}",
+        i == 0 ? "" : ",", s.name, s.tokens, s.hidden, s.intermediate, s.experts, s.top_k, c.op,
+        c.variant, t.median, t.p10, t.p90, c.bytes / (double(t.median) * 1e9),
+        !c.error     ? "null"
+        : checked[i] ? "true"
+                     : "false");
+    rows += row;
+  }
+  std::fflush(stdout);
+  return rows;
+}
+
+void write_json(std::string const& path, std::string const& command, int rounds,
+                std::string const& rows) {
+  cudaDeviceProp device{};
+  TESSERA_CUDA(cudaGetDeviceProperties(&device, 0));
+  FILE* const file = std::fopen(path.c_str(), "w");
+  if (file == nullptr) {
+    std::fprintf(stderr, "cannot write %s\n", path.c_str());
+    std::exit(1);
+  }
+  std::fprintf(
+      file,
+      "{\"command\": \"%s\", \"commit\": \"%s\", \"device\": \"%s\", \"driver\": \"%s\", "
+      "\"clocks_mhz\": [%s], \"date\": \"%s\",\n \"protocol\": \"median of %d replays, in random "
+      "order, of a graph of %d calls over %d rotating sets; tbps: every array once\",\n "
+      "\"rows\": [%s\n]}\n",
+      command.c_str(), std::getenv("COMMIT") ? std::getenv("COMMIT") : "", device.name,
+      read_command("nvidia-smi --query-gpu=driver_version --format=csv,noheader").c_str(),
+      read_command("nvidia-smi --query-gpu=clocks.sm,clocks.mem --format=csv,noheader,nounits")
+          .c_str(),
+      read_command("date +%F").c_str(), rounds, kRepeats, kSets, rows.c_str());
+  std::fclose(file);
+}
+
+}  // namespace
+}  // namespace tessera::bench
+
+int main(int argc, char** argv) {
+  std::string command, json, config, rows;
+  int rounds = 30;
+  for (int i = 0; i < argc; ++i) command += (i ? " " : "") + std::string(argv[i]);
+  for (int i = 1; i < argc; ++i) {
+    std::string const flag = argv[i];
+    bool const has_value = i + 1 < argc;
+    if (flag == "--json" && has_value) {
+      json = argv[++i];
+    } else if (flag == "--config" && has_value) {
+      config = argv[++i];
+    } else if (flag == "--rounds" && has_value && std::atoi(argv[i + 1]) > 0) {
+      rounds = std::atoi(argv[++i]);
+    } else {
+      std::fprintf(stderr, "unknown option %s\n", flag.c_str());
+      return 2;
+    }
+  }
+  for (tessera::bench::Shape const& s : tessera::bench::kShapes) {
+    if (!config.empty() && config != s.name) continue;
+    rows += (rows.empty() ? "" : ",") + tessera::bench::bench_shape(s, rounds);
+  }
+  if (rows.empty()) {
+    std::fprintf(stderr, "--config %s: not one of this program's\n", config.c_str());
+    return 2;
+  }
+  if (!json.empty()) tessera::bench::write_json(json, command, rounds, rows);
+  return rows.find("\"checked\": false") == std::string::npos ? 0 : 1;
+}

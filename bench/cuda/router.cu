@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The router's three GEMMs: the library's choice against other configurations, each compared with its plain twin, then
-// timed in random order. Beside them what they cannot beat: x read once, in the boxes that they read it in and in whole
-// rows. Each candidate is a graph of kRepeats calls over rotating buffers larger than L2, divided: launches included, gaps
-// of an eager stream not.
+// The router's three GEMMs: the library's choice against other configurations, each compared with its plain twin,
+// then timed in random order. Beside them what they cannot beat: x read once, in the boxes that they read it in and in
+// whole rows. Each candidate is a graph of kRepeats calls over rotating buffers larger than L2, divided: launches
+// included, gaps of an eager stream not.
 //
 //   router [--config NAME] [--rounds N] [--json FILE]
 #include <cstring>

@@ -1,0 +1,394 @@
+// SPDX-License-Identifier: Apache-2.0
+// Builds of the library against each other: the layer as a whole, forward and backward, in one process and in random
+// order, through the C ABI. Every build works on the same tensors and has its own outputs, which are compared with the
+// first one's. The last column is the median over the rounds of its time over the first one's in the same round.
+//
+//   libraries --library NAME=PATH --library NAME=PATH .. [--config NAME].. [--rounds N] [--json FILE]
+#include <dlfcn.h>
+
+#include <cstring>
+#include <memory>
+
+#include "support.cuh"
+#include "tessera/shape.hpp"
+#include "tessera/tessera.h"
+
+namespace tessera::bench {
+namespace {
+
+constexpr int kWarmUps = 10;
+constexpr int64_t kFillBytes = int64_t{256} << 20;  // lets the host get ahead of the GPU
+
+struct Config {
+  char const* name;
+  MoeShape shape;
+};
+
+constexpr MoeShape shape_of(int64_t tokens, int64_t hidden, int64_t intermediate, int64_t experts,
+                            int64_t top_k) {
+  return {.tokens = tokens,
+          .hidden = hidden,
+          .intermediate = intermediate,
+          .experts = experts,
+          .top_k = top_k};
+}
+
+constexpr Config kConfigs[] = {
+    {"1.4B-n256", shape_of(40960, 768, 256, 128, 8)},
+    {"7B-n256", shape_of(24576, 1536, 256, 128, 8)},
+    {"7B-n512", shape_of(24576, 1536, 512, 64, 4)},
+    {"7B-n1024", shape_of(24576, 1536, 1024, 32, 2)},
+    {"30B-n256", shape_of(32768, 4096, 256, 256, 16)},
+    {"30B-n1024", shape_of(32768, 4096, 1024, 64, 4)},
+    {"120B-n512", shape_of(32768, 4096, 512, 256, 16)},
+    {"Qwen3Next", shape_of(32768, 2048, 512, 512, 10)},
+    {"Qwen3-30B", shape_of(32768, 2048, 768, 128, 8)},
+    {"OLMoE", shape_of(32768, 2048, 1024, 64, 8)},
+};
+
+[[noreturn]] void fail(std::string const& text) {
+  std::fprintf(stderr, "%s\n", text.c_str());
+  std::exit(1);
+}
+
+struct Library {
+  Library(std::string name_, std::string const& path) : name(std::move(name_)) {
+    void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (handle == nullptr) fail(dlerror());
+    auto const find = [&](auto& function, char const* symbol) {
+      function =
+          reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(handle, symbol));
+      if (function == nullptr) fail(path + " has no " + symbol);
+    };
+    find(last_error, "tessera_last_error");
+    find(workspace, "tessera_moe_workspace");
+    find(saved, "tessera_moe_saved");
+    find(forward, "tessera_moe_forward");
+    find(backward, "tessera_moe_backward");
+    decltype(&tessera_context_create) create = nullptr;
+    find(create, "tessera_context_create");
+    check(create(TESSERA_CUDA, 0, 1, &context));
+  }
+  void check(int status) const {
+    if (status != TESSERA_OK) fail(name + ": " + last_error());
+  }
+
+  std::string name;
+  tessera_context* context = nullptr;
+  decltype(&tessera_last_error) last_error = nullptr;
+  decltype(&tessera_moe_workspace) workspace = nullptr;
+  decltype(&tessera_moe_saved) saved = nullptr;
+  decltype(&tessera_moe_forward) forward = nullptr;
+  decltype(&tessera_moe_backward) backward = nullptr;
+};
+
+tessera_tensor tensor_of(DeviceBuffer<bf16> const& buffer, std::initializer_list<int64_t> shape) {
+  tessera_tensor out{};
+  out.data = buffer.get();
+  out.dtype = TESSERA_BF16;
+  out.device_kind = TESSERA_CUDA;
+  out.rank = int32_t(shape.size());
+  std::copy(shape.begin(), shape.end(), out.shape);
+  int64_t stride = 1;
+  for (int axis = out.rank - 1; axis >= 0; --axis) {
+    out.stride[axis] = stride;
+    stride *= out.shape[axis];
+  }
+  return out;
+}
+
+// What all builds read.
+struct Inputs {
+  explicit Inputs(Config const& config)
+      : shape(config.shape),
+        x(shape.tokens * shape.hidden),
+        d_o(shape.tokens * shape.hidden),
+        w_router(shape.experts * shape.hidden),
+        w_up(shape.experts * 2 * shape.intermediate * shape.hidden),
+        w_down(shape.experts * shape.intermediate * shape.hidden) {
+    auto const fill = [](DeviceBuffer<bf16> const& to, uint64_t seed, double fan_in) {
+      fill_uniform<<<4096, 256>>>(to.get(), to.count(), seed, float(std::sqrt(3.0 / fan_in)));
+    };
+    fill(x, 1, 3);
+    fill(d_o, 2, 3);
+    fill(w_router, 3, double(shape.hidden));
+    fill(w_up, 4, double(shape.hidden));
+    fill(w_down, 5, double(shape.intermediate));
+    TESSERA_CUDA(cudaDeviceSynchronize());
+  }
+  MoeShape shape;
+  DeviceBuffer<bf16> x, d_o, w_router, w_up, w_down;
+};
+
+// One build's calls, and what it writes.
+class Layer {
+ public:
+  Layer(Library const& library, Inputs const& in)
+      : library_(library),
+        desc_(desc_of(in.shape)),
+        routing_(saved_bytes(2)),
+        workspace_(std::max(workspace_bytes(TESSERA_PASS_FORWARD),
+                            workspace_bytes(TESSERA_PASS_BACKWARD))),
+        h_(in.shape.tokens * in.shape.top_k * 2 * in.shape.intermediate),
+        o_(in.x.count()),
+        dx_(in.x.count()),
+        dw_router_(in.w_router.count()),
+        dw_up_(in.w_up.count()),
+        dw_down_(in.w_down.count()) {
+    MoeShape const& s = in.shape;
+    int64_t const t = s.tokens, d = s.hidden, n = s.intermediate, e = s.experts;
+    forward_.size = sizeof forward_;
+    forward_.x = tensor_of(in.x, {t, d});
+    forward_.w_router = tensor_of(in.w_router, {e, d});
+    forward_.weights.w_up = tensor_of(in.w_up, {e, 2 * n, d});
+    forward_.weights.w_down = tensor_of(in.w_down, {e, d, n});
+    forward_.o = tensor_of(o_, {t, d});
+    forward_.h = tensor_of(h_, {t * s.top_k, 2 * n});
+    forward_.routing = {routing_.get(), size_t(routing_.count())};
+    forward_.workspace = {workspace_.get(), size_t(workspace_.count())};
+    backward_.size = sizeof backward_;
+    backward_.d_o = tensor_of(in.d_o, {t, d});
+    backward_.x = forward_.x;
+    backward_.h = forward_.h;
+    backward_.routing = forward_.routing;
+    backward_.w_router = forward_.w_router;
+    backward_.weights = forward_.weights;
+    backward_.dx = tensor_of(dx_, {t, d});
+    backward_.dw_up = tensor_of(dw_up_, {e, 2 * n, d});
+    backward_.dw_down = tensor_of(dw_down_, {e, d, n});
+    backward_.dw_router = tensor_of(dw_router_, {e, d});
+    backward_.workspace = forward_.workspace;
+  }
+  void run(bool backward, cudaStream_t stream) const {
+    library_.check(backward ? library_.backward(library_.context, &desc_, &backward_, stream)
+                            : library_.forward(library_.context, &desc_, &forward_, stream));
+  }
+  std::vector<std::pair<char const*, DeviceBuffer<bf16> const*>> outputs() const {
+    return {{"o", &o_},
+            {"dx", &dx_},
+            {"dw_router", &dw_router_},
+            {"dw_up", &dw_up_},
+            {"dw_down", &dw_down_}};
+  }
+  Library const& library() const { return library_; }
+
+ private:
+  static tessera_moe_desc desc_of(MoeShape const& s) {
+    tessera_moe_desc desc{};
+    desc.size = sizeof desc;
+    desc.tokens = s.tokens;
+    desc.hidden = s.hidden;
+    desc.intermediate = s.intermediate;
+    desc.experts = s.experts;
+    desc.top_k = s.top_k;
+    desc.dtype = TESSERA_BF16;
+    desc.router = int32_t(RouterKind::topk_softmax);
+    return desc;
+  }
+  int64_t saved_bytes(int which) const {
+    size_t bytes[3] = {};
+    library_.check(library_.saved(&desc_, &bytes[0], &bytes[1], &bytes[2]));
+    return int64_t(bytes[which]);
+  }
+  int64_t workspace_bytes(int pass) const {
+    size_t bytes = 0;
+    library_.check(library_.workspace(library_.context, &desc_, pass, &bytes));
+    return int64_t(bytes);
+  }
+
+  Library const& library_;
+  tessera_moe_desc desc_;
+  DeviceBuffer<char> routing_, workspace_;
+  DeviceBuffer<bf16> h_, o_, dx_, dw_router_, dw_up_, dw_down_;
+  tessera_forward_args forward_{};
+  tessera_backward_args backward_{};
+};
+
+// sums[0] of (a-b)^2, sums[1] of b^2; differences that are no numbers count as such.
+__global__ void add_squares(bf16 const* a, bf16 const* b, int64_t count, double* sums) {
+  double difference = 0, size = 0;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    double const ref = __bfloat162float(b[i]), delta = __bfloat162float(a[i]) - ref;
+    difference += delta * delta;
+    size += ref * ref;
+  }
+  atomicAdd(&sums[0], difference);
+  atomicAdd(&sums[1], size);
+}
+
+// ||a - b|| / ||b||.
+double distance(DeviceBuffer<bf16> const& a, DeviceBuffer<bf16> const& b) {
+  DeviceBuffer<double> sums(std::vector<double>{0, 0});
+  add_squares<<<1024, 256>>>(a.get(), b.get(), a.count(), sums.get());
+  double host[2];
+  TESSERA_CUDA(cudaMemcpy(host, sums.get(), sizeof host, cudaMemcpyDeviceToHost));
+  return std::sqrt(host[0] / host[1]);
+}
+
+// Builds may round differently: both are within some 2^-9 of what is right.
+bool agrees(Layer const& own, Layer const& first, char const* config) {
+  bool all = true;
+  for (size_t i = 0; i < own.outputs().size(); ++i) {
+    auto const [name, buffer] = own.outputs()[i];
+    double const error = distance(*buffer, *first.outputs()[i].second);
+    if (error <= 0x1p-7) continue;
+    std::printf("%s %s: %s differs by %.2e of its norm\n", config, own.library().name.c_str(), name,
+                error);
+    all = false;
+  }
+  return all;
+}
+
+struct Times {
+  std::vector<float> ms, of_first;
+};
+
+// [pass][library]
+std::vector<std::vector<Times>> time_all(std::vector<std::unique_ptr<Layer>> const& layers,
+                                         int rounds) {
+  DeviceBuffer<char> const scratch(kFillBytes);
+  cudaStream_t stream;
+  TESSERA_CUDA(cudaStreamCreate(&stream));
+  size_t const count = layers.size();
+  std::vector<cudaEvent_t> begin(2 * count), end(2 * count);
+  for (auto* events : {&begin, &end}) {
+    for (cudaEvent_t& event : *events) TESSERA_CUDA(cudaEventCreate(&event));
+  }
+  std::vector<std::vector<Times>> times(2, std::vector<Times>(count));
+  std::vector<size_t> order(2 * count);
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::mt19937 random(1);
+  for (int round = -kWarmUps; round < rounds; ++round) {
+    TESSERA_CUDA(cudaMemsetAsync(scratch.get(), 0, kFillBytes, stream));
+    std::shuffle(order.begin(), order.end(), random);
+    for (size_t const next : order) {
+      TESSERA_CUDA(cudaEventRecord(begin[next], stream));
+      layers[next / 2]->run(next % 2 == 1, stream);
+      TESSERA_CUDA(cudaEventRecord(end[next], stream));
+    }
+    TESSERA_CUDA(cudaStreamSynchronize(stream));
+    if (round < 0) continue;
+    for (size_t pass = 0; pass < 2; ++pass) {
+      float first = 0;
+      for (size_t i = 0; i < count; ++i) {
+        float ms = 0;
+        TESSERA_CUDA(cudaEventElapsedTime(&ms, begin[2 * i + pass], end[2 * i + pass]));
+        if (i == 0) first = ms;
+        times[pass][i].ms.push_back(ms);
+        times[pass][i].of_first.push_back(ms / first);
+      }
+    }
+  }
+  for (auto* events : {&begin, &end}) {
+    for (cudaEvent_t const event : *events) TESSERA_CUDA(cudaEventDestroy(event));
+  }
+  TESSERA_CUDA(cudaStreamDestroy(stream));
+  return times;
+}
+
+std::string bench_config(Config const& config, std::vector<Library> const& libraries, int rounds) {
+  Inputs const inputs(config);
+  std::vector<std::unique_ptr<Layer>> layers;
+  std::vector<bool> checked;
+  for (Library const& library : libraries) {
+    layers.push_back(std::make_unique<Layer>(library, inputs));
+    for (auto const& [name, buffer] : layers.back()->outputs()) buffer->poison();
+    layers.back()->run(false, nullptr);
+    layers.back()->run(true, nullptr);
+    TESSERA_CUDA(cudaDeviceSynchronize());
+    checked.push_back(agrees(*layers.back(), *layers.front(), config.name));
+  }
+  std::vector<std::vector<Times>> const times = time_all(layers, rounds);
+  std::string rows;
+  MoeShape const& s = config.shape;
+  for (size_t pass = 0; pass < 2; ++pass) {
+    for (size_t i = 0; i < layers.size(); ++i) {
+      Quantiles const t = quantiles(times[pass][i].ms), ratio = quantiles(times[pass][i].of_first);
+      char const* const of = pass == 0 ? "forward" : "backward";
+      std::printf("%-10s %-8s %-16s %8.4f ms  %.4f (%.4f to %.4f)%s\n", config.name, of,
+                  libraries[i].name.c_str(), t.median, ratio.median, ratio.p10, ratio.p90,
+                  checked[i] ? "" : "  DIFFERS");
+      char row[512];
+      std::snprintf(row, sizeof row,
+                    "%s\n  {\"config\": \"%s\", \"shape\": [%lld, %lld, %lld, %lld, %lld], "
+                    "\"dtype\": \"bf16\", \"gpus\": 1, \"router\": \"topk-softmax\", \"pass\": "
+                    "\"%s\", \"impl\": \"tessera\", \"variant\": \"%s\", \"ms\": %.5f, "
+                    "\"ms_p10\": %.5f, \"ms_p90\": %.5f, \"of_first\": %.5f, \"checked\": %s}",
+                    rows.empty() ? "" : ",", config.name, (long long)s.tokens, (long long)s.hidden,
+                    (long long)s.intermediate, (long long)s.experts, (long long)s.top_k, of,
+                    libraries[i].name.c_str(), t.median, t.p10, t.p90, ratio.median,
+                    checked[i] ? "true" : "false");
+      rows += row;
+    }
+  }
+  std::fflush(stdout);
+  return rows;
+}
+
+void write_json(std::string const& path, std::string const& command, int rounds,
+                std::string const& rows) {
+  cudaDeviceProp device{};
+  TESSERA_CUDA(cudaGetDeviceProperties(&device, 0));
+  FILE* const file = std::fopen(path.c_str(), "w");
+  if (file == nullptr) fail("cannot write " + path);
+  std::fprintf(
+      file,
+      "{\"command\": \"%s\", \"commit\": \"%s\", \"device\": \"%s\", \"driver\": \"%s\", "
+      "\"clocks_mhz\": [%s], \"date\": \"%s\",\n \"protocol\": \"%d rounds after %d warm-ups; a "
+      "round "
+      "runs every build and pass once, in random order; of_first: median of the ratio to the first "
+      "build in the same round\",\n \"rows\": [%s\n]}\n",
+      command.c_str(), std::getenv("COMMIT") ? std::getenv("COMMIT") : "", device.name,
+      read_command("nvidia-smi --query-gpu=driver_version --format=csv,noheader").c_str(),
+      read_command("nvidia-smi --query-gpu=clocks.sm,clocks.mem --format=csv,noheader,nounits")
+          .c_str(),
+      read_command("date +%F").c_str(), rounds, kWarmUps, rows.c_str());
+  std::fclose(file);
+}
+
+Config const& config_of(std::string const& name) {
+  for (Config const& config : kConfigs) {
+    if (name == config.name) return config;
+  }
+  fail("--config " + name + ": not one of this program's");
+}
+
+}  // namespace
+}  // namespace tessera::bench
+
+int main(int argc, char** argv) {
+  using namespace tessera::bench;
+  std::vector<Library> libraries;
+  std::vector<std::string> configs;
+  std::string command, json, rows;
+  int rounds = 60;
+  for (int i = 0; i < argc; ++i) command += (i ? " " : "") + std::string(argv[i]);
+  for (int i = 1; i < argc; ++i) {
+    std::string const flag = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
+    size_t const equals = value.find('=');
+    if (flag == "--library" && equals != std::string::npos) {
+      libraries.emplace_back(value.substr(0, equals), value.substr(equals + 1));
+    } else if (flag == "--config" && !value.empty()) {
+      configs.push_back(config_of(value).name);
+    } else if (flag == "--rounds" && std::atoi(value.c_str()) > 0) {
+      rounds = std::atoi(value.c_str());
+    } else if (flag == "--json" && !value.empty()) {
+      json = value;
+    } else {
+      std::fprintf(stderr, "unknown option %s %s\n", flag.c_str(), value.c_str());
+      return 2;
+    }
+    ++i;
+  }
+  if (libraries.empty()) {
+    std::fprintf(stderr, "no --library NAME=PATH\n");
+    return 2;
+  }
+  if (configs.empty()) configs = {"7B-n256", "7B-n1024", "30B-n1024"};
+  for (std::string const& config : configs) {
+    rows += (rows.empty() ? "" : ",") + bench_config(config_of(config), libraries, rounds);
+  }
+  if (!json.empty()) write_json(json, command, rounds, rows);
+  return rows.find("\"checked\": false") == std::string::npos ? 0 : 1;
+}

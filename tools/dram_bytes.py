@@ -146,7 +146,10 @@ def profile(ncu: str, tessera: str, config: str) -> list[Kernel]:
         "--kernel-name", "regex:tessera::cuda", "--launch-count", str(LAUNCHES), "--kill", "on",
         tessera, "bench", "--device", "cuda", "--config", config, "--pass", "backward", "--seconds", "0", "--no-check",
     ]  # fmt: skip
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        sys.exit(f"--ncu {ncu}: not found; Nsight Compute comes with the CUDA toolkit, or give its path")
     kernels = parse(run.stdout)
     if not kernels:
         sys.exit(f"{config}: ncu gave no kernels (exit {run.returncode})\n{run.stderr[-2000:]}{run.stdout[-2000:]}")

@@ -7,6 +7,9 @@ of their launches, and the CPU time is that of all threads: torch runs backward 
 `one thread`, in the caller's (torch.autograd.set_multithreading_enabled(False)). Beside them stands the same layer in
 torch's own operations, with grouped_mm (examples/torch_experts.py).
 
+Then the same calls cut in pieces by the wall clock, medians: Python before the library's function, in it, Python after
+it, and, in backward, what torch's engine takes around it. On a GPU the device is idle when a call begins.
+
 usage: host_time.py [--device cuda] [--out FILE]
 """
 
@@ -16,6 +19,7 @@ import datetime
 import json
 import pathlib
 import platform
+import statistics
 import subprocess
 import sys
 import time
@@ -26,7 +30,7 @@ import tessera  # noqa: E402
 import torch  # noqa: E402
 import torch_experts  # noqa: E402
 from tessera import library  # noqa: E402
-from tessera.ops import plans  # noqa: E402
+from tessera.ops import autograd, plans  # noqa: E402
 
 REPEATS, CALLS, LAYERS = 9, 1000, 8
 
@@ -54,7 +58,57 @@ class Nothing(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
 
 
-def measurements(device: str) -> dict:
+def pieces(device: str, made: list, moe, chain, d_o, clear) -> dict:
+    """Medians of CALLS calls. made: the plans that serve them; chain: forward through LAYERS layers."""
+    now, marks = time.perf_counter_ns, []
+
+    def marked(function):
+        def call(*arguments):
+            marks.append(now())
+            result = function(*arguments)
+            marks.append(now())
+            return result
+        return call
+
+    def start() -> int:
+        if device != "cpu":
+            torch.cuda.synchronize()
+        marks.clear()
+        return now()
+
+    def forward(call) -> tuple:
+        begin = start()
+        call()
+        end = now()
+        (entered, left) = marks
+        return entered - begin, left - entered, end - left
+
+    def backward() -> tuple:
+        h = chain(LAYERS)()
+        begin = start()
+        h.backward(d_o)
+        whole = now() - begin
+        clear()
+        first, entered, left, last = [sum(marks[i::4]) for i in range(4)]
+        return entered - first, left - entered, last - left, whole - (last - first)
+
+    functions, unmarked = [plan.function for plan in made], autograd.Layer.backward
+    for plan in made:
+        plan.function = marked(plan.function)
+    autograd.Layer.backward = staticmethod(marked(unmarked))
+    passes = {"forward without gradient": (lambda: forward(moe), 1),
+              "forward with gradient": (lambda: forward(chain(1)), 1), "backward": (backward, LAYERS)}
+    names, cut = ("before_us", "library_us", "after_us", "engine_us"), {}
+    for name, (sample, layers) in passes.items():
+        medians = map(statistics.median, zip(*[sample() for _ in range(CALLS)], strict=True))
+        cut[name] = {piece: round(1e-3 * time / layers, 2) for piece, time in zip(names, medians, strict=False)}
+    for plan, function in zip(made, functions, strict=True):
+        plan.function = function
+    autograd.Layer.backward = staticmethod(unmarked)
+    return cut
+
+
+def measurements(device: str) -> tuple[dict, dict]:
     torch.manual_seed(0)
 
     def draw(*shape):
@@ -74,15 +128,23 @@ def measurements(device: str) -> dict:
     def grouped_mm():
         torch_experts.grouped_mm_experts(x, ids, scores, w_up, w_down)
 
-    def training():
-        h = leaf
-        for weights in layers:
-            h = tessera.moe(h, *weights, top_k=2)
-        h.backward(d_o)
+    def chain(count):
+        def forward():
+            h = leaf
+            for weights in layers[:count]:
+                h = tessera.moe(h, *weights, top_k=2)
+            return h
+        return forward
+
+    def clear():
         leaf.grad = None
         for weights in layers:
             for weight in weights:
                 weight.grad = None
+
+    def training():
+        chain(LAYERS)().backward(d_o)
+        clear()
 
     def one_thread(call):
         def run():
@@ -95,10 +157,7 @@ def measurements(device: str) -> dict:
         for weights in layers:
             h = Nothing.apply(h, *weights)
         h.backward(d_o)
-        leaf.grad = None
-        for weights in layers:
-            for weight in weights:
-                weight.grad = None
+        clear()
 
     calls = {"moe": (moe, 1), "routed_experts": (routed, 1),
              "routed_experts in torch's operations": (grouped_mm, 1), "moe forward + backward": (training, LAYERS),
@@ -111,13 +170,14 @@ def measurements(device: str) -> dict:
     for call, _ in calls.values():
         call()
     whole = {name: microseconds(*call, device) for name, call in calls.items()}
+    cut = pieces(device, made, moe, chain, d_o, clear)
     nothing = ctypes.CDLL(library.load()._name).tessera_context_destroy  # of NULL: returns at once
     nothing.argtypes = [ctypes.c_void_p] * 4
     nothing.restype = None
     for plan in made:
         plan.function = lambda *_: nothing(None, None, None, None)
     host = {name: microseconds(*call, device) for name, call in calls.items()}
-    return {name: {"call_us": whole[name], "host_us": host[name]} for name in calls}
+    return {name: {"call_us": whole[name], "host_us": host[name]} for name in calls}, cut
 
 
 def main() -> None:
@@ -128,6 +188,9 @@ def main() -> None:
     on_gpu = arguments.device != "cpu"
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "")
+    rows, cut = measurements(arguments.device)
+    for name, row in {**rows, **cut}.items():
+        print(f"{name}: " + ", ".join(f"{piece.removesuffix('_us')} {time:.2f}" for piece, time in row.items()))
     result = {
         "command": "bench/python/host_time.py" + (f" --device {arguments.device}" if on_gpu else "")
                    + (f" --out {arguments.out}" if arguments.out else ""),
@@ -136,13 +199,11 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "protocol": f"CPU time of {'all threads' if on_gpu else 'the thread'}, best of {REPEATS} times {CALLS} calls; "
                     f"T=1 d=16 n=16 E=8 K=2 {'bf16' if on_gpu else 'fp32'}",
-        "python": platform.python_version(), "torch": torch.__version__, "rows": measurements(arguments.device),
+        "python": platform.python_version(), "torch": torch.__version__, "rows": rows, "pieces": cut,
     }
-    text = json.dumps(result, indent=1)
-    print(text)
     if arguments.out:
         with open(arguments.out, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+            file.write(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

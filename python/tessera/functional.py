@@ -56,30 +56,49 @@ def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = No
     """One layer call: results of moe_forward where a gradient or the tables are wanted, else [o].
 
     routing: topk_ids, topk_weights, w_router, b_router, selection_bias, expert_offsets, row_scores (or None each);
-    weights: as ops.WEIGHTS; buffers: weight gradients are added into these in backward (eager only).
+    weights: as WEIGHTS (ops/layer.py); buffers: weight gradients are added into these in backward (eager only).
     """
     arguments = (x, *routing, *weights)
-    gradients = False
+    compiling, cast = torch.compiler.is_compiling(), torch._C._is_any_autocast_enabled()
+    straight = not compiling and ops.autograd.direct()
+    if straight and not cast and not step:
+        call = ops.autograd.recall(text, arguments)
+        if call is not None:
+            return _run(call, arguments, buffers, step)
+    gradients, plain = False, True
     for tensor in arguments:
         if tensor is not None:
-            if type(tensor) not in ops.PLAIN:
-                arguments = tuple([local(t) for t in arguments])
+            plain = plain and type(tensor) in ops.autograd.PLAIN
             gradients = gradients or tensor.requires_grad
-    if torch._C._is_any_autocast_enabled():
+    alike = plain and not cast and not step
+    if not plain:
+        arguments = tuple([local(t) for t in arguments])
+        plain = all(t is None or type(t) in ops.autograd.PLAIN for t in arguments)
+    if cast:
         arguments = _autocast(arguments)
-    if gradients and torch.is_grad_enabled():
-        if torch.compiler.is_compiling():
+    training = gradients and torch.is_grad_enabled()
+    straight = straight and plain
+    if compiling or not (training or straight and not with_tables):
+        if training or with_tables:
             return torch.ops.tessera.moe_forward.default(*arguments, text, step)
-        results = ops.Layer.apply(buffers, with_tables, *arguments, text, step)
-        return results if with_tables else (results,)
-    if with_tables:
-        return torch.ops.tessera.moe_forward.default(*arguments, text, step)
-    if not torch.compiler.is_compiling() and ops.direct() and type(arguments[0]) in ops.PLAIN:
-        return (ops.moe_inference(*arguments, text, step),)
-    return (torch.ops.tessera.moe_inference.default(*arguments, text, step),)
+        return (torch.ops.tessera.moe_inference.default(*arguments, text, step),)
+    plan = ops.layer.plan_forward(arguments, text, step, training) if straight else None
+    call = ops.autograd.Call(text, arguments, with_tables, training, plan)
+    if straight and alike:
+        call.remember(arguments)
+    return _run(call, arguments, buffers, step)
 
 
-# Positions in ops.moe_forward's arguments that stay as they are under autocast: ids, scores, biases of the selection.
+def _run(call: ops.autograd.Call, arguments: tuple, buffers: tuple | None, step: int):
+    tensors = call.present(arguments)
+    if not call.training:
+        return call.plan.run(tensors, step=step)
+    apply = ops.autograd.Layer.apply if call.plan is None else ops.autograd.apply_directly
+    results = apply(call, buffers, step, *tensors)
+    return results if call.everything else (results,)
+
+
+# Positions in moe_forward's arguments that stay as they are under autocast: ids, scores, biases of the selection.
 _UNCAST = frozenset((1, 2, 5, 6, 7))
 
 
@@ -192,8 +211,8 @@ def grouped_experts(x, expert_offsets, w_up, w_down, *, row_scores=None, groupin
 
     x [R_alloc,d]; expert_offsets on x's device, int32 or int64: [E+1] offsets, or [E] `ends` or `counts` as
     `grouping` says; rows beyond the last group give zeros, and their content is never read. row_scores [R_alloc]
-    multiply the rows of y, differentiable. buffers: six tensors or None as ops.WEIGHTS, into which backward adds the
-    weight gradients instead of returning them. Weights and options as for `moe`.
+    multiply the rows of y, differentiable. buffers: six tensors or None (w_up, w_gate, w_down, b_up, b_gate, b_down),
+    into which backward adds the weight gradients instead of returning them. Weights and options as for `moe`.
 
         y = tessera.grouped_experts(x_sorted, num_tokens_per_expert, w_up, w_down, grouping="counts")
     """

@@ -342,9 +342,9 @@ class Operators(Layer):
 
     def test_checkpointing_saves_the_forward_op(self):
         runs = []
-        original = tessera.ops.layer._plan_forward
-        self.addCleanup(setattr, tessera.ops.layer, "_plan_forward", original)
-        tessera.ops.layer._plan_forward = lambda *a: runs.append(1) or original(*a)
+        original = tessera.ops.layer.plan_forward
+        self.addCleanup(setattr, tessera.ops.layer, "plan_forward", original)
+        tessera.ops.layer.plan_forward = lambda *a: runs.append(1) or original(*a)
         policy = functools.partial(checkpoint.create_selective_checkpoint_contexts,
                                    [torch.ops.tessera.moe_forward.default])
         o = checkpoint.checkpoint(lambda x: self.routed({**self.tensors, "x": x}).relu(), self.tensors["x"],
@@ -370,6 +370,87 @@ class Operators(Layer):
             self.assertTrue(torch.equal(a, b))
         (dx,) = torch.autograd.grad(self.routed(self.tensors).sum(), self.tensors["x"])  # an expanded gradient
         self.assertTrue(torch.isfinite(dx).all())
+
+    def test_a_call_unlike_the_last_one_is_seen(self):
+        """Each of these calls, after each other one, gives the bits that it gives where nothing is remembered."""
+        x, scores, w, other = self.data()[0], self.data()[2], self.weights(bias=True), self.weights(experts=9)
+        wide = x.new_zeros(self.tokens, 2 * self.hidden)
+        wide[:, 8:8 + self.hidden] = x
+        parameter = torch.nn.Parameter(w["w_up"])
+
+        def inputs(**changes):
+            t = {"x": x, "scores": scores, "w_up": w["w_up"], "w_down": w["w_down"], **changes}
+            return {name: tensor.detach().requires_grad_() for name, tensor in t.items()}
+
+        def resized():
+            t = inputs(w_down=other["w_down"])
+            parameter.data = other["w_up"]
+            return {**t, "w_up": parameter}
+
+        def as_it_was():
+            parameter.data = w["w_up"]
+            return {**inputs(), "w_up": parameter}
+
+        def frozen(*names):
+            t = inputs()
+            return {**t, **{name: t[name].detach() for name in names}}
+
+        def router(*names):  # both are [E], and in fp32 of one type
+            biases = {name: self.stored(torch.linspace(-1, 1, 5)) for name in names}
+            return {**inputs(), "w_router": self.router, **biases}
+
+        variants = [
+            inputs, as_it_was, resized, lambda: inputs(b_up=w["b_up"], b_down=w["b_down"]),
+            lambda: inputs(x=x[:7], scores=scores[:7]), lambda: inputs(x=wide[:, 8:8 + self.hidden]),
+            lambda: frozen("w_up"), lambda: frozen("x"), lambda: frozen("x", "scores", "w_up", "w_down"),
+            router, lambda: router("b_router"), lambda: router("selection_bias")]
+
+        def layer(t, ids):
+            if "w_router" not in t:
+                return tessera.routed_experts(t["x"], ids[:len(t["x"])], t["scores"], **pick(t))
+            bias = t.get("selection_bias")
+            return tessera.moe(t["x"], t["w_router"], **pick(t), top_k=2, router="sigmoid-bias",
+                               b_router=t.get("b_router"), selection_bias=None if bias is None else bias.float())
+
+        def results(variant, ids, threads):
+            torch.set_num_threads(threads)
+            t = variant()
+            with torch.no_grad():  # the same tensors where no gradient can be asked for
+                again = layer(t, ids)
+            self.assertFalse(again.requires_grad)
+            o = layer(t, ids)
+            wanted = [tensor for tensor in t.values() if tensor.requires_grad]
+            self.assertEqual(o.requires_grad, bool(wanted))
+            gradients = torch.autograd.grad(o, wanted, self.d_o[:len(o)], allow_unused=True) if wanted else ()
+            return [o.detach(), again, *[g for g in gradients if g is not None]]
+
+        self.addCleanup(torch.set_num_threads, torch.get_num_threads())
+        calls = [(v, ids, threads) for v in variants for ids in (self.ids, self.ids.int()) for threads in (1, 2)]
+        fresh = []
+        for call in calls:
+            tessera.ops.plans.here.forget()
+            fresh.append(results(*call))
+        order = torch.randperm(len(calls) ** 2, generator=torch.Generator().manual_seed(0)).tolist()
+        for pair in order[:400]:
+            for number in divmod(pair, len(calls)):
+                for a, b in zip(results(*calls[number]), fresh[number], strict=True):
+                    self.assertTrue(torch.equal(a, b), f"call {number} of {divmod(pair, len(calls))}")
+
+    def test_like_calls_are_remembered(self):
+        """Else they would be right and slow."""
+        original, asked = tessera.ops.layer.plan_forward, []
+        self.addCleanup(setattr, tessera.ops.layer, "plan_forward", original)
+        tessera.ops.layer.plan_forward = lambda *a: asked.append(1) or original(*a)
+        tessera.ops.plans.here.forget()
+        for _ in range(4):
+            self.gradients(self.routed(self.tensors))
+            with torch.no_grad():
+                self.routed(self.tensors)
+        self.assertEqual(len(asked), 2)
+        self.addCleanup(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(torch.get_num_threads() + 1)  # another context
+        self.routed(self.tensors)
+        self.assertEqual(len(asked), 3)
 
     def test_saved_tensors_hooks_may_change_strides(self):
         """Offloading hands contiguous copies back: what was learnt of the first strides must not be used for them."""

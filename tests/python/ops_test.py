@@ -136,9 +136,10 @@ class Fp32Operators(layers.Operators, unittest.TestCase):
 
     def test_autocast_casts_x_and_weights_but_not_scores(self):
         seen = []
-        original = tessera.ops.moe_inference
-        self.addCleanup(setattr, tessera.ops, "moe_inference", original)
-        tessera.ops.moe_inference = lambda *a: seen.append([t.dtype for t in a[:14] if t is not None]) or a[0]
+        original = tessera.ops.layer.plan_forward
+        self.addCleanup(setattr, tessera.ops.layer, "plan_forward", original)
+        tessera.ops.layer.plan_forward = lambda tensors, *a: (
+            seen.append([t.dtype for t in tensors if t is not None]) or original(tensors, *a))
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             self.routed(self.tensors)
         self.assertEqual(seen, [[torch.bfloat16, torch.int64, torch.float32, torch.bfloat16, torch.bfloat16]])

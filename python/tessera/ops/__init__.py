@@ -10,8 +10,8 @@
 
 import torch
 
-from tessera.ops import grouped_gemm, layer, route
-from tessera.ops.layer import GRADIENTS, PLAIN, WEIGHTS, Layer, direct, moe_inference
+from tessera.ops import autograd, grouped_gemm, layer, route
+from tessera.ops.layer import GRADIENTS, WEIGHTS
 
 if torch.torch_version.TorchVersion(torch.__version__) < (2, 10):
     raise ImportError(f"torch {torch.__version__}: Tessera needs 2.10 or later; update torch")
@@ -55,9 +55,9 @@ def _register(name: str, kernel, fake, autograd=None) -> None:
     _library.impl(name, autograd, "Autograd")
 
 
-_register("moe_forward", layer.moe_forward, layer.fake_forward, layer.moe_forward_autograd)
-_library.impl("moe_inference", moe_inference, "CPU")
-_library.impl("moe_inference", moe_inference, "CUDA")
+_register("moe_forward", layer.moe_forward, layer.fake_forward, autograd.moe_forward_autograd)
+_library.impl("moe_inference", layer.moe_inference, "CPU")
+_library.impl("moe_inference", layer.moe_inference, "CUDA")
 torch.library.register_fake("tessera::moe_inference", layer.fake_inference, lib=_library)
 _register("moe_backward", layer.moe_backward, layer.fake_backward)
 _register("moe_backward_accumulate", layer.moe_backward_accumulate, layer.fake_backward)

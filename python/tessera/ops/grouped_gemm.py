@@ -18,7 +18,7 @@ def _run_grouped_gemm(kind: int, names: tuple, tensors: tuple, c_shape: tuple, t
         plan.read(names, tensors)
         plan.write("c", c_shape, a.dtype)
         plan.ready(key, library.grouped_gemm_workspace_bytes(plan.context, plan.args))
-    return plan.run(tensors)[0]
+    return plan.run([t for t in tensors if t is not None])[0]
 
 
 def grouped_gemm(a, b, bias, expert_offsets, transpose_b):

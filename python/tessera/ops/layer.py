@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer as operators: kernels, fake kernels and autograd of moe_forward, moe_inference and moe_backward."""
-
-import functools
+"""The layer as operators: kernels and fake kernels of moe_forward, moe_inference and moe_backward."""
 
 import torch
 
 from tessera import library
 from tessera.library import BackwardArgs, ForwardArgs
-from tessera.ops.plans import DTYPES, Plan, describe, here, signature, word
+from tessera.ops.plans import DTYPES, Plan, describe, here, signature, field_word
 from tessera.options import Options, parse
 
 WEIGHTS = ("w_up", "w_gate", "w_down", "b_up", "b_gate", "b_down")
 GRADIENTS = ("dx", "dscores", "dw_router", "db_router", *("d" + name for name in WEIGHTS))
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _intermediate(options: Options, w_up: torch.Tensor, w_gate: torch.Tensor | None):
@@ -39,7 +36,7 @@ def _desc(options: Options, x: torch.Tensor, tensors: dict, top_k: int, ids_dtyp
 
 # --- forward
 
-_INPUTS = ("x", "topk_ids", "topk_weights", "w_router", "b_router", "selection_bias", "expert_offsets", "row_scores",
+INPUTS = ("x", "topk_ids", "topk_weights", "w_router", "b_router", "selection_bias", "expert_offsets", "row_scores",
            *WEIGHTS)
 
 
@@ -53,14 +50,14 @@ def _top_k(options: Options, topk_ids: torch.Tensor | None):
 
 
 def _forward_plan(key, tensors: tuple, text: str, training: bool) -> Plan:
-    named = dict(zip(_INPUTS, tensors, strict=True))
+    named = dict(zip(INPUTS, tensors, strict=True))
     options, x = parse(text), named["x"]
     ids = named["topk_ids"] if named["topk_ids"] is not None else named["expert_offsets"]
     desc = _desc(options, x, named, _top_k(options, named["topk_ids"]), torch.int32 if ids is None else ids.dtype)
     if not training:
         desc.save = 2
     plan = Plan("moe_forward", x.device, ForwardArgs(), desc)
-    plan.read(_INPUTS, tensors)
+    plan.read(INPUTS, tensors)
     plan.write("o", tuple(x.shape), x.dtype)
     if training:
         slots = options.slots(desc.tokens, desc.experts, desc.top_k)
@@ -73,16 +70,20 @@ def _forward_plan(key, tensors: tuple, text: str, training: bool) -> Plan:
     return plan.ready(key, library.moe_workspace_bytes(plan.context, desc, library.PASS_FORWARD))
 
 
-def _plan_forward(tensors: tuple, text: str, step: int, training: bool) -> Plan:
+def present(tensors) -> list:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def plan_forward(tensors: tuple, text: str, step: int, training: bool) -> Plan:
     key = (text, training, torch.get_num_threads(), signature(tensors), step != 0)
     return here.plans.get(key) or _forward_plan(key, tensors, text, training)
 
 
 def _run_forward(tensors: tuple, text: str, step: int, training: bool) -> list[torch.Tensor]:
-    return _plan_forward(tensors, text, step, training).run(tensors, step=step)
+    return plan_forward(tensors, text, step, training).run(present(tensors), step=step)
 
 
-# In the kernels `arguments` are the tensors of _INPUTS, then options and step.
+# In the kernels `arguments` are the tensors of INPUTS, then options and step.
 def moe_forward(*arguments) -> list[torch.Tensor]:
     return _run_forward(arguments[:14], arguments[14], *arguments[15:] or (0,), True)
 
@@ -92,7 +93,7 @@ def moe_inference(*arguments) -> torch.Tensor:
 
 
 def fake_forward(*arguments) -> list[torch.Tensor]:
-    named, options = dict(zip(_INPUTS, arguments, strict=False)), parse(arguments[14])
+    named, options = dict(zip(INPUTS, arguments, strict=False)), parse(arguments[14])
     x, w_up = named["x"], named["w_up"]
     tokens, experts = x.shape[0], w_up.shape[0]
     slots = options.slots(tokens, experts, _top_k(options, named["topk_ids"]), torch.sym_min)
@@ -111,8 +112,8 @@ def fake_inference(*arguments) -> torch.Tensor:
 
 # --- backward
 
-_SAVED = ("d_o", "x", "h", "routing", "w_router", "b_router", *WEIGHTS, "aux_dlogits")
-_WEIGHT_GRADIENT_WORDS = tuple(word(BackwardArgs, "d" + name) for name in WEIGHTS)
+SAVED = ("d_o", "x", "h", "routing", "w_router", "b_router", *WEIGHTS, "aux_dlogits")
+_WEIGHT_GRADIENT_WORDS = tuple(field_word(BackwardArgs, "d" + name) for name in WEIGHTS)
 
 
 def _slots(options: Options, named: dict):
@@ -132,15 +133,15 @@ def _gradient_shapes(options: Options, named: dict) -> dict:
     return shapes
 
 
-def _backward_plan(key, tensors: tuple, buffers: tuple, text: str, needs: int) -> Plan:
-    named = dict(zip(_SAVED, tensors, strict=True))
+def backward_plan(key, tensors: tuple, buffers: tuple, text: str, needs: int) -> Plan:
+    named = dict(zip(SAVED, tensors, strict=True))
     options, x = parse(text), named["x"]
     tokens = x.shape[0]
     given = not options.has_router and options.grouping == "slots" and tokens
     top_k = _slots(options, named) // tokens if given else options.top_k
     desc = _desc(options, x, named, top_k, torch.int32)
     plan = Plan("moe_backward", x.device, BackwardArgs(), desc)
-    plan.read(_SAVED, tuple([None if name == "h" and options.save != "h" else t for name, t in named.items()]))
+    plan.read(SAVED, tensors, unread=() if options.save == "h" else ("h",))
     # `accumulate` and the type of the buffers hold for all weight gradients of a call: those without a buffer are added
     # to zeros of that type.
     shared = None
@@ -161,118 +162,23 @@ def _backward_plan(key, tensors: tuple, buffers: tuple, text: str, needs: int) -
     return plan.ready(key, library.moe_workspace_bytes(plan.context, desc, library.PASS_BACKWARD))
 
 
-def _run_backward(tensors: tuple, buffers: tuple, text: str, needs: int) -> list[torch.Tensor]:
+def run_backward(tensors: tuple, buffers: tuple, text: str, needs: int) -> list[torch.Tensor]:
     key = (text, needs, torch.get_num_threads(), signature(tensors), signature(buffers))
-    plan = here.plans.get(key) or _backward_plan(key, tensors, buffers, text, needs)
-    return plan.run(tensors, [(w, b) for w, b in zip(_WEIGHT_GRADIENT_WORDS, buffers) if b is not None])
+    plan = here.plans.get(key) or backward_plan(key, tensors, buffers, text, needs)
+    return plan.run(present(tensors), [(w, b) for w, b in zip(_WEIGHT_GRADIENT_WORDS, buffers) if b is not None])
 
 
 def moe_backward(*arguments) -> list[torch.Tensor]:
-    return _run_backward(arguments[:-2], (), *arguments[-2:])
+    return run_backward(arguments[:-2], (), *arguments[-2:])
 
 
 def moe_backward_accumulate(*arguments) -> list[torch.Tensor]:
-    count = len(_SAVED)
-    return _run_backward(arguments[:count], arguments[count:-2], *arguments[-2:])
+    count = len(SAVED)
+    return run_backward(arguments[:count], arguments[count:-2], *arguments[-2:])
 
 
 def fake_backward(*arguments) -> list[torch.Tensor]:
-    named, options, needs = dict(zip(_SAVED, arguments, strict=False)), parse(arguments[-2]), arguments[-1]
+    named, options, needs = dict(zip(SAVED, arguments, strict=False)), parse(arguments[-2]), arguments[-1]
     shapes = _gradient_shapes(options, named)
     wanted = [name for bit, name in enumerate(GRADIENTS) if needs >> bit & 1]
     return [named["x"].new_empty(shapes[name][0], dtype=shapes[name][1]) for name in wanted]
-
-
-# --- autograd
-
-def direct() -> bool:
-    """Whether nothing could see the operators: no dispatch mode, no functional transform, no profiler. Then their
-    kernels are called without the dispatcher, which would take longer than they do."""
-    return not (torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack()
-                or torch._C._autograd._profiler_enabled())
-
-
-class Layer(torch.autograd.Function):
-    """Arguments: the buffers for weight gradients (a tuple as WEIGHTS, or None), whether all results are wanted or
-    o alone, then those of moe_forward, all of them.
-
-    Saved for backward: x, h, the routing tables and the weights. Ids and weights of the routing are in the tables.
-    """
-
-    @staticmethod
-    def forward(ctx, buffers, everything, *arguments):
-        if direct() and type(arguments[0]) in PLAIN:
-            tensors, text, step = arguments[:14], arguments[14], arguments[15]
-            plan = _plan_forward(tensors, text, step, True)
-            results = plan.run(tensors, step=step)
-            # Hooks on saved tensors may hand other strides back: then backward looks at them anew.
-            hooked = torch._C._autograd._top_saved_tensors_default_hooks(True)
-            ctx.plan = plan.number if hooked is None else None
-        else:
-            ctx.plan = None
-            with torch._C._AutoDispatchBelowAutograd():
-                results = torch.ops.tessera.moe_forward.default(*arguments)
-        o, h, routing, *_ = results
-        ctx.save_for_backward(arguments[0], h, routing, *arguments[3:5], *arguments[8:14])
-        ctx.options, ctx.buffers = arguments[14], buffers
-        given = arguments[2]
-        ctx.scores_shape = None if given is None else given.shape
-        ctx.set_materialize_grads(False)
-        if not everything:
-            return o
-        ctx.mark_non_differentiable(h, routing, *results[4:])
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx, d_o, _dh=None, _drouting=None, dlogits=None, _dcounts=None):
-        held = () if ctx.buffers is None else tuple([buffer is not None for buffer in ctx.buffers])
-        needs, positions = _wanted(ctx.needs_input_grad, held)
-        saved = (d_o, *ctx.saved_tensors, dlogits)
-        if d_o is None:
-            if dlogits is None:
-                return (None,) * 18
-            saved = (torch.zeros_like(saved[1]), *saved[1:])
-        if direct() and type(saved[0]) in PLAIN and not torch.is_grad_enabled():
-            if ctx.plan is not None and not held and dlogits is None and d_o.is_contiguous():
-                # All signatures follow from those of forward's plan.
-                key = (ctx.plan, needs)
-                plan = here.plans.get(key) or _backward_plan(key, saved, (), ctx.options, needs)
-                gradients = plan.run(saved)
-            else:
-                gradients = _run_backward(saved, ctx.buffers or (), ctx.options, needs)
-        elif not held:
-            gradients = torch.ops.tessera.moe_backward.default(*saved, ctx.options, needs)
-        else:
-            gradients = torch.ops.tessera.moe_backward_accumulate.default(*saved, *ctx.buffers, ctx.options, needs)
-        results = [None] * 18
-        for position, gradient in zip(positions, gradients, strict=True):
-            results[position] = gradient
-        if results[_TOPK_WEIGHTS] is not None:
-            results[_TOPK_WEIGHTS] = results[_TOPK_WEIGHTS].view(ctx.scores_shape)
-        return tuple(results)
-
-
-# Where moe_forward's arguments stand among Layer's.
-_TOPK_WEIGHTS, _ROW_SCORES = 4, 9
-_DIFFERENTIABLE = (2, _TOPK_WEIGHTS, 5, 6, *range(10, 16))  # in the order of GRADIENTS
-
-
-@functools.cache
-def _wanted(needs_input_grad: tuple, held: tuple) -> tuple[int, tuple]:
-    """The bits of the gradients that backward has to return, and where they stand among Layer's arguments. held: which
-    weights have a buffer of their own."""
-    needs, positions = 0, []
-    for bit, position in enumerate(_DIFFERENTIABLE):
-        if position == _TOPK_WEIGHTS and needs_input_grad[_ROW_SCORES]:
-            position = _ROW_SCORES
-        if needs_input_grad[position] and not (held and bit >= 4 and held[bit - 4]):
-            needs |= 1 << bit
-            positions.append(position)
-    return needs, tuple(positions)
-
-
-def moe_forward_autograd(*arguments) -> list[torch.Tensor]:
-    if torch.is_grad_enabled():
-        return list(Layer.apply(None, True, *arguments, *(0,) * (16 - len(arguments))))
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.tessera.moe_forward.default(*arguments)

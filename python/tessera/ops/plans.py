@@ -19,22 +19,41 @@ DTYPES = {torch.float32: library.FP32, torch.bfloat16: library.BF16, torch.float
 KINDS = {"cpu": library.CPU, "cuda": library.CUDA}
 MAX_PLANS = 1024  # per thread; a plan is about 4 KB
 SCRATCH_BYTES = 1 << 18
+_empty_strided_cpu = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)  # of torch.compile's generated code
 
 
 class _PerThread(threading.local):
     def __init__(self):
         self.plans = {}
+        self.calls = {}  # layer.py
         self.scratch = torch.empty(0, dtype=torch.uint8)
+
+    def forget(self) -> None:
+        self.plans.clear()
+        self.calls.clear()
 
 
 here = _PerThread()
 _numbers = itertools.count()
 # A forked child has one thread, and contexts of its own (library.py).
-os.register_at_fork(after_in_child=lambda: here.plans.clear())
+os.register_at_fork(after_in_child=lambda: here.forget())
 
 
 def signature(tensors: tuple) -> tuple:
     return tuple([t if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+
+
+def guard(tensors: tuple):
+    """check(*tensors) -> whether they are like these in type, storage type, device, shape, strides, requires_grad and
+    the state of the dispatcher. It is torch.compile's own, and takes a tenth of the time of `signature`; None where
+    this torch has no such thing."""
+    try:
+        made = torch._C._dynamo.guards.TensorGuards(
+            *tensors, dynamic_dims_sizes=[list(t.shape) for t in tensors],
+            dynamic_dims_strides=[list(t.stride()) for t in tensors])
+    except (AttributeError, TypeError):
+        return None
+    return made.check
 
 
 class Plan:
@@ -58,12 +77,14 @@ class Plan:
                           library.ctypes.addressof(args))
         self.inputs, self.copied, self.zeroed, self.converted, self.outputs, self.made = [], [], [], [], [], []
 
-    def read(self, names: tuple, tensors: tuple) -> None:
-        """Describes the inputs that are present; remembers which have to be copied into readable strides."""
-        for position, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
-            if tensor is None:
+    def read(self, names: tuple, tensors: tuple, unread: tuple = ()) -> None:
+        """Describes the inputs that are present; remembers which have to be copied into readable strides. The library
+        does not see those whose names are in `unread`."""
+        present = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
+        for position, (name, tensor) in enumerate(present):
+            if name in unread:
                 continue
-            self.inputs.append((position, word(type(self.args), name)))
+            self.inputs.append((position, field_word(type(self.args), name)))
             if not _readable(tensor):
                 self.copied.append(position)
                 tensor = tensor.contiguous()
@@ -84,33 +105,29 @@ class Plan:
             self.zeroed.append(position)
         if converted not in (None, dtype):
             self.converted.append((position, converted))
-        self.made.append((self.maker(dtype), shape, strides))
+        self.made.append(_maker(shape, strides, dtype, self.device))
         if name is None:
             return
-        self.outputs.append((position, word(type(self.args), name)))
+        self.outputs.append((position, field_word(type(self.args), name)))
         field = getattr(self.args, name)
         if isinstance(field, library.Buffer):
             field.bytes = math.prod(shape) * dtype.itemsize
         else:
             describe(name, field, shape, strides, dtype, self.device)
 
-    def maker(self, dtype: torch.dtype):
-        """make(shape, strides) -> a new tensor. Quicker than torch.empty; and as an empty tensor has no memory, a plan
-        that comes into being while a graph is captured holds none of the graph's."""
-        return torch.empty(0, dtype=dtype, device=self.device).new_empty_strided
-
     def ready(self, key, workspace: int) -> "Plan":
         self.workspace = self.args.workspace.bytes = workspace
-        self.make_workspace = self.maker(torch.uint8)
-        self.workspace_word = word(type(self.args), "workspace")
+        self.make_workspace = _maker((workspace,), (1,), torch.uint8, self.device)
+        self.workspace_word = field_word(type(self.args), "workspace")
         plans = here.plans
         if len(plans) >= MAX_PLANS:
-            plans.clear()
+            here.forget()
         plans[key] = self
         return self
 
     def run(self, tensors: tuple, buffers: tuple = (), step: int = 0) -> list[torch.Tensor]:
-        """One call of the library; returns the outputs. step: of stochastic rounding."""
+        """One call of the library on the inputs that are present, in the order of `read`; returns the outputs.
+        step: of stochastic rounding."""
         words = self.words
         if step:
             self.desc.step = step
@@ -122,7 +139,7 @@ class Plan:
             words[word] = tensors[position].data_ptr()
         for word, buffer in buffers:
             words[word] = buffer.data_ptr()
-        results = [make(shape, strides) for make, shape, strides in self.made]
+        results = [make(*how) for make, how in self.made]
         for position in self.zeroed:
             results[position].zero_()
         for position, word in self.outputs:
@@ -134,7 +151,8 @@ class Plan:
             if workspace.numel() < self.workspace:
                 workspace = here.scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
         else:
-            workspace = self.make_workspace((self.workspace,), (1,))
+            make, how = self.make_workspace
+            workspace = make(*how)
         words[self.workspace_word] = workspace.data_ptr()
         # The handle alone: an object of torch.cuda.Stream would take longer than the rest of this function.
         stream = torch._C._cuda_getCurrentRawStream(self.device.index) if cuda else None
@@ -144,6 +162,14 @@ class Plan:
         for position, dtype in self.converted:
             results[position] = results[position].to(dtype)
         return results
+
+
+def _maker(shape: tuple, strides: tuple, dtype: torch.dtype, device: torch.device) -> tuple:
+    """(make, how): make(*how) is a new tensor, sooner than torch.empty has one. A plan that comes into being while a
+    graph is captured holds none of the graph's memory: an empty tensor has none."""
+    if device.type == "cpu" and _empty_strided_cpu is not None:
+        return _empty_strided_cpu, (shape, strides, dtype)
+    return torch.empty(0, dtype=dtype, device=device).new_empty_strided, (shape, strides)
 
 
 def describe(name: str, field: library.Tensor, shape, stride, dtype: torch.dtype, device: torch.device) -> None:
@@ -163,7 +189,7 @@ def _contiguous_strides(shape) -> tuple:
     return torch.empty(shape, device="meta").stride()
 
 
-def word(struct: type, name: str) -> int:
+def field_word(struct: type, name: str) -> int:
     return getattr(struct, name).offset // 8
 
 

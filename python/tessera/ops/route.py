@@ -15,7 +15,7 @@ def route(*arguments) -> tuple:
     *tensors, text = arguments
     key = ("route", text, torch.get_num_threads(), signature(tensors))
     plan = here.plans.get(key) or _route_plan(key, tensors, text)
-    return tuple(plan.run(tensors))
+    return tuple(plan.run([t for t in tensors if t is not None]))
 
 
 def _route_plan(key, tensors: list, text: str) -> Plan:

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Autograd of the layer, and the short way that calls take in eager mode."""
+
+import functools
+import operator
+
+import torch
+
+from tessera.ops.layer import INPUTS, SAVED, backward_plan, plan_forward, run_backward
+from tessera.ops.plans import Plan, guard, here
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def direct() -> bool:
+    """Whether nothing could see the operators: no dispatch mode, no functional transform, no profiler. Then their
+    kernels are called without the dispatcher, which would take longer than they do."""
+    return not (torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack()
+                or torch._C._autograd._profiler_enabled())
+
+
+class Call:
+    """All that calls of a layer with the same options and like tensors have in common.
+
+    present(arguments): the tensors that are there, of INPUTS. plan: forward's, or None to go by the dispatcher.
+    everything: whether Layer returns all results of moe_forward, or o alone. kept: which of the tensors backward needs
+    besides x; scores: which is topk_weights.
+    """
+
+    __slots__ = ("text", "everything", "training", "plan", "positions", "present", "kept", "scores", "_absent",
+                 "_nothing", "_check", "_threads")
+
+    def __init__(self, text: str, arguments: tuple, everything: bool, training: bool, plan: Plan | None):
+        self.text, self.everything, self.training, self.plan = text, everything, training, plan
+        self.positions = tuple([i for i, tensor in enumerate(arguments) if tensor is not None])
+        self.present = operator.itemgetter(*self.positions)
+        self.kept = [i for i, position in enumerate(self.positions) if INPUTS[position] in SAVED and position]
+        self.scores = self.positions.index(_SCORES) if _SCORES in self.positions else None
+
+    def remember(self, arguments: tuple) -> None:
+        """For `recall`: the next call is most often like this one."""
+        absent = [i for i, tensor in enumerate(arguments) if tensor is None]
+        self._absent, self._nothing = operator.itemgetter(*absent), (None,) * len(absent)
+        self._check, self._threads = guard(self.present(arguments)), torch.get_num_threads()
+        if self._check is not None:
+            here.calls[self.text, torch.is_grad_enabled()] = self
+
+    def fits(self, arguments: tuple) -> bool:
+        return (self._absent(arguments) == self._nothing and self._check(*self.present(arguments))
+                and self._threads == torch.get_num_threads())
+
+
+def recall(text: str, arguments: tuple) -> Call | None:
+    """The last call with these options, if these tensors are like its."""
+    call = here.calls.get((text, torch.is_grad_enabled()))
+    return call if call is not None and call.fits(arguments) else None
+
+
+class Layer(torch.autograd.Function):
+    """Arguments: the call, the buffers for weight gradients (a tuple as WEIGHTS, or None), the step, and the tensors
+    that are present.
+
+    Saved for backward: x, h, the routing tables and the weights. Ids and weights of the routing are in the tables.
+    """
+
+    @staticmethod
+    def forward(ctx, call, buffers, step, *tensors):
+        if call.plan is not None:
+            results = call.plan.run(tensors, step=step)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                results = torch.ops.tessera.moe_forward.default(
+                    *_spread(call.positions, tensors, len(INPUTS)), call.text, step)
+        o, h, routing, *_ = results
+        ctx.save_for_backward(tensors[0], h, routing, *[tensors[i] for i in call.kept])
+        ctx.call, ctx.buffers = call, buffers
+        # Hooks on saved tensors may hand other strides back: then backward looks at them anew.
+        ctx.alike = call.plan is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        if call.scores is not None:
+            ctx.scores_shape = tensors[call.scores].shape
+        ctx.set_materialize_grads(False)
+        if not call.everything:
+            return o
+        ctx.mark_non_differentiable(h, routing, *results[4:])
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx, d_o, _dh=None, _drouting=None, dlogits=None, _dcounts=None):
+        call, buffers = ctx.call, ctx.buffers
+        held = () if buffers is None else tuple([buffer is not None for buffer in buffers])
+        needs, places, scores_place = _wanted(call.positions, ctx.needs_input_grad, held)
+        saved = ctx.saved_tensors
+        if d_o is None:
+            if dlogits is None:
+                return (None,) * len(ctx.needs_input_grad)
+            d_o = torch.zeros_like(saved[0])
+        plain = direct() and type(d_o) in PLAIN and not torch.is_grad_enabled()
+        if plain and ctx.alike and not held and dlogits is None and d_o.is_contiguous():
+            # All signatures follow from those of forward's plan.
+            key = (call.plan.number, needs)
+            plan = here.plans.get(key) or backward_plan(key, _all_saved(call, d_o, saved, None), (), call.text, needs)
+            gradients = plan.run((d_o, *saved))
+        else:
+            everything = _all_saved(call, d_o, saved, dlogits)
+            if plain:
+                gradients = run_backward(everything, buffers or (), call.text, needs)
+            elif not held:
+                gradients = torch.ops.tessera.moe_backward.default(*everything, call.text, needs)
+            else:
+                gradients = torch.ops.tessera.moe_backward_accumulate.default(*everything, *buffers, call.text, needs)
+        results = [None] * len(ctx.needs_input_grad)
+        for place, gradient in zip(places, gradients, strict=True):
+            results[place] = gradient
+        if scores_place is not None:
+            results[scores_place] = results[scores_place].view(ctx.scores_shape)
+        return tuple(results)
+
+
+# Layer.apply where `direct`: torch's own asks first whether functional transforms are active, tensor by tensor.
+apply_directly = super(torch.autograd.Function, Layer).apply
+
+_SCORES, _ROW_SCORES = INPUTS.index("topk_weights"), INPUTS.index("row_scores")
+_DIFFERENTIABLE = (0, _SCORES, 3, 4, *range(8, 14))  # of INPUTS, in the order of GRADIENTS
+
+
+def _spread(positions: tuple, tensors: tuple, count: int) -> list:
+    """A list of `count` with the tensors at these positions and None elsewhere."""
+    spread = [None] * count
+    for position, tensor in zip(positions, tensors, strict=True):
+        spread[position] = tensor
+    return spread
+
+
+def _all_saved(call: Call, d_o, saved: tuple, dlogits) -> tuple:
+    """As SAVED has them, of what Layer.forward kept."""
+    names = ("x", "h", "routing", *[INPUTS[call.positions[i]] for i in call.kept])
+    named = {"d_o": d_o, **dict(zip(names, saved, strict=True)), "aux_dlogits": dlogits}
+    return tuple([named.get(name) for name in SAVED])
+
+
+@functools.cache
+def _wanted(positions: tuple, needs_input_grad: tuple, held: tuple) -> tuple[int, tuple, int | None]:
+    """The bits of the gradients that backward has to return, where they stand among Layer's arguments, and where that
+    of topk_weights stands. held: which weights have a buffer of their own."""
+    needs, places, scores_place = 0, [], None
+    place_of = {position: place + 3 for place, position in enumerate(positions)}
+    for bit, position in enumerate(_DIFFERENTIABLE):
+        if position == _SCORES and _ROW_SCORES in place_of:
+            position = _ROW_SCORES
+        place = place_of.get(position)
+        if place is not None and needs_input_grad[place] and not (held and bit >= 4 and held[bit - 4]):
+            needs |= 1 << bit
+            places.append(place)
+            if position == _SCORES:
+                scores_place = place
+    return needs, tuple(places), scores_place
+
+
+def moe_forward_autograd(*arguments) -> list[torch.Tensor]:
+    if torch.is_grad_enabled():
+        tensors, text, step = arguments[:14], arguments[14], (arguments[15:] or (0,))[0]
+        call = Call(text, tensors, True, True, None)
+        return list(Layer.apply(call, None, step, *call.present(tensors)))
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.tessera.moe_forward.default(*arguments)

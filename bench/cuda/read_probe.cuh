@@ -12,19 +12,21 @@ namespace tessera::bench {
 constexpr int kReadSms = 132;  // of an H200: one CTA each
 
 // Reads in boxes of kRows rows x 128 bytes, column by column of a block of rows; kAtOnce boxes are asked for
-// together, which is kAtOnce * 128 bytes of every row. kAhead: boxes in flight.
-template <int kRows, int kAtOnce>
+// together, which is kAtOnce * 128 bytes of every row. kWithRows: with each comes the box of the first kWithRows rows
+// of another matrix, as B of a GEMM does. kAhead: boxes in flight.
+template <int kRows, int kAtOnce, int kWithRows>
 struct ReadBoxes {
-  static constexpr int kBytes = kRows * 128;
+  static constexpr int kOwnBytes = kRows * 128, kBytes = kOwnBytes + kWithRows * 128;
   static constexpr int kAhead = (192 << 10) / kBytes / kAtOnce * kAtOnce;
   static_assert(kAhead >= kAtOnce);
 };
 
-template <int kRows, int kAtOnce>
+template <int kRows, int kAtOnce, int kWithRows>
 __global__ void __launch_bounds__(32, 1)
-    read_boxes(__grid_constant__ CUtensorMap const map, int blocks, int block_columns) {
+    read_boxes(__grid_constant__ CUtensorMap const map, __grid_constant__ CUtensorMap const with,
+               int blocks, int block_columns) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Read = ReadBoxes<kRows, kAtOnce>;
+  using Read = ReadBoxes<kRows, kAtOnce, kWithRows>;
   namespace arch = cuda::arch;
   extern __shared__ __align__(1024) unsigned char smem[];
   __shared__ arch::Mbarrier full[Read::kAhead];
@@ -47,27 +49,35 @@ __global__ void __launch_bounds__(32, 1)
     int const block =
         static_cast<int>(blockIdx.x) + box / block_columns * static_cast<int>(gridDim.x);
     arch::mbarrier_arrive_expect_tx(&full[stage], Read::kBytes);
-    arch::tma_load(smem + stage * Read::kBytes, &map, &full[stage], box % block_columns * 64,
-                   block * kRows);
+    unsigned char* const smem_box = smem + stage * Read::kBytes;
+    int const column = box % block_columns * 64;
+    arch::tma_load(smem_box, &map, &full[stage], column, block * kRows);
+    if (kWithRows > 0) {
+      arch::tma_load(smem_box + Read::kOwnBytes, &with, &full[stage], column, 0);
+    }
   }
   for (int box = max(boxes - Read::kAhead, 0); box < boxes; ++box) arrived(box);
 #endif
 }
 
-template <int kRows, int kAtOnce>
+// with: (with_rows, columns), read only if kWithRows.
+template <int kRows, int kAtOnce, int kWithRows = 0>
 cudaError_t launch_read_boxes(bf16 const* gmem_x, int64_t rows, int64_t columns,
-                              cudaStream_t stream) {
-  using Read = ReadBoxes<kRows, kAtOnce>;
-  CUtensorMap map;
+                              bf16 const* gmem_with, int64_t with_rows, cudaStream_t stream) {
+  using Read = ReadBoxes<kRows, kAtOnce, kWithRows>;
+  auto const kernel = read_boxes<kRows, kAtOnce, kWithRows>;
+  CUtensorMap map, with;
   cudaError_t error = cuda::host::make_matrix_map(map, gmem_x, rows, columns, columns, kRows);
   if (error != cudaSuccess) return error;
+  error = cuda::host::make_matrix_map(with, gmem_with, with_rows, columns, columns,
+                                      kWithRows > 0 ? kWithRows : 64);
+  if (error != cudaSuccess) return error;
   constexpr int kSmem = Read::kAhead * Read::kBytes;
-  error = cudaFuncSetAttribute(read_boxes<kRows, kAtOnce>,
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmem);
   if (error != cudaSuccess) return error;
   int const blocks = int((rows + kRows - 1) / kRows);
-  read_boxes<kRows, kAtOnce>
-      <<<std::min(blocks, kReadSms), 32, kSmem, stream>>>(map, blocks, int((columns + 63) / 64));
+  kernel<<<std::min(blocks, kReadSms), 32, kSmem, stream>>>(map, with, blocks,
+                                                            int((columns + 63) / 64));
   return cudaGetLastError();
 }
 

@@ -290,11 +290,14 @@ std::vector<Candidate> candidates_of(Problem const& p, Reference const& ref) {
                    variant,
                    x,
                    [&p, launch](int set, cudaStream_t stream) {
-                     return launch(p.x[set]->get(), p.shape.tokens, p.shape.hidden, stream);
+                     return launch(p.x[set]->get(), p.shape.tokens, p.shape.hidden,
+                                   p.w_router.get(), p.shape.experts, stream);
                    },
                    {}});
   };
   read("boxes of 128 rows", launch_read_boxes<128, 1>);
+  read("128 rows, w_router", launch_read_boxes<128, 1, 128>);
+  read("128 rows, w_router, 2 at once", launch_read_boxes<128, 2, 128>);
   read("boxes of 128 rows, 2 at once", launch_read_boxes<128, 2>);
   read("boxes of 128 rows, 4 at once", launch_read_boxes<128, 4>);
   read("boxes of 64 rows, 4 at once", launch_read_boxes<64, 4>);

@@ -144,6 +144,22 @@ class Fp32Operators(layers.Operators, unittest.TestCase):
             self.routed(self.tensors)
         self.assertEqual(seen, [[torch.bfloat16, torch.int64, torch.float32, torch.bfloat16, torch.bfloat16]])
 
+    def test_a_thread_keeps_its_workspace(self):
+        here, plans = tessera.ops.plans.here, tessera.ops.plans
+        expected = [self.routed(self.tensors), *self.gradients(self.routed(self.tensors))]
+        kept, most = here.scratch.data_ptr(), max(plan.workspace for plan in here.plans.values())
+        self.assertGreaterEqual(here.scratch.numel(), most)
+        self.addCleanup(setattr, plans, "SCRATCH_BYTES", plans.SCRATCH_BYTES)
+        self.addCleanup(setattr, here, "scratch", here.scratch)
+        for limit in (plans.SCRATCH_BYTES, 0):
+            plans.SCRATCH_BYTES = limit
+            here.scratch[:] = 255  # NaN, whatever the type
+            for got, wanted in zip([self.routed(self.tensors), *self.gradients(self.routed(self.tensors))], expected,
+                                   strict=True):
+                self.assertTrue(torch.equal(got, wanted))
+            self.assertEqual(here.scratch.data_ptr(), kept)
+            self.assertEqual(bool((here.scratch == 255).all()), limit == 0, "which workspace was used")
+
     def test_plans_do_not_grow_without_bound(self):
         for tokens in range(tessera.ops.plans.MAX_PLANS + 10):
             tessera.routed_experts(torch.ones(1, 24), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1),

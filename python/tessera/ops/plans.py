@@ -18,7 +18,7 @@ DTYPES = {torch.float32: library.FP32, torch.bfloat16: library.BF16, torch.float
            torch.int32: library.INT32, torch.int64: library.INT64}
 KINDS = {"cpu": library.CPU, "cuda": library.CUDA}
 MAX_PLANS = 1024  # per thread; a plan is about 4 KB
-SCRATCH_BYTES = 1 << 18
+SCRATCH_BYTES = 1 << 27  # of a CPU thread
 _empty_strided_cpu = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)  # of torch.compile's generated code
 
 
@@ -145,14 +145,16 @@ class Plan:
         for position, word in self.outputs:
             words[word] = results[position].data_ptr()
         cuda = self.device.type == "cuda"
-        # Small workspaces of the CPU stay with the thread; others come from torch's allocator, call by call.
-        if self.workspace <= SCRATCH_BYTES and not cuda:
-            workspace = here.scratch
-            if workspace.numel() < self.workspace:
-                workspace = here.scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
-        else:
+        # A CPU thread keeps its workspace: one that malloc has given back to the system costs a page fault per 4 KB.
+        # Those of a GPU, and large ones, come from torch's allocator, call by call.
+        if cuda or self.workspace > SCRATCH_BYTES:
             make, how = self.make_workspace
             workspace = make(*how)
+        else:
+            workspace = here.scratch
+            if workspace.numel() < self.workspace:
+                here.scratch = None  # before the larger one comes
+                workspace = here.scratch = torch.empty(self.workspace, dtype=torch.uint8)
         words[self.workspace_word] = workspace.data_ptr()
         # The handle alone: an object of torch.cuda.Stream would take longer than the rest of this function.
         stream = torch._C._cuda_getCurrentRawStream(self.device.index) if cuda else None

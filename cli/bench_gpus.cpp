@@ -83,6 +83,29 @@ Tensor bf16(device::Memory const& memory, std::initializer_list<std::int64_t> sh
   return tensor(static_cast<void*>(memory.get()), DType::bf16, shape, device);
 }
 
+ExpertParallelDesc group_desc(std::int32_t rank, std::int32_t ranks, MoeDesc const& desc) {
+  MoeShape const& s = desc.shape;
+  return {.rank = rank,
+          .ranks = ranks,
+          .max_tokens = std::max<std::int64_t>(s.tokens, 1),
+          .hidden = s.hidden,
+          .intermediate = s.intermediate,
+          .experts = s.experts,
+          .top_k = s.top_k,
+          .activation = desc.activation};
+}
+
+/// What several GPUs do not serve, before any of them is looked for.
+void check_job(std::int32_t gpus, MoeDesc const& desc) {
+  auto const refuse = [](std::string const& what) {
+    throw CommandError(what + " are not spread over several GPUs yet; leave it out");
+  };
+  if (desc.bias) refuse("--bias: experts with biases");
+  if (desc.dtype != DType::bf16) refuse("--dtype: experts of other types than bf16");
+  if (desc.layout != WeightLayout{}) refuse("--layout: weights in other layouts than concat");
+  check(ExpertParallel::window_bytes(group_desc(0, gpus, desc)).status());
+}
+
 /// One rank: its buffers and what it enqueues.
 class RankBench {
  public:
@@ -97,21 +120,12 @@ class RankBench {
     desc_.save = SavePolicy::none;
     desc_.router.kind = RouterKind::given;
     desc_.ids_dtype = DType::int32;
-    desc_.layout = {};
     auto const allocate = [rank](std::size_t bytes) {
       return device::allocate(rank, bytes, device::Kind::device);
     };
-    ExpertParallelDesc const group_desc = {.rank = rank,
-                                           .ranks = ranks,
-                                           .max_tokens = std::max<std::int64_t>(s.tokens, 1),
-                                           .hidden = s.hidden,
-                                           .intermediate = s.intermediate,
-                                           .experts = s.experts,
-                                           .top_k = s.top_k,
-                                           .activation = desc_.activation};
-    std::size_t const window = value_of(ExpertParallel::window_bytes(group_desc));
-    std::size_t const group_workspace =
-        value_of(ExpertParallel::workspace_bytes(context_, group_desc));
+    ExpertParallelDesc const own = group_desc(rank, ranks, desc_);
+    std::size_t const window = value_of(ExpertParallel::window_bytes(own));
+    std::size_t const group_workspace = value_of(ExpertParallel::workspace_bytes(context_, own));
     std::size_t const workspace = value_of(workspace_bytes(context_, desc_, Pass::forward));
     window_ = allocate(window);
     stream_.fill(window_.get(), 0, window);
@@ -130,7 +144,7 @@ class RankBench {
     stream_.synchronize();
     group_.windows[static_cast<std::size_t>(rank)] = window_.get();
     group_.meeting.meet();
-    experts_.emplace(value_of(ExpertParallel::create(context_, group_desc, group_.windows,
+    experts_.emplace(value_of(ExpertParallel::create(context_, own, group_.windows,
                                                      {group_workspace_.get(), group_workspace})));
 
     Device const device = context_.device();
@@ -323,6 +337,7 @@ Json bench_on_gpus(std::int32_t gpus, CudaBench const& bench) {
           fmt::format("--pass {}: several GPUs run forward-inference; leave it out", pass));
     }
   }
+  for (CudaBench::Job const& job : bench.jobs) check_job(gpus, job.layer_case.desc);
   // The last of them: says in one line what is missing.
   check(Context::create({.device = {DeviceKind::cuda, gpus - 1}}).status());
   Json rows = Json::array();

@@ -136,6 +136,18 @@ class Bench(Cli):
         self.refuse("bench", *SMALL, "--gpus", "2", naming="--gpus")
         self.refuse("bench", *SMALL, "--dtype", "fp16", naming="dtype")
 
+    def test_bad_flags_of_several_gpus(self):
+        # Refused before any GPU is looked for.
+        def refuse(*flags, naming):
+            self.refuse("bench", "--device", "cuda", "--gpus", *flags, naming=naming)
+        refuse("-1", "--config", "Qwen3-30B", naming="--gpus")
+        refuse("9", "--config", "Qwen3-30B", naming="--gpus")
+        refuse("3", "--config", "Qwen3-30B", naming="experts=128")
+        refuse("2", "--config", "Qwen3-30B", "--bias", naming="--bias")
+        refuse("2", "--config", "Qwen3-30B", "--dtype", "fp32", naming="--dtype")
+        refuse("2", "--config", "Qwen3-30B", "--layout", "interleaved", naming="--layout")
+        refuse("2", "--config", "Qwen3-30B", "--pass", "backward", naming="--pass")
+
 
 class Usage(Cli):
     def test_help_of_every_command_has_an_example(self):

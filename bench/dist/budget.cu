@@ -14,6 +14,7 @@
 
 #include "../cuda/support.cuh"
 #include "budget_kernel.cuh"
+#include "results.hpp"
 
 namespace tessera::bench {
 namespace {
@@ -188,7 +189,7 @@ class Gpu {
 
 struct Options {
   int gpus = 2, iters = 40;
-  std::string out, commit;
+  std::string command, out, commit;
 };
 
 // ms of every variant, the slower GPU of each launch; empty where the bits are wrong.
@@ -273,26 +274,18 @@ int run(Options const& options) {
     std::fflush(stdout);
   }
   if (!options.out.empty()) {
-    auto const query = [](char const* fields) {
-      return read_command(
-          (std::string("nvidia-smi -i 0 --format=csv,noheader,nounits --query-gpu=") + fields)
-              .c_str());
-    };
-    FILE* const file = std::fopen(options.out.c_str(), "w");
-    if (file == nullptr) {
-      std::fprintf(stderr, "cannot write %s\n", options.out.c_str());
-      return 2;
-    }
-    std::fprintf(file,
-                 "{\"command\": \"build-cuda/bin/bench_dist_budget --gpus %d --out FILE\", "
-                 "\"commit\": \"%s\", \"device\": \"%dx %s\", \"driver\": \"%s\", \"clocks_mhz\": "
-                 "[%s], \"date\": \"%s\",\n \"protocol\": \"median of %d after 10 warm-ups, slower "
-                 "GPU of each launch, variants interleaved in rotating order, uniform random data; "
-                 "shapes per GPU with rows/tokens in place of top_k\",\n \"rows\": [%s\n]}\n",
-                 options.gpus, options.commit.c_str(), options.gpus, query("name").c_str(),
-                 query("driver_version").c_str(), query("clocks.sm,clocks.mem").c_str(),
-                 read_command("date +%F").c_str(), options.iters, rows.c_str());
-    std::fclose(file);
+    int const written = write_results(
+        options.out,
+        {.command = options.command,
+         .commit = options.commit,
+         .protocol =
+             "median of " + std::to_string(options.iters) +
+             " after 10 warm-ups, slower GPU of each launch, variants interleaved in "
+             "rotating order, uniform random data; shapes per GPU with rows/tokens in place "
+             "of top_k",
+         .gpus = options.gpus,
+         .rows = rows});
+    if (written != 0) return written;
   }
   return failures ? 1 : 0;
 }
@@ -302,6 +295,7 @@ int run(Options const& options) {
 
 int main(int argc, char** argv) {
   tessera::bench::Options options;
+  options.command = tessera::bench::command_line("build-cuda/bin/bench_dist_budget", argc, argv);
   for (int i = 1; i < argc; ++i) {
     std::string const flag = argv[i];
     bool const has_value = i + 1 < argc;

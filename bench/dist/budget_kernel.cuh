@@ -6,10 +6,10 @@
 //   WG1, 2          multiply and store, as in up_projection_fwd
 #pragma once
 
-#include "../../src/cuda/arch/bulk_copy.cuh"
 #include "../../src/cuda/arch/clock.cuh"
 #include "../../src/cuda/arch/signal.cuh"
 #include "../../src/cuda/kernels/up_projection_fwd.cuh"
+#include "../../src/dist/kernels/copy_rows.cuh"
 
 namespace tessera::bench {
 
@@ -18,8 +18,6 @@ namespace block = cuda::block;
 
 enum class Beside { kNothing, kSpin, kPull, kDispatch, kPullAlone };
 
-constexpr int kChunkBytes = 2048;
-constexpr int kChunks = 4;  // in flight per communication warp
 constexpr int kCommunicationWarps = 2;
 constexpr uint64_t kLimitNs = 5'000'000'000;
 
@@ -44,14 +42,10 @@ struct BudgetParams {
   uint32_t arrived_before;
 };
 
-struct Ring {
-  alignas(128) char chunk[kChunks][kChunkBytes];
-  arch::Mbarrier full[kChunks];
-};
 template <class Config, bool kRing>
 struct BudgetStorage {
   block::SharedStorage<Config::gemm> gemm;
-  Ring ring[kCommunicationWarps];
+  dist::CopyRing ring[kCommunicationWarps];
 };
 template <class Config>
 struct BudgetStorage<Config, false> {
@@ -61,49 +55,14 @@ consteval bool has_ring(Beside beside) {
   return beside != Beside::kNothing && beside != Beside::kSpin;
 }
 
-// One lane walks its chunks: peer or own x -> ring -> pool. A row is counted when it has been written.
-__device__ void pull_rows(BudgetParams const& p, Ring& ring, int worker, int workers) {
-  int const chunks_of_row = p.rows.row_bytes / kChunkBytes;
-  int const my_rows = (p.rows.rows - worker + workers - 1) / workers;
-  int const chunks = my_rows * chunks_of_row;
-  int next_row = worker, next_chunk = 0;  // to be loaded
-  auto const load = [&](int q) {
-    int const slot = q % kChunks;
-    arch::mbarrier_arrive_expect_tx(&ring.full[slot], kChunkBytes);
-    arch::bulk_load(ring.chunk[slot], p.rows.source(next_row) + next_chunk * kChunkBytes,
-                    kChunkBytes, &ring.full[slot]);
-    if (++next_chunk == chunks_of_row) {
-      next_chunk = 0;
-      next_row += workers;
-    }
-  };
-  for (int q = 0; q < kChunks && q < chunks; ++q) load(q);
-  int row = worker, chunk = 0;                  // to be stored
-  int written_row = worker, written_chunk = 0;  // to be counted
-  auto const written = [&] {
-    if (++written_chunk < chunks_of_row) return;
-    arch::add_release_gpu(&p.gmem_arrived[written_row / 128], 1);
-    written_chunk = 0;
-    written_row += workers;
-  };
-  for (int q = 0; q < chunks; ++q) {
-    int const slot = q % kChunks;
-    arch::mbarrier_wait(&ring.full[slot], (q / kChunks) & 1);
-    arch::bulk_store(p.gmem_pool + int64_t{row} * p.rows.row_bytes + chunk * kChunkBytes,
-                     ring.chunk[slot], kChunkBytes);
-    arch::tma_store_commit();
-    if (++chunk == chunks_of_row) {
-      chunk = 0;
-      row += workers;
-    }
-    if (q == 0) continue;
-    arch::bulk_store_wait<1>();
-    written();
-    if (q - 1 + kChunks < chunks) load(q - 1 + kChunks);
-  }
-  if (chunks == 0) return;
-  arch::bulk_store_wait<0>();
-  written();
+// One lane walks its rows: peer or own x -> ring -> pool, each counted when it has been written.
+__device__ void pull_rows(BudgetParams const& p, dist::CopyRing& ring, int worker, int workers) {
+  int const rows = (p.rows.rows - worker + workers - 1) / workers;
+  dist::copy_rows(ring, rows, p.rows.row_bytes, [&](int i) {
+    int const row = worker + i * workers;
+    return dist::RowCopy{p.rows.source(row), p.gmem_pool + int64_t{row} * p.rows.row_bytes,
+                         &p.gmem_arrived[row / 128], 1};
+  });
 }
 
 // produce_by_tma of block/produce.cuh, after the rows of each tile have arrived.
@@ -154,7 +113,7 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
   if (threadIdx.x == 0) {
     *done = 0;
     if constexpr (has_ring(kBeside)) {
-      for (Ring& ring : smem.ring) {
+      for (dist::CopyRing& ring : smem.ring) {
         for (arch::Mbarrier& full : ring.full) arch::mbarrier_init(&full, 1);
       }
     }

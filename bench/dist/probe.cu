@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "peers.cuh"
+#include "results.hpp"
 
 namespace tessera::bench {
 namespace {
@@ -362,22 +363,6 @@ void report_devices(Shared& shared) {
   waitpid(pid, nullptr, 0);
 }
 
-std::string first_line(char const* command) {
-  std::string text;
-  if (FILE* const pipe = popen(command, "r")) {
-    char line[256];
-    if (std::fgets(line, sizeof line, pipe) != nullptr) text = line;
-    pclose(pipe);
-  }
-  while (!text.empty() && text.back() == '\n') text.pop_back();
-  return text;
-}
-
-std::string query(char const* fields) {
-  return first_line(
-      (std::string("nvidia-smi --format=csv,noheader,nounits --query-gpu=") + fields).c_str());
-}
-
 }  // namespace
 }  // namespace tessera::bench
 
@@ -430,24 +415,15 @@ int main(int argc, char** argv) {
     report();
   }
   if (out == nullptr) return 0;
-  FILE* const file = std::fopen(out, "w");
-  if (file == nullptr) {
-    std::fprintf(stderr, "cannot write %s\n", out);
-    return 2;
-  }
   std::string rows(shared->rows);
   if (rows.size() > 2) rows.resize(rows.size() - 2);  // the last comma
-  std::fprintf(file,
-               "{\"command\": \"NCCL_NVLS_ENABLE=0 build-cuda/bin/bench_dist_probe --out FILE\", "
-               "\"commit\": \"%s\", \"device\": \"2x %s\",\n"
-               " \"driver\": \"%s\", \"clocks_mhz\": [%s], \"date\": \"%s\",\n"
-               " \"protocol\": \"rates: median of %d after one checked run, each CTA moves 3 MB, "
-               "rows scattered "
-               "over 512 MB; GB/s of one direction of the slower GPU\",\n"
-               " \"rows\": [\n%s\n]}\n",
-               commit.c_str(), query("name").c_str(), query("driver_version").c_str(),
-               query("clocks.sm,clocks.mem").c_str(), first_line("date +%F").c_str(), kRepeats,
-               rows.c_str());
-  std::fclose(file);
-  return 0;
+  return write_results(
+      out,
+      {.command = command_line("NCCL_NVLS_ENABLE=0 build-cuda/bin/bench_dist_probe", argc, argv),
+       .commit = commit,
+       .protocol = "rates: median of " + std::to_string(kRepeats) +
+                   " after one checked run, each CTA moves 3 MB, rows scattered over 512 MB; "
+                   "GB/s of one direction of the slower GPU",
+       .gpus = 2,
+       .rows = rows});
 }

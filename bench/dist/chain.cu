@@ -6,18 +6,21 @@
 //   chain [--gpus 1|2] [--nccl PATH] [--processes] [--only chain|fused]
 //         [--check | --iters N [--config NAME] [--latency]] [--out FILE] [--commit HASH]
 //
-// --check: small awkward exchanges, several passes each, no timing. --latency: FlashDMoE's layer over numbers of
+// --check: small awkward exchanges, several passes each, no timing; a rank that stalls, and as a process of its own one
+// that is killed. --latency: FlashDMoE's layer over numbers of
 // tokens and experts. Ranks are threads on peer memory, or on NCCL's
 // windows (NCCL_NVLS_ENABLE=0), or processes on those. Exits with 77 where
 // there are too few GPUs.
 #include <sys/wait.h>
 
 #include <chrono>
+#include <csignal>
 #include <thread>
 
 #include "../../src/dist/engine.hpp"
 #include "chain_rank.cuh"
 #include "meeting.hpp"
+#include "results.hpp"
 
 namespace tessera::bench {
 namespace {
@@ -25,7 +28,7 @@ namespace {
 struct Options {
   int gpus = 2, iters = 30;
   bool check = false, processes = false, nccl = false, latency = false;
-  std::string out, commit, only, config, nccl_path;
+  std::string command, out, commit, only, config, nccl_path;
 
   bool selects(Way way) const {
     return only.empty() || only == (way == Way::chain ? "chain" : "fused");
@@ -90,11 +93,11 @@ class Windows {
   dist::Window window_;
 };
 
-// Body(rank, Rank&, Talk&, context) for every rank, on a thread or in a process of its own; whether all
-// of them returned true.
+// Body(rank, Rank&, Talk&, context) for every rank, on a thread or in a process of its own; what each
+// of them returned.
 template <typename Body>
-bool on_ranks(Options const& options, ExchangeShape const& shape, ActivationKind activation,
-              Body body) {
+std::vector<char> on_ranks(Options const& options, ExchangeShape const& shape,
+                           ActivationKind activation, Body body) {
   Talk* const memory = make_shared_memory<Talk>();
   if (memory == nullptr) fail(Status::error(StatusCode::out_of_memory, "no shared memory"));
   Talk& talk = *memory;
@@ -143,10 +146,10 @@ bool on_ranks(Options const& options, ExchangeShape const& shape, ActivationKind
     }
     if (!right) talk.failed = 1;  // the other one leaves the next meeting
   }
-  bool const all = std::count(ok.begin(), ok.end(), 0) == 0;
   munmap(&talk, sizeof talk);
-  return all;
+  return ok;
 }
+bool all_of(std::vector<char> const& ok) { return std::count(ok.begin(), ok.end(), 0) == 0; }
 
 // Passes of different patterns and sizes on the same buffers.
 int check_small(Options const& options) {
@@ -168,7 +171,7 @@ int check_small(Options const& options) {
                                  .experts = c.local_experts * options.gpus,
                                  .max_top_k = c.top_k,
                                  .gated = Activation{.kind = c.activation}.gated()};
-    bool const ok = on_ranks(
+    auto const all = on_ranks(
         options, shape, c.activation, [&](int rank, Rank& r, Talk& talk, Context const& context) {
           bool all_right = true;
           for (uint64_t pass = 0; pass < 20; ++pass) {
@@ -197,6 +200,7 @@ int check_small(Options const& options) {
           }
           return all_right;
         });
+    bool const ok = all_of(all);
     std::printf("%s (T %d, d %d, n %d, E %d, K %d), %d GPUs, 20 passes\n", ok ? "ok " : "BAD",
                 c.tokens, c.hidden, c.intermediate, shape.experts, c.top_k, options.gpus);
     std::fflush(stdout);
@@ -215,27 +219,28 @@ int check_repeats(Options const& options) {
                                .intermediate = 256,
                                .experts = 8 * options.gpus,
                                .max_top_k = 4};
-  bool const ok = on_ranks(options, shape, ActivationKind::swiglu,
-                           [&](int rank, Rank& r, Talk& talk, Context const& context) {
-                             r.set_pass(draw(shape, Pattern::random, rank, 1), 1);
-                             r.compute_wanted(context);
-                             r.set_jitter(20000);
-                             std::mt19937_64 rng{uint64_t(rank)};
-                             int wrong = 0;
-                             for (int pass = 0; pass < kRepeats; ++pass) {
-                               if (pass % 10 == 0) {
-                                 r.poison();
-                                 talk.meet();
-                               }
-                               std::this_thread::sleep_for(std::chrono::microseconds(rng() % 200));
-                               r.launch_fused(pass % 5);
-                               TESSERA_CUDA(cudaDeviceSynchronize());
-                               r.check_fault();
-                               wrong += r.is_right() ? 0 : 1;
-                             }
-                             talk.meet();
-                             return wrong == 0;
-                           });
+  bool const ok =
+      all_of(on_ranks(options, shape, ActivationKind::swiglu,
+                      [&](int rank, Rank& r, Talk& talk, Context const& context) {
+                        r.set_pass(draw(shape, Pattern::random, rank, 1), 1);
+                        r.compute_wanted(context);
+                        r.set_jitter(20000);
+                        std::mt19937_64 rng{uint64_t(rank)};
+                        int wrong = 0;
+                        for (int pass = 0; pass < kRepeats; ++pass) {
+                          if (pass % 10 == 0) {
+                            r.poison();
+                            talk.meet();
+                          }
+                          std::this_thread::sleep_for(std::chrono::microseconds(rng() % 200));
+                          r.launch_fused(pass % 5);
+                          TESSERA_CUDA(cudaDeviceSynchronize());
+                          r.check_fault();
+                          wrong += r.is_right() ? 0 : 1;
+                        }
+                        talk.meet();
+                        return wrong == 0;
+                      }));
   std::printf("%s %d passes with random delays, %d GPUs\n", ok ? "ok " : "BAD", kRepeats,
               options.gpus);
   return ok ? 0 : 1;
@@ -251,7 +256,7 @@ int check_stalled(Options const& options) {
                                .intermediate = 128,
                                .experts = 8,
                                .max_top_k = 2};
-  bool const ok = on_ranks(
+  bool const ok = all_of(on_ranks(
       options, shape, ActivationKind::swiglu, [&](int rank, Rank& r, Talk& talk, Context const&) {
         r.set_limit(0.2);
         r.set_pass(draw(shape, Pattern::random, rank, 1), 1);
@@ -270,9 +275,51 @@ int check_stalled(Options const& options) {
         return first.find("at publish in pass 1") != std::string::npos &&
                first.find("the word of rank 1 is 0, expected 1") != std::string::npos &&
                second.find("rank 0 had given up") != std::string::npos;
-      });
+      }));
   std::printf("%s a stalled rank\n", ok ? "ok " : "BAD");
   return ok ? 0 : 1;
+}
+
+// The process of rank 1 is killed in the middle of its passes: rank 0 reports for whom it waited, and every pass that
+// it ended before was right.
+int check_killed(Options const& options) {
+  if (options.gpus != 2 || !options.processes) return 0;
+  constexpr double kLimit = 0.5;  // seconds, of a wait
+  constexpr int kMostPasses = 200000;
+  ExchangeShape const shape = {.ranks = 2,
+                               .max_tokens = 300,
+                               .hidden = 512,
+                               .intermediate = 256,
+                               .experts = 16,
+                               .max_top_k = 4};
+  auto const ok =
+      on_ranks(options, shape, ActivationKind::swiglu,
+               [&](int rank, Rank& r, Talk& talk, Context const& context) -> bool {
+                 r.set_limit(kLimit);
+                 r.set_pass(draw(shape, Pattern::random, rank, 1), 1);
+                 r.compute_wanted(context);
+                 talk.meet();
+                 if (rank == 1) {
+                   std::thread([] {
+                     std::this_thread::sleep_for(std::chrono::milliseconds(200));
+                     raise(SIGKILL);
+                   }).detach();
+                 }
+                 int passes = 0, wrong = 0;
+                 while (passes < kMostPasses) {
+                   r.launch_fused(-1);
+                   cudaError_t const error = cudaDeviceSynchronize();
+                   if (!r.fault().ok() || error != cudaSuccess) break;
+                   wrong += ++passes % 100 == 0 && !r.is_right() ? 1 : 0;
+                 }
+                 std::string const text = r.fault().text();
+                 std::printf("  after %d passes, %d wrong: %s\n", passes, wrong, text.c_str());
+                 std::fflush(stdout);
+                 bool const reported = text.find("the word of rank 1 is") != std::string::npos;
+                 _exit(reported && wrong == 0 && passes > 0 ? 0 : 1);  // nobody is left to meet
+               });
+  std::printf("%s a killed rank\n", ok[0] && !ok[1] ? "ok " : "BAD");
+  return ok[0] && !ok[1] ? 0 : 1;
 }
 
 struct Named {
@@ -426,26 +473,17 @@ int measure(Options const& options) {
     }
     std::fflush(stdout);
   }
-  if (options.out.empty()) return failures ? 1 : 0;
-  auto const query = [](char const* fields) {
-    return read_command(
-        (std::string("nvidia-smi -i 0 --format=csv,noheader,nounits --query-gpu=") + fields)
-            .c_str());
-  };
-  FILE* const file = std::fopen(options.out.c_str(), "w");
-  if (file == nullptr) {
-    std::fprintf(stderr, "cannot write %s\n", options.out.c_str());
-    return 2;
+  if (!options.out.empty()) {
+    int const written = write_results(
+        options.out, {.command = options.command,
+                      .commit = options.commit,
+                      .protocol = "median of " + std::to_string(options.iters) +
+                                  " after 6 warm-ups, slower GPU of each part, eager launches, "
+                                  "uniform random data",
+                      .gpus = options.gpus,
+                      .rows = rows});
+    if (written != 0) return written;
   }
-  std::fprintf(file,
-               "{\"command\": \"build-cuda/bin/bench_dist_chain --gpus %d --out FILE\", "
-               "\"commit\": \"%s\", \"device\": \"%dx %s\", \"driver\": \"%s\", \"clocks_mhz\": "
-               "[%s], \"date\": \"%s\",\n \"protocol\": \"median of %d after 6 warm-ups, slower "
-               "GPU of each part, eager launches, uniform random data\",\n \"rows\": [%s\n]}\n",
-               options.gpus, options.commit.c_str(), options.gpus, query("name").c_str(),
-               query("driver_version").c_str(), query("clocks.sm,clocks.mem").c_str(),
-               read_command("date +%F").c_str(), options.iters, rows.c_str());
-  std::fclose(file);
   return failures ? 1 : 0;
 }
 
@@ -454,6 +492,7 @@ int measure(Options const& options) {
 
 int main(int argc, char** argv) {
   tessera::bench::Options options;
+  options.command = tessera::bench::command_line("build-cuda/bin/bench_dist_chain", argc, argv);
   for (int i = 1; i < argc; ++i) {
     std::string const flag = argv[i];
     bool const has_value = i + 1 < argc;
@@ -506,7 +545,8 @@ int main(int argc, char** argv) {
   }
   if (!options.check) return tessera::bench::measure(options);
   int const wrong = tessera::bench::check_small(options);
-  return wrong + tessera::bench::check_repeats(options) + tessera::bench::check_stalled(options)
+  return wrong + tessera::bench::check_repeats(options) + tessera::bench::check_stalled(options) +
+                 tessera::bench::check_killed(options)
              ? 1
              : 0;
 }

@@ -317,10 +317,15 @@ std::string Machine::waiters() const {
   return text;
 }
 
-std::vector<Site> Machine::waiting_sites() const {
+bool Machine::finished(std::int32_t rank) const {
+  return std::all_of(actors_.begin(), actors_.end(),
+                     [rank](Actor const& a) { return a.rank != rank || a.done_; });
+}
+
+std::vector<Site> Machine::waiting_sites(std::int32_t rank) const {
   std::vector<Site> sites;
   for (Actor const& a : actors_) {
-    if (a.done_ || a.at_boundary_ || (killed_ >> a.rank & 1u) != 0) continue;
+    if (a.rank != rank || a.done_ || a.at_boundary_ || (killed_ >> a.rank & 1u) != 0) continue;
     if (a.next_.kind == Kind::wait && !satisfied(a.next_)) sites.push_back(a.next_.site);
   }
   return sites;

@@ -231,8 +231,10 @@ class Machine {
   [[nodiscard]] std::int32_t rank_of(int actor) const { return at(actor).rank; }
   /// Who waits where, for what, and what stands there.
   [[nodiscard]] std::string waiters() const;
-  /// Actors of ranks that are alive and wait for a word that does not come; their sites.
-  [[nodiscard]] std::vector<Site> waiting_sites() const;
+  /// Actors of a rank that is alive that wait for a word that does not come; their sites.
+  [[nodiscard]] std::vector<Site> waiting_sites(std::int32_t rank) const;
+  /// Whether this rank has come to the end of all its programs.
+  [[nodiscard]] bool finished(std::int32_t rank) const;
   /// Equal for states that differ by nothing that can matter.
   [[nodiscard]] std::uint64_t fingerprint() const;
   [[nodiscard]] std::int64_t steps() const { return steps_; }

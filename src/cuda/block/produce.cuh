@@ -60,9 +60,9 @@ __device__ __forceinline__ void load_b_along_k(bf16* smem_b, GemmParams const& p
   if (kGemm.any_b_layout && p.b_in_boxes) {
     TESSERA_UNROLL
     for (int box = 0; box < kGemm.b_groups_per_cta(); ++box) {
-      int const half = (group + box) / p.b_block;
+      int const half = (group + box) / p.b_half_groups;
       load_b_box<kGemm>(smem_b + box * kGroupRows * kGemm.tile.k, &p.b_half[0], full,
-                        (group + box - half * p.b_block) * kGroupRows, half, ragged_k, end,
+                        (group + box - half * p.b_half_groups) * kGroupRows, half, ragged_k, end,
                         p.ragged_extent);
     }
   } else {

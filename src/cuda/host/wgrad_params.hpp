@@ -53,7 +53,7 @@ cudaError_t make_wgrad_params(GemmParams& gemm, StoreParams& out, WgradArguments
   out.half_groups = int((n + kGroup - 1) / kGroup);
   out.accumulates = args.accumulates;
   gemm.ragged_extent = kRaggedLoadExtent;
-  gemm.b_block = out.half_groups;
+  gemm.b_half_groups = out.half_groups;
   gemm.gmem_a = args.left.gmem;
   gemm.a_pitch_chunks = int(args.left.pitch * 2 / 16);
   gemm.a_row_bytes = int(d * 2);

@@ -28,6 +28,7 @@ TESSERA_VARIANT(C128x128C1Pp, .tile = {128, 128, 64}, .stages = 6, .schedule = S
 TESSERA_VARIANT(C192x128C1Pp, .tile = {192, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong);
 TESSERA_VARIANT(C128x256C1, .stages = 4);
 TESSERA_VARIANT(C128x256Slabs, .stages = 3, .store_slabs = 4);
+TESSERA_VARIANT(C128x256Lent, .stages = 4, .store_slabs = 1, .lent_stages = 2);
 // clang-format on
 
 template <class Config>
@@ -38,7 +39,7 @@ Variant variant(char const* name) {
 std::vector<Variant> all_variants() {
   return {variant<C128x128C1Pp>("128x128-c1-pingpong"),
           variant<C192x128C1Pp>("192x128-c1-pingpong"), variant<C128x256C1>("128x256-c1"),
-          variant<C128x256Slabs>("128x256-slabs")};
+          variant<C128x256Slabs>("128x256-slabs"), variant<C128x256Lent>("128x256-lent")};
 }
 
 struct Problem {

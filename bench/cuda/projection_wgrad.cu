@@ -36,6 +36,14 @@ TESSERA_VARIANT(DownSlabsFp32, Major::kRows, true, .stages = 3);
 TESSERA_VARIANT(UpSlabs, Major::kK, false, .stages = 3);
 TESSERA_VARIANT(UpSlabsFp32, Major::kK, true, .stages = 3);
 #undef TAIL
+#define TAIL .ragged = Ragged::kK, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 1, .lent_stages = 2
+TESSERA_VARIANT(DownLent, Major::kRows, false, .stages = 4);
+TESSERA_VARIANT(UpLent, Major::kK, false, .stages = 4);
+#undef TAIL
+#define TAIL .ragged = Ragged::kK, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 1, .lent_stages = 4
+TESSERA_VARIANT(DownLentFp32, Major::kRows, true, .stages = 4);
+TESSERA_VARIANT(UpLentFp32, Major::kK, true, .stages = 4);
+#undef TAIL
 #define TAIL .schedule = Schedule::kPingPong, .ragged = Ragged::kK, .b_major = Major::kRows, .any_b_layout = false
 TESSERA_VARIANT(UpPingPong, Major::kK, false, .tile = {128, 128, 64}, .stages = 6);
 #undef TAIL
@@ -136,6 +144,10 @@ std::vector<Variant> all_variants() {
           variant<DownSlabsFp32>("down-128x256-slabs-fp32-add", true),
           variant<UpSlabs>("up-128x256-slabs"),
           variant<UpSlabsFp32>("up-128x256-slabs-fp32-add", true),
+          variant<DownLent>("down-128x256-lent"),
+          variant<DownLentFp32>("down-128x256-lent-fp32-add", true),
+          variant<UpLent>("up-128x256-lent"),
+          variant<UpLentFp32>("up-128x256-lent-fp32-add", true),
           variant<UpWide>("up-128x256"),
           variant<UpAny>("up-128x256-any"),
           variant<UpAny>("up-128x256-any-add", true),

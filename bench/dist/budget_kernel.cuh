@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
       if constexpr (kBeside == Beside::kDispatch) {
         produce_arrived<kGemm>(smem.gemm, p);
       } else if constexpr (kBeside != Beside::kPullAlone) {
-        block::produce_by_tma<kGemm>(smem.gemm, p.up.gemm);
+        block::produce_by_tma<kGemm, Epilogue>(smem.gemm, p.up.gemm, p.up.epilogue);
       }
       if (arch::lane_idx() == 0) *done = 1;
     } else if (warp <= kCommunicationWarps && arch::lane_idx() == 0) {

@@ -67,13 +67,13 @@ __device__ __forceinline__ void issue_last(SharedStorage<kGemm>& smem, int stage
   issue<kGemm, kActive, kSteps>(smem, stage, acc, row, k_tile);
 }
 
-// All k_tiles of kActive times 64 rows from `row`, of the last one `last_steps` times 16; the last group of
-// wgmmas is left in flight and its stage, returned, unreleased.
-template <GemmConfig kGemm, int kActive, int kSubtiles>
+// All k_tiles of kActive times 64 rows from `row`, of the last one `last_steps` times 16; under_first() runs under
+// the first. The last group of wgmmas is left in flight and its stage, returned, unreleased.
+template <GemmConfig kGemm, int kActive, int kSubtiles, class UnderFirst>
 __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem,
                                         PipelineState<kGemm.stages>& state,
                                         Accumulators<kGemm> (&acc)[kSubtiles], int row, int k_tiles,
-                                        int last_steps = kGemm.tile.k / 16) {
+                                        int last_steps, UnderFirst under_first) {
   int previous = 0;
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
     wait_full<kGemm>(smem, state);
@@ -86,6 +86,8 @@ __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem,
     if (k_tile > 0) {
       arch::wgmma_wait<1>();
       release_stage<kGemm>(smem, previous);
+    } else {
+      under_first();
     }
     previous = state.stage;
     state.advance();
@@ -105,7 +107,7 @@ __device__ __forceinline__ int multiply_active(SharedStorage<kGemm>& smem,
                                                  active);
     }
   }
-  return multiply<kGemm, kActive>(smem, state, acc, row, k_tiles, last_steps);
+  return multiply<kGemm, kActive>(smem, state, acc, row, k_tiles, last_steps, [] {});
 }
 
 // Epilogues that read memory ask for it before the k loop: begin(tile, first row, 64-row parts).
@@ -117,22 +119,43 @@ __device__ __forceinline__ void begin_epilogue(Epilogue& epilogue, WorkTile cons
   }
 }
 
-// A warpgroup without rows still owes its arrivals: the stage is shared with the others. Its first warp sees to
-// them alone and the others meet it afterwards: were each to follow the stages, one that still stores its last tile
-// could miss two phases of a stage, and wait for ever.
+// Epilogues that store from the ring's stages give the last one back under the next tile.
+template <class Epilogue>
+__device__ __forceinline__ void settle_epilogue(Epilogue& epilogue) {
+  if constexpr (requires { epilogue.settle(); }) epilogue.settle();
+}
+
+template <GemmConfig kGemm, class Epilogue>
+__device__ __forceinline__ void store_tile(Epilogue& epilogue, PipelineState<kGemm.stages>& state,
+                                           Accumulators<kGemm>& acc, WorkTile const& tile,
+                                           int row) {
+  if constexpr (kGemm.lent_stages > 0) {
+    epilogue.store(acc, tile, row, state);
+  } else {
+    epilogue.store(acc, tile, row);
+  }
+}
+
+// A warpgroup without rows still owes its arrivals: the stage is shared with the others. Where a warpgroup arrives
+// once, its first warp sees to them alone and the others meet it afterwards: were each to follow the stages, one that
+// still stores its last tile could miss two phases of a stage, and wait for ever.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void pass(SharedStorage<kGemm>& smem, PipelineState<kGemm.stages>& state,
-                                     int k_tiles, int consumer) {
-  if (static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads < arch::kWarpThreads) {
-    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+                                     int num_stages, int consumer) {
+  bool const first_warp =
+      static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads < arch::kWarpThreads;
+  if (kGemm.warps_release() || first_warp) {
+    for (int i = 0; i < num_stages; ++i) {
       arch::mbarrier_wait(&smem.full[state.stage], state.phase);
       release_stage<kGemm>(smem, state.stage);
       state.advance();
     }
   } else {
-    state.advance(k_tiles);
+    state.advance(num_stages);
   }
-  arch::named_barrier_sync(kBarrierSlabs + consumer, arch::kWarpgroupThreads);
+  if constexpr (!kGemm.warps_release()) {
+    arch::named_barrier_sync(kBarrierSlabs + consumer, arch::kWarpgroupThreads);
+  }
 }
 
 // Cooperative: each warpgroup owns 64 rows of every tile.
@@ -149,16 +172,18 @@ __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, 
   while (more) {
     int const k_tiles = k_tiles_of<kGemm>(p, tile);
     if (tile.rows <= row) {
-      pass<kGemm>(smem, state, k_tiles, consumer);
+      settle_epilogue(epilogue);
+      pass<kGemm>(smem, state, k_tiles + kGemm.lent_stages, consumer);
       more = queue.read(tile);
       continue;
     }
     begin_epilogue(epilogue, tile, tile.row + row, 1);
-    int const last = multiply<kGemm, 1>(smem, state, acc, row, k_tiles, last_steps_of<kGemm>(tile));
+    int const last = multiply<kGemm, 1>(smem, state, acc, row, k_tiles, last_steps_of<kGemm>(tile),
+                                        [&] { settle_epilogue(epilogue); });
     more = queue.read(ahead);  // under the last wgmmas
     arch::wgmma_wait<0>();
     release_stage<kGemm>(smem, last);
-    epilogue.store(acc[0], tile, tile.row + row);
+    store_tile<kGemm>(epilogue, state, acc[0], tile, tile.row + row);
     tile = ahead;
   }
   epilogue.drain();

@@ -41,7 +41,7 @@ __device__ __forceinline__ void run_gemm(GemmParams const& p,
   set_up<kGemm>(smem, p);
   int const warpgroup = arch::warpgroup_idx();
   if (warpgroup == 0) {
-    produce<kGemm>(smem, p);
+    produce<kGemm, Epilogue>(smem, p, epilogue_params);
   } else {
     consume<kGemm, Epilogue>(smem, p, epilogue_params, warpgroup - 1);
   }

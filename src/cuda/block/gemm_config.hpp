@@ -46,7 +46,9 @@ struct GemmConfig {
   int b_halves = 1;     // 2: B has gate and up rows; every column group takes 64 of each
   int k_halves = 1;     // 2: k runs through two halves, each with a B of its own
   int store_slabs = 2;  // 64x64 staging buffers per consumer warpgroup
+  int lent_stages = 0;  // stages that the ring lends to each tile's epilogue (lent_stages.cuh)
   int raster_n = 8;     // n_tiles walked before the next m block
+  int starts = 1;       // times at which CTAs start, spread over a tile: epilogues do not coincide
 
   consteval int threads() const { return 128 * (1 + consumer_warpgroups); }
   consteval bool ping_pong() const { return schedule == Schedule::kPingPong; }
@@ -65,10 +67,14 @@ struct GemmConfig {
   }
 
   consteval int column_groups() const { return tile.n / kGroupColumns; }
+  // Warps that borrow stages are at different places in the ring, so each answers for itself.
+  consteval bool warps_release() const { return lent_stages > 0; }
 
   // B has row groups of 64 rows of each half; CTA c of the cluster loads the c-th share of them.
   consteval int b_groups() const { return tile.n / kGroupRows / b_halves; }
   consteval int b_groups_per_cta() const { return b_groups() / cluster_m; }
+  // That the tensor cores need for a k_tile.
+  consteval int k_tile_cycles() const { return tile.m * tile.n * tile.k / 2048; }
   consteval uint32_t a_subtile_bytes() const { return kSubtileM * tile.k * 2; }
   consteval uint32_t a_tile_bytes() const { return tile.m * tile.k * 2; }
   consteval uint32_t b_tile_bytes() const { return tile.n * tile.k * 2; }
@@ -79,14 +85,15 @@ struct GemmConfig {
 // Arrivals that end one phase of each barrier; the roles below are the only ones that arrive.
 struct BarrierArrivals {
   int full;        // expect_tx by the thread that issues B, and every gathering thread
-  int empty;       // each warpgroup that reads the stage, in every CTA that shares B
+  int empty;       // each warpgroup that reads the stage, in every CTA that shares B; or each warp
   int work_full;   // the announcing warp; in a cluster, expect_tx by each CTA's producer warp 0
   int work_empty;  // each warp that reads work tiles, in every CTA of the cluster
 };
 
 consteval BarrierArrivals barrier_arrivals(GemmConfig c) {
   return {.full = 1 + (c.gathers() ? 128 : 0),
-          .empty = (c.ping_pong() ? 1 : c.consumer_warpgroups) * c.cluster_m,
+          .empty = (c.ping_pong() ? 1 : c.consumer_warpgroups) * (c.warps_release() ? 4 : 1) *
+                   c.cluster_m,
           .work_full = 1,
           .work_empty = (4 * c.consumer_warpgroups + (c.gathers() ? 4 : 1)) * c.cluster_m};
 }
@@ -113,7 +120,12 @@ consteval bool valid(GemmConfig c) {
   if (c.varlen_k() && c.cluster_m > 1) throw "varlen-K: no cluster";
   if (c.varlen_k() && c.tile.m > 128) throw "varlen-K: at most 16 chunks of a token";
   if (c.gathers() && c.tile.m > 192) throw "gather: at most 12 rows per producer thread";
+  if (c.starts > 1 && c.varlen_k()) throw "starts: varlen-K tiles differ in length anyway";
   if (c.stages < 2) throw "stages: at least 2";
+  if (c.lent_stages > 0 && (c.ping_pong() || c.cluster_m > 1))
+    throw "lent_stages: cooperative, no cluster";
+  if (c.lent_stages > c.stages)
+    throw "lent_stages: an epilogue gives the last one back in the next tile";
   return true;
 }
 

@@ -8,6 +8,7 @@
 #include "../arch/tma.cuh"
 #include "gather.cuh"
 #include "gemm_params.hpp"
+#include "lent_stages.cuh"
 #include "pipeline.cuh"
 #include "tile_scheduler.cuh"
 
@@ -106,8 +107,9 @@ __device__ __forceinline__ void load_a(SharedStorage<kGemm>& smem, GemmParams co
 }
 
 // One warp; one of its lanes issues both operands.
-template <GemmConfig kGemm>
-__device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmParams const& p) {
+template <GemmConfig kGemm, class Epilogue>
+__device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmParams const& p,
+                                               typename Epilogue::Params const& epilogue_params) {
   bool const schedules = kGemm.cluster_m == 1 || arch::cluster_cta_rank() == 0;
   TileScheduler<kGemm> scheduler(smem, p);
   WorkQueue<kGemm, true> queue(smem);
@@ -127,12 +129,15 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
       __syncwarp();
       state.advance();
     }
+    lend_stages<kGemm, Epilogue>(smem, epilogue_params, state, tile);
   }
 }
 
 // Four warps gather A; in turns, one also issues B, before its share of A.
-template <GemmConfig kGemm, bool kFirstWarp>
-__device__ __forceinline__ void produce_by_gather(SharedStorage<kGemm>& smem, GemmParams const& p) {
+template <GemmConfig kGemm, class Epilogue, bool kFirstWarp>
+__device__ __forceinline__ void produce_by_gather(
+    SharedStorage<kGemm>& smem, GemmParams const& p,
+    typename Epilogue::Params const& epilogue_params) {
   constexpr int kReadAhead = 2;  // k_tiles before the end: requests the next tile's row indices
   bool const schedules = kFirstWarp && (kGemm.cluster_m == 1 || arch::cluster_cta_rank() == 0);
   TileScheduler<kGemm> scheduler(smem, p);
@@ -162,13 +167,15 @@ __device__ __forceinline__ void produce_by_gather(SharedStorage<kGemm>& smem, Ge
       gather.copy(smem, state.stage, tile.rows);
       state.advance();
     }
+    lend_stages<kGemm, Epilogue>(smem, epilogue_params, state, tile);
     tile = ahead;
   }
 }
 
 // varlen-K: every k_tile has tokens of its own.
-template <GemmConfig kGemm, bool kFirstWarp>
-__device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, GemmParams const& p) {
+template <GemmConfig kGemm, class Epilogue, bool kFirstWarp>
+__device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, GemmParams const& p,
+                                                typename Epilogue::Params const& epilogue_params) {
   bool const schedules = kFirstWarp && (kGemm.cluster_m == 1 || arch::cluster_cta_rank() == 0);
   TileScheduler<kGemm> scheduler(smem, p);
   WorkQueue<kGemm, kFirstWarp> queue(smem);
@@ -192,30 +199,46 @@ __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, Gemm
       gather.copy(smem, state.stage);
       state.advance();
     }
+    lend_stages<kGemm, Epilogue>(smem, epilogue_params, state, tile);
   }
 }
 
-template <GemmConfig kGemm, bool kFirstWarp>
-__device__ __forceinline__ void produce_with_gather(SharedStorage<kGemm>& smem,
-                                                    GemmParams const& p) {
+template <GemmConfig kGemm, class Epilogue, bool kFirstWarp>
+__device__ __forceinline__ void produce_with_gather(
+    SharedStorage<kGemm>& smem, GemmParams const& p,
+    typename Epilogue::Params const& epilogue_params) {
   if constexpr (kGemm.varlen_k()) {
-    produce_along_k<kGemm, kFirstWarp>(smem, p);
+    produce_along_k<kGemm, Epilogue, kFirstWarp>(smem, p, epilogue_params);
   } else {
-    produce_by_gather<kGemm, kFirstWarp>(smem, p);
+    produce_by_gather<kGemm, Epilogue, kFirstWarp>(smem, p, epilogue_params);
   }
 }
 
+// CTAs that share rows of A start together.
 template <GemmConfig kGemm>
-__device__ __forceinline__ void produce(SharedStorage<kGemm>& smem, GemmParams const& p) {
+__device__ __forceinline__ void start_in_turn(GemmParams const& p) {
+  if constexpr (kGemm.starts > 1) {
+    int const turn = static_cast<int>(blockIdx.x) / p.n_tiles % kGemm.starts;
+    int64_t const wait = int64_t{turn} * p.k_tiles * kGemm.k_tile_cycles() / kGemm.starts;
+    int64_t const begin = clock64();
+    while (clock64() - begin < wait) {
+    }
+  }
+}
+
+template <GemmConfig kGemm, class Epilogue>
+__device__ __forceinline__ void produce(SharedStorage<kGemm>& smem, GemmParams const& p,
+                                        typename Epilogue::Params const& epilogue_params) {
   arch::release_registers<kGemm.producer_registers()>();
+  start_in_turn<kGemm>(p);
   if constexpr (kGemm.gathers()) {
     if (arch::warp_idx() == 0) {
-      produce_with_gather<kGemm, true>(smem, p);
+      produce_with_gather<kGemm, Epilogue, true>(smem, p, epilogue_params);
     } else {
-      produce_with_gather<kGemm, false>(smem, p);
+      produce_with_gather<kGemm, Epilogue, false>(smem, p, epilogue_params);
     }
   } else {
-    if (arch::warp_idx() == 0) produce_by_tma<kGemm>(smem, p);
+    if (arch::warp_idx() == 0) produce_by_tma<kGemm, Epilogue>(smem, p, epilogue_params);
   }
 }
 

@@ -14,6 +14,8 @@
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
+#include <type_traits>
+
 #include "../block/epilogue/activation_gradient.cuh"
 #include "../block/gemm.cuh"
 #include "../host/launch.hpp"
@@ -35,7 +37,10 @@ template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     down_projection_dgrad(__grid_constant__ DownProjectionDgradParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Epilogue = block::ActivationGradientEpilogue<Config::gemm, Config::activation>;
+  using Epilogue =
+      std::conditional_t<(Config::gemm.lent_stages > 0),
+                         block::ActivationGradientInStages<Config::gemm, Config::activation>,
+                         block::ActivationGradientEpilogue<Config::gemm, Config::activation>>;
   block::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
 #endif
 }
@@ -54,13 +59,13 @@ cudaError_t make_down_projection_dgrad_params(DownProjectionDgradParams& p,
   };
   p = {};
   then(host::make_weight_maps<kGemm>(p.gemm, {transposed(args.w_down, n), {}}, args.experts, n, d));
-  then(
-      host::make_halves_map(p.epilogue.h, args.gmem_h, args.rows, halves, n, block::kGradientRows));
+  then(host::make_halves_map(p.epilogue.h, args.gmem_h, args.rows, halves, n,
+                             kGemm.lent_stages > 0 ? kGemm.tile.m : block::kWarpRows));
   then(host::make_ragged_store_map(p.epilogue.dh, args.gmem_dh, args.rows, halves, n, args.rows,
-                                   block::kGradientRows));
+                                   block::kWarpRows));
   if (args.gmem_a_scaled != nullptr) {
     then(host::make_ragged_store_map(p.epilogue.a_scaled, args.gmem_a_scaled, args.rows, 1, n,
-                                     args.rows, block::kGradientRows));
+                                     args.rows, block::kWarpRows));
   }
   p.epilogue.gmem_partials = args.gmem_ds_partials;
   p.epilogue.gmem_scores = args.gmem_scores;

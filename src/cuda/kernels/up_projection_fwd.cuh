@@ -16,6 +16,8 @@
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
+#include <type_traits>
+
 #include "../block/epilogue/activation.cuh"
 #include "../block/gemm.cuh"
 #include "../host/launch.hpp"
@@ -36,7 +38,10 @@ template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     up_projection_fwd(__grid_constant__ UpProjectionFwdParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Epilogue = block::ActivationEpilogue<Config::gemm, Config::activation, Config::bias>;
+  using Epilogue =
+      std::conditional_t<(Config::gemm.lent_stages > 0),
+                         block::ActivationInStages<Config::gemm, Config::activation, Config::bias>,
+                         block::ActivationEpilogue<Config::gemm, Config::activation, Config::bias>>;
   block::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
 #endif
 }
@@ -60,15 +65,16 @@ cudaError_t make_up_projection_fwd_params(UpProjectionFwdParams& p,
     p.epilogue.bias[half] = {static_cast<block::bf16 const*>(args.b_up[half].gmem),
                              args.b_up[half].expert_stride, int(args.b_up[half].row_stride)};
   }
+  constexpr int kStoreRows = kGemm.lent_stages > 0 ? block::kWarpRows : block::kSubtileM;
   p.epilogue.stores_h = args.gmem_h != nullptr;
   p.epilogue.stores_a = args.gmem_a != nullptr;
   if (p.epilogue.stores_h) {
     then(host::make_ragged_store_map(p.epilogue.h, args.gmem_h, args.rows, kGemm.b_halves, n,
-                                     args.rows, block::kSubtileM));
+                                     args.rows, kStoreRows));
   }
   if (p.epilogue.stores_a) {
     then(host::make_ragged_store_map(p.epilogue.a, args.gmem_a, args.rows, 1, n, args.rows,
-                                     block::kSubtileM));
+                                     kStoreRows));
   }
   p.epilogue.activation = args.activation;
   p.epilogue.columns = int(n);

@@ -5,13 +5,15 @@
 
 #include "../activation.cuh"
 #include "../bias.cuh"
+#include "../lent_stages.cuh"
 #include "../slab_store.cuh"
 #include "../tile_scheduler.cuh"
 
 namespace tessera::cuda::block {
 
 struct ActivationParams {
-  CUtensorMap h;  // ragged (column, half, row, end), 64 x 1 x 64 x 1
+  CUtensorMap
+      h;  // ragged (column, half, row, end), 64 x 1 x 64 x 1, for lent stages 64 x 1 x 16 x 1
   CUtensorMap a;  // the same with one half
   Bias bias[2];   // of the halves
   Activation activation;
@@ -111,6 +113,95 @@ class ActivationEpilogue {
 
   Params const& p_;
   SlabStore<kGemm> slabs_;
+};
+
+// In lent stages, one for every 64 columns of a: h in B's place, a in A's. Each warp works alone.
+template <GemmConfig kGemm, ActivationKind kKind, bool kBias>
+class ActivationInStages {
+ public:
+  using Params = ActivationParams;
+
+  __device__ __forceinline__ ActivationInStages(SharedStorage<kGemm>& smem, Params const& p,
+                                                int consumer)
+      : p_(p), stages_(smem, consumer) {
+    static_assert(kGemm.b_halves == kHalves && kGemm.lent_stages == kColumns / kSlabColumns);
+    int const warp = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads / arch::kWarpThreads;
+    warp_row_ = warp * kWarpRows;
+  }
+
+  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row,
+                                        PipelineState<kGemm.stages>& state) {
+    int const ragged_row = p_.ragged_extent + row + warp_row_ - tile.end;
+    bool const exists = ragged_row < p_.ragged_extent;  // else the warp lies past the segment
+    TESSERA_UNROLL
+    for (int g = 0; g < kGemm.column_groups(); ++g) {
+      TESSERA_UNROLL
+      for (int part = 0; part < 2 / kHalves; ++part) {
+        int const column = tile.n_tile * kColumns + (g * (2 / kHalves) + part) * kSlabColumns;
+        if (part == 0) {
+          store_block<0>(acc[g], tile, column, ragged_row, exists, state);
+        } else {
+          store_block<kSecond>(acc[g], tile, column, ragged_row, exists, state);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void settle() { stages_.settle(); }
+  __device__ __forceinline__ void drain() const { stages_.drain(); }
+
+ private:
+  using Function = ActivationFunction<kKind>;
+  static constexpr int kHalves = Function::kGated ? 2 : 1;
+  static constexpr int kColumns = kGemm.tile.n / kHalves;  // of a, per tile
+  static constexpr int kSecond = kGroupColumns / 4;        // register of a group's second slab
+  static constexpr int kUp = kHalves == 2 ? kSecond : 0;
+
+  // 64 columns of a, whose h (gated: g) begins at register kFirst.
+  template <int kFirst>
+  __device__ __forceinline__ void store_block(float (&acc)[kGroupColumns / 2], WorkTile const& tile,
+                                              int column, int ragged_row, bool exists,
+                                              PipelineState<kGemm.stages>& state) {
+    if (kBias && p_.bias[0].gmem != nullptr) {
+      add_bias<kFirst>(acc, p_.bias[0], tile.segment, column, p_.columns);
+      if (kHalves == 2) add_bias<kUp>(acc, p_.bias[1], tile.segment, column, p_.columns);
+    }
+    int const stage = stages_.take(state);
+    if (p_.stores_h) {
+      TESSERA_UNROLL
+      for (int half = 0; half < kHalves; ++half) {
+        rows_.fill(stages_.slab_b(stage, half), [&](int j, int lower) {
+          int const i = kFirst + half * kUp + 4 * j + 2 * lower;
+          return arch::pack_bf16(acc[i], acc[i + 1]);
+        });
+      }
+    }
+    if (p_.stores_a) {
+      rows_.fill(stages_.slab_a(stage), [&](int j, int lower) {
+        int const i = kFirst + 4 * j + 2 * lower;
+        return arch::pack_bf16(Function::forward(p_.activation, acc[i], acc[kUp + i]),
+                               Function::forward(p_.activation, acc[i + 1], acc[kUp + i + 1]));
+      });
+    }
+    stages_.publish(stage, [&] {
+      if (!exists) return;
+      uint64_t const policy = arch::l2_evict_first();
+      TESSERA_UNROLL
+      for (int half = 0; p_.stores_h && half < kHalves; ++half) {
+        arch::tma_store(&p_.h, stages_.rows(stages_.slab_b(stage, half)), column, half, ragged_row,
+                        tile.end, policy);
+      }
+      if (p_.stores_a) {
+        arch::tma_store(&p_.a, stages_.rows(stages_.slab_a(stage)), column, 0, ragged_row, tile.end,
+                        policy);
+      }
+    });
+  }
+
+  Params const& p_;
+  BorrowedStages<kGemm> stages_;
+  SlabRows rows_;
+  int warp_row_;
 };
 
 }  // namespace tessera::cuda::block

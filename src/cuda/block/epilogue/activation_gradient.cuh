@@ -3,23 +3,23 @@
 //   ds partial = <t, act(h)> over 128 columns,   dh = J_act(h)^T (s t),   a' = s act(h)
 // from fp32 values, each stored value rounded once.
 //
-// Each warp works alone, on blocks of its 16 rows x 64 columns. Their h comes by TMA, that of the first two
-// blocks under the k loop; dh overwrites it, as each lane reads and writes the same matrix rows; then TMA
-// stores it.
-//   slabs of a warp  {gate, up} of buffer 0 | {gate, up} of buffer 1 | a'       (not gated: one instead of two)
-//   block b          wait for h | first half, a' kept | stores of b - 1 were read: load b + 1 | second half | store
+// Each warp works alone, on blocks of its 16 rows x 64 columns. Their h comes by TMA; dh overwrites it, as each
+// lane reads and writes the same matrix rows; then TMA stores it. The blocks lie
+//   in lent stages  (lent_stages.cuh) all of a tile's, filled by the producer: {gate, up} in B's place, a' in A's
+//   or in slabs     {gate, up} of buffer 0 | {gate, up} of buffer 1 | a'     (not gated: one instead of two)
+//                   h of the first two blocks comes under the k loop, then block b:
+//                   wait for h | first half, a' kept | stores of b - 1 were read: load b + 1 | second half | store
 #pragma once
 
 #include "../activation.cuh"
+#include "../lent_stages.cuh"
 #include "../slab_store.cuh"
 #include "../tile_scheduler.cuh"
 
 namespace tessera::cuda::block {
 
-constexpr int kGradientRows = 16;  // of a block: a warp's share of 64
-
 struct ActivationGradientParams {
-  CUtensorMap h;                // (column, half, row), 64 x 1 x 16
+  CUtensorMap h;                // (column, half, row), 64 x 1 x 16, for lent stages x tile_m
   CUtensorMap dh;               // ragged (column, half, row, end), 64 x 1 x 16 x 1
   CUtensorMap a_scaled;         // the same with one half
   float* gmem_partials;         // (rows, groups), by row; null: not stored
@@ -31,31 +31,27 @@ struct ActivationGradientParams {
   bool stores_a;
 };
 
+// One warp's 16 rows of a tile, and the arithmetic on them.
 template <GemmConfig kGemm, ActivationKind kKind>
-class ActivationGradientEpilogue {
+class GradientRows {
  public:
   using Params = ActivationGradientParams;
+  static constexpr int kHalves = ActivationFunction<kKind>::kGated ? 2 : 1;
 
-  __device__ __forceinline__ ActivationGradientEpilogue(SharedStorage<kGemm>& smem, Params const& p,
-                                                        int consumer)
-      : p_(p), slabs_(smem, consumer) {
-    static_assert(kGemm.b_halves == 1 && kGemm.store_slabs == kLoadBuffers * kHalves + 1);
+ protected:
+  static constexpr int kSubtileBlocks = kGemm.tile.n / kSlabColumns;
+  static constexpr int kMatrices = kSlabColumns / 16;  // of a block, 16x16 values each
+
+  __device__ __forceinline__ explicit GradientRows(Params const& p) : p_(p) {
+    static_assert(kGemm.b_halves == 1);
     int const warp = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads / arch::kWarpThreads;
-    warp_row_ = warp * kGradientRows;
-    loads_ = smem.loads[4 * consumer + warp];
+    warp_row_ = warp * kWarpRows;
   }
 
-  // `subtiles` times 64 rows from `row` will be stored.
-  __device__ __forceinline__ void begin(WorkTile const& tile, int row, int subtiles) {
+  // Asks for the scores of the tile's rows from `row`.
+  __device__ __forceinline__ void begin_rows(WorkTile const& tile, int row) {
     first_row_ = row + warp_row_;
-    first_column_ = tile.n_tile * kGemm.tile.n;
-    blocks_ = subtiles * kSubtileBlocks;
     int const lane = arch::lane_idx();
-    if (lane == 0) {
-      arch::tma_store_wait_read<0>();
-      load(0);
-      load(1);
-    }
     TESSERA_UNROLL
     for (int i = 0; i < kScores; ++i) {
       int const r = first_row_ + (2 * i + lane / 16) * kSubtileM + lane % 16;
@@ -63,9 +59,112 @@ class ActivationGradientEpilogue {
     }
   }
 
+  __device__ __forceinline__ int subtile_of(int row) const {
+    return (row + warp_row_ - first_row_) / kSubtileM;
+  }
+
+  // Of row lane/4 + offset of the warp's 16.
+  __device__ __forceinline__ float score(int subtile, int offset) const {
+    float const mine = kScores == 1 || subtile < 2 ? score_[0] : score_[kScores - 1];
+    return __shfl_sync(kAllLanes, mine, subtile % 2 * 16 + arch::lane_idx() / 4 + offset);
+  }
+
+  // Columns 16m.. of a block, 64*part.. of the group whose accumulators these are: h in shared memory becomes dh.
+  __device__ __forceinline__ void differentiate(float const (&acc)[kGroupColumns / 2], int part,
+                                                int m, uint32_t smem_gate, uint32_t smem_up,
+                                                float const (&s)[2], uint32_t (&a)[4],
+                                                float (&ds)[2]) const {
+    uint32_t g[4], u[4] = {};
+    arch::ldmatrix_x4(smem_gate, g[0], g[1], g[2], g[3]);
+    if constexpr (kHalves == 2) arch::ldmatrix_x4(smem_up, u[0], u[1], u[2], u[3]);
+    TESSERA_UNROLL
+    for (int q = 0; q < 4; ++q) {
+      int const first = part * (kGroupColumns / 4) + 4 * (2 * m + q / 2) + 2 * (q % 2);
+      differentiate_pair(&acc[first], s[q % 2], g[q], u[q], a[q], ds[q % 2]);
+    }
+    arch::stmatrix_x4(smem_gate, g[0], g[1], g[2], g[3]);
+    if constexpr (kHalves == 2) arch::stmatrix_x4(smem_up, u[0], u[1], u[2], u[3]);
+  }
+
+  // The four lanes of a row hold the sums of its 128 columns.
+  __device__ __forceinline__ void store_partials(float (&ds)[2], WorkTile const& tile, int row,
+                                                 int g) const {
+    if (p_.gmem_partials == nullptr) return;
+    int const lane = arch::lane_idx();
+    int const group = tile.n_tile * kGemm.column_groups() + g;
+    TESSERA_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      ds[half] += __shfl_xor_sync(kAllLanes, ds[half], 1);
+      ds[half] += __shfl_xor_sync(kAllLanes, ds[half], 2);
+      int const r = row + warp_row_ + lane / 4 + 8 * half;
+      if (lane % 4 == 0 && r < tile.end && group < p_.groups) {
+        p_.gmem_partials[int64_t{r} * p_.groups + group] = ds[half];
+      }
+    }
+  }
+
+  Params const& p_;
+  int warp_row_;   // first of the warp's 16 rows, among 64
+  int first_row_;  // .. in the tile's first 64
+
+ private:
+  using Function = ActivationFunction<kKind>;
+  static constexpr int kScores = (kGemm.warpgroup_subtiles() + 1) / 2;
+
+  // Two neighbouring columns: t, (g, u) -> (dg, du), a'.
+  __device__ __forceinline__ void differentiate_pair(float const* t, float s, uint32_t& g,
+                                                     uint32_t& u, uint32_t& a, float& ds) const {
+    float2 const gate = arch::unpack_bf16(g);
+    float2 const up = arch::unpack_bf16(u);
+    auto const low = Function::backward(p_.activation, gate.x, up.x, s * t[0]);
+    auto const high = Function::backward(p_.activation, gate.y, up.y, s * t[1]);
+    ds = fmaf(t[0], low.a, ds);
+    ds = fmaf(t[1], high.a, ds);
+    g = arch::pack_bf16(low.dg, high.dg);
+    u = arch::pack_bf16(low.du, high.du);
+    a = arch::pack_bf16(s * low.a, s * high.a);
+  }
+
+  float score_[kScores];  // lane l: of row l % 16 of the warp's in subtile l/16 (+ 2i)
+};
+
+// In slabs of its own.
+template <GemmConfig kGemm, ActivationKind kKind>
+class ActivationGradientEpilogue : GradientRows<kGemm, kKind> {
+  using Rows = GradientRows<kGemm, kKind>;
+  using Rows::first_row_;
+  using Rows::kHalves;
+  using Rows::kMatrices;
+  using Rows::kSubtileBlocks;
+  using Rows::p_;
+  using Rows::warp_row_;
+
+ public:
+  using Params = ActivationGradientParams;
+
+  __device__ __forceinline__ ActivationGradientEpilogue(SharedStorage<kGemm>& smem, Params const& p,
+                                                        int consumer)
+      : Rows(p), slabs_(smem, consumer) {
+    static_assert(kGemm.store_slabs == kLoadBuffers * kHalves + 1);
+    loads_ = smem.loads[4 * consumer + warp_row_ / kWarpRows];
+  }
+
+  // `subtiles` times 64 rows from `row` will be stored.
+  __device__ __forceinline__ void begin(WorkTile const& tile, int row, int subtiles) {
+    first_row_ = row + warp_row_;
+    first_column_ = tile.n_tile * kGemm.tile.n;
+    blocks_ = subtiles * kSubtileBlocks;
+    if (arch::lane_idx() == 0) {
+      arch::tma_store_wait_read<0>();
+      load(0);
+      load(1);
+    }
+    this->begin_rows(tile, row);
+  }
+
   __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
-    int const subtile = (row + warp_row_ - first_row_) / kSubtileM;
-    float const s[2] = {score(subtile, 0), score(subtile, 8)};
+    int const subtile = this->subtile_of(row);
+    float const s[2] = {this->score(subtile, 0), this->score(subtile, 8)};
     TESSERA_UNROLL
     for (int g = 0; g < kGemm.column_groups(); ++g) {
       float ds[2] = {0.0f, 0.0f};
@@ -75,7 +174,7 @@ class ActivationGradientEpilogue {
         int const block = subtile * kSubtileBlocks + 2 * g + part;
         arch::mbarrier_wait(&loads_[buffer], phase_ >> buffer & 1);
         phase_ ^= 1u << buffer;
-        differentiate(acc[g], part, buffer, block, s, ds);
+        differentiate_block(acc[g], part, buffer, block, s, ds);
         arch::fence_proxy_async_shared();
         __syncwarp();
         // A warp may lie past the segment altogether.
@@ -83,7 +182,7 @@ class ActivationGradientEpilogue {
           store_block(buffer, block, tile.end);
         }
       }
-      store_partials(ds, tile, row, g);
+      this->store_partials(ds, tile, row, g);
     }
   }
 
@@ -92,11 +191,7 @@ class ActivationGradientEpilogue {
   }
 
  private:
-  using Function = ActivationFunction<kKind>;
-  static constexpr int kHalves = Function::kGated ? 2 : 1;
   static constexpr int kSlabA = kLoadBuffers * kHalves;
-  static constexpr int kSubtileBlocks = kGemm.tile.n / kSlabColumns;
-  static constexpr int kScores = (kGemm.warpgroup_subtiles() + 1) / 2;
 
   __device__ __forceinline__ int column_of(int block) const {
     return first_column_ + block % kSubtileBlocks * kSlabColumns;
@@ -113,7 +208,7 @@ class ActivationGradientEpilogue {
   __device__ __forceinline__ void load(int block) const {
     int const buffer = block % kLoadBuffers;
     arch::Mbarrier* const full = &loads_[buffer];
-    arch::mbarrier_arrive_expect_tx(full, kHalves * kGradientRows * kSlabColumns * sizeof(bf16));
+    arch::mbarrier_arrive_expect_tx(full, kHalves * kWarpRows * kSlabColumns * sizeof(bf16));
     TESSERA_UNROLL
     for (int half = 0; half < kHalves; ++half) {
       arch::tma_load(slab(buffer * kHalves + half), &p_.h, full, column_of(block), half,
@@ -135,33 +230,15 @@ class ActivationGradientEpilogue {
     arch::tma_store_commit();
   }
 
-  // Of row lane/4 + offset of the warp's 16.
-  __device__ __forceinline__ float score(int subtile, int offset) const {
-    float const mine = kScores == 1 || subtile < 2 ? score_[0] : score_[kScores - 1];
-    return __shfl_sync(kAllLanes, mine, subtile % 2 * 16 + arch::lane_idx() / 4 + offset);
-  }
-
   // One block: columns 64*part.. of the group whose accumulators these are.
-  __device__ __forceinline__ void differentiate(float const (&acc)[kGroupColumns / 2], int part,
-                                                int buffer, int block, float const (&s)[2],
-                                                float (&ds)[2]) const {
-    constexpr int kMatrices = kSlabColumns / 16;  // 16x16 values each
+  __device__ __forceinline__ void differentiate_block(float const (&acc)[kGroupColumns / 2],
+                                                      int part, int buffer, int block,
+                                                      float const (&s)[2], float (&ds)[2]) const {
     uint32_t a[2][4];
     TESSERA_UNROLL
     for (int m = 0; m < kMatrices; ++m) {
-      int const j = 2 * m;
-      uint32_t const smem_gate = slabs_.matrix_row(buffer * kHalves, j);
-      uint32_t const smem_up = slabs_.matrix_row(buffer * kHalves + 1, j);
-      uint32_t g[4], u[4] = {};
-      arch::ldmatrix_x4(smem_gate, g[0], g[1], g[2], g[3]);
-      if constexpr (kHalves == 2) arch::ldmatrix_x4(smem_up, u[0], u[1], u[2], u[3]);
-      TESSERA_UNROLL
-      for (int q = 0; q < 4; ++q) {
-        int const first = part * (kGroupColumns / 4) + 4 * (j + q / 2) + 2 * (q % 2);
-        differentiate_pair(&acc[first], s[q % 2], g[q], u[q], a[m % 2][q], ds[q % 2]);
-      }
-      arch::stmatrix_x4(smem_gate, g[0], g[1], g[2], g[3]);
-      if constexpr (kHalves == 2) arch::stmatrix_x4(smem_up, u[0], u[1], u[2], u[3]);
+      this->differentiate(acc, part, m, slabs_.matrix_row(buffer * kHalves, 2 * m),
+                          slabs_.matrix_row(buffer * kHalves + 1, 2 * m), s, a[m % 2], ds);
       if (m == kMatrices / 2 - 1) {
         if (arch::lane_idx() == 0) {
           arch::tma_store_wait_read<0>();
@@ -172,52 +249,101 @@ class ActivationGradientEpilogue {
       if (m % 2 == 1) {
         TESSERA_UNROLL
         for (int i = 0; i < 2; ++i) {
-          arch::stmatrix_x4(slabs_.matrix_row(kSlabA, j - 2 + 2 * i), a[i][0], a[i][1], a[i][2],
+          arch::stmatrix_x4(slabs_.matrix_row(kSlabA, 2 * (m - 1 + i)), a[i][0], a[i][1], a[i][2],
                             a[i][3]);
         }
       }
     }
   }
 
-  // Two neighbouring columns: t, (g, u) -> (dg, du), a'.
-  __device__ __forceinline__ void differentiate_pair(float const* t, float s, uint32_t& g,
-                                                     uint32_t& u, uint32_t& a, float& ds) const {
-    float2 const gate = arch::unpack_bf16(g);
-    float2 const up = arch::unpack_bf16(u);
-    auto const low = Function::backward(p_.activation, gate.x, up.x, s * t[0]);
-    auto const high = Function::backward(p_.activation, gate.y, up.y, s * t[1]);
-    ds = fmaf(t[0], low.a, ds);
-    ds = fmaf(t[1], high.a, ds);
-    g = arch::pack_bf16(low.dg, high.dg);
-    u = arch::pack_bf16(low.du, high.du);
-    a = arch::pack_bf16(s * low.a, s * high.a);
-  }
-
-  // The four lanes of a row hold the sums of its 128 columns.
-  __device__ __forceinline__ void store_partials(float (&ds)[2], WorkTile const& tile, int row,
-                                                 int g) const {
-    if (p_.gmem_partials == nullptr) return;
-    int const lane = arch::lane_idx();
-    int const group = tile.n_tile * kGemm.column_groups() + g;
-    TESSERA_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      ds[half] += __shfl_xor_sync(kAllLanes, ds[half], 1);
-      ds[half] += __shfl_xor_sync(kAllLanes, ds[half], 2);
-      int const r = row + warp_row_ + lane / 4 + 8 * half;
-      if (lane % 4 == 0 && r < tile.end && group < p_.groups) {
-        p_.gmem_partials[int64_t{r} * p_.groups + group] = ds[half];
-      }
-    }
-  }
-
-  Params const& p_;
   SlabStore<kGemm> slabs_;
   arch::Mbarrier* loads_;
   uint32_t phase_ = 0;  // bit b: parity of the next load into buffer b
-  int warp_row_;        // first of the warp's 16 rows, among 64
-  int first_row_, first_column_;
+  int first_column_;
   int blocks_;
-  float score_[kScores];  // lane l: of row l % 16 of the warp's in subtile l/16 (+ 2i)
+};
+
+// In lent stages, one for every 64 columns.
+template <GemmConfig kGemm, ActivationKind kKind>
+class ActivationGradientInStages : GradientRows<kGemm, kKind> {
+  using Rows = GradientRows<kGemm, kKind>;
+  using Rows::kHalves;
+  using Rows::kMatrices;
+  using Rows::kSubtileBlocks;
+  using Rows::p_;
+  using Rows::warp_row_;
+
+ public:
+  using Params = ActivationGradientParams;
+
+  __device__ __forceinline__ ActivationGradientInStages(SharedStorage<kGemm>& smem, Params const& p,
+                                                        int consumer)
+      : Rows(p), stages_(smem, consumer) {
+    static_assert(kGemm.lent_stages == kSubtileBlocks);
+  }
+
+  // By one thread of the producer: h of the i-th 64 columns.
+  __device__ __forceinline__ static void lend(SharedStorage<kGemm>& smem, Params const& p,
+                                              int stage, WorkTile const& tile, int i) {
+    arch::Mbarrier* const full = &smem.full[stage];
+    arch::mbarrier_arrive_expect_tx(full, kHalves * kGemm.tile.m * kSlabColumns * sizeof(bf16));
+    TESSERA_UNROLL
+    for (int half = 0; half < kHalves; ++half) {
+      arch::tma_load(lent_slab_b<kGemm>(smem, stage, half), &p.h, full,
+                     tile.n_tile * kGemm.tile.n + i * kSlabColumns, half, tile.row);
+    }
+  }
+
+  __device__ __forceinline__ void begin(WorkTile const& tile, int row, int) {
+    this->begin_rows(tile, row);
+  }
+
+  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row,
+                                        PipelineState<kGemm.stages>& state) {
+    float const s[2] = {this->score(0, 0), this->score(0, 8)};
+    int const ragged_row = p_.ragged_extent + row + warp_row_ - tile.end;
+    bool const exists = ragged_row < p_.ragged_extent;  // else the warp lies past the segment
+    TESSERA_UNROLL
+    for (int g = 0; g < kGemm.column_groups(); ++g) {
+      float ds[2] = {0.0f, 0.0f};
+      TESSERA_UNROLL
+      for (int part = 0; part < 2; ++part) {
+        int const stage = stages_.take(state);
+        bf16* const gate = stages_.slab_b(stage, 0);
+        bf16* const up = stages_.slab_b(stage, kHalves - 1);
+        bf16* const a_scaled = stages_.slab_a(stage);
+        TESSERA_UNROLL
+        for (int m = 0; m < kMatrices; ++m) {
+          uint32_t a[4];
+          this->differentiate(acc[g], part, m, rows_.matrix_row(gate, 2 * m),
+                              rows_.matrix_row(up, 2 * m), s, a, ds);
+          arch::stmatrix_x4(rows_.matrix_row(a_scaled, 2 * m), a[0], a[1], a[2], a[3]);
+        }
+        stages_.publish(stage, [&] {
+          if (!exists) return;
+          int const column = tile.n_tile * kGemm.tile.n + (2 * g + part) * kSlabColumns;
+          uint64_t const policy = arch::l2_evict_first();
+          TESSERA_UNROLL
+          for (int half = 0; half < kHalves; ++half) {
+            arch::tma_store(&p_.dh, stages_.rows(half == 0 ? gate : up), column, half, ragged_row,
+                            tile.end, policy);
+          }
+          if (p_.stores_a) {
+            arch::tma_store(&p_.a_scaled, stages_.rows(a_scaled), column, 0, ragged_row, tile.end,
+                            policy);
+          }
+        });
+      }
+      this->store_partials(ds, tile, row, g);
+    }
+  }
+
+  __device__ __forceinline__ void settle() { stages_.settle(); }
+  __device__ __forceinline__ void drain() const { stages_.drain(); }
+
+ private:
+  BorrowedStages<kGemm> stages_;
+  SlabRows rows_;
 };
 
 }  // namespace tessera::cuda::block

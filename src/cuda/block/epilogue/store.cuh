@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../bias.cuh"
+#include "../lent_stages.cuh"
 #include "../slab_store.cuh"
 #include "../tile_scheduler.cuh"
 
@@ -22,15 +23,19 @@ class StoreEpilogue {
 
   __device__ __forceinline__ StoreEpilogue(SharedStorage<kGemm>& smem, Params const& p,
                                            int consumer)
-      : p_(p), slabs_(smem, consumer) {}
+      : p_(p), staging_(smem, consumer) {
+    static_assert(kGemm.lent_stages == 0 || kGemm.lent_stages == kSlabs / kRound);
+  }
 
-  // 64 rows from `row`, in rounds of as many slabs as there are.
-  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
+  // 64 rows from `row`, in rounds of as many slabs as there are; `ring` where they are lent.
+  template <class... Ring>
+  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row,
+                                        Ring&... ring) {
     static_assert(kGemm.b_halves == 1 && kSlabs % kRound == 0 && kRound % 2 == 0);
     int const column = tile.n_tile * kGemm.tile.n;
     TESSERA_UNROLL
     for (int first = 0; first < kSlabs; first += kRound) {
-      slabs_.begin();
+      bf16* const slabs = staging_.begin(ring...);
       TESSERA_UNROLL
       for (int slab = 0; slab < kRound; ++slab) {
         int const group = (first + slab) * kSlabColumns / kGroupColumns;
@@ -43,32 +48,37 @@ class StoreEpilogue {
             add_bias<kSecond>(acc[group], p_.bias, tile.segment, c, p_.columns);
           }
         }
-        slabs_.fill(slab, [&](int j, int half) {
+        rows_.fill(slabs + slab * kPitch, [&](int j, int half) {
           return arch::pack_bf16(acc[group][i + 4 * j + 2 * half],
                                  acc[group][i + 4 * j + 2 * half + 1]);
         });
       }
-      slabs_.publish();
-      if (slabs_.issuer()) {
+      staging_.publish([&] {
         TESSERA_UNROLL
         for (int slab = 0; slab < kRound; ++slab) {
-          slabs_.store(slab, &p_.d, column + (first + slab) * kSlabColumns, 0,
-                       p_.ragged_extent + row - tile.end, tile.end);
+          arch::tma_store(&p_.d, slabs + slab * kPitch, column + (first + slab) * kSlabColumns, 0,
+                          p_.ragged_extent + row - tile.end, tile.end, arch::l2_evict_first());
         }
-        slabs_.commit();
-      }
+      });
     }
   }
 
-  __device__ __forceinline__ void drain() const { slabs_.drain(); }
+  __device__ __forceinline__ void settle()
+    requires(kGemm.lent_stages > 0)
+  {
+    staging_.settle();
+  }
+  __device__ __forceinline__ void drain() const { staging_.drain(); }
 
  private:
   static constexpr int kSlabs = kGemm.tile.n / kSlabColumns;
-  static constexpr int kRound = kGemm.store_slabs;
+  static constexpr int kRound = Staging<kGemm>::kSlabs;
+  static constexpr int kPitch = Staging<kGemm>::kPitch;
   static constexpr int kSecond = kGroupColumns / 4;  // register of a group's second slab
 
   Params const& p_;
-  SlabStore<kGemm> slabs_;
+  Staging<kGemm> staging_;
+  SlabRows rows_;
 };
 
 }  // namespace tessera::cuda::block

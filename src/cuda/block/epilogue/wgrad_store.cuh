@@ -7,6 +7,7 @@
 // nothing when adding.
 #pragma once
 
+#include "../lent_stages.cuh"
 #include "../slab_store.cuh"
 #include "../tile_scheduler.cuh"
 
@@ -36,43 +37,54 @@ class WgradStoreEpilogue {
 
   __device__ __forceinline__ WgradStoreEpilogue(SharedStorage<kGemm>& smem, Params const& p,
                                                 int consumer)
-      : p_(p), slabs_(smem, consumer) {
+      : p_(p), staging_(smem, consumer) {
     static_assert(kGemm.varlen_k() && kTileGroups % kRound == 0);
+    static_assert(kGemm.lent_stages == 0 || kGemm.lent_stages == kTileGroups / kRound);
     thread_ = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
   }
 
-  // 64 c from `row`, in rounds of as many slabs as there are.
-  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
-    if (p_.accumulates && tile.begin == tile.end) return;
+  // 64 c from `row`, in rounds of as many slabs as there are; `ring` where they are lent.
+  template <class... Ring>
+  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row,
+                                        Ring&... ring) {
+    bool const skips = p_.accumulates && tile.begin == tile.end;
+    if (kGemm.lent_stages == 0 && skips) return;
     TESSERA_UNROLL
     for (int first = 0; first < kTileGroups; first += kRound) {
-      slabs_.begin();
+      bf16* const slabs = staging_.begin(ring...);
       TESSERA_UNROLL
       for (int g = 0; g < kRound; ++g) {
         float (&part)[kGroupColumns / 2] = acc[(first + g) / 2];
+        bf16* const smem = slabs + g * kGroupSlabs * kPitch;
         if ((first + g) % 2 == 0) {
-          fill<0>(part, g, tile, first + g, row);
+          fill<0>(part, smem, tile, first + g, row);
         } else {
-          fill<kGroupColumns / 4>(part, g, tile, first + g, row);
+          fill<kGroupColumns / 4>(part, smem, tile, first + g, row);
         }
       }
-      slabs_.publish();
-      if (slabs_.issuer()) {
+      staging_.publish([&] {
+        if (kGemm.lent_stages > 0 && skips) return;
         TESSERA_UNROLL
-        for (int slab = 0; slab < kGemm.store_slabs; ++slab) {
-          store_slab(slab, place(tile, first + slab / kGroupSlabs), tile.segment, row);
+        for (int slab = 0; slab < Staging<kGemm>::kSlabs; ++slab) {
+          store_slab(slabs + slab * kPitch, slab % kGroupSlabs,
+                     place(tile, first + slab / kGroupSlabs), tile.segment, row);
         }
-        slabs_.commit();
-      }
+      });
     }
   }
 
-  __device__ __forceinline__ void drain() const { slabs_.drain(); }
+  __device__ __forceinline__ void settle()
+    requires(kGemm.lent_stages > 0)
+  {
+    staging_.settle();
+  }
+  __device__ __forceinline__ void drain() const { staging_.drain(); }
 
  private:
   static constexpr int kTileGroups = kGemm.tile.n / kSlabColumns;  // column groups
   static constexpr int kGroupSlabs = kFp32 ? 2 : 1;
-  static constexpr int kRound = kGemm.store_slabs / kGroupSlabs;  // column groups
+  static constexpr int kRound = Staging<kGemm>::kSlabs / kGroupSlabs;  // column groups
+  static constexpr int kPitch = Staging<kGemm>::kPitch;
 
   struct Place {
     int half, i;
@@ -87,32 +99,32 @@ class WgradStoreEpilogue {
   }
 
   // Values kFirst.. of `acc`, 64 i of this thread's rows, are column group `g` of the tile
-  // and go to the `in_round`-th place of the round.
+  // and go to the slabs from `smem` on.
   template <int kFirst>
-  __device__ __forceinline__ void fill(float (&acc)[kGroupColumns / 2], int in_round,
+  __device__ __forceinline__ void fill(float (&acc)[kGroupColumns / 2], bf16* smem,
                                        WorkTile const& tile, int g, int row) const {
     if constexpr (kFp32) {
-      fill_fp32<kFirst>(acc, in_round * kGroupSlabs);
+      fill_fp32<kFirst>(acc, smem);
     } else {
       if (p_.accumulates) add_old<kFirst>(acc, place(tile, g), tile.segment, row);
       auto const pair = [&](int j, int half) {
         return arch::pack_bf16(acc[kFirst + 4 * j + 2 * half], acc[kFirst + 4 * j + 2 * half + 1]);
       };
       if constexpr (kMajor == Major::kRows) {
-        slabs_.fill(in_round, pair);
+        rows_.fill(smem, pair);
       } else {
-        fill_transposed(in_round, pair);
+        fill_transposed(smem, pair);
       }
     }
   }
 
   // Row i of the slab takes this warp's 16 c.
   template <typename Pair>
-  __device__ __forceinline__ void fill_transposed(int slab, Pair pair) const {
+  __device__ __forceinline__ void fill_transposed(bf16* slab, Pair pair) const {
     int const lane = arch::lane_idx();
     int const chunk = thread_ / arch::kWarpThreads * 2 + (lane / 8 & 1);
-    uint32_t const smem_row = arch::shared_address(slabs_.address(slab)) +
-                              (lane / 16 * 8 + lane % 8) * 128 + ((chunk ^ lane % 8) << 4);
+    uint32_t const smem_row =
+        arch::shared_address(slab) + (lane / 16 * 8 + lane % 8) * 128 + ((chunk ^ lane % 8) << 4);
     TESSERA_UNROLL
     for (int j = 0; j < kSlabColumns / 8; j += 2) {
       arch::stmatrix_x4_transposed(smem_row + j * 8 * 128, pair(j, 0), pair(j, 1), pair(j + 1, 0),
@@ -121,7 +133,8 @@ class WgradStoreEpilogue {
   }
 
   template <int kFirst>
-  __device__ __forceinline__ void fill_fp32(float const (&acc)[kGroupColumns / 2], int slab) const {
+  __device__ __forceinline__ void fill_fp32(float const (&acc)[kGroupColumns / 2],
+                                            bf16* slabs) const {
     int const lane = arch::lane_idx();
     int const warp = thread_ / arch::kWarpThreads;
     TESSERA_UNROLL
@@ -132,7 +145,7 @@ class WgradStoreEpilogue {
         if constexpr (kMajor == Major::kRows) {
           int const c = warp * 16 + lane / 4 + 8 * half;
           int const chunk = j % 4 * 2 + lane % 4 / 2;
-          auto* const smem = reinterpret_cast<float2*>(slab_bytes(slab + j / 4) + c * 128 +
+          auto* const smem = reinterpret_cast<float2*>(slab_bytes(slabs, j / 4) + c * 128 +
                                                        ((chunk ^ (c & 7)) << 4) + lane % 2 * 8);
           *smem = {value[0], value[1]};
         } else {
@@ -140,7 +153,7 @@ class WgradStoreEpilogue {
           for (int bit = 0; bit < 2; ++bit) {
             int const i = 8 * j + lane % 4 * 2 + bit;
             int const chunk = warp % 2 * 4 + 2 * half + lane / 16;
-            *reinterpret_cast<float*>(slab_bytes(slab + warp / 2) + i * 128 +
+            *reinterpret_cast<float*>(slab_bytes(slabs, warp / 2) + i * 128 +
                                       ((chunk ^ (i & 7)) << 4) + lane / 4 % 4 * 4) = value[bit];
           }
         }
@@ -148,8 +161,8 @@ class WgradStoreEpilogue {
     }
   }
 
-  __device__ __forceinline__ char* slab_bytes(int slab) const {
-    return reinterpret_cast<char*>(slabs_.address(slab));
+  __device__ __forceinline__ static char* slab_bytes(bf16* slabs, int slab) {
+    return reinterpret_cast<char*>(slabs + slab * kPitch);
   }
 
   // bf16 has no room for a rounded sum: the old value joins the fp32 sum.
@@ -174,11 +187,12 @@ class WgradStoreEpilogue {
     }
   }
 
-  // By one thread.
-  __device__ __forceinline__ void store_slab(int slab, Place at, int segment, int row) const {
+  // By one thread: the `part`-th slab of a group.
+  __device__ __forceinline__ void store_slab(bf16* slab, int part, Place at, int segment,
+                                             int row) const {
     if (!at.exists) return;
     WgradHalf const& dw = p_.halves[at.half];
-    int const inner = slab % kGroupSlabs * (kSlabColumns / 2);
+    int const inner = part * (kSlabColumns / 2);
     int c0 = at.i + inner;
     int c1 = row;
     int c2 = 0;
@@ -188,14 +202,15 @@ class WgradStoreEpilogue {
       c2 = at.i / dw.block;
     }
     if (kFp32 && p_.accumulates) {
-      arch::tma_reduce_add(&dw.map, slabs_.address(slab), c0, c1, c2, segment);
+      arch::tma_reduce_add(&dw.map, slab, c0, c1, c2, segment);
     } else {
-      slabs_.store(slab, &dw.map, c0, c1, c2, segment);
+      arch::tma_store(&dw.map, slab, c0, c1, c2, segment, arch::l2_evict_first());
     }
   }
 
   Params const& p_;
-  SlabStore<kGemm> slabs_;
+  Staging<kGemm> staging_;
+  SlabRows rows_;
   int thread_;
 };
 

@@ -15,7 +15,12 @@ using cuda::block::Schedule;
 
 struct Variant {
   char const* name;
+  int most_k_tiles;  // 0: any
   cudaError_t (*launch)(DownProjectionFwdArguments const&, int sm_count, cudaStream_t);
+
+  bool serves(Shape const& s) const {
+    return most_k_tiles == 0 || s.intermediate <= 64 * most_k_tiles;
+  }
 };
 
 // One named type per configuration: a kernel template cannot take the value itself.
@@ -28,18 +33,26 @@ TESSERA_VARIANT(C128x128C1Pp, .tile = {128, 128, 64}, .stages = 6, .schedule = S
 TESSERA_VARIANT(C192x128C1Pp, .tile = {192, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong);
 TESSERA_VARIANT(C128x256C1, .stages = 4);
 TESSERA_VARIANT(C128x256Slabs, .stages = 3, .store_slabs = 4);
+TESSERA_VARIANT(Resident64x256, .tile = {64, 256, 64}, .stages = 8, .schedule = Schedule::kPingPong, .resident_k_tiles = 4, .run_tiles = 12);
+TESSERA_VARIANT(Resident128x128, .tile = {128, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .resident_k_tiles = 8, .run_tiles = 6);
 TESSERA_VARIANT(C128x256Lent, .stages = 4, .store_slabs = 1, .lent_stages = 2);
 // clang-format on
 
 template <class Config>
 Variant variant(char const* name) {
-  return {.name = name, .launch = &cuda::launch_down_projection_fwd_config<Config>};
+  return {.name = name,
+          .most_k_tiles = Config::gemm.resident_k_tiles,
+          .launch = &cuda::launch_down_projection_fwd_config<Config>};
 }
 
 std::vector<Variant> all_variants() {
   return {variant<C128x128C1Pp>("128x128-c1-pingpong"),
-          variant<C192x128C1Pp>("192x128-c1-pingpong"), variant<C128x256C1>("128x256-c1"),
-          variant<C128x256Slabs>("128x256-slabs"), variant<C128x256Lent>("128x256-lent")};
+          variant<C192x128C1Pp>("192x128-c1-pingpong"),
+          variant<C128x256C1>("128x256-c1"),
+          variant<C128x256Slabs>("128x256-slabs"),
+          variant<C128x256Lent>("128x256-lent"),
+          variant<Resident64x256>("64x256-resident"),
+          variant<Resident128x128>("128x128-resident")};
 }
 
 struct Problem {
@@ -202,7 +215,7 @@ int check_tiny(BenchOptions const& options, cublasHandle_t handle) {
       std::printf("%s (%d,%d,%d,%d,%d) %s\n", s.name, s.tokens, s.hidden, s.intermediate, s.experts,
                   s.top_k, bias ? "with bias" : "");
       for (Variant const& v : all_variants()) {
-        if (!options.selects(v.name)) continue;
+        if (!options.selects(v.name) || !v.serves(s)) continue;
         Candidate c = make_candidate(v, p, bias);
         if (!run_and_check(c, p, reference)) ++failures;
       }
@@ -233,7 +246,7 @@ void bench_shape(BenchOptions const& options, Shape const& s, bool balanced, cub
                         },
                         {}});
   for (Variant const& v : all_variants()) {
-    if (!options.selects(v.name)) continue;
+    if (!options.selects(v.name) || !v.serves(s)) continue;
     Candidate c = make_candidate(v, p, false);
     if (run_and_check(c, p, reference)) candidates.push_back(std::move(c));
   }

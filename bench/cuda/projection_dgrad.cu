@@ -38,6 +38,7 @@ TESSERA_DOWN(Down128x256LentStarts, .tile = {128, 256, 64}, .stages = 4, .a_load
 TESSERA_DOWN(Down128x256C2, .tile = {128, 256, 64}, .stages = 3, .cluster_m = 2, .a_loader = ALoader::kGather, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 5);
 TESSERA_UP(Up128x256, .stages = 4, .b_major = Major::kRows, .k_halves = 2);
 TESSERA_UP(Up128x256Lent, .stages = 4, .b_major = Major::kRows, .k_halves = 2, .store_slabs = 1, .lent_stages = 2);
+TESSERA_UP(Up128x128Resident, .tile = {128, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .b_major = Major::kRows, .k_halves = 2, .resident_k_tiles = 8, .run_tiles = 6);
 TESSERA_UP(Up192x128, .tile = {192, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .b_major = Major::kRows, .k_halves = 2);
 TESSERA_UP(Up128x128, .tile = {128, 128, 64}, .stages = 6, .schedule = Schedule::kPingPong, .b_major = Major::kRows, .k_halves = 2);
 // clang-format on
@@ -256,6 +257,7 @@ class Reference {
 struct Variant {
   char const* name;
   bool is_down;
+  int most_k_tiles;  // 0: any
   void (*launch)(Problem const&, int set);
 };
 
@@ -263,7 +265,7 @@ struct Variant {
 template <class Config, bool kSorted = false>
 Variant down(char const* name) {
   return {
-      name, true, [](Problem const& p, int set) {
+      name, true, 0, [](Problem const& p, int set) {
         DownProjectionDgradArguments args = p.down(set);
         if (kSorted) {
           args.d_o = {p.d_o_rows.get(), p.rows, p.shape.hidden};
@@ -274,7 +276,7 @@ Variant down(char const* name) {
 }
 template <class Config>
 Variant up(char const* name) {
-  return {name, false, [](Problem const& p, int set) {
+  return {name, false, Config::gemm.resident_k_tiles, [](Problem const& p, int set) {
             TESSERA_CUDA(
                 cuda::launch_up_projection_dgrad_config<Config>(p.up(set), sm_count(), nullptr));
           }};
@@ -291,12 +293,15 @@ std::vector<Variant> all_variants() {
           down<Down128x256, true>("down-128x256-sorted"),
           up<Up128x256>("up-128x256"),
           up<Up128x256Lent>("up-128x256-lent"),
+          up<Up128x128Resident>("up-128x128-resident"),
           up<Up192x128>("up-192x128-pingpong"),
           up<Up128x128>("up-128x128-pingpong")};
 }
 
 bool serves(Variant const& v, Shape const& s) {
   bool const whole = s.intermediate % 64 == 0 && s.hidden % 64 == 0;
+  int64_t const k_tiles = 2 * ((int64_t{s.intermediate} + 63) / 64);
+  if (v.most_k_tiles > 0 && k_tiles > v.most_k_tiles) return false;
   return (whole && s.rows() > 0) || !v.is_down ||
          std::string(v.name).find("any") != std::string::npos;
 }

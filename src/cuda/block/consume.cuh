@@ -26,6 +26,7 @@ __device__ __forceinline__ void wait_full(SharedStorage<kGemm>& smem,
 template <GemmConfig kGemm, int kActive, int kSteps = kGemm.tile.k / 16, int kSubtiles>
 __device__ __forceinline__ void issue(SharedStorage<kGemm>& smem, int stage,
                                       Accumulators<kGemm> (&acc)[kSubtiles], int row, int k_tile) {
+  bf16 const* const smem_b = smem.b[kGemm.keeps_b() ? k_tile : stage];
   constexpr uint64_t kSubtileStep = kGemm.a_subtile_bytes() / 16;
   constexpr bool kTransposeA = kGemm.a_major() == Major::kRows;
   constexpr uint64_t kStepA = kTransposeA ? arch::kWgmmaRowsMajorK16 : arch::kWgmmaDescriptorK16;
@@ -34,8 +35,8 @@ __device__ __forceinline__ void issue(SharedStorage<kGemm>& smem, int stage,
                                  : arch::wgmma_descriptor_k_major(smem_a);
   constexpr bool kTransposeB = kGemm.b_major == Major::kRows;
   constexpr uint64_t kStepB = kTransposeB ? arch::kWgmmaRowsMajorK16 : arch::kWgmmaDescriptorK16;
-  uint64_t const b = kTransposeB ? arch::wgmma_descriptor_rows_major(smem.b[stage])
-                                 : arch::wgmma_descriptor_k_major(smem.b[stage]);
+  uint64_t const b = kTransposeB ? arch::wgmma_descriptor_rows_major(smem_b)
+                                 : arch::wgmma_descriptor_k_major(smem_b);
   arch::wgmma_fence();
   TESSERA_UNROLL
   for (int k16 = 0; k16 < kSteps; ++k16) {
@@ -67,15 +68,23 @@ __device__ __forceinline__ void issue_last(SharedStorage<kGemm>& smem, int stage
   issue<kGemm, kActive, kSteps>(smem, stage, acc, row, k_tile);
 }
 
+// Whether this is the warpgroup's first, or last, tile of a run.
+__device__ __forceinline__ bool first_of_run(WorkTile const& tile) { return tile.in_run < 2; }
+__device__ __forceinline__ bool last_of_run(WorkTile const& tile) { return tile.run_left < 2; }
+
 // All k_tiles of kActive times 64 rows from `row`, of the last one `last_steps` times 16; under_first() runs under
 // the first. The last group of wgmmas is left in flight and its stage, returned, unreleased.
 template <GemmConfig kGemm, int kActive, int kSubtiles, class UnderFirst>
 __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem,
                                         PipelineState<kGemm.stages>& state,
-                                        Accumulators<kGemm> (&acc)[kSubtiles], int row, int k_tiles,
-                                        int last_steps, UnderFirst under_first) {
+                                        Accumulators<kGemm> (&acc)[kSubtiles], WorkTile const& tile,
+                                        int row, int k_tiles, int last_steps,
+                                        UnderFirst under_first) {
   int previous = 0;
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+    if constexpr (kGemm.keeps_b()) {
+      if (first_of_run(tile)) arch::mbarrier_wait(&smem.resident_full[k_tile], tile.run_phase);
+    }
     wait_full<kGemm>(smem, state);
     if (kGemm.varlen_k() && k_tile == k_tiles - 1) {
       issue_last<kGemm, kActive, kGemm.tile.k / 16>(smem, state.stage, acc, row, k_tile,
@@ -86,6 +95,9 @@ __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem,
     if (k_tile > 0) {
       arch::wgmma_wait<1>();
       release_stage<kGemm>(smem, previous);
+      if constexpr (kGemm.keeps_b()) {
+        if (last_of_run(tile)) release_resident<kGemm>(smem, k_tile - 1);
+      }
     } else {
       under_first();
     }
@@ -99,15 +111,16 @@ __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem,
 template <GemmConfig kGemm, int kActive, int kSubtiles>
 __device__ __forceinline__ int multiply_active(SharedStorage<kGemm>& smem,
                                                PipelineState<kGemm.stages>& state,
-                                               Accumulators<kGemm> (&acc)[kSubtiles], int row,
-                                               int k_tiles, int last_steps, int active) {
+                                               Accumulators<kGemm> (&acc)[kSubtiles],
+                                               WorkTile const& tile, int row, int k_tiles,
+                                               int last_steps, int active) {
   if constexpr (kActive > 1) {
     if (active < kActive) {
-      return multiply_active<kGemm, kActive - 1>(smem, state, acc, row, k_tiles, last_steps,
+      return multiply_active<kGemm, kActive - 1>(smem, state, acc, tile, row, k_tiles, last_steps,
                                                  active);
     }
   }
-  return multiply<kGemm, kActive>(smem, state, acc, row, k_tiles, last_steps, [] {});
+  return multiply<kGemm, kActive>(smem, state, acc, tile, row, k_tiles, last_steps, [] {});
 }
 
 // Epilogues that read memory ask for it before the k loop: begin(tile, first row, 64-row parts).
@@ -158,6 +171,16 @@ __device__ __forceinline__ void pass(SharedStorage<kGemm>& smem, PipelineState<k
   }
 }
 
+// The last tile of a run may have no rows. B must have come, else the arrival would count for the run before.
+template <GemmConfig kGemm>
+__device__ __forceinline__ void pass_resident(SharedStorage<kGemm>& smem, WorkTile const& tile,
+                                              int k_tiles) {
+  for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+    arch::mbarrier_wait(&smem.resident_full[k_tile], tile.run_phase);
+    release_resident<kGemm>(smem, k_tile);
+  }
+}
+
 // Cooperative: each warpgroup owns 64 rows of every tile.
 template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, GemmParams const& p,
@@ -178,8 +201,9 @@ __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, 
       continue;
     }
     begin_epilogue(epilogue, tile, tile.row + row, 1);
-    int const last = multiply<kGemm, 1>(smem, state, acc, row, k_tiles, last_steps_of<kGemm>(tile),
-                                        [&] { settle_epilogue(epilogue); });
+    int const last =
+        multiply<kGemm, 1>(smem, state, acc, tile, row, k_tiles, last_steps_of<kGemm>(tile),
+                           [&] { settle_epilogue(epilogue); });
     more = queue.read(ahead);  // under the last wgmmas
     arch::wgmma_wait<0>();
     release_stage<kGemm>(smem, last);
@@ -217,13 +241,17 @@ __device__ __forceinline__ void consume_ping_pong(SharedStorage<kGemm>& smem, Ge
     arch::named_barrier_sync(kBarrierMmaTurn + consumer, kThreads);
     if (subtiles == 0) {
       pass<kGemm>(smem, state, k_tiles, consumer);
+      if constexpr (kGemm.keeps_b()) pass_resident<kGemm>(smem, tile, p.k_tiles);
       arch::named_barrier_arrive(kBarrierMmaTurn + (consumer ^ 1), kThreads);
     } else {
-      int const last = multiply_active<kGemm, kSubtiles>(smem, state, acc, 0, k_tiles,
+      int const last = multiply_active<kGemm, kSubtiles>(smem, state, acc, tile, 0, k_tiles,
                                                          last_steps_of<kGemm>(tile), subtiles);
       arch::named_barrier_arrive(kBarrierMmaTurn + (consumer ^ 1), kThreads);
       arch::wgmma_wait<0>();
       release_stage<kGemm>(smem, last);
+      if constexpr (kGemm.keeps_b()) {
+        if (last_of_run(tile)) release_resident<kGemm>(smem, k_tiles - 1);
+      }
       TESSERA_UNROLL
       for (int m = 0; m < kSubtiles; ++m) {
         if (m < subtiles) epilogue.store(acc[m], tile, tile.row + m * kSubtileM);

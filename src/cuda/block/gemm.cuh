@@ -53,7 +53,7 @@ __device__ __forceinline__ void run_gemm(GemmParams const& p,
 template <GemmConfig kGemm>
 int64_t most_tiles(GemmParams const& p, int64_t rows) {
   if constexpr (kGemm.varlen_k()) return int64_t{p.segments} * p.m_tiles * p.n_tiles;
-  constexpr int kBlockM = kGemm.tile.m * kGemm.cluster_m;
+  constexpr int kBlockM = kGemm.block_m();
   return ((rows + kBlockM - 1) / kBlockM + std::min<int64_t>(rows, p.segments - 1)) * p.n_tiles;
 }
 

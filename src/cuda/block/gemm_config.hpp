@@ -47,8 +47,11 @@ struct GemmConfig {
   int k_halves = 1;     // 2: k runs through two halves, each with a B of its own
   int store_slabs = 2;  // 64x64 staging buffers per consumer warpgroup
   int lent_stages = 0;  // stages that the ring lends to each tile's epilogue (lent_stages.cuh)
-  int raster_n = 8;     // n_tiles walked before the next m block
-  int starts = 1;       // times at which CTAs start, spread over a tile: epilogues do not coincide
+  int resident_k_tiles =
+      0;  // at most so many k_tiles of B stay in shared memory for a run of tiles; 0: none
+  int run_tiles = 0;  // tiles of a run, about; even
+  int raster_n = 8;   // n_tiles walked before the next m block
+  int starts = 1;     // times at which CTAs start, spread over a tile: epilogues do not coincide
 
   consteval int threads() const { return 128 * (1 + consumer_warpgroups); }
   consteval bool ping_pong() const { return schedule == Schedule::kPingPong; }
@@ -67,6 +70,10 @@ struct GemmConfig {
   }
 
   consteval int column_groups() const { return tile.n / kGroupColumns; }
+  consteval bool keeps_b() const { return resident_k_tiles > 0; }
+  consteval int b_buffers() const { return keeps_b() ? resident_k_tiles : stages; }
+  // Rows of the unit that the scheduler draws: a block of a tile for each CTA of the cluster, or a run.
+  consteval int block_m() const { return tile.m * (keeps_b() ? run_tiles : cluster_m); }
   // Warps that borrow stages are at different places in the ring, so each answers for itself.
   consteval bool warps_release() const { return lent_stages > 0; }
 
@@ -84,16 +91,18 @@ struct GemmConfig {
 
 // Arrivals that end one phase of each barrier; the roles below are the only ones that arrive.
 struct BarrierArrivals {
-  int full;        // expect_tx by the thread that issues B, and every gathering thread
-  int empty;       // each warpgroup that reads the stage, in every CTA that shares B; or each warp
-  int work_full;   // the announcing warp; in a cluster, expect_tx by each CTA's producer warp 0
-  int work_empty;  // each warp that reads work tiles, in every CTA of the cluster
+  int full;   // expect_tx by the thread that issues B, and every gathering thread
+  int empty;  // each warpgroup that reads the stage, in every CTA that shares B; or each warp
+  int resident_empty;  // each ping-pong warpgroup, in its last tile of a run
+  int work_full;       // the announcing warp; in a cluster, expect_tx by each CTA's producer warp 0
+  int work_empty;      // each warp that reads work tiles, in every CTA of the cluster
 };
 
 consteval BarrierArrivals barrier_arrivals(GemmConfig c) {
   return {.full = 1 + (c.gathers() ? 128 : 0),
           .empty = (c.ping_pong() ? 1 : c.consumer_warpgroups) * (c.warps_release() ? 4 : 1) *
                    c.cluster_m,
+          .resident_empty = 2,
           .work_full = 1,
           .work_empty = (4 * c.consumer_warpgroups + (c.gathers() ? 4 : 1)) * c.cluster_m};
 }
@@ -120,6 +129,10 @@ consteval bool valid(GemmConfig c) {
   if (c.varlen_k() && c.cluster_m > 1) throw "varlen-K: no cluster";
   if (c.varlen_k() && c.tile.m > 128) throw "varlen-K: at most 16 chunks of a token";
   if (c.gathers() && c.tile.m > 192) throw "gather: at most 12 rows per producer thread";
+  if (c.keeps_b() && (!c.ping_pong() || c.gathers() || c.cluster_m > 1))
+    throw "resident_k_tiles: ping-pong, TMA, no cluster";
+  if (c.keeps_b() && (c.run_tiles < 2 || c.run_tiles % 2))
+    throw "run_tiles: even, one for each warpgroup";
   if (c.starts > 1 && c.varlen_k()) throw "starts: varlen-K tiles differ in length anyway";
   if (c.stages < 2) throw "stages: at least 2";
   if (c.lent_stages > 0 && (c.ping_pong() || c.cluster_m > 1))

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ring of stages between producer and consumers.
+// The ring of stages between producer and consumers, and the B that stays.
 //   producer: wait empty[s], fill s, (bytes and arrivals end) full[s]
 //   consumer: wait full[s], multiply, arrive on empty[s] of every CTA that shares B
+// With resident_k_tiles the stages hold A alone. A run is tiles of one segment and n_tile: its B is loaded in the
+// first tile, k_tile by k_tile as the last tiles of the run before, one for each warpgroup, have multiplied them.
 #pragma once
 
 #include "../arch/cluster.cuh"
@@ -40,6 +42,10 @@ __device__ __forceinline__ void init_pipeline(SharedStorage<kGemm>& smem) {
     arch::mbarrier_init(&smem.full[s], kArrivals.full);
     arch::mbarrier_init(&smem.empty[s], kArrivals.empty);
   }
+  for (int k_tile = 0; k_tile < kGemm.resident_k_tiles; ++k_tile) {
+    arch::mbarrier_init(&smem.resident_full[k_tile], 1);
+    arch::mbarrier_init(&smem.resident_empty[k_tile], kArrivals.resident_empty);
+  }
   for (int w = 0; w < kWorkSlots; ++w) {
     arch::mbarrier_init(&smem.work_full[w], kArrivals.work_full);
     arch::mbarrier_init(&smem.work_empty[w], kArrivals.work_empty);
@@ -70,6 +76,14 @@ __device__ __forceinline__ void release_stage(SharedStorage<kGemm>& smem, int st
     if (thread == 0) arch::mbarrier_arrive(&smem.empty[stage]);
   } else {
     if (thread < kGemm.cluster_m) arch::mbarrier_arrive_cluster(&smem.empty[stage], thread);
+  }
+}
+
+// Consumer warpgroup, by its warp 0: it needs no more of this k_tile of the run's B.
+template <GemmConfig kGemm>
+__device__ __forceinline__ void release_resident(SharedStorage<kGemm>& smem, int k_tile) {
+  if (static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads == 0) {
+    arch::mbarrier_arrive(&smem.resident_empty[k_tile]);
   }
 }
 

@@ -71,27 +71,34 @@ __device__ __forceinline__ void load_b_along_k(bf16* smem_b, GemmParams const& p
   }
 }
 
-// This CTA's share of a B tile. Called by one thread. The usual layouts take one load: four instead of
+// This CTA's share of a B tile, into `buffer`, reported to `full`. Called by one thread. The usual layouts take one load: four instead of
 // one cost the gathering kernel 5%, and the short k loops of down_projection_fwd 10%.
 template <GemmConfig kGemm>
-__device__ __forceinline__ void load_b(SharedStorage<kGemm>& smem, GemmParams const& p, int stage,
-                                       int k_tile, WorkTile const& tile) {
+__device__ __forceinline__ void load_b_to(SharedStorage<kGemm>& smem, GemmParams const& p,
+                                          int buffer, arch::Mbarrier* full, int k_tile,
+                                          WorkTile const& tile) {
   int const share = kGemm.cluster_m == 1
                         ? 0
                         : static_cast<int>(arch::cluster_cta_rank()) * kGemm.b_groups_per_cta();
   int const group = tile.n_tile * kGemm.b_groups() + share;
   int const k_half = kGemm.k_halves == 2 && k_tile >= p.k_half_tiles ? 1 : 0;
   int const k = (k_tile - k_half * p.k_half_tiles) * kGemm.tile.k;
-  bf16* const smem_b = &smem.b[stage][share * kGemm.b_halves * kGroupRows * kGemm.tile.k];
+  bf16* const smem_b = &smem.b[buffer][share * kGemm.b_halves * kGroupRows * kGemm.tile.k];
   if constexpr (kGemm.varlen_k()) {
-    load_b_along_k<kGemm>(smem_b, p, &smem.full[stage], tile.begin + k, group, tile.end);
+    load_b_along_k<kGemm>(smem_b, p, full, tile.begin + k, group, tile.end);
   } else if (kGemm.any_b_layout && p.b_in_boxes) {
-    load_b_in_boxes<kGemm>(smem_b, p, &smem.full[stage], k, k_half, group, tile.segment);
+    load_b_in_boxes<kGemm>(smem_b, p, full, k, k_half, group, tile.segment);
   } else if constexpr (kGemm.b_major == Major::kK) {
-    load_b_box<kGemm>(smem_b, &p.b[k_half], &smem.full[stage], k, 0, 0, group, tile.segment);
+    load_b_box<kGemm>(smem_b, &p.b[k_half], full, k, 0, 0, group, tile.segment);
   } else {
-    load_b_box<kGemm>(smem_b, &p.b[k_half], &smem.full[stage], 0, k, 0, group, tile.segment);
+    load_b_box<kGemm>(smem_b, &p.b[k_half], full, 0, k, 0, group, tile.segment);
   }
+}
+
+template <GemmConfig kGemm>
+__device__ __forceinline__ void load_b(SharedStorage<kGemm>& smem, GemmParams const& p, int stage,
+                                       int k_tile, WorkTile const& tile) {
+  load_b_to<kGemm>(smem, p, stage, &smem.full[stage], k_tile, tile);
 }
 
 template <GemmConfig kGemm>
@@ -106,6 +113,19 @@ __device__ __forceinline__ void load_a(SharedStorage<kGemm>& smem, GemmParams co
   }
 }
 
+// k_tile of the B of a new run, once the run before needs it no more.
+template <GemmConfig kGemm>
+__device__ __forceinline__ void load_resident_b(SharedStorage<kGemm>& smem, GemmParams const& p,
+                                                int k_tile, WorkTile const& tile) {
+  arch::mbarrier_wait(&smem.resident_empty[k_tile], tile.run_phase ^ 1);
+  if (arch::elect_one()) {
+    arch::Mbarrier* const full = &smem.resident_full[k_tile];
+    arch::mbarrier_arrive_expect_tx(full, kGemm.b_tile_bytes());
+    load_b_to<kGemm>(smem, p, k_tile, full, k_tile, tile);
+  }
+  __syncwarp();
+}
+
 // One warp; one of its lanes issues both operands.
 template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmParams const& p,
@@ -117,14 +137,21 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
   WorkTile tile;
   if (schedules) scheduler.announce_first(p.k_tiles);
   while (queue.read(tile)) {
-    for (int k_tile = 0; k_tile < p.k_tiles; ++k_tile) {
-      if (schedules) scheduler.step(k_tile, p.k_tiles);
+    int const k_tiles = k_tiles_of<kGemm>(p, tile);
+    // The first of a run's last two tiles always has rows.
+    bool const last = !kGemm.keeps_b() || tile.run_left == 1;
+    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+      if (schedules && last) scheduler.step(k_tile, k_tiles);
+      if constexpr (kGemm.keeps_b()) {
+        if (tile.in_run == 0) load_resident_b<kGemm>(smem, p, k_tile, tile);
+      }
       wait_empty<kGemm>(smem, state);
       if (arch::elect_one()) {
         arch::Mbarrier* const full = &smem.full[state.stage];
-        arch::mbarrier_arrive_expect_tx(full, kGemm.a_tile_bytes() + kGemm.b_tile_bytes());
+        constexpr uint32_t kBytesB = kGemm.keeps_b() ? 0 : kGemm.b_tile_bytes();
+        arch::mbarrier_arrive_expect_tx(full, kGemm.a_tile_bytes() + kBytesB);
         load_a<kGemm>(smem, p, state.stage, k_tile, tile);
-        load_b<kGemm>(smem, p, state.stage, k_tile, tile);
+        if (!kGemm.keeps_b()) load_b<kGemm>(smem, p, state.stage, k_tile, tile);
       }
       __syncwarp();
       state.advance();

@@ -27,6 +27,10 @@ struct WorkTile {
   int rows;   // how many of its tile_m rows exist; 0: the CTA only helps to load B
   int begin;  // varlen-K: first row of the segment
   int end;    // first row past the segment
+  // With a resident B:
+  int in_run;    // how many tiles of the run came before
+  int run_left;  // how many come after
+  uint32_t run_phase;
 };
 
 // varlen-K: a segment without rows takes a k_tile of zeros.
@@ -34,6 +38,8 @@ template <GemmConfig kGemm>
 __device__ __forceinline__ int k_tiles_of(GemmParams const& p, WorkTile const& tile) {
   if constexpr (kGemm.varlen_k()) {
     return max(1, (tile.end - tile.begin + kGemm.tile.k - 1) / kGemm.tile.k);
+  } else if constexpr (kGemm.keeps_b()) {
+    return tile.rows > 0 ? p.k_tiles : 0;
   } else {
     return p.k_tiles;
   }
@@ -45,7 +51,8 @@ __device__ __forceinline__ int last_steps_of(WorkTile const& tile) {
   return (tile.end - tile.begin - 1) % kGemm.tile.k / 16 + 1;
 }
 
-// What travels to the readers: {segment | n_tile << 16, first row of the block or kNoTile, end, begin}.
+// What travels to the readers: {segment | n_tile << 16, first row of the block or kNoTile, end, begin}; with a
+// resident B the rows of the run come last.
 constexpr int kNoTile = -1;
 
 constexpr unsigned kAllLanes = 0xffffffffu;
@@ -88,7 +95,17 @@ class TileScheduler {
   static constexpr int kAnnounceAhead = 4;
 
  private:
-  static constexpr int kBlockM = kGemm.tile.m * kGemm.cluster_m;
+  static constexpr int kBlockM = kGemm.block_m();
+  static constexpr int kPairM = 2 * kGemm.tile.m;
+
+  // Runs of a segment are of nearly equal length, in pairs of tiles.
+  __device__ __forceinline__ static int blocks_of(int rows) {
+    if constexpr (kGemm.keeps_b()) {
+      return rows > 0 ? max(1, (rows + kBlockM / 2) / kBlockM) : 0;
+    } else {
+      return (rows + kBlockM - 1) / kBlockM;
+    }
+  }
 
   __device__ __forceinline__ static bool draws_late(int k_tiles) {
     return !kGemm.varlen_k() && k_tiles >= kDrawAhead;
@@ -140,7 +157,7 @@ class TileScheduler {
       int const s = min(segment_ + lane, segments_ - 1);
       int const begin = smem_.segment_offsets[s];
       int const end = smem_.segment_offsets[s + 1];
-      int const blocks = segment_ + lane < segments_ ? (end - begin + kBlockM - 1) / kBlockM : 0;
+      int const blocks = segment_ + lane < segments_ ? blocks_of(end - begin) : 0;
       int sum = blocks;
       TESSERA_UNROLL
       for (int d = 1; d < arch::kWarpThreads; d *= 2) {
@@ -172,6 +189,12 @@ class TileScheduler {
     int const m = in_group / width;
     int const block = (group & 1) ? blocks - 1 - m : m;
     int const n_tile = group * kGemm.raster_n + in_group - m * width;
+    if constexpr (kGemm.keeps_b()) {
+      int const pairs = (end - begin + kPairM - 1) / kPairM;
+      int const first = begin + block * pairs / blocks * kPairM;
+      int const last = min(end, begin + (block + 1) * pairs / blocks * kPairM);
+      return {segment_ | n_tile << 16, first, end, last - first};
+    }
     return {segment_ | n_tile << 16, begin + block * kBlockM, end, 0};
   }
 
@@ -195,6 +218,12 @@ class WorkQueue {
 
   // The next tile, or false after the last one. Called by converged warps.
   __device__ __forceinline__ bool read(WorkTile& tile) {
+    if constexpr (kGemm.keeps_b()) {
+      if (run_left_ > 0) {
+        next_of_run(tile);
+        return true;
+      }
+    }
     if constexpr (kGemm.cluster_m == 1) {
       arch::mbarrier_wait(&smem_.work_full[slot_], phase_);
     } else {
@@ -218,10 +247,26 @@ class WorkQueue {
       phase_ ^= 1;
     }
     place(tile, message);
+    if constexpr (kGemm.keeps_b()) {
+      constexpr int kPairM = 2 * kGemm.tile.m;
+      run_left_ = (message.w + kPairM - 1) / kPairM * 2 - 1;
+      run_phase_ ^= 1;
+      tile.in_run = 0;
+      tile.run_left = run_left_;
+      tile.run_phase = run_phase_;
+    }
     return true;
   }
 
  private:
+  // `tile` is the one read before.
+  __device__ __forceinline__ void next_of_run(WorkTile& tile) {
+    tile.row += kGemm.tile.m;
+    tile.rows = max(0, min(kGemm.tile.m, tile.end - tile.row));
+    ++tile.in_run;
+    tile.run_left = --run_left_;
+  }
+
   // This CTA's share of the block's rows.
   __device__ __forceinline__ static void place(WorkTile& tile, int4 message) {
     tile.segment = message.x & 0xffff;
@@ -247,6 +292,8 @@ class WorkQueue {
   SharedStorage<kGemm>& smem_;
   int slot_ = 0;
   uint32_t phase_ = 0;
+  int run_left_ = 0;        // tiles of the run to come
+  uint32_t run_phase_ = 1;  // parity of the run's number
 };
 
 }  // namespace tessera::cuda::block

@@ -64,6 +64,7 @@ cudaError_t make_down_projection_fwd_params(DownProjectionFwdParams& p,
   p.gemm.segments = args.experts;
   p.gemm.n_tiles = int((d + kGemm.tile.n - 1) / kGemm.tile.n);
   p.gemm.k_tiles = int((n + kGemm.tile.k - 1) / kGemm.tile.k);
+  if (kGemm.keeps_b() && p.gemm.k_tiles > kGemm.resident_k_tiles) return cudaErrorInvalidValue;
   return error;
 }
 

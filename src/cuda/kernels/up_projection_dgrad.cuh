@@ -62,6 +62,7 @@ cudaError_t make_up_projection_dgrad_params(UpProjectionDgradParams& p,
   p.gemm.n_tiles = int((d + kGemm.tile.n - 1) / kGemm.tile.n);
   p.gemm.k_half_tiles = int((n + kGemm.tile.k - 1) / kGemm.tile.k);
   p.gemm.k_tiles = halves * p.gemm.k_half_tiles;
+  if (kGemm.keeps_b() && p.gemm.k_tiles > kGemm.resident_k_tiles) return cudaErrorInvalidValue;
   return error;
 }
 

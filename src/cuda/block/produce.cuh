@@ -71,8 +71,8 @@ __device__ __forceinline__ void load_b_along_k(bf16* smem_b, GemmParams const& p
   }
 }
 
-// This CTA's share of a B tile, into `buffer`, reported to `full`. Called by one thread. The usual layouts take one load: four instead of
-// one cost the gathering kernel 5%, and the short k loops of down_projection_fwd 10%.
+// This CTA's share of a B tile, into `buffer`, reported to `full`. Called by one thread. The usual layouts take one
+// load: four instead of one cost the gathering kernel 5%, and the short k loops of down_projection_fwd 10%.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void load_b_to(SharedStorage<kGemm>& smem, GemmParams const& p,
                                           int buffer, arch::Mbarrier* full, int k_tile,

@@ -3,13 +3,14 @@
 """Forward and backward of the experts: Tessera against torch's grouped_mm and transformers' experts, in one process.
 
 usage: grouped_mm.py [--device cpu|cuda] [--config NAME,NAME] [--dtype fp32,bf16] [--impl NAME,NAME] [--seconds S]
-                     [--threads N] [--out FILE]
+                     [--threads N] [--cpu-time] [--out FILE]
 
 All get the same tensors and a new random routing in every iteration, and take turns. torch-grouped-mm is the usual
 layer: sort, gather, grouped_mm, silu(gate) * up, grouped_mm, weight, add per token. hf-eager and hf-grouped-mm are what
 transformers runs for these values of experts_implementation. Each row is checked first: output and gradients of all
 against fp64. On a GPU times are those of events on the stream, memory what torch's allocator handed out: kept between
-the passes, beside output and inputs, and at most in use during both.
+the passes, beside output and inputs, and at most in use during both. With --cpu-time they are those that the process
+ran, all threads together: other programs on the machine disturb them less.
 """
 
 import argparse
@@ -89,8 +90,11 @@ def routing(tokens: int, experts: int, top_k: int, generator):
 
 
 class CpuClock:
+    def __init__(self, cpu_time: bool = False):
+        self.now = time.process_time if cpu_time else time.perf_counter
+
     def mark(self):
-        return time.perf_counter()
+        return self.now()
 
     def milliseconds(self, marks: list) -> list[float]:
         return [1e3 * (after - before) for before, after in zip(marks, marks[1:], strict=False)]
@@ -140,10 +144,10 @@ def check(name: str, dtype: str, results, reference) -> None:
             raise SystemExit(f"{name} {dtype}: {what} is off by {error:.2e}, more than {TOLERANCE[dtype]}")
 
 
-def measure(config: str, dtype: str, names: list[str], device: str, seconds: float) -> list[dict]:
+def measure(config: str, dtype: str, names: list[str], device: str, seconds: float, cpu_time: bool) -> list[dict]:
     tokens, hidden, intermediate, experts, top_k = CONFIGS[config]
     generator = torch.Generator(device).manual_seed(0)
-    clock = CpuClock() if device == "cpu" else GpuClock()
+    clock = CpuClock(cpu_time) if device == "cpu" else GpuClock()
 
     def draw(*shape):
         return (torch.rand(shape, generator=generator, device=device) * 2 - 1) / (shape[-1] / 3) ** 0.5
@@ -208,8 +212,11 @@ def main() -> None:
     parser.add_argument("--impl")
     parser.add_argument("--seconds", type=float, default=20, help="per configuration and type")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("--out")
     arguments = parser.parse_args()
+    if arguments.cpu_time and arguments.device != "cpu":
+        parser.error("--cpu-time: the time of a GPU is not that of its host; leave it out")
     for option, default in zip(("config", "dtype", "impl"), DEFAULTS[arguments.device], strict=True):
         setattr(arguments, option, getattr(arguments, option) or default)
     names = arguments.impl.split(",")
@@ -218,7 +225,7 @@ def main() -> None:
     rows = []
     for config in arguments.config.split(","):
         for dtype in arguments.dtype.split(","):
-            rows += measure(config, dtype, names, arguments.device, arguments.seconds)
+            rows += measure(config, dtype, names, arguments.device, arguments.seconds, arguments.cpu_time)
             ours, *others = ([row["ms"] for row in rows[-3 * len(names):] if row["impl"] == name] for name in names)
             for name, theirs in zip(names[1:], others, strict=True):
                 print(f"{config} {dtype}: tessera {ours[2]:.2f} ms ({ours[0]:.2f} + {ours[1]:.2f}), {name} "
@@ -228,10 +235,12 @@ def main() -> None:
         result = {
             "command": f"bench/python/grouped_mm.py --device {arguments.device} --config {arguments.config} "
                        f"--dtype {arguments.dtype} --impl {arguments.impl} --seconds {arguments.seconds:g} "
-                       f"--threads {arguments.threads} --out {arguments.out}",
+                       f"--threads {arguments.threads} {'--cpu-time ' if arguments.cpu_time else ''}"
+                       f"--out {arguments.out}",
             "commit": commit.stdout.strip(), **machine(arguments.device), "load_average_before": load,
             "date": datetime.date.today().isoformat(),
-            "protocol": "median; implementations take turns, new random routing in every iteration, data uniform",
+            "protocol": f"median{' of the CPU time of all threads' if arguments.cpu_time else ''}; implementations take"
+                        " turns, new random routing in every iteration, data uniform",
             "rows": rows}
         with open(arguments.out, "w", encoding="utf-8") as file:
             file.write(json.dumps(result, indent=1) + "\n")

@@ -6,11 +6,9 @@
 //   chain [--gpus 1|2] [--nccl PATH] [--processes] [--only chain|fused]
 //         [--check | --iters N [--config NAME] [--latency]] [--out FILE] [--commit HASH]
 //
-// --check: small awkward exchanges, several passes each, no timing; a rank that stalls, and as a process of its own one
-// that is killed. --latency: FlashDMoE's layer over numbers of
-// tokens and experts. Ranks are threads on peer memory, or on NCCL's
-// windows (NCCL_NVLS_ENABLE=0), or processes on those. Exits with 77 where
-// there are too few GPUs.
+// --check: small awkward exchanges, several passes each, no timing; a rank that stalls, and as a process of its own
+// one that is killed. --latency: FlashDMoE's layer over numbers of tokens and experts. Ranks are threads on peer
+// memory, or on NCCL's windows (NCCL_NVLS_ENABLE=0), or processes on those. Exits with 77 where there are too few GPUs.
 #include <sys/wait.h>
 
 #include <chrono>

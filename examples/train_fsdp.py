@@ -12,6 +12,7 @@ prints losses, tokens per second and memory of each.
 import argparse
 import os
 import pathlib
+import sys
 import time
 
 import torch
@@ -88,10 +89,14 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     compare(text, [chosen] if chosen else ["tessera", "eager"], device=device, **arguments)
-    # gloo's threads let go of the last collective's tensors after it is reported done, and need the interpreter for
-    # it: one that is still at it when the interpreter ends takes the process down.
     dist.barrier()
     dist.destroy_process_group()
+    if not on_gpu:
+        # torch's caches keep the group, so that gloo's threads live on. They let go of the last collective's tensors
+        # after it is reported done, and need the interpreter for it: one that is still at it when the interpreter
+        # ends takes the process down. So the process ends without ending the interpreter.
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

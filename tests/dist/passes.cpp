@@ -105,6 +105,7 @@ Program Passes::cta(Actor& self, std::int32_t index) {
     TaskCursor tasks(shape_, known.plan.data(), self.rank, options_.lag);
     std::int64_t const tickets = tasks.tickets();
     Sent sent;
+    Sent const none;
     for (std::int64_t i = index; i < tickets; i += options_.ctas) {
       if (breaks(Break::down_before_up)) {  // from the last ticket to the first
         Task const task =
@@ -116,7 +117,7 @@ Program Passes::cta(Actor& self, std::int32_t index) {
       co_await run(self, epoch, task, known, sent);
     }
     co_await complete(self, epoch, sent);
-    if (options_.announces) co_await tell_announcer(self, epoch, {});  // there are no more
+    if (options_.announces) co_await tell_announcer(self, epoch, none);  // there are no more
     for (std::int32_t t = index; t < exchange(epoch).tokens(self.rank); t += options_.ctas) {
       if (options_.sums_early && co_await self.ask(claim(self, epoch, t)) != 0 &&
           !breaks(Break::sum_without_claim)) {

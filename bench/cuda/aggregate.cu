@@ -145,26 +145,14 @@ std::string bench_shape(Shape const& s, int iters, double& copy_tbps) {
 }
 
 void write_json(Options const& options, double copy_tbps, std::string const& rows) {
-  cudaDeviceProp device{};
-  TESSERA_CUDA(cudaGetDeviceProperties(&device, 0));
-  std::string const driver =
-      read_command("nvidia-smi --query-gpu=driver_version --format=csv,noheader");
-  std::string const clocks =
-      read_command("nvidia-smi --query-gpu=clocks.sm,clocks.mem --format=csv,noheader,nounits");
-  FILE* const file = std::fopen(options.json.c_str(), "w");
-  if (file == nullptr) {
-    std::fprintf(stderr, "cannot write %s\n", options.json.c_str());
-    std::exit(1);
-  }
-  std::fprintf(file,
-               "{\"command\": \"%s\", \"commit\": \"%s\", \"device\": \"%s\", \"driver\": \"%s\", "
-               "\"clocks_mhz\": [%s], \"date\": \"%s\",\n \"protocol\": \"median of %d after %d "
-               "warm-ups, interleaved with a copy, two sets of buffers rotated, uniform random "
-               "data\",\n \"ceilings\": {\"copy_tbps\": %.3f},\n \"rows\": [%s\n]}\n",
-               options.command.c_str(), std::getenv("COMMIT") ? std::getenv("COMMIT") : "",
-               device.name, driver.c_str(), clocks.c_str(), read_command("date +%F").c_str(),
-               options.iters, kWarmUps, copy_tbps, rows.c_str());
-  std::fclose(file);
+  char ceilings[40];
+  std::snprintf(ceilings, sizeof ceilings, "\"copy_tbps\": %.3f", copy_tbps);
+  write_results(options.json, options.command,
+                "median of " + std::to_string(options.iters) + " after " +
+                    std::to_string(kWarmUps) +
+                    " warm-ups, interleaved with a copy, two sets of buffers rotated, uniform "
+                    "random data",
+                rows, ceilings);
 }
 
 int run(Options const& options) {

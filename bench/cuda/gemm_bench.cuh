@@ -178,26 +178,14 @@ class BenchReport {
 
   void write() const {
     if (options_.json.empty()) return;
-    cudaDeviceProp device{};
-    TESSERA_CUDA(cudaGetDeviceProperties(&device, 0));
-    std::string const driver =
-        read_command("nvidia-smi --query-gpu=driver_version --format=csv,noheader");
-    std::string const clocks =
-        read_command("nvidia-smi --query-gpu=clocks.sm,clocks.mem --format=csv,noheader,nounits");
-    std::string const date = read_command("date +%F");
-    FILE* const file = std::fopen(options_.json.c_str(), "w");
-    if (file == nullptr) return;
-    std::fprintf(
-        file,
-        "{\"command\": \"%s\", \"commit\": \"%s\", \"device\": \"%s\", \"driver\": \"%s\", "
-        "\"clocks_mhz\": [%s], \"date\": \"%s\",\n \"protocol\": \"median of %d after 20 "
-        "warm-ups, candidates interleaved in random order, two sets of buffers rotated, uniform "
-        "random data\",\n \"ceilings\": {\"bf16_tflops_8k\": %.1f, \"copy_tbps\": %.3f},\n "
-        "\"rows\": [%s\n]}\n",
-        options_.command.c_str(), std::getenv("COMMIT") ? std::getenv("COMMIT") : "", device.name,
-        driver.c_str(), clocks.c_str(), date.c_str(), options_.iters, ceilings_.bf16_tflops_8k,
-        ceilings_.copy_tbps, rows_.c_str());
-    std::fclose(file);
+    char ceilings[80];
+    std::snprintf(ceilings, sizeof ceilings, "\"bf16_tflops_8k\": %.1f, \"copy_tbps\": %.3f",
+                  ceilings_.bf16_tflops_8k, ceilings_.copy_tbps);
+    write_results(options_.json, options_.command,
+                  "median of " + std::to_string(options_.iters) +
+                      " after 20 warm-ups, candidates interleaved in random order, two sets of "
+                      "buffers rotated, uniform random data",
+                  rows_, ceilings);
   }
 
  private:

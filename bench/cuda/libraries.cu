@@ -328,23 +328,11 @@ std::string bench_config(Config const& config, std::vector<Library> const& libra
 
 void write_json(std::string const& path, std::string const& command, int rounds,
                 std::string const& rows) {
-  cudaDeviceProp device{};
-  TESSERA_CUDA(cudaGetDeviceProperties(&device, 0));
-  FILE* const file = std::fopen(path.c_str(), "w");
-  if (file == nullptr) fail("cannot write " + path);
-  std::fprintf(
-      file,
-      "{\"command\": \"%s\", \"commit\": \"%s\", \"device\": \"%s\", \"driver\": \"%s\", "
-      "\"clocks_mhz\": [%s], \"date\": \"%s\",\n \"protocol\": \"%d rounds after %d warm-ups; a "
-      "round "
-      "runs every build and pass once, in random order; of_first: median of the ratio to the first "
-      "build in the same round\",\n \"rows\": [%s\n]}\n",
-      command.c_str(), std::getenv("COMMIT") ? std::getenv("COMMIT") : "", device.name,
-      read_command("nvidia-smi --query-gpu=driver_version --format=csv,noheader").c_str(),
-      read_command("nvidia-smi --query-gpu=clocks.sm,clocks.mem --format=csv,noheader,nounits")
-          .c_str(),
-      read_command("date +%F").c_str(), rounds, kWarmUps, rows.c_str());
-  std::fclose(file);
+  write_results(path, command,
+                std::to_string(rounds) + " rounds after " + std::to_string(kWarmUps) +
+                    " warm-ups; a round runs every build and pass once, in random order; of_first: "
+                    "median of the ratio to the first build in the same round",
+                rows);
 }
 
 Config const& config_of(std::string const& name) {

@@ -402,25 +402,12 @@ std::string bench_shape(Shape const& s, int rounds) {
 
 void write_json(std::string const& path, std::string const& command, int rounds,
                 std::string const& rows) {
-  cudaDeviceProp device{};
-  TESSERA_CUDA(cudaGetDeviceProperties(&device, 0));
-  FILE* const file = std::fopen(path.c_str(), "w");
-  if (file == nullptr) {
-    std::fprintf(stderr, "cannot write %s\n", path.c_str());
-    std::exit(1);
-  }
-  std::fprintf(
-      file,
-      "{\"command\": \"%s\", \"commit\": \"%s\", \"device\": \"%s\", \"driver\": \"%s\", "
-      "\"clocks_mhz\": [%s], \"date\": \"%s\",\n \"protocol\": \"median of %d replays, in random "
-      "order, of a graph of %d calls over %d rotating sets; tbps: every array once\",\n "
-      "\"rows\": [%s\n]}\n",
-      command.c_str(), std::getenv("COMMIT") ? std::getenv("COMMIT") : "", device.name,
-      read_command("nvidia-smi --query-gpu=driver_version --format=csv,noheader").c_str(),
-      read_command("nvidia-smi --query-gpu=clocks.sm,clocks.mem --format=csv,noheader,nounits")
-          .c_str(),
-      read_command("date +%F").c_str(), rounds, kRepeats, kSets, rows.c_str());
-  std::fclose(file);
+  write_results(path, command,
+                "median of " + std::to_string(rounds) +
+                    " replays, in random order, of a graph of " + std::to_string(kRepeats) +
+                    " calls over " + std::to_string(kSets) +
+                    " rotating sets; tbps: every array once",
+                rows);
 }
 
 }  // namespace

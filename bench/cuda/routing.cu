@@ -185,27 +185,13 @@ int run(char const* json, double copy_tbps, std::string const& command) {
   for (Shape const& s : kShapes) rows += (rows.empty() ? "" : ",") + bench_shape(s, copy_tbps);
   bool const checked = rows.find("\"checked\": false") == std::string::npos;
   if (json == nullptr) return checked ? 0 : 1;
-  cudaDeviceProp device{};
-  TESSERA_CUDA(cudaGetDeviceProperties(&device, 0));
-  FILE* const file = std::fopen(json, "w");
-  if (file == nullptr) {
-    std::fprintf(stderr, "cannot write %s\n", json);
-    return 1;
-  }
-  std::fprintf(
-      file,
-      "{\"command\": \"%s\", \"commit\": \"%s\", \"device\": \"%s\", \"driver\": \"%s\", "
-      "\"clocks_mhz\": [%s], \"date\": \"%s\",\n \"protocol\": \"median of %d replays of a graph "
-      "of %d "
-      "calls over %d rotating sets, after %d warm-ups\",\n \"ceilings\": {\"copy_tbps\": %.3f},\n "
-      "\"rows\": [%s\n]}\n",
-      command.c_str(), std::getenv("COMMIT") ? std::getenv("COMMIT") : "", device.name,
-      read_command("nvidia-smi --query-gpu=driver_version --format=csv,noheader").c_str(),
-      read_command("nvidia-smi --query-gpu=clocks.sm,clocks.mem --format=csv,noheader,nounits")
-          .c_str(),
-      read_command("date +%F").c_str(), kReplays, kRepeats, kSets, kWarmUps, copy_tbps,
-      rows.c_str());
-  std::fclose(file);
+  char ceilings[40];
+  std::snprintf(ceilings, sizeof ceilings, "\"copy_tbps\": %.3f", copy_tbps);
+  write_results(json, command,
+                "median of " + std::to_string(kReplays) + " replays of a graph of " +
+                    std::to_string(kRepeats) + " calls over " + std::to_string(kSets) +
+                    " rotating sets, after " + std::to_string(kWarmUps) + " warm-ups",
+                rows, ceilings);
   return checked ? 0 : 1;
 }
 

@@ -252,4 +252,30 @@ inline std::string read_command(char const* command) {
   return text;
 }
 
+// A results file: what ran where, `protocol` in words, `ceilings` as JSON members if any, and the rows as JSON objects.
+inline void write_results(std::string const& path, std::string const& command,
+                          std::string const& protocol, std::string const& rows,
+                          std::string const& ceilings = "") {
+  cudaDeviceProp device{};
+  TESSERA_CUDA(cudaGetDeviceProperties(&device, 0));
+  char const* const commit = std::getenv("COMMIT");
+  FILE* const file = std::fopen(path.c_str(), "w");
+  if (file == nullptr) {
+    std::fprintf(stderr, "cannot write %s\n", path.c_str());
+    std::exit(1);
+  }
+  std::fprintf(
+      file,
+      "{\"command\": \"%s\", \"commit\": \"%s\", \"device\": \"%s\", \"driver\": \"%s\", "
+      "\"clocks_mhz\": [%s], \"date\": \"%s\",\n \"protocol\": \"%s\",\n",
+      command.c_str(), commit != nullptr ? commit : "", device.name,
+      read_command("nvidia-smi --query-gpu=driver_version --format=csv,noheader").c_str(),
+      read_command("nvidia-smi --query-gpu=clocks.sm,clocks.mem --format=csv,noheader,nounits")
+          .c_str(),
+      read_command("date +%F").c_str(), protocol.c_str());
+  if (!ceilings.empty()) std::fprintf(file, " \"ceilings\": {%s},\n", ceilings.c_str());
+  std::fprintf(file, " \"rows\": [%s\n]}\n", rows.c_str());
+  std::fclose(file);
+}
+
 }  // namespace tessera::bench

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ring of stages between producer and consumers, and the B that stays.
+// The ring of stages between producer and consumers, and the B that stays. Model: tests/cuda/ring_model_test.py.
 //   producer: wait empty[s], fill s, (bytes and arrivals end) full[s]
 //   consumer: wait full[s], multiply, arrive on empty[s] of every CTA that shares B
 // With resident_k_tiles the stages hold A alone. A run is tiles of one segment and n_tile: its B is loaded in the

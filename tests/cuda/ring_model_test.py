@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The barriers of src/cuda/block (pipeline.cuh, lent_stages.cuh), played by coroutines that random schedules advance.
+
+Producer and consumers follow the kernels' rules; every stage and every resident k_tile knows what lies in it and who
+still reads it. Each rule that keeps them apart is broken once, and the model must notice.
+"""
+
+import random
+import unittest
+
+
+class BrokenRule(Exception):
+    pass
+
+
+def require(condition: bool, what: str) -> None:
+    if not condition:
+        raise BrokenRule(what)
+
+
+class Barrier:
+    """An mbarrier: the phase of parity p has ended when `parity` is no longer p."""
+
+    def __init__(self, arrivals: int):
+        self.arrivals = self.left = arrivals
+        self.parity = 0
+
+    def arrive(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self.left = self.arrivals
+            self.parity ^= 1
+
+    def wait(self, parity: int):
+        while self.parity == parity:
+            yield
+
+
+class Place:
+    """A position in the ring of stages (PipelineState)."""
+
+    def __init__(self, stages: int):
+        self.stages, self.stage, self.parity = stages, 0, 0
+
+    def advance(self, count: int = 1) -> None:
+        position = self.stage + count
+        self.parity ^= position // self.stages & 1
+        self.stage = position % self.stages
+
+
+def play(chance: random.Random, players: list) -> None:
+    """Until all have ended; some of them are much slower than others."""
+    weights = [chance.random() ** 3 + 0.03 for _ in players]
+    alive = list(range(len(players)))
+    for _ in range(300_000):  # ten times what the slowest schedule takes
+        if not alive:
+            return
+        player = chance.choices(alive, [weights[i] for i in alive])[0]
+        try:
+            next(players[player])
+        except StopIteration:
+            alive.remove(player)
+    raise BrokenRule("deadlock")
+
+
+def lend(seed: int, together: bool, broken: str = "") -> None:
+    """Stages lent to the epilogue: a cooperative CTA of two warpgroups, each warp alone, or (together) each warpgroup
+    storing by its first warp."""
+    chance = random.Random(seed)
+    stages, lent = chance.choice([(4, 4), (4, 2), (3, 2), (4, 3)])
+    k_tiles, tiles = chance.choice([1, 2, 5]), 6
+    halves = [chance.choice([1, 2]) for _ in range(tiles)]  # 64-row parts that exist
+    full = [Barrier(1) for _ in range(stages)]
+    empty = [Barrier(2 if broken == "first_warp_releases" else 8) for _ in range(stages)]
+    content, stored_from = [None] * stages, [0] * stages
+    met = [[0, 0], [0, 0]]  # warps at the barrier of a warpgroup, barriers passed
+
+    def producer():
+        place = Place(stages)
+        for tile in range(tiles):
+            for i in range(k_tiles + lent):
+                yield from empty[place.stage].wait(place.parity ^ 1)
+                require(stored_from[place.stage] == 0, "a stage is filled while it is stored from")
+                content[place.stage] = (tile, i)
+                yield
+                full[place.stage].arrive()
+                place.advance()
+
+    def warp(group: int, index: int):
+        place, held, stores = Place(stages), None, []
+
+        def release(stage):
+            if broken != "first_warp_releases" or index == 0:
+                empty[stage].arrive()
+
+        def take(tile, i):
+            yield from full[place.stage].wait(place.parity)
+            require(content[place.stage] == (tile, i), "a warp missed a phase of a stage")
+
+        def give_back(later):  # all but the last `later` stores have been read
+            if held is None:
+                return
+            while len(stores) > later and broken != "no_wait_for_stores":
+                if chance.random() < 0.3:
+                    stored_from[stores.pop(0)] -= 1
+                yield
+            release(held)
+
+        for tile in range(tiles):
+            if halves[tile] <= group:
+                if broken != "no_settle":
+                    yield from give_back(0)
+                held = None
+                for i in range(k_tiles + lent):
+                    yield from take(tile, i)
+                    release(place.stage)
+                    place.advance()
+                    yield
+                continue
+            for i in range(k_tiles):
+                yield from take(tile, i)
+                if i > 0:
+                    release(previous)
+                else:
+                    if broken != "no_settle":
+                        yield from give_back(0)
+                    held = None
+                previous = place.stage
+                place.advance()
+                yield
+            release(previous)
+            for i in range(k_tiles, k_tiles + lent):
+                yield from take(tile, i)
+                stage = place.stage
+                place.advance()
+                for _ in range(chance.randint(0, 5)):
+                    yield
+                if together:
+                    met[group][0] += 1
+                    passed = met[group][1]
+                    if met[group][0] == 4:
+                        met[group] = [0, passed + 1]
+                    while met[group][1] == passed:
+                        yield
+                if together and index > 0:
+                    release(stage)
+                else:
+                    stored_from[stage] += 1
+                    stores.append(stage)
+                    yield from give_back(1)
+                    held = stage
+                yield
+
+    play(chance, [producer(), *[warp(group, index) for group in range(2) for index in range(4)]])
+
+
+def stay(seed: int, broken: str = "") -> None:
+    """B that stays for a run of tiles: ping-pong warpgroups, runs of whole pairs of tiles, the last perhaps without
+    rows."""
+    chance = random.Random(seed)
+    stages, k_tiles = chance.choice([2, 4, 8]), chance.choice([1, 2, 4, 8])
+    sequence = []  # run, tile in it, whether it has rows, tiles of the run to come
+    for run in range(6):
+        count, ragged = 2 * chance.randint(1, 3), chance.random() < 0.5
+        sequence += [(run, i, not (ragged and i == count - 1), count - 1 - i) for i in range(count)]
+    full, empty = [Barrier(1) for _ in range(stages)], [Barrier(1) for _ in range(stages)]
+    arrivals = 1 if broken == "one_warpgroup_releases" else 2
+    resident_full = [Barrier(1) for _ in range(k_tiles)]
+    resident_empty = [Barrier(arrivals) for _ in range(k_tiles)]
+    a, b, readers, turn = [None] * stages, [None] * k_tiles, [0] * k_tiles, [True, False]
+
+    def producer():
+        place = Place(stages)
+        for run, i, rows, _ in sequence:
+            for k_tile in range(k_tiles if rows else 0):
+                if i == 0:
+                    if broken != "no_wait_for_resident":
+                        yield from resident_empty[k_tile].wait(run & 1 ^ 1)
+                    require(readers[k_tile] == 0, "B is replaced while it is read")
+                    b[k_tile] = run
+                    yield
+                    resident_full[k_tile].arrive()
+                yield from empty[place.stage].wait(place.parity ^ 1)
+                a[place.stage] = (run, i, k_tile)
+                yield
+                full[place.stage].arrive()
+                place.advance()
+
+    def release_resident(group, k_tile, to_come):
+        if to_come < 2 and (broken != "one_warpgroup_releases" or group == 0):
+            resident_empty[k_tile].arrive()
+
+    def warpgroup(group: int):
+        place = Place(stages)
+        for number, (run, i, rows, to_come) in enumerate(sequence):
+            if number % 2 != group:
+                place.advance(k_tiles if rows else 0)
+                continue
+            while not turn[group]:
+                yield
+            turn[group] = False
+            if not rows:
+                for k_tile in range(k_tiles if broken != "no_arrivals_without_rows" else 0):
+                    yield from resident_full[k_tile].wait(run & 1)
+                    release_resident(group, k_tile, to_come)
+                    yield
+                turn[group ^ 1] = True
+                continue
+            for k_tile in range(k_tiles):
+                if i < 2:
+                    yield from resident_full[k_tile].wait(run & 1)
+                yield from full[place.stage].wait(place.parity)
+                require(a[place.stage] == (run, i, k_tile), "a warpgroup missed a phase of a stage")
+                require(b[k_tile] == run, "B of another run is multiplied")
+                readers[k_tile] += 1
+                for _ in range(chance.randint(0, 3)):
+                    yield
+                if k_tile > 0:
+                    readers[k_tile - 1] -= 1
+                    empty[previous].arrive()
+                    release_resident(group, k_tile - 1, to_come)
+                previous = place.stage
+                place.advance()
+                yield
+            turn[group ^ 1] = True
+            for _ in range(chance.randint(0, 4)):
+                yield
+            readers[k_tiles - 1] -= 1
+            empty[previous].arrive()
+            release_resident(group, k_tiles - 1, to_come)
+            for _ in range(chance.randint(0, 30)):  # the epilogue
+                yield
+
+    play(chance, [producer(), warpgroup(0), warpgroup(1)])
+
+
+class RingModel(unittest.TestCase):
+    def notices(self, model, *arguments) -> None:
+        for seed in range(200):
+            try:
+                model(seed, *arguments)
+            except BrokenRule:
+                return
+        self.fail(f"{arguments[-1]} goes unnoticed")
+
+    def test_lent_stages(self):
+        for seed in range(60):
+            lend(seed, together=seed % 2 == 1)
+
+    def test_lent_stages_need_their_rules(self):
+        for rule in ("first_warp_releases", "no_settle", "no_wait_for_stores"):
+            with self.subTest(rule):
+                self.notices(lend, False, rule)
+
+    def test_resident_b(self):
+        for seed in range(200):
+            stay(seed)
+
+    def test_resident_b_needs_its_rules(self):
+        for rule in ("one_warpgroup_releases", "no_wait_for_resident", "no_arrivals_without_rows"):
+            with self.subTest(rule):
+                self.notices(stay, rule)
+
+
+if __name__ == "__main__":
+    unittest.main()

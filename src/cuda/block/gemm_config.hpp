@@ -74,6 +74,8 @@ struct GemmConfig {
   consteval int b_buffers() const { return keeps_b() ? resident_k_tiles : stages; }
   // Rows of the unit that the scheduler draws: a block of a tile for each CTA of the cluster, or a run.
   consteval int block_m() const { return tile.m * (keeps_b() ? run_tiles : cluster_m); }
+  // Runs come in pairs of tiles, one for each ping-pong warpgroup.
+  consteval int pair_m() const { return 2 * tile.m; }
   // Warps that borrow stages are at different places in the ring, so each answers for itself.
   consteval bool warps_release() const { return lent_stages > 0; }
 

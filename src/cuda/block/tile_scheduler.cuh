@@ -96,7 +96,7 @@ class TileScheduler {
 
  private:
   static constexpr int kBlockM = kGemm.block_m();
-  static constexpr int kPairM = 2 * kGemm.tile.m;
+  static constexpr int kPairM = kGemm.pair_m();
 
   // Runs of a segment are of nearly equal length, in pairs of tiles.
   __device__ __forceinline__ static int blocks_of(int rows) {
@@ -248,7 +248,7 @@ class WorkQueue {
     }
     place(tile, message);
     if constexpr (kGemm.keeps_b()) {
-      constexpr int kPairM = 2 * kGemm.tile.m;
+      constexpr int kPairM = kGemm.pair_m();
       run_left_ = (message.w + kPairM - 1) / kPairM * 2 - 1;
       run_phase_ ^= 1;
       tile.in_run = 0;

@@ -12,8 +12,7 @@
 namespace tessera::cuda::block {
 
 struct ActivationParams {
-  CUtensorMap
-      h;  // ragged (column, half, row, end), 64 x 1 x 64 x 1, for lent stages 64 x 1 x 16 x 1
+  CUtensorMap h;  // ragged (column, half, row, end), 64 x 1 x 64 x 1; lent stages: 64 x 1 x 16 x 1
   CUtensorMap a;  // the same with one half
   Bias bias[2];   // of the halves
   Activation activation;

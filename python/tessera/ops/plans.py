@@ -25,7 +25,7 @@ _empty_strided_cpu = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None
 class _PerThread(threading.local):
     def __init__(self):
         self.plans = {}
-        self.calls = {}  # layer.py
+        self.calls = {}  # autograd.py
         self.scratch = torch.empty(0, dtype=torch.uint8)
 
     def forget(self) -> None:

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// ld.global.cs: 16 bytes that are read once, first to leave the caches.
+// Loads in the order of the program: runs of them are issued back to back before the first value is used, and none
+// moves ahead of the run before it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,8 +9,8 @@
 
 namespace tessera::cuda::arch {
 
-// Zeros, and no access, where `wanted` is false. A predicate rather than a branch, and volatile: a
-// run of these loads is issued back to back before the first value is used.
+// 16 bytes that are read once, first to leave the caches. Zeros, and no access, where `wanted` is false: a predicate
+// rather than a branch.
 __device__ __forceinline__ uint4 load_streaming_16(void const* gmem_src, bool wanted) {
   uint4 bits;
   asm volatile(
@@ -23,6 +24,22 @@ __device__ __forceinline__ uint4 load_streaming_16(void const* gmem_src, bool wa
       "@p ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];\n"
       "}"
       : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+      : "l"(gmem_src), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+  return bits;
+}
+
+// 4 bytes that others read, too.
+__device__ __forceinline__ uint32_t load_4(void const* gmem_src, bool wanted) {
+  uint32_t bits;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "mov.u32 %0, 0;\n"
+      "@p ld.global.u32 %0, [%1];\n"
+      "}"
+      : "=r"(bits)
       : "l"(gmem_src), "r"(static_cast<uint32_t>(wanted))
       : "memory");
   return bits;

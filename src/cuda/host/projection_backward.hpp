@@ -41,9 +41,11 @@ struct DownProjectionDgradArguments {
 
 /// dx row r = rnd(dh_r w_up[e]), the sum over both halves.
 struct UpProjectionDgradArguments {
-  void const* gmem_dh;                 // (P,w*n) bf16 as [gate half | up half]
-  int32_t const* gmem_expert_offsets;  // (E+1)
-  WeightRows w_up[2];                  // gate, up (n rows of d each); not gated: [0] only
+  void const* gmem_dh;                      // (P,w*n) bf16 as [gate half | up half]
+  int32_t const* gmem_expert_offsets;       // (E+1)
+  WeightRows w_up[2];                       // gate, up (n rows of d each); not gated: [0] only
+  float const* gmem_row_dlogits = nullptr;  // (P) dlogit of each row; null: no router's part
+  MatrixRows w_router{};                    // (E,d), read with row_dlogits
   bool gated;
   void* gmem_dx_rows;            // (P,d) bf16
   int64_t rows;                  // P >= R

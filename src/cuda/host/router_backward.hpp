@@ -52,6 +52,7 @@ struct RouterDlogitsArguments {
   float* gmem_dlogits;                // (T,E), every element is written
   bool dlogits_are_scratch;           // nobody reads gmem_dlogits: the fast kernel leaves it alone
   void* gmem_rounded;                 // the same as bf16: the operand of dgrad and wgrad; or null
+  float* gmem_row_dlogits = nullptr;  // (P) by row, of routed slots; or null
   float* gmem_copy;                   // the same, rows copy_pitch elements apart, or null
   int64_t copy_pitch;                 //
   int64_t tokens;                     // T

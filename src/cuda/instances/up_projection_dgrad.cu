@@ -3,16 +3,25 @@
 #include "../tuning/gemm_backward.hpp"
 
 namespace tessera::cuda {
+namespace {
+
+template <block::Major kMajor>
+cudaError_t launch_of(UpProjectionDgradArguments const& args, int sm_count, cudaStream_t stream) {
+  return args.gmem_row_dlogits != nullptr
+             ? launch_up_projection_dgrad_config<UpProjectionDgradConfig<kMajor, true>>(
+                   args, sm_count, stream)
+             : launch_up_projection_dgrad_config<UpProjectionDgradConfig<kMajor>>(args, sm_count,
+                                                                                  stream);
+}
+
+}  // namespace
 
 cudaError_t launch_up_projection_dgrad(UpProjectionDgradArguments const& args, int sm_count,
                                        cudaStream_t stream) {
   using block::Major;
   if (args.rows == 0) return cudaSuccess;
-  return args.w_up[0].column_stride == 1
-             ? launch_up_projection_dgrad_config<UpProjectionDgradConfig<Major::kRows>>(
-                   args, sm_count, stream)
-             : launch_up_projection_dgrad_config<UpProjectionDgradConfig<Major::kK>>(args, sm_count,
-                                                                                     stream);
+  return args.w_up[0].column_stride == 1 ? launch_of<Major::kRows>(args, sm_count, stream)
+                                         : launch_of<Major::kK>(args, sm_count, stream);
 }
 
 }  // namespace tessera::cuda

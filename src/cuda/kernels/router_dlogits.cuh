@@ -29,6 +29,7 @@ struct RouterDlogitsConfig {
 struct TokenSlot {
   bool routed;  // its id is an expert's
   int id;
+  int64_t row;  // negative: none
   float score, ds;
 };
 
@@ -51,8 +52,7 @@ __device__ __forceinline__ float bias_term(DscoresArguments const& p, int64_t ro
 }
 
 __device__ __forceinline__ float dscore_of_lane(DscoresArguments const& p, int64_t slot,
-                                                bool exists) {
-  int64_t const row = exists ? p.gmem_inverse_permutation[slot] : -1;
+                                                bool exists, int64_t row) {
   float ds = 0;
   if (row >= 0) {
     for (int64_t group = 0; group < p.groups; ++group) {
@@ -95,7 +95,9 @@ __device__ __forceinline__ void dlogits_over_chosen(RouterDlogitsArguments const
   } else {
     value = core::unscaled_score(p.route_scale, own.score) * centered(own, p.top_k);
   }
-  if (own.routed) smem_row[own.id] = value;
+  if (!own.routed) return;
+  smem_row[own.id] = value;
+  if (p.gmem_row_dlogits != nullptr && own.row >= 0) p.gmem_row_dlogits[own.row] = value;
 }
 
 // The p of the chosen add up to 1 - rest, rest being the others': g_k - sum of g p = g_k rest + centered.
@@ -192,7 +194,8 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
     own.routed = own.id >= 0;
     own.score = p.gmem_scores[slot];
   }
-  own.ds = dscore_of_lane(params.dscores, slot, exists);
+  own.row = exists ? params.dscores.gmem_inverse_permutation[slot] : -1;
+  own.ds = dscore_of_lane(params.dscores, slot, exists, own.row);
   __syncwarp();
   if (core::has_softmax_over_all(p.kind)) {
     dlogits_over_all(p, own, p.gmem_logits + token * p.experts, smem_row);

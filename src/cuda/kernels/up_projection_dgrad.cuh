@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// up_projection_dgrad: dx row = dh @ w_up[e], one row per (token, expert) pair; the reduction runs over the
-// gate half, then over the up half.
+// up_projection_dgrad: dx row = dh @ w_up[e] [+ dl w_router[e]], one row per (token, expert) pair; the reduction
+// runs over the gate half, then over the up half. Where dlogits are 0 but for a token's experts, dl_t w_router is the
+// sum of these terms over its rows, and needs no GEMM, no array and no pass of its own.
 // Shapes   dh (R,w*n) bf16 in expert order as [gate half | up half], w_up (E,w*n,d) in any layout of
 //          WeightRows, dx rows (R,d); w = 2 for gated activations, 1 otherwise
 // Work     2*w*R*n*d FLOP; bytes: dh 2*w*R*n, w_up 2*w*E*n*d, dx rows 2*R*d
@@ -12,7 +13,7 @@
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
-#include "../block/epilogue/store.cuh"
+#include "../block/epilogue/store_outer_product.cuh"
 #include "../block/gemm.cuh"
 #include "../host/launch.hpp"
 #include "../host/projection_backward.hpp"
@@ -21,17 +22,22 @@
 
 namespace tessera::cuda {
 
-// A config is a type with `static constexpr block::GemmConfig gemm`.
+// A config is a type with `static constexpr block::GemmConfig gemm` and `bool router_part`.
 struct UpProjectionDgradParams {
   block::GemmParams gemm;
-  block::StoreParams epilogue;
+  block::StoreOuterProductParams epilogue;
 };
 
 template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     up_projection_dgrad(__grid_constant__ UpProjectionDgradParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  block::run_gemm<Config::gemm, block::StoreEpilogue<Config::gemm>>(p.gemm, p.epilogue);
+  if constexpr (Config::router_part) {
+    block::run_gemm<Config::gemm, block::StoreOuterProductEpilogue<Config::gemm>>(p.gemm,
+                                                                                  p.epilogue);
+  } else {
+    block::run_gemm<Config::gemm, block::StoreEpilogue<Config::gemm>>(p.gemm, p.epilogue.store);
+  }
 #endif
 }
 
@@ -52,10 +58,13 @@ cudaError_t make_up_projection_dgrad_params(UpProjectionDgradParams& p,
   then(host::make_k_half_maps<kGemm>(p.gemm,
                                      {transposed(args.w_up[0], d), transposed(args.w_up[1], d)},
                                      halves, args.experts, d, n));
-  then(host::make_ragged_store_map(p.epilogue.d, args.gmem_dx_rows, args.rows, 1, d, args.rows,
-                                   block::kSubtileM));
-  p.epilogue.columns = int(d);
-  p.epilogue.ragged_extent = int(args.rows);
+  then(host::make_ragged_store_map(p.epilogue.store.d, args.gmem_dx_rows, args.rows, 1, d,
+                                   args.rows, block::kSubtileM));
+  p.epilogue.store.columns = int(d);
+  p.epilogue.store.ragged_extent = int(args.rows);
+  p.epilogue.term = {.gmem_u = args.gmem_row_dlogits,
+                     .gmem_v = static_cast<block::bf16 const*>(args.w_router.gmem),
+                     .v_pitch = args.w_router.pitch};
   p.gemm.gmem_offsets = args.gmem_expert_offsets;
   p.gemm.gmem_tile_counter = args.gmem_tile_counter;
   p.gemm.segments = args.experts;

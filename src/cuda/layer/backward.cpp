@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 
 #include "core/gradient_dtype.hpp"
+#include "core/router_math.hpp"
 #include "core/workspace.hpp"
 #include "cuda/host/router_backward.hpp"
 #include "cuda/layer/arguments.hpp"
@@ -43,7 +44,8 @@ int sms_for_aggregate(UpProjectionWgradArguments const& wgrad, AggregateArgument
   constexpr double kFlopsOfSm = 4.5e12, kBytesOfSm = 60e9;  // a second
   auto const rows = static_cast<double>(wgrad.rows), d = static_cast<double>(wgrad.hidden);
   double const gemm = 2 * rows * d * static_cast<double>(wgrad.halves * wgrad.intermediate);
-  double const bytes = 2 * d * (rows + 2 * static_cast<double>(aggregate.tokens));
+  double const passes = aggregate.adds_to_o ? 2 : 1;  // over dx
+  double const bytes = 2 * d * (rows + passes * static_cast<double>(aggregate.tokens));
   double const gemm_s = gemm / kFlopsOfSm, aggregate_s = bytes / kBytesOfSm;
   return static_cast<int>(sm_count * aggregate_s / (gemm_s + aggregate_s));
 }
@@ -75,6 +77,7 @@ class Backward {
          .gmem_ds_partials = wanted_.dscores ? plan_.ds_partials.in(base_) : nullptr,
          .gmem_dx_rows = plan_.a_or_dx.in(base_),
          .gmem_tile_counters = plan_.counters.in(base_)});
+    if (wanted_.dx) put_router_part_in_rows();
     zero_counters(plan_.counters.in(base_), sequence_);
   }
 
@@ -86,8 +89,7 @@ class Backward {
     if (wanted_.dlogits && desc_.router.replay) {
       add_replayed_dlogits();
     } else if (wanted_.dlogits) {
-      sequence_.select("router_dlogits", RouterGradientArguments{
-                                             dscores(), dlogits(routing_.topk_ids, gmem_dscores_)});
+      sequence_.select("router_dlogits", router_gradient());
     } else if (wanted_.dscores) {
       add_dscores();
     }
@@ -101,10 +103,10 @@ class Backward {
     if (args_.gradients.db_down.present()) add_bias_gradient("db_down", experts_.db_down);
   }
 
-  /// The router's part of dx, and the dx rows.
+  /// The router's part of dx, and the dx rows, which hold it where they can.
   void input_gradient() noexcept {
     if (!wanted_.dx) return;
-    if (routed()) {
+    if (routed() && !part_in_rows_) {
       sequence_.select("router_dgrad",
                        RouterDgradArguments{
                            .gmem_dlogits = plan_.rounded.in(base_),
@@ -189,6 +191,23 @@ class Backward {
 
  private:
   [[nodiscard]] bool routed() const noexcept { return desc_.router.kind != RouterKind::given; }
+  /// Where dlogits are 0 but for the experts of a token, and known by row.
+  void put_router_part_in_rows() noexcept {
+    if (!routed() || desc_.router.replay || core::has_softmax_over_all(desc_.router.kind) ||
+        args_.aux_dlogits.present() || refuse(router_gradient()).refused()) {
+      return;
+    }
+    UpProjectionDgradArguments up_dgrad = experts_.up_dgrad;
+    up_dgrad.gmem_row_dlogits = plan_.row_dlogits.in(base_);
+    up_dgrad.w_router = matrix_rows(args_.w_router);
+    if (refuse(up_dgrad).refused()) return;
+    experts_.up_dgrad = up_dgrad;
+    experts_.aggregate.adds_to_o = false;
+    part_in_rows_ = true;
+  }
+  [[nodiscard]] RouterGradientArguments router_gradient() const noexcept {
+    return {dscores(), dlogits(routing_.topk_ids, gmem_dscores_)};
+  }
   [[nodiscard]] bool gradients_are_fp32() const noexcept {
     return core::gradient_dtype(desc_, args_.gradients) == DType::fp32;
   }
@@ -230,7 +249,10 @@ class Backward {
             .aux_pitch = matrix_rows(args_.aux_dlogits).pitch,
             .gmem_dlogits = gmem_dlogits_,
             .dlogits_are_scratch = !split && !args_.gradients.db_router.present(),
-            .gmem_rounded = wanted_.dx || wanted_.dw_router ? plan_.rounded.in(base_) : nullptr,
+            .gmem_rounded = (wanted_.dx && !part_in_rows_) || wanted_.dw_router
+                                ? plan_.rounded.in(base_)
+                                : nullptr,
+            .gmem_row_dlogits = part_in_rows_ ? plan_.row_dlogits.in(base_) : nullptr,
             .gmem_copy = static_cast<float*>(args_.dlogits.data),
             .copy_pitch = matrix_rows(args_.dlogits).pitch,
             .tokens = desc_.shape.tokens,
@@ -275,6 +297,7 @@ class Backward {
   BackwardArguments experts_;
   float* gmem_dscores_;
   float* gmem_dlogits_;
+  bool part_in_rows_ = false;  ///< the router's part of dx is in the dx rows
 };
 
 }  // namespace

@@ -2,6 +2,7 @@
 // What a call would launch, asked with the arguments of a call whose tensors are contiguous and aligned.
 #include <string>
 
+#include "core/router_math.hpp"
 #include "cuda/layer/arguments.hpp"
 #include "cuda/layer/backend.hpp"
 #include "cuda/layer/select.hpp"
@@ -154,7 +155,11 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
       add(work::router_dlogits(desc, rows),
           desc.router.replay ? refusal_of_replay() : refuse(router.dlogits),
           "a warp per token, from the partial sums of ds", 0, 0, 0);
-      add(work::router_dgrad(desc), refuse(router.dgrad), gemm, s.tokens, s.hidden, s.experts);
+      bool const in_rows = !desc.router.replay && !core::has_softmax_over_all(desc.router.kind) &&
+                           !refuse(router.dlogits).refused();
+      add(work::router_dgrad(desc), refuse(router.dgrad),
+          in_rows ? "a term of each dx row; with dlogits of other losses a " + gemm : gemm,
+          s.tokens, s.hidden, s.experts);
     }
     add(work::up_projection_dgrad(desc, rows), refuse(experts.up_dgrad), gemm, mean, s.hidden,
         width);

@@ -56,6 +56,7 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
     out.a_or_dx = plan.add<std::uint16_t>(slots * std::max(whole ? n : 0, s.hidden));
     out.ds_partials = plan.add<float>(slots * score_groups(n));
     if (routed) out.dscores = plan.add<float>(slots);
+    if (routed) out.row_dlogits = plan.add<float>(slots);
     if (routed && whole) out.dlogits = plan.add<float>(logits);
     if (desc.router.replay) {
       out.merged_ids = plan.add<std::int32_t>(slots);

@@ -45,6 +45,7 @@ struct BackwardPlan {
       a_or_dx;  ///< a_scaled [P,n], then dx rows [P,d]: never alive at once; bf16
   core::Region<float> ds_partials;        ///< [P,score_groups(n)]
   core::Region<float> dscores;            ///< [P], with a router
+  core::Region<float> row_dlogits;        ///< [P] by row, with a router
   core::Region<float> dlogits;            ///< [T,E], with a router; split: the caller's
   core::Region<std::uint16_t> rounded;    ///< dlogits [T,E] bf16, with a router
   core::Region<float> router_partials;    ///< [chunks,E,d] of dw_router, with a router

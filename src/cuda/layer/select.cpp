@@ -155,6 +155,10 @@ Refusal refuse(UpProjectionDgradArguments const& args) noexcept {
     need.weight("w_up", args.w_up[half], args.intermediate);
     need.one_block("w_up", args.w_up[half], args.intermediate);
   }
+  if (args.gmem_row_dlogits != nullptr) {
+    need.multiple_of_8("pitch of w_router", args.w_router.pitch);
+    need.base("w_router", args.w_router.gmem);
+  }
   return need.result();
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// up_projection_dgrad, one thread per output: dx row r, column c = rnd(sum over halves and i of dh_r,i * w_up[e,i,c]).
+// up_projection_dgrad, one thread per output: dx row r, column c = rnd(sum over halves and i of
+// dh_r,i * w_up[e,i,c] [+ dl_r * w_router[e,c]]).
 #include "../host/projection_backward.hpp"
 #include "dot.cuh"
 
@@ -24,6 +25,11 @@ __global__ void __launch_bounds__(plain::kThreads)
           plain::dot(gmem_dh + half * n + i, plain::row_of(w, expert, i) + column * w.column_stride,
                      min(w.block, n - i), w.row_stride, sum);
     }
+  }
+  if (p.gmem_row_dlogits != nullptr) {
+    auto const* const gmem_w = static_cast<__nv_bfloat16 const*>(p.w_router.gmem);
+    float const w = __bfloat162float(gmem_w[expert * p.w_router.pitch + column]);
+    sum = fmaf(p.gmem_row_dlogits[row], w, sum);
   }
   plain::round_to(static_cast<__nv_bfloat16*>(p.gmem_dx_rows)[output], sum);
 }

@@ -29,8 +29,9 @@ constexpr bool down_projection_dgrad_is_wide(int64_t hidden, int64_t intermediat
 }
 
 // Its stores run under the other warpgroup's multiplication.
-template <block::Major kMajor>
+template <block::Major kMajor, bool kRouterPart = false>
 struct UpProjectionDgradConfig {
+  static constexpr bool router_part = kRouterPart;
   static constexpr block::GemmConfig gemm{.tile = {192, 128, 64},
                                           .stages = 4,
                                           .schedule = block::Schedule::kPingPong,

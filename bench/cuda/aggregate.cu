@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// aggregate against the device's copy rate: every result is compared with the plain twin bit for bit,
-// then timed, interleaved with a device copy of as many bytes (half read, half written).
+// aggregate against the device's copy rate, the library's choice and others for few slots: every result is compared
+// with the plain twin bit for bit, then timed, interleaved with a device copy of as many bytes (half read, half
+// written).
 // bound_ms = (2Rd + 2Td) bytes over the copy rate measured between the same launches.
 //
 //   aggregate [--config NAME] [--iters N] [--json FILE]
 #include <cstring>
 #include <memory>
 
-#include "../../src/cuda/host/aggregate.hpp"
+#include "../../src/cuda/kernels/aggregate.cuh"
 #include "support.cuh"
 
 namespace tessera::bench {
@@ -24,6 +25,28 @@ constexpr Shape kShapes[] = {
     {"1.4B-n256", 40960, 768, 256, 128, 8},   {"7B-n256", 24576, 1536, 256, 128, 8},
     {"30B-n256", 32768, 4096, 256, 256, 16},  {"OLMoE", 32768, 2048, 1024, 64, 8},
     {"Qwen3Next", 32768, 2048, 512, 512, 10}, {"TR-a", 16384, 1536, 1024, 128, 2},
+    {"7B-n1024", 24576, 1536, 1024, 32, 2},   {"7B-n512", 24576, 1536, 512, 64, 4},
+    {"30B-n1024", 32768, 4096, 1024, 64, 4},
+};
+
+template <int kSlots, int kSlices, int kCtas>
+struct AggregateVariant {
+  static constexpr cuda::AggregateConfig config{
+      .slots_in_flight = kSlots, .slices = kSlices, .warps = 8, .ctas_per_sm = kCtas};
+};
+
+struct Variant {
+  char const* name;  // empty: the library's choice
+  cudaError_t (*launch)(cuda::AggregateArguments const&, cudaStream_t);
+  int most_slots;  // above, it is left out
+};
+
+constexpr Variant kVariants[] = {
+    {"", cuda::launch_aggregate<bf16>, 1 << 30},
+    {"2 slots", cuda::launch_aggregate_config<AggregateVariant<2, 1, 6>, bf16>, 2},
+    {"2 slots, 2 slices", cuda::launch_aggregate_config<AggregateVariant<2, 2, 5>, bf16>, 2},
+    {"2 slots, 3 slices", cuda::launch_aggregate_config<AggregateVariant<2, 3, 4>, bf16>, 2},
+    {"4 slots, 2 slices", cuda::launch_aggregate_config<AggregateVariant<4, 2, 4>, bf16>, 4},
 };
 
 struct Options {
@@ -72,9 +95,6 @@ struct Problem {
             .hidden = shape.hidden,
             .top_k = shape.top_k};
   }
-  void launch(int set) const {
-    TESSERA_CUDA(cuda::launch_aggregate<bf16>(arguments(set), nullptr));
-  }
   void copy(int set) const {
     TESSERA_CUDA(cudaMemcpyAsync(copy_to[set]->get(), copy_from[set]->get(), shape.bytes() / 2,
                                  cudaMemcpyDeviceToDevice));
@@ -87,61 +107,81 @@ struct Problem {
   std::vector<std::unique_ptr<DeviceBuffer<char>>> copy_from, copy_to;
 };
 
-std::vector<bf16> output_of(Problem const& p, bool plain) {
+std::vector<bf16> output_of(Problem const& p, decltype(Variant::launch) launch) {
   p.o[0]->poison();
-  cuda::AggregateArguments const args = p.arguments(0);
-  TESSERA_CUDA(plain ? cuda::launch_aggregate_plain<bf16>(args, nullptr)
-                     : cuda::launch_aggregate<bf16>(args, nullptr));
+  TESSERA_CUDA(launch(p.arguments(0), nullptr));
   std::vector<bf16> host(size_t(p.o[0]->count()));
   TESSERA_CUDA(
       cudaMemcpy(host.data(), p.o[0]->get(), host.size() * sizeof(bf16), cudaMemcpyDeviceToHost));
   return host;
 }
 
-bool same_as_plain(Problem const& p) {
-  auto const plain = output_of(p, true), kernel = output_of(p, false);
-  return std::memcmp(plain.data(), kernel.data(), plain.size() * sizeof(bf16)) == 0;
-}
-
-struct Times {
-  Quantiles kernel, copy;
+struct Candidate {
+  Variant const* variant;  // null: the copy
+  bool checked = true;
+  std::vector<float> ms{};
 };
 
-Times time_interleaved(Problem const& p, int iters) {
+// The variants for the shape's K, and the copy, which comes last.
+std::vector<Candidate> candidates_of(Problem const& p) {
+  std::vector<bf16> const plain = output_of(p, cuda::launch_aggregate_plain<bf16>);
+  std::vector<Candidate> out;
+  for (Variant const& variant : kVariants) {
+    if (p.shape.top_k > variant.most_slots) continue;
+    std::vector<bf16> const own = output_of(p, variant.launch);
+    out.push_back(
+        {&variant, std::memcmp(plain.data(), own.data(), plain.size() * sizeof(bf16)) == 0});
+  }
+  out.push_back({nullptr});
+  return out;
+}
+
+void time_interleaved(Problem const& p, int iters, std::vector<Candidate>& candidates) {
   Timer timer;
-  std::vector<float> kernel_ms, copy_ms;
+  std::mt19937 random(1);
+  std::vector<size_t> order(candidates.size());
+  std::iota(order.begin(), order.end(), size_t{0});
   for (int i = -kWarmUps; i < iters; ++i) {
     int const set = (i + kWarmUps) % kSets;
-    timer.record([&] { p.launch(set); });
-    float const kernel = timer.ms();
-    timer.record([&] { p.copy(set); });
-    float const copy = timer.ms();
-    if (i < 0) continue;
-    kernel_ms.push_back(kernel);
-    copy_ms.push_back(copy);
+    std::shuffle(order.begin(), order.end(), random);
+    for (size_t const next : order) {
+      Candidate& c = candidates[next];
+      timer.record([&] {
+        if (c.variant == nullptr) return p.copy(set);
+        TESSERA_CUDA(c.variant->launch(p.arguments(set), nullptr));
+      });
+      float const ms = timer.ms();
+      if (i >= 0) c.ms.push_back(ms);
+    }
   }
-  return {quantiles(std::move(kernel_ms)), quantiles(std::move(copy_ms))};
 }
 
 std::string bench_shape(Shape const& s, int iters, double& copy_tbps) {
   Problem const p(s);
-  bool const checked = same_as_plain(p);
-  Times const t = time_interleaved(p, iters);
-  copy_tbps = std::max(copy_tbps, double(s.bytes()) / (double(t.copy.median) * 1e9));
-  std::printf("%-10s %8.4f ms, copy %8.4f ms, %5.2f TB/s, of copy %.3f%s\n", s.name,
-              t.kernel.median, t.copy.median, double(s.bytes()) / (double(t.kernel.median) * 1e9),
-              t.copy.median / t.kernel.median, checked ? "" : "  DIFFERS FROM THE PLAIN TWIN");
-  char row[768];
-  std::snprintf(
-      row, sizeof row,
-      "\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": \"bf16\", \"gpus\": 1, "
-      "\"routing\": \"random\", \"router\": \"given\", \"round\": \"none\", \"pass\": "
-      "\"aggregate\", "
-      "\"impl\": \"tessera\", \"variant\": \"\", \"ms\": %.4f, \"ms_p10\": %.4f, \"ms_p90\": %.4f, "
-      "\"bound_ms\": %.4f, \"aggregate_floor_ms\": %.4f, \"checked\": %s}",
-      s.name, s.tokens, s.hidden, s.intermediate, s.experts, s.top_k, t.kernel.median, t.kernel.p10,
-      t.kernel.p90, t.copy.median, t.copy.median, checked ? "true" : "false");
-  return row;
+  std::vector<Candidate> candidates = candidates_of(p);
+  time_interleaved(p, iters, candidates);
+  float const copy_ms = quantiles(candidates.back().ms).median;
+  candidates.pop_back();
+  copy_tbps = std::max(copy_tbps, double(s.bytes()) / (double(copy_ms) * 1e9));
+  std::string rows;
+  for (Candidate const& c : candidates) {
+    Quantiles const t = quantiles(c.ms);
+    std::printf("%-10s %-18s %8.4f ms, copy %8.4f ms, %5.2f TB/s, of copy %.3f%s\n", s.name,
+                c.variant->name, t.median, copy_ms, double(s.bytes()) / (double(t.median) * 1e9),
+                copy_ms / t.median, c.checked ? "" : "  DIFFERS FROM THE PLAIN TWIN");
+    char row[768];
+    std::snprintf(
+        row, sizeof row,
+        "%s\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": \"bf16\", "
+        "\"gpus\": 1, \"routing\": \"random\", \"router\": \"given\", \"round\": \"none\", "
+        "\"pass\": \"aggregate\", \"impl\": \"tessera\", \"variant\": \"%s\", \"ms\": %.4f, "
+        "\"ms_p10\": %.4f, \"ms_p90\": %.4f, \"bound_ms\": %.4f, \"aggregate_floor_ms\": %.4f, "
+        "\"checked\": %s}",
+        rows.empty() ? "" : ",", s.name, s.tokens, s.hidden, s.intermediate, s.experts, s.top_k,
+        c.variant->name, t.median, t.p10, t.p90, copy_ms, copy_ms, c.checked ? "true" : "false");
+    rows += row;
+  }
+  return rows;
 }
 
 void write_json(Options const& options, double copy_tbps, std::string const& rows) {
@@ -150,8 +190,8 @@ void write_json(Options const& options, double copy_tbps, std::string const& row
   write_results(options.json, options.command,
                 "median of " + std::to_string(options.iters) + " after " +
                     std::to_string(kWarmUps) +
-                    " warm-ups, interleaved with a copy, two sets of buffers rotated, uniform "
-                    "random data",
+                    " warm-ups, interleaved with a copy in random order, two sets of buffers "
+                    "rotated, uniform random data",
                 rows, ceilings);
 }
 

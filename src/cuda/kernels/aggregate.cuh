@@ -4,12 +4,12 @@
 //          slots of t are [t*K, (t+1)*K), or [token_offsets[t], token_offsets[t+1])
 // Work     2*R*d FLOP (R*d without scores); bytes R*d + T*d (2*T*d where it adds to o) elements and 8*P (4*P);
 //          memory bound
-// Schedule a warp per (token, slice of 32 lanes * 16 bytes), slices of a token side by side
+// Schedule a warp per (token, `slices` slices of 32 lanes * 16 bytes), those of a token side by side
 //   lanes      load 32 slots' rows and scores, one each, and hand them round by shuffle
 //   per group  issue slots_in_flight row loads of 16 bytes per lane, then add them in slot order
 // Numerics fp32 fma in ascending slot order from 0 or o, one rounding; a sentinel (row < 0) is skipped, not
 //          multiplied by 0; a token without rows gives +0; bitwise repeatable: yes
-// Requires 16-byte aligned bases and rows, T * slices < 2^31; offsets are 64-bit, R*d may exceed 2^31
+// Requires 16-byte aligned bases and rows, T * warps of a token < 2^31; offsets are 64-bit, R*d may exceed 2^31
 #pragma once
 
 #include <cuda_bf16.h>
@@ -72,44 +72,60 @@ struct AggregateVector<__nv_bfloat16> {
 
 template <class Element>
 constexpr int kAggregateSlice = arch::kWarpThreads * AggregateVector<Element>::kElements;
+// Of a warp.
+template <class Config, class Element>
+constexpr int kAggregateColumns = Config::config.slices * kAggregateSlice<Element>;
 
 // Adds one group of slots, held by lanes [first, first + slots_in_flight), to this lane's sums.
 template <class Config, class Element>
-__device__ __forceinline__ void add_group(float (&sum)[AggregateVector<Element>::kElements],
-                                          AggregateArguments const& p, int lane_row,
-                                          float lane_score, int first, int64_t column) {
-  constexpr int kSlots = Config::config.slots_in_flight;
+__device__ __forceinline__ void add_group(
+    float (&sum)[Config::config.slices][AggregateVector<Element>::kElements],
+    AggregateArguments const& p, int lane_row, float lane_score, int first, int64_t column) {
+  constexpr int kSlots = Config::config.slots_in_flight, kSlices = Config::config.slices;
   constexpr uint32_t kAllLanes = 0xffffffffu;
   int rows[kSlots];
-  uint4 values[kSlots];
+  uint4 values[kSlots][kSlices];
   TESSERA_UNROLL
   for (int i = 0; i < kSlots; ++i) {
     rows[i] = __shfl_sync(kAllLanes, lane_row, first + i);
     auto const* gmem_row = static_cast<Element const*>(p.gmem_y) + int64_t{rows[i]} * p.hidden;
-    values[i] = arch::load_streaming_16(gmem_row + column, rows[i] >= 0 && column < p.hidden);
+    TESSERA_UNROLL
+    for (int s = 0; s < kSlices; ++s) {
+      int64_t const c = column + s * kAggregateSlice<Element>;
+      values[i][s] = arch::load_streaming_16(gmem_row + c, rows[i] >= 0 && c < p.hidden);
+    }
   }
   TESSERA_UNROLL
   for (int i = 0; i < kSlots; ++i) {
     float const score = __shfl_sync(kAllLanes, lane_score, first + i);
-    if (rows[i] >= 0) AggregateVector<Element>::add(sum, values[i], score);
+    if (rows[i] >= 0) {
+      TESSERA_UNROLL
+      for (int s = 0; s < kSlices; ++s) AggregateVector<Element>::add(sum[s], values[i][s], score);
+    }
   }
 }
 
-// One slice of a token, by a warp.
+// A warp's part of a token.
 template <class Config, class Element>
-__device__ __forceinline__ void aggregate_slice(AggregateArguments const& p, int64_t token,
-                                                uint32_t slice) {
+__device__ __forceinline__ void aggregate_part(AggregateArguments const& p, int64_t token,
+                                               uint32_t part) {
   using Vector = AggregateVector<Element>;
+  constexpr int kSlices = Config::config.slices;
   int const lane = arch::lane_idx();
-  int64_t const column = int64_t{slice} * kAggregateSlice<Element> + lane * Vector::kElements;
+  int64_t const column =
+      int64_t{part} * kAggregateColumns<Config, Element> + lane * Vector::kElements;
 
   bool const varies = p.gmem_token_offsets != nullptr;
   int64_t const begin = varies ? p.gmem_token_offsets[token] : token * p.top_k;
   int64_t const end = varies ? p.gmem_token_offsets[token + 1] : begin + p.top_k;
   auto* const gmem_o = static_cast<Element*>(p.gmem_o) + token * p.o_pitch + column;
-  float sum[Vector::kElements] = {};
-  if (p.adds_to_o && column < p.hidden) {
-    Vector::add(sum, *reinterpret_cast<uint4 const*>(gmem_o), 1.0f);
+  float sum[kSlices][Vector::kElements] = {};
+  TESSERA_UNROLL
+  for (int s = 0; s < kSlices; ++s) {
+    int const c = s * kAggregateSlice<Element>;
+    if (p.adds_to_o && column + c < p.hidden) {
+      Vector::add(sum[s], *reinterpret_cast<uint4 const*>(gmem_o + c), 1.0f);
+    }
   }
   for (int64_t slot = begin; slot < end; slot += arch::kWarpThreads) {
     int row = -1;
@@ -123,22 +139,28 @@ __device__ __forceinline__ void aggregate_slice(AggregateArguments const& p, int
       add_group<Config, Element>(sum, p, row, score, first, column);
     }
   }
-  if (column < p.hidden) *reinterpret_cast<uint4*>(gmem_o) = Vector::round(sum);
+  TESSERA_UNROLL
+  for (int s = 0; s < kSlices; ++s) {
+    int const c = s * kAggregateSlice<Element>;
+    if (column + c < p.hidden) *reinterpret_cast<uint4*>(gmem_o + c) = Vector::round(sum[s]);
+  }
 }
 
-template <class Element>
-__host__ __device__ constexpr int64_t aggregate_slices(int64_t hidden) {
-  return (hidden + kAggregateSlice<Element> - 1) / kAggregateSlice<Element>;
+// Warps that share a token.
+template <class Config, class Element>
+__host__ __device__ constexpr int64_t aggregate_parts(int64_t hidden) {
+  constexpr int kColumns = kAggregateColumns<Config, Element>;
+  return (hidden + kColumns - 1) / kColumns;
 }
 
 template <class Config, class Element>
 __global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_per_sm)
     aggregate(__grid_constant__ AggregateArguments const p) {
   static_assert(valid(Config::config));
-  auto const slices = static_cast<uint32_t>(aggregate_slices<Element>(p.hidden));
+  auto const parts = static_cast<uint32_t>(aggregate_parts<Config, Element>(p.hidden));
   uint32_t const item = blockIdx.x * Config::config.warps + arch::warp_idx();
-  int64_t const token = item / slices;
-  if (token < p.tokens) aggregate_slice<Config, Element>(p, token, item % slices);
+  int64_t const token = item / parts;
+  if (token < p.tokens) aggregate_part<Config, Element>(p, token, item % parts);
 }
 
 // Beside the kernel ahead in the stream, on the SMs that it leaves and then on all: as many CTAs as the device
@@ -149,7 +171,7 @@ __global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_
     aggregate_beside(__grid_constant__ AggregateBesideArguments const params) {
   AggregateArguments const& p = params.aggregate;
   __threadfence();  // what was visible to the kernel ahead is so here, also through L1
-  auto const slices = static_cast<uint32_t>(aggregate_slices<Element>(p.hidden));
+  auto const parts = static_cast<uint32_t>(aggregate_parts<Config, Element>(p.hidden));
   int64_t const last_ticket = p.tokens + int64_t{gridDim.x} * Config::config.warps - 1;
   auto const draw = [&] {
     return arch::lane_idx() == 0 ? atomicAdd(params.gmem_token_counter, 1u) : 0u;
@@ -157,8 +179,8 @@ __global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_
   uint32_t ticket = __shfl_sync(0xffffffffu, draw(), 0);
   while (ticket < p.tokens) {
     uint32_t const next = draw();
-    for (uint32_t slice = 0; slice < slices; ++slice) {
-      aggregate_slice<Config, Element>(p, ticket, slice);
+    for (uint32_t part = 0; part < parts; ++part) {
+      aggregate_part<Config, Element>(p, ticket, part);
     }
     ticket = __shfl_sync(0xffffffffu, next, 0);
   }
@@ -169,9 +191,9 @@ __global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_
 
 template <class Config, class Element>
 cudaError_t launch_aggregate_config(AggregateArguments const& args, cudaStream_t stream) {
-  int64_t const slices = aggregate_slices<Element>(args.hidden);
-  if (args.tokens != 0 && slices > INT32_MAX / args.tokens) return cudaErrorInvalidValue;
-  int64_t const ctas = (args.tokens * slices + Config::config.warps - 1) / Config::config.warps;
+  int64_t const parts = aggregate_parts<Config, Element>(args.hidden);
+  if (args.tokens != 0 && parts > INT32_MAX / args.tokens) return cudaErrorInvalidValue;
+  int64_t const ctas = (args.tokens * parts + Config::config.warps - 1) / Config::config.warps;
   if (ctas == 0) return cudaSuccess;
   aggregate<Config, Element>
       <<<static_cast<unsigned>(ctas), Config::config.threads(), 0, stream>>>(args);
@@ -208,9 +230,9 @@ bool aggregate_serves(AggregateArguments const& args) {
 template <class Element>
 cudaError_t launch_aggregate(AggregateArguments const& args, cudaStream_t stream) {
   if (!aggregate_serves<Element>(args)) return cudaErrorInvalidValue;
-  return args.top_k <= kAggregateFewSlots
-             ? launch_aggregate_config<AggregateFourSlots, Element>(args, stream)
-             : launch_aggregate_config<AggregateEightSlots, Element>(args, stream);
+  return with_aggregate_config(args.top_k, [&]<class Config>(Config) {
+    return launch_aggregate_config<Config, Element>(args, stream);
+  });
 }
 
 template <class Element>
@@ -220,9 +242,9 @@ cudaError_t launch_aggregate_beside(AggregateBesideArguments const& args, int sm
   if (!aggregate_serves<Element>(args.aggregate) || args.aggregate.tokens > kMostTokens) {
     return cudaErrorInvalidValue;
   }
-  return args.aggregate.top_k <= kAggregateFewSlots
-             ? launch_aggregate_beside_config<AggregateFourSlots, Element>(args, sm_count, stream)
-             : launch_aggregate_beside_config<AggregateEightSlots, Element>(args, sm_count, stream);
+  return with_aggregate_config(args.aggregate.top_k, [&]<class Config>(Config) {
+    return launch_aggregate_beside_config<Config, Element>(args, sm_count, stream);
+  });
 }
 
 }  // namespace tessera::cuda

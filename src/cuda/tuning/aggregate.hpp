@@ -8,6 +8,7 @@ namespace tessera::cuda {
 
 struct AggregateConfig {
   int slots_in_flight;  // rows whose loads are issued before the first is used
+  int slices = 1;       // of a row, side by side, by one warp: it reads the token's indices once
   int warps;            // per CTA
   int ctas_per_sm;      // at least; with warps it sets the register budget that the loads live in
 
@@ -17,7 +18,9 @@ struct AggregateConfig {
 
 consteval bool valid(AggregateConfig c) {
   if (c.slots_in_flight < 1 || 32 % c.slots_in_flight) throw "slots_in_flight: divides 32";
-  if (c.slots_in_flight > 16) throw "slots_in_flight: 4 registers each, at most 16";
+  if (c.slices < 1 || c.slots_in_flight * c.slices > 16) {
+    throw "slots_in_flight * slices: 4 registers each, at most 16";
+  }
   if (c.warps < 1 || c.warps > 32) throw "warps: 1 to 32 per CTA";
   if (c.warps * c.ctas_per_sm > 64) throw "ctas_per_sm: an SM holds 64 warps";
   return true;
@@ -31,6 +34,12 @@ struct AggregateFourSlots {
 struct AggregateEightSlots {
   static constexpr AggregateConfig config{.slots_in_flight = 8, .warps = 8, .ctas_per_sm = 4};
 };
-constexpr int kAggregateFewSlots = AggregateFourSlots::config.slots_in_flight;
+
+/// What `launch` returns for the configuration of this many slots per token.
+template <class Launch>
+auto with_aggregate_config(int top_k, Launch launch) {
+  if (top_k <= AggregateFourSlots::config.slots_in_flight) return launch(AggregateFourSlots{});
+  return launch(AggregateEightSlots{});
+}
 
 }  // namespace tessera::cuda

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Configurations of the aggregate kernel. Bytes in flight hide the memory latency: 4.8 TB/s times about
-// 1 us over 132 SMs is 36 KiB per SM, and one warp holds slots_in_flight * 512 bytes.
-// Measured: bench/results/h200/2026-11-21-aggregate.json (before: -aggregate-16-slots.json).
+// 1 us over 132 SMs is 36 KiB per SM, and one warp holds slots_in_flight * slices * 512 bytes.
+// Measured: bench/results/h200/2026-11-21-aggregate.json (before: -aggregate-16-slots.json) and
+// 2026-11-22-aggregate-slices.json beside it.
 #pragma once
 
 namespace tessera::cuda {
@@ -26,6 +27,12 @@ consteval bool valid(AggregateConfig c) {
   return true;
 }
 
+// One or two rows per token: three slices of them, as a warp holds its 3 KiB only while it waits for rows, and waits
+// for their indices as long.
+struct AggregateTwoSlots {
+  static constexpr AggregateConfig config{
+      .slots_in_flight = 2, .slices = 3, .warps = 8, .ctas_per_sm = 4};
+};
 // Few rows per token: more warps, each with fewer bytes in flight.
 struct AggregateFourSlots {
   static constexpr AggregateConfig config{.slots_in_flight = 4, .warps = 8, .ctas_per_sm = 6};
@@ -38,6 +45,7 @@ struct AggregateEightSlots {
 /// What `launch` returns for the configuration of this many slots per token.
 template <class Launch>
 auto with_aggregate_config(int top_k, Launch launch) {
+  if (top_k <= AggregateTwoSlots::config.slots_in_flight) return launch(AggregateTwoSlots{});
   if (top_k <= AggregateFourSlots::config.slots_in_flight) return launch(AggregateFourSlots{});
   return launch(AggregateEightSlots{});
 }

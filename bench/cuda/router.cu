@@ -109,13 +109,10 @@ struct Problem {
 };
 
 // Configurations beside the library's.
-template <int kM, int kN, int kStages, Schedule kSchedule, int kCluster = 1>
+template <int kM, int kN, int kStages, Schedule kSchedule>
 struct LogitsConfig {
-  static constexpr GemmConfig gemm{.tile = {kM, kN, 64},
-                                   .stages = kStages,
-                                   .cluster_m = kCluster,
-                                   .schedule = kSchedule,
-                                   .store_slabs = 1};
+  static constexpr GemmConfig gemm{
+      .tile = {kM, kN, 64}, .stages = kStages, .schedule = kSchedule, .store_slabs = 1};
 };
 template <int kM, int kN, int kStages, Schedule kSchedule, int kSlabs>
 struct DgradConfig {
@@ -181,19 +178,21 @@ struct Candidate {
   double bytes;
   std::function<cudaError_t(int set, cudaStream_t)> launch;
   std::function<double(Problem const&)>
-      error;  // largest, over the size of the values; empty: none to check
+      error;  // largest, over the size of sum and matrix; empty: none to check
   std::vector<float> ms{};
   cudaGraphExec_t replay = nullptr;
 };
 
+// A sum of n products of size one is of size sqrt(n), and so are its roundings: errors are measured against the sum
+// plus the root mean square of all sums.
 template <class T>
 __global__ void largest_error(T const* gmem_out, float const* gmem_ref, int64_t count,
-                              float* gmem_largest) {
+                              float root_mean_square, float* gmem_largest) {
   float worst = 0;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
        i += int64_t{gridDim.x} * blockDim.x) {
     float const ref = gmem_ref[i], delta = fabsf(float(gmem_out[i]) - ref);
-    float const error = delta / (1.0f + fabsf(ref));
+    float const error = delta / (root_mean_square + fabsf(ref));
     worst = fmaxf(worst, error == error ? error : INFINITY);
   }
   for (int half = 16; half > 0; half /= 2) {
@@ -205,6 +204,15 @@ __global__ void largest_error(T const* gmem_out, float const* gmem_ref, int64_t 
   }
 }
 
+__global__ void add_squares(float const* gmem, int64_t count, double* gmem_sum) {
+  double sum = 0;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    sum += double(gmem[i]) * gmem[i];
+  }
+  atomicAdd(gmem_sum, sum);
+}
+
 __global__ void widen_all(bf16 const* gmem_from, float* gmem_to, int64_t count) {
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
        i += int64_t{gridDim.x} * blockDim.x) {
@@ -213,15 +221,32 @@ __global__ void widen_all(bf16 const* gmem_from, float* gmem_to, int64_t count) 
 }
 
 template <class T>
-double error_of(DeviceBuffer<T> const& out, DeviceBuffer<float> const& ref) {
-  DeviceBuffer<float> largest(std::vector<float>{0});
-  largest_error<<<2048, 256>>>(out.get(), ref.get(), out.count(), largest.get());
-  float host = INFINITY;
-  TESSERA_CUDA(cudaMemcpy(&host, largest.get(), sizeof host, cudaMemcpyDeviceToHost));
+T value_at(DeviceBuffer<T> const& buffer) {
+  T host;
+  TESSERA_CUDA(cudaMemcpy(&host, buffer.get(), sizeof host, cudaMemcpyDeviceToHost));
   return host;
 }
 
-// What the plain twins make of set 0.
+// What a plain twin makes, and its size.
+struct Expected {
+  explicit Expected(int64_t count) : values(count) {}
+  void measure() {
+    DeviceBuffer<double> sum(std::vector<double>{0});
+    add_squares<<<1024, 256>>>(values.get(), values.count(), sum.get());
+    root_mean_square = float(std::sqrt(value_at(sum) / double(values.count())));
+  }
+  template <class T>
+  double error_of(DeviceBuffer<T> const& out) const {
+    DeviceBuffer<float> largest(std::vector<float>{0});
+    largest_error<<<2048, 256>>>(out.get(), values.get(), out.count(), root_mean_square,
+                                 largest.get());
+    return value_at(largest);
+  }
+  DeviceBuffer<float> values;
+  float root_mean_square = 0;
+};
+
+// Of set 0.
 struct Reference {
   explicit Reference(Problem const& p)
       : logits(p.shape.pairs()), dx(p.shape.elements()), dw(p.shape.weights()) {
@@ -230,22 +255,23 @@ struct Reference {
           cudaMemcpy(to.get(), from.get(), size_t(to.count()) * 4, cudaMemcpyDeviceToDevice));
     };
     TESSERA_CUDA(cuda::launch_router_logits_plain(p.logits_of(0), nullptr));
-    keep(logits, *p.logits[0]);
+    keep(logits.values, *p.logits[0]);
     TESSERA_CUDA(cuda::launch_router_dgrad_plain(p.dgrad_of(0), nullptr));
-    widen_all<<<2048, 256>>>(p.dx[0]->get(), dx.get(), dx.count());
+    widen_all<<<2048, 256>>>(p.dx[0]->get(), dx.values.get(), dx.values.count());
     TESSERA_CUDA(cuda::launch_router_wgrad_plain(p.wgrad_of(0), nullptr));
-    keep(dw, *p.dw[0]);
+    keep(dw.values, *p.dw[0]);
+    for (Expected* const expected : {&logits, &dx, &dw}) expected->measure();
   }
-  DeviceBuffer<float> logits, dx, dw;
+  Expected logits, dx, dw;
 };
 
 std::vector<Candidate> candidates_of(Problem const& p, Reference const& ref) {
   Shape const& s = p.shape;
   double const x = 2.0 * double(s.elements()), w = 2.0 * double(s.weights());
   double const pairs = double(s.pairs());
-  auto const of_logits = [&](Problem const& q) { return error_of(*q.logits[0], ref.logits); };
-  auto const of_dx = [&](Problem const& q) { return error_of(*q.dx[0], ref.dx); };
-  auto const of_dw = [&](Problem const& q) { return error_of(*q.dw[0], ref.dw); };
+  auto const of_logits = [&](Problem const& q) { return ref.logits.error_of(*q.logits[0]); };
+  auto const of_dx = [&](Problem const& q) { return ref.dx.error_of(*q.dx[0]); };
+  auto const of_dw = [&](Problem const& q) { return ref.dw.error_of(*q.dw[0]); };
   std::vector<Candidate> out;
   auto const logits = [&](char const* variant, auto launch) {
     out.push_back({"router_logits", variant, x + w + 4 * pairs,
@@ -267,12 +293,9 @@ std::vector<Candidate> candidates_of(Problem const& p, Reference const& ref) {
   using cuda::launch_router_logits_config;
   logits("chosen", cuda::launch_router_logits);
   logits("64x128", launch_router_logits_config<LogitsConfig<64, 128, 8, kPingPong>>);
-  logits("128x128", launch_router_logits_config<LogitsConfig<128, 128, 6, kPingPong>>);
   logits("128x128 cooperative",
          launch_router_logits_config<LogitsConfig<128, 128, 6, kCooperative>>);
-  logits("128x128 pairs", launch_router_logits_config<LogitsConfig<128, 128, 6, kPingPong, 2>>);
   logits("192x128", launch_router_logits_config<LogitsConfig<192, 128, 5, kPingPong>>);
-  logits("128x256", launch_router_logits_config<LogitsConfig<128, 256, 4, kCooperative>>);
   dgrad("chosen", cuda::launch_router_dgrad);
   dgrad("128x256, 4 slabs", launch_router_dgrad_config<DgradConfig<128, 256, 3, kCooperative, 4>>);
   dgrad("192x128", launch_router_dgrad_config<DgradConfig<192, 128, 4, kPingPong, 2>>);
@@ -297,11 +320,10 @@ std::vector<Candidate> candidates_of(Problem const& p, Reference const& ref) {
   };
   read("boxes of 128 rows", launch_read_boxes<128, 1>);
   read("128 rows, w_router", launch_read_boxes<128, 1, 128>);
-  read("128 rows, w_router, 2 at once", launch_read_boxes<128, 2, 128>);
-  read("boxes of 128 rows, 2 at once", launch_read_boxes<128, 2>);
+  read("128 rows, 64 of w_router", launch_read_boxes<128, 1, 64>);
+  read("128 rows, 32 of w_router", launch_read_boxes<128, 1, 32>);
   read("boxes of 128 rows, 4 at once", launch_read_boxes<128, 4>);
   read("boxes of 64 rows, 4 at once", launch_read_boxes<64, 4>);
-  read("boxes of 32 rows, 12 at once", launch_read_boxes<32, 12>);
   out.push_back({"x",
                  "in order",
                  x,
@@ -315,7 +337,8 @@ std::vector<Candidate> candidates_of(Problem const& p, Reference const& ref) {
   return out;
 }
 
-// fp32 sums in another order, over thousands of products of size one; dx is rounded to bf16 besides.
+// dx is rounded to bf16, by either. fp32 sums differ by their order, and the tensor core cuts its sum off every 16
+// products where fmaf rounds each: of 16384 products, 6e-5 at most. A product that is missing is 2e-2.
 bool passes(Candidate const& c, Problem const& p) {
   p.logits[0]->poison();
   p.dx[0]->poison();
@@ -324,7 +347,7 @@ bool passes(Candidate const& c, Problem const& p) {
   TESSERA_CUDA(c.launch(0, nullptr));
   TESSERA_CUDA(cudaDeviceSynchronize());
   if (!c.error) return true;
-  double const limit = std::strcmp(c.op, "router_dgrad") == 0 ? 0x1p-7 : 1e-3;
+  double const limit = std::strcmp(c.op, "router_dgrad") == 0 ? 0x1p-7 : 0x1p-12;
   double const error = c.error(p);
   if (error <= limit) return true;
   std::printf("%s %s %s: error %.2e, limit %.2e\n", p.shape.name, c.op, c.variant, error, limit);

@@ -298,7 +298,7 @@ std::vector<Candidate> candidates_of(Problem const& p, Reference const& ref) {
   logits("192x128", launch_router_logits_config<LogitsConfig<192, 128, 5, kPingPong>>);
   dgrad("chosen", cuda::launch_router_dgrad);
   dgrad("128x256, 4 slabs", launch_router_dgrad_config<DgradConfig<128, 256, 3, kCooperative, 4>>);
-  dgrad("192x128", launch_router_dgrad_config<DgradConfig<192, 128, 4, kPingPong, 2>>);
+  dgrad("128x128", launch_router_dgrad_config<DgradConfig<128, 128, 6, kPingPong, 2>>);
   out.push_back({"router_wgrad", "chosen", x + w + 2 * pairs,
                  [&p](int set, cudaStream_t stream) {
                    return cuda::launch_router_wgrad(p.wgrad_of(set), kSms, stream);

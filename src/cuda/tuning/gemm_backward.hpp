@@ -51,10 +51,10 @@ struct ProjectionWgradConfig {
                                           .any_b_layout = kAnyLayout};
 };
 
-// Memory bound, with short k loops.
+// Memory bound, with short k loops. bench/results/h200/2026-11-22-router.json
 struct RouterDgradConfig {
-  static constexpr block::GemmConfig gemm{.tile = {128, 128, 64},
-                                          .stages = 6,
+  static constexpr block::GemmConfig gemm{.tile = {192, 128, 64},
+                                          .stages = 4,
                                           .schedule = block::Schedule::kPingPong,
                                           .b_major = block::Major::kRows};
 };

@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Builds of the library against each other: the layer as a whole, forward and backward, in one process and in random
 // order, through the C ABI. Every build works on the same tensors and has its own outputs, which are compared with the
-// first one's. The last column is the median over the rounds of its time over the first one's in the same round.
+// first one's. of_first is the median over the rounds of its time over the first one's in the same round; host_us is
+// what a call takes on the host, the GPU being busy with what came before.
 //
 //   libraries --library NAME=PATH --library NAME=PATH .. [--config NAME].. [--rounds N] [--json FILE]
+//             [--tokens T,T.. --hidden d --intermediate n --experts E --top-k K]
 #include <dlfcn.h>
 
+#include <chrono>
 #include <cstring>
 #include <memory>
+#include <sstream>
 
 #include "support.cuh"
 #include "tessera/shape.hpp"
@@ -17,10 +21,10 @@ namespace tessera::bench {
 namespace {
 
 constexpr int kWarmUps = 10;
-constexpr int64_t kFillBytes = int64_t{256} << 20;  // lets the host get ahead of the GPU
+constexpr int64_t kFillBytes = int64_t{256} << 20;  // takes longer than a call does on the host
 
 struct Config {
-  char const* name;
+  std::string name;
   MoeShape shape;
 };
 
@@ -33,7 +37,7 @@ constexpr MoeShape shape_of(int64_t tokens, int64_t hidden, int64_t intermediate
           .top_k = top_k};
 }
 
-constexpr Config kConfigs[] = {
+Config const kConfigs[] = {
     {"1.4B-n256", shape_of(40960, 768, 256, 128, 8)},
     {"7B-n256", shape_of(24576, 1536, 256, 128, 8)},
     {"7B-n512", shape_of(24576, 1536, 512, 64, 4)},
@@ -227,21 +231,21 @@ double distance(DeviceBuffer<bf16> const& a, DeviceBuffer<bf16> const& b) {
 }
 
 // Builds may round differently: both are within some 2^-9 of what is right.
-bool agrees(Layer const& own, Layer const& first, char const* config) {
+bool agrees(Layer const& own, Layer const& first, std::string const& config) {
   bool all = true;
   for (size_t i = 0; i < own.outputs().size(); ++i) {
     auto const [name, buffer] = own.outputs()[i];
     double const error = distance(*buffer, *first.outputs()[i].second);
     if (error <= 0x1p-7) continue;
-    std::printf("%s %s: %s differs by %.2e of its norm\n", config, own.library().name.c_str(), name,
-                error);
+    std::printf("%s %s: %s differs by %.2e of its norm\n", config.c_str(),
+                own.library().name.c_str(), name, error);
     all = false;
   }
   return all;
 }
 
 struct Times {
-  std::vector<float> ms, of_first;
+  std::vector<float> ms, of_first, host_us;
 };
 
 // [pass][library]
@@ -260,12 +264,18 @@ std::vector<std::vector<Times>> time_all(std::vector<std::unique_ptr<Layer>> con
   std::iota(order.begin(), order.end(), size_t{0});
   std::mt19937 random(1);
   for (int round = -kWarmUps; round < rounds; ++round) {
-    TESSERA_CUDA(cudaMemsetAsync(scratch.get(), 0, kFillBytes, stream));
     std::shuffle(order.begin(), order.end(), random);
+    for (size_t i = 0; i < order.size(); ++i) {
+      TESSERA_CUDA(cudaMemsetAsync(scratch.get(), 0, kFillBytes, stream));
+    }
     for (size_t const next : order) {
       TESSERA_CUDA(cudaEventRecord(begin[next], stream));
+      auto const called = std::chrono::steady_clock::now();
       layers[next / 2]->run(next % 2 == 1, stream);
+      std::chrono::duration<float, std::micro> const host =
+          std::chrono::steady_clock::now() - called;
       TESSERA_CUDA(cudaEventRecord(end[next], stream));
+      if (round >= 0) times[next % 2][next / 2].host_us.push_back(host.count());
     }
     TESSERA_CUDA(cudaStreamSynchronize(stream));
     if (round < 0) continue;
@@ -305,20 +315,23 @@ std::string bench_config(Config const& config, std::vector<Library> const& libra
   for (size_t pass = 0; pass < 2; ++pass) {
     for (size_t i = 0; i < layers.size(); ++i) {
       Quantiles const t = quantiles(times[pass][i].ms), ratio = quantiles(times[pass][i].of_first);
+      float const host_us = quantiles(times[pass][i].host_us).median;
       char const* const of = pass == 0 ? "forward" : "backward";
-      std::printf("%-10s %-8s %-16s %8.4f ms  %.4f (%.4f to %.4f)%s\n", config.name, of,
-                  libraries[i].name.c_str(), t.median, ratio.median, ratio.p10, ratio.p90,
-                  checked[i] ? "" : "  DIFFERS");
+      std::printf("%-10s %-8s %-16s %8.4f ms  %.4f (%.4f to %.4f)  host %6.1f us%s\n",
+                  config.name.c_str(), of, libraries[i].name.c_str(), t.median, ratio.median,
+                  ratio.p10, ratio.p90, host_us, checked[i] ? "" : "  DIFFERS");
       char row[512];
-      std::snprintf(row, sizeof row,
-                    "%s\n  {\"config\": \"%s\", \"shape\": [%lld, %lld, %lld, %lld, %lld], "
-                    "\"dtype\": \"bf16\", \"gpus\": 1, \"router\": \"topk-softmax\", \"pass\": "
-                    "\"%s\", \"impl\": \"tessera\", \"variant\": \"%s\", \"ms\": %.5f, "
-                    "\"ms_p10\": %.5f, \"ms_p90\": %.5f, \"of_first\": %.5f, \"checked\": %s}",
-                    rows.empty() ? "" : ",", config.name, (long long)s.tokens, (long long)s.hidden,
-                    (long long)s.intermediate, (long long)s.experts, (long long)s.top_k, of,
-                    libraries[i].name.c_str(), t.median, t.p10, t.p90, ratio.median,
-                    checked[i] ? "true" : "false");
+      std::snprintf(
+          row, sizeof row,
+          "%s\n  {\"config\": \"%s\", \"shape\": [%lld, %lld, %lld, %lld, %lld], "
+          "\"dtype\": \"bf16\", \"gpus\": 1, \"router\": \"topk-softmax\", \"pass\": "
+          "\"%s\", \"impl\": \"tessera\", \"variant\": \"%s\", \"ms\": %.5f, "
+          "\"ms_p10\": %.5f, \"ms_p90\": %.5f, \"of_first\": %.5f, \"host_us\": %.1f, \"checked\": "
+          "%s}",
+          rows.empty() ? "" : ",", config.name.c_str(), (long long)s.tokens, (long long)s.hidden,
+          (long long)s.intermediate, (long long)s.experts, (long long)s.top_k, of,
+          libraries[i].name.c_str(), t.median, t.p10, t.p90, ratio.median, host_us,
+          checked[i] ? "true" : "false");
       rows += row;
     }
   }
@@ -331,7 +344,8 @@ void write_json(std::string const& path, std::string const& command, int rounds,
   write_results(path, command,
                 std::to_string(rounds) + " rounds after " + std::to_string(kWarmUps) +
                     " warm-ups; a round runs every build and pass once, in random order; of_first: "
-                    "median of the ratio to the first build in the same round",
+                    "median of the ratio to the first build in the same round; host_us: median of "
+                    "a call on the host",
                 rows);
 }
 
@@ -342,40 +356,73 @@ Config const& config_of(std::string const& name) {
   fail("--config " + name + ": not one of this program's");
 }
 
+// --tokens and the other dimensions: a config per number of tokens, none without any of these.
+std::vector<Config> configs_of(std::string const& tokens, MoeShape shape) {
+  if (tokens.empty() && shape == MoeShape{}) return {};
+  if (shape.hidden <= 0 || shape.intermediate <= 0 || shape.top_k <= 0 ||
+      shape.experts < shape.top_k) {
+    fail("--hidden, --intermediate, --experts and --top-k: all, above 0, K at most E");
+  }
+  std::vector<Config> out;
+  std::istringstream list(tokens);
+  for (std::string item; std::getline(list, item, ',');) {
+    shape.tokens = std::atoll(item.c_str());
+    if (shape.tokens <= 0) fail("--tokens " + tokens + ": T above 0, several with commas between");
+    out.push_back({"T=" + item, shape});
+  }
+  if (out.empty()) fail("--hidden and the others: --tokens is missing");
+  return out;
+}
+
 }  // namespace
 }  // namespace tessera::bench
 
 int main(int argc, char** argv) {
   using namespace tessera::bench;
   std::vector<Library> libraries;
-  std::vector<std::string> configs;
-  std::string command, json, rows;
+  std::vector<Config> configs;
+  tessera::MoeShape shape{};
+  std::string command, json, rows, tokens;
   int rounds = 60;
   for (int i = 0; i < argc; ++i) command += (i ? " " : "") + std::string(argv[i]);
-  for (int i = 1; i < argc; ++i) {
+  for (int i = 1; i < argc; i += 2) {
     std::string const flag = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
     size_t const equals = value.find('=');
-    if (flag == "--library" && equals != std::string::npos) {
+    auto const is = [&](char const* name) { return flag == name && !value.empty(); };
+    if (is("--library") && equals != std::string::npos) {
       libraries.emplace_back(value.substr(0, equals), value.substr(equals + 1));
-    } else if (flag == "--config" && !value.empty()) {
-      configs.push_back(config_of(value).name);
-    } else if (flag == "--rounds" && std::atoi(value.c_str()) > 0) {
+    } else if (is("--config")) {
+      configs.push_back(config_of(value));
+    } else if (is("--tokens")) {
+      tokens = value;
+    } else if (is("--hidden")) {
+      shape.hidden = std::atoll(value.c_str());
+    } else if (is("--intermediate")) {
+      shape.intermediate = std::atoll(value.c_str());
+    } else if (is("--experts")) {
+      shape.experts = std::atoll(value.c_str());
+    } else if (is("--top-k")) {
+      shape.top_k = std::atoll(value.c_str());
+    } else if (is("--rounds") && std::atoi(value.c_str()) > 0) {
       rounds = std::atoi(value.c_str());
-    } else if (flag == "--json" && !value.empty()) {
+    } else if (is("--json")) {
       json = value;
     } else {
       std::fprintf(stderr, "unknown option %s %s\n", flag.c_str(), value.c_str());
       return 2;
     }
-    ++i;
   }
   if (libraries.empty()) {
     std::fprintf(stderr, "no --library NAME=PATH\n");
     return 2;
   }
-  if (configs.empty()) configs = {"7B-n256", "7B-n1024", "30B-n1024"};
-  for (std::string const& config : configs) {
-    rows += (rows.empty() ? "" : ",") + bench_config(config_of(config), libraries, rounds);
+  for (Config& config : configs_of(tokens, shape)) configs.push_back(std::move(config));
+  if (configs.empty()) {
+    for (char const* name : {"7B-n256", "7B-n1024", "30B-n1024"})
+      configs.push_back(config_of(name));
+  }
+  for (Config const& config : configs) {
+    rows += (rows.empty() ? "" : ",") + bench_config(config, libraries, rounds);
   }
   if (!json.empty()) write_json(json, command, rounds, rows);
   return rows.find("\"checked\": false") == std::string::npos ? 0 : 1;

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DRAM bytes of every kernel of a layer's forward and backward pass, over those of every array moved once.
 
-Profiles the first call of each pass with Nsight Compute, caches flushed before every kernel, and writes a results file.
+Profiles the first call of each pass in bench_libraries with Nsight Compute, caches flushed before every kernel, and
+writes a results file.
 Needs the right to read counters: run as root, or see ncu's ERR_NVGPUCTRPERM.
 
   tools/dram_bytes.py --config 7B-n256 --config TR-b --device H200 --out bench/results/h200/FILE.json
@@ -11,6 +12,7 @@ Needs the right to read counters: run as root, or see ncu's ERR_NVGPUCTRPERM.
 import argparse
 import csv
 import datetime
+import itertools
 import json
 import pathlib
 import re
@@ -27,11 +29,11 @@ METRICS = {
 }
 LIMIT = 1.15  # a kernel that moves more has lost data that L2 should have kept
 SCORE_GROUP = 128  # columns of h behind one partial sum of ds
-LAUNCHES = 48  # of a forward and a backward call, and some
+LAUNCHES = 32  # bench_libraries begins with a forward and a backward call of 8 kernels each; others follow
 # The names of kernels begin with their op's; both weight gradients of the experts are one kernel.
 OPS = (
     "router_logits route metadata up_projection_fwd down_projection_fwd aggregate down_projection_dgrad router_dlogits"
-    " projection_wgrad router_dgrad up_projection_dgrad router_wgrad"
+    " projection_wgrad up_projection_dgrad router_wgrad"
 ).split()
 
 
@@ -73,11 +75,10 @@ def bytes_once(op: str, backward: bool, shape: Shape) -> int:
     }
     backward_ops = {
         "down_projection_dgrad": 2 * t * d + 2 * e * n * d + 10 * r * n + 4 * r + partials,
-        "router_dlogits": partials + 16 * r + 2 * t * e,
+        "router_dlogits": partials + 20 * r + 2 * t * e,
         "projection_wgrad": 4 * t * d + 6 * r * n + 6 * e * n * d,
-        "router_dgrad": 2 * t * e + 2 * e * d + 2 * t * d,
-        "up_projection_dgrad": 4 * r * n + 4 * e * n * d + 2 * r * d,
-        "aggregate": 2 * r * d + 4 * r + 4 * t * d,
+        "up_projection_dgrad": 4 * r * n + 4 * e * n * d + 4 * r + 2 * e * d + 2 * r * d,
+        "aggregate": 2 * r * d + 4 * r + 2 * t * d,
         "router_wgrad": 2 * t * e + 2 * t * d + 2 * e * d,
     }
     return (backward_ops if backward else forward_ops).get(op, 0)
@@ -109,7 +110,8 @@ def first_calls(kernels: list[Kernel]) -> list[tuple[bool, Kernel]]:
     forward = next((i for i, which in starts if which == 0), None)
     backward = next((i for i, which in starts if which == 1), None)
     if forward is None or backward is None or starts[-1][0] <= backward:
-        sys.exit(f"{len(kernels)} kernels do not hold a whole forward and a whole backward call: raise LAUNCHES")
+        found = " ".join(op_of(k.name) for k in kernels)
+        sys.exit(f"{len(kernels)} kernels do not hold a whole forward and a whole backward call: {found}")
 
     def end(begin: int) -> int:
         return next((i for i, _ in starts if i > begin))
@@ -139,12 +141,13 @@ def rows_of(config: str, shape: Shape, kernels: list[tuple[bool, Kernel]]) -> li
     return list(rows.values())
 
 
-def profile(ncu: str, tessera: str, config: str) -> list[Kernel]:
+def profile(ncu: str, bench: str, library: str, shape: Shape) -> list[Kernel]:
+    dimensions = zip(("--tokens", "--hidden", "--intermediate", "--experts", "--top-k"), map(str, shape))
     command = [
         ncu, "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base",
         "--metrics", ",".join(METRICS), "--kernel-name-base", "demangled",
         "--kernel-name", "regex:tessera::cuda", "--launch-count", str(LAUNCHES), "--kill", "on",
-        tessera, "bench", "--device", "cuda", "--config", config, "--pass", "backward", "--seconds", "0", "--no-check",
+        bench, "--library", f"layer={library}", "--rounds", "1", *itertools.chain(*dimensions),
     ]  # fmt: skip
     try:
         run = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -152,13 +155,14 @@ def profile(ncu: str, tessera: str, config: str) -> list[Kernel]:
         sys.exit(f"--ncu {ncu}: not found; Nsight Compute comes with the CUDA toolkit, or give its path")
     kernels = parse(run.stdout)
     if not kernels:
-        sys.exit(f"{config}: ncu gave no kernels (exit {run.returncode})\n{run.stderr[-2000:]}{run.stdout[-2000:]}")
+        sys.exit(f"{shape}: ncu gave no kernels (exit {run.returncode})\n{run.stderr[-2000:]}{run.stdout[-2000:]}")
     return kernels
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tessera", default=str(ROOT / "build-cuda" / "bin" / "tessera"))
+    parser.add_argument("--bench", default=str(ROOT / "build-cuda" / "bin" / "bench_libraries"), metavar="PROGRAM")
+    parser.add_argument("--library", default=str(ROOT / "build-cuda" / "lib" / "libtessera.so"), metavar="FILE")
     parser.add_argument("--ncu", default="ncu")
     parser.add_argument("--config", action="append", required=True, metavar="NAME", help="one of `tessera bench`")
     parser.add_argument("--device", required=True, metavar="NAME", help="the GPU, for the results file")
@@ -169,7 +173,7 @@ def main() -> None:
     shapes = {config: shape_of(config, configs) for config in args.config}
     rows = []
     for config, shape in shapes.items():
-        new = rows_of(config, shape, first_calls(profile(args.ncu, args.tessera, config)))
+        new = rows_of(config, shape, first_calls(profile(args.ncu, args.bench, args.library, shape)))
         for row in new:
             side = "backward" if row["backward"] else "forward"
             mb = (row["dram_read"] + row["dram_write"]) / 1e6

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import pathlib
+import tempfile
 import unittest
 
 import dram_bytes
@@ -47,9 +48,27 @@ class DramBytesTest(unittest.TestCase):
                          [(False, "router_logits"), (False, "metadata"), (True, "down_projection_dgrad"),
                           (True, "aggregate")])
 
+    def test_calls_as_bench_libraries_makes_them(self):
+        kernels = dram_bytes.parse(HEADER + LOGITS + RANK + DGRAD + AGGREGATE + DGRAD + AGGREGATE + LOGITS)
+        self.assertEqual([back for back, _ in dram_bytes.first_calls(kernels)], [False, False, True, True])
+
+    def test_profiles_the_shape_that_was_asked_for(self):
+        with tempfile.TemporaryDirectory() as folder:
+            ncu, table, given = (pathlib.Path(folder) / name for name in ("ncu", "table", "given"))
+            table.write_text(HEADER + LOGITS + RANK, encoding="utf-8")
+            ncu.write_text(f'#!/bin/sh\necho "$@" > "{given}"\ncat "{table}"\n', encoding="utf-8")
+            ncu.chmod(0o755)
+            kernels = dram_bytes.profile(str(ncu), "bench", "lib.so", SHAPE)
+            self.assertEqual([dram_bytes.op_of(k.name) for k in kernels], ["router_logits", "metadata"])
+            self.assertIn("bench --library layer=lib.so --rounds 1 --tokens 24576 --hidden 1536 --intermediate 256"
+                          " --experts 128 --top-k 8", given.read_text(encoding="utf-8"))
+            table.write_text("==ERROR== ERR_NVGPUCTRPERM\n", encoding="utf-8")
+            with self.assertRaisesRegex(SystemExit, "gave no kernels"):
+                dram_bytes.profile(str(ncu), "bench", "lib.so", SHAPE)
+
     def test_refuses_a_call_that_may_be_cut_off(self):
         for lines in (LOGITS + RANK, LOGITS + RANK + DGRAD + AGGREGATE, DGRAD + AGGREGATE + DGRAD):
-            with self.assertRaises(SystemExit):
+            with self.assertRaisesRegex(SystemExit, "whole forward and a whole backward call: (router|down)_"):
                 dram_bytes.first_calls(dram_bytes.parse(HEADER + lines))
 
     def test_rows_add_up_the_launches_of_an_op(self):
@@ -60,7 +79,7 @@ class DramBytesTest(unittest.TestCase):
         self.assertEqual(logits["ratio"], 0.887)
         self.assertEqual((metadata["dram_read"], metadata["us"]), (795392 + 1287168, 16.768))
         self.assertTrue(aggregate["backward"])
-        self.assertEqual(aggregate["bytes"], 2 * 24576 * 1536 * (8 + 2) + 4 * 24576 * 8)
+        self.assertEqual(aggregate["bytes"], 2 * 24576 * 1536 * (8 + 1) + 4 * 24576 * 8)
 
     def test_shapes_are_those_of_bench(self):
         configs = (ROOT / "cli" / "bench_configs.hpp").read_text(encoding="utf-8")

@@ -19,7 +19,8 @@ DTYPES = {torch.float32: library.FP32, torch.bfloat16: library.BF16, torch.float
 KINDS = {"cpu": library.CPU, "cuda": library.CUDA}
 MAX_PLANS = 1024  # per thread; a plan is about 4 KB
 SCRATCH_BYTES = 1 << 27  # of a CPU thread
-_empty_strided_cpu = getattr(torch._C._dynamo.guards, "_empty_strided_cpu", None)  # of torch.compile's generated code
+# make(shape, strides, dtype) of torch.compile's generated code; that of CUDA makes tensors on the current device.
+_MAKERS = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None) for kind in KINDS}
 
 
 class _PerThread(threading.local):
@@ -128,7 +129,10 @@ class Plan:
     def run(self, tensors: tuple, buffers: tuple = (), step: int = 0) -> list[torch.Tensor]:
         """One call of the library on the inputs that are present, in the order of `read`; returns the outputs.
         step: of stochastic rounding."""
-        words = self.words
+        words, cuda = self.words, self.device.type == "cuda"
+        if cuda and torch._C._cuda_getDevice() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self.run(tensors, buffers, step)
         if step:
             self.desc.step = step
         if self.copied:
@@ -144,7 +148,6 @@ class Plan:
             results[position].zero_()
         for position, word in self.outputs:
             words[word] = results[position].data_ptr()
-        cuda = self.device.type == "cuda"
         # A CPU thread keeps its workspace: one that malloc has given back to the system costs a page fault per 4 KB.
         # Those of a GPU, and large ones, come from torch's allocator, call by call.
         if cuda or self.workspace > SCRATCH_BYTES:
@@ -169,8 +172,8 @@ class Plan:
 def _maker(shape: tuple, strides: tuple, dtype: torch.dtype, device: torch.device) -> tuple:
     """(make, how): make(*how) is a new tensor, sooner than torch.empty has one. A plan that comes into being while a
     graph is captured holds none of the graph's memory: an empty tensor has none."""
-    if device.type == "cpu" and _empty_strided_cpu is not None:
-        return _empty_strided_cpu, (shape, strides, dtype)
+    if _MAKERS[device.type] is not None:
+        return _MAKERS[device.type], (shape, strides, dtype)
     return torch.empty(0, dtype=dtype, device=device).new_empty_strided, (shape, strides)
 
 

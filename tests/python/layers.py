@@ -3,6 +3,7 @@
 classes of ops_test.py and cuda_test.py say which.
 """
 
+import contextlib
 import functools
 import math
 import threading
@@ -12,7 +13,8 @@ import tessera
 import tessera.ops
 import torch
 import torch._dynamo.testing
-from torch.utils import checkpoint
+from torch._subclasses import fake_tensor
+from torch.utils import _python_dispatch, checkpoint
 
 ROUTERS = ("topk-softmax", "softmax-topk", "softmax-topk-renorm", "sigmoid-bias", "group-limited", "sqrtsoftplus")
 
@@ -251,6 +253,18 @@ def pick(t: dict) -> dict:
     return {name: t[name] for name in tessera.ops.WEIGHTS if name in t}
 
 
+class Operations(_python_dispatch.TorchDispatchMode):
+    """The names of all operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
 class Operators(Layer):
     """torch.compile, opcheck, checkpointing, modes, strides, threads."""
 
@@ -451,6 +465,34 @@ class Operators(Layer):
         torch.set_num_threads(torch.get_num_threads() + 1)  # another context
         self.routed(self.tensors)
         self.assertEqual(len(asked), 3)
+
+    def test_modes_see_calls_that_are_like_the_last_one(self):
+        """The short way of a call that is remembered is for calls that nothing looks at."""
+        x = self.tensors["x"]
+
+        def routed(x):
+            return self.routed({**self.tensors, "x": x})
+
+        for context in (contextlib.nullcontext, torch.no_grad):
+            with context():
+                for _ in range(2):
+                    routed(x)
+                with Operations() as operations:
+                    routed(x)
+                self.assertRegex(" ".join(operations.names), "tessera::moe_(forward|inference)")
+                routed(x)
+                with torch.profiler.profile() as profile:
+                    routed(x)
+                self.assertRegex(" ".join(e.key for e in profile.key_averages()), "tessera::moe_(forward|inference)")
+                routed(x)
+                with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+                    self.assertIsInstance(routed(x), fake_tensor.FakeTensor)
+                with torch.autocast(self.device, dtype=torch.bfloat16):
+                    self.assertIs(routed(x).dtype, torch.bfloat16)
+        with torch.no_grad():
+            expected = routed(x)
+            self.assertTrue(torch.equal(torch.func.vmap(routed)(x[None])[0], expected))
+            self.assertTrue(torch.equal(torch.func.functionalize(routed)(x), expected))
 
     def test_saved_tensors_hooks_may_change_strides(self):
         """Offloading hands contiguous copies back: what was learnt of the first strides must not be used for them."""

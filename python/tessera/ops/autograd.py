@@ -27,8 +27,8 @@ class Call:
     besides x; scores: which is topk_weights.
     """
 
-    __slots__ = ("text", "everything", "training", "plan", "positions", "present", "kept", "scores", "_absent",
-                 "_nothing", "_check", "_threads")
+    __slots__ = ("text", "everything", "training", "plan", "positions", "present", "kept", "scores", "absent",
+                 "nothing", "check", "threads")
 
     def __init__(self, text: str, arguments: tuple, everything: bool, training: bool, plan: Plan | None):
         self.text, self.everything, self.training, self.plan = text, everything, training, plan
@@ -40,20 +40,23 @@ class Call:
     def remember(self, arguments: tuple) -> None:
         """For `recall`: the next call is most often like this one."""
         absent = [i for i, tensor in enumerate(arguments) if tensor is None]
-        self._absent, self._nothing = operator.itemgetter(*absent), (None,) * len(absent)
-        self._check, self._threads = guard(self.present(arguments)), torch.get_num_threads()
-        if self._check is not None:
+        self.absent, self.nothing = operator.itemgetter(*absent), (None,) * len(absent)
+        self.check, self.threads = guard(self.present(arguments)), torch.get_num_threads()
+        if self.check is not None:
             here.calls[self.text, torch.is_grad_enabled()] = self
 
-    def fits(self, arguments: tuple) -> bool:
-        return (self._absent(arguments) == self._nothing and self._check(*self.present(arguments))
-                and self._threads == torch.get_num_threads())
 
-
-def recall(text: str, arguments: tuple) -> Call | None:
-    """The last call with these options, if these tensors are like its."""
+def recall(text: str, arguments: tuple) -> tuple[Call | None, tuple]:
+    """The last call with these options, if these tensors are like its and nothing could see the operators, and the
+    tensors that are present. The guard sees autocast and functional transforms too, as keys of the dispatcher."""
     call = here.calls.get((text, torch.is_grad_enabled()))
-    return call if call is not None and call.fits(arguments) else None
+    if call is None or call.absent(arguments) != call.nothing:
+        return None, ()
+    tensors = call.present(arguments)
+    if (call.check(*tensors) and call.threads == torch.get_num_threads()
+            and not torch._C._len_torch_dispatch_stack() and not torch._C._autograd._profiler_enabled()):
+        return call, tensors
+    return None, ()
 
 
 class Layer(torch.autograd.Function):

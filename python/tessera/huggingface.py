@@ -16,6 +16,7 @@ from tessera import functional
 from tessera.recognise import recognise
 
 OLDEST, NEWEST = (5, 17), (6,)
+INSTALL = "pip install 'transformers>=5.17,<6'"
 # Arguments of transformers' decorator whose meaning is known here.
 _KNOWN_FLAGS = {"experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate",
                 "has_post_expert_norm"}
@@ -27,13 +28,16 @@ def register_huggingface(name: str = "tessera") -> None:
     Errors: ImportError for a transformers that is missing or of a version that is not known; NotImplementedError where
     its experts have options that are not known here.
     """
-    import transformers
-    from transformers.integrations import moe
-
+    try:
+        import transformers
+    except ModuleNotFoundError as missing:
+        raise ImportError(f"register_huggingface needs transformers; {INSTALL}") from missing
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if not OLDEST <= version < NEWEST:
         raise ImportError(f"transformers {transformers.__version__}: Tessera knows the experts of 5.17 up to 6; "
-                          "install one of these")
+                          f"{INSTALL}")
+    from transformers.integrations import moe
+
     unknown = set(inspect.signature(moe.use_experts_implementation).parameters) - _KNOWN_FLAGS
     if unknown:
         raise NotImplementedError(f"transformers {transformers.__version__}: its experts have options that Tessera "

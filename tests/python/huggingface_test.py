@@ -2,7 +2,9 @@
 """Small random models of each family: logits, loss and every gradient against transformers' own eager experts."""
 
 import copy
+import sys
 import tempfile
+import types
 import unittest
 from unittest import mock
 
@@ -254,8 +256,14 @@ class Interface(unittest.TestCase):
             tessera.register_huggingface()
 
     def test_other_versions_are_refused(self):
-        refused = self.assertRaisesRegex(ImportError, "transformers 4.57.1")
-        with mock.patch("transformers.__version__", "4.57.1"), refused:
+        """Those before 5 have no experts interface, and one that is not there says what to install."""
+        interface = types.ModuleType("transformers.integrations")
+        refused = self.assertRaisesRegex(ImportError, r"transformers 4.57.1: .* pip install 'transformers>=5.17,<6'")
+        with mock.patch("transformers.__version__", "4.57.1"), refused, \
+                mock.patch.dict(sys.modules, {"transformers.integrations": interface}):
+            tessera.register_huggingface()
+        missing = self.assertRaisesRegex(ImportError, "needs transformers; pip install 'transformers>=5.17,<6'")
+        with mock.patch.dict(sys.modules, {"transformers": None}), missing:
             tessera.register_huggingface()
 
     def test_sentinels_of_expert_parallel_models(self):

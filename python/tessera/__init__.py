@@ -49,7 +49,7 @@ def __getattr__(name: str):
         try:
             value = getattr(importlib.import_module(f"tessera.{_HOME[name]}"), name)
         except ModuleNotFoundError as missing:
-            raise ImportError(f"tessera.{name} needs {missing.name}; pip install 'tessera-moe[torch]'") from missing
+            raise ImportError(f"tessera.{name} needs {missing.name}; pip install {missing.name}") from missing
     else:
         raise AttributeError(f"module 'tessera' has no attribute {name!r}")
     globals()[name] = value

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Host time of a layer call in Python at T = 1: as it is, and with the library's functions replaced by a function
-that does nothing, which leaves what Python, torch and the binding cost. CPU time of this thread, best of 9. Training is
-timed in a chain of 8 layers, as one call of backward serves all layers of a model. On a GPU the calls' own time is that
-of their launches, and the CPU time is that of all threads: torch runs backward in one of its own there, or, in the rows
-`one thread`, in the caller's (torch.autograd.set_multithreading_enabled(False)). Beside them stands the same layer in
-torch's own operations, with grouped_mm (examples/torch_experts.py).
+that does nothing, which leaves what Python, torch and the binding cost. CPU time of this thread, the best of 40 short
+runs, all calls taking turns: what disturbs a machine lasts longer. Training is timed in a chain of 8 layers, as one
+call of backward serves all layers of a model. On a GPU the calls' own time is that of their launches, and the CPU time
+is that of all threads: torch runs backward in one of its own there, or, in the rows `one thread`, in the caller's
+(torch.autograd.set_multithreading_enabled(False)). Beside them stands the same layer in torch's own operations, with
+grouped_mm (examples/torch_experts.py).
 
 Then the same calls cut in pieces by the wall clock, medians: Python before the library's function, in it, Python after
 it, and, in backward, what torch's engine takes around it. On a GPU the device is idle when a call begins.
@@ -32,19 +33,21 @@ import torch_experts  # noqa: E402
 from tessera import library  # noqa: E402
 from tessera.ops import autograd, plans  # noqa: E402
 
-REPEATS, CALLS, LAYERS = 9, 1000, 8
+REPEATS, CALLS, SAMPLES, LAYERS = 40, 200, 1000, 8
 
 
-def microseconds(call, layers: int, device: str) -> float:
-    clock, best = time.thread_time if device == "cpu" else time.process_time, float("inf")
+def microseconds(calls: dict, device: str) -> dict:
+    """Of a layer in each of the calls: name -> (call, its layers)."""
+    clock, best = time.thread_time if device == "cpu" else time.process_time, dict.fromkeys(calls, float("inf"))
     for _ in range(REPEATS):
-        start = clock()
-        for _ in range(CALLS // layers):
-            call()
-        best = min(best, clock() - start)
-        if device != "cpu":
-            torch.cuda.synchronize()
-    return round(1e6 * best / (CALLS // layers * layers), 2)
+        for name, (call, layers) in calls.items():
+            start = clock()
+            for _ in range(CALLS // layers):
+                call()
+            best[name] = min(best[name], (clock() - start) / (CALLS // layers * layers))
+            if device != "cpu":
+                torch.cuda.synchronize()
+    return {name: round(1e6 * time, 2) for name, time in best.items()}
 
 
 class Nothing(torch.autograd.Function):
@@ -59,7 +62,7 @@ class Nothing(torch.autograd.Function):
 
 
 def pieces(device: str, made: list, moe, chain, d_o, clear) -> dict:
-    """Medians of CALLS calls. made: the plans that serve them; chain: forward through LAYERS layers."""
+    """Medians of SAMPLES calls. made: the plans that serve them; chain: forward through LAYERS layers."""
     now, marks = time.perf_counter_ns, []
 
     def marked(function):
@@ -100,7 +103,7 @@ def pieces(device: str, made: list, moe, chain, d_o, clear) -> dict:
               "forward with gradient": (lambda: forward(chain(1)), 1), "backward": (backward, LAYERS)}
     names, cut = ("before_us", "library_us", "after_us", "engine_us"), {}
     for name, (sample, layers) in passes.items():
-        medians = map(statistics.median, zip(*[sample() for _ in range(CALLS)], strict=True))
+        medians = map(statistics.median, zip(*[sample() for _ in range(SAMPLES)], strict=True))
         cut[name] = {piece: round(1e-3 * time / layers, 2) for piece, time in zip(names, medians, strict=False)}
     for plan, function in zip(made, functions, strict=True):
         plan.function = function
@@ -169,14 +172,14 @@ def measurements(device: str) -> tuple[dict, dict]:
     plans.Plan.ready = lambda plan, *arguments: made.append(plan) or ready(plan, *arguments)
     for call, _ in calls.values():
         call()
-    whole = {name: microseconds(*call, device) for name, call in calls.items()}
+    whole = microseconds(calls, device)
     cut = pieces(device, made, moe, chain, d_o, clear)
     nothing = ctypes.CDLL(library.load()._name).tessera_context_destroy  # of NULL: returns at once
     nothing.argtypes = [ctypes.c_void_p] * 4
     nothing.restype = None
     for plan in made:
         plan.function = lambda *_: nothing(None, None, None, None)
-    host = {name: microseconds(*call, device) for name, call in calls.items()}
+    host = microseconds(calls, device)
     return {name: {"call_us": whole[name], "host_us": host[name]} for name in calls}, cut
 
 

@@ -3,7 +3,7 @@
 //           row(j) = expert_offsets[id_j] + #{j' < j : id_j' = id_j}.
 // Shapes   ids (P) int32 or int64, tables (E+1), (P), (P), (P) int32; B = ceil(P/1024) blocks of slots
 // Work     reads 4P (8P), writes 12P + 4E; between the kernels 2P of ranks and 4*E*B of counts; launch bound
-// Schedule three kernels, each a node of its own in the stream
+// Schedule one block: metadata_one_block, all of it by a CTA. More: three kernels, each a node of its own in the stream
 //   metadata_rank    a CTA per block: a warp ranks its 128 slots among themselves by ballots, 32 at a time; the CTA
 //                    adds what earlier warps hold of the same expert; ranks and counts go to the workspace
 //   metadata_scan    a CTA per 32 experts: exclusive scan of their counts over blocks, totals behind them
@@ -79,18 +79,20 @@ __device__ __forceinline__ void find_peers(uint32_t (&peers)[kRounds],
   }
 }
 
-__global__ void __launch_bounds__(MetadataConfig::kThreads)
-    metadata_rank(__grid_constant__ MetadataArguments const p) {
+// The experts of this lane's slots of the block, from `first` on, and their places among the block's slots of these
+// experts; on_count(e, rows of the block) for every expert, by some thread, seen by the CTA on return. smem_counts,
+// (warps, E): how many slots of each expert each warp holds, then how many those before it hold; 16 KiB at E = 1024.
+template <class OnCount>
+__device__ __forceinline__ void rank_block(MetadataArguments const& p, int64_t first,
+                                           int (&experts)[MetadataConfig::kRounds],
+                                           int (&ranks)[MetadataConfig::kRounds],
+                                           uint16_t* smem_counts, OnCount on_count) {
   constexpr int kRounds = MetadataConfig::kRounds;
-  // How many slots of each expert each warp holds, then how many those before it hold; 16 KiB at E = 1024.
-  extern __shared__ uint16_t smem_counts[];  // (warps, E)
   uint16_t* const smem_own = smem_counts + arch::warp_idx() * p.experts;
   for (int i = static_cast<int>(threadIdx.x); i < MetadataConfig::kWarps * p.experts;
        i += MetadataConfig::kThreads) {
     smem_counts[i] = 0;
   }
-  int64_t const first = int64_t{blockIdx.x} * kMetadataBlockSlots + first_place();
-  int experts[kRounds], ranks[kRounds];
   TESSERA_UNROLL
   for (int r = 0; r < kRounds; ++r) {
     experts[r] = expert_of_slot(p, first + r * arch::kWarpThreads);
@@ -110,7 +112,6 @@ __global__ void __launch_bounds__(MetadataConfig::kThreads)
     __syncwarp();
   }
   __syncthreads();
-  MetadataWorkspace const workspace = MetadataWorkspace::of(p);
   for (int e = static_cast<int>(threadIdx.x); e < p.experts; e += MetadataConfig::kThreads) {
     int before = 0;
     TESSERA_UNROLL
@@ -120,14 +121,29 @@ __global__ void __launch_bounds__(MetadataConfig::kThreads)
       count = static_cast<uint16_t>(before);
       before += own;
     }
-    workspace.gmem_counts[int64_t{blockIdx.x} * p.experts + e] = before;
+    on_count(e, before);
   }
   __syncthreads();
   TESSERA_UNROLL
   for (int r = 0; r < kRounds; ++r) {
+    if (experts[r] >= 0) ranks[r] += smem_own[experts[r]];
+  }
+}
+
+__global__ void __launch_bounds__(MetadataConfig::kThreads)
+    metadata_rank(__grid_constant__ MetadataArguments const p) {
+  constexpr int kRounds = MetadataConfig::kRounds;
+  extern __shared__ uint16_t smem_counts[];
+  int64_t const first = int64_t{blockIdx.x} * kMetadataBlockSlots + first_place();
+  MetadataWorkspace const workspace = MetadataWorkspace::of(p);
+  int experts[kRounds], ranks[kRounds];
+  rank_block(p, first, experts, ranks, smem_counts, [&](int e, int rows) {
+    workspace.gmem_counts[int64_t{blockIdx.x} * p.experts + e] = rows;
+  });
+  TESSERA_UNROLL
+  for (int r = 0; r < kRounds; ++r) {
     if (experts[r] < 0) continue;
-    workspace.gmem_ranks[first + r * arch::kWarpThreads] =
-        static_cast<uint16_t>(ranks[r] + smem_own[experts[r]]);
+    workspace.gmem_ranks[first + r * arch::kWarpThreads] = static_cast<uint16_t>(ranks[r]);
   }
 }
 
@@ -187,9 +203,9 @@ struct ExpertSums {
 };
 
 // Four ints from e on; 0 from the last expert on.
-__device__ __forceinline__ void load_four(int (&out)[4], int32_t const* gmem, int e, int experts) {
+__device__ __forceinline__ void load_four(int (&out)[4], int32_t const* from, int e, int experts) {
   TESSERA_UNROLL
-  for (int i = 0; i < 4; ++i) out[i] = e + i < experts ? gmem[e + i] : 0;
+  for (int i = 0; i < 4; ++i) out[i] = e + i < experts ? from[e + i] : 0;
 }
 
 // Exclusive sums over the experts of the CTA's threads; the sums over all threads in `all`.
@@ -250,58 +266,44 @@ __device__ __forceinline__ int token_of_slot(MetadataArguments const& p, int64_t
   return low;
 }
 
-__global__ void __launch_bounds__(MetadataConfig::kThreads)
-    metadata_scatter(__grid_constant__ MetadataArguments const p) {
-  constexpr int kRounds = MetadataConfig::kRounds;
+struct ScatterStorage {
+  int sorted[kMetadataBlockSlots];          // the block's slots by expert, as (expert, place)
+  int starts[MetadataConfig::kMaxExperts];  // of an expert in `sorted`
+  int rows[MetadataConfig::kMaxExperts];    // row of an expert's slot - its place in `sorted`
+  int2 warp_sums[MetadataConfig::kWarps];
+};
+
+// The rows of a block's slots: `sums` and `before`, rows of the expert in earlier blocks, are of this thread's four
+// experts. The first block writes the offsets of all. `smem` is written after a barrier.
+__device__ __forceinline__ void scatter_block(MetadataArguments const& p, int64_t block_slot,
+                                              int const (&experts)[MetadataConfig::kRounds],
+                                              int const (&ranks)[MetadataConfig::kRounds],
+                                              ExpertSums sums, int const (&before)[4],
+                                              ScatterStorage& smem) {
   static_assert(4 * MetadataConfig::kThreads >= MetadataConfig::kMaxExperts);
-  __shared__ int
-      smem_sorted[kMetadataBlockSlots];  // the block's slots by expert, as (expert, place)
-  __shared__ int smem_starts[MetadataConfig::kMaxExperts];  // of an expert in smem_sorted
-  __shared__ int
-      smem_rows[MetadataConfig::kMaxExperts];  // row of an expert's slot - its place in smem_sorted
-  __shared__ int2 smem_warp_sums[MetadataConfig::kWarps];
-  MetadataWorkspace const workspace = MetadataWorkspace::of(p);
-  int64_t const block_slot = int64_t{blockIdx.x} * kMetadataBlockSlots;
-  int const place = first_place();
-  int experts[kRounds], ranks[kRounds];
-  TESSERA_UNROLL
-  for (int r = 0; r < kRounds; ++r) {
-    int64_t const slot = block_slot + place + r * arch::kWarpThreads;
-    experts[r] = expert_of_slot(p, slot);
-    ranks[r] = slot < p.slots ? workspace.gmem_ranks[slot] : 0;
-  }
   int const own = static_cast<int>(threadIdx.x) * 4;  // the first of this thread's experts
-  int32_t const* const gmem_before = workspace.gmem_counts + int64_t{blockIdx.x} * p.experts;
-  ExpertSums sums;
-  int before[4];
-  load_four(sums.total, workspace.gmem_totals, own, p.experts);
-  load_four(before, gmem_before, own, p.experts);
-  load_four(sums.block,
-            blockIdx.x + 1 == gridDim.x ? workspace.gmem_totals : gmem_before + p.experts, own,
-            p.experts);
-  TESSERA_UNROLL
-  for (int i = 0; i < 4; ++i) sums.block[i] -= before[i];
   int2 all;
-  scan_experts(sums, all, smem_warp_sums);
+  scan_experts(sums, all, smem.warp_sums);
   TESSERA_UNROLL
   for (int i = 0; i < 4; ++i) {
     if (own + i >= p.experts) continue;
-    smem_starts[own + i] = sums.block[i];
-    smem_rows[own + i] = sums.total[i] + before[i] - sums.block[i];
+    smem.starts[own + i] = sums.block[i];
+    smem.rows[own + i] = sums.total[i] + before[i] - sums.block[i];
     if (blockIdx.x == 0) p.gmem_expert_offsets[own + i] = sums.total[i];
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) p.gmem_expert_offsets[p.experts] = all.x;
   __syncthreads();
+  int const place = first_place();
   TESSERA_UNROLL
-  for (int r = 0; r < kRounds; ++r) {
+  for (int r = 0; r < MetadataConfig::kRounds; ++r) {
     int const own_place = place + r * arch::kWarpThreads;
     int64_t const slot = block_slot + own_place;
     if (slot < p.slots) {
       int row = -1;
       if (experts[r] >= 0) {
-        int const at = smem_starts[experts[r]] + ranks[r];
-        smem_sorted[at] = experts[r] * kMetadataBlockSlots + own_place;
-        row = smem_rows[experts[r]] + at;
+        int const at = smem.starts[experts[r]] + ranks[r];
+        smem.sorted[at] = experts[r] * kMetadataBlockSlots + own_place;
+        row = smem.rows[experts[r]] + at;
       }
       p.gmem_inverse_permutation[slot] = row;
       if (slot >= all.x) {  // as a row index: beyond the last row
@@ -313,12 +315,56 @@ __global__ void __launch_bounds__(MetadataConfig::kThreads)
   __syncthreads();
   // Neighbours write neighbouring rows: a fraction of the sectors that slots in their own order would touch.
   for (int at = static_cast<int>(threadIdx.x); at < all.y; at += MetadataConfig::kThreads) {
-    int const packed = smem_sorted[at];
-    int const row = smem_rows[packed / kMetadataBlockSlots] + at;
+    int const packed = smem.sorted[at];
+    int const row = smem.rows[packed / kMetadataBlockSlots] + at;
     int64_t const slot = block_slot + packed % kMetadataBlockSlots;
     p.gmem_sort_permutation[row] = static_cast<int32_t>(slot);
     p.gmem_gather_index[row] = token_of_slot(p, slot);
   }
+}
+
+__global__ void __launch_bounds__(MetadataConfig::kThreads)
+    metadata_scatter(__grid_constant__ MetadataArguments const p) {
+  constexpr int kRounds = MetadataConfig::kRounds;
+  __shared__ ScatterStorage smem;
+  MetadataWorkspace const workspace = MetadataWorkspace::of(p);
+  int64_t const block_slot = int64_t{blockIdx.x} * kMetadataBlockSlots;
+  int const place = first_place();
+  int experts[kRounds], ranks[kRounds];
+  TESSERA_UNROLL
+  for (int r = 0; r < kRounds; ++r) {
+    int64_t const slot = block_slot + place + r * arch::kWarpThreads;
+    experts[r] = expert_of_slot(p, slot);
+    ranks[r] = slot < p.slots ? workspace.gmem_ranks[slot] : 0;
+  }
+  int const own = static_cast<int>(threadIdx.x) * 4;
+  int32_t const* const gmem_before = workspace.gmem_counts + int64_t{blockIdx.x} * p.experts;
+  ExpertSums sums;
+  int before[4];
+  load_four(sums.total, workspace.gmem_totals, own, p.experts);
+  load_four(before, gmem_before, own, p.experts);
+  load_four(sums.block,
+            blockIdx.x + 1 == gridDim.x ? workspace.gmem_totals : gmem_before + p.experts, own,
+            p.experts);
+  TESSERA_UNROLL
+  for (int i = 0; i < 4; ++i) sums.block[i] -= before[i];
+  scatter_block(p, block_slot, experts, ranks, sums, before, smem);
+}
+
+// Where all slots are one block, the workspace is not needed.
+__global__ void __launch_bounds__(MetadataConfig::kThreads)
+    metadata_one_block(__grid_constant__ MetadataArguments const p) {
+  extern __shared__ uint16_t smem_counts[];
+  __shared__ ScatterStorage smem;
+  int experts[MetadataConfig::kRounds], ranks[MetadataConfig::kRounds];
+  int* const smem_totals = smem.rows;  // until scatter_block() has a use for them
+  rank_block(p, first_place(), experts, ranks, smem_counts,
+             [&](int e, int rows) { smem_totals[e] = rows; });
+  ExpertSums sums;
+  load_four(sums.total, smem_totals, static_cast<int>(threadIdx.x) * 4, p.experts);
+  TESSERA_UNROLL
+  for (int i = 0; i < 4; ++i) sums.block[i] = sums.total[i];
+  scatter_block(p, 0, experts, ranks, sums, {}, smem);
 }
 
 template <class Config>
@@ -334,6 +380,10 @@ cudaError_t launch_metadata_config(MetadataArguments const& args, cudaStream_t s
   auto const scan_ctas =
       static_cast<unsigned>((args.experts + arch::kWarpThreads - 1) / arch::kWarpThreads);
   auto const smem_bytes = sizeof(uint16_t) * static_cast<size_t>(Config::kWarps * args.experts);
+  if (blocks == 1) {
+    metadata_one_block<<<1, Config::kThreads, smem_bytes, stream>>>(args);
+    return cudaGetLastError();
+  }
   metadata_rank<<<blocks, Config::kThreads, smem_bytes, stream>>>(args);
   metadata_scan<<<scan_ctas, Config::kScanWarps * arch::kWarpThreads, 0, stream>>>(args);
   metadata_scatter<<<blocks, Config::kThreads, 0, stream>>>(args);

@@ -161,8 +161,7 @@ cudaError_t launch_turned_wgrad(cuda::RouterWgradArguments const& args, cudaStre
   if (error != cudaSuccess) return error;
   params.gemm.segment_rows = int(rows);
   params.gemm.total_rows = int(tokens);
-  error = cuda::host::launch_persistent(
-      cuda::router_wgrad<Config>,
+  error = cuda::host::launch_persistent<cuda::router_wgrad<Config>>(
       cuda::host::persistent_shape<Config::gemm, cuda::block::SharedStorage<Config::gemm>>(),
       cuda::block::most_tiles<Config::gemm>(params.gemm, tokens), kSms, params, stream);
   if (error != cudaSuccess) return error;

@@ -139,7 +139,9 @@ class Gpu {
 
   static void launch(Variant const& v, BudgetParams const& p) {
     TESSERA_CUDA(
-        cuda::host::launch_persistent(v.kernel, {384, 1, v.smem_bytes}, 1 << 20, 132, p, nullptr));
+        cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v.smem_bytes));
+    TESSERA_CUDA(
+        cuda::host::launch_clusters(v.kernel, {384, 1, v.smem_bytes}, 1 << 20, 132, p, nullptr));
   }
 
   void prepare_reference(Variant const& plain) {

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 namespace tessera::cuda::host {
@@ -35,29 +36,37 @@ inline cudaLaunchConfig_t launch_config(PersistentShape shape, int ctas, cudaStr
   return config;
 }
 
-// Opts in to the shared memory and asks how many clusters are resident; once per kernel and device.
+// Opts in to the shared memory: a call of the runtime for the first launch on a device, a look at a word afterwards.
+// A kernel always asks for the same bytes.
+template <auto kKernel>
+cudaError_t allow_shared_memory(int smem_bytes) {
+  constexpr int kMostDevices = 64;  // further ones are asked every time
+  static std::atomic<uint64_t> allowed{0};
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  uint64_t const own = device < kMostDevices ? uint64_t{1} << device : 0;
+  if ((allowed.load(std::memory_order_relaxed) & own) != 0) return cudaSuccess;
+  error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+  if (error == cudaSuccess) allowed.fetch_or(own, std::memory_order_relaxed);
+  return error;
+}
+
+// How many clusters are resident, of a kernel that may have its shared memory.
 template <typename Kernel>
 cudaError_t resident_clusters(Kernel* kernel, PersistentShape shape, int& clusters) {
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.smem_bytes);
-  if (error != cudaSuccess) return error;
   cudaLaunchAttribute cluster;
   cudaLaunchConfig_t const config = launch_config(shape, shape.cluster, nullptr, cluster);
   return cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
 }
 
-// At most one cluster per work tile, no more CTAs than SMs.
+// At most one cluster per work tile, no more CTAs than SMs. The kernel may have its shared memory.
 template <typename Params>
-cudaError_t launch_persistent(void (*kernel)(Params const), PersistentShape shape,
-                              int64_t most_tiles, int sm_count, Params const& params,
-                              cudaStream_t stream) {
+cudaError_t launch_clusters(void (*kernel)(Params const), PersistentShape shape, int64_t most_tiles,
+                            int sm_count, Params const& params, cudaStream_t stream) {
   int clusters = sm_count / shape.cluster;
   if (shape.cluster > 1) {
     cudaError_t const error = resident_clusters(kernel, shape, clusters);
-    if (error != cudaSuccess) return error;
-  } else {
-    cudaError_t const error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.smem_bytes);
     if (error != cudaSuccess) return error;
   }
   clusters = int(std::min<int64_t>(clusters, most_tiles));
@@ -65,6 +74,15 @@ cudaError_t launch_persistent(void (*kernel)(Params const), PersistentShape shap
   cudaLaunchAttribute cluster;
   cudaLaunchConfig_t const config = launch_config(shape, clusters * shape.cluster, stream, cluster);
   return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+template <auto kKernel, typename Params>
+cudaError_t launch_persistent(PersistentShape shape, int64_t most_tiles, int sm_count,
+                              Params const& params, cudaStream_t stream) {
+  cudaError_t const error = allow_shared_memory<kKernel>(shape.smem_bytes);
+  return error != cudaSuccess
+             ? error
+             : launch_clusters(kKernel, shape, most_tiles, sm_count, params, stream);
 }
 
 }  // namespace tessera::cuda::host

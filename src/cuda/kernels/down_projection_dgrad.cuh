@@ -92,8 +92,7 @@ cudaError_t launch_down_projection_dgrad_config(DownProjectionDgradArguments con
   DownProjectionDgradParams params;
   cudaError_t const error = make_down_projection_dgrad_params<Config>(params, args);
   if (error != cudaSuccess) return error;
-  return host::launch_persistent(
-      down_projection_dgrad<Config>,
+  return host::launch_persistent<down_projection_dgrad<Config>>(
       host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
       block::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
 }

@@ -49,8 +49,7 @@ cudaError_t launch_projection_wgrad_config(WgradArguments const& args, int sm_co
   cudaError_t const error = host::make_wgrad_params < Config::gemm,
                     Config::d_major == block::Major::kRows > (params.gemm, params.epilogue, args);
   if (error != cudaSuccess) return error;
-  return host::launch_persistent(
-      projection_wgrad<Config>,
+  return host::launch_persistent<projection_wgrad<Config>>(
       host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
       block::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
 }

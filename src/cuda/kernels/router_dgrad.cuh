@@ -59,8 +59,7 @@ cudaError_t launch_router_dgrad_config(RouterDgradArguments const& args, int sm_
   p.gemm.segments = 1;
   p.gemm.n_tiles = int((d + kGemm.tile.n - 1) / kGemm.tile.n);
   p.gemm.k_tiles = (args.experts + kGemm.tile.k - 1) / kGemm.tile.k;
-  return host::launch_persistent(
-      router_dgrad<Config>,
+  return host::launch_persistent<router_dgrad<Config>>(
       host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
       block::most_tiles<Config::gemm>(p.gemm, args.tokens), sm_count, p, stream);
 }

@@ -59,8 +59,7 @@ cudaError_t launch_router_logits_config(RouterLogitsArguments const& args, int s
   p.gemm.segments = 1;
   p.gemm.n_tiles = (args.experts + kGemm.tile.n - 1) / kGemm.tile.n;
   p.gemm.k_tiles = int((d + kGemm.tile.k - 1) / kGemm.tile.k);
-  return host::launch_persistent(
-      router_logits<Config>,
+  return host::launch_persistent<router_logits<Config>>(
       host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
       block::most_tiles<Config::gemm>(p.gemm, args.x.rows), sm_count, p, stream);
 }

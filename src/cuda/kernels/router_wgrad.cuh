@@ -101,8 +101,7 @@ cudaError_t launch_router_wgrad_config(RouterWgradArguments const& args, int sm_
   if (error != cudaSuccess) return error;
   params.gemm.segment_rows = int(router_wgrad_chunk(tokens, d, experts));
   params.gemm.total_rows = int(tokens);
-  error = host::launch_persistent(
-      router_wgrad<Config>,
+  error = host::launch_persistent<router_wgrad<Config>>(
       host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
       block::most_tiles<Config::gemm>(params.gemm, tokens), sm_count, params, stream);
   if (error != cudaSuccess) return error;

@@ -98,8 +98,7 @@ cudaError_t launch_up_projection_fwd_config(UpProjectionFwdArguments const& args
   UpProjectionFwdParams params;
   cudaError_t const error = make_up_projection_fwd_params<Config>(params, args);
   if (error != cudaSuccess) return error;
-  return host::launch_persistent(
-      up_projection_fwd<Config>,
+  return host::launch_persistent<up_projection_fwd<Config>>(
       host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
       block::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
 }

@@ -7,9 +7,12 @@ namespace tessera::cuda {
 cudaError_t launch_router_logits(RouterLogitsArguments const& args, int sm_count,
                                  cudaStream_t stream) {
   if (args.x.rows == 0) return cudaSuccess;
-  return args.experts <= RouterLogitsNarrow::kMostExperts
-             ? launch_router_logits_config<RouterLogitsNarrow>(args, sm_count, stream)
-             : launch_router_logits_config<RouterLogitsWide>(args, sm_count, stream);
+  if (args.experts > RouterLogitsNarrow::kMostExperts) {
+    return launch_router_logits_config<RouterLogitsWide>(args, sm_count, stream);
+  }
+  return router_logits_is_low(args.x.rows, args.experts, sm_count)
+             ? launch_router_logits_config<RouterLogitsLow>(args, sm_count, stream)
+             : launch_router_logits_config<RouterLogitsNarrow>(args, sm_count, stream);
 }
 
 }  // namespace tessera::cuda

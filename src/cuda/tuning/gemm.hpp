@@ -50,6 +50,23 @@ struct RouterLogitsNarrow {
   static constexpr block::GemmConfig gemm{
       .tile = {128, 128, 64}, .stages = 6, .schedule = block::Schedule::kPingPong};
 };
+// More than half a tile of experts, and tiles of 64 rows where they leave the busiest SM fewer rows: at T = 24576 three
+// waves of them instead of two of 128.
+struct RouterLogitsLow {
+  static constexpr int kLeastExperts = 65;
+  static constexpr block::GemmConfig gemm{
+      .tile = {64, 128, 64}, .stages = 8, .schedule = block::Schedule::kPingPong, .store_slabs = 1};
+};
+constexpr bool router_logits_is_low(int64_t tokens, int64_t experts, int64_t sm_count) {
+  auto const busiest = [=](int64_t rows) {
+    int64_t const tiles = (tokens + rows - 1) / rows;
+    return (tiles + sm_count - 1) / sm_count * rows;
+  };
+  return experts >= RouterLogitsLow::kLeastExperts &&
+         busiest(RouterLogitsLow::gemm.tile.m) < busiest(RouterLogitsNarrow::gemm.tile.m);
+}
+static_assert(router_logits_is_low(24576, 128, 132) && !router_logits_is_low(32768, 128, 132));
+
 struct RouterLogitsWide {
   static constexpr block::GemmConfig gemm{.stages = 4};
 };

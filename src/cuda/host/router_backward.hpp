@@ -102,9 +102,13 @@ struct RouterWgradArguments {
   int32_t* gmem_tile_counter;  // one int, 0 before and after every launch
 };
 
-/// Tokens of a chunk: about 132 tiles of 128 x 128 in all, of at least 512 tokens each.
+/// Columns of a tile: with many experts the tensor cores are the bound, and wide tiles load less for each product.
+constexpr int router_wgrad_tile_experts(int64_t experts) { return experts >= 256 ? 256 : 128; }
+
+/// Tokens of a chunk: about 132 tiles of 128 columns of x in all, of at least 512 tokens each.
 constexpr int64_t router_wgrad_chunk(int64_t tokens, int64_t hidden, int64_t experts) {
-  int64_t const tiles = (hidden + 127) / 128 * ((experts + 127) / 128);
+  int64_t const width = router_wgrad_tile_experts(experts);
+  int64_t const tiles = (hidden + 127) / 128 * ((experts + width - 1) / width);
   int64_t const chunks = tiles < 132 ? 132 / tiles : 1;
   int64_t const rows = (tokens + chunks - 1) / chunks;
   return rows < 512 ? 512 : (rows + 63) / 64 * 64;

@@ -51,7 +51,7 @@ struct RouterLogitsNarrow {
       .tile = {128, 128, 64}, .stages = 6, .schedule = block::Schedule::kPingPong};
 };
 // More than half a tile of experts, and tiles of 64 rows where they leave the busiest SM fewer rows: at T = 24576 three
-// waves of them instead of two of 128.
+// waves of them instead of two of 128. bench/results/h200/2026-11-22-router-tiles.json
 struct RouterLogitsLow {
   static constexpr int kLeastExperts = 65;
   static constexpr block::GemmConfig gemm{

@@ -58,10 +58,12 @@ struct RouterDgradConfig {
                                           .schedule = block::Schedule::kPingPong,
                                           .b_major = block::Major::kRows};
 };
+// kTileExperts: router_wgrad_tile_experts(). bench/results/h200/2026-11-22-router-tiles.json
+template <int kTileExperts>
 struct RouterWgradConfig {
   static constexpr block::Major d_major = block::Major::kK;
-  static constexpr block::GemmConfig gemm{.tile = {128, 128, 64},
-                                          .stages = 6,
+  static constexpr block::GemmConfig gemm{.tile = {128, kTileExperts, 64},
+                                          .stages = kTileExperts == 256 ? 4 : 6,
                                           .a_loader = block::ALoader::kGather,
                                           .ragged = block::Ragged::kK,
                                           .b_major = block::Major::kRows};

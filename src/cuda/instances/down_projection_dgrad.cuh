@@ -22,7 +22,7 @@ cudaError_t launch_down_projection_dgrad_of(DownProjectionDgradArguments const& 
   if (!host::has_tile_map({transposed(args.w_down, n), {}}, 1, n)) {
     return launch_down_projection_dgrad_config<Rows>(args, sm_count, stream);
   }
-  return down_projection_dgrad_is_wide(args.hidden, n)
+  return down_projection_dgrad_is_wide(n)
              ? launch_down_projection_dgrad_config<Wide>(args, sm_count, stream)
              : launch_down_projection_dgrad_config<Usual>(args, sm_count, stream);
 }

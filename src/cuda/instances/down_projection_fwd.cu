@@ -7,6 +7,10 @@ namespace {
 
 template <block::Major kMajor>
 cudaError_t launch(DownProjectionFwdArguments const& args, int sm_count, cudaStream_t stream) {
+  if (args.intermediate <= kDownProjectionResidentUpTo) {
+    return launch_down_projection_fwd_config<DownProjectionFwdResident<kMajor>>(args, sm_count,
+                                                                                stream);
+  }
   return args.intermediate <= kDownProjectionWideUpTo
              ? launch_down_projection_fwd_config<DownProjectionFwdWide<kMajor>>(args, sm_count,
                                                                                 stream)

@@ -19,19 +19,35 @@ struct UpProjectionFwdConfig {
   static constexpr bool bias = kBias;
   static constexpr bool gated = Activation{.kind = kKind}.gated();
   static constexpr bool narrow = kBias && !gated;
+  static constexpr bool lends = kGather && !kAnyLayout && !kBias;
   static constexpr block::GemmConfig gemm{
       .tile = {128, narrow ? 128 : 256, 64},
       .stages = narrow ? 6 : 4,
       .a_loader = kGather ? block::ALoader::kGather : block::ALoader::kTma,
       .b_major = kMajor,
       .any_b_layout = kAnyLayout,
-      .b_halves = gated ? 2 : 1};
+      .b_halves = gated ? 2 : 1,
+      .store_slabs = lends ? 1 : 2,
+      .lent_stages = !lends  ? 0
+                     : gated ? 2
+                             : 4};
 };
 
 // Short k loops: the widest tile moves the fewest bytes into shared memory; long ones: stores hidden by
 // ping-pong. bench/results/h200/2026-11-21-down-projection.json
 constexpr int64_t kDownProjectionWideUpTo = 512;  // n
 
+// B stays for a run of tiles.
+constexpr int64_t kDownProjectionResidentUpTo = 256;  // n
+template <block::Major kMajor>
+struct DownProjectionFwdResident {
+  static constexpr block::GemmConfig gemm{.tile = {64, 256, 64},
+                                          .stages = 8,
+                                          .schedule = block::Schedule::kPingPong,
+                                          .b_major = kMajor,
+                                          .resident_k_tiles = kDownProjectionResidentUpTo / 64,
+                                          .run_tiles = 12};
+};
 template <block::Major kMajor>
 struct DownProjectionFwdWide {
   static constexpr block::GemmConfig gemm{.stages = 4, .b_major = kMajor};

@@ -16,20 +16,21 @@ struct DownProjectionDgradConfig {
   static constexpr bool gated = Activation{.kind = kKind}.gated();
   static constexpr block::GemmConfig gemm{
       .tile = {128, kWide ? 256 : 128, 64},
-      .stages = kWide ? 3 : 4,
+      .stages = 4,
       .a_loader = block::ALoader::kGather,
       .schedule = kWide ? block::Schedule::kCooperative : block::Schedule::kPingPong,
       .b_major = kMajor,
       .any_b_layout = kAnyLayout,
-      .store_slabs = gated ? 5 : 3};
+      .store_slabs = kWide   ? 1
+                     : gated ? 5
+                             : 3,
+      .lent_stages = kWide ? 4 : 0};
 };
 
-constexpr bool down_projection_dgrad_is_wide(int64_t hidden, int64_t intermediate) {
-  return intermediate >= 256 && (hidden >= 2048 || intermediate >= 512);
-}
+constexpr bool down_projection_dgrad_is_wide(int64_t intermediate) { return intermediate > 128; }
 
 // Its stores run under the other warpgroup's multiplication.
-template <block::Major kMajor, bool kRouterPart = false>
+template <block::Major kMajor, bool kRouterPart>
 struct UpProjectionDgradConfig {
   static constexpr bool router_part = kRouterPart;
   static constexpr block::GemmConfig gemm{.tile = {192, 128, 64},
@@ -37,6 +38,30 @@ struct UpProjectionDgradConfig {
                                           .schedule = block::Schedule::kPingPong,
                                           .b_major = kMajor,
                                           .k_halves = 2};
+};
+
+// Few rows an expert: three parts of 64 waste more than two.
+template <block::Major kMajor, bool kRouterPart>
+struct UpProjectionDgradShort {
+  static constexpr bool router_part = kRouterPart;
+  static constexpr block::GemmConfig gemm{
+      .stages = 4, .b_major = kMajor, .k_halves = 2, .store_slabs = 1, .lent_stages = 2};
+};
+constexpr bool up_projection_dgrad_is_short(int64_t rows, int64_t experts) {
+  return rows < 1024 * experts;
+}
+
+// B stays for a run of tiles: up to n = 256 of gated experts.
+template <block::Major kMajor, bool kRouterPart>
+struct UpProjectionDgradResident {
+  static constexpr bool router_part = kRouterPart;
+  static constexpr block::GemmConfig gemm{.tile = {128, 128, 64},
+                                          .stages = 4,
+                                          .schedule = block::Schedule::kPingPong,
+                                          .b_major = kMajor,
+                                          .k_halves = 2,
+                                          .resident_k_tiles = 8,
+                                          .run_tiles = 6};
 };
 
 // bench/results/h200/2026-11-21-projection-wgrad.json
@@ -48,7 +73,11 @@ struct ProjectionWgradConfig {
                                           .a_loader = block::ALoader::kGather,
                                           .ragged = block::Ragged::kK,
                                           .b_major = block::Major::kRows,
-                                          .any_b_layout = kAnyLayout};
+                                          .any_b_layout = kAnyLayout,
+                                          .store_slabs = kAnyLayout ? 2 : 1,
+                                          .lent_stages = kAnyLayout ? 0
+                                                         : kFp32    ? 4
+                                                                    : 2};
 };
 
 // Memory bound, with short k loops. bench/results/h200/2026-11-22-router.json

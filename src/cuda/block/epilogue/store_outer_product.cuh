@@ -27,15 +27,17 @@ class StoreOuterProductEpilogue {
                                                        int consumer)
       : p_(p), store_(smem, p.store, consumer) {}
 
-  // 64 rows from `row`. Nothing of the thread's place is kept between tiles: the accumulators leave few registers.
-  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
+  // 64 rows from `row`; `ring` where stages are lent. Nothing of the thread's place is kept between tiles: the
+  // accumulators leave few registers.
+  template <class... Ring>
+  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row,
+                                        Ring&... ring) {
     int const thread = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
     int const own_row = row + thread / arch::kWarpThreads * 16 + arch::lane_idx() / 4;
     float const u[2] = {u_of(own_row, tile.end), u_of(own_row + 8, tile.end)};
     int const first = tile.n_tile * kGemm.tile.n + arch::lane_idx() % 4 * 2;
     int const left = p_.store.columns - first;
     bf16 const* const gmem_v = p_.term.gmem_v + tile.segment * p_.term.v_pitch + first;
-    constexpr int kBatch = 4;  // loads in flight
     TESSERA_UNROLL
     for (int g = 0; g < kGemm.column_groups(); ++g) {
       TESSERA_UNROLL
@@ -59,12 +61,20 @@ class StoreOuterProductEpilogue {
         }
       }
     }
-    store_.store(acc, tile, row);
+    store_.store(acc, tile, row, ring...);
   }
 
+  __device__ __forceinline__ void settle()
+    requires(kGemm.lent_stages > 0)
+  {
+    store_.settle();
+  }
   __device__ __forceinline__ void drain() const { store_.drain(); }
 
  private:
+  // Loads in flight; more where nothing hides them.
+  static constexpr int kBatch = kGemm.ping_pong() ? 4 : 16;
+
   __device__ __forceinline__ float u_of(int row, int end) const {
     return row < end ? p_.term.gmem_u[row] : 0.0f;
   }

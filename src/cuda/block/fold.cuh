@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reductions over the lanes of a warp by halves 16, 8, 4, 2, 1: the order of core::warp_sum. Every lane gets
-// the result.
+// the result. Of kLanes neighbours alone: the same bits as if the other lanes of a whole warp held zeros.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,10 @@ namespace tessera::cuda::block {
 
 constexpr uint32_t kWholeWarp = 0xffffffffu;
 
+template <int kLanes = arch::kWarpThreads>
 __device__ __forceinline__ float fold_sum(float value) {
   TESSERA_UNROLL
-  for (int half = arch::kWarpThreads / 2; half > 0; half /= 2) {
+  for (int half = kLanes / 2; half > 0; half /= 2) {
     value += __shfl_xor_sync(kWholeWarp, value, half);
   }
   return value;

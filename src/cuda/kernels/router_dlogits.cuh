@@ -3,7 +3,9 @@
 //                 by the router's formula (plain/router_dlogits.cu, of which this has the bits).
 // Shapes   partials (P,groups) fp32, ds (T,K) fp32, dl (T,E) as bf16, fp32 or both
 // Work     reads 4*P*groups + 12*P (of a softmax over all 4TE, of a bias 2Td..), writes 4*P + 2TE (6TE)
-// Schedule a warp per token: lane k has slot k, then lane l has experts l, 32+l, .. in a row of shared memory
+// Schedule a warp has as many tokens as their slots fit into its lanes, so that the reads of all wait together:
+//          kLanes lanes a token, of which lane k has slot k. Then the warp stores their rows of dl, collected in shared
+//          memory. A softmax over all experts takes a warp per token: lane l has experts l, 32+l, ..
 // Numerics fp32, compiled without contraction; lanes take experts in turn, sums fold 32 lanes by halves
 // Requires E <= 1024, K <= 32, K slots for every token, dl on a multiple of 16 bytes
 #pragma once
@@ -23,9 +25,10 @@ struct RouterDlogitsConfig {
   static constexpr int kWarps = 8;
   static constexpr int kMaxExperts = 1024;
   static constexpr int kMaxTopK = arch::kWarpThreads;
+  static constexpr int kWarpExperts = 1024;  // of all tokens of a warp: 4 KB of shared memory
 };
 
-// Slot k of the warp's token, in lane k.
+// Slot k of a token, in lane k of those that the token has.
 struct TokenSlot {
   bool routed;  // its id is an expert's
   int id;
@@ -55,9 +58,8 @@ __device__ __forceinline__ float dscore_of_lane(DscoresArguments const& p, int64
                                                 bool exists, int64_t row) {
   float ds = 0;
   if (row >= 0) {
-    for (int64_t group = 0; group < p.groups; ++group) {
-      ds += p.gmem_ds_partials[row * p.groups + group];
-    }
+    float const* const gmem_partials = p.gmem_ds_partials + row * p.groups;
+    for (int64_t group = 0; group < p.groups; ++group) ds += gmem_partials[group];
   }
   if (p.b_down.gmem != nullptr) {
     for (uint32_t left = __ballot_sync(block::kWholeWarp, row >= 0); left != 0; left &= left - 1) {
@@ -71,29 +73,32 @@ __device__ __forceinline__ float dscore_of_lane(DscoresArguments const& p, int64
 }
 
 // sum over the experts j of the token of q_j (ds_k - ds_j), for slot k of this lane.
+template <int kLanes>
 __device__ __forceinline__ float centered(TokenSlot const& own, int top_k) {
   float sum = 0;
   for (int j = 0; j < top_k; ++j) {
-    float const score = __shfl_sync(block::kWholeWarp, own.score, j);
-    float const ds = __shfl_sync(block::kWholeWarp, own.ds, j);
-    bool const routed = __shfl_sync(block::kWholeWarp, own.routed, j);
+    float const score = __shfl_sync(block::kWholeWarp, own.score, j, kLanes);
+    float const ds = __shfl_sync(block::kWholeWarp, own.ds, j, kLanes);
+    bool const routed = __shfl_sync(block::kWholeWarp, own.routed, j, kLanes);
     if (routed) sum += score * (own.ds - ds);
   }
   return sum;
 }
 
 // smem_row (E) holds zeros; on return dl without what other losses add.
+template <int kLanes>
 __device__ __forceinline__ void dlogits_over_chosen(RouterDlogitsArguments const& p,
                                                     TokenSlot const& own, int64_t slot,
                                                     float* smem_row) {
   float value;
   if (core::has_own_p(p.kind)) {
     float const chosen_p = own.routed ? p.gmem_chosen_p[slot] : 0.0f;
-    float const sum = p.normalize_scores ? block::fold_sum(chosen_p) + core::kNormalizeFloor : 1.0f;
-    float const g = p.normalize_scores ? centered(own, p.top_k) : p.route_scale * own.ds;
+    float const sum =
+        p.normalize_scores ? block::fold_sum<kLanes>(chosen_p) + core::kNormalizeFloor : 1.0f;
+    float const g = p.normalize_scores ? centered<kLanes>(own, p.top_k) : p.route_scale * own.ds;
     value = core::own_p_gradient(p.kind, chosen_p, g / sum);
   } else {
-    value = core::unscaled_score(p.route_scale, own.score) * centered(own, p.top_k);
+    value = core::unscaled_score(p.route_scale, own.score) * centered<kLanes>(own, p.top_k);
   }
   if (!own.routed) return;
   smem_row[own.id] = value;
@@ -127,7 +132,7 @@ __device__ __forceinline__ void dlogits_over_all(RouterDlogitsArguments const& p
   for (int e = lane; e < p.experts; e += arch::kWarpThreads) {
     smem_row[e] = smem_row[e] / sum * -mean;
   }
-  float const others = centered(own, p.top_k);
+  float const others = centered<arch::kWarpThreads>(own, p.top_k);
   __syncwarp();
   if (!own.routed) return;
   smem_row[own.id] =
@@ -176,18 +181,46 @@ __device__ __forceinline__ void put_one(RouterDlogitsArguments const& p, int64_t
   if (p.gmem_copy != nullptr) p.gmem_copy[token * p.copy_pitch + expert] = value;
 }
 
-template <class Config>
+// Rows of tokens first, first + 1, .. by the whole warp, which lie one after the other in shared memory.
+__device__ __forceinline__ void put_rows(RouterDlogitsArguments const& p, int64_t first, int tokens,
+                                         float const* smem_rows) {
+  int const experts = p.experts, width = experts % 4 == 0 ? 4 : 1;
+  int token = 0, expert = width * arch::lane_idx();
+  for (;;) {
+    while (expert >= experts) {
+      expert -= experts;
+      ++token;
+    }
+    if (token >= tokens) return;
+    float const* const smem = smem_rows + token * experts + expert;
+    if (width == 4) {
+      put_four(p, first + token, expert, *reinterpret_cast<float4 const*>(smem));
+    } else {
+      put_one(p, first + token, expert, *smem);
+    }
+    expert += width * arch::kWarpThreads;
+  }
+}
+
+// Floats of a warp's rows, in whole float4.
+template <int kLanes>
+__host__ __device__ constexpr int warp_floats(int experts) {
+  return (arch::kWarpThreads / kLanes * experts + 3) / 4 * 4;
+}
+
+template <class Config, int kLanes>
 __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
     router_dlogits(__grid_constant__ RouterGradientArguments const params) {
+  constexpr int kTokens = arch::kWarpThreads / kLanes;
   RouterDlogitsArguments const& p = params.dlogits;
-  extern __shared__ __align__(16) float smem_rows[];  // (warps, E rounded up to 4)
-  int const lane = arch::lane_idx(), pitch = (p.experts + 3) / 4 * 4;
-  int64_t const token = int64_t{blockIdx.x} * Config::kWarps + arch::warp_idx();
-  float* const smem_row = smem_rows + arch::warp_idx() * pitch;
-  for (int e = lane; e < p.experts; e += arch::kWarpThreads) smem_row[e] = 0;
-  if (token >= p.tokens) return;
-  bool const exists = lane < p.top_k;
-  int64_t const slot = token * p.top_k + lane;
+  extern __shared__ __align__(16) float smem[];  // (warps, warp_floats())
+  int const lane = arch::lane_idx(), floats = warp_floats<kLanes>(p.experts);
+  int64_t const first = (int64_t{blockIdx.x} * Config::kWarps + arch::warp_idx()) * kTokens;
+  if (first >= p.tokens) return;
+  float* const smem_rows = smem + arch::warp_idx() * floats;
+  int64_t const token = first + lane / kLanes;
+  bool const exists = lane % kLanes < p.top_k && token < p.tokens;
+  int64_t const slot = token * p.top_k + lane % kLanes;
   TokenSlot own{};
   if (exists) {
     own.id = p.gmem_ids[slot];
@@ -195,21 +228,38 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
     own.score = p.gmem_scores[slot];
   }
   own.row = exists ? params.dscores.gmem_inverse_permutation[slot] : -1;
+  for (int i = 4 * lane; i < floats; i += 4 * arch::kWarpThreads) {
+    *reinterpret_cast<float4*>(smem_rows + i) = float4{};
+  }
   own.ds = dscore_of_lane(params.dscores, slot, exists, own.row);
   __syncwarp();
-  if (core::has_softmax_over_all(p.kind)) {
-    dlogits_over_all(p, own, p.gmem_logits + token * p.experts, smem_row);
+  if (kLanes == arch::kWarpThreads && core::has_softmax_over_all(p.kind)) {
+    dlogits_over_all(p, own, p.gmem_logits + token * p.experts, smem_rows);
   } else {
-    dlogits_over_chosen(p, own, slot, smem_row);
+    dlogits_over_chosen<kLanes>(p, own, slot, smem_rows + lane / kLanes * p.experts);
   }
   __syncwarp();
-  if (p.experts % 4 == 0) {
-    for (int e = 4 * lane; e < p.experts; e += 4 * arch::kWarpThreads) {
-      put_four(p, token, e, *reinterpret_cast<float4 const*>(smem_row + e));
-    }
-  } else {
-    for (int e = lane; e < p.experts; e += arch::kWarpThreads) put_one(p, token, e, smem_row[e]);
+  put_rows(p, first, static_cast<int>(min(int64_t{kTokens}, p.tokens - first)), smem_rows);
+}
+
+template <class Config, int kLanes>
+cudaError_t launch_router_dlogits_lanes(RouterGradientArguments const& args, cudaStream_t stream) {
+  RouterDlogitsArguments const& p = args.dlogits;
+  if constexpr (kLanes > 2) {
+    constexpr int kFewer = kLanes / 2;
+    bool const fit = p.top_k <= kFewer && !core::has_softmax_over_all(p.kind) &&
+                     arch::kWarpThreads / kFewer * p.experts <= Config::kWarpExperts;
+    if (fit) return launch_router_dlogits_lanes<Config, kFewer>(args, stream);
   }
+  constexpr int kCtaTokens = Config::kWarps * arch::kWarpThreads / kLanes;
+  auto const smem_bytes = sizeof(float) * Config::kWarps * warp_floats<kLanes>(p.experts);
+  int64_t const ctas = (p.tokens + kCtaTokens - 1) / kCtaTokens;
+  if (ctas == 0) return cudaSuccess;
+  if (ctas > INT32_MAX) return cudaErrorInvalidValue;
+  router_dlogits<Config, kLanes>
+      <<<static_cast<unsigned>(ctas), Config::kWarps * arch::kWarpThreads, smem_bytes, stream>>>(
+          args);
+  return cudaGetLastError();
 }
 
 template <class Config>
@@ -221,14 +271,7 @@ cudaError_t launch_router_dlogits_config(RouterGradientArguments const& args, cu
       (!aligned && !p.dlogits_are_scratch)) {
     return cudaErrorInvalidValue;
   }
-  auto const smem_bytes = sizeof(float) * Config::kWarps * ((p.experts + 3) / 4 * 4);
-  int64_t const ctas = (p.tokens + Config::kWarps - 1) / Config::kWarps;
-  if (ctas == 0) return cudaSuccess;
-  if (ctas > INT32_MAX) return cudaErrorInvalidValue;
-  router_dlogits<Config>
-      <<<static_cast<unsigned>(ctas), Config::kWarps * arch::kWarpThreads, smem_bytes, stream>>>(
-          args);
-  return cudaGetLastError();
+  return launch_router_dlogits_lanes<Config, arch::kWarpThreads>(args, stream);
 }
 
 }  // namespace tessera::cuda

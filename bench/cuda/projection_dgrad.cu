@@ -34,7 +34,6 @@ TESSERA_DOWN(Down128x128C2, .tile = {128, 128, 64}, .stages = 4, .cluster_m = 2,
 TESSERA_DOWN(Down128x128Any, .tile = {128, 128, 64}, .stages = 4, .a_loader = ALoader::kGather, .schedule = Schedule::kPingPong, .b_major = Major::kRows, .store_slabs = 5);
 TESSERA_DOWN(Down128x256, .tile = {128, 256, 64}, .stages = 3, .a_loader = ALoader::kGather, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 5);
 TESSERA_DOWN(Down128x256Lent, .tile = {128, 256, 64}, .stages = 4, .a_loader = ALoader::kGather, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 1, .lent_stages = 4);
-TESSERA_DOWN(Down128x256LentStarts, .tile = {128, 256, 64}, .stages = 4, .a_loader = ALoader::kGather, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 1, .lent_stages = 4, .starts = 4);
 TESSERA_DOWN(Down128x256C2, .tile = {128, 256, 64}, .stages = 3, .cluster_m = 2, .a_loader = ALoader::kGather, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 5);
 TESSERA_UP(Up128x256, .stages = 4, .b_major = Major::kRows, .k_halves = 2);
 TESSERA_UP(Up128x256Lent, .stages = 4, .b_major = Major::kRows, .k_halves = 2, .store_slabs = 1, .lent_stages = 2);
@@ -288,7 +287,6 @@ std::vector<Variant> all_variants() {
           down<Down128x128Any>("down-128x128-any-pingpong"),
           down<Down128x256>("down-128x256"),
           down<Down128x256Lent>("down-128x256-lent"),
-          down<Down128x256LentStarts>("down-128x256-lent-4-starts"),
           down<Down128x256C2>("down-128x256-c2"),
           down<Down128x256, true>("down-128x256-sorted"),
           up<Up128x256>("up-128x256"),

@@ -35,7 +35,6 @@ TESSERA_VARIANT(Tma192x128C1Pp, .tile = {192, 128, 64}, .stages = 4, .schedule =
 TESSERA_VARIANT(Gather128x256C1, .stages = 4, .a_loader = ALoader::kGather, .any_b_layout = false, .b_halves = 2);
 TESSERA_VARIANT(Gather128x256C2, .stages = 4, .cluster_m = 2, .a_loader = ALoader::kGather, .any_b_layout = false, .b_halves = 2);
 TESSERA_VARIANT(Gather128x256Lent, .stages = 4, .a_loader = ALoader::kGather, .any_b_layout = false, .b_halves = 2, .store_slabs = 1, .lent_stages = 2);
-TESSERA_VARIANT(Gather128x256LentStarts, .stages = 4, .a_loader = ALoader::kGather, .any_b_layout = false, .b_halves = 2, .store_slabs = 1, .lent_stages = 2, .starts = 4);
 TESSERA_VARIANT(Tma128x256Lent, .stages = 4, .b_halves = 2, .store_slabs = 1, .lent_stages = 2);
 TESSERA_VARIANT(Gather128x256C1Any, .stages = 4, .a_loader = ALoader::kGather, .b_halves = 2);
 // clang-format on
@@ -53,7 +52,6 @@ inline std::vector<Variant> all_variants() {
       variant<Gather128x256C1>("gather-128x256-c1"),
       variant<Gather128x256C2>("gather-128x256-c2"),
       variant<Gather128x256Lent>("gather-128x256-lent"),
-      variant<Gather128x256LentStarts>("gather-128x256-lent-4-starts"),
       variant<Tma128x256Lent>("tma-128x256-lent"),
       variant<Gather128x256C1Any>("gather-128x256-c1-any-layout"),
   };

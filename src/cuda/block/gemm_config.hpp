@@ -51,7 +51,6 @@ struct GemmConfig {
       0;  // at most so many k_tiles of B stay in shared memory for a run of tiles; 0: none
   int run_tiles = 0;  // tiles of a run, about; even
   int raster_n = 8;   // n_tiles walked before the next m block
-  int starts = 1;     // times at which CTAs start, spread over a tile: epilogues do not coincide
 
   consteval int threads() const { return 128 * (1 + consumer_warpgroups); }
   consteval bool ping_pong() const { return schedule == Schedule::kPingPong; }
@@ -82,8 +81,6 @@ struct GemmConfig {
   // B has row groups of 64 rows of each half; CTA c of the cluster loads the c-th share of them.
   consteval int b_groups() const { return tile.n / kGroupRows / b_halves; }
   consteval int b_groups_per_cta() const { return b_groups() / cluster_m; }
-  // That the tensor cores need for a k_tile.
-  consteval int k_tile_cycles() const { return tile.m * tile.n * tile.k / 2048; }
   consteval uint32_t a_subtile_bytes() const { return kSubtileM * tile.k * 2; }
   consteval uint32_t a_tile_bytes() const { return tile.m * tile.k * 2; }
   consteval uint32_t b_tile_bytes() const { return tile.n * tile.k * 2; }
@@ -135,7 +132,6 @@ consteval bool valid(GemmConfig c) {
     throw "resident_k_tiles: ping-pong, TMA, no cluster";
   if (c.keeps_b() && (c.run_tiles < 2 || c.run_tiles % 2))
     throw "run_tiles: even, one for each warpgroup";
-  if (c.starts > 1 && c.varlen_k()) throw "starts: varlen-K tiles differ in length anyway";
   if (c.stages < 2) throw "stages: at least 2";
   if (c.lent_stages > 0 && (c.ping_pong() || c.cluster_m > 1))
     throw "lent_stages: cooperative, no cluster";

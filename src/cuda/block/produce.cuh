@@ -241,23 +241,10 @@ __device__ __forceinline__ void produce_with_gather(
   }
 }
 
-// CTAs that share rows of A start together.
-template <GemmConfig kGemm>
-__device__ __forceinline__ void start_in_turn(GemmParams const& p) {
-  if constexpr (kGemm.starts > 1) {
-    int const turn = static_cast<int>(blockIdx.x) / p.n_tiles % kGemm.starts;
-    int64_t const wait = int64_t{turn} * p.k_tiles * kGemm.k_tile_cycles() / kGemm.starts;
-    int64_t const begin = clock64();
-    while (clock64() - begin < wait) {
-    }
-  }
-}
-
 template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void produce(SharedStorage<kGemm>& smem, GemmParams const& p,
                                         typename Epilogue::Params const& epilogue_params) {
   arch::release_registers<kGemm.producer_registers()>();
-  start_in_turn<kGemm>(p);
   if constexpr (kGemm.gathers()) {
     if (arch::warp_idx() == 0) {
       produce_with_gather<kGemm, Epilogue, true>(smem, p, epilogue_params);

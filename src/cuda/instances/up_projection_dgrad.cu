@@ -8,16 +8,12 @@ namespace {
 template <block::Major kMajor, bool kRouterPart>
 cudaError_t launch_of(UpProjectionDgradArguments const& args, int sm_count, cudaStream_t stream) {
   using Resident = UpProjectionDgradResident<kMajor, kRouterPart>;
-  using Short = UpProjectionDgradShort<kMajor, kRouterPart>;
-  using Usual = UpProjectionDgradConfig<kMajor, kRouterPart>;
-  if (up_projection_dgrad_is_short(args.rows, args.experts)) {
-    return launch_up_projection_dgrad_config<Short>(args, sm_count, stream);
-  }
+  using Wide = UpProjectionDgradWide<kMajor, kRouterPart>;
   int64_t const k_tiles = (args.gated ? 2 : 1) *
                           ((args.intermediate + Resident::gemm.tile.k - 1) / Resident::gemm.tile.k);
   return k_tiles <= Resident::gemm.resident_k_tiles
              ? launch_up_projection_dgrad_config<Resident>(args, sm_count, stream)
-             : launch_up_projection_dgrad_config<Usual>(args, sm_count, stream);
+             : launch_up_projection_dgrad_config<Wide>(args, sm_count, stream);
 }
 
 template <block::Major kMajor>

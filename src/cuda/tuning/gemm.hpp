@@ -33,12 +33,12 @@ struct UpProjectionFwdConfig {
                              : 4};
 };
 
-// Short k loops: the widest tile moves the fewest bytes into shared memory; long ones: stores hidden by
-// ping-pong. bench/results/h200/2026-11-21-down-projection.json
-constexpr int64_t kDownProjectionWideUpTo = 512;  // n
+// Up to n = 256 an expert's B for 256 columns stays in shared memory for a run of tiles, up to n = 512 that for 128
+// columns, where its runs are long; else the stores go through stages that are lent.
+constexpr int64_t kDownProjectionResidentUpTo = 256;         // n
+constexpr int64_t kDownProjectionResidentNarrowUpTo = 512;   // n
+constexpr int64_t kDownProjectionResidentNarrowFrom = 2048;  // rows an expert, on average
 
-// B stays for a run of tiles.
-constexpr int64_t kDownProjectionResidentUpTo = 256;  // n
 template <block::Major kMajor>
 struct DownProjectionFwdResident {
   static constexpr block::GemmConfig gemm{.tile = {64, 256, 64},
@@ -49,15 +49,19 @@ struct DownProjectionFwdResident {
                                           .run_tiles = 12};
 };
 template <block::Major kMajor>
-struct DownProjectionFwdWide {
-  static constexpr block::GemmConfig gemm{.stages = 4, .b_major = kMajor};
+struct DownProjectionFwdResidentNarrow {
+  static constexpr block::GemmConfig gemm{
+      .tile = {128, 128, 64},
+      .stages = 4,
+      .schedule = block::Schedule::kPingPong,
+      .b_major = kMajor,
+      .resident_k_tiles = kDownProjectionResidentNarrowUpTo / 64,
+      .run_tiles = 6};
 };
 template <block::Major kMajor>
-struct DownProjectionFwdPingPong {
-  static constexpr block::GemmConfig gemm{.tile = {192, 128, 64},
-                                          .stages = 4,
-                                          .schedule = block::Schedule::kPingPong,
-                                          .b_major = kMajor};
+struct DownProjectionFwdWide {
+  static constexpr block::GemmConfig gemm{
+      .stages = 4, .b_major = kMajor, .store_slabs = 1, .lent_stages = 2};
 };
 
 // Up to 128 experts: 128 rows, as 64 would read w_router more often than L2 can deliver; more: the widest.

@@ -27,38 +27,43 @@ class StoreOuterProductEpilogue {
                                                        int consumer)
       : p_(p), store_(smem, p.store, consumer) {}
 
-  // 64 rows from `row`; `ring` where stages are lent. Nothing of the thread's place is kept between tiles: the
-  // accumulators leave few registers.
-  template <class... Ring>
-  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row,
-                                        Ring&... ring) {
+  // What this thread's values need of u and v is under way before the k loop.
+  __device__ __forceinline__ void begin(WorkTile const& tile, int row, int) {
     int const thread = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
     int const own_row = row + thread / arch::kWarpThreads * 16 + arch::lane_idx() / 4;
-    float const u[2] = {u_of(own_row, tile.end), u_of(own_row + 8, tile.end)};
+    TESSERA_UNROLL
+    for (int i = 0; i < 2 * kGemm.warpgroup_subtiles(); ++i) {
+      int const r = own_row + i / 2 * kSubtileM + i % 2 * 8;
+      u_[i] = __uint_as_float(arch::load_4(p_.term.gmem_u + r, r < tile.end));
+    }
     int const first = tile.n_tile * kGemm.tile.n + arch::lane_idx() % 4 * 2;
     int const left = p_.store.columns - first;
     bf16 const* const gmem_v = p_.term.gmem_v + tile.segment * p_.term.v_pitch + first;
     TESSERA_UNROLL
-    for (int g = 0; g < kGemm.column_groups(); ++g) {
+    for (int i = 0; i < kPairs; ++i) v_[i] = arch::load_4(gmem_v + 8 * i, 8 * i < left);
+    first_row_ = row;
+  }
+
+  // 64 rows from `row`; `ring` where stages are lent.
+  template <class... Ring>
+  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row,
+                                        Ring&... ring) {
+    float u[2] = {u_[0], u_[1]};
+    TESSERA_UNROLL
+    for (int m = 1; m < kGemm.warpgroup_subtiles(); ++m) {
+      if (row == first_row_ + m * kSubtileM) {
+        u[0] = u_[2 * m];
+        u[1] = u_[2 * m + 1];
+      }
+    }
+    TESSERA_UNROLL
+    for (int i = 0; i < kPairs; ++i) {
+      // A bf16 is the upper half of the fp32 of the same value; the lower address is the lower half.
+      float const v[2] = {__uint_as_float(v_[i] << 16), __uint_as_float(v_[i] & 0xffff0000u)};
       TESSERA_UNROLL
-      for (int j = 0; j < kGroupColumns / 8; j += kBatch) {
-        uint32_t pairs[kBatch];
-        TESSERA_UNROLL
-        for (int b = 0; b < kBatch; ++b) {
-          int const c = g * kGroupColumns + 8 * (j + b);
-          pairs[b] = arch::load_4(gmem_v + c, c < left);
-        }
-        TESSERA_UNROLL
-        for (int b = 0; b < kBatch; ++b) {
-          // A bf16 is the upper half of the fp32 of the same value; the lower address is the lower half.
-          float const v[2] = {__uint_as_float(pairs[b] << 16),
-                              __uint_as_float(pairs[b] & 0xffff0000u)};
-          TESSERA_UNROLL
-          for (int i = 0; i < 4; ++i) {
-            float& value = acc[g][4 * (j + b) + i];
-            value = fmaf(u[i / 2], v[i % 2], value);
-          }
-        }
+      for (int k = 0; k < 4; ++k) {
+        float& value = acc[i / kGroupPairs][4 * (i % kGroupPairs) + k];
+        value = fmaf(u[k / 2], v[k % 2], value);
       }
     }
     store_.store(acc, tile, row, ring...);
@@ -72,15 +77,14 @@ class StoreOuterProductEpilogue {
   __device__ __forceinline__ void drain() const { store_.drain(); }
 
  private:
-  // Loads in flight; more where nothing hides them.
-  static constexpr int kBatch = kGemm.ping_pong() ? 4 : 16;
-
-  __device__ __forceinline__ float u_of(int row, int end) const {
-    return row < end ? p_.term.gmem_u[row] : 0.0f;
-  }
+  static constexpr int kGroupPairs = kGroupColumns / 8;
+  static constexpr int kPairs = kGemm.column_groups() * kGroupPairs;  // of columns, of a thread
 
   Params const& p_;
   StoreEpilogue<kGemm> store_;
+  float u_[2 * kGemm.warpgroup_subtiles()];
+  uint32_t v_[kPairs];
+  int first_row_;
 };
 
 }  // namespace tessera::cuda::block

@@ -33,7 +33,8 @@ struct Case {
   float scale = 1;
   bool rounded_logits = false;  // many ties
   bool infinities = false;
-  bool one_lane = false;  // the largest logits are 32 experts apart
+  bool one_lane = false;      // the largest logits are 32 experts apart
+  bool one_of_eight = false;  // .. are those of one lane of eight
 };
 
 struct Result {
@@ -72,6 +73,9 @@ std::vector<float> make_logits(Case const& c) {
   for (size_t i = 0; c.infinities && i < logits.size(); i += 7) logits[i] = special[random() % 7];
   for (size_t i = 0; c.one_lane && i < logits.size(); ++i) {
     if (i % size_t(c.experts) % 32 == 7) logits[i] += 100;
+  }
+  for (size_t i = 0; c.one_of_eight && i < logits.size(); ++i) {
+    if (i % size_t(c.experts) % 32 / 4 == 3) logits[i] += 100;
   }
   return logits;
 }
@@ -148,6 +152,23 @@ constexpr Case kCases[] = {
     {.name = "K = E", .tokens = 50, .experts = 32, .top_k = 32},
     {.name = "ties", .tokens = 500, .experts = 64, .top_k = 8, .rounded_logits = true},
     {.name = "NaN and infinities", .tokens = 500, .experts = 60, .top_k = 6, .infinities = true},
+    {.name = "ties, 61 experts", .tokens = 500, .experts = 61, .top_k = 7, .rounded_logits = true},
+    {.name = "NaN, 130 experts", .tokens = 99, .experts = 130, .top_k = 9, .infinities = true},
+    {.name = "K = 2 of 32", .tokens = 1001, .experts = 32, .top_k = 2},
+    {.name = "K = 4 of 64", .tokens = 1001, .experts = 64, .top_k = 4},
+    {.name = "K = 9 of 36", .tokens = 333, .experts = 36, .top_k = 9},
+    {.name = "K = 16 of 256", .tokens = 333, .experts = 256, .top_k = 16},
+    {.name = "K = 20 of 64", .tokens = 333, .experts = 64, .top_k = 20},
+    {.name = "ties, 512 experts",
+     .tokens = 200,
+     .experts = 512,
+     .top_k = 10,
+     .rounded_logits = true},
+    {.name = "one of eight lanes",
+     .tokens = 400,
+     .experts = 256,
+     .top_k = 12,
+     .one_of_eight = true},
     {.name = "7B", .tokens = 2000, .experts = 128, .top_k = 8, .scale = 2.5f},
     {.name = "512 experts, bias", .tokens = 700, .experts = 512, .top_k = 10, .bias = true},
     {.name = "one lane", .tokens = 400, .experts = 256, .top_k = 12, .one_lane = true},

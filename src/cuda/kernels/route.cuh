@@ -26,6 +26,7 @@ namespace tessera::cuda {
 
 struct RouteConfig {
   static constexpr int kWarps = 8;
+  static constexpr int kSharedWarps = 4;  // of route_shared
   static constexpr int kMaxExperts = 1024;
   static constexpr int kMaxTopK = arch::kWarpThreads;
   static constexpr int kMaxGroups = arch::kWarpThreads;
@@ -298,6 +299,225 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
   store_scores<kValues>(p, gmem_logits, chosen ? gmem_logits[choice] : 0.0f, slot);
 }
 
+// The eight largest of a lane's values, in order.
+template <int kValues>
+struct EightLargest {
+  static constexpr int kLength = 8;
+  uint32_t key[kLength];
+
+  // Batcher's odd-even merge sort of eight, largest first.
+  __device__ static void sort(uint32_t (&k)[kLength]) {
+    constexpr int kPairs[19][2] = {{0, 1}, {2, 3}, {4, 5}, {6, 7}, {0, 2}, {1, 3}, {4, 6},
+                                   {5, 7}, {1, 2}, {5, 6}, {0, 4}, {1, 5}, {2, 6}, {3, 7},
+                                   {2, 4}, {3, 5}, {1, 2}, {3, 4}, {5, 6}};
+    TESSERA_UNROLL
+    for (int i = 0; i < 19; ++i) SortedKeys::exchange(k[kPairs[i][0]], k[kPairs[i][1]]);
+  }
+  // Two descending lists face to face, as SortedKeys::merge().
+  __device__ void merge(uint32_t const (&other)[kLength]) {
+    TESSERA_UNROLL
+    for (int i = 0; i < kLength; ++i) key[i] = max(key[i], other[kLength - 1 - i]);
+    TESSERA_UNROLL
+    for (int half = kLength / 2; half > 0; half /= 2) {
+      TESSERA_UNROLL
+      for (int i = 0; i < kLength; ++i) {
+        if ((i & half) == 0) SortedKeys::exchange(key[i], key[i + half]);
+      }
+    }
+  }
+  __device__ explicit EightLargest(uint32_t const (&values)[kValues]) {
+    TESSERA_UNROLL
+    for (int first = 0; first < kValues; first += kLength) {
+      uint32_t eight[kLength];
+      TESSERA_UNROLL
+      for (int i = 0; i < kLength; ++i) eight[i] = values[first + i];
+      sort(eight);
+      if (first == 0) {
+        TESSERA_UNROLL
+        for (int i = 0; i < kLength; ++i) key[i] = eight[i];
+      } else {
+        merge(eight);
+      }
+    }
+  }
+  __device__ void pop() {
+    TESSERA_UNROLL
+    for (int i = 1; i < kLength; ++i) key[i - 1] = key[i];
+    key[kLength - 1] = 0;
+  }
+};
+
+// The largest of kLanes neighbours, in each of them.
+template <int kLanes>
+__device__ __forceinline__ uint32_t largest_of(uint32_t key) {
+  TESSERA_UNROLL
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    key = max(key, __shfl_xor_sync(block::kWholeWarp, key, half));
+  }
+  return key;
+}
+
+// A token's choices by kLanes lanes with kValues experts each: lane q has choices q and q + kLanes.
+template <int kLanes, int kValues>
+struct SharedToken {
+  static constexpr int kExperts = kLanes * kValues;
+  static constexpr int kChoices = 2;  // of a lane
+  static constexpr uint32_t kExpertBits = kExperts - 1;
+
+  __device__ static int lane() { return arch::lane_idx() % kLanes; }
+  __device__ static int expert(int i) { return 4 * (i / 4 * kLanes + lane()) + i % 4; }
+
+  // Keys whose last bits are the expert's; 0 stands for no expert.
+  __device__ static void load(RouteArguments const& p, float const* gmem_logits,
+                              uint32_t (&keys)[kValues]) {
+    float value[kValues];
+    TESSERA_UNROLL
+    for (int i = 0; i < kValues; i += 4) {
+      float4 const four = expert(i) < p.experts
+                              ? *reinterpret_cast<float4 const*>(gmem_logits + expert(i))
+                              : float4{};
+      value[i] = four.x;
+      value[i + 1] = four.y;
+      value[i + 2] = four.z;
+      value[i + 3] = four.w;
+    }
+    if (core::has_own_p(p.kind)) {
+      TESSERA_UNROLL
+      for (int i = 0; i < kValues; ++i) value[i] = core::own_p(p.kind, value[i]);
+    }
+    if (p.gmem_selection_bias != nullptr) {
+      TESSERA_UNROLL
+      for (int i = 0; i < kValues; ++i) {
+        value[i] += expert(i) < p.experts ? p.gmem_selection_bias[expert(i)] : 0.0f;
+      }
+    }
+    TESSERA_UNROLL
+    for (int i = 0; i < kValues; ++i) {
+      uint32_t const key = core::ordered_key(value[i]);
+      keys[i] = expert(i) < p.experts ? (key & ~kExpertBits) | static_cast<uint32_t>(expert(i)) : 0;
+    }
+  }
+
+  // Returns whether rounded keys leave the choice in doubt.
+  __device__ static bool choose(uint32_t const (&keys)[kValues], int top_k,
+                                int (&choice)[kChoices]) {
+    EightLargest<kValues> list(keys);
+    bool in_doubt = false;
+    uint32_t last = 0;
+    for (int k = 0;; ++k) {
+      uint32_t const largest = largest_of<kLanes>(list.key[0]);
+      in_doubt = in_doubt || (k > 0 && ((largest ^ last) & ~kExpertBits) == 0);
+      if (k == top_k) return in_doubt;  // the first that is not chosen
+      last = largest;
+      TESSERA_UNROLL
+      for (int c = 0; c < kChoices; ++c) {
+        if (k == lane() + c * kLanes) choice[c] = static_cast<int>(largest & kExpertBits);
+      }
+      bool const wins = list.key[0] == largest;
+      if (wins) {
+        list.pop();
+        if (kValues > EightLargest<kValues>::kLength) in_doubt = in_doubt || list.key[0] == 0;
+      }
+    }
+  }
+};
+
+template <class Config, int kLanes, int kValues>
+__global__ void __launch_bounds__(Config::kSharedWarps* arch::kWarpThreads)
+    route_shared(__grid_constant__ RouteArguments const p) {
+  using Token = SharedToken<kLanes, kValues>;
+  constexpr int kTokens = arch::kWarpThreads / kLanes;
+  int64_t const first = (int64_t{blockIdx.x} * Config::kSharedWarps + arch::warp_idx()) * kTokens;
+  if (first >= p.tokens) return;
+  int64_t const token = min(first + arch::lane_idx() / kLanes, p.tokens - 1);
+  float const* const gmem_logits = p.gmem_logits + token * p.experts;
+  uint32_t keys[kValues];
+  Token::load(p, gmem_logits, keys);
+  int choice[Token::kChoices] = {};
+  uint32_t doubts = __ballot_sync(block::kWholeWarp, Token::choose(keys, p.top_k, choice));
+  while (doubts != 0) {
+    int const in_warp = (__ffs(static_cast<int>(doubts)) - 1) / kLanes;
+    doubts &= ~(((1u << kLanes) - 1) << in_warp * kLanes);
+    TokenKeys<(Token::kExperts + arch::kWarpThreads - 1) / arch::kWarpThreads> exact;
+    exact.load(p, p.gmem_logits + min(first + in_warp, p.tokens - 1) * p.experts);
+    int const of_lane = exact.choose(p.top_k);
+    TESSERA_UNROLL
+    for (int c = 0; c < Token::kChoices; ++c) {
+      int const chosen = __shfl_sync(block::kWholeWarp, of_lane, Token::lane() + c * kLanes);
+      if (arch::lane_idx() / kLanes == in_warp) choice[c] = chosen;
+    }
+  }
+  bool const exists = first + arch::lane_idx() / kLanes < p.tokens;
+  bool chosen[Token::kChoices];
+  float logit[Token::kChoices], term[Token::kChoices];
+  TESSERA_UNROLL
+  for (int c = 0; c < Token::kChoices; ++c) {
+    chosen[c] = Token::lane() + c * kLanes < p.top_k;
+    logit[c] = chosen[c] ? gmem_logits[choice[c]] : -INFINITY;
+    term[c] = 0;
+  }
+  int64_t const slot = token * p.top_k + Token::lane();
+  float sum = 1;
+  if (core::has_own_p(p.kind)) {
+    TESSERA_UNROLL
+    for (int c = 0; c < Token::kChoices; ++c) {
+      if (chosen[c]) term[c] = core::own_p(p.kind, logit[c]);
+      if (chosen[c] && exists && p.gmem_chosen_p != nullptr) {
+        p.gmem_chosen_p[slot + c * kLanes] = term[c];
+      }
+    }
+    if (p.normalize_scores) {
+      sum = block::fold_sum<kLanes>(term[0] + term[1]) + core::kNormalizeFloor;
+    }
+  } else {
+    uint32_t const larger = max(core::ordered_key(logit[0]), core::ordered_key(logit[1]));
+    float const largest = core::key_value(largest_of<kLanes>(larger));
+    TESSERA_UNROLL
+    for (int c = 0; c < Token::kChoices; ++c) {
+      if (chosen[c]) term[c] = core::exp_fp32(logit[c] - largest);
+    }
+    sum = block::fold_sum<kLanes>(term[0] + term[1]);
+  }
+  TESSERA_UNROLL
+  for (int c = 0; c < Token::kChoices; ++c) {
+    if (!chosen[c] || !exists) continue;
+    p.gmem_topk_ids[slot + c * kLanes] = choice[c];
+    p.gmem_topk_weights[slot + c * kLanes] = p.route_scale * (term[c] / sum);
+  }
+}
+
+// With the fewest lanes that hold the experts and the choices.
+template <class Config, int kLanes, int kValues>
+cudaError_t launch_route_shared(RouteArguments const& args, cudaStream_t stream) {
+  using Token = SharedToken<kLanes, kValues>;
+  if (args.top_k > Token::kChoices * kLanes) {
+    if constexpr (kLanes < 16) {
+      return launch_route_shared<Config, 2 * kLanes, kValues>(args, stream);
+    }
+  }
+  if (args.experts > Token::kExperts) {
+    if constexpr (kValues < 32) {
+      return launch_route_shared<Config, kLanes, 2 * kValues>(args, stream);
+    } else if constexpr (kLanes < 16) {
+      return launch_route_shared<Config, 2 * kLanes, kValues>(args, stream);
+    }
+  }
+  constexpr int kCtaTokens = Config::kSharedWarps * arch::kWarpThreads / kLanes;
+  int64_t const ctas = (args.tokens + kCtaTokens - 1) / kCtaTokens;
+  if (ctas == 0) return cudaSuccess;
+  if (ctas > INT32_MAX) return cudaErrorInvalidValue;
+  route_shared<Config, kLanes, kValues>
+      <<<static_cast<unsigned>(ctas), Config::kSharedWarps * arch::kWarpThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+// Sums over all experts go by 32 lanes, groups by experts in order: those take a warp per token.
+inline bool shares_warps(RouteArguments const& args) {
+  return args.experts <= 512 && args.experts % 4 == 0 &&
+         reinterpret_cast<uintptr_t>(args.gmem_logits) % sizeof(float4) == 0 &&
+         !core::has_softmax_over_all(args.kind) && args.kind != RouterKind::group_limited;
+}
+
 template <class Config, int kValues>
 cudaError_t launch_route_values(RouteArguments const& args, cudaStream_t stream) {
   if (args.experts > kValues * arch::kWarpThreads) {
@@ -322,7 +542,8 @@ cudaError_t launch_route_config(RouteArguments const& args, cudaStream_t stream)
       args.top_k > Config::kMaxTopK || args.top_k > args.experts || !groups_fit) {
     return cudaErrorInvalidValue;
   }
-  return launch_route_values<Config, 1>(args, stream);
+  return shares_warps(args) ? launch_route_shared<Config, 4, 8>(args, stream)
+                            : launch_route_values<Config, 1>(args, stream);
 }
 
 }  // namespace tessera::cuda

@@ -156,6 +156,24 @@ class Families(unittest.TestCase):
         options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
         self.assertTrue(torch.equal(model.generate(ids, **options), ours.generate(ids, **options)))
 
+    def test_generate_compiled(self):
+        """With a static cache transformers compiles the step that makes a token, as a whole."""
+        ids = torch.randint(3, 97, (2, 5), generator=torch.Generator().manual_seed(1))
+        for family in ("qwen3_moe", "gpt_oss"):
+            model = build(family).eval()
+            options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+            expected = model.generate(ids, **options)
+            model.set_experts_implementation("tessera")
+            graphs = []
+            torch._dynamo.reset()
+            compiled = transformers.CompileConfig(
+                backend=lambda graph, _, graphs=graphs: graphs.append(graph) or graph.forward,
+                mode=None, fullgraph=True)
+            compiled._compile_all_devices = True  # else on a GPU only
+            made = model.generate(ids, cache_implementation="static", compile_config=compiled, **options)
+            self.assertTrue(torch.equal(made, expected), family)
+            self.assertIn("tessera.moe_inference", "".join(graph.code for graph in graphs), family)
+
     def test_gradient_checkpointing(self):
         model = build("qwen3_moe").train()
         model.set_experts_implementation("tessera")

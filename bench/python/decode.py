@@ -92,7 +92,7 @@ def main() -> None:
             "date": datetime.date.today().isoformat(),
             "device": torch.cuda.get_device_name() if ids.is_cuda else "cpu", "torch": torch.__version__,
             "transformers": transformers.__version__, "dtype": "bf16", "sizes": sizes,
-            "protocol": f"wall clock, median of {REPEATS} times {arguments.new_tokens} tokens after a prompt of {PROMPT}",
+            "protocol": f"wall clock, median of {REPEATS} times {arguments.new_tokens} tokens, {PROMPT} in the prompt",
             "rows": rows}, indent=1) + "\n")
 
 

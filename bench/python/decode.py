@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Time per token of transformers' generate, one sequence, a random Qwen3-MoE: Tessera's experts beside transformers' own,
-each step as it is and, with a static cache on a GPU, compiled by transformers into CUDA graphs.
+"""Time per token of transformers' generate, one sequence, a random Qwen3-MoE: Tessera's experts beside transformers'
+own, each step as it is and, with a static cache on a GPU, compiled by transformers into CUDA graphs.
 
 usage: decode.py [--device cuda] [--impl NAME,NAME] [--new-tokens N] [--SIZE N] [--out FILE]
 

@@ -31,4 +31,13 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t smem_row, uint32_t& m0, uin
                : "memory");
 }
 
+// What stmatrix_x4_transposed() stored.
+__device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t smem_row, uint32_t& m0,
+                                                       uint32_t& m1, uint32_t& m2, uint32_t& m3) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m0), "=r"(m1), "=r"(m2), "=r"(m3)
+               : "r"(smem_row)
+               : "memory");
+}
+
 }  // namespace tessera::cuda::arch

@@ -4,7 +4,8 @@
 //   K-major     dW is contiguous along c: slabs of 64 i x 128 bytes of c, the tile's transpose
 //   rows-major  dW is contiguous along i: slabs of 64 c x 128 bytes of i
 // A column group of 64 i takes one slab of bf16 or two of fp32. Segments without rows store zeros, or
-// nothing when adding.
+// nothing when adding. TMA adds fp32. What bf16 is added to comes by lent stages before the k loop ends; without them
+// it is read from memory.
 #pragma once
 
 #include "../lent_stages.cuh"
@@ -43,6 +44,35 @@ class WgradStoreEpilogue {
     thread_ = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
   }
 
+  // By one thread of the producer: what the i-th round of both warpgroups is added to.
+  __device__ __forceinline__ static void lend(SharedStorage<kGemm>& smem, Params const& p,
+                                              int stage, WorkTile const& tile, int i)
+    requires(kGemm.lent_stages > 0 && !kFp32)
+  {
+    constexpr uint32_t kSlabBytes = kSubtileM * kSlabColumns * sizeof(bf16);
+    arch::Mbarrier* const full = &smem.full[stage];
+    bool const adds = p.accumulates && tile.begin != tile.end;
+    Place places[kRound];
+    uint32_t bytes = 0;
+    TESSERA_UNROLL
+    for (int g = 0; g < kRound; ++g) {
+      places[g] = place(p, tile, i * kRound + g);
+      if (adds && places[g].exists) bytes += kGemm.consumer_warpgroups * kSlabBytes;
+    }
+    arch::mbarrier_arrive_expect_tx(full, bytes);
+    TESSERA_UNROLL
+    for (int g = 0; g < kRound; ++g) {
+      if (!adds || !places[g].exists) continue;
+      WgradHalf const& dw = p.halves[places[g].half];
+      TESSERA_UNROLL
+      for (int consumer = 0; consumer < kGemm.consumer_warpgroups; ++consumer) {
+        SlabCoordinates const at = coordinates(dw, places[g].i, 0, tile.row + consumer * kSubtileM);
+        arch::tma_load(lent_slab_b<kGemm>(smem, stage, g) + consumer * kSubtileM * kSlabColumns,
+                       &dw.map, full, at.c0, at.c1, at.c2, tile.segment);
+      }
+    }
+  }
+
   // 64 c from `row`, in rounds of as many slabs as there are; `ring` where they are lent.
   template <class... Ring>
   __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row,
@@ -67,7 +97,7 @@ class WgradStoreEpilogue {
         TESSERA_UNROLL
         for (int slab = 0; slab < Staging<kGemm>::kSlabs; ++slab) {
           store_slab(slabs + slab * kPitch, slab % kGroupSlabs,
-                     place(tile, first + slab / kGroupSlabs), tile.segment, row);
+                     place(p_, tile, first + slab / kGroupSlabs), tile.segment, row);
         }
       });
     }
@@ -91,11 +121,23 @@ class WgradStoreEpilogue {
     bool exists;
   };
 
-  __device__ __forceinline__ Place place(WorkTile const& tile, int g) const {
+  __device__ __forceinline__ static Place place(Params const& p, WorkTile const& tile, int g) {
     int const group = tile.n_tile * kTileGroups + g;
-    int const half = group >= p_.half_groups ? 1 : 0;
-    bool const exists = group < p_.num_halves * p_.half_groups && p_.halves[half].exists;
-    return {half, (group - half * p_.half_groups) * kSlabColumns, exists};
+    int const half = group >= p.half_groups ? 1 : 0;
+    bool const exists = group < p.num_halves * p.half_groups && p.halves[half].exists;
+    return {half, (group - half * p.half_groups) * kSlabColumns, exists};
+  }
+
+  struct SlabCoordinates {
+    int c0, c1, c2;
+  };
+
+  // Of the `part`-th slab of the group from `i` on, 64 c from `row`.
+  __device__ __forceinline__ static SlabCoordinates coordinates(WgradHalf const& dw, int i,
+                                                                int part, int row) {
+    int const inner = part * (kSlabColumns / 2);
+    if constexpr (kMajor == Major::kK) return {row + inner, i % dw.block, i / dw.block};
+    return {i + inner, row, 0};
   }
 
   // Values kFirst.. of `acc`, 64 i of this thread's rows, are column group `g` of the tile
@@ -106,7 +148,13 @@ class WgradStoreEpilogue {
     if constexpr (kFp32) {
       fill_fp32<kFirst>(acc, smem);
     } else {
-      if (p_.accumulates) add_old<kFirst>(acc, place(tile, g), tile.segment, row);
+      if (p_.accumulates) {
+        if constexpr (kGemm.lent_stages > 0) {
+          add_staged<kFirst>(acc, smem);
+        } else {
+          add_old<kFirst>(acc, place(p_, tile, g), tile.segment, row);
+        }
+      }
       auto const pair = [&](int j, int half) {
         return arch::pack_bf16(acc[kFirst + 4 * j + 2 * half], acc[kFirst + 4 * j + 2 * half + 1]);
       };
@@ -118,13 +166,17 @@ class WgradStoreEpilogue {
     }
   }
 
-  // Row i of the slab takes this warp's 16 c.
-  template <typename Pair>
-  __device__ __forceinline__ void fill_transposed(bf16* slab, Pair pair) const {
+  // Row i of the slab holds this warp's 16 c: where this lane's row of its first 16 i lies.
+  __device__ __forceinline__ uint32_t transposed_row(bf16 const* slab) const {
     int const lane = arch::lane_idx();
     int const chunk = thread_ / arch::kWarpThreads * 2 + (lane / 8 & 1);
-    uint32_t const smem_row =
-        arch::shared_address(slab) + (lane / 16 * 8 + lane % 8) * 128 + ((chunk ^ lane % 8) << 4);
+    return arch::shared_address(slab) + (lane / 16 * 8 + lane % 8) * 128 +
+           ((chunk ^ lane % 8) << 4);
+  }
+
+  template <typename Pair>
+  __device__ __forceinline__ void fill_transposed(bf16* slab, Pair pair) const {
+    uint32_t const smem_row = transposed_row(slab);
     TESSERA_UNROLL
     for (int j = 0; j < kSlabColumns / 8; j += 2) {
       arch::stmatrix_x4_transposed(smem_row + j * 8 * 128, pair(j, 0), pair(j, 1), pair(j + 1, 0),
@@ -161,6 +213,28 @@ class WgradStoreEpilogue {
     }
   }
 
+  // The old values, which the slab holds, join the fp32 sums, and these are rounded once.
+  template <int kFirst>
+  __device__ __forceinline__ void add_staged(float (&acc)[kGroupColumns / 2],
+                                             bf16 const* slab) const {
+    TESSERA_UNROLL
+    for (int j = 0; j < kSlabColumns / 8; j += 2) {
+      uint32_t old[4];
+      if constexpr (kMajor == Major::kRows) {
+        arch::ldmatrix_x4(rows_.matrix_row(slab, j), old[0], old[1], old[2], old[3]);
+      } else {
+        arch::ldmatrix_x4_transposed(transposed_row(slab) + j * 8 * 128, old[0], old[1], old[2],
+                                     old[3]);
+      }
+      TESSERA_UNROLL
+      for (int pair = 0; pair < 4; ++pair) {
+        float2 const values = arch::unpack_bf16(old[pair]);
+        acc[kFirst + 4 * j + 2 * pair] += values.x;
+        acc[kFirst + 4 * j + 2 * pair + 1] += values.y;
+      }
+    }
+  }
+
   __device__ __forceinline__ static char* slab_bytes(bf16* slabs, int slab) {
     return reinterpret_cast<char*>(slabs + slab * kPitch);
   }
@@ -192,19 +266,11 @@ class WgradStoreEpilogue {
                                              int row) const {
     if (!at.exists) return;
     WgradHalf const& dw = p_.halves[at.half];
-    int const inner = part * (kSlabColumns / 2);
-    int c0 = at.i + inner;
-    int c1 = row;
-    int c2 = 0;
-    if constexpr (kMajor == Major::kK) {
-      c0 = row + inner;
-      c1 = at.i % dw.block;
-      c2 = at.i / dw.block;
-    }
+    SlabCoordinates const to = coordinates(dw, at.i, part, row);
     if (kFp32 && p_.accumulates) {
-      arch::tma_reduce_add(&dw.map, slab, c0, c1, c2, segment);
+      arch::tma_reduce_add(&dw.map, slab, to.c0, to.c1, to.c2, segment);
     } else {
-      arch::tma_store(&dw.map, slab, c0, c1, c2, segment, arch::l2_evict_first());
+      arch::tma_store(&dw.map, slab, to.c0, to.c1, to.c2, segment, arch::l2_evict_first());
     }
   }
 

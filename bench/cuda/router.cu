@@ -111,8 +111,11 @@ struct Problem {
 // Configurations beside the library's.
 template <int kM, int kN, int kStages, Schedule kSchedule>
 struct LogitsConfig {
-  static constexpr GemmConfig gemm{
-      .tile = {kM, kN, 64}, .stages = kStages, .schedule = kSchedule, .store_slabs = 1};
+  static constexpr GemmConfig gemm{.tile = {kM, kN, 64},
+                                   .stages = kStages,
+                                   .schedule = kSchedule,
+                                   .short_b = true,
+                                   .store_slabs = 1};
 };
 template <int kM, int kN, int kStages, Schedule kSchedule, int kSlabs>
 struct DgradConfig {

@@ -43,6 +43,9 @@ struct GemmConfig {
   Major b_major = Major::kK;
   // False: no code for layouts of B that take several loads. Gathering warps lose 2% by its presence.
   bool any_b_layout = true;
+  // B may have fewer rows, or varlen-K columns, than a tile: row groups that do not exist are not asked for, as boxes
+  // beyond the end of a matrix take as long as others.
+  bool short_b = false;
   int b_halves = 1;     // 2: B has gate and up rows; every column group takes 64 of each
   int k_halves = 1;     // 2: k runs through two halves, each with a B of its own
   int store_slabs = 2;  // 64x64 staging buffers per consumer warpgroup
@@ -132,6 +135,8 @@ consteval bool valid(GemmConfig c) {
     throw "resident_k_tiles: ping-pong, TMA, no cluster";
   if (c.keeps_b() && (c.run_tiles < 2 || c.run_tiles % 2))
     throw "run_tiles: even, one for each warpgroup";
+  if (c.short_b && (c.b_halves * c.k_halves > 1 || c.cluster_m > 1 || c.keeps_b()))
+    throw "short_b: one half, no cluster, no resident_k_tiles";
   if (c.stages < 2) throw "stages: at least 2";
   if (c.lent_stages > 0 && (c.ping_pong() || c.cluster_m > 1))
     throw "lent_stages: cooperative, no cluster";

@@ -14,6 +14,15 @@
 
 namespace tessera::cuda::block {
 
+// Bytes of B that a k_tile brings.
+template <GemmConfig kGemm>
+__device__ __forceinline__ uint32_t b_bytes_of(GemmParams const& p) {
+  if constexpr (kGemm.short_b) {
+    return static_cast<uint32_t>(p.b_groups) * (kGroupRows * kGemm.tile.k * sizeof(bf16));
+  }
+  return kGemm.b_tile_bytes();
+}
+
 // One box of B, sent to every CTA of the cluster.
 template <GemmConfig kGemm, class... Coordinates>
 __device__ __forceinline__ void load_b_box(bf16* smem_b, CUtensorMap const* map,
@@ -33,6 +42,7 @@ __device__ __forceinline__ void load_b_in_boxes(bf16* smem_b, GemmParams const& 
                                                 int segment) {
   TESSERA_UNROLL
   for (int box = 0; box < kGemm.b_groups_per_cta() * kGemm.b_halves; ++box) {
+    if (kGemm.short_b && box == p.b_groups) break;
     int const row = (group + box / kGemm.b_halves) * kGroupRows;
     int c0 = k;
     int c1 = row;
@@ -61,6 +71,7 @@ __device__ __forceinline__ void load_b_along_k(bf16* smem_b, GemmParams const& p
   if (kGemm.any_b_layout && p.b_in_boxes) {
     TESSERA_UNROLL
     for (int box = 0; box < kGemm.b_groups_per_cta(); ++box) {
+      if (kGemm.short_b && box == p.b_groups) break;
       int const half = (group + box) / p.b_half_groups;
       load_b_box<kGemm>(smem_b + box * kGroupRows * kGemm.tile.k, &p.b_half[0], full,
                         (group + box - half * p.b_half_groups) * kGroupRows, half, ragged_k, end,
@@ -148,8 +159,8 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
       wait_empty<kGemm>(smem, state);
       if (arch::elect_one()) {
         arch::Mbarrier* const full = &smem.full[state.stage];
-        constexpr uint32_t kBytesB = kGemm.keeps_b() ? 0 : kGemm.b_tile_bytes();
-        arch::mbarrier_arrive_expect_tx(full, kGemm.a_tile_bytes() + kBytesB);
+        uint32_t const b_bytes = kGemm.keeps_b() ? 0 : b_bytes_of<kGemm>(p);
+        arch::mbarrier_arrive_expect_tx(full, kGemm.a_tile_bytes() + b_bytes);
         load_a<kGemm>(smem, p, state.stage, k_tile, tile);
         if (!kGemm.keeps_b()) load_b<kGemm>(smem, p, state.stage, k_tile, tile);
       }
@@ -219,7 +230,7 @@ __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, Gemm
       if (schedules) scheduler.step(k_tile, k_tiles);
       wait_empty<kGemm>(smem, state);
       if (warp == k_tile % 4 && arch::elect_one()) {
-        arch::mbarrier_arrive_expect_tx(&smem.full[state.stage], kGemm.b_tile_bytes());
+        arch::mbarrier_arrive_expect_tx(&smem.full[state.stage], b_bytes_of<kGemm>(p));
         load_b<kGemm>(smem, p, state.stage, k_tile, tile);
       }
       __syncwarp();

@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 
+#include <algorithm>
 #include <climits>
 
 #include "projection_backward.hpp"
@@ -24,6 +25,9 @@ cudaError_t make_wgrad_params(GemmParams& gemm, StoreParams& out, WgradArguments
   };
   gemm = {};
   out = {};
+  gemm.b_groups = kGemm.b_groups_per_cta();
+  if (kGemm.short_b)
+    gemm.b_groups = int(std::min<int64_t>(gemm.b_groups, (n + kGroup - 1) / kGroup));
   // Whole column groups: both halves are one matrix.
   gemm.b_in_boxes = n % kGroup != 0;
   if (gemm.b_in_boxes) {
@@ -32,7 +36,7 @@ cudaError_t make_wgrad_params(GemmParams& gemm, StoreParams& out, WgradArguments
                               kGemm.tile.k));
   } else {
     then(make_ragged_tile_load_map(gemm.b[0], args.gmem_right, args.rows, args.halves * n,
-                                   kGemm.b_groups_per_cta()));
+                                   gemm.b_groups));
   }
   for (int half = 0; half < args.halves; ++half) {
     WeightRows const& dw = args.dw[half];

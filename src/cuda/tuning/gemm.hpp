@@ -64,11 +64,13 @@ struct DownProjectionFwdWide {
       .stages = 4, .b_major = kMajor, .store_slabs = 1, .lent_stages = 2};
 };
 
-// Up to 128 experts: 128 rows, as 64 would read w_router more often than L2 can deliver; more: the widest.
+// Up to 128 experts: 128 rows; more: the widest. bench/results/h200/2026-11-22-router-short.json
 struct RouterLogitsNarrow {
   static constexpr int kMostExperts = 128;
-  static constexpr block::GemmConfig gemm{
-      .tile = {128, 128, 64}, .stages = 6, .schedule = block::Schedule::kPingPong};
+  static constexpr block::GemmConfig gemm{.tile = {128, 128, 64},
+                                          .stages = 6,
+                                          .schedule = block::Schedule::kPingPong,
+                                          .short_b = true};
 };
 // More than half a tile of experts, and tiles of 64 rows where they leave the busiest SM fewer rows: at T = 24576 three
 // waves of them instead of two of 128. bench/results/h200/2026-11-22-router-tiles.json

@@ -82,7 +82,8 @@ struct RouterWgradConfig {
                                           .stages = kTileExperts == 256 ? 4 : 6,
                                           .a_loader = block::ALoader::kGather,
                                           .ragged = block::Ragged::kK,
-                                          .b_major = block::Major::kRows};
+                                          .b_major = block::Major::kRows,
+                                          .short_b = true};
 };
 
 }  // namespace tessera::cuda

@@ -126,6 +126,7 @@ Result run(Case const& c, Data const& data, Launch launch, bool scratch, bool by
                   .dlogits_are_scratch = scratch,
                   .gmem_rounded = c.rounded ? rounded.as<void>() : nullptr,
                   .gmem_row_dlogits = by_row ? row_dlogits.as<float>() : nullptr,
+                  .gmem_inverse_permutation = rows.as<int32_t>(),
                   .gmem_copy = c.copy_padding < 0 ? nullptr : copy.as<float>(),
                   .copy_pitch = copy_pitch,
                   .tokens = c.tokens,
@@ -146,9 +147,9 @@ Result run(Case const& c, Data const& data, Launch launch, bool scratch, bool by
 }
 
 // The dlogit of every row is that of its (token, expert), where no other expert of the token has one.
-bool rows_agree(Case const& c, Data const& data) {
+bool rows_agree(Case const& c, Data const& data, Launch launch) {
   if (tessera::core::has_softmax_over_all(c.kind) || c.aux) return true;
-  Result const out = run(c, data, tessera::cuda::launch_router_dlogits, false, true);
+  Result const out = run(c, data, launch, false, true);
   std::vector<float> dlogits(size_t(c.tokens * c.experts));
   if (dlogits.empty()) return true;
   std::memcpy(dlogits.data(), out.dlogits.data(), out.dlogits.size());
@@ -168,7 +169,8 @@ bool passes(Case const& c) {
   bool const left_alone =
       scratch.dlogits == Bytes(scratch.dlogits.size(), tessera::cuda_test::kPoison);
   scratch.dlogits = plain.dlogits;
-  bool const by_row = rows_agree(c, data);
+  bool const by_row = rows_agree(c, data, tessera::cuda::launch_router_dlogits) &&
+                      rows_agree(c, data, launch_plain);
   bool const passed = same && left_alone && by_row && scratch == plain;
   std::printf("%s %s%s%s%s\n", passed ? "passed" : "FAILED", c.name, same ? "" : " (bits)",
               left_alone ? "" : " (scratch is written)", by_row ? "" : " (by row)");

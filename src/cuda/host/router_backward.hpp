@@ -52,13 +52,14 @@ struct RouterDlogitsArguments {
   float* gmem_dlogits;                // (T,E), every element is written
   bool dlogits_are_scratch;           // nobody reads gmem_dlogits: the fast kernel leaves it alone
   void* gmem_rounded;                 // the same as bf16: the operand of dgrad and wgrad; or null
-  float* gmem_row_dlogits = nullptr;  // (P) by row, of routed slots; or null
-  float* gmem_copy;                   // the same, rows copy_pitch elements apart, or null
-  int64_t copy_pitch;                 //
-  int64_t tokens;                     // T
-  int32_t experts;                    // E
-  int32_t top_k;                      // K; not read with token_offsets
-  RouterKind kind;                    // any but given
+  float* gmem_row_dlogits = nullptr;  // (P) by row, 0 where the slot has no id; or null
+  int32_t const* gmem_inverse_permutation = nullptr;  // (P), read with row_dlogits
+  float* gmem_copy;    // the same, rows copy_pitch elements apart, or null
+  int64_t copy_pitch;  //
+  int64_t tokens;      // T
+  int32_t experts;     // E
+  int32_t top_k;       // K; not read with token_offsets
+  RouterKind kind;     // any but given
   float route_scale;
   bool normalize_scores;
 };

@@ -89,7 +89,8 @@ class Backward {
     if (wanted_.dlogits && desc_.router.replay) {
       add_replayed_dlogits();
     } else if (wanted_.dlogits) {
-      sequence_.select("router_dlogits", router_gradient());
+      sequence_.select("router_dlogits", RouterGradientArguments{
+                                             dscores(), dlogits(routing_.topk_ids, gmem_dscores_)});
     } else if (wanted_.dscores) {
       add_dscores();
     }
@@ -191,10 +192,9 @@ class Backward {
 
  private:
   [[nodiscard]] bool routed() const noexcept { return desc_.router.kind != RouterKind::given; }
-  /// Where dlogits are 0 but for the experts of a token, and known by row.
+  /// Where dlogits are 0 but for the experts of a token.
   void put_router_part_in_rows() noexcept {
-    if (!routed() || desc_.router.replay || core::has_softmax_over_all(desc_.router.kind) ||
-        args_.aux_dlogits.present() || refuse(router_gradient()).refused()) {
+    if (!routed() || core::has_softmax_over_all(desc_.router.kind) || args_.aux_dlogits.present()) {
       return;
     }
     UpProjectionDgradArguments up_dgrad = experts_.up_dgrad;
@@ -204,9 +204,6 @@ class Backward {
     experts_.up_dgrad = up_dgrad;
     experts_.aggregate.adds_to_o = false;
     part_in_rows_ = true;
-  }
-  [[nodiscard]] RouterGradientArguments router_gradient() const noexcept {
-    return {dscores(), dlogits(routing_.topk_ids, gmem_dscores_)};
   }
   [[nodiscard]] bool gradients_are_fp32() const noexcept {
     return core::gradient_dtype(desc_, args_.gradients) == DType::fp32;
@@ -253,6 +250,7 @@ class Backward {
                                 ? plan_.rounded.in(base_)
                                 : nullptr,
             .gmem_row_dlogits = part_in_rows_ ? plan_.row_dlogits.in(base_) : nullptr,
+            .gmem_inverse_permutation = routing_.inverse_permutation,
             .gmem_copy = static_cast<float*>(args_.dlogits.data),
             .copy_pitch = matrix_rows(args_.dlogits).pitch,
             .tokens = desc_.shape.tokens,

@@ -155,8 +155,7 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
       add(work::router_dlogits(desc, rows),
           desc.router.replay ? refusal_of_replay() : refuse(router.dlogits),
           "a warp per token, from the partial sums of ds", 0, 0, 0);
-      bool const in_rows = !desc.router.replay && !core::has_softmax_over_all(desc.router.kind) &&
-                           !refuse(router.dlogits).refused();
+      bool const in_rows = !core::has_softmax_over_all(desc.router.kind);
       add(work::router_dgrad(desc), refuse(router.dgrad),
           in_rows ? "a term of each dx row; with dlogits of other losses a " + gemm : gemm,
           s.tokens, s.hidden, s.experts);

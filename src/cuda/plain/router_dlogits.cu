@@ -115,6 +115,13 @@ struct Token {
       gmem_row[id] = core::own_p_gradient(p.kind, p.gmem_chosen_p[k], g / sum);
     });
   }
+  // Of the slots of this lane, which wrote their dlogits itself.
+  __device__ void by_row() const {
+    for (int64_t slot = first + lane; slot < end; slot += kLanes) {
+      int32_t const row = p.gmem_inverse_permutation[slot], id = p.gmem_ids[slot];
+      if (row >= 0) p.gmem_row_dlogits[row] = id >= 0 ? gmem_row[id] : 0;
+    }
+  }
   __device__ void finish(int64_t t) const {
     for_each_expert([&](int32_t e) {
       float value = gmem_row[e];
@@ -148,6 +155,7 @@ __global__ void __launch_bounds__(plain::kThreads)
   } else {
     token.topk_softmax();
   }
+  if (p.gmem_row_dlogits != nullptr) token.by_row();
   __syncwarp();
   token.finish(t);
 }

@@ -67,17 +67,18 @@ struct DownProjectionFwdWide {
 // Up to 128 experts: 128 rows; more: the widest. bench/results/h200/2026-11-22-router-short.json
 struct RouterLogitsNarrow {
   static constexpr int kMostExperts = 128;
-  static constexpr block::GemmConfig gemm{.tile = {128, 128, 64},
-                                          .stages = 6,
-                                          .schedule = block::Schedule::kPingPong,
-                                          .short_b = true};
-};
-// More than half a tile of experts, and tiles of 64 rows where they leave the busiest SM fewer rows: at T = 24576 three
-// waves of them instead of two of 128. bench/results/h200/2026-11-22-router-tiles.json
-struct RouterLogitsLow {
-  static constexpr int kLeastExperts = 65;
   static constexpr block::GemmConfig gemm{
-      .tile = {64, 128, 64}, .stages = 8, .schedule = block::Schedule::kPingPong, .store_slabs = 1};
+      .tile = {128, 128, 64}, .stages = 6, .schedule = block::Schedule::kPingPong, .short_b = true};
+};
+// 64 to 128 experts, 64 rows where they leave the busiest SM fewer of them: at T = 24576 three waves instead of two of
+// 128 rows. bench/results/h200/2026-11-22-router-tiles.json
+struct RouterLogitsLow {
+  static constexpr int kLeastExperts = 64;
+  static constexpr block::GemmConfig gemm{.tile = {64, 128, 64},
+                                          .stages = 8,
+                                          .schedule = block::Schedule::kPingPong,
+                                          .short_b = true,
+                                          .store_slabs = 1};
 };
 constexpr bool router_logits_is_low(int64_t tokens, int64_t experts, int64_t sm_count) {
   auto const busiest = [=](int64_t rows) {

@@ -85,8 +85,8 @@ def bytes_once(op: str, backward: bool, shape: Shape) -> int:
 
 
 def op_of(kernel: str) -> str:
-    """`void tessera::cuda::metadata_rank<..>(..)` -> metadata."""
-    name = re.split(r"[<(]", kernel, maxsplit=1)[0].split("::")[-1]
+    """`void tessera::cuda::metadata_rank<..>(..)`, or as ncu's base names `void metadata_rank` -> metadata."""
+    name = re.split(r"[<(]", kernel, maxsplit=1)[0].split("::")[-1].split()[-1]
     return max((op for op in OPS if name.startswith(op)), key=len, default=name)
 
 

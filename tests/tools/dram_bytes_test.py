@@ -36,6 +36,7 @@ class DramBytesTest(unittest.TestCase):
 
     def test_names(self):
         for kernel, op in (("void tessera::cuda::router_dlogits<C>(A)", "router_dlogits"),
+                           ("void router_logits<RouterLogitsLow>(RouterLogitsParams)", "router_logits"),
                            ("void tessera::cuda::route<C, 4>(A)", "route"),
                            ("void tessera::cuda::router_wgrad_sum<float>(A, int)", "router_wgrad"),
                            ("void tessera::cuda::aggregate_beside<C, E>(A)", "aggregate"),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Configurations of the forward GEMMs. Measured: the results file named at each row, random routing,
-// against the other rows of bench/cuda/{up,down}_projection_fwd.cu.
+// Configurations of the forward GEMMs, chosen by builds of the library against each other (bench/cuda/libraries.cu):
+// bench/results/h200/2026-11-22-{lent-stages,wide-tiles}-layer.json, docs/notebook/2026-11-22-lent-stages.md
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 namespace tessera::cuda {
 
 // Gathered rows: 16-byte copies cost the same per row whatever the tile, so it is as wide as possible.
-// A bias where the whole group is stored twice (not gated) needs the registers of half a tile.
-// bench/results/h200/2026-11-21-up-projection-spike.json
+// A bias where the whole group is stored twice (not gated) needs the registers of half a tile. Stages are lent where
+// nothing is added to what is stored, and code for other layouts would cost the gathering warps.
 template <ActivationKind kKind, bool kGather, block::Major kMajor, bool kAnyLayout, bool kBias>
 struct UpProjectionFwdConfig {
   static constexpr ActivationKind activation = kKind;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Configurations of the backward GEMMs, chosen among the rows of bench/cuda/projection_{dgrad,wgrad}.cu with random
-// routing. A row without a results file of its own rests on docs/notebook/2026-11-21-backward.md.
+// Configurations of the backward GEMMs, chosen by builds of the library against each other (bench/cuda/libraries.cu):
+// alone, back to back, a GEMM holds the power limit, and other configurations win than in a layer.
+// bench/results/h200/2026-11-22-{lent-stages,wide-tiles}-layer.json, docs/notebook/2026-11-22-lent-stages.md
 #pragma once
 
 #include "../block/gemm_config.hpp"
@@ -8,8 +9,8 @@
 
 namespace tessera::cuda {
 
-// The epilogue moves five slabs for every two that are multiplied. Short k loops: ping-pong hides what it can of it;
-// long ones: half the gathered bytes count for more (down_projection_dgrad_is_wide()).
+// The epilogue moves five slabs for every two that are multiplied. Wide tiles gather half the bytes, and lent stages
+// bring and take those slabs; where n does not fill them, ping-pong hides what it can.
 template <ActivationKind kKind, block::Major kMajor, bool kAnyLayout, bool kWide = false>
 struct DownProjectionDgradConfig {
   static constexpr ActivationKind activation = kKind;

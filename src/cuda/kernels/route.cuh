@@ -84,6 +84,22 @@ struct SortedKeys {
   }
 };
 
+// Logits become what experts are selected by; expert(i): whose the i-th is.
+template <int kValues>
+__device__ __forceinline__ void select_by(RouteArguments const& p, float (&value)[kValues],
+                                          int (*expert)(int)) {
+  if (core::has_own_p(p.kind)) {
+    TESSERA_UNROLL
+    for (int i = 0; i < kValues; ++i) value[i] = core::own_p(p.kind, value[i]);
+  }
+  if (p.gmem_selection_bias != nullptr) {
+    TESSERA_UNROLL
+    for (int i = 0; i < kValues; ++i) {
+      value[i] += expert(i) < p.experts ? p.gmem_selection_bias[expert(i)] : 0.0f;
+    }
+  }
+}
+
 // Keys of one token, kValues a lane; 0 stands for no expert.
 template <int kValues>
 struct TokenKeys {
@@ -98,16 +114,7 @@ struct TokenKeys {
     for (int i = 0; i < kValues; ++i) {
       value[i] = expert(i) < p.experts ? gmem_logits[expert(i)] : 0.0f;
     }
-    if (core::has_own_p(p.kind)) {
-      TESSERA_UNROLL
-      for (int i = 0; i < kValues; ++i) value[i] = core::own_p(p.kind, value[i]);
-    }
-    if (p.gmem_selection_bias != nullptr) {
-      TESSERA_UNROLL
-      for (int i = 0; i < kValues; ++i) {
-        value[i] += expert(i) < p.experts ? p.gmem_selection_bias[expert(i)] : 0.0f;
-      }
-    }
+    select_by(p, value, expert);
     TESSERA_UNROLL
     for (int i = 0; i < kValues; ++i) {
       key[i] = expert(i) < p.experts ? core::ordered_key(value[i]) : 0;
@@ -381,16 +388,7 @@ struct SharedToken {
       value[i + 2] = four.z;
       value[i + 3] = four.w;
     }
-    if (core::has_own_p(p.kind)) {
-      TESSERA_UNROLL
-      for (int i = 0; i < kValues; ++i) value[i] = core::own_p(p.kind, value[i]);
-    }
-    if (p.gmem_selection_bias != nullptr) {
-      TESSERA_UNROLL
-      for (int i = 0; i < kValues; ++i) {
-        value[i] += expert(i) < p.experts ? p.gmem_selection_bias[expert(i)] : 0.0f;
-      }
-    }
+    select_by(p, value, expert);
     TESSERA_UNROLL
     for (int i = 0; i < kValues; ++i) {
       uint32_t const key = core::ordered_key(value[i]);

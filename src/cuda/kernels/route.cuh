@@ -3,7 +3,12 @@
 //        (formulas: cpu/parallel/router_formula.hpp; the same fp32 operations in the same order).
 // Shapes   logits (T,E) fp32; topk_ids, topk_weights, chosen_p (T,K)
 // Work     reads 4TE, writes 8TK (12TK); per token K warp maxima over E/32 keys a lane; memory bound for small K
-// Schedule a warp per token; lane l holds experts l, 32+l, 64+l, .. as ordered integers in registers
+// Schedule route_shared, usual routers up to 512 experts, rows of logits on 16 bytes: kLanes lanes a token, which hold
+//          its keys as ordered integers, the last bits replaced by the expert
+//   select  every lane sorts its eight largest; K times: maximum of the token's lanes, whose lane moves up its next.
+//           Keys that differ in those bits alone, or a ninth of one lane: that token by the whole warp, as below
+//   score   lane q has choices q and q + kLanes
+//          route, the others: a warp per token; lane l holds experts l, 32+l, 64+l, .. as ordered integers
 //   select  every lane sorts its four largest keys; K times: maximum of the warp, whose lane moves up its next. Equal
 //           keys, or a fifth of one lane: once more, step by step, with experts beside the keys
 //   score   lane k holds the k-th choice; sums over the chosen are one butterfly, over all E first per lane

@@ -86,7 +86,7 @@ std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, std::
     ops.push_back(
         explanation(work::route(desc), refuse_router(desc, args),
                     (desc.router.replay ? "logits by a GEMM, a thread per token scores its ids"
-                                        : "logits by a GEMM, a warp per token selects") +
+                                        : "logits by a GEMM, lanes of a warp select") +
                         on));
     set_gemm(ops.back(), s.tokens, s.experts, s.hidden);
   }
@@ -154,7 +154,7 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
     if (routed) {
       add(work::router_dlogits(desc, rows),
           desc.router.replay ? refusal_of_replay() : refuse(router.dlogits),
-          "a warp per token, from the partial sums of ds", 0, 0, 0);
+          "a lane per slot, from the partial sums of ds", 0, 0, 0);
       bool const in_rows = !core::has_softmax_over_all(desc.router.kind);
       add(work::router_dgrad(desc), refuse(router.dgrad),
           in_rows ? "a term of each dx row; with dlogits of other losses a " + gemm : gemm,

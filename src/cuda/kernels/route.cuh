@@ -41,9 +41,9 @@ __device__ __forceinline__ float largest_of_lanes(float value) {
   return core::key_value(__reduce_max_sync(block::kWholeWarp, core::ordered_key(value)));
 }
 
-// The largest keys of a lane, largest first; 0 behind the last.
+// The kLength largest keys of a lane, largest first; 0 behind the last.
+template <int kLength>
 struct SortedKeys {
-  static constexpr int kLength = 4;
   uint32_t key[kLength];
 
   __device__ static void exchange(uint32_t& high, uint32_t& low) {
@@ -51,34 +51,45 @@ struct SortedKeys {
     low = min(high, low);
     high = larger;
   }
+  // Batcher's odd-even merge sort.
   __device__ void sort() {
-    exchange(key[0], key[1]);
-    exchange(key[2], key[3]);
-    exchange(key[0], key[2]);
-    exchange(key[1], key[3]);
-    exchange(key[1], key[2]);
+    TESSERA_UNROLL
+    for (int run = 1; run < kLength; run *= 2) {
+      TESSERA_UNROLL
+      for (int step = run; step > 0; step /= 2) {
+        TESSERA_UNROLL
+        for (int i = 0; i + step < kLength; ++i) {
+          bool const begins = i >= step % run && (i - step % run) / step % 2 == 0;
+          bool const same_pair_of_runs = i / (2 * run) == (i + step) / (2 * run);
+          if (begins && same_pair_of_runs) exchange(key[i], key[i + step]);
+        }
+      }
+    }
   }
   // Two descending lists face to face: the larger of each pair are the largest of all, a bitonic sequence.
   __device__ void merge(SortedKeys const& other) {
     TESSERA_UNROLL
     for (int i = 0; i < kLength; ++i) key[i] = max(key[i], other.key[kLength - 1 - i]);
-    exchange(key[0], key[2]);
-    exchange(key[1], key[3]);
-    exchange(key[0], key[1]);
-    exchange(key[2], key[3]);
+    TESSERA_UNROLL
+    for (int half = kLength / 2; half > 0; half /= 2) {
+      TESSERA_UNROLL
+      for (int i = 0; i < kLength; ++i) {
+        if ((i & half) == 0) exchange(key[i], key[i + half]);
+      }
+    }
   }
   template <int kValues>
   __device__ void take(uint32_t const (&values)[kValues]) {
     TESSERA_UNROLL
     for (int first = 0; first < kValues; first += kLength) {
-      SortedKeys four;
+      SortedKeys next;
       TESSERA_UNROLL
-      for (int i = 0; i < kLength; ++i) four.key[i] = first + i < kValues ? values[first + i] : 0;
-      four.sort();
+      for (int i = 0; i < kLength; ++i) next.key[i] = first + i < kValues ? values[first + i] : 0;
+      next.sort();
       if (first == 0) {
-        *this = four;
+        *this = next;
       } else {
-        merge(four);
+        merge(next);
       }
     }
   }
@@ -191,7 +202,8 @@ struct TokenKeys {
 
   // The same for keys that differ, which is usual: then only keys are compared, and an expert is found by its key.
   __device__ int choose(int top_k) const {
-    SortedKeys list;
+    constexpr int kLength = 4;
+    SortedKeys<kLength> list;
     list.take(key);
     uint32_t chosen_key = 0, chosen_lanes = 0;  // of the k-th choice, in lane k
     bool in_doubt = false;  // equal keys, or a lane that may have more to offer than its list
@@ -207,7 +219,7 @@ struct TokenKeys {
       if (wins) {
         in_doubt = in_doubt || list.key[1] == largest;
         list.pop();
-        if (kValues > SortedKeys::kLength) in_doubt = in_doubt || list.key[0] == 0;
+        if (kValues > kLength) in_doubt = in_doubt || list.key[0] == 0;
       }
     }
     if (__any_sync(block::kWholeWarp, in_doubt)) return choose_in_order(top_k);
@@ -311,54 +323,6 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
   store_scores<kValues>(p, gmem_logits, chosen ? gmem_logits[choice] : 0.0f, slot);
 }
 
-// The eight largest of a lane's values, in order.
-template <int kValues>
-struct EightLargest {
-  static constexpr int kLength = 8;
-  uint32_t key[kLength];
-
-  // Batcher's odd-even merge sort of eight, largest first.
-  __device__ static void sort(uint32_t (&k)[kLength]) {
-    constexpr int kPairs[19][2] = {{0, 1}, {2, 3}, {4, 5}, {6, 7}, {0, 2}, {1, 3}, {4, 6},
-                                   {5, 7}, {1, 2}, {5, 6}, {0, 4}, {1, 5}, {2, 6}, {3, 7},
-                                   {2, 4}, {3, 5}, {1, 2}, {3, 4}, {5, 6}};
-    TESSERA_UNROLL
-    for (int i = 0; i < 19; ++i) SortedKeys::exchange(k[kPairs[i][0]], k[kPairs[i][1]]);
-  }
-  // Two descending lists face to face, as SortedKeys::merge().
-  __device__ void merge(uint32_t const (&other)[kLength]) {
-    TESSERA_UNROLL
-    for (int i = 0; i < kLength; ++i) key[i] = max(key[i], other[kLength - 1 - i]);
-    TESSERA_UNROLL
-    for (int half = kLength / 2; half > 0; half /= 2) {
-      TESSERA_UNROLL
-      for (int i = 0; i < kLength; ++i) {
-        if ((i & half) == 0) SortedKeys::exchange(key[i], key[i + half]);
-      }
-    }
-  }
-  __device__ explicit EightLargest(uint32_t const (&values)[kValues]) {
-    TESSERA_UNROLL
-    for (int first = 0; first < kValues; first += kLength) {
-      uint32_t eight[kLength];
-      TESSERA_UNROLL
-      for (int i = 0; i < kLength; ++i) eight[i] = values[first + i];
-      sort(eight);
-      if (first == 0) {
-        TESSERA_UNROLL
-        for (int i = 0; i < kLength; ++i) key[i] = eight[i];
-      } else {
-        merge(eight);
-      }
-    }
-  }
-  __device__ void pop() {
-    TESSERA_UNROLL
-    for (int i = 1; i < kLength; ++i) key[i - 1] = key[i];
-    key[kLength - 1] = 0;
-  }
-};
-
 // The largest of kLanes neighbours, in each of them.
 template <int kLanes>
 __device__ __forceinline__ uint32_t largest_of(uint32_t key) {
@@ -404,7 +368,9 @@ struct SharedToken {
   // Returns whether rounded keys leave the choice in doubt.
   __device__ static bool choose(uint32_t const (&keys)[kValues], int top_k,
                                 int (&choice)[kChoices]) {
-    EightLargest<kValues> list(keys);
+    constexpr int kLength = 8;
+    SortedKeys<kLength> list;
+    list.take(keys);
     bool in_doubt = false;
     uint32_t last = 0;
     for (int k = 0;; ++k) {
@@ -419,7 +385,7 @@ struct SharedToken {
       bool const wins = list.key[0] == largest;
       if (wins) {
         list.pop();
-        if (kValues > EightLargest<kValues>::kLength) in_doubt = in_doubt || list.key[0] == 0;
+        if (kValues > kLength) in_doubt = in_doubt || list.key[0] == 0;
       }
     }
   }

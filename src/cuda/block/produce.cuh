@@ -198,7 +198,7 @@ __device__ __forceinline__ void produce_by_gather(
       }
       wait_empty<kGemm>(smem, state);
       if (warp == k_tile % 4 && arch::elect_one()) {
-        arch::mbarrier_arrive_expect_tx(&smem.full[state.stage], kGemm.b_tile_bytes());
+        arch::mbarrier_arrive_expect_tx(&smem.full[state.stage], b_bytes_of<kGemm>(p));
         load_b<kGemm>(smem, p, state.stage, k_tile, tile);
       }
       __syncwarp();

@@ -108,6 +108,14 @@ inline cudaError_t make_weight_map(CUtensorMap& map, WeightRows const& w, int64_
        .is_fp32 = is_fp32});
 }
 
+// Row groups that a load of B asks for: those of a CTA's share of a tile; with short_b, of a B of `rows` rows in all,
+// no more than there are. kGemm: a block::GemmConfig.
+template <auto kGemm>
+int existing_b_groups(int64_t rows) {
+  constexpr int kGroups = kGemm.b_groups_per_cta();
+  return kGemm.short_b ? int(std::min<int64_t>(kGroups, (rows + 63) / 64)) : kGroups;
+}
+
 // The usual layouts at once: row groups of 64 rows of each half, `groups` of them to a box.
 //   K-major    (column, row % 64, half, row / 64, segment)
 //   rows-major (row % 64, column, half, row / 64, segment)

@@ -2,7 +2,6 @@
 // B of a GEMM kernel from weights: one map for the usual layouts, otherwise one per half.
 #pragma once
 
-#include <algorithm>
 #include <climits>
 
 #include "tensor_map.hpp"
@@ -16,8 +15,7 @@ cudaError_t make_weight_maps(Params& p, WeightRows const (&w)[2], int64_t segmen
   bool const rows_major = w[0].column_stride != 1;
   p.b_block = w[0].block >= rows ? INT_MAX : int(w[0].block);
   p.b_in_boxes = !has_tile_map(w, kGemm.b_halves, rows);
-  p.b_groups = kGemm.b_groups_per_cta();
-  if (kGemm.short_b) p.b_groups = int(std::min<int64_t>(p.b_groups, (rows + 63) / 64));
+  p.b_groups = existing_b_groups<kGemm>(rows);
   if (p.b_in_boxes && !kGemm.any_b_layout) return cudaErrorInvalidValue;
   if (!p.b_in_boxes) {
     return make_tile_map(p.b[0], w, kGemm.b_halves, segments, rows, columns, rows_major,

@@ -4,7 +4,6 @@
 
 #include <cuda_bf16.h>
 
-#include <algorithm>
 #include <climits>
 
 #include "projection_backward.hpp"
@@ -25,9 +24,7 @@ cudaError_t make_wgrad_params(GemmParams& gemm, StoreParams& out, WgradArguments
   };
   gemm = {};
   out = {};
-  gemm.b_groups = kGemm.b_groups_per_cta();
-  if (kGemm.short_b)
-    gemm.b_groups = int(std::min<int64_t>(gemm.b_groups, (n + kGroup - 1) / kGroup));
+  gemm.b_groups = existing_b_groups<kGemm>(n);
   // Whole column groups: both halves are one matrix.
   gemm.b_in_boxes = n % kGroup != 0;
   if (gemm.b_in_boxes) {

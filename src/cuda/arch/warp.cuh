@@ -20,6 +20,11 @@ __device__ __forceinline__ int warpgroup_idx() {
   return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
 }
 
+// Of the four of a warpgroup.
+__device__ __forceinline__ int warp_in_warpgroup() {
+  return static_cast<int>(threadIdx.x) % kWarpgroupThreads / kWarpThreads;
+}
+
 // True in exactly one lane of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;

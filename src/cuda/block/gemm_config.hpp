@@ -27,6 +27,7 @@ struct TileShape {
 };
 
 constexpr int kSubtileM = 64;       // rows of one wgmma; a CTA skips 64-row parts past its segment
+constexpr int kWarpRows = 16;       // a warp's share of them
 constexpr int kGroupRows = 64;      // rows of B, of each half, in a row group
 constexpr int kSlabColumns = 64;    // bf16 columns of a 128-byte swizzled row
 constexpr int kGroupColumns = 128;  // tile_n comes in groups; a gated one is [64 gate | 64 up]

@@ -19,8 +19,6 @@
 
 namespace tessera::cuda::block {
 
-constexpr int kWarpRows = 16;  // a warp's share of 64
-
 template <GemmConfig kGemm>
 __device__ __forceinline__ bf16* lent_slab_b(SharedStorage<kGemm>& smem, int stage, int slab) {
   static_assert(kGemm.tile.n % kGemm.tile.m == 0);
@@ -58,9 +56,8 @@ class BorrowedStages {
  public:
   __device__ __forceinline__ BorrowedStages(SharedStorage<kGemm>& smem, int consumer)
       : smem_(smem) {
-    int const warp = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads / arch::kWarpThreads;
     subtile_offset_ = consumer * kSubtileM * kSlabColumns;
-    warp_offset_ = warp * kWarpRows * kSlabColumns;
+    warp_offset_ = arch::warp_in_warpgroup() * kWarpRows * kSlabColumns;
   }
 
   __device__ __forceinline__ int take(PipelineState<kGemm.stages>& state) const {

@@ -124,8 +124,7 @@ class ActivationInStages {
                                                 int consumer)
       : p_(p), stages_(smem, consumer) {
     static_assert(kGemm.b_halves == kHalves && kGemm.lent_stages == kColumns / kSlabColumns);
-    int const warp = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads / arch::kWarpThreads;
-    warp_row_ = warp * kWarpRows;
+    warp_row_ = arch::warp_in_warpgroup() * kWarpRows;
   }
 
   __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row,

@@ -44,8 +44,7 @@ class GradientRows {
 
   __device__ __forceinline__ explicit GradientRows(Params const& p) : p_(p) {
     static_assert(kGemm.b_halves == 1);
-    int const warp = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads / arch::kWarpThreads;
-    warp_row_ = warp * kWarpRows;
+    warp_row_ = arch::warp_in_warpgroup() * kWarpRows;
   }
 
   // Asks for the scores of the tile's rows from `row`.
@@ -146,7 +145,7 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind> {
                                                         int consumer)
       : Rows(p), slabs_(smem, consumer) {
     static_assert(kGemm.store_slabs == kLoadBuffers * kHalves + 1);
-    loads_ = smem.loads[4 * consumer + warp_row_ / kWarpRows];
+    loads_ = smem.loads[4 * consumer + arch::warp_in_warpgroup()];
   }
 
   // `subtiles` times 64 rows from `row` will be stored.

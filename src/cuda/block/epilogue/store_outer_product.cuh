@@ -29,8 +29,7 @@ class StoreOuterProductEpilogue {
 
   // What this thread's values need of u and v is under way before the k loop.
   __device__ __forceinline__ void begin(WorkTile const& tile, int row, int) {
-    int const thread = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
-    int const own_row = row + thread / arch::kWarpThreads * 16 + arch::lane_idx() / 4;
+    int const own_row = row + arch::warp_in_warpgroup() * kWarpRows + arch::lane_idx() / 4;
     TESSERA_UNROLL
     for (int i = 0; i < 2 * kGemm.warpgroup_subtiles(); ++i) {
       int const r = own_row + i / 2 * kSubtileM + i % 2 * 8;

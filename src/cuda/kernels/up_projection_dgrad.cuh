@@ -4,7 +4,7 @@
 // sum of these terms over its rows, and needs no GEMM, no array and no pass of its own.
 // Shapes   dh (R,w*n) bf16 in expert order as [gate half | up half], w_up (E,w*n,d) in any layout of
 //          WeightRows, dx rows (R,d); w = 2 for gated activations, 1 otherwise
-// Work     2*w*R*n*d FLOP; bytes: dh 2*w*R*n, w_up 2*w*E*n*d, dx rows 2*R*d
+// Work     2*w*R*n*d FLOP; bytes: dh 2*w*R*n, w_up 2*w*E*n*d, dx rows 2*R*d [, dl 4*R, w_router 2*E*d]
 // Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile); all loads by TMA
 //   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
 //   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)

@@ -47,9 +47,8 @@ class GradientRows {
     warp_row_ = arch::warp_in_warpgroup() * kWarpRows;
   }
 
-  // Asks for the scores of the tile's rows from `row`.
-  __device__ __forceinline__ void begin_rows(WorkTile const& tile, int row) {
-    first_row_ = row + warp_row_;
+  // Asks for the scores of the tile's rows from first_row_.
+  __device__ __forceinline__ void ask_for_scores(WorkTile const& tile) {
     int const lane = arch::lane_idx();
     TESSERA_UNROLL
     for (int i = 0; i < kScores; ++i) {
@@ -158,7 +157,7 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind> {
       load(0);
       load(1);
     }
-    this->begin_rows(tile, row);
+    this->ask_for_scores(tile);
   }
 
   __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
@@ -266,6 +265,7 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind> {
 template <GemmConfig kGemm, ActivationKind kKind>
 class ActivationGradientInStages : GradientRows<kGemm, kKind> {
   using Rows = GradientRows<kGemm, kKind>;
+  using Rows::first_row_;
   using Rows::kHalves;
   using Rows::kMatrices;
   using Rows::kSubtileBlocks;
@@ -294,7 +294,8 @@ class ActivationGradientInStages : GradientRows<kGemm, kKind> {
   }
 
   __device__ __forceinline__ void begin(WorkTile const& tile, int row, int) {
-    this->begin_rows(tile, row);
+    first_row_ = row + warp_row_;
+    this->ask_for_scores(tile);
   }
 
   __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row,

@@ -79,7 +79,7 @@ TESSERA_INLINE constexpr TokenSlice token_slice(std::int32_t tokens, std::int32_
 }
 
 /// Rows of an expert on its owner; first_* count what the owner's earlier experts have.
-struct ExpertPlan {
+struct alignas(16) ExpertPlan {  // one load
   std::int32_t rows, first_row, first_block, first_unit;
   bool operator==(ExpertPlan const&) const = default;
 };
@@ -117,34 +117,32 @@ TESSERA_INLINE constexpr std::int32_t units_of(std::int32_t blocks) {
   return (blocks + kUnitBlocks - 1) / kUnitBlocks;
 }
 
-/// plan[E]: every rank makes that of all owners, to know where its own rows are. In two steps, so that
-/// threads can share each: all rows first, then what the owner's earlier experts have.
-TESSERA_INLINE void count_rows(ExchangeShape const& shape, CountMatrix counts, ExpertPlan* plan,
-                               std::int32_t thread, std::int32_t threads) {
-  for (std::int32_t e = thread; e < shape.experts; e += threads) {
-    std::int32_t rows = 0;
-    for (std::int32_t s = 0; s < shape.ranks; ++s) rows += counts.at(s, e);
-    plan[e].rows = rows;
-  }
+/// plan[E]: every rank makes that of all owners, to know where its own rows are. In two steps, so that threads can
+/// share each: every expert by itself, with what it adds to those after it in the place of what is before it; then,
+/// read by all before any is written, the sums of the owner's earlier experts.
+TESSERA_INLINE ExpertPlan plan_alone(ExchangeShape const& shape, CountMatrix counts,
+                                     std::int32_t expert) {
+  std::int32_t rows = 0;
+  for (std::int32_t s = 0; s < shape.ranks; ++s) rows += counts.at(s, expert);
+  std::int32_t const blocks = blocks_of(shape, rows);
+  return {rows, rows, blocks, units_of(blocks)};
 }
-TESSERA_INLINE void place_experts(ExchangeShape const& shape, ExpertPlan* plan, std::int32_t thread,
-                                  std::int32_t threads) {
-  for (std::int32_t e = thread; e < shape.experts; e += threads) {
-    std::int32_t row = 0, block = 0, unit = 0;
-    for (std::int32_t before = shape.owner(e) * shape.local_experts(); before < e; ++before) {
-      std::int32_t const blocks = blocks_of(shape, plan[before].rows);
-      row += plan[before].rows;
-      block += blocks;
-      unit += units_of(blocks);
-    }
-    plan[e].first_row = row;
-    plan[e].first_block = block;
-    plan[e].first_unit = unit;
+TESSERA_INLINE ExpertPlan plan_placed(ExchangeShape const& shape, ExpertPlan const* alone,
+                                      std::int32_t expert) {
+  ExpertPlan placed = {alone[expert].rows, 0, 0, 0};
+  for (std::int32_t e = shape.owner(expert) * shape.local_experts(); e < expert; ++e) {
+    ExpertPlan const earlier = alone[e];
+    placed.first_row += earlier.first_row;
+    placed.first_block += earlier.first_block;
+    placed.first_unit += earlier.first_unit;
   }
+  return placed;
 }
 TESSERA_INLINE void make_plan(ExchangeShape const& shape, CountMatrix counts, ExpertPlan* plan) {
-  count_rows(shape, counts, plan, 0, 1);
-  place_experts(shape, plan, 0, 1);
+  for (std::int32_t e = 0; e < shape.experts; ++e) plan[e] = plan_alone(shape, counts, e);
+  for (std::int32_t e = shape.experts; e-- > 0;) {  // reads those before it
+    plan[e] = plan_placed(shape, plan, e);
+  }
 }
 
 /// What an owner has in all.

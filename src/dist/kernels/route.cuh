@@ -184,10 +184,24 @@ __device__ bool make_plan(ExchangeArguments const& p, RouteStorage<kThreads>& sm
   }
   __syncthreads();
   CountMatrix const matrix{smem.counts, p.shape.experts};
-  count_rows(p.shape, matrix, smem.plan, thread, kThreads);
+  for (int e = thread; e < p.shape.experts; e += kThreads) {
+    smem.plan[e] = plan_alone(p.shape, matrix, e);
+  }
   make_list_begins(p.shape, matrix, p.rank, smem.list_begin, thread, kThreads);
   __syncthreads();
-  place_experts(p.shape, smem.plan, thread, kThreads);
+  constexpr int kRounds = (kMostExperts + kThreads - 1) / kThreads;
+  ExpertPlan placed[kRounds];
+  TESSERA_UNROLL
+  for (int i = 0; i < kRounds; ++i) {
+    int const e = thread + i * kThreads;
+    if (e < p.shape.experts) placed[i] = plan_placed(p.shape, smem.plan, e);
+  }
+  __syncthreads();
+  TESSERA_UNROLL
+  for (int i = 0; i < kRounds; ++i) {
+    int const e = thread + i * kThreads;
+    if (e < p.shape.experts) smem.plan[e] = placed[i];
+  }
   __syncthreads();
   return true;
 }

@@ -40,6 +40,13 @@ class Tasks {
     ticket_ = std::int64_t{gridDim.x} + __shfl_sync(block::kAllLanes, drawn_, 0);
     announce();
   }
+  // What the announced task needs of this GPU before its A may be read.
+  struct Needs {
+    std::int64_t counter = -1;  // none: there is no task
+    std::uint32_t count = 0;
+    Site site = Site::none;
+  };
+  __device__ Needs const& needs() const { return needs_; }
 
  private:
   __device__ static int lag(Pass const& pass) {
@@ -48,9 +55,18 @@ class Tasks {
   }
   __device__ void announce() {
     int4 message{0, block::kNoTile, 0, 0};
+    needs_ = {};
     if (ticket_ < tickets_) {
       Task const task = cursor_.at(ticket_);
       ExchangeShape const& shape = pass_.shape();
+      LocalLayout const& words = pass_.p.exchange.local;
+      if (task.kind == TaskKind::down) {
+        needs_ = {words.a_ready(pass_.epoch, task.block),
+                  static_cast<std::uint32_t>(kConsumers * shape.up_tiles()), Site::a_ready};
+      } else {
+        needs_ = {words.arrived(pass_.epoch, task.block),
+                  static_cast<std::uint32_t>(shape.block_rows), Site::arrived};
+      }
       ExpertPlan const& expert = pass_.plan()[task.expert];
       int const row = task.block * shape.block_rows;
       int const left = expert.rows - (task.block - expert.first_block) * shape.block_rows;
@@ -72,6 +88,7 @@ class Tasks {
 
   Pass const& pass_;
   TaskCursor cursor_;
+  Needs needs_ = {};
   std::int64_t tickets_;
   std::int64_t ticket_ = 0;
   std::uint32_t drawn_ = 0;  // of lane 0
@@ -85,32 +102,34 @@ __device__ void produce(Pass const& pass) {
   constexpr block::GemmConfig kUp = up_gemm(kKind);
   ForwardStorage& smem = pass.smem;
   ForwardParams const& p = pass.p;
-  LocalLayout const& local = p.exchange.local;
   block::WorkQueue<kPlain, true> queue(smem.gemm);
   block::PipelineState<kPlain.stages> state;
   block::WorkTile tile;
   Tasks tasks(pass);
   tasks.announce_first();
+  bool there = false;  // of lane 0: A of the announced task, seen while the stages were full
   while (queue.read(tile)) {
     bool const down = (tile.segment & kDownTask) != 0;
     tile.segment &= kDownTask - 1;
     int const k_tiles = down ? p.down.k_tiles : p.up.k_tiles;
     tasks.draw();
-    if (arch::lane_idx() == 0) {
-      int const block = tile.row / pass.shape().block_rows;
-      if (down) {
-        pass.wait_count(local.a_ready(pass.epoch, block),
-                        static_cast<std::uint32_t>(kConsumers * pass.shape().up_tiles()),
-                        Site::a_ready);
-      } else {
-        pass.wait_count(local.arrived(pass.epoch, block),
-                        static_cast<std::uint32_t>(pass.shape().block_rows), Site::arrived);
-      }
+    if (arch::lane_idx() == 0 && !there) {
+      auto const& needs = tasks.needs();
+      pass.wait_count(needs.counter, needs.count, needs.site);
       arch::fence_proxy_async_global();
     }
     __syncwarp();
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
-      if (k_tile == max(k_tiles - kAnnounceAhead, 0)) tasks.announce_drawn();
+      if (k_tile == max(k_tiles - kAnnounceAhead, 0)) {
+        tasks.announce_drawn();
+        there = false;
+        auto const& needs = tasks.needs();
+        if (arch::lane_idx() == 0 && needs.counter >= 0) {
+          there = arch::load_acquire_gpu(pass.local_word(needs.counter)) == needs.count;
+          if (there) arch::fence_proxy_async_global();
+        }
+        __syncwarp();
+      }
       block::wait_empty<kPlain>(smem.gemm, state);
       if (arch::lane_idx() == 0) {  // the lane that acquired
         arch::Mbarrier* const full = &smem.gemm.full[state.stage];

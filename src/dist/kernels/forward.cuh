@@ -3,11 +3,11 @@
 // Schedule persistent, one CTA per SM on every GPU. All CTAs route and plan (route.cuh), then by role:
 //   WG0 warp 0     | draws tickets; TMA loads of a task once [arrived] or [a_ready] says that A is there
 //       warps 1, 2 | pull rows into the pool in the order of the tasks -> arrived
-//   WG1, 2         | multiply; up: a by TMA -> a_ready; down: rows to slots on their sources,
-//                  | completed under the next task -> down_tiles, block_done
-//                  | last: aggregate the slice's tokens [block_done]
+//       warp 3     | announces what the consumers have sent [sent] -> a_ready; down_tiles, block_done
+//   WG1, 2         | multiply; up: a by TMA, complete under the next task; down: rows to slots on their
+//                  | sources -> sent; last: aggregate the slice's tokens [block_done]
 // Tasks    TaskCursor: ups, with downs behind by `lag` units
-// Barriers pipeline and work ring of block/; counters of this GPU are counted by both consumer warpgroups
+// Barriers pipeline and work ring of block/; the queue of sent tasks (sent_tasks.cuh)
 // Numerics fp32 accumulate, one rounding for a, y and o each; choices are added in their order: the bits
 //          do not depend on P, nor on who computes a task
 // Faults   a wait that fails lets every later wait pass: the kernel ends, o is void, the Fault says why
@@ -15,6 +15,7 @@
 
 #include "cuda/arch/proxy_fence.cuh"
 #include "dist/kernels/push_rows.cuh"
+#include "dist/kernels/sent_tasks.cuh"
 #include "dist/kernels/slot_sums.cuh"
 
 namespace tessera::dist {
@@ -62,7 +63,7 @@ class Tasks {
       LocalLayout const& words = pass_.p.exchange.local;
       if (task.kind == TaskKind::down) {
         needs_ = {words.a_ready(pass_.epoch, task.block),
-                  static_cast<std::uint32_t>(kConsumers * shape.up_tiles()), Site::a_ready};
+                  static_cast<std::uint32_t>(shape.up_tiles()), Site::a_ready};
       } else {
         needs_ = {words.arrived(pass_.epoch, task.block),
                   static_cast<std::uint32_t>(shape.block_rows), Site::arrived};
@@ -183,8 +184,7 @@ __device__ inline void communicate(Pass const& pass, int warp) {
 }
 
 // block::multiply with a moment in it: what this warp sent for its last task is completed while a later k_tile of
-// this one is multiplied. Earlier where a k_tile is not there yet, as it may be waiting for what we have to tell;
-// each warp decides for itself.
+// this one is multiplied. Earlier where a k_tile is not there yet, as it may be waiting for what we have to tell.
 template <class Complete>
 __device__ int multiply(ForwardStorage& smem, block::PipelineState<kPlain.stages>& state,
                         block::Accumulators<kPlain> (&acc)[1], int row, int k_tiles, bool sent,
@@ -231,26 +231,26 @@ __device__ void consume(Pass const& pass, int consumer) {
   ForwardParams const& p = pass.p;
   int const row = consumer * block::kSubtileM;
   bool const issuer = threadIdx.x % arch::kWarpgroupThreads == 0;
+  bool const issuer_warp = arch::warp_idx() % 4 == 0;
   block::WorkQueue<kPlain> queue(smem.gemm);
   block::PipelineState<kPlain.stages> state;
   block::Accumulators<kPlain> acc[1];
   block::ActivationEpilogue<kUp, kKind, false> up(smem.gemm_of<kUp>(), p.activation, consumer);
   Push push(pass, consumer);
-  int a_block = -1;  // of the up task that is to be completed
+  SentTasks sent_tasks(smem.sent);
+  bool const first_warp = consumer == 0 && issuer_warp;
+  SentTask up_task = {};
+  // Of the warp whose lane stores a: it is there, not merely read from shared memory.
   auto const complete = [&] {
-    push.finish();
-    if (issuer && a_block >= 0) {
-      arch::bulk_store_wait<0>();  // a is there, not merely read from shared memory
-      arch::add_release_gpu(pass.local_word(p.exchange.local.a_ready(pass.epoch, a_block)), 1);
-    }
-    a_block = -1;
-    __syncwarp();  // wgmma takes whole warps
+    if (issuer) arch::bulk_store_wait<0>();
+    sent_tasks.tell(up_task, first_warp);
   };
-  bool sent = false;  // of this warp: a task's results, not completed yet when the next begins
+  bool sent = false;  // an up task of this warp, not complete yet when the next task begins
   block::WorkTile tile, ahead;
   bool more = queue.read(tile);
   while (more) {
     bool const down = (tile.segment & kDownTask) != 0;
+    SentTask const task = {tile.segment, tile.row / pass.shape().block_rows};
     tile.segment &= kDownTask - 1;
     bool const has_rows = tile.rows > row;
     int const k_tiles = down ? p.down.k_tiles : p.up.k_tiles;
@@ -262,21 +262,25 @@ __device__ void consume(Pass const& pass, int consumer) {
       arch::wgmma_wait<0>();
       block::release_stage<kPlain>(smem.gemm, last);
     } else {
-      complete();
+      if (sent) complete();
       pass_over(smem, state, k_tiles, block::kBarrierSlabs + consumer);
       more = queue.read(ahead);
     }
     if (down) {
       if (has_rows) push.store(acc[0], tile, to);
-      push.begin(tile);
-    } else {
-      if (has_rows) up.store(acc[0], tile, tile.row + row);
-      a_block = tile.row / pass.shape().block_rows;
+    } else if (has_rows) {
+      up.store(acc[0], tile, tile.row + row);
     }
-    sent = true;
-    if (!more) complete();
+    sent = !down && issuer_warp;
+    if (sent) {
+      up_task = task;
+    } else {
+      sent_tasks.tell(task, first_warp);
+    }
+    if (!more && sent) complete();
     tile = ahead;
   }
+  sent_tasks.tell({0, kNoBlock}, first_warp);
   up.drain();
 }
 
@@ -322,6 +326,10 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     for (CopyRing& ring : smem.ring) {
       for (arch::Mbarrier& full : ring.full) arch::mbarrier_init(&full, 1);
     }
+    for (int slot = 0; slot < kSentSlots; ++slot) {
+      arch::mbarrier_init(&smem.sent.full[slot], kConsumerWarps);
+      arch::mbarrier_init(&smem.sent.empty[slot], 1);
+    }
     block::init_pipeline<kPlain>(smem.gemm);
   }
   arch::fence_proxy_async_shared();  // routing wrote where TMA will
@@ -334,6 +342,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       produce<kKind>(pass);
     } else if (warp <= kCommunicationWarps && arch::lane_idx() == 0) {
       communicate(pass, warp - 1);
+    } else if (warp == 3 && arch::lane_idx() == 0) {
+      announce_tasks(pass);
     }
   } else {
     arch::acquire_registers<kConsumerRegisters>();

@@ -38,10 +38,24 @@ consteval block::GemmConfig up_gemm(ActivationKind kind) {
   return Activation{.kind = kind}.gated() ? kGated : kPlain;
 }
 
+// Tasks whose results the consumer warps have sent, on their way to the warp that announces them.
+constexpr int kSentSlots = 4;
+struct SentTask {
+  int kind_and_expert;  // kDownTask, local expert
+  int block;            // kNoBlock: there are no more
+};
+constexpr int kNoBlock = -1;
+struct SentQueue {
+  arch::Mbarrier full[kSentSlots];   // all consumer warps
+  arch::Mbarrier empty[kSentSlots];  // the announcing warp
+  SentTask task[kSentSlots];
+};
+
 struct ForwardStorage {
   block::SharedStorage<kPlain> gemm;
   alignas(128) unsigned char last_row[kConsumers][kPushPitch];
   CopyRing ring[kCommunicationWarps];
+  SentQueue sent;
   // Of this rank's experts, as the cursors read them.
   std::int32_t counts[kMostExperts];  // [source][local expert]
   std::int32_t list_begin[kMostExperts];

@@ -60,39 +60,6 @@ class Push {
     }
   }
 
-  // The warp's part of a task has been sent; finish() tells when it is there.
-  __device__ void begin(block::WorkTile const& tile) {
-    pending_ = true;
-    expert_ = tile.segment;
-    block_ = tile.row / pass_.shape().block_rows;
-  }
-
-  __device__ void finish() {
-    if (!pending_) return;
-    pending_ = false;
-    __syncwarp();
-    if (arch::lane_idx() != 0) return;
-    arch::
-        fence_acq_rel_sys();  // of the whole warp's stores: the barrier before it makes them this lane's
-    ExchangeArguments const& p = pass_.p.exchange;
-    std::uint32_t const before =
-        arch::count_acq_rel_gpu(pass_.local_word(p.local.down_tiles(pass_.epoch, block_)), 1);
-    if (before + 1 != static_cast<std::uint32_t>(kConsumerWarps * p.shape.down_tiles())) return;
-    // Rows of a block come from sources in turn: those whose range meets the block's.
-    int const expert = p.rank * p.shape.local_experts() + expert_;
-    int const first = (block_ - pass_.plan()[expert].first_block) * p.shape.block_rows;
-    int row = 0;
-    for (int turn = 0; turn < p.shape.ranks; ++turn) {
-      int const source = source_at(p.shape, p.rank, turn);
-      int const end = row + pass_.counts().at(source, expert);
-      if (end > row && row < first + p.shape.block_rows && end > first) {
-        arch::store_release_sys(
-            word_of(p.windows[source], p.window.block_done_word(p.rank, block_)), pass_.epoch);
-      }
-      row = end;
-    }
-  }
-
  private:
   // Of the 8 rows in shared memory.
   __device__ unsigned char* row(int r) const {
@@ -104,8 +71,6 @@ class Push {
   Pass const& pass_;
   int consumer_, warp_;
   std::uint32_t matrix_row_;
-  bool pending_ = false;
-  int expert_ = 0, block_ = 0;
 };
 
 }  // namespace tessera::dist

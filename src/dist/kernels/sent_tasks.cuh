@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// How the results of a task are announced without a fence in the warps that multiply: they say in shared memory that
+// they have sent theirs, and a warp of its own waits for all of them, fences once per task and counts.
+//   full    every consumer warp: what it wrote for the task it has written (stores issued; bulk stores complete)
+//   empty   the announcing warp: the slot may be taken again
+// Memory  barriers of the CTA order the warps' writes before the announcing lane's fence, as __syncthreads does
+//         before the fence of one thread in a barrier of the grid
+#pragma once
+
+#include "dist/kernels/forward_pass.cuh"
+
+namespace tessera::dist {
+
+// Of one consumer warp.
+class SentTasks {
+ public:
+  __device__ explicit SentTasks(SentQueue& queue) : queue_(queue) {}
+
+  // What this warp wrote for the task is on its way. All warps say the same, in the order of the tasks.
+  __device__ void tell(SentTask const& task, bool first_warp) {
+    __syncwarp();
+    if (arch::lane_idx() == 0) {
+      arch::mbarrier_wait(&queue_.empty[slot_], phase_ ^ 1);
+      if (first_warp) queue_.task[slot_] = task;
+      arch::mbarrier_arrive(&queue_.full[slot_]);
+    }
+    __syncwarp();
+    if (++slot_ == kSentSlots) {
+      slot_ = 0;
+      phase_ ^= 1;
+    }
+  }
+
+ private:
+  SentQueue& queue_;
+  int slot_ = 0;
+  std::uint32_t phase_ = 0;
+};
+
+// The last down of a block says so to the sources of its rows, which come in turn: those whose range meets the
+// block's.
+__device__ inline void announce_block(Pass const& pass, int local_expert, int block) {
+  ExchangeArguments const& p = pass.p.exchange;
+  int const expert = p.rank * p.shape.local_experts() + local_expert;
+  int const first = (block - pass.plan()[expert].first_block) * p.shape.block_rows;
+  int row = 0;
+  for (int turn = 0; turn < p.shape.ranks; ++turn) {
+    int const source = source_at(p.shape, p.rank, turn);
+    int const end = row + pass.counts().at(source, expert);
+    if (end > row && row < first + p.shape.block_rows && end > first) {
+      arch::store_release_sys(word_of(p.windows[source], p.window.block_done_word(p.rank, block)),
+                              pass.epoch);
+    }
+    row = end;
+  }
+}
+
+// One lane, until the consumers have no more tasks.
+__device__ inline void announce_tasks(Pass const& pass) {
+  LocalLayout const& local = pass.p.exchange.local;
+  SentQueue& queue = pass.smem.sent;
+  std::uint32_t phase = 0;
+  for (int slot = 0;;) {
+    arch::mbarrier_wait(&queue.full[slot], phase);
+    SentTask const task = queue.task[slot];
+    arch::mbarrier_arrive(&queue.empty[slot]);
+    if (task.block == kNoBlock) return;
+    if ((task.kind_and_expert & kDownTask) == 0) {
+      arch::add_release_gpu(pass.local_word(local.a_ready(pass.epoch, task.block)), 1);
+    } else {
+      arch::fence_acq_rel_sys();
+      std::uint32_t const before =
+          arch::count_acq_rel_gpu(pass.local_word(local.down_tiles(pass.epoch, task.block)), 1);
+      if (before + 1 == static_cast<std::uint32_t>(pass.shape().down_tiles())) {
+        announce_block(pass, task.kind_and_expert & (kDownTask - 1), task.block);
+      }
+    }
+    if (++slot == kSentSlots) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+}
+
+}  // namespace tessera::dist

@@ -4,8 +4,9 @@
 //   after the owner, mod P, so that owners pull from different peers at any one time.
 //   block: block_rows rows of one expert in the owner's pool, the last one padded
 //   unit:  up to kUnitBlocks blocks of one expert
-//   tasks: up(U0), up(U1), .. with down(Uj) after up(Uj+lag), the rest at the end; inside a unit block by
-//   block, tile by tile, as blocks fill in this order
+//   tasks: up(U0), up(U1), .. with down(Uj) after up(Uj+lag), the rest at the end; inside a unit groups of
+//   kRasterTiles tiles, in a group block by block, as blocks fill in this order, tile by tile; backwards in every
+//   other group. So tasks that run at the same time share weights and rows in L2.
 // Integers only, for host and device. Cursors go forward: a walk over a pass costs one visit per expert.
 #pragma once
 
@@ -16,6 +17,7 @@
 namespace tessera::dist {
 
 constexpr int kUnitBlocks = 8;
+constexpr int kRasterTiles = 8;
 constexpr int kTileColumns = 256;  // of a GEMM; a gated up projection makes half as many of a
 
 /// What crosses the link. direct: a row for every pair, and its result back. dedup: a token's row once
@@ -304,7 +306,14 @@ class TaskCursor {
     auto const place = static_cast<std::int32_t>(ticket - begin_);
     UnitCursor const& unit = kind_ == TaskKind::up ? up_ : down_;
     std::int32_t const tiles = kind_ == TaskKind::up ? up_tiles_ : down_tiles_;
-    return {kind_, unit.expert(), unit.first_block() + place / tiles, place % tiles};
+    std::int32_t const group = place / (unit.blocks() * kRasterTiles);
+    std::int32_t const first_tile = group * kRasterTiles;
+    std::int32_t const width =
+        tiles - first_tile < kRasterTiles ? tiles - first_tile : kRasterTiles;
+    std::int32_t const in_group = place - unit.blocks() * first_tile;
+    std::int32_t const turn = in_group / width;
+    std::int32_t const block = group % 2 == 0 ? turn : unit.blocks() - 1 - turn;
+    return {kind_, unit.expert(), unit.first_block() + block, first_tile + in_group % width};
   }
 
  private:

@@ -327,7 +327,8 @@ Program Passes::tell(Actor& self, std::vector<Untold>& untold) {
 }
 
 // In a ring: until all ups of the block that lies there have read it. They have lower tickets than those of `block`,
-// and need no row of it or of later blocks; but they may need what this warp has not told.
+// where a ring has places for a unit or a group has all tiles, and need no row of it or of later blocks; but they may
+// need what this warp has not told.
 Program Passes::await_place(Actor& self, std::uint32_t epoch, std::int32_t block,
                             std::vector<Untold>& untold) {
   std::int32_t const before = block - options_.ring_blocks;

@@ -208,6 +208,37 @@ TEST(Tasks, ALagBeyondAllUnitsCostsNoSteps) {
   }
 }
 
+TEST(Tasks, TilesGoInGroupsThroughTheBlocksOfAUnit) {
+  // Two units of one expert, 8 and 3 blocks; 19 tiles of up, 9 of down.
+  ExchangeShape const shape = {.ranks = 1,
+                               .max_tokens = 22,
+                               .hidden = 9 * 256,
+                               .intermediate = 19 * 128,
+                               .experts = 1,
+                               .max_top_k = 1,
+                               .block_rows = 2};
+  Exchange const exchange{shape, {std::vector<std::int32_t>(22, 0)}};
+  OwnerPlan const own(exchange, 0);
+  TaskCursor cursor = own.tasks(1);
+  std::int64_t ticket = 0;
+  auto const expect_unit = [&](TaskKind kind, std::int32_t first_block, std::int32_t blocks,
+                               std::int32_t tiles) {
+    for (std::int32_t first = 0; first < tiles; first += kRasterTiles) {
+      for (std::int32_t turn = 0; turn < blocks; ++turn) {
+        std::int32_t const block = first / kRasterTiles % 2 == 0 ? turn : blocks - 1 - turn;
+        for (std::int32_t tile = first; tile < std::min(tiles, first + kRasterTiles); ++tile) {
+          EXPECT_EQ(cursor.at(ticket++), (Task{kind, 0, first_block + block, tile}));
+        }
+      }
+    }
+  };
+  expect_unit(TaskKind::up, 0, 8, 19);
+  expect_unit(TaskKind::up, 8, 3, 19);
+  expect_unit(TaskKind::down, 0, 8, 9);
+  expect_unit(TaskKind::down, 8, 3, 9);
+  EXPECT_EQ(ticket, cursor.tickets());
+}
+
 TEST(Tasks, UpMakesHalfAsManyColumnsOfAWithAGate) {
   ExchangeShape shape;
   shape.intermediate = 257;

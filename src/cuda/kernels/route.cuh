@@ -37,8 +37,18 @@ struct RouteConfig {
   static constexpr int kMaxGroups = arch::kWarpThreads;
 };
 
-__device__ __forceinline__ float largest_of_lanes(float value) {
-  return core::key_value(__reduce_max_sync(block::kWholeWarp, core::ordered_key(value)));
+// The largest of kLanes neighbours, in each of them.
+template <int kLanes>
+__device__ __forceinline__ uint32_t largest_of(uint32_t key) {
+  if constexpr (kLanes == arch::kWarpThreads) {
+    return __reduce_max_sync(block::kWholeWarp, key);
+  } else {
+    TESSERA_UNROLL
+    for (int half = kLanes / 2; half > 0; half /= 2) {
+      key = max(key, __shfl_xor_sync(block::kWholeWarp, key, half));
+    }
+    return key;
+  }
 }
 
 // The kLength largest keys of a lane, largest first; 0 behind the last.
@@ -285,26 +295,49 @@ __device__ __forceinline__ float softmax_sum(RouteArguments const& p, float cons
   return block::fold_sum(sum);
 }
 
-// Lane k holds the k-th chosen logit; writes score and p of its choice.
-template <int kValues>
+// Of kLanes lanes, lane q holds the chosen logits q, q + kLanes, ..; writes their scores and p. kValues: of a lane in a
+// softmax over all experts, which takes a whole warp.
+template <int kLanes, int kChoices, int kValues>
 __device__ __forceinline__ void store_scores(RouteArguments const& p, float const* gmem_logits,
-                                             float logit, int64_t slot) {
-  bool const chosen = arch::lane_idx() < p.top_k;
-  float term = 0, sum = 1;
+                                             float const (&logit)[kChoices],
+                                             bool const (&chosen)[kChoices], int64_t slot) {
+  float term[kChoices] = {}, sum = 1;
+  auto const sum_of_terms = [&] {
+    float own = term[0];
+    TESSERA_UNROLL
+    for (int c = 1; c < kChoices; ++c) own += term[c];
+    return block::fold_sum<kLanes>(own);
+  };
+  auto const exponentiate = [&](float largest) {
+    TESSERA_UNROLL
+    for (int c = 0; c < kChoices; ++c) {
+      if (chosen[c]) term[c] = core::exp_fp32(logit[c] - largest);
+    }
+  };
   if (core::has_own_p(p.kind)) {
-    if (chosen) term = core::own_p(p.kind, logit);
-    if (chosen && p.gmem_chosen_p != nullptr) p.gmem_chosen_p[slot] = term;
-    if (p.normalize_scores) sum = block::fold_sum(term) + core::kNormalizeFloor;
-  } else if (p.kind == RouterKind::softmax_topk) {
+    TESSERA_UNROLL
+    for (int c = 0; c < kChoices; ++c) {
+      if (chosen[c]) term[c] = core::own_p(p.kind, logit[c]);
+      if (chosen[c] && p.gmem_chosen_p != nullptr) p.gmem_chosen_p[slot + c * kLanes] = term[c];
+    }
+    if (p.normalize_scores) sum = sum_of_terms() + core::kNormalizeFloor;
+  } else if (kLanes == arch::kWarpThreads && p.kind == RouterKind::softmax_topk) {
     float largest;
     sum = softmax_sum<kValues>(p, gmem_logits, largest);
-    if (chosen) term = core::exp_fp32(logit - largest);
+    exponentiate(largest);
   } else {
-    float const largest = largest_of_lanes(chosen ? logit : -INFINITY);
-    if (chosen) term = core::exp_fp32(logit - largest);
-    sum = block::fold_sum(term);
+    uint32_t own = core::ordered_key(chosen[0] ? logit[0] : -INFINITY);
+    TESSERA_UNROLL
+    for (int c = 1; c < kChoices; ++c) {
+      own = max(own, core::ordered_key(chosen[c] ? logit[c] : -INFINITY));
+    }
+    exponentiate(core::key_value(largest_of<kLanes>(own)));
+    sum = sum_of_terms();
   }
-  if (chosen) p.gmem_topk_weights[slot] = p.route_scale * (term / sum);
+  TESSERA_UNROLL
+  for (int c = 0; c < kChoices; ++c) {
+    if (chosen[c]) p.gmem_topk_weights[slot + c * kLanes] = p.route_scale * (term[c] / sum);
+  }
 }
 
 template <class Config, int kValues>
@@ -320,17 +353,8 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
   int64_t const slot = token * p.top_k + arch::lane_idx();
   bool const chosen = arch::lane_idx() < p.top_k;
   if (chosen) p.gmem_topk_ids[slot] = choice;
-  store_scores<kValues>(p, gmem_logits, chosen ? gmem_logits[choice] : 0.0f, slot);
-}
-
-// The largest of kLanes neighbours, in each of them.
-template <int kLanes>
-__device__ __forceinline__ uint32_t largest_of(uint32_t key) {
-  TESSERA_UNROLL
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    key = max(key, __shfl_xor_sync(block::kWholeWarp, key, half));
-  }
-  return key;
+  store_scores<arch::kWarpThreads, 1, kValues>(
+      p, gmem_logits, {chosen ? gmem_logits[choice] : 0.0f}, {chosen}, slot);
 }
 
 // A token's choices by kLanes lanes with kValues experts each: lane q has choices q and q + kLanes.
@@ -416,43 +440,18 @@ __global__ void __launch_bounds__(Config::kSharedWarps* arch::kWarpThreads)
       if (arch::lane_idx() / kLanes == in_warp) choice[c] = chosen;
     }
   }
+  // Lanes of the last token again, where the warp has more than exist, store nothing.
   bool const exists = first + arch::lane_idx() / kLanes < p.tokens;
-  bool chosen[Token::kChoices];
-  float logit[Token::kChoices], term[Token::kChoices];
-  TESSERA_UNROLL
-  for (int c = 0; c < Token::kChoices; ++c) {
-    chosen[c] = Token::lane() + c * kLanes < p.top_k;
-    logit[c] = chosen[c] ? gmem_logits[choice[c]] : -INFINITY;
-    term[c] = 0;
-  }
   int64_t const slot = token * p.top_k + Token::lane();
-  float sum = 1;
-  if (core::has_own_p(p.kind)) {
-    TESSERA_UNROLL
-    for (int c = 0; c < Token::kChoices; ++c) {
-      if (chosen[c]) term[c] = core::own_p(p.kind, logit[c]);
-      if (chosen[c] && exists && p.gmem_chosen_p != nullptr) {
-        p.gmem_chosen_p[slot + c * kLanes] = term[c];
-      }
-    }
-    if (p.normalize_scores) {
-      sum = block::fold_sum<kLanes>(term[0] + term[1]) + core::kNormalizeFloor;
-    }
-  } else {
-    uint32_t const larger = max(core::ordered_key(logit[0]), core::ordered_key(logit[1]));
-    float const largest = core::key_value(largest_of<kLanes>(larger));
-    TESSERA_UNROLL
-    for (int c = 0; c < Token::kChoices; ++c) {
-      if (chosen[c]) term[c] = core::exp_fp32(logit[c] - largest);
-    }
-    sum = block::fold_sum<kLanes>(term[0] + term[1]);
-  }
+  bool chosen[Token::kChoices];
+  float logit[Token::kChoices];
   TESSERA_UNROLL
   for (int c = 0; c < Token::kChoices; ++c) {
-    if (!chosen[c] || !exists) continue;
-    p.gmem_topk_ids[slot + c * kLanes] = choice[c];
-    p.gmem_topk_weights[slot + c * kLanes] = p.route_scale * (term[c] / sum);
+    chosen[c] = exists && Token::lane() + c * kLanes < p.top_k;
+    logit[c] = chosen[c] ? gmem_logits[choice[c]] : 0.0f;
+    if (chosen[c]) p.gmem_topk_ids[slot + c * kLanes] = choice[c];
   }
+  store_scores<kLanes, Token::kChoices, kValues>(p, gmem_logits, logit, chosen, slot);
 }
 
 // With the fewest lanes that hold the experts and the choices.

@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """DRAM bytes of every kernel of a layer's forward and backward pass, over those of every array moved once.
 
+Gathered rows are counted once per token, as if L2 held them until their last expert, and once per slot, as if it held
+none: the first is what could be, the second what a kernel may cost.
+
 Profiles the first call of each pass in bench_libraries with Nsight Compute, caches flushed before every kernel, and
 writes a results file.
 Needs the right to read counters: run as root, or see ncu's ERR_NVGPUCTRPERM.
@@ -27,7 +30,7 @@ METRICS = {
     "dram__bytes_write.sum": "dram_write",
     "gpu__time_duration.sum": "ns",
 }
-LIMIT = 1.15  # a kernel that moves more has lost data that L2 should have kept
+LIMIT = 1.15  # of the bytes with rows gathered once per slot: a kernel that moves more has lost data it should have kept
 SCORE_GROUP = 128  # columns of h behind one partial sum of ds
 LAUNCHES = 32  # bench_libraries begins with a forward and a backward call of 8 kernels each; others follow
 # The names of kernels begin with their op's; both weight gradients of the experts are one kernel.
@@ -60,23 +63,24 @@ def shape_of(config: str, configs: str) -> Shape:
     return Shape(*(int(value) for value in found[1].split(",")))
 
 
-def bytes_once(op: str, backward: bool, shape: Shape) -> int:
-    """Every array once, gathered rows once per token, bf16 gradients; 0 for what has no formula."""
+def bytes_once(op: str, backward: bool, shape: Shape, gathered_rows: int) -> int:
+    """Every array once, but `gathered_rows` of what is gathered; bf16 gradients; 0 for what has no formula."""
     t, d, n, e, k = shape
     r = t * k
+    g = gathered_rows
     partials = 4 * r * -(-n // SCORE_GROUP)
     forward_ops = {
         "router_logits": 2 * t * d + 2 * e * d + 4 * t * e,
         "route": 4 * t * e + 8 * r,
         "metadata": 4 * r + 12 * r + 4 * e,
-        "up_projection_fwd": 2 * t * d + 4 * e * n * d + 6 * r * n,
+        "up_projection_fwd": 2 * g * d + 4 * e * n * d + 6 * r * n,
         "down_projection_fwd": 2 * r * n + 2 * e * n * d + 2 * r * d,
         "aggregate": 2 * r * d + 8 * r + 2 * t * d,
     }
     backward_ops = {
-        "down_projection_dgrad": 2 * t * d + 2 * e * n * d + 10 * r * n + 4 * r + partials,
+        "down_projection_dgrad": 2 * g * d + 2 * e * n * d + 10 * r * n + 4 * r + partials,
         "router_dlogits": partials + 20 * r + 2 * t * e,
-        "projection_wgrad": 4 * t * d + 6 * r * n + 6 * e * n * d,
+        "projection_wgrad": 4 * g * d + 6 * r * n + 6 * e * n * d,
         "up_projection_dgrad": 4 * r * n + 4 * e * n * d + 4 * r + 2 * e * d + 2 * r * d,
         "aggregate": 2 * r * d + 4 * r + 2 * t * d,
         "router_wgrad": 2 * t * e + 2 * t * d + 2 * e * d,
@@ -130,14 +134,17 @@ def rows_of(config: str, shape: Shape, kernels: list[tuple[bool, Kernel]]) -> li
             (backward, op),
             {"config": config, "shape": list(shape), "dtype": "bf16", "routing": "random", "pass": op,
              "backward": backward, "impl": "tessera", "us": 0.0, "dram_read": 0, "dram_write": 0,
-             "bytes": bytes_once(op, backward, shape)},
+             "bytes": bytes_once(op, backward, shape, shape.tokens),
+             "bytes_per_slot": bytes_once(op, backward, shape, shape.tokens * shape.top_k)},
         )  # fmt: skip
         row["us"] = round(row["us"] + kernel.ns * 1e-3, 3)
         row["dram_read"] += int(kernel.dram_read)
         row["dram_write"] += int(kernel.dram_write)
     for row in rows.values():
         if row["bytes"]:
-            row["ratio"] = round((row["dram_read"] + row["dram_write"]) / row["bytes"], 3)
+            moved = row["dram_read"] + row["dram_write"]
+            row["ratio"] = round(moved / row["bytes"], 3)
+            row["ratio_per_slot"] = round(moved / row["bytes_per_slot"], 3)
     return list(rows.values())
 
 
@@ -177,8 +184,10 @@ def main() -> None:
         for row in new:
             side = "backward" if row["backward"] else "forward"
             mb = (row["dram_read"] + row["dram_write"]) / 1e6
-            ratio = row.get("ratio")
-            note = "" if ratio is None else f"{ratio:6.2f}{f', over {LIMIT}' if ratio > LIMIT else ''}"
+            note = ""
+            if "ratio" in row:
+                over = f", over {LIMIT}" if row["ratio_per_slot"] > LIMIT else ""
+                note = f"{row['ratio']:6.2f} {row['ratio_per_slot']:6.2f}{over}"
             print(f"{config:10} {side:8} {row['pass']:22} {row['us']:9.1f} us {mb:9.1f} MB {note}", flush=True)
         rows += new
     document = {
@@ -187,7 +196,8 @@ def main() -> None:
         "device": args.device,
         "date": datetime.date.today().isoformat(),
         "protocol": "first call of each pass, one kernel at a time, caches flushed before each; bytes: every array"
-        " once, gathered rows once per token; what is left in L2 at the end of a kernel is not written to DRAM",
+        " once, gathered rows once per token, bytes_per_slot: once per slot; what is left in L2 at the end of a kernel is"
+        " not written to DRAM",
         "rows": rows,
     }
     args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -5,6 +5,7 @@
 #include <cxxabi.h>
 
 #include <cstdlib>
+#include <new>
 
 #include "device/device.hpp"
 
@@ -97,6 +98,15 @@ __global__ void uniform_values(__nv_bfloat16* gmem, std::int64_t count, std::uin
   for (std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
        i += std::int64_t{gridDim.x} * blockDim.x) {
     gmem[i] = __float2bfloat16_rn(uniform_value(static_cast<std::uint64_t>(i), seed, scale));
+  }
+}
+
+__global__ void stamp(long long* gmem_cycles) { *gmem_cycles = clock64(); }
+
+// Openings may wrap around. A spin is a read of the host's memory, about a microsecond.
+__global__ void wait_until(std::uint32_t const volatile* opened, std::uint32_t opening) {
+  constexpr int kMostSpins = 10'000'000;
+  for (int i = 0; i < kMostSpins && static_cast<std::int32_t>(*opened - opening) < 0; ++i) {
   }
 }
 
@@ -207,6 +217,41 @@ float Event::since(Event const& start) const {
           "event");
   return ms;
 }
+
+Stopwatch::Stopwatch(std::int32_t device)
+    : stamps_(allocate(device, 2 * sizeof(long long), Kind::device)) {
+  cudaFuncAttributes attributes;  // loads the kernel now: later that might wait for a held stream
+  require(cudaFuncGetAttributes(&attributes, stamp), "stamp");
+}
+void Stopwatch::start(Stream const& stream) const {
+  stamp<<<1, 1, 0, native_of(stream)>>>(reinterpret_cast<long long*>(stamps_.get()));
+  require(cudaGetLastError(), "stamp");
+  start_.record(stream);
+}
+void Stopwatch::stop(Stream const& stream) const {
+  stop_.record(stream);
+  stamp<<<1, 1, 0, native_of(stream)>>>(reinterpret_cast<long long*>(stamps_.get()) + 1);
+  require(cudaGetLastError(), "stamp");
+  end_.record(stream);
+}
+float Stopwatch::mhz() const {
+  long long stamps[2];
+  download(stamps, stamps_.get(), sizeof stamps);
+  float const mhz = static_cast<float>(stamps[1] - stamps[0]) / (1e3f * end_.since(start_));
+  return mhz > 100 && mhz < 4000 ? mhz : 0;
+}
+
+Gate::Gate() {
+  void* memory = nullptr;
+  require(cudaHostAlloc(&memory, sizeof *opened_, cudaHostAllocPortable), "pinned memory");
+  opened_ = new (memory) std::uint32_t volatile {0};
+}
+Gate::~Gate() { cudaFreeHost(const_cast<std::uint32_t*>(opened_)); }
+void Gate::hold(Stream const& stream, std::uint32_t opening) const {
+  wait_until<<<1, 1, 0, native_of(stream)>>>(opened_, opening);
+  require(cudaGetLastError(), "gate");
+}
+void Gate::open() noexcept { *opened_ = *opened_ + 1; }
 
 Facts facts(std::int32_t device) {
   cudaDeviceProp properties;

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -30,10 +31,11 @@ namespace {
 constexpr int kWarmUps = 20, kLeastRounds = 50, kMostRounds = 2000;
 constexpr char kProtocol[] =
     "median of at least 50 rounds after 20; a round runs every candidate once, in rotating order; "
-    "all GPUs start "
-    "together, and a time is that of the slowest between CUDA events; o is compared bit for bit "
-    "with the layer that "
-    "has all experts on one GPU";
+    "a pass is enqueued "
+    "behind a gate that opens for all GPUs at once, and its time is that of the slowest between "
+    "CUDA events; mhz: mean "
+    "SM clock of the slowest GPU's passes; o is compared bit for bit with the layer that has all "
+    "experts on one GPU";
 
 /// Where the threads of a group meet. Who fails takes the others along.
 class Meeting {
@@ -67,15 +69,21 @@ class Meeting {
 enum Candidate { kEager, kGraph, kOneGpu, kCandidates };
 constexpr std::array<char const*, kCandidates> kVariants = {"", "graph", "one-gpu"};
 
+/// Of one pass.
+struct Reading {
+  float ms = 0, mhz = 0;
+};
+
 /// What the ranks of one job share.
 struct Group {
   explicit Group(std::int32_t ranks)
       : meeting(ranks), windows(static_cast<std::size_t>(ranks)), latest(windows.size()) {}
   Meeting meeting;
+  device::Gate gate;
   std::vector<void*> windows;
-  std::vector<std::array<float, kCandidates>> latest;  // of each rank
-  std::array<std::vector<double>, kCandidates> ms;     // of the slowest rank
-  bool more = true;                                    // written by rank 0
+  std::vector<std::array<Reading, kCandidates>> latest;  // of each rank
+  std::array<std::vector<double>, kCandidates> ms, mhz;  // of the slowest rank
+  bool more = true;                                      // written by rank 0
 };
 
 Tensor bf16(device::Memory const& memory, std::initializer_list<std::int64_t> shape,
@@ -112,6 +120,7 @@ class RankBench {
   RankBench(std::int32_t rank, std::int32_t ranks, CudaBench::Job const& job, Group& group)
       : context_(value_of(Context::create({.device = {DeviceKind::cuda, rank}}))),
         stream_(rank),
+        watch_(rank),
         group_(group),
         rank_(rank),
         desc_(job.layer_case.desc) {
@@ -171,6 +180,7 @@ class RankBench {
     alone_.o = bf16(wanted_, {s.tokens, s.hidden}, device);
     alone_.workspace = {workspace_.get(), workspace};
     graph_.emplace(stream_, [this] { run(kEager); });
+    run(kOneGpu);  // loads its kernels, which might wait for a held stream later
     stream_.synchronize();
     group_.meeting.meet();
   }
@@ -199,12 +209,14 @@ class RankBench {
   void round(int first) {
     for (int i = 0; i < kCandidates; ++i) {
       auto const candidate = static_cast<Candidate>((i + first) % kCandidates);
-      group_.meeting.meet();
-      start_.record(stream_);
+      group_.gate.hold(stream_, ++passes_);
+      watch_.start(stream_);
       run(candidate);
-      end_.record(stream_);
+      watch_.stop(stream_);
+      group_.meeting.meet();
+      if (rank_ == 0) group_.gate.open();
       synchronize();
-      group_.latest[static_cast<std::size_t>(rank_)][candidate] = end_.since(start_);
+      group_.latest[static_cast<std::size_t>(rank_)][candidate] = {watch_.ms(), watch_.mhz()};
     }
     group_.meeting.meet();
   }
@@ -237,9 +249,10 @@ class RankBench {
 
   Context context_;
   device::Stream stream_;
-  device::Event start_, end_;
+  device::Stopwatch watch_;
   Group& group_;
   std::int32_t rank_;
+  std::uint32_t passes_ = 0;  // that were timed
   MoeDesc desc_;
   device::Memory window_, group_workspace_, workspace_, w_up_, w_down_, o_, wanted_, ids_, scores_;
   std::optional<ExpertParallel> experts_;
@@ -258,10 +271,13 @@ void run_rank(std::int32_t rank, std::int32_t ranks, CudaBench::Job const& job,
     if (rank == 0) {
       if (i < 0) end = now_seconds() + bench.seconds;
       for (int c = 0; c < kCandidates && i >= 0; ++c) {
-        float slowest = 0;
-        for (auto const& latest : group.latest)
-          slowest = std::max(slowest, latest[static_cast<std::size_t>(c)]);
-        group.ms[static_cast<std::size_t>(c)].push_back(slowest);
+        Reading slowest;
+        for (auto const& latest : group.latest) {
+          Reading const& reading = latest[static_cast<std::size_t>(c)];
+          if (reading.ms > slowest.ms) slowest = reading;
+        }
+        group.ms[static_cast<std::size_t>(c)].push_back(slowest.ms);
+        group.mhz[static_cast<std::size_t>(c)].push_back(slowest.mhz);
       }
       group.more = i + 1 < kMostRounds && (i + 1 < kLeastRounds || now_seconds() < end);
     }
@@ -323,6 +339,7 @@ Json bench_job(std::int32_t gpus, CudaBench::Job const& job, CudaBench const& be
                     {"ms_p10", quantile(ms, 0.1)},
                     {"ms_p90", quantile(ms, 0.9)},
                     {"tflops", flops / quantile(ms, 0.5) * 1e-9},
+                    {"mhz", std::round(quantile(group.mhz[c], 0.5))},
                     {"checked", checked}});
   }
   return rows;
@@ -342,18 +359,18 @@ Json bench_on_gpus(std::int32_t gpus, CudaBench const& bench) {
   check(Context::create({.device = {DeviceKind::cuda, gpus - 1}}).status());
   Json rows = Json::array();
   if (bench.print) {
-    print_text(fmt::format("{:<18} {:>4} {:<10} {:>9} {:>9} {:>9} {:>10}  {}\n", "config", "gpus",
-                           "variant", "ms", "p10", "p90", "TFLOP/s", "checked"));
+    print_text(fmt::format("{:<18} {:>4} {:<10} {:>9} {:>9} {:>9} {:>10} {:>5}  {}\n", "config",
+                           "gpus", "variant", "ms", "p10", "p90", "TFLOP/s", "MHz", "checked"));
   }
   for (CudaBench::Job const& job : bench.jobs) {
     for (Json& row : bench_job(gpus, job, bench)) {
       if (bench.print) {
-        print_text(fmt::format("{:<18} {:>4} {:<10} {:>9.4f} {:>9.4f} {:>9.4f} {:>10.1f}  {}\n",
-                               row["config"].get<std::string>(), row["gpus"].get<int>(),
-                               row["variant"].get<std::string>(), row["ms"].get<double>(),
-                               row["ms_p10"].get<double>(), row["ms_p90"].get<double>(),
-                               row["tflops"].get<double>(),
-                               row["checked"].get<bool>() ? "yes" : "-"));
+        print_text(fmt::format(
+            "{:<18} {:>4} {:<10} {:>9.4f} {:>9.4f} {:>9.4f} {:>10.1f} {:>5.0f}  {}\n",
+            row["config"].get<std::string>(), row["gpus"].get<int>(),
+            row["variant"].get<std::string>(), row["ms"].get<double>(), row["ms_p10"].get<double>(),
+            row["ms_p90"].get<double>(), row["tflops"].get<double>(), row["mhz"].get<double>(),
+            row["checked"].get<bool>() ? "yes" : "-"));
       }
       rows.push_back(std::move(row));
     }

@@ -43,7 +43,7 @@ LAYERS = {
     "huggingface": ["include/tessera", "lm"],
     "cli": ["include/tessera", "src/verify", "src/device", "lm", "huggingface"],
     "bench": [
-        "include/tessera", "src/core", "src/cpu/parallel", "src/cuda", "src/dist", "tests/support",
+        "include/tessera", "src/core", "src/cpu/parallel", "src/cuda", "src/device", "src/dist", "tests/support",
     ],
     "tests": [""],  # anything
 }

@@ -9,6 +9,7 @@
 
 #include "../../src/cuda/host/aggregate.hpp"
 #include "../../src/cuda/host/projection.hpp"
+#include "../../src/device/device.hpp"
 #include "../../src/dist/kernels/exchange.hpp"
 #include "../../src/dist/kernels/forward.hpp"
 #include "../cuda/support.cuh"
@@ -20,15 +21,20 @@ using dist::ExchangeArguments;
 using dist::ExchangeShape;
 
 enum Part { kDispatch, kUp, kDown, kCombine, kAggregate, kParts };
-enum class Way { chain, fused };
 constexpr char const* kPartNames[] = {"dispatch", "up_projection_fwd", "down_projection_fwd",
                                       "combine", "aggregate"};
 
-// one_expert: all choices of all tokens but the first are none; nothing: no choice at all.
-enum class Pattern { random, zipf, one_expert, sentinels, idle_rank, one_token, nothing };
-constexpr Pattern kPatterns[] = {Pattern::random,    Pattern::zipf,      Pattern::one_expert,
-                                 Pattern::sentinels, Pattern::idle_rank, Pattern::one_token,
-                                 Pattern::nothing};
+// balanced: equally many rows for all experts. one_expert: all choices of all tokens but the first are none; idle_rank:
+// the last one has no tokens; nothing: no choice at all.
+enum class Pattern { balanced, random, zipf, one_expert, sentinels, idle_rank, one_token, nothing };
+constexpr Pattern kPatterns[] = {Pattern::balanced,   Pattern::random,    Pattern::zipf,
+                                 Pattern::one_expert, Pattern::sentinels, Pattern::idle_rank,
+                                 Pattern::one_token,  Pattern::nothing};
+inline char const* name(Pattern pattern) {
+  constexpr char const* kNames[] = {"balanced",  "random",    "zipf",      "one-expert",
+                                    "sentinels", "idle-rank", "one-token", "nothing"};
+  return kNames[int(pattern)];
+}
 
 // What one rank's router chose in one pass.
 struct Choices {
@@ -57,16 +63,21 @@ inline Choices draw(ExchangeShape const& s, Pattern pattern, int rank, uint64_t 
   };
   for (int t = 0; t < c.tokens; ++t) {
     for (int k = 0; k < s.max_top_k; ++k) {
-      std::swap(experts[size_t(k)], experts[pick(k)]);
+      size_t const next = size_t((t * s.max_top_k + k) % s.experts);
+      if (pattern != Pattern::balanced) std::swap(experts[size_t(k)], experts[pick(k)]);
       bool const none = (pattern == Pattern::sentinels && rng() % 3 == 0) ||
                         (pattern == Pattern::one_expert && k > 0) || pattern == Pattern::nothing;
-      int32_t const one = pattern == Pattern::one_expert ? s.experts - 1 : experts[size_t(k)];
+      int32_t const one = pattern == Pattern::one_expert ? s.experts - 1
+                          : pattern == Pattern::balanced ? int32_t(next)
+                                                         : experts[size_t(k)];
       c.ids.push_back(none ? (rng() % 2 ? -1 : s.experts) : one);
       c.scores.push_back(float(rng() % 1000) / 1000.0f + 0.1f);
     }
   }
   return c;
 }
+
+using WindowAddresses = std::array<char*, kMaxRanks>;
 
 inline void fail(Status const& status) {
   if (status.ok()) return;
@@ -77,8 +88,9 @@ inline void fail(Status const& status) {
 class Rank {
  public:
   // `windows`: of all ranks, zeroed, as this GPU addresses them.
-  Rank(int rank, ExchangeShape const& s, ActivationKind activation, std::array<char*, 2> windows)
+  Rank(int rank, ExchangeShape const& s, ActivationKind activation, WindowAddresses const& windows)
       : rank_(rank),
+        stream_(rank),
         shape_(s),
         activation_{.kind = activation},
         window_layout_(s),
@@ -122,25 +134,25 @@ class Rank {
     TESSERA_CUDA(cudaDeviceSynchronize());
   }
 
-  // The layer on this GPU alone.
+  // Prepares the layer that needs no other GPU, and takes its result for what is wanted.
   void compute_wanted(Context const& context) {
     if (tokens_ == 0) return;
     ExchangeShape const& s = shape_;
-    MoeDesc desc;
-    desc.shape = {.tokens = tokens_,
-                  .hidden = s.hidden,
-                  .intermediate = s.intermediate,
-                  .experts = s.experts,
-                  .top_k = s.max_top_k};
-    desc.dtype = DType::bf16;
-    desc.activation = activation_;
-    desc.router.kind = RouterKind::given;
-    desc.save = SavePolicy::none;
+    layer_ = {};
+    layer_.desc.shape = {.tokens = tokens_,
+                         .hidden = s.hidden,
+                         .intermediate = s.intermediate,
+                         .experts = s.experts,
+                         .top_k = s.max_top_k};
+    layer_.desc.dtype = DType::bf16;
+    layer_.desc.activation = activation_;
+    layer_.desc.router.kind = RouterKind::given;
+    layer_.desc.save = SavePolicy::none;
     Device const device = context.device();
-    auto const bytes = workspace_bytes(context, desc, Pass::forward);
-    if (!bytes.ok()) fail(bytes.status());
-    DeviceBuffer<char> workspace{int64_t(const_cast<Expected<size_t>&>(bytes).value())};
-    MoeForwardArgs args;
+    auto bytes = workspace_bytes(context, layer_.desc, Pass::forward);
+    fail(bytes.status());
+    layer_.workspace = std::make_unique<DeviceBuffer<char>>(int64_t(bytes.value()));
+    MoeForwardArgs& args = layer_.args;
     args.x = tensor(static_cast<void const*>(x()), DType::bf16, {tokens_, s.hidden}, device);
     args.weights.w_up = tensor(static_cast<void const*>(w_up_.get()), DType::bf16,
                                {s.experts, halves() * s.intermediate, s.hidden}, device);
@@ -151,9 +163,12 @@ class Rank {
     args.topk_weights = tensor(static_cast<void const*>(scores_.get()), DType::fp32,
                                {tokens_, s.max_top_k}, device);
     args.o = tensor(static_cast<void*>(wanted_.get()), DType::bf16, {tokens_, s.hidden}, device);
-    args.workspace = {workspace.get(), size_t(workspace.count())};
-    fail(moe_forward(context, desc, args));
+    args.workspace = {layer_.workspace->get(), size_t(layer_.workspace->count())};
+    launch_layer(context);
     TESSERA_CUDA(cudaDeviceSynchronize());
+  }
+  void launch_layer(Context const& context) {
+    fail(moe_forward(context, layer_.desc, layer_.args, stream_.handle()));
   }
 
   void poison() {
@@ -167,22 +182,25 @@ class Rank {
   }
 
   ExchangeArguments exchange() const {
-    return {.shape = shape_,
-            .window = window_layout_,
-            .local = local_layout_,
-            .rank = rank_,
-            .windows = {windows_[0], windows_[1]},
-            .gmem_local = local_.get(),
-            .gmem_epoch = epoch_.get(),
-            .fault = fault_,
-            .limit_ns = uint64_t(limit_seconds_ * 1e9),
-            .jitter_ns = jitter_ns_,
-            .tokens = tokens_,
-            .gmem_topk_ids = ids_.get(),
-            .gmem_slot_of_pair = slot_of_pair_.get(),
-            .gmem_expert_offsets = offsets_.get(),
-            .gmem_pool = reinterpret_cast<char*>(pool_.get()),
-            .gmem_y = reinterpret_cast<char const*>(y_.get())};
+    ExchangeArguments p{.shape = shape_,
+                        .window = window_layout_,
+                        .local = local_layout_,
+                        .rank = rank_,
+                        .windows = {},
+
+                        .gmem_local = local_.get(),
+                        .gmem_epoch = epoch_.get(),
+                        .fault = fault_,
+                        .limit_ns = uint64_t(limit_seconds_ * 1e9),
+                        .jitter_ns = jitter_ns_,
+                        .tokens = tokens_,
+                        .gmem_topk_ids = ids_.get(),
+                        .gmem_slot_of_pair = slot_of_pair_.get(),
+                        .gmem_expert_offsets = offsets_.get(),
+                        .gmem_pool = reinterpret_cast<char*>(pool_.get()),
+                        .gmem_y = reinterpret_cast<char const*>(y_.get())};
+    std::copy(windows_.begin(), windows_.end(), p.windows);
+    return p;
   }
 
   void launch_fused(int lag) {
@@ -196,20 +214,41 @@ class Rank {
                                        .gmem_scores = scores_.get(),
                                        .gmem_o = o_.get(),
                                        .lag = lag},
-                                      sm_count(rank_), nullptr));
+                                      sm_count(rank_), native()));
   }
 
   // `mark(part)` after each of the parts.
   template <typename Mark>
   void launch_chain(Mark mark) {
-    ExchangeShape const& s = shape_;
     int const sms = sm_count(rank_);
+    ExchangeArguments const p = exchange();
+    TESSERA_CUDA(dist::launch_dispatch(p, sms, native()));
+    mark(kDispatch);
+    launch_up();
+    mark(kUp);
+    launch_down();
+    mark(kDown);
+    TESSERA_CUDA(dist::launch_combine(p, sms, native()));
+    mark(kCombine);
+    cuda::AggregateArguments aggregate = {};
+    aggregate.gmem_y = window_ + window_layout_.slots;
+    aggregate.gmem_scores = scores_.get();
+    aggregate.gmem_inverse_permutation = slot_of_pair_.get();
+    aggregate.gmem_o = o_.get();
+    aggregate.o_pitch = shape_.hidden;
+    aggregate.tokens = tokens_;
+    aggregate.hidden = shape_.hidden;
+    aggregate.top_k = shape_.max_top_k;
+    TESSERA_CUDA(cuda::launch_aggregate<bf16>(aggregate, native()));
+    mark(kAggregate);
+  }
+
+  // The GEMMs on the rows of the last dispatch.
+  void launch_up() {
+    ExchangeShape const& s = shape_;
     int64_t const d = s.hidden;
     int64_t const n = s.intermediate;
     int64_t const first = int64_t{rank_} * s.local_experts();
-    ExchangeArguments const p = exchange();
-    TESSERA_CUDA(dist::launch_dispatch(p, sms, nullptr));
-    mark(kDispatch);
     cuda::UpProjectionFwdArguments up = {};
     up.x = {.gmem = pool_.get(), .rows = s.max_rows(), .pitch = d};
     up.gmem_expert_offsets = offsets_.get();
@@ -227,8 +266,13 @@ class Rank {
     up.intermediate = n;
     up.experts = s.local_experts();
     up.gmem_tile_counter = tile_counters_.get();
-    TESSERA_CUDA(cuda::launch_up_projection_fwd(up, sms, nullptr));
-    mark(kUp);
+    TESSERA_CUDA(cuda::launch_up_projection_fwd(up, sm_count(rank_), native()));
+  }
+  void launch_down() {
+    ExchangeShape const& s = shape_;
+    int64_t const d = s.hidden;
+    int64_t const n = s.intermediate;
+    int64_t const first = int64_t{rank_} * s.local_experts();
     cuda::DownProjectionFwdArguments down = {};
     down.gmem_a = a_.get();
     down.gmem_expert_offsets = offsets_.get();
@@ -243,23 +287,10 @@ class Rank {
     down.intermediate = n;
     down.experts = s.local_experts();
     down.gmem_tile_counter = tile_counters_.get() + 1;
-    TESSERA_CUDA(cuda::launch_down_projection_fwd(down, sms, nullptr));
-    mark(kDown);
-    TESSERA_CUDA(dist::launch_combine(p, sms, nullptr));
-    mark(kCombine);
-    cuda::AggregateArguments aggregate = {};
-    aggregate.gmem_y = window_ + window_layout_.slots;
-    aggregate.gmem_scores = scores_.get();
-    aggregate.gmem_inverse_permutation = slot_of_pair_.get();
-    aggregate.gmem_o = o_.get();
-    aggregate.o_pitch = d;
-    aggregate.tokens = tokens_;
-    aggregate.hidden = d;
-    aggregate.top_k = s.max_top_k;
-    TESSERA_CUDA(cuda::launch_aggregate<bf16>(aggregate, nullptr));
-    mark(kAggregate);
+    TESSERA_CUDA(cuda::launch_down_projection_fwd(down, sm_count(rank_), native()));
   }
 
+  device::Stream const& stream() const { return stream_; }
   [[nodiscard]] Status fault() const { return dist::fault_status(*fault_, limit_seconds_); }
   // Ends the program if a wait ended without its word.
   void check_fault() const { fail(fault()); }
@@ -294,12 +325,15 @@ class Rank {
   int64_t pairs() const { return int64_t{shape_.max_tokens} * shape_.max_top_k; }
   bf16* x() const { return reinterpret_cast<bf16*>(window_ + window_layout_.x); }
 
+  cudaStream_t native() const { return static_cast<cudaStream_t>(stream_.handle().native); }
+
   int rank_;
+  device::Stream stream_;
   ExchangeShape shape_;
   Activation activation_;
   dist::WindowLayout window_layout_;
   dist::LocalLayout local_layout_;
-  std::array<char*, 2> windows_;
+  WindowAddresses windows_;
   char* window_;  // of this rank
   DeviceBuffer<char> local_;
   DeviceBuffer<uint32_t> epoch_;
@@ -308,6 +342,11 @@ class Rank {
   DeviceBuffer<int32_t> offsets_;
   DeviceBuffer<bf16> pool_, a_, y_, w_up_, w_down_, o_, wanted_;
   DeviceBuffer<int32_t> tile_counters_;
+  struct {
+    MoeDesc desc;
+    MoeForwardArgs args;
+    std::unique_ptr<DeviceBuffer<char>> workspace;
+  } layer_;
   dist::Fault* fault_ = nullptr;
   int tokens_ = 0;
   bool has_rows_ = false;

@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Experts over the GPUs of a host: NCCL all-to-all around torch's grouped_mm, and Tessera, in one process group.
+"""Experts over the GPUs of a host: NCCL all-to-all around torch's grouped_mm, cuBLAS, Tessera, in one process group.
 
 usage: NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node N expert_parallel.py [--config NAME,NAME] [--impl NAME,NAME]
-                                                                       [--rounds N] [--out FILE]
+                                                                       [--tokens N,N] [--rounds N] [--out FILE]
 
 nccl-grouped-mm is the usual layer: sort rows by expert, exchange counts, all-to-all, sort by expert again, grouped_mm,
 act, grouped_mm, back the same way, weight and add per token. Counts pass through the host, as torch's call takes its
-splits from there. nccl-all-to-all is the exchange of the rows alone, there and back. T is that of each GPU; a time is
-that of the slowest rank. o is checked against the same experts on one GPU.
+splits from there. nccl-all-to-all is the exchange of the rows alone, there and back. cublas-bmm is the two GEMMs alone,
+on equally many rows for every expert and without activation: what an exchange may hide behind. T is that of each GPU; a
+time is that of the slowest rank. o is checked against the same experts on one GPU.
 """
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import statistics
@@ -21,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-# T, d, n, E, K, activation
-CONFIGS = {"Qwen3-30B": (8192, 2048, 768, 128, 8, "swiglu"), "FlashDMoE-swiglu": (8192, 2048, 2048, 32, 2, "swiglu"),
-           "FlashDMoE": (8192, 2048, 2048, 32, 2, "gelu"), "DSv3": (8192, 7168, 2048, 256, 8, "swiglu")}
-IMPLS = "nccl-grouped-mm,nccl-all-to-all,tessera"
+# d, n, E, K, activation
+CONFIGS = {"Qwen3-30B": (2048, 768, 128, 8, "swiglu"), "FlashDMoE-swiglu": (2048, 2048, 32, 2, "swiglu"),
+           "FlashDMoE": (2048, 2048, 32, 2, "gelu"), "DSv3": (7168, 2048, 256, 8, "swiglu")}
+IMPLS = "nccl-grouped-mm,nccl-all-to-all,cublas-bmm,tessera"
 TOLERANCE = 2e-2  # relative error in the norm: a few roundings, far from a wrong result
 WARM_UPS = 5
 
@@ -109,8 +111,8 @@ def milliseconds(body, rounds: int) -> list[float]:
     return sorted(times.tolist())
 
 
-def bench(config: str, impls: list[str], rounds: int) -> list[dict]:
-    tokens, d, n, experts, top_k, activation = CONFIGS[config]
+def bench(config: str, tokens: int, impls: list[str], rounds: int) -> list[dict]:
+    d, n, experts, top_k, activation = CONFIGS[config]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     halves = 1 if activation == "gelu" else 2
     torch.manual_seed(1)  # equal weights on all ranks
@@ -127,6 +129,10 @@ def bench(config: str, impls: list[str], rounds: int) -> list[dict]:
     bodies, group = {}, None
     exchange = Exchange(ids, experts)
     rows = x[exchange.order // top_k]
+    share = tokens * top_k // local  # rows of an expert, were they equally many
+    even, even_a = (torch.randn(local, share, width, **options) for width in (d, n))
+    bodies["cublas-bmm"] = lambda: (torch.bmm(even, own_up.mT), torch.bmm(even_a, own_down.mT))[1]
+    targets = {"nccl-all-to-all": rows, "cublas-bmm": torch.stack([a @ w.mT for a, w in zip(even_a, own_down)])}
     bodies["nccl-all-to-all"] = lambda: exchange.combine(exchange.dispatch(rows))
     bodies["nccl-grouped-mm"] = lambda: nccl_layer(x, ids, scores, own_up, own_down, experts, activation)
     if "tessera" in impls:
@@ -137,7 +143,7 @@ def bench(config: str, impls: list[str], rounds: int) -> list[dict]:
         bodies["tessera"] = lambda: group(x, narrow, scores, own_up, own_down)
     out = []
     for impl in impls:
-        result, target = (bodies[impl](), rows if impl == "nccl-all-to-all" else wanted)
+        result, target = bodies[impl](), targets.get(impl, wanted)
         error = ((result - target).float().norm() / target.float().norm()).reshape(1)
         dist.all_reduce(error, dist.ReduceOp.MAX)
         with torch.no_grad():
@@ -145,9 +151,10 @@ def bench(config: str, impls: list[str], rounds: int) -> list[dict]:
         if group is not None:
             group.check()
         flops = (0 if impl == "nccl-all-to-all" else 2 * (halves + 1)) * tokens * top_k * n * d
+        timed = "gemms" if impl == "cublas-bmm" else "forward-inference"
         middle = statistics.median(ms)
         out.append({"config": config, "shape": [tokens, d, n, experts, top_k], "dtype": "bf16", "gpus": ranks,
-                    "routing": "random", "router": "given", "round": "none", "pass": "forward-inference",
+                    "routing": "random", "router": "given", "round": "none", "pass": timed,
                     "impl": impl, "variant": "torch" if impl == "tessera" else "", "ms": round(middle, 4),
                     "ms_p10": round(ms[len(ms) // 10], 4), "ms_p90": round(ms[len(ms) * 9 // 10], 4),
                     "tflops": round(flops / middle * 1e-9, 1), "relative_error": float(f"{error.item():.2e}"),
@@ -162,6 +169,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="Qwen3-30B,FlashDMoE-swiglu,DSv3")
     parser.add_argument("--impl", default=IMPLS)
+    parser.add_argument("--tokens", default="8192")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--out")
     flags = parser.parse_args()
@@ -170,11 +178,11 @@ def main() -> int:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rows = []
-    for config in flags.config.split(","):
-        for row in bench(config, flags.impl.split(","), flags.rounds):
+    for config, tokens in itertools.product(flags.config.split(","), map(int, flags.tokens.split(","))):
+        for row in bench(config, tokens, flags.impl.split(","), flags.rounds):
             rows.append(row)
             if dist.get_rank() == 0:
-                print(f"{row['config']:<18} {row['gpus']} GPUs {row['impl']:<18} {row['ms']:9.4f} ms "
+                print(f"{row['config']:<18} T {tokens:<5} {row['gpus']} GPUs {row['impl']:<18} {row['ms']:9.4f} ms "
                       f"{row['tflops']:7.1f} TFLOP/s per GPU  error {row['relative_error']:.1e}"
                       f"{'' if row['checked'] else '  WRONG'}", flush=True)
         torch.cuda.empty_cache()
@@ -185,8 +193,9 @@ def main() -> int:
                             f"torch {torch.__version__}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}",
                 "rows": rows}
     if flags.out and dist.get_rank() == 0:
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in document.pop("rows"))
         with open(flags.out, "w", encoding="utf-8") as file:
-            json.dump(document, file, indent=1)
+            file.write(f'{json.dumps(document)[:-1]},\n "rows": [\n{lines}\n]}}\n')
     dist.destroy_process_group()
     return 0 if all(row["checked"] for row in rows) else 1
 

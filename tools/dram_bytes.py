@@ -30,7 +30,7 @@ METRICS = {
     "dram__bytes_write.sum": "dram_write",
     "gpu__time_duration.sum": "ns",
 }
-LIMIT = 1.15  # of the bytes with rows gathered once per slot: a kernel that moves more has lost data it should have kept
+LIMIT = 1.15  # of the bytes per slot: a kernel that moves more has lost data that L2 should have kept
 SCORE_GROUP = 128  # columns of h behind one partial sum of ds
 LAUNCHES = 32  # bench_libraries begins with a forward and a backward call of 8 kernels each; others follow
 # The names of kernels begin with their op's; both weight gradients of the experts are one kernel.
@@ -196,8 +196,8 @@ def main() -> None:
         "device": args.device,
         "date": datetime.date.today().isoformat(),
         "protocol": "first call of each pass, one kernel at a time, caches flushed before each; bytes: every array"
-        " once, gathered rows once per token, bytes_per_slot: once per slot; what is left in L2 at the end of a kernel is"
-        " not written to DRAM",
+        " once, gathered rows once per token, bytes_per_slot: once per slot; what is left in L2 at the end of a kernel"
+        " is not written to DRAM",
         "rows": rows,
     }
     args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

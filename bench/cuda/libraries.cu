@@ -4,8 +4,10 @@
 // first one's. of_first is the median over the rounds of its time over the first one's in the same round; host_us is
 // what a call takes on the host, the GPU being busy with what came before.
 //
-//   libraries --library NAME=PATH --library NAME=PATH .. [--config NAME].. [--rounds N] [--json FILE]
+//   libraries --library NAME=PATH --library NAME=PATH .. [--main-grad NAME=PATH].. [--config NAME].. [--rounds N]
+//             [--json FILE]
 //             [--tokens T,T.. --hidden d --intermediate n --experts E --top-k K]
+// --main-grad: a build whose weight gradients are fp32 and added to.
 #include <dlfcn.h>
 
 #include <chrono>
@@ -56,7 +58,8 @@ Config const kConfigs[] = {
 }
 
 struct Library {
-  Library(std::string name_, std::string const& path) : name(std::move(name_)) {
+  Library(std::string name_, std::string const& path, bool main_grad_)
+      : name(std::move(name_)), main_grad(main_grad_) {
     void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) fail(dlerror());
     auto const find = [&](auto& function, char const* symbol) {
@@ -78,6 +81,7 @@ struct Library {
   }
 
   std::string name;
+  bool main_grad;  // weight gradients are fp32 and added to, else bf16 and written
   tessera_context* context = nullptr;
   decltype(&tessera_last_error) last_error = nullptr;
   decltype(&tessera_moe_workspace) workspace = nullptr;
@@ -86,10 +90,12 @@ struct Library {
   decltype(&tessera_moe_backward) backward = nullptr;
 };
 
-tessera_tensor tensor_of(DeviceBuffer<bf16> const& buffer, std::initializer_list<int64_t> shape) {
+template <class Element>
+tessera_tensor tensor_of(DeviceBuffer<Element> const& buffer,
+                         std::initializer_list<int64_t> shape) {
   tessera_tensor out{};
   out.data = buffer.get();
-  out.dtype = TESSERA_BF16;
+  out.dtype = std::is_same_v<Element, float> ? TESSERA_FP32 : TESSERA_BF16;
   out.device_kind = TESSERA_CUDA;
   out.rank = int32_t(shape.size());
   std::copy(shape.begin(), shape.end(), out.shape);
@@ -124,6 +130,24 @@ struct Inputs {
   DeviceBuffer<bf16> x, d_o, w_router, w_up, w_down;
 };
 
+// An array that a build writes, in one of two types.
+struct Output {
+  Output(char const* name_, int64_t count, bool is_fp32_)
+      : name(name_), is_fp32(is_fp32_), fp32(is_fp32 ? count : 0), rounded(is_fp32 ? 0 : count) {}
+  tessera_tensor tensor(std::initializer_list<int64_t> shape) const {
+    return is_fp32 ? tensor_of(fp32, shape) : tensor_of(rounded, shape);
+  }
+  // What was there before the first call: zeros to add to, or NaN.
+  void prepare() const {
+    rounded.poison();
+    TESSERA_CUDA(cudaMemset(fp32.get(), 0, size_t(fp32.count()) * sizeof(float)));
+  }
+  char const* name;
+  bool is_fp32;
+  DeviceBuffer<float> fp32;
+  DeviceBuffer<bf16> rounded;
+};
+
 // One build's calls, and what it writes.
 class Layer {
  public:
@@ -134,11 +158,11 @@ class Layer {
         workspace_(std::max(workspace_bytes(TESSERA_PASS_FORWARD),
                             workspace_bytes(TESSERA_PASS_BACKWARD))),
         h_(in.shape.tokens * in.shape.top_k * 2 * in.shape.intermediate),
-        o_(in.x.count()),
-        dx_(in.x.count()),
-        dw_router_(in.w_router.count()),
-        dw_up_(in.w_up.count()),
-        dw_down_(in.w_down.count()) {
+        o_("o", in.x.count(), false),
+        dx_("dx", in.x.count(), false),
+        dw_router_("dw_router", in.w_router.count(), library.main_grad),
+        dw_up_("dw_up", in.w_up.count(), library.main_grad),
+        dw_down_("dw_down", in.w_down.count(), library.main_grad) {
     MoeShape const& s = in.shape;
     int64_t const t = s.tokens, d = s.hidden, n = s.intermediate, e = s.experts;
     forward_.size = sizeof forward_;
@@ -146,7 +170,7 @@ class Layer {
     forward_.w_router = tensor_of(in.w_router, {e, d});
     forward_.weights.w_up = tensor_of(in.w_up, {e, 2 * n, d});
     forward_.weights.w_down = tensor_of(in.w_down, {e, d, n});
-    forward_.o = tensor_of(o_, {t, d});
+    forward_.o = o_.tensor({t, d});
     forward_.h = tensor_of(h_, {t * s.top_k, 2 * n});
     forward_.routing = {routing_.get(), size_t(routing_.count())};
     forward_.workspace = {workspace_.get(), size_t(workspace_.count())};
@@ -157,22 +181,19 @@ class Layer {
     backward_.routing = forward_.routing;
     backward_.w_router = forward_.w_router;
     backward_.weights = forward_.weights;
-    backward_.dx = tensor_of(dx_, {t, d});
-    backward_.dw_up = tensor_of(dw_up_, {e, 2 * n, d});
-    backward_.dw_down = tensor_of(dw_down_, {e, d, n});
-    backward_.dw_router = tensor_of(dw_router_, {e, d});
+    backward_.dx = dx_.tensor({t, d});
+    backward_.dw_up = dw_up_.tensor({e, 2 * n, d});
+    backward_.dw_down = dw_down_.tensor({e, d, n});
+    backward_.dw_router = dw_router_.tensor({e, d});
+    backward_.accumulate = library.main_grad ? 1 : 0;
     backward_.workspace = forward_.workspace;
   }
   void run(bool backward, cudaStream_t stream) const {
     library_.check(backward ? library_.backward(library_.context, &desc_, &backward_, stream)
                             : library_.forward(library_.context, &desc_, &forward_, stream));
   }
-  std::vector<std::pair<char const*, DeviceBuffer<bf16> const*>> outputs() const {
-    return {{"o", &o_},
-            {"dx", &dx_},
-            {"dw_router", &dw_router_},
-            {"dw_up", &dw_up_},
-            {"dw_down", &dw_down_}};
+  std::vector<Output const*> outputs() const {
+    return {&o_, &dx_, &dw_router_, &dw_up_, &dw_down_};
   }
   Library const& library() const { return library_; }
 
@@ -203,17 +224,19 @@ class Layer {
   Library const& library_;
   tessera_moe_desc desc_;
   DeviceBuffer<char> routing_, workspace_;
-  DeviceBuffer<bf16> h_, o_, dx_, dw_router_, dw_up_, dw_down_;
+  DeviceBuffer<bf16> h_;
+  Output o_, dx_, dw_router_, dw_up_, dw_down_;
   tessera_forward_args forward_{};
   tessera_backward_args backward_{};
 };
 
 // sums[0] of (a-b)^2, sums[1] of b^2; differences that are no numbers count as such.
-__global__ void add_squares(bf16 const* a, bf16 const* b, int64_t count, double* sums) {
+template <class A, class B>
+__global__ void add_squares(A const* a, B const* b, int64_t count, double* sums) {
   double difference = 0, size = 0;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
        i += int64_t{gridDim.x} * blockDim.x) {
-    double const ref = __bfloat162float(b[i]), delta = __bfloat162float(a[i]) - ref;
+    double const ref = float(b[i]), delta = float(a[i]) - ref;
     difference += delta * delta;
     size += ref * ref;
   }
@@ -222,7 +245,8 @@ __global__ void add_squares(bf16 const* a, bf16 const* b, int64_t count, double*
 }
 
 // ||a - b|| / ||b||.
-double distance(DeviceBuffer<bf16> const& a, DeviceBuffer<bf16> const& b) {
+template <class A, class B>
+double distance(DeviceBuffer<A> const& a, DeviceBuffer<B> const& b) {
   DeviceBuffer<double> sums(std::vector<double>{0, 0});
   add_squares<<<1024, 256>>>(a.get(), b.get(), a.count(), sums.get());
   double host[2];
@@ -230,15 +254,20 @@ double distance(DeviceBuffer<bf16> const& a, DeviceBuffer<bf16> const& b) {
   return std::sqrt(host[0] / host[1]);
 }
 
+double distance(Output const& a, Output const& b) {
+  if (a.is_fp32) return b.is_fp32 ? distance(a.fp32, b.fp32) : distance(a.fp32, b.rounded);
+  return b.is_fp32 ? distance(a.rounded, b.fp32) : distance(a.rounded, b.rounded);
+}
+
 // Builds may round differently: both are within some 2^-9 of what is right.
 bool agrees(Layer const& own, Layer const& first, std::string const& config) {
   bool all = true;
   for (size_t i = 0; i < own.outputs().size(); ++i) {
-    auto const [name, buffer] = own.outputs()[i];
-    double const error = distance(*buffer, *first.outputs()[i].second);
+    Output const& output = *own.outputs()[i];
+    double const error = distance(output, *first.outputs()[i]);
     if (error <= 0x1p-7) continue;
     std::printf("%s %s: %s differs by %.2e of its norm\n", config.c_str(),
-                own.library().name.c_str(), name, error);
+                own.library().name.c_str(), output.name, error);
     all = false;
   }
   return all;
@@ -303,7 +332,7 @@ std::string bench_config(Config const& config, std::vector<Library> const& libra
   std::vector<bool> checked;
   for (Library const& library : libraries) {
     layers.push_back(std::make_unique<Layer>(library, inputs));
-    for (auto const& [name, buffer] : layers.back()->outputs()) buffer->poison();
+    for (Output const* output : layers.back()->outputs()) output->prepare();
     layers.back()->run(false, nullptr);
     layers.back()->run(true, nullptr);
     TESSERA_CUDA(cudaDeviceSynchronize());
@@ -389,8 +418,8 @@ int main(int argc, char** argv) {
     std::string const flag = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
     size_t const equals = value.find('=');
     auto const is = [&](char const* name) { return flag == name && !value.empty(); };
-    if (is("--library") && equals != std::string::npos) {
-      libraries.emplace_back(value.substr(0, equals), value.substr(equals + 1));
+    if ((is("--library") || is("--main-grad")) && equals != std::string::npos) {
+      libraries.emplace_back(value.substr(0, equals), value.substr(equals + 1), is("--main-grad"));
     } else if (is("--config")) {
       configs.push_back(config_of(value));
     } else if (is("--tokens")) {

@@ -40,7 +40,7 @@ TESSERA_VARIANT(UpSlabsFp32, Major::kK, true, .stages = 3);
 TESSERA_VARIANT(DownLent, Major::kRows, false, .stages = 4);
 TESSERA_VARIANT(UpLent, Major::kK, false, .stages = 4);
 #undef TAIL
-#define TAIL .ragged = Ragged::kK, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 1, .lent_stages = 4
+#define TAIL .ragged = Ragged::kK, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 2, .own_round = true, .lent_stages = 3
 TESSERA_VARIANT(DownLentFp32, Major::kRows, true, .stages = 4);
 TESSERA_VARIANT(UpLentFp32, Major::kK, true, .stages = 4);
 #undef TAIL

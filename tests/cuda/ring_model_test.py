@@ -65,7 +65,7 @@ def play(chance: random.Random, players: list) -> None:
 
 def lend(seed: int, together: bool, broken: str = "") -> None:
     """Stages lent to the epilogue: a cooperative CTA of two warpgroups, each warp alone, or (together) each warpgroup
-    storing by its first warp."""
+    storing by its first warp, perhaps first from slabs of its own."""
     chance = random.Random(seed)
     stages, lent = chance.choice([(4, 4), (4, 2), (3, 2), (4, 3)])
     k_tiles, tiles = chance.choice([1, 2, 5]), 6
@@ -74,6 +74,8 @@ def lend(seed: int, together: bool, broken: str = "") -> None:
     empty = [Barrier(2 if broken == "first_warp_releases" else 8) for _ in range(stages)]
     content, stored_from = [None] * stages, [0] * stages
     met = [[0, 0], [0, 0]]  # warps at the barrier of a warpgroup, barriers passed
+    own_round = together and chance.random() < 0.5
+    own_stored_from = [0, 0]
 
     def producer():
         place = Place(stages)
@@ -93,6 +95,14 @@ def lend(seed: int, together: bool, broken: str = "") -> None:
             if broken != "first_warp_releases" or index == 0:
                 empty[stage].arrive()
 
+        def meet():
+            met[group][0] += 1
+            passed = met[group][1]
+            if met[group][0] == 4:
+                met[group] = [0, passed + 1]
+            while met[group][1] == passed:
+                yield
+
         def take(tile, i):
             yield from full[place.stage].wait(place.parity)
             require(content[place.stage] == (tile, i), "a warp missed a phase of a stage")
@@ -102,7 +112,8 @@ def lend(seed: int, together: bool, broken: str = "") -> None:
                 return
             while len(stores) > later and broken != "no_wait_for_stores":
                 if chance.random() < 0.3:
-                    stored_from[stores.pop(0)] -= 1
+                    counts, at = stores.pop(0)
+                    counts[at] -= 1
                 yield
             release(held)
 
@@ -129,6 +140,15 @@ def lend(seed: int, together: bool, broken: str = "") -> None:
                 place.advance()
                 yield
             release(previous)
+            if own_round:
+                if broken != "no_meeting_before_own":
+                    yield from meet()
+                require(own_stored_from[group] == 0, "slabs are filled while they are stored from")
+                yield
+                yield from meet()
+                if index == 0:
+                    own_stored_from[group] += 1
+                    stores.append((own_stored_from, group))
             for i in range(k_tiles, k_tiles + lent):
                 yield from take(tile, i)
                 stage = place.stage
@@ -136,17 +156,12 @@ def lend(seed: int, together: bool, broken: str = "") -> None:
                 for _ in range(chance.randint(0, 5)):
                     yield
                 if together:
-                    met[group][0] += 1
-                    passed = met[group][1]
-                    if met[group][0] == 4:
-                        met[group] = [0, passed + 1]
-                    while met[group][1] == passed:
-                        yield
+                    yield from meet()
                 if together and index > 0:
                     release(stage)
                 else:
                     stored_from[stage] += 1
-                    stores.append(stage)
+                    stores.append((stored_from, stage))
                     yield from give_back(1)
                     held = stage
                 yield
@@ -251,6 +266,9 @@ class RingModel(unittest.TestCase):
         for rule in ("first_warp_releases", "no_settle", "no_wait_for_stores"):
             with self.subTest(rule):
                 self.notices(lend, False, rule)
+
+    def test_slabs_of_ones_own_need_a_meeting(self):
+        self.notices(lend, True, "no_meeting_before_own")
 
     def test_resident_b(self):
         for seed in range(200):

@@ -47,10 +47,11 @@ struct GemmConfig {
   // B may have fewer rows, or varlen-K columns, than a tile: row groups that do not exist are not asked for, as boxes
   // beyond the end of a matrix take as long as others.
   bool short_b = false;
-  int b_halves = 1;     // 2: B has gate and up rows; every column group takes 64 of each
-  int k_halves = 1;     // 2: k runs through two halves, each with a B of its own
-  int store_slabs = 2;  // 64x64 staging buffers per consumer warpgroup
-  int lent_stages = 0;  // stages that the ring lends to each tile's epilogue (lent_stages.cuh)
+  int b_halves = 1;        // 2: B has gate and up rows; every column group takes 64 of each
+  int k_halves = 1;        // 2: k runs through two halves, each with a B of its own
+  int store_slabs = 2;     // 64x64 staging buffers per consumer warpgroup
+  bool own_round = false;  // the epilogue's first round has slabs of its own, the others lent ones
+  int lent_stages = 0;     // stages that the ring lends to each tile's epilogue (lent_stages.cuh)
   int resident_k_tiles =
       0;  // at most so many k_tiles of B stay in shared memory for a run of tiles; 0: none
   int run_tiles = 0;  // tiles of a run, about; even
@@ -141,6 +142,8 @@ consteval bool valid(GemmConfig c) {
   if (c.stages < 2) throw "stages: at least 2";
   if (c.lent_stages > 0 && (c.ping_pong() || c.cluster_m > 1))
     throw "lent_stages: cooperative, no cluster";
+  if (c.own_round && (c.lent_stages == 0 || c.store_slabs != c.tile.n / c.tile.m))
+    throw "own_round: beside lent stages, as many slabs as one of them lends";
   if (c.lent_stages > c.stages)
     throw "lent_stages: an epilogue gives the last one back in the next tile";
   return true;

@@ -62,9 +62,10 @@ struct ProjectionWgradConfig {
                                           .ragged = block::Ragged::kK,
                                           .b_major = block::Major::kRows,
                                           .any_b_layout = kAnyLayout,
-                                          .store_slabs = kAnyLayout ? 2 : 1,
+                                          .store_slabs = kAnyLayout || kFp32 ? 2 : 1,
+                                          .own_round = !kAnyLayout && kFp32,
                                           .lent_stages = kAnyLayout ? 0
-                                                         : kFp32    ? 4
+                                                         : kFp32    ? 3
                                                                     : 2};
 };
 

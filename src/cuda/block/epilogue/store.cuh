@@ -35,7 +35,7 @@ class StoreEpilogue {
     int const column = tile.n_tile * kGemm.tile.n;
     TESSERA_UNROLL
     for (int first = 0; first < kSlabs; first += kRound) {
-      bf16* const slabs = staging_.begin(ring...);
+      bf16* const slabs = staging_.begin(first / kRound, ring...);
       TESSERA_UNROLL
       for (int slab = 0; slab < kRound; ++slab) {
         int const group = (first + slab) * kSlabColumns / kGroupColumns;
@@ -53,7 +53,7 @@ class StoreEpilogue {
                                  acc[group][i + 4 * j + 2 * half + 1]);
         });
       }
-      staging_.publish([&] {
+      staging_.publish(first / kRound, [&] {
         TESSERA_UNROLL
         for (int slab = 0; slab < kRound; ++slab) {
           arch::tma_store(&p_.d, slabs + slab * kPitch, column + (first + slab) * kSlabColumns, 0,

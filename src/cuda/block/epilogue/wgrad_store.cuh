@@ -40,7 +40,8 @@ class WgradStoreEpilogue {
                                                 int consumer)
       : p_(p), staging_(smem, consumer) {
     static_assert(kGemm.varlen_k() && kTileGroups % kRound == 0);
-    static_assert(kGemm.lent_stages == 0 || kGemm.lent_stages == kTileGroups / kRound);
+    static_assert(kGemm.lent_stages == 0 ||
+                  kGemm.lent_stages + kGemm.own_round == kTileGroups / kRound);
     thread_ = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
   }
 
@@ -81,7 +82,7 @@ class WgradStoreEpilogue {
     if (kGemm.lent_stages == 0 && skips) return;
     TESSERA_UNROLL
     for (int first = 0; first < kTileGroups; first += kRound) {
-      bf16* const slabs = staging_.begin(ring...);
+      bf16* const slabs = staging_.begin(first / kRound, ring...);
       TESSERA_UNROLL
       for (int g = 0; g < kRound; ++g) {
         float (&part)[kGroupColumns / 2] = acc[(first + g) / 2];
@@ -92,7 +93,7 @@ class WgradStoreEpilogue {
           fill<kGroupColumns / 4>(part, smem, tile, first + g, row);
         }
       }
-      staging_.publish([&] {
+      staging_.publish(first / kRound, [&] {
         if (kGemm.lent_stages > 0 && skips) return;
         TESSERA_UNROLL
         for (int slab = 0; slab < Staging<kGemm>::kSlabs; ++slab) {

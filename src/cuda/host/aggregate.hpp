@@ -22,9 +22,8 @@ struct AggregateArguments {
   int32_t top_k;                            // K; with token_offsets the typical number of slots
 };
 
-/// Of an aggregate that runs at the same time as the launch ahead of it in the stream, which calls
-/// arch::let_next_kernel_start() and was itself launched the usual way. That one neither writes what is read here nor
-/// touches what is written here.
+/// Of an aggregate that runs at the same time as the launch ahead of it in the stream. That one neither writes what is
+/// read here nor touches what is written here, and lets this one start only when all that came before it has ended.
 struct AggregateBesideArguments {
   AggregateArguments aggregate;
   uint32_t* gmem_token_counter;  // one int, 0 before and after every launch

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launch of a persistent kernel: as many clusters as the device holds at once, one CTA per SM.
+// Launches: of a persistent kernel, as many clusters as the device holds at once, one CTA per SM; of any kernel that
+// may start before the one ahead in the stream ends.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,6 +8,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <type_traits>
 
 namespace tessera::cuda::host {
 
@@ -14,25 +16,50 @@ struct PersistentShape {
   int threads;
   int cluster;
   int smem_bytes;
+  bool starts_early = false;  // launch_early()
 };
 
 // Of a GEMM kernel (block/gemm.cuh) with config kGemm.
 template <auto kGemm, class SharedStorage>
-constexpr PersistentShape persistent_shape() {
-  return {kGemm.threads(), kGemm.cluster_m, int(sizeof(SharedStorage))};
+constexpr PersistentShape persistent_shape(bool starts_early = false) {
+  return {kGemm.threads(), kGemm.cluster_m, int(sizeof(SharedStorage)), starts_early};
+}
+
+inline cudaLaunchAttribute starts_early() {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
+// `early`: CTAs take what room the kernel ahead leaves once it lets them (arch/dependent_launch.cuh).
+template <typename... Params>
+cudaError_t launch_early(void (*kernel)(Params...), bool early, unsigned ctas, int threads,
+                         size_t smem_bytes, cudaStream_t stream,
+                         std::type_identity_t<Params> const&... params) {
+  cudaLaunchAttribute attribute = starts_early();
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(ctas);
+  config.blockDim = dim3(unsigned(threads));
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = early ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params...);
 }
 
 inline cudaLaunchConfig_t launch_config(PersistentShape shape, int ctas, cudaStream_t stream,
-                                        cudaLaunchAttribute& cluster) {
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {unsigned(shape.cluster), 1, 1};
+                                        cudaLaunchAttribute (&attributes)[2]) {
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {unsigned(shape.cluster), 1, 1};
+  attributes[1] = starts_early();
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(ctas));
   config.blockDim = dim3(unsigned(shape.threads));
   config.dynamicSmemBytes = size_t(shape.smem_bytes);
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = shape.starts_early ? 2 : 1;
   return config;
 }
 
@@ -55,8 +82,8 @@ cudaError_t allow_shared_memory(int smem_bytes) {
 // How many clusters are resident, of a kernel that may have its shared memory.
 template <typename Kernel>
 cudaError_t resident_clusters(Kernel* kernel, PersistentShape shape, int& clusters) {
-  cudaLaunchAttribute cluster;
-  cudaLaunchConfig_t const config = launch_config(shape, shape.cluster, nullptr, cluster);
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t const config = launch_config(shape, shape.cluster, nullptr, attributes);
   return cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
 }
 
@@ -71,8 +98,9 @@ cudaError_t launch_clusters(void (*kernel)(Params const), PersistentShape shape,
   }
   clusters = int(std::min<int64_t>(clusters, most_tiles));
   if (clusters == 0) return cudaSuccess;
-  cudaLaunchAttribute cluster;
-  cudaLaunchConfig_t const config = launch_config(shape, clusters * shape.cluster, stream, cluster);
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t const config =
+      launch_config(shape, clusters * shape.cluster, stream, attributes);
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 

@@ -52,6 +52,8 @@ struct UpProjectionDgradArguments {
   int64_t hidden, intermediate;  // d, n
   int32_t experts;               // E
   int32_t* gmem_tile_counter;    // one int, 0 before and after every launch
+  bool starts_early =
+      false;  // while the kernel ahead in the stream ends; row_dlogits may come of it
 };
 
 /// dW[half][e](i, c) = sum over rows r of expert e, ascending, of right[r, half*n + i] * left[gather_index[r], c],
@@ -70,6 +72,8 @@ struct WgradArguments {
   int64_t hidden, intermediate;  // d, n
   int32_t experts;               // E
   int32_t* gmem_tile_counter;    // one int, 0 before and after every launch
+  bool starts_early =
+      false;  // while the kernel ahead in the stream ends: it makes nothing that is read here
 };
 struct DownProjectionWgradArguments : WgradArguments {};
 struct UpProjectionWgradArguments : WgradArguments {};

@@ -68,6 +68,7 @@ struct RouterDlogitsArguments {
 struct RouterGradientArguments {
   DscoresArguments dscores;
   RouterDlogitsArguments dlogits;
+  bool starts_early = false;  // while the kernel ahead in the stream ends
 };
 
 /// dlogits that an earlier call left, as the 16-bit operand of wgrad: one rounding each.
@@ -101,6 +102,7 @@ struct RouterWgradArguments {
   int64_t hidden;              // d
   int32_t experts;             // E
   int32_t* gmem_tile_counter;  // one int, 0 before and after every launch
+  bool starts_early = false;   // while the kernel ahead in the stream ends
 };
 
 /// Columns of a tile: with many experts the tensor cores are the bound, and wide tiles load less for each product.

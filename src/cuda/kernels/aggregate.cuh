@@ -21,6 +21,7 @@
 #include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
 #include "../host/aggregate.hpp"
+#include "../host/launch.hpp"
 #include "../tuning/aggregate.hpp"
 
 namespace tessera::cuda {
@@ -170,6 +171,7 @@ template <class Config, class Element>
 __global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_per_sm)
     aggregate_beside(__grid_constant__ AggregateBesideArguments const params) {
   AggregateArguments const& p = params.aggregate;
+  arch::let_next_kernel_start();  // router_wgrad
   __threadfence();  // what was visible to the kernel ahead is so here, also through L1
   auto const parts = static_cast<uint32_t>(aggregate_parts<Config, Element>(p.hidden));
   int64_t const last_ticket = p.tokens + int64_t{gridDim.x} * Config::config.warps - 1;
@@ -204,16 +206,9 @@ template <class Config, class Element>
 cudaError_t launch_aggregate_beside_config(AggregateBesideArguments const& args, int sm_count,
                                            cudaStream_t stream) {
   if (args.aggregate.tokens == 0) return cudaSuccess;
-  cudaLaunchAttribute starts_early{};
-  starts_early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  starts_early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(sm_count * Config::config.ctas_per_sm));
-  config.blockDim = dim3(unsigned(Config::config.threads()));
-  config.stream = stream;
-  config.attrs = &starts_early;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, aggregate_beside<Config, Element>, args);
+  return host::launch_early(aggregate_beside<Config, Element>, true,
+                            unsigned(sm_count * Config::config.ctas_per_sm),
+                            Config::config.threads(), 0, stream, args);
 }
 
 // Rows and bases of 16 bytes.

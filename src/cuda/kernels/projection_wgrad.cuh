@@ -30,6 +30,37 @@ namespace tessera::cuda {
 struct ProjectionWgradParams {
   block::GemmParams gemm;
   block::WgradStoreParams epilogue;
+  bool starts_early;  // beside the kernel ahead, which makes nothing that is read here
+};
+
+// The next kernel, aggregate_beside, needs what the one ahead makes: it may start once that has ended, under a CTA's
+// second tile or after its only one. Called elsewhere than from settle(), by a lane that waits for TMA there anyway,
+// this costs the k loop its uniform registers, and a tile 600 cycles.
+template <class Epilogue>
+class LetsNextStart : public Epilogue {
+ public:
+  template <class SharedStorage>
+  __device__ __forceinline__ LetsNextStart(SharedStorage& smem, typename Epilogue::Params const& p,
+                                           int consumer)
+      : Epilogue(smem, p, consumer),
+        tiles_left_(consumer == 0 && threadIdx.x % arch::kWarpgroupThreads == 0 ? 2 : 0) {}
+
+  __device__ __forceinline__ void settle() {
+    Epilogue::settle();
+    if (tiles_left_ > 0 && --tiles_left_ == 0) {
+      arch::wait_for_kernel_ahead();
+      arch::let_next_kernel_start();
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void drain() const {
+    Epilogue::drain();
+    if (tiles_left_ > 0) arch::wait_for_kernel_ahead();
+  }
+
+ private:
+  int tiles_left_;  // of the thread that waits
 };
 
 template <class Config>
@@ -37,8 +68,12 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     projection_wgrad(__grid_constant__ ProjectionWgradParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Epilogue = block::WgradStoreEpilogue<Config::gemm, Config::d_major, Config::fp32>;
-  arch::let_next_kernel_start();  // aggregate_beside
-  block::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
+  if (!p.starts_early) arch::let_next_kernel_start();
+  if constexpr (Config::gemm.lent_stages > 0) {
+    block::run_gemm<Config::gemm, LetsNextStart<Epilogue>>(p.gemm, p.epilogue);
+  } else {
+    block::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
+  }
 #endif
 }
 
@@ -49,8 +84,9 @@ cudaError_t launch_projection_wgrad_config(WgradArguments const& args, int sm_co
   cudaError_t const error = host::make_wgrad_params < Config::gemm,
                     Config::d_major == block::Major::kRows > (params.gemm, params.epilogue, args);
   if (error != cudaSuccess) return error;
+  params.starts_early = args.starts_early && Config::gemm.lent_stages > 0;
   return host::launch_persistent<projection_wgrad<Config>>(
-      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
+      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(params.starts_early),
       block::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
 }
 

@@ -14,8 +14,10 @@
 
 #include <cstdint>
 
+#include "../arch/dependent_launch.cuh"
 #include "../arch/warp.cuh"
 #include "../block/fold.cuh"
+#include "../host/launch.hpp"
 #include "../host/router_backward.hpp"
 #include "core/router_math.hpp"
 
@@ -213,6 +215,7 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
     router_dlogits(__grid_constant__ RouterGradientArguments const params) {
   constexpr int kTokens = arch::kWarpThreads / kLanes;
   RouterDlogitsArguments const& p = params.dlogits;
+  arch::let_next_kernel_start();                 // up_projection_dgrad
   extern __shared__ __align__(16) float smem[];  // (warps, warp_floats())
   int const lane = arch::lane_idx(), floats = warp_floats<kLanes>(p.experts);
   int64_t const first = (int64_t{blockIdx.x} * Config::kWarps + arch::warp_idx()) * kTokens;
@@ -240,6 +243,8 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
   }
   __syncwarp();
   put_rows(p, first, static_cast<int>(min(int64_t{kTokens}, p.tokens - first)), smem_rows);
+  // Whoever comes next in the stream comes after both.
+  if (blockIdx.x == gridDim.x - 1) arch::wait_for_kernel_ahead();
 }
 
 template <class Config, int kLanes>
@@ -256,10 +261,8 @@ cudaError_t launch_router_dlogits_lanes(RouterGradientArguments const& args, cud
   int64_t const ctas = (p.tokens + kCtaTokens - 1) / kCtaTokens;
   if (ctas == 0) return cudaSuccess;
   if (ctas > INT32_MAX) return cudaErrorInvalidValue;
-  router_dlogits<Config, kLanes>
-      <<<static_cast<unsigned>(ctas), Config::kWarps * arch::kWarpThreads, smem_bytes, stream>>>(
-          args);
-  return cudaGetLastError();
+  return host::launch_early(router_dlogits<Config, kLanes>, args.starts_early, unsigned(ctas),
+                            Config::kWarps * arch::kWarpThreads, smem_bytes, stream, args);
 }
 
 template <class Config>

@@ -13,6 +13,7 @@
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
+#include "../arch/dependent_launch.cuh"
 #include "../block/epilogue/store_outer_product.cuh"
 #include "../block/gemm.cuh"
 #include "../host/launch.hpp"
@@ -28,15 +29,29 @@ struct UpProjectionDgradParams {
   block::StoreOuterProductParams epilogue;
 };
 
+// The kernel ahead makes what the epilogue adds, or reads what it overwrites.
+template <class Epilogue>
+class AfterKernelAhead : public Epilogue {
+ public:
+  template <class SharedStorage>
+  __device__ __forceinline__ AfterKernelAhead(SharedStorage& smem,
+                                              typename Epilogue::Params const& p, int consumer)
+      : Epilogue(smem, p, consumer) {
+    arch::wait_for_kernel_ahead();
+  }
+};
+
 template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     up_projection_dgrad(__grid_constant__ UpProjectionDgradParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  arch::let_next_kernel_start();  // up_projection_wgrad
   if constexpr (Config::router_part) {
-    block::run_gemm<Config::gemm, block::StoreOuterProductEpilogue<Config::gemm>>(p.gemm,
-                                                                                  p.epilogue);
+    block::run_gemm<Config::gemm, AfterKernelAhead<block::StoreOuterProductEpilogue<Config::gemm>>>(
+        p.gemm, p.epilogue);
   } else {
-    block::run_gemm<Config::gemm, block::StoreEpilogue<Config::gemm>>(p.gemm, p.epilogue.store);
+    block::run_gemm<Config::gemm, AfterKernelAhead<block::StoreEpilogue<Config::gemm>>>(
+        p.gemm, p.epilogue.store);
   }
 #endif
 }
@@ -82,7 +97,7 @@ cudaError_t launch_up_projection_dgrad_config(UpProjectionDgradArguments const& 
   cudaError_t const error = make_up_projection_dgrad_params<Config>(params, args);
   if (error != cudaSuccess) return error;
   return host::launch_persistent<up_projection_dgrad<Config>>(
-      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
+      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(args.starts_early),
       block::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
 }
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_backward: down_projection_dgrad -> dscores and dlogits -> down_projection_wgrad -> router dgrad ->
-// up_projection_dgrad -> up_projection_wgrad beside aggregate -> router wgrad on the caller's stream. dx rows reuse the
-// memory of a_scaled. As forward, a call waits for nothing and can be captured into a graph.
+// moe_backward: down_projection_dgrad -> down_projection_wgrad -> dscores and dlogits -> router dgrad ->
+// up_projection_dgrad -> up_projection_wgrad beside aggregate -> router wgrad on the caller's stream. From dscores on,
+// fast kernels start while the one ahead ends (docs/adr/0019-early-launches-in-backward.md). dx rows reuse the memory
+// of a_scaled. As forward, a call waits for nothing and can be captured into a graph.
 #include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
@@ -37,11 +38,11 @@ Wanted wanted(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pass) noexc
   return out;
 }
 
-/// SMs for the aggregate beside up_projection_wgrad, so that both end at the same time. Rates of one SM with the other
-/// kernel beside it: bench/results/h200/2026-11-21-side-by-side.json.
+/// SMs for the aggregate beside up_projection_wgrad, so that it ends a little earlier and router_wgrad follows it.
+/// Rates of one SM with the other kernel beside it: bench/results/h200/2026-11-22-early-launches-backward.json.
 int sms_for_aggregate(UpProjectionWgradArguments const& wgrad, AggregateArguments const& aggregate,
                       int sm_count) noexcept {
-  constexpr double kFlopsOfSm = 4.5e12, kBytesOfSm = 60e9;  // a second
+  constexpr double kFlopsOfSm = 4.5e12, kBytesOfSm = 46e9;  // a second
   auto const rows = static_cast<double>(wgrad.rows), d = static_cast<double>(wgrad.hidden);
   double const gemm = 2 * rows * d * static_cast<double>(wgrad.halves * wgrad.intermediate);
   double const passes = aggregate.adds_to_o ? 2 : 1;  // over dx
@@ -86,11 +87,17 @@ class Backward {
     if (!wanted_.dgrad) return;
     if (desc_.save == SavePolicy::x) sequence_.select("up_projection_fwd", experts_.recompute);
     sequence_.select("down_projection_dgrad", experts_.down_dgrad);
+  }
+
+  /// dscores, dlogits: while down_projection_wgrad ends, which is not their source.
+  void scores() noexcept {
+    if (!wanted_.dgrad) return;
     if (wanted_.dlogits && desc_.router.replay) {
       add_replayed_dlogits();
     } else if (wanted_.dlogits) {
-      sequence_.select("router_dlogits", RouterGradientArguments{
-                                             dscores(), dlogits(routing_.topk_ids, gmem_dscores_)});
+      sequence_.select("router_dlogits",
+                       RouterGradientArguments{dscores(), dlogits(routing_.topk_ids, gmem_dscores_),
+                                               follows_down_wgrad_});
     } else if (wanted_.dscores) {
       add_dscores();
     }
@@ -98,15 +105,17 @@ class Backward {
 
   /// The last reader of a_scaled: dx rows may take its place.
   void down_weights() noexcept {
+    if (args_.gradients.db_down.present()) add_bias_gradient("db_down", experts_.db_down);
     if (args_.gradients.dw_down.present()) {
       sequence_.select("down_projection_wgrad", experts_.down_wgrad);
+      follows_down_wgrad_ = true;
     }
-    if (args_.gradients.db_down.present()) add_bias_gradient("db_down", experts_.db_down);
   }
 
   /// The router's part of dx, and the dx rows, which hold it where they can.
   void input_gradient() noexcept {
     if (!wanted_.dx) return;
+    experts_.up_dgrad.starts_early = follows_down_wgrad_;
     if (routed() && !part_in_rows_) {
       sequence_.select("router_dgrad",
                        RouterDgradArguments{
@@ -133,6 +142,7 @@ class Backward {
     int const all = sequence_.device().sm_count();
     int const sms = both ? sms_for_aggregate(experts_.up_wgrad, experts_.aggregate, all) : 0;
     if (dx && sms == 0) sequence_.select("aggregate", experts_.aggregate);
+    experts_.up_wgrad.starts_early = sms > 0;  // it reads nothing that up_projection_dgrad makes
     if (dw_up) sequence_.select("up_projection_wgrad", experts_.up_wgrad, all - sms);
     if (sms > 0) {
       sequence_.add("aggregate", [&](cudaStream_t stream) {
@@ -140,26 +150,29 @@ class Backward {
         return launch_aggregate_beside<__nv_bfloat16>(
             {experts_.aggregate, reinterpret_cast<std::uint32_t*>(gmem_counter)}, all, stream);
       });
+      follows_aggregate_beside_ = true;
     }
     if (weights && (g.db_up.present() || g.db_gate.present())) {
       add_bias_gradient("db_up", experts_.db_up);
+      follows_aggregate_beside_ = false;
     }
   }
 
   void router_weights() noexcept {
     if (wanted_.dw_router) {
-      sequence_.select("router_wgrad",
-                       RouterWgradArguments{
-                           .gmem_dlogits = plan_.rounded.in(base_),
-                           .x = matrix_rows(args_.x),
-                           .gmem_dw_router = args_.gradients.dw_router.data,
-                           .dw_pitch = matrix_rows(args_.gradients.dw_router).pitch,
-                           .is_fp32 = gradients_are_fp32(),
-                           .accumulates = accumulates(),
-                           .gmem_partials = plan_.router_partials.in(base_),
-                           .hidden = desc_.shape.hidden,
-                           .experts = static_cast<std::int32_t>(desc_.shape.experts),
-                           .gmem_tile_counter = plan_.counters.in(base_) + kRouterWgradCounter});
+      sequence_.select(
+          "router_wgrad",
+          RouterWgradArguments{.gmem_dlogits = plan_.rounded.in(base_),
+                               .x = matrix_rows(args_.x),
+                               .gmem_dw_router = args_.gradients.dw_router.data,
+                               .dw_pitch = matrix_rows(args_.gradients.dw_router).pitch,
+                               .is_fp32 = gradients_are_fp32(),
+                               .accumulates = accumulates(),
+                               .gmem_partials = plan_.router_partials.in(base_),
+                               .hidden = desc_.shape.hidden,
+                               .experts = static_cast<std::int32_t>(desc_.shape.experts),
+                               .gmem_tile_counter = plan_.counters.in(base_) + kRouterWgradCounter,
+                               .starts_early = follows_aggregate_beside_});
     }
     if (!args_.gradients.db_router.present()) return;
     std::int64_t const experts = desc_.shape.experts;
@@ -295,7 +308,9 @@ class Backward {
   BackwardArguments experts_;
   float* gmem_dscores_;
   float* gmem_dlogits_;
-  bool part_in_rows_ = false;  ///< the router's part of dx is in the dx rows
+  bool follows_down_wgrad_ = false;        ///< what comes next may start early
+  bool follows_aggregate_beside_ = false;  ///< the same
+  bool part_in_rows_ = false;              ///< the router's part of dx is in the dx rows
 };
 
 }  // namespace
@@ -314,6 +329,7 @@ Status moe_backward(DeviceContext const& device, MoeDesc const& desc, MoeBackwar
   }
   bool const input = pass != Pass::backward_weights, weights = pass != Pass::backward_input;
   if (weights) backward.down_weights();
+  if (input) backward.scores();
   if (input) backward.input_gradient();
   backward.aggregate_and_up_weights(input, weights);
   if (weights) backward.router_weights();

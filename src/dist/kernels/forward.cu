@@ -49,7 +49,7 @@ cudaError_t make_params(ForwardArguments const& args, ForwardParams& p) {
   }
   then(host::make_weight_maps<kPlain>(p.down, down, experts, d, n));
   then(
-      host::make_ragged_store_map(p.activation.a, args.gmem_a, rows, 1, n, rows, block::kSubtileM));
+      host::make_ragged_store_map(p.activation.a, args.gmem_a, rows, 1, n, rows, block::kWarpRows));
   p.activation.activation = args.activation;
   p.activation.stores_a = true;
   p.activation.columns = static_cast<int>(n);

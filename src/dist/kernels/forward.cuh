@@ -7,7 +7,7 @@
 //   WG1, 2         | multiply; up: a by TMA, complete under the next task; down: rows to slots on their
 //                  | sources -> sent; last: aggregate the slice's tokens [block_done]
 // Tasks    TaskCursor: ups, with downs behind by `lag` units
-// Barriers pipeline and work ring of block/; the queue of sent tasks (sent_tasks.cuh)
+// Barriers pipeline, lent stages and work ring of block/; the queue of sent tasks (sent_tasks.cuh)
 // Numerics fp32 accumulate, one rounding for a, y and o each; choices are added in their order: the bits
 //          do not depend on P, nor on who computes a task
 // Faults   a wait that fails lets every later wait pass: the kernel ends, o is void, the Fault says why
@@ -17,6 +17,7 @@
 #include "dist/kernels/push_rows.cuh"
 #include "dist/kernels/sent_tasks.cuh"
 #include "dist/kernels/slot_sums.cuh"
+#include "dist/kernels/store_rows.cuh"
 
 namespace tessera::dist {
 
@@ -146,6 +147,12 @@ __device__ void produce(Pass const& pass) {
       __syncwarp();
       state.advance();
     }
+    for (int lent = down ? kLentToDown : lent_to_up(kKind); lent > 0; --lent) {
+      block::wait_empty<kPlain>(smem.gemm, state);
+      if (arch::lane_idx() == 0) arch::mbarrier_arrive(&smem.gemm.full[state.stage]);
+      __syncwarp();
+      state.advance();
+    }
   }
 }
 
@@ -187,6 +194,7 @@ __device__ inline void communicate(Pass const& pass, int warp) {
 // this one is multiplied. Earlier where a k_tile is not there yet, as it may be waiting for what we have to tell.
 template <class Complete>
 __device__ int multiply(ForwardStorage& smem, block::PipelineState<kPlain.stages>& state,
+                        block::BorrowedStages<kPlain>& stages,
                         block::Accumulators<kPlain> (&acc)[1], int row, int k_tiles, bool sent,
                         Complete complete) {
   constexpr int kCompleteAt = 4;  // k_tile: when stores have arrived
@@ -204,6 +212,8 @@ __device__ int multiply(ForwardStorage& smem, block::PipelineState<kPlain.stages
     if (k_tile > 0) {
       arch::wgmma_wait<1>();
       block::release_stage<kPlain>(smem.gemm, previous);
+    } else {
+      stages.settle();
     }
     previous = state.stage;
     state.advance();
@@ -212,66 +222,52 @@ __device__ int multiply(ForwardStorage& smem, block::PipelineState<kPlain.stages
   return previous;
 }
 
-// Of a warpgroup without rows. Its warps stay together: one that is two laps of the ring late would take a stage's
-// parity for that of its own lap. wgmma keeps those of the others together.
-__device__ inline void pass_over(ForwardStorage& smem, block::PipelineState<kPlain.stages>& state,
-                                 int k_tiles, int barrier) {
-  for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
-    block::wait_full<kPlain>(smem.gemm, state);
-    arch::named_barrier_sync(barrier, arch::kWarpgroupThreads);
-    block::release_stage<kPlain>(smem.gemm, state.stage);
-    state.advance();
-  }
-}
-
 template <ActivationKind kKind>
 __device__ void consume(Pass const& pass, int consumer) {
-  constexpr block::GemmConfig kUp = up_gemm(kKind);
   ForwardStorage& smem = pass.smem;
   ForwardParams const& p = pass.p;
   int const row = consumer * block::kSubtileM;
-  bool const issuer = threadIdx.x % arch::kWarpgroupThreads == 0;
-  bool const issuer_warp = arch::warp_idx() % 4 == 0;
   block::WorkQueue<kPlain> queue(smem.gemm);
   block::PipelineState<kPlain.stages> state;
   block::Accumulators<kPlain> acc[1];
-  block::ActivationEpilogue<kUp, kKind, false> up(smem.gemm_of<kUp>(), p.activation, consumer);
-  Push push(pass, consumer);
+  block::BorrowedStages<kPlain> stages(smem.gemm, consumer);
+  StoreRows<kKind> up(pass, stages);
+  Push push(pass, stages, consumer);
   SentTasks sent_tasks(smem.sent);
-  bool const first_warp = consumer == 0 && issuer_warp;
+  bool const first_warp = consumer == 0 && arch::warp_in_warpgroup() == 0;
   SentTask up_task = {};
-  // Of the warp whose lane stores a: it is there, not merely read from shared memory.
+  // a is there, not merely read from shared memory.
   auto const complete = [&] {
-    if (issuer) arch::bulk_store_wait<0>();
+    if (arch::lane_idx() == 0) arch::bulk_store_wait<0>();
     sent_tasks.tell(up_task, first_warp);
   };
-  bool sent = false;  // an up task of this warp, not complete yet when the next task begins
+  bool sent = false;  // an up task, not complete yet when the next task begins
   block::WorkTile tile, ahead;
   bool more = queue.read(tile);
   while (more) {
     bool const down = (tile.segment & kDownTask) != 0;
     SentTask const task = {tile.segment, tile.row / pass.shape().block_rows};
     tile.segment &= kDownTask - 1;
-    bool const has_rows = tile.rows > row;
     int const k_tiles = down ? p.down.k_tiles : p.up.k_tiles;
-    char* to = nullptr;
-    if (has_rows) {
-      int const last = multiply(smem, state, acc, row, k_tiles, sent, complete);
+    if (tile.rows > row) {
+      int const last = multiply(smem, state, stages, acc, row, k_tiles, sent, complete);
       more = queue.read(ahead);  // under the last wgmmas
-      if (down) to = push.destination(tile, row);
+      char* const to = down ? push.destination(tile, row) : nullptr;
       arch::wgmma_wait<0>();
       block::release_stage<kPlain>(smem.gemm, last);
+      if (down) {
+        push.store(acc[0], tile, to, state);
+      } else {
+        up.store(acc[0], tile, tile.row + row, state);
+      }
     } else {
       if (sent) complete();
-      pass_over(smem, state, k_tiles, block::kBarrierSlabs + consumer);
+      stages.settle();
+      int const lent = down ? kLentToDown : lent_to_up(kKind);
+      block::pass<kPlain>(smem.gemm, state, k_tiles + lent, consumer);
       more = queue.read(ahead);
     }
-    if (down) {
-      if (has_rows) push.store(acc[0], tile, to);
-    } else if (has_rows) {
-      up.store(acc[0], tile, tile.row + row);
-    }
-    sent = !down && issuer_warp;
+    sent = !down;
     if (sent) {
       up_task = task;
     } else {
@@ -281,7 +277,6 @@ __device__ void consume(Pass const& pass, int consumer) {
     tile = ahead;
   }
   sent_tasks.tell({0, kNoBlock}, first_warp);
-  up.drain();
 }
 
 // Blocks of the slice's pairs, from counts and plan of all ranks; then what the roles keep of them.
@@ -301,7 +296,7 @@ __device__ inline void keep_plan(Pass const& pass, RouteStorage<kForwardThreads>
   }
   int const local = p.shape.local_experts();
   for (int i = thread; i < p.shape.experts; i += kForwardThreads) {
-    pass.smem.counts[i] = counts.at(i / local, p.rank * local + i % local);
+    pass.smem.counts()[i] = counts.at(i / local, p.rank * local + i % local);
     pass.smem.list_begin[i] = route.list_begin[i];
     if (i < local) pass.smem.plan[i] = route.plan[p.rank * local + i];
   }

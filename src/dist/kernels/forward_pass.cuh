@@ -13,9 +13,9 @@ namespace tessera::dist {
 
 namespace block = cuda::block;
 
-// Down, and up without a gate; up with one. Stages and slabs of both are alike.
-constexpr block::GemmConfig kPlain{.stages = 3};
-constexpr block::GemmConfig kGated{.stages = 3, .b_halves = 2};
+// Down, and up without a gate; up with one. Stages of both are alike. Epilogues stage in what the ring lends them.
+constexpr block::GemmConfig kPlain{.store_slabs = 0, .lent_stages = 1};
+constexpr block::GemmConfig kGated{.b_halves = 2, .store_slabs = 0, .lent_stages = 1};
 static_assert(kPlain.tile.n == kTileColumns && kGated.tile == kPlain.tile);
 static_assert(sizeof(block::SharedStorage<kPlain>) == sizeof(block::SharedStorage<kGated>));
 constexpr int kForwardThreads = 384;
@@ -28,15 +28,14 @@ constexpr int kDownTask = 1 << 15;  // in WorkTile::segment
 constexpr int kMostChoices = 32;
 static_assert(kMostExperts <= kDownTask);
 
-// Rows of y on their way, in the memory of the slabs: 8 rows per warp. The pitch spreads a matrix of stmatrix
-// over all banks; it leaves 31 of a warpgroup's 32 rows in the slabs, one has a place of its own.
-constexpr int kPushPitch = 2 * kTileColumns + 16;
-constexpr int kRowsInSlabs = 31;
-static_assert(kRowsInSlabs * kPushPitch <= 2 * block::kSubtileM * block::kSlabColumns * 2);
-
 consteval block::GemmConfig up_gemm(ActivationKind kind) {
   return Activation{.kind = kind}.gated() ? kGated : kPlain;
 }
+
+// Stages that a task borrows: B's place in one holds 128 columns of a for all rows, or 8 rows of 256 columns of y
+// for each warp.
+constexpr int kLentToDown = 1;
+consteval int lent_to_up(ActivationKind kind) { return Activation{.kind = kind}.gated() ? 1 : 2; }
 
 // Tasks whose results the consumer warps have sent, on their way to the warp that announces them.
 constexpr int kSentSlots = 4;
@@ -53,21 +52,22 @@ struct SentQueue {
 
 struct ForwardStorage {
   block::SharedStorage<kPlain> gemm;
-  alignas(128) unsigned char last_row[kConsumers][kPushPitch];
   CopyRing ring[kCommunicationWarps];
   SentQueue sent;
   // Of this rank's experts, as the cursors read them.
-  std::int32_t counts[kMostExperts];  // [source][local expert]
   std::int32_t list_begin[kMostExperts];
   ExpertPlan plan[kMostExperts];  // local experts
   int failed;
 
+  // [source][local expert], where the kernels of one GPU have the offsets of segments.
+  __device__ std::int32_t* counts() { return gemm.segment_offsets; }
   template <block::GemmConfig kGemm>
   __device__ block::SharedStorage<kGemm>& gemm_of() {
     return reinterpret_cast<block::SharedStorage<kGemm>&>(gemm);
   }
 };
 static_assert(sizeof(ForwardStorage) <= block::kSharedMemoryBytes);
+static_assert(kMostExperts <= block::kMaxSegments);
 static_assert(sizeof(RouteStorage<kForwardThreads>) <=
               sizeof(block::SharedStorage<kPlain>::a) + sizeof(block::SharedStorage<kPlain>::b));
 
@@ -92,7 +92,7 @@ struct Pass {
     return smem.plan - p.exchange.rank * shape().local_experts();
   }
   __device__ CountMatrix counts() const {
-    return {smem.counts - p.exchange.rank * shape().local_experts(), shape().local_experts()};
+    return {smem.counts() - p.exchange.rank * shape().local_experts(), shape().local_experts()};
   }
   __device__ std::uint32_t* local_word(std::int64_t offset) const {
     return word_of(p.exchange.gmem_local, offset);

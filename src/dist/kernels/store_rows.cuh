@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// The epilogue of an up task: a = act(h), rounded once, staged in lent stages, 64 columns of the warp's 16 rows by one
+// store of TMA.
+#pragma once
+
+#include "dist/kernels/forward_pass.cuh"
+
+namespace tessera::dist {
+
+// Of one warp.
+template <ActivationKind kKind>
+class StoreRows {
+ public:
+  __device__ StoreRows(Pass const& pass, block::BorrowedStages<kPlain>& stages)
+      : p_(pass.p.activation), stages_(stages) {}
+
+  // 64 rows from `row`, of which the warp has 16. It reads memory that it may write again after settle().
+  __device__ void store(block::Accumulators<kPlain>& acc, block::WorkTile const& tile, int row,
+                        block::PipelineState<kPlain.stages>& state) {
+    constexpr int kLent = lent_to_up(kKind);
+    int const ragged_row =
+        p_.ragged_extent + row + arch::warp_in_warpgroup() * block::kWarpRows - tile.end;
+    TESSERA_UNROLL
+    for (int lent = 0; lent < kLent; ++lent) {
+      int const column = (tile.n_tile * kLent + lent) * kSlabs * block::kSlabColumns;
+      int const stage = stages_.take(state);
+      TESSERA_UNROLL
+      for (int slab = 0; slab < kSlabs; ++slab) {
+        // Gated: a column group has 64 gates, then their 64 ups. Else it has two slabs.
+        float const* const h = kGated ? acc[slab] : acc[lent] + slab * kHalfGroup;
+        rows_.fill(stages_.slab_b(stage, slab), [&](int j, int lower) {
+          int const i = 4 * j + 2 * lower;
+          return arch::pack_bf16(value(h, i), value(h, i + 1));
+        });
+      }
+      stages_.publish(stage, [&] {
+        if (ragged_row >= p_.ragged_extent) return;  // past the block's rows
+        TESSERA_UNROLL
+        for (int slab = 0; slab < kSlabs; ++slab) {
+          arch::tma_store(&p_.a, stages_.rows(stages_.slab_b(stage, slab)),
+                          column + slab * block::kSlabColumns, 0, ragged_row, tile.end,
+                          arch::l2_evict_first());
+        }
+      });
+    }
+  }
+
+ private:
+  using Function = block::ActivationFunction<kKind>;
+  static constexpr bool kGated = Function::kGated;
+  static constexpr int kSlabs = 2;                             // of a lent stage
+  static constexpr int kHalfGroup = block::kGroupColumns / 4;  // registers of 64 columns
+
+  __device__ float value(float const* h, int i) const {
+    return Function::forward(p_.activation, h[i], h[kGated ? kHalfGroup + i : i]);
+  }
+
+  block::ActivationParams const& p_;
+  block::BorrowedStages<kPlain>& stages_;
+  block::SlabRows rows_;
+};
+
+}  // namespace tessera::dist

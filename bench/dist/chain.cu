@@ -4,7 +4,8 @@
 // the kernel is timed beside the chain and its parts, its GEMMs without communication, and that layer.
 //
 //   chain [--gpus P] [--nccl PATH] [--processes] [--only chain|fused]
-//         [--check | --iters N [--config NAME,NAME] [--tokens N,N] [--lags | --latency]] [--out FILE] [--commit HASH]
+//         [--check | --iters N [--config NAME,NAME] [--tokens N,N] [--transfer direct|once] [--lags | --latency]]
+//         [--out FILE] [--commit HASH]
 //
 // --check: small awkward exchanges, several passes each, no timing; a rank that stalls, and as a process of its own
 // one that is killed. --lags: the kernel with its downs at several distances. --latency: FlashDMoE's layer over numbers
@@ -13,6 +14,9 @@
 //
 // Judged is the kernel's time against the larger of two bounds: its GEMMs without communication, and the bytes that
 // cross the link in one direction, 2 rows of d there and back for every routed row of another rank, at kLinkGbps.
+#include <optional>
+
+#include "../../src/dist/choose_transfer.hpp"
 #include "chain_checks.cuh"
 #include "results.hpp"
 
@@ -26,6 +30,7 @@ constexpr int kWarmUps = 6;
 
 struct Options : CheckOptions {
   int iters = 30;
+  std::optional<dist::Transfer> transfer;  // none: the one that the library chooses
   bool check = false, latency = false, lags = false;
   std::string command, out, commit, config, tokens;
 };
@@ -236,13 +241,14 @@ int measure(Options const& options) {
   int failures = 0;
   for (Named const& c : configs_of(options)) {
     int const ranks = options.gpus;
-    ExchangeShape const shape = {.ranks = ranks,
-                                 .max_tokens = c.tokens,
-                                 .hidden = c.hidden,
-                                 .intermediate = c.intermediate,
-                                 .experts = c.experts,
-                                 .max_top_k = c.top_k,
-                                 .gated = Activation{.kind = c.activation}.gated()};
+    ExchangeShape shape = {.ranks = ranks,
+                           .max_tokens = c.tokens,
+                           .hidden = c.hidden,
+                           .intermediate = c.intermediate,
+                           .experts = c.experts,
+                           .max_top_k = c.top_k,
+                           .gated = Activation{.kind = c.activation}.gated()};
+    shape.transfer = options.transfer.value_or(dist::choose_transfer(shape));
     Measured const m = measure_config(options, c, shape);
     double const choices = double(c.tokens) * c.top_k;
     double const flops = (shape.gated ? 6.0 : 4.0) * choices * c.intermediate * c.hidden;
@@ -276,16 +282,17 @@ int measure(Options const& options) {
                   timed.pass, timed.variant, q.median, tflops, mhz, pipe, more.c_str(),
                   checked ? "" : "  WRONG BITS");
       char text[640];
-      std::snprintf(text, sizeof text,
-                    "%s\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": "
-                    "\"bf16\", \"gpus\": %d, \"routing\": \"random\", \"router\": \"given\", "
-                    "\"round\": \"none\", \"pass\": \"%s\", \"impl\": \"tessera\", \"variant\": "
-                    "\"%s\", \"ms\": %.4f, \"ms_p10\": %.4f, \"ms_p90\": %.4f, \"tflops\": %.1f, "
-                    "\"mhz\": %.0f, \"tensor_pipe\": %.3f%s, \"checked\": %s}",
-                    rows.empty() ? "" : ",", c.name.c_str(), c.tokens, c.hidden, c.intermediate,
-                    c.experts, c.top_k, timed.way == Way::layer ? 1 : ranks, timed.pass,
-                    timed.variant, q.median, q.p10, q.p90, tflops, mhz, pipe, more.c_str(),
-                    checked ? "true" : "false");
+      std::snprintf(
+          text, sizeof text,
+          "%s\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": "
+          "\"bf16\", \"gpus\": %d, \"routing\": \"random\", \"router\": \"given\", "
+          "\"round\": \"none\", \"pass\": \"%s\", \"impl\": \"tessera\", \"variant\": "
+          "\"%s\", \"ms\": %.4f, \"ms_p10\": %.4f, \"ms_p90\": %.4f, \"tflops\": %.1f, "
+          "\"mhz\": %.0f, \"tensor_pipe\": %.3f, \"transfer\": \"%s\"%s, \"checked\": %s}",
+          rows.empty() ? "" : ",", c.name.c_str(), c.tokens, c.hidden, c.intermediate, c.experts,
+          c.top_k, timed.way == Way::layer ? 1 : ranks, timed.pass, timed.variant, q.median, q.p10,
+          q.p90, tflops, mhz, pipe, shape.transfer == dist::Transfer::once ? "once" : "direct",
+          more.c_str(), checked ? "true" : "false");
       rows += text;
     }
     std::fflush(stdout);
@@ -345,6 +352,10 @@ int main(int argc, char** argv) {
       std::string const only = argv[++i];
       options.chain = only == "chain";
       options.fused = only == "fused";
+    } else if (flag == "--transfer" && has_value) {
+      std::string const transfer = argv[++i];
+      if (transfer == "once") options.transfer = tessera::dist::Transfer::once;
+      if (transfer == "direct") options.transfer = tessera::dist::Transfer::direct;
     } else if (flag == "--commit" && has_value) {
       options.commit = argv[++i];
     } else {
@@ -378,6 +389,9 @@ int main(int argc, char** argv) {
     }
   }
   if (!options.check) return measure(options);
-  int const wrong = check_small(options);
-  return wrong + check_repeats(options) + check_stalled(options) + check_killed(options) ? 1 : 0;
+  int wrong = check_small(options);
+  for (auto const transfer : {tessera::dist::Transfer::direct, tessera::dist::Transfer::once}) {
+    wrong += check_repeats(options, transfer);
+  }
+  return wrong + check_stalled(options) + check_killed(options) ? 1 : 0;
 }

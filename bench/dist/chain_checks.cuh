@@ -22,20 +22,26 @@ inline int check_small(CheckOptions const& options) {
   struct Small {
     int tokens, hidden, intermediate, local_experts, top_k;
     ActivationKind activation;
+    dist::Transfer transfer = dist::Transfer::direct;
   };
   using enum ActivationKind;
+  using enum dist::Transfer;
   for (Small const& c : {Small{40, 256, 128, 4, 2, swiglu},
                          {300, 512, 256, 8, 4, gelu},
+                         {300, 512, 256, 8, 4, swiglu, once},
                          {7, 64, 64, 1, 1, swiglu},
                          {600, 512, 256, 4, 1, swiglu},
                          {1000, 1152, 192, 16, 8, geglu},
-                         {129, 2048, 320, 3, 3, relu2}}) {
+                         {1000, 1152, 192, 16, 8, geglu, once},
+                         {129, 2048, 320, 3, 3, relu2},
+                         {129, 7168, 320, 3, 3, relu2, once}}) {
     ExchangeShape const shape = {.ranks = options.gpus,
                                  .max_tokens = c.tokens,
                                  .hidden = c.hidden,
                                  .intermediate = c.intermediate,
                                  .experts = c.local_experts * options.gpus,
                                  .max_top_k = c.top_k,
+                                 .transfer = c.transfer,
                                  .gated = Activation{.kind = c.activation}.gated()};
     constexpr int kPasses = 2 * std::size(kPatterns);
     auto const all = on_ranks(
@@ -64,8 +70,9 @@ inline int check_small(CheckOptions const& options) {
           return all_right;
         });
     bool const ok = all_of(all);
-    std::printf("%s (T %d, d %d, n %d, E %d, K %d), %d GPUs, %d passes:", ok ? "ok " : "BAD",
-                c.tokens, c.hidden, c.intermediate, shape.experts, c.top_k, options.gpus, kPasses);
+    std::printf("%s (T %d, d %d, n %d, E %d, K %d)%s, %d GPUs, %d passes:", ok ? "ok " : "BAD",
+                c.tokens, c.hidden, c.intermediate, shape.experts, c.top_k,
+                c.transfer == once ? " once" : "", options.gpus, kPasses);
     for (Pattern const pattern : kPatterns) std::printf(" %s", name(pattern));
     std::printf("\n");
     std::fflush(stdout);
@@ -76,14 +83,15 @@ inline int check_small(CheckOptions const& options) {
 
 // Equal bits from every one of many passes, whatever comes first: every wait in the kernel is followed by a pause
 // of random length, and ranks launch at random times.
-inline int check_repeats(CheckOptions const& options) {
+inline int check_repeats(CheckOptions const& options, dist::Transfer transfer) {
   constexpr int kRepeats = 1000;
   ExchangeShape const shape = {.ranks = options.gpus,
                                .max_tokens = 300,
                                .hidden = 512,
                                .intermediate = 256,
                                .experts = 8 * options.gpus,
-                               .max_top_k = 4};
+                               .max_top_k = 4,
+                               .transfer = transfer};
   bool const ok =
       all_of(on_ranks(options, shape, ActivationKind::swiglu,
                       [&](int rank, Rank& r, Talk& talk, Context const& context) {
@@ -106,8 +114,8 @@ inline int check_repeats(CheckOptions const& options) {
                         talk.meet();
                         return wrong == 0;
                       }));
-  std::printf("%s %d passes with random delays, %d GPUs\n", ok ? "ok " : "BAD", kRepeats,
-              options.gpus);
+  std::printf("%s %d passes with random delays, rows %s, %d GPUs\n", ok ? "ok " : "BAD", kRepeats,
+              transfer == dist::Transfer::once ? "once" : "direct", options.gpus);
   return ok ? 0 : 1;
 }
 

@@ -20,9 +20,10 @@ constexpr int kUnitBlocks = 8;
 constexpr int kRasterTiles = 8;
 constexpr int kTileColumns = 256;  // of a GEMM; a gated up projection makes half as many of a
 
-/// What crosses the link. direct: a row for every pair, and its result back. dedup: a token's row once
-/// per owner, and the sum of its results there, weighted by the scores, back.
-enum class Transfer : std::int32_t { direct, dedup };
+/// What crosses the link. direct: a row for every pair, and its result back. once: a token's row once per owner, and
+/// the result of every pair back. dedup: a token's row once per owner, and the sum of its results there, weighted by
+/// the scores, back.
+enum class Transfer : std::int32_t { direct, once, dedup };
 
 /// Bounds of an exchange, equal on all ranks. Owner of expert e: rank e / local_experts(). The experts of
 /// a token are distinct.
@@ -48,7 +49,7 @@ struct ExchangeShape {
   }
   /// Rows of results that return to a token.
   [[nodiscard]] TESSERA_INLINE constexpr std::int32_t slots_of_token() const {
-    return transfer == Transfer::direct ? max_top_k : ranks;
+    return transfer == Transfer::dedup ? ranks : max_top_k;
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t max_rows() const {  // of an owner
     return std::int64_t{ranks} * max_tokens * max_local_choices();
@@ -241,11 +242,15 @@ class RowCursor {
 };
 
 /// Units of down that stay behind those of up. Too few: downs wait for ups, and pushes fight pulls for the link; too
-/// many: the last downs run with nothing to hide behind. With two GPUs 16 are the best of 4, 16 and up to 64, or
-/// within 1% of it (docs/notebook/2026-11-21-forward-two-gpus.md).
-TESSERA_INLINE constexpr std::int32_t default_lag(std::int32_t units) {
+/// many: the last downs run with nothing to hide behind. With two GPUs 16 are the best of 4, 16 and up to 64, or within
+/// 1% of it; with four 32, and where rows cross once 8: their pulls end early
+/// (docs/notebook/2026-11-22-four-gpus.md).
+TESSERA_INLINE constexpr std::int32_t default_lag(ExchangeShape const& shape, std::int32_t units) {
+  constexpr std::int32_t kLeast = 8;
+  if (shape.transfer == Transfer::once) return kLeast;
+  std::int32_t const most = shape.ranks > 2 ? 32 : 16;
   std::int32_t const lag = static_cast<std::int32_t>(std::int64_t{units} * 9 / 20);
-  return lag < 8 ? 8 : lag > 16 ? 16 : lag;
+  return lag < kLeast ? kLeast : lag > most ? most : lag;
 }
 
 enum class TaskKind : std::int32_t { up, down };

@@ -13,6 +13,9 @@
 //   part_done   owner -> aggregate                  part_done[owner,token]  epoch          sys
 //   ended       CTAs -> the last of them            ended                   all CTAs       gpu
 //
+// Transfer::once: a token's row crosses once to each owner, whose communication warp writes it to the places of all its
+// pairs there when it comes to the first of them. So nobody waits for a copy.
+//
 // Transfer::dedup: the rows of one token on one owner are a group, ordered by expert and so by pool row,
 // which its source describes in each entry: no table has to be searched or built by atomics. The group's
 // first row is pulled; the others, all in later blocks, copy it once its block has arrived. Results stay
@@ -50,16 +53,37 @@ inline char const* site_name(Site site) {
   return kNames[static_cast<int>(site)];
 }
 
-/// A row on its way to an owner, and its group; direct transfers need pair and score alone. 16 bytes,
-/// so that one store sends it.
+/// A row on its way to an owner, and its group. 16 bytes, so that one store sends it.
 struct alignas(16) RouteEntry {
   std::uint32_t pair;  ///< token * max_top_k + choice, on its source
   float score;
   std::uint8_t place, rows;    ///< in the group, and the group's size
   std::uint16_t first_expert;  ///< of the group's first row, among the owner's
-  std::int32_t first_index;    ///< of that row among those that the source sends to that expert
+  std::int32_t first_index;    ///< of that row among those that the source sends to that expert;
+                               ///< once: the token's choices on this owner, a bit each
 };
 static_assert(sizeof(RouteEntry) == 16);
+
+/// Where the owner finds the row of a pair: the expert among its own, the index among those of the source.
+struct PairPlace {
+  static constexpr std::int32_t kIndexBits = 22;  // of a word; the rest is for the expert
+  std::int32_t expert, index;
+  [[nodiscard]] TESSERA_INLINE constexpr std::uint32_t word() const {
+    return static_cast<std::uint32_t>(expert) << kIndexBits | static_cast<std::uint32_t>(index);
+  }
+  [[nodiscard]] TESSERA_INLINE static constexpr PairPlace of(std::uint32_t word) {
+    return {static_cast<std::int32_t>(word >> kIndexBits),
+            static_cast<std::int32_t>(word & ((1u << kIndexBits) - 1))};
+  }
+};
+
+/// Bounds of Transfer::once, where a word holds a place.
+constexpr std::int32_t kPoolRowBits = 25;  // and seven for pads
+TESSERA_INLINE constexpr bool serves_once(ExchangeShape const& s) {
+  return s.max_tokens <= 1 << PairPlace::kIndexBits && s.pool_rows() <= 1 << kPoolRowBits &&
+         s.block_rows <= 128 && s.local_experts() <= 1 << (32 - PairPlace::kIndexBits) &&
+         s.max_top_k <= 32;
+}
 
 TESSERA_INLINE constexpr std::int32_t parity(std::uint32_t epoch) {
   return static_cast<std::int32_t>(epoch & 1u);
@@ -77,21 +101,23 @@ constexpr std::int64_t kWordStride = 128;  // bytes: a line for every word that 
 /// Byte offsets in every rank's window. Equal on all ranks.
 struct WindowLayout {
   std::int64_t publish, ack, abort;  ///< [P] words, a line each
-  std::int64_t block_done;           ///< [P,max_blocks] u32, direct
+  std::int64_t block_done;           ///< [P,max_blocks] u32, not dedup
   std::int64_t part_done;            ///< [P,max_tokens] u32, dedup
   std::int64_t counts;               ///< [2,P,E] i32
   std::int64_t lists;                ///< [2,P,max_tokens*max_local_choices] RouteEntry
+  std::int64_t places;               ///< [2,P,max_tokens*max_top_k] PairPlace, once
   std::int64_t x;                    ///< [max_tokens,d] bf16
   std::int64_t slots;                ///< [max_tokens,slots_of_token,d] bf16
   std::int64_t bytes;
 
   explicit TESSERA_INLINE constexpr WindowLayout(ExchangeShape const& s)
       : ranks_(s.ranks), experts_(s.experts), row_bytes_(std::int64_t{2} * s.hidden) {
-    bool const direct = s.transfer == Transfer::direct;
+    bool const rows_return = s.transfer != Transfer::dedup;
     max_blocks_ = s.max_blocks();
     max_tokens_ = s.max_tokens;
     slots_of_token_ = s.slots_of_token();
     list_entries_ = std::int64_t{s.max_tokens} * s.max_local_choices();
+    pairs_ = std::int64_t{s.max_tokens} * s.max_top_k;
     std::int64_t end = 0;
     auto const take = [&end](std::int64_t region_bytes) {
       std::int64_t const at = end;
@@ -101,10 +127,11 @@ struct WindowLayout {
     publish = take(ranks_ * kWordStride);
     ack = take(ranks_ * kWordStride);
     abort = take(ranks_ * kWordStride);
-    block_done = take(direct ? 4 * ranks_ * max_blocks_ : 0);
-    part_done = take(direct ? 0 : 4 * ranks_ * max_tokens_);
+    block_done = take(rows_return ? 4 * ranks_ * max_blocks_ : 0);
+    part_done = take(rows_return ? 0 : 4 * ranks_ * max_tokens_);
     counts = take(std::int64_t{4} * 2 * ranks_ * experts_);
     lists = take(static_cast<std::int64_t>(sizeof(RouteEntry)) * 2 * ranks_ * list_entries_);
+    places = take(s.transfer == Transfer::once ? std::int64_t{4} * 2 * ranks_ * pairs_ : 0);
     x = take(row_bytes_ * s.max_tokens);
     slots = take(row_bytes_ * max_tokens_ * slots_of_token_);
     bytes = end;
@@ -138,6 +165,11 @@ struct WindowLayout {
     return lists + static_cast<std::int64_t>(sizeof(RouteEntry)) *
                        ((std::int64_t{parity} * ranks_ + source) * list_entries_ + entry);
   }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t place_word(std::int32_t parity,
+                                                                 std::int32_t source,
+                                                                 std::int64_t pair) const {
+    return places + 4 * ((std::int64_t{parity} * ranks_ + source) * pairs_ + pair);
+  }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t x_row(std::int64_t token) const {
     return x + row_bytes_ * token;
   }
@@ -149,7 +181,7 @@ struct WindowLayout {
 
  private:
   std::int64_t ranks_, experts_, row_bytes_;
-  std::int64_t max_blocks_ = 0, max_tokens_ = 0, slots_of_token_ = 0, list_entries_ = 0;
+  std::int64_t max_blocks_ = 0, max_tokens_ = 0, slots_of_token_ = 0, list_entries_ = 0, pairs_ = 0;
 };
 
 /// Byte offsets of what a GPU keeps to itself besides pools: counters in two banks, each of which the
@@ -175,9 +207,9 @@ struct LocalLayout {
     row_origin = pair_index + std::int64_t{4} * s.max_tokens * s.max_top_k;
     row_origin = (row_origin + 7) / 8 * 8;
     groups = row_origin + 8 * s.pool_rows();
-    bytes = groups + (s.transfer == Transfer::direct
-                          ? 0
-                          : std::int64_t{4} * s.ranks * max_tokens_ * max_local_choices_);
+    bytes = groups + (s.transfer == Transfer::dedup
+                          ? std::int64_t{4} * s.ranks * max_tokens_ * max_local_choices_
+                          : 0);
   }
 
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t bank(std::uint32_t epoch) const {

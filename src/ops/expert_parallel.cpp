@@ -8,6 +8,7 @@
 
 #include "core/tensor_check.hpp"
 #include "cuda/layer/backend.hpp"
+#include "dist/choose_transfer.hpp"
 #include "dist/engine.hpp"
 #include "dist/protocol.hpp"
 #include "dist/session.hpp"
@@ -46,18 +47,19 @@ Expected<dist::ExchangeShape> shape_of(ExpertParallelDesc const& d) noexcept {
     return Status::invalid("activation=%d: one of ActivationKind",
                            static_cast<int>(d.activation.kind));
   }
-  dist::ExchangeShape const shape = {.ranks = d.ranks,
-                                     .max_tokens = static_cast<std::int32_t>(d.max_tokens),
-                                     .hidden = static_cast<std::int32_t>(d.hidden),
-                                     .intermediate = static_cast<std::int32_t>(d.intermediate),
-                                     .experts = static_cast<std::int32_t>(d.experts),
-                                     .max_top_k = static_cast<std::int32_t>(d.top_k),
-                                     .gated = d.activation.gated()};
+  dist::ExchangeShape shape = {.ranks = d.ranks,
+                               .max_tokens = static_cast<std::int32_t>(d.max_tokens),
+                               .hidden = static_cast<std::int32_t>(d.hidden),
+                               .intermediate = static_cast<std::int32_t>(d.intermediate),
+                               .experts = static_cast<std::int32_t>(d.experts),
+                               .max_top_k = static_cast<std::int32_t>(d.top_k),
+                               .gated = d.activation.gated()};
   if (shape.pool_rows() > kMostPoolRows) {
     return Status::invalid(
         "max_tokens=%lld: a rank's pool would have %lld rows, more than 2^31-1; split the pass",
         static_cast<long long>(d.max_tokens), static_cast<long long>(shape.pool_rows()));
   }
+  shape.transfer = dist::choose_transfer(shape);
   return shape;
 }
 

@@ -217,15 +217,22 @@ Program Passes::write_lists(Actor& self, std::int32_t index, std::uint32_t epoch
     for (std::int32_t before = owner * shape_.local_experts(); before < e; ++before) {
       begin += totals[static_cast<std::size_t>(before)];
     }
+    // The token's experts are in this CTA's slice: it knows the indices of all.
+    std::vector<std::int32_t> const choices = group(epoch, self.rank, p / shape_.max_top_k, owner);
     Entry entry = {static_cast<std::uint32_t>(p), 0, 1, 0, 0};
-    if (dedup()) {  // the token's experts are in this CTA's slice: it knows the indices of all
-      std::vector<std::int32_t> const choices =
-          group(epoch, self.rank, p / shape_.max_top_k, owner);
+    if (once() || dedup()) {
       auto const at = std::find(choices.begin(), choices.end(), p % shape_.max_top_k);
-      std::int32_t const first = p / shape_.max_top_k * shape_.max_top_k + choices.front();
-      std::int32_t const first_expert = all.expert(self.rank, first);
       entry.place = static_cast<std::uint32_t>(at - choices.begin());
       entry.rows = static_cast<std::uint32_t>(choices.size());
+    }
+    if (once()) {
+      for (std::int32_t const choice : choices) entry.first_index |= 1u << choice;
+      PairPlace const here = {e - owner * shape_.local_experts(), place};
+      co_await self.write(window(owner, window_.place_word(parity_of(epoch), self.rank, p)),
+                          here.word());
+    } else if (dedup()) {
+      std::int32_t const first = p / shape_.max_top_k * shape_.max_top_k + choices.front();
+      std::int32_t const first_expert = all.expert(self.rank, first);
       entry.first_expert =
           static_cast<std::uint32_t>(first_expert - owner * shape_.local_experts());
       // Tokens ascend: of this token's experts, those of lower pairs have counted themselves already.
@@ -312,6 +319,43 @@ Program Passes::pull_all(Actor& self, std::int32_t number, std::uint32_t epoch,
   co_await tell(self, untold);
 }
 
+// A token's row to the places of all its pairs here.
+Program Passes::spread(Actor& self, std::uint32_t epoch, std::int32_t source, Entry const& entry,
+                       Known const& known, std::vector<Untold>& untold) {
+  CountMatrix const counts{known.counts.data(), shape_.experts};
+  std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
+  std::uint64_t const x = co_await self.read(window(source, window_.x_row(token)), Proxy::async);
+  for (std::int32_t k = 0; k < shape_.max_top_k; ++k) {
+    if ((entry.first_index >> k & 1) == 0) continue;
+    std::int64_t const pair = token * shape_.max_top_k + k;
+    if (breaks(Break::row_to_its_first_place_only) && pair != entry.pair) continue;
+    note(pulled_, epoch, source, static_cast<std::uint32_t>(pair), 0, "pulled");
+    PairPlace const place = PairPlace::of(static_cast<std::uint32_t>(
+        co_await self.read(window(self.rank, window_.place_word(parity_of(epoch), source, pair)))));
+    std::int32_t const expert = self.rank * shape_.local_experts() + place.expert;
+    ExpertPlan const& plan = known.plan[static_cast<std::size_t>(expert)];
+    std::int32_t const in_expert = rows_ahead(shape_, counts, expert, source) + place.index;
+    std::int32_t const block = plan.first_block + in_expert / shape_.block_rows;
+    std::int32_t const position = in_expert % shape_.block_rows;
+    std::int64_t const pool_row = std::int64_t{block} * shape_.block_rows + position;
+    std::int32_t const pad = in_expert + 1 == plan.rows ? shape_.block_rows - 1 - position : 0;
+    co_await self.write(pool(self, block, position), x, Proxy::async);
+    co_await self.write(
+        local(self, local_.row_origin + 8 * pool_row),
+        static_cast<std::uint64_t>(source) << 32 | static_cast<std::uint64_t>(pair));
+    co_await write_pads(self, block, position, pad);
+    untold.push_back({local(self, local_.arrived(bank_of(epoch), block)),
+                      static_cast<std::uint64_t>(1 + (breaks(Break::pad_not_counted) ? 0 : pad))});
+  }
+}
+
+Program Passes::write_pads(Actor& self, std::int32_t block, std::int32_t position,
+                           std::int32_t pad) {
+  for (std::int32_t p = 1; p <= pad; ++p)
+    co_await self.write(pool(self, block, position + p), kPad);
+  if (pad > 0 && !breaks(Break::pad_written_without_proxy_fence)) co_await self.proxy_fence();
+}
+
 // Rows that have been written: counted, and waited for before that.
 Program Passes::tell(Actor& self, std::vector<Untold>& untold) {
   if (untold.empty()) co_return;
@@ -353,6 +397,12 @@ Program Passes::pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known
                      std::vector<Untold>& untold) {
   Entry const entry = Entry::from(co_await self.read(
       window(self.rank, window_.list_entry(parity_of(epoch), row.source, row.entry))));
+  if (once()) {
+    if (entry.place == 0 || breaks(Break::every_row_brings)) {
+      co_await spread(self, epoch, row.source, entry, known, untold);
+    }
+    co_return;
+  }
   std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
   std::int64_t const pool_row = std::int64_t{row.block} * shape_.block_rows + row.position;
   std::uint64_t x = 0;
@@ -382,10 +432,7 @@ Program Passes::pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known
         local(self, local_.group_row(row.source, token, static_cast<std::int32_t>(entry.place))),
         static_cast<std::uint64_t>(pool_row));
   }
-  for (std::int32_t p = 1; p <= row.pad; ++p) {
-    co_await self.write(pool(self, row.block, row.position + p), kPad);
-  }
-  if (row.pad > 0 && !breaks(Break::pad_written_without_proxy_fence)) co_await self.proxy_fence();
+  co_await write_pads(self, row.block, row.position, row.pad);
   untold.push_back(
       {local(self, local_.arrived(bank_of(epoch), row.block)),
        static_cast<std::uint64_t>(1 + (breaks(Break::pad_not_counted) ? 0 : row.pad))});

@@ -33,7 +33,9 @@ enum class Break {
   pull_without_proxy_fence,
   pad_not_counted,
   row_pulled_twice,
-  rows_in_rank_order,     // the owner sorts sources by rank, the source believes otherwise
+  every_row_brings,             // its token's row, not the first alone
+  row_to_its_first_place_only,  // though the token has others here
+  rows_in_rank_order,           // the owner sorts sources by rank, the source believes otherwise
   ring_without_waiting,   // a block's place is taken before the ups of the block there have ended
   ring_waits_for_one_up,  // of all that read the block
   untold_rows_while_waiting,  // rows that have been written are not counted before the next place is awaited
@@ -84,6 +86,8 @@ struct Options {
   bool sums_early = false;  ///< communication warps add up tokens that are complete, direct
 };
 
+struct Entry;
+
 /// A machine on which all ranks run `exchanges[pass]`, pass after pass.
 class Passes : public World {
  public:
@@ -118,6 +122,10 @@ class Passes : public World {
                       std::vector<Untold>& untold);
   Program pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known const& known,
                std::vector<Untold>& untold);
+  Program spread(Actor& self, std::uint32_t epoch, std::int32_t source, Entry const& entry,
+                 Known const& known, std::vector<Untold>& untold);
+  Program write_pads(Actor& self, std::int32_t block, std::int32_t position, std::int32_t pad);
+  [[nodiscard]] bool once() const { return shape_.transfer == Transfer::once; }
   Program send_sums(Actor& self, std::int32_t number, std::uint32_t epoch, Known const& known);
   Program send_sum(Actor& self, std::uint32_t epoch, std::int32_t source, std::int64_t token,
                    std::int32_t rows);

@@ -2,6 +2,7 @@
 // The plan against the exchange written out by hand: every pair on one row, every task once, no task
 // before what it needs.
 #include "dist/plan.hpp"
+#include "dist/choose_transfer.hpp"
 
 #include <gtest/gtest.h>
 
@@ -251,10 +252,36 @@ TEST(Tasks, UpMakesHalfAsManyColumnsOfAWithAGate) {
 }
 
 TEST(Tasks, LagIsAShareOfTheUnitsWithinBounds) {
-  EXPECT_EQ(default_lag(0), 8);
-  EXPECT_EQ(default_lag(25), 11);
-  EXPECT_EQ(default_lag(100), 16);
-  EXPECT_EQ(default_lag(1000), 16);
+  ExchangeShape shape = {.ranks = 2};
+  EXPECT_EQ(default_lag(shape, 0), 8);
+  EXPECT_EQ(default_lag(shape, 25), 11);
+  EXPECT_EQ(default_lag(shape, 100), 16);
+  EXPECT_EQ(default_lag(shape, 1000), 16);
+  shape.ranks = 4;
+  EXPECT_EQ(default_lag(shape, 25), 11);
+  EXPECT_EQ(default_lag(shape, 1000), 32);
+  shape.transfer = Transfer::once;
+  EXPECT_EQ(default_lag(shape, 1000), 8);
+}
+
+TEST(Transfers, RowsCrossOnceWhereTheLinkWouldDecide) {
+  auto const choice = [](std::int32_t ranks, std::int32_t hidden, std::int32_t intermediate,
+                         std::int32_t experts, std::int32_t top_k, bool gated) {
+    return choose_transfer({.ranks = ranks,
+                            .max_tokens = 8192,
+                            .hidden = hidden,
+                            .intermediate = intermediate,
+                            .experts = experts,
+                            .max_top_k = top_k,
+                            .gated = gated});
+  };
+  EXPECT_EQ(choice(1, 2048, 768, 128, 8, true), Transfer::direct);
+  EXPECT_EQ(choice(2, 2048, 768, 128, 8, true), Transfer::direct);  // GEMMs take longer
+  EXPECT_EQ(choice(4, 2048, 768, 128, 8, true), Transfer::once);
+  EXPECT_EQ(choice(4, 2048, 768, 128, 2, true), Transfer::direct);  // nearly as many rows
+  EXPECT_EQ(choice(4, 7168, 2048, 256, 8, true), Transfer::direct);
+  EXPECT_EQ(choice(4, 2048, 1024, 32, 8, true), Transfer::direct);
+  EXPECT_EQ(choice(4, 2048, 1024, 32, 8, false), Transfer::once);  // two matrices, fewer FLOP
 }
 
 TEST(Plan, SlicesCoverTheTokensOnce) {
@@ -276,10 +303,11 @@ TEST(Layout, HasRoomAndNoOverlaps) {
                             .hidden = 2048,
                             .intermediate = 768,
                             .experts = 128,
-                            .max_top_k = 8};
+                            .max_top_k = 8,
+                            .transfer = Transfer::once};
   WindowLayout const w(shape);
-  std::int64_t const begins[] = {w.publish, w.ack, w.abort, w.block_done, w.counts,
-                                 w.lists,   w.x,   w.slots, w.bytes};
+  std::int64_t const begins[] = {w.publish, w.ack,    w.abort, w.block_done, w.counts,
+                                 w.lists,   w.places, w.x,     w.slots,      w.bytes};
   for (std::size_t i = 0; i + 1 < std::size(begins); ++i) {
     EXPECT_LT(begins[i], begins[i + 1]);
     EXPECT_EQ(begins[i] % 4096, 0);
@@ -287,7 +315,8 @@ TEST(Layout, HasRoomAndNoOverlaps) {
   EXPECT_LE(w.abort_word(3) + kWordStride, w.block_done);
   EXPECT_LE(w.block_done_word(3, shape.max_blocks() - 1) + 4, w.counts);
   EXPECT_LE(w.count_row(1, 3) + 4 * 128, w.lists);
-  EXPECT_LE(w.list_entry(1, 3, 8192 * 8 - 1) + 16, w.x);
+  EXPECT_LE(w.list_entry(1, 3, 8192 * 8 - 1) + 16, w.places);
+  EXPECT_LE(w.place_word(1, 3, 8192 * 8 - 1) + 4, w.x);
   EXPECT_LE(w.x_row(8191) + 4096, w.slots);
   EXPECT_LE(w.slot(8191, 7) + 4096, w.bytes);
   // x and slots are 2*T*d*(1 + K); what is left is small.

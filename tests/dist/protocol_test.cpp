@@ -62,6 +62,11 @@ ExchangeShape small_dedup(std::int32_t ranks) {
   shape.transfer = Transfer::dedup;
   return shape;
 }
+ExchangeShape small_once(std::int32_t ranks) {
+  ExchangeShape shape = small_dedup(ranks);
+  shape.transfer = Transfer::once;
+  return shape;
+}
 
 TEST(Protocol, EndsAndLosesNothing) {
   for (std::int32_t const ranks : {1, 2, 3, 4}) {
@@ -79,6 +84,7 @@ TEST(Protocol, EndsAndLosesNothing) {
                                     std::to_string(seed);
           ASSERT_EQ(run(small(ranks), options, seed), "") << where;
           if (seed % 3 != 0) continue;
+          ASSERT_EQ(run(small_once(ranks), options, seed), "") << where << ", once";
           ASSERT_EQ(run(small_dedup(ranks), options, seed), "") << where << ", dedup";
         }
       }
@@ -96,7 +102,7 @@ Options with_helpers() {
 TEST(Protocol, EndsWithARingAnAnnouncerAndEarlySums) {
   for (std::int32_t const ranks : {1, 2, 3}) {
     for (std::int32_t const ctas : {1, 2, 3}) {
-      for (std::int32_t const places : {1, 2, 5}) {
+      for (std::int32_t const places : {0, 1, 2, 5}) {
         for (std::uint64_t seed = 0; seed < 60; ++seed) {
           Options options = with_helpers();
           options.ctas = ctas;
@@ -105,7 +111,7 @@ TEST(Protocol, EndsWithARingAnAnnouncerAndEarlySums) {
           options.ring_blocks = places;
           options.announces = seed % 7 != 0;
           options.rows_in_flight = 1 + static_cast<std::int32_t>(seed % 5);
-          ASSERT_EQ(run(small(ranks), options, seed), "")
+          ASSERT_EQ(run(places == 0 ? small_once(ranks) : small(ranks), options, seed), "")
               << ranks << " ranks, " << ctas << " CTAs, " << places << " places, seed " << seed;
         }
       }
@@ -119,7 +125,7 @@ TEST(Protocol, EndsWithManyUnitsAndTiles) {
   shape.block_rows = 1;
   shape.intermediate = 300;
   shape.hidden = 700;
-  for (Transfer const transfer : {Transfer::direct, Transfer::dedup}) {
+  for (Transfer const transfer : {Transfer::direct, Transfer::once, Transfer::dedup}) {
     shape.transfer = transfer;
     for (std::int32_t const lag : {0, 1, 3, 100}) {
       for (std::uint64_t seed = 0; seed < 30; ++seed) {
@@ -165,6 +171,7 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
     std::int32_t ctas, passes;
     std::int32_t ring_blocks = 0;
     bool sums_early = false, announces = false;
+    Transfer transfer = Transfer::direct;
   };
   Small const cases[] = {
       {1, {{0, 1}, {1, 0}}, 1, 1},  // each sends a row to the other one and keeps one
@@ -172,23 +179,30 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
       {1, {{1}, {0}}, 1, 2},        // two passes: a rank may be one ahead
       {1, {{1, 1}, {}}, 1, 3},      // a rank without tokens, three passes
       {1, {{0}, {0}}, 2, 1},
-      {2, {{3, 2}, {0, 1}}, 1, 2},  // dedup: each token's two experts are the other rank's
-      {2, {{0, 2}, {}}, 1, 2},
+      {2, {{3, 2}, {}}, 1, 2, 0, false, false, Transfer::once},  // a row for two places
+      {2,
+       {{3, 2}, {0, 1}},
+       1,
+       2,
+       0,
+       false,
+       false,
+       Transfer::dedup},  // each token's experts are the other's
+      {2, {{0, 2}, {}}, 1, 2, 0, false, false, Transfer::dedup},
       {1, {{0, 0, 0}, {}}, 1, 1, 1},  // two blocks in turn in one place
       {1, {{0, 0}, {0}}, 1, 1, 1, true},
       {1, {{1}, {0}}, 1, 2, 0, true},
       {1, {{1, 0}, {0}}, 1, 1, 1, false, true},
   };
   for (Small const& small_case : cases) {
-    ExchangeShape const shape = {
-        .ranks = 2,
-        .max_tokens = 3,
-        .hidden = 256,
-        .intermediate = 128,
-        .experts = 2 * small_case.top_k,
-        .max_top_k = small_case.top_k,
-        .block_rows = 2,
-        .transfer = small_case.top_k == 1 ? Transfer::direct : Transfer::dedup};
+    ExchangeShape const shape = {.ranks = 2,
+                                 .max_tokens = 3,
+                                 .hidden = 256,
+                                 .intermediate = 128,
+                                 .experts = 2 * small_case.top_k,
+                                 .max_top_k = small_case.top_k,
+                                 .block_rows = 2,
+                                 .transfer = small_case.transfer};
     std::vector<Exchange> const exchanges(static_cast<std::size_t>(small_case.passes),
                                           Exchange{shape, small_case.ids});
     auto const make = [&] {
@@ -259,6 +273,16 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
       {Break::one_bank, "one_bank", ""},
       {Break::bank_not_cleared, "bank_not_cleared", ""},
   };
+  Broken const of_once[] = {
+      {Break::every_row_brings, "every_row_brings", "a row twice"},
+      {Break::row_to_its_first_place_only, "row_to_its_first_place_only", "waits at arrived"},
+      {Break::pad_not_counted, "pad_not_counted", "waits at arrived"},
+      {Break::lists_without_system_fence, "lists_without_system_fence", "no system fence"},
+      {Break::arrived_before_written, "arrived_before_written", "nobody waited for"},
+      {Break::up_without_arrived, "up_without_arrived", "read"},
+      {Break::one_parity, "one_parity", ""},
+      {Break::one_bank, "one_bank", ""},
+  };
   Broken const of_dedup[] = {
       {Break::copy_without_arrived, "copy_without_arrived", "read"},
       {Break::first_row_by_choice, "first_row_by_choice", ""},
@@ -290,6 +314,7 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
   };
   for (Broken const& broken : all) expect_noticed(broken, small(2));
   for (Broken const& broken : of_helpers) expect_noticed(broken, small(2), with_helpers());
+  for (Broken const& broken : of_once) expect_noticed(broken, small_once(2));
   for (Broken const& broken : of_dedup) expect_noticed(broken, small_dedup(2));
   expect_noticed(
       {Break::untold_rows_while_waiting, "untold_rows_while_waiting", "waits at arrived"},
@@ -314,7 +339,7 @@ TEST(Protocol, WrongValuesShowWithoutTheClocks) {
 TEST(Protocol, AcknowledgementsRepeatWhatThePlanHasWaitedFor) {
   // Every plan awaits all publish words, and a peer publishes pass N+1 after it has read the lists of
   // pass N. So a source could do without acks; with them the rule stands where the lists are written.
-  for (ExchangeShape const& shape : {small(2), small(3), small_dedup(2)}) {
+  for (ExchangeShape const& shape : {small(2), small(3), small_once(2), small_dedup(2)}) {
     for (std::uint64_t seed = 0; seed < 150; ++seed) {
       Options const options = {.broken = Break::no_ack, .ctas = 2, .passes = 6};
       ASSERT_EQ(run(shape, options, seed), "") << seed;

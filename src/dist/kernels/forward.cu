@@ -63,9 +63,10 @@ cudaError_t make_params(ForwardArguments const& args, ForwardParams& p) {
 
 cudaError_t launch_forward(ForwardArguments const& args, int sm_count, cudaStream_t stream) {
   ExchangeShape const& s = args.exchange.shape;
-  if (s.experts > kMostExperts || s.ranks > kMaxRanks || s.transfer != Transfer::direct ||
-      s.hidden % 8 != 0 || s.intermediate % 8 != 0 || s.max_top_k > kMostChoices ||
-      s.block_rows != kPlain.tile.m || s.gated != args.activation.gated()) {
+  if (s.experts > kMostExperts || s.ranks > kMaxRanks || s.transfer == Transfer::dedup ||
+      (s.transfer == Transfer::once && !serves_once(s)) || s.hidden % 8 != 0 ||
+      s.intermediate % 8 != 0 || s.max_top_k > kMostChoices || s.block_rows != kPlain.tile.m ||
+      s.gated != args.activation.gated()) {
     return cudaErrorInvalidValue;
   }
   ForwardParams params{.exchange = args.exchange,

@@ -53,7 +53,8 @@ class Tasks {
  private:
   __device__ static int lag(Pass const& pass) {
     if (pass.p.lag >= 0) return pass.p.lag;
-    return default_lag(owner_totals(pass.shape(), pass.plan(), pass.p.exchange.rank).units);
+    return default_lag(pass.shape(),
+                       owner_totals(pass.shape(), pass.plan(), pass.p.exchange.rank).units);
   }
   __device__ void announce() {
     int4 message{0, block::kNoTile, 0, 0};
@@ -156,7 +157,8 @@ __device__ void produce(Pass const& pass) {
   }
 }
 
-__device__ inline void communicate(Pass const& pass, int warp) {
+// One lane: its share of the rows, in the order of the tasks.
+__device__ inline void pull_rows(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
   int const worker = static_cast<int>(blockIdx.x) * kCommunicationWarps + warp;
   int const workers = static_cast<int>(gridDim.x) * kCommunicationWarps;
@@ -174,7 +176,7 @@ __device__ inline void communicate(Pass const& pass, int warp) {
   };
   look_ahead(0);
   arch::fence_proxy_async_global();
-  copy_rows(pass.smem.ring[warp], mine, row_bytes, [&](int i) {
+  copy_rows(pass.smem.ring[warp].rows, mine, row_bytes, [&](int i) {
     PoolRow const row = ahead;
     std::uint32_t const pair = ahead_pair;
     if (i + 1 < mine) look_ahead(i + 1);
@@ -188,6 +190,98 @@ __device__ inline void communicate(Pass const& pass, int warp) {
                    pass.local_word(p.local.arrived(pass.epoch, row.block)),
                    static_cast<std::uint32_t>(1 + row.pad)};
   });
+}
+
+// Rows of the pool as pull_tokens() writes them.
+struct PoolRows {
+  Pass const& pass;
+  __device__ char* to(std::int32_t row) const {
+    return pass.p.exchange.gmem_pool + std::int64_t{row} * 2 * pass.shape().hidden;
+  }
+  // Pads stay what they are: a row of a GEMM depends on its own row alone, and no slot gets one.
+  __device__ void arrived(PoolTarget target) const {
+    LocalLayout const& local = pass.p.exchange.local;
+    arch::add_release_gpu(
+        pass.local_word(local.arrived(pass.epoch, target.row() / pass.shape().block_rows)),
+        1 + target.pad());
+  }
+};
+
+// One warp. Its share of the rows in the order of the tasks, 32 at a time; of these it brings those that are the first
+// of their token here. Lane j knows choice j of the token that comes next.
+__device__ inline void pull_tokens(Pass const& pass, int warp) {
+  ExchangeArguments const& p = pass.p.exchange;
+  int const lane = arch::lane_idx();
+  int const worker = static_cast<int>(blockIdx.x) * kCommunicationWarps + warp;
+  int const workers = static_cast<int>(gridDim.x) * kCommunicationWarps;
+  int const rows = owner_totals(p.shape, pass.plan(), p.rank).rows;
+  char* const window = p.windows[p.rank];
+  int const parity = dist::parity(pass.epoch);
+  RowCursor cursor(p.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p.rank);
+  PoolRows const pool{pass};
+  RowSpread spread(pass.smem.ring[warp].tokens, 2 * p.shape.hidden, pool);
+  arch::fence_proxy_async_global();
+  int loaded = 0;
+  for (int first = worker; first < rows; first += arch::kWarpThreads * workers) {
+    int const number = first + lane * workers;
+    int own_source = 0;
+    uint4 own = {};  // RouteEntry
+    bool brings = false;
+    if (number < rows) {
+      PoolRow const row = cursor.at(number);
+      own_source = row.source;
+      own = __ldcg(reinterpret_cast<uint4 const*>(
+          window + p.window.list_entry(parity, row.source, row.entry)));
+      brings = (own.z & 0xffu) == 0;  // RouteEntry::place
+    }
+    struct Token {
+      std::uint32_t choices, first_pair, place;
+      int source;
+    };
+    auto const look = [&](unsigned left) {
+      int const from = __ffs(static_cast<int>(left)) - 1;
+      Token token = {};
+      if (from < 0) return token;
+      token.choices = __shfl_sync(block::kAllLanes, own.w, from);
+      std::uint32_t const pair = __shfl_sync(block::kAllLanes, own.x, from);
+      token.first_pair = pair - pair % static_cast<std::uint32_t>(p.shape.max_top_k);
+      token.source = __shfl_sync(block::kAllLanes, own_source, from);
+      if ((token.choices >> lane & 1) != 0) {
+        token.place = __ldcg(
+            word_of(window, p.window.place_word(parity, token.source, token.first_pair + lane)));
+      }
+      return token;
+    };
+    unsigned left = __ballot_sync(block::kAllLanes, brings);
+    Token ahead = look(left);
+    while (left != 0) {
+      Token const token = ahead;
+      left &= left - 1;
+      ahead = look(left);  // read before it is needed
+      if ((token.choices >> lane & 1) != 0) {
+        PairPlace const place = PairPlace::of(token.place);
+        int const expert = p.rank * p.shape.local_experts() + place.expert;
+        ExpertPlan const& plan = pass.plan()[expert];
+        int const in_expert =
+            rows_ahead(p.shape, pass.counts(), expert, token.source) + place.index;
+        int const row = plan.first_block * p.shape.block_rows + in_expert;
+        bool const last = in_expert + 1 == plan.rows;
+        int const pad = last ? p.shape.block_rows - 1 - in_expert % p.shape.block_rows : 0;
+        *reinterpret_cast<uint2*>(p.gmem_local + p.local.row_origin + 8 * std::int64_t{row}) =
+            make_uint2(token.first_pair + lane, static_cast<std::uint32_t>(token.source));
+        unsigned const before = token.choices & ((1u << lane) - 1);
+        spread.targets(loaded)[__popc(before)] = PoolTarget::of(row, pad);
+      }
+      __syncwarp();
+      if (lane == 0) {
+        std::int64_t const t = token.first_pair / static_cast<std::uint32_t>(p.shape.max_top_k);
+        spread.load(p.windows[token.source] + p.window.x_row(t), __popc(token.choices));
+      }
+      __syncwarp();
+      ++loaded;
+    }
+  }
+  if (lane == 0) spread.finish();
 }
 
 // block::multiply with a moment in it: what this warp sent for its last task is completed while a later k_tile of
@@ -318,8 +412,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   keep_plan(pass, routing);
   if (threadIdx.x == 0) {
     smem.failed = 0;
-    for (CopyRing& ring : smem.ring) {
-      for (arch::Mbarrier& full : ring.full) arch::mbarrier_init(&full, 1);
+    for (auto& ring : smem.ring) {  // either ring has its barriers here
+      for (arch::Mbarrier& full : ring.rows.full) arch::mbarrier_init(&full, 1);
     }
     for (int slot = 0; slot < kSentSlots; ++slot) {
       arch::mbarrier_init(&smem.sent.full[slot], kConsumerWarps);
@@ -335,8 +429,12 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     int const warp = arch::warp_idx();
     if (warp == 0) {
       produce<kKind>(pass);
-    } else if (warp <= kCommunicationWarps && arch::lane_idx() == 0) {
-      communicate(pass, warp - 1);
+    } else if (warp <= kCommunicationWarps) {
+      if (p.exchange.shape.transfer == Transfer::once) {
+        pull_tokens(pass, warp - 1);
+      } else if (arch::lane_idx() == 0) {
+        pull_rows(pass, warp - 1);
+      }
     } else if (warp == 3 && arch::lane_idx() == 0) {
       announce_tasks(pass);
     }

@@ -5,9 +5,9 @@
 
 #include "cuda/block/epilogue/activation.cuh"
 #include "cuda/block/gemm.cuh"
-#include "dist/kernels/copy_rows.cuh"
 #include "dist/kernels/forward.hpp"
 #include "dist/kernels/route.cuh"
+#include "dist/kernels/spread_rows.cuh"
 
 namespace tessera::dist {
 
@@ -52,7 +52,10 @@ struct SentQueue {
 
 struct ForwardStorage {
   block::SharedStorage<kPlain> gemm;
-  CopyRing ring[kCommunicationWarps];
+  union {
+    CopyRing rows;
+    SpreadRing<kMostChoices> tokens;  // Transfer::once
+  } ring[kCommunicationWarps];
   SentQueue sent;
   // Of this rank's experts, as the cursors read them.
   std::int32_t list_begin[kMostExperts];

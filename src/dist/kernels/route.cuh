@@ -104,6 +104,22 @@ __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, s
   return true;
 }
 
+// Transfer::once: the token's choices on the owner of `id`. The one of the lowest expert, whose tasks come first,
+// brings the row.
+__device__ inline void join(ExchangeArguments const& p, std::int32_t id, int pair,
+                            RouteEntry& entry) {
+  int const choice = pair % p.shape.max_top_k;
+  std::uint32_t choices = 0;
+  for (int j = 0; j < p.shape.max_top_k; ++j) {
+    std::int32_t const other = p.gmem_topk_ids[pair - choice + j];
+    if (!is_expert(p, other) || p.shape.owner(other) != p.shape.owner(id)) continue;
+    choices |= 1u << j;
+    if (other < id || (other == id && j < choice)) ++entry.place;
+  }
+  entry.rows = static_cast<std::uint8_t>(__popc(choices));
+  entry.first_index = static_cast<std::int32_t>(choices);
+}
+
 // One pair per thread at a time; those of one expert keep their order.
 template <int kThreads>
 __device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>& smem,
@@ -119,11 +135,16 @@ __device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>
       int earlier = 0;
       for (int i = 0; i < static_cast<int>(threadIdx.x); ++i) earlier += smem.ids[i] == id;
       std::int64_t const place = smem.list_begin[id] + smem.next[id] + earlier;
-      // Direct transfers: every row is a group of its own, and scores stay with their source.
-      RouteEntry const entry = {static_cast<std::uint32_t>(pair), 0.0f, 0, 1, 0, 0};
-      char* const to =
-          p.windows[p.shape.owner(id)] + p.window.list_entry(parity(epoch), p.rank, place);
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<uint4 const*>(&entry);
+      // Every row comes for itself, and scores stay with their source.
+      RouteEntry entry = {static_cast<std::uint32_t>(pair), 0.0f, 0, 1, 0, 0};
+      char* const window = p.windows[p.shape.owner(id)];
+      if (p.shape.transfer == Transfer::once) {
+        join(p, id, pair, entry);
+        PairPlace const at = {id % p.shape.local_experts(), smem.next[id] + earlier};
+        *word_of(window, p.window.place_word(parity(epoch), p.rank, pair)) = at.word();
+      }
+      *reinterpret_cast<uint4*>(window + p.window.list_entry(parity(epoch), p.rank, place)) =
+          *reinterpret_cast<uint4 const*>(&entry);
       *pair_word(p, pair) = static_cast<std::uint32_t>(smem.next[id] + earlier);
     }
     if (pair < end && p.gmem_slot_of_pair != nullptr) {

@@ -13,7 +13,7 @@
 // those. Exits with 77 where there are too few GPUs.
 //
 // Judged is the kernel's time against the larger of two bounds: its GEMMs without communication, and the bytes that
-// cross the link in one direction, 2 rows of d there and back for every routed row of another rank, at kLinkGbps.
+// cross the link in one direction, those of rows there and of results back, at kLinkGbps.
 #include <optional>
 
 #include "../../src/dist/choose_transfer.hpp"
@@ -252,7 +252,9 @@ int measure(Options const& options) {
     Measured const m = measure_config(options, c, shape);
     double const choices = double(c.tokens) * c.top_k;
     double const flops = (shape.gated ? 6.0 : 4.0) * choices * c.intermediate * c.hidden;
-    double const link_ms = 4.0 * choices * c.hidden * (ranks - 1) / ranks / (kLinkGbps * 1e6);
+    double const across = dist::rows_across(shape, shape.transfer) +
+                          dist::rows_across(shape, dist::Transfer::direct);  // there and back
+    double const link_ms = 2.0 * c.tokens * c.hidden * across / (kLinkGbps * 1e6);
     double const gemms_ms =
         m.rows[kGemms].ms.empty() ? 0.0 : double(quantiles(m.rows[kGemms].ms).median);
     std::printf(

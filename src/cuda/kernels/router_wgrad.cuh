@@ -32,7 +32,6 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     router_wgrad(__grid_constant__ RouterWgradParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Epilogue = block::WgradStoreEpilogue<Config::gemm, Config::d_major, true>;
-  arch::let_next_kernel_start();  // router_wgrad_sum
   block::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
   // Whoever comes next in the stream comes after both.
   if (blockIdx.x == gridDim.x - 1) arch::wait_for_kernel_ahead();
@@ -60,7 +59,6 @@ constexpr int kRouterWgradSumThreads = 256;
 template <class Gradient>
 __global__ void __launch_bounds__(kRouterWgradSumThreads)
     router_wgrad_sum(RouterWgradArguments const p, int const chunks) {
-  arch::wait_for_kernel_ahead();
   int64_t const row_groups = p.hidden / 4;
   int64_t const group = int64_t{blockIdx.x} * kRouterWgradSumThreads + threadIdx.x;
   if (group >= p.experts * row_groups) return;
@@ -112,9 +110,13 @@ cudaError_t launch_router_wgrad_config(RouterWgradArguments const& args, int sm_
   if (error != cudaSuccess) return error;
   int64_t const groups = experts * d / 4;
   auto const blocks = unsigned((groups + kRouterWgradSumThreads - 1) / kRouterWgradSumThreads);
-  return host::launch_early(
-      args.is_fp32 ? router_wgrad_sum<float> : router_wgrad_sum<__nv_bfloat16>, true, blocks,
-      kRouterWgradSumThreads, 0, stream, args, int(chunks));
+  if (args.is_fp32) {
+    router_wgrad_sum<float><<<blocks, kRouterWgradSumThreads, 0, stream>>>(args, int(chunks));
+  } else {
+    router_wgrad_sum<__nv_bfloat16>
+        <<<blocks, kRouterWgradSumThreads, 0, stream>>>(args, int(chunks));
+  }
+  return cudaGetLastError();
 }
 
 }  // namespace tessera::cuda

@@ -7,11 +7,14 @@ namespace {
 
 template <block::Major kMajor, bool kFp32>
 cudaError_t launch(WgradArguments const& args, int sm_count, cudaStream_t stream) {
-  return args.intermediate % block::kGroupRows == 0
-             ? launch_projection_wgrad_config<ProjectionWgradConfig<kMajor, kFp32, false>>(
-                   args, sm_count, stream)
-             : launch_projection_wgrad_config<ProjectionWgradConfig<kMajor, kFp32, true>>(
-                   args, sm_count, stream);
+  auto const with = [&]<class Config>(Config) {
+    return launch_projection_wgrad_config<Config>(args, sm_count, stream);
+  };
+  if (args.intermediate % block::kGroupRows != 0) {
+    return with(ProjectionWgradConfig<kMajor, kFp32, true, false>{});
+  }
+  if (!kFp32 && args.accumulates) return with(ProjectionWgradConfig<kMajor, false, false, true>{});
+  return with(ProjectionWgradConfig<kMajor, kFp32, false, false>{});
 }
 
 template <block::Major kMajor>

@@ -80,6 +80,7 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
 template <class Config>
 cudaError_t launch_projection_wgrad_config(WgradArguments const& args, int sm_count,
                                            cudaStream_t stream) {
+  if (!Config::fp32 && Config::gemm.own_round && args.accumulates) return cudaErrorInvalidValue;
   ProjectionWgradParams params;
   cudaError_t const error = host::make_wgrad_params < Config::gemm,
                     Config::d_major == block::Major::kRows > (params.gemm, params.epilogue, args);

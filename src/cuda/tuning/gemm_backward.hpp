@@ -52,21 +52,22 @@ struct UpProjectionDgradResident {
                                           .run_tiles = 6};
 };
 
-// bench/results/h200/2026-11-21-projection-wgrad.json
-template <block::Major kMajor, bool kFp32, bool kAnyLayout>
+// A tile's first round of stores has slabs of its own, so that one stage more holds operands of the next tile. What
+// bf16 gradients are added to (kAdds) comes by lent stages. bench/results/h200/2026-11-21-projection-wgrad.json,
+// 2026-11-22-own-round-layer.json
+template <block::Major kMajor, bool kFp32, bool kAnyLayout, bool kAdds>
 struct ProjectionWgradConfig {
+  static_assert(!kAdds || (!kFp32 && !kAnyLayout));
   static constexpr block::Major d_major = kMajor;
   static constexpr bool fp32 = kFp32;
-  static constexpr block::GemmConfig gemm{.stages = 4,
-                                          .a_loader = block::ALoader::kGather,
-                                          .ragged = block::Ragged::kK,
-                                          .b_major = block::Major::kRows,
-                                          .any_b_layout = kAnyLayout,
-                                          .store_slabs = kAnyLayout || kFp32 ? 2 : 1,
-                                          .own_round = !kAnyLayout && kFp32,
-                                          .lent_stages = kAnyLayout ? 0
-                                                         : kFp32    ? 3
-                                                                    : 2};
+  static constexpr block::GemmConfig gemm{
+      .stages = 4,
+      .a_loader = block::ALoader::kGather,
+      .ragged = block::Ragged::kK,
+      .b_major = block::Major::kRows,
+      .any_b_layout = kAnyLayout,
+      .own_round = !kAnyLayout && !kAdds,
+      .lent_stages = kAnyLayout ? 0 : (kFp32 ? 4 : 2) - (kAdds ? 0 : 1)};
 };
 
 // Memory bound, with short k loops. bench/results/h200/2026-11-22-router.json

@@ -4,8 +4,8 @@
 //   K-major     dW is contiguous along c: slabs of 64 i x 128 bytes of c, the tile's transpose
 //   rows-major  dW is contiguous along i: slabs of 64 c x 128 bytes of i
 // A column group of 64 i takes one slab of bf16 or two of fp32. Segments without rows store zeros, or
-// nothing when adding. TMA adds fp32. What bf16 is added to comes by lent stages before the k loop ends; without them
-// it is read from memory.
+// nothing when adding. TMA adds fp32. What bf16 is added to comes by lent stages before the k loop ends, of which every
+// round has one then; without them it is read from memory.
 #pragma once
 
 #include "../lent_stages.cuh"
@@ -48,7 +48,7 @@ class WgradStoreEpilogue {
   // By one thread of the producer: what the i-th round of both warpgroups is added to.
   __device__ __forceinline__ static void lend(SharedStorage<kGemm>& smem, Params const& p,
                                               int stage, WorkTile const& tile, int i)
-    requires(kGemm.lent_stages > 0 && !kFp32)
+    requires(kGemm.lent_stages > 0 && !kFp32 && !kGemm.own_round)
   {
     constexpr uint32_t kSlabBytes = kSubtileM * kSlabColumns * sizeof(bf16);
     arch::Mbarrier* const full = &smem.full[stage];
@@ -149,7 +149,7 @@ class WgradStoreEpilogue {
     if constexpr (kFp32) {
       fill_fp32<kFirst>(acc, smem);
     } else {
-      if (p_.accumulates) {
+      if (!kGemm.own_round && p_.accumulates) {
         if constexpr (kGemm.lent_stages > 0) {
           add_staged<kFirst>(acc, smem);
         } else {

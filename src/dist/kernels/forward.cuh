@@ -201,10 +201,11 @@ struct PoolRows {
   // Pads stay what they are: a row of a GEMM depends on its own row alone, and no slot gets one.
   __device__ void arrived(PoolTarget target) const {
     LocalLayout const& local = pass.p.exchange.local;
-    arch::add_release_gpu(
-        pass.local_word(local.arrived(pass.epoch, target.row() / pass.shape().block_rows)),
-        1 + target.pad());
+    atomicAdd(pass.local_word(local.arrived(pass.epoch, target.row() / pass.shape().block_rows)),
+              1 + target.pad());
   }
+  // One fence for the counts of all places.
+  __device__ void written() const { __threadfence(); }
 };
 
 // One warp. Its share of the rows in the order of the tasks, 32 at a time; of these it brings those that are the first

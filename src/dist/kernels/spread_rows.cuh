@@ -33,7 +33,7 @@ struct SpreadRing {
 };
 static_assert(offsetof(SpreadRing<1>, full) == offsetof(CopyRing, full));
 
-// Pool: to(row) is its address, arrived(target) tells that it has been written.
+// Pool: to(row) is its address; written() orders what was written before what follows, arrived(target) tells of it.
 template <int kMostTargets, class Pool>
 class RowSpread {
  public:
@@ -100,6 +100,7 @@ class RowSpread {
   __device__ void tell() {
     if (told_.in_row + 1 == chunks_of_row_) {
       int const row = told_.row % kRowsHeld;
+      pool_.written();
       for (int i = 0; i < ring_.targets[row]; ++i) pool_.arrived(ring_.target[row][i]);
     }
     told_.advance(chunks_of_row_);

@@ -13,7 +13,7 @@
 // those. Exits with 77 where there are too few GPUs.
 //
 // Judged is the kernel's time against the larger of two bounds: its GEMMs without communication, and the bytes that
-// cross the link in one direction, those of rows there and of results back, at kLinkGbps.
+// cross the link in one direction, those of rows there and of results back, at dist::kLinkRate.
 #include <optional>
 
 #include "../../src/dist/choose_transfer.hpp"
@@ -23,7 +23,6 @@
 namespace tessera::bench {
 namespace {
 
-constexpr double kLinkGbps = 350;  // one direction, measured: docs/notebook/2026-11-21-two-gpus.md
 // FLOP per cycle of the tensor pipes of all SMs.
 constexpr double kTensorFlopPerCycle = 132 * 4096;
 constexpr int kWarmUps = 6;
@@ -254,7 +253,7 @@ int measure(Options const& options) {
     double const flops = (shape.gated ? 6.0 : 4.0) * choices * c.intermediate * c.hidden;
     double const across = dist::rows_across(shape, shape.transfer) +
                           dist::rows_across(shape, dist::Transfer::direct);  // there and back
-    double const link_ms = 2.0 * c.tokens * c.hidden * across / (kLinkGbps * 1e6);
+    double const link_ms = 2e3 * c.tokens * c.hidden * across / dist::kLinkRate;
     double const gemms_ms =
         m.rows[kGemms].ms.empty() ? 0.0 : double(quantiles(m.rows[kGemms].ms).median);
     std::printf(

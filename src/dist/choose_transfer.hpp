@@ -6,6 +6,9 @@
 
 namespace tessera::dist {
 
+/// Bytes per second in one direction, measured: docs/notebook/2026-11-21-two-gpus.md
+constexpr double kLinkRate = 350e9;
+
 /// Rows of a token that cross to other ranks, choices drawn evenly. As many results come back with direct as with once.
 inline double rows_across(ExchangeShape const& s, Transfer transfer) {
   double const others = s.ranks - 1;
@@ -19,11 +22,10 @@ inline double rows_across(ExchangeShape const& s, Transfer transfer) {
 /// owner saves a quarter of them, choices drawn evenly. Writing a row to all its places at once costs 1 to 6% where the
 /// link is not the bound (docs/notebook/2026-11-22-four-gpus.md).
 inline Transfer choose_transfer(ExchangeShape const& s) {
-  constexpr double kLink = 350e9;    // bytes per second in one direction
   constexpr double kGemms = 650e12;  // FLOP per second
   constexpr double kWorthwhile = 0.75;
   double const rows = rows_across(s, Transfer::direct);
-  double const link = rows * 4 * s.hidden / kLink;  // there and back, bf16
+  double const link = rows * 4 * s.hidden / kLinkRate;  // there and back, bf16
   double const gemms = s.max_top_k * (s.gated ? 6.0 : 4.0) * s.intermediate * s.hidden / kGemms;
   bool const pays = link > gemms && rows_across(s, Transfer::once) <= kWorthwhile * rows;
   return pays && serves_once(s) ? Transfer::once : Transfer::direct;

@@ -3,6 +3,7 @@
 // calls none does. The bits are equal, whichever of them a call needs, and in poisoned memory again and again.
 #include <functional>
 
+#include "first_gpu.cuh"
 #include "layer.cuh"
 
 namespace tessera::cuda_test {
@@ -79,18 +80,12 @@ void run_variants(Context const& context) {
   }
 }
 
-int run() {
-  if (!has_device()) return kSkipped;
-  auto const context = Context::create({{DeviceKind::cuda, 0}});
-  if (!context.ok()) {
-    std::printf("%s\n", context.status().text());
-    return context.status().code() == StatusCode::environment ? kSkipped : 1;
-  }
-  run_variants(context.value());
+int run(Context const& context) {
+  run_variants(context);
   return failures == 0 ? 0 : 1;
 }
 
 }  // namespace
 }  // namespace tessera::cuda_test
 
-int main() { return tessera::cuda_test::run(); }
+int main() { return tessera::cuda_test::on_first_gpu(tessera::cuda_test::run); }

@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <string>
 
-#include "device_buffer.cuh"
+#include "first_gpu.cuh"
 #include "tessera/tessera.hpp"
 
 namespace tessera::cuda_test {
@@ -32,19 +32,13 @@ bool expect(std::string const& found, std::string const& wanted) {
   return false;
 }
 
-int run() {
-  if (!has_device()) return kSkipped;
-  auto const context = Context::create({{DeviceKind::cuda, 0}});
-  if (!context.ok()) {
-    std::printf("%s\n", context.status().text());
-    return context.status().code() == StatusCode::environment ? kSkipped : 1;
-  }
-  bool ok = expect(served(context.value(), RouterKind::topk_softmax, Pass::forward),
+int run(Context const& context) {
+  bool ok = expect(served(context, RouterKind::topk_softmax, Pass::forward),
                    "route up_projection_fwd down_projection_fwd aggregate ");
-  ok &= expect(served(context.value(), RouterKind::topk_softmax, Pass::backward),
+  ok &= expect(served(context, RouterKind::topk_softmax, Pass::backward),
                "down_projection_dgrad router_dlogits router_dgrad up_projection_dgrad aggregate "
                "down_projection_wgrad up_projection_wgrad router_wgrad ");
-  ok &= expect(served(context.value(), RouterKind::given, Pass::backward),
+  ok &= expect(served(context, RouterKind::given, Pass::backward),
                "down_projection_dgrad up_projection_dgrad aggregate down_projection_wgrad "
                "up_projection_wgrad ");
   std::printf(ok ? "all passed\n" : "some FAILED\n");
@@ -54,4 +48,4 @@ int run() {
 }  // namespace
 }  // namespace tessera::cuda_test
 
-int main() { return tessera::cuda_test::run(); }
+int main() { return tessera::cuda_test::on_first_gpu(tessera::cuda_test::run); }

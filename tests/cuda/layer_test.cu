@@ -11,6 +11,7 @@
 #include <string>
 #include <thread>
 
+#include "first_gpu.cuh"
 #include "layer.cuh"
 
 namespace tessera::cuda_test {
@@ -401,13 +402,7 @@ void devices_agree(Context const& first) {
   }
 }
 
-int run() {
-  if (!has_device()) return kSkipped;
-  auto const context = Context::create({{DeviceKind::cuda, 0}});
-  if (!context.ok()) {
-    std::printf("%s\n", context.status().text());
-    return context.status().code() == StatusCode::environment ? kSkipped : 1;
-  }
+int run(Context const& context) {
   struct Test {
     char const* name;
     void (*body)(Context const&);
@@ -421,7 +416,7 @@ int run() {
         Test{"threads", threads_do_not_disturb_each_other}, Test{"devices", devices_agree},
         Test{"repeats", repeats_beside_other_work}}) {
     int const before = failures;
-    test.body(context.value());
+    test.body(context);
     std::printf("%-14s %s\n", test.name, failures == before ? "ok" : "FAILED");
   }
   return failures == 0 ? 0 : 1;
@@ -430,4 +425,4 @@ int run() {
 }  // namespace
 }  // namespace tessera::cuda_test
 
-int main() { return tessera::cuda_test::run(); }
+int main() { return tessera::cuda_test::on_first_gpu(tessera::cuda_test::run); }

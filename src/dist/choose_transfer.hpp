@@ -18,16 +18,17 @@ inline double rows_across(ExchangeShape const& s, Transfer transfer) {
   return others * (1 - misses);
 }
 
-/// direct, unless the rows that cross take longer than the GEMMs behind which they might hide, and crossing once per
-/// owner saves a quarter of them, choices drawn evenly. Writing a row to all its places at once costs 1 to 6% where the
-/// link is not the bound (docs/notebook/2026-11-22-four-gpus.md).
+/// direct, unless the rows that cross take three quarters of the time of the GEMMs behind which they might hide, and
+/// crossing once per owner saves a quarter of them, choices drawn evenly. Writing a row to all its places at once costs
+/// up to 3% where the link has time left (docs/notebook/2026-11-22-four-gpus.md).
 inline Transfer choose_transfer(ExchangeShape const& s) {
   constexpr double kGemms = 650e12;  // FLOP per second
+  constexpr double kBusy = 0.75;
   constexpr double kWorthwhile = 0.75;
   double const rows = rows_across(s, Transfer::direct);
   double const link = rows * 4 * s.hidden / kLinkRate;  // there and back, bf16
   double const gemms = s.max_top_k * (s.gated ? 6.0 : 4.0) * s.intermediate * s.hidden / kGemms;
-  bool const pays = link > gemms && rows_across(s, Transfer::once) <= kWorthwhile * rows;
+  bool const pays = link > kBusy * gemms && rows_across(s, Transfer::once) <= kWorthwhile * rows;
   return pays && serves_once(s) ? Transfer::once : Transfer::direct;
 }
 

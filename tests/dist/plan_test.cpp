@@ -276,11 +276,12 @@ TEST(Transfers, RowsCrossOnceWhereTheLinkWouldDecide) {
                             .gated = gated});
   };
   EXPECT_EQ(choice(1, 2048, 768, 128, 8, true), Transfer::direct);
-  EXPECT_EQ(choice(2, 2048, 768, 128, 8, true), Transfer::direct);  // GEMMs take longer
+  EXPECT_EQ(choice(2, 2048, 768, 128, 8, true), Transfer::once);  // four fifths of the GEMMs' time
   EXPECT_EQ(choice(4, 2048, 768, 128, 8, true), Transfer::once);
-  EXPECT_EQ(choice(4, 2048, 768, 128, 2, true), Transfer::direct);  // nearly as many rows
-  EXPECT_EQ(choice(4, 7168, 2048, 256, 8, true), Transfer::direct);
-  EXPECT_EQ(choice(4, 2048, 1024, 32, 8, true), Transfer::direct);
+  EXPECT_EQ(choice(4, 2048, 768, 128, 2, true), Transfer::direct);   // nearly as many rows
+  EXPECT_EQ(choice(4, 7168, 2048, 256, 8, true), Transfer::direct);  // GEMMs take longer
+  EXPECT_EQ(choice(4, 2048, 1024, 32, 8, true), Transfer::once);
+  EXPECT_EQ(choice(4, 2048, 1536, 32, 8, true), Transfer::direct);
   EXPECT_EQ(choice(4, 2048, 1024, 32, 8, false), Transfer::once);  // two matrices, fewer FLOP
 }
 

@@ -16,6 +16,7 @@ import torch
 from torch import distributed
 
 from tessera import library, options
+from tessera.ops import plans
 
 _MOST_RANKS = 8
 
@@ -27,9 +28,11 @@ class _Desc(Structure):
                 *[(name, c_float) for name in ("alpha", "limit", "up_offset", "reserved2")], ("time_limit", c_double)]
 
 
+_TENSORS = ("x", "topk_ids", "topk_weights", "w_up", "w_down", "o")
+
+
 class _Args(Structure):
-    _fields_ = [("size", c_uint64),
-                *[(name, library.Tensor) for name in ("x", "topk_ids", "topk_weights", "w_up", "w_down", "o")]]
+    _fields_ = [("size", c_uint64), *[(name, library.Tensor) for name in _TENSORS]]
 
 
 @functools.cache
@@ -46,23 +49,42 @@ def _library() -> ctypes.CDLL:
     lib.tessera_expert_parallel_destroy.argtypes = [handle]
     lib.tessera_expert_parallel_destroy.restype = None
     lib.tessera_expert_parallel_input.argtypes = [handle, POINTER(c_void_p)]
-    lib.tessera_expert_parallel_forward.argtypes = [handle, POINTER(_Args), c_void_p]
+    lib.tessera_expert_parallel_forward.argtypes = [handle, c_void_p, c_void_p]  # _Args by address
     lib.tessera_expert_parallel_check.argtypes = [handle]
     return lib
 
 
-_DTYPES = {torch.bfloat16: library.BF16, torch.float32: library.FP32, torch.int32: library.INT32}
+_WORDS = tuple([plans.field_word(_Args, name) for name in _TENSORS])
 
 
-def _view(tensor: torch.Tensor) -> library.Tensor:
-    if tensor.dtype not in _DTYPES:
-        raise ValueError(f"dtype={tensor.dtype}: bfloat16 for x, weights and o, float32 for topk_weights")
-    if tensor.device.type != "cuda":
-        raise ValueError(f"device={tensor.device}: tensors lie on this rank's GPU")
-    view = library.Tensor(tensor.data_ptr(), _DTYPES[tensor.dtype], library.CUDA, tensor.device.index, tensor.dim())
-    view.shape[:tensor.dim()] = tensor.shape
-    view.stride[:tensor.dim()] = tensor.stride()
-    return view
+class _Pass:
+    """A pass on tensors like these: x, topk_ids, topk_weights, w_up, w_down and, where it is given, o. Only addresses
+    change from call to call.
+
+    check(*tensors): whether they are like these, requires_grad included. narrow: whether topk_ids have to become int32.
+    """
+
+    __slots__ = ("check", "narrow", "make_o", "args", "words", "address")
+
+    def __init__(self, tensors: tuple, device: torch.device):
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise RuntimeError("experts over several GPUs have no backward pass; call them under torch.no_grad()")
+        for name, tensor in zip(_TENSORS, tensors, strict=False):
+            if tensor.device != device:
+                raise ValueError(f"{name}: on {tensor.device}; this rank computes on {device}, move it there")
+        x, ids = tensors[:2]
+        self.check, self.narrow = plans.guard(tensors), ids.dtype is torch.int64
+        self.args = _Args(ctypes.sizeof(_Args))
+        self.words, self.address = memoryview(self.args).cast("B").cast("Q"), ctypes.addressof(self.args)
+        self.make_o = None
+        described = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+        if self.narrow:
+            described[1] = (ids.shape, plans.contiguous_strides(ids.shape), torch.int32)
+        if len(tensors) < len(_TENSORS):
+            described.append((tuple(x.shape), plans.contiguous_strides(x.shape), x.dtype))
+            self.make_o = plans.maker(*described[-1], device)
+        for name, how in zip(_TENSORS, described, strict=True):
+            plans.describe(name, getattr(self.args, name), *how, device)
 
 
 class ExpertParallel:
@@ -92,6 +114,7 @@ class ExpertParallel:
         self._desc = _Desc(ctypes.sizeof(_Desc), rank, ranks, max_tokens, hidden, intermediate, experts, top_k,
                            options.ACTIVATIONS.index(activation), 0, *clamp, 0, time_limit)
         bytes_ = self.window_bytes
+        self._device, self._passes = device, {}
         context = library.context(library.CUDA, device.index, 1)
         lib = _library()
         addresses = (c_void_p * _MOST_RANKS)(*(windows or []))
@@ -108,6 +131,7 @@ class ExpertParallel:
         buffer = library.Buffer(self._workspace.data_ptr(), needed.value)
         library.check(lib.tessera_expert_parallel_create(context, byref(self._desc), addresses, buffer,
                                                          byref(self._handle)))
+        self._forward = lib.tessera_expert_parallel_forward
 
     @staticmethod
     def _share_id(rank: int, group):
@@ -134,17 +158,28 @@ class ExpertParallel:
     def __call__(self, x, topk_ids, topk_weights, w_up, w_down, out=None):
         """o [T,d] of this rank's tokens: x [T,d]; topk_ids, topk_weights [T,K], ids outside [0,E) own no row; w_up
         [E/P,2n,d] (gate rows first) or [E/P,n,d], w_down [E/P,d,n], this rank's. Enqueued on the current stream."""
-        tensors = (x, topk_weights, w_up, w_down)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            raise RuntimeError("experts over several GPUs have no backward pass; call them under torch.no_grad()")
-        o = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-        ids = topk_ids.to(torch.int32)
-        args = _Args(ctypes.sizeof(_Args), *map(_view, (x, ids, topk_weights, w_up, w_down, o)))
-        stream = torch.cuda.current_stream(x.device)
-        if ids is not topk_ids:
-            ids.record_stream(stream)
-        library.check(_library().tessera_expert_parallel_forward(self._handle, byref(args), stream.cuda_stream))
-        return o
+        tensors = (x, topk_ids, topk_weights, w_up, w_down) if out is None else (
+            x, topk_ids, topk_weights, w_up, w_down, out)
+        kind = (out is None, torch.is_grad_enabled())
+        ready = self._passes.get(kind)
+        if ready is None or ready.check is None or not ready.check(*tensors):
+            ready = self._passes[kind] = _Pass(tensors, self._device)
+        index = self._device.index
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                return self(x, topk_ids, topk_weights, w_up, w_down, out)
+        if ready.narrow:  # contiguous whatever the strides of topk_ids
+            topk_ids = topk_ids.to(torch.int32, memory_format=torch.contiguous_format)
+        if out is None:
+            make, how = ready.make_o
+            out = make(*how)
+        words = ready.words
+        for word, tensor in zip(_WORDS, (x, topk_ids, topk_weights, w_up, w_down, out), strict=True):
+            words[word] = tensor.data_ptr()
+        code = self._forward(self._handle, ready.address, torch._C._cuda_getCurrentRawStream(index))
+        if code:
+            library.check(code)
+        return out
 
     def check(self) -> None:
         """Raises if a pass that has ended waited in vain for a rank; synchronise its stream first."""

@@ -7,6 +7,7 @@ With GPUs: torchrun --nproc-per-node 2 expert_parallel_test.py compares the grou
 import ctypes
 import os
 import unittest
+from unittest import mock
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
@@ -49,11 +50,90 @@ class Refusals(unittest.TestCase):
         with self.assertRaisesRegex(RuntimeError, "cuda:0"):
             tessera.ExpertParallel(**SHAPE, device="cuda:0")
 
-    def test_tensors_of_other_types(self):
-        with self.assertRaisesRegex(ValueError, "dtype=torch.float64"):
-            expert_parallel._view(torch.zeros(2, dtype=torch.float64))
-        with self.assertRaisesRegex(ValueError, "device=cpu"):
-            expert_parallel._view(torch.zeros(2))
+
+class Passes(unittest.TestCase):
+    """What is kept from call to call, on tensors of the CPU."""
+
+    def setUp(self):
+        self.tensors = (torch.zeros(5, 24, dtype=torch.bfloat16)[:, :16], torch.zeros(5, 2, dtype=torch.int64).mT.mT,
+                        torch.zeros(5, 2), torch.zeros(4, 16, 16, dtype=torch.bfloat16),
+                        torch.zeros(4, 16, 8, dtype=torch.bfloat16))
+
+    def made(self, tensors) -> expert_parallel._Pass:
+        return expert_parallel._Pass(tensors, torch.device("cpu"))
+
+    def described(self, ready, name: str) -> tuple:
+        view = getattr(ready.args, name)
+        return view.dtype, view.shape[:view.rank], view.stride[:view.rank]
+
+    def test_describes_tensors(self):
+        ready = self.made(self.tensors)
+        self.assertEqual(self.described(ready, "x"), (library.BF16, [5, 16], [24, 1]))
+        self.assertEqual(self.described(ready, "w_up"), (library.BF16, [4, 16, 16], [256, 16, 1]))
+        self.assertEqual(self.described(ready, "o"), (library.BF16, [5, 16], [16, 1]))
+        make, how = ready.make_o
+        self.assertEqual((make(*how).shape, make(*how).is_contiguous()), ((5, 16), True))
+        with_o = self.made((*self.tensors, torch.zeros(5, 32, dtype=torch.bfloat16)[:, :16]))
+        self.assertEqual(self.described(with_o, "o"), (library.BF16, [5, 16], [32, 1]))
+        self.assertIsNone(with_o.make_o)
+
+    def test_narrows_ids(self):
+        x, ids, *others = self.tensors
+        turned = torch.zeros(2, 5, dtype=torch.int64).mT
+        self.assertEqual(self.described(self.made((x, turned, *others)), "topk_ids"), (library.INT32, [5, 2], [2, 1]))
+        ready = self.made((x, ids.int(), *others))
+        self.assertEqual((ready.narrow, self.described(ready, "topk_ids")), (False, (library.INT32, [5, 2], [2, 1])))
+
+    def test_serves_like_tensors_alone(self):
+        ready = self.made(self.tensors)
+        self.assertTrue(ready.check(*[t.clone() if t.is_contiguous() else t for t in self.tensors]))
+        for i, other in enumerate((self.tensors[0][:4], self.tensors[1].int(), self.tensors[2].bfloat16(),
+                                   self.tensors[3].mT, self.tensors[4][:, :, :4])):
+            self.assertFalse(ready.check(*self.tensors[:i], other, *self.tensors[i + 1:]), i)
+
+    def test_no_gradient_is_lost(self):
+        ready = self.made(self.tensors)
+        tensors = (*self.tensors[:4], self.tensors[4].clone().requires_grad_())
+        self.assertFalse(ready.check(*tensors))
+        with torch.no_grad():
+            self.assertTrue(self.made(tensors).check(*tensors))
+        with self.assertRaisesRegex(RuntimeError, "no backward pass"):
+            self.made(tensors)
+
+    def test_call(self):
+        """Addresses, conversion and results of calls, with a GPU, a stream and a library that are none."""
+        experts, seen = object.__new__(tessera.ExpertParallel), []
+        experts._handle, experts._device, experts._passes = ctypes.c_void_p(8), torch.device("cpu"), {}
+
+        def forward(handle, address, stream):
+            args = expert_parallel._Args.from_address(address)
+            ids = (ctypes.c_int32 * 10).from_address(args.topk_ids.data)
+            seen.append((handle.value, args.x.data, list(ids), args.w_down.data, args.o.data, stream))
+            return 0
+
+        experts._forward = forward
+        with mock.patch.object(torch._C, "_cuda_getDevice", lambda: None, create=True), \
+                mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, create=True):
+            for variant in range(3):
+                x, _, *others = self.tensors = [t.clone() for t in self.tensors]
+                ids, out = torch.arange(10).view(5, 2) + variant, torch.zeros(5, 16, dtype=torch.bfloat16)
+                o = experts(x, ids, *others, *([out] if variant == 2 else []))
+                wanted = (8, x.data_ptr(), ids.flatten().tolist(), others[2].data_ptr(), o.data_ptr(), 77)
+                self.assertEqual(seen[-1], wanted)
+                self.assertEqual(o is out, variant == 2)
+            self.assertEqual(len(experts._passes), 2)  # with o and without
+            with self.assertRaisesRegex(RuntimeError, "no backward pass"):
+                experts(x.requires_grad_(), ids, *others)
+            with torch.no_grad():
+                experts(x, ids, *others)
+            with self.assertRaisesRegex(RuntimeError, "no backward pass"):
+                experts(x, ids, *others)
+
+    def test_refuses(self):
+        with self.assertRaisesRegex(ValueError, "x: dtype torch.float64"):
+            self.made((torch.zeros(5, 16, dtype=torch.float64), *self.tensors[1:]))
+        with self.assertRaisesRegex(ValueError, "w_up: on meta; this rank computes on cpu"):
+            self.made((*self.tensors[:3], self.tensors[3].to("meta"), self.tensors[4]))
 
 
 class Structs(unittest.TestCase):
@@ -89,11 +169,17 @@ class OnGpus(unittest.TestCase):
             for tokens in (300, 0, 1, 17 + rank):
                 x = torch.randn(tokens, d, **options)
                 scores, ids = torch.rand(tokens, e, device="cuda").topk(k)
-                o = experts(x, ids, scores, w_up[own], w_down[own])
-                torch.cuda.synchronize()
-                experts.check()
-                wanted = tessera.routed_experts(x, ids, scores, w_up, w_down, activation=activation)
-                self.assertTrue(torch.equal(o, wanted), f"{activation}, {tokens} tokens")
+                for variant in ("made", "given"):
+                    wanted = tessera.routed_experts(x, ids, scores, w_up, w_down, activation=activation)
+                    out = torch.full_like(x, torch.nan) if variant == "given" else None
+                    o = experts(x, ids, scores, w_up[own], w_down[own], out)
+                    torch.cuda.synchronize()
+                    experts.check()
+                    self.assertTrue(torch.equal(o, wanted), f"{activation}, {tokens} tokens, o {variant}")
+                    self.assertTrue(out is None or o is out)
+                    x = torch.randn_like(x)  # of the same kind, elsewhere
+            with self.assertRaisesRegex(RuntimeError, "no backward pass"):  # though the tensors were served before
+                experts(x, ids, scores, w_up[own].requires_grad_(), w_down[own])
             dist.barrier()
             experts.close()
 

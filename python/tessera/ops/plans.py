@@ -94,19 +94,19 @@ class Plan:
                 field.bytes = tensor.numel() * tensor.element_size()
             else:
                 # Strides of an empty tensor mean nothing, and contiguous() leaves them as they are.
-                strides = tensor.stride() if tensor.numel() else _contiguous_strides(tensor.shape)
+                strides = tensor.stride() if tensor.numel() else contiguous_strides(tensor.shape)
                 describe(name, field, tensor.shape, strides, tensor.dtype, tensor.device)
 
     def write(self, name: str | None, shape: tuple, dtype: torch.dtype, zeroed: bool = False,
               converted: torch.dtype | None = None) -> None:
         """An output that each call makes, contiguous; without a name it is empty and the library does not see it.
         zeroed: before the call. converted: to this type, after it."""
-        position, strides = len(self.made), _contiguous_strides(shape)
+        position, strides = len(self.made), contiguous_strides(shape)
         if zeroed:
             self.zeroed.append(position)
         if converted not in (None, dtype):
             self.converted.append((position, converted))
-        self.made.append(_maker(shape, strides, dtype, self.device))
+        self.made.append(maker(shape, strides, dtype, self.device))
         if name is None:
             return
         self.outputs.append((position, field_word(type(self.args), name)))
@@ -118,7 +118,7 @@ class Plan:
 
     def ready(self, key, workspace: int) -> "Plan":
         self.workspace = self.args.workspace.bytes = workspace
-        self.make_workspace = _maker((workspace,), (1,), torch.uint8, self.device)
+        self.make_workspace = maker((workspace,), (1,), torch.uint8, self.device)
         self.workspace_word = field_word(type(self.args), "workspace")
         plans = here.plans
         if len(plans) >= MAX_PLANS:
@@ -169,7 +169,7 @@ class Plan:
         return results
 
 
-def _maker(shape: tuple, strides: tuple, dtype: torch.dtype, device: torch.device) -> tuple:
+def maker(shape: tuple, strides: tuple, dtype: torch.dtype, device: torch.device) -> tuple:
     """(make, how): make(*how) is a new tensor, sooner than torch.empty has one. A plan that comes into being while a
     graph is captured holds none of the graph's memory: an empty tensor has none."""
     if _MAKERS[device.type] is not None:
@@ -190,7 +190,7 @@ def describe(name: str, field: library.Tensor, shape, stride, dtype: torch.dtype
     field.stride[:len(stride)] = stride
 
 
-def _contiguous_strides(shape) -> tuple:
+def contiguous_strides(shape) -> tuple:
     return torch.empty(shape, device="meta").stride()
 
 

@@ -87,6 +87,13 @@ class _Pass:
             plans.describe(name, getattr(self.args, name), *how, device)
 
 
+class _Memory:
+    """16-bit words of the GPU's memory, as torch.as_tensor takes what is not its own."""
+
+    def __init__(self, shape: tuple, address: int):
+        self.__cuda_array_interface__ = {"shape": shape, "typestr": "<i2", "data": (address, False), "version": 3}
+
+
 class ExpertParallel:
     """Rank r of the P ranks of `group` owns experts [r*E/P, (r+1)*E/P). All ranks make the same passes in the same
     order, also those in which they have no token; layers of one shape share one object.
@@ -114,7 +121,7 @@ class ExpertParallel:
         self._desc = _Desc(ctypes.sizeof(_Desc), rank, ranks, max_tokens, hidden, intermediate, experts, top_k,
                            options.ACTIVATIONS.index(activation), 0, *clamp, 0, time_limit)
         bytes_ = self.window_bytes
-        self._device, self._passes = device, {}
+        self._device, self._passes, self._input = device, {}, None
         context = library.context(library.CUDA, device.index, 1)
         lib = _library()
         addresses = (c_void_p * _MOST_RANKS)(*(windows or []))
@@ -181,6 +188,20 @@ class ExpertParallel:
             library.check(code)
         return out
 
+    def input(self, tokens: int) -> torch.Tensor:
+        """The place of x [tokens,d] in this rank's window: a pass on what is written there copies nothing.
+
+        It may be overwritten once a pass has ended on this rank: write it on the stream of the passes. Valid until
+        close()."""
+        if self._input is None:
+            address = c_void_p()
+            library.check(_library().tessera_expert_parallel_input(self._handle, byref(address)))
+            memory = _Memory((self._desc.max_tokens, self._desc.hidden), address.value)
+            self._input = torch.as_tensor(memory, device=self._device).view(torch.bfloat16)
+        if tokens > self._desc.max_tokens:
+            raise ValueError(f"tokens={tokens}: at most max_tokens={self._desc.max_tokens}")
+        return self._input[:tokens]
+
     def check(self) -> None:
         """Raises if a pass that has ended waited in vain for a rank; synchronise its stream first."""
         library.check(_library().tessera_expert_parallel_check(self._handle))
@@ -189,5 +210,5 @@ class ExpertParallel:
         """Frees the window once all ranks are done; collective."""
         _library().tessera_expert_parallel_destroy(self._handle)
         window, self._handle, self._window = self._window, c_void_p(), c_void_p()
-        self._workspace = None
+        self._workspace = self._input = None
         library.check(_library().tessera_peer_window_close(window))

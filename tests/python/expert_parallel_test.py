@@ -169,10 +169,12 @@ class OnGpus(unittest.TestCase):
             for tokens in (300, 0, 1, 17 + rank):
                 x = torch.randn(tokens, d, **options)
                 scores, ids = torch.rand(tokens, e, device="cuda").topk(k)
-                for variant in ("made", "given"):
+                placed = experts.input(tokens)
+                for variant in ("made", "given", "in place"):
                     wanted = tessera.routed_experts(x, ids, scores, w_up, w_down, activation=activation)
                     out = torch.full_like(x, torch.nan) if variant == "given" else None
-                    o = experts(x, ids, scores, w_up[own], w_down[own], out)
+                    source = placed.copy_(x) if variant == "in place" else x
+                    o = experts(source, ids, scores, w_up[own], w_down[own], out)
                     torch.cuda.synchronize()
                     experts.check()
                     self.assertTrue(torch.equal(o, wanted), f"{activation}, {tokens} tokens, o {variant}")
@@ -180,6 +182,8 @@ class OnGpus(unittest.TestCase):
                     x = torch.randn_like(x)  # of the same kind, elsewhere
             with self.assertRaisesRegex(RuntimeError, "no backward pass"):  # though the tensors were served before
                 experts(x, ids, scores, w_up[own].requires_grad_(), w_down[own])
+            with self.assertRaisesRegex(ValueError, "at most max_tokens"):
+                experts.input(SHAPE["max_tokens"] + 1)
             dist.barrier()
             experts.close()
 

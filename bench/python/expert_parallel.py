@@ -3,13 +3,19 @@
 """Experts over the GPUs of a host: NCCL all-to-all around torch's grouped_mm, cuBLAS, Tessera, in one process group.
 
 usage: NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node N expert_parallel.py [--config NAME,NAME] [--impl NAME,NAME]
-                                                                       [--tokens N,N] [--rounds N] [--out FILE]
+                                                                       [--behind barrier,stream] [--tokens N,N]
+                                                                       [--rounds N] [--out FILE]
 
 nccl-grouped-mm is the usual layer: sort rows by expert, exchange counts, all-to-all, sort by expert again, grouped_mm,
 act, grouped_mm, back the same way, weight and add per token. Counts pass through the host, as torch's call takes its
 splits from there. nccl-all-to-all is the exchange of the rows alone, there and back. cublas-bmm is the two GEMMs alone,
-on equally many rows for every expert and without activation: what an exchange may hide behind. T is that of each GPU; a
-time is that of the slowest rank. o is checked against the same experts on one GPU.
+on equally many rows for every expert and without activation: what an exchange may hide behind. tessera-in-place is
+tessera on an x that lies in the window. T is that of each GPU; a time is that of the slowest rank. o is checked against
+the same experts on one GPU.
+
+Behind a barrier the GPUs are idle when a call begins: the time has the host's in it, and how far apart ranks leave the
+barrier. Behind the stream the call is enqueued before an all-reduce has ended on the GPU, as in a model whose host runs
+ahead. host_us is what the call takes on the host of rank 0; nccl-grouped-mm waits for the GPU in it.
 """
 
 import argparse
@@ -18,6 +24,7 @@ import itertools
 import json
 import os
 import statistics
+import time
 
 import torch
 import torch.distributed as dist
@@ -26,9 +33,10 @@ from torch.nn import functional
 # d, n, E, K, activation
 CONFIGS = {"Qwen3-30B": (2048, 768, 128, 8, "swiglu"), "FlashDMoE-swiglu": (2048, 2048, 32, 2, "swiglu"),
            "FlashDMoE": (2048, 2048, 32, 2, "gelu"), "DSv3": (7168, 2048, 256, 8, "swiglu")}
-IMPLS = "nccl-grouped-mm,nccl-all-to-all,cublas-bmm,tessera"
+IMPLS = "nccl-grouped-mm,nccl-all-to-all,cublas-bmm,tessera,tessera-in-place"
 TOLERANCE = 2e-2  # relative error in the norm: a few roundings, far from a wrong result
 WARM_UPS = 5
+AHEAD_CYCLES = 2_000_000  # about a millisecond of the GPU, in which the host enqueues a call
 
 
 def act(h, activation: str):
@@ -95,23 +103,28 @@ def one_gpu(x, ids, scores, w_up, w_down, activation: str):
     return add_up(multiply(x[order // ids.shape[1]], ends, w_up, w_down, activation), order, scores)
 
 
-def milliseconds(body, rounds: int) -> list[float]:
-    """Of the slowest rank, for each round."""
-    times = torch.empty(rounds, device="cuda")
+def measure(body, rounds: int, behind: str) -> tuple[list[float], float]:
+    """ms of the slowest rank for each round, ascending, and us of the host for a call, median."""
+    times, host, gate = torch.empty(rounds, device="cuda"), [], torch.zeros(1, device="cuda")
     for i in range(-WARM_UPS, rounds):
         dist.barrier()
+        if behind == "stream":
+            torch.cuda._sleep(AHEAD_CYCLES)
+            dist.all_reduce(gate)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
+        begin = time.perf_counter_ns()
         body()
+        host.append(time.perf_counter_ns() - begin)
         end.record()
         end.synchronize()
         if i >= 0:
             times[i] = start.elapsed_time(end)
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    return sorted(times.tolist())
+    return sorted(times.tolist()), 1e-3 * statistics.median(host)
 
 
-def bench(config: str, tokens: int, impls: list[str], rounds: int) -> list[dict]:
+def bench(config: str, tokens: int, impls: list[str], behind: list[str], rounds: int) -> list[dict]:
     d, n, experts, top_k, activation = CONFIGS[config]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     halves = 1 if activation == "gelu" else 2
@@ -135,19 +148,21 @@ def bench(config: str, tokens: int, impls: list[str], rounds: int) -> list[dict]
     targets = {"nccl-all-to-all": rows, "cublas-bmm": torch.stack([a @ w.mT for a, w in zip(even_a, own_down)])}
     bodies["nccl-all-to-all"] = lambda: exchange.combine(exchange.dispatch(rows))
     bodies["nccl-grouped-mm"] = lambda: nccl_layer(x, ids, scores, own_up, own_down, experts, activation)
-    if "tessera" in impls:
+    if not {"tessera", "tessera-in-place"}.isdisjoint(impls):
         import tessera
         group = tessera.ExpertParallel(max_tokens=tokens, hidden=d, intermediate=n, experts=experts, top_k=top_k,
                                        activation=activation)
         narrow = ids.int()
+        placed = group.input(tokens).copy_(x)
         bodies["tessera"] = lambda: group(x, narrow, scores, own_up, own_down)
+        bodies["tessera-in-place"] = lambda: group(placed, narrow, scores, own_up, own_down)
     out = []
-    for impl in impls:
+    for impl, place in itertools.product(impls, behind):
         result, target = bodies[impl](), targets.get(impl, wanted)
         error = ((result - target).float().norm() / target.float().norm()).reshape(1)
         dist.all_reduce(error, dist.ReduceOp.MAX)
         with torch.no_grad():
-            ms = milliseconds(bodies[impl], rounds)
+            ms, host_us = measure(bodies[impl], rounds, place)
         if group is not None:
             group.check()
         flops = (0 if impl == "nccl-all-to-all" else 2 * (halves + 1)) * tokens * top_k * n * d
@@ -155,8 +170,9 @@ def bench(config: str, tokens: int, impls: list[str], rounds: int) -> list[dict]
         middle = statistics.median(ms)
         out.append({"config": config, "shape": [tokens, d, n, experts, top_k], "dtype": "bf16", "gpus": ranks,
                     "routing": "random", "router": "given", "round": "none", "pass": timed,
-                    "impl": impl, "variant": "torch" if impl == "tessera" else "", "ms": round(middle, 4),
-                    "ms_p10": round(ms[len(ms) // 10], 4), "ms_p90": round(ms[len(ms) * 9 // 10], 4),
+                    "impl": impl, "variant": "torch" if impl.startswith("tessera") else "", "behind": place,
+                    "ms": round(middle, 4), "ms_p10": round(ms[len(ms) // 10], 4),
+                    "ms_p90": round(ms[len(ms) * 9 // 10], 4), "host_us": round(host_us, 1),
                     "tflops": round(flops / middle * 1e-9, 1), "relative_error": float(f"{error.item():.2e}"),
                     "checked": error.item() < TOLERANCE})
     if group is not None:
@@ -169,6 +185,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="Qwen3-30B,FlashDMoE-swiglu,DSv3")
     parser.add_argument("--impl", default=IMPLS)
+    parser.add_argument("--behind", default="barrier,stream")
     parser.add_argument("--tokens", default="8192")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--out")
@@ -179,17 +196,18 @@ def main() -> int:
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     rows = []
     for config, tokens in itertools.product(flags.config.split(","), map(int, flags.tokens.split(","))):
-        for row in bench(config, tokens, flags.impl.split(","), flags.rounds):
+        for row in bench(config, tokens, flags.impl.split(","), flags.behind.split(","), flags.rounds):
             rows.append(row)
             if dist.get_rank() == 0:
-                print(f"{row['config']:<18} T {tokens:<5} {row['gpus']} GPUs {row['impl']:<18} {row['ms']:9.4f} ms "
-                      f"{row['tflops']:7.1f} TFLOP/s per GPU  error {row['relative_error']:.1e}"
+                print(f"{row['config']:<18} T {tokens:<5} {row['gpus']} GPUs {row['impl']:<18} {row['behind']:<7} "
+                      f"{row['ms']:9.4f} ms {row['tflops']:7.1f} TFLOP/s per GPU, host {row['host_us']:6.1f} us  "
+                      f"error {row['relative_error']:.1e}"
                       f"{'' if row['checked'] else '  WRONG'}", flush=True)
         torch.cuda.empty_cache()
     document = {"command": f"torchrun --nproc-per-node {dist.get_world_size()} bench/python/expert_parallel.py",
                 "commit": "unknown", "device": f"{dist.get_world_size()}x {torch.cuda.get_device_name()}",
                 "driver": "", "clocks_mhz": [0, 0], "date": datetime.date.today().isoformat(),
-                "protocol": f"median of {flags.rounds} after {WARM_UPS}, slowest rank, eager, uniform random routing; "
+                "protocol": f"median of {flags.rounds} after {WARM_UPS}, slowest rank, uniform random routing; "
                             f"torch {torch.__version__}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}",
                 "rows": rows}
     if flags.out and dist.get_rank() == 0:

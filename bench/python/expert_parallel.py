@@ -10,8 +10,9 @@ nccl-grouped-mm is the usual layer: sort rows by expert, exchange counts, all-to
 act, grouped_mm, back the same way, weight and add per token. Counts pass through the host, as torch's call takes its
 splits from there. nccl-all-to-all is the exchange of the rows alone, there and back. cublas-bmm is the two GEMMs alone,
 on equally many rows for every expert and without activation: what an exchange may hide behind. tessera-in-place is
-tessera on an x that lies in the window. T is that of each GPU; a time is that of the slowest rank. o is checked against
-the same experts on one GPU.
+tessera on an x that lies in the window. liger-cute, where asked for, is the forward pass of the package
+liger-cute-kernels, which takes swiglu and scores in bf16. T is that of each GPU; a time is that of the slowest rank. o
+is checked against the same experts on one GPU.
 
 Behind a barrier the GPUs are idle when a call begins: the time has the host's in it, and how far apart ranks leave the
 barrier. Behind the stream the call is enqueued before an all-reduce has ended on the GPU, as in a model whose host runs
@@ -35,6 +36,7 @@ CONFIGS = {"Qwen3-30B": (2048, 768, 128, 8, "swiglu"), "FlashDMoE-swiglu": (2048
            "FlashDMoE": (2048, 2048, 32, 2, "gelu"), "DSv3": (7168, 2048, 256, 8, "swiglu")}
 IMPLS = "nccl-grouped-mm,nccl-all-to-all,cublas-bmm,tessera,tessera-in-place"
 TOLERANCE = 2e-2  # relative error in the norm: a few roundings, far from a wrong result
+ALL_IMPLS = [*IMPLS.split(","), "liger-cute"]
 WARM_UPS = 5
 AHEAD_CYCLES = 2_000_000  # about a millisecond of the GPU, in which the host enqueues a call
 
@@ -103,6 +105,34 @@ def one_gpu(x, ids, scores, w_up, w_down, activation: str):
     return add_up(multiply(x[order // ids.shape[1]], ends, w_up, w_down, activation), order, scores)
 
 
+class LigerCute:
+    """The layer of liger-cute-kernels, set up once for the largest of the configurations."""
+
+    def __init__(self, configs: list[str], tokens: int):
+        from liger_cute_kernels import MoEConfig, configure, tvm_ffi
+        from liger_cute_kernels.nvshmem import resolve_team
+        shapes = [CONFIGS[config] for config in configs if CONFIGS[config][4] == "swiglu"]
+        largest = MoEConfig(max_tokens=tokens, hidden_size=max(shape[0] for shape in shapes),
+                            num_experts=max(shape[2] for shape in shapes), top_k=max(shape[3] for shape in shapes),
+                            num_hosts=1, gpus_per_host=dist.get_world_size(), max_inflight=1)
+        device = torch.device("cuda", torch.cuda.current_device())
+        configure(bootstrap_group=dist.group.WORLD, device=device, moe=largest)
+        self.calls = tvm_ffi
+        self.team = resolve_team(None, create=False)
+
+    def body(self, x, ids, scores, w_up, w_down):
+        gate, up = (half.contiguous() for half in w_up.chunk(2, dim=1))
+        experts, top_k = w_up.shape[0] * dist.get_world_size(), ids.shape[1]
+        narrow, weights = ids.int(), scores.to(x.dtype)
+
+        def forward():
+            out = self.calls.moe_fused_fwd_bf16(x, narrow, weights, gate, up, w_down, experts, top_k, self.team)
+            self.calls.moe_pop_fwd(self.team)  # what a backward pass would take
+            return out[0]
+
+        return forward
+
+
 def measure(body, rounds: int, behind: str) -> tuple[list[float], float]:
     """ms of the slowest rank for each round, ascending, and us of the host for a call, median."""
     times, host, gate = torch.empty(rounds, device="cuda"), [], torch.zeros(1, device="cuda")
@@ -124,7 +154,8 @@ def measure(body, rounds: int, behind: str) -> tuple[list[float], float]:
     return sorted(times.tolist()), 1e-3 * statistics.median(host)
 
 
-def bench(config: str, tokens: int, impls: list[str], behind: list[str], rounds: int) -> list[dict]:
+def bench(config: str, tokens: int, impls: list[str], behind: list[str], rounds: int,
+          liger_cute: LigerCute | None) -> list[dict]:
     d, n, experts, top_k, activation = CONFIGS[config]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     halves = 1 if activation == "gelu" else 2
@@ -156,8 +187,12 @@ def bench(config: str, tokens: int, impls: list[str], behind: list[str], rounds:
         placed = group.input(tokens).copy_(x)
         bodies["tessera"] = lambda: group(x, narrow, scores, own_up, own_down)
         bodies["tessera-in-place"] = lambda: group(placed, narrow, scores, own_up, own_down)
+    if liger_cute is not None and activation == "swiglu":
+        bodies["liger-cute"] = liger_cute.body(x, ids, scores, own_up, own_down)
+    elif liger_cute is not None and rank == 0:
+        print(f"{config}: liger-cute has no {activation}, left out")
     out = []
-    for impl, place in itertools.product(impls, behind):
+    for impl, place in itertools.product([impl for impl in impls if impl in bodies], behind):
         result, target = bodies[impl](), targets.get(impl, wanted)
         error = ((result - target).float().norm() / target.float().norm()).reshape(1)
         dist.all_reduce(error, dist.ReduceOp.MAX)
@@ -194,9 +229,15 @@ def main() -> int:
         parser.error("NVLink multicast must be off: set NCCL_NVLS_ENABLE=0")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    configs, impls, behind = flags.config.split(","), flags.impl.split(","), flags.behind.split(",")
+    sizes = [int(tokens) for tokens in flags.tokens.split(",")]
+    for impl in impls:
+        if impl not in ALL_IMPLS:
+            parser.error(f"--impl {impl}: one of {', '.join(ALL_IMPLS)}")
+    liger_cute = LigerCute(configs, max(sizes)) if "liger-cute" in impls else None
     rows = []
-    for config, tokens in itertools.product(flags.config.split(","), map(int, flags.tokens.split(","))):
-        for row in bench(config, tokens, flags.impl.split(","), flags.behind.split(","), flags.rounds):
+    for config, tokens in itertools.product(configs, sizes):
+        for row in bench(config, tokens, impls, behind, flags.rounds, liger_cute):
             rows.append(row)
             if dist.get_rank() == 0:
                 print(f"{row['config']:<18} T {tokens:<5} {row['gpus']} GPUs {row['impl']:<18} {row['behind']:<7} "

@@ -244,27 +244,39 @@ std::size_t CudaBenchLayer::backward_workspace_bytes() const {
   return value_of(workspace_bytes(context_, layer_.desc, Pass::backward));
 }
 
-verify::TokenResult CudaBenchLayer::token_result(std::int64_t token, bool inference) const {
-  auto const top_k = static_cast<std::size_t>(layer_.desc.shape.top_k);
+CudaBenchLayer::Slots CudaBenchLayer::slots_of(std::int64_t token) const {
+  std::int64_t const top_k = layer_.desc.shape.top_k;
   RoutingView const tables = value_of(routing_view(layer_.desc, forward_.routing));
-  std::size_t const first = static_cast<std::size_t>(token) * top_k;
+  if (tables.token_offsets == nullptr) return {token * top_k, top_k};
+  auto const offsets = download(tables.token_offsets + token, 2);
+  return {offsets[0], offsets[1] - offsets[0]};
+}
+
+verify::TokenResult CudaBenchLayer::token_result(std::int64_t token, bool inference) const {
+  std::int64_t const top_k = layer_.desc.shape.top_k;
+  auto const [first, count] = slots_of(token);
+  RoutingView const tables = value_of(routing_view(layer_.desc, forward_.routing));
+  auto const integers = [](std::int32_t const* from, std::int64_t size) {
+    std::vector<std::int32_t> const values = download(from, size);
+    return std::vector<std::int64_t>(values.begin(), values.end());
+  };
   verify::TokenResult result;
   result.token = token;
-  result.scores.resize(top_k);
-  device::download(result.scores.data(), tables.scores + first, 4 * top_k);
-  result.ids.resize(top_k);
+  result.scores.resize(static_cast<std::size_t>(count));
+  device::download(result.scores.data(), tables.scores + first, 4 * result.scores.size());
   if (tables.topk_ids != nullptr) {
-    std::vector<std::int32_t> ids(top_k);
-    device::download(ids.data(), tables.topk_ids + first, 4 * top_k);
-    result.ids.assign(ids.begin(), ids.end());
+    result.ids = integers(tables.topk_ids + first, count);
   } else {
+    result.ids.resize(static_cast<std::size_t>(count));
     auto const* const given = static_cast<std::int64_t const*>(forward_.topk_ids.data);
-    device::download(result.ids.data(), given + first, 8 * top_k);
+    device::download(result.ids.data(), given + first, 8 * result.ids.size());
+  }
+  if (tables.unrounded_ids != nullptr) {
+    result.unrounded_ids = integers(tables.unrounded_ids + token * top_k, top_k);
   }
   result.o = row(inference ? inference_.o : forward_.o, token);
   if (inference) return result;
-  for (std::int32_t const at :
-       download(tables.inverse_permutation + first, static_cast<std::int64_t>(top_k))) {
+  for (std::int32_t const at : download(tables.inverse_permutation + first, count)) {
     result.h.push_back(at < 0 ? std::vector<float>() : row(forward_.h, at));
   }
   return result;
@@ -272,8 +284,8 @@ verify::TokenResult CudaBenchLayer::token_result(std::int64_t token, bool infere
 
 verify::TokenGradients CudaBenchLayer::token_gradients(MoeBackwardArgs const& args,
                                                        std::int64_t token) const {
-  std::int64_t const top_k = layer_.desc.shape.top_k;
-  verify::TokenGradients out{row(args.dx, token), download(args.dscores, token * top_k, top_k), {}};
+  auto const [first, count] = slots_of(token);
+  verify::TokenGradients out{row(args.dx, token), download(args.dscores, first, count), {}};
   if (args.dlogits.present()) out.dlogits = row(args.dlogits, token);
   return out;
 }
@@ -367,7 +379,7 @@ std::string CudaBenchLayer::check_backward(Context const& host, MoeBackwardArgs 
     std::string const failure =
         verify::token_gradient_failure(host, layer_, token, token_gradients(args, token.token));
     if (!failure.empty()) return failure;
-    if (token.ids[0] >= 0 && token.ids[0] < s.experts) expert = token.ids[0];
+    if (!token.ids.empty() && token.ids[0] >= 0 && token.ids[0] < s.experts) expert = token.ids[0];
   }
   std::string failure =
       verify::unit_gradient_failure(host, layer_, unit_gradients(args, expert, s.intermediate - 1));

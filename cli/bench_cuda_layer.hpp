@@ -46,6 +46,10 @@ class CudaBenchLayer {
   void add_backward();
   [[nodiscard]] std::string check_forward(Context const& host, bool inference) const;
   [[nodiscard]] std::string check_backward(Context const& host, MoeBackwardArgs const& args) const;
+  struct Slots {
+    std::int64_t first, count;
+  };
+  [[nodiscard]] Slots slots_of(std::int64_t token) const;
   [[nodiscard]] verify::TokenResult token_result(std::int64_t token, bool inference) const;
   [[nodiscard]] verify::TokenGradients token_gradients(MoeBackwardArgs const& args,
                                                        std::int64_t token) const;

@@ -89,10 +89,12 @@ Doubles logit_gradient(Context const& host, UniformLayer const& layer, TokenResu
   inputs.desc = layer.desc;
   inputs.desc.shape.tokens = inputs.desc.shape.hidden = 1;  // no dx here
   inputs.topk_ids = forward.ids;
+  inputs.unrounded_ids = forward.unrounded_ids;
   inputs.x = {0};
   inputs.w_router.assign(layer.desc.shape.experts, 0);
   reference::Forward f;
-  f.metadata = reference::metadata(inputs.desc, forward.ids, {});
+  f.metadata = reference::metadata(inputs.desc, forward.ids,
+                                   {0, static_cast<std::int64_t>(forward.ids.size())});
   f.logits.assign(layer.desc.shape.experts, 0);
   host.parallel_for(layer.desc.shape.experts, [&](std::int64_t e) {
     for (std::int64_t c = 0; c < d; ++c) {

@@ -87,11 +87,16 @@ std::string router_failure(MoeDesc desc, Doubles const& logits, TokenResult cons
   desc.shape.tokens = 1;
   reference::Inputs inputs;
   inputs.desc = desc;
-  auto const failures =
-      selection_failures(desc, reference::router_keys(inputs, logits), result.ids);
-  if (!failures.empty()) return failures.front();
-  auto const scores = reference::unscaled_scores(desc, logits.data(), result.ids);
+  std::vector<std::int64_t> const members = desc.rounds_tokens()    ? result.unrounded_ids
+                                            : desc.experts_choose() ? std::vector<std::int64_t>{}
+                                                                    : result.ids;
+  if (!desc.experts_choose()) {
+    auto const failures = selection_failures(desc, reference::router_keys(inputs, logits), members);
+    if (!failures.empty()) return failures.front();
+  }
+  auto const scores = reference::unscaled_scores(desc, logits.data(), members);
   for (std::size_t k = 0; k < result.ids.size(); ++k) {
+    if (result.ids[k] < 0 || result.ids[k] >= desc.shape.experts) return "a slot without an expert";
     double const want = desc.router.route_scale * scores[result.ids[k]];
     if (!(std::abs(result.scores[k] - want) <= kScoreError * std::abs(want))) {
       return "score " + std::to_string(k) + " is " + std::to_string(result.scores[k]) +

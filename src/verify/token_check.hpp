@@ -38,10 +38,11 @@ struct UniformLayer {
 /// What the library made of one token. Slots without a row have an empty h.
 struct TokenResult {
   std::int64_t token = 0;
-  std::vector<std::int64_t> ids;      ///< [K]
-  std::vector<float> scores;          ///< [K]
-  std::vector<std::vector<float>> h;  ///< [K] of [gate half | up half], or empty: not kept
-  std::vector<float> o;               ///< [d]
+  std::vector<std::int64_t> ids;            ///< of its slots
+  std::vector<std::int64_t> unrounded_ids;  ///< [K] the top-k choice, with token rounding
+  std::vector<float> scores;                ///< by slot
+  std::vector<std::vector<float>> h;        ///< by slot [gate half | up half], or empty: not kept
+  std::vector<float> o;                     ///< [d]
 };
 
 /// What is wrong with the token, or "". A router's choice is judged as in verify_case(); scores within 2^-12 of fp64,

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// route and metadata: compared with their plain twins, then timed. Each is replayed as a graph of kRepeats calls
-// over rotating buffers larger than L2 and divided: launches included, gaps of an eager stream not.
+// route and metadata, compared with their plain twins, and choose_tokens, its rows with its rule; then timed. Each is
+// replayed as a graph of kRepeats calls over rotating buffers larger than L2 and divided: launches included, gaps of an
+// eager stream not.
 // bound_ms = the bytes of the op over the copy rate given.
 //
 //   routing [--json FILE] [--copy-tbps X]
 #include <cstring>
 #include <memory>
 
+#include "../../src/cuda/host/choose_tokens.hpp"
 #include "../../src/cuda/host/metadata.hpp"
 #include "../../src/cuda/host/route.hpp"
 #include "support.cuh"
@@ -25,7 +27,7 @@ struct Shape {
 constexpr Shape kShapes[] = {
     {"7B-n256", 24576, 1536, 256, 128, 8}, {"30B-n256", 32768, 4096, 256, 256, 16},
     {"OLMoE", 32768, 2048, 1024, 64, 8},   {"Qwen3Next", 32768, 2048, 512, 512, 10},
-    {"TR-b", 16384, 4096, 1024, 256, 4},
+    {"TR-a", 16384, 1536, 1024, 128, 2},   {"TR-b", 16384, 4096, 1024, 256, 4},
 };
 
 __global__ void fill_logits(float* gmem, int64_t count, uint64_t seed) {
@@ -39,7 +41,14 @@ __global__ void fill_logits(float* gmem, int64_t count, uint64_t seed) {
 }
 
 struct Problem {
-  explicit Problem(Shape const& s) : shape(s), workspace(workspace_words(s)) {
+  explicit Problem(Shape const& s)
+      : shape(s),
+        workspace(workspace_words(s)),
+        choice_workspace(int64_t(cuda::choose_tokens_workspace_bytes(s.tokens, s.experts) + 3) / 4),
+        chosen_ids(most_slots(s)),
+        chosen_scores(most_slots(s)),
+        token_offsets(s.tokens + 1),
+        topk_counts(s.experts) {
     for (int set = 0; set < kSets; ++set) {
       logits.push_back(std::make_unique<DeviceBuffer<float>>(int64_t{s.tokens} * s.experts));
       fill_logits<<<512, 256>>>(logits[set]->get(), logits[set]->count(), uint64_t(set) + 1);
@@ -51,6 +60,14 @@ struct Problem {
   static int64_t workspace_words(Shape const& s) {
     return int64_t(cuda::metadata_workspace_bytes(s.slots(), s.experts) + 3) / 4;
   }
+  static MoeDesc rounded(Shape const& s, Rounding round) {
+    MoeDesc desc;
+    desc.shape = {s.tokens, s.hidden, s.intermediate, s.experts, s.top_k};
+    desc.router.kind = RouterKind::topk_softmax;
+    desc.router.round = round;
+    return desc;
+  }
+  static int64_t most_slots(Shape const& s) { return rounded(s, Rounding::up).num_slots(); }
   int32_t* ids(int set) const { return tables[set]->get(); }
 
   cuda::RouteArguments route(int set) const {
@@ -81,10 +98,32 @@ struct Problem {
     return args;
   }
 
+  // Of the choice that route(set) left.
+  cuda::ChooseTokensArguments choose_tokens(int set, Rounding round) const {
+    MoeDesc const desc = rounded(shape, round);
+    cuda::ChooseTokensArguments args{};
+    args.gmem_logits = logits[set]->get();
+    args.gmem_topk_ids = ids(set);
+    args.gmem_member_scores = weights[set]->get();
+    args.tokens = shape.tokens;
+    args.experts = shape.experts;
+    args.top_k = shape.top_k;
+    args.router = desc.router;
+    args.slots = desc.num_slots();
+    args.gmem_token_offsets = token_offsets.get();
+    args.gmem_ids = chosen_ids.get();
+    args.gmem_scores = chosen_scores.get();
+    args.gmem_topk_counts = topk_counts.get();
+    args.gmem_workspace = choice_workspace.get();
+    return args;
+  }
+
   Shape shape;
   std::vector<std::unique_ptr<DeviceBuffer<float>>> logits, weights;
   std::vector<std::unique_ptr<DeviceBuffer<int32_t>>> tables;
-  DeviceBuffer<int32_t> workspace;
+  DeviceBuffer<int32_t> workspace, choice_workspace, chosen_ids;
+  DeviceBuffer<float> chosen_scores;
+  DeviceBuffer<int32_t> token_offsets, topk_counts;
 };
 
 struct Outputs {
@@ -112,6 +151,27 @@ bool same_as_plain(Problem const& p) {
   Outputs const plain = outputs_of(p, true), kernel = outputs_of(p, false);
   return plain.tables == kernel.tables &&
          std::memcmp(plain.weights.data(), kernel.weights.data(), plain.weights.size() * 4) == 0;
+}
+
+std::vector<int32_t> host_copy(DeviceBuffer<int32_t> const& buffer, int64_t count) {
+  std::vector<int32_t> values(static_cast<size_t>(count));
+  TESSERA_CUDA(cudaMemcpy(values.data(), buffer.get(), values.size() * 4, cudaMemcpyDeviceToHost));
+  return values;
+}
+
+// Rows of every expert: the multiple of the tile below or above what the top-k choice gave it.
+bool is_rounded(Problem const& p, Rounding round) {
+  cuda::ChooseTokensArguments const args = p.choose_tokens(0, round);
+  TESSERA_CUDA(cuda::launch_choose_tokens(args, nullptr));
+  int32_t const used = host_copy(p.token_offsets, args.tokens + 1).back();
+  std::vector<int32_t> rows(size_t(args.experts));
+  for (int32_t const id : host_copy(p.chosen_ids, used)) ++rows[size_t(id)];
+  std::vector<int32_t> const counts = host_copy(p.topk_counts, args.experts);
+  for (size_t e = 0; e < rows.size(); ++e) {
+    int const tile = args.router.tile;
+    if (rows[e] % tile != 0 || std::abs(rows[e] - counts[e]) >= tile) return false;
+  }
+  return true;
 }
 
 // ms of one call.
@@ -145,19 +205,18 @@ Quantiles time_graph(Launch&& launch) {
 }
 
 std::string row(Shape const& s, char const* pass, double bytes, double copy_tbps,
-                Quantiles const& t, bool checked) {
+                Quantiles const& t, bool checked, char const* round = "none") {
   double const bound = bytes / (copy_tbps * 1e9);
-  std::printf("%-10s %-9s %7.2f us, bound %6.2f us%s\n", s.name, pass, 1e3 * t.median, 1e3 * bound,
-              checked ? "" : "  DIFFERS FROM THE PLAIN TWIN");
+  std::printf("%-10s %-13s round %-9s %7.2f us, bound %6.2f us%s\n", s.name, pass, round,
+              1e3 * t.median, 1e3 * bound, checked ? "" : "  WRONG");
   char text[512];
-  std::snprintf(
-      text, sizeof text,
-      "\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": \"fp32\", "
-      "\"gpus\": 1, \"routing\": \"random\", \"router\": \"topk-softmax\", \"round\": "
-      "\"none\", \"pass\": \"%s\", \"impl\": \"tessera\", \"variant\": \"graph\", \"ms\": "
-      "%.5f, \"ms_p10\": %.5f, \"ms_p90\": %.5f, \"bound_ms\": %.5f, \"checked\": %s}",
-      s.name, s.tokens, s.hidden, s.intermediate, s.experts, s.top_k, pass, t.median, t.p10, t.p90,
-      bound, checked ? "true" : "false");
+  std::snprintf(text, sizeof text,
+                "\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": \"fp32\", "
+                "\"gpus\": 1, \"routing\": \"random\", \"router\": \"topk-softmax\", \"round\": "
+                "\"%s\", \"pass\": \"%s\", \"impl\": \"tessera\", \"variant\": \"graph\", \"ms\": "
+                "%.5f, \"ms_p10\": %.5f, \"ms_p90\": %.5f, \"bound_ms\": %.5f, \"checked\": %s}",
+                s.name, s.tokens, s.hidden, s.intermediate, s.experts, s.top_k, round, pass,
+                t.median, t.p10, t.p90, bound, checked ? "true" : "false");
   return text;
 }
 
@@ -177,6 +236,18 @@ std::string bench_shape(Shape const& s, double copy_tbps) {
   double const metadata_bytes = 16 * slots + 4.0 * s.experts;
   std::string rows = row(s, "route", route_bytes, copy_tbps, time_graph(route), checked);
   rows += "," + row(s, "metadata", metadata_bytes, copy_tbps, time_graph(metadata), checked);
+  // Logits and ids in, ranks out and four times in, slots out.
+  double const choice_bytes = 24.0 * s.tokens * s.experts + 16 * slots;
+  for (auto const& [round, name] : {std::pair{Rounding::nr_f, "nr-f"},
+                                    {Rounding::nr_s, "nr-s"},
+                                    {Rounding::balance_f, "balance-f"}}) {
+    auto const choose = [&](int set, cudaStream_t stream) {
+      TESSERA_CUDA(cuda::launch_choose_tokens(p.choose_tokens(set, round), stream));
+    };
+    bool const rounded = is_rounded(p, round);
+    rows +=
+        "," + row(s, "choose_tokens", choice_bytes, copy_tbps, time_graph(choose), rounded, name);
+  }
   return rows;
 }
 

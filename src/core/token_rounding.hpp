@@ -36,6 +36,11 @@ TESSERA_INLINE std::uint64_t fixed_point_score(float score) noexcept {
   return score >= 4.0f ? 0xffffffffu : static_cast<std::uint64_t>(score * 0x1p30f);
 }
 
+/// f - lo.
+TESSERA_INLINE std::int64_t beyond_tile(std::int64_t members, std::int32_t tile) noexcept {
+  return static_cast<std::uint32_t>(members) % static_cast<std::uint32_t>(tile);  // both < 2^31
+}
+
 /// What the rules read of one expert.
 struct ExpertPairs {
   std::int64_t members = 0;   ///< f_e
@@ -48,7 +53,8 @@ struct ExpertPairs {
 
 TESSERA_INLINE bool rounds_up(Router const& router, std::int64_t expert, ExpertPairs const& pairs,
                               std::int64_t carry) noexcept {
-  std::int64_t const tile = router.tile, rem = pairs.members % tile, missing = tile - rem;
+  std::int64_t const tile = router.tile, rem = beyond_tile(pairs.members, router.tile),
+                     missing = tile - rem;
   switch (router.round) {
     case Rounding::up:
       return true;
@@ -76,10 +82,10 @@ TESSERA_INLINE bool rounds_up(Router const& router, std::int64_t expert, ExpertP
 /// m_e. Going up stops where no eligible token is left, so m_e need not be a multiple then.
 TESSERA_INLINE std::int64_t rounded_count(Router const& router, std::int64_t expert,
                                           ExpertPairs const& pairs, std::int64_t carry) noexcept {
-  std::int64_t const tile = router.tile, rem = pairs.members % tile;
+  std::int64_t const rem = beyond_tile(pairs.members, router.tile);
   if (rem == 0) return pairs.members;
   if (!rounds_up(router, expert, pairs, carry)) return pairs.members - rem;
-  std::int64_t const missing = tile - rem;
+  std::int64_t const missing = router.tile - rem;
   return pairs.members + (missing < pairs.eligible ? missing : pairs.eligible);
 }
 

@@ -44,6 +44,14 @@ MoeDesc served_desc() {
 
 TEST(CheckSupported, ServesBf16) { EXPECT_TRUE(check_supported(served_desc()).ok()); }
 
+TEST(CheckSupported, ServesExpertsThatTakeTokens) {
+  MoeDesc desc = served_desc();
+  desc.router.round = Rounding::balance_f;
+  EXPECT_TRUE(check_supported(desc).ok());
+  desc.router = {.kind = RouterKind::expert_choice};
+  EXPECT_TRUE(check_supported(desc).ok());
+}
+
 TEST(CheckSupported, RefusesTheRestWithAReason) {
   auto const refused = [](auto&& change) {
     MoeDesc desc = served_desc();
@@ -54,8 +62,6 @@ TEST(CheckSupported, RefusesTheRestWithAReason) {
   };
   EXPECT_NE(refused([](MoeDesc& d) { d.dtype = DType::fp32; }).find("bf16"), std::string::npos);
   refused([](MoeDesc& d) { d.dtype = DType::fp16; });
-  refused([](MoeDesc& d) { d.router.kind = RouterKind::expert_choice; });
-  refused([](MoeDesc& d) { d.router.round = Rounding::nr_f; });
   refused([](MoeDesc& d) { d.score_position = ScorePosition::input; });
   std::string const groups = refused([](MoeDesc& d) {
     d.router.kind = RouterKind::group_limited;

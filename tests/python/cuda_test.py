@@ -35,12 +35,6 @@ class Operators(OnGpu, layers.Operators, unittest.TestCase):
 class Module(module_test.Module):
     device, dtype, compiler = "cuda", torch.bfloat16, "inductor"
 
-    def test_token_rounding_in_training_only(self):
-        layer = self.layer(rounding="nr-f", tile=4)
-        with self.assertRaisesRegex(NotImplementedError, "no token rounding"):
-            layer(self.x)
-        layer.eval()(self.x)
-
 
 class Torchtitan(integrations_test.Torchtitan):
     """fp32 parameters and rows, which it computes in bf16."""
@@ -239,9 +233,8 @@ class Values(OnGpu, unittest.TestCase):
             other = {name: t.to(dtype) for name, t in w.items()}
             with self.assertRaisesRegex(NotImplementedError, "stores bf16"):
                 tessera.routed_experts(x.to(dtype), ids, scores, **other)
-        for options in ({"rounding": "nr-f"}, {"router": "expert-choice"}, {"column_chunk": 64}):
-            with self.assertRaisesRegex(NotImplementedError, "CUDA backend"):
-                tessera.moe(x, self.w_router(5), w["w_up"], w["w_down"], top_k=2, **options)
+        with self.assertRaisesRegex(NotImplementedError, "CUDA backend"):
+            tessera.moe(x, self.w_router(5), w["w_up"], w["w_down"], top_k=2, column_chunk=64)
         with self.assertRaisesRegex(NotImplementedError, "stores bf16"):
             tessera.grouped_gemm(x.float(), w["w_up"].float(), torch.tensor([0, 3, 3, 7, 9, 13], device="cuda"))
         with self.assertRaisesRegex(ValueError, "w_down: on device 0:0, the context is on 1:0"):

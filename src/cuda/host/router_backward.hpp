@@ -64,6 +64,16 @@ struct RouterDlogitsArguments {
   bool normalize_scores;
 };
 
+/// The same after token rounding, of routers without a softmax over all: the gradient also reaches experts of the top-k
+/// choice that were dropped, and experts that were added have scores of their own. row_dlogits is not served.
+struct RoundedDlogitsArguments {
+  RouterDlogitsArguments dlogits;     // of the slots that are left, with logits and token_offsets
+  int32_t const* gmem_unrounded_ids;  // (T,K) the top-k choice
+  float* gmem_member_scores;          // (T,K) scratch
+  float* gmem_member_dscores;         // (T,K) scratch
+  int32_t* gmem_added_ids;            // (P) scratch
+};
+
 /// Both, from the partial sums to dlogits; `dlogits` reads the dscores that `dscores` makes.
 struct RouterGradientArguments {
   DscoresArguments dscores;
@@ -130,10 +140,12 @@ cudaError_t launch_router_wgrad(RouterWgradArguments const& args, int sm_count,
                                 cudaStream_t stream);
 
 /// Launch on `stream`; allocate nothing, wait for nothing. dscores: a thread per slot, with a bias a warp.
-/// merge_repeats and router_dlogits: a warp per token. The others: one thread per output, fp32 sums in order.
+/// merge_repeats, router_dlogits and rounded_dlogits: a warp per token. The others: one thread per output, fp32 sums in
+/// order.
 cudaError_t launch_dscores_plain(DscoresArguments const& args, cudaStream_t stream);
 cudaError_t launch_merge_repeats_plain(MergeRepeatsArguments const& args, cudaStream_t stream);
 cudaError_t launch_router_dlogits_plain(RouterDlogitsArguments const& args, cudaStream_t stream);
+cudaError_t launch_rounded_dlogits_plain(RoundedDlogitsArguments const& args, cudaStream_t stream);
 cudaError_t launch_round_dlogits_plain(RoundDlogitsArguments const& args, cudaStream_t stream);
 cudaError_t launch_router_dgrad_plain(RouterDgradArguments const& args, cudaStream_t stream);
 cudaError_t launch_router_wgrad_plain(RouterWgradArguments const& args, cudaStream_t stream);

@@ -94,6 +94,8 @@ class Backward {
     if (!wanted_.dgrad) return;
     if (wanted_.dlogits && desc_.router.replay) {
       add_replayed_dlogits();
+    } else if (wanted_.dlogits && splits_rounded(desc_)) {
+      add_rounded_dlogits();
     } else if (wanted_.dlogits) {
       sequence_.select("router_dlogits",
                        RouterGradientArguments{dscores(), dlogits(routing_.topk_ids, gmem_dscores_),
@@ -207,7 +209,8 @@ class Backward {
   [[nodiscard]] bool routed() const noexcept { return desc_.router.kind != RouterKind::given; }
   /// Where dlogits are 0 but for the experts of a token.
   void put_router_part_in_rows() noexcept {
-    if (!routed() || core::has_softmax_over_all(desc_.router.kind) || args_.aux_dlogits.present()) {
+    if (!routed() || core::has_softmax_over_all(desc_.router.kind) || desc_.rounds_tokens() ||
+        args_.aux_dlogits.present()) {
       return;
     }
     UpProjectionDgradArguments up_dgrad = experts_.up_dgrad;
@@ -295,6 +298,19 @@ class Backward {
     sequence_.add("router_dlogits", [&](cudaStream_t stream) {
       return launch_router_dlogits_plain(
           dlogits(plan_.merged_ids.in(base_), plan_.merged_dscores.in(base_)), stream);
+    });
+  }
+
+  /// Experts that rounding dropped or added have terms of their own.
+  void add_rounded_dlogits() noexcept {
+    add_dscores();
+    sequence_.add("router_dlogits", [&](cudaStream_t stream) {
+      return launch_rounded_dlogits_plain({.dlogits = dlogits(routing_.topk_ids, gmem_dscores_),
+                                           .gmem_unrounded_ids = routing_.unrounded_ids,
+                                           .gmem_member_scores = plan_.member_scores.in(base_),
+                                           .gmem_member_dscores = plan_.member_dscores.in(base_),
+                                           .gmem_added_ids = plan_.added_ids.in(base_)},
+                                          stream);
     });
   }
 

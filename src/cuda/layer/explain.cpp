@@ -5,6 +5,7 @@
 #include "core/router_math.hpp"
 #include "cuda/layer/arguments.hpp"
 #include "cuda/layer/backend.hpp"
+#include "cuda/layer/plan.hpp"
 #include "cuda/layer/select.hpp"
 #include "tessera/work.hpp"
 
@@ -71,11 +72,19 @@ Refusal refuse_router(MoeDesc const& desc, MoeForwardArgs const& args) {
   logits.hidden = s.hidden;
   logits.experts = static_cast<std::int32_t>(s.experts);
   Refusal const of_logits = refuse(logits);
-  if (of_logits.refused() || desc.router.replay) return of_logits;
+  if (of_logits.refused() || desc.router.replay || desc.experts_choose()) return of_logits;
   RouteArguments route{};
   route.experts = static_cast<std::int32_t>(s.experts);
   route.top_k = static_cast<std::int32_t>(s.top_k);
   return refuse(route);
+}
+
+std::string how_routed(MoeDesc const& desc) {
+  std::string const logits = "logits by a GEMM, ";
+  if (desc.router.replay) return logits + "a thread per token scores its ids";
+  if (desc.experts_choose()) return logits + "a CTA per expert chooses its tokens";
+  std::string const select = logits + "lanes of a warp select";
+  return desc.rounds_tokens() ? select + ", a CTA per expert rounds its tokens" : select;
 }
 
 std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, std::string const& on) {
@@ -83,11 +92,7 @@ std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, std::
   MoeForwardArgs const args = forward_at_nowhere(desc);
   std::vector<OpExplanation> ops;
   if (desc.router.kind != RouterKind::given) {
-    ops.push_back(
-        explanation(work::route(desc), refuse_router(desc, args),
-                    (desc.router.replay ? "logits by a GEMM, a thread per token scores its ids"
-                                        : "logits by a GEMM, lanes of a warp select") +
-                        on));
+    ops.push_back(explanation(work::route(desc), refuse_router(desc, args), how_routed(desc) + on));
     set_gemm(ops.back(), s.tokens, s.experts, s.hidden);
   }
   if (pass == Pass::route) return ops;
@@ -106,7 +111,13 @@ std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, std::
   return ops;
 }
 
-Refusal refusal_of_replay() { return {"replayed ids may repeat within a token"}; }
+/// Where the fast router_dlogits has no part in it.
+Refusal refuse_dlogits(MoeDesc const& desc, RouterGradientArguments const& args) {
+  if (desc.router.replay) return {"replayed ids may repeat within a token"};
+  if (splits_rounded(desc))
+    return {"experts that rounding dropped or added have terms of their own"};
+  return refuse(args);
+}
 
 /// The router's GEMMs of backward, and what makes their operand.
 struct RouterBackward {
@@ -121,7 +132,7 @@ RouterBackward router_backward_at_nowhere(MoeDesc const& desc) {
   out.dlogits.dlogits.experts = out.dgrad.experts = out.wgrad.experts =
       static_cast<std::int32_t>(s.experts);
   out.dlogits.dlogits.top_k = static_cast<std::int32_t>(s.top_k);
-  if (s.variable_experts) {
+  if (desc.experts_vary()) {
     out.dlogits.dlogits.gmem_token_offsets = static_cast<std::int32_t const*>(nowhere());
   }
   out.dgrad.w_router = {nowhere(), s.experts, s.hidden};
@@ -152,10 +163,9 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
     add(work::down_projection_dgrad(desc, rows), refuse(experts.down_dgrad),
         gemm + ", gather, activation and ds fused", mean, s.intermediate, s.hidden);
     if (routed) {
-      add(work::router_dlogits(desc, rows),
-          desc.router.replay ? refusal_of_replay() : refuse(router.dlogits),
+      add(work::router_dlogits(desc, rows), refuse_dlogits(desc, router.dlogits),
           "a lane per slot, from the partial sums of ds", 0, 0, 0);
-      bool const in_rows = !core::has_softmax_over_all(desc.router.kind);
+      bool const in_rows = !core::has_softmax_over_all(desc.router.kind) && !desc.rounds_tokens();
       add(work::router_dgrad(desc), refuse(router.dgrad),
           in_rows ? "a term of each dx row; with dlogits of other losses a " + gemm : gemm,
           s.tokens, s.hidden, s.experts);

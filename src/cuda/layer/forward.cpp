@@ -6,6 +6,7 @@
 
 #include "core/router_groups.hpp"
 #include "core/workspace.hpp"
+#include "cuda/host/choose_tokens.hpp"
 #include "cuda/layer/arguments.hpp"
 #include "cuda/layer/backend.hpp"
 #include "cuda/layer/device.hpp"
@@ -36,49 +37,96 @@ struct RouterMemory {
   int32_t* gmem_topk_ids;
   float* gmem_topk_weights;
   float* gmem_chosen_p;
-  int32_t const* gmem_token_offsets;  ///< of given ids that vary in number, else null
+  int32_t* gmem_token_offsets;  ///< where experts per token vary, else null
+  // Token rounding and expert choice:
+  int32_t* gmem_unrounded_ids = nullptr;
+  float* gmem_member_scores = nullptr;
+  int32_t* gmem_topk_counts = nullptr;
+  std::byte* gmem_choice_workspace = nullptr;
 };
+
+std::int32_t int32(std::int64_t value) noexcept { return static_cast<std::int32_t>(value); }
+
+core::RouterGroups groups_of(MoeDesc const& desc) noexcept {
+  return desc.router.kind == RouterKind::group_limited ? core::router_groups(desc)
+                                                       : core::RouterGroups{};
+}
+
+/// The top-k choice of every token; before rounding its scores are those of c = 1.
+void add_topk_choice(MoeDesc const& desc, ConstTensor const& selection_bias,
+                     RouterMemory const& memory, Sequence& sequence) noexcept {
+  MoeShape const& s = desc.shape;
+  bool const rounds = desc.rounds_tokens();
+  auto const [groups, top_groups] = groups_of(desc);
+  sequence.select(
+      "route",
+      RouteArguments{
+          .gmem_logits = memory.gmem_logits,
+          .gmem_selection_bias = static_cast<float const*>(selection_bias.data),
+          .gmem_topk_ids = rounds ? memory.gmem_unrounded_ids : memory.gmem_topk_ids,
+          .gmem_topk_weights = rounds ? memory.gmem_member_scores : memory.gmem_topk_weights,
+          .gmem_chosen_p = rounds ? nullptr : memory.gmem_chosen_p,
+          .tokens = s.tokens,
+          .experts = int32(s.experts),
+          .top_k = int32(s.top_k),
+          .kind = desc.router.kind,
+          .route_scale = rounds ? 1.0f : desc.router.route_scale,
+          .normalize_scores = desc.router.normalize_scores,
+          .groups = int32(groups),
+          .top_groups = int32(top_groups),
+      });
+}
+
+/// Slots of a varying number per token, from what experts keep.
+void add_token_choice(MoeDesc const& desc, ConstTensor const& selection_bias,
+                      RouterMemory const& memory, Sequence& sequence) noexcept {
+  MoeShape const& s = desc.shape;
+  auto const [groups, top_groups] = groups_of(desc);
+  sequence.add("choose tokens", [&](cudaStream_t stream) {
+    return launch_choose_tokens(
+        {.gmem_logits = memory.gmem_logits,
+         .gmem_selection_bias = static_cast<float const*>(selection_bias.data),
+         .gmem_topk_ids = desc.rounds_tokens() ? memory.gmem_unrounded_ids : nullptr,
+         .gmem_member_scores = memory.gmem_member_scores,
+         .tokens = s.tokens,
+         .experts = int32(s.experts),
+         .top_k = int32(s.top_k),
+         .router = desc.router,
+         .capacity = desc.experts_choose() ? desc.expert_capacity() : 0,
+         .groups = int32(groups),
+         .top_groups = int32(top_groups),
+         .slots = desc.num_slots(),
+         .gmem_token_offsets = memory.gmem_token_offsets,
+         .gmem_ids = memory.gmem_topk_ids,
+         .gmem_scores = memory.gmem_topk_weights,
+         .gmem_topk_counts = desc.rounds_tokens() ? memory.gmem_topk_counts : nullptr,
+         .gmem_workspace = memory.gmem_choice_workspace},
+        stream);
+  });
+}
 
 /// Ids and scores of every token from its logits, or the scores of the ids that are there.
 void add_choice(MoeDesc const& desc, ConstTensor const& selection_bias, RouterMemory const& memory,
                 Sequence& sequence) noexcept {
-  MoeShape const& s = desc.shape;
-  if (desc.router.replay) {
-    sequence.add("score choice", [&](cudaStream_t stream) {
-      return launch_score_choice_plain({.gmem_logits = memory.gmem_logits,
-                                        .gmem_ids = memory.gmem_topk_ids,
-                                        .gmem_token_offsets = memory.gmem_token_offsets,
-                                        .gmem_scores = memory.gmem_topk_weights,
-                                        .gmem_chosen_p = memory.gmem_chosen_p,
-                                        .tokens = s.tokens,
-                                        .experts = static_cast<std::int32_t>(s.experts),
-                                        .top_k = static_cast<std::int32_t>(s.top_k),
-                                        .kind = desc.router.kind,
-                                        .route_scale = desc.router.route_scale,
-                                        .normalize_scores = desc.router.normalize_scores},
-                                       stream);
-    });
+  if (!desc.router.replay) {
+    if (!desc.experts_choose()) add_topk_choice(desc, selection_bias, memory, sequence);
+    if (desc.experts_vary()) add_token_choice(desc, selection_bias, memory, sequence);
     return;
   }
-  auto const [groups, top_groups] = desc.router.kind == RouterKind::group_limited
-                                        ? core::router_groups(desc)
-                                        : core::RouterGroups{};
-  sequence.select("route",
-                  RouteArguments{
-                      .gmem_logits = memory.gmem_logits,
-                      .gmem_selection_bias = static_cast<float const*>(selection_bias.data),
-                      .gmem_topk_ids = memory.gmem_topk_ids,
-                      .gmem_topk_weights = memory.gmem_topk_weights,
-                      .gmem_chosen_p = memory.gmem_chosen_p,
-                      .tokens = s.tokens,
-                      .experts = static_cast<std::int32_t>(s.experts),
-                      .top_k = static_cast<std::int32_t>(s.top_k),
-                      .kind = desc.router.kind,
-                      .route_scale = desc.router.route_scale,
-                      .normalize_scores = desc.router.normalize_scores,
-                      .groups = static_cast<std::int32_t>(groups),
-                      .top_groups = static_cast<std::int32_t>(top_groups),
-                  });
+  sequence.add("score choice", [&](cudaStream_t stream) {
+    return launch_score_choice_plain({.gmem_logits = memory.gmem_logits,
+                                      .gmem_ids = memory.gmem_topk_ids,
+                                      .gmem_token_offsets = memory.gmem_token_offsets,
+                                      .gmem_scores = memory.gmem_topk_weights,
+                                      .gmem_chosen_p = memory.gmem_chosen_p,
+                                      .tokens = desc.shape.tokens,
+                                      .experts = int32(desc.shape.experts),
+                                      .top_k = int32(desc.shape.top_k),
+                                      .kind = desc.router.kind,
+                                      .route_scale = desc.router.route_scale,
+                                      .normalize_scores = desc.router.normalize_scores},
+                                     stream);
+  });
 }
 
 /// Logits, and what follows from them.
@@ -175,8 +223,16 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
                                : is_contiguous(args.logits) ? static_cast<float*>(args.logits.data)
                                                             : plan.logits.in(base);
     add_router(desc, {args.x, args.w_router, args.b_router, args.selection_bias, args.logits},
-               {gmem_logits, plan.counters.in(base) + kRouterLogitsCounter, tables.topk_ids,
-                tables.scores, tables.chosen_p, tables.token_offsets},
+               {.gmem_logits = gmem_logits,
+                .gmem_tile_counter = plan.counters.in(base) + kRouterLogitsCounter,
+                .gmem_topk_ids = tables.topk_ids,
+                .gmem_topk_weights = tables.scores,
+                .gmem_chosen_p = tables.chosen_p,
+                .gmem_token_offsets = tables.token_offsets,
+                .gmem_unrounded_ids = tables.unrounded_ids,
+                .gmem_member_scores = plan.choice.member_scores.in(base),
+                .gmem_topk_counts = static_cast<std::int32_t*>(args.topk_counts.data),
+                .gmem_choice_workspace = plan.choice.workspace.in(base)},
                sequence);
   }
   add_metadata(desc, gmem_ids, tables, plan.metadata.in(base), sequence);
@@ -206,8 +262,9 @@ Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardA
   Sequence sequence(device, stream);
   zero_counters(plan.counters.in(base), sequence);
   add_routing(desc, args, plan, base, routing, sequence);
-  for (Tensor const& counts :
-       {args.expert_counts, args.topk_counts}) {  // equal: nothing is rounded
+  // Without rounding the top-k choice counts the same; with it, choose_tokens has counted.
+  Tensor const topk_counts = desc.rounds_tokens() ? Tensor{} : args.topk_counts;
+  for (Tensor const& counts : {args.expert_counts, topk_counts}) {
     if (!counts.present()) continue;
     sequence.add("expert counts", [&](cudaStream_t native) {
       return launch_expert_counts(routing.expert_offsets, desc.shape.experts,
@@ -231,19 +288,30 @@ Status route(DeviceContext const& device, MoeDesc const& desc, RouteArgs const& 
   float* const gmem_logits =
       is_contiguous(args.logits) ? static_cast<float*>(args.logits.data) : plan.logits.in(base);
   add_router(desc, {args.x, args.w_router, args.b_router, args.selection_bias, args.logits},
-             {gmem_logits, plan.counters.in(base) + kRouterLogitsCounter, plan.ids.in(base),
-              plan.weights.in(base), nullptr, nullptr},
+             {.gmem_logits = gmem_logits,
+              .gmem_tile_counter = plan.counters.in(base) + kRouterLogitsCounter,
+              .gmem_topk_ids = plan.ids.in(base),
+              .gmem_topk_weights = plan.weights.in(base),
+              .gmem_chosen_p = nullptr,
+              .gmem_token_offsets = plan.token_offsets.in(base),
+              .gmem_unrounded_ids = plan.unrounded_ids.in(base),
+              .gmem_member_scores = plan.choice.member_scores.in(base),
+              .gmem_choice_workspace = plan.choice.workspace.in(base)},
              sequence);
+  bool const varies = desc.experts_vary();  // all slots are one row then
   sequence.add("route outputs", [&](cudaStream_t native) {
     return launch_route_outputs({.gmem_ids = plan.ids.in(base),
                                  .gmem_weights = plan.weights.in(base),
-                                 .tokens = s.tokens,
-                                 .top_k = s.top_k,
+                                 .rows = varies ? 1 : s.tokens,
+                                 .columns = varies ? desc.num_slots() : s.top_k,
                                  .gmem_ids_out = args.topk_ids.data,
                                  .ids_out_are_int64 = desc.ids_dtype == DType::int64,
-                                 .ids_pitch = pitch_of(args.topk_ids),
+                                 .ids_pitch = varies ? 0 : pitch_of(args.topk_ids),
                                  .gmem_weights_out = static_cast<float*>(args.topk_weights.data),
-                                 .weights_pitch = pitch_of(args.topk_weights)},
+                                 .weights_pitch = varies ? 0 : pitch_of(args.topk_weights),
+                                 .gmem_token_offsets = plan.token_offsets.in(base),
+                                 .gmem_token_offsets_out = args.token_offsets.data,
+                                 .tokens = s.tokens},
                                 native);
   });
   return sequence.status();

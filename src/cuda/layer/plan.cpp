@@ -4,12 +4,26 @@
 #include <algorithm>
 
 #include "core/router_math.hpp"
+#include "cuda/host/choose_tokens.hpp"
 #include "cuda/host/metadata.hpp"
 #include "cuda/host/projection_backward.hpp"
 #include "cuda/host/router_backward.hpp"
 #include "cuda/layer/backend.hpp"
 
 namespace tessera::cuda {
+namespace {
+
+ChoicePlan plan_choice(MoeDesc const& desc, core::WorkspacePlan& plan) noexcept {
+  ChoicePlan out;
+  if (!desc.rounds_tokens() && !desc.experts_choose()) return out;
+  MoeShape const& s = desc.shape;
+  if (desc.rounds_tokens()) out.member_scores = plan.add<float>(s.tokens * s.top_k);
+  out.workspace = plan.add<std::byte>(
+      static_cast<std::int64_t>(choose_tokens_workspace_bytes(s.tokens, s.experts)));
+  return out;
+}
+
+}  // namespace
 
 ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcept {
   MoeShape const& s = desc.shape;
@@ -31,9 +45,14 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
     out.metadata = before_y.add<std::byte>(
         static_cast<std::int64_t>(metadata_workspace_bytes(slots, s.experts)));
   }
+  out.choice = plan_choice(desc, before_y);
   out.y = plan.add<std::uint16_t>(slots * s.hidden);
   out.bytes = std::max(plan.bytes(), before_y.bytes());
   return out;
+}
+
+bool splits_rounded(MoeDesc const& desc) noexcept {
+  return desc.rounds_tokens() && !core::has_softmax_over_all(desc.router.kind);
 }
 
 BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
@@ -62,6 +81,11 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
       out.merged_ids = plan.add<std::int32_t>(slots);
       out.merged_dscores = plan.add<float>(slots);
     }
+    if (splits_rounded(desc)) {
+      out.member_scores = plan.add<float>(s.tokens * s.top_k);
+      out.member_dscores = plan.add<float>(s.tokens * s.top_k);
+      out.added_ids = plan.add<std::int32_t>(slots);
+    }
   }
   out.bytes = plan.bytes();
   return out;
@@ -73,8 +97,11 @@ RoutePlan plan_route(MoeDesc const& desc) noexcept {
   RoutePlan out;
   out.counters = plan.add<std::int32_t>(kNumTileCounters);
   out.logits = plan.add<float>(s.tokens * s.experts);
-  out.ids = plan.add<std::int32_t>(s.tokens * s.top_k);
-  out.weights = plan.add<float>(s.tokens * s.top_k);
+  out.ids = plan.add<std::int32_t>(desc.num_slots());
+  out.weights = plan.add<float>(desc.num_slots());
+  if (desc.experts_vary()) out.token_offsets = plan.add<std::int32_t>(s.tokens + 1);
+  if (desc.rounds_tokens()) out.unrounded_ids = plan.add<std::int32_t>(s.tokens * s.top_k);
+  out.choice = plan_choice(desc, plan);
   out.bytes = plan.bytes();
   return out;
 }

@@ -25,14 +25,21 @@ enum TileCounter : int {
   kNumTileCounters
 };
 
+/// Of token rounding and expert choice.
+struct ChoicePlan {
+  core::Region<float> member_scores;  ///< [T,K], token rounding
+  core::Region<std::byte> workspace;  ///< choose_tokens_workspace_bytes
+};
+
 struct ForwardPlan {
   core::Region<std::byte> routing;      ///< the tables, SavePolicy::none; always the first region
   core::Region<std::int32_t> counters;  ///< [kNumTileCounters]
   core::Region<float> logits;           ///< [T,E], with a router whose tables do not hold them
   core::Region<std::int32_t> ids;       ///< [P], RouterKind::given
   core::Region<std::byte> metadata;     ///< metadata_workspace_bytes
+  ChoicePlan choice;
   core::Region<std::uint16_t> a,
-      y;  ///< [P,n], [P,d] bf16; y in the place of logits, ids and metadata
+      y;  ///< [P,n], [P,d] bf16; y in the place of logits, ids, metadata and choice
   std::size_t bytes = 0;
 };
 ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcept;
@@ -51,8 +58,13 @@ struct BackwardPlan {
   core::Region<float> router_partials;    ///< [chunks,E,d] of dw_router, with a router
   core::Region<std::int32_t> merged_ids;  ///< [P], with replay
   core::Region<float> merged_dscores;     ///< [P], with replay
+  core::Region<float> member_scores,
+      member_dscores;                    ///< [T,K], token rounding without softmax_topk
+  core::Region<std::int32_t> added_ids;  ///< [P], the same
   std::size_t bytes = 0;
 };
+/// Whether backward tells the top-k choice from what token rounding added: with a softmax over all it need not.
+bool splits_rounded(MoeDesc const& desc) noexcept;
 /// pass: backward, backward_input or backward_weights.
 BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept;
 
@@ -64,10 +76,13 @@ struct GroupedGemmPlan {
 GroupedGemmPlan plan_grouped_gemm(std::int64_t experts) noexcept;
 
 struct RoutePlan {
-  core::Region<std::int32_t> counters;  ///< [kNumTileCounters]
-  core::Region<float> logits;           ///< [T,E]
-  core::Region<std::int32_t> ids;       ///< [T,K]
-  core::Region<float> weights;          ///< [T,K]
+  core::Region<std::int32_t> counters;       ///< [kNumTileCounters]
+  core::Region<float> logits;                ///< [T,E]
+  core::Region<std::int32_t> ids;            ///< [P]
+  core::Region<float> weights;               ///< [P]
+  core::Region<std::int32_t> token_offsets;  ///< [T+1], token rounding and expert choice
+  core::Region<std::int32_t> unrounded_ids;  ///< [T,K], token rounding
+  ChoicePlan choice;
   std::size_t bytes = 0;
 };
 RoutePlan plan_route(MoeDesc const& desc) noexcept;

@@ -3,6 +3,7 @@
 // first that breaks a rule goes to the error word.
 #include "routing_tables.hpp"
 
+#include <algorithm>
 #include <climits>
 
 #include "error_word.hpp"
@@ -135,17 +136,24 @@ __global__ void __launch_bounds__(kThreads) expert_counts(ExpertCounts const p) 
   }
 }
 
-__global__ void __launch_bounds__(kThreads) route_outputs(RouteOutputs const p) {
-  int64_t const slot = thread_idx();
-  if (slot >= p.tokens * p.top_k) return;
-  int64_t const token = slot / p.top_k, choice = slot % p.top_k;
-  int64_t const at = token * p.ids_pitch + choice;
+__device__ void store_integer(RouteOutputs const& p, void* gmem, int64_t at, int32_t value) {
   if (p.ids_out_are_int64) {
-    static_cast<int64_t*>(p.gmem_ids_out)[at] = p.gmem_ids[slot];
+    static_cast<int64_t*>(gmem)[at] = value;
   } else {
-    static_cast<int32_t*>(p.gmem_ids_out)[at] = p.gmem_ids[slot];
+    static_cast<int32_t*>(gmem)[at] = value;
   }
-  p.gmem_weights_out[token * p.weights_pitch + choice] = p.gmem_weights[slot];
+}
+
+__global__ void __launch_bounds__(kThreads) route_outputs(RouteOutputs const p) {
+  int64_t const i = thread_idx();
+  if (i < p.rows * p.columns) {
+    int64_t const row = i / p.columns, column = i % p.columns;
+    store_integer(p, p.gmem_ids_out, row * p.ids_pitch + column, p.gmem_ids[i]);
+    p.gmem_weights_out[row * p.weights_pitch + column] = p.gmem_weights[i];
+  }
+  if (p.gmem_token_offsets_out != nullptr && i <= p.tokens) {
+    store_integer(p, p.gmem_token_offsets_out, i, p.gmem_token_offsets[i]);
+  }
 }
 
 }  // namespace
@@ -177,7 +185,8 @@ cudaError_t launch_expert_counts(int32_t const* gmem_expert_offsets, int64_t exp
 }
 
 cudaError_t launch_route_outputs(RouteOutputs const& args, cudaStream_t stream) {
-  return launch(route_outputs, args.tokens * args.top_k, args, stream);
+  int64_t const offsets = args.gmem_token_offsets_out != nullptr ? args.tokens + 1 : 0;
+  return launch(route_outputs, std::max(args.rows * args.columns, offsets), args, stream);
 }
 
 }  // namespace tessera::cuda

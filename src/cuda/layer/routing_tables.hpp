@@ -66,12 +66,15 @@ cudaError_t launch_expert_counts(int32_t const* gmem_expert_offsets, int64_t exp
 struct RouteOutputs {
   int32_t const* gmem_ids;
   float const* gmem_weights;
-  int64_t tokens, top_k;
+  int64_t rows, columns;  // T and K; 1 and P where experts per token vary
   void* gmem_ids_out;
-  bool ids_out_are_int64;
+  bool ids_out_are_int64;  // so are offsets
   int64_t ids_pitch;
   float* gmem_weights_out;
   int64_t weights_pitch;
+  int32_t const* gmem_token_offsets;  // (T+1)
+  void* gmem_token_offsets_out;       // (T+1) or null
+  int64_t tokens;
 };
 cudaError_t launch_route_outputs(RouteOutputs const& args, cudaStream_t stream);
 

@@ -10,13 +10,6 @@ namespace {
 constexpr std::int64_t kMaxGroups = 32;  // one lane of a warp each
 
 Status check_router(MoeDesc const& desc) noexcept {
-  if (desc.experts_choose()) {
-    return Status::unsupported("router=expert-choice: the CUDA backend serves all others");
-  }
-  if (desc.router.round != Rounding::none) {
-    return Status::unsupported("round=%d: the CUDA backend has no token rounding; use none",
-                               static_cast<int>(desc.router.round));
-  }
   if (desc.router.kind == RouterKind::group_limited && !desc.router.replay &&
       core::router_groups(desc).groups > kMaxGroups) {
     return Status::unsupported("groups=%lld: the CUDA backend serves up to %lld",

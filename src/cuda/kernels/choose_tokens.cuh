@@ -7,15 +7,16 @@
 // Schedule kernels in the stream's order
 //   rank_pairs     a warp per token, 32 tokens a CTA: p of all experts, then the members' scores; transposed through
 //                  shared memory, so that an expert's ranks lie side by side
-//   choose_tokens  a CTA per expert, its ranks in shared memory up to T = 49152: counts members and others; the rule gives
-//                  m_e; the last rank that stays is found bit by bit among the few that the threads' best ones leave in
-//                  question; what ranks below becomes 0. Equal ranks go to lower tokens. balance_f, whose rule runs over the experts: counts and cuts in
-//                  two launches, round_experts between them
+//   choose_tokens  a CTA per expert, its ranks in shared memory up to T = 49152: counts members and others; the rule
+//                  gives m_e; the last rank that stays is found bit by bit among the few that the threads' best ones
+//                  leave in question; what ranks below becomes 0. Equal ranks go to lower tokens. balance_f, whose rule
+//                  runs over the experts: counts and cuts in two launches, round_experts between them
 //   count_slots    a CTA per 32 tokens: a lane has a token, a warp a part of the experts
 //   scan_slots     one CTA: slots of earlier blocks
 //   emit_slots     as count_slots, with the slots' places; fills what is left of P
 // Numerics ranks: fp32, compiled without contraction, sums fold 32 lanes by halves: the bits of the CPU; all else
-//          integers; atomics only where the order does not matter; bitwise repeatable: yes, the order of pairs is total
+//          integers, atomics only where their order does not matter; bitwise repeatable: yes, the order of pairs is
+//          total
 // Requires groups <= 32
 #pragma once
 

@@ -5,10 +5,12 @@ A plan belongs to one combination of shapes, strides and options; only the point
 Plans are kept per thread, so that filling one needs no lock.
 """
 
+import functools
 import itertools
 import math
 import os
 import threading
+from typing import NamedTuple
 
 import torch
 
@@ -17,7 +19,7 @@ from tessera import library
 DTYPES = {torch.float32: library.FP32, torch.bfloat16: library.BF16, torch.float16: library.FP16,
            torch.int32: library.INT32, torch.int64: library.INT64}
 KINDS = {"cpu": library.CPU, "cuda": library.CUDA}
-MAX_PLANS = 1024  # per thread; a plan is about 4 KB
+MAX_PLANS = 1024  # per thread; a plan is about 8 KB
 SCRATCH_BYTES = 1 << 27  # of a CPU thread
 # make(shape, strides, dtype) of torch.compile's generated code; that of CUDA makes tensors on the current device.
 _MAKERS = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None) for kind in KINDS}
@@ -28,6 +30,10 @@ class _PerThread(threading.local):
         self.plans = {}
         self.calls = {}  # autograd.py
         self.scratch = torch.empty(0, dtype=torch.uint8)
+
+    def grow(self, size: int) -> None:
+        self.scratch = None  # before the larger one comes
+        self.scratch = torch.empty(size, dtype=torch.uint8)
 
     def forget(self) -> None:
         self.plans.clear()
@@ -58,10 +64,14 @@ def guard(tensors: tuple):
 
 
 class Plan:
-    """C structs with everything but the pointers; `words` is the argument struct as 64-bit words."""
+    """C structs with everything but the pointers; `words` is the argument struct as 64-bit words.
 
-    __slots__ = ("number", "function", "context", "desc", "args", "words", "addresses", "device", "inputs", "copied",
-                 "zeroed", "converted", "outputs", "made", "workspace", "make_workspace", "workspace_word")
+    run(tensors, buffers=(), step=0): one call of the library on the inputs that are present, in the order of `read`;
+    returns the outputs. buffers: (word, tensor) of what else is written; step: of stochastic rounding.
+    """
+
+    __slots__ = ("number", "function", "desc", "args", "words", "addresses", "device", "context", "count", "inputs",
+                 "copied", "outputs", "workspace", "run")
 
     def __init__(self, function: str, device: torch.device, args, desc=None):
         if device.type not in KINDS:
@@ -76,12 +86,13 @@ class Plan:
         self.words = memoryview(args).cast("B").cast("Q")
         self.addresses = (self.context, *([] if desc is None else [library.ctypes.addressof(desc)]),
                           library.ctypes.addressof(args))
-        self.inputs, self.copied, self.zeroed, self.converted, self.outputs, self.made = [], [], [], [], [], []
+        self.count, self.inputs, self.copied, self.outputs = 0, [], [], []
 
     def read(self, names: tuple, tensors: tuple, unread: tuple = ()) -> None:
         """Describes the inputs that are present; remembers which have to be copied into readable strides. The library
         does not see those whose names are in `unread`."""
         present = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
+        self.count = len(present)
         for position, (name, tensor) in enumerate(present):
             if name in unread:
                 continue
@@ -101,72 +112,85 @@ class Plan:
               converted: torch.dtype | None = None) -> None:
         """An output that each call makes, contiguous; without a name it is empty and the library does not see it.
         zeroed: before the call. converted: to this type, after it."""
-        position, strides = len(self.made), contiguous_strides(shape)
-        if zeroed:
-            self.zeroed.append(position)
-        if converted not in (None, dtype):
-            self.converted.append((position, converted))
-        self.made.append(maker(shape, strides, dtype, self.device))
-        if name is None:
-            return
-        self.outputs.append((position, field_word(type(self.args), name)))
-        field = getattr(self.args, name)
-        if isinstance(field, library.Buffer):
-            field.bytes = math.prod(shape) * dtype.itemsize
-        else:
-            describe(name, field, shape, strides, dtype, self.device)
+        strides, word = contiguous_strides(shape), None
+        if name is not None:
+            word, field = field_word(type(self.args), name), getattr(self.args, name)
+            if isinstance(field, library.Buffer):
+                field.bytes = math.prod(shape) * dtype.itemsize
+            else:
+                describe(name, field, shape, strides, dtype, self.device)
+        converted = converted if converted is not dtype else None
+        self.outputs.append(_Output(maker(shape, strides, dtype, self.device), word, zeroed, converted))
 
     def ready(self, key, workspace: int) -> "Plan":
         self.workspace = self.args.workspace.bytes = workspace
-        self.make_workspace = maker((workspace,), (1,), torch.uint8, self.device)
-        self.workspace_word = field_word(type(self.args), "workspace")
+        self.run = self._written_run()
         plans = here.plans
         if len(plans) >= MAX_PLANS:
             here.forget()
         plans[key] = self
         return self
 
-    def run(self, tensors: tuple, buffers: tuple = (), step: int = 0) -> list[torch.Tensor]:
-        """One call of the library on the inputs that are present, in the order of `read`; returns the outputs.
-        step: of stochastic rounding."""
-        words, cuda = self.words, self.device.type == "cuda"
-        if cuda and torch._C._cuda_getDevice() != self.device.index:
-            with torch.cuda.device(self.device):
-                return self.run(tensors, buffers, step)
-        if step:
-            self.desc.step = step
-        if self.copied:
-            tensors = list(tensors)
-            for position in self.copied:
-                tensors[position] = tensors[position].contiguous()
-        for position, word in self.inputs:
-            words[word] = tensors[position].data_ptr()
-        for word, buffer in buffers:
-            words[word] = buffer.data_ptr()
-        results = [make(*how) for make, how in self.made]
-        for position in self.zeroed:
-            results[position].zero_()
-        for position, word in self.outputs:
-            words[word] = results[position].data_ptr()
+    def _written_run(self):
+        """`run`, written for this plan, a line for each pointer: loops over what a plan has took twice the time."""
+        names = {"plan": self, "words": self.words, "here": here, "check": library.check, "torch": torch}
+        lines = ["def run(tensors, buffers=(), step=0):"]
+
+        def line(text: str, **values) -> None:
+            lines.append("    " + text)
+            names.update(values)
+
+        cuda = self.device.type == "cuda"
+        if cuda:
+            line("if get_device() != index:", get_device=torch._C._cuda_getDevice, index=self.device.index)
+            line("    with torch.cuda.device(index): return run(tensors, buffers, step)")
+        if self.desc is not None:
+            line("if step: plan.desc.step = step")
+        line("".join([f"t{i}, " for i in range(self.count)]) + "= tensors")
+        for i in self.copied:
+            line(f"t{i} = t{i}.contiguous()")
+        for i, word in self.inputs:
+            line(f"words[{word}] = t{i}.data_ptr()")
+        line("for word, buffer in buffers: words[word] = buffer.data_ptr()")
+        for i, output in enumerate(self.outputs):
+            make, how = output.made
+            line(f"o{i} = make{i}(*how{i})", **{f"make{i}": make, f"how{i}": how})
+            if output.zeroed:
+                line(f"o{i}.zero_()")
+            if output.word is not None:
+                line(f"words[{output.word}] = o{i}.data_ptr()")
         # A CPU thread keeps its workspace: one that malloc has given back to the system costs a page fault per 4 KB.
         # Those of a GPU, and large ones, come from torch's allocator, call by call.
         if cuda or self.workspace > SCRATCH_BYTES:
-            make, how = self.make_workspace
-            workspace = make(*how)
+            make, how = maker((self.workspace,), (1,), torch.uint8, self.device)
+            line("workspace = make(*how)", make=make, how=how)
         else:
-            workspace = here.scratch
-            if workspace.numel() < self.workspace:
-                here.scratch = None  # before the larger one comes
-                workspace = here.scratch = torch.empty(self.workspace, dtype=torch.uint8)
-        words[self.workspace_word] = workspace.data_ptr()
-        # The handle alone: an object of torch.cuda.Stream would take longer than the rest of this function.
-        stream = torch._C._cuda_getCurrentRawStream(self.device.index) if cuda else None
-        code = self.function(*self.addresses, stream)
-        if code:
-            library.check(code)
-        for position, dtype in self.converted:
-            results[position] = results[position].to(dtype)
-        return results
+            line("if here.scratch.numel() < size: here.grow(size)", size=self.workspace)
+            line("workspace = here.scratch")
+        line(f"words[{field_word(type(self.args), 'workspace')}] = workspace.data_ptr()")
+        # The stream's handle alone: an object of torch.cuda.Stream would take longer than all the rest.
+        line(f"code = plan.function(*addresses, {'stream(index)' if cuda else None})", addresses=self.addresses,
+             stream=getattr(torch._C, "_cuda_getCurrentRawStream", None))
+        line("if code: check(code)")
+        for i, output in enumerate(self.outputs):
+            if output.converted is not None:
+                line(f"o{i} = o{i}.to(to{i})", **{f"to{i}": output.converted})
+        line(f"return [{', '.join([f'o{i}' for i in range(len(self.outputs))])}]")
+        exec(_compiled("\n".join(lines)), names)
+        return names["run"]
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(source: str):
+    """Plans that differ in sizes alone have the same text."""
+    return compile(source, "<plan>", "exec")
+
+
+class _Output(NamedTuple):
+    made: tuple  # of `maker`
+    word: int | None
+    zeroed: bool
+    converted: torch.dtype | None
 
 
 def maker(shape: tuple, strides: tuple, dtype: torch.dtype, device: torch.device) -> tuple:

@@ -10,8 +10,10 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch.compiler import is_compiling
 
 from tessera import library, ops
+from tessera.ops.autograd import recall
 from tessera.options import Options
 
 
@@ -42,7 +44,7 @@ def options_text(activation="swiglu", alpha=1.702, limit=7.0, up_offset=1.0, lay
                  capacity=0, rounding="none", tile=128, seed=0, layer=0, save="h", grouping="slots",
                  logits=False, column_chunk=0) -> str:
     """Options (options.py) as the text that the operators take: under torch.compile a constant of the graph."""
-    make = _text if torch.compiler.is_compiling() else _cached_text
+    make = _text if is_compiling() else _cached_text
     return make(activation, alpha, limit, up_offset, layout, router, top_k, route_scale, normalize_scores, groups,
                 top_groups, capacity, rounding, tile, seed, layer, save, grouping, logits, column_chunk)
 
@@ -59,10 +61,9 @@ def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = No
     routing: topk_ids, topk_weights, w_router, b_router, selection_bias, expert_offsets, row_scores (or None each);
     weights: as WEIGHTS (ops/layer.py); buffers: weight gradients are added into these in backward (eager only).
     """
-    arguments = (x, *routing, *weights)
-    compiling = torch.compiler.is_compiling()
+    arguments, compiling = (x, *routing, *weights), is_compiling()
     if not compiling and not step:
-        call, tensors = ops.autograd.recall(text, arguments)
+        call, tensors = recall(text, arguments)
         if call is not None:
             return _run(call, tensors, buffers, step)
     cast, straight = torch._C._is_any_autocast_enabled(), not compiling and ops.autograd.direct()
@@ -94,7 +95,7 @@ def _run(call: ops.autograd.Call, tensors: tuple, buffers: tuple | None, step: i
     if not call.training:
         return call.plan.run(tensors, step=step)
     apply = ops.autograd.Layer.apply if call.plan is None else ops.autograd.apply_directly
-    results = apply(call, buffers, step, *tensors)
+    results = apply((call, buffers, step), *tensors)
     return results if call.everything else (results,)
 
 

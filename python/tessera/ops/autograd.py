@@ -3,8 +3,12 @@
 
 import functools
 import operator
+from typing import Callable, NamedTuple
 
 import torch
+from torch._C import _len_torch_dispatch_stack
+from torch._C._autograd import _profiler_enabled, _top_saved_tensors_default_hooks
+from torch._C._functorch import peek_interpreter_stack
 
 from tessera.ops.layer import INPUTS, SAVED, backward_plan, plan_forward, run_backward
 from tessera.ops.plans import Plan, guard, here
@@ -15,26 +19,27 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 def direct() -> bool:
     """Whether nothing could see the operators: no dispatch mode, no functional transform, no profiler. Then their
     kernels are called without the dispatcher, which would take longer than they do."""
-    return not (torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack()
-                or torch._C._autograd._profiler_enabled())
+    return not (_len_torch_dispatch_stack() or peek_interpreter_stack() or _profiler_enabled())
 
 
 class Call:
     """All that calls of a layer with the same options and like tensors have in common.
 
     present(arguments): the tensors that are there, of INPUTS. plan: forward's, or None to go by the dispatcher.
-    everything: whether Layer returns all results of moe_forward, or o alone. kept: which of the tensors backward needs
-    besides x; scores: which is topk_weights.
+    everything: whether Layer returns all results of moe_forward, or o alone. kept(tensors): what backward needs of them
+    besides x, and kept_names; scores: which is topk_weights.
     """
 
-    __slots__ = ("text", "everything", "training", "plan", "positions", "present", "kept", "scores", "absent",
-                 "nothing", "check", "threads")
+    __slots__ = ("text", "everything", "training", "plan", "positions", "present", "kept", "kept_names",
+                 "scores", "absent", "nothing", "check", "threads")
 
     def __init__(self, text: str, arguments: tuple, everything: bool, training: bool, plan: Plan | None):
         self.text, self.everything, self.training, self.plan = text, everything, training, plan
         self.positions = tuple([i for i, tensor in enumerate(arguments) if tensor is not None])
         self.present = operator.itemgetter(*self.positions)
-        self.kept = [i for i, position in enumerate(self.positions) if INPUTS[position] in SAVED and position]
+        kept = [i for i, position in enumerate(self.positions) if INPUTS[position] in SAVED and position]
+        self.kept = operator.itemgetter(*kept)  # two at least: w_up and w_down
+        self.kept_names = tuple([INPUTS[self.positions[i]] for i in kept])
         self.scores = self.positions.index(_SCORES) if _SCORES in self.positions else None
 
     def remember(self, arguments: tuple) -> None:
@@ -54,69 +59,84 @@ def recall(text: str, arguments: tuple) -> tuple[Call | None, tuple]:
         return None, ()
     tensors = call.present(arguments)
     if (call.check(*tensors) and call.threads == torch.get_num_threads()
-            and not torch._C._len_torch_dispatch_stack() and not torch._C._autograd._profiler_enabled()):
+            and not _len_torch_dispatch_stack() and not _profiler_enabled()):
         return call, tensors
     return None, ()
 
 
+class Wanted(NamedTuple):
+    """Which gradients backward has to return. needs: their bits. pick((None, *gradients)): they at the places of
+    Layer's arguments. scores: which is that of topk_weights, which the library has as [slots]."""
+
+    needs: int
+    pick: Callable
+    scores: int | None
+
+    def arrange(self, gradients: list, scores_shape) -> tuple:
+        if self.scores is not None:
+            gradients[self.scores] = gradients[self.scores].view(scores_shape)
+        return self.pick((None, *gradients))
+
+
 class Layer(torch.autograd.Function):
-    """Arguments: the call, the buffers for weight gradients (a tuple as WEIGHTS, or None), the step, and the tensors
+    """Arguments: (the call, the buffers for weight gradients (a tuple as WEIGHTS, or None), the step), and the tensors
     that are present.
 
     Saved for backward: x, h, the routing tables and the weights. Ids and weights of the routing are in the tables.
     """
 
     @staticmethod
-    def forward(ctx, call, buffers, step, *tensors):
+    def forward(ctx, how, *tensors):
+        call, buffers, step = how
         if call.plan is not None:
             results = call.plan.run(tensors, step=step)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 results = torch.ops.tessera.moe_forward.default(
                     *_spread(call.positions, tensors, len(INPUTS)), call.text, step)
-        o, h, routing, *_ = results
-        ctx.save_for_backward(tensors[0], h, routing, *[tensors[i] for i in call.kept])
-        ctx.call, ctx.buffers = call, buffers
+        ctx.save_for_backward(tensors[0], results[1], results[2], *call.kept(tensors))
         # Hooks on saved tensors may hand other strides back: then backward looks at them anew.
-        ctx.alike = call.plan is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        if call.scores is not None:
-            ctx.scores_shape = tensors[call.scores].shape
+        alike = call.plan is not None and _top_saved_tensors_default_hooks(True) is None
+        ctx.made = call, buffers, alike, None if call.scores is None else tensors[call.scores].shape
         ctx.set_materialize_grads(False)
         if not call.everything:
-            return o
-        ctx.mark_non_differentiable(h, routing, *results[4:])
+            return results[0]
+        ctx.mark_non_differentiable(results[1], results[2], *results[4:])
         return tuple(results)
 
     @staticmethod
     def backward(ctx, d_o, _dh=None, _drouting=None, dlogits=None, _dcounts=None):
-        call, buffers = ctx.call, ctx.buffers
+        call, buffers, alike, scores_shape = ctx.made
+        plain = type(d_o) in PLAIN and direct() and not torch.is_grad_enabled()
+        if plain and alike and buffers is None and dlogits is None and d_o.is_contiguous():
+            # All signatures follow from those of forward's plan.
+            key = call.plan.number, ctx.needs_input_grad
+            plan, wanted = here.ways.get(key) or _way(key, call, d_o, ctx.saved_tensors)
+            return wanted.arrange(plan.run((d_o, *ctx.saved_tensors)), scores_shape)
         held = () if buffers is None else tuple([buffer is not None for buffer in buffers])
-        needs, places, scores_place = _wanted(call.positions, ctx.needs_input_grad, held)
+        wanted = _wanted(call.positions, ctx.needs_input_grad, held)
         saved = ctx.saved_tensors
         if d_o is None:
             if dlogits is None:
                 return (None,) * len(ctx.needs_input_grad)
             d_o = torch.zeros_like(saved[0])
-        plain = direct() and type(d_o) in PLAIN and not torch.is_grad_enabled()
-        if plain and ctx.alike and not held and dlogits is None and d_o.is_contiguous():
-            # All signatures follow from those of forward's plan.
-            key = (call.plan.number, needs)
-            plan = here.plans.get(key) or backward_plan(key, _all_saved(call, d_o, saved, None), (), call.text, needs)
-            gradients = plan.run((d_o, *saved))
+            plain = direct() and not torch.is_grad_enabled()
+        everything = _all_saved(call, d_o, saved, dlogits)
+        if plain:
+            gradients = run_backward(everything, buffers or (), call.text, wanted.needs)
+        elif not held:
+            gradients = torch.ops.tessera.moe_backward.default(*everything, call.text, wanted.needs)
         else:
-            everything = _all_saved(call, d_o, saved, dlogits)
-            if plain:
-                gradients = run_backward(everything, buffers or (), call.text, needs)
-            elif not held:
-                gradients = torch.ops.tessera.moe_backward.default(*everything, call.text, needs)
-            else:
-                gradients = torch.ops.tessera.moe_backward_accumulate.default(*everything, *buffers, call.text, needs)
-        results = [None] * len(ctx.needs_input_grad)
-        for place, gradient in zip(places, gradients, strict=True):
-            results[place] = gradient
-        if scores_place is not None:
-            results[scores_place] = results[scores_place].view(ctx.scores_shape)
-        return tuple(results)
+            gradients = torch.ops.tessera.moe_backward_accumulate.default(
+                *everything, *buffers, call.text, wanted.needs)
+        return wanted.arrange(gradients, scores_shape)
+
+
+def _way(key: tuple, call: Call, d_o, saved: tuple) -> tuple[Plan, Wanted]:
+    wanted = _wanted(call.positions, key[1], ())
+    plan = backward_plan(key, _all_saved(call, d_o, saved, None), (), call.text, wanted.needs)
+    way = here.ways[key] = plan, wanted
+    return way
 
 
 # Layer.apply where `direct`: torch's own asks first whether functional transforms are active, tensor by tensor.
@@ -136,33 +156,32 @@ def _spread(positions: tuple, tensors: tuple, count: int) -> list:
 
 def _all_saved(call: Call, d_o, saved: tuple, dlogits) -> tuple:
     """As SAVED has them, of what Layer.forward kept."""
-    names = ("x", "h", "routing", *[INPUTS[call.positions[i]] for i in call.kept])
+    names = ("x", "h", "routing", *call.kept_names)
     named = {"d_o": d_o, **dict(zip(names, saved, strict=True)), "aux_dlogits": dlogits}
     return tuple([named.get(name) for name in SAVED])
 
 
 @functools.cache
-def _wanted(positions: tuple, needs_input_grad: tuple, held: tuple) -> tuple[int, tuple, int | None]:
-    """The bits of the gradients that backward has to return, where they stand among Layer's arguments, and where that
-    of topk_weights stands. held: which weights have a buffer of their own."""
-    needs, places, scores_place = 0, [], None
-    place_of = {position: place + 3 for place, position in enumerate(positions)}
+def _wanted(positions: tuple, needs_input_grad: tuple, held: tuple) -> Wanted:
+    """held: which weights have a buffer of their own."""
+    needs, sources, count, scores = 0, [0] * len(needs_input_grad), 0, None
+    place_of = {position: place + 1 for place, position in enumerate(positions)}
     for bit, position in enumerate(_DIFFERENTIABLE):
         if position == _SCORES and _ROW_SCORES in place_of:
             position = _ROW_SCORES
         place = place_of.get(position)
         if place is not None and needs_input_grad[place] and not (held and bit >= 4 and held[bit - 4]):
-            needs |= 1 << bit
-            places.append(place)
             if position == _SCORES:
-                scores_place = place
-    return needs, tuple(places), scores_place
+                scores = count
+            count += 1
+            needs, sources[place] = needs | 1 << bit, count
+    return Wanted(needs, operator.itemgetter(*sources), scores)
 
 
 def moe_forward_autograd(*arguments) -> list[torch.Tensor]:
     if torch.is_grad_enabled():
         tensors, text, step = arguments[:14], arguments[14], (arguments[15:] or (0,))[0]
         call = Call(text, tensors, True, True, None)
-        return list(Layer.apply(call, None, step, *call.present(tensors)))
+        return list(Layer.apply((call, None, step), *call.present(tensors)))
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.tessera.moe_forward.default(*arguments)

@@ -28,7 +28,7 @@ _MAKERS = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None
 class _PerThread(threading.local):
     def __init__(self):
         self.plans = {}
-        self.calls = {}  # autograd.py
+        self.calls, self.ways = {}, {}  # autograd.py
         self.scratch = torch.empty(0, dtype=torch.uint8)
 
     def grow(self, size: int) -> None:
@@ -36,8 +36,8 @@ class _PerThread(threading.local):
         self.scratch = torch.empty(size, dtype=torch.uint8)
 
     def forget(self) -> None:
-        self.plans.clear()
-        self.calls.clear()
+        for kept in (self.plans, self.calls, self.ways):
+            kept.clear()
 
 
 here = _PerThread()

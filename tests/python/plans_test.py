@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls that plans write out, for either kind of device: with a GPU, a stream and a library that are none."""
+
+import contextlib
+import unittest
+from unittest import mock
+
+import torch
+from tessera import library
+from tessera.ops import plans
+
+CURRENT, OTHER = 1, 0
+
+
+class Calls(unittest.TestCase):
+    """`device` is that of the plan; its tensors lie in the memory of the CPU."""
+
+    def setUp(self):
+        self.current, self.entered, self.seen = CURRENT, [], []
+
+        @contextlib.contextmanager
+        def device(index):
+            before, self.current = self.current, index
+            self.entered.append(index)
+            yield
+            self.current = before
+
+        for target, name, value in (
+                (torch._C, "_cuda_getDevice", lambda: self.current), (torch.cuda, "device", device),
+                (torch._C, "_cuda_getCurrentRawStream", lambda index: 1000 + index), (library, "context", lambda *_: 7),
+                (plans, "_MAKERS", dict.fromkeys(("cpu", "cuda"), plans._MAKERS["cpu"]))):
+            self.enterContext(mock.patch.object(target, name, value, create=True))
+        self.addCleanup(plans.here.forget)
+
+    def enterContext(self, manager):  # unittest has it from Python 3.11 on
+        self.addCleanup(manager.__exit__, None, None, None)
+        return manager.__enter__()
+
+    def plan(self, device: str, a, b, **how) -> plans.Plan:
+        plan = plans.Plan("grouped_gemm", torch.device(device), library.GroupedGemmArgs(), library.MoeDesc())
+        plan.read(("a", "b", "bias"), (a, b, None), unread=("b",))
+        plan.write("c", (3, 4), torch.float32, **how)
+        plan.write(None, (0,), torch.float32)
+
+        def function(context, desc, args, stream):
+            words = library.GroupedGemmArgs.from_address(args)
+            self.seen.append((context, desc == library.ctypes.addressof(plan.desc), words.a.data, words.b.data,
+                              words.bias.data, words.c.data, words.workspace.data, stream))
+            return 0
+
+        plan.function = function
+        return plan.ready(("test", device, len(plans.here.plans)), 640)
+
+    def check(self, device: str, stream):
+        turned, b = torch.ones(4, 3).mT, torch.ones(2, 2)
+        plan = self.plan(device, turned, b, zeroed=True, converted=torch.bfloat16)
+        for step in (0, 5):
+            c, nothing = plan.run((turned, b), step=step)
+            self.assertEqual((c.shape, c.dtype, nothing.shape), ((3, 4), torch.bfloat16, (0,)))
+            self.assertEqual(c.abs().max(), 0)
+            self.assertEqual(plan.desc.step, step)
+        context, own_desc, a, unread, absent, result, workspace, on = self.seen[-1]
+        self.assertEqual((context, own_desc, unread, absent, on), (7, True, None, None, stream))
+        self.assertNotIn(a, (None, turned.data_ptr()))  # a contiguous copy
+        self.assertTrue(result and workspace)
+        a, beside = torch.ones(3, 4), torch.ones(1)
+        plan = self.plan(device, a, b)
+        c, _ = plan.run((a, b), [(plans.field_word(library.GroupedGemmArgs, "bias"), beside)])
+        self.assertEqual(self.seen[-1][2:6], (a.data_ptr(), None, beside.data_ptr(), c.data_ptr()))
+
+    def test_cpu(self):
+        self.check("cpu", None)
+        self.assertEqual(self.seen[-1][6], plans.here.scratch.data_ptr())
+        self.assertEqual(self.entered, [])
+
+    def test_current_gpu(self):
+        self.check(f"cuda:{CURRENT}", 1000 + CURRENT)
+        self.assertNotEqual(self.seen[-1][6], plans.here.scratch.data_ptr())
+        self.assertEqual(self.entered, [])
+
+    def test_another_gpu(self):
+        self.check(f"cuda:{OTHER}", 1000 + OTHER)
+        self.assertEqual(self.entered, [OTHER] * 3)
+        self.assertEqual(self.current, CURRENT)
+
+    def test_text_is_shared(self):
+        a, b = torch.ones(3, 4), torch.ones(2, 2)
+        self.plan("cpu", a, b)
+        misses = plans._compiled.cache_info().misses
+        self.plan("cpu", torch.ones(9, 4), b)
+        self.assertEqual(plans._compiled.cache_info().misses, misses)
+
+    def test_errors(self):
+        a, b = torch.ones(3, 4), torch.ones(2, 2)
+        plan = self.plan("cpu", a, b)
+        plan.function = lambda *_: 1
+        with self.assertRaises(ValueError):
+            plan.run((a, b))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The barriers of src/cuda/block (pipeline.cuh, lent_stages.cuh), and of the fused kernel on it, played by coroutines
-that random schedules advance.
+"""The barriers of src/cuda/block (pipeline.cuh, lent_stages.cuh, handover.cuh), and of the fused kernel on it, played
+by coroutines that random schedules advance.
 
 Producer and consumers follow the kernels' rules; every stage and every resident k_tile knows what lies in it and who
 still reads it. Each rule that keeps them apart is broken once, and the model must notice.
@@ -357,6 +357,90 @@ def fused(seed: int, broken: str = "") -> None:
     play(chance, [producer(), *[warp(group) for group in range(2) for _ in range(4)]])
 
 
+def hand_over(seed: int, broken: str = "") -> None:
+    """Two GEMMs (handover.cuh): CTAs of the second take the places of those of the first that have run out of tiles,
+    and read what others may still store."""
+    chance = random.Random(seed)
+    ctas, warps = chance.randint(1, 4), 2
+    segments = chance.choice([1, 2, 4, 9])
+    first, second = (
+        [s for s in range(segments) for _ in range(chance.choice([0, 1, 2, 5]))] for _ in range(2)
+    )
+    early = segments * 3 // 4  # segments that are handed over
+    drawn, told, done = [[], []], [0], [0]
+    written = {(tile, warp): False for tile in range(len(first)) for warp in range(warps)}
+    ended = []  # CTAs of the first kernel
+
+    def draw(kernel, tiles):
+        if len(drawn[kernel]) == len(tiles):
+            return None
+        drawn[kernel].append(True)
+        return len(drawn[kernel]) - 1
+
+    def cta_of_first(cta: int):
+        mine, left = [], [warps]
+
+        def warp(index: int):
+            pending, due, at = [], True, 0
+
+            def count():
+                nonlocal due
+                while pending and broken != "told_before_written":
+                    if chance.random() < 0.3:
+                        written[pending.pop(0)] = True
+                    yield
+                due = False
+                if broken != "one_warp_counts" or index == 0:
+                    told[0] += 1 if broken != "one_warp_counts" else warps
+
+            while True:
+                if at == len(mine):
+                    mine.append(draw(0, first))
+                tile = mine[at]
+                at += 1
+                if tile is None:
+                    break
+                if due and first[tile] >= early:
+                    yield from count()
+                for _ in range(chance.randint(0, 8)):
+                    yield
+                pending.append((tile, index))
+                while len(pending) > 1 and chance.random() < 0.5:
+                    written[pending.pop(0)] = True
+            if due and broken != "not_told_at_end":
+                yield from count()
+            left[0] -= 1
+            if left[0] == 0:
+                ended.append(cta)
+            while pending:
+                written[pending.pop(0)] = True
+                yield
+            done[0] += 1
+
+        return [warp(index) for index in range(warps)]
+
+    def cta_of_second(cta: int):
+        while cta not in ended:
+            yield
+        ready = 0
+        while (tile := draw(1, second)) is not None:
+            segment = second[tile]
+            if segment >= ready and segment < early:
+                while told[0] < ctas * warps:
+                    yield
+                ready = early
+            elif segment >= ready:
+                while done[0] < ctas * warps and broken != "end_not_awaited":
+                    yield
+                ready = segments
+            for (other, _), there in written.items():
+                require(there or first[other] != segment, "rows are read before they are written")
+            yield
+
+    warps_of_first = [player for cta in range(ctas) for player in cta_of_first(cta)]
+    play(chance, [*warps_of_first, *[cta_of_second(cta) for cta in range(ctas)]])
+
+
 class RingModel(unittest.TestCase):
     def notices(self, model, *arguments) -> None:
         for seed in range(200):
@@ -386,6 +470,15 @@ class RingModel(unittest.TestCase):
         for rule in ("told_before_written", "told_at_fixed_time"):
             with self.subTest(rule):
                 self.notices(fused, rule)
+
+    def test_handover(self):
+        for seed in range(300):
+            hand_over(seed)
+
+    def test_handover_needs_its_rules(self):
+        for rule in ("told_before_written", "one_warp_counts", "not_told_at_end", "end_not_awaited"):
+            with self.subTest(rule):
+                self.notices(hand_over, rule)
 
     def test_resident_b(self):
         for seed in range(200):

@@ -8,6 +8,7 @@
 #include "../arch/setmaxnreg.cuh"
 #include "../arch/wgmma.cuh"
 #include "gemm_params.hpp"
+#include "handover.cuh"
 #include "pipeline.cuh"
 #include "tile_scheduler.cuh"
 
@@ -191,19 +192,23 @@ __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, 
   Accumulators<kGemm> acc[1];
   WorkTile tile;
   WorkTile ahead;
+  HandsOver<kGemm> handover(p);
+  auto const settle = [&] {
+    settle_epilogue(epilogue);
+    if constexpr (kGemm.hands_over) handover.before(tile);
+  };
   bool more = queue.read(tile);
   while (more) {
     int const k_tiles = k_tiles_of<kGemm>(p, tile);
     if (tile.rows <= row) {
-      settle_epilogue(epilogue);
+      settle();
       pass<kGemm>(smem, state, k_tiles + kGemm.lent_stages, consumer);
       more = queue.read(tile);
       continue;
     }
     begin_epilogue(epilogue, tile, tile.row + row, 1);
-    int const last =
-        multiply<kGemm, 1>(smem, state, acc, tile, row, k_tiles, last_steps_of<kGemm>(tile),
-                           [&] { settle_epilogue(epilogue); });
+    int const last = multiply<kGemm, 1>(smem, state, acc, tile, row, k_tiles,
+                                        last_steps_of<kGemm>(tile), settle);
     more = queue.read(ahead);  // under the last wgmmas
     arch::wgmma_wait<0>();
     release_stage<kGemm>(smem, last);
@@ -211,6 +216,7 @@ __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, 
     tile = ahead;
   }
   epilogue.drain();
+  if constexpr (kGemm.hands_over) handover.at_end();
 }
 
 // Ping-pong: warpgroup w computes tiles w, w+2, ..; one multiplies while the other stores. The turn
@@ -261,6 +267,7 @@ __device__ __forceinline__ void consume_ping_pong(SharedStorage<kGemm>& smem, Ge
     more = step_over();
   }
   epilogue.drain();
+  if constexpr (kGemm.hands_over) HandsOver<kGemm>(p).at_end();
 }
 
 template <GemmConfig kGemm, class Epilogue>

@@ -56,6 +56,10 @@ struct GemmConfig {
       0;  // at most so many k_tiles of B stay in shared memory for a run of tiles; 0: none
   int run_tiles = 0;  // tiles of a run, about; even
   int raster_n = 8;   // n_tiles walked before the next m block
+  // handover.cuh: the kernel behind may start in this one's tail and read what it stores; this one in that of the
+  // kernel ahead.
+  bool hands_over = false;
+  bool takes_over = false;
 
   consteval int threads() const { return 128 * (1 + consumer_warpgroups); }
   consteval bool ping_pong() const { return schedule == Schedule::kPingPong; }

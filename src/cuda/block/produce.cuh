@@ -8,6 +8,7 @@
 #include "../arch/tma.cuh"
 #include "gather.cuh"
 #include "gemm_params.hpp"
+#include "handover.cuh"
 #include "lent_stages.cuh"
 #include "pipeline.cuh"
 #include "tile_scheduler.cuh"
@@ -144,10 +145,12 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
   bool const schedules = kGemm.cluster_m == 1 || arch::cluster_cta_rank() == 0;
   TileScheduler<kGemm> scheduler(smem, p);
   WorkQueue<kGemm, true> queue(smem);
+  TakesOver<kGemm> handover(p);
   PipelineState<kGemm.stages> state;
   WorkTile tile;
   if (schedules) scheduler.announce_first(p.k_tiles);
   while (queue.read(tile)) {
+    if constexpr (kGemm.takes_over) handover.wait(tile);
     int const k_tiles = k_tiles_of<kGemm>(p, tile);
     // The first of a run's last two tiles always has rows.
     bool const last = !kGemm.keeps_b() || tile.run_left == 1;
@@ -169,6 +172,7 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
     }
     lend_stages<kGemm, Epilogue>(smem, epilogue_params, state, tile);
   }
+  if constexpr (kGemm.takes_over) handover.at_end();
 }
 
 // Four warps gather A; in turns, one also issues B, before its share of A.
@@ -219,10 +223,12 @@ __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, Gemm
   WorkQueue<kGemm, kFirstWarp> queue(smem);
   TokenGather<kGemm> gather(p);
   PipelineState<kGemm.stages> state;
+  TakesOver<kGemm> handover(p);
   int const warp = arch::warp_idx() % 4;
   WorkTile tile;
   if (schedules) scheduler.announce_first(0);
   while (queue.read(tile)) {
+    if constexpr (kGemm.takes_over) handover.wait(tile);
     int const k_tiles = k_tiles_of<kGemm>(p, tile);
     gather.begin(tile);
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
@@ -239,6 +245,7 @@ __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, Gemm
     }
     lend_stages<kGemm, Epilogue>(smem, epilogue_params, state, tile);
   }
+  if constexpr (kGemm.takes_over) handover.at_end();
 }
 
 template <GemmConfig kGemm, class Epilogue, bool kFirstWarp>

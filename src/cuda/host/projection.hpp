@@ -74,6 +74,8 @@ struct UpProjectionFwdArguments {
   int64_t hidden, intermediate;  // d, n
   int32_t experts;               // E
   int32_t* gmem_tile_counter;    // one int, 0 before and after every launch
+  /// One word, 0 before: tells down_projection_fwd, launched right behind, which experts it may read. Null: nobody.
+  uint32_t* gmem_handover = nullptr;
 };
 
 /// y_r = rnd(a_r w_down[e]^T + b_down[e]).
@@ -87,7 +89,15 @@ struct DownProjectionFwdArguments {
   int64_t hidden, intermediate;        // d, n
   int32_t experts;                     // E
   int32_t* gmem_tile_counter;          // one int, 0 before and after every launch
+  /// Of the up_projection_fwd launched just before: starts in its tail. Null: after it.
+  uint32_t* gmem_handover = nullptr;
 };
+
+/// How many experts, the first ones, a kernel hands over before its end. The last quarter is far more than what runs
+/// at the end.
+constexpr int32_t experts_handed_over(int32_t experts) {
+  return static_cast<int32_t>(int64_t{experts} * 3 / 4);
+}
 
 /// Why the fast kernel does not serve a call ("n=100: rows of 16 bytes need a multiple of 8"); empty where it does.
 /// It judges sizes, strides and alignment and reads no memory: `explain` asks with made-up addresses.

@@ -37,6 +37,8 @@ struct DownProjectionDgradArguments {
   int64_t hidden, intermediate;  // d, n
   int32_t experts;               // E
   int32_t* gmem_tile_counter;    // one int, 0 before and after every launch
+  /// One word, 0 before: tells down_projection_wgrad, launched right behind, whose a' it may read. Null: nobody.
+  uint32_t* gmem_handover = nullptr;
 };
 
 /// dx row r = rnd(dh_r w_up[e]), the sum over both halves.
@@ -74,6 +76,8 @@ struct WgradArguments {
   int32_t* gmem_tile_counter;    // one int, 0 before and after every launch
   bool starts_early =
       false;  // while the kernel ahead in the stream ends: it makes nothing that is read here
+  /// Of the kernel launched just before, which makes `right`: starts in its tail. Null: after it.
+  uint32_t* gmem_handover = nullptr;
 };
 struct DownProjectionWgradArguments : WgradArguments {};
 struct UpProjectionWgradArguments : WgradArguments {};

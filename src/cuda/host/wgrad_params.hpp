@@ -61,6 +61,8 @@ cudaError_t make_wgrad_params(GemmParams& gemm, StoreParams& out, WgradArguments
   gemm.gmem_index = args.gmem_gather_index;
   gemm.gmem_offsets = args.gmem_expert_offsets;
   gemm.gmem_tile_counter = args.gmem_tile_counter;
+  gemm.gmem_handover = kGemm.takes_over ? args.gmem_handover : nullptr;
+  gemm.handover_segments = experts_handed_over(args.experts);
   gemm.segments = args.experts;
   constexpr int kTileGroups = kGemm.tile.n / kGroup;
   gemm.m_tiles = int((d + kGemm.tile.m - 1) / kGemm.tile.m);

@@ -16,6 +16,7 @@
 
 #include <type_traits>
 
+#include "../arch/dependent_launch.cuh"
 #include "../block/epilogue/activation_gradient.cuh"
 #include "../block/gemm.cuh"
 #include "../host/launch.hpp"
@@ -37,6 +38,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     down_projection_dgrad(__grid_constant__ DownProjectionDgradParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  arch::let_next_kernel_start();  // down_projection_wgrad; this kernel never starts early
   using Epilogue =
       std::conditional_t<(Config::gemm.lent_stages > 0),
                          block::ActivationGradientInStages<Config::gemm, Config::activation>,
@@ -80,6 +82,8 @@ cudaError_t make_down_projection_dgrad_params(DownProjectionDgradParams& p,
   p.gemm.gmem_index = args.gmem_gather_index;
   p.gemm.gmem_offsets = args.gmem_expert_offsets;
   p.gemm.gmem_tile_counter = args.gmem_tile_counter;
+  p.gemm.gmem_handover = args.gmem_handover;
+  p.gemm.handover_segments = experts_handed_over(args.experts);
   p.gemm.segments = args.experts;
   p.gemm.n_tiles = int((n + kGemm.tile.n - 1) / kGemm.tile.n);
   p.gemm.k_tiles = int((d + kGemm.tile.k - 1) / kGemm.tile.k);

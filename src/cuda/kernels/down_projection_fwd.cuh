@@ -61,6 +61,8 @@ cudaError_t make_down_projection_fwd_params(DownProjectionFwdParams& p,
   p.epilogue.ragged_extent = int(args.rows);
   p.gemm.gmem_offsets = args.gmem_expert_offsets;
   p.gemm.gmem_tile_counter = args.gmem_tile_counter;
+  p.gemm.gmem_handover = args.gmem_handover;
+  p.gemm.handover_segments = experts_handed_over(args.experts);
   p.gemm.segments = args.experts;
   p.gemm.n_tiles = int((d + kGemm.tile.n - 1) / kGemm.tile.n);
   p.gemm.k_tiles = int((n + kGemm.tile.k - 1) / kGemm.tile.k);
@@ -75,7 +77,8 @@ cudaError_t launch_down_projection_fwd_config(DownProjectionFwdArguments const& 
   cudaError_t const error = make_down_projection_fwd_params<Config>(params, args);
   if (error != cudaSuccess) return error;
   return host::launch_persistent<down_projection_fwd<Config>>(
-      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
+      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(args.gmem_handover !=
+                                                                               nullptr),
       block::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
 }
 

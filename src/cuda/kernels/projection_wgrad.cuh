@@ -26,24 +26,29 @@
 
 namespace tessera::cuda {
 
+struct ProjectionWgradEpilogueParams : block::WgradStoreParams {
+  int tiles_before_next;  // LetsNextStart; 0: the next kernel may start at once
+};
 // A config is a type with `static constexpr block::GemmConfig gemm`, `block::Major d_major` and `bool fp32`.
 struct ProjectionWgradParams {
   block::GemmParams gemm;
-  block::WgradStoreParams epilogue;
-  bool starts_early;  // beside the kernel ahead, which makes nothing that is read here
+  ProjectionWgradEpilogueParams epilogue;
 };
 
-// The next kernel, aggregate_beside, needs what the one ahead makes: it may start once that has ended, under a CTA's
-// second tile or after its only one. Called elsewhere than from settle(), by a lane that waits for TMA there anyway,
-// this costs the k loop its uniform registers, and a tile 600 cycles.
+// Where the next kernel needs what the one ahead makes: it may start once that has ended, under a CTA's
+// tiles_before_next-th tile or after its last one. Called elsewhere than from settle(), by a lane that waits for TMA
+// there anyway, this costs the k loop its uniform registers, and a tile 600 cycles.
 template <class Epilogue>
 class LetsNextStart : public Epilogue {
  public:
+  using Params = ProjectionWgradEpilogueParams;
+
   template <class SharedStorage>
-  __device__ __forceinline__ LetsNextStart(SharedStorage& smem, typename Epilogue::Params const& p,
-                                           int consumer)
+  __device__ __forceinline__ LetsNextStart(SharedStorage& smem, Params const& p, int consumer)
       : Epilogue(smem, p, consumer),
-        tiles_left_(consumer == 0 && threadIdx.x % arch::kWarpgroupThreads == 0 ? 2 : 0) {}
+        tiles_left_(
+            consumer == 0 && threadIdx.x % arch::kWarpgroupThreads == 0 ? p.tiles_before_next : 0) {
+  }
 
   __device__ __forceinline__ void settle() {
     Epilogue::settle();
@@ -68,7 +73,7 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     projection_wgrad(__grid_constant__ ProjectionWgradParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Epilogue = block::WgradStoreEpilogue<Config::gemm, Config::d_major, Config::fp32>;
-  if (!p.starts_early) arch::let_next_kernel_start();
+  if (p.epilogue.tiles_before_next == 0) arch::let_next_kernel_start();
   if constexpr (Config::gemm.lent_stages > 0) {
     block::run_gemm<Config::gemm, LetsNextStart<Epilogue>>(p.gemm, p.epilogue);
   } else {
@@ -85,9 +90,14 @@ cudaError_t launch_projection_wgrad_config(WgradArguments const& args, int sm_co
   cudaError_t const error = host::make_wgrad_params < Config::gemm,
                     Config::d_major == block::Major::kRows > (params.gemm, params.epilogue, args);
   if (error != cudaSuccess) return error;
-  params.starts_early = args.starts_early && Config::gemm.lent_stages > 0;
+  // Beside the aggregate soon; router_dlogits only fills the tail.
+  params.epilogue.tiles_before_next = Config::gemm.lent_stages == 0          ? 0
+                                      : args.starts_early                    ? 2
+                                      : params.gemm.gmem_handover != nullptr ? 4
+                                                                             : 0;
   return host::launch_persistent<projection_wgrad<Config>>(
-      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(params.starts_early),
+      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(
+          params.epilogue.tiles_before_next > 0),
       block::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
 }
 

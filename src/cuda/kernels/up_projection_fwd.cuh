@@ -18,6 +18,7 @@
 
 #include <type_traits>
 
+#include "../arch/dependent_launch.cuh"
 #include "../block/epilogue/activation.cuh"
 #include "../block/gemm.cuh"
 #include "../host/launch.hpp"
@@ -38,6 +39,8 @@ template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     up_projection_fwd(__grid_constant__ UpProjectionFwdParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  // down_projection_fwd, which reads the tables at once: what made them has ended, as this kernel never starts early.
+  arch::let_next_kernel_start();
   using Epilogue =
       std::conditional_t<(Config::gemm.lent_stages > 0),
                          block::ActivationInStages<Config::gemm, Config::activation, Config::bias>,
@@ -85,6 +88,8 @@ cudaError_t make_up_projection_fwd_params(UpProjectionFwdParams& p,
   p.gemm.a_row_bytes = int(d * 2);
   p.gemm.gmem_offsets = args.gmem_expert_offsets;
   p.gemm.gmem_tile_counter = args.gmem_tile_counter;
+  p.gemm.gmem_handover = args.gmem_handover;
+  p.gemm.handover_segments = experts_handed_over(args.experts);
   p.gemm.segments = args.experts;
   constexpr int kColumns = kGemm.tile.n / kGemm.b_halves;
   p.gemm.n_tiles = int((n + kColumns - 1) / kColumns);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_backward: down_projection_dgrad -> down_projection_wgrad -> dscores and dlogits -> router dgrad ->
-// up_projection_dgrad -> up_projection_wgrad beside aggregate -> router wgrad on the caller's stream. From dscores on,
-// fast kernels start while the one ahead ends (docs/adr/0019-early-launches-in-backward.md). dx rows reuse the memory
-// of a_scaled. As forward, a call waits for nothing and can be captured into a graph.
+// up_projection_dgrad -> up_projection_wgrad beside aggregate -> router wgrad on the caller's stream. Fast kernels from
+// down_projection_wgrad on start while the one ahead ends (docs/adr/0019-early-launches-in-backward.md,
+// 0021-experts-handed-over.md). dx rows reuse the memory of a_scaled. As forward, a call waits for nothing and can be
+// captured into a graph.
 #include <cuda_bf16.h>
 #include <cuda_runtime_api.h>
 
@@ -62,6 +63,7 @@ class Backward {
         plan_(plan_backward(desc, pass)),
         base_(core::WorkspacePlan::align(args.workspace.data)),
         wanted_(wanted(desc, args, pass)),
+        is_whole_(pass == Pass::backward),
         sequence_(sequence) {
     bool const split = pass != Pass::backward;
     gmem_dscores_ =
@@ -86,6 +88,10 @@ class Backward {
   void activations() noexcept {
     if (!wanted_.dgrad) return;
     if (desc_.save == SavePolicy::x) sequence_.select("up_projection_fwd", experts_.recompute);
+    if (hands_a_over()) {
+      hand_over(experts_.down_dgrad, experts_.down_wgrad,
+                plan_.counters.in(base_) + kBackwardHandover);
+    }
     sequence_.select("down_projection_dgrad", experts_.down_dgrad);
   }
 
@@ -206,6 +212,11 @@ class Backward {
   }
 
  private:
+  /// down_projection_wgrad comes right after down_projection_dgrad.
+  [[nodiscard]] bool hands_a_over() const noexcept {
+    ExpertGradients const& g = args_.gradients;
+    return is_whole_ && g.dw_down.present() && !g.db_down.present();
+  }
   [[nodiscard]] bool routed() const noexcept { return desc_.router.kind != RouterKind::given; }
   /// Where dlogits are 0 but for the experts of a token.
   void put_router_part_in_rows() noexcept {
@@ -320,6 +331,7 @@ class Backward {
   BackwardPlan plan_;
   std::byte* base_;
   Wanted wanted_;
+  bool is_whole_;
   Sequence& sequence_;
   BackwardArguments experts_;
   float* gmem_dscores_;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_forward: (router) -> metadata -> up_projection_fwd -> down_projection_fwd -> aggregate on the caller's stream.
+// A fast down_projection_fwd starts while up_projection_fwd ends (docs/adr/0021-experts-handed-over.md).
 // Every launch has a size known from the shape: nothing waits, allocates or reads device memory from the host, so a
 // call can be captured into a graph.
 #include <cuda_runtime_api.h>
@@ -240,11 +241,12 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
 
 void add_experts(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan const& plan,
                  std::byte* base, RoutingView const& tables, Sequence& sequence) noexcept {
-  ExpertArguments const experts = expert_arguments(desc, args,
-                                                   {.tables = tables,
-                                                    .gmem_a = plan.a.in(base),
-                                                    .gmem_y = plan.y.in(base),
-                                                    .gmem_tile_counters = plan.counters.in(base)});
+  ExpertArguments experts = expert_arguments(desc, args,
+                                             {.tables = tables,
+                                              .gmem_a = plan.a.in(base),
+                                              .gmem_y = plan.y.in(base),
+                                              .gmem_tile_counters = plan.counters.in(base)});
+  hand_over(experts.up, experts.down, plan.counters.in(base) + kForwardHandover);
   sequence.select("up_projection_fwd", experts.up);
   sequence.select("down_projection_fwd", experts.down);
   sequence.select("aggregate", experts.aggregate);

@@ -10,7 +10,7 @@
 
 namespace tessera::cuda {
 
-/// Counters of the persistent kernels, one int each, zeroed at the start of every call.
+/// Counters of the persistent kernels and words between them, one int each, zeroed at the start of every call.
 enum TileCounter : int {
   kRouterLogitsCounter,
   kUpProjectionCounter,
@@ -22,6 +22,8 @@ enum TileCounter : int {
   kRouterDgradCounter,
   kRouterWgradCounter,
   kAggregateCounter,
+  kForwardHandover,   // of up_projection_fwd to down_projection_fwd
+  kBackwardHandover,  // of down_projection_dgrad to down_projection_wgrad
   kNumTileCounters
 };
 

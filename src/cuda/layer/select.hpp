@@ -48,4 +48,11 @@ cudaError_t launch(RouterGradientArguments const& args, int sm_count, cudaStream
 cudaError_t launch(RouterDgradArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 cudaError_t launch(RouterWgradArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 
+/// Launched one right after the other, the second in the tail of the first, expert by expert, where both are fast.
+template <class First, class Second>
+void hand_over(First& first, Second& second, std::int32_t* gmem_word) noexcept {
+  if (first.rows == 0 || refuse(first).refused() || refuse(second).refused()) return;
+  first.gmem_handover = second.gmem_handover = reinterpret_cast<std::uint32_t*>(gmem_word);
+}
+
 }  // namespace tessera::cuda

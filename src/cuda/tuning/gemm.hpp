@@ -30,7 +30,8 @@ struct UpProjectionFwdConfig {
       .store_slabs = lends ? 1 : 2,
       .lent_stages = !lends  ? 0
                      : gated ? 2
-                             : 4};
+                             : 4,
+      .hands_over = true};
 };
 
 // Up to n = 256 an expert's B for 256 columns stays in shared memory for a run of tiles, up to n = 512 that for 128
@@ -46,7 +47,8 @@ struct DownProjectionFwdResident {
                                           .schedule = block::Schedule::kPingPong,
                                           .b_major = kMajor,
                                           .resident_k_tiles = kDownProjectionResidentUpTo / 64,
-                                          .run_tiles = 12};
+                                          .run_tiles = 12,
+                                          .takes_over = true};
 };
 template <block::Major kMajor>
 struct DownProjectionFwdResidentNarrow {
@@ -56,12 +58,13 @@ struct DownProjectionFwdResidentNarrow {
       .schedule = block::Schedule::kPingPong,
       .b_major = kMajor,
       .resident_k_tiles = kDownProjectionResidentNarrowUpTo / 64,
-      .run_tiles = 6};
+      .run_tiles = 6,
+      .takes_over = true};
 };
 template <block::Major kMajor>
 struct DownProjectionFwdWide {
   static constexpr block::GemmConfig gemm{
-      .stages = 4, .b_major = kMajor, .store_slabs = 1, .lent_stages = 2};
+      .stages = 4, .b_major = kMajor, .store_slabs = 1, .lent_stages = 2, .takes_over = true};
 };
 
 // Up to 128 experts: 128 rows; more: the widest. bench/results/h200/2026-11-22-router-short.json

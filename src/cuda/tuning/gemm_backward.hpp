@@ -25,7 +25,8 @@ struct DownProjectionDgradConfig {
       .store_slabs = kWide   ? 1
                      : gated ? 5
                              : 3,
-      .lent_stages = kWide ? 4 : 0};
+      .lent_stages = kWide ? 4 : 0,
+      .hands_over = true};
 };
 
 constexpr bool down_projection_dgrad_is_wide(int64_t intermediate) { return intermediate > 128; }
@@ -67,7 +68,8 @@ struct ProjectionWgradConfig {
       .b_major = block::Major::kRows,
       .any_b_layout = kAnyLayout,
       .own_round = !kAnyLayout && !kAdds,
-      .lent_stages = kAnyLayout ? 0 : (kFp32 ? 4 : 2) - (kAdds ? 0 : 1)};
+      .lent_stages = kAnyLayout ? 0 : (kFp32 ? 4 : 2) - (kAdds ? 0 : 1),
+      .takes_over = !kAnyLayout};
 };
 
 // Memory bound, with short k loops. bench/results/h200/2026-11-22-router.json

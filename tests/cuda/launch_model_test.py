@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launches of whole calls, one after another on a stream: what a kernel that starts early (decisions 0019, 0021)
+may touch before the ones ahead of it have ended.
+
+A kernel is a list of steps, as src/cuda/layer/{forward,backward}.cpp launch it. Random schedules advance those that may
+run. Two steps on the same memory, of which one writes, must come in the order of the launches; each rule that sees to
+that is broken once, and the model must notice.
+"""
+
+import random
+import unittest
+from dataclasses import dataclass
+
+
+class BrokenRule(Exception):
+    pass
+
+
+@dataclass
+class Kernel:
+    """Steps: read X, write X; let: the next kernel may start; wait: for the end of the one ahead; tell, hear and clear
+    X: a word. Without `early` a kernel starts when the one ahead has ended."""
+
+    name: str
+    steps: list[str]
+    early: bool = False
+
+
+def tables(routed: bool, counts: bool, early: bool) -> list[Kernel]:
+    """What the tables are made from lies where y is written later: scratch. early: none of these kernels is, but they
+    could be."""
+    starts = ["let", "wait"] if early else []
+    first = [Kernel("router_logits", ["read x", "write scratch"]),
+             Kernel("route", ["read scratch", "write ids", "write scores"])]
+    given = [Kernel("given_slots", ["write scratch", "write ids", "write scores"])]
+    return [
+        *(first if routed else given),
+        Kernel("metadata_rank", [*starts, "read ids", "write scratch"]),
+        Kernel("metadata_scan", [*starts, "read scratch", "write scratch"], early),
+        Kernel("metadata_scatter", [*starts, "read ids", "read scratch", "write tables"], early),
+        *([Kernel("expert_counts", ["read tables"])] if counts else []),
+    ]
+
+
+def forward(routed: bool, counts: bool = False, broken: str = "") -> list[Kernel]:
+    up = ["read tables", "read x", "write a of first", "write h", "tell a", "write a of last", "write h"]
+    down = ["read tables", "hear a", "read a of first", "write scratch", "wait", "read a of last", "write scratch"]
+    if broken == "only_first_experts":  # of a CTA: no reason to wait but the rule
+        down = ["read tables", "hear a", "read a of first", "write scratch"]
+    if broken == "nothing_heard":
+        down.remove("hear a")
+    starts = {"let_before_wait": ["let", "wait"], "wait_before_let": ["wait", "let"]}.get(broken)
+    return [
+        Kernel("memset", [] if broken == "words_not_cleared" else ["clear a"]),
+        *tables(routed, counts, starts is not None),
+        Kernel("up_projection_fwd", (starts or ["let"]) + up, early=starts is not None),
+        Kernel("down_projection_fwd", down, early=True),
+        Kernel("aggregate", ["read scratch", "read scores", "write o"]),
+    ]
+
+
+def backward(routed: bool, broken: str = "") -> list[Kernel]:
+    """dx rows take the place of a'."""
+    wgrad = ["read tables", "hear a'", "read a' of first", "write dw_down", "wait", "let", "read a' of last",
+             "write dw_down"]
+    if broken == "wgrad_lets_at_once":
+        wgrad.remove("let")
+        wgrad.insert(0, "let")
+    dlogits = ["let", "read partials", "write dlogits", "wait"]
+    if broken == "no_wait_at_end":
+        dlogits.remove("wait")
+    return [
+        Kernel("memset", ["clear a'"]),
+        Kernel("down_projection_dgrad", ["let", "read tables", "read h", "write a' of first", "write dh", "tell a'",
+                                         "write a' of last", "write partials"]),
+        Kernel("down_projection_wgrad", wgrad, early=True),
+        *([Kernel("router_dlogits", dlogits, early=True)] if routed else []),
+        Kernel("up_projection_dgrad", ["let", "read tables", "read dh", "wait", "read dlogits", "write a' of first",
+                                       "write a' of last"], early=True),
+        Kernel("up_projection_wgrad", ["read tables", "read dh", "read x", "write dw_up", "wait", "let",
+                                       "write dw_up"], early=True),
+        Kernel("aggregate_beside", ["let", "read a' of first", "read a' of last", "write dx", "wait"], early=True),
+        *([Kernel("router_wgrad", ["read dlogits", "read x", "write dw_router", "wait"], True)] if routed else []),
+    ]
+
+
+def run(seed: int, launches: list[Kernel]) -> None:
+    chance = random.Random(seed)
+    started, may_start_next, ended = set(), set(), set()
+    words: set[str] = set()
+    uses = [{tuple(step.split(" ", 1)) for step in k.steps if step.startswith(("read", "write"))} for k in launches]
+    left = [[sum(s == " ".join(use) for s in k.steps) for use in sorted(uses[i])] for i, k in enumerate(launches)]
+
+    def begin(index: int, kind: str, memory: str) -> None:
+        for other in range(index):
+            for n, (kind_before, memory_before) in enumerate(sorted(uses[other])):
+                conflict = memory == memory_before and "write" in (kind, kind_before)
+                if conflict and left[other][n]:
+                    raise BrokenRule(f"{launches[index].name}: {kind} {memory} before {launches[other].name} has ended")
+
+    def kernel(index: int):
+        me = launches[index]
+        for step in me.steps:
+            for _ in range(chance.randint(0, 4)):
+                yield
+            kind, _, memory = step.partition(" ")
+            if kind == "let":
+                may_start_next.add(index)
+            elif kind == "wait":
+                while index - 1 not in ended:
+                    yield
+            elif kind == "clear":
+                words.discard(memory)
+            elif kind == "tell":
+                words.add(memory)
+            elif kind == "hear":
+                while memory not in words:
+                    yield
+            else:
+                begin(index, kind, memory)
+                for _ in range(chance.randint(0, 4)):
+                    yield
+                left[index][sorted(uses[index]).index((kind, memory))] -= 1
+        ended.add(index)
+
+    players: dict[int, object] = {}
+    speeds = [chance.random() ** 3 + 0.03 for _ in launches]
+    for _ in range(100_000):
+        if len(ended) == len(launches):
+            return
+        following = len(started)
+        if following < len(launches):
+            ahead = following - 1
+            may = ahead < 0 or ahead in ended or (launches[following].early and ahead in may_start_next)
+            if may and chance.random() < 0.3:
+                started.add(following)
+                players[following] = kernel(following)
+        if not players:
+            continue
+        index = chance.choices(list(players), [speeds[i] for i in players])[0]
+        try:
+            next(players[index])
+        except StopIteration:
+            del players[index]
+    raise BrokenRule("deadlock")
+
+
+def calls(seed: int, *makers) -> list[Kernel]:
+    """Several calls on the same memory."""
+    chance = random.Random(seed)
+    launches: list[Kernel] = []
+    for make in makers:
+        launches += make(chance)
+    return launches
+
+
+def step(chance, broken_forward: str = "", broken_backward: str = "") -> list[Kernel]:
+    routed = chance.random() < 0.5
+    return [*forward(routed, chance.random() < 0.3, broken_forward), *backward(routed, broken_backward)]
+
+
+class LaunchModel(unittest.TestCase):
+    def test_calls_in_sequence(self):
+        for seed in range(400):
+            run(seed, calls(seed, step, step, lambda chance: forward(chance.random() < 0.5), step))
+
+    def test_early_up_projection_fwd_waits_before_it_lets(self):
+        for seed in range(200):
+            run(seed, calls(seed, *[lambda chance: step(chance, "wait_before_let")] * 2))
+
+    def notices(self, **broken: str) -> None:
+        for seed in range(300):
+            try:
+                run(seed, calls(seed, *[lambda chance: step(chance, **broken)] * 2))
+            except BrokenRule as rule:
+                self.assertNotIn("deadlock", str(rule))
+                return
+        self.fail(f"{broken} goes unnoticed")
+
+    def test_forward_needs_its_rules(self):
+        for rule in ("let_before_wait", "only_first_experts", "nothing_heard", "words_not_cleared"):
+            with self.subTest(rule):
+                self.notices(broken_forward=rule)
+
+    def test_backward_needs_its_rules(self):
+        for rule in ("wgrad_lets_at_once", "no_wait_at_end"):
+            with self.subTest(rule):
+                self.notices(broken_backward=rule)
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -110,11 +110,12 @@ struct SortedKeys {
   }
 };
 
-// Logits become what experts are selected by; expert(i): whose the i-th is.
+// Logits become what experts are selected by; expert(i): whose the i-th is. has_own_p, here and below: that of the
+// router (core::has_own_p), a constant in route_shared.
 template <int kValues>
-__device__ __forceinline__ void select_by(RouteArguments const& p, float (&value)[kValues],
-                                          int (*expert)(int)) {
-  if (core::has_own_p(p.kind)) {
+__device__ __forceinline__ void select_by(RouteArguments const& p, bool has_own_p,
+                                          float (&value)[kValues], int (*expert)(int)) {
+  if (has_own_p) {
     TESSERA_UNROLL
     for (int i = 0; i < kValues; ++i) value[i] = core::own_p(p.kind, value[i]);
   }
@@ -134,13 +135,14 @@ struct TokenKeys {
   __device__ static int expert(int i) { return i * arch::kWarpThreads + arch::lane_idx(); }
 
   // All loads are issued before the first value is used.
-  __device__ void load(RouteArguments const& p, float const* gmem_logits) {
+  __device__ __forceinline__ void load(RouteArguments const& p, bool has_own_p,
+                                       float const* gmem_logits) {
     float value[kValues];
     TESSERA_UNROLL
     for (int i = 0; i < kValues; ++i) {
       value[i] = expert(i) < p.experts ? gmem_logits[expert(i)] : 0.0f;
     }
-    select_by(p, value, expert);
+    select_by(p, has_own_p, value, expert);
     TESSERA_UNROLL
     for (int i = 0; i < kValues; ++i) {
       key[i] = expert(i) < p.experts ? core::ordered_key(value[i]) : 0;
@@ -298,7 +300,8 @@ __device__ __forceinline__ float softmax_sum(RouteArguments const& p, float cons
 // Of kLanes lanes, lane q holds the chosen logits q, q + kLanes, ..; writes their scores and p. kValues: of a lane in a
 // softmax over all experts, which takes a whole warp.
 template <int kLanes, int kChoices, int kValues>
-__device__ __forceinline__ void store_scores(RouteArguments const& p, float const* gmem_logits,
+__device__ __forceinline__ void store_scores(RouteArguments const& p, bool has_own_p,
+                                             float const* gmem_logits,
                                              float const (&logit)[kChoices],
                                              bool const (&chosen)[kChoices], int64_t slot) {
   float term[kChoices] = {}, sum = 1;
@@ -314,7 +317,7 @@ __device__ __forceinline__ void store_scores(RouteArguments const& p, float cons
       if (chosen[c]) term[c] = core::exp_fp32(logit[c] - largest);
     }
   };
-  if (core::has_own_p(p.kind)) {
+  if (has_own_p) {
     TESSERA_UNROLL
     for (int c = 0; c < kChoices; ++c) {
       if (chosen[c]) term[c] = core::own_p(p.kind, logit[c]);
@@ -346,15 +349,16 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
   int64_t const token = int64_t{blockIdx.x} * Config::kWarps + arch::warp_idx();
   if (token >= p.tokens) return;
   float const* const gmem_logits = p.gmem_logits + token * p.experts;
+  bool const has_own_p = core::has_own_p(p.kind);
   TokenKeys<kValues> keys;
-  keys.load(p, gmem_logits);
+  keys.load(p, has_own_p, gmem_logits);
   if (p.kind == RouterKind::group_limited) keys.mask_groups(p);
   int const choice = keys.choose(p.top_k);
   int64_t const slot = token * p.top_k + arch::lane_idx();
   bool const chosen = arch::lane_idx() < p.top_k;
   if (chosen) p.gmem_topk_ids[slot] = choice;
   store_scores<arch::kWarpThreads, 1, kValues>(
-      p, gmem_logits, {chosen ? gmem_logits[choice] : 0.0f}, {chosen}, slot);
+      p, has_own_p, gmem_logits, {chosen ? gmem_logits[choice] : 0.0f}, {chosen}, slot);
 }
 
 // A token's choices by kLanes lanes with kValues experts each: lane q has choices q and q + kLanes.
@@ -368,8 +372,8 @@ struct SharedToken {
   __device__ static int expert(int i) { return 4 * (i / 4 * kLanes + lane()) + i % 4; }
 
   // Keys whose last bits are the expert's; 0 stands for no expert.
-  __device__ static void load(RouteArguments const& p, float const* gmem_logits,
-                              uint32_t (&keys)[kValues]) {
+  __device__ __forceinline__ static void load(RouteArguments const& p, bool has_own_p,
+                                              float const* gmem_logits, uint32_t (&keys)[kValues]) {
     float value[kValues];
     TESSERA_UNROLL
     for (int i = 0; i < kValues; i += 4) {
@@ -381,7 +385,7 @@ struct SharedToken {
       value[i + 2] = four.z;
       value[i + 3] = four.w;
     }
-    select_by(p, value, expert);
+    select_by(p, has_own_p, value, expert);
     TESSERA_UNROLL
     for (int i = 0; i < kValues; ++i) {
       uint32_t const key = core::ordered_key(value[i]);
@@ -415,7 +419,8 @@ struct SharedToken {
   }
 };
 
-template <class Config, int kLanes, int kValues>
+// kHasOwnP: every warp runs through this code once, and of 6200 instructions at 32 values a lane 4000 are p of its own.
+template <class Config, int kLanes, int kValues, bool kHasOwnP>
 __global__ void __launch_bounds__(Config::kSharedWarps* arch::kWarpThreads)
     route_shared(__grid_constant__ RouteArguments const p) {
   using Token = SharedToken<kLanes, kValues>;
@@ -425,14 +430,14 @@ __global__ void __launch_bounds__(Config::kSharedWarps* arch::kWarpThreads)
   int64_t const token = min(first + arch::lane_idx() / kLanes, p.tokens - 1);
   float const* const gmem_logits = p.gmem_logits + token * p.experts;
   uint32_t keys[kValues];
-  Token::load(p, gmem_logits, keys);
+  Token::load(p, kHasOwnP, gmem_logits, keys);
   int choice[Token::kChoices] = {};
   uint32_t doubts = __ballot_sync(block::kWholeWarp, Token::choose(keys, p.top_k, choice));
   while (doubts != 0) {
     int const in_warp = (__ffs(static_cast<int>(doubts)) - 1) / kLanes;
     doubts &= ~(((1u << kLanes) - 1) << in_warp * kLanes);
     TokenKeys<(Token::kExperts + arch::kWarpThreads - 1) / arch::kWarpThreads> exact;
-    exact.load(p, p.gmem_logits + min(first + in_warp, p.tokens - 1) * p.experts);
+    exact.load(p, kHasOwnP, p.gmem_logits + min(first + in_warp, p.tokens - 1) * p.experts);
     int const of_lane = exact.choose(p.top_k);
     TESSERA_UNROLL
     for (int c = 0; c < Token::kChoices; ++c) {
@@ -451,7 +456,7 @@ __global__ void __launch_bounds__(Config::kSharedWarps* arch::kWarpThreads)
     logit[c] = chosen[c] ? gmem_logits[choice[c]] : 0.0f;
     if (chosen[c]) p.gmem_topk_ids[slot + c * kLanes] = choice[c];
   }
-  store_scores<kLanes, Token::kChoices, kValues>(p, gmem_logits, logit, chosen, slot);
+  store_scores<kLanes, Token::kChoices, kValues>(p, kHasOwnP, gmem_logits, logit, chosen, slot);
 }
 
 // With the fewest lanes that hold the experts and the choices.
@@ -474,8 +479,10 @@ cudaError_t launch_route_shared(RouteArguments const& args, cudaStream_t stream)
   int64_t const ctas = (args.tokens + kCtaTokens - 1) / kCtaTokens;
   if (ctas == 0) return cudaSuccess;
   if (ctas > INT32_MAX) return cudaErrorInvalidValue;
-  route_shared<Config, kLanes, kValues>
-      <<<static_cast<unsigned>(ctas), Config::kSharedWarps * arch::kWarpThreads, 0, stream>>>(args);
+  auto* const kernel = core::has_own_p(args.kind) ? route_shared<Config, kLanes, kValues, true>
+                                                  : route_shared<Config, kLanes, kValues, false>;
+  kernel<<<static_cast<unsigned>(ctas), Config::kSharedWarps * arch::kWarpThreads, 0, stream>>>(
+      args);
   return cudaGetLastError();
 }
 

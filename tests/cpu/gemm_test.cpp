@@ -181,6 +181,39 @@ TEST(Gemm, rows_do_not_depend_on_their_neighbours) {
   }
 }
 
+template <class In>
+void check_rounding(GemmKernels const& kernels) {
+  constexpr Size s{30, 64, 3};
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  float const full_nan = __builtin_bit_cast(float, 0x7fffffffu);  // rounding up would make it -0
+  float const special[] = {full_nan, kInfinity, -kInfinity, -0.0f, 3e38f, -3e38f, 1e-38f, 1e-40f};
+  Stored<In> a(s.m, s.k, Layout::rows, 1), b(s.k, s.n, Layout::rows, 2);
+  for (std::int64_t i = 0; i < 8; ++i) *a.view.from(i, i % 3).data = round_to<In>(special[i]);
+  for (std::int64_t i = 8; i < s.m; ++i) *a.view.from(i, 2).data = round_to<In>(1.0f);
+  for (std::int64_t i = 0; i < s.n; ++i) {  // few bits: sums meet ties
+    *b.view.from(i % 2, i).data = round_to<In>(1.0f + static_cast<float>(i) * 0x1p-7f);
+  }
+  std::vector<float> scratch(gemm_scratch_floats(s.m, s.n, s.k)), sums(s.m * s.n);
+  std::vector<Bf16> rounded(s.m * s.n);
+  SCOPED_TRACE(kernels.name);
+  ASSERT_EQ(s.n % kernels.columns, 0);
+  gemm_with(kernels, s.m, s.n, s.k, left_operand(a.view), right_operand(b.view),
+            result(Matrix{sums.data(), s.n, 1}), scratch.data());
+  gemm_with(kernels, s.m, s.n, s.k, left_operand(a.view), right_operand(b.view),
+            result(MatrixView<Bf16>{rounded.data(), s.n, 1}), scratch.data());
+  for (std::size_t i = 0; i < sums.size(); ++i) {
+    ASSERT_EQ(rounded[i].bits, round_to<Bf16>(sums[i]).bits) << sums[i];
+  }
+}
+
+// Whole tiles are rounded in registers: the bits of round_to, for NaN, infinities, overflow and denormals, too.
+TEST(Gemm, rounds_whole_tiles_as_everyone_does) {
+  for (GemmKernels const* const kernels : kernel_sets()) {
+    check_rounding<Bf16>(*kernels);
+    if (!kernels->multiplies_bf16) check_rounding<float>(*kernels);
+  }
+}
+
 TEST(Bf16, rounds_to_nearest_even_and_keeps_what_is_special) {
   auto const rounded = [](float value) { return to_fp32(round_to<Bf16>(value)); };
   EXPECT_EQ(rounded(1.0f + 0x1p-8f), 1.0f);               // a tie goes to even: down

@@ -43,7 +43,7 @@ struct ColumnPanel {
     alignas(64) float tile[kLargestTile];
     alignas(64) float bias[kLargestPanel];
     if (c.bias != nullptr) widen_bias(c, first_column, columns, bias);
-    bool const direct = c.dtype == DType::fp32 && columns == kernels.columns && c.bias == nullptr;
+    bool const direct = columns == kernels.columns && c.bias == nullptr;
     std::int64_t const element = c.dtype == DType::bf16 ? 2 : 4;
     for (std::int64_t row = 0; row < rows; row += kernels.rows) {
       auto const tile_rows = static_cast<int>(std::min<std::int64_t>(kernels.rows, rows - row));
@@ -52,10 +52,10 @@ struct ColumnPanel {
       auto const multiply_rows = kernels.multiply[tile_rows - 1];
       Word const* const panel = a + row * words;
       if (direct) {
-        multiply_rows(words, panel, b, reinterpret_cast<float*>(out), c.row_stride, c.add);
+        multiply_rows(words, panel, b, {out, c.row_stride, c.dtype, c.add});
         continue;
       }
-      multiply_rows(words, panel, b, tile, kernels.columns, false);
+      multiply_rows(words, panel, b, {tile, kernels.columns});
       if (c.add) add_old(reinterpret_cast<float const*>(out), tile_rows, tile);
       TileStore const store{.tile = tile,
                             .rows = tile_rows,

@@ -181,9 +181,21 @@ void pack(PanelSource const& source, std::int64_t first, std::int64_t extent, st
 
 // --- multiplying ---------------------------------------------------------------------------------------
 
+/// As core::round_to<Bf16>, kLanes at a time.
+template <class Isa>
+void store_rounded(typename Isa::Sum const& sum, core::Bf16* out) {
+  using Words = typename Isa::Words;
+  typedef std::uint16_t Halves __attribute__((vector_size(Isa::kLanes * 2)));
+  static_assert(sizeof(Words) == sizeof(sum));
+  Words const bits = __builtin_bit_cast(Words, sum);
+  Words const rounded = bits + 0x7fff + (bits >> 16 & 1), quiet = bits | 0x400000;
+  Halves const halves =
+      __builtin_convertvector(((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded) >> 16, Halves);
+  std::memcpy(out, &halves, sizeof(halves));
+}
+
 template <class Isa, int kRows>
-void multiply(std::int64_t words, Word const* a, Word const* b, float* c, std::int64_t c_stride,
-              bool add) {
+void multiply(std::int64_t words, Word const* a, Word const* b, TileResult const& c) {
   using Sum = typename Isa::Sum;
   Sum sum[kRows][2] = {};
   for (std::int64_t w = 0; w < words; ++w, a += Isa::kRows, b += 2 * Isa::kLanes) {
@@ -195,13 +207,23 @@ void multiply(std::int64_t words, Word const* a, Word const* b, float* c, std::i
       sum[r][1] = Isa::multiply_add(value, b1, sum[r][1]);
     }
   }
+  if (c.dtype == DType::bf16) {
+    auto* to = static_cast<core::Bf16*>(c.out);
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r, c += c_stride) {
+    for (int r = 0; r < kRows; ++r, to += c.out_stride) {
+      store_rounded<Isa>(sum[r][0], to);
+      store_rounded<Isa>(sum[r][1], to + Isa::kLanes);
+    }
+    return;
+  }
+  auto* row = static_cast<float*>(c.out);
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r, row += c.out_stride) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; ++half) {
-      float* const to = c + half * Isa::kLanes;
+      float* const to = row + half * Isa::kLanes;
       Sum out = sum[r][half];
-      if (add) {
+      if (c.add) {
         Sum old;
         std::memcpy(&old, to, sizeof(old));
         out += old;

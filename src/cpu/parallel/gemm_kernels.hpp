@@ -24,6 +24,14 @@ struct PanelSource {
   std::int32_t const* gather = nullptr;
 };
 
+/// Where a whole register tile goes; `add`: fp32 only.
+struct TileResult {
+  void* out = nullptr;
+  std::int64_t out_stride = 0;
+  DType dtype = DType::fp32;
+  bool add = false;
+};
+
 /// An fp32 tile on its way to its destination.
 struct TileStore {
   float const* tile = nullptr;  ///< [rows, columns], pitch of the register tile
@@ -46,8 +54,7 @@ struct GemmKernels {
   Pack pack_rows, pack_columns;  ///< panels of `rows` and of `columns`
 
   /// c [r, columns] (+)= sum over the words; multiply[r - 1] for r rows of the panel a.
-  using Multiply = void (*)(std::int64_t words, Word const* a, Word const* b, float* c,
-                            std::int64_t c_stride, bool add);
+  using Multiply = void (*)(std::int64_t words, Word const* a, Word const* b, TileResult const& c);
   Multiply const* multiply;
 
   void (*store_fp32)(TileStore const& store);

@@ -17,8 +17,9 @@ using core::Bf16;
 using core::round_to;
 using core::to_fp32;
 
-/// Most rows of one expert that one task computes; fixed, so that bits do not depend on the thread count.
-inline constexpr std::int64_t kRowBlock = 256;
+/// Most rows of one expert that one task computes; fixed, so that bits do not depend on the thread count. A little more
+/// than a power of 2: experts that have about one on average are not cut in two halves that pack the weights twice.
+inline constexpr std::int64_t kRowBlock = 320;
 /// Rows of an expert whose products one weight-gradient GEMM adds up.
 inline constexpr std::int64_t kReductionBlock = 1024;
 /// Tokens of one task of the router's ops, and of aggregate.

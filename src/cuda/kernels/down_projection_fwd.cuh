@@ -4,12 +4,13 @@
 // Work     2*R*n*d FLOP; bytes: a 2*R*n, w_down 2*E*n*d, y 2*R*d; at n = 256 stores and multiplication
 //          take about the same time (184 FLOP per byte is the balance point)
 // Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile); all loads by TMA
-//   cooperative (n <= 512: fewer bytes into shared memory per FLOP)
+//   ping-pong, B stays for a run of tiles (short n, tuning/gemm.hpp): stores run under the other's multiplication
 //     WG0 producer    | fill s0 | fill s1 | ..          (wait empty, arrive full)
-//     WG1,2 consumers |         | mma s0  | .. | store  (wait full, arrive empty)
-//   ping-pong (longer k loops): the stores of a tile run under the other warpgroup's multiplication
 //     WG1             | mma tile 0   | store tile 0 | mma tile 2
 //     WG2             |       (turn) | mma tile 1   | store tile 1
+//   cooperative (longer n): stores from stages of the ring that are lent (block/lent_stages.cuh)
+//     WG1,2 consumers |         | mma s0  | .. | store  (wait full, arrive empty)
+//   starts in the tail of up_projection_fwd (block/handover.cuh)
 // Barriers full, empty [stages], the turn, and named ones: gemm_config.hpp
 // Numerics fp32 accumulate and bias, one rounding; bitwise repeatable: yes
 // Requires what refuse() asks (layer/select.cpp)

@@ -9,7 +9,8 @@
 //   WG0 producer    | fill s0 | fill s1 | fill s2 | fill s3 | next tile: fill s0  (wait empty, arrive full)
 //   WG1,2 consumers |         | mma s0  | mma s1  | mma s2  | mma s3 | epilogue   (wait full, arrive empty)
 //   fill = TMA w_up + rows of x by TMA (already sorted) or cp.async gather (TMA gather needs Blackwell)
-//   epilogue = bias, activation, stmatrix, ragged TMA store of 64x64 slabs
+//   epilogue = bias, activation, stmatrix, ragged TMA store of 64 columns: 64 rows from slabs, or each warp its 16
+//              from lent stages (block/lent_stages.cuh)
 // Barriers full, empty [stages] and named ones: arrival counts and ids in gemm_config.hpp
 // Numerics fp32 accumulate, one rounding each for h and a (a from the unrounded h); bitwise
 //          repeatable: yes, the tile counter decides who computes a tile, not how

@@ -26,8 +26,8 @@ __device__ __forceinline__ void bulk_store(void* gmem_dst, void const* smem_src,
                : "memory");
 }
 
-// At most `kPending` of this thread's store groups are still to be written. Only then may their data be
-// announced to others; tma_store_wait_read frees the shared memory and no more.
+// At most `kPending` of this thread's store groups, those of tma_store() too, are still to be written. Only then may
+// their data be announced to others; tma_store_wait_read frees the shared memory and no more.
 template <int kPending>
 __device__ __forceinline__ void bulk_store_wait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");

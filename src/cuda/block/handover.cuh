@@ -10,10 +10,10 @@
 
 #include <climits>
 
+#include "../arch/bulk_copy.cuh"
 #include "../arch/dependent_launch.cuh"
 #include "../arch/proxy_fence.cuh"
 #include "../arch/signal.cuh"
-#include "../arch/tma.cuh"
 #include "../arch/warp.cuh"
 #include "gemm_params.hpp"
 #include "tile_scheduler.cuh"
@@ -44,7 +44,7 @@ class HandsOver {
  private:
   // One of all warps adds what makes the sum the number that is waited for. An addition, as nobody stands still for it.
   __device__ __forceinline__ void count() {
-    arch::tma_store_wait<0>();
+    arch::bulk_store_wait<0>();
     bool const first = blockIdx.x == 0 && threadIdx.x == arch::kWarpgroupThreads;
     uint32_t const warps = gridDim.x * 4 * kGemm.consumer_warpgroups;
     arch::add_release_gpu(p_.gmem_handover, first ? kHandedOver - warps + 1 : 1);

@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <cstring>
 #include <random>
 #include <vector>
 
@@ -23,6 +22,7 @@ using tessera::Rounding;
 using tessera::RouterKind;
 using tessera::cuda_test::DeviceBuffer;
 using tessera::cuda_test::require;
+using tessera::cuda_test::same_bits;
 
 enum class Logits { random, with_ties, with_infinities, equal };
 
@@ -105,14 +105,6 @@ Result on_cpu(Case const& c, std::vector<float> const& logits, float const* bias
   return out;
 }
 
-template <class T>
-std::vector<T> host_copy(DeviceBuffer const& buffer) {
-  auto const bytes = buffer.bytes();
-  std::vector<T> values(bytes.size() / sizeof(T));
-  if (!bytes.empty()) std::memcpy(values.data(), bytes.data(), bytes.size());
-  return values;
-}
-
 Result on_gpu(Case const& c, std::vector<float> const& logits, std::vector<float> const& bias) {
   MoeDesc const desc = desc_of(c);
   auto const slots = size_t(desc.num_slots()), chosen = size_t(c.tokens * c.top_k);
@@ -165,17 +157,8 @@ Result on_gpu(Case const& c, std::vector<float> const& logits, std::vector<float
               nullptr),
           "choose_tokens");
   require(cudaDeviceSynchronize(), "choose_tokens");
-  return {host_copy<int32_t>(offsets), host_copy<int32_t>(ids), host_copy<int32_t>(counts),
-          host_copy<float>(scores)};
-}
-
-// NaN equals NaN: their bits may differ.
-bool same(std::vector<float> const& a, std::vector<float> const& b) {
-  for (size_t i = 0; i < a.size(); ++i) {
-    if (std::isnan(a[i]) && std::isnan(b[i])) continue;
-    if (std::memcmp(&a[i], &b[i], sizeof(float)) != 0) return false;
-  }
-  return a.size() == b.size();
+  return {offsets.values<int32_t>(), ids.values<int32_t>(), counts.values<int32_t>(),
+          scores.values<float>()};
 }
 
 bool run(Case const& c) {
@@ -183,7 +166,8 @@ bool run(Case const& c) {
   Result const cpu = on_cpu(c, logits, c.bias ? bias.data() : nullptr);
   Result const gpu = on_gpu(c, logits, bias);
   bool const offsets = gpu.token_offsets == cpu.token_offsets, ids = gpu.ids == cpu.ids;
-  bool const scores = same(gpu.scores, cpu.scores), counts = gpu.topk_counts == cpu.topk_counts;
+  bool const scores = same_bits(gpu.scores, cpu.scores),
+             counts = gpu.topk_counts == cpu.topk_counts;
   bool const passed = offsets && ids && scores && counts;
   std::printf("%s T %lld E %lld K %lld router %d round %d tile %d logits %d: %d slots%s%s%s%s\n",
               passed ? "passed" : "FAILED", static_cast<long long>(c.tokens),

@@ -5,8 +5,10 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <vector>
 
 namespace tessera::cuda_test {
@@ -46,11 +48,27 @@ class DeviceBuffer {
     require(cudaMemcpy(host.data(), data_, bytes_, cudaMemcpyDeviceToHost), "cudaMemcpy");
     return host;
   }
+  template <class T>
+  std::vector<T> values() const {
+    std::vector<T> host(bytes_ / sizeof(T));
+    require(cudaMemcpy(host.data(), data_, host.size() * sizeof(T), cudaMemcpyDeviceToHost),
+            "cudaMemcpy");
+    return host;
+  }
 
  private:
   void* data_ = nullptr;
   size_t bytes_;
 };
+
+// NaN equals NaN: their bits may differ.
+inline bool same_bits(std::vector<float> const& a, std::vector<float> const& b) {
+  for (size_t i = 0; i < a.size() && i < b.size(); ++i) {
+    if (std::isnan(a[i]) && std::isnan(b[i])) continue;
+    if (std::memcmp(&a[i], &b[i], sizeof(float)) != 0) return false;
+  }
+  return a.size() == b.size();
+}
 
 inline bool has_device() {
   int devices = 0;

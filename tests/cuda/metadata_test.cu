@@ -83,13 +83,6 @@ Tables host_tables(Case const& c, Slots const& slots) {
   return out;
 }
 
-std::vector<int32_t> host_copy(DeviceBuffer const& buffer) {
-  auto const bytes = buffer.bytes();
-  std::vector<int32_t> values(bytes.size() / 4);
-  std::copy(bytes.begin(), bytes.end(), reinterpret_cast<unsigned char*>(values.data()));
-  return values;
-}
-
 template <class Launch>
 Tables device_tables(Case const& c, Slots const& slots, Launch&& launch) {
   size_t const count = slots.ids.size();
@@ -114,7 +107,8 @@ Tables device_tables(Case const& c, Slots const& slots, Launch&& launch) {
   };
   require(launch(args, cudaStream_t{}), "launch");
   require(cudaDeviceSynchronize(), "metadata");
-  return {host_copy(expert_offsets), host_copy(sort), host_copy(gather), host_copy(inverse)};
+  return {expert_offsets.values<int32_t>(), sort.values<int32_t>(), gather.values<int32_t>(),
+          inverse.values<int32_t>()};
 }
 
 // Prints where tables differ first.

@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <cstring>
 #include <limits>
 #include <random>
 #include <vector>
@@ -24,6 +23,7 @@ using tessera::RouterKind;
 using tessera::cuda::RouteArguments;
 using tessera::cuda_test::DeviceBuffer;
 using tessera::cuda_test::require;
+using tessera::cuda_test::same_bits;
 
 struct Case {
   char const* name;
@@ -42,17 +42,9 @@ struct Result {
   std::vector<float> weights, chosen_p;
 };
 
-// NaN equals NaN: their bits may differ.
-bool same(std::vector<float> const& a, std::vector<float> const& b) {
-  for (size_t i = 0; i < a.size(); ++i) {
-    if (std::isnan(a[i]) && std::isnan(b[i])) continue;
-    if (std::memcmp(&a[i], &b[i], sizeof(float)) != 0) return false;
-  }
-  return a.size() == b.size();
-}
-
 bool same(Result const& a, Result const& b, bool own_p) {
-  return a.ids == b.ids && same(a.weights, b.weights) && (!own_p || same(a.chosen_p, b.chosen_p));
+  return a.ids == b.ids && same_bits(a.weights, b.weights) &&
+         (!own_p || same_bits(a.chosen_p, b.chosen_p));
 }
 
 MoeDesc desc_of(Case const& c) {
@@ -98,14 +90,6 @@ Result on_cpu(Case const& c, std::vector<float> const& logits, float const* bias
   return out;
 }
 
-template <class T>
-std::vector<T> host_copy(DeviceBuffer const& buffer) {
-  auto const bytes = buffer.bytes();
-  std::vector<T> values(bytes.size() / sizeof(T));
-  if (!bytes.empty()) std::memcpy(values.data(), bytes.data(), bytes.size());
-  return values;
-}
-
 template <class Launch>
 Result on_gpu(Case const& c, std::vector<float> const& logits, std::vector<float> const& bias,
               Launch&& launch) {
@@ -128,7 +112,7 @@ Result on_gpu(Case const& c, std::vector<float> const& logits, std::vector<float
                             .top_groups = int32_t(top_groups)};
   require(launch(args, cudaStream_t{}), "launch");
   require(cudaDeviceSynchronize(), "route");
-  return {host_copy<int32_t>(ids), host_copy<float>(weights), host_copy<float>(chosen_p)};
+  return {ids.values<int32_t>(), weights.values<float>(), chosen_p.values<float>()};
 }
 
 bool run(Case const& c) {

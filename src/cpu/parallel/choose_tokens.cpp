@@ -23,7 +23,8 @@ core::ExpertPairs inspect(Router const& router, std::uint32_t const* ranks, std:
       ++pairs.eligible;
     }
   }
-  std::int64_t const rem = router.round == Rounding::nr_s ? pairs.members % router.tile : 0;
+  std::int64_t const rem =
+      router.round == Rounding::nr_s ? core::beyond_tile(pairs.members, router.tile) : 0;
   if (rem == 0) return pairs;
   // Equal ranks have equal scores: which of them is summed does not matter.
   auto const sum_first = [&](bool members, std::int64_t count, auto before) {

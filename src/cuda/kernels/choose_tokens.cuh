@@ -231,14 +231,6 @@ class ExpertColumn {
     return scores + equal * core::fixed_point_score(core::score_of_rank(last));
   }
 
-  // Of all members.
-  __device__ uint64_t sum_of_members() {
-    return sum<uint64_t>([](uint32_t rank) {
-      return core::is_member(rank) ? core::fixed_point_score(core::score_of_rank(rank))
-                                   : uint64_t{0};
-    });
-  }
-
   // Clears all ranks but the `count` best.
   __device__ void keep_best(int64_t count, int64_t members, int64_t eligible) {
     // Members rank first: only one of the two classes is cut.

@@ -145,15 +145,10 @@ std::string op_of(std::string const& kernel) {
   std::string name = kernel.substr(0, kernel.find_first_of("<("));
   std::size_t const last = name.find_last_of(": ");
   if (last != std::string::npos) name.erase(0, last + 1);
-  for (std::string const of_choice :
-       {"rank_pairs", "round_experts", "count_slots", "scan_slots", "emit_slots"}) {
-    if (name == of_choice) return "choose_tokens";
-  }
-  if (name.starts_with("rounded_dlogits")) return "router_dlogits";
   for (std::string const op :
-       {"router_logits", "router_dlogits", "router_dgrad", "router_wgrad", "route", "metadata",
-        "up_projection_fwd", "down_projection_fwd", "down_projection_dgrad", "up_projection_dgrad",
-        "down_projection_wgrad", "up_projection_wgrad", "aggregate"}) {
+       {"router_logits", "router_dlogits", "router_dgrad", "router_wgrad", "route", "choose_tokens",
+        "metadata", "up_projection_fwd", "down_projection_fwd", "down_projection_dgrad",
+        "up_projection_dgrad", "down_projection_wgrad", "up_projection_wgrad", "aggregate"}) {
     if (name.starts_with(op)) return op;
   }
   return name;

@@ -16,14 +16,13 @@ namespace tessera::cuda {
 constexpr int kChoiceBlockTokens = 32;  // tokens whose slots one CTA counts and emits
 
 struct ChooseTokensArguments {
-  float const* gmem_logits;  // (T,E)
-  float const*
-      gmem_selection_bias;  // (E) or null; read for group_limited, whose groups bound what may be added
-  int32_t const* gmem_topk_ids;     // (T,K) the top-k choice; null: experts choose
-  float const* gmem_member_scores;  // (T,K) its scores, c = 1
-  int64_t tokens;                   // T, 0 allowed
-  int32_t experts;                  // E
-  int32_t top_k;                    // K <= E
+  float const* gmem_logits;          // (T,E)
+  float const* gmem_selection_bias;  // (E) or null; group_limited: it decides the kept groups
+  int32_t const* gmem_topk_ids;      // (T,K) the top-k choice; null: experts choose
+  float const* gmem_member_scores;   // (T,K) its scores, c = 1
+  int64_t tokens;                    // T, 0 allowed
+  int32_t experts;                   // E
+  int32_t top_k;                     // K <= E
   Router router;
   int64_t capacity;            // expert_choice: tokens of each expert
   int32_t groups, top_groups;  // group_limited: both resolved, groups <= 32

@@ -140,12 +140,13 @@ cudaError_t launch_router_wgrad(RouterWgradArguments const& args, int sm_count,
                                 cudaStream_t stream);
 
 /// Launch on `stream`; allocate nothing, wait for nothing. dscores: a thread per slot, with a bias a warp.
-/// merge_repeats, router_dlogits and rounded_dlogits: a warp per token. The others: one thread per output, fp32 sums in
+/// merge_repeats, router_dlogits and .._rounded: a warp per token. The others: one thread per output, fp32 sums in
 /// order.
 cudaError_t launch_dscores_plain(DscoresArguments const& args, cudaStream_t stream);
 cudaError_t launch_merge_repeats_plain(MergeRepeatsArguments const& args, cudaStream_t stream);
 cudaError_t launch_router_dlogits_plain(RouterDlogitsArguments const& args, cudaStream_t stream);
-cudaError_t launch_rounded_dlogits_plain(RoundedDlogitsArguments const& args, cudaStream_t stream);
+cudaError_t launch_router_dlogits_rounded_plain(RoundedDlogitsArguments const& args,
+                                                cudaStream_t stream);
 cudaError_t launch_round_dlogits_plain(RoundDlogitsArguments const& args, cudaStream_t stream);
 cudaError_t launch_router_dgrad_plain(RouterDgradArguments const& args, cudaStream_t stream);
 cudaError_t launch_router_wgrad_plain(RouterWgradArguments const& args, cudaStream_t stream);

@@ -4,16 +4,16 @@
 //   expert choice   m_e = capacity, no members: pairs rank by p
 // Shapes   logits (T,E) fp32, ranks (E,T); ids, scores (P), token_offsets (T+1)
 // Work     reads 4TE of logits, writes 4TE of ranks and reads them four times, out of L2 where they fit; writes 8P + 4T
-// Schedule kernels in the stream's order
-//   rank_pairs     a warp per token, 32 tokens a CTA: p of all experts, then the members' scores; transposed through
-//                  shared memory, so that an expert's ranks lie side by side
-//   choose_tokens  a CTA per expert, its ranks in shared memory up to T = 49152: counts members and others; the rule
-//                  gives m_e; the last rank that stays is found bit by bit among the few that the threads' best ones
-//                  leave in question; what ranks below becomes 0. Equal ranks go to lower tokens. balance_f, whose rule
-//                  runs over the experts: counts and cuts in two launches, round_experts between them
-//   count_slots    a CTA per 32 tokens: a lane has a token, a warp a part of the experts
-//   scan_slots     one CTA: slots of earlier blocks
-//   emit_slots     as count_slots, with the slots' places; fills what is left of P
+// Schedule kernels in the stream's order, choose_tokens_..
+//   rank   a warp per token, 32 tokens a CTA: p of all experts, then the members' scores; transposed through shared
+//          memory, so that an expert's ranks lie side by side
+//   keep   a CTA per expert, its ranks in shared memory up to T = 49152: counts members and others; the rule gives m_e;
+//          the last rank that stays is found bit by bit among the few that the threads' best ones leave in question;
+//          what ranks below becomes 0. Equal ranks go to lower tokens. balance_f, whose rule runs over the experts:
+//          counts and cuts in two launches, .._round between them
+//   count  a CTA per 32 tokens: a lane has a token, a warp a part of the experts
+//   scan   one CTA: slots of earlier blocks
+//   emit   as count, with the slots' places; fills what is left of P
 // Numerics ranks: fp32, compiled without contraction, sums fold 32 lanes by halves: the bits of the CPU; all else
 //          integers, atomics only where their order does not matter; bitwise repeatable: yes, the order of pairs is
 //          total
@@ -36,10 +36,10 @@
 namespace tessera::cuda {
 
 struct ChooseTokensConfig {
-  static constexpr int kBlockWarps = 8;  // of rank_pairs, count_slots and emit_slots
+  static constexpr int kBlockWarps = 8;  // of rank, count and emit
   static constexpr int kMostStaged =
       1024;  // experts whose ranks of 32 tokens pass through shared memory
-  static constexpr int kThreads = 512;       // of choose_tokens
+  static constexpr int kThreads = 512;       // of keep
   static constexpr int kMostTokens = 49152;  // whose ranks of an expert lie in its shared memory
   static constexpr int kMostCandidates = 2048;
   static constexpr int kScanThreads = 1024;
@@ -138,7 +138,7 @@ struct RankedToken {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads)
-    rank_pairs(__grid_constant__ ChooseTokensArguments const p) {
+    choose_tokens_rank(__grid_constant__ ChooseTokensArguments const p) {
   constexpr int kPitch = kChoiceBlockTokens + 1;  // of shared memory
   extern __shared__ uint32_t smem_ranks[];        // (E, kPitch)
   uint32_t* const gmem_ranks = ChoiceWorkspace::of(p).gmem_ranks;
@@ -332,7 +332,7 @@ enum class ChoiceStep { count, cut, both };
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads)
-    choose_tokens(__grid_constant__ ChooseTokensArguments const p, ChoiceStep const step) {
+    choose_tokens_keep(__grid_constant__ ChooseTokensArguments const p, ChoiceStep const step) {
   auto const expert = static_cast<int>(blockIdx.x);
   core::ExpertPairs& gmem_pairs = ChoiceWorkspace::of(p).gmem_pairs[expert];
   extern __shared__ uint32_t smem_column[];
@@ -368,7 +368,7 @@ __global__ void __launch_bounds__(Config::kThreads)
 // One thread decides, as each answer depends on those of all experts before it; the others bring the experts near.
 template <class Config>
 __global__ void __launch_bounds__(Config::kScanThreads)
-    round_experts(__grid_constant__ ChooseTokensArguments const p) {
+    choose_tokens_round(__grid_constant__ ChooseTokensArguments const p) {
   __shared__ core::ExpertPairs smem_pairs[Config::kScanThreads];
   core::ExpertPairs* const gmem_pairs = ChoiceWorkspace::of(p).gmem_pairs;
   int64_t carry = 0;
@@ -427,7 +427,7 @@ struct ChoicePart {
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads)
-    count_slots(__grid_constant__ ChooseTokensArguments const p) {
+    choose_tokens_count(__grid_constant__ ChooseTokensArguments const p) {
   __shared__ int smem_counts[Config::kBlockWarps];
   int const own = __reduce_add_sync(block::kWholeWarp, ChoicePart<Config>(p).count());
   int const warp = arch::warp_idx();
@@ -452,7 +452,7 @@ __device__ inline int inclusive_sum(int own) {
 // kScanThreads blocks at a time.
 template <class Config>
 __global__ void __launch_bounds__(Config::kScanThreads)
-    scan_slots(__grid_constant__ ChooseTokensArguments const p) {
+    choose_tokens_scan(__grid_constant__ ChooseTokensArguments const p) {
   constexpr int kWarps = Config::kScanThreads / arch::kWarpThreads;
   static_assert(kWarps == arch::kWarpThreads, "a lane per warp");
   __shared__ int smem_sums[kWarps];
@@ -477,7 +477,7 @@ __global__ void __launch_bounds__(Config::kScanThreads)
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads)
-    emit_slots(__grid_constant__ ChooseTokensArguments const p) {
+    choose_tokens_emit(__grid_constant__ ChooseTokensArguments const p) {
   __shared__ int smem_counts[Config::kBlockWarps][kChoiceBlockTokens];
   int32_t const* const gmem_block_slots = ChoiceWorkspace::of(p).gmem_block_slots;
   ChoicePart<Config> const part(p);
@@ -510,17 +510,17 @@ __global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads)
 template <class Config>
 cudaError_t launch_choice(ChooseTokensArguments const& args, cudaStream_t stream) {
   cudaError_t const error =
-      host::allow_shared_memory<choose_tokens<Config>>(4 * Config::kMostTokens);
+      host::allow_shared_memory<choose_tokens_keep<Config>>(4 * Config::kMostTokens);
   if (error != cudaSuccess) return error;
   auto const experts = static_cast<unsigned>(args.experts);
   size_t const smem_bytes =
       args.tokens <= Config::kMostTokens ? 4 * static_cast<size_t>(args.tokens) : 0;
   auto const launch = [&](ChoiceStep step) {
-    choose_tokens<Config><<<experts, Config::kThreads, smem_bytes, stream>>>(args, step);
+    choose_tokens_keep<Config><<<experts, Config::kThreads, smem_bytes, stream>>>(args, step);
   };
   if (args.router.round == Rounding::balance_f) {
     launch(ChoiceStep::count);
-    round_experts<Config><<<1, Config::kScanThreads, 0, stream>>>(args);
+    choose_tokens_round<Config><<<1, Config::kScanThreads, 0, stream>>>(args);
     launch(ChoiceStep::cut);
   } else {
     launch(ChoiceStep::both);
@@ -535,18 +535,18 @@ cudaError_t launch_choose_tokens_config(ChooseTokensArguments const& args, cudaS
   }
   constexpr int kBlockThreads = Config::kBlockWarps * arch::kWarpThreads;
   constexpr int kMostShared = Config::kMostStaged * (kChoiceBlockTokens + 1) * 4;
-  cudaError_t error = host::allow_shared_memory<rank_pairs<Config>>(kMostShared);
+  cudaError_t error = host::allow_shared_memory<choose_tokens_rank<Config>>(kMostShared);
   if (error != cudaSuccess) return error;
   // Without tokens one block still writes the first offset and the counts.
   auto const blocks = static_cast<unsigned>(choice_blocks(args.tokens > 0 ? args.tokens : 1));
   int const staged = args.experts <= Config::kMostStaged ? args.experts : 0;
   auto const smem_bytes = static_cast<size_t>(staged) * (kChoiceBlockTokens + 1) * 4;
-  rank_pairs<Config><<<blocks, kBlockThreads, smem_bytes, stream>>>(args);
+  choose_tokens_rank<Config><<<blocks, kBlockThreads, smem_bytes, stream>>>(args);
   error = launch_choice<Config>(args, stream);
   if (error != cudaSuccess) return error;
-  count_slots<Config><<<blocks, kBlockThreads, 0, stream>>>(args);
-  scan_slots<Config><<<1, Config::kScanThreads, 0, stream>>>(args);
-  emit_slots<Config><<<blocks, kBlockThreads, 0, stream>>>(args);
+  choose_tokens_count<Config><<<blocks, kBlockThreads, 0, stream>>>(args);
+  choose_tokens_scan<Config><<<1, Config::kScanThreads, 0, stream>>>(args);
+  choose_tokens_emit<Config><<<blocks, kBlockThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 

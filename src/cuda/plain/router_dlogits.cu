@@ -4,7 +4,8 @@
 //   softmax-topk, expert-choice   all e: dl_e = p_e ([e in I] g_e - sum over I of g p)
 //   p of its own                  dp_k = (g_k - sum over I of g q)/S with q = p/S where normalised, else g_k;
 //                                 dl_k = dp_k p'(l_k)
-// rounded_dlogits: after token rounding, by the formulas of cpu/parallel/router_backward.cpp for I and what was added.
+// router_dlogits_rounded: after token rounding, by the formulas of cpu/parallel/router_backward.cpp for I and what was
+// added.
 // merge_repeats: what replayed ids repeat, once. round_dlogits: the operand of dw_router, of a split call.
 #include "../host/router_backward.hpp"
 #include "core/router_math.hpp"
@@ -254,7 +255,7 @@ struct SplitToken {
 };
 
 __global__ void __launch_bounds__(plain::kThreads)
-    rounded_dlogits_plain(__grid_constant__ RoundedDlogitsArguments const args) {
+    router_dlogits_rounded_plain(__grid_constant__ RoundedDlogitsArguments const args) {
   RouterDlogitsArguments const& p = args.dlogits;
   int64_t const t = plain::output_idx() / kLanes;
   if (t >= p.tokens) return;
@@ -289,10 +290,11 @@ cudaError_t launch_router_dlogits_plain(RouterDlogitsArguments const& args, cuda
   return plain::launch(router_dlogits_plain, args.tokens * kLanes, stream, args);
 }
 
-cudaError_t launch_rounded_dlogits_plain(RoundedDlogitsArguments const& args, cudaStream_t stream) {
+cudaError_t launch_router_dlogits_rounded_plain(RoundedDlogitsArguments const& args,
+                                                cudaStream_t stream) {
   RouterKind const kind = args.dlogits.kind;
   if (kind == RouterKind::given || core::has_softmax_over_all(kind)) return cudaErrorInvalidValue;
-  return plain::launch(rounded_dlogits_plain, args.dlogits.tokens * kLanes, stream, args);
+  return plain::launch(router_dlogits_rounded_plain, args.dlogits.tokens * kLanes, stream, args);
 }
 
 cudaError_t launch_round_dlogits_plain(RoundDlogitsArguments const& args, cudaStream_t stream) {

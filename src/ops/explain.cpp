@@ -26,7 +26,9 @@ std::string gemm_text(DType dtype) {
   cpu::GemmKernels const& kernels = cpu::gemm_kernels(dtype == DType::bf16);
   std::string text = kernels.name;
   if (dtype == DType::bf16 && !kernels.multiplies_bf16) {
-    text += ", operands widened to fp32 (this machine has no AVX-512 BF16)";
+    text += cpu::avx512_bf16_gemm_kernels() == nullptr
+                ? ", operands widened to fp32 (this machine has no AVX-512 BF16)"
+                : ", operands widened to fp32 (faster on this machine than AVX-512 BF16)";
   }
   return text;
 }

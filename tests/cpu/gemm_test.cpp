@@ -149,6 +149,17 @@ TEST(Gemm, fp32) { check_all<float, float>(); }
 TEST(Gemm, bf16_to_fp32) { check_all<Bf16, float>(); }
 TEST(Gemm, bf16_to_bf16) { check_all<Bf16, Bf16>(); }
 
+// Intel's cores have the instruction, and are faster without it.
+TEST(Gemm, pairs_are_multiplied_where_that_pays) {
+#if defined(__x86_64__)
+  bool const pays = avx512_bf16_gemm_kernels() != nullptr && !__builtin_cpu_is("intel");
+#else
+  constexpr bool pays = false;
+#endif
+  EXPECT_EQ(gemm_kernels(true).multiplies_bf16, pays);
+  EXPECT_FALSE(gemm_kernels(false).multiplies_bf16);
+}
+
 // fp32 sums run over k in order with one FMA each, whatever the tile: AVX2 and AVX-512 agree bit for bit.
 TEST(Gemm, instruction_sets_with_fma_agree) {
   if (avx2_gemm_kernels() == nullptr || avx512_gemm_kernels() == nullptr) {

@@ -84,7 +84,7 @@ GemmKernels const& gemm_kernels(bool both_bf16) noexcept {
   };
   static GemmKernels const* const fp32 =
       either(avx512_gemm_kernels(), either(avx2_gemm_kernels(), portable_gemm_kernels()));
-  static GemmKernels const* const bf16 = either(avx512_bf16_gemm_kernels(), fp32);
+  static GemmKernels const* const bf16 = avx512_bf16_pays() ? avx512_bf16_gemm_kernels() : fp32;
   return both_bf16 ? *bf16 : *fp32;
 }
 

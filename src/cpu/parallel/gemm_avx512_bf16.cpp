@@ -36,9 +36,16 @@ GemmKernels const* avx512_bf16_gemm_kernels() noexcept {
   return runs ? &kKernels : nullptr;
 }
 
+// AMD's cores start vdpbf16ps as often as an fp32 FMA of as many lanes. Intel's start it once in two cycles and the FMA
+// twice in one, so that the same products take them twice as long.
+bool avx512_bf16_pays() noexcept {
+  return avx512_bf16_gemm_kernels() != nullptr && !__builtin_cpu_is("intel");
+}
+
 }  // namespace tessera::cpu
 #else
 namespace tessera::cpu {
 GemmKernels const* avx512_bf16_gemm_kernels() noexcept { return nullptr; }
+bool avx512_bf16_pays() noexcept { return false; }
 }  // namespace tessera::cpu
 #endif

@@ -66,6 +66,8 @@ GemmKernels const* portable_gemm_kernels() noexcept;
 GemmKernels const* avx2_gemm_kernels() noexcept;
 GemmKernels const* avx512_gemm_kernels() noexcept;
 GemmKernels const* avx512_bf16_gemm_kernels() noexcept;
+/// Whether this machine multiplies pairs of bf16 faster than the same operands widened to fp32.
+bool avx512_bf16_pays() noexcept;
 
 /// The best set for panels of fp32, and for two bf16 operands.
 GemmKernels const& gemm_kernels(bool both_bf16) noexcept;

@@ -20,7 +20,8 @@
 
 namespace tessera::cuda::block {
 
-constexpr uint32_t kHandedOver = 1u << 20;  // more than a grid has warps
+// More than a grid has warps. The word may have counted several launches: kernels that run alone, in a bench, leave it.
+constexpr uint32_t kHandedOver = 1u << 13;
 
 // The first kernel, as a consumer warp sees it. Only stores by TMA are handed over.
 template <GemmConfig kGemm>
@@ -66,7 +67,7 @@ class TakesOver {
   __device__ __forceinline__ void wait(WorkTile const& tile) {
     if (tile.segment < ready_) return;
     if (tile.segment < p_.handover_segments) {
-      while (arch::load_acquire_gpu(p_.gmem_handover) != kHandedOver) {
+      while (arch::load_acquire_gpu(p_.gmem_handover) < kHandedOver) {
       }
       ready_ = p_.handover_segments;
     } else {

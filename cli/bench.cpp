@@ -231,8 +231,25 @@ std::vector<std::string> cpuinfo(std::string const& key) {
   return values;
 }
 
+std::string commit() {
+  std::string const line = first_line_of("git rev-parse --short HEAD 2>/dev/null");
+  return line.empty() ? "unknown" : line;
+}
+
+void write_file(std::string const& path, std::string const& text) {
+  std::ofstream file(path, std::ios::binary | std::ios::trunc);
+  file << text;
+  file.close();
+  if (!file) throw CommandError(fmt::format("--out {}: cannot be written", path));
+}
+
+/// The document so far goes to --out, so that a run that is interrupted leaves what it has measured.
+void keep(BenchFlags const& flags, Json const& document) {
+  if (!flags.out.empty()) write_file(flags.out, document.dump(1) + '\n');
+}
+
 Json document_of(std::string const& command_line, Context const& context, double copy_rate,
-                 Json rows) {
+                 Json const& rows) {
   auto const names = cpuinfo("model name");
   std::vector<double> clocks;
   for (std::string const& mhz : cpuinfo("cpu MHz"))
@@ -244,10 +261,9 @@ Json document_of(std::string const& command_line, Context const& context, double
   std::tm parts{};
   ::gmtime_r(&now, &parts);
   std::strftime(date, sizeof(date), "%Y-%m-%d", &parts);
-  std::string const commit = first_line_of("git rev-parse --short HEAD 2>/dev/null");
   return {
       {"command", command_line},
-      {"commit", commit.empty() ? "unknown" : commit},
+      {"commit", commit()},
       {"device",
        fmt::format("{}, {} threads", names.empty() ? "CPU" : names.front(), context.num_threads())},
       {"driver", ""},
@@ -260,7 +276,7 @@ Json document_of(std::string const& command_line, Context const& context, double
        "with fp32 results) and one batched call per GEMM (oneDNN, results of the operands' type); "
        "no installed library has a call for groups of unequal sizes"},
       {"ceilings", {{"bf16_tflops_8k", 0}, {"copy_tbps", copy_rate * 1e-12}}},
-      {"rows", std::move(rows)}};
+      {"rows", rows}};
 }
 
 std::string row_text(Json const& row) {
@@ -295,13 +311,6 @@ std::string command_line_of(CLI::App const& command) {
   return line;
 }
 
-void write_file(std::string const& path, std::string const& text) {
-  std::ofstream file(path, std::ios::binary | std::ios::trunc);
-  file << text;
-  file.close();
-  if (!file) throw CommandError(fmt::format("--out {}: cannot be written", path));
-}
-
 int bench_cuda(BenchFlags const& flags, std::string const& command_line) {
   CudaBench request;
   for (Job& job : jobs_of(flags)) {
@@ -320,12 +329,12 @@ int bench_cuda(BenchFlags const& flags, std::string const& command_line) {
   request.check = !flags.no_check;
   request.print = !flags.json;
   request.command = command_line;
-  Json document = flags.gpus == 0 ? bench_on_cuda(flags.shape.context(), request)
-                                  : bench_on_gpus(static_cast<std::int32_t>(flags.gpus), request);
-  std::string const commit = first_line_of("git rev-parse --short HEAD 2>/dev/null");
-  if (!commit.empty()) document["commit"] = commit;
+  request.commit = commit();
+  request.keep = [&flags](Json const& document) { keep(flags, document); };
+  Json const document = flags.gpus == 0
+                            ? bench_on_cuda(flags.shape.context(), request)
+                            : bench_on_gpus(static_cast<std::int32_t>(flags.gpus), request);
   if (flags.json) print_json(document);
-  if (!flags.out.empty()) write_file(flags.out, document.dump(1) + '\n');
   for (Json const& row : document["rows"]) {
     bool const wrong = row["impl"] == "tessera" && !row["checked"].get<bool>();
     if (wrong && !flags.no_check) return kCheckFailed;
@@ -350,7 +359,7 @@ int bench(BenchFlags flags, std::string const& command_line) {
     require_memory(memory_needed(job.layer_case.desc));
   }
   double const copy_rate = copy_bytes_per_second(context);
-  Json rows = Json::array();
+  Json document, rows = Json::array();
   if (!flags.json) {
     print_text(
         fmt::format("{:<14} {:<18} {:>9} {:>9} {:>9} {:>9} {:>9} {:>8} {:>7} {:>9} {:>6}  {}\n",
@@ -364,10 +373,10 @@ int bench(BenchFlags flags, std::string const& command_line) {
       if (!flags.json) print_text(row_text(row));
       rows.push_back(std::move(row));
     }
+    document = document_of(command_line, context, copy_rate, rows);
+    keep(flags, document);
   }
-  Json const document = document_of(command_line, context, copy_rate, std::move(rows));
   if (flags.json) print_json(document);
-  if (!flags.out.empty()) write_file(flags.out, document.dump(1) + '\n');
   return all_checked || flags.no_check ? kOk : kCheckFailed;
 }
 

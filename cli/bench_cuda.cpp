@@ -414,6 +414,25 @@ Json score_means(Json const& rows) {
   return means;
 }
 
+Json document_of(CudaBench const& bench, std::string const& device, Ceilings const& ceilings,
+                 Json const& rows) {
+  std::vector<double> clocks = ceilings.clocks_mhz;
+  if (clocks.empty()) clocks.push_back(0);
+  auto const [slowest, fastest] = std::minmax_element(clocks.begin(), clocks.end());
+  return {{"command", bench.command},
+          {"commit", bench.commit},
+          {"device", device},
+          {"driver", ceilings.driver},
+          {"clocks_mhz", {*slowest, *fastest}},
+          {"date", today()},
+          {"protocol", kProtocol},
+          {"ceilings",
+           {{"bf16_tflops_8k", ceilings.gemm_tflops},
+            {"copy_tbps", 1e-12 * Times::quantile(ceilings.copy_rates, 0.5)}}},
+          {"score_geometric_mean", score_means(rows)},
+          {"rows", rows}};
+}
+
 }  // namespace
 
 Json bench_on_cuda(Context const& context, CudaBench const& bench) {
@@ -436,6 +455,10 @@ Json bench_on_cuda(Context const& context, CudaBench const& bench) {
                            "config", "pass", "ms", "p10", "p90", "spread", "TFLOP/s", "bound ms",
                            "floor ms", "score", "checked"));
   }
+  auto const facts = device::facts(index);
+  std::string const driver = nvidia_smi(index, "driver_version");
+  ceilings.driver = driver.empty() ? facts.driver : driver + ", " + facts.driver;
+  Json document;
   Json rows = Json::array();
   for (CudaBench::Job const& job : bench.jobs) {
     JobBench run(context, stream, cublas, job, bench, ceilings);
@@ -443,31 +466,16 @@ Json bench_on_cuda(Context const& context, CudaBench const& bench) {
       if (bench.print) print_text(row_text(row));
       rows.push_back(std::move(row));
     }
+    document = document_of(bench, facts.name, ceilings, rows);
+    bench.keep(document);
   }
-  Json const means = score_means(rows);
   if (bench.print) {
-    for (auto const& [pass, mean] : means.items()) {
+    for (auto const& [pass, mean] : document["score_geometric_mean"].items()) {
       print_text(
           fmt::format("geometric mean of the scores, {}: {:.3f}\n", pass, mean.get<double>()));
     }
   }
-  auto const facts = device::facts(index);
-  if (ceilings.clocks_mhz.empty()) ceilings.clocks_mhz.push_back(0);
-  auto const [slowest, fastest] =
-      std::minmax_element(ceilings.clocks_mhz.begin(), ceilings.clocks_mhz.end());
-  std::string const driver = nvidia_smi(index, "driver_version");
-  return {{"command", bench.command},
-          {"commit", "unknown"},
-          {"device", facts.name},
-          {"driver", driver.empty() ? facts.driver : driver + ", " + facts.driver},
-          {"clocks_mhz", {*slowest, *fastest}},
-          {"date", today()},
-          {"protocol", kProtocol},
-          {"ceilings",
-           {{"bf16_tflops_8k", ceilings.gemm_tflops},
-            {"copy_tbps", 1e-12 * Times::quantile(ceilings.copy_rates, 0.5)}}},
-          {"score_geometric_mean", means},
-          {"rows", std::move(rows)}};
+  return document;
 }
 
 }  // namespace tessera::cli

@@ -2,6 +2,7 @@
 // tessera bench --device cuda: the layer, its cuBLAS bound and a copy, interleaved in one loop, after a check.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -21,7 +22,8 @@ struct CudaBench {
   double seconds = 5;               ///< for each job
   bool check = true;
   bool print = true;  ///< a line per row as it comes
-  std::string command;
+  std::string command, commit;
+  std::function<void(Json const&)> keep;  ///< gets the results document so far, after each job
 };
 
 /// The results document. Throws CommandError for what the GPU or this bench does not serve.

@@ -357,7 +357,15 @@ Json bench_on_gpus(std::int32_t gpus, CudaBench const& bench) {
   for (CudaBench::Job const& job : bench.jobs) check_job(gpus, job.layer_case.desc);
   // The last of them: says in one line what is missing.
   check(Context::create({.device = {DeviceKind::cuda, gpus - 1}}).status());
-  Json rows = Json::array();
+  auto const facts = device::facts(0);
+  Json document = {{"command", bench.command},
+                   {"commit", bench.commit},
+                   {"device", fmt::format("{}x {}", gpus, facts.name)},
+                   {"driver", facts.driver},
+                   {"clocks_mhz", {0, 0}},
+                   {"date", today()},
+                   {"protocol", kProtocol},
+                   {"rows", Json::array()}};
   if (bench.print) {
     print_text(fmt::format("{:<18} {:>4} {:<10} {:>9} {:>9} {:>9} {:>10} {:>5}  {}\n", "config",
                            "gpus", "variant", "ms", "p10", "p90", "TFLOP/s", "MHz", "checked"));
@@ -372,18 +380,11 @@ Json bench_on_gpus(std::int32_t gpus, CudaBench const& bench) {
             row["ms_p90"].get<double>(), row["tflops"].get<double>(), row["mhz"].get<double>(),
             row["checked"].get<bool>() ? "yes" : "-"));
       }
-      rows.push_back(std::move(row));
+      document["rows"].push_back(std::move(row));
     }
+    bench.keep(document);
   }
-  auto const facts = device::facts(0);
-  return {{"command", bench.command},
-          {"commit", "unknown"},
-          {"device", fmt::format("{}x {}", gpus, facts.name)},
-          {"driver", facts.driver},
-          {"clocks_mhz", {0, 0}},
-          {"date", today()},
-          {"protocol", kProtocol},
-          {"rows", std::move(rows)}};
+  return document;
 }
 
 }  // namespace tessera::cli

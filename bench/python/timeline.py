@@ -5,9 +5,9 @@
 usage: timeline.py [--config NAME,NAME] [--passes N] [--out FILE]
 
 A kernel timed alone runs at another clock and begins on an idle device. Here the layer runs again and again, and the
-times are those that CUPTI reports through torch's profiler: medians over the passes. `gap_us` is the time from the end of
-the kernel ahead to the start of this one, negative where they overlap; the first kernel's is the time since the pass
-before. Forward is profiled alone (h is kept) and with backward behind it.
+times are those that CUPTI reports through torch's profiler: medians over the passes. `gap_us` is the time from the
+end of the kernel ahead to the start of this one, negative where they overlap; the first kernel's is the time since the
+pass before. Forward is profiled alone (h is kept) and with backward behind it.
 """
 
 import argparse
@@ -93,7 +93,8 @@ def main() -> None:
                 run()
             for row in timeline(run, args.passes):
                 rows.append({"config": config, "pass": name, **row})
-                print(f"{config:10} {name:17} {row['kernel']:40} {row['us']:9.2f} us, gap {row['gap_us']:7.2f}", flush=True)
+                numbers = f"{row['us']:9.2f} us, gap {row['gap_us']:7.2f}"
+                print(f"{config:10} {name:17} {row['kernel']:40} {numbers}", flush=True)
     if args.out:
         head = {"command": "bench/python/timeline.py", "device": torch.cuda.get_device_name(),
                 "date": datetime.date.today().isoformat(), "torch": torch.__version__}

@@ -61,7 +61,7 @@ __device__ void pull_rows(BudgetParams const& p, dist::CopyRing& ring, int worke
   dist::copy_rows(ring, rows, p.rows.row_bytes, [&](int i) {
     int const row = worker + i * workers;
     return dist::RowCopy{p.rows.source(row), p.gmem_pool + int64_t{row} * p.rows.row_bytes,
-                         &p.gmem_arrived[row / 128], 1};
+                         &p.gmem_arrived[row / 128]};
   });
 }
 

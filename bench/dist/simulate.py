@@ -262,6 +262,11 @@ def cases():
         yield qwen4, Way("once", ticket_rows=ticket_rows), four, None
     yield qwen2, Way("once", ticket_rows=2), two, None
     yield qwen4, Way("once", ticket_rows=2), dataclasses.replace(four, **faster), None
+    yield qwen4, Way("once", ticket_rows=4), dataclasses.replace(four, **faster), None
+    yield qwen2, Way("once", ticket_rows=4), dataclasses.replace(two, **faster), None
+    for changed in ({}, faster):
+        yield flash4, Way("direct", ticket_rows=2), dataclasses.replace(short4, **changed), None
+        yield flash2, Way("direct", ticket_rows=2), dataclasses.replace(short2, **changed), None
     for own_stay in (False, True):
         for token, row in ((3.6, 2.45), (2.0, 2.0), (1.0, 1.5), (0.7, 1.2), (0.3, 0.6)):
             rates = dataclasses.replace(four, tail=45, sum_of_token=token, sum_of_row=row)

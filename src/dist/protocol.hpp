@@ -6,7 +6,7 @@
 //   ack         owner, pass ended -> source         ack[owner]              epoch - 2      sys
 //   route_scan  CTAs -> CTAs                        slices counted          all slices     gpu
 //   publish     source -> all ranks                 publish[source]         epoch          sys
-//   arrived     communication warps -> up tasks     arrived[block]          block_rows     gpu
+//   arrived     communication warps -> up tasks     arrived[block]          its rows       gpu
 //   a_ready     up tasks -> down tasks              a_ready[block]          up_tiles       gpu
 //   down_tiles  down tasks -> the last of them      down_tiles[block]       down_tiles     gpu, sys fence before
 //   block_done  owner -> aggregate                  block_done[owner,block] epoch          sys
@@ -78,11 +78,9 @@ struct PairPlace {
 };
 
 /// Bounds of Transfer::once, where a word holds a place.
-constexpr std::int32_t kPoolRowBits = 25;  // and seven for pads
 TESSERA_INLINE constexpr bool serves_once(ExchangeShape const& s) {
-  return s.max_tokens <= 1 << PairPlace::kIndexBits && s.pool_rows() <= 1 << kPoolRowBits &&
-         s.block_rows <= 128 && s.local_experts() <= 1 << (32 - PairPlace::kIndexBits) &&
-         s.max_top_k <= 32;
+  return s.max_tokens <= 1 << PairPlace::kIndexBits &&
+         s.local_experts() <= 1 << (32 - PairPlace::kIndexBits) && s.max_top_k <= 32;
 }
 
 TESSERA_INLINE constexpr std::int32_t parity(std::uint32_t epoch) {
@@ -228,6 +226,10 @@ struct LocalLayout {
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t tickets(std::uint32_t epoch) const {
     return bank(epoch) + 3 * kWordStride;
   }
+  /// Draws of rows beyond each communication warp's first: which warp brings a row does not change it.
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t row_draws(std::uint32_t epoch) const {
+    return bank(epoch) + 4 * kWordStride;
+  }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t arrived(std::uint32_t epoch,
                                                               std::int64_t block) const {
     return bank(epoch) + kCounters * kWordStride + 4 * block;
@@ -250,7 +252,7 @@ struct LocalLayout {
   }
 
  private:
-  static constexpr std::int64_t kCounters = 4;
+  static constexpr std::int64_t kCounters = 5;
   std::int64_t experts_, max_blocks_, max_tokens_, max_local_choices_;
 };
 

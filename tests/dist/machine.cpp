@@ -91,7 +91,10 @@ void Machine::execute(Actor& a) {
     case Kind::read:
       return do_read(a);
     case Kind::write:
+    case Kind::copy:
       return do_write(a);
+    case Kind::wait_read:
+      return wait_read(a);
     case Kind::wait_written:
       return wait_written(a);
     case Kind::fence:
@@ -173,10 +176,7 @@ void Machine::judge_read(Actor& a, Cell const& cell) {
 void Machine::do_read(Actor& a) {
   Cell& cell = cells_[a.next_.address.key()];
   if (!ignore_order_) judge_read(a, cell);
-  a.result_ = cell.value;
-  for (Actor::Write const& w : a.buffer_) {
-    if (w.key == a.next_.address.key()) a.result_ = w.value;
-  }
+  a.result_ = own_value(a, a.next_.address.key());
   std::uint32_t const now = a.clock_[static_cast<std::size_t>(a.id)];
   auto const known = std::find_if(cell.readers.begin(), cell.readers.end(),
                                   [&](auto const& reader) { return reader.first == a.id; });
@@ -198,6 +198,16 @@ void Machine::judge_write(Actor const& a, Cell const& cell) {
       race(a, "write over what another may still read", cell);
     }
   }
+  if (cell.copies > 0) race(a, "write over what a bulk store may still read", cell);
+}
+
+// What stands there for this actor: its own latest write, if that is on its way.
+std::uint64_t Machine::own_value(Actor const& a, std::uint64_t key) {
+  std::uint64_t value = cells_[key].value;
+  for (Actor::Write const& w : a.buffer_) {
+    if (w.key == key) value = w.value;
+  }
+  return value;
 }
 
 void Machine::do_write(Actor& a) {
@@ -213,9 +223,24 @@ void Machine::do_write(Actor& a) {
   cell.proxy_fences = a.proxy_fences_;
   a.buffer_.push_back({key, a.next_.value, a.next_.proxy});
   if (bulk) a.bulk_.push_back(key);
+  if (a.next_.kind != Kind::copy) return;
+  std::uint64_t const from = a.next_.from.key();
+  a.buffer_.back().from = from;
+  a.reading_.push_back(from);
+  ++cells_[from].copies;
+}
+
+void Machine::wait_read(Actor& a) {
+  for (Actor::Write& w : a.buffer_) {
+    if (w.from != Actor::kNowhere) w.value = own_value(a, w.from);
+    w.from = Actor::kNowhere;
+  }
+  for (std::uint64_t const key : a.reading_) --cells_[key].copies;
+  a.reading_.clear();
 }
 
 void Machine::wait_written(Actor& a) {
+  wait_read(a);
   auto const bulk = [](Actor::Write const& w) { return w.proxy == Proxy::async; };
   for (Actor::Write const& w : a.buffer_) {
     if (bulk(w)) cells_[w.key].value = w.value;
@@ -246,7 +271,8 @@ bool Machine::drain(int actor, std::mt19937_64& rng) {
   auto const first = std::find_if(a.buffer_.begin(), a.buffer_.end(), [&](Actor::Write const& w) {
     return w.key == a.buffer_[chosen].key;
   });
-  cells_[first->key].value = first->value;
+  cells_[first->key].value =
+      first->from == Actor::kNowhere ? first->value : own_value(a, first->from);
   a.buffer_.erase(first);
   return true;
 }

@@ -50,6 +50,8 @@ inline void join(Clock& to, Clock const& from) {
 enum class Kind {
   read,
   write,
+  copy,          // a bulk store: what stands in shared memory when it is read
+  wait_read,     // cp.async.bulk.wait_group.read 0: shared memory may be written again
   wait_written,  // cp.async.bulk.wait_group 0
   fence,         // fence.acq_rel.sys
   proxy_fence,
@@ -66,6 +68,7 @@ enum class Until { at_least_epoch, equal };
 struct Operation {
   Kind kind;
   Address address = {};
+  Address from = {};  // of a copy
   std::uint64_t value = 0;
   Scope scope = Scope::gpu;
   Proxy proxy = Proxy::generic;
@@ -134,6 +137,10 @@ class Actor {
   Await write(Address a, std::uint64_t value, Proxy proxy = Proxy::generic) {
     return ask({.kind = Kind::write, .address = a, .value = value, .proxy = proxy});
   }
+  Await copy(Address from, Address to) {
+    return ask({.kind = Kind::copy, .address = to, .from = from, .proxy = Proxy::async});
+  }
+  Await wait_read() { return ask({.kind = Kind::wait_read}); }
   Await wait_written() { return ask({.kind = Kind::wait_written}); }
   Await fence() { return ask({.kind = Kind::fence}); }
   Await proxy_fence() { return ask({.kind = Kind::proxy_fence}); }
@@ -184,14 +191,17 @@ class Actor {
   struct Write {
     std::uint64_t key, value;
     Proxy proxy;
+    std::uint64_t from = kNowhere;  // a copy that has not read its value yet
   };
+  static constexpr std::uint64_t kNowhere = ~std::uint64_t{0};
   std::unique_ptr<Program> program_;
   std::coroutine_handle<> at_;
   Operation next_ = {};
   std::uint64_t result_ = 0;
   bool done_ = false, at_boundary_ = false;
   std::vector<Write> buffer_;
-  std::vector<std::uint64_t> bulk_;  // cells of bulk writes that were not waited for
+  std::vector<std::uint64_t> bulk_;     // cells of bulk writes that were not waited for
+  std::vector<std::uint64_t> reading_;  // and of copies' sources, until they were read
   Clock clock_ = {};
   std::uint32_t sys_fences_ = 0, proxy_fences_ = 0;
   std::uint32_t covered_ = 0;  // what a system fence of another warp of the CTA has covered
@@ -247,6 +257,7 @@ class Machine {
     std::uint32_t written = 0;  // the writer's clock; kUnwritten until a bulk write was waited for
     std::uint32_t sys_fences = 0, proxy_fences = 0;
     Proxy proxy = Proxy::generic;
+    std::uint32_t copies = 0;  // that may still read it
     std::vector<std::pair<int, std::uint32_t>> readers;
   };
   struct Word {
@@ -267,6 +278,8 @@ class Machine {
   void fence_sys(Actor& a);
   void acquire(Actor& a, Word const& word);
   void do_boundary(std::int32_t rank);
+  [[nodiscard]] std::uint64_t own_value(Actor const& a, std::uint64_t key);
+  void wait_read(Actor& a);
   void wait_written(Actor& a);
   void drain_generic(Actor& a);
   void judge_read(Actor& a, Cell const& cell);

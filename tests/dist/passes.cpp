@@ -190,6 +190,9 @@ Program Passes::route(Actor& self, std::int32_t index, std::uint32_t epoch) {
     co_await self.relaxed(local(self, local_.slices_counted(other)), 0);
     co_await self.relaxed(local(self, local_.slices_written(other)), 0);
     co_await self.relaxed(local(self, local_.ended(other)), 0);
+    if (!breaks(Break::draws_not_cleared)) {
+      co_await self.relaxed(local(self, local_.row_draws(other)), 0);
+    }
     for (std::int64_t b = 0; b < shape_.max_blocks(); ++b) {
       co_await self.relaxed(local(self, local_.arrived(other, b)), 0);
       co_await self.relaxed(local(self, local_.a_ready(other, b)), 0);
@@ -301,149 +304,16 @@ Program Passes::make_plan(Actor& self, std::uint32_t epoch, Known& known) {
   make_list_begins(shape_, counts, self.rank, known.list_begin.data());
 }
 
-Program Passes::pull_all(Actor& self, std::int32_t number, std::uint32_t epoch,
-                         Known const& known) {
-  CountMatrix const counts{known.counts.data(), shape_.experts};
-  RowCursor rows(shape_, counts, known.plan.data(), known.list_begin.data(), self.rank);
-  std::int32_t const all = owner_totals(shape_, known.plan.data(), self.rank).rows;
-  std::vector<Untold> untold;
-  for (std::int32_t i = number; i < all; i += options_.ctas * options_.communication_warps) {
-    PoolRow const row = rows.at(i);
-    co_await await_place(self, epoch, row.block, untold);
-    co_await pull(self, epoch, row, known, untold);
-    if (breaks(Break::row_pulled_twice) && i == 0) co_await pull(self, epoch, row, known, untold);
-    if (static_cast<std::int32_t>(untold.size()) >= options_.rows_in_flight) {
-      co_await tell(self, untold);
-    }
-  }
-  co_await tell(self, untold);
-}
-
-// A token's row to the places of all its pairs here.
-Program Passes::spread(Actor& self, std::uint32_t epoch, std::int32_t source, Entry const& entry,
-                       Known const& known, std::vector<Untold>& untold) {
-  CountMatrix const counts{known.counts.data(), shape_.experts};
-  std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
-  std::uint64_t const x = co_await self.read(window(source, window_.x_row(token)), Proxy::async);
-  for (std::int32_t k = 0; k < shape_.max_top_k; ++k) {
-    if ((entry.first_index >> k & 1) == 0) continue;
-    std::int64_t const pair = token * shape_.max_top_k + k;
-    if (breaks(Break::row_to_its_first_place_only) && pair != entry.pair) continue;
-    note(pulled_, epoch, source, static_cast<std::uint32_t>(pair), 0, "pulled");
-    PairPlace const place = PairPlace::of(static_cast<std::uint32_t>(
-        co_await self.read(window(self.rank, window_.place_word(parity_of(epoch), source, pair)))));
-    std::int32_t const expert = self.rank * shape_.local_experts() + place.expert;
-    ExpertPlan const& plan = known.plan[static_cast<std::size_t>(expert)];
-    std::int32_t const in_expert = rows_ahead(shape_, counts, expert, source) + place.index;
-    std::int32_t const block = plan.first_block + in_expert / shape_.block_rows;
-    std::int32_t const position = in_expert % shape_.block_rows;
-    std::int64_t const pool_row = std::int64_t{block} * shape_.block_rows + position;
-    std::int32_t const pad = in_expert + 1 == plan.rows ? shape_.block_rows - 1 - position : 0;
-    co_await self.write(pool(self, block, position), x, Proxy::async);
-    co_await self.write(
-        local(self, local_.row_origin + 8 * pool_row),
-        static_cast<std::uint64_t>(source) << 32 | static_cast<std::uint64_t>(pair));
-    co_await write_pads(self, block, position, pad);
-    untold.push_back({local(self, local_.arrived(bank_of(epoch), block)),
-                      static_cast<std::uint64_t>(1 + (breaks(Break::pad_not_counted) ? 0 : pad))});
-  }
-}
-
-Program Passes::write_pads(Actor& self, std::int32_t block, std::int32_t position,
-                           std::int32_t pad) {
-  for (std::int32_t p = 1; p <= pad; ++p)
-    co_await self.write(pool(self, block, position + p), kPad);
-  if (pad > 0 && !breaks(Break::pad_written_without_proxy_fence)) co_await self.proxy_fence();
-}
-
-// Rows that have been written: counted, and waited for before that.
-Program Passes::tell(Actor& self, std::vector<Untold>& untold) {
-  if (untold.empty()) co_return;
-  if (!breaks(Break::arrived_before_written)) co_await self.wait_written();
-  for (Untold const& u : untold) {
-    if (breaks(Break::arrived_relaxed)) {
-      co_await self.ask({.kind = Kind::count_relaxed, .address = u.word, .value = u.rows});
-    } else {
-      co_await self.count(u.word, u.rows);
-    }
-  }
-  untold.clear();
-}
-
-// In a ring: until all ups of the block that lies there have read it. They have lower tickets than those of `block`,
-// where a ring has places for a unit or a group has all tiles, and need no row of it or of later blocks; but they may
-// need what this warp has not told.
-Program Passes::await_place(Actor& self, std::uint32_t epoch, std::int32_t block,
-                            std::vector<Untold>& untold) {
-  std::int32_t const before = block - options_.ring_blocks;
-  if (options_.ring_blocks == 0 || before < 0 || breaks(Break::ring_without_waiting)) co_return;
-  Address const word = local(self, local_.a_ready(bank_of(epoch), before));
-  auto const ups = static_cast<std::uint64_t>(shape_.up_tiles());
-  std::uint64_t const free = co_await self.look(word, ups);
-  if (free == 0 && !breaks(Break::untold_rows_while_waiting)) co_await tell(self, untold);
-  if (breaks(Break::ring_waits_for_one_up)) {
-    co_await self.ask({.kind = Kind::wait,
-                       .address = word,
-                       .value = 1,
-                       .until = Until::at_least_epoch,
-                       .site = Site::a_ready});
-  } else {
-    co_await self.wait_count(word, ups, Site::a_ready);
-  }
-  co_await self.proxy_fence();
-}
-
-Program Passes::pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known const& known,
-                     std::vector<Untold>& untold) {
-  Entry const entry = Entry::from(co_await self.read(
-      window(self.rank, window_.list_entry(parity_of(epoch), row.source, row.entry))));
-  if (once()) {
-    if (entry.place == 0 || breaks(Break::every_row_brings)) {
-      co_await spread(self, epoch, row.source, entry, known, untold);
-    }
-    co_return;
-  }
-  std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
-  std::int64_t const pool_row = std::int64_t{row.block} * shape_.block_rows + row.position;
-  std::uint64_t x = 0;
-  if (entry.place == 0) {
-    note(pulled_, epoch, row.source, entry.pair, 0, "pulled");
-    x = co_await self.read(window(row.source, window_.x_row(token)), Proxy::async);
-  } else {  // the group's first row is here already, or on its way: in an earlier block
-    CountMatrix const counts{known.counts.data(), shape_.experts};
-    std::int64_t const first = pool_row_of_pair(
-        shape_, counts, known.plan.data(),
-        self.rank * shape_.local_experts() + static_cast<std::int32_t>(entry.first_expert),
-        row.source, static_cast<std::int32_t>(entry.first_index));
-    if (!breaks(Break::untold_rows_while_waiting)) co_await tell(self, untold);
-    if (!breaks(Break::copy_without_arrived)) {
-      co_await self.wait_count(
-          local(self, local_.arrived(bank_of(epoch), first / shape_.block_rows)),
-          static_cast<std::uint64_t>(shape_.block_rows), Site::arrived);
-    }
-    co_await self.proxy_fence();
-    x = co_await self.read({self.rank, Space::x_pool, first}, Proxy::async);
-  }
-  co_await self.write(pool(self, row.block, row.position), x, Proxy::async);
-  co_await self.write(local(self, local_.row_origin + 8 * pool_row),
-                      static_cast<std::uint64_t>(row.source) << 32 | entry.pair);
-  if (dedup()) {
-    co_await self.write(
-        local(self, local_.group_row(row.source, token, static_cast<std::int32_t>(entry.place))),
-        static_cast<std::uint64_t>(pool_row));
-  }
-  co_await write_pads(self, row.block, row.position, row.pad);
-  untold.push_back(
-      {local(self, local_.arrived(bank_of(epoch), row.block)),
-       static_cast<std::uint64_t>(1 + (breaks(Break::pad_not_counted) ? 0 : row.pad))});
-}
-
 Program Passes::run(Actor& self, std::uint32_t epoch, Task const& task, Known const& known,
                     Sent& sent) {
   bool const is_up = task.kind == TaskKind::up;
   Address const word = local(self, is_up ? local_.arrived(bank_of(epoch), task.block)
                                          : local_.a_ready(bank_of(epoch), task.block));
-  auto const target = static_cast<std::uint64_t>(is_up ? shape_.block_rows : shape_.up_tiles());
+  std::int32_t const rows =
+      breaks(Break::rows_awaited_with_pads)
+          ? shape_.block_rows
+          : rows_of_block(known.plan[static_cast<std::size_t>(task.expert)], task.block);
+  auto const target = static_cast<std::uint64_t>(is_up ? rows : shape_.up_tiles());
   if (sent.pending) {
     // Where this task has to wait, it may be for what the last one has to tell.
     std::uint64_t const there = co_await self.look(word, target);
@@ -537,8 +407,7 @@ Program Passes::down(Actor& self, std::uint32_t epoch, Task const& task, Known c
                      Sent& sent) {
   co_await self.proxy_fence();
   ExpertPlan const& expert = known.plan[static_cast<std::size_t>(task.expert)];
-  std::int32_t const begin = (task.block - expert.first_block) * shape_.block_rows;
-  std::int32_t const rows = std::min(expert.rows - begin, shape_.block_rows);
+  std::int32_t const rows = rows_of_block(expert, task.block);
   for (std::int32_t p = 0; p < shape_.block_rows; ++p) {
     std::uint64_t a_row = 0;
     for (std::int32_t tile = 0; tile < shape_.up_tiles(); ++tile) {

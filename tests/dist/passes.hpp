@@ -3,6 +3,7 @@
 // words that the kernel uses. Each rule of the protocol can be broken on purpose.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <set>
 #include <tuple>
@@ -28,10 +29,13 @@ enum class Break {
   plan_without_publish,
   plan_awaits_equal_epoch,  // a peer that is a pass ahead is never seen
   // pull
-  arrived_before_written,  // counted when shared memory was read
+  arrived_before_written,      // counted when shared memory was read
+  chunk_loaded_before_read,    // over one that its stores still read
+  rows_awaited_with_pads,      // a block that is not full never has them
+  draws_begin_with_the_first,  // though every warp has had one
+  draws_not_cleared,
   arrived_relaxed,
   pull_without_proxy_fence,
-  pad_not_counted,
   row_pulled_twice,
   every_row_brings,             // its token's row, not the first alone
   row_to_its_first_place_only,  // though the token has others here
@@ -82,6 +86,7 @@ struct Options {
       true;  ///< what a task wrote is completed under the next one, as in the kernel
   std::int32_t ring_blocks = 0;     ///< that the pool has places for, direct; 0: for all
   std::int32_t rows_in_flight = 1;  ///< that a communication warp has begun and not counted yet
+  std::int32_t rows_of_draw = 0;    ///< that it takes at a time; 0: row i is warp i mod warps'
   bool announces = false;   ///< a warp of its own fences and counts for the others of its CTA
   bool sums_early = false;  ///< communication warps add up tokens that are complete, direct
 };
@@ -112,18 +117,19 @@ class Passes : public World {
                       std::vector<std::int32_t>& next, std::vector<std::int32_t> const& totals);
   Program make_plan(Actor& self, std::uint32_t epoch, Known& known);
   Program pull_all(Actor& self, std::int32_t number, std::uint32_t epoch, Known const& known);
-  // A row that has been written, or is on its way.
-  struct Untold {
-    Address word;
-    std::uint64_t rows;
+  // What a communication warp has on its way: rows that have been written, or will be, by their counters; and how
+  // many have been loaded into its ring in shared memory.
+  struct Spread {
+    std::vector<Address> untold;
+    std::int64_t loaded = 0;
   };
-  Program tell(Actor& self, std::vector<Untold>& untold);
-  Program await_place(Actor& self, std::uint32_t epoch, std::int32_t block,
-                      std::vector<Untold>& untold);
+  Program tell(Actor& self, Spread& spread);
+  Program await_place(Actor& self, std::uint32_t epoch, std::int32_t block, Spread& spread);
   Program pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known const& known,
-               std::vector<Untold>& untold);
-  Program spread(Actor& self, std::uint32_t epoch, std::int32_t source, Entry const& entry,
-                 Known const& known, std::vector<Untold>& untold);
+               Spread& spread);
+  Program load(Actor& self, std::uint64_t x, Spread& spread);
+  Program bring(Actor& self, std::uint32_t epoch, std::int32_t source, Entry const& entry,
+                Known const& known, Spread& spread);
   Program write_pads(Actor& self, std::int32_t block, std::int32_t position, std::int32_t pad);
   [[nodiscard]] bool once() const { return shape_.transfer == Transfer::once; }
   Program send_sums(Actor& self, std::int32_t number, std::uint32_t epoch, Known const& known);
@@ -188,6 +194,17 @@ class Passes : public World {
     return {.kind = Kind::count_relaxed,
             .address = {self.rank, Space::shared, std::int64_t{epoch} << 32 | token},
             .value = 1};
+  }
+  // The place of a warp's latest row in its ring.
+  static Address ring_place(Actor const& self, Spread const& spread) {
+    constexpr std::int64_t kPlaces = 2;
+    return {self.rank, Space::shared,
+            std::int64_t{1} << 52 | std::int64_t{self.id} << 8 | spread.loaded % kPlaces};
+  }
+  // Rows of a block that are none of its pads.
+  [[nodiscard]] std::int32_t rows_of_block(ExpertPlan const& expert, std::int32_t block) const {
+    return std::min(expert.rows - (block - expert.first_block) * shape_.block_rows,
+                    shape_.block_rows);
   }
   [[nodiscard]] Address done_word(Actor const& self, std::int32_t expert, std::uint64_t index,
                                   Known const& known) const;

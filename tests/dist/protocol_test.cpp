@@ -77,7 +77,8 @@ TEST(Protocol, EndsAndLosesNothing) {
                                  .passes = 5,
                                  .lag = ctas - 1,
                                  .completes_later = warps == 1,
-                                 .rows_in_flight = 3 - warps};
+                                 .rows_in_flight = 3 - warps,
+                                 .rows_of_draw = ctas - 1};
         for (std::uint64_t seed = 0; seed < 60; ++seed) {
           std::string const where = std::to_string(ranks) + " ranks, " + std::to_string(ctas) +
                                     " CTAs, " + std::to_string(warps) + " warps, seed " +
@@ -95,8 +96,12 @@ TEST(Protocol, EndsAndLosesNothing) {
 // Two CTAs with a pool of one or two blocks, pulls that are told late, a warp that announces what the others have sent,
 // sums by whoever is idle.
 Options with_helpers() {
-  return {
-      .passes = 4, .ring_blocks = 2, .rows_in_flight = 3, .announces = true, .sums_early = true};
+  return {.passes = 4,
+          .ring_blocks = 2,
+          .rows_in_flight = 3,
+          .rows_of_draw = 2,
+          .announces = true,
+          .sums_early = true};
 }
 
 TEST(Protocol, EndsWithARingAnAnnouncerAndEarlySums) {
@@ -111,6 +116,7 @@ TEST(Protocol, EndsWithARingAnAnnouncerAndEarlySums) {
           options.ring_blocks = places;
           options.announces = seed % 7 != 0;
           options.rows_in_flight = 1 + static_cast<std::int32_t>(seed % 5);
+          options.rows_of_draw = static_cast<std::int32_t>(seed / 3 % 4);
           ASSERT_EQ(run(places == 0 ? small_once(ranks) : small(ranks), options, seed), "")
               << ranks << " ranks, " << ctas << " CTAs, " << places << " places, seed " << seed;
         }
@@ -172,6 +178,7 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
     std::int32_t ring_blocks = 0;
     bool sums_early = false, announces = false;
     Transfer transfer = Transfer::direct;
+    std::int32_t rows_of_draw = 0;
   };
   Small const cases[] = {
       {1, {{0, 1}, {1, 0}}, 1, 1},  // each sends a row to the other one and keeps one
@@ -179,7 +186,8 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
       {1, {{1}, {0}}, 1, 2},        // two passes: a rank may be one ahead
       {1, {{1, 1}, {}}, 1, 3},      // a rank without tokens, three passes
       {1, {{0}, {0}}, 2, 1},
-      {2, {{3, 2}, {}}, 1, 2, 0, false, false, Transfer::once},  // a row for two places
+      {2, {{3, 2}, {}}, 1, 2, 0, false, false, Transfer::once},     // a row for two places
+      {2, {{3, 2}, {}}, 2, 1, 0, false, false, Transfer::once, 1},  // drawn by two warps
       {2,
        {{3, 2}, {0, 1}},
        1,
@@ -210,6 +218,7 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
                                                          .passes = small_case.passes,
                                                          .ring_blocks = small_case.ring_blocks,
                                                          .rows_in_flight = 2,
+                                                         .rows_of_draw = small_case.rows_of_draw,
                                                          .sums_early = small_case.sums_early});
     };
     Exploration const all = explore(make, 1'000'000);
@@ -252,7 +261,7 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
       {Break::arrived_before_written, "arrived_before_written", "nobody waited for"},
       {Break::arrived_relaxed, "arrived_relaxed", "without acquiring"},
       {Break::pull_without_proxy_fence, "pull_without_proxy_fence", "proxy fence"},
-      {Break::pad_not_counted, "pad_not_counted", "waits at arrived"},
+      {Break::rows_awaited_with_pads, "rows_awaited_with_pads", "waits at arrived"},
       {Break::row_pulled_twice, "row_pulled_twice", "a row twice"},
       {Break::rows_in_rank_order, "rows_in_rank_order", ""},
       {Break::up_without_arrived, "up_without_arrived", "read"},
@@ -276,7 +285,11 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
   Broken const of_once[] = {
       {Break::every_row_brings, "every_row_brings", "a row twice"},
       {Break::row_to_its_first_place_only, "row_to_its_first_place_only", "waits at arrived"},
-      {Break::pad_not_counted, "pad_not_counted", "waits at arrived"},
+      {Break::rows_awaited_with_pads, "rows_awaited_with_pads", "waits at arrived"},
+      {Break::draws_begin_with_the_first, "draws_begin_with_the_first", "a row twice"},
+      {Break::draws_not_cleared, "draws_not_cleared", "waits at arrived"},
+      {Break::chunk_loaded_before_read, "chunk_loaded_before_read",
+       "what a bulk store may still read"},
       {Break::lists_without_system_fence, "lists_without_system_fence", "no system fence"},
       {Break::arrived_before_written, "arrived_before_written", "nobody waited for"},
       {Break::up_without_arrived, "up_without_arrived", "read"},
@@ -296,6 +309,8 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
       {Break::one_bank, "one_bank", ""},
   };
   Broken const of_helpers[] = {
+      {Break::chunk_loaded_before_read, "chunk_loaded_before_read",
+       "what a bulk store may still read"},
       {Break::ring_without_waiting, "ring_without_waiting", "what another may still read"},
       {Break::ring_waits_for_one_up, "ring_waits_for_one_up", "what another may still read"},
       {Break::untold_rows_while_waiting, "untold_rows_while_waiting", "waits at a_ready"},
@@ -314,7 +329,9 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
   };
   for (Broken const& broken : all) expect_noticed(broken, small(2));
   for (Broken const& broken : of_helpers) expect_noticed(broken, small(2), with_helpers());
-  for (Broken const& broken : of_once) expect_noticed(broken, small_once(2));
+  for (Broken const& broken : of_once) {
+    expect_noticed(broken, small_once(2), {.passes = 5, .rows_in_flight = 4, .rows_of_draw = 2});
+  }
   for (Broken const& broken : of_dedup) expect_noticed(broken, small_dedup(2));
   expect_noticed(
       {Break::untold_rows_while_waiting, "untold_rows_while_waiting", "waits at arrived"},

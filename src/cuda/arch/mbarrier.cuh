@@ -68,7 +68,22 @@ __device__ __forceinline__ bool mbarrier_try_wait(Mbarrier* smem_barrier, uint32
   return done != 0;
 }
 
-// The same at cluster scope, for values that a peer stored (st_async). Invalidates L1.
+// The same, but back at once.
+__device__ __forceinline__ bool mbarrier_test_wait(Mbarrier* smem_barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(smem_barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+// As try_wait, at cluster scope, for values that a peer stored (st_async). Invalidates L1.
 __device__ __forceinline__ bool mbarrier_try_wait_cluster(Mbarrier* smem_barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(

@@ -39,7 +39,7 @@ __device__ void push(ExchangeArguments const& p, Shared& smem) {
     return RowCopy{p.gmem_y + row * row_bytes,
                    p.windows[from.y] +
                        p.window.slot(from.x / top_k, static_cast<std::int32_t>(from.x % top_k)),
-                   nullptr, 0};
+                   nullptr};
   });
   arch::fence_acq_rel_sys();
 }

@@ -20,15 +20,13 @@ struct CopyRing {
   arch::Mbarrier full[kChunks];
   char* destination[kChunks];
   std::uint32_t* counter[kChunks];  // null: the chunk does not end a row that is counted
-  std::uint32_t increment[kChunks];
   std::uint32_t bytes[kChunks];
 };
 
 struct RowCopy {
   char const* from;
   char* to;
-  std::uint32_t* counter;   // of this GPU, or null: what grows once the row has been written,
-  std::uint32_t increment;  // and by how much
+  std::uint32_t* counter;  // of this GPU, or null: grows by 1 once the row has been written
 };
 
 // Called by one lane, once per kernel: the ring's barriers are fresh. next_row(i) for i in [0, rows), each
@@ -49,16 +47,13 @@ __device__ void copy_rows(CopyRing& ring, int rows, int row_bytes, NextRow next_
     std::uint32_t const bytes = static_cast<std::uint32_t>(min(row_bytes - at, kChunkBytes));
     ring.destination[slot] = row.to + at;
     ring.counter[slot] = in_row == chunks_of_row ? row.counter : nullptr;
-    ring.increment[slot] = row.increment;
     ring.bytes[slot] = bytes;
     arch::mbarrier_arrive_expect_tx(&ring.full[slot], bytes);
     arch::bulk_load(ring.chunk[slot], row.from + at, bytes, &ring.full[slot]);
   };
   auto const written = [&](int q) {
     int const slot = q % kChunks;
-    if (ring.counter[slot] != nullptr) {
-      arch::add_release_gpu(ring.counter[slot], ring.increment[slot]);
-    }
+    if (ring.counter[slot] != nullptr) arch::add_release_gpu(ring.counter[slot], 1);
   };
   for (int q = 0; q < kChunks && q < chunks; ++q) load(q);
   for (int q = 0; q < chunks; ++q) {

@@ -51,7 +51,7 @@ __device__ void pull(ExchangeArguments const& p, Shared& smem, std::uint32_t epo
     if (i + 1 < mine) look_ahead(i + 1);
     std::int64_t const token = pair / static_cast<std::uint32_t>(p.shape.max_top_k);
     return RowCopy{p.windows[source] + p.window.x_row(token), p.gmem_pool + row * row_bytes,
-                   nullptr, 0};
+                   nullptr};
   });
 }
 

@@ -14,6 +14,7 @@
 #pragma once
 
 #include "cuda/arch/proxy_fence.cuh"
+#include "dist/kernels/pull_rows.cuh"
 #include "dist/kernels/push_rows.cuh"
 #include "dist/kernels/sent_tasks.cuh"
 #include "dist/kernels/slot_sums.cuh"
@@ -63,19 +64,20 @@ class Tasks {
       Task const task = cursor_.at(ticket_);
       ExchangeShape const& shape = pass_.shape();
       LocalLayout const& words = pass_.p.exchange.local;
+      ExpertPlan const& expert = pass_.plan()[task.expert];
+      int const left = expert.rows - (task.block - expert.first_block) * shape.block_rows;
+      int const rows = min(left, shape.block_rows);
+      int const row = task.block * shape.block_rows;
       if (task.kind == TaskKind::down) {
         needs_ = {words.a_ready(pass_.epoch, task.block),
                   static_cast<std::uint32_t>(shape.up_tiles()), Site::a_ready};
       } else {
-        needs_ = {words.arrived(pass_.epoch, task.block),
-                  static_cast<std::uint32_t>(shape.block_rows), Site::arrived};
+        needs_ = {words.arrived(pass_.epoch, task.block), static_cast<std::uint32_t>(rows),
+                  Site::arrived};
       }
-      ExpertPlan const& expert = pass_.plan()[task.expert];
-      int const row = task.block * shape.block_rows;
-      int const left = expert.rows - (task.block - expert.first_block) * shape.block_rows;
       int const kind = task.kind == TaskKind::down ? kDownTask : 0;
       int const local = task.expert - pass_.p.exchange.rank * shape.local_experts();
-      message = {local | kind | task.tile << 16, row, row + min(left, shape.block_rows), 0};
+      message = {local | kind | task.tile << 16, row, row + rows, 0};
     }
     arch::mbarrier_wait(&pass_.smem.gemm.work_empty[slot_], phase_ ^ 1);
     if (arch::lane_idx() == 0) {
@@ -155,134 +157,6 @@ __device__ void produce(Pass const& pass) {
       state.advance();
     }
   }
-}
-
-// One lane: its share of the rows, in the order of the tasks.
-__device__ inline void pull_rows(Pass const& pass, int warp) {
-  ExchangeArguments const& p = pass.p.exchange;
-  int const worker = static_cast<int>(blockIdx.x) * kCommunicationWarps + warp;
-  int const workers = static_cast<int>(gridDim.x) * kCommunicationWarps;
-  int const rows = owner_totals(p.shape, pass.plan(), p.rank).rows;
-  int const mine = (rows - worker + workers - 1) / workers;
-  if (mine <= 0) return;
-  int const row_bytes = 2 * p.shape.hidden;
-  RowCursor cursor(p.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p.rank);
-  PoolRow ahead = {};
-  std::uint32_t ahead_pair = 0;
-  auto const look_ahead = [&](int i) {  // entries are read a row before they are needed
-    ahead = cursor.at(worker + i * workers);
-    std::int64_t const at = p.window.list_entry(parity(pass.epoch), ahead.source, ahead.entry);
-    ahead_pair = __ldcg(word_of(p.windows[p.rank], at));  // RouteEntry::pair
-  };
-  look_ahead(0);
-  arch::fence_proxy_async_global();
-  copy_rows(pass.smem.ring[warp].rows, mine, row_bytes, [&](int i) {
-    PoolRow const row = ahead;
-    std::uint32_t const pair = ahead_pair;
-    if (i + 1 < mine) look_ahead(i + 1);
-    std::int64_t const pool_row = std::int64_t{row.block} * p.shape.block_rows + row.position;
-    *reinterpret_cast<uint2*>(p.gmem_local + p.local.row_origin + 8 * pool_row) =
-        make_uint2(pair, static_cast<std::uint32_t>(row.source));
-    std::int64_t const token = pair / static_cast<std::uint32_t>(p.shape.max_top_k);
-    // Pads stay what they are: a row of a GEMM depends on its own row alone, and no slot gets one.
-    return RowCopy{p.windows[row.source] + p.window.x_row(token),
-                   p.gmem_pool + pool_row * row_bytes,
-                   pass.local_word(p.local.arrived(pass.epoch, row.block)),
-                   static_cast<std::uint32_t>(1 + row.pad)};
-  });
-}
-
-// Rows of the pool as pull_tokens() writes them.
-struct PoolRows {
-  Pass const& pass;
-  __device__ char* to(std::int32_t row) const {
-    return pass.p.exchange.gmem_pool + std::int64_t{row} * 2 * pass.shape().hidden;
-  }
-  // Pads stay what they are: a row of a GEMM depends on its own row alone, and no slot gets one.
-  __device__ void arrived(PoolTarget target) const {
-    LocalLayout const& local = pass.p.exchange.local;
-    atomicAdd(pass.local_word(local.arrived(pass.epoch, target.row() / pass.shape().block_rows)),
-              1 + target.pad());
-  }
-  // One fence for the counts of all places.
-  __device__ void written() const { __threadfence(); }
-};
-
-// One warp. Its share of the rows in the order of the tasks, 32 at a time; of these it brings those that are the first
-// of their token here. Lane j knows choice j of the token that comes next.
-__device__ inline void pull_tokens(Pass const& pass, int warp) {
-  ExchangeArguments const& p = pass.p.exchange;
-  int const lane = arch::lane_idx();
-  int const worker = static_cast<int>(blockIdx.x) * kCommunicationWarps + warp;
-  int const workers = static_cast<int>(gridDim.x) * kCommunicationWarps;
-  int const rows = owner_totals(p.shape, pass.plan(), p.rank).rows;
-  char* const window = p.windows[p.rank];
-  int const parity = dist::parity(pass.epoch);
-  RowCursor cursor(p.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p.rank);
-  PoolRows const pool{pass};
-  RowSpread spread(pass.smem.ring[warp].tokens, 2 * p.shape.hidden, pool);
-  arch::fence_proxy_async_global();
-  int loaded = 0;
-  for (int first = worker; first < rows; first += arch::kWarpThreads * workers) {
-    int const number = first + lane * workers;
-    int own_source = 0;
-    uint4 own = {};  // RouteEntry
-    bool brings = false;
-    if (number < rows) {
-      PoolRow const row = cursor.at(number);
-      own_source = row.source;
-      own = __ldcg(reinterpret_cast<uint4 const*>(
-          window + p.window.list_entry(parity, row.source, row.entry)));
-      brings = (own.z & 0xffu) == 0;  // RouteEntry::place
-    }
-    struct Token {
-      std::uint32_t choices, first_pair, place;
-      int source;
-    };
-    auto const look = [&](unsigned left) {
-      int const from = __ffs(static_cast<int>(left)) - 1;
-      Token token = {};
-      if (from < 0) return token;
-      token.choices = __shfl_sync(block::kAllLanes, own.w, from);
-      std::uint32_t const pair = __shfl_sync(block::kAllLanes, own.x, from);
-      token.first_pair = pair - pair % static_cast<std::uint32_t>(p.shape.max_top_k);
-      token.source = __shfl_sync(block::kAllLanes, own_source, from);
-      if ((token.choices >> lane & 1) != 0) {
-        token.place = __ldcg(
-            word_of(window, p.window.place_word(parity, token.source, token.first_pair + lane)));
-      }
-      return token;
-    };
-    unsigned left = __ballot_sync(block::kAllLanes, brings);
-    Token ahead = look(left);
-    while (left != 0) {
-      Token const token = ahead;
-      left &= left - 1;
-      ahead = look(left);  // read before it is needed
-      if ((token.choices >> lane & 1) != 0) {
-        PairPlace const place = PairPlace::of(token.place);
-        int const expert = p.rank * p.shape.local_experts() + place.expert;
-        ExpertPlan const& plan = pass.plan()[expert];
-        int const in_expert =
-            rows_ahead(p.shape, pass.counts(), expert, token.source) + place.index;
-        int const row = plan.first_block * p.shape.block_rows + in_expert;
-        bool const last = in_expert + 1 == plan.rows;
-        int const pad = last ? p.shape.block_rows - 1 - in_expert % p.shape.block_rows : 0;
-        *reinterpret_cast<uint2*>(p.gmem_local + p.local.row_origin + 8 * std::int64_t{row}) =
-            make_uint2(token.first_pair + lane, static_cast<std::uint32_t>(token.source));
-        unsigned const before = token.choices & ((1u << lane) - 1);
-        spread.targets(loaded)[__popc(before)] = PoolTarget::of(row, pad);
-      }
-      __syncwarp();
-      if (lane == 0) {
-        std::int64_t const t = token.first_pair / static_cast<std::uint32_t>(p.shape.max_top_k);
-        spread.load(p.windows[token.source] + p.window.x_row(t), __popc(token.choices));
-      }
-      __syncwarp();
-      ++loaded;
-    }
-  }
-  if (lane == 0) spread.finish();
 }
 
 // block::multiply with a moment in it: what this warp sent for its last task is completed while a later k_tile of

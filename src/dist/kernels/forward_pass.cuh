@@ -26,6 +26,7 @@ constexpr int kProducerRegisters = 72;
 constexpr int kConsumerRegisters = 216;
 constexpr int kDownTask = 1 << 15;  // in WorkTile::segment
 constexpr int kMostChoices = 32;
+static_assert(kMostChoices <= kPlacesHeld && kMostChoices <= arch::kWarpThreads);
 static_assert(kMostExperts <= kDownTask);
 
 consteval block::GemmConfig up_gemm(ActivationKind kind) {
@@ -54,7 +55,7 @@ struct ForwardStorage {
   block::SharedStorage<kPlain> gemm;
   union {
     CopyRing rows;
-    SpreadRing<kMostChoices> tokens;  // Transfer::once
+    SpreadRing tokens;  // Transfer::once
   } ring[kCommunicationWarps];
   SentQueue sent;
   // Of this rank's experts, as the cursors read them.

@@ -1,0 +1,169 @@
+// SPDX-License-Identifier: Apache-2.0
+// The communication warps of the fused kernel: rows from their sources into the pool, in the order of the tasks
+// -> arrived.
+//   direct  pull_rows: a row for every pair, row i by warp i mod warps
+//   once    pull_tokens: a token's row for all its pairs here, with the first of them. Rows are drawn, four at a time,
+//           so a warp whose rows take long has fewer; where a row goes does not depend on who brings it
+// Ahead   once: a number is drawn two draws before it is needed, entries are read one draw, places one row
+//         before
+// Pads stay what they are: a row of a GEMM depends on its own row alone, and no slot gets one.
+#pragma once
+
+#include "cuda/arch/proxy_fence.cuh"
+#include "dist/kernels/forward_pass.cuh"
+
+namespace tessera::dist {
+
+// One lane.
+__device__ inline void pull_rows(Pass const& pass, int warp) {
+  ExchangeArguments const& p = pass.p.exchange;
+  int const worker = static_cast<int>(blockIdx.x) * kCommunicationWarps + warp;
+  int const workers = static_cast<int>(gridDim.x) * kCommunicationWarps;
+  int const rows = owner_totals(p.shape, pass.plan(), p.rank).rows;
+  int const mine = (rows - worker + workers - 1) / workers;
+  if (mine <= 0) return;
+  int const row_bytes = 2 * p.shape.hidden;
+  RowCursor cursor(p.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p.rank);
+  PoolRow ahead = {};
+  std::uint32_t ahead_pair = 0;
+  auto const look_ahead = [&](int i) {  // entries are read a row before they are needed
+    ahead = cursor.at(worker + i * workers);
+    std::int64_t const at = p.window.list_entry(parity(pass.epoch), ahead.source, ahead.entry);
+    ahead_pair = __ldcg(word_of(p.windows[p.rank], at));  // RouteEntry::pair
+  };
+  look_ahead(0);
+  arch::fence_proxy_async_global();
+  copy_rows(pass.smem.ring[warp].rows, mine, row_bytes, [&](int i) {
+    PoolRow const row = ahead;
+    std::uint32_t const pair = ahead_pair;
+    if (i + 1 < mine) look_ahead(i + 1);
+    std::int64_t const pool_row = std::int64_t{row.block} * p.shape.block_rows + row.position;
+    *reinterpret_cast<uint2*>(p.gmem_local + p.local.row_origin + 8 * pool_row) =
+        make_uint2(pair, static_cast<std::uint32_t>(row.source));
+    std::int64_t const token = pair / static_cast<std::uint32_t>(p.shape.max_top_k);
+    return RowCopy{p.windows[row.source] + p.window.x_row(token),
+                   p.gmem_pool + pool_row * row_bytes,
+                   pass.local_word(p.local.arrived(pass.epoch, row.block))};
+  });
+}
+
+// Rows of the pool as pull_tokens() writes them.
+struct PoolRows {
+  Pass const& pass;
+  __device__ char* to(std::int32_t row) const {
+    return pass.p.exchange.gmem_pool + std::int64_t{row} * 2 * pass.shape().hidden;
+  }
+  __device__ void arrived(std::int32_t row) const {
+    LocalLayout const& local = pass.p.exchange.local;
+    atomicAdd(pass.local_word(local.arrived(pass.epoch, row / pass.shape().block_rows)), 1u);
+  }
+  __device__ void written() const { arch::fence_acq_rel_gpu(); }
+};
+
+// The tokens that one warp brings.
+class TokenDraws {
+ public:
+  struct Token {
+    std::uint32_t choices = 0;     // on this rank; none: there are no more tokens
+    std::uint32_t first_pair = 0;  // of the token, on its source
+    int source = 0;
+    PairPlace place = {};  // of lane j: of choice j, if it is one of those
+  };
+
+  __device__ TokenDraws(Pass const& pass, int warp)
+      : pass_(pass),
+        p_(pass.p.exchange),
+        lane_(arch::lane_idx()),
+        warps_(static_cast<int>(gridDim.x) * kCommunicationWarps),
+        rows_(owner_totals(p_.shape, pass.plan(), p_.rank).rows),
+        cursor_(p_.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p_.rank) {
+    draw();
+    read(static_cast<int>(blockIdx.x) * kCommunicationWarps + warp);
+  }
+
+  __device__ Token next() {
+    while (left_ == 0) {
+      if (first_ahead_ >= rows_) return {};
+      entry_ = entry_ahead_;
+      source_ = source_ahead_;
+      bool const brings = has_row() && entry_.z % 256 == 0;  // RouteEntry::place
+      left_ = __ballot_sync(block::kAllLanes, brings);
+      int const next = warps_ + static_cast<int>(__shfl_sync(block::kAllLanes, drawn_, 0));
+      draw();
+      read(next);
+    }
+    int const from = __ffs(static_cast<int>(left_)) - 1;
+    left_ &= left_ - 1;
+    std::uint32_t const pair = __shfl_sync(block::kAllLanes, entry_.x, from);
+    Token token;
+    token.choices = __shfl_sync(block::kAllLanes, entry_.w, from);
+    token.first_pair = pair - pair % static_cast<std::uint32_t>(p_.shape.max_top_k);
+    token.source = __shfl_sync(block::kAllLanes, source_, from);
+    if ((token.choices >> lane_ & 1) != 0) {
+      token.place = PairPlace::of(
+          __ldcg(word_of(window(), p_.window.place_word(parity(pass_.epoch), token.source,
+                                                        token.first_pair + lane_))));
+    }
+    return token;
+  }
+
+ private:
+  static constexpr int kRows = 4;  // of a draw; not every one of them brings its token
+
+  __device__ char* window() const { return p_.windows[p_.rank]; }
+  // Of the draw ahead.
+  __device__ bool has_row() const { return lane_ < kRows && first_ahead_ + lane_ < rows_; }
+  __device__ void draw() {
+    if (lane_ == 0) drawn_ = atomicAdd(pass_.local_word(p_.local.row_draws(pass_.epoch)), 1u);
+  }
+  // Lane j: row j of a draw.
+  __device__ void read(int draw) {
+    first_ahead_ = draw * kRows;
+    if (!has_row()) return;
+    PoolRow const row = cursor_.at(first_ahead_ + lane_);
+    source_ahead_ = row.source;
+    entry_ahead_ = __ldcg(reinterpret_cast<uint4 const*>(
+        window() + p_.window.list_entry(parity(pass_.epoch), row.source, row.entry)));
+  }
+
+  Pass const& pass_;
+  ExchangeArguments const& p_;
+  int lane_, warps_, rows_;
+  RowCursor cursor_;
+  unsigned left_ = 0;  // lanes whose tokens are still to be brought
+  uint4 entry_ = {};   // RouteEntry of this lane
+  int source_ = 0;
+  int first_ahead_ = 0;  // the next draw's first row
+  uint4 entry_ahead_ = {};
+  int source_ahead_ = 0;
+  std::uint32_t drawn_ = 0;  // of lane 0: the draw after the next
+};
+
+// One warp.
+__device__ inline void pull_tokens(Pass const& pass, int warp) {
+  ExchangeArguments const& p = pass.p.exchange;
+  PoolRows const pool{pass};
+  RowSpread spread(pass.smem.ring[warp].tokens, 2 * p.shape.hidden, pool);
+  TokenDraws draws(pass, warp);
+  arch::fence_proxy_async_global();
+  TokenDraws::Token ahead;
+  do {
+    TokenDraws::Token const token = ahead;
+    ahead = draws.next();  // read before it is needed
+    if (token.choices == 0) continue;
+    std::int32_t row = 0;
+    int const lane = arch::lane_idx();
+    if ((token.choices >> lane & 1) != 0) {
+      int const expert = p.rank * p.shape.local_experts() + token.place.expert;
+      row = pass.plan()[expert].first_block * p.shape.block_rows +
+            rows_ahead(p.shape, pass.counts(), expert, token.source) + token.place.index;
+      *reinterpret_cast<uint2*>(p.gmem_local + p.local.row_origin + 8 * std::int64_t{row}) =
+          make_uint2(token.first_pair + lane, static_cast<std::uint32_t>(token.source));
+    }
+    std::int64_t const t = token.first_pair / static_cast<std::uint32_t>(p.shape.max_top_k);
+    spread.bring(p.windows[token.source] + p.window.x_row(t), token.choices, row);
+  } while (ahead.choices != 0);
+  spread.finish();
+}
+
+}  // namespace tessera::dist

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// exp, log1p, sigmoid, softplus and the softmax sum as fixed sequences of fp32 operations: the same bits for
-// every instruction set and device, because FMA, +, *, / and sqrt are exactly rounded everywhere.
+// exp, expm1, log, log1p, sigmoid, softplus and the softmax sum as fixed sequences of fp32 operations: the same bits
+// for every instruction set and device, because FMA, +, *, / and sqrt are exactly rounded everywhere.
 //
 //   exp(x) = 2^m * p(r),  m = round(x / ln 2),  r = x - m ln 2 (two-part ln 2),  |r| <= 0.35
 // p is the degree-6 polynomial below; the error of exp stays under 1 ulp (tests/core).
@@ -13,10 +13,21 @@
 
 namespace tessera::core {
 
+constexpr float kLn2High = 0x1.62e4p-1f;  // few bits: m * kLn2High is exact
+constexpr float kLn2Low = 0x1.7f7d1cp-20f;
+
+/// (e^r - 1) / r for abs(r) <= 0.35.
+TESSERA_INLINE float expm1_ratio_fp32(float r) noexcept {
+  float p = 0x1.6850e4p-10f;
+  p = std::fma(p, r, 0x1.123bccp-7f);
+  p = std::fma(p, r, 0x1.555b98p-5f);
+  p = std::fma(p, r, 0x1.55548ep-3f);
+  p = std::fma(p, r, 0x1.fffff8p-2f);
+  return std::fma(p, r, 1.0f);
+}
+
 TESSERA_INLINE float exp_fp32(float x) noexcept {
   constexpr float kLog2E = 0x1.715476p+0f;
-  constexpr float kLn2High = 0x1.62e4p-1f;  // few bits: m * kLn2High is exact
-  constexpr float kLn2Low = 0x1.7f7d1cp-20f;
   constexpr float kRound =
       12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
   constexpr float kLargest = 89.0f, kSmallest = -104.0f;  // beyond: inf and 0
@@ -25,13 +36,7 @@ TESSERA_INLINE float exp_fp32(float x) noexcept {
   float const m = shifted - kRound;
   float r = std::fma(m, -kLn2High, bounded);
   r = std::fma(m, -kLn2Low, r);
-  float p = 0x1.6850e4p-10f;
-  p = std::fma(p, r, 0x1.123bccp-7f);
-  p = std::fma(p, r, 0x1.555b98p-5f);
-  p = std::fma(p, r, 0x1.55548ep-3f);
-  p = std::fma(p, r, 0x1.fffff8p-2f);
-  p = std::fma(p, r, 1.0f);
-  p = std::fma(p, r, 1.0f);
+  float const p = std::fma(expm1_ratio_fp32(r), r, 1.0f);
   // 2^m in two factors, so that subnormal results and the largest ones come out right.
   auto const exponent = static_cast<std::int32_t>(__builtin_bit_cast(std::uint32_t, shifted) -
                                                   __builtin_bit_cast(std::uint32_t, kRound));
@@ -40,6 +45,13 @@ TESSERA_INLINE float exp_fp32(float x) noexcept {
     return __builtin_bit_cast(float, (static_cast<std::uint32_t>(k) + 127u) << 23);
   };
   return p * power(half) * power(exponent - half);
+}
+
+/// e^x - 1.
+TESSERA_INLINE float expm1_fp32(float x) noexcept {
+  constexpr float kSmall = 0.34f;  // further out, nothing that matters cancels
+  float const magnitude = x < 0.0f ? -x : x;
+  return magnitude < kSmall ? x * expm1_ratio_fp32(x) : exp_fp32(x) - 1.0f;
 }
 
 TESSERA_INLINE float sigmoid_fp32(float x) noexcept { return 1.0f / (1.0f + exp_fp32(-x)); }
@@ -68,6 +80,16 @@ TESSERA_INLINE float log1p_fp32(float u) noexcept {
   p = std::fma(p, z, 1.0f / 3.0f);
   float const twice = 2.0f * v;
   return std::fma(twice * z, p, twice);
+}
+
+/// log(x) for x >= 1: m ln 2 + log1p(f) with x = 2^m (1 + f). NaN and infinity stay.
+TESSERA_INLINE float log_fp32(float x) noexcept {
+  constexpr std::uint32_t kMantissa = 0x007fffffu, kOne = 0x3f800000u, kInfinity = 0x7f800000u;
+  auto const bits = __builtin_bit_cast(std::uint32_t, x);
+  auto const m = static_cast<float>(static_cast<std::int32_t>(bits >> 23) - 127);
+  float const f = __builtin_bit_cast(float, (bits & kMantissa) | kOne) - 1.0f;
+  float const value = std::fma(m, kLn2High, std::fma(m, kLn2Low, log1p_fp32(f)));
+  return bits < kInfinity ? value : x;
 }
 
 /// log(1 + e^x) = max(x, 0) + log1p(e^-|x|).

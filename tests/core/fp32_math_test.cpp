@@ -89,6 +89,29 @@ TEST(Log1pFp32, StaysWithinTwoUlps) {
   EXPECT_EQ(log1p_fp32(0.0f), 0.0f);
 }
 
+TEST(Expm1Fp32, StaysWithinTwoUlps) {
+  for (float x = 1e-30f; x < 80.0f; x *= 1.01f) {
+    for (float const signed_x : {x, -x}) {
+      double const exact = std::expm1(static_cast<double>(signed_x));
+      EXPECT_NEAR(expm1_fp32(signed_x) / exact, 1.0, 2.4e-7) << signed_x;
+    }
+  }
+  EXPECT_EQ(expm1_fp32(0.0f), 0.0f);
+  EXPECT_EQ(expm1_fp32(-std::numeric_limits<float>::infinity()), -1.0f);
+  EXPECT_TRUE(std::isnan(expm1_fp32(std::nanf(""))));
+}
+
+TEST(LogFp32, StaysWithinTwoUlps) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  EXPECT_NEAR(log_fp32(1.0f + 0x1p-23f) / std::log1p(0x1p-23), 1.0, 2.4e-7);
+  for (float x = 1.01f; x < kInf; x *= 1.003f) {
+    EXPECT_NEAR(log_fp32(x) / std::log(static_cast<double>(x)), 1.0, 2.4e-7) << x;
+  }
+  EXPECT_EQ(log_fp32(1.0f), 0.0f);
+  EXPECT_EQ(log_fp32(kInf), kInf);
+  EXPECT_TRUE(std::isnan(log_fp32(std::nanf(""))));
+}
+
 TEST(SoftplusFp32, IsLinearAboveAndExponentialBelow) {
   EXPECT_EQ(softplus_fp32(100.0f), 100.0f);
   EXPECT_NEAR(softplus_fp32(-30.0f) / std::exp(-30.0), 1.0, 3e-7);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// route and metadata, compared with their plain twins, and choose_tokens, its rows with its rule; then timed. Each is
-// replayed as a graph of kRepeats calls over rotating buffers larger than L2 and divided: launches included, gaps of an
-// eager stream not.
+// route, metadata and router_loss, compared with their plain twins, and choose_tokens, its rows with its rule; then
+// timed. Each is replayed as a graph of kRepeats calls over rotating buffers larger than L2 and divided: launches
+// included, gaps of an eager stream not.
 // bound_ms = the bytes of the op over the copy rate given.
 //
 //   routing [--json FILE] [--copy-tbps X]
@@ -11,6 +11,7 @@
 #include "../../src/cuda/host/choose_tokens.hpp"
 #include "../../src/cuda/host/metadata.hpp"
 #include "../../src/cuda/host/route.hpp"
+#include "../../src/cuda/host/router_loss.hpp"
 #include "support.cuh"
 
 namespace tessera::bench {
@@ -48,10 +49,15 @@ struct Problem {
         chosen_ids(most_slots(s)),
         chosen_scores(most_slots(s)),
         token_offsets(s.tokens + 1),
-        topk_counts(s.experts) {
+        topk_counts(s.experts),
+        costs(s.experts),
+        partial_losses(2 * cuda::loss_blocks(s.tokens)),
+        losses(2) {
+    fill_logits<<<1, 256>>>(costs.get(), costs.count(), 0);
     for (int set = 0; set < kSets; ++set) {
       logits.push_back(std::make_unique<DeviceBuffer<float>>(int64_t{s.tokens} * s.experts));
       fill_logits<<<512, 256>>>(logits[set]->get(), logits[set]->count(), uint64_t(set) + 1);
+      dlogits.push_back(std::make_unique<DeviceBuffer<float>>(logits[set]->count()));
       weights.push_back(std::make_unique<DeviceBuffer<float>>(s.slots()));
       tables.push_back(std::make_unique<DeviceBuffer<int32_t>>(4 * s.slots() + s.experts + 1));
     }
@@ -118,12 +124,28 @@ struct Problem {
     return args;
   }
 
+  cuda::RouterLossArguments router_loss(int set, RouterKind kind) const {
+    cuda::RouterLossArguments args{};
+    args.gmem_logits = logits[set]->get();
+    args.gmem_cost = costs.get();
+    args.gmem_dlogits = dlogits[set]->get();
+    args.logits_pitch = args.dlogits_pitch = args.experts = shape.experts;
+    args.gmem_losses = losses.get();
+    args.gmem_partials = partial_losses.get();
+    args.tokens = shape.tokens;
+    args.kind = kind;
+    args.z = 0.5f;
+    args.d_loss = 1;
+    return args;
+  }
+
   Shape shape;
-  std::vector<std::unique_ptr<DeviceBuffer<float>>> logits, weights;
+  std::vector<std::unique_ptr<DeviceBuffer<float>>> logits, dlogits, weights;
   std::vector<std::unique_ptr<DeviceBuffer<int32_t>>> tables;
   DeviceBuffer<int32_t> workspace, choice_workspace, chosen_ids;
   DeviceBuffer<float> chosen_scores;
   DeviceBuffer<int32_t> token_offsets, topk_counts;
+  DeviceBuffer<float> costs, partial_losses, losses;
 };
 
 struct Outputs {
@@ -153,10 +175,24 @@ bool same_as_plain(Problem const& p) {
          std::memcmp(plain.weights.data(), kernel.weights.data(), plain.weights.size() * 4) == 0;
 }
 
-std::vector<int32_t> host_copy(DeviceBuffer<int32_t> const& buffer, int64_t count) {
-  std::vector<int32_t> values(static_cast<size_t>(count));
-  TESSERA_CUDA(cudaMemcpy(values.data(), buffer.get(), values.size() * 4, cudaMemcpyDeviceToHost));
+template <class T>
+std::vector<T> host_copy(DeviceBuffer<T> const& buffer, int64_t count) {
+  std::vector<T> values(static_cast<size_t>(count));
+  TESSERA_CUDA(
+      cudaMemcpy(values.data(), buffer.get(), values.size() * sizeof(T), cudaMemcpyDeviceToHost));
   return values;
+}
+
+bool same_losses_as_plain(Problem const& p, RouterKind kind) {
+  auto const result = [&](auto&& launch) {
+    p.dlogits[0]->poison();
+    p.losses.poison();
+    TESSERA_CUDA(launch(p.router_loss(0, kind), nullptr));
+    std::vector<float> values = host_copy(*p.dlogits[0], p.dlogits[0]->count());
+    for (float const loss : host_copy(p.losses, 2)) values.push_back(loss);
+    return values;
+  };
+  return result(cuda::launch_router_loss) == result(cuda::launch_router_loss_plain);
 }
 
 // Rows of every expert: the multiple of the tile below or above what the top-k choice gave it.
@@ -205,17 +241,18 @@ Quantiles time_graph(Launch&& launch) {
 }
 
 std::string row(Shape const& s, char const* pass, double bytes, double copy_tbps,
-                Quantiles const& t, bool checked, char const* round = "none") {
+                Quantiles const& t, bool checked, char const* round = "none",
+                char const* router = "topk-softmax") {
   double const bound = bytes / (copy_tbps * 1e9);
-  std::printf("%-10s %-13s round %-9s %7.2f us, bound %6.2f us%s\n", s.name, pass, round,
-              1e3 * t.median, 1e3 * bound, checked ? "" : "  WRONG");
+  std::printf("%-10s %-13s %-12s round %-9s %7.2f us, bound %6.2f us%s\n", s.name, pass, router,
+              round, 1e3 * t.median, 1e3 * bound, checked ? "" : "  WRONG");
   char text[512];
   std::snprintf(text, sizeof text,
                 "\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": \"fp32\", "
-                "\"gpus\": 1, \"routing\": \"random\", \"router\": \"topk-softmax\", \"round\": "
+                "\"gpus\": 1, \"routing\": \"random\", \"router\": \"%s\", \"round\": "
                 "\"%s\", \"pass\": \"%s\", \"impl\": \"tessera\", \"variant\": \"graph\", \"ms\": "
                 "%.5f, \"ms_p10\": %.5f, \"ms_p90\": %.5f, \"bound_ms\": %.5f, \"checked\": %s}",
-                s.name, s.tokens, s.hidden, s.intermediate, s.experts, s.top_k, round, pass,
+                s.name, s.tokens, s.hidden, s.intermediate, s.experts, s.top_k, router, round, pass,
                 t.median, t.p10, t.p90, bound, checked ? "true" : "false");
   return text;
 }
@@ -236,6 +273,14 @@ std::string bench_shape(Shape const& s, double copy_tbps) {
   double const metadata_bytes = 16 * slots + 4.0 * s.experts;
   std::string rows = row(s, "route", route_bytes, copy_tbps, time_graph(route), checked);
   rows += "," + row(s, "metadata", metadata_bytes, copy_tbps, time_graph(metadata), checked);
+  for (auto const& [kind, name] : {std::pair{RouterKind::topk_softmax, "topk-softmax"},
+                                   {RouterKind::sigmoid_bias, "sigmoid-bias"}}) {
+    auto const losses = [&](int set, cudaStream_t stream) {
+      TESSERA_CUDA(cuda::launch_router_loss(p.router_loss(set, kind), stream));
+    };
+    rows += "," + row(s, "router_loss", 8.0 * s.tokens * s.experts, copy_tbps, time_graph(losses),
+                      same_losses_as_plain(p, kind), "none", name);
+  }
   // Logits and ids in, ranks out and four times in, slots out.
   double const choice_bytes = 24.0 * s.tokens * s.experts + 16 * slots;
   for (auto const& [round, name] : {std::pair{Rounding::nr_f, "nr-f"},

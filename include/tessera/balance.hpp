@@ -41,9 +41,10 @@ struct RouterLossArgs {
 TESSERA_EXPORT Expected<std::size_t> router_loss_workspace_bytes(Context const& context,
                                                                  MoeDesc const& desc) noexcept;
 
-/// Computes the losses and their gradient in fp32, with sums of fixed order. Both are 0 for T = 0. Of `desc` it reads
-/// tokens, experts and the router's kind. Errors: invalid_argument for tensors that do not fit, router given or
-/// coefficients that are not finite; unsupported on a CUDA context.
+/// Computes the losses and their gradient in fp32, with sums of fixed order, on CPU and GPU with the same bits. Both
+/// are 0 for T = 0. Of `desc` it reads tokens, experts and the router's kind. Errors: invalid_argument for tensors that
+/// do not fit, router given, coefficients that are not finite or a negative count. A GPU reads counts as if all were 0
+/// where one is negative, and check_device_values() tells of it.
 TESSERA_EXPORT Status router_loss(Context const& context, MoeDesc const& desc,
                                   RouterLossArgs const& args, Stream stream = {}) noexcept;
 
@@ -56,9 +57,9 @@ struct SelectionBiasArgs {
 };
 
 /// Updates the bias; nothing changes where all counts are 0. Errors: invalid_argument for tensors that do not fit, a
-/// negative count or a rate that is not finite; unsupported on a CUDA context.
-TESSERA_EXPORT Status update_selection_bias(Context const& context,
-                                            SelectionBiasArgs const& args) noexcept;
+/// rate that is not finite or a negative count, which a GPU reads as above.
+TESSERA_EXPORT Status update_selection_bias(Context const& context, SelectionBiasArgs const& args,
+                                            Stream stream = {}) noexcept;
 
 /// How evenly rows spread over experts.
 struct LoadStatistics {

@@ -72,9 +72,9 @@ class TESSERA_EXPORT Context {
   std::unique_ptr<cuda::DeviceContext> cuda_;
 };
 
-/// Values that only the device can read (expert_offsets, token_offsets) are checked there: kernels stay inside
-/// their buffers whatever they find and note one bad value. This reports it, as invalid_argument, and forgets it.
-/// It does not wait: synchronise the stream of a call first to hear of that call. Always ok on the CPU, where
+/// Values that only the device can read (expert_offsets, token_offsets, topk_counts) are checked there: kernels stay
+/// inside their buffers whatever they find and note one bad value. This reports it, as invalid_argument, and forgets
+/// it. It does not wait: synchronise the stream of a call first to hear of that call. Always ok on the CPU, where
 /// calls check such values themselves.
 TESSERA_EXPORT Status check_device_values(Context const& context) noexcept;
 

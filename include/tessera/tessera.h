@@ -198,7 +198,8 @@ int tessera_route(tessera_context const*, tessera_moe_desc const*, tessera_route
 int tessera_router_loss_workspace(tessera_context const*, tessera_moe_desc const*, size_t* bytes);
 int tessera_router_loss(tessera_context const*, tessera_moe_desc const*,
                         tessera_router_loss_args const*, void* stream);
-int tessera_update_selection_bias(tessera_context const*, tessera_selection_bias_args const*);
+int tessera_update_selection_bias(tessera_context const*, tessera_selection_bias_args const*,
+                                  void* stream);
 int tessera_grouped_gemm_workspace(tessera_context const*, tessera_grouped_gemm_args const*,
                                    size_t* bytes);
 int tessera_grouped_gemm(tessera_context const*, tessera_grouped_gemm_args const*, void* stream);

@@ -174,7 +174,7 @@ Status router_loss_workspace(tessera_context const* context, tessera_moe_desc co
 }
 
 Status update_selection_bias(tessera_context const* context,
-                             tessera_selection_bias_args const* c_args) noexcept {
+                             tessera_selection_bias_args const* c_args, void* stream) noexcept {
   TESSERA_TRY(check_context(context));
   tessera_selection_bias_args from;
   TESSERA_TRY(read_struct("tessera_selection_bias_args", c_args, from));
@@ -183,7 +183,7 @@ Status update_selection_bias(tessera_context const* context,
   args.selection_bias = tensor_of(from.selection_bias);
   args.rate = from.rate;
   args.subtract_mean = from.subtract_mean != 0;
-  return tessera::update_selection_bias(context->context, args);
+  return tessera::update_selection_bias(context->context, args, {stream});
 }
 
 Status grouped_gemm_args_of(tessera_grouped_gemm_args const* c_args,
@@ -315,8 +315,9 @@ TESSERA_C_API int tessera_router_loss(tessera_context const* context, tessera_mo
   return finish(router_loss(context, desc, args, stream));
 }
 TESSERA_C_API int tessera_update_selection_bias(tessera_context const* context,
-                                                tessera_selection_bias_args const* args) {
-  return finish(update_selection_bias(context, args));
+                                                tessera_selection_bias_args const* args,
+                                                void* stream) {
+  return finish(update_selection_bias(context, args, stream));
 }
 TESSERA_C_API int tessera_grouped_gemm_workspace(tessera_context const* context,
                                                  tessera_grouped_gemm_args const* args,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What CPU and GPU routers share, bit for bit: an expert's own p, and keys as integers in the order of
-// selection.
+// What CPU and GPU routers share, bit for bit: an expert's own p, keys as integers in the order of selection, and the
+// size of the blocks in which losses add up.
 #pragma once
 
 #include <cmath>
@@ -55,10 +55,13 @@ TESSERA_INLINE float unscaled_score(float scale, float score) noexcept {
   return scale == 0.0f ? 0.0f : score / scale;
 }
 
+/// Tokens whose losses warp_sum adds up first; then it adds up the blocks' sums.
+constexpr int kLossTokens = 32;
+
 /// dl_k of a chosen expert from dp_k, of the routers with a p of their own.
 TESSERA_INLINE float own_p_gradient(RouterKind kind, float p, float dp) noexcept {
   if (kind != RouterKind::sqrtsoftplus) return dp * p * (1.0f - p);
-  return p == 0.0f ? 0.0f : dp * -std::expm1(-p * p) / (2.0f * p);
+  return p == 0.0f ? 0.0f : dp * -expm1_fp32(-p * p) / (2.0f * p);
 }
 
 }  // namespace tessera::core

@@ -218,10 +218,11 @@ TEST_F(CAbi, GivesLossesAndUpdatesTheBias) {
   update.topk_counts = args.topk_counts;
   update.selection_bias = c_tensor(tensor(bias.data(), {5}));
   update.rate = 0.25f;
-  ASSERT_EQ(tessera_update_selection_bias(context, &update), TESSERA_OK) << tessera_last_error();
+  ASSERT_EQ(tessera_update_selection_bias(context, &update, nullptr), TESSERA_OK)
+      << tessera_last_error();
   EXPECT_EQ(bias, (Floats{-0.25f, -0.25f, -0.25f, -0.25f, 0.25f}));
   update.size = 0;
-  expect_error(tessera_update_selection_bias(context, &update), TESSERA_INVALID_ARGUMENT,
+  expect_error(tessera_update_selection_bias(context, &update, nullptr), TESSERA_INVALID_ARGUMENT,
                "tessera_selection_bias_args.size=0");
   expect_error(tessera_router_loss_workspace(context, &desc, nullptr), TESSERA_INVALID_ARGUMENT,
                "bytes");

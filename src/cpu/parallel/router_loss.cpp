@@ -6,7 +6,6 @@
 #include "cpu/parallel/router_loss.hpp"
 
 #include <algorithm>
-#include <cmath>
 
 #include "cpu/parallel/router_formula.hpp"
 
@@ -47,7 +46,7 @@ TokenLoss token_loss(MoeDesc const& desc, RouterLoss const& args, float const* l
   float largest = logits[0];
   for (std::int64_t e = 1; e < experts; ++e) largest = largest > logits[e] ? largest : logits[e];
   for (std::int64_t e = 0; e < experts; ++e) scratch.softmax[e] /= sum;
-  float const lse = largest + std::log(sum);
+  float const lse = largest + core::log_fp32(sum);
 
   float const divisor = load_shares(kind, logits, experts, scratch);
   for (std::int64_t e = 0; e < experts; ++e) scratch.products[e] = args.cost[e] * scratch.p[e];
@@ -68,26 +67,29 @@ TokenLoss token_loss(MoeDesc const& desc, RouterLoss const& args, float const* l
 }  // namespace
 
 std::int64_t router_loss_blocks(std::int64_t tokens) noexcept {
-  return (tokens + kRouterTokens - 1) / kRouterTokens;
+  return (tokens + core::kLossTokens - 1) / core::kLossTokens;
 }
 
 std::int64_t router_loss_scratch(MoeDesc const& desc) noexcept { return 4 * desc.shape.experts; }
 
 void router_loss(MoeDesc const& desc, RouterLoss const& args, Threads const& threads) noexcept {
-  std::int64_t const experts = desc.shape.experts, tokens = desc.shape.tokens;
-  threads.pool.run(router_loss_blocks(tokens), [&](std::int64_t block, int slot) {
+  std::int64_t const experts = desc.shape.experts, tokens = desc.shape.tokens,
+                     blocks = router_loss_blocks(tokens);
+  threads.pool.run(blocks, [&](std::int64_t block, int slot) {
     float* const memory = threads.scratch(slot);
     Scratch const scratch{memory, memory + experts, memory + 2 * experts, memory + 3 * experts};
-    std::int64_t const end = std::min(tokens, (block + 1) * kRouterTokens);
-    TokenLoss sum;
-    for (std::int64_t t = block * kRouterTokens; t < end; ++t) {
-      TokenLoss const own = token_loss(desc, args, args.logits[t], scratch,
-                                       args.dlogits.data != nullptr ? args.dlogits[t] : nullptr);
-      sum.balance += own.balance;
-      sum.z += own.z;
+    std::int64_t const first = block * core::kLossTokens,
+                       count = std::min<std::int64_t>(core::kLossTokens, tokens - first);
+    float balance[core::kLossTokens], z[core::kLossTokens];
+    for (std::int64_t i = 0; i < count; ++i) {
+      TokenLoss const own =
+          token_loss(desc, args, args.logits[first + i], scratch,
+                     args.dlogits.data != nullptr ? args.dlogits[first + i] : nullptr);
+      balance[i] = own.balance;
+      z[i] = own.z;
     }
-    args.partial_losses[2 * block] = sum.balance;
-    args.partial_losses[2 * block + 1] = sum.z;
+    args.partial_losses[block] = core::warp_sum(balance, count);
+    args.partial_losses[blocks + block] = core::warp_sum(z, count);
   });
 }
 

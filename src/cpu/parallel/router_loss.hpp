@@ -14,8 +14,8 @@ struct RouterLoss {
   float const* cost = nullptr;  ///< [E]: C_e = balance E f_e / (S sum f)
   float z = 0;                  ///< z / S
   float d_loss = 1;
-  float* partial_losses =
-      nullptr;  ///< [router_loss_blocks, 2]: load balancing and z of each block of tokens
+  /// [2, router_loss_blocks]: load balancing and z of each block of tokens
+  float* partial_losses = nullptr;
   MutableRows dlogits = {};  ///< [T,E]; null data: not wanted
 };
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "tessera/backend.hpp"
+#include "tessera/balance.hpp"
 #include "tessera/grouped_gemm.hpp"
 #include "tessera/moe.hpp"
 #include "tessera/routing.hpp"
@@ -68,6 +69,13 @@ Status check_supported(GroupedGemmArgs const& args) noexcept;
 std::size_t grouped_gemm_workspace_bytes(GroupedGemmArgs const& args) noexcept;
 Status grouped_gemm(DeviceContext const& device, GroupedGemmArgs const& args,
                     Stream stream) noexcept;
+
+/// router_loss and update_selection_bias. Counts that break a rule are read as if all were 0, and go to the error word.
+std::size_t router_loss_workspace_bytes(MoeDesc const& desc) noexcept;
+Status router_loss(DeviceContext const& device, MoeDesc const& desc, RouterLossArgs const& args,
+                   Stream stream) noexcept;
+Status update_selection_bias(DeviceContext const& device, SelectionBiasArgs const& args,
+                             Stream stream) noexcept;
 
 /// Candidates of each op of a pass, for contiguous tensors on 16-byte addresses.
 std::vector<OpExplanation> explain(DeviceContext const& device, MoeDesc const& desc, Pass pass);

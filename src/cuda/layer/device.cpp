@@ -82,22 +82,23 @@ DeviceContext::~DeviceContext() {
 
 Status DeviceContext::take_error() const noexcept {
   auto const word = ErrorWord::unpacked(std::atomic_ref<std::uint64_t>(*host_error_).exchange(0));
-  char const* name = nullptr;
+  auto const index = static_cast<long long>(word.index), value = static_cast<long long>(word.value);
   switch (word.rule) {
     case BadValue::expert_offsets:
-      name = "expert_offsets";
-      break;
     case BadValue::token_offsets:
-      name = "token_offsets";
-      break;
+      return Status::invalid(
+          "%s[%lld]: an offset of %lld (-1: below 0); they start at 0, never decrease and end at "
+          "the rows or slots of the call; its results are void",
+          word.rule == BadValue::expert_offsets ? "expert_offsets" : "token_offsets", index, value);
+    case BadValue::topk_counts:
+      return Status::invalid(
+          "topk_counts[%lld]: a count of %lld (-1: below 0); they are not negative and add up to "
+          "at most 2^62; the call took all of them for 0",
+          index, value);
     case BadValue::none:
       break;
   }
-  if (name == nullptr) return {};
-  return Status::invalid(
-      "%s[%lld]: an offset of %lld (-1: below 0); they start at 0, never decrease and end at the "
-      "rows or slots of the call; its results are void",
-      name, static_cast<long long>(word.index), static_cast<long long>(word.value));
+  return {};
 }
 
 BackendInfo backend_info() {

@@ -7,7 +7,12 @@
 
 namespace tessera::cuda {
 
-enum class BadValue : std::uint32_t { none = 0, expert_offsets = 1, token_offsets = 2 };
+enum class BadValue : std::uint32_t {
+  none = 0,
+  expert_offsets = 1,
+  token_offsets = 2,
+  topk_counts = 3
+};
 
 /// rule: bits 62-63; index < 2^31: bits 31-61; value + 1 within [0, 2^31): bits 0-30.
 struct ErrorWord {

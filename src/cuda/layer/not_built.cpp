@@ -36,6 +36,13 @@ std::size_t grouped_gemm_workspace_bytes(GroupedGemmArgs const&) noexcept { retu
 Status grouped_gemm(DeviceContext const&, GroupedGemmArgs const&, Stream) noexcept {
   return not_built();
 }
+std::size_t router_loss_workspace_bytes(MoeDesc const&) noexcept { return 0; }
+Status router_loss(DeviceContext const&, MoeDesc const&, RouterLossArgs const&, Stream) noexcept {
+  return not_built();
+}
+Status update_selection_bias(DeviceContext const&, SelectionBiasArgs const&, Stream) noexcept {
+  return not_built();
+}
 std::vector<OpExplanation> explain(DeviceContext const&, MoeDesc const&, Pass) { return {}; }
 
 }  // namespace tessera::cuda

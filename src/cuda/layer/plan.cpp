@@ -8,6 +8,7 @@
 #include "cuda/host/metadata.hpp"
 #include "cuda/host/projection_backward.hpp"
 #include "cuda/host/router_backward.hpp"
+#include "cuda/host/router_loss.hpp"
 #include "cuda/layer/backend.hpp"
 
 namespace tessera::cuda {
@@ -111,6 +112,15 @@ GroupedGemmPlan plan_grouped_gemm(std::int64_t experts) noexcept {
   GroupedGemmPlan out;
   out.counters = plan.add<std::int32_t>(kNumTileCounters);
   out.expert_offsets = plan.add<std::int32_t>(experts + 1);
+  out.bytes = plan.bytes();
+  return out;
+}
+
+RouterLossPlan plan_router_loss(MoeDesc const& desc) noexcept {
+  core::WorkspacePlan plan;
+  RouterLossPlan out;
+  out.cost = plan.add<float>(desc.shape.experts);
+  out.partials = plan.add<float>(2 * loss_blocks(desc.shape.tokens));
   out.bytes = plan.bytes();
   return out;
 }

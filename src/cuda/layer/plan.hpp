@@ -89,4 +89,11 @@ struct RoutePlan {
 };
 RoutePlan plan_route(MoeDesc const& desc) noexcept;
 
+struct RouterLossPlan {
+  core::Region<float> cost;      ///< [E]
+  core::Region<float> partials;  ///< [2,loss_blocks(T)]
+  std::size_t bytes = 0;
+};
+RouterLossPlan plan_router_loss(MoeDesc const& desc) noexcept;
+
 }  // namespace tessera::cuda

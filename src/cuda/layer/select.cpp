@@ -199,6 +199,12 @@ Refusal refuse(RouterWgradArguments const& args) noexcept {
   return need.result();
 }
 
+Refusal refuse(RouterLossArguments const& args) noexcept {
+  Requirements need;
+  need.at_most("experts", args.experts, kMaxExperts);
+  return need.result();
+}
+
 Refusal refuse(RouteArguments const& args) noexcept {
   if (args.experts > kMaxExperts) {
     return refusal("experts=%d: at most %lld", args.experts, static_cast<Int>(kMaxExperts));
@@ -244,6 +250,10 @@ cudaError_t launch(DownProjectionFwdArguments const& args, int sm_count,
 }
 cudaError_t launch(RouteArguments const& args, int, cudaStream_t stream) noexcept {
   return refuse(args).refused() ? launch_route_plain(args, stream) : launch_route(args, stream);
+}
+cudaError_t launch(RouterLossArguments const& args, int, cudaStream_t stream) noexcept {
+  return refuse(args).refused() ? launch_router_loss_plain(args, stream)
+                                : launch_router_loss(args, stream);
 }
 cudaError_t launch(MetadataArguments const& args, int, cudaStream_t stream) noexcept {
   return refuse(args).refused() ? launch_metadata_plain(args, stream)

@@ -11,6 +11,7 @@
 #include "cuda/host/projection_backward.hpp"
 #include "cuda/host/route.hpp"
 #include "cuda/host/router_backward.hpp"
+#include "cuda/host/router_loss.hpp"
 
 namespace tessera::cuda {
 
@@ -27,6 +28,7 @@ Refusal refuse(UpProjectionWgradArguments const& args) noexcept;
 Refusal refuse(RouterGradientArguments const& args) noexcept;
 Refusal refuse(RouterDgradArguments const& args) noexcept;
 Refusal refuse(RouterWgradArguments const& args) noexcept;
+Refusal refuse(RouterLossArguments const& args) noexcept;
 
 cudaError_t launch(RouterLogitsArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 cudaError_t launch(RouteArguments const& args, int sm_count, cudaStream_t stream) noexcept;
@@ -47,6 +49,7 @@ cudaError_t launch(UpProjectionWgradArguments const& args, int sm_count,
 cudaError_t launch(RouterGradientArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 cudaError_t launch(RouterDgradArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 cudaError_t launch(RouterWgradArguments const& args, int sm_count, cudaStream_t stream) noexcept;
+cudaError_t launch(RouterLossArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 
 /// Launched one right after the other, the second in the tail of the first, expert by expert, where both are fast.
 template <class First, class Second>

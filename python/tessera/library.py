@@ -73,6 +73,20 @@ class RouteArgs(Structure):
     ]
 
 
+class RouterLossArgs(Structure):
+    _fields_ = [
+        ("size", c_uint64), *_fields(Tensor, "logits topk_counts"), ("scope_tokens", c_int64),
+        *_fields(c_float, "balance z d_loss reserved"), *_fields(Tensor, "losses dlogits"), ("workspace", Buffer),
+    ]
+
+
+class SelectionBiasArgs(Structure):
+    _fields_ = [
+        ("size", c_uint64), *_fields(Tensor, "topk_counts selection_bias"),
+        ("rate", c_float), ("subtract_mean", c_int32),
+    ]
+
+
 class GroupedGemmArgs(Structure):
     _fields_ = [
         ("size", c_uint64), *_fields(c_int32, "kind transpose_b accumulate reserved"),
@@ -100,11 +114,12 @@ def load() -> ctypes.CDLL:
     if found != ABI_VERSION:
         raise RuntimeError(f"{path}: ABI {found}, this package needs {ABI_VERSION}; install both from one version")
     # Structs are passed by address: plans (ops/plans.py) keep them prepared.
-    for name in ("moe_forward", "moe_backward", "route", "grouped_gemm"):
-        arguments = 3 if name == "grouped_gemm" else 4
+    for name in ("moe_forward", "moe_backward", "route", "router_loss", "update_selection_bias", "grouped_gemm"):
+        arguments = 3 if name in ("update_selection_bias", "grouped_gemm") else 4
         getattr(library, f"tessera_{name}").argtypes = [c_void_p] * arguments
     library.tessera_context_create.argtypes = [c_int32, c_int32, c_int32, POINTER(c_void_p)]
     library.tessera_moe_workspace.argtypes = [c_void_p, POINTER(MoeDesc), c_int, POINTER(c_size_t)]
+    library.tessera_router_loss_workspace.argtypes = [c_void_p, POINTER(MoeDesc), POINTER(c_size_t)]
     library.tessera_moe_saved.argtypes = [POINTER(MoeDesc)] + [POINTER(c_size_t)] * 3
     library.tessera_check_device_values.argtypes = [c_void_p]
     library.tessera_grouped_gemm_workspace.argtypes = [c_void_p, POINTER(GroupedGemmArgs), POINTER(c_size_t)]
@@ -150,6 +165,12 @@ def check_device_values(handle: int) -> None:
 def moe_workspace_bytes(handle: int, desc: MoeDesc, pass_: int) -> int:
     needed = c_size_t()
     check(load().tessera_moe_workspace(handle, byref(desc), pass_, byref(needed)))
+    return needed.value
+
+
+def router_loss_workspace_bytes(handle: int, desc: MoeDesc) -> int:
+    needed = c_size_t()
+    check(load().tessera_router_loss_workspace(handle, byref(desc), byref(needed)))
     return needed.value
 
 

@@ -1,30 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Auxiliary losses of the router, from its logits: fp32, differentiable, in plain torch operations."""
+"""Keeping the experts in use: auxiliary losses of the router's logits, and the update of its selection bias.
+
+Sums are fp32 and of fixed order, on CPU and GPU with the same bits; nothing waits for the device. A negative count
+raises ValueError on the CPU; on a GPU all counts are then taken for 0, and check_device_values() raises.
+"""
 
 import torch
+
+from tessera import ops
+
+# Which router has these scores; the losses depend on nothing else of it.
+_ROUTERS = {"softmax": "topk-softmax", "sigmoid": "sigmoid-bias", "sqrtsoftplus": "sqrtsoftplus"}
+
+
+def router_losses(logits, counts=None, *, scores: str = "softmax", balance: float = 0.0, z: float = 0.0):
+    """balance * load_balancing_loss + z * z_loss by one pass over the logits. counts: not read where balance is 0."""
+    if scores not in _ROUTERS:
+        raise ValueError(f"scores={scores!r}: unknown; choose {', '.join(_ROUTERS)}")
+    counts = ops.integers(counts) if balance else None
+    return torch.ops.tessera.router_loss.default(logits.float(), counts, _ROUTERS[scores], balance, z,
+                                                 torch.is_grad_enabled() and logits.requires_grad)[0]
 
 
 def load_balancing_loss(logits, counts, *, scores: str = "softmax"):
     """E * sum_e (f_e / sum f) * mean_t p_te: 1 when balanced. Multiply by your coefficient.
 
     logits [T,E]; counts f [E] (constants; summed over ranks and micro-batches if you like). p = softmax of the logits,
-    or with scores="sigmoid" the sigmoids divided by their sum. 0 for T = 0. Hugging Face's loss is K times larger.
+    or with scores="sigmoid" or "sqrtsoftplus" those values divided by their sum. 0 for T = 0. Hugging Face's loss is K
+    times larger.
     """
-    if scores == "softmax":
-        p = torch.softmax(logits.float(), dim=-1)
-    elif scores == "sigmoid":
-        p = torch.sigmoid(logits.float())
-        p = p / (p.sum(-1, keepdim=True) + 1e-20)
-    else:
-        raise ValueError(f"scores={scores!r}: unknown; choose softmax or sigmoid")
-    tokens, experts = logits.shape
-    share = counts.float() / counts.sum().clamp(min=1)
-    return experts * (share * p.sum(0)).sum() / max(tokens, 1)
+    return router_losses(logits, counts, scores=scores, balance=1.0)
 
 
 def z_loss(logits):
     """mean_t logsumexp_e(logits)^2, which keeps logits small. logits [T,E]; 0 for T = 0."""
-    return torch.logsumexp(logits.float(), dim=-1).square().sum() / max(logits.shape[0], 1)
+    return router_losses(logits, z=1.0)
 
 
 @torch.no_grad()
@@ -34,8 +44,5 @@ def selection_bias_update(selection_bias, counts, *, rate: float = 1e-3, centere
     selection_bias [E] fp32; counts f [E], summed over micro-batches and data-parallel ranks. centered subtracts the
     mean of the update (torchtitan). All counts 0: nothing changes.
     """
-    load = counts.float()
-    update = rate * torch.sign(load.mean() - load)
-    if centered:
-        update = update - update.mean()
-    return selection_bias.add_(update)
+    torch.ops.tessera.update_selection_bias.default(selection_bias, ops.integers(counts), rate, centered)
+    return selection_bias

@@ -9,7 +9,7 @@ from torch import nn
 from tessera import functional
 from tessera.activation import activate
 from tessera.options import GATED
-from tessera.losses import load_balancing_loss, selection_bias_update, z_loss
+from tessera.losses import router_losses, selection_bias_update
 
 
 class MoE(nn.Module):
@@ -126,14 +126,11 @@ class MoE(nn.Module):
             o, router = layer(x, return_router=True)
             loss = task_loss(o) + layer.auxiliary_loss(router)
         """
-        scores = "softmax" if "softmax" in self.router else "sigmoid"
-        loss = router.logits.new_zeros(())
-        if self.balance_coefficient:
-            balance = load_balancing_loss(router.logits, router.topk_counts, scores=scores)
-            loss = loss + self.balance_coefficient * balance
-        if self.z_coefficient:
-            loss = loss + self.z_coefficient * z_loss(router.logits)
-        return loss
+        if not self.balance_coefficient and not self.z_coefficient:
+            return router.logits.new_zeros(())
+        scores = {"sqrtsoftplus": "sqrtsoftplus", "sigmoid-bias": "sigmoid", "group-limited": "sigmoid"}
+        return router_losses(router.logits, router.topk_counts, scores=scores.get(self.router, "softmax"),
+                             balance=self.balance_coefficient, z=self.z_coefficient)
 
     def update_selection_bias(self, counts, rate: float = 1e-3, centered: bool = False) -> None:
         """Once per optimizer step, with the counts summed over micro-batches and data-parallel ranks."""

@@ -5,12 +5,13 @@
     moe_inference(the same)                          -> o
     moe_backward(...) -> the gradients that `needs` asks for, in the order of GRADIENTS
     moe_backward_accumulate(...): the same, weight gradients are added into the caller's buffers
-    route, grouped_gemm, grouped_gemm_wgrad
+    route, router_loss, update_selection_bias, grouped_gemm, grouped_gemm_wgrad
 """
 
 import torch
 
-from tessera.ops import autograd, grouped_gemm, layer, route
+from tessera.ops import autograd, balance, grouped_gemm, layer, route
+from tessera.ops.balance import integers
 from tessera.ops.layer import GRADIENTS, WEIGHTS
 
 if torch.torch_version.TorchVersion(torch.__version__) < (2, 10):
@@ -32,6 +33,9 @@ _library.define(f"moe_backward_accumulate({_SAVED_SCHEMA}, "
                 + ", str options, int needs) -> Tensor[]")
 _library.define("route(Tensor x, Tensor w_router, Tensor? b_router, Tensor? selection_bias, str options)"
                 " -> (Tensor topk_weights, Tensor topk_ids, Tensor logits)")
+_library.define("router_loss(Tensor logits, Tensor? counts, str router, float balance, float z, bool wants_gradient)"
+                " -> (Tensor loss, Tensor dlogits)")
+_library.define("update_selection_bias(Tensor(a!) selection_bias, Tensor counts, float rate, bool centered) -> ()")
 _library.define("grouped_gemm(Tensor a, Tensor b, Tensor? bias, Tensor expert_offsets, bool transpose_b) -> Tensor")
 _library.define("grouped_gemm_wgrad(Tensor a, Tensor b, Tensor expert_offsets) -> Tensor")
 
@@ -62,5 +66,7 @@ torch.library.register_fake("tessera::moe_inference", layer.fake_inference, lib=
 _register("moe_backward", layer.moe_backward, layer.fake_backward)
 _register("moe_backward_accumulate", layer.moe_backward_accumulate, layer.fake_backward)
 _register("route", route.route, route.fake_route, route.route_autograd)
+_register("router_loss", balance.router_loss, balance.fake_router_loss, balance.router_loss_autograd)
+_register("update_selection_bias", balance.update_selection_bias, balance.fake_update_selection_bias)
 _register("grouped_gemm", grouped_gemm.grouped_gemm, grouped_gemm.fake_grouped_gemm, grouped_gemm.grouped_gemm_autograd)
 _register("grouped_gemm_wgrad", grouped_gemm.grouped_gemm_wgrad, grouped_gemm.fake_grouped_gemm_wgrad)

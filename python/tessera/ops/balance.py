@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses of the router's logits and the update of its selection bias as operators."""
+
+import ctypes
+
+import torch
+
+from tessera import library
+from tessera.library import RouterLossArgs, SelectionBiasArgs
+from tessera.ops.plans import KINDS, Plan, describe, here, signature
+from tessera.options import parse
+
+
+def integers(counts: torch.Tensor) -> torch.Tensor:
+    """Counts as the library takes them."""
+    return counts if counts.dtype in (torch.int32, torch.int64) else counts.to(torch.int64)
+
+
+def router_loss(logits, counts, router, balance, z, wants_gradient):
+    """(the weighted sum of both losses, its gradient [T,E] or nothing)."""
+    key = ("router_loss", router, balance, z, wants_gradient, torch.get_num_threads(), signature((logits, counts)))
+    plan = here.plans.get(key) or _loss_plan(key, logits, counts, router, balance, z, wants_gradient)
+    losses, dlogits = plan.run([t for t in (logits, counts) if t is not None])
+    return losses.sum(), dlogits
+
+
+def _loss_plan(key, logits, counts, router, balance, z, wants_gradient) -> Plan:
+    if logits.dim() != 2:
+        raise ValueError(f"logits: {tuple(logits.shape)}; [T,E] are needed")
+    tokens, experts = logits.shape
+    desc = parse(f"router={router} top_k=1").desc(
+        top_k=1, tokens=tokens, hidden=1, intermediate=1, experts=experts, dtype=library.FP32,
+        ids_dtype=library.INT32, separate=False, bias=False)
+    plan = Plan("router_loss", logits.device, RouterLossArgs(balance=balance, z=z), desc)
+    plan.read(("logits", "topk_counts"), (logits, counts))
+    plan.write("losses", (2,), torch.float32)
+    if wants_gradient:
+        plan.write("dlogits", (tokens, experts), torch.float32)
+    else:
+        plan.write(None, (0,), torch.float32)
+    return plan.ready(key, library.router_loss_workspace_bytes(plan.context, desc))
+
+
+def fake_router_loss(logits, counts, router, balance, z, wants_gradient):
+    return logits.new_empty(()), logits.new_empty(logits.shape if wants_gradient else (0,))
+
+
+class RouterLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, counts, router, balance, z):
+        with torch._C._AutoDispatchBelowAutograd():
+            loss, dlogits = torch.ops.tessera.router_loss.default(logits, counts, router, balance, z, True)
+        ctx.save_for_backward(dlogits)
+        ctx.mark_non_differentiable(dlogits)
+        return loss, dlogits
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dloss, _):
+        return dloss * ctx.saved_tensors[0], None, None, None, None
+
+
+def router_loss_autograd(logits, counts, router, balance, z, wants_gradient):
+    if wants_gradient:
+        return RouterLoss.apply(logits, counts, router, balance, z)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.tessera.router_loss.default(logits, counts, router, balance, z, False)
+
+
+def update_selection_bias(selection_bias, counts, rate, centered) -> None:
+    device = selection_bias.device
+    args = SelectionBiasArgs(size=ctypes.sizeof(SelectionBiasArgs), rate=rate, subtract_mean=centered)
+    for name, tensor in (("topk_counts", counts), ("selection_bias", selection_bias)):
+        field = getattr(args, name)
+        describe(name, field, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        field.data = tensor.data_ptr()
+    cuda = device.type == "cuda"
+    context = library.context(KINDS[device.type], device.index or 0, 0 if cuda else torch.get_num_threads())
+    stream = torch.cuda.current_stream(device).cuda_stream if cuda else None
+    library.check(library.load().tessera_update_selection_bias(context, ctypes.addressof(args), stream))
+
+
+def fake_update_selection_bias(selection_bias, counts, rate, centered) -> None:
+    pass

@@ -71,7 +71,7 @@ std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& de
       ", " + std::to_string(context.num_threads()) + " threads, " + instruction_set();
   std::string const gemm = std::string(", ") + gemm_text(desc.dtype) + on;
   std::string const row_tasks =
-      "up to " + std::to_string(cpu::kRowBlock) + " rows of an expert per task" + gemm;
+      "blocks of up to " + std::to_string(cpu::kRowBlock) + " rows of an expert" + gemm;
   std::string const column_tasks =
       "one task per expert and " + std::to_string(cpu::kColumnBlock) + " columns of hidden" + gemm;
   std::string const token_tasks =

@@ -192,6 +192,32 @@ TEST(Gemm, rows_do_not_depend_on_their_neighbours) {
   }
 }
 
+// Products with the same b, whose panels fit into what is kept or do not: one block of rows after the other, as alone.
+template <class T>
+void check_kept_panels(Size s) {
+  Stored<T> const a(s.m, s.k, Layout::rows, 1), b(s.k, s.n, Layout::rows, 2);
+  std::vector<float> scratch(gemm_scratch_floats(s.m, s.n, s.k));
+  std::vector<float> all(s.m * s.n), blocks(s.m * s.n, kNan), one(s.n);
+  auto const multiply = [&](std::int64_t first, std::int64_t rows, float* c, Panels panels) {
+    gemm(rows, s.n, s.k, left_operand(a.view.from(first, 0)), right_operand(b.view),
+         result(Matrix{c, s.n, 1}), scratch.data(), panels);
+  };
+  multiply(0, s.m, all.data(), Panels::used_once);
+  std::int64_t const third = s.m / 3;
+  multiply(0, third, blocks.data(), Panels::kept);
+  multiply(third, 1, blocks.data() + third * s.n, Panels::reused);
+  multiply(third + 1, s.m - third - 1, blocks.data() + (third + 1) * s.n, Panels::reused);
+  EXPECT_EQ(all, blocks);
+  multiply(s.m - 1, 1, one.data(), Panels::used_once);
+  EXPECT_TRUE(std::equal(one.begin(), one.end(), all.end() - s.n));
+}
+TEST(Gemm, panels_serve_several_products) {
+  for (Size const s : {Size{40, 48, 65}, Size{250, 100, 1500}, Size{250, 300, 2000}}) {
+    check_kept_panels<float>(s);
+    check_kept_panels<Bf16>(s);
+  }
+}
+
 template <class In>
 void check_rounding(GemmKernels const& kernels) {
   constexpr Size s{30, 64, 3};

@@ -35,31 +35,31 @@ void down_projection_dgrad(Layer<T> const& layer, DownDgradArgs<T> const& args,
   // Slots without a row are not reached by any block; their gradient is 0 by definition.
   if (args.dscores != nullptr) std::fill_n(args.dscores, layer.slots(), 0.0f);
 
-  for_each_row_block(
-      layer, threads, [&](std::int64_t expert, std::int64_t row, std::int64_t rows, int slot) {
-        Scratch const scratch(threads.scratch(slot), n);
-        gemm(rows, n, d, left_operand(args.d_o.matrix(), routing.gather_index + row),
-             right_operand(layer.w_down.of(expert)), result(Matrix{scratch.da_unscaled, n, 1}),
-             scratch.gemm);
-        for (std::int64_t r = 0; r < rows; ++r)
-          scratch.scores[r] = routing.scores[routing.sort_permutation[row + r]];
-        activation_backward(layer.desc, ActivationBackward<T>{.rows = rows,
-                                                              .h = args.h + row * width,
-                                                              .da_unscaled = scratch.da_unscaled,
-                                                              .scores = scratch.scores,
-                                                              .dh = args.dh + row * width,
-                                                              .a_scaled = args.a_scaled + row * n,
-                                                              .da_dot_a = scratch.da_dot_a,
-                                                              .a_row = scratch.a_row});
-        if (args.dscores == nullptr) return;
-        for (std::int64_t r = 0; r < rows; ++r) {
-          float const from_bias =
-              layer.b_down.data == nullptr
-                  ? 0.0f
-                  : dot(args.d_o[routing.gather_index[row + r]], layer.b_down.of(expert), d);
-          args.dscores[routing.sort_permutation[row + r]] = scratch.da_dot_a[r] + from_bias;
-        }
-      });
+  for_each_row_block(layer, threads, [&](RowBlock const& block) {
+    auto const& [expert, row, rows, slot, weights] = block;
+    Scratch const scratch(threads.scratch(slot), n);
+    gemm(rows, n, d, left_operand(args.d_o.matrix(), routing.gather_index + row),
+         right_operand(layer.w_down.of(expert)), result(Matrix{scratch.da_unscaled, n, 1}),
+         scratch.gemm, weights);
+    for (std::int64_t r = 0; r < rows; ++r)
+      scratch.scores[r] = routing.scores[routing.sort_permutation[row + r]];
+    activation_backward(layer.desc, ActivationBackward<T>{.rows = rows,
+                                                          .h = args.h + row * width,
+                                                          .da_unscaled = scratch.da_unscaled,
+                                                          .scores = scratch.scores,
+                                                          .dh = args.dh + row * width,
+                                                          .a_scaled = args.a_scaled + row * n,
+                                                          .da_dot_a = scratch.da_dot_a,
+                                                          .a_row = scratch.a_row});
+    if (args.dscores == nullptr) return;
+    for (std::int64_t r = 0; r < rows; ++r) {
+      float const from_bias =
+          layer.b_down.data == nullptr
+              ? 0.0f
+              : dot(args.d_o[routing.gather_index[row + r]], layer.b_down.of(expert), d);
+      args.dscores[routing.sort_permutation[row + r]] = scratch.da_dot_a[r] + from_bias;
+    }
+  });
 }
 
 template void down_projection_dgrad(Layer<float> const&, DownDgradArgs<float> const&,

@@ -8,7 +8,9 @@ namespace tessera::cpu {
 namespace {
 
 /// Rows of a that are packed at once: as many as stay in the second cache, within bounds.
-constexpr std::int64_t kLeastPackedRows = 112, kMostPackedRows = 512, kPackedWords = 128 * 1024;
+constexpr std::int64_t kLeastPackedRows = 112, kMostPackedRows = 512, kPackedWords = 160 * 1024;
+/// Words of b that are packed once for several blocks of a or products; more are packed again for each.
+constexpr std::int64_t kKeptWords = 256 * 1024;
 
 std::int64_t packed_rows(std::int64_t words) noexcept {
   return std::clamp(kPackedWords / std::max<std::int64_t>(words, 1), kLeastPackedRows,
@@ -91,38 +93,46 @@ GemmKernels const& gemm_kernels(bool both_bf16) noexcept {
 std::int64_t gemm_scratch_floats(std::int64_t gemm_m, std::int64_t gemm_n,
                                  std::int64_t gemm_k) noexcept {
   // A product into columns swaps m and n. Narrow panels may be overrun by a vector.
-  std::int64_t const rows = std::min(kMostPackedRows, std::max(gemm_m, gemm_n)) + kLargestPanel;
-  return whole_lines(rows * gemm_k + kLineFloats) +
-         whole_lines(kLargestPanel * gemm_k + kLineFloats);
+  std::int64_t const longer = std::max(gemm_m, gemm_n) + kLargestPanel;
+  std::int64_t const a_rows = std::min(kMostPackedRows + kLargestPanel, longer);
+  std::int64_t const b_words =
+      std::max(kLargestPanel * gemm_k, std::min(kKeptWords, longer * gemm_k));
+  return whole_lines(a_rows * gemm_k + kLineFloats) + whole_lines(b_words + kLineFloats);
 }
 
 void gemm(std::int64_t gemm_m, std::int64_t gemm_n, std::int64_t gemm_k, PanelSource const& a,
-          PanelSource const& b, GemmResult const& c, float* scratch) noexcept {
+          PanelSource const& b, GemmResult const& c, float* scratch, Panels b_panels) noexcept {
   bool const both_bf16 = a.dtype == DType::bf16 && b.dtype == DType::bf16;
-  gemm_with(gemm_kernels(both_bf16), gemm_m, gemm_n, gemm_k, a, b, c, scratch);
+  gemm_with(gemm_kernels(both_bf16), gemm_m, gemm_n, gemm_k, a, b, c, scratch, b_panels);
 }
 
 void gemm_with(GemmKernels const& kernels, std::int64_t gemm_m, std::int64_t gemm_n,
                std::int64_t gemm_k, PanelSource const& a, PanelSource const& b, GemmResult const& c,
-               float* scratch) noexcept {
+               float* scratch, Panels b_panels) noexcept {
   if (c.col_stride != 1) {  // c^T = b^T a^T
     GemmResult const turned{c.data, c.dtype, c.col_stride, 1, nullptr, c.add};
-    return gemm_with(kernels, gemm_n, gemm_m, gemm_k, b, a, turned, scratch);
+    return gemm_with(kernels, gemm_n, gemm_m, gemm_k, b, a, turned, scratch, Panels::used_once);
   }
   std::int64_t const words = kernels.multiplies_bf16 ? (gemm_k + 1) / 2 : gemm_k;
-  auto* const b_panel = reinterpret_cast<Word*>(scratch);
-  Word* const a_panels = b_panel + whole_lines(kLargestPanel * words + kLineFloats);
-  std::int64_t const block = packed_rows(words);
+  std::int64_t const block = packed_rows(words), panel_words = kernels.columns * words;
+  std::int64_t const b_words = (gemm_n + kernels.columns - 1) / kernels.columns * panel_words;
+  bool const keeps_b = (gemm_m > block || b_panels != Panels::used_once) && b_words <= kKeptWords;
+  bool packed = keeps_b && b_panels == Panels::reused;
+  auto* const b_first = reinterpret_cast<Word*>(scratch);
+  Word* const a_panels = b_first + whole_lines((keeps_b ? b_words : panel_words) + kLineFloats);
   for (std::int64_t first = 0; first < gemm_m; first += block) {
     std::int64_t const rows = std::min(block, gemm_m - first);
     for (std::int64_t row = 0; row < rows; row += kernels.rows) {
       kernels.pack_rows(a, first + row, gemm_m, gemm_k, a_panels + row * words);
     }
+    Word* b_panel = b_first;
     for (std::int64_t column = 0; column < gemm_n; column += kernels.columns) {
-      kernels.pack_columns(b, column, gemm_n, gemm_k, b_panel);
+      if (!packed) kernels.pack_columns(b, column, gemm_n, gemm_k, b_panel);
       std::int64_t const columns = std::min<std::int64_t>(kernels.columns, gemm_n - column);
       ColumnPanel{kernels, rows, words, a_panels, b_panel, c, first, column, columns}.multiply();
+      if (keeps_b) b_panel += panel_words;
     }
+    packed = keeps_b;
   }
 }
 

@@ -66,15 +66,20 @@ GemmResult result(MatrixView<T> const& c, std::type_identity_t<T> const* bias = 
   return {c.data, core::kDTypeOf<T>, c.row_stride, c.col_stride, bias, false};
 }
 
+/// What becomes of the panels of b: packed for one product, packed and left in the scratch for products of other rows with
+/// the same b, or those that such a product left. Many panels are packed again all the same.
+enum class Panels { used_once, kept, reused };
+
 /// Nothing happens where gemm_m or gemm_n is 0; gemm_k = 0 sums nothing. `scratch` holds
-/// gemm_scratch_floats(gemm_m, gemm_n, gemm_k) floats.
+/// gemm_scratch_floats(gemm_m, gemm_n, gemm_k) floats. `b_panels` other than used_once: rows of c contiguous.
 void gemm(std::int64_t gemm_m, std::int64_t gemm_n, std::int64_t gemm_k, PanelSource const& a,
-          PanelSource const& b, GemmResult const& c, float* scratch) noexcept;
+          PanelSource const& b, GemmResult const& c, float* scratch,
+          Panels b_panels = Panels::used_once) noexcept;
 
 /// The same by a chosen kernel set; one that multiplies bf16 takes no other operands.
 void gemm_with(GemmKernels const& kernels, std::int64_t gemm_m, std::int64_t gemm_n,
                std::int64_t gemm_k, PanelSource const& a, PanelSource const& b, GemmResult const& c,
-               float* scratch) noexcept;
+               float* scratch, Panels b_panels = Panels::used_once) noexcept;
 
 /// For any product up to this size.
 std::int64_t gemm_scratch_floats(std::int64_t gemm_m, std::int64_t gemm_n,

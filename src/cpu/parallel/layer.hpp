@@ -17,8 +17,8 @@ using core::Bf16;
 using core::round_to;
 using core::to_fp32;
 
-/// Most rows of one expert that one task computes; fixed, so that bits do not depend on the thread count. A little more
-/// than a power of 2: experts that have about one on average are not cut in two halves that pack the weights twice.
+/// Most rows of one expert that one GEMM computes. A little more than a power of 2: experts that have about one on average
+/// are not cut in two.
 inline constexpr std::int64_t kRowBlock = 320;
 /// Rows of an expert whose products one weight-gradient GEMM adds up.
 inline constexpr std::int64_t kReductionBlock = 1024;
@@ -84,6 +84,17 @@ struct DownBiases {
   [[nodiscard]] T* of(std::int64_t expert) const noexcept { return data + expert * expert_stride; }
 };
 
+/// Threads, and `floats_per_thread` floats of scratch for each.
+struct Threads {
+  core::ThreadPool& pool;
+  float* scratch_base = nullptr;
+  std::int64_t floats_per_thread = 0;
+
+  [[nodiscard]] float* scratch(int slot) const noexcept {
+    return scratch_base + slot * floats_per_thread;
+  }
+};
+
 /// T: the storage type, float or Bf16.
 template <class T>
 struct Layer {
@@ -107,6 +118,10 @@ struct Layer {
   }
   [[nodiscard]] std::int64_t num_rows(std::int64_t expert) const noexcept {
     return routing.expert_offsets[expert + 1] - routing.expert_offsets[expert];
+  }
+  /// Rows that a task may have where tasks abound: a quarter of a thread's part.
+  [[nodiscard]] std::int64_t share_of_rows(Threads const& threads) const noexcept {
+    return first_row(experts()) / (4 * threads.pool.num_threads());
   }
   /// Of a product with the rows of all experts, and as many for the matrices themselves, which are read or written.
   [[nodiscard]] std::int64_t multiply_adds() const noexcept {
@@ -144,41 +159,43 @@ void for_each_column_chunk(MoeDesc const& desc, Body&& body) noexcept {
   }
 }
 
-/// Threads, and `floats_per_thread` floats of scratch for each.
-struct Threads {
-  core::ThreadPool& pool;
-  float* scratch_base = nullptr;
-  std::int64_t floats_per_thread = 0;
-
-  [[nodiscard]] float* scratch(int slot) const noexcept {
-    return scratch_base + slot * floats_per_thread;
-  }
+/// At most kRowBlock rows of one expert.
+struct RowBlock {
+  std::int64_t expert, row, rows;
+  int slot;
+  Panels weights;  ///< those of the expert, in the slot's scratch
 };
 
-/// body(expert, first_row, rows, slot) for every block of at most kRowBlock rows of every expert, an expert's blocks
-/// being about equal.
+/// body(RowBlock) for all rows, an expert's blocks being about equal. A task has several blocks of its expert where tasks
+/// abound; no bit depends on it.
 template <class T, class Body>
 void for_each_row_block(Layer<T> const& layer, Threads const& threads, Body&& body) noexcept {
   // A task finds its expert by walking the offsets: E steps, against rows*d*n of work.
   std::int64_t const experts = layer.experts();
-  std::int64_t blocks = 0;
-  for (std::int64_t e = 0; e < experts; ++e) {
-    blocks += (layer.num_rows(e) + kRowBlock - 1) / kRowBlock;
-  }
-  auto const run_block = [&](std::int64_t block, int slot) {
-    std::int64_t expert = 0;
-    for (;; ++expert) {
-      std::int64_t const own = (layer.num_rows(expert) + kRowBlock - 1) / kRowBlock;
-      if (block < own) break;
-      block -= own;
-    }
-    std::int64_t const all = layer.num_rows(expert);
-    std::int64_t const blocks_of_expert = (all + kRowBlock - 1) / kRowBlock;
-    std::int64_t const first = all * block / blocks_of_expert;
-    std::int64_t const end = all * (block + 1) / blocks_of_expert;
-    body(expert, layer.first_row(expert) + first, end - first, slot);
+  std::int64_t const most_rows = std::max(kRowBlock, layer.share_of_rows(threads));
+  auto const num_tasks = [&](std::int64_t expert) {
+    return (layer.num_rows(expert) + most_rows - 1) / most_rows;
   };
-  threads.pool.run(blocks, run_block, layer.multiply_adds());
+  std::int64_t tasks = 0;
+  for (std::int64_t e = 0; e < experts; ++e) tasks += num_tasks(e);
+  auto const run_task = [&](std::int64_t task, int slot) {
+    std::int64_t expert = 0;
+    for (; task >= num_tasks(expert); ++expert) task -= num_tasks(expert);
+    std::int64_t const all = layer.num_rows(expert), parts = num_tasks(expert);
+    std::int64_t const first = all * task / parts, rows = all * (task + 1) / parts - first;
+    std::int64_t const blocks = (rows + kRowBlock - 1) / kRowBlock;
+    for (std::int64_t block = 0; block < blocks; ++block) {
+      std::int64_t const begin = rows * block / blocks, end = rows * (block + 1) / blocks;
+      body(RowBlock{.expert = expert,
+                    .row = layer.first_row(expert) + first + begin,
+                    .rows = end - begin,
+                    .slot = slot,
+                    .weights = blocks == 1  ? Panels::used_once
+                               : block == 0 ? Panels::kept
+                                            : Panels::reused});
+    }
+  };
+  threads.pool.run(tasks, run_task, layer.multiply_adds());
 }
 
 /// body(expert, first_column, columns, slot) for every block of at most kColumnBlock columns of d.

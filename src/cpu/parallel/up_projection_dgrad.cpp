@@ -42,18 +42,19 @@ template <class T>
 void up_projection_dgrad(Layer<T> const& layer, T const* dh, Columns columns, T* dx_rows,
                          Threads const& threads) noexcept {
   std::int64_t const width = layer.up_columns();
-  for_each_row_block(
-      layer, threads, [&](std::int64_t expert, std::int64_t row, std::int64_t rows, int slot) {
-        MatrixView<T const> const dh_block{dh + row * width, width, 1};
-        MatrixView<T> const out{dx_rows + row * columns.count, columns.count, 1};
-        float* const scratch = threads.scratch(slot);
-        if (layer.w_up.separate) {
-          separate_product(layer, expert, rows, dh_block, columns, out, scratch);
-        } else {
-          gemm(rows, columns.count, width, left_operand(dh_block),
-               right_operand(layer.w_up.of(expert).from(0, columns.first)), result(out), scratch);
-        }
-      });
+  for_each_row_block(layer, threads, [&](RowBlock const& block) {
+    auto const& [expert, row, rows, slot, weights] = block;
+    MatrixView<T const> const dh_block{dh + row * width, width, 1};
+    MatrixView<T> const out{dx_rows + row * columns.count, columns.count, 1};
+    float* const scratch = threads.scratch(slot);
+    if (layer.w_up.separate) {
+      separate_product(layer, expert, rows, dh_block, columns, out, scratch);
+    } else {
+      gemm(rows, columns.count, width, left_operand(dh_block),
+           right_operand(layer.w_up.of(expert).from(0, columns.first)), result(out), scratch,
+           weights);
+    }
+  });
 }
 
 template void up_projection_dgrad(Layer<float> const&, float const*, Columns, float*,

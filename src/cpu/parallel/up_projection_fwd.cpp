@@ -16,8 +16,9 @@ void add_bias(T const* bias, std::int64_t columns, std::int64_t rows, std::int64
 
 /// The sums of h [rows, w*n], before rounding, of one expert's rows.
 template <class T>
-void project(Layer<T> const& layer, std::int64_t expert, std::int64_t rows, PanelSource const& x,
-             float* h, float* scratch) noexcept {
+void project(Layer<T> const& layer, RowBlock const& block, PanelSource const& x, float* h,
+             float* scratch) noexcept {
+  std::int64_t const expert = block.expert, rows = block.rows;
   std::int64_t const d = layer.hidden(), n = layer.intermediate(), width = layer.up_columns();
   Matrix const out{h, width, 1};
   auto const& w = layer.w_up;
@@ -26,7 +27,8 @@ void project(Layer<T> const& layer, std::int64_t expert, std::int64_t rows, Pane
     gemm(rows, n, d, x, right_operand(w.up_of(expert).transposed()), result(out.from(0, n)),
          scratch);
   } else {
-    gemm(rows, width, d, x, right_operand(w.of(expert).transposed()), result(out), scratch);
+    gemm(rows, width, d, x, right_operand(w.of(expert).transposed()), result(out), scratch,
+         block.weights);
   }
   auto const& b = layer.b_up;
   if (b.gate == nullptr) return;
@@ -52,22 +54,22 @@ void up_projection_fwd(Layer<T> const& layer, Rows<T const> x, T* h, T* a,
                        Threads const& threads) noexcept {
   std::int64_t const width = layer.up_columns();
   std::int64_t const gemm_floats = gemm_scratch_floats(kRowBlock, width, layer.hidden());
-  for_each_row_block(
-      layer, threads, [&](std::int64_t expert, std::int64_t row, std::int64_t rows, int slot) {
-        float* const scratch = threads.scratch(slot);
-        float* sums = scratch + gemm_floats;
-        if constexpr (std::is_same_v<T, float>) {
-          if (h != nullptr) sums = h + row * width;
-        }
-        PanelSource const gathered = left_operand(x.matrix(), layer.routing.gather_index + row);
-        project(layer, expert, rows, gathered, sums, scratch);
-        if constexpr (!std::is_same_v<T, float>) {
-          if (h != nullptr) round_values(sums, rows * width, h + row * width);
-        }
-        if (a != nullptr) {
-          activation_forward(layer.desc, rows, sums, a + row * layer.intermediate());
-        }
-      });
+  for_each_row_block(layer, threads, [&](RowBlock const& block) {
+    std::int64_t const row = block.row, rows = block.rows;
+    float* const scratch = threads.scratch(block.slot);
+    float* sums = scratch + gemm_floats;
+    if constexpr (std::is_same_v<T, float>) {
+      if (h != nullptr) sums = h + row * width;
+    }
+    PanelSource const gathered = left_operand(x.matrix(), layer.routing.gather_index + row);
+    project(layer, block, gathered, sums, scratch);
+    if constexpr (!std::is_same_v<T, float>) {
+      if (h != nullptr) round_values(sums, rows * width, h + row * width);
+    }
+    if (a != nullptr) {
+      activation_forward(layer.desc, rows, sums, a + row * layer.intermediate());
+    }
+  });
 }
 
 template void up_projection_fwd(Layer<float> const&, Rows<float const>, float*, float*,

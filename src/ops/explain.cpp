@@ -72,8 +72,9 @@ std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& de
   std::string const gemm = std::string(", ") + gemm_text(desc.dtype) + on;
   std::string const row_tasks =
       "blocks of up to " + std::to_string(cpu::kRowBlock) + " rows of an expert" + gemm;
-  std::string const column_tasks =
-      "one task per expert and " + std::to_string(cpu::kColumnBlock) + " columns of hidden" + gemm;
+  std::string const column_tasks = "one task per expert and up to " +
+                                   std::to_string(cpu::kWideColumnBlock) + " columns of hidden" +
+                                   gemm;
   std::string const token_tasks =
       std::to_string(cpu::kAggregateTokens) + " tokens per task, slots in order" + on;
   std::vector<OpExplanation> ops;

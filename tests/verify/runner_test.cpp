@@ -83,6 +83,34 @@ TEST(Runner, LuckyRoundingsOfTheNaivePathForbidNothing) {
   }
 }
 
+// Sizes at which the CPU backend divides its work in each of its ways: one thread computes two blocks of rows of an
+// expert in one task, three threads in two; dw_up has more rows than are summed at a time and more columns than a task
+// owns, dw_down more columns than are summed at a time.
+TEST(Runner, WorkMayBeDividedInAnyWay) {
+  Context const one = make_context(1), three = make_context(3);
+  LayerCase row_blocks =
+      bf16_case({.tokens = 1700, .hidden = 24, .intermediate = 8, .experts = 8, .top_k = 2},
+                RouterKind::given, 1);
+  LayerCase wide_up =
+      bf16_case({.tokens = 12, .hidden = 520, .intermediate = 264, .experts = 4, .top_k = 1},
+                RouterKind::given, 2);
+  LayerCase wide_down =
+      bf16_case({.tokens = 12, .hidden = 24, .intermediate = 520, .experts = 4, .top_k = 1},
+                RouterKind::given, 3);
+  wide_down.desc.activation.kind = ActivationKind::relu;
+  for (LayerCase layer_case : {row_blocks, wide_up, wide_down}) {
+    for (DType const dtype : {DType::fp32, DType::bf16}) {
+      layer_case.desc.dtype = dtype;
+      layer_case.routing.pattern = RoutingPattern::balanced;
+      auto const result = verify_case(three, one, layer_case);
+      ASSERT_TRUE(result.ok()) << result.status().text();
+      std::string failures;
+      for (auto const& failure : result.value().failures) failures += failure + '\n';
+      EXPECT_TRUE(result.value().ok) << failures << "tessera verify " << case_options(layer_case);
+    }
+  }
+}
+
 TEST(Runner, ReportsWhatTheLibraryRefuses) {
   Context const context = make_context(1);
   LayerCase layer_case = small_case();

@@ -7,10 +7,12 @@
 
 namespace tessera::cpu {
 
-// Scratch: a bias sum [max(kColumnBlock, w*n)], then that of WgradSum for [kColumnBlock, w*n] either way round.
+// Scratch: a bias sum [max(kWideColumnBlock, w*n)], then that of WgradSum.
 std::int64_t wgrad_scratch(MoeDesc const& desc) noexcept {
   std::int64_t const width = desc.up_width() * desc.shape.intermediate;
-  return std::max(kColumnBlock, width) + wgrad_sum_floats(kColumnBlock, width);
+  return std::max(kWideColumnBlock, width) +
+         wgrad_sum_floats(std::min(kWideColumnBlock, desc.shape.hidden),
+                          std::min(kSumBlock, width));
 }
 
 template <class T, class G>
@@ -24,16 +26,16 @@ void down_projection_wgrad(Layer<T> const& layer, DownWgradArgs<T, G> const& arg
       layer, threads,
       [&](std::int64_t expert, std::int64_t column, std::int64_t columns, int slot) {
         float* const bias_sum = threads.scratch(slot);
-        float* const scratch = bias_sum + std::max(kColumnBlock, layer.up_columns());
+        float* const scratch = bias_sum + std::max(kWideColumnBlock, layer.up_columns());
         std::int64_t const first = layer.first_row(expert), rows = layer.num_rows(expert);
         MatrixView<T const> const d_o = args.d_o.matrix().from(0, column);
-        if (weights) {
-          WgradSum<G> sum(columns, n, rows, args.dw_down.of(expert).from(column, 0), args.mode,
-                          scratch);
+        for (std::int64_t i = 0; weights && i < n; i += kSumBlock) {
+          WgradSum<G> sum(columns, std::min(kSumBlock, n - i), rows,
+                          args.dw_down.of(expert).from(column, i), args.mode, scratch);
           for (std::int64_t row = first; row < first + rows; row += kReductionBlock) {
             sum.add(std::min(kReductionBlock, first + rows - row),
                     left_operand_transposed(d_o, routing.gather_index + row),
-                    right_operand(MatrixView<T const>{args.a_scaled + row * n, n, 1}));
+                    right_operand(MatrixView<T const>{args.a_scaled + row * n + i, n, 1}));
           }
           sum.finish();
         }

@@ -17,16 +17,16 @@ using core::Bf16;
 using core::round_to;
 using core::to_fp32;
 
-/// Most rows of one expert that one GEMM computes. A little more than a power of 2: experts that have about one on average
-/// are not cut in two.
+/// Most rows of one expert that one GEMM computes. A little more than a power of 2: experts that have about one on
+/// average are not cut in two.
 inline constexpr std::int64_t kRowBlock = 320;
 /// Rows of an expert whose products one weight-gradient GEMM adds up.
 inline constexpr std::int64_t kReductionBlock = 1024;
 /// Tokens of one task of the router's ops, and of aggregate.
 inline constexpr std::int64_t kRouterTokens = 256;
 inline constexpr std::int64_t kAggregateTokens = 64;
-/// Columns of d that one weight-gradient task owns.
-inline constexpr std::int64_t kColumnBlock = 128;
+/// Fewest columns of d that a weight-gradient task owns where there are as many, and most.
+inline constexpr std::int64_t kColumnBlock = 128, kWideColumnBlock = 512;
 
 /// A [rows, columns] tensor with unit column stride.
 template <class T>
@@ -166,8 +166,8 @@ struct RowBlock {
   Panels weights;  ///< those of the expert, in the slot's scratch
 };
 
-/// body(RowBlock) for all rows, an expert's blocks being about equal. A task has several blocks of its expert where tasks
-/// abound; no bit depends on it.
+/// body(RowBlock) for all rows, an expert's blocks being about equal. A task has several blocks of its expert where
+/// tasks abound; no bit depends on it.
 template <class T, class Body>
 void for_each_row_block(Layer<T> const& layer, Threads const& threads, Body&& body) noexcept {
   // A task finds its expert by walking the offsets: E steps, against rows*d*n of work.
@@ -198,14 +198,26 @@ void for_each_row_block(Layer<T> const& layer, Threads const& threads, Body&& bo
   threads.pool.run(tasks, run_task, layer.multiply_adds());
 }
 
-/// body(expert, first_column, columns, slot) for every block of at most kColumnBlock columns of d.
+/// Columns of d of a weight-gradient task: the more, the seldomer the other side is packed. The largest expert's rows
+/// stay within the share of a task as long as that leaves kColumnBlock columns. No sum depends on it.
+template <class T>
+std::int64_t columns_per_task(Layer<T> const& layer, Threads const& threads) noexcept {
+  std::int64_t most_rows = 1;
+  for (std::int64_t e = 0; e < layer.experts(); ++e) {
+    most_rows = std::max(most_rows, layer.num_rows(e));
+  }
+  std::int64_t const columns = layer.hidden() * layer.share_of_rows(threads) / most_rows;
+  return std::clamp(columns / kColumnBlock * kColumnBlock, kColumnBlock, kWideColumnBlock);
+}
+
+/// body(expert, first_column, columns, slot) for every block of at most kWideColumnBlock columns of d.
 template <class T, class Body>
 void for_each_column_block(Layer<T> const& layer, Threads const& threads, Body&& body) noexcept {
-  std::int64_t const blocks = (layer.hidden() + kColumnBlock - 1) / kColumnBlock;
+  std::int64_t const most = columns_per_task(layer, threads);
+  std::int64_t const blocks = (layer.hidden() + most - 1) / most;
   auto const run_task = [&](std::int64_t task, int slot) {
-    std::int64_t const first = task % blocks * kColumnBlock;
-    std::int64_t const left = layer.hidden() - first;
-    body(task / blocks, first, left < kColumnBlock ? left : kColumnBlock, slot);
+    std::int64_t const first = task % blocks * most;
+    body(task / blocks, first, std::min(most, layer.hidden() - first), slot);
   };
   threads.pool.run(layer.experts() * blocks, run_task, layer.multiply_adds());
 }

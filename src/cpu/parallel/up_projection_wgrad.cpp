@@ -24,18 +24,20 @@ void weight_gradient(Layer<T> const& layer, UpWgradArgs<T, G> const& args, Part<
   for_each_column_block(
       layer, threads,
       [&](std::int64_t expert, std::int64_t column, std::int64_t columns, int slot) {
-        float* const scratch = threads.scratch(slot) + std::max(kColumnBlock, width);
+        float* const scratch = threads.scratch(slot) + std::max(kWideColumnBlock, width);
         std::int64_t const first = layer.first_row(expert), rows = layer.num_rows(expert);
-        MatrixView<G> destination = part.destination.from(0, column);
-        destination.data += expert * part.expert_stride;
-        WgradSum<G> sum(part.count, columns, rows, destination, args.mode, scratch);
         MatrixView<T const> const x = args.x.matrix().from(0, column);
-        for (std::int64_t row = first; row < first + rows; row += kReductionBlock) {
-          MatrixView<T const> const dh{args.dh + row * width + part.first, width, 1};
-          sum.add(std::min(kReductionBlock, first + rows - row), left_operand_transposed(dh),
-                  right_operand(x, layer.routing.gather_index + row));
+        MatrixView<G> const dw = part.destination.from_offset(expert * part.expert_stride);
+        for (std::int64_t i = 0; i < part.count; i += kSumBlock) {
+          WgradSum<G> sum(std::min(kSumBlock, part.count - i), columns, rows, dw.from(i, column),
+                          args.mode, scratch);
+          for (std::int64_t row = first; row < first + rows; row += kReductionBlock) {
+            MatrixView<T const> const dh{args.dh + row * width + part.first + i, width, 1};
+            sum.add(std::min(kReductionBlock, first + rows - row), left_operand_transposed(dh),
+                    right_operand(x, layer.routing.gather_index + row));
+          }
+          sum.finish();
         }
-        sum.finish();
       });
 }
 

@@ -11,6 +11,9 @@
 
 namespace tessera::cpu {
 
+/// Rows of dw_up, or columns of dw_down, that are summed at a time.
+inline constexpr std::int64_t kSumBlock = 512;
+
 /// Scratch of WgradSum: the running sum and the GEMM's.
 inline std::int64_t wgrad_sum_floats(std::int64_t gemm_m, std::int64_t gemm_n) noexcept {
   return gemm_m * gemm_n + gemm_scratch_floats(gemm_m, gemm_n, kReductionBlock);

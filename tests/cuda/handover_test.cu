@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <numeric>
+#include <string>
 #include <vector>
 
 #include "layer.cuh"
@@ -14,8 +15,6 @@ namespace tessera::cuda_test {
 namespace {
 
 using cuda::WeightRows;
-
-constexpr int kRepeats = 12;
 
 struct Case {
   char const* name;
@@ -98,6 +97,20 @@ int sm_count() {
   return count;
 }
 
+// run() launches both and returns what the second wrote: first one after the other, then handed over.
+template <class First, class Second, class Run>
+void compare(std::string const& name, Experts const& e, First& first, Second& second, Run&& run) {
+  constexpr int kRepeats = 12;
+  Bytes const expected = run();
+  int different = 0;
+  for (int i = 0; i < kRepeats; ++i) {
+    first.gmem_handover = second.gmem_handover = e.handover();
+    different += run() == expected ? 0 : 1;
+  }
+  if (different != 0) std::printf("%s: %d of %d differ\n", name.c_str(), different, kRepeats);
+  EXPECT(different == 0);
+}
+
 void run_forward(Case const& c, bool gathers, bool stores_h) {
   Experts const e(c);
   int64_t const d = c.hidden, n = c.intermediate;
@@ -136,17 +149,7 @@ void run_forward(Case const& c, bool gathers, bool stores_h) {
     synchronize(nullptr);
     return y.bytes();
   };
-  Bytes const expected = run();
-  int different = 0;
-  for (int i = 0; i < kRepeats; ++i) {
-    up.gmem_handover = down.gmem_handover = e.handover();
-    different += run() == expected ? 0 : 1;
-  }
-  if (different != 0) {
-    std::printf("%s, forward%s: %d of %d differ\n", c.name, gathers ? ", gathered" : "", different,
-                kRepeats);
-  }
-  EXPECT(different == 0);
+  compare(std::string(c.name) + ", forward" + (gathers ? ", gathered" : ""), e, up, down, run);
 }
 
 void run_backward(Case const& c, bool is_fp32, bool accumulates) {
@@ -205,17 +208,9 @@ void run_backward(Case const& c, bool is_fp32, bool accumulates) {
     synchronize(nullptr);
     return dw.bytes();
   };
-  Bytes const expected = run();
-  int different = 0;
-  for (int i = 0; i < kRepeats; ++i) {
-    dgrad.gmem_handover = wgrad.gmem_handover = e.handover();
-    different += run() == expected ? 0 : 1;
-  }
-  if (different != 0) {
-    std::printf("%s, backward%s%s: %d of %d differ\n", c.name, is_fp32 ? ", fp32" : "",
-                accumulates ? ", added" : "", different, kRepeats);
-  }
-  EXPECT(different == 0);
+  compare(std::string(c.name) + ", backward" + (is_fp32 ? ", fp32" : "") +
+              (accumulates ? ", added" : ""),
+          e, dgrad, wgrad, run);
 }
 
 bool runs_fast_kernels() {

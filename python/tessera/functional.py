@@ -251,8 +251,8 @@ def grouped_gemm_wgrad(a, b, expert_offsets):
 
 
 def check_device_values(device=None) -> None:
-    """Raises ValueError if a kernel on this GPU met bad values that only the device can read: expert_offsets, which make
-    the results of that call void, or counts, which were taken for 0. Each report is given once.
+    """Raises ValueError if a kernel on this GPU met bad values that only the device can read: expert_offsets, which
+    make the results of that call void, or counts, which were taken for 0. Each report is given once.
 
     device: a CUDA device, by default torch's current one. Nothing waits: synchronise first to hear of a call. On the
     CPU calls check such values themselves.

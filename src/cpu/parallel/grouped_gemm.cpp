@@ -6,6 +6,25 @@
 #include "cpu/parallel/wgrad.hpp"
 
 namespace tessera::cpu {
+namespace {
+
+/// The rows of the groups, for for_each_row_block.
+template <class T>
+struct Groups {
+  VarlenM<T> const& args;
+  [[nodiscard]] std::int64_t experts() const noexcept { return args.experts; }
+  [[nodiscard]] std::int64_t first_row(std::int64_t expert) const noexcept {
+    return args.offsets[expert];
+  }
+  [[nodiscard]] std::int64_t num_rows(std::int64_t expert) const noexcept {
+    return args.offsets[expert + 1] - args.offsets[expert];
+  }
+  [[nodiscard]] std::int64_t multiply_adds() const noexcept {
+    return (args.offsets[args.experts] + args.experts) * args.gemm_n * args.gemm_k;
+  }
+};
+
+}  // namespace
 
 std::int64_t grouped_gemm_varlen_m_scratch(std::int64_t gemm_n, std::int64_t gemm_k) noexcept {
   return gemm_scratch_floats(kRowBlock, gemm_n, gemm_k);
@@ -13,25 +32,15 @@ std::int64_t grouped_gemm_varlen_m_scratch(std::int64_t gemm_n, std::int64_t gem
 
 template <class T>
 void grouped_gemm_varlen_m(VarlenM<T> const& args, Threads const& threads) noexcept {
-  GroupOffsets const& offsets = args.offsets;
-  auto const num_blocks = [&](std::int64_t e) {
-    return (offsets[e + 1] - offsets[e] + kRowBlock - 1) / kRowBlock;
-  };
-  std::int64_t blocks = 0;
-  for (std::int64_t e = 0; e < args.experts; ++e) blocks += num_blocks(e);
-  auto const run_block = [&](std::int64_t block, int slot) {
-    std::int64_t e = 0;
-    for (; block >= num_blocks(e); ++e) block -= num_blocks(e);
-    std::int64_t const row = offsets[e] + block * kRowBlock;
-    std::int64_t const rows = std::min(kRowBlock, offsets[e + 1] - row);
+  for_each_row_block(Groups<T>{args}, threads, [&](RowBlock const& block) {
+    std::int64_t const e = block.expert;
     T const* const bias = args.bias == nullptr ? nullptr : args.bias + e * args.bias_expert_stride;
-    gemm(rows, args.gemm_n, args.gemm_k, left_operand(args.a.matrix().from(row, 0)),
+    gemm(block.rows, args.gemm_n, args.gemm_k, left_operand(args.a.matrix().from(block.row, 0)),
          right_operand(args.b.from_offset(e * args.b_expert_stride)),
-         result(args.c.matrix().from(row, 0), bias), threads.scratch(slot));
-  };
-  threads.pool.run(blocks, run_block,
-                   (offsets[args.experts] + args.experts) * args.gemm_n * args.gemm_k);
-  for (std::int64_t r = offsets[args.experts]; r < args.rows; ++r) {
+         result(args.c.matrix().from(block.row, 0), bias), threads.scratch(block.slot),
+         block.weights);
+  });
+  for (std::int64_t r = args.offsets[args.experts]; r < args.rows; ++r) {
     std::fill_n(args.c[r], args.gemm_n, round_to<T>(0.0f));
   }
 }

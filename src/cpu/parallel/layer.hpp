@@ -84,17 +84,6 @@ struct DownBiases {
   [[nodiscard]] T* of(std::int64_t expert) const noexcept { return data + expert * expert_stride; }
 };
 
-/// Threads, and `floats_per_thread` floats of scratch for each.
-struct Threads {
-  core::ThreadPool& pool;
-  float* scratch_base = nullptr;
-  std::int64_t floats_per_thread = 0;
-
-  [[nodiscard]] float* scratch(int slot) const noexcept {
-    return scratch_base + slot * floats_per_thread;
-  }
-};
-
 /// T: the storage type, float or Bf16.
 template <class T>
 struct Layer {
@@ -118,10 +107,6 @@ struct Layer {
   }
   [[nodiscard]] std::int64_t num_rows(std::int64_t expert) const noexcept {
     return routing.expert_offsets[expert + 1] - routing.expert_offsets[expert];
-  }
-  /// Rows that a task may have where tasks abound: a quarter of a thread's part.
-  [[nodiscard]] std::int64_t share_of_rows(Threads const& threads) const noexcept {
-    return first_row(experts()) / (4 * threads.pool.num_threads());
   }
   /// Of a product with the rows of all experts, and as many for the matrices themselves, which are read or written.
   [[nodiscard]] std::int64_t multiply_adds() const noexcept {
@@ -159,6 +144,17 @@ void for_each_column_chunk(MoeDesc const& desc, Body&& body) noexcept {
   }
 }
 
+/// Threads, and `floats_per_thread` floats of scratch for each.
+struct Threads {
+  core::ThreadPool& pool;
+  float* scratch_base = nullptr;
+  std::int64_t floats_per_thread = 0;
+
+  [[nodiscard]] float* scratch(int slot) const noexcept {
+    return scratch_base + slot * floats_per_thread;
+  }
+};
+
 /// At most kRowBlock rows of one expert.
 struct RowBlock {
   std::int64_t expert, row, rows;
@@ -166,28 +162,35 @@ struct RowBlock {
   Panels weights;  ///< those of the expert, in the slot's scratch
 };
 
+/// Rows of all experts that a task may have where tasks abound: a quarter of a thread's part.
+inline std::int64_t rows_per_task(std::int64_t rows, Threads const& threads) noexcept {
+  return rows / (4 * threads.pool.num_threads());
+}
+
 /// body(RowBlock) for all rows, an expert's blocks being about equal. A task has several blocks of its expert where
-/// tasks abound; no bit depends on it.
-template <class T, class Body>
-void for_each_row_block(Layer<T> const& layer, Threads const& threads, Body&& body) noexcept {
+/// tasks abound; no bit depends on it. Groups: a Layer, or what else has its experts, num_rows, first_row and
+/// multiply_adds.
+template <class Groups, class Body>
+void for_each_row_block(Groups const& groups, Threads const& threads, Body&& body) noexcept {
   // A task finds its expert by walking the offsets: E steps, against rows*d*n of work.
-  std::int64_t const experts = layer.experts();
-  std::int64_t const most_rows = std::max(kRowBlock, layer.share_of_rows(threads));
+  std::int64_t const experts = groups.experts();
+  std::int64_t const most_rows =
+      std::max(kRowBlock, rows_per_task(groups.first_row(experts), threads));
   auto const num_tasks = [&](std::int64_t expert) {
-    return (layer.num_rows(expert) + most_rows - 1) / most_rows;
+    return (groups.num_rows(expert) + most_rows - 1) / most_rows;
   };
   std::int64_t tasks = 0;
   for (std::int64_t e = 0; e < experts; ++e) tasks += num_tasks(e);
   auto const run_task = [&](std::int64_t task, int slot) {
     std::int64_t expert = 0;
     for (; task >= num_tasks(expert); ++expert) task -= num_tasks(expert);
-    std::int64_t const all = layer.num_rows(expert), parts = num_tasks(expert);
+    std::int64_t const all = groups.num_rows(expert), parts = num_tasks(expert);
     std::int64_t const first = all * task / parts, rows = all * (task + 1) / parts - first;
     std::int64_t const blocks = (rows + kRowBlock - 1) / kRowBlock;
     for (std::int64_t block = 0; block < blocks; ++block) {
       std::int64_t const begin = rows * block / blocks, end = rows * (block + 1) / blocks;
       body(RowBlock{.expert = expert,
-                    .row = layer.first_row(expert) + first + begin,
+                    .row = groups.first_row(expert) + first + begin,
                     .rows = end - begin,
                     .slot = slot,
                     .weights = blocks == 1  ? Panels::used_once
@@ -195,7 +198,7 @@ void for_each_row_block(Layer<T> const& layer, Threads const& threads, Body&& bo
                                             : Panels::reused});
     }
   };
-  threads.pool.run(tasks, run_task, layer.multiply_adds());
+  threads.pool.run(tasks, run_task, groups.multiply_adds());
 }
 
 /// Columns of d of a weight-gradient task: the more, the seldomer the other side is packed. The largest expert's rows
@@ -206,7 +209,8 @@ std::int64_t columns_per_task(Layer<T> const& layer, Threads const& threads) noe
   for (std::int64_t e = 0; e < layer.experts(); ++e) {
     most_rows = std::max(most_rows, layer.num_rows(e));
   }
-  std::int64_t const columns = layer.hidden() * layer.share_of_rows(threads) / most_rows;
+  std::int64_t const columns =
+      layer.hidden() * rows_per_task(layer.first_row(layer.experts()), threads) / most_rows;
   return std::clamp(columns / kColumnBlock * kColumnBlock, kColumnBlock, kWideColumnBlock);
 }
 

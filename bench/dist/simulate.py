@@ -271,6 +271,11 @@ def cases():
         for token, row in ((3.6, 2.45), (2.0, 2.0), (1.0, 1.5), (0.7, 1.2), (0.3, 0.6)):
             rates = dataclasses.replace(four, tail=45, sum_of_token=token, sum_of_row=row)
             yield qwen4, Way("dedup", lag=4, own_stay=own_stay), rates, None
+    for token, row in ((1.0, 1.5), (1.5, 2.2)):
+        way = Way("dedup", lag=4, own_stay=True, ticket_rows=4)
+        sums = {"sum_of_token": token, "sum_of_row": row} | faster
+        yield qwen4, way, dataclasses.replace(four, tail=45, **sums), None
+        yield qwen2, way, dataclasses.replace(two, tail=40, **sums), None
     for token, row in ((1.0, 1.5), (0.7, 1.2), (0.3, 0.6)):
         rates = dataclasses.replace(two, tail=40, sum_of_token=token, sum_of_row=row)
         yield qwen2, Way("dedup", own_stay=True), rates, None

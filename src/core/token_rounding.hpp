@@ -4,7 +4,8 @@
 //   nr_f       up if 2 rem > M
 //   sr_f       up if floor(X_e M / 2^32) < rem    X_e: first word of Philox4x32-10
 //   nr_s       up if X_e (N+Q) < N 2^32           N, Q: scores lost by down, gained by up; as nr_f if both are 0
-//   balance_f  up if |hi - f + z| < |lo - f + z|, then z += m - f, over ascending e from z = 0
+//   balance_f  up if |hi - f + z| < |lo - f + z|, then z += m - f, over ascending e from z = 0. The first is the larger
+//              of the two without bars, so that says (hi - f + z) + (lo - f + z) < 0
 // Shared by CPU and GPU: for equal fp32 scores both keep the same pairs.
 #pragma once
 
@@ -51,6 +52,12 @@ struct ExpertPairs {
   std::int64_t takes = 0;  ///< m_e, the rule's answer: pairs of highest rank that stay
 };
 
+/// balance_f of an expert that is not a multiple.
+TESSERA_INLINE bool balance_rounds_up(std::int64_t rem, std::int64_t missing,
+                                      std::int64_t carry) noexcept {
+  return 2 * carry < rem - missing;
+}
+
 TESSERA_INLINE bool rounds_up(Router const& router, std::int64_t expert, ExpertPairs const& pairs,
                               std::int64_t carry) noexcept {
   std::int64_t const tile = router.tile, rem = beyond_tile(pairs.members, router.tile),
@@ -68,10 +75,8 @@ TESSERA_INLINE bool rounds_up(Router const& router, std::int64_t expert, ExpertP
       Wide const x = rounding_random(router, expert);
       return x * (pairs.weakest + pairs.best) < Wide{pairs.weakest} << 32;
     }
-    case Rounding::balance_f: {
-      std::int64_t const up = missing + carry, down = carry - rem;
-      return (up < 0 ? -up : up) < (down < 0 ? -down : down);
-    }
+    case Rounding::balance_f:
+      return balance_rounds_up(rem, missing, carry);
     case Rounding::nr_f:
       return 2 * rem > tile;
     default:

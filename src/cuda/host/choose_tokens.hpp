@@ -20,7 +20,7 @@ struct ChooseTokensArguments {
   float const* gmem_selection_bias;  // (E) or null; group_limited: it decides the kept groups
   int32_t const* gmem_topk_ids;      // (T,K) the top-k choice; null: experts choose
   float const* gmem_member_scores;   // (T,K) its scores, c = 1
-  int64_t tokens;                    // T, 0 allowed
+  int64_t tokens;                    // T < 2^31, 0 allowed
   int32_t experts;                   // E
   int32_t top_k;                     // K <= E
   Router router;
@@ -39,9 +39,28 @@ __host__ __device__ constexpr int64_t choice_blocks(int64_t tokens) {
   return (tokens + kChoiceBlockTokens - 1) / kChoiceBlockTokens;
 }
 
-/// What each expert keeps, ranks (E,T), slots of each block of tokens.
+/// Orders the pairs of an expert, larger first: by rank, equal ranks by lower token.
+__host__ __device__ constexpr uint64_t pair_order(uint32_t rank, int64_t token) {
+  return uint64_t{rank} << 32 | (0xffffffffu - static_cast<uint32_t>(token));
+}
+
+/// Regions of the workspace.
+struct ChoiceWorkspace {
+  core::ExpertPairs* gmem_pairs;  // (E)
+  uint64_t* gmem_cuts;            // (E): the least pair_order that stays
+  uint32_t* gmem_ranks;           // (E,T); 0: not eligible
+  int32_t* gmem_block_slots;  // (blocks+1): of each block, then their exclusive sums and the total
+
+  __device__ static ChoiceWorkspace of(ChooseTokensArguments const& p) {
+    auto* const pairs = static_cast<core::ExpertPairs*>(p.gmem_workspace);
+    auto* const cuts = reinterpret_cast<uint64_t*>(pairs + p.experts);
+    auto* const ranks = reinterpret_cast<uint32_t*>(cuts + p.experts);
+    return {pairs, cuts, ranks, reinterpret_cast<int32_t*>(ranks + p.tokens * p.experts)};
+  }
+};
+
 constexpr size_t choose_tokens_workspace_bytes(int64_t tokens, int64_t experts) {
-  return sizeof(core::ExpertPairs) * static_cast<size_t>(experts) +
+  return (sizeof(core::ExpertPairs) + sizeof(uint64_t)) * static_cast<size_t>(experts) +
          4 * static_cast<size_t>(experts * tokens + choice_blocks(tokens) + 1);
 }
 

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "../kernels/choose_tokens.cuh"
+#include "../kernels/rank_pairs.cuh"
 
 namespace tessera::cuda {
 
 cudaError_t launch_choose_tokens(ChooseTokensArguments const& args, cudaStream_t stream) {
-  return launch_choose_tokens_config<ChooseTokensConfig>(args, stream);
+  cudaError_t const error = launch_rank_pairs_config<RankPairsConfig>(args, stream);
+  return error == cudaSuccess ? launch_choose_tokens_config<ChooseTokensConfig>(args, stream)
+                              : error;
 }
 
 }  // namespace tessera::cuda

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+// rank_pairs: the rank (core::pair_rank) of every pair (token, expert), by which choose_tokens chooses: p of the
+// expert, and for members of the top-k choice their score, above all others.
+// Shapes   logits (T,E), member ids and scores (T,K); ranks (E,T), slots of each block of 32 tokens
+// Work     reads 4TE + 8TK, writes 4TE
+// Schedule a CTA per 32 tokens, a warp per token: p of all experts, then the members' scores; transposed through shared
+//          memory, so that an expert's ranks lie side by side. The blocks' slots are those of all members
+// Numerics fp32, compiled without contraction, sums fold 32 lanes by halves: the bits of the CPU
+// Requires groups <= 32
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <climits>
+#include <cstdint>
+
+#include "../arch/shared_address.cuh"
+#include "../arch/warp.cuh"
+#include "../block/fold.cuh"
+#include "../host/choose_tokens.hpp"
+#include "../host/launch.hpp"
+#include "core/router_math.hpp"
+#include "core/token_rounding.hpp"
+
+namespace tessera::cuda {
+
+struct RankPairsConfig {
+  static constexpr int kBlockWarps = 8;
+  static constexpr int kCtas = 6;           // on an SM
+  static constexpr int kMostStaged = 1024;  // experts whose ranks pass through shared memory
+  static constexpr int kMaxGroups = arch::kWarpThreads;
+};
+
+// A warp's token: its ranks go to `column`, E values `stride` apart.
+struct RankedToken {
+  ChooseTokensArguments const& p;
+  int64_t token;
+  uint32_t* column;
+  int64_t stride;
+
+  __device__ float const* gmem_logits() const { return p.gmem_logits + token * p.experts; }
+  __device__ int32_t member(int k) const { return p.gmem_topk_ids[token * p.top_k + k]; }
+  __device__ float member_score(int k) const { return p.gmem_member_scores[token * p.top_k + k]; }
+  // visit(e) for the experts of this lane, of `count` from the first one on.
+  template <class Visit>
+  __device__ static void for_each(int count, Visit&& visit) {
+    for (int i = arch::lane_idx(); i < count; i += arch::kWarpThreads) visit(i);
+  }
+
+  // The groups that the token keeps, as bits: the largest sums of two largest keys, ties to the lower group.
+  __device__ uint32_t kept_groups() const {
+    if (p.router.kind != RouterKind::group_limited || p.gmem_topk_ids == nullptr) return ~0u;
+    int const size = p.experts / p.groups, own = arch::lane_idx();
+    uint32_t first = 0, second = 0;
+    for (int i = 0; own < p.groups && i < size; ++i) {
+      int const e = own * size + i;
+      float const bias = p.gmem_selection_bias != nullptr ? p.gmem_selection_bias[e] : 0.0f;
+      float const value = core::own_p(p.router.kind, gmem_logits()[e]);
+      uint32_t const key = core::ordered_key(value + bias);
+      second = max(second, min(first, key));
+      first = max(first, key);
+    }
+    float sum = core::key_value(first);
+    if (size > 1) sum += core::key_value(second);
+    uint32_t const key = own < p.groups ? core::ordered_key(sum) : 0;
+    int before = 0;
+    for (int g = 0; g < p.groups; ++g) {
+      uint32_t const other = __shfl_sync(block::kWholeWarp, key, g);
+      before += other > key || (other == key && g < own) ? 1 : 0;
+    }
+    return __ballot_sync(block::kWholeWarp, own < p.groups && before < p.top_groups);
+  }
+
+  // The logits as they are; returns the largest.
+  __device__ float bring_logits() const {
+    constexpr int kAhead = 4;  // on their way at once
+    uint32_t key = 0;
+    for (int base = arch::lane_idx(); base < p.experts; base += kAhead * arch::kWarpThreads) {
+      float logits[kAhead];
+      TESSERA_UNROLL
+      for (int i = 0; i < kAhead; ++i) {
+        int const e = base + i * arch::kWarpThreads;
+        logits[i] = e < p.experts ? gmem_logits()[e] : -INFINITY;
+      }
+      TESSERA_UNROLL
+      for (int i = 0; i < kAhead; ++i) {
+        int const e = base + i * arch::kWarpThreads;
+        if (e < p.experts) column[e * stride] = __float_as_uint(logits[i]);
+        key = max(key, core::ordered_key(logits[i]));
+      }
+    }
+    return core::key_value(__reduce_max_sync(block::kWholeWarp, key));
+  }
+
+  // What p of its own is divided by: what divides the members'.
+  __device__ float divisor() const {
+    if (!p.router.normalize_scores) return 1;
+    float partial = 0;
+    for_each(p.top_k,
+             [&](int k) { partial += core::own_p(p.router.kind, gmem_logits()[member(k)]); });
+    return block::fold_sum<arch::kWarpThreads>(partial) + core::kNormalizeFloor;
+  }
+
+  // p of every expert.
+  __device__ void rank_others() const {
+    RouterKind const kind = p.router.kind;
+    bool const own_p = core::has_own_p(kind);
+    float const largest = bring_logits();
+    float partial = 0;
+    for_each(p.experts, [&](int e) {
+      float const logit = __uint_as_float(column[e * stride]);
+      float const term = own_p ? core::own_p(kind, logit) : core::exp_fp32(logit - largest);
+      column[e * stride] = __float_as_uint(term);
+      partial += term;
+    });
+    float const sum = own_p ? divisor() : block::fold_sum<arch::kWarpThreads>(partial);
+    for_each(p.experts, [&](int e) {
+      column[e * stride] = core::pair_rank(false, __uint_as_float(column[e * stride]) / sum);
+    });
+    uint32_t const kept = kept_groups();
+    if (kept == ~0u) return;
+    int const size = p.experts / p.groups;
+    for_each(p.experts, [&](int e) {
+      if ((kept >> e / size & 1) == 0) column[e * stride] = 0;
+    });
+  }
+
+  __device__ void rank() const {
+    // The first member of each lane is on its way while the others are ranked.
+    int const top_k = p.gmem_topk_ids != nullptr ? p.top_k : 0, lane = arch::lane_idx();
+    int32_t const first = lane < top_k ? member(lane) : 0;
+    float const score = lane < top_k ? member_score(lane) : 0;
+    rank_others();
+    __syncwarp();
+    if (lane < top_k) column[first * stride] = core::pair_rank(true, score);
+    for (int k = lane + arch::kWarpThreads; k < top_k; k += arch::kWarpThreads) {
+      column[member(k) * stride] = core::pair_rank(true, member_score(k));
+    }
+  }
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads, Config::kCtas)
+    rank_pairs(__grid_constant__ ChooseTokensArguments const p) {
+  constexpr int kPitch = kChoiceBlockTokens + 1;  // of shared memory
+  extern __shared__ uint32_t smem_ranks[];        // (E, kPitch)
+  uint32_t* const gmem_ranks = ChoiceWorkspace::of(p).gmem_ranks;
+  int64_t const first = int64_t{blockIdx.x} * kChoiceBlockTokens;
+  bool const staged = p.experts <= Config::kMostStaged;
+  for (int i = arch::warp_idx(); i < kChoiceBlockTokens; i += Config::kBlockWarps) {
+    int64_t const token = first + i;
+    if (token >= p.tokens) break;
+    if (staged) {
+      RankedToken{p, token, smem_ranks + i, kPitch}.rank();
+    } else {
+      RankedToken{p, token, gmem_ranks + token, p.tokens}.rank();
+    }
+  }
+  if (threadIdx.x == 0) {
+    int64_t const members = p.gmem_topk_ids != nullptr ? p.top_k : 0;
+    int64_t const in_block = min(p.tokens - first, int64_t{kChoiceBlockTokens});
+    ChoiceWorkspace::of(p).gmem_block_slots[blockIdx.x] = static_cast<int32_t>(in_block * members);
+  }
+  if (!staged) return;
+  __syncthreads();
+  int64_t const token = first + arch::lane_idx();
+  for (int e = arch::warp_idx(); e < p.experts && token < p.tokens; e += Config::kBlockWarps) {
+    gmem_ranks[e * p.tokens + token] = smem_ranks[e * kPitch + arch::lane_idx()];
+  }
+}
+
+template <class Config>
+cudaError_t launch_rank_pairs_config(ChooseTokensArguments const& args, cudaStream_t stream) {
+  if (args.groups > Config::kMaxGroups || args.slots > INT32_MAX || args.experts < 1) {
+    return cudaErrorInvalidValue;
+  }
+  constexpr int kMostShared = Config::kMostStaged * (kChoiceBlockTokens + 1) * 4;
+  cudaError_t const error = host::allow_shared_memory<rank_pairs<Config>>(kMostShared);
+  if (error != cudaSuccess) return error;
+  auto const blocks = static_cast<unsigned>(choice_blocks(args.tokens));
+  int const staged = args.experts <= Config::kMostStaged ? args.experts : 0;
+  auto const smem_bytes = static_cast<size_t>(staged) * (kChoiceBlockTokens + 1) * 4;
+  if (blocks > 0) {
+    rank_pairs<Config>
+        <<<blocks, Config::kBlockWarps * arch::kWarpThreads, smem_bytes, stream>>>(args);
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace tessera::cuda

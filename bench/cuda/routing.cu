@@ -281,8 +281,8 @@ std::string bench_shape(Shape const& s, double copy_tbps) {
     rows += "," + row(s, "router_loss", 8.0 * s.tokens * s.experts, copy_tbps, time_graph(losses),
                       same_losses_as_plain(p, kind), "none", name);
   }
-  // Logits and ids in, ranks out and four times in, slots out.
-  double const choice_bytes = 24.0 * s.tokens * s.experts + 16 * slots;
+  // Logits and ids in, ranks out and three times in, slots out.
+  double const choice_bytes = 20.0 * s.tokens * s.experts + 16 * slots;
   for (auto const& [round, name] : {std::pair{Rounding::nr_f, "nr-f"},
                                     {Rounding::nr_s, "nr-s"},
                                     {Rounding::balance_f, "balance-f"}}) {

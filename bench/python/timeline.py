@@ -7,7 +7,8 @@ usage: timeline.py [--config NAME,NAME] [--passes N] [--out FILE]
 A kernel timed alone runs at another clock and begins on an idle device. Here the layer runs again and again, and the
 times are those that CUPTI reports through torch's profiler: medians over the passes. `gap_us` is the time from the
 end of the kernel ahead to the start of this one, negative where they overlap; the first kernel's is the time since the
-pass before. Forward is profiled alone (h is kept) and with backward behind it.
+pass before. Forward is profiled alone (h is kept) and with backward behind it; of the decode configurations inference
+alone.
 """
 
 import argparse
@@ -25,7 +26,8 @@ from torch.profiler import ProfilerActivity, profile
 CONFIGS = {"1.4B-n256": (40960, 768, 256, 128, 8), "7B-n256": (24576, 1536, 256, 128, 8),
            "7B-n512": (24576, 1536, 512, 64, 4), "7B-n1024": (24576, 1536, 1024, 32, 2),
            "Qwen3Next": (32768, 2048, 512, 512, 10), "Qwen3-30B": (32768, 2048, 768, 128, 8),
-           "OLMoE": (32768, 2048, 1024, 64, 8)}
+           "OLMoE": (32768, 2048, 1024, 64, 8),
+           **{f"decode-{tokens}": (tokens, 2048, 768, 128, 8) for tokens in (1, 16, 64)}}
 
 
 def short_name(name: str) -> str:
@@ -88,7 +90,10 @@ def main() -> None:
         def forward(layer=layer, x=x) -> None:
             layer(x)
 
-        for name, run in (("forward", forward), ("forward-backward", both)):
+        decodes = config.startswith("decode")
+        inference = torch.no_grad()(forward)
+        for name, run in ((("inference", inference),) if decodes else
+                          (("forward", forward), ("forward-backward", both))):
             for _ in range(300):  # until the clock has settled
                 run()
             for row in timeline(run, args.passes):

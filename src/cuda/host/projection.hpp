@@ -49,6 +49,10 @@ struct MatrixRows {
   int64_t pitch = 0;  // elements from one row to the next
 };
 
+/// Up to so many tokens weights are read by kernels that multiply no tiles: no expert has more rows than a few vectors
+/// by matrix take the time of the weights for. bench/results/h200/2026-11-22-gemv.json
+constexpr int64_t kGemvTokens = 8;
+
 /// l = x w_router^T + b_router, fp32 sums, not rounded.
 struct RouterLogitsArguments {
   MatrixRows x;                // (T,d)
@@ -74,6 +78,7 @@ struct UpProjectionFwdArguments {
   int64_t hidden, intermediate;  // d, n
   int32_t experts;               // E
   int32_t* gmem_tile_counter;    // one int, 0 before and after every launch
+  bool few_tokens = false;       // at most kGemvTokens
   /// One word, 0 before: tells down_projection_fwd, launched right behind, which experts it may read. Null: nobody.
   uint32_t* gmem_handover = nullptr;
 };
@@ -89,6 +94,7 @@ struct DownProjectionFwdArguments {
   int64_t hidden, intermediate;        // d, n
   int32_t experts;                     // E
   int32_t* gmem_tile_counter;          // one int, 0 before and after every launch
+  bool few_tokens = false;             // at most kGemvTokens
   /// Of the up_projection_fwd launched just before: starts in its tail. Null: after it.
   uint32_t* gmem_handover = nullptr;
 };
@@ -117,6 +123,13 @@ cudaError_t launch_up_projection_fwd(UpProjectionFwdArguments const& args, int s
                                      cudaStream_t stream);
 cudaError_t launch_down_projection_fwd(DownProjectionFwdArguments const& args, int sm_count,
                                        cudaStream_t stream);
+
+/// For few tokens, where weights are contiguous along the reduction: a warp per few columns.
+cudaError_t launch_router_logits_gemv(RouterLogitsArguments const& args, cudaStream_t stream);
+cudaError_t launch_up_projection_fwd_gemv(UpProjectionFwdArguments const& args,
+                                          cudaStream_t stream);
+cudaError_t launch_down_projection_fwd_gemv(DownProjectionFwdArguments const& args,
+                                            cudaStream_t stream);
 
 /// One thread per output, fp32 sums in order of the reduction; any size, stride, alignment and activation.
 cudaError_t launch_router_logits_plain(RouterLogitsArguments const& args, cudaStream_t stream);

@@ -93,7 +93,8 @@ UpProjectionFwdArguments up_projection_fwd_of(MoeDesc const& desc, ConstTensor c
           .hidden = desc.shape.hidden,
           .intermediate = desc.shape.intermediate,
           .experts = static_cast<std::int32_t>(desc.shape.experts),
-          .gmem_tile_counter = gmem_tile_counters + kUpProjectionCounter};
+          .gmem_tile_counter = gmem_tile_counters + kUpProjectionCounter,
+          .few_tokens = desc.shape.tokens <= kGemvTokens};
 }
 
 AggregateArguments aggregate_of(MoeDesc const& desc, RoutingView const& tables, void const* gmem_y,
@@ -195,7 +196,8 @@ ExpertArguments expert_arguments(MoeDesc const& desc, MoeForwardArgs const& args
                .hidden = s.hidden,
                .intermediate = s.intermediate,
                .experts = static_cast<std::int32_t>(s.experts),
-               .gmem_tile_counter = memory.gmem_tile_counters + kDownProjectionCounter},
+               .gmem_tile_counter = memory.gmem_tile_counters + kDownProjectionCounter,
+               .few_tokens = s.tokens <= kGemvTokens},
       .aggregate = aggregate_of(desc, memory.tables, memory.gmem_y, memory.tables.scores, args.o)};
 }
 

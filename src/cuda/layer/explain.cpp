@@ -13,6 +13,7 @@ namespace tessera::cuda {
 namespace {
 
 constexpr char kPlain[] = "one thread per output, fp32 sums in order";
+constexpr char kGemv[] = "few tokens: a warp per few columns, vectors by matrix";
 constexpr char kAggregate[] = "a warp per token and slice of columns, slots in order";
 
 /// M_e of balanced routing.
@@ -80,7 +81,9 @@ Refusal refuse_router(MoeDesc const& desc, MoeForwardArgs const& args) {
 }
 
 std::string how_routed(MoeDesc const& desc) {
-  std::string const logits = "logits by a GEMM, ";
+  std::string const logits = desc.shape.tokens <= kGemvTokens
+                                 ? "few tokens: logits by a warp per expert, "
+                                 : "logits by a GEMM, ";
   if (desc.router.replay) return logits + "a thread per token scores its ids";
   if (desc.experts_choose()) return logits + "a CTA per expert chooses its tokens";
   std::string const select = logits + "lanes of a warp select";
@@ -100,11 +103,15 @@ std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, std::
   auto const rows = static_cast<double>(desc.num_slots());
   ExpertArguments const experts =
       expert_arguments(desc, args, {{}, nowhere(), nowhere(), static_cast<int*>(nowhere())});
-  ops.push_back(explanation(work::up_projection_fwd(desc, rows), refuse(experts.up),
-                            "persistent warp-specialised GEMM, gather and activation fused" + on));
+  ops.push_back(
+      explanation(work::up_projection_fwd(desc, rows), refuse(experts.up),
+                  prefers_gemv(experts.up)
+                      ? kGemv
+                      : "persistent warp-specialised GEMM, gather and activation fused" + on));
   set_gemm(ops.back(), mean_rows(desc), desc.up_width() * s.intermediate, s.hidden);
-  ops.push_back(explanation(work::down_projection_fwd(desc, rows), refuse(experts.down),
-                            "persistent warp-specialised GEMM" + on));
+  ops.push_back(
+      explanation(work::down_projection_fwd(desc, rows), refuse(experts.down),
+                  prefers_gemv(experts.down) ? kGemv : "persistent warp-specialised GEMM" + on));
   set_gemm(ops.back(), mean_rows(desc), s.hidden, s.intermediate);
   ops.push_back(
       explanation(work::aggregate(desc, rows), refuse(experts.aggregate), kAggregate + on));

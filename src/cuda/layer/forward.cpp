@@ -239,19 +239,6 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
   add_metadata(desc, gmem_ids, tables, plan.metadata.in(base), sequence);
 }
 
-void add_experts(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan const& plan,
-                 std::byte* base, RoutingView const& tables, Sequence& sequence) noexcept {
-  ExpertArguments experts = expert_arguments(desc, args,
-                                             {.tables = tables,
-                                              .gmem_a = plan.a.in(base),
-                                              .gmem_y = plan.y.in(base),
-                                              .gmem_tile_counters = plan.counters.in(base)});
-  hand_over(experts.up, experts.down, plan.counters.in(base) + kForwardHandover);
-  sequence.select("up_projection_fwd", experts.up);
-  sequence.select("down_projection_fwd", experts.down);
-  sequence.select("aggregate", experts.aggregate);
-}
-
 }  // namespace
 
 Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardArgs const& args,
@@ -262,7 +249,15 @@ Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardA
   ForwardPlan const plan = plan_forward(desc, routing_bytes);
   std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
   Sequence sequence(device, stream);
-  zero_counters(plan.counters.in(base), sequence);
+  ExpertArguments experts = expert_arguments(desc, args,
+                                             {.tables = routing,
+                                              .gmem_a = plan.a.in(base),
+                                              .gmem_y = plan.y.in(base),
+                                              .gmem_tile_counters = plan.counters.in(base)});
+  // Kernels for few tokens draw no tiles.
+  if (desc.shape.tokens > kGemvTokens || !prefers_gemv(experts.up) || !prefers_gemv(experts.down)) {
+    zero_counters(plan.counters.in(base), sequence);
+  }
   add_routing(desc, args, plan, base, routing, sequence);
   // Without rounding the top-k choice counts the same; with it, choose_tokens has counted.
   Tensor const topk_counts = desc.rounds_tokens() ? Tensor{} : args.topk_counts;
@@ -273,7 +268,10 @@ Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardA
                                   static_cast<std::int32_t*>(counts.data), native);
     });
   }
-  add_experts(desc, args, plan, base, routing, sequence);
+  hand_over(experts.up, experts.down, plan.counters.in(base) + kForwardHandover);
+  sequence.select("up_projection_fwd", experts.up);
+  sequence.select("down_projection_fwd", experts.down);
+  sequence.select("aggregate", experts.aggregate);
   return sequence.status();
 }
 
@@ -286,7 +284,7 @@ Status route(DeviceContext const& device, MoeDesc const& desc, RouteArgs const& 
   RoutePlan const plan = plan_route(desc);
   std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
   Sequence sequence(device, stream);
-  zero_counters(plan.counters.in(base), sequence);
+  if (s.tokens > kGemvTokens) zero_counters(plan.counters.in(base), sequence);
   float* const gmem_logits =
       is_contiguous(args.logits) ? static_cast<float*>(args.logits.data) : plan.logits.in(base);
   add_router(desc, {args.x, args.w_router, args.b_router, args.selection_bias, args.logits},

@@ -25,6 +25,7 @@ bool aligned(void const* gmem) noexcept {
 }
 
 constexpr std::int64_t kMostRows = std::int64_t{1} << 30;  // of ragged tensor maps
+constexpr std::int64_t kMostGemvRows = 4096;               // a CTA for each and every few columns
 
 // What TMA and the 16-byte copies need of sizes, pitches and bases; the first failure wins.
 class Requirements {
@@ -234,17 +235,33 @@ Refusal refuse(AggregateArguments const& args) noexcept {
   return {};
 }
 
+bool prefers_gemv(RouterLogitsArguments const& args) noexcept {
+  return args.x.rows <= kGemvTokens && !refuse(args).refused();
+}
+bool prefers_gemv(UpProjectionFwdArguments const& args) noexcept {
+  bool const contiguous = args.w_up[0].column_stride == 1 &&
+                          (!args.activation.gated() || args.w_up[1].column_stride == 1);
+  return args.few_tokens && contiguous && args.rows <= kMostGemvRows && !refuse(args).refused();
+}
+bool prefers_gemv(DownProjectionFwdArguments const& args) noexcept {
+  return args.few_tokens && args.w_down.column_stride == 1 && args.rows <= kMostGemvRows &&
+         !refuse(args).refused();
+}
+
 cudaError_t launch(RouterLogitsArguments const& args, int sm_count, cudaStream_t stream) noexcept {
+  if (prefers_gemv(args)) return launch_router_logits_gemv(args, stream);
   return refuse(args).refused() ? launch_router_logits_plain(args, stream)
                                 : launch_router_logits(args, sm_count, stream);
 }
 cudaError_t launch(UpProjectionFwdArguments const& args, int sm_count,
                    cudaStream_t stream) noexcept {
+  if (prefers_gemv(args)) return launch_up_projection_fwd_gemv(args, stream);
   return refuse(args).refused() ? launch_up_projection_fwd_plain(args, stream)
                                 : launch_up_projection_fwd(args, sm_count, stream);
 }
 cudaError_t launch(DownProjectionFwdArguments const& args, int sm_count,
                    cudaStream_t stream) noexcept {
+  if (prefers_gemv(args)) return launch_down_projection_fwd_gemv(args, stream);
   return refuse(args).refused() ? launch_down_projection_fwd_plain(args, stream)
                                 : launch_down_projection_fwd(args, sm_count, stream);
 }

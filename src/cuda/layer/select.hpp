@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one place that chooses between an op's fast kernel and its plain twin: `refuse` says why not the fast one,
+// The one place that chooses between an op's fast kernel, one for few tokens where it has that, and its plain twin:
+// `refuse` says why not a fast one,
 // `launch` does what it says.
 #pragma once
 
@@ -51,10 +52,20 @@ cudaError_t launch(RouterDgradArguments const& args, int sm_count, cudaStream_t 
 cudaError_t launch(RouterWgradArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 cudaError_t launch(RouterLossArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 
+/// Whether the kernel for few tokens serves a call.
+bool prefers_gemv(RouterLogitsArguments const& args) noexcept;
+bool prefers_gemv(UpProjectionFwdArguments const& args) noexcept;
+bool prefers_gemv(DownProjectionFwdArguments const& args) noexcept;
+template <class Arguments>
+bool prefers_gemv(Arguments const&) noexcept {  // the other ops have none
+  return false;
+}
+
 /// Launched one right after the other, the second in the tail of the first, expert by expert, where both are fast.
 template <class First, class Second>
 void hand_over(First& first, Second& second, std::int32_t* gmem_word) noexcept {
   if (first.rows == 0 || refuse(first).refused() || refuse(second).refused()) return;
+  if (prefers_gemv(first) || prefers_gemv(second)) return;
   first.gmem_handover = second.gmem_handover = reinterpret_cast<std::uint32_t*>(gmem_word);
 }
 

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// Dot products for few rows: a warp multiplies kRows rows of x with kWeights rows of weights, which pass it once, in
+// vectors of 16 bytes. Memory bound as long as the rows are few: no tile is padded, and every SM reads.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../arch/load_global.cuh"
+#include "../arch/shared_address.cuh"
+#include "../arch/warp.cuh"
+#include "fold.cuh"
+
+namespace tessera::cuda::block {
+
+constexpr int kGemvVector = 8;     // bf16 values of a 16-byte load
+constexpr int kGemvInFlight = 16;  // loads of weights that a lane has under way, at most
+constexpr int kGemvMostSteps = 8;  // of them, of one row
+constexpr int kGemvRows = 4;       // of one expert that pass with its weights at once
+
+__device__ __forceinline__ void widen(uint4 bits, float (&values)[kGemvVector]) {
+  uint32_t const pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+  TESSERA_UNROLL
+  for (int i = 0; i < 4; ++i) {  // bf16 is the upper half of fp32
+    values[2 * i] = __uint_as_float(pairs[i] << 16);
+    values[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+  }
+}
+
+// sums[i][j] = sum over c of x[i][c] * w[j][c], in every lane: lane l adds up the vectors l, l + 32, .. in order, then
+// lanes fold by halves. `count` is a multiple of 8, all rows begin at multiples of 16 bytes.
+template <int kRows, int kWeights>
+__device__ __forceinline__ void dot_products(__nv_bfloat16 const* const (&x)[kRows],
+                                             __nv_bfloat16 const* const (&w)[kWeights], int count,
+                                             float (&sums)[kRows][kWeights]) {
+  constexpr int kStep = arch::kWarpThreads * kGemvVector;
+  constexpr int kSteps =
+      kGemvInFlight / kWeights < kGemvMostSteps ? kGemvInFlight / kWeights : kGemvMostSteps;
+  TESSERA_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    TESSERA_UNROLL
+    for (int j = 0; j < kWeights; ++j) sums[i][j] = 0;
+  }
+  for (int first = arch::lane_idx() * kGemvVector; first < count; first += kSteps * kStep) {
+    uint4 bits[kSteps][kWeights];
+    TESSERA_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      int const c = first + step * kStep;
+      TESSERA_UNROLL
+      for (int j = 0; j < kWeights; ++j) {
+        bits[step][j] = arch::load_streaming_16(w[j] + c, c < count);
+      }
+    }
+    TESSERA_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      int const c = first + step * kStep;
+      if (c >= count) break;
+      float w_values[kWeights][kGemvVector];
+      TESSERA_UNROLL
+      for (int j = 0; j < kWeights; ++j) widen(bits[step][j], w_values[j]);
+      TESSERA_UNROLL
+      for (int i = 0; i < kRows; ++i) {
+        float x_values[kGemvVector];
+        widen(__ldg(reinterpret_cast<uint4 const*>(x[i] + c)), x_values);
+        TESSERA_UNROLL
+        for (int v = 0; v < kGemvVector; ++v) {
+          TESSERA_UNROLL
+          for (int j = 0; j < kWeights; ++j) {
+            sums[i][j] = fmaf(x_values[v], w_values[j][v], sums[i][j]);
+          }
+        }
+      }
+    }
+  }
+  TESSERA_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    TESSERA_UNROLL
+    for (int j = 0; j < kWeights; ++j) sums[i][j] = fold_sum(sums[i][j]);
+  }
+}
+
+// Up to kGemvRows neighbouring rows of one expert; none: this CTA has nothing to do.
+struct GemvRows {
+  int expert, first, count;
+};
+
+// The CTA of row `row` serves it and those behind it if it stands at a multiple of kGemvRows within its expert. All
+// threads of the CTA look at offsets, once.
+__device__ __forceinline__ GemvRows gemv_rows(int32_t const* gmem_offsets, int experts, int row) {
+  __shared__ GemvRows smem_rows;
+  if (threadIdx.x == 0) smem_rows = {0, row, 0};
+  __syncthreads();
+  for (int e = static_cast<int>(threadIdx.x); e < experts; e += static_cast<int>(blockDim.x)) {
+    int const begin = gmem_offsets[e], end = gmem_offsets[e + 1];
+    if (begin <= row && row < end && (row - begin) % kGemvRows == 0) {
+      smem_rows = {e, row, min(kGemvRows, end - row)};
+    }
+  }
+  __syncthreads();
+  return smem_rows;
+}
+
+// Calls body(std::integral_constant<int, kRows>) with the least of 1, 2, 4 that is at least `count`.
+template <class Body>
+__device__ __forceinline__ void with_rows(int count, Body&& body) {
+  static_assert(kGemvRows == 4);
+  if (count == 1) {
+    body(std::integral_constant<int, 1>{});
+  } else if (count == 2) {
+    body(std::integral_constant<int, 2>{});
+  } else {
+    body(std::integral_constant<int, 4>{});
+  }
+}
+
+}  // namespace tessera::cuda::block

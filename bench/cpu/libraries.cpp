@@ -7,8 +7,6 @@
 //
 //   bench_cpu_libraries --library NAME=FILE --library NAME=FILE .. [--config NAME].. [--dtype fp32|bf16] [--rounds N]
 //                       [--threads N] [--json FILE]
-#include <dlfcn.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -21,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "../loaded_library.hpp"
 #include "core/bf16.hpp"
 #include "tessera/shape.hpp"
 #include "tessera/tessera.h"
@@ -28,6 +27,8 @@
 namespace {
 
 using tessera::MoeShape;
+using tessera::bench::fail;
+using tessera::bench::LoadedLibrary;
 using tessera::core::Bf16;
 
 constexpr int kWarmUps = 3;
@@ -39,42 +40,6 @@ struct Config {
 constexpr Config kConfigs[] = {
     {"cpu-small", {.tokens = 2048, .hidden = 256, .intermediate = 128, .experts = 32, .top_k = 4}},
     {"cpu-mid", {.tokens = 4096, .hidden = 512, .intermediate = 256, .experts = 64, .top_k = 8}},
-};
-
-[[noreturn]] void fail(std::string const& text) {
-  std::fprintf(stderr, "%s\n", text.c_str());
-  std::exit(2);
-}
-
-struct Library {
-  Library(std::string const& name_, std::string const& file, int threads) : name(name_) {
-    void* const handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (handle == nullptr) fail(dlerror());
-    auto const find = [&](auto& function, char const* symbol) {
-      function =
-          reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(handle, symbol));
-      if (function == nullptr) fail(file + " has no " + symbol);
-    };
-    find(last_error, "tessera_last_error");
-    find(workspace, "tessera_moe_workspace");
-    find(saved, "tessera_moe_saved");
-    find(forward, "tessera_moe_forward");
-    find(backward, "tessera_moe_backward");
-    decltype(&tessera_context_create) create = nullptr;
-    find(create, "tessera_context_create");
-    check(create(TESSERA_CPU, 0, threads, &context));
-  }
-  void check(int status) const {
-    if (status != TESSERA_OK) fail(name + ": " + last_error());
-  }
-
-  std::string name;
-  tessera_context* context = nullptr;
-  decltype(&tessera_last_error) last_error = nullptr;
-  decltype(&tessera_moe_workspace) workspace = nullptr;
-  decltype(&tessera_moe_saved) saved = nullptr;
-  decltype(&tessera_moe_forward) forward = nullptr;
-  decltype(&tessera_moe_backward) backward = nullptr;
 };
 
 /// A contiguous tensor and its memory.
@@ -165,7 +130,7 @@ struct Inputs {
 /// One build's calls, and what it writes.
 class Layer {
  public:
-  Layer(Library const& library, Inputs const& in)
+  Layer(LoadedLibrary const& library, Inputs const& in)
       : library_(library),
         desc_(desc_of(in)),
         o_({in.shape.tokens, in.shape.hidden}, in.dtype),
@@ -238,7 +203,7 @@ class Layer {
     return desc;
   }
 
-  Library const& library_;
+  LoadedLibrary const& library_;
   tessera_moe_desc desc_;
   Array o_, h_, dx_, dscores_, dw_up_, dw_down_;
   std::vector<char> routing_, workspace_;
@@ -290,12 +255,12 @@ std::vector<Times> time_all(std::vector<std::unique_ptr<Layer>> const& layers, i
   return times;
 }
 
-std::string bench_config(Config const& config, int dtype, std::vector<Library> const& libraries,
-                         int rounds) {
+std::string bench_config(Config const& config, int dtype,
+                         std::vector<LoadedLibrary> const& libraries, int rounds) {
   Inputs const inputs(config.shape, dtype);
   std::vector<std::unique_ptr<Layer>> layers;
   std::vector<bool> same;
-  for (Library const& library : libraries) {
+  for (LoadedLibrary const& library : libraries) {
     layers.push_back(std::make_unique<Layer>(library, inputs));
     layers.back()->forward();
     layers.back()->backward();
@@ -393,8 +358,8 @@ int main(int argc, char** argv) {
     fail("--library NAME=FILE: at least one; --rounds and --threads: at least 1");
   }
   if (configs.empty()) configs.assign(std::begin(kConfigs), std::end(kConfigs));
-  std::vector<Library> libraries;
-  for (auto const& [name, file] : files) libraries.emplace_back(name, file, threads);
+  std::vector<LoadedLibrary> libraries;
+  for (auto const& [name, file] : files) libraries.emplace_back(name, file, TESSERA_CPU, threads);
   std::printf("ms of CPU time: median, tenth percentile (of_first), forward, backward, both\n");
   std::string rows;
   for (Config const& config : configs) {

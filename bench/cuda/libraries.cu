@@ -8,13 +8,12 @@
 //             [--json FILE]
 //             [--tokens T,T.. --hidden d --intermediate n --experts E --top-k K]
 // --main-grad: a build whose weight gradients are fp32 and added to.
-#include <dlfcn.h>
-
 #include <chrono>
 #include <cstring>
 #include <memory>
 #include <sstream>
 
+#include "../loaded_library.hpp"
 #include "support.cuh"
 #include "tessera/shape.hpp"
 #include "tessera/tessera.h"
@@ -52,42 +51,11 @@ Config const kConfigs[] = {
     {"OLMoE", shape_of(32768, 2048, 1024, 64, 8)},
 };
 
-[[noreturn]] void fail(std::string const& text) {
-  std::fprintf(stderr, "%s\n", text.c_str());
-  std::exit(1);
-}
+struct Library : LoadedLibrary {
+  Library(std::string name_, std::string const& file, bool main_grad_)
+      : LoadedLibrary(std::move(name_), file, TESSERA_CUDA, 1), main_grad(main_grad_) {}
 
-struct Library {
-  Library(std::string name_, std::string const& path, bool main_grad_)
-      : name(std::move(name_)), main_grad(main_grad_) {
-    void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (handle == nullptr) fail(dlerror());
-    auto const find = [&](auto& function, char const* symbol) {
-      function =
-          reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(handle, symbol));
-      if (function == nullptr) fail(path + " has no " + symbol);
-    };
-    find(last_error, "tessera_last_error");
-    find(workspace, "tessera_moe_workspace");
-    find(saved, "tessera_moe_saved");
-    find(forward, "tessera_moe_forward");
-    find(backward, "tessera_moe_backward");
-    decltype(&tessera_context_create) create = nullptr;
-    find(create, "tessera_context_create");
-    check(create(TESSERA_CUDA, 0, 1, &context));
-  }
-  void check(int status) const {
-    if (status != TESSERA_OK) fail(name + ": " + last_error());
-  }
-
-  std::string name;
   bool main_grad;  // weight gradients are fp32 and added to, else bf16 and written
-  tessera_context* context = nullptr;
-  decltype(&tessera_last_error) last_error = nullptr;
-  decltype(&tessera_moe_workspace) workspace = nullptr;
-  decltype(&tessera_moe_saved) saved = nullptr;
-  decltype(&tessera_moe_forward) forward = nullptr;
-  decltype(&tessera_moe_backward) backward = nullptr;
 };
 
 template <class Element>

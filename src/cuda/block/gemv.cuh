@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../arch/approx_math.cuh"
 #include "../arch/load_global.cuh"
 #include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
@@ -23,9 +24,10 @@ constexpr int kGemvRows = 4;       // of one expert that pass with its weights a
 __device__ __forceinline__ void widen(uint4 bits, float (&values)[kGemvVector]) {
   uint32_t const pairs[4] = {bits.x, bits.y, bits.z, bits.w};
   TESSERA_UNROLL
-  for (int i = 0; i < 4; ++i) {  // bf16 is the upper half of fp32
-    values[2 * i] = __uint_as_float(pairs[i] << 16);
-    values[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+  for (int i = 0; i < 4; ++i) {
+    float2 const pair = arch::unpack_bf16(pairs[i]);
+    values[2 * i] = pair.x;
+    values[2 * i + 1] = pair.y;
   }
 }
 

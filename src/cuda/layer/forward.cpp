@@ -254,8 +254,8 @@ Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardA
                                               .gmem_a = plan.a.in(base),
                                               .gmem_y = plan.y.in(base),
                                               .gmem_tile_counters = plan.counters.in(base)});
-  // Kernels for few tokens draw no tiles.
-  if (desc.shape.tokens > kGemvTokens || !prefers_gemv(experts.up) || !prefers_gemv(experts.down)) {
+  // Kernels for few tokens draw no tiles, router_logits among them.
+  if (!prefers_gemv(experts.up) || !prefers_gemv(experts.down)) {
     zero_counters(plan.counters.in(base), sequence);
   }
   add_routing(desc, args, plan, base, routing, sequence);
@@ -284,6 +284,7 @@ Status route(DeviceContext const& device, MoeDesc const& desc, RouteArgs const& 
   RoutePlan const plan = plan_route(desc);
   std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
   Sequence sequence(device, stream);
+  // For few tokens router_logits draws no tiles.
   if (s.tokens > kGemvTokens) zero_counters(plan.counters.in(base), sequence);
   float* const gmem_logits =
       is_contiguous(args.logits) ? static_cast<float*>(args.logits.data) : plan.logits.in(base);

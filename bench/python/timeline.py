@@ -31,7 +31,7 @@ CONFIGS = {"1.4B-n256": (40960, 768, 256, 128, 8), "7B-n256": (24576, 1536, 256,
 
 
 def short_name(name: str) -> str:
-    """The kernel without namespaces and template arguments, but for the file's own kernels' first argument."""
+    """The kernel without namespaces and template arguments."""
     name = name.removeprefix("void ").split("(")[0]
     return re.sub(r"<.*", "", name).split("::")[-1]
 

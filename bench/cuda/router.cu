@@ -73,8 +73,7 @@ struct Problem {
             .gmem_b_router = nullptr,
             .gmem_logits = logits[set]->get(),
             .hidden = shape.hidden,
-            .experts = shape.experts,
-            .gmem_tile_counter = counter.get()};
+            .experts = shape.experts};
   }
   cuda::RouterDgradArguments dgrad_of(int set) const {
     return {.gmem_dlogits = dlogits[set]->get(),
@@ -115,7 +114,8 @@ struct LogitsConfig {
                                    .stages = kStages,
                                    .schedule = kSchedule,
                                    .short_b = true,
-                                   .store_slabs = 1};
+                                   .store_slabs = 1,
+                                   .draws_tiles = false};
 };
 template <int kM, int kN, int kStages, Schedule kSchedule, int kSlabs>
 struct DgradConfig {

@@ -184,8 +184,7 @@ void run_logits(int64_t tokens, int64_t hidden, int32_t experts, bool bias) {
                                          .gmem_b_router = bias ? b.as<void>() : nullptr,
                                          .gmem_logits = logits.as<float>(),
                                          .hidden = hidden,
-                                         .experts = experts,
-                                         .gmem_tile_counter = nullptr};
+                                         .experts = experts};
   auto const run = [&](auto* launch) {
     require(cudaMemsetAsync(logits.as<void>(), kPoison, logits.size(), nullptr), "poison");
     require(launch(args, nullptr), "router_logits");

@@ -26,9 +26,9 @@ class Kernel:
     early: bool = False
 
 
-def tables(routed: bool, counts: bool, early: bool) -> list[Kernel]:
+def tables(routed: bool, counts: bool, early: bool, clears: bool) -> list[Kernel]:
     """What the tables are made from lies where y is written later: scratch. early: none of these kernels is, but they
-    could be."""
+    could be. clears: the last one clears the words of the kernels behind."""
     starts = ["let", "wait"] if early else []
     first = [Kernel("router_logits", ["read x", "write scratch"]),
              Kernel("route", ["read scratch", "write ids", "write scores"])]
@@ -37,7 +37,8 @@ def tables(routed: bool, counts: bool, early: bool) -> list[Kernel]:
         *(first if routed else given),
         Kernel("metadata_rank", [*starts, "read ids", "write scratch"]),
         Kernel("metadata_scan", [*starts, "read scratch", "write scratch"], early),
-        Kernel("metadata_scatter", [*starts, "read ids", "read scratch", "write tables"], early),
+        Kernel("metadata_scatter",
+               [*starts, *(["clear a"] if clears else []), "read ids", "read scratch", "write tables"], early),
         *([Kernel("expert_counts", ["read tables"])] if counts else []),
     ]
 
@@ -51,8 +52,7 @@ def forward(routed: bool, counts: bool = False, broken: str = "") -> list[Kernel
         down.remove("hear a")
     starts = {"let_before_wait": ["let", "wait"], "wait_before_let": ["wait", "let"]}.get(broken)
     return [
-        Kernel("memset", [] if broken == "words_not_cleared" else ["clear a"]),
-        *tables(routed, counts, starts is not None),
+        *tables(routed, counts, starts is not None, clears=broken != "words_not_cleared"),
         Kernel("up_projection_fwd", (starts or ["let"]) + up, early=starts is not None),
         Kernel("down_projection_fwd", down, early=True),
         Kernel("aggregate", ["read scratch", "read scores", "write o"]),

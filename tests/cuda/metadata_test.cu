@@ -29,8 +29,11 @@ struct Case {
 };
 
 struct Tables {
-  std::vector<int32_t> expert_offsets, sort_permutation, gather_index, inverse_permutation;
+  std::vector<int32_t> expert_offsets, sort_permutation, gather_index, inverse_permutation, words;
 };
+
+// The words of the kernels behind, which read none where there is no slot, and one that is none of them.
+constexpr int32_t kClearedWords = 12, kNotCleared = 77;
 
 struct Slots {
   std::vector<int64_t> ids;
@@ -67,6 +70,8 @@ Tables host_tables(Case const& c, Slots const& slots) {
   for (int32_t e = 0; e < c.experts; ++e) {
     out.expert_offsets[size_t(e) + 1] += out.expert_offsets[size_t(e)];
   }
+  out.words.assign(kClearedWords + 1, 0);
+  out.words.back() = kNotCleared;
   out.sort_permutation.assign(count, -1);
   out.gather_index.assign(count, 0);
   out.inverse_permutation.assign(count, -1);
@@ -91,6 +96,7 @@ Tables device_tables(Case const& c, Slots const& slots, Launch&& launch) {
   DeviceBuffer const expert_offsets(4 * (size_t(c.experts) + 1)), sort(4 * count);
   DeviceBuffer const gather(4 * count), inverse(4 * count);
   DeviceBuffer const workspace(tessera::cuda::metadata_workspace_bytes(int64_t(count), c.experts));
+  DeviceBuffer const words(std::vector<int32_t>(kClearedWords + 1, kNotCleared));
   MetadataArguments const args{
       .gmem_ids = c.int64_ids ? wide_ids.as<void>() : narrow_ids.as<void>(),
       .ids_are_int64 = c.int64_ids,
@@ -104,11 +110,12 @@ Tables device_tables(Case const& c, Slots const& slots, Launch&& launch) {
       .gmem_gather_index = gather.as<int32_t>(),
       .gmem_inverse_permutation = inverse.as<int32_t>(),
       .gmem_workspace = workspace.as<void>(),
+      .cleared = {words.as<int32_t>(), kClearedWords},
   };
   require(launch(args, cudaStream_t{}), "launch");
   require(cudaDeviceSynchronize(), "metadata");
   return {expert_offsets.values<int32_t>(), sort.values<int32_t>(), gather.values<int32_t>(),
-          inverse.values<int32_t>()};
+          inverse.values<int32_t>(), words.values<int32_t>()};
 }
 
 // Prints where tables differ first.
@@ -125,7 +132,8 @@ bool agree(Tables const& a, Tables const& b) {
   return same("expert_offsets", a.expert_offsets, b.expert_offsets) &&
          same("sort_permutation", a.sort_permutation, b.sort_permutation) &&
          same("gather_index", a.gather_index, b.gather_index) &&
-         same("inverse_permutation", a.inverse_permutation, b.inverse_permutation);
+         same("inverse_permutation", a.inverse_permutation, b.inverse_permutation) &&
+         (a.sort_permutation.empty() || same("words", a.words, b.words));
 }
 
 bool run(Case const& c) {

@@ -56,6 +56,8 @@ struct GemmConfig {
       0;  // at most so many k_tiles of B stay in shared memory for a run of tiles; 0: none
   int run_tiles = 0;  // tiles of a run, about; even
   int raster_n = 8;   // n_tiles walked before the next m block
+  // False: a cluster's tiles lie a grid apart and there is no counter, for tiles that all take the same time.
+  bool draws_tiles = true;
   // handover.cuh: the kernel behind may start in this one's tail and read what it stores; this one in that of the
   // kernel ahead.
   bool hands_over = false;

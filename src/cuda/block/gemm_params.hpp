@@ -26,7 +26,7 @@ struct GemmParams {
   int const* gmem_offsets;  // [segments + 1]; null: segments of segment_rows rows
   int segment_rows;
   int total_rows;
-  int* gmem_tile_counter;   // 0 before and after every launch
+  int* gmem_tile_counter;   // draws_tiles: 0 before and after every launch
   uint32_t* gmem_handover;  // hands_over, takes_over: the word between the two kernels, or null
   int handover_segments;    // the first ones, handed over before the kernel's end
   int segments;

@@ -2,8 +2,8 @@
 // Persistent schedule over a ragged list of segments. Clusters draw work tiles from one
 // global counter, so that at any time the tiles being computed are neighbours in the list: they share
 // B in L2 whatever the segments' sizes. (With a fixed stride, unequal tiles let the CTAs drift apart:
-// three times the DRAM traffic at 512 segments of about 640 rows.) Which CTA computes a tile does not
-// change its bits.
+// three times the DRAM traffic at 512 segments of about 640 rows.) Tiles that are all alike lie a stride apart
+// after all, and no counter has to be 0: draws_tiles. Which CTA computes a tile does not change its bits.
 //
 // varlen-M: a segment of M rows has ceil(M / (cluster_m * tile_m)) blocks; a work tile is (block, n_tile).
 // The last block's rows are divided among the CTAs of the cluster in units of 64, so that a cluster
@@ -68,9 +68,9 @@ class TileScheduler {
         m_tiles_(p.m_tiles),
         n_tiles_(p.n_tiles) {}
 
-  // The first tile is the cluster's number; the counter hands out those after the last cluster's.
+  // The first tile is the cluster's number; tickets are for those after the last cluster's.
   __device__ __forceinline__ void announce_first(int k_tiles) {
-    bool const found = announce(static_cast<int>(blockIdx.x) / kGemm.cluster_m);
+    bool const found = announce(own_cluster());
     if (found && !draws_late(k_tiles)) draw();
   }
 
@@ -80,11 +80,12 @@ class TileScheduler {
   __device__ __forceinline__ void step(int k_tile, int k_tiles) {
     if (draws_late(k_tiles) && k_tile == k_tiles - kDrawAhead) draw();
     if (k_tile == max(k_tiles - kAnnounceAhead, 0)) {
-      int const ticket = __shfl_sync(kAllLanes, ticket_, 0);
-      bool const found = announce(clusters() + ticket);
+      int const ticket = kGemm.draws_tiles ? __shfl_sync(kAllLanes, ticket_, 0) : ticket_;
+      bool const found = announce((kGemm.draws_tiles ? clusters() : own_cluster()) + ticket);
       // Each cluster that had a first tile fails once, so the last ticket drawn is total - 1. It
       // leaves the counter as the next launch expects it.
-      if (!found && ticket == blocks_before_ * n_tiles_ - 1 && arch::lane_idx() == 0) {
+      if (kGemm.draws_tiles && !found && ticket == blocks_before_ * n_tiles_ - 1 &&
+          arch::lane_idx() == 0) {
         *gmem_counter_ = 0;
       }
       if (found && !draws_late(k_tiles)) draw();
@@ -114,9 +115,16 @@ class TileScheduler {
   __device__ __forceinline__ static int clusters() {
     return static_cast<int>(gridDim.x) / kGemm.cluster_m;
   }
+  __device__ __forceinline__ static int own_cluster() {
+    return static_cast<int>(blockIdx.x) / kGemm.cluster_m;
+  }
 
   __device__ __forceinline__ void draw() {
-    if (arch::lane_idx() == 0) ticket_ = atomicAdd(gmem_counter_, 1);
+    if constexpr (!kGemm.draws_tiles) {
+      ticket_ += clusters();
+    } else if (arch::lane_idx() == 0) {
+      ticket_ = atomicAdd(gmem_counter_, 1);
+    }
   }
 
   __device__ __forceinline__ bool announce(int index) {
@@ -205,7 +213,7 @@ class TileScheduler {
   int n_tiles_;
   int segment_ = 0;
   int blocks_before_ = 0;  // blocks of the segments before segment_
-  int ticket_ = 0;         // of lane 0
+  int ticket_ = 0;         // of lane 0; without a counter tiles since the first
   int slot_ = 0;
   uint32_t phase_ = 0;
 };

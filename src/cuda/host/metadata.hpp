@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cleared_words.hpp"
+
 namespace tessera::cuda {
 
 constexpr int kMetadataBlockSlots = 1024;  // slots that one CTA ranks
@@ -26,6 +28,7 @@ struct MetadataArguments {
   int32_t* gmem_gather_index;         // (P) row -> token; 0 from row R on
   int32_t* gmem_inverse_permutation;  // (P) slot -> row; -1 at sentinels
   void* gmem_workspace;               // metadata_workspace_bytes, 16-byte aligned, any content
+  ClearedWords cleared;
 };
 
 __host__ __device__ constexpr int64_t metadata_blocks(int64_t slots) {

@@ -55,13 +55,12 @@ constexpr int64_t kGemvTokens = 8;
 
 /// l = x w_router^T + b_router, fp32 sums, not rounded.
 struct RouterLogitsArguments {
-  MatrixRows x;                // (T,d)
-  MatrixRows w_router;         // (E,d)
-  void const* gmem_b_router;   // (E) bf16, or null
-  float* gmem_logits;          // (T,E), every element is written
-  int64_t hidden;              // d
-  int32_t experts;             // E
-  int32_t* gmem_tile_counter;  // one int, 0 before and after every launch
+  MatrixRows x;               // (T,d)
+  MatrixRows w_router;        // (E,d)
+  void const* gmem_b_router;  // (E) bf16, or null
+  float* gmem_logits;         // (T,E), every element is written
+  int64_t hidden;             // d
+  int32_t experts;            // E
 };
 
 /// h_r = rnd(x[gather_index[r]] w_up[e]^T + b_up[e]), a_r = rnd(act(unrounded h_r)), r in the rows of expert e.

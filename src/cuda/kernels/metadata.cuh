@@ -274,13 +274,14 @@ struct ScatterStorage {
 };
 
 // The rows of a block's slots: `sums` and `before`, rows of the expert in earlier blocks, are of this thread's four
-// experts. The first block writes the offsets of all. `smem` is written after a barrier.
+// experts. The first block writes the offsets of all and clears words. `smem` is written after a barrier.
 __device__ __forceinline__ void scatter_block(MetadataArguments const& p, int64_t block_slot,
                                               int const (&experts)[MetadataConfig::kRounds],
                                               int const (&ranks)[MetadataConfig::kRounds],
                                               ExpertSums sums, int const (&before)[4],
                                               ScatterStorage& smem) {
-  static_assert(4 * MetadataConfig::kThreads >= MetadataConfig::kMaxExperts);
+  static_assert(4 * MetadataConfig::kThreads >= MetadataConfig::kMaxExperts &&
+                MetadataConfig::kThreads >= kMostClearedWords);
   int const own = static_cast<int>(threadIdx.x) * 4;  // the first of this thread's experts
   int2 all;
   scan_experts(sums, all, smem.warp_sums);
@@ -292,6 +293,9 @@ __device__ __forceinline__ void scatter_block(MetadataArguments const& p, int64_
     if (blockIdx.x == 0) p.gmem_expert_offsets[own + i] = sums.total[i];
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) p.gmem_expert_offsets[p.experts] = all.x;
+  if (blockIdx.x == 0 && static_cast<int>(threadIdx.x) < p.cleared.count) {
+    p.cleared.gmem[threadIdx.x] = 0;
+  }
   __syncthreads();
   int const place = first_place();
   TESSERA_UNROLL
@@ -372,7 +376,7 @@ cudaError_t launch_metadata_config(MetadataArguments const& args, cudaStream_t s
   if (args.experts < 1 || args.experts > Config::kMaxExperts || args.slots > INT32_MAX) {
     return cudaErrorInvalidValue;
   }
-  if (args.slots == 0) {
+  if (args.slots == 0) {  // no kernel behind has a row, so none reads a word
     return cudaMemsetAsync(args.gmem_expert_offsets, 0, sizeof(int32_t) * (args.experts + 1),
                            stream);
   }

@@ -2,7 +2,7 @@
 // router_logits: l = x @ w_router^T + b_router, not rounded.
 // Shapes   x (T,d) bf16, w_router (E,d), l (T,E) fp32
 // Work     2*T*E*d FLOP; bytes: 2*T*d + 2*E*d + 4*T*E; memory bound up to E = 184
-// Schedule persistent, 1 CTA/SM, one segment of T rows; work tile = (m block, n_tile), all loads by TMA
+// Schedule persistent, 1 CTA/SM, one segment of T rows; work tile = (m block, n_tile), a grid apart, all loads by TMA
 //   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
 //   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)
 // Barriers full, empty [stages], the turn, and named ones: gemm_config.hpp
@@ -37,6 +37,7 @@ template <class Config>
 cudaError_t launch_router_logits_config(RouterLogitsArguments const& args, int sm_count,
                                         cudaStream_t stream) {
   constexpr block::GemmConfig kGemm = Config::gemm;
+  static_assert(!kGemm.draws_tiles, "no counter comes with the arguments");
   int64_t const d = args.hidden;
   RouterLogitsParams p{};
   cudaError_t error =
@@ -55,7 +56,6 @@ cudaError_t launch_router_logits_config(RouterLogitsArguments const& args, int s
       .columns = args.experts,
       .in_pairs = args.experts % 2 == 0 && reinterpret_cast<uintptr_t>(args.gmem_logits) % 8 == 0};
   p.gemm.segment_rows = p.gemm.total_rows = int(args.x.rows);
-  p.gemm.gmem_tile_counter = args.gmem_tile_counter;
   p.gemm.segments = 1;
   p.gemm.n_tiles = (args.experts + kGemm.tile.n - 1) / kGemm.tile.n;
   p.gemm.k_tiles = int((d + kGemm.tile.k - 1) / kGemm.tile.k);

@@ -81,7 +81,7 @@ class Backward {
          .gmem_dx_rows = plan_.a_or_dx.in(base_),
          .gmem_tile_counters = plan_.counters.in(base_)});
     if (wanted_.dx) put_router_part_in_rows();
-    zero_counters(plan_.counters.in(base_), sequence_);
+    clear_counters(plan_.counters.in(base_), sequence_);
   }
 
   /// dh, a_scaled, dscores, dlogits.

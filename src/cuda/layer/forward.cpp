@@ -34,7 +34,6 @@ struct RouterTensors {
 
 struct RouterMemory {
   float* gmem_logits;
-  int32_t* gmem_tile_counter;
   int32_t* gmem_topk_ids;
   float* gmem_topk_weights;
   float* gmem_chosen_p;
@@ -141,7 +140,6 @@ void add_router(MoeDesc const& desc, RouterTensors const& tensors, RouterMemory 
                                        .gmem_logits = memory.gmem_logits,
                                        .hidden = s.hidden,
                                        .experts = static_cast<std::int32_t>(s.experts),
-                                       .gmem_tile_counter = memory.gmem_tile_counter,
                                    });
   add_choice(desc, tensors.selection_bias, memory, sequence);
   if (!tensors.logits.present() || tensors.logits.data == memory.gmem_logits) return;
@@ -160,7 +158,7 @@ bool is_contiguous(Tensor const& tensor) noexcept {
 }
 
 void add_metadata(MoeDesc const& desc, std::int32_t const* gmem_ids, RoutingView const& tables,
-                  void* gmem_workspace, Sequence& sequence) noexcept {
+                  void* gmem_workspace, ClearedWords const& cleared, Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
   sequence.select("metadata", MetadataArguments{
                                   .gmem_ids = gmem_ids,
@@ -175,6 +173,7 @@ void add_metadata(MoeDesc const& desc, std::int32_t const* gmem_ids, RoutingView
                                   .gmem_gather_index = tables.gather_index,
                                   .gmem_inverse_permutation = tables.inverse_permutation,
                                   .gmem_workspace = gmem_workspace,
+                                  .cleared = cleared,
                               });
 }
 
@@ -183,6 +182,7 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
                  std::byte* base, RoutingView const& tables, Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
   std::uint64_t* const gmem_error = sequence.device().gmem_error();
+  ClearedWords const counters = tile_counters(plan.counters.in(base));
   if (desc.grouping != RowGrouping::slots) {
     sequence.add("grouped rows", [&](cudaStream_t stream) {
       return launch_grouped_rows(
@@ -192,7 +192,8 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
            .rows = s.tokens,
            .experts = s.experts,
            .tables = tables,
-           .gmem_error = gmem_error},
+           .gmem_error = gmem_error,
+           .cleared = counters},
           stream);
     });
     return;
@@ -225,7 +226,6 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
                                                             : plan.logits.in(base);
     add_router(desc, {args.x, args.w_router, args.b_router, args.selection_bias, args.logits},
                {.gmem_logits = gmem_logits,
-                .gmem_tile_counter = plan.counters.in(base) + kRouterLogitsCounter,
                 .gmem_topk_ids = tables.topk_ids,
                 .gmem_topk_weights = tables.scores,
                 .gmem_chosen_p = tables.chosen_p,
@@ -236,7 +236,7 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
                 .gmem_choice_workspace = plan.choice.workspace.in(base)},
                sequence);
   }
-  add_metadata(desc, gmem_ids, tables, plan.metadata.in(base), sequence);
+  add_metadata(desc, gmem_ids, tables, plan.metadata.in(base), counters, sequence);
 }
 
 }  // namespace
@@ -254,10 +254,6 @@ Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardA
                                               .gmem_a = plan.a.in(base),
                                               .gmem_y = plan.y.in(base),
                                               .gmem_tile_counters = plan.counters.in(base)});
-  // Kernels for few tokens draw no tiles, router_logits among them.
-  if (!prefers_gemv(experts.up) || !prefers_gemv(experts.down)) {
-    zero_counters(plan.counters.in(base), sequence);
-  }
   add_routing(desc, args, plan, base, routing, sequence);
   // Without rounding the top-k choice counts the same; with it, choose_tokens has counted.
   Tensor const topk_counts = desc.rounds_tokens() ? Tensor{} : args.topk_counts;
@@ -284,13 +280,10 @@ Status route(DeviceContext const& device, MoeDesc const& desc, RouteArgs const& 
   RoutePlan const plan = plan_route(desc);
   std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
   Sequence sequence(device, stream);
-  // For few tokens router_logits draws no tiles.
-  if (s.tokens > kGemvTokens) zero_counters(plan.counters.in(base), sequence);
   float* const gmem_logits =
       is_contiguous(args.logits) ? static_cast<float*>(args.logits.data) : plan.logits.in(base);
   add_router(desc, {args.x, args.w_router, args.b_router, args.selection_bias, args.logits},
              {.gmem_logits = gmem_logits,
-              .gmem_tile_counter = plan.counters.in(base) + kRouterLogitsCounter,
               .gmem_topk_ids = plan.ids.in(base),
               .gmem_topk_weights = plan.weights.in(base),
               .gmem_chosen_p = nullptr,

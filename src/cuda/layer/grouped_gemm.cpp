@@ -86,7 +86,6 @@ Status grouped_gemm(DeviceContext const& device, GroupedGemmArgs const& args,
   std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
   GroupedGemmMemory const memory{plan.expert_offsets.in(base), plan.counters.in(base)};
   Sequence sequence(device, stream);
-  zero_counters(memory.gmem_tile_counters, sequence);
   sequence.add("expert offsets", [&](cudaStream_t native) {
     GroupedRows checked{.groups = integers(args.expert_offsets),
                         .grouping = RowGrouping::offsets,
@@ -94,7 +93,8 @@ Status grouped_gemm(DeviceContext const& device, GroupedGemmArgs const& args,
                         .rows = rows,
                         .experts = experts,
                         .tables = {},
-                        .gmem_error = device.gmem_error()};
+                        .gmem_error = device.gmem_error(),
+                        .cleared = tile_counters(memory.gmem_tile_counters)};
     checked.tables.expert_offsets = plan.expert_offsets.in(base);
     return launch_grouped_offsets(checked, native);
   });

@@ -96,7 +96,6 @@ RoutePlan plan_route(MoeDesc const& desc) noexcept {
   MoeShape const& s = desc.shape;
   core::WorkspacePlan plan;
   RoutePlan out;
-  out.counters = plan.add<std::int32_t>(kNumTileCounters);
   out.logits = plan.add<float>(s.tokens * s.experts);
   out.ids = plan.add<std::int32_t>(desc.num_slots());
   out.weights = plan.add<float>(desc.num_slots());

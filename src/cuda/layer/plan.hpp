@@ -10,9 +10,9 @@
 
 namespace tessera::cuda {
 
-/// Counters of the persistent kernels and words between them, one int each, zeroed at the start of every call.
+/// Counters of the persistent kernels and words between them, one int each, 0 before the first of these kernels:
+/// cleared by the kernel that makes the tables (host/cleared_words.hpp), in backward at the start.
 enum TileCounter : int {
-  kRouterLogitsCounter,
   kUpProjectionCounter,
   kDownProjectionCounter,
   kDownProjectionDgradCounter,
@@ -78,7 +78,6 @@ struct GroupedGemmPlan {
 GroupedGemmPlan plan_grouped_gemm(std::int64_t experts) noexcept;
 
 struct RoutePlan {
-  core::Region<std::int32_t> counters;       ///< [kNumTileCounters]
   core::Region<float> logits;                ///< [T,E]
   core::Region<std::int32_t> ids;            ///< [P]
   core::Region<float> weights;               ///< [P]

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kScanThreads = 1024;
+static_assert(kScanThreads >= kMostClearedWords);
 
 __device__ int64_t value_at(Integers const& integers, int64_t i) {
   return integers.is_int64 ? static_cast<int64_t const*>(integers.gmem)[i]
@@ -69,6 +70,7 @@ __global__ void __launch_bounds__(kScanThreads) grouped_offsets(GroupedRows cons
   __shared__ int smem_bad;  // the first expert whose end breaks a rule
   bool const sums = p.grouping == RowGrouping::counts;
   int const lane = static_cast<int>(threadIdx.x);
+  if (lane < p.cleared.count) p.cleared.gmem[lane] = 0;
   if (lane == 0) {
     smem_bad = INT_MAX;
     p.tables.expert_offsets[0] = 0;

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "cuda/host/cleared_words.hpp"
 #include "tessera/moe.hpp"
 #include "tessera/routing.hpp"
 #include "tessera/shape.hpp"
@@ -45,6 +46,7 @@ struct GroupedRows {
   int64_t rows, experts;         // P, E
   RoutingView tables;
   uint64_t* gmem_error;
+  ClearedWords cleared;
 };
 cudaError_t launch_grouped_rows(GroupedRows const& args, cudaStream_t stream);
 /// expert_offsets alone.

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <nvtx3/nvtx3.hpp>
 
+#include "cuda/host/cleared_words.hpp"
 #include "cuda/layer/backend.hpp"
 #include "cuda/layer/device.hpp"
 #include "cuda/layer/plan.hpp"
@@ -52,8 +53,13 @@ class Sequence {
   Status status_;
 };
 
-/// Counters of the persistent kernels.
-inline void zero_counters(std::int32_t* gmem_counters, Sequence& sequence) noexcept {
+/// Counters of the persistent kernels, for the kernel that makes the tables to clear.
+inline ClearedWords tile_counters(std::int32_t* gmem_counters) noexcept {
+  static_assert(kNumTileCounters <= kMostClearedWords);
+  return {gmem_counters, kNumTileCounters};
+}
+/// Where the tables exist already: by a launch of its own.
+inline void clear_counters(std::int32_t* gmem_counters, Sequence& sequence) noexcept {
   sequence.add("tile counters", [&](cudaStream_t stream) {
     return cudaMemsetAsync(gmem_counters, 0, sizeof(std::int32_t) * kNumTileCounters, stream);
   });

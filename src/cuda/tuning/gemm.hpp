@@ -67,11 +67,14 @@ struct DownProjectionFwdWide {
       .stages = 4, .b_major = kMajor, .store_slabs = 1, .lent_stages = 2, .takes_over = true};
 };
 
-// Up to 128 experts: 128 rows; more: the widest. bench/results/h200/2026-11-22-router-short.json
+// Its tiles are alike. Up to 128 experts: 128 rows; more: the widest. bench/results/h200/2026-11-22-router-short.json
 struct RouterLogitsNarrow {
   static constexpr int kMostExperts = 128;
-  static constexpr block::GemmConfig gemm{
-      .tile = {128, 128, 64}, .stages = 6, .schedule = block::Schedule::kPingPong, .short_b = true};
+  static constexpr block::GemmConfig gemm{.tile = {128, 128, 64},
+                                          .stages = 6,
+                                          .schedule = block::Schedule::kPingPong,
+                                          .short_b = true,
+                                          .draws_tiles = false};
 };
 // 64 to 128 experts, 64 rows where they leave the busiest SM fewer of them: at T = 24576 three waves instead of two of
 // 128 rows. bench/results/h200/2026-11-22-router-tiles.json
@@ -81,7 +84,8 @@ struct RouterLogitsLow {
                                           .stages = 8,
                                           .schedule = block::Schedule::kPingPong,
                                           .short_b = true,
-                                          .store_slabs = 1};
+                                          .store_slabs = 1,
+                                          .draws_tiles = false};
 };
 constexpr bool router_logits_is_low(int64_t tokens, int64_t experts, int64_t sm_count) {
   auto const busiest = [=](int64_t rows) {
@@ -94,7 +98,7 @@ constexpr bool router_logits_is_low(int64_t tokens, int64_t experts, int64_t sm_
 static_assert(router_logits_is_low(24576, 128, 132) && !router_logits_is_low(32768, 128, 132));
 
 struct RouterLogitsWide {
-  static constexpr block::GemmConfig gemm{.stages = 4};
+  static constexpr block::GemmConfig gemm{.stages = 4, .draws_tiles = false};
 };
 
 }  // namespace tessera::cuda

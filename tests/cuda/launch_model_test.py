@@ -36,7 +36,6 @@ def tables(routed: bool, counts: bool, early: bool, clears: bool) -> list[Kernel
     return [
         *(first if routed else given),
         Kernel("metadata_rank", [*starts, "read ids", "write scratch"]),
-        Kernel("metadata_scan", [*starts, "read scratch", "write scratch"], early),
         Kernel("metadata_scatter",
                [*starts, *(["clear a"] if clears else []), "read ids", "read scratch", "write tables"], early),
         *([Kernel("expert_counts", ["read tables"])] if counts else []),

@@ -35,10 +35,14 @@ __host__ __device__ constexpr int64_t metadata_blocks(int64_t slots) {
   return (slots + kMetadataBlockSlots - 1) / kMetadataBlockSlots;
 }
 
-/// Rows per expert, per (block, expert), and ranks inside a block (uint16).
+/// Rows of 16 bytes.
+__host__ __device__ constexpr int64_t metadata_counts_pitch(int64_t experts) {
+  return (experts + 7) / 8 * 8;
+}
+/// Rows per (block, expert), and ranks inside a block, uint16.
 constexpr size_t metadata_workspace_bytes(int64_t slots, int64_t experts) {
-  return static_cast<size_t>(4 * ((experts + 3) / 4 * 4 + experts * metadata_blocks(slots)) +
-                             2 * metadata_blocks(slots) * kMetadataBlockSlots);
+  return static_cast<size_t>(2 * metadata_blocks(slots) *
+                             (metadata_counts_pitch(experts) + kMetadataBlockSlots));
 }
 
 /// Launches on `stream`; allocates nothing, waits for nothing. cudaErrorInvalidValue: E > 1024.

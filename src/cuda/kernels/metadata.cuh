@@ -2,13 +2,14 @@
 // metadata: expert_offsets, sort_permutation, gather_index and inverse_permutation from slot ids, stable:
 //           row(j) = expert_offsets[id_j] + #{j' < j : id_j' = id_j}.
 // Shapes   ids (P) int32 or int64, tables (E+1), (P), (P), (P) int32; B = ceil(P/1024) blocks of slots
-// Work     reads 4P (8P), writes 12P + 4E; between the kernels 2P of ranks and 4*E*B of counts; launch bound
-// Schedule one block: metadata_one_block, all of it by a CTA. More: three kernels, each a node of its own in the stream
+// Work     reads 4P (8P), writes 12P + 4E; between the kernels 2P of ranks and 2*E*B of counts, which every cluster
+//          of the second kernel reads: E*B*B/4 bytes out of L2, 1.2 MB at P = 196608, E = 128; launch bound
+// Schedule one block: metadata_one_block, all of it by a CTA. More: two kernels, each a node of its own in the stream
 //   metadata_rank    a CTA per block: a warp ranks its 128 slots among themselves by ballots, 32 at a time; the CTA
 //                    adds what earlier warps hold of the same expert; ranks and counts go to the workspace
-//   metadata_scan    a CTA per 32 experts: exclusive scan of their counts over blocks, totals behind them
-//   metadata_scatter a CTA per block: scan of the E totals, then every slot knows its row; slots are sorted by expert
-//                    in shared memory, so that rows are written in runs
+//   metadata_scatter a CTA per block, 8 in a cluster: each adds up an eighth of all counts, of the blocks ahead of the
+//                    cluster and of all, and reads the sums of its peers; scan of the E totals, then every slot knows
+//                    its row; slots are sorted by expert in shared memory, so that rows are written in runs
 // Numerics integers; no atomics anywhere, so rows never depend on timing; bitwise repeatable: yes
 // Requires E <= 1024, P < 2^31
 #pragma once
@@ -17,6 +18,8 @@
 
 #include <cstdint>
 
+#include "../arch/cluster.cuh"
+#include "../arch/cluster_load.cuh"
 #include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
 #include "../host/metadata.hpp"
@@ -28,22 +31,24 @@ struct MetadataConfig {
   static constexpr int kWarps = kThreads / arch::kWarpThreads;
   static constexpr int kRounds = kMetadataBlockSlots / kThreads;  // slots of a thread
   static constexpr int kMaxExperts = 1024;
-  static constexpr int kScanWarps = arch::kWarpThreads;
-  static constexpr int kScanBlocks = 16;  // of a warp at a time: 512 in one round of loads
+  // Of metadata_scatter:
+  static constexpr int kCtas = 4;         // on an SM
+  static constexpr int kCluster = 8;      // CTAs that share the sums over all blocks
+  static constexpr int kChunk = 8;        // experts whose counts a thread reads at once
+  static constexpr int kMostGroups = 16;  // of threads, with blocks of their own
+  static constexpr int kAhead = 4;        // loads of a thread on their way
 };
 
 // Regions of the workspace.
 struct MetadataWorkspace {
-  int32_t* gmem_totals;  // (E): M_e
-  int32_t*
-      gmem_counts;  // (B, E): rows of (block, expert), then their exclusive sums over the blocks
-  uint16_t* gmem_ranks;  // (B, 1024): place of a slot among its expert's slots of the block
+  int pitch;              // of a block's counts, in experts
+  uint16_t* gmem_counts;  // (B, pitch): rows of (block, expert)
+  uint16_t* gmem_ranks;   // (B, 1024): place of a slot among its expert's slots of the block
 
   __device__ static MetadataWorkspace of(MetadataArguments const& p) {
-    auto* const totals = static_cast<int32_t*>(p.gmem_workspace);
-    int32_t* const counts = totals + (p.experts + 3) / 4 * 4;
-    return {totals, counts,
-            reinterpret_cast<uint16_t*>(counts + metadata_blocks(p.slots) * p.experts)};
+    auto* const counts = static_cast<uint16_t*>(p.gmem_workspace);
+    auto const pitch = static_cast<int>(metadata_counts_pitch(p.experts));
+    return {pitch, counts, counts + metadata_blocks(p.slots) * pitch};
   }
 };
 
@@ -138,63 +143,13 @@ __global__ void __launch_bounds__(MetadataConfig::kThreads)
   MetadataWorkspace const workspace = MetadataWorkspace::of(p);
   int experts[kRounds], ranks[kRounds];
   rank_block(p, first, experts, ranks, smem_counts, [&](int e, int rows) {
-    workspace.gmem_counts[int64_t{blockIdx.x} * p.experts + e] = rows;
+    workspace.gmem_counts[int64_t{blockIdx.x} * workspace.pitch + e] = static_cast<uint16_t>(rows);
   });
   TESSERA_UNROLL
   for (int r = 0; r < kRounds; ++r) {
     if (experts[r] < 0) continue;
     workspace.gmem_ranks[first + r * arch::kWarpThreads] = static_cast<uint16_t>(ranks[r]);
   }
-}
-
-// A lane has an expert, a warp kScanBlocks blocks at a time.
-__global__ void __launch_bounds__(MetadataConfig::kScanWarps* arch::kWarpThreads)
-    metadata_scan(__grid_constant__ MetadataArguments const p) {
-  constexpr int kBlocks = MetadataConfig::kScanBlocks;
-  __shared__ int smem_sums[MetadataConfig::kScanWarps][arch::kWarpThreads + 1];  // of (warp, lane)
-  int const lane = arch::lane_idx(), warp = arch::warp_idx();
-  int const expert = static_cast<int>(blockIdx.x) * arch::kWarpThreads + lane;
-  bool const exists = expert < p.experts;
-  auto const blocks = static_cast<int>(metadata_blocks(p.slots));
-  MetadataWorkspace const workspace = MetadataWorkspace::of(p);
-  int carry = 0;
-  for (int base = 0; base < blocks; base += MetadataConfig::kScanWarps * kBlocks) {
-    int const first = base + warp * kBlocks;
-    int32_t* const gmem_counts = workspace.gmem_counts + int64_t{first} * p.experts + expert;
-    int counts[kBlocks], sum = 0;
-    TESSERA_UNROLL
-    for (int i = 0; i < kBlocks; ++i) {
-      bool const inside = exists && first + i < blocks;
-      counts[i] = inside ? gmem_counts[int64_t{i} * p.experts] : 0;
-    }
-    TESSERA_UNROLL
-    for (int i = 0; i < kBlocks; ++i) sum += counts[i];
-    smem_sums[warp][lane] = sum;
-    __syncthreads();
-    // Now a warp has an expert, a lane the sum of one warp.
-    int inclusive = smem_sums[lane][warp];
-    int const own = inclusive;
-    TESSERA_UNROLL
-    for (int step = 1; step < arch::kWarpThreads; step *= 2) {
-      int const left = __shfl_up_sync(0xffffffffu, inclusive, step);
-      if (lane >= step) inclusive += left;
-    }
-    smem_sums[lane][warp] = inclusive - own;
-    __syncthreads();
-    int before = carry + smem_sums[warp][lane];
-    TESSERA_UNROLL
-    for (int i = 0; i < kBlocks; ++i) {
-      if (exists && first + i < blocks) gmem_counts[int64_t{i} * p.experts] = before;
-      before += counts[i];
-    }
-    // The last warp's is the total of all; everybody has read its own by then.
-    __syncthreads();
-    if (warp == MetadataConfig::kScanWarps - 1) smem_sums[0][lane] = before;
-    __syncthreads();
-    carry = smem_sums[0][lane];
-    __syncthreads();
-  }
-  if (exists && warp == 0) workspace.gmem_totals[expert] = carry;
 }
 
 // Of four experts of a thread: rows of the expert, in all and in this block, and then the sums over earlier experts.
@@ -327,11 +282,136 @@ __device__ __forceinline__ void scatter_block(MetadataArguments const& p, int64_
   }
 }
 
-__global__ void __launch_bounds__(MetadataConfig::kThreads)
-    metadata_scatter(__grid_constant__ MetadataArguments const p) {
+struct alignas(16) BlockSumsStorage {
+  // (groups of threads, pitch): of the blocks ahead of the cluster, of all
+  int ahead[MetadataConfig::kThreads * MetadataConfig::kChunk];
+  int total[MetadataConfig::kThreads * MetadataConfig::kChunk];
+  int2 of_expert[MetadataConfig::kMaxExperts];  // this CTA's share of both
+};
+
+// Every kCluster-th block, from the CTA's rank on: a thread adds up the counts of kChunk experts, its group every so
+// many of these blocks.
+__device__ __forceinline__ void sum_own_share(MetadataWorkspace const& workspace, int blocks,
+                                              int cluster_first, BlockSumsStorage& smem) {
+  using Config = MetadataConfig;
+  int const thread = static_cast<int>(threadIdx.x);
+  int const chunks = workspace.pitch / Config::kChunk;
+  int const groups = min(Config::kThreads / chunks, Config::kMostGroups);
+  int const chunk = thread % chunks, group = thread / chunks;
+  if (group < groups) {
+    auto const* const gmem_chunk = reinterpret_cast<uint4 const*>(workspace.gmem_counts) + chunk;
+    int ahead[Config::kChunk] = {}, total[Config::kChunk] = {};
+    int const stride = Config::kCluster * groups;
+    for (int first = static_cast<int>(arch::cluster_cta_rank()) + Config::kCluster * group;
+         first < blocks; first += Config::kAhead * stride) {
+      uint4 counts[Config::kAhead];
+      TESSERA_UNROLL
+      for (int i = 0; i < Config::kAhead; ++i) {
+        int const block = first + i * stride;
+        counts[i] = block < blocks ? gmem_chunk[int64_t{block} * chunks] : uint4{};
+      }
+      TESSERA_UNROLL
+      for (int i = 0; i < Config::kAhead; ++i) {
+        bool const is_ahead = first + i * stride < cluster_first;
+        uint32_t const pairs[] = {counts[i].x, counts[i].y, counts[i].z, counts[i].w};
+        TESSERA_UNROLL
+        for (int e = 0; e < Config::kChunk; ++e) {
+          auto const count = static_cast<int>(pairs[e / 2] >> e % 2 * 16 & 0xffff);
+          total[e] += count;
+          ahead[e] += is_ahead ? count : 0;
+        }
+      }
+    }
+    int const at = group * workspace.pitch + chunk * Config::kChunk;
+    TESSERA_UNROLL
+    for (int e = 0; e < Config::kChunk; e += 4) {
+      *reinterpret_cast<int4*>(&smem.ahead[at + e]) = {ahead[e], ahead[e + 1], ahead[e + 2],
+                                                       ahead[e + 3]};
+      *reinterpret_cast<int4*>(&smem.total[at + e]) = {total[e], total[e + 1], total[e + 2],
+                                                       total[e + 3]};
+    }
+  }
+  __syncthreads();
+  for (int e = thread; e < workspace.pitch; e += Config::kThreads) {
+    int2 sum{};
+    for (int g = 0; g < groups; ++g) {
+      sum.x += smem.ahead[g * workspace.pitch + e];
+      sum.y += smem.total[g * workspace.pitch + e];
+    }
+    smem.of_expert[e] = sum;
+  }
+}
+
+// Four counts of a block, from expert e on.
+__device__ __forceinline__ int4 load_four_counts(MetadataWorkspace const& workspace, int block,
+                                                 int e) {
+  auto const four =
+      *reinterpret_cast<uint2 const*>(workspace.gmem_counts + int64_t{block} * workspace.pitch + e);
+  return {static_cast<int>(four.x & 0xffff), static_cast<int>(four.x >> 16),
+          static_cast<int>(four.y & 0xffff), static_cast<int>(four.y >> 16)};
+}
+
+__device__ __forceinline__ void add_to(int4& sum, int4 const& other) {
+  sum.x += other.x;
+  sum.y += other.y;
+  sum.z += other.z;
+  sum.w += other.w;
+}
+
+// Of this thread's four experts: rows in all, in this block, and in the blocks before it. No CTA of the cluster may end
+// before its peers have returned from here.
+__device__ __forceinline__ void sum_blocks(MetadataArguments const& p, ExpertSums& sums,
+                                           int (&before)[4], BlockSumsStorage& smem) {
+  constexpr int kCluster = MetadataConfig::kCluster;
+  MetadataWorkspace const workspace = MetadataWorkspace::of(p);
+  int const own = static_cast<int>(threadIdx.x) * 4;
+  auto const blocks = static_cast<int>(metadata_blocks(p.slots));
+  auto const rank = static_cast<int>(arch::cluster_cta_rank());
+  int const cluster_first = static_cast<int>(blockIdx.x) - rank;
+  bool const exist = own < p.experts;
+  sum_own_share(workspace, blocks, cluster_first, smem);
+  int4 in_cluster[kCluster];
+  TESSERA_UNROLL
+  for (int i = 0; i < kCluster; ++i) {
+    bool const needed = exist && i <= rank && cluster_first + i < blocks;
+    in_cluster[i] = needed ? load_four_counts(workspace, cluster_first + i, own) : int4{};
+  }
+  int4 total{}, ahead{}, in_block{};
+  TESSERA_UNROLL
+  for (int i = 0; i < kCluster; ++i) {
+    if (i < rank) add_to(ahead, in_cluster[i]);
+    if (i == rank) in_block = in_cluster[i];
+  }
+  arch::cluster_sync();
+  if (exist) {
+    TESSERA_UNROLL
+    for (int peer = 0; peer < kCluster; ++peer) {
+      int4 const low = arch::load_from_cta(&smem.of_expert[own], peer);
+      int4 const high = arch::load_from_cta(&smem.of_expert[own + 2], peer);
+      add_to(ahead, {low.x, low.z, high.x, high.z});
+      add_to(total, {low.y, low.w, high.y, high.w});
+    }
+  }
+  // Counts behind the last expert's, in a group of four, may be anything.
+  int const totals[] = {total.x, total.y, total.z, total.w};
+  int const in_blocks[] = {in_block.x, in_block.y, in_block.z, in_block.w};
+  int const all_ahead[] = {ahead.x, ahead.y, ahead.z, ahead.w};
+  TESSERA_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    bool const is_expert = own + i < p.experts;
+    sums.total[i] = is_expert ? totals[i] : 0;
+    sums.block[i] = is_expert ? in_blocks[i] : 0;
+    before[i] = is_expert ? all_ahead[i] : 0;
+  }
+}
+
+__global__ void __cluster_dims__(MetadataConfig::kCluster)
+    __launch_bounds__(MetadataConfig::kThreads, MetadataConfig::kCtas)
+        metadata_scatter(__grid_constant__ MetadataArguments const p) {
   constexpr int kRounds = MetadataConfig::kRounds;
   __shared__ ScatterStorage smem;
-  MetadataWorkspace const workspace = MetadataWorkspace::of(p);
+  __shared__ BlockSumsStorage smem_sums;
+  uint16_t const* const gmem_ranks = MetadataWorkspace::of(p).gmem_ranks;
   int64_t const block_slot = int64_t{blockIdx.x} * kMetadataBlockSlots;
   int const place = first_place();
   int experts[kRounds], ranks[kRounds];
@@ -339,20 +419,13 @@ __global__ void __launch_bounds__(MetadataConfig::kThreads)
   for (int r = 0; r < kRounds; ++r) {
     int64_t const slot = block_slot + place + r * arch::kWarpThreads;
     experts[r] = expert_of_slot(p, slot);
-    ranks[r] = slot < p.slots ? workspace.gmem_ranks[slot] : 0;
+    ranks[r] = slot < p.slots ? gmem_ranks[slot] : 0;
   }
-  int const own = static_cast<int>(threadIdx.x) * 4;
-  int32_t const* const gmem_before = workspace.gmem_counts + int64_t{blockIdx.x} * p.experts;
   ExpertSums sums;
   int before[4];
-  load_four(sums.total, workspace.gmem_totals, own, p.experts);
-  load_four(before, gmem_before, own, p.experts);
-  load_four(sums.block,
-            blockIdx.x + 1 == gridDim.x ? workspace.gmem_totals : gmem_before + p.experts, own,
-            p.experts);
-  TESSERA_UNROLL
-  for (int i = 0; i < 4; ++i) sums.block[i] -= before[i];
+  sum_blocks(p, sums, before, smem_sums);
   scatter_block(p, block_slot, experts, ranks, sums, before, smem);
+  arch::cluster_sync();
 }
 
 // Where all slots are one block, the workspace is not needed.
@@ -381,16 +454,15 @@ cudaError_t launch_metadata_config(MetadataArguments const& args, cudaStream_t s
                            stream);
   }
   auto const blocks = static_cast<unsigned>(metadata_blocks(args.slots));
-  auto const scan_ctas =
-      static_cast<unsigned>((args.experts + arch::kWarpThreads - 1) / arch::kWarpThreads);
   auto const smem_bytes = sizeof(uint16_t) * static_cast<size_t>(Config::kWarps * args.experts);
   if (blocks == 1) {
     metadata_one_block<<<1, Config::kThreads, smem_bytes, stream>>>(args);
     return cudaGetLastError();
   }
   metadata_rank<<<blocks, Config::kThreads, smem_bytes, stream>>>(args);
-  metadata_scan<<<scan_ctas, Config::kScanWarps * arch::kWarpThreads, 0, stream>>>(args);
-  metadata_scatter<<<blocks, Config::kThreads, 0, stream>>>(args);
+  unsigned const in_clusters =
+      (blocks + Config::kCluster - 1) / Config::kCluster * Config::kCluster;
+  metadata_scatter<<<in_clusters, Config::kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 

@@ -3,7 +3,7 @@
 //   token rounding  m_e by core/token_rounding.hpp; members of the top-k choice rank above others
 //   expert choice   m_e = capacity, no members: pairs rank by p
 // Shapes   ranks (E,T) and blocks' counts of slots, as rank_pairs leaves them; ids, scores (P), token_offsets (T+1)
-// Work     reads 4TE of ranks three times, out of L2 where they fit; writes 8P + 4T
+// Work     reads 4TE of ranks twice, out of L2 where they fit; writes 8P + 4T
 // Schedule kernels in the stream's order, choose_tokens_..
 //   keep   a CTA per expert, its ranks in shared memory up to T = 49152: counts members and others; the rule gives m_e;
 //          the last pair that stays is found bit by bit, from the end of its class that is nearer, among the few that
@@ -11,7 +11,8 @@
 //          blocks' counts. balance_f, whose rule runs over the experts: counts and cuts in two launches, .._round
 //          between them
 //   scan   one CTA: slots of earlier blocks
-//   emit   a CTA per 32 tokens: a lane has a token, a warp a part of the experts; fills what is left of P
+//   emit   a CTA per 32 tokens: a lane has a token, a warp a part of the experts and a bit for each; the block's slots
+//          leave through shared memory; fills what is left of P
 // Numerics integers, atomics only where their order does not matter; bitwise repeatable: yes, the order of pairs is
 //          total
 #pragma once
@@ -30,9 +31,11 @@
 namespace tessera::cuda {
 
 struct ChooseTokensConfig {
-  static constexpr int kBlockWarps = 8;      // of emit
-  static constexpr int kThreads = 512;       // of keep
-  static constexpr int kCtas = 2;            // of keep on an SM, where their ranks fit
+  static constexpr int kBlockWarps = 8;           // of emit
+  static constexpr int kStagedSlots = 1024;       // of a block, that pass through shared memory
+  static constexpr int kMostKeptBytes = 1 << 17;  // 32768 experts
+  static constexpr int kThreads = 512;            // of keep
+  static constexpr int kCtas = 2;                 // of keep on an SM, where their ranks fit
   static constexpr int kMostTokens = 49152;  // whose ranks of an expert lie in its shared memory
   static constexpr int kAhead = 16;          // ranks of a thread that are on their way at once
   static constexpr int kScanThreads = 1024;
@@ -311,48 +314,71 @@ __global__ void __launch_bounds__(arch::kWarpThreads)
   }
 }
 
-// A lane's token and the experts of its warp.
+// A lane's token and the experts of its warp, of which it keeps some. Ranks and cuts are read once; a bit per pair says
+// what stays.
 template <class Config>
 struct ChoicePart {
   int64_t token;
   int first, end;  // experts
   uint32_t const* gmem_ranks;
-  uint64_t const* gmem_cuts;
   int64_t tokens;
+  uint32_t* smem_kept;  // this lane's words, a warp apart: of 32 experts each
 
-  __device__ explicit ChoicePart(ChooseTokensArguments const& p)
+  // Experts of a warp, and words of a lane.
+  __host__ __device__ static int experts_of(int experts) {
+    return (experts + Config::kBlockWarps - 1) / Config::kBlockWarps;
+  }
+  __host__ __device__ static int words_of(int experts) {
+    return (experts_of(experts) + arch::kWarpThreads - 1) / arch::kWarpThreads;
+  }
+
+  __device__ ChoicePart(ChooseTokensArguments const& p, uint32_t* smem)
       : token(int64_t{blockIdx.x} * kChoiceBlockTokens + arch::lane_idx()),
         gmem_ranks(ChoiceWorkspace::of(p).gmem_ranks + token),
-        gmem_cuts(ChoiceWorkspace::of(p).gmem_cuts),
-        tokens(p.tokens) {
-    int const part = (p.experts + Config::kBlockWarps - 1) / Config::kBlockWarps;
-    first = min(arch::warp_idx() * part, p.experts);
-    end = token < p.tokens ? min(first + part, p.experts) : first;
+        tokens(p.tokens),
+        smem_kept(smem + arch::warp_idx() * words_of(p.experts) * arch::kWarpThreads +
+                  arch::lane_idx()) {
+    first = min(arch::warp_idx() * experts_of(p.experts), p.experts);
+    end = token < p.tokens ? min(first + experts_of(p.experts), p.experts) : first;
   }
-  // visit(e, rank) for the kept pairs, experts ascending.
+
+  // Notes the pairs that stay and counts them.
+  __device__ int find(uint64_t const* gmem_cuts) const {
+    constexpr int kAhead = 8;
+    int count = 0;
+    for (int base = first; base < end; base += arch::kWarpThreads) {
+      uint32_t kept = 0;
+      TESSERA_UNROLL
+      for (int offset = 0; offset < arch::kWarpThreads; offset += kAhead) {
+        if (base + offset >= end) break;
+        uint32_t ranks[kAhead];
+        uint64_t cuts[kAhead];
+        TESSERA_UNROLL
+        for (int i = 0; i < kAhead; ++i) {
+          int const e = base + offset + i;
+          ranks[i] = e < end ? gmem_ranks[e * tokens] : 0;
+          cuts[i] = e < end ? gmem_cuts[e] : 0;
+        }
+        TESSERA_UNROLL
+        for (int i = 0; i < kAhead; ++i) {
+          bool const stays = ranks[i] != 0 && pair_order(ranks[i], token) >= cuts[i];
+          kept |= stays ? 1u << (offset + i) : 0;
+        }
+      }
+      smem_kept[base - first] = kept;
+      count += __popc(kept);
+    }
+    return count;
+  }
+  // visit(e, rank) for them, experts ascending.
   template <class Visit>
   __device__ void for_each(Visit&& visit) const {
-    constexpr int kAhead = 8;
-    for (int base = first; base < end; base += kAhead) {
-      uint32_t ranks[kAhead];
-      TESSERA_UNROLL
-      for (int i = 0; i < kAhead; ++i) {
-        ranks[i] = base + i < end ? gmem_ranks[(base + i) * tokens] : 0;
-      }
-      TESSERA_UNROLL
-      for (int i = 0; i < kAhead; ++i) {
-        if (base + i < end && pair_order(ranks[i], token) < gmem_cuts[base + i]) ranks[i] = 0;
-      }
-      TESSERA_UNROLL
-      for (int i = 0; i < kAhead; ++i) {
-        if (ranks[i] != 0) visit(base + i, ranks[i]);
+    for (int base = first; base < end; base += arch::kWarpThreads) {
+      for (uint32_t kept = smem_kept[base - first]; kept != 0; kept &= kept - 1) {
+        int const e = base + __ffs(static_cast<int>(kept)) - 1;
+        visit(e, gmem_ranks[e * tokens]);
       }
     }
-  }
-  __device__ int count() const {
-    int kept = 0;
-    for_each([&](int, uint32_t) { ++kept; });
-    return kept;
   }
 };
 
@@ -395,11 +421,15 @@ __global__ void __launch_bounds__(Config::kScanThreads)
 template <class Config>
 __global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads)
     choose_tokens_emit(__grid_constant__ ChooseTokensArguments const p) {
+  constexpr int kThreads = Config::kBlockWarps * arch::kWarpThreads;
+  extern __shared__ uint32_t smem_kept[];
   __shared__ int smem_counts[Config::kBlockWarps][kChoiceBlockTokens];
+  __shared__ int32_t smem_ids[Config::kStagedSlots];
+  __shared__ float smem_scores[Config::kStagedSlots];
   int32_t const* const gmem_block_slots = ChoiceWorkspace::of(p).gmem_block_slots;
-  ChoicePart<Config> const part(p);
+  ChoicePart<Config> const part(p, smem_kept);
   int const warp = arch::warp_idx(), lane = arch::lane_idx();
-  smem_counts[warp][lane] = part.count();
+  smem_counts[warp][lane] = part.find(ChoiceWorkspace::of(p).gmem_cuts);
   __syncthreads();
   int of_token = 0, before = 0;
   TESSERA_UNROLL
@@ -407,18 +437,28 @@ __global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads)
     before += w < warp ? smem_counts[w][lane] : 0;
     of_token += smem_counts[w][lane];
   }
-  int const end = gmem_block_slots[blockIdx.x] + inclusive_sum(of_token);
-  if (warp == 0 && part.token < p.tokens) p.gmem_token_offsets[part.token + 1] = end;
+  int const block_slot = gmem_block_slots[blockIdx.x], end = inclusive_sum(of_token);
+  int const slots = __shfl_sync(block::kWholeWarp, end, arch::kWarpThreads - 1);
+  if (warp == 0 && part.token < p.tokens) p.gmem_token_offsets[part.token + 1] = block_slot + end;
   if (blockIdx.x == 0 && threadIdx.x == 0) p.gmem_token_offsets[0] = 0;
-  int64_t slot = end - of_token + before;
+  // A warp has few slots of each token: it would write a few bytes of each of many sectors.
+  bool const staged = slots <= Config::kStagedSlots;
+  int32_t* const ids = staged ? smem_ids : p.gmem_ids + block_slot;
+  float* const scores = staged ? smem_scores : p.gmem_scores + block_slot;
+  int slot = end - of_token + before;
   part.for_each([&](int e, uint32_t rank) {
-    p.gmem_ids[slot] = e;
-    p.gmem_scores[slot] = p.router.route_scale * core::score_of_rank(rank);
+    ids[slot] = e;
+    scores[slot] = p.router.route_scale * core::score_of_rank(rank);
     ++slot;
   });
+  __syncthreads();
+  for (int i = static_cast<int>(threadIdx.x); staged && i < slots; i += kThreads) {
+    p.gmem_ids[block_slot + i] = smem_ids[i];
+    p.gmem_scores[block_slot + i] = smem_scores[i];
+  }
   int64_t const used = gmem_block_slots[choice_blocks(p.tokens)];
-  int64_t const step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t i = used + int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < p.slots; i += step) {
+  int64_t const step = int64_t{gridDim.x} * kThreads;
+  for (int64_t i = used + int64_t{blockIdx.x} * kThreads + threadIdx.x; i < p.slots; i += step) {
     p.gmem_ids[i] = -1;
     p.gmem_scores[i] = 0;
   }
@@ -426,8 +466,10 @@ __global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads)
 
 template <class Config>
 cudaError_t launch_choose_tokens_config(ChooseTokensArguments const& args, cudaStream_t stream) {
-  cudaError_t const error =
+  cudaError_t error =
       host::allow_shared_memory<choose_tokens_keep<Config>>(4 * Config::kMostTokens);
+  if (error != cudaSuccess) return error;
+  error = host::allow_shared_memory<choose_tokens_emit<Config>>(Config::kMostKeptBytes);
   if (error != cudaSuccess) return error;
   auto const experts = static_cast<unsigned>(args.experts);
   size_t const smem_bytes =
@@ -446,7 +488,8 @@ cudaError_t launch_choose_tokens_config(ChooseTokensArguments const& args, cudaS
   constexpr int kBlockThreads = Config::kBlockWarps * arch::kWarpThreads;
   // Without tokens one block still writes the first offset.
   auto const blocks = static_cast<unsigned>(choice_blocks(args.tokens > 0 ? args.tokens : 1));
-  choose_tokens_emit<Config><<<blocks, kBlockThreads, 0, stream>>>(args);
+  size_t const kept_bytes = 4 * kBlockThreads * size_t(ChoicePart<Config>::words_of(args.experts));
+  choose_tokens_emit<Config><<<blocks, kBlockThreads, kept_bytes, stream>>>(args);
   return cudaGetLastError();
 }
 

@@ -31,11 +31,11 @@ def tables(routed: bool, counts: bool, early: bool, clears: bool) -> list[Kernel
     could be. clears: the last one clears the words of the kernels behind."""
     starts = ["let", "wait"] if early else []
     first = [Kernel("router_logits", ["read x", "write scratch"]),
-             Kernel("route", ["read scratch", "write ids", "write scores"])]
-    given = [Kernel("given_slots", ["write scratch", "write ids", "write scores"])]
+             Kernel("route", ["read scratch", "write ids", "write scores", "write scratch"])]
+    given = [Kernel("given_slots", ["write scratch", "write ids", "write scores"]),
+             Kernel("metadata_rank", [*starts, "read ids", "write scratch"])]
     return [
         *(first if routed else given),
-        Kernel("metadata_rank", [*starts, "read ids", "write scratch"]),
         Kernel("metadata_scatter",
                [*starts, *(["clear a"] if clears else []), "read ids", "read scratch", "write tables"], early),
         *([Kernel("expert_counts", ["read tables"])] if counts else []),

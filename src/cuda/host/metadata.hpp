@@ -12,7 +12,7 @@
 
 namespace tessera::cuda {
 
-constexpr int kMetadataBlockSlots = 1024;  // slots that one CTA ranks
+constexpr int kMetadataBlockSlots = 1024;  // slots of one CTA, at most
 
 struct MetadataArguments {
   void const* gmem_ids;               // (P) int32 or int64 by slot; outside [0,E): sentinel, no row
@@ -29,20 +29,51 @@ struct MetadataArguments {
   int32_t* gmem_inverse_permutation;  // (P) slot -> row; -1 at sentinels
   void* gmem_workspace;               // metadata_workspace_bytes, 16-byte aligned, any content
   ClearedWords cleared;
+  /// Of the units that route has ranked, whose counts and ranks are in the workspace; P > 1024. 0: none.
+  int32_t unit_slots = 0;
 };
 
-__host__ __device__ constexpr int64_t metadata_blocks(int64_t slots) {
-  return (slots + kMetadataBlockSlots - 1) / kMetadataBlockSlots;
-}
+/// Slots are ranked among those of their expert in a unit: the 1024 of a CTA of metadata_rank, or fewer by route.
+struct RankUnits {
+  int slots;      // of a unit
+  int per_block;  // units of a CTA of metadata_scatter
 
-/// Rows of 16 bytes.
-__host__ __device__ constexpr int64_t metadata_counts_pitch(int64_t experts) {
-  return (experts + 7) / 8 * 8;
-}
-/// Rows per (block, expert), and ranks inside a block, uint16.
-constexpr size_t metadata_workspace_bytes(int64_t slots, int64_t experts) {
-  return static_cast<size_t>(2 * metadata_blocks(slots) *
-                             (metadata_counts_pitch(experts) + kMetadataBlockSlots));
+  __host__ __device__ explicit constexpr RankUnits(int32_t unit_slots)
+      : slots(unit_slots > 0 ? unit_slots : kMetadataBlockSlots),
+        per_block(kMetadataBlockSlots / slots) {}
+  __host__ __device__ constexpr int block_slots() const { return slots * per_block; }
+  __host__ __device__ constexpr int64_t units(int64_t all_slots) const {
+    return (all_slots + slots - 1) / slots;
+  }
+  __host__ __device__ constexpr int64_t blocks(int64_t all_slots) const {
+    return (all_slots + block_slots() - 1) / block_slots();
+  }
+};
+
+/// Regions of the workspace.
+struct MetadataWorkspace {
+  int pitch;              // of a unit's counts, in experts: rows of 16 bytes
+  uint16_t* gmem_counts;  // (units, pitch): rows of (unit, expert)
+  uint16_t* gmem_ranks;   // (P): place of a slot among its expert's slots of the unit
+
+  __host__ __device__ static constexpr int64_t pitch_of(int64_t experts) {
+    return (experts + 7) / 8 * 8;
+  }
+  __host__ __device__ static MetadataWorkspace of(void* gmem, int64_t slots, int64_t experts,
+                                                  int32_t unit_slots) {
+    auto* const counts = static_cast<uint16_t*>(gmem);
+    int64_t const pitch = pitch_of(experts);
+    return {static_cast<int>(pitch), counts, counts + RankUnits(unit_slots).units(slots) * pitch};
+  }
+  __host__ __device__ static MetadataWorkspace of(MetadataArguments const& p) {
+    return of(p.gmem_workspace, p.slots, p.experts, p.unit_slots);
+  }
+};
+
+constexpr size_t metadata_workspace_bytes(int64_t slots, int64_t experts, int32_t unit_slots = 0) {
+  return sizeof(uint16_t) *
+         static_cast<size_t>(
+             RankUnits(unit_slots).units(slots) * MetadataWorkspace::pitch_of(experts) + slots);
 }
 
 /// Launches on `stream`; allocates nothing, waits for nothing. cudaErrorInvalidValue: E > 1024.

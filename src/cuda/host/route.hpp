@@ -24,7 +24,17 @@ struct RouteArguments {
   float route_scale;
   bool normalize_scores;
   int32_t groups, top_groups;  // group_limited: both resolved, groups <= 32
+  /// For metadata, where route_unit_slots() is not 0 (host/metadata.hpp, MetadataWorkspace). Null: not wanted.
+  uint16_t* gmem_unit_counts = nullptr;
+  uint16_t* gmem_unit_ranks = nullptr;
 };
+
+/// Tokens whose slots route ranks together, where it does.
+constexpr int32_t kRankedTokens = 32;
+
+/// Slots of the units that route can rank while it is there, or 0: the fast kernel, 2 <= K <= 8 of up to 128 experts,
+/// more than one block of metadata, and counts that metadata adds up in less time than a launch takes.
+int32_t route_unit_slots(RouteArguments const& args);
 
 /// Launches on `stream`; allocates nothing, waits for nothing. The bits of the CPU's router for equal logits.
 /// cudaErrorInvalidValue: E > 1024, K > 32, more than 32 groups, or a router that has no logits.

@@ -7,4 +7,6 @@ cudaError_t launch_route(RouteArguments const& args, cudaStream_t stream) {
   return launch_route_config<RouteConfig>(args, stream);
 }
 
+int32_t route_unit_slots(RouteArguments const& args) { return unit_slots_of<RouteConfig>(args); }
+
 }  // namespace tessera::cuda

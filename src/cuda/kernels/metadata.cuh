@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // metadata: expert_offsets, sort_permutation, gather_index and inverse_permutation from slot ids, stable:
 //           row(j) = expert_offsets[id_j] + #{j' < j : id_j' = id_j}.
-// Shapes   ids (P) int32 or int64, tables (E+1), (P), (P), (P) int32; B = ceil(P/1024) blocks of slots
-// Work     reads 4P (8P), writes 12P + 4E; between the kernels 2P of ranks and 2*E*B of counts, which every cluster
-//          of the second kernel reads: E*B*B/4 bytes out of L2, 1.2 MB at P = 196608, E = 128; launch bound
+// Shapes   ids (P) int32 or int64, tables (E+1), (P), (P), (P) int32; U units of slots, P/1024 without route's
+// Work     reads 4P (8P), writes 12P + 4E; between the kernels 2P of ranks and 2*E*U of counts, which every cluster
+//          of the second kernel reads: 24 x 49 KB out of L2 at P = 196608, E = 128, 24 x 197 KB with route's units;
+//          launch bound
 // Schedule one block: metadata_one_block, all of it by a CTA. More: two kernels, each a node of its own in the stream
-//   metadata_rank    a CTA per block: a warp ranks its 128 slots among themselves by ballots, 32 at a time; the CTA
-//                    adds what earlier warps hold of the same expert; ranks and counts go to the workspace
-//   metadata_scatter a CTA per block, 8 in a cluster: each adds up an eighth of all counts, of the blocks ahead of the
-//                    cluster and of all, and reads the sums of its peers; scan of the E totals, then every slot knows
-//                    its row; slots are sorted by expert in shared memory, so that rows are written in runs
+//   metadata_rank    unless route has ranked units of 32 tokens (kernels/route.cuh); a CTA per 1024 slots: a warp ranks
+//                    its 128 slots among themselves by ballots, 32 at a time; the CTA adds what earlier warps hold of
+//                    the same expert; ranks and counts go to the workspace
+//   metadata_scatter a CTA per block of units, up to 1024 slots, 8 in a cluster: each adds up an eighth of all counts,
+//                    of the units ahead of the cluster and of all, and reads the sums of its peers; scan of the E
+//                    totals, then every slot knows its row; slots are sorted by expert in shared memory, so that rows
+//                    are written in runs
 // Numerics integers; no atomics anywhere, so rows never depend on timing; bitwise repeatable: yes
 // Requires E <= 1024, P < 2^31
 #pragma once
@@ -32,24 +35,11 @@ struct MetadataConfig {
   static constexpr int kRounds = kMetadataBlockSlots / kThreads;  // slots of a thread
   static constexpr int kMaxExperts = 1024;
   // Of metadata_scatter:
-  static constexpr int kCtas = 4;         // on an SM
+  static constexpr int kCtas = 3;         // on an SM
   static constexpr int kCluster = 8;      // CTAs that share the sums over all blocks
   static constexpr int kChunk = 8;        // experts whose counts a thread reads at once
   static constexpr int kMostGroups = 16;  // of threads, with blocks of their own
   static constexpr int kAhead = 4;        // loads of a thread on their way
-};
-
-// Regions of the workspace.
-struct MetadataWorkspace {
-  int pitch;              // of a block's counts, in experts
-  uint16_t* gmem_counts;  // (B, pitch): rows of (block, expert)
-  uint16_t* gmem_ranks;   // (B, 1024): place of a slot among its expert's slots of the block
-
-  __device__ static MetadataWorkspace of(MetadataArguments const& p) {
-    auto* const counts = static_cast<uint16_t*>(p.gmem_workspace);
-    auto const pitch = static_cast<int>(metadata_counts_pitch(p.experts));
-    return {pitch, counts, counts + metadata_blocks(p.slots) * pitch};
-  }
 };
 
 // A warp has 128 consecutive slots of the block, 32 a round: this lane's of round 0, as a place in the block. Called by
@@ -231,6 +221,7 @@ struct ScatterStorage {
 // The rows of a block's slots: `sums` and `before`, rows of the expert in earlier blocks, are of this thread's four
 // experts. The first block writes the offsets of all and clears words. `smem` is written after a barrier.
 __device__ __forceinline__ void scatter_block(MetadataArguments const& p, int64_t block_slot,
+                                              int64_t block_end,
                                               int const (&experts)[MetadataConfig::kRounds],
                                               int const (&ranks)[MetadataConfig::kRounds],
                                               ExpertSums sums, int const (&before)[4],
@@ -257,7 +248,7 @@ __device__ __forceinline__ void scatter_block(MetadataArguments const& p, int64_
   for (int r = 0; r < MetadataConfig::kRounds; ++r) {
     int const own_place = place + r * arch::kWarpThreads;
     int64_t const slot = block_slot + own_place;
-    if (slot < p.slots) {
+    if (slot < block_end) {
       int row = -1;
       if (experts[r] >= 0) {
         int const at = smem.starts[experts[r]] + ranks[r];
@@ -282,17 +273,20 @@ __device__ __forceinline__ void scatter_block(MetadataArguments const& p, int64_
   }
 }
 
-struct alignas(16) BlockSumsStorage {
-  // (groups of threads, pitch): of the blocks ahead of the cluster, of all
-  int ahead[MetadataConfig::kThreads * MetadataConfig::kChunk];
-  int total[MetadataConfig::kThreads * MetadataConfig::kChunk];
-  int2 of_expert[MetadataConfig::kMaxExperts];  // this CTA's share of both
+struct alignas(16) UnitSumsStorage {
+  // (groups of threads, pitch): rows in the units ahead of the cluster, and in all
+  int partial_ahead[MetadataConfig::kThreads * MetadataConfig::kChunk];
+  int partial_total[MetadataConfig::kThreads * MetadataConfig::kChunk];
+  // By expert: this CTA's share of both sums, and the rows of its own block.
+  int ahead[MetadataConfig::kMaxExperts];
+  int total[MetadataConfig::kMaxExperts];
+  int in_block[MetadataConfig::kMaxExperts];
 };
 
-// Every kCluster-th block, from the CTA's rank on: a thread adds up the counts of kChunk experts, its group every so
-// many of these blocks.
-__device__ __forceinline__ void sum_own_share(MetadataWorkspace const& workspace, int blocks,
-                                              int cluster_first, BlockSumsStorage& smem) {
+// Every kCluster-th unit, from the CTA's rank on: a thread adds up the counts of kChunk experts, its group every so
+// many of these units. The sums are seen after a barrier.
+__device__ __forceinline__ void sum_own_share(MetadataWorkspace const& workspace, int units,
+                                              int cluster_first, UnitSumsStorage& smem) {
   using Config = MetadataConfig;
   int const thread = static_cast<int>(threadIdx.x);
   int const chunks = workspace.pitch / Config::kChunk;
@@ -303,12 +297,12 @@ __device__ __forceinline__ void sum_own_share(MetadataWorkspace const& workspace
     int ahead[Config::kChunk] = {}, total[Config::kChunk] = {};
     int const stride = Config::kCluster * groups;
     for (int first = static_cast<int>(arch::cluster_cta_rank()) + Config::kCluster * group;
-         first < blocks; first += Config::kAhead * stride) {
+         first < units; first += Config::kAhead * stride) {
       uint4 counts[Config::kAhead];
       TESSERA_UNROLL
       for (int i = 0; i < Config::kAhead; ++i) {
-        int const block = first + i * stride;
-        counts[i] = block < blocks ? gmem_chunk[int64_t{block} * chunks] : uint4{};
+        int const unit = first + i * stride;
+        counts[i] = unit < units ? gmem_chunk[int64_t{unit} * chunks] : uint4{};
       }
       TESSERA_UNROLL
       for (int i = 0; i < Config::kAhead; ++i) {
@@ -325,83 +319,89 @@ __device__ __forceinline__ void sum_own_share(MetadataWorkspace const& workspace
     int const at = group * workspace.pitch + chunk * Config::kChunk;
     TESSERA_UNROLL
     for (int e = 0; e < Config::kChunk; e += 4) {
-      *reinterpret_cast<int4*>(&smem.ahead[at + e]) = {ahead[e], ahead[e + 1], ahead[e + 2],
-                                                       ahead[e + 3]};
-      *reinterpret_cast<int4*>(&smem.total[at + e]) = {total[e], total[e + 1], total[e + 2],
-                                                       total[e + 3]};
+      *reinterpret_cast<int4*>(&smem.partial_ahead[at + e]) = {ahead[e], ahead[e + 1], ahead[e + 2],
+                                                               ahead[e + 3]};
+      *reinterpret_cast<int4*>(&smem.partial_total[at + e]) = {total[e], total[e + 1], total[e + 2],
+                                                               total[e + 3]};
     }
   }
   __syncthreads();
   for (int e = thread; e < workspace.pitch; e += Config::kThreads) {
-    int2 sum{};
+    int ahead = 0, total = 0;
     for (int g = 0; g < groups; ++g) {
-      sum.x += smem.ahead[g * workspace.pitch + e];
-      sum.y += smem.total[g * workspace.pitch + e];
+      ahead += smem.partial_ahead[g * workspace.pitch + e];
+      total += smem.partial_total[g * workspace.pitch + e];
     }
-    smem.of_expert[e] = sum;
+    smem.ahead[e] = ahead;
+    smem.total[e] = total;
   }
 }
 
-// Four counts of a block, from expert e on.
-__device__ __forceinline__ int4 load_four_counts(MetadataWorkspace const& workspace, int block,
-                                                 int e) {
-  auto const four =
-      *reinterpret_cast<uint2 const*>(workspace.gmem_counts + int64_t{block} * workspace.pitch + e);
-  return {static_cast<int>(four.x & 0xffff), static_cast<int>(four.x >> 16),
-          static_cast<int>(four.y & 0xffff), static_cast<int>(four.y >> 16)};
+// Rows of each expert in the CTA's block, and where its units are several smem_before, (units, pitch): in the units of
+// the block before each.
+__device__ __forceinline__ void sum_own_block(MetadataWorkspace const& workspace,
+                                              RankUnits const& ranked, int units,
+                                              uint16_t* smem_before, UnitSumsStorage& smem) {
+  constexpr int kAhead = 8;  // loads of a thread on their way
+  int const first = static_cast<int>(blockIdx.x) * ranked.per_block;
+  for (int e = static_cast<int>(threadIdx.x); e < workspace.pitch; e += MetadataConfig::kThreads) {
+    int sum = 0;
+    for (int base = 0; base < ranked.per_block; base += kAhead) {
+      int counts[kAhead];
+      TESSERA_UNROLL
+      for (int i = 0; i < kAhead; ++i) {
+        int const unit = first + base + i;
+        bool const exists = base + i < ranked.per_block && unit < units;
+        counts[i] = exists ? workspace.gmem_counts[int64_t{unit} * workspace.pitch + e] : 0;
+      }
+      TESSERA_UNROLL
+      for (int i = 0; i < kAhead; ++i) {
+        if (ranked.per_block > 1 && base + i < ranked.per_block) {
+          smem_before[(base + i) * workspace.pitch + e] = static_cast<uint16_t>(sum);
+        }
+        sum += counts[i];
+      }
+    }
+    smem.in_block[e] = sum;
+  }
 }
 
-__device__ __forceinline__ void add_to(int4& sum, int4 const& other) {
-  sum.x += other.x;
-  sum.y += other.y;
-  sum.z += other.z;
-  sum.w += other.w;
+__device__ __forceinline__ void add_to(int (&sum)[4], int4 const& four) {
+  sum[0] += four.x;
+  sum[1] += four.y;
+  sum[2] += four.z;
+  sum[3] += four.w;
 }
 
 // Of this thread's four experts: rows in all, in this block, and in the blocks before it. No CTA of the cluster may end
 // before its peers have returned from here.
-__device__ __forceinline__ void sum_blocks(MetadataArguments const& p, ExpertSums& sums,
-                                           int (&before)[4], BlockSumsStorage& smem) {
+__device__ __forceinline__ void sum_units(MetadataArguments const& p, RankUnits const& ranked,
+                                          uint16_t* smem_before, ExpertSums& sums, int (&before)[4],
+                                          UnitSumsStorage& smem) {
   constexpr int kCluster = MetadataConfig::kCluster;
   MetadataWorkspace const workspace = MetadataWorkspace::of(p);
   int const own = static_cast<int>(threadIdx.x) * 4;
-  auto const blocks = static_cast<int>(metadata_blocks(p.slots));
+  auto const units = static_cast<int>(ranked.units(p.slots));
   auto const rank = static_cast<int>(arch::cluster_cta_rank());
-  int const cluster_first = static_cast<int>(blockIdx.x) - rank;
-  bool const exist = own < p.experts;
-  sum_own_share(workspace, blocks, cluster_first, smem);
-  int4 in_cluster[kCluster];
-  TESSERA_UNROLL
-  for (int i = 0; i < kCluster; ++i) {
-    bool const needed = exist && i <= rank && cluster_first + i < blocks;
-    in_cluster[i] = needed ? load_four_counts(workspace, cluster_first + i, own) : int4{};
-  }
-  int4 total{}, ahead{}, in_block{};
-  TESSERA_UNROLL
-  for (int i = 0; i < kCluster; ++i) {
-    if (i < rank) add_to(ahead, in_cluster[i]);
-    if (i == rank) in_block = in_cluster[i];
-  }
+  int const cluster_first = (static_cast<int>(blockIdx.x) - rank) * ranked.per_block;
+  sum_own_block(workspace, ranked, units, smem_before, smem);
+  sum_own_share(workspace, units, cluster_first, smem);
   arch::cluster_sync();
-  if (exist) {
-    TESSERA_UNROLL
-    for (int peer = 0; peer < kCluster; ++peer) {
-      int4 const low = arch::load_from_cta(&smem.of_expert[own], peer);
-      int4 const high = arch::load_from_cta(&smem.of_expert[own + 2], peer);
-      add_to(ahead, {low.x, low.z, high.x, high.z});
-      add_to(total, {low.y, low.w, high.y, high.w});
-    }
-  }
-  // Counts behind the last expert's, in a group of four, may be anything.
-  int const totals[] = {total.x, total.y, total.z, total.w};
-  int const in_blocks[] = {in_block.x, in_block.y, in_block.z, in_block.w};
-  int const all_ahead[] = {ahead.x, ahead.y, ahead.z, ahead.w};
   TESSERA_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    bool const is_expert = own + i < p.experts;
-    sums.total[i] = is_expert ? totals[i] : 0;
-    sums.block[i] = is_expert ? in_blocks[i] : 0;
-    before[i] = is_expert ? all_ahead[i] : 0;
+  for (int i = 0; i < 4; ++i) sums.total[i] = sums.block[i] = before[i] = 0;
+  if (own >= p.experts) return;
+  TESSERA_UNROLL
+  for (int peer = 0; peer < kCluster; ++peer) {
+    add_to(before, arch::load_from_cta(&smem.ahead[own], peer));
+    add_to(sums.total, arch::load_from_cta(&smem.total[own], peer));
+    int4 const in_block = arch::load_from_cta(&smem.in_block[own], peer);
+    if (peer < rank) add_to(before, in_block);
+    if (peer == rank) add_to(sums.block, in_block);
+  }
+  // Counts behind the last expert's may be anything.
+  TESSERA_UNROLL
+  for (int i = 1; i < 4; ++i) {
+    if (own + i >= p.experts) sums.total[i] = sums.block[i] = before[i] = 0;
   }
 }
 
@@ -410,21 +410,30 @@ __global__ void __cluster_dims__(MetadataConfig::kCluster)
         metadata_scatter(__grid_constant__ MetadataArguments const p) {
   constexpr int kRounds = MetadataConfig::kRounds;
   __shared__ ScatterStorage smem;
-  __shared__ BlockSumsStorage smem_sums;
-  uint16_t const* const gmem_ranks = MetadataWorkspace::of(p).gmem_ranks;
-  int64_t const block_slot = int64_t{blockIdx.x} * kMetadataBlockSlots;
+  __shared__ UnitSumsStorage smem_sums;
+  extern __shared__ uint16_t smem_before[];
+  MetadataWorkspace const workspace = MetadataWorkspace::of(p);
+  RankUnits const ranked(p.unit_slots);
+  int64_t const block_slot = int64_t{blockIdx.x} * ranked.block_slots();
+  int64_t const block_end = min(p.slots, block_slot + ranked.block_slots());
   int const place = first_place();
   int experts[kRounds], ranks[kRounds];
   TESSERA_UNROLL
   for (int r = 0; r < kRounds; ++r) {
     int64_t const slot = block_slot + place + r * arch::kWarpThreads;
-    experts[r] = expert_of_slot(p, slot);
-    ranks[r] = slot < p.slots ? gmem_ranks[slot] : 0;
+    experts[r] = slot < block_end ? expert_of_slot(p, slot) : -1;
+    ranks[r] = experts[r] >= 0 ? workspace.gmem_ranks[slot] : 0;
   }
   ExpertSums sums;
   int before[4];
-  sum_blocks(p, sums, before, smem_sums);
-  scatter_block(p, block_slot, experts, ranks, sums, before, smem);
+  sum_units(p, ranked, smem_before, sums, before, smem_sums);
+  TESSERA_UNROLL
+  for (int r = 0; r < kRounds; ++r) {
+    if (ranked.per_block == 1 || experts[r] < 0) continue;
+    int const unit = (place + r * arch::kWarpThreads) / ranked.slots;
+    ranks[r] += smem_before[unit * workspace.pitch + experts[r]];
+  }
+  scatter_block(p, block_slot, block_end, experts, ranks, sums, before, smem);
   arch::cluster_sync();
 }
 
@@ -441,7 +450,7 @@ __global__ void __launch_bounds__(MetadataConfig::kThreads)
   load_four(sums.total, smem_totals, static_cast<int>(threadIdx.x) * 4, p.experts);
   TESSERA_UNROLL
   for (int i = 0; i < 4; ++i) sums.block[i] = sums.total[i];
-  scatter_block(p, 0, experts, ranks, sums, {}, smem);
+  scatter_block(p, 0, p.slots, experts, ranks, sums, {}, smem);
 }
 
 template <class Config>
@@ -453,16 +462,25 @@ cudaError_t launch_metadata_config(MetadataArguments const& args, cudaStream_t s
     return cudaMemsetAsync(args.gmem_expert_offsets, 0, sizeof(int32_t) * (args.experts + 1),
                            stream);
   }
-  auto const blocks = static_cast<unsigned>(metadata_blocks(args.slots));
+  RankUnits const ranked(args.unit_slots);
+  auto const blocks = static_cast<unsigned>(ranked.blocks(args.slots));
   auto const smem_bytes = sizeof(uint16_t) * static_cast<size_t>(Config::kWarps * args.experts);
+  if (args.unit_slots > kMetadataBlockSlots || (args.unit_slots > 0 && blocks == 1)) {
+    return cudaErrorInvalidValue;
+  }
   if (blocks == 1) {
     metadata_one_block<<<1, Config::kThreads, smem_bytes, stream>>>(args);
     return cudaGetLastError();
   }
-  metadata_rank<<<blocks, Config::kThreads, smem_bytes, stream>>>(args);
+  if (args.unit_slots == 0) {
+    metadata_rank<<<blocks, Config::kThreads, smem_bytes, stream>>>(args);
+  }
+  auto const before_bytes = sizeof(uint16_t) *
+                            static_cast<size_t>(ranked.per_block > 1 ? ranked.per_block : 0) *
+                            static_cast<size_t>(MetadataWorkspace::pitch_of(args.experts));
   unsigned const in_clusters =
       (blocks + Config::kCluster - 1) / Config::kCluster * Config::kCluster;
-  metadata_scatter<<<in_clusters, Config::kThreads, 0, stream>>>(args);
+  metadata_scatter<<<in_clusters, Config::kThreads, before_bytes, stream>>>(args);
   return cudaGetLastError();
 }
 

@@ -8,6 +8,7 @@
 //   select  every lane sorts its eight largest; K times: maximum of the token's lanes, whose lane moves up its next.
 //           Keys that differ in those bits alone, or a ninth of one lane: that token by the whole warp, as below
 //   score   lane q has choices q and q + kLanes
+//   rank    where metadata wants it: slots among those of an expert and the CTA's 32 tokens (block/unit_ranks.cuh)
 //          route, the others: a warp per token; lane l holds experts l, 32+l, 64+l, .. as ordered integers
 //   select  every lane sorts its four largest keys; K times: maximum of the warp, whose lane moves up its next. Equal
 //           keys, or a fifth of one lane: once more, step by step, with experts beside the keys
@@ -24,6 +25,8 @@
 #include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
 #include "../block/fold.cuh"
+#include "../block/unit_ranks.cuh"
+#include "../host/metadata.hpp"
 #include "../host/route.hpp"
 #include "core/router_math.hpp"
 
@@ -35,6 +38,11 @@ struct RouteConfig {
   static constexpr int kMaxExperts = 1024;
   static constexpr int kMaxTopK = arch::kWarpThreads;
   static constexpr int kMaxGroups = arch::kWarpThreads;
+  // Where route_shared ranks: a lane of four has so many of a token's choices and experts.
+  static constexpr int kMostRankedExperts = 128;
+  static constexpr int kMostRankedTopK = 8;
+  static constexpr int64_t kMostCountBytes = 1
+                                             << 19;  // read by every eight CTAs of metadata_scatter
 };
 
 // The largest of kLanes neighbours, in each of them.
@@ -420,13 +428,21 @@ struct SharedToken {
 };
 
 // kHasOwnP: every warp runs through this code once, and of 6200 instructions at 32 values a lane 4000 are p of its own.
-template <class Config, int kLanes, int kValues, bool kHasOwnP>
+template <class Config, int kLanes, int kValues, bool kHasOwnP, bool kRanks = false>
 __global__ void __launch_bounds__(Config::kSharedWarps* arch::kWarpThreads)
     route_shared(__grid_constant__ RouteArguments const p) {
   using Token = SharedToken<kLanes, kValues>;
   constexpr int kTokens = arch::kWarpThreads / kLanes;
   int64_t const first = (int64_t{blockIdx.x} * Config::kSharedWarps + arch::warp_idx()) * kTokens;
-  if (first >= p.tokens) return;
+  // Warps without a token go through the last one again where others wait for them.
+  if (!kRanks && first >= p.tokens) return;
+  __shared__ uint32_t smem_tokens[kRanks ? Config::kMostRankedExperts : 1];
+  block::UnitRanks ranks(smem_tokens);
+  if constexpr (kRanks) {
+    static_assert(Config::kSharedWarps * kTokens == kRankedTokens);
+    static_assert(Config::kSharedWarps * arch::kWarpThreads == Config::kMostRankedExperts);
+    ranks.clear();
+  }
   int64_t const token = min(first + arch::lane_idx() / kLanes, p.tokens - 1);
   float const* const gmem_logits = p.gmem_logits + token * p.experts;
   uint32_t keys[kValues];
@@ -448,15 +464,30 @@ __global__ void __launch_bounds__(Config::kSharedWarps* arch::kWarpThreads)
   // Lanes of the last token again, where the warp has more than exist, store nothing.
   bool const exists = first + arch::lane_idx() / kLanes < p.tokens;
   int64_t const slot = token * p.top_k + Token::lane();
+  int const in_cta = arch::warp_idx() * kTokens + arch::lane_idx() / kLanes;
   bool chosen[Token::kChoices];
   float logit[Token::kChoices];
+  if constexpr (kRanks) __syncthreads();
   TESSERA_UNROLL
   for (int c = 0; c < Token::kChoices; ++c) {
     chosen[c] = exists && Token::lane() + c * kLanes < p.top_k;
     logit[c] = chosen[c] ? gmem_logits[choice[c]] : 0.0f;
     if (chosen[c]) p.gmem_topk_ids[slot + c * kLanes] = choice[c];
+    if constexpr (kRanks) {
+      if (chosen[c]) ranks.note(in_cta, choice[c]);
+    }
   }
   store_scores<kLanes, Token::kChoices, kValues>(p, kHasOwnP, gmem_logits, logit, chosen, slot);
+  if constexpr (kRanks) {
+    __syncthreads();
+    TESSERA_UNROLL
+    for (int c = 0; c < Token::kChoices; ++c) {
+      if (!chosen[c]) continue;
+      p.gmem_unit_ranks[slot + c * kLanes] = static_cast<uint16_t>(ranks.rank(in_cta, choice[c]));
+    }
+    auto const pitch = static_cast<int>(MetadataWorkspace::pitch_of(p.experts));
+    ranks.store_counts(p.gmem_unit_counts + int64_t{blockIdx.x} * pitch, pitch);
+  }
 }
 
 // With the fewest lanes that hold the experts and the choices.
@@ -479,8 +510,15 @@ cudaError_t launch_route_shared(RouteArguments const& args, cudaStream_t stream)
   int64_t const ctas = (args.tokens + kCtaTokens - 1) / kCtaTokens;
   if (ctas == 0) return cudaSuccess;
   if (ctas > INT32_MAX) return cudaErrorInvalidValue;
-  auto* const kernel = core::has_own_p(args.kind) ? route_shared<Config, kLanes, kValues, true>
-                                                  : route_shared<Config, kLanes, kValues, false>;
+  bool const has_own_p = core::has_own_p(args.kind);
+  auto* kernel = has_own_p ? route_shared<Config, kLanes, kValues, true>
+                           : route_shared<Config, kLanes, kValues, false>;
+  if constexpr (kCtaTokens == kRankedTokens) {
+    if (args.gmem_unit_ranks != nullptr) {
+      kernel = has_own_p ? route_shared<Config, kLanes, kValues, true, true>
+                         : route_shared<Config, kLanes, kValues, false, true>;
+    }
+  }
   kernel<<<static_cast<unsigned>(ctas), Config::kSharedWarps * arch::kWarpThreads, 0, stream>>>(
       args);
   return cudaGetLastError();
@@ -491,6 +529,20 @@ inline bool shares_warps(RouteArguments const& args) {
   return args.experts <= 512 && args.experts % 4 == 0 &&
          reinterpret_cast<uintptr_t>(args.gmem_logits) % sizeof(float4) == 0 &&
          !core::has_softmax_over_all(args.kind) && args.kind != RouterKind::group_limited;
+}
+
+template <class Config>
+int32_t unit_slots_of(RouteArguments const& args) {
+  if (!shares_warps(args) || args.experts > Config::kMostRankedExperts || args.top_k < 2 ||
+      args.top_k > Config::kMostRankedTopK) {
+    return 0;
+  }
+  int32_t const slots = kRankedTokens * args.top_k;
+  RankUnits const ranked(slots);
+  int64_t const all_slots = args.tokens * args.top_k;
+  int64_t const count_bytes = ranked.units(all_slots) * MetadataWorkspace::pitch_of(args.experts) *
+                              int64_t{sizeof(uint16_t)};
+  return ranked.blocks(all_slots) > 1 && count_bytes <= Config::kMostCountBytes ? slots : 0;
 }
 
 template <class Config, int kValues>
@@ -514,7 +566,8 @@ cudaError_t launch_route_config(RouteArguments const& args, cudaStream_t stream)
   bool const groups_fit = args.kind != RouterKind::group_limited ||
                           (args.groups >= 1 && args.groups <= Config::kMaxGroups);
   if (args.kind == RouterKind::given || args.kind == RouterKind::expert_choice || args.top_k < 1 ||
-      args.top_k > Config::kMaxTopK || args.top_k > args.experts || !groups_fit) {
+      args.top_k > Config::kMaxTopK || args.top_k > args.experts || !groups_fit ||
+      (args.gmem_unit_ranks != nullptr && unit_slots_of<Config>(args) == 0)) {
     return cudaErrorInvalidValue;
   }
   return shares_warps(args) ? launch_route_shared<Config, 4, 8>(args, stream)

@@ -43,6 +43,7 @@ struct RouterMemory {
   float* gmem_member_scores = nullptr;
   int32_t* gmem_topk_counts = nullptr;
   std::byte* gmem_choice_workspace = nullptr;
+  void* gmem_metadata_workspace = nullptr;  ///< null: no metadata follows
 };
 
 std::int32_t int32(std::int64_t value) noexcept { return static_cast<std::int32_t>(value); }
@@ -52,29 +53,40 @@ core::RouterGroups groups_of(MoeDesc const& desc) noexcept {
                                                        : core::RouterGroups{};
 }
 
-/// The top-k choice of every token; before rounding its scores are those of c = 1.
-void add_topk_choice(MoeDesc const& desc, ConstTensor const& selection_bias,
-                     RouterMemory const& memory, Sequence& sequence) noexcept {
+/// The top-k choice of every token; before rounding its scores are those of c = 1. Returns the slots of a unit that it
+/// ranks for metadata, or 0.
+std::int32_t add_topk_choice(MoeDesc const& desc, ConstTensor const& selection_bias,
+                             RouterMemory const& memory, Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
   bool const rounds = desc.rounds_tokens();
   auto const [groups, top_groups] = groups_of(desc);
-  sequence.select(
-      "route",
-      RouteArguments{
-          .gmem_logits = memory.gmem_logits,
-          .gmem_selection_bias = static_cast<float const*>(selection_bias.data),
-          .gmem_topk_ids = rounds ? memory.gmem_unrounded_ids : memory.gmem_topk_ids,
-          .gmem_topk_weights = rounds ? memory.gmem_member_scores : memory.gmem_topk_weights,
-          .gmem_chosen_p = rounds ? nullptr : memory.gmem_chosen_p,
-          .tokens = s.tokens,
-          .experts = int32(s.experts),
-          .top_k = int32(s.top_k),
-          .kind = desc.router.kind,
-          .route_scale = rounds ? 1.0f : desc.router.route_scale,
-          .normalize_scores = desc.router.normalize_scores,
-          .groups = int32(groups),
-          .top_groups = int32(top_groups),
-      });
+  RouteArguments args{
+      .gmem_logits = memory.gmem_logits,
+      .gmem_selection_bias = static_cast<float const*>(selection_bias.data),
+      .gmem_topk_ids = rounds ? memory.gmem_unrounded_ids : memory.gmem_topk_ids,
+      .gmem_topk_weights = rounds ? memory.gmem_member_scores : memory.gmem_topk_weights,
+      .gmem_chosen_p = rounds ? nullptr : memory.gmem_chosen_p,
+      .tokens = s.tokens,
+      .experts = int32(s.experts),
+      .top_k = int32(s.top_k),
+      .kind = desc.router.kind,
+      .route_scale = rounds ? 1.0f : desc.router.route_scale,
+      .normalize_scores = desc.router.normalize_scores,
+      .groups = int32(groups),
+      .top_groups = int32(top_groups),
+  };
+  std::int32_t unit_slots = 0;
+  if (memory.gmem_metadata_workspace != nullptr && !rounds && !refuse(args).refused()) {
+    unit_slots = route_unit_slots(args);
+  }
+  if (unit_slots > 0) {
+    MetadataWorkspace const ranked = MetadataWorkspace::of(memory.gmem_metadata_workspace,
+                                                           desc.num_slots(), s.experts, unit_slots);
+    args.gmem_unit_counts = ranked.gmem_counts;
+    args.gmem_unit_ranks = ranked.gmem_ranks;
+  }
+  sequence.select("route", args);
+  return unit_slots;
 }
 
 /// Slots of a varying number per token, from what experts keep.
@@ -105,13 +117,16 @@ void add_token_choice(MoeDesc const& desc, ConstTensor const& selection_bias,
   });
 }
 
-/// Ids and scores of every token from its logits, or the scores of the ids that are there.
-void add_choice(MoeDesc const& desc, ConstTensor const& selection_bias, RouterMemory const& memory,
-                Sequence& sequence) noexcept {
+/// Ids and scores of every token from its logits, or the scores of the ids that are there. Returns as add_topk_choice.
+std::int32_t add_choice(MoeDesc const& desc, ConstTensor const& selection_bias,
+                        RouterMemory const& memory, Sequence& sequence) noexcept {
   if (!desc.router.replay) {
-    if (!desc.experts_choose()) add_topk_choice(desc, selection_bias, memory, sequence);
+    std::int32_t unit_slots = 0;
+    if (!desc.experts_choose()) {
+      unit_slots = add_topk_choice(desc, selection_bias, memory, sequence);
+    }
     if (desc.experts_vary()) add_token_choice(desc, selection_bias, memory, sequence);
-    return;
+    return unit_slots;
   }
   sequence.add("score choice", [&](cudaStream_t stream) {
     return launch_score_choice_plain({.gmem_logits = memory.gmem_logits,
@@ -127,11 +142,12 @@ void add_choice(MoeDesc const& desc, ConstTensor const& selection_bias, RouterMe
                                       .normalize_scores = desc.router.normalize_scores},
                                      stream);
   });
+  return 0;
 }
 
-/// Logits, and what follows from them.
-void add_router(MoeDesc const& desc, RouterTensors const& tensors, RouterMemory const& memory,
-                Sequence& sequence) noexcept {
+/// Logits, and what follows from them. Returns as add_topk_choice.
+std::int32_t add_router(MoeDesc const& desc, RouterTensors const& tensors,
+                        RouterMemory const& memory, Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
   sequence.select("router_logits", RouterLogitsArguments{
                                        .x = matrix_rows(tensors.x),
@@ -141,8 +157,8 @@ void add_router(MoeDesc const& desc, RouterTensors const& tensors, RouterMemory 
                                        .hidden = s.hidden,
                                        .experts = static_cast<std::int32_t>(s.experts),
                                    });
-  add_choice(desc, tensors.selection_bias, memory, sequence);
-  if (!tensors.logits.present() || tensors.logits.data == memory.gmem_logits) return;
+  std::int32_t const unit_slots = add_choice(desc, tensors.selection_bias, memory, sequence);
+  if (!tensors.logits.present() || tensors.logits.data == memory.gmem_logits) return unit_slots;
   sequence.add("copy logits", [&](cudaStream_t stream) {
     std::size_t const row = sizeof(float) * static_cast<std::size_t>(s.experts);
     if (s.tokens == 0) return cudaSuccess;
@@ -151,6 +167,7 @@ void add_router(MoeDesc const& desc, RouterTensors const& tensors, RouterMemory 
                              memory.gmem_logits, row, row, static_cast<std::size_t>(s.tokens),
                              cudaMemcpyDeviceToDevice, stream);
   });
+  return unit_slots;
 }
 
 bool is_contiguous(Tensor const& tensor) noexcept {
@@ -158,7 +175,8 @@ bool is_contiguous(Tensor const& tensor) noexcept {
 }
 
 void add_metadata(MoeDesc const& desc, std::int32_t const* gmem_ids, RoutingView const& tables,
-                  void* gmem_workspace, ClearedWords const& cleared, Sequence& sequence) noexcept {
+                  void* gmem_workspace, ClearedWords const& cleared, std::int32_t unit_slots,
+                  Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
   sequence.select("metadata", MetadataArguments{
                                   .gmem_ids = gmem_ids,
@@ -174,6 +192,7 @@ void add_metadata(MoeDesc const& desc, std::int32_t const* gmem_ids, RoutingView
                                   .gmem_inverse_permutation = tables.inverse_permutation,
                                   .gmem_workspace = gmem_workspace,
                                   .cleared = cleared,
+                                  .unit_slots = unit_slots,
                               });
 }
 
@@ -219,24 +238,27 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
                                 stream);
     });
   }
+  std::int32_t unit_slots = 0;
   if (routed) {
     // Logits that backward needs stay in the tables; others go where the caller wants them, or nowhere.
     float* const gmem_logits = tables.logits != nullptr     ? tables.logits
                                : is_contiguous(args.logits) ? static_cast<float*>(args.logits.data)
                                                             : plan.logits.in(base);
-    add_router(desc, {args.x, args.w_router, args.b_router, args.selection_bias, args.logits},
-               {.gmem_logits = gmem_logits,
-                .gmem_topk_ids = tables.topk_ids,
-                .gmem_topk_weights = tables.scores,
-                .gmem_chosen_p = tables.chosen_p,
-                .gmem_token_offsets = tables.token_offsets,
-                .gmem_unrounded_ids = tables.unrounded_ids,
-                .gmem_member_scores = plan.choice.member_scores.in(base),
-                .gmem_topk_counts = static_cast<std::int32_t*>(args.topk_counts.data),
-                .gmem_choice_workspace = plan.choice.workspace.in(base)},
-               sequence);
+    unit_slots =
+        add_router(desc, {args.x, args.w_router, args.b_router, args.selection_bias, args.logits},
+                   {.gmem_logits = gmem_logits,
+                    .gmem_topk_ids = tables.topk_ids,
+                    .gmem_topk_weights = tables.scores,
+                    .gmem_chosen_p = tables.chosen_p,
+                    .gmem_token_offsets = tables.token_offsets,
+                    .gmem_unrounded_ids = tables.unrounded_ids,
+                    .gmem_member_scores = plan.choice.member_scores.in(base),
+                    .gmem_topk_counts = static_cast<std::int32_t*>(args.topk_counts.data),
+                    .gmem_choice_workspace = plan.choice.workspace.in(base),
+                    .gmem_metadata_workspace = plan.metadata.in(base)},
+                   sequence);
   }
-  add_metadata(desc, gmem_ids, tables, plan.metadata.in(base), counters, sequence);
+  add_metadata(desc, gmem_ids, tables, plan.metadata.in(base), counters, unit_slots, sequence);
 }
 
 }  // namespace

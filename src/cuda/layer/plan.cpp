@@ -7,6 +7,7 @@
 #include "cuda/host/choose_tokens.hpp"
 #include "cuda/host/metadata.hpp"
 #include "cuda/host/projection_backward.hpp"
+#include "cuda/host/route.hpp"
 #include "cuda/host/router_backward.hpp"
 #include "cuda/host/router_loss.hpp"
 #include "cuda/layer/backend.hpp"
@@ -24,6 +25,19 @@ ChoicePlan plan_choice(MoeDesc const& desc, core::WorkspacePlan& plan) noexcept 
   return out;
 }
 
+/// Route may have ranked the slots. What it leaves stays: kernels of a pass may run again, each alone, and ranks are
+/// places in shared memory.
+std::int64_t metadata_bytes(MoeDesc const& desc) noexcept {
+  std::int64_t const slots = desc.num_slots(), experts = desc.shape.experts;
+  std::int64_t const unit_slots = kRankedTokens * desc.shape.top_k;
+  std::size_t bytes = metadata_workspace_bytes(slots, experts);
+  if (desc.router.kind != RouterKind::given && unit_slots <= kMetadataBlockSlots) {
+    bytes = std::max(
+        bytes, metadata_workspace_bytes(slots, experts, static_cast<std::int32_t>(unit_slots)));
+  }
+  return static_cast<std::int64_t>(bytes);
+}
+
 }  // namespace
 
 ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcept {
@@ -36,15 +50,16 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
   }
   out.counters = plan.add<std::int32_t>(kNumTileCounters);
   out.a = plan.add<std::uint16_t>(slots * s.intermediate);
+  bool const routed = desc.router.kind != RouterKind::given;
+  if (routed) out.metadata = plan.add<std::byte>(metadata_bytes(desc));
   // What makes the tables is dead before y is written, and lies in its place.
   core::WorkspacePlan before_y = plan;
-  if (desc.router.kind != RouterKind::given && !core::saves_logits(desc)) {
+  if (routed && !core::saves_logits(desc)) {
     out.logits = before_y.add<float>(s.tokens * s.experts);
   }
-  if (desc.grouping == RowGrouping::slots) {
-    if (desc.router.kind == RouterKind::given) out.ids = before_y.add<std::int32_t>(slots);
-    out.metadata = before_y.add<std::byte>(
-        static_cast<std::int64_t>(metadata_workspace_bytes(slots, s.experts)));
+  if (!routed && desc.grouping == RowGrouping::slots) {
+    out.ids = before_y.add<std::int32_t>(slots);
+    out.metadata = before_y.add<std::byte>(metadata_bytes(desc));
   }
   out.choice = plan_choice(desc, before_y);
   out.y = plan.add<std::uint16_t>(slots * s.hidden);

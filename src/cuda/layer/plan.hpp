@@ -41,7 +41,7 @@ struct ForwardPlan {
   core::Region<std::byte> metadata;     ///< metadata_workspace_bytes
   ChoicePlan choice;
   core::Region<std::uint16_t> a,
-      y;  ///< [P,n], [P,d] bf16; y in the place of logits, ids, metadata and choice
+      y;  ///< [P,n], [P,d] bf16; y in the place of logits, ids and choice, given ids' metadata
   std::size_t bytes = 0;
 };
 ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcept;

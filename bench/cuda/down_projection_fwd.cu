@@ -35,7 +35,7 @@ TESSERA_VARIANT(C128x256C1, .stages = 4);
 TESSERA_VARIANT(C128x256Slabs, .stages = 3, .store_slabs = 4);
 TESSERA_VARIANT(Resident64x256, .tile = {64, 256, 64}, .stages = 8, .schedule = Schedule::kPingPong, .resident_k_tiles = 4, .run_tiles = 12);
 TESSERA_VARIANT(Resident128x128, .tile = {128, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .resident_k_tiles = 8, .run_tiles = 6);
-TESSERA_VARIANT(C128x256Lent, .stages = 4, .store_slabs = 1, .lent_stages = 2);
+TESSERA_VARIANT(C128x256Deferred, .defers = true);
 // clang-format on
 
 template <class Config>
@@ -50,7 +50,7 @@ std::vector<Variant> all_variants() {
           variant<C192x128C1Pp>("192x128-c1-pingpong"),
           variant<C128x256C1>("128x256-c1"),
           variant<C128x256Slabs>("128x256-slabs"),
-          variant<C128x256Lent>("128x256-lent"),
+          variant<C128x256Deferred>("128x256-deferred"),
           variant<Resident64x256>("64x256-resident"),
           variant<Resident128x128>("128x128-resident")};
 }

@@ -36,7 +36,7 @@ TESSERA_DOWN(Down128x256, .tile = {128, 256, 64}, .stages = 3, .a_loader = ALoad
 TESSERA_DOWN(Down128x256Lent, .tile = {128, 256, 64}, .stages = 4, .a_loader = ALoader::kGather, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 1, .lent_stages = 4);
 TESSERA_DOWN(Down128x256C2, .tile = {128, 256, 64}, .stages = 3, .cluster_m = 2, .a_loader = ALoader::kGather, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 5);
 TESSERA_UP(Up128x256, .stages = 4, .b_major = Major::kRows, .k_halves = 2);
-TESSERA_UP(Up128x256Lent, .stages = 4, .b_major = Major::kRows, .k_halves = 2, .store_slabs = 1, .lent_stages = 2);
+TESSERA_UP(Up128x256Deferred, .b_major = Major::kRows, .k_halves = 2, .defers = true);
 TESSERA_UP(Up128x128Resident, .tile = {128, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .b_major = Major::kRows, .k_halves = 2, .resident_k_tiles = 8, .run_tiles = 6);
 TESSERA_UP(Up192x128, .tile = {192, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .b_major = Major::kRows, .k_halves = 2);
 TESSERA_UP(Up128x128, .tile = {128, 128, 64}, .stages = 6, .schedule = Schedule::kPingPong, .b_major = Major::kRows, .k_halves = 2);
@@ -290,7 +290,7 @@ std::vector<Variant> all_variants() {
           down<Down128x256C2>("down-128x256-c2"),
           down<Down128x256, true>("down-128x256-sorted"),
           up<Up128x256>("up-128x256"),
-          up<Up128x256Lent>("up-128x256-lent"),
+          up<Up128x256Deferred>("up-128x256-deferred"),
           up<Up128x128Resident>("up-128x128-resident"),
           up<Up192x128>("up-192x128-pingpong"),
           up<Up128x128>("up-128x128-pingpong")};

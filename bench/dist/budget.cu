@@ -32,9 +32,8 @@ constexpr Shape kShapes[] = {{"Qwen3-30B", 8192, 2048, 768, 64, 1024},
 
 template <int kStages>
 struct Config {
-  static constexpr block::GemmConfig gemm{.stages = kStages, .b_halves = 2};
+  static constexpr block::GemmConfig gemm{.stages = kStages, .b_halves = 2, .defers = true};
   static constexpr ActivationKind activation = ActivationKind::swiglu;
-  static constexpr bool bias = false;
 };
 
 struct Variant {

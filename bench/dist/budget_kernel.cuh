@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     up_projection_beside(__grid_constant__ BudgetParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr block::GemmConfig kGemm = Config::gemm;
-  using Epilogue = block::ActivationEpilogue<kGemm, Config::activation, Config::bias>;
+  using Epilogue = block::ActivationEpilogue<kGemm, Config::activation>;
   using Storage = BudgetStorage<Config, has_ring(kBeside)>;
   static_assert(sizeof(Storage) <= block::kSharedMemoryBytes);
   auto& smem = *reinterpret_cast<Storage*>(&block::shared_storage<kGemm>());

@@ -29,6 +29,24 @@ __device__ __forceinline__ uint4 load_streaming_16(void const* gmem_src, bool wa
   return bits;
 }
 
+// A bf16 that others read, too.
+__device__ __forceinline__ float load_bf16(void const* gmem_src, bool wanted) {
+  uint32_t bits;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      ".reg .b16 h;\n"
+      "setp.ne.u32 p, %2, 0;\n"
+      "mov.b16 h, 0;\n"
+      "@p ld.global.b16 h, [%1];\n"
+      "mov.b32 %0, {0, h};\n"
+      "}"
+      : "=r"(bits)
+      : "l"(gmem_src), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+  return __uint_as_float(bits);
+}
+
 // 4 bytes that others read, too.
 __device__ __forceinline__ uint32_t load_4(void const* gmem_src, bool wanted) {
   uint32_t bits;

@@ -2,6 +2,7 @@
 // Adds a bias to 64 columns of a thread's accumulators (fragment order: arch/wgmma.cuh).
 #pragma once
 
+#include "../arch/load_global.cuh"
 #include "../arch/warp.cuh"
 #include "shared_storage.cuh"
 
@@ -19,18 +20,18 @@ template <int kFirst, int kSize>
 __device__ __forceinline__ void add_bias(float (&acc)[kSize], Bias const& bias, int segment,
                                          int column, int columns) {
   int const first = column + arch::lane_idx() % 4 * 2;
-  bf16 const* const gmem =
+  bf16 const* gmem =
       bias.gmem + segment * bias.segment_stride + int64_t{first} * bias.column_stride;
   TESSERA_UNROLL
   for (int j = 0; j < kSlabColumns / 8; ++j) {
     TESSERA_UNROLL
     for (int bit = 0; bit < 2; ++bit) {
-      if (first + 8 * j + bit < columns) {
-        float const b = __bfloat162float(gmem[(8 * j + bit) * bias.column_stride]);
-        acc[kFirst + 4 * j + bit] += b;
-        acc[kFirst + 4 * j + 2 + bit] += b;
-      }
+      float const b =
+          arch::load_bf16(gmem + bit * bias.column_stride, first + 8 * j + bit < columns);
+      acc[kFirst + 4 * j + bit] += b;
+      acc[kFirst + 4 * j + 2 + bit] += b;
     }
+    gmem += 8 * bias.column_stride;
   }
 }
 

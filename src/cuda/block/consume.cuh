@@ -3,10 +3,13 @@
 // a time to the epilogue.
 #pragma once
 
+#include <climits>
+
 #include "../arch/named_barrier.cuh"
 #include "../arch/proxy_fence.cuh"
 #include "../arch/setmaxnreg.cuh"
 #include "../arch/wgmma.cuh"
+#include "deferred_rows.cuh"
 #include "gemm_params.hpp"
 #include "handover.cuh"
 #include "pipeline.cuh"
@@ -73,14 +76,14 @@ __device__ __forceinline__ void issue_last(SharedStorage<kGemm>& smem, int stage
 __device__ __forceinline__ bool first_of_run(WorkTile const& tile) { return tile.in_run < 2; }
 __device__ __forceinline__ bool last_of_run(WorkTile const& tile) { return tile.run_left < 2; }
 
-// All k_tiles of kActive times 64 rows from `row`, of the last one `last_steps` times 16; under_first() runs under
-// the first. The last group of wgmmas is left in flight and its stage, returned, unreleased.
-template <GemmConfig kGemm, int kActive, int kSubtiles, class UnderFirst>
+// All k_tiles of kActive times 64 rows from `row`, of the last one `last_steps` times 16; under(k_tile) runs under
+// the first, or all where epilogues are deferred. The last group of wgmmas is left in flight and its stage, returned,
+// unreleased.
+template <GemmConfig kGemm, int kActive, int kSubtiles, class Under>
 __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem,
                                         PipelineState<kGemm.stages>& state,
                                         Accumulators<kGemm> (&acc)[kSubtiles], WorkTile const& tile,
-                                        int row, int k_tiles, int last_steps,
-                                        UnderFirst under_first) {
+                                        int row, int k_tiles, int last_steps, Under under) {
   int previous = 0;
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
     if constexpr (kGemm.keeps_b()) {
@@ -99,9 +102,10 @@ __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem,
       if constexpr (kGemm.keeps_b()) {
         if (last_of_run(tile)) release_resident<kGemm>(smem, k_tile - 1);
       }
-    } else {
-      under_first();
+    } else if constexpr (!kGemm.defers) {
+      under(0);
     }
+    if constexpr (kGemm.defers) under(k_tile);
     previous = state.stage;
     state.advance();
   }
@@ -121,7 +125,7 @@ __device__ __forceinline__ int multiply_active(SharedStorage<kGemm>& smem,
                                                  active);
     }
   }
-  return multiply<kGemm, kActive>(smem, state, acc, tile, row, k_tiles, last_steps, [] {});
+  return multiply<kGemm, kActive>(smem, state, acc, tile, row, k_tiles, last_steps, [](int) {});
 }
 
 // Epilogues that read memory ask for it before the k loop: begin(tile, first row, 64-row parts).
@@ -149,6 +153,45 @@ __device__ __forceinline__ void store_tile(Epilogue& epilogue, PipelineState<kGe
     epilogue.store(acc, tile, row);
   }
 }
+
+// The pieces of a deferred epilogue, and when they are due.
+template <class Epilogue>
+class DeferredPieces {
+ public:
+  __device__ __forceinline__ DeferredPieces(Epilogue& epilogue, int consumer)
+      : epilogue_(epilogue), consumer_(consumer) {}
+
+  // The epilogue has kept a tile.
+  __device__ __forceinline__ void add() { next_ = 0; }
+
+  // The tile behind whose k_tiles they are done.
+  __device__ __forceinline__ void begin(int k_tiles) {
+    Pace const pace = pace_of(k_tiles, consumer_);
+    due_ = next_ == kDeferredPieces ? INT_MAX : pace.first;
+    every_ = pace.every;
+    at_once_ = pace.at_once;
+  }
+  // Whether the last piece was among those behind this k_tile.
+  __device__ __forceinline__ bool under(int k_tile) {
+    if (k_tile != due_) return false;
+    due_ += every_;
+    work_until(min(next_ + at_once_, kDeferredPieces));
+    if (next_ < kDeferredPieces) return false;
+    due_ = INT_MAX;
+    return true;
+  }
+  __device__ __forceinline__ void finish() { work_until(kDeferredPieces); }
+
+ private:
+  __device__ __forceinline__ void work_until(int end) {
+    while (next_ < end) epilogue_.work(next_++);
+  }
+
+  Epilogue& epilogue_;
+  int consumer_;
+  int next_ = kDeferredPieces;
+  int due_, every_, at_once_;
+};
 
 // A warpgroup without rows still owes its arrivals: the stage is shared with the others. Where a warpgroup arrives
 // once, its first warp sees to them alone and the others meet it afterwards: were each to follow the stages, one that
@@ -193,7 +236,7 @@ __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, 
   WorkTile tile;
   WorkTile ahead;
   HandsOver<kGemm> handover(p);
-  auto const settle = [&] {
+  auto const settle = [&](int = 0) {
     settle_epilogue(epilogue);
     if constexpr (kGemm.hands_over) handover.before(tile);
   };
@@ -216,6 +259,42 @@ __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, 
     tile = ahead;
   }
   epilogue.drain();
+  if constexpr (kGemm.hands_over) handover.at_end();
+}
+
+// The same where the epilogue works under the k loop of the next tile.
+template <GemmConfig kGemm, class Epilogue>
+__device__ __forceinline__ void consume_deferred(SharedStorage<kGemm>& smem, GemmParams const& p,
+                                                 Epilogue& epilogue, int consumer) {
+  int const row = consumer * kSubtileM;
+  WorkQueue<kGemm> queue(smem);
+  PipelineState<kGemm.stages> state;
+  Accumulators<kGemm> acc[1];
+  WorkTile tile;
+  WorkTile ahead;
+  HandsOver<kGemm> handover(p);
+  DeferredPieces<Epilogue> pieces(epilogue, consumer);
+  bool more = queue.read(tile);
+  while (more) {
+    int const k_tiles = k_tiles_of<kGemm>(p, tile);
+    if (tile.rows <= row) {  // what is kept waits for the next tile
+      pass<kGemm>(smem, state, k_tiles, consumer);
+      more = queue.read(tile);
+      continue;
+    }
+    pieces.begin(k_tiles);
+    begin_epilogue(epilogue, tile, tile.row + row, 1);
+    int const last = multiply<kGemm, 1>(smem, state, acc, tile, row, k_tiles, 0, [&](int k_tile) {
+      if (pieces.under(k_tile) && kGemm.hands_over) handover.before(tile);
+    });
+    more = queue.read(ahead);  // under the last wgmmas
+    arch::wgmma_wait<0>();
+    release_stage<kGemm>(smem, last);
+    epilogue.keep(acc[0], tile, tile.row + row);
+    pieces.add();
+    tile = ahead;
+  }
+  pieces.finish();
   if constexpr (kGemm.hands_over) handover.at_end();
 }
 
@@ -278,6 +357,8 @@ __device__ __forceinline__ void consume(SharedStorage<kGemm>& smem, GemmParams c
   Epilogue epilogue(smem, epilogue_params, consumer);
   if constexpr (kGemm.ping_pong()) {
     consume_ping_pong<kGemm>(smem, p, epilogue, consumer);
+  } else if constexpr (kGemm.defers) {
+    consume_deferred<kGemm>(smem, p, epilogue, consumer);
   } else {
     consume_cooperative<kGemm>(smem, p, epilogue, consumer);
   }

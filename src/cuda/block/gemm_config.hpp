@@ -52,6 +52,7 @@ struct GemmConfig {
   int store_slabs = 2;     // 64x64 staging buffers per consumer warpgroup
   bool own_round = false;  // the epilogue's first round has slabs of its own, the others lent ones
   int lent_stages = 0;     // stages that the ring lends to each tile's epilogue (lent_stages.cuh)
+  bool defers = false;     // the epilogue works under the next tile's k loop (deferred_rows.cuh)
   int resident_k_tiles =
       0;  // at most so many k_tiles of B stay in shared memory for a run of tiles; 0: none
   int run_tiles = 0;  // tiles of a run, about; even
@@ -86,8 +87,8 @@ struct GemmConfig {
   consteval int block_m() const { return tile.m * (keeps_b() ? run_tiles : cluster_m); }
   // Runs come in pairs of tiles, one for each ping-pong warpgroup.
   consteval int pair_m() const { return 2 * tile.m; }
-  // Warps that borrow stages are at different places in the ring, so each answers for itself.
-  consteval bool warps_release() const { return lent_stages > 0; }
+  // Warps that never wait for their warpgroup are at different places in the ring, so each answers for itself.
+  consteval bool warps_release() const { return lent_stages > 0 || defers; }
 
   // B has row groups of 64 rows of each half; CTA c of the cluster loads the c-th share of them.
   consteval int b_groups() const { return tile.n / kGroupRows / b_halves; }
@@ -148,6 +149,8 @@ consteval bool valid(GemmConfig c) {
   if (c.stages < 2) throw "stages: at least 2";
   if (c.lent_stages > 0 && (c.ping_pong() || c.cluster_m > 1))
     throw "lent_stages: cooperative, no cluster";
+  if (c.defers && (c.ping_pong() || c.cluster_m > 1 || c.varlen_k() || c.lent_stages > 0))
+    throw "defers: cooperative, no cluster, varlen-M, no lent stages";
   if (c.own_round && (c.lent_stages == 0 || c.store_slabs != c.tile.n / c.tile.m))
     throw "own_round: beside lent stages, as many slabs as one of them lends";
   if (c.lent_stages > c.stages)

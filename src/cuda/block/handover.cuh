@@ -23,7 +23,7 @@ namespace tessera::cuda::block {
 // More than a grid has warps. The word may have counted several launches: kernels that run alone, in a bench, leave it.
 constexpr uint32_t kHandedOver = 1u << 13;
 
-// The first kernel, as a consumer warp sees it. Only stores by TMA are handed over.
+// The first kernel, as a consumer warp sees it, whose lanes store, or one of them by TMA.
 template <GemmConfig kGemm>
 class HandsOver {
  public:
@@ -33,12 +33,14 @@ class HandsOver {
   // The warp has stored all tiles before this one, as segments only grow.
   __device__ __forceinline__ void before(WorkTile const& tile) {
     if (tile.segment >= p_.handover_segments) {
+      __syncwarp();
       if (is_due_) count();
       __syncwarp();
     }
   }
 
   __device__ __forceinline__ void at_end() {
+    __syncwarp();
     if (is_due_) count();
   }
 

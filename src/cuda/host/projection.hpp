@@ -63,7 +63,7 @@ struct RouterLogitsArguments {
   int32_t experts;            // E
 };
 
-/// h_r = rnd(x[gather_index[r]] w_up[e]^T + b_up[e]), a_r = rnd(act(unrounded h_r)), r in the rows of expert e.
+/// h_r = rnd(x[gather_index[r]] w_up[e]^T + b_up[e]), a_r = rnd(act(h_r)), r in the rows of expert e.
 struct UpProjectionFwdArguments {
   MatrixRows x;                        // (T,d)
   int32_t const* gmem_gather_index;    // (P) row -> row of x; null: row r of x

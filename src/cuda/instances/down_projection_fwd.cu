@@ -7,15 +7,9 @@ namespace {
 
 template <block::Major kMajor>
 cudaError_t launch(DownProjectionFwdArguments const& args, int sm_count, cudaStream_t stream) {
-  int64_t const n = args.intermediate;
-  if (n <= kDownProjectionResidentUpTo) {
-    return launch_down_projection_fwd_config<DownProjectionFwdResident<kMajor>>(args, sm_count,
-                                                                                stream);
-  }
-  bool const long_runs = args.rows >= kDownProjectionResidentNarrowFrom * args.experts;
-  return n <= kDownProjectionResidentNarrowUpTo && long_runs
-             ? launch_down_projection_fwd_config<DownProjectionFwdResidentNarrow<kMajor>>(
-                   args, sm_count, stream)
+  return args.intermediate <= kDownProjectionResidentUpTo
+             ? launch_down_projection_fwd_config<DownProjectionFwdResident<kMajor>>(args, sm_count,
+                                                                                    stream)
              : launch_down_projection_fwd_config<DownProjectionFwdWide<kMajor>>(args, sm_count,
                                                                                 stream);
 }

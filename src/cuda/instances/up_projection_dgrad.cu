@@ -5,21 +5,13 @@
 namespace tessera::cuda {
 namespace {
 
-template <block::Major kMajor, bool kRouterPart>
-cudaError_t launch_of(UpProjectionDgradArguments const& args, int sm_count, cudaStream_t stream) {
-  using Resident = UpProjectionDgradResident<kMajor, kRouterPart>;
-  using Wide = UpProjectionDgradWide<kMajor, kRouterPart>;
-  int64_t const k_tiles = (args.gated ? 2 : 1) *
-                          ((args.intermediate + Resident::gemm.tile.k - 1) / Resident::gemm.tile.k);
-  return k_tiles <= Resident::gemm.resident_k_tiles
-             ? launch_up_projection_dgrad_config<Resident>(args, sm_count, stream)
-             : launch_up_projection_dgrad_config<Wide>(args, sm_count, stream);
-}
-
 template <block::Major kMajor>
 cudaError_t launch_of(UpProjectionDgradArguments const& args, int sm_count, cudaStream_t stream) {
-  return args.gmem_row_dlogits != nullptr ? launch_of<kMajor, true>(args, sm_count, stream)
-                                          : launch_of<kMajor, false>(args, sm_count, stream);
+  return args.gmem_row_dlogits != nullptr
+             ? launch_up_projection_dgrad_config<UpProjectionDgradConfig<kMajor, true>>(
+                   args, sm_count, stream)
+             : launch_up_projection_dgrad_config<UpProjectionDgradConfig<kMajor, false>>(
+                   args, sm_count, stream);
 }
 
 }  // namespace

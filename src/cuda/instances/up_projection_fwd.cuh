@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The instances of up_projection_fwd for one activation, chosen by loader, by the weights' layout and,
-// unless gated, by the presence of a bias.
+// The instances of up_projection_fwd for one activation, chosen by loader and by the weights' layout.
 #pragma once
 
 #include "../kernels/up_projection_fwd.cuh"
@@ -8,29 +7,19 @@
 
 namespace tessera::cuda {
 
-template <ActivationKind kKind, bool kGather, block::Major kMajor, bool kAnyLayout>
-cudaError_t launch_up_projection_fwd_of(UpProjectionFwdArguments const& args, int sm_count,
-                                        cudaStream_t stream) {
-  using WithBias = UpProjectionFwdConfig<kKind, kGather, kMajor, kAnyLayout, true>;
-  using WithoutBias = UpProjectionFwdConfig<kKind, kGather, kMajor, kAnyLayout, false>;
-  if constexpr (WithBias::gemm != WithoutBias::gemm) {
-    if (args.b_up[0].gmem == nullptr) {
-      return launch_up_projection_fwd_config<WithoutBias>(args, sm_count, stream);
-    }
-  }
-  return launch_up_projection_fwd_config<WithBias>(args, sm_count, stream);
-}
-
 template <ActivationKind kKind, block::Major kMajor>
 cudaError_t launch_up_projection_fwd_of(UpProjectionFwdArguments const& args, int sm_count,
                                         cudaStream_t stream) {
   if (args.gmem_gather_index == nullptr) {
-    return launch_up_projection_fwd_of<kKind, false, kMajor, true>(args, sm_count, stream);
+    return launch_up_projection_fwd_config<UpProjectionFwdConfig<kKind, false, kMajor, true>>(
+        args, sm_count, stream);
   }
   int const halves = args.activation.gated() ? 2 : 1;
   return host::has_tile_map(args.w_up, halves, args.intermediate)
-             ? launch_up_projection_fwd_of<kKind, true, kMajor, false>(args, sm_count, stream)
-             : launch_up_projection_fwd_of<kKind, true, kMajor, true>(args, sm_count, stream);
+             ? launch_up_projection_fwd_config<UpProjectionFwdConfig<kKind, true, kMajor, false>>(
+                   args, sm_count, stream)
+             : launch_up_projection_fwd_config<UpProjectionFwdConfig<kKind, true, kMajor, true>>(
+                   args, sm_count, stream);
 }
 
 template <ActivationKind kKind>

@@ -8,8 +8,8 @@
 //     WG0 producer    | fill s0 | fill s1 | ..          (wait empty, arrive full)
 //     WG1             | mma tile 0   | store tile 0 | mma tile 2
 //     WG2             |       (turn) | mma tile 1   | store tile 1
-//   cooperative (longer n): stores from stages of the ring that are lent (block/lent_stages.cuh)
-//     WG1,2 consumers |         | mma s0  | .. | store  (wait full, arrive empty)
+//   cooperative (longer n): stores under the next tile's k loop (block/deferred_rows.cuh)
+//     WG1,2 consumers |         | mma s0  | .. | round  (wait full, arrive empty)
 //   starts in the tail of up_projection_fwd (block/handover.cuh)
 // Barriers full, empty [stages], the turn, and named ones: gemm_config.hpp
 // Numerics fp32 accumulate and bias, one rounding; bitwise repeatable: yes
@@ -58,6 +58,7 @@ cudaError_t make_down_projection_fwd_params(DownProjectionFwdParams& p,
                                    block::kSubtileM));
   p.epilogue.bias = {static_cast<block::bf16 const*>(args.b_down.gmem), args.b_down.expert_stride,
                      int(args.b_down.row_stride)};
+  p.epilogue.gmem_d = static_cast<block::bf16*>(args.gmem_y);
   p.epilogue.columns = int(d);
   p.epilogue.ragged_extent = int(args.rows);
   p.gemm.gmem_offsets = args.gmem_expert_offsets;

@@ -7,8 +7,9 @@
 // Work     2*w*R*n*d FLOP; bytes: dh 2*w*R*n, w_up 2*w*E*n*d, dx rows 2*R*d [, dl 4*R, w_router 2*E*d]
 // Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile); all loads by TMA
 //   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
-//   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)
-// Barriers full, empty [stages], the turn, and named ones: gemm_config.hpp
+//   WG1,2 consumers |         | mma s0  | .. | round (wait full, arrive empty)
+//   stores under the next tile's k loop (block/deferred_rows.cuh)
+// Barriers full, empty [stages] and named ones: gemm_config.hpp
 // Numerics fp32 accumulate over both halves, one rounding; bitwise repeatable: yes
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
@@ -75,6 +76,7 @@ cudaError_t make_up_projection_dgrad_params(UpProjectionDgradParams& p,
                                      halves, args.experts, d, n));
   then(host::make_ragged_store_map(p.epilogue.store.d, args.gmem_dx_rows, args.rows, 1, d,
                                    args.rows, block::kSubtileM));
+  p.epilogue.store.gmem_d = static_cast<block::bf16*>(args.gmem_dx_rows);
   p.epilogue.store.columns = int(d);
   p.epilogue.store.ragged_extent = int(args.rows);
   p.epilogue.term = {.gmem_u = args.gmem_row_dlogits,
@@ -86,7 +88,6 @@ cudaError_t make_up_projection_dgrad_params(UpProjectionDgradParams& p,
   p.gemm.n_tiles = int((d + kGemm.tile.n - 1) / kGemm.tile.n);
   p.gemm.k_half_tiles = int((n + kGemm.tile.k - 1) / kGemm.tile.k);
   p.gemm.k_tiles = halves * p.gemm.k_half_tiles;
-  if (kGemm.keeps_b() && p.gemm.k_tiles > kGemm.resident_k_tiles) return cudaErrorInvalidValue;
   return error;
 }
 

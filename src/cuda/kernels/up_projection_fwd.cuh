@@ -7,17 +7,14 @@
 // Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile), n_tiles fastest in groups of
 //          8: a wave of CTAs then reads about as many x rows as w_up rows (tile_scheduler.cuh)
 //   WG0 producer    | fill s0 | fill s1 | fill s2 | fill s3 | next tile: fill s0  (wait empty, arrive full)
-//   WG1,2 consumers |         | mma s0  | mma s1  | mma s2  | mma s3 | epilogue   (wait full, arrive empty)
+//   WG1,2 consumers |         | mma s0  | mma s1  | mma s2  | mma s3 | round h    (wait full, arrive empty)
 //   fill = TMA w_up + rows of x by TMA (already sorted) or cp.async gather (TMA gather needs Blackwell)
-//   epilogue = bias, activation, stmatrix, ragged TMA store of 64 columns: 64 rows from slabs, or each warp its 16
-//              from lent stages (block/lent_stages.cuh)
+//   under the next tile's k loop, in pieces, the two warpgroups in turns (block/deferred_rows.cuh): activation, stores
 // Barriers full, empty [stages] and named ones: arrival counts and ids in gemm_config.hpp
-// Numerics fp32 accumulate, one rounding each for h and a (a from the unrounded h); bitwise
+// Numerics fp32 accumulate, one rounding each for h and a (a from the rounded h, decision 0023); bitwise
 //          repeatable: yes, the tile counter decides who computes a tile, not how
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
-
-#include <type_traits>
 
 #include "../arch/dependent_launch.cuh"
 #include "../block/epilogue/activation.cuh"
@@ -29,8 +26,7 @@
 
 namespace tessera::cuda {
 
-// A config is a type with `static constexpr block::GemmConfig gemm`, `ActivationKind activation` and
-// `bool bias`: false does not serve calls with biases.
+// A config is a type with `static constexpr block::GemmConfig gemm` and `ActivationKind activation`.
 struct UpProjectionFwdParams {
   block::GemmParams gemm;
   block::ActivationParams epilogue;
@@ -42,11 +38,8 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   // down_projection_fwd, which reads the tables at once: what made them has ended, as this kernel never starts early.
   arch::let_next_kernel_start();
-  using Epilogue =
-      std::conditional_t<(Config::gemm.lent_stages > 0),
-                         block::ActivationInStages<Config::gemm, Config::activation, Config::bias>,
-                         block::ActivationEpilogue<Config::gemm, Config::activation, Config::bias>>;
-  block::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
+  block::run_gemm<Config::gemm, block::ActivationEpilogue<Config::gemm, Config::activation>>(
+      p.gemm, p.epilogue);
 #endif
 }
 
@@ -69,20 +62,10 @@ cudaError_t make_up_projection_fwd_params(UpProjectionFwdParams& p,
     p.epilogue.bias[half] = {static_cast<block::bf16 const*>(args.b_up[half].gmem),
                              args.b_up[half].expert_stride, int(args.b_up[half].row_stride)};
   }
-  constexpr int kStoreRows = kGemm.lent_stages > 0 ? block::kWarpRows : block::kSubtileM;
-  p.epilogue.stores_h = args.gmem_h != nullptr;
-  p.epilogue.stores_a = args.gmem_a != nullptr;
-  if (p.epilogue.stores_h) {
-    then(host::make_ragged_store_map(p.epilogue.h, args.gmem_h, args.rows, kGemm.b_halves, n,
-                                     args.rows, kStoreRows));
-  }
-  if (p.epilogue.stores_a) {
-    then(host::make_ragged_store_map(p.epilogue.a, args.gmem_a, args.rows, 1, n, args.rows,
-                                     kStoreRows));
-  }
+  p.epilogue.gmem_h = static_cast<block::bf16*>(args.gmem_h);
+  p.epilogue.gmem_a = static_cast<block::bf16*>(args.gmem_a);
   p.epilogue.activation = args.activation;
   p.epilogue.columns = int(n);
-  p.epilogue.ragged_extent = int(args.rows);
   p.gemm.gmem_a = args.x.gmem;
   p.gemm.gmem_index = args.gmem_gather_index;
   p.gemm.a_pitch_chunks = int(args.x.pitch / 8);

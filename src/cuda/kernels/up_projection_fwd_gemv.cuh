@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// up_projection_fwd_gemv: h = x[gather_index] @ w_up[e]^T + b_up[e] -> bf16, a = act(unrounded h) -> bf16, few rows
+// up_projection_fwd_gemv: h = x[gather_index] @ w_up[e]^T + b_up[e] -> bf16, a = act(rounded h) -> bf16, few rows
 // Shapes   x (T,d) bf16, w_up (E,w*n,d) in the layouts of WeightRows with d contiguous, h (R,w*n) as [gate half | up
 //          half], a (R,n)
 // Work     2*R*w*n*d FLOP; bytes: 2*w*n*d for every kGemvRows rows of an expert
@@ -62,14 +62,20 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
       TESSERA_UNROLL
       for (int c = 0; c < kColumns; ++c) {  // lane c has column c
         if (arch::lane_idx() != c) continue;
-        float const g = sums[i][c * kHalves] + bias[c * kHalves];
-        float const u = kHalves == 2 ? sums[i][c * kHalves + 1] + bias[c * kHalves + 1] : 0.0f;
+        __nv_bfloat16 h[2] = {};
+        TESSERA_UNROLL
+        for (int half = 0; half < kHalves; ++half) {
+          h[half] = __float2bfloat16_rn(sums[i][c * kHalves + half] + bias[c * kHalves + half]);
+        }
         int64_t const at = column + c;
         if (gmem_h != nullptr) {
-          gmem_h[row * kHalves * n + at] = __float2bfloat16_rn(g);
-          if (kHalves == 2) gmem_h[row * kHalves * n + n + at] = __float2bfloat16_rn(u);
+          gmem_h[row * kHalves * n + at] = h[0];
+          if (kHalves == 2) gmem_h[row * kHalves * n + n + at] = h[1];
         }
-        if (gmem_a != nullptr) gmem_a[row * n + at] = __float2bfloat16_rn(act.forward(g, u));
+        if (gmem_a != nullptr) {
+          gmem_a[row * n + at] =
+              __float2bfloat16_rn(act.forward(__bfloat162float(h[0]), __bfloat162float(h[1])));
+        }
       }
     }
   });

@@ -25,12 +25,14 @@ __global__ void __launch_bounds__(plain::kThreads)
   float h[2] = {};
   for (int half = 0; half < kHalves; ++half) {
     WeightRows const& w = p.w_up[half];
-    h[half] = plain::dot(gmem_x, plain::row_of(w, expert, i), p.hidden, w.column_stride) +
-              plain::bias_of(p.b_up[half], expert, i);
-  }
-  if (p.gmem_h != nullptr) {
-    auto* const gmem_h = static_cast<Output*>(p.gmem_h) + row * kHalves * n + i;
-    for (int half = 0; half < kHalves; ++half) plain::round_to(gmem_h[half * n], h[half]);
+    Output rounded;
+    plain::round_to(rounded,
+                    plain::dot(gmem_x, plain::row_of(w, expert, i), p.hidden, w.column_stride) +
+                        plain::bias_of(p.b_up[half], expert, i));
+    if (p.gmem_h != nullptr) {
+      static_cast<Output*>(p.gmem_h)[(row * kHalves + half) * n + i] = rounded;
+    }
+    h[half] = plain::widen(rounded);
   }
   if (p.gmem_a != nullptr) {
     plain::round_to(static_cast<Output*>(p.gmem_a)[output], act.forward(h[0], h[1]));

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Configurations of the forward GEMMs, chosen by builds of the library against each other (bench/cuda/libraries.cu):
-// bench/results/h200/2026-11-22-{lent-stages,wide-tiles}-layer.json, docs/notebook/2026-11-22-lent-stages.md
+// bench/results/h200/2026-11-22-{lent-stages,deferred,resident}-layer.json,
+// docs/notebook/2026-11-22-deferred-epilogues.md
 #pragma once
 
 #include <cstdint>
@@ -11,34 +12,20 @@
 namespace tessera::cuda {
 
 // Gathered rows: 16-byte copies cost the same per row whatever the tile, so it is as wide as possible.
-// A bias where the whole group is stored twice (not gated) needs the registers of half a tile. Stages are lent where
-// nothing is added to what is stored, and code for other layouts would cost the gathering warps.
-template <ActivationKind kKind, bool kGather, block::Major kMajor, bool kAnyLayout, bool kBias>
+template <ActivationKind kKind, bool kGather, block::Major kMajor, bool kAnyLayout>
 struct UpProjectionFwdConfig {
   static constexpr ActivationKind activation = kKind;
-  static constexpr bool bias = kBias;
-  static constexpr bool gated = Activation{.kind = kKind}.gated();
-  static constexpr bool narrow = kBias && !gated;
-  static constexpr bool lends = kGather && !kAnyLayout && !kBias;
   static constexpr block::GemmConfig gemm{
-      .tile = {128, narrow ? 128 : 256, 64},
-      .stages = narrow ? 6 : 4,
       .a_loader = kGather ? block::ALoader::kGather : block::ALoader::kTma,
       .b_major = kMajor,
       .any_b_layout = kAnyLayout,
-      .b_halves = gated ? 2 : 1,
-      .store_slabs = lends ? 1 : 2,
-      .lent_stages = !lends  ? 0
-                     : gated ? 2
-                             : 4,
+      .b_halves = Activation{.kind = kKind}.gated() ? 2 : 1,
+      .defers = true,
       .hands_over = true};
 };
 
-// Up to n = 256 an expert's B for 256 columns stays in shared memory for a run of tiles, up to n = 512 that for 128
-// columns, where its runs are long; else the stores go through stages that are lent.
-constexpr int64_t kDownProjectionResidentUpTo = 256;         // n
-constexpr int64_t kDownProjectionResidentNarrowUpTo = 512;   // n
-constexpr int64_t kDownProjectionResidentNarrowFrom = 2048;  // rows an expert, on average
+// Up to n = 256 an expert's B for 256 columns stays in shared memory for a run of tiles; else epilogues are deferred.
+constexpr int64_t kDownProjectionResidentUpTo = 256;  // n
 
 template <block::Major kMajor>
 struct DownProjectionFwdResident {
@@ -51,20 +38,8 @@ struct DownProjectionFwdResident {
                                           .takes_over = true};
 };
 template <block::Major kMajor>
-struct DownProjectionFwdResidentNarrow {
-  static constexpr block::GemmConfig gemm{
-      .tile = {128, 128, 64},
-      .stages = 4,
-      .schedule = block::Schedule::kPingPong,
-      .b_major = kMajor,
-      .resident_k_tiles = kDownProjectionResidentNarrowUpTo / 64,
-      .run_tiles = 6,
-      .takes_over = true};
-};
-template <block::Major kMajor>
 struct DownProjectionFwdWide {
-  static constexpr block::GemmConfig gemm{
-      .stages = 4, .b_major = kMajor, .store_slabs = 1, .lent_stages = 2, .takes_over = true};
+  static constexpr block::GemmConfig gemm{.b_major = kMajor, .defers = true, .takes_over = true};
 };
 
 // Its tiles are alike. Up to 128 experts: 128 rows; more: the widest. bench/results/h200/2026-11-22-router-short.json

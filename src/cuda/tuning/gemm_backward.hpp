@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Configurations of the backward GEMMs, chosen by builds of the library against each other (bench/cuda/libraries.cu):
 // alone, back to back, a GEMM holds the power limit, and other configurations win than in a layer.
-// bench/results/h200/2026-11-22-{lent-stages,wide-tiles}-layer.json, docs/notebook/2026-11-22-lent-stages.md
+// bench/results/h200/2026-11-22-{lent-stages,wide-tiles,deferred,resident}-layer.json,
+// docs/notebook/2026-11-22-{lent-stages,deferred-epilogues}.md
 #pragma once
 
 #include "../block/gemm_config.hpp"
@@ -31,26 +32,10 @@ struct DownProjectionDgradConfig {
 
 constexpr bool down_projection_dgrad_is_wide(int64_t intermediate) { return intermediate > 128; }
 
-// Two 64-row parts a tile waste less of a short expert than three, and stages that are lent hide the stores as well as
-// another warpgroup's multiplication would.
 template <block::Major kMajor, bool kRouterPart>
-struct UpProjectionDgradWide {
+struct UpProjectionDgradConfig {
   static constexpr bool router_part = kRouterPart;
-  static constexpr block::GemmConfig gemm{
-      .stages = 4, .b_major = kMajor, .k_halves = 2, .store_slabs = 1, .lent_stages = 2};
-};
-
-// B stays for a run of tiles: up to n = 256 of gated experts.
-template <block::Major kMajor, bool kRouterPart>
-struct UpProjectionDgradResident {
-  static constexpr bool router_part = kRouterPart;
-  static constexpr block::GemmConfig gemm{.tile = {128, 128, 64},
-                                          .stages = 4,
-                                          .schedule = block::Schedule::kPingPong,
-                                          .b_major = kMajor,
-                                          .k_halves = 2,
-                                          .resident_k_tiles = 8,
-                                          .run_tiles = 6};
+  static constexpr block::GemmConfig gemm{.b_major = kMajor, .k_halves = 2, .defers = true};
 };
 
 // A tile's first round of stores has slabs of its own, so that one stage more holds operands of the next tile. What

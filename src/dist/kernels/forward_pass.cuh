@@ -3,7 +3,7 @@
 // pass as one CTA knows it.
 #pragma once
 
-#include "cuda/block/epilogue/activation.cuh"
+#include "cuda/block/activation.cuh"
 #include "cuda/block/gemm.cuh"
 #include "dist/kernels/forward.hpp"
 #include "dist/kernels/route.cuh"
@@ -75,10 +75,17 @@ static_assert(kMostExperts <= block::kMaxSegments);
 static_assert(sizeof(RouteStorage<kForwardThreads>) <=
               sizeof(block::SharedStorage<kPlain>::a) + sizeof(block::SharedStorage<kPlain>::b));
 
+// Of the epilogue of an up task (store_rows.cuh).
+struct StoreRowsParams {
+  CUtensorMap a;  // ragged (column, half, row, end), 64 x 1 x 16 x 1
+  Activation activation;
+  int ragged_extent;  // of its row dimension
+};
+
 struct ForwardParams {
   ExchangeArguments exchange;
   block::GemmParams up = {}, down = {};  // maps and k_tiles; A of up is the pool, of down a
-  block::ActivationParams activation = {};
+  StoreRowsParams activation = {};
   float const* gmem_scores;
   block::bf16* gmem_o;
   int lag;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue of an up task: a = act(h), rounded once, staged in lent stages, 64 columns of the warp's 16 rows by one
-// store of TMA.
+// The epilogue of an up task: h rounded to bf16, as the layer's is, a = act(h), rounded, staged in lent stages, 64
+// columns of the warp's 16 rows by one store of TMA.
 #pragma once
 
 #include "dist/kernels/forward_pass.cuh"
@@ -30,7 +30,10 @@ class StoreRows {
         float const* const h = kGated ? acc[slab] : acc[lent] + slab * kHalfGroup;
         rows_.fill(stages_.slab_b(stage, slab), [&](int j, int lower) {
           int const i = 4 * j + 2 * lower;
-          return arch::pack_bf16(value(h, i), value(h, i + 1));
+          float2 const g = rounded(h, i);
+          float2 const u = kGated ? rounded(h, kHalfGroup + i) : g;
+          return arch::pack_bf16(Function::forward(p_.activation, g.x, u.x),
+                                 Function::forward(p_.activation, g.y, u.y));
         });
       }
       stages_.publish(stage, [&] {
@@ -51,11 +54,11 @@ class StoreRows {
   static constexpr int kSlabs = 2;                             // of a lent stage
   static constexpr int kHalfGroup = block::kGroupColumns / 4;  // registers of 64 columns
 
-  __device__ float value(float const* h, int i) const {
-    return Function::forward(p_.activation, h[i], h[kGated ? kHalfGroup + i : i]);
+  __device__ static float2 rounded(float const* h, int i) {
+    return arch::unpack_bf16(arch::pack_bf16(h[i], h[i + 1]));
   }
 
-  block::ActivationParams const& p_;
+  StoreRowsParams const& p_;
   block::BorrowedStages<kPlain>& stages_;
   block::SlabRows rows_;
 };

@@ -1,205 +1,110 @@
 // SPDX-License-Identifier: Apache-2.0
-// activation epilogue: h = accumulators (+ bias), a = act(h before rounding), each rounded once to bf16.
-// Gated: a column group is [64 gate | 64 up], so g and u of one output lie in the same thread.
+// activation epilogue: h = accumulators (+ bias), rounded to bf16; a = act(that h), rounded: the a that backward
+// computes again from the h it reads. Both are stored under the next tile's k loop (deferred_rows.cuh).
+// Gated: a column group is [64 gate | 64 up], so g and u of one output lie in the same columns of its two slabs.
 #pragma once
 
+#include "../../arch/store_global.cuh"
 #include "../activation.cuh"
 #include "../bias.cuh"
-#include "../lent_stages.cuh"
-#include "../slab_store.cuh"
+#include "../deferred_rows.cuh"
 #include "../tile_scheduler.cuh"
 
 namespace tessera::cuda::block {
 
 struct ActivationParams {
-  CUtensorMap h;  // ragged (column, half, row, end), 64 x 1 x 64 x 1; lent stages: 64 x 1 x 16 x 1
-  CUtensorMap a;  // the same with one half
-  Bias bias[2];   // of the halves
+  bf16* gmem_h;  // (rows, halves * columns); null: not stored
+  bf16* gmem_a;  // (rows, columns); null: not stored
+  Bias bias[2];  // of the halves
   Activation activation;
-  int columns;        // n
-  int ragged_extent;  // of the row dimension of both
-  bool stores_h, stores_a;
+  int columns;  // n
 };
 
-template <GemmConfig kGemm, ActivationKind kKind, bool kBias>
+template <GemmConfig kGemm, ActivationKind kKind>
 class ActivationEpilogue {
  public:
   using Params = ActivationParams;
 
   __device__ __forceinline__ ActivationEpilogue(SharedStorage<kGemm>& smem, Params const& p,
                                                 int consumer)
-      : p_(p), slabs_(smem, consumer) {}
-
-  // 64 rows from `row`, per column group: two slabs of h, then a. A gated group gives one slab of a,
-  // computed while TMA reads h; those of all groups are stored together.
-  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
-    static_assert(kGemm.b_halves == kHalves && kGemm.store_slabs == 2);
-    int const ragged_row = p_.ragged_extent + row - tile.end;
-    uint32_t a[kGroups][kPairs];  // gated only
-    TESSERA_UNROLL
-    for (int g = 0; g < kGroups; ++g) {
-      int const column = tile.n_tile * kColumns + g * (kColumns / kGroups);
-      int const column_b = kGated ? column : column + kSlabColumns;  // of the second slab of h
-      if (kBias && p_.bias[0].gmem != nullptr) {
-        add_bias<0>(acc[g], p_.bias[0], tile.segment, column, p_.columns);
-        add_bias<kSecond>(acc[g], p_.bias[kHalves - 1], tile.segment, column_b, p_.columns);
-      }
-      if (p_.stores_h) {
-        slabs_.begin();
-        slabs_.fill(0, [&](int j, int half) { return pack(acc[g], 4 * j + 2 * half); });
-        slabs_.fill(1, [&](int j, int half) { return pack(acc[g], kSecond + 4 * j + 2 * half); });
-        slabs_.publish();
-        if (slabs_.issuer()) {
-          slabs_.store(0, &p_.h, column, 0, ragged_row, tile.end);
-          slabs_.store(1, &p_.h, column_b, kHalves - 1, ragged_row, tile.end);
-          slabs_.commit();
-        }
-      }
-      if constexpr (kGated) {
-        TESSERA_UNROLL
-        for (int i = 0; i < kPairs; ++i) a[g][i] = activate(acc[g], 2 * i);
-      } else {
-        store_a<2>(column, ragged_row, tile.end, [&](int slab, int j, int half) {
-          return activate(acc[g], slab * kSecond + 4 * j + 2 * half);
-        });
-      }
-    }
-    if constexpr (kGated) {
-      store_a<kGroups>(tile.n_tile * kColumns, ragged_row, tile.end,
-                       [&](int slab, int j, int half) { return a[slab][2 * j + half]; });
-    }
+      : p_(p), rows_(smem, consumer) {
+    static_assert(kGemm.b_halves == kHalves);
   }
 
-  __device__ __forceinline__ void drain() const { slabs_.drain(); }
+  // 64 rows from `row`.
+  __device__ __forceinline__ void keep(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
+    row_ = row + arch::warp_in_warpgroup() * kWarpRows;
+    end_ = tile.end;
+    column_ = tile.n_tile * kColumns;
+    keep_group<1>(acc, tile.segment);
+    keep_group<0>(acc, tile.segment);
+  }
+
+  __device__ __forceinline__ void work(int piece) {
+    auto const kept = rows_.take(piece);
+    int const row = row_ + kept.row;
+    int const column = column_ + kept.group * kGroup + kept.column;
+    if (row >= end_ || column >= p_.columns) return;
+    if constexpr (kGated) {
+      uint4 const gate = kept.load(0), up = kept.load(1);
+      if (p_.gmem_h != nullptr) {
+        bf16* const gmem_h = p_.gmem_h + int64_t{row} * (2 * p_.columns) + column;
+        arch::store_streaming_16(gmem_h, gate);
+        arch::store_streaming_16(gmem_h + p_.columns, up);
+      }
+      store_a(row, column, gate, up);
+    } else {
+      TESSERA_UNROLL
+      for (int slab = 0; slab < 2; ++slab) {
+        int const c = column + slab * kSlabColumns;
+        if (c >= p_.columns) break;
+        uint4 const h = kept.load(slab);
+        if (p_.gmem_h != nullptr) {
+          arch::store_streaming_16(p_.gmem_h + int64_t{row} * p_.columns + c, h);
+        }
+        store_a(row, c, h, h);
+      }
+    }
+  }
 
  private:
   using Function = ActivationFunction<kKind>;
   static constexpr bool kGated = Function::kGated;
   static constexpr int kHalves = kGated ? 2 : 1;
-  static constexpr int kGroups = kGemm.column_groups();
   static constexpr int kColumns = kGemm.tile.n / kHalves;  // of a, per tile
-  static constexpr int kSecond = kGroupColumns / 4;        // register of the group's second slab
-  static constexpr int kPairs = kGroupColumns / 8;         // per slab and thread
+  static constexpr int kGroup = kGroupColumns / kHalves;   // .. per column group
 
-  __device__ __forceinline__ static uint32_t pack(float const (&acc)[kGroupColumns / 2], int i) {
-    return arch::pack_bf16(acc[i], acc[i + 1]);
+  template <int kG>
+  __device__ __forceinline__ void keep_group(Accumulators<kGemm>& acc, int segment) {
+    if (p_.bias[0].gmem != nullptr) {
+      int const column = column_ + kG * kGroup;
+      add_bias<0>(acc[kG], p_.bias[0], segment, column, p_.columns);
+      __syncwarp();  // else both halves' addresses want registers at a time
+      add_bias<kGroupColumns / 4>(acc[kG], p_.bias[kHalves - 1], segment,
+                                  kGated ? column : column + kSlabColumns, p_.columns);
+    }
+    rows_.template keep<kG>(acc[kG]);
   }
 
-  __device__ __forceinline__ uint32_t activate(float const (&acc)[kGroupColumns / 2], int i) const {
-    constexpr int kUp = kGated ? kSecond : 0;
-    return arch::pack_bf16(Function::forward(p_.activation, acc[i], acc[kUp + i]),
-                           Function::forward(p_.activation, acc[i + 1], acc[kUp + i + 1]));
+  // Those that are not gated ignore `up`.
+  __device__ __forceinline__ void store_a(int row, int column, uint4 gate, uint4 up) const {
+    if (p_.gmem_a == nullptr) return;
+    arch::store_streaming_16(p_.gmem_a + int64_t{row} * p_.columns + column,
+                             {activate(gate.x, up.x), activate(gate.y, up.y),
+                              activate(gate.z, up.z), activate(gate.w, up.w)});
   }
 
-  // Slabs of a from `column` on, of which pair(slab, j, half) are this thread's values.
-  template <int kSlabs, typename Pair>
-  __device__ __forceinline__ void store_a(int column, int ragged_row, int end, Pair pair) const {
-    if (!p_.stores_a) return;
-    slabs_.begin();
-    TESSERA_UNROLL
-    for (int s = 0; s < kSlabs; ++s) {
-      slabs_.fill(s, [&](int j, int half) { return pair(s, j, half); });
-    }
-    slabs_.publish();
-    if (slabs_.issuer()) {
-      TESSERA_UNROLL
-      for (int s = 0; s < kSlabs; ++s) {
-        slabs_.store(s, &p_.a, column + s * kSlabColumns, 0, ragged_row, end);
-      }
-      slabs_.commit();
-    }
+  __device__ __forceinline__ uint32_t activate(uint32_t gates, uint32_t ups) const {
+    float2 const g = arch::unpack_bf16(gates), u = arch::unpack_bf16(ups);
+    return arch::pack_bf16(Function::forward(p_.activation, g.x, u.x),
+                           Function::forward(p_.activation, g.y, u.y));
   }
 
   Params const& p_;
-  SlabStore<kGemm> slabs_;
-};
-
-// In lent stages, one for every 64 columns of a: h in B's place, a in A's. Each warp works alone.
-template <GemmConfig kGemm, ActivationKind kKind, bool kBias>
-class ActivationInStages {
- public:
-  using Params = ActivationParams;
-
-  __device__ __forceinline__ ActivationInStages(SharedStorage<kGemm>& smem, Params const& p,
-                                                int consumer)
-      : p_(p), stages_(smem, consumer) {
-    static_assert(kGemm.b_halves == kHalves && kGemm.lent_stages == kColumns / kSlabColumns);
-    warp_row_ = arch::warp_in_warpgroup() * kWarpRows;
-  }
-
-  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row,
-                                        PipelineState<kGemm.stages>& state) {
-    int const ragged_row = p_.ragged_extent + row + warp_row_ - tile.end;
-    bool const exists = ragged_row < p_.ragged_extent;  // else the warp lies past the segment
-    TESSERA_UNROLL
-    for (int g = 0; g < kGemm.column_groups(); ++g) {
-      TESSERA_UNROLL
-      for (int part = 0; part < 2 / kHalves; ++part) {
-        int const column = tile.n_tile * kColumns + (g * (2 / kHalves) + part) * kSlabColumns;
-        if (part == 0) {
-          store_block<0>(acc[g], tile, column, ragged_row, exists, state);
-        } else {
-          store_block<kSecond>(acc[g], tile, column, ragged_row, exists, state);
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ void settle() { stages_.settle(); }
-  __device__ __forceinline__ void drain() const { stages_.drain(); }
-
- private:
-  using Function = ActivationFunction<kKind>;
-  static constexpr int kHalves = Function::kGated ? 2 : 1;
-  static constexpr int kColumns = kGemm.tile.n / kHalves;  // of a, per tile
-  static constexpr int kSecond = kGroupColumns / 4;        // register of a group's second slab
-  static constexpr int kUp = kHalves == 2 ? kSecond : 0;
-
-  // 64 columns of a, whose h (gated: g) begins at register kFirst.
-  template <int kFirst>
-  __device__ __forceinline__ void store_block(float (&acc)[kGroupColumns / 2], WorkTile const& tile,
-                                              int column, int ragged_row, bool exists,
-                                              PipelineState<kGemm.stages>& state) {
-    if (kBias && p_.bias[0].gmem != nullptr) {
-      add_bias<kFirst>(acc, p_.bias[0], tile.segment, column, p_.columns);
-      if (kHalves == 2) add_bias<kUp>(acc, p_.bias[1], tile.segment, column, p_.columns);
-    }
-    int const stage = stages_.take(state);
-    if (p_.stores_h) {
-      TESSERA_UNROLL
-      for (int half = 0; half < kHalves; ++half) {
-        rows_.fill(stages_.slab_b(stage, half), [&](int j, int lower) {
-          int const i = kFirst + half * kUp + 4 * j + 2 * lower;
-          return arch::pack_bf16(acc[i], acc[i + 1]);
-        });
-      }
-    }
-    if (p_.stores_a) {
-      rows_.fill(stages_.slab_a(stage), [&](int j, int lower) {
-        int const i = kFirst + 4 * j + 2 * lower;
-        return arch::pack_bf16(Function::forward(p_.activation, acc[i], acc[kUp + i]),
-                               Function::forward(p_.activation, acc[i + 1], acc[kUp + i + 1]));
-      });
-    }
-    stages_.publish(stage, [&] {
-      if (!exists) return;
-      uint64_t const policy = arch::l2_evict_first();
-      TESSERA_UNROLL
-      for (int half = 0; p_.stores_h && half < kHalves; ++half) {
-        arch::tma_store(&p_.h, stages_.rows(stages_.slab_b(stage, half)), column, half, ragged_row,
-                        tile.end, policy);
-      }
-      if (p_.stores_a) {
-        arch::tma_store(&p_.a, stages_.rows(stages_.slab_a(stage)), column, 0, ragged_row, tile.end,
-                        policy);
-      }
-    });
-  }
-
-  Params const& p_;
-  BorrowedStages<kGemm> stages_;
-  SlabRows rows_;
-  int warp_row_;
+  DeferredRows<kGemm> rows_;
+  int row_ = 0;  // the warp's first
+  int end_ = 0;
+  int column_ = 0;  // of a
 };
 
 }  // namespace tessera::cuda::block

@@ -2,40 +2,40 @@
 // store epilogue: D = accumulators (+ bias of the segment's column), rounded once to bf16.
 #pragma once
 
+#include <type_traits>
+
+#include "../../arch/store_global.cuh"
 #include "../bias.cuh"
-#include "../lent_stages.cuh"
+#include "../deferred_rows.cuh"
 #include "../slab_store.cuh"
 #include "../tile_scheduler.cuh"
 
 namespace tessera::cuda::block {
 
 struct StoreParams {
-  CUtensorMap d;  // ragged (column, 1 half, row, end), 64 x 1 x 64 x 1
+  CUtensorMap d;  // ragged (column, 1 half, row, end), 64 x 1 x 64 x 1; unless deferred
+  bf16* gmem_d;   // (rows, columns), pitch columns; deferred only
   Bias bias;
   int columns;
   int ragged_extent;  // of the row dimension of d
 };
 
+// After the k loop: in slabs, stored by TMA.
 template <GemmConfig kGemm>
-class StoreEpilogue {
+class StoreInSlabs {
  public:
   using Params = StoreParams;
 
-  __device__ __forceinline__ StoreEpilogue(SharedStorage<kGemm>& smem, Params const& p,
-                                           int consumer)
-      : p_(p), staging_(smem, consumer) {
-    static_assert(kGemm.lent_stages == 0 || kGemm.lent_stages == kSlabs / kRound);
-  }
+  __device__ __forceinline__ StoreInSlabs(SharedStorage<kGemm>& smem, Params const& p, int consumer)
+      : p_(p), slabs_(smem, consumer) {}
 
-  // 64 rows from `row`, in rounds of as many slabs as there are; `ring` where they are lent.
-  template <class... Ring>
-  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row,
-                                        Ring&... ring) {
+  // 64 rows from `row`, in rounds of as many slabs as there are.
+  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
     static_assert(kGemm.b_halves == 1 && kSlabs % kRound == 0 && kRound % 2 == 0);
     int const column = tile.n_tile * kGemm.tile.n;
     TESSERA_UNROLL
     for (int first = 0; first < kSlabs; first += kRound) {
-      bf16* const slabs = staging_.begin(first / kRound, ring...);
+      slabs_.begin();
       TESSERA_UNROLL
       for (int slab = 0; slab < kRound; ++slab) {
         int const group = (first + slab) * kSlabColumns / kGroupColumns;
@@ -48,37 +48,88 @@ class StoreEpilogue {
             add_bias<kSecond>(acc[group], p_.bias, tile.segment, c, p_.columns);
           }
         }
-        rows_.fill(slabs + slab * kPitch, [&](int j, int half) {
+        slabs_.fill(slab, [&](int j, int half) {
           return arch::pack_bf16(acc[group][i + 4 * j + 2 * half],
                                  acc[group][i + 4 * j + 2 * half + 1]);
         });
       }
-      staging_.publish(first / kRound, [&] {
+      slabs_.publish();
+      if (slabs_.issuer()) {
         TESSERA_UNROLL
         for (int slab = 0; slab < kRound; ++slab) {
-          arch::tma_store(&p_.d, slabs + slab * kPitch, column + (first + slab) * kSlabColumns, 0,
-                          p_.ragged_extent + row - tile.end, tile.end, arch::l2_evict_first());
+          slabs_.store(slab, &p_.d, column + (first + slab) * kSlabColumns, 0,
+                       p_.ragged_extent + row - tile.end, tile.end);
         }
-      });
+        slabs_.commit();
+      }
     }
   }
 
-  __device__ __forceinline__ void settle()
-    requires(kGemm.lent_stages > 0)
-  {
-    staging_.settle();
-  }
-  __device__ __forceinline__ void drain() const { staging_.drain(); }
+  __device__ __forceinline__ void drain() const { slabs_.drain(); }
 
  private:
   static constexpr int kSlabs = kGemm.tile.n / kSlabColumns;
-  static constexpr int kRound = Staging<kGemm>::kSlabs;
-  static constexpr int kPitch = Staging<kGemm>::kPitch;
+  static constexpr int kRound = kGemm.store_slabs;
   static constexpr int kSecond = kGroupColumns / 4;  // register of a group's second slab
 
   Params const& p_;
-  Staging<kGemm> staging_;
-  SlabRows rows_;
+  SlabStore<kGemm> slabs_;
 };
+
+// Under the next tile's k loop.
+template <GemmConfig kGemm>
+class StoreDeferred {
+ public:
+  using Params = StoreParams;
+
+  __device__ __forceinline__ StoreDeferred(SharedStorage<kGemm>& smem, Params const& p,
+                                           int consumer)
+      : p_(p), rows_(smem, consumer) {
+    static_assert(kGemm.b_halves == 1);
+  }
+
+  // 64 rows from `row`.
+  __device__ __forceinline__ void keep(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
+    row_ = row + arch::warp_in_warpgroup() * kWarpRows;
+    end_ = tile.end;
+    column_ = tile.n_tile * kGemm.tile.n;
+    keep_group<1>(acc, tile.segment);
+    keep_group<0>(acc, tile.segment);
+  }
+
+  __device__ __forceinline__ void work(int piece) {
+    auto const kept = rows_.take(piece);
+    int const row = row_ + kept.row;
+    int const column = column_ + kept.group * kGroupColumns + kept.column;
+    bf16* const gmem = p_.gmem_d + int64_t{row} * p_.columns + column;
+    TESSERA_UNROLL
+    for (int slab = 0; slab < 2; ++slab) {
+      uint4 const values = kept.load(slab);
+      if (row < end_ && column + slab * kSlabColumns < p_.columns) {
+        arch::store_streaming_16(gmem + slab * kSlabColumns, values);
+      }
+    }
+  }
+
+ private:
+  template <int kG>
+  __device__ __forceinline__ void keep_group(Accumulators<kGemm>& acc, int segment) {
+    if (p_.bias.gmem != nullptr) {
+      int const column = column_ + kG * kGroupColumns;
+      add_bias<0>(acc[kG], p_.bias, segment, column, p_.columns);
+      add_bias<kGroupColumns / 4>(acc[kG], p_.bias, segment, column + kSlabColumns, p_.columns);
+    }
+    rows_.template keep<kG>(acc[kG]);
+  }
+
+  Params const& p_;
+  DeferredRows<kGemm> rows_;
+  int row_ = 0;  // the warp's first
+  int end_ = 0;
+  int column_ = 0;
+};
+
+template <GemmConfig kGemm>
+using StoreEpilogue = std::conditional_t<kGemm.defers, StoreDeferred<kGemm>, StoreInSlabs<kGemm>>;
 
 }  // namespace tessera::cuda::block

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// store epilogue with a term of rank one in every segment: D[r, c] = accumulators + u[r] * v[segment, c], rounded once.
+// Deferred store epilogue with a term of rank one in every segment:
+//   D[r, c] = accumulators + u[r] * v[segment, c], rounded once.
 #pragma once
 
 #include "../../arch/load_global.cuh"
@@ -31,30 +32,19 @@ class StoreOuterProductEpilogue {
   __device__ __forceinline__ void begin(WorkTile const& tile, int row, int) {
     int const own_row = row + arch::warp_in_warpgroup() * kWarpRows + arch::lane_idx() / 4;
     TESSERA_UNROLL
-    for (int i = 0; i < 2 * kGemm.warpgroup_subtiles(); ++i) {
-      int const r = own_row + i / 2 * kSubtileM + i % 2 * 8;
-      u_[i] = __uint_as_float(arch::load_4(p_.term.gmem_u + r, r < tile.end));
+    for (int half = 0; half < 2; ++half) {
+      int const r = own_row + half * 8;
+      u_[half] = __uint_as_float(arch::load_4(p_.term.gmem_u + r, r < tile.end));
     }
     int const first = tile.n_tile * kGemm.tile.n + arch::lane_idx() % 4 * 2;
     int const left = p_.store.columns - first;
     bf16 const* const gmem_v = p_.term.gmem_v + tile.segment * p_.term.v_pitch + first;
     TESSERA_UNROLL
     for (int i = 0; i < kPairs; ++i) v_[i] = arch::load_4(gmem_v + 8 * i, 8 * i < left);
-    first_row_ = row;
   }
 
-  // 64 rows from `row`; `ring` where stages are lent.
-  template <class... Ring>
-  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row,
-                                        Ring&... ring) {
-    float u[2] = {u_[0], u_[1]};
-    TESSERA_UNROLL
-    for (int m = 1; m < kGemm.warpgroup_subtiles(); ++m) {
-      if (row == first_row_ + m * kSubtileM) {
-        u[0] = u_[2 * m];
-        u[1] = u_[2 * m + 1];
-      }
-    }
+  // 64 rows from `row`.
+  __device__ __forceinline__ void keep(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
     TESSERA_UNROLL
     for (int i = 0; i < kPairs; ++i) {
       // A bf16 is the upper half of the fp32 of the same value; the lower address is the lower half.
@@ -62,28 +52,21 @@ class StoreOuterProductEpilogue {
       TESSERA_UNROLL
       for (int k = 0; k < 4; ++k) {
         float& value = acc[i / kGroupPairs][4 * (i % kGroupPairs) + k];
-        value = fmaf(u[k / 2], v[k % 2], value);
+        value = fmaf(u_[k / 2], v[k % 2], value);
       }
     }
-    store_.store(acc, tile, row, ring...);
+    store_.keep(acc, tile, row);
   }
-
-  __device__ __forceinline__ void settle()
-    requires(kGemm.lent_stages > 0)
-  {
-    store_.settle();
-  }
-  __device__ __forceinline__ void drain() const { store_.drain(); }
+  __device__ __forceinline__ void work(int piece) { store_.work(piece); }
 
  private:
   static constexpr int kGroupPairs = kGroupColumns / 8;
   static constexpr int kPairs = kGemm.column_groups() * kGroupPairs;  // of columns, of a thread
 
   Params const& p_;
-  StoreEpilogue<kGemm> store_;
-  float u_[2 * kGemm.warpgroup_subtiles()];
+  StoreDeferred<kGemm> store_;
+  float u_[2];  // rows lane/4 and lane/4 + 8
   uint32_t v_[kPairs];
-  int first_row_;
 };
 
 }  // namespace tessera::cuda::block

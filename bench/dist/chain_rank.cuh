@@ -134,12 +134,18 @@ class Rank {
     TESSERA_CUDA(cudaDeviceSynchronize());
   }
 
-  // Prepares the layer that needs no other GPU, and takes its result for what is wanted.
+  // Prepares the layer that needs no other GPU, and takes its result for what is wanted. Few tokens, whose kernels add
+  // up in another order, get company without experts.
   void compute_wanted(Context const& context) {
     if (tokens_ == 0) return;
     ExchangeShape const& s = shape_;
+    int64_t const tokens = std::max<int64_t>(tokens_, cuda::kGemvTokens + 1);
     layer_ = {};
-    layer_.desc.shape = {.tokens = tokens_,
+    layer_.x = padded(x(), tokens_ * s.hidden, tokens * s.hidden, 0);
+    layer_.ids = padded(ids_.get(), int64_t{tokens_} * s.max_top_k, tokens * s.max_top_k, 0xff);
+    layer_.scores = padded(scores_.get(), int64_t{tokens_} * s.max_top_k, tokens * s.max_top_k, 0);
+    layer_.o = std::make_unique<DeviceBuffer<bf16>>(tokens * s.hidden);
+    layer_.desc.shape = {.tokens = tokens,
                          .hidden = s.hidden,
                          .intermediate = s.intermediate,
                          .experts = s.experts,
@@ -153,19 +159,22 @@ class Rank {
     fail(bytes.status());
     layer_.workspace = std::make_unique<DeviceBuffer<char>>(int64_t(bytes.value()));
     MoeForwardArgs& args = layer_.args;
-    args.x = tensor(static_cast<void const*>(x()), DType::bf16, {tokens_, s.hidden}, device);
+    args.x =
+        tensor(static_cast<void const*>(layer_.x->get()), DType::bf16, {tokens, s.hidden}, device);
     args.weights.w_up = tensor(static_cast<void const*>(w_up_.get()), DType::bf16,
                                {s.experts, halves() * s.intermediate, s.hidden}, device);
     args.weights.w_down = tensor(static_cast<void const*>(w_down_.get()), DType::bf16,
                                  {s.experts, s.hidden, s.intermediate}, device);
-    args.topk_ids =
-        tensor(static_cast<void const*>(ids_.get()), DType::int32, {tokens_, s.max_top_k}, device);
-    args.topk_weights = tensor(static_cast<void const*>(scores_.get()), DType::fp32,
-                               {tokens_, s.max_top_k}, device);
-    args.o = tensor(static_cast<void*>(wanted_.get()), DType::bf16, {tokens_, s.hidden}, device);
+    args.topk_ids = tensor(static_cast<void const*>(layer_.ids->get()), DType::int32,
+                           {tokens, s.max_top_k}, device);
+    args.topk_weights = tensor(static_cast<void const*>(layer_.scores->get()), DType::fp32,
+                               {tokens, s.max_top_k}, device);
+    args.o = tensor(static_cast<void*>(layer_.o->get()), DType::bf16, {tokens, s.hidden}, device);
     args.workspace = {layer_.workspace->get(), size_t(layer_.workspace->count())};
     launch_layer(context);
     TESSERA_CUDA(cudaDeviceSynchronize());
+    TESSERA_CUDA(cudaMemcpy(wanted_.get(), layer_.o->get(), sizeof(bf16) * tokens_ * s.hidden,
+                            cudaMemcpyDeviceToDevice));
   }
   void launch_layer(Context const& context) {
     fail(moe_forward(context, layer_.desc, layer_.args, stream_.handle()));
@@ -322,6 +331,15 @@ class Rank {
     return count;
   }
   int64_t halves() const { return activation_.gated() ? 2 : 1; }
+  // A copy of `count` values in a buffer of `size`, whose other bytes are `rest`.
+  template <class T>
+  static std::unique_ptr<DeviceBuffer<T>> padded(T const* values, int64_t count, int64_t size,
+                                                 int rest) {
+    auto buffer = std::make_unique<DeviceBuffer<T>>(size);
+    TESSERA_CUDA(cudaMemset(buffer->get(), rest, sizeof(T) * size));
+    TESSERA_CUDA(cudaMemcpy(buffer->get(), values, sizeof(T) * count, cudaMemcpyDeviceToDevice));
+    return buffer;
+  }
   int64_t pairs() const { return int64_t{shape_.max_tokens} * shape_.max_top_k; }
   bf16* x() const { return reinterpret_cast<bf16*>(window_ + window_layout_.x); }
 
@@ -346,6 +364,9 @@ class Rank {
     MoeDesc desc;
     MoeForwardArgs args;
     std::unique_ptr<DeviceBuffer<char>> workspace;
+    std::unique_ptr<DeviceBuffer<bf16>> x, o;
+    std::unique_ptr<DeviceBuffer<int32_t>> ids;
+    std::unique_ptr<DeviceBuffer<float>> scores;
   } layer_;
   dist::Fault* fault_ = nullptr;
   int tokens_ = 0;

@@ -315,7 +315,8 @@ TEST(Refuse, DlogitsWithoutSixteenBytes) {
   EXPECT_STREQ(refuse(args).text, "experts per token vary");
 }
 
-// What makes the tables shares the memory of y: at 7B-n256 h, o and the workspace stay below SonicMoE's 946 MiB.
+// What makes the tables shares the memory of y, but for what route leaves to metadata, 3 bytes a slot. At 7B-n256 h, o
+// and the workspace stay below SonicMoE's 946 MiB.
 TEST(ForwardPlan, HoldsWhatMakesTheTablesInThePlaceOfY) {
   MoeDesc desc = desc_of({}, ActivationKind::swiglu);
   desc.shape = {.tokens = 24576, .hidden = 1536, .intermediate = 256, .experts = 128, .top_k = 8};
@@ -324,7 +325,7 @@ TEST(ForwardPlan, HoldsWhatMakesTheTablesInThePlaceOfY) {
   auto const a_and_y = static_cast<std::size_t>(2 * slots * (256 + 1536));
   std::size_t const forward = workspace_bytes(desc, Pass::forward, 0);
   EXPECT_GE(forward, a_and_y);
-  EXPECT_LE(forward, a_and_y + 64 * 4);
+  EXPECT_LE(forward, a_and_y + static_cast<std::size_t>(3 * slots) + 64 * 4);
   auto const kept = static_cast<std::size_t>(2 * slots * 2 * 256 + 2 * 24576 * 1536);
   EXPECT_LE(forward + kept, std::size_t{946} << 20);
   // Few columns: then the logits are what is largest.

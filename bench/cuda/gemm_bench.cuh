@@ -151,7 +151,7 @@ class BenchReport {
   void add(Shape const& s, char const* routing, double flops,
            std::vector<Candidate> const& candidates) {
     std::string const state = read_command(
-        "nvidia-smi --query-gpu=clocks.sm,clocks.mem,power.draw --format=csv,noheader");
+        "nvidia-smi -i 0 --query-gpu=clocks.sm,clocks.mem,power.draw --format=csv,noheader");
     float const bound = quantiles(candidates[0].ms).median;
     std::printf("  after timing: %s\n  %-28s %8s %8s %8s %7s %6s\n", state.c_str(), "", "ms", "p10",
                 "p90", "TFLOP/s", "ratio");

@@ -269,8 +269,8 @@ inline void write_results(std::string const& path, std::string const& command,
       "{\"command\": \"%s\", \"commit\": \"%s\", \"device\": \"%s\", \"driver\": \"%s\", "
       "\"clocks_mhz\": [%s], \"date\": \"%s\",\n \"protocol\": \"%s\",\n",
       command.c_str(), commit != nullptr ? commit : "", device.name,
-      read_command("nvidia-smi --query-gpu=driver_version --format=csv,noheader").c_str(),
-      read_command("nvidia-smi --query-gpu=clocks.sm,clocks.mem --format=csv,noheader,nounits")
+      read_command("nvidia-smi -i 0 --query-gpu=driver_version --format=csv,noheader").c_str(),
+      read_command("nvidia-smi -i 0 --query-gpu=clocks.sm,clocks.mem --format=csv,noheader,nounits")
           .c_str(),
       read_command("date +%F").c_str(), protocol.c_str());
   if (!ceilings.empty()) std::fprintf(file, " \"ceilings\": {%s},\n", ceilings.c_str());

@@ -184,6 +184,7 @@ class DeferredPieces {
 
  private:
   __device__ __forceinline__ void work_until(int end) {
+#pragma unroll 1
     while (next_ < end) epilogue_.work(next_++);
   }
 

@@ -29,8 +29,13 @@ struct Pace {
 __device__ __forceinline__ Pace pace_of(int k_tiles, int consumer) {
   int const every = k_tiles >= 16 || k_tiles < 12 ? 2 : 3;
   int const first = min(consumer, k_tiles - 1);
-  int const times = (k_tiles - first + every - 1) / every;
-  return {first, every, (kDeferredPieces + times - 1) / times};
+  int const left = k_tiles - first - 1;
+  int const times = 1 + (every == 2 ? left / 2 : left / 3);
+  // Only few k_tiles take a division, whose time nothing would hide.
+  int const at_once = times >= kDeferredPieces       ? 1
+                      : times >= kDeferredPieces / 2 ? 2
+                                                     : (kDeferredPieces + times - 1) / times;
+  return {first, every, at_once};
 }
 
 // 64 rows x 256 columns of a warpgroup, as one of its warps sees its 16 rows.
@@ -75,11 +80,11 @@ class DeferredRows {
   // Pieces in their order.
   __device__ __forceinline__ Piece take(int piece) {
     if (piece == kDeferredPieces / 2) fill([&](int i) { return later_[i]; });
-    int const quarter = piece % 4;
+    int const quarter = piece & 3;
     // Rows four further on have the other half of the swizzle.
-    return {.smem = smem_row_ + quarter * (4 * 128) + (swizzled_ ^ (quarter % 2 << 6)),
+    return {.smem = smem_row_ + quarter * (4 * 128) + (swizzled_ ^ (quarter & 1) << 6),
             .row = quarter * 4 + arch::lane_idx() / 8,
-            .group = piece / 4,
+            .group = piece >> 2,
             .column = arch::lane_idx() % 8 * 8};
   }
 

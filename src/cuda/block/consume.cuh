@@ -285,9 +285,11 @@ __device__ __forceinline__ void consume_deferred(SharedStorage<kGemm>& smem, Gem
     }
     pieces.begin(k_tiles);
     begin_epilogue(epilogue, tile, tile.row + row, 1);
-    int const last = multiply<kGemm, 1>(smem, state, acc, tile, row, k_tiles, 0, [&](int k_tile) {
-      if (pieces.under(k_tile) && kGemm.hands_over) handover.before(tile);
-    });
+    int const last = multiply<kGemm, 1>(smem, state, acc, tile, row, k_tiles,
+                                        last_steps_of<kGemm>(tile), [&](int k_tile) {
+                                          if (pieces.under(k_tile) && kGemm.hands_over)
+                                            handover.before(tile);
+                                        });
     more = queue.read(ahead);  // under the last wgmmas
     arch::wgmma_wait<0>();
     release_stage<kGemm>(smem, last);
@@ -296,6 +298,7 @@ __device__ __forceinline__ void consume_deferred(SharedStorage<kGemm>& smem, Gem
     tile = ahead;
   }
   pieces.finish();
+  if constexpr (requires { epilogue.at_end(); }) epilogue.at_end();
   if constexpr (kGemm.hands_over) handover.at_end();
 }
 

@@ -149,8 +149,8 @@ consteval bool valid(GemmConfig c) {
   if (c.stages < 2) throw "stages: at least 2";
   if (c.lent_stages > 0 && (c.ping_pong() || c.cluster_m > 1))
     throw "lent_stages: cooperative, no cluster";
-  if (c.defers && (c.ping_pong() || c.cluster_m > 1 || c.varlen_k() || c.lent_stages > 0))
-    throw "defers: cooperative, no cluster, varlen-M, no lent stages";
+  if (c.defers && (c.ping_pong() || c.cluster_m > 1 || c.lent_stages > 0))
+    throw "defers: cooperative, no cluster, no lent stages";
   if (c.own_round && (c.lent_stages == 0 || c.store_slabs != c.tile.n / c.tile.m))
     throw "own_round: beside lent stages, as many slabs as one of them lends";
   if (c.lent_stages > c.stages)

@@ -4,12 +4,21 @@
 
 #include <cuda_bf16.h>
 
+#include <algorithm>
+#include <bit>
 #include <climits>
 
 #include "projection_backward.hpp"
 #include "tensor_map.hpp"
 
 namespace tessera::cuda::host {
+
+// Both halves that exist have the same strides.
+inline bool alike(WeightRows const (&dw)[2]) {
+  return dw[0].gmem == nullptr || dw[1].gmem == nullptr ||
+         (dw[0].row_stride == dw[1].row_stride && dw[0].column_stride == dw[1].column_stride &&
+          dw[0].block == dw[1].block && dw[0].block_stride == dw[1].block_stride);
+}
 
 // kGemm: a block::GemmConfig; kRowsMajor: dW is contiguous along n. GemmParams, StoreParams: block::GemmParams and
 // block::WgradStoreParams.
@@ -46,7 +55,23 @@ cudaError_t make_wgrad_params(GemmParams& gemm, StoreParams& out, WgradArguments
     to.block_stride = dw.block_stride;
     to.block = dw.block >= n ? INT_MAX : int(dw.block);
     to.exists = true;
-    then(make_weight_map(to.map, dw, args.experts, n, d, kRowsMajor, args.is_fp32));
+    if (!kGemm.defers)
+      then(make_weight_map(to.map, dw, args.experts, n, d, kRowsMajor, args.is_fp32));
+  }
+  if constexpr (kGemm.defers) {
+    using Steps = decltype(out.steps);
+    if (!alike(args.dw)) return cudaErrorInvalidValue;
+    WeightRows const& dw = args.dw[args.dw[0].gmem != nullptr ? 0 : 1];
+    int const shift = dw.block >= n ? 6 : std::min(std::countr_zero(unsigned(dw.block)), 6);
+    auto const bytes = [&](int i) {
+      return 2 * ((i >> shift) * dw.block_stride + (i & ((1 << shift) - 1)) * dw.row_stride);
+    };
+    out.steps = {.row = 2 * dw.row_stride,
+                 .column = 2 * dw.column_stride,
+                 .block = 2 * dw.block_stride,
+                 .block_shift = shift,
+                 .second_row = bytes(Steps::kSecondRow),
+                 .second_piece = bytes(Steps::kPieceRows)};
   }
   out.rows = int(n);
   out.columns = int(d);

@@ -13,7 +13,10 @@ cudaError_t launch(WgradArguments const& args, int sm_count, cudaStream_t stream
   if (args.intermediate % block::kGroupRows != 0) {
     return with(ProjectionWgradConfig<kMajor, kFp32, true, false>{});
   }
-  if (!kFp32 && args.accumulates) return with(ProjectionWgradConfig<kMajor, false, false, true>{});
+  if constexpr (!kFp32) {
+    if (args.accumulates) return with(ProjectionWgradConfig<kMajor, false, false, true>{});
+    if (!host::alike(args.dw)) return with(ProjectionWgradConfig<kMajor, false, true, false>{});
+  }
   return with(ProjectionWgradConfig<kMajor, kFp32, false, false>{});
 }
 

@@ -12,6 +12,7 @@
 //   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)
 //   fill = cp.async gather of left + ragged TMA of right; rows past the expert are zero in both, since zero times
 //   a neighbour's NaN is NaN
+//   store = bf16 that replaces what was there: under the next tile's k loop (block/deferred_rows.cuh)
 // Barriers full, empty [stages] and named ones: gemm_config.hpp
 // Numerics fp32 accumulate in row order, one rounding (fp32: none), one addition; bitwise repeatable: yes
 // Requires what refuse() asks (layer/select.cpp)
@@ -52,6 +53,25 @@ class LetsNextStart : public Epilogue {
 
   __device__ __forceinline__ void settle() {
     Epilogue::settle();
+    count_tile();
+  }
+  __device__ __forceinline__ void drain() const {
+    Epilogue::drain();
+    at_end();
+  }
+
+  // Deferred: before the next tile's k loop, whose first tile is not counted.
+  template <class Accumulators>
+  __device__ __forceinline__ void keep(Accumulators& acc, block::WorkTile const& tile, int row) {
+    Epilogue::keep(acc, tile, row);
+    count_tile();
+  }
+  __device__ __forceinline__ void at_end() const {
+    if (tiles_left_ > 0) arch::wait_for_kernel_ahead();
+  }
+
+ private:
+  __device__ __forceinline__ void count_tile() {
     if (tiles_left_ > 0 && --tiles_left_ == 0) {
       arch::wait_for_kernel_ahead();
       arch::let_next_kernel_start();
@@ -59,14 +79,11 @@ class LetsNextStart : public Epilogue {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void drain() const {
-    Epilogue::drain();
-    if (tiles_left_ > 0) arch::wait_for_kernel_ahead();
-  }
-
- private:
   int tiles_left_;  // of the thread that waits
 };
+
+template <block::GemmConfig kGemm>
+constexpr bool lets_next_start = kGemm.lent_stages > 0 || kGemm.defers;
 
 template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
@@ -74,7 +91,7 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Epilogue = block::WgradStoreEpilogue<Config::gemm, Config::d_major, Config::fp32>;
   if (p.epilogue.tiles_before_next == 0) arch::let_next_kernel_start();
-  if constexpr (Config::gemm.lent_stages > 0) {
+  if constexpr (lets_next_start<Config::gemm>) {
     block::run_gemm<Config::gemm, LetsNextStart<Epilogue>>(p.gemm, p.epilogue);
   } else {
     block::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
@@ -85,15 +102,16 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
 template <class Config>
 cudaError_t launch_projection_wgrad_config(WgradArguments const& args, int sm_count,
                                            cudaStream_t stream) {
-  if (!Config::fp32 && Config::gemm.own_round && args.accumulates) return cudaErrorInvalidValue;
+  if (Config::gemm.defers && args.accumulates) return cudaErrorInvalidValue;
   ProjectionWgradParams params;
   cudaError_t const error = host::make_wgrad_params < Config::gemm,
                     Config::d_major == block::Major::kRows > (params.gemm, params.epilogue, args);
   if (error != cudaSuccess) return error;
   // Beside the aggregate soon; router_dlogits only fills the tail.
-  params.epilogue.tiles_before_next = Config::gemm.lent_stages == 0          ? 0
-                                      : args.starts_early                    ? 2
-                                      : params.gemm.gmem_handover != nullptr ? 4
+  constexpr int kUncounted = Config::gemm.defers ? 1 : 0;
+  params.epilogue.tiles_before_next = !lets_next_start<Config::gemm>         ? 0
+                                      : args.starts_early                    ? 2 - kUncounted
+                                      : params.gemm.gmem_handover != nullptr ? 4 - kUncounted
                                                                              : 0;
   return host::launch_persistent<projection_wgrad<Config>>(
       host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(

@@ -38,23 +38,26 @@ struct UpProjectionDgradConfig {
   static constexpr block::GemmConfig gemm{.b_major = kMajor, .k_halves = 2, .defers = true};
 };
 
-// A tile's first round of stores has slabs of its own, so that one stage more holds operands of the next tile. What
-// bf16 gradients are added to (kAdds) comes by lent stages. bench/results/h200/2026-11-21-projection-wgrad.json,
-// 2026-11-22-own-round-layer.json
+// bf16 that replaces what was there is stored under the next tile's k loop. fp32: a tile's first round of stores has
+// slabs of its own, so that one stage more holds operands of the next tile. What bf16 gradients are added to (kAdds)
+// comes by lent stages. bench/results/h200/2026-11-21-projection-wgrad.json, 2026-11-22-own-round-layer.json
 template <block::Major kMajor, bool kFp32, bool kAnyLayout, bool kAdds>
 struct ProjectionWgradConfig {
   static_assert(!kAdds || (!kFp32 && !kAnyLayout));
   static constexpr block::Major d_major = kMajor;
   static constexpr bool fp32 = kFp32;
-  static constexpr block::GemmConfig gemm{
-      .stages = 4,
-      .a_loader = block::ALoader::kGather,
-      .ragged = block::Ragged::kK,
-      .b_major = block::Major::kRows,
-      .any_b_layout = kAnyLayout,
-      .own_round = !kAnyLayout && !kAdds,
-      .lent_stages = kAnyLayout ? 0 : (kFp32 ? 4 : 2) - (kAdds ? 0 : 1),
-      .takes_over = !kAnyLayout};
+  static constexpr block::GemmConfig gemm{.stages = 4,
+                                          .a_loader = block::ALoader::kGather,
+                                          .ragged = block::Ragged::kK,
+                                          .b_major = block::Major::kRows,
+                                          .any_b_layout = kAnyLayout,
+                                          .own_round = kFp32 && !kAnyLayout,
+                                          .lent_stages = kAnyLayout ? 0
+                                                         : kFp32    ? 3
+                                                         : kAdds    ? 2
+                                                                    : 0,
+                                          .defers = !kFp32 && !kAnyLayout && !kAdds,
+                                          .takes_over = !kAnyLayout};
 };
 
 // Memory bound, with short k loops. bench/results/h200/2026-11-22-router.json

@@ -5,9 +5,14 @@
 //   rows-major  dW is contiguous along i: slabs of 64 c x 128 bytes of i
 // A column group of 64 i takes one slab of bf16 or two of fp32. Segments without rows store zeros, or
 // nothing when adding. TMA adds fp32. What bf16 is added to comes by lent stages before the k loop ends, of which every
-// round has one then; without them it is read from memory.
+// round has one then; without them it is read from memory. bf16 that replaces what was there may be stored under the
+// next tile's k loop (deferred_rows.cuh).
 #pragma once
 
+#include <type_traits>
+
+#include "../../arch/store_global.cuh"
+#include "../deferred_rows.cuh"
 #include "../lent_stages.cuh"
 #include "../slab_store.cuh"
 #include "../tile_scheduler.cuh"
@@ -16,30 +21,53 @@ namespace tessera::cuda::block {
 
 // A half of dW in memory; element (i, c) of a segment lies i / block blocks, i % block rows and c columns further.
 struct WgradHalf {
-  CUtensorMap map;  // make_weight_map(), i its rows, c its columns
-  bf16* gmem;       // read only if bf16 is added to
+  CUtensorMap map;  // make_weight_map(), i its rows, c its columns; unless deferred
+  bf16* gmem;       // deferred, or read because bf16 is added to
   int64_t segment_stride, row_stride, column_stride, block_stride;
   int block;
   bool exists;  // false: nobody wants it
 };
 
+// Deferred: inside a column group of either half, in bytes. Blocks of fewer than 64 i have 2^block_shift, so the steps
+// of i's bits add up.
+struct WgradSteps {
+  static constexpr int kSecondRow = 4, kPieceRows = 32;  // of KeptColumns
+
+  int64_t row, column, block;
+  int block_shift;                   // at most 6
+  int64_t second_row, second_piece;  // K-major: to the lane's second i, to the second piece
+};
+
 struct WgradStoreParams {
   WgradHalf halves[2];
+  WgradSteps steps;
   int num_halves;
   int half_groups;    // column groups in a half
   int rows, columns;  // n, d
   bool accumulates;
 };
 
+// Column group `group` of dW: where it is in which half, and whether anybody wants it.
+struct WgradGroup {
+  int half, i;
+  bool exists;
+};
+__device__ __forceinline__ WgradGroup wgrad_group(WgradStoreParams const& p, int group) {
+  int const half = group >= p.half_groups ? 1 : 0;
+  bool const exists = group < p.num_halves * p.half_groups && p.halves[half].exists;
+  return {half, (group - half * p.half_groups) * kSlabColumns, exists};
+}
+
+// After the k loop: in slabs, stored by TMA.
 template <GemmConfig kGemm, Major kMajor, bool kFp32>
-class WgradStoreEpilogue {
+class WgradStoreInSlabs {
  public:
   using Params = WgradStoreParams;
 
-  __device__ __forceinline__ WgradStoreEpilogue(SharedStorage<kGemm>& smem, Params const& p,
-                                                int consumer)
+  __device__ __forceinline__ WgradStoreInSlabs(SharedStorage<kGemm>& smem, Params const& p,
+                                               int consumer)
       : p_(p), staging_(smem, consumer) {
-    static_assert(kGemm.varlen_k() && kTileGroups % kRound == 0);
+    static_assert(kGemm.varlen_k() && kTileGroups % kRound == 0 && (kFp32 || !kGemm.own_round));
     static_assert(kGemm.lent_stages == 0 ||
                   kGemm.lent_stages + kGemm.own_round == kTileGroups / kRound);
     thread_ = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
@@ -48,7 +76,7 @@ class WgradStoreEpilogue {
   // By one thread of the producer: what the i-th round of both warpgroups is added to.
   __device__ __forceinline__ static void lend(SharedStorage<kGemm>& smem, Params const& p,
                                               int stage, WorkTile const& tile, int i)
-    requires(kGemm.lent_stages > 0 && !kFp32 && !kGemm.own_round)
+    requires(kGemm.lent_stages > 0 && !kFp32)
   {
     constexpr uint32_t kSlabBytes = kSubtileM * kSlabColumns * sizeof(bf16);
     arch::Mbarrier* const full = &smem.full[stage];
@@ -117,16 +145,10 @@ class WgradStoreEpilogue {
   static constexpr int kRound = Staging<kGemm>::kSlabs / kGroupSlabs;  // column groups
   static constexpr int kPitch = Staging<kGemm>::kPitch;
 
-  struct Place {
-    int half, i;
-    bool exists;
-  };
+  using Place = WgradGroup;
 
   __device__ __forceinline__ static Place place(Params const& p, WorkTile const& tile, int g) {
-    int const group = tile.n_tile * kTileGroups + g;
-    int const half = group >= p.half_groups ? 1 : 0;
-    bool const exists = group < p.num_halves * p.half_groups && p.halves[half].exists;
-    return {half, (group - half * p.half_groups) * kSlabColumns, exists};
+    return wgrad_group(p, tile.n_tile * kTileGroups + g);
   }
 
   struct SlabCoordinates {
@@ -149,7 +171,7 @@ class WgradStoreEpilogue {
     if constexpr (kFp32) {
       fill_fp32<kFirst>(acc, smem);
     } else {
-      if (!kGemm.own_round && p_.accumulates) {
+      if (p_.accumulates) {
         if constexpr (kGemm.lent_stages > 0) {
           add_staged<kFirst>(acc, smem);
         } else {
@@ -280,5 +302,83 @@ class WgradStoreEpilogue {
   SlabRows rows_;
   int thread_;
 };
+
+// Under the next tile's k loop: bf16 that replaces what was there, of whole column groups.
+template <GemmConfig kGemm, Major kMajor>
+class WgradStoreDeferred {
+ public:
+  using Params = WgradStoreParams;
+
+  __device__ __forceinline__ WgradStoreDeferred(SharedStorage<kGemm>& smem, Params const& p,
+                                                int consumer)
+      : p_(p), kept_(smem, consumer) {
+    static_assert(kGemm.varlen_k() && !kGemm.any_b_layout);  // so n is a multiple of 64
+    static_assert(KeptColumns<kGemm>::kSecondColumn == WgradSteps::kSecondRow &&
+                  KeptColumns<kGemm>::kPieceColumns == WgradSteps::kPieceRows);
+    int const c = Layout::lane_row(), i = Layout::lane_column();
+    WgradSteps const& steps = p.steps;
+    lane_offset_ = c * steps.column + (i >> steps.block_shift) * steps.block +
+                   (i & (1 << steps.block_shift) - 1) * steps.row;
+  }
+
+  // 64 c from `row`.
+  __device__ __forceinline__ void keep(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
+    int const c = kMajor == Major::kRows ? row + arch::warp_in_warpgroup() * kWarpRows : row;
+    columns_left_ = p_.columns - c - Layout::lane_row();
+    gmem_ = address(tile.n_tile * kTileGroups + arch::lane_idx() % kTileGroups, c, tile.segment);
+    kept_.template keep<1>(acc[1]);
+    kept_.template keep<0>(acc[0]);
+  }
+
+  __device__ __forceinline__ void work(int piece) {
+    auto const kept = kept_.take(piece);
+    WgradSteps const& steps = p_.steps;
+    if constexpr (kMajor == Major::kRows) {
+      int const c = (piece & 3) * Layout::kPieceRows;
+      int64_t const offset = lane_offset_ + c * steps.column;
+      TESSERA_UNROLL
+      for (int slab = 0; slab < 2; ++slab) {
+        char* const gmem = address_of((piece >> 2) * 2 + slab);
+        if (gmem != nullptr && c < columns_left_) {
+          arch::store_streaming_16(gmem + offset, kept.load(slab));
+        }
+      }
+    } else {
+      char* const gmem = address_of(piece >> 1);
+      if (gmem == nullptr || columns_left_ <= 0) return;
+      char* const first = gmem + lane_offset_ + ((piece & 1) != 0 ? steps.second_piece : 0);
+      arch::store_streaming_16(first, kept.load(0));
+      arch::store_streaming_16(first + steps.second_row, kept.load(1));
+    }
+  }
+
+ private:
+  using Layout = std::conditional_t<kMajor == Major::kRows, KeptRows<kGemm>, KeptColumns<kGemm>>;
+  static constexpr int kTileGroups = kGemm.tile.n / kSlabColumns;
+
+  // Of c in a column group's first i; null where nobody wants it.
+  __device__ __forceinline__ bf16* address(int group, int c, int segment) const {
+    WgradGroup const at = wgrad_group(p_, group);
+    if (!at.exists) return nullptr;
+    WgradHalf const& dw = p_.halves[at.half];
+    bf16* const gmem = dw.gmem + segment * dw.segment_stride + c * dw.column_stride;
+    if (at.i < dw.block) return gmem + at.i * dw.row_stride;
+    return gmem + at.i / dw.block * dw.block_stride + at.i % dw.block * dw.row_stride;
+  }
+  // Of the g-th column group of the tile that is kept.
+  __device__ __forceinline__ char* address_of(int g) const {
+    return reinterpret_cast<char*>(__shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(gmem_), g));
+  }
+
+  Params const& p_;
+  DeferredTile<kGemm, Layout> kept_;
+  int64_t lane_offset_;   // of this lane's first element of a column group's first piece
+  bf16* gmem_ = nullptr;  // address() of the tile's column group of this lane's number
+  int columns_left_ = 0;  // from this lane's first c on
+};
+
+template <GemmConfig kGemm, Major kMajor, bool kFp32>
+using WgradStoreEpilogue = std::conditional_t<kGemm.defers, WgradStoreDeferred<kGemm, kMajor>,
+                                              WgradStoreInSlabs<kGemm, kMajor, kFp32>>;
 
 }  // namespace tessera::cuda::block

@@ -54,8 +54,10 @@ cudaError_t make_down_projection_fwd_params(DownProjectionFwdParams& p,
   p = {};
   then(host::make_matrix_map(p.gemm.a, args.gmem_a, args.rows, n, n, kGemm.tile.m));
   then(host::make_weight_maps<kGemm>(p.gemm, {args.w_down, {}}, args.experts, d, n));
-  then(host::make_ragged_store_map(p.epilogue.d, args.gmem_y, args.rows, 1, d, args.rows,
-                                   block::kSubtileM));
+  if constexpr (!kGemm.defers) {
+    then(host::make_ragged_store_map(p.epilogue.d, args.gmem_y, args.rows, 1, d, args.rows,
+                                     block::kSubtileM));
+  }
   p.epilogue.bias = {static_cast<block::bf16 const*>(args.b_down.gmem), args.b_down.expert_stride,
                      int(args.b_down.row_stride)};
   p.epilogue.gmem_d = static_cast<block::bf16*>(args.gmem_y);

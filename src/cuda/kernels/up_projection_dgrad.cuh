@@ -74,8 +74,10 @@ cudaError_t make_up_projection_dgrad_params(UpProjectionDgradParams& p,
   then(host::make_k_half_maps<kGemm>(p.gemm,
                                      {transposed(args.w_up[0], d), transposed(args.w_up[1], d)},
                                      halves, args.experts, d, n));
-  then(host::make_ragged_store_map(p.epilogue.store.d, args.gmem_dx_rows, args.rows, 1, d,
-                                   args.rows, block::kSubtileM));
+  if constexpr (!kGemm.defers) {
+    then(host::make_ragged_store_map(p.epilogue.store.d, args.gmem_dx_rows, args.rows, 1, d,
+                                     args.rows, block::kSubtileM));
+  }
   p.epilogue.store.gmem_d = static_cast<block::bf16*>(args.gmem_dx_rows);
   p.epilogue.store.columns = int(d);
   p.epilogue.store.ragged_extent = int(args.rows);

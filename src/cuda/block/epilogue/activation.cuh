@@ -79,7 +79,6 @@ class ActivationEpilogue {
     if (p_.bias[0].gmem != nullptr) {
       int const column = column_ + kG * kGroup;
       add_bias<0>(acc[kG], p_.bias[0], segment, column, p_.columns);
-      __syncwarp();  // else both halves' addresses want registers at a time
       add_bias<kGroupColumns / 4>(acc[kG], p_.bias[kHalves - 1], segment,
                                   kGated ? column : column + kSlabColumns, p_.columns);
     }

@@ -19,10 +19,8 @@
 namespace tessera::bench {
 namespace {
 
-using cuda::block::ALoader;
 using cuda::block::GemmConfig;
 using cuda::block::Major;
-using cuda::block::Ragged;
 using cuda::block::Schedule;
 
 constexpr int kSets = 2, kRepeats = 8, kWarmUps = 5, kSms = kReadSms;
@@ -46,9 +44,10 @@ struct Problem {
   explicit Problem(Shape const& s)
       : shape(s),
         w_router(s.weights()),
-        partials(most_partials(s)),
+        partials(cuda::router_wgrad_partials(s.tokens, s.hidden, s.experts)),
         never(1),
-        counter(std::vector<int32_t>{0}) {
+        counter(std::vector<int32_t>{0}),
+        arrived(std::vector<uint32_t>{0}) {
     fill(w_router, 7, 0.05f);
     for (int set = 0; set < kSets; ++set) {
       x.push_back(std::make_unique<DeviceBuffer<bf16>>(s.elements()));
@@ -64,8 +63,6 @@ struct Problem {
   static void fill(DeviceBuffer<bf16> const& buffer, uint64_t seed, float scale) {
     fill_uniform<<<4096, 256>>>(buffer.get(), buffer.count(), seed, scale);
   }
-  // Of any chunks that a candidate may choose.
-  static int64_t most_partials(Shape const& s) { return 2 * kSms * s.weights(); }
 
   cuda::RouterLogitsArguments logits_of(int set) const {
     return {.x = {x[set]->get(), shape.tokens, shape.hidden},
@@ -93,6 +90,7 @@ struct Problem {
             .is_fp32 = true,
             .accumulates = false,
             .gmem_partials = partials.get(),
+            .gmem_arrived = arrived.get(),
             .hidden = shape.hidden,
             .experts = shape.experts,
             .gmem_tile_counter = counter.get()};
@@ -103,6 +101,7 @@ struct Problem {
   DeviceBuffer<float> partials;
   DeviceBuffer<uint32_t> never;
   DeviceBuffer<int32_t> counter;
+  DeviceBuffer<uint32_t> arrived;
   std::vector<std::unique_ptr<DeviceBuffer<bf16>>> x, dx, dlogits;
   std::vector<std::unique_ptr<DeviceBuffer<float>>> logits, dw;
 };
@@ -125,55 +124,6 @@ struct DgradConfig {
                                    .b_major = Major::kRows,
                                    .store_slabs = kSlabs};
 };
-
-// dw_router with the operands changed over: x by TMA in boxes of 512 bytes of a token, dlogits gathered. A chunk is as
-// long as makes about one tile per SM.
-struct TurnedWgradConfig {
-  static constexpr Major d_major = Major::kRows;
-  static constexpr GemmConfig gemm{
-      .stages = 4, .a_loader = ALoader::kGather, .ragged = Ragged::kK, .b_major = Major::kRows};
-};
-
-cudaError_t launch_turned_wgrad(cuda::RouterWgradArguments const& args, cudaStream_t stream) {
-  using Config = TurnedWgradConfig;
-  int64_t const tokens = args.x.rows, d = args.hidden, experts = args.experts;
-  int64_t const tiles = (d + 255) / 256 * ((experts + 127) / 128);
-  int64_t const wanted = std::max<int64_t>(kSms / tiles, 1);
-  int64_t const rows = std::max<int64_t>(((tokens + wanted - 1) / wanted + 63) / 64 * 64, 512);
-  int64_t const chunks = (tokens + rows - 1) / rows;
-  cuda::RouterWgradParams params;
-  cudaError_t error = cuda::host::make_wgrad_params<Config::gemm, true>(
-      params.gemm, params.epilogue,
-      {.left = {args.gmem_dlogits, tokens, experts},
-       .gmem_gather_index = nullptr,
-       .gmem_expert_offsets = nullptr,
-       .gmem_right = args.x.gmem,
-       .halves = 1,
-       .dw = {{.gmem = args.gmem_partials,
-               .expert_stride = experts * d,
-               .row_stride = 1,
-               .column_stride = d,
-               .block = d}},
-       .is_fp32 = true,
-       .accumulates = false,
-       .rows = tokens,
-       .hidden = experts,
-       .intermediate = d,
-       .experts = int32_t(chunks),
-       .gmem_tile_counter = args.gmem_tile_counter});
-  if (error != cudaSuccess) return error;
-  params.gemm.segment_rows = int(rows);
-  params.gemm.total_rows = int(tokens);
-  error = cuda::host::launch_persistent<cuda::router_wgrad<Config>>(
-      cuda::host::persistent_shape<Config::gemm, cuda::block::SharedStorage<Config::gemm>>(),
-      cuda::block::most_tiles<Config::gemm>(params.gemm, tokens), kSms, params, stream);
-  if (error != cudaSuccess) return error;
-  auto const blocks =
-      unsigned((experts * d / 4 + cuda::kRouterWgradSumThreads - 1) / cuda::kRouterWgradSumThreads);
-  cuda::router_wgrad_sum<float>
-      <<<blocks, cuda::kRouterWgradSumThreads, 0, stream>>>(args, int(chunks));
-  return cudaGetLastError();
-}
 
 struct Candidate {
   char const *op, *variant;
@@ -306,10 +256,6 @@ std::vector<Candidate> candidates_of(Problem const& p, Reference const& ref) {
                    return cuda::launch_router_wgrad(p.wgrad_of(set), kSms, stream);
                  },
                  of_dw});
-  out.push_back(
-      {"router_wgrad", "turned", x + w + 2 * pairs,
-       [&p](int set, cudaStream_t stream) { return launch_turned_wgrad(p.wgrad_of(set), stream); },
-       of_dw});
   auto const read = [&](char const* variant, auto launch) {
     out.push_back({"x",
                    variant,

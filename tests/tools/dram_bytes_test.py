@@ -38,7 +38,7 @@ class DramBytesTest(unittest.TestCase):
         for kernel, op in (("void tessera::cuda::router_dlogits<C>(A)", "router_dlogits"),
                            ("void router_logits<RouterLogitsLow>(RouterLogitsParams)", "router_logits"),
                            ("void tessera::cuda::route<C, 4>(A)", "route"),
-                           ("void tessera::cuda::router_wgrad_sum<float>(A, int)", "router_wgrad"),
+                           ("void tessera::cuda::router_wgrad<C>(A)", "router_wgrad"),
                            ("void tessera::cuda::aggregate_beside<C, E>(A)", "aggregate"),
                            ("tessera::cuda::given_slots(A)", "given_slots")):
             self.assertEqual(dram_bytes.op_of(kernel), op)

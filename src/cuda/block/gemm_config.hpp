@@ -59,6 +59,8 @@ struct GemmConfig {
   int raster_n = 8;   // n_tiles walked before the next m block
   // False: a cluster's tiles lie a grid apart and there is no counter, for tiles that all take the same time.
   bool draws_tiles = true;
+  // The first tile is drawn as well: a cluster that starts late leaves none undone.
+  bool draws_first = false;
   // handover.cuh: the kernel behind may start in this one's tail and read what it stores; this one in that of the
   // kernel ahead.
   bool hands_over = false;
@@ -135,8 +137,8 @@ consteval bool valid(GemmConfig c) {
   if (c.k_halves != 1 && c.k_halves != 2) throw "k_halves: 1 or 2";
   if (c.b_halves * c.k_halves > 2) throw "halves of B: along its rows or along k";
   if (c.b_groups() % c.cluster_m) throw "cluster_m: divides the row groups of B";
-  if (c.varlen_k() && (!c.gathers() || c.b_major != Major::kRows || c.b_halves * c.k_halves > 1))
-    throw "varlen-K: gathers A, B is rows-major and in one half";
+  if (c.varlen_k() && (c.b_major != Major::kRows || c.b_halves * c.k_halves > 1))
+    throw "varlen-K: B is rows-major and in one half";
   if (c.varlen_k() && c.cluster_m > 1) throw "varlen-K: no cluster";
   if (c.varlen_k() && c.tile.m > 128) throw "varlen-K: at most 16 chunks of a token";
   if (c.gathers() && c.tile.m > 192) throw "gather: at most 12 rows per producer thread";
@@ -146,6 +148,7 @@ consteval bool valid(GemmConfig c) {
     throw "run_tiles: even, one for each warpgroup";
   if (c.short_b && (c.b_halves * c.k_halves > 1 || c.cluster_m > 1 || c.keeps_b()))
     throw "short_b: one half, no cluster, no resident_k_tiles";
+  if (c.draws_first && !c.draws_tiles) throw "draws_first: where tiles are drawn";
   if (c.stages < 2) throw "stages: at least 2";
   if (c.lent_stages > 0 && (c.ping_pong() || c.cluster_m > 1))
     throw "lent_stages: cooperative, no cluster";

@@ -7,7 +7,7 @@
 namespace tessera::cuda::block {
 
 struct GemmParams {
-  // (k, row), box 64 x tile_m; k_halves = 2: (k, half, row). kTma only.
+  // (k, row), box 64 x tile_m; k_halves = 2: (k, half, row); varlen-K: (row of D, k), box 64 x 64. kTma only.
   CUtensorMap a;
   // make_tile_map(): a CTA's share of a B tile in one box; [1]: of the second k half.
   // varlen-K: [0], make_ragged_tile_load_map().

@@ -116,7 +116,14 @@ __device__ __forceinline__ void load_b(SharedStorage<kGemm>& smem, GemmParams co
 template <GemmConfig kGemm>
 __device__ __forceinline__ void load_a(SharedStorage<kGemm>& smem, GemmParams const& p, int stage,
                                        int k_tile, WorkTile const& tile) {
-  if constexpr (kGemm.k_halves == 2) {
+  if constexpr (kGemm.varlen_k()) {
+    // Segments are whole k_tiles, but for the last one, where A ends.
+    TESSERA_UNROLL
+    for (int row = 0; row < kGemm.tile.m; row += kSubtileM) {
+      arch::tma_load(&smem.a[stage][row * kGemm.tile.k], &p.a, &smem.full[stage], tile.row + row,
+                     tile.begin + k_tile * kGemm.tile.k);
+    }
+  } else if constexpr (kGemm.k_halves == 2) {
     int const half = k_tile >= p.k_half_tiles ? 1 : 0;
     arch::tma_load(smem.a[stage], &p.a, &smem.full[stage],
                    (k_tile - half * p.k_half_tiles) * kGemm.tile.k, half, tile.row);

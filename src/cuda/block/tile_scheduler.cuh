@@ -68,9 +68,15 @@ class TileScheduler {
         m_tiles_(p.m_tiles),
         n_tiles_(p.n_tiles) {}
 
-  // The first tile is the cluster's number; tickets are for those after the last cluster's.
+  // The first tile is the cluster's number, and tickets are for those after the last cluster's; or it is drawn, too.
   __device__ __forceinline__ void announce_first(int k_tiles) {
-    bool const found = announce(own_cluster());
+    bool found = false;
+    if constexpr (kGemm.draws_first) {
+      draw();
+      found = announce_drawn();
+    } else {
+      found = announce(own_cluster());
+    }
     if (found && !draws_late(k_tiles)) draw();
   }
 
@@ -80,14 +86,7 @@ class TileScheduler {
   __device__ __forceinline__ void step(int k_tile, int k_tiles) {
     if (draws_late(k_tiles) && k_tile == k_tiles - kDrawAhead) draw();
     if (k_tile == max(k_tiles - kAnnounceAhead, 0)) {
-      int const ticket = kGemm.draws_tiles ? __shfl_sync(kAllLanes, ticket_, 0) : ticket_;
-      bool const found = announce((kGemm.draws_tiles ? clusters() : own_cluster()) + ticket);
-      // Each cluster that had a first tile fails once, so the last ticket drawn is total - 1. It
-      // leaves the counter as the next launch expects it.
-      if (kGemm.draws_tiles && !found && ticket == blocks_before_ * n_tiles_ - 1 &&
-          arch::lane_idx() == 0) {
-        *gmem_counter_ = 0;
-      }
+      bool const found = announce_drawn();
       if (found && !draws_late(k_tiles)) draw();
     }
   }
@@ -125,6 +124,19 @@ class TileScheduler {
     } else if (arch::lane_idx() == 0) {
       ticket_ = atomicAdd(gmem_counter_, 1);
     }
+  }
+
+  __device__ __forceinline__ bool announce_drawn() {
+    int const ticket = kGemm.draws_tiles ? __shfl_sync(kAllLanes, ticket_, 0) : ticket_;
+    int const first = kGemm.draws_first ? 0 : kGemm.draws_tiles ? clusters() : own_cluster();
+    bool const found = announce(first + ticket);
+    // Each cluster (that had a first tile) fails once, so the last index drawn is total + clusters - 1. It leaves the
+    // counter as the next launch expects it.
+    if (kGemm.draws_tiles && !found &&
+        first + ticket == blocks_before_ * n_tiles_ + clusters() - 1 && arch::lane_idx() == 0) {
+      *gmem_counter_ = 0;
+    }
+    return found;
   }
 
   __device__ __forceinline__ bool announce(int index) {

@@ -108,7 +108,8 @@ struct RouterWgradArguments {
   int64_t dw_pitch;            // elements from one row of dw_router to the next
   bool is_fp32;                // of dw_router, else bf16
   bool accumulates;            // adds the complete fp32 sum once, else overwrites (zeros for T = 0)
-  float* gmem_partials;        // (router_wgrad_chunks(T, d, E), E, d)
+  float* gmem_partials;        // router_wgrad_partials(T, d, E)
+  uint32_t* gmem_arrived;      // one word, 0 before and after every launch
   int64_t hidden;              // d
   int32_t experts;             // E
   int32_t* gmem_tile_counter;  // one int, 0 before and after every launch
@@ -129,6 +130,10 @@ constexpr int64_t router_wgrad_chunk(int64_t tokens, int64_t hidden, int64_t exp
 constexpr int64_t router_wgrad_chunks(int64_t tokens, int64_t hidden, int64_t experts) {
   int64_t const rows = router_wgrad_chunk(tokens, hidden, experts);
   return tokens > rows ? (tokens + rows - 1) / rows : 1;
+}
+/// Elements of the chunks' sums, of whole tiles of columns of x.
+constexpr int64_t router_wgrad_partials(int64_t tokens, int64_t hidden, int64_t experts) {
+  return router_wgrad_chunks(tokens, hidden, experts) * experts * ((hidden + 127) / 128 * 128);
 }
 
 /// The fast kernels, for calls that refuse() of layer/select.hpp lets pass: launch on `stream`; allocate nothing, wait

@@ -177,6 +177,8 @@ class Backward {
                                .is_fp32 = gradients_are_fp32(),
                                .accumulates = accumulates(),
                                .gmem_partials = plan_.router_partials.in(base_),
+                               .gmem_arrived = reinterpret_cast<std::uint32_t*>(
+                                   plan_.counters.in(base_) + kRouterWgradParts),
                                .hidden = desc_.shape.hidden,
                                .experts = static_cast<std::int32_t>(desc_.shape.experts),
                                .gmem_tile_counter = plan_.counters.in(base_) + kRouterWgradCounter,

@@ -82,8 +82,7 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
   out.counters = plan.add<std::int32_t>(kNumTileCounters);
   if (routed) out.rounded = plan.add<std::uint16_t>(logits);
   if (routed && pass != Pass::backward_input) {
-    out.router_partials =
-        plan.add<float>(router_wgrad_chunks(s.tokens, s.hidden, s.experts) * s.experts * s.hidden);
+    out.router_partials = plan.add<float>(router_wgrad_partials(s.tokens, s.hidden, s.experts));
   }
   if (pass != Pass::backward_weights) {
     if (desc.save == SavePolicy::x) out.h = plan.add<std::uint16_t>(slots * desc.up_width() * n);

@@ -24,6 +24,7 @@ enum TileCounter : int {
   kAggregateCounter,
   kForwardHandover,   // of up_projection_fwd to down_projection_fwd
   kBackwardHandover,  // of down_projection_dgrad to down_projection_wgrad
+  kRouterWgradParts,  // that router_wgrad has counted
   kNumTileCounters
 };
 
@@ -57,7 +58,7 @@ struct BackwardPlan {
   core::Region<float> row_dlogits;        ///< [P] by row, with a router
   core::Region<float> dlogits;            ///< [T,E], with a router; split: the caller's
   core::Region<std::uint16_t> rounded;    ///< dlogits [T,E] bf16, with a router
-  core::Region<float> router_partials;    ///< [chunks,E,d] of dw_router, with a router
+  core::Region<float> router_partials;    ///< router_wgrad_partials of dw_router, with a router
   core::Region<std::int32_t> merged_ids;  ///< [P], with replay
   core::Region<float> merged_dscores;     ///< [P], with replay
   core::Region<float> member_scores,

@@ -70,13 +70,12 @@ struct RouterDgradConfig {
 // kTileExperts: router_wgrad_tile_experts(). bench/results/h200/2026-11-22-router-tiles.json
 template <int kTileExperts>
 struct RouterWgradConfig {
-  static constexpr block::Major d_major = block::Major::kK;
   static constexpr block::GemmConfig gemm{.tile = {128, kTileExperts, 64},
                                           .stages = kTileExperts == 256 ? 4 : 6,
-                                          .a_loader = block::ALoader::kGather,
                                           .ragged = block::Ragged::kK,
                                           .b_major = block::Major::kRows,
-                                          .short_b = true};
+                                          .short_b = true,
+                                          .draws_first = true};
 };
 
 }  // namespace tessera::cuda

@@ -12,6 +12,7 @@
 #include "deferred_rows.cuh"
 #include "gemm_params.hpp"
 #include "handover.cuh"
+#include "outer_product.cuh"
 #include "pipeline.cuh"
 #include "tile_scheduler.cuh"
 
@@ -246,7 +247,7 @@ __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, 
     int const k_tiles = k_tiles_of<kGemm>(p, tile);
     if (tile.rows <= row) {
       settle();
-      pass<kGemm>(smem, state, k_tiles + kGemm.lent_stages, consumer);
+      pass<kGemm>(smem, state, k_tiles + kGemm.other_stages(), consumer);
       more = queue.read(tile);
       continue;
     }
@@ -279,17 +280,20 @@ __device__ __forceinline__ void consume_deferred(SharedStorage<kGemm>& smem, Gem
   while (more) {
     int const k_tiles = k_tiles_of<kGemm>(p, tile);
     if (tile.rows <= row) {  // what is kept waits for the next tile
-      pass<kGemm>(smem, state, k_tiles, consumer);
+      pass<kGemm>(smem, state, k_tiles + kGemm.other_stages(), consumer);
       more = queue.read(tile);
       continue;
     }
     pieces.begin(k_tiles);
     begin_epilogue(epilogue, tile, tile.row + row, 1);
-    int const last = multiply<kGemm, 1>(smem, state, acc, tile, row, k_tiles,
-                                        last_steps_of<kGemm>(tile), [&](int k_tile) {
-                                          if (pieces.under(k_tile) && kGemm.hands_over)
-                                            handover.before(tile);
-                                        });
+    int last = multiply<kGemm, 1>(smem, state, acc, tile, row, k_tiles, last_steps_of<kGemm>(tile),
+                                  [&](int k_tile) {
+                                    if (pieces.under(k_tile) && kGemm.hands_over)
+                                      handover.before(tile);
+                                  });
+    if constexpr (kGemm.adds_outer_product) {
+      last = multiply_outer_product<kGemm>(smem, state, acc[0], epilogue.outer_rows(), last);
+    }
     more = queue.read(ahead);  // under the last wgmmas
     arch::wgmma_wait<0>();
     release_stage<kGemm>(smem, last);

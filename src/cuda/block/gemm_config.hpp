@@ -47,6 +47,8 @@ struct GemmConfig {
   // B may have fewer rows, or varlen-K columns, than a tile: row groups that do not exist are not asked for, as boxes
   // beyond the end of a matrix take as long as others.
   bool short_b = false;
+  // One more k16 step adds an outer product of every segment (outer_product.cuh).
+  bool adds_outer_product = false;
   int b_halves = 1;        // 2: B has gate and up rows; every column group takes 64 of each
   int k_halves = 1;        // 2: k runs through two halves, each with a B of its own
   int store_slabs = 2;     // 64x64 staging buffers per consumer warpgroup
@@ -94,6 +96,8 @@ struct GemmConfig {
 
   // B has row groups of 64 rows of each half; CTA c of the cluster loads the c-th share of them.
   consteval int b_groups() const { return tile.n / kGroupRows / b_halves; }
+  // Stages of a tile besides those of its k_tiles.
+  consteval int other_stages() const { return lent_stages + (adds_outer_product ? 1 : 0); }
   consteval int b_groups_per_cta() const { return b_groups() / cluster_m; }
   consteval uint32_t a_subtile_bytes() const { return kSubtileM * tile.k * 2; }
   consteval uint32_t a_tile_bytes() const { return tile.m * tile.k * 2; }
@@ -154,6 +158,8 @@ consteval bool valid(GemmConfig c) {
     throw "lent_stages: cooperative, no cluster";
   if (c.defers && (c.ping_pong() || c.cluster_m > 1 || c.lent_stages > 0))
     throw "defers: cooperative, no cluster, no lent stages";
+  if (c.adds_outer_product && (!c.defers || c.gathers() || c.tile.n != 256))
+    throw "adds_outer_product: deferred, TMA, tile.n of 256";
   if (c.own_round && (c.lent_stages == 0 || c.store_slabs != c.tile.n / c.tile.m))
     throw "own_round: beside lent stages, as many slabs as one of them lends";
   if (c.lent_stages > c.stages)

@@ -14,6 +14,7 @@ struct GemmParams {
   CUtensorMap b[2];
   // make_weight_map(), boxes of 64 k x 64 rows; only if b_in_boxes. varlen-K: [0], make_ragged_load_map().
   CUtensorMap b_half[2];
+  CUtensorMap v;            // adds_outer_product: (column, segment), box 64 x 8
   int b_groups;             // short_b: row groups of a tile that exist
   bool b_in_boxes;          // B's layout needs a load for every half and row group
   int b_block;              // rows of a block of B: make_weight_map()

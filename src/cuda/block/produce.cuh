@@ -10,6 +10,7 @@
 #include "gemm_params.hpp"
 #include "handover.cuh"
 #include "lent_stages.cuh"
+#include "outer_product.cuh"
 #include "pipeline.cuh"
 #include "tile_scheduler.cuh"
 
@@ -177,6 +178,7 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
       __syncwarp();
       state.advance();
     }
+    if constexpr (kGemm.adds_outer_product) load_outer_product<kGemm>(smem, p, state, tile);
     lend_stages<kGemm, Epilogue>(smem, epilogue_params, state, tile);
   }
   if constexpr (kGemm.takes_over) handover.at_end();

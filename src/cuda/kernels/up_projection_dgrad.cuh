@@ -8,9 +8,11 @@
 // Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile); all loads by TMA
 //   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
 //   WG1,2 consumers |         | mma s0  | .. | round (wait full, arrive empty)
+//   dl w_router[e]: one more k16 step of a tile (block/outer_product.cuh)
 //   stores under the next tile's k loop (block/deferred_rows.cuh)
 // Barriers full, empty [stages] and named ones: gemm_config.hpp
-// Numerics fp32 accumulate over both halves, one rounding; bitwise repeatable: yes
+// Numerics fp32 accumulate over both halves, then dl, split into two bf16, times w_router; one rounding; bitwise
+//          repeatable: yes
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
@@ -81,9 +83,11 @@ cudaError_t make_up_projection_dgrad_params(UpProjectionDgradParams& p,
   p.epilogue.store.gmem_d = static_cast<block::bf16*>(args.gmem_dx_rows);
   p.epilogue.store.columns = int(d);
   p.epilogue.store.ragged_extent = int(args.rows);
-  p.epilogue.term = {.gmem_u = args.gmem_row_dlogits,
-                     .gmem_v = static_cast<block::bf16 const*>(args.w_router.gmem),
-                     .v_pitch = args.w_router.pitch};
+  if constexpr (kGemm.adds_outer_product) {
+    then(host::make_matrix_map(p.gemm.v, args.w_router.gmem, args.experts, d, args.w_router.pitch,
+                               block::kOuterRows));
+    p.epilogue.gmem_u = args.gmem_row_dlogits;
+  }
   p.gemm.gmem_offsets = args.gmem_expert_offsets;
   p.gemm.gmem_tile_counter = args.gmem_tile_counter;
   p.gemm.segments = args.experts;

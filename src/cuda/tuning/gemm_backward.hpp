@@ -35,7 +35,8 @@ constexpr bool down_projection_dgrad_is_wide(int64_t intermediate) { return inte
 template <block::Major kMajor, bool kRouterPart>
 struct UpProjectionDgradConfig {
   static constexpr bool router_part = kRouterPart;
-  static constexpr block::GemmConfig gemm{.b_major = kMajor, .k_halves = 2, .defers = true};
+  static constexpr block::GemmConfig gemm{
+      .b_major = kMajor, .adds_outer_product = kRouterPart, .k_halves = 2, .defers = true};
 };
 
 // bf16 that replaces what was there is stored under the next tile's k loop. fp32: a tile's first round of stores has

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// D[r, c] += u[r] * v[segment, c] by the tensor cores: one more k16 step of a tile, in a stage of its own.
+//   A, from registers  u in two bf16, u = high + low to 2^-17: high in column 0, low in column 8, else 0
+//   B, by TMA          rows segment, segment + 1, .. of v, twice: v[segment] is row 0 and row 8, the others meet zeros
+// As FMAs on the accumulators it took 4 to 8% of a tile, in which the tensor cores stood still
+// (docs/notebook/2026-11-22-dgrad-limits.md).
+#pragma once
+
+#include "../arch/approx_math.cuh"
+#include "../arch/tma.cuh"
+#include "../arch/wgmma.cuh"
+#include "gemm_params.hpp"
+#include "pipeline.cuh"
+#include "tile_scheduler.cuh"
+
+namespace tessera::cuda::block {
+
+constexpr int kOuterRows = 8;                         // of v, in each of two groups
+constexpr int kOuterBox = kOuterRows * kSlabColumns;  // elements
+constexpr int kOuterGroup = 256 / kSlabColumns * kOuterBox;
+
+// By the producer's warp.
+template <GemmConfig kGemm>
+__device__ __forceinline__ void load_outer_product(SharedStorage<kGemm>& smem, GemmParams const& p,
+                                                   PipelineState<kGemm.stages>& state,
+                                                   WorkTile const& tile) {
+  wait_empty<kGemm>(smem, state);
+  if (arch::elect_one()) {
+    arch::Mbarrier* const full = &smem.full[state.stage];
+    arch::mbarrier_arrive_expect_tx(full, 2 * kOuterGroup * sizeof(bf16));
+    for (int box = 0; box < 2 * kGemm.tile.n / kSlabColumns; ++box) {
+      int const column = tile.n_tile * kGemm.tile.n + box * kSlabColumns % kGemm.tile.n;
+      arch::tma_load(&smem.b[state.stage][box * kOuterBox], &p.v, full, column, tile.segment);
+    }
+  }
+  __syncwarp();
+  state.advance();
+}
+
+// u of rows lane/4 and lane/4 + 8 of a warp's 16, as an operand of wgmma.
+__device__ __forceinline__ void split_outer_rows(float const (&u)[2], uint32_t (&a)[4]) {
+  bool const has = arch::lane_idx() % 4 == 0;
+  TESSERA_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    uint32_t const high = arch::pack_bf16(u[half], 0.0f);
+    float const low = u[half] - __uint_as_float(high << 16);
+    a[half] = has ? high : 0;
+    a[2 + half] = has ? arch::pack_bf16(low, 0.0f) : 0;
+  }
+}
+
+// Behind the last k_tile, whose wgmmas are in flight on stage `previous`; returns the stage that now is.
+template <GemmConfig kGemm>
+__device__ __forceinline__ int multiply_outer_product(SharedStorage<kGemm>& smem,
+                                                      PipelineState<kGemm.stages>& state,
+                                                      Accumulators<kGemm>& acc, float const (&u)[2],
+                                                      int previous) {
+  uint32_t a[4];
+  split_outer_rows(u, a);
+  arch::mbarrier_wait(&smem.full[state.stage], state.phase);
+  arch::wgmma_fence();
+  arch::wgmma_m64n256k16(
+      acc[0], acc[1], a,
+      arch::wgmma_descriptor_rows_major<kOuterGroup* int{sizeof(bf16)},
+                                        kOuterBox* int{sizeof(bf16)}>(smem.b[state.stage]));
+  arch::wgmma_commit();
+  arch::wgmma_wait<1>();
+  release_stage<kGemm>(smem, previous);
+  int const stage = state.stage;
+  state.advance();
+  return stage;
+}
+
+}  // namespace tessera::cuda::block

@@ -161,6 +161,13 @@ class Fp32Operators(layers.Operators, unittest.TestCase):
             self.assertEqual(here.scratch.data_ptr(), kept)
             self.assertEqual(bool((here.scratch == 255).all()), limit == 0, "which workspace was used")
 
+    def test_default_device(self):
+        """Workspace of a layer on the CPU is there, wherever torch makes new tensors."""
+        expected = self.routed(self.tensors)
+        tessera.ops.plans.here.grow(0)
+        with torch.device("meta"):
+            self.assertTrue(torch.equal(self.routed(self.tensors), expected))
+
     def test_plans_do_not_grow_without_bound(self):
         for tokens in range(tessera.ops.plans.MAX_PLANS + 10):
             tessera.routed_experts(torch.ones(1, 24), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1),

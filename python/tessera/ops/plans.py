@@ -29,11 +29,11 @@ class _PerThread(threading.local):
     def __init__(self):
         self.plans = {}
         self.calls, self.ways = {}, {}  # autograd.py
-        self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.grow(0)
 
     def grow(self, size: int) -> None:
         self.scratch = None  # before the larger one comes
-        self.scratch = torch.empty(size, dtype=torch.uint8)
+        self.scratch = torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def forget(self) -> None:
         for kept in (self.plans, self.calls, self.ways):

@@ -16,6 +16,7 @@ _HOME = {
     "MoE": "module",
     "RouterOutput": "functional",
     "check_device_values": "functional",
+    "empty_cache": "functional",
     "grouped_experts": "functional",
     "grouped_gemm": "functional",
     "grouped_gemm_wgrad": "functional",
@@ -33,8 +34,8 @@ __all__ = ["__version__", *_HOME]
 if TYPE_CHECKING:
     from tessera.expert_parallel import ExpertParallel
     from tessera.functional import (
-        RouterOutput, check_device_values, grouped_experts, grouped_gemm, grouped_gemm_wgrad, moe, route,
-        routed_experts,
+        RouterOutput, check_device_values, empty_cache, grouped_experts, grouped_gemm, grouped_gemm_wgrad, moe,
+        route, routed_experts,
     )
     from tessera.huggingface import register_huggingface
     from tessera.losses import load_balancing_loss, selection_bias_update, z_loss

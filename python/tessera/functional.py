@@ -13,7 +13,9 @@ import torch
 from torch.compiler import is_compiling
 
 from tessera import library, ops
+from tessera.ops import memory
 from tessera.ops.autograd import recall
+from tessera.ops.plans import here
 from tessera.options import Options
 
 
@@ -265,3 +267,11 @@ def check_device_values(device=None) -> None:
         return
     index = torch.cuda.current_device() if device.index is None else device.index
     library.check_device_values(library.context(library.CUDA, index, 0))
+
+
+def empty_cache() -> None:
+    """Frees memory on the CPU that is kept for later calls: that of large results which nobody uses any more, and this
+    thread's workspace. Results in use stay what they are, and are freed when they die. On a GPU all memory is torch's
+    and torch.cuda.empty_cache() does this."""
+    memory.forget()
+    here.grow(0)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from tessera import library
+from tessera.ops import memory
 
 DTYPES = {torch.float32: library.FP32, torch.bfloat16: library.BF16, torch.float16: library.FP16,
            torch.int32: library.INT32, torch.int64: library.INT64}
@@ -120,7 +121,12 @@ class Plan:
             else:
                 describe(name, field, shape, strides, dtype, self.device)
         converted = converted if converted is not dtype else None
-        self.outputs.append(_Output(maker(shape, strides, dtype, self.device), word, zeroed, converted))
+        size = math.prod(shape) * dtype.itemsize
+        if self.device.type == "cpu" and size >= memory.LARGE:
+            made = memory.tensor, (shape, strides, dtype, size)
+        else:
+            made = maker(shape, strides, dtype, self.device)
+        self.outputs.append(_Output(made, word, zeroed, converted))
 
     def ready(self, key, workspace: int) -> "Plan":
         self.workspace = self.args.workspace.bytes = workspace
@@ -159,8 +165,8 @@ class Plan:
                 line(f"o{i}.zero_()")
             if output.word is not None:
                 line(f"words[{output.word}] = o{i}.data_ptr()")
-        # A CPU thread keeps its workspace: one that malloc has given back to the system costs a page fault per 4 KB.
-        # Those of a GPU, and large ones, come from torch's allocator, call by call.
+        # A CPU thread keeps its workspace, as new memory costs page faults (memory.py). Those of a GPU, and larger
+        # ones, come from torch's allocator, call by call.
         if cuda or self.workspace > SCRATCH_BYTES:
             make, how = maker((self.workspace,), (1,), torch.uint8, self.device)
             line("workspace = make(*how)", make=make, how=how)

@@ -21,7 +21,7 @@ DTYPES = {torch.float32: library.FP32, torch.bfloat16: library.BF16, torch.float
            torch.int32: library.INT32, torch.int64: library.INT64}
 KINDS = {"cpu": library.CPU, "cuda": library.CUDA}
 MAX_PLANS = 1024  # per thread; a plan is about 8 KB
-SCRATCH_BYTES = 1 << 27  # of a CPU thread
+SCRATCH_BYTES = 1 << 30  # of a CPU thread
 # make(shape, strides, dtype) of torch.compile's generated code; that of CUDA makes tensors on the current device.
 _MAKERS = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None) for kind in KINDS}
 

@@ -10,13 +10,15 @@ layer: sort, gather, grouped_mm, silu(gate) * up, grouped_mm, weight, add per to
 transformers runs for these values of experts_implementation. Each row is checked first: output and gradients of all
 against fp64. On a GPU times are those of events on the stream, memory what torch's allocator handed out: kept between
 the passes, beside output and inputs, and at most in use during both. With --cpu-time they are those that the process
-ran, all threads together: other programs on the machine disturb them less.
+ran, all threads together: other programs on the machine disturb them less. On the CPU page faults of both passes are
+counted too.
 """
 
 import argparse
 import datetime
 import json
 import os
+import resource
 import statistics
 import subprocess
 import time
@@ -120,6 +122,11 @@ class GpuClock(CpuClock):
         return now
 
 
+def page_faults() -> int:
+    """Of this process so far, without those that read a file."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def passes(layer, leaves: list, ids, scores, d_o, clock):
     """(ms forward, ms backward), (bytes kept, bytes at most) beyond what was there, output and gradients."""
     scores = scores.detach().requires_grad_()
@@ -166,12 +173,14 @@ def measure(config: str, dtype: str, names: list[str], device: str, seconds: flo
         _, memory[name], results = passes(layer, leaves, ids, scores, d_o, clock)
         check(name, dtype, results, reference)
     del reference, results
-    times = {name: ([], []) for name in layers}
+    times, faults = {name: ([], []) for name in layers}, {name: [] for name in layers}
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline or len(times[names[0]][0]) < 15:
         ids, scores = routing(tokens, experts, top_k, generator)
         for name, layer in layers.items():
+            before = page_faults()
             (forward, backward), memory[name], _ = passes(layer, leaves, ids, scores, d_o, clock)
+            faults[name].append(page_faults() - before)
             times[name][0].append(forward)
             times[name][1].append(backward)
     rows = []
@@ -189,6 +198,8 @@ def measure(config: str, dtype: str, names: list[str], device: str, seconds: flo
                 "checked": True})
             if device != "cpu":
                 rows[-1] |= {"saved_bytes": memory[name][0], "transient_peak_bytes": memory[name][1]}
+        if device == "cpu":
+            rows[-1]["page_faults"] = statistics.median(faults[name])
     return rows
 
 

@@ -91,13 +91,15 @@ cudaError_t resident_clusters(Kernel* kernel, PersistentShape shape, int& cluste
 template <typename Params>
 cudaError_t launch_clusters(void (*kernel)(Params const), PersistentShape shape, int64_t most_tiles,
                             int sm_count, Params const& params, cudaStream_t stream) {
+  if (most_tiles == 0) return cudaSuccess;
   int clusters = sm_count / shape.cluster;
   if (shape.cluster > 1) {
-    cudaError_t const error = resident_clusters(kernel, shape, clusters);
+    int resident = 0;
+    cudaError_t const error = resident_clusters(kernel, shape, resident);
     if (error != cudaSuccess) return error;
+    clusters = std::min(clusters, resident);
   }
   clusters = int(std::min<int64_t>(clusters, most_tiles));
-  if (clusters == 0) return cudaSuccess;
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t const config =
       launch_config(shape, clusters * shape.cluster, stream, attributes);

@@ -170,6 +170,57 @@ def lend(seed: int, together: bool, broken: str = "") -> None:
     play(chance, [producer(), *[warp(group, index) for group in range(2) for index in range(4)]])
 
 
+def share(seed: int, broken: str = "") -> None:
+    """A pair of CTAs that share B: each loads its A, and half of B into both; each warp releases a stage to both."""
+    chance = random.Random(seed)
+    stages, k_tiles, warps, ctas = chance.choice([2, 3, 4]), 20, 4, range(2)
+    at_home, half_awaited = broken == "released_at_home", broken == "half_of_b_awaited"
+    full = [[Barrier(2 if half_awaited else 3) for _ in range(stages)] for _ in ctas]
+    empty = [[Barrier(warps if at_home else 2 * warps) for _ in range(stages)] for _ in ctas]
+    content = [[[None] * 3 for _ in range(stages)] for _ in ctas]  # A, the halves of B
+    readers = [[0] * stages for _ in ctas]
+
+    def land(cta, stage, part, k_tile):
+        require(readers[cta][stage] == 0, "a stage is filled while it is read")
+        content[cta][stage][part] = k_tile
+
+    def producer(cta: int):
+        place = Place(stages)
+        for k_tile in range(k_tiles):
+            yield from empty[cta][place.stage].wait(place.parity ^ 1)
+            for other in chance.sample(ctas, 2):
+                for _ in range(chance.randint(0, 3)):
+                    yield
+                land(other, place.stage, 1 + cta, k_tile)
+                if other == cta or not half_awaited:
+                    full[other][place.stage].arrive()
+            land(cta, place.stage, 0, k_tile)
+            full[cta][place.stage].arrive()
+            place.advance()
+
+    def warp(cta: int):
+        place = Place(stages)
+
+        def release(stage):
+            readers[cta][stage] -= 1
+            for other in [cta] if at_home else ctas:
+                empty[other][stage].arrive()
+
+        for k_tile in range(k_tiles):
+            yield from full[cta][place.stage].wait(place.parity)
+            require(content[cta][place.stage] == [k_tile] * 3, "what is multiplied is not all there")
+            readers[cta][place.stage] += 1
+            for _ in range(chance.randint(0, 3)):
+                yield
+            if k_tile > 0:
+                release(previous)
+            previous = place.stage
+            place.advance()
+        release(previous)
+
+    play(chance, [*map(producer, ctas), *[warp(cta) for cta in ctas for _ in range(warps)]])
+
+
 def stay(seed: int, broken: str = "") -> None:
     """B that stays for a run of tiles: ping-pong warpgroups, runs of whole pairs of tiles, the last perhaps without
     rows."""
@@ -461,6 +512,15 @@ class RingModel(unittest.TestCase):
 
     def test_slabs_of_ones_own_need_a_meeting(self):
         self.notices(lend, True, "no_meeting_before_own")
+
+    def test_shared_b(self):
+        for seed in range(200):
+            share(seed)
+
+    def test_shared_b_needs_its_rules(self):
+        for rule in ("released_at_home", "half_of_b_awaited"):
+            with self.subTest(rule):
+                self.notices(share, rule)
 
     def test_fused_kernel(self):
         for seed in range(100):

@@ -143,7 +143,6 @@ consteval bool valid(GemmConfig c) {
   if (c.b_groups() % c.cluster_m) throw "cluster_m: divides the row groups of B";
   if (c.varlen_k() && (c.b_major != Major::kRows || c.b_halves * c.k_halves > 1))
     throw "varlen-K: B is rows-major and in one half";
-  if (c.varlen_k() && c.cluster_m > 1) throw "varlen-K: no cluster";
   if (c.varlen_k() && c.tile.m > 128) throw "varlen-K: at most 16 chunks of a token";
   if (c.gathers() && c.tile.m > 192) throw "gather: at most 12 rows per producer thread";
   if (c.keeps_b() && (!c.ping_pong() || c.gathers() || c.cluster_m > 1))
@@ -156,8 +155,7 @@ consteval bool valid(GemmConfig c) {
   if (c.stages < 2) throw "stages: at least 2";
   if (c.lent_stages > 0 && (c.ping_pong() || c.cluster_m > 1))
     throw "lent_stages: cooperative, no cluster";
-  if (c.defers && (c.ping_pong() || c.cluster_m > 1 || c.lent_stages > 0))
-    throw "defers: cooperative, no cluster, no lent stages";
+  if (c.defers && (c.ping_pong() || c.lent_stages > 0)) throw "defers: cooperative, no lent stages";
   if (c.adds_outer_product && (!c.defers || c.gathers() || c.tile.n != 256))
     throw "adds_outer_product: deferred, TMA, tile.n of 256";
   if (c.own_round && (c.lent_stages == 0 || c.store_slabs != c.tile.n / c.tile.m))

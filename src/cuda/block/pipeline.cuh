@@ -66,13 +66,14 @@ __device__ __forceinline__ void wait_empty(SharedStorage<kGemm>& smem,
   arch::mbarrier_wait(&smem.empty[state.stage], state.phase ^ 1);
 }
 
-// Consumer warpgroup, by its warp 0 or, warps_release(), by all, once its wgmmas on the stage have completed.
+// Consumer warpgroup, by its warp 0 or, warps_release(), by all, once its wgmmas on the stage have completed; to every
+// CTA that shares B.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void release_stage(SharedStorage<kGemm>& smem, int stage) {
-  int const thread = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
-  if constexpr (kGemm.warps_release()) {
-    if (arch::lane_idx() == 0) arch::mbarrier_arrive(&smem.empty[stage]);
-  } else if constexpr (kGemm.cluster_m == 1) {
+  int const thread = kGemm.warps_release()
+                         ? arch::lane_idx()
+                         : static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
+  if constexpr (kGemm.cluster_m == 1) {
     if (thread == 0) arch::mbarrier_arrive(&smem.empty[stage]);
   } else {
     if (thread < kGemm.cluster_m) arch::mbarrier_arrive_cluster(&smem.empty[stage], thread);

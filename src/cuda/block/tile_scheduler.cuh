@@ -8,7 +8,7 @@
 // varlen-M: a segment of M rows has ceil(M / (cluster_m * tile_m)) blocks; a work tile is (block, n_tile).
 // The last block's rows are divided among the CTAs of the cluster in units of 64, so that a cluster
 // of two wastes at most 127 rows per segment, not 255.
-// varlen-K: every segment has m_tiles blocks, and its rows are the reduction.
+// varlen-K: every segment has ceil(m_tiles / cluster_m) blocks of a tile for each CTA, and its rows are the reduction.
 // Raster inside a segment: groups of raster_n n_tiles; in a group n runs fastest, m forwards in even
 // groups and backwards in odd ones: neighbours in time share A rows and B columns in L2.
 #pragma once
@@ -65,7 +65,7 @@ class TileScheduler {
       : smem_(smem),
         gmem_counter_(p.gmem_tile_counter),
         segments_(p.segments),
-        m_tiles_(p.m_tiles),
+        m_blocks_((p.m_tiles + kGemm.cluster_m - 1) / kGemm.cluster_m),
         n_tiles_(p.n_tiles) {}
 
   // The first tile is the cluster's number, and tickets are for those after the last cluster's; or it is drawn, too.
@@ -164,10 +164,10 @@ class TileScheduler {
   __device__ __forceinline__ bool find(int index, int4& message) {
     int const wanted = index / n_tiles_;  // block number over all segments
     if constexpr (kGemm.varlen_k()) {
-      segment_ = min(wanted / m_tiles_, segments_);
-      blocks_before_ = segment_ * m_tiles_;
+      segment_ = min(wanted / m_blocks_, segments_);
+      blocks_before_ = segment_ * m_blocks_;
       if (segment_ == segments_) return false;
-      message = place(index - blocks_before_ * n_tiles_, m_tiles_, 0,
+      message = place(index - blocks_before_ * n_tiles_, m_blocks_, 0,
                       smem_.segment_offsets[segment_ + 1]);
       message.w = smem_.segment_offsets[segment_];
       return true;
@@ -221,7 +221,7 @@ class TileScheduler {
   SharedStorage<kGemm>& smem_;
   int* gmem_counter_;
   int segments_;
-  int m_tiles_;
+  int m_blocks_;  // varlen-K
   int n_tiles_;
   int segment_ = 0;
   int blocks_before_ = 0;  // blocks of the segments before segment_
@@ -295,7 +295,8 @@ class WorkQueue {
     tile.end = message.z;
     int const left = message.z - message.y;
     if constexpr (kGemm.varlen_k()) {
-      tile.row = message.y;
+      int const rank = kGemm.cluster_m == 1 ? 0 : static_cast<int>(arch::cluster_cta_rank());
+      tile.row = message.y + rank * kGemm.tile.m;
       tile.rows = kGemm.tile.m;
     } else if constexpr (kGemm.cluster_m == 1) {
       tile.row = message.y;

@@ -7,7 +7,7 @@
 // Work     2*halves*R*n*d FLOP; bytes: left 2*T*d..2*R*d, right 2*halves*R*n, dW 2 or 4 times halves*E*n*d, twice
 //          that to read when adding
 // Schedule persistent, 1 CTA/SM; varlen-K: work tile = (expert, tile_m of d, tile_n of halves*n), k = the expert's
-//          rows
+//          rows; in pairs two CTAs take neighbours along d and load half of B each, for both
 //   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
 //   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)
 //   fill = cp.async gather of left + ragged TMA of right; rows past the expert are zero in both, since zero times

@@ -42,12 +42,16 @@ struct UpProjectionDgradConfig {
 // bf16 that replaces what was there is stored under the next tile's k loop. fp32: a tile's first round of stores has
 // slabs of its own, so that one stage more holds operands of the next tile. What bf16 gradients are added to (kAdds)
 // comes by lent stages. bench/results/h200/2026-11-21-projection-wgrad.json, 2026-11-22-own-round-layer.json
-template <block::Major kMajor, bool kFp32, bool kAnyLayout, bool kAdds>
+// kPairs: two CTAs whose tiles are neighbours along d share each B, which takes a third of the bytes off L2. Both have
+// the same rows to add up, so neither waits for the other. bench/results/h200/2026-11-22-wgrad-pairs-layer.json
+template <block::Major kMajor, bool kFp32, bool kAnyLayout, bool kAdds, bool kPairs = false>
 struct ProjectionWgradConfig {
   static_assert(!kAdds || (!kFp32 && !kAnyLayout));
+  static_assert(!kPairs || (!kFp32 && !kAnyLayout && !kAdds));
   static constexpr block::Major d_major = kMajor;
   static constexpr bool fp32 = kFp32;
   static constexpr block::GemmConfig gemm{.stages = 4,
+                                          .cluster_m = kPairs ? 2 : 1,
                                           .a_loader = block::ALoader::kGather,
                                           .ragged = block::Ragged::kK,
                                           .b_major = block::Major::kRows,
@@ -60,6 +64,12 @@ struct ProjectionWgradConfig {
                                           .defers = !kFp32 && !kAnyLayout && !kAdds,
                                           .takes_over = !kAnyLayout};
 };
+
+// Where no CTA of a pair is left without a tile.
+constexpr bool projection_wgrad_in_pairs(int64_t hidden, int sm_count) {
+  constexpr int kTileM = block::GemmConfig{}.tile.m;
+  return (hidden + kTileM - 1) / kTileM % 2 == 0 && sm_count >= 2;
+}
 
 // Memory bound, with short k loops. bench/results/h200/2026-11-22-router.json
 struct RouterDgradConfig {

@@ -106,6 +106,8 @@ class TokenGather {
 
   // Requests the indices of a tile's first k_tile.
   __device__ __forceinline__ void begin(WorkTile const& tile) {
+    bool const all_columns = tile.row + kGemm.tile.m <= row_chunks_ * 8;
+    whole_k_tiles_ = all_columns ? (tile.end - tile.begin) / kGemm.tile.k : 0;
     int const column_chunk = tile.row / 8 + chunk_;
     exists_ = column_chunk < row_chunks_;
     // Through a shuffle, as an address then takes one multiply-add from here: the compiler would keep the
@@ -126,13 +128,13 @@ class TokenGather {
     prefetch(tile, k_tile + 1);
   }
 
-  // The k_tile that was prepared; tokens past the segment and columns past the row become 0.
-  __device__ __forceinline__ void copy(SharedStorage<kGemm>& smem, int stage) const {
-    uint32_t const smem_a = arch::shared_address(smem.a[stage]) + smem_offset_;
-    TESSERA_UNROLL
-    for (int i = 0; i < kTokensPerThread; ++i) {
-      arch::cp_async_16(smem_a + i * kTokenStep * 128, gmem_ + uint64_t{source_[i]} * 16,
-                        exists_ && source_[i] != kNothing ? 16 : 0);
+  // The k_tile that was prepared; tokens past the segment and columns past the row become 0. Where there are none of
+  // these nobody asks for them: between the stage's release and its loads every instruction counts.
+  __device__ __forceinline__ void copy(SharedStorage<kGemm>& smem, int stage, int k_tile) const {
+    if (k_tile < whole_k_tiles_) {
+      copy_each(smem, stage, [](uint32_t) { return true; });
+    } else {
+      copy_each(smem, stage, [&](uint32_t source) { return exists_ && source != kNothing; });
     }
     arch::cp_async_arrive(&smem.full[stage]);
   }
@@ -144,6 +146,17 @@ class TokenGather {
   static constexpr int kWarpTokens = arch::kWarpThreads / kChunks;
   static_assert(kTokenStep % 8 == 0 && kWarpTokens * kTokensPerThread == 16);
   static constexpr uint32_t kNothing = 0xffffffff;  // nothing is read
+
+  template <class Exists>
+  __device__ __forceinline__ void copy_each(SharedStorage<kGemm>& smem, int stage,
+                                            Exists exists) const {
+    uint32_t const smem_a = arch::shared_address(smem.a[stage]) + smem_offset_;
+    TESSERA_UNROLL
+    for (int i = 0; i < kTokensPerThread; ++i) {
+      arch::cp_async_16(smem_a + i * kTokenStep * 128, gmem_ + uint64_t{source_[i]} * 16,
+                        exists(source_[i]) ? 16 : 0);
+    }
+  }
 
   // They are first touched by the next prepare().
   __device__ __forceinline__ void prefetch(WorkTile const& tile, int k_tile) {
@@ -159,7 +172,8 @@ class TokenGather {
   int first_;       // of the tokens whose index this lane loads
   int chunk_;
   uint32_t smem_offset_;
-  bool exists_ = false;  // its chunk
+  bool exists_ = false;    // its chunk
+  int whole_k_tiles_ = 0;  // of the tile: all of their tokens and columns exist
   int index_ = -1;
   uint32_t source_[kTokensPerThread];  // first chunk of the token
 };

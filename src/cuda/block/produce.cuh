@@ -249,7 +249,7 @@ __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, Gemm
         load_b<kGemm>(smem, p, state.stage, k_tile, tile);
       }
       __syncwarp();
-      gather.copy(smem, state.stage);
+      gather.copy(smem, state.stage, k_tile);
       state.advance();
     }
     lend_stages<kGemm, Epilogue>(smem, epilogue_params, state, tile);

@@ -6,14 +6,14 @@
 //   ack         owner, pass ended -> source         ack[owner]              epoch - 2      sys
 //   route_scan  CTAs -> CTAs                        slices counted          all slices     gpu
 //   publish     source -> all ranks                 publish[source]         epoch          sys
-//   arrived     communication warps -> up tasks     arrived[block]          its rows       gpu
+//   arrived     those who bring rows -> up tasks    arrived[block]          its rows       gpu
 //   a_ready     up tasks -> down tasks              a_ready[block]          up_tiles       gpu
 //   down_tiles  down tasks -> the last of them      down_tiles[block]       down_tiles     gpu, sys fence before
 //   block_done  owner -> aggregate                  block_done[owner,block] epoch          sys
 //   part_done   owner -> aggregate                  part_done[owner,token]  epoch          sys
 //   ended       CTAs -> the last of them            ended                   all CTAs       gpu
 //
-// Transfer::once: a token's row crosses once to each owner, whose communication warp writes it to the places of all its
+// Transfer::once: a token's row crosses once to each owner, one of whose warps writes it to the places of all its
 // pairs there when it comes to the first of them. So nobody waits for a copy.
 //
 // Transfer::dedup: the rows of one token on one owner are a group, ordered by expert and so by pool row,

@@ -102,6 +102,7 @@ Program Passes::cta(Actor& self, std::int32_t index) {
     co_await route(self, index, epoch);
     Known known;
     co_await make_plan(self, epoch, known);
+    co_await bring_first_rows(self, index, epoch, known);
     TaskCursor tasks(shape_, known.plan.data(), self.rank, options_.lag);
     std::int64_t const tickets = tasks.tickets();
     Sent sent;

@@ -34,6 +34,8 @@ enum class Break {
   rows_awaited_with_pads,      // a block that is not full never has them
   draws_begin_with_the_first,  // though every warp has had one
   draws_not_cleared,
+  first_rows_by_both,  // consumer and communication warps
+  first_rows_without_proxy_fence,
   arrived_relaxed,
   pull_without_proxy_fence,
   row_pulled_twice,
@@ -87,8 +89,9 @@ struct Options {
   std::int32_t ring_blocks = 0;     ///< that the pool has places for, direct; 0: for all
   std::int32_t rows_in_flight = 1;  ///< that a communication warp has begun and not counted yet
   std::int32_t rows_of_draw = 0;    ///< that it takes at a time; 0: row i is warp i mod warps'
-  bool announces = false;   ///< a warp of its own fences and counts for the others of its CTA
-  bool sums_early = false;  ///< communication warps add up tokens that are complete, direct
+  std::int32_t first_rows = 0;  ///< that CTAs bring before their tasks, by loads and stores, once
+  bool announces = false;       ///< a warp of its own fences and counts for the others of its CTA
+  bool sums_early = false;      ///< communication warps add up tokens that are complete, direct
 };
 
 struct Entry;
@@ -116,6 +119,14 @@ class Passes : public World {
   Program write_lists(Actor& self, std::int32_t index, std::uint32_t epoch,
                       std::vector<std::int32_t>& next, std::vector<std::int32_t> const& totals);
   Program make_plan(Actor& self, std::uint32_t epoch, Known& known);
+  [[nodiscard]] std::int32_t first_rows(std::int32_t rank, Known const& known) const;
+  Program bring_first_rows(Actor& self, std::int32_t index, std::uint32_t epoch,
+                           Known const& known);
+  struct Placed {
+    std::int32_t block, position, pad;
+  };
+  Program find_place(Actor& self, std::uint32_t epoch, std::int32_t source, std::int64_t pair,
+                     Known const& known, Placed& placed);
   Program pull_all(Actor& self, std::int32_t number, std::uint32_t epoch, Known const& known);
   // What a communication warp has on its way: rows that have been written, or will be, by their counters; and how
   // many have been loaded into its ring in shared memory.

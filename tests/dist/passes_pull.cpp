@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The role of a communication warp: rows from their sources into the pool.
+// The role of a communication warp: rows from their sources into the pool; and what CTAs bring before their tasks.
 #include <algorithm>
 
 #include "tests/dist/passes.hpp"
@@ -15,15 +15,16 @@ Program Passes::pull_all(Actor& self, std::int32_t number, std::uint32_t epoch,
   std::int32_t const all = owner_totals(shape_, known.plan.data(), self.rank).rows;
   std::int32_t const warps = options_.ctas * options_.communication_warps;
   std::int32_t const at_a_time = std::max(options_.rows_of_draw, 1);
+  std::int32_t const begin = breaks(Break::first_rows_by_both) ? 0 : first_rows(self.rank, known);
   Spread spread;
-  for (std::int32_t first = number * at_a_time; first < all;) {
+  for (std::int32_t first = begin + number * at_a_time; first < all;) {
     std::int32_t next = first + warps;
     if (options_.rows_of_draw > 0) {
       auto const drawn = static_cast<std::int32_t>(
           co_await self.ask({.kind = Kind::count_relaxed,
                              .address = local(self, local_.row_draws(bank_of(epoch))),
                              .value = 1}));
-      next = (drawn + (breaks(Break::draws_begin_with_the_first) ? 0 : warps)) * at_a_time;
+      next = begin + (drawn + (breaks(Break::draws_begin_with_the_first) ? 0 : warps)) * at_a_time;
     }
     for (std::int32_t i = first; i < std::min(first + at_a_time, all); ++i) {
       PoolRow const row = rows.at(i);
@@ -46,10 +47,61 @@ Program Passes::load(Actor& self, std::uint64_t x, Spread& spread) {
   co_await self.write(ring_place(self, spread), x);
 }
 
+// At most half of all rows.
+std::int32_t Passes::first_rows(std::int32_t rank, Known const& known) const {
+  if (!once()) return 0;
+  std::int32_t const all = owner_totals(shape_, known.plan.data(), rank).rows;
+  return std::min(options_.first_rows, all / 2);
+}
+
+// Row i by CTA i mod CTAs.
+Program Passes::bring_first_rows(Actor& self, std::int32_t index, std::uint32_t epoch,
+                                 Known const& known) {
+  CountMatrix const counts{known.counts.data(), shape_.experts};
+  RowCursor rows(shape_, counts, known.plan.data(), known.list_begin.data(), self.rank);
+  std::int32_t const end = first_rows(self.rank, known);
+  for (std::int32_t i = index; i < end; i += options_.ctas) {
+    PoolRow const row = rows.at(i);
+    Entry const entry = Entry::from(co_await self.read(
+        window(self.rank, window_.list_entry(parity_of(epoch), row.source, row.entry))));
+    if (entry.place != 0) continue;
+    std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
+    std::uint64_t const x = co_await self.read(window(row.source, window_.x_row(token)));
+    std::vector<Address> arrived;
+    for (std::int32_t k = 0; k < shape_.max_top_k; ++k) {
+      if ((entry.first_index >> k & 1) == 0) continue;
+      Placed placed = {};
+      co_await find_place(self, epoch, row.source, token * shape_.max_top_k + k, known, placed);
+      co_await self.write(pool(self, placed.block, placed.position), x);
+      co_await write_pads(self, placed.block, placed.position, placed.pad);
+      arrived.push_back(local(self, local_.arrived(bank_of(epoch), placed.block)));
+    }
+    if (!breaks(Break::first_rows_without_proxy_fence)) co_await self.proxy_fence();
+    for (Address const word : arrived) co_await self.count(word, 1);
+  }
+}
+
+// Where a pair's row goes, noted as pulled.
+Program Passes::find_place(Actor& self, std::uint32_t epoch, std::int32_t source, std::int64_t pair,
+                           Known const& known, Placed& placed) {
+  CountMatrix const counts{known.counts.data(), shape_.experts};
+  note(pulled_, epoch, source, static_cast<std::uint32_t>(pair), 0, "pulled");
+  PairPlace const place = PairPlace::of(static_cast<std::uint32_t>(
+      co_await self.read(window(self.rank, window_.place_word(parity_of(epoch), source, pair)))));
+  std::int32_t const expert = self.rank * shape_.local_experts() + place.expert;
+  ExpertPlan const& plan = known.plan[static_cast<std::size_t>(expert)];
+  std::int32_t const in_expert = rows_ahead(shape_, counts, expert, source) + place.index;
+  std::int32_t const position = in_expert % shape_.block_rows;
+  placed = {plan.first_block + in_expert / shape_.block_rows, position,
+            in_expert + 1 == plan.rows ? shape_.block_rows - 1 - position : 0};
+  std::int64_t const pool_row = std::int64_t{placed.block} * shape_.block_rows + position;
+  co_await self.write(local(self, local_.row_origin + 8 * pool_row),
+                      static_cast<std::uint64_t>(source) << 32 | static_cast<std::uint64_t>(pair));
+}
+
 // A token's row to the places of all its pairs here.
 Program Passes::bring(Actor& self, std::uint32_t epoch, std::int32_t source, Entry const& entry,
                       Known const& known, Spread& spread) {
-  CountMatrix const counts{known.counts.data(), shape_.experts};
   std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
   std::uint64_t const x = co_await self.read(window(source, window_.x_row(token)), Proxy::async);
   co_await load(self, x, spread);
@@ -57,22 +109,11 @@ Program Passes::bring(Actor& self, std::uint32_t epoch, std::int32_t source, Ent
     if ((entry.first_index >> k & 1) == 0) continue;
     std::int64_t const pair = token * shape_.max_top_k + k;
     if (breaks(Break::row_to_its_first_place_only) && pair != entry.pair) continue;
-    note(pulled_, epoch, source, static_cast<std::uint32_t>(pair), 0, "pulled");
-    PairPlace const place = PairPlace::of(static_cast<std::uint32_t>(
-        co_await self.read(window(self.rank, window_.place_word(parity_of(epoch), source, pair)))));
-    std::int32_t const expert = self.rank * shape_.local_experts() + place.expert;
-    ExpertPlan const& plan = known.plan[static_cast<std::size_t>(expert)];
-    std::int32_t const in_expert = rows_ahead(shape_, counts, expert, source) + place.index;
-    std::int32_t const block = plan.first_block + in_expert / shape_.block_rows;
-    std::int32_t const position = in_expert % shape_.block_rows;
-    std::int64_t const pool_row = std::int64_t{block} * shape_.block_rows + position;
-    std::int32_t const pad = in_expert + 1 == plan.rows ? shape_.block_rows - 1 - position : 0;
-    co_await self.copy(ring_place(self, spread), pool(self, block, position));
-    co_await self.write(
-        local(self, local_.row_origin + 8 * pool_row),
-        static_cast<std::uint64_t>(source) << 32 | static_cast<std::uint64_t>(pair));
-    co_await write_pads(self, block, position, pad);
-    spread.untold.push_back(local(self, local_.arrived(bank_of(epoch), block)));
+    Placed placed = {};
+    co_await find_place(self, epoch, source, pair, known, placed);
+    co_await self.copy(ring_place(self, spread), pool(self, placed.block, placed.position));
+    co_await write_pads(self, placed.block, placed.position, placed.pad);
+    spread.untold.push_back(local(self, local_.arrived(bank_of(epoch), placed.block)));
   }
 }
 

@@ -78,7 +78,8 @@ TEST(Protocol, EndsAndLosesNothing) {
                                  .lag = ctas - 1,
                                  .completes_later = warps == 1,
                                  .rows_in_flight = 3 - warps,
-                                 .rows_of_draw = ctas - 1};
+                                 .rows_of_draw = ctas - 1,
+                                 .first_rows = 4 * (warps - 1)};
         for (std::uint64_t seed = 0; seed < 60; ++seed) {
           std::string const where = std::to_string(ranks) + " ranks, " + std::to_string(ctas) +
                                     " CTAs, " + std::to_string(warps) + " warps, seed " +
@@ -117,6 +118,7 @@ TEST(Protocol, EndsWithARingAnAnnouncerAndEarlySums) {
           options.announces = seed % 7 != 0;
           options.rows_in_flight = 1 + static_cast<std::int32_t>(seed % 5);
           options.rows_of_draw = static_cast<std::int32_t>(seed / 3 % 4);
+          options.first_rows = static_cast<std::int32_t>(seed % 6);
           ASSERT_EQ(run(places == 0 ? small_once(ranks) : small(ranks), options, seed), "")
               << ranks << " ranks, " << ctas << " CTAs, " << places << " places, seed " << seed;
         }
@@ -288,6 +290,9 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
       {Break::rows_awaited_with_pads, "rows_awaited_with_pads", "waits at arrived"},
       {Break::draws_begin_with_the_first, "draws_begin_with_the_first", "a row twice"},
       {Break::draws_not_cleared, "draws_not_cleared", "waits at arrived"},
+      {Break::first_rows_by_both, "first_rows_by_both", "a row twice"},
+      {Break::first_rows_without_proxy_fence, "first_rows_without_proxy_fence",
+       "no proxy fence followed"},
       {Break::chunk_loaded_before_read, "chunk_loaded_before_read",
        "what a bulk store may still read"},
       {Break::lists_without_system_fence, "lists_without_system_fence", "no system fence"},
@@ -330,7 +335,8 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
   for (Broken const& broken : all) expect_noticed(broken, small(2));
   for (Broken const& broken : of_helpers) expect_noticed(broken, small(2), with_helpers());
   for (Broken const& broken : of_once) {
-    expect_noticed(broken, small_once(2), {.passes = 5, .rows_in_flight = 4, .rows_of_draw = 2});
+    expect_noticed(broken, small_once(2),
+                   {.passes = 5, .rows_in_flight = 4, .rows_of_draw = 2, .first_rows = 3});
   }
   for (Broken const& broken : of_dedup) expect_noticed(broken, small_dedup(2));
   expect_noticed(

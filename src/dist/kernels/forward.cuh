@@ -4,7 +4,8 @@
 //   WG0 warp 0     | draws tickets; TMA loads of a task once [arrived] or [a_ready] says that A is there
 //       warps 1, 2 | pull rows into the pool in the order of the tasks -> arrived
 //       warp 3     | announces what the consumers have sent [sent] -> a_ready; down_tiles, block_done
-//   WG1, 2         | multiply; up: a by TMA, complete under the next task; down: rows to slots on their
+//   WG1, 2         | first: rows of the first tasks, where rows cross once -> arrived
+//                  | multiply; up: a by TMA, complete under the next task; down: rows to slots on their
 //                  | sources -> sent; last: aggregate the slice's tokens [block_done]
 // Tasks    TaskCursor: ups, with downs behind by `lag` units
 // Barriers pipeline, lent stages and work ring of block/; the queue of sent tasks (sent_tasks.cuh)
@@ -315,8 +316,10 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     }
   } else {
     arch::acquire_registers<kConsumerRegisters>();
+    int const warp = arch::warp_idx() - 4;
+    bring_first_rows(pass, warp);
     consume<kKind>(pass, warpgroup - 1);
-    SlotSums(pass).run(static_cast<int>(threadIdx.x) / 32 - 4, kConsumerWarps);
+    SlotSums(pass).run(warp, kConsumerWarps);
   }
   __syncwarp();
   __syncthreads();

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The communication warps of the fused kernel: rows from their sources into the pool, in the order of the tasks
-// -> arrived.
+// -> arrived. Where rows cross once, the consumer warps bring the first ones.
 //   direct  pull_rows: a row for every pair, row i by warp i mod warps
 //   once    pull_tokens: a token's row for all its pairs here, with the first of them. Rows are drawn, four at a time,
 //           so a warp whose rows take long has fewer; where a row goes does not depend on who brings it
+//           first_rows: before that, what the first tasks wait for, by warps that have nothing to multiply yet:
+//           two rings of an SM write 1.2 TB/s, and every row goes to several places
 // Ahead   once: a number is drawn two draws before it is needed, entries are read one draw, places one row
 //         before
 // Pads stay what they are: a row of a GEMM depends on its own row alone, and no slot gets one.
@@ -14,20 +16,49 @@
 
 namespace tessera::dist {
 
+constexpr int kRowsOfDraw = 4;  // Transfer::once; not every one of them brings its token
+
+// Rows that the consumer warps bring: of the blocks of every CTA's first two tasks, at most half of all. Half and one
+// and a half times as many are 1 to 3% slower, and where every pair has a row of its own communication warps alone are
+// 1% faster (docs/notebook/2026-11-23-fused-first-rows.md).
+__device__ inline int first_rows(Pass const& pass) {
+  constexpr int kTasks = 2;  // of a CTA
+  ExchangeShape const& shape = pass.shape();
+  if (shape.transfer != Transfer::once) return 0;
+  int const up_tiles = shape.up_tiles();
+  int const blocks = (kTasks * static_cast<int>(gridDim.x) + up_tiles - 1) / up_tiles;
+  int const half = owner_totals(shape, pass.plan(), pass.p.exchange.rank).rows / 2;
+  return min(blocks * shape.block_rows, half) / kRowsOfDraw * kRowsOfDraw;
+}
+
+// Where the pool holds {pair, source} of a row.
+__device__ inline uint2* row_origin(Pass const& pass, std::int64_t row) {
+  ExchangeArguments const& p = pass.p.exchange;
+  return reinterpret_cast<uint2*>(p.gmem_local + p.local.row_origin + 8 * row);
+}
+
+__device__ inline int pool_row_of(Pass const& pass, PairPlace const& place, int source) {
+  ExchangeShape const& shape = pass.shape();
+  int const expert = pass.p.exchange.rank * shape.local_experts() + place.expert;
+  return pass.plan()[expert].first_block * shape.block_rows +
+         rows_ahead(shape, pass.counts(), expert, source) + place.index;
+}
+
 // One lane.
 __device__ inline void pull_rows(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
   int const worker = static_cast<int>(blockIdx.x) * kCommunicationWarps + warp;
   int const workers = static_cast<int>(gridDim.x) * kCommunicationWarps;
   int const rows = owner_totals(p.shape, pass.plan(), p.rank).rows;
-  int const mine = (rows - worker + workers - 1) / workers;
+  int const first = first_rows(pass) + worker;
+  int const mine = (rows - first + workers - 1) / workers;
   if (mine <= 0) return;
   int const row_bytes = 2 * p.shape.hidden;
   RowCursor cursor(p.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p.rank);
   PoolRow ahead = {};
   std::uint32_t ahead_pair = 0;
   auto const look_ahead = [&](int i) {  // entries are read a row before they are needed
-    ahead = cursor.at(worker + i * workers);
+    ahead = cursor.at(first + i * workers);
     std::int64_t const at = p.window.list_entry(parity(pass.epoch), ahead.source, ahead.entry);
     ahead_pair = __ldcg(word_of(p.windows[p.rank], at));  // RouteEntry::pair
   };
@@ -38,8 +69,7 @@ __device__ inline void pull_rows(Pass const& pass, int warp) {
     std::uint32_t const pair = ahead_pair;
     if (i + 1 < mine) look_ahead(i + 1);
     std::int64_t const pool_row = std::int64_t{row.block} * p.shape.block_rows + row.position;
-    *reinterpret_cast<uint2*>(p.gmem_local + p.local.row_origin + 8 * pool_row) =
-        make_uint2(pair, static_cast<std::uint32_t>(row.source));
+    *row_origin(pass, pool_row) = make_uint2(pair, static_cast<std::uint32_t>(row.source));
     std::int64_t const token = pair / static_cast<std::uint32_t>(p.shape.max_top_k);
     return RowCopy{p.windows[row.source] + p.window.x_row(token),
                    p.gmem_pool + pool_row * row_bytes,
@@ -75,6 +105,7 @@ class TokenDraws {
         p_(pass.p.exchange),
         lane_(arch::lane_idx()),
         warps_(static_cast<int>(gridDim.x) * kCommunicationWarps),
+        begin_(first_rows(pass)),
         rows_(owner_totals(p_.shape, pass.plan(), p_.rank).rows),
         cursor_(p_.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p_.rank) {
     draw();
@@ -108,17 +139,15 @@ class TokenDraws {
   }
 
  private:
-  static constexpr int kRows = 4;  // of a draw; not every one of them brings its token
-
   __device__ char* window() const { return p_.windows[p_.rank]; }
   // Of the draw ahead.
-  __device__ bool has_row() const { return lane_ < kRows && first_ahead_ + lane_ < rows_; }
+  __device__ bool has_row() const { return lane_ < kRowsOfDraw && first_ahead_ + lane_ < rows_; }
   __device__ void draw() {
     if (lane_ == 0) drawn_ = atomicAdd(pass_.local_word(p_.local.row_draws(pass_.epoch)), 1u);
   }
   // Lane j: row j of a draw.
   __device__ void read(int draw) {
-    first_ahead_ = draw * kRows;
+    first_ahead_ = begin_ + draw * kRowsOfDraw;
     if (!has_row()) return;
     PoolRow const row = cursor_.at(first_ahead_ + lane_);
     source_ahead_ = row.source;
@@ -128,7 +157,7 @@ class TokenDraws {
 
   Pass const& pass_;
   ExchangeArguments const& p_;
-  int lane_, warps_, rows_;
+  int lane_, warps_, begin_, rows_;
   RowCursor cursor_;
   unsigned left_ = 0;  // lanes whose tokens are still to be brought
   uint4 entry_ = {};   // RouteEntry of this lane
@@ -154,16 +183,85 @@ __device__ inline void pull_tokens(Pass const& pass, int warp) {
     std::int32_t row = 0;
     int const lane = arch::lane_idx();
     if ((token.choices >> lane & 1) != 0) {
-      int const expert = p.rank * p.shape.local_experts() + token.place.expert;
-      row = pass.plan()[expert].first_block * p.shape.block_rows +
-            rows_ahead(p.shape, pass.counts(), expert, token.source) + token.place.index;
-      *reinterpret_cast<uint2*>(p.gmem_local + p.local.row_origin + 8 * std::int64_t{row}) =
+      row = pool_row_of(pass, token.place, token.source);
+      *row_origin(pass, row) =
           make_uint2(token.first_pair + lane, static_cast<std::uint32_t>(token.source));
     }
     std::int64_t const t = token.first_pair / static_cast<std::uint32_t>(p.shape.max_top_k);
     spread.bring(p.windows[token.source] + p.window.x_row(t), token.choices, row);
   } while (ahead.choices != 0);
   spread.finish();
+}
+
+// A row of x to the pool's row `to` of each lane that has one, by loads and stores of the whole warp.
+__device__ inline void copy_row(Pass const& pass, char const* from, int to) {
+  constexpr int kLoads = 8;  // in flight
+  constexpr int kBytes = 16 * arch::kWarpThreads;
+  int const row_bytes = 2 * pass.shape().hidden;
+  unsigned const places = __ballot_sync(block::kAllLanes, to >= 0);
+  for (int begin = 0; begin < row_bytes; begin += kLoads * kBytes) {
+    int const at = begin + 16 * arch::lane_idx();
+    uint4 part[kLoads];
+    TESSERA_UNROLL
+    for (int i = 0; i < kLoads; ++i) {
+      if (at + i * kBytes < row_bytes) {
+        part[i] = __ldcg(reinterpret_cast<uint4 const*>(from + at + i * kBytes));
+      }
+    }
+    for (unsigned left = places; left != 0; left &= left - 1) {
+      int const lane = __ffs(static_cast<int>(left)) - 1;
+      std::int64_t const row = __shfl_sync(block::kAllLanes, to, lane);
+      char* const gmem = pass.p.exchange.gmem_pool + row * row_bytes + at;
+      TESSERA_UNROLL
+      for (int i = 0; i < kLoads; ++i) {
+        if (at + i * kBytes < row_bytes) *reinterpret_cast<uint4*>(gmem + i * kBytes) = part[i];
+      }
+    }
+  }
+}
+
+// Transfer::once. One of kConsumerWarps warps: of the first rows number i by warp i mod warps, those of a CTA far
+// apart. Lane j reads the entry of the warp's j-th row.
+__device__ inline void bring_first_rows(Pass const& pass, int warp) {
+  ExchangeArguments const& p = pass.p.exchange;
+  PoolRows const pool{pass};
+  int const lane = arch::lane_idx();
+  int const warps = static_cast<int>(gridDim.x) * kConsumerWarps;
+  int const end = first_rows(pass);
+  auto const top_k = static_cast<std::uint32_t>(p.shape.max_top_k);
+  RowCursor cursor(p.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p.rank);
+  int number = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x) + lane * warps;
+  for (; __any_sync(block::kAllLanes, number < end); number += arch::kWarpThreads * warps) {
+    int source_ahead = 0;
+    uint4 entry = {};  // RouteEntry
+    if (number < end) {
+      PoolRow const row = cursor.at(number);
+      source_ahead = row.source;
+      entry = __ldcg(reinterpret_cast<uint4 const*>(
+          p.windows[p.rank] + p.window.list_entry(parity(pass.epoch), row.source, row.entry)));
+    }
+    bool const brings = number < end && entry.z % 256 == 0;  // RouteEntry::place
+    for (unsigned left = __ballot_sync(block::kAllLanes, brings); left != 0; left &= left - 1) {
+      int const from = __ffs(static_cast<int>(left)) - 1;
+      int const source = __shfl_sync(block::kAllLanes, source_ahead, from);
+      std::uint32_t const token = __shfl_sync(block::kAllLanes, entry.x, from) / top_k;
+      std::uint32_t const choices = __shfl_sync(block::kAllLanes, entry.w, from);
+      std::uint32_t const pair = token * top_k + lane;  // of lane j: choice j
+      int row = -1;
+      if ((choices >> lane & 1) != 0) {
+        std::int64_t const word = p.window.place_word(parity(pass.epoch), source, pair);
+        row = pool_row_of(pass, PairPlace::of(__ldcg(word_of(p.windows[p.rank], word))), source);
+        *row_origin(pass, row) = make_uint2(pair, static_cast<std::uint32_t>(source));
+      }
+      copy_row(pass, p.windows[source] + p.window.x_row(token), row);
+      arch::fence_proxy_async_global();  // TMA reads what every lane has written
+      __syncwarp();
+      if (row >= 0) {
+        pool.written();
+        pool.arrived(row);
+      }
+    }
+  }
 }
 
 }  // namespace tessera::dist

@@ -28,7 +28,7 @@ __device__ void push(ExchangeArguments const& p, Shared& smem) {
   int const row_bytes = 2 * p.shape.hidden;
   auto const origin = [&](int i) {
     std::int64_t const row = worker + std::int64_t{i} * workers;
-    return *reinterpret_cast<uint2 const*>(p.gmem_local + p.local.row_origin + 8 * row);
+    return *row_origin(p, row);
   };
   uint2 ahead = origin(0);
   copy_rows(smem.ring[warp], mine, row_bytes, [&](int i) {

@@ -46,8 +46,7 @@ __device__ void pull(ExchangeArguments const& p, Shared& smem, std::uint32_t epo
     std::int64_t const row = worker + std::int64_t{i} * workers;
     std::uint32_t const pair = ahead_pair;
     std::int32_t const source = ahead.source;
-    *reinterpret_cast<uint2*>(p.gmem_local + p.local.row_origin + 8 * row) =
-        make_uint2(pair, static_cast<std::uint32_t>(source));
+    *row_origin(p, row) = make_uint2(pair, static_cast<std::uint32_t>(source));
     if (i + 1 < mine) look_ahead(i + 1);
     std::int64_t const token = pair / static_cast<std::uint32_t>(p.shape.max_top_k);
     return RowCopy{p.windows[source] + p.window.x_row(token), p.gmem_pool + row * row_bytes,

@@ -31,17 +31,11 @@ __device__ inline int first_rows(Pass const& pass) {
   return min(blocks * shape.block_rows, half) / kRowsOfDraw * kRowsOfDraw;
 }
 
-// Where the pool holds {pair, source} of a row.
-__device__ inline uint2* row_origin(Pass const& pass, std::int64_t row) {
-  ExchangeArguments const& p = pass.p.exchange;
-  return reinterpret_cast<uint2*>(p.gmem_local + p.local.row_origin + 8 * row);
-}
-
 __device__ inline int pool_row_of(Pass const& pass, PairPlace const& place, int source) {
   ExchangeShape const& shape = pass.shape();
   int const expert = pass.p.exchange.rank * shape.local_experts() + place.expert;
-  return pass.plan()[expert].first_block * shape.block_rows +
-         rows_ahead(shape, pass.counts(), expert, source) + place.index;
+  return static_cast<int>(
+      pool_row_of_pair(shape, pass.counts(), pass.plan(), expert, source, place.index));
 }
 
 // One lane.
@@ -69,7 +63,7 @@ __device__ inline void pull_rows(Pass const& pass, int warp) {
     std::uint32_t const pair = ahead_pair;
     if (i + 1 < mine) look_ahead(i + 1);
     std::int64_t const pool_row = std::int64_t{row.block} * p.shape.block_rows + row.position;
-    *row_origin(pass, pool_row) = make_uint2(pair, static_cast<std::uint32_t>(row.source));
+    *row_origin(p, pool_row) = make_uint2(pair, static_cast<std::uint32_t>(row.source));
     std::int64_t const token = pair / static_cast<std::uint32_t>(p.shape.max_top_k);
     return RowCopy{p.windows[row.source] + p.window.x_row(token),
                    p.gmem_pool + pool_row * row_bytes,
@@ -184,7 +178,7 @@ __device__ inline void pull_tokens(Pass const& pass, int warp) {
     int const lane = arch::lane_idx();
     if ((token.choices >> lane & 1) != 0) {
       row = pool_row_of(pass, token.place, token.source);
-      *row_origin(pass, row) =
+      *row_origin(p, row) =
           make_uint2(token.first_pair + lane, static_cast<std::uint32_t>(token.source));
     }
     std::int64_t const t = token.first_pair / static_cast<std::uint32_t>(p.shape.max_top_k);
@@ -251,7 +245,7 @@ __device__ inline void bring_first_rows(Pass const& pass, int warp) {
       if ((choices >> lane & 1) != 0) {
         std::int64_t const word = p.window.place_word(parity(pass.epoch), source, pair);
         row = pool_row_of(pass, PairPlace::of(__ldcg(word_of(p.windows[p.rank], word))), source);
-        *row_origin(pass, row) = make_uint2(pair, static_cast<std::uint32_t>(source));
+        *row_origin(p, row) = make_uint2(pair, static_cast<std::uint32_t>(source));
       }
       copy_row(pass, p.windows[source] + p.window.x_row(token), row);
       arch::fence_proxy_async_global();  // TMA reads what every lane has written

@@ -26,8 +26,7 @@ class Push {
     int const row_of_tile = first + 16 * warp_ + arch::lane_idx();
     if (arch::lane_idx() >= 16 || row_of_tile >= tile.rows) return nullptr;
     std::int64_t const pool_row = std::int64_t{tile.row} + row_of_tile;
-    uint2 const origin =
-        *reinterpret_cast<uint2 const*>(p.gmem_local + p.local.row_origin + 8 * pool_row);
+    uint2 const origin = *row_origin(p, pool_row);
     auto const top_k = static_cast<std::uint32_t>(p.shape.max_top_k);
     return p.windows[origin.y] +
            p.window.slot(origin.x / top_k, static_cast<std::int32_t>(origin.x % top_k));

@@ -19,8 +19,8 @@ namespace tessera::dist {
 constexpr int kRowsOfDraw = 4;  // Transfer::once; not every one of them brings its token
 
 // Rows that the consumer warps bring: of the blocks of every CTA's first two tasks, at most half of all. Half and one
-// and a half times as many are 1 to 3% slower, and where every pair has a row of its own communication warps alone are
-// 1% faster (docs/notebook/2026-11-23-fused-first-rows.md).
+// and a half times as many are 1 to 2% slower, and where every pair has a row of its own, none are best
+// (docs/notebook/2026-11-23-fused-first-rows.md).
 __device__ inline int first_rows(Pass const& pass) {
   constexpr int kTasks = 2;  // of a CTA
   ExchangeShape const& shape = pass.shape();

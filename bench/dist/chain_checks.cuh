@@ -153,7 +153,7 @@ inline int check_stalled(CheckOptions const& options) {
         for (int i = 0; i <= last; ++i) {
           std::string const text = talk.text[i];
           std::printf("  %s\n", text.c_str());
-          bool const own = i < last && says(text, "at publish in pass 1") && says(text, word);
+          bool const own = i < last && says(text, "at counted in pass 1") && says(text, word);
           waited += own ? 1 : 0;
           followed += !own && says(text, "had given up") ? 1 : 0;
         }

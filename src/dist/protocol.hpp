@@ -5,6 +5,7 @@
 //   site        signals -> waits                    word                    until          scope
 //   ack         owner, pass ended -> source         ack[owner]              epoch - 2      sys
 //   route_scan  CTAs -> CTAs                        slices counted          all slices     gpu
+//   counted     source -> all ranks                 c[source][e]            epoch          sys, each for itself
 //   publish     source -> all ranks                 publish[source]         epoch          sys
 //   arrived     those who bring rows -> up tasks    arrived[block]          its rows       gpu
 //   a_ready     up tasks -> down tasks              a_ready[block]          up_tiles       gpu
@@ -21,6 +22,9 @@
 // first row is pulled; the others, all in later blocks, copy it once its block has arrived. Results stay
 // with the owner, where down_tiles says that a block is ready; a communication warp that has pulled all
 // of its rows adds up the groups that end with one of them and sends each sum, then part_done.
+//
+// A count carries its epoch in the same word, so that nothing has to be fenced for it: plans are made while the lists
+// are still on their way.
 //
 // Epochs count passes from 1. Words that peers write hold epochs and are never cleared. A peer may be a
 // pass ahead: waits ask for "at least", counts and lists are double (by the epoch's parity), and a source
@@ -39,6 +43,7 @@ enum class Site : std::int32_t {
   none,
   ack,
   route_scan,
+  counted,
   publish,
   arrived,
   a_ready,
@@ -48,8 +53,9 @@ enum class Site : std::int32_t {
   ended
 };
 inline char const* site_name(Site site) {
-  constexpr char const* kNames[] = {"none",    "ack",        "route_scan", "publish",   "arrived",
-                                    "a_ready", "down_tiles", "block_done", "part_done", "ended"};
+  constexpr char const* kNames[] = {"none",       "ack",       "route_scan", "counted",
+                                    "publish",    "arrived",   "a_ready",    "down_tiles",
+                                    "block_done", "part_done", "ended"};
   return kNames[static_cast<int>(site)];
 }
 
@@ -91,6 +97,18 @@ TESSERA_INLINE constexpr bool reached(std::uint32_t word, std::uint32_t epoch) {
   return static_cast<std::int32_t>(word - epoch) >= 0;
 }
 
+/// An element of the count matrix on its way: the rows, and the pass that counted them. One store of 8 bytes.
+struct CountWord {
+  std::int32_t rows;
+  std::uint32_t epoch;
+  [[nodiscard]] TESSERA_INLINE constexpr std::uint64_t word() const {
+    return std::uint64_t{epoch} << 32 | static_cast<std::uint32_t>(rows);
+  }
+  [[nodiscard]] TESSERA_INLINE static constexpr CountWord of(std::uint64_t word) {
+    return {static_cast<std::int32_t>(word), static_cast<std::uint32_t>(word >> 32)};
+  }
+};
+
 /// The pass whose acknowledgement frees the lists and counts of `epoch`.
 TESSERA_INLINE constexpr std::uint32_t acked_before(std::uint32_t epoch) { return epoch - 2; }
 
@@ -101,7 +119,7 @@ struct WindowLayout {
   std::int64_t publish, ack, abort;  ///< [P] words, a line each
   std::int64_t block_done;           ///< [P,max_blocks] u32, not dedup
   std::int64_t part_done;            ///< [P,max_tokens] u32, dedup
-  std::int64_t counts;               ///< [2,P,E] i32
+  std::int64_t counts;               ///< [2,P,E] CountWord
   std::int64_t lists;                ///< [2,P,max_tokens*max_local_choices] RouteEntry
   std::int64_t places;               ///< [2,P,max_tokens*max_top_k] PairPlace, once
   std::int64_t x;                    ///< [max_tokens,d] bf16
@@ -127,7 +145,7 @@ struct WindowLayout {
     abort = take(ranks_ * kWordStride);
     block_done = take(rows_return ? 4 * ranks_ * max_blocks_ : 0);
     part_done = take(rows_return ? 0 : 4 * ranks_ * max_tokens_);
-    counts = take(std::int64_t{4} * 2 * ranks_ * experts_);
+    counts = take(std::int64_t{8} * 2 * ranks_ * experts_);
     lists = take(static_cast<std::int64_t>(sizeof(RouteEntry)) * 2 * ranks_ * list_entries_);
     places = take(s.transfer == Transfer::once ? std::int64_t{4} * 2 * ranks_ * pairs_ : 0);
     x = take(row_bytes_ * s.max_tokens);
@@ -152,10 +170,11 @@ struct WindowLayout {
                                                                      std::int64_t token) const {
     return part_done + 4 * (owner * max_tokens_ + token);
   }
-  /// The row of `source` in the count matrix of this parity; rows follow each other.
-  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t count_row(std::int32_t parity,
-                                                                std::int32_t source) const {
-    return counts + 4 * (std::int64_t{parity} * ranks_ + source) * experts_;
+  /// CountWord; those of a source follow each other.
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t count_word(std::int32_t parity,
+                                                                 std::int32_t source,
+                                                                 std::int32_t expert) const {
+    return counts + 8 * ((std::int64_t{parity} * ranks_ + source) * experts_ + expert);
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t list_entry(std::int32_t parity,
                                                                  std::int32_t source,

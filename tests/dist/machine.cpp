@@ -42,7 +42,8 @@ void Machine::resume(Actor& a) {
 
 bool Machine::satisfied(Operation const& o) const {
   auto const found = words_.find(o.address.key());
-  std::uint32_t const seen = found == words_.end() ? 0 : found->second.value;
+  std::uint64_t const word = found == words_.end() ? 0 : found->second.value;
+  auto const seen = static_cast<std::uint32_t>(o.until == Until::carries_epoch ? word >> 32 : word);
   auto const wanted = static_cast<std::uint32_t>(o.value);
   return o.until == Until::equal ? seen == wanted : reached(seen, wanted);
 }
@@ -114,7 +115,7 @@ void Machine::execute(Actor& a) {
     case Kind::relaxed: {
       Word& word = words_[o.address.key()];
       word.sys = word.local = {};
-      word.value = static_cast<std::uint32_t>(o.value);
+      word.value = o.value;
       return;
     }
     case Kind::count: {
@@ -131,8 +132,12 @@ void Machine::execute(Actor& a) {
       word.value += static_cast<std::uint32_t>(o.value);
       return;
     }
-    case Kind::wait:
-      return acquire(a, words_[o.address.key()]);
+    case Kind::wait: {
+      Word const& word = words_[o.address.key()];
+      acquire(a, word);
+      a.result_ = word.value;
+      return;
+    }
     case Kind::look:
       a.result_ = satisfied(o) ? 1 : 0;
       return;

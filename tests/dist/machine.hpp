@@ -63,7 +63,7 @@ enum class Kind {
   look,      // whether a wait would be over; acquires nothing
   boundary,  // of kernels: all actors of the rank meet
 };
-enum class Until { at_least_epoch, equal };
+enum class Until { at_least_epoch, equal, carries_epoch };  // the last: in its upper half, at least
 
 struct Operation {
   Kind kind;
@@ -173,6 +173,15 @@ class Actor {
                 .until = Until::at_least_epoch,
                 .site = site});
   }
+  // A word whose lower half is what its upper half, an epoch, says is there: the outcome. It orders nothing.
+  Await wait_carried(Address a, std::uint32_t epoch, Site site) {
+    return ask({.kind = Kind::wait,
+                .address = a,
+                .value = epoch,
+                .scope = Scope::sys,
+                .until = Until::carries_epoch,
+                .site = site});
+  }
   Await look(Address a, std::uint64_t value, Until until = Until::equal) {
     return ask({.kind = Kind::look, .address = a, .value = value, .until = until});
   }
@@ -261,7 +270,7 @@ class Machine {
     std::vector<std::pair<int, std::uint32_t>> readers;
   };
   struct Word {
-    std::uint32_t value = 0;
+    std::uint64_t value = 0;
     Clock sys = {}, local = {};  // what an acquire of another, of the same GPU learns
     std::int32_t rank = -1;
   };

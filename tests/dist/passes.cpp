@@ -102,6 +102,7 @@ Program Passes::cta(Actor& self, std::int32_t index) {
     co_await route(self, index, epoch);
     Known known;
     co_await make_plan(self, epoch, known);
+    co_await wait_lists(self, epoch, self.rank);
     co_await bring_first_rows(self, index, epoch, known);
     TaskCursor tasks(shape_, known.plan.data(), self.rank, options_.lag);
     std::int64_t const tickets = tasks.tickets();
@@ -136,6 +137,7 @@ Program Passes::communication_warp(Actor& self, std::int32_t number) {
     co_await self.boundary();
     Known known;
     co_await make_plan(self, epoch, known);
+    for (std::int32_t s = 0; s < shape_.ranks; ++s) co_await wait_lists(self, epoch, s);
     if (!breaks(Break::pull_without_proxy_fence)) co_await self.proxy_fence();
     if (breaks(Break::sums_before_pulls)) co_await send_sums(self, number, epoch, known);
     co_await pull_all(self, number, epoch, known);
@@ -183,6 +185,7 @@ Program Passes::route(Actor& self, std::int32_t index, std::uint32_t epoch) {
       totals[e] += static_cast<std::int32_t>(rows);
     }
   }
+  co_await send_counts(self, index, epoch, totals);
   co_await write_lists(self, index, epoch, next, totals);
 
   // The bank of the next pass, which this GPU used last two passes ago.
@@ -202,15 +205,27 @@ Program Passes::route(Actor& self, std::int32_t index, std::uint32_t epoch) {
   }
 }
 
-// Entries into the owners' windows, the row of counts to every rank, and the word that says so.
-Program Passes::write_lists(Actor& self, std::int32_t index, std::uint32_t epoch,
-                            std::vector<std::int32_t>& next,
+// The row of counts to every rank. They say all that there is to know.
+Program Passes::send_counts(Actor& self, std::int32_t index, std::uint32_t epoch,
                             std::vector<std::int32_t> const& totals) {
-  Exchange const& all = exchange(epoch);
   for (std::int32_t r = 0; r < shape_.ranks && !breaks(Break::no_ack); ++r) {
     co_await self.wait_epoch(window(self.rank, window_.ack_word(r)), acked_before(epoch),
                              Site::ack);
   }
+  for (std::int32_t r = index; r < shape_.ranks; r += options_.ctas) {
+    for (std::int32_t e = 0; e < shape_.experts; ++e) {
+      CountWord const count = {totals[static_cast<std::size_t>(e)], epoch};
+      co_await self.relaxed(window(r, window_.count_word(parity_of(epoch), self.rank, e)),
+                            count.word());
+    }
+  }
+}
+
+// Entries into the owners' windows, and the word that says so.
+Program Passes::write_lists(Actor& self, std::int32_t index, std::uint32_t epoch,
+                            std::vector<std::int32_t>& next,
+                            std::vector<std::int32_t> const& totals) {
+  Exchange const& all = exchange(epoch);
   TokenSlice const slice = token_slice(all.tokens(self.rank), index, options_.ctas);
   for (std::int32_t p = slice.begin * shape_.max_top_k; p < slice.end * shape_.max_top_k; ++p) {
     std::int32_t const e = all.expert(self.rank, p);
@@ -251,13 +266,6 @@ Program Passes::write_lists(Actor& self, std::int32_t index, std::uint32_t epoch
     co_await self.write(local(self, local_.pair_index + 4 * std::int64_t{p}),
                         static_cast<std::uint64_t>(place));
   }
-  for (std::int32_t r = index; r < shape_.ranks; r += options_.ctas) {
-    for (std::int32_t e = 0; e < shape_.experts; ++e) {
-      co_await self.write(
-          window(r, window_.count_row(parity_of(epoch), self.rank) + 4 * std::int64_t{e}),
-          static_cast<std::uint64_t>(totals[static_cast<std::size_t>(e)]));
-    }
-  }
   if (!breaks(Break::lists_without_system_fence)) co_await self.fence();
   std::uint64_t const written =
       co_await self.count(local(self, local_.slices_written(bank_of(epoch))), 1);
@@ -277,25 +285,16 @@ Program Passes::write_lists(Actor& self, std::int32_t index, std::uint32_t epoch
 }
 
 Program Passes::make_plan(Actor& self, std::uint32_t epoch, Known& known) {
-  for (std::int32_t s = 0; s < shape_.ranks && !breaks(Break::plan_without_publish); ++s) {
-    Address const word = window(self.rank, window_.publish_word(s));
-    if (breaks(Break::plan_awaits_equal_epoch)) {
-      co_await self.ask({.kind = Kind::wait,
-                         .address = word,
-                         .value = epoch,
-                         .scope = Scope::sys,
-                         .site = Site::publish});
-    } else {
-      co_await self.wait_epoch(word, epoch, Site::publish);
-    }
-  }
   auto const experts = static_cast<std::size_t>(shape_.experts);
   known.counts.resize(static_cast<std::size_t>(shape_.ranks) * experts);
   for (std::int32_t s = 0; s < shape_.ranks; ++s) {
-    for (std::size_t e = 0; e < experts; ++e) {
-      std::uint64_t const rows = co_await self.read(window(
-          self.rank, window_.count_row(parity_of(epoch), s) + 4 * static_cast<std::int64_t>(e)));
-      known.counts[static_cast<std::size_t>(s) * experts + e] = static_cast<std::int32_t>(rows);
+    for (std::int32_t e = 0; e < shape_.experts; ++e) {
+      CountWord const count = CountWord::of(co_await self.wait_carried(
+          window(self.rank, window_.count_word(parity_of(epoch), s, e)),
+          breaks(Break::plan_without_counts) ? 0 : epoch, Site::counted));
+      if (count.epoch != epoch) machine_.fault("counts of another pass");
+      known.counts[static_cast<std::size_t>(s) * experts + static_cast<std::size_t>(e)] =
+          count.rows;
     }
   }
   known.plan.resize(experts);
@@ -303,6 +302,21 @@ Program Passes::make_plan(Actor& self, std::uint32_t epoch, Known& known) {
   CountMatrix const counts{known.counts.data(), shape_.experts};
   dist::make_plan(shape_, counts, known.plan.data());
   make_list_begins(shape_, counts, self.rank, known.list_begin.data());
+}
+
+// Entries and places that `source` writes into this rank's window.
+Program Passes::wait_lists(Actor& self, std::uint32_t epoch, std::int32_t source) {
+  if (breaks(Break::lists_without_publish)) co_return;
+  Address const word = window(self.rank, window_.publish_word(source));
+  if (breaks(Break::lists_await_equal_epoch)) {
+    co_await self.ask({.kind = Kind::wait,
+                       .address = word,
+                       .value = epoch,
+                       .scope = Scope::sys,
+                       .site = Site::publish});
+  } else {
+    co_await self.wait_epoch(word, epoch, Site::publish);
+  }
 }
 
 Program Passes::run(Actor& self, std::uint32_t epoch, Task const& task, Known const& known,

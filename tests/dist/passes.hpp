@@ -26,8 +26,9 @@ enum class Break {
   one_parity,              // of lists and counts
   no_ack,                  // sources do not wait, owners do not send
   ack_never_sent,
-  plan_without_publish,
-  plan_awaits_equal_epoch,  // a peer that is a pass ahead is never seen
+  plan_without_counts,
+  lists_without_publish,
+  lists_await_equal_epoch,  // a peer that is a pass ahead is never seen
   // pull
   arrived_before_written,      // counted when shared memory was read
   chunk_loaded_before_read,    // over one that its stores still read
@@ -118,7 +119,10 @@ class Passes : public World {
   Program route(Actor& self, std::int32_t index, std::uint32_t epoch);
   Program write_lists(Actor& self, std::int32_t index, std::uint32_t epoch,
                       std::vector<std::int32_t>& next, std::vector<std::int32_t> const& totals);
+  Program send_counts(Actor& self, std::int32_t index, std::uint32_t epoch,
+                      std::vector<std::int32_t> const& totals);
   Program make_plan(Actor& self, std::uint32_t epoch, Known& known);
+  Program wait_lists(Actor& self, std::uint32_t epoch, std::int32_t source);
   [[nodiscard]] std::int32_t first_rows(std::int32_t rank, Known const& known) const;
   Program bring_first_rows(Actor& self, std::int32_t index, std::uint32_t epoch,
                            Known const& known);

@@ -60,6 +60,7 @@ Program Passes::bring_first_rows(Actor& self, std::int32_t index, std::uint32_t 
   CountMatrix const counts{known.counts.data(), shape_.experts};
   RowCursor rows(shape_, counts, known.plan.data(), known.list_begin.data(), self.rank);
   std::int32_t const end = first_rows(self.rank, known);
+  for (std::int32_t s = 0; s < shape_.ranks; ++s) co_await wait_lists(self, epoch, s);
   for (std::int32_t i = index; i < end; i += options_.ctas) {
     PoolRow const row = rows.at(i);
     Entry const entry = Entry::from(co_await self.read(

@@ -315,7 +315,7 @@ TEST(Layout, HasRoomAndNoOverlaps) {
   }
   EXPECT_LE(w.abort_word(3) + kWordStride, w.block_done);
   EXPECT_LE(w.block_done_word(3, shape.max_blocks() - 1) + 4, w.counts);
-  EXPECT_LE(w.count_row(1, 3) + 4 * 128, w.lists);
+  EXPECT_LE(w.count_word(1, 3, 127) + 8, w.lists);
   EXPECT_LE(w.list_entry(1, 3, 8192 * 8 - 1) + 16, w.places);
   EXPECT_LE(w.place_word(1, 3, 8192 * 8 - 1) + 4, w.x);
   EXPECT_LE(w.x_row(8191) + 4096, w.slots);

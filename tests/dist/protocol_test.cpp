@@ -258,8 +258,9 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
       {Break::prefix_without_waiting, "prefix_without_waiting", "read"},
       {Break::one_parity, "one_parity", ""},
       {Break::ack_never_sent, "ack_never_sent", "waits at ack"},
-      {Break::plan_without_publish, "plan_without_publish", "read"},
-      {Break::plan_awaits_equal_epoch, "plan_awaits_equal_epoch", "waits at publish"},
+      {Break::plan_without_counts, "plan_without_counts", "counts of another pass"},
+      {Break::lists_without_publish, "lists_without_publish", "read"},
+      {Break::lists_await_equal_epoch, "lists_await_equal_epoch", "waits at publish"},
       {Break::arrived_before_written, "arrived_before_written", "nobody waited for"},
       {Break::arrived_relaxed, "arrived_relaxed", "without acquiring"},
       {Break::pull_without_proxy_fence, "pull_without_proxy_fence", "proxy fence"},
@@ -347,7 +348,7 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
 TEST(Protocol, WrongValuesShowWithoutTheClocks) {
   // Buffers that drain late and in any order are enough to see these, in some schedule.
   for (Break const rule :
-       {Break::publish_without_waiting_for_slices, Break::one_parity, Break::plan_without_publish,
+       {Break::publish_without_waiting_for_slices, Break::one_parity, Break::lists_without_publish,
         Break::arrived_before_written, Break::up_without_arrived, Break::down_without_a_ready,
         Break::a_before_written, Break::push_before_written, Break::done_by_first_tile,
         Break::aggregate_without_done, Break::aggregate_awaits_first_choice_only}) {
@@ -360,7 +361,7 @@ TEST(Protocol, WrongValuesShowWithoutTheClocks) {
 }
 
 TEST(Protocol, AcknowledgementsRepeatWhatThePlanHasWaitedFor) {
-  // Every plan awaits all publish words, and a peer publishes pass N+1 after it has read the lists of
+  // Every plan awaits the counts of all ranks, and a peer counts for pass N+1 after it has read the lists of
   // pass N. So a source could do without acks; with them the rule stands where the lists are written.
   for (ExchangeShape const& shape : {small(2), small(3), small_once(2), small_dedup(2)}) {
     for (std::uint64_t seed = 0; seed < 150; ++seed) {
@@ -375,8 +376,8 @@ TEST(Protocol, ADeadRankLeavesWaitersNotWrongRows) {
   // reads what was never sent. A warp that waits for others of its CTA (none) has no limit of its own: theirs ends its
   // wait.
   auto const is_of_peer = [](Site site) {
-    return site == Site::ack || site == Site::publish || site == Site::block_done ||
-           site == Site::part_done;
+    return site == Site::ack || site == Site::counted || site == Site::publish ||
+           site == Site::block_done || site == Site::part_done;
   };
   std::set<Site> sites;
   for (std::uint64_t seed = 0; seed < 400; ++seed) {
@@ -402,12 +403,14 @@ TEST(Protocol, ADeadRankLeavesWaitersNotWrongRows) {
       sites.insert(waits.begin(), waits.end());
     }
   }
-  // Only words that peers write can fail to come: what a rank has begun with all that it needs, it ends.
+  // Only words that peers write can fail to come, and rows whose lists do not come: what a rank has begun with all that
+  // it needs, it ends.
   for (Site const site : sites) {
-    EXPECT_TRUE(is_of_peer(site) || site == Site::none) << site_name(site);
+    bool const of_rows = site == Site::arrived || site == Site::a_ready;
+    EXPECT_TRUE(is_of_peer(site) || of_rows || site == Site::none) << site_name(site);
   }
-  EXPECT_TRUE(sites.count(Site::publish) && sites.count(Site::block_done) &&
-              sites.count(Site::part_done));
+  EXPECT_TRUE(sites.count(Site::counted) && sites.count(Site::publish) &&
+              sites.count(Site::block_done) && sites.count(Site::part_done));
 }
 
 }  // namespace

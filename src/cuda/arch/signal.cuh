@@ -26,6 +26,12 @@ __device__ __forceinline__ uint32_t load_relaxed_sys(uint32_t const* word) {
   return value;
 }
 
+__device__ __forceinline__ uint64_t load_relaxed_sys(uint64_t const* word) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void store_release_sys(uint32_t* word, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
@@ -36,6 +42,10 @@ __device__ __forceinline__ void store_release_gpu(uint32_t* word, uint32_t value
 
 __device__ __forceinline__ void store_relaxed_sys(uint32_t* word, uint32_t value) {
   asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed_sys(uint64_t* word, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
 // Returns the value before; acquires what earlier counters released.

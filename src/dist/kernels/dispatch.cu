@@ -66,6 +66,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   clear_next_bank<kThreads>(p, epoch);
   if (!route(p, smem.route, epoch) || !make_plan(p, smem.route, epoch)) return;
+  bool reached = true;
+  if (thread < p.shape.ranks) {
+    reached =
+        Waiter(p, epoch).for_epoch(p.window.publish_word(thread), epoch, Site::publish, thread);
+  }
+  if (!all_reached(reached)) return;
   if (blockIdx.x == 0) {
     int const local = p.shape.local_experts();
     for (int l = thread; l <= local; l += kThreads) {

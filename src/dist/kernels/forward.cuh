@@ -249,28 +249,33 @@ __device__ void consume(Pass const& pass, int consumer) {
   sent_tasks.tell({0, kNoBlock}, first_warp);
 }
 
-// Blocks of the slice's pairs, from counts and plan of all ranks; then what the roles keep of them.
+// What the roles keep of counts and plan.
 __device__ inline void keep_plan(Pass const& pass, RouteStorage<kForwardThreads> const& route) {
   ExchangeArguments const& p = pass.p.exchange;
-  int const thread = static_cast<int>(threadIdx.x);
   CountMatrix const counts{route.counts, p.shape.experts};
-  TokenSlice const slice =
-      token_slice(p.tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
-  for (int pair = slice.begin * p.shape.max_top_k + thread; pair < slice.end * p.shape.max_top_k;
-       pair += kForwardThreads) {
-    int const id = p.gmem_topk_ids[pair];
-    if (!is_expert(p, id)) continue;
-    auto const index = static_cast<std::int32_t>(*pair_word(p, pair));
-    *pair_word(p, pair) =
-        static_cast<std::uint32_t>(block_of_pair(p.shape, counts, route.plan, id, p.rank, index));
-  }
   int const local = p.shape.local_experts();
-  for (int i = thread; i < p.shape.experts; i += kForwardThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < p.shape.experts; i += kForwardThreads) {
     pass.smem.counts()[i] = counts.at(i / local, p.rank * local + i % local);
     pass.smem.list_begin[i] = route.list_begin[i];
     if (i < local) pass.smem.plan[i] = route.plan[p.rank * local + i];
+    if (p.shape.ranks > 1) {
+      pass.smem.pool_rows()[i] =
+          static_cast<std::int32_t>(pool_row_of_pair(p.shape, counts, route.plan, i, p.rank, 0));
+    }
   }
-  __syncthreads();
+}
+
+// One thread, while the others route.
+__device__ inline void init_barriers(ForwardStorage& smem) {
+  smem.failed = 0;
+  for (auto& ring : smem.ring) {  // either ring has its barriers here
+    for (arch::Mbarrier& full : ring.rows.full) arch::mbarrier_init(&full, 1);
+  }
+  for (int slot = 0; slot < kSentSlots; ++slot) {
+    arch::mbarrier_init(&smem.sent.full[slot], kConsumerWarps);
+    arch::mbarrier_init(&smem.sent.empty[slot], 1);
+  }
+  block::init_pipeline<kPlain>(smem.gemm);
 }
 
 template <ActivationKind kKind>
@@ -282,21 +287,11 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   Pass const pass{p, smem, *p.exchange.gmem_epoch};
   // The stages are free until the roles begin.
   auto& routing = *reinterpret_cast<RouteStorage<kForwardThreads>*>(&smem.gemm.a);
+  if (threadIdx.x == kForwardThreads - 1) init_barriers(smem);
   clear_next_bank<kForwardThreads>(p.exchange, pass.epoch);
   if (!route(p.exchange, routing, pass.epoch) || !make_plan(p.exchange, routing, pass.epoch))
     return;
   keep_plan(pass, routing);
-  if (threadIdx.x == 0) {
-    smem.failed = 0;
-    for (auto& ring : smem.ring) {  // either ring has its barriers here
-      for (arch::Mbarrier& full : ring.rows.full) arch::mbarrier_init(&full, 1);
-    }
-    for (int slot = 0; slot < kSentSlots; ++slot) {
-      arch::mbarrier_init(&smem.sent.full[slot], kConsumerWarps);
-      arch::mbarrier_init(&smem.sent.empty[slot], 1);
-    }
-    block::init_pipeline<kPlain>(smem.gemm);
-  }
   arch::fence_proxy_async_shared();  // routing wrote where TMA will
   __syncthreads();
   int const warpgroup = arch::warpgroup_idx();

@@ -60,8 +60,13 @@ struct ForwardStorage {
   SentQueue sent;
   // Of this rank's experts, as the cursors read them.
   std::int32_t list_begin[kMostExperts];
-  ExpertPlan plan[kMostExperts];  // local experts
+  ExpertPlan plan[kMostExperts];  // local experts; of several ranks, half of it at most
   int failed;
+
+  // Of every expert, where there are several ranks: the row of its owner's pool with which this rank's rows begin.
+  __device__ std::int32_t* pool_rows() {
+    return reinterpret_cast<std::int32_t*>(plan + kMostExperts / 2);
+  }
 
   // [source][local expert], where the kernels of one GPU have the offsets of segments.
   __device__ std::int32_t* counts() { return gemm.segment_offsets; }
@@ -105,6 +110,12 @@ struct Pass {
   __device__ CountMatrix counts() const {
     return {smem.counts() - p.exchange.rank * shape().local_experts(), shape().local_experts()};
   }
+  // Of the expert's owner: the block of the index-th row that this rank sends there.
+  __device__ std::int32_t block_of(std::int32_t expert, std::int32_t index) const {
+    std::int32_t const first = shape().ranks > 1 ? smem.pool_rows()[expert]
+                                                 : plan()[expert].first_block * shape().block_rows;
+    return (first + index) / shape().block_rows;
+  }
   __device__ std::uint32_t* local_word(std::int64_t offset) const {
     return word_of(p.exchange.gmem_local, offset);
   }
@@ -116,6 +127,10 @@ struct Pass {
   __device__ void wait_epoch(std::int64_t offset, Site site, int peer) const {
     if (failed()) return;
     if (!Waiter(p.exchange, epoch).for_epoch(offset, epoch, site, peer)) smem.failed = 1;
+  }
+  // Entries and places that `source` writes into this rank's window.
+  __device__ void wait_lists(int source) const {
+    wait_epoch(p.exchange.window.publish_word(source), Site::publish, source);
   }
 };
 

@@ -47,6 +47,7 @@ __device__ inline void pull_rows(Pass const& pass, int warp) {
   int const first = first_rows(pass) + worker;
   int const mine = (rows - first + workers - 1) / workers;
   if (mine <= 0) return;
+  for (int source = 0; source < p.shape.ranks; ++source) pass.wait_lists(source);
   int const row_bytes = 2 * p.shape.hidden;
   RowCursor cursor(p.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p.rank);
   PoolRow ahead = {};
@@ -165,6 +166,9 @@ class TokenDraws {
 // One warp.
 __device__ inline void pull_tokens(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
+  if (arch::lane_idx() < p.shape.ranks) pass.wait_lists(arch::lane_idx());
+  __syncwarp();
+  if (pass.failed()) return;
   PoolRows const pool{pass};
   RowSpread spread(pass.smem.ring[warp].tokens, 2 * p.shape.hidden, pool);
   TokenDraws draws(pass, warp);
@@ -222,6 +226,10 @@ __device__ inline void bring_first_rows(Pass const& pass, int warp) {
   int const lane = arch::lane_idx();
   int const warps = static_cast<int>(gridDim.x) * kConsumerWarps;
   int const end = first_rows(pass);
+  if (end == 0) return;
+  if (lane < p.shape.ranks) pass.wait_lists(lane);
+  __syncwarp();
+  if (pass.failed()) return;
   auto const top_k = static_cast<std::uint32_t>(p.shape.max_top_k);
   RowCursor cursor(p.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p.rank);
   int number = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x) + lane * warps;

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every CTA does first: its token slice's rows to the owners, counts to all ranks, and the plan.
-//   scan     histogram of the slice, prefix over slices [route_scan]
-//   entries  one per row into the list of its owner [ack]; an entry's place depends on the choices alone
-//   publish  counts to every rank; the last CTA says so [publish]
-//   plan     every CTA awaits all ranks and derives the same
+// What every CTA does first: counts to all ranks, its token slice's rows to the owners, and the plan.
+//   scan     histogram of the slice, prefix over slices [route_scan, ack]
+//   counts   to every rank, from a CTA for each; they need no fence
+//   entries  one per row into the list of its owner; an entry's place depends on the choices alone. The last CTA says
+//            that they are there
+//   plan     every CTA awaits the counts of all ranks [counted] and derives the same; the lists may still be on their
+//            way: who reads them awaits them [publish]
 // One thread polls, a barrier passes it on. False: a wait has failed, the pass is lost (wait.cuh).
 #pragma once
 
+#include "cuda/arch/warp.cuh"
 #include "dist/kernels/exchange.hpp"
 #include "dist/kernels/wait.cuh"
 
@@ -21,7 +24,6 @@ struct RouteStorage {
   std::int32_t list_begin[kMostExperts];
   std::int32_t totals[kMostExperts];  // of this rank's rows
   std::int32_t next[kMostExperts];    // index of this slice's next row of each expert
-  std::int32_t ids[kThreads];
 };
 
 // Whether all threads of the CTA may go on; a barrier.
@@ -46,7 +48,7 @@ __device__ inline std::uint32_t* pair_word(ExchangeArguments const& p, int pair)
   return word_of(p.gmem_local, p.local.pair_index + std::int64_t{4} * pair);
 }
 
-// next[] and totals[] from the histograms of all slices.
+// next[] and totals[] from the histograms of all slices. On return lists and counts may be overwritten.
 template <int kThreads>
 __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, std::uint32_t epoch,
                      TokenSlice slice) {
@@ -68,10 +70,15 @@ __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, s
   }
   __syncthreads();
   bool reached = true;
+  int const peer =
+      static_cast<int>(threadIdx.x) - arch::kWarpThreads;  // of another warp than thread 0
   if (threadIdx.x == 0) {
     arch::add_release_gpu(word_of(p.gmem_local, p.local.slices_counted(epoch)), 1);
     reached =
         Waiter(p, epoch).for_count(p.local.slices_counted(epoch), gridDim.x, Site::route_scan);
+  } else if (peer >= 0 && peer < p.shape.ranks) {
+    reached =
+        Waiter(p, epoch).for_epoch(p.window.ack_word(peer), acked_before(epoch), Site::ack, peer);
   }
   if (!all_reached(reached)) return false;
   // Sums over slices: as many threads per expert as there are, each with many loads in flight.
@@ -120,39 +127,56 @@ __device__ inline void join(ExchangeArguments const& p, std::int32_t id, int pai
   entry.first_index = static_cast<std::int32_t>(choices);
 }
 
-// One pair per thread at a time; those of one expert keep their order.
+// One pair per thread at a time; those of one expert keep their order, as the warps count theirs one after the other.
 template <int kThreads>
 __device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>& smem,
                               std::uint32_t epoch, TokenSlice slice) {
+  constexpr unsigned kAll = 0xffffffffu;
+  int const warp = static_cast<int>(threadIdx.x) / arch::kWarpThreads;
+  unsigned const earlier_lanes = (1u << threadIdx.x % arch::kWarpThreads) - 1;
   int const end = slice.end * p.shape.max_top_k;
   for (int first = slice.begin * p.shape.max_top_k; first < end; first += kThreads) {
     int const pair = first + static_cast<int>(threadIdx.x);
     std::int32_t const id = pair < end ? p.gmem_topk_ids[pair] : -1;
     bool const routed = is_expert(p, id);
-    smem.ids[threadIdx.x] = routed ? id : -1;
-    __syncthreads();
+    unsigned const same = __match_any_sync(kAll, routed ? id : -1);
+    std::int32_t index = 0;
+    int const pairs = min(end - first, kThreads);
+    for (int w = 0; w * arch::kWarpThreads < pairs; ++w) {
+      if (w == warp && routed) index = smem.next[id] + __popc(same & earlier_lanes);
+      __syncwarp();
+      if (w == warp && routed && (same & earlier_lanes) == 0) smem.next[id] += __popc(same);
+      __syncthreads();
+    }
     if (routed) {
-      int earlier = 0;
-      for (int i = 0; i < static_cast<int>(threadIdx.x); ++i) earlier += smem.ids[i] == id;
-      std::int64_t const place = smem.list_begin[id] + smem.next[id] + earlier;
       // Every row comes for itself, and scores stay with their source.
       RouteEntry entry = {static_cast<std::uint32_t>(pair), 0.0f, 0, 1, 0, 0};
       char* const window = p.windows[p.shape.owner(id)];
       if (p.shape.transfer == Transfer::once) {
         join(p, id, pair, entry);
-        PairPlace const at = {id % p.shape.local_experts(), smem.next[id] + earlier};
+        PairPlace const at = {id % p.shape.local_experts(), index};
         *word_of(window, p.window.place_word(parity(epoch), p.rank, pair)) = at.word();
       }
+      std::int64_t const place = smem.list_begin[id] + index;
       *reinterpret_cast<uint4*>(window + p.window.list_entry(parity(epoch), p.rank, place)) =
           *reinterpret_cast<uint4 const*>(&entry);
-      *pair_word(p, pair) = static_cast<std::uint32_t>(smem.next[id] + earlier);
+      *pair_word(p, pair) = static_cast<std::uint32_t>(index);
     }
     if (pair < end && p.gmem_slot_of_pair != nullptr) {
       p.gmem_slot_of_pair[pair] = routed ? pair : -1;
     }
-    __syncthreads();
-    if (routed) atomicAdd(&smem.next[id], 1);
-    __syncthreads();
+  }
+}
+
+template <int kThreads>
+__device__ void send_counts(ExchangeArguments const& p, RouteStorage<kThreads> const& smem,
+                            std::uint32_t epoch) {
+  for (int r = static_cast<int>(blockIdx.x); r < p.shape.ranks; r += static_cast<int>(gridDim.x)) {
+    for (int e = static_cast<int>(threadIdx.x); e < p.shape.experts; e += kThreads) {
+      std::int64_t const at = p.window.count_word(parity(epoch), p.rank, e);
+      arch::store_relaxed_sys(reinterpret_cast<std::uint64_t*>(p.windows[r] + at),
+                              CountWord{smem.totals[e], epoch}.word());
+    }
   }
 }
 
@@ -162,24 +186,11 @@ __device__ bool route(ExchangeArguments const& p, RouteStorage<kThreads>& smem,
   TokenSlice const slice =
       token_slice(p.tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   if (!scan(p, smem, epoch, slice)) return false;
-  bool reached = true;
-  if (static_cast<int>(threadIdx.x) < p.shape.ranks) {
-    int const peer = static_cast<int>(threadIdx.x);
-    reached =
-        Waiter(p, epoch).for_epoch(p.window.ack_word(peer), acked_before(epoch), Site::ack, peer);
-  }
-  if (!all_reached(reached)) return false;
+  send_counts(p, smem, epoch);
   write_entries(p, smem, epoch, slice);
-  for (int r = static_cast<int>(blockIdx.x); r < p.shape.ranks; r += static_cast<int>(gridDim.x)) {
-    auto* const row =
-        reinterpret_cast<std::int32_t*>(p.windows[r] + p.window.count_row(parity(epoch), p.rank));
-    for (int e = static_cast<int>(threadIdx.x); e < p.shape.experts; e += kThreads) {
-      row[e] = smem.totals[e];
-    }
-  }
-  arch::fence_acq_rel_sys();
   __syncthreads();
   if (threadIdx.x != 0) return true;
+  arch::fence_acq_rel_sys();  // for all threads of the CTA
   std::uint32_t const before =
       arch::count_acq_rel_gpu(word_of(p.gmem_local, p.local.slices_written(epoch)), 1);
   for (int r = 0; r < p.shape.ranks && before + 1 == gridDim.x; ++r) {
@@ -193,17 +204,10 @@ __device__ bool make_plan(ExchangeArguments const& p, RouteStorage<kThreads>& sm
                           std::uint32_t epoch) {
   int const thread = static_cast<int>(threadIdx.x);
   bool reached = true;
-  if (thread < p.shape.ranks) {
-    reached =
-        Waiter(p, epoch).for_epoch(p.window.publish_word(thread), epoch, Site::publish, thread);
+  for (int i = thread; i < p.shape.ranks * p.shape.experts && reached; i += kThreads) {
+    reached = Waiter(p, epoch).for_rows(i / p.shape.experts, i % p.shape.experts, smem.counts[i]);
   }
   if (!all_reached(reached)) return false;
-  auto const* const counts = reinterpret_cast<std::int32_t const*>(
-      p.windows[p.rank] + p.window.count_row(parity(epoch), 0));
-  for (int i = thread; i < p.shape.ranks * p.shape.experts; i += kThreads) {
-    smem.counts[i] = __ldcg(counts + i);
-  }
-  __syncthreads();
   CountMatrix const matrix{smem.counts, p.shape.experts};
   for (int e = thread; e < p.shape.experts; e += kThreads) {
     smem.plan[e] = plan_alone(p.shape, matrix, e);

@@ -32,7 +32,7 @@ class SlotSums {
   // Of lane g * max_top_k + j: choice j of the g-th token of a group.
   struct Choice {
     int owner = -1;  // none
-    std::uint32_t block = 0;
+    std::int32_t block = 0;
     float score = 0;
   };
 
@@ -72,8 +72,9 @@ class SlotSums {
     if (token >= end || lane_ >= group_tokens() * top_k) return {};
     int const pair = token * top_k + lane_ % top_k;
     int const id = p_.gmem_topk_ids[pair];
-    Choice const own = {p_.shape.owner(id), *pair_word(p_, pair), pass_.p.gmem_scores[pair]};
-    return is_expert(p_, id) ? own : Choice{};
+    if (!is_expert(p_, id)) return {};
+    auto const index = static_cast<std::int32_t>(*pair_word(p_, pair));
+    return {p_.shape.owner(id), pass_.block_of(id, index), pass_.p.gmem_scores[pair]};
   }
 
   // kBlocks blocks of columns from `first` of a token, whose choices are those of the lanes from `lane` on; the loads

@@ -22,30 +22,46 @@ __device__ inline uint2* row_origin(ExchangeArguments const& p, std::int64_t row
   return reinterpret_cast<uint2*>(p.gmem_local + p.local.row_origin + 8 * row);
 }
 
-enum class Reach { kEpoch, kCount };
-
 class Waiter {
  public:
   __device__ Waiter(ExchangeArguments const& p, std::uint32_t epoch) : p_(p), epoch_(epoch) {}
 
   /// A word of this rank's window that `peer` writes. False: the pass is lost.
   __device__ bool for_epoch(std::int64_t offset, std::uint32_t epoch, Site site, int peer) const {
-    return wait<Reach::kEpoch>(word_of(p_.windows[p_.rank], offset), epoch, site, peer);
+    std::uint32_t const* const word = word_of(p_.windows[p_.rank], offset);
+    return wait([&] { return arch::load_acquire_sys(word); },
+                [&](std::uint32_t seen) { return reached(seen, epoch); }, epoch, site, peer);
   }
   /// A counter of this GPU.
   __device__ bool for_count(std::int64_t offset, std::uint32_t count, Site site) const {
-    return wait<Reach::kCount>(word_of(p_.gmem_local, offset), count, site, -1);
+    std::uint32_t const* const word = word_of(p_.gmem_local, offset);
+    return wait([&] { return arch::load_acquire_gpu(word); },
+                [&](std::uint32_t seen) { return seen == count; }, count, site, -1);
+  }
+  /// c[source][expert] of this pass.
+  __device__ bool for_rows(int source, int expert, std::int32_t& rows) const {
+    auto const* const word = reinterpret_cast<std::uint64_t const*>(
+        p_.windows[p_.rank] + p_.window.count_word(parity(epoch_), source, expert));
+    auto const look = [&] {
+      CountWord const seen = CountWord::of(arch::load_relaxed_sys(word));
+      rows = seen.rows;
+      return seen.epoch;
+    };
+    return wait(
+        look, [&](std::uint32_t seen) { return reached(seen, epoch_); }, epoch_, Site::counted,
+        source);
   }
 
  private:
-  template <Reach kReach>
-  __device__ bool wait(std::uint32_t const* word, std::uint32_t wanted, Site site, int peer) const {
+  template <class Look, class Enough>
+  __device__ bool wait(Look look, Enough enough, std::uint32_t wanted, Site site, int peer) const {
     constexpr int kSpinsPerLook = 1024;  // at the clock and at the abort words
+    // What a peer does not send stops those, too, who wait for counters of this GPU: who can name it reports first.
+    std::uint64_t const limit_ns = p_.limit_ns + (peer < 0 ? p_.limit_ns / 8 : 0);
     std::uint64_t begin = 0;
     for (int spin = 1;; ++spin) {
-      std::uint32_t const seen =
-          kReach == Reach::kEpoch ? arch::load_acquire_sys(word) : arch::load_acquire_gpu(word);
-      if (kReach == Reach::kEpoch ? reached(seen, wanted) : seen == wanted) {
+      std::uint32_t const seen = look();
+      if (enough(seen)) {
         if (p_.jitter_ns != 0) pause(static_cast<std::uint32_t>(site));
         return true;
       }
@@ -56,7 +72,7 @@ class Waiter {
         raise(site, peer, wanted, seen, by);
         return false;
       }
-      if (now - begin > p_.limit_ns) {
+      if (now - begin > limit_ns) {
         raise(site, peer, wanted, seen, 0);
         for (int r = 0; r < p_.shape.ranks; ++r) {
           arch::store_relaxed_sys(word_of(p_.windows[r], p_.window.abort_word(p_.rank)), 1);

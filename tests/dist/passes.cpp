@@ -103,7 +103,11 @@ Program Passes::cta(Actor& self, std::int32_t index) {
     Known known;
     co_await make_plan(self, epoch, known);
     co_await wait_lists(self, epoch, self.rank);
-    co_await bring_first_rows(self, index, epoch, known);
+    if (once()) {
+      co_await bring_first_rows(self, index, epoch, known);
+    } else {
+      co_await bring_own_rows(self, index, epoch, known);
+    }
     TaskCursor tasks(shape_, known.plan.data(), self.rank, options_.lag);
     std::int64_t const tickets = tasks.tickets();
     Sent sent;

@@ -90,9 +90,10 @@ struct Options {
   std::int32_t ring_blocks = 0;     ///< that the pool has places for, direct; 0: for all
   std::int32_t rows_in_flight = 1;  ///< that a communication warp has begun and not counted yet
   std::int32_t rows_of_draw = 0;    ///< that it takes at a time; 0: row i is warp i mod warps'
-  std::int32_t first_rows = 0;  ///< that CTAs bring before their tasks, by loads and stores, once
-  bool announces = false;       ///< a warp of its own fences and counts for the others of its CTA
-  bool sums_early = false;      ///< communication warps add up tokens that are complete, direct
+  std::int32_t first_rows =
+      0;  ///< of which CTAs bring all, once, or their own, direct, by loads and stores
+  bool announces = false;   ///< a warp of its own fences and counts for the others of its CTA
+  bool sums_early = false;  ///< communication warps add up tokens that are complete, direct
 };
 
 struct Entry;
@@ -126,6 +127,7 @@ class Passes : public World {
   [[nodiscard]] std::int32_t first_rows(std::int32_t rank, Known const& known) const;
   Program bring_first_rows(Actor& self, std::int32_t index, std::uint32_t epoch,
                            Known const& known);
+  Program bring_own_rows(Actor& self, std::int32_t index, std::uint32_t epoch, Known const& known);
   struct Placed {
     std::int32_t block, position, pad;
   };

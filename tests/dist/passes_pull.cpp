@@ -15,7 +15,9 @@ Program Passes::pull_all(Actor& self, std::int32_t number, std::uint32_t epoch,
   std::int32_t const all = owner_totals(shape_, known.plan.data(), self.rank).rows;
   std::int32_t const warps = options_.ctas * options_.communication_warps;
   std::int32_t const at_a_time = std::max(options_.rows_of_draw, 1);
-  std::int32_t const begin = breaks(Break::first_rows_by_both) ? 0 : first_rows(self.rank, known);
+  std::int32_t const taken = breaks(Break::first_rows_by_both) ? 0 : first_rows(self.rank, known);
+  std::int32_t const begin = once() ? taken : 0;
+  std::int32_t const own = once() ? 0 : taken;
   Spread spread;
   for (std::int32_t first = begin + number * at_a_time; first < all;) {
     std::int32_t next = first + warps;
@@ -28,6 +30,7 @@ Program Passes::pull_all(Actor& self, std::int32_t number, std::uint32_t epoch,
     }
     for (std::int32_t i = first; i < std::min(first + at_a_time, all); ++i) {
       PoolRow const row = rows.at(i);
+      if (i < own && row.source == self.rank) continue;  // a CTA's
       co_await await_place(self, epoch, row.block, spread);
       co_await pull(self, epoch, row, known, spread);
       if (breaks(Break::row_pulled_twice) && i == 0) co_await pull(self, epoch, row, known, spread);
@@ -47,11 +50,11 @@ Program Passes::load(Actor& self, std::uint64_t x, Spread& spread) {
   co_await self.write(ring_place(self, spread), x);
 }
 
-// At most half of all rows.
+// Once, at most half of all. Not where rows wait for places in a ring, or are copied from others.
 std::int32_t Passes::first_rows(std::int32_t rank, Known const& known) const {
-  if (!once()) return 0;
+  if (dedup() || options_.ring_blocks > 0) return 0;
   std::int32_t const all = owner_totals(shape_, known.plan.data(), rank).rows;
-  return std::min(options_.first_rows, all / 2);
+  return std::min(options_.first_rows, once() ? all / 2 : all);
 }
 
 // Row i by CTA i mod CTAs.
@@ -79,6 +82,31 @@ Program Passes::bring_first_rows(Actor& self, std::int32_t index, std::uint32_t 
     }
     if (!breaks(Break::first_rows_without_proxy_fence)) co_await self.proxy_fence();
     for (Address const word : arrived) co_await self.count(word, 1);
+  }
+}
+
+// Of the first rows the rank's own, in turn. Its list alone has been awaited.
+Program Passes::bring_own_rows(Actor& self, std::int32_t index, std::uint32_t epoch,
+                               Known const& known) {
+  CountMatrix const counts{known.counts.data(), shape_.experts};
+  RowCursor rows(shape_, counts, known.plan.data(), known.list_begin.data(), self.rank);
+  std::int32_t const end = first_rows(self.rank, known);
+  std::int32_t number = 0;
+  for (std::int32_t i = 0; i < end; ++i) {
+    PoolRow const row = rows.at(i);
+    if (row.source != self.rank || number++ % options_.ctas != index) continue;
+    Entry const entry = Entry::from(co_await self.read(
+        window(self.rank, window_.list_entry(parity_of(epoch), row.source, row.entry))));
+    note(pulled_, epoch, row.source, entry.pair, 0, "pulled");
+    std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
+    std::uint64_t const x = co_await self.read(window(row.source, window_.x_row(token)));
+    std::int64_t const pool_row = std::int64_t{row.block} * shape_.block_rows + row.position;
+    co_await self.write(local(self, local_.row_origin + 8 * pool_row),
+                        static_cast<std::uint64_t>(row.source) << 32 | entry.pair);
+    co_await self.write(pool(self, row.block, row.position), x);
+    co_await write_pads(self, row.block, row.position, row.pad);
+    if (!breaks(Break::first_rows_without_proxy_fence)) co_await self.proxy_fence();
+    co_await self.count(local(self, local_.arrived(bank_of(epoch), row.block)), 1);
   }
 }
 

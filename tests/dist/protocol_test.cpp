@@ -339,6 +339,15 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
     expect_noticed(broken, small_once(2),
                    {.passes = 5, .rows_in_flight = 4, .rows_of_draw = 2, .first_rows = 3});
   }
+  Broken const of_own_rows[] = {
+      {Break::first_rows_by_both, "first_rows_by_both", "a row twice"},
+      {Break::first_rows_without_proxy_fence, "first_rows_without_proxy_fence",
+       "no proxy fence followed"},
+      {Break::lists_without_publish, "lists_without_publish", "read"},
+  };
+  for (Broken const& broken : of_own_rows) {
+    expect_noticed(broken, small(2), {.passes = 5, .first_rows = 3});
+  }
   for (Broken const& broken : of_dedup) expect_noticed(broken, small_dedup(2));
   expect_noticed(
       {Break::untold_rows_while_waiting, "untold_rows_while_waiting", "waits at arrived"},

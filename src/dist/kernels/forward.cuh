@@ -4,7 +4,7 @@
 //   WG0 warp 0     | draws tickets; TMA loads of a task once [arrived] or [a_ready] says that A is there
 //       warps 1, 2 | pull rows into the pool in the order of the tasks -> arrived
 //       warp 3     | announces what the consumers have sent [sent] -> a_ready; down_tiles, block_done
-//   WG1, 2         | first: rows of the first tasks, where rows cross once -> arrived
+//   WG1, 2         | first: rows of the first tasks, all of them or this rank's own -> arrived
 //                  | multiply; up: a by TMA, complete under the next task; down: rows to slots on their
 //                  | sources -> sent; last: aggregate the slice's tokens [block_done]
 // Tasks    TaskCursor: ups, with downs behind by `lag` units
@@ -312,7 +312,11 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   } else {
     arch::acquire_registers<kConsumerRegisters>();
     int const warp = arch::warp_idx() - 4;
-    bring_first_rows(pass, warp);
+    if (p.exchange.shape.transfer == Transfer::once) {
+      bring_first_tokens(pass, warp);
+    } else {
+      bring_own_rows(pass, warp);
+    }
     consume<kKind>(pass, warpgroup - 1);
     SlotSums(pass).run(warp, kConsumerWarps);
   }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The communication warps of the fused kernel: rows from their sources into the pool, in the order of the tasks
-// -> arrived. Where rows cross once, the consumer warps bring the first ones.
+// -> arrived. Consumer warps, which have nothing to multiply yet, bring what the first tasks wait for, or a part of it.
 //   direct  pull_rows: a row for every pair, row i by warp i mod warps
+//           bring_own_rows: of the first rows this rank's own, so that the rings carry what the link can
 //   once    pull_tokens: a token's row for all its pairs here, with the first of them. Rows are drawn, four at a time,
 //           so a warp whose rows take long has fewer; where a row goes does not depend on who brings it
-//           first_rows: before that, what the first tasks wait for, by warps that have nothing to multiply yet:
-//           two rings of an SM write 1.2 TB/s, and every row goes to several places
+//           bring_first_tokens: all of the first rows, as two rings of an SM write 1.2 TB/s, and every row goes to
+//           several places
 // Ahead   once: a number is drawn two draws before it is needed, entries are read one draw, places one row
 //         before
 // Pads stay what they are: a row of a GEMM depends on its own row alone, and no slot gets one.
@@ -18,17 +19,16 @@ namespace tessera::dist {
 
 constexpr int kRowsOfDraw = 4;  // Transfer::once; not every one of them brings its token
 
-// Rows that the consumer warps bring: of the blocks of every CTA's first two tasks, at most half of all. Half and one
-// and a half times as many are 1 to 2% slower, and where every pair has a row of its own, none are best
+// The rows of the blocks of every CTA's first tasks, in which consumer warps take part. direct: one task. once: two, at
+// most half of all; half and one and a half times as many are 1 to 2% slower
 // (docs/notebook/2026-11-23-fused-first-rows.md).
 __device__ inline int first_rows(Pass const& pass) {
-  constexpr int kTasks = 2;  // of a CTA
   ExchangeShape const& shape = pass.shape();
-  if (shape.transfer != Transfer::once) return 0;
-  int const up_tiles = shape.up_tiles();
-  int const blocks = (kTasks * static_cast<int>(gridDim.x) + up_tiles - 1) / up_tiles;
-  int const half = owner_totals(shape, pass.plan(), pass.p.exchange.rank).rows / 2;
-  return min(blocks * shape.block_rows, half) / kRowsOfDraw * kRowsOfDraw;
+  bool const once = shape.transfer == Transfer::once;
+  int const tasks = (once ? 2 : 1) * static_cast<int>(gridDim.x);
+  int const rows = (tasks + shape.up_tiles() - 1) / shape.up_tiles() * shape.block_rows;
+  int const all = owner_totals(shape, pass.plan(), pass.p.exchange.rank).rows;
+  return once ? min(rows, all / 2) / kRowsOfDraw * kRowsOfDraw : min(rows, all);
 }
 
 __device__ inline int pool_row_of(Pass const& pass, PairPlace const& place, int source) {
@@ -44,25 +44,41 @@ __device__ inline void pull_rows(Pass const& pass, int warp) {
   int const worker = static_cast<int>(blockIdx.x) * kCommunicationWarps + warp;
   int const workers = static_cast<int>(gridDim.x) * kCommunicationWarps;
   int const rows = owner_totals(p.shape, pass.plan(), p.rank).rows;
-  int const first = first_rows(pass) + worker;
-  int const mine = (rows - first + workers - 1) / workers;
+  // Of this warp's rows those below `end`.
+  auto const below = [&](int end) { return end > worker ? (end - worker - 1) / workers + 1 : 0; };
+  // Of the first rows this rank's own, which are the first of each of its experts, are the consumer warps'.
+  int const first = first_rows(pass);
+  int mine = below(rows);
+  for (int e = p.rank * p.shape.local_experts(); e < (p.rank + 1) * p.shape.local_experts(); ++e) {
+    int const begin = pass.plan()[e].first_row;
+    if (begin >= first) break;
+    mine -= below(min(begin + pass.counts().at(p.rank, e), first)) - below(begin);
+  }
   if (mine <= 0) return;
-  for (int source = 0; source < p.shape.ranks; ++source) pass.wait_lists(source);
   int const row_bytes = 2 * p.shape.hidden;
   RowCursor cursor(p.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p.rank);
+  int number = worker;
+  unsigned lists = 0;  // that are there
   PoolRow ahead = {};
   std::uint32_t ahead_pair = 0;
-  auto const look_ahead = [&](int i) {  // entries are read a row before they are needed
-    ahead = cursor.at(first + i * workers);
+  auto const look_ahead = [&] {  // entries are read a row before they are needed
+    do {
+      ahead = cursor.at(number);
+      number += workers;
+    } while (ahead.source == p.rank && number - workers < first);
+    if ((lists >> ahead.source & 1) == 0) {
+      pass.wait_lists(ahead.source);
+      arch::fence_proxy_async_global();
+      lists |= 1u << ahead.source;
+    }
     std::int64_t const at = p.window.list_entry(parity(pass.epoch), ahead.source, ahead.entry);
     ahead_pair = __ldcg(word_of(p.windows[p.rank], at));  // RouteEntry::pair
   };
-  look_ahead(0);
-  arch::fence_proxy_async_global();
+  look_ahead();
   copy_rows(pass.smem.ring[warp].rows, mine, row_bytes, [&](int i) {
     PoolRow const row = ahead;
     std::uint32_t const pair = ahead_pair;
-    if (i + 1 < mine) look_ahead(i + 1);
+    if (i + 1 < mine) look_ahead();
     std::int64_t const pool_row = std::int64_t{row.block} * p.shape.block_rows + row.position;
     *row_origin(p, pool_row) = make_uint2(pair, static_cast<std::uint32_t>(row.source));
     std::int64_t const token = pair / static_cast<std::uint32_t>(p.shape.max_top_k);
@@ -220,16 +236,15 @@ __device__ inline void copy_row(Pass const& pass, char const* from, int to) {
 
 // Transfer::once. One of kConsumerWarps warps: of the first rows number i by warp i mod warps, those of a CTA far
 // apart. Lane j reads the entry of the warp's j-th row.
-__device__ inline void bring_first_rows(Pass const& pass, int warp) {
+__device__ inline void bring_first_tokens(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
   PoolRows const pool{pass};
   int const lane = arch::lane_idx();
-  int const warps = static_cast<int>(gridDim.x) * kConsumerWarps;
-  int const end = first_rows(pass);
-  if (end == 0) return;
   if (lane < p.shape.ranks) pass.wait_lists(lane);
   __syncwarp();
   if (pass.failed()) return;
+  int const warps = static_cast<int>(gridDim.x) * kConsumerWarps;
+  int const end = first_rows(pass);
   auto const top_k = static_cast<std::uint32_t>(p.shape.max_top_k);
   RowCursor cursor(p.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p.rank);
   int number = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x) + lane * warps;
@@ -262,6 +277,42 @@ __device__ inline void bring_first_rows(Pass const& pass, int warp) {
         pool.written();
         pool.arrived(row);
       }
+    }
+  }
+}
+
+// Transfer::direct. One of kConsumerWarps warps: of this rank's own rows among the first, number k by warp k mod warps.
+__device__ inline void bring_own_rows(Pass const& pass, int warp) {
+  ExchangeArguments const& p = pass.p.exchange;
+  PoolRows const pool{pass};
+  int const lane = arch::lane_idx();
+  int const warps = static_cast<int>(gridDim.x) * kConsumerWarps;
+  int const end = first_rows(pass);
+  auto const top_k = static_cast<std::uint32_t>(p.shape.max_top_k);
+  int const last = (p.rank + 1) * p.shape.local_experts();
+  int expert = p.rank * p.shape.local_experts();
+  int index = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
+  if (lane == 0) pass.wait_lists(p.rank);
+  __syncwarp();
+  if (pass.failed()) return;
+  for (;; index += warps) {
+    while (expert < last && index >= pass.counts().at(p.rank, expert)) {
+      index -= pass.counts().at(p.rank, expert++);
+    }
+    // An owner's own rows are the first of each of its experts.
+    if (expert == last || pass.plan()[expert].first_row + index >= end) return;
+    int const entry = pass.smem.list_begin[expert] + index;
+    std::uint32_t const pair =
+        __ldcg(word_of(p.windows[p.rank], p.window.list_entry(parity(pass.epoch), p.rank,
+                                                              entry)));  // RouteEntry::pair
+    int const row = pass.plan()[expert].first_block * p.shape.block_rows + index;
+    if (lane == 0) *row_origin(p, row) = make_uint2(pair, static_cast<std::uint32_t>(p.rank));
+    copy_row(pass, p.windows[p.rank] + p.window.x_row(pair / top_k), lane == 0 ? row : -1);
+    arch::fence_proxy_async_global();  // TMA reads what every lane has written
+    __syncwarp();
+    if (lane == 0) {
+      pool.written();
+      pool.arrived(row);
     }
   }
 }

@@ -26,4 +26,13 @@ __device__ __forceinline__ void cp_async_arrive(Mbarrier* smem_barrier) {
       : "memory");
 }
 
+// The same by groups of this thread: those that it has committed, but for the latest kPending, have landed.
+__device__ __forceinline__ void cp_async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 }  // namespace tessera::cuda::arch

@@ -318,7 +318,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       bring_own_rows(pass, warp);
     }
     consume<kKind>(pass, warpgroup - 1);
-    SlotSums(pass).run(warp, kConsumerWarps);
+    arch::named_barrier_sync(kStagesFree, kConsumers * arch::kWarpgroupThreads);
+    SlotSums(pass, warp).run();
   }
   __syncwarp();
   __syncthreads();

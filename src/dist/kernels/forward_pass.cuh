@@ -26,6 +26,8 @@ constexpr int kProducerRegisters = 72;
 constexpr int kConsumerRegisters = 216;
 constexpr int kDownTask = 1 << 15;  // in WorkTile::segment
 constexpr int kMostChoices = 32;
+// A named barrier of the consumer warps: none of them reads a stage any more.
+constexpr int kStagesFree = 8;
 static_assert(kMostChoices <= kPlacesHeld && kMostChoices <= arch::kWarpThreads);
 static_assert(kMostExperts <= kDownTask);
 

@@ -1,33 +1,49 @@
 // SPDX-License-Identifier: Apache-2.0
 // o_t = sum over choices of s * slot, in the order of the choices, each awaited: the end of the fused kernel.
 // The bits are those of aggregate (src/cuda/kernels).
+//   piece   256 to 2048 columns of two to eight choices of a token: 8 KB
+//   ring    two pieces of every warp, where the stages were: 128 KB of an SM in flight, by cp.async. Every lane reads
+//           what it has asked for itself, so that nobody waits for anybody
 #pragma once
 
-#include "cuda/arch/load_global.cuh"
+#include "cuda/arch/cp_async.cuh"
+#include "cuda/arch/named_barrier.cuh"
 #include "dist/kernels/forward_pass.cuh"
 
 namespace tessera::dist {
 
-// Tokens of the CTA's slice, a warp each.
+// Tokens of the CTA's slice, those of a warp kConsumerWarps apart.
 class SlotSums {
  public:
-  __device__ explicit SlotSums(Pass const& pass)
-      : pass_(pass), p_(pass.p.exchange), lane_(arch::lane_idx()) {}
+  __device__ SlotSums(Pass const& pass, int warp)
+      : pass_(pass),
+        p_(pass.p.exchange),
+        warp_(warp),
+        lane_(arch::lane_idx()),
+        top_k_(p_.shape.max_top_k),
+        slice_(token_slice(p_.tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x))),
+        ring_(reinterpret_cast<unsigned char*>(&pass.smem.gemm.a) + warp * kPieces * kPieceBytes +
+              16 * lane_) {}
 
-  __device__ void run(int warp, int warps) {
-    // Loads in flight are what counts: the fewer choices a token has, the more columns at once.
-    int const top_k = p_.shape.max_top_k;
-    if (top_k <= 2) {
-      add_tokens<8, 2>(warp, warps);
-    } else if (top_k <= 4) {
-      add_tokens<4, 4>(warp, warps);
+  // When all consumer warps have ended their tasks.
+  __device__ void run() {
+    // The fewer choices a token has, the more columns at once.
+    if (top_k_ <= 2) {
+      add_tokens<8, 2>();
+    } else if (top_k_ <= 4) {
+      add_tokens<4, 4>();
     } else {
-      add_tokens<2, 8>(warp, warps);
+      add_tokens<2, 8>();
     }
   }
 
  private:
   static constexpr int kBlockColumns = 8 * arch::kWarpThreads;
+  static constexpr int kBlockBytes = 2 * kBlockColumns;
+  static constexpr int kPieces = 2;  // three are no faster, one is slower by 0.5%
+  static constexpr int kPieceBytes = 8192;
+  static_assert(kConsumerWarps * kPieces * kPieceBytes <=
+                sizeof(block::SharedStorage<kPlain>::a) + sizeof(block::SharedStorage<kPlain>::b));
 
   // Of lane g * max_top_k + j: choice j of the g-th token of a group.
   struct Choice {
@@ -35,90 +51,155 @@ class SlotSums {
     std::int32_t block = 0;
     float score = 0;
   };
+  struct Piece {
+    int token = -1;  // none: there are no more
+    int column = 0;
+    unsigned choices = 0;
+    bool first = false, last = false;  // of its columns
+    float score = 0;                   // of lane score_lane + j: of choice j
+    int score_lane = 0;
+  };
 
-  // Awaited at once: one round trip for all. Larger groups gain nothing, and tokens that are complete wait.
-  __device__ int group_tokens() const { return min(arch::kWarpThreads / p_.shape.max_top_k, 4); }
-
-  // A warp's tokens are `warps` apart.
   template <int kBlocks, int kAtOnce>
-  __device__ void add_tokens(int warp, int warps) {
-    TokenSlice const slice =
-        token_slice(p_.tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
-    int const top_k = p_.shape.max_top_k;
-    int const group = group_tokens();
-    Choice ahead = choice(slice.begin + warp, warps, slice.end);
-    for (int first = slice.begin + warp; first < slice.end; first += group * warps) {
-      Choice const own = ahead;
-      ahead = choice(first + group * warps, warps, slice.end);  // read before they are needed
-      if (own.owner >= 0) {
-        pass_.wait_epoch(p_.window.block_done_word(own.owner, own.block), Site::block_done,
-                         own.owner);
-      }
-      __syncwarp();
-      unsigned const routed = __ballot_sync(block::kAllLanes, own.owner >= 0);
-      for (int g = 0; g < group && first + g * warps < slice.end; ++g) {
-        unsigned const choices = routed >> (g * top_k) & ((2u << (top_k - 1)) - 1);
-        for (int column = 0; column < p_.shape.hidden; column += kBlocks * kBlockColumns) {
-          add_up<kBlocks, kAtOnce>(first + g * warps, column, choices, own.score, g * top_k);
-        }
-      }
+  __device__ void add_tokens() {
+    static_assert(kBlocks * kAtOnce * kBlockBytes == kPieceBytes);
+    first_ = slice_.begin + warp_ - group_tokens() * kConsumerWarps;
+    g_ = group_tokens();
+    column_ = p_.shape.hidden;
+    ahead_ = choice(slice_.begin + warp_);
+    Piece pieces[kPieces];  // the oldest first
+    TESSERA_UNROLL
+    for (int i = 0; i + 1 < kPieces; ++i) {
+      pieces[i] = next<kBlocks, kAtOnce>();
+      load<kBlocks, kAtOnce>(pieces[i], i);
+    }
+    float sum[kBlocks][8];
+    for (int slot = 0;; slot = slot + 1 < kPieces ? slot + 1 : 0) {
+      pieces[kPieces - 1] = next<kBlocks, kAtOnce>();
+      load<kBlocks, kAtOnce>(pieces[kPieces - 1], slot > 0 ? slot - 1 : kPieces - 1);
+      if (pieces[0].token < 0) return;
+      arch::cp_async_wait<kPieces - 1>();
+      add<kBlocks, kAtOnce>(pieces[0], slot, sum);
+      TESSERA_UNROLL
+      for (int i = 0; i + 1 < kPieces; ++i) pieces[i] = pieces[i + 1];
     }
   }
 
+  // Awaited at once: one round trip for all. Larger groups gain nothing, and tokens that are complete wait.
+  __device__ int group_tokens() const { return min(arch::kWarpThreads / top_k_, 4); }
+
   // Of the group whose first token is `first`.
-  __device__ Choice choice(int first, int warps, int end) const {
-    int const top_k = p_.shape.max_top_k;
-    int const token = first + lane_ / top_k * warps;
-    if (token >= end || lane_ >= group_tokens() * top_k) return {};
-    int const pair = token * top_k + lane_ % top_k;
+  __device__ Choice choice(int first) const {
+    int const token = first + lane_ / top_k_ * kConsumerWarps;
+    if (token >= slice_.end || lane_ >= group_tokens() * top_k_) return {};
+    int const pair = token * top_k_ + lane_ % top_k_;
     int const id = p_.gmem_topk_ids[pair];
     if (!is_expert(p_, id)) return {};
     auto const index = static_cast<std::int32_t>(*pair_word(p_, pair));
     return {p_.shape.owner(id), pass_.block_of(id, index), pass_.p.gmem_scores[pair]};
   }
 
-  // kBlocks blocks of columns from `first` of a token, whose choices are those of the lanes from `lane` on; the loads
-  // of kAtOnce choices are in flight.
+  // The next piece, once its token is complete.
   template <int kBlocks, int kAtOnce>
-  __device__ void add_up(int token, int first, unsigned choices, float score, int lane) const {
-    char const* const slots = p_.windows[p_.rank] + p_.window.slot(token, 0);
-    std::int64_t const pitch = 2 * std::int64_t{p_.shape.hidden};
-    float sum[kBlocks][8] = {};
-    for (unsigned left = choices; left != 0;) {
-      int choice[kAtOnce];
-      uint4 bits[kBlocks][kAtOnce];
-      TESSERA_UNROLL
-      for (int i = 0; i < kAtOnce; ++i) {
-        choice[i] = __ffs(static_cast<int>(left)) - 1;  // -1: no more
-        left &= left - 1;
-        TESSERA_UNROLL
-        for (int b = 0; b < kBlocks; ++b) {
-          int const column = first + b * kBlockColumns + 8 * lane_;
-          bits[b][i] = arch::load_streaming_16(slots + choice[i] * pitch + 2 * column,
-                                               choice[i] >= 0 && column < p_.shape.hidden);
-        }
+  __device__ Piece next() {
+    Piece piece;
+    piece.first = rest_ == 0;
+    if (piece.first) {
+      column_ += kBlocks * kBlockColumns;
+      if (column_ >= p_.shape.hidden) {
+        if (!next_token()) return {};
+        column_ = 0;
       }
+      rest_ = routed_ >> (g_ * top_k_) & ((2u << (top_k_ - 1)) - 1);
+    }
+    piece.token = first_ + g_ * kConsumerWarps;
+    piece.column = column_;
+    TESSERA_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      piece.choices |= rest_ & (0u - rest_);
+      rest_ &= rest_ - 1;
+    }
+    piece.last = rest_ == 0;
+    piece.score = own_.score;
+    piece.score_lane = g_ * top_k_;
+    return piece;
+  }
+  __device__ bool next_token() {
+    int const group = group_tokens();
+    if (g_ + 1 < group) {
+      ++g_;
+    } else {
+      g_ = 0;
+      first_ += group * kConsumerWarps;
+      own_ = ahead_;
+      ahead_ = choice(first_ + group * kConsumerWarps);  // read before they are needed
+      if (own_.owner >= 0) {
+        pass_.wait_epoch(p_.window.block_done_word(own_.owner, own_.block), Site::block_done,
+                         own_.owner);
+      }
+      __syncwarp();
+      routed_ = __ballot_sync(block::kAllLanes, own_.owner >= 0);
+    }
+    bool const more = first_ + g_ * kConsumerWarps < slice_.end;
+    if (!more) g_ = group;  // and so it stays
+    return more;
+  }
+
+  // A group of cp.async, of no copies where there is no piece.
+  template <int kBlocks, int kAtOnce>
+  __device__ void load(Piece const& piece, int slot) const {
+    std::uint32_t to = arch::shared_address(ring_ + slot * kPieceBytes);
+    std::int64_t const pitch = 2 * std::int64_t{p_.shape.hidden};
+    int const column = piece.column + 8 * lane_;
+    unsigned left = piece.choices;
+    TESSERA_UNROLL
+    for (int i = 0; i < kAtOnce; ++i, left &= left - 1) {
+      char const* const from = p_.windows[p_.rank] + p_.window.slot(piece.token, 0) +
+                               (__ffs(static_cast<int>(left)) - 1) * pitch + 2 * column;
       TESSERA_UNROLL
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (choice[i] < 0) break;
-        float const s = __shfl_sync(block::kAllLanes, score, lane + choice[i]);
-        TESSERA_UNROLL
-        for (int b = 0; b < kBlocks; ++b) {
-          std::uint32_t const pairs[4] = {bits[b][i].x, bits[b][i].y, bits[b][i].z, bits[b][i].w};
-          TESSERA_UNROLL
-          for (int pair = 0; pair < 4; ++pair) {
-            float2 const value = arch::unpack_bf16(pairs[pair]);
-            sum[b][2 * pair] = fmaf(s, value.x, sum[b][2 * pair]);
-            sum[b][2 * pair + 1] = fmaf(s, value.y, sum[b][2 * pair + 1]);
-          }
+      for (int b = 0; b < kBlocks; ++b, to += kBlockBytes) {
+        if (left != 0 && column + b * kBlockColumns < p_.shape.hidden) {
+          arch::cp_async_16(to, from + b * kBlockBytes, 16);
         }
       }
     }
+    arch::cp_async_commit();
+  }
+
+  template <int kBlocks, int kAtOnce>
+  __device__ void add(Piece const& piece, int slot, float (&sum)[kBlocks][8]) const {
+    if (piece.first) {
+      TESSERA_UNROLL
+      for (auto& block : sum) {
+        for (float& value : block) value = 0;
+      }
+    }
+    int const column = piece.column + 8 * lane_;
+    unsigned left = piece.choices;
+    TESSERA_UNROLL
+    for (int i = 0; i < kAtOnce; ++i, left &= left - 1) {
+      if (left == 0) break;
+      float const s = __shfl_sync(block::kAllLanes, piece.score,
+                                  piece.score_lane + __ffs(static_cast<int>(left)) - 1);
+      TESSERA_UNROLL
+      for (int b = 0; b < kBlocks; ++b) {
+        uint4 const bits = *reinterpret_cast<uint4 const*>(ring_ + slot * kPieceBytes +
+                                                           (i * kBlocks + b) * kBlockBytes);
+        std::uint32_t const pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+        TESSERA_UNROLL
+        for (int pair = 0; pair < 4; ++pair) {
+          float2 const value = arch::unpack_bf16(pairs[pair]);
+          sum[b][2 * pair] = fmaf(s, value.x, sum[b][2 * pair]);
+          sum[b][2 * pair + 1] = fmaf(s, value.y, sum[b][2 * pair + 1]);
+        }
+      }
+    }
+    if (!piece.last) return;
     TESSERA_UNROLL
     for (int b = 0; b < kBlocks; ++b) {
-      int const column = first + b * kBlockColumns + 8 * lane_;
-      if (column >= p_.shape.hidden) break;
-      *reinterpret_cast<uint4*>(pass_.p.gmem_o + std::int64_t{token} * p_.shape.hidden + column) = {
+      if (column + b * kBlockColumns >= p_.shape.hidden) break;
+      *reinterpret_cast<uint4*>(pass_.p.gmem_o + std::int64_t{piece.token} * p_.shape.hidden +
+                                column + b * kBlockColumns) = {
           arch::pack_bf16(sum[b][0], sum[b][1]), arch::pack_bf16(sum[b][2], sum[b][3]),
           arch::pack_bf16(sum[b][4], sum[b][5]), arch::pack_bf16(sum[b][6], sum[b][7])};
     }
@@ -126,7 +207,13 @@ class SlotSums {
 
   Pass const& pass_;
   ExchangeArguments const& p_;
-  int lane_;
+  int warp_, lane_, top_k_;
+  TokenSlice slice_;
+  unsigned char* ring_;  // of this lane
+  // The group at hand: its first token, the g-th of its tokens, and what is left of its columns from column_ on.
+  int first_ = 0, g_ = 0, column_ = 0;
+  unsigned routed_ = 0, rest_ = 0;
+  Choice own_, ahead_;
 };
 
 }  // namespace tessera::dist

@@ -98,13 +98,14 @@ class TokenGather {
     int const token = thread / kChunks;
     int const lane = arch::lane_idx();
     first_ = thread / arch::kWarpThreads * kWarpTokens + lane % kWarpTokens +
-             lane / kWarpTokens % kTokensPerThread * kTokenStep;
+             lane / kWarpTokens % kTokensPerThread * kTokenStep +
+             (kIndexTiles == 2 ? lane / kIndexLanes * kGemm.tile.k : 0);
     smem_offset_ =
         chunk / 8 * (kGemm.tile.k * 128) + token * 128 + ((chunk % 8 ^ (token & 7)) << 4);
     chunk_ = chunk;
   }
 
-  // Requests the indices of a tile's first k_tile.
+  // Requests the indices of a tile's first k_tiles.
   __device__ __forceinline__ void begin(WorkTile const& tile) {
     bool const all_columns = tile.row + kGemm.tile.m <= row_chunks_ * 8;
     whole_k_tiles_ = all_columns ? (tile.end - tile.begin) / kGemm.tile.k : 0;
@@ -118,14 +119,19 @@ class TokenGather {
     prefetch(tile, 0);
   }
 
-  // Works out the sources of a k_tile, before its stage is free, and requests the indices of the next.
+  // Works out the sources of a k_tile, before its stage is free, and requests the indices of those kIndexTiles later.
   __device__ __forceinline__ void prepare(WorkTile const& tile, int k_tile) {
+    if (k_tile % kIndexTiles == 0) {
+      index_ = next_;
+      prefetch(tile, k_tile + kIndexTiles);
+    }
     uint32_t const mine = index_ < 0 ? kNothing : static_cast<uint32_t>(index_) * pitch_chunks_;
     TESSERA_UNROLL
     for (int i = 0; i < kTokensPerThread; ++i) {
-      source_[i] = __shfl_sync(kAllLanes, mine, kWarpTokens * i + arch::lane_idx() / kChunks);
+      source_[i] = __shfl_sync(
+          kAllLanes, mine,
+          k_tile % kIndexTiles * kIndexLanes + kWarpTokens * i + arch::lane_idx() / kChunks);
     }
-    prefetch(tile, k_tile + 1);
   }
 
   // The k_tile that was prepared; tokens past the segment and columns past the row become 0. Where there are none of
@@ -144,7 +150,12 @@ class TokenGather {
   static constexpr int kTokenStep = arch::kWarpgroupThreads / kChunks;
   static constexpr int kTokensPerThread = kGemm.tile.k / kTokenStep;
   static constexpr int kWarpTokens = arch::kWarpThreads / kChunks;
-  static_assert(kTokenStep % 8 == 0 && kWarpTokens * kTokensPerThread == 16);
+  static constexpr int kIndexLanes = kWarpTokens * kTokensPerThread;  // a k_tile's tokens of a warp
+  static_assert(kTokenStep % 8 == 0 && kIndexLanes == 16);
+  // k_tiles whose indices a warp loads at once. An SM's loads are answered in their order, so an index comes after the
+  // rows that were asked for before it; asked for two k_tiles ahead nobody waits for those. A ring of three stages is
+  // no further ahead. bench/results/h200/2026-11-23-wgrad-index-ahead.json
+  static constexpr int kIndexTiles = kGemm.stages > 3 ? 2 : 1;
   static constexpr uint32_t kNothing = 0xffffffff;  // nothing is read
 
   template <class Exists>
@@ -158,10 +169,10 @@ class TokenGather {
     }
   }
 
-  // They are first touched by the next prepare().
+  // They are first touched by the prepare() that needs them.
   __device__ __forceinline__ void prefetch(WorkTile const& tile, int k_tile) {
     int const row = tile.begin + k_tile * kGemm.tile.k + first_;
-    index_ = row >= tile.end ? -1 : gmem_index_ != nullptr ? gmem_index_[row] : row;
+    next_ = row >= tile.end ? -1 : gmem_index_ != nullptr ? gmem_index_[row] : row;
   }
 
   char const* gmem_a_;
@@ -172,9 +183,10 @@ class TokenGather {
   int first_;       // of the tokens whose index this lane loads
   int chunk_;
   uint32_t smem_offset_;
-  bool exists_ = false;    // its chunk
-  int whole_k_tiles_ = 0;  // of the tile: all of their tokens and columns exist
-  int index_ = -1;
+  bool exists_ = false;                // its chunk
+  int whole_k_tiles_ = 0;              // of the tile: all of their tokens and columns exist
+  int index_ = -1;                     // of k_tiles under way
+  int next_ = -1;                      // of those after them
   uint32_t source_[kTokensPerThread];  // first chunk of the token
 };
 

@@ -241,8 +241,8 @@ __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, Gemm
     int const k_tiles = k_tiles_of<kGemm>(p, tile);
     gather.begin(tile);
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
-      gather.prepare(tile, k_tile);
       if (schedules) scheduler.step(k_tile, k_tiles);
+      gather.prepare(tile, k_tile);
       wait_empty<kGemm>(smem, state);
       if (warp == k_tile % 4 && arch::elect_one()) {
         arch::mbarrier_arrive_expect_tx(&smem.full[state.stage], b_bytes_of<kGemm>(p));

@@ -40,9 +40,9 @@ TESSERA_VARIANT(UpSlabsFp32, Major::kK, true, .stages = 3);
 TESSERA_VARIANT(DownLent, Major::kRows, false, .stages = 4);
 TESSERA_VARIANT(UpLent, Major::kK, false, .stages = 4);
 #undef TAIL
-#define TAIL .ragged = Ragged::kK, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 2, .own_round = true, .lent_stages = 3
-TESSERA_VARIANT(DownLentFp32, Major::kRows, true, .stages = 4);
-TESSERA_VARIANT(UpLentFp32, Major::kK, true, .stages = 4);
+#define TAIL .ragged = Ragged::kK, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 5, .defers = true
+TESSERA_VARIANT(DownPacedFp32, Major::kRows, true, .stages = 3);
+TESSERA_VARIANT(UpPacedFp32, Major::kK, true, .stages = 3);
 #undef TAIL
 #define TAIL .schedule = Schedule::kPingPong, .ragged = Ragged::kK, .b_major = Major::kRows, .any_b_layout = false
 TESSERA_VARIANT(UpPingPong, Major::kK, false, .tile = {128, 128, 64}, .stages = 6);
@@ -146,10 +146,10 @@ std::vector<Variant> all_variants() {
           variant<UpSlabsFp32>("up-128x256-slabs-fp32-add", true),
           variant<DownLent>("down-128x256-lent"),
           variant<DownLent>("down-128x256-lent-add", true),
-          variant<DownLentFp32>("down-128x256-lent-fp32-add", true),
+          variant<DownPacedFp32>("down-128x256-paced-fp32-add", true),
           variant<UpLent>("up-128x256-lent"),
           variant<UpLent>("up-128x256-lent-add", true),
-          variant<UpLentFp32>("up-128x256-lent-fp32-add", true),
+          variant<UpPacedFp32>("up-128x256-paced-fp32-add", true),
           variant<UpWide>("up-128x256"),
           variant<UpAny>("up-128x256-any"),
           variant<UpAny>("up-128x256-any-add", true),

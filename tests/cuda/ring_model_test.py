@@ -66,7 +66,7 @@ def play(chance: random.Random, players: list) -> None:
 
 def lend(seed: int, together: bool, broken: str = "") -> None:
     """Stages lent to the epilogue: a cooperative CTA of two warpgroups, each warp alone, or (together) each warpgroup
-    storing by its first warp, perhaps first from slabs of its own."""
+    storing by its first warp."""
     chance = random.Random(seed)
     stages, lent = chance.choice([(4, 4), (4, 2), (3, 2), (4, 3)])
     k_tiles, tiles = chance.choice([1, 2, 5]), 6
@@ -75,8 +75,6 @@ def lend(seed: int, together: bool, broken: str = "") -> None:
     empty = [Barrier(2 if broken == "first_warp_releases" else 8) for _ in range(stages)]
     content, stored_from = [None] * stages, [0] * stages
     met = [[0, 0], [0, 0]]  # warps at the barrier of a warpgroup, barriers passed
-    own_round = together and chance.random() < 0.5
-    own_stored_from = [0, 0]
 
     def producer():
         place = Place(stages)
@@ -141,15 +139,6 @@ def lend(seed: int, together: bool, broken: str = "") -> None:
                 place.advance()
                 yield
             release(previous)
-            if own_round:
-                if broken != "no_meeting_before_own":
-                    yield from meet()
-                require(own_stored_from[group] == 0, "slabs are filled while they are stored from")
-                yield
-                yield from meet()
-                if index == 0:
-                    own_stored_from[group] += 1
-                    stores.append((own_stored_from, group))
             for i in range(k_tiles, k_tiles + lent):
                 yield from take(tile, i)
                 stage = place.stage
@@ -168,6 +157,63 @@ def lend(seed: int, together: bool, broken: str = "") -> None:
                 yield
 
     play(chance, [producer(), *[warp(group, index) for group in range(2) for index in range(4)]])
+
+
+def pace(seed: int, broken: str = "") -> None:
+    """Sums of a warpgroup that TMA stores piece by piece (epilogue/wgrad_sums.cuh): five of eight pieces are in slabs,
+    the others in registers until the first three slabs have been read."""
+    chance = random.Random(seed)
+    slabs, pieces, warps, tiles = 5, 8, 4, 5
+    content = [[None] * warps for _ in range(slabs)]
+    reading = [0] * slabs
+    met = [0, 0]  # warps at the barrier, barriers passed
+
+    def warp(index: int):
+        issued = []  # slabs that TMA still reads
+
+        def meet():
+            met[0] += 1
+            passed = met[1]
+            if met[0] == warps:
+                met[:] = 0, passed + 1
+            while met[1] == passed:
+                yield
+
+        def wait_read():
+            while issued:
+                if chance.random() < 0.2:
+                    reading[issued.pop(0)] -= 1
+                yield
+
+        def refill(waits, tile, first, count):
+            if waits:
+                yield from wait_read()
+            if broken != "no_meeting_before":
+                yield from meet()
+            for slab in range(count):
+                require(reading[slab] == 0, "a slab is filled while it is stored from")
+                content[slab][index] = (tile, first + slab)
+                yield
+            if broken != "no_meeting_after":
+                yield from meet()
+
+        for tile in range(tiles):
+            yield from refill(broken != "no_wait_before_a_tile", tile, 0, slabs)
+            for piece in range(pieces):
+                if piece == slabs:
+                    yield from refill(index < 3 and broken != "no_wait_before_the_second", tile, slabs, pieces - slabs)
+                place = piece if piece < slabs else piece - slabs
+                if index == (3 if broken == "another_warp_issues" else min(place, 3)):
+                    require(content[place] == [(tile, piece)] * warps, "what is stored is not all there")
+                    reading[place] += 1
+                    issued.append(place)
+                for _ in range(chance.randint(0, 12)):
+                    if issued and chance.random() < 0.05:
+                        reading[issued.pop(0)] -= 1
+                    yield
+        yield from wait_read()
+
+    play(chance, [warp(index) for index in range(warps)])
 
 
 def share(seed: int, broken: str = "") -> None:
@@ -510,8 +556,20 @@ class RingModel(unittest.TestCase):
             with self.subTest(rule):
                 self.notices(lend, False, rule)
 
-    def test_slabs_of_ones_own_need_a_meeting(self):
-        self.notices(lend, True, "no_meeting_before_own")
+    def test_paced_stores(self):
+        for seed in range(200):
+            pace(seed)
+
+    def test_paced_stores_need_their_rules(self):
+        for rule in (
+            "no_wait_before_a_tile",
+            "no_wait_before_the_second",
+            "no_meeting_before",
+            "no_meeting_after",
+            "another_warp_issues",
+        ):
+            with self.subTest(rule):
+                self.notices(pace, rule)
 
     def test_shared_b(self):
         for seed in range(200):

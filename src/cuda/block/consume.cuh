@@ -302,7 +302,7 @@ __device__ __forceinline__ void consume_deferred(SharedStorage<kGemm>& smem, Gem
     tile = ahead;
   }
   pieces.finish();
-  if constexpr (requires { epilogue.at_end(); }) epilogue.at_end();
+  if constexpr (requires { epilogue.drain(); }) epilogue.drain();
   if constexpr (kGemm.hands_over) handover.at_end();
 }
 

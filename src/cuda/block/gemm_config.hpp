@@ -49,12 +49,11 @@ struct GemmConfig {
   bool short_b = false;
   // One more k16 step adds an outer product of every segment (outer_product.cuh).
   bool adds_outer_product = false;
-  int b_halves = 1;        // 2: B has gate and up rows; every column group takes 64 of each
-  int k_halves = 1;        // 2: k runs through two halves, each with a B of its own
-  int store_slabs = 2;     // 64x64 staging buffers per consumer warpgroup
-  bool own_round = false;  // the epilogue's first round has slabs of its own, the others lent ones
-  int lent_stages = 0;     // stages that the ring lends to each tile's epilogue (lent_stages.cuh)
-  bool defers = false;     // the epilogue works under the next tile's k loop (deferred_rows.cuh)
+  int b_halves = 1;     // 2: B has gate and up rows; every column group takes 64 of each
+  int k_halves = 1;     // 2: k runs through two halves, each with a B of its own
+  int store_slabs = 2;  // 64x64 staging buffers per consumer warpgroup
+  int lent_stages = 0;  // stages that the ring lends to each tile's epilogue (lent_stages.cuh)
+  bool defers = false;  // the epilogue works under the next tile's k loop (deferred_rows.cuh)
   int resident_k_tiles =
       0;  // at most so many k_tiles of B stay in shared memory for a run of tiles; 0: none
   int run_tiles = 0;  // tiles of a run, about; even
@@ -158,8 +157,6 @@ consteval bool valid(GemmConfig c) {
   if (c.defers && (c.ping_pong() || c.lent_stages > 0)) throw "defers: cooperative, no lent stages";
   if (c.adds_outer_product && (!c.defers || c.gathers() || c.tile.n != 256))
     throw "adds_outer_product: deferred, TMA, tile.n of 256";
-  if (c.own_round && (c.lent_stages == 0 || c.store_slabs != c.tile.n / c.tile.m))
-    throw "own_round: beside lent stages, as many slabs as one of them lends";
   if (c.lent_stages > c.stages)
     throw "lent_stages: an epilogue gives the last one back in the next tile";
   return true;

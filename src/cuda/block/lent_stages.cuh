@@ -102,17 +102,6 @@ class BorrowedStages {
     held_ = stores ? stage : kNone;
   }
 
-  // The same with slabs of its own: settle() has seen TMA read what they held.
-  template <class Store>
-  __device__ __forceinline__ void publish_own(int barrier, Store store) const {
-    arch::fence_proxy_async_shared();
-    arch::named_barrier_sync(barrier, arch::kWarpgroupThreads);
-    if (arch::lane_idx() == 0 && warp_offset_ == 0) {
-      store();
-      arch::tma_store_commit();
-    }
-  }
-
   // Gives the last stage back, at the latest before the warp waits for a stage of its next tile but the first.
   __device__ __forceinline__ void settle() {
     if (arch::lane_idx() == 0) give_back<0>();
@@ -155,34 +144,23 @@ class LentSlabs {
   static constexpr int kPitch = kGemm.tile.m * kSlabColumns;  // from one to the next, in bf16
 
   __device__ __forceinline__ LentSlabs(SharedStorage<kGemm>& smem, int consumer)
-      : smem_own_(&smem.slabs[0][0][0] + consumer * kSubtileM * kSlabColumns),
-        stages_(smem, consumer),
-        barrier_(kBarrierSlabs + consumer) {}
+      : stages_(smem, consumer), barrier_(kBarrierSlabs + consumer) {}
 
-  // The warpgroup's rows of the first slab of a tile's `round`.
-  __device__ __forceinline__ bf16* begin(int round, PipelineState<kGemm.stages>& ring) {
-    if (kGemm.own_round && round == 0) {
-      arch::named_barrier_sync(barrier_, arch::kWarpgroupThreads);  // after settle() of all warps
-      return smem_own_;
-    }
+  // The warpgroup's rows of a round's first slab.
+  __device__ __forceinline__ bf16* begin(PipelineState<kGemm.stages>& ring) {
     stage_ = stages_.take(ring);
     return stages_.slab_b(stage_, 0);
   }
 
   template <class Store>
-  __device__ __forceinline__ void publish(int round, Store store) {
-    if (kGemm.own_round && round == 0) {
-      stages_.publish_own(barrier_, store);
-    } else {
-      stages_.publish_together(stage_, barrier_, store);
-    }
+  __device__ __forceinline__ void publish(Store store) {
+    stages_.publish_together(stage_, barrier_, store);
   }
 
   __device__ __forceinline__ void settle() { stages_.settle(); }
   __device__ __forceinline__ void drain() const { stages_.drain(); }
 
  private:
-  bf16* smem_own_;
   BorrowedStages<kGemm> stages_;
   int barrier_;
   int stage_ = 0;

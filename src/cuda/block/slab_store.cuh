@@ -66,7 +66,7 @@ class SlabStore {
   static constexpr int kPitch = kSubtileM * kSlabColumns;  // from one to the next, in bf16
 
   // TMA has read the slabs of the last round. Returns the first.
-  __device__ __forceinline__ bf16* begin(int /*round*/ = 0) const {
+  __device__ __forceinline__ bf16* begin() const {
     if (issuer_) arch::tma_store_wait_read<0>();
     arch::named_barrier_sync(barrier_, arch::kWarpgroupThreads);
     return smem_slabs_;
@@ -89,7 +89,7 @@ class SlabStore {
 
   // The same, then one thread calls store().
   template <class Store>
-  __device__ __forceinline__ void publish(int /*round*/, Store store) const {
+  __device__ __forceinline__ void publish(Store store) const {
     publish();
     if (issuer_) {
       store();

@@ -77,7 +77,7 @@ inline cudaError_t make_halves_map(CUtensorMap& map, void const* gmem, int64_t r
 }
 
 // One matrix (rows x columns) per segment of a weight tensor (host/projection.hpp) or of its gradient, in boxes
-// of 64 rows x 64 columns (fp32: 32 of the contiguous dimension), zero outside.
+// of 64 rows x 64 columns (fp32: 32 of the contiguous dimension, and K-major 32 rows), zero outside.
 //   K-major    (column, row % block, row / block, segment); no box may cross a block, so blocks have a
 //              power of two of rows up to 64, or a multiple of 64, or there is only one
 //   rows-major (row, column, 0, segment)
@@ -96,7 +96,8 @@ inline cudaError_t make_weight_map(CUtensorMap& map, WeightRows const& w, int64_
          .is_fp32 = is_fp32});
   }
   bool const one_block = w.block >= rows;
-  uint32_t const box_rows = one_block ? 64 : uint32_t(std::min<int64_t>(w.block, 64));
+  uint32_t const group = is_fp32 ? 32 : 64;
+  uint32_t const box_rows = one_block ? group : uint32_t(std::min<int64_t>(w.block, group));
   return make_tensor_map(
       map, w.gmem,
       {.rank = 4,
@@ -104,7 +105,7 @@ inline cudaError_t make_weight_map(CUtensorMap& map, WeightRows const& w, int64_
                   uint64_t(one_block ? 1 : rows / w.block), uint64_t(segments)},
        .stride_bytes = {bytes(w.row_stride), bytes(one_block ? w.row_stride : w.block_stride),
                         bytes(w.expert_stride)},
-       .box = {inner, box_rows, 64 / box_rows, 1},
+       .box = {inner, box_rows, group / box_rows, 1},
        .is_fp32 = is_fp32});
 }
 

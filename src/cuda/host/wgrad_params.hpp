@@ -55,10 +55,10 @@ cudaError_t make_wgrad_params(GemmParams& gemm, StoreParams& out, WgradArguments
     to.block_stride = dw.block_stride;
     to.block = dw.block >= n ? INT_MAX : int(dw.block);
     to.exists = true;
-    if (!kGemm.defers)
+    if (!kGemm.defers || args.is_fp32)
       then(make_weight_map(to.map, dw, args.experts, n, d, kRowsMajor, args.is_fp32));
   }
-  if constexpr (kGemm.defers) {
+  if (kGemm.defers && !args.is_fp32) {
     using Steps = decltype(out.steps);
     if (!alike(args.dw)) return cudaErrorInvalidValue;
     WeightRows const& dw = args.dw[args.dw[0].gmem != nullptr ? 0 : 1];

@@ -16,9 +16,9 @@ cudaError_t launch(WgradArguments const& args, int sm_count, cudaStream_t stream
   if constexpr (!kFp32) {
     if (args.accumulates) return with(ProjectionWgradConfig<kMajor, false, false, true>{});
     if (!host::alike(args.dw)) return with(ProjectionWgradConfig<kMajor, false, true, false>{});
-    if (projection_wgrad_in_pairs(args.hidden, sm_count)) {
-      return with(ProjectionWgradConfig<kMajor, false, false, false, true>{});
-    }
+  }
+  if (projection_wgrad_in_pairs(args.hidden, sm_count)) {
+    return with(ProjectionWgradConfig<kMajor, kFp32, false, false, true>{});
   }
   return with(ProjectionWgradConfig<kMajor, kFp32, false, false>{});
 }

@@ -12,7 +12,8 @@
 //   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)
 //   fill = cp.async gather of left + ragged TMA of right; rows past the expert are zero in both, since zero times
 //   a neighbour's NaN is NaN
-//   store = bf16 that replaces what was there: under the next tile's k loop (block/deferred_rows.cuh)
+//   store = under the next tile's k loop: bf16 that replaces what was there (block/deferred_rows.cuh), and fp32
+//           (block/epilogue/wgrad_sums.cuh)
 // Barriers full, empty [stages] and named ones: gemm_config.hpp
 // Numerics fp32 accumulate in row order, one rounding (fp32: none), one addition; bitwise repeatable: yes
 // Requires what refuse() asks (layer/select.cpp)
@@ -56,8 +57,8 @@ class LetsNextStart : public Epilogue {
     count_tile();
   }
   __device__ __forceinline__ void drain() const {
-    Epilogue::drain();
-    at_end();
+    if constexpr (requires(Epilogue const& epilogue) { epilogue.drain(); }) Epilogue::drain();
+    if (tiles_left_ > 0) arch::wait_for_kernel_ahead();
   }
 
   // Deferred: before the next tile's k loop, whose first tile is not counted.
@@ -65,9 +66,6 @@ class LetsNextStart : public Epilogue {
   __device__ __forceinline__ void keep(Accumulators& acc, block::WorkTile const& tile, int row) {
     Epilogue::keep(acc, tile, row);
     count_tile();
-  }
-  __device__ __forceinline__ void at_end() const {
-    if (tiles_left_ > 0) arch::wait_for_kernel_ahead();
   }
 
  private:
@@ -102,7 +100,7 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
 template <class Config>
 cudaError_t launch_projection_wgrad_config(WgradArguments const& args, int sm_count,
                                            cudaStream_t stream) {
-  if (Config::gemm.defers && args.accumulates) return cudaErrorInvalidValue;
+  if (Config::gemm.defers && !Config::fp32 && args.accumulates) return cudaErrorInvalidValue;
   ProjectionWgradParams params;
   cudaError_t const error = host::make_wgrad_params < Config::gemm,
                     Config::d_major == block::Major::kRows > (params.gemm, params.epilogue, args);

@@ -39,29 +39,27 @@ struct UpProjectionDgradConfig {
       .b_major = kMajor, .adds_outer_product = kRouterPart, .k_halves = 2, .defers = true};
 };
 
-// bf16 that replaces what was there is stored under the next tile's k loop. fp32: a tile's first round of stores has
-// slabs of its own, so that one stage more holds operands of the next tile. What bf16 gradients are added to (kAdds)
-// comes by lent stages. bench/results/h200/2026-11-21-projection-wgrad.json, 2026-11-22-own-round-layer.json
+// Stores are left to the next tile's k loop, but for bf16 gradients that are added to (kAdds): what they are added to
+// comes by lent stages. fp32 keeps five eighths of a tile in slabs, for a stage of the ring.
+// bench/results/h200/2026-11-21-projection-wgrad.json, 2026-11-23-main-grad-pace.json
 // kPairs: two CTAs whose tiles are neighbours along d share each B, which takes a third of the bytes off L2. Both have
 // the same rows to add up, so neither waits for the other. bench/results/h200/2026-11-22-wgrad-pairs-layer.json
 template <block::Major kMajor, bool kFp32, bool kAnyLayout, bool kAdds, bool kPairs = false>
 struct ProjectionWgradConfig {
   static_assert(!kAdds || (!kFp32 && !kAnyLayout));
-  static_assert(!kPairs || (!kFp32 && !kAnyLayout && !kAdds));
+  static_assert(!kPairs || (!kAnyLayout && !kAdds));
   static constexpr block::Major d_major = kMajor;
   static constexpr bool fp32 = kFp32;
-  static constexpr block::GemmConfig gemm{.stages = 4,
+  static constexpr bool defers = !kAnyLayout && !kAdds;
+  static constexpr block::GemmConfig gemm{.stages = kFp32 && defers ? 3 : 4,
                                           .cluster_m = kPairs ? 2 : 1,
                                           .a_loader = block::ALoader::kGather,
                                           .ragged = block::Ragged::kK,
                                           .b_major = block::Major::kRows,
                                           .any_b_layout = kAnyLayout,
-                                          .own_round = kFp32 && !kAnyLayout,
-                                          .lent_stages = kAnyLayout ? 0
-                                                         : kFp32    ? 3
-                                                         : kAdds    ? 2
-                                                                    : 0,
-                                          .defers = !kFp32 && !kAnyLayout && !kAdds,
+                                          .store_slabs = kFp32 && defers ? 5 : 2,
+                                          .lent_stages = kAdds ? 2 : 0,
+                                          .defers = defers,
                                           .takes_over = !kAnyLayout};
 };
 

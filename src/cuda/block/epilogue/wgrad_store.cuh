@@ -5,8 +5,8 @@
 //   rows-major  dW is contiguous along i: slabs of 64 c x 128 bytes of i
 // A column group of 64 i takes one slab of bf16 or two of fp32. Segments without rows store zeros, or
 // nothing when adding. TMA adds fp32. What bf16 is added to comes by lent stages before the k loop ends, of which every
-// round has one then; without them it is read from memory. bf16 that replaces what was there may be stored under the
-// next tile's k loop (deferred_rows.cuh).
+// round has one then; without them it is read from memory. bf16 that replaces what was there (deferred_rows.cuh), and
+// fp32 (wgrad_sums.cuh), may be stored under the next tile's k loop.
 #pragma once
 
 #include <type_traits>
@@ -16,47 +16,9 @@
 #include "../lent_stages.cuh"
 #include "../slab_store.cuh"
 #include "../tile_scheduler.cuh"
+#include "wgrad_sums.cuh"
 
 namespace tessera::cuda::block {
-
-// A half of dW in memory; element (i, c) of a segment lies i / block blocks, i % block rows and c columns further.
-struct WgradHalf {
-  CUtensorMap map;  // make_weight_map(), i its rows, c its columns; unless deferred
-  bf16* gmem;       // deferred, or read because bf16 is added to
-  int64_t segment_stride, row_stride, column_stride, block_stride;
-  int block;
-  bool exists;  // false: nobody wants it
-};
-
-// Deferred: inside a column group of either half, in bytes. Blocks of fewer than 64 i have 2^block_shift, so the steps
-// of i's bits add up.
-struct WgradSteps {
-  static constexpr int kSecondRow = 4, kPieceRows = 32;  // of KeptColumns
-
-  int64_t row, column, block;
-  int block_shift;                   // at most 6
-  int64_t second_row, second_piece;  // K-major: to the lane's second i, to the second piece
-};
-
-struct WgradStoreParams {
-  WgradHalf halves[2];
-  WgradSteps steps;
-  int num_halves;
-  int half_groups;    // column groups in a half
-  int rows, columns;  // n, d
-  bool accumulates;
-};
-
-// Column group `group` of dW: where it is in which half, and whether anybody wants it.
-struct WgradGroup {
-  int half, i;
-  bool exists;
-};
-__device__ __forceinline__ WgradGroup wgrad_group(WgradStoreParams const& p, int group) {
-  int const half = group >= p.half_groups ? 1 : 0;
-  bool const exists = group < p.num_halves * p.half_groups && p.halves[half].exists;
-  return {half, (group - half * p.half_groups) * kSlabColumns, exists};
-}
 
 // After the k loop: in slabs, stored by TMA.
 template <GemmConfig kGemm, Major kMajor, bool kFp32>
@@ -67,16 +29,15 @@ class WgradStoreInSlabs {
   __device__ __forceinline__ WgradStoreInSlabs(SharedStorage<kGemm>& smem, Params const& p,
                                                int consumer)
       : p_(p), staging_(smem, consumer) {
-    static_assert(kGemm.varlen_k() && kTileGroups % kRound == 0 && (kFp32 || !kGemm.own_round));
-    static_assert(kGemm.lent_stages == 0 ||
-                  kGemm.lent_stages + kGemm.own_round == kTileGroups / kRound);
+    static_assert(kGemm.varlen_k() && kTileGroups % kRound == 0);
+    static_assert(kGemm.lent_stages == 0 || (!kFp32 && kGemm.lent_stages == kTileGroups / kRound));
     thread_ = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
   }
 
   // By one thread of the producer: what the i-th round of both warpgroups is added to.
   __device__ __forceinline__ static void lend(SharedStorage<kGemm>& smem, Params const& p,
                                               int stage, WorkTile const& tile, int i)
-    requires(kGemm.lent_stages > 0 && !kFp32)
+    requires(kGemm.lent_stages > 0)
   {
     constexpr uint32_t kSlabBytes = kSubtileM * kSlabColumns * sizeof(bf16);
     arch::Mbarrier* const full = &smem.full[stage];
@@ -95,7 +56,8 @@ class WgradStoreInSlabs {
       WgradHalf const& dw = p.halves[places[g].half];
       TESSERA_UNROLL
       for (int consumer = 0; consumer < kGemm.consumer_warpgroups; ++consumer) {
-        SlabCoordinates const at = coordinates(dw, places[g].i, 0, tile.row + consumer * kSubtileM);
+        WgradCoordinates const at =
+            wgrad_coordinates<kMajor>(dw, places[g].i, tile.row + consumer * kSubtileM);
         arch::tma_load(lent_slab_b<kGemm>(smem, stage, g) + consumer * kSubtileM * kSlabColumns,
                        &dw.map, full, at.c0, at.c1, at.c2, tile.segment);
       }
@@ -110,7 +72,7 @@ class WgradStoreInSlabs {
     if (kGemm.lent_stages == 0 && skips) return;
     TESSERA_UNROLL
     for (int first = 0; first < kTileGroups; first += kRound) {
-      bf16* const slabs = staging_.begin(first / kRound, ring...);
+      bf16* const slabs = staging_.begin(ring...);
       TESSERA_UNROLL
       for (int g = 0; g < kRound; ++g) {
         float (&part)[kGroupColumns / 2] = acc[(first + g) / 2];
@@ -121,7 +83,7 @@ class WgradStoreInSlabs {
           fill<kGroupColumns / 4>(part, smem, tile, first + g, row);
         }
       }
-      staging_.publish(first / kRound, [&] {
+      staging_.publish([&] {
         if (kGemm.lent_stages > 0 && skips) return;
         TESSERA_UNROLL
         for (int slab = 0; slab < Staging<kGemm>::kSlabs; ++slab) {
@@ -151,25 +113,17 @@ class WgradStoreInSlabs {
     return wgrad_group(p, tile.n_tile * kTileGroups + g);
   }
 
-  struct SlabCoordinates {
-    int c0, c1, c2;
-  };
-
-  // Of the `part`-th slab of the group from `i` on, 64 c from `row`.
-  __device__ __forceinline__ static SlabCoordinates coordinates(WgradHalf const& dw, int i,
-                                                                int part, int row) {
-    int const inner = part * (kSlabColumns / 2);
-    if constexpr (kMajor == Major::kK) return {row + inner, i % dw.block, i / dw.block};
-    return {i + inner, row, 0};
-  }
-
   // Values kFirst.. of `acc`, 64 i of this thread's rows, are column group `g` of the tile
   // and go to the slabs from `smem` on.
   template <int kFirst>
   __device__ __forceinline__ void fill(float (&acc)[kGroupColumns / 2], bf16* smem,
                                        WorkTile const& tile, int g, int row) const {
     if constexpr (kFp32) {
-      fill_fp32<kFirst>(acc, smem);
+      TESSERA_UNROLL
+      for (int part = 0; part < kGroupSlabs; ++part) {
+        Fp32Piece<kMajor>::fill(&acc[kFirst + part * Fp32Piece<kMajor>::kValues],
+                                smem + part * kPitch);
+      }
     } else {
       if (p_.accumulates) {
         if constexpr (kGemm.lent_stages > 0) {
@@ -207,35 +161,6 @@ class WgradStoreInSlabs {
     }
   }
 
-  template <int kFirst>
-  __device__ __forceinline__ void fill_fp32(float const (&acc)[kGroupColumns / 2],
-                                            bf16* slabs) const {
-    int const lane = arch::lane_idx();
-    int const warp = thread_ / arch::kWarpThreads;
-    TESSERA_UNROLL
-    for (int j = 0; j < kSlabColumns / 8; ++j) {
-      TESSERA_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        float const* const value = &acc[kFirst + 4 * j + 2 * half];
-        if constexpr (kMajor == Major::kRows) {
-          int const c = warp * 16 + lane / 4 + 8 * half;
-          int const chunk = j % 4 * 2 + lane % 4 / 2;
-          auto* const smem = reinterpret_cast<float2*>(slab_bytes(slabs, j / 4) + c * 128 +
-                                                       ((chunk ^ (c & 7)) << 4) + lane % 2 * 8);
-          *smem = {value[0], value[1]};
-        } else {
-          TESSERA_UNROLL
-          for (int bit = 0; bit < 2; ++bit) {
-            int const i = 8 * j + lane % 4 * 2 + bit;
-            int const chunk = warp % 2 * 4 + 2 * half + lane / 16;
-            *reinterpret_cast<float*>(slab_bytes(slabs, warp / 2) + i * 128 +
-                                      ((chunk ^ (i & 7)) << 4) + lane / 4 % 4 * 4) = value[bit];
-          }
-        }
-      }
-    }
-  }
-
   // The old values, which the slab holds, join the fp32 sums, and these are rounded once.
   template <int kFirst>
   __device__ __forceinline__ void add_staged(float (&acc)[kGroupColumns / 2],
@@ -256,10 +181,6 @@ class WgradStoreInSlabs {
         acc[kFirst + 4 * j + 2 * pair + 1] += values.y;
       }
     }
-  }
-
-  __device__ __forceinline__ static char* slab_bytes(bf16* slabs, int slab) {
-    return reinterpret_cast<char*>(slabs + slab * kPitch);
   }
 
   // bf16 has no room for a rounded sum: the old value joins the fp32 sum.
@@ -289,10 +210,11 @@ class WgradStoreInSlabs {
                                              int row) const {
     if (!at.exists) return;
     WgradHalf const& dw = p_.halves[at.half];
-    SlabCoordinates const to = coordinates(dw, at.i, part, row);
-    if (kFp32 && p_.accumulates) {
-      arch::tma_reduce_add(&dw.map, slab, to.c0, to.c1, to.c2, segment);
+    if constexpr (kFp32) {
+      Fp32Piece<kMajor>::put(slab, dw, at.i + part * Fp32Piece<kMajor>::kColumns, row, segment,
+                             p_.accumulates);
     } else {
+      WgradCoordinates const to = wgrad_coordinates<kMajor>(dw, at.i, row);
       arch::tma_store(&dw.map, slab, to.c0, to.c1, to.c2, segment, arch::l2_evict_first());
     }
   }
@@ -378,7 +300,8 @@ class WgradStoreDeferred {
 };
 
 template <GemmConfig kGemm, Major kMajor, bool kFp32>
-using WgradStoreEpilogue = std::conditional_t<kGemm.defers, WgradStoreDeferred<kGemm, kMajor>,
-                                              WgradStoreInSlabs<kGemm, kMajor, kFp32>>;
+using WgradStoreEpilogue = std::conditional_t<
+    !kGemm.defers, WgradStoreInSlabs<kGemm, kMajor, kFp32>,
+    std::conditional_t<kFp32, WgradSumsDeferred<kGemm, kMajor>, WgradStoreDeferred<kGemm, kMajor>>>;
 
 }  // namespace tessera::cuda::block

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// Stores to shared memory by 32-bit address, in the order of the program.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace tessera::cuda::arch {
+
+__device__ __forceinline__ void store_shared_4(uint32_t smem_dst, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem_dst), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_8(uint32_t smem_dst, float first, float second) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(smem_dst), "f"(first), "f"(second)
+               : "memory");
+}
+
+}  // namespace tessera::cuda::arch

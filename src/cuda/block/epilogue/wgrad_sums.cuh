@@ -9,8 +9,8 @@
 // take all SMs together a third of the bandwidth of stores, 5.5 bytes a cycle and SM; with all of a tile at once they
 // fill the way to L2 for most of the next tile's k loop, on which its loads come late.
 //   consumers | keep: wait read | fill 0-4, fence | mma .. piece 0 .. | wait read 0-2 | fill 5-7, fence | .. piece 7
-// A fence between proxies waits for wgmmas in flight, so there is one under the k loop; and a warp waits for the pieces
-// that it has issued itself, so those that give their places away are not issued by the warp of those that do not.
+// A warp waits for all pieces that it has issued, so those that give their places away are not issued by the warp of
+// those that do not.
 // Measured: docs/notebook/2026-11-23-main-grad-pace.md
 #pragma once
 

@@ -9,59 +9,8 @@ still reads it. Each rule that keeps them apart is broken once, and the model mu
 import random
 import unittest
 
-
-class BrokenRule(Exception):
-    pass
-
-
-def require(condition: bool, what: str) -> None:
-    if not condition:
-        raise BrokenRule(what)
-
-
-class Barrier:
-    """An mbarrier: the phase of parity p has ended when `parity` is no longer p."""
-
-    def __init__(self, arrivals: int):
-        self.arrivals = self.left = arrivals
-        self.parity = 0
-
-    def arrive(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self.left = self.arrivals
-            self.parity ^= 1
-
-    def wait(self, parity: int):
-        while self.parity == parity:
-            yield
-
-
-class Place:
-    """A position in the ring of stages (PipelineState)."""
-
-    def __init__(self, stages: int):
-        self.stages, self.stage, self.parity = stages, 0, 0
-
-    def advance(self, count: int = 1) -> None:
-        position = self.stage + count
-        self.parity ^= position // self.stages & 1
-        self.stage = position % self.stages
-
-
-def play(chance: random.Random, players: list) -> None:
-    """Until all have ended; some of them are much slower than others."""
-    weights = [chance.random() ** 3 + 0.03 for _ in players]
-    alive = list(range(len(players)))
-    for _ in range(300_000):  # ten times what the slowest schedule takes
-        if not alive:
-            return
-        player = chance.choices(alive, [weights[i] for i in alive])[0]
-        try:
-            next(players[player])
-        except StopIteration:
-            alive.remove(player)
-    raise BrokenRule("deadlock")
+import models
+from models import Barrier, Place, play, require
 
 
 def lend(seed: int, together: bool, broken: str = "") -> None:
@@ -157,63 +106,6 @@ def lend(seed: int, together: bool, broken: str = "") -> None:
                 yield
 
     play(chance, [producer(), *[warp(group, index) for group in range(2) for index in range(4)]])
-
-
-def pace(seed: int, broken: str = "") -> None:
-    """Sums of a warpgroup that TMA stores piece by piece (epilogue/wgrad_sums.cuh): five of eight pieces are in slabs,
-    the others in registers until the first three slabs have been read."""
-    chance = random.Random(seed)
-    slabs, pieces, warps, tiles = 5, 8, 4, 5
-    content = [[None] * warps for _ in range(slabs)]
-    reading = [0] * slabs
-    met = [0, 0]  # warps at the barrier, barriers passed
-
-    def warp(index: int):
-        issued = []  # slabs that TMA still reads
-
-        def meet():
-            met[0] += 1
-            passed = met[1]
-            if met[0] == warps:
-                met[:] = 0, passed + 1
-            while met[1] == passed:
-                yield
-
-        def wait_read():
-            while issued:
-                if chance.random() < 0.2:
-                    reading[issued.pop(0)] -= 1
-                yield
-
-        def refill(waits, tile, first, count):
-            if waits:
-                yield from wait_read()
-            if broken != "no_meeting_before":
-                yield from meet()
-            for slab in range(count):
-                require(reading[slab] == 0, "a slab is filled while it is stored from")
-                content[slab][index] = (tile, first + slab)
-                yield
-            if broken != "no_meeting_after":
-                yield from meet()
-
-        for tile in range(tiles):
-            yield from refill(broken != "no_wait_before_a_tile", tile, 0, slabs)
-            for piece in range(pieces):
-                if piece == slabs:
-                    yield from refill(index < 3 and broken != "no_wait_before_the_second", tile, slabs, pieces - slabs)
-                place = piece if piece < slabs else piece - slabs
-                if index == (3 if broken == "another_warp_issues" else min(place, 3)):
-                    require(content[place] == [(tile, piece)] * warps, "what is stored is not all there")
-                    reading[place] += 1
-                    issued.append(place)
-                for _ in range(chance.randint(0, 12)):
-                    if issued and chance.random() < 0.05:
-                        reading[issued.pop(0)] -= 1
-                    yield
-        yield from wait_read()
-
-    play(chance, [warp(index) for index in range(warps)])
 
 
 def share(seed: int, broken: str = "") -> None:
@@ -538,15 +430,7 @@ def hand_over(seed: int, broken: str = "") -> None:
     play(chance, [*warps_of_first, *[cta_of_second(cta) for cta in range(ctas)]])
 
 
-class RingModel(unittest.TestCase):
-    def notices(self, model, *arguments) -> None:
-        for seed in range(200):
-            try:
-                model(seed, *arguments)
-            except BrokenRule:
-                return
-        self.fail(f"{arguments[-1]} goes unnoticed")
-
+class RingModel(models.TestCase):
     def test_lent_stages(self):
         for seed in range(60):
             lend(seed, together=seed % 2 == 1)
@@ -555,21 +439,6 @@ class RingModel(unittest.TestCase):
         for rule in ("first_warp_releases", "no_settle", "no_wait_for_stores"):
             with self.subTest(rule):
                 self.notices(lend, False, rule)
-
-    def test_paced_stores(self):
-        for seed in range(200):
-            pace(seed)
-
-    def test_paced_stores_need_their_rules(self):
-        for rule in (
-            "no_wait_before_a_tile",
-            "no_wait_before_the_second",
-            "no_meeting_before",
-            "no_meeting_after",
-            "another_warp_issues",
-        ):
-            with self.subTest(rule):
-                self.notices(pace, rule)
 
     def test_shared_b(self):
         for seed in range(200):

@@ -11,7 +11,7 @@
 //   consumers | keep: wait read | fill 0-4, fence | mma .. piece 0 .. | wait read 0-2 | fill 5-7, fence | .. piece 7
 // A warp waits for all pieces that it has issued, so those that give their places away are not issued by the warp of
 // those that do not.
-// Measured: docs/notebook/2026-11-23-main-grad-pace.md
+// Measured: docs/notebook/2026-11-23-main-grad-pace.md. Model: tests/cuda/pace_model_test.py.
 #pragma once
 
 #include "../../arch/named_barrier.cuh"

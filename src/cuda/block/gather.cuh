@@ -152,9 +152,9 @@ class TokenGather {
   static constexpr int kWarpTokens = arch::kWarpThreads / kChunks;
   static constexpr int kIndexLanes = kWarpTokens * kTokensPerThread;  // a k_tile's tokens of a warp
   static_assert(kTokenStep % 8 == 0 && kIndexLanes == 16);
-  // k_tiles whose indices a warp loads at once. An SM's loads are answered in their order, so an index comes after the
-  // rows that were asked for before it; asked for two k_tiles ahead nobody waits for those. A ring of three stages is
-  // no further ahead. bench/results/h200/2026-11-23-wgrad-index-ahead.json
+  // k_tiles whose indices a warp loads at once. An index seems to come after the rows that the SM has asked for before
+  // it; two k_tiles ahead nobody waits for those. In rings of three stages two cost up to 0.6% of backward, for reasons
+  // not known. bench/results/h200/2026-11-23-wgrad-index-ahead.json, docs/notebook/2026-11-23-main-grad-pace.md
   static constexpr int kIndexTiles = kGemm.stages > 3 ? 2 : 1;
   static constexpr uint32_t kNothing = 0xffffffff;  // nothing is read
 

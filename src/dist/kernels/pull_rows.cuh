@@ -61,7 +61,9 @@ __device__ inline void pull_rows(Pass const& pass, int warp) {
   unsigned lists = 0;  // that are there
   PoolRow ahead = {};
   std::uint32_t ahead_pair = 0;
-  auto const look_ahead = [&] {  // entries are read a row before they are needed
+  // Entries are read a row before they are needed. Where the pass is lost they are an earlier one's, or zeros, which do
+  // for addresses.
+  auto const look_ahead = [&] {
     do {
       ahead = cursor.at(number);
       number += workers;

@@ -18,6 +18,7 @@
 
 #include "../../src/dist/choose_transfer.hpp"
 #include "chain_checks.cuh"
+#include "layers.hpp"
 #include "results.hpp"
 
 namespace tessera::bench {
@@ -34,38 +35,19 @@ struct Options : CheckOptions {
   std::string command, out, commit, config, tokens;
 };
 
-struct Named {
-  std::string name;
-  int tokens, hidden, intermediate, experts, top_k;
-  ActivationKind activation = ActivationKind::swiglu;
-};
-// The named layers at 8192 and 4096 tokens per GPU, or FlashDMoE's over tokens and experts.
-std::vector<Named> configs_of(Options const& options) {
-  using enum ActivationKind;
-  std::vector<Named> all;
+// The named layers, or FlashDMoE's over tokens and experts.
+std::vector<NamedLayer> layers_of(Options const& options) {
+  std::vector<NamedLayer> all = named_layers();
   if (options.latency) {
+    all.clear();
     for (int tokens = 1024; tokens <= 16384; tokens *= 2) {
       for (int experts = 8; experts <= 128; experts *= 2) {
         all.push_back({"FlashDMoE-swiglu", tokens, 2048, 2048, experts, 2});
-        all.push_back({"FlashDMoE", tokens, 2048, 2048, experts, 2, gelu});
-      }
-    }
-  } else {
-    for (int const tokens : {8192, 4096}) {
-      for (Named const& c : {Named{"Qwen3-30B", tokens, 2048, 768, 128, 8},
-                             {"FlashDMoE-swiglu", tokens, 2048, 2048, 32, 2},
-                             {"FlashDMoE", tokens, 2048, 2048, 32, 2, gelu},
-                             {"DSv3", tokens, 7168, 2048, 256, 8}}) {
-        all.push_back(c);
+        all.push_back({"FlashDMoE", tokens, 2048, 2048, experts, 2, ActivationKind::gelu});
       }
     }
   }
-  auto const among = [](std::string const& list, std::string const& name) {
-    return list.empty() || says("," + list + ",", "," + name + ",");
-  };
-  std::erase_if(all, [&](Named const& c) {
-    return !among(options.config, c.name) || !among(options.tokens, std::to_string(c.tokens));
-  });
+  keep_listed(all, options.config, options.tokens);
   return all;
 }
 
@@ -189,7 +171,7 @@ struct Measured {
   std::vector<float> empty;  // passes without routed rows, of rank 0
 };
 
-Measured measure_config(Options const& options, Named const& c, ExchangeShape const& shape) {
+Measured measure_config(Options const& options, NamedLayer const& c, ExchangeShape const& shape) {
   Measured m;
   device::Gate gate;
   std::vector<std::vector<Reading>> latest(size_t(options.gpus), std::vector<Reading>(kNumTimed));
@@ -238,7 +220,7 @@ Measured measure_config(Options const& options, Named const& c, ExchangeShape co
 int measure(Options const& options) {
   std::string rows;
   int failures = 0;
-  for (Named const& c : configs_of(options)) {
+  for (NamedLayer const& c : layers_of(options)) {
     int const ranks = options.gpus;
     ExchangeShape shape = {.ranks = ranks,
                            .max_tokens = c.tokens,

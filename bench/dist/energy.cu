@@ -1,0 +1,233 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where power limits the clock, time is energy: joules of a pass of the kernel over several GPUs, beside those of its
+// GEMMs without communication and of a pass without routed rows. Each way is enqueued without rests, on all GPUs at
+// once, and measured when it has run for a while.
+//
+//   energy [--gpus P] [--seconds S] [--config NAME,NAME] [--tokens N,N] [--only fused] [--out FILE] [--commit HASH]
+//
+// Exits with 77 where there are too few GPUs or the driver does not tell their energy.
+#include "../../src/dist/choose_transfer.hpp"
+#include "layers.hpp"
+#include "power.hpp"
+#include "ranks.cuh"
+#include "results.hpp"
+
+namespace tessera::bench {
+namespace {
+
+struct Options : RankOptions {
+  int gpus = 2;
+  double seconds = 1;
+  bool only_fused = false;
+  std::string command, out, commit, config, tokens;
+};
+
+enum class Way { gemms, fused, empty };
+constexpr char const* kWayNames[] = {"gemms", "fused", "without-rows"};
+
+// Of one GPU.
+struct Measured {
+  double ms = 0, mhz = 0;  // of a pass; of its SMs
+  PowerMeter::Reading power;
+};
+
+void launch(Way way, Rank& r) {
+  if (way == Way::gemms) {
+    r.launch_up();
+    r.launch_down();
+  } else {
+    r.launch_fused(-1);
+  }
+}
+
+// The host waits now and then, for less than a thousandth of the time, so that it knows where the GPU is.
+void launch_many(Way way, Rank& r, int passes, double ms) {
+  int const between_waits = std::max(1, int(40 / ms));
+  for (int pass = 1; pass <= passes; ++pass) {
+    launch(way, r);
+    if (pass % between_waits == 0) r.stream().synchronize();
+  }
+  r.stream().synchronize();
+  r.check_fault();
+}
+
+Measured measure_way(Options const& options, Way way, Rank& r, int rank, Talk& talk,
+                     std::vector<double>& trials, PowerMeter& meter) {
+  constexpr int kTrials = 10;
+  device::Stopwatch const watch(rank);
+  launch_many(way, r, kTrials, 1);
+  talk.meet();
+  watch.start(r.stream());
+  launch_many(way, r, kTrials, 1);
+  watch.stop(r.stream());
+  r.stream().synchronize();
+  trials[size_t(rank)] = double(watch.ms()) / kTrials;
+  talk.meet();
+  // As many passes on all GPUs.
+  double const ms = *std::max_element(trials.begin(), trials.end());
+  int const passes = int(1e3 * options.seconds / ms);
+  talk.meet();
+  launch_many(way, r, passes / 3, ms);
+  meter.start();
+  watch.start(r.stream());
+  launch_many(way, r, passes, ms);
+  watch.stop(r.stream());
+  r.stream().synchronize();
+  Measured const measured = {double(watch.ms()) / passes, double(watch.mhz()), meter.stop()};
+  talk.meet();
+  return measured;
+}
+
+// Also those of the GPUs, in watts.
+std::string row_of(NamedLayer const& layer, ExchangeShape const& shape, Way way,
+                   std::vector<Measured> const& gpus) {
+  Measured slowest;
+  double watts = 0;
+  std::string each;
+  for (Measured const& m : gpus) {
+    if (m.ms > slowest.ms) slowest = m;
+    watts += m.power.watts / double(gpus.size());
+    char text[32];
+    std::snprintf(text, sizeof text, "%s%.0f", each.empty() ? "" : ", ", m.power.watts);
+    each += text;
+  }
+  double const joules = 1e-3 * watts * slowest.ms;
+  PowerMeter::Reading const& power = slowest.power;
+  std::printf(
+      "  %-13s %8.4f ms %4.0f MHz %4.0f W (%s) %7.4f J, tensor %.1f%% DRAM %.1f%%, link %.0f "
+      "%.0f\n",
+      kWayNames[int(way)], slowest.ms, slowest.mhz, watts, each.c_str(), joules, power.tensor,
+      power.dram, power.received, power.sent);
+  std::fflush(stdout);
+  char text[640];
+  std::snprintf(text, sizeof text,
+                "\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": \"bf16\", "
+                "\"gpus\": %d, \"routing\": \"%s\", \"router\": \"given\", \"round\": \"none\", "
+                "\"pass\": \"forward-inference\", \"impl\": \"tessera\", \"variant\": \"%s\", "
+                "\"ms\": %.4f, \"mhz\": %.0f, \"watts\": [%s], \"joules\": %.4f, "
+                "\"tensor_percent\": %.1f, \"dram_percent\": %.1f, \"link_mb_s\": [%.0f, %.0f], "
+                "\"transfer\": \"%s\"},",
+                layer.name.c_str(), layer.tokens, layer.hidden, layer.intermediate, layer.experts,
+                layer.top_k, shape.ranks, way == Way::empty ? "none" : "random",
+                kWayNames[int(way)], slowest.ms, slowest.mhz, each.c_str(), joules, power.tensor,
+                power.dram, power.received, power.sent,
+                shape.transfer == dist::Transfer::once ? "once" : "direct");
+  return text;
+}
+
+std::string measure_layer(Options const& options, Nvml const& nvml, NamedLayer const& layer) {
+  ExchangeShape shape = {.ranks = options.gpus,
+                         .max_tokens = layer.tokens,
+                         .hidden = layer.hidden,
+                         .intermediate = layer.intermediate,
+                         .experts = layer.experts,
+                         .max_top_k = layer.top_k,
+                         .gated = Activation{.kind = layer.activation}.gated()};
+  shape.transfer = dist::choose_transfer(shape);
+  std::printf("%s, T %d per GPU, %d GPUs\n", layer.name.c_str(), layer.tokens, options.gpus);
+  std::string rows;
+  std::vector<double> trials(size_t(options.gpus));
+  std::vector<Measured> measured(size_t(options.gpus));
+  auto const ok = on_ranks(
+      options, shape, layer.activation, [&](int rank, Rank& r, Talk& talk, Context const&) {
+        char bus[32];
+        TESSERA_CUDA(cudaDeviceGetPCIBusId(bus, sizeof bus, rank));
+        PowerMeter meter(nvml, bus);
+        for (Way const way : {Way::gemms, Way::fused, Way::empty}) {
+          if (options.only_fused && way != Way::fused) continue;
+          r.set_pass(draw(shape, way == Way::empty ? Pattern::nothing : Pattern::random, rank, 1),
+                     1);
+          talk.meet();
+          if (way == Way::gemms) {  // what they read and where it lies
+            r.launch_chain([](Part) {});
+            r.stream().synchronize();
+            r.check_fault();
+            talk.meet();
+          }
+          measured[size_t(rank)] = measure_way(options, way, r, rank, talk, trials, meter);
+          talk.meet();
+          if (rank == 0) rows += row_of(layer, shape, way, measured);
+          talk.meet();
+        }
+        return true;
+      });
+  if (!all_of(ok)) std::exit(1);
+  return rows;
+}
+
+int measure(Options const& options) {
+  Nvml const nvml;
+  char bus[32];
+  TESSERA_CUDA(cudaDeviceGetPCIBusId(bus, sizeof bus, 0));
+  if (nvml.millijoules(nvml.device(bus)) == 0) {
+    std::printf("skipped: the driver does not tell the energy of GPU 0\n");
+    return 77;
+  }
+  std::vector<NamedLayer> layers = named_layers();
+  keep_listed(layers, options.config, options.tokens);
+  std::string rows;
+  for (NamedLayer const& layer : layers) rows += measure_layer(options, nvml, layer);
+  if (!rows.empty()) rows.pop_back();
+  if (options.out.empty()) return 0;
+  return write_results(
+      options.out,
+      {.command = options.command,
+       .commit = options.commit,
+       .protocol =
+           "each way is enqueued without rests on all GPUs at once, a third of the passes before "
+           "the "
+           "measurement; ms: mean, of the slowest GPU, mhz: its mean SM clock; watts: of each "
+           "GPU, between steps of the driver's counter of energy; joules: of one GPU and "
+           "pass; tensor_percent, dram_percent: busy, link_mb_s: received and sent, by the "
+           "driver's counters, of the slowest GPU, -1: not known; uniform random data",
+       .gpus = options.gpus,
+       .rows = rows});
+}
+
+}  // namespace
+}  // namespace tessera::bench
+
+int main(int argc, char** argv) {
+  using namespace tessera::bench;
+  Options options;
+  options.command = command_line("build-cuda/bin/bench_dist_energy", argc, argv);
+  for (int i = 1; i < argc; ++i) {
+    std::string const flag = argv[i];
+    bool const has_value = i + 1 < argc;
+    if (flag == "--gpus" && has_value) {
+      options.gpus = std::atoi(argv[++i]);
+    } else if (flag == "--seconds" && has_value) {
+      options.seconds = std::atof(argv[++i]);
+    } else if (flag == "--config" && has_value) {
+      options.config = argv[++i];
+    } else if (flag == "--tokens" && has_value) {
+      options.tokens = argv[++i];
+    } else if (flag == "--only" && has_value) {
+      options.only_fused = std::string(argv[++i]) == "fused";
+    } else if (flag == "--out" && has_value) {
+      options.out = argv[++i];
+    } else if (flag == "--commit" && has_value) {
+      options.commit = argv[++i];
+    } else {
+      std::fprintf(stderr, "unknown option %s\n", flag.c_str());
+      return 2;
+    }
+  }
+  if (options.gpus < 1 || options.gpus > tessera::kMaxRanks || options.seconds <= 0) {
+    std::fprintf(stderr, "--gpus %d: 1 to %d; --seconds %g: more than 0\n", options.gpus,
+                 tessera::kMaxRanks, options.seconds);
+    return 2;
+  }
+  int present = 0;
+  if (cudaGetDeviceCount(&present) != cudaSuccess) present = 0;
+  if (present < options.gpus) {
+    std::printf("skipped: this machine has %d GPUs of %d\n", present, options.gpus);
+    return 77;
+  }
+  for (int rank = 0; rank < options.gpus; ++rank) {
+    for (int peer = 0; peer < options.gpus; ++peer) {
+      tessera::device::enable_peer_access(rank, peer);
+    }
+  }
+  return measure(options);
+}

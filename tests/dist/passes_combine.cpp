@@ -14,16 +14,18 @@ Program Passes::send_sums(Actor& self, std::int32_t number, std::uint32_t epoch,
   CountMatrix const counts{known.counts.data(), shape_.experts};
   RowCursor rows(shape_, counts, known.plan.data(), known.list_begin.data(), self.rank);
   std::int32_t const all = owner_totals(shape_, known.plan.data(), self.rank).rows;
+  std::int32_t awaited = 0;  // blocks
   for (std::int32_t i = number; i < all; i += options_.ctas * options_.communication_warps) {
     PoolRow const row = rows.at(i);
     Entry const entry = Entry::from(co_await self.read(
         window(self.rank, window_.list_entry(parity_of(epoch), row.source, row.entry))));
     if (entry.place + 1 != entry.rows) continue;
-    // Its own block is the last of the group's to be ready in most runs, but every one is awaited.
-    co_await self.wait_count(
-        local(self, local_.down_tiles(bank_of(epoch), row.block)),
-        static_cast<std::uint64_t>(breaks(Break::sum_without_down_tiles) ? 0 : shape_.down_tiles()),
-        Site::down_tiles);
+    // Its own block is the group's last one. Every block before it is awaited too, as where the group's other rows lie
+    // is known only once they are there.
+    for (; awaited <= row.block && !breaks(Break::sum_without_down_tiles); ++awaited) {
+      co_await self.wait_count(local(self, local_.down_tiles(bank_of(epoch), awaited)),
+                               static_cast<std::uint64_t>(shape_.down_tiles()), Site::down_tiles);
+    }
     co_await send_sum(self, epoch, row.source,
                       entry.pair / static_cast<std::uint32_t>(shape_.max_top_k),
                       static_cast<std::int32_t>(entry.rows));
@@ -36,11 +38,6 @@ Program Passes::send_sum(Actor& self, std::uint32_t epoch, std::int32_t source, 
   for (std::int32_t place = 0; place < rows; ++place) {
     auto const pool_row = static_cast<std::int64_t>(
         co_await self.read(local(self, local_.group_row(source, token, place))));
-    if (!breaks(Break::sum_without_down_tiles)) {
-      co_await self.wait_count(
-          local(self, local_.down_tiles(bank_of(epoch), pool_row / shape_.block_rows)),
-          static_cast<std::uint64_t>(shape_.down_tiles()), Site::down_tiles);
-    }
     for (std::size_t tile = 0; tile < sums.size(); ++tile) {
       sums[tile] =
           mix(sums[tile], co_await self.read(y(self, pool_row, static_cast<std::int32_t>(tile))));

@@ -15,7 +15,7 @@ import dataclasses
 import json
 import random
 
-BLOCK_ROWS, UNIT_BLOCKS, RASTER_TILES, TILE_COLUMNS, K_TILE = 128, 8, 8, 256, 64
+BLOCK_ROWS, UNIT_BLOCKS, TILE_COLUMNS, K_TILE = 128, 16, 256, 64
 CTAS = 132
 WARPS = 2 * CTAS  # that communicate
 MB = 1e6
@@ -86,7 +86,10 @@ class Rows:
                     self.rows.append((token, len(self.block_rows)))
                 self.block_rows.append(min(BLOCK_ROWS, len(tokens) - begin))
             blocks = list(range(first_block, len(self.block_rows)))
-            self.units += [blocks[i:i + UNIT_BLOCKS] for i in range(0, len(blocks), UNIT_BLOCKS)]
+            for left in range(-(-len(blocks) // UNIT_BLOCKS), 0, -1):  # units of this expert, larger ones first
+                size = -(-len(blocks) // left)
+                self.units.append(blocks[:size])
+                blocks = blocks[size:]
 
     def brought(self, transfer):
         """(number, token, blocks that it is written to) of each row that crosses."""
@@ -103,9 +106,8 @@ def tasks_of(units, lag, up_tiles, down_tiles):
     tasks = collections.deque()
 
     def add(kind, unit, tiles):
-        for group, first in enumerate(range(0, tiles, RASTER_TILES)):
-            for block in unit if group % 2 == 0 else reversed(unit):
-                tasks.extend((kind, block) for _ in range(first, min(tiles, first + RASTER_TILES)))
+        for tile in range(tiles):
+            tasks.extend((kind, block) for block in (unit if tile % 2 == 0 else reversed(unit)))
 
     for step in range(len(units) + lag):
         if step < len(units):

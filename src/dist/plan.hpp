@@ -3,10 +3,10 @@
 //   M_e = sum of c over sources. The rows of an expert: its owner's own first, then those of the ranks
 //   after the owner, mod P, so that owners pull from different peers at any one time.
 //   block: block_rows rows of one expert in the owner's pool, the last one padded
-//   unit:  up to kUnitBlocks blocks of one expert
-//   tasks: up(U0), up(U1), .. with down(Uj) after up(Uj+lag), the rest at the end; inside a unit groups of
-//   kRasterTiles tiles, in a group block by block, as blocks fill in this order, tile by tile; backwards in every
-//   other group. So tasks that run at the same time share weights and rows in L2.
+//   unit:  up to kUnitBlocks blocks of one expert; those of an expert that has more are divided evenly
+//   tasks: up(U0), up(U1), .. with down(Uj) after up(Uj+lag), the rest at the end; inside a unit tile by tile, in a
+//   tile block by block, backwards in every other tile. So tasks that read the same weights begin one after the other,
+//   and L2 has what DRAM is asked for once (docs/notebook/2026-11-23-fused-energy.md).
 // Integers only, for host and device. Cursors go forward: a walk over a pass costs one visit per expert.
 #pragma once
 
@@ -16,8 +16,7 @@
 
 namespace tessera::dist {
 
-constexpr int kUnitBlocks = 8;
-constexpr int kRasterTiles = 8;
+constexpr int kUnitBlocks = 16;
 constexpr int kTileColumns = 256;  // of a GEMM; a gated up projection makes half as many of a
 
 /// What crosses the link. direct: a row for every pair, and its result back. once: a token's row once per owner, and
@@ -277,8 +276,9 @@ class UnitCursor {
       std::int32_t const end =
           plan_[expert_].first_block + (plan_[expert_].rows + block_rows_ - 1) / block_rows_;
       if (next >= end) continue;
+      std::int32_t const units = units_of(end - next);  // left
       first_block_ = next;
-      blocks_ = end - next < kUnitBlocks ? end - next : kUnitBlocks;
+      blocks_ = (end - next + units - 1) / units;
       return;
     }
   }
@@ -310,15 +310,10 @@ class TaskCursor {
     while (ticket >= end_) advance();
     auto const place = static_cast<std::int32_t>(ticket - begin_);
     UnitCursor const& unit = kind_ == TaskKind::up ? up_ : down_;
-    std::int32_t const tiles = kind_ == TaskKind::up ? up_tiles_ : down_tiles_;
-    std::int32_t const group = place / (unit.blocks() * kRasterTiles);
-    std::int32_t const first_tile = group * kRasterTiles;
-    std::int32_t const width =
-        tiles - first_tile < kRasterTiles ? tiles - first_tile : kRasterTiles;
-    std::int32_t const in_group = place - unit.blocks() * first_tile;
-    std::int32_t const turn = in_group / width;
-    std::int32_t const block = group % 2 == 0 ? turn : unit.blocks() - 1 - turn;
-    return {kind_, unit.expert(), unit.first_block() + block, first_tile + in_group % width};
+    std::int32_t const tile = place / unit.blocks();
+    std::int32_t const turn = place % unit.blocks();
+    std::int32_t const block = tile % 2 == 0 ? turn : unit.blocks() - 1 - turn;
+    return {kind_, unit.expert(), unit.first_block() + block, tile};
   }
 
  private:

@@ -172,8 +172,8 @@ Program Passes::tell(Actor& self, Spread& spread) {
 }
 
 // In a ring: until all ups of the block that lies there have read it. They have lower tickets than those of `block`,
-// where a ring has places for a unit or a group has all tiles, and need no row of it or of later blocks; but they may
-// need what this warp has not told.
+// as a ring has places for a unit, and need no row of it or of later blocks; but they may need what this warp has not
+// told.
 Program Passes::await_place(Actor& self, std::uint32_t epoch, std::int32_t block, Spread& spread) {
   std::int32_t const before = block - options_.ring_blocks;
   if (options_.ring_blocks == 0 || before < 0 || breaks(Break::ring_without_waiting)) co_return;

@@ -164,16 +164,19 @@ TEST(Tasks, EachOnceAndDownsBehindUpsByTheLag) {
     std::vector<std::int32_t> unit_of, expert_of;  // by block
     for (std::int32_t e = 0; e < shape.local_experts(); ++e) {
       ExpertPlan const& expert = own.plan[static_cast<std::size_t>(e)];
-      for (std::int32_t b = 0; b < blocks_of(shape, expert.rows); ++b) {
-        unit_of.push_back(expert.first_unit + b / kUnitBlocks);
-        expert_of.push_back(e);
+      std::int32_t const blocks = blocks_of(shape, expert.rows), units = units_of(blocks);
+      for (std::int32_t unit = 0; unit < units; ++unit) {  // larger ones first
+        for (std::int32_t b = blocks / units + (unit < blocks % units ? 1 : 0); b > 0; --b) {
+          unit_of.push_back(expert.first_unit + unit);
+          expert_of.push_back(e);
+        }
       }
     }
     for (std::int32_t const lag : {0, 1, 3, 100}) {
       TaskCursor cursor = own.tasks(lag);
       std::set<std::tuple<TaskKind, std::int32_t, std::int32_t>> seen;
       std::int32_t const all_ups = own.totals().blocks * shape.up_tiles();
-      std::int32_t last_up = -1, ups = 0;
+      std::int32_t last_unit = -1, ups = 0;
       for (std::int64_t ticket = 0; ticket < cursor.tickets(); ++ticket) {
         Task const task = cursor.at(ticket);
         auto const block = static_cast<std::size_t>(task.block);
@@ -181,8 +184,8 @@ TEST(Tasks, EachOnceAndDownsBehindUpsByTheLag) {
         ASSERT_EQ(task.expert, expert_of.at(block));
         if (task.kind == TaskKind::up) {
           ASSERT_LT(task.tile, shape.up_tiles());
-          ASSERT_GE(task.block, last_up) << "blocks ascend";
-          last_up = task.block;
+          ASSERT_GE(unit_of[block], last_unit) << "units ascend";
+          last_unit = unit_of[block];
           ++ups;
           continue;
         }
@@ -190,8 +193,7 @@ TEST(Tasks, EachOnceAndDownsBehindUpsByTheLag) {
         for (std::int32_t tile = 0; tile < shape.up_tiles(); ++tile) {
           ASSERT_TRUE(seen.count({TaskKind::up, task.block, tile})) << "a lower ticket";
         }
-        ASSERT_TRUE(ups == all_ups ||
-                    unit_of[static_cast<std::size_t>(last_up)] == unit_of[block] + lag);
+        ASSERT_TRUE(ups == all_ups || last_unit == unit_of[block] + lag);
       }
       ASSERT_EQ(static_cast<std::int64_t>(seen.size()), cursor.tickets());
       ASSERT_EQ(ups, all_ups);
@@ -209,34 +211,34 @@ TEST(Tasks, ALagBeyondAllUnitsCostsNoSteps) {
   }
 }
 
-TEST(Tasks, TilesGoInGroupsThroughTheBlocksOfAUnit) {
-  // Two units of one expert, 8 and 3 blocks; 19 tiles of up, 9 of down.
+TEST(Tasks, TilesGoThroughTheBlocksOfAUnitAndBack) {
+  // Three units of one expert, 12, 12 and 11 blocks; 5 tiles of up, 3 of down.
   ExchangeShape const shape = {.ranks = 1,
-                               .max_tokens = 22,
-                               .hidden = 9 * 256,
-                               .intermediate = 19 * 128,
+                               .max_tokens = 70,
+                               .hidden = 3 * 256,
+                               .intermediate = 5 * 128,
                                .experts = 1,
                                .max_top_k = 1,
                                .block_rows = 2};
-  Exchange const exchange{shape, {std::vector<std::int32_t>(22, 0)}};
+  Exchange const exchange{shape, {std::vector<std::int32_t>(70, 0)}};
   OwnerPlan const own(exchange, 0);
-  TaskCursor cursor = own.tasks(1);
+  TaskCursor cursor = own.tasks(2);
   std::int64_t ticket = 0;
   auto const expect_unit = [&](TaskKind kind, std::int32_t first_block, std::int32_t blocks,
                                std::int32_t tiles) {
-    for (std::int32_t first = 0; first < tiles; first += kRasterTiles) {
+    for (std::int32_t tile = 0; tile < tiles; ++tile) {
       for (std::int32_t turn = 0; turn < blocks; ++turn) {
-        std::int32_t const block = first / kRasterTiles % 2 == 0 ? turn : blocks - 1 - turn;
-        for (std::int32_t tile = first; tile < std::min(tiles, first + kRasterTiles); ++tile) {
-          EXPECT_EQ(cursor.at(ticket++), (Task{kind, 0, first_block + block, tile}));
-        }
+        std::int32_t const block = tile % 2 == 0 ? turn : blocks - 1 - turn;
+        EXPECT_EQ(cursor.at(ticket++), (Task{kind, 0, first_block + block, tile}));
       }
     }
   };
-  expect_unit(TaskKind::up, 0, 8, 19);
-  expect_unit(TaskKind::up, 8, 3, 19);
-  expect_unit(TaskKind::down, 0, 8, 9);
-  expect_unit(TaskKind::down, 8, 3, 9);
+  expect_unit(TaskKind::up, 0, 12, 5);
+  expect_unit(TaskKind::up, 12, 12, 5);
+  expect_unit(TaskKind::up, 24, 11, 5);
+  expect_unit(TaskKind::down, 0, 12, 3);
+  expect_unit(TaskKind::down, 12, 12, 3);
+  expect_unit(TaskKind::down, 24, 11, 3);
   EXPECT_EQ(ticket, cursor.tickets());
 }
 

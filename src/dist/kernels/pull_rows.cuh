@@ -19,8 +19,8 @@ namespace tessera::dist {
 
 constexpr int kRowsOfDraw = 4;  // Transfer::once; not every one of them brings its token
 
-// The rows of the blocks of every CTA's first tasks, in which consumer warps take part. direct: one task. once: two, at
-// most half of all; half and one and a half times as many are 1 to 2% slower
+// Rows of as many blocks as every CTA's first tasks have, in which consumer warps take part. direct: one task. once:
+// two, at most half of all; half and one and a half times as many are 1 to 2% slower
 // (docs/notebook/2026-11-23-fused-first-rows.md).
 __device__ inline int first_rows(Pass const& pass) {
   ExchangeShape const& shape = pass.shape();

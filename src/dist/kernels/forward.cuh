@@ -104,7 +104,9 @@ class Tasks {
 
 template <ActivationKind kKind>
 __device__ void produce(Pass const& pass) {
-  constexpr int kAnnounceAhead = 4;  // k_tiles
+  // k_tiles. Drawn no earlier than needed: of two tickets one after the other one would wait for the end of a long
+  // task, the other for that of a short one, and the weights that both read would have left L2 in between.
+  constexpr int kDrawAhead = 8, kAnnounceAhead = 4;
   constexpr block::GemmConfig kUp = up_gemm(kKind);
   ForwardStorage& smem = pass.smem;
   ForwardParams const& p = pass.p;
@@ -118,7 +120,6 @@ __device__ void produce(Pass const& pass) {
     bool const down = (tile.segment & kDownTask) != 0;
     tile.segment &= kDownTask - 1;
     int const k_tiles = down ? p.down.k_tiles : p.up.k_tiles;
-    tasks.draw();
     if (arch::lane_idx() == 0 && !there) {
       auto const& needs = tasks.needs();
       pass.wait_count(needs.counter, needs.count, needs.site);
@@ -126,6 +127,7 @@ __device__ void produce(Pass const& pass) {
     }
     __syncwarp();
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+      if (k_tile == max(k_tiles - kDrawAhead, 0)) tasks.draw();
       if (k_tile == max(k_tiles - kAnnounceAhead, 0)) {
         tasks.announce_drawn();
         there = false;

@@ -6,6 +6,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <filesystem>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -19,12 +20,20 @@ namespace tessera::bench {
   std::exit(2);
 }
 
+// By its path: of a name without a slash the loader takes the first library that it has loaded under that soname.
+inline void* load_build(std::string const& file) {
+  std::string const path =
+      std::filesystem::exists(file) ? std::filesystem::absolute(file).string() : file;
+  void* const handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) fail(dlerror());
+  return handle;
+}
+
 // device_kind: TESSERA_CPU or TESSERA_CUDA, its first.
 struct LoadedLibrary {
   LoadedLibrary(std::string name_, std::string const& file, int device_kind, int threads)
       : name(std::move(name_)) {
-    void* const handle = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (handle == nullptr) fail(dlerror());
+    void* const handle = load_build(file);
     auto const find = [&](auto& function, char const* symbol) {
       function =
           reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(handle, symbol));

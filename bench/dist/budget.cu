@@ -140,7 +140,7 @@ class Gpu {
     TESSERA_CUDA(
         cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v.smem_bytes));
     TESSERA_CUDA(
-        cuda::host::launch_clusters(v.kernel, {384, 1, v.smem_bytes}, 1 << 20, 132, p, nullptr));
+        cuda::host::launch_clusters(v.kernel, {384, 1, v.smem_bytes}, 132, 1 << 20, p, nullptr));
   }
 
   void prepare_reference(Variant const& plain) {

@@ -63,11 +63,13 @@ inline cudaLaunchConfig_t launch_config(PersistentShape shape, int ctas, cudaStr
   return config;
 }
 
-// Opts in to the shared memory: a call of the runtime for the first launch on a device, a look at a word afterwards.
-// A kernel always asks for the same bytes.
+// What the runtime is asked about a kernel for its first launch on a device is a look at a word afterwards; on further
+// devices than these it is asked every time.
+constexpr int kMostDevices = 64;
+
+// Opts in to the shared memory. A kernel always asks for the same bytes.
 template <auto kKernel>
 cudaError_t allow_shared_memory(int smem_bytes) {
-  constexpr int kMostDevices = 64;  // further ones are asked every time
   static std::atomic<uint64_t> allowed{0};
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -79,40 +81,49 @@ cudaError_t allow_shared_memory(int smem_bytes) {
   return error;
 }
 
-// How many clusters are resident, of a kernel that may have its shared memory.
-template <typename Kernel>
-cudaError_t resident_clusters(Kernel* kernel, PersistentShape shape, int& clusters) {
+// How many clusters the device holds at once, of a kernel that may have its shared memory. It always has one shape.
+template <auto kKernel>
+cudaError_t resident_clusters(PersistentShape shape, int& clusters) {
+  static std::atomic<int> known[kMostDevices];  // 0: not yet
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  clusters = device < kMostDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (clusters > 0) return cudaSuccess;
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t const config = launch_config(shape, shape.cluster, nullptr, attributes);
-  return cudaOccupancyMaxActiveClusters(&clusters, kernel, &config);
+  error = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config);
+  if (error == cudaSuccess && device < kMostDevices) {
+    known[device].store(clusters, std::memory_order_relaxed);
+  }
+  return error;
 }
 
-// At most one cluster per work tile, no more CTAs than SMs. The kernel may have its shared memory.
+// At most `clusters` of them, and one per work tile. The kernel may have its shared memory.
 template <typename Params>
-cudaError_t launch_clusters(void (*kernel)(Params const), PersistentShape shape, int64_t most_tiles,
-                            int sm_count, Params const& params, cudaStream_t stream) {
+cudaError_t launch_clusters(void (*kernel)(Params const), PersistentShape shape, int clusters,
+                            int64_t most_tiles, Params const& params, cudaStream_t stream) {
   if (most_tiles == 0) return cudaSuccess;
-  int clusters = sm_count / shape.cluster;
-  if (shape.cluster > 1) {
-    int resident = 0;
-    cudaError_t const error = resident_clusters(kernel, shape, resident);
-    if (error != cudaSuccess) return error;
-    clusters = std::min(clusters, resident);
-  }
-  clusters = int(std::min<int64_t>(clusters, most_tiles));
+  int const ctas = int(std::min<int64_t>(clusters, most_tiles)) * shape.cluster;
   cudaLaunchAttribute attributes[2];
-  cudaLaunchConfig_t const config =
-      launch_config(shape, clusters * shape.cluster, stream, attributes);
+  cudaLaunchConfig_t const config = launch_config(shape, ctas, stream, attributes);
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 
+// No more CTAs than SMs.
 template <auto kKernel, typename Params>
 cudaError_t launch_persistent(PersistentShape shape, int64_t most_tiles, int sm_count,
                               Params const& params, cudaStream_t stream) {
-  cudaError_t const error = allow_shared_memory<kKernel>(shape.smem_bytes);
-  return error != cudaSuccess
-             ? error
-             : launch_clusters(kKernel, shape, most_tiles, sm_count, params, stream);
+  cudaError_t error = allow_shared_memory<kKernel>(shape.smem_bytes);
+  if (error != cudaSuccess) return error;
+  int clusters = sm_count / shape.cluster;
+  if (shape.cluster > 1) {
+    int resident = 0;
+    error = resident_clusters<kKernel>(shape, resident);
+    if (error != cudaSuccess) return error;
+    clusters = std::min(clusters, resident);
+  }
+  return launch_clusters(kKernel, shape, clusters, most_tiles, params, stream);
 }
 
 }  // namespace tessera::cuda::host

@@ -71,7 +71,7 @@ __device__ void produce_arrived(block::SharedStorage<kGemm>& smem, BudgetParams 
   block::GemmParams const& p = budget.up.gemm;
   block::TileScheduler<kGemm> scheduler(smem, p);
   block::WorkQueue<kGemm, true> queue(smem);
-  block::PipelineState<kGemm.stages> state;
+  block::PipelineState<kGemm> state;
   block::WorkTile tile;
   scheduler.announce_first(p.k_tiles);
   while (queue.read(tile)) {

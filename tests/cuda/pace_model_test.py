@@ -10,10 +10,10 @@ from models import play, require
 
 
 def pace(seed: int, broken: str = "") -> None:
-    """Sums of a warpgroup that TMA stores piece by piece (epilogue/wgrad_sums.cuh): five of eight pieces are in slabs,
-    the others in registers until the first three slabs have been read."""
+    """Sums of a warpgroup that TMA stores piece by piece (epilogue/wgrad_sums.cuh): four of eight pieces are in slabs,
+    the others in registers until these have been read. Warp w issues pieces w and w + 4."""
     chance = random.Random(seed)
-    slabs, pieces, warps, tiles = 5, 8, 4, 5
+    slabs, pieces, warps, tiles = 4, 8, 4, 5
     content = [[None] * warps for _ in range(slabs)]
     reading = [0] * slabs
     met = [0, 0]  # warps at the barrier, barriers passed
@@ -35,12 +35,12 @@ def pace(seed: int, broken: str = "") -> None:
                     reading[issued.pop(0)] -= 1
                 yield
 
-        def refill(waits, tile, first, count):
-            if waits:
+        def fill(waits, tile, first):
+            if waits and (broken != "one_warp_waits" or index == 0):
                 yield from wait_read()
             if broken != "no_meeting_before":
                 yield from meet()
-            for slab in range(count):
+            for slab in range(slabs):
                 require(reading[slab] == 0, "a slab is filled while it is stored from")
                 content[slab][index] = (tile, first + slab)
                 yield
@@ -48,12 +48,12 @@ def pace(seed: int, broken: str = "") -> None:
                 yield from meet()
 
         for tile in range(tiles):
-            yield from refill(broken != "no_wait_before_a_tile", tile, 0, slabs)
+            yield from fill(broken != "no_wait_before_a_tile", tile, 0)
             for piece in range(pieces):
                 if piece == slabs:
-                    yield from refill(index < 3 and broken != "no_wait_before_the_second", tile, slabs, pieces - slabs)
-                place = piece if piece < slabs else piece - slabs
-                if index == (3 if broken == "another_warp_issues" else min(place, 3)):
+                    yield from fill(broken != "no_wait_before_the_second", tile, slabs)
+                place = piece % slabs
+                if index == place:
                     require(content[place] == [(tile, piece)] * warps, "what is stored is not all there")
                     reading[place] += 1
                     issued.append(place)
@@ -77,7 +77,7 @@ class PaceModel(models.TestCase):
             "no_wait_before_the_second",
             "no_meeting_before",
             "no_meeting_after",
-            "another_warp_issues",
+            "one_warp_waits",
         ):
             with self.subTest(rule):
                 self.notices(pace, rule)

@@ -159,6 +159,77 @@ def share(seed: int, broken: str = "") -> None:
     play(chance, [*map(producer, ctas), *[warp(cta) for cta in ctas for _ in range(warps)]])
 
 
+def follow(seed: int, broken: str = "") -> None:
+    """B with a stage less than A (b_behind): four gathering warps, of which one, in turns, loads the B of the k_tile
+    before; behind a tile's last A it waits for one more stage."""
+    chance = random.Random(seed)
+    stages, warps, readers = chance.choice([3, 4]), 4, 2
+    tiles = [chance.choice([1, 2, 3, 4, 7]) for _ in range(5)]
+    full, empty = [Barrier(warps + 1) for _ in range(stages)], [Barrier(readers) for _ in range(stages)]
+    a, b = [[None] * warps for _ in range(stages)], [None] * (stages - 1)
+    reads_a, reads_b = [0] * stages, [0] * (stages - 1)
+
+    def producer(warp: int):
+        place, behind, b_stage = Place(stages), Place(stages), 0
+
+        def load_b(tile, k_tile):
+            nonlocal b_stage
+            mine = warp == (tiles[tile] - k_tile + 2) % warps
+            if mine:
+                require(reads_b[b_stage] == 0, "B is filled while it is read")
+                b[b_stage] = (tile, k_tile)
+                yield
+                full[behind.stage].arrive()
+            if mine or broken != "one_warp_counts":
+                behind.advance()
+                b_stage = (b_stage + 1) % (stages - 1)
+
+        for tile, k_tiles in enumerate(tiles):
+            for k_tile in range(k_tiles):
+                yield from empty[place.stage].wait(place.parity ^ 1)
+                if broken == "not_behind":
+                    yield from load_b(tile, k_tile)
+                elif k_tile > 0:
+                    yield from load_b(tile, k_tile - 1)
+                require(reads_a[place.stage] == 0, "A is filled while it is read")
+                a[place.stage][warp] = (tile, k_tile)
+                yield
+                full[place.stage].arrive()
+                place.advance()
+            if broken == "not_behind":
+                continue
+            if warp == 3 and broken != "last_at_once":  # whose turn it is
+                yield from empty[place.stage].wait(place.parity ^ 1)
+            if broken != "last_with_next_tile":
+                yield from load_b(tile, k_tiles - 1)
+
+    def reader():
+        place, b_stage, held = Place(stages), 0, None
+
+        def release():
+            if held is not None:
+                reads_a[held[0]] -= 1
+                reads_b[held[1]] -= 1
+                empty[held[0]].arrive()
+
+        for tile, k_tiles in enumerate(tiles):
+            for k_tile in range(k_tiles):
+                yield from full[place.stage].wait(place.parity)
+                there = [*a[place.stage], b[b_stage]]
+                require(there == [(tile, k_tile)] * (warps + 1), "what is multiplied is not all there")
+                reads_a[place.stage] += 1
+                reads_b[b_stage] += 1
+                for _ in range(chance.randint(0, 3)):
+                    yield
+                release()
+                held = place.stage, b_stage
+                place.advance()
+                b_stage = (b_stage + 1) % (stages - 1)
+        release()
+
+    play(chance, [*map(producer, range(warps)), *[reader() for _ in range(readers)]])
+
+
 def stay(seed: int, broken: str = "") -> None:
     """B that stays for a run of tiles: ping-pong warpgroups, runs of whole pairs of tiles, the last perhaps without
     rows."""
@@ -448,6 +519,15 @@ class RingModel(models.TestCase):
         for rule in ("released_at_home", "half_of_b_awaited"):
             with self.subTest(rule):
                 self.notices(share, rule)
+
+    def test_b_behind_a(self):
+        for seed in range(200):
+            follow(seed)
+
+    def test_b_behind_a_needs_its_rules(self):
+        for rule in ("not_behind", "last_at_once", "last_with_next_tile", "one_warp_counts"):
+            with self.subTest(rule):
+                self.notices(follow, rule)
 
     def test_fused_kernel(self):
         for seed in range(100):

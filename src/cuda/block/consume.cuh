@@ -20,7 +20,7 @@ namespace tessera::cuda::block {
 
 template <GemmConfig kGemm>
 __device__ __forceinline__ void wait_full(SharedStorage<kGemm>& smem,
-                                          PipelineState<kGemm.stages> const& state) {
+                                          PipelineState<kGemm> const& state) {
   arch::mbarrier_wait(&smem.full[state.stage], state.phase);
   // cp.async wrote A through the generic proxy; full[] ordered those writes before us.
   if constexpr (kGemm.gathers()) arch::fence_proxy_async_shared();
@@ -29,13 +29,13 @@ __device__ __forceinline__ void wait_full(SharedStorage<kGemm>& smem,
 // Issues the first kSteps times 16 of one k_tile, as one group of wgmmas, for kActive times 64 rows from `row`
 // of the tile.
 template <GemmConfig kGemm, int kActive, int kSteps = kGemm.tile.k / 16, int kSubtiles>
-__device__ __forceinline__ void issue(SharedStorage<kGemm>& smem, int stage,
+__device__ __forceinline__ void issue(SharedStorage<kGemm>& smem, PipelineState<kGemm> const& state,
                                       Accumulators<kGemm> (&acc)[kSubtiles], int row, int k_tile) {
-  bf16 const* const smem_b = smem.b[kGemm.keeps_b() ? k_tile : stage];
+  bf16 const* const smem_b = smem.b[kGemm.keeps_b() ? k_tile : state.b_stage()];
   constexpr uint64_t kSubtileStep = kGemm.a_subtile_bytes() / 16;
   constexpr bool kTransposeA = kGemm.a_major() == Major::kRows;
   constexpr uint64_t kStepA = kTransposeA ? arch::kWgmmaRowsMajorK16 : arch::kWgmmaDescriptorK16;
-  bf16 const* const smem_a = &smem.a[stage][row * kGemm.tile.k];
+  bf16 const* const smem_a = &smem.a[state.stage][row * kGemm.tile.k];
   uint64_t const a = kTransposeA ? arch::wgmma_descriptor_rows_major(smem_a)
                                  : arch::wgmma_descriptor_k_major(smem_a);
   constexpr bool kTransposeB = kGemm.b_major == Major::kRows;
@@ -62,15 +62,16 @@ __device__ __forceinline__ void issue(SharedStorage<kGemm>& smem, int stage,
 
 // The last k_tile of varlen-K: only the steps that its rows reach.
 template <GemmConfig kGemm, int kActive, int kSteps, int kSubtiles>
-__device__ __forceinline__ void issue_last(SharedStorage<kGemm>& smem, int stage,
+__device__ __forceinline__ void issue_last(SharedStorage<kGemm>& smem,
+                                           PipelineState<kGemm> const& state,
                                            Accumulators<kGemm> (&acc)[kSubtiles], int row,
                                            int k_tile, int steps) {
   if constexpr (kSteps > 1) {
     if (steps < kSteps) {
-      return issue_last<kGemm, kActive, kSteps - 1>(smem, stage, acc, row, k_tile, steps);
+      return issue_last<kGemm, kActive, kSteps - 1>(smem, state, acc, row, k_tile, steps);
     }
   }
-  issue<kGemm, kActive, kSteps>(smem, stage, acc, row, k_tile);
+  issue<kGemm, kActive, kSteps>(smem, state, acc, row, k_tile);
 }
 
 // Whether this is the warpgroup's first, or last, tile of a run.
@@ -81,8 +82,7 @@ __device__ __forceinline__ bool last_of_run(WorkTile const& tile) { return tile.
 // the first, or all where epilogues are deferred. The last group of wgmmas is left in flight and its stage, returned,
 // unreleased.
 template <GemmConfig kGemm, int kActive, int kSubtiles, class Under>
-__device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem,
-                                        PipelineState<kGemm.stages>& state,
+__device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem, PipelineState<kGemm>& state,
                                         Accumulators<kGemm> (&acc)[kSubtiles], WorkTile const& tile,
                                         int row, int k_tiles, int last_steps, Under under) {
   int previous = 0;
@@ -92,10 +92,9 @@ __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem,
     }
     wait_full<kGemm>(smem, state);
     if (kGemm.varlen_k() && k_tile == k_tiles - 1) {
-      issue_last<kGemm, kActive, kGemm.tile.k / 16>(smem, state.stage, acc, row, k_tile,
-                                                    last_steps);
+      issue_last<kGemm, kActive, kGemm.tile.k / 16>(smem, state, acc, row, k_tile, last_steps);
     } else {
-      issue<kGemm, kActive>(smem, state.stage, acc, row, k_tile);
+      issue<kGemm, kActive>(smem, state, acc, row, k_tile);
     }
     if (k_tile > 0) {
       arch::wgmma_wait<1>();
@@ -116,7 +115,7 @@ __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem,
 // The same for `active` parts, a number known only now: one loop is compiled for each.
 template <GemmConfig kGemm, int kActive, int kSubtiles>
 __device__ __forceinline__ int multiply_active(SharedStorage<kGemm>& smem,
-                                               PipelineState<kGemm.stages>& state,
+                                               PipelineState<kGemm>& state,
                                                Accumulators<kGemm> (&acc)[kSubtiles],
                                                WorkTile const& tile, int row, int k_tiles,
                                                int last_steps, int active) {
@@ -145,7 +144,7 @@ __device__ __forceinline__ void settle_epilogue(Epilogue& epilogue) {
 }
 
 template <GemmConfig kGemm, class Epilogue>
-__device__ __forceinline__ void store_tile(Epilogue& epilogue, PipelineState<kGemm.stages>& state,
+__device__ __forceinline__ void store_tile(Epilogue& epilogue, PipelineState<kGemm>& state,
                                            Accumulators<kGemm>& acc, WorkTile const& tile,
                                            int row) {
   if constexpr (kGemm.lent_stages > 0) {
@@ -199,7 +198,7 @@ class DeferredPieces {
 // once, its first warp sees to them alone and the others meet it afterwards: were each to follow the stages, one that
 // still stores its last tile could miss two phases of a stage, and wait for ever.
 template <GemmConfig kGemm>
-__device__ __forceinline__ void pass(SharedStorage<kGemm>& smem, PipelineState<kGemm.stages>& state,
+__device__ __forceinline__ void pass(SharedStorage<kGemm>& smem, PipelineState<kGemm>& state,
                                      int num_stages, int consumer) {
   bool const first_warp =
       static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads < arch::kWarpThreads;
@@ -233,7 +232,7 @@ __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, 
                                                     Epilogue& epilogue, int consumer) {
   int const row = consumer * kSubtileM;
   WorkQueue<kGemm> queue(smem);
-  PipelineState<kGemm.stages> state;
+  PipelineState<kGemm> state;
   Accumulators<kGemm> acc[1];
   WorkTile tile;
   WorkTile ahead;
@@ -270,7 +269,7 @@ __device__ __forceinline__ void consume_deferred(SharedStorage<kGemm>& smem, Gem
                                                  Epilogue& epilogue, int consumer) {
   int const row = consumer * kSubtileM;
   WorkQueue<kGemm> queue(smem);
-  PipelineState<kGemm.stages> state;
+  PipelineState<kGemm> state;
   Accumulators<kGemm> acc[1];
   WorkTile tile;
   WorkTile ahead;
@@ -314,7 +313,7 @@ __device__ __forceinline__ void consume_ping_pong(SharedStorage<kGemm>& smem, Ge
   constexpr int kSubtiles = kGemm.warpgroup_subtiles();
   constexpr int kThreads = 2 * arch::kWarpgroupThreads;
   WorkQueue<kGemm> queue(smem);
-  PipelineState<kGemm.stages> state;
+  PipelineState<kGemm> state;
   Accumulators<kGemm> acc[kSubtiles];
   WorkTile tile;
   auto const step_over = [&] {  // the other warpgroup's tile and its stages

@@ -84,7 +84,7 @@ class RowGather {
 };
 
 // With c = tile_m/8 chunks in a token's share, thread t copies chunk t % c of tokens t/c + (128/c)i. A
-// warp needs 16 tokens of a k_tile: lanes 0..15 load their indices, a k_tile ahead, and hand them round.
+// warp needs 16 tokens of a k_tile: its lanes load the indices of two k_tiles, two ahead, and hand them round.
 template <GemmConfig kGemm>
 class TokenGather {
  public:
@@ -98,8 +98,7 @@ class TokenGather {
     int const token = thread / kChunks;
     int const lane = arch::lane_idx();
     first_ = thread / arch::kWarpThreads * kWarpTokens + lane % kWarpTokens +
-             lane / kWarpTokens % kTokensPerThread * kTokenStep +
-             (kIndexTiles == 2 ? lane / kIndexLanes * kGemm.tile.k : 0);
+             lane / kWarpTokens % kTokensPerThread * kTokenStep + lane / kIndexLanes * kGemm.tile.k;
     smem_offset_ =
         chunk / 8 * (kGemm.tile.k * 128) + token * 128 + ((chunk % 8 ^ (token & 7)) << 4);
     chunk_ = chunk;
@@ -153,9 +152,9 @@ class TokenGather {
   static constexpr int kIndexLanes = kWarpTokens * kTokensPerThread;  // a k_tile's tokens of a warp
   static_assert(kTokenStep % 8 == 0 && kIndexLanes == 16);
   // k_tiles whose indices a warp loads at once. An index seems to come after the rows that the SM has asked for before
-  // it; two k_tiles ahead nobody waits for those. In rings of three stages two cost up to 0.6% of backward, for reasons
-  // not known. bench/results/h200/2026-11-23-wgrad-index-ahead.json, docs/notebook/2026-11-23-main-grad-pace.md
-  static constexpr int kIndexTiles = kGemm.stages > 3 ? 2 : 1;
+  // it; two k_tiles ahead nobody waits for those.
+  // bench/results/h200/2026-11-23-wgrad-index-ahead.json, docs/notebook/2026-11-23-main-grad-pace.md
+  static constexpr int kIndexTiles = 2;
   static constexpr uint32_t kNothing = 0xffffffff;  // nothing is read
 
   template <class Exists>

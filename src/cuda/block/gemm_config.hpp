@@ -49,6 +49,8 @@ struct GemmConfig {
   bool short_b = false;
   // One more k16 step adds an outer product of every segment (outer_product.cuh).
   bool adds_outer_product = false;
+  // B has one stage less than A and comes a k_tile later (pipeline.cuh).
+  bool b_behind = false;
   int b_halves = 1;     // 2: B has gate and up rows; every column group takes 64 of each
   int k_halves = 1;     // 2: k runs through two halves, each with a B of its own
   int store_slabs = 2;  // 64x64 staging buffers per consumer warpgroup
@@ -85,7 +87,9 @@ struct GemmConfig {
 
   consteval int column_groups() const { return tile.n / kGroupColumns; }
   consteval bool keeps_b() const { return resident_k_tiles > 0; }
-  consteval int b_buffers() const { return keeps_b() ? resident_k_tiles : stages; }
+  consteval int b_buffers() const {
+    return keeps_b() ? resident_k_tiles : b_behind ? stages - 1 : stages;
+  }
   // Rows of the unit that the scheduler draws: a block of a tile for each CTA of the cluster, or a run.
   consteval int block_m() const { return tile.m * (keeps_b() ? run_tiles : cluster_m); }
   // Runs come in pairs of tiles, one for each ping-pong warpgroup.
@@ -150,6 +154,8 @@ consteval bool valid(GemmConfig c) {
     throw "run_tiles: even, one for each warpgroup";
   if (c.short_b && (c.b_halves * c.k_halves > 1 || c.cluster_m > 1 || c.keeps_b()))
     throw "short_b: one half, no cluster, no resident_k_tiles";
+  if (c.b_behind && (!c.varlen_k() || !c.gathers() || !c.defers))
+    throw "b_behind: varlen-K, gather, deferred";
   if (c.draws_first && !c.draws_tiles) throw "draws_first: where tiles are drawn";
   if (c.stages < 2) throw "stages: at least 2";
   if (c.lent_stages > 0 && (c.ping_pong() || c.cluster_m > 1))

@@ -30,8 +30,7 @@ __device__ __forceinline__ bf16* lent_slab_b(SharedStorage<kGemm>& smem, int sta
 template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void lend_stages(SharedStorage<kGemm>& smem,
                                             typename Epilogue::Params const& p,
-                                            PipelineState<kGemm.stages>& state,
-                                            WorkTile const& tile) {
+                                            PipelineState<kGemm>& state, WorkTile const& tile) {
   constexpr int kWarps = kGemm.gathers() ? 4 : 1;
   if constexpr (kGemm.lent_stages > 0) {
     for (int i = 0; i < kGemm.lent_stages; ++i) {
@@ -60,7 +59,7 @@ class BorrowedStages {
     warp_offset_ = arch::warp_in_warpgroup() * kWarpRows * kSlabColumns;
   }
 
-  __device__ __forceinline__ int take(PipelineState<kGemm.stages>& state) const {
+  __device__ __forceinline__ int take(PipelineState<kGemm>& state) const {
     int const stage = state.stage;
     arch::mbarrier_wait(&smem_.full[stage], state.phase);
     state.advance();
@@ -147,7 +146,7 @@ class LentSlabs {
       : stages_(smem, consumer), barrier_(kBarrierSlabs + consumer) {}
 
   // The warpgroup's rows of a round's first slab.
-  __device__ __forceinline__ bf16* begin(PipelineState<kGemm.stages>& ring) {
+  __device__ __forceinline__ bf16* begin(PipelineState<kGemm>& ring) {
     stage_ = stages_.take(ring);
     return stages_.slab_b(stage_, 0);
   }

@@ -22,7 +22,7 @@ constexpr int kOuterGroup = 256 / kSlabColumns * kOuterBox;
 // By the producer's warp.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void load_outer_product(SharedStorage<kGemm>& smem, GemmParams const& p,
-                                                   PipelineState<kGemm.stages>& state,
+                                                   PipelineState<kGemm>& state,
                                                    WorkTile const& tile) {
   wait_empty<kGemm>(smem, state);
   if (arch::elect_one()) {
@@ -52,7 +52,7 @@ __device__ __forceinline__ void split_outer_rows(float const (&u)[2], uint32_t (
 // Behind the last k_tile, whose wgmmas are in flight on stage `previous`; returns the stage that now is.
 template <GemmConfig kGemm>
 __device__ __forceinline__ int multiply_outer_product(SharedStorage<kGemm>& smem,
-                                                      PipelineState<kGemm.stages>& state,
+                                                      PipelineState<kGemm>& state,
                                                       Accumulators<kGemm>& acc, float const (&u)[2],
                                                       int previous) {
   uint32_t a[4];

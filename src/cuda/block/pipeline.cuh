@@ -2,6 +2,8 @@
 // The ring of stages between producer and consumers, and the B that stays. Model: tests/cuda/ring_model_test.py.
 //   producer: wait empty[s], fill s, (bytes and arrivals end) full[s]
 //   consumer: wait full[s], multiply, arrive on empty[s] of every CTA that shares B
+// b_behind: B has a stage less than A. What frees the A of a k_tile also frees the B of the k_tile before it:
+//   producer: wait empty[s], fill B of the k_tile before, fill A; behind a tile's last A wait once more, fill its B
 // With resident_k_tiles the stages hold A alone. A run is tiles of one segment and n_tile: its B is loaded in the
 // first tile, k_tile by k_tile as the last tiles of the run before, one for each warpgroup, have multiplied them.
 #pragma once
@@ -14,24 +16,32 @@
 namespace tessera::cuda::block {
 
 // Position in the ring. `phase` is the parity that full[stage] completes with on this lap.
-template <int kStages>
-struct PipelineState {
+template <GemmConfig kGemm>
+class PipelineState {
+ public:
   int stage = 0;
   uint32_t phase = 0;
 
+  // Where the stage's B is.
+  __device__ __forceinline__ int b_stage() const { return kGemm.b_behind ? b_stage_ : stage; }
+
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
+    if (++stage == kGemm.stages) {
       stage = 0;
       phase ^= 1;
     }
+    if (kGemm.b_behind && ++b_stage_ == kGemm.b_buffers()) b_stage_ = 0;
   }
 
   // Skips the stages of a tile that the other ping-pong warpgroup consumes.
   __device__ __forceinline__ void advance(int k_tiles) {
     int const position = stage + k_tiles;
-    phase ^= (position / kStages) & 1;
-    stage = position % kStages;
+    phase ^= (position / kGemm.stages) & 1;
+    stage = position % kGemm.stages;
   }
+
+ private:
+  int b_stage_ = 0;  // b_behind
 };
 
 // Called by one thread; a cluster or CTA barrier must follow.
@@ -62,7 +72,7 @@ __device__ __forceinline__ void init_pipeline(SharedStorage<kGemm>& smem) {
 // Producer: the stage may be overwritten, here and, if B is multicast, in the peers.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void wait_empty(SharedStorage<kGemm>& smem,
-                                           PipelineState<kGemm.stages> const& state) {
+                                           PipelineState<kGemm> const& state) {
   arch::mbarrier_wait(&smem.empty[state.stage], state.phase ^ 1);
 }
 

@@ -154,7 +154,7 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
   TileScheduler<kGemm> scheduler(smem, p);
   WorkQueue<kGemm, true> queue(smem);
   TakesOver<kGemm> handover(p);
-  PipelineState<kGemm.stages> state;
+  PipelineState<kGemm> state;
   WorkTile tile;
   if (schedules) scheduler.announce_first(p.k_tiles);
   while (queue.read(tile)) {
@@ -194,7 +194,7 @@ __device__ __forceinline__ void produce_by_gather(
   TileScheduler<kGemm> scheduler(smem, p);
   WorkQueue<kGemm, kFirstWarp> queue(smem);
   RowGather<kGemm> gather(p);
-  PipelineState<kGemm.stages> state;
+  PipelineState<kGemm> state;
   int const warp = arch::warp_idx() % 4;
   WorkTile tile;
   WorkTile ahead;
@@ -231,10 +231,24 @@ __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, Gemm
   TileScheduler<kGemm> scheduler(smem, p);
   WorkQueue<kGemm, kFirstWarp> queue(smem);
   TokenGather<kGemm> gather(p);
-  PipelineState<kGemm.stages> state;
+  PipelineState<kGemm> state;
+  PipelineState<kGemm> behind;
+  PipelineState<kGemm>& b_state = kGemm.b_behind ? behind : state;
   TakesOver<kGemm> handover(p);
-  int const warp = arch::warp_idx() % 4;
   WorkTile tile;
+  // In turns, counted from the end: not the first warp's where it announces a tile, four k_tiles before.
+  auto const fills_b = [warp = arch::warp_idx() % 4](int k_tiles_left) {
+    return warp == static_cast<int>(static_cast<uint32_t>(k_tiles_left + 2) % 4);
+  };
+  auto const fill_b = [&](int k_tile, int k_tiles) {
+    if (fills_b(k_tiles - k_tile) && arch::elect_one()) {
+      arch::Mbarrier* const full = &smem.full[b_state.stage];
+      arch::mbarrier_arrive_expect_tx(full, b_bytes_of<kGemm>(p));
+      load_b_to<kGemm>(smem, p, b_state.b_stage(), full, k_tile, tile);
+    }
+    __syncwarp();
+    if constexpr (kGemm.b_behind) b_state.advance();
+  };
   if (schedules) scheduler.announce_first(0);
   while (queue.read(tile)) {
     if constexpr (kGemm.takes_over) handover.wait(tile);
@@ -244,13 +258,17 @@ __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, Gemm
       if (schedules) scheduler.step(k_tile, k_tiles);
       gather.prepare(tile, k_tile);
       wait_empty<kGemm>(smem, state);
-      if (warp == k_tile % 4 && arch::elect_one()) {
-        arch::mbarrier_arrive_expect_tx(&smem.full[state.stage], b_bytes_of<kGemm>(p));
-        load_b<kGemm>(smem, p, state.stage, k_tile, tile);
+      if (!kGemm.b_behind) {
+        fill_b(k_tile, k_tiles);
+      } else if (k_tile > 0) {
+        fill_b(k_tile - 1, k_tiles);
       }
-      __syncwarp();
       gather.copy(smem, state.stage, k_tile);
       state.advance();
+    }
+    if constexpr (kGemm.b_behind) {
+      if (fills_b(1)) wait_empty<kGemm>(smem, state);
+      fill_b(k_tiles - 1, k_tiles);
     }
     lend_stages<kGemm, Epilogue>(smem, epilogue_params, state, tile);
   }

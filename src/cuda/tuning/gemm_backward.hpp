@@ -40,8 +40,8 @@ struct UpProjectionDgradConfig {
 };
 
 // Stores are left to the next tile's k loop, but for bf16 gradients that are added to (kAdds): what they are added to
-// comes by lent stages. fp32 keeps five eighths of a tile in slabs, for a stage of the ring.
-// bench/results/h200/2026-11-21-projection-wgrad.json, 2026-11-23-main-grad-pace.json
+// comes by lent stages. fp32 keeps half of a tile in slabs, for a stage of B.
+// bench/results/h200/2026-11-21-projection-wgrad.json, 2026-11-23-main-grad-b-behind.json
 // kPairs: two CTAs whose tiles are neighbours along d share each B, which takes a third of the bytes off L2. Both have
 // the same rows to add up, so neither waits for the other. bench/results/h200/2026-11-22-wgrad-pairs-layer.json
 template <block::Major kMajor, bool kFp32, bool kAnyLayout, bool kAdds, bool kPairs = false>
@@ -51,13 +51,13 @@ struct ProjectionWgradConfig {
   static constexpr block::Major d_major = kMajor;
   static constexpr bool fp32 = kFp32;
   static constexpr bool defers = !kAnyLayout && !kAdds;
-  static constexpr block::GemmConfig gemm{.stages = kFp32 && defers ? 3 : 4,
-                                          .cluster_m = kPairs ? 2 : 1,
+  static constexpr block::GemmConfig gemm{.cluster_m = kPairs ? 2 : 1,
                                           .a_loader = block::ALoader::kGather,
                                           .ragged = block::Ragged::kK,
                                           .b_major = block::Major::kRows,
                                           .any_b_layout = kAnyLayout,
-                                          .store_slabs = kFp32 && defers ? 5 : 2,
+                                          .b_behind = kFp32 && defers,
+                                          .store_slabs = kFp32 && defers ? 4 : 2,
                                           .lent_stages = kAdds ? 2 : 0,
                                           .defers = defers,
                                           .takes_over = !kAnyLayout};

@@ -111,7 +111,7 @@ __device__ void produce(Pass const& pass) {
   ForwardStorage& smem = pass.smem;
   ForwardParams const& p = pass.p;
   block::WorkQueue<kPlain, true> queue(smem.gemm);
-  block::PipelineState<kPlain.stages> state;
+  block::PipelineState<kPlain> state;
   block::WorkTile tile;
   Tasks tasks(pass);
   tasks.announce_first();
@@ -165,7 +165,7 @@ __device__ void produce(Pass const& pass) {
 // block::multiply with a moment in it: what this warp sent for its last task is completed while a later k_tile of
 // this one is multiplied. Earlier where a k_tile is not there yet, as it may be waiting for what we have to tell.
 template <class Complete>
-__device__ int multiply(ForwardStorage& smem, block::PipelineState<kPlain.stages>& state,
+__device__ int multiply(ForwardStorage& smem, block::PipelineState<kPlain>& state,
                         block::BorrowedStages<kPlain>& stages,
                         block::Accumulators<kPlain> (&acc)[1], int row, int k_tiles, bool sent,
                         Complete complete) {
@@ -180,7 +180,7 @@ __device__ int multiply(ForwardStorage& smem, block::PipelineState<kPlain.stages
       }
     }
     block::wait_full<kPlain>(smem.gemm, state);
-    block::issue<kPlain, 1>(smem.gemm, state.stage, acc, row, k_tile);
+    block::issue<kPlain, 1>(smem.gemm, state, acc, row, k_tile);
     if (k_tile > 0) {
       arch::wgmma_wait<1>();
       block::release_stage<kPlain>(smem.gemm, previous);
@@ -200,7 +200,7 @@ __device__ void consume(Pass const& pass, int consumer) {
   ForwardParams const& p = pass.p;
   int const row = consumer * block::kSubtileM;
   block::WorkQueue<kPlain> queue(smem.gemm);
-  block::PipelineState<kPlain.stages> state;
+  block::PipelineState<kPlain> state;
   block::Accumulators<kPlain> acc[1];
   block::BorrowedStages<kPlain> stages(smem.gemm, consumer);
   StoreRows<kKind> up(pass, stages);

@@ -33,7 +33,7 @@ class Push {
   }
 
   __device__ void store(block::Accumulators<kPlain>& acc, block::WorkTile const& tile, char* to,
-                        block::PipelineState<kPlain.stages>& state) {
+                        block::PipelineState<kPlain>& state) {
     int const lane = arch::lane_idx();
     int const column = tile.n_tile * kTileColumns;
     int const columns = min(pass_.shape().hidden - column, kTileColumns);

@@ -16,7 +16,7 @@ class StoreRows {
 
   // 64 rows from `row`, of which the warp has 16. It reads memory that it may write again after settle().
   __device__ void store(block::Accumulators<kPlain>& acc, block::WorkTile const& tile, int row,
-                        block::PipelineState<kPlain.stages>& state) {
+                        block::PipelineState<kPlain>& state) {
     constexpr int kLent = lent_to_up(kKind);
     int const ragged_row =
         p_.ragged_extent + row + arch::warp_in_warpgroup() * block::kWarpRows - tile.end;

@@ -299,7 +299,7 @@ class ActivationGradientInStages : GradientRows<kGemm, kKind> {
   }
 
   __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row,
-                                        PipelineState<kGemm.stages>& state) {
+                                        PipelineState<kGemm>& state) {
     float const s[2] = {this->score(0, 0), this->score(0, 8)};
     int const ragged_row = p_.ragged_extent + row + warp_row_ - tile.end;
     bool const exists = ragged_row < p_.ragged_extent;  // else the warp lies past the segment

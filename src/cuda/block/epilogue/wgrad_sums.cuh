@@ -3,14 +3,12 @@
 // 64 c at a time, a piece of 8 KB.
 //
 // Under the next tile's k loop (WgradSumsDeferred): nothing rounds a tile of 64 KB per warpgroup, so it is kept as
-//   pieces 0 to 4  in slabs of their own, which takes a stage off the ring
-//   pieces 5 to 7  in 48 registers, until TMA has read the first three slabs; then they take their places
-// and TMA gets one piece behind some k_tile of the next tile. The pace is the point: additions to what is not in L2
-// take all SMs together a third of the bandwidth of stores, 5.5 bytes a cycle and SM; with all of a tile at once they
-// fill the way to L2 for most of the next tile's k loop, on which its loads come late.
-//   consumers | keep: wait read | fill 0-4, fence | mma .. piece 0 .. | wait read 0-2 | fill 5-7, fence | .. piece 7
-// A warp waits for all pieces that it has issued, so those that give their places away are not issued by the warp of
-// those that do not.
+//   pieces 0 to 3  in slabs of their own, which takes a stage of B off the ring
+//   pieces 4 to 7  in 64 registers, until TMA has read the slabs; then they take their places
+// and TMA gets one piece behind some k_tile of the next tile, from warp w pieces w and w + 4. The pace is the point:
+// additions to what is not in L2 take all SMs together a third of the bandwidth of stores, 5.5 bytes a cycle and SM;
+// with all of a tile at once they fill the way to L2 for most of the next tile's k loop, on which its loads come late.
+//   consumers | keep: wait read | fill 0-3, fence | mma .. piece 0 .. 3 .. | wait read | fill 4-7, fence | .. piece 7
 // Measured: docs/notebook/2026-11-23-main-grad-pace.md. Model: tests/cuda/pace_model_test.py.
 #pragma once
 
@@ -79,9 +77,9 @@ struct Fp32Piece {
   // By one thread: 64 c from `row`, 32 i from `i` of a half.
   __device__ __forceinline__ static void put(bf16 const* smem, WgradHalf const& dw, int i, int row,
                                              int segment, bool adds) {
-    put_box(smem, dw, wgrad_coordinates<kMajor>(dw, i, row), segment, adds);
+    WgradCoordinates at = wgrad_coordinates<kMajor>(dw, i, row);
+    put_box(smem, dw, at, segment, adds);
     if constexpr (kMajor == Major::kK) {
-      WgradCoordinates at = wgrad_coordinates<kMajor>(dw, i, row);
       at.c0 += kBoxRows;
       put_box(smem + kBoxBytes / sizeof(bf16), dw, at, segment, adds);
     }
@@ -123,30 +121,17 @@ class WgradSumsDeferred {
     // themselves, which the next tile's wgmmas write, and it would have each of these waited for.
     uint32_t const zero = threadIdx.x >> 16;
     TESSERA_UNROLL
-    for (int i = 0; i < kLater; ++i) {
-      float const value = acc[1][kGroupColumns / 2 - kLater + i];
-      later_[i] = __uint_as_float(__float_as_uint(value) ^ zero);
+    for (int i = 0; i < kHalf; ++i) {
+      later_[i] = __uint_as_float(__float_as_uint(acc[1][i]) ^ zero);
     }
-    refill(true, [&] {
-      TESSERA_UNROLL
-      for (int piece = 0; piece < kSlabs; ++piece) {
-        Piece::fill(&acc[piece / 4][piece % 4 * Piece::kValues], slab(piece));
-      }
-    });
+    fill_slabs(acc[0]);
   }
 
   __device__ __forceinline__ void work(int piece) {
     if (!wanted_) return;
-    if (piece == kSlabs) {
-      refill(arch::warp_in_warpgroup() < kDeferredPieces - kSlabs, [&] {
-        TESSERA_UNROLL
-        for (int later = 0; later < kDeferredPieces - kSlabs; ++later) {
-          Piece::fill(&later_[later * Piece::kValues], slab(later));
-        }
-      });
-    }
-    int const place = piece < kSlabs ? piece : piece - kSlabs;
-    if (arch::warp_in_warpgroup() == min(place, 3) && arch::lane_idx() == 0) {
+    if (piece == kSlabs) fill_slabs(later_);
+    int const place = piece % kSlabs;
+    if (arch::warp_in_warpgroup() == place && arch::lane_idx() == 0) {
       WgradGroup const at = wgrad_group(p_, n_tile_ * (kGemm.tile.n / kSlabColumns) + piece / 2);
       if (at.exists) {
         Piece::put(slab(place), p_.halves[at.half], at.i + piece % 2 * Piece::kColumns, row_,
@@ -163,19 +148,19 @@ class WgradSumsDeferred {
 
  private:
   using Piece = Fp32Piece<kMajor>;
-  static constexpr int kSlabs = 5;
-  static constexpr int kLater = (kDeferredPieces - kSlabs) * Piece::kValues;
+  static constexpr int kSlabs = 4;  // a warp's each
+  static constexpr int kHalf = kSlabs * Piece::kValues;
+  static_assert(2 * kSlabs == kDeferredPieces);
 
   __device__ __forceinline__ bf16* slab(int i) const {
     return smem_slabs_ + i * (Piece::kBytes / sizeof(bf16));
   }
 
-  // waits: this warp has issued what the slabs that are filled held before.
-  template <class Fill>
-  __device__ __forceinline__ void refill(bool waits, Fill fill) const {
-    if (waits) drain();
+  __device__ __forceinline__ void fill_slabs(float const (&values)[kHalf]) const {
+    drain();
     arch::named_barrier_sync(barrier_, arch::kWarpgroupThreads);
-    fill();
+    TESSERA_UNROLL
+    for (int i = 0; i < kSlabs; ++i) Piece::fill(&values[i * Piece::kValues], slab(i));
     arch::fence_proxy_async_shared();
     arch::named_barrier_sync(barrier_, arch::kWarpgroupThreads);
   }
@@ -183,7 +168,7 @@ class WgradSumsDeferred {
   Params const& p_;
   bf16* smem_slabs_;
   int barrier_;
-  float later_[kLater];  // pieces 5 to 7
+  float later_[kHalf];  // pieces 4 to 7
   int n_tile_ = 0, segment_ = 0, row_ = 0;
   bool wanted_ = false;
 };

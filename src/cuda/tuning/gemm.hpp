@@ -11,6 +11,10 @@
 
 namespace tessera::cuda {
 
+// Rows of all blocks of an expert meet a tile of its weights one after the other, while L2 has it: weights that are too
+// many for L2 are read once. bench/results/h200/2026-11-23-rasters-forward.json
+constexpr int kForwardRaster = 1;
+
 // Gathered rows: 16-byte copies cost the same per row whatever the tile, so it is as wide as possible.
 template <ActivationKind kKind, bool kGather, block::Major kMajor, bool kAnyLayout>
 struct UpProjectionFwdConfig {
@@ -21,6 +25,7 @@ struct UpProjectionFwdConfig {
       .any_b_layout = kAnyLayout,
       .b_halves = Activation{.kind = kKind}.gated() ? 2 : 1,
       .defers = true,
+      .raster_n = kForwardRaster,
       .hands_over = true};
 };
 
@@ -39,7 +44,8 @@ struct DownProjectionFwdResident {
 };
 template <block::Major kMajor>
 struct DownProjectionFwdWide {
-  static constexpr block::GemmConfig gemm{.b_major = kMajor, .defers = true, .takes_over = true};
+  static constexpr block::GemmConfig gemm{
+      .b_major = kMajor, .defers = true, .raster_n = kForwardRaster, .takes_over = true};
 };
 
 // Its tiles are alike. Up to 128 experts: 128 rows; more: the widest. bench/results/h200/2026-11-22-router-short.json

@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "../cuda/support.cuh"
+#include "arguments.hpp"
 #include "budget_kernel.cuh"
 #include "results.hpp"
 
@@ -297,21 +298,12 @@ int run(Options const& options) {
 int main(int argc, char** argv) {
   tessera::bench::Options options;
   options.command = tessera::bench::command_line("build-cuda/bin/bench_dist_budget", argc, argv);
-  for (int i = 1; i < argc; ++i) {
-    std::string const flag = argv[i];
-    bool const has_value = i + 1 < argc;
-    if (flag == "--gpus" && has_value) {
-      options.gpus = std::atoi(argv[++i]);
-    } else if (flag == "--iters" && has_value) {
-      options.iters = std::atoi(argv[++i]);
-    } else if (flag == "--out" && has_value) {
-      options.out = argv[++i];
-    } else if (flag == "--commit" && has_value) {
-      options.commit = argv[++i];
-    } else {
-      std::fprintf(stderr, "unknown option %s\n", flag.c_str());
-      return 2;
-    }
+  tessera::bench::Arguments arguments(argc, argv);
+  while (arguments.next()) {
+    bool const known =
+        arguments.takes("--gpus", options.gpus) || arguments.takes("--iters", options.iters) ||
+        arguments.takes("--out", options.out) || arguments.takes("--commit", options.commit);
+    if (!known) return arguments.refuse();
   }
   if (options.gpus != 1 && options.gpus != 2) {
     std::fprintf(stderr, "--gpus %d: 1 or 2\n", options.gpus);

@@ -17,6 +17,7 @@
 #include <optional>
 
 #include "../../src/dist/choose_transfer.hpp"
+#include "arguments.hpp"
 #include "chain_checks.cuh"
 #include "layers.hpp"
 #include "results.hpp"
@@ -307,43 +308,33 @@ int main(int argc, char** argv) {
   using namespace tessera::bench;
   Options options;
   options.command = command_line("build-cuda/bin/bench_dist_chain", argc, argv);
-  for (int i = 1; i < argc; ++i) {
-    std::string const flag = argv[i];
-    bool const has_value = i + 1 < argc;
-    if (flag == "--check") {
+  std::string only, transfer;
+  Arguments arguments(argc, argv);
+  while (arguments.next()) {
+    if (arguments.is("--check")) {
       options.check = true;
-    } else if (flag == "--gpus" && has_value) {
-      options.gpus = std::atoi(argv[++i]);
-    } else if (flag == "--iters" && has_value) {
-      options.iters = std::atoi(argv[++i]);
-    } else if (flag == "--out" && has_value) {
-      options.out = argv[++i];
-    } else if (flag == "--latency") {
+    } else if (arguments.is("--latency")) {
       options.latency = true;
-    } else if (flag == "--lags") {
+    } else if (arguments.is("--lags")) {
       options.lags = true;
-    } else if (flag == "--config" && has_value) {
-      options.config = argv[++i];
-    } else if (flag == "--tokens" && has_value) {
-      options.tokens = argv[++i];
-    } else if (flag == "--processes") {
+    } else if (arguments.is("--processes")) {
       options.processes = options.nccl = true;
-    } else if (flag == "--nccl" && has_value) {  // a path, or "" for the library that is found
+    } else if (arguments.takes("--nccl", options.nccl_path)) {  // a path, or "": it is found
       options.nccl = true;
-      options.nccl_path = argv[++i];
-    } else if (flag == "--only" && has_value) {
-      std::string const only = argv[++i];
+    } else if (arguments.takes("--only", only)) {
       options.chain = only == "chain";
       options.fused = only == "fused";
-    } else if (flag == "--transfer" && has_value) {
-      std::string const transfer = argv[++i];
-      if (transfer == "once") options.transfer = tessera::dist::Transfer::once;
-      if (transfer == "direct") options.transfer = tessera::dist::Transfer::direct;
-    } else if (flag == "--commit" && has_value) {
-      options.commit = argv[++i];
+    } else if (arguments.takes("--transfer", transfer)) {
+      if (transfer != "once" && transfer != "direct") return arguments.refuse();
+      options.transfer =
+          transfer == "once" ? tessera::dist::Transfer::once : tessera::dist::Transfer::direct;
     } else {
-      std::fprintf(stderr, "unknown option %s\n", flag.c_str());
-      return 2;
+      bool const known =
+          arguments.takes("--gpus", options.gpus) || arguments.takes("--iters", options.iters) ||
+          arguments.takes("--config", options.config) ||
+          arguments.takes("--tokens", options.tokens) || arguments.takes("--out", options.out) ||
+          arguments.takes("--commit", options.commit);
+      if (!known) return arguments.refuse();
     }
   }
   if (options.gpus < 1 || options.gpus > tessera::kMaxRanks) {
@@ -358,19 +349,8 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "--only: chain or fused\n");
     return 2;
   }
-  if (!options.processes) {  // forked ranks must find CUDA untouched
-    int present = 0;
-    if (cudaGetDeviceCount(&present) != cudaSuccess) present = 0;
-    if (present < options.gpus) {
-      std::printf("skipped: this machine has %d GPUs of %d\n", present, options.gpus);
-      return 77;
-    }
-    for (int rank = 0; rank < options.gpus; ++rank) {
-      for (int peer = 0; peer < options.gpus; ++peer) {
-        tessera::device::enable_peer_access(rank, peer);
-      }
-    }
-  }
+  // Forked ranks must find CUDA untouched.
+  if (!options.processes && !connect_gpus(options.gpus)) return 77;
   if (!options.check) return measure(options);
   int wrong = check_small(options);
   for (auto const transfer : {tessera::dist::Transfer::direct, tessera::dist::Transfer::once}) {

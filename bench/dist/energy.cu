@@ -7,6 +7,7 @@
 //
 // Exits with 77 where there are too few GPUs or the driver does not tell their energy.
 #include "../../src/dist/choose_transfer.hpp"
+#include "arguments.hpp"
 #include "layers.hpp"
 #include "power.hpp"
 #include "ranks.cuh"
@@ -191,43 +192,26 @@ int main(int argc, char** argv) {
   using namespace tessera::bench;
   Options options;
   options.command = command_line("build-cuda/bin/bench_dist_energy", argc, argv);
-  for (int i = 1; i < argc; ++i) {
-    std::string const flag = argv[i];
-    bool const has_value = i + 1 < argc;
-    if (flag == "--gpus" && has_value) {
-      options.gpus = std::atoi(argv[++i]);
-    } else if (flag == "--seconds" && has_value) {
-      options.seconds = std::atof(argv[++i]);
-    } else if (flag == "--config" && has_value) {
-      options.config = argv[++i];
-    } else if (flag == "--tokens" && has_value) {
-      options.tokens = argv[++i];
-    } else if (flag == "--only" && has_value) {
-      options.only_fused = std::string(argv[++i]) == "fused";
-    } else if (flag == "--out" && has_value) {
-      options.out = argv[++i];
-    } else if (flag == "--commit" && has_value) {
-      options.commit = argv[++i];
-    } else {
-      std::fprintf(stderr, "unknown option %s\n", flag.c_str());
-      return 2;
-    }
+  std::string only;
+  Arguments arguments(argc, argv);
+  while (arguments.next()) {
+    bool const known =
+        arguments.takes("--gpus", options.gpus) || arguments.takes("--seconds", options.seconds) ||
+        arguments.takes("--config", options.config) ||
+        arguments.takes("--tokens", options.tokens) || arguments.takes("--only", only) ||
+        arguments.takes("--out", options.out) || arguments.takes("--commit", options.commit);
+    if (!known) return arguments.refuse();
   }
+  if (!only.empty() && only != "fused") {
+    std::fprintf(stderr, "--only %s: fused\n", only.c_str());
+    return 2;
+  }
+  options.only_fused = !only.empty();
   if (options.gpus < 1 || options.gpus > tessera::kMaxRanks || options.seconds <= 0) {
     std::fprintf(stderr, "--gpus %d: 1 to %d; --seconds %g: more than 0\n", options.gpus,
                  tessera::kMaxRanks, options.seconds);
     return 2;
   }
-  int present = 0;
-  if (cudaGetDeviceCount(&present) != cudaSuccess) present = 0;
-  if (present < options.gpus) {
-    std::printf("skipped: this machine has %d GPUs of %d\n", present, options.gpus);
-    return 77;
-  }
-  for (int rank = 0; rank < options.gpus; ++rank) {
-    for (int peer = 0; peer < options.gpus; ++peer) {
-      tessera::device::enable_peer_access(rank, peer);
-    }
-  }
+  if (!connect_gpus(options.gpus)) return 77;
   return measure(options);
 }

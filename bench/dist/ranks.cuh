@@ -4,6 +4,7 @@
 
 #include <sys/wait.h>
 
+#include <cstdio>
 #include <memory>
 #include <string>
 #include <thread>
@@ -19,6 +20,20 @@ struct RankOptions {
   bool processes = false, nccl = false;
   std::string nccl_path;  // empty: the library that is found
 };
+
+// The first `gpus` GPUs, each of which may then read and write the others. False, with a line: there are fewer.
+inline bool connect_gpus(int gpus) {
+  int present = 0;
+  if (cudaGetDeviceCount(&present) != cudaSuccess) present = 0;
+  if (present < gpus) {
+    std::printf("skipped: this machine has %d GPUs of %d\n", present, gpus);
+    return false;
+  }
+  for (int rank = 0; rank < gpus; ++rank) {
+    for (int peer = 0; peer < gpus; ++peer) device::enable_peer_access(rank, peer);
+  }
+  return true;
+}
 
 // What ranks tell each other, be they threads or processes.
 struct Talk : Meeting {

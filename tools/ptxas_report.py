@@ -4,6 +4,10 @@
 
 Compiles the CUDA sources of the library as build-cuda/compile_commands.json says, with -Xptxas=-v. Writes
 bench/resources/sm_90a.txt, or with --check compares with it: a change must be committed to be accepted.
+
+Fails where a kernel's wgmmas are serialised, or their warps may be divided: then every lane counts k_tiles and stages
+by itself, and what wgmma needs of it is moved to uniform registers, which takes twice the instructions of a k loop
+(docs/notebook/2026-11-23-converged-warps.md).
 """
 
 import argparse
@@ -14,8 +18,10 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 
 ROOT = pathlib.Path(__file__).parent.parent.resolve()
 REPORT = ROOT / "bench" / "resources" / "sm_90a.txt"
@@ -32,7 +38,6 @@ def compile_commands(build: pathlib.Path) -> list[tuple[str, list[str]]]:
             continue
         words = shlex.split(entry["command"])
         words = words[1:] if words[0].endswith("ccache") else words
-        words[words.index("-o") + 1] = os.devnull
         for flag in ("-MF", "-MT"):
             if flag in words:
                 del words[words.index(flag) : words.index(flag) + 2]
@@ -41,11 +46,36 @@ def compile_commands(build: pathlib.Path) -> list[tuple[str, list[str]]]:
     return sorted(result)
 
 
+def disassembler() -> str:
+    installed = (ROOT / ".venv").glob("lib/*/site-packages/nvidia/*/bin/cuobjdump")
+    found = shutil.which("cuobjdump") or next(map(str, installed), None)
+    if found is None:
+        sys.exit("no cuobjdump: tools/bootstrap.sh lint installs it")
+    return found
+
+
+def divided(sass: str) -> list[str]:
+    """Mangled names of kernels whose warps ptxas brings together right before wgmmas: it cannot tell that they are."""
+    names, name, since = [], "", 0
+    for line in sass.splitlines():
+        if "Function : " in line:
+            name, since = line.split("Function : ")[1].strip(), 1000
+        elif not re.match(r"\s*/\*[0-9a-f]{4,}\*/", line):
+            continue
+        elif "WARPSYNC" in line:
+            since = 0
+        elif "HGMMA" in line and since < 30 and name not in names:
+            names.append(name)
+        else:
+            since += 1
+    return names
+
+
 def demangle(names: list[str]) -> list[str]:
     result = subprocess.run(["c++filt"], input="\n".join(names), check=True, capture_output=True, text=True)
     short = []
     for name in result.stdout.splitlines():
-        name = re.sub(r"\(anonymous namespace\)::|_GLOBAL__N_\w+::|tessera::cuda::", "", name)
+        name = re.sub(r"\(anonymous namespace\)::|_GLOBAL__N_\w+::|tessera::(cuda|dist)::", "", name)
         short.append(re.sub(r"^void ", "", name).rsplit("(", 1)[0])
     return short
 
@@ -67,19 +97,31 @@ def kernels(output: str) -> list[tuple[str, str]]:
 def report(build: pathlib.Path, jobs: int) -> str:
     def run(entry):
         path, command = entry
-        done = subprocess.run(command, cwd=build, check=False, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{path}: {done.stderr}")
+        with tempfile.NamedTemporaryFile(suffix=".o") as to:
+            command[command.index("-o") + 1] = to.name
+            done = subprocess.run(command, cwd=build, check=False, capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(f"{path}: {done.stderr}")
+            sass = subprocess.run([dumper, "-sass", to.name], check=False, capture_output=True, text=True)
         # ptxas serialises wgmmas that it cannot prove safe, and only informs: -Werror lets that pass.
         serialised = re.search(r".*\(C75\d\d\).*", done.stdout + done.stderr)
         if serialised:
             sys.exit(f"{path}: {serialised[0]}")
-        return path, kernels(done.stdout + done.stderr)
+        found = kernels(done.stdout + done.stderr)
+        if found and "Function : " not in sass.stdout:
+            sys.exit(f"{path}: cuobjdump found no kernel: {sass.stderr}")
+        for name in demangle(divided(sass.stdout)):
+            sys.exit(f"{path}: {name}: its warps may be divided at wgmmas. Behind a branch of some lanes __syncwarp() "
+                     "is missing, or a lane loops by itself")
+        return path, found
 
+    dumper = disassembler()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         found = list(pool.map(run, compile_commands(build)))
     lines = ["# Written by tools/ptxas_report.py; nvcc -gencode=arch=compute_90a,code=sm_90a"]
     for path, entries in found:
+        if not entries:
+            continue
         names = demangle([name for name, _ in entries])
         lines.append(f"\n{path}")
         lines += sorted(f"  {resources}  {name}" for name, (_, resources) in zip(names, entries))

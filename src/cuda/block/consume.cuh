@@ -200,8 +200,7 @@ class DeferredPieces {
 template <GemmConfig kGemm>
 __device__ __forceinline__ void pass(SharedStorage<kGemm>& smem, PipelineState<kGemm>& state,
                                      int num_stages, int consumer) {
-  bool const first_warp =
-      static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads < arch::kWarpThreads;
+  bool const first_warp = arch::warp_idx() % 4 == 0;
   if (kGemm.warps_release() || first_warp) {
     for (int i = 0; i < num_stages; ++i) {
       arch::mbarrier_wait(&smem.full[state.stage], state.phase);

@@ -82,6 +82,7 @@ class BorrowedStages {
     arch::fence_proxy_async_shared();
     __syncwarp();
     if (arch::lane_idx() == 0) publish_by_lane(store);
+    __syncwarp();
     held_ = stage;
   }
 
@@ -98,6 +99,7 @@ class BorrowedStages {
         arch::mbarrier_arrive(&smem_.empty[stage]);
       }
     }
+    __syncwarp();
     held_ = stores ? stage : kNone;
   }
 

@@ -68,6 +68,7 @@ class SlabStore {
   // TMA has read the slabs of the last round. Returns the first.
   __device__ __forceinline__ bf16* begin() const {
     if (issuer_) arch::tma_store_wait_read<0>();
+    __syncwarp();
     arch::named_barrier_sync(barrier_, arch::kWarpgroupThreads);
     return smem_slabs_;
   }
@@ -95,6 +96,7 @@ class SlabStore {
       store();
       commit();
     }
+    __syncwarp();
   }
 
   // The one thread that calls store() and commit(). Outputs leave L2 first: they are larger than it,

@@ -4,8 +4,8 @@
 //          half], a (R,n); w = 2 for gated activations, 1 otherwise
 // Work     2*w*R*n*d FLOP; bytes: x T*d..R*d, w_up w*E*n*d, h w*R*n, a R*n, 2 each; compute bound from
 //          n = 256 on (184 FLOP per byte is the balance point)
-// Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile), n_tiles fastest in groups of
-//          8: a wave of CTAs then reads about as many x rows as w_up rows (tile_scheduler.cuh)
+// Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile), m blocks fastest: the readers of a
+//          tile of w_up begin one after the other (tuning/gemm.hpp)
 //   WG0 producer    | fill s0 | fill s1 | fill s2 | fill s3 | next tile: fill s0  (wait empty, arrive full)
 //   WG1,2 consumers |         | mma s0  | mma s1  | mma s2  | mma s3 | round h    (wait full, arrive empty)
 //   fill = TMA w_up + rows of x by TMA (already sorted) or cp.async gather (TMA gather needs Blackwell)

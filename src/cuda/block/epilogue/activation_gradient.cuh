@@ -98,6 +98,7 @@ class GradientRows {
       if (lane % 4 == 0 && r < tile.end && group < p_.groups) {
         p_.gmem_partials[int64_t{r} * p_.groups + group] = ds[half];
       }
+      __syncwarp();
     }
   }
 
@@ -157,6 +158,7 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind> {
       load(0);
       load(1);
     }
+    __syncwarp();
     this->ask_for_scores(tile);
   }
 
@@ -179,6 +181,7 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind> {
         if (arch::lane_idx() == 0 && row_of(block) < tile.end) {
           store_block(buffer, block, tile.end);
         }
+        __syncwarp();
       }
       this->store_partials(ds, tile, row, g);
     }

@@ -62,6 +62,7 @@ class StoreInSlabs {
         }
         slabs_.commit();
       }
+      __syncwarp();
     }
   }
 

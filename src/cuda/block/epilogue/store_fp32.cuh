@@ -49,6 +49,7 @@ class StoreFp32Epilogue {
         }
       }
     }
+    __syncwarp();
   }
 
   __device__ __forceinline__ void drain() const {}

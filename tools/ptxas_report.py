@@ -25,7 +25,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).parent.parent.resolve()
 REPORT = ROOT / "bench" / "resources" / "sm_90a.txt"
-FOLDERS = ("src/cuda/instances/", "src/cuda/layer/", "src/cuda/plain/")
+FOLDERS = ("src/cuda/instances/", "src/cuda/layer/", "src/cuda/plain/", "src/dist/instances/", "src/dist/kernels/")
 
 
 def compile_commands(build: pathlib.Path) -> list[tuple[str, list[str]]]:

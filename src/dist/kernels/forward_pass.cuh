@@ -130,9 +130,19 @@ struct Pass {
     if (failed()) return;
     if (!Waiter(p.exchange, epoch).for_epoch(offset, epoch, site, peer)) smem.failed = 1;
   }
-  // Entries and places that `source` writes into this rank's window.
-  __device__ void wait_lists(int source) const {
+  // Entries and places that `source` writes into this rank's window. By one lane.
+  __device__ void wait_list(int source) const {
     wait_epoch(p.exchange.window.publish_word(source), Site::publish, source);
+  }
+  // Of all sources, or of this rank. By a converged warp.
+  __device__ void wait_lists() const { wait_lists(arch::lane_idx() < shape().ranks); }
+  __device__ void wait_own_list() const { wait_lists(arch::lane_idx() == p.exchange.rank); }
+
+ private:
+  __device__ void wait_lists(bool waits) const {
+    if (__any_sync(block::kAllLanes, failed())) return;
+    if (!Waiter(p.exchange, epoch).for_lists(waits)) smem.failed = 1;
+    __syncwarp();
   }
 };
 

@@ -69,7 +69,7 @@ __device__ inline void pull_rows(Pass const& pass, int warp) {
       number += workers;
     } while (ahead.source == p.rank && number - workers < first);
     if ((lists >> ahead.source & 1) == 0) {
-      pass.wait_lists(ahead.source);
+      pass.wait_list(ahead.source);
       arch::fence_proxy_async_global();
       lists |= 1u << ahead.source;
     }
@@ -184,8 +184,7 @@ class TokenDraws {
 // One warp.
 __device__ inline void pull_tokens(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
-  if (arch::lane_idx() < p.shape.ranks) pass.wait_lists(arch::lane_idx());
-  __syncwarp();
+  pass.wait_lists();
   if (pass.failed()) return;
   PoolRows const pool{pass};
   RowSpread spread(pass.smem.ring[warp].tokens, 2 * p.shape.hidden, pool);
@@ -242,8 +241,7 @@ __device__ inline void bring_first_tokens(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
   PoolRows const pool{pass};
   int const lane = arch::lane_idx();
-  if (lane < p.shape.ranks) pass.wait_lists(lane);
-  __syncwarp();
+  pass.wait_lists();
   if (pass.failed()) return;
   int const warps = static_cast<int>(gridDim.x) * kConsumerWarps;
   int const end = first_rows(pass);
@@ -294,8 +292,7 @@ __device__ inline void bring_own_rows(Pass const& pass, int warp) {
   int const last = (p.rank + 1) * p.shape.local_experts();
   int expert = p.rank * p.shape.local_experts();
   int index = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
-  if (lane == 0) pass.wait_lists(p.rank);
-  __syncwarp();
+  pass.wait_own_list();
   if (pass.failed()) return;
   for (;; index += warps) {
     while (expert < last && index >= pass.counts().at(p.rank, expert)) {

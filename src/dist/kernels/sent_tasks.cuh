@@ -16,11 +16,12 @@ class SentTasks {
  public:
   __device__ explicit SentTasks(SentQueue& queue) : queue_(queue) {}
 
-  // What this warp wrote for the task is on its way. All warps say the same, in the order of the tasks.
+  // What this warp wrote for the task is on its way. All warps say the same, in the order of the tasks. All lanes wait:
+  // the compiler takes a warp for divided after one lane's loop.
   __device__ void tell(SentTask const& task, bool first_warp) {
     __syncwarp();
+    arch::mbarrier_wait(&queue_.empty[slot_], phase_ ^ 1);
     if (arch::lane_idx() == 0) {
-      arch::mbarrier_wait(&queue_.empty[slot_], phase_ ^ 1);
       if (first_warp) queue_.task[slot_] = task;
       arch::mbarrier_arrive(&queue_.full[slot_]);
     }

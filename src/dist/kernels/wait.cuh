@@ -7,6 +7,7 @@
 
 #include "cuda/arch/clock.cuh"
 #include "cuda/arch/signal.cuh"
+#include "cuda/arch/warp.cuh"
 #include "dist/kernels/exchange.hpp"
 
 namespace tessera::dist {
@@ -32,6 +33,15 @@ class Waiter {
     return wait([&] { return arch::load_acquire_sys(word); },
                 [&](std::uint32_t seen) { return reached(seen, epoch); }, epoch, site, peer);
   }
+  /// What ranks have written into this rank's window for this pass. By a converged warp: lane r waits for rank r, if it
+  /// does; all lanes leave at once.
+  __device__ bool for_lists(bool waits) const {
+    int const peer = waits ? arch::lane_idx() : p_.rank;
+    std::uint32_t const* const word = word_of(p_.windows[p_.rank], p_.window.publish_word(peer));
+    return wait<true>([&] { return arch::load_acquire_sys(word); },
+                      [&](std::uint32_t seen) { return !waits || reached(seen, epoch_); }, epoch_,
+                      Site::publish, peer);
+  }
   /// A counter of this GPU.
   __device__ bool for_count(std::int64_t offset, std::uint32_t count, Site site) const {
     std::uint32_t const* const word = word_of(p_.gmem_local, offset);
@@ -53,7 +63,12 @@ class Waiter {
   }
 
  private:
-  template <class Look, class Enough>
+  static constexpr unsigned kWholeWarp = 0xffffffffu;
+
+  // kWarp: by a converged warp, whose lanes wait for words of their own, until all have what they wait for. If each
+  // left by itself, the compiler would take the warp for divided from then on, and keep what its k loops count in
+  // registers of every lane.
+  template <bool kWarp = false, class Look, class Enough>
   __device__ bool wait(Look look, Enough enough, std::uint32_t wanted, Site site, int peer) const {
     constexpr int kSpinsPerLook = 1024;  // at the clock and at the abort words
     // What a peer does not send stops those, too, who wait for counters of this GPU: who can name it reports first.
@@ -61,24 +76,24 @@ class Waiter {
     std::uint64_t begin = 0;
     for (int spin = 1;; ++spin) {
       std::uint32_t const seen = look();
-      if (enough(seen)) {
+      bool const is_enough = enough(seen);
+      if (kWarp ? __all_sync(kWholeWarp, is_enough) : is_enough) {
         if (p_.jitter_ns != 0) pause(static_cast<std::uint32_t>(site));
         return true;
       }
       if (spin % kSpinsPerLook != 0) continue;
       std::uint64_t const now = arch::nanoseconds();
       if (begin == 0) begin = now;
-      if (int const by = aborted_by(); by != 0) {
+      int const by = aborted_by();
+      bool const is_late = now - begin > limit_ns;
+      if (kWarp ? !__any_sync(kWholeWarp, by != 0 || is_late) : by == 0 && !is_late) continue;
+      if (!is_enough) {
         raise(site, peer, wanted, seen, by);
-        return false;
-      }
-      if (now - begin > limit_ns) {
-        raise(site, peer, wanted, seen, 0);
-        for (int r = 0; r < p_.shape.ranks; ++r) {
+        for (int r = 0; by == 0 && r < p_.shape.ranks; ++r) {
           arch::store_relaxed_sys(word_of(p_.windows[r], p_.window.abort_word(p_.rank)), 1);
         }
-        return false;
       }
+      return false;
     }
   }
 

@@ -36,7 +36,7 @@ enum class Break {
   draws_begin_with_the_first,  // though every warp has had one
   draws_not_cleared,
   first_rows_by_both,  // consumer and communication warps
-  first_rows_without_proxy_fence,
+  stored_rows_without_proxy_fence,
   arrived_relaxed,
   pull_without_proxy_fence,
   row_pulled_twice,
@@ -89,7 +89,8 @@ struct Options {
       true;  ///< what a task wrote is completed under the next one, as in the kernel
   std::int32_t ring_blocks = 0;     ///< that the pool has places for, direct; 0: for all
   std::int32_t rows_in_flight = 1;  ///< that a communication warp has begun and not counted yet
-  std::int32_t rows_of_draw = 0;    ///< that it takes at a time; 0: row i is warp i mod warps'
+  bool rows_by_stores = false;    ///< it brings them as the fused kernel does; else by bulk copies
+  std::int32_t rows_of_draw = 0;  ///< that it takes at a time; 0: row i is warp i mod warps'
   std::int32_t first_rows =
       0;  ///< of which CTAs bring all, once, or their own, direct, by loads and stores
   bool announces = false;   ///< a warp of its own fences and counts for the others of its CTA
@@ -144,7 +145,11 @@ class Passes : public World {
   Program await_place(Actor& self, std::uint32_t epoch, std::int32_t block, Spread& spread);
   Program pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known const& known,
                Spread& spread);
+  [[nodiscard]] Proxy pulls_by() const {
+    return options_.rows_by_stores ? Proxy::generic : Proxy::async;
+  }
   Program load(Actor& self, std::uint64_t x, Spread& spread);
+  Program store(Actor& self, std::uint64_t x, Address to, Spread const& spread);
   Program bring(Actor& self, std::uint32_t epoch, std::int32_t source, Entry const& entry,
                 Known const& known, Spread& spread);
   Program write_pads(Actor& self, std::int32_t block, std::int32_t position, std::int32_t pad);

@@ -45,9 +45,19 @@ Program Passes::pull_all(Actor& self, std::int32_t number, std::uint32_t epoch,
 
 // Into the next place of the ring, when the stores from there have read it.
 Program Passes::load(Actor& self, std::uint64_t x, Spread& spread) {
+  if (options_.rows_by_stores) co_return;  // a register
   ++spread.loaded;
   if (!breaks(Break::chunk_loaded_before_read)) co_await self.wait_read();
   co_await self.write(ring_place(self, spread), x);
+}
+
+// A row that has been loaded to a place of the pool.
+Program Passes::store(Actor& self, std::uint64_t x, Address to, Spread const& spread) {
+  if (options_.rows_by_stores) {
+    co_await self.write(to, x);
+  } else {
+    co_await self.copy(ring_place(self, spread), to);
+  }
 }
 
 // Once, at most half of all. Not where rows wait for places in a ring, or are copied from others.
@@ -80,7 +90,7 @@ Program Passes::bring_first_rows(Actor& self, std::int32_t index, std::uint32_t 
       co_await write_pads(self, placed.block, placed.position, placed.pad);
       arrived.push_back(local(self, local_.arrived(bank_of(epoch), placed.block)));
     }
-    if (!breaks(Break::first_rows_without_proxy_fence)) co_await self.proxy_fence();
+    if (!breaks(Break::stored_rows_without_proxy_fence)) co_await self.proxy_fence();
     for (Address const word : arrived) co_await self.count(word, 1);
   }
 }
@@ -105,7 +115,7 @@ Program Passes::bring_own_rows(Actor& self, std::int32_t index, std::uint32_t ep
                         static_cast<std::uint64_t>(row.source) << 32 | entry.pair);
     co_await self.write(pool(self, row.block, row.position), x);
     co_await write_pads(self, row.block, row.position, row.pad);
-    if (!breaks(Break::first_rows_without_proxy_fence)) co_await self.proxy_fence();
+    if (!breaks(Break::stored_rows_without_proxy_fence)) co_await self.proxy_fence();
     co_await self.count(local(self, local_.arrived(bank_of(epoch), row.block)), 1);
   }
 }
@@ -132,7 +142,7 @@ Program Passes::find_place(Actor& self, std::uint32_t epoch, std::int32_t source
 Program Passes::bring(Actor& self, std::uint32_t epoch, std::int32_t source, Entry const& entry,
                       Known const& known, Spread& spread) {
   std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
-  std::uint64_t const x = co_await self.read(window(source, window_.x_row(token)), Proxy::async);
+  std::uint64_t const x = co_await self.read(window(source, window_.x_row(token)), pulls_by());
   co_await load(self, x, spread);
   for (std::int32_t k = 0; k < shape_.max_top_k; ++k) {
     if ((entry.first_index >> k & 1) == 0) continue;
@@ -140,7 +150,7 @@ Program Passes::bring(Actor& self, std::uint32_t epoch, std::int32_t source, Ent
     if (breaks(Break::row_to_its_first_place_only) && pair != entry.pair) continue;
     Placed placed = {};
     co_await find_place(self, epoch, source, pair, known, placed);
-    co_await self.copy(ring_place(self, spread), pool(self, placed.block, placed.position));
+    co_await store(self, x, pool(self, placed.block, placed.position), spread);
     co_await write_pads(self, placed.block, placed.position, placed.pad);
     spread.untold.push_back(local(self, local_.arrived(bank_of(epoch), placed.block)));
   }
@@ -156,7 +166,9 @@ Program Passes::write_pads(Actor& self, std::int32_t block, std::int32_t positio
 // Rows that have been written: counted, and waited for before that.
 Program Passes::tell(Actor& self, Spread& spread) {
   if (spread.untold.empty()) co_return;
-  if (breaks(Break::arrived_before_written)) {
+  if (options_.rows_by_stores) {
+    if (!breaks(Break::stored_rows_without_proxy_fence)) co_await self.proxy_fence();
+  } else if (breaks(Break::arrived_before_written)) {
     co_await self.wait_read();
   } else {
     co_await self.wait_written();
@@ -208,7 +220,7 @@ Program Passes::pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known
   std::uint64_t x = 0;
   if (entry.place == 0) {
     note(pulled_, epoch, row.source, entry.pair, 0, "pulled");
-    x = co_await self.read(window(row.source, window_.x_row(token)), Proxy::async);
+    x = co_await self.read(window(row.source, window_.x_row(token)), pulls_by());
   } else {  // the group's first row is here already, or on its way: in an earlier block
     CountMatrix const counts{known.counts.data(), shape_.experts};
     std::int32_t const expert =
@@ -225,10 +237,10 @@ Program Passes::pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known
                                Site::arrived);
     }
     co_await self.proxy_fence();
-    x = co_await self.read({self.rank, Space::x_pool, first}, Proxy::async);
+    x = co_await self.read({self.rank, Space::x_pool, first}, pulls_by());
   }
   co_await load(self, x, spread);
-  co_await self.copy(ring_place(self, spread), pool(self, row.block, row.position));
+  co_await store(self, x, pool(self, row.block, row.position), spread);
   co_await self.write(local(self, local_.row_origin + 8 * pool_row),
                       static_cast<std::uint64_t>(row.source) << 32 | entry.pair);
   if (dedup()) {

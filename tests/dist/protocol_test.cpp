@@ -72,18 +72,19 @@ TEST(Protocol, EndsAndLosesNothing) {
   for (std::int32_t const ranks : {1, 2, 3, 4}) {
     for (std::int32_t const ctas : {1, 2, 3}) {
       for (std::int32_t const warps : {1, 2}) {
-        Options const options = {.ctas = ctas,
-                                 .communication_warps = warps,
-                                 .passes = 5,
-                                 .lag = ctas - 1,
-                                 .completes_later = warps == 1,
-                                 .rows_in_flight = 3 - warps,
-                                 .rows_of_draw = ctas - 1,
-                                 .first_rows = 4 * (warps - 1)};
+        Options options = {.ctas = ctas,
+                           .communication_warps = warps,
+                           .passes = 5,
+                           .lag = ctas - 1,
+                           .completes_later = warps == 1,
+                           .rows_in_flight = 3 - warps,
+                           .rows_of_draw = ctas - 1,
+                           .first_rows = 4 * (warps - 1)};
         for (std::uint64_t seed = 0; seed < 60; ++seed) {
           std::string const where = std::to_string(ranks) + " ranks, " + std::to_string(ctas) +
                                     " CTAs, " + std::to_string(warps) + " warps, seed " +
                                     std::to_string(seed);
+          options.rows_by_stores = seed % 2 != 0;
           ASSERT_EQ(run(small(ranks), options, seed), "") << where;
           if (seed % 3 != 0) continue;
           ASSERT_EQ(run(small_once(ranks), options, seed), "") << where << ", once";
@@ -125,6 +126,7 @@ TEST(Protocol, EndsWithARingAnAnnouncerAndEarlySums) {
           options.rows_in_flight = 1 + static_cast<std::int32_t>(seed % 5);
           options.rows_of_draw = static_cast<std::int32_t>(seed / 3 % 4);
           options.first_rows = static_cast<std::int32_t>(seed % 6);
+          options.rows_by_stores = seed / 2 % 2 != 0;
           ASSERT_EQ(run(places == 0 ? small_once(ranks) : small(ranks), options, seed), "")
               << ranks << " ranks, " << ctas << " CTAs, " << places << " places, seed " << seed;
         }
@@ -298,7 +300,7 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
       {Break::draws_begin_with_the_first, "draws_begin_with_the_first", "a row twice"},
       {Break::draws_not_cleared, "draws_not_cleared", "waits at arrived"},
       {Break::first_rows_by_both, "first_rows_by_both", "a row twice"},
-      {Break::first_rows_without_proxy_fence, "first_rows_without_proxy_fence",
+      {Break::stored_rows_without_proxy_fence, "stored_rows_without_proxy_fence",
        "no proxy fence followed"},
       {Break::chunk_loaded_before_read, "chunk_loaded_before_read",
        "what a bulk store may still read"},
@@ -347,12 +349,24 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
   }
   Broken const of_own_rows[] = {
       {Break::first_rows_by_both, "first_rows_by_both", "a row twice"},
-      {Break::first_rows_without_proxy_fence, "first_rows_without_proxy_fence",
+      {Break::stored_rows_without_proxy_fence, "stored_rows_without_proxy_fence",
        "no proxy fence followed"},
       {Break::lists_without_publish, "lists_without_publish", "read"},
   };
   for (Broken const& broken : of_own_rows) {
     expect_noticed(broken, small(2), {.passes = 5, .first_rows = 3});
+  }
+  Broken const of_stores[] = {
+      {Break::stored_rows_without_proxy_fence, "stored_rows_without_proxy_fence",
+       "no proxy fence followed"},
+      {Break::arrived_relaxed, "arrived_relaxed", "without acquiring"},
+      {Break::up_without_arrived, "up_without_arrived", "read"},
+      {Break::lists_without_publish, "lists_without_publish", "read"},
+  };
+  Options const by_stores = {.passes = 5, .rows_in_flight = 2, .rows_by_stores = true};
+  for (Broken const& broken : of_stores) {
+    expect_noticed(broken, small(2), by_stores);
+    expect_noticed(broken, small_once(2), by_stores);
   }
   for (Broken const& broken : of_dedup) expect_noticed(broken, small_dedup(2));
   expect_noticed(

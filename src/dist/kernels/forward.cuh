@@ -270,9 +270,6 @@ __device__ inline void keep_plan(Pass const& pass, RouteStorage<kForwardThreads>
 // One thread, while the others route.
 __device__ inline void init_barriers(ForwardStorage& smem) {
   smem.failed = 0;
-  for (auto& ring : smem.ring) {  // either ring has its barriers here
-    for (arch::Mbarrier& full : ring.rows.full) arch::mbarrier_init(&full, 1);
-  }
   for (int slot = 0; slot < kSentSlots; ++slot) {
     arch::mbarrier_init(&smem.sent.full[slot], kConsumerWarps);
     arch::mbarrier_init(&smem.sent.empty[slot], 1);
@@ -305,7 +302,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     } else if (warp <= kCommunicationWarps) {
       if (p.exchange.shape.transfer == Transfer::once) {
         pull_tokens(pass, warp - 1);
-      } else if (arch::lane_idx() == 0) {
+      } else {
         pull_rows(pass, warp - 1);
       }
     } else if (warp == 3 && arch::lane_idx() == 0) {

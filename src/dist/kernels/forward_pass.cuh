@@ -7,7 +7,6 @@
 #include "cuda/block/gemm.cuh"
 #include "dist/kernels/forward.hpp"
 #include "dist/kernels/route.cuh"
-#include "dist/kernels/spread_rows.cuh"
 
 namespace tessera::dist {
 
@@ -28,7 +27,7 @@ constexpr int kDownTask = 1 << 15;  // in WorkTile::segment
 constexpr int kMostChoices = 32;
 // A named barrier of the consumer warps: none of them reads a stage any more.
 constexpr int kStagesFree = 8;
-static_assert(kMostChoices <= kPlacesHeld && kMostChoices <= arch::kWarpThreads);
+static_assert(kMostChoices <= arch::kWarpThreads);
 static_assert(kMostExperts <= kDownTask);
 
 consteval block::GemmConfig up_gemm(ActivationKind kind) {
@@ -55,10 +54,6 @@ struct SentQueue {
 
 struct ForwardStorage {
   block::SharedStorage<kPlain> gemm;
-  union {
-    CopyRing rows;
-    SpreadRing tokens;  // Transfer::once
-  } ring[kCommunicationWarps];
   SentQueue sent;
   // Of this rank's experts, as the cursors read them.
   std::int32_t list_begin[kMostExperts];
@@ -130,11 +125,7 @@ struct Pass {
     if (failed()) return;
     if (!Waiter(p.exchange, epoch).for_epoch(offset, epoch, site, peer)) smem.failed = 1;
   }
-  // Entries and places that `source` writes into this rank's window. By one lane.
-  __device__ void wait_list(int source) const {
-    wait_epoch(p.exchange.window.publish_word(source), Site::publish, source);
-  }
-  // Of all sources, or of this rank. By a converged warp.
+  // Entries and places that all ranks, or this one, write into this rank's window. By a converged warp.
   __device__ void wait_lists() const { wait_lists(arch::lane_idx() < shape().ranks); }
   __device__ void wait_own_list() const { wait_lists(arch::lane_idx() == p.exchange.rank); }
 

@@ -2,18 +2,16 @@
 // The communication warps of the fused kernel: rows from their sources into the pool, in the order of the tasks
 // -> arrived. Consumer warps, which have nothing to multiply yet, bring what the first tasks wait for, or a part of it.
 //   direct  pull_rows: a row for every pair, row i by warp i mod warps
-//           bring_own_rows: of the first rows this rank's own, so that the rings carry what the link can
+//           bring_own_rows: of the first rows this rank's own
 //   once    pull_tokens: a token's row for all its pairs here, with the first of them. Rows are drawn, four at a time,
 //           so a warp whose rows take long has fewer; where a row goes does not depend on who brings it
-//           bring_first_tokens: all of the first rows, as two rings of an SM write 1.2 TB/s, and every row goes to
-//           several places
-// Ahead   once: a number is drawn two draws before it is needed, entries are read one draw, places one row
-//         before
+//           bring_first_tokens: all of the first rows, as every one of them goes to several places
+// Ahead   direct: entries are read a row before. once: a number is drawn two draws before it is needed, entries are
+//         read one draw, places one row before
 // Pads stay what they are: a row of a GEMM depends on its own row alone, and no slot gets one.
 #pragma once
 
-#include "cuda/arch/proxy_fence.cuh"
-#include "dist/kernels/forward_pass.cuh"
+#include "dist/kernels/bring_rows.cuh"
 
 namespace tessera::dist {
 
@@ -38,70 +36,44 @@ __device__ inline int pool_row_of(Pass const& pass, PairPlace const& place, int 
       pool_row_of_pair(shape, pass.counts(), pass.plan(), expert, source, place.index));
 }
 
-// One lane.
+// Transfer::direct. One of kCommunicationWarps warps of a CTA: all rows but the first ones of this rank's own, which
+// are the consumer warps'.
 __device__ inline void pull_rows(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
-  int const worker = static_cast<int>(blockIdx.x) * kCommunicationWarps + warp;
   int const workers = static_cast<int>(gridDim.x) * kCommunicationWarps;
   int const rows = owner_totals(p.shape, pass.plan(), p.rank).rows;
-  // Of this warp's rows those below `end`.
-  auto const below = [&](int end) { return end > worker ? (end - worker - 1) / workers + 1 : 0; };
-  // Of the first rows this rank's own, which are the first of each of its experts, are the consumer warps'.
   int const first = first_rows(pass);
-  int mine = below(rows);
-  for (int e = p.rank * p.shape.local_experts(); e < (p.rank + 1) * p.shape.local_experts(); ++e) {
-    int const begin = pass.plan()[e].first_row;
-    if (begin >= first) break;
-    mine -= below(min(begin + pass.counts().at(p.rank, e), first)) - below(begin);
-  }
-  if (mine <= 0) return;
-  int const row_bytes = 2 * p.shape.hidden;
+  pass.wait_lists();
+  if (pass.failed()) return;
+  BringRows bringing(pass);
   RowCursor cursor(p.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p.rank);
-  int number = worker;
-  unsigned lists = 0;  // that are there
+  int number = static_cast<int>(blockIdx.x) * kCommunicationWarps + warp;
   PoolRow ahead = {};
   std::uint32_t ahead_pair = 0;
-  // Entries are read a row before they are needed. Where the pass is lost they are an earlier one's, or zeros, which do
-  // for addresses.
+  // Entries are read a row before they are needed.
   auto const look_ahead = [&] {
     do {
+      if (number >= rows) return false;
       ahead = cursor.at(number);
       number += workers;
     } while (ahead.source == p.rank && number - workers < first);
-    if ((lists >> ahead.source & 1) == 0) {
-      pass.wait_list(ahead.source);
-      arch::fence_proxy_async_global();
-      lists |= 1u << ahead.source;
-    }
     std::int64_t const at = p.window.list_entry(parity(pass.epoch), ahead.source, ahead.entry);
     ahead_pair = __ldcg(word_of(p.windows[p.rank], at));  // RouteEntry::pair
+    return true;
   };
-  look_ahead();
-  copy_rows(pass.smem.ring[warp].rows, mine, row_bytes, [&](int i) {
-    PoolRow const row = ahead;
+  bool more = look_ahead();
+  while (more) {
+    int const source = ahead.source;
+    int const row = ahead.block * p.shape.block_rows + ahead.position;
     std::uint32_t const pair = ahead_pair;
-    if (i + 1 < mine) look_ahead();
-    std::int64_t const pool_row = std::int64_t{row.block} * p.shape.block_rows + row.position;
-    *row_origin(p, pool_row) = make_uint2(pair, static_cast<std::uint32_t>(row.source));
-    std::int64_t const token = pair / static_cast<std::uint32_t>(p.shape.max_top_k);
-    return RowCopy{p.windows[row.source] + p.window.x_row(token),
-                   p.gmem_pool + pool_row * row_bytes,
-                   pass.local_word(p.local.arrived(pass.epoch, row.block))};
-  });
+    more = look_ahead();
+    bool const first_lane = arch::lane_idx() == 0;
+    if (first_lane) *row_origin(p, row) = make_uint2(pair, static_cast<std::uint32_t>(source));
+    std::uint32_t const token = pair / static_cast<std::uint32_t>(p.shape.max_top_k);
+    bringing.bring(p.windows[source] + p.window.x_row(token), first_lane ? row : -1);
+  }
+  bringing.finish();
 }
-
-// Rows of the pool as pull_tokens() writes them.
-struct PoolRows {
-  Pass const& pass;
-  __device__ char* to(std::int32_t row) const {
-    return pass.p.exchange.gmem_pool + std::int64_t{row} * 2 * pass.shape().hidden;
-  }
-  __device__ void arrived(std::int32_t row) const {
-    LocalLayout const& local = pass.p.exchange.local;
-    atomicAdd(pass.local_word(local.arrived(pass.epoch, row / pass.shape().block_rows)), 1u);
-  }
-  __device__ void written() const { arch::fence_acq_rel_gpu(); }
-};
 
 // The tokens that one warp brings.
 class TokenDraws {
@@ -181,21 +153,19 @@ class TokenDraws {
   std::uint32_t drawn_ = 0;  // of lane 0: the draw after the next
 };
 
-// One warp.
+// Transfer::once. One of kCommunicationWarps warps of a CTA.
 __device__ inline void pull_tokens(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
   pass.wait_lists();
   if (pass.failed()) return;
-  PoolRows const pool{pass};
-  RowSpread spread(pass.smem.ring[warp].tokens, 2 * p.shape.hidden, pool);
+  BringRows bringing(pass);
   TokenDraws draws(pass, warp);
-  arch::fence_proxy_async_global();
   TokenDraws::Token ahead;
   do {
     TokenDraws::Token const token = ahead;
     ahead = draws.next();  // read before it is needed
     if (token.choices == 0) continue;
-    std::int32_t row = 0;
+    int row = -1;
     int const lane = arch::lane_idx();
     if ((token.choices >> lane & 1) != 0) {
       row = pool_row_of(pass, token.place, token.source);
@@ -203,43 +173,16 @@ __device__ inline void pull_tokens(Pass const& pass, int warp) {
           make_uint2(token.first_pair + lane, static_cast<std::uint32_t>(token.source));
     }
     std::int64_t const t = token.first_pair / static_cast<std::uint32_t>(p.shape.max_top_k);
-    spread.bring(p.windows[token.source] + p.window.x_row(t), token.choices, row);
+    bringing.bring(p.windows[token.source] + p.window.x_row(t), row);
   } while (ahead.choices != 0);
-  spread.finish();
-}
-
-// A row of x to the pool's row `to` of each lane that has one, by loads and stores of the whole warp.
-__device__ inline void copy_row(Pass const& pass, char const* from, int to) {
-  constexpr int kLoads = 8;  // in flight
-  constexpr int kBytes = 16 * arch::kWarpThreads;
-  int const row_bytes = 2 * pass.shape().hidden;
-  unsigned const places = __ballot_sync(block::kAllLanes, to >= 0);
-  for (int begin = 0; begin < row_bytes; begin += kLoads * kBytes) {
-    int const at = begin + 16 * arch::lane_idx();
-    uint4 part[kLoads];
-    TESSERA_UNROLL
-    for (int i = 0; i < kLoads; ++i) {
-      if (at + i * kBytes < row_bytes) {
-        part[i] = __ldcg(reinterpret_cast<uint4 const*>(from + at + i * kBytes));
-      }
-    }
-    for (unsigned left = places; left != 0; left &= left - 1) {
-      int const lane = __ffs(static_cast<int>(left)) - 1;
-      std::int64_t const row = __shfl_sync(block::kAllLanes, to, lane);
-      char* const gmem = pass.p.exchange.gmem_pool + row * row_bytes + at;
-      TESSERA_UNROLL
-      for (int i = 0; i < kLoads; ++i) {
-        if (at + i * kBytes < row_bytes) *reinterpret_cast<uint4*>(gmem + i * kBytes) = part[i];
-      }
-    }
-  }
+  bringing.finish();
 }
 
 // Transfer::once. One of kConsumerWarps warps: of the first rows number i by warp i mod warps, those of a CTA far
 // apart. Lane j reads the entry of the warp's j-th row.
 __device__ inline void bring_first_tokens(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
-  PoolRows const pool{pass};
+  BringRows bringing(pass);
   int const lane = arch::lane_idx();
   pass.wait_lists();
   if (pass.failed()) return;
@@ -270,21 +213,16 @@ __device__ inline void bring_first_tokens(Pass const& pass, int warp) {
         row = pool_row_of(pass, PairPlace::of(__ldcg(word_of(p.windows[p.rank], word))), source);
         *row_origin(p, row) = make_uint2(pair, static_cast<std::uint32_t>(source));
       }
-      copy_row(pass, p.windows[source] + p.window.x_row(token), row);
-      arch::fence_proxy_async_global();  // TMA reads what every lane has written
-      __syncwarp();
-      if (row >= 0) {
-        pool.written();
-        pool.arrived(row);
-      }
+      bringing.bring(p.windows[source] + p.window.x_row(token), row);
     }
   }
+  bringing.finish();
 }
 
 // Transfer::direct. One of kConsumerWarps warps: of this rank's own rows among the first, number k by warp k mod warps.
 __device__ inline void bring_own_rows(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
-  PoolRows const pool{pass};
+  BringRows bringing(pass);
   int const lane = arch::lane_idx();
   int const warps = static_cast<int>(gridDim.x) * kConsumerWarps;
   int const end = first_rows(pass);
@@ -299,21 +237,16 @@ __device__ inline void bring_own_rows(Pass const& pass, int warp) {
       index -= pass.counts().at(p.rank, expert++);
     }
     // An owner's own rows are the first of each of its experts.
-    if (expert == last || pass.plan()[expert].first_row + index >= end) return;
+    if (expert == last || pass.plan()[expert].first_row + index >= end) break;
     int const entry = pass.smem.list_begin[expert] + index;
     std::uint32_t const pair =
         __ldcg(word_of(p.windows[p.rank], p.window.list_entry(parity(pass.epoch), p.rank,
                                                               entry)));  // RouteEntry::pair
     int const row = pass.plan()[expert].first_block * p.shape.block_rows + index;
     if (lane == 0) *row_origin(p, row) = make_uint2(pair, static_cast<std::uint32_t>(p.rank));
-    copy_row(pass, p.windows[p.rank] + p.window.x_row(pair / top_k), lane == 0 ? row : -1);
-    arch::fence_proxy_async_global();  // TMA reads what every lane has written
-    __syncwarp();
-    if (lane == 0) {
-      pool.written();
-      pool.arrived(row);
-    }
+    bringing.bring(p.windows[p.rank] + p.window.x_row(pair / top_k), lane == 0 ? row : -1);
   }
+  bringing.finish();
 }
 
 }  // namespace tessera::dist

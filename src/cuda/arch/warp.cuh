@@ -9,15 +9,16 @@ namespace tessera::cuda::arch {
 
 constexpr int kWarpThreads = 32;
 constexpr int kWarpgroupThreads = 128;
+constexpr unsigned kAllLanes = 0xffffffffu;  // of a warp, as shuffles and votes take them
 
 __device__ __forceinline__ int lane_idx() { return static_cast<int>(threadIdx.x) % kWarpThreads; }
 
 __device__ __forceinline__ int warp_idx() {
-  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpThreads, 0);
+  return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpThreads, 0);
 }
 
 __device__ __forceinline__ int warpgroup_idx() {
-  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
+  return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
 }
 
 // Of the four of a warpgroup.

@@ -10,13 +10,11 @@
 
 namespace tessera::cuda::block {
 
-constexpr uint32_t kWholeWarp = 0xffffffffu;
-
 template <int kLanes = arch::kWarpThreads>
 __device__ __forceinline__ float fold_sum(float value) {
   TESSERA_UNROLL
   for (int half = kLanes / 2; half > 0; half /= 2) {
-    value += __shfl_xor_sync(kWholeWarp, value, half);
+    value += __shfl_xor_sync(arch::kAllLanes, value, half);
   }
   return value;
 }
@@ -24,7 +22,7 @@ __device__ __forceinline__ float fold_sum(float value) {
 __device__ __forceinline__ float fold_max(float value) {
   TESSERA_UNROLL
   for (int half = arch::kWarpThreads / 2; half > 0; half /= 2) {
-    value = fmaxf(value, __shfl_xor_sync(kWholeWarp, value, half));
+    value = fmaxf(value, __shfl_xor_sync(arch::kAllLanes, value, half));
   }
   return value;
 }

@@ -112,9 +112,9 @@ class TokenGather {
     exists_ = column_chunk < row_chunks_;
     // Through a shuffle, as an address then takes one multiply-add from here: the compiler would keep the
     // sum's parts in different kinds of registers, and add them up for every copy.
-    gmem_ = reinterpret_cast<char const*>(
-        __shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(gmem_a_ + int64_t{column_chunk} * 16),
-                    arch::lane_idx()));
+    gmem_ = reinterpret_cast<char const*>(__shfl_sync(
+        arch::kAllLanes, reinterpret_cast<uint64_t>(gmem_a_ + int64_t{column_chunk} * 16),
+        arch::lane_idx()));
     prefetch(tile, 0);
   }
 
@@ -128,7 +128,7 @@ class TokenGather {
     TESSERA_UNROLL
     for (int i = 0; i < kTokensPerThread; ++i) {
       source_[i] = __shfl_sync(
-          kAllLanes, mine,
+          arch::kAllLanes, mine,
           k_tile % kIndexTiles * kIndexLanes + kWarpTokens * i + arch::lane_idx() / kChunks);
     }
   }

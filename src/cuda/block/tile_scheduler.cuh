@@ -55,8 +55,6 @@ __device__ __forceinline__ int last_steps_of(WorkTile const& tile) {
 // resident B the rows of the run come last.
 constexpr int kNoTile = -1;
 
-constexpr unsigned kAllLanes = 0xffffffffu;
-
 // Draws tiles and announces them to every CTA of the cluster. One converged warp of CTA 0.
 template <GemmConfig kGemm>
 class TileScheduler {
@@ -127,7 +125,7 @@ class TileScheduler {
   }
 
   __device__ __forceinline__ bool announce_drawn() {
-    int const ticket = kGemm.draws_tiles ? __shfl_sync(kAllLanes, ticket_, 0) : ticket_;
+    int const ticket = kGemm.draws_tiles ? __shfl_sync(arch::kAllLanes, ticket_, 0) : ticket_;
     int const first = kGemm.draws_first ? 0 : kGemm.draws_tiles ? clusters() : own_cluster();
     bool const found = announce(first + ticket);
     // Each cluster (that had a first tile) fails once, so the last index drawn is total + clusters - 1. It leaves the
@@ -181,21 +179,21 @@ class TileScheduler {
       int sum = blocks;
       TESSERA_UNROLL
       for (int d = 1; d < arch::kWarpThreads; d *= 2) {
-        int const below = __shfl_up_sync(kAllLanes, sum, d);
+        int const below = __shfl_up_sync(arch::kAllLanes, sum, d);
         if (lane >= d) sum += below;
       }
-      unsigned const reached = __ballot_sync(kAllLanes, blocks_before_ + sum > wanted);
+      unsigned const reached = __ballot_sync(arch::kAllLanes, blocks_before_ + sum > wanted);
       if (reached) {
         int const found = __ffs(static_cast<int>(reached)) - 1;
-        int const found_blocks = __shfl_sync(kAllLanes, blocks, found);
+        int const found_blocks = __shfl_sync(arch::kAllLanes, blocks, found);
         segment_ += found;
-        blocks_before_ += __shfl_sync(kAllLanes, sum, found) - found_blocks;
-        int const found_begin = __shfl_sync(kAllLanes, begin, found);
-        int const found_end = __shfl_sync(kAllLanes, end, found);
+        blocks_before_ += __shfl_sync(arch::kAllLanes, sum, found) - found_blocks;
+        int const found_begin = __shfl_sync(arch::kAllLanes, begin, found);
+        int const found_end = __shfl_sync(arch::kAllLanes, end, found);
         message = place(index - blocks_before_ * n_tiles_, found_blocks, found_begin, found_end);
         return true;
       }
-      blocks_before_ += __shfl_sync(kAllLanes, sum, arch::kWarpThreads - 1);
+      blocks_before_ += __shfl_sync(arch::kAllLanes, sum, arch::kWarpThreads - 1);
       segment_ += arch::kWarpThreads;
     }
     return false;

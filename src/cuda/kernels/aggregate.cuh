@@ -83,12 +83,11 @@ __device__ __forceinline__ void add_group(
     float (&sum)[Config::config.slices][AggregateVector<Element>::kElements],
     AggregateArguments const& p, int lane_row, float lane_score, int first, int64_t column) {
   constexpr int kSlots = Config::config.slots_in_flight, kSlices = Config::config.slices;
-  constexpr uint32_t kAllLanes = 0xffffffffu;
   int rows[kSlots];
   uint4 values[kSlots][kSlices];
   TESSERA_UNROLL
   for (int i = 0; i < kSlots; ++i) {
-    rows[i] = __shfl_sync(kAllLanes, lane_row, first + i);
+    rows[i] = __shfl_sync(arch::kAllLanes, lane_row, first + i);
     auto const* gmem_row = static_cast<Element const*>(p.gmem_y) + int64_t{rows[i]} * p.hidden;
     TESSERA_UNROLL
     for (int s = 0; s < kSlices; ++s) {
@@ -98,7 +97,7 @@ __device__ __forceinline__ void add_group(
   }
   TESSERA_UNROLL
   for (int i = 0; i < kSlots; ++i) {
-    float const score = __shfl_sync(kAllLanes, lane_score, first + i);
+    float const score = __shfl_sync(arch::kAllLanes, lane_score, first + i);
     if (rows[i] >= 0) {
       TESSERA_UNROLL
       for (int s = 0; s < kSlices; ++s) AggregateVector<Element>::add(sum[s], values[i][s], score);
@@ -178,13 +177,13 @@ __global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_
   auto const draw = [&] {
     return arch::lane_idx() == 0 ? atomicAdd(params.gmem_token_counter, 1u) : 0u;
   };
-  uint32_t ticket = __shfl_sync(0xffffffffu, draw(), 0);
+  uint32_t ticket = __shfl_sync(arch::kAllLanes, draw(), 0);
   while (ticket < p.tokens) {
     uint32_t const next = draw();
     for (uint32_t part = 0; part < parts; ++part) {
       aggregate_part<Config, Element>(p, ticket, part);
     }
-    ticket = __shfl_sync(0xffffffffu, next, 0);
+    ticket = __shfl_sync(arch::kAllLanes, next, 0);
   }
   if (ticket == last_ticket && arch::lane_idx() == 0) *params.gmem_token_counter = 0;
   // Whoever comes next in the stream comes after both.

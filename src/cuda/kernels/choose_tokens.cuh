@@ -226,11 +226,11 @@ class ExpertColumn {
   template <class Value>
   __device__ static Value sum_of_lanes(Value own) {
     if constexpr (sizeof(Value) == 4) {
-      return __reduce_add_sync(block::kWholeWarp, own);
+      return __reduce_add_sync(arch::kAllLanes, own);
     } else {
       TESSERA_UNROLL
       for (int half = arch::kWarpThreads / 2; half > 0; half /= 2) {
-        own += __shfl_xor_sync(block::kWholeWarp, own, half);
+        own += __shfl_xor_sync(arch::kAllLanes, own, half);
       }
       return own;
     }
@@ -304,8 +304,8 @@ __global__ void __launch_bounds__(arch::kWarpThreads)
     int change = 0;
     TESSERA_UNROLL
     for (int i = 0; i < arch::kWarpThreads; ++i) {
-      int const down = __shfl_sync(block::kWholeWarp, loses, i);
-      int const up = __shfl_sync(block::kWholeWarp, gains, i);
+      int const down = __shfl_sync(arch::kAllLanes, loses, i);
+      int const up = __shfl_sync(arch::kAllLanes, gains, i);
       int const next = core::balance_rounds_up(down, tile - down, carry) ? up : -down;
       carry += next;
       if (lane == i) change = next;
@@ -386,7 +386,7 @@ struct ChoicePart {
 __device__ inline int inclusive_sum(int own) {
   TESSERA_UNROLL
   for (int step = 1; step < arch::kWarpThreads; step *= 2) {
-    int const left = __shfl_up_sync(block::kWholeWarp, own, step);
+    int const left = __shfl_up_sync(arch::kAllLanes, own, step);
     if (arch::lane_idx() >= step) own += left;
   }
   return own;
@@ -410,9 +410,9 @@ __global__ void __launch_bounds__(Config::kScanThreads)
     if (arch::lane_idx() == arch::kWarpThreads - 1) smem_sums[warp] = up_to;
     __syncthreads();
     int const of_warps = inclusive_sum(smem_sums[arch::lane_idx()]);
-    int const earlier = __shfl_sync(block::kWholeWarp, of_warps, max(warp - 1, 0));
+    int const earlier = __shfl_sync(arch::kAllLanes, of_warps, max(warp - 1, 0));
     if (b < blocks) gmem_block_slots[b] = carry + (warp > 0 ? earlier : 0) + up_to - own;
-    carry += __shfl_sync(block::kWholeWarp, of_warps, kWarps - 1);
+    carry += __shfl_sync(arch::kAllLanes, of_warps, kWarps - 1);
     __syncthreads();
   }
   if (threadIdx.x == 0) gmem_block_slots[blocks] = carry;
@@ -438,7 +438,7 @@ __global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads)
     of_token += smem_counts[w][lane];
   }
   int const block_slot = gmem_block_slots[blockIdx.x], end = inclusive_sum(of_token);
-  int const slots = __shfl_sync(block::kWholeWarp, end, arch::kWarpThreads - 1);
+  int const slots = __shfl_sync(arch::kAllLanes, end, arch::kWarpThreads - 1);
   if (warp == 0 && part.token < p.tokens) p.gmem_token_offsets[part.token + 1] = block_slot + end;
   if (blockIdx.x == 0 && threadIdx.x == 0) p.gmem_token_offsets[0] = 0;
   // A warp has few slots of each token: it would write a few bytes of each of many sectors.

@@ -68,7 +68,7 @@ __device__ __forceinline__ void find_peers(uint32_t (&peers)[kRounds],
     for (int r = 0; r < kRounds; ++r) {
       int const id = experts[r] < 0 ? num_experts : experts[r];
       bool const is_set = (id >> bit & 1) != 0;
-      uint32_t const set = __ballot_sync(0xffffffffu, is_set);
+      uint32_t const set = __ballot_sync(arch::kAllLanes, is_set);
       peers[r] &= is_set ? set : ~set;
     }
   }
@@ -165,8 +165,8 @@ __device__ __forceinline__ void scan_experts(ExpertSums& sums, int2& all, int2* 
   int2 inclusive = own;
   TESSERA_UNROLL
   for (int step = 1; step < arch::kWarpThreads; step *= 2) {
-    int const x = __shfl_up_sync(0xffffffffu, inclusive.x, step);
-    int const y = __shfl_up_sync(0xffffffffu, inclusive.y, step);
+    int const x = __shfl_up_sync(arch::kAllLanes, inclusive.x, step);
+    int const y = __shfl_up_sync(arch::kAllLanes, inclusive.y, step);
     if (lane >= step) {
       inclusive.x += x;
       inclusive.y += y;

@@ -65,10 +65,10 @@ struct RankedToken {
     uint32_t const key = own < p.groups ? core::ordered_key(sum) : 0;
     int before = 0;
     for (int g = 0; g < p.groups; ++g) {
-      uint32_t const other = __shfl_sync(block::kWholeWarp, key, g);
+      uint32_t const other = __shfl_sync(arch::kAllLanes, key, g);
       before += other > key || (other == key && g < own) ? 1 : 0;
     }
-    return __ballot_sync(block::kWholeWarp, own < p.groups && before < p.top_groups);
+    return __ballot_sync(arch::kAllLanes, own < p.groups && before < p.top_groups);
   }
 
   // The logits as they are; returns the largest.
@@ -89,7 +89,7 @@ struct RankedToken {
         key = max(key, core::ordered_key(logits[i]));
       }
     }
-    return core::key_value(__reduce_max_sync(block::kWholeWarp, key));
+    return core::key_value(__reduce_max_sync(arch::kAllLanes, key));
   }
 
   // What p of its own is divided by: what divides the members'.

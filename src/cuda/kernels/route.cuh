@@ -49,11 +49,11 @@ struct RouteConfig {
 template <int kLanes>
 __device__ __forceinline__ uint32_t largest_of(uint32_t key) {
   if constexpr (kLanes == arch::kWarpThreads) {
-    return __reduce_max_sync(block::kWholeWarp, key);
+    return __reduce_max_sync(arch::kAllLanes, key);
   } else {
     TESSERA_UNROLL
     for (int half = kLanes / 2; half > 0; half /= 2) {
-      key = max(key, __shfl_xor_sync(block::kWholeWarp, key, half));
+      key = max(key, __shfl_xor_sync(arch::kAllLanes, key, half));
     }
     return key;
   }
@@ -188,9 +188,9 @@ struct TokenKeys {
   }
   // The best of all lanes, the same in every lane.
   __device__ static Best best_of_warp(Best own) {
-    uint32_t const largest = __reduce_max_sync(block::kWholeWarp, own.key);
+    uint32_t const largest = __reduce_max_sync(arch::kAllLanes, own.key);
     int const candidate = own.key == largest ? own.expert : INT_MAX;
-    return {largest, __reduce_min_sync(block::kWholeWarp, candidate)};
+    return {largest, __reduce_min_sync(arch::kAllLanes, candidate)};
   }
   __device__ Best best(int first, int last) const {
     return best_of_warp(best_of_lane(first, last));
@@ -228,9 +228,9 @@ struct TokenKeys {
     uint32_t chosen_key = 0, chosen_lanes = 0;  // of the k-th choice, in lane k
     bool in_doubt = false;  // equal keys, or a lane that may have more to offer than its list
     for (int k = 0; k < top_k; ++k) {
-      uint32_t const largest = __reduce_max_sync(block::kWholeWarp, list.key[0]);
+      uint32_t const largest = __reduce_max_sync(arch::kAllLanes, list.key[0]);
       bool const wins = list.key[0] == largest;
-      uint32_t const winners = __ballot_sync(block::kWholeWarp, wins);
+      uint32_t const winners = __ballot_sync(arch::kAllLanes, wins);
       if (arch::lane_idx() == k) {
         chosen_key = largest;
         chosen_lanes = winners;
@@ -242,12 +242,12 @@ struct TokenKeys {
         if (kValues > kLength) in_doubt = in_doubt || list.key[0] == 0;
       }
     }
-    if (__any_sync(block::kWholeWarp, in_doubt)) return choose_in_order(top_k);
+    if (__any_sync(arch::kAllLanes, in_doubt)) return choose_in_order(top_k);
     int const winner = (__ffs(static_cast<int>(chosen_lanes)) - 1) & (arch::kWarpThreads - 1);
     int choice = 0;
     TESSERA_UNROLL
     for (int i = 0; i < kValues; ++i) {
-      uint32_t const candidate = __shfl_sync(block::kWholeWarp, key[i], winner);
+      uint32_t const candidate = __shfl_sync(arch::kAllLanes, key[i], winner);
       if (candidate == chosen_key) choice = i * arch::kWarpThreads + winner;
     }
     return choice;
@@ -269,8 +269,8 @@ struct TokenKeys {
     }
     uint32_t kept = 0;
     for (int i = 0; i < p.top_groups; ++i) {
-      uint32_t const largest = __reduce_max_sync(block::kWholeWarp, group_key);
-      int const winner = __ffs(__ballot_sync(block::kWholeWarp, group_key == largest)) - 1;
+      uint32_t const largest = __reduce_max_sync(arch::kAllLanes, group_key);
+      int const winner = __ffs(__ballot_sync(arch::kAllLanes, group_key == largest)) - 1;
       kept |= 1u << winner;
       if (arch::lane_idx() == winner) group_key = 0;
     }
@@ -295,7 +295,7 @@ __device__ __forceinline__ float softmax_sum(RouteArguments const& p, float cons
     uint32_t const key = expert < p.experts ? core::ordered_key(logits[i]) : 0;
     own = key > own ? key : own;
   }
-  largest = core::key_value(__reduce_max_sync(block::kWholeWarp, own));
+  largest = core::key_value(__reduce_max_sync(arch::kAllLanes, own));
   float sum = 0;
   TESSERA_UNROLL
   for (int i = 0; i < kValues; ++i) {
@@ -448,7 +448,7 @@ __global__ void __launch_bounds__(Config::kSharedWarps* arch::kWarpThreads)
   uint32_t keys[kValues];
   Token::load(p, kHasOwnP, gmem_logits, keys);
   int choice[Token::kChoices] = {};
-  uint32_t doubts = __ballot_sync(block::kWholeWarp, Token::choose(keys, p.top_k, choice));
+  uint32_t doubts = __ballot_sync(arch::kAllLanes, Token::choose(keys, p.top_k, choice));
   while (doubts != 0) {
     int const in_warp = (__ffs(static_cast<int>(doubts)) - 1) / kLanes;
     doubts &= ~(((1u << kLanes) - 1) << in_warp * kLanes);
@@ -457,7 +457,7 @@ __global__ void __launch_bounds__(Config::kSharedWarps* arch::kWarpThreads)
     int const of_lane = exact.choose(p.top_k);
     TESSERA_UNROLL
     for (int c = 0; c < Token::kChoices; ++c) {
-      int const chosen = __shfl_sync(block::kWholeWarp, of_lane, Token::lane() + c * kLanes);
+      int const chosen = __shfl_sync(arch::kAllLanes, of_lane, Token::lane() + c * kLanes);
       if (arch::lane_idx() / kLanes == in_warp) choice[c] = chosen;
     }
   }

@@ -64,9 +64,9 @@ __device__ __forceinline__ float dscore_of_lane(DscoresArguments const& p, int64
     for (int64_t group = 0; group < p.groups; ++group) ds += gmem_partials[group];
   }
   if (p.b_down.gmem != nullptr) {
-    for (uint32_t left = __ballot_sync(block::kWholeWarp, row >= 0); left != 0; left &= left - 1) {
+    for (uint32_t left = __ballot_sync(arch::kAllLanes, row >= 0); left != 0; left &= left - 1) {
       int const owner = __ffs(static_cast<int>(left)) - 1;
-      float const term = bias_term(p, __shfl_sync(block::kWholeWarp, row, owner));
+      float const term = bias_term(p, __shfl_sync(arch::kAllLanes, row, owner));
       if (arch::lane_idx() == owner) ds += term;
     }
   }
@@ -79,9 +79,9 @@ template <int kLanes>
 __device__ __forceinline__ float centered(TokenSlot const& own, int top_k) {
   float sum = 0;
   for (int j = 0; j < top_k; ++j) {
-    float const score = __shfl_sync(block::kWholeWarp, own.score, j, kLanes);
-    float const ds = __shfl_sync(block::kWholeWarp, own.ds, j, kLanes);
-    bool const routed = __shfl_sync(block::kWholeWarp, own.routed, j, kLanes);
+    float const score = __shfl_sync(arch::kAllLanes, own.score, j, kLanes);
+    float const ds = __shfl_sync(arch::kAllLanes, own.ds, j, kLanes);
+    bool const routed = __shfl_sync(arch::kAllLanes, own.routed, j, kLanes);
     if (routed) sum += score * (own.ds - ds);
   }
   return sum;
@@ -111,7 +111,7 @@ __device__ __forceinline__ void dlogits_over_chosen(RouterDlogitsArguments const
 __device__ __forceinline__ void dlogits_over_all(RouterDlogitsArguments const& p,
                                                  TokenSlot const& own, float const* gmem_logits,
                                                  float* smem_row) {
-  if (!__any_sync(block::kWholeWarp, own.routed)) return;
+  if (!__any_sync(arch::kAllLanes, own.routed)) return;
   float const mean = block::fold_sum(own.routed ? own.ds * own.score : 0.0f);
   int const lane = arch::lane_idx();
   float largest = -INFINITY, partial = 0;

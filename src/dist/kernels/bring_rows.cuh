@@ -17,7 +17,7 @@ class BringRows {
 
   // A row to the pool's row `to` of each lane that has one (>= 0). By a converged warp.
   __device__ void bring(char const* from, int to) {
-    unsigned const places = __ballot_sync(block::kAllLanes, to >= 0);
+    unsigned const places = __ballot_sync(arch::kAllLanes, to >= 0);
     for (int begin = 0; begin < row_bytes_; begin += kLoads * kBytes) {
       int const at = begin + 16 * arch::lane_idx();
       uint4 part[kLoads];
@@ -30,7 +30,7 @@ class BringRows {
       if (begin == 0) tell();
       for (unsigned left = places; left != 0; left &= left - 1) {
         std::int64_t const row =
-            __shfl_sync(block::kAllLanes, to, __ffs(static_cast<int>(left)) - 1);
+            __shfl_sync(arch::kAllLanes, to, __ffs(static_cast<int>(left)) - 1);
         char* const gmem = pass_.p.exchange.gmem_pool + row * row_bytes_ + at;
         TESSERA_UNROLL
         for (int i = 0; i < kLoads; ++i) {

@@ -41,7 +41,7 @@ class Tasks {
     }
   }
   __device__ void announce_drawn() {
-    ticket_ = std::int64_t{gridDim.x} + __shfl_sync(block::kAllLanes, drawn_, 0);
+    ticket_ = std::int64_t{gridDim.x} + __shfl_sync(arch::kAllLanes, drawn_, 0);
     announce();
   }
   // What the announced task needs of this GPU before its A may be read.
@@ -174,7 +174,7 @@ __device__ int multiply(ForwardStorage& smem, block::PipelineState<kPlain>& stat
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
     if (sent) {
       bool const there = arch::mbarrier_try_wait(&smem.gemm.full[state.stage], state.phase);
-      if (k_tile == kCompleteAt || __any_sync(block::kAllLanes, !there)) {
+      if (k_tile == kCompleteAt || __any_sync(arch::kAllLanes, !there)) {
         complete();
         sent = false;
       }

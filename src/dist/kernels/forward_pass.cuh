@@ -131,7 +131,7 @@ struct Pass {
 
  private:
   __device__ void wait_lists(bool waits) const {
-    if (__any_sync(block::kAllLanes, failed())) return;
+    if (__any_sync(arch::kAllLanes, failed())) return;
     if (!Waiter(p.exchange, epoch).for_lists(waits)) smem.failed = 1;
     __syncwarp();
   }

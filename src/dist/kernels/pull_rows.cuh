@@ -103,18 +103,18 @@ class TokenDraws {
       entry_ = entry_ahead_;
       source_ = source_ahead_;
       bool const brings = has_row() && entry_.z % 256 == 0;  // RouteEntry::place
-      left_ = __ballot_sync(block::kAllLanes, brings);
-      int const next = warps_ + static_cast<int>(__shfl_sync(block::kAllLanes, drawn_, 0));
+      left_ = __ballot_sync(arch::kAllLanes, brings);
+      int const next = warps_ + static_cast<int>(__shfl_sync(arch::kAllLanes, drawn_, 0));
       draw();
       read(next);
     }
     int const from = __ffs(static_cast<int>(left_)) - 1;
     left_ &= left_ - 1;
-    std::uint32_t const pair = __shfl_sync(block::kAllLanes, entry_.x, from);
+    std::uint32_t const pair = __shfl_sync(arch::kAllLanes, entry_.x, from);
     Token token;
-    token.choices = __shfl_sync(block::kAllLanes, entry_.w, from);
+    token.choices = __shfl_sync(arch::kAllLanes, entry_.w, from);
     token.first_pair = pair - pair % static_cast<std::uint32_t>(p_.shape.max_top_k);
-    token.source = __shfl_sync(block::kAllLanes, source_, from);
+    token.source = __shfl_sync(arch::kAllLanes, source_, from);
     if ((token.choices >> lane_ & 1) != 0) {
       token.place = PairPlace::of(
           __ldcg(word_of(window(), p_.window.place_word(parity(pass_.epoch), token.source,
@@ -191,7 +191,7 @@ __device__ inline void bring_first_tokens(Pass const& pass, int warp) {
   auto const top_k = static_cast<std::uint32_t>(p.shape.max_top_k);
   RowCursor cursor(p.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p.rank);
   int number = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x) + lane * warps;
-  for (; __any_sync(block::kAllLanes, number < end); number += arch::kWarpThreads * warps) {
+  for (; __any_sync(arch::kAllLanes, number < end); number += arch::kWarpThreads * warps) {
     int source_ahead = 0;
     uint4 entry = {};  // RouteEntry
     if (number < end) {
@@ -201,11 +201,11 @@ __device__ inline void bring_first_tokens(Pass const& pass, int warp) {
           p.windows[p.rank] + p.window.list_entry(parity(pass.epoch), row.source, row.entry)));
     }
     bool const brings = number < end && entry.z % 256 == 0;  // RouteEntry::place
-    for (unsigned left = __ballot_sync(block::kAllLanes, brings); left != 0; left &= left - 1) {
+    for (unsigned left = __ballot_sync(arch::kAllLanes, brings); left != 0; left &= left - 1) {
       int const from = __ffs(static_cast<int>(left)) - 1;
-      int const source = __shfl_sync(block::kAllLanes, source_ahead, from);
-      std::uint32_t const token = __shfl_sync(block::kAllLanes, entry.x, from) / top_k;
-      std::uint32_t const choices = __shfl_sync(block::kAllLanes, entry.w, from);
+      int const source = __shfl_sync(arch::kAllLanes, source_ahead, from);
+      std::uint32_t const token = __shfl_sync(arch::kAllLanes, entry.x, from) / top_k;
+      std::uint32_t const choices = __shfl_sync(arch::kAllLanes, entry.w, from);
       std::uint32_t const pair = token * top_k + lane;  // of lane j: choice j
       int row = -1;
       if ((choices >> lane & 1) != 0) {

@@ -56,7 +56,7 @@ class Push {
       TESSERA_UNROLL
       for (int r = 0; r < 8; ++r) {
         auto* const row_to = reinterpret_cast<char*>(
-            __shfl_sync(block::kAllLanes, reinterpret_cast<unsigned long long>(to), 8 * lower + r));
+            __shfl_sync(arch::kAllLanes, reinterpret_cast<unsigned long long>(to), 8 * lower + r));
         uint4 const bits =
             *reinterpret_cast<uint4 const*>(rows + place_ + r * kRowBytes + ((lane ^ r) << 4));
         if (row_to != nullptr && 8 * lane < columns) {

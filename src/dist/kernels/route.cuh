@@ -131,7 +131,6 @@ __device__ inline void join(ExchangeArguments const& p, std::int32_t id, int pai
 template <int kThreads>
 __device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>& smem,
                               std::uint32_t epoch, TokenSlice slice) {
-  constexpr unsigned kAll = 0xffffffffu;
   int const warp = static_cast<int>(threadIdx.x) / arch::kWarpThreads;
   unsigned const earlier_lanes = (1u << threadIdx.x % arch::kWarpThreads) - 1;
   int const end = slice.end * p.shape.max_top_k;
@@ -139,7 +138,7 @@ __device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>
     int const pair = first + static_cast<int>(threadIdx.x);
     std::int32_t const id = pair < end ? p.gmem_topk_ids[pair] : -1;
     bool const routed = is_expert(p, id);
-    unsigned const same = __match_any_sync(kAll, routed ? id : -1);
+    unsigned const same = __match_any_sync(arch::kAllLanes, routed ? id : -1);
     std::int32_t index = 0;
     int const pairs = min(end - first, kThreads);
     for (int w = 0; w * arch::kWarpThreads < pairs; ++w) {

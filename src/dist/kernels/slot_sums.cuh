@@ -138,7 +138,7 @@ class SlotSums {
                          own_.owner);
       }
       __syncwarp();
-      routed_ = __ballot_sync(block::kAllLanes, own_.owner >= 0);
+      routed_ = __ballot_sync(arch::kAllLanes, own_.owner >= 0);
     }
     bool const more = first_ + g_ * kConsumerWarps < slice_.end;
     if (!more) g_ = group;  // and so it stays
@@ -179,7 +179,7 @@ class SlotSums {
     TESSERA_UNROLL
     for (int i = 0; i < kAtOnce; ++i, left &= left - 1) {
       if (left == 0) break;
-      float const s = __shfl_sync(block::kAllLanes, piece.score,
+      float const s = __shfl_sync(arch::kAllLanes, piece.score,
                                   piece.score_lane + __ffs(static_cast<int>(left)) - 1);
       TESSERA_UNROLL
       for (int b = 0; b < kBlocks; ++b) {

@@ -63,8 +63,6 @@ class Waiter {
   }
 
  private:
-  static constexpr unsigned kWholeWarp = 0xffffffffu;
-
   // kWarp: by a converged warp, whose lanes wait for words of their own, until all have what they wait for. If each
   // left by itself, the compiler would take the warp for divided from then on, and keep what its k loops count in
   // registers of every lane.
@@ -77,7 +75,7 @@ class Waiter {
     for (int spin = 1;; ++spin) {
       std::uint32_t const seen = look();
       bool const is_enough = enough(seen);
-      if (kWarp ? __all_sync(kWholeWarp, is_enough) : is_enough) {
+      if (kWarp ? __all_sync(arch::kAllLanes, is_enough) : is_enough) {
         if (p_.jitter_ns != 0) pause(static_cast<std::uint32_t>(site));
         return true;
       }
@@ -86,7 +84,7 @@ class Waiter {
       if (begin == 0) begin = now;
       int const by = aborted_by();
       bool const is_late = now - begin > limit_ns;
-      if (kWarp ? !__any_sync(kWholeWarp, by != 0 || is_late) : by == 0 && !is_late) continue;
+      if (kWarp ? !__any_sync(arch::kAllLanes, by != 0 || is_late) : by == 0 && !is_late) continue;
       if (!is_enough) {
         raise(site, peer, wanted, seen, by);
         for (int r = 0; by == 0 && r < p_.shape.ranks; ++r) {

@@ -64,7 +64,7 @@ class GradientRows {
   // Of row lane/4 + offset of the warp's 16.
   __device__ __forceinline__ float score(int subtile, int offset) const {
     float const mine = kScores == 1 || subtile < 2 ? score_[0] : score_[kScores - 1];
-    return __shfl_sync(kAllLanes, mine, subtile % 2 * 16 + arch::lane_idx() / 4 + offset);
+    return __shfl_sync(arch::kAllLanes, mine, subtile % 2 * 16 + arch::lane_idx() / 4 + offset);
   }
 
   // Columns 16m.. of a block, 64*part.. of the group whose accumulators these are: h in shared memory becomes dh.
@@ -92,8 +92,8 @@ class GradientRows {
     int const group = tile.n_tile * kGemm.column_groups() + g;
     TESSERA_UNROLL
     for (int half = 0; half < 2; ++half) {
-      ds[half] += __shfl_xor_sync(kAllLanes, ds[half], 1);
-      ds[half] += __shfl_xor_sync(kAllLanes, ds[half], 2);
+      ds[half] += __shfl_xor_sync(arch::kAllLanes, ds[half], 1);
+      ds[half] += __shfl_xor_sync(arch::kAllLanes, ds[half], 2);
       int const r = row + warp_row_ + lane / 4 + 8 * half;
       if (lane % 4 == 0 && r < tile.end && group < p_.groups) {
         p_.gmem_partials[int64_t{r} * p_.groups + group] = ds[half];

@@ -289,7 +289,8 @@ class WgradStoreDeferred {
   }
   // Of the g-th column group of the tile that is kept.
   __device__ __forceinline__ char* address_of(int g) const {
-    return reinterpret_cast<char*>(__shfl_sync(kAllLanes, reinterpret_cast<uint64_t>(gmem_), g));
+    return reinterpret_cast<char*>(
+        __shfl_sync(arch::kAllLanes, reinterpret_cast<uint64_t>(gmem_), g));
   }
 
   Params const& p_;

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tools/ptxas_report.py makes of machine code: warps that ptxas brings together right before wgmmas are told from
+those that it knows to be together."""
+
+import pathlib
+import sys
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
+
+import ptxas_report  # noqa: E402
+
+WGMMA = "HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24"
+
+
+def kernel(name: str, *instructions: str) -> str:
+    """As cuobjdump -sass writes it: every instruction with its encoding, in two lines."""
+    lines = [f"\t\tFunction : {name}", "\t.headerflags\t@\"EF_CUDA_SM90 EF_CUDA_PTX_SM(EF_CUDA_SM90)\""]
+    for i, instruction in enumerate(instructions):
+        lines.append(f"        /*{16 * i:04x}*/                   {instruction} ;  /* 0x000000ff00007947 */")
+        lines.append(" " * 60 + "/* 0x000fea0003800000 */")
+    return "\n".join(lines) + "\n"
+
+
+class Divided(unittest.TestCase):
+    def test_warps_brought_together(self):
+        sass = kernel("a", "R2UR UR8, R154", "WARPSYNC.ALL", "WARPGROUP.ARRIVE", WGMMA, WGMMA)
+        self.assertEqual(ptxas_report.divided(sass), {"a": True})
+
+    def test_warps_known_to_be_together(self):
+        sass = kernel("a", "ULEA UR8, UR5, UR16, 0xe", "WARPGROUP.ARRIVE", WGMMA, WGMMA)
+        self.assertEqual(ptxas_report.divided(sass), {"a": False})
+
+    def test_elsewhere(self):
+        far = kernel("far", "WARPSYNC.ALL", *["IADD3 R1, R2, R3, RZ"] * 40, WGMMA)
+        self.assertEqual(ptxas_report.divided(far), {"far": False})
+        behind = kernel("behind", WGMMA, "WARPSYNC.ALL") + kernel("next", WGMMA) + kernel("none", "WARPSYNC.ALL")
+        self.assertEqual(ptxas_report.divided(behind), {"behind": False, "next": False})
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -223,18 +223,21 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
                                  .transfer = small_case.transfer};
     std::vector<Exchange> const exchanges(static_cast<std::size_t>(small_case.passes),
                                           Exchange{shape, small_case.ids});
-    auto const make = [&] {
-      return std::make_unique<Passes>(exchanges, Options{.ctas = small_case.ctas,
-                                                         .passes = small_case.passes,
-                                                         .ring_blocks = small_case.ring_blocks,
-                                                         .rows_in_flight = 2,
-                                                         .rows_of_draw = small_case.rows_of_draw,
-                                                         .sums_early = small_case.sums_early});
-    };
-    Exploration const all = explore(make, 1'000'000);
-    EXPECT_EQ(all.fault, "");
-    EXPECT_TRUE(all.complete);
-    EXPECT_GT(all.states, 50);
+    for (bool const by_stores : {false, true}) {
+      auto const make = [&] {
+        return std::make_unique<Passes>(exchanges, Options{.ctas = small_case.ctas,
+                                                           .passes = small_case.passes,
+                                                           .ring_blocks = small_case.ring_blocks,
+                                                           .rows_in_flight = 2,
+                                                           .rows_by_stores = by_stores,
+                                                           .rows_of_draw = small_case.rows_of_draw,
+                                                           .sums_early = small_case.sums_early});
+      };
+      Exploration const all = explore(make, 1'000'000);
+      EXPECT_EQ(all.fault, "");
+      EXPECT_TRUE(all.complete);
+      EXPECT_GT(all.states, 50);
+    }
   }
 }
 

@@ -19,8 +19,8 @@ inline double rows_across(ExchangeShape const& s, Transfer transfer) {
 }
 
 /// direct, unless the rows that cross take three quarters of the time of the GEMMs behind which they might hide, and
-/// crossing once per owner saves a quarter of them, choices drawn evenly. Writing a row to all its places at once costs
-/// up to 3% where the link has time left (docs/notebook/2026-11-22-four-gpus.md).
+/// crossing once per owner saves a quarter of them, choices drawn evenly. Where the link has time left, FlashDMoE's
+/// layers take 1 to 6% longer so (docs/notebook/2026-11-23-converged-warps.md).
 inline Transfer choose_transfer(ExchangeShape const& s) {
   constexpr double kGemms = 650e12;  // FLOP per second
   constexpr double kBusy = 0.75;

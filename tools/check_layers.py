@@ -50,7 +50,7 @@ LAYERS = {
 MAY_READ_ENVIRONMENT = ("src/ops", "lm", "cli", "bench", "tests")
 MAY_INCLUDE_CUDA = (
     "src/cuda", "src/device/cuda.cu", "src/dist/device_calls.cpp", "src/dist/session.cpp", "src/dist/kernels",
-    "bench/cuda", "bench/dist", "tests/cuda",
+    "bench/cuda", "bench/dist", "tests/cuda", "tests/emulator",
 )
 
 SUFFIXES = {".hpp", ".cpp", ".h", ".c", ".cuh", ".cu"}

@@ -14,6 +14,7 @@
 // Faults   a wait that fails lets every later wait pass: the kernel ends, o is void, the Fault says why
 #pragma once
 
+#include "cuda/arch/dynamic_shared.cuh"
 #include "cuda/arch/proxy_fence.cuh"
 #include "dist/kernels/pull_rows.cuh"
 #include "dist/kernels/push_rows.cuh"
@@ -281,7 +282,7 @@ template <ActivationKind kKind>
 __global__ void __launch_bounds__(kForwardThreads, 1)
     forward(__grid_constant__ ForwardParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ __align__(1024) unsigned char smem_raw[];
+  TESSERA_DYNAMIC_SHARED(smem_raw);
   auto& smem = *reinterpret_cast<ForwardStorage*>(smem_raw);
   Pass const pass{p, smem, *p.exchange.gmem_epoch};
   // The stages are free until the roles begin.

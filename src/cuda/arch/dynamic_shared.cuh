@@ -1,0 +1,6 @@
+// SPDX-License-Identifier: Apache-2.0
+// The shared memory that a launch asked for, by a name for its first byte; aligned as the 128-byte swizzle wants it.
+// A function that hands out its address gives other machine code.
+#pragma once
+
+#define TESSERA_DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]

@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+// The functions of src/cuda/arch/ for emulated kernels. Stands in the place of each of its headers.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include "tests/emulator/emulator.hpp"
+
+#define TESSERA_UNROLL
+
+namespace tessera::cuda::arch {
+
+// warp.cuh
+
+constexpr int kWarpThreads = 32;
+constexpr int kWarpgroupThreads = 128;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+inline int lane_idx() { return static_cast<int>(threadIdx.x) % kWarpThreads; }
+inline int warp_idx() {
+  return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpThreads, 0);
+}
+inline int warpgroup_idx() {
+  return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
+}
+inline int warp_in_warpgroup() {
+  return static_cast<int>(threadIdx.x) % kWarpgroupThreads / kWarpThreads;
+}
+inline bool elect_one() {
+  __ballot_sync(kAllLanes, 1);
+  return lane_idx() == 0;
+}
+
+// shared_address.cuh: counted from the CTA's shared memory.
+
+inline uint32_t shared_address(void const* smem) {
+  auto const at = static_cast<unsigned char const*>(smem) - emulator::shared_memory();
+  if (at < 0 || at >= 227 * 1024) emulator::fail("no address of shared memory");
+  return static_cast<uint32_t>(at);
+}
+inline unsigned char* shared_at(uint32_t address) { return emulator::shared_memory() + address; }
+
+// dynamic_shared.cuh
+
+#define TESSERA_DYNAMIC_SHARED(name) unsigned char* const name = emulator::shared_memory()
+
+// clock.cuh: ten for every turn.
+
+inline uint64_t nanoseconds() {
+  emulator::yield();
+  return 10 * emulator::turns();
+}
+
+// approx_math.cuh
+
+inline float tanh_approx(float x) { return std::tanh(x); }
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline float rcp_approx(float x) { return 1.0f / x; }
+inline uint32_t round_to_bf16(float x) {
+  uint32_t const bits = __float_as_uint(x);
+  if (x != x) return 0x7fff;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline uint32_t pack_bf16(float low, float high) {
+  return round_to_bf16(low) | round_to_bf16(high) << 16;
+}
+inline float2 unpack_bf16(uint32_t packed) {
+  return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+}
+
+// mbarrier.cuh
+
+using Mbarrier = uint64_t;
+
+inline void mbarrier_init(Mbarrier* barrier, uint32_t arrivals) {
+  emulator::init(barrier, arrivals);
+}
+inline void mbarrier_fence_init() {}
+inline void mbarrier_arrive(Mbarrier* barrier) { emulator::arrive(barrier, 1, 0); }
+inline void mbarrier_arrive(Mbarrier* barrier, uint32_t arrivals) {
+  emulator::arrive(barrier, arrivals, 0);
+}
+inline void mbarrier_arrive_expect_tx(Mbarrier* barrier, uint32_t bytes) {
+  emulator::arrive(barrier, 1, bytes);
+}
+inline bool mbarrier_try_wait(Mbarrier* barrier, uint32_t parity) {
+  emulator::yield();
+  return emulator::is_over(barrier, parity);
+}
+inline bool mbarrier_test_wait(Mbarrier* barrier, uint32_t parity) {
+  return mbarrier_try_wait(barrier, parity);
+}
+inline void mbarrier_wait(Mbarrier* barrier, uint32_t parity) { emulator::wait(barrier, parity); }
+
+// named_barrier.cuh, setmaxnreg.cuh, proxy_fence.cuh, dependent_launch.cuh
+
+inline void named_barrier_sync(int id, int threads) { emulator::named_barrier(id, threads, true); }
+inline void named_barrier_arrive(int id, int threads) {
+  emulator::named_barrier(id, threads, false);
+}
+template <int kCount>
+void release_registers() {}
+template <int kCount>
+void acquire_registers() {}
+inline void fence_proxy_async_shared() {}
+inline void fence_proxy_async_global() {}
+inline void let_next_kernel_start() {}
+inline void wait_for_kernel_ahead() {}
+
+// signal.cuh: who looks at a word lets others run.
+
+template <class T>
+T look(T const* word) {
+  emulator::yield();
+  return *word;
+}
+template <class T>
+void tell(T* word, T value) {
+  *word = value;
+  emulator::changed();
+}
+inline uint32_t load_acquire_sys(uint32_t const* word) { return look(word); }
+inline uint32_t load_acquire_gpu(uint32_t const* word) { return look(word); }
+inline uint32_t load_relaxed_sys(uint32_t const* word) { return look(word); }
+inline uint64_t load_relaxed_sys(uint64_t const* word) { return look(word); }
+inline void store_release_sys(uint32_t* word, uint32_t value) { tell(word, value); }
+inline void store_release_gpu(uint32_t* word, uint32_t value) { tell(word, value); }
+inline void store_relaxed_sys(uint32_t* word, uint32_t value) { tell(word, value); }
+inline void store_relaxed_sys(uint64_t* word, uint64_t value) { tell(word, value); }
+inline uint32_t count_acq_rel_gpu(uint32_t* word, uint32_t increment) {
+  return atomicAdd(word, increment);
+}
+inline void add_release_gpu(uint32_t* word, uint32_t increment) { atomicAdd(word, increment); }
+inline void fence_acq_rel_gpu() {}
+inline void fence_acq_rel_sys() {}
+
+// load_shared.cuh, stmatrix.cuh
+
+inline uint4 load_shared_16(uint32_t smem) {
+  uint4 bits;
+  std::memcpy(&bits, shared_at(smem), sizeof bits);
+  return bits;
+}
+// Matrix i: lane 8i + r has the address of its row r, lane l holds columns 2(l%4) + {0,1} of row l/4.
+inline void stmatrix_x4(uint32_t smem_row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+  std::uint64_t const* const rows = emulator::exchange(smem_row, {__FILE__, __LINE__});
+  uint32_t const matrices[4] = {m0, m1, m2, m3};
+  int const lane = lane_idx();
+  for (int i = 0; i < 4; ++i) {
+    auto const row = static_cast<uint32_t>(rows[8 * i + lane / 4]);
+    std::memcpy(shared_at(row) + 4 * (lane % 4), &matrices[i], 4);
+  }
+  __syncwarp();
+}
+inline void stmatrix_x4_transposed(uint32_t, uint32_t, uint32_t, uint32_t, uint32_t) {
+  emulator::fail("stmatrix of transposed matrices is not emulated");
+}
+
+// cp_async.cuh
+
+inline void cp_async_16(uint32_t smem_dst, void const* gmem_src, int bytes) {
+  unsigned char* const to = shared_at(smem_dst);
+  emulator::copy_later([=] {
+    if (bytes > 0) std::memcpy(to, gmem_src, static_cast<size_t>(bytes));
+    std::memset(to + bytes, 0, static_cast<size_t>(16 - bytes));
+  });
+}
+inline void cp_async_arrive(Mbarrier* barrier) { emulator::arrive_behind_copies(barrier); }
+inline void cp_async_commit() { emulator::commit_copies(); }
+template <int kPending>
+void cp_async_wait() {
+  emulator::wait_copies(kPending);
+}
+
+// tma.cuh: boxes of rows of 128 bytes, swizzled.
+
+// visit(address, row of the box, columns that exist) for every row; the address is null for rows that do not exist.
+template <class Visit>
+void visit_box(CUtensorMap const& map, int const (&at)[5], Visit visit) {
+  int const inner = static_cast<int>(map.box[0]);
+  auto const exists = [](int64_t c, uint64_t extent) {
+    return c >= 0 && static_cast<uint64_t>(c) < extent;
+  };
+  int columns = 0;
+  while (columns < inner && exists(int64_t{at[0]} + columns, map.extent[0])) ++columns;
+  if (at[0] < 0) emulator::fail("a box left of its matrix");
+  uint32_t row = 0;
+  uint32_t i[5] = {};
+  for (i[4] = 0; i[4] < map.box[4]; ++i[4]) {
+    for (i[3] = 0; i[3] < map.box[3]; ++i[3]) {
+      for (i[2] = 0; i[2] < map.box[2]; ++i[2]) {
+        for (i[1] = 0; i[1] < map.box[1]; ++i[1], ++row) {
+          uint64_t address = map.base + static_cast<uint64_t>(at[0]) * map.element_bytes;
+          bool is_inside = true;
+          for (int dimension = 1; dimension < 5; ++dimension) {
+            int64_t const c = int64_t{at[dimension]} + i[dimension];
+            is_inside = is_inside && exists(c, map.extent[dimension]);
+            address += static_cast<uint64_t>(c) * map.stride_bytes[dimension];
+          }
+          visit(is_inside ? reinterpret_cast<unsigned char*>(address) : nullptr, row, columns);
+        }
+      }
+    }
+  }
+}
+// Where chunk c, of 16 bytes, of a row of 128 lies.
+inline uint32_t swizzled(uint32_t address, uint32_t row, uint32_t chunk) {
+  uint32_t const at = address + row * 128 + chunk * 16;
+  return at ^ (at >> 7 & 7) << 4;
+}
+
+inline void tma_load_box(void* smem_dst, CUtensorMap const* map, Mbarrier* full, int c0, int c1,
+                         int c2, int c3, int c4) {
+  uint32_t const to = shared_address(smem_dst);
+  unsigned char* const shared = emulator::shared_memory();
+  CUtensorMap const m = *map;
+  uint32_t bytes = m.element_bytes;
+  for (uint32_t const extent : m.box) bytes *= extent;
+  emulator::load_later(full, bytes, [=] {
+    visit_box(m, {c0, c1, c2, c3, c4}, [&](unsigned char const* from, uint32_t row, int columns) {
+      unsigned char whole[128] = {};
+      if (from != nullptr) std::memcpy(whole, from, static_cast<size_t>(columns) * m.element_bytes);
+      for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+        std::memcpy(shared + swizzled(to, row, chunk), whole + 16 * chunk, 16);
+      }
+    });
+  });
+}
+template <class... Coordinates>
+void tma_load(void* smem_dst, CUtensorMap const* map, Mbarrier* full, Coordinates... at) {
+  int const c[5] = {at...};
+  tma_load_box(smem_dst, map, full, c[0], c[1], c[2], c[3], c[4]);
+}
+template <class... Coordinates>
+void tma_load_multicast(void*, CUtensorMap const*, Mbarrier*, uint16_t, Coordinates...) {
+  emulator::fail("clusters are not emulated");
+}
+inline void tma_store(CUtensorMap const* map, void const* smem_src, int c0, int c1, int c2,
+                      int c3) {
+  uint32_t const from = shared_address(smem_src);
+  unsigned char const* const shared = emulator::shared_memory();
+  CUtensorMap const m = *map;
+  auto const rows = std::make_shared<std::vector<unsigned char>>();
+  emulator::store_later(
+      [=] {
+        visit_box(m, {c0, c1, c2, c3, 0}, [&](unsigned char*, uint32_t row, int) {
+          for (uint32_t chunk = 0; chunk < 8; ++chunk) {
+            unsigned char const* const at = shared + swizzled(from, row, chunk);
+            rows->insert(rows->end(), at, at + 16);
+          }
+        });
+      },
+      [=] {
+        visit_box(m, {c0, c1, c2, c3, 0}, [&](unsigned char* to, uint32_t row, int columns) {
+          if (to == nullptr) return;
+          std::memcpy(to, rows->data() + size_t{row} * 128,
+                      static_cast<size_t>(columns) * m.element_bytes);
+        });
+      });
+}
+inline void tma_store(CUtensorMap const* map, void const* smem_src, int c0, int c1, int c2, int c3,
+                      uint64_t) {
+  tma_store(map, smem_src, c0, c1, c2, c3);
+}
+inline uint64_t l2_evict_first() { return 0; }
+inline void tma_prefetch_map(CUtensorMap const*) {}
+inline void tma_store_commit() { emulator::commit_stores(); }
+template <int kPending>
+void tma_store_wait_read() {
+  emulator::wait_stores(kPending, true);
+}
+
+// bulk_copy.cuh
+
+inline void bulk_load(void* smem_dst, void const* gmem_src, uint32_t bytes, Mbarrier* full) {
+  emulator::load_later(full, bytes, [=] { std::memcpy(smem_dst, gmem_src, bytes); });
+}
+inline void bulk_store(void* gmem_dst, void const* smem_src, uint32_t bytes) {
+  auto const values = std::make_shared<std::vector<unsigned char>>(bytes);
+  emulator::store_later([=] { std::memcpy(values->data(), smem_src, bytes); },
+                        [=] { std::memcpy(gmem_dst, values->data(), bytes); });
+}
+template <int kPending>
+void bulk_store_wait() {
+  emulator::wait_stores(kPending, false);
+}
+
+// wgmma.cuh
+
+inline uint64_t wgmma_descriptor_k_major(void const* smem) {
+  return uint64_t{1024 / 16} << 32 | shared_address(smem) >> 4;
+}
+constexpr uint64_t kWgmmaDescriptorK16 = 32 / 16;
+template <int kGroupBytes = 1024, int kBoxBytes = 8192>
+uint64_t wgmma_descriptor_rows_major(void const*) {
+  emulator::fail("operands in rows-major order are not emulated");
+}
+constexpr uint64_t kWgmmaRowsMajorK16 = 2048 / 16;
+inline void wgmma_fence() {}
+inline void wgmma_commit() { emulator::commit_multiplications(); }
+template <int kPending>
+void wgmma_wait() {
+  emulator::wait_multiplications(kPending);
+}
+template <bool kTransposeA, bool kTransposeB>
+void wgmma_m64n128k16(float (&)[64], uint64_t, uint64_t, int) {
+  emulator::fail("tiles of 128 columns are not emulated");
+}
+template <bool kTransposeA, bool kTransposeB>
+void wgmma_m64n256k16(float (&d0)[64], float (&d1)[64], uint64_t a, uint64_t b, int accumulate) {
+  static_assert(!kTransposeA && !kTransposeB);
+  emulator::multiply_later(d0, d1, a, b, accumulate != 0);
+}
+inline void wgmma_m64n256k16(float (&)[64], float (&)[64], uint32_t const (&)[4], uint64_t) {
+  emulator::fail("operands in registers are not emulated");
+}
+
+// cluster.cuh: a CTA is alone.
+
+inline uint32_t cluster_cta_rank() { return 0; }
+inline void cluster_sync() { emulator::fail("clusters are not emulated"); }
+inline void mbarrier_arrive_cluster(Mbarrier*, uint32_t) {
+  emulator::fail("clusters are not emulated");
+}
+inline void mbarrier_wait_cluster(Mbarrier*, uint32_t) {
+  emulator::fail("clusters are not emulated");
+}
+inline void st_async(int4*, Mbarrier*, uint32_t, int4) {
+  emulator::fail("clusters are not emulated");
+}
+
+}  // namespace tessera::cuda::arch

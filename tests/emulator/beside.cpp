@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+// What goes on beside the threads: copies, and multiplications.
+#include "tests/emulator/state.hpp"
+
+namespace tessera::emulator {
+namespace {
+
+void do_later(Thread* thread, std::function<void()> work, bool is_copy = false) {
+  world.later.push_back({thread, is_copy, std::move(work)});
+}
+
+float widen(std::uint16_t bits) {
+  std::uint32_t const wide = std::uint32_t{bits} << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+
+// Element (row, k) of an operand in K-major order with the 128-byte swizzle.
+float element(unsigned char const* shared, std::uint64_t descriptor, int row, int k) {
+  std::uint32_t const base = static_cast<std::uint32_t>(descriptor & 0x3fff) << 4;
+  std::uint32_t const group = static_cast<std::uint32_t>(descriptor >> 32 & 0x3fff) << 4;
+  std::uint32_t at = base + static_cast<std::uint32_t>(row / 8) * group +
+                     static_cast<std::uint32_t>(row % 8 * 128 + k * 2);
+  at ^= (at >> 7 & 7) << 4;
+  std::uint16_t bits;
+  std::memcpy(&bits, shared + at, 2);
+  return widen(bits);
+}
+
+Operands& operands_of(Thread& t, std::uint64_t number) {
+  Warpgroup& group = t.cta->warpgroups[t.index / kWarpgroup];
+  return *group.operands[static_cast<std::size_t>(number - group.begin)];
+}
+
+void multiply(Thread& t, Multiplication const& m) {
+  Operands& o = operands_of(t, m.number);
+  if (!o.read) {
+    for (int k = 0; k < 16; ++k) {
+      for (int row = 0; row < 64; ++row) o.rows[row][k] = element(t.cta->shared, o.a, row, k);
+      for (int c = 0; c < 256; ++c) o.columns[k][c] = element(t.cta->shared, o.b, c, k);
+    }
+    o.read = true;
+  }
+  int const lane = static_cast<int>(t.index) % kWarp;
+  int const warp = static_cast<int>(t.index) % kWarpgroup / kWarp;
+  for (int i = 0; i < 128; ++i) {
+    float& d = i < 64 ? m.first[i] : m.second[i - 64];
+    int const row = 16 * warp + lane / 4 + 8 * (i / 2 % 2);
+    int const column = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+    float sum = m.adds ? d : 0.0f;
+    for (int k = 0; k < 16; ++k) sum += o.rows[row][k] * o.columns[k][column];
+    d = sum;
+  }
+  Warpgroup& group = t.cta->warpgroups[t.index / kWarpgroup];
+  --o.left;
+  while (!group.operands.empty() && group.operands.front()->left == 0) {
+    group.operands.pop_front();
+    ++group.begin;
+  }
+}
+
+}  // namespace
+
+void load_later(Barrier* barrier, std::uint32_t bytes, std::function<void()> copy) {
+  Thread* const t = world.running;
+  do_later(t, [=] {
+    copy();
+    land(*t->cta, barrier, bytes);
+  });
+}
+
+void store_later(std::function<void()> read, std::function<void()> write) {
+  Thread* const t = world.running;
+  t->reads.add();
+  t->writes.add();
+  std::uint64_t const reads = t->reads.number(), writes = t->writes.number();
+  do_later(t, [=] {
+    read();
+    t->reads.done(reads);
+    wake(*t->cta, t);
+    do_later(t, [=] {
+      write();
+      t->writes.done(writes);
+      wake(*t->cta, t);
+    });
+  });
+}
+void commit_stores() {
+  world.running->reads.commit();
+  world.running->writes.commit();
+}
+void wait_stores(int pending, bool reading_only) {
+  Thread* const t = world.running;
+  sleep_until(
+      t, [=] { return (reading_only ? t->reads : t->writes).all_but(pending); },
+      reading_only ? "its stores to be read" : "its stores");
+}
+
+void copy_later(std::function<void()> copy) {
+  Thread* const t = world.running;
+  t->copies.add();
+  std::uint64_t const group = t->copies.number();
+  auto const land = [=] {
+    copy();
+    t->copies.done(group);
+    wake(*t->cta, t);
+  };
+  do_later(t, land, true);
+}
+// Behind those that are under way now; later ones may land first.
+void arrive_behind_copies(Barrier* barrier) {
+  Thread* const t = world.running;
+  auto const left = std::make_shared<int>(0);
+  for (Later& one : world.later) {
+    if (one.thread != t || !one.is_copy) continue;
+    ++*left;
+    one.work = [work = std::move(one.work), left, barrier, t] {
+      work();
+      if (--*left == 0) arrive(*t->cta, barrier, 1, 0);
+    };
+  }
+  if (*left == 0) arrive(barrier, 1, 0);
+}
+void commit_copies() { world.running->copies.commit(); }
+void wait_copies(int pending) {
+  Thread* const t = world.running;
+  sleep_until(t, [=] { return t->copies.all_but(pending); }, "its copies");
+}
+
+void multiply_later(float* first, float* second, std::uint64_t a, std::uint64_t b, bool adds) {
+  exchange(0, {"a multiplication", __LINE__});
+  Thread& t = *world.running;
+  Warpgroup& group = t.cta->warpgroups[t.index / kWarpgroup];
+  std::uint64_t const number = t.multiplications++;
+  if (number == group.begin + group.operands.size()) {
+    group.operands.push_back(std::make_unique<Operands>());
+    group.operands.back()->a = a;
+    group.operands.back()->b = b;
+  }
+  Operands const& o = operands_of(t, number);
+  if (o.a != a || o.b != b) fail("warps of a warpgroup multiply different operands");
+  t.open.push_back({first, second, number, adds});
+}
+void commit_multiplications() {
+  Thread& t = *world.running;
+  t.groups.push_back(std::move(t.open));
+  t.open.clear();
+}
+void wait_multiplications(int pending) {
+  exchange(0, {"a wait for multiplications", __LINE__});
+  Thread& t = *world.running;
+  while (t.groups.size() > static_cast<std::size_t>(pending)) {
+    for (Multiplication const& m : t.groups.front()) multiply(t, m);
+    t.groups.pop_front();
+  }
+}
+
+}  // namespace tessera::emulator

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// What launchers ask CUDA's driver for.
+#include <cstring>
+
+#include <cudaTypedefs.h>
+#include <cuda_runtime.h>
+
+namespace {
+
+CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* gmem,
+                cuuint64_t const* extent, cuuint64_t const* stride_bytes, cuuint32_t const* box,
+                cuuint32_t const*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  *map = {};
+  map->rank = rank;
+  map->element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
+  map->base = reinterpret_cast<std::uint64_t>(gmem);
+  for (cuuint32_t i = 0; i < 5; ++i) {
+    map->extent[i] = i < rank ? extent[i] : 1;
+    map->box[i] = i < rank ? box[i] : 1;
+    map->stride_bytes[i] = i == 0 ? map->element_bytes : i < rank ? stride_bytes[i - 1] : 0;
+    if (i > 0 && i < rank && map->stride_bytes[i] % 16 != 0) return 1;
+  }
+  return map->base % 16 == 0 && map->box[0] * map->element_bytes <= 128 ? CUDA_SUCCESS : 1;
+}
+
+}  // namespace
+
+cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** entry, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* found) {
+  bool const known = std::strcmp(name, "cuTensorMapEncodeTiled") == 0;
+  *entry = known ? reinterpret_cast<void*>(&encode) : nullptr;
+  *found = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointNotFound;
+  return cudaSuccess;
+}

@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "tests/emulator/emulator.hpp"
+
+#include <cuda_runtime.h>
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <map>
+#include <stdexcept>
+
+#include "tests/emulator/state.hpp"
+
+dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace tessera::emulator {
+
+World world;
+
+namespace {
+
+constexpr std::size_t kStackBytes = 256 * 1024;
+constexpr std::uint64_t kStuck = 2'000'000;  // turns in which nothing changes
+
+std::uint64_t below(std::uint64_t n) { return world.random() % n; }
+
+void start() {
+  Thread& t = *world.running;
+  try {
+    t.cta->grid->body();
+  } catch (std::exception const& e) {
+    if (world.fault.empty()) world.fault = e.what();
+  }
+  t.done = true;
+  changed();
+  swapcontext(&t.context, &world.main);
+}
+
+void set_indices(Thread const& t) {
+  threadIdx = dim3(t.index);
+  blockIdx = dim3(t.cta->index);
+  blockDim = dim3(t.cta->grid->threads);
+  gridDim = dim3(t.cta->grid->ctas);
+}
+
+std::string who(Thread const& t) {
+  std::size_t grid = 0;
+  while (world.grids[grid].get() != t.cta->grid) ++grid;
+  return "grid " + std::to_string(grid) + " CTA " + std::to_string(t.cta->index) + " warp " +
+         std::to_string(t.index / kWarp);
+}
+
+// By warp, with the lanes that wait for the same.
+std::string waiters() {
+  std::map<std::string, int> lanes;
+  auto const list = [&](Thread const& t, std::string const& what) { ++lanes[who(t) + what]; };
+  for (auto const& cta : world.ctas) {
+    for (Thread const* t : cta->asleep) list(*t, std::string(" waits for ") + t->waits_for);
+  }
+  for (Thread const* t : world.able) list(*t, " could run");
+  std::string text;
+  for (auto const& [what, count] : lanes) {
+    text += "\n  " + what + ", " + std::to_string(count) + " lanes";
+  }
+  return text;
+}
+
+std::unique_ptr<Thread> make_thread(Cta* cta, unsigned index) {
+  auto t = std::make_unique<Thread>();
+  t->cta = cta;
+  t->index = index;
+  t->stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
+                  MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (t->stack == MAP_FAILED) throw std::runtime_error("no memory for a stack");
+  getcontext(&t->context);
+  t->context.uc_stack.ss_sp = t->stack;
+  t->context.uc_stack.ss_size = kStackBytes;
+  t->context.uc_link = nullptr;
+  makecontext(&t->context, start, 0);
+  return t;
+}
+
+std::unique_ptr<Cta> make_cta(Grid* grid, unsigned index) {
+  auto cta = std::make_unique<Cta>();
+  cta->grid = grid;
+  cta->index = index;
+  cta->shared = static_cast<unsigned char*>(std::aligned_alloc(1024, kMostShared));
+  if (cta->shared == nullptr) throw std::runtime_error("no memory for a CTA");
+  std::memset(cta->shared, 0xff, kMostShared);  // bf16 NaNs
+  cta->warps = std::vector<Warp>((grid->threads + kWarp - 1) / kWarp);
+  cta->warpgroups = std::vector<Warpgroup>((grid->threads + kWarpgroup - 1) / kWarpgroup);
+  for (unsigned i = 0; i < grid->threads; ++i) cta->threads.push_back(make_thread(cta.get(), i));
+  return cta;
+}
+
+void build() {
+  for (auto const& grid : world.grids) {
+    for (unsigned c = 0; c < grid->ctas; ++c) {
+      world.ctas.push_back(make_cta(grid.get(), c));
+      for (auto const& t : world.ctas.back()->threads) world.able.push_back(t.get());
+    }
+  }
+}
+
+void clear() {
+  for (auto const& cta : world.ctas) {
+    for (auto const& t : cta->threads) munmap(t->stack, kStackBytes);
+    std::free(cta->shared);
+  }
+  world.ctas.clear();
+  world.grids.clear();
+  world.able.clear();
+  world.asleep = 0;
+  world.later.clear();
+}
+
+void do_one_later() {
+  std::size_t const i = below(world.later.size());
+  Later const one = std::move(world.later[i]);
+  world.later[i] = std::move(world.later.back());
+  world.later.pop_back();
+  one.work();
+  changed();
+}
+
+void give_turn(std::size_t i) {
+  Thread& t = *world.able[i];
+  world.running = &t;
+  set_indices(t);
+  swapcontext(&world.main, &t.context);
+  world.running = nullptr;
+  ++world.turn;
+  if (!t.done && t.wakes_by == nullptr) return;
+  if (!t.done) {
+    t.cta->asleep.push_back(&t);
+    ++world.asleep;
+  }
+  world.able[i] = world.able.back();
+  world.able.pop_back();
+}
+
+}  // namespace
+
+void sleep_until(void const* wakes_by, std::function<bool()> ready, char const* what) {
+  if (ready()) return;
+  Thread& t = *world.running;
+  t.wakes_by = wakes_by;
+  t.ready = std::move(ready);
+  t.waits_for = what;
+  swapcontext(&t.context, &world.main);
+}
+
+// Those of a CTA who sleep until something changes there, and what they wait for has come.
+void wake(Cta& cta, void const* changed) {
+  for (std::size_t i = 0; i < cta.asleep.size();) {
+    Thread* const t = cta.asleep[i];
+    if (t->wakes_by != changed || !t->ready()) {
+      ++i;
+      continue;
+    }
+    t->wakes_by = nullptr;
+    world.able.push_back(t);
+    --world.asleep;
+    cta.asleep[i] = cta.asleep.back();
+    cta.asleep.pop_back();
+  }
+}
+
+void launch(unsigned ctas, unsigned threads, std::size_t shared_bytes, std::function<void()> body) {
+  if (shared_bytes > kMostShared) throw std::runtime_error("more shared memory than there is");
+  world.grids.push_back(std::make_unique<Grid>(Grid{ctas, threads, std::move(body)}));
+}
+
+std::string run(Schedule const& schedule) {
+  world.random.seed(schedule.seed);
+  world.turn = world.last_change = 0;
+  world.fault.clear();
+  build();
+  for (auto const& cta : world.ctas) {
+    cta->lazy = static_cast<double>(below(1000)) < 1000 * schedule.lazy;
+  }
+  while (world.fault.empty() && (!world.able.empty() || world.asleep != 0)) {
+    bool const copies =
+        !world.later.empty() &&
+        (world.able.empty() || below(static_cast<std::uint64_t>(schedule.copies)) == 0);
+    if (copies) {
+      try {
+        do_one_later();
+      } catch (std::exception const& e) {
+        world.fault = e.what();
+      }
+      continue;
+    }
+    if (world.able.empty()) {
+      world.fault = "nobody can go on" + waiters();
+      break;
+    }
+    if (world.turn - world.last_change > kStuck) {
+      world.fault = "nothing changes any more" + waiters();
+      break;
+    }
+    std::size_t const i = below(world.able.size());
+    if (world.able[i]->cta->lazy && below(8) != 0) continue;
+    Thread const* const t = world.able[i];
+    for (int more = 0; more == 0 || below(static_cast<std::uint64_t>(schedule.burst)) != 0;
+         ++more) {
+      if (i >= world.able.size() || world.able[i] != t) break;
+      give_turn(i);
+    }
+  }
+  if (world.fault.empty() && !world.later.empty()) world.fault = "copies that nobody awaited";
+  std::string const fault = world.fault;
+  clear();
+  return fault;
+}
+
+unsigned char* shared_memory() { return world.running->cta->shared; }
+std::uint64_t turns() { return world.turn; }
+void changed() { world.last_change = world.turn; }
+void yield() {
+  Thread& t = *world.running;
+  swapcontext(&t.context, &world.main);
+}
+void fail(std::string const& what) {
+  throw std::runtime_error((world.running != nullptr ? who(*world.running) + ": " : "") + what);
+}
+
+}  // namespace tessera::emulator

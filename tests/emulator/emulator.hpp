@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// Kernels of this library on a CPU: their own sources, compiled for the host. Every thread of a grid is a fiber, all of
+// them run on one thread of the host, and a seed decides who runs next and when an asynchronous copy lands. So what a
+// kernel's roles tell each other through barriers, queues and words is what runs on a GPU, in schedules that a GPU
+// would rarely take, and a schedule that fails can be had again.
+//
+//   arch.cuh  the functions of src/cuda/arch/
+//   include/  as much of the CUDA headers as the kernels need
+//
+// Emulated: mbarriers with their arrivals and bytes; TMA loads and stores of tiles with the 128-byte swizzle, and
+// cp.async, all of which land late; wgmma with both operands K-major in shared memory, which are read when somebody
+// waits for it; named barriers, votes and shuffles of whole warps.
+// Checked: no barrier gets more arrivals than it awaits, lanes of a warp meet in the same place, warps of a warpgroup
+// multiply the same operands, somebody can always go on. Shared memory begins as NaNs.
+// Not emulated: that the memory of a GPU is weaker than that of one thread, proxies, clusters, registers, time. Order
+// and fences are what the model of the protocol judges (tests/dist/protocol_test.cpp).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+
+namespace tessera::emulator {
+
+// How a run is scheduled.
+struct Schedule {
+  std::uint64_t seed = 0;
+  int burst = 1;    // turns that a thread has before the next one is drawn, on average
+  int copies = 4;   // of so many turns one goes to an asynchronous copy, where there are any
+  double lazy = 0;  // share of CTAs that have an eighth of the others' turns
+};
+
+// Enqueues a grid whose CTAs all run at once. body() is one thread's.
+void launch(unsigned ctas, unsigned threads, std::size_t shared_bytes, std::function<void()> body);
+
+// Runs all grids that were launched, side by side. What went wrong, and who waited where; empty: they have ended.
+std::string run(Schedule const& schedule);
+
+// Of the thread that runs: for arch/ and include/.
+unsigned char* shared_memory();
+void yield();           // others may run
+void changed();         // a word that others may wait for
+std::uint64_t turns();  // that all threads had
+[[noreturn]] void fail(std::string const& what);
+
+using Barrier = std::uint64_t;
+void init(Barrier* barrier, std::uint32_t arrivals);
+void arrive(Barrier* barrier, std::uint32_t arrivals,
+            std::uint32_t bytes);  // more bytes to land before the phase ends
+bool is_over(Barrier const* barrier, std::uint32_t parity);
+void wait(Barrier* barrier, std::uint32_t parity);
+
+// Where the lanes of a warp meet. Line 0: anywhere.
+struct Site {
+  char const* file = "";
+  int line = 0;
+  [[nodiscard]] std::string text() const { return std::string(file) + ":" + std::to_string(line); }
+};
+// The values of all lanes; valid until the lane's next exchange.
+std::uint64_t const* exchange(std::uint64_t value, Site const& site);
+void named_barrier(int id, int threads, bool waits);
+bool block_vote_or(bool value);
+
+// Copies, as a function that does them, later. `barrier` then gets the bytes.
+void load_later(Barrier* barrier, std::uint32_t bytes, std::function<void()> copy);
+// read() before a wait for reading is over, then write() before one for writing is. Counted in groups of the thread.
+void store_later(std::function<void()> read, std::function<void()> write);
+void commit_stores();
+void wait_stores(int pending, bool reading_only);
+void copy_later(std::function<void()> copy);  // cp.async
+void arrive_behind_copies(Barrier* barrier);
+void commit_copies();
+void wait_copies(int pending);
+
+// D of 64 rows x `columns`, this thread's registers in groups of 128 columns.
+void multiply_later(float* first, float* second, std::uint64_t a, std::uint64_t b, bool adds);
+void commit_multiplications();
+void wait_multiplications(int pending);
+
+}  // namespace tessera::emulator

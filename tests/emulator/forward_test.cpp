@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: Apache-2.0
+// The fused forward kernel of several ranks, from the sources that GPUs get, in many schedules: bit for bit what each
+// token's experts give one after the other, whatever the number of ranks, CTAs and passes before.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "dist/kernels/forward_pass.cuh"
+#include "tests/dist/exchange.hpp"
+#include "tests/emulator/emulator.hpp"
+
+cudaError_t cudaLaunchCooperativeKernel(void const* kernel, dim3 grid, dim3 block, void** arguments,
+                                        std::size_t shared_bytes, cudaStream_t) {
+  using Kernel = void (*)(tessera::dist::ForwardParams);
+  auto* const entry = reinterpret_cast<Kernel>(const_cast<void*>(kernel));
+  auto const params = std::make_shared<tessera::dist::ForwardParams>(
+      *static_cast<tessera::dist::ForwardParams const*>(arguments[0]));
+  tessera::emulator::launch(grid.x, block.x, shared_bytes, [=] { entry(*params); });
+  return cudaSuccess;
+}
+
+namespace tessera::dist {
+namespace {
+
+using Bits = std::uint16_t;  // bf16
+
+float widen(Bits bits) { return cuda::arch::unpack_bf16(bits).x; }
+Bits round(float value) { return static_cast<Bits>(cuda::arch::round_to_bf16(value)); }
+
+// Memory of a GPU, aligned, and NaNs before it is written.
+template <class T>
+class Memory {
+ public:
+  explicit Memory(std::int64_t count, int fill = 0xff)
+      : count_(static_cast<std::size_t>(count)),
+        data_(static_cast<T*>(
+            std::aligned_alloc(128, (count_ * sizeof(T) + 127) / 128 * 128 + 128))) {
+    std::memset(static_cast<void*>(data_.get()), fill, count_ * sizeof(T));
+  }
+  T* get() const { return data_.get(); }
+  T& operator[](std::int64_t i) const { return data_.get()[i]; }
+  std::size_t size() const { return count_; }
+
+ private:
+  struct Free {
+    void operator()(T* memory) const { std::free(memory); }
+  };
+  std::size_t count_;
+  std::unique_ptr<T, Free> data_;
+};
+
+void fill(Bits* values, std::int64_t count, std::uint64_t seed, float scale) {
+  std::mt19937_64 rng(seed);
+  std::uniform_real_distribution<float> draw(-scale, scale);
+  for (std::int64_t i = 0; i < count; ++i) values[i] = round(draw(rng));
+}
+
+struct Case {
+  ExchangeShape shape;
+  ActivationKind activation = ActivationKind::swiglu;
+  int ctas = 2;
+  int lag = -1;
+};
+
+// All ranks of an exchange.
+class Ranks {
+ public:
+  explicit Ranks(Case const& c)
+      : case_(c),
+        s_(c.shape),
+        w_up_(halves() * s_.experts * s_.intermediate * s_.hidden),
+        w_down_(std::int64_t{s_.experts} * s_.hidden * s_.intermediate) {
+    fill(w_up_.get(), static_cast<std::int64_t>(w_up_.size()), 11, 0.25f);
+    fill(w_down_.get(), static_cast<std::int64_t>(w_down_.size()), 12, 0.25f);
+    for (int r = 0; r < s_.ranks; ++r) ranks_.push_back(std::make_unique<Rank>(s_, c.ctas));
+  }
+
+  // One pass; what went wrong.
+  std::string pass(Exchange const& exchange, std::uint64_t seed, emulator::Schedule const& schedule,
+                   std::uint32_t jitter_ns = 0) {
+    for (int r = 0; r < s_.ranks; ++r) {
+      Rank& rank = *ranks_[static_cast<std::size_t>(r)];
+      rank.ids = exchange.ids[static_cast<std::size_t>(r)];
+      rank.scores.clear();
+      std::mt19937_64 rng(seed * 64 + static_cast<std::uint64_t>(r));
+      for (std::size_t i = 0; i < rank.ids.size(); ++i) {
+        rank.scores.push_back(static_cast<float>(rng() % 1000) / 1000.0f + 0.1f);
+      }
+      fill(x(r), std::int64_t{exchange.tokens(r)} * s_.hidden,
+           seed * 128 + static_cast<std::uint64_t>(r), 1.0f);
+      std::memset(rank.window.get() + rank.layout.slots, 0xff,
+                  static_cast<std::size_t>(rank.layout.bytes - rank.layout.slots));
+      std::memset(rank.o.get(), 0xff, rank.o.size() * sizeof(Bits));
+    }
+    for (int r = 0; r < s_.ranks; ++r) {
+      if (launch(r, exchange.tokens(r), jitter_ns, std::uint64_t{1} << 40) != cudaSuccess) {
+        return "not launched";
+      }
+    }
+    std::string const fault = emulator::run(schedule);
+    if (!fault.empty()) return fault;
+    for (int r = 0; r < s_.ranks; ++r) {
+      Status const status = fault_status(ranks_[static_cast<std::size_t>(r)]->fault, 1);
+      if (!status.ok()) return status.text();
+      for (int t = 0; t < exchange.tokens(r); ++t) {
+        std::string const wrong = compare(r, t);
+        if (!wrong.empty()) return wrong;
+      }
+    }
+    return "";
+  }
+
+  // The next pass, for which the last rank does not come: what the others report.
+  std::vector<std::string> without_the_last(emulator::Schedule const& schedule) {
+    for (int r = 0; r + 1 < s_.ranks; ++r) {
+      EXPECT_EQ(launch(r, 0, 0, 1'000'000), cudaSuccess);
+    }
+    EXPECT_EQ(emulator::run(schedule), "");
+    std::vector<std::string> texts;
+    for (int r = 0; r + 1 < s_.ranks; ++r) {
+      texts.emplace_back(fault_status(ranks_[static_cast<std::size_t>(r)]->fault, 1).text());
+    }
+    return texts;
+  }
+
+ private:
+  struct Rank {
+    WindowLayout layout;
+    LocalLayout local_layout;
+    Memory<char> window, local;
+    Memory<std::uint32_t> epoch;
+    Memory<Bits> pool, a, o;
+    std::vector<std::int32_t> ids;
+    std::vector<float> scores;
+    Fault fault = {};
+
+    Rank(ExchangeShape const& s, int ctas)
+        : layout(s),
+          local_layout(s, ctas),
+          window(layout.bytes, 0),
+          local(local_layout.bytes, 0),
+          epoch(1),
+          pool(s.pool_rows() * s.hidden),
+          a(s.pool_rows() * s.intermediate),
+          o(std::int64_t{s.max_tokens} * s.hidden) {
+      epoch[0] = 1;
+    }
+  };
+
+  std::int64_t halves() const { return s_.gated ? 2 : 1; }
+  Bits* x(int rank) const {
+    Rank& r = *ranks_[static_cast<std::size_t>(rank)];
+    return reinterpret_cast<Bits*>(r.window.get() + r.layout.x);
+  }
+
+  cudaError_t launch(int rank, int tokens, std::uint32_t jitter_ns, std::uint64_t limit_ns) {
+    Rank& r = *ranks_[static_cast<std::size_t>(rank)];
+    ExchangeArguments exchange{.shape = s_,
+                               .window = r.layout,
+                               .local = r.local_layout,
+                               .rank = rank,
+                               .windows = {},
+                               .gmem_local = r.local.get(),
+                               .gmem_epoch = r.epoch.get(),
+                               .fault = &r.fault,
+                               .limit_ns = limit_ns,
+                               .jitter_ns = jitter_ns,
+                               .tokens = tokens,
+                               .gmem_topk_ids = r.ids.data(),
+                               .gmem_slot_of_pair = nullptr,
+                               .gmem_expert_offsets = nullptr,
+                               .gmem_pool = reinterpret_cast<char*>(r.pool.get()),
+                               .gmem_y = nullptr};
+    for (int p = 0; p < s_.ranks; ++p) {
+      exchange.windows[p] = ranks_[static_cast<std::size_t>(p)]->window.get();
+    }
+    std::int64_t const first = std::int64_t{rank} * s_.local_experts();
+    std::int64_t const matrix = std::int64_t{s_.intermediate} * s_.hidden;
+    return launch_forward({.exchange = exchange,
+                           .activation = {.kind = case_.activation},
+                           .gmem_w_up = w_up_.get() + halves() * first * matrix,
+                           .gmem_w_down = w_down_.get() + first * matrix,
+                           .gmem_a = r.a.get(),
+                           .gmem_scores = r.scores.data(),
+                           .gmem_o = r.o.get(),
+                           .lag = case_.lag},
+                          case_.ctas, nullptr);
+  }
+
+  // Columns of x w^T, fp32 sums in the order of k, as the emulated tensor cores add.
+  static float dot(Bits const* x, Bits const* w, int count) {
+    float sum = 0;
+    for (int k = 0; k < count; ++k) sum += widen(x[k]) * widen(w[k]);
+    return sum;
+  }
+  float activate(float g, float u) const {
+    Activation const activation{.kind = case_.activation};
+    return case_.activation == ActivationKind::swiglu
+               ? cuda::block::ActivationFunction<ActivationKind::swiglu>::forward(activation, g, u)
+               : cuda::block::ActivationFunction<ActivationKind::relu2>::forward(activation, g, u);
+  }
+
+  std::string compare(int rank, int token) const {
+    Rank const& r = *ranks_[static_cast<std::size_t>(rank)];
+    int const d = s_.hidden, n = s_.intermediate;
+    std::vector<float> sum(static_cast<std::size_t>(d), 0.0f);
+    std::vector<Bits> a(static_cast<std::size_t>(n));
+    Bits const* const row = x(rank) + std::int64_t{token} * d;
+    for (int k = 0; k < s_.max_top_k; ++k) {
+      auto const pair = static_cast<std::size_t>(token * s_.max_top_k + k);
+      std::int32_t const e = r.ids[pair];
+      if (e < 0 || e >= s_.experts) continue;
+      for (int i = 0; i < n; ++i) {
+        Bits const* const up = w_up_.get() + (halves() * e * n + i) * d;
+        float const g = widen(round(dot(row, up, d)));
+        float const u = s_.gated ? widen(round(dot(row, up + std::int64_t{n} * d, d))) : g;
+        a[static_cast<std::size_t>(i)] = round(activate(g, u));
+      }
+      for (int i = 0; i < d; ++i) {
+        float const y =
+            widen(round(dot(a.data(), w_down_.get() + (std::int64_t{e} * d + i) * n, n)));
+        sum[static_cast<std::size_t>(i)] =
+            std::fmaf(r.scores[pair], y, sum[static_cast<std::size_t>(i)]);
+      }
+    }
+    for (int i = 0; i < d; ++i) {
+      Bits const got = r.o[std::int64_t{token} * d + i];
+      Bits const wanted = round(sum[static_cast<std::size_t>(i)]);
+      if (got == wanted) continue;
+      return "rank " + std::to_string(rank) + " token " + std::to_string(token) + " column " +
+             std::to_string(i) + ": " + std::to_string(widen(got)) + ", not " +
+             std::to_string(widen(wanted));
+    }
+    return "";
+  }
+
+  Case case_;
+  ExchangeShape s_;
+  Memory<Bits> w_up_, w_down_;
+  std::vector<std::unique_ptr<Rank>> ranks_;
+};
+
+ExchangeShape shape(std::int32_t ranks, std::int32_t tokens, std::int32_t hidden,
+                    std::int32_t intermediate, std::int32_t experts, std::int32_t top_k,
+                    Transfer transfer, bool gated = true) {
+  return {.ranks = ranks,
+          .max_tokens = tokens,
+          .hidden = hidden,
+          .intermediate = intermediate,
+          .experts = experts,
+          .max_top_k = top_k,
+          .transfer = transfer,
+          .gated = gated};
+}
+
+constexpr emulator::Schedule kSchedules[] = {{.seed = 1},
+                                             {.seed = 2, .burst = 64},
+                                             {.seed = 3, .copies = 512},
+                                             {.seed = 4, .burst = 8, .copies = 2, .lazy = 0.5}};
+
+// A pass of every pattern, one behind the other on the same memory.
+void expect_right(Case const& c, std::uint32_t jitter_ns = 0) {
+  Ranks ranks(c);
+  std::uint64_t seed = 0;
+  for (Pattern const pattern : kPatterns) {
+    ++seed;
+    ASSERT_EQ(ranks.pass(draw_exchange(c.shape, pattern, seed), seed,
+                         kSchedules[seed % std::size(kSchedules)], jitter_ns),
+              "")
+        << c.shape.ranks << " ranks, " << c.ctas << " CTAs, lag " << c.lag << ", transfer "
+        << static_cast<int>(c.shape.transfer) << ", pass " << seed;
+  }
+}
+
+TEST(FusedForward, GivesTheBitsOfEachExpertAlone) {
+  for (std::int32_t const ranks : {1, 2, 4}) {
+    for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+      expect_right({.shape = shape(ranks, 24, 128, 64, 4, 2, transfer)});
+    }
+  }
+}
+
+TEST(FusedForward, AnyNumberOfCtasAndAnyLag) {
+  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+    for (int const ctas : {1, 3}) {
+      expect_right(
+          {.shape = shape(2, 17, 64, 64, 6, 3, transfer), .ctas = ctas, .lag = ctas == 1 ? 0 : 1});
+    }
+  }
+}
+
+TEST(FusedForward, ShapesThatFillNoTile) {
+  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+    expect_right({.shape = shape(2, 9, 200, 72, 6, 3, transfer, false),
+                  .activation = ActivationKind::relu2});
+  }
+  expect_right({.shape = shape(2, 5, 328, 136, 2, 1, Transfer::direct)});
+}
+
+TEST(FusedForward, SeveralBlocksAndTilesOfAnExpert) {
+  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+    expect_right({.shape = shape(2, 20, 520, 200, 4, 2, transfer), .ctas = 3});
+    expect_right({.shape = shape(2, 150, 64, 64, 2, 1, transfer)});
+  }
+}
+
+TEST(FusedForward, DelaysAtEveryWait) {
+  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+    expect_right({.shape = shape(2, 20, 64, 64, 4, 2, transfer), .ctas = 2}, 200'000);
+  }
+}
+
+TEST(FusedForward, ARankThatDoesNotComeIsReported) {
+  Case const c = {.shape = shape(3, 8, 64, 64, 3, 1, Transfer::direct)};
+  Ranks ranks(c);
+  EXPECT_EQ(ranks.pass(draw_exchange(c.shape, Pattern::random, 1), 1, kSchedules[0]), "");
+  for (std::string const& text : ranks.without_the_last(kSchedules[0])) {
+    EXPECT_TRUE(text.find("the word of rank 2 is 0, expected 2") != std::string::npos ||
+                text.find("had given up") != std::string::npos)
+        << text;
+  }
+}
+
+}  // namespace
+}  // namespace tessera::dist

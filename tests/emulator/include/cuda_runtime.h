@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// The language of device code, for a compiler of the host.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include <cuda_runtime_api.h>
+#include "tests/emulator/emulator.hpp"
+
+extern dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+using std::max;
+using std::min;
+
+template <class T>
+T __ldcg(T const* from) {
+  return *from;
+}
+template <class T>
+T __ldg(T const* from) {
+  return *from;
+}
+
+// A loop that looks at a counter may end with this.
+template <class T>
+T atomicAdd(T* word, T value) {
+  T const before = *word;
+  *word = static_cast<T>(before + value);
+  tessera::emulator::changed();
+  return before;
+}
+template <class T>
+T atomicCAS(T* word, T expected, T value) {
+  T const before = *word;
+  if (before == expected) *word = value;
+  tessera::emulator::changed();
+  return before;
+}
+inline void __threadfence_system() {}
+
+inline int __popc(unsigned bits) { return std::popcount(bits); }
+inline int __ffs(int bits) {
+  return bits == 0 ? 0 : std::countr_zero(static_cast<unsigned>(bits)) + 1;
+}
+inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
+
+#define TESSERA_EMULATOR_SITE char const *file = __builtin_FILE(), int line = __builtin_LINE()
+
+inline void __syncwarp() { tessera::emulator::exchange(0, {.file = "__syncwarp"}); }
+inline void __syncthreads() {
+  tessera::emulator::named_barrier(0, static_cast<int>(blockDim.x), true);
+}
+inline int __syncthreads_or(int value) { return tessera::emulator::block_vote_or(value != 0); }
+template <class T>
+T __shfl_sync(unsigned, T value, int lane, TESSERA_EMULATOR_SITE) {
+  static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  bits = tessera::emulator::exchange(bits, {file, line})[lane & 31];
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int by, TESSERA_EMULATOR_SITE) {
+  int const lane = static_cast<int>(threadIdx.x % 32);
+  return __shfl_sync(mask, value, lane < by ? lane : lane - by, file, line);
+}
+inline unsigned __ballot_sync(unsigned, int value, TESSERA_EMULATOR_SITE) {
+  std::uint64_t const* const all = tessera::emulator::exchange(value != 0 ? 1 : 0, {file, line});
+  unsigned votes = 0;
+  for (int lane = 0; lane < 32; ++lane) votes |= static_cast<unsigned>(all[lane]) << lane;
+  return votes;
+}
+inline int __any_sync(unsigned mask, int value, TESSERA_EMULATOR_SITE) {
+  return __ballot_sync(mask, value, file, line) != 0;
+}
+inline int __all_sync(unsigned mask, int value, TESSERA_EMULATOR_SITE) {
+  return __ballot_sync(mask, value, file, line) == 0xffffffffu;
+}
+inline unsigned __match_any_sync(unsigned, int value, TESSERA_EMULATOR_SITE) {
+  auto const mine = static_cast<std::uint64_t>(static_cast<std::uint32_t>(value));
+  std::uint64_t const* const all = tessera::emulator::exchange(mine, {file, line});
+  unsigned same = 0;
+  for (int lane = 0; lane < 32; ++lane) same |= (all[lane] == mine ? 1u : 0u) << lane;
+  return same;
+}

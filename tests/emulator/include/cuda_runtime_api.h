@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// As much of CUDA's header as emulated kernels and their launchers need.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include <vector_types.h>
+
+#define __device__
+#define __host__
+#define __global__
+#define __shared__
+#define __grid_constant__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __CUDA_ARCH_FEAT_SM90_ALL
+
+using cudaStream_t = struct CUstream_st*;
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorNotSupported };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointNotFound };
+constexpr unsigned long long cudaEnableDefault = 0;
+
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** entry, unsigned version,
+                                             unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult* found);
+// Of the test: it knows the kernel's parameters.
+cudaError_t cudaLaunchCooperativeKernel(void const* kernel, dim3 grid, dim3 block, void** arguments,
+                                        std::size_t shared_bytes, cudaStream_t stream);

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where threads of a CTA wait for each other: mbarriers, named barriers, warps.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "tests/emulator/state.hpp"
+
+namespace tessera::emulator {
+namespace {
+
+void change(Cta& cta, Barrier* barrier, Phase phase) {
+  bool const over = phase.pending == 0 && phase.bytes == 0;
+  if (over) {
+    phase.parity ^= 1;
+    phase.pending = phase.expected;
+  }
+  *barrier = phase.word();
+  changed();
+  if (over) wake(cta, barrier);
+}
+
+}  // namespace
+
+void arrive(Cta& cta, Barrier* barrier, std::uint32_t arrivals, std::uint32_t bytes) {
+  Phase phase = Phase::of(*barrier);
+  if (phase.expected == 0) fail("an arrival at no barrier");
+  if (phase.pending < arrivals) fail("more arrivals than a barrier awaits");
+  phase.bytes += static_cast<std::int32_t>(bytes);
+  phase.pending -= arrivals;
+  change(cta, barrier, phase);
+}
+
+void land(Cta& cta, Barrier* barrier, std::uint32_t bytes) {
+  Phase phase = Phase::of(*barrier);
+  phase.bytes -= static_cast<std::int32_t>(bytes);
+  change(cta, barrier, phase);
+}
+
+void init(Barrier* barrier, std::uint32_t arrivals) {
+  *barrier = Phase{0, arrivals, arrivals, 0}.word();
+  changed();
+}
+void arrive(Barrier* barrier, std::uint32_t arrivals, std::uint32_t bytes) {
+  arrive(*world.running->cta, barrier, arrivals, bytes);
+}
+bool is_over(Barrier const* barrier, std::uint32_t parity) {
+  return Phase::of(*barrier).parity != parity;
+}
+void wait(Barrier* barrier, std::uint32_t parity) {
+  Thread& t = *world.running;
+  Warp& warp = t.cta->warps[t.index / kWarp];
+  std::size_t const number = t.waits;
+  auto const seen = [&warp, number, barrier, parity] {
+    return number < warp.seen.size() &&
+           warp.seen[number] == std::pair{static_cast<Barrier const*>(barrier), parity};
+  };
+  sleep_until(barrier, [=] { return seen() || is_over(barrier, parity); }, "an mbarrier");
+  if (number == warp.seen.size()) {
+    warp.seen.emplace_back(barrier, parity);
+    wake(*t.cta, barrier);
+  }
+  ++t.waits;
+}
+
+std::uint64_t const* exchange(std::uint64_t value, Site const& site) {
+  Thread& t = *world.running;
+  Warp& warp = t.cta->warps[t.index / kWarp];
+  std::uint64_t const generation = warp.generation;
+  auto const buffer = generation % 2;
+  if (warp.arrived == 0) {
+    warp.site[buffer] = site;
+  } else if (warp.site[buffer].line != site.line) {
+    fail("lanes of a warp meet in different places: " + warp.site[buffer].text() + " and " +
+         site.text());
+  }
+  warp.values[buffer][t.index % kWarp] = value;
+  std::size_t const lanes =
+      std::min<std::size_t>(kWarp, t.cta->threads.size() - t.index / kWarp * kWarp);
+  if (static_cast<std::size_t>(++warp.arrived) == lanes) {
+    warp.arrived = 0;
+    ++warp.generation;
+    warp.seen.clear();
+    for (std::size_t i = 0; i < lanes; ++i) {
+      t.cta->threads[t.index / kWarp * kWarp + i]->waits = 0;
+    }
+    wake(*t.cta, &warp);
+  } else {
+    sleep_until(&warp, [&warp, generation] { return warp.generation != generation; }, site.file);
+  }
+  // Lanes that go on may exchange again before others have read.
+  std::memcpy(t.values[buffer], warp.values[buffer], sizeof t.values[buffer]);
+  return t.values[buffer];
+}
+
+void named_barrier(int id, int threads, bool waits) {
+  NamedBarrier& barrier = world.running->cta->barriers[id];
+  std::uint64_t const generation = barrier.generation;
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    changed();
+    wake(*world.running->cta, &barrier);
+  } else if (waits) {
+    sleep_until(
+        &barrier, [&barrier, generation] { return barrier.generation != generation; },
+        "a named barrier");
+  }
+}
+
+bool block_vote_or(bool value) {
+  NamedBarrier& barrier = world.running->cta->barriers[0];
+  auto const buffer = barrier.generation % 2;
+  if (barrier.arrived == 0) barrier.vote[buffer] = false;
+  barrier.vote[buffer] |= value;
+  named_barrier(0, static_cast<int>(blockDim.x), true);
+  return barrier.vote[buffer];
+}
+
+}  // namespace tessera::emulator

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors in the fused forward kernel that emulator_test has to notice: each in a copy of the sources, compiled and run.
+
+What a GPU's memory may reorder is none of them: fences do nothing here (emulator.hpp).
+"""
+import argparse
+import concurrent.futures
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+KERNELS = "dist/kernels/"
+# (name, file, text that stands there once, what stands there instead, a part of what the test then says)
+MUTANTS = [
+    ("a task begins without its rows", "forward.cuh", "pass.wait_count(needs.counter, needs.count, needs.site);", "",
+     "nan, not"),
+    ("a stage is given back before it was multiplied", "forward.cuh",
+     "arch::wgmma_wait<1>();", "arch::wgmma_wait<3>();", ", not "),
+    ("a lent stage is never given back", "forward.cuh",
+     "    } else {\n      stages.settle();\n    }", "    }",
+     "waits for an mbarrier"),
+    ("a stage less is lent than is taken", "forward.cuh", "kLentToDown : lent_to_up(kKind); lent > 0; --lent",
+     "kLentToDown : lent_to_up(kKind); lent > 1; --lent", "waits for an mbarrier"),
+    ("a is announced when it has been read", "forward.cuh",
+     "if (arch::lane_idx() == 0) arch::bulk_store_wait<0>();",
+     "if (arch::lane_idx() == 0) arch::tma_store_wait_read<0>();", "nan, not"),
+    ("lanes decide alone whether they complete", "forward.cuh", "__any_sync(arch::kAllLanes, !there)", "!there",
+     "lanes of a warp meet in different places"),
+    ("a stage has one arrival too many", "forward.cuh",
+     "arch::mbarrier_arrive_expect_tx(full,",
+     "arch::mbarrier_arrive(full);\n        arch::mbarrier_arrive_expect_tx(full,",
+     "waits for an mbarrier"),
+    ("counters of the next pass are not cleared", "forward.cuh",
+     "clear_next_bank<kForwardThreads>(p.exchange, pass.epoch);", "", "pass"),
+    ("a slot of results goes to the next choice", "push_rows.cuh",
+     "origin.x % top_k)", "(origin.x + 1) % top_k)", ", not "),
+    ("a token is added up before it is complete", "slot_sums.cuh",
+     "if (own_.owner >= 0) {\n        pass_.wait_epoch", "if (false) {\n        pass_.wait_epoch", "nan, not"),
+    ("the first down of a block says that it is done", "sent_tasks.cuh",
+     "before + 1 == static_cast<std::uint32_t>(pass.shape().down_tiles())", "before == 0", "nan, not"),
+    ("lists are said to be there by the first slice", "route.cuh", "r < p.shape.ranks && before + 1 == gridDim.x",
+     "r < p.shape.ranks && before == 0", "pass"),
+]
+
+
+def mutate(tree, scratch, file, old, new):
+    """A tree of links in which one file is a changed copy."""
+    copy = scratch / "tree"
+    shutil.copytree(tree, copy, symlinks=True)
+    path = copy / KERNELS / file
+    text = path.read_text(encoding="utf-8")
+    if text.count(old) != 1:
+        sys.exit(f"{file} has {text.count(old)} times: {old}")
+    path.unlink()
+    path.write_text(text.replace(old, new), encoding="utf-8")
+    return copy
+
+
+def outcome(args, mutant):
+    """What the test says of a mutant, and whether that is what it should say."""
+    name, file, old, new, notice = mutant
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = pathlib.Path(folder)
+        tree = mutate(pathlib.Path(args.tree), scratch, file, old, new)
+        here = pathlib.Path(__file__).parent
+        root = here.parent.parent
+        program = scratch / "test"
+        objects = [o for o in args.objects.split(",") if "forward_instances" not in o]
+        subprocess.run([args.compiler, "-std=c++20", "-O2", "-w", "-Wno-psabi", "-fno-strict-aliasing",
+                        *(f"-I{path}" for path in (tree, here / "include", root, root / "src", root / "include")),
+                        str(here / "forward_instances.cpp"), *objects, *args.libraries.split(","), "-lpthread",
+                        "-o", str(program)], check=True)
+        run = subprocess.run([str(program)], capture_output=True, text=True, timeout=600, check=False,
+                             env={**os.environ, "GTEST_FAIL_FAST": "1"})
+        return name, run.returncode == 1 and notice in run.stdout, run.stdout
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    for flag in ("--compiler", "--tree", "--objects", "--libraries"):
+        parser.add_argument(flag, required=True)
+    args = parser.parse_args()
+    missed = 0
+    with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for name, noticed, says in pool.map(lambda mutant: outcome(args, mutant), MUTANTS):
+            print(("noticed  " if noticed else "MISSED   ") + name, flush=True)
+            if not noticed:
+                missed += 1
+                print(says[-3000:])
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,14 +3,15 @@
 // kernel that does all of it. Every result is compared bit for bit with the single-GPU layer that has all experts, then
 // the kernel is timed beside the chain and its parts, its GEMMs without communication, and that layer.
 //
-//   chain [--gpus P] [--nccl PATH] [--processes] [--only chain|fused]
+//   chain [--gpus P] [--ranks-per-gpu R] [--nccl PATH] [--processes] [--only chain|fused]
 //         [--check | --iters N [--config NAME,NAME] [--tokens N,N] [--transfer direct|once] [--lags | --latency]]
 //         [--out FILE] [--commit HASH]
 //
 // --check: small awkward exchanges, several passes each, no timing; a rank that stalls, and as a process of its own
 // one that is killed. --lags: the kernel with its downs at several distances. --latency: FlashDMoE's layer over numbers
 // of tokens and experts. Ranks are threads on peer memory, or on NCCL's windows (NCCL_NVLS_ENABLE=0), or processes on
-// those. Exits with 77 where there are too few GPUs.
+// those. --ranks-per-gpu: threads on peer memory, each with its part of a GPU's SMs; times are then those of these
+// parts, and no link is crossed between ranks of a GPU. Exits with 77 where there are too few GPUs.
 //
 // Judged is the kernel's time against the larger of two bounds: its GEMMs without communication, and the bytes that
 // cross the link in one direction, those of rows there and of results back, at dist::kLinkRate.
@@ -175,12 +176,13 @@ struct Measured {
 Measured measure_config(Options const& options, NamedLayer const& c, ExchangeShape const& shape) {
   Measured m;
   device::Gate gate;
-  std::vector<std::vector<Reading>> latest(size_t(options.gpus), std::vector<Reading>(kNumTimed));
-  std::vector<std::vector<char>> right(size_t(options.gpus), std::vector<char>(kNumTimed, 1));
+  std::vector<std::vector<Reading>> latest(size_t(options.ranks()),
+                                           std::vector<Reading>(kNumTimed));
+  std::vector<std::vector<char>> right(size_t(options.ranks()), std::vector<char>(kNumTimed, 1));
   std::vector<size_t> const runs = runs_of(options);
   on_ranks(options, shape, c.activation,
            [&](int rank, Rank& r, Talk& talk, Context const& context) {
-             Clock clock(rank, gate);
+             Clock clock(options.device_of(rank), gate);
              auto const first_row = [](size_t row) { return row == kParts ? 0 : row; };
              r.set_pass(draw(shape, Pattern::random, rank, 1), 1);
              r.compute_wanted(context);
@@ -222,7 +224,7 @@ int measure(Options const& options) {
   std::string rows;
   int failures = 0;
   for (NamedLayer const& c : layers_of(options)) {
-    int const ranks = options.gpus;
+    int const ranks = options.ranks();
     ExchangeShape shape = {.ranks = ranks,
                            .max_tokens = c.tokens,
                            .hidden = c.hidden,
@@ -239,10 +241,9 @@ int measure(Options const& options) {
     double const link_ms = 2e3 * c.tokens * c.hidden * across / dist::kLinkRate;
     double const gemms_ms =
         m.rows[kGemms].ms.empty() ? 0.0 : double(quantiles(m.rows[kGemms].ms).median);
-    std::printf(
-        "%s, T %d per GPU, E %d, %d GPUs; the link takes %.4f ms, a pass without rows %.4f\n",
-        c.name.c_str(), c.tokens, c.experts, ranks, link_ms,
-        m.empty.empty() ? 0.0 : double(quantiles(m.empty).median));
+    std::printf("%s, T %d per rank, E %d, %s; the link takes %.4f ms, a pass without rows %.4f\n",
+                c.name.c_str(), c.tokens, c.experts, options.text().c_str(), link_ms,
+                m.empty.empty() ? 0.0 : double(quantiles(m.empty).median));
     for (size_t v = 0; v < kNumTimed; ++v) {
       if (m.rows[v].ms.empty()) continue;
       Timed const& timed = kTimed[v];
@@ -262,21 +263,24 @@ int measure(Options const& options) {
                       link ? "link" : "gemms", bound_ms, bound_ms / double(q.median));
         more = text;
       }
-      std::printf("  %-20s %-14s %8.4f ms %6.1f TFLOP/s per GPU, %4.0f MHz, tensor pipe %.3f%s%s\n",
-                  timed.pass, timed.variant, q.median, tflops, mhz, pipe, more.c_str(),
-                  checked ? "" : "  WRONG BITS");
+      std::printf(
+          "  %-20s %-14s %8.4f ms %6.1f TFLOP/s per rank, %4.0f MHz, tensor pipe %.3f%s%s\n",
+          timed.pass, timed.variant, q.median, tflops, mhz, pipe, more.c_str(),
+          checked ? "" : "  WRONG BITS");
       char text[640];
       std::snprintf(
           text, sizeof text,
           "%s\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": "
-          "\"bf16\", \"gpus\": %d, \"routing\": \"random\", \"router\": \"given\", "
+          "\"bf16\", \"gpus\": %d, \"ranks_per_gpu\": %d, \"routing\": \"random\", \"router\": "
+          "\"given\", "
           "\"round\": \"none\", \"pass\": \"%s\", \"impl\": \"tessera\", \"variant\": "
           "\"%s\", \"ms\": %.4f, \"ms_p10\": %.4f, \"ms_p90\": %.4f, \"tflops\": %.1f, "
           "\"mhz\": %.0f, \"tensor_pipe\": %.3f, \"transfer\": \"%s\"%s, \"checked\": %s}",
           rows.empty() ? "" : ",", c.name.c_str(), c.tokens, c.hidden, c.intermediate, c.experts,
-          c.top_k, timed.way == Way::layer ? 1 : ranks, timed.pass, timed.variant, q.median, q.p10,
-          q.p90, tflops, mhz, pipe, shape.transfer == dist::Transfer::once ? "once" : "direct",
-          more.c_str(), checked ? "true" : "false");
+          c.top_k, timed.way == Way::layer ? 1 : options.gpus, options.ranks_per_gpu, timed.pass,
+          timed.variant, q.median, q.p10, q.p90, tflops, mhz, pipe,
+          shape.transfer == dist::Transfer::once ? "once" : "direct", more.c_str(),
+          checked ? "true" : "false");
       rows += text;
     }
     std::fflush(stdout);
@@ -329,16 +333,23 @@ int main(int argc, char** argv) {
       options.transfer =
           transfer == "once" ? tessera::dist::Transfer::once : tessera::dist::Transfer::direct;
     } else {
-      bool const known =
-          arguments.takes("--gpus", options.gpus) || arguments.takes("--iters", options.iters) ||
-          arguments.takes("--config", options.config) ||
-          arguments.takes("--tokens", options.tokens) || arguments.takes("--out", options.out) ||
-          arguments.takes("--commit", options.commit);
+      bool const known = arguments.takes("--gpus", options.gpus) ||
+                         arguments.takes("--ranks-per-gpu", options.ranks_per_gpu) ||
+                         arguments.takes("--iters", options.iters) ||
+                         arguments.takes("--config", options.config) ||
+                         arguments.takes("--tokens", options.tokens) ||
+                         arguments.takes("--out", options.out) ||
+                         arguments.takes("--commit", options.commit);
       if (!known) return arguments.refuse();
     }
   }
-  if (options.gpus < 1 || options.gpus > tessera::kMaxRanks) {
-    std::fprintf(stderr, "--gpus %d: 1 to %d\n", options.gpus, tessera::kMaxRanks);
+  if (options.gpus < 1 || options.ranks_per_gpu < 1 || options.ranks() > tessera::kMaxRanks) {
+    std::fprintf(stderr, "--gpus %d, --ranks-per-gpu %d: 1 to %d ranks\n", options.gpus,
+                 options.ranks_per_gpu, tessera::kMaxRanks);
+    return 2;
+  }
+  if (options.ranks_per_gpu > 1 && options.nccl) {
+    std::fprintf(stderr, "--ranks-per-gpu: not with --nccl or --processes\n");
     return 2;
   }
   if (options.processes && !options.check) {

@@ -11,7 +11,6 @@
 namespace tessera::bench {
 
 struct CheckOptions : RankOptions {
-  int gpus = 2;
   bool chain = true, fused = true;  // which ways are checked
 };
 
@@ -35,11 +34,11 @@ inline int check_small(CheckOptions const& options) {
                          {1000, 1152, 192, 16, 8, geglu, once},
                          {129, 2048, 320, 3, 3, relu2},
                          {129, 7168, 320, 3, 3, relu2, once}}) {
-    ExchangeShape const shape = {.ranks = options.gpus,
+    ExchangeShape const shape = {.ranks = options.ranks(),
                                  .max_tokens = c.tokens,
                                  .hidden = c.hidden,
                                  .intermediate = c.intermediate,
-                                 .experts = c.local_experts * options.gpus,
+                                 .experts = c.local_experts * options.ranks(),
                                  .max_top_k = c.top_k,
                                  .transfer = c.transfer,
                                  .gated = Activation{.kind = c.activation}.gated()};
@@ -59,7 +58,7 @@ inline int check_small(CheckOptions const& options) {
             } else {
               r.launch_chain([](Part) {});
             }
-            TESSERA_CUDA(cudaDeviceSynchronize());
+            r.stream().synchronize();
             r.check_fault();
             if (!r.is_right()) {
               all_right = false;
@@ -70,9 +69,9 @@ inline int check_small(CheckOptions const& options) {
           return all_right;
         });
     bool const ok = all_of(all);
-    std::printf("%s (T %d, d %d, n %d, E %d, K %d)%s, %d GPUs, %d passes:", ok ? "ok " : "BAD",
-                c.tokens, c.hidden, c.intermediate, shape.experts, c.top_k,
-                c.transfer == once ? " once" : "", options.gpus, kPasses);
+    std::printf("%s (T %d, d %d, n %d, E %d, K %d)%s, %s, %d passes:", ok ? "ok " : "BAD", c.tokens,
+                c.hidden, c.intermediate, shape.experts, c.top_k, c.transfer == once ? " once" : "",
+                options.text().c_str(), kPasses);
     for (Pattern const pattern : kPatterns) std::printf(" %s", name(pattern));
     std::printf("\n");
     std::fflush(stdout);
@@ -85,11 +84,11 @@ inline int check_small(CheckOptions const& options) {
 // of random length, and ranks launch at random times.
 inline int check_repeats(CheckOptions const& options, dist::Transfer transfer) {
   constexpr int kRepeats = 1000;
-  ExchangeShape const shape = {.ranks = options.gpus,
+  ExchangeShape const shape = {.ranks = options.ranks(),
                                .max_tokens = 300,
                                .hidden = 512,
                                .intermediate = 256,
-                               .experts = 8 * options.gpus,
+                               .experts = 8 * options.ranks(),
                                .max_top_k = 4,
                                .transfer = transfer};
   bool const ok =
@@ -107,15 +106,15 @@ inline int check_repeats(CheckOptions const& options, dist::Transfer transfer) {
                           }
                           std::this_thread::sleep_for(std::chrono::microseconds(rng() % 200));
                           r.launch_fused(pass % 5);
-                          TESSERA_CUDA(cudaDeviceSynchronize());
+                          r.stream().synchronize();
                           r.check_fault();
                           wrong += r.is_right() ? 0 : 1;
                         }
                         talk.meet();
                         return wrong == 0;
                       }));
-  std::printf("%s %d passes with random delays, rows %s, %d GPUs\n", ok ? "ok " : "BAD", kRepeats,
-              transfer == dist::Transfer::once ? "once" : "direct", options.gpus);
+  std::printf("%s %d passes with random delays, rows %s, %s\n", ok ? "ok " : "BAD", kRepeats,
+              transfer == dist::Transfer::once ? "once" : "direct", options.text().c_str());
   return ok ? 0 : 1;
 }
 
@@ -126,13 +125,13 @@ inline bool says(std::string const& text, std::string const& words) {
 // The last rank comes too late: the others give up after their limit and say for whom they waited, or who had given up
 // before them; the last one then leaves at once.
 inline int check_stalled(CheckOptions const& options) {
-  if (options.gpus < 2) return 0;
-  int const last = options.gpus - 1;
-  ExchangeShape const shape = {.ranks = options.gpus,
+  if (options.ranks() < 2) return 0;
+  int const last = options.ranks() - 1;
+  ExchangeShape const shape = {.ranks = options.ranks(),
                                .max_tokens = 64,
                                .hidden = 256,
                                .intermediate = 128,
-                               .experts = 4 * options.gpus,
+                               .experts = 4 * options.ranks(),
                                .max_top_k = 2};
   bool const ok = all_of(on_ranks(
       options, shape, ActivationKind::swiglu, [&](int rank, Rank& r, Talk& talk, Context const&) {
@@ -142,7 +141,7 @@ inline int check_stalled(CheckOptions const& options) {
         for (bool const late : {false, true}) {
           if (late == (rank == last)) {
             r.launch_fused(-1);
-            TESSERA_CUDA(cudaDeviceSynchronize());
+            r.stream().synchronize();
             std::snprintf(talk.text[rank], sizeof talk.text[rank], "%s", r.fault().text());
           }
           talk.meet();
@@ -166,15 +165,15 @@ inline int check_stalled(CheckOptions const& options) {
 // The process of the last rank is killed in the middle of its passes: the others report for whom they waited, or who
 // had given up before them, and every pass that they ended before was right.
 inline int check_killed(CheckOptions const& options) {
-  if (options.gpus < 2 || !options.processes) return 0;
+  if (options.ranks() < 2 || !options.processes) return 0;
   constexpr double kLimit = 0.5;  // seconds, of a wait
   constexpr int kMostPasses = 200000;
-  int const last = options.gpus - 1;
-  ExchangeShape const shape = {.ranks = options.gpus,
+  int const last = options.ranks() - 1;
+  ExchangeShape const shape = {.ranks = options.ranks(),
                                .max_tokens = 300,
                                .hidden = 512,
                                .intermediate = 256,
-                               .experts = 8 * options.gpus,
+                               .experts = 8 * options.ranks(),
                                .max_top_k = 4};
   auto ok = on_ranks(
       options, shape, ActivationKind::swiglu,

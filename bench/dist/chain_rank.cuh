@@ -88,13 +88,15 @@ inline void fail(Status const& status) {
 class Rank {
  public:
   // `windows`: of all ranks, zeroed, as this GPU addresses them.
-  Rank(int rank, ExchangeShape const& s, ActivationKind activation, WindowAddresses const& windows)
+  Rank(int rank, int device, int sm_count, ExchangeShape const& s, ActivationKind activation,
+       WindowAddresses const& windows)
       : rank_(rank),
-        stream_(rank),
+        sm_count_(sm_count),
+        stream_(device),
         shape_(s),
         activation_{.kind = activation},
         window_layout_(s),
-        local_layout_(s, sm_count(rank)),
+        local_layout_(s, sm_count),
         windows_(windows),
         window_(windows[size_t(rank)]),
         local_(local_layout_.bytes),
@@ -223,21 +225,20 @@ class Rank {
                                        .gmem_scores = scores_.get(),
                                        .gmem_o = o_.get(),
                                        .lag = lag},
-                                      sm_count(rank_), native()));
+                                      sm_count_, native()));
   }
 
   // `mark(part)` after each of the parts.
   template <typename Mark>
   void launch_chain(Mark mark) {
-    int const sms = sm_count(rank_);
     ExchangeArguments const p = exchange();
-    TESSERA_CUDA(dist::launch_dispatch(p, sms, native()));
+    TESSERA_CUDA(dist::launch_dispatch(p, sm_count_, native()));
     mark(kDispatch);
     launch_up();
     mark(kUp);
     launch_down();
     mark(kDown);
-    TESSERA_CUDA(dist::launch_combine(p, sms, native()));
+    TESSERA_CUDA(dist::launch_combine(p, sm_count_, native()));
     mark(kCombine);
     cuda::AggregateArguments aggregate = {};
     aggregate.gmem_y = window_ + window_layout_.slots;
@@ -275,7 +276,7 @@ class Rank {
     up.intermediate = n;
     up.experts = s.local_experts();
     up.gmem_tile_counter = tile_counters_.get();
-    TESSERA_CUDA(cuda::launch_up_projection_fwd(up, sm_count(rank_), native()));
+    TESSERA_CUDA(cuda::launch_up_projection_fwd(up, sm_count_, native()));
   }
   void launch_down() {
     ExchangeShape const& s = shape_;
@@ -296,7 +297,7 @@ class Rank {
     down.intermediate = n;
     down.experts = s.local_experts();
     down.gmem_tile_counter = tile_counters_.get() + 1;
-    TESSERA_CUDA(cuda::launch_down_projection_fwd(down, sm_count(rank_), native()));
+    TESSERA_CUDA(cuda::launch_down_projection_fwd(down, sm_count_, native()));
   }
 
   device::Stream const& stream() const { return stream_; }
@@ -325,11 +326,6 @@ class Rank {
   }
 
  private:
-  static int sm_count(int device) {
-    int count = 0;
-    TESSERA_CUDA(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    return count;
-  }
   int64_t halves() const { return activation_.gated() ? 2 : 1; }
   // A copy of `count` values in a buffer of `size`, whose other bytes are `rest`.
   template <class T>
@@ -345,7 +341,7 @@ class Rank {
 
   cudaStream_t native() const { return static_cast<cudaStream_t>(stream_.handle().native); }
 
-  int rank_;
+  int rank_, sm_count_;
   device::Stream stream_;
   ExchangeShape shape_;
   Activation activation_;

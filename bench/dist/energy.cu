@@ -17,7 +17,6 @@ namespace tessera::bench {
 namespace {
 
 struct Options : RankOptions {
-  int gpus = 2;
   double seconds = 1;
   bool only_fused = false;
   std::string command, out, commit, config, tokens;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ranks of an exchange as threads on peer memory, as threads on NCCL's windows or as processes on those.
+// The ranks of an exchange as threads on peer memory, as threads on NCCL's windows or as processes on those. Threads on
+// peer memory may share GPUs, each with its part of the SMs: the protocol of many ranks runs on few GPUs.
 #pragma once
 
 #include <sys/wait.h>
@@ -17,8 +18,18 @@
 namespace tessera::bench {
 
 struct RankOptions {
+  int gpus = 2;
+  int ranks_per_gpu = 1;
   bool processes = false, nccl = false;
   std::string nccl_path;  // empty: the library that is found
+
+  int ranks() const { return gpus * ranks_per_gpu; }
+  int device_of(int rank) const { return rank / ranks_per_gpu; }
+  // "4 GPUs", "4 ranks on 1 GPU"
+  std::string text() const {
+    std::string const devices = std::to_string(gpus) + (gpus == 1 ? " GPU" : " GPUs");
+    return ranks_per_gpu == 1 ? devices : std::to_string(ranks()) + " ranks on " + devices;
+  }
 };
 
 // The first `gpus` GPUs, each of which may then read and write the others. False, with a line: there are fewer.
@@ -105,13 +116,16 @@ std::vector<char> on_ranks(RankOptions const& options, ExchangeShape const& shap
   talk.ranks = shape.ranks;
   char* peers[kMaxRanks] = {};
   auto const rank_main = [&](int rank) -> bool {
-    TESSERA_CUDA(cudaSetDevice(rank));
-    auto context = Context::create({.device = {DeviceKind::cuda, rank}});
+    int const device = options.device_of(rank);
+    TESSERA_CUDA(cudaSetDevice(device));
+    auto context = Context::create({.device = {DeviceKind::cuda, device}});
     fail(context.status());
     Windows windows(rank, dist::WindowLayout(shape).bytes, options, talk, peers);
     bool ok = false;
     {
-      Rank r(rank, shape, activation, windows.address);
+      int sm_count = 0;
+      TESSERA_CUDA(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device));
+      Rank r(rank, device, sm_count / options.ranks_per_gpu, shape, activation, windows.address);
       talk.meet();
       ok = body(rank, r, talk, context.value());
       talk.meet();

@@ -111,7 +111,7 @@ void acquire_registers() {}
 inline void fence_proxy_async_shared() {}
 inline void fence_proxy_async_global() {}
 inline void let_next_kernel_start() {}
-inline void wait_for_kernel_ahead() {}
+inline void wait_for_kernel_ahead() { emulator::wait_for_grids_ahead(); }
 
 // signal.cuh: who looks at a word lets others run.
 
@@ -140,7 +140,29 @@ inline void add_release_gpu(uint32_t* word, uint32_t increment) { atomicAdd(word
 inline void fence_acq_rel_gpu() {}
 inline void fence_acq_rel_sys() {}
 
-// load_shared.cuh, stmatrix.cuh
+// load_global.cuh, store_global.cuh, load_shared.cuh, store_shared.cuh, stmatrix.cuh
+
+template <class T>
+T load_wanted(void const* from, bool wanted) {
+  T value = {};
+  if (wanted) std::memcpy(&value, from, sizeof value);
+  return value;
+}
+inline uint4 load_streaming_16(void const* from, bool wanted) {
+  return load_wanted<uint4>(from, wanted);
+}
+inline float load_bf16(void const* from, bool wanted) {
+  return __uint_as_float(uint32_t{load_wanted<uint16_t>(from, wanted)} << 16);
+}
+inline uint32_t load_4(void const* from, bool wanted) {
+  return load_wanted<uint32_t>(from, wanted);
+}
+inline void store_streaming_16(void* to, uint4 bits) { std::memcpy(to, &bits, sizeof bits); }
+inline void store_shared_4(uint32_t smem, float value) { std::memcpy(shared_at(smem), &value, 4); }
+inline void store_shared_8(uint32_t smem, float first, float second) {
+  store_shared_4(smem, first);
+  store_shared_4(smem + 4, second);
+}
 
 inline uint4 load_shared_16(uint32_t smem) {
   uint4 bits;
@@ -298,8 +320,9 @@ inline uint64_t wgmma_descriptor_k_major(void const* smem) {
 }
 constexpr uint64_t kWgmmaDescriptorK16 = 32 / 16;
 template <int kGroupBytes = 1024, int kBoxBytes = 8192>
-uint64_t wgmma_descriptor_rows_major(void const*) {
-  emulator::fail("operands in rows-major order are not emulated");
+uint64_t wgmma_descriptor_rows_major(void const* smem) {
+  return uint64_t{kGroupBytes / 16} << 32 | uint64_t{kBoxBytes / 16} << 16 |
+         shared_address(smem) >> 4;
 }
 constexpr uint64_t kWgmmaRowsMajorK16 = 2048 / 16;
 inline void wgmma_fence() {}
@@ -314,8 +337,7 @@ void wgmma_m64n128k16(float (&)[64], uint64_t, uint64_t, int) {
 }
 template <bool kTransposeA, bool kTransposeB>
 void wgmma_m64n256k16(float (&d0)[64], float (&d1)[64], uint64_t a, uint64_t b, int accumulate) {
-  static_assert(!kTransposeA && !kTransposeB);
-  emulator::multiply_later(d0, d1, a, b, accumulate != 0);
+  emulator::multiply_later(d0, d1, a, b, kTransposeA, kTransposeB, accumulate != 0);
 }
 inline void wgmma_m64n256k16(float (&)[64], float (&)[64], uint32_t const (&)[4], uint64_t) {
   emulator::fail("operands in registers are not emulated");

@@ -5,8 +5,8 @@
 namespace tessera::emulator {
 namespace {
 
-void do_later(Thread* thread, std::function<void()> work, bool is_copy = false) {
-  world.later.push_back({thread, is_copy, std::move(work)});
+void do_later(Thread* thread, Kind kind, std::function<void()> work) {
+  world.later.push_back({thread, kind, std::move(work)});
 }
 
 float widen(std::uint16_t bits) {
@@ -16,12 +16,18 @@ float widen(std::uint16_t bits) {
   return value;
 }
 
-// Element (row, k) of an operand in K-major order with the 128-byte swizzle.
-float element(unsigned char const* shared, std::uint64_t descriptor, int row, int k) {
-  std::uint32_t const base = static_cast<std::uint32_t>(descriptor & 0x3fff) << 4;
-  std::uint32_t const group = static_cast<std::uint32_t>(descriptor >> 32 & 0x3fff) << 4;
-  std::uint32_t at = base + static_cast<std::uint32_t>(row / 8) * group +
-                     static_cast<std::uint32_t>(row % 8 * 128 + k * 2);
+// Element (row, k) of an operand with the 128-byte swizzle. K-major: rows of 128 bytes, eight of them to a group.
+// Rows-major: boxes of 64 rows, in which 128 bytes are one k of all of them, eight k to a group.
+float element(unsigned char const* shared, std::uint64_t descriptor, bool rows_major, int row,
+              int k) {
+  auto const field = [&](int at) {
+    return static_cast<std::uint32_t>(descriptor >> at & 0x3fff) << 4;
+  };
+  std::uint32_t const group = field(32), box = field(16);
+  auto const r = static_cast<std::uint32_t>(row), column = static_cast<std::uint32_t>(k);
+  std::uint32_t at =
+      field(0) + (rows_major ? r / 64 * box + column / 8 * group + column % 8 * 128 + r % 64 * 2
+                             : r / 8 * group + r % 8 * 128 + column * 2);
   at ^= (at >> 7 & 7) << 4;
   std::uint16_t bits;
   std::memcpy(&bits, shared + at, 2);
@@ -37,8 +43,12 @@ void multiply(Thread& t, Multiplication const& m) {
   Operands& o = operands_of(t, m.number);
   if (!o.read) {
     for (int k = 0; k < 16; ++k) {
-      for (int row = 0; row < 64; ++row) o.rows[row][k] = element(t.cta->shared, o.a, row, k);
-      for (int c = 0; c < 256; ++c) o.columns[k][c] = element(t.cta->shared, o.b, c, k);
+      for (int row = 0; row < 64; ++row) {
+        o.rows[row][k] = element(t.cta->shared, o.a, o.a_rows_major, row, k);
+      }
+      for (int c = 0; c < 256; ++c) {
+        o.columns[k][c] = element(t.cta->shared, o.b, o.b_rows_major, c, k);
+      }
     }
     o.read = true;
   }
@@ -64,7 +74,7 @@ void multiply(Thread& t, Multiplication const& m) {
 
 void load_later(Barrier* barrier, std::uint32_t bytes, std::function<void()> copy) {
   Thread* const t = world.running;
-  do_later(t, [=] {
+  do_later(t, Kind::load, [=] {
     copy();
     land(*t->cta, barrier, bytes);
   });
@@ -75,11 +85,11 @@ void store_later(std::function<void()> read, std::function<void()> write) {
   t->reads.add();
   t->writes.add();
   std::uint64_t const reads = t->reads.number(), writes = t->writes.number();
-  do_later(t, [=] {
+  do_later(t, Kind::read, [=] {
     read();
     t->reads.done(reads);
     wake(*t->cta, t);
-    do_later(t, [=] {
+    do_later(t, Kind::write, [=] {
       write();
       t->writes.done(writes);
       wake(*t->cta, t);
@@ -106,14 +116,14 @@ void copy_later(std::function<void()> copy) {
     t->copies.done(group);
     wake(*t->cta, t);
   };
-  do_later(t, land, true);
+  do_later(t, Kind::copy, land);
 }
 // Behind those that are under way now; later ones may land first.
 void arrive_behind_copies(Barrier* barrier) {
   Thread* const t = world.running;
   auto const left = std::make_shared<int>(0);
   for (Later& one : world.later) {
-    if (one.thread != t || !one.is_copy) continue;
+    if (one.thread != t || one.kind != Kind::copy) continue;
     ++*left;
     one.work = [work = std::move(one.work), left, barrier, t] {
       work();
@@ -128,15 +138,19 @@ void wait_copies(int pending) {
   sleep_until(t, [=] { return t->copies.all_but(pending); }, "its copies");
 }
 
-void multiply_later(float* first, float* second, std::uint64_t a, std::uint64_t b, bool adds) {
+void multiply_later(float* first, float* second, std::uint64_t a, std::uint64_t b,
+                    bool a_rows_major, bool b_rows_major, bool adds) {
   exchange(0, {"a multiplication", __LINE__});
   Thread& t = *world.running;
   Warpgroup& group = t.cta->warpgroups[t.index / kWarpgroup];
   std::uint64_t const number = t.multiplications++;
   if (number == group.begin + group.operands.size()) {
     group.operands.push_back(std::make_unique<Operands>());
-    group.operands.back()->a = a;
-    group.operands.back()->b = b;
+    Operands& o = *group.operands.back();
+    o.a = a;
+    o.b = b;
+    o.a_rows_major = a_rows_major;
+    o.b_rows_major = b_rows_major;
   }
   Operands const& o = operands_of(t, number);
   if (o.a != a || o.b != b) fail("warps of a warpgroup multiply different operands");

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <map>
 #include <stdexcept>
@@ -31,6 +32,7 @@ void start() {
     if (world.fault.empty()) world.fault = e.what();
   }
   t.done = true;
+  --t.cta->grid->left;
   changed();
   swapcontext(&t.context, &world.main);
 }
@@ -167,7 +169,19 @@ void wake(Cta& cta, void const* changed) {
 
 void launch(unsigned ctas, unsigned threads, std::size_t shared_bytes, std::function<void()> body) {
   if (shared_bytes > kMostShared) throw std::runtime_error("more shared memory than there is");
-  world.grids.push_back(std::make_unique<Grid>(Grid{ctas, threads, std::move(body)}));
+  world.grids.push_back(
+      std::make_unique<Grid>(Grid{ctas, threads, std::move(body), std::uint64_t{ctas} * threads}));
+}
+
+void wait_for_grids_ahead() {
+  for (auto const& grid : world.grids) {
+    if (grid.get() == world.running->cta->grid) return;
+    auto const writes = [&] {
+      return std::any_of(world.later.begin(), world.later.end(),
+                         [&](Later const& one) { return one.thread->cta->grid == grid.get(); });
+    };
+    while (grid->left != 0 || writes()) yield();
+  }
 }
 
 std::string run(Schedule const& schedule) {
@@ -207,7 +221,10 @@ std::string run(Schedule const& schedule) {
       give_turn(i);
     }
   }
-  if (world.fault.empty() && !world.later.empty()) world.fault = "copies that nobody awaited";
+  while (world.fault.empty() && !world.later.empty()) {
+    if (world.later.back().kind != Kind::write) world.fault = "a copy that nobody awaited";
+    do_one_later();
+  }
   std::string const fault = world.fault;
   clear();
   return fault;

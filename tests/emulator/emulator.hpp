@@ -8,8 +8,8 @@
 //   include/  as much of the CUDA headers as the kernels need
 //
 // Emulated: mbarriers with their arrivals and bytes; TMA loads and stores of tiles with the 128-byte swizzle, and
-// cp.async, all of which land late; wgmma with both operands K-major in shared memory, which are read when somebody
-// waits for it; named barriers, votes and shuffles of whole warps.
+// cp.async, all of which land late; wgmma of 256 columns with both operands in shared memory, which are read when
+// somebody waits for it; named barriers, votes and shuffles of whole warps; kernels that start early.
 // Checked: no barrier gets more arrivals than it awaits, lanes of a warp meet in the same place, warps of a warpgroup
 // multiply the same operands, somebody can always go on. Shared memory begins as NaNs.
 // Not emulated: that the memory of a GPU is weaker than that of one thread, proxies, clusters, registers, time. Order
@@ -33,6 +33,7 @@ struct Schedule {
 
 // Enqueues a grid whose CTAs all run at once. body() is one thread's.
 void launch(unsigned ctas, unsigned threads, std::size_t shared_bytes, std::function<void()> body);
+void wait_for_grids_ahead();  // that were launched before that of the thread which runs
 
 // Runs all grids that were launched, side by side. What went wrong, and who waited where; empty: they have ended.
 std::string run(Schedule const& schedule);
@@ -73,8 +74,9 @@ void arrive_behind_copies(Barrier* barrier);
 void commit_copies();
 void wait_copies(int pending);
 
-// D of 64 rows x `columns`, this thread's registers in groups of 128 columns.
-void multiply_later(float* first, float* second, std::uint64_t a, std::uint64_t b, bool adds);
+// D of 64 rows x 256 columns, this thread's registers in groups of 128 columns. Operands are rows of k, or rows-major.
+void multiply_later(float* first, float* second, std::uint64_t a, std::uint64_t b,
+                    bool a_rows_major, bool b_rows_major, bool adds);
 void commit_multiplications();
 void wait_multiplications(int pending);
 

@@ -5,7 +5,6 @@
 
 #include <array>
 #include <cmath>
-#include <cstdlib>
 #include <memory>
 #include <random>
 #include <string>
@@ -14,6 +13,7 @@
 #include "dist/kernels/forward_pass.cuh"
 #include "tests/dist/exchange.hpp"
 #include "tests/emulator/emulator.hpp"
+#include "tests/emulator/memory.hpp"
 
 cudaError_t cudaLaunchCooperativeKernel(void const* kernel, dim3 grid, dim3 block, void** arguments,
                                         std::size_t shared_bytes, cudaStream_t) {
@@ -28,38 +28,12 @@ cudaError_t cudaLaunchCooperativeKernel(void const* kernel, dim3 grid, dim3 bloc
 namespace tessera::dist {
 namespace {
 
-using Bits = std::uint16_t;  // bf16
-
-float widen(Bits bits) { return cuda::arch::unpack_bf16(bits).x; }
-Bits round(float value) { return static_cast<Bits>(cuda::arch::round_to_bf16(value)); }
-
-// Memory of a GPU, aligned, and NaNs before it is written.
-template <class T>
-class Memory {
- public:
-  explicit Memory(std::int64_t count, int fill = 0xff)
-      : count_(static_cast<std::size_t>(count)),
-        data_(static_cast<T*>(
-            std::aligned_alloc(128, (count_ * sizeof(T) + 127) / 128 * 128 + 128))) {
-    std::memset(static_cast<void*>(data_.get()), fill, count_ * sizeof(T));
-  }
-  T* get() const { return data_.get(); }
-  T& operator[](std::int64_t i) const { return data_.get()[i]; }
-  std::size_t size() const { return count_; }
-
- private:
-  struct Free {
-    void operator()(T* memory) const { std::free(memory); }
-  };
-  std::size_t count_;
-  std::unique_ptr<T, Free> data_;
-};
-
-void fill(Bits* values, std::int64_t count, std::uint64_t seed, float scale) {
-  std::mt19937_64 rng(seed);
-  std::uniform_real_distribution<float> draw(-scale, scale);
-  for (std::int64_t i = 0; i < count; ++i) values[i] = round(draw(rng));
-}
+using emulator::Bits;
+using emulator::dot;
+using emulator::fill;
+using emulator::Memory;
+using emulator::round;
+using emulator::widen;
 
 struct Case {
   ExchangeShape shape;
@@ -193,12 +167,6 @@ class Ranks {
                           case_.ctas, nullptr);
   }
 
-  // Columns of x w^T, fp32 sums in the order of k, as the emulated tensor cores add.
-  static float dot(Bits const* x, Bits const* w, int count) {
-    float sum = 0;
-    for (int k = 0; k < count; ++k) sum += widen(x[k]) * widen(w[k]);
-    return sum;
-  }
   float activate(float g, float u) const {
     Activation const activation{.kind = case_.activation};
     return case_.activation == ActivationKind::swiglu

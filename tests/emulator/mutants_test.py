@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors in the fused forward kernel that emulator_test has to notice: each in a copy of the sources, compiled and run.
+"""Errors in emulated kernels that emulator_test has to notice: each in a copy of the sources, compiled and run.
 
 What a GPU's memory may reorder is none of them: fences do nothing here (emulator.hpp).
 """
@@ -12,37 +12,55 @@ import subprocess
 import sys
 import tempfile
 
-KERNELS = "dist/kernels/"
+# What is compiled again for a mutant of these sources, and the tests that are run.
+COMPILED = {
+    "dist/kernels/": ("forward_instances.cpp", "FusedForward.*"),
+    "cuda/block/": ("projections_test.cpp", "Projections.*"),
+}
 # (name, file, text that stands there once, what stands there instead, a part of what the test then says)
 MUTANTS = [
-    ("a task begins without its rows", "forward.cuh", "pass.wait_count(needs.counter, needs.count, needs.site);", "",
+    ("a task begins without its rows", "dist/kernels/forward.cuh",
+     "pass.wait_count(needs.counter, needs.count, needs.site);", "",
      "nan, not"),
-    ("a stage is given back before it was multiplied", "forward.cuh",
+    ("a stage is given back before it was multiplied", "dist/kernels/forward.cuh",
      "arch::wgmma_wait<1>();", "arch::wgmma_wait<3>();", ", not "),
-    ("a lent stage is never given back", "forward.cuh",
+    ("a lent stage is never given back", "dist/kernels/forward.cuh",
      "    } else {\n      stages.settle();\n    }", "    }",
      "waits for an mbarrier"),
-    ("a stage less is lent than is taken", "forward.cuh", "kLentToDown : lent_to_up(kKind); lent > 0; --lent",
+    ("a stage less is lent than is taken", "dist/kernels/forward.cuh",
+     "kLentToDown : lent_to_up(kKind); lent > 0; --lent",
      "kLentToDown : lent_to_up(kKind); lent > 1; --lent", "waits for an mbarrier"),
-    ("a is announced when it has been read", "forward.cuh",
+    ("a is announced when it has been read", "dist/kernels/forward.cuh",
      "if (arch::lane_idx() == 0) arch::bulk_store_wait<0>();",
      "if (arch::lane_idx() == 0) arch::tma_store_wait_read<0>();", "nan, not"),
-    ("lanes decide alone whether they complete", "forward.cuh", "__any_sync(arch::kAllLanes, !there)", "!there",
+    ("lanes decide alone whether they complete", "dist/kernels/forward.cuh",
+     "__any_sync(arch::kAllLanes, !there)", "!there",
      "lanes of a warp meet in different places"),
-    ("a stage has one arrival too many", "forward.cuh",
+    ("a stage has one arrival too many", "dist/kernels/forward.cuh",
      "arch::mbarrier_arrive_expect_tx(full,",
      "arch::mbarrier_arrive(full);\n        arch::mbarrier_arrive_expect_tx(full,",
      "waits for an mbarrier"),
-    ("counters of the next pass are not cleared", "forward.cuh",
+    ("counters of the next pass are not cleared", "dist/kernels/forward.cuh",
      "clear_next_bank<kForwardThreads>(p.exchange, pass.epoch);", "", "pass"),
-    ("a slot of results goes to the next choice", "push_rows.cuh",
+    ("a slot of results goes to the next choice", "dist/kernels/push_rows.cuh",
      "origin.x % top_k)", "(origin.x + 1) % top_k)", ", not "),
-    ("a token is added up before it is complete", "slot_sums.cuh",
+    ("a token is added up before it is complete", "dist/kernels/slot_sums.cuh",
      "if (own_.owner >= 0) {\n        pass_.wait_epoch", "if (false) {\n        pass_.wait_epoch", "nan, not"),
-    ("the first down of a block says that it is done", "sent_tasks.cuh",
+    ("the first down of a block says that it is done", "dist/kernels/sent_tasks.cuh",
      "before + 1 == static_cast<std::uint32_t>(pass.shape().down_tiles())", "before == 0", "nan, not"),
-    ("lists are said to be there by the first slice", "route.cuh", "r < p.shape.ranks && before + 1 == gridDim.x",
+    ("lists are said to be there by the first slice", "dist/kernels/route.cuh",
+     "r < p.shape.ranks && before + 1 == gridDim.x",
      "r < p.shape.ranks && before == 0", "pass"),
+    ("a stage of a GEMM is given back before it was multiplied", "cuda/block/consume.cuh",
+     "arch::wgmma_wait<1>();", "arch::wgmma_wait<3>();", "h row"),
+    ("a resident B is never given back", "cuda/block/consume.cuh",
+     "if (last_of_run(tile)) release_resident<kGemm>(smem, k_tile - 1);", "", "waits for an mbarrier"),
+    ("a deferred epilogue takes its second half too late", "cuda/block/deferred_rows.cuh",
+     "if (piece == kDeferredPieces / 2) fill", "if (piece == kDeferredPieces / 2 + 1) fill", "h row"),
+    ("the second GEMM does not wait for the first", "cuda/block/handover.cuh",
+     "arch::load_acquire_gpu(p_.gmem_handover) < kHandedOver", "false", "y row"),
+    ("one warp hands over for all", "cuda/block/handover.cuh",
+     "kHandedOver - warps + 1", "kHandedOver", "y row"),
 ]
 
 
@@ -50,7 +68,7 @@ def mutate(tree, scratch, file, old, new):
     """A tree of links in which one file is a changed copy."""
     copy = scratch / "tree"
     shutil.copytree(tree, copy, symlinks=True)
-    path = copy / KERNELS / file
+    path = copy / file
     text = path.read_text(encoding="utf-8")
     if text.count(old) != 1:
         sys.exit(f"{file} has {text.count(old)} times: {old}")
@@ -68,13 +86,14 @@ def outcome(args, mutant):
         here = pathlib.Path(__file__).parent
         root = here.parent.parent
         program = scratch / "test"
-        objects = [o for o in args.objects.split(",") if "forward_instances" not in o]
+        source, tests = next(how for folder, how in COMPILED.items() if file.startswith(folder))
+        objects = [o for o in args.objects.split(",") if source not in o]
         subprocess.run([args.compiler, "-std=c++20", "-O2", "-w", "-Wno-psabi", "-fno-strict-aliasing",
                         *(f"-I{path}" for path in (tree, here / "include", root, root / "src", root / "include")),
-                        str(here / "forward_instances.cpp"), *objects, *args.libraries.split(","), "-lpthread",
+                        str(here / source), *objects, *args.libraries.split(","), "-lpthread",
                         "-o", str(program)], check=True)
-        run = subprocess.run([str(program)], capture_output=True, text=True, timeout=600, check=False,
-                             env={**os.environ, "GTEST_FAIL_FAST": "1"})
+        run = subprocess.run([str(program), f"--gtest_filter={tests}"], capture_output=True, text=True,
+                             timeout=600, check=False, env={**os.environ, "GTEST_FAIL_FAST": "1"})
         return name, run.returncode == 1 and notice in run.stdout, run.stdout
 
 

@@ -112,6 +112,7 @@ struct Warp {
 // Operands as they are when the first thread of the warpgroup waits for them.
 struct Operands {
   std::uint64_t a, b;
+  bool a_rows_major, b_rows_major;
   bool read = false;
   int left = kWarpgroup;  // threads that have not used them
   float rows[64][16];
@@ -131,6 +132,7 @@ struct NamedBarrier {
 struct Grid {
   unsigned ctas, threads;
   std::function<void()> body;
+  std::uint64_t left;  // threads that have not ended
 };
 
 struct Cta {
@@ -145,9 +147,11 @@ struct Cta {
   std::vector<Thread*> asleep;
 };
 
+// What a thread has set going. A store's write is complete at the grid's end; all else somebody has to wait for.
+enum class Kind { load, copy, read, write };
 struct Later {
   Thread* thread;
-  bool is_copy;  // cp.async
+  Kind kind;
   std::function<void()> work;
 };
 

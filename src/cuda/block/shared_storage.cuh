@@ -5,6 +5,7 @@
 
 #include <cuda_bf16.h>
 
+#include "../arch/dynamic_shared.cuh"
 #include "../arch/mbarrier.cuh"
 #include "gemm_config.hpp"
 
@@ -40,7 +41,7 @@ struct SharedStorage {
 template <GemmConfig kGemm>
 __device__ __forceinline__ SharedStorage<kGemm>& shared_storage() {
   static_assert(sizeof(SharedStorage<kGemm>) <= kSharedMemoryBytes);
-  extern __shared__ __align__(1024) unsigned char smem_raw[];
+  TESSERA_DYNAMIC_SHARED(smem_raw);
   return *reinterpret_cast<SharedStorage<kGemm>*>(smem_raw);
 }
 

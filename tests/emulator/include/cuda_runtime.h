@@ -49,6 +49,14 @@ inline int __ffs(int bits) {
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 
+template <class... Params>
+cudaError_t cudaLaunchKernelEx(cudaLaunchConfig_t const* config, void (*kernel)(Params...),
+                               std::type_identity_t<Params> const&... params) {
+  tessera::emulator::launch(config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes,
+                            [=] { kernel(params...); });
+  return cudaSuccess;
+}
+
 #define TESSERA_EMULATOR_SITE char const *file = __builtin_FILE(), int line = __builtin_LINE()
 
 inline void __syncwarp() { tessera::emulator::exchange(0, {.file = "__syncwarp"}); }

@@ -30,6 +30,36 @@ cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
 cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** entry, unsigned version,
                                              unsigned long long flags,
                                              cudaDriverEntryPointQueryResult* found);
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+// Attributes say what launches here do in any case: grids run side by side, until one waits for those ahead.
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeClusterDimension,
+  cudaLaunchAttributeProgrammaticStreamSerialization
+};
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    dim3 clusterDim;
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  std::size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute const* attrs;
+  unsigned numAttrs;
+};
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel*, cudaLaunchConfig_t const*) {
+  *clusters = 1;
+  return cudaSuccess;
+}
+
 // Of the test: it knows the kernel's parameters.
 cudaError_t cudaLaunchCooperativeKernel(void const* kernel, dim3 grid, dim3 block, void** arguments,
                                         std::size_t shared_bytes, cudaStream_t stream);

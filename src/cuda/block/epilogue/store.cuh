@@ -130,7 +130,12 @@ class StoreDeferred {
   int column_ = 0;
 };
 
+// By a class of its own: GCC 12 fails at the same as one alias.
 template <GemmConfig kGemm>
-using StoreEpilogue = std::conditional_t<kGemm.defers, StoreDeferred<kGemm>, StoreInSlabs<kGemm>>;
+struct StoreEpilogueOf {
+  using Type = std::conditional_t<kGemm.defers, StoreDeferred<kGemm>, StoreInSlabs<kGemm>>;
+};
+template <GemmConfig kGemm>
+using StoreEpilogue = typename StoreEpilogueOf<kGemm>::Type;
 
 }  // namespace tessera::cuda::block

@@ -180,8 +180,45 @@ inline void stmatrix_x4(uint32_t smem_row, uint32_t m0, uint32_t m1, uint32_t m2
   }
   __syncwarp();
 }
-inline void stmatrix_x4_transposed(uint32_t, uint32_t, uint32_t, uint32_t, uint32_t) {
-  emulator::fail("stmatrix of transposed matrices is not emulated");
+inline void ldmatrix_x4(uint32_t smem_row, uint32_t& m0, uint32_t& m1, uint32_t& m2, uint32_t& m3) {
+  std::uint64_t const* const rows = emulator::exchange(smem_row, {__FILE__, __LINE__});
+  uint32_t* const matrices[4] = {&m0, &m1, &m2, &m3};
+  int const lane = lane_idx();
+  for (int i = 0; i < 4; ++i) {
+    auto const row = static_cast<uint32_t>(rows[8 * i + lane / 4]);
+    std::memcpy(matrices[i], shared_at(row) + 4 * (lane % 4), 4);
+  }
+  __syncwarp();
+}
+// Row r of a matrix in shared memory is its column r.
+inline void ldmatrix_x4_transposed(uint32_t smem_row, uint32_t& m0, uint32_t& m1, uint32_t& m2,
+                                   uint32_t& m3) {
+  std::uint64_t const* const rows = emulator::exchange(smem_row, {__FILE__, __LINE__});
+  uint32_t* const matrices[4] = {&m0, &m1, &m2, &m3};
+  int const lane = lane_idx();
+  for (int i = 0; i < 4; ++i) {
+    uint16_t values[2];
+    for (int column = 0; column < 2; ++column) {
+      auto const row = static_cast<uint32_t>(rows[8 * i + 2 * (lane % 4) + column]);
+      std::memcpy(&values[column], shared_at(row) + 2 * (lane / 4), 2);
+    }
+    *matrices[i] = values[0] | uint32_t{values[1]} << 16;
+  }
+  __syncwarp();
+}
+inline void stmatrix_x4_transposed(uint32_t smem_row, uint32_t m0, uint32_t m1, uint32_t m2,
+                                   uint32_t m3) {
+  std::uint64_t const* const rows = emulator::exchange(smem_row, {__FILE__, __LINE__});
+  uint32_t const matrices[4] = {m0, m1, m2, m3};
+  int const lane = lane_idx();
+  for (int i = 0; i < 4; ++i) {
+    for (int column = 0; column < 2; ++column) {
+      auto const row = static_cast<uint32_t>(rows[8 * i + 2 * (lane % 4) + column]);
+      auto const value = static_cast<uint16_t>(matrices[i] >> 16 * column);
+      std::memcpy(shared_at(row) + 2 * (lane / 4), &value, 2);
+    }
+  }
+  __syncwarp();
 }
 
 // cp_async.cuh
@@ -263,8 +300,10 @@ template <class... Coordinates>
 void tma_load_multicast(void*, CUtensorMap const*, Mbarrier*, uint16_t, Coordinates...) {
   emulator::fail("clusters are not emulated");
 }
-inline void tma_store(CUtensorMap const* map, void const* smem_src, int c0, int c1, int c2,
-                      int c3) {
+// put(to, from, bytes) for every row of the box that exists.
+template <class Put>
+void tma_store_box(CUtensorMap const* map, void const* smem_src, int c0, int c1, int c2, int c3,
+                   Put put) {
   uint32_t const from = shared_address(smem_src);
   unsigned char const* const shared = emulator::shared_memory();
   CUtensorMap const m = *map;
@@ -281,14 +320,34 @@ inline void tma_store(CUtensorMap const* map, void const* smem_src, int c0, int 
       [=] {
         visit_box(m, {c0, c1, c2, c3, 0}, [&](unsigned char* to, uint32_t row, int columns) {
           if (to == nullptr) return;
-          std::memcpy(to, rows->data() + size_t{row} * 128,
-                      static_cast<size_t>(columns) * m.element_bytes);
+          put(to, rows->data() + size_t{row} * 128, static_cast<size_t>(columns) * m.element_bytes);
         });
       });
+}
+inline void tma_store(CUtensorMap const* map, void const* smem_src, int c0, int c1, int c2,
+                      int c3) {
+  tma_store_box(map, smem_src, c0, c1, c2, c3,
+                [](unsigned char* to, unsigned char const* from, size_t bytes) {
+                  std::memcpy(to, from, bytes);
+                });
 }
 inline void tma_store(CUtensorMap const* map, void const* smem_src, int c0, int c1, int c2, int c3,
                       uint64_t) {
   tma_store(map, smem_src, c0, c1, c2, c3);
+}
+inline void tma_reduce_add(CUtensorMap const* map, void const* smem_src, int c0, int c1, int c2,
+                           int c3) {
+  if (map->element_bytes != 4) emulator::fail("additions of bf16 are not emulated");
+  tma_store_box(map, smem_src, c0, c1, c2, c3,
+                [](unsigned char* to, unsigned char const* from, size_t bytes) {
+                  for (size_t at = 0; at < bytes; at += 4) {
+                    float old, more;
+                    std::memcpy(&old, to + at, 4);
+                    std::memcpy(&more, from + at, 4);
+                    old += more;
+                    std::memcpy(to + at, &old, 4);
+                  }
+                });
 }
 inline uint64_t l2_evict_first() { return 0; }
 inline void tma_prefetch_map(CUtensorMap const*) {}
@@ -332,15 +391,15 @@ void wgmma_wait() {
   emulator::wait_multiplications(kPending);
 }
 template <bool kTransposeA, bool kTransposeB>
-void wgmma_m64n128k16(float (&)[64], uint64_t, uint64_t, int) {
-  emulator::fail("tiles of 128 columns are not emulated");
+void wgmma_m64n128k16(float (&d0)[64], uint64_t a, uint64_t b, int accumulate) {
+  emulator::multiply_later(d0, nullptr, a, b, kTransposeA, kTransposeB, accumulate != 0);
 }
 template <bool kTransposeA, bool kTransposeB>
 void wgmma_m64n256k16(float (&d0)[64], float (&d1)[64], uint64_t a, uint64_t b, int accumulate) {
   emulator::multiply_later(d0, d1, a, b, kTransposeA, kTransposeB, accumulate != 0);
 }
-inline void wgmma_m64n256k16(float (&)[64], float (&)[64], uint32_t const (&)[4], uint64_t) {
-  emulator::fail("operands in registers are not emulated");
+inline void wgmma_m64n256k16(float (&d0)[64], float (&d1)[64], uint32_t const (&a)[4], uint64_t b) {
+  emulator::multiply_later(d0, d1, a, b);
 }
 
 // cluster.cuh: a CTA is alone.

@@ -43,10 +43,10 @@ void multiply(Thread& t, Multiplication const& m) {
   Operands& o = operands_of(t, m.number);
   if (!o.read) {
     for (int k = 0; k < 16; ++k) {
-      for (int row = 0; row < 64; ++row) {
+      for (int row = 0; row < 64 && !o.a_in_registers; ++row) {
         o.rows[row][k] = element(t.cta->shared, o.a, o.a_rows_major, row, k);
       }
-      for (int c = 0; c < 256; ++c) {
+      for (int c = 0; c < (m.second != nullptr ? 256 : 128); ++c) {
         o.columns[k][c] = element(t.cta->shared, o.b, o.b_rows_major, c, k);
       }
     }
@@ -54,7 +54,7 @@ void multiply(Thread& t, Multiplication const& m) {
   }
   int const lane = static_cast<int>(t.index) % kWarp;
   int const warp = static_cast<int>(t.index) % kWarpgroup / kWarp;
-  for (int i = 0; i < 128; ++i) {
+  for (int i = 0; i < (m.second != nullptr ? 128 : 64); ++i) {
     float& d = i < 64 ? m.first[i] : m.second[i - 64];
     int const row = 16 * warp + lane / 4 + 8 * (i / 2 % 2);
     int const column = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
@@ -138,23 +138,44 @@ void wait_copies(int pending) {
   sleep_until(t, [=] { return t->copies.all_but(pending); }, "its copies");
 }
 
-void multiply_later(float* first, float* second, std::uint64_t a, std::uint64_t b,
-                    bool a_rows_major, bool b_rows_major, bool adds) {
+namespace {
+
+// Of this thread's next multiplication, made by the first of its warpgroup.
+Operands& next_operands(float* first, float* second, std::uint64_t a, std::uint64_t b, bool adds) {
   exchange(0, {"a multiplication", __LINE__});
   Thread& t = *world.running;
   Warpgroup& group = t.cta->warpgroups[t.index / kWarpgroup];
   std::uint64_t const number = t.multiplications++;
   if (number == group.begin + group.operands.size()) {
     group.operands.push_back(std::make_unique<Operands>());
-    Operands& o = *group.operands.back();
-    o.a = a;
-    o.b = b;
-    o.a_rows_major = a_rows_major;
-    o.b_rows_major = b_rows_major;
+    group.operands.back()->a = a;
+    group.operands.back()->b = b;
   }
-  Operands const& o = operands_of(t, number);
+  Operands& o = operands_of(t, number);
   if (o.a != a || o.b != b) fail("warps of a warpgroup multiply different operands");
   t.open.push_back({first, second, number, adds});
+  return o;
+}
+
+}  // namespace
+
+void multiply_later(float* first, float* second, std::uint64_t a, std::uint64_t b,
+                    bool a_rows_major, bool b_rows_major, bool adds) {
+  Operands& o = next_operands(first, second, a, b, adds);
+  o.a_rows_major = a_rows_major;
+  o.b_rows_major = b_rows_major;
+}
+// a[0], a[2]: row lane/4, k = 2 (lane%4) + {0, 1} and 8 more; a[1], a[3]: of the row 8 further on.
+void multiply_later(float* first, float* second, std::uint32_t const (&a)[4], std::uint64_t b) {
+  Operands& o = next_operands(first, second, 0, b, true);
+  o.a_in_registers = o.b_rows_major = true;
+  int const thread = static_cast<int>(world.running->index) % kWarpgroup, lane = thread % kWarp;
+  for (int i = 0; i < 4; ++i) {
+    float* const row = o.rows[thread / kWarp * 16 + lane / 4 + i % 2 * 8];
+    int const k = 2 * (lane % 4) + i / 2 * 8;
+    row[k] = widen(static_cast<std::uint16_t>(a[i]));
+    row[k + 1] = widen(static_cast<std::uint16_t>(a[i] >> 16));
+  }
 }
 void commit_multiplications() {
   Thread& t = *world.running;

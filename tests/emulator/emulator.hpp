@@ -7,9 +7,9 @@
 //   arch.cuh  the functions of src/cuda/arch/
 //   include/  as much of the CUDA headers as the kernels need
 //
-// Emulated: mbarriers with their arrivals and bytes; TMA loads and stores of tiles with the 128-byte swizzle, and
-// cp.async, all of which land late; wgmma of 256 columns with both operands in shared memory, which are read when
-// somebody waits for it; named barriers, votes and shuffles of whole warps; kernels that start early.
+// Emulated: mbarriers with their arrivals and bytes; TMA loads, stores and additions of tiles with the 128-byte
+// swizzle, and cp.async, all of which land late; wgmma of 128 or 256 columns, whose operands in shared memory are read
+// when somebody waits for it; named barriers, votes and shuffles of whole warps; kernels that start early.
 // Checked: no barrier gets more arrivals than it awaits, lanes of a warp meet in the same place, warps of a warpgroup
 // multiply the same operands, somebody can always go on. Shared memory begins as NaNs.
 // Not emulated: that the memory of a GPU is weaker than that of one thread, proxies, clusters, registers, time. Order
@@ -74,9 +74,12 @@ void arrive_behind_copies(Barrier* barrier);
 void commit_copies();
 void wait_copies(int pending);
 
-// D of 64 rows x 256 columns, this thread's registers in groups of 128 columns. Operands are rows of k, or rows-major.
+// D of 64 rows x 256 columns, this thread's registers in groups of 128 columns; `second` null: of 128. Operands are
+// rows of k, or rows-major.
 void multiply_later(float* first, float* second, std::uint64_t a, std::uint64_t b,
                     bool a_rows_major, bool b_rows_major, bool adds);
+// The same with this thread's part of A in registers, and B rows-major; adds.
+void multiply_later(float* first, float* second, std::uint32_t const (&a)[4], std::uint64_t b);
 void commit_multiplications();
 void wait_multiplications(int pending);
 

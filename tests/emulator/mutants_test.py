@@ -15,7 +15,7 @@ import tempfile
 # What is compiled again for a mutant of these sources, and the tests that are run.
 COMPILED = {
     "dist/kernels/": ("forward_instances.cpp", "FusedForward.*"),
-    "cuda/block/": ("projections_test.cpp", "Projections.*"),
+    "cuda/block/": ("gemm_test.cpp", "-FusedForward.*"),
 }
 # (name, file, text that stands there once, what stands there instead, a part of what the test then says)
 MUTANTS = [
@@ -61,6 +61,12 @@ MUTANTS = [
      "arch::load_acquire_gpu(p_.gmem_handover) < kHandedOver", "false", "y row"),
     ("one warp hands over for all", "cuda/block/handover.cuh",
      "kHandedOver - warps + 1", "kHandedOver", "y row"),
+    ("the low half of dlogits is left out", "cuda/block/outer_product.cuh",
+     "a[2 + half] = has ?", "a[2 + half] = false ?", "UpProjectionDgrad.AddsTheRoutersPart"),
+    ("columns that are kept lose a swizzle", "cuda/block/deferred_rows.cuh",
+     "kSecondColumn * kColumnBytes | 4 << 4", "kSecondColumn * kColumnBytes", "ProjectionWgrad.AlongHidden"),
+    ("a score is left out of dh", "cuda/block/epilogue/activation_gradient.cuh",
+     "up.x, s * t[0])", "up.x, t[0])", "DownProjectionDgrad.InLentStages"),
 ]
 
 

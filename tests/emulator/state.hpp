@@ -113,6 +113,7 @@ struct Warp {
 struct Operands {
   std::uint64_t a, b;
   bool a_rows_major, b_rows_major;
+  bool a_in_registers = false;
   bool read = false;
   int left = kWarpgroup;  // threads that have not used them
   float rows[64][16];

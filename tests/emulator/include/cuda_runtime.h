@@ -78,6 +78,10 @@ T __shfl_up_sync(unsigned mask, T value, int by, TESSERA_EMULATOR_SITE) {
   int const lane = static_cast<int>(threadIdx.x % 32);
   return __shfl_sync(mask, value, lane < by ? lane : lane - by, file, line);
 }
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int bits, TESSERA_EMULATOR_SITE) {
+  return __shfl_sync(mask, value, static_cast<int>(threadIdx.x % 32) ^ bits, file, line);
+}
 inline unsigned __ballot_sync(unsigned, int value, TESSERA_EMULATOR_SITE) {
   std::uint64_t const* const all = tessera::emulator::exchange(value != 0 ? 1 : 0, {file, line});
   unsigned votes = 0;

@@ -300,9 +300,14 @@ class WgradStoreDeferred {
   int columns_left_ = 0;  // from this lane's first c on
 };
 
+// By a class of its own, as StoreEpilogueOf.
 template <GemmConfig kGemm, Major kMajor, bool kFp32>
-using WgradStoreEpilogue = std::conditional_t<
-    !kGemm.defers, WgradStoreInSlabs<kGemm, kMajor, kFp32>,
-    std::conditional_t<kFp32, WgradSumsDeferred<kGemm, kMajor>, WgradStoreDeferred<kGemm, kMajor>>>;
+struct WgradStoreEpilogueOf {
+  using Deferred = std::conditional_t<kFp32, WgradSumsDeferred<kGemm, kMajor>,
+                                      WgradStoreDeferred<kGemm, kMajor>>;
+  using Type = std::conditional_t<kGemm.defers, Deferred, WgradStoreInSlabs<kGemm, kMajor, kFp32>>;
+};
+template <GemmConfig kGemm, Major kMajor, bool kFp32>
+using WgradStoreEpilogue = typename WgradStoreEpilogueOf<kGemm, kMajor, kFp32>::Type;
 
 }  // namespace tessera::cuda::block

@@ -1,0 +1,438 @@
+// SPDX-License-Identifier: Apache-2.0
+// GEMMs of one GPU, from the sources that GPUs get: bit for bit rows times columns in the order of k.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "cuda/kernels/down_projection_dgrad.cuh"
+#include "cuda/kernels/down_projection_fwd.cuh"
+#include "cuda/kernels/projection_wgrad.cuh"
+#include "cuda/kernels/router_logits.cuh"
+#include "cuda/kernels/up_projection_dgrad.cuh"
+#include "cuda/kernels/up_projection_fwd.cuh"
+#include "cuda/tuning/gemm.hpp"
+#include "cuda/tuning/gemm_backward.hpp"
+#include "tests/emulator/emulator.hpp"
+#include "tests/emulator/memory.hpp"
+
+namespace tessera::cuda {
+namespace {
+
+using block::Major;
+using emulator::Bits;
+using emulator::dot;
+using emulator::fill;
+using emulator::Memory;
+using emulator::round;
+using emulator::widen;
+
+constexpr ActivationKind kKind = ActivationKind::swiglu;
+
+struct Shape {
+  std::vector<int> rows;  // of each expert
+  int hidden, intermediate;
+  int ctas = 2;
+};
+
+// Both projections of some experts, and what they should give.
+class Projections {
+ public:
+  explicit Projections(Shape const& s)
+      : s_(s),
+        experts_(static_cast<int>(s.rows.size())),
+        tokens_(0),
+        offsets_(experts_ + 1),
+        w_up_(2 * matrix() * experts_),
+        w_down_(matrix() * experts_),
+        counters_(2, 0),
+        handover_(1, 0) {
+    for (int e = 0; e < experts_; ++e) {
+      offsets_[e] = tokens_;
+      tokens_ += s_.rows[static_cast<std::size_t>(e)];
+    }
+    offsets_[experts_] = tokens_;
+    fill(w_up_.get(), static_cast<std::int64_t>(w_up_.size()), 1, 0.25f);
+    fill(w_down_.get(), static_cast<std::int64_t>(w_down_.size()), 2, 0.25f);
+    fill(x_.get(), static_cast<std::int64_t>(x_.size()), 3, 1.0f);
+    for (int r = 0; r < tokens_; ++r) index_[r] = (7 * r + 3) % kTokens;
+  }
+
+  template <bool kGather, Major kMajor>
+  void launch_up(bool hands_over) {
+    std::int64_t const d = s_.hidden, n = s_.intermediate;
+    UpProjectionFwdArguments args = {};
+    args.x = {.gmem = x_.get(), .rows = kTokens, .pitch = d};
+    if (kGather) args.gmem_gather_index = index_.get();
+    args.gmem_expert_offsets = offsets_.get();
+    for (int half = 0; half < 2; ++half) {
+      args.w_up[half] = rows<kMajor>(w_up_.get() + half * n * d, 2 * n * d, n, d);
+    }
+    args.activation = {.kind = kKind};
+    args.gmem_h = h_.get();
+    args.gmem_a = a_.get();
+    args.rows = tokens_;
+    args.hidden = d;
+    args.intermediate = n;
+    args.experts = experts_;
+    args.gmem_tile_counter = counters_.get();
+    args.gmem_handover = hands_over ? handover_.get() : nullptr;
+    using Config = UpProjectionFwdConfig<kKind, kGather, kMajor, true>;
+    ASSERT_EQ(launch_up_projection_fwd_config<Config>(args, s_.ctas, nullptr), cudaSuccess);
+  }
+
+  template <class Config, Major kMajor>
+  void launch_down(bool takes_over) {
+    std::int64_t const d = s_.hidden, n = s_.intermediate;
+    DownProjectionFwdArguments args = {};
+    args.gmem_a = a_.get();
+    args.gmem_expert_offsets = offsets_.get();
+    args.w_down = rows<kMajor>(w_down_.get(), d * n, d, n);
+    args.gmem_y = y_.get();
+    args.rows = tokens_;
+    args.hidden = d;
+    args.intermediate = n;
+    args.experts = experts_;
+    args.gmem_tile_counter = counters_.get() + 1;
+    args.gmem_handover = takes_over ? handover_.get() : nullptr;
+    ASSERT_EQ(launch_down_projection_fwd_config<Config>(args, s_.ctas, nullptr), cudaSuccess);
+  }
+
+  // Weights as launched: K-major, or rows-major.
+  std::string compare(bool gathered, bool rows_major) const {
+    int const d = s_.hidden, n = s_.intermediate;
+    int expert = 0;
+    for (int r = 0; r < tokens_; ++r) {
+      while (r >= offsets_[expert + 1]) ++expert;
+      Bits const* const x = x_.get() + std::int64_t{gathered ? index_[r] : r} * d;
+      for (int i = 0; i < 2 * n; ++i) {
+        Bits const* const half = w_up_.get() + (2 * expert + i / n) * matrix();
+        Bits const wanted = product(x, half, i % n, n, d, rows_major);
+        if (h_[std::int64_t{r} * 2 * n + i] != wanted) return where("h", r, i);
+      }
+      for (int i = 0; i < n; ++i) {
+        Bits const* const h = h_.get() + std::int64_t{r} * 2 * n;
+        float const a = block::ActivationFunction<kKind>::forward({.kind = kKind}, widen(h[i]),
+                                                                  widen(h[n + i]));
+        if (a_[std::int64_t{r} * n + i] != round(a)) return where("a", r, i);
+      }
+      for (int i = 0; i < d; ++i) {
+        Bits const wanted = product(a_.get() + std::int64_t{r} * n,
+                                    w_down_.get() + expert * matrix(), i, d, n, rows_major);
+        if (y_[std::int64_t{r} * d + i] != wanted) return where("y", r, i);
+      }
+    }
+    return counters_[0] == 0 && counters_[1] == 0 ? "" : "a tile counter is left";
+  }
+
+ private:
+  static constexpr int kTokens = 400;
+
+  std::int64_t matrix() const { return std::int64_t{s_.hidden} * s_.intermediate; }
+  template <Major kMajor>
+  static WeightRows rows(Bits const* gmem, std::int64_t expert_stride, std::int64_t rows,
+                         std::int64_t columns) {
+    bool const k_major = kMajor == Major::kK;
+    return {.gmem = gmem,
+            .expert_stride = expert_stride,
+            .row_stride = k_major ? columns : 1,
+            .column_stride = k_major ? 1 : rows,
+            .block = rows};
+  }
+  static Bits product(Bits const* x, Bits const* w, int row, int rows, int count, bool rows_major) {
+    return round(rows_major ? dot(x, w + row, count, rows)
+                            : dot(x, w + std::int64_t{row} * count, count));
+  }
+  static std::string where(char const* what, int row, int column) {
+    return std::string(what) + " row " + std::to_string(row) + " column " + std::to_string(column);
+  }
+
+  Shape s_;
+  int experts_, tokens_;
+  Memory<std::int32_t> offsets_;
+  Memory<Bits> w_up_, w_down_;
+  Memory<std::int32_t> counters_;
+  Memory<std::uint32_t> handover_;
+  Memory<Bits> x_{std::int64_t{kTokens} * s_.hidden};
+  Memory<std::int32_t> index_{kTokens};
+  Memory<Bits> h_{std::int64_t{kTokens} * 2 * s_.intermediate},
+      a_{std::int64_t{kTokens} * s_.intermediate}, y_{std::int64_t{kTokens} * s_.hidden};
+};
+
+constexpr emulator::Schedule kSchedules[] = {{.seed = 1},
+                                             {.seed = 2, .burst = 64},
+                                             {.seed = 3, .copies = 256},
+                                             {.seed = 4, .burst = 8, .copies = 2, .lazy = 0.5}};
+
+// One after the other, and the second in the tail of the first.
+template <bool kGather, Major kMajor, template <Major> class Down>
+void expect_right(Shape const& shape) {
+  for (emulator::Schedule const& schedule : kSchedules) {
+    for (bool const handed_over : {false, true}) {
+      Projections p(shape);
+      p.launch_up<kGather, kMajor>(handed_over);
+      if (!handed_over) {
+        ASSERT_EQ(emulator::run(schedule), "") << "up, seed " << schedule.seed;
+      }
+      p.launch_down<Down<kMajor>, kMajor>(handed_over);
+      ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
+      ASSERT_EQ(p.compare(kGather, kMajor == Major::kRows), "")
+          << "seed " << schedule.seed << (handed_over ? ", handed over" : "");
+    }
+  }
+}
+
+TEST(Projections, GatheredRowsAndDeferredEpilogues) {
+  expect_right<true, Major::kK, DownProjectionFwdWide>(
+      {.rows = {70, 0, 129, 1}, .hidden = 136, .intermediate = 72});
+}
+
+TEST(Projections, SortedRowsAndResidentWeights) {
+  expect_right<false, Major::kK, DownProjectionFwdResident>(
+      {.rows = {70, 0, 129, 1}, .hidden = 136, .intermediate = 72});
+}
+
+TEST(Projections, WeightsInRowsMajorOrder) {
+  expect_right<true, Major::kRows, DownProjectionFwdWide>(
+      {.rows = {9, 150}, .hidden = 128, .intermediate = 64, .ctas = 3});
+  expect_right<false, Major::kRows, DownProjectionFwdResident>(
+      {.rows = {9, 150}, .hidden = 128, .intermediate = 64, .ctas = 1});
+}
+
+TEST(RouterLogits, AddsTheBias) {
+  constexpr int kTokens = 150, kHidden = 136, kExperts = 266;
+  Memory<Bits> x(kTokens * kHidden), w(kExperts * kHidden), bias(kExperts);
+  fill(x.get(), kTokens * kHidden, 1, 1.0f);
+  fill(w.get(), kExperts * kHidden, 2, 0.25f);
+  fill(bias.get(), kExperts, 3, 1.0f);
+  for (emulator::Schedule const& schedule : kSchedules) {
+    Memory<float> logits(kTokens * kExperts);
+    ASSERT_EQ(launch_router_logits_config<RouterLogitsWide>(
+                  {.x = {.gmem = x.get(), .rows = kTokens, .pitch = kHidden},
+                   .w_router = {.gmem = w.get(), .rows = kExperts, .pitch = kHidden},
+                   .gmem_b_router = bias.get(),
+                   .gmem_logits = logits.get(),
+                   .hidden = kHidden,
+                   .experts = kExperts},
+                  2, nullptr),
+              cudaSuccess);
+    ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
+    for (int t = 0; t < kTokens; ++t) {
+      for (int e = 0; e < kExperts; ++e) {
+        float const wanted = dot(&x[t * kHidden], &w[e * kHidden], kHidden) + widen(bias[e]);
+        ASSERT_EQ(logits[t * kExperts + e], wanted) << t << ", " << e << ", " << schedule.seed;
+      }
+    }
+  }
+}
+
+// Gate half, then up half, each of whose k fill no tile; then, with it, the router's part: dlogit times the expert's
+// row, as two bf16.
+template <bool kRouterPart>
+void expect_right_up_dgrad() {
+  constexpr int kRows = 190, kHidden = 200, kIntermediate = 72, kExperts = 3;
+  std::int32_t const offsets[kExperts + 1] = {0, 60, 60, kRows};
+  constexpr int kMatrix = kHidden * kIntermediate;
+  Memory<Bits> dh(kRows * 2 * kIntermediate), w(kExperts * 2 * kMatrix),
+      w_router(kExperts * kHidden);
+  fill(dh.get(), kRows * 2 * kIntermediate, 1, 1.0f);
+  fill(w.get(), kExperts * 2 * kMatrix, 2, 0.25f);
+  fill(w_router.get(), kExperts * kHidden, 3, 0.25f);
+  std::vector<float> dlogits;
+  for (int r = 0; r < kRows; ++r) dlogits.push_back(static_cast<float>(r % 17 - 8) / 7.0f);
+  for (emulator::Schedule const& schedule : kSchedules) {
+    Memory<Bits> dx(kRows * kHidden);
+    std::int32_t counter = 0;
+    UpProjectionDgradArguments args = {};
+    args.gmem_dh = dh.get();
+    args.gmem_expert_offsets = offsets;
+    for (int half = 0; half < 2; ++half) {
+      args.w_up[half] = {.gmem = w.get() + half * kMatrix,
+                         .expert_stride = 2 * kMatrix,
+                         .row_stride = kHidden,
+                         .column_stride = 1,
+                         .block = kIntermediate};
+    }
+    if (kRouterPart) {
+      args.gmem_row_dlogits = dlogits.data();
+      args.w_router = {.gmem = w_router.get(), .rows = kExperts, .pitch = kHidden};
+    }
+    args.gated = true;
+    args.gmem_dx_rows = dx.get();
+    args.rows = kRows;
+    args.hidden = kHidden;
+    args.intermediate = kIntermediate;
+    args.experts = kExperts;
+    args.gmem_tile_counter = &counter;
+    using Config = UpProjectionDgradConfig<Major::kRows, kRouterPart>;
+    ASSERT_EQ(launch_up_projection_dgrad_config<Config>(args, 2, nullptr), cudaSuccess);
+    ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
+    for (int r = 0; r < kRows; ++r) {
+      int const expert = r < 60 ? 0 : 2;
+      for (int c = 0; c < kHidden; ++c) {
+        float sum = 0;
+        for (int i = 0; i < 2 * kIntermediate; ++i) {
+          sum += widen(dh[r * 2 * kIntermediate + i]) *
+                 widen(w[(expert * 2 * kIntermediate + i) * kHidden + c]);
+        }
+        if (kRouterPart) {
+          float const dl = dlogits[static_cast<std::size_t>(r)], high = widen(round(dl));
+          float const v = widen(w_router[expert * kHidden + c]);
+          sum += high * v;
+          sum += widen(round(dl - high)) * v;
+        }
+        ASSERT_EQ(dx[r * kHidden + c], round(sum)) << r << ", " << c << ", " << schedule.seed;
+      }
+    }
+  }
+}
+
+TEST(UpProjectionDgrad, RunsThroughBothHalves) { expect_right_up_dgrad<false>(); }
+TEST(UpProjectionDgrad, AddsTheRoutersPart) { expect_right_up_dgrad<true>(); }
+
+// dW of gathered rows, in segments that fill no k_tile, one of them empty; contiguous along d or along n. fp32 is added
+// to what was there, bf16 replaces it.
+template <Major kMajor, bool kFp32, bool kAnyLayout, int kIntermediate>
+void expect_right_wgrad() {
+  using Value = std::conditional_t<kFp32, float, Bits>;
+  constexpr int kTokens = 300, kRows = 230, kHidden = 200, kExperts = 3;
+  constexpr int kMatrix = kHidden * kIntermediate;
+  constexpr bool kAlongHidden = kMajor == Major::kK;
+  std::int32_t const offsets[kExperts + 1] = {0, 90, 90, kRows};
+  Memory<Bits> x(kTokens * kHidden), dh(kRows * 2 * kIntermediate);
+  fill(x.get(), kTokens * kHidden, 1, 1.0f);
+  fill(dh.get(), kRows * 2 * kIntermediate, 2, 0.25f);
+  std::vector<std::int32_t> index;
+  for (int r = 0; r < kRows; ++r) index.push_back((11 * r + 5) % kTokens);
+  for (emulator::Schedule const& schedule : kSchedules) {
+    Memory<Value> dw(kExperts * 2 * kMatrix);
+    for (int i = 0; kFp32 && i < kExperts * 2 * kMatrix; ++i) dw[i] = static_cast<Value>(i % 7);
+    std::int32_t counter = 0;
+    WgradArguments args = {};
+    args.left = {.gmem = x.get(), .rows = kTokens, .pitch = kHidden};
+    args.gmem_gather_index = index.data();
+    args.gmem_expert_offsets = offsets;
+    args.gmem_right = dh.get();
+    args.halves = 2;
+    for (int half = 0; half < 2; ++half) {
+      args.dw[half] = {.gmem = dw.get() + half * kMatrix,
+                       .expert_stride = 2 * kMatrix,
+                       .row_stride = kAlongHidden ? kHidden : 1,
+                       .column_stride = kAlongHidden ? 1 : kIntermediate,
+                       .block = kIntermediate};
+    }
+    args.is_fp32 = args.accumulates = kFp32;
+    args.rows = kRows;
+    args.hidden = kHidden;
+    args.intermediate = kIntermediate;
+    args.experts = kExperts;
+    args.gmem_tile_counter = &counter;
+    using Config = ProjectionWgradConfig<kMajor, kFp32, kAnyLayout, false>;
+    ASSERT_EQ(launch_projection_wgrad_config<Config>(args, 2, nullptr), cudaSuccess);
+    ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
+    for (int e = 0; e < kExperts; ++e) {
+      for (int i = 0; i < 2 * kIntermediate; ++i) {
+        for (int c = 0; c < kHidden; ++c) {
+          float sum = 0;
+          for (int r = offsets[e]; r < offsets[e + 1]; ++r) {
+            sum += widen(x[index[static_cast<std::size_t>(r)] * kHidden + c]) *
+                   widen(dh[r * 2 * kIntermediate + i]);
+          }
+          int const half = i / kIntermediate, row = i % kIntermediate;
+          int const at = (2 * e + half) * kMatrix +
+                         (kAlongHidden ? row * kHidden + c : c * kIntermediate + row);
+          Value wanted;
+          if constexpr (kFp32) {
+            wanted = static_cast<float>(at % 7) + sum;
+          } else {
+            wanted = round(sum);
+          }
+          ASSERT_EQ(dw[at], wanted) << e << ", " << i << ", " << c << ", " << schedule.seed;
+        }
+      }
+    }
+  }
+}
+
+TEST(ProjectionWgrad, AlongHidden) { expect_right_wgrad<Major::kK, false, false, 64>(); }
+TEST(ProjectionWgrad, AlongIntermediate) { expect_right_wgrad<Major::kRows, false, false, 128>(); }
+TEST(ProjectionWgrad, AnyLayout) { expect_right_wgrad<Major::kK, false, true, 72>(); }
+TEST(ProjectionWgrad, AddsInFp32) { expect_right_wgrad<Major::kK, true, false, 128>(); }
+
+// h becomes dh, a' and the scores' gradients on its way through the epilogue.
+template <bool kWide, int kIntermediate>
+void expect_right_down_dgrad() {
+  constexpr int kTokens = 300, kRows = 190, kHidden = 136, kExperts = 3;
+  constexpr int kMatrix = kHidden * kIntermediate;
+  auto const groups = static_cast<int>(score_groups(kIntermediate));
+  std::int32_t const offsets[kExperts + 1] = {0, 60, 60, kRows};
+  Memory<Bits> d_o(kTokens * kHidden), w(kExperts * kMatrix), h(kRows * 2 * kIntermediate);
+  fill(d_o.get(), kTokens * kHidden, 1, 1.0f);
+  fill(w.get(), kExperts * kMatrix, 2, 0.25f);
+  fill(h.get(), kRows * 2 * kIntermediate, 3, 2.0f);
+  std::vector<std::int32_t> index, permutation;
+  std::vector<float> scores;
+  for (int r = 0; r < kRows; ++r) {
+    index.push_back((11 * r + 5) % kTokens);
+    permutation.push_back(kRows - 1 - r);
+    scores.push_back(0.1f + static_cast<float>(r % 13) / 13.0f);
+  }
+  for (emulator::Schedule const& schedule : kSchedules) {
+    Memory<Bits> dh(kRows * 2 * kIntermediate), a(kRows * kIntermediate);
+    Memory<float> partials(kRows * groups);
+    std::int32_t counter = 0;
+    DownProjectionDgradArguments args = {};
+    args.d_o = {.gmem = d_o.get(), .rows = kTokens, .pitch = kHidden};
+    args.gmem_gather_index = index.data();
+    args.gmem_expert_offsets = offsets;
+    args.w_down = {.gmem = w.get(),
+                   .expert_stride = kMatrix,
+                   .row_stride = kIntermediate,
+                   .column_stride = 1,
+                   .block = kHidden};
+    args.gmem_scores = scores.data();
+    args.gmem_sort_permutation = permutation.data();
+    args.gmem_h = h.get();
+    args.activation = {.kind = kKind};
+    args.gmem_dh = dh.get();
+    args.gmem_a_scaled = a.get();
+    args.gmem_ds_partials = partials.get();
+    args.rows = kRows;
+    args.hidden = kHidden;
+    args.intermediate = kIntermediate;
+    args.experts = kExperts;
+    args.gmem_tile_counter = &counter;
+    using Config = DownProjectionDgradConfig<kKind, Major::kRows, true, kWide>;
+    ASSERT_EQ(launch_down_projection_dgrad_config<Config>(args, 2, nullptr), cudaSuccess);
+    ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
+    for (int r = 0; r < kRows; ++r) {
+      auto const row = static_cast<std::size_t>(r);
+      Bits const* const x = &d_o[index[row] * kHidden];
+      Bits const* const matrix = &w[(r < 60 ? 0 : 2) * kMatrix];
+      float const s = scores[static_cast<std::size_t>(permutation[row])];
+      std::vector<double> ds(static_cast<std::size_t>(groups), 0.0);
+      for (int i = 0; i < kIntermediate; ++i) {
+        float const t = dot(x, matrix + i, kHidden, kIntermediate);
+        Bits const* const gate = &h[r * 2 * kIntermediate + i];
+        auto const g = block::ActivationFunction<kKind>::backward(
+            {.kind = kKind}, widen(gate[0]), widen(gate[kIntermediate]), s * t);
+        Bits const* const got = &dh[r * 2 * kIntermediate + i];
+        ASSERT_EQ(got[0], round(g.dg)) << r << ", " << i << ", " << schedule.seed;
+        ASSERT_EQ(got[kIntermediate], round(g.du)) << r << ", " << i << ", " << schedule.seed;
+        ASSERT_EQ(a[r * kIntermediate + i], round(s * g.a)) << r << ", " << i;
+        ds[static_cast<std::size_t>(i / kScoreGroup)] += double{t} * double{g.a};
+      }
+      for (int group = 0; group < groups; ++group) {  // added up by four lanes
+        double const wanted = ds[static_cast<std::size_t>(group)];
+        ASSERT_NEAR(partials[r * groups + group], wanted, 1e-4 * (1 + std::abs(wanted))) << r;
+      }
+    }
+  }
+}
+
+TEST(DownProjectionDgrad, InLentStages) { expect_right_down_dgrad<true, 200>(); }
+TEST(DownProjectionDgrad, InPingPong) { expect_right_down_dgrad<false, 72>(); }
+
+}  // namespace
+}  // namespace tessera::cuda

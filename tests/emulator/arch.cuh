@@ -41,7 +41,7 @@ inline bool elect_one() {
 
 inline uint32_t shared_address(void const* smem) {
   auto const at = static_cast<unsigned char const*>(smem) - emulator::shared_memory();
-  if (at < 0 || at >= 227 * 1024) emulator::fail("no address of shared memory");
+  if (at < 0 || at >= emulator::kMostShared) emulator::fail("no address of shared memory");
   return static_cast<uint32_t>(at);
 }
 inline unsigned char* shared_at(uint32_t address) { return emulator::shared_memory() + address; }
@@ -82,12 +82,9 @@ inline void mbarrier_init(Mbarrier* barrier, uint32_t arrivals) {
   emulator::init(barrier, arrivals);
 }
 inline void mbarrier_fence_init() {}
-inline void mbarrier_arrive(Mbarrier* barrier) { emulator::arrive(barrier, 1, 0); }
-inline void mbarrier_arrive(Mbarrier* barrier, uint32_t arrivals) {
-  emulator::arrive(barrier, arrivals, 0);
-}
+inline void mbarrier_arrive(Mbarrier* barrier) { emulator::arrive(barrier, 0); }
 inline void mbarrier_arrive_expect_tx(Mbarrier* barrier, uint32_t bytes) {
-  emulator::arrive(barrier, 1, bytes);
+  emulator::arrive(barrier, bytes);
 }
 inline bool mbarrier_try_wait(Mbarrier* barrier, uint32_t parity) {
   emulator::yield();

@@ -127,10 +127,10 @@ void arrive_behind_copies(Barrier* barrier) {
     ++*left;
     one.work = [work = std::move(one.work), left, barrier, t] {
       work();
-      if (--*left == 0) arrive(*t->cta, barrier, 1, 0);
+      if (--*left == 0) arrive(*t->cta, barrier, 0);
     };
   }
-  if (*left == 0) arrive(barrier, 1, 0);
+  if (*left == 0) arrive(barrier, 0);
 }
 void commit_copies() { world.running->copies.commit(); }
 void wait_copies(int pending) {

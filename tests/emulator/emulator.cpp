@@ -168,7 +168,8 @@ void wake(Cta& cta, void const* changed) {
 }
 
 void launch(unsigned ctas, unsigned threads, std::size_t shared_bytes, std::function<void()> body) {
-  if (shared_bytes > kMostShared) throw std::runtime_error("more shared memory than there is");
+  if (shared_bytes > std::size_t{kMostShared})
+    throw std::runtime_error("more shared memory than there is");
   world.grids.push_back(
       std::make_unique<Grid>(Grid{ctas, threads, std::move(body), std::uint64_t{ctas} * threads}));
 }

@@ -23,6 +23,8 @@
 
 namespace tessera::emulator {
 
+constexpr std::ptrdiff_t kMostShared = 227 * 1024;  // bytes of a CTA
+
 // How a run is scheduled.
 struct Schedule {
   std::uint64_t seed = 0;
@@ -47,8 +49,7 @@ std::uint64_t turns();  // that all threads had
 
 using Barrier = std::uint64_t;
 void init(Barrier* barrier, std::uint32_t arrivals);
-void arrive(Barrier* barrier, std::uint32_t arrivals,
-            std::uint32_t bytes);  // more bytes to land before the phase ends
+void arrive(Barrier* barrier, std::uint32_t bytes);  // more to land before the phase ends
 bool is_over(Barrier const* barrier, std::uint32_t parity);
 void wait(Barrier* barrier, std::uint32_t parity);
 

@@ -22,12 +22,12 @@ void change(Cta& cta, Barrier* barrier, Phase phase) {
 
 }  // namespace
 
-void arrive(Cta& cta, Barrier* barrier, std::uint32_t arrivals, std::uint32_t bytes) {
+void arrive(Cta& cta, Barrier* barrier, std::uint32_t bytes) {
   Phase phase = Phase::of(*barrier);
   if (phase.expected == 0) fail("an arrival at no barrier");
-  if (phase.pending < arrivals) fail("more arrivals than a barrier awaits");
+  if (phase.pending == 0) fail("more arrivals than a barrier awaits");
   phase.bytes += static_cast<std::int32_t>(bytes);
-  phase.pending -= arrivals;
+  --phase.pending;
   change(cta, barrier, phase);
 }
 
@@ -41,9 +41,7 @@ void init(Barrier* barrier, std::uint32_t arrivals) {
   *barrier = Phase{0, arrivals, arrivals, 0}.word();
   changed();
 }
-void arrive(Barrier* barrier, std::uint32_t arrivals, std::uint32_t bytes) {
-  arrive(*world.running->cta, barrier, arrivals, bytes);
-}
+void arrive(Barrier* barrier, std::uint32_t bytes) { arrive(*world.running->cta, barrier, bytes); }
 bool is_over(Barrier const* barrier, std::uint32_t parity) {
   return Phase::of(*barrier).parity != parity;
 }

@@ -18,7 +18,6 @@
 namespace tessera::emulator {
 
 constexpr int kWarp = 32, kWarpgroup = 128;
-constexpr std::size_t kMostShared = 227 * 1024;
 
 // Arrivals awaited in a phase, those still to come, bytes still to land, parity: in the 64 bits of an mbarrier.
 struct Phase {
@@ -173,7 +172,7 @@ extern World world;
 void sleep_until(void const* wakes_by, std::function<bool()> ready, char const* what);
 // Those of a CTA who sleep until something changes there, and what they wait for has come.
 void wake(Cta& cta, void const* changed);
-void arrive(Cta& cta, Barrier* barrier, std::uint32_t arrivals, std::uint32_t bytes);
+void arrive(Cta& cta, Barrier* barrier, std::uint32_t bytes);
 void land(Cta& cta, Barrier* barrier, std::uint32_t bytes);
 
 }  // namespace tessera::emulator

@@ -208,6 +208,7 @@ Measured measure_config(Options const& options, NamedLayer const& c, ExchangeSha
              }
              if (!options.fused) return true;
              r.set_pass(draw(shape, Pattern::nothing, rank, 1), 1);
+             talk.meet();  // it waited for its GPU, where another rank would wait for it
              for (int i = 0; i < 12; ++i) {
                clock.time(kFused, r, talk, rank, context, latest[size_t(rank)]);
                if (rank == 0 && i > 3) m.empty.push_back(latest[0][kFused].ms);
@@ -360,6 +361,7 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "--only: chain or fused\n");
     return 2;
   }
+  if (options.ranks_per_gpu > 1) prepare_shared_gpus();
   // Forked ranks must find CUDA untouched.
   if (!options.processes && !connect_gpus(options.gpus)) return 77;
   if (!options.check) return measure(options);

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
@@ -31,6 +32,13 @@ struct RankOptions {
     return ranks_per_gpu == 1 ? devices : std::to_string(ranks()) + " ranks on " + devices;
   }
 };
+
+// Before CUDA is first called. A kernel that waits for another rank holds up all that waits for its GPU: a kernel that
+// is loaded at its first launch, and a stream that shares a queue with another one.
+inline void prepare_shared_gpus() {
+  setenv("CUDA_MODULE_LOADING", "EAGER", 1);
+  setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);
+}
 
 // The first `gpus` GPUs, each of which may then read and write the others. False, with a line: there are fewer.
 inline bool connect_gpus(int gpus) {

@@ -173,6 +173,7 @@ class Rank {
                                {tokens, s.max_top_k}, device);
     args.o = tensor(static_cast<void*>(layer_.o->get()), DType::bf16, {tokens, s.hidden}, device);
     args.workspace = {layer_.workspace->get(), size_t(layer_.workspace->count())};
+    TESSERA_CUDA(cudaDeviceSynchronize());  // the copies, on another stream
     launch_layer(context);
     TESSERA_CUDA(cudaDeviceSynchronize());
     TESSERA_CUDA(cudaMemcpy(wanted_.get(), layer_.o->get(), sizeof(bf16) * tokens_ * s.hidden,

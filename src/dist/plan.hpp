@@ -259,34 +259,33 @@ struct Task {
   bool operator==(Task const&) const = default;
 };
 
-/// An owner's units one after the other.
+/// An owner's units one after the other. No divisions, but for experts of several units: the warp that loads the stages
+/// of a GEMM walks them between two loads.
 class UnitCursor {
  public:
   TESSERA_INLINE UnitCursor(ExchangeShape const& shape, ExpertPlan const* plan, std::int32_t owner)
-      : plan_(plan), expert_(owner * shape.local_experts()), block_rows_(shape.block_rows) {}
+      : plan_(plan), expert_(owner * shape.local_experts()) {}
 
   [[nodiscard]] TESSERA_INLINE std::int32_t expert() const { return expert_; }
   [[nodiscard]] TESSERA_INLINE std::int32_t first_block() const { return first_block_; }
   [[nodiscard]] TESSERA_INLINE std::int32_t blocks() const { return blocks_; }
 
-  /// To the next unit, the first one at the first call; there must be one.
-  TESSERA_INLINE void advance() {
-    std::int32_t next = blocks_ == 0 ? plan_[expert_].first_block : first_block_ + blocks_;
-    for (;; ++expert_) {
-      std::int32_t const end =
-          plan_[expert_].first_block + (plan_[expert_].rows + block_rows_ - 1) / block_rows_;
-      if (next >= end) continue;
-      std::int32_t const units = units_of(end - next);  // left
-      first_block_ = next;
-      blocks_ = (end - next + units - 1) / units;
-      return;
-    }
+  /// To the next unit, the first one at the first call; there must be one. The owner's last expert ends with its
+  /// blocks.
+  TESSERA_INLINE void advance(std::int32_t last_expert, std::int32_t owner_blocks) {
+    auto const end = [&] {
+      return expert_ < last_expert ? plan_[expert_ + 1].first_block : owner_blocks;
+    };
+    first_block_ += blocks_;
+    while (end() <= first_block_) ++expert_;
+    std::int32_t const left = end() - first_block_;
+    std::int32_t const units = units_of(left);
+    blocks_ = units == 1 ? left : (left + units - 1) / units;
   }
 
  private:
   ExpertPlan const* plan_;
   std::int32_t expert_;
-  std::int32_t block_rows_;
   std::int32_t first_block_ = 0, blocks_ = 0;
 };
 
@@ -296,6 +295,7 @@ class TaskCursor {
   TESSERA_INLINE TaskCursor(ExchangeShape const& shape, ExpertPlan const* plan, std::int32_t owner,
                             std::int32_t lag)
       : totals_(owner_totals(shape, plan, owner)),
+        last_expert_((owner + 1) * shape.local_experts() - 1),
         lag_(lag < totals_.units ? lag : totals_.units),
         up_tiles_(shape.up_tiles()),
         down_tiles_(shape.down_tiles()),
@@ -308,10 +308,11 @@ class TaskCursor {
 
   TESSERA_INLINE Task at(std::int64_t ticket) {
     while (ticket >= end_) advance();
-    auto const place = static_cast<std::int32_t>(ticket - begin_);
     UnitCursor const& unit = kind_ == TaskKind::up ? up_ : down_;
-    std::int32_t const tile = place / unit.blocks();
-    std::int32_t const turn = place % unit.blocks();
+    auto const place = static_cast<std::uint32_t>(ticket - begin_);
+    auto const blocks = static_cast<std::uint32_t>(unit.blocks());
+    auto const tile = static_cast<std::int32_t>(place / blocks);
+    auto const turn = static_cast<std::int32_t>(place % blocks);
     std::int32_t const block = tile % 2 == 0 ? turn : unit.blocks() - 1 - turn;
     return {kind_, unit.expert(), unit.first_block() + block, tile};
   }
@@ -324,20 +325,20 @@ class TaskCursor {
       ++step_;
       kind_ = TaskKind::up;
       if (step_ < totals_.units) {
-        up_.advance();
+        up_.advance(last_expert_, totals_.blocks);
         end_ += std::int64_t{up_.blocks()} * up_tiles_;
       }
     } else {
       kind_ = TaskKind::down;
       if (step_ >= lag_) {
-        down_.advance();
+        down_.advance(last_expert_, totals_.blocks);
         end_ += std::int64_t{down_.blocks()} * down_tiles_;
       }
     }
   }
 
   OwnerTotals totals_;
-  std::int32_t lag_, up_tiles_, down_tiles_;
+  std::int32_t last_expert_, lag_, up_tiles_, down_tiles_;
   UnitCursor up_, down_;
   std::int32_t step_ = -1;
   TaskKind kind_ = TaskKind::down;

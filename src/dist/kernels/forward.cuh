@@ -29,6 +29,7 @@ class Tasks {
  public:
   __device__ explicit Tasks(Pass const& pass)
       : pass_(pass),
+        first_expert_(pass.p.exchange.rank * pass.shape().local_experts()),
         cursor_(pass.shape(), pass.plan(), pass.p.exchange.rank, lag(pass)),
         tickets_(cursor_.tickets()) {}
 
@@ -66,7 +67,8 @@ class Tasks {
       Task const task = cursor_.at(ticket_);
       ExchangeShape const& shape = pass_.shape();
       LocalLayout const& words = pass_.p.exchange.local;
-      ExpertPlan const& expert = pass_.plan()[task.expert];
+      int const local = task.expert - first_expert_;
+      ExpertPlan const expert = pass_.smem.plan[local];
       int const left = expert.rows - (task.block - expert.first_block) * shape.block_rows;
       int const rows = min(left, shape.block_rows);
       int const row = task.block * shape.block_rows;
@@ -78,7 +80,6 @@ class Tasks {
                   Site::arrived};
       }
       int const kind = task.kind == TaskKind::down ? kDownTask : 0;
-      int const local = task.expert - pass_.p.exchange.rank * shape.local_experts();
       message = {local | kind | task.tile << 16, row, row + rows, 0};
     }
     arch::mbarrier_wait(&pass_.smem.gemm.work_empty[slot_], phase_ ^ 1);
@@ -94,6 +95,7 @@ class Tasks {
   }
 
   Pass const& pass_;
+  int first_expert_;  // of this rank
   TaskCursor cursor_;
   Needs needs_ = {};
   std::int64_t tickets_;
@@ -106,8 +108,10 @@ class Tasks {
 template <ActivationKind kKind>
 __device__ void produce(Pass const& pass) {
   // k_tiles. Drawn no earlier than needed: of two tickets one after the other one would wait for the end of a long
-  // task, the other for that of a short one, and the weights that both read would have left L2 in between.
-  constexpr int kDrawAhead = 8, kAnnounceAhead = 4;
+  // task, the other for that of a short one, and the weights that both read would have left L2 in between. What is
+  // done at once here holds up the loads: they are hardly ahead of the k loop
+  // (docs/notebook/2026-11-23-fused-producer.md).
+  constexpr int kDrawAhead = 8, kAnnounceAhead = 4, kLookAhead = 2;
   constexpr block::GemmConfig kUp = up_gemm(kKind);
   ForwardStorage& smem = pass.smem;
   ForwardParams const& p = pass.p;
@@ -132,6 +136,8 @@ __device__ void produce(Pass const& pass) {
       if (k_tile == max(k_tiles - kAnnounceAhead, 0)) {
         tasks.announce_drawn();
         there = false;
+      }
+      if (k_tile == max(k_tiles - kLookAhead, 0)) {
         auto const& needs = tasks.needs();
         if (arch::lane_idx() == 0 && needs.counter >= 0) {
           there = arch::load_acquire_gpu(pass.local_word(needs.counter)) == needs.count;

@@ -20,7 +20,10 @@ COMPILED = {
 # (name, file, text that stands there once, what stands there instead, a part of what the test then says)
 MUTANTS = [
     ("a task begins without its rows", "dist/kernels/forward.cuh",
-     "pass.wait_count(needs.counter, needs.count, needs.site);", "",
+     "pass.wait_count(needs.counter, needs.count, needs.site, announce_sent);", "",
+     "nan, not"),
+    ("a task is loaded before it may be", "dist/kernels/forward.cuh",
+     "arch::mbarrier_wait(&smem.schedule.there, phase);", "",
      "nan, not"),
     ("a stage is given back before it was multiplied", "dist/kernels/forward.cuh",
      "arch::wgmma_wait<1>();", "arch::wgmma_wait<3>();", ", not "),
@@ -47,7 +50,7 @@ MUTANTS = [
     ("a token is added up before it is complete", "dist/kernels/slot_sums.cuh",
      "if (own_.owner >= 0) {\n        pass_.wait_epoch", "if (false) {\n        pass_.wait_epoch", "nan, not"),
     ("the first down of a block says that it is done", "dist/kernels/sent_tasks.cuh",
-     "before + 1 == static_cast<std::uint32_t>(pass.shape().down_tiles())", "before == 0", "nan, not"),
+     "before + 1 == static_cast<std::uint32_t>(pass_.shape().down_tiles())", "before == 0", "nan, not"),
     ("lists are said to be there by the first slice", "dist/kernels/route.cuh",
      "r < p.shape.ranks && before + 1 == gridDim.x",
      "r < p.shape.ranks && before == 0", "pass"),

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // forward: o_t = sum over choices of s * (act(x_t w_up[e]^T) w_down[e]^T), experts on all GPUs, one launch.
 // Schedule persistent, one CTA per SM on every GPU. All CTAs route and plan (route.cuh), then by role:
-//   WG0 warp 0     | draws tickets; TMA loads of a task once [arrived] or [a_ready] says that A is there
+//   WG0 warp 0     | TMA loads
 //       warps 1, 2 | pull rows into the pool in the order of the tasks -> arrived
-//       warp 3     | announces what the consumers have sent [sent] -> a_ready; down_tiles, block_done
+//       warp 3     | draws tickets [next]; lets a task be loaded [there] once [arrived] or [a_ready] says that A is
+//                  | there; announces what the consumers have sent [sent] -> a_ready; down_tiles, block_done
 //   WG1, 2         | first: rows of the first tasks, all of them or this rank's own -> arrived
 //                  | multiply; up: a by TMA, complete under the next task; down: rows to slots on their
 //                  | sources -> sent; last: aggregate the slice's tokens [block_done]
 // Tasks    TaskCursor: ups, with downs behind by `lag` units
-// Barriers pipeline, lent stages and work ring of block/; the queue of sent tasks (sent_tasks.cuh)
+// Barriers pipeline, lent stages and work ring of block/; the queue of sent tasks (sent_tasks.cuh); next, there
 // Numerics fp32 accumulate, one rounding for a, y and o each; choices are added in their order: the bits
 //          do not depend on P, nor on who computes a task
 // Faults   a wait that fails lets every later wait pass: the kernel ends, o is void, the Fault says why
@@ -53,6 +54,7 @@ class Tasks {
     Site site = Site::none;
   };
   __device__ Needs const& needs() const { return needs_; }
+  __device__ bool more() const { return ticket_ < tickets_; }
 
  private:
   __device__ static int lag(Pass const& pass) {
@@ -105,48 +107,54 @@ class Tasks {
   std::uint32_t phase_ = 0;
 };
 
+// One converged warp: draws a task while the one before is loaded, announces it, and waits for what it needs; between
+// two looks it announces what the consumers have sent. The warp that loads does none of this, as its loads are hardly
+// ahead of the k loop (docs/notebook/2026-11-23-fused-producer.md).
+__device__ inline void schedule(Pass const& pass) {
+  ScheduleBarriers& barriers = pass.smem.schedule;
+  SentAnnouncer sent(pass);
+  auto const announce_sent = [&] { sent.poll(); };
+  Tasks tasks(pass);
+  std::uint32_t phase = 0;
+  tasks.announce_first();
+  while (tasks.more()) {
+    auto const& needs = tasks.needs();
+    pass.wait_count(needs.counter, needs.count, needs.site, announce_sent);
+    if (arch::lane_idx() == 0) arch::mbarrier_arrive(&barriers.there);
+    __syncwarp();
+    while (!__all_sync(arch::kAllLanes, arch::mbarrier_test_wait(&barriers.next, phase))) {
+      sent.poll();
+    }
+    phase ^= 1;
+    tasks.draw();
+    tasks.announce_drawn();
+  }
+  sent.finish();
+}
+
 template <ActivationKind kKind>
 __device__ void produce(Pass const& pass) {
   // k_tiles. Drawn no earlier than needed: of two tickets one after the other one would wait for the end of a long
-  // task, the other for that of a short one, and the weights that both read would have left L2 in between. What is
-  // done at once here holds up the loads: they are hardly ahead of the k loop
-  // (docs/notebook/2026-11-23-fused-producer.md).
-  constexpr int kDrawAhead = 8, kAnnounceAhead = 4, kLookAhead = 2;
+  // task, the other for that of a short one, and the weights that both read would have left L2 in between.
+  constexpr int kDrawAhead = 8;
   constexpr block::GemmConfig kUp = up_gemm(kKind);
   ForwardStorage& smem = pass.smem;
   ForwardParams const& p = pass.p;
-  block::WorkQueue<kPlain, true> queue(smem.gemm);
+  block::WorkQueue<kPlain> queue(smem.gemm);
   block::PipelineState<kPlain> state;
   block::WorkTile tile;
-  Tasks tasks(pass);
-  tasks.announce_first();
-  bool there = false;  // of lane 0: A of the announced task, seen while the stages were full
+  std::uint32_t phase = 0;
   while (queue.read(tile)) {
     bool const down = (tile.segment & kDownTask) != 0;
     tile.segment &= kDownTask - 1;
     int const k_tiles = down ? p.down.k_tiles : p.up.k_tiles;
-    if (arch::lane_idx() == 0 && !there) {
-      auto const& needs = tasks.needs();
-      pass.wait_count(needs.counter, needs.count, needs.site);
-      arch::fence_proxy_async_global();
-    }
-    __syncwarp();
+    arch::mbarrier_wait(&smem.schedule.there, phase);
+    phase ^= 1;
+    arch::fence_proxy_async_global();
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
-      if (k_tile == max(k_tiles - kDrawAhead, 0)) tasks.draw();
-      if (k_tile == max(k_tiles - kAnnounceAhead, 0)) {
-        tasks.announce_drawn();
-        there = false;
-      }
-      if (k_tile == max(k_tiles - kLookAhead, 0)) {
-        auto const& needs = tasks.needs();
-        if (arch::lane_idx() == 0 && needs.counter >= 0) {
-          there = arch::load_acquire_gpu(pass.local_word(needs.counter)) == needs.count;
-          if (there) arch::fence_proxy_async_global();
-        }
-        __syncwarp();
-      }
       block::wait_empty<kPlain>(smem.gemm, state);
       if (arch::lane_idx() == 0) {  // the lane that acquired
+        if (k_tile == max(k_tiles - kDrawAhead, 0)) arch::mbarrier_arrive(&smem.schedule.next);
         arch::Mbarrier* const full = &smem.gemm.full[state.stage];
         arch::mbarrier_arrive_expect_tx(full, kPlain.a_tile_bytes() + kPlain.b_tile_bytes());
         block::GemmParams const& gemm = down ? p.down : p.up;
@@ -281,6 +289,8 @@ __device__ inline void init_barriers(ForwardStorage& smem) {
     arch::mbarrier_init(&smem.sent.full[slot], kConsumerWarps);
     arch::mbarrier_init(&smem.sent.empty[slot], 1);
   }
+  arch::mbarrier_init(&smem.schedule.next, 1);
+  arch::mbarrier_init(&smem.schedule.there, 1);
   block::init_pipeline<kPlain>(smem.gemm);
 }
 
@@ -312,8 +322,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       } else {
         pull_rows(pass, warp - 1);
       }
-    } else if (warp == 3 && arch::lane_idx() == 0) {
-      announce_tasks(pass);
+    } else {
+      schedule(pass);
     }
   } else {
     arch::acquire_registers<kConsumerRegisters>();

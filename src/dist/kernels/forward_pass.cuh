@@ -52,9 +52,16 @@ struct SentQueue {
   SentTask task[kSentSlots];
 };
 
+// Between the warp that schedules tasks and the one that loads them, a phase of each for a task.
+struct ScheduleBarriers {
+  arch::Mbarrier next;   // the next task may be drawn
+  arch::Mbarrier there;  // A of the announced task is there
+};
+
 struct ForwardStorage {
   block::SharedStorage<kPlain> gemm;
   SentQueue sent;
+  ScheduleBarriers schedule;
   // Of this rank's experts, as the cursors read them.
   std::int32_t list_begin[kMostExperts];
   ExpertPlan plan[kMostExperts];  // local experts; of several ranks, half of it at most
@@ -117,9 +124,13 @@ struct Pass {
     return word_of(p.exchange.gmem_local, offset);
   }
   __device__ bool failed() const { return *static_cast<int volatile*>(&smem.failed) != 0; }
-  __device__ void wait_count(std::int64_t offset, std::uint32_t count, Site site) const {
-    if (failed()) return;
-    if (!Waiter(p.exchange, epoch).for_count(offset, count, site)) smem.failed = 1;
+  // By a converged warp, which does something else between two looks.
+  template <class Meanwhile>
+  __device__ void wait_count(std::int64_t offset, std::uint32_t count, Site site,
+                             Meanwhile meanwhile) const {
+    if (__any_sync(arch::kAllLanes, failed())) return;
+    if (!Waiter(p.exchange, epoch).for_count(offset, count, site, meanwhile)) smem.failed = 1;
+    __syncwarp();
   }
   __device__ void wait_epoch(std::int64_t offset, Site site, int peer) const {
     if (failed()) return;

@@ -56,31 +56,59 @@ __device__ inline void announce_block(Pass const& pass, int local_expert, int bl
   }
 }
 
-// One lane, until the consumers have no more tasks.
-__device__ inline void announce_tasks(Pass const& pass) {
-  LocalLayout const& local = pass.p.exchange.local;
-  SentQueue& queue = pass.smem.sent;
-  std::uint32_t phase = 0;
-  for (int slot = 0;;) {
-    arch::mbarrier_wait(&queue.full[slot], phase);
-    SentTask const task = queue.task[slot];
-    arch::mbarrier_arrive(&queue.empty[slot]);
-    if (task.block == kNoBlock) return;
-    if ((task.kind_and_expert & kDownTask) == 0) {
-      arch::add_release_gpu(pass.local_word(local.a_ready(pass.epoch, task.block)), 1);
-    } else {
-      arch::fence_acq_rel_sys();
-      std::uint32_t const before =
-          arch::count_acq_rel_gpu(pass.local_word(local.down_tiles(pass.epoch, task.block)), 1);
-      if (before + 1 == static_cast<std::uint32_t>(pass.shape().down_tiles())) {
-        announce_block(pass, task.kind_and_expert & (kDownTask - 1), task.block);
-      }
-    }
-    if (++slot == kSentSlots) {
-      slot = 0;
-      phase ^= 1;
+// Of one converged warp.
+class SentAnnouncer {
+ public:
+  __device__ explicit SentAnnouncer(Pass const& pass) : pass_(pass) {}
+
+  // Those that have been sent by now.
+  __device__ void poll() {
+    while (next_ != kEnd &&
+           __all_sync(arch::kAllLanes, arch::mbarrier_test_wait(&full(), phase()))) {
+      announce();
     }
   }
-}
+  // Until the consumers have no more tasks.
+  __device__ void finish() {
+    while (next_ != kEnd) {
+      arch::mbarrier_wait(&full(), phase());
+      announce();
+    }
+  }
+
+ private:
+  static constexpr int kEnd = -1;
+
+  __device__ int slot() const { return next_ % kSentSlots; }
+  __device__ std::uint32_t phase() const { return next_ / kSentSlots & 1; }
+  __device__ arch::Mbarrier& full() const { return pass_.smem.sent.full[slot()]; }
+  __device__ void announce() {
+    SentTask const task = pass_.smem.sent.task[slot()];
+    __syncwarp();
+    bool const is_task = task.block != kNoBlock;
+    if (arch::lane_idx() == 0) {
+      arch::mbarrier_arrive(&pass_.smem.sent.empty[slot()]);
+      if (is_task) tell(task);
+    }
+    __syncwarp();
+    next_ = is_task ? next_ + 1 : kEnd;
+  }
+  __device__ void tell(SentTask const& task) const {
+    LocalLayout const& local = pass_.p.exchange.local;
+    if ((task.kind_and_expert & kDownTask) == 0) {
+      arch::add_release_gpu(pass_.local_word(local.a_ready(pass_.epoch, task.block)), 1);
+      return;
+    }
+    arch::fence_acq_rel_sys();
+    std::uint32_t const before =
+        arch::count_acq_rel_gpu(pass_.local_word(local.down_tiles(pass_.epoch, task.block)), 1);
+    if (before + 1 == static_cast<std::uint32_t>(pass_.shape().down_tiles())) {
+      announce_block(pass_, task.kind_and_expert & (kDownTask - 1), task.block);
+    }
+  }
+
+  Pass const& pass_;
+  int next_ = 0;  // task to be announced; kEnd: there are no more
+};
 
 }  // namespace tessera::dist

@@ -48,6 +48,17 @@ class Waiter {
     return wait([&] { return arch::load_acquire_gpu(word); },
                 [&](std::uint32_t seen) { return seen == count; }, count, site, -1);
   }
+  /// By a converged warp, which does something else between two looks.
+  template <class Meanwhile>
+  __device__ bool for_count(std::int64_t offset, std::uint32_t count, Site site,
+                            Meanwhile meanwhile) const {
+    std::uint32_t const* const word = word_of(p_.gmem_local, offset);
+    auto const look = [&] {
+      meanwhile();
+      return arch::load_acquire_gpu(word);
+    };
+    return wait<true>(look, [&](std::uint32_t seen) { return seen == count; }, count, site, -1);
+  }
   /// c[source][expert] of this pass.
   __device__ bool for_rows(int source, int expert, std::int32_t& rows) const {
     auto const* const word = reinterpret_cast<std::uint64_t const*>(

@@ -242,11 +242,11 @@ class RowCursor {
 
 /// Units of down that stay behind those of up. Too few: downs wait for ups, and pushes fight pulls for the link; too
 /// many: the last downs run with nothing to hide behind. With two GPUs 16 are the best of 4, 16 and up to 64, or within
-/// 1% of it; with four 32, and where rows cross once 8: their pulls end early
-/// (docs/notebook/2026-11-22-four-gpus.md).
+/// 1% of it; with four 32; where rows cross once, or not at all, 8: their pulls end early
+/// (docs/notebook/2026-11-22-four-gpus.md, 2026-11-23-fused-producer.md).
 TESSERA_INLINE constexpr std::int32_t default_lag(ExchangeShape const& shape, std::int32_t units) {
   constexpr std::int32_t kLeast = 8;
-  if (shape.transfer == Transfer::once) return kLeast;
+  if (shape.transfer == Transfer::once || shape.ranks == 1) return kLeast;
   std::int32_t const most = shape.ranks > 2 ? 32 : 16;
   std::int32_t const lag = static_cast<std::int32_t>(std::int64_t{units} * 9 / 20);
   return lag < kLeast ? kLeast : lag > most ? most : lag;

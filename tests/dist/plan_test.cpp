@@ -264,6 +264,8 @@ TEST(Tasks, LagIsAShareOfTheUnitsWithinBounds) {
   EXPECT_EQ(default_lag(shape, 1000), 32);
   shape.transfer = Transfer::once;
   EXPECT_EQ(default_lag(shape, 1000), 8);
+  shape = {.ranks = 1};
+  EXPECT_EQ(default_lag(shape, 1000), 8);
 }
 
 TEST(Transfers, RowsCrossOnceWhereTheLinkWouldDecide) {

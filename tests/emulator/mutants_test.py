@@ -35,7 +35,7 @@ MUTANTS = [
      "kLentToDown : lent_to_up(kKind); lent > 1; --lent", "waits for an mbarrier"),
     ("a is announced when it has been read", "dist/kernels/forward.cuh",
      "if (arch::lane_idx() == 0) arch::bulk_store_wait<0>();",
-     "if (arch::lane_idx() == 0) arch::tma_store_wait_read<0>();", "nan, not"),
+     "if (arch::lane_idx() == 0) arch::tma_store_wait_read<0>();", ", not "),
     ("lanes decide alone whether they complete", "dist/kernels/forward.cuh",
      "__any_sync(arch::kAllLanes, !there)", "!there",
      "lanes of a warp meet in different places"),

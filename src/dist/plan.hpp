@@ -242,8 +242,8 @@ class RowCursor {
 
 /// Units of down that stay behind those of up. Too few: downs wait for ups, and pushes fight pulls for the link; too
 /// many: the last downs run with nothing to hide behind. With two GPUs 16 are the best of 4, 16 and up to 64, or within
-/// 1% of it; with four 32; where rows cross once, or not at all, 8: their pulls end early
-/// (docs/notebook/2026-11-22-four-gpus.md, 2026-11-23-fused-producer.md).
+/// 1% of it; with four 32. 8 where rows cross once, as their pulls end early, and with one GPU, whose ups would come to
+/// rows that are not there yet (docs/notebook/2026-11-22-four-gpus.md, 2026-11-23-fused-producer.md).
 TESSERA_INLINE constexpr std::int32_t default_lag(ExchangeShape const& shape, std::int32_t units) {
   constexpr std::int32_t kLeast = 8;
   if (shape.transfer == Transfer::once || shape.ranks == 1) return kLeast;
@@ -259,8 +259,8 @@ struct Task {
   bool operator==(Task const&) const = default;
 };
 
-/// An owner's units one after the other. No divisions, but for experts of several units: the warp that loads the stages
-/// of a GEMM walks them between two loads.
+/// An owner's units one after the other. No divisions, but for experts of several units: a warp walks many of them
+/// between two tasks.
 class UnitCursor {
  public:
   TESSERA_INLINE UnitCursor(ExchangeShape const& shape, ExpertPlan const* plan, std::int32_t owner)

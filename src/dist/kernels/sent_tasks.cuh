@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How the results of a task are announced without a fence in the warps that multiply: they say in shared memory that
-// they have sent theirs, and a warp of its own waits for all of them, fences once per task and counts.
+// they have sent theirs, and the warp that schedules, once all have, fences once per task and counts.
 //   full    every consumer warp: what it wrote for the task it has written (stores issued; bulk stores complete)
 //   empty   the announcing warp: the slot may be taken again
 // Memory  barriers of the CTA order the warps' writes before the announcing lane's fence, as __syncthreads does

@@ -56,6 +56,7 @@ inline uint64_t nanoseconds() {
   emulator::yield();
   return 10 * emulator::turns();
 }
+inline void sleep_ns(uint32_t) { emulator::yield(); }
 
 // approx_math.cuh
 

@@ -111,6 +111,10 @@ class Tasks {
 // two looks it announces what the consumers have sent. The warp that loads does none of this, as its loads are hardly
 // ahead of the k loop (docs/notebook/2026-11-23-fused-producer.md).
 __device__ inline void schedule(Pass const& pass) {
+  // ns. Warps of all SMs wake together and draw at once, and then consecutive tickets, which read the same weights and
+  // rows, go to SMs that are near each other: one read across the halves of L2 serves several
+  // (docs/notebook/2026-11-23-fused-draws.md).
+  constexpr std::uint32_t kDrawSleep = 2000;
   ScheduleBarriers& barriers = pass.smem.schedule;
   SentAnnouncer sent(pass);
   auto const announce_sent = [&] { sent.poll(); };
@@ -126,6 +130,7 @@ __device__ inline void schedule(Pass const& pass) {
       sent.poll();
     }
     phase ^= 1;
+    arch::sleep_ns(kDrawSleep);
     tasks.draw();
     tasks.announce_drawn();
   }

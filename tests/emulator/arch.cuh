@@ -272,14 +272,14 @@ inline uint32_t swizzled(uint32_t address, uint32_t row, uint32_t chunk) {
   return at ^ (at >> 7 & 7) << 4;
 }
 
-inline void tma_load_box(void* smem_dst, CUtensorMap const* map, Mbarrier* full, int c0, int c1,
-                         int c2, int c3, int c4) {
+inline void tma_load_box(unsigned cta, void* smem_dst, CUtensorMap const* map, Mbarrier* full,
+                         int c0, int c1, int c2, int c3, int c4) {
   uint32_t const to = shared_address(smem_dst);
-  unsigned char* const shared = emulator::shared_memory();
+  unsigned char* const shared = emulator::shared_memory_of(cta);
   CUtensorMap const m = *map;
   uint32_t bytes = m.element_bytes;
   for (uint32_t const extent : m.box) bytes *= extent;
-  emulator::load_later(full, bytes, [=] {
+  emulator::load_later_in(cta, full, bytes, [=] {
     visit_box(m, {c0, c1, c2, c3, c4}, [&](unsigned char const* from, uint32_t row, int columns) {
       unsigned char whole[128] = {};
       if (from != nullptr) std::memcpy(whole, from, static_cast<size_t>(columns) * m.element_bytes);
@@ -292,11 +292,16 @@ inline void tma_load_box(void* smem_dst, CUtensorMap const* map, Mbarrier* full,
 template <class... Coordinates>
 void tma_load(void* smem_dst, CUtensorMap const* map, Mbarrier* full, Coordinates... at) {
   int const c[5] = {at...};
-  tma_load_box(smem_dst, map, full, c[0], c[1], c[2], c[3], c[4]);
+  tma_load_box(emulator::cluster_rank(), smem_dst, map, full, c[0], c[1], c[2], c[3], c[4]);
 }
 template <class... Coordinates>
-void tma_load_multicast(void*, CUtensorMap const*, Mbarrier*, uint16_t, Coordinates...) {
-  emulator::fail("clusters are not emulated");
+void tma_load_multicast(void* smem_dst, CUtensorMap const* map, Mbarrier* full, uint16_t cta_mask,
+                        Coordinates... at) {
+  int const c[5] = {at...};
+  for (unsigned cta = 0; cta_mask >> cta != 0; ++cta) {
+    if ((cta_mask >> cta & 1) == 0) continue;
+    tma_load_box(cta, smem_dst, map, full, c[0], c[1], c[2], c[3], c[4]);
+  }
 }
 // put(to, from, bytes) for every row of the box that exists.
 template <class Put>
@@ -400,18 +405,25 @@ inline void wgmma_m64n256k16(float (&d0)[64], float (&d1)[64], uint32_t const (&
   emulator::multiply_later(d0, d1, a, b);
 }
 
-// cluster.cuh: a CTA is alone.
+// cluster.cuh, cluster_load.cuh
 
-inline uint32_t cluster_cta_rank() { return 0; }
-inline void cluster_sync() { emulator::fail("clusters are not emulated"); }
-inline void mbarrier_arrive_cluster(Mbarrier*, uint32_t) {
-  emulator::fail("clusters are not emulated");
+inline uint32_t cluster_cta_rank() { return emulator::cluster_rank(); }
+inline void cluster_sync() { emulator::cluster_barrier(); }
+inline void mbarrier_arrive_cluster(Mbarrier* barrier, uint32_t rank) {
+  emulator::arrive_in(rank, barrier);
 }
-inline void mbarrier_wait_cluster(Mbarrier*, uint32_t) {
-  emulator::fail("clusters are not emulated");
+inline void mbarrier_wait_cluster(Mbarrier* barrier, uint32_t parity) {
+  emulator::wait(barrier, parity);
 }
-inline void st_async(int4*, Mbarrier*, uint32_t, int4) {
-  emulator::fail("clusters are not emulated");
+inline void st_async(int4* smem_dst, Mbarrier* barrier, uint32_t rank, int4 value) {
+  unsigned char* const to = emulator::shared_memory_of(rank) + shared_address(smem_dst);
+  emulator::load_later_in(rank, barrier, sizeof value,
+                          [=] { std::memcpy(to, &value, sizeof value); });
+}
+inline int4 load_from_cta(void const* smem_source, uint32_t rank) {
+  int4 value;
+  std::memcpy(&value, emulator::shared_memory_of(rank) + shared_address(smem_source), sizeof value);
+  return value;
 }
 
 }  // namespace tessera::cuda::arch

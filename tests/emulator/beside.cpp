@@ -72,12 +72,17 @@ void multiply(Thread& t, Multiplication const& m) {
 
 }  // namespace
 
-void load_later(Barrier* barrier, std::uint32_t bytes, std::function<void()> copy) {
-  Thread* const t = world.running;
-  do_later(t, Kind::load, [=] {
+void load_later_in(unsigned rank, Barrier* barrier, std::uint32_t bytes,
+                   std::function<void()> copy) {
+  Cta& cta = cta_of_cluster(rank);
+  Barrier* const told = there(cta, barrier);
+  do_later(world.running, Kind::load, [=, &cta] {
     copy();
-    land(*t->cta, barrier, bytes);
+    land(cta, told, bytes);
   });
+}
+void load_later(Barrier* barrier, std::uint32_t bytes, std::function<void()> copy) {
+  load_later_in(cluster_rank(), barrier, bytes, std::move(copy));
 }
 
 void store_later(std::function<void()> read, std::function<void()> write) {

@@ -32,6 +32,7 @@ void start() {
     if (world.fault.empty()) world.fault = e.what();
   }
   t.done = true;
+  --t.cta->left;
   --t.cta->grid->left;
   changed();
   swapcontext(&t.context, &world.main);
@@ -85,6 +86,7 @@ std::unique_ptr<Cta> make_cta(Grid* grid, unsigned index) {
   auto cta = std::make_unique<Cta>();
   cta->grid = grid;
   cta->index = index;
+  cta->left = grid->threads;
   cta->shared = static_cast<unsigned char*>(std::aligned_alloc(1024, kMostShared));
   if (cta->shared == nullptr) throw std::runtime_error("no memory for a CTA");
   std::memset(cta->shared, 0xff, kMostShared);  // bf16 NaNs
@@ -98,6 +100,7 @@ void build() {
   for (auto const& grid : world.grids) {
     for (unsigned c = 0; c < grid->ctas; ++c) {
       world.ctas.push_back(make_cta(grid.get(), c));
+      world.ctas.back()->cluster_begin = world.ctas.size() - 1 - c % grid->cluster;
       for (auto const& t : world.ctas.back()->threads) world.able.push_back(t.get());
     }
   }
@@ -167,11 +170,26 @@ void wake(Cta& cta, void const* changed) {
   }
 }
 
-void launch(unsigned ctas, unsigned threads, std::size_t shared_bytes, std::function<void()> body) {
+void launch(unsigned ctas, unsigned cluster, unsigned threads, std::size_t shared_bytes,
+            std::function<void()> body) {
   if (shared_bytes > std::size_t{kMostShared})
     throw std::runtime_error("more shared memory than there is");
-  world.grids.push_back(
-      std::make_unique<Grid>(Grid{ctas, threads, std::move(body), std::uint64_t{ctas} * threads}));
+  if (cluster == 0 || ctas % cluster != 0) throw std::runtime_error("a cluster that is not whole");
+  world.grids.push_back(std::make_unique<Grid>(
+      Grid{ctas, threads, cluster, std::move(body), std::uint64_t{ctas} * threads}));
+}
+
+unsigned cluster_rank() {
+  Cta const& cta = *world.running->cta;
+  return cta.index % cta.grid->cluster;
+}
+
+Cta& cta_of_cluster(unsigned rank) {
+  Cta const& own = *world.running->cta;
+  if (rank >= own.grid->cluster) fail("no CTA of the cluster");
+  Cta& cta = *world.ctas[own.cluster_begin + rank];
+  if (cta.left == 0) fail("a CTA of the cluster has ended");
+  return cta;
 }
 
 void wait_for_grids_ahead() {
@@ -232,6 +250,7 @@ std::string run(Schedule const& schedule) {
 }
 
 unsigned char* shared_memory() { return world.running->cta->shared; }
+unsigned char* shared_memory_of(unsigned rank) { return cta_of_cluster(rank).shared; }
 std::uint64_t turns() { return world.turn; }
 void changed() { world.last_change = world.turn; }
 void yield() {

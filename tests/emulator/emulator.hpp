@@ -9,11 +9,13 @@
 //
 // Emulated: mbarriers with their arrivals and bytes; TMA loads, stores and additions of tiles with the 128-byte
 // swizzle, and cp.async, all of which land late; wgmma of 128 or 256 columns, whose operands in shared memory are read
-// when somebody waits for it; named barriers, votes and shuffles of whole warps; kernels that start early.
+// when somebody waits for it; named barriers, votes and shuffles of whole warps; clusters, with loads, stores and
+// arrivals in a peer's shared memory; kernels that start early.
 // Checked: no barrier gets more arrivals than it awaits, lanes of a warp meet in the same place, warps of a warpgroup
-// multiply the same operands, somebody can always go on. Shared memory begins as NaNs.
-// Not emulated: that the memory of a GPU is weaker than that of one thread, proxies, clusters, registers, time. Order
-// and fences are what the model of the protocol judges (tests/dist/protocol_test.cpp).
+// multiply the same operands, nobody arrives in a CTA that has ended, somebody can always go on. Shared memory begins
+// as NaNs.
+// Not emulated: that the memory of a GPU is weaker than that of one thread, proxies, registers, time. Order and fences
+// are what the model of the protocol judges (tests/dist/protocol_test.cpp).
 #pragma once
 
 #include <cstddef>
@@ -33,8 +35,9 @@ struct Schedule {
   double lazy = 0;  // share of CTAs that have an eighth of the others' turns
 };
 
-// Enqueues a grid whose CTAs all run at once. body() is one thread's.
-void launch(unsigned ctas, unsigned threads, std::size_t shared_bytes, std::function<void()> body);
+// Enqueues a grid whose CTAs all run at once. body() is one thread's. `cluster`: CTAs of one, a divisor of `ctas`.
+void launch(unsigned ctas, unsigned cluster, unsigned threads, std::size_t shared_bytes,
+            std::function<void()> body);
 void wait_for_grids_ahead();  // that were launched before that of the thread which runs
 
 // Runs all grids that were launched, side by side. What went wrong, and who waited where; empty: they have ended.
@@ -53,6 +56,12 @@ void arrive(Barrier* barrier, std::uint32_t bytes);  // more to land before the 
 bool is_over(Barrier const* barrier, std::uint32_t parity);
 void wait(Barrier* barrier, std::uint32_t parity);
 
+// Clusters. Addresses are those of the caller's CTA; what is done is done at the same place in CTA `rank`.
+unsigned cluster_rank();
+void cluster_barrier();
+void arrive_in(unsigned rank, Barrier* barrier);
+unsigned char* shared_memory_of(unsigned rank);
+
 // Where the lanes of a warp meet. Line 0: anywhere.
 struct Site {
   char const* file = "";
@@ -66,6 +75,8 @@ bool block_vote_or(bool value);
 
 // Copies, as a function that does them, later. `barrier` then gets the bytes.
 void load_later(Barrier* barrier, std::uint32_t bytes, std::function<void()> copy);
+void load_later_in(unsigned rank, Barrier* barrier, std::uint32_t bytes,
+                   std::function<void()> copy);
 // read() before a wait for reading is over, then write() before one for writing is. Counted in groups of the thread.
 void store_later(std::function<void()> read, std::function<void()> write);
 void commit_stores();

@@ -21,7 +21,7 @@ cudaError_t cudaLaunchCooperativeKernel(void const* kernel, dim3 grid, dim3 bloc
   auto* const entry = reinterpret_cast<Kernel>(const_cast<void*>(kernel));
   auto const params = std::make_shared<tessera::dist::ForwardParams>(
       *static_cast<tessera::dist::ForwardParams const*>(arguments[0]));
-  tessera::emulator::launch(grid.x, block.x, shared_bytes, [=] { entry(*params); });
+  tessera::emulator::launch(grid.x, 1, block.x, shared_bytes, [=] { entry(*params); });
   return cudaSuccess;
 }
 

@@ -42,6 +42,10 @@ void init(Barrier* barrier, std::uint32_t arrivals) {
   changed();
 }
 void arrive(Barrier* barrier, std::uint32_t bytes) { arrive(*world.running->cta, barrier, bytes); }
+void arrive_in(unsigned rank, Barrier* barrier) {
+  Cta& cta = cta_of_cluster(rank);
+  arrive(cta, there(cta, barrier), 0);
+}
 bool is_over(Barrier const* barrier, std::uint32_t parity) {
   return Phase::of(*barrier).parity != parity;
 }
@@ -103,6 +107,23 @@ void named_barrier(int id, int threads, bool waits) {
     sleep_until(
         &barrier, [&barrier, generation] { return barrier.generation != generation; },
         "a named barrier");
+  }
+}
+
+void cluster_barrier() {
+  Cta& own = *world.running->cta;
+  unsigned const ctas = own.grid->cluster;
+  NamedBarrier& barrier = world.ctas[own.cluster_begin]->cluster;
+  std::uint64_t const generation = barrier.generation;
+  if (++barrier.arrived == static_cast<int>(ctas * own.grid->threads)) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    changed();
+    for (unsigned i = 0; i < ctas; ++i) wake(*world.ctas[own.cluster_begin + i], &barrier);
+  } else {
+    sleep_until(
+        &barrier, [&barrier, generation] { return barrier.generation != generation; },
+        "its cluster");
   }
 }
 

@@ -131,6 +131,7 @@ struct NamedBarrier {
 
 struct Grid {
   unsigned ctas, threads;
+  unsigned cluster;  // CTAs of one
   std::function<void()> body;
   std::uint64_t left;  // threads that have not ended
 };
@@ -138,12 +139,15 @@ struct Grid {
 struct Cta {
   Grid* grid;
   unsigned index;
+  std::size_t cluster_begin;  // in World::ctas
+  unsigned left = 0;          // threads that have not ended
   bool lazy = false;
   unsigned char* shared = nullptr;
   std::vector<std::unique_ptr<Thread>> threads;
   std::vector<Warp> warps;
   std::vector<Warpgroup> warpgroups;
   NamedBarrier barriers[16];
+  NamedBarrier cluster;  // of the first CTA of a cluster
   std::vector<Thread*> asleep;
 };
 
@@ -168,6 +172,16 @@ struct World {
   std::string fault;
 };
 extern World world;
+
+// Of the cluster of the thread that runs, a CTA that has not ended.
+Cta& cta_of_cluster(unsigned rank);
+// What lies in `cta` where `here` lies in the CTA of the thread that runs.
+template <class T>
+T* there(Cta& cta, T* here) {
+  auto const at = reinterpret_cast<unsigned char*>(here) - world.running->cta->shared;
+  if (at < 0 || at >= kMostShared) fail("no address of shared memory");
+  return reinterpret_cast<T*>(cta.shared + at);
+}
 
 void sleep_until(void const* wakes_by, std::function<bool()> ready, char const* what);
 // Those of a CTA who sleep until something changes there, and what they wait for has come.

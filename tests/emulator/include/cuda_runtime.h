@@ -52,8 +52,14 @@ inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(va
 template <class... Params>
 cudaError_t cudaLaunchKernelEx(cudaLaunchConfig_t const* config, void (*kernel)(Params...),
                                std::type_identity_t<Params> const&... params) {
-  tessera::emulator::launch(config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes,
-                            [=] { kernel(params...); });
+  unsigned cluster = 1;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) {
+      cluster = config->attrs[i].val.clusterDim.x;
+    }
+  }
+  tessera::emulator::launch(config->gridDim.x, cluster, config->blockDim.x,
+                            config->dynamicSmemBytes, [=] { kernel(params...); });
   return cudaSuccess;
 }
 

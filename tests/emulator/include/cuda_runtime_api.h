@@ -35,15 +35,18 @@ inline cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 
-// Attributes say what launches here do in any case: grids run side by side, until one waits for those ahead.
+// Attributes but that of clusters say what launches here do in any case: all CTAs are resident, grids run side by side,
+// until one waits for those ahead.
 enum cudaLaunchAttributeID {
   cudaLaunchAttributeClusterDimension,
+  cudaLaunchAttributeCooperative,
   cudaLaunchAttributeProgrammaticStreamSerialization
 };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
     dim3 clusterDim;
+    int cooperative;
     int programmaticStreamSerializationAllowed;
   } val;
 };

@@ -4,9 +4,10 @@
 //   after the owner, mod P, so that owners pull from different peers at any one time.
 //   block: block_rows rows of one expert in the owner's pool, the last one padded
 //   unit:  up to kUnitBlocks blocks of one expert; those of an expert that has more are divided evenly
-//   tasks: up(U0), up(U1), .. with down(Uj) after up(Uj+lag), the rest at the end; inside a unit tile by tile, in a
-//   tile block by block, backwards in every other tile. So tasks that read the same weights begin one after the other,
-//   and L2 has what DRAM is asked for once (docs/notebook/2026-11-23-fused-energy.md).
+//   tasks: up(U0), up(U1), .. with down(Uj) after up(Uj+lag), the rest at the end; inside a unit two tiles at a time,
+//   block by block. So tasks that read the same weights begin one after the other, and L2 has what DRAM is asked for
+//   once (docs/notebook/2026-11-23-fused-energy.md).
+//   pairs: two tasks for two CTAs that load for each other what both read (docs/notebook/2026-11-23-fused-pairs.md).
 // Integers only, for host and device. Cursors go forward: a walk over a pass costs one visit per expert.
 #pragma once
 
@@ -269,6 +270,11 @@ class UnitCursor {
   [[nodiscard]] TESSERA_INLINE std::int32_t expert() const { return expert_; }
   [[nodiscard]] TESSERA_INLINE std::int32_t first_block() const { return first_block_; }
   [[nodiscard]] TESSERA_INLINE std::int32_t blocks() const { return blocks_; }
+  /// Of the expert, those of later units too.
+  [[nodiscard]] TESSERA_INLINE std::int32_t rows_from_last_block(std::int32_t block_rows) const {
+    ExpertPlan const& expert = plan_[expert_];
+    return expert.rows - (first_block_ + blocks_ - 1 - expert.first_block) * block_rows;
+  }
 
   /// To the next unit, the first one at the first call; there must be one. The owner's last expert ends with its
   /// blocks.
@@ -289,7 +295,20 @@ class UnitCursor {
   std::int32_t first_block_ = 0, blocks_ = 0;
 };
 
-/// Tasks by ticket; `at` takes ascending tickets in [0, tickets()).
+/// A task and a second one that reads the same rows, of the next tile, or the same weights, of the next block.
+struct TaskPair {
+  Task first;
+  bool shares_rows;
+  bool has_second;
+
+  [[nodiscard]] TESSERA_INLINE Task second() const {
+    return {first.kind, first.expert, first.block + (shares_rows ? 0 : 1),
+            first.tile + (shares_rows ? 1 : 0)};
+  }
+  bool operator==(TaskPair const&) const = default;
+};
+
+/// Pairs of tasks by ticket; `find` takes ascending tickets.
 class TaskCursor {
  public:
   TESSERA_INLINE TaskCursor(ExchangeShape const& shape, ExpertPlan const* plan, std::int32_t owner,
@@ -299,25 +318,43 @@ class TaskCursor {
         lag_(lag < totals_.units ? lag : totals_.units),
         up_tiles_(shape.up_tiles()),
         down_tiles_(shape.down_tiles()),
+        block_rows_(shape.block_rows),
         up_(shape, plan, owner),
         down_(shape, plan, owner) {}
 
-  [[nodiscard]] TESSERA_INLINE std::int64_t tickets() const {
-    return std::int64_t{totals_.blocks} * (up_tiles_ + down_tiles_);
-  }
-
-  TESSERA_INLINE Task at(std::int64_t ticket) {
-    while (ticket >= end_) advance();
+  /// False: there are no more.
+  TESSERA_INLINE bool find(std::int64_t ticket, TaskPair& pair) {
+    while (ticket >= end_ && step_ < totals_.units + lag_) advance();
+    if (ticket >= end_) return false;
     UnitCursor const& unit = kind_ == TaskKind::up ? up_ : down_;
-    auto const place = static_cast<std::uint32_t>(ticket - begin_);
-    auto const blocks = static_cast<std::uint32_t>(unit.blocks());
-    auto const tile = static_cast<std::int32_t>(place / blocks);
-    auto const turn = static_cast<std::int32_t>(place % blocks);
-    std::int32_t const block = tile % 2 == 0 ? turn : unit.blocks() - 1 - turn;
-    return {kind_, unit.expert(), unit.first_block() + block, tile};
+    std::int32_t const tiles = kind_ == TaskKind::up ? up_tiles_ : down_tiles_;
+    pair = pair_of(unit, tiles, static_cast<std::uint32_t>(ticket - begin_));
+    return true;
   }
 
  private:
+  TESSERA_INLINE static std::int32_t pairs_of(std::int32_t blocks, std::int32_t tiles) {
+    return tiles / 2 * blocks + tiles % 2 * ((blocks + 1) / 2);
+  }
+  // In two tiles pairs of blocks go through the first and back through the second; what is left of the blocks shares
+  // its rows. A last block of half a tile is done in half the time, so it is left. A last tile without a second one has
+  // pairs of blocks alone.
+  TESSERA_INLINE TaskPair pair_of(UnitCursor const& unit, std::int32_t tiles,
+                                  std::uint32_t place) const {
+    auto const blocks = static_cast<std::uint32_t>(unit.blocks());
+    auto const tile = static_cast<std::int32_t>(place / blocks) * 2;
+    auto const turn = static_cast<std::int32_t>(place % blocks);
+    bool const is_lone = tile + 1 == tiles;
+    std::int32_t const rows = unit.rows_from_last_block(block_rows_);
+    std::int32_t const pairs = (unit.blocks() - (rows <= block_rows_ / 2 ? 1 : 0)) / 2;
+    bool const shares_rows = !is_lone && turn >= 2 * pairs;
+    bool const goes_back = !is_lone && !shares_rows && turn >= pairs;
+    std::int32_t const block = shares_rows ? turn : 2 * (goes_back ? 2 * pairs - 1 - turn : turn);
+    return {{kind_, unit.expert(), unit.first_block() + block, tile + (goes_back ? 1 : 0)},
+            shares_rows,
+            shares_rows || block + 1 < unit.blocks()};
+  }
+
   // To the next unit's ups or downs: step i is up(Ui), then down(Ui-lag), where there are such units.
   TESSERA_INLINE void advance() {
     begin_ = end_;
@@ -326,19 +363,19 @@ class TaskCursor {
       kind_ = TaskKind::up;
       if (step_ < totals_.units) {
         up_.advance(last_expert_, totals_.blocks);
-        end_ += std::int64_t{up_.blocks()} * up_tiles_;
+        end_ += pairs_of(up_.blocks(), up_tiles_);
       }
     } else {
       kind_ = TaskKind::down;
       if (step_ >= lag_) {
         down_.advance(last_expert_, totals_.blocks);
-        end_ += std::int64_t{down_.blocks()} * down_tiles_;
+        end_ += pairs_of(down_.blocks(), down_tiles_);
       }
     }
   }
 
   OwnerTotals totals_;
-  std::int32_t last_expert_, lag_, up_tiles_, down_tiles_;
+  std::int32_t last_expert_, lag_, up_tiles_, down_tiles_, block_rows_;
   UnitCursor up_, down_;
   std::int32_t step_ = -1;
   TaskKind kind_ = TaskKind::down;

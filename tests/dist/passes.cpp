@@ -109,18 +109,23 @@ Program Passes::cta(Actor& self, std::int32_t index) {
       co_await bring_own_rows(self, index, epoch, known);
     }
     TaskCursor tasks(shape_, known.plan.data(), self.rank, options_.lag);
-    std::int64_t const tickets = tasks.tickets();
+    std::vector<TaskPair> backwards;  // from the last ticket to the first
+    if (breaks(Break::down_before_up)) {
+      TaskCursor all = tasks;
+      TaskPair last = {};
+      for (std::int64_t i = 0; all.find(i, last); ++i) backwards.push_back(last);
+      std::reverse(backwards.begin(), backwards.end());
+    }
     Sent sent;
     Sent const none;
-    for (std::int64_t i = index; i < tickets; i += options_.ctas) {
-      if (breaks(Break::down_before_up)) {  // from the last ticket to the first
-        Task const task =
-            TaskCursor(shape_, known.plan.data(), self.rank, options_.lag).at(tickets - 1 - i);
-        co_await run(self, epoch, task, known, sent);
-        continue;
-      }
-      Task const task = tasks.at(i);
-      co_await run(self, epoch, task, known, sent);
+    TaskPair pair = {};
+    // A CTA of the model stands for a pair of CTAs, one task after the other.
+    for (std::int64_t i = index; tasks.find(i, pair); i += options_.ctas) {
+      if (breaks(Break::down_before_up)) pair = backwards[static_cast<std::size_t>(i)];
+      co_await run(self, epoch, pair.first, known, sent);
+      if (!pair.has_second) continue;
+      Task const second = pair.second();
+      co_await run(self, epoch, second, known, sent);
     }
     co_await complete(self, epoch, sent);
     if (options_.announces) co_await tell_announcer(self, epoch, none);  // there are no more

@@ -6,9 +6,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <iterator>
 #include <map>
 #include <set>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -44,7 +46,42 @@ struct OwnerPlan {
   [[nodiscard]] TaskCursor tasks(std::int32_t lag) const {
     return {exchange.shape, plan.data(), owner, lag};
   }
+  [[nodiscard]] std::vector<TaskPair> pairs(std::int32_t lag) const {
+    std::vector<TaskPair> all;
+    TaskCursor cursor = tasks(lag);
+    TaskPair pair = {};
+    for (std::int64_t ticket = 0; cursor.find(ticket, pair); ++ticket) all.push_back(pair);
+    return all;
+  }
+
+  struct Place {
+    std::int32_t expert, unit;
+    std::int32_t rows;  // no pads
+  };
+  // Of every block.
+  [[nodiscard]] std::vector<Place> places() const {
+    ExchangeShape const& shape = exchange.shape;
+    std::vector<Place> all;
+    for (std::int32_t l = 0; l < shape.local_experts(); ++l) {
+      std::int32_t const e = owner * shape.local_experts() + l;
+      ExpertPlan const& expert = plan[static_cast<std::size_t>(e)];
+      std::int32_t const blocks = blocks_of(shape, expert.rows), units = units_of(blocks);
+      std::int32_t left = expert.rows;
+      for (std::int32_t unit = 0; unit < units; ++unit) {  // larger ones first
+        for (std::int32_t b = blocks / units + (unit < blocks % units ? 1 : 0); b > 0; --b) {
+          all.push_back({e, expert.first_unit + unit, std::min(left, shape.block_rows)});
+          left -= shape.block_rows;
+        }
+      }
+    }
+    return all;
+  }
 };
+
+std::vector<Task> tasks_of(TaskPair const& pair) {
+  if (!pair.has_second) return {pair.first};
+  return {pair.first, pair.second()};
+}
 
 // The list that `source` writes for `owner`: by expert, tokens ascending.
 std::vector<std::int32_t> list_of(Exchange const& exchange, std::int32_t source,
@@ -149,11 +186,17 @@ TEST(Plan, CursorsSkipWhatOthersTake) {
       ASSERT_EQ(some.at(number), a);
     }
     TaskCursor every = own.tasks(2), seventh = own.tasks(2);
-    for (std::int64_t ticket = 0; ticket < every.tickets(); ++ticket) {
-      Task const a = every.at(ticket);
+    TaskPair a = {}, b = {};
+    std::int64_t ticket = 0;
+    for (; every.find(ticket, a); ++ticket) {
       if (ticket % 7 != 3) continue;
-      ASSERT_EQ(seventh.at(ticket), a);
+      ASSERT_TRUE(seventh.find(ticket, b));
+      ASSERT_EQ(a, b);
     }
+    // However far beyond the last one they ask, and how often.
+    ASSERT_FALSE(seventh.find(ticket, b));
+    ASSERT_FALSE(seventh.find(ticket + 7, b));
+    ASSERT_FALSE(every.find(ticket + 1'000'000'000'000, a));
   }
 }
 
@@ -161,41 +204,32 @@ TEST(Tasks, EachOnceAndDownsBehindUpsByTheLag) {
   for (Exchange const& exchange : exchanges()) {
     ExchangeShape const& shape = exchange.shape;
     OwnerPlan const own(exchange, 0);
-    std::vector<std::int32_t> unit_of, expert_of;  // by block
-    for (std::int32_t e = 0; e < shape.local_experts(); ++e) {
-      ExpertPlan const& expert = own.plan[static_cast<std::size_t>(e)];
-      std::int32_t const blocks = blocks_of(shape, expert.rows), units = units_of(blocks);
-      for (std::int32_t unit = 0; unit < units; ++unit) {  // larger ones first
-        for (std::int32_t b = blocks / units + (unit < blocks % units ? 1 : 0); b > 0; --b) {
-          unit_of.push_back(expert.first_unit + unit);
-          expert_of.push_back(e);
-        }
-      }
-    }
+    std::vector<OwnerPlan::Place> const places = own.places();
     for (std::int32_t const lag : {0, 1, 3, 100}) {
-      TaskCursor cursor = own.tasks(lag);
       std::set<std::tuple<TaskKind, std::int32_t, std::int32_t>> seen;
       std::int32_t const all_ups = own.totals().blocks * shape.up_tiles();
+      std::int32_t const all_downs = own.totals().blocks * shape.down_tiles();
       std::int32_t last_unit = -1, ups = 0;
-      for (std::int64_t ticket = 0; ticket < cursor.tickets(); ++ticket) {
-        Task const task = cursor.at(ticket);
-        auto const block = static_cast<std::size_t>(task.block);
-        ASSERT_TRUE(seen.insert({task.kind, task.block, task.tile}).second);
-        ASSERT_EQ(task.expert, expert_of.at(block));
-        if (task.kind == TaskKind::up) {
-          ASSERT_LT(task.tile, shape.up_tiles());
-          ASSERT_GE(unit_of[block], last_unit) << "units ascend";
-          last_unit = unit_of[block];
-          ++ups;
-          continue;
+      for (TaskPair const& pair : own.pairs(lag)) {
+        for (Task const& task : tasks_of(pair)) {
+          OwnerPlan::Place const& place = places.at(static_cast<std::size_t>(task.block));
+          ASSERT_TRUE(seen.insert({task.kind, task.block, task.tile}).second);
+          ASSERT_EQ(task.expert, place.expert);
+          if (task.kind == TaskKind::up) {
+            ASSERT_LT(task.tile, shape.up_tiles());
+            ASSERT_GE(place.unit, last_unit) << "units ascend";
+            last_unit = place.unit;
+            ++ups;
+            continue;
+          }
+          ASSERT_LT(task.tile, shape.down_tiles());
+          for (std::int32_t tile = 0; tile < shape.up_tiles(); ++tile) {
+            ASSERT_TRUE(seen.count({TaskKind::up, task.block, tile})) << "a lower ticket";
+          }
+          ASSERT_TRUE(ups == all_ups || last_unit == place.unit + lag);
         }
-        ASSERT_LT(task.tile, shape.down_tiles());
-        for (std::int32_t tile = 0; tile < shape.up_tiles(); ++tile) {
-          ASSERT_TRUE(seen.count({TaskKind::up, task.block, tile})) << "a lower ticket";
-        }
-        ASSERT_TRUE(ups == all_ups || last_unit == unit_of[block] + lag);
       }
-      ASSERT_EQ(static_cast<std::int64_t>(seen.size()), cursor.tickets());
+      ASSERT_EQ(static_cast<std::int32_t>(seen.size()), all_ups + all_downs);
       ASSERT_EQ(ups, all_ups);
     }
   }
@@ -204,42 +238,109 @@ TEST(Tasks, EachOnceAndDownsBehindUpsByTheLag) {
 TEST(Tasks, ALagBeyondAllUnitsCostsNoSteps) {
   Exchange const exchange = exchanges().front();
   OwnerPlan const own(exchange, 0);
-  TaskCursor all = own.tasks(2'000'000'000), units = own.tasks(own.totals().units);
-  ASSERT_GT(all.tickets(), 0);
-  for (std::int64_t ticket = 0; ticket < all.tickets(); ++ticket) {
-    ASSERT_EQ(all.at(ticket), units.at(ticket));  // a time limit is what fails otherwise
+  std::vector<TaskPair> const all = own.pairs(2'000'000'000);  // within a time limit
+  ASSERT_FALSE(all.empty());
+  EXPECT_EQ(all, own.pairs(own.totals().units));
+}
+
+TEST(Tasks, PairsReadTheSameRowsOrTheSameWeights) {
+  for (Exchange exchange : exchanges()) {
+    for (std::int32_t const tiles_of_up : {1, 2, 3, 4}) {
+      exchange.shape.intermediate = tiles_of_up * kTileColumns / 2;
+      exchange.shape.hidden = (5 - tiles_of_up) * kTileColumns;
+      ExchangeShape const& shape = exchange.shape;
+      OwnerPlan const own(exchange, shape.ranks - 1);
+      std::vector<OwnerPlan::Place> const places = own.places();
+      std::set<std::tuple<TaskKind, std::int32_t>> without_second;  // units
+      for (TaskPair const& pair : own.pairs(1)) {
+        Task const first = pair.first, second = pair.second();
+        std::int32_t const tiles =
+            first.kind == TaskKind::up ? shape.up_tiles() : shape.down_tiles();
+        bool const is_lone_tile = tiles % 2 != 0 && first.tile == tiles - 1;
+        auto const block = static_cast<std::size_t>(first.block);
+        std::int32_t const unit = places.at(block).unit;
+        if (!pair.has_second) {
+          ASSERT_TRUE(is_lone_tile);
+          ASSERT_TRUE(block + 1 == places.size() || places[block + 1].unit != unit);
+          ASSERT_TRUE(without_second.insert({first.kind, unit}).second);
+          continue;
+        }
+        OwnerPlan::Place const& of_second = places.at(static_cast<std::size_t>(second.block));
+        ASSERT_EQ(second.kind, first.kind);
+        ASSERT_EQ(second.expert, first.expert);
+        ASSERT_EQ(of_second.expert, places[block].expert);
+        ASSERT_EQ(of_second.unit, unit);
+        if (pair.shares_rows) {
+          ASSERT_EQ(second.block, first.block);
+          ASSERT_EQ(second.tile, first.tile + 1);
+          ASSERT_LT(second.tile, tiles);
+          ASSERT_EQ(first.tile % 2, 0);
+        } else {
+          ASSERT_EQ(second.tile, first.tile);
+          ASSERT_EQ(second.block, first.block + 1);
+          ASSERT_TRUE(is_lone_tile || of_second.rows > shape.block_rows / 2)
+              << "one is done in half the time";
+        }
+      }
+    }
   }
 }
 
-TEST(Tasks, TilesGoThroughTheBlocksOfAUnitAndBack) {
-  // Three units of one expert, 12, 12 and 11 blocks; 5 tiles of up, 3 of down.
-  ExchangeShape const shape = {.ranks = 1,
-                               .max_tokens = 70,
-                               .hidden = 3 * 256,
-                               .intermediate = 5 * 128,
-                               .experts = 1,
-                               .max_top_k = 1,
-                               .block_rows = 2};
-  Exchange const exchange{shape, {std::vector<std::int32_t>(70, 0)}};
-  OwnerPlan const own(exchange, 0);
-  TaskCursor cursor = own.tasks(2);
-  std::int64_t ticket = 0;
-  auto const expect_unit = [&](TaskKind kind, std::int32_t first_block, std::int32_t blocks,
-                               std::int32_t tiles) {
-    for (std::int32_t tile = 0; tile < tiles; ++tile) {
-      for (std::int32_t turn = 0; turn < blocks; ++turn) {
-        std::int32_t const block = tile % 2 == 0 ? turn : blocks - 1 - turn;
-        EXPECT_EQ(cursor.at(ticket++), (Task{kind, 0, first_block + block, tile}));
-      }
+// "up" or "down" where they begin, then tiles:blocks of every pair.
+std::string written(std::vector<TaskPair> const& pairs) {
+  std::string all;
+  for (std::size_t i = 0; i < pairs.size(); ++i) {
+    Task const first = pairs[i].first, second = pairs[i].second();
+    if (i == 0 || pairs[i - 1].first.kind != first.kind) {
+      all += first.kind == TaskKind::up ? "up " : "down ";
     }
+    all += std::to_string(first.tile);
+    if (pairs[i].has_second && second.tile != first.tile) all += "," + std::to_string(second.tile);
+    all += ":" + std::to_string(first.block);
+    if (pairs[i].has_second && second.block != first.block) {
+      all += "," + std::to_string(second.block);
+    }
+    all += " ";
+  }
+  return all;
+}
+
+TEST(Tasks, PairsOfBlocksGoThroughATileAndBackThroughTheNext) {
+  // One expert, blocks of two rows; the tiles of up, then those of down.
+  auto const walk = [](std::int32_t rows, std::int32_t up_tiles, std::int32_t down_tiles) {
+    ExchangeShape const shape = {.ranks = 1,
+                                 .max_tokens = rows,
+                                 .hidden = down_tiles * 256,
+                                 .intermediate = up_tiles * 128,
+                                 .experts = 1,
+                                 .max_top_k = 1,
+                                 .block_rows = 2};
+    Exchange const exchange{shape, {std::vector<std::int32_t>(static_cast<std::size_t>(rows), 0)}};
+    return written(OwnerPlan(exchange, 0).pairs(0));
   };
-  expect_unit(TaskKind::up, 0, 12, 5);
-  expect_unit(TaskKind::up, 12, 12, 5);
-  expect_unit(TaskKind::up, 24, 11, 5);
-  expect_unit(TaskKind::down, 0, 12, 3);
-  expect_unit(TaskKind::down, 12, 12, 3);
-  expect_unit(TaskKind::down, 24, 11, 3);
-  EXPECT_EQ(ticket, cursor.tickets());
+  EXPECT_EQ(walk(8, 3, 4),
+            "up 0:0,1 0:2,3 1:2,3 1:0,1 2:0,1 2:2,3 "
+            "down 0:0,1 0:2,3 1:2,3 1:0,1 2:0,1 2:2,3 3:2,3 3:0,1 ");
+  // A block that is left shares its rows, where there are two tiles.
+  EXPECT_EQ(walk(6, 3, 4),
+            "up 0:0,1 1:0,1 0,1:2 2:0,1 2:2 "
+            "down 0:0,1 1:0,1 0,1:2 2:0,1 3:0,1 2,3:2 ");
+  EXPECT_EQ(walk(2, 3, 4), "up 0,1:0 2:0 down 0,1:0 2,3:0 ");
+  // So does a half one at the end, and the block before it.
+  EXPECT_EQ(walk(7, 3, 4),
+            "up 0:0,1 1:0,1 0,1:2 0,1:3 2:0,1 2:2,3 "
+            "down 0:0,1 1:0,1 0,1:2 0,1:3 2:0,1 3:0,1 2,3:2 2,3:3 ");
+  EXPECT_EQ(walk(5, 3, 4), walk(6, 3, 4));  // left anyway
+  EXPECT_EQ(walk(3, 1, 2), "up 0:0,1 down 0,1:0 0,1:1 ");
+  EXPECT_EQ(walk(1, 1, 2), "up 0:0 down 0,1:0 ");
+  // Two units, 9 blocks and 8 with a half one.
+  EXPECT_EQ(walk(33, 3, 2),
+            "up 0:0,1 0:2,3 0:4,5 0:6,7 1:6,7 1:4,5 1:2,3 1:0,1 0,1:8 "
+            "2:0,1 2:2,3 2:4,5 2:6,7 2:8 "
+            "down 0:0,1 0:2,3 0:4,5 0:6,7 1:6,7 1:4,5 1:2,3 1:0,1 0,1:8 "
+            "up 0:9,10 0:11,12 0:13,14 1:13,14 1:11,12 1:9,10 0,1:15 0,1:16 "
+            "2:9,10 2:11,12 2:13,14 2:15,16 "
+            "down 0:9,10 0:11,12 0:13,14 1:13,14 1:11,12 1:9,10 0,1:15 0,1:16 ");
 }
 
 TEST(Tasks, UpMakesHalfAsManyColumnsOfAWithAGate) {

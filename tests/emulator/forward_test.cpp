@@ -15,16 +15,6 @@
 #include "tests/emulator/emulator.hpp"
 #include "tests/emulator/memory.hpp"
 
-cudaError_t cudaLaunchCooperativeKernel(void const* kernel, dim3 grid, dim3 block, void** arguments,
-                                        std::size_t shared_bytes, cudaStream_t) {
-  using Kernel = void (*)(tessera::dist::ForwardParams);
-  auto* const entry = reinterpret_cast<Kernel>(const_cast<void*>(kernel));
-  auto const params = std::make_shared<tessera::dist::ForwardParams>(
-      *static_cast<tessera::dist::ForwardParams const*>(arguments[0]));
-  tessera::emulator::launch(grid.x, 1, block.x, shared_bytes, [=] { entry(*params); });
-  return cudaSuccess;
-}
-
 namespace tessera::dist {
 namespace {
 
@@ -256,9 +246,9 @@ TEST(FusedForward, GivesTheBitsOfEachExpertAlone) {
 
 TEST(FusedForward, AnyNumberOfCtasAndAnyLag) {
   for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
-    for (int const ctas : {1, 3}) {
+    for (int const ctas : {2, 9}) {
       expect_right(
-          {.shape = shape(2, 17, 64, 64, 6, 3, transfer), .ctas = ctas, .lag = ctas == 1 ? 0 : 1});
+          {.shape = shape(2, 17, 64, 64, 6, 3, transfer), .ctas = ctas, .lag = ctas == 2 ? 0 : 1});
     }
   }
 }
@@ -273,9 +263,21 @@ TEST(FusedForward, ShapesThatFillNoTile) {
 
 TEST(FusedForward, SeveralBlocksAndTilesOfAnExpert) {
   for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
-    expect_right({.shape = shape(2, 20, 520, 200, 4, 2, transfer), .ctas = 3});
+    expect_right({.shape = shape(2, 20, 520, 200, 4, 2, transfer), .ctas = 4});
     expect_right({.shape = shape(2, 150, 64, 64, 2, 1, transfer)});
   }
+}
+
+// Two tiles of three blocks: pairs that share weights, in either direction, and pairs that share rows. B has whole
+// groups of 64 rows, as halves of it are shared only then.
+TEST(FusedForward, PairsOfEveryKind) {
+  expect_right({.shape = shape(1, 330, 320, 192, 1, 1, Transfer::direct), .ctas = 4});
+}
+
+TEST(FusedForward, OneCtaIsNoPair) {
+  Case const c = {.shape = shape(1, 8, 64, 64, 2, 1, Transfer::direct), .ctas = 1};
+  EXPECT_EQ(Ranks(c).pass(draw_exchange(c.shape, Pattern::random, 1), 1, kSchedules[0]),
+            "not launched");
 }
 
 TEST(FusedForward, DelaysAtEveryWait) {

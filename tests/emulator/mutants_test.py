@@ -15,11 +15,12 @@ import tempfile
 # What is compiled again for a mutant of these sources, and the tests that are run.
 COMPILED = {
     "dist/kernels/": ("forward_instances.cpp", "FusedForward.*"),
+    "cuda/block/pipeline.cuh": ("forward_instances.cpp", "FusedForward.*"),
     "cuda/block/": ("gemm_test.cpp", "-FusedForward.*"),
 }
 # (name, file, text that stands there once, what stands there instead, a part of what the test then says)
 MUTANTS = [
-    ("a task begins without its rows", "dist/kernels/forward.cuh",
+    ("a task begins without its rows", "dist/kernels/schedule_tasks.cuh",
      "pass.wait_count(needs.counter, needs.count, needs.site, announce_sent);", "",
      "nan, not"),
     ("a task is loaded before it may be", "dist/kernels/forward.cuh",
@@ -41,10 +42,18 @@ MUTANTS = [
      "lanes of a warp meet in different places"),
     ("a stage has one arrival too many", "dist/kernels/forward.cuh",
      "arch::mbarrier_arrive_expect_tx(full,",
-     "arch::mbarrier_arrive(full);\n        arch::mbarrier_arrive_expect_tx(full,",
-     "waits for an mbarrier"),
+     "arch::mbarrier_arrive(full);\n  arch::mbarrier_arrive_expect_tx(full,",
+     "more arrivals than a barrier awaits"),
     ("counters of the next pass are not cleared", "dist/kernels/forward.cuh",
      "clear_next_bank<kForwardThreads>(p.exchange, pass.epoch);", "", "pass"),
+    ("both CTAs of a pair load the same half of their rows", "dist/kernels/forward.cuh",
+     "tile.row + cta * block::kSubtileM", "tile.row", ", not "),
+    ("both CTAs of a pair load the same half of their weights", "dist/kernels/forward.cuh",
+     "kShared.b_groups() + group", "kShared.b_groups()", ", not "),
+    ("a stage is given back to one CTA of the pair", "cuda/block/pipeline.cuh",
+     "if (thread < kGemm.sharing_ctas()) arch", "if (thread < 1) arch", "waits for an mbarrier"),
+    ("a CTA of a pair ends before the other", "dist/kernels/forward.cuh",
+     "arch::cluster_sync();  // this CTA's", "__syncthreads();  // this CTA's", "has ended"),
     ("a slot of results goes to the next choice", "dist/kernels/push_rows.cuh",
      "origin.x % top_k)", "(origin.x + 1) % top_k)", ", not "),
     ("a token is added up before it is complete", "dist/kernels/slot_sums.cuh",

@@ -83,6 +83,16 @@ __device__ __forceinline__ void tma_load_multicast(void* smem_dst, CUtensorMap c
       : "memory");
 }
 
+__device__ __forceinline__ void tma_load_multicast(void* smem_dst, CUtensorMap const* map,
+                                                   Mbarrier* smem_full, uint16_t cta_mask, int c0,
+                                                   int c1) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%4, %5}], [%2], %3;" ::"r"(shared_address(smem_dst)),
+      "l"(map), "r"(shared_address(smem_full)), "h"(cta_mask), "r"(c0), "r"(c1)
+      : "memory");
+}
+
 __device__ __forceinline__ void tma_store(CUtensorMap const* map, void const* smem_src, int c0,
                                           int c1, int c2, int c3) {
   asm volatile(

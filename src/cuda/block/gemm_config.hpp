@@ -37,6 +37,8 @@ struct GemmConfig {
   TileShape tile{128, 256, 64};
   int stages = 4;
   int cluster_m = 1;  // CTAs along gemm_m that share each B tile by multicast
+  // Two CTAs of a cluster, each with tiles of its own, fill stages of both: one is free once both have read theirs.
+  bool paired = false;
   ALoader a_loader = ALoader::kTma;
   Schedule schedule = Schedule::kCooperative;
   int consumer_warpgroups = 2;
@@ -90,6 +92,8 @@ struct GemmConfig {
   consteval int b_buffers() const {
     return keeps_b() ? resident_k_tiles : b_behind ? stages - 1 : stages;
   }
+  // CTAs whose consumers free a stage.
+  consteval int sharing_ctas() const { return paired ? 2 : cluster_m; }
   // Rows of the unit that the scheduler draws: a block of a tile for each CTA of the cluster, or a run.
   consteval int block_m() const { return tile.m * (keeps_b() ? run_tiles : cluster_m); }
   // Runs come in pairs of tiles, one for each ping-pong warpgroup.
@@ -112,7 +116,7 @@ struct GemmConfig {
 // Arrivals that end one phase of each barrier; the roles below are the only ones that arrive.
 struct BarrierArrivals {
   int full;   // expect_tx by the thread that issues B, and every gathering thread
-  int empty;  // each warpgroup that reads the stage, in every CTA that shares B; or each warp
+  int empty;  // each warpgroup that reads the stage, in every CTA that shares it; or each warp
   int resident_empty;  // each ping-pong warpgroup, in its last tile of a run
   int work_full;       // the announcing warp; in a cluster, expect_tx by each CTA's producer warp 0
   int work_empty;      // each warp that reads work tiles, in every CTA of the cluster
@@ -121,7 +125,7 @@ struct BarrierArrivals {
 consteval BarrierArrivals barrier_arrivals(GemmConfig c) {
   return {.full = 1 + (c.gathers() ? 128 : 0),
           .empty = (c.ping_pong() ? 1 : c.consumer_warpgroups) * (c.warps_release() ? 4 : 1) *
-                   c.cluster_m,
+                   c.sharing_ctas(),
           .resident_empty = 2,
           .work_full = 1,
           .work_empty = (4 * c.consumer_warpgroups + (c.gathers() ? 4 : 1)) * c.cluster_m};
@@ -160,6 +164,7 @@ consteval bool valid(GemmConfig c) {
   if (c.stages < 2) throw "stages: at least 2";
   if (c.lent_stages > 0 && (c.ping_pong() || c.cluster_m > 1))
     throw "lent_stages: cooperative, no cluster";
+  if (c.paired && c.cluster_m > 1) throw "paired: tiles of its own for each CTA";
   if (c.defers && (c.ping_pong() || c.lent_stages > 0)) throw "defers: cooperative, no lent stages";
   if (c.adds_outer_product && (!c.defers || c.gathers() || c.tile.n != 256))
     throw "adds_outer_product: deferred, TMA, tile.n of 256";

@@ -96,7 +96,7 @@ class BorrowedStages {
       if (stores) {
         publish_by_lane(store);
       } else {
-        arch::mbarrier_arrive(&smem_.empty[stage]);
+        free(stage);
       }
     }
     __syncwarp();
@@ -129,7 +129,19 @@ class BorrowedStages {
   __device__ __forceinline__ void give_back() const {
     if (held_ == kNone) return;
     arch::tma_store_wait_read<kLater>();
-    arch::mbarrier_arrive(&smem_.empty[held_]);
+    free(held_);
+  }
+
+  // By one lane.
+  __device__ __forceinline__ void free(int stage) const {
+    if constexpr (kGemm.paired) {
+      TESSERA_UNROLL
+      for (int cta = 0; cta < kGemm.sharing_ctas(); ++cta) {
+        arch::mbarrier_arrive_cluster(&smem_.empty[stage], static_cast<uint32_t>(cta));
+      }
+    } else {
+      arch::mbarrier_arrive(&smem_.empty[stage]);
+    }
   }
 
   SharedStorage<kGemm>& smem_;

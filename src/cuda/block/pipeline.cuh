@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ring of stages between producer and consumers, and the B that stays. Model: tests/cuda/ring_model_test.py.
 //   producer: wait empty[s], fill s, (bytes and arrivals end) full[s]
-//   consumer: wait full[s], multiply, arrive on empty[s] of every CTA that shares B
+//   consumer: wait full[s], multiply, arrive on empty[s] of every CTA that fills it
 // b_behind: B has a stage less than A. What frees the A of a k_tile also frees the B of the k_tile before it:
 //   producer: wait empty[s], fill B of the k_tile before, fill A; behind a tile's last A wait once more, fill its B
 // With resident_k_tiles the stages hold A alone. A run is tiles of one segment and n_tile: its B is loaded in the
@@ -69,7 +69,7 @@ __device__ __forceinline__ void init_pipeline(SharedStorage<kGemm>& smem) {
   arch::mbarrier_fence_init();
 }
 
-// Producer: the stage may be overwritten, here and, if B is multicast, in the peers.
+// Producer: the stage may be overwritten, here and, if something is multicast, in the peers.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void wait_empty(SharedStorage<kGemm>& smem,
                                            PipelineState<kGemm> const& state) {
@@ -77,16 +77,16 @@ __device__ __forceinline__ void wait_empty(SharedStorage<kGemm>& smem,
 }
 
 // Consumer warpgroup, by its warp 0 or, warps_release(), by all, once its wgmmas on the stage have completed; to every
-// CTA that shares B.
+// CTA that fills it.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void release_stage(SharedStorage<kGemm>& smem, int stage) {
   int const thread = kGemm.warps_release()
                          ? arch::lane_idx()
                          : static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
-  if constexpr (kGemm.cluster_m == 1) {
+  if constexpr (kGemm.sharing_ctas() == 1) {
     if (thread == 0) arch::mbarrier_arrive(&smem.empty[stage]);
   } else {
-    if (thread < kGemm.cluster_m) arch::mbarrier_arrive_cluster(&smem.empty[stage], thread);
+    if (thread < kGemm.sharing_ctas()) arch::mbarrier_arrive_cluster(&smem.empty[stage], thread);
   }
 }
 

@@ -24,6 +24,16 @@ cuda::WeightRows weight_rows(void const* gmem, std::int64_t expert_stride, std::
   return w;
 }
 
+// Of whole tiles of B, and of the halves that a pair of CTAs shares.
+template <block::GemmConfig kGemm, block::GemmConfig kShared>
+cudaError_t make_b_maps(block::GemmParams& p, SharedMaps& shared, cuda::WeightRows const (&w)[2],
+                        int experts, std::int64_t rows, std::int64_t columns) {
+  cudaError_t const error = cuda::host::make_weight_maps<kGemm>(p, w, experts, rows, columns);
+  if (error != cudaSuccess || p.b_in_boxes) return error;
+  return cuda::host::make_tile_map(shared.b, w, kShared.b_halves, experts, rows, columns, false,
+                                   kShared.b_groups_per_cta());
+}
+
 cudaError_t make_params(ForwardArguments const& args, ForwardParams& p) {
   namespace host = cuda::host;
   ExchangeArguments const& x = args.exchange;
@@ -37,17 +47,19 @@ cudaError_t make_params(ForwardArguments const& args, ForwardParams& p) {
   };
   then(host::make_matrix_map(p.up.a, x.gmem_pool, rows, d, d, kPlain.tile.m));
   then(host::make_matrix_map(p.down.a, args.gmem_a, rows, n, n, kPlain.tile.m));
+  then(host::make_matrix_map(p.shared_up.a, x.gmem_pool, rows, d, d, block::kSubtileM));
+  then(host::make_matrix_map(p.shared_down.a, args.gmem_a, rows, n, n, block::kSubtileM));
   std::int64_t const halves = x.shape.gated ? 2 : 1;
   auto const* const w_up = static_cast<block::bf16 const*>(args.gmem_w_up);
   cuda::WeightRows const up[2] = {weight_rows(w_up, halves * n * d, n, d),
                                   weight_rows(w_up + n * d, halves * n * d, n, d)};
   cuda::WeightRows const down[2] = {weight_rows(args.gmem_w_down, d * n, d, n), {}};
   if (x.shape.gated) {
-    then(host::make_weight_maps<kGated>(p.up, up, experts, n, d));
+    then(make_b_maps<kGated, kGatedShared>(p.up, p.shared_up, up, experts, n, d));
   } else {
-    then(host::make_weight_maps<kPlain>(p.up, up, experts, n, d));
+    then(make_b_maps<kPlain, kPlainShared>(p.up, p.shared_up, up, experts, n, d));
   }
-  then(host::make_weight_maps<kPlain>(p.down, down, experts, d, n));
+  then(make_b_maps<kPlain, kPlainShared>(p.down, p.shared_down, down, experts, d, n));
   then(
       host::make_ragged_store_map(p.activation.a, args.gmem_a, rows, 1, n, rows, block::kWarpRows));
   p.activation.activation = args.activation;
@@ -64,7 +76,7 @@ cudaError_t launch_forward(ForwardArguments const& args, int sm_count, cudaStrea
   if (s.experts > kMostExperts || s.ranks > kMaxRanks || s.transfer == Transfer::dedup ||
       (s.transfer == Transfer::once && !serves_once(s)) || s.hidden % 8 != 0 ||
       s.intermediate % 8 != 0 || s.max_top_k > kMostChoices || s.block_rows != kPlain.tile.m ||
-      s.gated != args.activation.gated()) {
+      s.gated != args.activation.gated() || sm_count < kCtasOfPair) {
     return cudaErrorInvalidValue;
   }
   ForwardParams params{.exchange = args.exchange,

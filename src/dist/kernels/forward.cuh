@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // forward: o_t = sum over choices of s * (act(x_t w_up[e]^T) w_down[e]^T), experts on all GPUs, one launch.
-// Schedule persistent, one CTA per SM on every GPU. All CTAs route and plan (route.cuh), then by role:
-//   WG0 warp 0     | TMA loads
+// Schedule persistent, one CTA per SM on every GPU, in pairs. All CTAs route and plan (route.cuh), then by role:
+//   WG0 warp 0     | TMA loads, half of what both CTAs of a pair read for both
 //       warps 1, 2 | pull rows into the pool in the order of the tasks -> arrived
-//       warp 3     | draws tickets [next]; lets a task be loaded [there] once [arrived] or [a_ready] says that A is
-//                  | there; announces what the consumers have sent [sent] -> a_ready; down_tiles, block_done
+//       warp 3     | draws tickets (schedule_tasks.cuh); lets a task be loaded [there] once [arrived] or [a_ready]
+//                  | says that A is there; announces what the consumers have sent [sent] -> a_ready; down_tiles,
+//                  | block_done
 //   WG1, 2         | first: rows of the first tasks, all of them or this rank's own -> arrived
 //                  | multiply; up: a by TMA, complete under the next task; down: rows to slots on their
 //                  | sources -> sent; last: aggregate the slice's tokens [block_done]
-// Tasks    TaskCursor: ups, with downs behind by `lag` units
-// Barriers pipeline, lent stages and work ring of block/; the queue of sent tasks (sent_tasks.cuh); next, there
+// Tasks    TaskCursor: ups, with downs behind by `lag` units, two at a time for the CTAs of a pair, which read the
+//          same weights or the same rows: a third less of L2 (docs/notebook/2026-11-23-fused-pairs.md)
+// Barriers pipeline, lent stages and work ring of block/, a stage free when both CTAs of the pair have read theirs; the
+//          queue of sent tasks (sent_tasks.cuh); next, there, tickets (schedule_tasks.cuh)
 // Numerics fp32 accumulate, one rounding for a, y and o each; choices are added in their order: the bits
 //          do not depend on P, nor on who computes a task
 // Faults   a wait that fails lets every later wait pass: the kernel ends, o is void, the Fault says why
@@ -19,122 +22,39 @@
 #include "cuda/arch/proxy_fence.cuh"
 #include "dist/kernels/pull_rows.cuh"
 #include "dist/kernels/push_rows.cuh"
-#include "dist/kernels/sent_tasks.cuh"
+#include "dist/kernels/schedule_tasks.cuh"
 #include "dist/kernels/slot_sums.cuh"
 #include "dist/kernels/store_rows.cuh"
 
 namespace tessera::dist {
 
-// Draws tickets and announces tasks to the readers of the work ring. One converged warp.
-class Tasks {
- public:
-  __device__ explicit Tasks(Pass const& pass)
-      : pass_(pass),
-        first_expert_(pass.p.exchange.rank * pass.shape().local_experts()),
-        cursor_(pass.shape(), pass.plan(), pass.p.exchange.rank, lag(pass)),
-        tickets_(cursor_.tickets()) {}
-
-  __device__ void announce_first() {
-    ticket_ = blockIdx.x;
-    announce();
+// A k_tile of a task, by one thread. What both CTAs of the pair read, each loads one half of, for both.
+template <block::GemmConfig kGemm, block::GemmConfig kShared>
+__device__ __forceinline__ void load_k_tile(ForwardStorage& smem, block::GemmParams const& p,
+                                            SharedMaps const& shared, int stage, int k_tile,
+                                            block::WorkTile const& tile, bool shares_rows) {
+  constexpr int kHalfOfA = block::kSubtileM * kGemm.tile.k;
+  constexpr std::uint16_t kBoth = (1 << kCtasOfPair) - 1;
+  arch::Mbarrier* const full = &smem.gemm.full[stage];
+  auto const cta = static_cast<int>(arch::cluster_cta_rank());
+  int const k = k_tile * kGemm.tile.k;
+  arch::mbarrier_arrive_expect_tx(full, kGemm.a_tile_bytes() + kGemm.b_tile_bytes());
+  block::bf16* const a = smem.gemm.a[stage];
+  if (shares_rows) {
+    arch::tma_load_multicast(a + cta * kHalfOfA, &shared.a, full, kBoth, k,
+                             tile.row + cta * block::kSubtileM);
+  } else {
+    arch::tma_load(a, &p.a, full, k, tile.row);
   }
-  __device__ void draw() {
-    if (arch::lane_idx() == 0) {
-      drawn_ = atomicAdd(pass_.local_word(pass_.p.exchange.local.tickets(pass_.epoch)), 1u);
-    }
+  if (shares_rows || p.b_in_boxes) {
+    block::load_b<kGemm>(smem.gemm_of<kGemm>(), p, stage, k_tile, tile);
+  } else {
+    int const group = cta * kShared.b_groups_per_cta();
+    block::bf16* const b =
+        &smem.gemm.b[stage][group * kShared.b_halves * block::kGroupRows * kGemm.tile.k];
+    block::load_b_box<kShared>(b, &shared.b, full, k, 0, 0,
+                               tile.n_tile * kShared.b_groups() + group, tile.segment);
   }
-  __device__ void announce_drawn() {
-    ticket_ = std::int64_t{gridDim.x} + __shfl_sync(arch::kAllLanes, drawn_, 0);
-    announce();
-  }
-  // What the announced task needs of this GPU before its A may be read.
-  struct Needs {
-    std::int64_t counter = -1;  // none: there is no task
-    std::uint32_t count = 0;
-    Site site = Site::none;
-  };
-  __device__ Needs const& needs() const { return needs_; }
-  __device__ bool more() const { return ticket_ < tickets_; }
-
- private:
-  __device__ static int lag(Pass const& pass) {
-    if (pass.p.lag >= 0) return pass.p.lag;
-    return default_lag(pass.shape(),
-                       owner_totals(pass.shape(), pass.plan(), pass.p.exchange.rank).units);
-  }
-  __device__ void announce() {
-    int4 message{0, block::kNoTile, 0, 0};
-    needs_ = {};
-    if (ticket_ < tickets_) {
-      Task const task = cursor_.at(ticket_);
-      ExchangeShape const& shape = pass_.shape();
-      LocalLayout const& words = pass_.p.exchange.local;
-      int const local = task.expert - first_expert_;
-      ExpertPlan const expert = pass_.smem.plan[local];
-      int const left = expert.rows - (task.block - expert.first_block) * shape.block_rows;
-      int const rows = min(left, shape.block_rows);
-      int const row = task.block * shape.block_rows;
-      if (task.kind == TaskKind::down) {
-        needs_ = {words.a_ready(pass_.epoch, task.block),
-                  static_cast<std::uint32_t>(shape.up_tiles()), Site::a_ready};
-      } else {
-        needs_ = {words.arrived(pass_.epoch, task.block), static_cast<std::uint32_t>(rows),
-                  Site::arrived};
-      }
-      int const kind = task.kind == TaskKind::down ? kDownTask : 0;
-      message = {local | kind | task.tile << 16, row, row + rows, 0};
-    }
-    arch::mbarrier_wait(&pass_.smem.gemm.work_empty[slot_], phase_ ^ 1);
-    if (arch::lane_idx() == 0) {
-      pass_.smem.gemm.work[slot_] = message;
-      arch::mbarrier_arrive(&pass_.smem.gemm.work_full[slot_]);
-    }
-    __syncwarp();
-    if (++slot_ == block::kWorkSlots) {
-      slot_ = 0;
-      phase_ ^= 1;
-    }
-  }
-
-  Pass const& pass_;
-  int first_expert_;  // of this rank
-  TaskCursor cursor_;
-  Needs needs_ = {};
-  std::int64_t tickets_;
-  std::int64_t ticket_ = 0;
-  std::uint32_t drawn_ = 0;  // of lane 0
-  int slot_ = 0;
-  std::uint32_t phase_ = 0;
-};
-
-// One converged warp: draws a task while the one before is loaded, announces it, and waits for what it needs; between
-// two looks it announces what the consumers have sent. The warp that loads does none of this, as its loads are hardly
-// ahead of the k loop (docs/notebook/2026-11-23-fused-producer.md).
-__device__ inline void schedule(Pass const& pass) {
-  // ns. Warps of all SMs wake together and draw at once, and then consecutive tickets, which read the same weights and
-  // rows, go to SMs that are near each other: one read across the halves of L2 serves several
-  // (docs/notebook/2026-11-23-fused-draws.md).
-  constexpr std::uint32_t kDrawSleep = 2000;
-  ScheduleBarriers& barriers = pass.smem.schedule;
-  SentAnnouncer sent(pass);
-  auto const announce_sent = [&] { sent.poll(); };
-  Tasks tasks(pass);
-  std::uint32_t phase = 0;
-  tasks.announce_first();
-  while (tasks.more()) {
-    auto const& needs = tasks.needs();
-    pass.wait_count(needs.counter, needs.count, needs.site, announce_sent);
-    if (arch::lane_idx() == 0) arch::mbarrier_arrive(&barriers.there);
-    __syncwarp();
-    while (!__all_sync(arch::kAllLanes, arch::mbarrier_test_wait(&barriers.next, phase))) {
-      sent.poll();
-    }
-    phase ^= 1;
-    arch::sleep_ns(kDrawSleep);
-    tasks.draw();
-    tasks.announce_drawn();
-  }
-  sent.finish();
 }
 
 template <ActivationKind kKind>
@@ -143,15 +63,18 @@ __device__ void produce(Pass const& pass) {
   // task, the other for that of a short one, and the weights that both read would have left L2 in between.
   constexpr int kDrawAhead = 8;
   constexpr block::GemmConfig kUp = up_gemm(kKind);
+  constexpr block::GemmConfig kUpShared = kUp.b_halves == 2 ? kGatedShared : kPlainShared;
   ForwardStorage& smem = pass.smem;
   ForwardParams const& p = pass.p;
   block::WorkQueue<kPlain> queue(smem.gemm);
   block::PipelineState<kPlain> state;
   block::WorkTile tile;
   std::uint32_t phase = 0;
+  bool const draws = arch::cluster_cta_rank() == 0;
   while (queue.read(tile)) {
     bool const down = (tile.segment & kDownTask) != 0;
-    tile.segment &= kDownTask - 1;
+    bool const shares_rows = (tile.segment & kSharedRows) != 0;
+    tile.segment &= kSharedRows - 1;
     int const k_tiles = down ? p.down.k_tiles : p.up.k_tiles;
     arch::mbarrier_wait(&smem.schedule.there, phase);
     phase ^= 1;
@@ -159,15 +82,15 @@ __device__ void produce(Pass const& pass) {
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
       block::wait_empty<kPlain>(smem.gemm, state);
       if (arch::lane_idx() == 0) {  // the lane that acquired
-        if (k_tile == max(k_tiles - kDrawAhead, 0)) arch::mbarrier_arrive(&smem.schedule.next);
-        arch::Mbarrier* const full = &smem.gemm.full[state.stage];
-        arch::mbarrier_arrive_expect_tx(full, kPlain.a_tile_bytes() + kPlain.b_tile_bytes());
-        block::GemmParams const& gemm = down ? p.down : p.up;
-        arch::tma_load(smem.gemm.a[state.stage], &gemm.a, full, k_tile * kPlain.tile.k, tile.row);
+        if (draws && k_tile == max(k_tiles - kDrawAhead, 0)) {
+          arch::mbarrier_arrive(&smem.schedule.next);
+        }
         if (down) {
-          block::load_b<kPlain>(smem.gemm, p.down, state.stage, k_tile, tile);
+          load_k_tile<kPlain, kPlainShared>(smem, p.down, p.shared_down, state.stage, k_tile, tile,
+                                            shares_rows);
         } else {
-          block::load_b<kUp>(smem.gemm_of<kUp>(), p.up, state.stage, k_tile, tile);
+          load_k_tile<kUp, kUpShared>(smem, p.up, p.shared_up, state.stage, k_tile, tile,
+                                      shares_rows);
         }
       }
       __syncwarp();
@@ -238,8 +161,9 @@ __device__ void consume(Pass const& pass, int consumer) {
   bool more = queue.read(tile);
   while (more) {
     bool const down = (tile.segment & kDownTask) != 0;
-    SentTask const task = {tile.segment, tile.row / pass.shape().block_rows};
-    tile.segment &= kDownTask - 1;
+    bool const has_rows = tile.rows > 0;
+    SentTask const task = {tile.segment & ~kSharedRows, tile.row / pass.shape().block_rows};
+    tile.segment &= kSharedRows - 1;
     int const k_tiles = down ? p.down.k_tiles : p.up.k_tiles;
     if (tile.rows > row) {
       int const last = multiply(smem, state, stages, acc, row, k_tiles, sent, complete);
@@ -259,10 +183,10 @@ __device__ void consume(Pass const& pass, int consumer) {
       block::pass<kPlain>(smem.gemm, state, k_tiles + lent, consumer);
       more = queue.read(ahead);
     }
-    sent = !down;
+    sent = !down && has_rows;
     if (sent) {
       up_task = task;
-    } else {
+    } else if (has_rows) {
       sent_tasks.tell(task, first_warp);
     }
     if (!more && sent) complete();
@@ -296,7 +220,24 @@ __device__ inline void init_barriers(ForwardStorage& smem) {
   }
   arch::mbarrier_init(&smem.schedule.next, 1);
   arch::mbarrier_init(&smem.schedule.there, 1);
+  Tickets::init(smem.tickets);
   block::init_pipeline<kPlain>(smem.gemm);
+}
+
+// Whether both CTAs of a pair have a plan, as neither can load without the other. By all threads.
+__device__ inline bool begin_together(ForwardStorage& smem, bool planned) {
+  if (threadIdx.x == 0) smem.planned = planned ? 1 : 0;
+  arch::fence_proxy_async_shared();  // routing wrote where TMA will
+  __syncwarp();
+  arch::cluster_sync();
+  int both = planned ? 1 : 0;
+  if (planned && arch::lane_idx() == 0) {
+    both = arch::load_from_cta(&smem.planned, arch::cluster_cta_rank() ^ 1).x;
+  }
+  // The compiler takes warps for divided behind a branch that it cannot judge.
+  if (__shfl_sync(arch::kAllLanes, both, 0) != 0) return true;
+  arch::cluster_sync();  // the other one has read our word
+  return false;
 }
 
 template <ActivationKind kKind>
@@ -310,11 +251,12 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   auto& routing = *reinterpret_cast<RouteStorage<kForwardThreads>*>(&smem.gemm.a);
   if (threadIdx.x == kForwardThreads - 1) init_barriers(smem);
   clear_next_bank<kForwardThreads>(p.exchange, pass.epoch);
-  if (!route(p.exchange, routing, pass.epoch) || !make_plan(p.exchange, routing, pass.epoch))
+  if (!route(p.exchange, routing, pass.epoch) || !make_plan(p.exchange, routing, pass.epoch)) {
+    begin_together(smem, false);
     return;
+  }
   keep_plan(pass, routing);
-  arch::fence_proxy_async_shared();  // routing wrote where TMA will
-  __syncthreads();
+  if (!begin_together(smem, true)) return;
   int const warpgroup = arch::warpgroup_idx();
   if (warpgroup == 0) {
     arch::release_registers<kProducerRegisters>();
@@ -343,7 +285,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     SlotSums(pass, warp).run();
   }
   __syncwarp();
-  __syncthreads();
+  arch::cluster_sync();  // this CTA's barriers get the other one's arrivals until then
   if (threadIdx.x != 0) return;
   LocalLayout const& local = p.exchange.local;
   if (arch::count_acq_rel_gpu(pass.local_word(local.ended(pass.epoch)), 1) + 1 != gridDim.x) return;
@@ -361,10 +303,19 @@ cudaError_t launch_forward_of(ForwardParams const& params, int sm_count, cudaStr
       cudaFuncSetAttribute(forward<kKind>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            static_cast<int>(sizeof(ForwardStorage)));
   if (error != cudaSuccess) return error;
-  void* arguments[] = {const_cast<ForwardParams*>(&params)};
-  return cudaLaunchCooperativeKernel(reinterpret_cast<void const*>(forward<kKind>),
-                                     dim3(static_cast<unsigned>(sm_count)), dim3(kForwardThreads),
-                                     arguments, sizeof(ForwardStorage), stream);
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {kCtasOfPair, 1, 1};
+  attributes[1].id = cudaLaunchAttributeCooperative;
+  attributes[1].val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(sm_count / kCtasOfPair * kCtasOfPair));
+  config.blockDim = dim3(kForwardThreads);
+  config.dynamicSmemBytes = sizeof(ForwardStorage);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, forward<kKind>, params);
 }
 
 }  // namespace tessera::dist

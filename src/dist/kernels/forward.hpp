@@ -25,8 +25,8 @@ struct ForwardArguments {
   std::int32_t lag;          // units of down behind those of up; < 0: default_lag
 };
 
-/// All CTAs are resident (a cooperative launch of sm_count).
-/// cudaErrorInvalidValue: max_top_k > 32, hidden or intermediate no multiple of 8.
+/// All CTAs are resident (a cooperative launch of sm_count, less one where that is odd), in clusters of two.
+/// cudaErrorInvalidValue: sm_count < 2, max_top_k > 32, hidden or intermediate no multiple of 8.
 cudaError_t launch_forward(ForwardArguments const& args, int sm_count, cudaStream_t stream);
 
 }  // namespace tessera::dist

@@ -13,8 +13,13 @@ namespace tessera::dist {
 namespace block = cuda::block;
 
 // Down, and up without a gate; up with one. Stages of both are alike. Epilogues stage in what the ring lends them.
-constexpr block::GemmConfig kPlain{.store_slabs = 0, .lent_stages = 1};
-constexpr block::GemmConfig kGated{.b_halves = 2, .store_slabs = 0, .lent_stages = 1};
+constexpr block::GemmConfig kPlain{.paired = true, .store_slabs = 0, .lent_stages = 1};
+constexpr block::GemmConfig kGated{
+    .paired = true, .b_halves = 2, .store_slabs = 0, .lent_stages = 1};
+// The same where each CTA of a pair loads half of a B for both.
+constexpr block::GemmConfig kPlainShared{.cluster_m = 2};
+constexpr block::GemmConfig kGatedShared{.cluster_m = 2, .b_halves = 2};
+constexpr int kCtasOfPair = 2;
 static_assert(kPlain.tile.n == kTileColumns && kGated.tile == kPlain.tile);
 static_assert(sizeof(block::SharedStorage<kPlain>) == sizeof(block::SharedStorage<kGated>));
 constexpr int kForwardThreads = 384;
@@ -23,12 +28,14 @@ constexpr int kConsumers = 2;
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kProducerRegisters = 72;
 constexpr int kConsumerRegisters = 216;
-constexpr int kDownTask = 1 << 15;  // in WorkTile::segment
+// In WorkTile::segment.
+constexpr int kDownTask = 1 << 15;
+constexpr int kSharedRows = 1 << 14;  // the pair's tasks read the same rows, else the same weights
 constexpr int kMostChoices = 32;
 // A named barrier of the consumer warps: none of them reads a stage any more.
 constexpr int kStagesFree = 8;
 static_assert(kMostChoices <= arch::kWarpThreads);
-static_assert(kMostExperts <= kDownTask);
+static_assert(kMostExperts <= kSharedRows);
 
 consteval block::GemmConfig up_gemm(ActivationKind kind) {
   return Activation{.kind = kind}.gated() ? kGated : kPlain;
@@ -54,18 +61,28 @@ struct SentQueue {
 
 // Between the warp that schedules tasks and the one that loads them, a phase of each for a task.
 struct ScheduleBarriers {
-  arch::Mbarrier next;   // the next task may be drawn
+  arch::Mbarrier next;   // the next task may be drawn; of CTA 0
   arch::Mbarrier there;  // A of the announced task is there
+};
+
+// Tickets that CTA 0 of a pair has drawn, as CTA 1 gets them. CTA 0 is a task ahead at most, as it cannot load without
+// the other.
+constexpr int kTicketSlots = 4;
+struct DrawnTickets {
+  alignas(16) int4 drawn[kTicketSlots];
+  arch::Mbarrier full[kTicketSlots];  // its bytes
 };
 
 struct ForwardStorage {
   block::SharedStorage<kPlain> gemm;
   SentQueue sent;
   ScheduleBarriers schedule;
+  DrawnTickets tickets;
   // Of this rank's experts, as the cursors read them.
   std::int32_t list_begin[kMostExperts];
   ExpertPlan plan[kMostExperts];  // local experts; of several ranks, half of it at most
   int failed;
+  alignas(16) int planned;  // this CTA knows its plan; the other one of the pair reads it
 
   // Of every expert, where there are several ranks: the row of its owner's pool with which this rank's rows begin.
   __device__ std::int32_t* pool_rows() {
@@ -91,9 +108,16 @@ struct StoreRowsParams {
   int ragged_extent;  // of its row dimension
 };
 
+// Of the halves that a CTA loads for both of its pair.
+struct SharedMaps {
+  CUtensorMap a;  // 64 rows
+  CUtensorMap b;  // half a tile, unless b_in_boxes
+};
+
 struct ForwardParams {
   ExchangeArguments exchange;
   block::GemmParams up = {}, down = {};  // maps and k_tiles; A of up is the pool, of down a
+  SharedMaps shared_up = {}, shared_down = {};
   StoreRowsParams activation = {};
   float const* gmem_scores;
   block::bf16* gmem_o;

@@ -62,7 +62,3 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, Kernel*, cudaLaunchCon
   *clusters = 1;
   return cudaSuccess;
 }
-
-// Of the test: it knows the kernel's parameters.
-cudaError_t cudaLaunchCooperativeKernel(void const* kernel, dim3 grid, dim3 block, void** arguments,
-                                        std::size_t shared_bytes, cudaStream_t stream);

@@ -244,10 +244,19 @@ class RowCursor {
 /// Units of down that stay behind those of up. Too few: downs wait for ups, and pushes fight pulls for the link; too
 /// many: the last downs run with nothing to hide behind. With two GPUs 16 are the best of 4, 16 and up to 64, or within
 /// 1% of it; with four 32. 8 where rows cross once, as their pulls end early, and with one GPU, whose ups would come to
-/// rows that are not there yet (docs/notebook/2026-11-22-four-gpus.md, 2026-11-23-fused-producer.md).
-TESSERA_INLINE constexpr std::int32_t default_lag(ExchangeShape const& shape, std::int32_t units) {
+/// rows that are not there yet, but units of 200 ups at least, one and a half for every CTA
+/// (docs/notebook/2026-11-22-four-gpus.md, 2026-11-23-fused-producer.md, 2026-11-23-fused-pairs.md).
+TESSERA_INLINE constexpr std::int32_t default_lag(ExchangeShape const& shape,
+                                                  OwnerTotals const& totals) {
   constexpr std::int32_t kLeast = 8;
-  if (shape.transfer == Transfer::once || shape.ranks == 1) return kLeast;
+  constexpr std::int64_t kLeastUps = 200;
+  std::int32_t const units = totals.units;
+  if (shape.transfer == Transfer::once || shape.ranks == 1) {
+    std::int64_t const ups = std::int64_t{totals.blocks} * shape.up_tiles();
+    if (ups == 0) return kLeast;
+    auto const lag = static_cast<std::int32_t>((kLeastUps * units + ups - 1) / ups);
+    return lag < kLeast ? kLeast : lag;
+  }
   std::int32_t const most = shape.ranks > 2 ? 32 : 16;
   std::int32_t const lag = static_cast<std::int32_t>(std::int64_t{units} * 9 / 20);
   return lag < kLeast ? kLeast : lag > most ? most : lag;

@@ -356,17 +356,31 @@ TEST(Tasks, UpMakesHalfAsManyColumnsOfAWithAGate) {
 
 TEST(Tasks, LagIsAShareOfTheUnitsWithinBounds) {
   ExchangeShape shape = {.ranks = 2};
-  EXPECT_EQ(default_lag(shape, 0), 8);
-  EXPECT_EQ(default_lag(shape, 25), 11);
-  EXPECT_EQ(default_lag(shape, 100), 16);
-  EXPECT_EQ(default_lag(shape, 1000), 16);
+  auto const lag = [&](std::int32_t units) {
+    return default_lag(shape, {.rows = 0, .blocks = 0, .units = units});
+  };
+  EXPECT_EQ(lag(0), 8);
+  EXPECT_EQ(lag(25), 11);
+  EXPECT_EQ(lag(100), 16);
+  EXPECT_EQ(lag(1000), 16);
   shape.ranks = 4;
-  EXPECT_EQ(default_lag(shape, 25), 11);
-  EXPECT_EQ(default_lag(shape, 1000), 32);
+  EXPECT_EQ(lag(25), 11);
+  EXPECT_EQ(lag(1000), 32);
+}
+
+TEST(Tasks, LagHasUpsForEveryCtaWhereRowsAreThereEarly) {
+  ExchangeShape shape = {.ranks = 1, .intermediate = 768};  // six tiles
+  auto const lag = [&](std::int32_t blocks, std::int32_t units) {
+    return default_lag(shape, {.rows = 0, .blocks = blocks, .units = units});
+  };
+  EXPECT_EQ(lag(0, 0), 8);
+  EXPECT_EQ(lag(640, 128), 8);   // 30 ups a unit
+  EXPECT_EQ(lag(256, 128), 17);  // 12
+  EXPECT_EQ(lag(128, 128), 34);  // 6
+  shape.ranks = 2;
+  EXPECT_EQ(lag(256, 128), 16);  // rows are pulled for long
   shape.transfer = Transfer::once;
-  EXPECT_EQ(default_lag(shape, 1000), 8);
-  shape = {.ranks = 1};
-  EXPECT_EQ(default_lag(shape, 1000), 8);
+  EXPECT_EQ(lag(256, 128), 17);
 }
 
 TEST(Transfers, RowsCrossOnceWhereTheLinkWouldDecide) {

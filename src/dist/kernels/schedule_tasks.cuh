@@ -48,8 +48,7 @@ class Tasks {
  private:
   __device__ static int lag(Pass const& pass) {
     if (pass.p.lag >= 0) return pass.p.lag;
-    return default_lag(pass.shape(),
-                       owner_totals(pass.shape(), pass.plan(), pass.p.exchange.rank).units);
+    return default_lag(pass.shape(), owner_totals(pass.shape(), pass.plan(), pass.p.exchange.rank));
   }
   __device__ int4 place(TaskPair const& pair) {
     ExchangeShape const& shape = pass_.shape();

@@ -1,0 +1,84 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Draws results of experts spread over GPUs as a picture of docs/performance.md (needs gnuplot).
+
+    bench/draw_over_gpus.py --results bench/results --out docs/pictures/over-gpus.svg
+
+A panel for two GPUs and one for four: the time of other ways to do the same work, as a multiple of Tessera's in the
+same results file, 8192 tokens per GPU. NCCL and grouped_mm are beside Tessera's call from Python.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+
+from draw_speed import block
+
+TOKENS = 8192
+CONFIGS = ("Qwen3-30B", "FlashDMoE-swiglu", "FlashDMoE", "DSv3")
+GEMMS, CHAIN, LIGER_CUTE, NCCL = "its GEMMs alone", "separate kernels", "LigerCute", "NCCL and grouped\\\\_mm"
+WAYS = (GEMMS, CHAIN, LIGER_CUTE, NCCL)
+# The file that has both a way and Tessera's pass.
+FILES = {2: {GEMMS: "2026-11-23-converged-warps", CHAIN: "2026-11-23-beside-bounds",
+             LIGER_CUTE: "2026-11-22-liger-cute", NCCL: "2026-11-22-nccl-grouped-mm"},
+         4: {GEMMS: "2026-11-22-beside-bounds", CHAIN: "2026-11-22-beside-bounds",
+             LIGER_CUTE: "2026-11-22-liger-cute", NCCL: "2026-11-22-nccl-grouped-mm"}}
+OURS = "Tessera"
+OUR_VARIANTS = ("fused", "torch", "before", "after")  # before and after LigerCute
+
+
+def way_of(row: dict) -> str:
+    """One of WAYS, OURS, or "" for what is not drawn."""
+    implementation, variant = row["impl"], row.get("variant", "")
+    if row["pass"] == "gemms":
+        return GEMMS if implementation == "tessera" else ""
+    if not row["pass"].startswith("forward"):
+        return ""
+    if implementation.startswith("liger-cute"):
+        return LIGER_CUTE
+    if implementation == "nccl-grouped-mm":
+        return NCCL
+    if variant == "unfused-chain":
+        return CHAIN
+    return OURS if variant in OUR_VARIANTS or variant.endswith("beside its GEMMs") else ""
+
+
+def multiple(results: pathlib.Path, gpus: int, way: str, config: str) -> float:
+    """Time of a way over Tessera's, NaN where it was not run."""
+    document = json.loads((results / f"h200x{gpus}" / f"{FILES[gpus][way]}.json").read_text())
+    times: dict[str, list[float]] = {}
+    for row in document["rows"]:
+        if row["config"] == config and row["shape"][0] == TOKENS:
+            times.setdefault(way_of(row), []).append(row["ms"])
+    return min(times[way]) / min(times[OURS]) if way in times and OURS in times else float("nan")
+
+
+def multiples(results: pathlib.Path, gpus: int) -> list[list]:
+    return [[config, *(multiple(results, gpus, way, config) for way in WAYS)] for config in CONFIGS]
+
+
+def draw(results: pathlib.Path, picture: pathlib.Path):
+    script = "".join(block(f"gpus{gpus}", ["", *WAYS], multiples(results, gpus)) for gpus in FILES)
+    script += (f"set terminal svg size 1100,400 background 'white' font 'sans,13'\nset output '{picture}'\n"
+               "set multiplot layout 1,2\nset style data histograms\nset style fill solid 0.9 border 0\nset grid y\n"
+               "set boxwidth 0.9\nset xtics rotate by 20 right\nset key top right\nset yrange [0:6]\n")
+    for gpus in FILES:
+        script += (f"set title 'Forward over {gpus} H200: time over Tessera''s fused pass'\n"
+                   f"plot for [i=2:{len(WAYS) + 1}] $gpus{gpus} using i:xtic(1) title columnheader(i), "
+                   "1 notitle with lines lc rgb '#444444' dt 2\n")
+    subprocess.run(["gnuplot"], input=script + "unset multiplot\n", text=True, check=True)
+    lines = picture.read_text().splitlines()
+    picture.write_text("".join(line.rstrip() + "\n" for line in lines))  # gnuplot leaves blanks at ends
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=pathlib.Path, required=True, help="the folder bench/results")
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    options = parser.parse_args()
+    draw(options.results, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,9 +11,8 @@ same results file, 8192 tokens per GPU. NCCL and grouped_mm are beside Tessera's
 import argparse
 import json
 import pathlib
-import subprocess
 
-from draw_speed import block
+from gnuplot import block, write
 
 TOKENS = 8192
 CONFIGS = ("Qwen3-30B", "FlashDMoE-swiglu", "FlashDMoE", "DSv3")
@@ -58,18 +57,19 @@ def multiples(results: pathlib.Path, gpus: int) -> list[list]:
     return [[config, *(multiple(results, gpus, way, config) for way in WAYS)] for config in CONFIGS]
 
 
+def panel(results: pathlib.Path, gpus: int) -> tuple[str, str]:
+    """gnuplot's data and commands."""
+    return (block(f"gpus{gpus}", ["", *WAYS], multiples(results, gpus)),
+            f"set title 'Forward over {gpus} H200: time over Tessera''s'\nset yrange [0:6]\n"
+            "set xtics rotate by 20 right\nset key top right vertical\n"
+            f"plot for [i=2:{len(WAYS) + 1}] $gpus{gpus} using i:xtic(1) title columnheader(i), "
+            "1 notitle with lines lc rgb '#444444' dt 2\n")
+
+
 def draw(results: pathlib.Path, picture: pathlib.Path):
-    script = "".join(block(f"gpus{gpus}", ["", *WAYS], multiples(results, gpus)) for gpus in FILES)
-    script += (f"set terminal svg size 1100,400 background 'white' font 'sans,13'\nset output '{picture}'\n"
-               "set multiplot layout 1,2\nset style data histograms\nset style fill solid 0.9 border 0\nset grid y\n"
-               "set boxwidth 0.9\nset xtics rotate by 20 right\nset key top right\nset yrange [0:6]\n")
-    for gpus in FILES:
-        script += (f"set title 'Forward over {gpus} H200: time over Tessera''s fused pass'\n"
-                   f"plot for [i=2:{len(WAYS) + 1}] $gpus{gpus} using i:xtic(1) title columnheader(i), "
-                   "1 notitle with lines lc rgb '#444444' dt 2\n")
-    subprocess.run(["gnuplot"], input=script + "unset multiplot\n", text=True, check=True)
-    lines = picture.read_text().splitlines()
-    picture.write_text("".join(line.rstrip() + "\n" for line in lines))  # gnuplot leaves blanks at ends
+    panels = [panel(results, gpus) for gpus in FILES]
+    write("".join(data for data, _ in panels) + "set multiplot layout 1,2\n" + "".join(plot for _, plot in panels)
+          + "unset multiplot\n", picture, 1100, 400)
 
 
 def main():

@@ -2,16 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws results files as the picture of docs/performance.md (needs gnuplot).
 
-    bench/draw_speed.py --layer LAYER.json --experts EXPERTS.json --out docs/pictures/speed.svg
+    bench/draw_speed.py --layer LAYER.json --sonicmoe SONICMOE.json --experts EXPERTS.json --results bench/results
+                        --out docs/pictures/speed.svg
 
-Left: the layer's score on each configuration, forward and backward; 1 is cuBLAS's batched GEMMs and aggregation at copy
-speed. Right: forward + backward of the experts through Python, as a multiple of Tessera's time.
+Above: the layer's score on each configuration, forward and backward, where 1 is cuBLAS's batched GEMMs and aggregation
+at copy speed; SonicMoE's time as a multiple of Tessera's. Below: forward + backward of the experts through Python and
+forward over two GPUs, other implementations' times as multiples of Tessera's.
 """
 
 import argparse
 import json
 import pathlib
-import subprocess
+
+import draw_over_gpus
+from gnuplot import block, write
 
 NAMES = {"torch-grouped-mm": "torch grouped\\\\_mm", "hf-grouped-mm": "transformers grouped\\\\_mm",
          "hf-eager": "transformers eager"}
@@ -34,37 +38,46 @@ def multiples(document: dict) -> tuple[list[str], list[list[float]]]:
     return configs, [[times[c, impl] / times[c, "tessera"] for c in configs] for impl in NAMES]
 
 
-def block(name: str, header: list[str], rows: list[list]) -> str:
-    lines = [" ".join(f'"{field}"' if isinstance(field, str) else f"{field:.3f}" for field in row) for row in rows]
-    return f"${name} << EOD\n" + " ".join(f'"{field}"' for field in header) + "\n" + "\n".join(lines) + "\nEOD\n"
+def beside(document: dict, other: str) -> list[tuple[str, float, float]]:
+    """(configuration, forward, backward): another implementation's time over Tessera's."""
+    times = {(row["config"], row["pass"], row["impl"]): row["ms"] for row in document["rows"]}
+    configs = dict.fromkeys(config for config, _, _ in times)
+    return [(c, *(times[c, what, other] / times[c, what, "tessera"] for what in ("forward", "backward")))
+            for c in configs]
 
 
-def draw(layer: dict, experts: dict, picture: pathlib.Path):
+def draw(layer: dict, sonicmoe: dict, experts: dict, results: pathlib.Path, picture: pathlib.Path):
     configs, values = multiples(experts)
+    both = ("using 2:xtic(1) title columnheader(2) lc rgb '#1f77b4', "
+            "'' using 3 title columnheader(3) lc rgb '#ff7f0e', 1 notitle with lines lc rgb '#444444' dt 2\n")
+    data, panel = draw_over_gpus.panel(results, 2)
     script = (
         block("score", ["", "forward", "backward"], [list(row) for row in scores(layer)])
-        + block("times", ["", *NAMES.values()], [[c, *(v[i] for v in values)] for i, c in enumerate(configs)])
-        + f"set terminal svg size 1100,400 background 'white' font 'sans,13'\nset output '{picture}'\n"
-        "set multiplot layout 1,2\nset style data histograms\nset style fill solid 0.9 border 0\nset grid y\n"
-        "set boxwidth 0.9\nset xtics rotate by 30 right\nset key top left horizontal\n"
+        + block("sonicmoe", ["", "forward", "backward"], [list(row) for row in beside(sonicmoe, "sonicmoe")])
+        + block("times", ["", *NAMES.values()], [[c, *(v[i] for v in values)] for i, c in enumerate(configs)]) + data
+        + "set multiplot layout 2,2\nset xtics rotate by 30 right\nset key top left horizontal\n"
         "set title 'Layer on one H200: share of the bound reached'\nset yrange [0:1.15]\n"
-        "plot $score using 2:xtic(1) title columnheader(2) lc rgb '#1f77b4', "
-        "'' using 3 title columnheader(3) lc rgb '#ff7f0e', 1 notitle with lines lc rgb '#444444' dt 2\n"
-        "set title 'Experts in Python, forward + backward: time over Tessera''s'\nset logscale y 2\n"
+        "plot $score " + both
+        + "set title 'The same layers in SonicMoE: time over Tessera''s'\nset yrange [0:1.4]\n"
+        "plot $sonicmoe " + both
+        + "set title 'Experts in Python, forward + backward: time over Tessera''s'\nset logscale y 2\n"
         "set yrange [1:64]\nset xtics norotate center\nset key top left vertical\n"
-        "plot for [i=2:4] $times using i:xtic(1) title columnheader(i)\nunset multiplot\n")
-    subprocess.run(["gnuplot"], input=script, text=True, check=True)
-    lines = picture.read_text().splitlines()
-    picture.write_text("".join(line.rstrip() + "\n" for line in lines))  # gnuplot leaves blanks at ends
+        "plot for [i=2:4] $times using i:xtic(1) title columnheader(i)\nunset logscale\n"
+        + panel + "unset multiplot\n")
+    write(script, picture, 1100, 800)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layer", type=pathlib.Path, required=True, help="of tessera bench --device cuda")
+    parser.add_argument("--sonicmoe", type=pathlib.Path, required=True, help="of bench/python/layer.py")
     parser.add_argument("--experts", type=pathlib.Path, required=True, help="of bench/python/grouped_mm.py on cuda")
+    parser.add_argument("--results", type=pathlib.Path, required=True, help="the folder bench/results")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args()
-    draw(json.loads(options.layer.read_text()), json.loads(options.experts.read_text()), options.out)
+    layer, sonicmoe, experts = (json.loads(file.read_text())
+                                for file in (options.layer, options.sonicmoe, options.experts))
+    draw(layer, sonicmoe, experts, options.results, options.out)
 
 
 if __name__ == "__main__":

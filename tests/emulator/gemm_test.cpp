@@ -188,6 +188,12 @@ TEST(Projections, GatheredRowsAndDeferredEpilogues) {
       {.rows = {70, 0, 129, 1}, .hidden = 136, .intermediate = 72});
 }
 
+// 9 k_tiles of down: the warp that schedules sleeps, then draws.
+TEST(Projections, TilesDrawnWithinAKLoop) {
+  expect_right<false, Major::kK, DownProjectionFwdWide>(
+      {.rows = {70, 0, 129, 1}, .hidden = 136, .intermediate = 520});
+}
+
 TEST(Projections, SortedRowsAndResidentWeights) {
   expect_right<false, Major::kK, DownProjectionFwdResident>(
       {.rows = {70, 0, 129, 1}, .hidden = 136, .intermediate = 72});

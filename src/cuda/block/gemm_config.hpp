@@ -66,6 +66,8 @@ struct GemmConfig {
   bool draws_tiles = true;
   // The first tile is drawn as well: a cluster that starts late leaves none undone.
   bool draws_first = false;
+  // A warp that loads nothing draws and announces tiles, and it sleeps before a draw (tile_scheduler.cuh).
+  bool schedules_apart = false;
   // handover.cuh: the kernel behind may start in this one's tail and read what it stores; this one in that of the
   // kernel ahead.
   bool hands_over = false;
@@ -161,6 +163,8 @@ consteval bool valid(GemmConfig c) {
   if (c.b_behind && (!c.varlen_k() || !c.gathers() || !c.defers))
     throw "b_behind: varlen-K, gather, deferred";
   if (c.draws_first && !c.draws_tiles) throw "draws_first: where tiles are drawn";
+  if (c.schedules_apart && (c.gathers() || c.cluster_m > 1 || c.keeps_b() || !c.draws_tiles))
+    throw "schedules_apart: TMA, no cluster, no resident_k_tiles, where tiles are drawn";
   if (c.stages < 2) throw "stages: at least 2";
   if (c.lent_stages > 0 && (c.ping_pong() || c.cluster_m > 1))
     throw "lent_stages: cooperative, no cluster";

@@ -56,6 +56,7 @@ __device__ __forceinline__ void init_pipeline(SharedStorage<kGemm>& smem) {
     arch::mbarrier_init(&smem.resident_full[k_tile], 1);
     arch::mbarrier_init(&smem.resident_empty[k_tile], kArrivals.resident_empty);
   }
+  if constexpr (kGemm.schedules_apart) arch::mbarrier_init(&smem.draw, 1);
   for (int w = 0; w < kWorkSlots; ++w) {
     arch::mbarrier_init(&smem.work_full[w], kArrivals.work_full);
     arch::mbarrier_init(&smem.work_empty[w], kArrivals.work_empty);

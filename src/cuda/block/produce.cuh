@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The producer warpgroup: draws work tiles and fills the stages of each, A by TMA or by gather, B by
-// TMA, multicast to the cluster.
+// TMA, multicast to the cluster. With schedules_apart a second warp draws.
 #pragma once
 
 #include "../arch/cluster.cuh"
@@ -150,7 +150,8 @@ __device__ __forceinline__ void load_resident_b(SharedStorage<kGemm>& smem, Gemm
 template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmParams const& p,
                                                typename Epilogue::Params const& epilogue_params) {
-  bool const schedules = kGemm.cluster_m == 1 || arch::cluster_cta_rank() == 0;
+  bool const schedules =
+      !kGemm.schedules_apart && (kGemm.cluster_m == 1 || arch::cluster_cta_rank() == 0);
   TileScheduler<kGemm> scheduler(smem, p);
   WorkQueue<kGemm, true> queue(smem);
   TakesOver<kGemm> handover(p);
@@ -169,6 +170,9 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
       }
       wait_empty<kGemm>(smem, state);
       if (arch::elect_one()) {
+        if (kGemm.schedules_apart && TileScheduler<kGemm>::draws_at(k_tile, k_tiles)) {
+          arch::mbarrier_arrive(&smem.draw);
+        }
         arch::Mbarrier* const full = &smem.full[state.stage];
         uint32_t const b_bytes = kGemm.keeps_b() ? 0 : b_bytes_of<kGemm>(p);
         arch::mbarrier_arrive_expect_tx(full, kGemm.a_tile_bytes() + b_bytes);
@@ -297,7 +301,12 @@ __device__ __forceinline__ void produce(SharedStorage<kGemm>& smem, GemmParams c
       produce_with_gather<kGemm, Epilogue, false>(smem, p, epilogue_params);
     }
   } else {
-    if (arch::warp_idx() == 0) produce_by_tma<kGemm, Epilogue>(smem, p, epilogue_params);
+    int const warp = arch::warp_idx();
+    if (warp == 0) {
+      produce_by_tma<kGemm, Epilogue>(smem, p, epilogue_params);
+    } else if (kGemm.schedules_apart && warp == 1) {
+      TileScheduler<kGemm>(smem, p).run(p.k_tiles);
+    }
   }
 }
 

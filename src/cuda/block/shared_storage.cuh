@@ -36,6 +36,7 @@ struct SharedStorage {
   int segment_offsets[kMaxSegments + 1];
   arch::Mbarrier resident_full[kGemm.resident_k_tiles + 1];  // of the k_tiles of a resident B
   arch::Mbarrier resident_empty[kGemm.resident_k_tiles + 1];
+  arch::Mbarrier draw;  // schedules_apart: loads have come to where the next tile is drawn
 };
 
 template <GemmConfig kGemm>

@@ -13,6 +13,7 @@
 // groups and backwards in odd ones: neighbours in time share A rows and B columns in L2.
 #pragma once
 
+#include "../arch/clock.cuh"
 #include "../arch/cluster.cuh"
 #include "../arch/warp.cuh"
 #include "gemm_params.hpp"
@@ -67,7 +68,8 @@ class TileScheduler {
         n_tiles_(p.n_tiles) {}
 
   // The first tile is the cluster's number, and tickets are for those after the last cluster's; or it is drawn, too.
-  __device__ __forceinline__ void announce_first(int k_tiles) {
+  // Returns whether there is one.
+  __device__ __forceinline__ bool announce_first(int k_tiles) {
     bool found = false;
     if constexpr (kGemm.draws_first) {
       draw();
@@ -76,6 +78,7 @@ class TileScheduler {
       found = announce(own_cluster());
     }
     if (found && !draws_late(k_tiles)) draw();
+    return found;
   }
 
   // Called in every k_tile of a tile: draws the next one early enough to hide the counter's latency,
@@ -89,10 +92,30 @@ class TileScheduler {
     }
   }
 
-  static constexpr int kDrawAhead = 8;  // k_tiles before the end of the current tile
-  static constexpr int kAnnounceAhead = 4;
+  // schedules_apart: all of it, by a warp that does nothing else. Sleeping warps of all SMs wake together, so that the
+  // next tiles of the list go to SMs near each other, which ask less of L2
+  // (docs/notebook/2026-11-23-fused-draws.md).
+  __device__ __forceinline__ void run(int k_tiles) {
+    bool found = announce_first(k_tiles);
+    for (uint32_t phase = 0; found; phase ^= 1) {
+      arch::mbarrier_wait(&smem_.draw, phase);
+      if (draws_late(k_tiles)) {
+        arch::sleep_ns(kSleepNs);
+        draw();
+      }
+      found = announce_drawn();
+      if (found && !draws_late(k_tiles)) draw();
+    }
+  }
+  // Whether the loads' k_tile of a tile is where run() goes on.
+  __device__ __forceinline__ static bool draws_at(int k_tile, int k_tiles) {
+    return k_tile == max(k_tiles - kDrawAhead, 0);
+  }
 
  private:
+  static constexpr int kDrawAhead = 8;  // k_tiles before the end of the current tile
+  static constexpr int kAnnounceAhead = 4;
+  static constexpr uint32_t kSleepNs = 2000;
   static constexpr int kBlockM = kGemm.block_m();
   static constexpr int kPairM = kGemm.pair_m();
 

@@ -9,9 +9,11 @@
 //     WG1             | mma tile 0   | store tile 0 | mma tile 2
 //     WG2             |       (turn) | mma tile 1   | store tile 1
 //   cooperative (longer n): stores under the next tile's k loop (block/deferred_rows.cuh)
+//     WG0 warp 0      | fill s0 | .. 8 k_tiles before the end: arrive draw
+//         warp 1      | wait draw | sleep, draw and announce the next tile
 //     WG1,2 consumers |         | mma s0  | .. | round  (wait full, arrive empty)
 //   starts in the tail of up_projection_fwd (block/handover.cuh)
-// Barriers full, empty [stages], the turn, and named ones: gemm_config.hpp
+// Barriers full, empty [stages], draw, the turn, and named ones: gemm_config.hpp
 // Numerics fp32 accumulate and bias, one rounding; bitwise repeatable: yes
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once

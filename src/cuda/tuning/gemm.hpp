@@ -44,8 +44,11 @@ struct DownProjectionFwdResident {
 };
 template <block::Major kMajor>
 struct DownProjectionFwdWide {
-  static constexpr block::GemmConfig gemm{
-      .b_major = kMajor, .defers = true, .raster_n = kForwardRaster, .takes_over = true};
+  static constexpr block::GemmConfig gemm{.b_major = kMajor,
+                                          .defers = true,
+                                          .raster_n = kForwardRaster,
+                                          .schedules_apart = true,
+                                          .takes_over = true};
 };
 
 // Its tiles are alike. Up to 128 experts: 128 rows; more: the widest. bench/results/h200/2026-11-22-router-short.json

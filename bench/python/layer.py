@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward and backward of the whole layer, router included, on a GPU: Tessera against SonicMoE, in one process.
 
-usage: layer.py [--config NAME,NAME] [--impl NAME,NAME] [--rounds N] [--out FILE]
+usage: layer.py [--config NAME,NAME] [--impl NAME,NAME] [--tokens T] [--zipf S] [--rounds N] [--out FILE]
 
 All have the same x, weights and gradients, each the weights in the layout it likes best, and take turns; before a pass
 is timed the GPU is kept busy until the host has called it. The router of every implementation finds in the first
-columns of x numbers that no rounding makes equal, so that all choose the same experts. Each is checked first: output
+columns of x numbers that no rounding makes equal, so that all choose the same experts: each as often, or, with
+--zipf S, expert e with a weight of 1/(e+1)^S. Each is checked first: output
 and gradients of all against fp64. cublas-bmm is what the layer's multiplications take as torch.bmm of experts with
 equally many rows, without routing, gather, activation and sums.
 
@@ -128,7 +129,7 @@ class Gemms:
         torch.bmm(self.h.mT, self.x, out=self.out[5])
 
 
-def problem(shape, generator):
+def problem(shape, zipf: float, generator):
     """x, w_router, w_up, w_down, d_o in bf16."""
     tokens, d, n, experts, _ = shape
     options = {"generator": generator, "device": "cuda"}
@@ -139,8 +140,10 @@ def problem(shape, generator):
     x = 3**0.5 * uniform(tokens, d)
     binades = torch.arange(128, 256, device="cuda") / 128
     distinct = torch.cat([sign * binades * scale for sign in (1, -1) for scale in (0.25, 0.5, 1)])
-    chosen = torch.rand(tokens, len(distinct), **options).argsort(-1)[:, :experts]
-    x[:, :experts] = distinct[chosen]
+    numbers = distinct[torch.rand(tokens, len(distinct), **options).argsort(-1)[:, :experts]]
+    gumbel = -torch.log(-torch.log(torch.rand(tokens, experts, **options).clamp(1e-6, 1 - 1e-6)))
+    places = (gumbel - zipf * torch.arange(1, experts + 1, device="cuda").log()).argsort(-1, descending=True)
+    x[:, :experts] = torch.empty_like(numbers).scatter_(1, places, numbers.sort(-1, descending=True).values)
     w_router = torch.eye(experts, d, device="cuda")
     w_up, w_down = uniform(experts, 2 * n, d) / (d / 3) ** 0.5, uniform(experts, d, n) / (n / 3) ** 0.5
     return [t.bfloat16() for t in (x, w_router, w_up, w_down, uniform(tokens, d))]
@@ -176,10 +179,9 @@ def milliseconds(marks) -> list[float]:
     return [before.elapsed_time(after) for before, after in zip(marks, marks[1:], strict=False)]
 
 
-def measure(config: str, names: list[str], rounds: int) -> list[dict]:
-    shape = CONFIGS[config]
+def measure(config: str, shape, names: list[str], zipf: float, rounds: int) -> list[dict]:
     tokens, d, n, _, top_k = shape
-    x, w_router, w_up, w_down, d_o = problem(shape, torch.Generator("cuda").manual_seed(0))
+    x, w_router, w_up, w_down, d_o = problem(shape, zipf, torch.Generator("cuda").manual_seed(0))
     exact = [t.double().requires_grad_() for t in (x, w_router, w_up, w_down)]
     reference = passes(lambda *leaves: one_by_one(*leaves, top_k), exact, d_o.double()).results
     del exact
@@ -230,7 +232,8 @@ def measure(config: str, names: list[str], rounds: int) -> list[dict]:
         for i, (what, sample, factor) in enumerate(zip(("forward", "backward"), samples, (6, 12), strict=True)):
             deciles, ms = statistics.quantiles(sample, n=10), statistics.median(sample)
             rows.append({
-                "config": config, "shape": list(shape), "dtype": "bf16", "gpus": 1, "routing": "random",
+                "config": config, "shape": list(shape), "dtype": "bf16", "gpus": 1,
+                "routing": f"zipf-{zipf:g}" if zipf else "random",
                 "router": "topk-softmax", "round": "none", "pass": what, "impl": name, "variant": "",
                 "ms": round(ms, 4), "ms_p10": round(deciles[0], 4), "ms_p90": round(deciles[-1], 4),
                 "samples": len(sample), "tflops": round(factor * tokens * top_k * n * d / ms / 1e9, 1),
@@ -253,6 +256,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=",".join(CONFIGS), help="of " + ", ".join(CONFIGS))
     parser.add_argument("--impl", default="tessera,sonicmoe", help="of " + ", ".join(IMPLEMENTATIONS))
+    parser.add_argument("--tokens", type=int, default=0, help="instead of the configuration's")
+    parser.add_argument("--zipf", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--sonic-space", choices=("whole", "clusters-2x1"), default="whole")
     parser.add_argument("--commit", default="", help="kept in the results file")
@@ -275,7 +280,8 @@ def main():
                     f"errors at most {TOLERANCE}, relative, in the norm, against fp64",
         "rows": []}
     for config in configs:
-        document["rows"] += measure(config, names, options.rounds)
+        shape = (options.tokens or CONFIGS[config][0], *CONFIGS[config][1:])
+        document["rows"] += measure(config, shape, names, options.zipf, options.rounds)
         torch.cuda.empty_cache()
         if options.out:
             with open(options.out, "w", encoding="utf-8") as file:

@@ -366,8 +366,9 @@ TEST(ProjectionWgrad, AlongIntermediate) { expect_right_wgrad<Major::kRows, fals
 TEST(ProjectionWgrad, AnyLayout) { expect_right_wgrad<Major::kK, false, true, 72>(); }
 TEST(ProjectionWgrad, AddsInFp32) { expect_right_wgrad<Major::kK, true, false, 128>(); }
 
-// h becomes dh, a' and the scores' gradients on its way through the epilogue.
-template <bool kWide, int kIntermediate>
+// h becomes dh, a' and the scores' gradients on its way through the epilogue. With kInPlace dh has the memory of h: a
+// tile stores what it alone has read.
+template <bool kWide, int kIntermediate, bool kInPlace = false>
 void expect_right_down_dgrad() {
   constexpr int kTokens = 300, kRows = 190, kHidden = 136, kExperts = 3;
   constexpr int kMatrix = kHidden * kIntermediate;
@@ -386,6 +387,7 @@ void expect_right_down_dgrad() {
   }
   for (emulator::Schedule const& schedule : kSchedules) {
     Memory<Bits> dh(kRows * 2 * kIntermediate), a(kRows * kIntermediate);
+    if (kInPlace) fill(dh.get(), kRows * 2 * kIntermediate, 3, 2.0f);
     Memory<float> partials(kRows * groups);
     std::int32_t counter = 0;
     DownProjectionDgradArguments args = {};
@@ -399,7 +401,7 @@ void expect_right_down_dgrad() {
                    .block = kHidden};
     args.gmem_scores = scores.data();
     args.gmem_sort_permutation = permutation.data();
-    args.gmem_h = h.get();
+    args.gmem_h = kInPlace ? dh.get() : h.get();
     args.activation = {.kind = kKind};
     args.gmem_dh = dh.get();
     args.gmem_a_scaled = a.get();
@@ -439,6 +441,10 @@ void expect_right_down_dgrad() {
 
 TEST(DownProjectionDgrad, InLentStages) { expect_right_down_dgrad<true, 200>(); }
 TEST(DownProjectionDgrad, InPingPong) { expect_right_down_dgrad<false, 72>(); }
+TEST(DownProjectionDgrad, InThePlaceOfH) {
+  expect_right_down_dgrad<true, 200, true>();
+  expect_right_down_dgrad<false, 72, true>();
+}
 
 }  // namespace
 }  // namespace tessera::cuda

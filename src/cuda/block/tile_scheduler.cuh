@@ -56,6 +56,11 @@ __device__ __forceinline__ int last_steps_of(WorkTile const& tile) {
 // resident B the rows of the run come last.
 constexpr int kNoTile = -1;
 
+// By a warp that does nothing else, before a draw. Warps of all SMs wake together and draw at once, and then
+// consecutive tickets, which read the same weights and rows, go to SMs that are near each other: one read across the
+// halves of L2 serves several (docs/notebook/2026-11-23-fused-draws.md).
+constexpr uint32_t kDrawSleepNs = 2000;
+
 // Draws tiles and announces them to every CTA of the cluster. One converged warp of CTA 0.
 template <GemmConfig kGemm>
 class TileScheduler {
@@ -92,15 +97,13 @@ class TileScheduler {
     }
   }
 
-  // schedules_apart: all of it, by a warp that does nothing else. Sleeping warps of all SMs wake together, so that the
-  // next tiles of the list go to SMs near each other, which ask less of L2
-  // (docs/notebook/2026-11-23-fused-draws.md).
+  // schedules_apart: all of it, by a warp that does nothing else.
   __device__ __forceinline__ void run(int k_tiles) {
     bool found = announce_first(k_tiles);
     for (uint32_t phase = 0; found; phase ^= 1) {
       arch::mbarrier_wait(&smem_.draw, phase);
       if (draws_late(k_tiles)) {
-        arch::sleep_ns(kSleepNs);
+        arch::sleep_ns(kDrawSleepNs);
         draw();
       }
       found = announce_drawn();
@@ -115,7 +118,6 @@ class TileScheduler {
  private:
   static constexpr int kDrawAhead = 8;  // k_tiles before the end of the current tile
   static constexpr int kAnnounceAhead = 4;
-  static constexpr uint32_t kSleepNs = 2000;
   static constexpr int kBlockM = kGemm.block_m();
   static constexpr int kPairM = kGemm.pair_m();
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/arch/cluster_load.cuh"
+#include "cuda/block/tile_scheduler.cuh"
 #include "dist/kernels/sent_tasks.cuh"
 
 namespace tessera::dist {
@@ -91,15 +92,11 @@ class Tickets {
   // The next one, once it may be drawn; meanwhile() while it may not.
   template <class Meanwhile>
   __device__ std::int64_t next(Meanwhile meanwhile) {
-    // ns. Warps of all SMs wake together and draw at once, and then consecutive tickets, which read the same weights
-    // and rows, go to SMs that are near each other: one read across the halves of L2 serves several
-    // (docs/notebook/2026-11-23-fused-draws.md).
-    constexpr std::uint32_t kDrawSleep = 2000;
     DrawnTickets& tickets = pass_.smem.tickets;
     std::uint32_t drawn = 0;
     if (arch::cluster_cta_rank() == 0) {
       await(pass_.smem.schedule.next, turn_ & 1, meanwhile);
-      arch::sleep_ns(kDrawSleep);
+      arch::sleep_ns(block::kDrawSleepNs);
       if (arch::lane_idx() == 0) {
         drawn = atomicAdd(pass_.local_word(pass_.p.exchange.local.tickets(pass_.epoch)), 1u);
       }

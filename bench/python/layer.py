@@ -20,6 +20,7 @@ import datetime
 import json
 import statistics
 import subprocess
+import sys
 import time
 import typing
 
@@ -272,7 +273,7 @@ def main():
     driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
                             text=True, check=True).stdout.split()[0]
     document = {
-        "command": "bench/python/layer.py" + (f" --sonic-space {options.sonic_space}" if "sonicmoe" in names else ""),
+        "command": "bench/python/layer.py " + " ".join(sys.argv[1:]),
         "commit": options.commit, "device": f"1x {torch.cuda.get_device_name()}", "driver": driver,
         "torch": torch.__version__, "packages": versions(names), "date": datetime.date.today().isoformat(),
         "protocol": f"median of {options.rounds} rounds after 3, implementations in turns in one process, each pass "

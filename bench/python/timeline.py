@@ -21,12 +21,11 @@ import tempfile
 
 import tessera
 import torch
+from layer import CONFIGS as LAYERS
 from torch.profiler import ProfilerActivity, profile
 
-CONFIGS = {"1.4B-n256": (40960, 768, 256, 128, 8), "7B-n256": (24576, 1536, 256, 128, 8),
-           "7B-n512": (24576, 1536, 512, 64, 4), "7B-n1024": (24576, 1536, 1024, 32, 2),
-           "Qwen3Next": (32768, 2048, 512, 512, 10), "Qwen3-30B": (32768, 2048, 768, 128, 8),
-           "OLMoE": (32768, 2048, 1024, 64, 8),
+CONFIGS = {**{name: LAYERS[name]
+              for name in ("1.4B-n256", "7B-n256", "7B-n512", "7B-n1024", "Qwen3Next", "Qwen3-30B", "OLMoE")},
            **{f"decode-{tokens}": (tokens, 2048, 768, 128, 8) for tokens in (1, 16, 64)}}
 
 

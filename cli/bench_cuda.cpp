@@ -17,9 +17,9 @@
 #include <vector>
 
 #include "cli/bench_bound.hpp"
-#include "cli/bench_cublas.hpp"
 #include "cli/bench_cuda_layer.hpp"
 #include "cli/commands.hpp"
+#include "device/cublas.hpp"
 #include "tessera/work.hpp"
 #include "verify/names.hpp"
 
@@ -162,7 +162,7 @@ bool is_backward(std::string const& pass) { return pass == "backward"; }
 /// One configuration on one GPU.
 class JobBench {
  public:
-  JobBench(Context const& context, device::Stream const& stream, Cublas const& cublas,
+  JobBench(Context const& context, device::Stream const& stream, device::Cublas const& cublas,
            CudaBench::Job const& job, CudaBench const& bench, Ceilings& ceilings)
       : stream_(stream),
         job_(job),
@@ -208,9 +208,10 @@ class JobBench {
         candidates.push_back({pass + " main-grad", [this] { layer_.backward_main_grad(); }});
       }
     }
-    std::vector<CublasBound::Gemm> const forward = bound_->forward(), backward = bound_gemms();
+    std::vector<device::CublasBound::Gemm> const forward = bound_->forward(),
+                                                 backward = bound_gemms();
     for (auto const& gemms : {forward, backward}) {
-      for (CublasBound::Gemm const& gemm : gemms) candidates.push_back({gemm.op, gemm.run});
+      for (device::CublasBound::Gemm const& gemm : gemms) candidates.push_back({gemm.op, gemm.run});
     }
     candidates.push_back({"copy", [&] { stream_.copy(to.get(), from.get(), copied); }});
     rounds.run(candidates, bench_.seconds);
@@ -229,15 +230,15 @@ class JobBench {
     BoundTimes bounds;
     Json gemm_rows = Json::array();
     for (auto const& gemms : {forward, backward}) {
-      for (CublasBound::Gemm const& gemm : gemms) {
+      for (device::CublasBound::Gemm const& gemm : gemms) {
         bounds[gemm.op] = times(gemm.op).median();
         gemm_rows.push_back(
             row(gemm.op, "cublas-bmm", "", times(gemm.op), work_of(gemm.op).flops, 0, 0));
       }
     }
-    auto const sum = [&bounds](std::vector<CublasBound::Gemm> const& gemms) {
+    auto const sum = [&bounds](std::vector<device::CublasBound::Gemm> const& gemms) {
       double ms = 0;
-      for (CublasBound::Gemm const& gemm : gemms) ms += bounds.at(gemm.op);
+      for (device::CublasBound::Gemm const& gemm : gemms) ms += bounds.at(gemm.op);
       return ms;
     };
     Json rows = Json::array();
@@ -264,8 +265,8 @@ class JobBench {
   [[nodiscard]] double touched_bytes() const {
     return work_of("up_projection_fwd").bytes() + work_of("down_projection_fwd").bytes();
   }
-  [[nodiscard]] std::vector<CublasBound::Gemm> bound_gemms() const {
-    return backward_ ? bound_->backward() : std::vector<CublasBound::Gemm>{};
+  [[nodiscard]] std::vector<device::CublasBound::Gemm> bound_gemms() const {
+    return backward_ ? bound_->backward() : std::vector<device::CublasBound::Gemm>{};
   }
 
   void run_pass(std::string const& pass) const {
@@ -374,7 +375,7 @@ class JobBench {
   std::int32_t device_;
   bool backward_;
   CudaBenchLayer layer_;
-  std::optional<CublasBound> bound_;
+  std::optional<device::CublasBound> bound_;
   std::int64_t rows_ = 0;
   bool checked_ = false;
 };
@@ -453,9 +454,9 @@ Json bench_on_cuda(Context const& context, CudaBench const& bench) {
   }
   std::int32_t const index = context.device().index;
   device::Stream const stream(index);
-  Cublas const cublas;
+  device::Cublas const cublas;
   Ceilings ceilings;
-  ceilings.gemm_tflops = gemm_ceiling_tflops(cublas, stream, index);
+  ceilings.gemm_tflops = device::gemm_ceiling_tflops(cublas, stream, index);
   if (bench.print) {
     print_text(fmt::format("{:<12} {:<32} {:>9} {:>9} {:>9} {:>7} {:>7} {:>9} {:>9} {:>6}  {}\n",
                            "config", "pass", "ms", "p10", "p90", "spread", "TFLOP/s", "bound ms",

@@ -1,16 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cli/bench_cublas.hpp"
+#include "device/cublas.hpp"
 
 #include <dlfcn.h>
-#include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "cli/commands.hpp"
-
-namespace tessera::cli {
+namespace tessera::device {
 namespace {
 
 constexpr char kLibrary[] = "libcublas.so.13";
@@ -21,12 +18,12 @@ constexpr int kFp32Sums = 68;                    // CUBLAS_COMPUTE_32F
 constexpr int kDefaultAlgorithm = -1;            // CUBLAS_GEMM_DEFAULT
 
 void require(int status, char const* what) {
-  if (status != 0) throw CommandError(fmt::format("{}: status {}", what, status), kEnvironment);
+  if (status != 0) throw Error(std::string(what) + ": status " + std::to_string(status));
 }
 
-device::Memory random_bf16(device::Stream const& stream, std::int32_t device, std::int64_t count,
-                           std::uint64_t seed, float scale) {
-  auto memory = device::allocate(device, 2 * static_cast<std::size_t>(count), device::Kind::device);
+Memory random_bf16(Stream const& stream, std::int32_t device, std::int64_t count,
+                   std::uint64_t seed, float scale) {
+  auto memory = allocate(device, 2 * static_cast<std::size_t>(count), Kind::device);
   stream.fill_uniform(memory.get(), count, seed, scale);
   return memory;
 }
@@ -47,17 +44,14 @@ Cublas::Cublas() : functions_(std::make_unique<Functions>()) {
   Functions& f = *functions_;
   f.library = ::dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
   if (f.library == nullptr) {
-    throw CommandError(
-        fmt::format("{}: not found, the bound needs it; install cuBLAS 13 or name its folder in "
-                    "LD_LIBRARY_PATH",
-                    kLibrary),
-        kEnvironment);
+    throw Error(std::string(kLibrary) +
+                ": not found, the bound needs it; install cuBLAS 13 or name its folder in "
+                "LD_LIBRARY_PATH");
   }
   auto const find = [&](char const* name, auto& function) {
     function =
         reinterpret_cast<std::remove_reference_t<decltype(function)>>(::dlsym(f.library, name));
-    if (function == nullptr)
-      throw CommandError(fmt::format("{} lacks {}", kLibrary, name), kEnvironment);
+    if (function == nullptr) throw Error(std::string(kLibrary) + " lacks " + name);
   };
   find("cublasCreate_v2", f.create);
   find("cublasDestroy_v2", f.destroy);
@@ -71,8 +65,8 @@ Cublas::~Cublas() {
   ::dlclose(functions_->library);
 }
 
-void Cublas::batched_gemm(device::Stream const& stream, std::int64_t batch, std::int64_t m,
-                          std::int64_t n, std::int64_t k, Operand a, Operand b, void* c) const {
+void Cublas::batched_gemm(Stream const& stream, std::int64_t batch, std::int64_t m, std::int64_t n,
+                          std::int64_t k, Operand a, Operand b, void* c) const {
   float const one = 1, zero = 0;
   require(functions_->set_stream(handle_, stream.handle().native), "cublasSetStream");
   // cuBLAS is column-major: c^T [n,m] = b^T [n,k] a^T [k,m]; what is row-major it sees transposed already.
@@ -87,7 +81,7 @@ void Cublas::batched_gemm(device::Stream const& stream, std::int64_t batch, std:
           "cublasGemmStridedBatchedEx");
 }
 
-CublasBound::CublasBound(Cublas const& cublas, device::Stream const& stream, std::int32_t device,
+CublasBound::CublasBound(Cublas const& cublas, Stream const& stream, std::int32_t device,
                          MoeDesc const& desc, std::int64_t rows, bool backward)
     : cublas_(cublas),
       stream_(stream),
@@ -108,8 +102,7 @@ CublasBound::CublasBound(Cublas const& cublas, device::Stream const& stream, std
   w_down_ = values(hidden_ * intermediate_, 16, intermediate_);
   if (!backward) return;
   auto const result = [&](std::int64_t count) {
-    return device::allocate(device, 2 * static_cast<std::size_t>(experts_ * count),
-                            device::Kind::device);
+    return allocate(device, 2 * static_cast<std::size_t>(experts_ * count), Kind::device);
   };
   da_ = result(rows_ * intermediate_);
   dx_ = result(rows_ * hidden_);
@@ -143,14 +136,13 @@ std::vector<CublasBound::Gemm> CublasBound::backward() const {
       {"up_projection_wgrad", [=, this] { wgrad(up_columns_, hidden_, h_.get(), x_.get()); }}};
 }
 
-double gemm_ceiling_tflops(Cublas const& cublas, device::Stream const& stream,
-                           std::int32_t device) {
+double gemm_ceiling_tflops(Cublas const& cublas, Stream const& stream, std::int32_t device) {
   constexpr std::int64_t kSize = 8192;
   constexpr int kWarmUps = 20, kTimes = 10;
   auto const a = random_bf16(stream, device, kSize * kSize, 21, 1);
   auto const b = random_bf16(stream, device, kSize * kSize, 22, 1);
   auto const c = random_bf16(stream, device, kSize * kSize, 23, 1);
-  std::vector<device::Event> events(kTimes + 1);
+  std::vector<Event> events(kTimes + 1);
   for (int i = 0; i < kWarmUps + kTimes; ++i) {
     if (i >= kWarmUps) events[static_cast<std::size_t>(i - kWarmUps)].record(stream);
     cublas.batched_gemm(stream, 1, kSize, kSize, kSize, {a.get()}, {b.get(), true}, c.get());
@@ -164,4 +156,4 @@ double gemm_ceiling_tflops(Cublas const& cublas, device::Stream const& stream,
   return kFlops / ms[kTimes / 2] * 1e-9;
 }
 
-}  // namespace tessera::cli
+}  // namespace tessera::device

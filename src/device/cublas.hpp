@@ -10,9 +10,9 @@
 #include "device/device.hpp"
 #include "tessera/shape.hpp"
 
-namespace tessera::cli {
+namespace tessera::device {
 
-/// libcublas.so.13, loaded at run time. Throws CommandError (exit 3) where it is not installed.
+/// libcublas.so.13, loaded at run time. Throws Error where it is not installed.
 class Cublas {
  public:
   Cublas();
@@ -26,8 +26,8 @@ class Cublas {
   };
   /// c [batch,m,n] = a b, all bf16 and contiguous, fp32 sums; a is [batch,m,k], or [batch,k,m] transposed, and b
   /// [batch,k,n], or [batch,n,k] transposed.
-  void batched_gemm(device::Stream const& stream, std::int64_t batch, std::int64_t m,
-                    std::int64_t n, std::int64_t k, Operand a, Operand b, void* c) const;
+  void batched_gemm(Stream const& stream, std::int64_t batch, std::int64_t m, std::int64_t n,
+                    std::int64_t k, Operand a, Operand b, void* c) const;
 
  private:
   struct Functions;
@@ -39,8 +39,8 @@ class Cublas {
 class CublasBound {
  public:
   /// Without `backward` the four of backward may not be run.
-  CublasBound(Cublas const& cublas, device::Stream const& stream, std::int32_t device,
-              MoeDesc const& desc, std::int64_t rows, bool backward);
+  CublasBound(Cublas const& cublas, Stream const& stream, std::int32_t device, MoeDesc const& desc,
+              std::int64_t rows, bool backward);
 
   struct Gemm {
     char const* op;  ///< as work.hpp calls it
@@ -52,12 +52,12 @@ class CublasBound {
 
  private:
   Cublas const& cublas_;
-  device::Stream const& stream_;
+  Stream const& stream_;
   std::int64_t experts_, rows_, hidden_, intermediate_, up_columns_;
-  device::Memory x_, h_, a_, y_, w_up_, w_down_, da_, dx_, dw_;
+  Memory x_, h_, a_, y_, w_up_, w_down_, da_, dx_, dw_;
 };
 
 /// TFLOP/s of an 8192^3 bf16 product: the median of ten.
-double gemm_ceiling_tflops(Cublas const& cublas, device::Stream const& stream, std::int32_t device);
+double gemm_ceiling_tflops(Cublas const& cublas, Stream const& stream, std::int32_t device);
 
-}  // namespace tessera::cli
+}  // namespace tessera::device

@@ -4,8 +4,8 @@
 // the kernel is timed beside the chain and its parts, its GEMMs without communication, and that layer.
 //
 //   chain [--gpus P] [--ranks-per-gpu R] [--nccl PATH] [--processes] [--only chain|fused]
-//         [--check | --iters N [--config NAME,NAME] [--tokens N,N] [--transfer direct|once] [--lags | --latency]]
-//         [--out FILE] [--commit HASH]
+//         [--check | --iters N [--config NAME,NAME] [--tokens N,N] [--transfer direct|once]
+//          [--routing random|balanced|zipf] [--lags | --latency]] [--out FILE] [--commit HASH]
 //
 // --check: small awkward exchanges, several passes each, no timing; a rank that stalls, and as a process of its own
 // one that is killed. --lags: the kernel with its downs at several distances. --latency: FlashDMoE's layer over numbers
@@ -13,13 +13,16 @@
 // those. --ranks-per-gpu: threads on peer memory, each with its part of a GPU's SMs; times are then those of these
 // parts, and no link is crossed between ranks of a GPU. Exits with 77 where there are too few GPUs.
 //
-// Judged is the kernel's time against the larger of two bounds: its GEMMs without communication, and the bytes that
-// cross the link in one direction, those of rows there and of results back, at dist::kLinkRate.
+// Judged is the kernel's time against the larger of two bounds: its GEMMs without communication, by our kernels or by
+// cuBLAS, whichever are faster, and the bytes that cross the link in one direction, those of rows there and of results
+// back, at dist::kLinkRate.
+#include <algorithm>
 #include <optional>
 
 #include "../../src/dist/choose_transfer.hpp"
 #include "arguments.hpp"
 #include "chain_checks.cuh"
+#include "cublas_gemms.cuh"
 #include "layers.hpp"
 #include "results.hpp"
 
@@ -33,6 +36,8 @@ constexpr int kWarmUps = 6;
 struct Options : CheckOptions {
   int iters = 30;
   std::optional<dist::Transfer> transfer;  // none: the one that the library chooses
+  Pattern routing = Pattern::random;
+  bool cublas = false;  // is installed
   bool check = false, latency = false, lags = false;
   std::string command, out, commit, config, tokens;
 };
@@ -54,7 +59,7 @@ std::vector<NamedLayer> layers_of(Options const& options) {
 }
 
 // A row of the results. Rows of one way are those of one run of it; the last of them is all of it.
-enum class Way { chain, gemms, layer, fused };
+enum class Way { chain, gemms, cublas, layer, fused };
 struct Timed {
   char const* pass;
   char const* variant;
@@ -68,20 +73,22 @@ constexpr Timed kTimed[] = {{kPartNames[kDispatch], "unfused-chain", Way::chain}
                             {kPartNames[kAggregate], "unfused-chain", Way::chain},
                             {"forward-inference", "unfused-chain", Way::chain},
                             {"gemms", "", Way::gemms},
+                            {"gemms", "cublas-bmm", Way::cublas},
                             {"forward-inference", "one-gpu", Way::layer},
                             {"forward-inference", "fused", Way::fused},
                             {"forward-inference", "fused-lag-4", Way::fused, 4},
                             {"forward-inference", "fused-lag-8", Way::fused, 8},
                             {"forward-inference", "fused-lag-32", Way::fused, 32},
                             {"forward-inference", "fused-lag-64", Way::fused, 64}};
-constexpr size_t kNumTimed = std::size(kTimed), kGemms = kParts + 1, kLayer = kGemms + 1,
-                 kFused = kLayer + 1;
+constexpr size_t kNumTimed = std::size(kTimed), kGemms = kParts + 1, kCublas = kGemms + 1,
+                 kLayer = kCublas + 1, kFused = kLayer + 1;
 
 // The last row of every run that the options ask for.
 std::vector<size_t> runs_of(Options const& options) {
   if (options.latency) return {kFused};
   std::vector<size_t> runs;
-  if (options.chain) runs = {kParts, kGemms, kLayer};
+  if (options.chain) runs = {kParts, kGemms, kCublas, kLayer};
+  if (!options.cublas) std::erase(runs, kCublas);
   if (options.fused) {
     for (size_t row = kFused; row < (options.lags ? kNumTimed : kFused + 1); ++row) {
       runs.push_back(row);
@@ -103,8 +110,8 @@ class Clock {
   Clock(int device, device::Gate& gate) : gate_(gate), watch_(device) {}
 
   // latest[]: of the rows that the run has.
-  void time(size_t row, Rank& r, Talk& talk, int rank, Context const& context,
-            std::vector<Reading>& latest) {
+  void time(size_t row, Rank& r, CublasGemms const& cublas, Talk& talk, int rank,
+            Context const& context, std::vector<Reading>& latest) {
     gate_.hold(r.stream(), ++runs_);
     watch_.start(r.stream());
     switch (kTimed[row].way) {
@@ -115,6 +122,9 @@ class Clock {
       case Way::gemms:
         r.launch_up();
         r.launch_down();
+        break;
+      case Way::cublas:
+        for (auto const& gemm : cublas.gemms()) gemm.run();
         break;
       case Way::layer:
         r.launch_layer(context);
@@ -152,6 +162,8 @@ bool is_right(size_t row, Rank& r, Talk& talk, Context const& context) {
     case Way::gemms:  // those of the chain
       r.launch_chain([](Part) {});
       break;
+    case Way::cublas:
+      return true;  // its values are its own
     case Way::layer:
       r.launch_layer(context);
       return true;  // is what the others are compared with
@@ -183,8 +195,12 @@ Measured measure_config(Options const& options, NamedLayer const& c, ExchangeSha
   on_ranks(options, shape, c.activation,
            [&](int rank, Rank& r, Talk& talk, Context const& context) {
              Clock clock(options.device_of(rank), gate);
+             CublasGemms cublas;
+             if (std::ranges::find(runs, kCublas) != runs.end()) {
+               cublas = CublasGemms(r, options.device_of(rank), shape, c.activation);
+             }
              auto const first_row = [](size_t row) { return row == kParts ? 0 : row; };
-             r.set_pass(draw(shape, Pattern::random, rank, 1), 1);
+             r.set_pass(draw(shape, options.routing, rank, 1), 1);
              r.compute_wanted(context);
              for (size_t const row : runs) {
                bool const ok = is_right(row, r, talk, context);
@@ -193,7 +209,7 @@ Measured measure_config(Options const& options, NamedLayer const& c, ExchangeSha
              for (int i = 0; i < kWarmUps + options.iters; ++i) {
                for (size_t run = 0; run < runs.size(); ++run) {
                  size_t const row = runs[(run + size_t(i)) % runs.size()];
-                 clock.time(row, r, talk, rank, context, latest[size_t(rank)]);
+                 clock.time(row, r, cublas, talk, rank, context, latest[size_t(rank)]);
                  talk.meet();
                  for (size_t v = first_row(row); rank == 0 && i >= kWarmUps && v <= row; ++v) {
                    Reading slowest;
@@ -210,7 +226,7 @@ Measured measure_config(Options const& options, NamedLayer const& c, ExchangeSha
              r.set_pass(draw(shape, Pattern::nothing, rank, 1), 1);
              talk.meet();  // it waited for its GPU, where another rank would wait for it
              for (int i = 0; i < 12; ++i) {
-               clock.time(kFused, r, talk, rank, context, latest[size_t(rank)]);
+               clock.time(kFused, r, cublas, talk, rank, context, latest[size_t(rank)]);
                if (rank == 0 && i > 3) m.empty.push_back(latest[0][kFused].ms);
              }
              return true;
@@ -240,8 +256,12 @@ int measure(Options const& options) {
     double const across = dist::rows_across(shape, shape.transfer) +
                           dist::rows_across(shape, dist::Transfer::direct);  // there and back
     double const link_ms = 2e3 * c.tokens * c.hidden * across / dist::kLinkRate;
-    double const gemms_ms =
-        m.rows[kGemms].ms.empty() ? 0.0 : double(quantiles(m.rows[kGemms].ms).median);
+    double gemms_ms = 0;  // of the faster ones; 0: not timed
+    for (size_t const row : {kGemms, kCublas}) {
+      if (m.rows[row].ms.empty()) continue;
+      double const ms = double(quantiles(m.rows[row].ms).median);
+      gemms_ms = gemms_ms == 0 ? ms : std::min(gemms_ms, ms);
+    }
     std::printf("%s, T %d per rank, E %d, %s; the link takes %.4f ms, a pass without rows %.4f\n",
                 c.name.c_str(), c.tokens, c.experts, options.text().c_str(), link_ms,
                 m.empty.empty() ? 0.0 : double(quantiles(m.empty).median));
@@ -272,16 +292,19 @@ int measure(Options const& options) {
       std::snprintf(
           text, sizeof text,
           "%s\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": "
-          "\"bf16\", \"gpus\": %d, \"ranks_per_gpu\": %d, \"routing\": \"random\", \"router\": "
+          "\"bf16\", \"gpus\": %d, \"ranks_per_gpu\": %d, \"routing\": \"%s\", \"router\": "
           "\"given\", "
-          "\"round\": \"none\", \"pass\": \"%s\", \"impl\": \"tessera\", \"variant\": "
+          "\"round\": \"none\", \"pass\": \"%s\", \"impl\": \"%s\", \"variant\": "
           "\"%s\", \"ms\": %.4f, \"ms_p10\": %.4f, \"ms_p90\": %.4f, \"tflops\": %.1f, "
           "\"mhz\": %.0f, \"tensor_pipe\": %.3f, \"transfer\": \"%s\"%s, \"checked\": %s}",
           rows.empty() ? "" : ",", c.name.c_str(), c.tokens, c.hidden, c.intermediate, c.experts,
-          c.top_k, timed.way == Way::layer ? 1 : options.gpus, options.ranks_per_gpu, timed.pass,
+          c.top_k, timed.way == Way::layer ? 1 : options.gpus, options.ranks_per_gpu,
+          name(options.routing), timed.pass, timed.way == Way::cublas ? "cublas" : "tessera",
           timed.variant, q.median, q.p10, q.p90, tflops, mhz, pipe,
           shape.transfer == dist::Transfer::once ? "once" : "direct", more.c_str(),
-          checked ? "true" : "false");
+          timed.way == Way::cublas ? "null"
+          : checked                ? "true"
+                                   : "false");
       rows += text;
     }
     std::fflush(stdout);
@@ -297,8 +320,9 @@ int measure(Options const& options) {
              "; a round runs everything once, in rotating order, each enqueued behind a gate that "
              "opens for all GPUs at once; times between CUDA events, of the slowest GPU; uniform "
              "random data; mhz: mean SM clock; tensor_pipe: FLOP of routed rows over what the "
-             "tensor cores can do at that clock; bound: the larger of the GEMMs without "
-             "communication and the bytes over the link at 350 GB/s",
+             "tensor cores can do at that clock; cublas-bmm: as many rows for each expert, no "
+             "activation; bound: the larger of the GEMMs without communication, the faster of ours "
+             "and cuBLAS's, and the bytes over the link at 350 GB/s",
          .gpus = options.gpus,
          .rows = rows});
     if (written != 0) return written;
@@ -313,7 +337,7 @@ int main(int argc, char** argv) {
   using namespace tessera::bench;
   Options options;
   options.command = command_line("build-cuda/bin/bench_dist_chain", argc, argv);
-  std::string only, transfer;
+  std::string only, transfer, routing;
   Arguments arguments(argc, argv);
   while (arguments.next()) {
     if (arguments.is("--check")) {
@@ -329,6 +353,12 @@ int main(int argc, char** argv) {
     } else if (arguments.takes("--only", only)) {
       options.chain = only == "chain";
       options.fused = only == "fused";
+    } else if (arguments.takes("--routing", routing)) {
+      auto const is_it = [&](Pattern pattern) { return routing == name(pattern); };
+      constexpr Pattern kRoutings[] = {Pattern::random, Pattern::balanced, Pattern::zipf};
+      auto const* const found = std::ranges::find_if(kRoutings, is_it);
+      if (found == std::end(kRoutings)) return arguments.refuse();
+      options.routing = *found;
     } else if (arguments.takes("--transfer", transfer)) {
       if (transfer != "once" && transfer != "direct") return arguments.refuse();
       options.transfer =
@@ -364,7 +394,10 @@ int main(int argc, char** argv) {
   if (options.ranks_per_gpu > 1) prepare_shared_gpus();
   // Forked ranks must find CUDA untouched.
   if (!options.processes && !connect_gpus(options.gpus)) return 77;
-  if (!options.check) return measure(options);
+  if (!options.check) {
+    options.cublas = options.chain && !options.latency && CublasGemms::installed();
+    return measure(options);
+  }
   int wrong = check_small(options);
   for (auto const transfer : {tessera::dist::Transfer::direct, tessera::dist::Transfer::once}) {
     wrong += check_repeats(options, transfer);

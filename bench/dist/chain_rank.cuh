@@ -24,8 +24,9 @@ enum Part { kDispatch, kUp, kDown, kCombine, kAggregate, kParts };
 constexpr char const* kPartNames[] = {"dispatch", "up_projection_fwd", "down_projection_fwd",
                                       "combine", "aggregate"};
 
-// balanced: equally many rows for all experts. one_expert: all choices of all tokens but the first are none; idle_rank:
-// the last one has no tokens; nothing: no choice at all.
+// balanced: equally many rows for all experts, drawn without putting back where tokens' choices divide them.
+// one_expert: all choices of all tokens but the first are none; idle_rank: the last one has no tokens; nothing: no
+// choice at all.
 enum class Pattern { balanced, random, zipf, one_expert, sentinels, idle_rank, one_token, nothing };
 constexpr Pattern kPatterns[] = {Pattern::balanced,   Pattern::random,    Pattern::zipf,
                                  Pattern::one_expert, Pattern::sentinels, Pattern::idle_rank,
@@ -62,13 +63,17 @@ inline Choices draw(ExchangeShape const& s, Pattern pattern, int rank, uint64_t 
     return size_t(e);
   };
   for (int t = 0; t < c.tokens; ++t) {
+    if (pattern == Pattern::balanced && s.experts % s.max_top_k == 0 &&
+        t * s.max_top_k % s.experts == 0) {
+      std::shuffle(experts.begin(), experts.end(), rng);
+    }
     for (int k = 0; k < s.max_top_k; ++k) {
       size_t const next = size_t((t * s.max_top_k + k) % s.experts);
       if (pattern != Pattern::balanced) std::swap(experts[size_t(k)], experts[pick(k)]);
       bool const none = (pattern == Pattern::sentinels && rng() % 3 == 0) ||
                         (pattern == Pattern::one_expert && k > 0) || pattern == Pattern::nothing;
       int32_t const one = pattern == Pattern::one_expert ? s.experts - 1
-                          : pattern == Pattern::balanced ? int32_t(next)
+                          : pattern == Pattern::balanced ? experts[next]
                                                          : experts[size_t(k)];
       c.ids.push_back(none ? (rng() % 2 ? -1 : s.experts) : one);
       c.scores.push_back(float(rng() % 1000) / 1000.0f + 0.1f);

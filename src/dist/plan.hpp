@@ -120,31 +120,24 @@ TESSERA_INLINE constexpr std::int32_t units_of(std::int32_t blocks) {
   return (blocks + kUnitBlocks - 1) / kUnitBlocks;
 }
 
-/// plan[E]: every rank makes that of all owners, to know where its own rows are. In two steps, so that threads can
-/// share each: every expert by itself, with what it adds to those after it in the place of what is before it; then,
-/// read by all before any is written, the sums of the owner's earlier experts.
-TESSERA_INLINE ExpertPlan plan_alone(ExchangeShape const& shape, CountMatrix counts,
-                                     std::int32_t expert) {
+TESSERA_INLINE std::int32_t rows_of(ExchangeShape const& shape, CountMatrix counts,
+                                    std::int32_t expert) {
   std::int32_t rows = 0;
   for (std::int32_t s = 0; s < shape.ranks; ++s) rows += counts.at(s, expert);
-  std::int32_t const blocks = blocks_of(shape, rows);
-  return {rows, rows, blocks, units_of(blocks)};
+  return rows;
 }
-TESSERA_INLINE ExpertPlan plan_placed(ExchangeShape const& shape, ExpertPlan const* alone,
-                                      std::int32_t expert) {
-  ExpertPlan placed = {alone[expert].rows, 0, 0, 0};
-  for (std::int32_t e = shape.owner(expert) * shape.local_experts(); e < expert; ++e) {
-    ExpertPlan const earlier = alone[e];
-    placed.first_row += earlier.first_row;
-    placed.first_block += earlier.first_block;
-    placed.first_unit += earlier.first_unit;
-  }
-  return placed;
-}
+
+/// plan[E]: every rank makes that of all owners, to know where its own rows are. Kernels do it by warps (route.cuh).
 TESSERA_INLINE void make_plan(ExchangeShape const& shape, CountMatrix counts, ExpertPlan* plan) {
-  for (std::int32_t e = 0; e < shape.experts; ++e) plan[e] = plan_alone(shape, counts, e);
-  for (std::int32_t e = shape.experts; e-- > 0;) {  // reads those before it
-    plan[e] = plan_placed(shape, plan, e);
+  ExpertPlan next = {};
+  for (std::int32_t e = 0; e < shape.experts; ++e) {
+    if (e % shape.local_experts() == 0) next = {};
+    next.rows = rows_of(shape, counts, e);
+    plan[e] = next;
+    std::int32_t const blocks = blocks_of(shape, next.rows);
+    next.first_row += next.rows;
+    next.first_block += blocks;
+    next.first_unit += units_of(blocks);
   }
 }
 
@@ -163,9 +156,8 @@ TESSERA_INLINE OwnerTotals owner_totals(ExchangeShape const& shape, ExpertPlan c
 /// list_begin[source * local_experts + local expert]: where an expert's entries begin in the list that
 /// `source` writes into the window of `owner`. An entry's place there is this plus its index.
 TESSERA_INLINE void make_list_begins(ExchangeShape const& shape, CountMatrix counts,
-                                     std::int32_t owner, std::int32_t* list_begin,
-                                     std::int32_t thread = 0, std::int32_t threads = 1) {
-  for (std::int32_t i = thread; i < shape.experts; i += threads) {
+                                     std::int32_t owner, std::int32_t* list_begin) {
+  for (std::int32_t i = 0; i < shape.experts; ++i) {
     std::int32_t const source = i / shape.local_experts();
     std::int32_t const local = i % shape.local_experts();
     std::int32_t sum = 0;

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // What every CTA does first: counts to all ranks, its token slice's rows to the owners, and the plan.
-//   scan     histogram of the slice, prefix over slices [route_scan, ack]
+//   scan     histogram of the slice, by warps, and the prefix over slices [route_scan, ack]
 //   counts   to every rank, from a CTA for each; they need no fence
-//   entries  one per row into the list of its owner; an entry's place depends on the choices alone. The last CTA says
-//            that they are there
-//   plan     every CTA awaits the counts of all ranks [counted] and derives the same; the lists may still be on their
-//            way: who reads them awaits them [publish]
+//   entries  one per row into the list of its owner; an entry's place depends on the choices alone. A warp has a run of
+//            the slice's pairs and knows how many of them the warps before it have, so none waits for another
+//   plan     every CTA awaits the counts of all ranks [counted] and derives the same, while one warp says that its
+//            entries are there, that of the last CTA to the owners. The lists may still be on their way: who reads them
+//            awaits them [publish]
 // One thread polls, a barrier passes it on. False: a wait has failed, the pass is lost (wait.cuh).
 #pragma once
 
@@ -19,11 +20,14 @@ constexpr int kMostExperts = 512;
 
 template <int kThreads>
 struct RouteStorage {
+  static constexpr int kWarps = kThreads / arch::kWarpThreads;
+
   std::int32_t counts[kMaxRanks * kMostExperts];  // c[source][expert]
   ExpertPlan plan[kMostExperts];
   std::int32_t list_begin[kMostExperts];
-  std::int32_t totals[kMostExperts];  // of this rank's rows
-  std::int32_t next[kMostExperts];    // index of this slice's next row of each expert
+  std::int32_t totals[kMostExperts];        // of this rank's rows
+  std::int32_t begin[kMostExperts];         // index of this slice's first row of each expert
+  std::int32_t next[kWarps][kMostExperts];  // of each warp's next row
 };
 
 // Whether all threads of the CTA may go on; a barrier.
@@ -48,31 +52,69 @@ __device__ inline std::uint32_t* pair_word(ExchangeArguments const& p, int pair)
   return word_of(p.gmem_local, p.local.pair_index + std::int64_t{4} * pair);
 }
 
-// next[] and totals[] from the histograms of all slices. On return lists and counts may be overwritten.
+// put(i, what the values before i add up to) for i in [0, count). By a converged warp.
+template <class Value, class Put>
+__device__ void exclusive_sums(int count, Value value, Put put) {
+  std::int32_t before = 0;
+  int const lane = arch::lane_idx();
+  for (int first = 0; first < count; first += arch::kWarpThreads) {
+    std::int32_t const own = first + lane < count ? value(first + lane) : 0;
+    std::int32_t sum = own;
+    TESSERA_UNROLL
+    for (int by = 1; by < arch::kWarpThreads; by *= 2) {
+      std::int32_t const lower = __shfl_up_sync(arch::kAllLanes, sum, by);
+      if (lane >= by) sum += lower;
+    }
+    if (first + lane < count) put(first + lane, before + sum - own);
+    before += __shfl_sync(arch::kAllLanes, sum, arch::kWarpThreads - 1);
+  }
+}
+
+// The slice's pairs that one of `warps` warps routes.
+__device__ inline TokenSlice pairs_of_warp(ExchangeArguments const& p, TokenSlice slice, int warp,
+                                           int warps) {
+  int const begin = slice.begin * p.shape.max_top_k;
+  TokenSlice const part = token_slice((slice.end - slice.begin) * p.shape.max_top_k, warp, warps);
+  return {begin + part.begin, begin + part.end};
+}
+
+// next[], totals[] and list_begin[] from the histograms of all slices. On return lists and counts may be overwritten.
 template <int kThreads>
 __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, std::uint32_t epoch,
                      TokenSlice slice) {
+  constexpr int kWarps = RouteStorage<kThreads>::kWarps;
   int const experts = p.shape.experts;
-  for (int e = static_cast<int>(threadIdx.x); e < experts; e += kThreads) smem.next[e] = 0;
-  __syncthreads();
-  int const end = slice.end * p.shape.max_top_k;
-  for (int i = slice.begin * p.shape.max_top_k + static_cast<int>(threadIdx.x); i < end;
-       i += kThreads) {
+  int const thread = static_cast<int>(threadIdx.x);
+  int const warp = thread / arch::kWarpThreads;
+  int const lane = arch::lane_idx();
+  for (int e = thread; e < experts; e += kThreads) smem.begin[e] = smem.totals[e] = 0;
+  std::int32_t (&next)[kMostExperts] = smem.next[warp];
+  for (int e = lane; e < experts; e += arch::kWarpThreads) next[e] = 0;
+  __syncwarp();
+  TokenSlice const pairs = pairs_of_warp(p, slice, warp, kWarps);
+  for (int i = pairs.begin + lane; i < pairs.end; i += arch::kWarpThreads) {
     std::int32_t const id = p.gmem_topk_ids[i];
-    if (is_expert(p, id)) atomicAdd(&smem.next[id], 1);
+    if (is_expert(p, id)) atomicAdd(&next[id], 1);
   }
   __syncthreads();
   auto const histogram = [&](int c) {
     return reinterpret_cast<std::int32_t*>(p.gmem_local + p.local.histogram(c));
   };
-  for (int e = static_cast<int>(threadIdx.x); e < experts; e += kThreads) {
-    histogram(static_cast<int>(blockIdx.x))[e] = smem.next[e];
+  // What each warp counted becomes what the warps before it have.
+  for (int e = thread; e < experts; e += kThreads) {
+    std::int32_t rows = 0;
+    TESSERA_UNROLL
+    for (int w = 0; w < kWarps; ++w) {
+      std::int32_t const of_warp = smem.next[w][e];
+      smem.next[w][e] = rows;
+      rows += of_warp;
+    }
+    histogram(static_cast<int>(blockIdx.x))[e] = rows;
   }
   __syncthreads();
   bool reached = true;
-  int const peer =
-      static_cast<int>(threadIdx.x) - arch::kWarpThreads;  // of another warp than thread 0
-  if (threadIdx.x == 0) {
+  int const peer = thread - arch::kWarpThreads;  // of another warp than thread 0
+  if (thread == 0) {
     arch::add_release_gpu(word_of(p.gmem_local, p.local.slices_counted(epoch)), 1);
     reached =
         Waiter(p, epoch).for_count(p.local.slices_counted(epoch), gridDim.x, Site::route_scan);
@@ -82,13 +124,9 @@ __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, s
   }
   if (!all_reached(reached)) return false;
   // Sums over slices: as many threads per expert as there are, each with many loads in flight.
-  for (int e = static_cast<int>(threadIdx.x); e < experts; e += kThreads) {
-    smem.next[e] = smem.totals[e] = 0;
-  }
-  __syncthreads();
   int const slices = static_cast<int>(gridDim.x);
   int const parts = max(kThreads / experts, 1);
-  for (int i = static_cast<int>(threadIdx.x); i < experts * parts; i += kThreads) {
+  for (int i = thread; i < experts * parts; i += kThreads) {
     int const e = i % experts;
     TokenSlice const part = token_slice(slices, i / experts, parts);
     std::int32_t before = 0, total = 0;
@@ -98,14 +136,15 @@ __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, s
       if (c < static_cast<int>(blockIdx.x)) before += rows;
       total += rows;
     }
-    atomicAdd(&smem.next[e], before);
+    atomicAdd(&smem.begin[e], before);
     atomicAdd(&smem.totals[e], total);
   }
   __syncthreads();
-  for (int e = static_cast<int>(threadIdx.x); e < experts; e += kThreads) {
-    std::int32_t begin = 0;
-    for (int l = p.shape.owner(e) * p.shape.local_experts(); l < e; ++l) begin += smem.totals[l];
-    smem.list_begin[e] = begin;
+  for (int owner = warp; owner < p.shape.ranks; owner += kWarps) {
+    int const first = owner * p.shape.local_experts();
+    exclusive_sums(
+        p.shape.local_experts(), [&](int local) { return smem.totals[first + local]; },
+        [&](int local, std::int32_t before) { smem.list_begin[first + local] = before; });
   }
   __syncthreads();
   return true;
@@ -127,26 +166,25 @@ __device__ inline void join(ExchangeArguments const& p, std::int32_t id, int pai
   entry.first_index = static_cast<std::int32_t>(choices);
 }
 
-// One pair per thread at a time; those of one expert keep their order, as the warps count theirs one after the other.
+// One pair per lane at a time; those of one expert keep their order.
 template <int kThreads>
 __device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>& smem,
                               std::uint32_t epoch, TokenSlice slice) {
   int const warp = static_cast<int>(threadIdx.x) / arch::kWarpThreads;
-  unsigned const earlier_lanes = (1u << threadIdx.x % arch::kWarpThreads) - 1;
-  int const end = slice.end * p.shape.max_top_k;
-  for (int first = slice.begin * p.shape.max_top_k; first < end; first += kThreads) {
-    int const pair = first + static_cast<int>(threadIdx.x);
-    std::int32_t const id = pair < end ? p.gmem_topk_ids[pair] : -1;
+  int const lane = arch::lane_idx();
+  std::int32_t (&next)[kMostExperts] = smem.next[warp];
+  unsigned const earlier_lanes = (1u << lane) - 1;
+  TokenSlice const pairs = pairs_of_warp(p, slice, warp, RouteStorage<kThreads>::kWarps);
+  for (int first = pairs.begin; first < pairs.end; first += arch::kWarpThreads) {
+    int const pair = first + lane;
+    std::int32_t const id = pair < pairs.end ? p.gmem_topk_ids[pair] : -1;
     bool const routed = is_expert(p, id);
     unsigned const same = __match_any_sync(arch::kAllLanes, routed ? id : -1);
-    std::int32_t index = 0;
-    int const pairs = min(end - first, kThreads);
-    for (int w = 0; w * arch::kWarpThreads < pairs; ++w) {
-      if (w == warp && routed) index = smem.next[id] + __popc(same & earlier_lanes);
-      __syncwarp();
-      if (w == warp && routed && (same & earlier_lanes) == 0) smem.next[id] += __popc(same);
-      __syncthreads();
-    }
+    std::int32_t const index =
+        routed ? smem.begin[id] + next[id] + __popc(same & earlier_lanes) : 0;
+    __syncwarp();
+    if (routed && (same & earlier_lanes) == 0) next[id] += __popc(same);
+    __syncwarp();
     if (routed) {
       // Every row comes for itself, and scores stay with their source.
       RouteEntry entry = {static_cast<std::uint32_t>(pair), 0.0f, 0, 1, 0, 0};
@@ -161,7 +199,7 @@ __device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>
           *reinterpret_cast<uint4 const*>(&entry);
       *pair_word(p, pair) = static_cast<std::uint32_t>(index);
     }
-    if (pair < end && p.gmem_slot_of_pair != nullptr) {
+    if (pair < pairs.end && p.gmem_slot_of_pair != nullptr) {
       p.gmem_slot_of_pair[pair] = routed ? pair : -1;
     }
   }
@@ -179,6 +217,46 @@ __device__ void send_counts(ExchangeArguments const& p, RouteStorage<kThreads> c
   }
 }
 
+// One thread, for all of the CTA, which have written their entries. The last CTA says to the owners that all are there.
+__device__ inline void publish_entries(ExchangeArguments const& p, std::uint32_t epoch) {
+  arch::fence_acq_rel_sys();
+  std::uint32_t const before =
+      arch::count_acq_rel_gpu(word_of(p.gmem_local, p.local.slices_written(epoch)), 1);
+  for (int r = 0; r < p.shape.ranks && before + 1 == gridDim.x; ++r) {
+    arch::store_release_sys(word_of(p.windows[r], p.window.publish_word(p.rank)), epoch);
+  }
+}
+
+// make_plan and make_list_begins of plan.hpp, from smem.counts. By all warps, each with a part of it.
+template <int kThreads>
+__device__ void plan_by_warps(ExchangeArguments const& p, RouteStorage<kThreads>& smem) {
+  CountMatrix const counts{smem.counts, p.shape.experts};
+  int const local_experts = p.shape.local_experts();
+  for (int part = static_cast<int>(threadIdx.x) / arch::kWarpThreads; part < 2 * p.shape.ranks;
+       part += RouteStorage<kThreads>::kWarps) {
+    int const rank = part / 2;
+    int const first = rank * local_experts;
+    if (part % 2 == 0) {  // the plan of this owner
+      ExpertPlan* const plan = smem.plan + first;
+      auto const rows = [&](int local) { return rows_of(p.shape, counts, first + local); };
+      auto const blocks = [&](int local) { return blocks_of(p.shape, rows(local)); };
+      exclusive_sums(local_experts, rows, [&](int local, std::int32_t before) {
+        plan[local].rows = rows(local);
+        plan[local].first_row = before;
+      });
+      exclusive_sums(local_experts, blocks,
+                     [&](int local, std::int32_t before) { plan[local].first_block = before; });
+      exclusive_sums(
+          local_experts, [&](int local) { return units_of(blocks(local)); },
+          [&](int local, std::int32_t before) { plan[local].first_unit = before; });
+    } else {  // the list of this source
+      exclusive_sums(
+          local_experts, [&](int local) { return counts.at(rank, p.rank * local_experts + local); },
+          [&](int local, std::int32_t before) { smem.list_begin[first + local] = before; });
+    }
+  }
+}
+
 template <int kThreads>
 __device__ bool route(ExchangeArguments const& p, RouteStorage<kThreads>& smem,
                       std::uint32_t epoch) {
@@ -187,45 +265,16 @@ __device__ bool route(ExchangeArguments const& p, RouteStorage<kThreads>& smem,
   if (!scan(p, smem, epoch, slice)) return false;
   send_counts(p, smem, epoch);
   write_entries(p, smem, epoch, slice);
-  __syncthreads();
-  if (threadIdx.x != 0) return true;
-  arch::fence_acq_rel_sys();  // for all threads of the CTA
-  std::uint32_t const before =
-      arch::count_acq_rel_gpu(word_of(p.gmem_local, p.local.slices_written(epoch)), 1);
-  for (int r = 0; r < p.shape.ranks && before + 1 == gridDim.x; ++r) {
-    arch::store_release_sys(word_of(p.windows[r], p.window.publish_word(p.rank)), epoch);
-  }
-  return true;
-}
-
-template <int kThreads>
-__device__ bool make_plan(ExchangeArguments const& p, RouteStorage<kThreads>& smem,
-                          std::uint32_t epoch) {
   int const thread = static_cast<int>(threadIdx.x);
   bool reached = true;
   for (int i = thread; i < p.shape.ranks * p.shape.experts && reached; i += kThreads) {
     reached = Waiter(p, epoch).for_rows(i / p.shape.experts, i % p.shape.experts, smem.counts[i]);
   }
   if (!all_reached(reached)) return false;
-  CountMatrix const matrix{smem.counts, p.shape.experts};
-  for (int e = thread; e < p.shape.experts; e += kThreads) {
-    smem.plan[e] = plan_alone(p.shape, matrix, e);
-  }
-  make_list_begins(p.shape, matrix, p.rank, smem.list_begin, thread, kThreads);
-  __syncthreads();
-  constexpr int kRounds = (kMostExperts + kThreads - 1) / kThreads;
-  ExpertPlan placed[kRounds];
-  TESSERA_UNROLL
-  for (int i = 0; i < kRounds; ++i) {
-    int const e = thread + i * kThreads;
-    if (e < p.shape.experts) placed[i] = plan_placed(p.shape, smem.plan, e);
-  }
-  __syncthreads();
-  TESSERA_UNROLL
-  for (int i = 0; i < kRounds; ++i) {
-    int const e = thread + i * kThreads;
-    if (e < p.shape.experts) smem.plan[e] = placed[i];
-  }
+  if (thread == kThreads - 1)
+    publish_entries(p, epoch);  // of a warp with no part where ranks are few
+  __syncwarp();
+  plan_by_warps(p, smem);
   __syncthreads();
   return true;
 }

@@ -235,19 +235,21 @@ class RowCursor {
 
 /// Units of down that stay behind those of up. Too few: downs wait for ups, and pushes fight pulls for the link; too
 /// many: the last downs run with nothing to hide behind. With two GPUs 16 are the best of 4, 16 and up to 64, or within
-/// 1% of it; with four 32. 8 where rows cross once, as their pulls end early, and with one GPU, whose ups would come to
-/// rows that are not there yet, but units of 200 ups at least, one and a half for every CTA
-/// (docs/notebook/2026-11-22-four-gpus.md, 2026-11-23-fused-producer.md, 2026-11-23-fused-pairs.md).
+/// 1% of it; with four 32. Fewer where rows cross once, as their pulls end early, and with one GPU, whose ups would
+/// come to rows that are not there yet: units of 200 ups, one and a half for every CTA, but at least four, or eight
+/// (docs/notebook/2026-11-22-four-gpus.md, 2026-11-23-fused-producer.md, 2026-11-23-fused-pairs.md,
+/// 2026-11-24-two-gpus-again.md).
 TESSERA_INLINE constexpr std::int32_t default_lag(ExchangeShape const& shape,
                                                   OwnerTotals const& totals) {
   constexpr std::int32_t kLeast = 8;
   constexpr std::int64_t kLeastUps = 200;
   std::int32_t const units = totals.units;
   if (shape.transfer == Transfer::once || shape.ranks == 1) {
+    std::int32_t const least = shape.transfer == Transfer::once ? 4 : kLeast;
     std::int64_t const ups = std::int64_t{totals.blocks} * shape.up_tiles();
-    if (ups == 0) return kLeast;
+    if (ups == 0) return least;
     auto const lag = static_cast<std::int32_t>((kLeastUps * units + ups - 1) / ups);
-    return lag < kLeast ? kLeast : lag;
+    return lag < least ? least : lag;
   }
   std::int32_t const most = shape.ranks > 2 ? 32 : 16;
   std::int32_t const lag = static_cast<std::int32_t>(std::int64_t{units} * 9 / 20);

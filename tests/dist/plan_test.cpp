@@ -381,6 +381,10 @@ TEST(Tasks, LagHasUpsForEveryCtaWhereRowsAreThereEarly) {
   EXPECT_EQ(lag(256, 128), 16);  // rows are pulled for long
   shape.transfer = Transfer::once;
   EXPECT_EQ(lag(256, 128), 17);
+  EXPECT_EQ(lag(256, 64), 9);  // 24
+  EXPECT_EQ(lag(512, 64), 5);
+  EXPECT_EQ(lag(512, 32), 4);
+  EXPECT_EQ(lag(0, 0), 4);
 }
 
 TEST(Transfers, RowsCrossOnceWhereTheLinkWouldDecide) {

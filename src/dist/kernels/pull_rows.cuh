@@ -17,16 +17,15 @@ namespace tessera::dist {
 
 constexpr int kRowsOfDraw = 4;  // Transfer::once; not every one of them brings its token
 
-// Rows of as many blocks as every CTA's first tasks have, in which consumer warps take part. direct: one task. once:
-// two, at most half of all; half and one and a half times as many are 1 to 2% slower
-// (docs/notebook/2026-11-23-fused-first-rows.md).
+// Rows of as many blocks as every CTA's first task has, in which consumer warps take part. once: at most half of all;
+// two tasks' are 0.6% slower (docs/notebook/2026-11-24-two-gpus-again.md).
 __device__ inline int first_rows(Pass const& pass) {
   ExchangeShape const& shape = pass.shape();
-  bool const once = shape.transfer == Transfer::once;
-  int const tasks = (once ? 2 : 1) * static_cast<int>(gridDim.x);
+  int const tasks = static_cast<int>(gridDim.x);
   int const rows = (tasks + shape.up_tiles() - 1) / shape.up_tiles() * shape.block_rows;
   int const all = owner_totals(shape, pass.plan(), pass.p.exchange.rank).rows;
-  return once ? min(rows, all / 2) / kRowsOfDraw * kRowsOfDraw : min(rows, all);
+  return shape.transfer == Transfer::once ? min(rows, all / 2) / kRowsOfDraw * kRowsOfDraw
+                                          : min(rows, all);
 }
 
 __device__ inline int pool_row_of(Pass const& pass, PairPlace const& place, int source) {

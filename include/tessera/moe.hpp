@@ -75,8 +75,9 @@ struct ExpertGradients {
 struct MoeBackwardArgs {
   ConstTensor d_o = {};  ///< [T,d]
   ConstTensor x = {};    ///< [T,d]; moe_backward_input reads it with SavePolicy::x only
-  ConstTensor h =
-      {};  ///< [P,w*n] as forward left it (SavePolicy::h); moe_backward_weights does not read it
+  /// [P,w*n] as forward left it (SavePolicy::h); moe_backward_weights does not read it. With MoeDesc::overwrite_h it
+  /// is written as well: afterwards it is dh.
+  ConstTensor h = {};
   ConstBuffer routing = {};                  ///< as forward left it
   ConstTensor w_router = {}, b_router = {};  ///< as in forward, unless RouterKind::given
   ConstTensor aux_dlogits =
@@ -89,7 +90,8 @@ struct MoeBackwardArgs {
   ExpertGradients gradients = {};
 
   // Split backward: moe_backward_input leaves these for moe_backward_weights; absent in moe_backward.
-  Tensor dh = {};             ///< [P,w*n]
+  Tensor dh =
+      {};  ///< [P,w*n]; absent in moe_backward_input with MoeDesc::overwrite_h, which leaves it in h
   Tensor a_scaled = {};       ///< [P,n]: s*a
   Tensor dlogits_saved = {};  ///< [T,E] fp32, with a router
   Buffer workspace = {};

@@ -133,6 +133,9 @@ struct MoeDesc {
   /// Most columns of d whose y (in backward: dx rows) exist at a time: less workspace, the same bits. 0: all.
   std::int64_t column_chunk = 0;
   DType ids_dtype = DType::int32;  ///< of given ids and offsets: int32 or int64
+  /// Backward leaves dh in the memory of h, which then is no more: less workspace by the bytes of h, the same bits.
+  /// SavePolicy::h only.
+  bool overwrite_h = false;
 
   /// Width of h in units of n: 2 gated, 1 not.
   [[nodiscard]] constexpr std::int64_t up_width() const noexcept {

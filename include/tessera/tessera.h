@@ -75,7 +75,7 @@ typedef struct {
   uint64_t seed, step;
   int64_t capacity;
   int32_t replay;
-  int32_t reserved2;
+  int32_t overwrite_h;  /* 1: backward leaves dh in the memory of h; save h only */
   int64_t column_chunk; /* most columns of hidden whose y or dx rows exist at a time; 0: all */
 } tessera_moe_desc;
 

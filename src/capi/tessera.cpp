@@ -51,6 +51,7 @@ Status desc_of(tessera_moe_desc const* desc, tessera::MoeDesc& out) noexcept {
   out.router.step = from.step;
   out.router.capacity = from.capacity;
   out.router.replay = from.replay != 0;
+  out.overwrite_h = from.overwrite_h != 0;
   return {};
 }
 

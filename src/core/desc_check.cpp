@@ -199,6 +199,10 @@ Status check_options(MoeDesc const& desc) noexcept {
     return Status::invalid("column_chunk=%lld: a number of columns of hidden, or 0 for all",
                            static_cast<Int>(desc.column_chunk));
   }
+  if (desc.overwrite_h && desc.save != SavePolicy::h) {
+    return Status::invalid("overwrite_h: with save=%d backward is given no h; leave it out",
+                           static_cast<int>(desc.save));
+  }
   if (!std::isfinite(desc.router.route_scale)) {
     return Status::invalid("route_scale=%g: must be finite",
                            static_cast<double>(desc.router.route_scale));

@@ -14,6 +14,17 @@ namespace {
 
 bool has_router(MoeDesc const& desc) noexcept { return desc.router.kind != RouterKind::given; }
 
+// h as the memory that MoeDesc::overwrite_h lets backward write.
+Tensor written_h(ConstTensor const& h) noexcept {
+  Tensor out;
+  static_cast<BasicTensor<void*>&>(out) = {const_cast<void*>(h.data), h.dtype, h.device, h.rank};
+  for (int axis = 0; axis < h.rank; ++axis) {
+    out.shape[axis] = h.shape[axis];
+    out.stride[axis] = h.stride[axis];
+  }
+  return out;
+}
+
 void check_split(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pass,
                  core::TensorCheck& check) noexcept {
   MoeShape const& s = desc.shape;
@@ -31,7 +42,11 @@ void check_split(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pass,
            : check.input(name, tensor, dtype, {rows, columns});
     check.contiguous(name, tensor);
   };
-  add("dh", args.dh, desc.dtype, desc.num_slots(), desc.up_width() * s.intermediate);
+  if (writes && desc.overwrite_h) {
+    check.absent("dh", args.dh, "overwrite_h leaves it in h");
+  } else {
+    add("dh", args.dh, desc.dtype, desc.num_slots(), desc.up_width() * s.intermediate);
+  }
   add("a_scaled", args.a_scaled, desc.dtype, desc.num_slots(), s.intermediate);
   if (has_router(desc)) {
     add("dlogits_saved", args.dlogits_saved, DType::fp32, s.tokens, s.experts);
@@ -89,7 +104,9 @@ Status check_backward(Context const& context, MoeDesc const& desc, MoeBackwardAr
     if (recompute) {
       check.absent("h", args.h, "SavePolicy::x recomputes it");
     } else {
-      check.input("h", args.h, desc.dtype, {desc.num_slots(), desc.up_width() * s.intermediate});
+      auto const shape = {desc.num_slots(), desc.up_width() * s.intermediate};
+      desc.overwrite_h ? check.output("h", written_h(args.h), desc.dtype, shape)
+                       : check.input("h", args.h, desc.dtype, shape);
       check.contiguous("h", args.h);
     }
     ops::check_weights(desc, args.weights, check);
@@ -121,8 +138,8 @@ struct Backward {
   cpu::Layer<T> layer;
   MoeBackwardArgs const& args;
   cpu::Threads threads;
-  T* recomputed_h = nullptr;  ///< null: forward saved h
-  T* dh = nullptr;
+  T* recomputed_h = nullptr;  ///< in the place of dh; null: forward saved h
+  T* dh = nullptr;            ///< may be h
   T* a_scaled = nullptr;
   T* dx_rows = nullptr;
   float* dscores = nullptr;       ///< null: not wanted
@@ -245,10 +262,12 @@ Backward<T> backward_of(Context const& context, MoeDesc const& desc, MoeBackward
                    ops::down_biases<T>(args.weights)},
                   args,
                   {context.thread_pool(), plan.scratch.in(base), plan.floats_per_thread}};
-  if (desc.save == SavePolicy::x && pass != Pass::backward_weights) {
-    out.recomputed_h = plan.h.in<T>(base);
+  if (desc.overwrite_h && pass != Pass::backward_weights) {
+    out.dh = static_cast<T*>(const_cast<void*>(args.h.data));
+  } else {
+    out.dh = split ? static_cast<T*>(args.dh.data) : plan.dh.in<T>(base);
   }
-  out.dh = split ? static_cast<T*>(args.dh.data) : plan.dh.in<T>(base);
+  if (desc.save == SavePolicy::x && pass != Pass::backward_weights) out.recomputed_h = out.dh;
   out.dx_rows = plan.a_or_dx.in<T>(base);
   out.a_scaled = split ? static_cast<T*>(args.a_scaled.data) : plan.a_or_dx.in<T>(base);
   out.dscores = args.dscores.present() ? static_cast<float*>(args.dscores.data)

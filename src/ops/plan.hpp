@@ -30,8 +30,7 @@ struct ForwardPlan {
 };
 
 struct BackwardPlan {
-  core::StorageRegion h;   ///< [P,w*n]; SavePolicy::x recomputes it here
-  core::StorageRegion dh;  ///< [P,w*n]; backward only (a split backward has the caller's)
+  core::StorageRegion dh;  ///< [P,w*n], in the place of h recomputed; absent: the caller's, or h
   core::StorageRegion
       a_or_dx;  ///< a_scaled [P,n], then dx rows [P,d or a chunk]: never alive at once
   core::Region<float> dscores;  ///< [P], with a router

@@ -40,6 +40,7 @@ class Run {
     TESSERA_TRY(backward(result));
     TESSERA_TRY(split_backward(result));
     TESSERA_TRY(partial_backward(result));
+    if (desc_.save == SavePolicy::h) TESSERA_TRY(overwriting_backward(result));
     if (on_gpu()) TESSERA_TRY(replay_backward(result));
     if (!saved_.intact()) {
       result.failures.emplace_back("backward wrote to x, h or routing, or a canary beside them");
@@ -235,7 +236,7 @@ class Run {
     auto const outputs = gradient_outputs(data_);
     for (auto const& output : outputs) add_gradient(output, memory, args);
     args.workspace = memory.buffer(workspace.value());
-    TESSERA_TRY(run_backward(Pass::backward, args));
+    TESSERA_TRY(run_backward(desc_, Pass::backward, args));
     check_memory(memory, "backward", result);
     for (auto const& output : outputs) {
       result.tensors[output.name] = values_of(gradient_argument(args, output.name));
@@ -278,7 +279,7 @@ class Run {
         if (output.of_weights == weights) add_gradient(output, memory, args);
       }
       args.workspace = memory.buffer(workspace.value());
-      TESSERA_TRY(run_backward(pass, args));
+      TESSERA_TRY(run_backward(desc_, pass, args));
       check_memory(memory, "split backward", result);
       expect_same(outputs, args, "split backward", result);
     }
@@ -298,11 +299,54 @@ class Run {
         add_gradient(outputs[i], memory, args);
       }
       args.workspace = memory.buffer(workspace.value());
-      TESSERA_TRY(run_backward(Pass::backward, args));
+      TESSERA_TRY(run_backward(desc_, Pass::backward, args));
       check_memory(memory, "partial backward", result);
       expect_same(outputs, args, "partial backward", result);
     }
     return {};
+  }
+
+  /// dh in the memory of h, whole and split, from copies of h.
+  Status overwriting_backward(CandidateResult& result) {
+    MoeShape const& s = desc_.shape;
+    MoeDesc desc = desc_;
+    desc.overwrite_h = true;
+    auto const run = [&](Pass pass, Tensor const& h, Tensor const& a_scaled,
+                         Tensor const& dlogits_saved) -> Status {
+      auto const workspace = workspace_size(desc, pass, result);
+      TESSERA_TRY(workspace.status());
+      Memory memory = fresh_memory();
+      MoeBackwardArgs args = backward_inputs(memory, pass);
+      args.h = h;
+      bool const whole = pass == Pass::backward, weights = pass == Pass::backward_weights;
+      if (weights) args.dh = h;
+      args.a_scaled = a_scaled;
+      args.dlogits_saved = dlogits_saved;
+      std::vector<GradientOutput> outputs = gradient_outputs(data_);
+      std::erase_if(outputs,
+                    [&](auto const& output) { return !whole && output.of_weights != weights; });
+      for (auto const& output : outputs) add_gradient(output, memory, args);
+      args.workspace = memory.buffer(workspace.value());
+      TESSERA_TRY(run_backward(desc, pass, args));
+      check_memory(memory, "backward over h", result);
+      expect_same(outputs, args, "backward over h", result);
+      return {};
+    };
+    Memory between = fresh_memory();
+    auto const copy_of_h = [&] {
+      Tensor const h = between.output(h_.dtype, {h_.shape[0], h_.shape[1]});
+      std::memcpy(h.data, h_.data, memory_bytes(h_));
+      return h;
+    };
+    Tensor const a_scaled = between.output(desc_.dtype, {desc_.num_slots(), s.intermediate});
+    Tensor dlogits_saved;
+    if (has_router()) dlogits_saved = between.output(DType::fp32, {s.tokens, s.experts});
+    Status status = run(Pass::backward, copy_of_h(), {}, {});
+    Tensor const h = copy_of_h();
+    if (status.ok()) status = run(Pass::backward_input, h, a_scaled, dlogits_saved);
+    if (status.ok()) status = run(Pass::backward_weights, h, a_scaled, dlogits_saved);
+    check_memory(between, "backward over h", result);
+    return status;
   }
 
   /// Captures the call that backward() made into a graph and launches it twice.
@@ -315,7 +359,8 @@ class Run {
     for (auto const& output : outputs) add_gradient(output, memory, args);
     args.workspace = memory.buffer(workspace.value());
     Status captured;
-    device::Graph const graph(*stream_, [&] { captured = call_backward(Pass::backward, args); });
+    device::Graph const graph(*stream_,
+                              [&] { captured = call_backward(desc_, Pass::backward, args); });
     TESSERA_TRY(captured);
     for (int launch = 0; launch < 2; ++launch) {
       stream_->fill(args.workspace.data, 0xff, args.workspace.bytes);
@@ -346,19 +391,19 @@ class Run {
     return check_device_values(context_);
   }
 
-  Status call_backward(Pass pass, MoeBackwardArgs const& args) {
+  Status call_backward(MoeDesc const& desc, Pass pass, MoeBackwardArgs const& args) {
     auto const stream = on_gpu() ? stream_->handle() : tessera::Stream{};
     switch (pass) {
       case Pass::backward_input:
-        return moe_backward_input(context_, desc_, args, stream);
+        return moe_backward_input(context_, desc, args, stream);
       case Pass::backward_weights:
-        return moe_backward_weights(context_, desc_, args, stream);
+        return moe_backward_weights(context_, desc, args, stream);
       default:
-        return moe_backward(context_, desc_, args, stream);
+        return moe_backward(context_, desc, args, stream);
     }
   }
-  Status run_backward(Pass pass, MoeBackwardArgs const& args) {
-    TESSERA_TRY(call_backward(pass, args));
+  Status run_backward(MoeDesc const& desc, Pass pass, MoeBackwardArgs const& args) {
+    TESSERA_TRY(call_backward(desc, pass, args));
     if (!on_gpu()) return {};
     stream_->synchronize();
     return check_device_values(context_);

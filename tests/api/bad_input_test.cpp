@@ -121,6 +121,12 @@ TEST_F(BadInput, OptionsThatContradict) {
     desc.activation = {ActivationKind::clamped_swiglu, 1, -1, 1};
   });
   forward("route_scale", [](MoeDesc& desc, auto&) { desc.router.route_scale = std::nanf(""); });
+  for (SavePolicy const save : {SavePolicy::x, SavePolicy::none}) {
+    forward("overwrite_h", [save](MoeDesc& desc, auto&) {
+      desc.save = save;
+      desc.overwrite_h = true;
+    });
+  }
 }
 
 TEST_F(BadInput, ChoicesThatContradict) {
@@ -258,6 +264,10 @@ TEST_F(BadInput, TensorsOfBackward) {
     args.gradients.mode = static_cast<GradientMode>(2);
   });
   backward("dh: given", [](auto&, MoeBackwardArgs& args) { args.dh = args.dx; });
+  backward("h is written", [](MoeDesc& desc, MoeBackwardArgs& args) {
+    desc.overwrite_h = true;
+    args.h.data = args.x.data;
+  });
   backward("dw_router: given",
            [](auto&, MoeBackwardArgs& args) { args.gradients.dw_router = args.dx; });
   backward(

@@ -57,6 +57,26 @@ TEST_F(LayerTest, ColumnChunksDoNotChangeBits) {
   }
 }
 
+// Whole and split backward against every case: verify (src/verify/candidate.cpp).
+TEST_F(LayerTest, GradientsOverHAreTheSame) {
+  MoeDesc desc = small_desc(RouterKind::topk_softmax);
+  Layer apart(context, desc);
+  desc.overwrite_h = true;
+  Layer over(context, desc);
+  for (Layer* const layer : {&apart, &over}) {
+    ASSERT_TRUE(layer->run_forward().ok());
+    ASSERT_EQ(layer->h, apart.h);
+  }
+  ASSERT_TRUE(apart.run_backward().ok());
+  auto const h = over.h;
+  ASSERT_TRUE(over.run_backward().ok());
+  EXPECT_NE(over.h, h);
+  EXPECT_EQ(over.dx, apart.dx);
+  EXPECT_EQ(over.dw_up, apart.dw_up);
+  EXPECT_EQ(over.dw_down, apart.dw_down);
+  EXPECT_EQ(over.dw_router, apart.dw_router);
+}
+
 TEST_F(LayerTest, InferenceHasTheBitsOfTraining) {
   Layer layer(context);
   ASSERT_TRUE(layer.run_forward().ok());

@@ -107,6 +107,24 @@ TEST(Memory, XAndHDoNotGrowWithGranularity) {
   }
 }
 
+TEST(Memory, DhTakesThePlaceOfH) {
+  Context const context = value_of(Context::create({.num_threads = 2}));
+  MoeDesc desc;
+  desc.shape = {.tokens = 4096, .hidden = 1536, .intermediate = 256, .experts = 128, .top_k = 8};
+  desc.dtype = DType::bf16;
+  MoeDesc over = desc, recomputed = desc;
+  over.overwrite_h = true;
+  recomputed.save = SavePolicy::x;
+  auto const bytes = [&](MoeDesc const& of, Pass pass) {
+    return value_of(workspace_bytes(context, of, pass));
+  };
+  std::size_t const h = value_of(saved_bytes(desc)).h;
+  EXPECT_EQ(bytes(over, Pass::backward) + h, bytes(desc, Pass::backward));
+  for (Pass const pass : {Pass::backward, Pass::backward_input, Pass::backward_weights}) {
+    EXPECT_LT(bytes(recomputed, pass), bytes(desc, pass) + h / 8);  // no second place for h
+  }
+}
+
 // Proportions of 7B-n256: d = 6n, K = 8. y and dx rows are most of the workspace.
 TEST(Memory, ColumnChunksHalveTheWorkspace) {
   Context const context = value_of(Context::create({.num_threads = 2}));

@@ -69,13 +69,16 @@ class Backward {
     gmem_dscores_ =
         args.dscores.present() ? static_cast<float*>(args.dscores.data) : plan_.dscores.in(base_);
     gmem_dlogits_ = split ? static_cast<float*>(args.dlogits_saved.data) : plan_.dlogits.in(base_);
-    bool const recomputes = desc.save == SavePolicy::x && pass != Pass::backward_weights;
+    bool const has_h = pass != Pass::backward_weights;
+    void* const gmem_dh = has_h && desc.overwrite_h ? const_cast<void*>(args.h.data)
+                          : split                   ? args.dh.data
+                                                    : plan_.dh.in(base_);
     void* const gmem_own_a = wanted_.a_scaled ? plan_.a_or_dx.in(base_) : nullptr;
     experts_ = backward_arguments(
         desc, args,
         {.tables = routing,
-         .gmem_recomputed_h = recomputes ? plan_.h.in(base_) : nullptr,
-         .gmem_dh = split ? args.dh.data : plan_.dh.in(base_),
+         .gmem_recomputed_h = has_h && desc.save == SavePolicy::x ? gmem_dh : nullptr,
+         .gmem_dh = gmem_dh,
          .gmem_a_scaled = split ? args.a_scaled.data : gmem_own_a,
          .gmem_ds_partials = wanted_.dscores ? plan_.ds_partials.in(base_) : nullptr,
          .gmem_dx_rows = plan_.a_or_dx.in(base_),

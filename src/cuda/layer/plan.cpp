@@ -85,8 +85,9 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
     out.router_partials = plan.add<float>(router_wgrad_partials(s.tokens, s.hidden, s.experts));
   }
   if (pass != Pass::backward_weights) {
-    if (desc.save == SavePolicy::x) out.h = plan.add<std::uint16_t>(slots * desc.up_width() * n);
-    if (whole) out.dh = plan.add<std::uint16_t>(slots * desc.up_width() * n);
+    if (whole && !desc.overwrite_h) {
+      out.dh = plan.add<std::uint16_t>(slots * desc.up_width() * n);
+    }
     out.a_or_dx = plan.add<std::uint16_t>(slots * std::max(whole ? n : 0, s.hidden));
     out.ds_partials = plan.add<float>(slots * score_groups(n));
     if (routed) out.dscores = plan.add<float>(slots);

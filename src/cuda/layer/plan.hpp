@@ -49,8 +49,8 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
 
 struct BackwardPlan {
   core::Region<std::int32_t> counters;  ///< [kNumTileCounters]
-  core::Region<std::uint16_t> h;        ///< [P,w*n] bf16, SavePolicy::x recomputes it here
-  core::Region<std::uint16_t> dh;       ///< [P,w*n] bf16; a split backward has the caller's
+  core::Region<std::uint16_t>
+      dh;  ///< [P,w*n] bf16, in the place of h recomputed; absent: the caller's, or h
   core::Region<std::uint16_t>
       a_or_dx;  ///< a_scaled [P,n], then dx rows [P,d]: never alive at once; bf16
   core::Region<float> ds_partials;        ///< [P,score_groups(n)]

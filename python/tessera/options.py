@@ -65,6 +65,7 @@ class Options:
     grouping: str = "slots"
     logits: bool = False  # moe_forward also returns the router's logits and its counts
     column_chunk: int = 0  # most columns of y or dx rows that exist at a time; 0: all
+    overwrite_h: bool = False  # backward leaves dh in the memory of h
 
     def __post_init__(self):
         _number("activation", self.activation, ACTIVATIONS)
@@ -143,7 +144,7 @@ class Options:
             router=ROUTERS.index(self.router), route_scale=self.route_scale,
             normalize_scores=self.normalize_scores, groups=self.groups, top_groups=self.top_groups,
             capacity=self.capacity, round=ROUNDINGS.index(self.rounding), tile=self.tile, seed=self.seed,
-            layer=self.layer, column_chunk=self.column_chunk,
+            layer=self.layer, column_chunk=self.column_chunk, overwrite_h=self.overwrite_h,
             save=SAVES.index(self.save), grouping=GROUPINGS.index(self.grouping))
 
 

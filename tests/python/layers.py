@@ -506,6 +506,24 @@ class Operators(Layer):
         for a, b in zip(torch.autograd.grad(o, list(t.values()), self.d_o), wanted, strict=True):
             self.assertTrue(torch.equal(a, b))
 
+    def test_the_last_backward_pass_of_a_graph_writes_over_h(self):
+        t = list(self.tensors.values())
+        o = self.routed(self.tensors)
+        h = o.grad_fn.saved_tensors[1]
+        made = h.clone()
+        kept = torch.autograd.grad(o, t, self.d_o, retain_graph=True)
+        self.assertTrue(torch.equal(h, made))
+        last = torch.autograd.grad(o, t, self.d_o)
+        self.assertFalse(torch.equal(h, made))
+        for a, b in zip(kept, last, strict=True):
+            self.assertTrue(torch.equal(a, b))
+        with torch.autograd.graph.saved_tensors_hooks(lambda s: s, lambda s: s):  # h may be somebody's then
+            o = self.routed(self.tensors)
+        h = o.grad_fn.saved_tensors[1]
+        for a, b in zip(torch.autograd.grad(o, t, self.d_o), last, strict=True):
+            self.assertTrue(torch.equal(a, b))
+        self.assertTrue(torch.equal(h, made))
+
     def test_leading_dimensions_and_types_of_ids_and_weights(self):
         expected = self.routed(self.tensors)
         t = self.tensors

@@ -12,8 +12,12 @@ from torch._C._functorch import peek_interpreter_stack
 
 from tessera.ops.layer import INPUTS, SAVED, backward_plan, plan_forward, run_backward
 from tessera.ops.plans import Plan, guard, here
+from tessera.options import parse
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+# Whether the backward pass that runs keeps its graph for another one; a torch that cannot tell is taken to keep it.
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+_captures = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 
 def direct() -> bool:
@@ -26,15 +30,18 @@ class Call:
     """All that calls of a layer with the same options and like tensors have in common.
 
     present(arguments): the tensors that are there, of INPUTS. plan: forward's, or None to go by the dispatcher.
+    text, text_over_h: the options, and those of a backward pass that may write dh over h, or None if there is none.
     everything: whether Layer returns all results of moe_forward, or o alone. kept(tensors): what backward needs of them
     besides x, and kept_names; scores: which is topk_weights.
     """
 
-    __slots__ = ("text", "everything", "training", "plan", "positions", "present", "kept", "kept_names",
+    __slots__ = ("text", "text_over_h", "everything", "training", "plan", "positions", "present", "kept", "kept_names",
                  "scores", "absent", "nothing", "check", "threads")
 
     def __init__(self, text: str, arguments: tuple, everything: bool, training: bool, plan: Plan | None):
         self.text, self.everything, self.training, self.plan = text, everything, training, plan
+        # Through the dispatcher anybody may have h; here nobody but Layer.
+        self.text_over_h = f"{text} overwrite_h=True" if plan is not None and parse(text).save == "h" else None
         self.positions = tuple([i for i, tensor in enumerate(arguments) if tensor is not None])
         self.present = operator.itemgetter(*self.positions)
         kept = [i for i, position in enumerate(self.positions) if INPUTS[position] in SAVED and position]
@@ -82,7 +89,8 @@ class Layer(torch.autograd.Function):
     """Arguments: (the call, the buffers for weight gradients (a tuple as WEIGHTS, or None), the step), and the tensors
     that are present.
 
-    Saved for backward: x, h, the routing tables and the weights. Ids and weights of the routing are in the tables.
+    Saved for backward: x, h, the routing tables and the weights. Ids and weights of the routing are in the tables. A
+    backward pass that is the last one of its graph writes dh over h, which takes that much less memory.
     """
 
     @staticmethod
@@ -108,10 +116,14 @@ class Layer(torch.autograd.Function):
     def backward(ctx, d_o, _dh=None, _drouting=None, dlogits=None, _dcounts=None):
         call, buffers, alike, scores_shape = ctx.made
         plain = type(d_o) in PLAIN and direct() and not torch.is_grad_enabled()
+        # What is captured may be replayed more often than forward.
+        over_h = (alike and call.text_over_h is not None and not _keeps_graph()
+                  and not (call.plan.on_gpu and _captures()))
+        text = call.text_over_h if over_h else call.text
         if plain and alike and buffers is None and dlogits is None and d_o.is_contiguous():
             # All signatures follow from those of forward's plan.
-            key = call.plan.number, ctx.needs_input_grad
-            plan, wanted = here.ways.get(key) or _way(key, call, d_o, ctx.saved_tensors)
+            key = call.plan.number, ctx.needs_input_grad, over_h
+            plan, wanted = here.ways.get(key) or _way(key, call, d_o, ctx.saved_tensors, text)
             return wanted.arrange(plan.run((d_o, *ctx.saved_tensors)), scores_shape)
         held = () if buffers is None else tuple([buffer is not None for buffer in buffers])
         wanted = _wanted(call.positions, ctx.needs_input_grad, held)
@@ -123,7 +135,7 @@ class Layer(torch.autograd.Function):
             plain = direct() and not torch.is_grad_enabled()
         everything = _all_saved(call, d_o, saved, dlogits)
         if plain:
-            gradients = run_backward(everything, buffers or (), call.text, wanted.needs)
+            gradients = run_backward(everything, buffers or (), text, wanted.needs)
         elif not held:
             gradients = torch.ops.tessera.moe_backward.default(*everything, call.text, wanted.needs)
         else:
@@ -132,9 +144,9 @@ class Layer(torch.autograd.Function):
         return wanted.arrange(gradients, scores_shape)
 
 
-def _way(key: tuple, call: Call, d_o, saved: tuple) -> tuple[Plan, Wanted]:
+def _way(key: tuple, call: Call, d_o, saved: tuple, text: str) -> tuple[Plan, Wanted]:
     wanted = _wanted(call.positions, key[1], ())
-    plan = backward_plan(key, _all_saved(call, d_o, saved, None), (), call.text, wanted.needs)
+    plan = backward_plan(key, _all_saved(call, d_o, saved, None), (), text, wanted.needs)
     way = here.ways[key] = plan, wanted
     return way
 

@@ -71,8 +71,8 @@ class Plan:
     returns the outputs. buffers: (word, tensor) of what else is written; step: of stochastic rounding.
     """
 
-    __slots__ = ("number", "function", "desc", "args", "words", "addresses", "device", "context", "count", "inputs",
-                 "copied", "outputs", "workspace", "run")
+    __slots__ = ("number", "function", "on_gpu", "desc", "args", "words", "addresses", "device", "context", "count",
+                 "inputs", "copied", "outputs", "workspace", "run")
 
     def __init__(self, function: str, device: torch.device, args, desc=None):
         if device.type not in KINDS:
@@ -82,7 +82,7 @@ class Plan:
         threads = torch.get_num_threads() if device.type == "cpu" else 0
         self.function = getattr(library.load(), f"tessera_{function}")
         self.context = library.context(KINDS[device.type], index, threads)
-        self.device, self.desc, self.args = device, desc, args
+        self.device, self.on_gpu, self.desc, self.args = device, device.type == "cuda", desc, args
         args.size = library.ctypes.sizeof(args)
         self.words = memoryview(args).cast("B").cast("Q")
         self.addresses = (self.context, *([] if desc is None else [library.ctypes.addressof(desc)]),
@@ -146,7 +146,7 @@ class Plan:
             lines.append("    " + text)
             names.update(values)
 
-        cuda = self.device.type == "cuda"
+        cuda = self.on_gpu
         if cuda:
             line("if get_device() != index:", get_device=torch._C._cuda_getDevice, index=self.device.index)
             line("    with torch.cuda.device(index): return run(tensors, buffers, step)")

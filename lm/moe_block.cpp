@@ -25,6 +25,7 @@ MoeDesc moe_desc(ModelConfig const& config, std::int64_t tokens, RoundingOptions
                 .top_k = config.top_k};
   desc.router = config.router;
   desc.save = training ? SavePolicy::h : SavePolicy::none;
+  desc.overwrite_h = training;  // each forward pass has one backward pass
   if (training) {
     desc.router.round = rounding.rounding;
     desc.router.tile = rounding.tile;
@@ -101,8 +102,7 @@ void MoeBlock::backward(Context const& context, RouterLosses const& losses, floa
   MoeBackwardArgs args;
   args.d_o = tensor(d_o, {tokens, config_.hidden});
   args.x = tensor(x, {tokens, config_.hidden});
-  args.h = tensor(static_cast<float const*>(h_.data()),
-                  {static_cast<std::int64_t>(h_.size()) / width, width});
+  args.h = tensor(h_.data(), {static_cast<std::int64_t>(h_.size()) / width, width});
   args.routing = {routing_.data(), routing_.size() * sizeof(std::int32_t)};
   args.w_router = tensor(weights.router, {config_.experts, config_.hidden});
   args.weights = expert_weights(weights);

@@ -93,6 +93,21 @@ TEST_F(CAbi, HasTheResultsOfCpp) {
   EXPECT_EQ(layer.db_router, same.db_router);
 }
 
+TEST_F(CAbi, LeavesDhInH) {
+  ASSERT_EQ(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_OK);
+  Floats const h = layer.h;
+  ASSERT_EQ(tessera_moe_backward(context, &desc, &backward, nullptr), TESSERA_OK);
+  EXPECT_EQ(layer.h, h);
+  Floats const dx = layer.dx;
+  desc.overwrite_h = 1;
+  size_t bytes = 0;
+  ASSERT_EQ(tessera_moe_workspace(context, &desc, TESSERA_PASS_BACKWARD, &bytes), TESSERA_OK);
+  EXPECT_LT(bytes, layer.backward_workspace.size());
+  ASSERT_EQ(tessera_moe_backward(context, &desc, &backward, nullptr), TESSERA_OK);
+  EXPECT_NE(layer.h, h);
+  EXPECT_EQ(layer.dx, dx);
+}
+
 TEST_F(CAbi, AnswersQueries) {
   EXPECT_EQ(tessera_abi_version(), TESSERA_ABI_VERSION);
   EXPECT_STREQ(tessera_version(), TESSERA_VERSION);

@@ -18,7 +18,7 @@ bool has_router(MoeDesc const& desc) noexcept { return desc.router.kind != Route
 Tensor written_h(ConstTensor const& h) noexcept {
   Tensor out;
   static_cast<BasicTensor<void*>&>(out) = {const_cast<void*>(h.data), h.dtype, h.device, h.rank};
-  for (int axis = 0; axis < h.rank; ++axis) {
+  for (int axis = 0; axis < kMaxRank; ++axis) {
     out.shape[axis] = h.shape[axis];
     out.stride[axis] = h.stride[axis];
   }

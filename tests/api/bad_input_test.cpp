@@ -264,6 +264,10 @@ TEST_F(BadInput, TensorsOfBackward) {
     args.gradients.mode = static_cast<GradientMode>(2);
   });
   backward("dh: given", [](auto&, MoeBackwardArgs& args) { args.dh = args.dx; });
+  backward("h: rank 99", [](MoeDesc& desc, MoeBackwardArgs& args) {
+    desc.overwrite_h = true;
+    args.h.rank = 99;
+  });
   backward("h is written", [](MoeDesc& desc, MoeBackwardArgs& args) {
     desc.overwrite_h = true;
     args.h.data = args.x.data;

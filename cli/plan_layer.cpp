@@ -28,17 +28,17 @@ Sizes sizes(MoeDesc const& desc) {
           real(desc.num_slots())};
 }
 
-MemoryPlan tessera_plan(MoeDesc desc, SavePolicy save) {
+MemoryPlan tessera_plan(MoeDesc desc, SavePolicy save, bool overwrite_h, char const* policy,
+                        char const* keeps) {
   desc.save = save;
+  desc.overwrite_h = overwrite_h;
   Sizes const s = sizes(desc);
-  bool const keeps_h = save == SavePolicy::h;
-  double const h = s.b * s.w * s.slots * s.intermediate;
-  return {.policy = keeps_h ? "tessera" : "tessera-save-x",
-          .keeps = keeps_h ? "x, h, routing tables" : "x, routing tables; h recomputed",
+  double const dh = overwrite_h ? 0 : s.b * s.w * s.slots * s.intermediate;
+  return {.policy = policy,
+          .keeps = keeps,
           .saved = static_cast<double>(value_of(saved_bytes(desc)).total()),
           .forward_transient = s.b * s.slots * (s.intermediate + s.hidden),
-          .backward_transient =
-              h + s.b * s.slots * std::max(s.intermediate, s.hidden) + (keeps_h ? 0 : h)};
+          .backward_transient = dh + s.b * s.slots * std::max(s.intermediate, s.hidden)};
 }
 
 // Bytes per row and expert of the forward GEMMs alone, for M_e rows.
@@ -56,18 +56,21 @@ std::vector<MemoryPlan> memory_plans(MoeDesc const& desc) {
   Sizes const s = sizes(desc);
   double const x = s.b * s.tokens * s.hidden, rows_d = s.b * s.slots * s.hidden,
                rows_n = s.b * s.slots * s.intermediate;
-  return {tessera_plan(desc, SavePolicy::h),
-          tessera_plan(desc, SavePolicy::x),
-          {.policy = "momoe-keeps-none", .keeps = "x; the rest recomputed", .saved = x},
-          {.policy = "momoe-keeps-all",
-           .keeps = "x, h, R rows of d",
-           .saved = x + s.w * rows_n + rows_d},
-          {.policy = "megatron",
-           .keeps = "x, R rows of d, h, a",
-           .saved = x + rows_d + (s.w + 1) * rows_n},
-          {.policy = "scattermoe",
-           .keeps = "x, R rows of d, h, the factors of a",
-           .saved = x + rows_d + 2 * s.w * rows_n}};
+  return {
+      tessera_plan(desc, SavePolicy::h, false, "tessera", "x, h, routing tables"),
+      tessera_plan(desc, SavePolicy::h, true, "tessera-over-h",
+                   "x, h, routing tables; dh in the memory of h"),
+      tessera_plan(desc, SavePolicy::x, false, "tessera-save-x", "x, routing tables; h recomputed"),
+      {.policy = "momoe-keeps-none", .keeps = "x; the rest recomputed", .saved = x},
+      {.policy = "momoe-keeps-all",
+       .keeps = "x, h, R rows of d",
+       .saved = x + s.w * rows_n + rows_d},
+      {.policy = "megatron",
+       .keeps = "x, R rows of d, h, a",
+       .saved = x + rows_d + (s.w + 1) * rows_n},
+      {.policy = "scattermoe",
+       .keeps = "x, R rows of d, h, the factors of a",
+       .saved = x + rows_d + 2 * s.w * rows_n}};
 }
 
 double routed_rows(MoeDesc const& desc) {

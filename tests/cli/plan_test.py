@@ -27,6 +27,7 @@ class Plan(Cli):
         rows, saved = 24576 * 8, self.saved(layer)
         tables = 16 * rows + 4 * 129 + 4 * rows  # three tables and scores, offsets, ids
         self.assertEqual(saved["tessera"], 264 * MIB + tables)  # 2Td + 4TKn
+        self.assertEqual(saved["tessera-over-h"], saved["tessera"])
         self.assertEqual(saved["tessera-save-x"], 72 * MIB + tables)
         self.assertEqual(saved["momoe-keeps-none"], 72 * MIB)
         self.assertEqual(saved["momoe-keeps-all"], 840 * MIB)
@@ -35,6 +36,9 @@ class Plan(Cli):
         tessera = layer["memory"][0]
         self.assertEqual(tessera["forward_transient_bytes"], 2 * rows * (256 + 1536))
         self.assertEqual(tessera["backward_transient_bytes"], 2 * rows * (2 * 256 + 1536))
+        over_h, save_x = layer["memory"][1:3]
+        self.assertEqual(over_h["backward_transient_bytes"], 2 * rows * 1536)
+        self.assertEqual(save_x["backward_transient_bytes"], 2 * rows * (2 * 256 + 1536))  # h, then dh in its place
         self.assertIsNone(layer["memory"][-1]["backward_transient_bytes"])
 
     def test_saved_bytes_do_not_grow_with_granularity(self):
@@ -50,12 +54,13 @@ class Plan(Cli):
     def test_transient_bytes_are_those_of_the_library(self):
         """The workspace is the formula, plus small blocks per thread and padding."""
         shape = ["--tokens", "4096", "--hidden", "256", "--intermediate", "128", "--experts", "16", "--top-k", "4"]
-        plan = self.run_json("plan", *shape)["layer"]["memory"][0]
-        passes = self.run_json("explain", *shape, "--threads", "1")["passes"]
-        for name in ("forward", "backward"):
-            planned, used = plan[f"{name}_transient_bytes"], passes[name]["workspace_bytes"]
-            self.assertLessEqual(planned, used)
-            self.assertLess(used, 1.2 * planned)
+        plans = {row["policy"]: row for row in self.run_json("plan", *shape)["layer"]["memory"]}
+        for policy, flags in (("tessera", []), ("tessera-save-x", ["--save", "x"])):
+            passes = self.run_json("explain", *shape, *flags, "--threads", "1")["passes"]
+            for name in ("forward", "backward"):
+                planned, used = plans[policy][f"{name}_transient_bytes"], passes[name]["workspace_bytes"]
+                self.assertLessEqual(planned, used)
+                self.assertLess(used, 1.2 * planned)
 
     def test_work_and_intensity(self):
         layer = self.run_json("plan", *LAYER)["layer"]

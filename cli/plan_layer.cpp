@@ -38,7 +38,8 @@ MemoryPlan tessera_plan(MoeDesc desc, SavePolicy save, bool overwrite_h, char co
           .keeps = keeps,
           .saved = static_cast<double>(value_of(saved_bytes(desc)).total()),
           .forward_transient = s.b * s.slots * (s.intermediate + s.hidden),
-          .backward_transient = dh + s.b * s.slots * std::max(s.intermediate, s.hidden)};
+          .backward_transient = dh + s.b * s.slots * std::max(s.intermediate, s.hidden),
+          .saves_alike = overwrite_h};
 }
 
 // Bytes per row and expert of the forward GEMMs alone, for M_e rows.

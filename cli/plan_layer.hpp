@@ -18,9 +18,10 @@ struct MemoryPlan {
   double saved = 0;                              ///< from forward to backward
   std::optional<double> forward_transient = {};  ///< during the call, where it is known
   std::optional<double> backward_transient = {};
+  bool saves_alike = false;  ///< what the policy before it saves: no curve of its own
 };
 
-/// Tessera's two policies, then what other implementations keep: counted from their sources, without their
+/// Tessera's policies, then what other implementations keep: counted from their sources, without their
 /// routing tables.
 std::vector<MemoryPlan> memory_plans(MoeDesc const& desc);
 

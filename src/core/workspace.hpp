@@ -27,8 +27,8 @@ struct StorageRegion {
 
 class WorkspacePlan {
  public:
-  /// Two lines of a GPU's L2. A tile's row of 128 bytes that lies across two lines takes two requests: regions 64
-  /// bytes apart cost forward 2 to 8% and backward 1 to 5% (docs/notebook/2026-11-24-aligned-regions.md).
+  /// Two lines of a GPU's L2, so that a tile's rows of 128 bytes are lines: regions 64 bytes apart
+  /// cost forward 2 to 8% and backward 1 to 5% (docs/notebook/2026-11-24-aligned-regions.md).
   static constexpr std::size_t kAlignment = 256;
 
   template <class T>

@@ -271,8 +271,8 @@ __device__ bool route(ExchangeArguments const& p, RouteStorage<kThreads>& smem,
     reached = Waiter(p, epoch).for_rows(i / p.shape.experts, i % p.shape.experts, smem.counts[i]);
   }
   if (!all_reached(reached)) return false;
-  if (thread == kThreads - 1)
-    publish_entries(p, epoch);  // of a warp with no part where ranks are few
+  // By a warp that has no part of the plan where ranks are few.
+  if (thread == kThreads - 1) publish_entries(p, epoch);
   __syncwarp();
   plan_by_warps(p, smem);
   __syncthreads();

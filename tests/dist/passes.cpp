@@ -101,7 +101,9 @@ Program Passes::cta(Actor& self, std::int32_t index) {
     co_await self.boundary();
     co_await route(self, index, epoch);
     Known known;
+    if (!options_.publishes_late) co_await publish_lists(self, epoch);
     co_await make_plan(self, epoch, known);
+    if (options_.publishes_late) co_await publish_lists(self, epoch);
     co_await wait_lists(self, epoch, self.rank);
     if (once()) {
       co_await bring_first_rows(self, index, epoch, known);
@@ -230,7 +232,7 @@ Program Passes::send_counts(Actor& self, std::int32_t index, std::uint32_t epoch
   }
 }
 
-// Entries into the owners' windows, and the word that says so.
+// Entries into the owners' windows.
 Program Passes::write_lists(Actor& self, std::int32_t index, std::uint32_t epoch,
                             std::vector<std::int32_t>& next,
                             std::vector<std::int32_t> const& totals) {
@@ -275,6 +277,10 @@ Program Passes::write_lists(Actor& self, std::int32_t index, std::uint32_t epoch
     co_await self.write(local(self, local_.pair_index + 4 * std::int64_t{p}),
                         static_cast<std::uint64_t>(place));
   }
+}
+
+// The word that says that they are there, from the last CTA.
+Program Passes::publish_lists(Actor& self, std::uint32_t epoch) {
   if (!breaks(Break::lists_without_system_fence)) co_await self.fence();
   std::uint64_t const written =
       co_await self.count(local(self, local_.slices_written(bank_of(epoch))), 1);

@@ -95,6 +95,8 @@ struct Options {
       0;  ///< of which CTAs bring all, once, or their own, direct, by loads and stores
   bool announces = false;   ///< a warp of its own fences and counts for the others of its CTA
   bool sums_early = false;  ///< communication warps add up tokens that are complete, direct
+  bool publishes_late =
+      false;  ///< the lists behind the plan, as the fused kernel; else ahead of it
 };
 
 struct Entry;
@@ -123,6 +125,7 @@ class Passes : public World {
                       std::vector<std::int32_t>& next, std::vector<std::int32_t> const& totals);
   Program send_counts(Actor& self, std::int32_t index, std::uint32_t epoch,
                       std::vector<std::int32_t> const& totals);
+  Program publish_lists(Actor& self, std::uint32_t epoch);
   Program make_plan(Actor& self, std::uint32_t epoch, Known& known);
   Program wait_lists(Actor& self, std::uint32_t epoch, std::int32_t source);
   [[nodiscard]] std::int32_t first_rows(std::int32_t rank, Known const& known) const;

@@ -85,6 +85,7 @@ TEST(Protocol, EndsAndLosesNothing) {
                                     " CTAs, " + std::to_string(warps) + " warps, seed " +
                                     std::to_string(seed);
           options.rows_by_stores = seed % 2 != 0;
+          options.publishes_late = seed / 2 % 2 != 0;
           ASSERT_EQ(run(small(ranks), options, seed), "") << where;
           if (seed % 3 != 0) continue;
           ASSERT_EQ(run(small_once(ranks), options, seed), "") << where << ", once";
@@ -231,7 +232,8 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
                                                            .rows_in_flight = 2,
                                                            .rows_by_stores = by_stores,
                                                            .rows_of_draw = small_case.rows_of_draw,
-                                                           .sums_early = small_case.sums_early});
+                                                           .sums_early = small_case.sums_early,
+                                                           .publishes_late = by_stores});
       };
       Exploration const all = explore(make, 1'000'000);
       EXPECT_EQ(all.fault, "");

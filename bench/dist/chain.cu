@@ -8,10 +8,11 @@
 //          [--routing random|balanced|zipf] [--lags | --latency]] [--out FILE] [--commit HASH]
 //
 // --check: small awkward exchanges, several passes each, no timing; a rank that stalls, and as a process of its own
-// one that is killed. --lags: the kernel with its downs at several distances. --latency: FlashDMoE's layer over numbers
-// of tokens and experts. Ranks are threads on peer memory, or on NCCL's windows (NCCL_NVLS_ENABLE=0), or processes on
-// those. --ranks-per-gpu: threads on peer memory, each with its part of a GPU's SMs; times are then those of these
-// parts, and no link is crossed between ranks of a GPU. Exits with 77 where there are too few GPUs.
+// one that is killed. --tokens: of a GPU, 8192 and 4096 if not given. --lags: the kernel with its downs at several
+// distances. --latency: FlashDMoE's layer over numbers of tokens and experts. Ranks are threads on peer memory, or on
+// NCCL's windows (NCCL_NVLS_ENABLE=0), or processes on those. --ranks-per-gpu: threads on peer memory, each with its
+// part of a GPU's SMs; times are then those of these parts, and no link is crossed between ranks of a GPU. Exits with
+// 77 where there are too few GPUs.
 //
 // Judged is the kernel's time against the larger of two bounds: its GEMMs without communication, by our kernels or by
 // cuBLAS, whichever are faster, and the bytes that cross the link in one direction, those of rows there and of results
@@ -44,17 +45,18 @@ struct Options : CheckOptions {
 
 // The named layers, or FlashDMoE's over tokens and experts.
 std::vector<NamedLayer> layers_of(Options const& options) {
-  std::vector<NamedLayer> all = named_layers();
-  if (options.latency) {
-    all.clear();
-    for (int tokens = 1024; tokens <= 16384; tokens *= 2) {
-      for (int experts = 8; experts <= 128; experts *= 2) {
-        all.push_back({"FlashDMoE-swiglu", tokens, 2048, 2048, experts, 2});
-        all.push_back({"FlashDMoE", tokens, 2048, 2048, experts, 2, ActivationKind::gelu});
+  if (!options.latency) return named_layers(options.config, options.tokens);
+  std::vector<NamedLayer> all;
+  for (int tokens = 1024; tokens <= 16384; tokens *= 2) {
+    if (!among(options.tokens, std::to_string(tokens))) continue;
+    for (int experts = 8; experts <= 128; experts *= 2) {
+      for (NamedLayer const& layer :
+           {NamedLayer{"FlashDMoE-swiglu", tokens, 2048, 2048, experts, 2},
+            {"FlashDMoE", tokens, 2048, 2048, experts, 2, ActivationKind::gelu}}) {
+        if (among(options.config, layer.name)) all.push_back(layer);
       }
     }
   }
-  keep_listed(all, options.config, options.tokens);
   return all;
 }
 

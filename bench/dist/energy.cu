@@ -163,8 +163,7 @@ int measure(Options const& options) {
     std::printf("skipped: the driver does not tell the energy of GPU 0\n");
     return 77;
   }
-  std::vector<NamedLayer> layers = named_layers();
-  keep_listed(layers, options.config, options.tokens);
+  std::vector<NamedLayer> const layers = named_layers(options.config, options.tokens);
   std::string rows;
   for (NamedLayer const& layer : layers) rows += measure_layer(options, nvml, layer);
   if (!rows.empty()) rows.pop_back();

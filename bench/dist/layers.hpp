@@ -2,6 +2,8 @@
 // The layers that programs here measure, by name, and how they are chosen on a command line.
 #pragma once
 
+#include <cstdlib>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -15,29 +17,32 @@ struct NamedLayer {
   ActivationKind activation = ActivationKind::swiglu;
 };
 
-// At 8192 and 4096 tokens per GPU.
-inline std::vector<NamedLayer> named_layers() {
-  std::vector<NamedLayer> all;
-  for (int const tokens : {8192, 4096}) {
-    for (NamedLayer const& layer : {NamedLayer{"Qwen3-30B", tokens, 2048, 768, 128, 8},
-                                    {"FlashDMoE-swiglu", tokens, 2048, 2048, 32, 2},
-                                    {"FlashDMoE", tokens, 2048, 2048, 32, 2, ActivationKind::gelu},
-                                    {"DSv3", tokens, 7168, 2048, 256, 8}}) {
-      all.push_back(layer);
-    }
-  }
+// What stands between the commas of a list.
+inline std::vector<std::string> items(std::string const& list) {
+  std::vector<std::string> all;
+  std::stringstream in(list);
+  for (std::string item; std::getline(in, item, ',');) all.push_back(item);
   return all;
 }
 
-// Those whose names and numbers of tokens are in lists with commas; an empty list has everything.
-inline void keep_listed(std::vector<NamedLayer>& layers, std::string const& names,
-                        std::string const& tokens) {
-  auto const among = [](std::string const& list, std::string const& item) {
-    return list.empty() || ("," + list + ",").find("," + item + ",") != std::string::npos;
-  };
-  std::erase_if(layers, [&](NamedLayer const& layer) {
-    return !among(names, layer.name) || !among(tokens, std::to_string(layer.tokens));
-  });
+// Whether a list with commas has it; an empty list has everything.
+inline bool among(std::string const& list, std::string const& item) {
+  return list.empty() || ("," + list + ",").find("," + item + ",") != std::string::npos;
+}
+
+// Those that `names` lists, with each number of tokens per GPU that `tokens` lists, if any.
+inline std::vector<NamedLayer> named_layers(std::string const& names, std::string const& tokens) {
+  std::vector<NamedLayer> all;
+  for (std::string const& number : items(tokens.empty() ? "8192,4096" : tokens)) {
+    int const t = std::atoi(number.c_str());
+    for (NamedLayer const& layer : {NamedLayer{"Qwen3-30B", t, 2048, 768, 128, 8},
+                                    {"FlashDMoE-swiglu", t, 2048, 2048, 32, 2},
+                                    {"FlashDMoE", t, 2048, 2048, 32, 2, ActivationKind::gelu},
+                                    {"DSv3", t, 7168, 2048, 256, 8}}) {
+      if (t > 0 && among(names, layer.name)) all.push_back(layer);
+    }
+  }
+  return all;
 }
 
 }  // namespace tessera::bench

@@ -18,6 +18,7 @@
 #include "../arch/warp.cuh"
 #include "gemm_params.hpp"
 #include "shared_storage.cuh"
+#include "warp_sums.cuh"
 
 namespace tessera::cuda::block {
 
@@ -201,12 +202,7 @@ class TileScheduler {
       int const begin = smem_.segment_offsets[s];
       int const end = smem_.segment_offsets[s + 1];
       int const blocks = segment_ + lane < segments_ ? blocks_of(end - begin) : 0;
-      int sum = blocks;
-      TESSERA_UNROLL
-      for (int d = 1; d < arch::kWarpThreads; d *= 2) {
-        int const below = __shfl_up_sync(arch::kAllLanes, sum, d);
-        if (lane >= d) sum += below;
-      }
+      int const sum = inclusive_sum(blocks);
       unsigned const reached = __ballot_sync(arch::kAllLanes, blocks_before_ + sum > wanted);
       if (reached) {
         int const found = __ffs(static_cast<int>(reached)) - 1;

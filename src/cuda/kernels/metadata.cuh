@@ -25,6 +25,7 @@
 #include "../arch/cluster_load.cuh"
 #include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
+#include "../block/warp_sums.cuh"
 #include "../host/metadata.hpp"
 
 namespace tessera::cuda {
@@ -162,16 +163,7 @@ __device__ __forceinline__ void scan_experts(ExpertSums& sums, int2& all, int2* 
     own.x += sums.total[i];
     own.y += sums.block[i];
   }
-  int2 inclusive = own;
-  TESSERA_UNROLL
-  for (int step = 1; step < arch::kWarpThreads; step *= 2) {
-    int const x = __shfl_up_sync(arch::kAllLanes, inclusive.x, step);
-    int const y = __shfl_up_sync(arch::kAllLanes, inclusive.y, step);
-    if (lane >= step) {
-      inclusive.x += x;
-      inclusive.y += y;
-    }
-  }
+  int2 const inclusive{block::inclusive_sum(own.x), block::inclusive_sum(own.y)};
   if (lane == arch::kWarpThreads - 1) smem_warp_sums[warp] = inclusive;
   __syncthreads();
   int2 before{inclusive.x - own.x, inclusive.y - own.y};

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "cuda/arch/warp.cuh"
+#include "cuda/block/warp_sums.cuh"
 #include "dist/kernels/exchange.hpp"
 #include "dist/kernels/wait.cuh"
 
@@ -59,12 +60,7 @@ __device__ void exclusive_sums(int count, Value value, Put put) {
   int const lane = arch::lane_idx();
   for (int first = 0; first < count; first += arch::kWarpThreads) {
     std::int32_t const own = first + lane < count ? value(first + lane) : 0;
-    std::int32_t sum = own;
-    TESSERA_UNROLL
-    for (int by = 1; by < arch::kWarpThreads; by *= 2) {
-      std::int32_t const lower = __shfl_up_sync(arch::kAllLanes, sum, by);
-      if (lane >= by) sum += lower;
-    }
+    std::int32_t const sum = cuda::block::inclusive_sum(own);
     if (first + lane < count) put(first + lane, before + sum - own);
     before += __shfl_sync(arch::kAllLanes, sum, arch::kWarpThreads - 1);
   }

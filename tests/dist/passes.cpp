@@ -131,13 +131,7 @@ Program Passes::cta(Actor& self, std::int32_t index) {
     }
     co_await complete(self, epoch, sent);
     if (options_.announces) co_await tell_announcer(self, epoch, none);  // there are no more
-    for (std::int32_t t = index; t < exchange(epoch).tokens(self.rank); t += options_.ctas) {
-      if (options_.sums_early && co_await self.ask(claim(self, epoch, t)) != 0 &&
-          !breaks(Break::sum_without_claim)) {
-        continue;  // another warp's
-      }
-      co_await aggregate(self, t, epoch, known);
-    }
+    co_await aggregate_all(self, index, epoch, known);
     co_await end(self, epoch);
     co_await self.boundary();
   }

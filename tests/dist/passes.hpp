@@ -176,6 +176,9 @@ class Passes : public World {
   Program finish_block(Actor& self, std::uint32_t epoch, std::int32_t block,
                        std::set<std::int32_t> const& sources);
   Program sum_complete(Actor& self, std::int32_t cta, std::uint32_t epoch, Known const& known);
+  Program look_at_token(Actor& self, std::int32_t token, std::uint32_t epoch, Known const& known,
+                        bool& complete);
+  Program aggregate_all(Actor& self, std::int32_t cta, std::uint32_t epoch, Known const& known);
   Program aggregate(Actor& self, std::int32_t token, std::uint32_t epoch, Known const& known,
                     bool waits = true);
   Program aggregate_sums(Actor& self, std::int32_t token, std::uint32_t epoch);

@@ -77,20 +77,49 @@ Address Passes::done_word(Actor const& self, std::int32_t expert, std::uint64_t 
 Program Passes::sum_complete(Actor& self, std::int32_t cta, std::uint32_t epoch,
                              Known const& known) {
   for (std::int32_t t = cta; t < exchange(epoch).tokens(self.rank); t += options_.ctas) {
-    bool complete = true;
-    for (std::int32_t k = 0; k < shape_.max_top_k && complete; ++k) {
-      std::int32_t const pair = t * shape_.max_top_k + k;
-      std::int32_t const e = exchange(epoch).expert(self.rank, pair);
-      if (e < 0) continue;
-      std::uint64_t const index =
-          co_await self.read(local(self, local_.pair_index + 4 * std::int64_t{pair}));
-      complete =
-          co_await self.look(done_word(self, e, index, known), epoch, Until::at_least_epoch) != 0;
-    }
+    bool complete = false;
+    co_await look_at_token(self, t, epoch, known, complete);
     if (!complete && !breaks(Break::claim_before_complete)) continue;
     std::uint64_t const claims = co_await self.ask(claim(self, epoch, t));
     if (!complete || (claims != 0 && !breaks(Break::sum_without_claim))) continue;
     co_await aggregate(self, t, epoch, known, !breaks(Break::sum_without_acquire));
+  }
+}
+
+Program Passes::look_at_token(Actor& self, std::int32_t token, std::uint32_t epoch,
+                              Known const& known, bool& complete) {
+  complete = true;
+  for (std::int32_t k = 0; k < shape_.max_top_k && complete; ++k) {
+    std::int32_t const pair = token * shape_.max_top_k + k;
+    std::int32_t const e = exchange(epoch).expert(self.rank, pair);
+    if (e < 0) continue;
+    std::uint64_t const index =
+        co_await self.read(local(self, local_.pair_index + 4 * std::int64_t{pair}));
+    complete =
+        co_await self.look(done_word(self, e, index, known), epoch, Until::at_least_epoch) != 0;
+  }
+}
+
+// Whoever has had the tasks takes a token that is complete, and awaits the first one where none is.
+Program Passes::aggregate_all(Actor& self, std::int32_t cta, std::uint32_t epoch,
+                              Known const& known) {
+  std::vector<std::int32_t> left;
+  for (std::int32_t t = cta; t < exchange(epoch).tokens(self.rank); t += options_.ctas) {
+    left.push_back(t);
+  }
+  while (!left.empty()) {
+    auto taken = left.begin();
+    bool complete = left.size() == 1 || dedup();
+    for (auto t = left.begin(); t != left.end() && !complete; ++t) {
+      co_await look_at_token(self, *t, epoch, known, complete);
+      if (complete) taken = t;
+    }
+    std::int32_t const token = *taken;
+    left.erase(taken);
+    bool const is_anothers = options_.sums_early &&
+                             co_await self.ask(claim(self, epoch, token)) != 0 &&
+                             !breaks(Break::sum_without_claim);
+    if (!is_anothers) co_await aggregate(self, token, epoch, known);
   }
 }
 

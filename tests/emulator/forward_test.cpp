@@ -253,6 +253,16 @@ TEST(FusedForward, AnyNumberOfCtasAndAnyLag) {
   }
 }
 
+// Sums take tokens in groups: of six, two and one where they have five, twelve and all of 32 choices, with more tokens
+// for a warp than two groups have.
+TEST(FusedForward, AnyNumberOfChoices) {
+  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+    expect_right({.shape = shape(1, 230, 64, 64, 6, 5, transfer), .ctas = 2});
+    expect_right({.shape = shape(2, 70, 64, 64, 14, 12, transfer), .ctas = 2});
+    expect_right({.shape = shape(1, 20, 64, 64, 32, 32, transfer), .ctas = 2});
+  }
+}
+
 TEST(FusedForward, ShapesThatFillNoTile) {
   for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
     expect_right({.shape = shape(2, 9, 200, 72, 6, 3, transfer, false),

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 
+LIMIT_S = 300  # of a mutant's tests, which take less than a minute
+
 # What is compiled again for a mutant of these sources, and the tests that are run.
 COMPILED = {
     "dist/kernels/": ("forward_instances.cpp", "FusedForward.*"),
@@ -118,8 +120,11 @@ def outcome(args, mutant):
                         *(f"-I{path}" for path in (tree, here / "include", root, root / "src", root / "include")),
                         str(here / source), *objects, *args.libraries.split(","), "-lpthread",
                         "-o", str(program)], check=True)
-        run = subprocess.run([str(program), f"--gtest_filter={tests}"], capture_output=True, text=True,
-                             timeout=600, check=False, env={**os.environ, "GTEST_FAIL_FAST": "1"})
+        try:
+            run = subprocess.run([str(program), f"--gtest_filter={tests}"], capture_output=True, text=True,
+                                 timeout=LIMIT_S, check=False, env={**os.environ, "GTEST_FAIL_FAST": "1"})
+        except subprocess.TimeoutExpired:
+            return name, False, f"had not ended after {LIMIT_S} s\n"
         return name, run.returncode == 1 and notice in run.stdout, run.stdout
 
 

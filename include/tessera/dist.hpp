@@ -45,7 +45,7 @@ struct ExpertParallelDesc {
 /// from rank to rank and from pass to pass.
 struct ExpertParallelArgs {
   ConstTensor x = {};             ///< [T,d]; copied into the window, unless it is input(T)
-  ConstTensor topk_ids = {};      ///< [T,K] int32; distinct in a token; outside [0,E): no row
+  ConstTensor topk_ids = {};      ///< [T,K] int32; may repeat in a token; outside [0,E): no row
   ConstTensor topk_weights = {};  ///< [T,K] fp32
   ConstTensor w_up = {};    ///< this rank's: [E/P,2n,d], gate rows first; [E/P,n,d] without a gate
   ConstTensor w_down = {};  ///< this rank's: [E/P,d,n]

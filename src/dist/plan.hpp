@@ -25,8 +25,8 @@ constexpr int kTileColumns = 256;  // of a GEMM; a gated up projection makes hal
 /// the scores, back.
 enum class Transfer : std::int32_t { direct, once, dedup };
 
-/// Bounds of an exchange, equal on all ranks. Owner of expert e: rank e / local_experts(). The experts of
-/// a token are distinct.
+/// Bounds of an exchange, equal on all ranks. Owner of expert e: rank e / local_experts(). A token may name an expert
+/// more than once.
 struct ExchangeShape {
   std::int32_t ranks = 1;
   std::int32_t max_tokens = 0;  ///< of a rank, in any pass
@@ -43,16 +43,12 @@ struct ExchangeShape {
   [[nodiscard]] TESSERA_INLINE constexpr std::int32_t owner(std::int32_t expert) const {
     return expert / local_experts();
   }
-  /// Most rows that one token sends to one owner.
-  [[nodiscard]] TESSERA_INLINE constexpr std::int32_t max_local_choices() const {
-    return max_top_k < local_experts() ? max_top_k : local_experts();
-  }
   /// Rows of results that return to a token.
   [[nodiscard]] TESSERA_INLINE constexpr std::int32_t slots_of_token() const {
     return transfer == Transfer::dedup ? ranks : max_top_k;
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t max_rows() const {  // of an owner
-    return std::int64_t{ranks} * max_tokens * max_local_choices();
+    return std::int64_t{ranks} * max_tokens * max_top_k;
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t pool_rows() const {  // with pads
     return max_rows() + std::int64_t{local_experts()} * (block_rows - 1);

@@ -85,7 +85,7 @@ struct PairPlace {
 
 /// Bounds of Transfer::once, where a word holds a place.
 TESSERA_INLINE constexpr bool serves_once(ExchangeShape const& s) {
-  return s.max_tokens <= 1 << PairPlace::kIndexBits &&
+  return std::int64_t{s.max_tokens} * s.max_top_k <= 1 << PairPlace::kIndexBits &&
          s.local_experts() <= 1 << (32 - PairPlace::kIndexBits) && s.max_top_k <= 32;
 }
 
@@ -120,7 +120,7 @@ struct WindowLayout {
   std::int64_t block_done;           ///< [P,max_blocks] u32, not dedup
   std::int64_t part_done;            ///< [P,max_tokens] u32, dedup
   std::int64_t counts;               ///< [2,P,E] CountWord
-  std::int64_t lists;                ///< [2,P,max_tokens*max_local_choices] RouteEntry
+  std::int64_t lists;                ///< [2,P,max_tokens*max_top_k] RouteEntry
   std::int64_t places;               ///< [2,P,max_tokens*max_top_k] PairPlace, once
   std::int64_t x;                    ///< [max_tokens,d] bf16
   std::int64_t slots;                ///< [max_tokens,slots_of_token,d] bf16
@@ -132,7 +132,6 @@ struct WindowLayout {
     max_blocks_ = s.max_blocks();
     max_tokens_ = s.max_tokens;
     slots_of_token_ = s.slots_of_token();
-    list_entries_ = std::int64_t{s.max_tokens} * s.max_local_choices();
     pairs_ = std::int64_t{s.max_tokens} * s.max_top_k;
     std::int64_t end = 0;
     auto const take = [&end](std::int64_t region_bytes) {
@@ -146,7 +145,7 @@ struct WindowLayout {
     block_done = take(rows_return ? 4 * ranks_ * max_blocks_ : 0);
     part_done = take(rows_return ? 0 : 4 * ranks_ * max_tokens_);
     counts = take(std::int64_t{8} * 2 * ranks_ * experts_);
-    lists = take(static_cast<std::int64_t>(sizeof(RouteEntry)) * 2 * ranks_ * list_entries_);
+    lists = take(static_cast<std::int64_t>(sizeof(RouteEntry)) * 2 * ranks_ * pairs_);
     places = take(s.transfer == Transfer::once ? std::int64_t{4} * 2 * ranks_ * pairs_ : 0);
     x = take(row_bytes_ * s.max_tokens);
     slots = take(row_bytes_ * max_tokens_ * slots_of_token_);
@@ -180,7 +179,7 @@ struct WindowLayout {
                                                                  std::int32_t source,
                                                                  std::int64_t entry) const {
     return lists + static_cast<std::int64_t>(sizeof(RouteEntry)) *
-                       ((std::int64_t{parity} * ranks_ + source) * list_entries_ + entry);
+                       ((std::int64_t{parity} * ranks_ + source) * pairs_ + entry);
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t place_word(std::int32_t parity,
                                                                  std::int32_t source,
@@ -198,7 +197,7 @@ struct WindowLayout {
 
  private:
   std::int64_t ranks_, experts_, row_bytes_;
-  std::int64_t max_blocks_ = 0, max_tokens_ = 0, slots_of_token_ = 0, list_entries_ = 0, pairs_ = 0;
+  std::int64_t max_blocks_ = 0, max_tokens_ = 0, slots_of_token_ = 0, pairs_ = 0;
 };
 
 /// Byte offsets of what a GPU keeps to itself besides pools: counters in two banks, each of which the
@@ -209,14 +208,14 @@ struct LocalLayout {
   std::int64_t
       pair_index;  ///< [max_tokens*max_top_k] i32: a pair's index among its expert's of this rank
   std::int64_t row_origin;  ///< [pool_rows] {source, pair}
-  std::int64_t groups;      ///< [P,max_tokens,max_local_choices] pool rows of a group, dedup
+  std::int64_t groups;      ///< [P,max_tokens,max_top_k] pool rows of a group, dedup
   std::int64_t bytes;
 
   TESSERA_INLINE constexpr LocalLayout(ExchangeShape const& s, std::int32_t slices)
       : experts_(s.experts),
         max_blocks_(s.max_blocks()),
         max_tokens_(s.max_tokens),
-        max_local_choices_(s.max_local_choices()) {
+        max_top_k_(s.max_top_k) {
     bank_bytes = kCounters * kWordStride + 12 * max_blocks_;
     bank_bytes = (bank_bytes + 127) / 128 * 128;
     histograms = 2 * bank_bytes;
@@ -224,9 +223,9 @@ struct LocalLayout {
     row_origin = pair_index + std::int64_t{4} * s.max_tokens * s.max_top_k;
     row_origin = (row_origin + 7) / 8 * 8;
     groups = row_origin + 8 * s.pool_rows();
-    bytes = groups + (s.transfer == Transfer::dedup
-                          ? std::int64_t{4} * s.ranks * max_tokens_ * max_local_choices_
-                          : 0);
+    bytes =
+        groups +
+        (s.transfer == Transfer::dedup ? std::int64_t{4} * s.ranks * max_tokens_ * max_top_k_ : 0);
   }
 
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t bank(std::uint32_t epoch) const {
@@ -264,7 +263,7 @@ struct LocalLayout {
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t group_row(std::int32_t source,
                                                                 std::int64_t token,
                                                                 std::int32_t place) const {
-    return groups + 4 * ((source * max_tokens_ + token) * max_local_choices_ + place);
+    return groups + 4 * ((source * max_tokens_ + token) * max_top_k_ + place);
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t histogram(std::int32_t slice) const {
     return histograms + std::int64_t{4} * slice * experts_;
@@ -272,7 +271,7 @@ struct LocalLayout {
 
  private:
   static constexpr std::int64_t kCounters = 5;
-  std::int64_t experts_, max_blocks_, max_tokens_, max_local_choices_;
+  std::int64_t experts_, max_blocks_, max_tokens_, max_top_k_;
 };
 
 }  // namespace tessera::dist

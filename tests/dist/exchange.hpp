@@ -38,11 +38,12 @@ struct Exchange {
   }
 };
 
-enum class Pattern { random, one_expert, one_owner, idle_rank, sentinels };
+enum class Pattern { random, one_expert, one_owner, idle_rank, sentinels, repeats };
 constexpr Pattern kPatterns[] = {Pattern::random, Pattern::one_expert, Pattern::one_owner,
                                  Pattern::idle_rank, Pattern::sentinels};
 
-/// Tokens with up to max_top_k distinct experts each; ranks differ in tokens.
+/// Tokens with up to max_top_k experts each, distinct but in `repeats`, where all choices are one expert's; ranks differ
+/// in tokens.
 inline Exchange draw_exchange(ExchangeShape const& shape, Pattern pattern, std::uint64_t seed) {
   std::mt19937_64 rng(seed * 0x9e3779b97f4a7c15u + 1);
   auto const below = [&](std::int32_t n) {
@@ -63,6 +64,9 @@ inline Exchange draw_exchange(ExchangeShape const& shape, Pattern pattern, std::
                               [&](std::int32_t e) { return shape.owner(e) == favourite; });
       }
       if (pattern == Pattern::one_expert) experts.assign(1, shape.experts - 1);
+      if (pattern == Pattern::repeats) {
+        experts.assign(static_cast<std::size_t>(shape.max_top_k), shape.experts - 1);
+      }
       for (std::size_t k = 0; k < static_cast<std::size_t>(shape.max_top_k); ++k) {
         bool const none = k >= experts.size() || (pattern == Pattern::sentinels && below(2) == 0);
         ids.push_back(none ? -1 : experts[k]);

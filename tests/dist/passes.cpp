@@ -64,7 +64,7 @@ std::vector<std::int32_t> Passes::group(std::uint32_t epoch, std::int32_t rank, 
     if (e >= 0 && shape_.owner(e) == owner) choices.push_back(k);
   }
   if (!breaks(Break::first_row_by_choice)) {
-    std::sort(choices.begin(), choices.end(), [&](std::int32_t i, std::int32_t j) {
+    std::stable_sort(choices.begin(), choices.end(), [&](std::int32_t i, std::int32_t j) {
       return all.expert(rank, token * shape_.max_top_k + i) <
              all.expert(rank, token * shape_.max_top_k + j);
     });

@@ -225,8 +225,10 @@ constexpr emulator::Schedule kSchedules[] = {{.seed = 1},
 // A pass of every pattern, one behind the other on the same memory.
 void expect_right(Case const& c, std::uint32_t jitter_ns = 0) {
   Ranks ranks(c);
+  std::vector<Pattern> patterns(std::begin(kPatterns), std::end(kPatterns));
+  patterns.push_back(Pattern::repeats);
   std::uint64_t seed = 0;
-  for (Pattern const pattern : kPatterns) {
+  for (Pattern const pattern : patterns) {
     ++seed;
     ASSERT_EQ(ranks.pass(draw_exchange(c.shape, pattern, seed), seed,
                          kSchedules[seed % std::size(kSchedules)], jitter_ns),

@@ -92,9 +92,15 @@ TESSERA_INLINE constexpr bool serves_once(ExchangeShape const& s) {
 TESSERA_INLINE constexpr std::int32_t parity(std::uint32_t epoch) {
   return static_cast<std::int32_t>(epoch & 1u);
 }
-/// Whether a word that holds an epoch stands at `epoch` or later; right across the wrap of 32 bits.
+/// Whether a word that holds an epoch stands at `epoch` or later; right across the wrap of 32 bits, for words that are
+/// less than 2^31 passes old.
 TESSERA_INLINE constexpr bool reached(std::uint32_t word, std::uint32_t epoch) {
   return static_cast<std::int32_t>(word - epoch) >= 0;
+}
+/// Whether this pass brings the words of blocks up to the pass before it, as blocks that no pass has are never said to
+/// be done.
+TESSERA_INLINE constexpr bool renews_blocks(std::uint32_t epoch) {
+  return epoch % (std::uint32_t{1} << 30) == 0;
 }
 
 /// An element of the count matrix on its way: the rows, and the pass that counted them. One store of 8 bytes.

@@ -35,14 +35,16 @@ struct Case {
 // All ranks of an exchange.
 class Ranks {
  public:
-  explicit Ranks(Case const& c)
+  // Whose first pass is `first_epoch`.
+  explicit Ranks(Case const& c, std::uint32_t first_epoch = 1)
       : case_(c),
         s_(c.shape),
         w_up_(halves() * s_.experts * s_.intermediate * s_.hidden),
         w_down_(std::int64_t{s_.experts} * s_.hidden * s_.intermediate) {
     fill(w_up_.get(), static_cast<std::int64_t>(w_up_.size()), 11, 0.25f);
     fill(w_down_.get(), static_cast<std::int64_t>(w_down_.size()), 12, 0.25f);
-    for (int r = 0; r < s_.ranks; ++r) ranks_.push_back(std::make_unique<Rank>(s_, c.ctas));
+    for (int r = 0; r < s_.ranks; ++r)
+      ranks_.push_back(std::make_unique<Rank>(s_, c.ctas, first_epoch));
   }
 
   // One pass; what went wrong.
@@ -104,7 +106,7 @@ class Ranks {
     std::vector<float> scores;
     Fault fault = {};
 
-    Rank(ExchangeShape const& s, int ctas)
+    Rank(ExchangeShape const& s, int ctas, std::uint32_t first_epoch)
         : layout(s),
           local_layout(s, ctas),
           window(layout.bytes, 0),
@@ -113,7 +115,11 @@ class Ranks {
           pool(s.pool_rows() * s.hidden),
           a(s.pool_rows() * s.intermediate),
           o(std::int64_t{s.max_tokens} * s.hidden) {
-      epoch[0] = 1;
+      epoch[0] = first_epoch;
+      for (std::int32_t r = 0; r < s.ranks; ++r) {
+        std::uint32_t const before = first_epoch - 1;
+        std::memcpy(window.get() + layout.ack_word(r), &before, sizeof before);
+      }
     }
   };
 
@@ -284,6 +290,22 @@ TEST(FusedForward, SeveralBlocksAndTilesOfAnExpert) {
 // groups of 64 rows, as halves of it are shared only then.
 TEST(FusedForward, PairsOfEveryKind) {
   expect_right({.shape = shape(1, 330, 320, 192, 1, 1, Transfer::direct), .ctas = 4});
+}
+
+// Words of blocks that no pass has had for 2^31 passes.
+TEST(FusedForward, BlocksThatWereNeverDoneAreNotDone) {
+  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+    Case const c = {.shape = shape(2, 40, 64, 64, 4, 2, transfer)};
+    Ranks ranks(c, (std::uint32_t{1} << 31) - 1);
+    for (std::uint64_t pass = 0; pass < 5; ++pass) {
+      Exchange exchange = draw_exchange(c.shape, Pattern::random, pass);
+      if (pass < 2) {
+        for (auto& ids : exchange.ids) std::fill(ids.begin(), ids.end(), -1);
+      }
+      ASSERT_EQ(ranks.pass(exchange, pass + 1, kSchedules[pass % std::size(kSchedules)]), "")
+          << "transfer " << static_cast<int>(transfer) << ", pass " << pass;
+    }
+  }
 }
 
 TEST(FusedForward, OneCtaIsNoPair) {

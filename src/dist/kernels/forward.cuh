@@ -251,6 +251,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   auto& routing = *reinterpret_cast<RouteStorage<kForwardThreads>*>(&smem.gemm.a);
   if (threadIdx.x == kForwardThreads - 1) init_barriers(smem);
   clear_next_bank<kForwardThreads>(p.exchange, pass.epoch);
+  if (renews_blocks(pass.epoch)) renew_blocks<kForwardThreads>(p.exchange, pass.epoch);
   if (!route(p.exchange, routing, pass.epoch)) {
     begin_together(smem, false);
     return;

@@ -48,6 +48,17 @@ __device__ void clear_next_bank(ExchangeArguments const& p, std::uint32_t epoch)
   }
 }
 
+// Words of this rank's window that say which blocks are done. Owners write them once they have this rank's lists.
+template <int kThreads>
+__device__ void renew_blocks(ExchangeArguments const& p, std::uint32_t epoch) {
+  std::uint32_t* const first = word_of(p.windows[p.rank], p.window.block_done_word(0, 0));
+  std::uint32_t* const end = word_of(p.windows[p.rank], p.window.block_done_word(p.shape.ranks, 0));
+  for (std::uint32_t* word = first + std::int64_t{blockIdx.x} * kThreads + threadIdx.x; word < end;
+       word += std::int64_t{gridDim.x} * kThreads) {
+    *word = epoch - 1;
+  }
+}
+
 // LocalLayout::pair_index.
 __device__ inline std::uint32_t* pair_word(ExchangeArguments const& p, int pair) {
   return word_of(p.gmem_local, p.local.pair_index + std::int64_t{4} * pair);

@@ -4,8 +4,9 @@
 //   o_t = sum over choices j of token t, in their order, of s_tj * (act(x_t w_up[e_tj]^T) w_down[e_tj]^T)
 //
 // One kernel per pass on every rank sends rows to the owners of their experts, multiplies, and brings the results
-// back. No row is dropped; o has the bits of moe_forward on a single GPU with all experts, for every P. Ranks are
-// threads or processes. They make the same passes in the same order, also those in which they have no token.
+// back. No row is dropped; o has the bits of moe_forward on a single GPU with all experts, for every P, but where that
+// has at most 8 tokens, for which it takes other kernels. Ranks are threads or processes. They make the same passes in
+// the same order, also those in which they have no token.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +45,8 @@ struct ExpertParallelDesc {
 /// Tensors of one pass on this rank, bf16 unless said otherwise, contiguous but for x. T may be 0 and may differ
 /// from rank to rank and from pass to pass.
 struct ExpertParallelArgs {
-  ConstTensor x = {};             ///< [T,d]; copied into the window, unless it is input(T)
+  ConstTensor x =
+      {};  ///< [T,d]; copied into the window, unless it is input(T), of which it may be no other part
   ConstTensor topk_ids = {};      ///< [T,K] int32; may repeat in a token; outside [0,E): no row
   ConstTensor topk_weights = {};  ///< [T,K] fp32
   ConstTensor w_up = {};    ///< this rank's: [E/P,2n,d], gate rows first; [E/P,n,d] without a gate
@@ -111,7 +113,7 @@ class TESSERA_EXPORT ExpertParallel {
 
   /// Enqueues a pass; it can be captured into a graph and replayed. The kernel takes all SMs of the GPU at once and
   /// waits for its peers: nothing else that waits for a peer may run beside it, and all ranks have to launch.
-  /// On an error nothing was enqueued.
+  /// On an error no pass was enqueued.
   Status forward(ExpertParallelArgs const& args, Stream stream = {}) noexcept;
 
   /// Whether the passes that have ended are good: device_error, and who waited where for what, if a rank did not

@@ -73,13 +73,21 @@ Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
   TESSERA_TRY(scope.status());
   auto* const native = static_cast<cudaStream_t>(stream.native);
   ExchangeShape const& s = config_.shape;
-  if (tensors.tokens > 0 && tensors.gmem_x != x()) {
+  RowsOfPass const rows = rows_of_pass(s, tensors, x());
+  if (rows == RowsOfPass::astray) {
+    return Status::invalid(
+        "x: lies in the window, but is not its first %d rows one behind the other; pass input(T), "
+        "or memory of its own",
+        tensors.tokens);
+  }
+  if (rows == RowsOfPass::elsewhere) {
     std::size_t const row = 2 * static_cast<std::size_t>(s.hidden);
-    TESSERA_TRY(check(
-        cudaMemcpy2DAsync(x(), row, tensors.gmem_x, 2 * static_cast<std::size_t>(tensors.x_pitch),
-                          row, static_cast<std::size_t>(tensors.tokens), cudaMemcpyDeviceToDevice,
-                          native),
-        "cudaMemcpy2DAsync"));
+    std::size_t const pitch =  // one row may have any
+        tensors.tokens == 1 ? row : 2 * static_cast<std::size_t>(tensors.x_pitch);
+    TESSERA_TRY(check(cudaMemcpy2DAsync(x(), row, tensors.gmem_x, pitch, row,
+                                        static_cast<std::size_t>(tensors.tokens),
+                                        cudaMemcpyDeviceToDevice, native),
+                      "cudaMemcpy2DAsync"));
   }
   Regions const regions(s, config_.sm_count);
   std::byte* const base = core::WorkspacePlan::align(config_.workspace);

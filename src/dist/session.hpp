@@ -37,6 +37,24 @@ struct PassTensors {
   void* gmem_o = nullptr;
 };
 
+/// Where x [tokens,hidden] of a pass is: elsewhere, to be copied; in its place in the window [max_tokens,hidden]; or in
+/// the window, but not as the kernel reads it there.
+enum class RowsOfPass { elsewhere, in_place, astray };
+inline RowsOfPass rows_of_pass(ExchangeShape const& shape, PassTensors const& pass,
+                               void const* window_x) noexcept {
+  if (pass.tokens == 0) return RowsOfPass::in_place;
+  std::int64_t const pitch = pass.tokens == 1 ? shape.hidden : pass.x_pitch;
+  if (pass.gmem_x == window_x && pitch == shape.hidden) return RowsOfPass::in_place;
+  auto const begin = reinterpret_cast<std::uintptr_t>(pass.gmem_x);
+  auto const window = reinterpret_cast<std::uintptr_t>(window_x);
+  auto const bytes = [&](std::int64_t rows, std::int64_t row_pitch) {
+    return static_cast<std::uintptr_t>(2 * ((rows - 1) * row_pitch + shape.hidden));
+  };
+  bool const overlaps = begin < window + bytes(shape.max_tokens, shape.hidden) &&
+                        window < begin + bytes(pass.tokens, pitch);
+  return overlaps ? RowsOfPass::astray : RowsOfPass::elsewhere;
+}
+
 class Session {
  public:
   static std::size_t workspace_bytes(ExchangeShape const& shape, std::int32_t sm_count) noexcept;

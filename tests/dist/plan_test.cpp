@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <iterator>
 #include <map>
 #include <set>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "dist/protocol.hpp"
+#include "dist/session.hpp"
 #include "tests/dist/exchange.hpp"
 
 namespace tessera::dist {
@@ -469,6 +471,26 @@ TEST(Layout, OfDeduplicatedTransfersHasASlotPerOwner) {
   EXPECT_LT(w.bytes - std::int64_t{2} * 8192 * 2048 * 5, 12 << 20);
   LocalLayout const l(shape, 132);
   EXPECT_EQ(l.group_row(3, 8191, 7) + 4, l.bytes);
+}
+
+TEST(Window, KnowsWhereTheRowsOfAPassAre) {
+  ExchangeShape const shape = {.max_tokens = 8, .hidden = 16};
+  std::array<std::uint16_t, 3 * 8 * 16> memory = {};
+  std::uint16_t* const x = memory.data() + 8 * 16;  // of the window
+  auto const at = [&](std::uint16_t const* rows, std::int32_t tokens, std::int64_t pitch) {
+    return rows_of_pass(shape, {.tokens = tokens, .gmem_x = rows, .x_pitch = pitch}, x);
+  };
+  EXPECT_EQ(at(x, 8, 16), RowsOfPass::in_place);
+  EXPECT_EQ(at(x, 3, 16), RowsOfPass::in_place);
+  EXPECT_EQ(at(x, 1, 1), RowsOfPass::in_place);
+  EXPECT_EQ(at(nullptr, 0, 0), RowsOfPass::in_place);
+  EXPECT_EQ(at(x, 4, 32), RowsOfPass::astray);  // every second row
+  EXPECT_EQ(at(x + 16, 4, 16), RowsOfPass::astray);
+  EXPECT_EQ(at(x + 7 * 16, 1, 1), RowsOfPass::astray);
+  EXPECT_EQ(at(x - 8, 2, 16), RowsOfPass::astray);
+  EXPECT_EQ(at(x + 8 * 16, 8, 16), RowsOfPass::elsewhere);
+  EXPECT_EQ(at(x - 8 * 16, 8, 16), RowsOfPass::elsewhere);
+  EXPECT_EQ(at(x - 8 * 16, 1, 1), RowsOfPass::elsewhere);
 }
 
 TEST(Epochs, CompareAcrossTheWrap) {

@@ -124,14 +124,14 @@ class ExpertParallel:
         self._device, self._passes, self._input = device, {}, None
         context = library.context(library.CUDA, device.index, 1)
         lib = _library()
+        if windows is not None and len(windows) != ranks:
+            raise ValueError(f"windows: {len(windows)} addresses for {ranks} ranks; pass one of each rank")
         addresses = (c_void_p * _MOST_RANKS)(*(windows or []))
         if windows is None:
             group_id = self._share_id(rank, group)
             library.check(lib.tessera_peer_window_open(context, rank, ranks, group_id, bytes_, None,
                                                        byref(self._window)))
             library.check(lib.tessera_peer_window_addresses(self._window, addresses))
-        elif len(windows) != ranks:
-            raise ValueError(f"windows: {len(windows)} addresses for {ranks} ranks; pass one of each rank")
         needed = c_size_t()
         library.check(lib.tessera_expert_parallel_workspace(context, byref(self._desc), byref(needed)))
         self._workspace = torch.empty(needed.value, dtype=torch.uint8, device=device)

@@ -160,16 +160,9 @@ Status check_groups(MoeDesc const& desc) noexcept {
 }
 
 Status check_options(MoeDesc const& desc) noexcept {
-  Activation const& act = desc.activation;
-  if (act.kind == ActivationKind::clamped_swiglu &&
-      !(std::isfinite(act.alpha) && act.limit > 0 && std::isfinite(act.up_offset))) {
-    return Status::invalid(
-        "clamped_swiglu alpha=%g limit=%g up_offset=%g: finite values and limit > 0 are needed",
-        static_cast<double>(act.alpha), static_cast<double>(act.limit),
-        static_cast<double>(act.up_offset));
-  }
+  TESSERA_TRY(check_activation(desc.activation));
   bool const separate = desc.layout.orientation == WeightOrientation::separate;
-  if (!act.gated() && (separate || desc.layout.order != GateUpOrder::concat)) {
+  if (!desc.activation.gated() && (separate || desc.layout.order != GateUpOrder::concat)) {
     return Status::invalid(
         "layout: gate and up order matters to gated activations only; use concat, rows or "
         "transposed");
@@ -217,6 +210,18 @@ Status check_desc(MoeDesc const& desc) noexcept {
   TESSERA_TRY(check_enums(desc));
   TESSERA_TRY(check_sizes(desc));
   return check_options(desc);
+}
+
+Status check_activation(Activation const& activation) noexcept {
+  if (activation.kind == ActivationKind::clamped_swiglu &&
+      !(std::isfinite(activation.alpha) && activation.limit > 0 &&
+        std::isfinite(activation.up_offset))) {
+    return Status::invalid(
+        "clamped_swiglu alpha=%g limit=%g up_offset=%g: finite values and limit > 0 are needed",
+        static_cast<double>(activation.alpha), static_cast<double>(activation.limit),
+        static_cast<double>(activation.up_offset));
+  }
+  return {};
 }
 
 Status check_pass(Pass pass) noexcept {

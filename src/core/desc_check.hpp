@@ -11,6 +11,9 @@ namespace tessera::core {
 /// Sizes in range, enums known, options consistent. Errors: invalid_argument.
 Status check_desc(MoeDesc const& desc) noexcept;
 
+/// The parameters of clamped_swiglu. Errors: invalid_argument.
+Status check_activation(Activation const& activation) noexcept;
+
 /// Whether `pass` is one of the enum's.
 Status check_pass(Pass pass) noexcept;
 

@@ -230,11 +230,11 @@ class RowCursor {
 };
 
 /// Units of down that stay behind those of up. Too few: downs wait for ups, and pushes fight pulls for the link; too
-/// many: the last downs run with nothing to hide behind. With two GPUs 16 are the best of 4, 16 and up to 64, or within
-/// 1% of it; with four 32. Fewer where rows cross once, as their pulls end early, and with one GPU, whose ups would
-/// come to rows that are not there yet: units of 200 ups, one and a half for every CTA, but at least four, or eight
-/// (docs/notebook/2026-11-22-four-gpus.md, 2026-11-23-fused-producer.md, 2026-11-23-fused-pairs.md,
-/// 2026-11-24-two-gpus-again.md).
+/// many: the last downs run with nothing to hide behind. 0.45 of all units, from 8 to 16 with two GPUs, to 32 with
+/// more: 16 are the best of 4, 16 and up to 64, or within 1% of it. Where rows cross once, as their pulls end early,
+/// and with one GPU, whose ups would come to rows that are not there yet: units of 200 ups, one and a half for every
+/// CTA, but at least four, or eight (docs/notebook/2026-11-22-four-gpus.md, 2026-11-23-fused-producer.md,
+/// 2026-11-23-fused-pairs.md, 2026-11-24-two-gpus-again.md).
 TESSERA_INLINE constexpr std::int32_t default_lag(ExchangeShape const& shape,
                                                   OwnerTotals const& totals) {
   constexpr std::int32_t kLeast = 8;

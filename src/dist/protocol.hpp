@@ -246,7 +246,7 @@ struct LocalLayout {
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t ended(std::uint32_t epoch) const {
     return bank(epoch) + 2 * kWordStride;
   }
-  /// Tickets drawn beyond each CTA's first: which CTA computes a task does not change its bits.
+  /// Tickets drawn beyond each pair's first: which CTA computes a task does not change its bits.
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t tickets(std::uint32_t epoch) const {
     return bank(epoch) + 3 * kWordStride;
   }

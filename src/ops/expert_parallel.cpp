@@ -6,6 +6,7 @@
 #include <cstring>
 #include <new>
 
+#include "core/desc_check.hpp"
 #include "core/tensor_check.hpp"
 #include "cuda/layer/backend.hpp"
 #include "dist/choose_transfer.hpp"
@@ -26,9 +27,12 @@ constexpr std::int64_t kMostPoolRows = (std::int64_t{1} << 31) - 1;
 Status check_range(char const* name, std::int64_t value, std::int64_t least, std::int64_t most,
                    std::int64_t step = 1) noexcept {
   if (value >= least && value <= most && value % step == 0) return {};
-  return Status::invalid("%s=%lld: %lld to %lld, a multiple of %lld", name,
-                         static_cast<long long>(value), static_cast<long long>(least),
-                         static_cast<long long>(most), static_cast<long long>(step));
+  using Int = long long;
+  if (step == 1) {
+    return Status::invalid("%s=%lld: %lld to %lld", name, Int{value}, Int{least}, Int{most});
+  }
+  return Status::invalid("%s=%lld: %lld to %lld, a multiple of %lld", name, Int{value}, Int{least},
+                         Int{most}, Int{step});
 }
 
 Expected<dist::ExchangeShape> shape_of(ExpertParallelDesc const& d) noexcept {
@@ -47,6 +51,7 @@ Expected<dist::ExchangeShape> shape_of(ExpertParallelDesc const& d) noexcept {
     return Status::invalid("activation=%d: one of ActivationKind",
                            static_cast<int>(d.activation.kind));
   }
+  TESSERA_TRY(core::check_activation(d.activation));
   dist::ExchangeShape shape = {.ranks = d.ranks,
                                .max_tokens = static_cast<std::int32_t>(d.max_tokens),
                                .hidden = static_cast<std::int32_t>(d.hidden),
@@ -186,7 +191,11 @@ Tensor ExpertParallel::input(std::int64_t tokens) const noexcept {
 }
 
 Status ExpertParallel::forward(ExpertParallelArgs const& args, Stream stream) noexcept {
-  std::int64_t const tokens = args.x.rank == 2 ? args.x.shape[0] : -1;
+  if (args.x.rank != 2) {
+    return Status::invalid("x: %d dimensions; [T,%lld] is needed", args.x.rank,
+                           static_cast<long long>(desc_.hidden));
+  }
+  std::int64_t const tokens = args.x.shape[0];
   if (tokens < 0 || tokens > desc_.max_tokens) {
     return Status::invalid("x: %lld tokens; [T,%lld] with T from 0 to max_tokens=%lld",
                            static_cast<long long>(tokens), static_cast<long long>(desc_.hidden),
@@ -199,8 +208,10 @@ Status ExpertParallel::forward(ExpertParallelArgs const& args, Stream stream) no
                          std::initializer_list<std::int64_t> shape) {
     check.input(name, tensor, dtype, shape);
     check.contiguous(name, tensor);
-    if (reinterpret_cast<std::uintptr_t>(tensor.data) % 16 != 0) {
-      check.fail(Status::invalid("%s=%p: begins at a multiple of 16", name, tensor.data));
+  };
+  auto const aligned = [&](char const* name, void const* data) {
+    if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
+      check.fail(Status::invalid("%s=%p: begins at a multiple of 16", name, data));
     }
   };
   check.input("x", args.x, DType::bf16, {tokens, desc_.hidden});
@@ -210,9 +221,9 @@ Status ExpertParallel::forward(ExpertParallelArgs const& args, Stream stream) no
   input("w_down", args.w_down, DType::bf16, {experts, desc_.hidden, desc_.intermediate});
   check.output("o", args.o, DType::bf16, {tokens, desc_.hidden});
   check.contiguous("o", args.o);
-  if (reinterpret_cast<std::uintptr_t>(args.o.data) % 16 != 0) {
-    check.fail(Status::invalid("o=%p: begins at a multiple of 16", args.o.data));
-  }
+  aligned("w_up", args.w_up.data);
+  aligned("w_down", args.w_down.data);
+  aligned("o", args.o.data);
   TESSERA_TRY(check.finish());
   return session_->forward({.tokens = static_cast<std::int32_t>(tokens),
                             .gmem_x = args.x.data,

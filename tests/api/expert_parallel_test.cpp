@@ -41,7 +41,7 @@ TEST(ExpertParallel, RulesNameFieldAndValue) {
     void (*spoil)(ExpertParallelDesc&);
   };
   for (Bad const& bad : {
-           Bad{"ranks=9", [](ExpertParallelDesc& d) { d.ranks = 9; }},
+           Bad{"ranks=9: 1 to 8", [](ExpertParallelDesc& d) { d.ranks = 9; }},
            Bad{"rank=4", [](ExpertParallelDesc& d) { d.rank = 4; }},
            Bad{"max_tokens=0", [](ExpertParallelDesc& d) { d.max_tokens = 0; }},
            Bad{"hidden=250", [](ExpertParallelDesc& d) { d.hidden = 250; }},
@@ -51,6 +51,10 @@ TEST(ExpertParallel, RulesNameFieldAndValue) {
            Bad{"time_limit=0", [](ExpertParallelDesc& d) { d.time_limit = 0; }},
            Bad{"activation=99",
                [](ExpertParallelDesc& d) { d.activation.kind = static_cast<ActivationKind>(99); }},
+           Bad{"limit=-1",
+               [](ExpertParallelDesc& d) {
+                 d.activation = {.kind = ActivationKind::clamped_swiglu, .limit = -1};
+               }},
            Bad{"more than 2^31-1",
                [](ExpertParallelDesc& d) {
                  d.max_tokens = 1 << 24;

@@ -42,8 +42,8 @@ enum class Pattern { random, one_expert, one_owner, idle_rank, sentinels, repeat
 constexpr Pattern kPatterns[] = {Pattern::random, Pattern::one_expert, Pattern::one_owner,
                                  Pattern::idle_rank, Pattern::sentinels};
 
-/// Tokens with up to max_top_k experts each, distinct but in `repeats`, where all choices are one expert's; ranks differ
-/// in tokens.
+/// Tokens with up to max_top_k experts each, distinct but in `repeats`, where all choices are one expert's; ranks
+/// differ in tokens.
 inline Exchange draw_exchange(ExchangeShape const& shape, Pattern pattern, std::uint64_t seed) {
   std::mt19937_64 rng(seed * 0x9e3779b97f4a7c15u + 1);
   auto const below = [&](std::int32_t n) {

@@ -17,8 +17,9 @@ namespace tessera::dist {
 
 constexpr int kRowsOfDraw = 4;  // Transfer::once; not every one of them brings its token
 
-// Rows of as many blocks as every CTA's first task has, in which consumer warps take part. once: at most half of all;
-// two tasks' are 0.6% slower (docs/notebook/2026-11-24-two-gpus-again.md).
+// Rows of as many blocks as the first tasks of all CTAs would fill with all tiles of each, in which consumer warps take
+// part; the tasks themselves, two tiles at a time, touch some blocks more. once: at most half of all; two tasks' are
+// 0.6% slower (docs/notebook/2026-11-24-two-gpus-again.md).
 __device__ inline int first_rows(Pass const& pass) {
   ExchangeShape const& shape = pass.shape();
   int const tasks = static_cast<int>(gridDim.x);

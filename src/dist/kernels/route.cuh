@@ -7,7 +7,7 @@
 //   plan     every CTA awaits the counts of all ranks [counted] and derives the same, while one warp says that its
 //            entries are there, that of the last CTA to the owners. The lists may still be on their way: who reads them
 //            awaits them [publish]
-// One thread polls, a barrier passes it on. False: a wait has failed, the pass is lost (wait.cuh).
+// Threads that poll are few, a barrier passes it on. False: a wait has failed, the pass is lost (wait.cuh).
 #pragma once
 
 #include "cuda/arch/warp.cuh"

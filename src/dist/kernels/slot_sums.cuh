@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // o_t = sum over choices of s * slot, in the order of the choices, each awaited: the end of the fused kernel.
 // The bits are those of aggregate (src/cuda/kernels). Of two groups of tokens those that are complete come first.
-//   piece   256 to 2048 columns of two to eight choices of a token: 8 KB
+//   piece   512 to 2048 columns of two to eight choices of a token: 8 KB
 //   ring    two pieces of every warp, where the stages were: 128 KB of an SM in flight, by cp.async. Every lane reads
 //           what it has asked for itself, so that nobody waits for anybody
 #pragma once

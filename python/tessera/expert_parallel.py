@@ -127,8 +127,8 @@ class ExpertParallel:
         if windows is not None and len(windows) != ranks:
             raise ValueError(f"windows: {len(windows)} addresses for {ranks} ranks; pass one of each rank")
         addresses = (c_void_p * _MOST_RANKS)(*(windows or []))
+        group_id = self._agree(self._desc, self._make_id() if windows is None and rank == 0 else (None, None), group)
         if windows is None:
-            group_id = self._share_id(rank, group)
             library.check(lib.tessera_peer_window_open(context, rank, ranks, group_id, bytes_, None,
                                                        byref(self._window)))
             library.check(lib.tessera_peer_window_addresses(self._window, addresses))
@@ -141,20 +141,28 @@ class ExpertParallel:
         self._forward = lib.tessera_expert_parallel_forward
 
     @staticmethod
-    def _share_id(rank: int, group):
+    def _make_id():
         made = ctypes.create_string_buffer(128)
-        failure = None
-        if rank == 0:
-            try:
-                library.check(_library().tessera_peer_group_id_make(None, made))
-            except RuntimeError as error:  # the others wait for the id: tell them
-                failure = str(error)
-        shared = [(made.raw, failure)]
-        distributed.broadcast_object_list(shared, group=group, group_src=0)
-        raw, failure = shared[0]
+        try:
+            library.check(_library().tessera_peer_group_id_make(None, made))
+        except RuntimeError as error:  # the others wait for the id: tell them
+            return None, str(error)
+        return made.raw, None
+
+    @staticmethod
+    def _agree(desc, made, group):
+        """The id that rank 0 made. Where ranks differ in anything else, all of them raise."""
+        mine = {name: getattr(desc, name) for name, _ in _Desc._fields_ if name not in ("size", "rank")}
+        of_ranks = [None] * distributed.get_world_size(group)
+        distributed.all_gather_object(of_ranks, (mine, made), group=group)
+        first, (group_id, failure) = of_ranks[0]
+        for rank, (theirs, _) in enumerate(of_ranks):
+            for name, value in theirs.items():
+                if value != first[name]:
+                    raise ValueError(f"{name}={first[name]} on rank 0, {value} on rank {rank}: equal on all ranks")
         if failure is not None:
             raise RuntimeError(failure)
-        return raw
+        return group_id
 
     @property
     def window_bytes(self) -> int:

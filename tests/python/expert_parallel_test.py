@@ -43,6 +43,23 @@ class Refusals(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "top_k=17"):
             tessera.ExpertParallel(**{**SHAPE, "top_k": 17}, device="cuda:0")
 
+    def test_ranks_that_differ(self):
+        desc = expert_parallel._Desc(rank=1, ranks=2, max_tokens=300, hidden=512)
+
+        def gather(of_ranks, mine, group):
+            of_ranks[:] = [mine, ({**mine[0], "max_tokens": 200}, (None, None))]
+
+        with mock.patch.object(expert_parallel.distributed, "get_world_size", return_value=2), \
+                mock.patch.object(expert_parallel.distributed, "all_gather_object", gather), \
+                self.assertRaisesRegex(ValueError, "max_tokens=300 on rank 0, 200 on rank 1"):
+            tessera.ExpertParallel._agree(desc, (b"id", None), None)
+
+    def test_what_rank_0_made(self):
+        desc = expert_parallel._Desc(ranks=1, max_tokens=300)
+        self.assertEqual(tessera.ExpertParallel._agree(desc, (b"id", None), None), b"id")
+        with self.assertRaisesRegex(RuntimeError, "no NCCL"):
+            tessera.ExpertParallel._agree(desc, (None, "no NCCL"), None)
+
     @unittest.skipIf(GPUS > 0, "this machine has GPUs")
     def test_no_gpu(self):
         with self.assertRaisesRegex(RuntimeError, "torch sees none"):

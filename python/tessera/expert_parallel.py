@@ -127,14 +127,14 @@ class ExpertParallel:
         if windows is not None and len(windows) != ranks:
             raise ValueError(f"windows: {len(windows)} addresses for {ranks} ranks; pass one of each rank")
         addresses = (c_void_p * _MOST_RANKS)(*(windows or []))
+        needed = c_size_t()
+        library.check(lib.tessera_expert_parallel_workspace(context, byref(self._desc), byref(needed)))
+        self._workspace = torch.empty(needed.value, dtype=torch.uint8, device=device)  # before others wait for a window
         group_id = self._agree(self._desc, self._make_id() if windows is None and rank == 0 else (None, None), group)
         if windows is None:
             library.check(lib.tessera_peer_window_open(context, rank, ranks, group_id, bytes_, None,
                                                        byref(self._window)))
             library.check(lib.tessera_peer_window_addresses(self._window, addresses))
-        needed = c_size_t()
-        library.check(lib.tessera_expert_parallel_workspace(context, byref(self._desc), byref(needed)))
-        self._workspace = torch.empty(needed.value, dtype=torch.uint8, device=device)
         buffer = library.Buffer(self._workspace.data_ptr(), needed.value)
         library.check(lib.tessera_expert_parallel_create(context, byref(self._desc), addresses, buffer,
                                                          byref(self._handle)))

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "dist/engine.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <utility>
@@ -60,12 +61,20 @@ Expected<std::unique_ptr<Engine>> Engine::open(EngineConfig const& config,
 Engine::~Engine() {
   if (comm_ == nullptr) return;
   DeviceScope const scope(calls_, config_.device);
-  if (scope.status().ok()) nccl_.comm_abort(comm_);
+  if (!scope.status().ok()) return;
+  nccl_.comm_abort(comm_);
+  for (void* const memory : memory_) {
+    if (memory != nullptr) nccl_.mem_free(memory);
+  }
 }
 
 Expected<Window> Engine::allocate(std::size_t bytes) noexcept {
   if (comm_ == nullptr) return Status::invalid("the engine is closed; open another");
   if (bytes == 0) return Status::invalid("bytes=0: a window holds at least a byte");
+  auto const kept = std::find(memory_.begin(), memory_.end(), nullptr);
+  if (kept == memory_.end()) {
+    return Status::error(StatusCode::unsupported, "an engine has at most %d windows", kMostWindows);
+  }
   DeviceScope const scope(calls_, config_.device);
   TESSERA_TRY(scope.status());
   Window window;
@@ -81,7 +90,10 @@ Expected<Window> Engine::allocate(std::size_t bytes) noexcept {
         "ncclCommWindowRegister");
   }
   if (status.ok()) status = find_addresses(window);
-  if (status.ok()) return window;
+  if (status.ok()) {
+    *kept = memory;
+    return window;
+  }
   if (window.nccl != nullptr) nccl_.window_deregister(comm_, window.nccl);
   nccl_.mem_free(memory);
   return status;
@@ -134,8 +146,9 @@ Status Engine::release(Window const& window) noexcept {
   DeviceScope const scope(calls_, config_.device);
   TESSERA_TRY(scope.status());
   TESSERA_TRY(nccl_.check(nccl_.window_deregister(comm_, window.nccl), "ncclCommWindowDeregister"));
-  return nccl_.check(nccl_.mem_free(window.address[static_cast<std::size_t>(config_.rank)]),
-                     "ncclMemFree");
+  void* const memory = window.address[static_cast<std::size_t>(config_.rank)];
+  std::replace(memory_.begin(), memory_.end(), memory, static_cast<void*>(nullptr));
+  return nccl_.check(nccl_.mem_free(memory), "ncclMemFree");
 }
 
 Status Engine::close() noexcept {

@@ -44,16 +44,19 @@ class Engine {
                                                 DeviceCalls const& calls = device_calls()) noexcept;
   Engine(Engine const&) = delete;
   Engine& operator=(Engine const&) = delete;
-  /// Frees what is still there without waiting for the others.
+  /// Frees what is still there, memory of windows too, without waiting for the others.
   ~Engine();
 
   /// A window of `bytes` zeros. No rank returns before all windows are zero.
-  /// environment: the ranks do not all reach each other by loads and stores. Nothing is left then.
+  /// environment: the ranks do not all reach each other by loads and stores. Nothing is left then. unsupported: it has
+  /// kMostWindows already.
   Expected<Window> allocate(std::size_t bytes) noexcept;
   /// Frees it, after every rank is done with it.
   Status release(Window const& window) noexcept;
   /// Leaves the group; its windows must have been released.
   Status close() noexcept;
+
+  static constexpr int kMostWindows = 8;
 
  private:
   Engine(EngineConfig const& config, DeviceCalls const& calls, NcclLibrary const& nccl) noexcept
@@ -64,6 +67,7 @@ class Engine {
   DeviceCalls calls_;
   NcclLibrary nccl_;
   NcclComm comm_ = nullptr;
+  std::array<void*, kMostWindows> memory_ = {};  // of windows that have not been released
 };
 
 /// A window of memory that the caller brings, from CUDA IPC, torch symmetric memory or NVSHMEM: the

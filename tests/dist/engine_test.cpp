@@ -121,6 +121,17 @@ TEST_F(EngineTest, PeersFollowEachOtherByTheStride) {
   EXPECT_TRUE(engine.value()->release(window.value()).ok());
 }
 
+// As after a fault: nobody waits, TearDown finds nothing left.
+TEST_F(EngineTest, LeavesNoMemoryBehind) {
+  auto engine = Engine::open(config(), calls);
+  ASSERT_TRUE(engine.ok());
+  auto released = engine.value()->allocate(100);
+  ASSERT_TRUE(released.ok());
+  for (int i = 1; i < Engine::kMostWindows; ++i) ASSERT_TRUE(engine.value()->allocate(100).ok());
+  expect_refusal(engine.value()->allocate(100).status(), StatusCode::unsupported, "at most 8");
+  EXPECT_TRUE(engine.value()->release(released.value()).ok());
+}
+
 TEST_F(EngineTest, RefusesUnlessMulticastIsOff) {
   for (char const* value : {static_cast<char const*>(nullptr), "", "1", "2", "00"}) {
     EngineConfig c = config();

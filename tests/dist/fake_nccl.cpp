@@ -42,8 +42,9 @@ FAKE_CALL int ncclCommDestroy(NcclComm) {
   --state.communicators;
   return result("ncclCommDestroy");
 }
-FAKE_CALL int ncclCommAbort(NcclComm) {
+FAKE_CALL int ncclCommAbort(NcclComm) {  // takes what is registered with it
   --state.communicators;
+  state.windows = 0;
   return 0;
 }
 FAKE_CALL int ncclMemAlloc(void** memory, std::size_t bytes) {

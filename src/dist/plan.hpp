@@ -17,12 +17,16 @@
 
 namespace tessera::dist {
 
+// Of a layer whose experts are spread.
+constexpr std::int32_t kMostExperts = 512;
+constexpr std::int32_t kMostChoices = 32;  // of a token
 constexpr int kUnitBlocks = 16;
 constexpr int kTileColumns = 256;  // of a GEMM; a gated up projection makes half as many of a
 
 /// What crosses the link. direct: a row for every pair, and its result back. once: a token's row once per owner, and
-/// the result of every pair back. dedup: a token's row once per owner, and the sum of its results there, weighted by
-/// the scores, back.
+/// the result of every pair back. dedup, which is a model alone as it took longer
+/// (docs/notebook/2026-11-22-fused-timeline.md): a token's row once per owner, and the sum of its results there,
+/// weighted by the scores, back.
 enum class Transfer : std::int32_t { direct, once, dedup };
 
 /// Bounds of an exchange, equal on all ranks. Owner of expert e: rank e / local_experts(). A token may name an expert

@@ -18,8 +18,6 @@
 namespace tessera {
 namespace {
 
-constexpr std::int64_t kMostExperts = 512;
-constexpr std::int64_t kMostChoices = 32;
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 24;
 constexpr std::int64_t kMostColumns = std::int64_t{1} << 20;
 constexpr std::int64_t kMostPoolRows = (std::int64_t{1} << 31) - 1;
@@ -41,8 +39,9 @@ Expected<dist::ExchangeShape> shape_of(ExpertParallelDesc const& d) noexcept {
   TESSERA_TRY(check_range("max_tokens", d.max_tokens, 1, kMostTokens));
   TESSERA_TRY(check_range("hidden", d.hidden, 8, kMostColumns, 8));
   TESSERA_TRY(check_range("intermediate", d.intermediate, 8, kMostColumns, 8));
-  TESSERA_TRY(check_range("experts", d.experts, d.ranks, kMostExperts, d.ranks));
-  TESSERA_TRY(check_range("top_k", d.top_k, 1, std::min(d.experts, kMostChoices)));
+  TESSERA_TRY(check_range("experts", d.experts, d.ranks, dist::kMostExperts, d.ranks));
+  TESSERA_TRY(
+      check_range("top_k", d.top_k, 1, std::min<std::int64_t>(d.experts, dist::kMostChoices)));
   if (!(d.time_limit > 0) || !(d.time_limit <= 86400)) {
     return Status::invalid("time_limit=%g: seconds, above 0 and at most a day", d.time_limit);
   }

@@ -31,7 +31,6 @@ constexpr int kConsumerRegisters = 216;
 // In WorkTile::segment.
 constexpr int kDownTask = 1 << 15;
 constexpr int kSharedRows = 1 << 14;  // the pair's tasks read the same rows, else the same weights
-constexpr int kMostChoices = 32;
 // A named barrier of the consumer warps: none of them reads a stage any more.
 constexpr int kStagesFree = 8;
 static_assert(kMostChoices <= arch::kWarpThreads);

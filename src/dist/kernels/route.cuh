@@ -17,8 +17,6 @@
 
 namespace tessera::dist {
 
-constexpr int kMostExperts = 512;
-
 template <int kThreads>
 struct RouteStorage {
   static constexpr int kWarps = kThreads / arch::kWarpThreads;

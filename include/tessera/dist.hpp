@@ -43,10 +43,10 @@ struct ExpertParallelDesc {
 };
 
 /// Tensors of one pass on this rank, bf16 unless said otherwise, contiguous but for x. T may be 0 and may differ
-/// from rank to rank and from pass to pass.
+/// from rank to rank and from pass to pass. x is copied into the window, unless it is input(T); then nothing else may
+/// lie there.
 struct ExpertParallelArgs {
-  ConstTensor x =
-      {};  ///< [T,d]; copied into the window, unless it is input(T), of which it may be no other part
+  ConstTensor x = {};             ///< [T,d]
   ConstTensor topk_ids = {};      ///< [T,K] int32; may repeat in a token; outside [0,E): no row
   ConstTensor topk_weights = {};  ///< [T,K] fp32
   ConstTensor w_up = {};    ///< this rank's: [E/P,2n,d], gate rows first; [E/P,n,d] without a gate

@@ -73,17 +73,9 @@ Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
   TESSERA_TRY(scope.status());
   auto* const native = static_cast<cudaStream_t>(stream.native);
   ExchangeShape const& s = config_.shape;
-  RowsOfPass const rows = rows_of_pass(s, tensors, x());
-  if (rows == RowsOfPass::astray) {
-    return Status::invalid(
-        "x: lies in the window, but is not its first %d rows one behind the other; pass input(T), "
-        "or memory of its own",
-        tensors.tokens);
-  }
-  if (rows == RowsOfPass::elsewhere) {
+  if (!is_in_place(tensors, s.hidden, x())) {
     std::size_t const row = 2 * static_cast<std::size_t>(s.hidden);
-    std::size_t const pitch =  // one row may have any
-        tensors.tokens == 1 ? row : 2 * static_cast<std::size_t>(tensors.x_pitch);
+    std::size_t const pitch = 2 * static_cast<std::size_t>(tensors.pitch(s.hidden));
     TESSERA_TRY(check(cudaMemcpy2DAsync(x(), row, tensors.gmem_x, pitch, row,
                                         static_cast<std::size_t>(tensors.tokens),
                                         cudaMemcpyDeviceToDevice, native),

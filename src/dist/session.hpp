@@ -35,24 +35,17 @@ struct PassTensors {
   void const* gmem_w_up = nullptr;
   void const* gmem_w_down = nullptr;
   void* gmem_o = nullptr;
+
+  /// Elements from row to row; of one row x_pitch may be anything.
+  [[nodiscard]] std::int64_t pitch(std::int64_t hidden) const noexcept {
+    return tokens == 1 ? hidden : x_pitch;
+  }
 };
 
-/// Where x [tokens,hidden] of a pass is: elsewhere, to be copied; in its place in the window [max_tokens,hidden]; or in
-/// the window, but not as the kernel reads it there.
-enum class RowsOfPass { elsewhere, in_place, astray };
-inline RowsOfPass rows_of_pass(ExchangeShape const& shape, PassTensors const& pass,
-                               void const* window_x) noexcept {
-  if (pass.tokens == 0) return RowsOfPass::in_place;
-  std::int64_t const pitch = pass.tokens == 1 ? shape.hidden : pass.x_pitch;
-  if (pass.gmem_x == window_x && pitch == shape.hidden) return RowsOfPass::in_place;
-  auto const begin = reinterpret_cast<std::uintptr_t>(pass.gmem_x);
-  auto const window = reinterpret_cast<std::uintptr_t>(window_x);
-  auto const bytes = [&](std::int64_t rows, std::int64_t row_pitch) {
-    return static_cast<std::uintptr_t>(2 * ((rows - 1) * row_pitch + shape.hidden));
-  };
-  bool const overlaps = begin < window + bytes(shape.max_tokens, shape.hidden) &&
-                        window < begin + bytes(pass.tokens, pitch);
-  return overlaps ? RowsOfPass::astray : RowsOfPass::elsewhere;
+/// Whether x is the rows in its place in the window, so that nothing is copied there.
+inline bool is_in_place(PassTensors const& pass, std::int64_t hidden,
+                        void const* window_x) noexcept {
+  return pass.tokens == 0 || (pass.gmem_x == window_x && pass.pitch(hidden) == hidden);
 }
 
 class Session {

@@ -223,16 +223,21 @@ Status ExpertParallel::forward(ExpertParallelArgs const& args, Stream stream) no
   aligned("w_up", args.w_up.data);
   aligned("w_down", args.w_down.data);
   aligned("o", args.o.data);
+  dist::PassTensors const pass = {
+      .tokens = static_cast<std::int32_t>(tokens),
+      .gmem_x = args.x.data,
+      .x_pitch = args.x.stride[0],
+      .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
+      .gmem_topk_weights = static_cast<float const*>(args.topk_weights.data),
+      .gmem_w_up = args.w_up.data,
+      .gmem_w_down = args.w_down.data,
+      .gmem_o = args.o.data};
+  if (!dist::is_in_place(pass, desc_.hidden, session_->x())) {
+    auto const bytes = static_cast<std::size_t>(2 * desc_.max_tokens * desc_.hidden);
+    check.buffer("input()", {session_->x(), bytes}, bytes, 1, true);
+  }
   TESSERA_TRY(check.finish());
-  return session_->forward({.tokens = static_cast<std::int32_t>(tokens),
-                            .gmem_x = args.x.data,
-                            .x_pitch = args.x.stride[0],
-                            .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
-                            .gmem_topk_weights = static_cast<float const*>(args.topk_weights.data),
-                            .gmem_w_up = args.w_up.data,
-                            .gmem_w_down = args.w_down.data,
-                            .gmem_o = args.o.data},
-                           stream);
+  return session_->forward(pass, stream);
 }
 
 Status ExpertParallel::check() const noexcept { return session_->fault(); }

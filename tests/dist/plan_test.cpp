@@ -473,24 +473,17 @@ TEST(Layout, OfDeduplicatedTransfersHasASlotPerOwner) {
   EXPECT_EQ(l.group_row(3, 8191, 7) + 4, l.bytes);
 }
 
-TEST(Window, KnowsWhereTheRowsOfAPassAre) {
-  ExchangeShape const shape = {.max_tokens = 8, .hidden = 16};
-  std::array<std::uint16_t, 3 * 8 * 16> memory = {};
-  std::uint16_t* const x = memory.data() + 8 * 16;  // of the window
-  auto const at = [&](std::uint16_t const* rows, std::int32_t tokens, std::int64_t pitch) {
-    return rows_of_pass(shape, {.tokens = tokens, .gmem_x = rows, .x_pitch = pitch}, x);
+TEST(Window, KnowsRowsInTheirPlace) {
+  std::array<std::uint16_t, 8 * 16> x = {};  // of the window
+  auto const in_place = [&](std::uint16_t const* rows, std::int32_t tokens, std::int64_t pitch) {
+    return is_in_place({.tokens = tokens, .gmem_x = rows, .x_pitch = pitch}, 16, x.data());
   };
-  EXPECT_EQ(at(x, 8, 16), RowsOfPass::in_place);
-  EXPECT_EQ(at(x, 3, 16), RowsOfPass::in_place);
-  EXPECT_EQ(at(x, 1, 1), RowsOfPass::in_place);
-  EXPECT_EQ(at(nullptr, 0, 0), RowsOfPass::in_place);
-  EXPECT_EQ(at(x, 4, 32), RowsOfPass::astray);  // every second row
-  EXPECT_EQ(at(x + 16, 4, 16), RowsOfPass::astray);
-  EXPECT_EQ(at(x + 7 * 16, 1, 1), RowsOfPass::astray);
-  EXPECT_EQ(at(x - 8, 2, 16), RowsOfPass::astray);
-  EXPECT_EQ(at(x + 8 * 16, 8, 16), RowsOfPass::elsewhere);
-  EXPECT_EQ(at(x - 8 * 16, 8, 16), RowsOfPass::elsewhere);
-  EXPECT_EQ(at(x - 8 * 16, 1, 1), RowsOfPass::elsewhere);
+  EXPECT_TRUE(in_place(x.data(), 8, 16));
+  EXPECT_TRUE(in_place(x.data(), 3, 16));
+  EXPECT_TRUE(in_place(x.data(), 1, 1)) << "of one row any stride";
+  EXPECT_TRUE(in_place(nullptr, 0, 0)) << "no rows";
+  EXPECT_FALSE(in_place(x.data(), 4, 32)) << "every second row";
+  EXPECT_FALSE(in_place(x.data() + 16, 4, 16));
 }
 
 TEST(Epochs, CompareAcrossTheWrap) {

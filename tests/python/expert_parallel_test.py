@@ -208,6 +208,8 @@ class OnGpus(unittest.TestCase):
                     x = torch.randn_like(x)  # of the same kind, elsewhere
             with self.assertRaisesRegex(RuntimeError, "no backward pass"):  # though the tensors were served before
                 experts(x, ids, scores, w_up[own].requires_grad_(), w_down[own])
+            with self.assertRaisesRegex(ValueError, "overlap"):  # not the window's first rows
+                experts(experts.input(4)[::2], ids[:2], scores[:2], w_up[own], w_down[own])
             with self.assertRaisesRegex(ValueError, "at most max_tokens"):
                 experts.input(SHAPE["max_tokens"] + 1)
             dist.barrier()

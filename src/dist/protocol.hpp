@@ -86,7 +86,7 @@ struct PairPlace {
 /// Bounds of Transfer::once, where a word holds a place.
 TESSERA_INLINE constexpr bool serves_once(ExchangeShape const& s) {
   return std::int64_t{s.max_tokens} * s.max_top_k <= 1 << PairPlace::kIndexBits &&
-         s.local_experts() <= 1 << (32 - PairPlace::kIndexBits) && s.max_top_k <= 32;
+         s.local_experts() <= 1 << (32 - PairPlace::kIndexBits) && s.max_top_k <= kMostChoices;
 }
 
 TESSERA_INLINE constexpr std::int32_t parity(std::uint32_t epoch) {
@@ -97,8 +97,8 @@ TESSERA_INLINE constexpr std::int32_t parity(std::uint32_t epoch) {
 TESSERA_INLINE constexpr bool reached(std::uint32_t word, std::uint32_t epoch) {
   return static_cast<std::int32_t>(word - epoch) >= 0;
 }
-/// Whether this pass brings the words of blocks up to the pass before it, as blocks that no pass has are never said to
-/// be done.
+/// Whether this pass begins by setting this rank's words of blocks, which only a pass that has a block writes, to the
+/// pass before it: no word becomes 2^31 passes old.
 TESSERA_INLINE constexpr bool renews_blocks(std::uint32_t epoch) {
   return epoch % (std::uint32_t{1} << 30) == 0;
 }

@@ -43,8 +43,9 @@ class Ranks {
         w_down_(std::int64_t{s_.experts} * s_.hidden * s_.intermediate) {
     fill(w_up_.get(), static_cast<std::int64_t>(w_up_.size()), 11, 0.25f);
     fill(w_down_.get(), static_cast<std::int64_t>(w_down_.size()), 12, 0.25f);
-    for (int r = 0; r < s_.ranks; ++r)
+    for (int r = 0; r < s_.ranks; ++r) {
       ranks_.push_back(std::make_unique<Rank>(s_, c.ctas, first_epoch));
+    }
   }
 
   // One pass; what went wrong.

@@ -3,6 +3,7 @@
 // routing and whatever comes first, and a report where a rank stalls or dies.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <csignal>
 
@@ -29,6 +30,8 @@ inline int check_small(CheckOptions const& options) {
                          {300, 512, 256, 8, 4, gelu},
                          {300, 512, 256, 8, 4, swiglu, once},
                          {7, 64, 64, 1, 1, swiglu},
+                         {90, 128, 64, 2, 4, swiglu},
+                         {90, 128, 64, 2, 4, swiglu, once},
                          {600, 512, 256, 4, 1, swiglu},
                          {1000, 1152, 192, 16, 8, geglu},
                          {1000, 1152, 192, 16, 8, geglu, once},
@@ -39,7 +42,7 @@ inline int check_small(CheckOptions const& options) {
                                  .hidden = c.hidden,
                                  .intermediate = c.intermediate,
                                  .experts = c.local_experts * options.ranks(),
-                                 .max_top_k = c.top_k,
+                                 .max_top_k = std::min(c.top_k, c.local_experts * options.ranks()),
                                  .transfer = c.transfer,
                                  .gated = Activation{.kind = c.activation}.gated()};
     constexpr int kPasses = 2 * std::size(kPatterns);
@@ -70,8 +73,8 @@ inline int check_small(CheckOptions const& options) {
         });
     bool const ok = all_of(all);
     std::printf("%s (T %d, d %d, n %d, E %d, K %d)%s, %s, %d passes:", ok ? "ok " : "BAD", c.tokens,
-                c.hidden, c.intermediate, shape.experts, c.top_k, c.transfer == once ? " once" : "",
-                options.text().c_str(), kPasses);
+                c.hidden, c.intermediate, shape.experts, shape.max_top_k,
+                c.transfer == once ? " once" : "", options.text().c_str(), kPasses);
     for (Pattern const pattern : kPatterns) std::printf(" %s", name(pattern));
     std::printf("\n");
     std::fflush(stdout);

@@ -25,14 +25,24 @@ constexpr char const* kPartNames[] = {"dispatch", "up_projection_fwd", "down_pro
                                       "combine", "aggregate"};
 
 // balanced: equally many rows for all experts, drawn without putting back where tokens' choices divide them.
-// one_expert: all choices of all tokens but the first are none; idle_rank: the last one has no tokens; nothing: no
-// choice at all.
-enum class Pattern { balanced, random, zipf, one_expert, sentinels, idle_rank, one_token, nothing };
+// one_expert: all choices of all tokens but the first are none; repeats: all choices are one expert's; idle_rank: the
+// last one has no tokens; nothing: no choice at all.
+enum class Pattern {
+  balanced,
+  random,
+  zipf,
+  one_expert,
+  repeats,
+  sentinels,
+  idle_rank,
+  one_token,
+  nothing
+};
 constexpr Pattern kPatterns[] = {Pattern::balanced,   Pattern::random,    Pattern::zipf,
-                                 Pattern::one_expert, Pattern::sentinels, Pattern::idle_rank,
-                                 Pattern::one_token,  Pattern::nothing};
+                                 Pattern::one_expert, Pattern::repeats,   Pattern::sentinels,
+                                 Pattern::idle_rank,  Pattern::one_token, Pattern::nothing};
 inline char const* name(Pattern pattern) {
-  constexpr char const* kNames[] = {"balanced",  "random",    "zipf",      "one-expert",
+  constexpr char const* kNames[] = {"balanced",  "random",    "zipf",      "one-expert", "repeats",
                                     "sentinels", "idle-rank", "one-token", "nothing"};
   return kNames[int(pattern)];
 }
@@ -72,7 +82,8 @@ inline Choices draw(ExchangeShape const& s, Pattern pattern, int rank, uint64_t 
       if (pattern != Pattern::balanced) std::swap(experts[size_t(k)], experts[pick(k)]);
       bool const none = (pattern == Pattern::sentinels && rng() % 3 == 0) ||
                         (pattern == Pattern::one_expert && k > 0) || pattern == Pattern::nothing;
-      int32_t const one = pattern == Pattern::one_expert ? s.experts - 1
+      bool const last = pattern == Pattern::one_expert || pattern == Pattern::repeats;
+      int32_t const one = last                           ? s.experts - 1
                           : pattern == Pattern::balanced ? experts[next]
                                                          : experts[size_t(k)];
       c.ids.push_back(none ? (rng() % 2 ? -1 : s.experts) : one);

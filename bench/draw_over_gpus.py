@@ -41,7 +41,7 @@ def way_of(row: dict) -> str:
         return NCCL
     if variant == "unfused-chain":
         return CHAIN
-    return OURS if variant in OUR_VARIANTS or variant.endswith("beside its GEMMs") else ""
+    return OURS if variant in OUR_VARIANTS else ""
 
 
 def multiple(results: pathlib.Path, gpus: int, way: str, config: str) -> float:

@@ -50,9 +50,8 @@ std::vector<NamedLayer> layers_of(Options const& options) {
   for (int tokens = 1024; tokens <= 16384; tokens *= 2) {
     if (!among(options.tokens, std::to_string(tokens))) continue;
     for (int experts = 8; experts <= 128; experts *= 2) {
-      for (NamedLayer const& layer :
-           {NamedLayer{"FlashDMoE-swiglu", tokens, 2048, 2048, experts, 2},
-            {"FlashDMoE", tokens, 2048, 2048, experts, 2, ActivationKind::gelu}}) {
+      for (NamedLayer layer : named_layers("FlashDMoE-swiglu,FlashDMoE", std::to_string(tokens))) {
+        layer.experts = experts;
         if (among(options.config, layer.name)) all.push_back(layer);
       }
     }
@@ -242,7 +241,9 @@ Measured measure_config(Options const& options, NamedLayer const& c, ExchangeSha
 int measure(Options const& options) {
   std::string rows;
   int failures = 0;
-  for (NamedLayer const& c : layers_of(options)) {
+  std::vector<NamedLayer> const layers = layers_of(options);
+  if (layers.empty()) return refuse_none(options.config, options.tokens);
+  for (NamedLayer const& c : layers) {
     int const ranks = options.ranks();
     ExchangeShape shape = {.ranks = ranks,
                            .max_tokens = c.tokens,

@@ -164,6 +164,7 @@ int measure(Options const& options) {
     return 77;
   }
   std::vector<NamedLayer> const layers = named_layers(options.config, options.tokens);
+  if (layers.empty()) return refuse_none(options.config, options.tokens);
   std::string rows;
   for (NamedLayer const& layer : layers) rows += measure_layer(options, nvml, layer);
   if (!rows.empty()) rows.pop_back();

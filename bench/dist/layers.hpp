@@ -2,6 +2,7 @@
 // The layers that programs here measure, by name, and how they are chosen on a command line.
 #pragma once
 
+#include <cstdio>
 #include <cstdlib>
 #include <sstream>
 #include <string>
@@ -43,6 +44,12 @@ inline std::vector<NamedLayer> named_layers(std::string const& names, std::strin
     }
   }
   return all;
+}
+
+// Exit code 2, with a line.
+inline int refuse_none(std::string const& names, std::string const& tokens) {
+  std::fprintf(stderr, "--config %s --tokens %s: no such layer\n", names.c_str(), tokens.c_str());
+  return 2;
 }
 
 }  // namespace tessera::bench

@@ -5,11 +5,11 @@
 //
 //   chain [--gpus P] [--ranks-per-gpu R] [--nccl PATH] [--processes] [--only chain|fused]
 //         [--check | --iters N [--config NAME,NAME] [--tokens N,N] [--transfer direct|once]
-//          [--routing random|balanced|zipf] [--lags | --latency]] [--out FILE] [--commit HASH]
+//          [--routing random|balanced|zipf] [--lags] [--copies] [--latency]] [--out FILE] [--commit HASH]
 //
 // --check: small awkward exchanges, several passes each, no timing; a rank that stalls, and as a process of its own
 // one that is killed. --tokens: of a GPU, 8192 and 4096 if not given. --lags: the kernel with its downs at several
-// distances. --latency: FlashDMoE's layer over numbers of tokens and experts. Ranks are threads on peer memory, or on
+// distances. --copies: the kernel where x is not in its window yet. --latency: FlashDMoE's layer over numbers of tokens and experts. Ranks are threads on peer memory, or on
 // NCCL's windows (NCCL_NVLS_ENABLE=0), or processes on those. --ranks-per-gpu: threads on peer memory, each with its
 // part of a GPU's SMs; times are then those of these parts, and no link is crossed between ranks of a GPU. Exits with
 // 77 where there are too few GPUs.
@@ -39,7 +39,7 @@ struct Options : CheckOptions {
   std::optional<dist::Transfer> transfer;  // none: the one that the library chooses
   Pattern routing = Pattern::random;
   bool cublas = false;  // is installed
-  bool check = false, latency = false, lags = false;
+  bool check = false, latency = false, lags = false, copies = false;
   std::string command, out, commit, config, tokens;
 };
 
@@ -66,21 +66,25 @@ struct Timed {
   char const* variant;
   Way way;
   int lag = -1;
+  X from = X::in_window;
 };
-constexpr Timed kTimed[] = {{kPartNames[kDispatch], "unfused-chain", Way::chain},
-                            {kPartNames[kUp], "unfused-chain", Way::chain},
-                            {kPartNames[kDown], "unfused-chain", Way::chain},
-                            {kPartNames[kCombine], "unfused-chain", Way::chain},
-                            {kPartNames[kAggregate], "unfused-chain", Way::chain},
-                            {"forward-inference", "unfused-chain", Way::chain},
-                            {"gemms", "", Way::gemms},
-                            {"gemms", "cublas-bmm", Way::cublas},
-                            {"forward-inference", "one-gpu", Way::layer},
-                            {"forward-inference", "fused", Way::fused},
-                            {"forward-inference", "fused-lag-4", Way::fused, 4},
-                            {"forward-inference", "fused-lag-8", Way::fused, 8},
-                            {"forward-inference", "fused-lag-32", Way::fused, 32},
-                            {"forward-inference", "fused-lag-64", Way::fused, 64}};
+constexpr Timed kTimed[] = {
+    {kPartNames[kDispatch], "unfused-chain", Way::chain},
+    {kPartNames[kUp], "unfused-chain", Way::chain},
+    {kPartNames[kDown], "unfused-chain", Way::chain},
+    {kPartNames[kCombine], "unfused-chain", Way::chain},
+    {kPartNames[kAggregate], "unfused-chain", Way::chain},
+    {"forward-inference", "unfused-chain", Way::chain},
+    {"gemms", "", Way::gemms},
+    {"gemms", "cublas-bmm", Way::cublas},
+    {"forward-inference", "one-gpu", Way::layer},
+    {"forward-inference", "fused", Way::fused},
+    {"forward-inference", "fused-x-by-kernel", Way::fused, -1, X::by_kernel},
+    {"forward-inference", "fused-x-ahead", Way::fused, -1, X::ahead},
+    {"forward-inference", "fused-lag-4", Way::fused, 4},
+    {"forward-inference", "fused-lag-8", Way::fused, 8},
+    {"forward-inference", "fused-lag-32", Way::fused, 32},
+    {"forward-inference", "fused-lag-64", Way::fused, 64}};
 constexpr size_t kNumTimed = std::size(kTimed), kGemms = kParts + 1, kCublas = kGemms + 1,
                  kLayer = kCublas + 1, kFused = kLayer + 1;
 
@@ -91,8 +95,9 @@ std::vector<size_t> runs_of(Options const& options) {
   if (options.chain) runs = {kParts, kGemms, kCublas, kLayer};
   if (!options.cublas) std::erase(runs, kCublas);
   if (options.fused) {
-    for (size_t row = kFused; row < (options.lags ? kNumTimed : kFused + 1); ++row) {
-      runs.push_back(row);
+    for (size_t row = kFused; row < kNumTimed; ++row) {
+      bool const asked = kTimed[row].from != X::in_window ? options.copies : options.lags;
+      if (row == kFused || asked) runs.push_back(row);
     }
   }
   return runs;
@@ -131,7 +136,7 @@ class Clock {
         r.launch_layer(context);
         break;
       case Way::fused:
-        r.launch_fused(kTimed[row].lag);
+        r.launch_fused(kTimed[row].lag, kTimed[row].from);
         break;
     }
     watch_.stop(r.stream());
@@ -169,7 +174,7 @@ bool is_right(size_t row, Rank& r, Talk& talk, Context const& context) {
       r.launch_layer(context);
       return true;  // is what the others are compared with
     case Way::fused:
-      r.launch_fused(kTimed[row].lag);
+      r.launch_fused(kTimed[row].lag, kTimed[row].from);
       break;
   }
   r.stream().synchronize();
@@ -288,7 +293,7 @@ int measure(Options const& options) {
         more = text;
       }
       std::printf(
-          "  %-20s %-14s %8.4f ms %6.1f TFLOP/s per rank, %4.0f MHz, tensor pipe %.3f%s%s\n",
+          "  %-20s %-17s %8.4f ms %6.1f TFLOP/s per rank, %4.0f MHz, tensor pipe %.3f%s%s\n",
           timed.pass, timed.variant, q.median, tflops, mhz, pipe, more.c_str(),
           checked ? "" : "  WRONG BITS");
       char text[640];
@@ -349,6 +354,8 @@ int main(int argc, char** argv) {
       options.latency = true;
     } else if (arguments.is("--lags")) {
       options.lags = true;
+    } else if (arguments.is("--copies")) {
+      options.copies = true;
     } else if (arguments.is("--processes")) {
       options.processes = options.nccl = true;
     } else if (arguments.takes("--nccl", options.nccl_path)) {  // a path, or "": it is found

@@ -45,19 +45,21 @@ inline int check_small(CheckOptions const& options) {
                                  .max_top_k = std::min(c.top_k, c.local_experts * options.ranks()),
                                  .transfer = c.transfer,
                                  .gated = Activation{.kind = c.activation}.gated()};
-    constexpr int kPasses = 2 * std::size(kPatterns);
+    constexpr int kPasses = 3 * std::size(kPatterns);  // chain, fused, fused from the caller's x
     auto const all = on_ranks(
         options, shape, c.activation, [&](int rank, Rank& r, Talk& talk, Context const& context) {
           bool all_right = true;
           for (uint64_t pass = 0; pass < kPasses; ++pass) {
-            Pattern const pattern = kPatterns[pass / 2];
-            bool const fused = options.fused && (pass % 2 == 1 || !options.chain);
+            Pattern const pattern = kPatterns[pass / 3];
+            bool const fused = options.fused && (pass % 3 != 0 || !options.chain);
+            X const from = pass % 3 == 2 ? X::by_kernel : X::in_window;
             r.set_pass(draw(shape, pattern, rank, pass), pass);
             r.compute_wanted(context);
             r.poison();
+            if (fused && from == X::by_kernel) r.poison_x();
             talk.meet();
             if (fused) {
-              r.launch_fused(int(pass / 2) - 1);
+              r.launch_fused(int(pass / 3) - 1, from);
             } else {
               r.launch_chain([](Part) {});
             }
@@ -103,12 +105,14 @@ inline int check_repeats(CheckOptions const& options, dist::Transfer transfer) {
                         std::mt19937_64 rng{uint64_t(rank)};
                         int wrong = 0;
                         for (int pass = 0; pass < kRepeats; ++pass) {
+                          X const from = pass < kRepeats / 2 ? X::in_window : X::by_kernel;
                           if (pass % 10 == 0) {
                             r.poison();
+                            if (from == X::by_kernel) r.poison_x();
                             talk.meet();
                           }
                           std::this_thread::sleep_for(std::chrono::microseconds(rng() % 200));
-                          r.launch_fused(pass % 5);
+                          r.launch_fused(pass % 5, from);
                           r.stream().synchronize();
                           r.check_fault();
                           wrong += r.is_right() ? 0 : 1;

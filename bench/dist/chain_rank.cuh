@@ -101,6 +101,9 @@ inline void fail(Status const& status) {
   std::exit(1);
 }
 
+// Where the fused pass finds x: in its window, or with the caller, whence the kernel copies it, or a copy ahead of it.
+enum class X { in_window, by_kernel, ahead };
+
 class Rank {
  public:
   // `windows`: of all ranks, zeroed, as this GPU addresses them.
@@ -127,6 +130,7 @@ class Rank {
         w_up_(halves() * s.experts * s.intermediate * s.hidden),
         w_down_(int64_t{1} * s.experts * s.intermediate * s.hidden),
         o_(int64_t{s.max_tokens} * s.hidden),
+        callers_x_(s.max_tokens * x_pitch()),
         wanted_(int64_t{s.max_tokens} * s.hidden),
         tile_counters_(std::vector<int32_t>{0, 0}) {
     TESSERA_CUDA(cudaMemset(local_.get(), 0, size_t(local_.count())));
@@ -149,6 +153,10 @@ class Rank {
     }
     fill_uniform<<<1024, 256>>>(x(), int64_t{tokens_} * shape_.hidden, seed * 2 + uint64_t(rank_),
                                 1.0f);
+    if (c.tokens > 0) {
+      TESSERA_CUDA(cudaMemcpy2D(callers_x_.get(), 2 * x_pitch(), x(), 2 * shape_.hidden,
+                                2 * shape_.hidden, c.tokens, cudaMemcpyDeviceToDevice));
+    }
     TESSERA_CUDA(cudaDeviceSynchronize());
   }
 
@@ -199,6 +207,11 @@ class Rank {
     fail(moe_forward(context, layer_.desc, layer_.args, stream_.handle()));
   }
 
+  // The window's x, and nothing else.
+  void poison_x() {
+    TESSERA_CUDA(cudaMemset(x(), 0xff, size_t(2) * shape_.max_tokens * shape_.hidden));
+    TESSERA_CUDA(cudaDeviceSynchronize());
+  }
   void poison() {
     pool_.poison();
     a_.poison();
@@ -231,7 +244,12 @@ class Rank {
     return p;
   }
 
-  void launch_fused(int lag) {
+  void launch_fused(int lag, X from = X::in_window) {
+    if (from == X::ahead) {
+      TESSERA_CUDA(cudaMemcpy2DAsync(x(), 2 * shape_.hidden, callers_x_.get(), 2 * x_pitch(),
+                                     2 * shape_.hidden, tokens_, cudaMemcpyDeviceToDevice,
+                                     native()));
+    }
     int64_t const first = int64_t{rank_} * shape_.local_experts();
     int64_t const matrix = int64_t{shape_.intermediate} * shape_.hidden;
     TESSERA_CUDA(dist::launch_forward({.exchange = exchange(),
@@ -240,6 +258,8 @@ class Rank {
                                        .gmem_w_down = w_down_.get() + first * matrix,
                                        .gmem_a = a_.get(),
                                        .gmem_scores = scores_.get(),
+                                       .gmem_x = from == X::by_kernel ? callers_x_.get() : nullptr,
+                                       .x_pitch = x_pitch(),
                                        .gmem_o = o_.get(),
                                        .lag = lag},
                                       sm_count_, native()));
@@ -354,6 +374,7 @@ class Rank {
     return buffer;
   }
   int64_t pairs() const { return int64_t{shape_.max_tokens} * shape_.max_top_k; }
+  int64_t x_pitch() const { return shape_.hidden + 8; }  // of the caller's x
   bf16* x() const { return reinterpret_cast<bf16*>(window_ + window_layout_.x); }
 
   cudaStream_t native() const { return static_cast<cudaStream_t>(stream_.handle().native); }
@@ -371,7 +392,7 @@ class Rank {
   DeviceBuffer<int32_t> ids_, slot_of_pair_;
   DeviceBuffer<float> scores_;
   DeviceBuffer<int32_t> offsets_;
-  DeviceBuffer<bf16> pool_, a_, y_, w_up_, w_down_, o_, wanted_;
+  DeviceBuffer<bf16> pool_, a_, y_, w_up_, w_down_, o_, callers_x_, wanted_;
   DeviceBuffer<int32_t> tile_counters_;
   struct {
     MoeDesc desc;

@@ -73,13 +73,18 @@ Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
   TESSERA_TRY(scope.status());
   auto* const native = static_cast<cudaStream_t>(stream.native);
   ExchangeShape const& s = config_.shape;
-  if (!is_in_place(tensors, s.hidden, x())) {
+  // The kernel copies x while it routes, by copies of 16 bytes and more.
+  std::int64_t const pitch = tensors.pitch(s.hidden);
+  bool const in_place = is_in_place(tensors, s.hidden, x());
+  bool const aligned =
+      reinterpret_cast<std::uintptr_t>(tensors.gmem_x) % 16 == 0 && 2 * pitch % 16 == 0;
+  if (!in_place && !aligned) {
     std::size_t const row = 2 * static_cast<std::size_t>(s.hidden);
-    std::size_t const pitch = 2 * static_cast<std::size_t>(tensors.pitch(s.hidden));
-    TESSERA_TRY(check(cudaMemcpy2DAsync(x(), row, tensors.gmem_x, pitch, row,
-                                        static_cast<std::size_t>(tensors.tokens),
-                                        cudaMemcpyDeviceToDevice, native),
-                      "cudaMemcpy2DAsync"));
+    TESSERA_TRY(
+        check(cudaMemcpy2DAsync(x(), row, tensors.gmem_x, 2 * static_cast<std::size_t>(pitch), row,
+                                static_cast<std::size_t>(tensors.tokens), cudaMemcpyDeviceToDevice,
+                                native),
+              "cudaMemcpy2DAsync"));
   }
   Regions const regions(s, config_.sm_count);
   std::byte* const base = core::WorkspacePlan::align(config_.workspace);
@@ -108,6 +113,8 @@ Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
                                .gmem_w_down = tensors.gmem_w_down,
                                .gmem_a = regions.a.in(base),
                                .gmem_scores = tensors.gmem_topk_weights,
+                               .gmem_x = !in_place && aligned ? tensors.gmem_x : nullptr,
+                               .x_pitch = pitch,
                                .gmem_o = tensors.gmem_o,
                                .lag = -1},
                               config_.sm_count, native),

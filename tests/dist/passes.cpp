@@ -97,8 +97,9 @@ void Passes::check_rows() {
 // What a CTA's warps but the communication warps do.
 Program Passes::cta(Actor& self, std::int32_t index) {
   for (std::uint32_t epoch = 1; epoch <= exchanges_.size(); ++epoch) {
-    if (index == 0) co_await stage_x(self, epoch);
+    if (index == 0 && !options_.copies_x) co_await stage_x(self, epoch);
     co_await self.boundary();
+    if (options_.copies_x) co_await place_x(self, index, epoch);
     co_await route(self, index, epoch);
     Known known;
     if (!options_.publishes_late) co_await publish_lists(self, epoch);
@@ -159,6 +160,15 @@ Program Passes::communication_warp(Actor& self, std::int32_t number) {
 Program Passes::stage_x(Actor& self, std::uint32_t epoch) {
   for (std::int32_t t = 0; t < exchange(epoch).tokens(self.rank); ++t) {
     co_await self.write(window(self.rank, window_.x_row(t)), x_value(epoch, self.rank, t));
+  }
+}
+
+// Of a CTA's slice, while it routes.
+Program Passes::place_x(Actor& self, std::int32_t index, std::uint32_t epoch) {
+  TokenSlice const slice = token_slice(exchange(epoch).tokens(self.rank), index, options_.ctas);
+  for (std::int32_t t = slice.begin; t < slice.end; ++t) {
+    co_await self.write(window(self.rank, window_.x_row(t)), x_value(epoch, self.rank, t),
+                        Proxy::async);
   }
 }
 
@@ -275,6 +285,7 @@ Program Passes::write_lists(Actor& self, std::int32_t index, std::uint32_t epoch
 
 // The word that says that they are there, from the last CTA.
 Program Passes::publish_lists(Actor& self, std::uint32_t epoch) {
+  if (!breaks(Break::x_before_written)) co_await self.wait_written();
   if (!breaks(Break::lists_without_system_fence)) co_await self.fence();
   std::uint64_t const written =
       co_await self.count(local(self, local_.slices_written(bank_of(epoch))), 1);

@@ -29,6 +29,7 @@ enum class Break {
   plan_without_counts,
   lists_without_publish,
   lists_await_equal_epoch,  // a peer that is a pass ahead is never seen
+  x_before_written,         // lists are said to be there when x is still on its way
   // pull
   arrived_before_written,      // counted when shared memory was read
   chunk_loaded_before_read,    // over one that its stores still read
@@ -96,7 +97,8 @@ struct Options {
   bool announces = false;   ///< a warp of its own fences and counts for the others of its CTA
   bool sums_early = false;  ///< communication warps add up tokens that are complete, direct
   bool publishes_late =
-      false;  ///< the lists behind the plan, as the fused kernel; else ahead of it
+      false;              ///< the lists behind the plan, as the fused kernel; else ahead of it
+  bool copies_x = false;  ///< into the window, by bulk copies of each CTA; else it lies there
 };
 
 struct Entry;
@@ -120,6 +122,7 @@ class Passes : public World {
   Program cta(Actor& self, std::int32_t index);
   Program communication_warp(Actor& self, std::int32_t number);
   Program stage_x(Actor& self, std::uint32_t epoch);
+  Program place_x(Actor& self, std::int32_t index, std::uint32_t epoch);
   Program route(Actor& self, std::int32_t index, std::uint32_t epoch);
   Program write_lists(Actor& self, std::int32_t index, std::uint32_t epoch,
                       std::vector<std::int32_t>& next, std::vector<std::int32_t> const& totals);

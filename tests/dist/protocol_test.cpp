@@ -86,6 +86,7 @@ TEST(Protocol, EndsAndLosesNothing) {
                                     std::to_string(seed);
           options.rows_by_stores = seed % 2 != 0;
           options.publishes_late = seed / 2 % 2 != 0;
+          options.copies_x = seed / 4 % 2 != 0;
           ASSERT_EQ(run(small(ranks), options, seed), "") << where;
           if (seed % 3 != 0) continue;
           ASSERT_EQ(run(small_once(ranks), options, seed), "") << where << ", once";
@@ -233,7 +234,8 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
                                                            .rows_by_stores = by_stores,
                                                            .rows_of_draw = small_case.rows_of_draw,
                                                            .sums_early = small_case.sums_early,
-                                                           .publishes_late = by_stores});
+                                                           .publishes_late = by_stores,
+                                                           .copies_x = by_stores});
       };
       Exploration const all = explore(make, 1'000'000);
       EXPECT_EQ(all.fault, "");
@@ -374,6 +376,10 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
     expect_noticed(broken, small_once(2), by_stores);
   }
   for (Broken const& broken : of_dedup) expect_noticed(broken, small_dedup(2));
+  for (ExchangeShape const& shape : {small(2), small_once(2)}) {
+    expect_noticed({Break::x_before_written, "x_before_written", "read"}, shape,
+                   {.passes = 5, .rows_by_stores = true, .copies_x = true});
+  }
   expect_noticed(
       {Break::untold_rows_while_waiting, "untold_rows_while_waiting", "waits at arrived"},
       small_dedup(2), {.passes = 5, .rows_in_flight = 4});

@@ -94,8 +94,38 @@ class Ranks {
 
  private:
   static constexpr std::uint64_t kNoLimit = std::uint64_t{1} << 40;
+  static constexpr int kGap = 8;  // between rows of the caller's x
+
+  struct Rank {
+    WindowLayout layout;
+    LocalLayout local_layout;
+    Memory<char> window, local;
+    Memory<std::uint32_t> epoch;
+    Memory<Bits> x, pool, a, o;
+    std::vector<std::int32_t> ids;
+    std::vector<float> scores;
+    Fault fault = {};
+
+    Rank(ExchangeShape const& s, int ctas, std::uint32_t first_epoch)
+        : layout(s),
+          local_layout(s, ctas),
+          window(layout.bytes, 0),
+          local(local_layout.bytes, 0),
+          epoch(1),
+          x(s.max_tokens * std::int64_t{s.hidden + kGap}),
+          pool(s.pool_rows() * s.hidden),
+          a(s.pool_rows() * s.intermediate),
+          o(std::int64_t{s.max_tokens} * s.hidden) {
+      epoch[0] = first_epoch;
+      for (std::int32_t r = 0; r < s.ranks; ++r) {
+        std::uint32_t const before = first_epoch - 1;
+        std::memcpy(window.get() + layout.ack_word(r), &before, sizeof before);
+      }
+    }
+  };
 
   void prepare(Exchange const& exchange, std::uint64_t seed) {
+    copies_x_ = (seed % 2 == 0) == (s_.transfer == Transfer::direct);
     for (int r = 0; r < s_.ranks; ++r) {
       Rank& rank = *ranks_[static_cast<std::size_t>(r)];
       rank.ids = exchange.ids[static_cast<std::size_t>(r)];
@@ -104,11 +134,23 @@ class Ranks {
       for (std::size_t i = 0; i < rank.ids.size(); ++i) {
         rank.scores.push_back(static_cast<float>(rng() % 1000) / 1000.0f + 0.1f);
       }
-      fill(x(r), std::int64_t{exchange.tokens(r)} * s_.hidden,
-           seed * 128 + static_cast<std::uint64_t>(r), 1.0f);
+      place_x(rank, exchange.tokens(r), seed * 128 + static_cast<std::uint64_t>(r));
       std::memset(rank.window.get() + rank.layout.slots, 0xff,
                   static_cast<std::size_t>(rank.layout.bytes - rank.layout.slots));
       std::memset(rank.o.get(), 0xff, rank.o.size() * sizeof(Bits));
+    }
+  }
+  // With the caller, with gaps between rows; and in the window, unless the kernel copies it there.
+  void place_x(Rank& rank, std::int32_t tokens, std::uint64_t seed) {
+    std::memset(rank.x.get(), 0xff, rank.x.size() * sizeof(Bits));
+    std::memset(rank.window.get() + rank.layout.x, 0xff,
+                static_cast<std::size_t>(std::int64_t{2} * s_.max_tokens * s_.hidden));
+    for (std::int32_t t = 0; t < tokens; ++t) {
+      Bits* const row = rank.x.get() + t * x_pitch();
+      fill(row, s_.hidden, seed * 1024 + static_cast<std::uint64_t>(t), 1.0f);
+      if (copies_x_) continue;
+      std::memcpy(rank.window.get() + rank.layout.x_row(t), row,
+                  static_cast<std::size_t>(s_.hidden) * sizeof(Bits));
     }
   }
   // Of ranks that have not reported anything.
@@ -122,38 +164,8 @@ class Ranks {
     return "";
   }
 
-  struct Rank {
-    WindowLayout layout;
-    LocalLayout local_layout;
-    Memory<char> window, local;
-    Memory<std::uint32_t> epoch;
-    Memory<Bits> pool, a, o;
-    std::vector<std::int32_t> ids;
-    std::vector<float> scores;
-    Fault fault = {};
-
-    Rank(ExchangeShape const& s, int ctas, std::uint32_t first_epoch)
-        : layout(s),
-          local_layout(s, ctas),
-          window(layout.bytes, 0),
-          local(local_layout.bytes, 0),
-          epoch(1),
-          pool(s.pool_rows() * s.hidden),
-          a(s.pool_rows() * s.intermediate),
-          o(std::int64_t{s.max_tokens} * s.hidden) {
-      epoch[0] = first_epoch;
-      for (std::int32_t r = 0; r < s.ranks; ++r) {
-        std::uint32_t const before = first_epoch - 1;
-        std::memcpy(window.get() + layout.ack_word(r), &before, sizeof before);
-      }
-    }
-  };
-
   std::int64_t halves() const { return s_.gated ? 2 : 1; }
-  Bits* x(int rank) const {
-    Rank& r = *ranks_[static_cast<std::size_t>(rank)];
-    return reinterpret_cast<Bits*>(r.window.get() + r.layout.x);
-  }
+  std::int64_t x_pitch() const { return s_.hidden + kGap; }
 
   cudaError_t launch(int rank, int tokens, std::uint32_t jitter_ns, std::uint64_t limit_ns) {
     Rank& r = *ranks_[static_cast<std::size_t>(rank)];
@@ -184,6 +196,8 @@ class Ranks {
                            .gmem_w_down = w_down_.get() + first * matrix,
                            .gmem_a = r.a.get(),
                            .gmem_scores = r.scores.data(),
+                           .gmem_x = copies_x_ ? r.x.get() : nullptr,
+                           .x_pitch = x_pitch(),
                            .gmem_o = r.o.get(),
                            .lag = case_.lag},
                           case_.ctas, nullptr);
@@ -201,7 +215,7 @@ class Ranks {
     int const d = s_.hidden, n = s_.intermediate;
     std::vector<float> sum(static_cast<std::size_t>(d), 0.0f);
     std::vector<Bits> a(static_cast<std::size_t>(n));
-    Bits const* const row = x(rank) + std::int64_t{token} * d;
+    Bits const* const row = r.x.get() + token * x_pitch();
     for (int k = 0; k < s_.max_top_k; ++k) {
       auto const pair = static_cast<std::size_t>(token * s_.max_top_k + k);
       std::int32_t const e = r.ids[pair];
@@ -232,6 +246,7 @@ class Ranks {
 
   Case case_;
   ExchangeShape s_;
+  bool copies_x_ = false;  // in this pass
   Memory<Bits> w_up_, w_down_;
   std::vector<std::unique_ptr<Rank>> ranks_;
 };
@@ -309,6 +324,24 @@ TEST(FusedForward, SeveralBlocksAndTilesOfAnExpert) {
   for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
     expect_right({.shape = shape(2, 20, 520, 200, 4, 2, transfer), .ctas = 4});
     expect_right({.shape = shape(2, 150, 64, 64, 2, 1, transfer)});
+  }
+}
+
+// Of x, which is copied in pieces of 4 KB.
+TEST(FusedForward, RowsOfSeveralPieces) {
+  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+    expect_right({.shape = shape(1, 40, 4104, 64, 2, 1, transfer)});
+  }
+}
+
+// Stores of x that arrive long after they were read from shared memory.
+TEST(FusedForward, RowsThatArriveLate) {
+  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+    Case const c = {.shape = shape(2, 24, 64, 64, 4, 2, transfer)};
+    std::uint64_t const seed = transfer == Transfer::once ? 1 : 2;  // x is copied
+    ASSERT_EQ(Ranks(c).pass(draw_exchange(c.shape, Pattern::random, seed), seed,
+                            {.seed = seed, .burst = 64, .copies = 2000}),
+              "");
   }
 }
 

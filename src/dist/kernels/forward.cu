@@ -80,6 +80,8 @@ cudaError_t launch_forward(ForwardArguments const& args, int sm_count, cudaStrea
     return cudaErrorInvalidValue;
   }
   ForwardParams params{.exchange = args.exchange,
+                       .gmem_x = static_cast<char const*>(args.gmem_x),
+                       .x_pitch_bytes = 2 * args.x_pitch,
                        .gmem_scores = args.gmem_scores,
                        .gmem_o = static_cast<block::bf16*>(args.gmem_o),
                        .lag = args.lag};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // forward: o_t = sum over choices of s * (act(x_t w_up[e]^T) w_down[e]^T), experts on all GPUs, one launch.
-// Schedule persistent, one CTA per SM on every GPU, in pairs. All CTAs route and plan (route.cuh), then by role:
+// Schedule persistent, one CTA per SM on every GPU, in pairs. All CTAs route and plan (route.cuh) while a warp of each
+//          copies x into the window (place_x.cuh), then by role:
 //   WG0 warp 0     | TMA loads, half of what both CTAs of a pair read for both
 //       warps 1, 2 | pull rows into the pool in the order of the tasks -> arrived
 //       warp 3     | draws tickets (schedule_tasks.cuh); lets a task be loaded [there] once [arrived] or [a_ready]
@@ -248,15 +249,17 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   auto& smem = *reinterpret_cast<ForwardStorage*>(smem_raw);
   Pass const pass{p, smem, *p.exchange.gmem_epoch};
   // The stages are free until the roles begin.
-  auto& routing = *reinterpret_cast<RouteStorage<kForwardThreads>*>(&smem.gemm.a);
+  auto& head = *reinterpret_cast<HeadStorage*>(&smem.gemm.a);
+  PlaceX place_x(p.exchange, p.gmem_x, p.x_pitch_bytes, head.place_x, smem.x_landed);
+  if (arch::warp_idx() == kForwardThreads / arch::kWarpThreads - 1) place_x.begin();
   if (threadIdx.x == kForwardThreads - 1) init_barriers(smem);
   clear_next_bank<kForwardThreads>(p.exchange, pass.epoch);
   if (renews_blocks(pass.epoch)) renew_blocks<kForwardThreads>(p.exchange, pass.epoch);
-  if (!route(p.exchange, routing, pass.epoch)) {
+  if (!route(p.exchange, head.route, pass.epoch, place_x)) {
     begin_together(smem, false);
     return;
   }
-  keep_plan(pass, routing);
+  keep_plan(pass, head.route);
   if (!begin_together(smem, true)) return;
   int const warpgroup = arch::warpgroup_idx();
   if (warpgroup == 0) {

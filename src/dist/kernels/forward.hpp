@@ -21,8 +21,11 @@ struct ForwardArguments {
   void const* gmem_w_down;   // [local_experts,d,n] bf16
   void* gmem_a;              // [pool_rows,n] bf16, workspace
   float const* gmem_scores;  // [tokens,max_top_k]
-  void* gmem_o;              // out [tokens,d] bf16
-  std::int32_t lag;          // units of down behind those of up; < 0: default_lag
+  // [tokens,d] bf16, rows x_pitch elements apart, both at multiples of 16 bytes; null: in this rank's window already
+  void const* gmem_x = nullptr;
+  std::int64_t x_pitch = 0;
+  void* gmem_o;      // out [tokens,d] bf16
+  std::int32_t lag;  // units of down behind those of up; < 0: default_lag
 };
 
 /// All CTAs are resident (a cooperative launch of sm_count, less one where that is odd), in clusters of two.

@@ -6,6 +6,7 @@
 #include "cuda/block/activation.cuh"
 #include "cuda/block/gemm.cuh"
 #include "dist/kernels/forward.hpp"
+#include "dist/kernels/place_x.cuh"
 #include "dist/kernels/route.cuh"
 
 namespace tessera::dist {
@@ -77,6 +78,7 @@ struct ForwardStorage {
   SentQueue sent;
   ScheduleBarriers schedule;
   DrawnTickets tickets;
+  PlaceXBarriers x_landed;
   // Of this rank's experts, as the cursors read them.
   std::int32_t list_begin[kMostExperts];
   ExpertPlan plan[kMostExperts];  // local experts; of several ranks, half of it at most
@@ -97,7 +99,13 @@ struct ForwardStorage {
 };
 static_assert(sizeof(ForwardStorage) <= block::kSharedMemoryBytes);
 static_assert(kMostExperts <= block::kMaxSegments);
-static_assert(sizeof(RouteStorage<kForwardThreads>) <=
+
+// In the stages, until the roles begin.
+struct HeadStorage {
+  PlaceXStorage place_x;
+  RouteStorage<kForwardThreads> route;
+};
+static_assert(sizeof(HeadStorage) <=
               sizeof(block::SharedStorage<kPlain>::a) + sizeof(block::SharedStorage<kPlain>::b));
 
 // Of the epilogue of an up task (store_rows.cuh).
@@ -118,6 +126,8 @@ struct ForwardParams {
   block::GemmParams up = {}, down = {};  // maps and k_tiles; A of up is the pool, of down a
   SharedMaps shared_up = {}, shared_down = {};
   StoreRowsParams activation = {};
+  char const* gmem_x;  // null: the rows lie in the window
+  std::int64_t x_pitch_bytes;
   float const* gmem_scores;
   block::bf16* gmem_o;
   int lag;

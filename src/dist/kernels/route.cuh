@@ -7,6 +7,7 @@
 //   plan     every CTA awaits the counts of all ranks [counted] and derives the same, while one warp says that its
 //            entries are there, that of the last CTA to the owners. The lists may still be on their way: who reads them
 //            awaits them [publish]
+// Beside   what the last warp has begun it finishes before its CTA's entries are said to be there (place_x.cuh)
 // Threads that poll are few, a barrier passes it on. False: a wait has failed, the pass is lost (wait.cuh).
 #pragma once
 
@@ -16,6 +17,11 @@
 #include "dist/kernels/wait.cuh"
 
 namespace tessera::dist {
+
+// Nothing is done beside the routing.
+struct NothingBeside {
+  __device__ void finish() {}
+};
 
 template <int kThreads>
 struct RouteStorage {
@@ -262,15 +268,19 @@ __device__ void plan_by_warps(ExchangeArguments const& p, RouteStorage<kThreads>
   }
 }
 
-template <int kThreads>
-__device__ bool route(ExchangeArguments const& p, RouteStorage<kThreads>& smem,
-                      std::uint32_t epoch) {
+template <int kThreads, class Beside>
+__device__ bool route(ExchangeArguments const& p, RouteStorage<kThreads>& smem, std::uint32_t epoch,
+                      Beside&& beside) {
   TokenSlice const slice =
       token_slice(p.tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
-  if (!scan(p, smem, epoch, slice)) return false;
-  send_counts(p, smem, epoch);
-  write_entries(p, smem, epoch, slice);
   int const thread = static_cast<int>(threadIdx.x);
+  bool const scanned = scan(p, smem, epoch, slice);
+  if (scanned) {
+    send_counts(p, smem, epoch);
+    write_entries(p, smem, epoch, slice);
+  }
+  if (thread / arch::kWarpThreads == kThreads / arch::kWarpThreads - 1) beside.finish();
+  if (!scanned) return false;
   bool reached = true;
   for (int i = thread; i < p.shape.ranks * p.shape.experts && reached; i += kThreads) {
     reached = Waiter(p, epoch).for_rows(i / p.shape.experts, i % p.shape.experts, smem.counts[i]);

@@ -16,7 +16,8 @@
 //          queue of sent tasks (sent_tasks.cuh); next, there, tickets (schedule_tasks.cuh)
 // Numerics fp32 accumulate, one rounding for a, y and o each; choices are added in their order: the bits
 //          do not depend on P, nor on who computes a task
-// Faults   a wait that fails lets every later wait pass: the kernel ends, o is void, the Fault says why
+// Faults   a wait that fails lets every later wait pass: the kernel ends, o is void, the Fault says why; so does that of
+//          the other ranks, which look at the end whether one has given up
 #pragma once
 
 #include "cuda/arch/dynamic_shared.cuh"
@@ -287,6 +288,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     consume<kKind>(pass, warpgroup - 1);
     arch::named_barrier_sync(kStagesFree, kConsumers * arch::kWarpgroupThreads);
     SlotSums(pass, warp).run();
+    Waiter(p.exchange, pass.epoch).report_given_up();
   }
   __syncwarp();
   arch::cluster_sync();  // this CTA's barriers get the other one's arrivals until then

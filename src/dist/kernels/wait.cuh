@@ -73,6 +73,17 @@ class Waiter {
         source);
   }
 
+  /// At the end of a pass for which every word has come. Who gives up does not stop and may have sent what is void, and
+  /// waits look at the words of ranks seldom. By a converged warp that has seen all that it waited for.
+  __device__ void report_given_up() const {
+    int const rank = arch::lane_idx();
+    bool const seen =
+        rank < p_.shape.ranks &&
+        arch::load_relaxed_sys(word_of(p_.windows[p_.rank], p_.window.abort_word(rank))) != 0;
+    unsigned const ranks = __ballot_sync(arch::kAllLanes, seen);
+    if (ranks != 0 && rank == 0) raise(Site::ended, -1, 0, 0, __ffs(static_cast<int>(ranks)));
+  }
+
  private:
   // kWarp: by a converged warp, whose lanes wait for words of their own, until all have what they wait for. If each
   // left by itself, the compiler would take the warp for divided from then on, and keep what its k loops count in

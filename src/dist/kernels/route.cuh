@@ -247,19 +247,25 @@ __device__ void plan_by_warps(ExchangeArguments const& p, RouteStorage<kThreads>
        part += RouteStorage<kThreads>::kWarps) {
     int const rank = part / 2;
     int const first = rank * local_experts;
-    if (part % 2 == 0) {  // the plan of this owner
-      ExpertPlan* const plan = smem.plan + first;
-      auto const rows = [&](int local) { return rows_of(p.shape, counts, first + local); };
-      auto const blocks = [&](int local) { return blocks_of(p.shape, rows(local)); };
-      exclusive_sums(local_experts, rows, [&](int local, std::int32_t before) {
-        plan[local].rows = rows(local);
-        plan[local].first_row = before;
-      });
-      exclusive_sums(local_experts, blocks,
-                     [&](int local, std::int32_t before) { plan[local].first_block = before; });
-      exclusive_sums(
-          local_experts, [&](int local) { return units_of(blocks(local)); },
-          [&](int local, std::int32_t before) { plan[local].first_unit = before; });
+    if (part % 2 == 0) {      // the plan of this owner
+      ExpertPlan ahead = {};  // what the experts ahead have
+      for (int group = 0; group < local_experts; group += arch::kWarpThreads) {
+        int const local = group + arch::lane_idx();
+        bool const has_expert = local < local_experts;
+        std::int32_t const rows = has_expert ? rows_of(p.shape, counts, first + local) : 0;
+        std::int32_t const blocks = blocks_of(p.shape, rows);
+        std::int32_t const units = units_of(blocks);
+        // To before an expert's own, and to the experts ahead of the next group.
+        auto const sum = [](std::int32_t own, std::int32_t& ahead) {
+          std::int32_t const sum = cuda::block::inclusive_sum(own);
+          std::int32_t const before = ahead + sum - own;
+          ahead += __shfl_sync(arch::kAllLanes, sum, arch::kWarpThreads - 1);
+          return before;
+        };
+        ExpertPlan const plan = {rows, sum(rows, ahead.first_row), sum(blocks, ahead.first_block),
+                                 sum(units, ahead.first_unit)};
+        if (has_expert) smem.plan[first + local] = plan;
+      }
     } else {  // the list of this source
       exclusive_sums(
           local_experts, [&](int local) { return counts.at(rank, p.rank * local_experts + local); },

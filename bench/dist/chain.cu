@@ -9,10 +9,10 @@
 //
 // --check: small awkward exchanges, several passes each, no timing; a rank that stalls, and as a process of its own
 // one that is killed. --tokens: of a GPU, 8192 and 4096 if not given. --lags: the kernel with its downs at several
-// distances. --copies: the kernel where x is not in its window yet. --latency: FlashDMoE's layer over numbers of tokens and experts. Ranks are threads on peer memory, or on
-// NCCL's windows (NCCL_NVLS_ENABLE=0), or processes on those. --ranks-per-gpu: threads on peer memory, each with its
-// part of a GPU's SMs; times are then those of these parts, and no link is crossed between ranks of a GPU. Exits with
-// 77 where there are too few GPUs.
+// distances. --copies: the kernel where x is not in its window yet. --latency: FlashDMoE's layer over numbers of
+// tokens and experts. Ranks are threads on peer memory, or on NCCL's windows (NCCL_NVLS_ENABLE=0), or processes on
+// those. --ranks-per-gpu: threads on peer memory, each with its part of a GPU's SMs; times are then those of these
+// parts, and no link is crossed between ranks of a GPU. Exits with 77 where there are too few GPUs.
 //
 // Judged is the kernel's time against the larger of two bounds: its GEMMs without communication, by our kernels or by
 // cuBLAS, whichever are faster, and the bytes that cross the link in one direction, those of rows there and of results

@@ -16,8 +16,8 @@
 //          queue of sent tasks (sent_tasks.cuh); next, there, tickets (schedule_tasks.cuh)
 // Numerics fp32 accumulate, one rounding for a, y and o each; choices are added in their order: the bits
 //          do not depend on P, nor on who computes a task
-// Faults   a wait that fails lets every later wait pass: the kernel ends, o is void, the Fault says why; so does that of
-//          the other ranks, which look at the end whether one has given up
+// Faults   a wait that fails lets every later wait pass: the kernel ends, o is void, the Fault says why. So does that
+//          of the other ranks, which look at the end whether one has given up
 #pragma once
 
 #include "cuda/arch/dynamic_shared.cuh"

@@ -44,7 +44,7 @@ struct ExpertParallelDesc {
 
 /// Tensors of one pass on this rank, bf16 unless said otherwise, contiguous but for x. T may be 0 and may differ
 /// from rank to rank and from pass to pass. x is copied into the window, unless it is input(T); then nothing else may
-/// lie there.
+/// lie there. Copied fastest where it begins, and its rows lie, at multiples of 16 bytes.
 struct ExpertParallelArgs {
   ConstTensor x = {};             ///< [T,d]
   ConstTensor topk_ids = {};      ///< [T,K] int32; may repeat in a token; outside [0,E): no row

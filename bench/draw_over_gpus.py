@@ -20,8 +20,8 @@ CONFIGS = ("Qwen3-30B", "FlashDMoE-swiglu", "FlashDMoE", "DSv3")
 GEMMS, CHAIN, LIGER_CUTE, NCCL = "its GEMMs alone", "separate kernels", "LigerCute", "NCCL and grouped\\\\_mm"
 WAYS = (GEMMS, CHAIN, LIGER_CUTE, NCCL)
 # The file that has both a way and Tessera's pass.
-FILES = {2: {GEMMS: "2026-11-25-beside-x-by-kernel", CHAIN: "2026-11-25-beside-x-by-kernel",
-             LIGER_CUTE: "2026-11-25-python-expert-parallel-liger-cute", NCCL: "2026-11-25-python-x-by-kernel"},
+FILES = {2: {GEMMS: "2026-11-25-beside-plan-in-one-run", CHAIN: "2026-11-25-beside-plan-in-one-run",
+             LIGER_CUTE: "2026-11-25-python-expert-parallel-liger-cute", NCCL: "2026-11-25-python-plan-in-one-run"},
          4: {GEMMS: "2026-11-22-beside-bounds", CHAIN: "2026-11-22-beside-bounds",
              LIGER_CUTE: "2026-11-22-liger-cute", NCCL: "2026-11-22-nccl-grouped-mm"}}
 OURS = "Tessera"

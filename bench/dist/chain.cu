@@ -5,7 +5,7 @@
 //
 //   chain [--gpus P] [--ranks-per-gpu R] [--nccl PATH] [--processes] [--only chain|fused]
 //         [--check | --iters N [--config NAME,NAME] [--tokens N,N] [--transfer direct|once]
-//          [--routing random|balanced|zipf] [--lags] [--copies] [--latency]] [--out FILE] [--commit HASH]
+//          [--routing random|balanced|zipf] [[--lags] [--copies] | --latency]] [--out FILE] [--commit HASH]
 //
 // --check: small awkward exchanges, several passes each, no timing; a rank that stalls, and as a process of its own
 // one that is killed. --tokens: of a GPU, 8192 and 4096 if not given. --lags: the kernel with its downs at several

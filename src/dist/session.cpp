@@ -75,10 +75,10 @@ Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
   ExchangeShape const& s = config_.shape;
   // The kernel copies x while it routes, by copies of 16 bytes and more.
   std::int64_t const pitch = tensors.pitch(s.hidden);
-  bool const in_place = is_in_place(tensors, s.hidden, x());
-  bool const aligned =
-      reinterpret_cast<std::uintptr_t>(tensors.gmem_x) % 16 == 0 && 2 * pitch % 16 == 0;
-  if (!in_place && !aligned) {
+  bool const copied = !is_in_place(tensors, s.hidden, x());
+  bool const by_kernel =
+      copied && reinterpret_cast<std::uintptr_t>(tensors.gmem_x) % 16 == 0 && 2 * pitch % 16 == 0;
+  if (copied && !by_kernel) {
     std::size_t const row = 2 * static_cast<std::size_t>(s.hidden);
     TESSERA_TRY(
         check(cudaMemcpy2DAsync(x(), row, tensors.gmem_x, 2 * static_cast<std::size_t>(pitch), row,
@@ -113,7 +113,7 @@ Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
                                .gmem_w_down = tensors.gmem_w_down,
                                .gmem_a = regions.a.in(base),
                                .gmem_scores = tensors.gmem_topk_weights,
-                               .gmem_x = !in_place && aligned ? tensors.gmem_x : nullptr,
+                               .gmem_x = by_kernel ? tensors.gmem_x : nullptr,
                                .x_pitch = pitch,
                                .gmem_o = tensors.gmem_o,
                                .lag = -1},

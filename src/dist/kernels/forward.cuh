@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   // The stages are free until the roles begin.
   auto& head = *reinterpret_cast<HeadStorage*>(&smem.gemm.a);
   PlaceX place_x(p.exchange, p.gmem_x, p.x_pitch_bytes, head.place_x, smem.x_landed);
-  if (arch::warp_idx() == kForwardThreads / arch::kWarpThreads - 1) place_x.begin();
+  if (arch::warp_idx() == kBesideWarp<kForwardThreads>) place_x.begin();
   if (threadIdx.x == kForwardThreads - 1) init_barriers(smem);
   clear_next_bank<kForwardThreads>(p.exchange, pass.epoch);
   if (renews_blocks(pass.epoch)) renew_blocks<kForwardThreads>(p.exchange, pass.epoch);

@@ -7,7 +7,7 @@
 //   plan     every CTA awaits the counts of all ranks [counted] and derives the same, while one warp says that its
 //            entries are there, that of the last CTA to the owners. The lists may still be on their way: who reads them
 //            awaits them [publish]
-// Beside   what the last warp has begun it finishes before its CTA's entries are said to be there (place_x.cuh)
+// Beside   one warp finishes what it has begun before its CTA's entries are said to be there (place_x.cuh)
 // Threads that poll are few, a barrier passes it on. False: a wait has failed, the pass is lost (wait.cuh).
 #pragma once
 
@@ -17,6 +17,11 @@
 #include "dist/kernels/wait.cuh"
 
 namespace tessera::dist {
+
+// The warp that copies beside the routing, and says that its CTA's entries are there: one that has no part of the plan
+// where ranks are few.
+template <int kThreads>
+constexpr int kBesideWarp = kThreads / arch::kWarpThreads - 1;
 
 // Nothing is done beside the routing.
 struct NothingBeside {
@@ -247,23 +252,24 @@ __device__ void plan_by_warps(ExchangeArguments const& p, RouteStorage<kThreads>
        part += RouteStorage<kThreads>::kWarps) {
     int const rank = part / 2;
     int const first = rank * local_experts;
-    if (part % 2 == 0) {      // the plan of this owner
-      ExpertPlan ahead = {};  // what the experts ahead have
+    if (part % 2 == 0) {  // the plan of this owner
+      ExpertPlan ahead = {};
       for (int group = 0; group < local_experts; group += arch::kWarpThreads) {
         int const local = group + arch::lane_idx();
         bool const has_expert = local < local_experts;
         std::int32_t const rows = has_expert ? rows_of(p.shape, counts, first + local) : 0;
         std::int32_t const blocks = blocks_of(p.shape, rows);
         std::int32_t const units = units_of(blocks);
-        // To before an expert's own, and to the experts ahead of the next group.
-        auto const sum = [](std::int32_t own, std::int32_t& ahead) {
+        // What the experts before this one have; ahead grows by what this group has.
+        auto const first_of = [](std::int32_t own, std::int32_t& ahead) {
           std::int32_t const sum = cuda::block::inclusive_sum(own);
           std::int32_t const before = ahead + sum - own;
           ahead += __shfl_sync(arch::kAllLanes, sum, arch::kWarpThreads - 1);
           return before;
         };
-        ExpertPlan const plan = {rows, sum(rows, ahead.first_row), sum(blocks, ahead.first_block),
-                                 sum(units, ahead.first_unit)};
+        ExpertPlan const plan = {rows, first_of(rows, ahead.first_row),
+                                 first_of(blocks, ahead.first_block),
+                                 first_of(units, ahead.first_unit)};
         if (has_expert) smem.plan[first + local] = plan;
       }
     } else {  // the list of this source
@@ -285,14 +291,13 @@ __device__ bool route(ExchangeArguments const& p, RouteStorage<kThreads>& smem, 
     send_counts(p, smem, epoch);
     write_entries(p, smem, epoch, slice);
   }
-  if (thread / arch::kWarpThreads == kThreads / arch::kWarpThreads - 1) beside.finish();
+  if (thread / arch::kWarpThreads == kBesideWarp<kThreads>) beside.finish();
   if (!scanned) return false;
   bool reached = true;
   for (int i = thread; i < p.shape.ranks * p.shape.experts && reached; i += kThreads) {
     reached = Waiter(p, epoch).for_rows(i / p.shape.experts, i % p.shape.experts, smem.counts[i]);
   }
   if (!all_reached(reached)) return false;
-  // By a warp that has no part of the plan where ranks are few.
   if (thread == kThreads - 1) publish_entries(p, epoch);
   __syncwarp();
   plan_by_warps(p, smem);

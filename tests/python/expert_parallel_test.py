@@ -196,14 +196,18 @@ class OnGpus(unittest.TestCase):
                 x = torch.randn(tokens, d, **options)
                 scores, ids = torch.rand(tokens, e, device="cuda").topk(k)
                 placed = experts.input(tokens)
-                for variant in ("made", "given", "in place"):
+                for variant in ("made", "given", "in place", "with gaps", "at odd addresses"):
                     wanted = one_gpu(x, ids, scores, w_up, w_down, activation)
                     out = torch.full_like(x, torch.nan) if variant == "given" else None
                     source = placed.copy_(x) if variant == "in place" else x
+                    if variant == "with gaps":  # between rows, which the kernel copies
+                        source = torch.randn(tokens, d + 8, **options)[:, 8:].copy_(x)
+                    elif variant == "at odd addresses":  # which it cannot
+                        source = torch.randn(tokens, d + 1, **options)[:, 1:].copy_(x)
                     o = experts(source, ids, scores, w_up[own], w_down[own], out)
                     torch.cuda.synchronize()
                     experts.check()
-                    self.assertTrue(torch.equal(o, wanted), f"{activation}, {tokens} tokens, o {variant}")
+                    self.assertTrue(torch.equal(o, wanted), f"{activation}, {tokens} tokens, {variant}")
                     self.assertTrue(out is None or o is out)
                     x = torch.randn_like(x)  # of the same kind, elsewhere
             with self.assertRaisesRegex(RuntimeError, "no backward pass"):  # though the tensors were served before

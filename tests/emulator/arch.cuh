@@ -32,6 +32,7 @@ inline int warpgroup_idx() {
 inline int warp_in_warpgroup() {
   return static_cast<int>(threadIdx.x) % kWarpgroupThreads / kWarpThreads;
 }
+inline uint32_t forgotten(uint32_t value) { return value; }
 inline bool elect_one() {
   __ballot_sync(kAllLanes, 1);
   return lane_idx() == 0;

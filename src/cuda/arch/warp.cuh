@@ -26,6 +26,13 @@ __device__ __forceinline__ int warp_in_warpgroup() {
   return static_cast<int>(threadIdx.x) % kWarpgroupThreads / kWarpThreads;
 }
 
+// The same value, of which the compiler knows nothing: what follows from it is worked out anew each time, and kept in no
+// register meanwhile.
+__device__ __forceinline__ uint32_t forgotten(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // True in exactly one lane of a converged warp.
 __device__ __forceinline__ bool elect_one() {
   uint32_t elected;

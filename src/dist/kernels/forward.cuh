@@ -9,7 +9,7 @@
 //                  | block_done
 //   WG1, 2         | first: rows of the first tasks, all of them or this rank's own -> arrived
 //                  | multiply; up: a by TMA, complete under the next task; down: rows to slots on their
-//                  | sources -> sent; last: aggregate the slice's tokens [block_done]
+//                  | sources, under the next task -> sent; last: aggregate the slice's tokens [block_done]
 // Tasks    TaskCursor: ups, with downs behind by `lag` units, two at a time for the CTAs of a pair, which read the
 //          same weights or the same rows: a third less of L2 (docs/notebook/2026-11-23-fused-pairs.md)
 // Barriers pipeline, lent stages and work ring of block/, a stage free when both CTAs of the pair have read theirs; the
@@ -98,7 +98,7 @@ __device__ void produce(Pass const& pass) {
       __syncwarp();
       state.advance();
     }
-    for (int lent = down ? kLentToDown : lent_to_up(kKind); lent > 0; --lent) {
+    for (int lent = down ? 0 : lent_to_up(kKind); lent > 0; --lent) {
       block::wait_empty<kPlain>(smem.gemm, state);
       if (arch::lane_idx() == 0) arch::mbarrier_arrive(&smem.gemm.full[state.stage]);
       __syncwarp();
@@ -107,35 +107,77 @@ __device__ void produce(Pass const& pass) {
   }
 }
 
-// block::multiply with a moment in it: what this warp sent for its last task is completed while a later k_tile of
-// this one is multiplied. Earlier where a k_tile is not there yet, as it may be waiting for what we have to tell.
-template <class Complete>
-__device__ int multiply(ForwardStorage& smem, block::PipelineState<kPlain>& state,
-                        block::BorrowedStages<kPlain>& stages,
-                        block::Accumulators<kPlain> (&acc)[1], int row, int k_tiles, bool sent,
-                        Complete complete) {
+// What a warp still has to do for its last task: to store a down piece by piece, or to wait until an up has arrived. Then
+// it tells that it has sent its results.
+class LastTask {
+ public:
+  __device__ LastTask(Pass const& pass, Push& push, int consumer)
+      : sent_(pass.smem.sent),
+        push_(push),
+        first_warp_(consumer == 0 && arch::warp_in_warpgroup() == 0) {}
+
+  // Results are on their way, or kept in `push`. The last task was finished.
+  __device__ void begin(SentTask const& task, bool down) {
+    task_ = task;
+    up_is_on_its_way_ = !down;
+  }
+  // Of a task that the warp has no rows of. The last one was finished.
+  __device__ void tell(SentTask const& task) { sent_.tell(task, first_warp_); }
+
+  // A k_tile that is not there may be waiting for it.
+  __device__ bool is_awaited() const { return up_is_on_its_way_; }
+  // An up is there, not merely read from shared memory.
+  __device__ void complete_up() {
+    if (arch::lane_idx() == 0) arch::bulk_store_wait<0>();
+    tell(task_);
+    up_is_on_its_way_ = false;
+  }
+  // The next piece of a down, if there is one.
+  __device__ void step() {
+    if (!push_.pending()) return;
+    push_.store_piece();
+    if (!push_.pending()) tell(task_);
+  }
+  __device__ void finish() {
+    if (up_is_on_its_way_) complete_up();
+#pragma unroll 1
+    while (push_.pending()) step();
+  }
+
+ private:
+  SentTasks sent_;
+  Push& push_;
+  bool first_warp_;
+  SentTask task_ = {};
+  bool up_is_on_its_way_ = false;
+};
+
+// block::multiply; behind every k_tile but the first a piece of the last task, if it was a down. An up is completed
+// behind a later one, or as soon as a k_tile is not there.
+__device__ inline int multiply(ForwardStorage& smem, block::PipelineState<kPlain>& state,
+                               block::BorrowedStages<kPlain>& stages,
+                               block::Accumulators<kPlain> (&acc)[1], int row, int k_tiles,
+                               LastTask& last) {
   constexpr int kCompleteAt = 4;  // k_tile: when stores have arrived
   int previous = 0;
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
-    if (sent) {
+    if (last.is_awaited()) {
       bool const there = arch::mbarrier_try_wait(&smem.gemm.full[state.stage], state.phase);
-      if (k_tile == kCompleteAt || __any_sync(arch::kAllLanes, !there)) {
-        complete();
-        sent = false;
-      }
+      if (k_tile == kCompleteAt || __any_sync(arch::kAllLanes, !there)) last.complete_up();
     }
     block::wait_full<kPlain>(smem.gemm, state);
     block::issue<kPlain, 1>(smem.gemm, state, acc, row, k_tile);
     if (k_tile > 0) {
       arch::wgmma_wait<1>();
       block::release_stage<kPlain>(smem.gemm, previous);
+      last.step();
     } else {
       stages.settle();
     }
     previous = state.stage;
     state.advance();
   }
-  if (sent) complete();
+  last.finish();
   return previous;
 }
 
@@ -149,52 +191,41 @@ __device__ void consume(Pass const& pass, int consumer) {
   block::Accumulators<kPlain> acc[1];
   block::BorrowedStages<kPlain> stages(smem.gemm, consumer);
   StoreRows<kKind> up(pass, stages);
-  Push push(pass, stages, consumer);
-  SentTasks sent_tasks(smem.sent);
-  bool const first_warp = consumer == 0 && arch::warp_in_warpgroup() == 0;
-  SentTask up_task = {};
-  // a is there, not merely read from shared memory.
-  auto const complete = [&] {
-    if (arch::lane_idx() == 0) arch::bulk_store_wait<0>();
-    sent_tasks.tell(up_task, first_warp);
-  };
-  bool sent = false;  // an up task, not complete yet when the next task begins
+  Push push(pass, consumer);
+  LastTask last(pass, push, consumer);
   block::WorkTile tile, ahead;
   bool more = queue.read(tile);
   while (more) {
     bool const down = (tile.segment & kDownTask) != 0;
-    bool const has_rows = tile.rows > 0;
     SentTask const task = {tile.segment & ~kSharedRows, tile.row / pass.shape().block_rows};
     tile.segment &= kSharedRows - 1;
     int const k_tiles = down ? p.down.k_tiles : p.up.k_tiles;
     if (tile.rows > row) {
-      int const last = multiply(smem, state, stages, acc, row, k_tiles, sent, complete);
+      int const stage = multiply(smem, state, stages, acc, row, k_tiles, last);
       more = queue.read(ahead);  // under the last wgmmas
       char* const to = down ? push.destination(tile, row) : nullptr;
       arch::wgmma_wait<0>();
-      block::release_stage<kPlain>(smem.gemm, last);
+      block::release_stage<kPlain>(smem.gemm, stage);
       if (down) {
-        push.store(acc[0], tile, to, state);
+        push.keep(acc[0], tile, to);
       } else {
         up.store(acc[0], tile, tile.row + row, state);
       }
+      last.begin(task, down);
+      // With few tokens, where nearly all blocks are like this one, 1 to 2% is lost by storing later.
+      if (down && tile.rows <= block::kSubtileM) last.finish();
     } else {
-      if (sent) complete();
+      last.finish();
       stages.settle();
-      int const lent = down ? kLentToDown : lent_to_up(kKind);
+      int const lent = down ? 0 : lent_to_up(kKind);
       block::pass<kPlain>(smem.gemm, state, k_tiles + lent, consumer);
       more = queue.read(ahead);
+      if (tile.rows > 0) last.tell(task);
     }
-    sent = !down && has_rows;
-    if (sent) {
-      up_task = task;
-    } else if (has_rows) {
-      sent_tasks.tell(task, first_warp);
-    }
-    if (!more && sent) complete();
     tile = ahead;
   }
-  sent_tasks.tell({0, kNoBlock}, first_warp);
+  last.finish();
+  last.tell({0, kNoBlock});
 }
 
 // What the roles keep of counts and plan.

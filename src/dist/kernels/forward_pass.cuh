@@ -13,10 +13,11 @@ namespace tessera::dist {
 
 namespace block = cuda::block;
 
-// Down, and up without a gate; up with one. Stages of both are alike. Epilogues stage in what the ring lends them.
-constexpr block::GemmConfig kPlain{.paired = true, .store_slabs = 0, .lent_stages = 1};
+// Down, and up without a gate; up with one. Stages of both are alike. Ups stage their results in stages that the ring
+// lends them, downs a quarter at a time in a slab.
+constexpr block::GemmConfig kPlain{.paired = true, .store_slabs = 1, .lent_stages = 1};
 constexpr block::GemmConfig kGated{
-    .paired = true, .b_halves = 2, .store_slabs = 0, .lent_stages = 1};
+    .paired = true, .b_halves = 2, .store_slabs = 1, .lent_stages = 1};
 // The same where each CTA of a pair loads half of a B for both.
 constexpr block::GemmConfig kPlainShared{.cluster_m = 2};
 constexpr block::GemmConfig kGatedShared{.cluster_m = 2, .b_halves = 2};
@@ -41,9 +42,7 @@ consteval block::GemmConfig up_gemm(ActivationKind kind) {
   return Activation{.kind = kind}.gated() ? kGated : kPlain;
 }
 
-// Stages that a task borrows: B's place in one holds 128 columns of a for all rows, or 8 rows of 256 columns of y
-// for each warp.
-constexpr int kLentToDown = 1;
+// Stages that an up task borrows: B's place in one holds 128 columns of a for all rows.
 consteval int lent_to_up(ActivationKind kind) { return Activation{.kind = kind}.gated() ? 1 : 2; }
 
 // Tasks whose results the consumer warps have sent, on their way to the warp that announces them.
@@ -79,6 +78,7 @@ struct ForwardStorage {
   ScheduleBarriers schedule;
   DrawnTickets tickets;
   PlaceXBarriers x_landed;
+  char* push_to[kConsumerWarps][block::kWarpRows];  // push_rows.cuh
   // Of this rank's experts, as the cursors read them.
   std::int32_t list_begin[kMostExperts];
   ExpertPlan plan[kMostExperts];  // local experts; of several ranks, half of it at most

@@ -1,30 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue of a down task: every warp sends the 16 rows of its accumulators to the slots of their pairs, 8
-// rows of 256 columns at a time through a lent stage, 512 bytes by one store of the warp. Bulk copies of rows were
-// 4% slower (docs/notebook/2026-11-21-two-gpus.md).
+// The epilogue of a down task, under the k loop of the next one: every warp sends the 16 rows of its accumulators to the
+// slots of their pairs. They are rounded to bf16 at once and kept until then, the first 64 columns in shared memory, the
+// others in 48 registers of a thread, which take their place by quarters:
+//   at once           | round; quarter 0 to shared memory
+//   behind a k_tile   | [next quarter to shared memory] 8 rows of a quarter to their slots, 128 bytes by eight lanes
+// All of it at once is 6% of a pass's cycles, in which tensor cores wait (docs/notebook/2026-11-25-deferred-rows.md).
 #pragma once
 
+#include "cuda/arch/load_shared.cuh"
 #include "dist/kernels/forward_pass.cuh"
+#include "dist/kernels/warp_rows.cuh"
 
 namespace tessera::dist {
 
-// Of one warp. Warps share nothing but the stage, which every warp gives back by itself.
+// Of one warp. Warps share nothing.
 class Push {
  public:
-  __device__ Push(Pass const& pass, block::BorrowedStages<kPlain>& stages, int consumer)
-      : pass_(pass), stages_(stages) {
-    int const lane = arch::lane_idx();
-    warp_ = arch::warp_idx() % 4;
-    place_ = (4 * consumer + warp_) * 8 * kRowBytes;
-    matrix_row_ = place_ + lane % 8 * kRowBytes;
-    matrix_chunk_ = lane / 8 ^ lane % 8;
+  __device__ Push(Pass const& pass, int consumer) : pass_(pass) {
+    int const lane = arch::lane_idx(), warp = arch::warp_in_warpgroup();
+    int const row = lane / kLanesOfRow;
+    std::uint32_t const rows = arch::shared_address(pass.smem.gemm.slabs[consumer][0]) +
+                               warp * (block::kWarpRows * kWarpRowBytes);
+    matrix_row_ = rows + matrix_row_of_lane();
+    chunk_ = rows + row * kWarpRowBytes + ((lane % kLanesOfRow ^ row) << 4);
+    to_ = pass.smem.push_to[4 * consumer + warp] + row;
   }
 
   // Where row `lane` of the warp's 16 goes, known before the tile is multiplied out.
   __device__ char* destination(block::WorkTile const& tile, int first) const {
     ExchangeArguments const& p = pass_.p.exchange;
-    int const row_of_tile = first + 16 * warp_ + arch::lane_idx();
-    if (arch::lane_idx() >= 16 || row_of_tile >= tile.rows) return nullptr;
+    int const row_of_tile = first + block::kWarpRows * arch::warp_in_warpgroup() + arch::lane_idx();
+    if (arch::lane_idx() >= block::kWarpRows || row_of_tile >= tile.rows) return nullptr;
     std::int64_t const pool_row = std::int64_t{tile.row} + row_of_tile;
     uint2 const origin = *row_origin(p, pool_row);
     auto const top_k = static_cast<std::uint32_t>(p.shape.max_top_k);
@@ -32,53 +38,75 @@ class Push {
            p.window.slot(origin.x / top_k, static_cast<std::int32_t>(origin.x % top_k));
   }
 
-  __device__ void store(block::Accumulators<kPlain>& acc, block::WorkTile const& tile, char* to,
-                        block::PipelineState<kPlain>& state) {
-    int const lane = arch::lane_idx();
+  // Nothing is pending.
+  __device__ void keep(block::Accumulators<kPlain> const& acc, block::WorkTile const& tile,
+                       char* to) {
     int const column = tile.n_tile * kTileColumns;
-    int const columns = min(pass_.shape().hidden - column, kTileColumns);
-    int const stage = stages_.take(state);
-    auto* const rows = reinterpret_cast<unsigned char*>(pass_.smem.gemm.b[stage]);
-    std::uint32_t const matrix_row = arch::shared_address(rows) + matrix_row_;
+    columns_ = pass_.shape().hidden - column;
+    if (arch::lane_idx() < block::kWarpRows) {
+      auto** const of_warp = to_ - arch::lane_idx() / kLanesOfRow;
+      of_warp[arch::lane_idx()] = to == nullptr ? nullptr : to + 2 * column;
+    }
     TESSERA_UNROLL
-    for (int lower = 0; lower < 2; ++lower) {
-      __syncwarp();  // the upper 8 rows have been read
+    for (int i = 0; i < 3 * kPacked; ++i) kept_[i] = rounded(acc, 1 + i / kPacked, i % kPacked);
+    fill([&](int i) { return rounded(acc, 0, i); });
+    next_ = 0;
+  }
+
+  // There are pieces that have not been stored.
+  __device__ bool pending() const { return next_ < kPieces; }
+
+  __device__ void store_piece() {
+    int const quarter = next_ / kPiecesOfQuarter;
+    if (next_ % kPiecesOfQuarter == 0) {
       TESSERA_UNROLL
-      for (int j = 0; j < kTileColumns / 8; j += 4) {
-        auto const pair = [&](int chunk) {
-          float const* const value = &acc[chunk / 16][4 * (chunk % 16) + 2 * lower];
-          return arch::pack_bf16(value[0], value[1]);
-        };
-        arch::stmatrix_x4(matrix_row + ((j ^ matrix_chunk_) << 4), pair(j), pair(j + 1),
-                          pair(j + 2), pair(j + 3));
-      }
-      __syncwarp();
-      TESSERA_UNROLL
-      for (int r = 0; r < 8; ++r) {
-        auto* const row_to = reinterpret_cast<char*>(
-            __shfl_sync(arch::kAllLanes, reinterpret_cast<unsigned long long>(to), 8 * lower + r));
-        uint4 const bits =
-            *reinterpret_cast<uint4 const*>(rows + place_ + r * kRowBytes + ((lane ^ r) << 4));
-        if (row_to != nullptr && 8 * lane < columns) {
-          *reinterpret_cast<uint4*>(row_to + 2 * column + 16 * lane) = bits;
-        }
+      for (int kept = 0; kept < 3; ++kept) {  // which registers, the compiler has to know
+        if (quarter == kept + 1) fill([&](int i) { return kept_[kept * kPacked + i]; });
       }
     }
-    arch::fence_proxy_async_shared();  // TMA writes there next
-    __syncwarp();
-    block::release_stage<kPlain>(pass_.smem.gemm, stage);
+    std::uint32_t const lane = arch::forgotten(arch::lane_idx());
+    int const column = quarter * kQuarterColumns + static_cast<int>(lane % kLanesOfRow * 8);
+    std::uint32_t const chunk = arch::forgotten(chunk_);
+    TESSERA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      int const row = (next_ % kPiecesOfQuarter * 2 + i) * 4;
+      // Rows four further on have the other half of the swizzle.
+      uint4 const bits = arch::load_shared_16((chunk ^ i << 6) + row * kWarpRowBytes);
+      char* const to = to_[row];
+      if (to != nullptr && column < columns_) *reinterpret_cast<uint4*>(to + 2 * column) = bits;
+    }
+    ++next_;
   }
 
  private:
-  static constexpr int kRowBytes = 2 * kTileColumns;
-  static_assert(kConsumerWarps * 8 * kRowBytes <= kPlain.b_tile_bytes());
+  static constexpr int kQuarterColumns = block::kSlabColumns;
+  static constexpr int kLanesOfRow = kWarpRowBytes / 16;
+  static constexpr int kPacked = kQuarterColumns / 4;  // registers of a quarter: 16 rows, 32 lanes
+  static constexpr int kPiecesOfQuarter = 2;
+  static constexpr int kPieces = 4 * kPiecesOfQuarter;
+  static_assert(4 * kQuarterColumns == kTileColumns && 2 * kQuarterColumns == kWarpRowBytes);
+
+  // Two neighbouring values of a quarter of the accumulators' columns.
+  __device__ static std::uint32_t rounded(block::Accumulators<kPlain> const& acc, int quarter,
+                                          int i) {
+    float const* const value = &acc[quarter / 2][quarter % 2 * 2 * kPacked + 2 * i];
+    return arch::pack_bf16(value[0], value[1]);
+  }
+  template <class Packed>
+  __device__ void fill(Packed packed) const {
+    __syncwarp();  // the quarter before has been read
+    fill_warp_rows(matrix_row_, [&](int j, int lower) { return packed(2 * j + lower); });
+    __syncwarp();
+  }
 
   Pass const& pass_;
-  block::BorrowedStages<kPlain>& stages_;
-  int warp_, place_;
-  // Chunk c, of 16 bytes, of row r of the 8 lies in place c ^ r, so that a matrix of stmatrix is spread over all banks.
-  std::uint32_t matrix_row_;
-  int matrix_chunk_;
+  // Addresses in shared memory, of this lane: its row for stmatrix, and its chunk of a quarter's first four rows.
+  std::uint32_t matrix_row_, chunk_;
+  char**
+      to_;  // of its rows, four apart, from the tile's first column on; null: there is no such row
+  std::uint32_t kept_[3 * kPacked];
+  int columns_ = 0;  // from the tile's first one on
+  int next_ = kPieces;
 };
 
 }  // namespace tessera::dist

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "dist/kernels/forward_pass.cuh"
+#include "dist/kernels/warp_rows.cuh"
 
 namespace tessera::dist {
 
@@ -28,7 +29,8 @@ class StoreRows {
       for (int slab = 0; slab < kSlabs; ++slab) {
         // Gated: a column group has 64 gates, then their 64 ups. Else it has two slabs.
         float const* const h = kGated ? acc[slab] : acc[lent] + slab * kHalfGroup;
-        rows_.fill(stages_.slab_b(stage, slab), [&](int j, int lower) {
+        std::uint32_t const rows = arch::shared_address(stages_.rows(stages_.slab_b(stage, slab)));
+        fill_warp_rows(rows + matrix_row_, [&](int j, int lower) {
           int const i = 4 * j + 2 * lower;
           float2 const g = rounded(h, i);
           float2 const u = kGated ? rounded(h, kHalfGroup + i) : g;
@@ -60,7 +62,7 @@ class StoreRows {
 
   StoreRowsParams const& p_;
   block::BorrowedStages<kPlain>& stages_;
-  block::SlabRows rows_;
+  std::uint32_t matrix_row_ = matrix_row_of_lane();
 };
 
 }  // namespace tessera::dist

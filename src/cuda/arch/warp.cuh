@@ -26,8 +26,8 @@ __device__ __forceinline__ int warp_in_warpgroup() {
   return static_cast<int>(threadIdx.x) % kWarpgroupThreads / kWarpThreads;
 }
 
-// The same value, of which the compiler knows nothing: what follows from it is worked out anew each time, and kept in no
-// register meanwhile.
+// The same value, of which the compiler knows nothing: what follows from it is worked out anew each time, and kept in
+// no register meanwhile.
 __device__ __forceinline__ uint32_t forgotten(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;

@@ -107,8 +107,8 @@ __device__ void produce(Pass const& pass) {
   }
 }
 
-// What a warp still has to do for its last task: to store a down piece by piece, or to wait until an up has arrived. Then
-// it tells that it has sent its results.
+// What a warp still has to do for its last task: to store a down piece by piece, or to wait until an up has arrived.
+// Then it tells that it has sent its results.
 class LastTask {
  public:
   __device__ LastTask(Pass const& pass, Push& push, int consumer)

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue of a down task, under the k loop of the next one: every warp sends the 16 rows of its accumulators to the
-// slots of their pairs. They are rounded to bf16 at once and kept until then, the first 64 columns in shared memory, the
-// others in 48 registers of a thread, which take their place by quarters:
+// The epilogue of a down task, under the k loop of the next one: every warp sends the 16 rows of its accumulators to
+// the slots of their pairs. They are rounded to bf16 at once and kept until then, the first 64 columns in shared
+// memory, the others in 48 registers of a thread, which take their place by quarters:
 //   at once           | round; quarter 0 to shared memory
 //   behind a k_tile   | [next quarter to shared memory] 8 rows of a quarter to their slots, 128 bytes by eight lanes
 // All of it at once is 6% of a pass's cycles, in which tensor cores wait (docs/notebook/2026-11-25-deferred-rows.md).

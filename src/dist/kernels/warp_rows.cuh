@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A warp's 16 rows of 64 bf16 columns in shared memory, at a multiple of 1024 bytes: 128 bytes a row, swizzled, so chunk
-// c, of 16 bytes, of row r lies in place c ^ r % 8. What block::SlabRows does with three registers of a lane, with one.
+// A warp's 16 rows of 64 bf16 columns in shared memory, at a multiple of 1024 bytes: 128 bytes a row, swizzled, so
+// chunk c, of 16 bytes, of row r lies in place c ^ r % 8. block::SlabRows does it with three registers of a lane, this
+// with one.
 #pragma once
 
 #include "cuda/arch/stmatrix.cuh"

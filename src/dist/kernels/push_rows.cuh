@@ -7,7 +7,6 @@
 // All of it at once is 6% of a pass's cycles, in which tensor cores wait (docs/notebook/2026-11-25-deferred-rows.md).
 #pragma once
 
-#include "cuda/arch/load_shared.cuh"
 #include "dist/kernels/forward_pass.cuh"
 #include "dist/kernels/warp_rows.cuh"
 
@@ -18,12 +17,11 @@ class Push {
  public:
   __device__ Push(Pass const& pass, int consumer) : pass_(pass) {
     int const lane = arch::lane_idx(), warp = arch::warp_in_warpgroup();
-    int const row = lane / kLanesOfRow;
     std::uint32_t const rows = arch::shared_address(pass.smem.gemm.slabs[consumer][0]) +
                                warp * (block::kWarpRows * kWarpRowBytes);
     matrix_row_ = rows + matrix_row_of_lane();
-    chunk_ = rows + row * kWarpRowBytes + ((lane % kLanesOfRow ^ row) << 4);
-    to_ = pass.smem.push_to[4 * consumer + warp] + row;
+    chunk_ = rows + chunk_of_lane();
+    to_ = pass.smem.push_to[4 * consumer + warp] + lane / kLanesOfRow;
   }
 
   // Where row `lane` of the warp's 16 goes, known before the tile is multiplied out.
@@ -69,10 +67,9 @@ class Push {
     std::uint32_t const chunk = arch::forgotten(chunk_);
     TESSERA_UNROLL
     for (int i = 0; i < 2; ++i) {
-      int const row = (next_ % kPiecesOfQuarter * 2 + i) * 4;
-      // Rows four further on have the other half of the swizzle.
-      uint4 const bits = arch::load_shared_16((chunk ^ i << 6) + row * kWarpRowBytes);
-      char* const to = to_[row];
+      int const fours = next_ % kPiecesOfQuarter * 2 + i;
+      uint4 const bits = load_warp_rows(chunk, fours);
+      char* const to = to_[4 * fours];
       if (to != nullptr && column < columns_) *reinterpret_cast<uint4*>(to + 2 * column) = bits;
     }
     ++next_;
@@ -80,7 +77,6 @@ class Push {
 
  private:
   static constexpr int kQuarterColumns = block::kSlabColumns;
-  static constexpr int kLanesOfRow = kWarpRowBytes / 16;
   static constexpr int kPacked = kQuarterColumns / 4;  // registers of a quarter: 16 rows, 32 lanes
   static constexpr int kPiecesOfQuarter = 2;
   static constexpr int kPieces = 4 * kPiecesOfQuarter;
@@ -100,10 +96,10 @@ class Push {
   }
 
   Pass const& pass_;
-  // Addresses in shared memory, of this lane: its row for stmatrix, and its chunk of a quarter's first four rows.
+  // In shared memory, of this lane: for fill_warp_rows, for load_warp_rows, and where its rows go, four apart, from the
+  // tile's first column on; null: there is no such row.
   std::uint32_t matrix_row_, chunk_;
-  char**
-      to_;  // of its rows, four apart, from the tile's first column on; null: there is no such row
+  char** to_;
   std::uint32_t kept_[3 * kPacked];
   int columns_ = 0;  // from the tile's first one on
   int next_ = kPieces;

@@ -4,6 +4,7 @@
 // with one.
 #pragma once
 
+#include "cuda/arch/load_shared.cuh"
 #include "cuda/arch/stmatrix.cuh"
 #include "cuda/arch/warp.cuh"
 
@@ -12,6 +13,8 @@ namespace tessera::dist {
 namespace arch = cuda::arch;
 
 constexpr int kWarpRowBytes = 128;
+constexpr int kLanesOfRow =
+    kWarpRowBytes / 16;  // each with a chunk, where a warp reads four rows at once
 
 // What this lane adds to the rows' address for fill_warp_rows. Matrix lane/8 of an x4: bit 0 selects the lower 8 rows,
 // bit 1 the right 8 columns.
@@ -30,6 +33,18 @@ __device__ void fill_warp_rows(std::uint32_t matrix_row, Packed packed) {
     arch::stmatrix_x4(matrix_row ^ j << 4, packed(j, 0), packed(j, 1), packed(j + 1, 0),
                       packed(j + 1, 1));
   }
+}
+
+// What this lane adds to the rows' address for load_warp_rows: its chunk of the first four rows.
+__device__ inline std::uint32_t chunk_of_lane() {
+  int const row = arch::lane_idx() / kLanesOfRow;
+  return row * kWarpRowBytes + ((arch::lane_idx() % kLanesOfRow ^ row) << 4);
+}
+
+// This lane's 8 columns of row 4 * fours + lane / kLanesOfRow.
+__device__ inline uint4 load_warp_rows(std::uint32_t chunk, int fours) {
+  // Rows four further on have the other half of the swizzle.
+  return arch::load_shared_16((chunk ^ (fours & 1) << 6) + fours * 4 * kWarpRowBytes);
 }
 
 }  // namespace tessera::dist

@@ -135,6 +135,9 @@ inline void store_relaxed_sys(uint64_t* word, uint64_t value) { tell(word, value
 inline uint32_t count_acq_rel_gpu(uint32_t* word, uint32_t increment) {
   return atomicAdd(word, increment);
 }
+inline uint32_t count_relaxed_gpu(uint32_t* word, uint32_t increment) {
+  return atomicAdd(word, increment);
+}
 inline void add_release_gpu(uint32_t* word, uint32_t increment) { atomicAdd(word, increment); }
 inline void fence_acq_rel_gpu() {}
 inline void fence_acq_rel_sys() {}

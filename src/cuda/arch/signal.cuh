@@ -58,6 +58,16 @@ __device__ __forceinline__ uint32_t count_acq_rel_gpu(uint32_t* word, uint32_t i
   return before;
 }
 
+// Orders nothing. atomicAdd of one lane would be followed at once by a shuffle of its result.
+__device__ __forceinline__ uint32_t count_relaxed_gpu(uint32_t* word, uint32_t increment) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(word), "r"(increment)
+               : "memory");
+  return before;
+}
+
 // The same without the value and the acquire: the caller goes on at once.
 __device__ __forceinline__ void add_release_gpu(uint32_t* word, uint32_t increment) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(increment) : "memory");

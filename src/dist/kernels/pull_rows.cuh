@@ -82,7 +82,7 @@ class TokenDraws {
     std::uint32_t choices = 0;     // on this rank; none: there are no more tokens
     std::uint32_t first_pair = 0;  // of the token, on its source
     int source = 0;
-    PairPlace place = {};  // of lane j: of choice j, if it is one of those
+    std::uint32_t place = 0;  // of lane j: PairPlace of choice j, if it is one of those
   };
 
   __device__ TokenDraws(Pass const& pass, int warp)
@@ -116,9 +116,8 @@ class TokenDraws {
     token.first_pair = pair - pair % static_cast<std::uint32_t>(p_.shape.max_top_k);
     token.source = __shfl_sync(arch::kAllLanes, source_, from);
     if ((token.choices >> lane_ & 1) != 0) {
-      token.place = PairPlace::of(
-          __ldcg(word_of(window(), p_.window.place_word(parity(pass_.epoch), token.source,
-                                                        token.first_pair + lane_))));
+      token.place = __ldcg(word_of(window(), p_.window.place_word(parity(pass_.epoch), token.source,
+                                                                  token.first_pair + lane_)));
     }
     return token;
   }
@@ -128,7 +127,8 @@ class TokenDraws {
   // Of the draw ahead.
   __device__ bool has_row() const { return lane_ < kRowsOfDraw && first_ahead_ + lane_ < rows_; }
   __device__ void draw() {
-    if (lane_ == 0) drawn_ = atomicAdd(pass_.local_word(p_.local.row_draws(pass_.epoch)), 1u);
+    if (lane_ == 0)
+      drawn_ = arch::count_relaxed_gpu(pass_.local_word(p_.local.row_draws(pass_.epoch)), 1u);
   }
   // Lane j: row j of a draw.
   __device__ void read(int draw) {
@@ -168,7 +168,7 @@ __device__ inline void pull_tokens(Pass const& pass, int warp) {
     int row = -1;
     int const lane = arch::lane_idx();
     if ((token.choices >> lane & 1) != 0) {
-      row = pool_row_of(pass, token.place, token.source);
+      row = pool_row_of(pass, PairPlace::of(token.place), token.source);
       *row_origin(p, row) =
           make_uint2(token.first_pair + lane, static_cast<std::uint32_t>(token.source));
     }

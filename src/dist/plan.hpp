@@ -69,14 +69,16 @@ struct ExchangeShape {
   }
 };
 
-/// Tokens [begin, end) of a rank that one of `slices` CTAs routes.
+/// Tokens [begin, end) of a rank that one of `slices` CTAs routes. tokens * slices < 2^32.
 struct TokenSlice {
   std::int32_t begin, end;
 };
 TESSERA_INLINE constexpr TokenSlice token_slice(std::int32_t tokens, std::int32_t slice,
                                                 std::int32_t slices) {
   auto const at = [=](std::int32_t i) {
-    return static_cast<std::int32_t>(std::int64_t{tokens} * i / slices);
+    return static_cast<std::int32_t>(static_cast<std::uint32_t>(tokens) *
+                                     static_cast<std::uint32_t>(i) /
+                                     static_cast<std::uint32_t>(slices));
   };
   return {at(slice), at(slice + 1)};
 }
@@ -96,19 +98,18 @@ struct CountMatrix {
   }
 };
 
-/// The source whose rows stand `position`-th in the experts of `owner`.
-TESSERA_INLINE constexpr std::int32_t source_at(ExchangeShape const& shape, std::int32_t owner,
-                                                std::int32_t position) {
-  return (owner + position) % shape.ranks;
+/// The source whose rows stand behind those of `source` in every expert; an owner's own come first.
+TESSERA_INLINE constexpr std::int32_t source_after(ExchangeShape const& shape,
+                                                   std::int32_t source) {
+  return source + 1 < shape.ranks ? source + 1 : 0;
 }
 
 /// Rows that other sources have ahead of `source` in `expert`.
 TESSERA_INLINE std::int32_t rows_ahead(ExchangeShape const& shape, CountMatrix counts,
                                        std::int32_t expert, std::int32_t source) {
-  std::int32_t const owner = shape.owner(expert);
   std::int32_t rows = 0;
-  for (std::int32_t p = 0; source_at(shape, owner, p) != source; ++p) {
-    rows += counts.at(source_at(shape, owner, p), expert);
+  for (std::int32_t s = shape.owner(expert); s != source; s = source_after(shape, s)) {
+    rows += counts.at(s, expert);
   }
   return rows;
 }
@@ -185,6 +186,7 @@ TESSERA_INLINE std::int32_t block_of_pair(ExchangeShape const& shape, CountMatri
 /// Where a row of the pool comes from.
 struct PoolRow {
   std::int32_t expert;
+  std::int32_t row;       ///< of the owner's pool, pads counted
   std::int32_t block;     ///< of the owner
   std::int32_t position;  ///< in the block
   std::int32_t source;
@@ -203,7 +205,8 @@ class RowCursor {
         plan_(plan),
         list_begin_(list_begin),
         owner_(owner),
-        expert_(owner * shape.local_experts()) {}
+        local_experts_(shape.local_experts()),
+        expert_(owner * local_experts_) {}
 
   TESSERA_INLINE PoolRow at(std::int32_t number) {
     while (number >= plan_[expert_].first_row + plan_[expert_].rows) ++expert_;
@@ -211,17 +214,18 @@ class RowCursor {
     std::int32_t const row = number - e.first_row;
     std::int32_t index = row;
     std::int32_t source = owner_;
-    for (std::int32_t p = 1; index >= counts_.at(source, expert_); ++p) {
+    while (index >= counts_.at(source, expert_)) {
       index -= counts_.at(source, expert_);
-      source = source_at(shape_, owner_, p);
+      source = source_after(shape_, source);
     }
     std::int32_t const position = row % shape_.block_rows;
-    std::int32_t const local = expert_ - owner_ * shape_.local_experts();
+    std::int32_t const local = expert_ - owner_ * local_experts_;
     return {expert_,
+            e.first_block * shape_.block_rows + row,
             e.first_block + row / shape_.block_rows,
             position,
             source,
-            list_begin_[source * shape_.local_experts() + local] + index,
+            list_begin_[source * local_experts_ + local] + index,
             row + 1 == e.rows ? shape_.block_rows - 1 - position : 0};
   }
 
@@ -230,7 +234,7 @@ class RowCursor {
   CountMatrix counts_;
   ExpertPlan const* plan_;
   std::int32_t const* list_begin_;
-  std::int32_t owner_, expert_;
+  std::int32_t owner_, local_experts_, expert_;
 };
 
 /// Units of down that stay behind those of up. Too few: downs wait for ups, and pushes fight pulls for the link; too

@@ -21,6 +21,7 @@ namespace {
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 24;
 constexpr std::int64_t kMostColumns = std::int64_t{1} << 20;
 constexpr std::int64_t kMostPoolRows = (std::int64_t{1} << 31) - 1;
+constexpr std::int64_t kMostPairs = std::int64_t{1} << 32;  // times top_k: dist::Divisor
 
 Status check_range(char const* name, std::int64_t value, std::int64_t least, std::int64_t most,
                    std::int64_t step = 1) noexcept {
@@ -62,6 +63,12 @@ Expected<dist::ExchangeShape> shape_of(ExpertParallelDesc const& d) noexcept {
     return Status::invalid(
         "max_tokens=%lld: a rank's pool would have %lld rows, more than 2^31-1; split the pass",
         static_cast<long long>(d.max_tokens), static_cast<long long>(shape.pool_rows()));
+  }
+  if (d.max_tokens * d.top_k > kMostPairs / d.top_k) {
+    return Status::invalid("max_tokens=%lld: at most %lld where top_k=%d; split the pass",
+                           static_cast<long long>(d.max_tokens),
+                           static_cast<long long>(kMostPairs / d.top_k / d.top_k),
+                           static_cast<int>(d.top_k));
   }
   shape.transfer = dist::choose_transfer(shape);
   return shape;

@@ -62,6 +62,13 @@ TEST(ExpertParallel, RulesNameFieldAndValue) {
                  d.top_k = 32;
                  d.ranks = 8;
                }},
+           Bad{"max_tokens=8388608: at most 4194304 where top_k=32",
+               [](ExpertParallelDesc& d) {
+                 d.max_tokens = 1 << 23;
+                 d.experts = 64;
+                 d.top_k = 32;
+                 d.ranks = 2;
+               }},
        }) {
     ExpertParallelDesc desc = good();
     bad.spoil(desc);

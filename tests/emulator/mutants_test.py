@@ -57,7 +57,7 @@ MUTANTS = [
     ("a CTA of a pair ends before the other", "dist/kernels/forward.cuh",
      "arch::cluster_sync();  // this CTA's", "__syncthreads();  // this CTA's", "has ended"),
     ("a slot of results goes to the next choice", "dist/kernels/push_rows.cuh",
-     "origin.x % top_k)", "(origin.x + 1) % top_k)", ", not "),
+     "origin.x) - token * p.shape.max_top_k", "origin.x + 1) % p.shape.max_top_k", ", not "),
     ("a quarter of y takes the place of another", "dist/kernels/push_rows.cuh",
      "if (quarter == kept + 1)", "if (quarter == 3 - kept)", ", not "),
     ("the last rows of y are not stored", "dist/kernels/push_rows.cuh",

@@ -53,7 +53,7 @@ class BringRows {
     if (untold_ < 0) return;
     LocalLayout const& local = pass_.p.exchange.local;
     arch::fence_acq_rel_gpu();
-    atomicAdd(pass_.local_word(local.arrived(pass_.epoch, untold_ / pass_.shape().block_rows)), 1u);
+    atomicAdd(pass_.local_word(local.arrived(pass_.epoch, untold_ / kPlain.tile.m)), 1u);
     untold_ = -1;
   }
 

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "dist/divisor.hpp"
 #include "dist/engine.hpp"
 #include "dist/fault.hpp"
 #include "dist/protocol.hpp"
@@ -35,6 +36,16 @@ struct ExchangeArguments {
   std::int32_t* gmem_expert_offsets;  // out [local_experts+1]
   char* gmem_pool;                    // out [max_rows,d] bf16
   char const* gmem_y;                 // [max_rows,d] bf16, for combine
+  // Of the shape, so that no thread divides.
+  std::int32_t local_experts = shape.local_experts();
+  Divisor by_local_experts{local_experts}, by_top_k{shape.max_top_k};
+
+  [[nodiscard]] TESSERA_INLINE std::int32_t owner(std::int32_t expert) const {
+    return by_local_experts.quotient(static_cast<std::uint32_t>(expert));
+  }
+  [[nodiscard]] TESSERA_INLINE std::int32_t token_of(std::uint32_t pair) const {
+    return by_top_k.quotient(pair);
+  }
 };
 
 /// CTAs of a launch. They wait for each other, so all have to be resident: launches are cooperative.

@@ -197,7 +197,7 @@ __device__ void consume(Pass const& pass, int consumer) {
   bool more = queue.read(tile);
   while (more) {
     bool const down = (tile.segment & kDownTask) != 0;
-    SentTask const task = {tile.segment & ~kSharedRows, tile.row / pass.shape().block_rows};
+    SentTask const task = {tile.segment & ~kSharedRows, tile.row / kPlain.tile.m};
     tile.segment &= kSharedRows - 1;
     int const k_tiles = down ? p.down.k_tiles : p.up.k_tiles;
     if (tile.rows > row) {
@@ -232,9 +232,9 @@ __device__ void consume(Pass const& pass, int consumer) {
 __device__ inline void keep_plan(Pass const& pass, RouteStorage<kForwardThreads> const& route) {
   ExchangeArguments const& p = pass.p.exchange;
   CountMatrix const counts{route.counts, p.shape.experts};
-  int const local = p.shape.local_experts();
+  int const local = p.local_experts;
   for (int i = static_cast<int>(threadIdx.x); i < p.shape.experts; i += kForwardThreads) {
-    pass.smem.counts()[i] = counts.at(i / local, p.rank * local + i % local);
+    pass.smem.counts()[i] = counts.at(p.owner(i), p.rank * local + i - p.owner(i) * local);
     pass.smem.list_begin[i] = route.list_begin[i];
     if (i < local) pass.smem.plan[i] = route.plan[p.rank * local + i];
     if (p.shape.ranks > 1) {

@@ -142,16 +142,16 @@ struct Pass {
   __device__ ExchangeShape const& shape() const { return p.exchange.shape; }
   // Indexed by the expert's number over all ranks, though only this rank's are there.
   __device__ ExpertPlan const* plan() const {
-    return smem.plan - p.exchange.rank * shape().local_experts();
+    return smem.plan - p.exchange.rank * p.exchange.local_experts;
   }
   __device__ CountMatrix counts() const {
-    return {smem.counts() - p.exchange.rank * shape().local_experts(), shape().local_experts()};
+    return {smem.counts() - p.exchange.rank * p.exchange.local_experts, p.exchange.local_experts};
   }
   // Of the expert's owner: the block of the index-th row that this rank sends there.
   __device__ std::int32_t block_of(std::int32_t expert, std::int32_t index) const {
-    std::int32_t const first = shape().ranks > 1 ? smem.pool_rows()[expert]
-                                                 : plan()[expert].first_block * shape().block_rows;
-    return (first + index) / shape().block_rows;
+    std::int32_t const first =
+        shape().ranks > 1 ? smem.pool_rows()[expert] : plan()[expert].first_block * kPlain.tile.m;
+    return (first + index) / kPlain.tile.m;
   }
   __device__ std::uint32_t* local_word(std::int64_t offset) const {
     return word_of(p.exchange.gmem_local, offset);

@@ -29,11 +29,13 @@ __device__ inline int first_rows(Pass const& pass) {
                                           : min(rows, all);
 }
 
+// pool_row_of_pair of a pair that is here.
 __device__ inline int pool_row_of(Pass const& pass, PairPlace const& place, int source) {
-  ExchangeShape const& shape = pass.shape();
-  int const expert = pass.p.exchange.rank * shape.local_experts() + place.expert;
-  return static_cast<int>(
-      pool_row_of_pair(shape, pass.counts(), pass.plan(), expert, source, place.index));
+  int row = pass.smem.plan[place.expert].first_block * kPlain.tile.m + place.index;
+  for (int s = pass.p.exchange.rank; s != source; s = source_after(pass.shape(), s)) {
+    row += pass.smem.counts()[s * pass.p.exchange.local_experts + place.expert];
+  }
+  return row;
 }
 
 // Transfer::direct. One of kCommunicationWarps warps of a CTA: all rows but the first ones of this rank's own, which
@@ -64,12 +66,12 @@ __device__ inline void pull_rows(Pass const& pass, int warp) {
   bool more = look_ahead();
   while (more) {
     int const source = ahead.source;
-    int const row = ahead.block * p.shape.block_rows + ahead.position;
+    int const row = ahead.row;
     std::uint32_t const pair = ahead_pair;
     more = look_ahead();
     bool const first_lane = arch::lane_idx() == 0;
     if (first_lane) *row_origin(p, row) = make_uint2(pair, static_cast<std::uint32_t>(source));
-    std::uint32_t const token = pair / static_cast<std::uint32_t>(p.shape.max_top_k);
+    int const token = p.token_of(pair);
     bringing.bring(p.windows[source] + p.window.x_row(token), first_lane ? row : -1);
   }
   bringing.finish();
@@ -79,10 +81,10 @@ __device__ inline void pull_rows(Pass const& pass, int warp) {
 class TokenDraws {
  public:
   struct Token {
-    std::uint32_t choices = 0;     // on this rank; none: there are no more tokens
-    std::uint32_t first_pair = 0;  // of the token, on its source
+    std::uint32_t choices = 0;  // on this rank; none: there are no more tokens
+    int token = 0;              // on its source
     int source = 0;
-    std::uint32_t place = 0;  // of lane j: PairPlace of choice j, if it is one of those
+    std::uint32_t place = 0;  // of lane j: PairPlace of choice j, if it is one of those; on its way
   };
 
   __device__ TokenDraws(Pass const& pass, int warp)
@@ -113,11 +115,12 @@ class TokenDraws {
     std::uint32_t const pair = __shfl_sync(arch::kAllLanes, entry_.x, from);
     Token token;
     token.choices = __shfl_sync(arch::kAllLanes, entry_.w, from);
-    token.first_pair = pair - pair % static_cast<std::uint32_t>(p_.shape.max_top_k);
+    token.token = p_.token_of(pair);
     token.source = __shfl_sync(arch::kAllLanes, source_, from);
     if ((token.choices >> lane_ & 1) != 0) {
-      token.place = __ldcg(word_of(window(), p_.window.place_word(parity(pass_.epoch), token.source,
-                                                                  token.first_pair + lane_)));
+      token.place =
+          __ldcg(word_of(window(), p_.window.place_word(parity(pass_.epoch), token.source,
+                                                        token.token * p_.shape.max_top_k + lane_)));
     }
     return token;
   }
@@ -169,11 +172,10 @@ __device__ inline void pull_tokens(Pass const& pass, int warp) {
     int const lane = arch::lane_idx();
     if ((token.choices >> lane & 1) != 0) {
       row = pool_row_of(pass, PairPlace::of(token.place), token.source);
-      *row_origin(p, row) =
-          make_uint2(token.first_pair + lane, static_cast<std::uint32_t>(token.source));
+      *row_origin(p, row) = make_uint2(token.token * p.shape.max_top_k + lane,
+                                       static_cast<std::uint32_t>(token.source));
     }
-    std::int64_t const t = token.first_pair / static_cast<std::uint32_t>(p.shape.max_top_k);
-    bringing.bring(p.windows[token.source] + p.window.x_row(t), row);
+    bringing.bring(p.windows[token.source] + p.window.x_row(token.token), row);
   } while (ahead.choices != 0);
   bringing.finish();
 }
@@ -201,17 +203,30 @@ __device__ inline void bring_first_tokens(Pass const& pass, int warp) {
           p.windows[p.rank] + p.window.list_entry(parity(pass.epoch), row.source, row.entry)));
     }
     bool const brings = number < end && entry.z % 256 == 0;  // RouteEntry::place
-    for (unsigned left = __ballot_sync(arch::kAllLanes, brings); left != 0; left &= left - 1) {
+    // A PairPlace of lane j: of choice j of the first token that is left, if it is one of those.
+    auto const place_of = [&](unsigned left) {
+      if (left == 0) return 0u;
       int const from = __ffs(static_cast<int>(left)) - 1;
       int const source = __shfl_sync(arch::kAllLanes, source_ahead, from);
-      std::uint32_t const token = __shfl_sync(arch::kAllLanes, entry.x, from) / top_k;
+      int const token = p.token_of(__shfl_sync(arch::kAllLanes, entry.x, from));
       std::uint32_t const choices = __shfl_sync(arch::kAllLanes, entry.w, from);
-      std::uint32_t const pair = token * top_k + lane;  // of lane j: choice j
+      if ((choices >> lane & 1) == 0) return 0u;
+      return __ldcg(word_of(p.windows[p.rank],
+                            p.window.place_word(parity(pass.epoch), source, token * top_k + lane)));
+    };
+    unsigned left = __ballot_sync(arch::kAllLanes, brings);
+    std::uint32_t ahead = place_of(left);
+    for (; left != 0; left &= left - 1) {
+      std::uint32_t const place = ahead;
+      ahead = place_of(left & (left - 1));
+      int const from = __ffs(static_cast<int>(left)) - 1;
+      int const source = __shfl_sync(arch::kAllLanes, source_ahead, from);
+      int const token = p.token_of(__shfl_sync(arch::kAllLanes, entry.x, from));
+      std::uint32_t const choices = __shfl_sync(arch::kAllLanes, entry.w, from);
       int row = -1;
       if ((choices >> lane & 1) != 0) {
-        std::int64_t const word = p.window.place_word(parity(pass.epoch), source, pair);
-        row = pool_row_of(pass, PairPlace::of(__ldcg(word_of(p.windows[p.rank], word))), source);
-        *row_origin(p, row) = make_uint2(pair, static_cast<std::uint32_t>(source));
+        row = pool_row_of(pass, PairPlace::of(place), source);
+        *row_origin(p, row) = make_uint2(token * top_k + lane, static_cast<std::uint32_t>(source));
       }
       bringing.bring(p.windows[source] + p.window.x_row(token), row);
     }
@@ -226,9 +241,8 @@ __device__ inline void bring_own_rows(Pass const& pass, int warp) {
   int const lane = arch::lane_idx();
   int const warps = static_cast<int>(gridDim.x) * kConsumerWarps;
   int const end = first_rows(pass);
-  auto const top_k = static_cast<std::uint32_t>(p.shape.max_top_k);
-  int const last = (p.rank + 1) * p.shape.local_experts();
-  int expert = p.rank * p.shape.local_experts();
+  int const last = (p.rank + 1) * p.local_experts;
+  int expert = p.rank * p.local_experts;
   int index = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
   pass.wait_own_list();
   if (pass.failed()) return;
@@ -244,7 +258,7 @@ __device__ inline void bring_own_rows(Pass const& pass, int warp) {
                                                               entry)));  // RouteEntry::pair
     int const row = pass.plan()[expert].first_block * p.shape.block_rows + index;
     if (lane == 0) *row_origin(p, row) = make_uint2(pair, static_cast<std::uint32_t>(p.rank));
-    bringing.bring(p.windows[p.rank] + p.window.x_row(pair / top_k), lane == 0 ? row : -1);
+    bringing.bring(p.windows[p.rank] + p.window.x_row(p.token_of(pair)), lane == 0 ? row : -1);
   }
   bringing.finish();
 }

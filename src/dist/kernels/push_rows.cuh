@@ -31,9 +31,9 @@ class Push {
     if (arch::lane_idx() >= block::kWarpRows || row_of_tile >= tile.rows) return nullptr;
     std::int64_t const pool_row = std::int64_t{tile.row} + row_of_tile;
     uint2 const origin = *row_origin(p, pool_row);
-    auto const top_k = static_cast<std::uint32_t>(p.shape.max_top_k);
+    int const token = p.token_of(origin.x);
     return p.windows[origin.y] +
-           p.window.slot(origin.x / top_k, static_cast<std::int32_t>(origin.x % top_k));
+           p.window.slot(token, static_cast<std::int32_t>(origin.x) - token * p.shape.max_top_k);
   }
 
   // Nothing is pending.

@@ -157,9 +157,9 @@ __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, s
   }
   __syncthreads();
   for (int owner = warp; owner < p.shape.ranks; owner += kWarps) {
-    int const first = owner * p.shape.local_experts();
+    int const first = owner * p.local_experts;
     exclusive_sums(
-        p.shape.local_experts(), [&](int local) { return smem.totals[first + local]; },
+        p.local_experts, [&](int local) { return smem.totals[first + local]; },
         [&](int local, std::int32_t before) { smem.list_begin[first + local] = before; });
   }
   __syncthreads();
@@ -170,11 +170,11 @@ __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, s
 // brings the row.
 __device__ inline void join(ExchangeArguments const& p, std::int32_t id, int pair,
                             RouteEntry& entry) {
-  int const choice = pair % p.shape.max_top_k;
+  int const choice = pair - p.token_of(pair) * p.shape.max_top_k;
   std::uint32_t choices = 0;
   for (int j = 0; j < p.shape.max_top_k; ++j) {
     std::int32_t const other = p.gmem_topk_ids[pair - choice + j];
-    if (!is_expert(p, other) || p.shape.owner(other) != p.shape.owner(id)) continue;
+    if (!is_expert(p, other) || p.owner(other) != p.owner(id)) continue;
     choices |= 1u << j;
     if (other < id || (other == id && j < choice)) ++entry.place;
   }
@@ -204,10 +204,10 @@ __device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>
     if (routed) {
       // Every row comes for itself, and scores stay with their source.
       RouteEntry entry = {static_cast<std::uint32_t>(pair), 0.0f, 0, 1, 0, 0};
-      char* const window = p.windows[p.shape.owner(id)];
+      char* const window = p.windows[p.owner(id)];
       if (p.shape.transfer == Transfer::once) {
         join(p, id, pair, entry);
-        PairPlace const at = {id % p.shape.local_experts(), index};
+        PairPlace const at = {id - p.owner(id) * p.local_experts, index};
         *word_of(window, p.window.place_word(parity(epoch), p.rank, pair)) = at.word();
       }
       std::int64_t const place = smem.list_begin[id] + index;
@@ -247,7 +247,7 @@ __device__ inline void publish_entries(ExchangeArguments const& p, std::uint32_t
 template <int kThreads>
 __device__ void plan_by_warps(ExchangeArguments const& p, RouteStorage<kThreads>& smem) {
   CountMatrix const counts{smem.counts, p.shape.experts};
-  int const local_experts = p.shape.local_experts();
+  int const local_experts = p.local_experts;
   for (int part = static_cast<int>(threadIdx.x) / arch::kWarpThreads; part < 2 * p.shape.ranks;
        part += RouteStorage<kThreads>::kWarps) {
     int const rank = part / 2;

@@ -16,7 +16,7 @@ class Tasks {
  public:
   __device__ explicit Tasks(Pass const& pass)
       : pass_(pass),
-        first_expert_(pass.p.exchange.rank * pass.shape().local_experts()),
+        first_expert_(pass.p.exchange.rank * pass.p.exchange.local_experts),
         cursor_(pass.shape(), pass.plan(), pass.p.exchange.rank, lag(pass)) {}
 
   // What the announced task needs of this GPU before its A may be read.

@@ -42,11 +42,10 @@ class SentTasks {
 // block's.
 __device__ inline void announce_block(Pass const& pass, int local_expert, int block) {
   ExchangeArguments const& p = pass.p.exchange;
-  int const expert = p.rank * p.shape.local_experts() + local_expert;
+  int const expert = p.rank * p.local_experts + local_expert;
   int const first = (block - pass.plan()[expert].first_block) * p.shape.block_rows;
-  int row = 0;
-  for (int turn = 0; turn < p.shape.ranks; ++turn) {
-    int const source = source_at(p.shape, p.rank, turn);
+  int row = 0, source = p.rank;
+  for (int turn = 0; turn < p.shape.ranks; ++turn, source = source_after(p.shape, source)) {
     int const end = row + pass.counts().at(source, expert);
     if (end > row && row < first + p.shape.block_rows && end > first) {
       arch::store_release_sys(word_of(p.windows[source], p.window.block_done_word(p.rank, block)),

@@ -3,16 +3,16 @@
 // a wait is over. Kernel, model and host share this file.
 //
 //   site        signals -> waits                    word                    until          scope
-//   ack         owner, pass ended -> source         ack[owner]              epoch - 2      sys
+//   ack         owner, rows returned -> source      ack[owner]              epoch          sys, unfused alone
 //   route_scan  CTAs -> CTAs                        slices counted          all slices     gpu
 //   counted     source -> all ranks                 c[source][e]            epoch          sys, each for itself
 //   publish     source -> all ranks                 publish[source]         epoch          sys
 //   arrived     those who bring rows -> up tasks    arrived[block]          its rows       gpu
 //   a_ready     up tasks -> down tasks              a_ready[block]          up_tiles       gpu
-//   down_tiles  down tasks -> the last of them      down_tiles[block]       down_tiles     gpu, sys fence before
+//   down_tiles  down tasks -> the last of them      down_tiles[block]       down_tiles     gpu
 //   block_done  owner -> aggregate                  block_done[owner,block] epoch          sys
 //   part_done   owner -> aggregate                  part_done[owner,token]  epoch          sys
-//   ended       CTAs -> the last of them            ended                   all CTAs       gpu
+//   ended       CTAs -> the last of them            ended                   all CTAs       gpu, unfused alone
 //
 // Transfer::once: a token's row crosses once to each owner, one of whose warps writes it to the places of all its
 // pairs there when it comes to the first of them. So nobody waits for a copy.
@@ -26,11 +26,16 @@
 // A count carries its epoch in the same word, so that nothing has to be fenced for it: plans are made while the lists
 // are still on their way.
 //
+// A fence at system scope takes 3 us, whatever it has to wait for. So none stands before a counter of this GPU: who
+// counts releases at the scope of the GPU, and the last one, who has acquired all of it, fences once for what all have
+// written to other GPUs, then stores its words (docs/notebook/2026-11-25-system-fences.md).
+//
 // Epochs count passes from 1. Words that peers write hold epochs and are never cleared. A peer may be a
-// pass ahead: waits ask for "at least", counts and lists are double (by the epoch's parity), and a source
-// overwrites those of pass N-2 only when every peer has acknowledged that pass. Counters of this GPU
-// alone have two banks; a pass clears the bank of the next one. x, slots and pools are single: a rank
-// ends its pass after every owner has pulled and returned its rows.
+// pass ahead: waits ask for "at least", and counts and lists are double (by the epoch's parity). Those of pass N-2
+// are overwritten in pass N without a wait: the source ended pass N-1, in which it awaited every peer's counts and
+// lists, and a peer publishes those of N-1 when it has ended N-2. Counters of this GPU alone have two banks; a pass
+// clears the bank of the next one. x, slots and pools are single: a rank ends its pass after every owner has pulled
+// and returned its rows.
 #pragma once
 
 #include <cstdint>
@@ -114,9 +119,6 @@ struct CountWord {
     return {static_cast<std::int32_t>(word), static_cast<std::uint32_t>(word >> 32)};
   }
 };
-
-/// The pass whose acknowledgement frees the lists and counts of `epoch`.
-TESSERA_INLINE constexpr std::uint32_t acked_before(std::uint32_t epoch) { return epoch - 2; }
 
 constexpr std::int64_t kWordStride = 128;  // bytes: a line for every word that peers write
 

@@ -98,9 +98,6 @@ void Machine::execute(Actor& a) {
       return wait_read(a);
     case Kind::wait_written:
       return wait_written(a);
-    case Kind::fence:
-      drain_generic(a);
-      return fence_sys(a);
     case Kind::proxy_fence:
       ++a.proxy_fences_;
       a.proxy_clock_ = a.clock_;
@@ -285,7 +282,7 @@ bool Machine::drain(int actor, std::mt19937_64& rng) {
 void Machine::fence_sys(Actor& a) {
   ++a.sys_fences_;
   for (Actor& other : actors_) {
-    if (other.rank != a.rank || other.cta != a.cta || other.id == a.id) continue;
+    if (other.rank != a.rank || other.id == a.id) continue;
     other.covered_ = std::max(other.covered_, a.clock_[static_cast<std::size_t>(other.id)]);
   }
 }

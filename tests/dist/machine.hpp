@@ -8,7 +8,8 @@
 //   order      vector clocks: an access that no chain of releases and acquires of sufficient scope puts
 //              after the write it meets, or a write after the reads of what it replaces, is a fault in
 //              every schedule, not only in those where it hurts. Fences between proxies and, before data
-//              goes to other GPUs, fences at system scope are demanded likewise.
+//              goes to other GPUs, fences at system scope are demanded likewise; one covers what its actor
+//              has written, and what it has acquired of others of its GPU.
 #pragma once
 
 #include <array>
@@ -53,7 +54,6 @@ enum class Kind {
   copy,          // a bulk store: what stands in shared memory when it is read
   wait_read,     // cp.async.bulk.wait_group.read 0: shared memory may be written again
   wait_written,  // cp.async.bulk.wait_group 0
-  fence,         // fence.acq_rel.sys
   proxy_fence,
   release,  // store
   relaxed,  // store that orders nothing
@@ -142,7 +142,6 @@ class Actor {
   }
   Await wait_read() { return ask({.kind = Kind::wait_read}); }
   Await wait_written() { return ask({.kind = Kind::wait_written}); }
-  Await fence() { return ask({.kind = Kind::fence}); }
   Await proxy_fence() { return ask({.kind = Kind::proxy_fence}); }
   Await release(Address a, std::uint64_t value, Scope scope) {
     return ask({.kind = Kind::release, .address = a, .value = value, .scope = scope});
@@ -152,6 +151,9 @@ class Actor {
   }
   Await count(Address a, std::uint64_t increment) {
     return ask({.kind = Kind::count, .address = a, .value = increment});
+  }
+  Await count_relaxed(Address a, std::uint64_t increment) {
+    return ask({.kind = Kind::count_relaxed, .address = a, .value = increment});
   }
   // A counter of this GPU that has to reach `value`.
   Await wait_count(Address a, std::uint64_t value, Site site) {
@@ -213,7 +215,7 @@ class Actor {
   std::vector<std::uint64_t> reading_;  // and of copies' sources, until they were read
   Clock clock_ = {};
   std::uint32_t sys_fences_ = 0, proxy_fences_ = 0;
-  std::uint32_t covered_ = 0;  // what a system fence of another warp of the CTA has covered
+  std::uint32_t covered_ = 0;  // what a system fence of another warp of the GPU has covered
   Clock proxy_clock_ = {};     // as of the latest proxy fence: what async reads may rely on
   std::uint64_t history_ = 0;
 };
@@ -222,7 +224,6 @@ class Machine {
  public:
   explicit Machine(std::int32_t ranks) : ranks_(ranks) {}
 
-  /// Actors of one `cta` of a rank are its warps: a system fence of one covers what it has acquired of the others.
   Actor& add(std::int32_t rank, std::int32_t cta, std::string name);
   void start(Actor& actor, Program program);
 

@@ -102,9 +102,8 @@ Program Passes::cta(Actor& self, std::int32_t index) {
     if (options_.copies_x) co_await place_x(self, index, epoch);
     co_await route(self, index, epoch);
     Known known;
-    if (!options_.publishes_late) co_await publish_lists(self, epoch);
+    co_await publish_lists(self, epoch);
     co_await make_plan(self, epoch, known);
-    if (options_.publishes_late) co_await publish_lists(self, epoch);
     co_await wait_lists(self, epoch, self.rank);
     if (once()) {
       co_await bring_first_rows(self, index, epoch, known);
@@ -133,7 +132,6 @@ Program Passes::cta(Actor& self, std::int32_t index) {
     co_await complete(self, epoch, sent);
     if (options_.announces) co_await tell_announcer(self, epoch, none);  // there are no more
     co_await aggregate_all(self, index, epoch, known);
-    co_await end(self, epoch);
     co_await self.boundary();
   }
 }
@@ -151,7 +149,6 @@ Program Passes::communication_warp(Actor& self, std::int32_t number) {
     if (options_.sums_early) {
       co_await sum_complete(self, number / options_.communication_warps, epoch, known);
     }
-    co_await end(self, epoch);
     co_await self.boundary();
   }
 }
@@ -208,7 +205,6 @@ Program Passes::route(Actor& self, std::int32_t index, std::uint32_t epoch) {
     std::uint32_t const other = epoch + 1;
     co_await self.relaxed(local(self, local_.slices_counted(other)), 0);
     co_await self.relaxed(local(self, local_.slices_written(other)), 0);
-    co_await self.relaxed(local(self, local_.ended(other)), 0);
     if (!breaks(Break::draws_not_cleared)) {
       co_await self.relaxed(local(self, local_.row_draws(other)), 0);
     }
@@ -223,10 +219,6 @@ Program Passes::route(Actor& self, std::int32_t index, std::uint32_t epoch) {
 // The row of counts to every rank. They say all that there is to know.
 Program Passes::send_counts(Actor& self, std::int32_t index, std::uint32_t epoch,
                             std::vector<std::int32_t> const& totals) {
-  for (std::int32_t r = 0; r < shape_.ranks && !breaks(Break::no_ack); ++r) {
-    co_await self.wait_epoch(window(self.rank, window_.ack_word(r)), acked_before(epoch),
-                             Site::ack);
-  }
   for (std::int32_t r = index; r < shape_.ranks; r += options_.ctas) {
     for (std::int32_t e = 0; e < shape_.experts; ++e) {
       CountWord const count = {totals[static_cast<std::size_t>(e)], epoch};
@@ -286,9 +278,10 @@ Program Passes::write_lists(Actor& self, std::int32_t index, std::uint32_t epoch
 // The word that says that they are there, from the last CTA.
 Program Passes::publish_lists(Actor& self, std::uint32_t epoch) {
   if (!breaks(Break::x_before_written)) co_await self.wait_written();
-  if (!breaks(Break::lists_without_system_fence)) co_await self.fence();
-  std::uint64_t const written =
-      co_await self.count(local(self, local_.slices_written(bank_of(epoch))), 1);
+  Address const counter = local(self, local_.slices_written(bank_of(epoch)));
+  std::uint64_t const written = breaks(Break::written_relaxed)
+                                    ? co_await self.count_relaxed(counter, 1)
+                                    : co_await self.count(counter, 1);
   std::uint64_t const turn = breaks(Break::publish_without_waiting_for_slices)
                                  ? 0
                                  : static_cast<std::uint64_t>(options_.ctas - 1);
@@ -416,7 +409,6 @@ Program Passes::announcer(Actor& self) {
       co_await announce(self, epoch, sent);
       co_await self.count(queue_word(self, epoch, Queue::announced), 1);
     }
-    co_await end(self, epoch);
     co_await self.boundary();
   }
 }
@@ -470,9 +462,10 @@ Program Passes::down(Actor& self, std::uint32_t epoch, Task const& task, Known c
 // The last down tile of a block tells its sources; with dedup, those who add up wait for the counter.
 Program Passes::finish_block(Actor& self, std::uint32_t epoch, std::int32_t block,
                              std::set<std::int32_t> const& sources) {
-  if (!breaks(Break::push_without_system_fence) && !dedup()) co_await self.fence();
-  std::uint64_t const before =
-      co_await self.count(local(self, local_.down_tiles(bank_of(epoch), block)), 1);
+  Address const counter = local(self, local_.down_tiles(bank_of(epoch), block));
+  std::uint64_t const before = breaks(Break::down_tiles_relaxed)
+                                   ? co_await self.count_relaxed(counter, 1)
+                                   : co_await self.count(counter, 1);
   bool const last = before + 1 == static_cast<std::uint64_t>(shape_.down_tiles());
   if (breaks(Break::done_by_first_tile) ? before != 0 : !last) co_return;
   for (std::int32_t const source : sources) {
@@ -480,7 +473,8 @@ Program Passes::finish_block(Actor& self, std::uint32_t epoch, std::int32_t bloc
     if (breaks(Break::done_relaxed)) {
       co_await self.relaxed(word, epoch);
     } else {
-      co_await self.release(word, epoch, Scope::sys);
+      co_await self.release(word, epoch,
+                            breaks(Break::done_at_gpu_scope) ? Scope::gpu : Scope::sys);
     }
     if (breaks(Break::done_to_first_source_only)) co_return;
   }

@@ -21,11 +21,9 @@ enum class Break {
   publish_without_waiting_for_slices,  // by the first CTA that has written, not the last
   publish_relaxed,
   publish_at_gpu_scope,
-  lists_without_system_fence,
+  written_relaxed,         // CTAs count their lists without releasing them
   prefix_without_waiting,  // histograms of other CTAs are read before all are there
   one_parity,              // of lists and counts
-  no_ack,                  // sources do not wait, owners do not send
-  ack_never_sent,
   plan_without_counts,
   lists_without_publish,
   lists_await_equal_epoch,  // a peer that is a pass ahead is never seen
@@ -55,10 +53,11 @@ enum class Break {
   a_before_written,
   down_before_up,  // downs have the lower tickets
   push_before_written,
-  push_without_system_fence,
+  down_tiles_relaxed,  // downs are counted without releasing what they sent
   done_by_first_tile,
   done_to_first_source_only,
   done_relaxed,
+  done_at_gpu_scope,
   completed_in_the_next_task_only,  // though that may wait for it
   announced_before_sent,            // by the warp that announces for the others
   told_by_a_relaxed_word,           // to that warp
@@ -96,9 +95,7 @@ struct Options {
       0;  ///< of which CTAs bring all, once, or their own, direct, by loads and stores
   bool announces = false;   ///< a warp of its own fences and counts for the others of its CTA
   bool sums_early = false;  ///< communication warps add up tokens that are complete, direct
-  bool publishes_late =
-      false;              ///< the lists behind the plan, as the fused kernel; else ahead of it
-  bool copies_x = false;  ///< into the window, by bulk copies of each CTA; else it lies there
+  bool copies_x = false;    ///< into the window, by bulk copies of each CTA; else it lies there
 };
 
 struct Entry;
@@ -197,9 +194,6 @@ class Passes : public World {
   }
   [[nodiscard]] std::uint32_t bank_of(std::uint32_t epoch) const {
     return breaks(Break::one_bank) ? 0 : epoch;
-  }
-  [[nodiscard]] std::int32_t actors_of_rank() const {
-    return options_.ctas * (1 + options_.communication_warps + (options_.announces ? 1 : 0));
   }
   static Address window(std::int32_t rank, std::int64_t offset) {
     return {rank, Space::window, offset};

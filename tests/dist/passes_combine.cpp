@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The roles after the last down of a token: sums of the owner, sums of the source, the end of a pass.
+// The roles after the last down of a token: sums of the owner, sums of the source.
 #include <string>
 
 #include "tests/dist/passes.hpp"
@@ -176,16 +176,6 @@ Program Passes::aggregate_sums(Actor& self, std::int32_t token, std::uint32_t ep
                        std::to_string(token) + " of rank " + std::to_string(self.rank));
       }
     }
-  }
-}
-
-// The last actor of a rank tells all sources that their lists were read.
-Program Passes::end(Actor& self, std::uint32_t epoch) {
-  std::uint64_t const before = co_await self.count(local(self, local_.ended(bank_of(epoch))), 1);
-  bool const last = before + 1 == static_cast<std::uint64_t>(actors_of_rank());
-  if (!last || breaks(Break::no_ack) || breaks(Break::ack_never_sent)) co_return;
-  for (std::int32_t r = 0; r < shape_.ranks; ++r) {
-    co_await self.release(window(r, window_.ack_word(self.rank)), epoch, Scope::sys);
   }
 }
 

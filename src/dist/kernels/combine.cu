@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // combine: every row of y to the slot of its pair on its source; a slot has one writer. The last CTA
 // acknowledges the pass to all ranks, awaits theirs, and ends the pass.
-// Memory   rows are written by bulk copies: each lane waits until they are, fences at system scope, its
-//          CTA counts, the last one releases ack [ended, ack]
+// Memory   rows are written by bulk copies: each lane waits until they are, its CTA counts, the last one fences at
+//          system scope for all and stores ack [ended, ack]
 #include "cuda/arch/mbarrier.cuh"
 #include "dist/kernels/copy_rows.cuh"
 #include "dist/kernels/exchange.hpp"
@@ -41,7 +41,6 @@ __device__ void push(ExchangeArguments const& p, Shared& smem) {
                        p.window.slot(from.x / top_k, static_cast<std::int32_t>(from.x % top_k)),
                    nullptr};
   });
-  arch::fence_acq_rel_sys();
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
@@ -60,8 +59,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (arch::count_acq_rel_gpu(word_of(p.gmem_local, p.local.ended(epoch)), 1) + 1 != gridDim.x) {
     return;
   }
+  arch::fence_acq_rel_sys();
   for (int r = 0; r < p.shape.ranks; ++r) {
-    arch::store_release_sys(word_of(p.windows[r], p.window.ack_word(p.rank)), epoch);
+    arch::store_relaxed_sys(word_of(p.windows[r], p.window.ack_word(p.rank)), epoch);
   }
   for (int r = 0; r < p.shape.ranks; ++r) {
     if (!Waiter(p, epoch).for_epoch(p.window.ack_word(r), epoch, Site::ack, r)) return;

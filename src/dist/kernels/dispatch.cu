@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     arch::mbarrier_fence_init();
   }
   clear_next_bank<kThreads>(p, epoch);
-  if (!route(p, smem.route, epoch, NothingBeside())) return;
+  if (!route(p, smem.route, epoch, NothingBeside(), [] {})) return;
   bool reached = true;
   if (thread < p.shape.ranks) {
     reached =

@@ -287,7 +287,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   if (threadIdx.x == kForwardThreads - 1) init_barriers(smem);
   clear_next_bank<kForwardThreads>(p.exchange, pass.epoch);
   if (renews_blocks(pass.epoch)) renew_blocks<kForwardThreads>(p.exchange, pass.epoch);
-  if (!route(p.exchange, head.route, pass.epoch, place_x)) {
+  auto const published = [&] { *p.exchange.gmem_epoch = pass.epoch + 1; };  // all CTAs have read it
+  if (!route(p.exchange, head.route, pass.epoch, place_x, published)) {
     begin_together(smem, false);
     return;
   }
@@ -323,14 +324,6 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   }
   __syncwarp();
   arch::cluster_sync();  // this CTA's barriers get the other one's arrivals until then
-  if (threadIdx.x != 0) return;
-  LocalLayout const& local = p.exchange.local;
-  if (arch::count_acq_rel_gpu(pass.local_word(local.ended(pass.epoch)), 1) + 1 != gridDim.x) return;
-  for (int r = 0; r < pass.shape().ranks; ++r) {
-    arch::store_release_sys(
-        word_of(p.exchange.windows[r], p.exchange.window.ack_word(p.exchange.rank)), pass.epoch);
-  }
-  *p.exchange.gmem_epoch = pass.epoch + 1;
 #endif
 }
 

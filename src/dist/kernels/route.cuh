@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // What every CTA does first: counts to all ranks, its token slice's rows to the owners, and the plan.
-//   scan     histogram of the slice, by warps, and the prefix over slices [route_scan, ack]
+//   scan     histogram of the slice, by warps, and the prefix over slices [route_scan]
 //   counts   to every rank, from a CTA for each; they need no fence
 //   entries  one per row into the list of its owner; an entry's place depends on the choices alone. A warp has a run of
 //            the slice's pairs and knows how many of them the warps before it have, so none waits for another
-//   plan     every CTA awaits the counts of all ranks [counted] and derives the same, while one warp says that its
-//            entries are there, that of the last CTA to the owners. The lists may still be on their way: who reads them
-//            awaits them [publish]
+//   publish  one thread counts for its CTA, that of the last one tells the owners; readers of lists await it [publish]
+//   plan     every CTA awaits the counts of all ranks [counted] and derives the same. The lists may be on their way
 // Beside   one warp finishes what it has begun before its CTA's entries are said to be there (place_x.cuh)
 // Threads that poll are few, a barrier passes it on. False: a wait has failed, the pass is lost (wait.cuh).
 #pragma once
@@ -94,7 +93,7 @@ __device__ inline TokenSlice pairs_of_warp(ExchangeArguments const& p, TokenSlic
   return {begin + part.begin, begin + part.end};
 }
 
-// next[], totals[] and list_begin[] from the histograms of all slices. On return lists and counts may be overwritten.
+// next[], totals[] and list_begin[] from the histograms of all slices.
 template <int kThreads>
 __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, std::uint32_t epoch,
                      TokenSlice slice) {
@@ -129,14 +128,10 @@ __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, s
   }
   __syncthreads();
   bool reached = true;
-  int const peer = thread - arch::kWarpThreads;  // of another warp than thread 0
   if (thread == 0) {
     arch::add_release_gpu(word_of(p.gmem_local, p.local.slices_counted(epoch)), 1);
     reached =
         Waiter(p, epoch).for_count(p.local.slices_counted(epoch), gridDim.x, Site::route_scan);
-  } else if (peer >= 0 && peer < p.shape.ranks) {
-    reached =
-        Waiter(p, epoch).for_epoch(p.window.ack_word(peer), acked_before(epoch), Site::ack, peer);
   }
   if (!all_reached(reached)) return false;
   // Sums over slices: as many threads per expert as there are, each with many loads in flight.
@@ -233,14 +228,17 @@ __device__ void send_counts(ExchangeArguments const& p, RouteStorage<kThreads> c
   }
 }
 
-// One thread, for all of the CTA, which have written their entries. The last CTA says to the owners that all are there.
-__device__ inline void publish_entries(ExchangeArguments const& p, std::uint32_t epoch) {
-  arch::fence_acq_rel_sys();
+// One thread, for all of the CTA, which have written their entries. The last CTA says to the owners that all are there:
+// its fence is for those of the CTAs that have counted as well. True: this is the last one.
+__device__ inline bool publish_entries(ExchangeArguments const& p, std::uint32_t epoch) {
   std::uint32_t const before =
       arch::count_acq_rel_gpu(word_of(p.gmem_local, p.local.slices_written(epoch)), 1);
-  for (int r = 0; r < p.shape.ranks && before + 1 == gridDim.x; ++r) {
-    arch::store_release_sys(word_of(p.windows[r], p.window.publish_word(p.rank)), epoch);
+  if (before + 1 != gridDim.x) return false;
+  arch::fence_acq_rel_sys();
+  for (int r = 0; r < p.shape.ranks; ++r) {
+    arch::store_relaxed_sys(word_of(p.windows[r], p.window.publish_word(p.rank)), epoch);
   }
+  return true;
 }
 
 // make_plan and make_list_begins of plan.hpp, from smem.counts. By all warps, each with a part of it.
@@ -280,9 +278,9 @@ __device__ void plan_by_warps(ExchangeArguments const& p, RouteStorage<kThreads>
   }
 }
 
-template <int kThreads, class Beside>
+template <int kThreads, class Beside, class Published>
 __device__ bool route(ExchangeArguments const& p, RouteStorage<kThreads>& smem, std::uint32_t epoch,
-                      Beside&& beside) {
+                      Beside&& beside, Published published) {
   TokenSlice const slice =
       token_slice(p.tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   int const thread = static_cast<int>(threadIdx.x);
@@ -293,13 +291,14 @@ __device__ bool route(ExchangeArguments const& p, RouteStorage<kThreads>& smem, 
   }
   if (thread / arch::kWarpThreads == kBesideWarp<kThreads>) beside.finish();
   if (!scanned) return false;
+  __syncthreads();
+  if (thread == kThreads - 1 && publish_entries(p, epoch)) published();
+  __syncwarp();
   bool reached = true;
   for (int i = thread; i < p.shape.ranks * p.shape.experts && reached; i += kThreads) {
     reached = Waiter(p, epoch).for_rows(i / p.shape.experts, i % p.shape.experts, smem.counts[i]);
   }
   if (!all_reached(reached)) return false;
-  if (thread == kThreads - 1) publish_entries(p, epoch);
-  __syncwarp();
   plan_by_warps(p, smem);
   __syncthreads();
   return true;

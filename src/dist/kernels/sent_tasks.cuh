@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // How the results of a task are announced without a fence in the warps that multiply: they say in shared memory that
-// they have sent theirs, and the warp that schedules, once all have, fences once per task and counts.
+// they have sent theirs, and the warp that schedules counts the task once all have. The last down of a block fences at
+// system scope for all of the block's downs.
 //   full    every consumer warp: what it wrote for the task it has written (stores issued; bulk stores complete)
 //   empty   the announcing warp: the slot may be taken again
-// Memory  barriers of the CTA order the warps' writes before the announcing lane's fence, as __syncthreads does
-//         before the fence of one thread in a barrier of the grid
+// Memory  barriers of the CTA order the warps' writes before the announcing lane's count, which releases them at the
+//         scope of the GPU, as __syncthreads does before one thread's part in a barrier of the grid
 #pragma once
 
 #include "dist/kernels/forward_pass.cuh"
@@ -44,11 +45,12 @@ __device__ inline void announce_block(Pass const& pass, int local_expert, int bl
   ExchangeArguments const& p = pass.p.exchange;
   int const expert = p.rank * p.local_experts + local_expert;
   int const first = (block - pass.plan()[expert].first_block) * p.shape.block_rows;
+  arch::fence_acq_rel_sys();  // for those who have counted as well
   int row = 0, source = p.rank;
   for (int turn = 0; turn < p.shape.ranks; ++turn, source = source_after(p.shape, source)) {
     int const end = row + pass.counts().at(source, expert);
     if (end > row && row < first + p.shape.block_rows && end > first) {
-      arch::store_release_sys(word_of(p.windows[source], p.window.block_done_word(p.rank, block)),
+      arch::store_relaxed_sys(word_of(p.windows[source], p.window.block_done_word(p.rank, block)),
                               pass.epoch);
     }
     row = end;
@@ -98,7 +100,6 @@ class SentAnnouncer {
       arch::add_release_gpu(pass_.local_word(local.a_ready(pass_.epoch, task.block)), 1);
       return;
     }
-    arch::fence_acq_rel_sys();
     std::uint32_t const before =
         arch::count_acq_rel_gpu(pass_.local_word(local.down_tiles(pass_.epoch, task.block)), 1);
     if (before + 1 == static_cast<std::uint32_t>(pass_.shape().down_tiles())) {

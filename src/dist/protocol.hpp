@@ -212,7 +212,8 @@ struct WindowLayout {
 /// pass before leaves at zero, and what its CTAs tell each other when they route.
 struct LocalLayout {
   std::int64_t bank_bytes;
-  std::int64_t histograms;  ///< [slices,E] i32
+  std::int64_t histograms;  ///< [slices,E] i32, a slice every histogram_bytes, a multiple of 16
+  std::int64_t histogram_bytes;
   std::int64_t
       pair_index;  ///< [max_tokens*max_top_k] i32: a pair's index among its expert's of this rank
   std::int64_t row_origin;  ///< [pool_rows] {source, pair}
@@ -227,7 +228,8 @@ struct LocalLayout {
     bank_bytes = kCounters * kWordStride + 12 * max_blocks_;
     bank_bytes = (bank_bytes + 127) / 128 * 128;
     histograms = 2 * bank_bytes;
-    pair_index = histograms + std::int64_t{4} * slices * experts_;
+    histogram_bytes = (experts_ + 3) / 4 * 16;
+    pair_index = histograms + slices * histogram_bytes;
     row_origin = pair_index + std::int64_t{4} * s.max_tokens * s.max_top_k;
     row_origin = (row_origin + 7) / 8 * 8;
     groups = row_origin + 8 * s.pool_rows();
@@ -274,7 +276,7 @@ struct LocalLayout {
     return groups + 4 * ((source * max_tokens_ + token) * max_top_k_ + place);
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t histogram(std::int32_t slice) const {
-    return histograms + std::int64_t{4} * slice * experts_;
+    return histograms + slice * histogram_bytes;
   }
 
  private:

@@ -134,21 +134,31 @@ __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, s
         Waiter(p, epoch).for_count(p.local.slices_counted(epoch), gridDim.x, Site::route_scan);
   }
   if (!all_reached(reached)) return false;
-  // Sums over slices: as many threads per expert as there are, each with many loads in flight.
+  // Sums over slices: as many threads for four experts as there are, each with all of its loads in flight.
   int const slices = static_cast<int>(gridDim.x);
-  int const parts = max(kThreads / experts, 1);
-  for (int i = thread; i < experts * parts; i += kThreads) {
-    int const e = i % experts;
-    TokenSlice const part = token_slice(slices, i / experts, parts);
-    std::int32_t before = 0, total = 0;
-    _Pragma("unroll 11")  // 132 slices by 3 parts: 44 loads each
+  int const fours = (experts + 3) / 4;
+  int const parts = max(kThreads / fours, 1);
+  for (int i = thread; i < fours * parts; i += kThreads) {
+    int const four = i % fours;
+    TokenSlice const part = token_slice(slices, i / fours, parts);
+    std::int32_t before[4] = {}, total[4] = {};
+    _Pragma("unroll 11")  // 132 slices by 12 parts, where experts are 128
         for (int c = part.begin; c < part.end; ++c) {
-      std::int32_t const rows = __ldcg(histogram(c) + e);
-      if (c < static_cast<int>(blockIdx.x)) before += rows;
-      total += rows;
+      int4 const of_slice = __ldcg(reinterpret_cast<int4 const*>(histogram(c)) + four);
+      std::int32_t const rows[4] = {of_slice.x, of_slice.y, of_slice.z, of_slice.w};
+      TESSERA_UNROLL
+      for (int j = 0; j < 4; ++j) {
+        if (c < static_cast<int>(blockIdx.x)) before[j] += rows[j];
+        total[j] += rows[j];
+      }
     }
-    atomicAdd(&smem.begin[e], before);
-    atomicAdd(&smem.totals[e], total);
+    TESSERA_UNROLL
+    for (int j = 0; j < 4; ++j) {
+      int const e = 4 * four + j;
+      if (e >= experts) break;
+      atomicAdd(&smem.begin[e], before[j]);
+      atomicAdd(&smem.totals[e], total[j]);
+    }
   }
   __syncthreads();
   for (int owner = warp; owner < p.shape.ranks; owner += kWarps) {

@@ -204,13 +204,15 @@ int tessera_grouped_gemm_workspace(tessera_context const*, tessera_grouped_gemm_
                                    size_t* bytes);
 int tessera_grouped_gemm(tessera_context const*, tessera_grouped_gemm_args const*, void* stream);
 
-/* nccl_path NULL: libnccl.so.2. addresses: `ranks` of them. close also frees the handle, whatever it returns. */
+/* nccl_path NULL: libnccl.so.2. addresses: `ranks` of them. close waits for all ranks and frees the handle, whatever it
+   returns. abort, after a fault, leaves the group without waiting for the others, and frees the handle. */
 int tessera_peer_group_id_make(char const* nccl_path, tessera_peer_group_id* id);
 int tessera_peer_window_open(tessera_context const*, int32_t rank, int32_t ranks,
                              tessera_peer_group_id const* id, size_t bytes, char const* nccl_path,
                              tessera_peer_window** window);
 int tessera_peer_window_addresses(tessera_peer_window const*, void** addresses);
 int tessera_peer_window_close(tessera_peer_window*);
+void tessera_peer_window_abort(tessera_peer_window*); /* NULL is allowed */
 
 int tessera_expert_parallel_window(tessera_expert_parallel_desc const*, size_t* bytes);
 int tessera_expert_parallel_workspace(tessera_context const*, tessera_expert_parallel_desc const*,

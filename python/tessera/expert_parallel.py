@@ -43,6 +43,8 @@ def _library() -> ctypes.CDLL:
     lib.tessera_peer_window_open.argtypes = [handle, c_int32, c_int32, group_id, c_size_t, c_char_p, POINTER(handle)]
     lib.tessera_peer_window_addresses.argtypes = [handle, POINTER(c_void_p)]
     lib.tessera_peer_window_close.argtypes = [handle]
+    lib.tessera_peer_window_abort.argtypes = [handle]
+    lib.tessera_peer_window_abort.restype = None
     lib.tessera_expert_parallel_window.argtypes = [desc, POINTER(c_size_t)]
     lib.tessera_expert_parallel_workspace.argtypes = [handle, desc, POINTER(c_size_t)]
     lib.tessera_expert_parallel_create.argtypes = [handle, desc, POINTER(c_void_p), library.Buffer, POINTER(handle)]
@@ -136,8 +138,13 @@ class ExpertParallel:
                                                        byref(self._window)))
             library.check(lib.tessera_peer_window_addresses(self._window, addresses))
         buffer = library.Buffer(self._workspace.data_ptr(), needed.value)
-        library.check(lib.tessera_expert_parallel_create(context, byref(self._desc), addresses, buffer,
-                                                         byref(self._handle)))
+        code = lib.tessera_expert_parallel_create(context, byref(self._desc), addresses, buffer, byref(self._handle))
+        if code:
+            window, self._window = self._window, c_void_p()
+            try:
+                library.check(code)
+            finally:
+                lib.tessera_peer_window_abort(window)
         self._forward = lib.tessera_expert_parallel_forward
 
     @staticmethod
@@ -216,7 +223,15 @@ class ExpertParallel:
 
     def close(self) -> None:
         """Frees the window once all ranks are done; collective."""
+        library.check(_library().tessera_peer_window_close(self._let_go()))
+
+    def abort(self) -> None:
+        """Frees the window without waiting for the other ranks, where check() has raised: one of them may be gone."""
+        _library().tessera_peer_window_abort(self._let_go())
+
+    def _let_go(self) -> c_void_p:
+        """The window, of which nothing uses the memory any more."""
         _library().tessera_expert_parallel_destroy(self._handle)
         window, self._handle, self._window = self._window, c_void_p(), c_void_p()
         self._workspace = self._input = None
-        library.check(_library().tessera_peer_window_close(window))
+        return window

@@ -134,6 +134,7 @@ TESSERA_C_API int tessera_peer_window_addresses(tessera_peer_window const* windo
 TESSERA_C_API int tessera_peer_window_close(tessera_peer_window* window) {
   return finish(close_window(window));
 }
+TESSERA_C_API void tessera_peer_window_abort(tessera_peer_window* window) { delete window; }
 
 TESSERA_C_API int tessera_expert_parallel_window(tessera_expert_parallel_desc const* c_desc,
                                                  size_t* bytes) {

@@ -141,6 +141,7 @@ TEST(ExpertParallel, TheCAbiSaysTheSame) {
   tessera_peer_window* window = nullptr;
   EXPECT_EQ(tessera_peer_window_open(context, 0, 1, &id, 1, nullptr, &window), TESSERA_ENVIRONMENT);
   EXPECT_EQ(tessera_peer_window_close(nullptr), TESSERA_OK);
+  tessera_peer_window_abort(nullptr);
   desc.top_k = 0;
   EXPECT_EQ(tessera_expert_parallel_window(&desc, &bytes), TESSERA_INVALID_ARGUMENT);
   EXPECT_NE(std::string(tessera_last_error()).find("top_k=0"), std::string::npos);

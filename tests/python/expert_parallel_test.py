@@ -61,6 +61,25 @@ class Refusals(unittest.TestCase):
             tessera.ExpertParallel._agree(desc, (None, "no NCCL"), None)
 
     @unittest.skipIf(GPUS > 0, "this machine has GPUs")
+    def test_window_of_a_group_that_is_not_made(self):
+        lib = mock.MagicMock()
+        lib.tessera_expert_parallel_create.return_value = 1
+
+        def check(code):
+            if code == 1:
+                raise RuntimeError("no group")
+
+        with mock.patch.object(expert_parallel, "_library", return_value=lib), \
+                mock.patch.object(library, "context", return_value=0), \
+                mock.patch.object(library, "check", side_effect=check), \
+                mock.patch.object(tessera.ExpertParallel, "_make_id"), \
+                mock.patch.object(tessera.ExpertParallel, "_agree", return_value=b"id"), \
+                mock.patch.object(torch, "empty") as empty:
+            empty.return_value.data_ptr.return_value = 0
+            with self.assertRaisesRegex(RuntimeError, "no group"):
+                tessera.ExpertParallel(**SHAPE, device="cuda:0")
+        lib.tessera_peer_window_abort.assert_called_once()
+
     def test_no_gpu(self):
         with self.assertRaisesRegex(RuntimeError, "torch sees none"):
             tessera.ExpertParallel(**SHAPE)
@@ -218,6 +237,33 @@ class OnGpus(unittest.TestCase):
                 experts.input(SHAPE["max_tokens"] + 1)
             dist.barrier()
             experts.close()
+
+    def test_leaves_after_a_fault(self):
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        d, n, e, k = SHAPE["hidden"], SHAPE["intermediate"], SHAPE["experts"], SHAPE["top_k"]
+        options = {"dtype": torch.bfloat16, "device": "cuda"}
+        torch.manual_seed(1)
+        w_up, w_down = torch.randn(e, 2 * n, d, **options) / 16, torch.randn(e, d, n, **options) / 16
+        own = slice(rank * e // ranks, (rank + 1) * e // ranks)
+        x = torch.randn(17, d, **options)
+        scores, ids = torch.rand(17, e, device="cuda").topk(k)
+        lost = tessera.ExpertParallel(**SHAPE, time_limit=1)
+        if rank == 0:  # the others do not come
+            lost(x, ids, scores, w_up[own], w_down[own])
+            torch.cuda.synchronize()
+            with self.assertRaisesRegex(RuntimeError, "rank 0 waited"):
+                lost.check()
+            lost.abort()  # nor do they leave with it
+        dist.barrier()
+        lost.abort()
+        lost.close()  # nothing is left of it
+        experts = tessera.ExpertParallel(**SHAPE)
+        o = experts(x, ids, scores, w_up[own], w_down[own])
+        torch.cuda.synchronize()
+        experts.check()
+        self.assertTrue(torch.equal(o, one_gpu(x, ids, scores, w_up, w_down, "swiglu")))
+        dist.barrier()
+        experts.close()
 
 
 if __name__ == "__main__":

@@ -133,18 +133,17 @@ class ExpertParallel:
         library.check(lib.tessera_expert_parallel_workspace(context, byref(self._desc), byref(needed)))
         self._workspace = torch.empty(needed.value, dtype=torch.uint8, device=device)  # before others wait for a window
         group_id = self._agree(self._desc, self._make_id() if windows is None and rank == 0 else (None, None), group)
-        if windows is None:
-            library.check(lib.tessera_peer_window_open(context, rank, ranks, group_id, bytes_, None,
-                                                       byref(self._window)))
-            library.check(lib.tessera_peer_window_addresses(self._window, addresses))
         buffer = library.Buffer(self._workspace.data_ptr(), needed.value)
-        code = lib.tessera_expert_parallel_create(context, byref(self._desc), addresses, buffer, byref(self._handle))
-        if code:
-            window, self._window = self._window, c_void_p()
-            try:
-                library.check(code)
-            finally:
-                lib.tessera_peer_window_abort(window)
+        try:
+            if windows is None:
+                library.check(lib.tessera_peer_window_open(context, rank, ranks, group_id, bytes_, None,
+                                                           byref(self._window)))
+                library.check(lib.tessera_peer_window_addresses(self._window, addresses))
+            library.check(lib.tessera_expert_parallel_create(context, byref(self._desc), addresses, buffer,
+                                                             byref(self._handle)))
+        except Exception:
+            self.abort()
+            raise
         self._forward = lib.tessera_expert_parallel_forward
 
     @staticmethod

@@ -60,10 +60,14 @@ class Refusals(unittest.TestCase):
         with self.assertRaisesRegex(RuntimeError, "no NCCL"):
             tessera.ExpertParallel._agree(desc, (None, "no NCCL"), None)
 
-    @unittest.skipIf(GPUS > 0, "this machine has GPUs")
     def test_window_of_a_group_that_is_not_made(self):
+        for fails in ("tessera_peer_window_addresses", "tessera_expert_parallel_create"):
+            with self.subTest(fails):
+                self.make_a_group_in_vain(fails)
+
+    def make_a_group_in_vain(self, fails):
         lib = mock.MagicMock()
-        lib.tessera_expert_parallel_create.return_value = 1
+        getattr(lib, fails).return_value = 1
 
         def check(code):
             if code == 1:
@@ -80,6 +84,7 @@ class Refusals(unittest.TestCase):
                 tessera.ExpertParallel(**SHAPE, device="cuda:0")
         lib.tessera_peer_window_abort.assert_called_once()
 
+    @unittest.skipIf(GPUS > 0, "this machine has GPUs")
     def test_no_gpu(self):
         with self.assertRaisesRegex(RuntimeError, "torch sees none"):
             tessera.ExpertParallel(**SHAPE)

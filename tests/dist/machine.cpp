@@ -162,10 +162,6 @@ void Machine::judge_read(Actor& a, Cell const& cell) {
   if (!own && a.clock_[w] < cell.written) {
     return race(a, "read without acquiring what the writer released", cell);
   }
-  if (writer.rank != a.rank && writer.sys_fences_ <= cell.sys_fences &&
-      writer.covered_ < cell.written) {
-    return race(a, "read of another GPU's write that no system fence followed", cell);
-  }
   if (a.next_.proxy == Proxy::generic) return;
   if (cell.proxy == Proxy::generic && writer.proxy_fences_ <= cell.proxy_fences) {
     return race(a, "async read of a generic write that no proxy fence followed", cell);
@@ -221,7 +217,6 @@ void Machine::do_write(Actor& a) {
   cell.writer = a.id;
   cell.proxy = a.next_.proxy;
   cell.written = bulk ? kUnwritten : a.clock_[static_cast<std::size_t>(a.id)];
-  cell.sys_fences = a.sys_fences_;
   cell.proxy_fences = a.proxy_fences_;
   a.buffer_.push_back({key, a.next_.value, a.next_.proxy});
   if (bulk) a.bulk_.push_back(key);
@@ -252,7 +247,6 @@ void Machine::wait_written(Actor& a) {
     Cell& cell = cells_[key];
     if (cell.writer != a.id || cell.written != kUnwritten) continue;
     cell.written = a.clock_[static_cast<std::size_t>(a.id)];
-    cell.sys_fences = a.sys_fences_;
   }
   a.bulk_.clear();
 }
@@ -279,21 +273,9 @@ bool Machine::drain(int actor, std::mt19937_64& rng) {
   return true;
 }
 
-void Machine::fence_sys(Actor& a) {
-  ++a.sys_fences_;
-  for (Actor& other : actors_) {
-    if (other.rank != a.rank || other.id == a.id) continue;
-    other.covered_ = std::max(other.covered_, a.clock_[static_cast<std::size_t>(other.id)]);
-  }
-}
-
 void Machine::do_release(Actor& a, Word& word) {
   drain_generic(a);
-  bool const sys = a.next_.scope == Scope::sys;
-  if (sys) {
-    fence_sys(a);
-    join(word.sys, a.clock_);
-  }
+  if (a.next_.scope == Scope::sys) join(word.sys, a.clock_);
   if (word.rank != a.rank) word.local = {};
   word.rank = a.rank;
   join(word.local, a.clock_);
@@ -322,7 +304,6 @@ void Machine::do_boundary(std::int32_t rank) {
     if (a.rank != rank) continue;
     a.clock_ = all;
     ++a.clock_[static_cast<std::size_t>(a.id)];
-    ++a.sys_fences_;
     ++a.proxy_fences_;
     a.proxy_clock_ = a.clock_;
     a.at_boundary_ = false;

@@ -4,12 +4,12 @@
 //
 // Two judges watch every access:
 //   values     writes wait in the actor's buffer and reach memory in any order, at any time, until a
-//              release or fence of the actor; bulk writes until the actor has waited for them
+//              release of the actor; bulk writes until the actor has waited for them
 //   order      vector clocks: an access that no chain of releases and acquires of sufficient scope puts
 //              after the write it meets, or a write after the reads of what it replaces, is a fault in
-//              every schedule, not only in those where it hurts. Fences between proxies and, before data
-//              goes to other GPUs, fences at system scope are demanded likewise; one covers what its actor
-//              has written, and what it has acquired of others of its GPU.
+//              every schedule, not only in those where it hurts. Other GPUs learn of a write by a release at
+//              system scope alone, of its actor or of one of its GPU that has acquired it. Fences between
+//              proxies are demanded likewise.
 #pragma once
 
 #include <array>
@@ -214,9 +214,8 @@ class Actor {
   std::vector<std::uint64_t> bulk_;     // cells of bulk writes that were not waited for
   std::vector<std::uint64_t> reading_;  // and of copies' sources, until they were read
   Clock clock_ = {};
-  std::uint32_t sys_fences_ = 0, proxy_fences_ = 0;
-  std::uint32_t covered_ = 0;  // what a system fence of another warp of the GPU has covered
-  Clock proxy_clock_ = {};     // as of the latest proxy fence: what async reads may rely on
+  std::uint32_t proxy_fences_ = 0;
+  Clock proxy_clock_ = {};  // as of the latest proxy fence: what async reads may rely on
   std::uint64_t history_ = 0;
 };
 
@@ -265,7 +264,7 @@ class Machine {
     std::uint64_t value = 0;
     int writer = -1;
     std::uint32_t written = 0;  // the writer's clock; kUnwritten until a bulk write was waited for
-    std::uint32_t sys_fences = 0, proxy_fences = 0;
+    std::uint32_t proxy_fences = 0;
     Proxy proxy = Proxy::generic;
     std::uint32_t copies = 0;  // that may still read it
     std::vector<std::pair<int, std::uint32_t>> readers;
@@ -285,7 +284,6 @@ class Machine {
   void do_read(Actor& a);
   void do_write(Actor& a);
   void do_release(Actor& a, Word& word);
-  void fence_sys(Actor& a);
   void acquire(Actor& a, Word const& word);
   void do_boundary(std::int32_t rank);
   [[nodiscard]] std::uint64_t own_value(Actor const& a, std::uint64_t key);

@@ -36,7 +36,7 @@ struct ExchangeArguments {
   std::int32_t* gmem_expert_offsets;  // out [local_experts+1]
   char* gmem_pool;                    // out [max_rows,d] bf16
   char const* gmem_y;                 // [max_rows,d] bf16, for combine
-  // Of the shape, so that no thread divides.
+  // Of the shape, so that no thread divides by it for each pair or row.
   std::int32_t local_experts = shape.local_experts();
   Divisor by_local_experts{local_experts}, by_top_k{shape.max_top_k};
 

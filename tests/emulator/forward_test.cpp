@@ -128,10 +128,6 @@ class Ranks {
           a(s.pool_rows() * s.intermediate),
           o(std::int64_t{s.max_tokens} * s.hidden) {
       epoch[0] = first_epoch;
-      for (std::int32_t r = 0; r < s.ranks; ++r) {
-        std::uint32_t const before = first_epoch - 1;
-        std::memcpy(window.get() + layout.ack_word(r), &before, sizeof before);
-      }
     }
   };
 

@@ -163,7 +163,7 @@ struct Backward {
             .a_scaled = a_scaled,
             .dscores = dscores},
         threads);
-    if (dlogits.data != nullptr) {
+    if (has_router(layer.desc)) {
       cpu::ConstRows const initial =
           args.aux_dlogits.present() ? ops::rows_of(args.aux_dlogits) : cpu::ConstRows{};
       cpu::router_dlogits(layer.desc, layer.routing,
@@ -174,7 +174,7 @@ struct Backward {
   void input_gradient() const noexcept {
     if (!args.dx.present()) return;
     cpu::Rows<T> const dx = ops::rows_of<T>(args.dx);
-    bool const routed = dlogits.data != nullptr;
+    bool const routed = has_router(layer.desc);
     if (routed) {
       cpu::router_dgrad(layer.desc, const_dlogits(), ops::rows_of<T>(args.w_router), dx, threads);
     }
@@ -223,7 +223,7 @@ struct Backward {
                                  .db_up = ops::up_biases<G>(layer.desc, gradients),
                                  .mode = gradients.mode},
           threads);
-      if (dlogits.data == nullptr) return;
+      if (!has_router(layer.desc)) return;
       cpu::router_wgrad(
           layer.desc,
           cpu::RouterWgradArgs<T, G>{.dlogits = const_dlogits(),

@@ -166,6 +166,35 @@ TEST_F(LayerTest, SplitBackwardHasTheBitsOfTheWhole) {
   }
 }
 
+// Of no tokens, as a rank of a data-parallel group may have none: dlogits_saved is null then.
+TEST_F(LayerTest, SplitBackwardOfNoTokensWritesAllGradients) {
+  MoeDesc desc = small_desc(RouterKind::topk_softmax);
+  desc.shape.tokens = 0;
+  Layer layer(context, desc);
+  for (Floats* const values : {&layer.dw_up, &layer.dw_down, &layer.db_up, &layer.db_down,
+                               &layer.dw_router, &layer.db_router}) {
+    std::fill(values->begin(), values->end(), 777.0f);
+  }
+  ASSERT_TRUE(layer.run_forward().ok());
+  MoeBackwardArgs args = layer.backward;
+  args.dx = {};
+  args.dscores = {};
+  args.weights = {};
+  args.h = {};
+  args.dh = tensor(static_cast<float*>(nullptr), {0, 2 * desc.shape.intermediate});
+  args.a_scaled = tensor(static_cast<float*>(nullptr), {0, desc.shape.intermediate});
+  args.dlogits_saved = tensor(static_cast<float*>(nullptr), {0, desc.shape.experts});
+  std::vector<std::byte> workspace(
+      value_of(workspace_bytes(context, desc, Pass::backward_weights)));
+  args.workspace = {workspace.data(), workspace.size()};
+  Status const status = moe_backward_weights(context, desc, args, {});
+  ASSERT_TRUE(status.ok()) << status.text();
+  for (Floats const* const values : {&layer.dw_up, &layer.dw_down, &layer.db_up, &layer.db_down,
+                                     &layer.dw_router, &layer.db_router}) {
+    EXPECT_EQ(*values, Floats(values->size(), 0.0f));
+  }
+}
+
 TEST_F(LayerTest, SentinelsOwnNothingWhateverTheirScore) {
   Layer layer(context);
   layer.ids[0] = layer.ids[1] = 5;  // token 0: both, id E

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "core/tensor_check.hpp"
 
+#include <algorithm>
 #include <cstdio>
 #include <limits>
 
@@ -72,8 +73,14 @@ Status check_shape(char const* name, ConstTensor const& tensor,
   return {};
 }
 
+bool is_empty(ConstTensor const& tensor) noexcept {
+  auto const* const end = tensor.shape + tensor.rank;
+  return std::find(tensor.shape, end, 0) != end;
+}
+
 Status check_strides(char const* name, ConstTensor const& tensor) noexcept {
-  // Extents of 1 make a stride meaningless; any value is accepted there.
+  // Extents of 1 make a stride meaningless, one of 0 all of them; any value is accepted there.
+  if (is_empty(tensor)) return {};
   std::int64_t inner = 1;
   for (int axis = tensor.rank - 1; axis >= 0; --axis) {
     if (tensor.shape[axis] <= 1) continue;
@@ -143,7 +150,7 @@ void TensorCheck::absent(char const* name, ConstTensor const& tensor, char const
 }
 
 void TensorCheck::contiguous(char const* name, ConstTensor const& tensor) noexcept {
-  if (!status_.ok()) return;
+  if (!status_.ok() || is_empty(tensor)) return;
   std::int64_t inner = 1;
   for (int axis = tensor.rank - 1; axis >= 0; --axis) {
     if (tensor.shape[axis] > 1 && tensor.stride[axis] != inner) {

@@ -2,6 +2,7 @@
 // Grouped GEMMs against plain loops, and their rules.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <string>
 
@@ -38,6 +39,22 @@ struct GroupedGemm : testing::Test {
 
 float at(Floats const& values, std::int64_t index) {
   return values[static_cast<std::size_t>(index)];
+}
+
+TEST_F(GroupedGemm, TakesExtentsOfZero) {
+  for (auto const [m, n, k] : {std::array{kRows, kN, std::int64_t{0}},
+                               std::array{kRows, std::int64_t{0}, kK}}) {
+    Floats const a = random(m * k), b = random(kExperts * n * k);
+    Floats c(static_cast<std::size_t>(m * n), std::nanf(""));
+    GroupedGemmArgs args;
+    args.a = tensor(a.data(), {m, k});
+    args.b = tensor(b.data(), {kExperts, n, k});
+    args.expert_offsets = tensor(offsets.data(), {kExperts + 1});
+    args.c = tensor(c.data(), {m, n});
+    Status const status = run(args);
+    ASSERT_TRUE(status.ok()) << status.text();
+    EXPECT_EQ(c, Floats(c.size(), 0.0f));  // sums of nothing
+  }
 }
 
 TEST_F(GroupedGemm, VarlenMMatchesPlainLoops) {

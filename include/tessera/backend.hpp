@@ -39,7 +39,7 @@ struct OpExplanation {
   std::vector<Candidate> candidates;
 };
 
-/// What a call with this description would run, op by op. Errors: those of the call itself.
+/// What a call with this description would run, op by op. Errors: those of workspace_bytes().
 TESSERA_EXPORT Expected<std::vector<OpExplanation>> explain(Context const& context,
                                                             MoeDesc const& desc,
                                                             Pass pass) noexcept;

@@ -83,7 +83,9 @@ std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& de
     ops.push_back(explanation(work, gemm_m, gemm_n, gemm_k, tiles));
   };
   bool const forward = pass == Pass::forward || pass == Pass::route;
-  if (desc.router.kind != RouterKind::given && forward) {
+  bool const routed = desc.router.kind != RouterKind::given;
+  bool const input_gradient = pass == Pass::backward || pass == Pass::backward_input;
+  if (routed && forward) {
     add(work::route(desc), s.tokens, s.experts, d,
         std::to_string(cpu::kRouterTokens) + " tokens per task, then " + choice(desc) + gemm);
   }
@@ -93,15 +95,24 @@ std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& de
     add(work::down_projection_fwd(desc, rows), mean, d, n, row_tasks);
     add(work::aggregate(desc, rows), 0, 0, 0, token_tasks);
   }
-  if (pass == Pass::backward || pass == Pass::backward_input) {
+  if (input_gradient && desc.save == SavePolicy::x) {
+    add(work::up_projection_fwd(desc, rows), mean, width, d, row_tasks + "; gather, bias: h again");
+  }
+  if (input_gradient) {
     add(work::down_projection_dgrad(desc, rows), mean, n, d,
         row_tasks + "; gather, activation, ds");
+    if (routed) {
+      std::string const tasks = std::to_string(cpu::kRouterTokens) + " tokens per task";
+      add(work::router_dlogits(desc, rows), 0, 0, 0, tasks + on);
+      add(work::router_dgrad(desc), s.tokens, d, s.experts, tasks + gemm);
+    }
     add(work::up_projection_dgrad(desc, rows), mean, d, width, row_tasks);
     add(work::aggregate(desc, rows, false), 0, 0, 0, token_tasks);
   }
   if (pass == Pass::backward || pass == Pass::backward_weights) {
     add(work::down_projection_wgrad(desc, rows), d, n, mean, column_tasks);
     add(work::up_projection_wgrad(desc, rows), width, d, mean, column_tasks);
+    if (routed) add(work::router_wgrad(desc), s.experts, d, s.tokens, "one task per " + std::to_string(cpu::kColumnBlock) + " columns of hidden" + gemm);
   }
   return ops;
 }
@@ -126,7 +137,7 @@ Expected<std::vector<BackendInfo>> backends() noexcept {
 
 Expected<std::vector<OpExplanation>> explain(Context const& context, MoeDesc const& desc,
                                              Pass pass) noexcept {
-  auto const bytes = workspace_bytes(context, desc, pass);  // every rule of the call itself
+  auto const bytes = workspace_bytes(context, desc, pass);  // every rule for the description
   if (!bytes.ok()) return bytes.status();
   try {
     return context.cuda() != nullptr ? cuda::explain(*context.cuda(), desc, pass)

@@ -115,6 +115,10 @@ Status check_sizes(MoeDesc const& desc) noexcept {
     return Status::invalid(
         "variable_experts: token_offsets come with given ids only; use router given, or replay");
   }
+  if (s.variable_experts && s.tokens == 0 && s.slots != 0) {
+    return Status::invalid("slots=%lld, tokens=0: slots of no token; leave 0",
+                           static_cast<Int>(s.slots));
+  }
   // Products of two values below 2^31 fit in int64.
   if (!s.variable_experts && s.tokens * s.top_k > kMaxIndex) {
     return Status::invalid(

@@ -158,6 +158,12 @@ TEST_F(BadInput, ChoicesThatContradict) {
   refuse("replay with router given",
          [](MoeDesc& desc) { desc.router = {.kind = RouterKind::given, .replay = true}; });
   refuse("variable_experts", [](MoeDesc& desc) { desc.shape.variable_experts = true; });
+  refuse("slots=5, tokens=0", [](MoeDesc& desc) {
+    desc.router.kind = RouterKind::given;
+    desc.shape.variable_experts = true;
+    desc.shape.tokens = 0;
+    desc.shape.slots = 5;
+  });
   refuse("slots=", [](MoeDesc& desc) {
     desc.shape.tokens = 1 << 26;
     desc.shape.experts = 64;

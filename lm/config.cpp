@@ -3,6 +3,8 @@
 
 #include <fmt/format.h>
 
+#include <cmath>
+
 #include "lm/error.hpp"
 #include "lm/json.hpp"
 #include "tessera/names.hpp"
@@ -68,8 +70,9 @@ json router_json(Router const& router) {
           {"top_groups", router.top_groups}};
 }
 
+constexpr double kLargestScale = 1e6;
+
 Router router_from_json(json const& config) {
-  constexpr double kLargestScale = 1e6;
   auto const found = config.find(kRouterKey);
   if (found == config.end()) throw InputError(fmt::format("{} is missing", kRouterKey));
   auto const normalize = found->is_object() ? found->find("normalize_scores") : found->end();
@@ -116,6 +119,10 @@ void validate(ModelConfig const& config) {
   if (config.router.kind == RouterKind::given) {
     throw InputError("router given: the model routes by itself; choose another of " +
                      names_text(kRouterNames));
+  }
+  if (!(std::abs(config.router.route_scale) <= kLargestScale)) {
+    throw InputError(fmt::format("route-scale = {}: must be in [{}, {}]", config.router.route_scale,
+                                 -kLargestScale, kLargestScale));
   }
   if (config.heads % config.kv_heads != 0) {
     throw InputError(

@@ -54,6 +54,11 @@ TEST(Config, RefusesABrokenRouter) {
     object.erase("tessera_router");
     EXPECT_THROW(parse_config(object.dump()), InputError);
   }
+  // What a run may have, its checkpoint can be read with.
+  config.router.route_scale = 1e7f;
+  EXPECT_THROW(validate(config), InputError);
+  config.router.route_scale = -1e6f;
+  EXPECT_EQ(parse_config(to_json(config).dump()), config);
   config.router.kind = RouterKind::given;
   EXPECT_THROW(validate(config), InputError);
 }

@@ -8,6 +8,7 @@
 #include <set>
 #include <system_error>
 
+#include "lm/checkpoint.hpp"
 #include "lm/error.hpp"
 #include "lm/files.hpp"
 #include "lm/random.hpp"
@@ -76,7 +77,9 @@ class Reader {
     std::string const name = entry.path().filename().string();
     if (name.starts_with('.') || entry.is_symlink(error)) return;
     if (entry.is_directory(error)) {
-      if (!skips_folder(name)) add_folder(entry.path());
+      if (!skips_folder(name) && !fs::exists(entry.path() / kStateFile, error)) {
+        add_folder(entry.path());
+      }
     } else if (entry.is_regular_file(error)) {
       add_text(entry.path());
     }

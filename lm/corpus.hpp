@@ -29,8 +29,8 @@ struct Corpus {
 void add_document(Corpus& corpus, std::span<std::uint8_t const> text);
 
 /// Reads `sources` in order: a file, a folder ("-" is stdin). Folders are walked in the order of their
-/// names; hidden entries, links, build output (build*, runs, node_modules, __pycache__), the folder `exclude` and
-/// files with NUL bytes are skipped. A file reached twice counts once. Throws InputError.
+/// names; hidden entries, links, build output (build*, runs, node_modules, __pycache__), folders of runs, the folder
+/// `exclude` and files with NUL bytes are skipped. A file reached twice counts once. Throws InputError.
 Corpus read_corpus(std::span<std::string const> sources, std::filesystem::path const& exclude = {});
 
 /// Throws InputError unless both parts of the split can fill a window of `context` bytes and its targets.

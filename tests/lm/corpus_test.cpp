@@ -7,6 +7,7 @@
 #include <cmath>
 #include <set>
 
+#include "lm/checkpoint.hpp"
 #include "lm/evaluation.hpp"
 #include "tests/lm/support.hpp"
 
@@ -85,6 +86,19 @@ TEST(Corpus, SkipsWhatIsNotTextInFolders) {
   EXPECT_EQ(corpus.files, 2);
   EXPECT_EQ(corpus.skipped, 1);
   EXPECT_EQ(as_text(corpus.train), "codewords");
+}
+
+TEST(Corpus, SkipsRunsInFoldersUnlessTheyAreNamed) {
+  TemporaryFolder const folder;
+  fs::path const run = folder.path() / "experiment";
+  fs::create_directory(run);
+  write_text(folder.path() / "a.txt", "text");
+  write_text(run / "sample.txt", "what a model wrote");
+  std::string const source = folder.path().string(), named = run.string();
+  EXPECT_EQ(read_corpus(std::span(&source, 1)).files, 2);
+  write_text(run / kStateFile, "state");
+  EXPECT_EQ(read_corpus(std::span(&source, 1)).files, 1);
+  EXPECT_EQ(read_corpus(std::span(&named, 1)).files, 2);
 }
 
 TEST(Corpus, NamesWhatCannotBeRead) {

@@ -13,6 +13,7 @@ namespace tessera::lm {
 struct HeldOut {
   std::span<std::uint8_t const> text;
   std::int64_t max_windows = 0;  ///< 0: all; else that many, spread evenly
+  std::int64_t batch = 16;       ///< most windows at once; what the model keeps grows with it
 };
 
 /// -mean log2 p(byte | the bytes before it in its window). Without `moe` the MoE blocks are skipped.

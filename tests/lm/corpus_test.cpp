@@ -155,6 +155,7 @@ TEST(Evaluation, WeighsEveryWindowAlike) {
     bits += model_bits_per_byte(model, parameters, {window}) / 18;
   }
   EXPECT_NEAR(model_bits_per_byte(model, parameters, {text}), bits, 1e-6);
+  EXPECT_NEAR(model_bits_per_byte(model, parameters, {text, 0, 4}), bits, 1e-6);
 }
 
 }  // namespace

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <memory>
+#include <string>
+#include <string_view>
 
 #include "cli/commands.hpp"
 #include "cli/output.hpp"
@@ -182,6 +184,19 @@ int verify_random(VerifyFlags const& flags, Context const& context, Context cons
   return failed == 0 ? kOk : kCheckFailed;
 }
 
+// --random draws layers and data: a flag that fixes a part of them would be ignored. Groups are subcommands to CLI11.
+void refuse_layer_flags(CLI::App const& command) {
+  constexpr std::string_view kAllowed[] = {"--random", "--seed", "--device", "--threads", "--json"};
+  for (CLI::Option const* option : command.get_options()) {
+    std::string const name = option->get_name();
+    if (option->count() == 0 || std::ranges::find(kAllowed, name) != std::end(kAllowed)) continue;
+    throw CommandError(fmt::format("{} with --random: every case draws its own; leave it out", name));
+  }
+  for (CLI::App const* group : command.get_subcommands([](CLI::App const*) { return true; })) {
+    refuse_layer_flags(*group);
+  }
+}
+
 }  // namespace
 
 void add_verify(CLI::App& app) {
@@ -195,10 +210,8 @@ void add_verify(CLI::App& app) {
   command->add_flag("--json", flags->json, "the result as JSON on stdout");
   run_with(*command,
            "tessera verify --tokens 512 --experts 32 --top-k 4 --layout interleaved --bias",
-           [flags] {
-             if (flags->random > 0 && flags->shape.any_shape()) {
-               throw CommandError("--random: draws its own shapes; leave out the shape flags");
-             }
+           [flags, command] {
+             if (flags->random > 0) refuse_layer_flags(*command);
              Context const context = flags->shape.context();
              Context const repeat = flags->shape.context(context.num_threads() == 1 ? 3 : 1);
              return flags->random > 0 ? verify_random(*flags, context, repeat)

@@ -86,6 +86,11 @@ class Verify(Cli):
         self.assertEqual(len(lines), 11)
         self.assertIn("10 of 10 cases passed, 2 with T >= 512", lines[-1])
 
+    def test_random_takes_no_layer(self):
+        for flags in (["--router", "sigmoid-bias"], ["--dtype", "bf16"], ["--tokens", "8"], ["--bias"],
+                      ["--routing", "zipf:1"], ["--step", "3"]):
+            self.refuse("verify", "--random", "1", *flags, naming=flags[0])
+
     def test_equal_seeds_give_equal_lines(self):
         lines = [self.run_tessera("verify", "--random", "4", "--seed", "8", code=0).stdout for _ in "ab"]
         self.assertEqual(*lines)

@@ -87,6 +87,27 @@ void threads_do_not_disturb_each_other(Context const& context) {
   for (int const count : different) EXPECT(count == 0);
 }
 
+// A thread may have done nothing on a GPU before, and may have left an error of its own unread.
+void threads_need_no_call_before(Context const& context) {
+  Layer const layer(context, small_desc(RouterKind::topk_softmax));
+  EXPECT_OK(layer.step(nullptr));
+  require(cudaDeviceSynchronize(), "device");
+  Bytes const expected = layer.everything();
+  Status first, behind_an_error;
+  for (bool const fails : {false, true}) {
+    layer.poison(nullptr);
+    require(cudaDeviceSynchronize(), "device");
+    std::thread([&] {
+      if (fails) cudaSetDevice(-1);
+      (fails ? behind_an_error : first) = layer.step(nullptr);
+    }).join();
+    require(cudaDeviceSynchronize(), "device");
+    EXPECT(layer.everything() == expected);
+  }
+  EXPECT_OK(first);
+  EXPECT_OK(behind_an_error);
+}
+
 // ||a - b|| / ||b|| of two rows of bf16.
 double difference(unsigned char const* a, unsigned char const* b, int64_t count) {
   double error = 0, norm = 0;
@@ -413,7 +434,8 @@ int run(Context const& context) {
         Test{"token offsets", bad_token_offsets_are_reported},
         Test{"strides", strides_are_followed}, Test{"strides back", strides_are_followed_backward},
         Test{"route", route_agrees_with_the_layer}, Test{"replay", replayed_ids_score_alike},
-        Test{"threads", threads_do_not_disturb_each_other}, Test{"devices", devices_agree},
+        Test{"threads", threads_do_not_disturb_each_other},
+        Test{"fresh threads", threads_need_no_call_before}, Test{"devices", devices_agree},
         Test{"repeats", repeats_beside_other_work}}) {
     int const before = failures;
     test.body(context);

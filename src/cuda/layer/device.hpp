@@ -13,15 +13,17 @@ inline Status device_error(char const* what, cudaError_t error) noexcept {
   return Status::error(StatusCode::device_error, "%s: %s", what, cudaGetErrorString(error));
 }
 
-/// Makes `device` current and puts the caller's back.
+/// Makes `device` current and puts the caller's back. An error that the thread has not read is forgotten: it would be
+/// taken for that of a launch.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) noexcept {
+    cudaGetLastError();
     error_ = cudaGetDevice(&previous_);
-    if (error_ == cudaSuccess && previous_ != device) {
-      error_ = cudaSetDevice(device);
-      changed_ = error_ == cudaSuccess;
-    }
+    if (error_ != cudaSuccess) return;
+    // Where it is current already, too: a thread of device 0 may have no context yet, which encoding a tensor map needs.
+    error_ = cudaSetDevice(device);
+    changed_ = error_ == cudaSuccess && previous_ != device;
   }
   ~DeviceGuard() {
     if (changed_) cudaSetDevice(previous_);

@@ -25,6 +25,7 @@ bool aligned(void const* gmem) noexcept {
 }
 
 constexpr std::int64_t kMostRows = std::int64_t{1} << 30;  // of ragged tensor maps
+constexpr std::int64_t kMostColumns = std::int64_t{1} << 22;  // a tile's number has 16 bits, one of them its sign
 constexpr std::int64_t kMostGemvRows = 4096;               // a CTA for each and every few columns
 
 // What TMA and the 16-byte copies need of sizes, pitches and bases; the first failure wins.
@@ -68,6 +69,8 @@ class Requirements {
                std::int64_t rows) {
     multiple_of_8("d", hidden);
     multiple_of_8("n", intermediate);
+    at_most("d", hidden, kMostColumns);
+    at_most("n", intermediate, kMostColumns);
     at_most("experts", experts, kMostGemmSegments);
     at_most("rows", rows, kMostRows);
   }
@@ -108,6 +111,7 @@ Refusal refuse(RouterLogitsArguments const& args) noexcept {
   need.multiple_of_8("pitch of x", args.x.pitch);
   need.multiple_of_8("pitch of w_router", args.w_router.pitch);
   need.at_most("tokens", args.x.rows, kMostRows);
+  need.at_most("experts", args.experts, kMostColumns);
   need.base("x", args.x.gmem);
   need.base("w_router", args.w_router.gmem);
   return need.result();
@@ -186,6 +190,7 @@ Refusal refuse(RouterDgradArguments const& args) noexcept {
   need.multiple_of_8("pitch of w_router", args.w_router.pitch);
   need.multiple_of_8("pitch of dx", args.dx_pitch);
   need.at_most("tokens", args.tokens, kMostRows);
+  need.at_most("d", args.hidden, kMostColumns);
   need.base("w_router", args.w_router.gmem);
   need.base("dx", args.gmem_dx);
   return need.result();
@@ -195,6 +200,8 @@ Refusal refuse(RouterWgradArguments const& args) noexcept {
   need.multiple_of_8("d", args.hidden);
   need.multiple_of_8("experts", args.experts);
   need.at_most("tokens", args.x.rows, kMostRows);
+  need.at_most("d", args.hidden, kMostColumns);
+  need.at_most("experts", args.experts, kMostColumns);
   need.some_rows(args.x.rows);
   need.gathered("x", args.x);
   return need.result();

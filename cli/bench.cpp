@@ -117,10 +117,10 @@ double memory_needed(MoeDesc const& desc) {
 
 /// The case against the reference, and the layer about to be timed against that run, bit for bit.
 bool check_layer(Context const& context, Job const& job, BenchLayer& layer) {
-  fmt::print(stderr, "{}: checking against the fp64 reference\n", job.name);
+  print_note(fmt::format("{}: checking against the fp64 reference\n", job.name));
   auto const result = value_of(verify::verify_case(context, context, job.layer_case));
   for (auto const& failure : result.failures) {
-    fmt::print(stderr, "{}: {}\n", job.name, failure);
+    print_note(fmt::format("{}: {}\n", job.name, failure));
   }
   layer.forward();
   layer.backward();

@@ -19,6 +19,7 @@
 #include "cli/bench_bound.hpp"
 #include "cli/bench_cuda_layer.hpp"
 #include "cli/commands.hpp"
+#include "cli/output.hpp"
 #include "device/cublas.hpp"
 #include "tessera/work.hpp"
 #include "verify/names.hpp"
@@ -174,7 +175,7 @@ class JobBench {
         layer_(context, stream, job.layer_case, backward_) {
     if (bench.check) {
       std::string const failure = layer_.check();
-      if (!failure.empty()) fmt::print(stderr, "{}: {}\n", job.name, failure);
+      if (!failure.empty()) print_note(fmt::format("{}: {}\n", job.name, failure));
       checked_ = failure.empty();
     } else {
       layer_.forward();

@@ -30,7 +30,7 @@ struct Flags {
 class ByteProgress {
  public:
   ~ByteProgress() {
-    if (open_) fmt::print(stderr, "\n");
+    if (open_) print_note("\n");
   }
   void report(std::uint64_t done, std::uint64_t total) {
     using Seconds = std::chrono::duration<double>;
@@ -44,8 +44,7 @@ class ByteProgress {
         "{:3.0f} %  {} of {}  {}/s  ETA {:.0f} s", 100 * part,
         bytes_text(static_cast<double>(done)), bytes_text(static_cast<double>(total)),
         bytes_text(static_cast<double>(done) / std::max(seconds, 1e-3)), seconds * (1 / part - 1));
-    fmt::print(stderr, "{}{}{}", terminal_ ? "\r" : "", line, terminal_ ? "\033[K" : "\n");
-    std::fflush(stderr);
+    print_note(terminal_ ? "\r" + line + "\033[K" : line + "\n");
     open_ = terminal_;
   }
 
@@ -81,6 +80,8 @@ Json summary_json(Flags const& flags, huggingface::ConvertSummary const& summary
 }
 
 int convert(Flags const& flags) {
+  reserve_standard_streams();
+  ignore_broken_pipes();
   huggingface::ConvertOptions options = read_options(flags);
   StopSignals const signals;
   huggingface::ConvertSummary summary;
@@ -91,11 +92,11 @@ int convert(Flags const& flags) {
   }
   if (flags.json) print_json(summary_json(flags, summary));
   if (summary.stopped) {
-    fmt::print(stderr, "stopped: nothing was written to {}\n", flags.to);
+    print_note(fmt::format("stopped: nothing was written to {}\n", flags.to));
     return kCheckFailed;
   }
   if (!summary.left_behind.empty()) {
-    fmt::print(stderr, "note: not copied: {}\n", lm::joined(summary.left_behind, ", "));
+    print_note(fmt::format("note: not copied: {}\n", lm::joined(summary.left_behind, ", ")));
   }
   if (!flags.json) {
     print_text(fmt::format("{}: {} layers of experts, {} tensors, {}, from {} to {}\n", flags.to,

@@ -1,13 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // tessera generate: bytes sampled from a checkpoint, as they come.
-#include <fmt/format.h>
-
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <string>
 
 #include "cli/commands.hpp"
 #include "cli/lm_command.hpp"
+#include "cli/output.hpp"
 #include "lm/checkpoint.hpp"
 #include "lm/model.hpp"
 #include "lm/sampler.hpp"
@@ -23,38 +21,31 @@ struct Flags {
   bool json = false;
 };
 
-void print_byte(char byte) {
-  std::fputc(byte, stdout);
-  std::fflush(stdout);
-}
-
 int generate(Flags const& flags) {
   if (flags.prompt.empty()) {
     throw CommandError("--prompt is empty: the model continues at least one byte");
   }
   lm::validate(flags.sampling);
+  reserve_standard_streams();
   StopSignals const signals;
   lm::LoadedModel const loaded = lm::load_model(flags.checkpoint);
   Context const context = make_context(flags.threads);
   lm::Model model(context, loaded.config);
 
-  if (!flags.json) std::fwrite(flags.prompt.data(), 1, flags.prompt.size(), stdout);
+  if (!flags.json) print_text(flags.prompt);
   std::string const text =
       lm::generate(model, loaded.parameters, flags.prompt, flags.sampling, [&](char byte) {
-        if (!flags.json) print_byte(byte);
+        if (!flags.json) print_text(std::string(1, byte));
         return !StopSignals::requested();
       });
-  if (!flags.json) {
-    print_byte('\n');
-    return kOk;
+  if (flags.json) {
+    print_json({{"prompt", flags.prompt},
+                {"text", text},
+                {"tokens", text.size()},
+                {"seed", flags.sampling.seed}});
+  } else {
+    print_text("\n");
   }
-  nlohmann::ordered_json const document = {{"prompt", flags.prompt},
-                                           {"text", text},
-                                           {"tokens", text.size()},
-                                           {"seed", flags.sampling.seed}};
-  // Bytes that are not UTF-8 become U+FFFD: JSON cannot hold them.
-  fmt::print("{}\n",
-             document.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace));
   return kOk;
 }
 

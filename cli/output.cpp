@@ -17,7 +17,14 @@ void print_text(std::string const& text) {
     throw CommandError("stdout: cannot be written", kEnvironment);
 }
 
-void print_json(Json const& document) { print_text(document.dump(1) + '\n'); }
+void print_json(Json const& document) {
+  print_text(document.dump(1, ' ', false, Json::error_handler_t::replace) + '\n');
+}
+
+void print_note(std::string_view text) noexcept {
+  std::size_t const written = std::fwrite(text.data(), 1, text.size(), stderr);
+  static_cast<void>(written);
+}
 
 std::string bytes_text(double bytes) {
   char const* const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};

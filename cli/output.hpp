@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Results on stdout: text for people, or one JSON document.
+// Results on stdout: text for people, or one JSON document. Progress and notes on stderr.
 #pragma once
 
 #include <cstddef>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 
 #include "tessera/shape.hpp"
 
@@ -12,11 +13,15 @@ namespace tessera::cli {
 
 using Json = nlohmann::ordered_json;
 
-/// Prints the document and a newline. Throws CommandError where stdout cannot be written.
+/// Prints the document and a newline. Bytes that are not UTF-8 become U+FFFD: JSON cannot hold them. Throws
+/// CommandError where stdout cannot be written.
 void print_json(Json const& document);
 
 /// Prints text for people, with the same check.
 void print_text(std::string const& text);
+
+/// Prints progress or a note on stderr. Lost where that cannot be written: no work ends for it.
+void print_note(std::string_view text) noexcept;
 
 /// "1.4 MiB".
 std::string bytes_text(double bytes);

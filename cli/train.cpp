@@ -4,14 +4,15 @@
 
 #include <filesystem>
 #include <memory>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include "cli/commands.hpp"
 #include "cli/lm_command.hpp"
+#include "cli/output.hpp"
 #include "cli/train_progress.hpp"
 #include "lm/checkpoint.hpp"
 #include "lm/corpus.hpp"
@@ -60,18 +61,21 @@ std::string absolute(std::string const& path) {
 
 lm::Corpus read_text(std::vector<std::string> const& paths, fs::path const& out) {
   lm::Corpus corpus = lm::read_corpus(paths, out);
-  fmt::print(stderr,
-             "text: {} files, {} bytes to train on, {} held out (the last {} % of every file){}\n",
-             corpus.files, corpus.train.size(), corpus.held_out.size(), lm::kHeldOutPercent,
-             corpus.skipped > 0 ? fmt::format(", {} files skipped: not text", corpus.skipped) : "");
+  print_note(fmt::format(
+      "text: {} files, {} bytes to train on, {} held out (the last {} % of every file){}\n",
+      corpus.files, corpus.train.size(), corpus.held_out.size(), lm::kHeldOutPercent,
+      corpus.skipped > 0 ? fmt::format(", {} files skipped: not text", corpus.skipped) : ""));
   return corpus;
 }
 
-// An empty folder for a new run.
-void prepare(fs::path const& folder) {
-  fs::path const kept = lm::prepare_folder(folder);
-  if (kept.empty()) return;
-  fmt::print(stderr, "note: the earlier run in {} is now {}\n", folder.string(), kept.string());
+// Makes an empty folder for a new run.
+lm::FolderLock prepare(fs::path const& folder) {
+  lm::PreparedFolder prepared = lm::prepare_folder(folder);
+  if (!prepared.kept.empty()) {
+    print_note(fmt::format("note: the earlier run in {} is now {}\n", folder.string(),
+                           prepared.kept.string()));
+  }
+  return std::move(prepared.lock);
 }
 
 // The run's state and text: a fresh one, or the one in --resume.
@@ -79,6 +83,7 @@ struct Run {
   fs::path folder;
   lm::TrainingState state;
   lm::Corpus corpus;
+  lm::FolderLock lock;  // of the folder
 };
 
 Run start(Flags const& flags) {
@@ -94,12 +99,12 @@ Run start(Flags const& flags) {
   }
   lm::validate(options);
 
-  Run run{.folder = flags.out, .state = {}, .corpus = read_text(flags.text, flags.out)};
+  Run run{.folder = flags.out, .state = {}, .corpus = read_text(flags.text, flags.out), .lock = {}};
   lm::require_enough(run.corpus, options.model.context);
   lm::TextSource source{.paths = {}, .fingerprint = run.corpus.fingerprint()};
   for (std::string const& path : flags.text) source.paths.push_back(absolute(path));
   run.state = lm::initial_state(options, std::move(source));
-  prepare(run.folder);
+  run.lock = prepare(run.folder);
   return run;
 }
 
@@ -110,9 +115,15 @@ Run resume(Flags const& flags) {
                                      option->get_name()));
     }
   }
-  Run run{.folder = flags.out_option->count() > 0 ? flags.out : flags.resume,
+  fs::path const folder = flags.out_option->count() > 0 ? flags.out : flags.resume;
+  std::error_code error;
+  bool const in_place = fs::equivalent(folder, flags.resume, error);
+  // Locked before the state is read: nobody saves a later one in between.
+  lm::FolderLock lock = in_place ? lm::FolderLock(folder) : lm::FolderLock();
+  Run run{.folder = folder,
           .state = lm::load_state(flags.resume),
-          .corpus = {}};
+          .corpus = {},
+          .lock = std::move(lock)};
   lm::TrainingOptions& options = run.state.options;
   std::int64_t const span = options.schedule_span();
   if (flags.steps->count() > 0) options.steps = flags.training.steps;
@@ -122,10 +133,10 @@ Run resume(Flags const& flags) {
                                    flags.resume, run.state.step));
   }
   if (options.schedule_span() != span) {
-    fmt::print(stderr,
-               "note: the learning rate now falls over {} steps instead of {}: not what one "
-               "uninterrupted run would have done\n",
-               options.schedule_span(), span);
+    print_note(
+        fmt::format("note: the learning rate now falls over {} steps instead of {}: not what one "
+                    "uninterrupted run would have done\n",
+                    options.schedule_span(), span));
   }
   if (!flags.text.empty()) {
     run.state.text.paths.clear();
@@ -137,12 +148,12 @@ Run resume(Flags const& flags) {
         "the text is not what the run in {} was trained on ({}); restore it, or start a new run",
         flags.resume, lm::joined(run.state.text.paths, " ")));
   }
-  if (std::error_code error; fs::equivalent(run.folder, flags.resume, error)) {
+  if (in_place) {
     lm::make_writable_folder(run.folder);
   } else {
-    prepare(run.folder);
+    run.lock = prepare(run.folder);
   }
-  fmt::print(stderr, "resuming {} after step {}\n", flags.resume, run.state.step);
+  print_note(fmt::format("resuming {} after step {}\n", flags.resume, run.state.step));
   return run;
 }
 
@@ -166,26 +177,26 @@ std::string balance_text(lm::TrainingOptions const& o) {
 
 void announce(lm::TrainingOptions const& o, Context const& context, double bigram) {
   lm::ModelConfig const& c = o.model;
-  fmt::print(stderr,
-             "model: {} layers, hidden {}, {} experts of {} (top {}, {}), context {}, {:.2f} M "
-             "parameters\n"
-             "training: {} steps of {} x {} bytes on {} threads; held-out bigram {:.3f} bits/byte\n"
-             "balance:  by {}\n",
-             c.layers, c.hidden, c.experts, c.intermediate, c.top_k, routing_text(o), c.context,
-             static_cast<double>(lm::parameter_count(c)) * 1e-6, o.steps, o.batch, c.context,
-             context.num_threads(), bigram, balance_text(o));
+  print_note(fmt::format(
+      "model: {} layers, hidden {}, {} experts of {} (top {}, {}), context {}, {:.2f} M "
+      "parameters\n"
+      "training: {} steps of {} x {} bytes on {} threads; held-out bigram {:.3f} bits/byte\n"
+      "balance:  by {}\n",
+      c.layers, c.hidden, c.experts, c.intermediate, c.top_k, routing_text(o), c.context,
+      static_cast<double>(lm::parameter_count(c)) * 1e-6, o.steps, o.batch, c.context,
+      context.num_threads(), bigram, balance_text(o)));
   std::int64_t const rows = o.batch * c.context * c.top_k;  // of all experts together
   if (o.rounding != Rounding::none && rows < 2 * o.tile * c.experts) {
-    fmt::print(stderr,
-               "note: {} rows per expert are fewer than two tiles of {}: rounding changes the "
-               "routing much; take a smaller --tile or a larger --batch\n",
-               rows / c.experts, o.tile);
+    print_note(
+        fmt::format("note: {} rows per expert are fewer than two tiles of {}: rounding changes the "
+                    "routing much; take a smaller --tile or a larger --batch\n",
+                    rows / c.experts, o.tile));
   }
   if (!lm::is_qwen3_moe(c)) {
-    fmt::print(stderr,
-               "note: Qwen3-MoE has no router {}: the checkpoint is for tessera generate, not for "
-               "transformers\n",
-               lm::router_name(c.router.kind));
+    print_note(fmt::format(
+        "note: Qwen3-MoE has no router {}: the checkpoint is for tessera generate, not for "
+        "transformers\n",
+        lm::router_name(c.router.kind)));
   }
 }
 
@@ -222,71 +233,67 @@ std::string generate_command(Run const& run) {
 
 void print_summary(Run const& run, Summary const& summary) {
   bool const stopped = summary.end == lm::RunEnd::stopped;
-  if (stopped) fmt::print(stderr, "stopped after step {}; everything is saved\n", run.state.step);
-  if (!stopped) {
-    fmt::print(stderr,
-               "held-out bits/byte: model {:.3f}, bigram {:.3f} (ratio {:.3f}); MoE blocks zeroed "
-               "{:.3f} (+{:.3f})\n",
-               summary.held_out, summary.bigram, summary.held_out / summary.bigram,
-               summary.without_moe, summary.without_moe - summary.held_out);
+  if (stopped) {
+    print_note(fmt::format("stopped after step {}; everything is saved\n", run.state.step));
+  } else {
+    print_note(fmt::format(
+        "held-out bits/byte: model {:.3f}, bigram {:.3f} (ratio {:.3f}); MoE blocks zeroed "
+        "{:.3f} (+{:.3f})\n",
+        summary.held_out, summary.bigram, summary.held_out / summary.bigram, summary.without_moe,
+        summary.without_moe - summary.held_out));
   }
   if (summary.load.max_over_mean > 0) {
     lm::ModelConfig const& c = run.state.options.model;
-    fmt::print(stderr,
-               "experts' load in the last step: largest {:.2f} times the mean, coefficient of "
-               "variation {:.2f}, {} of {} idle\n",
-               summary.load.max_over_mean, summary.load.coefficient_of_variation, summary.load.idle,
-               c.layers * c.experts);
+    print_note(
+        fmt::format("experts' load in the last step: largest {:.2f} times the mean, coefficient of "
+                    "variation {:.2f}, {} of {} idle\n",
+                    summary.load.max_over_mean, summary.load.coefficient_of_variation,
+                    summary.load.idle, c.layers * c.experts));
   }
-  if (!summary.plot_problem.empty()) fmt::print(stderr, "note: {}\n", summary.plot_problem);
-  fmt::print(stderr, "files:    {}\n", lm::joined(files_of(run), "\n          "));
+  if (!summary.plot_problem.empty()) print_note(fmt::format("note: {}\n", summary.plot_problem));
+  print_note(fmt::format("files:    {}\n", lm::joined(files_of(run), "\n          ")));
   if (run.state.step < run.state.options.steps) {
-    fmt::print(stderr, "resume:   {}\n", resume_command(run));
+    print_note(fmt::format("resume:   {}\n", resume_command(run)));
   } else {
-    fmt::print(stderr, "resume:   {} --steps {}\n", resume_command(run), 2 * run.state.step);
+    print_note(fmt::format("resume:   {} --steps {}\n", resume_command(run), 2 * run.state.step));
   }
-  fmt::print(stderr, "generate: {}\n", generate_command(run));
+  print_note(fmt::format("generate: {}\n", generate_command(run)));
 }
 
-void print_json(Run const& run, Summary const& summary) {
+Json summary_json(Run const& run, Summary const& summary) {
   constexpr char const* kEnds[] = {"finished", "out-of-time", "stopped"};
   bool const stopped = summary.end == lm::RunEnd::stopped;
-  auto const measured = [&](double value) {
-    return stopped ? nlohmann::ordered_json() : nlohmann::ordered_json(value);
-  };
+  auto const measured = [&](double value) { return stopped ? Json() : Json(value); };
   lm::History const& history = run.state.history;
-  nlohmann::ordered_json const document = {
-      {"end", kEnds[static_cast<int>(summary.end)]},
-      {"router", lm::router_name(run.state.options.model.router.kind)},
-      {"round", lm::rounding_name(run.state.options.rounding)},
-      {"step", run.state.step},
-      {"steps", run.state.options.steps},
-      {"parameters", run.state.parameters.size()},
-      {"tokens_per_second", summary.tokens_per_second},
-      {"train_bits_per_byte", history.loss.empty() ? nlohmann::ordered_json()
-                                                   : nlohmann::ordered_json(history.loss.back())},
-      {"held_out_bits_per_byte", measured(summary.held_out)},
-      {"bigram_bits_per_byte", summary.bigram},
-      {"moe_zeroed_bits_per_byte", measured(summary.without_moe)},
-      {"expert_balance", history.balance.empty() ? nlohmann::ordered_json()
-                                                 : nlohmann::ordered_json(history.balance.back())},
-      {"expert_variation", summary.load.coefficient_of_variation},
-      {"idle_experts", summary.load.idle},
-      {"balance_loss", run.state.options.balance},
-      {"bias_rate", lm::has_selection_bias(run.state.options.model)
-                        ? nlohmann::ordered_json(run.state.options.bias_rate)
-                        : nlohmann::ordered_json()},
-      {"train_bytes", run.corpus.train.size()},
-      {"held_out_bytes", run.corpus.held_out.size()},
-      {"out", run.folder.string()},
-      {"files", files_of(run)},
-      {"resume", resume_command(run)},
-      {"generate", generate_command(run)}};
-  fmt::print("{}\n",
-             document.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace));
+  return {{"end", kEnds[static_cast<int>(summary.end)]},
+          {"router", lm::router_name(run.state.options.model.router.kind)},
+          {"round", lm::rounding_name(run.state.options.rounding)},
+          {"step", run.state.step},
+          {"steps", run.state.options.steps},
+          {"parameters", run.state.parameters.size()},
+          {"tokens_per_second", summary.tokens_per_second},
+          {"train_bits_per_byte", history.loss.empty() ? Json() : Json(history.loss.back())},
+          {"held_out_bits_per_byte", measured(summary.held_out)},
+          {"bigram_bits_per_byte", summary.bigram},
+          {"moe_zeroed_bits_per_byte", measured(summary.without_moe)},
+          {"expert_balance", history.balance.empty() ? Json() : Json(history.balance.back())},
+          {"expert_variation", summary.load.coefficient_of_variation},
+          {"idle_experts", summary.load.idle},
+          {"balance_loss", run.state.options.balance},
+          {"bias_rate", lm::has_selection_bias(run.state.options.model)
+                            ? Json(run.state.options.bias_rate)
+                            : Json()},
+          {"train_bytes", run.corpus.train.size()},
+          {"held_out_bytes", run.corpus.held_out.size()},
+          {"out", run.folder.string()},
+          {"files", files_of(run)},
+          {"resume", resume_command(run)},
+          {"generate", generate_command(run)}};
 }
 
 int train(Flags const& flags) {
+  reserve_standard_streams();
+  ignore_broken_pipes();
   StopSignals const signals;
   Context const context = make_context(flags.threads);
   Run run = flags.resume.empty() ? start(flags) : resume(flags);
@@ -308,7 +315,7 @@ int train(Flags const& flags) {
   if (summary.end != lm::RunEnd::stopped) conclude(run, trainer, summary);
   summary.plot_problem = lm::draw_curve(run.folder, run.state, summary.bigram);
   print_summary(run, summary);
-  if (flags.json) print_json(run, summary);
+  if (flags.json) print_json(summary_json(run, summary));
   return kOk;
 }
 

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "cli/commands.hpp"
+#include "cli/output.hpp"
 
 namespace tessera::cli {
 
@@ -63,19 +64,18 @@ void TrainProgress::report(lm::Progress const& progress) {
     if (!last && time - last_drawn_ < kRedrawSeconds) return;
     last_drawn_ = time;
     std::string const line = fit_to_terminal(line_of(progress));
-    fmt::print(stderr, "\r{}\033[K", colour_ ? emphasised(line) : line);
+    print_note(fmt::format("\r{}\033[K", colour_ ? emphasised(line) : line));
     open_ = true;
   } else {
     long const tenth = static_cast<long>(progress.step * 10 / progress.steps);
     if (tenth == last_tenth_) return;
     last_tenth_ = tenth;
-    fmt::print(stderr, "{}\n", line_of(progress));
+    print_note(line_of(progress) + "\n");
   }
-  std::fflush(stderr);
 }
 
 void TrainProgress::finish() {
-  if (open_) fmt::print(stderr, "\n");
+  if (open_) print_note("\n");
   open_ = false;
 }
 

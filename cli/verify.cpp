@@ -93,8 +93,8 @@ int verify_one(VerifyFlags const& flags, Context const& context, Context const& 
     text += verdict(result.ok) + "\n";
     print_text(text);
   }
-  for (auto const& failure : result.failures) fmt::print(stderr, "{}\n", failure);
-  if (!result.ok) fmt::print(stderr, "reproduce: {}\n", command_of(layer_case));
+  for (auto const& failure : result.failures) print_note(fmt::format("{}\n", failure));
+  if (!result.ok) print_note(fmt::format("reproduce: {}\n", command_of(layer_case)));
   return result.ok ? kOk : kCheckFailed;
 }
 
@@ -159,11 +159,12 @@ int verify_random(VerifyFlags const& flags, Context const& context, Context cons
       documents.push_back(std::move(document));
     }
     if (ok) continue;
-    if (!result.ok()) fmt::print(stderr, "  {}\n", result.status().text());
+    if (!result.ok()) print_note(fmt::format("  {}\n", result.status().text()));
     if (result.ok()) {
-      for (auto const& failure : result.value().failures) fmt::print(stderr, "  {}\n", failure);
+      for (auto const& failure : result.value().failures)
+        print_note(fmt::format("  {}\n", failure));
     }
-    fmt::print(stderr, "  reproduce: {}\n", command_of(layer_case));
+    print_note(fmt::format("  reproduce: {}\n", command_of(layer_case)));
   }
   auto const pairs = verify::pair_coverage(context, cases);
   auto const count = static_cast<std::int64_t>(cases.size());
@@ -190,7 +191,8 @@ void refuse_layer_flags(CLI::App const& command) {
   for (CLI::Option const* option : command.get_options()) {
     std::string const name = option->get_name();
     if (option->count() == 0 || std::ranges::find(kAllowed, name) != std::end(kAllowed)) continue;
-    throw CommandError(fmt::format("{} with --random: every case draws its own; leave it out", name));
+    throw CommandError(
+        fmt::format("{} with --random: every case draws its own; leave it out", name));
   }
   for (CLI::App const* group : command.get_subcommands([](CLI::App const*) { return true; })) {
     refuse_layer_flags(*group);

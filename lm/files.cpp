@@ -3,6 +3,8 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -16,6 +18,17 @@
 namespace tessera::lm {
 
 namespace fs = std::filesystem;
+
+namespace {
+
+// Whether the folder still has its name.
+bool is_named(int descriptor, fs::path const& folder) {
+  struct stat opened{}, named{};
+  return ::fstat(descriptor, &opened) == 0 && ::stat(folder.c_str(), &named) == 0 &&
+         opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
+}
+
+}  // namespace
 
 AtomicFile::AtomicFile(fs::path const& target)
     : target_(target),
@@ -91,7 +104,7 @@ std::string read_file(fs::path const& path, std::size_t max_bytes) {
   return text;
 }
 
-void make_writable_folder(fs::path const& folder) {
+void make_folder(fs::path const& folder) {
   std::error_code error;
   fs::create_directories(folder, error);
   if (error || !fs::is_directory(folder)) {
@@ -99,11 +112,52 @@ void make_writable_folder(fs::path const& folder) {
                                  folder.string(),
                                  error ? error.message() : std::string("something else is there")));
   }
+}
+
+void make_writable_folder(fs::path const& folder) {
+  make_folder(folder);
   try {
     AtomicFile const probe(folder / "probe");
   } catch (EnvironmentError const& failure) {
     throw InputError(fmt::format("{}; choose another --out", failure.what()));
   }
+}
+
+FolderLock::FolderLock(fs::path const& folder) {
+  constexpr int kTries = 10;  // an end also where every look gives the folder another inode
+  for (int tries = 1;; ++tries) {
+    FolderLock opened;
+    opened.descriptor_ = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (opened.descriptor_ < 0) {
+      if (errno == EACCES) return;
+      throw InputError(fmt::format("{}: cannot be opened as a folder: {}; choose another --out",
+                                   folder.string(), std::strerror(errno)));
+    }
+    int failure = 0;
+    while ((failure = ::flock(opened.descriptor_, LOCK_EX | LOCK_NB)) != 0 && errno == EINTR) {
+    }
+    if (failure != 0) {
+      if (errno != EWOULDBLOCK) return;  // ENOLCK, EOPNOTSUPP, ..: there are no locks here
+      throw InputError(
+          fmt::format("{}: another run is writing there; choose another --out", folder.string()));
+    }
+    // Another run may have renamed it between the two calls.
+    if (tries < kTries && !is_named(opened.descriptor_, folder)) continue;
+    *this = std::move(opened);
+    return;
+  }
+}
+
+FolderLock::~FolderLock() {
+  if (descriptor_ >= 0) ::close(descriptor_);
+}
+
+FolderLock::FolderLock(FolderLock&& other) noexcept
+    : descriptor_(std::exchange(other.descriptor_, -1)) {}
+
+FolderLock& FolderLock::operator=(FolderLock&& other) noexcept {
+  std::swap(descriptor_, other.descriptor_);
+  return *this;
 }
 
 }  // namespace tessera::lm

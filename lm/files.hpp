@@ -42,8 +42,25 @@ void write_atomically(std::filesystem::path const& path, std::string_view text);
 /// The whole file. Throws InputError if it cannot be read or holds more than `max_bytes`.
 std::string read_file(std::filesystem::path const& path, std::size_t max_bytes);
 
-/// Creates the folder (and its parents) unless it exists, and tries that files can be made in it. Throws
-/// InputError otherwise.
+/// Creates the folder (and its parents) unless it exists. Throws InputError.
+void make_folder(std::filesystem::path const& folder);
+
+/// make_folder(), and tries that files can be made in it. Throws InputError.
 void make_writable_folder(std::filesystem::path const& folder);
+
+/// While it lives, no other one can be had for the same folder, not by another process either. It goes with a
+/// folder that is renamed. Holds nothing where the file system has no locks or the folder may not be read.
+class FolderLock {
+ public:
+  FolderLock() = default;
+  /// Throws InputError where the folder is locked or not there.
+  explicit FolderLock(std::filesystem::path const& folder);
+  ~FolderLock();
+  FolderLock(FolderLock&& other) noexcept;
+  FolderLock& operator=(FolderLock&& other) noexcept;
+
+ private:
+  int descriptor_ = -1;
+};
 
 }  // namespace tessera::lm

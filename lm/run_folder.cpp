@@ -40,26 +40,41 @@ std::string heat_maps(std::int64_t shown, bool crisp) {
   return script;
 }
 
-}  // namespace
+bool holds_run(fs::path const& folder) {
+  std::error_code error;
+  return fs::exists(folder / kStateFile, error) || fs::exists(folder / kModelFile, error);
+}
 
-fs::path prepare_folder(fs::path const& folder) {
+// Returns the folder's new name: the first that is free.
+fs::path move_away(fs::path const& folder) {
+  fs::path plain = folder.lexically_normal();
+  if (!plain.has_filename()) plain = plain.parent_path();  // a trailing slash
   fs::path kept;
   std::error_code error;
-  if (fs::exists(folder / kStateFile, error) || fs::exists(folder / kModelFile, error)) {
-    fs::path plain = folder.lexically_normal();
-    if (!plain.has_filename()) plain = plain.parent_path();  // a trailing slash
-    for (int number = 1; kept.empty() || fs::exists(kept, error); ++number) {
-      kept = fmt::format("{}-{}", plain.string(), number);
-    }
-    fs::rename(plain, kept, error);
-    if (error) {
-      throw InputError(
-          fmt::format("{}: holds a run that cannot be moved to {}: {}; choose another --out",
-                      folder.string(), kept.string(), error.message()));
-    }
+  for (int number = 1; kept.empty() || fs::exists(kept, error); ++number) {
+    kept = fmt::format("{}-{}", plain.string(), number);
+  }
+  fs::rename(plain, kept, error);
+  if (error) {
+    throw InputError(
+        fmt::format("{}: holds a run that cannot be moved to {}: {}; choose another --out",
+                    folder.string(), kept.string(), error.message()));
+  }
+  return kept;
+}
+
+}  // namespace
+
+PreparedFolder prepare_folder(fs::path const& folder) {
+  make_folder(folder);
+  PreparedFolder prepared{.lock = FolderLock(folder), .kept = {}};
+  if (holds_run(folder)) {
+    prepared.kept = move_away(folder);
+    make_folder(folder);
+    prepared.lock = FolderLock(folder);  // the first one went with the earlier run
   }
   make_writable_folder(folder);
-  return kept;
+  return prepared;
 }
 
 void save_run(fs::path const& folder, TrainingState const& state) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "lm/files.hpp"
 #include "lm/training_state.hpp"
 
 namespace tessera::lm {
@@ -16,9 +17,14 @@ inline constexpr char const* kPlotScript = "curve.gp";
 inline constexpr char const* kPlotFile = "curve.svg";
 inline constexpr char const* kSampleFile = "sample.txt";
 
-/// Creates `folder`. A run that is there already moves to the first free name folder-1, folder-2, ...;
-/// returns that name, or an empty path. Throws InputError.
-std::filesystem::path prepare_folder(std::filesystem::path const& folder);
+struct PreparedFolder {
+  FolderLock lock;             ///< of the folder, for as long as the run writes there
+  std::filesystem::path kept;  ///< what an earlier run in the folder is called now, or empty
+};
+
+/// Creates `folder`. A run that is there already moves to the first free name folder-1, folder-2, ... Throws
+/// InputError, also where another run is writing: then nothing has moved.
+PreparedFolder prepare_folder(std::filesystem::path const& folder);
 
 /// Checkpoint, training state and both CSV files.
 void save_run(std::filesystem::path const& folder, TrainingState const& state);

@@ -201,6 +201,28 @@ class Convert(Checkpoints):
                 self.assertEqual(made, rest)
                 self.same_folders(self.convert(there, layout + "-back", "huggingface"), source)
 
+    def test_a_target_that_is_not_utf8(self):
+        source = self.checkpoint(per_expert([0]))
+        target = os.path.join(os.fsencode(self.folder), b"t\xff")
+        done = subprocess.run([program.PROGRAM, "convert", "--from", source, "--to", target, "--layout", "separate",
+                               "--json"], capture_output=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        summary = json.loads(done.stdout)
+        self.assertEqual((summary["end"], summary["to"]), ("finished", str(self.folder / "t\ufffd")))
+        self.same_folders(os.fsdecode(target), self.convert(source, "there", "separate"))
+
+    def test_goes_on_without_stderr(self):
+        source = self.checkpoint(per_expert([0]))
+        good = self.convert(source, "good", "separate")
+        command = ["convert", "--from", source, "--layout", "separate", "--to"]
+        for kind in program.BROKEN:
+            with self.subTest(kind):
+                to = str(self.folder / kind)
+                done = program.run_broken(kind, "stderr", *command, to)
+                self.assertEqual(done.returncode, 0)
+                self.assertTrue(done.stdout.decode().startswith(to + ": 1 layers of experts, "), done.stdout)
+                self.same_folders(to, good)
+
     def test_checkpoints_of_train_with_any_router(self):
         tensors = per_expert([0])
         bias = "model.layers.0.mlp.gate.e_score_correction_bias"

@@ -159,15 +159,42 @@ TEST_F(Checkpoint, AFailedWriteLeavesTheOldFile) {
 TEST(RunFolder, KeepsAnEarlierRunUnderANewName) {
   TemporaryFolder const parent;
   fs::path const folder = parent.path() / "runs" / "latest";
-  EXPECT_EQ(prepare_folder(folder), "");
-  EXPECT_EQ(prepare_folder(folder), "");  // empty: nothing to keep
+  EXPECT_EQ(prepare_folder(folder).kept, "");
+  EXPECT_EQ(prepare_folder(folder).kept, "");  // empty: nothing to keep
   for (int const number : {1, 2}) {
     write_text(folder / kStateFile, "run");
-    EXPECT_EQ(prepare_folder(folder.string() + "/"),
+    EXPECT_EQ(prepare_folder(folder.string() + "/").kept,
               folder.string() + "-" + std::to_string(number));
     EXPECT_TRUE(fs::is_empty(folder));
   }
   EXPECT_EQ(read_text(folder.string() + "-1/" + kStateFile), "run");
+}
+
+TEST(RunFolder, MovesNothingWhereAnotherRunWrites) {
+  TemporaryFolder const parent;
+  fs::path const folder = parent.path() / "run";
+  {
+    PreparedFolder const running = prepare_folder(folder);
+    EXPECT_THROW(prepare_folder(folder), InputError);  // nothing is saved yet
+    write_text(folder / kStateFile, "first");
+    EXPECT_THROW(prepare_folder(folder), InputError);
+    EXPECT_EQ(read_text(folder / kStateFile), "first");
+    EXPECT_FALSE(fs::exists(folder.string() + "-1"));
+  }
+  PreparedFolder const second = prepare_folder(folder);
+  EXPECT_EQ(second.kept, folder.string() + "-1");
+  EXPECT_THROW(FolderLock{folder}, InputError);  // the new folder is locked
+  EXPECT_NO_THROW(FolderLock{second.kept});      // and the old one no longer
+}
+
+TEST(RunFolder, ALockGoesWithItsOwner) {
+  TemporaryFolder const folder;
+  FolderLock first(folder.path());
+  FolderLock second = std::move(first);
+  EXPECT_THROW(FolderLock{folder.path()}, InputError);
+  second = FolderLock();
+  EXPECT_NO_THROW(FolderLock{folder.path()});
+  EXPECT_THROW(FolderLock{folder.path() / "missing"}, InputError);
 }
 
 TEST(RunFolder, RefusesWhatCannotBeAFolder) {

@@ -59,6 +59,15 @@ class Program : public testing::Test {
     return wait_for(start(arguments, input));
   }
 
+  // Until the program that was started prints its first progress line.
+  void await_first_step() const {
+    for (int tries = 0; tries < 2000; ++tries) {
+      if (read_text(err_).find("step ") != std::string::npos) return;
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    ADD_FAILURE() << read_text(err_);
+  }
+
   // A small model on the test's text.
   [[nodiscard]] Arguments training(std::string const& out, Arguments const& more = {}) const {
     Arguments arguments = {"train",
@@ -204,10 +213,7 @@ TEST_F(Program, SavesAndEndsOnASignal) {
     Arguments arguments = training(run_, {"--json"});
     arguments[6] = "1000000";
     pid_t const child = start(arguments);
-    for (int tries = 0; tries < 2000; ++tries) {  // until the first progress line
-      if (read_text(err_).find("step ") != std::string::npos) break;
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    }
+    await_first_step();
     ::kill(child, signal);
     Result const result = wait_for(child);
     EXPECT_EQ(result.exit_code, 0) << result.err;
@@ -235,6 +241,52 @@ TEST_F(Program, KeepsAnEarlierRun) {
   ASSERT_EQ(run(training(run_, {"--seed", "2"})).exit_code, 0);
   EXPECT_EQ(read_text(fs::path(run_ + "-1") / kModelFile), before);
   EXPECT_NE(read_text(fs::path(run_) / kModelFile), before);
+}
+
+TEST_F(Program, LocksItsFolderWhileItRuns) {
+  ASSERT_EQ(run(training(run_)).exit_code, 0);
+  std::string const earlier = read_text(fs::path(run_) / kStateFile);
+  Arguments endless = training(run_);
+  endless[6] = "1000000";
+  for (Arguments const& arguments :
+       {endless,
+        {"train", "--resume", run_, "--steps", "1000000"},
+        {"train", "--resume", run_ + "-1", "--steps", "1000000", "--out", run_ + "_b"}}) {
+    fs::path const written = arguments.back() == run_ + "_b" ? arguments.back() : run_;
+    write_text(err_, "");
+    pid_t const child = start(arguments);
+    await_first_step();
+    EXPECT_THROW(FolderLock{written}, InputError) << written;
+    ::kill(child, SIGTERM);
+    EXPECT_EQ(wait_for(child).exit_code, 0);
+    EXPECT_NO_THROW(FolderLock{written}) << written;
+  }
+  EXPECT_EQ(read_text(fs::path(run_ + "-1") / kStateFile), earlier);
+}
+
+TEST_F(Program, RefusesAFolderThatAnotherRunWrites) {
+  std::string const other = run_ + "_b",
+                    message = ": another run is writing there; choose another --out";
+  ASSERT_EQ(run(training(other)).exit_code, 0);
+  fs::create_directory(run_);
+  {
+    FolderLock const lock{run_};  // before its first save
+    refused(training(run_), run_ + message);
+    EXPECT_TRUE(fs::is_empty(run_));
+  }
+  ASSERT_EQ(run(training(run_)).exit_code, 0);
+  std::string const state = read_text(fs::path(run_) / kStateFile);
+  {
+    FolderLock const lock{run_};
+    refused(training(run_, {"--seed", "2"}), run_ + message);
+    refused({"train", "--resume", run_, "--steps", "14"}, run_ + message);
+    refused({"train", "--resume", other, "--steps", "14", "--out", run_}, run_ + message);
+    EXPECT_EQ(read_text(fs::path(run_) / kStateFile), state);
+    EXPECT_FALSE(fs::exists(run_ + "-1"));
+    // Whoever only reads there is free to.
+    EXPECT_EQ(run({"train", "--resume", run_, "--steps", "14", "--out", other}).exit_code, 0);
+  }
+  EXPECT_EQ(run({"train", "--resume", run_, "--steps", "14"}).exit_code, 0);
 }
 
 TEST_F(Program, ResumedElsewhereKeepsBothRuns) {

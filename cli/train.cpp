@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -86,6 +87,23 @@ struct Run {
   lm::FolderLock lock;  // of the folder
 };
 
+// What the router does not read would be ignored, and written into the checkpoint.
+void refuse_ignored(Flags const& flags, lm::ModelConfig const& model) {
+  bool const biased = lm::has_selection_bias(model);
+  bool const grouped = model.router.kind == RouterKind::group_limited;
+  std::pair<std::string_view, bool> const read[] = {{"--groups", grouped},
+                                                    {"--top-groups", grouped},
+                                                    {"--normalize-scores", biased},
+                                                    {"--bias-rate", biased}};
+  for (CLI::Option const* option : flags.fixed) {
+    for (auto const& [name, is_read] : read) {
+      if (is_read || option->count() == 0 || option->get_name() != name) continue;
+      throw CommandError(fmt::format("{} with --router {}: not read by it; leave it out", name,
+                                     lm::router_name(model.router.kind)));
+    }
+  }
+}
+
 Run start(Flags const& flags) {
   if (flags.text.empty()) {
     throw CommandError("--text is missing: name files or folders to train on, or - for stdin");
@@ -93,6 +111,7 @@ Run start(Flags const& flags) {
   lm::TrainingOptions options = flags.training;
   options.model.router.kind = lm::router_from_name(flags.router);
   options.rounding = lm::rounding_from_name(flags.round);
+  refuse_ignored(flags, options.model);
   if (lm::has_selection_bias(options.model) && options.bias_rate > 0 &&
       flags.balance->count() == 0) {
     options.balance = 0;  // one means is enough
@@ -204,7 +223,8 @@ void announce(lm::TrainingOptions const& o, Context const& context, double bigra
 void conclude(Run const& run, lm::Trainer& trainer, Summary& summary) {
   lm::Model& model = trainer.model();
   auto const& parameters = run.state.parameters;
-  lm::HeldOut const held_out{run.corpus.held_out};
+  lm::HeldOut const held_out{
+      .text = run.corpus.held_out, .max_windows = 0, .batch = run.state.options.batch};
   summary.held_out = lm::model_bits_per_byte(model, parameters, held_out);
   summary.without_moe = lm::model_bits_per_byte(model, parameters, held_out, false);
   std::string const prompt = "\n";

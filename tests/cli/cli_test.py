@@ -152,6 +152,12 @@ class Bench(Cli):
         refuse("2", "--config", "Qwen3-30B", "--dtype", "fp32", naming="--dtype")
         refuse("2", "--config", "Qwen3-30B", "--layout", "interleaved", naming="--layout")
         refuse("2", "--config", "Qwen3-30B", "--pass", "backward", naming="--pass")
+        for tokens in "1", "8":  # nothing to compare bits with
+            refuse("2", *SMALL[2:], "--tokens", tokens, naming=f"tokens={tokens}")
+        if len(self.run_json("info")["devices"]) == 1:  # without a GPU: what is not refused looks for one
+            for flags in ["9"], ["0"], ["8", "--no-check"]:
+                self.refuse("bench", "--device", "cuda", "--gpus", "2", *SMALL[2:], "--tokens", *flags, naming="cuda:1",
+                            code=3)
 
 
 class Usage(Cli):

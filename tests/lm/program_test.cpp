@@ -319,6 +319,10 @@ TEST_F(Program, RefusesBadTraining) {
   refused(training(run_, {"--round", "best"}), "round");
   refused(training(run_, {"--router", "given"}), "router given");
   refused(training(run_, {"--router", "group-limited", "--groups", "3"}), "groups");
+  refused(training(run_, {"--groups", "2"}), "--groups with --router topk-softmax");
+  refused(training(run_, {"--normalize-scores"}), "--normalize-scores");
+  refused(training(run_, {"--router", "expert-choice", "--bias-rate", "0.1"}), "--bias-rate");
+  refused(training(run_, {"--router", "sigmoid-bias", "--top-groups", "1"}), "--top-groups");
   refused(training(run_, {"--round", "up", "--tile", "0"}), "tile");
   refused(training(run_, {"--router", "expert-choice", "--round", "up"}), "round");
   refused(training(run_, {"--z-loss", "-1"}), "z-loss");

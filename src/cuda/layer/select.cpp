@@ -25,8 +25,9 @@ bool aligned(void const* gmem) noexcept {
 }
 
 constexpr std::int64_t kMostRows = std::int64_t{1} << 30;  // of ragged tensor maps
-constexpr std::int64_t kMostColumns = std::int64_t{1} << 22;  // a tile's number has 16 bits, one of them its sign
-constexpr std::int64_t kMostGemvRows = 4096;               // a CTA for each and every few columns
+// A tile's number has 16 bits, one of them its sign.
+constexpr std::int64_t kMostColumns = std::int64_t{1} << 22;
+constexpr std::int64_t kMostGemvRows = 4096;  // a CTA for each and every few columns
 
 // What TMA and the 16-byte copies need of sizes, pitches and bases; the first failure wins.
 class Requirements {

@@ -2,6 +2,7 @@
 // tessera train: a small MoE language model over bytes, trained on the CPU through the library's layers.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <memory>
 #include <optional>
@@ -272,11 +273,13 @@ void print_summary(Run const& run, Summary const& summary) {
   }
   if (!summary.plot_problem.empty()) print_note(fmt::format("note: {}\n", summary.plot_problem));
   print_note(fmt::format("files:    {}\n", lm::joined(files_of(run), "\n          ")));
-  if (run.state.step < run.state.options.steps) {
-    print_note(fmt::format("resume:   {}\n", resume_command(run)));
-  } else {
-    print_note(fmt::format("resume:   {} --steps {}\n", resume_command(run), 2 * run.state.step));
-  }
+  std::vector<std::string> const& paths = run.state.text.paths;
+  bool const from_stdin = std::find(paths.begin(), paths.end(), "-") != paths.end();
+  print_note(fmt::format("resume:   {}{}{}\n", resume_command(run),
+                         run.state.step < run.state.options.steps
+                             ? ""
+                             : fmt::format(" --steps {}", 2 * run.state.step),
+                         from_stdin ? "  (the same text on stdin)" : ""));
   print_note(fmt::format("generate: {}\n", generate_command(run)));
 }
 

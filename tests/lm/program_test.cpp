@@ -205,6 +205,7 @@ TEST_F(Program, ReadsTextFromStdin) {
   EXPECT_EQ(result.exit_code, 0) << result.err;
   EXPECT_NE(result.err.find("1 files, 7360 bytes to train on, 640 held out"), std::string::npos)
       << result.err;
+  EXPECT_NE(result.err.find("the same text on stdin"), std::string::npos) << result.err;
 }
 
 TEST_F(Program, SavesAndEndsOnASignal) {

@@ -112,7 +112,10 @@ std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& de
   if (pass == Pass::backward || pass == Pass::backward_weights) {
     add(work::down_projection_wgrad(desc, rows), d, n, mean, column_tasks);
     add(work::up_projection_wgrad(desc, rows), width, d, mean, column_tasks);
-    if (routed) add(work::router_wgrad(desc), s.experts, d, s.tokens, "one task per " + std::to_string(cpu::kColumnBlock) + " columns of hidden" + gemm);
+    if (routed) {
+      add(work::router_wgrad(desc), s.experts, d, s.tokens,
+          "one task per " + std::to_string(cpu::kColumnBlock) + " columns of hidden" + gemm);
+    }
   }
   return ops;
 }

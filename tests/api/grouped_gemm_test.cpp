@@ -42,8 +42,8 @@ float at(Floats const& values, std::int64_t index) {
 }
 
 TEST_F(GroupedGemm, TakesExtentsOfZero) {
-  for (auto const [m, n, k] : {std::array{kRows, kN, std::int64_t{0}},
-                               std::array{kRows, std::int64_t{0}, kK}}) {
+  for (auto const [m, n, k] :
+       {std::array{kRows, kN, std::int64_t{0}}, std::array{kRows, std::int64_t{0}, kK}}) {
     Floats const a = random(m * k), b = random(kExperts * n * k);
     Floats c(static_cast<std::size_t>(m * n), std::nanf(""));
     GroupedGemmArgs args;

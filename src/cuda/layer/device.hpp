@@ -21,7 +21,7 @@ class DeviceGuard {
     cudaGetLastError();
     error_ = cudaGetDevice(&previous_);
     if (error_ != cudaSuccess) return;
-    // Where it is current already, too: a thread of device 0 may have no context yet, which encoding a tensor map needs.
+    // Where it is current already, too: a thread of device 0 may have no context, which encoding a tensor map needs.
     error_ = cudaSetDevice(device);
     changed_ = error_ == cudaSuccess && previous_ != device;
   }

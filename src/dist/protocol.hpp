@@ -124,7 +124,7 @@ constexpr std::int64_t kWordStride = 128;  // bytes: a line for every word that 
 
 /// Byte offsets in every rank's window. Equal on all ranks.
 struct WindowLayout {
-  std::int64_t publish, ack, abort;  ///< [P] words, a line each
+  std::int64_t publish, ack, abort;  ///< [P] words, a line each; abort: a rank + 1, or 0
   std::int64_t block_done;           ///< [P,max_blocks] u32, not dedup
   std::int64_t part_done;            ///< [P,max_tokens] u32, dedup
   std::int64_t counts;               ///< [2,P,E] CountWord

@@ -90,15 +90,15 @@ class Ranks {
     std::memcpy(other.window.get() + other.layout.abort_word(0), &word, sizeof word);
   }
 
-  // The next pass, for which the last rank does not come: what the others report.
-  std::vector<std::string> without_the_last(emulator::Schedule const& schedule) {
-    for (int r = 0; r + 1 < s_.ranks; ++r) {
-      EXPECT_EQ(launch(r, 0, 0, 1'000'000), cudaSuccess);
+  // The next pass, for which rank `lost` does not come: what the others report.
+  std::vector<std::string> without(int lost, emulator::Schedule const& schedule) {
+    for (int r = 0; r < s_.ranks; ++r) {
+      if (r != lost) EXPECT_EQ(launch(r, 0, 0, 1'000'000), cudaSuccess);
     }
     EXPECT_EQ(emulator::run(schedule), "");
     std::vector<std::string> texts;
-    for (int r = 0; r + 1 < s_.ranks; ++r) {
-      texts.emplace_back(fault_status(ranks_[static_cast<std::size_t>(r)]->fault, 1).text());
+    for (int r = 0; r < s_.ranks; ++r) {
+      if (r != lost) texts.emplace_back(status(r).text());
     }
     return texts;
   }
@@ -417,10 +417,19 @@ TEST(FusedForward, ARankThatDoesNotComeIsReported) {
   Case const c = {.shape = shape(3, 8, 64, 64, 3, 1, Transfer::direct)};
   Ranks ranks(c);
   EXPECT_EQ(ranks.pass(draw_exchange(c.shape, Pattern::random, 1), 1, kSchedules[0]), "");
-  for (std::string const& text : ranks.without_the_last(kSchedules[0])) {
+  for (std::string const& text : ranks.without(2, kSchedules[0])) {
     EXPECT_TRUE(text.find("the word of rank 2 is 0, expected 2") != std::string::npos ||
                 text.find("had given up") != std::string::npos)
         << text;
+  }
+}
+
+// The word of rank 0 has reached rank 1 alone: from that one the others learn who gave up first.
+TEST(FusedForward, WhoLeavesTellsAllRanks) {
+  Ranks ranks({.shape = shape(4, 8, 64, 64, 4, 1, Transfer::direct)});
+  ranks.give_up();
+  for (std::string const& text : ranks.without(0, kSchedules[0])) {
+    EXPECT_NE(text.find("rank 0 had given up"), std::string::npos) << text;
   }
 }
 

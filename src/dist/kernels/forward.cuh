@@ -17,7 +17,8 @@
 // Numerics fp32 accumulate, one rounding for a, y and o each; choices are added in their order: the bits
 //          do not depend on P, nor on who computes a task
 // Faults   a wait that fails lets every later wait pass: the kernel ends, o is void, the Fault says why. So does that
-//          of the other ranks, which look at the end whether one has given up
+//          of the other ranks, which look at the end whether one has given up. Who leaves has told all of them, behind
+//          a fence, before it sends what may be void
 #pragma once
 
 #include "cuda/arch/dynamic_shared.cuh"

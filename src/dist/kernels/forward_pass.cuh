@@ -156,18 +156,20 @@ struct Pass {
   __device__ std::uint32_t* local_word(std::int64_t offset) const {
     return word_of(p.exchange.gmem_local, offset);
   }
+  // Others of the CTA look at it without a barrier between.
   __device__ bool failed() const { return *static_cast<int volatile*>(&smem.failed) != 0; }
+  __device__ void fail() const { *static_cast<int volatile*>(&smem.failed) = 1; }
   // By a converged warp, which does something else between two looks.
   template <class Meanwhile>
   __device__ void wait_count(std::int64_t offset, std::uint32_t count, Site site,
                              Meanwhile meanwhile) const {
     if (__any_sync(arch::kAllLanes, failed())) return;
-    if (!Waiter(p.exchange, epoch).for_count(offset, count, site, meanwhile)) smem.failed = 1;
+    if (!Waiter(p.exchange, epoch).for_count(offset, count, site, meanwhile)) fail();
     __syncwarp();
   }
   __device__ void wait_epoch(std::int64_t offset, Site site, int peer) const {
     if (failed()) return;
-    if (!Waiter(p.exchange, epoch).for_epoch(offset, epoch, site, peer)) smem.failed = 1;
+    if (!Waiter(p.exchange, epoch).for_epoch(offset, epoch, site, peer)) fail();
   }
   // Entries and places that all ranks, or this one, write into this rank's window. By a converged warp.
   __device__ void wait_lists() const { wait_lists(arch::lane_idx() < shape().ranks); }
@@ -176,7 +178,7 @@ struct Pass {
  private:
   __device__ void wait_lists(bool waits) const {
     if (__any_sync(arch::kAllLanes, failed())) return;
-    if (!Waiter(p.exchange, epoch).for_lists(waits)) smem.failed = 1;
+    if (!Waiter(p.exchange, epoch).for_lists(waits)) fail();
     __syncwarp();
   }
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Waits that end: with the word, after a time limit, or when another rank has given up. Who gives up
-// says so to all ranks and leaves a Fault for the host.
+// Waits that end: with the word, after a time limit, or when another rank has given up. Who leaves says so to all ranks
+// before it does anything else, and leaves a Fault for the host.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -77,11 +77,9 @@ class Waiter {
   /// waits look at the words of ranks seldom. By a converged warp that has seen all that it waited for.
   __device__ void report_given_up() const {
     int const rank = arch::lane_idx();
-    bool const seen =
-        rank < p_.shape.ranks &&
-        arch::load_relaxed_sys(word_of(p_.windows[p_.rank], p_.window.abort_word(rank))) != 0;
-    unsigned const ranks = __ballot_sync(arch::kAllLanes, seen);
-    if (ranks != 0 && rank == 0) raise(Site::ended, -1, 0, 0, __ffs(static_cast<int>(ranks)));
+    int const by = rank < p_.shape.ranks ? abort_word(rank) : 0;
+    unsigned const ranks = __ballot_sync(arch::kAllLanes, by != 0);
+    if (ranks != 0 && rank == first_of(ranks)) raise(Site::ended, -1, 0, 0, by);
   }
 
  private:
@@ -104,14 +102,16 @@ class Waiter {
       if (spin % kSpinsPerLook != 0) continue;
       std::uint64_t const now = arch::nanoseconds();
       if (begin == 0) begin = now;
-      int const by = aborted_by();
+      int by = aborted_by();
       bool const is_late = now - begin > limit_ns;
       if (kWarp ? !__any_sync(arch::kAllLanes, by != 0 || is_late) : by == 0 && !is_late) continue;
+      if (kWarp) {  // lanes have not looked at the same time
+        unsigned const told = __ballot_sync(arch::kAllLanes, by != 0);
+        if (told != 0) by = __shfl_sync(arch::kAllLanes, by, first_of(told));
+      }
       if (!is_enough) {
         raise(site, peer, wanted, seen, by);
-        for (int r = 0; by == 0 && r < p_.shape.ranks; ++r) {
-          arch::store_relaxed_sys(word_of(p_.windows[r], p_.window.abort_word(p_.rank)), 1);
-        }
+        tell_all(by != 0 ? by : p_.rank + 1);
       }
       return false;
     }
@@ -128,14 +128,31 @@ class Waiter {
     }
   }
 
-  // A rank + 1. The word stays: a group that has lost a pass is rebuilt.
+  __device__ static int first_of(unsigned lanes) { return __ffs(static_cast<int>(lanes)) - 1; }
+
+  // 0, or the rank + 1 that gave up first, as `rank` says. It stays: a group that has lost a pass is rebuilt.
+  __device__ int abort_word(int rank) const {
+    return static_cast<int>(
+        arch::load_relaxed_sys(word_of(p_.windows[p_.rank], p_.window.abort_word(rank))));
+  }
   __device__ int aborted_by() const {
     for (int r = 0; r < p_.shape.ranks; ++r) {
-      if (arch::load_relaxed_sys(word_of(p_.windows[p_.rank], p_.window.abort_word(r))) != 0) {
-        return r + 1;
-      }
+      if (int const by = abort_word(r); by != 0) return by;
     }
     return 0;
+  }
+  // Whoever leaves tells all peers, as whose word it has seen may not have reached them. What it, or a thread that
+  // leaves because of the own window's word, says to a peer later is behind the fence: who acquires it finds the word.
+  __device__ void tell_all(int by) const {
+    auto const store = [&](int rank) {
+      arch::store_relaxed_sys(word_of(p_.windows[rank], p_.window.abort_word(p_.rank)),
+                              static_cast<std::uint32_t>(by));
+    };
+    for (int r = 0; r < p_.shape.ranks; ++r) {
+      if (r != p_.rank) store(r);
+    }
+    arch::fence_acq_rel_sys();
+    store(p_.rank);
   }
 
   __device__ void raise(Site site, int peer, std::uint32_t expected, std::uint32_t seen,

@@ -80,7 +80,9 @@ class TESSERA_EXPORT PeerWindow {
 
   /// [rank]: its memory, as this rank's GPU addresses it.
   [[nodiscard]] std::span<void* const> addresses() const noexcept;
-  /// Frees it, after every rank is done with it.
+  /// Waits for all work of this rank's GPU, then frees the memory. Does not wait for the other ranks: what they have
+  /// mapped stays until they close, too, so their passes may still run, but no rank should close while another may
+  /// still launch one.
   Status close() noexcept;
 
  private:

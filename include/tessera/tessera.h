@@ -204,8 +204,9 @@ int tessera_grouped_gemm_workspace(tessera_context const*, tessera_grouped_gemm_
                                    size_t* bytes);
 int tessera_grouped_gemm(tessera_context const*, tessera_grouped_gemm_args const*, void* stream);
 
-/* nccl_path NULL: libnccl.so.2. addresses: `ranks` of them. close waits for all ranks and frees the handle, whatever it
-   returns. abort, after a fault, leaves the group without waiting for the others, and frees the handle. */
+/* nccl_path NULL: libnccl.so.2. addresses: `ranks` of them. close waits for this rank's GPU and frees the handle,
+   whatever it returns. What peers have mapped stays until they close, too; no rank should close while another may
+   still launch a pass. abort, after a fault, leaves the group without waiting for the others, and frees the handle. */
 int tessera_peer_group_id_make(char const* nccl_path, tessera_peer_group_id* id);
 int tessera_peer_window_open(tessera_context const*, int32_t rank, int32_t ranks,
                              tessera_peer_group_id const* id, size_t bytes, char const* nccl_path,

@@ -25,9 +25,11 @@ Expected<std::int32_t> use(std::int32_t device) noexcept {
   return static_cast<std::int32_t>(before);
 }
 
+Status synchronize() noexcept { return check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); }
+
 Status clear(void* device_memory, std::size_t bytes) noexcept {
   TESSERA_TRY(check(cudaMemset(device_memory, 0, bytes), "cudaMemset"));
-  return check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  return synchronize();
 }
 
 Status read(void* host, void const* device_memory, std::size_t bytes) noexcept {
@@ -44,7 +46,7 @@ bool is_device_memory(void const* pointer) noexcept {
 }  // namespace
 
 DeviceCalls const& device_calls() noexcept {
-  static constexpr DeviceCalls kCalls = {use, clear, read, is_device_memory};
+  static constexpr DeviceCalls kCalls = {use, clear, synchronize, read, is_device_memory};
   return kCalls;
 }
 

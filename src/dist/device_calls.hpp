@@ -15,6 +15,8 @@ struct DeviceCalls {
   Expected<std::int32_t> (*use)(std::int32_t device) noexcept = nullptr;
   /// `bytes` zeros, there on return.
   Status (*clear)(void* device_memory, std::size_t bytes) noexcept = nullptr;
+  /// Until nothing that was enqueued on the current device is left.
+  Status (*synchronize)() noexcept = nullptr;
   /// To host memory, there on return.
   Status (*read)(void* host, void const* device_memory, std::size_t bytes) noexcept = nullptr;
   /// Whether kernels of the current device can address it.

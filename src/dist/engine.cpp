@@ -145,6 +145,7 @@ Status Engine::release(Window const& window) noexcept {
   }
   DeviceScope const scope(calls_, config_.device);
   TESSERA_TRY(scope.status());
+  TESSERA_TRY(calls_.synchronize());  // neither deregistering nor freeing waits for kernels
   TESSERA_TRY(nccl_.check(nccl_.window_deregister(comm_, window.nccl), "ncclCommWindowDeregister"));
   void* const memory = window.address[static_cast<std::size_t>(config_.rank)];
   std::replace(memory_.begin(), memory_.end(), memory, static_cast<void*>(nullptr));

@@ -51,7 +51,8 @@ class Engine {
   /// environment: the ranks do not all reach each other by loads and stores. Nothing is left then. unsupported: it has
   /// kMostWindows already.
   Expected<Window> allocate(std::size_t bytes) noexcept;
-  /// Frees it, after every rank is done with it.
+  /// Frees it, after all work of this rank's GPU. Kernels of peers that still write to it keep the memory alive by
+  /// their mappings, but a rank should not launch any more once another releases.
   Status release(Window const& window) noexcept;
   /// Leaves the group; its windows must have been released.
   Status close() noexcept;

@@ -17,7 +17,7 @@ Status refuse() noexcept {
 DeviceCalls const& device_calls() noexcept {
   static constexpr DeviceCalls kCalls = {
       [](std::int32_t) noexcept -> Expected<std::int32_t> { return refuse(); },
-      [](void*, std::size_t) noexcept { return refuse(); },
+      [](void*, std::size_t) noexcept { return refuse(); }, []() noexcept { return refuse(); },
       [](void*, void const*, std::size_t) noexcept { return refuse(); },
       [](void const*) noexcept { return false; }};
   return kCalls;

@@ -44,6 +44,8 @@ Expected<std::unique_ptr<Session>> Session::open(SessionConfig const& config) no
   void* fault = nullptr;
   TESSERA_TRY(check(cudaHostAlloc(&fault, sizeof(Fault), cudaHostAllocPortable), "cudaHostAlloc"));
   session->fault_ = new (fault) Fault{};
+  // Whatever had the workspace before may still write to it, on a stream that cudaMemset does not wait for.
+  TESSERA_TRY(device_calls().synchronize());
   Regions const regions(config.shape, config.sm_count);
   std::byte* const base = core::WorkspacePlan::align(config.workspace);
   std::uint32_t const first = 1;  // words of the windows are zero
@@ -54,7 +56,7 @@ Expected<std::unique_ptr<Session>> Session::open(SessionConfig const& config) no
   TESSERA_TRY(
       check(cudaMemcpy(regions.epoch.in(base), &first, sizeof first, cudaMemcpyHostToDevice),
             "cudaMemcpy"));
-  TESSERA_TRY(check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"));
+  TESSERA_TRY(device_calls().synchronize());
   return session;
 }
 

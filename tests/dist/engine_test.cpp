@@ -17,6 +17,8 @@ namespace {
 struct FakeDevice {
   std::int32_t current = 0;
   void const* host_handle = nullptr;  // not device memory
+  bool busy = false;                  // with a kernel
+  Status synchronized = {};           // what waiting for it returns
 };
 FakeDevice device;
 
@@ -32,6 +34,10 @@ DeviceCalls fake_calls() {
           [](void* memory, std::size_t bytes) noexcept {
             std::memset(memory, 0, bytes);
             return Status();
+          },
+          []() noexcept {
+            device.busy = false;
+            return device.synchronized;
           },
           [](void* host, void const* memory, std::size_t bytes) noexcept {
             std::memcpy(host, memory, bytes);
@@ -130,6 +136,23 @@ TEST_F(EngineTest, LeavesNoMemoryBehind) {
   for (int i = 1; i < Engine::kMostWindows; ++i) ASSERT_TRUE(engine.value()->allocate(100).ok());
   expect_refusal(engine.value()->allocate(100).status(), StatusCode::unsupported, "at most 8");
   EXPECT_TRUE(engine.value()->release(released.value()).ok());
+}
+
+TEST_F(EngineTest, ReleasesNothingUnderAKernel) {
+  auto engine = Engine::open(config(), calls);
+  ASSERT_TRUE(engine.ok());
+  auto window = engine.value()->allocate(100);
+  ASSERT_TRUE(window.ok());
+  fake->busy = &device.busy;
+  device.busy = true;
+  device.synchronized = Status::error(StatusCode::device_error, "a kernel failed");
+  expect_refusal(engine.value()->release(window.value()), StatusCode::device_error, "a kernel");
+  EXPECT_EQ(fake->windows, 1) << "left to the destructor";
+  device.busy = true;
+  device.synchronized = {};
+  EXPECT_TRUE(engine.value()->release(window.value()).ok());
+  EXPECT_EQ(fake->windows, 0);
+  EXPECT_FALSE(fake->taken_from_kernel);
 }
 
 TEST_F(EngineTest, RefusesUnlessMulticastIsOff) {

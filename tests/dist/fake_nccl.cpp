@@ -17,6 +17,8 @@ FakeNccl state;
 
 int result(char const* call) { return std::strcmp(state.failing, call) == 0 ? 1 : 0; }
 
+void take_memory() { state.taken_from_kernel |= state.busy != nullptr && *state.busy; }
+
 }  // namespace
 
 FAKE_CALL FakeNccl* tessera::dist::fake_nccl() { return &state; }
@@ -55,11 +57,13 @@ FAKE_CALL int ncclMemAlloc(void** memory, std::size_t bytes) {
   return 0;
 }
 FAKE_CALL int ncclMemFree(void* memory) {
+  take_memory();
   --state.buffers;
   std::free(memory);
   return 0;
 }
 FAKE_CALL int ncclCommWindowDeregister(NcclComm, NcclWindow) {
+  take_memory();
   --state.windows;
   return result("ncclCommWindowDeregister");
 }

@@ -28,6 +28,7 @@
 namespace tessera::cli {
 namespace {
 
+constexpr std::int64_t kFewTokens = 8;  // one GPU adds up their rows in another order
 constexpr int kWarmUps = 20, kLeastRounds = 50, kMostRounds = 2000;
 constexpr char kProtocol[] =
     "median of at least 50 rounds after 20; a round runs every candidate once, in rotating order; "
@@ -104,7 +105,7 @@ ExpertParallelDesc group_desc(std::int32_t rank, std::int32_t ranks, MoeDesc con
 }
 
 /// What several GPUs do not serve, before any of them is looked for.
-void check_job(std::int32_t gpus, MoeDesc const& desc) {
+void check_job(std::int32_t gpus, MoeDesc const& desc, bool checks) {
   auto const refuse = [](std::string const& what) {
     throw CommandError(what + " are not spread over several GPUs yet; leave it out");
   };
@@ -112,6 +113,12 @@ void check_job(std::int32_t gpus, MoeDesc const& desc) {
   if (desc.dtype != DType::bf16) refuse("--dtype: experts of other types than bf16");
   if (desc.layout != WeightLayout{}) refuse("--layout: weights in other layouts than concat");
   check(ExpertParallel::window_bytes(group_desc(0, gpus, desc)).status());
+  if (std::int64_t const tokens = desc.shape.tokens; checks && tokens > 0 && tokens <= kFewTokens) {
+    throw CommandError(
+        fmt::format("tokens={}: with at most {} tokens the layer on one GPU, which the check "
+                    "compares bits with, adds up in another order; take more, or --no-check",
+                    tokens, kFewTokens));
+  }
 }
 
 /// One rank: its buffers and what it enqueues.
@@ -354,7 +361,7 @@ Json bench_on_gpus(std::int32_t gpus, CudaBench const& bench) {
           fmt::format("--pass {}: several GPUs run forward-inference; leave it out", pass));
     }
   }
-  for (CudaBench::Job const& job : bench.jobs) check_job(gpus, job.layer_case.desc);
+  for (CudaBench::Job const& job : bench.jobs) check_job(gpus, job.layer_case.desc, bench.check);
   // The last of them: says in one line what is missing.
   check(Context::create({.device = {DeviceKind::cuda, gpus - 1}}).status());
   auto const facts = device::facts(0);

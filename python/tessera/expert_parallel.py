@@ -7,8 +7,10 @@
 NVLink multicast must be off: set NCCL_NVLS_ENABLE=0 before the first NCCL call of the process.
 """
 
+import contextlib
 import ctypes
 import functools
+import os
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t
 from ctypes import c_uint64, c_void_p
 
@@ -104,70 +106,99 @@ class ExpertParallel:
     default where None. windows: addresses of memory of all ranks, as this rank's GPU sees it, zeroed, of
     `window_bytes` each; where None NCCL makes them. time_limit: seconds that a pass waits for another rank.
     alpha, limit and up_offset belong to clamped-swiglu. Everything but `device` and `windows` is equal on all
-    ranks. Making and closing are collective.
+    ranks. Making and closing are collective; where one rank fails to join, all of them raise.
     """
 
     def __init__(self, *, max_tokens: int, hidden: int, intermediate: int, experts: int, top_k: int,
                  activation: str = "swiglu", alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0,
                  group=None, device=None, windows=None, time_limit: float = 30):
         self._handle, self._window = c_void_p(), c_void_p()
+        self._passes, self._input = {}, None
+        rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
+        with contextlib.ExitStack() as on_device:
+            # Whatever may fail on one rank alone comes before the ranks meet, so that none waits for it in vain.
+            try:
+                self._device = device = self._gpu(device)
+                if torch.cuda.is_available():
+                    on_device.enter_context(torch.cuda.device(device))
+                if activation not in options.ACTIVATIONS:
+                    raise ValueError(f"activation={activation!r}: choose from {', '.join(options.ACTIVATIONS)}")
+                clamp = (alpha, limit, up_offset) if activation == "clamped-swiglu" else (0, 0, 0)
+                self._desc = _Desc(ctypes.sizeof(_Desc), rank, ranks, max_tokens, hidden, intermediate, experts, top_k,
+                                   options.ACTIVATIONS.index(activation), 0, *clamp, 0, time_limit)
+                bytes_ = self.window_bytes
+                if windows is not None and len(windows) != ranks:
+                    raise ValueError(f"windows: {len(windows)} addresses for {ranks} ranks; pass one of each rank")
+                addresses = (c_void_p * _MOST_RANKS)(*(windows or []))
+                context = library.context(library.CUDA, device.index, 1)
+                buffer = self._make_workspace(context)
+                made = self._make_id(rank) if windows is None else None
+            except Exception as error:
+                self._gather((None, None, f"{type(error).__name__}: {error}"), group)
+                raise
+            group_id, lib = self._agree(self._desc, made, group), _library()
+            try:
+                if windows is None:
+                    library.check(lib.tessera_peer_window_open(context, rank, ranks, group_id, bytes_, None,
+                                                               byref(self._window)))
+                    library.check(lib.tessera_peer_window_addresses(self._window, addresses))
+                library.check(lib.tessera_expert_parallel_create(context, byref(self._desc), addresses, buffer,
+                                                                 byref(self._handle)))
+            except Exception:
+                self.abort()
+                raise
+            self._streams = {torch._C._cuda_getCurrentRawStream(device.index)}  # that torch knows the workspace has
+        self._forward = lib.tessera_expert_parallel_forward
+
+    @staticmethod
+    def _gpu(device) -> torch.device:
         if device is None and not torch.cuda.is_available():
             raise RuntimeError("experts over several ranks run on GPUs: torch sees none")
         device = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
         if device.type != "cuda" or device.index is None:
             raise ValueError(f"device={device}: experts over several ranks run on GPUs; name one, such as cuda:0")
-        rank, ranks = (distributed.get_rank(group), distributed.get_world_size(group))
-        if activation not in options.ACTIVATIONS:
-            raise ValueError(f"activation={activation!r}: choose from {', '.join(options.ACTIVATIONS)}")
-        clamp = (alpha, limit, up_offset) if activation == "clamped-swiglu" else (0, 0, 0)
-        self._desc = _Desc(ctypes.sizeof(_Desc), rank, ranks, max_tokens, hidden, intermediate, experts, top_k,
-                           options.ACTIVATIONS.index(activation), 0, *clamp, 0, time_limit)
-        bytes_ = self.window_bytes
-        self._device, self._passes, self._input = device, {}, None
-        context = library.context(library.CUDA, device.index, 1)
-        lib = _library()
-        if windows is not None and len(windows) != ranks:
-            raise ValueError(f"windows: {len(windows)} addresses for {ranks} ranks; pass one of each rank")
-        addresses = (c_void_p * _MOST_RANKS)(*(windows or []))
+        return device
+
+    def _make_workspace(self, context: int) -> library.Buffer:
         needed = c_size_t()
-        library.check(lib.tessera_expert_parallel_workspace(context, byref(self._desc), byref(needed)))
-        self._workspace = torch.empty(needed.value, dtype=torch.uint8, device=device)  # before others wait for a window
-        group_id = self._agree(self._desc, self._make_id() if windows is None and rank == 0 else (None, None), group)
-        buffer = library.Buffer(self._workspace.data_ptr(), needed.value)
-        try:
-            if windows is None:
-                library.check(lib.tessera_peer_window_open(context, rank, ranks, group_id, bytes_, None,
-                                                           byref(self._window)))
-                library.check(lib.tessera_peer_window_addresses(self._window, addresses))
-            library.check(lib.tessera_expert_parallel_create(context, byref(self._desc), addresses, buffer,
-                                                             byref(self._handle)))
-        except Exception:
-            self.abort()
-            raise
-        self._forward = lib.tessera_expert_parallel_forward
+        library.check(_library().tessera_expert_parallel_workspace(context, byref(self._desc), byref(needed)))
+        self._workspace = torch.empty(needed.value, dtype=torch.uint8, device=self._device)
+        return library.Buffer(self._workspace.data_ptr(), needed.value)
 
     @staticmethod
-    def _make_id():
-        made = ctypes.create_string_buffer(128)
-        try:
+    def _make_id(rank: int) -> bytes | None:
+        """Of rank 0. On the others what each process has to be asked for: an id of theirs would keep a thread of NCCL
+        waiting for the group."""
+        if rank == 0:
+            made = ctypes.create_string_buffer(128)
             library.check(_library().tessera_peer_group_id_make(None, made))
-        except RuntimeError as error:  # the others wait for the id: tell them
-            return None, str(error)
-        return made.raw, None
+            return made.raw
+        multicast = os.environ.get("NCCL_NVLS_ENABLE")
+        if multicast != "0":
+            raise RuntimeError(f"NVLink multicast must be off: NCCL_NVLS_ENABLE is {multicast or 'not set'}; set it to "
+                               "0 before the first NCCL call of the process")
+        return None
 
     @staticmethod
-    def _agree(desc, made, group):
-        """The id that rank 0 made. Where ranks differ in anything else, all of them raise."""
-        mine = {name: getattr(desc, name) for name, _ in _Desc._fields_ if name not in ("size", "rank")}
+    def _gather(mine: tuple, group) -> list:
+        """(desc, id, failure) of all ranks."""
         of_ranks = [None] * distributed.get_world_size(group)
-        distributed.all_gather_object(of_ranks, (mine, made), group=group)
-        first, (group_id, failure) = of_ranks[0]
-        for rank, (theirs, _) in enumerate(of_ranks):
+        distributed.all_gather_object(of_ranks, mine, group=group)
+        return of_ranks
+
+    @staticmethod
+    def _agree(desc, group_id, group):
+        """The id that rank 0 made. Where a rank has failed, or ranks differ in anything else, all of them raise."""
+        mine = {name: getattr(desc, name) for name, _ in _Desc._fields_ if name not in ("size", "rank")}
+        of_ranks = ExpertParallel._gather((mine, group_id, None), group)
+        for rank, (_, _, failure) in enumerate(of_ranks):
+            if failure is not None:
+                raise RuntimeError(f"rank {rank} cannot join: {failure}")
+        first, group_id, _ = of_ranks[0]
+        for rank, (theirs, _, _) in enumerate(of_ranks):
             for name, value in theirs.items():
                 if value != first[name]:
                     raise ValueError(f"{name}={first[name]} on rank 0, {value} on rank {rank}: equal on all ranks")
-        if failure is not None:
-            raise RuntimeError(failure)
         return group_id
 
     @property
@@ -190,14 +221,19 @@ class ExpertParallel:
             with torch.cuda.device(index):
                 return self(x, topk_ids, topk_weights, w_up, w_down, out)
         if ready.narrow:  # contiguous whatever the strides of topk_ids
-            topk_ids = topk_ids.to(torch.int32, memory_format=torch.contiguous_format)
+            # Clamped first: an id outside [0,E) stays one, where its low half may be an expert.
+            topk_ids = topk_ids.clamp(-1, self._desc.experts).to(torch.int32, memory_format=torch.contiguous_format)
         if out is None:
             make, how = ready.make_o
             out = make(*how)
         words = ready.words
         for word, tensor in zip(_WORDS, (x, topk_ids, topk_weights, w_up, w_down, out), strict=True):
             words[word] = tensor.data_ptr()
-        code = self._forward(self._handle, ready.address, torch._C._cuda_getCurrentRawStream(index))
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        if stream not in self._streams:  # torch gives the workspace to nobody else before what this one does there
+            self._workspace.record_stream(torch.cuda.current_stream(index))
+            self._streams.add(stream)
+        code = self._forward(self._handle, ready.address, stream)
         if code:
             library.check(code)
         return out
@@ -221,7 +257,8 @@ class ExpertParallel:
         library.check(_library().tessera_expert_parallel_check(self._handle))
 
     def close(self) -> None:
-        """Frees the window once all ranks are done; collective."""
+        """Waits for this rank's GPU and frees the window that NCCL made; collective. Passes of other ranks may still
+        run, but none may start."""
         library.check(_library().tessera_peer_window_close(self._let_go()))
 
     def abort(self) -> None:

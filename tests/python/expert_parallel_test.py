@@ -19,6 +19,7 @@ from tessera import expert_parallel, library
 SHAPE = {"max_tokens": 300, "hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4}
 GPUS = torch.cuda.device_count()
 IN_GROUP = GPUS > 0 and "RANK" in os.environ
+DEVICE = f"cuda:{os.environ['LOCAL_RANK'] if IN_GROUP else 0}"  # of this rank, as ranks tell each other what fails
 
 
 def setUpModule():
@@ -37,52 +38,129 @@ class Refusals(unittest.TestCase):
 
     def test_unknown_activation(self):
         with self.assertRaisesRegex(ValueError, "activation='tanh'"):
-            tessera.ExpertParallel(**SHAPE, activation="tanh", device="cuda:0")
+            tessera.ExpertParallel(**SHAPE, activation="tanh", device=DEVICE)
 
     def test_bad_shape(self):
         with self.assertRaisesRegex(ValueError, "top_k=17"):
-            tessera.ExpertParallel(**{**SHAPE, "top_k": 17}, device="cuda:0")
+            tessera.ExpertParallel(**{**SHAPE, "top_k": 17}, device=DEVICE)
+
+    def agree(self, desc, of_others: list, group_id=b"id"):
+        """_agree of rank 0, whom the others tell this."""
+        def gather(of_ranks, mine, group):
+            of_ranks[:] = [mine, *[({**mine[0], **other}, None, failure) for other, failure in of_others]]
+
+        with mock.patch.object(expert_parallel.distributed, "get_world_size", return_value=1 + len(of_others)), \
+                mock.patch.object(expert_parallel.distributed, "all_gather_object", gather):
+            return tessera.ExpertParallel._agree(desc, group_id, None)
 
     def test_ranks_that_differ(self):
-        desc = expert_parallel._Desc(rank=1, ranks=2, max_tokens=300, hidden=512)
+        desc = expert_parallel._Desc(rank=0, ranks=2, max_tokens=300, hidden=512)
+        with self.assertRaisesRegex(ValueError, "max_tokens=300 on rank 0, 200 on rank 1"):
+            self.agree(desc, [({"max_tokens": 200}, None)])
 
-        def gather(of_ranks, mine, group):
-            of_ranks[:] = [mine, ({**mine[0], "max_tokens": 200}, (None, None))]
+    def test_ranks_that_agree(self):
+        desc = expert_parallel._Desc(ranks=2, max_tokens=300)
+        self.assertEqual(self.agree(desc, [({}, None)]), b"id")
 
-        with mock.patch.object(expert_parallel.distributed, "get_world_size", return_value=2), \
-                mock.patch.object(expert_parallel.distributed, "all_gather_object", gather), \
-                self.assertRaisesRegex(ValueError, "max_tokens=300 on rank 0, 200 on rank 1"):
-            tessera.ExpertParallel._agree(desc, (b"id", None), None)
+    def test_another_rank_that_fails(self):
+        desc = expert_parallel._Desc(ranks=3, max_tokens=300)
+        with self.assertRaisesRegex(RuntimeError, "rank 2 cannot join: MemoryError: no memory"):
+            self.agree(desc, [({}, None), ({}, "MemoryError: no memory")])
 
-    def test_what_rank_0_made(self):
-        desc = expert_parallel._Desc(ranks=1, max_tokens=300)
-        self.assertEqual(tessera.ExpertParallel._agree(desc, (b"id", None), None), b"id")
-        with self.assertRaisesRegex(RuntimeError, "no NCCL"):
-            tessera.ExpertParallel._agree(desc, (None, "no NCCL"), None)
-
-    def test_window_of_a_group_that_is_not_made(self):
-        for fails in ("tessera_peer_window_addresses", "tessera_expert_parallel_create"):
-            with self.subTest(fails):
-                self.make_a_group_in_vain(fails)
-
-    def make_a_group_in_vain(self, fails):
-        lib = mock.MagicMock()
-        getattr(lib, fails).return_value = 1
+    def make(self, lib, failing=None, told=None, rank=0, **options):
+        """A group of two ranks on a library that is none. failing: the call of it that fails. told: gets what this
+        rank tells the other, which tells the same."""
+        if failing is not None:
+            getattr(lib, failing).return_value = 1
 
         def check(code):
             if code == 1:
                 raise RuntimeError("no group")
 
+        def gather(of_ranks, mine, group):
+            if told is not None:
+                told.append(mine)
+            of_ranks[:] = [mine] * 2
+
         with mock.patch.object(expert_parallel, "_library", return_value=lib), \
                 mock.patch.object(library, "context", return_value=0), \
                 mock.patch.object(library, "check", side_effect=check), \
-                mock.patch.object(tessera.ExpertParallel, "_make_id"), \
-                mock.patch.object(tessera.ExpertParallel, "_agree", return_value=b"id"), \
+                mock.patch.object(expert_parallel.distributed, "get_rank", return_value=rank), \
+                mock.patch.object(expert_parallel.distributed, "get_world_size", return_value=2), \
+                mock.patch.object(expert_parallel.distributed, "all_gather_object", gather), \
+                mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, create=True), \
                 mock.patch.object(torch, "empty") as empty:
             empty.return_value.data_ptr.return_value = 0
-            with self.assertRaisesRegex(RuntimeError, "no group"):
-                tessera.ExpertParallel(**SHAPE, device="cuda:0")
-        lib.tessera_peer_window_abort.assert_called_once()
+            empty.side_effect = options.pop("empty", None)
+            return tessera.ExpertParallel(**{**SHAPE, "device": "cuda:0", **options})
+
+    def test_window_of_a_group_that_is_not_made(self):
+        for fails in ("tessera_peer_window_addresses", "tessera_expert_parallel_create"):
+            with self.subTest(fails):
+                lib = mock.MagicMock()
+                with self.assertRaisesRegex(RuntimeError, "no group"):
+                    self.make(lib, fails)
+                lib.tessera_peer_window_abort.assert_called_once()
+
+    def test_joins(self):
+        for rank in range(2):
+            told, lib = [], mock.MagicMock()
+            experts = self.make(lib, told=told, rank=rank)
+            self.assertEqual((len(told), told[0][2], experts._streams), (1, None, {77}))
+            self.assertEqual(told[0][1], None if rank else bytes(128))
+            self.assertEqual(lib.tessera_peer_group_id_make.called, rank == 0)
+
+    def test_whoever_fails_tells_the_others(self):
+        """Once, before it raises what has failed."""
+        out_of_memory = torch.OutOfMemoryError("no memory")
+        for kind, text, how in (
+                (RuntimeError, "no group", {"failing": "tessera_expert_parallel_window"}),
+                (RuntimeError, "no group", {"failing": "tessera_expert_parallel_workspace"}),
+                (RuntimeError, "no group", {"failing": "tessera_peer_group_id_make"}),
+                (torch.OutOfMemoryError, "no memory", {"empty": out_of_memory}),
+                (ValueError, "windows: 3 addresses for 2 ranks", {"windows": [0, 1, 2]}),
+                (ValueError, "activation='tanh'", {"activation": "tanh"}),
+                (ValueError, "device=cpu", {"device": "cpu"})):
+            with self.subTest(text, **how):
+                told, lib = [], mock.MagicMock()
+                with self.assertRaisesRegex(kind, text):
+                    self.make(lib, told=told, **how)
+                self.assertEqual(len(told), 1)
+                self.assertRegex(told[0][2], f"{kind.__name__}: {text}")
+                lib.tessera_peer_window_open.assert_not_called()
+
+    def test_multicast_of_any_rank(self):
+        for value, says in (("1", "is 1"), (None, "is not set")):
+            told = []
+            with mock.patch.dict(os.environ, {} if value is None else {"NCCL_NVLS_ENABLE": value}):
+                if value is None:
+                    del os.environ["NCCL_NVLS_ENABLE"]
+                with self.assertRaisesRegex(RuntimeError, f"NCCL_NVLS_ENABLE {says}; set it to 0"):
+                    self.make(mock.MagicMock(), told=told, rank=1)
+                self.assertRegex(told[0][2], "multicast must be off")
+                self.make(mock.MagicMock(), rank=1, windows=[0, 0])  # NCCL has no part in it
+
+    def test_on_the_device_that_is_given(self):
+        on, seen = [], []
+
+        class Device:
+            def __init__(self, device):
+                self.device = device
+
+            def __enter__(self):
+                on.append(self.device)
+
+            def __exit__(self, *_):
+                on.pop()
+
+        told = mock.MagicMock()
+        told.append = lambda _: seen.extend(on)
+        with mock.patch.object(torch.cuda, "is_available", return_value=True), \
+                mock.patch.object(torch.cuda, "device", Device):
+            self.make(mock.MagicMock(), told=told, device="cuda:1")
+            with self.assertRaises(RuntimeError):
+                self.make(mock.MagicMock(), "tessera_expert_parallel_window", told=told, device="cuda:1")
+        self.assertEqual((seen, on), ([torch.device("cuda:1")] * 2, []))
 
     @unittest.skipIf(GPUS > 0, "this machine has GPUs")
     def test_no_gpu(self):
@@ -141,10 +219,16 @@ class Passes(unittest.TestCase):
         with self.assertRaisesRegex(RuntimeError, "no backward pass"):
             self.made(tensors)
 
+    def on_cpu(self) -> tessera.ExpertParallel:
+        experts = object.__new__(tessera.ExpertParallel)
+        experts._handle, experts._device, experts._passes = ctypes.c_void_p(8), torch.device("cpu"), {}
+        experts._desc, experts._streams = expert_parallel._Desc(experts=16), {77}
+        experts._workspace = mock.MagicMock()
+        return experts
+
     def test_call(self):
         """Addresses, conversion and results of calls, with a GPU, a stream and a library that are none."""
-        experts, seen = object.__new__(tessera.ExpertParallel), []
-        experts._handle, experts._device, experts._passes = ctypes.c_void_p(8), torch.device("cpu"), {}
+        experts, seen = self.on_cpu(), []
 
         def forward(handle, address, stream):
             args = expert_parallel._Args.from_address(address)
@@ -169,6 +253,35 @@ class Passes(unittest.TestCase):
                 experts(x, ids, *others)
             with self.assertRaisesRegex(RuntimeError, "no backward pass"):
                 experts(x, ids, *others)
+
+    def call(self, streams: list, ids=None) -> tuple:
+        """Calls on these streams: the object, and what the library got as ids."""
+        experts, seen = self.on_cpu(), []
+
+        def forward(handle, address, stream):
+            args = expert_parallel._Args.from_address(address)
+            seen.append(list((ctypes.c_int32 * 10).from_address(args.topk_ids.data)))
+            return 0
+
+        experts._forward = forward
+        x, zeros, *others = self.tensors
+        for stream in streams:
+            with mock.patch.object(torch._C, "_cuda_getDevice", lambda: None, create=True), \
+                    mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index, s=stream: s, create=True), \
+                    mock.patch.object(torch.cuda, "current_stream", lambda index, s=stream: f"stream {s}"):
+                experts(x, zeros if ids is None else ids, *others)
+        return experts, seen
+
+    def test_ids_of_64_bits(self):
+        outside = [-2**63, 2**63 - 1, 2**32, 2**32 + 3, -2**32 + 5, -1, 16]
+        ids = torch.tensor([*outside, 0, 7, 15]).view(2, 5).mT
+        (got,) = self.call([77], ids)[1]
+        wanted = [i if 0 <= i < 16 else None for i in ids.flatten().tolist()]
+        self.assertEqual([i if 0 <= i < 16 else None for i in got], wanted)
+
+    def test_workspace_is_kept_for_every_stream(self):
+        experts, _ = self.call([77, 78, 77, 78, 79])
+        self.assertEqual(experts._workspace.record_stream.mock_calls, [mock.call("stream 78"), mock.call("stream 79")])
 
     def test_refuses(self):
         with self.assertRaisesRegex(ValueError, "x: dtype torch.float64"):

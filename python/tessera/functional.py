@@ -10,6 +10,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
 from tessera import library, ops
@@ -64,17 +65,19 @@ def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = No
     weights: as WEIGHTS (ops/layer.py); buffers: weight gradients are added into these in backward (eager only).
     """
     arguments, compiling = (x, *routing, *weights), is_compiling()
-    if not compiling and not step:
+    forward_mode = forward_ad._current_level >= 0  # then moe_forward, whose autograd refuses tangents
+    if not compiling and not step and not forward_mode:
         call, tensors = recall(text, arguments)
         if call is not None:
             return _run(call, tensors, buffers, step)
-    cast, straight = torch._C._is_any_autocast_enabled(), not compiling and ops.autograd.direct()
+    cast = torch._C._is_any_autocast_enabled()
+    straight = not compiling and not forward_mode and ops.autograd.direct()
     gradients, plain = False, True
     for tensor in arguments:
         if tensor is not None:
             plain = plain and type(tensor) in ops.autograd.PLAIN
             gradients = gradients or tensor.requires_grad
-    alike = plain and not cast and not step
+    alike = plain and not cast and not compiling and not step
     if not plain:
         arguments = tuple([local(t) for t in arguments])
         plain = all(t is None or type(t) in ops.autograd.PLAIN for t in arguments)
@@ -82,8 +85,8 @@ def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = No
         arguments = _autocast(arguments)
     training = gradients and torch.is_grad_enabled()
     straight = straight and plain
-    if compiling or not (training or straight and not with_tables):
-        if training or with_tables:
+    if compiling or forward_mode and buffers is None or not (training or straight and not with_tables):
+        if training or with_tables or forward_mode:
             return torch.ops.tessera.moe_forward.default(*arguments, text, step)
         return (torch.ops.tessera.moe_inference.default(*arguments, text, step),)
     plan = ops.layer.plan_forward(arguments, text, step, training) if straight else None
@@ -105,12 +108,19 @@ def _run(call: ops.autograd.Call, tensors: tuple, buffers: tuple | None, step: i
 _UNCAST = frozenset((1, 2, 5, 6, 7))
 
 
-def _autocast(arguments: tuple) -> tuple:
+def _autocast(arguments: tuple, uncast: frozenset = _UNCAST) -> tuple:
     device = arguments[0].device.type
     if not torch.is_autocast_enabled(device):
         return arguments
     dtype = torch.get_autocast_dtype(device)
-    return tuple([t if t is None or i in _UNCAST else t.to(dtype) for i, t in enumerate(arguments)])
+    return tuple([t if t is None or i in uncast else t.to(dtype) for i, t in enumerate(arguments)])
+
+
+def _cast(*arguments) -> tuple:
+    """The same for other operators, whose last argument (selection bias, offsets) stays as it is."""
+    if not torch._C._is_any_autocast_enabled():
+        return arguments
+    return _autocast(arguments, frozenset((len(arguments) - 1,)))
 
 
 def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", b_router=None, selection_bias=None,
@@ -233,7 +243,8 @@ def route(x, w_router, *, top_k: int, router: str = "topk-softmax", b_router=Non
     text = options_text(router=router, top_k=top_k, route_scale=route_scale, normalize_scores=normalize_scores,
                         groups=groups, top_groups=top_groups)
     rows = x.reshape(-1, x.shape[-1])
-    results = torch.ops.tessera.route.default(*[local(t) for t in (rows, w_router, b_router, selection_bias)], text)
+    tensors = _cast(*[local(t) for t in (rows, w_router, b_router, selection_bias)])
+    results = torch.ops.tessera.route.default(*tensors, text)
     topk_weights, topk_ids, logits = [result.view(*x.shape[:-1], result.shape[-1]) for result in results]
     return topk_ids, topk_weights, logits
 
@@ -244,12 +255,12 @@ def grouped_gemm(a, b, expert_offsets, *, bias=None, transpose_b: bool = False):
     a [R,K]; b [E,N,K], or [E,K,N] with transpose_b; bias [E,N]; expert_offsets [E+1] int32 or int64. Rows beyond the
     last offset give zeros. Differentiable in a, b and bias.
     """
-    return torch.ops.tessera.grouped_gemm.default(a, b, bias, expert_offsets, transpose_b)
+    return torch.ops.tessera.grouped_gemm.default(*_cast(a, b, bias, expert_offsets), transpose_b)
 
 
 def grouped_gemm_wgrad(a, b, expert_offsets):
     """c[e] = a_e^T . b_e over the rows of expert e: a [R,M], b [R,N], c [E,M,N]; zeros for experts without rows."""
-    return torch.ops.tessera.grouped_gemm_wgrad.default(a, b, expert_offsets)
+    return torch.ops.tessera.grouped_gemm_wgrad.default(*_cast(a, b, expert_offsets))
 
 
 def check_device_values(device=None) -> None:

@@ -47,7 +47,7 @@ def register_huggingface(name: str = "tessera") -> None:
 
 def prepare(model: torch.nn.Module) -> int:
     """Recognises all experts of a model at once and returns their number; otherwise each is recognised at its first
-    call. Needed before torch.compile where a model brings an activation of its own (gpt-oss)."""
+    call. Needed before torch.compile, of whatever model: nothing can be probed while it traces."""
     found = [m for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(m, "is_transposed")]
     for module in found:
         _options_of(module)

@@ -22,9 +22,10 @@ class MoE(nn.Module):
     sigmoid(x . w_shared_gate) with shared_gate (Qwen2).
     balance_coefficient, z_coefficient: weights of the auxiliary losses, see forward.
     main_grad: weight gradients of the experts are added to `weight.main_grad` where a weight has one, instead of
-    being returned (not under torch.compile, which returns them).
+    being returned (not under torch.compile, which returns them). Frozen weights get none.
     rounding, tile: token rounding, in training mode only; the stochastic kinds draw from (seed, self.step, layer), so
-    set `step` once per optimizer step.
+    set `step` once per optimizer step. torch.compile takes integers on a module for constants and compiles again for
+    each step, unless torch._dynamo.config.allow_unspec_int_on_nn_module is set.
     Router, activation, save and column_chunk: as for `tessera.moe`.
 
         layer = tessera.MoE(hidden=1024, intermediate=512, experts=64, top_k=8)
@@ -86,13 +87,15 @@ class MoE(nn.Module):
         return self
 
     def reset_parameters(self) -> None:
-        """Uniform weights of variance 1/(3 * fan-in), as nn.Linear; biases 0."""
+        """Uniform weights of variance 1/(3 * fan-in), as nn.Linear; biases 0, the selection bias too."""
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith("b_"):
                 nn.init.zeros_(parameter)
             else:
                 bound = 1 / math.sqrt(parameter.shape[-1])
                 nn.init.uniform_(parameter, -bound, bound)
+        if self.selection_bias is not None:
+            nn.init.zeros_(self.selection_bias)
 
     def extra_repr(self) -> str:
         experts, hidden, intermediate = self.w_down.shape

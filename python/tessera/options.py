@@ -95,7 +95,10 @@ class Options:
         """What differs from the defaults, as `name=value` pairs. Plain enough for torch.compile to trace."""
         pairs = []
         for name, default in DEFAULTS:
-            value = getattr(self, name)
+            given = getattr(self, name)
+            value = type(default)(given)  # equal options have equal texts: 1 is True
+            if isinstance(default, int) and value != given:
+                raise ValueError(f"{name}={given}: must be of type {type(default).__name__}")
             if value != default:
                 pairs.append(f"{name}={value}")
         return " ".join(pairs)

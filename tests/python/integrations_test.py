@@ -290,6 +290,27 @@ class Megatron(unittest.TestCase):
         for ours, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
             eager.check_close(self, "main_grad", ours.main_grad, theirs.grad, eager.RELATIVE[self.dtype])
 
+    def test_overwritten_main_grad_with_micro_batches_in_flight(self):
+        """Each backward pass leaves its own gradient; forward leaves what is there."""
+        fused, plain = self.experts(gradient_accumulation_fusion=True), self.experts()
+        plain.load_state_dict(fused.state_dict())
+        for weight in fused.parameters():
+            weight.main_grad, weight.overwrite_main_grad = torch.full_like(weight, 7.0, dtype=torch.float32), True
+        fused(self.x, COUNTS, self.probs)
+        self.assertTrue(all((weight.main_grad == 7).all() for weight in fused.parameters()))
+        batches = (self.x, self.x.flip(0))
+        for y, x in zip([fused(x, COUNTS, self.probs)[0] for x in batches], batches, strict=True):
+            y.backward(self.d_y)
+            fused(x, COUNTS, self.probs)
+            plain.zero_grad()
+            plain(x, COUNTS, self.probs)[0].backward(self.d_y)
+            for ours, theirs in zip(fused.parameters(), plain.parameters(), strict=True):
+                eager.check_close(self, "main_grad", ours.main_grad, theirs.grad, eager.RELATIVE[self.dtype])
+        fused.w_up.requires_grad_(False)
+        before = fused.w_up.main_grad.clone()
+        fused(self.x, COUNTS, self.probs)[0].backward(self.d_y)
+        self.assertTrue(torch.equal(fused.w_up.main_grad, before))
+
     def test_state_dict_has_megatrons_names(self):
         experts, other = self.experts(), self.experts()
         state = experts.state_dict()

@@ -14,6 +14,7 @@ import tessera.ops
 import torch
 import torch._dynamo.testing
 from torch._subclasses import fake_tensor
+from torch.autograd import forward_ad
 from torch.utils import _python_dispatch, checkpoint
 
 ROUTERS = ("topk-softmax", "softmax-topk", "softmax-topk-renorm", "sigmoid-bias", "group-limited", "sqrtsoftplus")
@@ -554,6 +555,42 @@ class Operators(Layer):
         o = self.routed(self.tensors)
         with self.assertRaisesRegex(NotImplementedError, "no second derivatives"):
             torch.autograd.grad(o.sum(), self.tensors["x"], create_graph=True)
+
+    def test_no_forward_mode(self):
+        """Where nothing requires a gradient too: a result without a tangent would read as a derivative of 0."""
+        x, w_router, ids = self.tensors["x"].detach(), self.router.detach(), self.ids
+        scores, w_up, w_down = (self.tensors[name].detach() for name in ("scores", "w_up", "w_down"))
+        offsets = torch.tensor([0, 3, 3, 7, 9, 13], device=self.device)
+        layers = (lambda x: tessera.moe(x, w_router, w_up, w_down, top_k=2),
+                  lambda x: tessera.moe(x, w_router, w_up, w_down, top_k=2, return_router=True)[0],
+                  lambda x: tessera.moe(x, w_router, self.tensors["w_up"], w_down, top_k=2),
+                  lambda x: tessera.routed_experts(x, ids, scores, w_up, w_down),
+                  lambda x: tessera.grouped_experts(x, offsets, w_up, w_down),
+                  lambda x: tessera.route(x, w_router, top_k=2)[1],
+                  lambda x: tessera.grouped_gemm(x, w_up, offsets),
+                  lambda x: tessera.grouped_gemm_wgrad(x, x, offsets),
+                  lambda x: tessera.z_loss(x[:, :5]))
+
+        def dual_level(layer):
+            with forward_ad.dual_level():
+                layer(forward_ad.make_dual(x, x))
+
+        ways = (dual_level, lambda layer: torch.func.jvp(layer, (x,), (x,)),
+                lambda layer: torch.func.jvp(torch.func.functionalize(layer), (x,), (x,)),
+                lambda layer: torch.func.jacfwd(layer)(x))
+        for i, layer in enumerate(layers):
+            expected = layer(x)  # remembered, and it must not be recalled
+            for j, way in enumerate(ways):
+                with self.subTest(layer=i, way=j), self.assertRaisesRegex(NotImplementedError, "forward-mode"):
+                    way(layer)
+            with forward_ad.dual_level():  # without a tangent
+                eager.check_close(self, f"layer {i}", layer(x), expected, self.relative)
+        with forward_ad.dual_level():
+            compiled = torch.compile(layers[0], fullgraph=True, backend=self.compiler)
+            eager.check_close(self, "compiled", compiled(x), layers[0](x), self.relative)
+        for create in (torch.no_grad, contextlib.nullcontext):  # under vmap it is torch that refuses
+            with create(), self.assertRaises((NotImplementedError, RuntimeError)):
+                torch.func.jvp(torch.func.vmap(lambda row: layers[0](row[None])), (x,), (x,))
 
     def test_threads_share_layers(self):
         expected = self.routed(self.tensors).detach()

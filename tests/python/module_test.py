@@ -6,6 +6,7 @@ import unittest
 import eager
 import tessera
 import torch
+import torch._dynamo.testing
 
 
 def reference(layer, x, w):
@@ -96,6 +97,36 @@ class Module(unittest.TestCase):
         eager.check_close(self, "w_router", layer.w_router.grad, exact["w_router"].grad,
                           2 * eager.RELATIVE[self.dtype])
 
+    def test_frozen_weights_leave_main_grad_alone(self):
+        layer = self.layer(main_grad=True)
+        for weight in (layer.w_up, layer.w_down):
+            weight.main_grad = torch.zeros_like(weight)
+        for frozen, trained in ((layer.w_up, layer.w_down), (layer.w_down, layer.w_up)):
+            frozen.requires_grad_(False)
+            layer(self.x).square().sum().backward()
+            frozen.requires_grad_(True)
+            self.assertEqual(frozen.main_grad.abs().max(), 0)
+            self.assertGreater(trained.main_grad.abs().max(), 0)
+            trained.main_grad.zero_()
+        for weight in (layer.w_up, layer.w_down):
+            weight.requires_grad_(False)
+        layer(self.x).square().sum().backward()
+        self.assertEqual(max(weight.main_grad.abs().max() for weight in (layer.w_up, layer.w_down)), 0)
+
+    def test_steps_do_not_compile_again(self):
+        """Beyond the first two: torch takes an integer for a constant until it changes."""
+        layer = self.layer(rounding="sr-f", tile=4)
+        count = torch._dynamo.testing.CompileCounterWithBackend(self.compiler)
+        torch._dynamo.reset()
+        self.addCleanup(torch._dynamo.reset)
+        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+            compiled = torch.compile(layer, fullgraph=True, backend=count)
+            for layer.step in range(1, 13):
+                self.assertTrue(torch.equal(compiled(self.x), layer(self.x)))
+        self.assertLessEqual(count.frame_count, 2)
+        compiled(self.x).sum().backward()
+        self.assertGreater(layer.w_up.grad.abs().max(), 0)
+
     def test_token_rounding_in_training_only(self):
         layer = self.layer(rounding="nr-f", tile=4)
         x = torch.randn(64, 32).to(self.device, self.dtype)
@@ -114,6 +145,18 @@ class Module(unittest.TestCase):
         self.assertIs(layer.bfloat16().selection_bias.dtype, torch.float32)
         meta = tessera.MoE(32, 16, 8, 2, device="meta", dtype=torch.bfloat16)
         self.assertEqual(meta.w_up.dtype, torch.bfloat16)
+
+    def test_state_after_meta(self):
+        """to_empty leaves what the memory held, and reset_parameters sets all of it."""
+        layer = tessera.MoE(32, 16, 8, 2, router_bias=True, selection_bias=True, bias=True, device="meta")
+        layer.to_empty(device=self.device)
+        with torch.no_grad():
+            for tensor in layer.state_dict().values():
+                tensor.fill_(float("nan"))
+        layer.reset_parameters()
+        for name, tensor in layer.state_dict().items():
+            self.assertTrue(torch.isfinite(tensor).all(), name)
+        self.assertEqual(layer.selection_bias.abs().max(), 0)
 
     def test_bad_options(self):
         for options, text in (({"top_k": 9}, "top_k=9, experts=8"), ({"router": "given"}, "router=given"),

@@ -144,6 +144,30 @@ class Fp32Operators(layers.Operators, unittest.TestCase):
             self.routed(self.tensors)
         self.assertEqual(seen, [[torch.bfloat16, torch.int64, torch.float32, torch.bfloat16, torch.bfloat16]])
 
+    def test_autocast_of_the_other_functions(self):
+        """As of the layer: x, the weights and their biases are cast; selection bias and offsets are not."""
+        x, w_router, w_up = self.tensors["x"].detach(), self.router.detach(), self.tensors["w_up"].detach()
+        biases = {"b_router": torch.linspace(-1, 1, 5), "selection_bias": torch.linspace(1, -1, 5)}
+        offsets, b_up = torch.tensor([0, 3, 3, 7, 9, 13]), torch.linspace(-1, 1, 80).view(5, 16)
+        lower = [t.bfloat16() for t in (x, w_router, w_up, b_up)]
+        for rows in (x, lower[0]):  # as torch's own linear layers hand it on
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                _, router = tessera.moe(rows, w_router, w_up, self.tensors["w_down"].detach(), top_k=2,
+                                        router="sigmoid-bias", return_router=True, **biases)
+                ids, weights, logits = tessera.route(rows, w_router, top_k=2, router="sigmoid-bias", **biases)
+                c = tessera.grouped_gemm(rows, w_up, offsets, bias=b_up)
+                dw = tessera.grouped_gemm_wgrad(c, rows.float(), offsets)
+            self.assertTrue(torch.equal(logits, router.logits))
+            self.assertTrue(torch.equal(ids, router.topk_ids))
+            self.assertTrue(torch.equal(weights, router.topk_weights))
+            self.assertTrue(torch.equal(c, tessera.grouped_gemm(lower[0], lower[2], offsets, bias=lower[3])))
+            self.assertTrue(torch.equal(dw, tessera.grouped_gemm_wgrad(c, lower[0], offsets)))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            tessera.route(self.tensors["x"], self.router, top_k=2)[1].square().sum().backward()
+            tessera.grouped_gemm(self.tensors["x"], self.tensors["w_up"], offsets).sum().backward()
+        for tensor in (self.tensors["x"], self.router, self.tensors["w_up"]):
+            self.assertIs(tensor.grad.dtype, torch.float32)
+
     def test_a_thread_keeps_its_workspace(self):
         here, plans = tessera.ops.plans.here, tessera.ops.plans
         expected = [self.routed(self.tensors), *self.gradients(self.routed(self.tensors))]
@@ -198,6 +222,21 @@ class Names(unittest.TestCase):
                 options.layout_parts(name + ":8" if "blocked" in name else name)
 
 
+    def test_equal_options_have_equal_texts(self):
+        """1 is True to a cache, so it must be True to the layer, whichever of them comes first."""
+        for first in (1, True):
+            tessera.functional._cached_text.cache_clear()
+            for value in (first, 1, True):
+                text = tessera.functional.options_text(router="sigmoid-bias", normalize_scores=value, limit=1)
+                self.assertEqual(text, "limit=1.0 router=sigmoid-bias normalize_scores=True")
+                self.assertIs(options.parse(text).normalize_scores, True)
+        for changes, text in (({"normalize_scores": 2}, "normalize_scores=2: must be of type bool"),
+                              ({"normalize_scores": "False"}, "normalize_scores=False: must be of type bool"),
+                              ({"top_k": 2.5}, "top_k=2.5: must be of type int")):
+            with self.assertRaisesRegex(ValueError, text):
+                tessera.functional.options_text(**changes)
+
+
 class Refusals(unittest.TestCase):
     """One line each: rule, value, remedy."""
 
@@ -234,9 +273,14 @@ class Refusals(unittest.TestCase):
             self.routed(x=self.x.to("meta").double(), topk_ids=self.ids, activation="relu")
 
     def test_types_that_are_not_served(self):
-        w = {name: tensor.half() for name, tensor in self.w.items()}
-        with self.assertRaisesRegex(NotImplementedError, "dtype"):
-            self.routed(x=self.x.half(), **w)
+        """With names that users know, and none of what is not served."""
+        served = "; Tessera stores bf16, on the CPU also fp32, and ids as int32 or int64; convert it"
+        for dtype, error in ((torch.float16, NotImplementedError), (torch.float64, ValueError)):
+            x, w = self.x.to(dtype), {name: tensor.to(dtype) for name, tensor in self.w.items()}
+            for call in (lambda: self.routed(x=x, **w), lambda: tessera.route(x, x[:5], top_k=2),
+                         lambda: tessera.grouped_gemm(x, w["w_up"], torch.arange(6))):
+                with self.assertRaisesRegex(error, f"^[xa]: dtype {dtype}{served}$"):
+                    call()
 
 
 if __name__ == "__main__":

@@ -149,14 +149,18 @@ def _activation(config) -> dict:
     return recognise("config.activation_func", compute, True, (config,))
 
 
-def _main_grad(weight) -> torch.Tensor:
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
+def _main_grad(weight):
+    """What backward calls for weight.main_grad: forward must not touch it, as other micro-batches may be in flight."""
+    if getattr(weight, "main_grad", None) is None:
         raise ValueError("gradient_accumulation_fusion: a weight of the experts has no main_grad; wrap the model in "
                          "Megatron's DistributedDataParallel first")
-    if getattr(weight, "overwrite_main_grad", False):  # adding to zeros overwrites
-        main_grad.zero_()
-    return main_grad
+
+    def buffer() -> torch.Tensor:
+        if getattr(weight, "overwrite_main_grad", False):  # adding to zeros overwrites
+            weight.main_grad.zero_()
+        return weight.main_grad
+
+    return buffer
 
 
 class _Announce(torch.autograd.Function):

@@ -12,6 +12,7 @@ import torch
 
 from tessera.ops import autograd, balance, grouped_gemm, layer, route
 from tessera.ops.balance import integers
+from tessera.ops.forward_mode import refuse_tangents
 from tessera.ops.layer import GRADIENTS, WEIGHTS
 
 if torch.torch_version.TorchVersion(torch.__version__) < (2, 10):
@@ -20,7 +21,7 @@ if torch.torch_version.TorchVersion(torch.__version__) < (2, 10):
 _WEIGHT_SCHEMA = "Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? b_gate, Tensor? b_down"
 _INPUT_SCHEMA = ("Tensor x, Tensor? topk_ids, Tensor? topk_weights, Tensor? w_router, Tensor? b_router, "
                  "Tensor? selection_bias, Tensor? expert_offsets, Tensor? row_scores, "
-                 f"{_WEIGHT_SCHEMA}, str options, int step=0")
+                 f"{_WEIGHT_SCHEMA}, str options, SymInt step=0")
 _SAVED_SCHEMA = ("Tensor d_o, Tensor x, Tensor h, Tensor routing, Tensor? w_router, Tensor? b_router, "
                  f"{_WEIGHT_SCHEMA}, Tensor? aux_dlogits")
 
@@ -43,6 +44,7 @@ _library.define("grouped_gemm_wgrad(Tensor a, Tensor b, Tensor expert_offsets) -
 def _once_only(op):
     """Autograd of a backward op: there is none, and saying so beats a wrong second derivative."""
     def refuse(*arguments):
+        refuse_tangents(*arguments)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
             raise NotImplementedError(f"{op}: Tessera has no second derivatives; call backward without create_graph")
         with torch._C._AutoDispatchBelowAutograd():

@@ -10,6 +10,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import _profiler_enabled, _top_saved_tensors_default_hooks
 from torch._C._functorch import peek_interpreter_stack
 
+from tessera.ops.forward_mode import refuse_tangents
 from tessera.ops.layer import INPUTS, SAVED, backward_plan, plan_forward, run_backward
 from tessera.ops.plans import Plan, guard, here
 from tessera.options import parse
@@ -87,7 +88,7 @@ class Wanted(NamedTuple):
 
 class Layer(torch.autograd.Function):
     """Arguments: (the call, the buffers for weight gradients (a tuple as WEIGHTS, or None), the step), and the tensors
-    that are present.
+    that are present. A buffer may be a function, which backward calls for it.
 
     Saved for backward: x, h, the routing tables and the weights. Ids and weights of the routing are in the tables. A
     backward pass that is the last one of its graph writes dh over h, which takes that much less memory.
@@ -115,6 +116,8 @@ class Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_o, _dh=None, _drouting=None, dlogits=None, _dcounts=None):
         call, buffers, alike, scores_shape = ctx.made
+        if buffers is not None:
+            buffers = _held(call.positions, ctx.needs_input_grad, buffers)
         plain = type(d_o) in PLAIN and direct() and not torch.is_grad_enabled()
         # What is captured may be replayed more often than forward.
         over_h = (alike and call.text_over_h is not None and not _keeps_graph()
@@ -154,7 +157,7 @@ def _way(key: tuple, call: Call, d_o, saved: tuple, text: str) -> tuple[Plan, Wa
 # Layer.apply where `direct`: torch's own asks first whether functional transforms are active, tensor by tensor.
 apply_directly = super(torch.autograd.Function, Layer).apply
 
-_SCORES, _ROW_SCORES = INPUTS.index("topk_weights"), INPUTS.index("row_scores")
+_SCORES, _ROW_SCORES, _W_UP = INPUTS.index("topk_weights"), INPUTS.index("row_scores"), INPUTS.index("w_up")
 _DIFFERENTIABLE = (0, _SCORES, 3, 4, *range(8, 14))  # of INPUTS, in the order of GRADIENTS
 
 
@@ -171,6 +174,15 @@ def _all_saved(call: Call, d_o, saved: tuple, dlogits) -> tuple:
     names = ("x", "h", "routing", *call.kept_names)
     named = {"d_o": d_o, **dict(zip(names, saved, strict=True)), "aux_dlogits": dlogits}
     return tuple([named.get(name) for name in SAVED])
+
+
+def _held(positions: tuple, needs_input_grad: tuple, buffers: tuple) -> tuple | None:
+    """The buffers of the weights that have gradients, which frozen ones have not."""
+    needed = {position for position, needs in zip(positions, needs_input_grad[1:], strict=True) if needs}
+    held = [buffer if _W_UP + i in needed else None for i, buffer in enumerate(buffers)]
+    if not any(buffer is not None for buffer in held):
+        return None
+    return tuple([buffer() if callable(buffer) else buffer for buffer in held])
 
 
 @functools.cache
@@ -191,6 +203,7 @@ def _wanted(positions: tuple, needs_input_grad: tuple, held: tuple) -> Wanted:
 
 
 def moe_forward_autograd(*arguments) -> list[torch.Tensor]:
+    refuse_tangents(*arguments)
     if torch.is_grad_enabled():
         tensors, text, step = arguments[:14], arguments[14], (arguments[15:] or (0,))[0]
         call = Call(text, tensors, True, True, None)

@@ -7,6 +7,7 @@ import torch
 
 from tessera import library
 from tessera.library import RouterLossArgs, SelectionBiasArgs
+from tessera.ops.forward_mode import refuse_tangents
 from tessera.ops.plans import KINDS, Plan, describe, here, signature
 from tessera.options import parse
 
@@ -61,6 +62,7 @@ class RouterLoss(torch.autograd.Function):
 
 
 def router_loss_autograd(logits, counts, router, balance, z, wants_gradient):
+    refuse_tangents(logits)
     if wants_gradient:
         return RouterLoss.apply(logits, counts, router, balance, z)
     with torch._C._AutoDispatchBelowAutograd():

@@ -5,6 +5,7 @@ import torch
 
 from tessera import library
 from tessera.library import GroupedGemmArgs
+from tessera.ops.forward_mode import refuse_tangents
 from tessera.ops.plans import Plan, here, signature
 
 
@@ -71,6 +72,7 @@ class GroupedGemm(torch.autograd.Function):
 
 
 def grouped_gemm_autograd(*arguments):
+    refuse_tangents(*arguments)
     if torch.is_grad_enabled():
         return GroupedGemm.apply(*arguments)
     with torch._C._AutoDispatchBelowAutograd():

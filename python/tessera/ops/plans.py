@@ -17,8 +17,8 @@ import torch
 from tessera import library
 from tessera.ops import memory
 
-DTYPES = {torch.float32: library.FP32, torch.bfloat16: library.BF16, torch.float16: library.FP16,
-           torch.int32: library.INT32, torch.int64: library.INT64}
+DTYPES = {torch.float32: library.FP32, torch.bfloat16: library.BF16, torch.int32: library.INT32,
+          torch.int64: library.INT64}
 KINDS = {"cpu": library.CPU, "cuda": library.CUDA}
 MAX_PLANS = 1024  # per thread; a plan is about 8 KB
 SCRATCH_BYTES = 1 << 30  # of a CPU thread
@@ -211,7 +211,9 @@ def describe(name: str, field: library.Tensor, shape, stride, dtype: torch.dtype
     """Fills a tessera_tensor with all but its address."""
     number = DTYPES.get(dtype)
     if number is None:
-        raise ValueError(f"{name}: dtype {dtype}; Tessera takes float32, bfloat16, float16, int32, int64; convert it")
+        error = NotImplementedError if dtype is torch.float16 else ValueError
+        raise error(f"{name}: dtype {dtype}; Tessera stores bf16, on the CPU also fp32, and ids as int32 or int64; "
+                    "convert it")
     if len(shape) > 4:
         raise ValueError(f"{name}: rank {len(shape)}; at most 4 dimensions are possible")
     field.dtype, field.rank = number, len(shape)

@@ -5,6 +5,7 @@ import torch
 
 from tessera import library
 from tessera.library import RouteArgs
+from tessera.ops.forward_mode import refuse_tangents
 from tessera.ops.plans import DTYPES, Plan, here, signature
 from tessera.options import Options, parse
 
@@ -90,6 +91,7 @@ def router_gradient(options: Options, logits, topk_ids, topk_weights, dweights):
 
 
 def route_autograd(*arguments):
+    refuse_tangents(*arguments)
     if torch.is_grad_enabled():
         return Route.apply(*arguments)
     with torch._C._AutoDispatchBelowAutograd():

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Compile rules shared by all targets.
 
-# Warnings stop the build with the compiler that CI uses, GCC 12; others warn of other things.
+# Warnings stop the build with the compiler that CI uses, GCC 12; others warn of other things. Not where Tessera is a
+# part of another project.
 set(werror_default OFF)
-if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+if(PROJECT_IS_TOP_LEVEL AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
   set(werror_default ON)
 endif()
 option(TESSERA_WERROR "Warnings stop the build" ${werror_default})

@@ -26,14 +26,14 @@ def check_tessera(program: str, words: list[str]) -> list[str]:
         return [f"no subcommand {' '.join(words[:1])}"]
     text = help_text(program, words[0])
     flags = [word.split("=")[0] for word in words[1:] if word.startswith("--")]
-    return [f"{words[0]} has no {flag}" for flag in flags if not re.search(rf"{flag}\b", text)]
+    return [f"{words[0]} has no {flag}" for flag in flags if not re.search(rf"{flag}(?![\w-])", text)]
 
 
 def check_line(line: str, program: str, verbs: set[str]) -> list[str]:
     words = shlex.split(line, comments=True)
     if not words:
         return []
-    if words[0] in ("tessera", "build/bin/tessera"):
+    if words[0] == "tessera" or words[0].endswith("/tessera"):
         return check_tessera(program, words[1:])
     if words[0] == "make":
         targets = [word for word in words[1:] if "=" not in word]
@@ -50,8 +50,9 @@ def main() -> int:
             for line in block.replace("\\\n", " ").splitlines():
                 lines += 1
                 found += [f"{document}: `{line}`: {text}" for text in check_line(line, program, verbs)]
-    # Seen to fail: a flag, a subcommand and a verb that do not exist.
-    planted = ("tessera verify --no-such-flag", "tessera no-such-command", "make no-such-verb")
+    # Seen to fail: a flag, the beginning of one, a subcommand and a verb that do not exist.
+    planted = ("tessera verify --no-such-flag", "build-cuda/bin/tessera verify --top 4", "tessera no-such-command",
+               "make no-such-verb")
     found += [f"not noticed: {line}" for line in planted if not check_line(line, program, verbs)]
     print("\n".join(found) or f"{lines} lines of commands: ok")
     return 1 if found else 0

@@ -254,6 +254,71 @@ TEST_F(LayerTest, ServesStridedTensors) {
   }
 }
 
+// Rows of `pitch` floats, NaN behind the values of each.
+Floats padded(Floats const& values, std::int64_t columns, std::int64_t pitch) {
+  auto const rows = static_cast<std::int64_t>(values.size()) / columns;
+  Floats out(static_cast<std::size_t>(rows * pitch), std::nanf(""));
+  for (std::int64_t r = 0; r < rows; ++r) {
+    std::copy_n(values.begin() + r * columns, columns, out.begin() + r * pitch);
+  }
+  return out;
+}
+
+TEST_F(LayerTest, ServesStridedScores) {
+  Layer layer(context), strided(context);
+  std::int64_t const k = layer.desc.shape.top_k;
+  Floats const weights = padded(strided.weights, k, k + 1);
+  strided.forward.topk_weights = tensor(weights.data(), {layer.desc.shape.tokens, k});
+  strided.forward.topk_weights.stride[0] = k + 1;
+  for (Layer* const each : {&layer, &strided}) {
+    ASSERT_TRUE(each->run_forward().ok());
+    ASSERT_TRUE(each->run_backward().ok());
+  }
+  EXPECT_EQ(layer.o, strided.o);
+  EXPECT_EQ(layer.dscores, strided.dscores);
+  EXPECT_EQ(layer.dw_down, strided.dw_down);
+}
+
+TEST_F(LayerTest, ServesStridedLogits) {
+  MoeDesc const desc = small_desc(RouterKind::topk_softmax);
+  std::int64_t const t = desc.shape.tokens, e = desc.shape.experts, pitch = e + 2;
+  std::mt19937 generator(5);
+  Floats const aux = random_floats(t * e, 0.1f, generator), aux_padded = padded(aux, e, pitch);
+  Layer layer(context, desc), strided(context, desc);
+  Floats logits(aux.size()), dlogits(aux.size());
+  Floats logits_padded = padded(logits, e, pitch), dlogits_padded = logits_padded;
+  auto const with_pitch = [&](auto* data) {
+    auto view = tensor(data, {t, e});
+    view.stride[0] = pitch;
+    return view;
+  };
+  layer.forward.logits = tensor(logits.data(), {t, e});
+  layer.backward.aux_dlogits = tensor(aux.data(), {t, e});
+  layer.backward.dlogits = tensor(dlogits.data(), {t, e});
+  strided.forward.logits = with_pitch(logits_padded.data());
+  strided.backward.aux_dlogits = with_pitch(aux_padded.data());
+  strided.backward.dlogits = with_pitch(dlogits_padded.data());
+  for (Layer* const each : {&layer, &strided}) {
+    Status const forward = each->run_forward();
+    ASSERT_TRUE(forward.ok()) << forward.text();
+    Status const backward = each->run_backward();
+    ASSERT_TRUE(backward.ok()) << backward.text();
+  }
+  EXPECT_EQ(layer.dx, strided.dx);
+  EXPECT_EQ(layer.dw_router, strided.dw_router);
+  for (auto const& [dense, rows] :
+       {std::pair{&logits, &logits_padded}, {&dlogits, &dlogits_padded}}) {
+    Floats const wanted = padded(*dense, e, pitch);
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+      if (std::isnan(wanted[i])) {
+        EXPECT_TRUE(std::isnan((*rows)[i])) << i;  // padding stays
+      } else {
+        EXPECT_EQ((*rows)[i], wanted[i]) << i;
+      }
+    }
+  }
+}
+
 TEST_F(LayerTest, NoTokensIsAValidCall) {
   MoeDesc desc = small_desc(RouterKind::topk_softmax);
   desc.shape.tokens = 0;

@@ -195,5 +195,34 @@ TEST(AdamW, TakesTheDocumentedStep) {
   EXPECT_EQ(parameters[norm_weight], 2.0f);  // norms do not decay
 }
 
+TEST(AdamW, FollowsItsDefinitionOverSteps) {
+  ParameterLayout const layout(small_config());
+  Context const context = cpu_context(2);
+  auto const size = static_cast<std::size_t>(layout.size());
+  std::vector<float> parameters(size, 0.5f), gradients(size, 0.0f);
+  Moments moments{std::vector<float>(size, 0.0f), std::vector<float>(size, 0.0f)};
+  AdamW const options;
+  constexpr double kRate = 0.01;
+  double m[2] = {}, v[2] = {}, w[2] = {0.5, 0.5};
+  for (int step = 1; step <= 4; ++step) {
+    double const g[2] = {0.3 / step, -0.4 / step};  // a norm of at most 0.5 is not clipped
+    for (std::size_t i = 0; i < 2; ++i) {
+      gradients[i] = static_cast<float>(g[i]);
+      m[i] = options.beta1 * m[i] + (1 - options.beta1) * g[i];
+      v[i] = options.beta2 * v[i] + (1 - options.beta2) * g[i] * g[i];
+      double const first = m[i] / (1 - std::pow(options.beta1, step));
+      double const second = v[i] / (1 - std::pow(options.beta2, step));
+      w[i] -= kRate * (first / (std::sqrt(second) + options.epsilon) + options.decay * w[i]);
+    }
+    EXPECT_NEAR(adamw_step(context, options, layout, step, kRate, gradients, parameters, moments),
+                0.5 / step, 1e-6);
+    for (std::size_t i = 0; i < 2; ++i) {
+      EXPECT_NEAR(moments.first[i], m[i], 1e-7) << step;
+      EXPECT_NEAR(moments.second[i], v[i], 1e-8) << step;
+      EXPECT_NEAR(parameters[i], w[i], 1e-6) << step;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tessera::lm

@@ -130,6 +130,44 @@ TEST(Model, GivesEqualBitsForAnyNumberOfThreads) {
   }
 }
 
+// z adds the gradient of a mean of logsumexp(logits)^2: linear in z, and where logits are large it grows with them, so
+// along the router's own weights.
+TEST(Model, TakesTheRoutersZLoss) {
+  ModelConfig const config = small_config();
+  Context const context = cpu_context(2);
+  Model model(context, config);
+  std::vector<float> parameters = initial_parameters(model.layout(), 1);
+  std::vector<NamedSlice> routers;
+  for (NamedSlice const& slice : model.layout().slices()) {
+    if (slice.name.ends_with("mlp.gate.weight")) routers.push_back(slice);
+  }
+  ASSERT_EQ(routers.size(), static_cast<std::size_t>(config.layers));
+  for (NamedSlice const& router : routers) {
+    for (std::int64_t i = 0; i < router.size; ++i) {
+      parameters[static_cast<std::size_t>(router.offset + i)] *= 50;
+    }
+  }
+  std::vector<std::uint8_t> const text = random_text(4096, 1);
+  Windows windows(5, config.context);
+  draw_batch(text, 1, 0, 5, config.context, windows);
+  auto const gradients = [&](double z) {
+    std::vector<float> result(parameters.size());
+    model.train(parameters, windows.batch(5), {}, {.balance = 0, .z = z}, result);
+    return result;
+  };
+  auto const none = gradients(0), one = gradients(1), two = gradients(2);
+  for (NamedSlice const& router : routers) {
+    double along = 0, twice = 0;
+    for (std::int64_t i = 0; i < router.size; ++i) {
+      auto const at = static_cast<std::size_t>(router.offset + i);
+      along += (static_cast<double>(one[at]) - none[at]) * parameters[at];
+      twice += (static_cast<double>(two[at]) - none[at]) * parameters[at];
+    }
+    EXPECT_GT(along, 1) << router.name;
+    EXPECT_NEAR(twice, 2 * along, 1e-2 * along) << router.name;
+  }
+}
+
 // Each byte is predicted from the bytes before it alone: one pass over a sequence has the loss of all its
 // prefixes, each run by itself.
 TEST(Model, IsCausal) {

@@ -57,7 +57,7 @@ ifeq ($(NVCC),)
 else ifeq ($(GPU),)
   CUDA_TESTS := --skipped 'tests/cuda=no GPU on this machine'
 else
-  CUDA_TESTS := build-cuda:cuda
+  CUDA_TESTS := build-cuda:cuda build-cuda:cuda_host
   CUDA_BUILD := cuda
 endif
 

@@ -80,7 +80,6 @@ Json summary_json(Flags const& flags, huggingface::ConvertSummary const& summary
 }
 
 int convert(Flags const& flags) {
-  reserve_standard_streams();
   ignore_broken_pipes();
   huggingface::ConvertOptions options = read_options(flags);
   StopSignals const signals;

@@ -26,7 +26,6 @@ int generate(Flags const& flags) {
     throw CommandError("--prompt is empty: the model continues at least one byte");
   }
   lm::validate(flags.sampling);
-  reserve_standard_streams();
   StopSignals const signals;
   lm::LoadedModel const loaded = lm::load_model(flags.checkpoint);
   Context const context = make_context(flags.threads);

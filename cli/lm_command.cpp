@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cli/lm_command.hpp"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <csignal>
 
 namespace tessera::cli {
@@ -32,14 +29,6 @@ StopSignals::~StopSignals() {
 }
 
 std::atomic<bool> const& StopSignals::requested() noexcept { return stop_requested; }
-
-void reserve_standard_streams() noexcept {
-  for (int const stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
-    if (::fcntl(stream, F_GETFD) >= 0) continue;
-    // The lowest free number is this one. Reading stdin and writing the others fails as before.
-    ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY);
-  }
-}
 
 void ignore_broken_pipes() noexcept { std::signal(SIGPIPE, SIG_IGN); }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What train, generate and convert share: errors of the language model as exit codes, Ctrl-C as a flag, standard
-// streams that are closed or broken.
+// What train, generate and convert share: errors of the language model as exit codes, Ctrl-C as a flag, readers that
+// have gone.
 #pragma once
 
 #include <atomic>
@@ -33,10 +33,6 @@ class StopSignals {
   StopSignals& operator=(StopSignals const&) = delete;
   [[nodiscard]] static std::atomic<bool> const& requested() noexcept;
 };
-
-/// Takes the numbers of the standard streams that are closed. Otherwise the next file to be opened gets one, and
-/// then what is printed.
-void reserve_standard_streams() noexcept;
 
 /// A reader of stdout or stderr that has gone makes writing fail there instead of ending the program.
 void ignore_broken_pipes() noexcept;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // tessera: options in, exit code out. 0 ok, 1 a check failed, 2 bad usage or input, 3 environment.
+#include <fcntl.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -27,6 +28,16 @@ int fail(std::string text, int code) {
   std::fprintf(stderr, "%stessera: %s%s\n", colour ? "\033[31m" : "", text.c_str(),
                colour ? "\033[0m" : "");
   return code;
+}
+
+// Takes the numbers of standard streams that are closed. Otherwise the next file to be opened gets one, and then what is
+// printed.
+void reserve_standard_streams() noexcept {
+  for (int const stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (::fcntl(stream, F_GETFD) >= 0) continue;
+    // The lowest free number is this one. Reading stdin and writing the others fails as before.
+    ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY);
+  }
 }
 
 int parse_and_run(int argc, char** argv) {
@@ -98,6 +109,7 @@ bool use_colour(std::FILE* stream) noexcept {
 
 int main(int argc, char** argv) {
   using namespace tessera::cli;
+  reserve_standard_streams();
   try {
     return parse_and_run(argc, argv);
   } catch (CommandError const& error) {

@@ -315,7 +315,6 @@ Json summary_json(Run const& run, Summary const& summary) {
 }
 
 int train(Flags const& flags) {
-  reserve_standard_streams();
   ignore_broken_pipes();
   StopSignals const signals;
   Context const context = make_context(flags.threads);

@@ -12,7 +12,6 @@ namespace tessera::lm {
 
 namespace {
 
-constexpr std::int64_t kLargestBatch = 16;  // larger ones are no faster
 constexpr std::size_t kBytes = ModelConfig::kVocabulary;
 
 // Windows are `context` apart: the last target of one is the first input of the next.
@@ -27,7 +26,7 @@ double model_bits_per_byte(Model& model, std::span<float const> parameters, Held
   std::int64_t const context = model.config().context;
   std::int64_t const all = count_windows(held_out.text.size(), context);
   std::int64_t const used = held_out.max_windows > 0 ? std::min(all, held_out.max_windows) : all;
-  std::int64_t const batch = std::clamp<std::int64_t>(held_out.batch, 1, kLargestBatch);
+  std::int64_t const batch = std::clamp<std::int64_t>(held_out.batch, 1, HeldOut::kLargestBatch);
   Windows windows(batch, context);
   double nats = 0;
   for (std::int64_t first = 0; first < used; first += batch) {

@@ -11,9 +11,12 @@
 namespace tessera::lm {
 
 struct HeldOut {
+  static constexpr std::int64_t kLargestBatch = 16;
+
   std::span<std::uint8_t const> text;
   std::int64_t max_windows = 0;  ///< 0: all; else that many, spread evenly
-  std::int64_t batch = 16;       ///< most windows at once; what the model keeps grows with it
+  std::int64_t batch =
+      kLargestBatch;  ///< windows at once, at most kLargestBatch: what the model keeps grows with it
 };
 
 /// -mean log2 p(byte | the bytes before it in its window). Without `moe` the MoE blocks are skipped.

@@ -218,15 +218,36 @@ TEST_F(LayerTest, SentinelsOwnNothingWhateverTheirScore) {
   }
 }
 
+// Rows of `pitch` floats, NaN behind the values of each.
+Floats padded(Floats const& values, std::int64_t columns, std::int64_t pitch) {
+  auto const rows = static_cast<std::int64_t>(values.size()) / columns;
+  Floats out(static_cast<std::size_t>(rows * pitch), std::nanf(""));
+  for (std::int64_t r = 0; r < rows; ++r) {
+    std::copy_n(values.begin() + r * columns, columns, out.begin() + r * pitch);
+  }
+  return out;
+}
+
+// Rows of `pitch` floats whose first ones are those of `dense`; the others are still NaN.
+void expect_padded(Floats const& rows, Floats const& dense, std::int64_t columns,
+                   std::int64_t pitch) {
+  Floats const wanted = padded(dense, columns, pitch);
+  ASSERT_EQ(rows.size(), wanted.size());
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    if (static_cast<std::int64_t>(i) % pitch < columns) {
+      EXPECT_EQ(rows[i], wanted[i]) << i;
+    } else {
+      EXPECT_TRUE(std::isnan(rows[i])) << i;
+    }
+  }
+}
+
 TEST_F(LayerTest, ServesStridedTensors) {
   Layer layer(context), strided(context);
   auto const& s = layer.desc.shape;
   std::int64_t const pitch = s.hidden + 3;
-  Floats x(static_cast<std::size_t>(s.tokens * pitch), std::nanf("")), o = x, dx = x;
-  for (std::int64_t t = 0; t < s.tokens; ++t) {
-    std::copy_n(&layer.x[static_cast<std::size_t>(t * s.hidden)], s.hidden,
-                &x[static_cast<std::size_t>(t * pitch)]);
-  }
+  Floats const x = padded(layer.x, s.hidden, pitch);
+  Floats o(x.size(), std::nanf("")), dx = o;
   auto const with_pitch = [&](auto view, auto* data) {
     view.data = data;
     view.stride[0] = pitch;
@@ -241,27 +262,8 @@ TEST_F(LayerTest, ServesStridedTensors) {
     ASSERT_TRUE(each->run_backward().ok());
   }
   EXPECT_EQ(layer.dw_up, strided.dw_up);
-  for (std::int64_t t = 0; t < s.tokens; ++t) {
-    for (std::int64_t c = 0; c < pitch; ++c) {
-      auto const at = static_cast<std::size_t>(t * pitch + c);
-      if (c < s.hidden) {
-        EXPECT_EQ(o[at], layer.o[static_cast<std::size_t>(t * s.hidden + c)]);
-        EXPECT_EQ(dx[at], layer.dx[static_cast<std::size_t>(t * s.hidden + c)]);
-      } else {
-        EXPECT_TRUE(std::isnan(o[at]) && std::isnan(dx[at]));  // padding stays
-      }
-    }
-  }
-}
-
-// Rows of `pitch` floats, NaN behind the values of each.
-Floats padded(Floats const& values, std::int64_t columns, std::int64_t pitch) {
-  auto const rows = static_cast<std::int64_t>(values.size()) / columns;
-  Floats out(static_cast<std::size_t>(rows * pitch), std::nanf(""));
-  for (std::int64_t r = 0; r < rows; ++r) {
-    std::copy_n(values.begin() + r * columns, columns, out.begin() + r * pitch);
-  }
-  return out;
+  expect_padded(o, layer.o, s.hidden, pitch);
+  expect_padded(dx, layer.dx, s.hidden, pitch);
 }
 
 TEST_F(LayerTest, ServesStridedScores) {
@@ -306,17 +308,8 @@ TEST_F(LayerTest, ServesStridedLogits) {
   }
   EXPECT_EQ(layer.dx, strided.dx);
   EXPECT_EQ(layer.dw_router, strided.dw_router);
-  for (auto const& [dense, rows] :
-       {std::pair{&logits, &logits_padded}, {&dlogits, &dlogits_padded}}) {
-    Floats const wanted = padded(*dense, e, pitch);
-    for (std::size_t i = 0; i < wanted.size(); ++i) {
-      if (std::isnan(wanted[i])) {
-        EXPECT_TRUE(std::isnan((*rows)[i])) << i;  // padding stays
-      } else {
-        EXPECT_EQ((*rows)[i], wanted[i]) << i;
-      }
-    }
-  }
+  expect_padded(logits_padded, logits, e, pitch);
+  expect_padded(dlogits_padded, dlogits, e, pitch);
 }
 
 TEST_F(LayerTest, NoTokensIsAValidCall) {

@@ -10,6 +10,7 @@ import gpu
 import integrations_test
 import layers
 import module_test
+import operators
 import tessera
 import tessera.ops
 import torch
@@ -28,7 +29,7 @@ class FastEntries(OnGpu, layers.Entries, unittest.TestCase):
     tokens, hidden, intermediate = 300, 256, 128
 
 
-class Operators(OnGpu, layers.Operators, unittest.TestCase):
+class Operators(OnGpu, operators.Operators, unittest.TestCase):
     tokens, hidden, intermediate, compiler = 300, 256, 128, "inductor"
 
 

@@ -12,7 +12,7 @@ import threading
 import unittest
 from unittest import mock
 
-import layers
+import operators
 import tessera
 import torch
 from tessera.ops import memory, plans
@@ -198,7 +198,7 @@ class Kept(unittest.TestCase):
         self.assertEqual(subprocess.run([sys.executable, "-c", code], check=False).returncode, 0)
 
 
-class Layers(layers.Operators, unittest.TestCase):
+class Layers(operators.Operators, unittest.TestCase):
     """Everything that torch asks of an operator, with all results over kept memory."""
 
     def setUp(self):

@@ -8,6 +8,7 @@ import unittest
 
 import eager
 import layers
+import operators
 import tessera
 import tessera.ops
 import torch
@@ -99,13 +100,13 @@ class Bf16Entries(layers.Entries, unittest.TestCase):
     dtype = torch.bfloat16
 
 
-class Bf16Operators(layers.Operators, unittest.TestCase):
+class Bf16Operators(operators.Operators, unittest.TestCase):
     dtype = torch.bfloat16
 
 
-class Fp32Operators(layers.Operators, unittest.TestCase):
+class Fp32Operators(operators.Operators, unittest.TestCase):
     routers = [
-        *layers.Operators.routers,
+        *operators.Operators.routers,
         *[f"router={router} top_k=2 tile=4 rounding={rounding}" for rounding in options.ROUNDINGS[1:]
           for router in ("topk-softmax", "softmax-topk", "sigmoid-bias")],
         "router=expert-choice top_k=2", "router=expert-choice top_k=2 capacity=3"]

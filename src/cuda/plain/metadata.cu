@@ -43,11 +43,11 @@ __global__ void __launch_bounds__(kThreads)
   int32_t row = p.gmem_expert_offsets[expert];
   int32_t token = 0;
   for (int64_t slot = 0; slot < p.slots; ++slot) {
-    if (id_of(p, slot) != expert) continue;
+    if (id_of(p, slot) != expert) continue;  // nor look for its token: there may be none
     if (p.gmem_token_offsets == nullptr) {
       token = static_cast<int32_t>(slot / p.top_k);
-    } else {  // slots without an expert may belong to no token
-      while (token + 1 < p.tokens && p.gmem_token_offsets[token + 1] <= slot) ++token;
+    } else {
+      while (p.gmem_token_offsets[token + 1] <= slot) ++token;
     }
     p.gmem_inverse_permutation[slot] = row;
     p.gmem_sort_permutation[row] = static_cast<int32_t>(slot);

@@ -30,8 +30,8 @@ int fail(std::string text, int code) {
   return code;
 }
 
-// Takes the numbers of standard streams that are closed. Otherwise the next file to be opened gets one, and then what is
-// printed.
+// Takes the numbers of standard streams that are closed. Otherwise the next file to be opened gets one, and then what
+// is printed.
 void reserve_standard_streams() noexcept {
   for (int const stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (::fcntl(stream, F_GETFD) >= 0) continue;

@@ -230,8 +230,11 @@ class TileScheduler {
     int const n_tile = group * kGemm.raster_n + in_group - m * width;
     if constexpr (kGemm.keeps_b()) {
       int const pairs = (end - begin + kPairM - 1) / kPairM;
-      int const first = begin + block * pairs / blocks * kPairM;
-      int const last = min(end, begin + (block + 1) * pairs / blocks * kPairM);
+      auto const of_run = [=](int run) {  // 2^24 rows have 2^31 as a product
+        return begin + static_cast<int>(int64_t{run} * pairs / blocks) * kPairM;
+      };
+      int const first = of_run(block);
+      int const last = min(end, of_run(block + 1));
       return {segment_ | n_tile << 16, first, end, last - first};
     }
     return {segment_ | n_tile << 16, begin + block * kBlockM, end, 0};

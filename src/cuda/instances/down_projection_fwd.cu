@@ -7,8 +7,7 @@ namespace {
 
 template <block::Major kMajor>
 cudaError_t launch(DownProjectionFwdArguments const& args, int sm_count, cudaStream_t stream) {
-  return args.intermediate <= kDownProjectionResidentUpTo &&
-                 args.rows <= kDownProjectionResidentRows
+  return args.intermediate <= kDownProjectionResidentUpTo
              ? launch_down_projection_fwd_config<DownProjectionFwdResident<kMajor>>(args, sm_count,
                                                                                     stream)
              : launch_down_projection_fwd_config<DownProjectionFwdWide<kMajor>>(args, sm_count,

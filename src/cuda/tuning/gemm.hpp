@@ -31,8 +31,6 @@ struct UpProjectionFwdConfig {
 
 // Up to n = 256 an expert's B for 256 columns stays in shared memory for a run of tiles; else epilogues are deferred.
 constexpr int64_t kDownProjectionResidentUpTo = 256;  // n
-// .. of so many rows in all: the scheduler multiplies an expert's runs by its pairs of tiles in 32 bits.
-constexpr int64_t kDownProjectionResidentRows = int64_t{1} << 23;
 
 template <block::Major kMajor>
 struct DownProjectionFwdResident {
@@ -44,12 +42,6 @@ struct DownProjectionFwdResident {
                                           .run_tiles = 12,
                                           .takes_over = true};
 };
-static_assert([] {
-  constexpr block::GemmConfig kGemm = DownProjectionFwdResident<block::Major::kK>::gemm;
-  int64_t const runs = kDownProjectionResidentRows / kGemm.block_m() + 1;
-  int64_t const pairs = kDownProjectionResidentRows / kGemm.pair_m() + 1;
-  return runs * pairs < int64_t{1} << 31;
-}());
 template <block::Major kMajor>
 struct DownProjectionFwdWide {
   static constexpr block::GemmConfig gemm{.b_major = kMajor,

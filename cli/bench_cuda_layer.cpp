@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "cli/commands.hpp"
+#include "core/interleaved_columns.hpp"
 #include "verify/random_source.hpp"
 #include "verify/storage.hpp"
 
@@ -26,6 +27,14 @@ std::size_t bytes_of(ConstTensor const& tensor) {
 
 std::array<Tensor*, 7> gradient_tensors(ExpertGradients& g) {
   return {&g.dw_up, &g.dw_gate, &g.dw_down, &g.db_up, &g.db_gate, &g.db_down, &g.dw_router};
+}
+
+/// A row of h as [gate half | up half], however it lies on the GPU.
+std::vector<float> in_halves(MoeDesc const& desc, std::vector<float> h) {
+  if (!core::interleaves_columns(desc)) return h;
+  std::vector<float> out(h.size());
+  for (std::size_t i = 0; i < h.size(); ++i) out[i % 2 * (h.size() / 2) + i / 2] = h[i];
+  return out;
 }
 
 /// Elements [first, first + count) of a bf16 or fp32 tensor on the device.
@@ -277,7 +286,7 @@ verify::TokenResult CudaBenchLayer::token_result(std::int64_t token, bool infere
   result.o = row(inference ? inference_.o : forward_.o, token);
   if (inference) return result;
   for (std::int32_t const at : download(tables.inverse_permutation + first, count)) {
-    result.h.push_back(at < 0 ? std::vector<float>() : row(forward_.h, at));
+    result.h.push_back(at < 0 ? std::vector<float>() : in_halves(layer_.desc, row(forward_.h, at)));
   }
   return result;
 }
@@ -306,7 +315,8 @@ verify::UnitGradients CudaBenchLayer::unit_gradients(MoeBackwardArgs const& args
   for (std::size_t r = 0; r < tokens.size(); ++r) {
     out.tokens.push_back(tokens[r]);
     out.scores.push_back(scores[static_cast<std::size_t>(slot_of[r])]);
-    std::vector<float> const h = row(forward_.h, ends[0] + static_cast<std::int64_t>(r));
+    std::vector<float> const h =
+        in_halves(layer_.desc, row(forward_.h, ends[0] + static_cast<std::int64_t>(r)));
     if (gated) out.h_gate.push_back(h[static_cast<std::size_t>(i)]);
     out.h_up.push_back(h[static_cast<std::size_t>(gated ? n + i : i)]);
   }

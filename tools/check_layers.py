@@ -41,7 +41,9 @@ LAYERS = {
     "src/dist/instances": ["src/dist/kernels"],
     "lm": ["include/tessera"],
     "huggingface": ["include/tessera", "lm"],
-    "cli": ["include/tessera", "src/verify", "src/device", "lm", "huggingface"],
+    "cli": [
+        "include/tessera", "src/verify", "src/device", "src/core/interleaved_columns.hpp", "lm", "huggingface",
+    ],
     "bench": [
         "include/tessera", "src/core", "src/cpu/parallel", "src/cuda", "src/device", "src/dist", "tests/support",
     ],

@@ -22,6 +22,7 @@ using cuda::block::Schedule;
 #define TESSERA_DOWN(type, ...)                                          \
   struct type {                                                          \
     static constexpr ActivationKind activation = ActivationKind::swiglu; \
+    static constexpr bool interleaved = false;                           \
     static constexpr GemmConfig gemm{__VA_ARGS__};                       \
   }
 #define TESSERA_UP(type, ...)                      \

@@ -25,6 +25,7 @@ struct Variant {
   struct type {                                                          \
     static constexpr GemmConfig gemm{__VA_ARGS__};                       \
     static constexpr ActivationKind activation = ActivationKind::swiglu; \
+    static constexpr bool interleaved = false;                           \
   }
 
 TESSERA_VARIANT(Tma, .b_halves = 2, .defers = true);

@@ -35,6 +35,7 @@ template <int kStages>
 struct Config {
   static constexpr block::GemmConfig gemm{.stages = kStages, .b_halves = 2, .defers = true};
   static constexpr ActivationKind activation = ActivationKind::swiglu;
+  static constexpr bool interleaved = false;
 };
 
 struct Variant {

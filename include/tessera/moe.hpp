@@ -75,8 +75,8 @@ struct ExpertGradients {
 struct MoeBackwardArgs {
   ConstTensor d_o = {};  ///< [T,d]
   ConstTensor x = {};    ///< [T,d]; moe_backward_input reads it with SavePolicy::x only
-  /// [P,w*n] as forward left it (SavePolicy::h); moe_backward_weights does not read it. With MoeDesc::overwrite_h it
-  /// is written as well: afterwards it is dh.
+  /// [P,w*n] as forward left it (SavePolicy::h), its columns in an order of the backend's own; moe_backward_weights
+  /// does not read it. With MoeDesc::overwrite_h it is written as well: afterwards it is dh.
   ConstTensor h = {};
   ConstBuffer routing = {};                  ///< as forward left it
   ConstTensor w_router = {}, b_router = {};  ///< as in forward, unless RouterKind::given

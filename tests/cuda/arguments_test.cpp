@@ -299,6 +299,62 @@ TEST(BackwardArguments, GatherNothingFromGroupedRowsAndRecomputeH) {
   EXPECT_FALSE(a.up_dgrad.gated);
 }
 
+// The layout of gpt-oss: dh has the order of w_up's columns, so all that reads it sees one matrix of 2n rows.
+TEST(BackwardArguments, SeeColumnsOfGateAndUpInTurnAsOneMatrix) {
+  MoeDesc const desc =
+      desc_of({GateUpOrder::interleaved, WeightOrientation::transposed}, ActivationKind::swiglu);
+  MoeBackwardArgs const args = backward_args(desc);
+  BackwardTables t;
+  BackwardArguments const a = backward_arguments(desc, args, t.memory(t.h));
+  EXPECT_TRUE(a.recompute.interleaved && a.down_dgrad.interleaved);
+  EXPECT_FALSE(a.up_dgrad.gated);
+  EXPECT_EQ(a.up_wgrad.halves, 1);
+  EXPECT_EQ(a.db_up.halves, 1);
+  constexpr std::int64_t kColumns = 2 * kIntermediate;
+  EXPECT_EQ(a.up_dgrad.intermediate, kColumns);
+  EXPECT_EQ(a.up_wgrad.intermediate, kColumns);
+  EXPECT_EQ(a.db_up.columns, kColumns);
+  for (std::int64_t e = 0; e < kExperts; ++e) {
+    for (std::int64_t i = 0; i < kColumns; ++i) {
+      EXPECT_EQ(place(a.db_up.db[0], args.gradients.db_up, e, i, 0), e * kColumns + i);
+      for (std::int64_t c = 0; c < kHidden; ++c) {
+        std::int64_t const at = (e * kHidden + c) * kColumns + i;
+        EXPECT_EQ(place(a.up_dgrad.w_up[0], args.weights.w_up, e, i, c), at);
+        EXPECT_EQ(place(a.up_wgrad.dw[0], args.gradients.dw_up, e, i, c), at);
+      }
+    }
+  }
+  MoeDesc const rows =
+      desc_of({GateUpOrder::interleaved, WeightOrientation::rows}, ActivationKind::swiglu);
+  EXPECT_EQ(backward_arguments(rows, backward_args(rows), t.memory(t.h)).up_wgrad.halves, 2);
+}
+
+// Every layout but transposed and blocked has fast kernels.
+TEST(Refuse, NoLayoutButTransposedBlocks) {
+  for (GateUpOrder const order : {GateUpOrder::concat, GateUpOrder::up_first,
+                                  GateUpOrder::interleaved, GateUpOrder::blocked}) {
+    for (WeightOrientation const orientation :
+         {WeightOrientation::rows, WeightOrientation::transposed}) {
+      MoeDesc desc = desc_of({order, orientation, order == GateUpOrder::blocked ? 32 : 0},
+                             ActivationKind::clamped_swiglu);
+      desc.shape.hidden = 72;
+      desc.shape.intermediate = 96;
+      desc.bias = order != GateUpOrder::blocked;
+      BackwardTables t;
+      BackwardArguments const a = backward_arguments(
+          desc, backward_args(desc),
+          {t.view(), nowhere(), nowhere(), nowhere(), nullptr, nowhere(), t.counters});
+      bool const served = order != GateUpOrder::blocked || orientation == WeightOrientation::rows;
+      EXPECT_EQ(!refuse(a.recompute).refused(), served) << refuse(a.recompute).text;
+      EXPECT_EQ(!refuse(a.up_wgrad).refused(), served) << refuse(a.up_wgrad).text;
+      EXPECT_EQ(!refuse(a.up_dgrad).refused(), order != GateUpOrder::blocked)
+          << refuse(a.up_dgrad).text;
+      EXPECT_FALSE(refuse(a.down_dgrad).refused()) << refuse(a.down_dgrad).text;
+      EXPECT_FALSE(refuse(a.down_wgrad).refused()) << refuse(a.down_wgrad).text;
+    }
+  }
+}
+
 // A tile's number along n has 16 bits in what the scheduler announces.
 TEST(Refuse, MoreColumnsThanTilesCanBeNumbered) {
   constexpr std::int64_t kMost = std::int64_t{1} << 22;

@@ -72,6 +72,12 @@ inline uint32_t round_to_bf16(float x) {
 inline uint32_t pack_bf16(float low, float high) {
   return round_to_bf16(low) | round_to_bf16(high) << 16;
 }
+inline uint32_t low_halves(uint32_t first, uint32_t second) {
+  return (first & 0xffffu) | second << 16;
+}
+inline uint32_t high_halves(uint32_t first, uint32_t second) {
+  return first >> 16 | (second & 0xffff0000u);
+}
 inline float2 unpack_bf16(uint32_t packed) {
   return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
 }
@@ -160,12 +166,21 @@ inline uint32_t load_4(void const* from, bool wanted) {
   return load_wanted<uint32_t>(from, wanted);
 }
 inline void store_streaming_16(void* to, uint4 bits) { std::memcpy(to, &bits, sizeof bits); }
+inline void store_streaming_8(void* to, uint2 bits) { std::memcpy(to, &bits, sizeof bits); }
 inline void store_shared_4(uint32_t smem, float value) { std::memcpy(shared_at(smem), &value, 4); }
 inline void store_shared_8(uint32_t smem, float first, float second) {
   store_shared_4(smem, first);
   store_shared_4(smem + 4, second);
 }
+inline void store_shared_8(uint32_t smem, uint2 bits) {
+  std::memcpy(shared_at(smem), &bits, sizeof bits);
+}
 
+inline uint2 load_shared_8(uint32_t smem) {
+  uint2 bits;
+  std::memcpy(&bits, shared_at(smem), sizeof bits);
+  return bits;
+}
 inline uint4 load_shared_16(uint32_t smem) {
   uint4 bits;
   std::memcpy(&bits, shared_at(smem), sizeof bits);

@@ -46,6 +46,7 @@ class Projections {
         offsets_(experts_ + 1),
         w_up_(2 * matrix() * experts_),
         w_down_(matrix() * experts_),
+        b_up_(2 * s.intermediate * experts_),
         counters_(2, 0),
         handover_(1, 0) {
     for (int e = 0; e < experts_; ++e) {
@@ -56,10 +57,11 @@ class Projections {
     fill(w_up_.get(), static_cast<std::int64_t>(w_up_.size()), 1, 0.25f);
     fill(w_down_.get(), static_cast<std::int64_t>(w_down_.size()), 2, 0.25f);
     fill(x_.get(), static_cast<std::int64_t>(x_.size()), 3, 1.0f);
+    fill(b_up_.get(), static_cast<std::int64_t>(b_up_.size()), 4, 1.0f);
     for (int r = 0; r < tokens_; ++r) index_[r] = (7 * r + 3) % kTokens;
   }
 
-  template <bool kGather, Major kMajor>
+  template <bool kGather, Major kMajor, bool kInterleaved>
   void launch_up(bool hands_over) {
     std::int64_t const d = s_.hidden, n = s_.intermediate;
     UpProjectionFwdArguments args = {};
@@ -68,7 +70,19 @@ class Projections {
     args.gmem_expert_offsets = offsets_.get();
     for (int half = 0; half < 2; ++half) {
       args.w_up[half] = rows<kMajor>(w_up_.get() + half * n * d, 2 * n * d, n, d);
+      if (!kInterleaved) continue;
+      args.w_up[half] = {.gmem = w_up_.get() + half,
+                         .expert_stride = 2 * n * d,
+                         .row_stride = 2,
+                         .column_stride = 2 * n,
+                         .block = n};
+      args.b_up[half] = {.gmem = b_up_.get() + half,
+                         .expert_stride = 2 * n,
+                         .row_stride = 2,
+                         .column_stride = 0,
+                         .block = n};
     }
+    args.interleaved = kInterleaved;
     args.activation = {.kind = kKind};
     args.gmem_h = h_.get();
     args.gmem_a = a_.get();
@@ -78,7 +92,7 @@ class Projections {
     args.experts = experts_;
     args.gmem_tile_counter = counters_.get();
     args.gmem_handover = hands_over ? handover_.get() : nullptr;
-    using Config = UpProjectionFwdConfig<kKind, kGather, kMajor, true>;
+    using Config = UpProjectionFwdConfig<kKind, kGather, kMajor, true, kInterleaved>;
     ASSERT_EQ(launch_up_projection_fwd_config<Config>(args, s_.ctas, nullptr), cudaSuccess);
   }
 
@@ -99,8 +113,8 @@ class Projections {
     ASSERT_EQ(launch_down_projection_fwd_config<Config>(args, s_.ctas, nullptr), cudaSuccess);
   }
 
-  // Weights as launched: K-major, or rows-major.
-  std::string compare(bool gathered, bool rows_major) const {
+  // Weights as launched: K-major, or rows-major; with columns of gate and up in turn, and biases.
+  std::string compare(bool gathered, bool rows_major, bool interleaved) const {
     int const d = s_.hidden, n = s_.intermediate;
     int expert = 0;
     for (int r = 0; r < tokens_; ++r) {
@@ -108,13 +122,18 @@ class Projections {
       Bits const* const x = x_.get() + std::int64_t{gathered ? index_[r] : r} * d;
       for (int i = 0; i < 2 * n; ++i) {
         Bits const* const half = w_up_.get() + (2 * expert + i / n) * matrix();
-        Bits const wanted = product(x, half, i % n, n, d, rows_major);
+        Bits wanted = product(x, half, i % n, n, d, rows_major);
+        if (interleaved) {
+          float const h = dot(x, w_up_.get() + 2 * expert * matrix() + i, d, 2 * n);
+          wanted = round(h + widen(b_up_[2 * expert * n + i]));
+        }
         if (h_[std::int64_t{r} * 2 * n + i] != wanted) return where("h", r, i);
       }
       for (int i = 0; i < n; ++i) {
         Bits const* const h = h_.get() + std::int64_t{r} * 2 * n;
-        float const a = block::ActivationFunction<kKind>::forward({.kind = kKind}, widen(h[i]),
-                                                                  widen(h[n + i]));
+        Bits const g = h[interleaved ? 2 * i : i], u = h[interleaved ? 2 * i + 1 : n + i];
+        float const a =
+            block::ActivationFunction<kKind>::forward({.kind = kKind}, widen(g), widen(u));
         if (a_[std::int64_t{r} * n + i] != round(a)) return where("a", r, i);
       }
       for (int i = 0; i < d; ++i) {
@@ -151,7 +170,7 @@ class Projections {
   Shape s_;
   int experts_, tokens_;
   Memory<std::int32_t> offsets_;
-  Memory<Bits> w_up_, w_down_;
+  Memory<Bits> w_up_, w_down_, b_up_;
   Memory<std::int32_t> counters_;
   Memory<std::uint32_t> handover_;
   Memory<Bits> x_{std::int64_t{kTokens} * s_.hidden};
@@ -166,18 +185,18 @@ constexpr emulator::Schedule kSchedules[] = {{.seed = 1},
                                              {.seed = 4, .burst = 8, .copies = 2, .lazy = 0.5}};
 
 // One after the other, and the second in the tail of the first.
-template <bool kGather, Major kMajor, template <Major> class Down>
+template <bool kGather, Major kMajor, template <Major> class Down, bool kInterleaved = false>
 void expect_right(Shape const& shape) {
   for (emulator::Schedule const& schedule : kSchedules) {
     for (bool const handed_over : {false, true}) {
       Projections p(shape);
-      p.launch_up<kGather, kMajor>(handed_over);
+      p.launch_up<kGather, kMajor, kInterleaved>(handed_over);
       if (!handed_over) {
         ASSERT_EQ(emulator::run(schedule), "") << "up, seed " << schedule.seed;
       }
       p.launch_down<Down<kMajor>, kMajor>(handed_over);
       ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
-      ASSERT_EQ(p.compare(kGather, kMajor == Major::kRows), "")
+      ASSERT_EQ(p.compare(kGather, kMajor == Major::kRows, kInterleaved), "")
           << "seed " << schedule.seed << (handed_over ? ", handed over" : "");
     }
   }
@@ -204,6 +223,14 @@ TEST(Projections, WeightsInRowsMajorOrder) {
       {.rows = {9, 150}, .hidden = 128, .intermediate = 64, .ctas = 3});
   expect_right<false, Major::kRows, DownProjectionFwdResident>(
       {.rows = {9, 150}, .hidden = 128, .intermediate = 64, .ctas = 1});
+}
+
+// 144 columns of w_up make one tile of 256, 400 a second one.
+TEST(Projections, ColumnsOfGateAndUpInTurn) {
+  expect_right<true, Major::kRows, DownProjectionFwdWide, true>(
+      {.rows = {70, 0, 129, 1}, .hidden = 136, .intermediate = 72});
+  expect_right<false, Major::kRows, DownProjectionFwdWide, true>(
+      {.rows = {9, 150}, .hidden = 128, .intermediate = 200, .ctas = 3});
 }
 
 TEST(RouterLogits, AddsTheBias) {
@@ -367,8 +394,8 @@ TEST(ProjectionWgrad, AnyLayout) { expect_right_wgrad<Major::kK, false, true, 72
 TEST(ProjectionWgrad, AddsInFp32) { expect_right_wgrad<Major::kK, true, false, 128>(); }
 
 // h becomes dh, a' and the scores' gradients on its way through the epilogue. With kInPlace dh has the memory of h: a
-// tile stores what it alone has read.
-template <bool kWide, int kIntermediate, bool kInPlace = false>
+// tile stores what it alone has read. With kInterleaved columns of h are g0 u0 g1 u1 .., and w_down is transposed.
+template <bool kWide, int kIntermediate, bool kInPlace = false, bool kInterleaved = false>
 void expect_right_down_dgrad() {
   constexpr int kTokens = 300, kRows = 190, kHidden = 136, kExperts = 3;
   constexpr int kMatrix = kHidden * kIntermediate;
@@ -396,9 +423,10 @@ void expect_right_down_dgrad() {
     args.gmem_expert_offsets = offsets;
     args.w_down = {.gmem = w.get(),
                    .expert_stride = kMatrix,
-                   .row_stride = kIntermediate,
-                   .column_stride = 1,
+                   .row_stride = kInterleaved ? 1 : kIntermediate,
+                   .column_stride = kInterleaved ? kHidden : 1,
                    .block = kHidden};
+    args.interleaved = kInterleaved;
     args.gmem_scores = scores.data();
     args.gmem_sort_permutation = permutation.data();
     args.gmem_h = kInPlace ? dh.get() : h.get();
@@ -411,7 +439,8 @@ void expect_right_down_dgrad() {
     args.intermediate = kIntermediate;
     args.experts = kExperts;
     args.gmem_tile_counter = &counter;
-    using Config = DownProjectionDgradConfig<kKind, Major::kRows, true, kWide>;
+    constexpr Major kMajor = kInterleaved ? Major::kK : Major::kRows;
+    using Config = DownProjectionDgradConfig<kKind, kMajor, true, kWide, kInterleaved>;
     ASSERT_EQ(launch_down_projection_dgrad_config<Config>(args, 2, nullptr), cudaSuccess);
     ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
     for (int r = 0; r < kRows; ++r) {
@@ -421,13 +450,16 @@ void expect_right_down_dgrad() {
       float const s = scores[static_cast<std::size_t>(permutation[row])];
       std::vector<double> ds(static_cast<std::size_t>(groups), 0.0);
       for (int i = 0; i < kIntermediate; ++i) {
-        float const t = dot(x, matrix + i, kHidden, kIntermediate);
-        Bits const* const gate = &h[r * 2 * kIntermediate + i];
-        auto const g = block::ActivationFunction<kKind>::backward(
-            {.kind = kKind}, widen(gate[0]), widen(gate[kIntermediate]), s * t);
-        Bits const* const got = &dh[r * 2 * kIntermediate + i];
+        float const t = kInterleaved ? dot(x, matrix + i * kHidden, kHidden)
+                                     : dot(x, matrix + i, kHidden, kIntermediate);
+        int const at = r * 2 * kIntermediate + (kInterleaved ? 2 * i : i);
+        constexpr int kUp = kInterleaved ? 1 : kIntermediate;
+        Bits const* const gate = &h[at];
+        auto const g = block::ActivationFunction<kKind>::backward({.kind = kKind}, widen(gate[0]),
+                                                                  widen(gate[kUp]), s * t);
+        Bits const* const got = &dh[at];
         ASSERT_EQ(got[0], round(g.dg)) << r << ", " << i << ", " << schedule.seed;
-        ASSERT_EQ(got[kIntermediate], round(g.du)) << r << ", " << i << ", " << schedule.seed;
+        ASSERT_EQ(got[kUp], round(g.du)) << r << ", " << i << ", " << schedule.seed;
         ASSERT_EQ(a[r * kIntermediate + i], round(s * g.a)) << r << ", " << i;
         ds[static_cast<std::size_t>(i / kScoreGroup)] += double{t} * double{g.a};
       }
@@ -444,6 +476,10 @@ TEST(DownProjectionDgrad, InPingPong) { expect_right_down_dgrad<false, 72>(); }
 TEST(DownProjectionDgrad, InThePlaceOfH) {
   expect_right_down_dgrad<true, 200, true>();
   expect_right_down_dgrad<false, 72, true>();
+}
+TEST(DownProjectionDgrad, ColumnsOfGateAndUpInTurn) {
+  expect_right_down_dgrad<true, 200, false, true>();
+  expect_right_down_dgrad<false, 72, true, true>();
 }
 
 }  // namespace

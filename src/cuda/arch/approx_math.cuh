@@ -38,4 +38,12 @@ __device__ __forceinline__ float2 unpack_bf16(uint32_t packed) {
   return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
 }
 
+// Of two pairs the lower, or the upper, halves.
+__device__ __forceinline__ uint32_t low_halves(uint32_t first, uint32_t second) {
+  return __byte_perm(first, second, 0x5410);
+}
+__device__ __forceinline__ uint32_t high_halves(uint32_t first, uint32_t second) {
+  return __byte_perm(first, second, 0x7632);
+}
+
 }  // namespace tessera::cuda::arch

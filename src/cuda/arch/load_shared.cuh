@@ -17,4 +17,13 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t smem_src) {
   return bits;
 }
 
+__device__ __forceinline__ uint2 load_shared_8(uint32_t smem_src) {
+  uint2 bits;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+               : "=r"(bits.x), "=r"(bits.y)
+               : "r"(smem_src)
+               : "memory");
+  return bits;
+}
+
 }  // namespace tessera::cuda::arch

@@ -14,4 +14,9 @@ __device__ __forceinline__ void store_streaming_16(void* gmem_dst, uint4 bits) {
                : "memory");
 }
 
+__device__ __forceinline__ void store_streaming_8(void* gmem_dst, uint2 bits) {
+  asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(gmem_dst), "r"(bits.x), "r"(bits.y)
+               : "memory");
+}
+
 }  // namespace tessera::cuda::arch

@@ -17,4 +17,9 @@ __device__ __forceinline__ void store_shared_8(uint32_t smem_dst, float first, f
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared_8(uint32_t smem_dst, uint2 bits) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(smem_dst), "r"(bits.x), "r"(bits.y)
+               : "memory");
+}
+
 }  // namespace tessera::cuda::arch

@@ -35,4 +35,23 @@ __device__ __forceinline__ void add_bias(float (&acc)[kSize], Bias const& bias, 
   }
 }
 
+// The same to 128 columns of both halves in turn, 64 of each from `column` on.
+template <int kSize>
+__device__ __forceinline__ void add_interleaved_bias(float (&acc)[kSize], Bias const (&bias)[2],
+                                                     int segment, int column, int columns) {
+  int const first = column + arch::lane_idx() % 4;
+  TESSERA_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    bf16 const* gmem = bias[half].gmem + segment * bias[half].segment_stride +
+                       int64_t{first} * bias[half].column_stride;
+    TESSERA_UNROLL
+    for (int j = 0; j < kGroupColumns / 8; ++j) {
+      float const b = arch::load_bf16(gmem, first + 4 * j < columns);
+      acc[4 * j + half] += b;
+      acc[4 * j + 2 + half] += b;
+      gmem += 4 * bias[half].column_stride;
+    }
+  }
+}
+
 }  // namespace tessera::cuda::block

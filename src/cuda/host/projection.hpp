@@ -42,6 +42,14 @@ inline WeightRows transposed(WeightRows const& w, int64_t columns) {
           .block = columns};
 }
 
+/// Both halves of `w`, columns 2i and 2i + 1 of a transposed matrix each, as that matrix: row 2i is gate's i.
+inline WeightRows joined(WeightRows const (&w)[2]) {
+  WeightRows out = w[0];
+  out.row_stride /= 2;
+  out.block *= 2;
+  return out;
+}
+
 /// x (rows,columns) bf16; columns contiguous.
 struct MatrixRows {
   void const* gmem = nullptr;
@@ -70,6 +78,8 @@ struct UpProjectionFwdArguments {
   int32_t const* gmem_expert_offsets;  // (E+1); rows from the last one on: neither read nor written
   WeightRows w_up[2];                  // gate, up (n rows of d each); not gated: [0] only
   WeightRows b_up[2];                  // the same of one column; gmem null: no bias
+  /// w_up is joined() of its halves, and h is stored as its columns are: [g0 u0 g1 u1 ..]. Gated.
+  bool interleaved = false;
   Activation activation;
   void* gmem_h;                  // (P,w*n) bf16 as [gate half | up half]; null: not stored
   void* gmem_a;                  // (P,n) bf16; null: not stored

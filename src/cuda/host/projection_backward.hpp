@@ -29,6 +29,7 @@ struct DownProjectionDgradArguments {
   float const* gmem_scores;            // (P) by slot
   int32_t const* gmem_sort_permutation;  // (P) row -> slot
   void const* gmem_h;                    // (P,w*n) bf16 as [gate half | up half]
+  bool interleaved = false;              // h and dh are [g0 u0 g1 u1 ..]
   Activation activation;
   void* gmem_dh;                 // (P,w*n) bf16 as h
   void* gmem_a_scaled;           // (P,n) bf16; null: not stored

@@ -15,11 +15,21 @@ cudaError_t launch_down_projection_dgrad_of(DownProjectionDgradArguments const& 
   using Wide = DownProjectionDgradConfig<kKind, Major::kRows, false, true>;
   using Rows = DownProjectionDgradConfig<kKind, Major::kRows, true>;
   using Transposed = DownProjectionDgradConfig<kKind, Major::kK, true>;
+  int64_t const n = args.intermediate;
+  bool const tiles = host::has_tile_map({transposed(args.w_down, n), {}}, 1, n);
+  if constexpr (Activation{.kind = kKind}.gated()) {
+    if (args.interleaved) {
+      using Turned = DownProjectionDgradConfig<kKind, Major::kK, true, false, true>;
+      using WideTurned = DownProjectionDgradConfig<kKind, Major::kK, false, true, true>;
+      return tiles && down_projection_dgrad_is_wide(n)
+                 ? launch_down_projection_dgrad_config<WideTurned>(args, sm_count, stream)
+                 : launch_down_projection_dgrad_config<Turned>(args, sm_count, stream);
+    }
+  }
   if (args.w_down.column_stride != 1) {
     return launch_down_projection_dgrad_config<Transposed>(args, sm_count, stream);
   }
-  int64_t const n = args.intermediate;
-  if (!host::has_tile_map({transposed(args.w_down, n), {}}, 1, n)) {
+  if (!tiles) {
     return launch_down_projection_dgrad_config<Rows>(args, sm_count, stream);
   }
   return down_projection_dgrad_is_wide(n)

@@ -26,6 +26,17 @@ template <ActivationKind kKind>
 cudaError_t launch_up_projection_fwd_of(UpProjectionFwdArguments const& args, int sm_count,
                                         cudaStream_t stream) {
   using block::Major;
+  if constexpr (Activation{.kind = kKind}.gated()) {
+    if (args.interleaved) {
+      return args.gmem_gather_index == nullptr
+                 ? launch_up_projection_fwd_config<
+                       UpProjectionFwdConfig<kKind, false, Major::kRows, true, true>>(
+                       args, sm_count, stream)
+                 : launch_up_projection_fwd_config<
+                       UpProjectionFwdConfig<kKind, true, Major::kRows, true, true>>(args, sm_count,
+                                                                                     stream);
+    }
+  }
   return args.w_up[0].column_stride == 1
              ? launch_up_projection_fwd_of<kKind, Major::kK>(args, sm_count, stream)
              : launch_up_projection_fwd_of<kKind, Major::kRows>(args, sm_count, stream);

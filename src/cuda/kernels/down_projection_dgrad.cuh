@@ -39,10 +39,10 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     down_projection_dgrad(__grid_constant__ DownProjectionDgradParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   arch::let_next_kernel_start();  // down_projection_wgrad; this kernel never starts early
-  using Epilogue =
-      std::conditional_t<(Config::gemm.lent_stages > 0),
-                         block::ActivationGradientInStages<Config::gemm, Config::activation>,
-                         block::ActivationGradientEpilogue<Config::gemm, Config::activation>>;
+  using Epilogue = std::conditional_t<
+      (Config::gemm.lent_stages > 0),
+      block::ActivationGradientInStages<Config::gemm, Config::activation, Config::interleaved>,
+      block::ActivationGradientEpilogue<Config::gemm, Config::activation, Config::interleaved>>;
   block::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
 #endif
 }
@@ -54,17 +54,18 @@ cudaError_t make_down_projection_dgrad_params(DownProjectionDgradParams& p,
   static_assert(kGemm.gathers());
   int64_t const d = args.hidden;
   int64_t const n = args.intermediate;
-  int const halves = args.activation.gated() ? 2 : 1;
+  int const halves = args.activation.gated() && !Config::interleaved ? 2 : 1;
+  int64_t const h_columns = Config::interleaved ? 2 * n : n;  // of a half
   cudaError_t error = cudaSuccess;
   auto const then = [&error](cudaError_t next) {
     if (error == cudaSuccess) error = next;
   };
   p = {};
   then(host::make_weight_maps<kGemm>(p.gemm, {transposed(args.w_down, n), {}}, args.experts, n, d));
-  then(host::make_halves_map(p.epilogue.h, args.gmem_h, args.rows, halves, n,
+  then(host::make_halves_map(p.epilogue.h, args.gmem_h, args.rows, halves, h_columns,
                              kGemm.lent_stages > 0 ? kGemm.tile.m : block::kWarpRows));
-  then(host::make_ragged_store_map(p.epilogue.dh, args.gmem_dh, args.rows, halves, n, args.rows,
-                                   block::kWarpRows));
+  then(host::make_ragged_store_map(p.epilogue.dh, args.gmem_dh, args.rows, halves, h_columns,
+                                   args.rows, block::kWarpRows));
   if (args.gmem_a_scaled != nullptr) {
     then(host::make_ragged_store_map(p.epilogue.a_scaled, args.gmem_a_scaled, args.rows, 1, n,
                                      args.rows, block::kWarpRows));

@@ -26,7 +26,7 @@
 
 namespace tessera::cuda {
 
-// A config is a type with `static constexpr block::GemmConfig gemm` and `ActivationKind activation`.
+// A config is a type with `static constexpr block::GemmConfig gemm`, `ActivationKind activation`, `bool interleaved`.
 struct UpProjectionFwdParams {
   block::GemmParams gemm;
   block::ActivationParams epilogue;
@@ -38,8 +38,8 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   // down_projection_fwd, which reads the tables at once: what made them has ended, as this kernel never starts early.
   arch::let_next_kernel_start();
-  block::run_gemm<Config::gemm, block::ActivationEpilogue<Config::gemm, Config::activation>>(
-      p.gemm, p.epilogue);
+  using Epilogue = block::ActivationEpilogue<Config::gemm, Config::activation, Config::interleaved>;
+  block::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
 #endif
 }
 
@@ -57,8 +57,13 @@ cudaError_t make_up_projection_fwd_params(UpProjectionFwdParams& p,
   if constexpr (!kGemm.gathers()) {
     then(host::make_matrix_map(p.gemm.a, args.x.gmem, args.x.rows, d, args.x.pitch, kGemm.tile.m));
   }
-  then(host::make_weight_maps<kGemm>(p.gemm, args.w_up, args.experts, n, d));
-  for (int half = 0; half < kGemm.b_halves; ++half) {
+  if constexpr (Config::interleaved) {
+    then(host::make_weight_maps<kGemm>(p.gemm, {joined(args.w_up), {}}, args.experts, 2 * n, d));
+  } else {
+    then(host::make_weight_maps<kGemm>(p.gemm, args.w_up, args.experts, n, d));
+  }
+  constexpr int kHalves = Activation{.kind = Config::activation}.gated() ? 2 : 1;
+  for (int half = 0; half < kHalves; ++half) {
     p.epilogue.bias[half] = {static_cast<block::bf16 const*>(args.b_up[half].gmem),
                              args.b_up[half].expert_stride, int(args.b_up[half].row_stride)};
   }
@@ -75,7 +80,7 @@ cudaError_t make_up_projection_fwd_params(UpProjectionFwdParams& p,
   p.gemm.gmem_handover = args.gmem_handover;
   p.gemm.handover_segments = experts_handed_over(args.experts);
   p.gemm.segments = args.experts;
-  constexpr int kColumns = kGemm.tile.n / kGemm.b_halves;
+  constexpr int kColumns = kGemm.tile.n / kHalves;
   p.gemm.n_tiles = int((n + kColumns - 1) / kColumns);
   p.gemm.k_tiles = int((d + kGemm.tile.k - 1) / kGemm.tile.k);
   return error;

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "core/gradient_dtype.hpp"
+#include "core/interleaved_columns.hpp"
 #include "cuda/layer/plan.hpp"
 
 namespace tessera::cuda {
@@ -86,6 +87,7 @@ UpProjectionFwdArguments up_projection_fwd_of(MoeDesc const& desc, ConstTensor c
           .gmem_expert_offsets = tables.expert_offsets,
           .w_up = {views.w_up[0], views.w_up[1]},
           .b_up = {views.b_up[0], views.b_up[1]},
+          .interleaved = core::interleaves_columns(desc),
           .activation = desc.activation,
           .gmem_h = gmem_h,
           .gmem_a = gmem_a,
@@ -112,6 +114,22 @@ AggregateArguments aggregate_of(MoeDesc const& desc, RoutingView const& tables, 
           .tokens = s.tokens,
           .hidden = s.hidden,
           .top_k = static_cast<std::int32_t>(typical_top_k)};
+}
+
+/// Columns of gate and up in turn: what reads dh sees one matrix of 2n rows in w_up, b_up and their gradients.
+void join_halves(BackwardArguments& args) noexcept {
+  args.up_dgrad.w_up[0] = joined(args.up_dgrad.w_up);
+  args.up_dgrad.w_up[1] = {};
+  args.up_dgrad.gated = false;
+  args.up_dgrad.intermediate *= 2;
+  args.up_wgrad.dw[0] = joined(args.up_wgrad.dw);
+  args.up_wgrad.dw[1] = {};
+  args.up_wgrad.halves = 1;
+  args.up_wgrad.intermediate *= 2;
+  args.db_up.db[0] = joined(args.db_up.db);
+  args.db_up.db[1] = {};
+  args.db_up.halves = 1;
+  args.db_up.columns *= 2;
 }
 
 struct Halves {
@@ -225,6 +243,7 @@ BackwardArguments backward_arguments(MoeDesc const& desc, MoeBackwardArgs const&
       .gmem_scores = tables.scores,
       .gmem_sort_permutation = tables.sort_permutation,
       .gmem_h = memory.gmem_recomputed_h != nullptr ? memory.gmem_recomputed_h : args.h.data,
+      .interleaved = core::interleaves_columns(desc),
       .activation = desc.activation,
       .gmem_dh = memory.gmem_dh,
       .gmem_a_scaled = memory.gmem_a_scaled,
@@ -275,6 +294,7 @@ BackwardArguments backward_arguments(MoeDesc const& desc, MoeBackwardArgs const&
                .accumulates = accumulates,
                .columns = n,
                .experts = experts};
+  if (core::interleaves_columns(desc)) join_halves(out);
   return out;
 }
 

@@ -65,6 +65,9 @@ class Requirements {
   void one_block(char const* name, WeightRows const& w, std::int64_t rows) {
     if (ok() && w.block < rows) r_ = refusal("%s: in blocks", name);
   }
+  void transposed(char const* name, WeightRows const& w) {
+    if (ok() && w.column_stride == 1) r_ = refusal("%s: not transposed as w_up is", name);
+  }
   // Sizes of a GEMM over the rows of experts.
   void experts(std::int64_t hidden, std::int64_t intermediate, std::int64_t experts,
                std::int64_t rows) {
@@ -126,9 +129,10 @@ Refusal refuse(UpProjectionFwdArguments const& args) noexcept {
   need.base("a", args.gmem_a);
   int const halves = args.activation.gated() ? 2 : 1;
   for (int half = 0; half < halves; ++half) {
-    need.weight("w_up", args.w_up[half], args.intermediate);
     need.bias("b_up", args.b_up[half], args.intermediate);
+    if (!args.interleaved) need.weight("w_up", args.w_up[half], args.intermediate);
   }
+  if (args.interleaved) need.weight("w_up", joined(args.w_up), 2 * args.intermediate);
   return need.result();
 }
 
@@ -149,6 +153,7 @@ Refusal refuse(DownProjectionDgradArguments const& args) noexcept {
   need.base("dh", args.gmem_dh);
   need.base("a_scaled", args.gmem_a_scaled);
   need.weight("w_down", args.w_down, args.hidden);
+  if (args.interleaved) need.transposed("w_down", args.w_down);
   return need.result();
 }
 

@@ -34,7 +34,8 @@ __device__ float column_gradient(DownProjectionDgradArguments const& p, Act cons
   float const t = plain::dot(gmem_d_o, gmem_w, p.hidden, p.w_down.row_stride);
 
   constexpr int kHalves = Act::kGated ? 2 : 1;
-  int64_t const gate = row * kHalves * n + i, up = gate + n;
+  int64_t const gate = row * kHalves * n + (p.interleaved ? 2 * i : i);
+  int64_t const up = gate + (p.interleaved ? 1 : n);
   auto const* const gmem_h = static_cast<__nv_bfloat16 const*>(p.gmem_h);
   auto* const gmem_dh = static_cast<__nv_bfloat16*>(p.gmem_dh);
   float const score = p.gmem_scores[p.gmem_sort_permutation[row]];

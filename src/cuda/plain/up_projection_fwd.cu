@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(plain::kThreads)
                     plain::dot(gmem_x, plain::row_of(w, expert, i), p.hidden, w.column_stride) +
                         plain::bias_of(p.b_up[half], expert, i));
     if (p.gmem_h != nullptr) {
-      static_cast<Output*>(p.gmem_h)[(row * kHalves + half) * n + i] = rounded;
+      int64_t const column = p.interleaved ? 2 * i + half : half * n + i;
+      static_cast<Output*>(p.gmem_h)[row * kHalves * n + column] = rounded;
     }
     h[half] = plain::widen(rounded);
   }

@@ -16,14 +16,18 @@ namespace tessera::cuda {
 constexpr int kForwardRaster = 1;
 
 // Gathered rows: 16-byte copies cost the same per row whatever the tile, so it is as wide as possible.
-template <ActivationKind kKind, bool kGather, block::Major kMajor, bool kAnyLayout>
+// kInterleaved: columns of gate and up in turn; B is loaded as it lies.
+template <ActivationKind kKind, bool kGather, block::Major kMajor, bool kAnyLayout,
+          bool kInterleaved = false>
 struct UpProjectionFwdConfig {
+  static_assert(!kInterleaved || kMajor == block::Major::kRows);
   static constexpr ActivationKind activation = kKind;
+  static constexpr bool interleaved = kInterleaved;
   static constexpr block::GemmConfig gemm{
       .a_loader = kGather ? block::ALoader::kGather : block::ALoader::kTma,
       .b_major = kMajor,
       .any_b_layout = kAnyLayout,
-      .b_halves = Activation{.kind = kKind}.gated() ? 2 : 1,
+      .b_halves = Activation{.kind = kKind}.gated() && !kInterleaved ? 2 : 1,
       .defers = true,
       .raster_n = kForwardRaster,
       .hands_over = true};

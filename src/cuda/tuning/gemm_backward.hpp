@@ -12,9 +12,11 @@ namespace tessera::cuda {
 
 // The epilogue moves five slabs for every two that are multiplied. Wide tiles gather half the bytes, and lent stages
 // bring and take those slabs; where n does not fill them, ping-pong hides what it can.
-template <ActivationKind kKind, block::Major kMajor, bool kAnyLayout, bool kWide = false>
+template <ActivationKind kKind, block::Major kMajor, bool kAnyLayout, bool kWide = false,
+          bool kInterleaved = false>
 struct DownProjectionDgradConfig {
   static constexpr ActivationKind activation = kKind;
+  static constexpr bool interleaved = kInterleaved;
   static constexpr bool gated = Activation{.kind = kKind}.gated();
   static constexpr block::GemmConfig gemm{
       .tile = {128, kWide ? 256 : 128, 64},

@@ -2,6 +2,7 @@
 // activation epilogue: h = accumulators (+ bias), rounded to bf16; a = act(that h), rounded: the a that backward
 // computes again from the h it reads. Both are stored under the next tile's k loop (deferred_rows.cuh).
 // Gated: a column group is [64 gate | 64 up], so g and u of one output lie in the same columns of its two slabs.
+// Interleaved: B's columns are g0 u0 g1 u1 .., and h is stored so; a lane's 8 columns of a slab are 4 of a.
 #pragma once
 
 #include "../../arch/store_global.cuh"
@@ -20,7 +21,7 @@ struct ActivationParams {
   int columns;  // n
 };
 
-template <GemmConfig kGemm, ActivationKind kKind>
+template <GemmConfig kGemm, ActivationKind kKind, bool kInterleaved = false>
 class ActivationEpilogue {
  public:
   using Params = ActivationParams;
@@ -28,7 +29,8 @@ class ActivationEpilogue {
   __device__ __forceinline__ ActivationEpilogue(SharedStorage<kGemm>& smem, Params const& p,
                                                 int consumer)
       : p_(p), rows_(smem, consumer) {
-    static_assert(kGemm.b_halves == kHalves);
+    static_assert(kGemm.b_halves == (kInterleaved ? 1 : kHalves));
+    static_assert(kGated || !kInterleaved);
   }
 
   // 64 rows from `row`.
@@ -43,6 +45,14 @@ class ActivationEpilogue {
   __device__ __forceinline__ void work(int piece) {
     auto const kept = rows_.take(piece);
     int const row = row_ + kept.row;
+    if constexpr (kInterleaved) {
+      TESSERA_UNROLL
+      for (int slab = 0; slab < 2; ++slab) {
+        int const column = column_ + kept.group * kGroup + (slab * kSlabColumns + kept.column) / 2;
+        if (row < end_ && column < p_.columns) store_interleaved(row, column, kept.load(slab));
+      }
+      return;
+    }
     int const column = column_ + kept.group * kGroup + kept.column;
     if (row >= end_ || column >= p_.columns) return;
     if constexpr (kGated) {
@@ -78,6 +88,11 @@ class ActivationEpilogue {
   __device__ __forceinline__ void keep_group(Accumulators<kGemm>& acc, int segment) {
     if (p_.bias[0].gmem != nullptr) {
       int const column = column_ + kG * kGroup;
+      if constexpr (kInterleaved) {
+        add_interleaved_bias(acc[kG], p_.bias, segment, column, p_.columns);
+        rows_.template keep<kG>(acc[kG]);
+        return;
+      }
       add_bias<0>(acc[kG], p_.bias[0], segment, column, p_.columns);
       add_bias<kGroupColumns / 4>(acc[kG], p_.bias[kHalves - 1], segment,
                                   kGated ? column : column + kSlabColumns, p_.columns);
@@ -91,6 +106,17 @@ class ActivationEpilogue {
     arch::store_streaming_16(p_.gmem_a + int64_t{row} * p_.columns + column,
                              {activate(gate.x, up.x), activate(gate.y, up.y),
                               activate(gate.z, up.z), activate(gate.w, up.w)});
+  }
+
+  // Four columns of a from `column` on.
+  __device__ __forceinline__ void store_interleaved(int row, int column, uint4 h) const {
+    if (p_.gmem_h != nullptr) {
+      arch::store_streaming_16(p_.gmem_h + (int64_t{row} * p_.columns + column) * 2, h);
+    }
+    if (p_.gmem_a == nullptr) return;
+    arch::store_streaming_8(p_.gmem_a + int64_t{row} * p_.columns + column,
+                            {activate(arch::low_halves(h.x, h.y), arch::high_halves(h.x, h.y)),
+                             activate(arch::low_halves(h.z, h.w), arch::high_halves(h.z, h.w))});
   }
 
   __device__ __forceinline__ uint32_t activate(uint32_t gates, uint32_t ups) const {

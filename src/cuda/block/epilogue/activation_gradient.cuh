@@ -9,8 +9,12 @@
 //   or in slabs     {gate, up} of buffer 0 | {gate, up} of buffer 1 | a'     (not gated: one instead of two)
 //                   h of the first two blocks comes under the k loop, then block b:
 //                   wait for h | first half, a' kept | stores of b - 1 were read: load b + 1 | second half | store
+// Interleaved: h and dh are g0 u0 g1 u1 .., so the two slabs of a block are its first and its last 32 columns, and each
+// lane reads and writes the 8 bytes of two of them.
 #pragma once
 
+#include "../../arch/load_shared.cuh"
+#include "../../arch/store_shared.cuh"
 #include "../activation.cuh"
 #include "../lent_stages.cuh"
 #include "../slab_store.cuh"
@@ -19,6 +23,7 @@
 namespace tessera::cuda::block {
 
 struct ActivationGradientParams {
+  // Interleaved: one half of twice the columns.
   CUtensorMap h;                // (column, half, row), 64 x 1 x 16, for lent stages x tile_m
   CUtensorMap dh;               // ragged (column, half, row, end), 64 x 1 x 16 x 1
   CUtensorMap a_scaled;         // the same with one half
@@ -32,11 +37,12 @@ struct ActivationGradientParams {
 };
 
 // One warp's 16 rows of a tile, and the arithmetic on them.
-template <GemmConfig kGemm, ActivationKind kKind>
+template <GemmConfig kGemm, ActivationKind kKind, bool kInterleaved>
 class GradientRows {
  public:
   using Params = ActivationGradientParams;
   static constexpr int kHalves = ActivationFunction<kKind>::kGated ? 2 : 1;
+  static_assert(kHalves == 2 || !kInterleaved);
 
  protected:
   static constexpr int kSubtileBlocks = kGemm.tile.n / kSlabColumns;
@@ -56,6 +62,12 @@ class GradientRows {
       score_[i] = r < tile.end ? p_.gmem_scores[p_.gmem_permutation[r]] : 0.0f;
     }
   }
+
+  // Where slab `slab` of the block from `column` on lies in h and dh, as their maps count.
+  __device__ __forceinline__ static int h_column(int column, int slab) {
+    return kInterleaved ? 2 * column + slab * kSlabColumns : column;
+  }
+  __device__ __forceinline__ static int h_half(int slab) { return kInterleaved ? 0 : slab; }
 
   __device__ __forceinline__ int subtile_of(int row) const {
     return (row + warp_row_ - first_row_) / kSubtileM;
@@ -82,6 +94,28 @@ class GradientRows {
     }
     arch::stmatrix_x4(smem_gate, g[0], g[1], g[2], g[3]);
     if constexpr (kHalves == 2) arch::stmatrix_x4(smem_up, u[0], u[1], u[2], u[3]);
+  }
+
+  // The same where the columns of gate and up are interleaved; the block's slabs.
+  __device__ __forceinline__ void differentiate_interleaved(float const (&acc)[kGroupColumns / 2],
+                                                            int part, int m, bf16* first,
+                                                            bf16* second, float const (&s)[2],
+                                                            uint32_t (&a)[4],
+                                                            float (&ds)[2]) const {
+    int const lane = arch::lane_idx(), row = lane / 4;
+    uint32_t const smem = arch::shared_address(m < kMatrices / 2 ? first : second) +
+                          (warp_row_ + row) * 128 + lane % 2 * 8;
+    TESSERA_UNROLL
+    for (int q = 0; q < 4; ++q) {
+      int const chunk = m % 2 * 4 + q / 2 * 2 + lane % 4 / 2;
+      uint32_t const smem_pairs = smem + q % 2 * (8 * 128) + ((chunk ^ row) << 4);
+      uint2 pairs = arch::load_shared_8(smem_pairs);
+      uint32_t g = arch::low_halves(pairs.x, pairs.y), u = arch::high_halves(pairs.x, pairs.y);
+      int const first_acc = part * (kGroupColumns / 4) + 4 * (2 * m + q / 2) + 2 * (q % 2);
+      differentiate_pair(&acc[first_acc], s[q % 2], g, u, a[q], ds[q % 2]);
+      pairs = {arch::low_halves(g, u), arch::high_halves(g, u)};
+      arch::store_shared_8(smem_pairs, pairs);
+    }
   }
 
   // The four lanes of a row hold the sums of its 128 columns.
@@ -128,9 +162,9 @@ class GradientRows {
 };
 
 // In slabs of its own.
-template <GemmConfig kGemm, ActivationKind kKind>
-class ActivationGradientEpilogue : GradientRows<kGemm, kKind> {
-  using Rows = GradientRows<kGemm, kKind>;
+template <GemmConfig kGemm, ActivationKind kKind, bool kInterleaved = false>
+class ActivationGradientEpilogue : GradientRows<kGemm, kKind, kInterleaved> {
+  using Rows = GradientRows<kGemm, kKind, kInterleaved>;
   using Rows::first_row_;
   using Rows::kHalves;
   using Rows::kMatrices;
@@ -212,8 +246,8 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind> {
     arch::mbarrier_arrive_expect_tx(full, kHalves * kWarpRows * kSlabColumns * sizeof(bf16));
     TESSERA_UNROLL
     for (int half = 0; half < kHalves; ++half) {
-      arch::tma_load(slab(buffer * kHalves + half), &p_.h, full, column_of(block), half,
-                     row_of(block));
+      arch::tma_load(slab(buffer * kHalves + half), &p_.h, full,
+                     Rows::h_column(column_of(block), half), Rows::h_half(half), row_of(block));
     }
   }
 
@@ -223,7 +257,8 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind> {
     uint64_t const policy = arch::l2_evict_first();
     TESSERA_UNROLL
     for (int half = 0; half < kHalves; ++half) {
-      arch::tma_store(&p_.dh, slab(buffer * kHalves + half), column, half, ragged_row, end, policy);
+      arch::tma_store(&p_.dh, slab(buffer * kHalves + half), Rows::h_column(column, half),
+                      Rows::h_half(half), ragged_row, end, policy);
     }
     if (p_.stores_a) {
       arch::tma_store(&p_.a_scaled, slab(kSlabA), column, 0, ragged_row, end, policy);
@@ -238,8 +273,13 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind> {
     uint32_t a[2][4];
     TESSERA_UNROLL
     for (int m = 0; m < kMatrices; ++m) {
-      this->differentiate(acc, part, m, slabs_.matrix_row(buffer * kHalves, 2 * m),
-                          slabs_.matrix_row(buffer * kHalves + 1, 2 * m), s, a[m % 2], ds);
+      if constexpr (kInterleaved) {
+        this->differentiate_interleaved(acc, part, m, slabs_.address(buffer * kHalves),
+                                        slabs_.address(buffer * kHalves + 1), s, a[m % 2], ds);
+      } else {
+        this->differentiate(acc, part, m, slabs_.matrix_row(buffer * kHalves, 2 * m),
+                            slabs_.matrix_row(buffer * kHalves + 1, 2 * m), s, a[m % 2], ds);
+      }
       if (m == kMatrices / 2 - 1) {
         if (arch::lane_idx() == 0) {
           arch::tma_store_wait_read<0>();
@@ -265,9 +305,9 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind> {
 };
 
 // In lent stages, one for every 64 columns.
-template <GemmConfig kGemm, ActivationKind kKind>
-class ActivationGradientInStages : GradientRows<kGemm, kKind> {
-  using Rows = GradientRows<kGemm, kKind>;
+template <GemmConfig kGemm, ActivationKind kKind, bool kInterleaved = false>
+class ActivationGradientInStages : GradientRows<kGemm, kKind, kInterleaved> {
+  using Rows = GradientRows<kGemm, kKind, kInterleaved>;
   using Rows::first_row_;
   using Rows::kHalves;
   using Rows::kMatrices;
@@ -291,8 +331,9 @@ class ActivationGradientInStages : GradientRows<kGemm, kKind> {
     arch::mbarrier_arrive_expect_tx(full, kHalves * kGemm.tile.m * kSlabColumns * sizeof(bf16));
     TESSERA_UNROLL
     for (int half = 0; half < kHalves; ++half) {
+      int const column = tile.n_tile * kGemm.tile.n + i * kSlabColumns;
       arch::tma_load(lent_slab_b<kGemm>(smem, stage, half), &p.h, full,
-                     tile.n_tile * kGemm.tile.n + i * kSlabColumns, half, tile.row);
+                     Rows::h_column(column, half), Rows::h_half(half), tile.row);
     }
   }
 
@@ -318,8 +359,12 @@ class ActivationGradientInStages : GradientRows<kGemm, kKind> {
         TESSERA_UNROLL
         for (int m = 0; m < kMatrices; ++m) {
           uint32_t a[4];
-          this->differentiate(acc[g], part, m, rows_.matrix_row(gate, 2 * m),
-                              rows_.matrix_row(up, 2 * m), s, a, ds);
+          if constexpr (kInterleaved) {
+            this->differentiate_interleaved(acc[g], part, m, gate, up, s, a, ds);
+          } else {
+            this->differentiate(acc[g], part, m, rows_.matrix_row(gate, 2 * m),
+                                rows_.matrix_row(up, 2 * m), s, a, ds);
+          }
           arch::stmatrix_x4(rows_.matrix_row(a_scaled, 2 * m), a[0], a[1], a[2], a[3]);
         }
         stages_.publish(stage, [&] {
@@ -328,8 +373,9 @@ class ActivationGradientInStages : GradientRows<kGemm, kKind> {
           uint64_t const policy = arch::l2_evict_first();
           TESSERA_UNROLL
           for (int half = 0; half < kHalves; ++half) {
-            arch::tma_store(&p_.dh, stages_.rows(half == 0 ? gate : up), column, half, ragged_row,
-                            tile.end, policy);
+            arch::tma_store(&p_.dh, stages_.rows(half == 0 ? gate : up),
+                            Rows::h_column(column, half), Rows::h_half(half), ragged_row, tile.end,
+                            policy);
           }
           if (p_.stores_a) {
             arch::tma_store(&p_.a_scaled, stages_.rows(a_scaled), column, 0, ragged_row, tile.end,

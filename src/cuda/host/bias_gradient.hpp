@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Bias gradients: sums over the rows of each expert, db_up of dh, db_down of s*dO, db_router of dlogits.
-// Host side: the call's arguments, which are the kernel's parameters too, and the launcher.
+// Host side: the call's arguments, which are the kernels' parameters too, and the launchers.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,6 +27,8 @@ struct BiasGradientArguments {
   int32_t experts;                       // E
 };
 
+/// The fast kernel, for calls that refuse() of layer/select.hpp lets pass: 16 bytes of a row a thread.
+cudaError_t launch_bias_gradient(BiasGradientArguments const& args, cudaStream_t stream);
 /// One CTA per expert and group of columns: its threads take the rows in turn, their sums are added in order.
 cudaError_t launch_bias_gradient_plain(BiasGradientArguments const& args, cudaStream_t stream);
 

@@ -116,7 +116,7 @@ class Backward {
 
   /// The last reader of a_scaled: dx rows may take its place.
   void down_weights() noexcept {
-    if (args_.gradients.db_down.present()) add_bias_gradient("db_down", experts_.db_down);
+    if (args_.gradients.db_down.present()) sequence_.select("db_down", experts_.db_down);
     if (args_.gradients.dw_down.present()) {
       sequence_.select("down_projection_wgrad", experts_.down_wgrad);
       follows_down_wgrad_ = true;
@@ -164,7 +164,7 @@ class Backward {
       follows_aggregate_beside_ = true;
     }
     if (weights && (g.db_up.present() || g.db_gate.present())) {
-      add_bias_gradient("db_up", experts_.db_up);
+      sequence_.select("db_up", experts_.db_up);
       follows_aggregate_beside_ = false;
     }
   }
@@ -189,20 +189,21 @@ class Backward {
     }
     if (!args_.gradients.db_router.present()) return;
     std::int64_t const experts = desc_.shape.experts;
-    add_bias_gradient(
+    sequence_.select(
         "db_router",
-        {.left = {gmem_dlogits_, desc_.shape.tokens, experts},
-         .left_is_fp32 = true,
-         .gmem_gather_index = nullptr,
-         .gmem_expert_offsets = nullptr,
-         .gmem_scores = nullptr,
-         .gmem_sort_permutation = nullptr,
-         .halves = 1,
-         .db = {{.gmem = args_.gradients.db_router.data, .row_stride = 1, .block = experts}},
-         .is_fp32 = gradients_are_fp32(),
-         .accumulates = accumulates(),
-         .columns = experts,
-         .experts = 1});
+        BiasGradientArguments{
+            .left = {gmem_dlogits_, desc_.shape.tokens, experts},
+            .left_is_fp32 = true,
+            .gmem_gather_index = nullptr,
+            .gmem_expert_offsets = nullptr,
+            .gmem_scores = nullptr,
+            .gmem_sort_permutation = nullptr,
+            .halves = 1,
+            .db = {{.gmem = args_.gradients.db_router.data, .row_stride = 1, .block = experts}},
+            .is_fp32 = gradients_are_fp32(),
+            .accumulates = accumulates(),
+            .columns = experts,
+            .experts = 1});
   }
 
   /// What backward_input left in fp32, as the operand of router_wgrad.
@@ -242,11 +243,6 @@ class Backward {
   }
   [[nodiscard]] bool accumulates() const noexcept {
     return args_.gradients.mode == GradientMode::accumulate;
-  }
-
-  void add_bias_gradient(char const* name, BiasGradientArguments const& args) noexcept {
-    sequence_.add(name,
-                  [&](cudaStream_t stream) { return launch_bias_gradient_plain(args, stream); });
   }
 
   [[nodiscard]] DscoresArguments dscores() const noexcept {

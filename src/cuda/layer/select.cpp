@@ -213,6 +213,18 @@ Refusal refuse(RouterWgradArguments const& args) noexcept {
   return need.result();
 }
 
+Refusal refuse(BiasGradientArguments const& args) noexcept {
+  if (args.left_is_fp32) return refusal("%s", "rows of fp32");
+  if (args.gmem_expert_offsets == nullptr) return refusal("%s", "all rows are one expert's");
+  Requirements need;
+  need.multiple_of_8("columns", args.columns);
+  need.multiple_of_8("pitch of rows", args.left.pitch);
+  need.at_most("columns", args.columns, kMostColumns);
+  need.at_most("experts", args.experts, kMostGemmSegments);
+  need.base("rows", args.left.gmem);
+  return need.result();
+}
+
 Refusal refuse(RouterLossArguments const& args) noexcept {
   Requirements need;
   need.at_most("experts", args.experts, kMaxExperts);
@@ -284,6 +296,10 @@ cudaError_t launch(RouteArguments const& args, int, cudaStream_t stream) noexcep
 cudaError_t launch(RouterLossArguments const& args, int, cudaStream_t stream) noexcept {
   return refuse(args).refused() ? launch_router_loss_plain(args, stream)
                                 : launch_router_loss(args, stream);
+}
+cudaError_t launch(BiasGradientArguments const& args, int, cudaStream_t stream) noexcept {
+  return refuse(args).refused() ? launch_bias_gradient_plain(args, stream)
+                                : launch_bias_gradient(args, stream);
 }
 cudaError_t launch(MetadataArguments const& args, int, cudaStream_t stream) noexcept {
   return refuse(args).refused() ? launch_metadata_plain(args, stream)

@@ -7,6 +7,7 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/host/aggregate.hpp"
+#include "cuda/host/bias_gradient.hpp"
 #include "cuda/host/metadata.hpp"
 #include "cuda/host/projection.hpp"
 #include "cuda/host/projection_backward.hpp"
@@ -30,6 +31,7 @@ Refusal refuse(RouterGradientArguments const& args) noexcept;
 Refusal refuse(RouterDgradArguments const& args) noexcept;
 Refusal refuse(RouterWgradArguments const& args) noexcept;
 Refusal refuse(RouterLossArguments const& args) noexcept;
+Refusal refuse(BiasGradientArguments const& args) noexcept;
 
 cudaError_t launch(RouterLogitsArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 cudaError_t launch(RouteArguments const& args, int sm_count, cudaStream_t stream) noexcept;
@@ -51,6 +53,7 @@ cudaError_t launch(RouterGradientArguments const& args, int sm_count, cudaStream
 cudaError_t launch(RouterDgradArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 cudaError_t launch(RouterWgradArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 cudaError_t launch(RouterLossArguments const& args, int sm_count, cudaStream_t stream) noexcept;
+cudaError_t launch(BiasGradientArguments const& args, int sm_count, cudaStream_t stream) noexcept;
 
 /// Whether the kernel for few tokens serves a call.
 bool prefers_gemv(RouterLogitsArguments const& args) noexcept;

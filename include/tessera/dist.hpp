@@ -29,22 +29,25 @@ class Session;
 
 inline constexpr std::int32_t kMaxRanks = 8;
 
-/// Who this rank is, and bounds of all passes. All but `rank` are equal on all ranks.
+/// Who this rank is, and bounds of all passes. All but `rank` are equal on all ranks. Two more bounds hold, beyond
+/// which a pass has to be split: max_tokens*K*K is at most 2^32, and a rank's pool, P*max_tokens*K rows and 127 for
+/// each of its E/P experts, has at most 2^31-1 rows. What breaks a bound is refused with invalid_argument.
 struct ExpertParallelDesc {
-  std::int32_t rank = 0;
-  std::int32_t ranks = 1;       ///< P, at most kMaxRanks
-  std::int64_t max_tokens = 0;  ///< most tokens of any rank in any pass
-  std::int64_t hidden = 0;
-  std::int64_t intermediate = 0;
-  std::int64_t experts = 0;  ///< E, a multiple of P, at most 512
-  std::int64_t top_k = 0;    ///< K, at most 32
+  std::int32_t rank = 0;          ///< 0 to P-1
+  std::int32_t ranks = 1;         ///< P, 1 to kMaxRanks
+  std::int64_t max_tokens = 0;    ///< most tokens of any rank in any pass, 1 to 2^24
+  std::int64_t hidden = 0;        ///< d, a multiple of 8, at most 2^20
+  std::int64_t intermediate = 0;  ///< n, a multiple of 8, at most 2^20
+  std::int64_t experts = 0;       ///< E, a multiple of P, at most 512
+  std::int64_t top_k = 0;         ///< K, 1 to 32, at most E
   Activation activation = {};
-  double time_limit = 30;  ///< seconds that a pass waits for another rank before it gives up
+  double time_limit = 30;  ///< seconds a pass waits for another rank, above 0 and at most 86400
 };
 
-/// Tensors of one pass on this rank, bf16 unless said otherwise, contiguous but for x. T may be 0 and may differ
-/// from rank to rank and from pass to pass. x is copied into the window, unless it is input(T); then nothing else may
-/// lie there. Copied fastest where it begins, and its rows lie, at multiples of 16 bytes.
+/// Tensors of one pass on this rank, bf16 unless said otherwise, contiguous but for x, whose rows may lie apart. T may
+/// be 0 and may differ from rank to rank and from pass to pass, up to max_tokens. w_up, w_down and o begin at multiples
+/// of 16 bytes. x is copied into the window, unless it is input(T); then nothing else may lie there. Copied fastest
+/// where it begins, and its rows lie, at multiples of 16 bytes.
 struct ExpertParallelArgs {
   ConstTensor x = {};             ///< [T,d]
   ConstTensor topk_ids = {};      ///< [T,K] int32; may repeat in a token; outside [0,E): no row
@@ -69,6 +72,7 @@ class TESSERA_EXPORT PeerWindow {
   /// the first NCCL call of a process.
   static Expected<PeerGroupId> make_id(char const* nccl_path = nullptr) noexcept;
   /// `bytes` zeros on every rank; equal on all. environment: as make_id, or the GPUs do not address each other.
+  /// out_of_memory: no host memory for the handle.
   static Expected<PeerWindow> open(Context const& context, std::int32_t rank, std::int32_t ranks,
                                    PeerGroupId const& id, std::size_t bytes,
                                    char const* nccl_path = nullptr) noexcept;
@@ -101,7 +105,7 @@ class TESSERA_EXPORT ExpertParallel {
 
   /// `windows`: of all ranks, as this rank's GPU addresses them, zeroed on all ranks before any rank's first pass.
   /// `workspace`: memory of this rank's GPU. Both stay the group's until all ranks have destroyed their object.
-  /// Errors: invalid_argument, unsupported, environment (a context that is not on cuda), device_error.
+  /// Errors: invalid_argument, unsupported, environment (a context that is not on cuda), device_error, out_of_memory.
   static Expected<ExpertParallel> create(Context const& context, ExpertParallelDesc const& desc,
                                          std::span<void* const> windows, Buffer workspace) noexcept;
 

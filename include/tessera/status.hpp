@@ -17,7 +17,7 @@ enum class StatusCode : std::int32_t {
   unsupported = 2,       ///< a valid request that this build or device does not serve (yet)
   environment = 3,       ///< device, driver or library missing
   device_error = 4,      ///< the device reported a failure
-  out_of_memory = 5,     ///< memory could not be had for a context or an explanation
+  out_of_memory = 5,     ///< no host memory for a context, explanation, window or group
   internal = 6,          ///< a defect in Tessera; please report it
 };
 

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0
  * C ABI of Tessera. Structs start with their size: fields beyond what an older caller knew read as 0,
- * which is every field's default. Every function returns a tessera_status_code; the text of the last
- * failure on this thread is tessera_last_error(). Shapes, types and rules: moe.hpp says them once. */
+ * which is every field's default. Functions return a tessera_status_code, but for tessera_abi_version, tessera_version
+ * and tessera_last_error, which return what they are named after, and destroy and abort, which return nothing. The
+ * text of the last failure on this thread is tessera_last_error(). Shapes, types and rules: moe.hpp says them once. */
 #ifndef TESSERA_H
 #define TESSERA_H
 
@@ -62,7 +63,8 @@ typedef struct {
 /* Sizes and options of one layer call. activation, layout_order, layout_orientation, router, round,
  * score_position, save and grouping take the numbers of the enums in shape.hpp.
  * 0 means the default everywhere: dtype fp32, ids int32, tile 128, route_scale 1, alpha 1, no limit
- * (clamped swiglu: limit 0 = none). */
+ * (clamped swiglu: limit 0 = none). up_offset is taken as it is: 0 stays 0. shape.hpp's Activation has
+ * other defaults, 1.702, 7 and 1, which a C caller writes out. */
 typedef struct {
   uint64_t size;
   int64_t tokens, hidden, intermediate, experts, top_k, slots;
@@ -145,7 +147,8 @@ typedef struct {
   tessera_buffer workspace;
 } tessera_grouped_gemm_args;
 
-/* Experts spread over the GPUs of a host: dist.hpp. time_limit 0: 30 s. */
+/* Experts spread over the GPUs of a host, and their bounds: dist.hpp. time_limit 0: 30 s. alpha, limit and up_offset
+ * as in tessera_moe_desc. */
 typedef struct {
   uint64_t size;
   int32_t rank, ranks;
@@ -174,7 +177,7 @@ char const* tessera_version(void);
 /* Text of the last failure on this thread; "" if there was none. Valid until the thread's next call. */
 char const* tessera_last_error(void);
 
-/* num_threads 0: as many as the process may use. */
+/* num_threads 0: as many as the process may use, on cuda 1. */
 int tessera_context_create(int32_t device_kind, int32_t device_index, int32_t num_threads,
                            tessera_context** context);
 void tessera_context_destroy(tessera_context* context); /* NULL is allowed */

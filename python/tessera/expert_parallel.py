@@ -102,11 +102,14 @@ class ExpertParallel:
     """Rank r of the P ranks of `group` owns experts [r*E/P, (r+1)*E/P). All ranks make the same passes in the same
     order, also those in which they have no token; layers of one shape share one object.
 
-    max_tokens: most tokens of any rank in any pass. group: of torch.distributed, one rank per GPU of one host, its
-    default where None. windows: addresses of memory of all ranks, as this rank's GPU sees it, zeroed, of
-    `window_bytes` each; where None NCCL makes them. time_limit: seconds that a pass waits for another rank.
-    alpha, limit and up_offset belong to clamped-swiglu. Everything but `device` and `windows` is equal on all
-    ranks. Making and closing are collective; where one rank fails to join, all of them raise.
+    max_tokens: most tokens of any rank in any pass, up to 2^24. hidden and intermediate: multiples of 8 up to 2^20.
+    experts: E, a multiple of P, at most 512. top_k: K, at most 32 and at most E. group: of torch.distributed, 1 to 8
+    ranks, one per GPU of one host, its default where None. windows: addresses of memory of all ranks, as this rank's
+    GPU sees it, zeroed, of `window_bytes` each; where None NCCL makes them. time_limit: seconds that a pass waits for
+    another rank, above 0 and at most 86400. alpha, limit and up_offset belong to clamped-swiglu. Everything but
+    `device` and `windows` is equal on all ranks. Larger passes have to be split: max_tokens * K * K is at most 2^32,
+    and a rank's pool, P * max_tokens * K rows and 127 for each of its experts, has at most 2^31 - 1. ValueError where
+    a bound is broken. Making and closing are collective; where one rank fails to join, all of them raise.
     """
 
     def __init__(self, *, max_tokens: int, hidden: int, intermediate: int, experts: int, top_k: int,

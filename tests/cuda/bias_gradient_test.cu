@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // bias_gradient on a GPU: the kernel and its plain twin against sums of small integers, which no order of adding
-// changes, and of other values against each other, bit for bit: sorted, gathered and weighted rows, one and two halves, bf16 and fp32, added to and replaced, experts
-// without rows, gradients that lie apart.
+// changes, and of other values against each other, bit for bit: sorted, gathered and weighted rows, one and two halves,
+// bf16 and fp32, added to and replaced, experts without rows, gradients that lie apart.
 // A program of its own, without a test framework: it also runs where only the CUDA runtime is.
 // Exit 0 passed, 1 failed, 77 skipped (no GPU).
 #include <cuda_bf16.h>

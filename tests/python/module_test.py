@@ -80,6 +80,38 @@ class Module(unittest.TestCase):
         for (name, p), grad in zip(layer.named_parameters(), wanted, strict=True):
             eager.check_close(self, name, p.grad, grad, relative)
 
+    def test_compiled_backward_of_an_eager_layer(self):
+        """Dynamo traces Python that autograd calls while a compiled function runs."""
+        losses = {"sum": lambda o: o.sum(), "squares": lambda o: o.square().sum()}
+        self.addCleanup(torch._dynamo.reset)
+
+        def gradients(options, loss, x, backward):
+            torch.manual_seed(1)
+            layer = self.layer(**options)
+            if "main_grad" in options:
+                for weight in (layer.w_up, layer.w_down):
+                    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+            x = x.clone().requires_grad_()
+            backward(loss(layer(x)))
+            return [x.grad, *[getattr(p, "main_grad", p.grad) for p in layer.parameters()]]
+
+        @torch.compile(backend="eager")
+        def backward(loss):
+            loss.backward()
+
+        for compiled_autograd in (False, True):
+            for options in ({}, {"save": "x"}, {"main_grad": True}):
+                for name, loss in losses.items():
+                    torch._dynamo.reset()
+                    for tokens in (64,) if compiled_autograd else (1, 5, 18, 64):
+                        x = torch.randn(tokens, 32).to(self.device, self.dtype)
+                        wanted = gradients(options, loss, x, torch.Tensor.backward)
+                        with torch._dynamo.config.patch(compiled_autograd=compiled_autograd):
+                            got = gradients(options, loss, x, backward)
+                        case = f"{options} {name} {tokens} compiled_autograd={compiled_autograd}"
+                        for a, b in zip(got, wanted, strict=True):
+                            self.assertTrue(torch.equal(a, b), case)
+
     def test_main_grad_accumulates_over_micro_batches(self):
         """In fp32, also where the weights are stored in less."""
         layer = self.layer(main_grad=True)

@@ -118,9 +118,11 @@ class Layer(torch.autograd.Function):
         call, buffers, alike, scores_shape = ctx.made
         if buffers is not None:
             buffers = _held(call.positions, ctx.needs_input_grad, buffers)
-        plain = type(d_o) in PLAIN and direct() and not torch.is_grad_enabled()
+        # Dynamo, where it traces a backward pass, may free what a plan's C call still reads: it gets the operators.
+        compiling = torch.compiler.is_compiling()
+        plain = not compiling and type(d_o) in PLAIN and direct() and not torch.is_grad_enabled()
         # What is captured may be replayed more often than forward.
-        over_h = (alike and call.text_over_h is not None and not _keeps_graph()
+        over_h = (not compiling and alike and call.text_over_h is not None and not _keeps_graph()
                   and not (call.plan.on_gpu and _captures()))
         text = call.text_over_h if over_h else call.text
         if plain and alike and buffers is None and dlogits is None and d_o.is_contiguous():
@@ -135,7 +137,7 @@ class Layer(torch.autograd.Function):
             if dlogits is None:
                 return (None,) * len(ctx.needs_input_grad)
             d_o = torch.zeros_like(saved[0])
-            plain = direct() and not torch.is_grad_enabled()
+            plain = not compiling and direct() and not torch.is_grad_enabled()
         everything = _all_saved(call, d_o, saved, dlogits)
         if plain:
             gradients = run_backward(everything, buffers or (), text, wanted.needs)

@@ -2,10 +2,12 @@
 """The calls that plans write out, for either kind of device: with a GPU, a stream and a library that are none."""
 
 import contextlib
+import gc
 import unittest
 from unittest import mock
 
 import torch
+import torch._dynamo
 from tessera import library
 from tessera.ops import plans
 
@@ -89,6 +91,22 @@ class Calls(unittest.TestCase):
         misses = plans._compiled.cache_info().misses
         self.plan("cpu", torch.ones(9, 4), b)
         self.assertEqual(plans._compiled.cache_info().misses, misses)
+
+    def test_what_the_library_reads_is_alive_where_dynamo_traces(self):
+        turned, b = torch.ones(4, 3).mT, torch.ones(2, 2)
+        plan, alive = self.plan("cpu", turned, b), []
+
+        def function(context, desc, args, stream):
+            copy = library.GroupedGemmArgs.from_address(args).a.data
+            alive.append(any(type(t) is torch.Tensor and t.data_ptr() == copy for t in gc.get_objects()))
+            return 0
+
+        plan.function = function
+        self.addCleanup(torch._dynamo.reset)
+        torch._dynamo.reset()
+        for run in (plan.run, torch.compile(plan.run, backend="eager")):
+            run((turned, b))
+        self.assertEqual(alive, [True, True])
 
     def test_errors(self):
         a, b = torch.ones(3, 4), torch.ones(2, 2)

@@ -177,7 +177,9 @@ class Plan:
         # The stream's handle alone: an object of torch.cuda.Stream would take longer than all the rest.
         line(f"code = plan.function(*addresses, {'stream(index)' if cuda else None})", addresses=self.addresses,
              stream=getattr(torch._C, "_cuda_getCurrentRawStream", None))
+        # To Dynamo a copy that nothing reads later is dead before the C call.
         line("if code: check(code)")
+        line(f"del {', '.join([f't{i}' for i in self.copied] + ['workspace'])}")
         for i, output in enumerate(self.outputs):
             if output.converted is not None:
                 line(f"o{i} = o{i}.to(to{i})", **{f"to{i}": output.converted})

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward and gradients of every entry against fp64 torch, and what torch asks of an operator, on the CPU."""
 
+import functools
 import os
 import pathlib
 import re
@@ -272,6 +273,23 @@ class Refusals(unittest.TestCase):
     def test_other_devices(self):
         with self.assertRaises(NotImplementedError):
             self.routed(x=self.x.to("meta").double(), topk_ids=self.ids, activation="relu")
+
+    def test_one_of_many_on_another_device(self):
+        """An error, not results that nobody wrote."""
+        offsets, w_router = torch.tensor([0, 3, 3, 7, 9, 13]), self.x[:5]
+        calls = {
+            "experts": (self.routed, {"x": self.x, "topk_ids": self.ids, "topk_weights": self.scores, **self.w}),
+            "route": (functools.partial(tessera.route, top_k=2), {"x": self.x, "w_router": w_router}),
+            "grouped_gemm": (tessera.grouped_gemm, {"a": self.x, "b": self.w["w_up"], "expert_offsets": offsets})}
+        for call, (function, tensors) in calls.items():
+            for name, tensor in tensors.items():
+                for gradients in (False, True):
+                    away = tensor.to("meta").requires_grad_(gradients and tensor.is_floating_point())
+                    with self.subTest(call=call, name=name, gradients=gradients), \
+                            self.assertRaisesRegex((ValueError, NotImplementedError), "^[^\n]* device[^\n]*; [^\n]*$"):
+                        function(**{**tensors, name: away})
+        x, w_router = self.x.to("meta"), w_router.to("meta")
+        self.assertEqual([result.device.type for result in tessera.route(x, w_router, top_k=2)], ["meta"] * 3)
 
     def test_types_that_are_not_served(self):
         """With names that users know, and none of what is not served."""

@@ -52,10 +52,21 @@ def _once_only(op):
     return refuse
 
 
+def _alike(fake):
+    """The fake kernel with a check: it serves tensors on meta too, and of some on meta and others not it would make
+    results that nobody writes."""
+    def checked(*arguments):
+        kinds = {a.device.type for a in arguments if isinstance(a, torch.Tensor)}
+        if len(kinds) > 1:
+            raise ValueError(f"tensors on {', '.join(sorted(kinds))}: all of a call are on one device; move them")
+        return fake(*arguments)
+    return checked
+
+
 def _register(name: str, kernel, fake, autograd=None) -> None:
     for key in ("CPU", "CUDA"):
         _library.impl(name, kernel, key)
-    torch.library.register_fake(f"tessera::{name}", fake, lib=_library)
+    torch.library.register_fake(f"tessera::{name}", _alike(fake), lib=_library)
     if autograd is None:
         autograd = _once_only(getattr(torch.ops.tessera, name).default)
     _library.impl(name, autograd, "Autograd")
@@ -64,7 +75,7 @@ def _register(name: str, kernel, fake, autograd=None) -> None:
 _register("moe_forward", layer.moe_forward, layer.fake_forward, autograd.moe_forward_autograd)
 _library.impl("moe_inference", layer.moe_inference, "CPU")
 _library.impl("moe_inference", layer.moe_inference, "CUDA")
-torch.library.register_fake("tessera::moe_inference", layer.fake_inference, lib=_library)
+torch.library.register_fake("tessera::moe_inference", _alike(layer.fake_inference), lib=_library)
 _register("moe_backward", layer.moe_backward, layer.fake_backward)
 _register("moe_backward_accumulate", layer.moe_backward_accumulate, layer.fake_backward)
 _register("route", route.route, route.fake_route, route.route_autograd)

@@ -218,6 +218,8 @@ def describe(name: str, field: library.Tensor, shape, stride, dtype: torch.dtype
                     "convert it")
     if len(shape) > 4:
         raise ValueError(f"{name}: rank {len(shape)}; at most 4 dimensions are possible")
+    if device.type not in KINDS:
+        raise ValueError(f"{name}: on device {device}; all of a call are on the CPU or on one CUDA device; move it")
     field.dtype, field.rank = number, len(shape)
     field.device_kind, field.device_index = KINDS[device.type], device.index or 0
     field.shape[:len(shape)] = shape

@@ -322,6 +322,23 @@ class Megatron(unittest.TestCase):
         with self.assertRaisesRegex(RuntimeError, "linear_fc2.weight3"):
             other.load_state_dict(state)
 
+    def test_state_dicts_of_others(self):
+        """More experts than there are is an error; _extra_state of Transformer Engine is not."""
+        experts = self.experts()
+        state = experts.state_dict()
+        more = {**state, **{f"linear_fc{k}.weight{E}": state[f"linear_fc{k}.weight0"] for k in (1, 2)}}
+        with self.assertRaisesRegex(RuntimeError, f"Unexpected.*linear_fc1.weight{E}.*linear_fc2.weight{E}"):
+            experts.load_state_dict(more)
+        found = experts.load_state_dict(more, strict=False)
+        self.assertEqual(found.unexpected_keys, [f"linear_fc{k}.weight{E}" for k in (1, 2)])
+        stacked = {"linear_fc1.weight": experts.w_up.detach(), "linear_fc2.weight": experts.w_down.detach()}
+        with self.assertRaisesRegex(RuntimeError, "Unexpected.*linear_fc1.weight0"):
+            experts.load_state_dict({**state, **stacked})
+        extra = {f"linear_fc{k}._extra_state": value for k, value in ((1, torch.zeros(3)), (2, None))}
+        self.experts().load_state_dict({**state, **extra})
+        with self.assertRaisesRegex(RuntimeError, "Unexpected.*linear_fc1.bias0"):
+            experts.load_state_dict({**state, "linear_fc1.bias0": torch.zeros(3)})
+
     def test_sharded_state_dict(self):
         """Rank 1 of 2: the stacked weights are the second half of each projection's tensor, behind the layers' axis."""
         def group(rank, size):

@@ -122,16 +122,18 @@ class Experts(nn.Module):
             else:
                 weight.copy_(state_dict[key])
 
+        known = set()
         with torch.no_grad():
             for ours, theirs in _NAMES:
                 weight, stacked = getattr(self, ours), f"{prefix}{theirs}.weight"
-                if stacked in state_dict:
-                    load(stacked, weight)
-                    continue
-                for i, slice_ in enumerate(weight.unbind(0)):
-                    load(f"{stacked}{i}", slice_)
-        known = tuple(f"{prefix}{theirs}.weight" for _, theirs in _NAMES)
-        unexpected += [key for key in state_dict if strict and key.startswith(prefix) and not key.startswith(known)]
+                # Transformer Engine's, which says how fp8 is scaled.
+                known.add(f"{prefix}{theirs}._extra_state")
+                parts = {stacked: weight} if stacked in state_dict else {
+                    f"{stacked}{i}": part for i, part in enumerate(weight.unbind(0))}
+                known.update(parts)
+                for key, part in parts.items():
+                    load(key, part)
+        unexpected += [key for key in state_dict if strict and key.startswith(prefix) and key not in known]
 
 
 def _activation(config) -> dict:

@@ -2,22 +2,28 @@
 """Which of Tessera's activations other code computes, found by running it: names and flags can mislead."""
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tessera.activation import activate
 from tessera.options import ACTIVATIONS, GATED
 
 # fp64, so that close activations (both GELUs) stay apart, and far enough out to meet any clamp.
-_FAR = 10.0 ** torch.linspace(1.5, 5, 8, dtype=torch.float64)
-_GRID = torch.cat([torch.linspace(-12, 12, 49, dtype=torch.float64), _FAR, -_FAR])
+_FAR = 10.0 ** torch.linspace(1.5, 5, 8, dtype=torch.float64, device="cpu")
+_GRID = torch.cat([torch.linspace(-12, 12, 49, dtype=torch.float64, device="cpu"), _FAR, -_FAR])
 
 
-@torch.no_grad()
 def recognise(name: str, compute, gated: bool, owners: tuple) -> dict:
     """The activation options that make Tessera compute what `compute(gate, up)` does, or `compute(h)` if not gated.
 
     owners: objects whose numbers named like alpha, limit or clamp may be parameters of the activation.
+    Modes that are active at the first call of a layer neither see this nor change its tensors.
     Errors: NotImplementedError, beginning with `name`, where nothing fits on the whole grid.
     """
+    with _disable_current_modes(), torch.device("cpu"), torch.no_grad():
+        return _recognise(name, compute, gated, owners)
+
+
+def _recognise(name: str, compute, gated: bool, owners: tuple) -> dict:
     inputs = torch.meshgrid(_GRID, _GRID, indexing="ij") if gated else (_GRID[None],)
     try:
         expected = compute(*inputs)

@@ -2,6 +2,7 @@
 """Small random models of each family: logits, loss and every gradient against transformers' own eager experts."""
 
 import copy
+import functools
 import sys
 import tempfile
 import types
@@ -12,6 +13,8 @@ import tessera
 import tessera.huggingface
 import torch
 import transformers
+from torch._subclasses import fake_tensor
+from torch.utils import checkpoint
 from transformers.integrations import moe
 
 COMMON = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -247,6 +250,29 @@ class Interface(unittest.TestCase):
             return self.act_fn(gate.clamp(max=self.limit)) * up.clamp(-self.limit, self.limit)
 
         self.agrees(self.experts(gate=deepseek_v4), "clamped-swiglu")
+
+    def test_recognised_whatever_mode_is_active(self):
+        """Modes are for the layer, not for the numbers that its activation is tried on."""
+        expected = self.experts()(self.x, self.ids, self.scores)
+        experts = self.experts()
+        with torch.device("meta"):
+            self.assertTrue(torch.equal(experts(self.x, self.ids, self.scores), expected))
+        experts = self.experts()
+        with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+            self.assertEqual(experts(self.x, self.ids, self.scores).shape, expected.shape)
+
+    def test_recognised_under_selective_checkpointing(self):
+        """What is saved for the recomputation is the layer's silu alone."""
+        silu, x = torch.nn.functional.silu, self.x.clone().requires_grad_()
+
+        def layer(x, experts):
+            return (experts(silu(x) * x, self.ids, self.scores) * silu(2 * x)).square().sum()
+
+        (expected,) = torch.autograd.grad(layer(x, self.experts()), x)
+        saved = [torch.ops.aten.silu.default, torch.ops.aten.mul.Tensor, torch.ops.aten.sigmoid.default]
+        context = functools.partial(checkpoint.create_selective_checkpoint_contexts, saved)
+        o = checkpoint.checkpoint(layer, x, self.experts(), use_reentrant=False, context_fn=context)
+        self.assertTrue(torch.equal(torch.autograd.grad(o, x)[0], expected))
 
     def test_unknown_activations_are_refused(self):
         def clamp_after(self, gate_up):  # the limit is applied to silu(gate), not to the gate

@@ -30,12 +30,18 @@ def split(h, layout: str):
     return (second, first) if layout == "up-first" else (first, second)
 
 
+def clamp(h, limit, below=math.inf):
+    """h between -below and limit. The bounds themselves pass the gradient: of those torch's clamp has other ones from
+    2.14 on, and h in bf16 meets them."""
+    return torch.where(h < -below, -below, torch.where(h > limit, limit, h))
+
+
 def activate(h, activation="swiglu", layout="concat", alpha=1.702, limit=7.0, up_offset=1.0):
     if activation in ("relu", "relu2", "silu", "gelu", "gelu-erf"):
         return PHI[activation](h)
     gate, up = split(h, layout)
     if activation == "clamped-swiglu":
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        gate, up = clamp(gate, limit), clamp(up, limit, below=limit)
         return (up + up_offset) * gate * torch.sigmoid(alpha * gate)
     return PHI[activation](gate) * up
 

@@ -36,13 +36,17 @@ def register_huggingface(name: str = "tessera") -> None:
     if not OLDEST <= version < NEWEST:
         raise ImportError(f"transformers {transformers.__version__}: Tessera knows the experts of 5.17 up to 6; "
                           f"{INSTALL}")
-    from transformers.integrations import moe
+    from transformers.integrations import finegrained_fp8, moe
 
     unknown = set(inspect.signature(moe.use_experts_implementation).parameters) - _KNOWN_FLAGS
     if unknown:
         raise NotImplementedError(f"transformers {transformers.__version__}: its experts have options that Tessera "
                                   f"does not know ({', '.join(sorted(unknown))}); install an older one")
     moe.ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
+    # Quantised experts have a list of their own; there experts_forward says that it does not serve them.
+    quantised = getattr(finegrained_fp8, "ALL_FP8_EXPERTS_FUNCTIONS", None)
+    if quantised is not None:
+        quantised.register(name, experts_forward)
 
 
 def prepare(model: torch.nn.Module) -> int:
@@ -85,6 +89,10 @@ def _options_of(module) -> str:
     if getattr(module, "has_post_expert_norm", False):
         raise NotImplementedError(f"{name}: normalises the experts' outputs, which Tessera does not; use another "
                                   "experts_implementation")
+    for weight in (module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj):
+        if weight.dtype.itemsize < 2:
+            raise NotImplementedError(f"{name}: weights of {weight.dtype}, which Tessera does not scale; load the "
+                                      "model in bf16 or use another experts_implementation")
     layout = "interleaved" if module.has_gate and not module.is_concatenated else "concat"
     if module.is_transposed:
         layout = "transposed" if layout == "concat" else "transposed-interleaved"

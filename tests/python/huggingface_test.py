@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch._subclasses import fake_tensor
 from torch.utils import checkpoint
-from transformers.integrations import moe
+from transformers.integrations import finegrained_fp8, moe
 
 COMMON = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
           "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0,
@@ -298,6 +298,25 @@ class Interface(unittest.TestCase):
         moe.use_experts_implementation = lambda experts_class=None, has_new_thing=False: None
         with self.assertRaisesRegex(NotImplementedError, "has_new_thing"):
             tessera.register_huggingface()
+
+    def test_quantised_weights_are_refused(self):
+        """Their scales are elsewhere. On meta as well, where such a model is before it is loaded."""
+        for dtype in (torch.float8_e4m3fn, torch.int8):
+            experts = self.experts()
+            experts.down_proj = torch.nn.Parameter(experts.down_proj.detach().to(dtype), requires_grad=False)
+            for module in (experts, copy.deepcopy(experts).to("meta")):
+                refused = self.assertRaisesRegex(NotImplementedError, f"Experts: weights of {dtype}")
+                with refused:
+                    tessera.huggingface.prepare(module)
+                with refused:
+                    module(self.x, self.ids, self.scores)
+        model = build("qwen3_moe")
+        model.set_experts_implementation("tessera")
+        skipped = ["lm_head", "self_attn", "gate"]
+        finegrained_fp8.replace_with_fp8_linear(model, skipped, transformers.FineGrainedFP8Config())
+        experts = next(module for module in model.modules() if isinstance(module, finegrained_fp8.FP8Experts))
+        with self.assertRaisesRegex(NotImplementedError, "FP8Experts: weights of torch.float8"):
+            experts.to_empty(device="cpu")(torch.randn(4, 32), self.ids[:4], self.scores[:4])
 
     def test_other_versions_are_refused(self):
         """Those before 5 have no experts interface, and one that is not there says what to install."""

@@ -64,7 +64,7 @@ def experts_forward(self, hidden_states, top_k_index, top_k_weights):
         raise NotImplementedError(
             f"{type(self).__name__}: weights {tuple(top_k_weights.shape)} for ids {tuple(top_k_index.shape)}; Tessera "
             "needs one weight per chosen expert; update transformers")
-    text = self.__dict__.get("_tessera_options") or _options_of(self)
+    text = _options_of(self)
     w_up = self.gate_up_proj if self.has_gate else self.up_proj
     b_up = b_down = None
     if self.has_bias:
@@ -78,13 +78,13 @@ def experts_forward(self, hidden_states, top_k_index, top_k_weights):
 
 
 def _options_of(module) -> str:
-    """The options of an experts module as text, kept on the module."""
+    """The options of an experts module as text, kept on the module for as long as its activation is the one tried."""
     kept = module.__dict__.get("_tessera_options")
-    if kept is not None:
+    if kept is not None and _is_as_tried(module):
         return kept
     if torch.compiler.is_compiling():
-        raise RuntimeError("experts that Tessera has not seen yet: call tessera.huggingface.prepare(model) before "
-                           "torch.compile")
+        raise RuntimeError("experts that Tessera has not seen as they are: call tessera.huggingface.prepare(model) "
+                           "before torch.compile")
     name = type(module).__name__
     if getattr(module, "has_post_expert_norm", False):
         raise NotImplementedError(f"{name}: normalises the experts' outputs, which Tessera does not; use another "
@@ -93,6 +93,10 @@ def _options_of(module) -> str:
         if weight.dtype.itemsize < 2:
             raise NotImplementedError(f"{name}: weights of {weight.dtype}, which Tessera does not scale; load the "
                                       "model in bf16 or use another experts_implementation")
+    act_fn = getattr(module, "act_fn", None)
+    if isinstance(act_fn, torch.nn.Module) and next(act_fn.parameters(), None) is not None:
+        raise NotImplementedError(f"{name}: its activation has parameters, which Tessera would take for constants; use "
+                                  "another experts_implementation")
     layout = "interleaved" if module.has_gate and not module.is_concatenated else "concat"
     if module.is_transposed:
         layout = "transposed" if layout == "concat" else "transposed-interleaved"
@@ -104,6 +108,32 @@ def _options_of(module) -> str:
             return module._apply_gate(columns)
     else:
         compute = module.act_fn
-    activation = recognise(name, compute, module.has_gate, (module, getattr(module, "config", None)))
+    config = getattr(module, "config", None)
+    activation = recognise(name, compute, module.has_gate, (module, config))
+    module._tessera_tried = act_fn, _numbers(module), _numbers(config)
     module._tessera_options = functional.options_text(layout=layout, **activation)
     return module._tessera_options
+
+
+def _numbers(owner) -> tuple:
+    """Its attributes that may be numbers of its activation, or None in their place."""
+    return tuple([(key, value) for key, value in (vars(owner).items() if owner is not None else ())
+                  if any(word in key for word in ("alpha", "limit", "clamp", "scale", "softcap"))
+                  and (value is None or type(value) in (int, float))])
+
+
+def _is_as_tried(module) -> bool:
+    act_fn, own, of_config = module._tessera_tried
+    if getattr(module, "act_fn", None) is not act_fn:
+        return False
+    if own:
+        numbers = module.__dict__
+        for key, value in own:
+            if numbers.get(key) != value:
+                return False
+    if of_config:
+        numbers = module.config.__dict__
+        for key, value in of_config:
+            if numbers.get(key) != value:
+                return False
+    return True

@@ -251,6 +251,44 @@ class Interface(unittest.TestCase):
 
         self.agrees(self.experts(gate=deepseek_v4), "clamped-swiglu")
 
+    def test_a_changed_activation_is_recognised_anew(self):
+        def clamped(self, gate_up):
+            gate, up = gate_up.chunk(2, dim=-1)
+            if self.config.swiglu_limit is not None:
+                gate, up = gate.clamp(max=self.config.swiglu_limit), up.clamp(-self.limit, self.limit)
+            return self.act_fn(gate) * up
+
+        experts = self.experts(gate=clamped)
+        experts.config.swiglu_limit = 2.5
+        self.agrees(experts, "clamped-swiglu")
+        experts.limit = experts.config.swiglu_limit = 0.5
+        self.agrees(experts, "clamped-swiglu")
+        self.agrees(copy.deepcopy(experts), "clamped-swiglu")
+        experts.config.swiglu_limit = 0.75  # of one alone
+        with self.assertRaisesRegex(NotImplementedError, "none of Tessera's"):
+            experts(self.x, self.ids, self.scores)
+        experts.config.swiglu_limit = None
+        self.agrees(experts, "swiglu")
+        experts.act_fn = torch.nn.GELU()
+        self.agrees(experts, "geglu-erf")
+        with mock.patch.object(tessera.huggingface, "recognise") as recognise:
+            for same in (experts, copy.deepcopy(experts)):
+                same(self.x, self.ids, self.scores)
+        recognise.assert_not_called()
+
+    def test_activations_with_parameters_are_refused(self):
+        class Scaled(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.scale = torch.nn.Parameter(torch.ones(()))
+
+            def forward(self, x):
+                return torch.nn.functional.silu(x) * self.scale
+
+        for flags in ({}, {"has_gate": False}):
+            with self.assertRaisesRegex(NotImplementedError, "its activation has parameters"):
+                self.experts(Scaled(), **flags)(self.x, self.ids, self.scores)
+
     def test_recognised_whatever_mode_is_active(self):
         """Modes are for the layer, not for the numbers that its activation is tried on."""
         expected = self.experts()(self.x, self.ids, self.scores)

@@ -75,11 +75,13 @@ def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = No
     gradients, plain = False, True
     for tensor in arguments:
         if tensor is not None:
-            plain = plain and type(tensor) in ops.autograd.PLAIN
+            plain = plain and type(tensor) in ops.autograd.PLAIN and (compiling or not tensor.is_neg())
             gradients = gradients or tensor.requires_grad
     alike = plain and not cast and not compiling and not step
     if not plain:
         arguments = tuple([local(t) for t in arguments])
+        if not compiling:  # the memory of a tensor that is negated lazily has the other sign
+            arguments = tuple([t if t is None else t.resolve_neg() for t in arguments])
         plain = all(t is None or type(t) in ops.autograd.PLAIN for t in arguments)
     if cast:
         arguments = _autocast(arguments)

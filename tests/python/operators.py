@@ -150,6 +150,21 @@ class Operators(layers.Layer):
         (dx,) = torch.autograd.grad(self.routed(self.tensors).sum(), self.tensors["x"])  # an expanded gradient
         self.assertTrue(torch.isfinite(dx).all())
 
+    def test_tensors_that_are_negated_lazily(self):
+        def results(names, negate):
+            """Of the layer where these are the negative of something."""
+            t = eager.leaves({n: -tensor if n in names else tensor for n, tensor in self.tensors.items()})
+            given = {name: negate(tensor) if name in names else tensor for name, tensor in t.items()}
+            with torch.no_grad():
+                inference = self.routed(given)
+            o = self.routed(given)
+            return [inference, o, *torch.autograd.grad(o, list(t.values()), negate(self.d_o))]
+
+        for names in ((), *[(name,) for name in self.tensors], tuple(self.tensors)):
+            for _ in range(2):
+                for a, b in zip(results(names, torch._neg_view), results(names, torch.neg), strict=True):
+                    self.assertTrue(torch.equal(a, b), names)
+
     def test_a_call_unlike_the_last_one_is_seen(self):
         """Each of these calls, after each other one, gives the bits that it gives where nothing is remembered."""
         x, scores, w, other = self.data()[0], self.data()[2], self.weights(bias=True), self.weights(experts=9)

@@ -120,7 +120,8 @@ class Layer(torch.autograd.Function):
             buffers = _held(call.positions, ctx.needs_input_grad, buffers)
         # Dynamo, where it traces a backward pass, may free what a plan's C call still reads: it gets the operators.
         compiling = torch.compiler.is_compiling()
-        plain = not compiling and type(d_o) in PLAIN and direct() and not torch.is_grad_enabled()
+        plain = (not compiling and type(d_o) in PLAIN and direct() and not torch.is_grad_enabled()
+                 and not d_o.is_neg())  # else its memory has the other sign
         # What is captured may be replayed more often than forward.
         over_h = (not compiling and alike and call.text_over_h is not None and not _keeps_graph()
                   and not (call.plan.on_gpu and _captures()))

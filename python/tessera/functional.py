@@ -57,6 +57,13 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def _rows(name: str, tensor):
+    """As a matrix: of any rank but 0."""
+    if not tensor.dim():
+        raise ValueError(f"{name}: rank 0; the last dimension is needed, shape [.., size]")
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
 def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = None, with_tables: bool = False,
         step: int = 0):
     """One layer call: results of moe_forward where a gradient or the tables are wanted, else [o].
@@ -160,7 +167,7 @@ def moe_with(text: str, choice: tuple, x, router_tensors: tuple, weights: tuple,
              buffers: tuple | None = None, step: int = 0):
     """`moe` with its options as text (options_text), for callers that keep it; choice: top_k, router and rounding."""
     flat = x.dim() == 2
-    rows = x if flat else x.reshape(-1, x.shape[-1])
+    rows = x if flat else _rows("x", x)
     results = run(text, rows, (None, None, *router_tensors, None, None), weights, buffers, return_router, step)
     o = results[0] if flat else results[0].view(x.shape)
     if not return_router:
@@ -204,9 +211,9 @@ def routed_experts(x, topk_ids, topk_weights, w_up, w_down, *, w_gate=None, b_up
 
 def routed_experts_with(text: str, x, topk_ids, topk_weights, weights: tuple, buffers=None):
     """`routed_experts` with its options as text (options_text), for callers that keep it."""
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else _rows("x", x)
     if topk_ids.dim() != 2:
-        topk_ids, topk_weights = (t.reshape(-1, t.shape[-1]) for t in (topk_ids, topk_weights))
+        topk_ids, topk_weights = _rows("topk_ids", topk_ids), _rows("topk_weights", topk_weights)
     if topk_weights.dtype is not torch.float32:
         topk_weights = topk_weights.float()
     o = run(text, rows, (topk_ids, topk_weights, None, None, None, None, None), weights, buffers)[0]
@@ -244,7 +251,7 @@ def route(x, w_router, *, top_k: int, router: str = "topk-softmax", b_router=Non
     """
     text = options_text(router=router, top_k=top_k, route_scale=route_scale, normalize_scores=normalize_scores,
                         groups=groups, top_groups=top_groups)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = _rows("x", x)
     tensors = _cast(*[local(t) for t in (rows, w_router, b_router, selection_bias)])
     results = torch.ops.tessera.route.default(*tensors, text)
     topk_weights, topk_ids, logits = [result.view(*x.shape[:-1], result.shape[-1]) for result in results]

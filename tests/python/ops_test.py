@@ -258,6 +258,9 @@ class Refusals(unittest.TestCase):
             "layout='blocked:0': unknown": {"layout": "blocked:0"},
             "layout='transposed-concat': unknown": {"layout": "transposed-concat"},
             "x: shape|x: rank|hidden|w_up": {"x": self.x[:, :16]},
+            "x: rank 0": {"x": self.x[0, 0]},
+            "topk_ids: rank 0": {"topk_ids": self.ids[0, 0], "topk_weights": self.scores[0, 0]},
+            "topk_weights: rank 0": {"topk_ids": self.ids[0], "topk_weights": self.scores[0, 0]},
             "w_up: rank 2": {"w_up": self.w["w_up"][0]},
             "w_down: shape": {"w_down": self.w["w_down"].mT.contiguous()},
             "dtype": {"w_down": self.w["w_down"].double()},
@@ -269,6 +272,11 @@ class Refusals(unittest.TestCase):
             with self.subTest(text), self.assertRaisesRegex(ValueError, text) as caught:
                 self.routed(**change)
             self.assertNotIn("\n", str(caught.exception))
+
+    def test_x_of_no_dimension(self):
+        for call in (tessera.route, functools.partial(tessera.moe, w_up=self.w["w_up"], w_down=self.w["w_down"])):
+            with self.assertRaisesRegex(ValueError, "^x: rank 0"):
+                call(self.x[0, 0], w_router=self.x[:5], top_k=2)
 
     def test_other_devices(self):
         with self.assertRaises(NotImplementedError):

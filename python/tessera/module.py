@@ -86,6 +86,12 @@ class MoE(nn.Module):
             self.selection_bias = bias.to(self.selection_bias.device)
         return self
 
+    def _load_from_state_dict(self, *arguments):
+        """As nn.Module's; with assign=True the selection bias would have the type that it has there."""
+        super()._load_from_state_dict(*arguments)
+        if self.selection_bias is not None:
+            self.selection_bias = self.selection_bias.float()
+
     def reset_parameters(self) -> None:
         """Uniform weights of variance 1/(3 * fan-in), as nn.Linear; biases 0, the selection bias too."""
         for name, parameter in self.named_parameters(recurse=False):

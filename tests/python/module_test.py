@@ -175,6 +175,11 @@ class Module(unittest.TestCase):
         self.assertTrue(torch.equal(layer(self.x), other(self.x)))
         self.assertIn("experts=8", repr(layer))
         self.assertIs(layer.bfloat16().selection_bias.dtype, torch.float32)
+        with torch.device("meta"):
+            assigned = tessera.MoE(32, 16, 8, 2, selection_bias=True)
+        assigned.load_state_dict({name: t.bfloat16() for name, t in other.state_dict().items()}, assign=True)
+        self.assertEqual((assigned.w_up.dtype, assigned.selection_bias.dtype), (torch.bfloat16, torch.float32))
+        self.assertTrue(torch.equal(assigned(self.x.bfloat16()), other.bfloat16()(self.x.bfloat16())))
         meta = tessera.MoE(32, 16, 8, 2, device="meta", dtype=torch.bfloat16)
         self.assertEqual(meta.w_up.dtype, torch.bfloat16)
 

@@ -77,6 +77,9 @@ def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = No
         call, tensors = recall(text, arguments)
         if call is not None:
             return _run(call, tensors, buffers, step)
+    if not compiling and torch._C._get_tracing_state() is not None:
+        raise NotImplementedError("torch.jit.trace: Tessera's calls depend on shapes, which a trace takes for "
+                                  "constants; use torch.compile or torch.export")
     cast = torch._C._is_any_autocast_enabled()
     straight = not compiling and not forward_mode and ops.autograd.direct()
     gradients, plain = False, True

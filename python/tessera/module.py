@@ -116,9 +116,12 @@ class MoE(nn.Module):
             buffers = tuple(getattr(weight, "main_grad", None) for weight in weights)
             buffers = buffers if any(buffer is not None for buffer in buffers) else None
         choice = (self.top_k, self.router, self.rounding if self.training else "none")
-        result = functional.moe_with(
-            self._texts[self.training, return_router], choice, x,
-            (self.w_router, self.b_router, self.selection_bias), weights, return_router, buffers, self.step)
+        text = self._texts.get((self.training, return_router))
+        if text is None:
+            raise TypeError(f"return_router={return_router}: must be True or False; torch.fx.symbolic_trace, which has "
+                            "neither, is not served: use torch.compile or torch.export")
+        result = functional.moe_with(text, choice, x, (self.w_router, self.b_router, self.selection_bias), weights,
+                                     return_router, buffers, self.step)
         if self.w_shared_up is None:
             return result
         shared = self._shared(x)

@@ -195,6 +195,19 @@ class Module(unittest.TestCase):
             self.assertTrue(torch.isfinite(tensor).all(), name)
         self.assertEqual(layer.selection_bias.abs().max(), 0)
 
+    def test_tracers_that_are_not_served(self):
+        layer = self.layer()
+        for _ in range(2):  # the second time with a call that is remembered
+            for context in (torch.no_grad, torch.enable_grad):
+                with context(), self.assertRaisesRegex(NotImplementedError, "^torch.jit.trace: .*; use torch.compile"):
+                    torch.jit.trace(layer, self.x)
+                with context():
+                    layer(self.x)
+        with self.assertRaisesRegex(TypeError, "torch.fx.symbolic_trace, .*: use torch.compile"):
+            torch.fx.symbolic_trace(layer)
+        exported = torch.export.export(layer, (self.x,)).module()
+        self.assertTrue(torch.equal(exported(self.x), layer(self.x)))
+
     def test_bad_options(self):
         for options, text in (({"top_k": 9}, "top_k=9, experts=8"), ({"router": "given"}, "router=given"),
                               ({"activation": "tanh"}, "activation='tanh'"), ({"hidden": 0}, "hidden=0")):

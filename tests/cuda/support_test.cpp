@@ -5,6 +5,7 @@
 #include <limits>
 #include <string>
 
+#include "cuda/host/choice_limits.hpp"
 #include "cuda/layer/architecture.hpp"
 #include "cuda/layer/backend.hpp"
 #include "cuda/layer/error_word.hpp"
@@ -68,6 +69,29 @@ TEST(CheckSupported, RefusesTheRestWithAReason) {
     d.router.groups = d.router.top_groups = 64;
   });
   EXPECT_NE(groups.find("groups=64"), std::string::npos) << groups;
+}
+
+// What chooses tokens holds bits of all experts in shared memory; a choice by tokens has no such limit.
+TEST(CheckSupported, ExpertsThatTakeTokensAreLimited) {
+  MoeDesc rounds = served_desc(), chooses = served_desc(), plain = served_desc();
+  rounds.router.round = Rounding::nr_f;
+  chooses.router = {.kind = RouterKind::expert_choice};
+  for (MoeDesc* const desc : {&rounds, &chooses, &plain}) {
+    desc->shape.experts = kMostChoosingExperts;
+    EXPECT_TRUE(check_supported(*desc).ok());
+    ++desc->shape.experts;
+  }
+  for (MoeDesc const* const desc : {&rounds, &chooses}) {
+    Status const status = check_supported(*desc);
+    EXPECT_EQ(status.code(), StatusCode::unsupported);
+    std::string const text = status.text();
+    for (std::string const part : {"experts=32769", "up to 32768", "use device cpu"}) {
+      EXPECT_NE(text.find(part), std::string::npos) << text << " lacks " << part;
+    }
+  }
+  EXPECT_TRUE(check_supported(plain).ok());
+  chooses.router.replay = true;
+  EXPECT_TRUE(check_supported(chooses).ok()) << "the choice is given";
 }
 
 TEST(CheckSupported, GroupedGemms) {

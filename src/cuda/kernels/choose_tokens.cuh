@@ -15,6 +15,7 @@
 //          leave through shared memory; fills what is left of P
 // Numerics integers, atomics only where their order does not matter; bitwise repeatable: yes, the order of pairs is
 //          total
+// Requires E <= kMostChoosingExperts
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,6 +26,7 @@
 #include "../arch/warp.cuh"
 #include "../block/fold.cuh"
 #include "../block/warp_sums.cuh"
+#include "../host/choice_limits.hpp"
 #include "../host/choose_tokens.hpp"
 #include "../host/launch.hpp"
 #include "core/token_rounding.hpp"
@@ -32,11 +34,10 @@
 namespace tessera::cuda {
 
 struct ChooseTokensConfig {
-  static constexpr int kBlockWarps = 8;           // of emit
-  static constexpr int kStagedSlots = 1024;       // of a block, that pass through shared memory
-  static constexpr int kMostKeptBytes = 1 << 17;  // 32768 experts
-  static constexpr int kThreads = 512;            // of keep
-  static constexpr int kCtas = 2;                 // of keep on an SM, where their ranks fit
+  static constexpr int kBlockWarps = 8;      // of emit
+  static constexpr int kStagedSlots = 1024;  // of a block, that pass through shared memory
+  static constexpr int kThreads = 512;       // of keep
+  static constexpr int kCtas = 2;            // of keep on an SM, where their ranks fit
   static constexpr int kMostTokens = 49152;  // whose ranks of an expert lie in its shared memory
   static constexpr int kAhead = 16;          // ranks of a thread that are on their way at once
   static constexpr int kScanThreads = 1024;
@@ -326,11 +327,15 @@ struct ChoicePart {
   uint32_t* smem_kept;  // this lane's words, a warp apart: of 32 experts each
 
   // Experts of a warp, and words of a lane.
-  __host__ __device__ static int experts_of(int experts) {
+  __host__ __device__ static constexpr int experts_of(int experts) {
     return (experts + Config::kBlockWarps - 1) / Config::kBlockWarps;
   }
-  __host__ __device__ static int words_of(int experts) {
+  __host__ __device__ static constexpr int words_of(int experts) {
     return (experts_of(experts) + arch::kWarpThreads - 1) / arch::kWarpThreads;
+  }
+  // Of all lanes of a CTA.
+  static constexpr int kept_bytes(int experts) {
+    return 4 * Config::kBlockWarps * arch::kWarpThreads * words_of(experts);
   }
 
   __device__ ChoicePart(ChooseTokensArguments const& p, uint32_t* smem)
@@ -457,10 +462,12 @@ __global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads)
 
 template <class Config>
 cudaError_t launch_choose_tokens_config(ChooseTokensArguments const& args, cudaStream_t stream) {
+  if (args.experts > kMostChoosingExperts) return cudaErrorInvalidValue;
   cudaError_t error =
       host::allow_shared_memory<choose_tokens_keep<Config>>(4 * Config::kMostTokens);
   if (error != cudaSuccess) return error;
-  error = host::allow_shared_memory<choose_tokens_emit<Config>>(Config::kMostKeptBytes);
+  error = host::allow_shared_memory<choose_tokens_emit<Config>>(
+      ChoicePart<Config>::kept_bytes(kMostChoosingExperts));
   if (error != cudaSuccess) return error;
   auto const experts = static_cast<unsigned>(args.experts);
   size_t const smem_bytes =
@@ -479,7 +486,7 @@ cudaError_t launch_choose_tokens_config(ChooseTokensArguments const& args, cudaS
   constexpr int kBlockThreads = Config::kBlockWarps * arch::kWarpThreads;
   // Without tokens one block still writes the first offset.
   auto const blocks = static_cast<unsigned>(choice_blocks(args.tokens > 0 ? args.tokens : 1));
-  size_t const kept_bytes = 4 * kBlockThreads * size_t(ChoicePart<Config>::words_of(args.experts));
+  auto const kept_bytes = static_cast<size_t>(ChoicePart<Config>::kept_bytes(args.experts));
   choose_tokens_emit<Config><<<blocks, kBlockThreads, kept_bytes, stream>>>(args);
   return cudaGetLastError();
 }

@@ -3,6 +3,7 @@
 #include "cuda/layer/backend.hpp"
 
 #include "core/router_groups.hpp"
+#include "cuda/host/choice_limits.hpp"
 
 namespace tessera::cuda {
 namespace {
@@ -15,6 +16,13 @@ Status check_router(MoeDesc const& desc) noexcept {
     return Status::unsupported("groups=%lld: the CUDA backend serves up to %lld",
                                static_cast<long long>(core::router_groups(desc).groups),
                                static_cast<long long>(kMaxGroups));
+  }
+  if ((desc.rounds_tokens() || desc.experts_choose()) &&
+      desc.shape.experts > kMostChoosingExperts) {
+    return Status::unsupported(
+        "experts=%lld: with token rounding or expert choice the CUDA backend serves up to %d; "
+        "use device cpu",
+        static_cast<long long>(desc.shape.experts), kMostChoosingExperts);
   }
   return {};
 }

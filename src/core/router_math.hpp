@@ -50,6 +50,16 @@ TESSERA_INLINE float key_value(std::uint32_t ordered) noexcept {
 /// Added to the sum of the chosen p before scores are divided by it.
 constexpr float kNormalizeFloor = 1e-20f;
 
+/// S, by which the chosen p are divided, and what the quotients lack of adding up to 1: 0 where the floor is too small
+/// to change S. So a single score is 1 and its gradient exactly 0, unless its p is tiny.
+struct Normalizer {
+  float sum = 1.0f, rest = 0.0f;
+};
+TESSERA_INLINE Normalizer normalizer(float sum_of_p) noexcept {
+  float const sum = sum_of_p + kNormalizeFloor;
+  return {sum, (sum - sum_of_p) / sum};
+}
+
 /// q or p of a score c*q, c*p; c = 0 makes every score and gradient 0.
 TESSERA_INLINE float unscaled_score(float scale, float score) noexcept {
   return scale == 0.0f ? 0.0f : score / scale;

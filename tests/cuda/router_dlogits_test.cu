@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // router_dlogits on a GPU: one kernel, and the plain twins of dscores and router_dlogits one after the other, agree bit
-// for bit. What is right is `tessera verify`'s job. Exit 0 passed, 1 failed, 77 skipped (no GPU).
+// for bit. What is right is `tessera verify`'s job, but for p so small that S is more than their sum. Exit 0 passed,
+// 1 failed, 77 skipped (no GPU).
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -34,7 +35,10 @@ struct Case {
   double sentinels = 0;
   bool bias = false, aux = false, rounded = true;
   int64_t copy_padding = 0;  // of the caller's copy; negative: none
+  float p_scale = 0;         // not 0: scores are c p/S of p as large as this, no sentinels
 };
+
+constexpr float kRouteScale = 2.5f;
 
 struct Result {
   Bytes dscores, dlogits, rounded, copy;
@@ -71,6 +75,16 @@ Data make_data(Case const& c) {
       data.rows.push_back(sentinel ? -1 : rows++);
       data.scores.push_back(sentinel ? NAN : 0.5f + 0.1f * normal(random));
       data.chosen_p.push_back(sentinel ? NAN : 0.5f + 0.1f * normal(random));
+    }
+  }
+  for (size_t token = 0; c.p_scale != 0 && token < size_t(c.tokens); ++token) {
+    double sum = tessera::core::kNormalizeFloor;
+    for (size_t slot = token * size_t(c.top_k); slot < (token + 1) * size_t(c.top_k); ++slot) {
+      data.chosen_p[slot] = c.p_scale * (0.1f + std::abs(normal(random)));
+      sum += data.chosen_p[slot];
+    }
+    for (size_t slot = token * size_t(c.top_k); slot < (token + 1) * size_t(c.top_k); ++slot) {
+      data.scores[slot] = float(kRouteScale * data.chosen_p[slot] / sum);
     }
   }
   auto const fill = [&](auto& out, int64_t count) {
@@ -133,7 +147,7 @@ Result run(Case const& c, Data const& data, Launch launch, bool scratch, bool by
                   .experts = c.experts,
                   .top_k = c.top_k,
                   .kind = c.kind,
-                  .route_scale = 2.5f,
+                  .route_scale = kRouteScale,
                   .normalize_scores = c.normalize};
   require(launch(args, cudaStream_t{}), "launch");
   require(cudaDeviceSynchronize(), "router_dlogits");
@@ -161,6 +175,31 @@ bool rows_agree(Case const& c, Data const& data, Launch launch) {
   return true;
 }
 
+// Of normalised sigmoids in fp64: dl_k = (g_k - sum of g q)/S p_k (1 - p_k), S with its floor, q = p/S.
+bool is_right(Case const& c, Data const& data, Result const& result) {
+  if (c.p_scale == 0) return true;
+  std::vector<float> dscores(data.ids.size()), dlogits(size_t(c.tokens * c.experts));
+  std::memcpy(dscores.data(), result.dscores.data(), result.dscores.size());
+  std::memcpy(dlogits.data(), result.dlogits.data(), result.dlogits.size());
+  for (size_t token = 0; token < size_t(c.tokens); ++token) {
+    size_t const first = token * size_t(c.top_k), end = first + size_t(c.top_k);
+    double sum = tessera::core::kNormalizeFloor, mean = 0, largest = 0;
+    for (size_t slot = first; slot < end; ++slot) sum += data.chosen_p[slot];
+    for (size_t slot = first; slot < end; ++slot) {
+      double const g = double{kRouteScale} * dscores[slot];
+      mean += g * data.chosen_p[slot] / sum;
+      largest = std::max(largest, std::abs(g));
+    }
+    for (size_t slot = first; slot < end; ++slot) {
+      double const p = data.chosen_p[slot], g = double{kRouteScale} * dscores[slot];
+      double const want = (g - mean) / sum * p * (1 - p);
+      double const have = dlogits[token * size_t(c.experts) + size_t(data.ids[slot])];
+      if (!(std::abs(have - want) <= 1e-5 * largest)) return false;
+    }
+  }
+  return true;
+}
+
 bool passes(Case const& c) {
   Data const data = make_data(c);
   Result const plain = run(c, data, launch_plain, false);
@@ -171,9 +210,11 @@ bool passes(Case const& c) {
   scratch.dlogits = plain.dlogits;
   bool const by_row = rows_agree(c, data, tessera::cuda::launch_router_dlogits) &&
                       rows_agree(c, data, launch_plain);
-  bool const passed = same && left_alone && by_row && scratch == plain;
-  std::printf("%s %s%s%s%s\n", passed ? "passed" : "FAILED", c.name, same ? "" : " (bits)",
-              left_alone ? "" : " (scratch is written)", by_row ? "" : " (by row)");
+  bool const right = is_right(c, data, plain);
+  bool const passed = same && left_alone && by_row && right && scratch == plain;
+  std::printf("%s %s%s%s%s%s\n", passed ? "passed" : "FAILED", c.name, same ? "" : " (bits)",
+              left_alone ? "" : " (scratch is written)", by_row ? "" : " (by row)",
+              right ? "" : " (values)");
   return passed;
 }
 
@@ -249,6 +290,27 @@ constexpr Case kCases[] = {
      .experts = 64,
      .top_k = 8,
      .kind = RouterKind::sqrtsoftplus},
+    {.name = "tiny p",
+     .tokens = 400,
+     .experts = 64,
+     .top_k = 6,
+     .kind = RouterKind::sigmoid_bias,
+     .normalize = true,
+     .p_scale = 1e-20f},
+    {.name = "one tiny p",
+     .tokens = 400,
+     .experts = 64,
+     .top_k = 1,
+     .kind = RouterKind::sigmoid_bias,
+     .normalize = true,
+     .p_scale = 1e-20f},
+    {.name = "ordinary p",
+     .tokens = 400,
+     .experts = 64,
+     .top_k = 6,
+     .kind = RouterKind::sigmoid_bias,
+     .normalize = true,
+     .p_scale = 0.1f},
 };
 
 }  // namespace

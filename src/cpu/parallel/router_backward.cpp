@@ -91,20 +91,22 @@ void softmax_over_all(float scale, Experts const& chosen, float const* logits, s
   }
 }
 
+// The normalised q of the members add up to 1 - rest: g_k - sum of g q = g_k rest + centered.
 void own_p_scores(Router const& router, Experts const& members, Experts const& added,
                   float* dlogits) noexcept {
   bool const normalized = router.normalize_scores;
-  float const sum = normalized ? core::warp_sum(members.p, members.count) + kNormalizeFloor : 1.0f;
+  core::Normalizer normalizer;
+  if (normalized) normalizer = core::normalizer(core::warp_sum(members.p, members.count));
   float of_added = 0.0f;
   for (std::int64_t k = 0; k < added.count; ++k) {
     of_added += added.scores[k] * added.dscores[k];
     float const g = router.route_scale * added.dscores[k];
-    dlogits[added.ids[k]] = own_p_gradient(router.kind, added.p[k], g / sum);
+    dlogits[added.ids[k]] = own_p_gradient(router.kind, added.p[k], g / normalizer.sum);
   }
   for (std::int64_t k = 0; k < members.count; ++k) {
-    float const g =
-        normalized ? centered(members, k) - of_added : router.route_scale * members.dscores[k];
-    dlogits[members.ids[k]] = own_p_gradient(router.kind, members.p[k], g / sum);
+    float g = router.route_scale * members.dscores[k];
+    if (normalized) g = g * normalizer.rest + centered(members, k) - of_added;
+    dlogits[members.ids[k]] = own_p_gradient(router.kind, members.p[k], g / normalizer.sum);
   }
 }
 

@@ -124,9 +124,13 @@ __device__ __forceinline__ void dlogits_over_chosen(RouterDlogitsArguments const
   float value;
   if (core::has_own_p(p.kind)) {
     float const chosen_p = own.routed ? p.gmem_chosen_p[slot] : 0.0f;
-    float const sum =
-        p.normalize_scores ? block::fold_sum<kLanes>(chosen_p) + core::kNormalizeFloor : 1.0f;
-    float const g = p.normalize_scores ? centered<kLanes>(own, p.top_k) : p.route_scale * own.ds;
+    float g = p.route_scale * own.ds, sum = 1.0f;
+    if (p.normalize_scores) {
+      // The q of the chosen add up to 1 - rest: g_k - sum of g q = g_k rest + centered.
+      auto const normalizer = core::normalizer(block::fold_sum<kLanes>(chosen_p));
+      sum = normalizer.sum;
+      g = g * normalizer.rest + centered<kLanes>(own, p.top_k);
+    }
     value = core::own_p_gradient(p.kind, chosen_p, g / sum);
   } else {
     value = core::unscaled_score(p.route_scale, own.score) * centered<kLanes>(own, p.top_k);

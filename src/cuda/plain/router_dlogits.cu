@@ -130,14 +130,15 @@ struct Token {
     __syncwarp();
   }
   // S of the members, 1 where they are not normalised.
-  __device__ float divisor(Experts const& members) const {
-    if (!p.normalize_scores) return 1;
+  __device__ core::Normalizer normalizer(Experts const& members) const {
+    if (!p.normalize_scores) return {};
     float partial = 0;
     members.for_each([&](int64_t k, int32_t id) { partial += own_p(members, k, id); });
-    return plain::warp_sum(partial) + core::kNormalizeFloor;
+    return core::normalizer(plain::warp_sum(partial));
   }
+  // The normalised q of the members add up to 1 - rest: g_k - sum of g q = g_k rest + centered.
   __device__ void own_p_scores(Experts const& members, Experts const& added) const {
-    float const sum = divisor(members);
+    auto const [sum, rest] = normalizer(members);
     float partial = 0;
     added.for_each([&](int64_t k, int32_t id) {
       partial += added.gmem_scores[k] * added.gmem_dscores[k];
@@ -146,8 +147,8 @@ struct Token {
     });
     float const of_added = plain::warp_sum(partial);
     members.for_each([&](int64_t k, int32_t id) {
-      float const g = p.normalize_scores ? members.centered(k) - of_added
-                                         : p.route_scale * members.gmem_dscores[k];
+      float g = p.route_scale * members.gmem_dscores[k];
+      if (p.normalize_scores) g = g * rest + members.centered(k) - of_added;
       gmem_row[id] = core::own_p_gradient(p.kind, own_p(members, k, id), g / sum);
     });
   }
@@ -245,7 +246,7 @@ struct SplitToken {
       members().for_each(
           [&](int64_t, int32_t id) { partial += core::exp_fp32(token.gmem_logits[id] - largest); });
     }
-    float const sum = own_p ? token.divisor(members()) : plain::warp_sum(partial);
+    float const sum = own_p ? token.normalizer(members()).sum : plain::warp_sum(partial);
     members().for_each([&](int64_t k, int32_t id) {
       float const logit = token.gmem_logits[id];
       float const term = own_p ? core::own_p(p.kind, logit) : core::exp_fp32(logit - largest);

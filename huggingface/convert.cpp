@@ -39,8 +39,8 @@ struct Stopped {};
 /// A tensor of the new checkpoint.
 struct Output {
   lm::TensorEntry entry;
-  std::optional<ExpertTensor>
-      expert;  ///< made from a group; else copied from the tensor of the same name
+  std::optional<ExpertTensor> expert;  ///< made from a group
+  std::string source = {};             ///< else copied from the tensor of that name
 };
 
 struct OutputFile {
@@ -140,6 +140,11 @@ class Planner {
     return record;
   }
 
+  // Where the group's experts stand in the new form. The way back to a recorded form changes no prefix.
+  [[nodiscard]] std::string new_prefix(ExpertGroup const& group, ExpertForm const& form) const {
+    return conversion_ ? group.prefix : native_prefix(form.naming, group.prefix);
+  }
+
   // All tensors of one layer's experts in the new form: as Hugging Face sorts them, expert by expert.
   [[nodiscard]] std::vector<Output> expert_outputs(ExpertGroup const& group,
                                                    ExpertForm const& form) const {
@@ -152,11 +157,18 @@ class Planner {
         if (bias && !group.bias) continue;
         for (Part const part : parts) {
           ExpertTensor const tensor{group.prefix, part, bias, per_expert ? e : -1};
-          std::string const name = expert_name(form.naming, tensor);
+          ExpertTensor named = tensor;
+          named.prefix = new_prefix(group, form);
+          std::string const name = expert_name(form.naming, named);
           if (name.empty()) {
             throw lm::InputError(fmt::format("{} has biases: {} names have no place for them",
                                              lm::printable(group.prefix),
                                              naming_name(form.naming)));
+          }
+          if (parse_expert_name(form.naming, name, form.separate()) != named) {
+            throw lm::InputError(fmt::format(
+                "experts {}: {} names have no place for them; is config.json of this model?",
+                lm::printable(group.prefix, 120), naming_name(form.naming)));
           }
           outputs.push_back({{.name = name,
                               .dtype = group.dtype,
@@ -168,15 +180,35 @@ class Planner {
     return outputs;
   }
 
+  // The modules around experts whose names change, "layers.0.mlp." -> "layers.0.block_sparse_moe.": what else is in
+  // them, the router, moves along.
+  [[nodiscard]] std::vector<std::pair<std::string, std::string>> moved_blocks(
+      ExpertForm const& form) const {
+    std::vector<std::pair<std::string, std::string>> moved;
+    for (auto const& [prefix, group] : groups_.groups()) {
+      std::string const native = new_prefix(group, form);
+      std::string_view const experts = "experts";
+      if (native == prefix || !native.ends_with(experts)) continue;
+      moved.emplace_back(prefix.substr(0, prefix.size() - experts.size()),
+                         native.substr(0, native.size() - experts.size()));
+    }
+    return moved;
+  }
+
   // Tensors in the order of the source, experts where their first tensor stands; files cut at shard_bytes.
   void lay_out(Plan& plan, lm::Metadata const& metadata) const {
     std::vector<Output> outputs;
+    auto const moved = moved_blocks(plan.form);
     std::set<std::string> done;
     ExpertForm const& now = groups_.form();
     for (StoredTensor const& tensor : checkpoint_.tensors()) {
       auto const parsed = parse_expert_name(now.naming, tensor.entry->name, now.separate());
       if (!parsed) {
-        outputs.push_back({*tensor.entry, std::nullopt});
+        Output copied{*tensor.entry, std::nullopt, tensor.entry->name};
+        for (auto const& [from, to] : moved) {
+          if (copied.source.starts_with(from)) copied.entry.name.replace(0, from.size(), to);
+        }
+        outputs.push_back(std::move(copied));
       } else if (done.insert(parsed->prefix).second) {
         auto experts = expert_outputs(groups_.group(parsed->prefix), plan.form);
         std::move(experts.begin(), experts.end(), std::back_inserter(outputs));
@@ -251,7 +283,7 @@ class Planner {
         if (source == nullptr || source->dtype != entry.dtype || source->shape != entry.shape) {
           does_not_fit(entry.name);
         }
-        made.tensors.push_back({entry, found ? found.mapped().expert : std::nullopt});
+        made.tensors.push_back({entry, found ? found.mapped().expert : std::nullopt, entry.name});
         copied += found ? 0 : 1;
       }
     }
@@ -310,7 +342,7 @@ class Writer {
       target.write(std::as_bytes(std::span(&length, 1)));
       target.write(std::as_bytes(std::span(file.header)));
       for (Output const& output : file.tensors) {
-        output.expert ? make(*output.expert, target) : copy(output.entry.name, target);
+        output.expert ? make(*output.expert, target) : copy(output.source, target);
       }
       target.rename_into_place();
     }

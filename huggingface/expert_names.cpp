@@ -141,4 +141,19 @@ std::optional<NativeForm> native_form(std::string_view model_type) noexcept {
   return std::nullopt;
 }
 
+std::string native_prefix(Naming naming, std::string_view prefix) {
+  constexpr std::string_view kExperts = ".experts", kMlp = "mlp.experts";
+  constexpr char const* kBlock = "block_sparse_moe.experts";
+  std::string native(prefix);
+  if (naming == Naming::stacked_linear && prefix.ends_with(kExperts)) {
+    native.resize(prefix.size() - kExperts.size());
+  }
+  bool const of_mlp =
+      prefix == kMlp || (prefix.ends_with(kMlp) && prefix[prefix.size() - kMlp.size() - 1] == '.');
+  if (naming == Naming::per_expert_w123 && of_mlp) {
+    native.replace(prefix.size() - kMlp.size(), kMlp.size(), kBlock);
+  }
+  return native;
+}
+
 }  // namespace tessera::huggingface

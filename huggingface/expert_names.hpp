@@ -52,4 +52,8 @@ struct NativeForm {
 };
 std::optional<NativeForm> native_form(std::string_view model_type) noexcept;
 
+/// Where the experts of `prefix` stand under a Hugging Face naming: transformers 5 calls the modules of Granite and
+/// Mixtral otherwise than their checkpoints do.
+std::string native_prefix(Naming naming, std::string_view prefix);
+
 }  // namespace tessera::huggingface

@@ -277,6 +277,43 @@ class Convert(Checkpoints):
         self.assertEqual(read_checkpoint(pathlib.Path(there)), expected("up-first", 0, prefix[:-1], False))
         self.same_folders(self.convert(there, "back", "huggingface"), source)
 
+    def stacked(self, block: str, router: str) -> dict:
+        """As transformers 5 saves a model whose experts it stacks."""
+        experts, prefix = [Expert(0, e) for e in range(E)], f"model.layers.0.{block}."
+        return attention(0, "BF16") | {
+            prefix + "experts.gate_up_proj": ("BF16", [E, 2 * N, D], flat(*(x.gate + x.up for x in experts))),
+            prefix + "experts.down_proj": ("BF16", [E, D, N], flat(*(x.down for x in experts))),
+            prefix + router: ("BF16", [E, D], flat(matrix(router, E, D, "BF16")))}
+
+    def test_stacked_mixtral_gets_its_own_names(self):
+        tensors = self.stacked("mlp", "gate.weight")
+        back = self.convert(self.checkpoint(tensors, "mixtral"), "back", "huggingface")
+        native = per_expert([0], ("w1", "w3", "w2"), "block_sparse_moe")
+        native = {name: tensor for name, tensor in native.items() if ".experts." in name} | attention(0, "BF16") | {
+            "model.layers.0.block_sparse_moe.gate.weight": tensors["model.layers.0.mlp.gate.weight"]}
+        self.assertEqual(read_checkpoint(pathlib.Path(back)), native)
+        there = self.convert(back, "there", "interleaved")
+        self.same_folders(self.convert(there, "again", "huggingface"), back)
+        os.unlink(os.path.join(there, "tessera_conversion.json"))
+        self.assertEqual(read_checkpoint(pathlib.Path(self.convert(there, "anew", "huggingface"))), native)
+
+    def test_stacked_granite_gets_its_own_names(self):
+        tensors = self.stacked("block_sparse_moe", "router.layer.weight")
+        source = self.checkpoint(tensors, "granitemoe")
+        back = self.convert(source, "back", "huggingface")
+        prefix = "model.layers.0.block_sparse_moe."
+        names = {"experts.gate_up_proj": "input_linear.weight", "experts.down_proj": "output_linear.weight"}
+        native = {prefix + names.get(name.removeprefix(prefix), "") if "experts" in name else name: tensor
+                  for name, tensor in tensors.items()}
+        self.assertEqual(read_checkpoint(pathlib.Path(back)), native)
+        self.same_folders(self.convert(self.convert(back, "there", "up-first"), "again", "huggingface"), back)
+        there = self.convert(source, "stacked", "concat")
+        self.same_folders(self.convert(there, "stacked-back", "huggingface"), source)
+
+    def test_refuses_experts_that_the_model_type_has_no_names_for(self):
+        self.checkpoint(self.stacked("mlp", "gate.weight"), "granitemoe")
+        self.refuse_convert("no place", "huggingface")
+
     def test_without_the_conversion_file(self):
         """Names and bits come back; the cut into files and the order of tensors may differ."""
         tensors = per_expert([0, 1])

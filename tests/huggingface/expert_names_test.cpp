@@ -60,5 +60,18 @@ TEST(ExpertNames, BiasesHaveNoPlaceInPerExpertNames) {
   EXPECT_EQ(expert_name(Naming::per_expert, {"mlp.experts", Part::gate, true, 0}), "");
 }
 
+TEST(ExpertNames, OfGraniteAndMixtralStandInTheirOwnModules) {
+  EXPECT_EQ(native_prefix(Naming::stacked_linear, "layers.0.block_sparse_moe.experts"),
+            "layers.0.block_sparse_moe");
+  EXPECT_EQ(native_prefix(Naming::stacked_linear, "layers.0.block_sparse_moe"),
+            "layers.0.block_sparse_moe");
+  EXPECT_EQ(native_prefix(Naming::per_expert_w123, "layers.0.mlp.experts"),
+            "layers.0.block_sparse_moe.experts");
+  EXPECT_EQ(native_prefix(Naming::per_expert_w123, "mlp.experts"), "block_sparse_moe.experts");
+  EXPECT_EQ(native_prefix(Naming::per_expert_w123, "my_mlp.experts"), "my_mlp.experts");
+  EXPECT_EQ(native_prefix(Naming::per_expert, "layers.0.mlp.experts"), "layers.0.mlp.experts");
+  EXPECT_EQ(native_prefix(Naming::tessera, "layers.0.mlp.experts"), "layers.0.mlp.experts");
+}
+
 }  // namespace
 }  // namespace tessera::huggingface

@@ -67,7 +67,22 @@ std::vector<Job> jobs_of(BenchFlags const& flags) {
       throw CommandError(fmt::format("--config {}: not known; choose from:{}", name, names));
     }
     Job job{name, flags.shape.layer_case()};
-    job.layer_case.desc.shape = found->shape;
+    MoeShape& shape = job.layer_case.desc.shape;
+    MoeShape const given = shape;
+    shape = found->shape;
+    shape.variable_experts = given.variable_experts;
+    // The layers that several GPUs share are measured at T 8192 each.
+    if (flags.gpus > 0 && !flags.configs.empty()) {
+      shape.tokens = std::min(shape.tokens, kTokensPerGpu);
+    }
+    bool const file = job.layer_case.routing.pattern == verify::RoutingPattern::file;
+    if (file && (shape.tokens != given.tokens || shape.top_k != given.top_k)) {
+      throw CommandError(
+          fmt::format("--config {} with --routing file: the configuration has {} tokens with top_k "
+                      "{}, the file "
+                      "{} with {}; leave out one of them",
+                      name, shape.tokens, shape.top_k, given.tokens, given.top_k));
+    }
     if (found->activation != ActivationKind::swiglu) {
       job.layer_case.desc.activation.kind = found->activation;
     }
@@ -314,11 +329,6 @@ std::string command_line_of(CLI::App const& command) {
 int bench_cuda(BenchFlags const& flags, std::string const& command_line) {
   CudaBench request;
   for (Job& job : jobs_of(flags)) {
-    // The layers that several GPUs share are measured at T 8192 each.
-    MoeShape& shape = job.layer_case.desc.shape;
-    if (flags.gpus > 0 && !flags.configs.empty()) {
-      shape.tokens = std::min(shape.tokens, kTokensPerGpu);
-    }
     request.jobs.push_back({job.name, std::move(job.layer_case)});
   }
   request.passes = flags.passes;

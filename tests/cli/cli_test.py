@@ -134,6 +134,14 @@ class Bench(Cli):
     def test_given_routing(self):
         self.run_tessera("bench", *SMALL, "--seconds", "0", "--router", "given", "--sentinels", "0.2", code=0)
 
+    def test_configuration_with_a_routing_file(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "routing.json")
+            for tokens, top_k in (1, 1), (4, 2), (4096, 1):
+                path.write_text(json.dumps({"topk_ids": [list(range(top_k))] * tokens,
+                                            "topk_weights": [[0.5] * top_k] * tokens}))
+                self.refuse("bench", "--config", "cpu-small", "--routing", f"file:{path}", naming="--config cpu-small")
+
     def test_bad_flags(self):
         self.refuse("bench", "--config", "no-such", naming="no-such")
         self.refuse("bench", "--pass", "sideways", naming="sideways")

@@ -64,6 +64,10 @@ Subject read_subject(Flags const& flags, CLI::App const& command) {
   } else {
     subject = model_subject(flags, command);
   }
+  if (subject.desc.router.tile < 1) {
+    throw CommandError(
+        fmt::format("--tile {}: a tile has at least one row", subject.desc.router.tile));
+  }
   check(saved_bytes(subject.desc).status());  // every rule of the library for a layer
   return subject;
 }

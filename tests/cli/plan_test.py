@@ -142,6 +142,9 @@ class Plan(Cli):
         self.refuse("plan", "--hf", config, "--router", "sigmoid-bias", naming="--router")
         self.refuse("plan", "--top-k", "99", naming="top_k=99")
         self.refuse("plan", "--tokens", "-1", naming="tokens=-1")
+        for tile in "0", "-3":
+            self.refuse("plan", "--tile", tile, naming=f"--tile {tile}")
+            self.refuse("plan", "--hf", config, "--tile", tile, naming=f"--tile {tile}")
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder, "config.json")
             for text, naming in (("", "JSON"), ("[]", "object"), ("{}", "model_type"), ("{" * 99, "JSON"),

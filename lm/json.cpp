@@ -3,7 +3,7 @@
 
 #include <fmt/format.h>
 
-#include <set>
+#include <unordered_set>
 #include <vector>
 
 #include "lm/error.hpp"
@@ -12,26 +12,55 @@ namespace tessera::lm {
 
 using nlohmann::json;
 
-nlohmann::json parse_json(std::string_view text, std::string_view what, int max_depth) {
-  std::vector<std::set<std::string>> keys;  // of the objects that are open
-  auto const watch = [&](int depth, json::parse_event_t event, json& parsed) {
-    using Event = json::parse_event_t;
-    if (depth > max_depth) {
-      throw InputError(fmt::format("{}: JSON nests deeper than {} levels", what, max_depth));
-    }
-    if (event == Event::object_start) keys.emplace_back();
-    if (event == Event::object_end) keys.pop_back();
-    if (event == Event::key && !keys.back().insert(parsed.get_ref<std::string const&>()).second) {
-      throw InputError(fmt::format("{}: the key \"{}\" stands twice in one object", what,
-                                   printable(parsed.get_ref<std::string const&>())));
-    }
-    return true;
-  };
-  try {
-    return json::parse(text.begin(), text.end(), watch);
-  } catch (json::exception const& error) {
-    throw InputError(fmt::format("{}: not valid JSON: {}", what, printable(error.what(), 160)));
+namespace {
+
+// Depth and keys, before anything is built: the parser's own callback takes quadratic time.
+class Rules : public nlohmann::json_sax<json> {
+ public:
+  Rules(std::string_view what, int max_depth) : what_(what), max_depth_(max_depth) {}
+
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(number_integer_t) override { return true; }
+  bool number_unsigned(number_unsigned_t) override { return true; }
+  bool number_float(number_float_t, string_t const&) override { return true; }
+  bool string(string_t&) override { return true; }
+  bool binary(binary_t&) override { return true; }
+  bool start_object(std::size_t) override { return open(); }
+  bool start_array(std::size_t) override { return open(); }
+  bool end_object() override { return close(); }
+  bool end_array() override { return close(); }
+  bool key(string_t& name) override {
+    if (keys_.back().insert(name).second) return true;
+    throw InputError(
+        fmt::format("{}: the key \"{}\" stands twice in one object", what_, printable(name)));
   }
+  bool parse_error(std::size_t, std::string const&, json::exception const& error) override {
+    throw InputError(fmt::format("{}: not valid JSON: {}", what_, printable(error.what(), 160)));
+  }
+
+ private:
+  bool open() {
+    keys_.emplace_back();
+    if (static_cast<int>(keys_.size()) <= max_depth_) return true;
+    throw InputError(fmt::format("{}: JSON nests deeper than {} levels", what_, max_depth_));
+  }
+  bool close() {
+    keys_.pop_back();
+    return true;
+  }
+
+  std::string_view what_;
+  int max_depth_;
+  std::vector<std::unordered_set<std::string>> keys_;  // of what is open; none of an array
+};
+
+}  // namespace
+
+nlohmann::json parse_json(std::string_view text, std::string_view what, int max_depth) {
+  Rules rules(what, max_depth);
+  json::sax_parse(text.begin(), text.end(), &rules);
+  return json::parse(text.begin(), text.end());
 }
 
 namespace {

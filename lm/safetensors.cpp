@@ -132,15 +132,18 @@ SafetensorsHeader parse_safetensors_header(std::string_view text, std::uint64_t 
 }
 
 std::string safetensors_header(Metadata const& metadata, std::span<TensorEntry const> tensors) {
-  // Ordered, so that the entries stand as their data do.
-  nlohmann::ordered_json header;
-  if (!metadata.empty()) header["__metadata__"] = metadata;
+  // Entry by entry, as their data stand: an ordered object would compare every name with every other.
+  std::string text = "{";
+  auto const add = [&text](std::string const& name, nlohmann::ordered_json const& value) {
+    text += (text.size() > 1 ? "," : "") + json(name).dump() + ":" + value.dump();
+  };
+  if (!metadata.empty()) add("__metadata__", metadata);
   for (TensorEntry const& tensor : tensors) {
-    header[tensor.name] = {{"dtype", tensor.dtype},
-                           {"shape", tensor.shape},
-                           {"data_offsets", {tensor.begin, tensor.end}}};
+    add(tensor.name, {{"dtype", tensor.dtype},
+                      {"shape", tensor.shape},
+                      {"data_offsets", {tensor.begin, tensor.end}}});
   }
-  std::string text = header.dump();
+  text += "}";
   text.append((kLengthBytes - text.size() % kLengthBytes) % kLengthBytes, ' ');
   return text;
 }

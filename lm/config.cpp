@@ -96,6 +96,20 @@ void require(json const& object, char const* key, json const& wanted) {
   throw InputError(fmt::format("{} must be {}: this model has no other form", key, wanted.dump()));
 }
 
+// transformers 5 saves num_experts by another model's name.
+std::int64_t size_from_json(json const& object, Size const& size) {
+  constexpr char const* kOtherName = "num_local_experts";
+  if (size.member != &ModelConfig::experts || !object.contains(kOtherName)) {
+    return json_integer(object, size.key, 1, size.largest);
+  }
+  std::int64_t const value = json_integer(object, kOtherName, 1, size.largest);
+  if (object.contains(size.key) && json_integer(object, size.key, 1, size.largest) != value) {
+    throw InputError(fmt::format("{} = {} contradicts {} = {}; leave out one of them", kOtherName,
+                                 value, size.key, object[size.key].dump()));
+  }
+  return value;
+}
+
 double rope_theta(json const& object) {
   auto const nested = object.find("rope_parameters");
   bool const inside = nested != object.end() && nested->is_object();
@@ -200,7 +214,7 @@ ModelConfig config_from_json(json const& object) {
 
   ModelConfig config;
   for (Size const& size : kSizes) {
-    config.*size.member = json_integer(object, size.key, 1, size.largest);
+    config.*size.member = size_from_json(object, size);
   }
   json const renormalised = object.value("norm_topk_prob", json(false));
   if (!renormalised.is_boolean()) throw InputError("norm_topk_prob must be true or false");

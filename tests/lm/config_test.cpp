@@ -37,6 +37,18 @@ TEST(Config, OfRoutersThatQwen3MoeLacksIsOurOwn) {
   }
 }
 
+TEST(Config, TakesTheNameOfTheExpertsThatTransformersSaves) {
+  json object = to_json(small_config());
+  object["num_local_experts"] = 5;
+  EXPECT_EQ(config_from_json(object).experts, 5);
+  object["num_local_experts"] = 6;
+  EXPECT_THROW(config_from_json(object), InputError);
+  object.erase("num_experts");
+  EXPECT_EQ(config_from_json(object).experts, 6);
+  object["num_local_experts"] = 0;
+  EXPECT_THROW(config_from_json(object), InputError);
+}
+
 TEST(Config, RefusesABrokenRouter) {
   ModelConfig config = small_config();
   config.router.kind = RouterKind::sqrtsoftplus;

@@ -3,7 +3,10 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
+#include <utility>
 
 #include "lm/error.hpp"
 #include "lm/json.hpp"
@@ -111,9 +114,23 @@ std::int64_t size_from_json(json const& object, Size const& size) {
 }
 
 double rope_theta(json const& object) {
+  constexpr std::pair<char const*, char const*> kOnly[] = {{"rope_type", "\"default\""},
+                                                           {"partial_rotary_factor", "1"}};
   auto const nested = object.find("rope_parameters");
-  bool const inside = nested != object.end() && nested->is_object();
-  return json_number(inside ? *nested : object, "rope_theta", 1, 1e12);
+  if (nested == object.end() || nested->is_null()) {
+    return json_number(object, "rope_theta", 1, 1e12);
+  }
+  if (!nested->is_object()) throw InputError("rope_parameters must be an object");
+  for (auto const& [key, value] : nested->items()) {
+    if (key == "rope_theta") continue;
+    auto const* const only = std::find_if(std::begin(kOnly), std::end(kOnly),
+                                          [&](auto const& known) { return key == known.first; });
+    if (only != std::end(kOnly) && value == json::parse(only->second)) continue;
+    throw InputError(fmt::format(
+        "rope_parameters: {} = {}: this model rotates by rope_theta alone", printable(key),
+        printable(value.dump(-1, ' ', false, json::error_handler_t::replace))));
+  }
+  return json_number(*nested, "rope_theta", 1, 1e12);
 }
 
 }  // namespace

@@ -49,6 +49,27 @@ TEST(Config, TakesTheNameOfTheExpertsThatTransformersSaves) {
   EXPECT_THROW(config_from_json(object), InputError);
 }
 
+TEST(Config, TakesRotationsWithoutScalingAlone) {
+  json object = to_json(small_config());
+  object.erase("rope_theta");
+  for (json const& good :
+       {json{{"rope_theta", 5e4}}, json{{"rope_theta", 5e4}, {"rope_type", "default"}},
+        json{{"rope_theta", 5e4}, {"partial_rotary_factor", 1.0}}}) {
+    object["rope_parameters"] = good;
+    EXPECT_EQ(config_from_json(object).rope_theta, 5e4) << good;
+  }
+  for (json const& bad :
+       {json{{"rope_theta", 5e4}, {"rope_type", "yarn"}}, json{{"rope_theta", 5e4}, {"factor", 4}},
+        json{{"rope_theta", 5e4}, {"partial_rotary_factor", 0.5}},
+        json{{"full_attention", {{"rope_theta", 5e4}}}}, json::object(), json(1)}) {
+    object["rope_parameters"] = bad;
+    EXPECT_THROW(config_from_json(object), InputError) << bad;
+  }
+  object["rope_parameters"] = nullptr;
+  object["rope_theta"] = 7;
+  EXPECT_EQ(config_from_json(object).rope_theta, 7);
+}
+
 TEST(Config, RefusesABrokenRouter) {
   ModelConfig config = small_config();
   config.router.kind = RouterKind::sqrtsoftplus;

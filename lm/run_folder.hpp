@@ -22,8 +22,8 @@ struct PreparedFolder {
   std::filesystem::path kept;  ///< what an earlier run in the folder is called now, or empty
 };
 
-/// Creates `folder`. A run that is there already moves to the first free name folder-1, folder-2, ... Throws
-/// InputError, also where another run is writing: then nothing has moved.
+/// Creates `folder`. A run or another checkpoint that is there already moves to the first free name folder-1,
+/// folder-2, ... Throws InputError, also where another run is writing: then nothing has moved.
 PreparedFolder prepare_folder(std::filesystem::path const& folder);
 
 /// Checkpoint, training state and both CSV files.

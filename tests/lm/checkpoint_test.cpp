@@ -170,6 +170,19 @@ TEST(RunFolder, KeepsAnEarlierRunUnderANewName) {
   EXPECT_EQ(read_text(folder.string() + "-1/" + kStateFile), "run");
 }
 
+TEST(RunFolder, KeepsWhateverARunWouldWriteOver) {
+  for (char const* name : {kConfigFile, "model.safetensors.index.json", kLossFile, kExpertLoadFile,
+                           kPlotScript, kPlotFile, kSampleFile}) {
+    TemporaryFolder const parent;
+    fs::path const folder = parent.path() / "model";
+    write_text(folder / name, "precious");
+    write_text(folder / "model-00001-of-00002.safetensors", "shard");
+    EXPECT_EQ(prepare_folder(folder).kept, folder.string() + "-1") << name;
+    EXPECT_EQ(read_text(folder.string() + "-1/" + name), "precious");
+    EXPECT_TRUE(fs::is_empty(folder));
+  }
+}
+
 TEST(RunFolder, MovesNothingWhereAnotherRunWrites) {
   TemporaryFolder const parent;
   fs::path const folder = parent.path() / "run";

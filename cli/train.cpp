@@ -118,6 +118,7 @@ Run start(Flags const& flags) {
     options.balance = 0;  // one means is enough
   }
   lm::validate(options);
+  lm::require_memory(options);
 
   Run run{.folder = flags.out, .state = {}, .corpus = read_text(flags.text, flags.out), .lock = {}};
   lm::require_enough(run.corpus, options.model.context);
@@ -148,6 +149,7 @@ Run resume(Flags const& flags) {
   std::int64_t const span = options.schedule_span();
   if (flags.steps->count() > 0) options.steps = flags.training.steps;
   lm::validate(options);
+  lm::require_memory(options);
   if (options.steps < run.state.step) {
     throw CommandError(fmt::format("--steps {}: the run in {} has done {} already", options.steps,
                                    flags.resume, run.state.step));

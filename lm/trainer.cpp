@@ -38,6 +38,8 @@ double activation_bytes(TrainingOptions const& o) {
   return sizeof(float) * tokens * static_cast<double>(c.layers) * per_token;
 }
 
+}  // namespace
+
 void require_memory(TrainingOptions const& options) {
   double const have =
       static_cast<double>(::sysconf(_SC_PHYS_PAGES)) * static_cast<double>(::sysconf(_SC_PAGESIZE));
@@ -49,8 +51,6 @@ void require_memory(TrainingOptions const& options) {
                   "or the sizes",
                   want * 1e-9, have * 1e-9));
 }
-
-}  // namespace
 
 ExpertLoad expert_load(std::span<std::int32_t const> counts, std::int64_t layers) {
   std::size_t const experts = counts.size() / static_cast<std::size_t>(layers);
@@ -68,7 +68,7 @@ Trainer::Trainer(Context const& context, TrainingState& state, Corpus const& cor
     : context_(context),
       state_(state),
       corpus_(corpus),
-      model_((require_memory(state.options), context), state.options.model),
+      model_(context, state.options.model),
       windows_(state.options.batch, state.options.model.context),
       gradients_(state.parameters.size()) {
   require_enough(corpus, state.options.model.context);

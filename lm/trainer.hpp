@@ -26,6 +26,9 @@ struct ExpertLoad {
 /// Of counts [layers * E].
 ExpertLoad expert_load(std::span<std::int32_t const> counts, std::int64_t layers);
 
+/// Throws InputError if the machine's memory cannot hold the parameters and activations.
+void require_memory(TrainingOptions const& options);
+
 /// Where a run stands after a step.
 struct Progress {
   std::int64_t step = 0, steps = 0;
@@ -50,8 +53,7 @@ enum class RunEnd { finished, out_of_time, stopped };
 
 class Trainer {
  public:
-  /// Holds context, state and corpus by reference. Throws InputError if the machine's memory cannot hold
-  /// the activations.
+  /// Holds context, state and corpus by reference. Ask require_memory() first.
   Trainer(Context const& context, TrainingState& state, Corpus const& corpus);
 
   /// Runs until state.options.steps are done, or the options end it. Saves at the end in any case.

@@ -332,6 +332,16 @@ TEST_F(Program, RefusesBadTraining) {
   EXPECT_FALSE(fs::exists(fs::path(run_) / kStateFile));
 }
 
+TEST_F(Program, RefusedTrainingMovesNoEarlierRun) {
+  ASSERT_EQ(run(training(run_)).exit_code, 0);
+  Arguments huge = training(run_);
+  huge[12] = "1000";   // layers
+  huge[22] = "65536";  // batch
+  refused(huge, "GB of the machine's");
+  EXPECT_TRUE(fs::exists(fs::path(run_) / kStateFile));
+  EXPECT_FALSE(fs::exists(run_ + "-1"));
+}
+
 TEST_F(Program, RefusesBadResumption) {
   ASSERT_EQ(run(training(run_)).exit_code, 0);
   std::string const state = read_text(fs::path(run_) / kStateFile);

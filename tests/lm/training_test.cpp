@@ -149,14 +149,11 @@ TEST(Training, StopsAtALossThatIsNotFinite) {
 }
 
 TEST(Training, RefusesWhatTheMachineCannotHold) {
-  Corpus const corpus = small_corpus();
-  Context const context = cpu_context(1);
   TrainingOptions options = small_options(5);
+  EXPECT_NO_THROW(require_memory(options));
   options.batch = 65'536;
   options.model.context = 60'000;
-  TrainingState state;
-  state.options = options;
-  EXPECT_THROW(Trainer(context, state, corpus), InputError);
+  EXPECT_THROW(require_memory(options), InputError);
 }
 
 TEST(Balance, IsTheLargestOverTheMeanLoad) {

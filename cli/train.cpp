@@ -52,8 +52,8 @@ struct Summary {
   lm::RunEnd end = lm::RunEnd::finished;
   double tokens_per_second = 0;
   double bigram = 0;
-  double held_out = 0, without_moe = 0;  // of the whole held-out text; only when not stopped
-  lm::ExpertLoad load;                   // of the last step of this run
+  std::optional<double> held_out, without_moe;  // of the whole held-out text; only when not stopped
+  lm::ExpertLoad load;                          // of the last step of this run
   std::string plot_problem;
 };
 
@@ -222,14 +222,24 @@ void announce(lm::TrainingOptions const& o, Context const& context, double bigra
   }
 }
 
-// Evaluates on all held-out text, draws the plot and writes the sample.
-void conclude(Run const& run, lm::Trainer& trainer, Summary& summary) {
+// Evaluates on all held-out text and writes the sample.
+void conclude(Run const& run, lm::Trainer& trainer, TrainProgress& progress, Summary& summary) {
   lm::Model& model = trainer.model();
   auto const& parameters = run.state.parameters;
-  lm::HeldOut const held_out{
-      .text = run.corpus.held_out, .max_windows = 0, .batch = run.state.options.batch};
-  summary.held_out = lm::model_bits_per_byte(model, parameters, held_out);
-  summary.without_moe = lm::model_bits_per_byte(model, parameters, held_out, false);
+  auto const evaluate = [&](char const* name, bool moe) {
+    return lm::model_bits_per_byte(
+        model, parameters,
+        {.text = run.corpus.held_out,
+         .batch = run.state.options.batch,
+         .stop = &StopSignals::requested(),
+         .report = [&](std::int64_t done,
+                       std::int64_t windows) { progress.evaluation(name, done, windows); }},
+        moe);
+  };
+  summary.held_out = evaluate("held-out text", true);
+  summary.without_moe = evaluate("held-out text without MoE", false);
+  progress.finish();
+  if (StopSignals::requested()) return;
   std::string const prompt = "\n";
   std::string const sample =
       lm::generate(model, parameters, prompt, {.tokens = 600, .seed = run.state.options.seed},
@@ -255,15 +265,16 @@ std::string generate_command(Run const& run) {
 }
 
 void print_summary(Run const& run, Summary const& summary) {
-  bool const stopped = summary.end == lm::RunEnd::stopped;
-  if (stopped) {
+  if (summary.end == lm::RunEnd::stopped) {
     print_note(fmt::format("stopped after step {}; everything is saved\n", run.state.step));
+  } else if (!summary.held_out || !summary.without_moe) {
+    print_note("stopped while evaluating held-out text; everything is saved\n");
   } else {
     print_note(fmt::format(
         "held-out bits/byte: model {:.3f}, bigram {:.3f} (ratio {:.3f}); MoE blocks zeroed "
         "{:.3f} (+{:.3f})\n",
-        summary.held_out, summary.bigram, summary.held_out / summary.bigram, summary.without_moe,
-        summary.without_moe - summary.held_out));
+        *summary.held_out, summary.bigram, *summary.held_out / summary.bigram, *summary.without_moe,
+        *summary.without_moe - *summary.held_out));
   }
   if (summary.load.max_over_mean > 0) {
     lm::ModelConfig const& c = run.state.options.model;
@@ -287,8 +298,7 @@ void print_summary(Run const& run, Summary const& summary) {
 
 Json summary_json(Run const& run, Summary const& summary) {
   constexpr char const* kEnds[] = {"finished", "out-of-time", "stopped"};
-  bool const stopped = summary.end == lm::RunEnd::stopped;
-  auto const measured = [&](double value) { return stopped ? Json() : Json(value); };
+  auto const measured = [](std::optional<double> value) { return value ? Json(*value) : Json(); };
   lm::History const& history = run.state.history;
   return {{"end", kEnds[static_cast<int>(summary.end)]},
           {"router", lm::router_name(run.state.options.model.router.kind)},
@@ -336,7 +346,7 @@ int train(Flags const& flags) {
   progress.finish();
   summary.tokens_per_second = trainer.tokens_per_second();
   summary.load = trainer.load();
-  if (summary.end != lm::RunEnd::stopped) conclude(run, trainer, summary);
+  if (summary.end != lm::RunEnd::stopped) conclude(run, trainer, progress, summary);
   summary.plot_problem = lm::draw_curve(run.folder, run.state, summary.bigram);
   print_summary(run, summary);
   if (flags.json) print_json(summary_json(run, summary));

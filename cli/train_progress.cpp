@@ -17,6 +17,7 @@ namespace tessera::cli {
 namespace {
 
 constexpr double kRedrawSeconds = 0.1;
+constexpr double kLineSeconds = 5;  // between lines about the evaluation
 
 double now() {
   auto const time = std::chrono::steady_clock::now().time_since_epoch();
@@ -67,11 +68,21 @@ void TrainProgress::report(lm::Progress const& progress) {
     print_note(fmt::format("\r{}\033[K", colour_ ? emphasised(line) : line));
     open_ = true;
   } else {
+    last_drawn_ = now();
     long const tenth = static_cast<long>(progress.step * 10 / progress.steps);
     if (tenth == last_tenth_) return;
     last_tenth_ = tenth;
     print_note(line_of(progress) + "\n");
   }
+}
+
+void TrainProgress::evaluation(char const* name, std::int64_t done, std::int64_t windows) {
+  double const time = now();
+  if (time - last_drawn_ < (terminal_ ? kRedrawSeconds : kLineSeconds)) return;
+  last_drawn_ = time;
+  std::string const line = fmt::format("evaluating {}: window {}/{}", name, done, windows);
+  print_note(terminal_ ? fmt::format("\r{}\033[K", fit_to_terminal(line)) : line + "\n");
+  open_ = terminal_;
 }
 
 void TrainProgress::finish() {

@@ -2,6 +2,8 @@
 // The progress line of `tessera train`: redrawn in place on a terminal, a line every tenth elsewhere.
 #pragma once
 
+#include <cstdint>
+
 #include "lm/trainer.hpp"
 
 namespace tessera::cli {
@@ -13,6 +15,8 @@ class TrainProgress {
   TrainProgress(TrainProgress const&) = delete;
   TrainProgress& operator=(TrainProgress const&) = delete;
   void report(lm::Progress const& progress);
+  /// Of the evaluation at the end of the run; `name` says of what.
+  void evaluation(char const* name, std::int64_t done, std::int64_t windows);
   /// Ends the line that is being redrawn.
   void finish();
 

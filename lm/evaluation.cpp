@@ -21,8 +21,8 @@ std::int64_t count_windows(std::size_t bytes, std::int64_t context) {
 
 }  // namespace
 
-double model_bits_per_byte(Model& model, std::span<float const> parameters, HeldOut const& held_out,
-                           bool moe) {
+std::optional<double> model_bits_per_byte(Model& model, std::span<float const> parameters,
+                                          HeldOut const& held_out, bool moe) {
   std::int64_t const context = model.config().context;
   std::int64_t const all = count_windows(held_out.text.size(), context);
   std::int64_t const used = held_out.max_windows > 0 ? std::min(all, held_out.max_windows) : all;
@@ -30,11 +30,13 @@ double model_bits_per_byte(Model& model, std::span<float const> parameters, Held
   Windows windows(batch, context);
   double nats = 0;
   for (std::int64_t first = 0; first < used; first += batch) {
+    if (held_out.stop != nullptr && held_out.stop->load()) return std::nullopt;
     std::int64_t const count = std::min(batch, used - first);
     for (std::int64_t i = 0; i < count; ++i) {
       windows.set(i, held_out.text, (first + i) * all / used * context);
     }
     nats += model.evaluate(parameters, windows.batch(count), moe) * static_cast<double>(count);
+    if (held_out.report) held_out.report(first + count, used);
   }
   return nats / static_cast<double>(used) / std::numbers::ln2;
 }

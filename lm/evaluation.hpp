@@ -3,7 +3,10 @@
 // the first of each window of context + 1 bytes, windows side by side.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <functional>
+#include <optional>
 #include <span>
 
 #include "lm/model.hpp"
@@ -17,11 +20,14 @@ struct HeldOut {
   std::int64_t max_windows = 0;  ///< 0: all; else that many, spread evenly
   std::int64_t batch =
       kLargestBatch;  ///< windows at once, at most kLargestBatch: what the model keeps grows with it
+  std::atomic<bool> const* stop = nullptr;  ///< ends the evaluation after the windows at hand
+  std::function<void(std::int64_t done, std::int64_t windows)> report = {};
 };
 
-/// -mean log2 p(byte | the bytes before it in its window). Without `moe` the MoE blocks are skipped.
-double model_bits_per_byte(Model& model, std::span<float const> parameters, HeldOut const& held_out,
-                           bool moe = true);
+/// -mean log2 p(byte | the bytes before it in its window). Without `moe` the MoE blocks are skipped. Nothing where
+/// it was stopped.
+std::optional<double> model_bits_per_byte(Model& model, std::span<float const> parameters,
+                                          HeldOut const& held_out, bool moe = true);
 
 /// The same for p(b | a) = (count(a,b) + 1/2) / (count(a) + 128), counted over the training text.
 double bigram_bits_per_byte(std::span<std::uint8_t const> train,

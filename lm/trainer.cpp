@@ -126,7 +126,8 @@ void Trainer::step() {
 
 double Trainer::evaluate() {
   return model_bits_per_byte(model_, state_.parameters,
-                             {corpus_.held_out, kEvaluationWindows, state_.options.batch});
+                             {corpus_.held_out, kEvaluationWindows, state_.options.batch})
+      .value();
 }
 
 Progress Trainer::progress(bool evaluated) const {

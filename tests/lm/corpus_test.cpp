@@ -152,10 +152,30 @@ TEST(Evaluation, WeighsEveryWindowAlike) {
   for (std::int64_t i = 0; i < 18; ++i) {
     auto const window = std::span(text).subspan(static_cast<std::size_t>(i * config.context),
                                                 static_cast<std::size_t>(config.context) + 1);
-    bits += model_bits_per_byte(model, parameters, {window}) / 18;
+    bits += model_bits_per_byte(model, parameters, {window}).value() / 18;
   }
-  EXPECT_NEAR(model_bits_per_byte(model, parameters, {text}), bits, 1e-6);
-  EXPECT_NEAR(model_bits_per_byte(model, parameters, {text, 0, 4}), bits, 1e-6);
+  EXPECT_NEAR(model_bits_per_byte(model, parameters, {text}).value(), bits, 1e-6);
+  EXPECT_NEAR(model_bits_per_byte(model, parameters, {text, 0, 4}).value(), bits, 1e-6);
+}
+
+TEST(Evaluation, TellsOfItsProgressAndEndsWhenStopped) {
+  ModelConfig const config = small_config();
+  Context const context = cpu_context(2);
+  Model model(context, config);
+  std::vector<float> const parameters = initial_parameters(model.layout(), 1);
+  std::vector<std::uint8_t> const text = random_text(18 * config.context + 5, 3);
+  std::atomic<bool> stop = false;
+  std::vector<std::int64_t> seen;
+  HeldOut held_out{.text = text, .batch = 4, .stop = &stop};
+  held_out.report = [&](std::int64_t done, std::int64_t windows) {
+    EXPECT_EQ(windows, 18);
+    seen.push_back(done);
+    stop = seen.size() == 6;
+  };
+  EXPECT_TRUE(model_bits_per_byte(model, parameters, held_out));
+  EXPECT_EQ(seen, (std::vector<std::int64_t>{4, 8, 12, 16, 18}));
+  EXPECT_FALSE(model_bits_per_byte(model, parameters, held_out));
+  EXPECT_EQ(seen.size(), 6u);
 }
 
 }  // namespace

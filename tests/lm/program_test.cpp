@@ -227,6 +227,23 @@ TEST_F(Program, SavesAndEndsOnASignal) {
   }
 }
 
+TEST_F(Program, EndsItsEvaluationOnASignal) {
+  write_text(text_, random_text_of(4'000'000));  // takes many times as long as the steps
+  Arguments arguments = training(run_, {"--json"});
+  arguments[6] = "1";
+  pid_t const child = start(arguments);
+  await_first_step();
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  ::kill(child, SIGINT);
+  Result const result = wait_for(child);
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  json const summary = json::parse(result.out);
+  EXPECT_EQ(summary.at("end"), "finished");
+  EXPECT_TRUE(summary.at("moe_zeroed_bits_per_byte").is_null()) << summary;
+  EXPECT_NE(result.err.find("stopped while evaluating"), std::string::npos) << result.err;
+  EXPECT_EQ(load_state(run_).step, 1);
+}
+
 TEST_F(Program, StopsWhenTheTimeIsUp) {
   Arguments arguments = training(run_, {"--seconds", "0.3", "--json"});
   arguments[6] = "1000000";

@@ -54,8 +54,9 @@ void CheckpointFolder::read_index() {
   index_ = lm::read_file(path, kMaxIndexBytes);
   json const index = lm::parse_json(*index_, path.string());
   auto const map = index.is_object() ? index.find("weight_map") : index.end();
-  if (!index.is_object() || map == index.end() || !map->is_object()) {
-    throw lm::InputError(fmt::format("{}: weight_map is missing or not an object", path.string()));
+  if (!index.is_object() || map == index.end() || !map->is_object() || map->empty()) {
+    throw lm::InputError(
+        fmt::format("{}: weight_map is missing, empty or not an object", path.string()));
   }
   std::map<std::string, std::string> shard_of;
   std::vector<std::string> shards;

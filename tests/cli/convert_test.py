@@ -428,7 +428,8 @@ class Convert(Checkpoints):
             self.refuse_convert(naming)
         index.write_text(json.dumps({"weight_map": whole["weight_map"] | {"extra": shard.name}}))
         self.refuse_convert("extra")
-        for text, naming in (("[]", "weight_map"), ("{", "JSON"), ("{}", "weight_map")):
+        for text, naming in (("[]", "weight_map"), ("{", "JSON"), ("{}", "weight_map"),
+                             ('{"weight_map": {}}', "weight_map is missing, empty")):
             index.write_text(text)
             self.refuse_convert(naming)
         index.write_text(json.dumps(whole))

@@ -11,6 +11,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <string_view>
 #include <system_error>
 #include <utility>
 
@@ -213,6 +214,12 @@ class Planner {
         auto experts = expert_outputs(groups_.group(parsed->prefix), plan.form);
         std::move(experts.begin(), experts.end(), std::back_inserter(outputs));
       }
+    }
+    std::set<std::string_view> names;
+    for (Output const& output : outputs) {
+      if (names.insert(output.entry.name).second) continue;
+      throw lm::InputError(fmt::format("tensor {}: two tensors would have this name",
+                                       lm::printable(output.entry.name, 120)));
     }
     cut(plan, std::move(outputs));
     for (OutputFile& file : plan.files) {

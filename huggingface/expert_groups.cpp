@@ -53,6 +53,23 @@ ExpertGroups::ExpertGroups(CheckpointFolder& checkpoint, ExpertForm const& form)
     group.bias = group.bias || parsed->bias;
   }
   for (auto& [prefix, group] : groups_) check(group);
+  if (!groups_.empty()) refuse_leftovers();
+}
+
+// Tensors of experts in another form would be copied as they are, beside or against those that are converted.
+void ExpertGroups::refuse_leftovers() const {
+  for (StoredTensor const& tensor : checkpoint_.tensors()) {
+    std::string const& name = tensor.entry->name;
+    if (parse_expert_name(form_.naming, name, form_.separate())) continue;
+    bool const among_experts = name.starts_with("experts.") ||
+                               name.find(".experts.") != std::string::npos ||
+                               parse_expert_name(Naming::stacked_linear, name, false);
+    if (among_experts) {
+      refuse(name, fmt::format("is among the experts, whose names are {} otherwise; convert takes "
+                               "checkpoints of one form",
+                               naming_name(form_.naming)));
+    }
+  }
 }
 
 ExpertGroup const& ExpertGroups::group(std::string const& prefix) const {

@@ -54,6 +54,7 @@ class ExpertGroups {
 
  private:
   void check(ExpertGroup& group) const;
+  void refuse_leftovers() const;
   [[nodiscard]] std::vector<std::int64_t> stored_shape(ExpertGroup const& group, Part part,
                                                        bool bias) const;
   void load(ExpertGroup const& group, Part part, bool bias, std::int64_t expert,

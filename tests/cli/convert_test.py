@@ -414,6 +414,29 @@ class Convert(Checkpoints):
                 self.refuse_convert(naming)
                 subprocess.run(["rm", "-r", source], check=True)
 
+    def test_refuses_leftover_experts(self):
+        experts, good = [Expert(1, e) for e in range(E)], per_expert([0])
+
+        def stacked(layer: int) -> dict:
+            prefix = f"model.layers.{layer}.mlp.experts."
+            return {prefix + "gate_up_proj": ("BF16", [E, 2 * N, D], flat(*(x.gate + x.up for x in experts))),
+                    prefix + "down_proj": ("BF16", [E, D, N], flat(*(x.down for x in experts)))}
+
+        bias = "model.layers.0.mlp.experts.0.gate_proj.bias"
+        router = "model.layers.0.block_sparse_moe.gate.weight"
+        for made, model_type, naming in (
+                (good | stacked(0), "qwen3_moe", "mlp.experts.0.down_proj.weight"),
+                (good | stacked(1), "qwen3_moe", "mlp.experts.0.down_proj.weight"),
+                (good | {bias: ("BF16", [N], bytes(2 * N))}, "qwen3_moe", bias),
+                (self.stacked("mlp", "gate.weight") | {router: ("BF16", [E, D], bytes(2 * E * D))}, "mixtral",
+                 router)):
+            with self.subTest(naming):
+                source = self.checkpoint(made, model_type)
+                self.refuse_convert(naming, "huggingface")
+                if naming != router:
+                    self.refuse_convert(naming)
+                subprocess.run(["rm", "-r", source], check=True)
+
     def test_refuses_broken_folders(self):
         self.refuse_convert("no such folder")
         source = pathlib.Path(self.checkpoint(per_expert([0]), shards=2))

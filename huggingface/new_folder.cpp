@@ -22,8 +22,18 @@ NewFolder::NewFolder(fs::path target) : target_(std::move(target)) {
     throw lm::InputError(
         fmt::format("{}: something is there already; choose another --to", target_.string()));
   }
-  path_ = target_.parent_path() / fmt::format(".{}.{}", target_.filename().string(), ::getpid());
-  fs::create_directories(path_, error);
+  fs::path const parent = target_.parent_path();
+  error.clear();
+  if (!parent.empty()) fs::create_directories(parent, error);
+  // A name that is taken is what another program left: nothing of it may come along.
+  std::string const name = fmt::format(".{}.{}", target_.filename().string(), ::getpid());
+  for (int number = 0; !error && path_.empty(); ++number) {
+    fs::path const path = parent / (number == 0 ? name : fmt::format("{}-{}", name, number));
+    if (fs::create_directory(path, error)) path_ = path;
+    if (std::error_code ignored; error && fs::exists(fs::symlink_status(path, ignored))) {
+      error.clear();
+    }
+  }
   if (error) {
     throw lm::InputError(fmt::format("{}: cannot be created: {}; choose another --to",
                                      target_.string(), error.message()));

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <nlohmann/json.hpp>
+#include <set>
 #include <system_error>
 
 #include "lm/error.hpp"
@@ -47,10 +48,15 @@ Conversion conversion_of(json const& object) {
   if (object.contains("index")) conversion.index = lm::json_string(object, "index");
   json const& files = member(object, "files");
   if (!files.is_array() || files.empty()) throw lm::InputError("files must be a list");
+  std::set<std::string> names;
   for (json const& file : files) {
     std::string const name = lm::json_string(file, "name");
-    if (name.empty() || name.find('/') != std::string::npos) {
-      throw lm::InputError(fmt::format("file \"{}\": must lie in the folder", lm::printable(name)));
+    if (name.find('/') != std::string::npos || !name.ends_with(".safetensors")) {
+      throw lm::InputError(fmt::format("file \"{}\": must be a .safetensors file of the folder",
+                                       lm::printable(name)));
+    }
+    if (!names.insert(name).second) {
+      throw lm::InputError(fmt::format("file \"{}\": stands there twice", lm::printable(name)));
     }
     conversion.files.push_back({name, lm::json_string(file, "header")});
   }

@@ -73,8 +73,19 @@ NativeForm require_native_form(fs::path const& folder) {
 // What the checkpoint is now: converted before, or Hugging Face's.
 ExpertForm source_form(CheckpointFolder const& checkpoint,
                        std::optional<Conversion> const& conversion) {
-  if (conversion) return conversion->now;
   auto const& metadata = checkpoint.file(0).metadata();
+  if (conversion) {
+    ExpertForm const& now = conversion->now;
+    auto const layout = metadata.find(kLayoutKey);
+    bool const agree = layout == metadata.end() ||
+                       (now.naming == Naming::tessera && layout->second == layout_name(now.layout));
+    if (agree) return now;
+    throw lm::InputError(
+        fmt::format("{}: {} is \"{}\" in its metadata, {} says otherwise; delete that file to "
+                    "convert without it",
+                    (checkpoint.path() / checkpoint.file_names()[0]).string(), kLayoutKey,
+                    lm::printable(layout->second), kConversionFile));
+  }
   if (auto const layout = metadata.find(kLayoutKey); layout != metadata.end()) {
     if (auto const known = layout_named(layout->second)) return {Naming::tessera, *known};
     throw lm::InputError(fmt::format("{}: {} \"{}\" in its metadata is no layout",
@@ -279,9 +290,11 @@ class Planner {
       }
     }
     std::size_t copied = 0;
+    std::set<std::string> seen;
     for (Conversion::File const& file : conversion_->files) {
       OutputFile& made = plan.files.emplace_back(OutputFile{file.name, file.header, {}});
       for (lm::TensorEntry const& entry : header_of(file).tensors) {
+        if (!seen.insert(entry.name).second) does_not_fit(entry.name);
         auto const found = wanted.extract(entry.name);
         StoredTensor const* const stored = found ? nullptr : checkpoint_.find(entry.name);
         lm::TensorEntry const* const source = found               ? &found.mapped().entry

@@ -494,9 +494,28 @@ class Convert(Checkpoints):
         for change, naming in (({"format": 2}, "format"), ({"files": []}, "files"),
                                ({"now": {"naming": "tessera", "layout": "diagonal"}}, "layout"),
                                ({"files": [{"name": "../x", "header": "{}"}]}, "../x"),
-                               ({"files": [{"name": "x", "header": "{"}]}, "JSON")):
+                               ({"files": [{"name": "x.safetensors", "header": "{"}]}, "JSON"),
+                               ({"files": record["files"] * 2}, "twice"),
+                               ({"files": [record["files"][0] | {"name": "config.json"}]}, "config.json"),
+                               ({"now": {"naming": "tessera", "layout": "up-first"}}, "tessera_layout"),
+                               ({"now": {"naming": "per-expert", "layout": "separate"}}, "tessera_layout")):
             path.write_text(json.dumps(record | change))
             self.refuse_convert(naming, "huggingface", str(there))
+        # One tensor in two files, and another in none.
+        header = json.loads(record["files"][0]["header"])
+        name, lost = "model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"
+        del header[lost], header["__metadata__"]
+        entries, offset = sorted(header.items(), key=lambda item: item[1]["data_offsets"]), 0
+        for _, entry in entries:
+            size = entry["data_offsets"][1] - entry["data_offsets"][0]
+            entry["data_offsets"] = [offset, offset + size]
+            offset += size
+        size = header[name]["data_offsets"][1] - header[name]["data_offsets"][0]
+        again = {name: header[name] | {"data_offsets": [0, size]}}
+        path.write_text(json.dumps(record | {"files": [
+            {"name": "a.safetensors", "header": json.dumps(header)},
+            {"name": "b.safetensors", "header": json.dumps(again)}]}))
+        self.refuse_convert(name, "huggingface", str(there))
 
 
 class ConvertMemory(Checkpoints):

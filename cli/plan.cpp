@@ -2,9 +2,12 @@
 // tessera plan: what a layer, or a whole published model, costs: parameters, FLOPs, memory, tile waste.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
+#include <iterator>
 #include <memory>
 #include <optional>
+#include <string_view>
 
 #include "cli/commands.hpp"
 #include "cli/lm_command.hpp"
@@ -36,15 +39,30 @@ struct Subject {
   std::optional<Model> model;
 };
 
-// The layer of --hf, with the tokens, dtype, tile and rounding of the flags.
-Subject model_subject(Flags const& flags, CLI::App const& command) {
-  for (char const* name : {"--hidden", "--intermediate", "--experts", "--top-k", "--activation",
-                           "--layout", "--bias", "--router", "--groups", "--top-groups"}) {
-    if (command.get_option(name)->count() > 0) {
-      throw CommandError(
-          fmt::format("{} with --hf: config.json fixes it; leave out one of them", name));
+// What is read beside config.json. The flags that say where and with what data a layer runs tell nothing here, with
+// --hf or without.
+constexpr std::string_view kReadWithModel[] = {"--tokens", "--dtype", "--tile",
+                                               "--round",  "--step",  "--layer",
+                                               "--device", "--seed",  "--threads"};
+
+void refuse_ignored(CLI::App const& command) {
+  for (CLI::App const* group : command.get_subcommands([](CLI::App const*) { return true; })) {
+    for (CLI::Option const* option : group->get_options()) {
+      std::string const name = option->get_name();
+      bool const read = std::find(std::begin(kReadWithModel), std::end(kReadWithModel), name) !=
+                        std::end(kReadWithModel);
+      if (read || option->count() == 0) continue;
+      throw CommandError(fmt::format(
+          "{} with --hf: config.json fixes the layer, apart from --tokens, --dtype, --round and "
+          "--tile; leave out one of them",
+          name));
     }
   }
+}
+
+// The layer of --hf, with the tokens, dtype, tile and rounding of the flags.
+Subject model_subject(Flags const& flags, CLI::App const& command) {
+  refuse_ignored(command);
   Subject subject;
   subject.model = huggingface::load_model_config(flags.hf);
   MoeDesc const given = flags.shape.layer_case().desc;

@@ -140,6 +140,11 @@ class Plan(Cli):
         self.refuse("plan", "--hf", "/no/such/config.json", naming="/no/such/config.json")
         self.refuse("plan", "--hf", config, "--experts", "4", naming="--experts")
         self.refuse("plan", "--hf", config, "--router", "sigmoid-bias", naming="--router")
+        for ignored in (["--save", "x"], ["--capacity", "4"], ["--route-scale", "2"], ["--normalize-scores"],
+                        ["--limit", "3"], ["--variable-experts"], ["--column-chunk", "8"], ["--replay"],
+                        ["--sentinels", "0.5"], ["--routing", "file:/no/such/file"], ["--routing", "zipf:1"]):
+            self.refuse("plan", "--hf", config, *ignored, naming=f"{ignored[0]} with --hf")
+        self.run_json("plan", "--hf", config, "--tokens", "64", "--dtype", "fp32", "--round", "up", "--tile", "16")
         self.refuse("plan", "--top-k", "99", naming="top_k=99")
         self.refuse("plan", "--tokens", "-1", naming="tokens=-1")
         for tile in "0", "-3":

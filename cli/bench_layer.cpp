@@ -44,6 +44,9 @@ BenchLayer::BenchLayer(Context const& context, verify::LayerCase const& layer_ca
   backward_.w_router = forward_.w_router;
   backward_.b_router = forward_.b_router;
   backward_.weights = forward_.weights;
+  if (!data_.aux_dlogits.empty()) {
+    backward_.aux_dlogits = memory_.input(DType::fp32, {s.tokens, s.experts}, data_.aux_dlogits);
+  }
   backward_.gradients.mode = data_.gradient_mode;
   for (auto const& output : verify::gradient_outputs(data_)) {
     Tensor& tensor = verify::gradient_argument(backward_, output.name);

@@ -134,6 +134,9 @@ class Bench(Cli):
     def test_given_routing(self):
         self.run_tessera("bench", *SMALL, "--seconds", "0", "--router", "given", "--sentinels", "0.2", code=0)
 
+    def test_gradients_of_other_losses(self):
+        self.run_tessera("bench", *SMALL, "--seconds", "0", "--aux-dlogits", code=0)
+
     def test_configuration_with_a_routing_file(self):
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder, "routing.json")

@@ -34,6 +34,12 @@ void validate(SamplingOptions const& o) {
 
 std::uint8_t choose_byte(std::span<float const> logits, SamplingOptions const& options,
                          double uniform) {
+  if (!std::all_of(logits.begin(), logits.end(), [](float v) { return std::isfinite(v); })) {
+    throw InputError(
+        "the model's logits are not finite: its weights are too large; take an earlier checkpoint, "
+        "or "
+        "train with a lower --lr");
+  }
   std::array<std::uint8_t, ModelConfig::kVocabulary> order;
   std::iota(order.begin(), order.end(), std::uint8_t{0});
   std::stable_sort(order.begin(), order.end(),

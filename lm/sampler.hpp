@@ -24,7 +24,7 @@ struct SamplingOptions {
 /// Throws InputError for values out of range.
 void validate(SamplingOptions const& options);
 
-/// The byte chosen from 256 logits by a uniform number in [0, 1).
+/// The byte chosen from 256 logits by a uniform number in [0, 1). Throws InputError where one is not finite.
 std::uint8_t choose_byte(std::span<float const> logits, SamplingOptions const& options,
                          double uniform);
 

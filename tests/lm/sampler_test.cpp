@@ -44,6 +44,16 @@ TEST(Sampler, TopKAndTopPCutTheTail) {
   EXPECT_EQ(choose_byte(logits, {.temperature = 1, .top_p = 0.6}, 0.999), 'b');
 }
 
+TEST(Sampler, RefusesLogitsThatAreNotFinite) {
+  for (float const bad : {std::nanf(""), HUGE_VALF, -HUGE_VALF}) {
+    for (double const temperature : {0.0, 1.0}) {
+      auto logits = known_logits();
+      logits['z'] = bad;
+      EXPECT_THROW(choose_byte(logits, {.temperature = temperature}, 0.5), InputError) << bad;
+    }
+  }
+}
+
 TEST(Sampler, RefusesOptionsOutOfRange) {
   for (SamplingOptions const& bad :
        {SamplingOptions{.tokens = -1}, SamplingOptions{.temperature = -1},

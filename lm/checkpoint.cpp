@@ -148,6 +148,12 @@ LoadedModel load_model(fs::path const& folder) {
         "{}: its experts are in layout {}; tessera convert --layout huggingface makes it readable",
         (folder / kModelFile).string(), printable(layout->second)));
   }
+  for (TensorEntry const& tensor : file.tensors()) {
+    if (tensor.dtype == "F32") continue;
+    throw InputError(fmt::format("{}: tensor {} is {}; only F32 is read: save the model in float32",
+                                 (folder / kModelFile).string(), printable(tensor.name, 120),
+                                 tensor.dtype));
+  }
   auto const tensors = static_cast<std::int64_t>(file.tensors().size());
   auto const parameters = static_cast<std::int64_t>(file.data_bytes() / sizeof(float));
   if (tensors != slice_count(model.config) || parameters != parameter_count(model.config)) {

@@ -95,6 +95,21 @@ TEST_F(Checkpoint, ConfigOfAnotherModelIsRefused) {
   }
 }
 
+TEST_F(Checkpoint, InAnotherTypeIsRefusedByItsName) {
+  std::string const header =
+      safetensors_header({}, std::vector<TensorEntry>{{"lm_head.weight", "BF16", {2}, 0, 4}});
+  std::string bytes(8, '\0');
+  bytes[0] = static_cast<char>(header.size());
+  write_text(file(kModelFile), bytes + header + "1234");
+  try {
+    load_model(folder_.path());
+    ADD_FAILURE();
+  } catch (InputError const& error) {
+    EXPECT_NE(std::string(error.what()).find("lm_head.weight is BF16"), std::string::npos)
+        << error.what();
+  }
+}
+
 TEST_F(Checkpoint, CutOffOrMissingFilesAreRefused) {
   for (char const* name : {kModelFile, kConfigFile}) {
     std::string const whole = read_text(file(name));

@@ -272,7 +272,7 @@ void print_summary(Run const& run, Summary const& summary) {
   } else {
     print_note(fmt::format(
         "held-out bits/byte: model {:.3f}, bigram {:.3f} (ratio {:.3f}); MoE blocks zeroed "
-        "{:.3f} (+{:.3f})\n",
+        "{:.3f} ({:+.3f})\n",
         *summary.held_out, summary.bigram, *summary.held_out / summary.bigram, *summary.without_moe,
         *summary.without_moe - *summary.held_out));
   }

@@ -227,6 +227,14 @@ TEST_F(Program, SavesAndEndsOnASignal) {
   }
 }
 
+TEST_F(Program, PrintsWhatTheMoeBlocksBringWithOneSign) {
+  Arguments arguments = training(run_);
+  arguments[6] = "1";  // hardly trained: the blocks do harm
+  Result const result = run(arguments);
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_NE(result.err.find("(-0."), std::string::npos) << result.err;
+}
+
 TEST_F(Program, EndsItsEvaluationOnASignal) {
   write_text(text_, random_text_of(4'000'000));  // takes many times as long as the steps
   Arguments arguments = training(run_, {"--json"});

@@ -404,7 +404,7 @@ void add_bench(CLI::App& app) {
                    "forward, backward, forward-inference (default all served)")
       ->delimiter(',');
   command->add_option("--seconds", flags->seconds, "time for each configuration")
-      ->check(CLI::Range(0.0, 3600.0))
+      ->check(number_in(0, 3600))
       ->capture_default_str();
   command->add_option("--gpus", flags->gpus, "GPUs that share the experts; T is that of each")
       ->check(CLI::Range(0, kMaxRanks));

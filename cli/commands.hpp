@@ -49,6 +49,9 @@ T value_of(Expected<T>&& expected) {
 /// below the options of --help.
 void run_with(CLI::App& command, std::string const& example, std::function<int()> body);
 
+/// Takes numbers within [low, high] and, unlike CLI::Range, nothing that is no number.
+CLI::Validator number_in(double low, double high);
+
 /// How this program was called: what the commands that it prints start with.
 std::string& program_name() noexcept;
 

@@ -123,7 +123,7 @@ void add_convert(CLI::App& app) {
                   "huggingface: as Hugging Face stores the model")
       ->required();
   command.add_option("--shard-gb", flags->shard_gigabytes, "size at which files are cut")
-      ->check(CLI::Range(1e-6, 1e6))
+      ->check(number_in(1e-6, 1e6))
       ->capture_default_str();
   command.add_flag("--json", flags->json, "a summary as JSON on stdout");
   run_with(command,

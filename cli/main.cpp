@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // tessera: options in, exit code out. 0 ok, 1 a check failed, 2 bad usage or input, 3 environment.
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -86,6 +87,15 @@ int exit_code(Status const& status) noexcept {
 
 void check(Status const& status) {
   if (!status.ok()) throw CommandError(status.text(), exit_code(status));
+}
+
+CLI::Validator number_in(double low, double high) {
+  auto const check_range = [low, high](std::string const& text) -> std::string {
+    double value = 0;
+    if (CLI::detail::lexical_cast(text, value) && value >= low && value <= high) return {};
+    return fmt::format("{} is not a number in [{:g}, {:g}]", text, low, high);
+  };
+  return {check_range, fmt::format("in [{:g}, {:g}]", low, high)};
 }
 
 std::string& program_name() noexcept {

@@ -405,7 +405,7 @@ void add_training_flags(CLI::App& command, Flags& flags) {
   flags.fixed.push_back(
       option("--eval-every", training.eval_every, "steps between looks at held-out text"));
   option("--save-every", flags.save_every, "steps between saves")->check(CLI::Range(1, 10'000'000));
-  option("--seconds", flags.seconds, "stop after that time; 0: never")->check(CLI::Range(0.0, 1e9));
+  option("--seconds", flags.seconds, "stop after that time; 0: never")->check(number_in(0, 1e9));
   option("--threads", flags.threads, "0: all cores; results do not depend on it");
 }
 

@@ -148,6 +148,8 @@ class Bench(Cli):
     def test_bad_flags(self):
         self.refuse("bench", "--config", "no-such", naming="no-such")
         self.refuse("bench", "--pass", "sideways", naming="sideways")
+        for seconds in "nan", "-1", "1e9", "soon":
+            self.refuse("bench", *SMALL, "--seconds", seconds, naming=seconds)
         self.refuse("bench", "--config", "cpu-small", "--tokens", "4", naming="--config")
         self.refuse("bench", *SMALL, "--gpus", "2", naming="--gpus")
         self.refuse("bench", *SMALL, "--dtype", "fp16", naming="dtype")

@@ -474,6 +474,9 @@ class Convert(Checkpoints):
         self.refuse_convert("diagonal", "diagonal")
         self.refuse_convert("does not divide n = 8", "blocked:3")
         self.refuse("convert", "--from", source, naming="--to")
+        for size in "nan", "0", "inf":
+            self.refuse("convert", "--from", source, "--to", str(self.folder / "to"), "--layout", "concat",
+                        "--shard-gb", size, naming=size)
         (self.folder / "full").mkdir()
         (self.folder / "full" / "precious").write_text("x")
         for target in (self.folder / "full", pathlib.Path(source), self.folder / "source" / "config.json"):

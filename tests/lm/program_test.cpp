@@ -341,6 +341,7 @@ TEST_F(Program, RefusesBadTraining) {
   }
   refused(training(run_, {"--lr", "0"}), "lr");
   refused(training(run_, {"--lr", "nan"}), "lr");
+  refused(training(run_, {"--seconds", "nan"}), "nan");
   refused(training(run_, {"--router", "best"}), "router");
   refused(training(run_, {"--round", "best"}), "round");
   refused(training(run_, {"--router", "given"}), "router given");

@@ -8,9 +8,11 @@
 #include <chrono>
 #include <cstdio>
 #include <ctime>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <memory>
+#include <system_error>
 #include <thread>
 
 #include "cli/bench_bound.hpp"
@@ -258,6 +260,17 @@ void write_file(std::string const& path, std::string const& text) {
   if (!file) throw CommandError(fmt::format("--out {}: cannot be written", path));
 }
 
+/// Before anything is measured: --out can be written. A file that is there keeps what it holds.
+void require_writable(std::string const& path) {
+  if (path.empty()) return;
+  std::error_code error;
+  bool const is_new = !std::filesystem::exists(path, error);
+  if (!std::ofstream(path, std::ios::binary | std::ios::app)) {
+    throw CommandError(fmt::format("--out {}: cannot be written", path));
+  }
+  if (is_new) std::filesystem::remove(path, error);
+}
+
 /// The document so far goes to --out, so that a run that is interrupted leaves what it has measured.
 void keep(BenchFlags const& flags, Json const& document) {
   if (!flags.out.empty()) write_file(flags.out, document.dump(1) + '\n');
@@ -353,6 +366,7 @@ int bench_cuda(BenchFlags const& flags, std::string const& command_line) {
 }
 
 int bench(BenchFlags flags, std::string const& command_line) {
+  require_writable(flags.out);
   if (flags.shape.on_cuda()) return bench_cuda(flags, command_line);
   if (flags.passes.empty()) flags.passes = {"forward", "backward", "forward-inference"};
   for (std::string const& name : flags.passes) {

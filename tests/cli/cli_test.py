@@ -148,6 +148,7 @@ class Bench(Cli):
     def test_bad_flags(self):
         self.refuse("bench", "--config", "no-such", naming="no-such")
         self.refuse("bench", "--pass", "sideways", naming="sideways")
+        self.refuse("bench", *SMALL, "--out", "/no/such/folder/x.json", naming="/no/such/folder/x.json")  # at once
         for seconds in "nan", "-1", "1e9", "soon":
             self.refuse("bench", *SMALL, "--seconds", seconds, naming=seconds)
         self.refuse("bench", "--config", "cpu-small", "--tokens", "4", naming="--config")

@@ -129,6 +129,17 @@ Run start(Flags const& flags) {
   return run;
 }
 
+// The text of the run to go on with. Its paths may have moved, or have bytes that the checkpoint could not hold.
+lm::Corpus read_text_again(Run const& run, bool named) {
+  try {
+    return read_text(run.state.text.paths, run.folder);
+  } catch (lm::InputError const& error) {
+    if (named) throw;
+    throw lm::InputError(
+        fmt::format("{}; if the text is elsewhere now, name it with --text", error.what()));
+  }
+}
+
 Run resume(Flags const& flags) {
   for (CLI::Option const* option : flags.fixed) {
     if (option->count() > 0) {
@@ -164,7 +175,7 @@ Run resume(Flags const& flags) {
     run.state.text.paths.clear();
     for (std::string const& path : flags.text) run.state.text.paths.push_back(absolute(path));
   }
-  run.corpus = read_text(run.state.text.paths, run.folder);
+  run.corpus = read_text_again(run, !flags.text.empty());
   if (run.corpus.fingerprint() != run.state.text.fingerprint) {
     throw CommandError(fmt::format(
         "the text is not what the run in {} was trained on ({}); restore it, or start a new run",

@@ -368,6 +368,17 @@ TEST_F(Program, RefusedTrainingMovesNoEarlierRun) {
   EXPECT_FALSE(fs::exists(run_ + "-1"));
 }
 
+TEST_F(Program, ResumesWithTextWhosePathIsNotUtf8) {
+  fs::path const text = folder_.path() / "t\xff.txt";
+  fs::rename(text_, text);
+  Arguments arguments = training(run_);
+  arguments[2] = text.string();
+  ASSERT_EQ(run(arguments).exit_code, 0);
+  refused({"train", "--resume", run_, "--steps", "13"}, "name it with --text");
+  EXPECT_EQ(run({"train", "--resume", run_, "--steps", "13", "--text", text.string()}).exit_code,
+            0);
+}
+
 TEST_F(Program, RefusesBadResumption) {
   ASSERT_EQ(run(training(run_)).exit_code, 0);
   std::string const state = read_text(fs::path(run_) / kStateFile);

@@ -389,6 +389,37 @@ TEST(Refuse, DlogitsWithoutSixteenBytes) {
   EXPECT_STREQ(refuse(args).text, "experts per token vary");
 }
 
+// <dO, b_down> is read by 16 bytes; without a bias neither matters.
+TEST(Refuse, BiasesWithoutSixteenBytes) {
+  alignas(16) std::uint16_t memory[64] = {};
+  RouterGradientArguments args{};
+  args.dlogits.experts = 2;
+  args.dlogits.top_k = 1;
+  args.dlogits.dlogits_are_scratch = true;
+  auto& dscores = args.dscores;
+  dscores.d_o = {memory, 2, 16};
+  dscores.b_down = {.gmem = memory, .expert_stride = 16, .row_stride = 1, .block = 16};
+  dscores.hidden = 16;
+  EXPECT_FALSE(refuse(args).refused()) << refuse(args).text;
+  auto const refused = [&](auto change, char const* text) {
+    RouterGradientArguments changed = args;
+    change(changed.dscores);
+    EXPECT_STREQ(refuse(changed).text, text);
+    changed.dscores.b_down = {};
+    EXPECT_FALSE(refuse(changed).refused()) << refuse(changed).text;
+  };
+  refused([](DscoresArguments& d) { d.hidden = 12; },
+          "d=12: rows of 16 bytes need a multiple of 8");
+  refused([](DscoresArguments& d) { d.d_o.pitch = 20; },
+          "pitch of d_o=20: rows of 16 bytes need a multiple of 8");
+  refused([&](DscoresArguments& d) { d.d_o.gmem = memory + 4; }, "d_o: not aligned to 16 bytes");
+  refused([&](DscoresArguments& d) { d.b_down.gmem = memory + 4; },
+          "b_down: not aligned to 16 bytes");
+  refused([](DscoresArguments& d) { d.b_down.expert_stride = 20; },
+          "pitch of a bias=20: rows of 16 bytes need a multiple of 8");
+  refused([](DscoresArguments& d) { d.b_down.row_stride = 2; }, "b_down: not contiguous");
+}
+
 // What makes the tables shares the memory of y, but for what route leaves to metadata, 3 bytes a slot. At 7B-n256 h, o
 // and the workspace stay below SonicMoE's 946 MiB.
 TEST(ForwardPlan, HoldsWhatMakesTheTablesInThePlaceOfY) {

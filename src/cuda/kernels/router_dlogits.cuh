@@ -7,7 +7,7 @@
 //          kLanes lanes a token, of which lane k has slot k. Then the warp stores their rows of dl, collected in shared
 //          memory. A softmax over all experts takes a warp per token: lane l has experts l, 32+l, ..
 // Numerics fp32, compiled without contraction; lanes take experts in turn, sums fold 32 lanes by halves
-// Requires E <= 1024, K <= 32, K slots for every token, dl on a multiple of 16 bytes
+// Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
 #include <cuda_bf16.h>
@@ -39,14 +39,7 @@ struct TokenSlot {
   float score, ds;
 };
 
-// Whether the rows of dO and b_down are whole vectors of 16 bytes.
-__device__ __forceinline__ bool has_bias_vectors(DscoresArguments const& p) {
-  auto const aligned = [](void const* gmem) { return reinterpret_cast<uintptr_t>(gmem) % 16 == 0; };
-  return p.hidden % 8 == 0 && p.d_o.pitch % 8 == 0 && aligned(p.d_o.gmem) &&
-         aligned(p.b_down.gmem) && p.b_down.row_stride == 1 && p.b_down.expert_stride % 8 == 0;
-}
-
-// <dO, b_down[expert of row]>: of every 256 columns a lane has eight.
+// <dO, b_down[expert of row]>, eight columns of a lane at once.
 __device__ __forceinline__ float bias_term(DscoresArguments const& p, int64_t row) {
   int low = 0, high = p.experts;
   while (high - low > 1) {
@@ -57,28 +50,18 @@ __device__ __forceinline__ float bias_term(DscoresArguments const& p, int64_t ro
   auto const* const gmem_d_o = static_cast<__nv_bfloat16 const*>(p.d_o.gmem) + source * p.d_o.pitch;
   auto const* const gmem_bias =
       static_cast<__nv_bfloat16 const*>(p.b_down.gmem) + p.b_down.row_offset(low, 0);
-  constexpr int kVector = 8;
   float partial = 0;
-  int64_t const first = arch::lane_idx() * kVector, step = arch::kWarpThreads * kVector;
-  if (has_bias_vectors(p)) {
 #pragma unroll 2
-    for (int64_t c = first; c < p.hidden; c += step) {
-      uint4 const x = __ldg(reinterpret_cast<uint4 const*>(gmem_d_o + c));
-      uint4 const b = __ldg(reinterpret_cast<uint4 const*>(gmem_bias + c));
-      uint32_t const xs[] = {x.x, x.y, x.z, x.w}, bs[] = {b.x, b.y, b.z, b.w};
-      TESSERA_UNROLL
-      for (int j = 0; j < kVector / 2; ++j) {
-        float2 const x_pair = arch::unpack_bf16(xs[j]), b_pair = arch::unpack_bf16(bs[j]);
-        partial = fmaf(x_pair.x, b_pair.x, partial);
-        partial = fmaf(x_pair.y, b_pair.y, partial);
-      }
-    }
-  } else {
-    for (int64_t begin = first; begin < p.hidden; begin += step) {
-      for (int64_t c = begin; c < min(begin + kVector, p.hidden); ++c) {
-        partial = fmaf(__bfloat162float(gmem_d_o[c]),
-                       __bfloat162float(gmem_bias[c * p.b_down.row_stride]), partial);
-      }
+  for (int64_t c = arch::lane_idx() * kBiasVector; c < p.hidden;
+       c += arch::kWarpThreads * kBiasVector) {
+    uint4 const x = __ldg(reinterpret_cast<uint4 const*>(gmem_d_o + c));
+    uint4 const b = __ldg(reinterpret_cast<uint4 const*>(gmem_bias + c));
+    uint32_t const xs[] = {x.x, x.y, x.z, x.w}, bs[] = {b.x, b.y, b.z, b.w};
+    TESSERA_UNROLL
+    for (int j = 0; j < kBiasVector / 2; ++j) {
+      float2 const x_pair = arch::unpack_bf16(xs[j]), b_pair = arch::unpack_bf16(bs[j]);
+      partial = fmaf(x_pair.x, b_pair.x, partial);
+      partial = fmaf(x_pair.y, b_pair.y, partial);
     }
   }
   __syncwarp();

@@ -142,6 +142,11 @@ RouterBackward router_backward_at_nowhere(MoeDesc const& desc) {
   if (desc.experts_vary()) {
     out.dlogits.dlogits.gmem_token_offsets = static_cast<std::int32_t const*>(nowhere());
   }
+  if (desc.bias) {
+    out.dlogits.dscores.d_o = {nowhere(), s.tokens, s.hidden};
+    out.dlogits.dscores.b_down = weight_views(desc, weights_without_memory(desc)).b_down;
+    out.dlogits.dscores.hidden = s.hidden;
+  }
   out.dgrad.w_router = {nowhere(), s.experts, s.hidden};
   out.dgrad.gmem_dx = nowhere();
   out.dgrad.dx_pitch = out.dgrad.hidden = out.wgrad.hidden = s.hidden;

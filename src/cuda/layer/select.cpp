@@ -65,6 +65,12 @@ class Requirements {
   void one_block(char const* name, WeightRows const& w, std::int64_t rows) {
     if (ok() && w.block < rows) r_ = refusal("%s: in blocks", name);
   }
+  // Elements of each expert, contiguous.
+  void vector(char const* name, WeightRows const& b) {
+    base(name, b.gmem);
+    multiple_of_8("pitch of a bias", b.expert_stride);
+    if (ok() && b.row_stride != 1) r_ = refusal("%s: not contiguous", name);
+  }
   void transposed(char const* name, WeightRows const& w) {
     if (ok() && w.column_stride == 1) r_ = refusal("%s: not transposed as w_up is", name);
   }
@@ -187,6 +193,12 @@ Refusal refuse(RouterGradientArguments const& args) noexcept {
     return refusal("%s", "experts per token vary");
   }
   if (!args.dlogits.dlogits_are_scratch) need.base("dlogits", args.dlogits.gmem_dlogits);
+  if (args.dscores.b_down.gmem != nullptr) {
+    need.multiple_of_8("d", args.dscores.hidden);
+    need.multiple_of_8("pitch of d_o", args.dscores.d_o.pitch);
+    need.base("d_o", args.dscores.d_o.gmem);
+    need.vector("b_down", args.dscores.b_down);
+  }
   return need.result();
 }
 Refusal refuse(RouterDgradArguments const& args) noexcept {

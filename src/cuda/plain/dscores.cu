@@ -28,9 +28,8 @@ __global__ void __launch_bounds__(plain::kThreads) dscores_plain(DscoresArgument
     auto const* const gmem_d_o =
         static_cast<__nv_bfloat16 const*>(p.d_o.gmem) + source * p.d_o.pitch;
     float partial = 0;
-    constexpr int kVector = 8;  // columns of a lane, one after the other
-    for (int64_t begin = lane * kVector; begin < p.hidden; begin += kLanes * kVector) {
-      for (int64_t c = begin; c < min(begin + kVector, p.hidden); ++c) {
+    for (int64_t begin = lane * kBiasVector; begin < p.hidden; begin += kLanes * kBiasVector) {
+      for (int64_t c = begin; c < min(begin + kBiasVector, p.hidden); ++c) {
         partial = fmaf(plain::widen(gmem_d_o[c]), plain::bias_of(p.b_down, expert, c), partial);
       }
     }

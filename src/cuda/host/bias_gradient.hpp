@@ -11,6 +11,9 @@
 
 namespace tessera::cuda {
 
+/// Lane l of so many adds up the rows l, l + lanes, .. of an expert, of bf16; then the lanes are added in order.
+constexpr int kBiasGradientLanes = 32;
+
 /// db[half][e](i) = sum over rows r of expert e of weight_r * left[gather_index[r], half*columns + i], i < columns.
 struct BiasGradientArguments {
   MatrixRows left;                     // (T,halves*columns) bf16 or fp32

@@ -8,6 +8,7 @@ cudaError_t launch_bias_gradient(BiasGradientArguments const& args, cudaStream_t
   int64_t const ctas =
       args.experts * ((width + BiasGradientConfig::kColumns - 1) / BiasGradientConfig::kColumns);
   if (ctas == 0) return cudaSuccess;
+  if (ctas > INT32_MAX) return cudaErrorInvalidValue;
   auto const grid = static_cast<unsigned>(ctas);
   if (args.is_fp32) {
     bias_gradient<float><<<grid, BiasGradientConfig::kThreads, 0, stream>>>(args);

@@ -24,10 +24,10 @@
 namespace tessera::cuda {
 
 struct BiasGradientConfig {
-  static constexpr int kThreads = 256;
   static constexpr int kColumns = 64;  // of a CTA
   static constexpr int kVector = 8;    // .. of a thread
-  static constexpr int kLanes = kThreads / (kColumns / kVector);
+  static constexpr int kLanes = kBiasGradientLanes;
+  static constexpr int kThreads = kLanes * (kColumns / kVector);
   static constexpr int kAhead = 4;  // rows of a lane in flight
 };
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // db[half][e](i) = sum over rows r of expert e of weight_r * left[gather_index[r], half*columns + i].
 // A CTA sums kColumns columns of one expert in kThreads / kColumns lanes: lane l takes rows l, l + lanes, ..; then the
-// sums of the lanes are added in order. Of bf16 there are 32 lanes, as in the fast kernel, for the same bits.
+// sums of the lanes are added in order.
 #include "../host/bias_gradient.hpp"
 #include "dot.cuh"
 
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) bias_gradient_plain(BiasGradientArgu
 // Few columns per CTA for the few columns of an fp32 matrix (dlogits): its rows then still feed many CTAs.
 template <class Element, class Gradient>
 cudaError_t launch_of(BiasGradientArguments const& args, cudaStream_t stream) {
-  constexpr int kColumns = sizeof(Element) == 4 ? 8 : 32;
+  constexpr int kColumns = sizeof(Element) == 4 ? 8 : kThreads / kBiasGradientLanes;
   int64_t const groups = (args.halves * args.columns + kColumns - 1) / kColumns;
   int64_t const ctas = args.experts * groups;
   if (ctas == 0) return cudaSuccess;

@@ -329,7 +329,7 @@ TEST(BackwardArguments, SeeColumnsOfGateAndUpInTurnAsOneMatrix) {
   EXPECT_EQ(backward_arguments(rows, backward_args(rows), t.memory(t.h)).up_wgrad.halves, 2);
 }
 
-// Every layout but transposed and blocked has fast kernels.
+// Of the layouts only blocks lack fast kernels: all of w_up's where they are transposed, else up_projection_dgrad's.
 TEST(Refuse, NoLayoutButTransposedBlocks) {
   for (GateUpOrder const order : {GateUpOrder::concat, GateUpOrder::up_first,
                                   GateUpOrder::interleaved, GateUpOrder::blocked}) {

@@ -28,13 +28,11 @@ cudaError_t launch_up_projection_fwd_of(UpProjectionFwdArguments const& args, in
   using block::Major;
   if constexpr (Activation{.kind = kKind}.gated()) {
     if (args.interleaved) {
+      using Sorted = UpProjectionFwdConfig<kKind, false, Major::kRows, true, true>;
+      using Gathered = UpProjectionFwdConfig<kKind, true, Major::kRows, true, true>;
       return args.gmem_gather_index == nullptr
-                 ? launch_up_projection_fwd_config<
-                       UpProjectionFwdConfig<kKind, false, Major::kRows, true, true>>(
-                       args, sm_count, stream)
-                 : launch_up_projection_fwd_config<
-                       UpProjectionFwdConfig<kKind, true, Major::kRows, true, true>>(args, sm_count,
-                                                                                     stream);
+                 ? launch_up_projection_fwd_config<Sorted>(args, sm_count, stream)
+                 : launch_up_projection_fwd_config<Gathered>(args, sm_count, stream);
     }
   }
   return args.w_up[0].column_stride == 1

@@ -89,8 +89,7 @@ class GradientRows {
     if constexpr (kHalves == 2) arch::ldmatrix_x4(smem_up, u[0], u[1], u[2], u[3]);
     TESSERA_UNROLL
     for (int q = 0; q < 4; ++q) {
-      int const first = part * (kGroupColumns / 4) + 4 * (2 * m + q / 2) + 2 * (q % 2);
-      differentiate_pair(&acc[first], s[q % 2], g[q], u[q], a[q], ds[q % 2]);
+      differentiate_pair(&acc[pair_of(part, m, q)], s[q % 2], g[q], u[q], a[q], ds[q % 2]);
     }
     arch::stmatrix_x4(smem_gate, g[0], g[1], g[2], g[3]);
     if constexpr (kHalves == 2) arch::stmatrix_x4(smem_up, u[0], u[1], u[2], u[3]);
@@ -111,8 +110,7 @@ class GradientRows {
       uint32_t const smem_pairs = smem + q % 2 * (8 * 128) + ((chunk ^ row) << 4);
       uint2 pairs = arch::load_shared_8(smem_pairs);
       uint32_t g = arch::low_halves(pairs.x, pairs.y), u = arch::high_halves(pairs.x, pairs.y);
-      int const first_acc = part * (kGroupColumns / 4) + 4 * (2 * m + q / 2) + 2 * (q % 2);
-      differentiate_pair(&acc[first_acc], s[q % 2], g, u, a[q], ds[q % 2]);
+      differentiate_pair(&acc[pair_of(part, m, q)], s[q % 2], g, u, a[q], ds[q % 2]);
       pairs = {arch::low_halves(g, u), arch::high_halves(g, u)};
       arch::store_shared_8(smem_pairs, pairs);
     }
@@ -143,6 +141,11 @@ class GradientRows {
  private:
   using Function = ActivationFunction<kKind>;
   static constexpr int kScores = (kGemm.warpgroup_subtiles() + 1) / 2;
+
+  // Among a group's accumulators: columns 64*part + 16m + 8*(q/2).. of the upper rows, or with odd q of the lower.
+  __device__ __forceinline__ static constexpr int pair_of(int part, int m, int q) {
+    return part * (kGroupColumns / 4) + 4 * (2 * m + q / 2) + 2 * (q % 2);
+  }
 
   // Two neighbouring columns: t, (g, u) -> (dg, du), a'.
   __device__ __forceinline__ void differentiate_pair(float const* t, float s, uint32_t& g,

@@ -79,11 +79,10 @@ std::vector<Job> jobs_of(BenchFlags const& flags) {
     }
     bool const file = job.layer_case.routing.pattern == verify::RoutingPattern::file;
     if (file && (shape.tokens != given.tokens || shape.top_k != given.top_k)) {
-      throw CommandError(
-          fmt::format("--config {} with --routing file: the configuration has {} tokens with top_k "
-                      "{}, the file "
-                      "{} with {}; leave out one of them",
-                      name, shape.tokens, shape.top_k, given.tokens, given.top_k));
+      throw CommandError(fmt::format(
+          "--config {} with --routing file: the configuration has {} tokens with top_k {}, "
+          "the file {} with {}; leave out one of them",
+          name, shape.tokens, shape.top_k, given.tokens, given.top_k));
     }
     if (found->activation != ActivationKind::swiglu) {
       job.layer_case.desc.activation.kind = found->activation;

@@ -260,8 +260,7 @@ void conclude(Run const& run, lm::Trainer& trainer, TrainProgress& progress, Sum
 
 std::vector<std::string> files_of(Run const& run) {
   std::vector<std::string> files;
-  for (char const* name : {lm::kModelFile, lm::kConfigFile, lm::kStateFile, lm::kLossFile,
-                           lm::kExpertLoadFile, lm::kPlotScript, lm::kPlotFile, lm::kSampleFile}) {
+  for (char const* name : lm::kRunFiles) {
     if (fs::exists(run.folder / name)) files.push_back((run.folder / name).string());
   }
   return files;

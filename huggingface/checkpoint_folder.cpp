@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <system_error>
 
+#include "lm/checkpoint.hpp"
 #include "lm/error.hpp"
 #include "lm/files.hpp"
 #include "lm/json.hpp"
@@ -36,21 +37,21 @@ CheckpointFolder::CheckpointFolder(fs::path const& folder) : path_(folder) {
   std::error_code error;
   if (!fs::is_directory(folder, error)) {
     throw lm::InputError(fmt::format("{}: no such folder; a checkpoint is a folder with {} or {}",
-                                     folder.string(), kSingleFile, kIndexFile));
+                                     folder.string(), lm::kModelFile, lm::kIndexFile));
   }
-  bool const single = fs::exists(folder / kSingleFile, error),
-             sharded = fs::exists(folder / kIndexFile, error);
+  bool const single = fs::exists(folder / lm::kModelFile, error),
+             sharded = fs::exists(folder / lm::kIndexFile, error);
   if (single == sharded) {
     throw lm::InputError(fmt::format("{}: has {} {} and {}; a checkpoint has one of them",
-                                     folder.string(), single ? "both" : "neither", kSingleFile,
-                                     kIndexFile));
+                                     folder.string(), single ? "both" : "neither", lm::kModelFile,
+                                     lm::kIndexFile));
   }
-  single ? open(kSingleFile) : read_index();
+  single ? open(lm::kModelFile) : read_index();
   list_others();
 }
 
 void CheckpointFolder::read_index() {
-  fs::path const path = path_ / kIndexFile;
+  fs::path const path = path_ / lm::kIndexFile;
   index_ = lm::read_file(path, kMaxIndexBytes);
   json const index = lm::parse_json(*index_, path.string());
   auto const map = index.is_object() ? index.find("weight_map") : index.end();
@@ -107,7 +108,7 @@ void CheckpointFolder::list_others() {
   std::error_code error;
   for (fs::directory_entry const& entry : fs::directory_iterator(path_, error)) {
     std::string const name = entry.path().filename().string();
-    if (name == kIndexFile || std::find(names_.begin(), names_.end(), name) != names_.end()) {
+    if (name == lm::kIndexFile || std::find(names_.begin(), names_.end(), name) != names_.end()) {
       continue;
     }
     bool const comes = entry.is_regular_file(error) && !is_weights(entry.path());

@@ -15,9 +15,6 @@
 
 namespace tessera::huggingface {
 
-inline constexpr char const* kSingleFile = "model.safetensors";
-inline constexpr char const* kIndexFile = "model.safetensors.index.json";
-
 /// A tensor and the file that holds it.
 struct StoredTensor {
   std::size_t file = 0;  ///< index in CheckpointFolder::files

@@ -20,6 +20,7 @@
 #include "huggingface/expert_groups.hpp"
 #include "huggingface/new_folder.hpp"
 #include "huggingface/quantised.hpp"
+#include "lm/checkpoint.hpp"
 #include "lm/error.hpp"
 #include "lm/files.hpp"
 #include "lm/json.hpp"
@@ -258,7 +259,7 @@ class Planner {
       plan.files.back().tensors.push_back(std::move(output));
     }
     if (plan.files.size() == 1) {
-      plan.files.front().name = kSingleFile;
+      plan.files.front().name = lm::kModelFile;
       return;
     }
     for (std::size_t i = 0; i < plan.files.size(); ++i) {
@@ -366,7 +367,7 @@ class Writer {
       }
       target.rename_into_place();
     }
-    if (plan_.index) lm::write_atomically(folder / kIndexFile, *plan_.index);
+    if (plan_.index) lm::write_atomically(folder / lm::kIndexFile, *plan_.index);
     if (plan_.conversion) lm::write_atomically(folder / kConversionFile, *plan_.conversion);
     for (std::string const& name : checkpoint_.companions()) {
       if (name != kConversionFile) copy_file(checkpoint_.path() / name, folder / name);
@@ -447,7 +448,7 @@ std::string form_name(ExpertForm const& form) {
 std::vector<std::string> files_of(Plan const& plan, CheckpointFolder const& checkpoint) {
   std::vector<std::string> names;
   for (OutputFile const& file : plan.files) names.push_back(file.name);
-  if (plan.index) names.emplace_back(kIndexFile);
+  if (plan.index) names.emplace_back(lm::kIndexFile);
   if (plan.conversion) names.emplace_back(kConversionFile);
   for (std::string const& name : checkpoint.companions()) {
     if (name != kConversionFile) names.push_back(name);

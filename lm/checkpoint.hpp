@@ -14,6 +14,7 @@ namespace tessera::lm {
 
 inline constexpr char const* kConfigFile = "config.json";
 inline constexpr char const* kModelFile = "model.safetensors";
+inline constexpr char const* kIndexFile = "model.safetensors.index.json";  ///< of a model in shards
 inline constexpr char const* kStateFile = "training_state.safetensors";
 
 struct LoadedModel {

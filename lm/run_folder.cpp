@@ -42,14 +42,11 @@ std::string heat_maps(std::int64_t shown, bool crisp) {
 
 // A run, or anything that one would write over: the checkpoint of another program, too, whole or in shards.
 bool holds_run(fs::path const& folder) {
-  char const* const names[] = {
-      kStateFile, kModelFile,      kConfigFile, "model.safetensors.index.json",
-      kLossFile,  kExpertLoadFile, kPlotScript, kPlotFile,
-      kSampleFile};
-  return std::any_of(std::begin(names), std::end(names), [&](char const* name) {
+  auto const is_there = [&](char const* name) {
     std::error_code error;
     return fs::exists(fs::symlink_status(folder / name, error));
-  });
+  };
+  return is_there(kIndexFile) || std::any_of(std::begin(kRunFiles), std::end(kRunFiles), is_there);
 }
 
 // Returns the folder's new name: the first that is free.

@@ -6,6 +6,7 @@
 #include <string>
 #include <string_view>
 
+#include "lm/checkpoint.hpp"
 #include "lm/files.hpp"
 #include "lm/training_state.hpp"
 
@@ -16,6 +17,10 @@ inline constexpr char const* kExpertLoadFile = "expert_load.csv";
 inline constexpr char const* kPlotScript = "curve.gp";
 inline constexpr char const* kPlotFile = "curve.svg";
 inline constexpr char const* kSampleFile = "sample.txt";
+
+/// All that a run writes.
+inline constexpr char const* kRunFiles[] = {kModelFile,      kConfigFile, kStateFile, kLossFile,
+                                            kExpertLoadFile, kPlotScript, kPlotFile,  kSampleFile};
 
 struct PreparedFolder {
   FolderLock lock;             ///< of the folder, for as long as the run writes there

@@ -186,8 +186,9 @@ TEST(RunFolder, KeepsAnEarlierRunUnderANewName) {
 }
 
 TEST(RunFolder, KeepsWhateverARunWouldWriteOver) {
-  for (char const* name : {kConfigFile, "model.safetensors.index.json", kLossFile, kExpertLoadFile,
-                           kPlotScript, kPlotFile, kSampleFile}) {
+  std::vector<char const*> names(std::begin(kRunFiles), std::end(kRunFiles));
+  names.push_back(kIndexFile);
+  for (char const* name : names) {
     TemporaryFolder const parent;
     fs::path const folder = parent.path() / "model";
     write_text(folder / name, "precious");

@@ -13,7 +13,7 @@ import inspect
 import torch
 
 from tessera import functional
-from tessera.recognise import recognise
+from tessera.recognise import ALPHAS, LIMITS, recognise
 
 OLDEST, NEWEST = (5, 17), (6,)
 INSTALL = "pip install 'transformers>=5.17,<6'"
@@ -118,7 +118,7 @@ def _options_of(module) -> str:
 def _numbers(owner) -> tuple:
     """Its attributes that may be numbers of its activation, or None in their place."""
     return tuple([(key, value) for key, value in (vars(owner).items() if owner is not None else ())
-                  if any(word in key for word in ("alpha", "limit", "clamp", "scale", "softcap"))
+                  if any(word in key for word in (*ALPHAS, *LIMITS, "scale", "softcap"))
                   and (value is None or type(value) in (int, float))])
 
 

@@ -7,6 +7,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tessera.activation import activate
 from tessera.options import ACTIVATIONS, GATED
 
+# What attributes are called that may be numbers of a clamped activation.
+ALPHAS, LIMITS = ("alpha",), ("limit", "clamp")
+
 # fp64, so that close activations (both GELUs) stay apart, and far enough out to meet any clamp.
 _FAR = 10.0 ** torch.linspace(1.5, 5, 8, dtype=torch.float64, device="cpu")
 _GRID = torch.cat([torch.linspace(-12, 12, 49, dtype=torch.float64, device="cpu"), _FAR, -_FAR])
@@ -51,9 +54,9 @@ def _candidates(gated: bool, owners: tuple):
     for owner in owners:
         for key, value in vars(owner).items() if owner is not None else ():
             if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-                if "alpha" in key:
+                if any(word in key for word in ALPHAS):
                     alphas.add(float(value))
-                if "limit" in key or "clamp" in key:
+                if any(word in key for word in LIMITS):
                     limits.add(float(value))
     for alpha in sorted(alphas):
         for limit in sorted(limits):

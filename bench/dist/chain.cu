@@ -60,7 +60,8 @@ std::vector<NamedLayer> layers_of(Options const& options) {
 }
 
 // A row of the results. Rows of one way are those of one run of it; the last of them is all of it.
-enum class Way { chain, gemms, cublas, layer, fused };
+enum class Way { chain, gemms, cublas, cublas_grouped, layer, fused };
+bool is_cublas(Way way) { return way == Way::cublas || way == Way::cublas_grouped; }
 struct Timed {
   char const* pass;
   char const* variant;
@@ -77,6 +78,7 @@ constexpr Timed kTimed[] = {
     {"forward-inference", "unfused-chain", Way::chain},
     {"gemms", "", Way::gemms},
     {"gemms", "cublas-bmm", Way::cublas},
+    {"gemms", "cublas-grouped", Way::cublas_grouped},
     {"forward-inference", "one-gpu", Way::layer},
     {"forward-inference", "fused", Way::fused},
     {"forward-inference", "fused-x-by-kernel", Way::fused, -1, X::by_kernel},
@@ -86,14 +88,14 @@ constexpr Timed kTimed[] = {
     {"forward-inference", "fused-lag-32", Way::fused, 32},
     {"forward-inference", "fused-lag-64", Way::fused, 64}};
 constexpr size_t kNumTimed = std::size(kTimed), kGemms = kParts + 1, kCublas = kGemms + 1,
-                 kLayer = kCublas + 1, kFused = kLayer + 1;
+                 kCublasGrouped = kCublas + 1, kLayer = kCublasGrouped + 1, kFused = kLayer + 1;
 
 // The last row of every run that the options ask for.
 std::vector<size_t> runs_of(Options const& options) {
   if (options.latency) return {kFused};
   std::vector<size_t> runs;
-  if (options.chain) runs = {kParts, kGemms, kCublas, kLayer};
-  if (!options.cublas) std::erase(runs, kCublas);
+  if (options.chain) runs = {kParts, kGemms, kCublas, kCublasGrouped, kLayer};
+  if (!options.cublas) std::erase_if(runs, [](size_t row) { return is_cublas(kTimed[row].way); });
   if (options.fused) {
     for (size_t row = kFused; row < kNumTimed; ++row) {
       bool const asked = kTimed[row].from != X::in_window ? options.copies : options.lags;
@@ -130,7 +132,10 @@ class Clock {
         r.launch_down();
         break;
       case Way::cublas:
-        for (auto const& gemm : cublas.gemms()) gemm.run();
+        cublas.run_batched();
+        break;
+      case Way::cublas_grouped:
+        cublas.run_grouped(r.stream());
         break;
       case Way::layer:
         r.launch_layer(context);
@@ -169,6 +174,7 @@ bool is_right(size_t row, Rank& r, Talk& talk, Context const& context) {
       r.launch_chain([](Part) {});
       break;
     case Way::cublas:
+    case Way::cublas_grouped:
       return true;  // its values are its own
     case Way::layer:
       r.launch_layer(context);
@@ -191,6 +197,19 @@ struct Measured {
   std::vector<float> empty;  // passes without routed rows, of rank 0
 };
 
+// In the pass that is measured.
+std::vector<int> rows_of_experts(Options const& options, ExchangeShape const& shape, int owner) {
+  std::vector<int> rows(size_t(shape.local_experts()));
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    for (int32_t const id : draw(shape, options.routing, rank, 1).ids) {
+      if (id >= 0 && id < shape.experts && shape.owner(id) == owner) {
+        ++rows[size_t(id - owner * shape.local_experts())];
+      }
+    }
+  }
+  return rows;
+}
+
 Measured measure_config(Options const& options, NamedLayer const& c, ExchangeShape const& shape) {
   Measured m;
   device::Gate gate;
@@ -203,7 +222,8 @@ Measured measure_config(Options const& options, NamedLayer const& c, ExchangeSha
              Clock clock(options.device_of(rank), gate);
              CublasGemms cublas;
              if (std::ranges::find(runs, kCublas) != runs.end()) {
-               cublas = CublasGemms(r, options.device_of(rank), shape, c.activation);
+               cublas = CublasGemms(r, options.device_of(rank), shape, c.activation,
+                                    rows_of_experts(options, shape, rank));
              }
              auto const first_row = [](size_t row) { return row == kParts ? 0 : row; };
              r.set_pass(draw(shape, options.routing, rank, 1), 1);
@@ -265,10 +285,12 @@ int measure(Options const& options) {
                           dist::rows_across(shape, dist::Transfer::direct);  // there and back
     double const link_ms = 2e3 * c.tokens * c.hidden * across / dist::kLinkRate;
     double gemms_ms = 0;  // of the faster ones; 0: not timed
-    for (size_t const row : {kGemms, kCublas}) {
+    double same_ms = 0;   // .. of those on the rows of the pass
+    for (size_t const row : {kGemms, kCublas, kCublasGrouped}) {
       if (m.rows[row].ms.empty()) continue;
       double const ms = double(quantiles(m.rows[row].ms).median);
       gemms_ms = gemms_ms == 0 ? ms : std::min(gemms_ms, ms);
+      if (row != kCublas) same_ms = same_ms == 0 ? ms : std::min(same_ms, ms);
     }
     std::printf("%s, T %d per rank, E %d, %s; the link takes %.4f ms, a pass without rows %.4f\n",
                 c.name.c_str(), c.tokens, c.experts, options.text().c_str(), link_ms,
@@ -286,10 +308,12 @@ int measure(Options const& options) {
       if (timed.way == Way::fused && gemms_ms > 0) {
         bool const link = link_ms > gemms_ms;
         double const bound_ms = link ? link_ms : gemms_ms;
-        char text[128];
+        char text[160];
         std::snprintf(text, sizeof text,
-                      ", \"bound\": \"%s\", \"bound_ms\": %.4f, \"of_bound\": %.3f",
-                      link ? "link" : "gemms", bound_ms, bound_ms / double(q.median));
+                      ", \"bound\": \"%s\", \"bound_ms\": %.4f, \"of_bound\": %.3f, "
+                      "\"of_gemms_on_its_rows\": %.3f",
+                      link ? "link" : "gemms", bound_ms, bound_ms / double(q.median),
+                      same_ms / double(q.median));
         more = text;
       }
       std::printf(
@@ -307,12 +331,12 @@ int measure(Options const& options) {
           "\"mhz\": %.0f, \"tensor_pipe\": %.3f, \"transfer\": \"%s\"%s, \"checked\": %s}",
           rows.empty() ? "" : ",", c.name.c_str(), c.tokens, c.hidden, c.intermediate, c.experts,
           c.top_k, timed.way == Way::layer ? 1 : options.gpus, options.ranks_per_gpu,
-          name(options.routing), timed.pass, timed.way == Way::cublas ? "cublas" : "tessera",
+          name(options.routing), timed.pass, is_cublas(timed.way) ? "cublas" : "tessera",
           timed.variant, q.median, q.p10, q.p90, tflops, mhz, pipe,
           shape.transfer == dist::Transfer::once ? "once" : "direct", more.c_str(),
-          timed.way == Way::cublas ? "null"
-          : checked                ? "true"
-                                   : "false");
+          is_cublas(timed.way) ? "null"
+          : checked            ? "true"
+                               : "false");
       rows += text;
     }
     std::fflush(stdout);
@@ -329,8 +353,10 @@ int measure(Options const& options) {
              "opens for all GPUs at once; times between CUDA events, of the slowest GPU; uniform "
              "random data; mhz: mean SM clock; tensor_pipe: FLOP of routed rows over what the "
              "tensor cores can do at that clock; cublas-bmm: as many rows for each expert, no "
-             "activation; bound: the larger of the GEMMs without communication, the faster of ours "
-             "and cuBLAS's, and the bytes over the link at 350 GB/s",
+             "activation; cublas-grouped: the rows of the pass, no activation; bound: the larger "
+             "of the GEMMs without communication, the fastest of "
+             "these, and the bytes over the link at 350 GB/s; of_gemms_on_its_rows: cublas-bmm "
+             "left out",
          .gpus = options.gpus,
          .rows = rows});
     if (written != 0) return written;

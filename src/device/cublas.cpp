@@ -38,6 +38,10 @@ struct Cublas::Functions {
   int (*gemm)(void*, int, int, int, int, int, void const*, void const*, int, int, long long,
               void const*, int, int, long long, void const*, void*, int, int, long long, int, int,
               int) = nullptr;
+  int (*grouped_gemm)(void*, int const*, int const*, int const*, int const*, int const*,
+                      void const*, void const* const*, int, int const*, void const* const*, int,
+                      int const*, void const*, void* const*, int, int const*, int, int const*,
+                      int) = nullptr;
 };
 
 Cublas::Cublas() : functions_(std::make_unique<Functions>()) {
@@ -57,6 +61,7 @@ Cublas::Cublas() : functions_(std::make_unique<Functions>()) {
   find("cublasDestroy_v2", f.destroy);
   find("cublasSetStream_v2", f.set_stream);
   find("cublasGemmStridedBatchedEx", f.gemm);
+  find("cublasGemmGroupedBatchedEx", f.grouped_gemm);
   require(f.create(&handle_), "cublasCreate");
 }
 
@@ -79,6 +84,23 @@ void Cublas::batched_gemm(Stream const& stream, std::int64_t batch, std::int64_t
                            narrow(a.transposed ? m : k), m * k, &zero, c, kBf16, narrow(n), m * n,
                            narrow(batch), kFp32Sums, kDefaultAlgorithm),
           "cublasGemmStridedBatchedEx");
+}
+
+void Cublas::grouped_gemm(Stream const& stream, std::int64_t n, std::int64_t k,
+                          Groups const& groups) const {
+  std::size_t const count = groups.rows.size();
+  std::vector<int> const transposed(count, kTranspose), plain(count, kNoTranspose),
+      one_each(count, 1);
+  std::vector<int> const columns(count, static_cast<int>(n)), depths(count, static_cast<int>(k));
+  std::vector<float> const ones(count, 1.0f), zeros(count, 0.0f);
+  require(functions_->set_stream(handle_, stream.handle().native), "cublasSetStream");
+  // Column-major, as above: c^T [n,rows] = b [n,k] a^T [k,rows].
+  require(functions_->grouped_gemm(handle_, transposed.data(), plain.data(), columns.data(),
+                                   groups.rows.data(), depths.data(), ones.data(), groups.b, kBf16,
+                                   depths.data(), groups.a, kBf16, depths.data(), zeros.data(),
+                                   groups.c, kBf16, columns.data(), static_cast<int>(count),
+                                   one_each.data(), kFp32Sums),
+          "cublasGemmGroupedBatchedEx");
 }
 
 CublasBound::CublasBound(Cublas const& cublas, Stream const& stream, std::int32_t device,

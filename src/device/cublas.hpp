@@ -28,6 +28,16 @@ class Cublas {
   /// [batch,k,n], or [batch,n,k] transposed.
   void batched_gemm(Stream const& stream, std::int64_t batch, std::int64_t m, std::int64_t n,
                     std::int64_t k, Operand a, Operand b, void* c) const;
+  /// c_i [rows_i,n] = a_i b_i^T for every i, all bf16 and contiguous, fp32 sums; a_i is [rows_i,k], b_i [n,k]. The
+  /// pointers are arrays of the GPU.
+  struct Groups {
+    std::vector<int> rows;  ///< none of them 0
+    void const* const* a = nullptr;
+    void const* const* b = nullptr;
+    void* const* c = nullptr;
+  };
+  void grouped_gemm(Stream const& stream, std::int64_t n, std::int64_t k,
+                    Groups const& groups) const;
 
  private:
   struct Functions;

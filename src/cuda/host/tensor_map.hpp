@@ -12,14 +12,11 @@
 //     base + X*(2^34 - s) + (X + r - end)*s + end*s = base + r*s.
 #pragma once
 
-#include <cuda.h>
-#include <cudaTypedefs.h>
-#include <cuda_runtime_api.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <utility>
 
+#include "driver.hpp"
 #include "projection.hpp"
 
 namespace tessera::cuda::host {
@@ -33,17 +30,10 @@ struct TensorMapShape {
   bool is_fp32 = false;
 };
 
-// Encodes through the driver, found at run time so that nothing links against libcuda.
 inline cudaError_t make_tensor_map(CUtensorMap& map, void const* gmem,
                                    TensorMapShape const& shape) {
-  static PFN_cuTensorMapEncodeTiled_v12000 const encode = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found{};
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
-                                     &found);
-    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(
-        found == cudaDriverEntryPointSuccess ? entry : nullptr);
-  }();
+  static auto* const encode =
+      driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled", 12000);
   if (encode == nullptr) return cudaErrorNotSupported;
   cuuint32_t const element_strides[5] = {1, 1, 1, 1, 1};
   CUresult const result = encode(

@@ -347,7 +347,7 @@ class Backward {
 
 Status moe_backward(DeviceContext const& device, MoeDesc const& desc, MoeBackwardArgs const& args,
                     RoutingView const& routing, Pass pass, Stream stream) noexcept {
-  DeviceGuard const guard(device.index());
+  DeviceGuard const guard(device.index(), ContextChoice::any_of_device);
   TESSERA_TRY(guard.status());
   nvtx3::scoped_range_in<NvtxDomain> const range{"moe_backward"};
   Sequence sequence(device, stream);

@@ -24,7 +24,7 @@ std::size_t router_loss_workspace_bytes(MoeDesc const& desc) noexcept {
 
 Status router_loss(DeviceContext const& device, MoeDesc const& desc, RouterLossArgs const& args,
                    Stream stream) noexcept {
-  DeviceGuard const guard(device.index());
+  DeviceGuard const guard(device.index(), ContextChoice::any_of_device);
   TESSERA_TRY(guard.status());
   nvtx3::scoped_range_in<NvtxDomain> const range{"router_loss"};
   MoeShape const& s = desc.shape;
@@ -61,7 +61,7 @@ Status router_loss(DeviceContext const& device, MoeDesc const& desc, RouterLossA
 
 Status update_selection_bias(DeviceContext const& device, SelectionBiasArgs const& args,
                              Stream stream) noexcept {
-  DeviceGuard const guard(device.index());
+  DeviceGuard const guard(device.index(), ContextChoice::any_of_device);
   TESSERA_TRY(guard.status());
   Sequence sequence(device, stream);
   sequence.add("update_selection_bias", [&](cudaStream_t native) {

@@ -54,7 +54,7 @@ Expected<std::unique_ptr<DeviceContext>> DeviceContext::open(std::int32_t index)
   Facts facts;
   TESSERA_TRY(read_facts(index, facts));
   TESSERA_TRY(check_architecture(index, facts.name, facts.major, facts.minor));
-  DeviceGuard const guard(index);
+  DeviceGuard const guard(index, ContextChoice::primary);
   TESSERA_TRY(guard.status());
   std::unique_ptr<DeviceContext> context(new (std::nothrow) DeviceContext);
   if (context == nullptr) {
@@ -76,7 +76,7 @@ Expected<std::unique_ptr<DeviceContext>> DeviceContext::open(std::int32_t index)
 
 DeviceContext::~DeviceContext() {
   if (host_error_ == nullptr) return;
-  DeviceGuard const guard(index_);
+  DeviceGuard const guard(index_, ContextChoice::primary);
   cudaFreeHost(host_error_);
 }
 

@@ -265,7 +265,7 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
 
 Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardArgs const& args,
                    RoutingView const& routing, std::size_t routing_bytes, Stream stream) noexcept {
-  DeviceGuard const guard(device.index());
+  DeviceGuard const guard(device.index(), ContextChoice::any_of_device);
   TESSERA_TRY(guard.status());
   nvtx3::scoped_range_in<NvtxDomain> const range{"moe_forward"};
   ForwardPlan const plan = plan_forward(desc, routing_bytes);
@@ -295,7 +295,7 @@ Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardA
 
 Status route(DeviceContext const& device, MoeDesc const& desc, RouteArgs const& args,
              Stream stream) noexcept {
-  DeviceGuard const guard(device.index());
+  DeviceGuard const guard(device.index(), ContextChoice::any_of_device);
   TESSERA_TRY(guard.status());
   nvtx3::scoped_range_in<NvtxDomain> const range{"route"};
   MoeShape const& s = desc.shape;

@@ -78,7 +78,7 @@ std::size_t grouped_gemm_workspace_bytes(GroupedGemmArgs const& args) noexcept {
 
 Status grouped_gemm(DeviceContext const& device, GroupedGemmArgs const& args,
                     Stream stream) noexcept {
-  DeviceGuard const guard(device.index());
+  DeviceGuard const guard(device.index(), ContextChoice::any_of_device);
   TESSERA_TRY(guard.status());
   nvtx3::scoped_range_in<NvtxDomain> const range{"grouped_gemm"};
   auto const [rows, experts] = sizes_of(args);

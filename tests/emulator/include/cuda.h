@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tensor map as what it says.
+// A tensor map as what it says; contexts as what a test makes of them.
 #pragma once
 
 #include <cstdint>
 
 using CUresult = int;
 constexpr CUresult CUDA_SUCCESS = 0;
+using CUdevice = int;
+using CUcontext = struct CUctx_st*;
 using cuuint32_t = std::uint32_t;
 using cuuint64_t = std::uint64_t;
 

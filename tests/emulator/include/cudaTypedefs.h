@@ -9,3 +9,9 @@ using PFN_cuTensorMapEncodeTiled_v12000 = CUresult (*)(CUtensorMap*, CUtensorMap
                                                        cuuint32_t const*, CUtensorMapInterleave,
                                                        CUtensorMapSwizzle, CUtensorMapL2promotion,
                                                        CUtensorMapFloatOOBfill);
+using PFN_cuInit_v2000 = CUresult (*)(unsigned);
+using PFN_cuDeviceGet_v2000 = CUresult (*)(CUdevice*, int);
+using PFN_cuDevicePrimaryCtxRetain_v7000 = CUresult (*)(CUcontext*, CUdevice);
+using PFN_cuCtxGetCurrent_v4000 = CUresult (*)(CUcontext*);
+using PFN_cuCtxSetCurrent_v4000 = CUresult (*)(CUcontext);
+using PFN_cuCtxGetDevice_v2000 = CUresult (*)(CUdevice*);

@@ -18,7 +18,13 @@
 #define __CUDA_ARCH_FEAT_SM90_ALL
 
 using cudaStream_t = struct CUstream_st*;
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue, cudaErrorNotSupported };
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorInvalidDevice = 101,
+  cudaErrorNotSupported = 801
+};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointNotFound };
 constexpr unsigned long long cudaEnableDefault = 0;
@@ -34,6 +40,8 @@ inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
+cudaError_t cudaGetLastError();
+char const* cudaGetErrorString(cudaError_t error);
 
 // Attributes but that of clusters say what launches here do in any case: all CTAs are resident, grids run side by side,
 // until one waits for those ahead.

@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+// Whose context is current during a call and after it, on a driver of eight devices that this file plays. Compiled with
+// the CUDA headers of the emulator; there is no cudaSetDevice to call.
+#include "cuda/host/current_context.hpp"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cuda/layer/device.hpp"
+
+struct CUctx_st {
+  CUdevice device = 0;
+};
+
+namespace tessera::cuda {
+namespace {
+
+constexpr int kDevices = 8;
+constexpr CUresult kNotInitialized = 3, kInvalidDevice = 101, kNoContext = 201;
+
+struct Driver {
+  std::mutex mutex;  // of what threads share
+  bool started = false;
+  CUctx_st primary[kDevices] = {};
+  int retained[kDevices] = {};
+  std::string failing;  // a function
+  std::string missing;  // another
+  bool is_missing_by_error = false;
+};
+Driver driver;
+thread_local std::vector<CUcontext> stack;  // the last is current
+thread_local cudaError_t last_error = cudaSuccess;
+
+CUcontext current() { return stack.empty() ? nullptr : stack.back(); }
+
+// The result of a function that fails when it is told to, with the error that the allocator would give.
+CUresult result(char const* function) {
+  if (!driver.started) return kNotInitialized;
+  return driver.failing == function ? cudaErrorMemoryAllocation : CUDA_SUCCESS;
+}
+
+CUresult init(unsigned) {
+  std::scoped_lock const lock(driver.mutex);
+  driver.started = true;
+  return CUDA_SUCCESS;
+}
+CUresult device_get(CUdevice* device, int ordinal) {
+  *device = ordinal;
+  return ordinal >= 0 && ordinal < kDevices ? result("cuDeviceGet") : kInvalidDevice;
+}
+CUresult retain(CUcontext* context, CUdevice device) {
+  *context = &driver.primary[device];
+  if (CUresult const failed = result("cuDevicePrimaryCtxRetain")) return failed;
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));  // others come meanwhile
+  std::scoped_lock const lock(driver.mutex);
+  ++driver.retained[device];
+  driver.primary[device].device = device;
+  return CUDA_SUCCESS;
+}
+CUresult get_current(CUcontext* context) {
+  *context = current();
+  return result("cuCtxGetCurrent");
+}
+CUresult set_current(CUcontext context) {
+  if (CUresult const failed = result("cuCtxSetCurrent")) return failed;
+  if (!stack.empty()) stack.pop_back();
+  if (context != nullptr) stack.push_back(context);
+  return CUDA_SUCCESS;
+}
+CUresult get_device(CUdevice* device) {
+  if (current() == nullptr) return kNoContext;
+  *device = current()->device;
+  return result("cuCtxGetDevice");
+}
+
+void* function(char const* name) {
+  static std::map<std::string, void*> const functions{
+      {"cuInit", reinterpret_cast<void*>(init)},
+      {"cuDeviceGet", reinterpret_cast<void*>(device_get)},
+      {"cuDevicePrimaryCtxRetain", reinterpret_cast<void*>(retain)},
+      {"cuCtxGetCurrent", reinterpret_cast<void*>(get_current)},
+      {"cuCtxSetCurrent", reinterpret_cast<void*>(set_current)},
+      {"cuCtxGetDevice", reinterpret_cast<void*>(get_device)}};
+  auto const found = functions.find(name);
+  return found == functions.end() ? nullptr : found->second;
+}
+
+class CurrentContextTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    stack.clear();
+    driver.failing = driver.missing = "";
+    driver.is_missing_by_error = false;
+    last_error = cudaSuccess;
+  }
+  [[nodiscard]] static CUcontext primary(int device) { return &driver.primary[device]; }
+
+  CUctx_st own{.device = 1}, other{.device = 1};  // of a caller
+};
+using host::ContextChoice;
+using host::CurrentContext;
+
+TEST_F(CurrentContextTest, KeepsTheCallersContextOfTheDevice) {
+  stack = {&other, &own};
+  int const retained = driver.retained[1];
+  {
+    CurrentContext const scope(1, ContextChoice::any_of_device);
+    EXPECT_EQ(scope.error(), cudaSuccess);
+    EXPECT_EQ(current(), &own);
+  }
+  EXPECT_EQ(stack, (std::vector<CUcontext>{&other, &own}));
+  EXPECT_EQ(driver.retained[1], retained) << "nobody needed the primary context";
+}
+
+TEST_F(CurrentContextTest, PutsThePrimaryContextInItsPlaceWhereAsked) {
+  stack = {&other, &own};
+  {
+    CurrentContext const scope(1, ContextChoice::primary);
+    EXPECT_EQ(scope.error(), cudaSuccess);
+    EXPECT_EQ(current(), primary(1));
+  }
+  EXPECT_EQ(stack, (std::vector<CUcontext>{&other, &own}));
+}
+
+TEST_F(CurrentContextTest, ReplacesThatOfAnotherDevice) {
+  for (ContextChoice const choice : {ContextChoice::any_of_device, ContextChoice::primary}) {
+    stack = {&other, &own};
+    {
+      CurrentContext const scope(2, choice);
+      EXPECT_EQ(scope.error(), cudaSuccess);
+      EXPECT_EQ(current(), primary(2));
+      {
+        CurrentContext const within(3, choice);
+        EXPECT_EQ(current(), primary(3));
+      }
+      EXPECT_EQ(current(), primary(2));
+    }
+    EXPECT_EQ(stack, (std::vector<CUcontext>{&other, &own}));
+  }
+}
+
+TEST_F(CurrentContextTest, LeavesAThreadWithoutOneWithoutOne) {
+  for (ContextChoice const choice : {ContextChoice::any_of_device, ContextChoice::primary}) {
+    std::thread([&] {
+      {
+        CurrentContext const scope(4, choice);
+        EXPECT_EQ(scope.error(), cudaSuccess);
+        EXPECT_EQ(current(), primary(4));
+      }
+      EXPECT_TRUE(stack.empty());
+    }).join();
+  }
+  EXPECT_EQ(driver.retained[0], 0) << "device 0 has nothing to do with it";
+}
+
+TEST_F(CurrentContextTest, RetainsAPrimaryContextOnce) {
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 8; ++t) {
+    threads.emplace_back([] {
+      for (int i = 0; i < 100; ++i) {
+        CurrentContext const scope(5, ContextChoice::primary);
+        EXPECT_EQ(current(), primary(5));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(driver.retained[5], 1);
+}
+
+TEST_F(CurrentContextTest, ChangesNothingWhereItFails) {
+  stack = {&other, &own};
+  for (int const device : {-1, kDevices}) {
+    CurrentContext const scope(device, ContextChoice::any_of_device);
+    EXPECT_EQ(scope.error(), cudaErrorInvalidDevice);
+  }
+  EXPECT_EQ(current(), &own);
+  for (char const* const failing :
+       {"cuDeviceGet", "cuCtxGetCurrent", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"}) {
+    driver.failing = failing;
+    {
+      CurrentContext const scope(6, ContextChoice::primary);
+      EXPECT_EQ(scope.error(), cudaErrorMemoryAllocation) << failing;
+      EXPECT_EQ(current(), &own);
+      driver.failing = "";
+      stack.back() = &other;  // what is done meanwhile is not undone
+    }
+    EXPECT_EQ(current(), &other) << failing;
+    stack.back() = &own;
+  }
+  CurrentContext const scope(6, ContextChoice::primary);
+  EXPECT_EQ(scope.error(), cudaSuccess) << "an error is not remembered";
+  EXPECT_EQ(driver.retained[6], 1) << "nor what comes with one";
+}
+
+// As one that was destroyed.
+TEST_F(CurrentContextTest, ReplacesAContextThatSaysNothing) {
+  stack = {&own};
+  driver.failing = "cuCtxGetDevice";
+  CurrentContext const scope(1, ContextChoice::any_of_device);
+  EXPECT_EQ(scope.error(), cudaSuccess);
+  EXPECT_EQ(current(), primary(1));
+}
+
+TEST_F(CurrentContextTest, NeedsAllFunctionsOfTheDriver) {
+  EXPECT_EQ(host::ContextCalls().error, cudaSuccess);
+  for (bool const by_error : {false, true}) {
+    driver.is_missing_by_error = by_error;
+    for (char const* const missing : {"cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain",
+                                      "cuCtxGetCurrent", "cuCtxSetCurrent", "cuCtxGetDevice"}) {
+      driver.missing = missing;
+      EXPECT_EQ(host::ContextCalls().error, cudaErrorNotSupported) << missing;
+    }
+  }
+}
+
+TEST_F(CurrentContextTest, GuardForgetsAnErrorThatWasNotRead) {
+  last_error = cudaErrorInvalidValue;
+  DeviceGuard const guard(1, ContextChoice::any_of_device);
+  EXPECT_TRUE(guard.status().ok()) << guard.status().text();
+  EXPECT_EQ(last_error, cudaSuccess);
+  DeviceGuard const none(kDevices, ContextChoice::any_of_device);
+  EXPECT_EQ(none.status().code(), StatusCode::device_error);
+  EXPECT_EQ(std::string(none.status().text()), "current context: error 101");
+}
+
+}  // namespace
+}  // namespace tessera::cuda
+
+cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** entry, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* found) {
+  *entry = tessera::cuda::function(name);
+  tessera::cuda::Driver const& driver = tessera::cuda::driver;
+  bool const missing = driver.missing == name;
+  *found = missing && !driver.is_missing_by_error ? cudaDriverEntryPointNotFound
+                                                  : cudaDriverEntryPointSuccess;
+  return missing && driver.is_missing_by_error ? cudaErrorInvalidValue : cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return std::exchange(tessera::cuda::last_error, cudaSuccess); }
+char const* cudaGetErrorString(cudaError_t error) {
+  thread_local std::string text;
+  text = "error " + std::to_string(error);
+  return text.c_str();
+}

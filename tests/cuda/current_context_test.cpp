@@ -230,6 +230,12 @@ TEST_F(CurrentContextTest, GuardForgetsAnErrorThatWasNotRead) {
   EXPECT_EQ(std::string(none.status().text()), "current context: error 101");
 }
 
+TEST_F(CurrentContextTest, AnErrorThatIsReportedIsNotLeftToTheCaller) {
+  last_error = cudaErrorInvalidValue;
+  EXPECT_EQ(std::string(device_error("gemm", cudaErrorInvalidValue).text()), "gemm: error 1");
+  EXPECT_EQ(last_error, cudaSuccess);
+}
+
 }  // namespace
 }  // namespace tessera::cuda
 

@@ -11,8 +11,9 @@ namespace tessera::cuda {
 
 using host::ContextChoice;
 
-/// Text of a failed CUDA call, as a device_error.
+/// Text of a failed CUDA call, as a device_error. Leaves nothing behind for the caller's own calls.
 inline Status device_error(char const* what, cudaError_t error) noexcept {
+  cudaGetLastError();
   return Status::error(StatusCode::device_error, "%s: %s", what, cudaGetErrorString(error));
 }
 

@@ -13,10 +13,12 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/host/per_context.hpp"
 #include "cuda/layer/device.hpp"
 
 struct CUctx_st {
   CUdevice device = 0;
+  unsigned long long id = 0;
 };
 
 namespace tessera::cuda {
@@ -79,6 +81,12 @@ CUresult get_device(CUdevice* device) {
   *device = current()->device;
   return result("cuCtxGetDevice");
 }
+CUresult get_id(CUcontext context, unsigned long long* id) {
+  if (context == nullptr) context = current();
+  if (context == nullptr) return kNoContext;
+  *id = context->id;
+  return result("cuCtxGetId");
+}
 
 void* function(char const* name) {
   static std::map<std::string, void*> const functions{
@@ -87,7 +95,8 @@ void* function(char const* name) {
       {"cuDevicePrimaryCtxRetain", reinterpret_cast<void*>(retain)},
       {"cuCtxGetCurrent", reinterpret_cast<void*>(get_current)},
       {"cuCtxSetCurrent", reinterpret_cast<void*>(set_current)},
-      {"cuCtxGetDevice", reinterpret_cast<void*>(get_device)}};
+      {"cuCtxGetDevice", reinterpret_cast<void*>(get_device)},
+      {"cuCtxGetId", reinterpret_cast<void*>(get_id)}};
   auto const found = functions.find(name);
   return found == functions.end() ? nullptr : found->second;
 }
@@ -234,6 +243,32 @@ TEST_F(CurrentContextTest, AnErrorThatIsReportedIsNotLeftToTheCaller) {
   last_error = cudaErrorInvalidValue;
   EXPECT_EQ(std::string(device_error("gemm", cudaErrorInvalidValue).text()), "gemm: error 1");
   EXPECT_EQ(last_error, cudaSuccess);
+}
+
+TEST_F(CurrentContextTest, EachContextHasWhatIsKnownOfIt) {
+  host::PerContext known;
+  EXPECT_EQ(host::current_context_id(), host::kUnknownContext) << "none is current";
+  known.set(host::kUnknownContext, 9);
+  EXPECT_EQ(known.get(host::kUnknownContext), 0) << "asked again each time";
+  known.set((1ull << 48) + 3, 9);
+  EXPECT_EQ(known.get(3), 0) << "ids that long are not remembered";
+  own.id = 0;
+  other.id = 3;
+  CUctx_st late{.device = 1, .id = 3 + 64};  // has the slot of `other`
+  for (auto const& [context, value] : {std::pair{&own, 66}, {&other, 1}}) {
+    stack = {context};
+    EXPECT_EQ(known.get(host::current_context_id()), 0);
+    known.set(host::current_context_id(), value);
+  }
+  EXPECT_EQ(known.get(0), 66);
+  EXPECT_EQ(known.get(3), 1);
+  stack = {&late};
+  EXPECT_EQ(known.get(host::current_context_id()), 0);
+  known.set(host::current_context_id(), 65535);
+  EXPECT_EQ(known.get(3 + 64), 65535);
+  EXPECT_EQ(known.get(3), 0) << "forgotten";
+  driver.failing = "cuCtxGetId";
+  EXPECT_EQ(host::current_context_id(), host::kUnknownContext);
 }
 
 }  // namespace

@@ -24,13 +24,19 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
   return map->base % 16 == 0 && map->box[0] * map->element_bytes <= 128 ? CUDA_SUCCESS : 1;
 }
 
+CUresult context_id(CUcontext, unsigned long long* id) {
+  *id = 1;
+  return CUDA_SUCCESS;
+}
+
 }  // namespace
 
 cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** entry, unsigned,
                                              unsigned long long,
                                              cudaDriverEntryPointQueryResult* found) {
-  bool const known = std::strcmp(name, "cuTensorMapEncodeTiled") == 0;
-  *entry = known ? reinterpret_cast<void*>(&encode) : nullptr;
-  *found = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointNotFound;
+  *entry = nullptr;
+  if (std::strcmp(name, "cuTensorMapEncodeTiled") == 0) *entry = reinterpret_cast<void*>(&encode);
+  if (std::strcmp(name, "cuCtxGetId") == 0) *entry = reinterpret_cast<void*>(&context_id);
+  *found = *entry != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointNotFound;
   return cudaSuccess;
 }

@@ -6,9 +6,10 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <type_traits>
+
+#include "per_context.hpp"
 
 namespace tessera::cuda::host {
 
@@ -63,39 +64,31 @@ inline cudaLaunchConfig_t launch_config(PersistentShape shape, int ctas, cudaStr
   return config;
 }
 
-// What the runtime is asked about a kernel for its first launch on a device is a look at a word afterwards; on further
-// devices than these it is asked every time.
-constexpr int kMostDevices = 64;
+// What the runtime is asked about a kernel for its first launch in a context is a look at a word afterwards.
 
 // Opts in to the shared memory. A kernel always asks for the same bytes.
 template <auto kKernel>
 cudaError_t allow_shared_memory(int smem_bytes) {
-  static std::atomic<uint64_t> allowed{0};
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  uint64_t const own = device < kMostDevices ? uint64_t{1} << device : 0;
-  if ((allowed.load(std::memory_order_relaxed) & own) != 0) return cudaSuccess;
-  error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
-  if (error == cudaSuccess) allowed.fetch_or(own, std::memory_order_relaxed);
+  static PerContext allowed;
+  uint64_t const context = current_context_id();
+  if (allowed.get(context) != 0) return cudaSuccess;
+  cudaError_t const error =
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+  if (error == cudaSuccess) allowed.set(context, 1);
   return error;
 }
 
 // How many clusters the device holds at once, of a kernel that may have its shared memory. It always has one shape.
 template <auto kKernel>
 cudaError_t resident_clusters(PersistentShape shape, int& clusters) {
-  static std::atomic<int> known[kMostDevices];  // 0: not yet
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  clusters = device < kMostDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  static PerContext known;
+  uint64_t const context = current_context_id();
+  clusters = known.get(context);
   if (clusters > 0) return cudaSuccess;
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t const config = launch_config(shape, shape.cluster, nullptr, attributes);
-  error = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config);
-  if (error == cudaSuccess && device < kMostDevices) {
-    known[device].store(clusters, std::memory_order_relaxed);
-  }
+  cudaError_t const error = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config);
+  if (error == cudaSuccess) known.set(context, clusters);
   return error;
 }
 

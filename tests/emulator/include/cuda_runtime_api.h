@@ -36,10 +36,6 @@ cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
 cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** entry, unsigned version,
                                              unsigned long long flags,
                                              cudaDriverEntryPointQueryResult* found);
-inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return cudaSuccess;
-}
 cudaError_t cudaGetLastError();
 char const* cudaGetErrorString(cudaError_t error);
 

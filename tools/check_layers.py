@@ -33,7 +33,10 @@ LAYERS = {
     "src/cuda/plain": ["src/cuda/host", "src/core"],
     "src/cuda/kernels": ["src/cuda/arch", "src/cuda/block", "src/cuda/host", "src/cuda/tuning", "src/core"],
     "src/cuda/instances": ["src/cuda/host", "src/cuda/kernels", "src/cuda/tuning"],
-    "src/dist": ["include/tessera", "src/core", "src/dist/kernels/forward.hpp"],
+    "src/dist": [
+        "include/tessera", "src/core", "src/cuda/host/context_choice.hpp", "src/cuda/host/current_context.hpp",
+        "src/dist/kernels/forward.hpp",
+    ],
     "src/dist/kernels": [
         "include/tessera", "src/core", "src/cuda/arch", "src/cuda/block", "src/cuda/host",
         "src/cuda/instances/activation_kinds.hpp", "src/dist",

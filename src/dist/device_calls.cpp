@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include "cuda/host/current_context.hpp"
+
 namespace tessera::dist {
 namespace {
 
@@ -12,18 +14,20 @@ Status check(cudaError_t error, char const* call) noexcept {
   return Status::error(StatusCode::device_error, "%s: %s", call, cudaGetErrorString(error));
 }
 
-Expected<std::int32_t> use(std::int32_t device) noexcept {
-  int devices = 0, before = 0;
+Expected<void*> use(std::int32_t device, ContextChoice choice) noexcept {
+  int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess) devices = 0;
   cudaGetLastError();
   if (device < 0 || device >= devices) {
     return Status::error(StatusCode::environment,
                          "device cuda:%d: this process sees %d; count from 0", device, devices);
   }
-  TESSERA_TRY(check(cudaGetDevice(&before), "cudaGetDevice"));
-  TESSERA_TRY(check(cudaSetDevice(device), "cudaSetDevice"));
-  return static_cast<std::int32_t>(before);
+  CUcontext before = nullptr;
+  TESSERA_TRY(check(cuda::host::make_current(device, choice, before), "current context"));
+  return static_cast<void*>(before);
 }
+
+void restore(void* context) noexcept { cuda::host::restore(static_cast<CUcontext>(context)); }
 
 Status synchronize() noexcept { return check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); }
 
@@ -46,7 +50,7 @@ bool is_device_memory(void const* pointer) noexcept {
 }  // namespace
 
 DeviceCalls const& device_calls() noexcept {
-  static constexpr DeviceCalls kCalls = {use, clear, synchronize, read, is_device_memory};
+  static constexpr DeviceCalls kCalls = {use, restore, clear, synchronize, read, is_device_memory};
   return kCalls;
 }
 

@@ -6,45 +6,52 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/host/context_choice.hpp"
 #include "tessera/status.hpp"
 
 namespace tessera::dist {
 
+using cuda::host::ContextChoice;
+
 struct DeviceCalls {
-  /// Makes `device` the thread's current one and returns the one before. environment: no such device.
-  Expected<std::int32_t> (*use)(std::int32_t device) noexcept = nullptr;
+  /// Makes a context of `device` the thread's current one and returns the one before, null if there was none.
+  /// environment: no such device.
+  Expected<void*> (*use)(std::int32_t device, ContextChoice choice) noexcept = nullptr;
+  /// Makes current what use() returned.
+  void (*restore)(void* context) noexcept = nullptr;
   /// `bytes` zeros, there on return.
   Status (*clear)(void* device_memory, std::size_t bytes) noexcept = nullptr;
-  /// Until nothing that was enqueued on the current device is left.
+  /// Until nothing that was enqueued in the current context is left.
   Status (*synchronize)() noexcept = nullptr;
   /// To host memory, there on return.
   Status (*read)(void* host, void const* device_memory, std::size_t bytes) noexcept = nullptr;
-  /// Whether kernels of the current device can address it.
+  /// Whether kernels of the current context can address it.
   bool (*is_device_memory)(void const* pointer) noexcept = nullptr;
 };
 
 /// Those of this build.
 DeviceCalls const& device_calls() noexcept;
 
-/// A device for the length of a scope.
+/// A context of a device for the length of a scope.
 class DeviceScope {
  public:
-  DeviceScope(DeviceCalls const& calls, std::int32_t device) noexcept : calls_(calls) {
-    auto before = calls.use(device);
+  DeviceScope(DeviceCalls const& calls, std::int32_t device, ContextChoice choice) noexcept
+      : calls_(calls) {
+    auto const before = calls.use(device, choice);
     status_ = before.status();
     if (before.ok()) before_ = before.value();
   }
   DeviceScope(DeviceScope const&) = delete;
   DeviceScope& operator=(DeviceScope const&) = delete;
   ~DeviceScope() {
-    if (status_.ok()) static_cast<void>(calls_.use(before_).ok());
+    if (status_.ok()) calls_.restore(before_);
   }
   [[nodiscard]] Status status() const noexcept { return status_; }
 
  private:
   DeviceCalls const& calls_;
   Status status_;
-  std::int32_t before_ = 0;
+  void* before_ = nullptr;
 };
 
 }  // namespace tessera::dist

@@ -45,7 +45,7 @@ Expected<std::unique_ptr<Engine>> Engine::open(EngineConfig const& config,
   TESSERA_TRY(check_multicast_is_off(config));
   auto nccl = NcclLibrary::load(config.nccl_path);
   if (!nccl.ok()) return nccl.status();
-  DeviceScope const scope(calls, config.device);
+  DeviceScope const scope(calls, config.device, ContextChoice::primary);
   TESSERA_TRY(scope.status());
   std::unique_ptr<Engine> engine(new (std::nothrow) Engine(config, calls, nccl.value()));
   if (engine == nullptr) {
@@ -60,7 +60,7 @@ Expected<std::unique_ptr<Engine>> Engine::open(EngineConfig const& config,
 
 Engine::~Engine() {
   if (comm_ == nullptr) return;
-  DeviceScope const scope(calls_, config_.device);
+  DeviceScope const scope(calls_, config_.device, ContextChoice::primary);
   if (!scope.status().ok()) return;
   nccl_.comm_abort(comm_);
   for (void* const memory : memory_) {
@@ -75,7 +75,7 @@ Expected<Window> Engine::allocate(std::size_t bytes) noexcept {
   if (kept == memory_.end()) {
     return Status::error(StatusCode::unsupported, "an engine has at most %d windows", kMostWindows);
   }
-  DeviceScope const scope(calls_, config_.device);
+  DeviceScope const scope(calls_, config_.device, ContextChoice::primary);
   TESSERA_TRY(scope.status());
   Window window;
   window.bytes = (bytes + kNcclWindowAlignment - 1) / kNcclWindowAlignment * kNcclWindowAlignment;
@@ -143,9 +143,15 @@ Status Engine::release(Window const& window) noexcept {
   if (comm_ == nullptr || window.nccl == nullptr) {
     return Status::invalid("a window is released by the open engine that made it");
   }
-  DeviceScope const scope(calls_, config_.device);
+  // Neither deregistering nor freeing waits for kernels, and those of passes run where the caller's stream is.
+  {
+    DeviceScope const scope(calls_, config_.device, ContextChoice::any_of_device);
+    TESSERA_TRY(scope.status());
+    TESSERA_TRY(calls_.synchronize());
+  }
+  DeviceScope const scope(calls_, config_.device, ContextChoice::primary);
   TESSERA_TRY(scope.status());
-  TESSERA_TRY(calls_.synchronize());  // neither deregistering nor freeing waits for kernels
+  TESSERA_TRY(calls_.synchronize());
   TESSERA_TRY(nccl_.check(nccl_.window_deregister(comm_, window.nccl), "ncclCommWindowDeregister"));
   void* const memory = window.address[static_cast<std::size_t>(config_.rank)];
   std::replace(memory_.begin(), memory_.end(), memory, static_cast<void*>(nullptr));
@@ -154,7 +160,7 @@ Status Engine::release(Window const& window) noexcept {
 
 Status Engine::close() noexcept {
   if (comm_ == nullptr) return {};
-  DeviceScope const scope(calls_, config_.device);
+  DeviceScope const scope(calls_, config_.device, ContextChoice::primary);
   TESSERA_TRY(scope.status());
   return nccl_.check(nccl_.comm_destroy(std::exchange(comm_, nullptr)), "ncclCommDestroy");
 }

@@ -16,8 +16,10 @@ Status refuse() noexcept {
 
 DeviceCalls const& device_calls() noexcept {
   static constexpr DeviceCalls kCalls = {
-      [](std::int32_t) noexcept -> Expected<std::int32_t> { return refuse(); },
-      [](void*, std::size_t) noexcept { return refuse(); }, []() noexcept { return refuse(); },
+      [](std::int32_t, ContextChoice) noexcept -> Expected<void*> { return refuse(); },
+      [](void*) noexcept {},
+      [](void*, std::size_t) noexcept { return refuse(); },
+      []() noexcept { return refuse(); },
       [](void*, void const*, std::size_t) noexcept { return refuse(); },
       [](void const*) noexcept { return false; }};
   return kCalls;

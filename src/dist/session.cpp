@@ -30,6 +30,15 @@ struct Regions {
         a(plan.add<char>(2 * s.pool_rows() * s.intermediate)) {}
 };
 
+Status make_fault(std::int32_t device, Fault*& fault) noexcept {
+  DeviceScope const scope(device_calls(), device, ContextChoice::primary);
+  TESSERA_TRY(scope.status());
+  void* memory = nullptr;
+  TESSERA_TRY(check(cudaHostAlloc(&memory, sizeof(Fault), cudaHostAllocPortable), "cudaHostAlloc"));
+  fault = new (memory) Fault{};
+  return {};
+}
+
 }  // namespace
 
 std::size_t Session::workspace_bytes(ExchangeShape const& shape, std::int32_t sm_count) noexcept {
@@ -37,13 +46,11 @@ std::size_t Session::workspace_bytes(ExchangeShape const& shape, std::int32_t sm
 }
 
 Expected<std::unique_ptr<Session>> Session::open(SessionConfig const& config) noexcept {
-  DeviceScope const scope(device_calls(), config.device);
+  DeviceScope const scope(device_calls(), config.device, ContextChoice::any_of_device);
   TESSERA_TRY(scope.status());
   std::unique_ptr<Session> session(new (std::nothrow) Session(config));
   if (session == nullptr) return Status::error(StatusCode::out_of_memory, "no memory for a group");
-  void* fault = nullptr;
-  TESSERA_TRY(check(cudaHostAlloc(&fault, sizeof(Fault), cudaHostAllocPortable), "cudaHostAlloc"));
-  session->fault_ = new (fault) Fault{};
+  TESSERA_TRY(make_fault(config.device, session->fault_));
   // Whatever had the workspace before may still write to it, on a stream that cudaMemset does not wait for.
   TESSERA_TRY(device_calls().synchronize());
   Regions const regions(config.shape, config.sm_count);
@@ -61,7 +68,9 @@ Expected<std::unique_ptr<Session>> Session::open(SessionConfig const& config) no
 }
 
 Session::~Session() {
-  if (fault_ != nullptr) cudaFreeHost(fault_);
+  if (fault_ == nullptr) return;
+  DeviceScope const scope(device_calls(), config_.device, ContextChoice::primary);
+  cudaFreeHost(fault_);
 }
 
 void* Session::x() const noexcept {
@@ -71,7 +80,7 @@ void* Session::x() const noexcept {
 
 Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
   TESSERA_TRY(fault());
-  DeviceScope const scope(device_calls(), config_.device);
+  DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
   TESSERA_TRY(scope.status());
   auto* const native = static_cast<cudaStream_t>(stream.native);
   ExchangeShape const& s = config_.shape;

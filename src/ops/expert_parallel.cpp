@@ -164,7 +164,8 @@ Expected<ExpertParallel> ExpertParallel::create(Context const& context,
                            windows.size(), desc.ranks);
   }
   auto const bytes = static_cast<std::size_t>(dist::WindowLayout(shape.value()).bytes);
-  dist::DeviceScope const scope(dist::device_calls(), context.device().index);
+  dist::DeviceScope const scope(dist::device_calls(), context.device().index,
+                                dist::ContextChoice::any_of_device);
   TESSERA_TRY(scope.status());
   auto const window = dist::adopt_window(windows, bytes);
   if (!window.ok()) return window.status();

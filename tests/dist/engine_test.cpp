@@ -8,35 +8,44 @@
 
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "tests/dist/fake_nccl.hpp"
 
 namespace tessera::dist {
 namespace {
 
+// Contexts by their addresses: the primary one of each device, and one of the caller's on device 1.
+int primary[4], own;
+
 struct FakeDevice {
-  std::int32_t current = 0;
+  void* current = nullptr;
   void const* host_handle = nullptr;  // not device memory
   bool busy = false;                  // with a kernel
   Status synchronized = {};           // what waiting for it returns
+  std::vector<void*> waited_in = {};  // contexts
 };
 FakeDevice device;
 
 DeviceCalls fake_calls() {
-  return {[](std::int32_t index) noexcept -> Expected<std::int32_t> {
+  return {[](std::int32_t index, ContextChoice choice) noexcept -> Expected<void*> {
             if (index < 0 || index >= 4) {
               return Status::error(StatusCode::environment, "device cuda:%d: none", index);
             }
-            std::int32_t const before = device.current;
-            device.current = index;
+            void* const before = device.current;
+            bool const kept =
+                choice == ContextChoice::any_of_device && index == 1 && before == &own;
+            if (!kept) device.current = &primary[index];
             return before;
           },
+          [](void* context) noexcept { device.current = context; },
           [](void* memory, std::size_t bytes) noexcept {
             std::memset(memory, 0, bytes);
             return Status();
           },
           []() noexcept {
             device.busy = false;
+            device.waited_in.push_back(device.current);
             return device.synchronized;
           },
           [](void* host, void const* memory, std::size_t bytes) noexcept {
@@ -55,13 +64,16 @@ class EngineTest : public testing::Test {
     ASSERT_NE(library, nullptr) << dlerror();
     fake = reinterpret_cast<FakeNccl* (*)()>(dlsym(library, "fake_nccl"))();
     *fake = {};
-    device = {.current = 3, .host_handle = fake};
+    device = {.current = &primary[3], .host_handle = fake};
+    fake->current = &device.current;
+    fake->wanted = &primary[1];
   }
   void TearDown() override {
     EXPECT_EQ(fake->communicators, 0);
     EXPECT_EQ(fake->windows, 0);
     EXPECT_EQ(fake->buffers, 0);
-    EXPECT_EQ(device.current, 3) << "the thread's device is as before";
+    EXPECT_FALSE(fake->called_elsewhere) << "NCCL works in the primary context";
+    EXPECT_EQ(device.current, before) << "the thread's context is as before";
   }
   [[nodiscard]] static EngineConfig config(std::int32_t rank = 1) {
     EngineConfig c{.rank = rank,
@@ -89,6 +101,7 @@ class EngineTest : public testing::Test {
 
   static inline DeviceCalls const calls = fake_calls();
   FakeNccl* fake = nullptr;
+  void* before = &primary[3];  // what was current
 };
 
 TEST_F(EngineTest, GivesAddressesOfAllRanks) {
@@ -153,6 +166,24 @@ TEST_F(EngineTest, ReleasesNothingUnderAKernel) {
   EXPECT_TRUE(engine.value()->release(window.value()).ok());
   EXPECT_EQ(fake->windows, 0);
   EXPECT_FALSE(fake->taken_from_kernel);
+}
+
+// Passes run in the caller's context, where there is one of the device.
+TEST_F(EngineTest, WaitsForKernelsOfTheCallersContextToo) {
+  for (void* const context : {static_cast<void*>(&own), static_cast<void*>(nullptr)}) {
+    before = device.current = context;
+    auto engine = Engine::open(config(), calls);
+    ASSERT_TRUE(engine.ok());
+    auto window = engine.value()->allocate(100);
+    ASSERT_TRUE(window.ok());
+    EXPECT_EQ(device.current, context);
+    device.waited_in.clear();
+    EXPECT_TRUE(engine.value()->release(window.value()).ok());
+    EXPECT_EQ(device.waited_in.front(), context == nullptr ? &primary[1] : context);
+    EXPECT_EQ(device.waited_in.back(), &primary[1]);
+    EXPECT_TRUE(engine.value()->close().ok());
+    EXPECT_EQ(device.current, context);
+  }
 }
 
 TEST_F(EngineTest, RefusesUnlessMulticastIsOff) {

@@ -17,6 +17,12 @@ FakeNccl state;
 
 int result(char const* call) { return std::strcmp(state.failing, call) == 0 ? 1 : 0; }
 
+// Of a call that is made in the communicator's context.
+int result_there(char const* call) {
+  state.called_elsewhere |= state.current != nullptr && *state.current != state.wanted;
+  return result(call);
+}
+
 void take_memory() { state.taken_from_kernel |= state.busy != nullptr && *state.busy; }
 
 }  // namespace
@@ -34,7 +40,7 @@ FAKE_CALL int ncclGetUniqueId(NcclUniqueId* id) {
 }
 FAKE_CALL int ncclCommInitRank(NcclComm* comm, int, NcclUniqueId id, int rank) {
   if (id.bytes[127] != 7) return 2;
-  if (int const failed = result("ncclCommInitRank")) return failed;
+  if (int const failed = result_there("ncclCommInitRank")) return failed;
   state.rank = rank;
   ++state.communicators;
   *comm = reinterpret_cast<NcclComm>(&state);
@@ -42,15 +48,15 @@ FAKE_CALL int ncclCommInitRank(NcclComm* comm, int, NcclUniqueId id, int rank) {
 }
 FAKE_CALL int ncclCommDestroy(NcclComm) {
   --state.communicators;
-  return result("ncclCommDestroy");
+  return result_there("ncclCommDestroy");
 }
 FAKE_CALL int ncclCommAbort(NcclComm) {  // takes what is registered with it
   --state.communicators;
   state.windows = 0;
-  return 0;
+  return result_there("ncclCommAbort");
 }
 FAKE_CALL int ncclMemAlloc(void** memory, std::size_t bytes) {
-  if (int const failed = result("ncclMemAlloc")) return failed;
+  if (int const failed = result_there("ncclMemAlloc")) return failed;
   ++state.buffers;
   *memory = std::aligned_alloc(4096, bytes);
   std::memset(*memory, 0xff, bytes);
@@ -60,18 +66,18 @@ FAKE_CALL int ncclMemFree(void* memory) {
   take_memory();
   --state.buffers;
   std::free(memory);
-  return 0;
+  return result_there("ncclMemFree");
 }
 FAKE_CALL int ncclCommWindowDeregister(NcclComm, NcclWindow) {
   take_memory();
   --state.windows;
-  return result("ncclCommWindowDeregister");
+  return result_there("ncclCommWindowDeregister");
 }
 FAKE_CALL NcclTeam ncclTeamLsa(NcclComm) { return {state.lsa_ranks, state.rank, 1}; }
 
 #if !defined(FAKE_NCCL_WITHOUT_WINDOWS)
 FAKE_CALL int ncclCommWindowRegister(NcclComm, void*, std::size_t, NcclWindow* window, int flags) {
-  if (int const failed = result("ncclCommWindowRegister")) return failed;
+  if (int const failed = result_there("ncclCommWindowRegister")) return failed;
   ++state.windows;
   state.window_flags = flags;
   static NcclWindowHead228 window_head;

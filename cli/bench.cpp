@@ -353,6 +353,7 @@ int bench_cuda(BenchFlags const& flags, std::string const& command_line) {
   request.command = command_line;
   request.commit = commit();
   request.keep = [&flags](Json const& document) { keep(flags, document); };
+  if (flags.gpus == 0) check_cuda_bench(request);
   Json const document = flags.gpus == 0
                             ? bench_on_cuda(flags.shape.context(), request)
                             : bench_on_gpus(static_cast<std::int32_t>(flags.gpus), request);
@@ -378,6 +379,7 @@ int bench(BenchFlags flags, std::string const& command_line) {
   auto const jobs = jobs_of(flags);
   Context const context = flags.shape.context();
   for (Job const& job : jobs) {
+    verify::check_routing(job.layer_case);
     check(workspace_bytes(context, job.layer_case.desc, Pass::backward).status());
     require_memory(memory_needed(job.layer_case.desc));
   }

@@ -443,13 +443,33 @@ Json document_of(CudaBench const& bench, std::string const& device, Ceilings con
 
 }  // namespace
 
-Json bench_on_cuda(Context const& context, CudaBench const& bench) {
+void check_cuda_bench(CudaBench const& bench) {
   for (std::string const& pass : bench.passes) {
     if (pass != "forward" && !is_inference(pass) && !is_backward(pass)) {
       throw CommandError(fmt::format(
           "--pass {}: not known; choose from: forward backward forward-inference", pass));
     }
   }
+  for (CudaBench::Job const& job : bench.jobs) {
+    MoeDesc const& desc = job.layer_case.desc;
+    verify::check_routing(job.layer_case);
+    if (desc.shape.variable_experts) {
+      throw CommandError("--variable-experts: the bench on a GPU has K experts for every token");
+    }
+    if (desc.router.replay) {
+      throw CommandError("--replay: the bench on a GPU has no ids for a router; leave it out");
+    }
+    if (desc.save != SavePolicy::h) {
+      throw CommandError("--save: the bench on a GPU times layers that keep h; leave it out");
+    }
+    if (desc.router.kind != RouterKind::given &&
+        job.layer_case.routing.pattern != verify::RoutingPattern::random) {
+      throw CommandError("--routing: a router meets random tokens here; use --router given");
+    }
+  }
+}
+
+Json bench_on_cuda(Context const& context, CudaBench const& bench) {
   for (CudaBench::Job const& job : bench.jobs) {
     check(workspace_bytes(context, job.layer_case.desc, Pass::forward).status());
   }

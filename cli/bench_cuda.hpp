@@ -26,7 +26,10 @@ struct CudaBench {
   std::function<void(Json const&)> keep;  ///< gets the results document so far, after each job
 };
 
-/// The results document. Throws CommandError for what the GPU or this bench does not serve.
+/// Throws CommandError or std::invalid_argument for what the bench on one GPU does not serve, before any is looked for.
+void check_cuda_bench(CudaBench const& bench);
+
+/// The results document. Throws CommandError for what the GPU does not serve.
 Json bench_on_cuda(Context const& context, CudaBench const& bench);
 
 }  // namespace tessera::cli

@@ -25,8 +25,9 @@ std::size_t bytes_of(ConstTensor const& tensor) {
   return static_cast<std::size_t>(tensor.elements()) * dtype_bytes(tensor.dtype);
 }
 
-std::array<Tensor*, 7> gradient_tensors(ExpertGradients& g) {
-  return {&g.dw_up, &g.dw_gate, &g.dw_down, &g.db_up, &g.db_gate, &g.db_down, &g.dw_router};
+std::array<Tensor*, 8> gradient_tensors(ExpertGradients& g) {
+  return {&g.dw_up,   &g.dw_gate, &g.dw_down,   &g.db_up,
+          &g.db_gate, &g.db_down, &g.dw_router, &g.db_router};
 }
 
 /// A row of h as [gate half | up half], however it lies on the GPU.
@@ -97,10 +98,6 @@ CudaBenchLayer::CudaBenchLayer(Context const& context, device::Stream const& str
     : context_(context), stream_(stream), has_backward_(backward) {
   MoeDesc& desc = layer_.desc;
   desc = layer_case.desc;
-  desc.save = SavePolicy::h;
-  if (desc.shape.variable_experts) {
-    throw CommandError("--variable-experts: the bench on a GPU has K experts for every token");
-  }
   inference_desc_ = desc;
   inference_desc_.save = SavePolicy::none;
   MoeShape const& s = desc.shape;
@@ -129,10 +126,8 @@ CudaBenchLayer::CudaBenchLayer(Context const& context, device::Stream const& str
     layer_.b_down = fill(w.b_down, {e, d}, seed + 6, 1);
   }
   if (desc.router.kind != RouterKind::given) {
-    if (layer_case.routing.pattern != verify::RoutingPattern::random) {
-      throw CommandError("--routing: a router meets random tokens here; use --router given");
-    }
     layer_.w_router = fill(forward_.w_router, {e, d}, seed + 7, scale_for(d));
+    if (layer_case.router_bias) layer_.b_router = fill(forward_.b_router, {e}, seed + 9, kUnit);
   } else {
     give_routing(layer_case);
   }
@@ -149,9 +144,23 @@ CudaBenchLayer::CudaBenchLayer(Context const& context, device::Stream const& str
   forward_.workspace = inference_.workspace = {allocate(workspace), workspace};
   if (backward) {
     layer_.d_o = fill(backward_.d_o, {s.tokens, d}, seed + 8, kUnit);
+    if (layer_case.aux_dlogits) add_aux_dlogits({seed + 10, 0.1f * kUnit});
     add_backward();
   }
   stream_.synchronize();
+}
+
+void CudaBenchLayer::add_aux_dlogits(verify::UniformTensor const& formula) {
+  MoeShape const& s = layer_.desc.shape;
+  layer_.aux_dlogits = formula;
+  std::vector<float> values(static_cast<std::size_t>(s.tokens * s.experts));
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    values[i] = static_cast<float>(formula.at(static_cast<std::int64_t>(i)));
+  }
+  std::byte* const memory = allocate(sizeof(float) * values.size());
+  device::upload(memory, values.data(), sizeof(float) * values.size());
+  backward_.aux_dlogits =
+      tensor(reinterpret_cast<float*>(memory), {s.tokens, s.experts}, context_.device());
 }
 
 /// bf16 and fp32 gradients share their memory, which holds the fp32 ones.
@@ -172,6 +181,7 @@ void CudaBenchLayer::add_backward() {
   args.h = forward_.h;
   args.routing = {forward_.routing.data, forward_.routing.bytes};
   args.w_router = forward_.w_router;
+  args.b_router = forward_.b_router;
   args.weights = forward_.weights;
   args.dx = output(args.x, DType::bf16);
   args.dscores = tensor(
@@ -192,7 +202,8 @@ void CudaBenchLayer::add_backward() {
        .db_up = output(w.b_up, DType::fp32),
        .db_gate = output(w.b_gate, DType::fp32),
        .db_down = output(w.b_down, DType::fp32),
-       .dw_router = output(args.w_router, DType::fp32)};
+       .dw_router = output(args.w_router, DType::fp32),
+       .db_router = output(args.b_router, DType::fp32)};
   main_grad_ = args;
   main_grad_.gradients.mode = GradientMode::accumulate;
   for (Tensor* const tensor : gradient_tensors(g)) {
@@ -206,6 +217,9 @@ void CudaBenchLayer::give_routing(verify::LayerCase const& layer_case) {
   verify::RandomSource random(layer_case.seed, 1);
   std::vector<float> scores(ids.size());
   for (float& score : scores) score = static_cast<float>(0.05 + 0.95 * random.uniform());
+  if (layer_case.routing.pattern == verify::RoutingPattern::file) {
+    scores = layer_case.routing.topk_weights;
+  }
   layer_.desc.ids_dtype = inference_desc_.ids_dtype = DType::int64;
   Tensor const device_ids = tensor(reinterpret_cast<std::int64_t*>(allocate(8 * ids.size())),
                                    {s.tokens, s.top_k}, context_.device());
@@ -349,6 +363,8 @@ verify::RouterRow CudaBenchLayer::router_row(MoeBackwardArgs const& args,
     out.dlogits.push_back(dlogits[static_cast<std::size_t>(t * s.experts + expert)]);
   }
   out.dw_router = row(args.gradients.dw_router, expert);
+  Tensor const& bias = args.gradients.db_router;
+  if (bias.present()) out.db_router = download(bias, expert, 1).front();
   return out;
 }
 

@@ -44,6 +44,7 @@ class CudaBenchLayer {
                              std::uint64_t seed, float scale);
   void give_routing(verify::LayerCase const& layer_case);
   void add_backward();
+  void add_aux_dlogits(verify::UniformTensor const& formula);
   [[nodiscard]] std::string check_forward(Context const& host, bool inference) const;
   [[nodiscard]] std::string check_backward(Context const& host, MoeBackwardArgs const& args) const;
   struct Slots {

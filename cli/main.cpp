@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <exception>
 #include <new>
+#include <stdexcept>
 #include <utility>
 
 #include "cli/commands.hpp"
@@ -124,6 +125,8 @@ int main(int argc, char** argv) {
     return parse_and_run(argc, argv);
   } catch (CommandError const& error) {
     return fail(error.what(), error.exit_code());
+  } catch (std::invalid_argument const& error) {  // flags that contradict each other (verify/case.hpp)
+    return fail(error.what(), kBadUsage);
   } catch (tessera::device::Error const& error) {
     return fail(error.what(), kEnvironment);
   } catch (std::bad_alloc const&) {

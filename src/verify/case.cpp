@@ -170,8 +170,15 @@ void make_routed_tokens(LayerCase const& layer_case, SlotList const& slots, Laye
   }
 }
 
+}  // namespace
+
 void check_routing(LayerCase const& layer_case) {
   MoeShape const& s = layer_case.desc.shape;
+  bool const has_logits = layer_case.desc.router.kind != RouterKind::given;
+  if (!has_logits && (layer_case.aux_dlogits || layer_case.router_bias)) {
+    throw std::invalid_argument(
+        "aux-dlogits, router-bias: with router given there are no logits; use another router");
+  }
   bool const given = !router_chooses(layer_case.desc);
   RoutingPattern const pattern = layer_case.routing.pattern;
   if (given) return;
@@ -189,8 +196,6 @@ void check_routing(LayerCase const& layer_case) {
         " is above experts=" + std::to_string(s.experts) + "; use router given or fewer tokens");
   }
 }
-
-}  // namespace
 
 LayerData make_data(LayerCase const& layer_case) {
   check_routing(layer_case);

@@ -57,7 +57,10 @@ struct LayerData {
   std::vector<float> w_up, w_gate, w_down, b_up, b_gate, b_down;
 };
 
-/// Draws the data. Throws std::invalid_argument with one line where desc and routing contradict each other.
+/// Throws std::invalid_argument with one line where desc and routing contradict each other.
+void check_routing(LayerCase const& layer_case);
+
+/// Draws the data. Throws as check_routing() does.
 LayerData make_data(LayerCase const& layer_case);
 
 /// Draws x, dO and the routing of `data` anew for layer_case.seed; weights stay. `data` came from make_data() with a

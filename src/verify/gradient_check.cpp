@@ -14,6 +14,7 @@ using Doubles = std::vector<double>;
 using reference::Part;
 
 constexpr double kRowError = 0x1p-7, kLogitError = 0x1p-9, kScoreError = 0x1p-8;
+constexpr double kSumError = 0x1p-20;  // of a sum in fp32, of the absolute values that it adds up
 
 /// ||out - ref|| <= limit * ||ref||; "" or what is wrong.
 std::string norm_failure(char const* name, Doubles const& ref, std::vector<float> const& out,
@@ -84,23 +85,19 @@ double slot_gradient(Context const& host, UniformLayer const& layer, Doubles con
 /// dlogits of one token from its dscores.
 Doubles logit_gradient(Context const& host, UniformLayer const& layer, TokenResult const& forward,
                        std::vector<float> const& dscores) {
-  std::int64_t const d = layer.desc.shape.hidden;
+  std::int64_t const experts = layer.desc.shape.experts;
   reference::Inputs inputs;
   inputs.desc = layer.desc;
   inputs.desc.shape.tokens = inputs.desc.shape.hidden = 1;  // no dx here
   inputs.topk_ids = forward.ids;
   inputs.unrounded_ids = forward.unrounded_ids;
   inputs.x = {0};
-  inputs.w_router.assign(layer.desc.shape.experts, 0);
+  inputs.w_router.assign(experts, 0);
+  inputs.aux_dlogits = row_of(layer.aux_dlogits, forward.token, experts);
   reference::Forward f;
   f.metadata = reference::metadata(inputs.desc, forward.ids,
                                    {0, static_cast<std::int64_t>(forward.ids.size())});
-  f.logits.assign(layer.desc.shape.experts, 0);
-  host.parallel_for(layer.desc.shape.experts, [&](std::int64_t e) {
-    for (std::int64_t c = 0; c < d; ++c) {
-      f.logits[e] += layer.x.at(forward.token * d + c) * layer.w_router.at(e * d + c);
-    }
-  });
+  f.logits = layer.logits(host, forward.token);
   reference::Backward b;
   b.dscores.assign(dscores.begin(), dscores.end());
   b.dx = {0};
@@ -192,7 +189,19 @@ std::string router_row_failure(Context const& host, UniformLayer const& layer,
       dw[c] += row.dlogits[t] * layer.x.at(static_cast<std::int64_t>(t) * d + c);
     }
   });
-  std::string const failure = norm_failure("dw_router", dw, row.dw_router, kRowError);
+  std::string failure = norm_failure("dw_router", dw, row.dw_router, kRowError);
+  if (failure.empty() && row.db_router) {
+    double sum = 0, size = 0;
+    for (double const value : row.dlogits) {
+      sum += value;
+      size += std::abs(value);
+    }
+    double const error = std::abs(*row.db_router - sum);
+    if (!(error <= kRowError * std::abs(sum) + kSumError * size)) {
+      failure =
+          "db_router is " + std::to_string(*row.db_router) + ", should be " + std::to_string(sum);
+    }
+  }
   return failure.empty() ? failure : "expert " + std::to_string(row.expert) + ": " + failure;
 }
 

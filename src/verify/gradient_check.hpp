@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -35,11 +36,12 @@ struct UnitGradients {
 std::string unit_gradient_failure(Context const& host, UniformLayer const& layer,
                                   UnitGradients const& gradients);
 
-/// dw_router of one expert from its dlogits.
+/// dw_router and db_router of one expert from its dlogits.
 struct RouterRow {
   std::int64_t expert = 0;
-  std::vector<float> dlogits;    ///< [T]
-  std::vector<float> dw_router;  ///< [d]
+  std::vector<float> dlogits;      ///< [T]
+  std::vector<float> dw_router;    ///< [d]
+  std::optional<float> db_router;  ///< where the router has a bias
 };
 std::string router_row_failure(Context const& host, UniformLayer const& layer,
                                RouterRow const& row);

@@ -26,14 +26,6 @@ class Token {
     for (std::int64_t c = 0; c < d_; ++c) x_.push_back(layer.x.at(token * d_ + c));
   }
 
-  [[nodiscard]] Doubles logits() const {
-    Doubles out(layer_.desc.shape.experts, 0);
-    host_.parallel_for(layer_.desc.shape.experts, [&](std::int64_t e) {
-      for (std::int64_t c = 0; c < d_; ++c) out[e] += x_[c] * layer_.w_router.at(e * d_ + c);
-    });
-    return out;
-  }
-
   /// [gate half | up half], or one matrix.
   [[nodiscard]] Doubles h(std::int64_t expert) const {
     std::int64_t const halves = layer_.desc.up_width();
@@ -169,12 +161,23 @@ double UniformLayer::down(std::int64_t expert, std::int64_t c, std::int64_t i) c
   return w_down.at(expert * desc.shape.hidden * desc.shape.intermediate + down_place(c, i));
 }
 
+std::vector<double> UniformLayer::logits(Context const& host, std::int64_t token) const {
+  std::int64_t const d = desc.shape.hidden;
+  Doubles out(desc.shape.experts);
+  host.parallel_for(desc.shape.experts, [&](std::int64_t e) {
+    double sum = b_router.at(e);
+    for (std::int64_t c = 0; c < d; ++c) sum += x.at(token * d + c) * w_router.at(e * d + c);
+    out[e] = sum;
+  });
+  return out;
+}
+
 std::string token_failure(Context const& host, UniformLayer const& layer,
                           TokenResult const& result) {
   Token const token(host, layer, result.token);
   std::string failure;
   if (layer.desc.router.kind != RouterKind::given) {
-    failure = router_failure(layer.desc, token.logits(), result);
+    failure = router_failure(layer.desc, layer.logits(host, result.token), result);
   }
   if (failure.empty()) failure = experts_failure(token, layer, result);
   return failure.empty() ? failure : "token " + std::to_string(result.token) + ": " + failure;

@@ -24,6 +24,7 @@ struct UniformTensor {
 struct UniformLayer {
   MoeDesc desc;
   UniformTensor x, d_o, w_router, w_gate, w_up, w_down, b_gate, b_up, b_down;
+  UniformTensor b_router, aux_dlogits;  ///< 0 where the layer has none
 
   /// Elements of the logical weights: G or U [E,n,d] and its bias [E,n], D [E,d,n].
   [[nodiscard]] double up(reference::Part part, std::int64_t expert, std::int64_t i,
@@ -33,6 +34,8 @@ struct UniformLayer {
   /// Where they stand in w_up (w_gate, where separate) and w_down, counted from the start of an expert's matrix.
   [[nodiscard]] std::int64_t up_place(reference::Part part, std::int64_t i, std::int64_t c) const;
   [[nodiscard]] std::int64_t down_place(std::int64_t c, std::int64_t i) const;
+  /// [E] of one token.
+  [[nodiscard]] std::vector<double> logits(Context const& host, std::int64_t token) const;
 };
 
 /// What the library made of one token. Slots without a row have an empty h.

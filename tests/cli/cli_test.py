@@ -153,7 +153,18 @@ class Bench(Cli):
             self.refuse("bench", *SMALL, "--seconds", seconds, naming=seconds)
         self.refuse("bench", "--config", "cpu-small", "--tokens", "4", naming="--config")
         self.refuse("bench", *SMALL, "--gpus", "2", naming="--gpus")
+        self.refuse("bench", *SMALL, "--router", "given", "--aux-dlogits", naming="aux-dlogits")
+        self.refuse("bench", *SMALL, "--sentinels", "0.1", naming="sentinels")
         self.refuse("bench", *SMALL, "--dtype", "fp16", naming="dtype")
+
+    def test_bad_flags_of_one_gpu(self):
+        # Refused before any GPU is looked for.
+        for flags, naming in ((["--router", "given", "--aux-dlogits"], "aux-dlogits"),
+                              (["--sentinels", "0.1"], "sentinels"), (["--variable-experts"], "--variable-experts"),
+                              (["--replay"], "--replay"), (["--save", "x"], "--save"),
+                              (["--routing", "zipf:1"], "--routing"), (["--pass", "sideways"], "sideways")):
+            with self.subTest(flags):
+                self.refuse("bench", "--device", "cuda", *SMALL, *flags, naming=naming)
 
     def test_bad_flags_of_several_gpus(self):
         # Refused before any GPU is looked for.
@@ -166,6 +177,8 @@ class Bench(Cli):
         refuse("2", "--config", "Qwen3-30B", "--dtype", "fp32", naming="--dtype")
         refuse("2", "--config", "Qwen3-30B", "--layout", "interleaved", naming="--layout")
         refuse("2", "--config", "Qwen3-30B", "--pass", "backward", naming="--pass")
+        refuse("2", "--config", "Qwen3-30B", "--aux-dlogits", naming="--aux-dlogits")
+        refuse("2", "--config", "Qwen3-30B", "--router-bias", naming="--router-bias")
         for tokens in "1", "8":  # nothing to compare bits with
             refuse("2", *SMALL[2:], "--tokens", tokens, naming=f"tokens={tokens}")
         if len(self.run_json("info")["devices"]) == 1:  # without a GPU: what is not refused looks for one
@@ -223,6 +236,8 @@ class Usage(Cli):
             (["--sentinels", "0.5"], "sentinels"),
             (["--sentinels", "nan", "--router", "given"], "sentinels"),
             (["--variable-experts"], "variable_experts"),
+            (["--router", "given", "--aux-dlogits"], "aux-dlogits"),
+            (["--router", "given", "--router-bias"], "router-bias"),
             (["--threads", "-3"], "num_threads"),
             (["--device", "abacus"], "abacus"),
             (["--random", "0"], "--random"),

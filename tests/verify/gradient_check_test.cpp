@@ -35,6 +35,7 @@ Sample make_sample(WeightLayout const& layout) {
   desc.bias = true;
   desc.layout = layout;
   desc.router.kind = RouterKind::softmax_topk;
+  layer_case.router_bias = layer_case.aux_dlogits = true;
   layer_case.seed = 3;
   Sample out;
   out.data = make_data(layer_case);
@@ -49,6 +50,8 @@ Sample make_sample(WeightLayout const& layout) {
   fill(layer.x, out.data.x, 1.7f);
   fill(layer.d_o, out.data.d_o, 1.7f);
   fill(layer.w_router, out.data.w_router, 0.3f);
+  fill(layer.b_router, out.data.b_router, 1);
+  fill(layer.aux_dlogits, out.data.aux_dlogits, 0.2f);
   fill(layer.w_up, out.data.w_up, 0.3f);
   fill(layer.w_gate, out.data.w_gate, 0.3f);
   fill(layer.w_down, out.data.w_down, 0.3f);
@@ -148,6 +151,12 @@ TEST_P(GradientCheck, RejectsWrongGradients) {
   EXPECT_NE(failure([&](TokenGradients& g) { g.dscores[1] *= token.scores[1]; }), "");
   EXPECT_NE(failure([](TokenGradients& g) { std::swap(g.dlogits[0], g.dlogits[1]); }), "");
   EXPECT_NE(failure([](TokenGradients& g) { g.dlogits.clear(); }), "");
+  EXPECT_NE(failure([&](TokenGradients& g) {
+              for (std::size_t e = 0; e < g.dlogits.size(); ++e) {
+                g.dlogits[e] -= sample.data.aux_dlogits[5 * g.dlogits.size() + e];
+              }
+            }),
+            "");
 
   UnitGradients const unit = unit_of(sample, token.ids[0], 7);
   ASSERT_FALSE(unit.tokens.empty());
@@ -180,9 +189,14 @@ TEST(RouterRow, IsTheSumOverTokens) {
     row.dlogits.push_back(sample.result.tensors.at("dlogits")[t * s.experts + row.expert]);
   }
   row.dw_router = slice(sample.result.tensors.at("dw_router"), row.expert * s.hidden, s.hidden);
+  row.db_router = sample.result.tensors.at("db_router")[row.expert];
   EXPECT_EQ(router_row_failure(host, sample.layer, row), "");
-  row.dw_router[1] += 1;
-  EXPECT_NE(router_row_failure(host, sample.layer, row), "");
+  RouterRow wrong = row;
+  wrong.dw_router[1] += 1;
+  EXPECT_NE(router_row_failure(host, sample.layer, wrong), "");
+  wrong = row;
+  *wrong.db_router *= 1.1f;
+  EXPECT_NE(router_row_failure(host, sample.layer, wrong), "");
 }
 
 }  // namespace

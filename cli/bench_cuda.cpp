@@ -19,6 +19,7 @@
 #include "cli/bench_bound.hpp"
 #include "cli/bench_cuda_layer.hpp"
 #include "cli/commands.hpp"
+#include "cli/kernel_op.hpp"
 #include "cli/output.hpp"
 #include "device/cublas.hpp"
 #include "tessera/work.hpp"
@@ -141,20 +142,6 @@ std::string nvidia_smi(std::int32_t device, char const* query) {
   }
   while (!line.empty() && (line.back() == '\n' || line.back() == '\r')) line.pop_back();
   return line;
-}
-
-/// "void tessera::cuda::aggregate<...>(...)" -> "aggregate"; the parts of metadata are one op.
-std::string op_of(std::string const& kernel) {
-  std::string name = kernel.substr(0, kernel.find_first_of("<("));
-  std::size_t const last = name.find_last_of(": ");
-  if (last != std::string::npos) name.erase(0, last + 1);
-  for (std::string const op :
-       {"router_logits", "router_dlogits", "router_dgrad", "router_wgrad", "route", "choose_tokens",
-        "metadata", "up_projection_fwd", "down_projection_fwd", "down_projection_dgrad",
-        "up_projection_dgrad", "down_projection_wgrad", "up_projection_wgrad", "aggregate"}) {
-    if (name.starts_with(op)) return op;
-  }
-  return name;
 }
 
 bool is_inference(std::string const& pass) { return pass == "forward-inference"; }
@@ -330,12 +317,12 @@ class JobBench {
         stream_, [this, backward] { backward ? layer_.backward() : layer_.forward(); });
     std::vector<std::string> ops;
     for (auto const& kernel : kernels) {
-      std::string const op = op_of(kernel.name);
+      std::string const op = op_of_kernel(kernel.name);
       if (std::find(ops.begin(), ops.end(), op) == ops.end()) ops.push_back(op);
     }
     auto const launch = [&kernels, this](std::string const& op) {
       for (auto const& kernel : kernels) {
-        if (op_of(kernel.name) == op) kernel.graph.launch(stream_);
+        if (op_of_kernel(kernel.name) == op) kernel.graph.launch(stream_);
       }
     };
     std::vector<Candidate> candidates;

@@ -90,7 +90,8 @@ def bytes_once(op: str, backward: bool, shape: Shape, gathered_rows: int) -> int
 
 def op_of(kernel: str) -> str:
     """`void tessera::cuda::metadata_rank<..>(..)`, or as ncu's base names `void metadata_rank` -> metadata."""
-    name = re.split(r"[<(]", kernel, maxsplit=1)[0].split("::")[-1].split()[-1]
+    named = re.sub(r"(<unnamed>|\(anonymous namespace\))::", "", kernel)
+    name = re.split(r"[<(]", named, maxsplit=1)[0].split("::")[-1].split()[-1]
     return max((op for op in OPS if name.startswith(op)), key=len, default=name)
 
 

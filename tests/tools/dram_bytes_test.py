@@ -40,7 +40,9 @@ class DramBytesTest(unittest.TestCase):
                            ("void tessera::cuda::route<C, 4>(A)", "route"),
                            ("void tessera::cuda::router_wgrad<C>(A)", "router_wgrad"),
                            ("void tessera::cuda::aggregate_beside<C, E>(A)", "aggregate"),
-                           ("tessera::cuda::given_slots(A)", "given_slots")):
+                           ("tessera::cuda::given_slots(A)", "given_slots"),
+                           ("void tessera::cuda::<unnamed>::route_plain<C>(A)", "route"),
+                           ("tessera::cuda::(anonymous namespace)::metadata_plain_scan(A)", "metadata")):
             self.assertEqual(dram_bytes.op_of(kernel), op)
 
     def test_first_call_of_each_pass(self):

@@ -88,6 +88,7 @@ std::vector<Job> jobs_of(BenchFlags const& flags) {
       job.layer_case.desc.activation.kind = found->activation;
     }
     job.layer_case.desc.bias = job.layer_case.desc.bias || found->bias;
+    if (!flags.shape.has_layout()) job.layer_case.desc.layout = found->layout;
     jobs.push_back(std::move(job));
   }
   return jobs;
@@ -202,6 +203,7 @@ Json bench_job(BenchFlags const& flags, Context const& context, Job const& job, 
         {{"config", job.name},
          {"shape", {s.tokens, s.hidden, s.intermediate, s.experts, s.top_k}},
          {"dtype", verify::name_of(verify::kDTypeNames, desc.dtype)},
+         {"layout", verify::layout_name(desc.layout)},
          {"gpus", 0},
          {"routing", verify::routing_name(job.layer_case.routing)},
          {"router", verify::name_of(verify::kRouterNames, desc.router.kind)},

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shapes with a name: T, d, n, E, K.
+// Layers with a name: T, d, n, E, K, and what differs from swiglu in concat rows.
 #pragma once
 
 #include "tessera/shape.hpp"
@@ -11,7 +11,12 @@ struct BenchConfig {
   MoeShape shape;
   ActivationKind activation = ActivationKind::swiglu;
   bool bias = false;
+  WeightLayout layout =
+      {};  ///< as checkpoints of the model have it, unless --layout says otherwise
 };
+
+inline constexpr WeightLayout kGptOssLayout = {GateUpOrder::interleaved,
+                                               WeightOrientation::transposed};
 
 constexpr MoeShape bench_shape(std::int64_t tokens, std::int64_t hidden, std::int64_t intermediate,
                                std::int64_t experts, std::int64_t top_k) {
@@ -43,7 +48,8 @@ inline constexpr BenchConfig kBenchConfigs[] = {
     {"Qwen3-30B", bench_shape(32768, 2048, 768, 128, 8)},
     {"OLMoE", bench_shape(32768, 2048, 1024, 64, 8)},
     {"DSv3", bench_shape(32768, 7168, 2048, 256, 8)},
-    {"gpt-oss-20b", bench_shape(32768, 2880, 2880, 32, 4), ActivationKind::clamped_swiglu, true},
+    {"gpt-oss-20b", bench_shape(32768, 2880, 2880, 32, 4), ActivationKind::clamped_swiglu, true,
+     kGptOssLayout},
     {"decode-B1", bench_shape(1, 2048, 768, 128, 8)},
     {"decode-B8", bench_shape(8, 2048, 768, 128, 8)},
     {"decode-B32", bench_shape(32, 2048, 768, 128, 8)},

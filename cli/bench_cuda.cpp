@@ -291,6 +291,7 @@ class JobBench {
     return {{"config", job_.name},
             {"shape", {s.tokens, s.hidden, s.intermediate, s.experts, s.top_k}},
             {"dtype", verify::name_of(verify::kDTypeNames, desc().dtype)},
+            {"layout", verify::layout_name(desc().layout)},
             {"gpus", 1},
             {"routing", verify::routing_name(job_.layer_case.routing)},
             {"router", verify::name_of(verify::kRouterNames, desc().router.kind)},

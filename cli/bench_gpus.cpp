@@ -105,14 +105,17 @@ ExpertParallelDesc group_desc(std::int32_t rank, std::int32_t ranks, MoeDesc con
 }
 
 /// What several GPUs do not serve, before any of them is looked for.
-void check_job(std::int32_t gpus, verify::LayerCase const& layer_case, bool checks) {
+void check_job(std::int32_t gpus, CudaBench::Job const& job, bool checks) {
+  verify::LayerCase const& layer_case = job.layer_case;
   MoeDesc const& desc = layer_case.desc;
-  auto const refuse = [](std::string const& what) {
-    throw CommandError(what + " are not spread over several GPUs yet; leave it out");
+  auto const refuse = [&job](std::string const& what) {
+    throw CommandError(fmt::format("{}: {} not spread over several GPUs yet", job.name, what));
   };
-  if (desc.bias) refuse("--bias: experts with biases");
-  if (desc.dtype != DType::bf16) refuse("--dtype: experts of other types than bf16");
-  if (desc.layout != WeightLayout{}) refuse("--layout: weights in other layouts than concat");
+  if (desc.layout != WeightLayout{}) {
+    refuse(fmt::format("weights of --layout {} are", verify::layout_name(desc.layout)));
+  }
+  if (desc.bias) refuse("experts with biases (--bias) are");
+  if (desc.dtype != DType::bf16) refuse("experts of other types than bf16 (--dtype) are");
   if (layer_case.aux_dlogits || layer_case.router_bias) {
     throw CommandError(
         "--aux-dlogits, --router-bias: several GPUs are given ids and weights; leave it out");
@@ -366,7 +369,7 @@ Json bench_on_gpus(std::int32_t gpus, CudaBench const& bench) {
           fmt::format("--pass {}: several GPUs run forward-inference; leave it out", pass));
     }
   }
-  for (CudaBench::Job const& job : bench.jobs) check_job(gpus, job.layer_case, bench.check);
+  for (CudaBench::Job const& job : bench.jobs) check_job(gpus, job, bench.check);
   // The last of them: says in one line what is missing.
   check(Context::create({.device = {DeviceKind::cuda, gpus - 1}}).status());
   auto const facts = device::facts(0);

@@ -95,11 +95,10 @@ void ShapeFlags::add_to(CLI::App& command) {
       ->capture_default_str();
   shape->add_option("--up-offset", activation_options_.up_offset, "of clamped-swiglu")
       ->capture_default_str();
-  shape
-      ->add_option("--layout", layout_,
-                   "concat interleaved up-first transposed separate blocked:B, "
-                   "transposed-interleaved transposed-up-first transposed-blocked:B")
-      ->capture_default_str();
+  shape->add_option("--layout", layout_,
+                    "concat interleaved up-first transposed separate blocked:B, "
+                    "transposed-interleaved transposed-up-first transposed-blocked:B "
+                    "(default concat; bench --config gpt-oss-20b: transposed-interleaved)");
   shape->add_flag("--bias", bias_, "biases of both projections");
   shape->add_option("--dtype", dtype_, "storage type: fp32 bf16 (default fp32, on a GPU bf16)");
 
@@ -165,7 +164,7 @@ verify::LayerCase ShapeFlags::layer_case() const {
                      verify::kDTypeNames);
   desc.activation = activation_options_;
   desc.activation.kind = named("activation", activation_, verify::kActivationNames);
-  desc.layout = read_layout(layout_);
+  if (has_layout()) desc.layout = read_layout(layout_);
   desc.bias = bias_;
   desc.router.round = named("round", round_, verify::kRoundingNames);
   desc.router.tile = tile_;

@@ -27,6 +27,8 @@ class ShapeFlags {
   /// Whether a flag that fixes the shape was given.
   [[nodiscard]] bool any_shape() const noexcept;
 
+  [[nodiscard]] bool has_layout() const noexcept { return !layout_.empty(); }
+
   /// The context for --device and --threads.
   [[nodiscard]] Context context() const;
   /// The same with another number of threads.
@@ -41,7 +43,7 @@ class ShapeFlags {
   void read_routing(verify::LayerCase& layer_case) const;
 
   std::optional<std::int64_t> tokens_, hidden_, intermediate_, experts_, top_k_;
-  std::string activation_ = "swiglu", layout_ = "concat", dtype_, device_ = "cpu";
+  std::string activation_ = "swiglu", layout_, dtype_, device_ = "cpu";
   std::string router_, round_ = "none", routing_ = "random", ids_dtype_ = "int32", save_ = "h";
   Activation activation_options_;
   bool bias_ = false, normalize_scores_ = false, router_bias_ = false;

@@ -119,7 +119,7 @@ class Bench(Cli):
         self.assertEqual([row["pass"] for row in rows], ["forward", "backward", "forward-inference"])
         for row in rows:
             self.assertEqual(list(row), [
-                "config", "shape", "dtype", "gpus", "routing", "router", "round", "pass", "impl",
+                "config", "shape", "dtype", "layout", "gpus", "routing", "router", "round", "pass", "impl",
                 "variant", "ms", "ms_p10", "ms_p90", "tflops", "bound_ms", "bound_impl", "bounds_tried_ms",
                 "aggregate_floor_ms", "saved_bytes", "transient_peak_bytes", "checked"])
             self.assertIs(row["checked"], True)
@@ -176,6 +176,10 @@ class Bench(Cli):
         refuse("2", "--config", "Qwen3-30B", "--bias", naming="--bias")
         refuse("2", "--config", "Qwen3-30B", "--dtype", "fp32", naming="--dtype")
         refuse("2", "--config", "Qwen3-30B", "--layout", "interleaved", naming="--layout")
+        # As its checkpoints have it, unless asked for another.
+        refuse("2", "--config", "gpt-oss-20b", naming="--layout transposed-interleaved")
+        refuse("2", "--config", "gpt-oss-20b", "--layout", "separate", naming="--layout separate")
+        refuse("2", "--config", "gpt-oss-20b", "--layout", "concat", naming="biases")
         refuse("2", "--config", "Qwen3-30B", "--pass", "backward", naming="--pass")
         refuse("2", "--config", "Qwen3-30B", "--aux-dlogits", naming="--aux-dlogits")
         refuse("2", "--config", "Qwen3-30B", "--router-bias", naming="--router-bias")

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <memory>
 #include <optional>
@@ -52,7 +53,8 @@ struct Summary {
   lm::RunEnd end = lm::RunEnd::finished;
   double tokens_per_second = 0;
   double bigram = 0;
-  std::optional<double> held_out, without_moe;  // of the whole held-out text; only when not stopped
+  std::int64_t windows = 0;                     // of held-out text that were evaluated
+  std::optional<double> held_out, without_moe;  // of these windows; only when not stopped
   lm::ExpertLoad load;                          // of the last step of this run
   std::string plot_problem;
 };
@@ -233,14 +235,42 @@ void announce(lm::TrainingOptions const& o, Context const& context, double bigra
   }
 }
 
-// Evaluates on all held-out text and writes the sample.
-void conclude(Run const& run, lm::Trainer& trainer, TrainProgress& progress, Summary& summary) {
+double now() {
+  auto const time = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double>(time).count();
+}
+
+// Of a run with --seconds: what evaluating held-out text may take, and then what the sample may take.
+double seconds_to_conclude(double seconds, double left) {
+  constexpr double kShare = 0.1, kLeast = 1;
+  return std::max({kShare * seconds, kLeast, left});
+}
+
+// How many windows can be evaluated in that time, with MoE blocks and without: each time forward alone, which takes
+// less than half of a training step.
+std::int64_t windows_within(double seconds, double tokens_per_second, std::int64_t context) {
+  double const windows = seconds * tokens_per_second / static_cast<double>(context);
+  return std::max(lm::kEvaluationWindows, static_cast<std::int64_t>(std::min(windows, 1e15)));
+}
+
+// Evaluates on held-out text and writes the sample.
+void conclude(Run const& run, double seconds, lm::Trainer& trainer, TrainProgress& progress,
+              Summary& summary) {
   lm::Model& model = trainer.model();
   auto const& parameters = run.state.parameters;
+  std::int64_t const context = run.state.options.model.context;
+  summary.windows = lm::count_windows(run.corpus.held_out.size(), context);
+  if (seconds > 0) {
+    summary.windows =
+        std::min(summary.windows, windows_within(seconds, summary.tokens_per_second, context));
+    summary.bigram =
+        lm::bigram_bits_per_byte(run.corpus.train, run.corpus.held_out, context, summary.windows);
+  }
   auto const evaluate = [&](char const* name, bool moe) {
     return lm::model_bits_per_byte(
         model, parameters,
         {.text = run.corpus.held_out,
+         .max_windows = summary.windows,
          .batch = run.state.options.batch,
          .stop = &StopSignals::requested(),
          .report = [&](std::int64_t done,
@@ -251,10 +281,11 @@ void conclude(Run const& run, lm::Trainer& trainer, TrainProgress& progress, Sum
   summary.without_moe = evaluate("held-out text without MoE", false);
   progress.finish();
   if (StopSignals::requested()) return;
+  double const end = now() + seconds;
   std::string const prompt = "\n";
-  std::string const sample =
-      lm::generate(model, parameters, prompt, {.tokens = 600, .seed = run.state.options.seed},
-                   [](char) { return !StopSignals::requested(); });
+  std::string const sample = lm::generate(
+      model, parameters, prompt, {.tokens = 600, .seed = run.state.options.seed},
+      [&](char) { return !StopSignals::requested() && (seconds == 0 || now() < end); });
   lm::write_atomically(run.folder / lm::kSampleFile, sample + "\n");
 }
 
@@ -285,6 +316,14 @@ void print_summary(Run const& run, Summary const& summary) {
         "{:.3f} ({:+.3f})\n",
         *summary.held_out, summary.bigram, *summary.held_out / summary.bigram, *summary.without_moe,
         *summary.without_moe - *summary.held_out));
+    std::int64_t const all =
+        lm::count_windows(run.corpus.held_out.size(), run.state.options.model.context);
+    if (summary.windows < all) {
+      print_note(
+          fmt::format("note: these are of {} of the {} windows of held-out text, spread "
+                      "evenly: --seconds has no time for more\n",
+                      summary.windows, all));
+    }
   }
   if (summary.load.max_over_mean > 0) {
     lm::ModelConfig const& c = run.state.options.model;
@@ -330,6 +369,7 @@ Json summary_json(Run const& run, Summary const& summary) {
                             : Json()},
           {"train_bytes", run.corpus.train.size()},
           {"held_out_bytes", run.corpus.held_out.size()},
+          {"held_out_windows", summary.windows},
           {"out", run.folder.string()},
           {"files", files_of(run)},
           {"resume", resume_command(run)},
@@ -340,6 +380,7 @@ int train(Flags const& flags) {
   ignore_broken_pipes();
   StopSignals const signals;
   Context const context = make_context(flags.threads);
+  double const begin = now();
   Run run = flags.resume.empty() ? start(flags) : resume(flags);
   Summary summary;
   summary.bigram = lm::bigram_bits_per_byte(run.corpus.train, run.corpus.held_out,
@@ -356,8 +397,13 @@ int train(Flags const& flags) {
   progress.finish();
   summary.tokens_per_second = trainer.tokens_per_second();
   summary.load = trainer.load();
-  if (summary.end != lm::RunEnd::stopped) conclude(run, trainer, progress, summary);
-  summary.plot_problem = lm::draw_curve(run.folder, run.state, summary.bigram);
+  double const bigram = summary.bigram;  // of the whole held-out text
+  if (summary.end != lm::RunEnd::stopped) {
+    double const seconds =
+        flags.seconds > 0 ? seconds_to_conclude(flags.seconds, flags.seconds - (now() - begin)) : 0;
+    conclude(run, seconds, trainer, progress, summary);
+  }
+  summary.plot_problem = lm::draw_curve(run.folder, run.state, bigram);
   print_summary(run, summary);
   if (flags.json) print_json(summary_json(run, summary));
   return kOk;
@@ -415,7 +461,10 @@ void add_training_flags(CLI::App& command, Flags& flags) {
   flags.fixed.push_back(
       option("--eval-every", training.eval_every, "steps between looks at held-out text"));
   option("--save-every", flags.save_every, "steps between saves")->check(CLI::Range(1, 10'000'000));
-  option("--seconds", flags.seconds, "stop after that time; 0: never")->check(number_in(0, 1e9));
+  option("--seconds", flags.seconds,
+         "stop training after that time, held-out text and the sample after a tenth of it each; "
+         "0: never")
+      ->check(number_in(0, 1e9));
   option("--threads", flags.threads, "0: all cores; results do not depend on it");
 }
 

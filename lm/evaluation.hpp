@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -24,13 +25,18 @@ struct HeldOut {
   std::function<void(std::int64_t done, std::int64_t windows)> report = {};
 };
 
+/// Windows of a held-out text.
+std::int64_t count_windows(std::size_t bytes, std::int64_t context);
+
 /// -mean log2 p(byte | the bytes before it in its window). Without `moe` the MoE blocks are skipped. Nothing where
 /// it was stopped.
 std::optional<double> model_bits_per_byte(Model& model, std::span<float const> parameters,
                                           HeldOut const& held_out, bool moe = true);
 
-/// The same for p(b | a) = (count(a,b) + 1/2) / (count(a) + 128), counted over the training text.
+/// The same for p(b | a) = (count(a,b) + 1/2) / (count(a) + 128), counted over the training text. `max_windows` as in
+/// HeldOut.
 double bigram_bits_per_byte(std::span<std::uint8_t const> train,
-                            std::span<std::uint8_t const> held_out, std::int64_t context);
+                            std::span<std::uint8_t const> held_out, std::int64_t context,
+                            std::int64_t max_windows = 0);
 
 }  // namespace tessera::lm

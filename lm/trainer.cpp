@@ -19,9 +19,6 @@ namespace tessera::lm {
 
 namespace {
 
-// Held-out windows per evaluation along the way; the run ends with all of them.
-constexpr std::int64_t kEvaluationWindows = 128;
-
 double now() {
   auto const time = std::chrono::steady_clock::now().time_since_epoch();
   return std::chrono::duration<double>(time).count();
@@ -153,7 +150,12 @@ RunEnd Trainer::run(RunOptions const& options) {
     training_seconds_ += now() - before;
     bool const evaluates = state_.step % state_.options.eval_every == 0;
     if (evaluates) state_.history.held_out.push_back(static_cast<float>(evaluate()));
-    if (options.report) options.report(progress(evaluates));
+    if (options.report) {
+      Progress report = progress(evaluates);
+      double const left = std::max(options.seconds - (now() - begin), 0.0);
+      if (options.seconds > 0) report.seconds_left = std::min(report.seconds_left, left);
+      options.report(report);
+    }
     if (options.stop != nullptr && options.stop->load()) {
       end = RunEnd::stopped;
       break;

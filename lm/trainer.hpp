@@ -29,6 +29,9 @@ ExpertLoad expert_load(std::span<std::int32_t const> counts, std::int64_t layers
 /// Throws InputError if the machine's memory cannot hold the parameters and activations.
 void require_memory(TrainingOptions const& options);
 
+/// Held-out windows per evaluation along the way; the run ends with all of them, or as many as its time allows.
+inline constexpr std::int64_t kEvaluationWindows = 128;
+
 /// Where a run stands after a step.
 struct Progress {
   std::int64_t step = 0, steps = 0;

@@ -136,6 +136,7 @@ TEST(Bigram, IsTheSmoothedCrossEntropyOfAKnownText) {
   double const expected = -(std::log2(2.5 / 130) + std::log2(1.5 / 129)) / 2;
   EXPECT_NEAR(bigram_bits_per_byte(train, held_out, 1), expected, 1e-12);
   EXPECT_NEAR(bigram_bits_per_byte(train, held_out, 2), expected, 1e-12);
+  EXPECT_NEAR(bigram_bits_per_byte(train, held_out, 1, 1), -std::log2(2.5 / 130), 1e-12);
   // A byte that was never seen predicts nothing: 8 bits.
   std::vector<std::uint8_t> const unseen = {'x', 'y'};
   EXPECT_NEAR(bigram_bits_per_byte(train, unseen, 1), 8, 1e-12);

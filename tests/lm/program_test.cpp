@@ -13,6 +13,7 @@
 
 #include "lm/checkpoint.hpp"
 #include "lm/run_folder.hpp"
+#include "lm/trainer.hpp"
 #include "tests/lm/support.hpp"
 
 namespace tessera::lm {
@@ -259,6 +260,21 @@ TEST_F(Program, StopsWhenTheTimeIsUp) {
   EXPECT_EQ(result.exit_code, 0) << result.err;
   EXPECT_EQ(json::parse(result.out).at("end"), "out-of-time");
   EXPECT_TRUE(json::parse(result.out).at("held_out_bits_per_byte").is_number());
+}
+
+TEST_F(Program, EndsItsEvaluationWhenTheTimeIsUp) {
+  write_text(text_, random_text_of(40'000'000));  // evaluating what is held out of it takes minutes
+  Arguments arguments = training(run_, {"--seconds", "0.3", "--json"});
+  arguments[6] = "1000000";
+  Result const result = run(arguments);
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  json const summary = json::parse(result.out);
+  EXPECT_EQ(summary.at("end"), "out-of-time");
+  std::int64_t const windows = summary.at("held_out_windows");
+  EXPECT_GE(windows, kEvaluationWindows);
+  EXPECT_LT(windows, summary.at("held_out_bytes").get<std::int64_t>() / 32 / 2);
+  EXPECT_GT(summary.at("held_out_bits_per_byte"), 0);
+  EXPECT_NE(result.err.find("windows of held-out text, spread evenly"), std::string::npos);
 }
 
 TEST_F(Program, KeepsAnEarlierRun) {

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """libtessera.so by ctypes: the structs of tessera.h, errors as exceptions, one context per device.
 
-Nothing here knows torch. The library lies beside this file; TESSERA_LIBRARY names another one.
+Nothing here knows torch. The library lies beside this file, or, in an editable install, in the package's other folder;
+TESSERA_LIBRARY names another one.
 """
 
 import ctypes
 import functools
 import os
 import pathlib
+import sys
 from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t
 from ctypes import c_uint32, c_uint64, c_void_p
 
@@ -95,8 +97,11 @@ class GroupedGemmArgs(Structure):
 
 
 def _path() -> pathlib.Path:
-    chosen = os.environ.get("TESSERA_LIBRARY")
-    return pathlib.Path(chosen) if chosen else pathlib.Path(__file__).with_name("libtessera.so")
+    if chosen := os.environ.get("TESSERA_LIBRARY"):
+        return pathlib.Path(chosen)
+    beside = pathlib.Path(__file__).with_name("libtessera.so")
+    paths = (pathlib.Path(folder, beside.name) for folder in sys.modules[__package__].__path__)
+    return next((path for path in (beside, *paths) if path.exists()), beside)
 
 
 @functools.cache

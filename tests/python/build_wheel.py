@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the wheel, checks what it holds and what it links, and installs it into OUT/site.
+"""Builds the wheel, checks what it holds and what it links, and installs it into OUT/site; then as an editable one.
 
 usage: build_wheel.py SOURCE OUT CUDA; CUDA: ON or OFF, whether with CUDA kernels
 """
@@ -31,11 +31,23 @@ def link_complaints(dynamic: str, versions: str) -> list[str]:
     return found
 
 
+def editable_complaints(source: pathlib.Path, out: pathlib.Path, *options) -> list[str]:
+    """`pip install -e .`: modules of the source tree find the library, which lies where pip puts it."""
+    site = out / "editable"
+    pip("install", "--no-deps", "--no-build-isolation", "--target", site, *options, "--editable", source)
+    code = "import site, sys; site.addsitedir(sys.argv[1]); import tessera as t; print(t.__file__, t.__version__)"
+    done = subprocess.run([sys.executable, "-S", "-B", "-c", code, site], capture_output=True, text=True, check=False,
+                          env={"PATH": ""})
+    if done.returncode == 0 and done.stdout.startswith(str(source / "python")):
+        return []
+    return [f"an editable install: {done.stdout}{done.stderr}"]
+
+
 def main() -> int:
     source, out, cuda = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
     shutil.rmtree(out, ignore_errors=True)
-    pip("wheel", source, "--no-deps", "--no-build-isolation", "--wheel-dir", out / "dist",
-        "--config-settings", f"cmake.define.TESSERA_CUDA={cuda}", "--config-settings", f"build-dir={out}-wheel")
+    options = ["--config-settings", f"cmake.define.TESSERA_CUDA={cuda}", "--config-settings", f"build-dir={out}-wheel"]
+    pip("wheel", source, "--no-deps", "--no-build-isolation", "--wheel-dir", out / "dist", *options)
     (wheel,) = (out / "dist").iterdir()
     pip("install", "--no-deps", "--no-index", "--target", out / "site", wheel)
 
@@ -57,6 +69,7 @@ def main() -> int:
         found.append(f"holds {sorted(set(packaged) ^ set(expected))} too much or too little")
     found += [f"holds no {name}" for name in ("LICENSE", "THIRD_PARTY_NOTICES")
               if not any(entry.endswith(name) for entry in names)]
+    found += editable_complaints(source, out, *options)
     # Seen to fail: another library, a newer symbol.
     planted = link_complaints("(NEEDED) Shared library: [libtorch.so.2]", "GLIBC_2.38 GLIBCXX_3.4")
     assert len(planted) == 2, planted

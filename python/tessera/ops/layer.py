@@ -27,9 +27,14 @@ def _intermediate(options: Options, w_up: torch.Tensor, w_gate: torch.Tensor | N
 def _desc(options: Options, x: torch.Tensor, tensors: dict, top_k: int, ids_dtype: torch.dtype) -> library.MoeDesc:
     if x.dim() != 2:
         raise ValueError(f"x: rank {x.dim()}; shape [tokens, hidden] is needed")
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"x: dtype {x.dtype}; Tessera stores bf16, on the CPU also fp32; convert it")
+    intermediate = _intermediate(options, tensors["w_up"], tensors["w_gate"])
+    hidden = tensors["w_up"].shape[1 if options.transposed else 2]
+    if x.shape[1] != hidden:
+        raise ValueError(f"x: hidden {x.shape[1]}, w_up: hidden {hidden} (layout {options.layout}); both have the same")
     return options.desc(
-        top_k=top_k, tokens=x.shape[0], hidden=x.shape[1], experts=tensors["w_up"].shape[0],
-        intermediate=_intermediate(options, tensors["w_up"], tensors["w_gate"]),
+        top_k=top_k, tokens=x.shape[0], hidden=hidden, experts=tensors["w_up"].shape[0], intermediate=intermediate,
         dtype=DTYPES.get(x.dtype, library.FP32), ids_dtype=DTYPES.get(ids_dtype, library.INT32),
         separate=tensors["w_gate"] is not None, bias=tensors["b_up"] is not None or tensors["b_down"] is not None)
 
@@ -52,7 +57,10 @@ def _top_k(options: Options, topk_ids: torch.Tensor | None):
 def _forward_plan(key, tensors: tuple, text: str, training: bool) -> Plan:
     named = dict(zip(INPUTS, tensors, strict=True))
     options, x = parse(text), named["x"]
-    ids = named["topk_ids"] if named["topk_ids"] is not None else named["expert_offsets"]
+    name = "expert_offsets" if named["topk_ids"] is None else "topk_ids"
+    ids = named[name]
+    if ids is not None and ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name}: dtype {ids.dtype}; int32 or int64 is needed")
     desc = _desc(options, x, named, _top_k(options, named["topk_ids"]), torch.int32 if ids is None else ids.dtype)
     if not training:
         desc.save = 2

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # The CUDA language for sm_90a. `tessera_cuda_all` is what `make cuda` builds: kernels, tests, benchmarks.
-find_program(CMAKE_CUDA_COMPILER nvcc HINTS ENV CUDA_PATH /usr/local/cuda PATH_SUFFIXES bin REQUIRED)
+set(CMAKE_CUDA_COMPILER ${TESSERA_NVCC})
 set(CMAKE_CUDA_ARCHITECTURES 90a-real)  # -gencode=arch=compute_90a,code=sm_90a
 enable_language(CUDA)
-if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 13.0)
-  message(FATAL_ERROR "nvcc ${CMAKE_CUDA_COMPILER_VERSION}: the kernels need 13.0 or later")
-endif()
 set(CMAKE_CUDA_STANDARD 20)
 if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # CMake 3.25 does not know that nvcc 13 has it
   set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")

@@ -61,7 +61,13 @@ int parse_and_run(int argc, char** argv) {
     app.exit(request);
     return kOk;
   } catch (CLI::ParseError const& error) {
-    return fail(std::string(error.what()) + "; see tessera --help", kBadUsage);
+    std::string help = "tessera";
+    for (CLI::App const* const command : app.get_subcommands()) help += " " + command->get_name();
+    std::string text = error.what();
+    if (dynamic_cast<CLI::ExtrasError const*>(&error) != nullptr) {
+      text = help + " takes no " + CLI::detail::join(app.remaining(true), " ");  // in their order
+    }
+    return fail(fmt::format("{}; see {} --help", text, help), kBadUsage);
   }
   if (!chosen_body()) return fail("a subcommand is needed; see tessera --help", kBadUsage);
   return chosen_body()();
@@ -125,7 +131,8 @@ int main(int argc, char** argv) {
     return parse_and_run(argc, argv);
   } catch (CommandError const& error) {
     return fail(error.what(), error.exit_code());
-  } catch (std::invalid_argument const& error) {  // flags that contradict each other (verify/case.hpp)
+  } catch (
+      std::invalid_argument const& error) {  // flags that contradict each other (verify/case.hpp)
     return fail(error.what(), kBadUsage);
   } catch (tessera::device::Error const& error) {
     return fail(error.what(), kEnvironment);

@@ -42,9 +42,9 @@ CheckpointFolder::CheckpointFolder(fs::path const& folder) : path_(folder) {
   bool const single = fs::exists(folder / lm::kModelFile, error),
              sharded = fs::exists(folder / lm::kIndexFile, error);
   if (single == sharded) {
-    throw lm::InputError(fmt::format("{}: has {} {} and {}; a checkpoint has one of them",
+    throw lm::InputError(fmt::format("{}: has {} {} {} {}; a checkpoint has one of them",
                                      folder.string(), single ? "both" : "neither", lm::kModelFile,
-                                     lm::kIndexFile));
+                                     single ? "and" : "nor", lm::kIndexFile));
   }
   single ? open(lm::kModelFile) : read_index();
   list_others();

@@ -205,7 +205,9 @@ class Usage(Cli):
     def test_no_or_unknown_command(self):
         self.refuse(naming="subcommand")
         self.refuse("frobnicate", naming="frobnicate")
-        self.refuse("verify", "--frobnicate", naming="--frobnicate")
+        self.refuse("verify", "--tokens", "4", "--frobnicate", "2", naming="verify takes no --frobnicate 2; "
+                                                                           "see tessera verify --help")
+        self.refuse("generate", naming="--checkpoint is required; see tessera generate --help")
 
     def test_bad_values(self):
         for flags, naming in (

@@ -85,8 +85,7 @@ lint:
 
 # A wheel for any Python from 3.10 on, named after the oldest systems that its symbols allow.
 .PHONY: wheel
-wheel: bootstrap
-	@tools/bootstrap.sh python
+wheel:
 	@tools/bootstrap.sh wheel
 	rm -rf build-python/dist
 	.venv/bin/python -m pip wheel . --quiet --no-deps --no-build-isolation --wheel-dir build-python/dist

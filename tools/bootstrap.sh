@@ -7,6 +7,7 @@
 #   tools/bootstrap.sh         compiler, CMake, Ninja, libraries: all that `make run` and `make test` need
 #   tools/bootstrap.sh lint    the above and the pinned tools of tools/requirements-lint.txt
 #   tools/bootstrap.sh python  the first and torch, transformers .. of tools/requirements-python.txt
+#   tools/bootstrap.sh wheel   the first and what `make wheel` needs, of tools/requirements-wheel.txt
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ -n ${TESSERA_SKIP_BOOTSTRAP:-} ]]; then exit 0; fi
@@ -130,7 +131,7 @@ pip_install() {
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "tools/$1.txt" "${@:2}"
 }
 
-# install_python lint|python. The stamp holds the requirements that the environment was made from.
+# install_python lint|python|wheel. The stamp holds the requirements that the environment was made from.
 install_python() {
   local name=requirements-$1
   local requirements=tools/$name.txt stamp=.venv/$name.txt

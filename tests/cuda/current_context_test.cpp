@@ -246,6 +246,7 @@ TEST_F(CurrentContextTest, AnErrorThatIsReportedIsNotLeftToTheCaller) {
 }
 
 TEST_F(CurrentContextTest, EachContextHasWhatIsKnownOfIt) {
+  driver.started = true;  // by whoever made the contexts
   host::PerContext known;
   EXPECT_EQ(host::current_context_id(), host::kUnknownContext) << "none is current";
   known.set(host::kUnknownContext, 9);

@@ -24,8 +24,8 @@ WAYS = (GEMMS, CHAIN, LIGER_CUTE, NCCL)
 # The file that has both a way and Tessera's pass.
 FILES = {2: {GEMMS: "2026-11-26-beside", CHAIN: "2026-11-26-beside",
              LIGER_CUTE: "2026-11-25-python-expert-parallel-liger-cute", NCCL: "2026-11-26-python-expert-parallel"},
-         4: {GEMMS: "2026-11-22-beside-bounds", CHAIN: "2026-11-22-beside-bounds",
-             LIGER_CUTE: "2026-11-22-liger-cute", NCCL: "2026-11-22-nccl-grouped-mm"}}
+         4: {GEMMS: "2026-11-26-beside", CHAIN: "2026-11-26-beside",
+             LIGER_CUTE: "2026-11-22-liger-cute", NCCL: "2026-11-26-python-expert-parallel"}}
 OURS = "Tessera"
 OUR_VARIANTS = ("fused", "torch", "before", "after")  # before and after LigerCute
 

@@ -20,6 +20,7 @@
 #include "cli/bench_cuda.hpp"
 #include "cli/bench_gpus.hpp"
 #include "cli/bench_layer.hpp"
+#include "cli/clock.hpp"
 #include "cli/commands.hpp"
 #include "cli/output.hpp"
 #include "cli/shape_flags.hpp"

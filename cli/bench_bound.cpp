@@ -3,11 +3,11 @@
 
 #include <algorithm>
 #include <bit>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 
 #include "cli/batched_gemm.hpp"
+#include "cli/clock.hpp"
 #include "cli/commands.hpp"
 
 namespace tessera::cli {
@@ -224,10 +224,6 @@ void BlasBound::run_backward(GemmLibrary const& library) {
     library.multiply(up_columns_, hidden_, rows, transposed(h), x,
                      &dw_up_[e * up_columns_ * hidden_]);
   });
-}
-
-double now_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 double copy_bytes_per_second(Context const& context) {

@@ -71,7 +71,4 @@ class BlasBound {
 /// Bytes per second, read and written bytes both counted, over `context`'s threads.
 double copy_bytes_per_second(Context const& context);
 
-/// Seconds on a clock that only moves forward.
-double now_seconds();
-
 }  // namespace tessera::cli

@@ -18,6 +18,7 @@
 
 #include "cli/bench_bound.hpp"
 #include "cli/bench_cuda_layer.hpp"
+#include "cli/clock.hpp"
 #include "cli/commands.hpp"
 #include "cli/kernel_op.hpp"
 #include "cli/output.hpp"

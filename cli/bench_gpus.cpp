@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "cli/bench_bound.hpp"
+#include "cli/clock.hpp"
 #include "cli/commands.hpp"
 #include "device/device.hpp"
 #include "tessera/dist.hpp"

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
 #include <filesystem>
 #include <memory>
 #include <optional>
@@ -13,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "cli/clock.hpp"
 #include "cli/commands.hpp"
 #include "cli/lm_command.hpp"
 #include "cli/output.hpp"
@@ -235,11 +235,6 @@ void announce(lm::TrainingOptions const& o, Context const& context, double bigra
   }
 }
 
-double now() {
-  auto const time = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration<double>(time).count();
-}
-
 // Of a run with --seconds: what evaluating held-out text may take, and then what the sample may take.
 double seconds_to_conclude(double seconds, double left) {
   constexpr double kShare = 0.1, kLeast = 1;
@@ -281,11 +276,11 @@ void conclude(Run const& run, double seconds, lm::Trainer& trainer, TrainProgres
   summary.without_moe = evaluate("held-out text without MoE", false);
   progress.finish();
   if (StopSignals::requested()) return;
-  double const end = now() + seconds;
+  double const end = now_seconds() + seconds;
   std::string const prompt = "\n";
   std::string const sample = lm::generate(
       model, parameters, prompt, {.tokens = 600, .seed = run.state.options.seed},
-      [&](char) { return !StopSignals::requested() && (seconds == 0 || now() < end); });
+      [&](char) { return !StopSignals::requested() && (seconds == 0 || now_seconds() < end); });
   lm::write_atomically(run.folder / lm::kSampleFile, sample + "\n");
 }
 
@@ -380,7 +375,7 @@ int train(Flags const& flags) {
   ignore_broken_pipes();
   StopSignals const signals;
   Context const context = make_context(flags.threads);
-  double const begin = now();
+  double const begin = now_seconds();
   Run run = flags.resume.empty() ? start(flags) : resume(flags);
   Summary summary;
   summary.bigram = lm::bigram_bits_per_byte(run.corpus.train, run.corpus.held_out,
@@ -400,7 +395,9 @@ int train(Flags const& flags) {
   double const bigram = summary.bigram;  // of the whole held-out text
   if (summary.end != lm::RunEnd::stopped) {
     double const seconds =
-        flags.seconds > 0 ? seconds_to_conclude(flags.seconds, flags.seconds - (now() - begin)) : 0;
+        flags.seconds > 0
+            ? seconds_to_conclude(flags.seconds, flags.seconds - (now_seconds() - begin))
+            : 0;
     conclude(run, seconds, trainer, progress, summary);
   }
   summary.plot_problem = lm::draw_curve(run.folder, run.state, bigram);

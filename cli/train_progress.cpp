@@ -6,9 +6,9 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 #include <string>
 
+#include "cli/clock.hpp"
 #include "cli/commands.hpp"
 #include "cli/output.hpp"
 
@@ -18,11 +18,6 @@ namespace {
 
 constexpr double kRedrawSeconds = 0.1;
 constexpr double kLineSeconds = 5;  // between lines about the evaluation
-
-double now() {
-  auto const time = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration<double>(time).count();
-}
 
 std::string clock_text(double seconds) {
   auto const whole = static_cast<long>(seconds + 0.5);
@@ -61,14 +56,14 @@ TrainProgress::TrainProgress() : terminal_(is_terminal(stderr)), colour_(use_col
 void TrainProgress::report(lm::Progress const& progress) {
   bool const last = progress.step == progress.steps;
   if (terminal_) {
-    double const time = now();
+    double const time = now_seconds();
     if (!last && time - last_drawn_ < kRedrawSeconds) return;
     last_drawn_ = time;
     std::string const line = fit_to_terminal(line_of(progress));
     print_note(fmt::format("\r{}\033[K", colour_ ? emphasised(line) : line));
     open_ = true;
   } else {
-    last_drawn_ = now();
+    last_drawn_ = now_seconds();
     long const tenth = static_cast<long>(progress.step * 10 / progress.steps);
     if (tenth == last_tenth_) return;
     last_tenth_ = tenth;
@@ -77,7 +72,7 @@ void TrainProgress::report(lm::Progress const& progress) {
 }
 
 void TrainProgress::evaluation(char const* name, std::int64_t done, std::int64_t windows) {
-  double const time = now();
+  double const time = now_seconds();
   if (time - last_drawn_ < (terminal_ ? kRedrawSeconds : kLineSeconds)) return;
   last_drawn_ = time;
   std::string const line = fmt::format("evaluating {}: window {}/{}", name, done, windows);

@@ -3,9 +3,10 @@
 // expert by one batched call, or the rows that the experts have in the pass by a grouped one.
 #pragma once
 
+#include <algorithm>
 #include <cstdio>
-#include <functional>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "../../src/device/cublas.hpp"
@@ -56,62 +57,68 @@ class CublasGemms {
     Grouped() = default;
     Grouped(device::Cublas const& cublas, ExchangeShape const& s, ActivationKind activation,
             std::vector<int> const& rows)
-        : cublas_(&cublas),
-          hidden_(s.hidden),
-          intermediate_(s.intermediate),
-          up_columns_((Activation{.kind = activation}.gated() ? 2 : 1) * s.intermediate) {
+        : cublas_(&cublas) {
+      int64_t const d = s.hidden, n = s.intermediate;
+      int64_t const up_columns = (Activation{.kind = activation}.gated() ? 2 : 1) * n;
       int64_t const all = std::accumulate(rows.begin(), rows.end(), int64_t{0});
-      x_ = random(all * hidden_, 31);
-      h_ = random(all * up_columns_, 32);
-      a_ = random(all * intermediate_, 33);
-      y_ = random(all * hidden_, 34);
-      w_up_ = random(int64_t(rows.size()) * up_columns_ * hidden_, 35);
-      w_down_ = random(int64_t(rows.size()) * hidden_ * intermediate_, 36);
-      std::vector<void const*> x, w_up, a, w_down;
-      std::vector<void*> h, y;
-      int64_t before = 0;
-      for (size_t e = 0; e < rows.size(); ++e) {
-        if (rows[e] == 0) continue;
-        rows_.push_back(rows[e]);
-        x.push_back(x_->get() + before * hidden_);
-        h.push_back(h_->get() + before * up_columns_);
-        a.push_back(a_->get() + before * intermediate_);
-        y.push_back(y_->get() + before * hidden_);
-        w_up.push_back(w_up_->get() + int64_t(e) * up_columns_ * hidden_);
-        w_down.push_back(w_down_->get() + int64_t(e) * hidden_ * intermediate_);
-        before += rows[e];
+      for (int const count : rows) {
+        if (count > 0) rows_.push_back(count);
       }
-      addresses_of_inputs_ = {pointers(x), pointers(w_up), pointers(a), pointers(w_down)};
-      addresses_of_results_ = {pointers(h), pointers(y)};
+      up_ = Product(rows, all, up_columns, d, 31);
+      down_ = Product(rows, all, d, n, 34);
     }
     void run(device::Stream const& stream) const {
       if (rows_.empty()) return;
-      cublas_->grouped_gemm(stream, up_columns_, hidden_,
-                            {rows_, addresses_of_inputs_[0]->get(), addresses_of_inputs_[1]->get(),
-                             addresses_of_results_[0]->get()});
-      cublas_->grouped_gemm(stream, hidden_, intermediate_,
-                            {rows_, addresses_of_inputs_[2]->get(), addresses_of_inputs_[3]->get(),
-                             addresses_of_results_[1]->get()});
+      for (Product const* const product : {&up_, &down_}) product->run(*cublas_, stream, rows_);
     }
 
    private:
-    using Values = std::unique_ptr<DeviceBuffer<bf16>>;
-    static Values random(int64_t count, uint64_t seed) {
-      auto values = std::make_unique<DeviceBuffer<bf16>>(std::max<int64_t>(count, 1));
-      fill_uniform<<<4096, 256>>>(values->get(), count, seed, 0x1p-4f);
-      return values;
-    }
-    template <class Pointer>
-    static std::unique_ptr<DeviceBuffer<Pointer>> pointers(std::vector<Pointer> const& host) {
-      return std::make_unique<DeviceBuffer<Pointer>>(host);
-    }
+    // c_e = a_e b_e^T for every expert that has rows, on data of its own.
+    class Product {
+     public:
+      Product() = default;
+      Product(std::vector<int> const& rows, int64_t all, int64_t n, int64_t k, uint64_t seed)
+          : n_(n),
+            k_(k),
+            a_(random(all * k, seed)),
+            b_(random(int64_t(rows.size()) * n * k, seed + 1)),
+            c_(random(all * n, seed + 2)) {
+        std::vector<void const*> a, b;
+        std::vector<void*> c;
+        int64_t before = 0;
+        for (size_t e = 0; e < rows.size(); ++e) {
+          if (rows[e] == 0) continue;
+          a.push_back(a_->get() + before * k);
+          b.push_back(b_->get() + int64_t(e) * n * k);
+          c.push_back(c_->get() + before * n);
+          before += rows[e];
+        }
+        gmem_a_ = std::make_unique<DeviceBuffer<void const*>>(a);
+        gmem_b_ = std::make_unique<DeviceBuffer<void const*>>(b);
+        gmem_c_ = std::make_unique<DeviceBuffer<void*>>(c);
+      }
+      void run(device::Cublas const& cublas, device::Stream const& stream,
+               std::vector<int> const& rows) const {
+        cublas.grouped_gemm(stream, n_, k_, {rows, gmem_a_->get(), gmem_b_->get(), gmem_c_->get()});
+      }
+
+     private:
+      using Values = std::unique_ptr<DeviceBuffer<bf16>>;
+      static Values random(int64_t count, uint64_t seed) {
+        auto values = std::make_unique<DeviceBuffer<bf16>>(std::max<int64_t>(count, 1));
+        fill_uniform<<<4096, 256>>>(values->get(), count, seed, 0x1p-4f);
+        return values;
+      }
+
+      int64_t n_ = 0, k_ = 0;
+      Values a_, b_, c_;
+      std::unique_ptr<DeviceBuffer<void const*>> gmem_a_, gmem_b_;  // of each group
+      std::unique_ptr<DeviceBuffer<void*>> gmem_c_;
+    };
 
     device::Cublas const* cublas_ = nullptr;
-    int64_t hidden_ = 0, intermediate_ = 0, up_columns_ = 0;
-    std::vector<int> rows_;
-    Values x_, h_, a_, y_, w_up_, w_down_;
-    std::array<std::unique_ptr<DeviceBuffer<void const*>>, 4> addresses_of_inputs_;
-    std::array<std::unique_ptr<DeviceBuffer<void*>>, 2> addresses_of_results_;
+    std::vector<int> rows_;  // of the experts that have any
+    Product up_, down_;
   };
 
   std::unique_ptr<device::Cublas> cublas_;

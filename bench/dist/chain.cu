@@ -4,7 +4,7 @@
 // the kernel is timed beside the chain and its parts, its GEMMs without communication, and that layer.
 //
 //   chain [--gpus P] [--ranks-per-gpu R] [--nccl PATH] [--processes] [--only chain|fused]
-//         [--check | --iters N [--config NAME,NAME] [--tokens N,N] [--transfer direct|once]
+//         [--check | --iters N [--config NAME,NAME] [--tokens N,N] [--transfer direct|once|dedup]
 //          [--routing random|balanced|zipf] [[--lags] [--copies] | --latency]] [--out FILE] [--commit HASH]
 //
 // --check: small awkward exchanges, several passes each, no timing; a rank that stalls, and as a process of its own
@@ -36,7 +36,7 @@ constexpr int kWarmUps = 6;
 
 struct Options : CheckOptions {
   int iters = 30;
-  std::optional<dist::Transfer> transfer;  // none: the one that the library chooses
+  std::optional<Transfer> transfer;  // none: the one that the library chooses
   Pattern routing = Pattern::random;
   bool cublas = false;  // is installed
   bool check = false, latency = false, lags = false, copies = false;
@@ -83,6 +83,7 @@ constexpr Timed kTimed[] = {
     {"forward-inference", "fused", Way::fused},
     {"forward-inference", "fused-x-by-kernel", Way::fused, -1, X::by_kernel},
     {"forward-inference", "fused-x-ahead", Way::fused, -1, X::ahead},
+    {"forward-inference", "fused-lag-2", Way::fused, 2},
     {"forward-inference", "fused-lag-4", Way::fused, 4},
     {"forward-inference", "fused-lag-8", Way::fused, 8},
     {"forward-inference", "fused-lag-32", Way::fused, 32},
@@ -185,7 +186,7 @@ bool is_right(size_t row, Rank& r, Talk& talk, Context const& context) {
   }
   r.stream().synchronize();
   r.check_fault();
-  bool const right = r.is_right();
+  bool const right = r.is_right(kTimed[row].way == Way::fused);
   talk.meet();
   return right;
 }
@@ -281,8 +282,8 @@ int measure(Options const& options) {
     Measured const m = measure_config(options, c, shape);
     double const choices = double(c.tokens) * c.top_k;
     double const flops = (shape.gated ? 6.0 : 4.0) * choices * c.intermediate * c.hidden;
-    double const across = dist::rows_across(shape, shape.transfer) +
-                          dist::rows_across(shape, dist::Transfer::direct);  // there and back
+    double const across =
+        dist::rows_across(shape, shape.transfer) + dist::results_across(shape);  // there and back
     double const link_ms = 2e3 * c.tokens * c.hidden * across / dist::kLinkRate;
     double gemms_ms = 0;  // of the faster ones; 0: not timed
     double same_ms = 0;   // .. of those on the rows of the pass
@@ -332,8 +333,8 @@ int measure(Options const& options) {
           rows.empty() ? "" : ",", c.name.c_str(), c.tokens, c.hidden, c.intermediate, c.experts,
           c.top_k, timed.way == Way::layer ? 1 : options.gpus, options.ranks_per_gpu,
           name(options.routing), timed.pass, is_cublas(timed.way) ? "cublas" : "tessera",
-          timed.variant, q.median, q.p10, q.p90, tflops, mhz, pipe,
-          shape.transfer == dist::Transfer::once ? "once" : "direct", more.c_str(),
+          timed.variant, q.median, q.p10, q.p90, tflops, mhz, pipe, transfer_name(shape.transfer),
+          more.c_str(),
           is_cublas(timed.way) ? "null"
           : checked            ? "true"
                                : "false");
@@ -396,9 +397,10 @@ int main(int argc, char** argv) {
       if (found == std::end(kRoutings)) return arguments.refuse();
       options.routing = *found;
     } else if (arguments.takes("--transfer", transfer)) {
-      if (transfer != "once" && transfer != "direct") return arguments.refuse();
-      options.transfer =
-          transfer == "once" ? tessera::dist::Transfer::once : tessera::dist::Transfer::direct;
+      auto const is_it = [&](Transfer t) { return transfer == transfer_name(t); };
+      auto const* const found = std::ranges::find_if(kTransfers, is_it);
+      if (found == std::end(kTransfers)) return arguments.refuse();
+      options.transfer = *found;
     } else {
       bool const known = arguments.takes("--gpus", options.gpus) ||
                          arguments.takes("--ranks-per-gpu", options.ranks_per_gpu) ||
@@ -435,8 +437,6 @@ int main(int argc, char** argv) {
     return measure(options);
   }
   int wrong = check_small(options);
-  for (auto const transfer : {tessera::dist::Transfer::direct, tessera::dist::Transfer::once}) {
-    wrong += check_repeats(options, transfer);
-  }
+  for (Transfer const transfer : kTransfers) wrong += check_repeats(options, transfer);
   return wrong + check_stalled(options) + check_killed(options) ? 1 : 0;
 }

@@ -22,21 +22,25 @@ inline int check_small(CheckOptions const& options) {
   struct Small {
     int tokens, hidden, intermediate, local_experts, top_k;
     ActivationKind activation;
-    dist::Transfer transfer = dist::Transfer::direct;
+    Transfer transfer = Transfer::direct;
   };
   using enum ActivationKind;
-  using enum dist::Transfer;
+  using enum Transfer;
   for (Small const& c : {Small{40, 256, 128, 4, 2, swiglu},
                          {300, 512, 256, 8, 4, gelu},
                          {300, 512, 256, 8, 4, swiglu, once},
+                         {300, 512, 256, 8, 4, swiglu, dedup},
                          {7, 64, 64, 1, 1, swiglu},
                          {90, 128, 64, 2, 4, swiglu},
                          {90, 128, 64, 2, 4, swiglu, once},
                          {600, 512, 256, 4, 1, swiglu},
                          {1000, 1152, 192, 16, 8, geglu},
                          {1000, 1152, 192, 16, 8, geglu, once},
+                         {1000, 1152, 192, 16, 8, geglu, dedup},
+                         {600, 328, 192, 16, 16, geglu, dedup},
                          {129, 2048, 320, 3, 3, relu2},
-                         {129, 7168, 320, 3, 3, relu2, once}}) {
+                         {129, 7168, 320, 3, 3, relu2, once},
+                         {129, 7168, 320, 3, 3, relu2, dedup}}) {
     ExchangeShape const shape = {.ranks = options.ranks(),
                                  .max_tokens = c.tokens,
                                  .hidden = c.hidden,
@@ -65,7 +69,7 @@ inline int check_small(CheckOptions const& options) {
             }
             r.stream().synchronize();
             r.check_fault();
-            if (!r.is_right()) {
+            if (!r.is_right(fused)) {
               all_right = false;
               std::printf("pass %d, %s, %s\n", int(pass), name(pattern), fused ? "fused" : "chain");
             }
@@ -76,7 +80,8 @@ inline int check_small(CheckOptions const& options) {
     bool const ok = all_of(all);
     std::printf("%s (T %d, d %d, n %d, E %d, K %d)%s, %s, %d passes:", ok ? "ok " : "BAD", c.tokens,
                 c.hidden, c.intermediate, shape.experts, shape.max_top_k,
-                c.transfer == once ? " once" : "", options.text().c_str(), kPasses);
+                (std::string(" ") + transfer_name(c.transfer)).c_str(), options.text().c_str(),
+                kPasses);
     for (Pattern const pattern : kPatterns) std::printf(" %s", name(pattern));
     std::printf("\n");
     std::fflush(stdout);
@@ -87,7 +92,7 @@ inline int check_small(CheckOptions const& options) {
 
 // Equal bits from every one of many passes, whatever comes first: every wait in the kernel is followed by a pause
 // of random length, and ranks launch at random times.
-inline int check_repeats(CheckOptions const& options, dist::Transfer transfer) {
+inline int check_repeats(CheckOptions const& options, Transfer transfer) {
   constexpr int kRepeats = 1000;
   ExchangeShape const shape = {.ranks = options.ranks(),
                                .max_tokens = 300,
@@ -115,13 +120,13 @@ inline int check_repeats(CheckOptions const& options, dist::Transfer transfer) {
                           r.launch_fused(pass % 5, from);
                           r.stream().synchronize();
                           r.check_fault();
-                          wrong += r.is_right() ? 0 : 1;
+                          wrong += r.is_right(true) ? 0 : 1;
                         }
                         talk.meet();
                         return wrong == 0;
                       }));
   std::printf("%s %d passes with random delays, rows %s, %s\n", ok ? "ok " : "BAD", kRepeats,
-              transfer == dist::Transfer::once ? "once" : "direct", options.text().c_str());
+              transfer_name(transfer), options.text().c_str());
   return ok ? 0 : 1;
 }
 
@@ -200,7 +205,7 @@ inline int check_killed(CheckOptions const& options) {
           r.launch_fused(-1);
           cudaError_t const error = cudaDeviceSynchronize();
           if (!r.fault().ok() || error != cudaSuccess) break;
-          wrong += ++passes % 100 == 0 && !r.is_right() ? 1 : 0;
+          wrong += ++passes % 100 == 0 && !r.is_right(true) ? 1 : 0;
         }
         std::string const text = r.fault().text();
         std::printf("  after %d passes, %d wrong: %s\n", passes, wrong, text.c_str());

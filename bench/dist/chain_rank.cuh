@@ -10,6 +10,7 @@
 #include "../../src/cuda/host/aggregate.hpp"
 #include "../../src/cuda/host/projection.hpp"
 #include "../../src/device/device.hpp"
+#include "../../src/dist/choose_transfer.hpp"
 #include "../../src/dist/kernels/exchange.hpp"
 #include "../../src/dist/kernels/forward.hpp"
 #include "../cuda/support.cuh"
@@ -19,6 +20,8 @@ namespace tessera::bench {
 
 using dist::ExchangeArguments;
 using dist::ExchangeShape;
+using dist::Transfer;
+constexpr Transfer kTransfers[] = {Transfer::direct, Transfer::once, Transfer::dedup};
 
 enum Part { kDispatch, kUp, kDown, kCombine, kAggregate, kParts };
 constexpr char const* kPartNames[] = {"dispatch", "up_projection_fwd", "down_projection_fwd",
@@ -104,6 +107,42 @@ inline void fail(Status const& status) {
 // Where the fused pass finds x: in its window, or with the caller, whence the kernel copies it, or a copy ahead of it.
 enum class X { in_window, by_kernel, ahead };
 
+// o of tokens on `rank` from the results y [K,tokens,d] of their choices: in the order of the choices, but several on
+// another rank are one term, rounded, where the first of them is. One CTA per token.
+__global__ void add_as_owners(bf16 const* y, int64_t tokens, ExchangeShape s, int rank,
+                              int32_t const* ids, float const* scores, bf16* o) {
+  int const token = int(blockIdx.x);
+  int32_t const* const of_token = ids + int64_t{token} * s.max_top_k;
+  auto const owner = [&](int k) {
+    return of_token[k] < 0 || of_token[k] >= s.experts ? -1 : s.owner(of_token[k]);
+  };
+  auto const adds_up = [&](int k) { return of_token[k] % s.local_experts() < s.added_experts(); };
+  for (int i = int(threadIdx.x); i < s.hidden; i += int(blockDim.x)) {
+    auto const add = [&](int k, float sum) {
+      return fmaf(scores[int64_t{token} * s.max_top_k + k],
+                  float(y[(k * tokens + token) * s.hidden + i]), sum);
+    };
+    float sum = 0;
+    for (int k = 0; k < s.max_top_k; ++k) {
+      if (owner(k) < 0) continue;
+      int before = 0, after = 0;  // choices on the same rank
+      for (int j = 0; j < s.max_top_k; ++j) {
+        if (owner(j) == owner(k) && adds_up(j)) (j < k ? before : after) += j == k ? 0 : 1;
+      }
+      if (owner(k) == rank || !adds_up(k) || before + after == 0) {
+        sum = add(k, sum);
+      } else if (before == 0) {
+        float part = 0;
+        for (int j = k; j < s.max_top_k; ++j) {
+          if (owner(j) == owner(k) && adds_up(j)) part = add(j, part);
+        }
+        sum += float(bf16(part));
+      }
+    }
+    o[int64_t{token} * s.hidden + i] = bf16(sum);
+  }
+}
+
 class Rank {
  public:
   // `windows`: of all ranks, zeroed, as this GPU addresses them.
@@ -132,6 +171,7 @@ class Rank {
         o_(int64_t{s.max_tokens} * s.hidden),
         callers_x_(s.max_tokens * x_pitch()),
         wanted_(int64_t{s.max_tokens} * s.hidden),
+        wanted_of_owners_(s.transfer == Transfer::dedup ? wanted_.count() : 1),
         tile_counters_(std::vector<int32_t>{0, 0}) {
     TESSERA_CUDA(cudaMemset(local_.get(), 0, size_t(local_.count())));
     TESSERA_CUDA(cudaHostAlloc(&fault_, sizeof *fault_, cudaHostAllocMapped));
@@ -160,10 +200,17 @@ class Rank {
     TESSERA_CUDA(cudaDeviceSynchronize());
   }
 
-  // Prepares the layer that needs no other GPU, and takes its result for what is wanted. Few tokens, whose kernels add
-  // up in another order, get company without experts.
+  // What is wanted: the result of the layer that needs no other GPU; of the fused kernel with dedup, the same results
+  // of single choices, added up as its owners do.
   void compute_wanted(Context const& context) {
     if (tokens_ == 0) return;
+    prepare_layer(context);
+    TESSERA_CUDA(cudaMemcpy(wanted_.get(), layer_.o->get(), sizeof(bf16) * tokens_ * shape_.hidden,
+                            cudaMemcpyDeviceToDevice));
+    if (shape_.transfer == Transfer::dedup) compute_wanted_of_owners(context);
+  }
+  // Few tokens, whose kernels add up in another order, get company without experts.
+  void prepare_layer(Context const& context) {
     ExchangeShape const& s = shape_;
     int64_t const tokens = std::max<int64_t>(tokens_, cuda::kGemvTokens + 1);
     layer_ = {};
@@ -200,8 +247,34 @@ class Rank {
     TESSERA_CUDA(cudaDeviceSynchronize());  // the copies, on another stream
     launch_layer(context);
     TESSERA_CUDA(cudaDeviceSynchronize());
-    TESSERA_CUDA(cudaMemcpy(wanted_.get(), layer_.o->get(), sizeof(bf16) * tokens_ * s.hidden,
-                            cudaMemcpyDeviceToDevice));
+  }
+  // The layer with one choice of each token at a time, its score 1, gives results as they are.
+  void compute_wanted_of_owners(Context const& context) {
+    ExchangeShape const& s = shape_;
+    int64_t const tokens = layer_.desc.shape.tokens;
+    DeviceBuffer<bf16> y(int64_t{s.max_top_k} * tokens * s.hidden);
+    DeviceBuffer<int32_t> ids(tokens);
+    DeviceBuffer<float> ones(std::vector<float>(size_t(tokens), 1.0f));
+    MoeDesc desc = layer_.desc;
+    desc.shape.top_k = 1;
+    Device const device = context.device();
+    for (int k = 0; k < s.max_top_k; ++k) {
+      TESSERA_CUDA(cudaMemcpy2D(ids.get(), 4, layer_.ids->get() + k, 4 * size_t(s.max_top_k), 4,
+                                size_t(tokens), cudaMemcpyDeviceToDevice));
+      TESSERA_CUDA(cudaDeviceSynchronize());  // the copy, on another stream
+      MoeForwardArgs args = layer_.args;
+      args.topk_ids =
+          tensor(static_cast<void const*>(ids.get()), DType::int32, {tokens, 1}, device);
+      args.topk_weights =
+          tensor(static_cast<void const*>(ones.get()), DType::fp32, {tokens, 1}, device);
+      args.o = tensor(static_cast<void*>(y.get() + k * tokens * s.hidden), DType::bf16,
+                      {tokens, s.hidden}, device);
+      fail(moe_forward(context, desc, args, stream_.handle()));
+      stream_.synchronize();
+    }
+    add_as_owners<<<dim3(unsigned(tokens_)), 256>>>(y.get(), tokens, s, rank_, ids_.get(),
+                                                    scores_.get(), wanted_of_owners_.get());
+    TESSERA_CUDA(cudaDeviceSynchronize());
   }
   void launch_layer(Context const& context) {
     fail(moe_forward(context, layer_.desc, layer_.args, stream_.handle()));
@@ -236,6 +309,7 @@ class Rank {
                         .jitter_ns = jitter_ns_,
                         .tokens = tokens_,
                         .gmem_topk_ids = ids_.get(),
+                        .gmem_scores = scores_.get(),
                         .gmem_slot_of_pair = slot_of_pair_.get(),
                         .gmem_expert_offsets = offsets_.get(),
                         .gmem_pool = reinterpret_cast<char*>(pool_.get()),
@@ -257,7 +331,6 @@ class Rank {
                                        .gmem_w_up = w_up_.get() + halves() * first * matrix,
                                        .gmem_w_down = w_down_.get() + first * matrix,
                                        .gmem_a = a_.get(),
-                                       .gmem_scores = scores_.get(),
                                        .gmem_x = from == X::by_kernel ? callers_x_.get() : nullptr,
                                        .x_pitch = x_pitch(),
                                        .gmem_o = o_.get(),
@@ -344,12 +417,14 @@ class Rank {
   void set_limit(double seconds) { limit_seconds_ = seconds; }
   void set_jitter(uint32_t ns) { jitter_ns_ = ns; }
 
-  bool is_right() const {
+  bool is_right(bool fused) const {
+    bool const of_owners = fused && shape_.transfer == Transfer::dedup;
     if (tokens_ == 0) return true;
     int64_t const count = int64_t{tokens_} * shape_.hidden;
     std::vector<uint16_t> got(static_cast<size_t>(count)), wanted(static_cast<size_t>(count));
     TESSERA_CUDA(cudaMemcpy(got.data(), o_.get(), got.size() * 2, cudaMemcpyDeviceToHost));
-    TESSERA_CUDA(cudaMemcpy(wanted.data(), wanted_.get(), got.size() * 2, cudaMemcpyDeviceToHost));
+    TESSERA_CUDA(cudaMemcpy(wanted.data(), (of_owners ? wanted_of_owners_ : wanted_).get(),
+                            got.size() * 2, cudaMemcpyDeviceToHost));
     int64_t different = 0, zeros = 0;
     for (size_t i = 0; i < got.size(); ++i) {
       different += got[i] != wanted[i];
@@ -392,7 +467,7 @@ class Rank {
   DeviceBuffer<int32_t> ids_, slot_of_pair_;
   DeviceBuffer<float> scores_;
   DeviceBuffer<int32_t> offsets_;
-  DeviceBuffer<bf16> pool_, a_, y_, w_up_, w_down_, o_, callers_x_, wanted_;
+  DeviceBuffer<bf16> pool_, a_, y_, w_up_, w_down_, o_, callers_x_, wanted_, wanted_of_owners_;
   DeviceBuffer<int32_t> tile_counters_;
   struct {
     MoeDesc desc;

@@ -110,8 +110,7 @@ std::string row_of(NamedLayer const& layer, ExchangeShape const& shape, Way way,
                 layer.name.c_str(), layer.tokens, layer.hidden, layer.intermediate, layer.experts,
                 layer.top_k, shape.ranks, way == Way::empty ? "none" : "random",
                 kWayNames[int(way)], slowest.ms, slowest.mhz, each.c_str(), joules, power.tensor,
-                power.dram, power.received, power.sent,
-                shape.transfer == dist::Transfer::once ? "once" : "direct");
+                power.dram, power.received, power.sent, transfer_name(shape.transfer));
   return text;
 }
 

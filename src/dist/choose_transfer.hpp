@@ -9,7 +9,12 @@ namespace tessera::dist {
 /// Bytes per second in one direction, measured: docs/notebook/2026-11-21-two-gpus.md
 constexpr double kLinkRate = 350e9;
 
-/// Rows of a token that cross to other ranks, choices drawn evenly. As many results come back with direct as with once.
+constexpr char const* transfer_name(Transfer transfer) {
+  constexpr char const* kNames[] = {"direct", "once", "dedup"};
+  return kNames[static_cast<int>(transfer)];
+}
+
+/// Rows of a token that cross to other ranks, choices drawn evenly.
 inline double rows_across(ExchangeShape const& s, Transfer transfer) {
   double const others = s.ranks - 1;
   if (transfer == Transfer::direct) return s.max_top_k * others / s.ranks;
@@ -18,18 +23,31 @@ inline double rows_across(ExchangeShape const& s, Transfer transfer) {
   return others * (1 - misses);
 }
 
+/// .. and of its results that come back.
+inline double results_across(ExchangeShape const& s) {
+  double const added =
+      static_cast<double>(s.added_experts()) / s.local_experts();  // of the choices
+  double misses = 1;  // that none of a rank's experts whose results are added up is chosen
+  for (std::int32_t k = 0; k < s.max_top_k; ++k) misses *= 1 - added / s.ranks;
+  return rows_across(s, Transfer::direct) * (1 - added) + (s.ranks - 1) * (1 - misses);
+}
+
 /// direct, unless the rows that cross take three quarters of the time of the GEMMs behind which they might hide, and
 /// crossing once per owner saves a quarter of them, choices drawn evenly. Where the link has time left, FlashDMoE's
-/// layers take 1 to 6% longer so (docs/notebook/2026-11-23-converged-warps.md).
-inline Transfer choose_transfer(ExchangeShape const& s) {
+/// layers take 1 to 6% longer so (docs/notebook/2026-11-23-converged-warps.md). Where it would take three quarters even
+/// then, owners add up what they may (docs/notebook/2026-11-26-sums-on-owners.md).
+inline Transfer choose_transfer(ExchangeShape const& s, bool sums_on_owners = false) {
   constexpr double kGemms = 650e12;  // FLOP per second
   constexpr double kBusy = 0.75;
   constexpr double kWorthwhile = 0.75;
   double const rows = rows_across(s, Transfer::direct);
-  double const link = rows * 4 * s.hidden / kLinkRate;  // there and back, bf16
+  double const row_time = 2.0 * s.hidden / kLinkRate;  // bf16
   double const gemms = s.max_top_k * (s.gated ? 6.0 : 4.0) * s.intermediate * s.hidden / kGemms;
-  bool const pays = link > kBusy * gemms && rows_across(s, Transfer::once) <= kWorthwhile * rows;
-  return pays && serves_once(s) ? Transfer::once : Transfer::direct;
+  double const rows_once = rows_across(s, Transfer::once);
+  bool const pays = 2 * rows * row_time > kBusy * gemms && rows_once <= kWorthwhile * rows;
+  if (!pays || !serves_once(s)) return Transfer::direct;
+  bool const is_late = (rows_once + rows) * row_time > kBusy * gemms;
+  return is_late && sums_on_owners ? Transfer::dedup : Transfer::once;
 }
 
 }  // namespace tessera::dist

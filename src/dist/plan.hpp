@@ -24,9 +24,8 @@ constexpr int kUnitBlocks = 16;
 constexpr int kTileColumns = 256;  // of a GEMM; a gated up projection makes half as many of a
 
 /// What crosses the link. direct: a row for every pair, and its result back. once: a token's row once per owner, and
-/// the result of every pair back. dedup, which is a model alone as it took longer
-/// (docs/notebook/2026-11-22-fused-timeline.md): a token's row once per owner, and the sum of its results there,
-/// weighted by the scores, back.
+/// the result of every pair back. dedup: a token's row once per owner, and what the owner made of it back: the one
+/// result, or the sum of several, weighted by the scores.
 enum class Transfer : std::int32_t { direct, once, dedup };
 
 /// Bounds of an exchange, equal on all ranks. Owner of expert e: rank e / local_experts(). A token may name an expert
@@ -47,9 +46,14 @@ struct ExchangeShape {
   [[nodiscard]] TESSERA_INLINE constexpr std::int32_t owner(std::int32_t expert) const {
     return expert / local_experts();
   }
-  /// Rows of results that return to a token.
-  [[nodiscard]] TESSERA_INLINE constexpr std::int32_t slots_of_token() const {
-    return transfer == Transfer::dedup ? ranks : max_top_k;
+  /// dedup: the first ones of a rank's experts, whose results are added up there. Sums with the last ones would all
+  /// come at the end of a pass, when the link has the least time (docs/notebook/2026-11-26-sums-on-owners.md).
+  [[nodiscard]] TESSERA_INLINE constexpr std::int32_t added_experts() const {
+    return transfer == Transfer::dedup ? local_experts() - local_experts() / 4 : 0;
+  }
+  /// A row for every owner; else for every pair.
+  [[nodiscard]] TESSERA_INLINE constexpr bool rows_cross_once() const {
+    return transfer != Transfer::direct;
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t max_rows() const {  // of an owner
     return std::int64_t{ranks} * max_tokens * max_top_k;
@@ -248,8 +252,8 @@ TESSERA_INLINE constexpr std::int32_t default_lag(ExchangeShape const& shape,
   constexpr std::int32_t kLeast = 8;
   constexpr std::int64_t kLeastUps = 200;
   std::int32_t const units = totals.units;
-  if (shape.transfer == Transfer::once || shape.ranks == 1) {
-    std::int32_t const least = shape.transfer == Transfer::once ? 4 : kLeast;
+  if (shape.rows_cross_once() || shape.ranks == 1) {
+    std::int32_t const least = shape.rows_cross_once() ? 4 : kLeast;
     std::int64_t const ups = std::int64_t{totals.blocks} * shape.up_tiles();
     if (ups == 0) return least;
     auto const lag = static_cast<std::int32_t>((kLeastUps * units + ups - 1) / ups);

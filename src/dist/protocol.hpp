@@ -9,19 +9,19 @@
 //   publish     source -> all ranks                 publish[source]         epoch          sys
 //   arrived     those who bring rows -> up tasks    arrived[block]          its rows       gpu
 //   a_ready     up tasks -> down tasks              a_ready[block]          up_tiles       gpu
-//   down_tiles  down tasks -> the last of them      down_tiles[block]       down_tiles     gpu
+//   down_tiles  down tasks -> the last, owner's sum down_tiles[block]       down_tiles     gpu
 //   block_done  owner -> aggregate                  block_done[owner,block] epoch          sys
-//   part_done   owner -> aggregate                  part_done[owner,token]  epoch          sys
+//   part_done   owner's sums -> aggregate           part_done[owner,token]  epoch          sys, dedup
 //   ended       CTAs -> the last of them            ended                   all CTAs       gpu, unfused alone
 //
 // Transfer::once: a token's row crosses once to each owner, one of whose warps writes it to the places of all its
 // pairs there when it comes to the first of them. So nobody waits for a copy.
 //
-// Transfer::dedup: the rows of one token on one owner are a group, ordered by expert and so by pool row,
-// which its source describes in each entry: no table has to be searched or built by atomics. The group's
-// first row is pulled; the others, all in later blocks, copy it once its block has arrived. Results stay
-// with the owner, where down_tiles says that a block is ready; a communication warp that has pulled all
-// of its rows adds up the groups that end with one of them and sends each sum, then part_done.
+// Transfer::dedup: the same, and where a token of another rank has several rows on an owner, their results stay there,
+// each in its row of the pool, which its ups have read. Communication warps that have nothing left to pull go through
+// the rows again: with the last of a token's, once the blocks of all of them are done, they add up the results in the
+// order of the choices, round the sum to bf16, send it to the slot of the first of these choices, then say part_done. A
+// token's only row on an owner, those of the owner's own tokens and of its last experts go to their slots as they are.
 //
 // A count carries its epoch in the same word, so that nothing has to be fenced for it: plans are made while the lists
 // are still on their way.
@@ -35,7 +35,7 @@
 // are overwritten in pass N without a wait: the source ended pass N-1, in which it awaited every peer's counts and
 // lists, and a peer publishes those of N-1 when it has ended N-2. Counters of this GPU alone have two banks; a pass
 // clears the bank of the next one. x, slots and pools are single: a rank ends its pass after every owner has pulled
-// and returned its rows.
+// and returned its rows. With dedup it may end before the last block_done words, which it did not need, have come.
 #pragma once
 
 #include <cstdint>
@@ -64,14 +64,13 @@ inline char const* site_name(Site site) {
   return kNames[static_cast<int>(site)];
 }
 
-/// A row on its way to an owner, and its group. 16 bytes, so that one store sends it.
+/// A row on its way to an owner, and the token's others there. 16 bytes, so that one store sends it.
 struct alignas(16) RouteEntry {
-  std::uint32_t pair;  ///< token * max_top_k + choice, on its source
-  float score;
-  std::uint8_t place, rows;    ///< in the group, and the group's size
-  std::uint16_t first_expert;  ///< of the group's first row, among the owner's
-  std::int32_t first_index;    ///< of that row among those that the source sends to that expert;
-                               ///< once: the token's choices on this owner, a bit each
+  std::uint32_t pair = 0;     ///< token * max_top_k + choice, on its source
+  std::uint32_t choices = 0;  ///< once, dedup: the token's on this owner, a bit each
+  std::uint8_t place =
+      0;  ///< once, dedup: among the rows of these, by expert, so by row of the pool
+  std::uint8_t ends_sum = 0;  ///< dedup: 1 if it is the last of several that are added up
 };
 static_assert(sizeof(RouteEntry) == 16);
 
@@ -88,7 +87,13 @@ struct PairPlace {
   }
 };
 
-/// Bounds of Transfer::once, where a word holds a place.
+/// What a source says of each of its pairs to their owners, where rows cross once.
+struct alignas(8) PlacedPair {
+  std::uint32_t place;  ///< PairPlace
+  float score;          ///< dedup
+};
+
+/// Bounds of once and dedup, where a word holds a place.
 TESSERA_INLINE constexpr bool serves_once(ExchangeShape const& s) {
   return std::int64_t{s.max_tokens} * s.max_top_k <= 1 << PairPlace::kIndexBits &&
          s.local_experts() <= 1 << (32 - PairPlace::kIndexBits) && s.max_top_k <= kMostChoices;
@@ -125,21 +130,20 @@ constexpr std::int64_t kWordStride = 128;  // bytes: a line for every word that 
 /// Byte offsets in every rank's window. Equal on all ranks.
 struct WindowLayout {
   std::int64_t publish, ack, abort;  ///< [P] words, a line each; abort: a rank + 1, or 0
-  std::int64_t block_done;           ///< [P,max_blocks] u32, not dedup
+  std::int64_t block_done;           ///< [P,max_blocks] u32
   std::int64_t part_done;            ///< [P,max_tokens] u32, dedup
   std::int64_t counts;               ///< [2,P,E] CountWord
   std::int64_t lists;                ///< [2,P,max_tokens*max_top_k] RouteEntry
-  std::int64_t places;               ///< [2,P,max_tokens*max_top_k] PairPlace, once
+  std::int64_t places;               ///< [2,P,max_tokens*max_top_k] PlacedPair, once and dedup
   std::int64_t x;                    ///< [max_tokens,d] bf16
-  std::int64_t slots;                ///< [max_tokens,slots_of_token,d] bf16
+  std::int64_t slots;                ///< [max_tokens,max_top_k,d] bf16
   std::int64_t bytes;
 
   explicit TESSERA_INLINE constexpr WindowLayout(ExchangeShape const& s)
       : ranks_(s.ranks), experts_(s.experts), row_bytes_(std::int64_t{2} * s.hidden) {
-    bool const rows_return = s.transfer != Transfer::dedup;
     max_blocks_ = s.max_blocks();
     max_tokens_ = s.max_tokens;
-    slots_of_token_ = s.slots_of_token();
+    max_top_k_ = s.max_top_k;
     pairs_ = std::int64_t{s.max_tokens} * s.max_top_k;
     std::int64_t end = 0;
     auto const take = [&end](std::int64_t region_bytes) {
@@ -150,13 +154,15 @@ struct WindowLayout {
     publish = take(ranks_ * kWordStride);
     ack = take(ranks_ * kWordStride);
     abort = take(ranks_ * kWordStride);
-    block_done = take(rows_return ? 4 * ranks_ * max_blocks_ : 0);
-    part_done = take(rows_return ? 0 : 4 * ranks_ * max_tokens_);
+    block_done = take(4 * ranks_ * max_blocks_);
+    part_done = take(s.transfer == Transfer::dedup ? 4 * ranks_ * max_tokens_ : 0);
     counts = take(std::int64_t{8} * 2 * ranks_ * experts_);
     lists = take(static_cast<std::int64_t>(sizeof(RouteEntry)) * 2 * ranks_ * pairs_);
-    places = take(s.transfer == Transfer::once ? std::int64_t{4} * 2 * ranks_ * pairs_ : 0);
+    places = take(s.rows_cross_once()
+                      ? static_cast<std::int64_t>(sizeof(PlacedPair)) * 2 * ranks_ * pairs_
+                      : 0);
     x = take(row_bytes_ * s.max_tokens);
-    slots = take(row_bytes_ * max_tokens_ * slots_of_token_);
+    slots = take(row_bytes_ * max_tokens_ * max_top_k_);
     bytes = end;
   }
 
@@ -189,23 +195,23 @@ struct WindowLayout {
     return lists + static_cast<std::int64_t>(sizeof(RouteEntry)) *
                        ((std::int64_t{parity} * ranks_ + source) * pairs_ + entry);
   }
-  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t place_word(std::int32_t parity,
-                                                                 std::int32_t source,
-                                                                 std::int64_t pair) const {
-    return places + 4 * ((std::int64_t{parity} * ranks_ + source) * pairs_ + pair);
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t placed_pair(std::int32_t parity,
+                                                                  std::int32_t source,
+                                                                  std::int64_t pair) const {
+    return places + static_cast<std::int64_t>(sizeof(PlacedPair)) *
+                        ((std::int64_t{parity} * ranks_ + source) * pairs_ + pair);
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t x_row(std::int64_t token) const {
     return x + row_bytes_ * token;
   }
-  /// `which`: the choice, or with dedup the owner.
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t slot(std::int64_t token,
-                                                           std::int32_t which) const {
-    return slots + row_bytes_ * (token * slots_of_token_ + which);
+                                                           std::int32_t choice) const {
+    return slots + row_bytes_ * (token * max_top_k_ + choice);
   }
 
  private:
   std::int64_t ranks_, experts_, row_bytes_;
-  std::int64_t max_blocks_ = 0, max_tokens_ = 0, slots_of_token_ = 0, pairs_ = 0;
+  std::int64_t max_blocks_ = 0, max_tokens_ = 0, max_top_k_ = 0, pairs_ = 0;
 };
 
 /// Byte offsets of what a GPU keeps to itself besides pools: counters in two banks, each of which the
@@ -217,14 +223,10 @@ struct LocalLayout {
   std::int64_t
       pair_index;  ///< [max_tokens*max_top_k] i32: a pair's index among its expert's of this rank
   std::int64_t row_origin;  ///< [pool_rows] {source, pair}
-  std::int64_t groups;      ///< [P,max_tokens,max_top_k] pool rows of a group, dedup
   std::int64_t bytes;
 
   TESSERA_INLINE constexpr LocalLayout(ExchangeShape const& s, std::int32_t slices)
-      : experts_(s.experts),
-        max_blocks_(s.max_blocks()),
-        max_tokens_(s.max_tokens),
-        max_top_k_(s.max_top_k) {
+      : experts_(s.experts), max_blocks_(s.max_blocks()) {
     bank_bytes = kCounters * kWordStride + 12 * max_blocks_;
     bank_bytes = (bank_bytes + 127) / 128 * 128;
     histograms = 2 * bank_bytes;
@@ -232,10 +234,7 @@ struct LocalLayout {
     pair_index = histograms + slices * histogram_bytes;
     row_origin = pair_index + std::int64_t{4} * s.max_tokens * s.max_top_k;
     row_origin = (row_origin + 7) / 8 * 8;
-    groups = row_origin + 8 * s.pool_rows();
-    bytes =
-        groups +
-        (s.transfer == Transfer::dedup ? std::int64_t{4} * s.ranks * max_tokens_ * max_top_k_ : 0);
+    bytes = row_origin + 8 * s.pool_rows();
   }
 
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t bank(std::uint32_t epoch) const {
@@ -258,6 +257,10 @@ struct LocalLayout {
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t row_draws(std::uint32_t epoch) const {
     return bank(epoch) + 4 * kWordStride;
   }
+  /// The same of those that add up.
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t sum_draws(std::uint32_t epoch) const {
+    return bank(epoch) + 5 * kWordStride;
+  }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t arrived(std::uint32_t epoch,
                                                               std::int64_t block) const {
     return bank(epoch) + kCounters * kWordStride + 4 * block;
@@ -270,18 +273,13 @@ struct LocalLayout {
                                                                  std::int64_t block) const {
     return arrived(epoch, 2 * max_blocks_ + block);
   }
-  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t group_row(std::int32_t source,
-                                                                std::int64_t token,
-                                                                std::int32_t place) const {
-    return groups + 4 * ((source * max_tokens_ + token) * max_top_k_ + place);
-  }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t histogram(std::int32_t slice) const {
     return histograms + slice * histogram_bytes;
   }
 
  private:
-  static constexpr std::int64_t kCounters = 5;
-  std::int64_t experts_, max_blocks_, max_tokens_, max_top_k_;
+  static constexpr std::int64_t kCounters = 6;
+  std::int64_t experts_, max_blocks_;
 };
 
 }  // namespace tessera::dist

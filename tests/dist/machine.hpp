@@ -30,7 +30,7 @@ namespace tessera::dist::model {
 
 enum class Scope { gpu, sys };
 enum class Proxy { generic, async };  // loads and stores; bulk copies and TMA
-enum class Space { window, local, x_pool, a, y_pool, shared };
+enum class Space { window, local, x_pool, a, shared };
 
 struct Address {
   std::int32_t rank;

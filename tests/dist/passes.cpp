@@ -63,13 +63,30 @@ std::vector<std::int32_t> Passes::group(std::uint32_t epoch, std::int32_t rank, 
     std::int32_t const e = all.expert(rank, token * shape_.max_top_k + k);
     if (e >= 0 && shape_.owner(e) == owner) choices.push_back(k);
   }
-  if (!breaks(Break::first_row_by_choice)) {
-    std::stable_sort(choices.begin(), choices.end(), [&](std::int32_t i, std::int32_t j) {
-      return all.expert(rank, token * shape_.max_top_k + i) <
-             all.expert(rank, token * shape_.max_top_k + j);
-    });
-  }
+  std::stable_sort(choices.begin(), choices.end(), [&](std::int32_t i, std::int32_t j) {
+    return all.expert(rank, token * shape_.max_top_k + i) <
+           all.expert(rank, token * shape_.max_top_k + j);
+  });
   return choices;
+}
+
+std::vector<std::int32_t> Passes::added(std::uint32_t epoch, std::int32_t rank, std::int32_t token,
+                                        std::int32_t owner) const {
+  if (owner == rank) return {};
+  std::vector<std::int32_t> choices = group(epoch, rank, token, owner);
+  std::erase_if(choices, [&](std::int32_t k) {
+    std::int32_t const e = exchange(epoch).expert(rank, token * shape_.max_top_k + k);
+    return e - owner * shape_.local_experts() >= shape_.added_experts();
+  });
+  if (choices.size() < 2) return {};
+  std::sort(choices.begin(), choices.end());
+  return choices;
+}
+
+std::size_t Passes::slots_of(std::uint32_t epoch, std::int32_t rank, std::int32_t token,
+                             std::int32_t owner) const {
+  std::size_t const sum = added(epoch, rank, token, owner).size();
+  return group(epoch, rank, token, owner).size() - (sum > 0 ? sum - 1 : 0);
 }
 
 void Passes::check_rows() {
@@ -78,9 +95,8 @@ void Passes::check_rows() {
     for (std::int32_t r = 0; r < shape_.ranks; ++r) {
       for (std::int32_t t = 0; t < exchange(epoch).tokens(r); ++t) {
         for (std::int32_t owner = 0; owner < shape_.ranks; ++owner) {
-          std::size_t const rows = group(epoch, r, t, owner).size();
-          pulls += dedup() ? std::min<std::size_t>(rows, 1) : rows;
-          slots += dedup() ? std::min<std::size_t>(rows, 1) : rows;
+          pulls += group(epoch, r, t, owner).size();
+          slots += slots_of(epoch, r, t, owner);
         }
       }
     }
@@ -131,6 +147,7 @@ Program Passes::cta(Actor& self, std::int32_t index) {
     }
     co_await complete(self, epoch, sent);
     if (options_.announces) co_await tell_announcer(self, epoch, none);  // there are no more
+    co_await send_sums(self, kAnyDraw, epoch, known);
     co_await aggregate_all(self, index, epoch, known);
     co_await self.boundary();
   }
@@ -208,6 +225,9 @@ Program Passes::route(Actor& self, std::int32_t index, std::uint32_t epoch) {
     if (!breaks(Break::draws_not_cleared)) {
       co_await self.relaxed(local(self, local_.row_draws(other)), 0);
     }
+    if (!breaks(Break::sum_draws_not_cleared)) {
+      co_await self.relaxed(local(self, local_.sum_draws(other)), 0);
+    }
     for (std::int64_t b = 0; b < shape_.max_blocks(); ++b) {
       co_await self.relaxed(local(self, local_.arrived(other, b)), 0);
       co_await self.relaxed(local(self, local_.a_ready(other, b)), 0);
@@ -228,6 +248,27 @@ Program Passes::send_counts(Actor& self, std::int32_t index, std::uint32_t epoch
   }
 }
 
+// The token's choices on the pair's owner. Of those that are added up there the last one, where there are several, ends
+// their sum. An owner does not add up its own tokens, which an entry does not say.
+void Passes::join_choices(std::uint32_t epoch, std::int32_t rank, Entry& entry) const {
+  auto const pair = static_cast<std::int32_t>(entry.pair);
+  std::int32_t const owner = shape_.owner(exchange(epoch).expert(rank, pair));
+  std::int32_t const first = pair / shape_.max_top_k * shape_.max_top_k;
+  std::vector<std::int32_t> const choices = group(epoch, rank, pair / shape_.max_top_k, owner);
+  std::uint32_t place = 0;
+  std::int32_t sum = 0, last = -1;
+  for (std::int32_t const k : choices) {
+    if (first + k == pair) entry.place = place;
+    ++place;
+    entry.choices |= 1u << k;
+    std::int32_t const e = exchange(epoch).expert(rank, first + k);
+    if (e - owner * shape_.local_experts() >= shape_.added_experts()) continue;
+    ++sum;
+    last = first + k;
+  }
+  entry.ends_sum = sum > 1 && last == pair ? 1 : 0;
+}
+
 // Entries into the owners' windows.
 Program Passes::write_lists(Actor& self, std::int32_t index, std::uint32_t epoch,
                             std::vector<std::int32_t>& next,
@@ -243,29 +284,12 @@ Program Passes::write_lists(Actor& self, std::int32_t index, std::uint32_t epoch
     for (std::int32_t before = owner * shape_.local_experts(); before < e; ++before) {
       begin += totals[static_cast<std::size_t>(before)];
     }
-    // The token's experts are in this CTA's slice: it knows the indices of all.
-    std::vector<std::int32_t> const choices = group(epoch, self.rank, p / shape_.max_top_k, owner);
-    Entry entry = {static_cast<std::uint32_t>(p), 0, 1, 0, 0};
-    if (once() || dedup()) {
-      auto const at = std::find(choices.begin(), choices.end(), p % shape_.max_top_k);
-      entry.place = static_cast<std::uint32_t>(at - choices.begin());
-      entry.rows = static_cast<std::uint32_t>(choices.size());
-    }
+    Entry entry = {static_cast<std::uint32_t>(p), 0, 0, 0};
     if (once()) {
-      for (std::int32_t const choice : choices) entry.first_index |= 1u << choice;
+      join_choices(epoch, self.rank, entry);
       PairPlace const here = {e - owner * shape_.local_experts(), place};
-      co_await self.write(window(owner, window_.place_word(parity_of(epoch), self.rank, p)),
+      co_await self.write(window(owner, window_.placed_pair(parity_of(epoch), self.rank, p)),
                           here.word());
-    } else if (dedup()) {
-      std::int32_t const first = p / shape_.max_top_k * shape_.max_top_k + choices.front();
-      std::int32_t const first_expert = all.expert(self.rank, first);
-      entry.first_expert =
-          static_cast<std::uint32_t>(first_expert - owner * shape_.local_experts());
-      // Tokens ascend: of this token's experts, those of lower pairs have counted themselves already.
-      std::int32_t const counted = next[static_cast<std::size_t>(first_expert)];
-      entry.first_index = static_cast<std::uint32_t>(first == p  ? place
-                                                     : first < p ? counted - 1
-                                                                 : counted);
     }
     co_await self.write(
         window(owner, window_.list_entry(parity_of(epoch), self.rank, begin + place)),
@@ -424,7 +448,11 @@ Program Passes::announce(Actor& self, std::uint32_t epoch, Sent const& sent) {
 Program Passes::up(Actor& self, Task const& task) {
   if (!breaks(Break::up_without_proxy_fence)) co_await self.proxy_fence();
   for (std::int32_t p = 0; p < shape_.block_rows; ++p) {
-    std::uint64_t const x = co_await self.read(pool(self, task.block, p), Proxy::async);
+    std::uint64_t x = 0;
+    for (std::int32_t part = 0; part < parts(); ++part) {
+      std::uint64_t const read = co_await self.read(pool(self, task.block, p, part), Proxy::async);
+      x = part == 0 || read == x ? read : mix(x, read);
+    }
     co_await self.write(a(self, task.block, p, task.tile),
                         x == kPad ? kPad : a_value(x, task.expert), Proxy::async);
   }
@@ -444,22 +472,32 @@ Program Passes::down(Actor& self, std::uint32_t epoch, Task const& task, Known c
       if (a_row != kPad) machine_.fault("a pad is not zero");
       continue;
     }
-    std::int64_t const pool_row = std::int64_t{task.block} * shape_.block_rows + p;
-    if (dedup()) {
-      co_await self.write(y(self, pool_row, task.tile), y_value(a_row, task.tile), Proxy::async);
+    std::int64_t const row = std::int64_t{task.block} * shape_.block_rows + p;
+    std::uint64_t const origin = co_await self.read(local(self, local_.row_origin + 8 * row));
+    sent.sources.insert(
+        source_of(task.expert, (task.block - expert.first_block) * shape_.block_rows + p, known));
+    if (origin >> 32 == kStays) {  // where x was, which all ups of the block have read
+      co_await self.write(pool(self, task.block, p, task.tile), y_value(a_row, task.tile));
       continue;
     }
-    std::uint64_t const origin = co_await self.read(local(self, local_.row_origin + 8 * pool_row));
     auto const source = static_cast<std::int32_t>(origin >> 32);
     auto const pair = static_cast<std::int32_t>(origin & 0xffffffffu);
-    sent.sources.insert(source);
     note(pushed_, epoch, source, pair, task.tile, "pushed");
     co_await self.write(slot(source, pair / shape_.max_top_k, pair % shape_.max_top_k, task.tile),
                         y_value(a_row, task.tile), Proxy::async);
   }
 }
 
-// The last down tile of a block tells its sources; with dedup, those who add up wait for the counter.
+std::int32_t Passes::source_of(std::int32_t expert, std::int32_t row, Known const& known) const {
+  CountMatrix const counts{known.counts.data(), shape_.experts};
+  std::int32_t source = shape_.owner(expert);
+  for (; row >= counts.at(source, expert); source = source_after(shape_, source)) {
+    row -= counts.at(source, expert);
+  }
+  return source;
+}
+
+// The last down tile of a block tells its sources, those too whose rows all stay; who adds up waits for the counter.
 Program Passes::finish_block(Actor& self, std::uint32_t epoch, std::int32_t block,
                              std::set<std::int32_t> const& sources) {
   Address const counter = local(self, local_.down_tiles(bank_of(epoch), block));

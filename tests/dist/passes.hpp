@@ -61,13 +61,15 @@ enum class Break {
   completed_in_the_next_task_only,  // though that may wait for it
   announced_before_sent,            // by the warp that announces for the others
   told_by_a_relaxed_word,           // to that warp
-  // deduplicated transfers
-  copy_without_arrived,
-  first_row_by_choice,  // the group's order is that of the choices, not of the pool
+  // sums of the owner
   sums_before_pulls,
   sum_without_down_tiles,
-  sum_before_written,
+  sum_awaits_its_last_block_only,
+  sum_draws_begin_with_the_first,
+  sum_draws_not_cleared,
   part_done_relaxed,
+  part_done_at_gpu_scope,
+  all_choices_in_the_sum,  // as the source believes: those of late experts too
   // sums by warps without tasks
   sum_without_claim,      // by whoever finds the token complete
   sum_without_acquire,    // seen to be complete, not awaited
@@ -123,6 +125,7 @@ class Passes : public World {
   Program route(Actor& self, std::int32_t index, std::uint32_t epoch);
   Program write_lists(Actor& self, std::int32_t index, std::uint32_t epoch,
                       std::vector<std::int32_t>& next, std::vector<std::int32_t> const& totals);
+  void join_choices(std::uint32_t epoch, std::int32_t rank, Entry& entry) const;
   Program send_counts(Actor& self, std::int32_t index, std::uint32_t epoch,
                       std::vector<std::int32_t> const& totals);
   Program publish_lists(Actor& self, std::uint32_t epoch);
@@ -135,8 +138,23 @@ class Passes : public World {
   struct Placed {
     std::int32_t block, position, pad;
   };
-  Program find_place(Actor& self, std::uint32_t epoch, std::int32_t source, std::int64_t pair,
-                     Known const& known, Placed& placed);
+  // A pair of a token, as its source has said to the owner.
+  struct Term {
+    std::int64_t pair;
+    PairPlace place;
+  };
+  Program read_terms(Actor& self, std::uint32_t epoch, std::int32_t source, Entry const& entry,
+                     std::vector<Term>& terms);
+  [[nodiscard]] bool is_added(Term const& term) const {
+    return term.place.expert < shape_.added_experts();
+  }
+  [[nodiscard]] std::vector<Term> added_terms(std::int32_t rank, std::int32_t source,
+                                              std::vector<Term> const& terms) const;
+  [[nodiscard]] std::int64_t pool_row(Actor const& self, std::int32_t source, Term const& term,
+                                      Known const& known) const;
+  Program place_row(Actor& self, std::uint32_t epoch, std::int32_t source, Term const& term,
+                    bool stays, Known const& known, Placed& placed);
+  Program draw(Actor& self, std::int64_t draws, bool with_the_first, std::int32_t& number);
   Program pull_all(Actor& self, std::int32_t number, std::uint32_t epoch, Known const& known);
   // What a communication warp has on its way: rows that have been written, or will be, by their counters; and how
   // many have been loaded into its ring in shared memory.
@@ -152,14 +170,19 @@ class Passes : public World {
     return options_.rows_by_stores ? Proxy::generic : Proxy::async;
   }
   Program load(Actor& self, std::uint64_t x, Spread& spread);
-  Program store(Actor& self, std::uint64_t x, Address to, Spread const& spread);
+  Program store(Actor& self, std::uint64_t x, Placed const& to, Spread const& spread);
   Program bring(Actor& self, std::uint32_t epoch, std::int32_t source, Entry const& entry,
                 Known const& known, Spread& spread);
   Program write_pads(Actor& self, std::int32_t block, std::int32_t position, std::int32_t pad);
-  [[nodiscard]] bool once() const { return shape_.transfer == Transfer::once; }
-  Program send_sums(Actor& self, std::int32_t number, std::uint32_t epoch, Known const& known);
-  Program send_sum(Actor& self, std::uint32_t epoch, std::int32_t source, std::int64_t token,
-                   std::int32_t rows);
+  // Sums that an owner has written; their words on the sources.
+  using Untold = std::vector<Address>;
+  static constexpr std::int32_t kAnyDraw = -1;
+  Program send_sums(Actor& self, std::int32_t first_draw, std::uint32_t epoch, Known const& known);
+  Program await_blocks(Actor& self, std::uint32_t epoch, std::vector<std::int64_t> const& rows,
+                       Untold& untold);
+  Program send_sum(Actor& self, std::uint32_t epoch, std::int32_t source,
+                   std::vector<Term> const& terms, std::vector<std::int64_t> const& rows);
+  Program tell_sums(Actor& self, std::uint32_t epoch, Untold& untold);
   // A task whose results have been sent, but not announced.
   struct Sent {
     bool pending = false;
@@ -181,12 +204,21 @@ class Passes : public World {
   Program aggregate_all(Actor& self, std::int32_t cta, std::uint32_t epoch, Known const& known);
   Program aggregate(Actor& self, std::int32_t token, std::uint32_t epoch, Known const& known,
                     bool waits = true);
-  Program aggregate_sums(Actor& self, std::int32_t token, std::uint32_t epoch);
+  // What a choice brings to its token's sum on the source: its own result, that of several choices in its slot, or
+  // nothing, as it is one of several.
+  struct Result {
+    std::vector<std::int32_t> choices;
+    Address done = {};
+    Site site = Site::none;
+  };
+  Program find_result(Actor& self, std::int32_t token, std::int32_t choice, std::uint32_t epoch,
+                      Known const& known, Result& result);
   Program end(Actor& self, std::uint32_t epoch);
 
   [[nodiscard]] Exchange const& exchange(std::uint32_t epoch) const {
     return exchanges_[epoch - 1];
   }
+  [[nodiscard]] bool once() const { return shape_.rows_cross_once(); }
   [[nodiscard]] bool dedup() const { return shape_.transfer == Transfer::dedup; }
   [[nodiscard]] bool breaks(Break b) const { return options_.broken == b; }
   [[nodiscard]] std::int32_t parity_of(std::uint32_t epoch) const {
@@ -201,9 +233,13 @@ class Passes : public World {
   static Address local(Actor const& self, std::int64_t offset) {
     return {self.rank, Space::local, offset};
   }
-  [[nodiscard]] Address pool(Actor const& self, std::int32_t block, std::int32_t position) const {
+  // dedup: a row is as many cells as there are tiles of its result, which takes its place.
+  [[nodiscard]] std::int32_t parts() const { return dedup() ? shape_.down_tiles() : 1; }
+  [[nodiscard]] Address pool(Actor const& self, std::int32_t block, std::int32_t position,
+                             std::int32_t part) const {
     std::int32_t const place = options_.ring_blocks > 0 ? block % options_.ring_blocks : block;
-    return {self.rank, Space::x_pool, std::int64_t{place} * shape_.block_rows + position};
+    std::int64_t const row = std::int64_t{place} * shape_.block_rows + position;
+    return {self.rank, Space::x_pool, row * parts() + part};
   }
   // Of a CTA and its announcing warp: how many tasks were told, and announced, in this pass.
   enum class Queue : std::int64_t { told = 1, announced = 2 };
@@ -238,16 +274,23 @@ class Passes : public World {
     return {self.rank, Space::a,
             (std::int64_t{block} * shape_.block_rows + position) * shape_.up_tiles() + tile};
   }
-  [[nodiscard]] Address y(Actor const& self, std::int64_t pool_row, std::int32_t tile) const {
-    return {self.rank, Space::y_pool, pool_row * shape_.down_tiles() + tile};
-  }
+  // A row's source, by the counts.
+  [[nodiscard]] std::int32_t source_of(std::int32_t expert, std::int32_t row,
+                                       Known const& known) const;
   [[nodiscard]] Address slot(std::int32_t rank, std::int64_t token, std::int32_t which,
                              std::int32_t tile) const {
     return window(rank, window_.slot(token, which) + 2 * kTileColumns * tile);
   }
-  // The experts of a token on one owner in the order of their rows, as choices.
+  // A token's choices on one owner, in the order of their rows.
   [[nodiscard]] std::vector<std::int32_t> group(std::uint32_t epoch, std::int32_t rank,
                                                 std::int32_t token, std::int32_t owner) const;
+  // .. of the experts whose results the owner adds up, in their own order. None if the token is the owner's own, or has
+  // one of them alone.
+  [[nodiscard]] std::vector<std::int32_t> added(std::uint32_t epoch, std::int32_t rank,
+                                                std::int32_t token, std::int32_t owner) const;
+  // The slots that a token's choices on an owner are sent to.
+  [[nodiscard]] std::size_t slots_of(std::uint32_t epoch, std::int32_t rank, std::int32_t token,
+                                     std::int32_t owner) const;
   void note(std::set<std::tuple<std::uint32_t, std::int32_t, std::int64_t, std::int32_t>>& seen,
             std::uint32_t epoch, std::int32_t source, std::int64_t pair, std::int32_t tile,
             char const* what);

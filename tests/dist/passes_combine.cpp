@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The roles after the last down of a token: sums of the owner, sums of the source.
+#include <algorithm>
 #include <string>
 
 #include "tests/dist/passes.hpp"
@@ -7,54 +8,94 @@
 
 namespace tessera::dist::model {
 
-// The groups that end with a row of this warp.
-Program Passes::send_sums(Actor& self, std::int32_t number, std::uint32_t epoch,
+// Rows again, of experts whose results are added up: with the last of a token's rows its sum. This warp's share, or by
+// draws, of which who has ended its tasks takes any that is left.
+Program Passes::send_sums(Actor& self, std::int32_t first_draw, std::uint32_t epoch,
                           Known const& known) {
-  if (!dedup()) co_return;
+  bool const draws = options_.rows_of_draw > 0;
+  if (!dedup() || (first_draw == kAnyDraw && !draws)) co_return;
   CountMatrix const counts{known.counts.data(), shape_.experts};
   RowCursor rows(shape_, counts, known.plan.data(), known.list_begin.data(), self.rank);
-  std::int32_t const all = owner_totals(shape_, known.plan.data(), self.rank).rows;
-  std::int32_t awaited = 0;  // blocks
-  for (std::int32_t i = number; i < all; i += options_.ctas * options_.communication_warps) {
-    PoolRow const row = rows.at(i);
-    Entry const entry = Entry::from(co_await self.read(
-        window(self.rank, window_.list_entry(parity_of(epoch), row.source, row.entry))));
-    if (entry.place + 1 != entry.rows) continue;
-    // Its own block is the group's last one. Every block before it is awaited too, as where the group's other rows lie
-    // is known only once they are there.
-    for (; awaited <= row.block && !breaks(Break::sum_without_down_tiles); ++awaited) {
-      co_await self.wait_count(local(self, local_.down_tiles(bank_of(epoch), awaited)),
-                               static_cast<std::uint64_t>(shape_.down_tiles()), Site::down_tiles);
+  std::int32_t const last = self.rank * shape_.local_experts() + shape_.added_experts() - 1;
+  ExpertPlan const& last_added = known.plan[static_cast<std::size_t>(last)];
+  std::int32_t const end = last_added.first_row + last_added.rows;
+  std::int32_t const at_a_time = std::max(options_.rows_of_draw, 1);
+  std::int64_t const word = local_.sum_draws(bank_of(epoch));
+  bool const with_the_first = breaks(Break::sum_draws_begin_with_the_first);
+  if (first_draw == kAnyDraw) co_await draw(self, word, with_the_first, first_draw);
+  Untold untold;
+  for (std::int32_t number = first_draw; number * at_a_time < end;) {
+    std::int32_t next = number + options_.ctas * options_.communication_warps;
+    if (draws) co_await draw(self, word, with_the_first, next);
+    std::int32_t const first = number * at_a_time;
+    for (std::int32_t i = first; i < std::min(first + at_a_time, end); ++i) {
+      PoolRow const row = rows.at(i);
+      Entry const entry = Entry::from(co_await self.read(
+          window(self.rank, window_.list_entry(parity_of(epoch), row.source, row.entry))));
+      if (entry.ends_sum == 0 || row.source == self.rank) continue;
+      std::vector<Term> terms;
+      co_await read_terms(self, epoch, row.source, entry, terms);
+      terms = added_terms(self.rank, row.source, terms);
+      std::vector<std::int64_t> pool_rows;
+      for (Term const& term : terms) {
+        pool_rows.push_back(pool_row(self, row.source, term, known));
+      }
+      co_await await_blocks(self, epoch, pool_rows, untold);
+      co_await send_sum(self, epoch, row.source, terms, pool_rows);
+      std::int64_t const token = terms.front().pair / shape_.max_top_k;
+      untold.push_back(window(row.source, window_.part_done_word(self.rank, token)));
+      if (static_cast<std::int32_t>(untold.size()) >= options_.rows_in_flight) {
+        co_await tell_sums(self, epoch, untold);
+      }
     }
-    co_await send_sum(self, epoch, row.source,
-                      entry.pair / static_cast<std::uint32_t>(shape_.max_top_k),
-                      static_cast<std::int32_t>(entry.rows));
+    number = next;
+  }
+  co_await tell_sums(self, epoch, untold);
+}
+
+// Each by itself. Sums that have been written are told before the first wait.
+Program Passes::await_blocks(Actor& self, std::uint32_t epoch,
+                             std::vector<std::int64_t> const& rows, Untold& untold) {
+  if (breaks(Break::sum_without_down_tiles)) co_return;
+  auto const tiles = static_cast<std::uint64_t>(shape_.down_tiles());
+  std::int64_t const last_row = *std::max_element(rows.begin(), rows.end());
+  for (std::int64_t const row : rows) {
+    if (breaks(Break::sum_awaits_its_last_block_only) && row != last_row) continue;
+    Address const word = local(self, local_.down_tiles(bank_of(epoch), row / shape_.block_rows));
+    bool const there = untold.empty() || co_await self.look(word, tiles) != 0;
+    if (!there) co_await tell_sums(self, epoch, untold);
+    co_await self.wait_count(word, tiles, Site::down_tiles);
   }
 }
 
-Program Passes::send_sum(Actor& self, std::uint32_t epoch, std::int32_t source, std::int64_t token,
-                         std::int32_t rows) {
-  std::vector<std::uint64_t> sums(static_cast<std::size_t>(shape_.down_tiles()), 0);
-  for (std::int32_t place = 0; place < rows; ++place) {
-    auto const pool_row = static_cast<std::int64_t>(
-        co_await self.read(local(self, local_.group_row(source, token, place))));
-    for (std::size_t tile = 0; tile < sums.size(); ++tile) {
-      sums[tile] =
-          mix(sums[tile], co_await self.read(y(self, pool_row, static_cast<std::int32_t>(tile))));
+// To the slot of the first choice.
+Program Passes::send_sum(Actor& self, std::uint32_t epoch, std::int32_t source,
+                         std::vector<Term> const& terms, std::vector<std::int64_t> const& rows) {
+  std::int64_t const pair = terms.front().pair;
+  for (std::int32_t tile = 0; tile < shape_.down_tiles(); ++tile) {
+    std::uint64_t sum = 0;
+    for (std::int64_t const row : rows) {
+      auto const block = static_cast<std::int32_t>(row / shape_.block_rows);
+      auto const position = static_cast<std::int32_t>(row % shape_.block_rows);
+      sum = mix(sum, co_await self.read(pool(self, block, position, tile)));
+    }
+    note(pushed_, epoch, source, pair, tile, "pushed");
+    co_await self.write(slot(source, pair / shape_.max_top_k,
+                             static_cast<std::int32_t>(pair % shape_.max_top_k), tile),
+                        sum);
+  }
+}
+
+Program Passes::tell_sums(Actor& self, std::uint32_t epoch, Untold& untold) {
+  for (Address const word : untold) {
+    if (breaks(Break::part_done_relaxed)) {
+      co_await self.relaxed(word, epoch);
+    } else {
+      co_await self.release(word, epoch,
+                            breaks(Break::part_done_at_gpu_scope) ? Scope::gpu : Scope::sys);
     }
   }
-  for (std::size_t tile = 0; tile < sums.size(); ++tile) {
-    auto const t = static_cast<std::int32_t>(tile);
-    note(pushed_, epoch, source, token * shape_.ranks + self.rank, t, "pushed");
-    co_await self.write(slot(source, token, self.rank, t), sums[tile], Proxy::async);
-  }
-  if (!breaks(Break::sum_before_written)) co_await self.wait_written();
-  Address const word = window(source, window_.part_done_word(self.rank, token));
-  if (breaks(Break::part_done_relaxed)) {
-    co_await self.relaxed(word, epoch);
-  } else {
-    co_await self.release(word, epoch, Scope::sys);
-  }
+  untold.clear();
 }
 
 // Where the owner of `expert` says that the block of this rank's index-th row there is done.
@@ -90,14 +131,34 @@ Program Passes::look_at_token(Actor& self, std::int32_t token, std::uint32_t epo
                               Known const& known, bool& complete) {
   complete = true;
   for (std::int32_t k = 0; k < shape_.max_top_k && complete; ++k) {
-    std::int32_t const pair = token * shape_.max_top_k + k;
-    std::int32_t const e = exchange(epoch).expert(self.rank, pair);
-    if (e < 0) continue;
-    std::uint64_t const index =
-        co_await self.read(local(self, local_.pair_index + 4 * std::int64_t{pair}));
-    complete =
-        co_await self.look(done_word(self, e, index, known), epoch, Until::at_least_epoch) != 0;
+    Result result;
+    co_await find_result(self, token, k, epoch, known, result);
+    if (result.choices.empty()) continue;
+    complete = co_await self.look(result.done, epoch, Until::at_least_epoch) != 0;
   }
+}
+
+// With the first of several choices that another rank adds up comes their sum, with the others nothing.
+Program Passes::find_result(Actor& self, std::int32_t token, std::int32_t choice,
+                            std::uint32_t epoch, Known const& known, Result& result) {
+  std::int32_t const pair = token * shape_.max_top_k + choice;
+  std::int32_t const e = exchange(epoch).expert(self.rank, pair);
+  if (e < 0) co_return;
+  std::int32_t const owner = shape_.owner(e);
+  std::vector<std::int32_t> sum = added(epoch, self.rank, token, owner);
+  if (breaks(Break::all_choices_in_the_sum) && owner != self.rank) {
+    sum = group(epoch, self.rank, token, owner);
+    std::sort(sum.begin(), sum.end());
+    if (sum.size() < 2) sum.clear();
+  }
+  if (std::find(sum.begin(), sum.end(), choice) != sum.end()) {
+    if (choice != sum.front()) co_return;
+    result = {sum, window(self.rank, window_.part_done_word(owner, token)), Site::part_done};
+    co_return;
+  }
+  std::uint64_t const index =
+      co_await self.read(local(self, local_.pair_index + 4 * std::int64_t{pair}));
+  result = {{choice}, done_word(self, e, index, known), Site::block_done};
 }
 
 // Whoever has had the tasks takes a token that is complete, and awaits the first one where none is.
@@ -109,7 +170,7 @@ Program Passes::aggregate_all(Actor& self, std::int32_t cta, std::uint32_t epoch
   }
   while (!left.empty()) {
     auto taken = left.begin();
-    bool complete = left.size() == 1 || dedup();
+    bool complete = left.size() == 1;
     for (auto t = left.begin(); t != left.end() && !complete; ++t) {
       co_await look_at_token(self, *t, epoch, known, complete);
       if (complete) taken = t;
@@ -125,55 +186,30 @@ Program Passes::aggregate_all(Actor& self, std::int32_t cta, std::uint32_t epoch
 
 Program Passes::aggregate(Actor& self, std::int32_t token, std::uint32_t epoch, Known const& known,
                           bool waits) {
-  if (dedup()) {
-    co_await aggregate_sums(self, token, epoch);
-    co_return;
-  }
   bool waited = false;
   for (std::int32_t k = 0; k < shape_.max_top_k; ++k) {
-    std::int32_t const pair = token * shape_.max_top_k + k;
-    std::int32_t const e = exchange(epoch).expert(self.rank, pair);
-    if (e < 0) continue;
-    std::uint64_t const index =
-        co_await self.read(local(self, local_.pair_index + 4 * std::int64_t{pair}));
+    Result result;
+    co_await find_result(self, token, k, epoch, known, result);
+    if (result.choices.empty()) continue;
     bool const skip = !waits || breaks(Break::aggregate_without_done) ||
                       (breaks(Break::aggregate_awaits_first_choice_only) && waited);
-    if (!skip) {
-      co_await self.wait_epoch(done_word(self, e, index, known), epoch, Site::block_done);
-    }
+    if (!skip) co_await self.wait_epoch(result.done, epoch, result.site);
     waited = true;
-    for (std::int32_t tile = 0; tile < shape_.down_tiles(); ++tile) {
-      std::uint64_t const y = co_await self.read(slot(self.rank, token, k, tile));
-      note(aggregated_, epoch, self.rank, pair, tile, "aggregated");
-      if (y != y_value(a_value(x_value(epoch, self.rank, token), e), tile)) {
-        machine_.fault("a wrong or old value in the slot of pair " + std::to_string(pair) +
-                       " of rank " + std::to_string(self.rank));
-      }
-    }
-  }
-}
-
-// One sum from every owner that has rows of the token.
-Program Passes::aggregate_sums(Actor& self, std::int32_t token, std::uint32_t epoch) {
-  for (std::int32_t owner = 0; owner < shape_.ranks; ++owner) {
-    std::vector<std::int32_t> const choices = group(epoch, self.rank, token, owner);
-    if (choices.empty()) continue;
-    if (!breaks(Break::aggregate_without_done)) {
-      co_await self.wait_epoch(window(self.rank, window_.part_done_word(owner, token)), epoch,
-                               Site::part_done);
-    }
+    bool const is_sum = result.site == Site::part_done;
+    std::int32_t const pair = token * shape_.max_top_k + k;
     for (std::int32_t tile = 0; tile < shape_.down_tiles(); ++tile) {
       std::uint64_t wanted = 0;
-      for (std::int32_t const k : choices) {
-        std::int32_t const e = exchange(epoch).expert(self.rank, token * shape_.max_top_k + k);
-        wanted = mix(wanted, y_value(a_value(x_value(epoch, self.rank, token), e), tile));
+      for (std::int32_t const choice : result.choices) {
+        std::int32_t const e = exchange(epoch).expert(self.rank, token * shape_.max_top_k + choice);
+        std::uint64_t const y = y_value(a_value(x_value(epoch, self.rank, token), e), tile);
+        wanted = is_sum ? mix(wanted, y) : y;
       }
-      std::uint64_t const sum = co_await self.read(slot(self.rank, token, owner, tile));
-      note(aggregated_, epoch, self.rank, std::int64_t{token} * shape_.ranks + owner, tile,
-           "aggregated");
-      if (sum != wanted) {
-        machine_.fault("a wrong or old sum of owner " + std::to_string(owner) + " for token " +
-                       std::to_string(token) + " of rank " + std::to_string(self.rank));
+      std::uint64_t const value = co_await self.read(slot(self.rank, token, k, tile));
+      note(aggregated_, epoch, self.rank, pair, tile, "aggregated");
+      if (value != wanted) {
+        machine_.fault(std::string("a wrong or old ") + (is_sum ? "sum" : "value") +
+                       " in the slot of pair " + std::to_string(pair) + " of rank " +
+                       std::to_string(self.rank));
       }
     }
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The role of a communication warp: rows from their sources into the pool; and what CTAs bring before their tasks.
 #include <algorithm>
+#include <iterator>
 
 #include "tests/dist/passes.hpp"
 #include "tests/dist/passes_values.hpp"
@@ -22,11 +23,9 @@ Program Passes::pull_all(Actor& self, std::int32_t number, std::uint32_t epoch,
   for (std::int32_t first = begin + number * at_a_time; first < all;) {
     std::int32_t next = first + warps;
     if (options_.rows_of_draw > 0) {
-      auto const drawn = static_cast<std::int32_t>(
-          co_await self.ask({.kind = Kind::count_relaxed,
-                             .address = local(self, local_.row_draws(bank_of(epoch))),
-                             .value = 1}));
-      next = begin + (drawn + (breaks(Break::draws_begin_with_the_first) ? 0 : warps)) * at_a_time;
+      co_await draw(self, local_.row_draws(bank_of(epoch)),
+                    breaks(Break::draws_begin_with_the_first), next);
+      next = begin + next * at_a_time;
     }
     for (std::int32_t i = first; i < std::min(first + at_a_time, all); ++i) {
       PoolRow const row = rows.at(i);
@@ -43,6 +42,13 @@ Program Passes::pull_all(Actor& self, std::int32_t number, std::uint32_t epoch,
   co_await tell(self, spread);
 }
 
+// The number of a draw. Every communication warp has had one, its own, without the counter.
+Program Passes::draw(Actor& self, std::int64_t draws, bool with_the_first, std::int32_t& number) {
+  std::uint64_t const drawn = co_await self.count_relaxed(local(self, draws), 1);
+  number = static_cast<std::int32_t>(drawn) +
+           (with_the_first ? 0 : options_.ctas * options_.communication_warps);
+}
+
 // Into the next place of the ring, when the stores from there have read it.
 Program Passes::load(Actor& self, std::uint64_t x, Spread& spread) {
   if (options_.rows_by_stores) co_return;  // a register
@@ -52,17 +58,20 @@ Program Passes::load(Actor& self, std::uint64_t x, Spread& spread) {
 }
 
 // A row that has been loaded to a place of the pool.
-Program Passes::store(Actor& self, std::uint64_t x, Address to, Spread const& spread) {
-  if (options_.rows_by_stores) {
-    co_await self.write(to, x);
-  } else {
-    co_await self.copy(ring_place(self, spread), to);
+Program Passes::store(Actor& self, std::uint64_t x, Placed const& to, Spread const& spread) {
+  for (std::int32_t part = 0; part < parts(); ++part) {
+    Address const cell = pool(self, to.block, to.position, part);
+    if (options_.rows_by_stores) {
+      co_await self.write(cell, x);
+    } else {
+      co_await self.copy(ring_place(self, spread), cell);
+    }
   }
 }
 
-// Once, at most half of all. Not where rows wait for places in a ring, or are copied from others.
+// Once, at most half of all. Not where rows wait for places in a ring.
 std::int32_t Passes::first_rows(std::int32_t rank, Known const& known) const {
-  if (dedup() || options_.ring_blocks > 0) return 0;
+  if (options_.ring_blocks > 0) return 0;
   std::int32_t const all = owner_totals(shape_, known.plan.data(), rank).rows;
   return std::min(options_.first_rows, once() ? all / 2 : all);
 }
@@ -81,12 +90,16 @@ Program Passes::bring_first_rows(Actor& self, std::int32_t index, std::uint32_t 
     if (entry.place != 0) continue;
     std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
     std::uint64_t const x = co_await self.read(window(row.source, window_.x_row(token)));
+    std::vector<Term> terms;
+    co_await read_terms(self, epoch, row.source, entry, terms);
+    bool const adds = !added_terms(self.rank, row.source, terms).empty();
     std::vector<Address> arrived;
-    for (std::int32_t k = 0; k < shape_.max_top_k; ++k) {
-      if ((entry.first_index >> k & 1) == 0) continue;
+    for (Term const& term : terms) {
       Placed placed = {};
-      co_await find_place(self, epoch, row.source, token * shape_.max_top_k + k, known, placed);
-      co_await self.write(pool(self, placed.block, placed.position), x);
+      co_await place_row(self, epoch, row.source, term, adds && is_added(term), known, placed);
+      for (std::int32_t part = 0; part < parts(); ++part) {
+        co_await self.write(pool(self, placed.block, placed.position, part), x);
+      }
       co_await write_pads(self, placed.block, placed.position, placed.pad);
       arrived.push_back(local(self, local_.arrived(bank_of(epoch), placed.block)));
     }
@@ -113,29 +126,59 @@ Program Passes::bring_own_rows(Actor& self, std::int32_t index, std::uint32_t ep
     std::int64_t const pool_row = std::int64_t{row.block} * shape_.block_rows + row.position;
     co_await self.write(local(self, local_.row_origin + 8 * pool_row),
                         static_cast<std::uint64_t>(row.source) << 32 | entry.pair);
-    co_await self.write(pool(self, row.block, row.position), x);
+    co_await self.write(pool(self, row.block, row.position, 0), x);
     co_await write_pads(self, row.block, row.position, row.pad);
     if (!breaks(Break::stored_rows_without_proxy_fence)) co_await self.proxy_fence();
     co_await self.count(local(self, local_.arrived(bank_of(epoch), row.block)), 1);
   }
 }
 
-// Where a pair's row goes, noted as pulled.
-Program Passes::find_place(Actor& self, std::uint32_t epoch, std::int32_t source, std::int64_t pair,
-                           Known const& known, Placed& placed) {
+// All pairs of an entry's token on this rank, in the order of the choices.
+Program Passes::read_terms(Actor& self, std::uint32_t epoch, std::int32_t source,
+                           Entry const& entry, std::vector<Term>& terms) {
+  std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
+  for (std::int32_t k = 0; k < shape_.max_top_k; ++k) {
+    if ((entry.choices >> k & 1) == 0) continue;
+    std::int64_t const pair = token * shape_.max_top_k + k;
+    std::uint64_t const word =
+        co_await self.read(window(self.rank, window_.placed_pair(parity_of(epoch), source, pair)));
+    terms.push_back({pair, PairPlace::of(static_cast<std::uint32_t>(word))});
+  }
+}
+
+// Those whose results are added up here; none, if there is one alone.
+std::vector<Passes::Term> Passes::added_terms(std::int32_t rank, std::int32_t source,
+                                              std::vector<Term> const& terms) const {
+  std::vector<Term> added;
+  if (source == rank) return added;
+  std::copy_if(terms.begin(), terms.end(), std::back_inserter(added),
+               [&](Term const& term) { return is_added(term); });
+  if (added.size() < 2) added.clear();
+  return added;
+}
+
+// Of this rank's pool, pads counted.
+std::int64_t Passes::pool_row(Actor const& self, std::int32_t source, Term const& term,
+                              Known const& known) const {
   CountMatrix const counts{known.counts.data(), shape_.experts};
-  note(pulled_, epoch, source, static_cast<std::uint32_t>(pair), 0, "pulled");
-  PairPlace const place = PairPlace::of(static_cast<std::uint32_t>(
-      co_await self.read(window(self.rank, window_.place_word(parity_of(epoch), source, pair)))));
-  std::int32_t const expert = self.rank * shape_.local_experts() + place.expert;
+  std::int32_t const expert = self.rank * shape_.local_experts() + term.place.expert;
+  return pool_row_of_pair(shape_, counts, known.plan.data(), expert, source, term.place.index);
+}
+
+// Where a pair's row goes, noted as pulled; and what is kept of it for its result.
+Program Passes::place_row(Actor& self, std::uint32_t epoch, std::int32_t source, Term const& term,
+                          bool stays, Known const& known, Placed& placed) {
+  note(pulled_, epoch, source, term.pair, 0, "pulled");
+  std::int32_t const expert = self.rank * shape_.local_experts() + term.place.expert;
   ExpertPlan const& plan = known.plan[static_cast<std::size_t>(expert)];
-  std::int32_t const in_expert = rows_ahead(shape_, counts, expert, source) + place.index;
-  std::int32_t const position = in_expert % shape_.block_rows;
-  placed = {plan.first_block + in_expert / shape_.block_rows, position,
-            in_expert + 1 == plan.rows ? shape_.block_rows - 1 - position : 0};
-  std::int64_t const pool_row = std::int64_t{placed.block} * shape_.block_rows + position;
-  co_await self.write(local(self, local_.row_origin + 8 * pool_row),
-                      static_cast<std::uint64_t>(source) << 32 | static_cast<std::uint64_t>(pair));
+  std::int64_t const row = pool_row(self, source, term, known);
+  auto const block = static_cast<std::int32_t>(row / shape_.block_rows);
+  auto const position = static_cast<std::int32_t>(row % shape_.block_rows);
+  bool const is_last = row + 1 == std::int64_t{plan.first_block} * shape_.block_rows + plan.rows;
+  placed = {block, position, is_last ? shape_.block_rows - 1 - position : 0};
+  std::uint64_t const to = stays ? kStays : static_cast<std::uint64_t>(source);
+  co_await self.write(local(self, local_.row_origin + 8 * row),
+                      to << 32 | static_cast<std::uint64_t>(term.pair));
 }
 
 // A token's row to the places of all its pairs here.
@@ -143,14 +186,15 @@ Program Passes::bring(Actor& self, std::uint32_t epoch, std::int32_t source, Ent
                       Known const& known, Spread& spread) {
   std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
   std::uint64_t const x = co_await self.read(window(source, window_.x_row(token)), pulls_by());
+  std::vector<Term> terms;
+  co_await read_terms(self, epoch, source, entry, terms);
+  bool const adds = !added_terms(self.rank, source, terms).empty();
   co_await load(self, x, spread);
-  for (std::int32_t k = 0; k < shape_.max_top_k; ++k) {
-    if ((entry.first_index >> k & 1) == 0) continue;
-    std::int64_t const pair = token * shape_.max_top_k + k;
-    if (breaks(Break::row_to_its_first_place_only) && pair != entry.pair) continue;
+  for (Term const& term : terms) {
+    if (breaks(Break::row_to_its_first_place_only) && term.pair != entry.pair) continue;
     Placed placed = {};
-    co_await find_place(self, epoch, source, pair, known, placed);
-    co_await store(self, x, pool(self, placed.block, placed.position), spread);
+    co_await place_row(self, epoch, source, term, adds && is_added(term), known, placed);
+    co_await store(self, x, placed, spread);
     co_await write_pads(self, placed.block, placed.position, placed.pad);
     spread.untold.push_back(local(self, local_.arrived(bank_of(epoch), placed.block)));
   }
@@ -158,8 +202,11 @@ Program Passes::bring(Actor& self, std::uint32_t epoch, std::int32_t source, Ent
 
 Program Passes::write_pads(Actor& self, std::int32_t block, std::int32_t position,
                            std::int32_t pad) {
-  for (std::int32_t p = 1; p <= pad; ++p)
-    co_await self.write(pool(self, block, position + p), kPad);
+  for (std::int32_t p = 1; p <= pad; ++p) {
+    for (std::int32_t part = 0; part < parts(); ++part) {
+      co_await self.write(pool(self, block, position + p, part), kPad);
+    }
+  }
   if (pad > 0 && !breaks(Break::pad_written_without_proxy_fence)) co_await self.proxy_fence();
 }
 
@@ -217,37 +264,12 @@ Program Passes::pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known
   }
   std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
   std::int64_t const pool_row = std::int64_t{row.block} * shape_.block_rows + row.position;
-  std::uint64_t x = 0;
-  if (entry.place == 0) {
-    note(pulled_, epoch, row.source, entry.pair, 0, "pulled");
-    x = co_await self.read(window(row.source, window_.x_row(token)), pulls_by());
-  } else {  // the group's first row is here already, or on its way: in an earlier block
-    CountMatrix const counts{known.counts.data(), shape_.experts};
-    std::int32_t const expert =
-        self.rank * shape_.local_experts() + static_cast<std::int32_t>(entry.first_expert);
-    std::int64_t const first =
-        pool_row_of_pair(shape_, counts, known.plan.data(), expert, row.source,
-                         static_cast<std::int32_t>(entry.first_index));
-    auto const block = static_cast<std::int32_t>(first / shape_.block_rows);
-    if (!breaks(Break::untold_rows_while_waiting)) co_await tell(self, spread);
-    if (!breaks(Break::copy_without_arrived)) {
-      co_await self.wait_count(local(self, local_.arrived(bank_of(epoch), block)),
-                               static_cast<std::uint64_t>(rows_of_block(
-                                   known.plan[static_cast<std::size_t>(expert)], block)),
-                               Site::arrived);
-    }
-    co_await self.proxy_fence();
-    x = co_await self.read({self.rank, Space::x_pool, first}, pulls_by());
-  }
+  note(pulled_, epoch, row.source, entry.pair, 0, "pulled");
+  std::uint64_t const x = co_await self.read(window(row.source, window_.x_row(token)), pulls_by());
   co_await load(self, x, spread);
-  co_await store(self, x, pool(self, row.block, row.position), spread);
+  co_await store(self, x, {row.block, row.position, row.pad}, spread);
   co_await self.write(local(self, local_.row_origin + 8 * pool_row),
                       static_cast<std::uint64_t>(row.source) << 32 | entry.pair);
-  if (dedup()) {
-    co_await self.write(
-        local(self, local_.group_row(row.source, token, static_cast<std::int32_t>(entry.place))),
-        static_cast<std::uint64_t>(pool_row));
-  }
   co_await write_pads(self, row.block, row.position, row.pad);
   spread.untold.push_back(local(self, local_.arrived(bank_of(epoch), row.block)));
 }

@@ -22,18 +22,21 @@ inline std::uint64_t y_value(std::uint64_t a, std::int32_t tile) {
 }
 constexpr std::uint64_t kPad = 0;
 
+// What LocalLayout::row_origin has for a source where a row's result stays on its owner.
+constexpr std::uint64_t kStays = 0xffffffffu;
+
 // A RouteEntry in the 64 bits of a cell.
 struct Entry {
-  std::uint32_t pair, place, rows, first_expert, first_index;
+  std::uint32_t pair, choices, place, ends_sum;
   [[nodiscard]] std::uint64_t bits() const {
-    return pair | std::uint64_t{place} << 20 | std::uint64_t{rows} << 26 |
-           std::uint64_t{first_expert} << 32 | std::uint64_t{first_index} << 44;
+    return pair | std::uint64_t{choices} << 20 | std::uint64_t{place} << 52 |
+           std::uint64_t{ends_sum} << 58;
   }
   static Entry from(std::uint64_t bits) {
     auto const field = [&](int at, int width) {
       return static_cast<std::uint32_t>(bits >> at & ((std::uint64_t{1} << width) - 1));
     };
-    return {field(0, 20), field(20, 6), field(26, 6), field(32, 12), field(44, 20)};
+    return {field(0, 20), field(20, 32), field(52, 6), field(58, 1)};
   }
 };
 

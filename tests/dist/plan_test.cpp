@@ -2,7 +2,6 @@
 // The plan against the exchange written out by hand: every pair on one row, every task once, no task
 // before what it needs.
 #include "dist/plan.hpp"
-#include "dist/choose_transfer.hpp"
 #include "dist/divisor.hpp"
 
 #include <gtest/gtest.h>
@@ -409,27 +408,6 @@ TEST(Tasks, LagHasUpsForEveryCtaWhereRowsAreThereEarly) {
   EXPECT_EQ(lag(0, 0), 4);
 }
 
-TEST(Transfers, RowsCrossOnceWhereTheLinkWouldDecide) {
-  auto const choice = [](std::int32_t ranks, std::int32_t hidden, std::int32_t intermediate,
-                         std::int32_t experts, std::int32_t top_k, bool gated) {
-    return choose_transfer({.ranks = ranks,
-                            .max_tokens = 8192,
-                            .hidden = hidden,
-                            .intermediate = intermediate,
-                            .experts = experts,
-                            .max_top_k = top_k,
-                            .gated = gated});
-  };
-  EXPECT_EQ(choice(1, 2048, 768, 128, 8, true), Transfer::direct);
-  EXPECT_EQ(choice(2, 2048, 768, 128, 8, true), Transfer::once);  // four fifths of the GEMMs' time
-  EXPECT_EQ(choice(4, 2048, 768, 128, 8, true), Transfer::once);
-  EXPECT_EQ(choice(4, 2048, 768, 128, 2, true), Transfer::direct);   // nearly as many rows
-  EXPECT_EQ(choice(4, 7168, 2048, 256, 8, true), Transfer::direct);  // GEMMs take longer
-  EXPECT_EQ(choice(4, 2048, 1024, 32, 8, true), Transfer::once);
-  EXPECT_EQ(choice(4, 2048, 1536, 32, 8, true), Transfer::direct);
-  EXPECT_EQ(choice(4, 2048, 1024, 32, 8, false), Transfer::once);  // two matrices, fewer FLOP
-}
-
 TEST(Plan, SlicesCoverTheTokensOnce) {
   for (std::int32_t const tokens : {0, 1, 5, 131, 132, 133, 1 << 24}) {
     std::int32_t end = 0;
@@ -462,14 +440,15 @@ TEST(Layout, HasRoomAndNoOverlaps) {
   EXPECT_LE(w.block_done_word(3, shape.max_blocks() - 1) + 4, w.counts);
   EXPECT_LE(w.count_word(1, 3, 127) + 8, w.lists);
   EXPECT_LE(w.list_entry(1, 3, 8192 * 8 - 1) + 16, w.places);
-  EXPECT_LE(w.place_word(1, 3, 8192 * 8 - 1) + 4, w.x);
+  EXPECT_LE(w.placed_pair(1, 3, 8192 * 8 - 1) + 8, w.x);
   EXPECT_LE(w.x_row(8191) + 4096, w.slots);
   EXPECT_LE(w.slot(8191, 7) + 4096, w.bytes);
-  // x and slots are 2*T*d*(1 + K); what is left is small.
-  EXPECT_LT(w.bytes - std::int64_t{2} * 8192 * 2048 * 9, 12 << 20);
+  // x and slots are 2*T*d*(1 + K), lists and places 2*P*T*K*(16 + 8); what is left is small.
+  constexpr std::int64_t kPairs = std::int64_t{8192} * 8;
+  EXPECT_LT(w.bytes - std::int64_t{2} * 8192 * 2048 * 9 - 2 * 4 * kPairs * 24, 128 << 10);
 
   LocalLayout const l(shape, 132);
-  EXPECT_LE(l.ended(0) + kWordStride, l.arrived(0, 0));
+  EXPECT_LE(l.sum_draws(0) + kWordStride, l.arrived(0, 0));
   EXPECT_EQ(l.a_ready(0, 0) - l.arrived(0, shape.max_blocks() - 1), 4);
   EXPECT_EQ(l.down_tiles(0, 0) - l.a_ready(0, shape.max_blocks() - 1), 4);
   EXPECT_LE(l.down_tiles(0, shape.max_blocks() - 1) + 4, l.bank(1));
@@ -477,7 +456,7 @@ TEST(Layout, HasRoomAndNoOverlaps) {
   EXPECT_LE(l.histogram(131) + 4 * 128, l.pair_index);
 }
 
-TEST(Layout, OfDeduplicatedTransfersHasASlotPerOwner) {
+TEST(Layout, OfDeduplicatedTransfersHasAWordForEverySum) {
   ExchangeShape const shape{.ranks = 4,
                             .max_tokens = 8192,
                             .hidden = 2048,
@@ -486,11 +465,35 @@ TEST(Layout, OfDeduplicatedTransfersHasASlotPerOwner) {
                             .max_top_k = 8,
                             .transfer = Transfer::dedup};
   WindowLayout const w(shape);
+  EXPECT_LE(w.block_done_word(3, shape.max_blocks() - 1) + 4, w.part_done);
+  EXPECT_EQ(w.part_done % 4096, 0);
   EXPECT_LE(w.part_done_word(3, 8191) + 4, w.counts);
-  EXPECT_LE(w.slot(8191, 3) + 4096, w.bytes);
-  EXPECT_LT(w.bytes - std::int64_t{2} * 8192 * 2048 * 5, 12 << 20);
-  LocalLayout const l(shape, 132);
-  EXPECT_EQ(l.group_row(3, 8191, 7) + 4, l.bytes);
+  EXPECT_EQ(w.part_done_word(0, 8191) + 4, w.part_done_word(1, 0));
+  EXPECT_EQ(w.placed_pair(0, 1, 0) + 8, w.placed_pair(0, 1, 1));
+  EXPECT_LE(w.placed_pair(1, 3, 8192 * 8 - 1) + 8, w.x);
+  EXPECT_LE(w.slot(8191, 7) + 4096, w.bytes);
+  // Of what once has, these words alone are more; a GPU keeps no more to itself.
+  ExchangeShape once = shape;
+  once.transfer = Transfer::once;
+  EXPECT_EQ(w.bytes - WindowLayout(once).bytes, 4 * 4 * 8192);
+  EXPECT_EQ(LocalLayout(shape, 132).bytes, LocalLayout(once, 132).bytes);
+  // Other transfers have no room for them, and direct none for places.
+  EXPECT_EQ(WindowLayout(once).part_done, WindowLayout(once).counts);
+  ExchangeShape direct = shape;
+  direct.transfer = Transfer::direct;
+  EXPECT_EQ(WindowLayout(direct).places, WindowLayout(direct).x);
+}
+
+TEST(Layout, OwnersAddUpAllExpertsButTheLastQuarter) {
+  auto const added = [](std::int32_t local, Transfer transfer) {
+    return ExchangeShape{.ranks = 2, .experts = 2 * local, .transfer = transfer}.added_experts();
+  };
+  EXPECT_EQ(added(1, Transfer::dedup), 1);
+  EXPECT_EQ(added(3, Transfer::dedup), 3);
+  EXPECT_EQ(added(4, Transfer::dedup), 3);
+  EXPECT_EQ(added(32, Transfer::dedup), 24);
+  EXPECT_EQ(added(32, Transfer::once), 0);
+  EXPECT_EQ(added(32, Transfer::direct), 0);
 }
 
 TEST(Window, KnowsRowsInTheirPlace) {

@@ -54,17 +54,24 @@ ExchangeShape small(std::int32_t ranks) {
           .block_rows = 2};
 }
 
-// The same with groups of up to three rows.
-ExchangeShape small_dedup(std::int32_t ranks) {
+// The same with up to three rows of a token on an owner.
+ExchangeShape small_once(std::int32_t ranks) {
   ExchangeShape shape = small(ranks);
   shape.experts = 3 * ranks;
   shape.max_top_k = std::min(4, shape.experts);
+  shape.transfer = Transfer::once;
+  return shape;
+}
+// All of them are added up.
+ExchangeShape small_dedup(std::int32_t ranks) {
+  ExchangeShape shape = small_once(ranks);
   shape.transfer = Transfer::dedup;
   return shape;
 }
-ExchangeShape small_once(std::int32_t ranks) {
+// The last of an owner's four experts is not.
+ExchangeShape late_dedup(std::int32_t ranks) {
   ExchangeShape shape = small_dedup(ranks);
-  shape.transfer = Transfer::once;
+  shape.experts = 4 * ranks;
   return shape;
 }
 
@@ -89,7 +96,8 @@ TEST(Protocol, EndsAndLosesNothing) {
           ASSERT_EQ(run(small(ranks), options, seed), "") << where;
           if (seed % 3 != 0) continue;
           ASSERT_EQ(run(small_once(ranks), options, seed), "") << where << ", once";
-          ASSERT_EQ(run(small_dedup(ranks), options, seed), "") << where << ", dedup";
+          ExchangeShape const dedup = seed % 9 == 0 ? small_dedup(ranks) : late_dedup(ranks);
+          ASSERT_EQ(run(dedup, options, seed), "") << where << ", dedup";
         }
       }
     }
@@ -128,7 +136,10 @@ TEST(Protocol, EndsWithARingAnAnnouncerAndEarlySums) {
           options.rows_of_draw = static_cast<std::int32_t>(seed / 3 % 4);
           options.first_rows = static_cast<std::int32_t>(seed % 6);
           options.rows_by_stores = seed / 2 % 2 != 0;
-          ASSERT_EQ(run(places == 0 ? small_once(ranks) : small(ranks), options, seed), "")
+          ExchangeShape const shape = places > 0          ? small(ranks)
+                                      : seed / 5 % 2 == 0 ? small_once(ranks)
+                                                          : late_dedup(ranks);
+          ASSERT_EQ(run(shape, options, seed), "")
               << ranks << " ranks, " << ctas << " CTAs, " << places << " places, seed " << seed;
         }
       }
@@ -146,7 +157,11 @@ TEST(Protocol, EndsWithManyUnitsAndTiles) {
     shape.transfer = transfer;
     for (std::int32_t const lag : {0, 1, 3, 100}) {
       for (std::uint64_t seed = 0; seed < 30; ++seed) {
-        ASSERT_EQ(run(shape, {.ctas = 3, .passes = 3, .lag = lag}, seed), "") << seed;
+        Options const options = {.ctas = 3,
+                                 .passes = 3,
+                                 .lag = lag,
+                                 .rows_of_draw = static_cast<std::int32_t>(seed % 3)};
+        ASSERT_EQ(run(shape, options, seed), "") << seed;
       }
     }
   }
@@ -190,6 +205,7 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
     bool sums_early = false, announces = false;
     Transfer transfer = Transfer::direct;
     std::int32_t rows_of_draw = 0;
+    std::int32_t experts = 0;  // of all ranks; 0: two for every choice
   };
   Small const cases[] = {
       {1, {{0, 1}, {1, 0}}, 1, 1},  // each sends a row to the other one and keeps one
@@ -199,29 +215,27 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
       {1, {{0}, {0}}, 2, 1},
       {2, {{3, 2}, {}}, 1, 2, 0, false, false, Transfer::once},     // a row for two places
       {2, {{3, 2}, {}}, 2, 1, 0, false, false, Transfer::once, 1},  // drawn by two warps
-      {2,
-       {{3, 2}, {0, 1}},
-       1,
-       2,
-       0,
-       false,
-       false,
-       Transfer::dedup},  // each token's experts are the other's
-      {2, {{0, 2}, {}}, 1, 2, 0, false, false, Transfer::dedup},
+      {2, {{3, 2}, {}}, 1, 2, 0, false, false, Transfer::dedup},
+      {2, {{3, 2}, {}}, 2, 1, 0, false, false, Transfer::dedup, 1},   // added up by whoever draws
+      {2, {{3, 2}, {0, 1}}, 1, 1, 0, false, false, Transfer::dedup},  // on both ranks
+      {2, {{0, 2}, {}}, 1, 2, 0, false, false, Transfer::dedup},      // nowhere
+      {2, {{3, 3}, {}}, 1, 2, 0, false, false, Transfer::dedup},      // of one expert
+      {3, {{4, 7, 6}, {}}, 1, 1, 0, false, false, Transfer::dedup, 1, 8},  // two of three
       {1, {{0, 0, 0}, {}}, 1, 1, 1},  // two blocks in turn in one place
       {1, {{0, 0}, {0}}, 1, 1, 1, true},
       {1, {{1}, {0}}, 1, 2, 0, true},
       {1, {{1, 0}, {0}}, 1, 1, 1, false, true},
   };
   for (Small const& small_case : cases) {
-    ExchangeShape const shape = {.ranks = 2,
-                                 .max_tokens = 3,
-                                 .hidden = 256,
-                                 .intermediate = 128,
-                                 .experts = 2 * small_case.top_k,
-                                 .max_top_k = small_case.top_k,
-                                 .block_rows = 2,
-                                 .transfer = small_case.transfer};
+    ExchangeShape const shape = {
+        .ranks = 2,
+        .max_tokens = 3,
+        .hidden = 256,
+        .intermediate = 128,
+        .experts = small_case.experts > 0 ? small_case.experts : 2 * small_case.top_k,
+        .max_top_k = small_case.top_k,
+        .block_rows = 2,
+        .transfer = small_case.transfer};
     std::vector<Exchange> const exchanges(static_cast<std::size_t>(small_case.passes),
                                           Exchange{shape, small_case.ids});
     for (bool const by_stores : {false, true}) {
@@ -316,13 +330,15 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
       {Break::one_bank, "one_bank", ""},
   };
   Broken const of_dedup[] = {
-      {Break::copy_without_arrived, "copy_without_arrived", "read"},
-      {Break::first_row_by_choice, "first_row_by_choice", ""},
       {Break::sums_before_pulls, "sums_before_pulls", "waits at down_tiles"},
       {Break::sum_without_down_tiles, "sum_without_down_tiles", "read"},
-      {Break::sum_before_written, "sum_before_written", "nobody waited for"},
+      {Break::sum_awaits_its_last_block_only, "sum_awaits_its_last_block_only", "read"},
       {Break::part_done_relaxed, "part_done_relaxed", "without acquiring"},
+      {Break::part_done_at_gpu_scope, "part_done_at_gpu_scope", "without acquiring"},
+      {Break::down_tiles_relaxed, "down_tiles_relaxed", "without acquiring"},
+      {Break::down_without_a_ready, "down_without_a_ready", "read"},
       {Break::aggregate_without_done, "aggregate_without_done", "read"},
+      {Break::aggregate_awaits_first_choice_only, "aggregate_awaits_first_choice_only", "read"},
       {Break::arrived_before_written, "arrived_before_written", "nobody waited for"},
       {Break::one_parity, "one_parity", ""},
       {Break::one_bank, "one_bank", ""},
@@ -349,8 +365,10 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
   for (Broken const& broken : all) expect_noticed(broken, small(2));
   for (Broken const& broken : of_helpers) expect_noticed(broken, small(2), with_helpers(2));
   for (Broken const& broken : of_once) {
-    expect_noticed(broken, small_once(2),
-                   {.passes = 5, .rows_in_flight = 4, .rows_of_draw = 2, .first_rows = 3});
+    for (ExchangeShape const& shape : {small_once(2), late_dedup(2)}) {
+      expect_noticed(broken, shape,
+                     {.passes = 5, .rows_in_flight = 4, .rows_of_draw = 2, .first_rows = 3});
+    }
   }
   Broken const of_own_rows[] = {
       {Break::first_rows_by_both, "first_rows_by_both", "a row twice"},
@@ -372,15 +390,29 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
   for (Broken const& broken : of_stores) {
     expect_noticed(broken, small(2), by_stores);
     expect_noticed(broken, small_once(2), by_stores);
+    expect_noticed(broken, small_dedup(2), by_stores);
   }
-  for (Broken const& broken : of_dedup) expect_noticed(broken, small_dedup(2));
-  for (ExchangeShape const& shape : {small(2), small_once(2)}) {
+  Options const in_turn = {.passes = 5};
+  Options const by_draws = {.passes = 5, .rows_in_flight = 4, .rows_of_draw = 2, .first_rows = 3};
+  for (ExchangeShape const& shape : {small_dedup(2), late_dedup(2)}) {
+    for (Broken const& broken : of_dedup) {
+      expect_noticed(broken, shape, in_turn);
+      expect_noticed(broken, shape, by_draws);
+    }
+    expect_noticed({Break::sum_draws_not_cleared, "sum_draws_not_cleared", "waits at part_done"},
+                   shape, by_draws);
+    expect_noticed(
+        {Break::sum_draws_begin_with_the_first, "sum_draws_begin_with_the_first", "a row twice"},
+        shape, by_draws);
+  }
+  for (char const* const notice : {"waits at part_done", "a wrong or old sum"}) {
+    expect_noticed({Break::all_choices_in_the_sum, "all_choices_in_the_sum", notice},
+                   late_dedup(2));
+  }
+  for (ExchangeShape const& shape : {small(2), small_once(2), small_dedup(2)}) {
     expect_noticed({Break::x_before_written, "x_before_written", "read"}, shape,
                    {.passes = 5, .rows_by_stores = true, .copies_x = true});
   }
-  expect_noticed(
-      {Break::untold_rows_while_waiting, "untold_rows_while_waiting", "waits at arrived"},
-      small_dedup(2), {.passes = 5, .rows_in_flight = 4});
 }
 
 TEST(Protocol, WrongValuesShowWithoutTheClocks) {
@@ -396,6 +428,15 @@ TEST(Protocol, WrongValuesShowWithoutTheClocks) {
     }
     EXPECT_TRUE(noticed) << "rule " << static_cast<int>(rule);
   }
+  for (Break const rule : {Break::sum_without_down_tiles, Break::sum_awaits_its_last_block_only,
+                           Break::down_without_a_ready, Break::aggregate_without_done}) {
+    bool noticed = false;
+    for (std::uint64_t seed = 0; seed < 500 && !noticed; ++seed) {
+      noticed =
+          !run(late_dedup(2), {.broken = rule, .passes = 5}, seed, Judges::values_alone).empty();
+    }
+    EXPECT_TRUE(noticed) << "rule " << static_cast<int>(rule) << ", dedup";
+  }
 }
 
 TEST(Protocol, ADeadRankLeavesWaitersNotWrongRows) {
@@ -409,9 +450,16 @@ TEST(Protocol, ADeadRankLeavesWaitersNotWrongRows) {
   std::set<Site> sites;
   for (std::uint64_t seed = 0; seed < 400; ++seed) {
     Options options = {.passes = 4};
-    bool const dedup = seed % 2 == 1;
-    if (!dedup && seed % 4 == 0) options = with_helpers(3);
-    ExchangeShape const shape = dedup ? small_dedup(3) : small(3);
+    if (seed % 4 == 0) options = with_helpers(3);
+    ExchangeShape const of_rows_once[] = {small_once(3), small_dedup(3), late_dedup(3)};
+    ExchangeShape const shape = seed % 2 == 0 ? small(3) : of_rows_once[seed / 8 % 3];
+    if (shape.rows_cross_once()) {
+      options.rows_in_flight = 2;
+      options.rows_by_stores = seed / 24 % 2 != 0;
+      options.rows_of_draw = static_cast<std::int32_t>(seed / 48 % 3);
+      options.first_rows = 3;
+      options.copies_x = options.rows_by_stores;
+    }
     Passes passes(draw(shape, options.passes, seed), options);
     Machine& machine = passes.machine();
     std::mt19937_64 rng(seed);

@@ -188,6 +188,7 @@ class Ranks {
                                .jitter_ns = jitter_ns,
                                .tokens = tokens,
                                .gmem_topk_ids = r.ids.data(),
+                               .gmem_scores = r.scores.data(),
                                .gmem_slot_of_pair = nullptr,
                                .gmem_expert_offsets = nullptr,
                                .gmem_pool = reinterpret_cast<char*>(r.pool.get()),
@@ -202,7 +203,6 @@ class Ranks {
                            .gmem_w_up = w_up_.get() + halves() * first * matrix,
                            .gmem_w_down = w_down_.get() + first * matrix,
                            .gmem_a = r.a.get(),
-                           .gmem_scores = r.scores.data(),
                            .gmem_x = copies_x_ ? r.x.get() : nullptr,
                            .x_pitch = x_pitch(),
                            .gmem_o = r.o.get(),
@@ -217,27 +217,54 @@ class Ranks {
                : cuda::block::ActivationFunction<ActivationKind::relu2>::forward(activation, g, u);
   }
 
+  // act(x_t w_up[e]^T) w_down[e]^T, rounded.
+  std::vector<float> result(Bits const* row, std::int32_t e) const {
+    int const d = s_.hidden, n = s_.intermediate;
+    std::vector<Bits> a(static_cast<std::size_t>(n));
+    std::vector<float> y(static_cast<std::size_t>(d));
+    for (int i = 0; i < n; ++i) {
+      Bits const* const up = w_up_.get() + (halves() * e * n + i) * d;
+      float const g = widen(round(dot(row, up, d)));
+      float const u = s_.gated ? widen(round(dot(row, up + std::int64_t{n} * d, d))) : g;
+      a[static_cast<std::size_t>(i)] = round(activate(g, u));
+    }
+    for (int i = 0; i < d; ++i) {
+      y[static_cast<std::size_t>(i)] =
+          widen(round(dot(a.data(), w_down_.get() + (std::int64_t{e} * d + i) * n, n)));
+    }
+    return y;
+  }
+
+  // Choices are added in their order. dedup: several on another rank are one term, rounded, where the first one is.
   std::string compare(int rank, int token) const {
     Rank const& r = *ranks_[static_cast<std::size_t>(rank)];
-    int const d = s_.hidden, n = s_.intermediate;
+    int const d = s_.hidden;
+    std::int32_t const* const ids = r.ids.data() + std::int64_t{token} * s_.max_top_k;
+    float const* const scores = r.scores.data() + std::int64_t{token} * s_.max_top_k;
     std::vector<float> sum(static_cast<std::size_t>(d), 0.0f);
-    std::vector<Bits> a(static_cast<std::size_t>(n));
-    Bits const* const row = r.x.get() + token * x_pitch();
-    for (int k = 0; k < s_.max_top_k; ++k) {
-      auto const pair = static_cast<std::size_t>(token * s_.max_top_k + k);
-      std::int32_t const e = r.ids[pair];
-      if (e < 0 || e >= s_.experts) continue;
-      for (int i = 0; i < n; ++i) {
-        Bits const* const up = w_up_.get() + (halves() * e * n + i) * d;
-        float const g = widen(round(dot(row, up, d)));
-        float const u = s_.gated ? widen(round(dot(row, up + std::int64_t{n} * d, d))) : g;
-        a[static_cast<std::size_t>(i)] = round(activate(g, u));
-      }
+    auto const add = [d](std::vector<float>& to, float score, std::vector<float> const& y) {
       for (int i = 0; i < d; ++i) {
-        float const y =
-            widen(round(dot(a.data(), w_down_.get() + (std::int64_t{e} * d + i) * n, n)));
-        sum[static_cast<std::size_t>(i)] =
-            std::fmaf(r.scores[pair], y, sum[static_cast<std::size_t>(i)]);
+        float& value = to[static_cast<std::size_t>(i)];
+        value = std::fmaf(score, y[static_cast<std::size_t>(i)], value);
+      }
+    };
+    auto const adds_up = [&](int j) { return ids[j] % s_.local_experts() < s_.added_experts(); };
+    for (int k = 0; k < s_.max_top_k; ++k) {
+      if (ids[k] < 0 || ids[k] >= s_.experts) continue;
+      std::vector<int> with;  // choices on the same rank
+      for (int j = 0; j < s_.max_top_k; ++j) {
+        bool const is_expert = ids[j] >= 0 && ids[j] < s_.experts;
+        if (is_expert && adds_up(j) && s_.owner(ids[j]) == s_.owner(ids[k])) with.push_back(j);
+      }
+      Bits const* const row = r.x.get() + token * x_pitch();
+      bool const parted = adds_up(k) && s_.owner(ids[k]) != rank && with.size() > 1;
+      if (!parted) {
+        add(sum, scores[k], result(row, ids[k]));
+      } else if (with.front() == k) {
+        std::vector<float> part(static_cast<std::size_t>(d), 0.0f);
+        for (int const j : with) add(part, scores[j], result(row, ids[j]));
+        for (float& value : part) value = widen(round(value));
+        add(sum, 1, part);
       }
     }
     for (int i = 0; i < d; ++i) {
@@ -257,6 +284,8 @@ class Ranks {
   Memory<Bits> w_up_, w_down_;
   std::vector<std::unique_ptr<Rank>> ranks_;
 };
+
+constexpr Transfer kTransfers[] = {Transfer::direct, Transfer::once, Transfer::dedup};
 
 ExchangeShape shape(std::int32_t ranks, std::int32_t tokens, std::int32_t hidden,
                     std::int32_t intermediate, std::int32_t experts, std::int32_t top_k,
@@ -294,14 +323,14 @@ void expect_right(Case const& c, std::uint32_t jitter_ns = 0) {
 
 TEST(FusedForward, GivesTheBitsOfEachExpertAlone) {
   for (std::int32_t const ranks : {1, 2, 4}) {
-    for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+    for (Transfer const transfer : kTransfers) {
       expect_right({.shape = shape(ranks, 24, 128, 64, 4, 2, transfer)});
     }
   }
 }
 
 TEST(FusedForward, AnyNumberOfCtasAndAnyLag) {
-  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+  for (Transfer const transfer : kTransfers) {
     for (int const ctas : {2, 9}) {
       expect_right(
           {.shape = shape(2, 17, 64, 64, 6, 3, transfer), .ctas = ctas, .lag = ctas == 2 ? 0 : 1});
@@ -312,7 +341,7 @@ TEST(FusedForward, AnyNumberOfCtasAndAnyLag) {
 // Sums take tokens in groups: of six, two and one where they have five, twelve and all of 32 choices, with more tokens
 // for a warp than two groups have.
 TEST(FusedForward, AnyNumberOfChoices) {
-  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+  for (Transfer const transfer : kTransfers) {
     expect_right({.shape = shape(1, 230, 64, 64, 6, 5, transfer), .ctas = 2});
     expect_right({.shape = shape(2, 70, 64, 64, 14, 12, transfer), .ctas = 2});
     expect_right({.shape = shape(1, 20, 64, 64, 32, 32, transfer), .ctas = 2});
@@ -320,7 +349,7 @@ TEST(FusedForward, AnyNumberOfChoices) {
 }
 
 TEST(FusedForward, ShapesThatFillNoTile) {
-  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+  for (Transfer const transfer : kTransfers) {
     expect_right({.shape = shape(2, 9, 200, 72, 6, 3, transfer, false),
                   .activation = ActivationKind::relu2});
   }
@@ -328,7 +357,7 @@ TEST(FusedForward, ShapesThatFillNoTile) {
 }
 
 TEST(FusedForward, SeveralBlocksAndTilesOfAnExpert) {
-  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+  for (Transfer const transfer : kTransfers) {
     expect_right({.shape = shape(2, 20, 520, 200, 4, 2, transfer), .ctas = 4});
     expect_right({.shape = shape(2, 150, 64, 64, 2, 1, transfer)});
   }
@@ -336,16 +365,24 @@ TEST(FusedForward, SeveralBlocksAndTilesOfAnExpert) {
 
 // Of x, by the kernel: five a row, of which the last has 16 bytes.
 TEST(FusedForward, RowsOfSeveralPieces) {
-  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+  for (Transfer const transfer : kTransfers) {
     expect_right({.shape = shape(1, 40, 4104, 64, 2, 1, transfer)});
   }
 }
 
+// Sums on their owner: of two rows, of up to four, of more, of more than eight, each with columns that do not fill a
+// warp's loads.
+TEST(FusedForward, SumsOfAnyNumberOfRows) {
+  expect_right({.shape = shape(4, 20, 1160, 64, 12, 4, Transfer::dedup)});
+  expect_right({.shape = shape(2, 20, 584, 64, 12, 7, Transfer::dedup), .ctas = 4});
+  expect_right({.shape = shape(2, 12, 296, 64, 32, 24, Transfer::dedup)});
+}
+
 // Stores of x that arrive long after they were read from shared memory.
 TEST(FusedForward, RowsThatArriveLate) {
-  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+  for (Transfer const transfer : kTransfers) {
     Case const c = {.shape = shape(2, 24, 64, 64, 4, 2, transfer)};
-    std::uint64_t const seed = transfer == Transfer::once ? 1 : 2;
+    std::uint64_t const seed = transfer == Transfer::direct ? 2 : 1;
     ASSERT_TRUE(Ranks::copies_x(c.shape, seed));
     ASSERT_EQ(Ranks(c).pass(draw_exchange(c.shape, Pattern::random, seed), seed,
                             {.seed = seed, .burst = 64, .copies = 2000}),
@@ -361,7 +398,7 @@ TEST(FusedForward, PairsOfEveryKind) {
 
 // Words of blocks that no pass has had for 2^31 passes.
 TEST(FusedForward, BlocksThatWereNeverDoneAreNotDone) {
-  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+  for (Transfer const transfer : kTransfers) {
     Case const c = {.shape = shape(2, 40, 64, 64, 4, 2, transfer)};
     Ranks ranks(c, (std::uint32_t{1} << 31) - 1);
     for (std::uint64_t pass = 0; pass < 5; ++pass) {
@@ -382,7 +419,7 @@ TEST(FusedForward, OneCtaIsNoPair) {
 }
 
 TEST(FusedForward, DelaysAtEveryWait) {
-  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+  for (Transfer const transfer : kTransfers) {
     expect_right({.shape = shape(2, 20, 64, 64, 4, 2, transfer), .ctas = 2}, 200'000);
   }
 }
@@ -390,8 +427,7 @@ TEST(FusedForward, DelaysAtEveryWait) {
 TEST(FusedForward, ARankThatGivesUpSendsNothingWrong) {
   int given_up = 0;
   for (std::uint64_t seed = 0; seed < 20; ++seed) {
-    Case const c = {
-        .shape = shape(2, 24, 64, 64, 4, 2, seed % 2 == 0 ? Transfer::direct : Transfer::once)};
+    Case const c = {.shape = shape(2, 24, 64, 64, 4, 2, kTransfers[seed % 3])};
     Ranks ranks(c);
     emulator::Schedule const schedule = {.seed = seed, .burst = 1 + static_cast<int>(seed % 64)};
     Exchange const exchange = draw_exchange(c.shape, Pattern::random, seed);
@@ -403,7 +439,7 @@ TEST(FusedForward, ARankThatGivesUpSendsNothingWrong) {
 
 // What it sends until it ends may be void, and with few tokens others hardly wait.
 TEST(FusedForward, WhatARankThatGaveUpSentIsNotTrusted) {
-  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+  for (Transfer const transfer : kTransfers) {
     Case const c = {.shape = shape(2, 3, 64, 64, 4, 2, transfer)};
     Ranks ranks(c);
     ranks.give_up();

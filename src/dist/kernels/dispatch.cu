@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 cudaError_t launch_dispatch(ExchangeArguments const& args, int sm_count, cudaStream_t stream) {
   if (args.shape.experts > kMostExperts || args.shape.ranks > kMaxRanks ||
-      args.shape.transfer == Transfer::dedup || args.shape.hidden % 8 != 0) {
+      args.shape.hidden % 8 != 0) {
     return cudaErrorInvalidValue;
   }
   cudaError_t const error = cudaFuncSetAttribute(

@@ -31,6 +31,7 @@ struct ExchangeArguments {
       jitter_ns;        // tests: every wait is followed by a pause of up to this length; 0: none
   std::int32_t tokens;  // of this rank in this pass, at most shape.max_tokens
   std::int32_t const* gmem_topk_ids;  // [tokens,max_top_k]; outside [0,E): no row
+  float const* gmem_scores;           // [tokens,max_top_k]
   std::int32_t*
       gmem_slot_of_pair;  // out [tokens*max_top_k]: the pair, or -1: rows of the slots; or null
   std::int32_t* gmem_expert_offsets;  // out [local_experts+1]
@@ -38,6 +39,7 @@ struct ExchangeArguments {
   char const* gmem_y;                 // [max_rows,d] bf16, for combine
   // Of the shape, so that no thread divides by it for each pair or row.
   std::int32_t local_experts = shape.local_experts();
+  std::int32_t added_experts = shape.added_experts();
   Divisor by_local_experts{local_experts}, by_top_k{shape.max_top_k};
 
   [[nodiscard]] TESSERA_INLINE std::int32_t owner(std::int32_t expert) const {

@@ -73,16 +73,15 @@ cudaError_t make_params(ForwardArguments const& args, ForwardParams& p) {
 
 cudaError_t launch_forward(ForwardArguments const& args, int sm_count, cudaStream_t stream) {
   ExchangeShape const& s = args.exchange.shape;
-  if (s.experts > kMostExperts || s.ranks > kMaxRanks || s.transfer == Transfer::dedup ||
-      (s.transfer == Transfer::once && !serves_once(s)) || s.hidden % 8 != 0 ||
-      s.intermediate % 8 != 0 || s.max_top_k > kMostChoices || s.block_rows != kPlain.tile.m ||
-      s.gated != args.activation.gated() || sm_count < kCtasOfPair) {
+  if (s.experts > kMostExperts || s.ranks > kMaxRanks || (s.rows_cross_once() && !serves_once(s)) ||
+      s.hidden % 8 != 0 || s.intermediate % 8 != 0 || s.max_top_k > kMostChoices ||
+      s.block_rows != kPlain.tile.m || s.gated != args.activation.gated() ||
+      sm_count < kCtasOfPair) {
     return cudaErrorInvalidValue;
   }
   ForwardParams params{.exchange = args.exchange,
                        .gmem_x = static_cast<char const*>(args.gmem_x),
                        .x_pitch_bytes = 2 * args.x_pitch,
-                       .gmem_scores = args.gmem_scores,
                        .gmem_o = static_cast<block::bf16*>(args.gmem_o),
                        .lag = args.lag};
   cudaError_t const error = make_params(args, params);

@@ -3,13 +3,15 @@
 // Schedule persistent, one CTA per SM on every GPU, in pairs. All CTAs route and plan (route.cuh) while a warp of each
 //          copies x into the window (place_x.cuh), then by role:
 //   WG0 warp 0     | TMA loads, half of what both CTAs of a pair read for both
-//       warps 1, 2 | pull rows into the pool in the order of the tasks -> arrived
+//       warps 1, 2 | pull rows into the pool in the order of the tasks -> arrived; dedup: add up results that downs
+//                  | have left there, and send the sums [down_tiles] -> part_done
 //       warp 3     | draws tickets (schedule_tasks.cuh); lets a task be loaded [there] once [arrived] or [a_ready]
 //                  | says that A is there; announces what the consumers have sent [sent] -> a_ready; down_tiles,
 //                  | block_done
 //   WG1, 2         | first: rows of the first tasks, all of them or this rank's own -> arrived
 //                  | multiply; up: a by TMA, complete under the next task; down: rows to slots on their
-//                  | sources, under the next task -> sent; last: aggregate the slice's tokens [block_done]
+//                  | sources, under the next task -> sent; last: such sums that are left; aggregate the
+//                  | slice's tokens [block_done, part_done]
 // Tasks    TaskCursor: ups, with downs behind by `lag` units, two at a time for the CTAs of a pair, which read the
 //          same weights or the same rows: a third less of L2 (docs/notebook/2026-11-23-fused-pairs.md)
 // Barriers pipeline, lent stages and work ring of block/, a stage free when both CTAs of the pair have read theirs; the
@@ -23,6 +25,7 @@
 
 #include "cuda/arch/dynamic_shared.cuh"
 #include "cuda/arch/proxy_fence.cuh"
+#include "dist/kernels/owner_sums.cuh"
 #include "dist/kernels/pull_rows.cuh"
 #include "dist/kernels/push_rows.cuh"
 #include "dist/kernels/schedule_tasks.cuh"
@@ -302,8 +305,12 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     if (warp == 0) {
       produce<kKind>(pass);
     } else if (warp <= kCommunicationWarps) {
-      if (p.exchange.shape.transfer == Transfer::once) {
+      if (p.exchange.shape.rows_cross_once()) {
         pull_tokens(pass, warp - 1);
+        if (p.exchange.shape.transfer == Transfer::dedup) {
+          OwnerSums<8>(pass, smem.sums[warp - 1])
+              .run(static_cast<int>(blockIdx.x) * kCommunicationWarps + warp - 1);
+        }
       } else {
         pull_rows(pass, warp - 1);
       }
@@ -313,13 +320,19 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   } else {
     arch::acquire_registers<kConsumerRegisters>();
     int const warp = arch::warp_idx() - 4;
-    if (p.exchange.shape.transfer == Transfer::once) {
+    if (p.exchange.shape.rows_cross_once()) {
       bring_first_tokens(pass, warp);
     } else {
       bring_own_rows(pass, warp);
     }
     consume<kKind>(pass, warpgroup - 1);
     arch::named_barrier_sync(kStagesFree, kConsumers * arch::kWarpgroupThreads);
+    if (p.exchange.shape.transfer == Transfer::dedup) {
+      auto* const storage = reinterpret_cast<SumStorage*>(
+          reinterpret_cast<unsigned char*>(&smem.gemm.a) + SlotSums::kBytes);
+      OwnerSums<16> sums(pass, storage[warp]);
+      sums.run(sums.kAnyDraw);
+    }
     SlotSums(pass, warp).run();
     Waiter(p.exchange, pass.epoch).report_given_up();
   }

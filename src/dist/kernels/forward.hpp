@@ -18,9 +18,8 @@ struct ForwardArguments {
   Activation activation;  // gated as exchange.shape says
   void const*
       gmem_w_up;  // [local_experts,2n,d] bf16, gate rows first; [local_experts,n,d] without a gate
-  void const* gmem_w_down;   // [local_experts,d,n] bf16
-  void* gmem_a;              // [pool_rows,n] bf16, workspace
-  float const* gmem_scores;  // [tokens,max_top_k]
+  void const* gmem_w_down;  // [local_experts,d,n] bf16
+  void* gmem_a;             // [pool_rows,n] bf16, workspace
   // [tokens,d] bf16, rows x_pitch elements apart, both at multiples of 16 bytes; null: in this rank's window already
   void const* gmem_x = nullptr;
   std::int64_t x_pitch = 0;

@@ -72,12 +72,34 @@ struct DrawnTickets {
   arch::Mbarrier full[kTicketSlots];  // its bytes
 };
 
+// Of a warp that adds up results (owner_sums.cuh).
+struct SumStorage {
+  static constexpr int kRowsOfDraw = 2;
+  static constexpr int kMostUntold = 8;
+  struct Token {
+    std::uint32_t choices;  // on this rank
+    int token, source;
+  };
+  struct Term {
+    std::int32_t row;  // of the pool
+    float score;
+  };
+
+  alignas(16) uint4 entries[2][kRowsOfDraw];        // RouteEntry of each row of a draw
+  alignas(16) PlacedPair placed[kMostChoices + 2];  // of all choices of the next token, by 16 bytes
+  alignas(16) Token now, ahead;                     // the token at hand and the next one
+  int source[2][kRowsOfDraw];                       // of each row of a draw
+  Token untold[kMostUntold];                        // whose sums have been stored
+  Term terms[kMostChoices];                         // of the token at hand
+};
+
 struct ForwardStorage {
   block::SharedStorage<kPlain> gemm;
   SentQueue sent;
   ScheduleBarriers schedule;
   DrawnTickets tickets;
   PlaceXBarriers x_landed;
+  SumStorage sums[kCommunicationWarps];
   char* push_to[kConsumerWarps][block::kWarpRows];  // push_rows.cuh
   // Of this rank's experts, as the cursors read them.
   std::int32_t list_begin[kMostExperts];
@@ -128,7 +150,6 @@ struct ForwardParams {
   StoreRowsParams activation = {};
   char const* gmem_x;  // null: the rows lie in the window
   std::int64_t x_pitch_bytes;
-  float const* gmem_scores;
   block::bf16* gmem_o;
   int lag;
 };
@@ -140,6 +161,11 @@ struct Pass {
   std::uint32_t epoch;
 
   __device__ ExchangeShape const& shape() const { return p.exchange.shape; }
+  // Units of down behind those of up.
+  __device__ int lag() const {
+    return p.lag >= 0 ? p.lag
+                      : default_lag(shape(), owner_totals(shape(), plan(), p.exchange.rank));
+  }
   // Indexed by the expert's number over all ranks, though only this rank's are there.
   __device__ ExpertPlan const* plan() const {
     return smem.plan - p.exchange.rank * p.exchange.local_experts;

@@ -3,10 +3,11 @@
 // -> arrived. Consumer warps, which have nothing to multiply yet, bring what the first tasks wait for, or a part of it.
 //   direct  pull_rows: a row for every pair, row i by warp i mod warps
 //           bring_own_rows: of the first rows this rank's own
-//   once    pull_tokens: a token's row for all its pairs here, with the first of them. Rows are drawn, four at a time,
+//   once, dedup
+//           pull_tokens: a token's row for all its pairs here, with the first of them. Rows are drawn, four at a time,
 //           so a warp whose rows take long has fewer; where a row goes does not depend on who brings it
 //           bring_first_tokens: all of the first rows, as every one of them goes to several places
-// Ahead   direct: entries are read a row before. once: a number is drawn two draws before it is needed, entries are
+// Ahead   direct: entries are read a row before. Else a number is drawn two draws before it is needed, entries are
 //         read one draw, places one row before
 // Pads stay what they are: a row of a GEMM depends on its own row alone, and no slot gets one.
 #pragma once
@@ -15,18 +16,17 @@
 
 namespace tessera::dist {
 
-constexpr int kRowsOfDraw = 4;  // Transfer::once; not every one of them brings its token
+constexpr int kRowsOfDraw = 4;  // where rows cross once; not every one of them brings its token
 
 // Rows of as many blocks as the first tasks of all CTAs would fill with all tiles of each, in which consumer warps take
-// part; the tasks themselves, two tiles at a time, touch some blocks more. once: at most half of all; two tasks' are
-// 0.6% slower (docs/notebook/2026-11-24-two-gpus-again.md).
+// part; the tasks themselves, two tiles at a time, touch some blocks more. Where rows cross once: at most half of all;
+// two tasks' are 0.6% slower (docs/notebook/2026-11-24-two-gpus-again.md).
 __device__ inline int first_rows(Pass const& pass) {
   ExchangeShape const& shape = pass.shape();
   int const tasks = static_cast<int>(gridDim.x);
   int const rows = (tasks + shape.up_tiles() - 1) / shape.up_tiles() * shape.block_rows;
   int const all = owner_totals(shape, pass.plan(), pass.p.exchange.rank).rows;
-  return shape.transfer == Transfer::once ? min(rows, all / 2) / kRowsOfDraw * kRowsOfDraw
-                                          : min(rows, all);
+  return shape.rows_cross_once() ? min(rows, all / 2) / kRowsOfDraw * kRowsOfDraw : min(rows, all);
 }
 
 // pool_row_of_pair of a pair that is here.
@@ -77,6 +77,25 @@ __device__ inline void pull_rows(Pass const& pass, int warp) {
   bringing.finish();
 }
 
+// Lane j: the row of the pool for choice j of a token, if that is one of `choices`, else -1; and what is kept of it for
+// its result. By a converged warp.
+__device__ inline int place_row(Pass const& pass, int token, int source, std::uint32_t choices,
+                                PairPlace const& place) {
+  ExchangeArguments const& p = pass.p.exchange;
+  int const lane = arch::lane_idx();
+  bool const has_row = (choices >> lane & 1) != 0;
+  unsigned added = 0;
+  if (p.shape.transfer == Transfer::dedup && source != p.rank) {
+    added = __ballot_sync(arch::kAllLanes, has_row && place.expert < p.added_experts);
+  }
+  if (!has_row) return -1;
+  int const row = pool_row_of(pass, place, source);
+  bool const stays = __popc(added) > 1 && (added >> lane & 1) != 0;
+  *row_origin(p, row) = make_uint2(token * p.shape.max_top_k + lane,
+                                   stays ? kStays : static_cast<std::uint32_t>(source));
+  return row;
+}
+
 // The tokens that one warp brings.
 class TokenDraws {
  public:
@@ -114,13 +133,13 @@ class TokenDraws {
     left_ &= left_ - 1;
     std::uint32_t const pair = __shfl_sync(arch::kAllLanes, entry_.x, from);
     Token token;
-    token.choices = __shfl_sync(arch::kAllLanes, entry_.w, from);
+    token.choices = __shfl_sync(arch::kAllLanes, entry_.y, from);
     token.token = p_.token_of(pair);
     token.source = __shfl_sync(arch::kAllLanes, source_, from);
     if ((token.choices >> lane_ & 1) != 0) {
-      token.place =
-          __ldcg(word_of(window(), p_.window.place_word(parity(pass_.epoch), token.source,
-                                                        token.token * p_.shape.max_top_k + lane_)));
+      token.place = __ldcg(
+          word_of(window(), p_.window.placed_pair(parity(pass_.epoch), token.source,
+                                                  token.token * p_.shape.max_top_k + lane_)));
     }
     return token;
   }
@@ -156,7 +175,7 @@ class TokenDraws {
   std::uint32_t drawn_ = 0;  // of lane 0: the draw after the next
 };
 
-// Transfer::once. One of kCommunicationWarps warps of a CTA.
+// Where rows cross once. One of kCommunicationWarps warps of a CTA.
 __device__ inline void pull_tokens(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
   pass.wait_lists();
@@ -168,20 +187,15 @@ __device__ inline void pull_tokens(Pass const& pass, int warp) {
     TokenDraws::Token const token = ahead;
     ahead = draws.next();  // read before it is needed
     if (token.choices == 0) continue;
-    int row = -1;
-    int const lane = arch::lane_idx();
-    if ((token.choices >> lane & 1) != 0) {
-      row = pool_row_of(pass, PairPlace::of(token.place), token.source);
-      *row_origin(p, row) = make_uint2(token.token * p.shape.max_top_k + lane,
-                                       static_cast<std::uint32_t>(token.source));
-    }
+    int const row =
+        place_row(pass, token.token, token.source, token.choices, PairPlace::of(token.place));
     bringing.bring(p.windows[token.source] + p.window.x_row(token.token), row);
   } while (ahead.choices != 0);
   bringing.finish();
 }
 
-// Transfer::once. One of kConsumerWarps warps: of the first rows number i by warp i mod warps, those of a CTA far
-// apart. Lane j reads the entry of the warp's j-th row.
+// Where rows cross once. One of kConsumerWarps warps: of the first rows number i by warp i mod warps, those of a CTA
+// far apart. Lane j reads the entry of the warp's j-th row.
 __device__ inline void bring_first_tokens(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
   BringRows bringing(pass);
@@ -209,10 +223,10 @@ __device__ inline void bring_first_tokens(Pass const& pass, int warp) {
       int const from = __ffs(static_cast<int>(left)) - 1;
       int const source = __shfl_sync(arch::kAllLanes, source_ahead, from);
       int const token = p.token_of(__shfl_sync(arch::kAllLanes, entry.x, from));
-      std::uint32_t const choices = __shfl_sync(arch::kAllLanes, entry.w, from);
+      std::uint32_t const choices = __shfl_sync(arch::kAllLanes, entry.y, from);
       if ((choices >> lane & 1) == 0) return 0u;
-      return __ldcg(word_of(p.windows[p.rank],
-                            p.window.place_word(parity(pass.epoch), source, token * top_k + lane)));
+      return __ldcg(word_of(p.windows[p.rank], p.window.placed_pair(parity(pass.epoch), source,
+                                                                    token * top_k + lane)));
     };
     unsigned left = __ballot_sync(arch::kAllLanes, brings);
     std::uint32_t ahead = place_of(left);
@@ -222,12 +236,8 @@ __device__ inline void bring_first_tokens(Pass const& pass, int warp) {
       int const from = __ffs(static_cast<int>(left)) - 1;
       int const source = __shfl_sync(arch::kAllLanes, source_ahead, from);
       int const token = p.token_of(__shfl_sync(arch::kAllLanes, entry.x, from));
-      std::uint32_t const choices = __shfl_sync(arch::kAllLanes, entry.w, from);
-      int row = -1;
-      if ((choices >> lane & 1) != 0) {
-        row = pool_row_of(pass, PairPlace::of(place), source);
-        *row_origin(p, row) = make_uint2(token * top_k + lane, static_cast<std::uint32_t>(source));
-      }
+      std::uint32_t const choices = __shfl_sync(arch::kAllLanes, entry.y, from);
+      int const row = place_row(pass, token, source, choices, PairPlace::of(place));
       bringing.bring(p.windows[source] + p.window.x_row(token), row);
     }
   }

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The epilogue of a down task, under the k loop of the next one: every warp sends the 16 rows of its accumulators to
-// the slots of their pairs. They are rounded to bf16 at once and kept until then, the first 64 columns in shared
-// memory, the others in 48 registers of a thread, which take their place by quarters:
+// the slots of their pairs, or leaves them in the pool to be added up (owner_sums.cuh). They are rounded to bf16 at
+// once and kept until then, the first 64 columns in shared memory, the others in 48 registers of a thread, which take
+// their place by quarters:
 //   at once           | round; quarter 0 to shared memory
 //   behind a k_tile   | [next quarter to shared memory] 8 rows of a quarter to their slots, 128 bytes by eight lanes
 // All of it at once is 6% of a pass's cycles, in which tensor cores wait (docs/notebook/2026-11-25-deferred-rows.md).
@@ -31,6 +32,7 @@ class Push {
     if (arch::lane_idx() >= block::kWarpRows || row_of_tile >= tile.rows) return nullptr;
     std::int64_t const pool_row = std::int64_t{tile.row} + row_of_tile;
     uint2 const origin = *row_origin(p, pool_row);
+    if (origin.y == kStays) return p.gmem_pool + pool_row * (2 * p.shape.hidden);
     int const token = p.token_of(origin.x);
     return p.windows[origin.y] +
            p.window.slot(token, static_cast<std::int32_t>(origin.x) - token * p.shape.max_top_k);

@@ -56,11 +56,15 @@ __device__ void clear_next_bank(ExchangeArguments const& p, std::uint32_t epoch)
   }
 }
 
-// Words of this rank's window that say which blocks are done. Owners write them once they have this rank's lists.
+// Words of this rank's window that say which blocks are done, and with dedup which sums. Owners write them once they
+// have this rank's lists.
 template <int kThreads>
 __device__ void renew_blocks(ExchangeArguments const& p, std::uint32_t epoch) {
+  bool const has_sums = p.shape.transfer == Transfer::dedup;
   std::uint32_t* const first = word_of(p.windows[p.rank], p.window.block_done_word(0, 0));
-  std::uint32_t* const end = word_of(p.windows[p.rank], p.window.block_done_word(p.shape.ranks, 0));
+  std::uint32_t* const end =
+      word_of(p.windows[p.rank], has_sums ? p.window.part_done_word(p.shape.ranks, 0)
+                                          : p.window.block_done_word(p.shape.ranks, 0));
   for (std::uint32_t* word = first + std::int64_t{blockIdx.x} * kThreads + threadIdx.x; word < end;
        word += std::int64_t{gridDim.x} * kThreads) {
     *word = epoch - 1;
@@ -171,20 +175,27 @@ __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, s
   return true;
 }
 
-// Transfer::once: the token's choices on the owner of `id`. The one of the lowest expert, whose tasks come first,
-// brings the row.
+// Where rows cross once: the token's choices on the owner of `id`. The one of the lowest expert, whose tasks come
+// first, brings the row.
 __device__ inline void join(ExchangeArguments const& p, std::int32_t id, int pair,
                             RouteEntry& entry) {
   int const choice = pair - p.token_of(pair) * p.shape.max_top_k;
   std::uint32_t choices = 0;
+  int const first = p.owner(id) * p.local_experts;
+  int added = 0;     // rows that are added up
+  bool ends = true;  // this is the last of them
   for (int j = 0; j < p.shape.max_top_k; ++j) {
     std::int32_t const other = p.gmem_topk_ids[pair - choice + j];
     if (!is_expert(p, other) || p.owner(other) != p.owner(id)) continue;
     choices |= 1u << j;
-    if (other < id || (other == id && j < choice)) ++entry.place;
+    bool const is_before = other < id || (other == id && j < choice);
+    if (is_before) ++entry.place;
+    if (other - first >= p.added_experts) continue;
+    ++added;
+    if (!is_before && j != choice) ends = false;
   }
-  entry.rows = static_cast<std::uint8_t>(__popc(choices));
-  entry.first_index = static_cast<std::int32_t>(choices);
+  entry.ends_sum = id - first < p.added_experts && ends && added > 1 ? 1 : 0;
+  entry.choices = choices;
 }
 
 // One pair per lane at a time; those of one expert keep their order.
@@ -207,13 +218,14 @@ __device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>
     if (routed && (same & earlier_lanes) == 0) next[id] += __popc(same);
     __syncwarp();
     if (routed) {
-      // Every row comes for itself, and scores stay with their source.
-      RouteEntry entry = {static_cast<std::uint32_t>(pair), 0.0f, 0, 1, 0, 0};
+      RouteEntry entry = {.pair = static_cast<std::uint32_t>(pair)};
       char* const window = p.windows[p.owner(id)];
-      if (p.shape.transfer == Transfer::once) {
+      if (p.shape.rows_cross_once()) {
         join(p, id, pair, entry);
         PairPlace const at = {id - p.owner(id) * p.local_experts, index};
-        *word_of(window, p.window.place_word(parity(epoch), p.rank, pair)) = at.word();
+        float const score = p.shape.transfer == Transfer::dedup ? p.gmem_scores[pair] : 0;
+        *reinterpret_cast<uint2*>(window + p.window.placed_pair(parity(epoch), p.rank, pair)) =
+            make_uint2(at.word(), __float_as_uint(score));
       }
       std::int64_t const place = smem.list_begin[id] + index;
       *reinterpret_cast<uint4*>(window + p.window.list_entry(parity(epoch), p.rank, place)) =

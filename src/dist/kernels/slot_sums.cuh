@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // o_t = sum over choices of s * slot, in the order of the choices, each awaited: the end of the fused kernel.
-// The bits are those of aggregate (src/cuda/kernels). Of two groups of tokens those that are complete come first.
+// The bits are those of aggregate (src/cuda/kernels). dedup: where another rank has several of a token's choices, their
+// sum stands in the slot of the first of them (owner_sums.cuh). Of two groups of tokens those that are complete come
+// first.
 //   piece   512 to 2048 columns of two to eight choices of a token: 8 KB
 //   ring    two pieces of every warp, where the stages were: 128 KB of an SM in flight, by cp.async. Every lane reads
 //           what it has asked for itself, so that nobody waits for anybody
@@ -15,6 +17,12 @@ namespace tessera::dist {
 // Tokens of the CTA's slice, those of a warp kConsumerWarps apart.
 class SlotSums {
  public:
+  static constexpr int kPieces = 2;  // three are no faster, one is slower by 0.5%
+  static constexpr int kPieceBytes = 8192;
+  static constexpr int kBytes = kConsumerWarps * kPieces * kPieceBytes;  // of the stages
+  static_assert(kBytes + kConsumerWarps * sizeof(SumStorage) <=
+                sizeof(block::SharedStorage<kPlain>::a) + sizeof(block::SharedStorage<kPlain>::b));
+
   __device__ SlotSums(Pass const& pass, int warp)
       : pass_(pass),
         p_(pass.p.exchange),
@@ -40,15 +48,11 @@ class SlotSums {
  private:
   static constexpr int kBlockColumns = 8 * arch::kWarpThreads;
   static constexpr int kBlockBytes = 2 * kBlockColumns;
-  static constexpr int kPieces = 2;  // three are no faster, one is slower by 0.5%
-  static constexpr int kPieceBytes = 8192;
-  static_assert(kConsumerWarps * kPieces * kPieceBytes <=
-                sizeof(block::SharedStorage<kPlain>::a) + sizeof(block::SharedStorage<kPlain>::b));
 
   // Of lane g * max_top_k + j: choice j of the g-th token of a group.
   struct Choice {
-    int owner = -1;  // none
-    std::int32_t block = 0;
+    int owner = -1;         // none
+    std::int64_t word = 0;  // that says that its result is there
     float score = 0;
   };
   struct Group {
@@ -106,12 +110,33 @@ class SlotSums {
   // Of the group whose first token is `first`.
   __device__ Choice choice(int first) const {
     int const token = first + turn_of_lane() * kConsumerWarps;
-    if (token >= slice_.end || lane_ >= group_tokens() * top_k_) return {};
-    int const pair = token * top_k_ + lane_ - turn_of_lane() * top_k_;
-    int const id = p_.gmem_topk_ids[pair];
-    if (!is_expert(p_, id)) return {};
-    auto const index = static_cast<std::int32_t>(*pair_word(p_, pair));
-    return {p_.owner(id), pass_.block_of(id, index), pass_.p.gmem_scores[pair]};
+    bool const has_choice = token < slice_.end && lane_ < group_tokens() * top_k_;
+    Choice choice;
+    bool adds_up = false;
+    if (has_choice) {
+      int const pair = token * top_k_ + lane_ - turn_of_lane() * top_k_;
+      int const id = p_.gmem_topk_ids[pair];
+      if (is_expert(p_, id)) {
+        auto const index = static_cast<std::int32_t>(*pair_word(p_, pair));
+        int const owner = p_.owner(id);
+        adds_up = owner != p_.rank && id - owner * p_.local_experts < p_.added_experts;
+        choice = {owner, p_.window.block_done_word(owner, pass_.block_of(id, index)),
+                  p_.gmem_scores[pair]};
+      }
+    }
+    __syncwarp();
+    if (p_.shape.transfer == Transfer::dedup) take_sum(choice, adds_up, token);
+    return choice;
+  }
+  // With the first of several choices that another rank adds up comes their sum, weighted already, and with the others
+  // nothing.
+  __device__ void take_sum(Choice& choice, bool adds_up, int token) const {
+    int const key = adds_up ? turn_of_lane() * kMaxRanks + choice.owner : -1;
+    unsigned const same = __match_any_sync(arch::kAllLanes, key);
+    if (!adds_up || __popc(same) == 1) return;
+    bool const is_first = lane_ == __ffs(static_cast<int>(same)) - 1;
+    choice = is_first ? Choice{choice.owner, p_.window.part_done_word(choice.owner, token), 1.0f}
+                      : Choice{};
   }
 
   // The next piece, once its token is complete.
@@ -149,7 +174,7 @@ class SlotSums {
     if (take(own_) || take(ahead_)) return true;
     int const awaited = __ffs(static_cast<int>(own_.left)) - 1;
     if (turn_of_lane() == awaited && !own_.there) {
-      pass_.wait_epoch(word_of_block(own_.choice), Site::block_done, own_.choice.owner);
+      pass_.wait_epoch(own_.choice.word, site(own_.choice), own_.choice.owner);
       own_.there = true;
     }
     __syncwarp();
@@ -158,9 +183,8 @@ class SlotSums {
   __device__ bool take(Group& group) {
     if (group.left == 0) return false;
     if (!group.there) {
-      group.there =
-          reached(arch::load_acquire_sys(word_of(p_.windows[p_.rank], word_of_block(group.choice))),
-                  pass_.epoch);
+      group.there = reached(arch::load_acquire_sys(word_of(p_.windows[p_.rank], group.choice.word)),
+                            pass_.epoch);
     }
     __syncwarp();
     unsigned const choices = (2u << (top_k_ - 1)) - 1;  // of the first token
@@ -178,8 +202,10 @@ class SlotSums {
     }
     return false;
   }
-  __device__ std::int64_t word_of_block(Choice const& choice) const {
-    return p_.window.block_done_word(choice.owner, choice.block);
+  __device__ Site site(Choice const& choice) const {
+    bool const of_sum =
+        p_.shape.transfer == Transfer::dedup && choice.word >= p_.window.part_done_word(0, 0);
+    return of_sum ? Site::part_done : Site::block_done;
   }
 
   // A group of cp.async, of no copies where there is no piece.

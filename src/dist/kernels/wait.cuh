@@ -18,7 +18,8 @@ __device__ inline std::uint32_t* word_of(char* base, std::int64_t offset) {
   return reinterpret_cast<std::uint32_t*>(base + offset);
 }
 
-// {pair, source} of a row of the pool.
+// {pair, source} of a row of the pool. The source is kStays where the row's result goes nowhere yet.
+constexpr std::uint32_t kStays = ~0u;
 __device__ inline uint2* row_origin(ExchangeArguments const& p, std::int64_t row) {
   return reinterpret_cast<uint2*>(p.gmem_local + p.local.row_origin + 8 * row);
 }

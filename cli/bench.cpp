@@ -39,7 +39,7 @@ struct BenchFlags {
   std::string out;
   double seconds = 5;
   std::int64_t gpus = 0;
-  bool no_check = false, json = false;
+  bool no_check = false, json = false, sums_on_owners = false;
 };
 
 constexpr std::int64_t kTokensPerGpu = 8192;
@@ -352,6 +352,7 @@ int bench_cuda(BenchFlags const& flags, std::string const& command_line) {
   }
   request.seconds = flags.seconds;
   request.check = !flags.no_check;
+  request.sums_on_owners = flags.sums_on_owners;
   request.print = !flags.json;
   request.command = command_line;
   request.commit = commit();
@@ -370,6 +371,10 @@ int bench_cuda(BenchFlags const& flags, std::string const& command_line) {
 
 int bench(BenchFlags flags, std::string const& command_line) {
   require_writable(flags.out);
+  if (flags.sums_on_owners && flags.gpus == 0) {
+    throw CommandError(
+        "--sums-on-owners: of the GPUs of --gpus; give their number, or leave it out");
+  }
   if (flags.shape.on_cuda()) return bench_cuda(flags, command_line);
   if (flags.passes.empty()) flags.passes = {"forward", "backward", "forward-inference"};
   for (std::string const& name : flags.passes) {
@@ -426,6 +431,8 @@ void add_bench(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--gpus", flags->gpus, "GPUs that share the experts; T is that of each")
       ->check(CLI::Range(0, kMaxRanks));
+  command->add_flag("--sums-on-owners", flags->sums_on_owners,
+                    "with --gpus: where the link would decide, send back sums instead of results");
   command->add_option("--out", flags->out, "write the results file")->type_name("FILE");
   command->add_flag("--no-check", flags->no_check, "skip the check; rows say so");
   command->add_flag("--json", flags->json, "the results as JSON on stdout");

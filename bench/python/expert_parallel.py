@@ -10,7 +10,8 @@ nccl-grouped-mm is the usual layer: sort rows by expert, exchange counts, all-to
 act, grouped_mm, back the same way, weight and add per token. Counts pass through the host, as torch's call takes its
 splits from there. nccl-all-to-all is the exchange of the rows alone, there and back. cublas-bmm is the two GEMMs alone,
 on equally many rows for every expert and without activation: what an exchange may hide behind. tessera-in-place is
-tessera on an x that lies in the window. liger-cute, where asked for, is the forward pass of the package
+tessera on an x that lies in the window; tessera-sums-on-owners may send sums back where the link would decide.
+liger-cute, where asked for, is the forward pass of the package
 liger-cute-kernels, which takes swiglu and scores in bf16. T is that of each GPU; a time is that of the slowest rank. o
 is checked against the same experts on one GPU.
 
@@ -34,7 +35,7 @@ from torch.nn import functional
 # d, n, E, K, activation
 CONFIGS = {"Qwen3-30B": (2048, 768, 128, 8, "swiglu"), "FlashDMoE-swiglu": (2048, 2048, 32, 2, "swiglu"),
            "FlashDMoE": (2048, 2048, 32, 2, "gelu"), "DSv3": (7168, 2048, 256, 8, "swiglu")}
-IMPLS = "nccl-grouped-mm,nccl-all-to-all,cublas-bmm,tessera,tessera-in-place"
+IMPLS = "nccl-grouped-mm,nccl-all-to-all,cublas-bmm,tessera,tessera-in-place,tessera-sums-on-owners"
 TOLERANCE = 2e-2  # relative error in the norm: a few roundings, far from a wrong result
 ALL_IMPLS = [*IMPLS.split(","), "liger-cute"]
 WARM_UPS = 5
@@ -170,7 +171,7 @@ def bench(config: str, tokens: int, impls: list[str], behind: list[str], rounds:
     own_up, own_down = (w[rank * local:(rank + 1) * local] for w in (w_up, w_down))
     wanted = one_gpu(x, ids, scores, w_up, w_down, activation)
 
-    bodies, group = {}, None
+    bodies, groups = {}, []
     exchange = Exchange(ids, experts)
     rows = x[exchange.order // top_k]
     share = tokens * top_k // local  # rows of an expert, were they equally many
@@ -179,14 +180,22 @@ def bench(config: str, tokens: int, impls: list[str], behind: list[str], rounds:
     targets = {"nccl-all-to-all": rows, "cublas-bmm": torch.stack([a @ w.mT for a, w in zip(even_a, own_down)])}
     bodies["nccl-all-to-all"] = lambda: exchange.combine(exchange.dispatch(rows))
     bodies["nccl-grouped-mm"] = lambda: nccl_layer(x, ids, scores, own_up, own_down, experts, activation)
-    if not {"tessera", "tessera-in-place"}.isdisjoint(impls):
+    if any(impl.startswith("tessera") for impl in impls):
         import tessera
-        group = tessera.ExpertParallel(max_tokens=tokens, hidden=d, intermediate=n, experts=experts, top_k=top_k,
-                                       activation=activation)
         narrow = ids.int()
+
+        def make_group(**options):
+            groups.append(tessera.ExpertParallel(max_tokens=tokens, hidden=d, intermediate=n, experts=experts,
+                                                 top_k=top_k, activation=activation, **options))
+            return groups[-1]
+
+        group = make_group()
         placed = group.input(tokens).copy_(x)
         bodies["tessera"] = lambda: group(x, narrow, scores, own_up, own_down)
         bodies["tessera-in-place"] = lambda: group(placed, narrow, scores, own_up, own_down)
+        if "tessera-sums-on-owners" in impls:
+            with_sums = make_group(sums_on_owners=True)
+            bodies["tessera-sums-on-owners"] = lambda: with_sums(x, narrow, scores, own_up, own_down)
     if liger_cute is not None and activation == "swiglu":
         bodies["liger-cute"] = liger_cute.body(x, ids, scores, own_up, own_down)
     elif liger_cute is not None and rank == 0:
@@ -198,8 +207,8 @@ def bench(config: str, tokens: int, impls: list[str], behind: list[str], rounds:
         dist.all_reduce(error, dist.ReduceOp.MAX)
         with torch.no_grad():
             ms, host_us = measure(bodies[impl], rounds, place)
-        if group is not None:
-            group.check()
+        for made in groups:
+            made.check()
         flops = (0 if impl == "nccl-all-to-all" else 2 * (halves + 1)) * tokens * top_k * n * d
         timed = "gemms" if impl == "cublas-bmm" else "forward-inference"
         middle = statistics.median(ms)
@@ -210,9 +219,9 @@ def bench(config: str, tokens: int, impls: list[str], behind: list[str], rounds:
                     "ms_p90": round(ms[len(ms) * 9 // 10], 4), "host_us": round(host_us, 1),
                     "tflops": round(flops / middle * 1e-9, 1), "relative_error": float(f"{error.item():.2e}"),
                     "checked": error.item() < TOLERANCE})
-    if group is not None:
+    for made in groups:
         dist.barrier()
-        group.close()
+        made.close()
     return out
 
 

@@ -5,8 +5,8 @@
 //
 // One kernel per pass on every rank sends rows to the owners of their experts, multiplies, and brings the results
 // back. No row is dropped; o has the bits of moe_forward on a single GPU with all experts, for every P, but where that
-// has at most 8 tokens, for which it takes other kernels. Ranks are threads or processes. They make the same passes in
-// the same order, also those in which they have no token.
+// has at most 8 tokens, for which it takes other kernels, or where owners may add up (sums_on_owners). Ranks are
+// threads or processes. They make the same passes in the same order, also those in which they have no token.
 #pragma once
 
 #include <cstddef>
@@ -41,6 +41,10 @@ struct ExpertParallelDesc {
   std::int64_t experts = 0;       ///< E, a multiple of P, at most 512
   std::int64_t top_k = 0;         ///< K, 1 to 32, at most E
   Activation activation = {};
+  /// Whether a rank may send back one weighted sum of a token's choices there, rounded to bf16, instead of the result
+  /// of each, where the link would hold up the pass: fewer bytes cross, and the bits of o, the same every time, depend
+  /// on P and on where a token is. What is added to the error of o is a rounding of each sum (docs/numerics.md).
+  bool sums_on_owners = false;
   double time_limit = 30;  ///< seconds a pass waits for another rank, above 0 and at most 86400
 };
 

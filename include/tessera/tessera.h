@@ -147,13 +147,13 @@ typedef struct {
   tessera_buffer workspace;
 } tessera_grouped_gemm_args;
 
-/* Experts spread over the GPUs of a host, and their bounds: dist.hpp. time_limit 0: 30 s. alpha, limit and up_offset
- * as in tessera_moe_desc. */
+/* Experts spread over the GPUs of a host, and their bounds: dist.hpp. time_limit 0: 30 s. sums_on_owners: 0 or 1.
+ * alpha, limit and up_offset as in tessera_moe_desc. */
 typedef struct {
   uint64_t size;
   int32_t rank, ranks;
   int64_t max_tokens, hidden, intermediate, experts, top_k;
-  int32_t activation, reserved;
+  int32_t activation, sums_on_owners;
   float alpha, limit, up_offset, reserved2;
   double time_limit;
 } tessera_expert_parallel_desc;

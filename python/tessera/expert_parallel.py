@@ -26,7 +26,7 @@ _MOST_RANKS = 8
 class _Desc(Structure):
     _fields_ = [("size", c_uint64), ("rank", c_int32), ("ranks", c_int32),
                 *[(name, c_int64) for name in ("max_tokens", "hidden", "intermediate", "experts", "top_k")],
-                ("activation", c_int32), ("reserved", c_int32),
+                ("activation", c_int32), ("sums_on_owners", c_int32),
                 *[(name, c_float) for name in ("alpha", "limit", "up_offset", "reserved2")], ("time_limit", c_double)]
 
 
@@ -106,15 +106,17 @@ class ExpertParallel:
     experts: E, a multiple of P, at most 512. top_k: K, at most 32 and at most E. group: of torch.distributed, 1 to 8
     ranks, one per GPU of one host, its default where None. windows: addresses of memory of all ranks, as this rank's
     GPU sees it, zeroed, of `window_bytes` each; where None NCCL makes them. time_limit: seconds that a pass waits for
-    another rank, above 0 and at most 86400. alpha, limit and up_offset belong to clamped-swiglu. Everything but
+    another rank, above 0 and at most 86400. sums_on_owners: where the link would hold up a pass, a rank may send back
+    one weighted sum of a token's choices there, rounded to bf16, instead of each result; then the bits of o, the same
+    every time, depend on P and on the token's rank. alpha, limit and up_offset belong to clamped-swiglu. Everything but
     `device` and `windows` is equal on all ranks. Larger passes have to be split: max_tokens * K * K is at most 2^32,
-    and a rank's pool, P * max_tokens * K rows and 127 for each of its experts, has at most 2^31 - 1. ValueError where
-    a bound is broken. Making and closing are collective; where one rank fails to join, all of them raise.
+    and a rank's pool, P * max_tokens * K rows and 127 for each of its experts, has at most 2^31 - 1. ValueError where a
+    bound is broken. Making and closing are collective; where one rank fails to join, all of them raise.
     """
 
     def __init__(self, *, max_tokens: int, hidden: int, intermediate: int, experts: int, top_k: int,
                  activation: str = "swiglu", alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0,
-                 group=None, device=None, windows=None, time_limit: float = 30):
+                 sums_on_owners: bool = False, group=None, device=None, windows=None, time_limit: float = 30):
         self._handle, self._window = c_void_p(), c_void_p()
         self._passes, self._input = {}, None
         rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
@@ -128,7 +130,8 @@ class ExpertParallel:
                     raise ValueError(f"activation={activation!r}: choose from {', '.join(options.ACTIVATIONS)}")
                 clamp = (alpha, limit, up_offset) if activation == "clamped-swiglu" else (0, 0, 0)
                 self._desc = _Desc(ctypes.sizeof(_Desc), rank, ranks, max_tokens, hidden, intermediate, experts, top_k,
-                                   options.ACTIVATIONS.index(activation), 0, *clamp, 0, time_limit)
+                                   options.ACTIVATIONS.index(activation), bool(sums_on_owners), *clamp, 0,
+                                   time_limit)
                 bytes_ = self.window_bytes
                 if windows is not None and len(windows) != ranks:
                     raise ValueError(f"windows: {len(windows)} addresses for {ranks} ranks; pass one of each rank")

@@ -70,7 +70,7 @@ Expected<dist::ExchangeShape> shape_of(ExpertParallelDesc const& d) noexcept {
                            static_cast<long long>(kMostPairs / d.top_k / d.top_k),
                            static_cast<int>(d.top_k));
   }
-  shape.transfer = dist::choose_transfer(shape);
+  shape.transfer = dist::choose_transfer(shape, d.sums_on_owners);
   return shape;
 }
 

@@ -80,6 +80,22 @@ TEST(ExpertParallel, RulesNameFieldAndValue) {
   }
 }
 
+// A word for every token of every owner, where the link decides alone.
+TEST(ExpertParallel, SumsOnOwnersNeedWords) {
+  auto const bytes = [](std::int32_t ranks, bool sums) {
+    return ExpertParallel::window_bytes({.ranks = ranks,
+                                         .max_tokens = 8192,
+                                         .hidden = 2048,
+                                         .intermediate = 768,
+                                         .experts = 128,
+                                         .top_k = 8,
+                                         .sums_on_owners = sums})
+        .value();
+  };
+  EXPECT_EQ(bytes(4, true) - bytes(4, false), std::size_t{4} * 4 * 8192);
+  EXPECT_EQ(bytes(2, true), bytes(2, false));
+}
+
 TEST(ExpertParallel, AContextOnTheCpuIsRefused) {
   auto const context = Context::create();
   ASSERT_TRUE(context.ok());
@@ -122,6 +138,12 @@ TEST(ExpertParallel, TheCAbiSaysTheSame) {
   size_t bytes = 0;
   ASSERT_EQ(tessera_expert_parallel_window(&desc, &bytes), TESSERA_OK) << tessera_last_error();
   EXPECT_EQ(bytes, ExpertParallel::window_bytes(good()).value());
+
+  ExpertParallelDesc with_sums = good();
+  with_sums.sums_on_owners = true;
+  desc.sums_on_owners = 1;
+  ASSERT_EQ(tessera_expert_parallel_window(&desc, &bytes), TESSERA_OK) << tessera_last_error();
+  EXPECT_EQ(bytes, ExpertParallel::window_bytes(with_sums).value());
 
   tessera_context* context = nullptr;
   ASSERT_EQ(tessera_context_create(TESSERA_CPU, 0, 1, &context), TESSERA_OK);

@@ -324,6 +324,7 @@ void expect_right(Case const& c, std::uint32_t jitter_ns = 0) {
 TEST(FusedForward, GivesTheBitsOfEachExpertAlone) {
   for (std::int32_t const ranks : {1, 2, 4}) {
     for (Transfer const transfer : kTransfers) {
+      if (ranks == 1 && transfer == Transfer::dedup) continue;  // nothing is added up
       expect_right({.shape = shape(ranks, 24, 128, 64, 4, 2, transfer)});
     }
   }
@@ -342,8 +343,10 @@ TEST(FusedForward, AnyNumberOfCtasAndAnyLag) {
 // for a warp than two groups have.
 TEST(FusedForward, AnyNumberOfChoices) {
   for (Transfer const transfer : kTransfers) {
-    expect_right({.shape = shape(1, 230, 64, 64, 6, 5, transfer), .ctas = 2});
     expect_right({.shape = shape(2, 70, 64, 64, 14, 12, transfer), .ctas = 2});
+  }
+  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+    expect_right({.shape = shape(1, 230, 64, 64, 6, 5, transfer), .ctas = 2});
     expect_right({.shape = shape(1, 20, 64, 64, 32, 32, transfer), .ctas = 2});
   }
 }
@@ -365,7 +368,7 @@ TEST(FusedForward, SeveralBlocksAndTilesOfAnExpert) {
 
 // Of x, by the kernel: five a row, of which the last has 16 bytes.
 TEST(FusedForward, RowsOfSeveralPieces) {
-  for (Transfer const transfer : kTransfers) {
+  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
     expect_right({.shape = shape(1, 40, 4104, 64, 2, 1, transfer)});
   }
 }

@@ -78,14 +78,15 @@ __device__ inline void pull_rows(Pass const& pass, int warp) {
 }
 
 // Lane j: the row of the pool for choice j of a token, if that is one of `choices`, else -1; and what is kept of it for
-// its result. By a converged warp.
-__device__ inline int place_row(Pass const& pass, int token, int source, std::uint32_t choices,
-                                PairPlace const& place) {
+// its result. By a converged warp. kSums: Transfer::dedup.
+template <bool kSums>
+__device__ int place_row(Pass const& pass, int token, int source, std::uint32_t choices,
+                         PairPlace const& place) {
   ExchangeArguments const& p = pass.p.exchange;
   int const lane = arch::lane_idx();
   bool const has_row = (choices >> lane & 1) != 0;
   unsigned added = 0;
-  if (p.shape.transfer == Transfer::dedup && source != p.rank) {
+  if (kSums && source != p.rank) {
     added = __ballot_sync(arch::kAllLanes, has_row && place.expert < p.added_experts);
   }
   if (!has_row) return -1;
@@ -176,7 +177,8 @@ class TokenDraws {
 };
 
 // Where rows cross once. One of kCommunicationWarps warps of a CTA.
-__device__ inline void pull_tokens(Pass const& pass, int warp) {
+template <bool kSums>
+__device__ void pull_tokens(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
   pass.wait_lists();
   if (pass.failed()) return;
@@ -187,8 +189,8 @@ __device__ inline void pull_tokens(Pass const& pass, int warp) {
     TokenDraws::Token const token = ahead;
     ahead = draws.next();  // read before it is needed
     if (token.choices == 0) continue;
-    int const row =
-        place_row(pass, token.token, token.source, token.choices, PairPlace::of(token.place));
+    int const row = place_row<kSums>(pass, token.token, token.source, token.choices,
+                                     PairPlace::of(token.place));
     bringing.bring(p.windows[token.source] + p.window.x_row(token.token), row);
   } while (ahead.choices != 0);
   bringing.finish();
@@ -196,7 +198,8 @@ __device__ inline void pull_tokens(Pass const& pass, int warp) {
 
 // Where rows cross once. One of kConsumerWarps warps: of the first rows number i by warp i mod warps, those of a CTA
 // far apart. Lane j reads the entry of the warp's j-th row.
-__device__ inline void bring_first_tokens(Pass const& pass, int warp) {
+template <bool kSums>
+__device__ void bring_first_tokens(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
   BringRows bringing(pass);
   int const lane = arch::lane_idx();
@@ -237,7 +240,7 @@ __device__ inline void bring_first_tokens(Pass const& pass, int warp) {
       int const source = __shfl_sync(arch::kAllLanes, source_ahead, from);
       int const token = p.token_of(__shfl_sync(arch::kAllLanes, entry.x, from));
       std::uint32_t const choices = __shfl_sync(arch::kAllLanes, entry.y, from);
-      int const row = place_row(pass, token, source, choices, PairPlace::of(place));
+      int const row = place_row<kSums>(pass, token, source, choices, PairPlace::of(place));
       bringing.bring(p.windows[source] + p.window.x_row(token), row);
     }
   }

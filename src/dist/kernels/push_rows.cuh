@@ -13,7 +13,8 @@
 
 namespace tessera::dist {
 
-// Of one warp. Warps share nothing.
+// Of one warp. Warps share nothing. kSums: Transfer::dedup.
+template <bool kSums>
 class Push {
  public:
   __device__ Push(Pass const& pass, int consumer) : pass_(pass) {
@@ -32,7 +33,7 @@ class Push {
     if (arch::lane_idx() >= block::kWarpRows || row_of_tile >= tile.rows) return nullptr;
     std::int64_t const pool_row = std::int64_t{tile.row} + row_of_tile;
     uint2 const origin = *row_origin(p, pool_row);
-    if (origin.y == kStays) return p.gmem_pool + pool_row * (2 * p.shape.hidden);
+    if (kSums && origin.y == kStays) return p.gmem_pool + pool_row * (2 * p.shape.hidden);
     int const token = p.token_of(origin.x);
     return p.windows[origin.y] +
            p.window.slot(token, static_cast<std::int32_t>(origin.x) - token * p.shape.max_top_k);

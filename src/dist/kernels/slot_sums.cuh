@@ -14,7 +14,8 @@
 
 namespace tessera::dist {
 
-// Tokens of the CTA's slice, those of a warp kConsumerWarps apart.
+// Tokens of the CTA's slice, those of a warp kConsumerWarps apart. kSums: Transfer::dedup.
+template <bool kSums>
 class SlotSums {
  public:
   static constexpr int kPieces = 2;  // three are no faster, one is slower by 0.5%
@@ -51,8 +52,8 @@ class SlotSums {
 
   // Of lane g * max_top_k + j: choice j of the g-th token of a group.
   struct Choice {
-    int owner = -1;         // none
-    std::int64_t word = 0;  // that says that its result is there
+    int owner = -1;          // none
+    std::int32_t block = 0;  // of its owner; of a sum ~token
     float score = 0;
   };
   struct Group {
@@ -119,13 +120,14 @@ class SlotSums {
       if (is_expert(p_, id)) {
         auto const index = static_cast<std::int32_t>(*pair_word(p_, pair));
         int const owner = p_.owner(id);
-        adds_up = owner != p_.rank && id - owner * p_.local_experts < p_.added_experts;
-        choice = {owner, p_.window.block_done_word(owner, pass_.block_of(id, index)),
-                  p_.gmem_scores[pair]};
+        adds_up = kSums && owner != p_.rank && id - owner * p_.local_experts < p_.added_experts;
+        choice = {owner, pass_.block_of(id, index), p_.gmem_scores[pair]};
       }
     }
-    __syncwarp();
-    if (p_.shape.transfer == Transfer::dedup) take_sum(choice, adds_up, token);
+    if (kSums) {
+      __syncwarp();
+      take_sum(choice, adds_up, token);
+    }
     return choice;
   }
   // With the first of several choices that another rank adds up comes their sum, weighted already, and with the others
@@ -135,8 +137,7 @@ class SlotSums {
     unsigned const same = __match_any_sync(arch::kAllLanes, key);
     if (!adds_up || __popc(same) == 1) return;
     bool const is_first = lane_ == __ffs(static_cast<int>(same)) - 1;
-    choice = is_first ? Choice{choice.owner, p_.window.part_done_word(choice.owner, token), 1.0f}
-                      : Choice{};
+    choice = is_first ? Choice{choice.owner, ~token, 1.0f} : Choice{};
   }
 
   // The next piece, once its token is complete.
@@ -174,7 +175,7 @@ class SlotSums {
     if (take(own_) || take(ahead_)) return true;
     int const awaited = __ffs(static_cast<int>(own_.left)) - 1;
     if (turn_of_lane() == awaited && !own_.there) {
-      pass_.wait_epoch(own_.choice.word, site(own_.choice), own_.choice.owner);
+      pass_.wait_epoch(word_of(own_.choice), site(own_.choice), own_.choice.owner);
       own_.there = true;
     }
     __syncwarp();
@@ -183,8 +184,9 @@ class SlotSums {
   __device__ bool take(Group& group) {
     if (group.left == 0) return false;
     if (!group.there) {
-      group.there = reached(arch::load_acquire_sys(word_of(p_.windows[p_.rank], group.choice.word)),
-                            pass_.epoch);
+      group.there =
+          reached(arch::load_acquire_sys(dist::word_of(p_.windows[p_.rank], word_of(group.choice))),
+                  pass_.epoch);
     }
     __syncwarp();
     unsigned const choices = (2u << (top_k_ - 1)) - 1;  // of the first token
@@ -202,10 +204,13 @@ class SlotSums {
     }
     return false;
   }
-  __device__ Site site(Choice const& choice) const {
-    bool const of_sum =
-        p_.shape.transfer == Transfer::dedup && choice.word >= p_.window.part_done_word(0, 0);
-    return of_sum ? Site::part_done : Site::block_done;
+  __device__ static bool is_sum(Choice const& choice) { return kSums && choice.block < 0; }
+  __device__ static Site site(Choice const& choice) {
+    return is_sum(choice) ? Site::part_done : Site::block_done;
+  }
+  __device__ std::int64_t word_of(Choice const& choice) const {
+    return is_sum(choice) ? p_.window.part_done_word(choice.owner, ~choice.block)
+                          : p_.window.block_done_word(choice.owner, choice.block);
   }
 
   // A group of cp.async, of no copies where there is no piece.

@@ -35,7 +35,8 @@ inline double results_across(ExchangeShape const& s) {
 /// direct, unless the rows that cross take three quarters of the time of the GEMMs behind which they might hide, and
 /// crossing once per owner saves a quarter of them, choices drawn evenly. Where the link has time left, FlashDMoE's
 /// layers take 1 to 6% longer so (docs/notebook/2026-11-23-converged-warps.md). Where it would take three quarters even
-/// then, owners add up what they may (docs/notebook/2026-11-26-sums-on-owners.md).
+/// then, owners add up what they may, if a pass of max_tokens saves 75 us of it so: where that is 50 us, sums that come
+/// behind the last tasks cost more (docs/notebook/2026-11-26-sums-on-owners.md).
 inline Transfer choose_transfer(ExchangeShape const& s, bool sums_on_owners = false) {
   constexpr double kGemms = 650e12;  // FLOP per second
   constexpr double kBusy = 0.75;
@@ -46,8 +47,12 @@ inline Transfer choose_transfer(ExchangeShape const& s, bool sums_on_owners = fa
   double const rows_once = rows_across(s, Transfer::once);
   bool const pays = 2 * rows * row_time > kBusy * gemms && rows_once <= kWorthwhile * rows;
   if (!pays || !serves_once(s)) return Transfer::direct;
+  constexpr double kSumsSave = 75e-6;  // seconds
+  ExchangeShape with_sums = s;
+  with_sums.transfer = Transfer::dedup;
   bool const is_late = (rows_once + rows) * row_time > kBusy * gemms;
-  return is_late && sums_on_owners ? Transfer::dedup : Transfer::once;
+  bool const saves = s.max_tokens * (rows - results_across(with_sums)) * row_time > kSumsSave;
+  return sums_on_owners && is_late && saves ? Transfer::dedup : Transfer::once;
 }
 
 }  // namespace tessera::dist

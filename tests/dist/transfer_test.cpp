@@ -30,9 +30,10 @@ TEST(Transfers, RowsCrossOnceWhereTheLinkWouldDecide) {
 
 TEST(Transfers, OwnersAddUpWhereTheLinkWouldDecideEvenThen) {
   auto const choice = [](std::int32_t ranks, std::int32_t hidden, std::int32_t intermediate,
-                         std::int32_t experts, std::int32_t top_k, bool sums_on_owners = true) {
+                         std::int32_t experts, std::int32_t top_k, bool sums_on_owners = true,
+                         std::int32_t max_tokens = 8192) {
     return choose_transfer({.ranks = ranks,
-                            .max_tokens = 8192,
+                            .max_tokens = max_tokens,
                             .hidden = hidden,
                             .intermediate = intermediate,
                             .experts = experts,
@@ -45,6 +46,9 @@ TEST(Transfers, OwnersAddUpWhereTheLinkWouldDecideEvenThen) {
   EXPECT_EQ(choice(8, 2048, 768, 128, 8), Transfer::dedup);
   EXPECT_EQ(choice(4, 2048, 768, 128, 2), Transfer::direct);   // hardly any sums
   EXPECT_EQ(choice(4, 7168, 2048, 256, 8), Transfer::direct);  // GEMMs take longer
+  // Few tokens save less than sums cost.
+  EXPECT_EQ(choice(4, 2048, 768, 128, 8, true, 4096), Transfer::dedup);
+  EXPECT_EQ(choice(4, 2048, 768, 128, 8, true, 2048), Transfer::once);
   // Unless it is asked for, no owner adds up.
   for (std::int32_t const ranks : {1, 2, 4, 8}) {
     for (std::int32_t const top_k : {1, 2, 4, 8}) {

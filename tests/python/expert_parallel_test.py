@@ -368,7 +368,7 @@ class OnGpus(unittest.TestCase):
         x = torch.randn(tokens, d, **options)
         scores, ids = torch.rand(tokens, e, device="cuda").topk(k)
         wanted = one_gpu(x, ids, scores, w_up, w_down, "swiglu").float()
-        experts = tessera.ExpertParallel(max_tokens=tokens, hidden=d, intermediate=n, experts=e, top_k=k,
+        experts = tessera.ExpertParallel(max_tokens=16384, hidden=d, intermediate=n, experts=e, top_k=k,
                                          sums_on_owners=True)
         results = [experts(x, ids, scores, w_up[own], w_down[own]) for _ in range(20)]
         torch.cuda.synchronize()

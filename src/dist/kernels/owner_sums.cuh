@@ -14,6 +14,7 @@
 
 #include "cuda/arch/cp_async.cuh"
 #include "dist/kernels/pull_rows.cuh"
+#include "dist/kernels/weighted_sum.cuh"
 
 namespace tessera::dist {
 
@@ -51,7 +52,7 @@ class OwnerSums {
 
  private:
   static constexpr int kBytes = 16 * arch::kWarpThreads;  // of a load of all lanes
-  static constexpr int kTellAt = 4;                       // tokens
+  static constexpr int kTellAt = SumStorage::kMostUntold;
   static constexpr std::uint32_t kPollNs = 500;
   static constexpr int kRows = SumStorage::kRowsOfDraw;
 
@@ -65,7 +66,6 @@ class OwnerSums {
   }
   // Of the rows of experts whose results are added up.
   __device__ int end() const {
-    if (p_.added_experts == 0) return 0;
     ExpertPlan const& last = pass_.smem.plan[p_.added_experts - 1];
     return last.first_row + last.rows;
   }
@@ -202,7 +202,7 @@ class OwnerSums {
         for (int b = 0; b < kBlocks; ++b) {
           TESSERA_UNROLL
           for (int i = 0; i < kAtOnce; ++i) {
-            if (first + i < rows) add_part(smem_.terms[first + i].score, part[i][b], sum[b]);
+            if (first + i < rows) add_weighted(sum[b], smem_.terms[first + i].score, part[i][b]);
           }
           if (kBlocks > 1 && at + b * kBytes < row_bytes()) store(sum[b], to + at + b * kBytes);
         }
@@ -212,19 +212,8 @@ class OwnerSums {
     }
   }
   __device__ int row_bytes() const { return 2 * p_.shape.hidden; }
-  __device__ static void add_part(float score, uint4 const& part, float (&sum)[8]) {
-    std::uint32_t const pairs[4] = {part.x, part.y, part.z, part.w};
-    TESSERA_UNROLL
-    for (int pair = 0; pair < 4; ++pair) {
-      float2 const value = arch::unpack_bf16(pairs[pair]);
-      sum[2 * pair] = fmaf(score, value.x, sum[2 * pair]);
-      sum[2 * pair + 1] = fmaf(score, value.y, sum[2 * pair + 1]);
-    }
-  }
   __device__ static void store(float const (&sum)[8], char* to) {
-    *reinterpret_cast<uint4*>(to) = {
-        arch::pack_bf16(sum[0], sum[1]), arch::pack_bf16(sum[2], sum[3]),
-        arch::pack_bf16(sum[4], sum[5]), arch::pack_bf16(sum[6], sum[7])};
+    *reinterpret_cast<uint4*>(to) = rounded_sum(sum);
   }
 
   __device__ void tell() {

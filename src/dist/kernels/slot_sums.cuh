@@ -11,6 +11,7 @@
 #include "cuda/arch/cp_async.cuh"
 #include "cuda/arch/named_barrier.cuh"
 #include "dist/kernels/forward_pass.cuh"
+#include "dist/kernels/weighted_sum.cuh"
 
 namespace tessera::dist {
 
@@ -253,13 +254,7 @@ class SlotSums {
       for (int b = 0; b < kBlocks; ++b) {
         uint4 const bits = *reinterpret_cast<uint4 const*>(ring_ + slot * kPieceBytes +
                                                            (i * kBlocks + b) * kBlockBytes);
-        std::uint32_t const pairs[4] = {bits.x, bits.y, bits.z, bits.w};
-        TESSERA_UNROLL
-        for (int pair = 0; pair < 4; ++pair) {
-          float2 const value = arch::unpack_bf16(pairs[pair]);
-          sum[b][2 * pair] = fmaf(s, value.x, sum[b][2 * pair]);
-          sum[b][2 * pair + 1] = fmaf(s, value.y, sum[b][2 * pair + 1]);
-        }
+        add_weighted(sum[b], s, bits);
       }
     }
     if (!piece.last) return;
@@ -267,9 +262,7 @@ class SlotSums {
     for (int b = 0; b < kBlocks; ++b) {
       if (column + b * kBlockColumns >= p_.shape.hidden) break;
       *reinterpret_cast<uint4*>(pass_.p.gmem_o + std::int64_t{piece.token} * p_.shape.hidden +
-                                column + b * kBlockColumns) = {
-          arch::pack_bf16(sum[b][0], sum[b][1]), arch::pack_bf16(sum[b][2], sum[b][3]),
-          arch::pack_bf16(sum[b][4], sum[b][5]), arch::pack_bf16(sum[b][6], sum[b][7])};
+                                column + b * kBlockColumns) = rounded_sum(sum[b]);
     }
   }
 

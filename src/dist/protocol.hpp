@@ -68,8 +68,7 @@ inline char const* site_name(Site site) {
 struct alignas(16) RouteEntry {
   std::uint32_t pair = 0;     ///< token * max_top_k + choice, on its source
   std::uint32_t choices = 0;  ///< once, dedup: the token's on this owner, a bit each
-  std::uint8_t place =
-      0;  ///< once, dedup: among the rows of these, by expert, so by row of the pool
+  std::uint8_t place = 0;     ///< once, dedup: of its row among theirs, as in the pool
   std::uint8_t ends_sum = 0;  ///< dedup: 1 if it is the last of several that are added up
 };
 static_assert(sizeof(RouteEntry) == 16);

@@ -364,7 +364,7 @@ cudaError_t launch_forward_kernel(ForwardParams const& params, int sm_count, cud
   return cudaLaunchKernelEx(&config, forward<kKind, kSums>, params);
 }
 
-// Two kernels: in one, code of sums that others do not take costs them 0.1 to 0.6% of a pass.
+// Two kernels: in one, code of sums that others do not take costs them up to 0.7% of a pass.
 template <ActivationKind kKind>
 cudaError_t launch_forward_of(ForwardParams const& params, int sm_count, cudaStream_t stream) {
   return params.exchange.shape.transfer == Transfer::dedup

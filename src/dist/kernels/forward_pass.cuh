@@ -75,7 +75,7 @@ struct DrawnTickets {
 // Of a warp that adds up results (owner_sums.cuh).
 struct SumStorage {
   static constexpr int kRowsOfDraw = 2;
-  static constexpr int kMostUntold = 8;
+  static constexpr int kMostUntold = 4;  // tokens that are told behind one fence
   struct Token {
     std::uint32_t choices;  // on this rank
     int token, source;
@@ -161,11 +161,6 @@ struct Pass {
   std::uint32_t epoch;
 
   __device__ ExchangeShape const& shape() const { return p.exchange.shape; }
-  // Units of down behind those of up.
-  __device__ int lag() const {
-    return p.lag >= 0 ? p.lag
-                      : default_lag(shape(), owner_totals(shape(), plan(), p.exchange.rank));
-  }
   // Indexed by the expert's number over all ranks, though only this rank's are there.
   __device__ ExpertPlan const* plan() const {
     return smem.plan - p.exchange.rank * p.exchange.local_experts;

@@ -56,15 +56,12 @@ __device__ void clear_next_bank(ExchangeArguments const& p, std::uint32_t epoch)
   }
 }
 
-// Words of this rank's window that say which blocks are done, and with dedup which sums. Owners write them once they
-// have this rank's lists.
+// Words of this rank's window that say which blocks are done, and behind them, with dedup, which sums. Owners write
+// them once they have this rank's lists.
 template <int kThreads>
 __device__ void renew_blocks(ExchangeArguments const& p, std::uint32_t epoch) {
-  bool const has_sums = p.shape.transfer == Transfer::dedup;
   std::uint32_t* const first = word_of(p.windows[p.rank], p.window.block_done_word(0, 0));
-  std::uint32_t* const end =
-      word_of(p.windows[p.rank], has_sums ? p.window.part_done_word(p.shape.ranks, 0)
-                                          : p.window.block_done_word(p.shape.ranks, 0));
+  std::uint32_t* const end = word_of(p.windows[p.rank], p.window.counts);  // what follows
   for (std::uint32_t* word = first + std::int64_t{blockIdx.x} * kThreads + threadIdx.x; word < end;
        word += std::int64_t{gridDim.x} * kThreads) {
     *word = epoch - 1;

@@ -17,7 +17,7 @@ class Tasks {
   __device__ explicit Tasks(Pass const& pass)
       : pass_(pass),
         first_expert_(pass.p.exchange.rank * pass.p.exchange.local_experts),
-        cursor_(pass.shape(), pass.plan(), pass.p.exchange.rank, pass.lag()) {}
+        cursor_(pass.shape(), pass.plan(), pass.p.exchange.rank, lag(pass)) {}
 
   // What the announced task needs of this GPU before its A may be read.
   struct Needs {
@@ -47,6 +47,10 @@ class Tasks {
   }
 
  private:
+  __device__ static int lag(Pass const& pass) {
+    if (pass.p.lag >= 0) return pass.p.lag;
+    return default_lag(pass.shape(), owner_totals(pass.shape(), pass.plan(), pass.p.exchange.rank));
+  }
   __device__ int4 place(TaskPair const& pair) {
     ExchangeShape const& shape = pass_.shape();
     LocalLayout const& words = pass_.p.exchange.local;

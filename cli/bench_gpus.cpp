@@ -111,7 +111,7 @@ ExpertParallelDesc group_desc(std::int32_t rank, std::int32_t ranks, MoeDesc con
 }
 
 /// What several GPUs do not serve, before any of them is looked for.
-void check_job(std::int32_t gpus, CudaBench::Job const& job, bool checks) {
+void check_job(std::int32_t gpus, CudaBench::Job const& job, CudaBench const& bench) {
   verify::LayerCase const& layer_case = job.layer_case;
   MoeDesc const& desc = layer_case.desc;
   auto const refuse = [&job](std::string const& what) {
@@ -126,8 +126,9 @@ void check_job(std::int32_t gpus, CudaBench::Job const& job, bool checks) {
     throw CommandError(
         "--aux-dlogits, --router-bias: several GPUs are given ids and weights; leave it out");
   }
-  check(ExpertParallel::window_bytes(group_desc(0, gpus, desc, false)).status());
-  if (std::int64_t const tokens = desc.shape.tokens; checks && tokens > 0 && tokens <= kFewTokens) {
+  check(ExpertParallel::window_bytes(group_desc(0, gpus, desc, bench.sums_on_owners)).status());
+  if (std::int64_t const tokens = desc.shape.tokens;
+      bench.check && tokens > 0 && tokens <= kFewTokens) {
     throw CommandError(
         fmt::format("tokens={}: with at most {} tokens the layer on one GPU, which the check "
                     "compares bits with, adds up in another order; take more, or --no-check",
@@ -246,6 +247,7 @@ class RankBench {
   }
 
  private:
+  /// One that is void would not be: any missing term costs more than roundings.
   static bool is_near(std::vector<std::uint16_t> const& got,
                       std::vector<std::uint16_t> const& wanted) {
     auto const value = [](std::uint16_t bits) {
@@ -392,7 +394,7 @@ Json bench_on_gpus(std::int32_t gpus, CudaBench const& bench) {
           fmt::format("--pass {}: several GPUs run forward-inference; leave it out", pass));
     }
   }
-  for (CudaBench::Job const& job : bench.jobs) check_job(gpus, job, bench.check);
+  for (CudaBench::Job const& job : bench.jobs) check_job(gpus, job, bench);
   // The last of them: says in one line what is missing.
   check(Context::create({.device = {DeviceKind::cuda, gpus - 1}}).status());
   auto const facts = device::facts(0);

@@ -78,10 +78,9 @@ inline int check_small(CheckOptions const& options) {
           return all_right;
         });
     bool const ok = all_of(all);
-    std::printf("%s (T %d, d %d, n %d, E %d, K %d)%s, %s, %d passes:", ok ? "ok " : "BAD", c.tokens,
-                c.hidden, c.intermediate, shape.experts, shape.max_top_k,
-                (std::string(" ") + transfer_name(c.transfer)).c_str(), options.text().c_str(),
-                kPasses);
+    std::printf("%s (T %d, d %d, n %d, E %d, K %d) %s, %s, %d passes:", ok ? "ok " : "BAD",
+                c.tokens, c.hidden, c.intermediate, shape.experts, shape.max_top_k,
+                transfer_name(c.transfer), options.text().c_str(), kPasses);
     for (Pattern const pattern : kPatterns) std::printf(" %s", name(pattern));
     std::printf("\n");
     std::fflush(stdout);

@@ -20,8 +20,8 @@ namespace tessera::bench {
 
 using dist::ExchangeArguments;
 using dist::ExchangeShape;
+using dist::kTransfers;
 using dist::Transfer;
-constexpr Transfer kTransfers[] = {Transfer::direct, Transfer::once, Transfer::dedup};
 
 enum Part { kDispatch, kUp, kDown, kCombine, kAggregate, kParts };
 constexpr char const* kPartNames[] = {"dispatch", "up_projection_fwd", "down_projection_fwd",

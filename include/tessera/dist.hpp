@@ -43,8 +43,8 @@ struct ExpertParallelDesc {
   Activation activation = {};
   /// Whether a rank may send back one weighted sum of a token's choices there, rounded to bf16, instead of the result
   /// of each, where the link would hold up the pass: fewer bytes cross, and the bits of o, the same every time, depend
-  /// on P and on where a token is. Chosen for passes of max_tokens; it costs passes of a quarter of them or less. What
-  /// is added to the error of o is a rounding of each sum (docs/numerics.md).
+  /// on P and on where a token is. Chosen for passes of max_tokens; with far fewer tokens they take longer so. What is
+  /// added to the error of o is a rounding of each sum (docs/numerics.md).
   bool sums_on_owners = false;
   double time_limit = 30;  ///< seconds a pass waits for another rank, above 0 and at most 86400
 };

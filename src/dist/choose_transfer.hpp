@@ -9,6 +9,7 @@ namespace tessera::dist {
 /// Bytes per second in one direction, measured: docs/notebook/2026-11-21-two-gpus.md
 constexpr double kLinkRate = 350e9;
 
+constexpr Transfer kTransfers[] = {Transfer::direct, Transfer::once, Transfer::dedup};
 constexpr char const* transfer_name(Transfer transfer) {
   constexpr char const* kNames[] = {"direct", "once", "dedup"};
   return kNames[static_cast<int>(transfer)];

@@ -10,6 +10,7 @@
 #include <set>
 #include <string>
 
+#include "dist/choose_transfer.hpp"
 #include "tests/dist/passes.hpp"
 
 namespace tessera::dist::model {
@@ -153,7 +154,7 @@ TEST(Protocol, EndsWithManyUnitsAndTiles) {
   shape.block_rows = 1;
   shape.intermediate = 300;
   shape.hidden = 700;
-  for (Transfer const transfer : {Transfer::direct, Transfer::once, Transfer::dedup}) {
+  for (Transfer const transfer : kTransfers) {
     shape.transfer = transfer;
     for (std::int32_t const lag : {0, 1, 3, 100}) {
       for (std::uint64_t seed = 0; seed < 30; ++seed) {

@@ -5,9 +5,9 @@
     bench/draw_over_gpus.py --results bench/results --out docs/pictures/over-gpus.svg
 
 A panel for two GPUs and one for four: the time of other ways to do the same work, as a multiple of Tessera's in the
-same results file, 8192 tokens per GPU. An eager torch layer around NCCL and grouped_mm, and LigerCute over two GPUs,
-are beside Tessera's call from Python with an x of the caller's, and of calls behind the stream where a file has others,
-as in the tables.
+same results file, 8192 tokens per GPU. An eager torch layer around NCCL and grouped_mm, and LigerCute, are beside
+Tessera's call from Python with an x of the caller's, and of calls behind the stream where a file has others, as in the
+tables.
 """
 
 import argparse
@@ -23,11 +23,11 @@ NCCL = "eager torch: NCCL, grouped\\\\_mm"
 WAYS = (GEMMS, CHAIN, LIGER_CUTE, NCCL)
 # The file that has both a way and Tessera's pass.
 FILES = {2: {GEMMS: "2026-11-26-beside", CHAIN: "2026-11-26-beside",
-             LIGER_CUTE: "2026-11-25-python-expert-parallel-liger-cute", NCCL: "2026-11-26-python-expert-parallel"},
+             LIGER_CUTE: "2026-11-26-python-expert-parallel-liger-cute", NCCL: "2026-11-26-python-expert-parallel"},
          4: {GEMMS: "2026-11-26-beside", CHAIN: "2026-11-26-beside",
-             LIGER_CUTE: "2026-11-22-liger-cute", NCCL: "2026-11-26-python-expert-parallel"}}
+             LIGER_CUTE: "2026-11-26-python-expert-parallel-liger-cute", NCCL: "2026-11-26-python-expert-parallel"}}
 OURS = "Tessera"
-OUR_VARIANTS = ("fused", "torch", "before", "after")  # before and after LigerCute
+OUR_VARIANTS = ("fused", "torch")
 
 
 def way_of(row: dict) -> str:

@@ -233,6 +233,17 @@ TEST(Projections, ColumnsOfGateAndUpInTurn) {
       {.rows = {9, 150}, .hidden = 128, .intermediate = 200, .ctas = 3});
 }
 
+template <Major kMajor>
+using DownProjectionFwdPartial = DownProjectionFwdWide<kMajor, true>;
+
+// The last tile has two boxes of four, and one, by a layout that is loaded box by box and by one loaded at once.
+TEST(Projections, LastTilesWithoutAllBoxes) {
+  expect_right<true, Major::kK, DownProjectionFwdPartial>(
+      {.rows = {9, 0, 70}, .hidden = 328, .intermediate = 72});
+  expect_right<true, Major::kRows, DownProjectionFwdPartial>(
+      {.rows = {9, 70}, .hidden = 320, .intermediate = 64, .ctas = 3});
+}
+
 TEST(RouterLogits, AddsTheBias) {
   constexpr int kTokens = 150, kHidden = 136, kExperts = 266;
   Memory<Bits> x(kTokens * kHidden), w(kExperts * kHidden), bias(kExperts);
@@ -262,9 +273,9 @@ TEST(RouterLogits, AddsTheBias) {
 
 // Gate half, then up half, each of whose k fill no tile; then, with it, the router's part: dlogit times the expert's
 // row, as two bf16.
-template <bool kRouterPart>
+template <bool kRouterPart, int kHidden, bool kPartialLast = false>
 void expect_right_up_dgrad() {
-  constexpr int kRows = 190, kHidden = 200, kIntermediate = 72, kExperts = 3;
+  constexpr int kRows = 190, kIntermediate = 72, kExperts = 3;
   std::int32_t const offsets[kExperts + 1] = {0, 60, 60, kRows};
   constexpr int kMatrix = kHidden * kIntermediate;
   Memory<Bits> dh(kRows * 2 * kIntermediate), w(kExperts * 2 * kMatrix),
@@ -298,7 +309,7 @@ void expect_right_up_dgrad() {
     args.intermediate = kIntermediate;
     args.experts = kExperts;
     args.gmem_tile_counter = &counter;
-    using Config = UpProjectionDgradConfig<Major::kRows, kRouterPart>;
+    using Config = UpProjectionDgradConfig<Major::kRows, kRouterPart, kPartialLast>;
     ASSERT_EQ(launch_up_projection_dgrad_config<Config>(args, 2, nullptr), cudaSuccess);
     ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
     for (int r = 0; r < kRows; ++r) {
@@ -321,8 +332,12 @@ void expect_right_up_dgrad() {
   }
 }
 
-TEST(UpProjectionDgrad, RunsThroughBothHalves) { expect_right_up_dgrad<false>(); }
-TEST(UpProjectionDgrad, AddsTheRoutersPart) { expect_right_up_dgrad<true>(); }
+TEST(UpProjectionDgrad, RunsThroughBothHalves) { expect_right_up_dgrad<false, 200>(); }
+TEST(UpProjectionDgrad, AddsTheRoutersPart) { expect_right_up_dgrad<true, 200>(); }
+TEST(UpProjectionDgrad, LastTileWithoutAllBoxes) {
+  expect_right_up_dgrad<true, 320, true>();
+  expect_right_up_dgrad<false, 72, true>();
+}
 
 // dW of gathered rows, in segments that fill no k_tile, one of them empty; contiguous along d or along n. fp32 is added
 // to what was there, bf16 replaces it.

@@ -100,6 +100,8 @@ MUTANTS = [
      "if (last_of_run(tile)) release_resident<kGemm>(smem, k_tile - 1);", "", "waits for an mbarrier"),
     ("loads do not say that the next tile may be drawn", "cuda/block/produce.cuh",
      "arch::mbarrier_arrive(&smem.draw);", ";", "waits for an mbarrier"),
+    ("all tiles of weights ask for as little as the last one", "cuda/block/tile_scheduler.cuh",
+     "(kGemm.partial_last && tile.n_tile == p.n_tiles - 1);", "(kGemm.partial_last && tile.n_tile >= 0);", " row "),
     ("the next tile is announced before it was drawn", "cuda/block/tile_scheduler.cuh",
      "arch::sleep_ns(kDrawSleepNs);\n        draw();\n      }\n      found = announce_drawn();",
      "arch::sleep_ns(kDrawSleepNs);\n      }\n      found = announce_drawn();\n      if (draws_late(k_tiles)) draw();",

@@ -27,8 +27,9 @@ __device__ __forceinline__ void wait_full(SharedStorage<kGemm>& smem,
 }
 
 // Issues the first kSteps times 16 of one k_tile, as one group of wgmmas, for kActive times 64 rows from `row`
-// of the tile.
-template <GemmConfig kGemm, int kActive, int kSteps = kGemm.tile.k / 16, int kSubtiles>
+// of the tile and its first kGroups column groups.
+template <GemmConfig kGemm, int kActive, int kSteps = kGemm.tile.k / 16,
+          int kGroups = kGemm.column_groups(), int kSubtiles>
 __device__ __forceinline__ void issue(SharedStorage<kGemm>& smem, PipelineState<kGemm> const& state,
                                       Accumulators<kGemm> (&acc)[kSubtiles], int row, int k_tile) {
   bf16 const* const smem_b = smem.b[kGemm.keeps_b() ? k_tile : state.b_stage()];
@@ -49,7 +50,7 @@ __device__ __forceinline__ void issue(SharedStorage<kGemm>& smem, PipelineState<
     for (int m = 0; m < kActive; ++m) {
       uint64_t const a16 = a + k16 * kStepA + m * kSubtileStep;
       uint64_t const b16 = b + k16 * kStepB;
-      if constexpr (kGemm.column_groups() == 1) {
+      if constexpr (kGroups == 1) {
         arch::wgmma_m64n128k16<kTransposeA, kTransposeB>(acc[m][0], a16, b16, k_tile | k16);
       } else {
         arch::wgmma_m64n256k16<kTransposeA, kTransposeB>(acc[m][0], acc[m][1], a16, b16,
@@ -81,7 +82,8 @@ __device__ __forceinline__ bool last_of_run(WorkTile const& tile) { return tile.
 // All k_tiles of kActive times 64 rows from `row`, of the last one `last_steps` times 16; under(k_tile) runs under
 // the first, or all where epilogues are deferred. The last group of wgmmas is left in flight and its stage, returned,
 // unreleased.
-template <GemmConfig kGemm, int kActive, int kSubtiles, class Under>
+template <GemmConfig kGemm, int kActive, int kGroups = kGemm.column_groups(), int kSubtiles,
+          class Under>
 __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem, PipelineState<kGemm>& state,
                                         Accumulators<kGemm> (&acc)[kSubtiles], WorkTile const& tile,
                                         int row, int k_tiles, int last_steps, Under under) {
@@ -94,7 +96,7 @@ __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem, PipelineStat
     if (kGemm.varlen_k() && k_tile == k_tiles - 1) {
       issue_last<kGemm, kActive, kGemm.tile.k / 16>(smem, state, acc, row, k_tile, last_steps);
     } else {
-      issue<kGemm, kActive>(smem, state, acc, row, k_tile);
+      issue<kGemm, kActive, kGemm.tile.k / 16, kGroups>(smem, state, acc, row, k_tile);
     }
     if (k_tile > 0) {
       arch::wgmma_wait<1>();
@@ -126,6 +128,22 @@ __device__ __forceinline__ int multiply_active(SharedStorage<kGemm>& smem,
     }
   }
   return multiply<kGemm, kActive>(smem, state, acc, tile, row, k_tiles, last_steps, [](int) {});
+}
+
+// The same for 64 rows, and half of the columns of a tile that has no more: what acc keeps of the others is not stored.
+template <GemmConfig kGemm, class Under>
+__device__ __forceinline__ int multiply_existing(SharedStorage<kGemm>& smem, GemmParams const& p,
+                                                 PipelineState<kGemm>& state,
+                                                 Accumulators<kGemm> (&acc)[1],
+                                                 WorkTile const& tile, int row, int k_tiles,
+                                                 Under under) {
+  int const last_steps = last_steps_of<kGemm>(tile);
+  if constexpr (kGemm.halves_last) {
+    if (is_half<kGemm>(p, tile)) {
+      return multiply<kGemm, 1, 1>(smem, state, acc, tile, row, k_tiles, last_steps, under);
+    }
+  }
+  return multiply<kGemm, 1>(smem, state, acc, tile, row, k_tiles, last_steps, under);
 }
 
 // Epilogues that read memory ask for it before the k loop: begin(tile, first row, 64-row parts).
@@ -284,11 +302,9 @@ __device__ __forceinline__ void consume_deferred(SharedStorage<kGemm>& smem, Gem
     }
     pieces.begin(k_tiles);
     begin_epilogue(epilogue, tile, tile.row + row, 1);
-    int last = multiply<kGemm, 1>(smem, state, acc, tile, row, k_tiles, last_steps_of<kGemm>(tile),
-                                  [&](int k_tile) {
-                                    if (pieces.under(k_tile) && kGemm.hands_over)
-                                      handover.before(tile);
-                                  });
+    int last = multiply_existing<kGemm>(smem, p, state, acc, tile, row, k_tiles, [&](int k_tile) {
+      if (pieces.under(k_tile) && kGemm.hands_over) handover.before(tile);
+    });
     if constexpr (kGemm.adds_outer_product) {
       last = multiply_outer_product<kGemm>(smem, state, acc[0], epilogue.outer_rows(), last);
     }

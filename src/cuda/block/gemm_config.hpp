@@ -49,6 +49,11 @@ struct GemmConfig {
   // B may have fewer rows, or varlen-K columns, than a tile: row groups that do not exist are not asked for, as boxes
   // beyond the end of a matrix take as long as others.
   bool short_b = false;
+  // The last tile has row groups of B that do not exist, and does not ask for them: zeros take longer than what is
+  // there. As code of all GEMMs it costs those that gather 0.8%. docs/notebook/2026-11-26-last-tiles.md
+  bool partial_last = false;
+  // .. and multiplies half of its columns where there are no more, not what its stages have kept.
+  bool halves_last = false;
   // One more k16 step adds an outer product of every segment (outer_product.cuh).
   bool adds_outer_product = false;
   // B has one stage less than A and comes a k_tile later (pipeline.cuh).
@@ -108,12 +113,23 @@ struct GemmConfig {
   // Stages of a tile besides those of its k_tiles.
   consteval int other_stages() const { return lent_stages + (adds_outer_product ? 1 : 0); }
   consteval int b_groups_per_cta() const { return b_groups() / cluster_m; }
+  // Of a B with `rows` rows in each half: row groups of its last tile.
+  constexpr int last_b_groups(int64_t rows) const {
+    int const tile_rows = tile.n / b_halves;
+    return static_cast<int>(((rows - 1) % tile_rows + kGroupRows) / kGroupRows);
+  }
+  constexpr bool last_is_partial(int64_t rows) const {
+    return last_b_groups(rows) < tile.n / kGroupRows / b_halves;
+  }
   consteval uint32_t a_subtile_bytes() const { return kSubtileM * tile.k * 2; }
   consteval uint32_t a_tile_bytes() const { return tile.m * tile.k * 2; }
   consteval uint32_t b_tile_bytes() const { return tile.n * tile.k * 2; }
 
   bool operator==(GemmConfig const&) const = default;
 };
+
+static_assert(GemmConfig{}.last_b_groups(2880) == 1 && GemmConfig{}.last_b_groups(2888) == 2);
+static_assert(!GemmConfig{}.last_is_partial(248) && GemmConfig{}.last_is_partial(192));
 
 // Arrivals that end one phase of each barrier; the roles below are the only ones that arrive.
 struct BarrierArrivals {
@@ -160,6 +176,11 @@ consteval bool valid(GemmConfig c) {
     throw "run_tiles: even, one for each warpgroup";
   if (c.short_b && (c.b_halves * c.k_halves > 1 || c.cluster_m > 1 || c.keeps_b()))
     throw "short_b: one half, no cluster, no resident_k_tiles";
+  if (c.partial_last &&
+      (c.varlen_k() || c.b_halves > 1 || c.cluster_m > 1 || c.paired || c.keeps_b() || c.short_b))
+    throw "partial_last: varlen-M, one half along B's rows, no cluster, no resident_k_tiles";
+  if (c.halves_last && (!c.partial_last || !c.defers || c.column_groups() != 2))
+    throw "halves_last: partial_last, deferred, two column groups";
   if (c.b_behind && (!c.varlen_k() || !c.gathers() || !c.defers))
     throw "b_behind: varlen-K, gather, deferred";
   if (c.draws_first && !c.draws_tiles) throw "draws_first: where tiles are drawn";

@@ -12,17 +12,18 @@ struct GemmParams {
   // make_tile_map(): a CTA's share of a B tile in one box; [1]: of the second k half.
   // varlen-K: [0], make_ragged_tile_load_map().
   CUtensorMap b[2];
-  // make_weight_map(), boxes of 64 k x 64 rows; only if b_in_boxes. varlen-K: [0], make_ragged_load_map().
+  // make_weight_map(), boxes of 64 k x 64 rows; only if b_in_boxes or partial_last.
+  // varlen-K: [0], make_ragged_load_map().
   CUtensorMap b_half[2];
-  CUtensorMap v;            // adds_outer_product: (column, segment), box 64 x 8
-  int b_groups;             // short_b: row groups of a tile that exist
-  bool b_in_boxes;          // B's layout needs a load for every half and row group
-  int b_block;              // rows of a block of B: make_weight_map()
-  int ragged_extent;        // varlen-K: of B's maps
-  int b_half_groups;        // varlen-K: row groups in a half of B
-  void const* gmem_a;       // kGather only, as are the next three
-  int a_pitch_chunks;       // row pitch of gmem_a in 16-byte units
-  int a_row_bytes;          // bytes of a row that exist
+  CUtensorMap v;       // adds_outer_product: (column, segment), box 64 x 8
+  int b_groups;        // row groups that exist of a tile, short_b, or of the last one, partial_last
+  bool b_in_boxes;     // B's layout needs a load for every half and row group
+  int b_block;         // rows of a block of B: make_weight_map()
+  int ragged_extent;   // varlen-K: of B's maps
+  int b_half_groups;   // varlen-K: row groups in a half of B
+  void const* gmem_a;  // kGather only, as are the next three
+  int a_pitch_chunks;  // row pitch of gmem_a in 16-byte units
+  int a_row_bytes;     // bytes of a row that exist
   int const* gmem_index;    // row -> row of gmem_a; null: the row itself
   int const* gmem_offsets;  // [segments + 1]; null: segments of segment_rows rows
   int segment_rows;

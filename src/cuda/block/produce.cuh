@@ -18,8 +18,8 @@ namespace tessera::cuda::block {
 
 // Bytes of B that a k_tile brings.
 template <GemmConfig kGemm>
-__device__ __forceinline__ uint32_t b_bytes_of(GemmParams const& p) {
-  if constexpr (kGemm.short_b) {
+__device__ __forceinline__ uint32_t b_bytes_of(GemmParams const& p, WorkTile const& tile) {
+  if (misses_groups<kGemm>(p, tile)) {
     return static_cast<uint32_t>(p.b_groups) * (kGroupRows * kGemm.tile.k * sizeof(bf16));
   }
   return kGemm.b_tile_bytes();
@@ -41,10 +41,10 @@ __device__ __forceinline__ void load_b_box(bf16* smem_b, CUtensorMap const* map,
 template <GemmConfig kGemm>
 __device__ __forceinline__ void load_b_in_boxes(bf16* smem_b, GemmParams const& p,
                                                 arch::Mbarrier* full, int k, int k_half, int group,
-                                                int segment) {
+                                                WorkTile const& tile) {
   TESSERA_UNROLL
   for (int box = 0; box < kGemm.b_groups_per_cta() * kGemm.b_halves; ++box) {
-    if (kGemm.short_b && box == p.b_groups) break;
+    if (misses_groups<kGemm>(p, tile) && box == p.b_groups) break;
     int const row = (group + box / kGemm.b_halves) * kGroupRows;
     int c0 = k;
     int c1 = row;
@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_b_in_boxes(bf16* smem_b, GemmParams const& 
     }
     load_b_box<kGemm>(smem_b + box * kGroupRows * kGemm.tile.k,
                       &p.b_half[kGemm.k_halves == 2 ? k_half : box % kGemm.b_halves], full, c0, c1,
-                      c2, segment);
+                      c2, tile.segment);
   }
 }
 
@@ -99,8 +99,9 @@ __device__ __forceinline__ void load_b_to(SharedStorage<kGemm>& smem, GemmParams
   bf16* const smem_b = &smem.b[buffer][share * kGemm.b_halves * kGroupRows * kGemm.tile.k];
   if constexpr (kGemm.varlen_k()) {
     load_b_along_k<kGemm>(smem_b, p, full, tile.begin + k, group, tile.end);
-  } else if (kGemm.any_b_layout && p.b_in_boxes) {
-    load_b_in_boxes<kGemm>(smem_b, p, full, k, k_half, group, tile.segment);
+  } else if ((kGemm.any_b_layout && p.b_in_boxes) ||
+             (kGemm.partial_last && misses_groups<kGemm>(p, tile))) {
+    load_b_in_boxes<kGemm>(smem_b, p, full, k, k_half, group, tile);
   } else if constexpr (kGemm.b_major == Major::kK) {
     load_b_box<kGemm>(smem_b, &p.b[k_half], full, k, 0, 0, group, tile.segment);
   } else {
@@ -174,7 +175,7 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
           arch::mbarrier_arrive(&smem.draw);
         }
         arch::Mbarrier* const full = &smem.full[state.stage];
-        uint32_t const b_bytes = kGemm.keeps_b() ? 0 : b_bytes_of<kGemm>(p);
+        uint32_t const b_bytes = kGemm.keeps_b() ? 0 : b_bytes_of<kGemm>(p, tile);
         arch::mbarrier_arrive_expect_tx(full, kGemm.a_tile_bytes() + b_bytes);
         load_a<kGemm>(smem, p, state.stage, k_tile, tile);
         if (!kGemm.keeps_b()) load_b<kGemm>(smem, p, state.stage, k_tile, tile);
@@ -215,7 +216,7 @@ __device__ __forceinline__ void produce_by_gather(
       }
       wait_empty<kGemm>(smem, state);
       if (warp == k_tile % 4 && arch::elect_one()) {
-        arch::mbarrier_arrive_expect_tx(&smem.full[state.stage], b_bytes_of<kGemm>(p));
+        arch::mbarrier_arrive_expect_tx(&smem.full[state.stage], b_bytes_of<kGemm>(p, tile));
         load_b<kGemm>(smem, p, state.stage, k_tile, tile);
       }
       __syncwarp();
@@ -247,7 +248,7 @@ __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, Gemm
   auto const fill_b = [&](int k_tile, int k_tiles) {
     if (fills_b(k_tiles - k_tile) && arch::elect_one()) {
       arch::Mbarrier* const full = &smem.full[b_state.stage];
-      arch::mbarrier_arrive_expect_tx(full, b_bytes_of<kGemm>(p));
+      arch::mbarrier_arrive_expect_tx(full, b_bytes_of<kGemm>(p, tile));
       load_b_to<kGemm>(smem, p, b_state.b_stage(), full, k_tile, tile);
     }
     __syncwarp();

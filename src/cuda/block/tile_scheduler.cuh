@@ -35,6 +35,18 @@ struct WorkTile {
   uint32_t run_phase;
 };
 
+// Whether not all row groups of this tile of B exist: p.b_groups do, in one half.
+template <GemmConfig kGemm>
+__device__ __forceinline__ bool misses_groups(GemmParams const& p, WorkTile const& tile) {
+  return kGemm.short_b || (kGemm.partial_last && tile.n_tile == p.n_tiles - 1);
+}
+
+// Whether half of its columns are all that this tile has.
+template <GemmConfig kGemm>
+__device__ __forceinline__ bool is_half(GemmParams const& p, WorkTile const& tile) {
+  return kGemm.halves_last && misses_groups<kGemm>(p, tile) && p.b_groups <= kGemm.b_groups() / 2;
+}
+
 // varlen-K: a segment without rows takes a k_tile of zeros.
 template <GemmConfig kGemm>
 __device__ __forceinline__ int k_tiles_of(GemmParams const& p, WorkTile const& tile) {

@@ -7,11 +7,15 @@ namespace {
 
 template <block::Major kMajor>
 cudaError_t launch(DownProjectionFwdArguments const& args, int sm_count, cudaStream_t stream) {
-  return args.intermediate <= kDownProjectionResidentUpTo
-             ? launch_down_projection_fwd_config<DownProjectionFwdResident<kMajor>>(args, sm_count,
-                                                                                    stream)
-             : launch_down_projection_fwd_config<DownProjectionFwdWide<kMajor>>(args, sm_count,
+  using Wide = DownProjectionFwdWide<kMajor>;
+  using PartialLast = DownProjectionFwdWide<kMajor, true>;
+  if (args.intermediate <= kDownProjectionResidentUpTo) {
+    return launch_down_projection_fwd_config<DownProjectionFwdResident<kMajor>>(args, sm_count,
                                                                                 stream);
+  }
+  return Wide::gemm.last_is_partial(args.hidden)
+             ? launch_down_projection_fwd_config<PartialLast>(args, sm_count, stream)
+             : launch_down_projection_fwd_config<Wide>(args, sm_count, stream);
 }
 
 }  // namespace

@@ -5,13 +5,19 @@
 namespace tessera::cuda {
 namespace {
 
+template <block::Major kMajor, bool kRouterPart>
+cudaError_t launch_of(UpProjectionDgradArguments const& args, int sm_count, cudaStream_t stream) {
+  using Whole = UpProjectionDgradConfig<kMajor, kRouterPart>;
+  using PartialLast = UpProjectionDgradConfig<kMajor, kRouterPart, true>;
+  return Whole::gemm.last_is_partial(args.hidden)
+             ? launch_up_projection_dgrad_config<PartialLast>(args, sm_count, stream)
+             : launch_up_projection_dgrad_config<Whole>(args, sm_count, stream);
+}
+
 template <block::Major kMajor>
 cudaError_t launch_of(UpProjectionDgradArguments const& args, int sm_count, cudaStream_t stream) {
-  return args.gmem_row_dlogits != nullptr
-             ? launch_up_projection_dgrad_config<UpProjectionDgradConfig<kMajor, true>>(
-                   args, sm_count, stream)
-             : launch_up_projection_dgrad_config<UpProjectionDgradConfig<kMajor, false>>(
-                   args, sm_count, stream);
+  return args.gmem_row_dlogits != nullptr ? launch_of<kMajor, true>(args, sm_count, stream)
+                                          : launch_of<kMajor, false>(args, sm_count, stream);
 }
 
 }  // namespace

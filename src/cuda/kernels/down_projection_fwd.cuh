@@ -3,7 +3,8 @@
 // Shapes   a (R,n) bf16 in expert order, w_down (E,d,n) in any layout of WeightRows, y (R,d)
 // Work     2*R*n*d FLOP; bytes: a 2*R*n, w_down 2*E*n*d, y 2*R*d; at n = 256 stores and multiplication
 //          take about the same time (184 FLOP per byte is the balance point)
-// Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile); all loads by TMA
+// Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile); all loads by TMA; of a last tile only
+//          what there is of w_down, and half of it multiplied if that is enough (partial_last, halves_last)
 //   ping-pong, B stays for a run of tiles (short n, tuning/gemm.hpp): stores run under the other's multiplication
 //     WG0 producer    | fill s0 | fill s1 | ..          (wait empty, arrive full)
 //     WG1             | mma tile 0   | store tile 0 | mma tile 2

@@ -5,7 +5,8 @@
 // Shapes   dh (R,w*n) bf16 in expert order as [gate half | up half], w_up (E,w*n,d) in any layout of
 //          WeightRows, dx rows (R,d); w = 2 for gated activations, 1 otherwise
 // Work     2*w*R*n*d FLOP; bytes: dh 2*w*R*n, w_up 2*w*E*n*d, dx rows 2*R*d [, dl 4*R, w_router 2*E*d]
-// Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile); all loads by TMA
+// Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile); all loads by TMA; of a last tile only
+//          what there is of w_up (partial_last)
 //   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
 //   WG1,2 consumers |         | mma s0  | .. | round (wait full, arrive empty)
 //   dl w_router[e]: one more k16 step of a tile (block/outer_product.cuh)

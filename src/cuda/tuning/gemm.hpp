@@ -46,9 +46,11 @@ struct DownProjectionFwdResident {
                                           .run_tiles = 12,
                                           .takes_over = true};
 };
-template <block::Major kMajor>
+template <block::Major kMajor, bool kPartialLast = false>
 struct DownProjectionFwdWide {
   static constexpr block::GemmConfig gemm{.b_major = kMajor,
+                                          .partial_last = kPartialLast,
+                                          .halves_last = kPartialLast,
                                           .defers = true,
                                           .raster_n = kForwardRaster,
                                           .schedules_apart = true,

@@ -34,11 +34,14 @@ struct DownProjectionDgradConfig {
 
 constexpr bool down_projection_dgrad_is_wide(int64_t intermediate) { return intermediate > 128; }
 
-template <block::Major kMajor, bool kRouterPart>
+template <block::Major kMajor, bool kRouterPart, bool kPartialLast = false>
 struct UpProjectionDgradConfig {
   static constexpr bool router_part = kRouterPart;
-  static constexpr block::GemmConfig gemm{
-      .b_major = kMajor, .adds_outer_product = kRouterPart, .k_halves = 2, .defers = true};
+  static constexpr block::GemmConfig gemm{.b_major = kMajor,
+                                          .partial_last = kPartialLast,
+                                          .adds_outer_product = kRouterPart,
+                                          .k_halves = 2,
+                                          .defers = true};
 };
 
 // Stores are left to the next tile's k loop, but for bf16 gradients that are added to (kAdds): what they are added to

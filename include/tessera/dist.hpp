@@ -84,7 +84,8 @@ class TESSERA_EXPORT PeerWindow {
 
   PeerWindow(PeerWindow&&) noexcept;
   PeerWindow& operator=(PeerWindow&&) noexcept;
-  /// Leaves the group without waiting for the others, where close() has not been called: after a fault.
+  /// Where close() has not been called, as after a fault: waits for all work of this rank's GPU and leaves the group
+  /// without waiting for the others.
   ~PeerWindow();
 
   /// [rank]: its memory, as this rank's GPU addresses it.
@@ -116,6 +117,7 @@ class TESSERA_EXPORT ExpertParallel {
 
   ExpertParallel(ExpertParallel&&) noexcept;
   ExpertParallel& operator=(ExpertParallel&&) noexcept;
+  /// Waits for all work of this rank's GPU.
   ~ExpertParallel();
 
   /// The place of x in the window, [tokens,d]: what is written there need not be copied. It may be overwritten once

@@ -209,7 +209,7 @@ int tessera_grouped_gemm(tessera_context const*, tessera_grouped_gemm_args const
 
 /* nccl_path NULL: libnccl.so.2. addresses: `ranks` of them. close waits for this rank's GPU and frees the handle,
    whatever it returns. What peers have mapped stays until they close, too; no rank should close while another may
-   still launch a pass. abort, after a fault, leaves the group without waiting for the others, and frees the handle. */
+   still launch a pass. abort, after a fault, does so too and leaves the group without waiting for the others. */
 int tessera_peer_group_id_make(char const* nccl_path, tessera_peer_group_id* id);
 int tessera_peer_window_open(tessera_context const*, int32_t rank, int32_t ranks,
                              tessera_peer_group_id const* id, size_t bytes, char const* nccl_path,
@@ -224,7 +224,8 @@ int tessera_expert_parallel_workspace(tessera_context const*, tessera_expert_par
 int tessera_expert_parallel_create(tessera_context const*, tessera_expert_parallel_desc const*,
                                    void* const* windows, tessera_buffer workspace,
                                    tessera_expert_parallel**);
-void tessera_expert_parallel_destroy(tessera_expert_parallel*); /* NULL is allowed */
+/* NULL is allowed. Waits for all work of this rank's GPU. */
+void tessera_expert_parallel_destroy(tessera_expert_parallel*);
 /* The place of x in this rank's window. */
 int tessera_expert_parallel_input(tessera_expert_parallel const*, void** x);
 int tessera_expert_parallel_forward(tessera_expert_parallel*, tessera_expert_parallel_args const*,

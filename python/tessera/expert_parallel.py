@@ -268,7 +268,8 @@ class ExpertParallel:
         library.check(_library().tessera_peer_window_close(self._let_go()))
 
     def abort(self) -> None:
-        """Frees the window without waiting for the other ranks, where check() has raised: one of them may be gone."""
+        """Waits for this rank's GPU and frees the window without waiting for the other ranks, where check() has raised:
+        one of them may be gone."""
         _library().tessera_peer_window_abort(self._let_go())
 
     def _let_go(self) -> c_void_p:

@@ -44,7 +44,8 @@ class Engine {
                                                 DeviceCalls const& calls = device_calls()) noexcept;
   Engine(Engine const&) = delete;
   Engine& operator=(Engine const&) = delete;
-  /// Frees what is still there, memory of windows too, without waiting for the others.
+  /// Frees what is still there, memory of windows too, after all work of this rank's GPU, without waiting for the
+  /// others.
   ~Engine();
 
   /// A window of `bytes` zeros. No rank returns before all windows are zero.
@@ -63,6 +64,7 @@ class Engine {
   Engine(EngineConfig const& config, DeviceCalls const& calls, NcclLibrary const& nccl) noexcept
       : config_(config), calls_(calls), nccl_(nccl) {}
   Status find_addresses(Window& window) const noexcept;
+  Status wait_for_kernels() const noexcept;
 
   EngineConfig config_;
   DeviceCalls calls_;

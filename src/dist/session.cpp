@@ -69,6 +69,10 @@ Expected<std::unique_ptr<Session>> Session::open(SessionConfig const& config) no
 
 Session::~Session() {
   if (fault_ == nullptr) return;
+  {  // a pass may still write to it
+    DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
+    if (scope.status().ok()) static_cast<void>(device_calls().synchronize());
+  }
   DeviceScope const scope(device_calls(), config_.device, ContextChoice::primary);
   cudaFreeHost(fault_);
 }

@@ -140,7 +140,7 @@ TEST_F(EngineTest, PeersFollowEachOtherByTheStride) {
   EXPECT_TRUE(engine.value()->release(window.value()).ok());
 }
 
-// As after a fault: nobody waits, TearDown finds nothing left.
+// As after a fault: nobody waits for the others, TearDown finds nothing left.
 TEST_F(EngineTest, LeavesNoMemoryBehind) {
   auto engine = Engine::open(config(), calls);
   ASSERT_TRUE(engine.ok());
@@ -166,6 +166,24 @@ TEST_F(EngineTest, ReleasesNothingUnderAKernel) {
   EXPECT_TRUE(engine.value()->release(window.value()).ok());
   EXPECT_EQ(fake->windows, 0);
   EXPECT_FALSE(fake->taken_from_kernel);
+}
+
+// Whoever leaves by a return or an exception may have a pass on the GPU.
+TEST_F(EngineTest, IsNotDestroyedUnderAKernel) {
+  fake->busy = &device.busy;
+  for (Status const& waited : {Status(), Status::error(StatusCode::device_error, "it failed")}) {
+    auto engine = Engine::open(config(), calls);
+    ASSERT_TRUE(engine.ok());
+    ASSERT_TRUE(engine.value()->allocate(100).ok());
+    device.synchronized = waited;
+    device.busy = true;
+    device.waited_in.clear();
+    before = device.current = &own;
+    engine.value().reset();
+    EXPECT_FALSE(fake->taken_from_kernel);
+    EXPECT_EQ(device.waited_in, (std::vector<void*>{&own, &primary[1]}));
+    EXPECT_EQ(fake->buffers, 0);
+  }
 }
 
 // Passes run in the caller's context, where there is one of the device.

@@ -20,12 +20,11 @@ TOKENS = 8192
 CONFIGS = ("Qwen3-30B", "FlashDMoE-swiglu", "FlashDMoE", "DSv3")
 GEMMS, CHAIN, LIGER_CUTE = "its GEMMs alone", "separate kernels", "LigerCute"
 NCCL = "eager torch: NCCL, grouped\\\\_mm"
-WAYS = (GEMMS, CHAIN, LIGER_CUTE, NCCL)
-# The file that has both a way and Tessera's pass.
-FILES = {2: {GEMMS: "2026-11-26-beside", CHAIN: "2026-11-26-beside",
-             LIGER_CUTE: "2026-11-26-python-expert-parallel-liger-cute", NCCL: "2026-11-26-python-expert-parallel"},
-         4: {GEMMS: "2026-11-26-beside", CHAIN: "2026-11-26-beside",
-             LIGER_CUTE: "2026-11-26-python-expert-parallel-liger-cute", NCCL: "2026-11-26-python-expert-parallel"}}
+GPUS = (2, 4)
+# The file that has both a way and Tessera's pass, in the folder of the GPUs.
+FILES = {GEMMS: "2026-11-26-beside", CHAIN: "2026-11-26-beside",
+         LIGER_CUTE: "2026-11-26-python-expert-parallel-liger-cute", NCCL: "2026-11-26-python-expert-parallel"}
+WAYS = tuple(FILES)
 OURS = "Tessera"
 OUR_VARIANTS = ("fused", "torch")
 
@@ -48,7 +47,7 @@ def way_of(row: dict) -> str:
 
 def multiple(results: pathlib.Path, gpus: int, way: str, config: str) -> float:
     """Time of a way over Tessera's, NaN where it was not run."""
-    document = json.loads((results / f"h200x{gpus}" / f"{FILES[gpus][way]}.json").read_text())
+    document = json.loads((results / f"h200x{gpus}" / f"{FILES[way]}.json").read_text())
     times: dict[str, list[float]] = {}
     for row in document["rows"]:
         if row["config"] == config and row["shape"][0] == TOKENS:
@@ -70,7 +69,7 @@ def panel(results: pathlib.Path, gpus: int) -> tuple[str, str]:
 
 
 def draw(results: pathlib.Path, picture: pathlib.Path):
-    panels = [panel(results, gpus) for gpus in FILES]
+    panels = [panel(results, gpus) for gpus in GPUS]
     write("".join(data for data, _ in panels) + "set multiplot layout 1,2\n" + "".join(plot for _, plot in panels)
           + "unset multiplot\n", picture, 1100, 400)
 

@@ -209,7 +209,8 @@ int tessera_grouped_gemm(tessera_context const*, tessera_grouped_gemm_args const
 
 /* nccl_path NULL: libnccl.so.2. addresses: `ranks` of them. close waits for this rank's GPU and frees the handle,
    whatever it returns. What peers have mapped stays until they close, too; no rank should close while another may
-   still launch a pass. abort, after a fault, does so too and leaves the group without waiting for the others. */
+   still launch a pass. abort, after a fault, waits and frees as close does, but leaves the group without the
+   others. */
 int tessera_peer_group_id_make(char const* nccl_path, tessera_peer_group_id* id);
 int tessera_peer_window_open(tessera_context const*, int32_t rank, int32_t ranks,
                              tessera_peer_group_id const* id, size_t bytes, char const* nccl_path,

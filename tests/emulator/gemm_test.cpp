@@ -236,12 +236,14 @@ TEST(Projections, ColumnsOfGateAndUpInTurn) {
 template <Major kMajor>
 using DownProjectionFwdPartial = DownProjectionFwdWide<kMajor, true>;
 
-// The last tile has two boxes of four, and one, by a layout that is loaded box by box and by one loaded at once.
+// The last tile has two boxes of four, by a layout loaded box by box, and one and three by those loaded at once.
 TEST(Projections, LastTilesWithoutAllBoxes) {
   expect_right<true, Major::kK, DownProjectionFwdPartial>(
       {.rows = {9, 0, 70}, .hidden = 328, .intermediate = 72});
   expect_right<true, Major::kRows, DownProjectionFwdPartial>(
       {.rows = {9, 70}, .hidden = 320, .intermediate = 64, .ctas = 3});
+  expect_right<true, Major::kK, DownProjectionFwdPartial>(
+      {.rows = {9, 70}, .hidden = 192, .intermediate = 64});
 }
 
 TEST(RouterLogits, AddsTheBias) {

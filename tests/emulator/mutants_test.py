@@ -102,6 +102,8 @@ MUTANTS = [
      "arch::mbarrier_arrive(&smem.draw);", ";", "waits for an mbarrier"),
     ("all tiles of weights ask for as little as the last one", "cuda/block/tile_scheduler.cuh",
      "(kGemm.partial_last && tile.n_tile == p.n_tiles - 1);", "(kGemm.partial_last && tile.n_tile >= 0);", " row "),
+    ("half of a last tile is multiplied where more is there", "cuda/block/tile_scheduler.cuh",
+     "p.b_groups <= kGemm.b_groups() / 2;", "p.b_groups <= kGemm.b_groups();", "y row"),
     ("the next tile is announced before it was drawn", "cuda/block/tile_scheduler.cuh",
      "arch::sleep_ns(kDrawSleepNs);\n        draw();\n      }\n      found = announce_drawn();",
      "arch::sleep_ns(kDrawSleepNs);\n      }\n      found = announce_drawn();\n      if (draws_late(k_tiles)) draw();",

@@ -50,7 +50,8 @@ struct GemmConfig {
   // beyond the end of a matrix take as long as others.
   bool short_b = false;
   // The last tile has row groups of B that do not exist, and does not ask for them: zeros take longer than what is
-  // there. As code of all GEMMs it costs those that gather 0.8%. docs/notebook/2026-11-26-last-tiles.md
+  // there. acc then has products of what stages have kept in those columns, so an epilogue may store the others, but
+  // add up none. As code of all GEMMs it costs those that gather 0.8%. docs/notebook/2026-11-26-last-tiles.md
   bool partial_last = false;
   // .. and multiplies half of its columns where there are no more, not what its stages have kept.
   bool halves_last = false;
@@ -113,13 +114,12 @@ struct GemmConfig {
   // Stages of a tile besides those of its k_tiles.
   consteval int other_stages() const { return lent_stages + (adds_outer_product ? 1 : 0); }
   consteval int b_groups_per_cta() const { return b_groups() / cluster_m; }
-  // Of a B with `rows` rows in each half: row groups of its last tile.
+  // Of a B with `rows` rows, in one half: row groups of its last tile.
   constexpr int last_b_groups(int64_t rows) const {
-    int const tile_rows = tile.n / b_halves;
-    return static_cast<int>(((rows - 1) % tile_rows + kGroupRows) / kGroupRows);
+    return static_cast<int>(((rows - 1) % tile.n + kGroupRows) / kGroupRows);
   }
   constexpr bool last_is_partial(int64_t rows) const {
-    return last_b_groups(rows) < tile.n / kGroupRows / b_halves;
+    return last_b_groups(rows) < tile.n / kGroupRows;
   }
   consteval uint32_t a_subtile_bytes() const { return kSubtileM * tile.k * 2; }
   consteval uint32_t a_tile_bytes() const { return tile.m * tile.k * 2; }
@@ -176,9 +176,9 @@ consteval bool valid(GemmConfig c) {
     throw "run_tiles: even, one for each warpgroup";
   if (c.short_b && (c.b_halves * c.k_halves > 1 || c.cluster_m > 1 || c.keeps_b()))
     throw "short_b: one half, no cluster, no resident_k_tiles";
-  if (c.partial_last &&
-      (c.varlen_k() || c.b_halves > 1 || c.cluster_m > 1 || c.paired || c.keeps_b() || c.short_b))
-    throw "partial_last: varlen-M, one half along B's rows, no cluster, no resident_k_tiles";
+  if (c.partial_last && (c.varlen_k() || c.gathers() || c.b_halves > 1 || c.cluster_m > 1 ||
+                         c.paired || c.keeps_b() || c.short_b))
+    throw "partial_last: varlen-M, TMA, one half along B's rows, no cluster, no resident_k_tiles";
   if (c.halves_last && (!c.partial_last || !c.defers || c.column_groups() != 2))
     throw "halves_last: partial_last, deferred, two column groups";
   if (c.b_behind && (!c.varlen_k() || !c.gathers() || !c.defers))

@@ -99,10 +99,11 @@ inline cudaError_t make_weight_map(CUtensorMap& map, WeightRows const& w, int64_
        .is_fp32 = is_fp32});
 }
 
-// Row groups that a load of B asks for: those of a CTA's share of a tile; with short_b, of a B of `rows` rows in all,
-// no more than there are. kGemm: a block::GemmConfig.
+// GemmParams::b_groups: of the B of `rows` rows those of a CTA's share of a tile; with short_b, no more than there are
+// in all; with partial_last, those of the last tile. kGemm: a block::GemmConfig.
 template <auto kGemm>
 int existing_b_groups(int64_t rows) {
+  if (kGemm.partial_last) return kGemm.last_b_groups(rows);
   constexpr int kGroups = kGemm.b_groups_per_cta();
   return kGemm.short_b ? int(std::min<int64_t>(kGroups, (rows + 63) / 64)) : kGroups;
 }

@@ -15,8 +15,8 @@ cudaError_t make_weight_maps(Params& p, WeightRows const (&w)[2], int64_t segmen
   bool const rows_major = w[0].column_stride != 1;
   p.b_block = w[0].block >= rows ? INT_MAX : int(w[0].block);
   p.b_in_boxes = !has_tile_map(w, kGemm.b_halves, rows);
-  int const box_groups = existing_b_groups<kGemm>(rows);
-  p.b_groups = kGemm.partial_last ? kGemm.last_b_groups(rows) : box_groups;
+  p.b_groups = existing_b_groups<kGemm>(rows);
+  int const box_groups = kGemm.partial_last ? kGemm.b_groups_per_cta() : p.b_groups;
   if (p.b_in_boxes && !kGemm.any_b_layout) return cudaErrorInvalidValue;
   if (!p.b_in_boxes) {
     cudaError_t const error =
@@ -39,7 +39,7 @@ cudaError_t make_k_half_maps(Params& p, WeightRows const (&w)[2], int halves, in
   p.b_block = w[0].block >= rows ? INT_MAX : int(w[0].block);
   WeightRows const each[2][2] = {{w[0], {}}, {w[1], {}}};
   p.b_in_boxes = !has_tile_map(each[0], 1, rows);
-  if (kGemm.partial_last) p.b_groups = kGemm.last_b_groups(rows);
+  p.b_groups = existing_b_groups<kGemm>(rows);
   for (int half = 0; half < halves; ++half) {
     cudaError_t error = cudaSuccess;
     if (!p.b_in_boxes) {

@@ -247,6 +247,9 @@ inline void cp_async_16(uint32_t smem_dst, void const* gmem_src, int bytes) {
     std::memset(to + bytes, 0, static_cast<size_t>(16 - bytes));
   });
 }
+inline void cp_async_16(uint32_t smem_dst, void const* gmem_src, uint64_t) {
+  cp_async_16(smem_dst, gmem_src, 16);
+}
 inline void cp_async_arrive(Mbarrier* barrier) { emulator::arrive_behind_copies(barrier); }
 inline void cp_async_commit() { emulator::commit_copies(); }
 template <int kPending>
@@ -372,6 +375,8 @@ inline void tma_reduce_add(CUtensorMap const* map, void const* smem_src, int c0,
                 });
 }
 inline uint64_t l2_evict_first() { return 0; }
+inline uint64_t l2_evict_normal() { return 0; }
+inline uint64_t l2_evict_last() { return 0; }
 inline void tma_prefetch_map(CUtensorMap const*) {}
 inline void tma_store_commit() { emulator::commit_stores(); }
 template <int kPending>

@@ -18,6 +18,15 @@ __device__ __forceinline__ void cp_async_16(uint32_t smem_dst, void const* gmem_
                : "memory");
 }
 
+// All 16 bytes, with an eviction priority in L2 (tma.cuh).
+__device__ __forceinline__ void cp_async_16(uint32_t smem_dst, void const* gmem_src,
+                                            uint64_t l2_policy) {
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;" ::"r"(smem_dst),
+      "l"(gmem_src), "l"(l2_policy)
+      : "memory");
+}
+
 // Arrives once all earlier cp.async of this thread have landed. noinc: the arrival is one of those
 // the barrier was initialised with.
 __device__ __forceinline__ void cp_async_arrive(Mbarrier* smem_barrier) {

@@ -10,6 +10,7 @@
 
 #include "cuda/arch/cp_async.cuh"
 #include "cuda/arch/named_barrier.cuh"
+#include "cuda/arch/tma.cuh"
 #include "dist/kernels/forward_pass.cuh"
 #include "dist/kernels/weighted_sum.cuh"
 
@@ -220,6 +221,9 @@ class SlotSums {
     std::uint32_t to = arch::shared_address(ring_ + slot * kPieceBytes);
     std::int64_t const pitch = 2 * std::int64_t{p_.shape.hidden};
     int const column = piece.column + 8 * lane_;
+    // Nobody reads slots again. Their lines take the places of each other, not of what has still to be written out.
+    std::uint64_t const policy =
+        p_.shape.rows_cross_once() ? arch::l2_evict_first() : arch::l2_evict_normal();
     unsigned left = piece.choices;
     TESSERA_UNROLL
     for (int i = 0; i < kAtOnce; ++i, left &= left - 1) {
@@ -228,7 +232,7 @@ class SlotSums {
       TESSERA_UNROLL
       for (int b = 0; b < kBlocks; ++b, to += kBlockBytes) {
         if (left != 0 && column + b * kBlockColumns < p_.shape.hidden) {
-          arch::cp_async_16(to, from + b * kBlockBytes, 16);
+          arch::cp_async_16(to, from + b * kBlockBytes, policy);
         }
       }
     }

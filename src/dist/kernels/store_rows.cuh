@@ -39,12 +39,13 @@ class StoreRows {
         });
       }
       stages_.publish(stage, [&] {
+        std::uint64_t const policy =
+            p_.stays_in_l2 ? arch::l2_evict_last() : arch::l2_evict_first();
         if (ragged_row >= p_.ragged_extent) return;  // past the block's rows
         TESSERA_UNROLL
         for (int slab = 0; slab < kSlabs; ++slab) {
           arch::tma_store(&p_.a, stages_.rows(stages_.slab_b(stage, slab)),
-                          column + slab * block::kSlabColumns, 0, ragged_row, tile.end,
-                          arch::l2_evict_first());
+                          column + slab * block::kSlabColumns, 0, ragged_row, tile.end, policy);
         }
       });
     }

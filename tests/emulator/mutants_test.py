@@ -56,6 +56,8 @@ MUTANTS = [
      "if (thread < kGemm.sharing_ctas()) arch", "if (thread < 1) arch", "waits for an mbarrier"),
     ("a CTA of a pair ends before the other", "dist/kernels/forward.cuh",
      "arch::cluster_sync();  // this CTA's", "__syncthreads();  // this CTA's", "has ended"),
+    ("rows of two sources lie on each other", "dist/kernels/forward.cuh",
+     "begin += counts.at(s, expert);", "begin += 0 * counts.at(s, expert);", ", not "),
     ("a slot of results goes to the next choice", "dist/kernels/push_rows.cuh",
      "origin.x) - token * p.shape.max_top_k", "origin.x + 1) % p.shape.max_top_k", ", not "),
     ("a quarter of y takes the place of another", "dist/kernels/push_rows.cuh",

@@ -17,6 +17,11 @@ class BringRows {
 
   // A row to the pool's row `to` of each lane that has one (>= 0). By a converged warp.
   __device__ void bring(char const* from, int to) {
+    bring(from, to, [] {});
+  }
+  // meanwhile(), by the warp, when the row is on its way.
+  template <class Meanwhile>
+  __device__ void bring(char const* from, int to, Meanwhile meanwhile) {
     unsigned const places = __ballot_sync(arch::kAllLanes, to >= 0);
     for (int begin = 0; begin < row_bytes_; begin += kLoads * kBytes) {
       int const at = begin + 16 * arch::lane_idx();
@@ -27,7 +32,10 @@ class BringRows {
           part[i] = __ldcg(reinterpret_cast<uint4 const*>(from + at + i * kBytes));
         }
       }
-      if (begin == 0) tell();
+      if (begin == 0) {
+        meanwhile();
+        tell();
+      }
       for (unsigned left = places; left != 0; left &= left - 1) {
         std::int64_t const row =
             __shfl_sync(arch::kAllLanes, to, __ffs(static_cast<int>(left)) - 1);

@@ -242,6 +242,10 @@ __device__ inline void keep_plan(Pass const& pass, RouteStorage<kForwardThreads>
   for (int i = static_cast<int>(threadIdx.x); i < p.shape.experts; i += kForwardThreads) {
     pass.smem.counts()[i] = counts.at(p.owner(i), p.rank * local + i - p.owner(i) * local);
     pass.smem.list_begin[i] = route.list_begin[i];
+    int const source = p.owner(i), expert = p.rank * local + i - source * local;
+    int begin = route.plan[expert].first_block * p.shape.block_rows;
+    for (int s = p.rank; s != source; s = source_after(p.shape, s)) begin += counts.at(s, expert);
+    pass.smem.pool_begin[i] = begin;
     if (i < local) pass.smem.plan[i] = route.plan[p.rank * local + i];
     if (p.shape.ranks > 1) {
       pass.smem.pool_rows()[i] =

@@ -8,7 +8,7 @@
 //           so a warp whose rows take long has fewer; where a row goes does not depend on who brings it
 //           bring_first_tokens: all of the first rows, as every one of them goes to several places
 // Ahead   direct: entries are read a row before. Else a number is drawn two draws before it is needed, entries are
-//         read one draw, places one row before
+//         read one draw before, and the next token is found while a row is on its way
 // Pads stay what they are: a row of a GEMM depends on its own row alone, and no slot gets one.
 #pragma once
 
@@ -31,11 +31,7 @@ __device__ inline int first_rows(Pass const& pass) {
 
 // pool_row_of_pair of a pair that is here.
 __device__ inline int pool_row_of(Pass const& pass, PairPlace const& place, int source) {
-  int row = pass.smem.plan[place.expert].first_block * kPlain.tile.m + place.index;
-  for (int s = pass.p.exchange.rank; s != source; s = source_after(pass.shape(), s)) {
-    row += pass.smem.counts()[s * pass.p.exchange.local_experts + place.expert];
-  }
-  return row;
+  return pass.smem.pool_begin[source * pass.p.exchange.local_experts + place.expert] + place.index;
 }
 
 // Transfer::direct. One of kCommunicationWarps warps of a CTA: all rows but the first ones of this rank's own, which
@@ -184,15 +180,13 @@ __device__ void pull_tokens(Pass const& pass, int warp) {
   if (pass.failed()) return;
   BringRows bringing(pass);
   TokenDraws draws(pass, warp);
-  TokenDraws::Token ahead;
-  do {
-    TokenDraws::Token const token = ahead;
-    ahead = draws.next();  // read before it is needed
-    if (token.choices == 0) continue;
+  TokenDraws::Token token = draws.next();
+  while (token.choices != 0) {
     int const row = place_row<kSums>(pass, token.token, token.source, token.choices,
                                      PairPlace::of(token.place));
-    bringing.bring(p.windows[token.source] + p.window.x_row(token.token), row);
-  } while (ahead.choices != 0);
+    bringing.bring(p.windows[token.source] + p.window.x_row(token.token), row,
+                   [&] { token = draws.next(); });
+  }
   bringing.finish();
 }
 

@@ -18,15 +18,19 @@ namespace tessera::dist {
 
 constexpr int kRowsOfDraw = 4;  // where rows cross once; not every one of them brings its token
 
-// Rows of as many blocks as the first tasks of all CTAs would fill with all tiles of each, in which consumer warps take
-// part; the tasks themselves, two tiles at a time, touch some blocks more. Where rows cross once: at most half of all;
-// two tasks' are 0.6% slower (docs/notebook/2026-11-24-two-gpus-again.md).
+// Rows in which consumer warps take part: of as many blocks as the first tasks of all CTAs would fill with all tiles of
+// each; the tasks themselves, two tiles at a time, touch some blocks more. Where rows cross once: at most half of all;
+// two tasks' are 0.6% slower (docs/notebook/2026-11-24-two-gpus-again.md). With more than two GPUs, where three of four
+// rows or more wait for the link: one for each warp, so that early blocks are not behind late ones there, and at most a
+// sixth of all (docs/notebook/2026-11-26-fewer-first-rows.md).
 __device__ inline int first_rows(Pass const& pass) {
   ExchangeShape const& shape = pass.shape();
   int const tasks = static_cast<int>(gridDim.x);
   int const rows = (tasks + shape.up_tiles() - 1) / shape.up_tiles() * shape.block_rows;
   int const all = owner_totals(shape, pass.plan(), pass.p.exchange.rank).rows;
-  return shape.rows_cross_once() ? min(rows, all / 2) / kRowsOfDraw * kRowsOfDraw : min(rows, all);
+  if (!shape.rows_cross_once()) return min(rows, all);
+  int const few = shape.ranks > 2 ? min(tasks * kConsumerWarps, all / 6) : min(rows, all / 2);
+  return few / kRowsOfDraw * kRowsOfDraw;
 }
 
 // pool_row_of_pair of a pair that is here.

@@ -64,7 +64,6 @@ cudaError_t make_params(ForwardArguments const& args, ForwardParams& p) {
       host::make_ragged_store_map(p.activation.a, args.gmem_a, rows, 1, n, rows, block::kWarpRows));
   p.activation.activation = args.activation;
   p.activation.ragged_extent = static_cast<int>(rows);
-  p.activation.stays_in_l2 = x.shape.rows_cross_once();
   p.up.k_tiles = static_cast<int>((d + kPlain.tile.k - 1) / kPlain.tile.k);
   p.down.k_tiles = static_cast<int>((n + kPlain.tile.k - 1) / kPlain.tile.k);
   return error;

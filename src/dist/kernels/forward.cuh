@@ -187,8 +187,9 @@ __device__ int multiply(ForwardStorage& smem, block::PipelineState<kPlain>& stat
   return previous;
 }
 
-template <ActivationKind kKind, bool kSums>
+template <ActivationKind kKind, Transfer kTransfer>
 __device__ void consume(Pass const& pass, int consumer) {
+  constexpr bool kSums = kTransfer == Transfer::dedup;
   ForwardStorage& smem = pass.smem;
   ForwardParams const& p = pass.p;
   int const row = consumer * block::kSubtileM;
@@ -196,7 +197,7 @@ __device__ void consume(Pass const& pass, int consumer) {
   block::PipelineState<kPlain> state;
   block::Accumulators<kPlain> acc[1];
   block::BorrowedStages<kPlain> stages(smem.gemm, consumer);
-  StoreRows<kKind> up(pass, stages);
+  StoreRows<kKind, kTransfer> up(pass, stages);
   Push<kSums> push(pass, consumer);
   LastTask<kSums> last(pass, push, consumer);
   block::WorkTile tile, ahead;
@@ -283,10 +284,11 @@ __device__ inline bool begin_together(ForwardStorage& smem, bool planned) {
   return false;
 }
 
-template <ActivationKind kKind, bool kSums>
+template <ActivationKind kKind, Transfer kTransfer>
 __global__ void __launch_bounds__(kForwardThreads, 1)
     forward(__grid_constant__ ForwardParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr bool kSums = kTransfer == Transfer::dedup;
   TESSERA_DYNAMIC_SHARED(smem_raw);
   auto& smem = *reinterpret_cast<ForwardStorage*>(smem_raw);
   Pass const pass{p, smem, *p.exchange.gmem_epoch};
@@ -311,14 +313,14 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     if (warp == 0) {
       produce<kKind>(pass);
     } else if (warp <= kCommunicationWarps) {
-      if (p.exchange.shape.rows_cross_once()) {
-        pull_tokens<kSums>(pass, warp - 1);
-        if constexpr (kSums) {
-          OwnerSums<8>(pass, smem.sums[warp - 1])
-              .run(static_cast<int>(blockIdx.x) * kCommunicationWarps + warp - 1);
-        }
-      } else {
+      if constexpr (kTransfer == Transfer::direct) {
         pull_rows(pass, warp - 1);
+      } else {
+        pull_tokens<kSums>(pass, warp - 1);
+      }
+      if constexpr (kSums) {
+        OwnerSums<8>(pass, smem.sums[warp - 1])
+            .run(static_cast<int>(blockIdx.x) * kCommunicationWarps + warp - 1);
       }
     } else {
       schedule(pass);
@@ -326,20 +328,20 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   } else {
     arch::acquire_registers<kConsumerRegisters>();
     int const warp = arch::warp_idx() - 4;
-    if (p.exchange.shape.rows_cross_once()) {
-      bring_first_tokens<kSums>(pass, warp);
-    } else {
+    if constexpr (kTransfer == Transfer::direct) {
       bring_own_rows(pass, warp);
+    } else {
+      bring_first_tokens<kSums>(pass, warp);
     }
-    consume<kKind, kSums>(pass, warpgroup - 1);
+    consume<kKind, kTransfer>(pass, warpgroup - 1);
     arch::named_barrier_sync(kStagesFree, kConsumers * arch::kWarpgroupThreads);
     if constexpr (kSums) {
       auto* const storage = reinterpret_cast<SumStorage*>(
-          reinterpret_cast<unsigned char*>(&smem.gemm.a) + SlotSums<kSums>::kBytes);
+          reinterpret_cast<unsigned char*>(&smem.gemm.a) + SlotSums<kTransfer>::kBytes);
       OwnerSums<16> sums(pass, storage[warp]);
       sums.run(sums.kAnyDraw);
     }
-    SlotSums<kSums>(pass, warp).run();
+    SlotSums<kTransfer>(pass, warp).run();
     Waiter(p.exchange, pass.epoch).report_given_up();
   }
   __syncwarp();
@@ -347,10 +349,10 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 #endif
 }
 
-template <ActivationKind kKind, bool kSums>
+template <ActivationKind kKind, Transfer kTransfer>
 cudaError_t launch_forward_kernel(ForwardParams const& params, int sm_count, cudaStream_t stream) {
   cudaError_t const error =
-      cudaFuncSetAttribute(forward<kKind, kSums>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+      cudaFuncSetAttribute(forward<kKind, kTransfer>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            static_cast<int>(sizeof(ForwardStorage)));
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2] = {};
@@ -365,15 +367,22 @@ cudaError_t launch_forward_kernel(ForwardParams const& params, int sm_count, cud
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, forward<kKind, kSums>, params);
+  return cudaLaunchKernelEx(&config, forward<kKind, kTransfer>, params);
 }
 
-// Two kernels: in one, code of sums that others do not take costs them up to 0.7% of a pass.
+// A kernel for each: in one, code that the others do not run costs them up to 0.7% of a pass
+// (docs/notebook/2026-11-26-fewer-first-rows.md).
 template <ActivationKind kKind>
 cudaError_t launch_forward_of(ForwardParams const& params, int sm_count, cudaStream_t stream) {
-  return params.exchange.shape.transfer == Transfer::dedup
-             ? launch_forward_kernel<kKind, true>(params, sm_count, stream)
-             : launch_forward_kernel<kKind, false>(params, sm_count, stream);
+  switch (params.exchange.shape.transfer) {
+    case Transfer::direct:
+      return launch_forward_kernel<kKind, Transfer::direct>(params, sm_count, stream);
+    case Transfer::once:
+      return launch_forward_kernel<kKind, Transfer::once>(params, sm_count, stream);
+    case Transfer::dedup:
+      return launch_forward_kernel<kKind, Transfer::dedup>(params, sm_count, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace tessera::dist

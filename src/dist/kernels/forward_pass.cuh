@@ -137,7 +137,6 @@ struct StoreRowsParams {
   CUtensorMap a;  // ragged (column, half, row, end), 64 x 1 x 16 x 1
   Activation activation;
   int ragged_extent;  // of its row dimension
-  bool stays_in_l2;   // until its downs have read it
 };
 
 // Of the halves that a CTA loads for both of its pair.

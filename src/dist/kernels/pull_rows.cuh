@@ -18,19 +18,21 @@ namespace tessera::dist {
 
 constexpr int kRowsOfDraw = 4;  // where rows cross once; not every one of them brings its token
 
-// Rows in which consumer warps take part: of as many blocks as the first tasks of all CTAs would fill with all tiles of
-// each; the tasks themselves, two tiles at a time, touch some blocks more. Where rows cross once: at most half of all;
-// two tasks' are 0.6% slower (docs/notebook/2026-11-24-two-gpus-again.md). With more than two GPUs, where three of four
-// rows or more wait for the link: one for each warp, so that early blocks are not behind late ones there, and at most a
-// sixth of all (docs/notebook/2026-11-26-fewer-first-rows.md).
-__device__ inline int first_rows(Pass const& pass) {
-  ExchangeShape const& shape = pass.shape();
+// Rows of as many blocks as the first tasks of all CTAs would fill with all tiles of each; the tasks themselves, two
+// tiles at a time, touch some blocks more.
+__device__ inline int rows_of_first_tasks(ExchangeShape const& shape) {
   int const tasks = static_cast<int>(gridDim.x);
-  int const rows = (tasks + shape.up_tiles() - 1) / shape.up_tiles() * shape.block_rows;
-  int const all = owner_totals(shape, pass.plan(), pass.p.exchange.rank).rows;
-  if (!shape.rows_cross_once()) return min(rows, all);
-  int const few = shape.ranks > 2 ? min(tasks * kConsumerWarps, all / 6) : min(rows, all / 2);
-  return few / kRowsOfDraw * kRowsOfDraw;
+  return (tasks + shape.up_tiles() - 1) / shape.up_tiles() * shape.block_rows;
+}
+
+// Of the rows of these tasks, where they cross once, those that consumer warps bring. Two GPUs: at most half of all;
+// those of two tasks are 0.6% slower (docs/notebook/2026-11-24-two-gpus-again.md). More, where three of four or more
+// wait for the link: one for each warp, so that the early ones are not behind late ones there, and at most a sixth of all
+// (docs/notebook/2026-11-26-fewer-first-rows.md).
+__device__ inline int first_rows(ExchangeShape const& shape, int all) {
+  int const rows = shape.ranks > 2 ? min(static_cast<int>(gridDim.x) * kConsumerWarps, all / 6)
+                                   : min(rows_of_first_tasks(shape), all / 2);
+  return rows / kRowsOfDraw * kRowsOfDraw;
 }
 
 // pool_row_of_pair of a pair that is here.
@@ -44,7 +46,7 @@ __device__ inline void pull_rows(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
   int const workers = static_cast<int>(gridDim.x) * kCommunicationWarps;
   int const rows = owner_totals(p.shape, pass.plan(), p.rank).rows;
-  int const first = first_rows(pass);
+  int const first = rows_of_first_tasks(p.shape);
   pass.wait_lists();
   if (pass.failed()) return;
   BringRows bringing(pass);
@@ -112,8 +114,8 @@ class TokenDraws {
         p_(pass.p.exchange),
         lane_(arch::lane_idx()),
         warps_(static_cast<int>(gridDim.x) * kCommunicationWarps),
-        begin_(first_rows(pass)),
         rows_(owner_totals(p_.shape, pass.plan(), p_.rank).rows),
+        begin_(first_rows(p_.shape, rows_)),
         cursor_(p_.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p_.rank) {
     draw();
     read(static_cast<int>(blockIdx.x) * kCommunicationWarps + warp);
@@ -165,7 +167,7 @@ class TokenDraws {
 
   Pass const& pass_;
   ExchangeArguments const& p_;
-  int lane_, warps_, begin_, rows_;
+  int lane_, warps_, rows_, begin_;
   RowCursor cursor_;
   unsigned left_ = 0;  // lanes whose tokens are still to be brought
   uint4 entry_ = {};   // RouteEntry of this lane
@@ -204,7 +206,7 @@ __device__ void bring_first_tokens(Pass const& pass, int warp) {
   pass.wait_lists();
   if (pass.failed()) return;
   int const warps = static_cast<int>(gridDim.x) * kConsumerWarps;
-  int const end = first_rows(pass);
+  int const end = first_rows(p.shape, owner_totals(p.shape, pass.plan(), p.rank).rows);
   auto const top_k = static_cast<std::uint32_t>(p.shape.max_top_k);
   RowCursor cursor(p.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p.rank);
   int number = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x) + lane * warps;
@@ -251,7 +253,7 @@ __device__ inline void bring_own_rows(Pass const& pass, int warp) {
   BringRows bringing(pass);
   int const lane = arch::lane_idx();
   int const warps = static_cast<int>(gridDim.x) * kConsumerWarps;
-  int const end = first_rows(pass);
+  int const end = rows_of_first_tasks(p.shape);
   int const last = (p.rank + 1) * p.local_experts;
   int expert = p.rank * p.local_experts;
   int index = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);

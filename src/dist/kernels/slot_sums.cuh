@@ -16,8 +16,8 @@
 
 namespace tessera::dist {
 
-// Tokens of the CTA's slice, those of a warp kConsumerWarps apart. kSums: Transfer::dedup.
-template <bool kSums>
+// Tokens of the CTA's slice, those of a warp kConsumerWarps apart.
+template <Transfer kTransfer>
 class SlotSums {
  public:
   static constexpr int kPieces = 2;  // three are no faster, one is slower by 0.5%
@@ -49,6 +49,7 @@ class SlotSums {
   }
 
  private:
+  static constexpr bool kSums = kTransfer == Transfer::dedup;
   static constexpr int kBlockColumns = 8 * arch::kWarpThreads;
   static constexpr int kBlockBytes = 2 * kBlockColumns;
 
@@ -223,7 +224,7 @@ class SlotSums {
     int const column = piece.column + 8 * lane_;
     // Nobody reads slots again. Their lines take the places of each other, not of what has still to be written out.
     std::uint64_t const policy =
-        p_.shape.rows_cross_once() ? arch::l2_evict_first() : arch::l2_evict_normal();
+        kTransfer == Transfer::direct ? arch::l2_evict_normal() : arch::l2_evict_first();
     unsigned left = piece.choices;
     TESSERA_UNROLL
     for (int i = 0; i < kAtOnce; ++i, left &= left - 1) {

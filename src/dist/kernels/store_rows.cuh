@@ -9,7 +9,7 @@
 namespace tessera::dist {
 
 // Of one warp.
-template <ActivationKind kKind>
+template <ActivationKind kKind, Transfer kTransfer>
 class StoreRows {
  public:
   __device__ StoreRows(Pass const& pass, block::BorrowedStages<kPlain>& stages)
@@ -39,8 +39,9 @@ class StoreRows {
         });
       }
       stages_.publish(stage, [&] {
+        // Where a row crosses for every pair, 0.2 to 0.4% is lost by keeping a in L2 until downs have read it.
         std::uint64_t const policy =
-            p_.stays_in_l2 ? arch::l2_evict_last() : arch::l2_evict_first();
+            kTransfer == Transfer::direct ? arch::l2_evict_first() : arch::l2_evict_last();
         if (ragged_row >= p_.ragged_extent) return;  // past the block's rows
         TESSERA_UNROLL
         for (int slab = 0; slab < kSlabs; ++slab) {

@@ -27,8 +27,8 @@ __device__ inline int rows_of_first_tasks(ExchangeShape const& shape) {
 
 // Of the rows of these tasks, where they cross once, those that consumer warps bring. Two GPUs: at most half of all;
 // those of two tasks are 0.6% slower (docs/notebook/2026-11-24-two-gpus-again.md). More, where three of four or more
-// wait for the link: one for each warp, so that the early ones are not behind late ones there, and at most a sixth of all
-// (docs/notebook/2026-11-26-fewer-first-rows.md).
+// wait for the link: one for each warp, so that the early ones are not behind late ones there, and at most a sixth of
+// all (docs/notebook/2026-11-26-fewer-first-rows.md).
 __device__ inline int first_rows(ExchangeShape const& shape, int all) {
   int const rows = shape.ranks > 2 ? min(static_cast<int>(gridDim.x) * kConsumerWarps, all / 6)
                                    : min(rows_of_first_tasks(shape), all / 2);

@@ -376,7 +376,6 @@ inline void tma_reduce_add(CUtensorMap const* map, void const* smem_src, int c0,
 }
 inline uint64_t l2_evict_first() { return 0; }
 inline uint64_t l2_evict_normal() { return 0; }
-inline uint64_t l2_evict_last() { return 0; }
 inline void tma_prefetch_map(CUtensorMap const*) {}
 inline void tma_store_commit() { emulator::commit_stores(); }
 template <int kPending>

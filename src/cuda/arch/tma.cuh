@@ -27,11 +27,6 @@ __device__ __forceinline__ uint64_t l2_evict_normal() {
   asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-__device__ __forceinline__ uint64_t l2_evict_last() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 
 __device__ __forceinline__ void tma_load(void* smem_dst, CUtensorMap const* map,
                                          Mbarrier* smem_full, int c0, int c1) {

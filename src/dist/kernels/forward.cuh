@@ -197,7 +197,7 @@ __device__ void consume(Pass const& pass, int consumer) {
   block::PipelineState<kPlain> state;
   block::Accumulators<kPlain> acc[1];
   block::BorrowedStages<kPlain> stages(smem.gemm, consumer);
-  StoreRows<kKind, kTransfer> up(pass, stages);
+  StoreRows<kKind> up(pass, stages);
   Push<kSums> push(pass, consumer);
   LastTask<kSums> last(pass, push, consumer);
   block::WorkTile tile, ahead;

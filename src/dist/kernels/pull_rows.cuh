@@ -30,8 +30,8 @@ __device__ inline int rows_of_first_tasks(ExchangeShape const& shape) {
 // wait for the link: one for each warp, so that the early ones are not behind late ones there, and at most a sixth of
 // all (docs/notebook/2026-11-26-fewer-first-rows.md).
 __device__ inline int first_rows(ExchangeShape const& shape, int all) {
-  int const rows = shape.ranks > 2 ? min(static_cast<int>(gridDim.x) * kConsumerWarps, all / 6)
-                                   : min(rows_of_first_tasks(shape), all / 2);
+  int rows = min(rows_of_first_tasks(shape), all / (shape.ranks > 2 ? 6 : 2));
+  if (shape.ranks > 2) rows = min(rows, static_cast<int>(gridDim.x) * kConsumerWarps);
   return rows / kRowsOfDraw * kRowsOfDraw;
 }
 

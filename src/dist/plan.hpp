@@ -108,11 +108,12 @@ TESSERA_INLINE constexpr std::int32_t source_after(ExchangeShape const& shape,
   return source + 1 < shape.ranks ? source + 1 : 0;
 }
 
-/// Rows that other sources have ahead of `source` in `expert`.
+/// Rows that other sources have ahead of `source` in `expert` of `owner`.
 TESSERA_INLINE std::int32_t rows_ahead(ExchangeShape const& shape, CountMatrix counts,
-                                       std::int32_t expert, std::int32_t source) {
+                                       std::int32_t expert, std::int32_t owner,
+                                       std::int32_t source) {
   std::int32_t rows = 0;
-  for (std::int32_t s = shape.owner(expert); s != source; s = source_after(shape, s)) {
+  for (std::int32_t s = owner; s != source; s = source_after(shape, s)) {
     rows += counts.at(s, expert);
   }
   return rows;
@@ -178,7 +179,7 @@ TESSERA_INLINE std::int64_t pool_row_of_pair(ExchangeShape const& shape, CountMa
                                              ExpertPlan const* plan, std::int32_t expert,
                                              std::int32_t source, std::int32_t index) {
   return std::int64_t{plan[expert].first_block} * shape.block_rows +
-         rows_ahead(shape, counts, expert, source) + index;
+         rows_ahead(shape, counts, expert, shape.owner(expert), source) + index;
 }
 TESSERA_INLINE std::int32_t block_of_pair(ExchangeShape const& shape, CountMatrix counts,
                                           ExpertPlan const* plan, std::int32_t expert,

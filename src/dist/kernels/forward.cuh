@@ -236,17 +236,19 @@ __device__ void consume(Pass const& pass, int consumer) {
 }
 
 // What the roles keep of counts and plan.
-__device__ inline void keep_plan(Pass const& pass, RouteStorage<kForwardThreads> const& route) {
+template <bool kCrossOnce>
+__device__ void keep_plan(Pass const& pass, RouteStorage<kForwardThreads> const& route) {
   ExchangeArguments const& p = pass.p.exchange;
   CountMatrix const counts{route.counts, p.shape.experts};
   int const local = p.local_experts;
   for (int i = static_cast<int>(threadIdx.x); i < p.shape.experts; i += kForwardThreads) {
-    pass.smem.counts()[i] = counts.at(p.owner(i), p.rank * local + i - p.owner(i) * local);
-    pass.smem.list_begin[i] = route.list_begin[i];
     int const source = p.owner(i), expert = p.rank * local + i - source * local;
-    int begin = route.plan[expert].first_block * p.shape.block_rows;
-    for (int s = p.rank; s != source; s = source_after(p.shape, s)) begin += counts.at(s, expert);
-    pass.smem.pool_begin[i] = begin;
+    pass.smem.counts()[i] = counts.at(source, expert);
+    pass.smem.list_begin[i] = route.list_begin[i];
+    if constexpr (kCrossOnce) {
+      pass.smem.pool_begin[i] = route.plan[expert].first_block * p.shape.block_rows +
+                                rows_ahead(p.shape, counts, expert, p.rank, source);
+    }
     if (i < local) pass.smem.plan[i] = route.plan[p.rank * local + i];
     if (p.shape.ranks > 1) {
       pass.smem.pool_rows()[i] =
@@ -304,7 +306,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     begin_together(smem, false);
     return;
   }
-  keep_plan(pass, head.route);
+  keep_plan<kTransfer != Transfer::direct>(pass, head.route);
   if (!begin_together(smem, true)) return;
   int const warpgroup = arch::warpgroup_idx();
   if (warpgroup == 0) {

@@ -104,7 +104,7 @@ struct ForwardStorage {
   // Of this rank's experts, as the cursors read them.
   std::int32_t list_begin[kMostExperts];
   ExpertPlan plan[kMostExperts];  // local experts; of several ranks, half of it at most
-  // [source][local expert]: the first of their rows in this rank's pool.
+  // Where rows cross once, [source][local expert]: the first of their rows in this rank's pool.
   std::int32_t pool_begin[kMostExperts];
   int failed;
   alignas(16) int planned;  // this CTA knows its plan; the other one of the pair reads it

@@ -30,12 +30,12 @@ __device__ inline int rows_of_first_tasks(ExchangeShape const& shape) {
 // wait for the link: one for each warp, so that the early ones are not behind late ones there, and at most a sixth of
 // all (docs/notebook/2026-11-26-fewer-first-rows.md).
 __device__ inline int first_rows(ExchangeShape const& shape, int all) {
-  int rows = min(rows_of_first_tasks(shape), all / (shape.ranks > 2 ? 6 : 2));
-  if (shape.ranks > 2) rows = min(rows, static_cast<int>(gridDim.x) * kConsumerWarps);
-  return rows / kRowsOfDraw * kRowsOfDraw;
+  int const most =
+      shape.ranks > 2 ? min(static_cast<int>(gridDim.x) * kConsumerWarps, all / 6) : all / 2;
+  return min(rows_of_first_tasks(shape), most) / kRowsOfDraw * kRowsOfDraw;
 }
 
-// pool_row_of_pair of a pair that is here.
+// pool_row_of_pair of a pair that is here. Where rows cross once.
 __device__ inline int pool_row_of(Pass const& pass, PairPlace const& place, int source) {
   return pass.smem.pool_begin[source * pass.p.exchange.local_experts + place.expert] + place.index;
 }

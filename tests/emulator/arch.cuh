@@ -247,7 +247,7 @@ inline void cp_async_16(uint32_t smem_dst, void const* gmem_src, int bytes) {
     std::memset(to + bytes, 0, static_cast<size_t>(16 - bytes));
   });
 }
-inline void cp_async_16(uint32_t smem_dst, void const* gmem_src, uint64_t) {
+inline void cp_async_16_with_policy(uint32_t smem_dst, void const* gmem_src, uint64_t) {
   cp_async_16(smem_dst, gmem_src, 16);
 }
 inline void cp_async_arrive(Mbarrier* barrier) { emulator::arrive_behind_copies(barrier); }

@@ -19,8 +19,8 @@ __device__ __forceinline__ void cp_async_16(uint32_t smem_dst, void const* gmem_
 }
 
 // All 16 bytes, with an eviction priority in L2 (tma.cuh).
-__device__ __forceinline__ void cp_async_16(uint32_t smem_dst, void const* gmem_src,
-                                            uint64_t l2_policy) {
+__device__ __forceinline__ void cp_async_16_with_policy(uint32_t smem_dst, void const* gmem_src,
+                                                        uint64_t l2_policy) {
   asm volatile(
       "cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;" ::"r"(smem_dst),
       "l"(gmem_src), "l"(l2_policy)

@@ -222,7 +222,8 @@ class SlotSums {
     std::uint32_t to = arch::shared_address(ring_ + slot * kPieceBytes);
     std::int64_t const pitch = 2 * std::int64_t{p_.shape.hidden};
     int const column = piece.column + 8 * lane_;
-    // Nobody reads slots again. Their lines take the places of each other, not of what has still to be written out.
+    // Nobody reads slots again. Their lines take the places of each other, not of what has still to be written out;
+    // FlashDMoE's layer, whose rows go direct, takes up to 0.4% longer by it.
     std::uint64_t const policy =
         kTransfer == Transfer::direct ? arch::l2_evict_normal() : arch::l2_evict_first();
     unsigned left = piece.choices;
@@ -233,7 +234,7 @@ class SlotSums {
       TESSERA_UNROLL
       for (int b = 0; b < kBlocks; ++b, to += kBlockBytes) {
         if (left != 0 && column + b * kBlockColumns < p_.shape.hidden) {
-          arch::cp_async_16(to, from + b * kBlockBytes, policy);
+          arch::cp_async_16_with_policy(to, from + b * kBlockBytes, policy);
         }
       }
     }

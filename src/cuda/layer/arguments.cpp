@@ -198,6 +198,12 @@ GradientViews gradient_views(MoeDesc const& desc, ExpertGradients const& gradien
   return out;
 }
 
+bool rows_lie_in(MoeDesc const& desc, Tensor const& out) noexcept {
+  constexpr std::uintptr_t kAligned = 16;
+  return desc.grouping != RowGrouping::slots && matrix_rows(out).pitch == desc.shape.hidden &&
+         reinterpret_cast<std::uintptr_t>(out.data) % kAligned == 0;
+}
+
 ExpertArguments expert_arguments(MoeDesc const& desc, MoeForwardArgs const& args,
                                  ExpertMemory const& memory) noexcept {
   MoeShape const& s = desc.shape;

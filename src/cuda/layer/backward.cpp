@@ -63,6 +63,7 @@ class Backward {
         plan_(plan_backward(desc, pass)),
         base_(core::WorkspacePlan::align(args.workspace.data)),
         wanted_(wanted(desc, args, pass)),
+        in_place_(wanted_.dx && rows_lie_in(desc, args.dx)),
         is_whole_(pass == Pass::backward),
         sequence_(sequence) {
     bool const split = pass != Pass::backward;
@@ -81,10 +82,11 @@ class Backward {
          .gmem_dh = gmem_dh,
          .gmem_a_scaled = split ? args.a_scaled.data : gmem_own_a,
          .gmem_ds_partials = wanted_.dscores ? plan_.ds_partials.in(base_) : nullptr,
-         .gmem_dx_rows = plan_.a_or_dx.in(base_),
+         .gmem_dx_rows = in_place_ ? args.dx.data : plan_.a_or_dx.in(base_),
          .gmem_tile_counters = plan_.counters.in(base_)});
     if (wanted_.dx) put_router_part_in_rows();
     clear_counters(plan_.counters.in(base_), sequence_);
+    if (in_place_) add_zero_tail(desc, routing, args.dx, sequence_);
   }
 
   /// dh, a_scaled, dscores, dlogits.
@@ -143,17 +145,18 @@ class Backward {
   }
 
   /// dx from its rows, dw_up: side by side where both are wanted and have fast kernels, as one waits for memory and the
-  /// other for the tensor cores.
+  /// other for the tensor cores. Rows that are dx already need nothing more.
   void aggregate_and_up_weights(bool input, bool weights) noexcept {
     ExpertGradients const& g = args_.gradients;
-    bool const dx = input && wanted_.dx;
+    bool const dx = input && wanted_.dx && !in_place_;
     bool const dw_up = weights && (g.dw_up.present() || g.dw_gate.present());
     bool const both = dx && dw_up && !refuse(experts_.up_wgrad).refused() &&
                       !refuse(experts_.aggregate).refused();
     int const all = sequence_.device().sm_count();
     int const sms = both ? sms_for_aggregate(experts_.up_wgrad, experts_.aggregate, all) : 0;
     if (dx && sms == 0) sequence_.select("aggregate", experts_.aggregate);
-    experts_.up_wgrad.starts_early = sms > 0;  // it reads nothing that up_projection_dgrad makes
+    // It reads nothing that up_projection_dgrad makes.
+    experts_.up_wgrad.starts_early = sms > 0 || (input && in_place_);
     if (dw_up) sequence_.select("up_projection_wgrad", experts_.up_wgrad, all - sms);
     if (sms > 0) {
       sequence_.add("aggregate", [&](cudaStream_t stream) {
@@ -333,6 +336,7 @@ class Backward {
   BackwardPlan plan_;
   std::byte* base_;
   Wanted wanted_;
+  bool in_place_;  ///< up_projection_dgrad writes dx
   bool is_whole_;
   Sequence& sequence_;
   BackwardArguments experts_;

@@ -271,10 +271,11 @@ Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardA
   ForwardPlan const plan = plan_forward(desc, routing_bytes);
   std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
   Sequence sequence(device, stream);
+  bool const in_place = !args.row_scores.present() && rows_lie_in(desc, args.o);
   ExpertArguments experts = expert_arguments(desc, args,
                                              {.tables = routing,
                                               .gmem_a = plan.a.in(base),
-                                              .gmem_y = plan.y.in(base),
+                                              .gmem_y = in_place ? args.o.data : plan.y.in(base),
                                               .gmem_tile_counters = plan.counters.in(base)});
   add_routing(desc, args, plan, base, routing, sequence);
   // Without rounding the top-k choice counts the same; with it, choose_tokens has counted.
@@ -289,7 +290,11 @@ Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardA
   hand_over(experts.up, experts.down, plan.counters.in(base) + kForwardHandover);
   sequence.select("up_projection_fwd", experts.up);
   sequence.select("down_projection_fwd", experts.down);
-  sequence.select("aggregate", experts.aggregate);
+  if (in_place) {
+    add_zero_tail(desc, routing, args.o, sequence);
+  } else {
+    sequence.select("aggregate", experts.aggregate);
+  }
   return sequence.status();
 }
 

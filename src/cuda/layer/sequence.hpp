@@ -11,6 +11,7 @@
 #include "cuda/layer/backend.hpp"
 #include "cuda/layer/device.hpp"
 #include "cuda/layer/plan.hpp"
+#include "cuda/layer/routing_tables.hpp"
 #include "cuda/layer/select.hpp"
 
 namespace tessera::cuda {
@@ -57,6 +58,17 @@ class Sequence {
 inline ClearedWords tile_counters(std::int32_t* gmem_counters) noexcept {
   static_assert(kNumTileCounters <= kMostClearedWords);
   return {gmem_counters, kNumTileCounters};
+}
+/// Zeros in the rows of a contiguous [P,d] tensor of grouped rows that belong to no expert.
+inline void add_zero_tail(MoeDesc const& desc, RoutingView const& tables, Tensor const& rows,
+                          Sequence& sequence) noexcept {
+  sequence.add("zero tail", [&](cudaStream_t stream) {
+    return launch_zero_tail({.gmem_first = tables.expert_offsets + desc.shape.experts,
+                             .gmem_rows = rows.data,
+                             .rows = desc.shape.tokens,
+                             .row_bytes = 2 * desc.shape.hidden},
+                            stream);
+  });
 }
 /// Where the tables exist already: by a launch of its own.
 inline void clear_counters(std::int32_t* gmem_counters, Sequence& sequence) noexcept {

@@ -163,6 +163,8 @@ class Rank {
         slot_of_pair_(pairs()),
         scores_(pairs()),
         offsets_(s.local_experts() + 1),
+        origins_(s.max_rows()),
+        row_scores_(s.max_rows()),
         pool_(s.pool_rows() * s.hidden),
         a_(s.pool_rows() * s.intermediate),
         y_(s.max_rows() * s.hidden),
@@ -310,10 +312,7 @@ class Rank {
                         .tokens = tokens_,
                         .gmem_topk_ids = ids_.get(),
                         .gmem_scores = scores_.get(),
-                        .gmem_slot_of_pair = slot_of_pair_.get(),
-                        .gmem_expert_offsets = offsets_.get(),
-                        .gmem_pool = reinterpret_cast<char*>(pool_.get()),
-                        .gmem_y = reinterpret_cast<char const*>(y_.get())};
+                        .gmem_pool = reinterpret_cast<char*>(pool_.get())};
     std::copy(windows_.begin(), windows_.end(), p.windows);
     return p;
   }
@@ -342,13 +341,28 @@ class Rank {
   template <typename Mark>
   void launch_chain(Mark mark) {
     ExchangeArguments const p = exchange();
-    TESSERA_CUDA(dist::launch_dispatch(p, sm_count_, native()));
+    dist::RowTables const tables = {offsets_.get(), origins_.get(), row_scores_.get()};
+    TESSERA_CUDA(dist::launch_route(
+        {.exchange = p, .made = tables, .host_rows = nullptr, .ticket = 0}, sm_count_, native()));
+    TESSERA_CUDA(dist::launch_dispatch({.exchange = p,
+                                        .tables = tables,
+                                        .kept = {},
+                                        .capacity = shape_.max_rows(),
+                                        .gmem_rows = reinterpret_cast<char*>(pool_.get()),
+                                        .gmem_second_rows = nullptr,
+                                        .gmem_slot_of_pair = slot_of_pair_.get()},
+                                       sm_count_, native()));
     mark(kDispatch);
     launch_up();
     mark(kUp);
     launch_down();
     mark(kDown);
-    TESSERA_CUDA(dist::launch_combine(p, sm_count_, native()));
+    TESSERA_CUDA(dist::launch_combine({.exchange = p,
+                                       .tables = tables,
+                                       .capacity = shape_.max_rows(),
+                                       .gmem_rows = reinterpret_cast<char const*>(y_.get()),
+                                       .gmem_dscores = nullptr},
+                                      sm_count_, native()));
     mark(kCombine);
     cuda::AggregateArguments aggregate = {};
     aggregate.gmem_y = window_ + window_layout_.slots;
@@ -467,6 +481,8 @@ class Rank {
   DeviceBuffer<int32_t> ids_, slot_of_pair_;
   DeviceBuffer<float> scores_;
   DeviceBuffer<int32_t> offsets_;
+  DeviceBuffer<dist::RowOrigin> origins_;
+  DeviceBuffer<float> row_scores_;
   DeviceBuffer<bf16> pool_, a_, y_, w_up_, w_down_, o_, callers_x_, wanted_, wanted_of_owners_;
   DeviceBuffer<int32_t> tile_counters_;
   struct {

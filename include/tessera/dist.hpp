@@ -7,6 +7,11 @@
 // back. No row is dropped; o has the bits of moe_forward on a single GPU with all experts, for every P, but where that
 // has at most 8 tokens, for which it takes other kernels, or where owners may add up (sums_on_owners). Ranks are
 // threads or processes. They make the same passes in the same order, also those in which they have no token.
+//
+// Training, and whatever else forward() has not, such as biases, takes a pass in pieces: route() tells the owners which
+// rows they get, dispatch() brings them, sorted by expert; moe_forward or moe_backward with RowGrouping::offsets, or
+// anything else, makes one row of each; combine() takes them back and adds up those of each token. Backward dispatches
+// d_o and x by the tables that forward kept, and combines dx.
 #pragma once
 
 #include <cstddef>
@@ -47,6 +52,8 @@ struct ExpertParallelDesc {
   /// added to the error of o is a rounding of each sum (docs/numerics.md).
   bool sums_on_owners = false;
   double time_limit = 30;  ///< seconds a pass waits for another rank, above 0 and at most 86400
+  bool training =
+      false;  ///< whether route(), dispatch() and combine() will be called: windows and workspace are larger
 };
 
 /// Tensors of one pass on this rank, bf16 unless said otherwise, contiguous but for x, whose rows may lie apart. T may
@@ -60,6 +67,49 @@ struct ExpertParallelArgs {
   ConstTensor w_up = {};    ///< this rank's: [E/P,2n,d], gate rows first; [E/P,n,d] without a gate
   ConstTensor w_down = {};  ///< this rank's: [E/P,d,n]
   Tensor o = {};            ///< [T,d], every element is written
+};
+
+/// What a rank knows of the rows that its experts have in a pass, R of them: sorted by expert, then by rank, its own
+/// first and then those after it, by token, by choice. dispatch() writes it behind route(); else it is read.
+struct DispatchTables {
+  Tensor expert_offsets =
+      {};  ///< [E/P+1] int32: where the rows of an expert begin; the last one is R
+  /// [R,4] int32: t*K+j of the pair on its rank; that rank; the row of the token's next choice here, or -1; whether it
+  /// is the first of these
+  Tensor row_origins = {};
+  Tensor row_scores = {};  ///< [R] fp32: topk_weights of the pair
+};
+
+struct ExpertRouteArgs {
+  ConstTensor topk_ids = {};      ///< [T,K] int32, as in ExpertParallelArgs
+  ConstTensor topk_weights = {};  ///< [T,K] fp32
+};
+
+/// bf16 unless said otherwise, contiguous but for x and second_x, whose rows may lie apart. R may be larger than
+/// routed_rows(), in the tables, too; what lies behind the last row is left as it is. Where it is smaller the pass is
+/// void: check() says so on all ranks, and the group must be made anew. T as in ExpertParallelArgs. rows and
+/// second_rows begin at multiples of 16 bytes.
+struct ExpertDispatchArgs {
+  ConstTensor x = {};         ///< [T,d]
+  ConstTensor second_x = {};  ///< optional [T,d]; where one rank has it, all have
+  ConstTensor topk_ids = {};  ///< [T,K] int32, those of route()
+  DispatchTables tables = {};
+  Tensor rows = {};         ///< [R,d]
+  Tensor second_rows = {};  ///< [R,d], with second_x
+};
+
+/// o_t = sum over choices j of token t, in their order, of topk_weights[t,j] times their rows, or of the rows alone, in
+/// fp32, rounded once.
+struct ExpertCombineArgs {
+  ConstTensor rows = {};          ///< [R,d] bf16, at a multiple of 16 bytes
+  DispatchTables tables = {};     ///< those of dispatch(); row_scores may be absent
+  ConstTensor topk_weights = {};  ///< optional [T,K] fp32
+  ConstTensor row_dscores = {};   ///< optional [R] fp32; where one rank has it, all have
+  Tensor dscores =
+      {};         ///< [T,K] fp32, with row_dscores: those of the pairs; 0 where there is no row
+  Tensor o = {};  ///< [T,d] bf16, at a multiple of 16 bytes; every element is written
+  /// SMs that send rows, 0: all. 16 fill the link and leave the others to what runs beside, as gradients of weights.
+  std::int32_t sms = 0;
 };
 
 /// An identity for a group of ranks that make windows together.
@@ -128,6 +178,15 @@ class TESSERA_EXPORT ExpertParallel {
   /// waits for its peers: nothing else that waits for a peer may run beside it, and all ranks have to launch.
   /// On an error no pass was enqueued.
   Status forward(ExpertParallelArgs const& args, Stream stream = {}) noexcept;
+
+  /// A pass in pieces, with ExpertParallelDesc::training: route(), dispatch(), combine(), or dispatch() and combine()
+  /// with the tables of an earlier pass, in the order of one stream. Between them nothing else of this object may be
+  /// called, on no rank; a call out of turn is refused with invalid_argument. Each waits for all ranks.
+  Status route(ExpertRouteArgs const& args, Stream stream = {}) noexcept;
+  /// R of the last route(). Waits until the counts of all ranks are there, not for the rows.
+  Expected<std::int64_t> routed_rows() noexcept;
+  Status dispatch(ExpertDispatchArgs const& args, Stream stream = {}) noexcept;
+  Status combine(ExpertCombineArgs const& args, Stream stream = {}) noexcept;
 
   /// Whether the passes that have ended are good: device_error, and who waited where for what, if a rank did not
   /// come within the time limit. Their o is void then, on all ranks, and the group must be made anew. Does not wait:

@@ -154,7 +154,8 @@ typedef struct {
   int32_t rank, ranks;
   int64_t max_tokens, hidden, intermediate, experts, top_k;
   int32_t activation, sums_on_owners;
-  float alpha, limit, up_offset, reserved2;
+  float alpha, limit, up_offset;
+  int32_t training; /* 0 or 1 */
   double time_limit;
 } tessera_expert_parallel_desc;
 
@@ -162,6 +163,27 @@ typedef struct {
   uint64_t size;
   tessera_tensor x, topk_ids, topk_weights, w_up, w_down, o;
 } tessera_expert_parallel_args;
+
+/* A pass in pieces: ExpertRouteArgs, DispatchTables and so on in dist.hpp. Tensors of rank 0 are absent. */
+typedef struct {
+  uint64_t size;
+  tessera_tensor topk_ids, topk_weights;
+} tessera_expert_route_args;
+
+typedef struct {
+  uint64_t size;
+  tessera_tensor x, second_x, topk_ids;
+  tessera_tensor expert_offsets, row_origins, row_scores;
+  tessera_tensor rows, second_rows;
+} tessera_expert_dispatch_args;
+
+typedef struct {
+  uint64_t size;
+  tessera_tensor rows, expert_offsets, row_origins;
+  tessera_tensor topk_weights, row_dscores, dscores, o;
+  int32_t sms; /* 0: all */
+  int32_t reserved;
+} tessera_expert_combine_args;
 
 typedef struct {
   char bytes[128];
@@ -230,6 +252,13 @@ void tessera_expert_parallel_destroy(tessera_expert_parallel*);
 /* The place of x in this rank's window. */
 int tessera_expert_parallel_input(tessera_expert_parallel const*, void** x);
 int tessera_expert_parallel_forward(tessera_expert_parallel*, tessera_expert_parallel_args const*,
+                                    void* stream);
+int tessera_expert_parallel_route(tessera_expert_parallel*, tessera_expert_route_args const*,
+                                  void* stream);
+int tessera_expert_parallel_routed_rows(tessera_expert_parallel*, int64_t* rows); /* waits for them */
+int tessera_expert_parallel_dispatch(tessera_expert_parallel*, tessera_expert_dispatch_args const*,
+                                     void* stream);
+int tessera_expert_parallel_combine(tessera_expert_parallel*, tessera_expert_combine_args const*,
                                     void* stream);
 int tessera_expert_parallel_check(tessera_expert_parallel const*); /* does not wait */
 

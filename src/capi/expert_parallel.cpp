@@ -35,6 +35,7 @@ Status desc_of(tessera_expert_parallel_desc const* desc,
   out.top_k = from.top_k;
   out.activation = activation_of(from.activation, from.alpha, from.limit, from.up_offset);
   out.sums_on_owners = from.sums_on_owners != 0;
+  out.training = from.training != 0;
   if (from.time_limit != 0) out.time_limit = from.time_limit;
   return {};
 }
@@ -118,6 +119,48 @@ Status forward(tessera_expert_parallel* group, tessera_expert_parallel_args cons
                               {stream});
 }
 
+Status route(tessera_expert_parallel* group, tessera_expert_route_args const* c_args,
+             void* stream) noexcept {
+  TESSERA_TRY(present(group, "expert_parallel"));
+  tessera_expert_route_args from;
+  TESSERA_TRY(read_struct("tessera_expert_route_args", c_args, from));
+  return group->group.route(
+      {.topk_ids = tensor_of(from.topk_ids), .topk_weights = tensor_of(from.topk_weights)},
+      {stream});
+}
+
+Status dispatch(tessera_expert_parallel* group, tessera_expert_dispatch_args const* c_args,
+                void* stream) noexcept {
+  TESSERA_TRY(present(group, "expert_parallel"));
+  tessera_expert_dispatch_args from;
+  TESSERA_TRY(read_struct("tessera_expert_dispatch_args", c_args, from));
+  return group->group.dispatch({.x = tensor_of(from.x),
+                                .second_x = tensor_of(from.second_x),
+                                .topk_ids = tensor_of(from.topk_ids),
+                                .tables = {.expert_offsets = tensor_of(from.expert_offsets),
+                                           .row_origins = tensor_of(from.row_origins),
+                                           .row_scores = tensor_of(from.row_scores)},
+                                .rows = tensor_of(from.rows),
+                                .second_rows = tensor_of(from.second_rows)},
+                               {stream});
+}
+
+Status combine(tessera_expert_parallel* group, tessera_expert_combine_args const* c_args,
+               void* stream) noexcept {
+  TESSERA_TRY(present(group, "expert_parallel"));
+  tessera_expert_combine_args from;
+  TESSERA_TRY(read_struct("tessera_expert_combine_args", c_args, from));
+  return group->group.combine({.rows = tensor_of(from.rows),
+                               .tables = {.expert_offsets = tensor_of(from.expert_offsets),
+                                          .row_origins = tensor_of(from.row_origins)},
+                               .topk_weights = tensor_of(from.topk_weights),
+                               .row_dscores = tensor_of(from.row_dscores),
+                               .dscores = tensor_of(from.dscores),
+                               .o = tensor_of(from.o),
+                               .sms = from.sms},
+                              {stream});
+}
+
 }  // namespace
 
 TESSERA_C_API int tessera_peer_group_id_make(char const* nccl_path, tessera_peer_group_id* id) {
@@ -171,6 +214,26 @@ TESSERA_C_API int tessera_expert_parallel_forward(tessera_expert_parallel* group
                                                   tessera_expert_parallel_args const* args,
                                                   void* stream) {
   return finish(forward(group, args, stream));
+}
+TESSERA_C_API int tessera_expert_parallel_route(tessera_expert_parallel* group,
+                                                tessera_expert_route_args const* args,
+                                                void* stream) {
+  return finish(route(group, args, stream));
+}
+TESSERA_C_API int tessera_expert_parallel_routed_rows(tessera_expert_parallel* group,
+                                                      int64_t* rows) {
+  Status const status = present(group, "expert_parallel");
+  return finish(status.ok() ? store(rows, [&] { return group->group.routed_rows(); }) : status);
+}
+TESSERA_C_API int tessera_expert_parallel_dispatch(tessera_expert_parallel* group,
+                                                   tessera_expert_dispatch_args const* args,
+                                                   void* stream) {
+  return finish(dispatch(group, args, stream));
+}
+TESSERA_C_API int tessera_expert_parallel_combine(tessera_expert_parallel* group,
+                                                  tessera_expert_combine_args const* args,
+                                                  void* stream) {
+  return finish(combine(group, args, stream));
 }
 TESSERA_C_API int tessera_expert_parallel_check(tessera_expert_parallel const* group) {
   Status const status = present(group, "expert_parallel");

@@ -27,6 +27,12 @@ inline Status fault_status(Fault const& fault, double limit_seconds) noexcept {
                          "rank %d left pass %u at %s: rank %u had given up; rebuild the group",
                          fault.rank, fault.epoch, site_name(fault.site), fault.aborted_by - 1);
   }
+  if (fault.site == Site::rows) {
+    return Status::error(StatusCode::device_error,
+                         "rank %d has %u rows in pass %u, and memory for %u: rebuild the group, "
+                         "with more",
+                         fault.rank, fault.seen, fault.epoch, fault.expected);
+  }
   return Status::error(
       StatusCode::device_error,
       "rank %d waited %.3g s at %s in pass %u (CTA %d): the word of rank %d is %u, "

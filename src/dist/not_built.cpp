@@ -29,7 +29,14 @@ std::size_t Session::workspace_bytes(ExchangeShape const&, std::int32_t) noexcep
 Expected<std::unique_ptr<Session>> Session::open(SessionConfig const&) noexcept { return refuse(); }
 Session::~Session() = default;
 void* Session::x() const noexcept { return nullptr; }
+void* Session::second_x() const noexcept { return nullptr; }
 Status Session::forward(PassTensors const&, Stream) noexcept { return refuse(); }
+Status Session::route(std::int32_t, std::int32_t const*, float const*, Stream) noexcept {
+  return refuse();
+}
+Expected<std::int64_t> Session::routed_rows() noexcept { return refuse(); }
+Status Session::dispatch(DispatchTensors const&, Stream) noexcept { return refuse(); }
+Status Session::combine(CombineTensors const&, Stream) noexcept { return refuse(); }
 Status Session::fault() const noexcept { return {}; }
 
 }  // namespace tessera::dist

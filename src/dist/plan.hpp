@@ -38,7 +38,8 @@ struct ExchangeShape {
   std::int32_t max_top_k = 0;  ///< most experts of one token
   std::int32_t block_rows = 128;
   Transfer transfer = Transfer::direct;
-  bool gated = true;  ///< up has gate and up rows
+  bool gated = true;      ///< up has gate and up rows
+  bool training = false;  ///< windows have room for a second x and for dscores
 
   [[nodiscard]] TESSERA_INLINE constexpr std::int32_t local_experts() const {
     return experts / ranks;

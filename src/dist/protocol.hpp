@@ -3,7 +3,8 @@
 // a wait is over. Kernel, model and host share this file.
 //
 //   site        signals -> waits                    word                    until          scope
-//   ack         owner, rows returned -> source      ack[owner]              epoch          sys, unfused alone
+//   ack         owner, rows returned -> source      ack[owner]              epoch          sys, separate kernels
+//   staged      source, rows in window -> owner     staged[source]          epoch          sys, separate kernels
 //   route_scan  CTAs -> CTAs                        slices counted          all slices     gpu
 //   counted     source -> all ranks                 c[source][e]            epoch          sys, each for itself
 //   publish     source -> all ranks                 publish[source]         epoch          sys
@@ -12,7 +13,7 @@
 //   down_tiles  down tasks -> the last, owner's sum down_tiles[block]       down_tiles     gpu
 //   block_done  owner -> aggregate                  block_done[owner,block] epoch          sys
 //   part_done   owner's sums -> aggregate           part_done[owner,token]  epoch          sys, dedup
-//   ended       CTAs -> the last of them            ended                   all CTAs       gpu, unfused alone
+//   ended       CTAs -> the last of them            ended                   all CTAs       gpu, separate kernels
 //
 // Transfer::once: a token's row crosses once to each owner, one of whose warps writes it to the places of all its
 // pairs there when it comes to the first of them. So nobody waits for a copy.
@@ -55,12 +56,14 @@ enum class Site : std::int32_t {
   down_tiles,
   block_done,
   part_done,
-  ended
+  ended,
+  staged,
+  rows  ///< nobody waits there: there are more of them than there is room for
 };
 inline char const* site_name(Site site) {
-  constexpr char const* kNames[] = {"none",       "ack",       "route_scan", "counted",
-                                    "publish",    "arrived",   "a_ready",    "down_tiles",
-                                    "block_done", "part_done", "ended"};
+  constexpr char const* kNames[] = {"none",    "ack",     "route_scan", "counted",    "publish",
+                                    "arrived", "a_ready", "down_tiles", "block_done", "part_done",
+                                    "ended",   "staged",  "rows"};
   return kNames[static_cast<int>(site)];
 }
 
@@ -70,6 +73,7 @@ struct alignas(16) RouteEntry {
   std::uint32_t choices = 0;  ///< once, dedup: the token's on this owner, a bit each
   std::uint8_t place = 0;     ///< once, dedup: of its row among theirs, as in the pool
   std::uint8_t ends_sum = 0;  ///< dedup: 1 if it is the last of several that are added up
+  float score = 0;            ///< separate kernels
 };
 static_assert(sizeof(RouteEntry) == 16);
 
@@ -106,9 +110,9 @@ TESSERA_INLINE constexpr std::int32_t parity(std::uint32_t epoch) {
 TESSERA_INLINE constexpr bool reached(std::uint32_t word, std::uint32_t epoch) {
   return static_cast<std::int32_t>(word - epoch) >= 0;
 }
-/// Whether this pass begins by setting this rank's words of blocks, which only a pass that has a block writes, to the
-/// pass before it: no word becomes 2^31 passes old.
-TESSERA_INLINE constexpr bool renews_blocks(std::uint32_t epoch) {
+/// Whether this pass begins by setting this rank's words that some passes do not write, to the pass before it: no word
+/// becomes 2^31 passes old. Those of blocks, and in the fused kernel those that separate kernels write.
+TESSERA_INLINE constexpr bool renews_words(std::uint32_t epoch) {
   return epoch % (std::uint32_t{1} << 30) == 0;
 }
 
@@ -128,14 +132,17 @@ constexpr std::int64_t kWordStride = 128;  // bytes: a line for every word that 
 
 /// Byte offsets in every rank's window. Equal on all ranks.
 struct WindowLayout {
-  std::int64_t publish, ack, abort;  ///< [P] words, a line each; abort: a rank + 1, or 0
-  std::int64_t block_done;           ///< [P,max_blocks] u32
-  std::int64_t part_done;            ///< [P,max_tokens] u32, dedup
-  std::int64_t counts;               ///< [2,P,E] CountWord
-  std::int64_t lists;                ///< [2,P,max_tokens*max_top_k] RouteEntry
-  std::int64_t places;               ///< [2,P,max_tokens*max_top_k] PlacedPair, once and dedup
-  std::int64_t x;                    ///< [max_tokens,d] bf16
-  std::int64_t slots;                ///< [max_tokens,max_top_k,d] bf16
+  std::int64_t publish, abort;  ///< [P] words, a line each; abort: a rank + 1, or 0
+  std::int64_t ack, staged;     ///< [P] words, a line each
+  std::int64_t block_done;      ///< [P,max_blocks] u32
+  std::int64_t part_done;       ///< [P,max_tokens] u32, dedup
+  std::int64_t counts;          ///< [2,P,E] CountWord
+  std::int64_t lists;           ///< [2,P,max_tokens*max_top_k] RouteEntry
+  std::int64_t places;          ///< [2,P,max_tokens*max_top_k] PlacedPair, once and dedup
+  std::int64_t x;               ///< [max_tokens,d] bf16
+  std::int64_t slots;           ///< [max_tokens,max_top_k,d] bf16
+  std::int64_t second_x;        ///< [max_tokens,d] bf16, training
+  std::int64_t dscores;         ///< [max_tokens,max_top_k] fp32, training
   std::int64_t bytes;
 
   explicit TESSERA_INLINE constexpr WindowLayout(ExchangeShape const& s)
@@ -151,8 +158,9 @@ struct WindowLayout {
       return at;
     };
     publish = take(ranks_ * kWordStride);
-    ack = take(ranks_ * kWordStride);
     abort = take(ranks_ * kWordStride);
+    ack = take(ranks_ * kWordStride);
+    staged = take(ranks_ * kWordStride);
     block_done = take(4 * ranks_ * max_blocks_);
     part_done = take(s.transfer == Transfer::dedup ? 4 * ranks_ * max_tokens_ : 0);
     counts = take(std::int64_t{8} * 2 * ranks_ * experts_);
@@ -162,6 +170,8 @@ struct WindowLayout {
                       : 0);
     x = take(row_bytes_ * s.max_tokens);
     slots = take(row_bytes_ * max_tokens_ * max_top_k_);
+    second_x = take(s.training ? row_bytes_ * s.max_tokens : 0);
+    dscores = take(s.training ? 4 * pairs_ : 0);
     bytes = end;
   }
 
@@ -170,6 +180,9 @@ struct WindowLayout {
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t ack_word(std::int32_t owner) const {
     return ack + kWordStride * owner;
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t staged_word(std::int32_t source) const {
+    return staged + kWordStride * source;
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t abort_word(std::int32_t rank) const {
     return abort + kWordStride * rank;
@@ -202,6 +215,12 @@ struct WindowLayout {
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t x_row(std::int64_t token) const {
     return x + row_bytes_ * token;
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t second_x_row(std::int64_t token) const {
+    return second_x + row_bytes_ * token;
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t dscore(std::int64_t pair) const {
+    return dscores + 4 * pair;
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t slot(std::int64_t token,
                                                            std::int32_t choice) const {

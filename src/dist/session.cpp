@@ -1,14 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "dist/session.hpp"
 
+#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <atomic>
 #include <new>
+#include <thread>
 
 #include "core/workspace.hpp"
+#include "cuda/host/aggregate.hpp"
 #include "dist/kernels/forward.hpp"
 
 namespace tessera::dist {
+
+struct Session::HostWords {
+  Fault fault = {};
+  std::uint64_t rows = 0;  // CountWord: of the last route(), and its ticket
+};
+
 namespace {
 
 Status check(cudaError_t error, char const* call) noexcept {
@@ -22,21 +33,82 @@ struct Regions {
   core::Region<char> local;
   core::Region<std::uint32_t> epoch;
   core::Region<char> pool, a;
+  // training: what route() leaves for dispatch(), and that for combine()
+  core::Region<std::int32_t> expert_offsets;
+  core::Region<RowOrigin> row_origins;
+  core::Region<float> row_scores;
+  core::Region<std::int32_t> slot_of_pair;
 
   Regions(ExchangeShape const& s, std::int32_t sm_count) noexcept
       : local(plan.add<char>(LocalLayout(s, sm_count).bytes)),
         epoch(plan.add<std::uint32_t>(1)),
         pool(plan.add<char>(2 * s.pool_rows() * s.hidden)),
-        a(plan.add<char>(2 * s.pool_rows() * s.intermediate)) {}
+        a(plan.add<char>(2 * s.pool_rows() * s.intermediate)) {
+    if (!s.training) return;
+    expert_offsets = plan.add<std::int32_t>(s.local_experts() + 1);
+    row_origins = plan.add<RowOrigin>(s.max_rows());
+    row_scores = plan.add<float>(s.max_rows());
+    slot_of_pair = plan.add<std::int32_t>(std::int64_t{s.max_tokens} * s.max_top_k);
+  }
+  [[nodiscard]] RowTables tables(std::byte* base) const noexcept {
+    return {expert_offsets.in(base), row_origins.in(base), row_scores.in(base)};
+  }
 };
 
-Status make_fault(std::int32_t device, Fault*& fault) noexcept {
+template <class Words>
+Status make_host_words(std::int32_t device, Words*& words) noexcept {
   DeviceScope const scope(device_calls(), device, ContextChoice::primary);
   TESSERA_TRY(scope.status());
   void* memory = nullptr;
-  TESSERA_TRY(check(cudaHostAlloc(&memory, sizeof(Fault), cudaHostAllocPortable), "cudaHostAlloc"));
-  fault = new (memory) Fault{};
+  TESSERA_TRY(check(cudaHostAlloc(&memory, sizeof(Words), cudaHostAllocPortable), "cudaHostAlloc"));
+  words = new (memory) Words{};
   return {};
+}
+
+RowTables row_tables(PassTables const& tables) noexcept {
+  return {static_cast<std::int32_t*>(tables.gmem_expert_offsets),
+          static_cast<RowOrigin*>(tables.gmem_row_origins),
+          static_cast<float*>(tables.gmem_row_scores)};
+}
+
+// Rows to their place in the window.
+Status stage(StagedRows const& rows, std::int32_t tokens, std::int32_t hidden, void* place,
+             cudaStream_t stream) noexcept {
+  std::size_t const row = 2 * static_cast<std::size_t>(hidden);
+  std::size_t const pitch = tokens == 1 ? row : 2 * static_cast<std::size_t>(rows.pitch);
+  if (tokens == 0 || (rows.gmem == place && pitch == row)) return {};
+  return check(
+      cudaMemcpy2DAsync(place, row, rows.gmem, pitch, row, static_cast<std::size_t>(tokens),
+                        cudaMemcpyDeviceToDevice, stream),
+      "cudaMemcpy2DAsync");
+}
+
+char* own_window(SessionConfig const& config) noexcept {
+  return static_cast<char*>(config.windows[static_cast<std::size_t>(config.rank)]);
+}
+
+// What all kernels of a pass get; without ids, scores and pool.
+ExchangeArguments exchange_of(SessionConfig const& config, Regions const& regions, Fault* fault,
+                              std::int32_t tokens) noexcept {
+  std::byte* const base = core::WorkspacePlan::align(config.workspace);
+  ExchangeArguments exchange{.shape = config.shape,
+                             .window = WindowLayout(config.shape),
+                             .local = LocalLayout(config.shape, config.sm_count),
+                             .rank = config.rank,
+                             .windows = {},
+                             .gmem_local = regions.local.in(base),
+                             .gmem_epoch = regions.epoch.in(base),
+                             .fault = fault,
+                             .limit_ns = static_cast<std::uint64_t>(config.time_limit * 1e9),
+                             .jitter_ns = 0,
+                             .tokens = tokens,
+                             .gmem_topk_ids = nullptr,
+                             .gmem_scores = nullptr,
+                             .gmem_pool = nullptr};
+  for (std::size_t r = 0; r < static_cast<std::size_t>(config.shape.ranks); ++r) {
+    exchange.windows[r] = static_cast<char*>(config.windows[r]);
+  }
+  return exchange;
 }
 
 }  // namespace
@@ -50,7 +122,7 @@ Expected<std::unique_ptr<Session>> Session::open(SessionConfig const& config) no
   TESSERA_TRY(scope.status());
   std::unique_ptr<Session> session(new (std::nothrow) Session(config));
   if (session == nullptr) return Status::error(StatusCode::out_of_memory, "no memory for a group");
-  TESSERA_TRY(make_fault(config.device, session->fault_));
+  TESSERA_TRY(make_host_words(config.device, session->host_));
   // Whatever had the workspace before may still write to it, on a stream that cudaMemset does not wait for.
   TESSERA_TRY(device_calls().synchronize());
   Regions const regions(config.shape, config.sm_count);
@@ -68,61 +140,48 @@ Expected<std::unique_ptr<Session>> Session::open(SessionConfig const& config) no
 }
 
 Session::~Session() {
-  if (fault_ == nullptr) return;
+  if (host_ == nullptr) return;
   {  // a pass may still write to it
     DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
     if (scope.status().ok()) static_cast<void>(device_calls().synchronize());
   }
   DeviceScope const scope(device_calls(), config_.device, ContextChoice::primary);
-  cudaFreeHost(fault_);
+  cudaFreeHost(host_);
 }
 
-void* Session::x() const noexcept {
-  return static_cast<char*>(config_.windows[static_cast<std::size_t>(config_.rank)]) +
-         WindowLayout(config_.shape).x;
+void* Session::x() const noexcept { return own_window(config_) + WindowLayout(config_.shape).x; }
+
+void* Session::second_x() const noexcept {
+  return own_window(config_) + WindowLayout(config_.shape).second_x;
+}
+
+Status Session::check_stage(char const* call, bool allowed) const noexcept {
+  constexpr char const* kNext[] = {"begin a pass with route(), or dispatch() with tables",
+                                   "dispatch() is next", "combine() is next"};
+  if (allowed) return fault();
+  return Status::invalid("%s: %s", call, kNext[static_cast<int>(stage_)]);
 }
 
 Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
-  TESSERA_TRY(fault());
+  TESSERA_TRY(check_stage("forward", stage_ == Stage::none));
   DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
   TESSERA_TRY(scope.status());
   auto* const native = static_cast<cudaStream_t>(stream.native);
   ExchangeShape const& s = config_.shape;
   // The kernel copies x while it routes, by copies of 16 bytes and more.
   std::int64_t const pitch = tensors.pitch(s.hidden);
-  bool const copied = !is_in_place(tensors, s.hidden, x());
-  bool const by_kernel =
-      copied && reinterpret_cast<std::uintptr_t>(tensors.gmem_x) % 16 == 0 && 2 * pitch % 16 == 0;
-  if (copied && !by_kernel) {
-    std::size_t const row = 2 * static_cast<std::size_t>(s.hidden);
-    TESSERA_TRY(
-        check(cudaMemcpy2DAsync(x(), row, tensors.gmem_x, 2 * static_cast<std::size_t>(pitch), row,
-                                static_cast<std::size_t>(tensors.tokens), cudaMemcpyDeviceToDevice,
-                                native),
-              "cudaMemcpy2DAsync"));
+  bool const by_kernel = !is_in_place(tensors, s.hidden, x()) &&
+                         reinterpret_cast<std::uintptr_t>(tensors.gmem_x) % 16 == 0 &&
+                         2 * pitch % 16 == 0;
+  if (!by_kernel) {
+    TESSERA_TRY(stage({tensors.gmem_x, pitch}, tensors.tokens, s.hidden, x(), native));
   }
   Regions const regions(s, config_.sm_count);
   std::byte* const base = core::WorkspacePlan::align(config_.workspace);
-  ExchangeArguments exchange{.shape = s,
-                             .window = WindowLayout(s),
-                             .local = LocalLayout(s, config_.sm_count),
-                             .rank = config_.rank,
-                             .windows = {},
-                             .gmem_local = regions.local.in(base),
-                             .gmem_epoch = regions.epoch.in(base),
-                             .fault = fault_,
-                             .limit_ns = static_cast<std::uint64_t>(config_.time_limit * 1e9),
-                             .jitter_ns = 0,
-                             .tokens = tensors.tokens,
-                             .gmem_topk_ids = tensors.gmem_topk_ids,
-                             .gmem_scores = tensors.gmem_topk_weights,
-                             .gmem_slot_of_pair = nullptr,
-                             .gmem_expert_offsets = nullptr,
-                             .gmem_pool = regions.pool.in(base),
-                             .gmem_y = nullptr};
-  for (std::size_t r = 0; r < static_cast<std::size_t>(s.ranks); ++r) {
-    exchange.windows[r] = static_cast<char*>(config_.windows[r]);
-  }
+  ExchangeArguments exchange = exchange_of(config_, regions, &host_->fault, tensors.tokens);
+  exchange.gmem_topk_ids = tensors.gmem_topk_ids;
+  exchange.gmem_scores = tensors.gmem_topk_weights;
+  exchange.gmem_pool = regions.pool.in(base);
   return check(launch_forward({.exchange = exchange,
                                .activation = config_.activation,
                                .gmem_w_up = tensors.gmem_w_up,
@@ -136,6 +195,130 @@ Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
                "launch of the forward pass");
 }
 
-Status Session::fault() const noexcept { return fault_status(*fault_, config_.time_limit); }
+Status Session::route(std::int32_t tokens, std::int32_t const* gmem_topk_ids,
+                      float const* gmem_topk_weights, Stream stream) noexcept {
+  TESSERA_TRY(check_stage("route", stage_ == Stage::none));
+  DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
+  TESSERA_TRY(scope.status());
+  Regions const regions(config_.shape, config_.sm_count);
+  ExchangeArguments exchange = exchange_of(config_, regions, &host_->fault, tokens);
+  exchange.gmem_topk_ids = gmem_topk_ids;
+  exchange.gmem_scores = gmem_topk_weights;
+  TESSERA_TRY(
+      check(launch_route({.exchange = exchange,
+                          .made = regions.tables(core::WorkspacePlan::align(config_.workspace)),
+                          .host_rows = &host_->rows,
+                          .ticket = ticket_ + 1},
+                         config_.sm_count, static_cast<cudaStream_t>(stream.native)),
+            "launch of route"));
+  ++ticket_;
+  stage_ = Stage::routed;
+  tokens_ = tokens;
+  routed_on_ = stream.native;
+  return {};
+}
+
+Expected<std::int64_t> Session::routed_rows() noexcept {
+  if (ticket_ == 0) return Status::invalid("routed_rows: nothing has been routed");
+  DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
+  TESSERA_TRY(scope.status());
+  std::atomic_ref<std::uint64_t> const word(host_->rows);
+  auto const known = [&] { return CountWord::of(word.load(std::memory_order_acquire)); };
+  while (known().epoch != ticket_) {
+    TESSERA_TRY(fault());
+    cudaError_t const error = cudaStreamQuery(static_cast<cudaStream_t>(routed_on_));
+    if (error == cudaErrorNotReady) {
+      std::this_thread::yield();
+    } else if (error != cudaSuccess) {
+      return check(error, "cudaStreamQuery");
+    } else if (known().epoch != ticket_) {  // it has ended without them
+      TESSERA_TRY(fault());
+      return Status::error(StatusCode::device_error, "routed_rows: route() did not run");
+    }
+  }
+  return known().rows;
+}
+
+Status Session::dispatch(DispatchTensors const& tensors, Stream stream) noexcept {
+  TESSERA_TRY(check_stage("dispatch", stage_ != Stage::dispatched));
+  bool const routed = stage_ == Stage::routed;
+  if (routed && tensors.tokens != tokens_) {
+    return Status::invalid("x: %d tokens; route() had %d", tensors.tokens, tokens_);
+  }
+  DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
+  TESSERA_TRY(scope.status());
+  auto* const native = static_cast<cudaStream_t>(stream.native);
+  std::int32_t const hidden = config_.shape.hidden;
+  TESSERA_TRY(stage(tensors.x, tensors.tokens, hidden, x(), native));
+  if (tensors.has_second) {
+    TESSERA_TRY(stage(tensors.second_x, tensors.tokens, hidden, second_x(), native));
+  }
+  Regions const regions(config_.shape, config_.sm_count);
+  std::byte* const base = core::WorkspacePlan::align(config_.workspace);
+  ExchangeArguments exchange = exchange_of(config_, regions, &host_->fault, tensors.tokens);
+  exchange.gmem_topk_ids = tensors.gmem_topk_ids;
+  RowTables const tables = row_tables(tensors.tables);
+  TESSERA_TRY(
+      check(launch_dispatch({.exchange = exchange,
+                             .tables = routed ? regions.tables(base) : tables,
+                             .kept = routed ? tables : RowTables{},
+                             .capacity = tensors.tables.capacity,
+                             .gmem_rows = static_cast<char*>(tensors.gmem_rows),
+                             .gmem_second_rows = static_cast<char*>(tensors.gmem_second_rows),
+                             .gmem_slot_of_pair = regions.slot_of_pair.in(base)},
+                            config_.sm_count, native),
+            "launch of dispatch"));
+  stage_ = Stage::dispatched;
+  tokens_ = tensors.tokens;
+  return {};
+}
+
+Status Session::combine(CombineTensors const& tensors, Stream stream) noexcept {
+  // Not whether a rank has given up: the others wait for this one's rows, and shall hear of it at their end.
+  if (stage_ != Stage::dispatched) TESSERA_TRY(check_stage("combine", false));
+  if (tensors.tokens != tokens_) {
+    return Status::invalid("o: %d tokens; dispatch() had %d", tensors.tokens, tokens_);
+  }
+  DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
+  TESSERA_TRY(scope.status());
+  auto* const native = static_cast<cudaStream_t>(stream.native);
+  ExchangeShape const& s = config_.shape;
+  WindowLayout const window(s);
+  Regions const regions(s, config_.sm_count);
+  std::byte* const base = core::WorkspacePlan::align(config_.workspace);
+  ExchangeArguments const exchange = exchange_of(config_, regions, &host_->fault, tensors.tokens);
+  std::int32_t const sms =
+      tensors.sms > 0 ? std::min(tensors.sms, config_.sm_count) : config_.sm_count;
+  TESSERA_TRY(check(launch_combine({.exchange = exchange,
+                                    .tables = row_tables(tensors.tables),
+                                    .capacity = tensors.tables.capacity,
+                                    .gmem_rows = static_cast<char const*>(tensors.gmem_rows),
+                                    .gmem_dscores = tensors.gmem_row_dscores},
+                                   sms, native),
+                    "launch of combine"));
+  stage_ = Stage::none;
+  char* const own = own_window(config_);
+  std::int32_t const* const slot_of_pair = regions.slot_of_pair.in(base);
+  if (tensors.gmem_dscores != nullptr) {
+    TESSERA_TRY(check(launch_take_dscores(reinterpret_cast<float const*>(own + window.dscores),
+                                          slot_of_pair, std::int64_t{tensors.tokens} * s.max_top_k,
+                                          tensors.gmem_dscores, native),
+                      "launch of take_dscores"));
+  }
+  return check(cuda::launch_aggregate<__nv_bfloat16>({.gmem_y = own + window.slots,
+                                                      .gmem_scores = tensors.gmem_topk_weights,
+                                                      .gmem_inverse_permutation = slot_of_pair,
+                                                      .gmem_token_offsets = nullptr,
+                                                      .gmem_o = tensors.gmem_o,
+                                                      .o_pitch = s.hidden,
+                                                      .adds_to_o = false,
+                                                      .tokens = tensors.tokens,
+                                                      .hidden = s.hidden,
+                                                      .top_k = s.max_top_k},
+                                                     native),
+               "launch of aggregate");
+}
+
+Status Session::fault() const noexcept { return fault_status(host_->fault, config_.time_limit); }
 
 }  // namespace tessera::dist

@@ -42,6 +42,41 @@ struct PassTensors {
   }
 };
 
+/// Of an owner's rows; shapes as in DispatchTables.
+struct PassTables {
+  void* gmem_expert_offsets = nullptr;
+  void* gmem_row_origins = nullptr;
+  void* gmem_row_scores = nullptr;
+  std::int64_t capacity = 0;  ///< rows that there is room for
+};
+
+/// Rows of a caller.
+struct StagedRows {
+  void const* gmem = nullptr;
+  std::int64_t pitch = 0;  // elements
+};
+
+/// Checked tensors of ExpertParallel::dispatch and combine.
+struct DispatchTensors {
+  std::int32_t tokens = 0;
+  StagedRows x, second_x;
+  bool has_second = false;
+  std::int32_t const* gmem_topk_ids = nullptr;
+  PassTables tables;
+  void* gmem_rows = nullptr;
+  void* gmem_second_rows = nullptr;
+};
+struct CombineTensors {
+  std::int32_t tokens = 0;
+  PassTables tables;
+  void const* gmem_rows = nullptr;
+  float const* gmem_topk_weights = nullptr;  // or null: rows are added as they are
+  float const* gmem_row_dscores = nullptr;   // or null
+  float* gmem_dscores = nullptr;
+  void* gmem_o = nullptr;
+  std::int32_t sms = 0;  // 0: all
+};
+
 /// Whether x is the rows in its place in the window, so that nothing is copied there.
 inline bool is_in_place(PassTensors const& pass, std::int64_t hidden,
                         void const* window_x) noexcept {
@@ -58,14 +93,31 @@ class Session {
   ~Session();
 
   [[nodiscard]] void* x() const noexcept;
+  [[nodiscard]] void* second_x() const noexcept;
   Status forward(PassTensors const& tensors, Stream stream) noexcept;
+  /// The three of a pass in this order, or the last two with tables of an earlier one. invalid_argument where another
+  /// one is due.
+  Status route(std::int32_t tokens, std::int32_t const* gmem_topk_ids,
+               float const* gmem_topk_weights, Stream stream) noexcept;
+  /// Of the last route(); waits until they are known.
+  Expected<std::int64_t> routed_rows() noexcept;
+  Status dispatch(DispatchTensors const& tensors, Stream stream) noexcept;
+  Status combine(CombineTensors const& tensors, Stream stream) noexcept;
   [[nodiscard]] Status fault() const noexcept;
 
  private:
+  enum class Stage : std::uint8_t { none, routed, dispatched };
+  struct HostWords;  // pinned
+
   explicit Session(SessionConfig const& config) noexcept : config_(config) {}
+  [[nodiscard]] Status check_stage(char const* call, bool allowed) const noexcept;
 
   SessionConfig config_;
-  Fault* fault_ = nullptr;  // pinned
+  HostWords* host_ = nullptr;
+  Stage stage_ = Stage::none;  // of the pass that has begun
+  std::int32_t tokens_ = 0;    // of that pass
+  std::uint32_t ticket_ = 0;   // of the last route()
+  void* routed_on_ = nullptr;  // its stream
 };
 
 }  // namespace tessera::dist

@@ -58,7 +58,8 @@ Expected<dist::ExchangeShape> shape_of(ExpertParallelDesc const& d) noexcept {
                                .intermediate = static_cast<std::int32_t>(d.intermediate),
                                .experts = static_cast<std::int32_t>(d.experts),
                                .max_top_k = static_cast<std::int32_t>(d.top_k),
-                               .gated = d.activation.gated()};
+                               .gated = d.activation.gated(),
+                               .training = d.training};
   if (shape.pool_rows() > kMostPoolRows) {
     return Status::invalid(
         "max_tokens=%lld: a rank's pool would have %lld rows, more than 2^31-1; split the pass",
@@ -72,6 +73,83 @@ Expected<dist::ExchangeShape> shape_of(ExpertParallelDesc const& d) noexcept {
   }
   shape.transfer = dist::choose_transfer(shape, d.sums_on_owners);
   return shape;
+}
+
+// Tensors of a pass of one rank.
+struct PassCheck {
+  ExpertParallelDesc const& desc;
+  core::TensorCheck check;
+
+  void input(char const* name, ConstTensor const& tensor, DType dtype,
+             std::initializer_list<std::int64_t> shape) noexcept {
+    check.input(name, tensor, dtype, shape);
+    check.contiguous(name, tensor);
+  }
+  void output(char const* name, Tensor const& tensor, DType dtype,
+              std::initializer_list<std::int64_t> shape) noexcept {
+    check.output(name, tensor, dtype, shape);
+    check.contiguous(name, tensor);
+  }
+  void aligned(char const* name, void const* data) noexcept {
+    if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
+      check.fail(Status::invalid("%s=%p: begins at a multiple of 16", name, data));
+    }
+  }
+  // What is copied to its place in the window, unless it is that.
+  void staged(char const* name, ConstTensor const& x, std::int64_t tokens, void* place) noexcept {
+    check.input(name, x, DType::bf16, {tokens, desc.hidden});
+    bool const dense = tokens < 2 || x.stride[0] == desc.hidden;
+    if (tokens == 0 || (x.data == place && dense)) return;
+    auto const bytes = static_cast<std::size_t>(2 * desc.max_tokens * desc.hidden);
+    check.buffer("input()", {place, bytes}, bytes, 1, true);
+  }
+  void tables(DispatchTables const& tables, std::int64_t rows, bool written) noexcept {
+    auto const add = [&](char const* name, Tensor const& tensor, DType dtype,
+                         std::initializer_list<std::int64_t> shape) {
+      written ? output(name, tensor, dtype, shape) : input(name, tensor, dtype, shape);
+    };
+    add("expert_offsets", tables.expert_offsets, DType::int32, {desc.experts / desc.ranks + 1});
+    add("row_origins", tables.row_origins, DType::int32, {rows, 4});
+    aligned("row_origins", tables.row_origins.data);
+    if (written || tables.row_scores.present()) {
+      add("row_scores", tables.row_scores, DType::fp32, {rows});
+    }
+  }
+};
+
+// [T,..] of a pass, T.
+Expected<std::int64_t> tokens_of(char const* name, ConstTensor const& tensor,
+                                 ExpertParallelDesc const& desc, std::int64_t columns) noexcept {
+  using Int = long long;
+  if (tensor.rank != 2) {
+    return Status::invalid("%s: %d dimensions; [T,%lld] is needed", name, tensor.rank,
+                           Int{columns});
+  }
+  std::int64_t const tokens = tensor.shape[0];
+  if (tokens < 0 || tokens > desc.max_tokens) {
+    return Status::invalid("%s: %lld tokens; [T,%lld] with T from 0 to max_tokens=%lld", name,
+                           Int{tokens}, Int{columns}, Int{desc.max_tokens});
+  }
+  return tokens;
+}
+
+Expected<std::int64_t> rows_of(ConstTensor const& rows, ExpertParallelDesc const& desc) noexcept {
+  std::int64_t const most = std::int64_t{desc.ranks} * desc.max_tokens * desc.top_k;
+  if (rows.rank == 2 && rows.shape[0] >= 0 && rows.shape[0] <= most) return rows.shape[0];
+  return Status::invalid("rows: [R,%lld] with R from 0 to ranks*max_tokens*top_k=%lld",
+                         static_cast<long long>(desc.hidden), static_cast<long long>(most));
+}
+
+Status check_training(ExpertParallelDesc const& desc, char const* call) noexcept {
+  if (desc.training) return {};
+  return Status::invalid("%s: training=0; create the object with training", call);
+}
+
+dist::PassTables pass_tables(DispatchTables const& tables, std::int64_t rows) noexcept {
+  return {.gmem_expert_offsets = tables.expert_offsets.data,
+          .gmem_row_origins = tables.row_origins.data,
+          .gmem_row_scores = tables.row_scores.data,
+          .capacity = rows};
 }
 
 Status check_device(Context const& context) noexcept {
@@ -198,54 +276,117 @@ Tensor ExpertParallel::input(std::int64_t tokens) const noexcept {
 }
 
 Status ExpertParallel::forward(ExpertParallelArgs const& args, Stream stream) noexcept {
-  if (args.x.rank != 2) {
-    return Status::invalid("x: %d dimensions; [T,%lld] is needed", args.x.rank,
-                           static_cast<long long>(desc_.hidden));
-  }
-  std::int64_t const tokens = args.x.shape[0];
-  if (tokens < 0 || tokens > desc_.max_tokens) {
-    return Status::invalid("x: %lld tokens; [T,%lld] with T from 0 to max_tokens=%lld",
-                           static_cast<long long>(tokens), static_cast<long long>(desc_.hidden),
-                           static_cast<long long>(desc_.max_tokens));
-  }
+  auto const known = tokens_of("x", args.x, desc_, desc_.hidden);
+  if (!known.ok()) return known.status();
+  std::int64_t const tokens = known.value();
   std::int64_t const experts = desc_.experts / desc_.ranks;
   std::int64_t const up_rows = (desc_.activation.gated() ? 2 : 1) * desc_.intermediate;
-  core::TensorCheck check{device_};
-  auto const input = [&](char const* name, ConstTensor const& tensor, DType dtype,
-                         std::initializer_list<std::int64_t> shape) {
-    check.input(name, tensor, dtype, shape);
-    check.contiguous(name, tensor);
-  };
-  auto const aligned = [&](char const* name, void const* data) {
-    if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
-      check.fail(Status::invalid("%s=%p: begins at a multiple of 16", name, data));
-    }
-  };
-  check.input("x", args.x, DType::bf16, {tokens, desc_.hidden});
-  input("topk_ids", args.topk_ids, DType::int32, {tokens, desc_.top_k});
-  input("topk_weights", args.topk_weights, DType::fp32, {tokens, desc_.top_k});
-  input("w_up", args.w_up, DType::bf16, {experts, up_rows, desc_.hidden});
-  input("w_down", args.w_down, DType::bf16, {experts, desc_.hidden, desc_.intermediate});
-  check.output("o", args.o, DType::bf16, {tokens, desc_.hidden});
-  check.contiguous("o", args.o);
-  aligned("w_up", args.w_up.data);
-  aligned("w_down", args.w_down.data);
-  aligned("o", args.o.data);
-  dist::PassTensors const pass = {
-      .tokens = static_cast<std::int32_t>(tokens),
-      .gmem_x = args.x.data,
-      .x_pitch = args.x.stride[0],
-      .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
-      .gmem_topk_weights = static_cast<float const*>(args.topk_weights.data),
-      .gmem_w_up = args.w_up.data,
-      .gmem_w_down = args.w_down.data,
-      .gmem_o = args.o.data};
-  if (!dist::is_in_place(pass, desc_.hidden, session_->x())) {
-    auto const bytes = static_cast<std::size_t>(2 * desc_.max_tokens * desc_.hidden);
-    check.buffer("input()", {session_->x(), bytes}, bytes, 1, true);
+  PassCheck pass{desc_, core::TensorCheck{device_}};
+  pass.staged("x", args.x, tokens, session_->x());
+  pass.input("topk_ids", args.topk_ids, DType::int32, {tokens, desc_.top_k});
+  pass.input("topk_weights", args.topk_weights, DType::fp32, {tokens, desc_.top_k});
+  pass.input("w_up", args.w_up, DType::bf16, {experts, up_rows, desc_.hidden});
+  pass.input("w_down", args.w_down, DType::bf16, {experts, desc_.hidden, desc_.intermediate});
+  pass.output("o", args.o, DType::bf16, {tokens, desc_.hidden});
+  pass.aligned("w_up", args.w_up.data);
+  pass.aligned("w_down", args.w_down.data);
+  pass.aligned("o", args.o.data);
+  TESSERA_TRY(pass.check.finish());
+  return session_->forward({.tokens = static_cast<std::int32_t>(tokens),
+                            .gmem_x = args.x.data,
+                            .x_pitch = args.x.stride[0],
+                            .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
+                            .gmem_topk_weights = static_cast<float const*>(args.topk_weights.data),
+                            .gmem_w_up = args.w_up.data,
+                            .gmem_w_down = args.w_down.data,
+                            .gmem_o = args.o.data},
+                           stream);
+}
+
+Status ExpertParallel::route(ExpertRouteArgs const& args, Stream stream) noexcept {
+  TESSERA_TRY(check_training(desc_, "route"));
+  auto const tokens = tokens_of("topk_ids", args.topk_ids, desc_, desc_.top_k);
+  if (!tokens.ok()) return tokens.status();
+  PassCheck pass{desc_, core::TensorCheck{device_}};
+  pass.input("topk_ids", args.topk_ids, DType::int32, {tokens.value(), desc_.top_k});
+  pass.input("topk_weights", args.topk_weights, DType::fp32, {tokens.value(), desc_.top_k});
+  TESSERA_TRY(pass.check.finish());
+  return session_->route(static_cast<std::int32_t>(tokens.value()),
+                         static_cast<std::int32_t const*>(args.topk_ids.data),
+                         static_cast<float const*>(args.topk_weights.data), stream);
+}
+
+Expected<std::int64_t> ExpertParallel::routed_rows() noexcept {
+  TESSERA_TRY(check_training(desc_, "routed_rows"));
+  return session_->routed_rows();
+}
+
+Status ExpertParallel::dispatch(ExpertDispatchArgs const& args, Stream stream) noexcept {
+  TESSERA_TRY(check_training(desc_, "dispatch"));
+  auto const tokens = tokens_of("x", args.x, desc_, desc_.hidden);
+  if (!tokens.ok()) return tokens.status();
+  auto const rows = rows_of(args.rows, desc_);
+  if (!rows.ok()) return rows.status();
+  PassCheck pass{desc_, core::TensorCheck{device_}};
+  pass.staged("x", args.x, tokens.value(), session_->x());
+  pass.input("topk_ids", args.topk_ids, DType::int32, {tokens.value(), desc_.top_k});
+  pass.tables(args.tables, rows.value(), true);
+  pass.output("rows", args.rows, DType::bf16, {rows.value(), desc_.hidden});
+  pass.aligned("rows", args.rows.data);
+  bool const has_second = args.second_x.present();
+  if (has_second) {
+    pass.staged("second_x", args.second_x, tokens.value(), session_->second_x());
+    pass.output("second_rows", args.second_rows, DType::bf16, {rows.value(), desc_.hidden});
+    pass.aligned("second_rows", args.second_rows.data);
+  } else {
+    pass.check.absent("second_rows", args.second_rows, "there is no second_x");
   }
-  TESSERA_TRY(check.finish());
-  return session_->forward(pass, stream);
+  TESSERA_TRY(pass.check.finish());
+  return session_->dispatch(
+      {.tokens = static_cast<std::int32_t>(tokens.value()),
+       .x = {args.x.data, args.x.stride[0]},
+       .second_x = {args.second_x.data, has_second ? args.second_x.stride[0] : 0},
+       .has_second = has_second,
+       .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
+       .tables = pass_tables(args.tables, rows.value()),
+       .gmem_rows = args.rows.data,
+       .gmem_second_rows = args.second_rows.data},
+      stream);
+}
+
+Status ExpertParallel::combine(ExpertCombineArgs const& args, Stream stream) noexcept {
+  TESSERA_TRY(check_training(desc_, "combine"));
+  auto const tokens = tokens_of("o", args.o, desc_, desc_.hidden);
+  if (!tokens.ok()) return tokens.status();
+  auto const rows = rows_of(args.rows, desc_);
+  if (!rows.ok()) return rows.status();
+  if (args.sms < 0) return Status::invalid("sms=%d: 0 for all, or how many", args.sms);
+  PassCheck pass{desc_, core::TensorCheck{device_}};
+  pass.input("rows", args.rows, DType::bf16, {rows.value(), desc_.hidden});
+  pass.aligned("rows", args.rows.data);
+  pass.tables(args.tables, rows.value(), false);
+  if (args.topk_weights.present()) {
+    pass.input("topk_weights", args.topk_weights, DType::fp32, {tokens.value(), desc_.top_k});
+  }
+  bool const has_dscores = args.row_dscores.present();
+  if (has_dscores) {
+    pass.input("row_dscores", args.row_dscores, DType::fp32, {rows.value()});
+    pass.output("dscores", args.dscores, DType::fp32, {tokens.value(), desc_.top_k});
+  } else {
+    pass.check.absent("dscores", args.dscores, "there are no row_dscores");
+  }
+  pass.output("o", args.o, DType::bf16, {tokens.value(), desc_.hidden});
+  pass.aligned("o", args.o.data);
+  TESSERA_TRY(pass.check.finish());
+  return session_->combine({.tokens = static_cast<std::int32_t>(tokens.value()),
+                            .tables = pass_tables(args.tables, rows.value()),
+                            .gmem_rows = args.rows.data,
+                            .gmem_topk_weights = static_cast<float const*>(args.topk_weights.data),
+                            .gmem_row_dscores = static_cast<float const*>(args.row_dscores.data),
+                            .gmem_dscores = static_cast<float*>(args.dscores.data),
+                            .gmem_o = args.o.data,
+                            .sms = args.sms},
+                           stream);
 }
 
 Status ExpertParallel::check() const noexcept { return session_->fault(); }

@@ -96,6 +96,16 @@ TEST(ExpertParallel, SumsOnOwnersNeedWords) {
   EXPECT_EQ(bytes(2, true), bytes(2, false));
 }
 
+// A second x, and a float per choice.
+TEST(ExpertParallel, TrainingNeedsALargerWindow) {
+  ExpertParallelDesc desc = good();
+  std::size_t const without = ExpertParallel::window_bytes(desc).value();
+  desc.training = true;
+  std::size_t const more = ExpertParallel::window_bytes(desc).value() - without;
+  EXPECT_GE(more, std::size_t{2} * 100 * 256 + 4 * 100 * 4);
+  EXPECT_LE(more, std::size_t{2} * 100 * 256 + 4 * 100 * 4 + 2 * 4096);
+}
+
 TEST(ExpertParallel, AContextOnTheCpuIsRefused) {
   auto const context = Context::create();
   ASSERT_TRUE(context.ok());
@@ -145,6 +155,12 @@ TEST(ExpertParallel, TheCAbiSaysTheSame) {
   ASSERT_EQ(tessera_expert_parallel_window(&desc, &bytes), TESSERA_OK) << tessera_last_error();
   EXPECT_EQ(bytes, ExpertParallel::window_bytes(with_sums).value());
 
+  ExpertParallelDesc training = with_sums;
+  training.training = true;
+  desc.training = 1;
+  ASSERT_EQ(tessera_expert_parallel_window(&desc, &bytes), TESSERA_OK) << tessera_last_error();
+  EXPECT_EQ(bytes, ExpertParallel::window_bytes(training).value());
+
   tessera_context* context = nullptr;
   ASSERT_EQ(tessera_context_create(TESSERA_CPU, 0, 1, &context), TESSERA_OK);
   EXPECT_EQ(tessera_expert_parallel_workspace(context, &desc, &bytes), TESSERA_ENVIRONMENT);
@@ -156,6 +172,11 @@ TEST(ExpertParallel, TheCAbiSaysTheSame) {
   EXPECT_EQ(tessera_expert_parallel_create(context, &desc, nullptr, {}, &group),
             TESSERA_INVALID_ARGUMENT);
   EXPECT_EQ(tessera_expert_parallel_forward(nullptr, nullptr, nullptr), TESSERA_INVALID_ARGUMENT);
+  EXPECT_EQ(tessera_expert_parallel_route(nullptr, nullptr, nullptr), TESSERA_INVALID_ARGUMENT);
+  EXPECT_EQ(tessera_expert_parallel_dispatch(nullptr, nullptr, nullptr), TESSERA_INVALID_ARGUMENT);
+  EXPECT_EQ(tessera_expert_parallel_combine(nullptr, nullptr, nullptr), TESSERA_INVALID_ARGUMENT);
+  int64_t rows = 0;
+  EXPECT_EQ(tessera_expert_parallel_routed_rows(nullptr, &rows), TESSERA_INVALID_ARGUMENT);
   EXPECT_EQ(tessera_expert_parallel_check(nullptr), TESSERA_INVALID_ARGUMENT);
   tessera_expert_parallel_destroy(nullptr);
 

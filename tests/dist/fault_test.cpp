@@ -41,6 +41,20 @@ TEST(Fault, NamesTheRankThatGaveUpFirst) {
                "rank 1 left pass 8 at ack: rank 0 had given up; rebuild the group");
 }
 
+TEST(Fault, SaysHowManyRowsThereAre) {
+  Fault const fault = {.raised = 1,
+                       .site = Site::rows,
+                       .rank = 1,
+                       .cta = 0,
+                       .peer = -1,
+                       .epoch = 8,
+                       .expected = 64,
+                       .seen = 70,
+                       .aborted_by = 0};
+  EXPECT_STREQ(fault_status(fault, 30).text(),
+               "rank 1 has 70 rows in pass 8, and memory for 64: rebuild the group, with more");
+}
+
 TEST(Fault, AWordOfThisGpuIsItsOwn) {
   Fault fault = {};
   fault.raised = 1;

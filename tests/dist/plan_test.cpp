@@ -428,24 +428,35 @@ TEST(Layout, HasRoomAndNoOverlaps) {
                             .intermediate = 768,
                             .experts = 128,
                             .max_top_k = 8,
-                            .transfer = Transfer::once};
+                            .transfer = Transfer::once,
+                            .training = true};
   WindowLayout const w(shape);
-  std::int64_t const begins[] = {w.publish, w.ack,    w.abort, w.block_done, w.counts,
-                                 w.lists,   w.places, w.x,     w.slots,      w.bytes};
+  std::int64_t const begins[] = {w.publish,  w.abort,   w.ack,    w.staged, w.block_done,
+                                 w.counts,   w.lists,   w.places, w.x,      w.slots,
+                                 w.second_x, w.dscores, w.bytes};
   for (std::size_t i = 0; i + 1 < std::size(begins); ++i) {
     EXPECT_LT(begins[i], begins[i + 1]);
     EXPECT_EQ(begins[i] % 4096, 0);
   }
-  EXPECT_LE(w.abort_word(3) + kWordStride, w.block_done);
+  EXPECT_LE(w.abort_word(3) + kWordStride, w.ack);
+  EXPECT_LE(w.ack_word(3) + kWordStride, w.staged);
+  EXPECT_LE(w.staged_word(3) + kWordStride, w.block_done);
   EXPECT_LE(w.block_done_word(3, shape.max_blocks() - 1) + 4, w.counts);
   EXPECT_LE(w.count_word(1, 3, 127) + 8, w.lists);
   EXPECT_LE(w.list_entry(1, 3, 8192 * 8 - 1) + 16, w.places);
   EXPECT_LE(w.placed_pair(1, 3, 8192 * 8 - 1) + 8, w.x);
   EXPECT_LE(w.x_row(8191) + 4096, w.slots);
-  EXPECT_LE(w.slot(8191, 7) + 4096, w.bytes);
-  // x and slots are 2*T*d*(1 + K), lists and places 2*P*T*K*(16 + 8); what is left is small.
+  EXPECT_LE(w.slot(8191, 7) + 4096, w.second_x);
+  EXPECT_LE(w.second_x_row(8191) + 4096, w.dscores);
+  EXPECT_LE(w.dscore(8192 * 8 - 1) + 4, w.bytes);
+  // x and slots are 2*T*d*(1 + K), lists and places 2*P*T*K*(16 + 8), for training 2*T*d + 4*T*K more; what is left is
+  // small.
   constexpr std::int64_t kPairs = std::int64_t{8192} * 8;
-  EXPECT_LT(w.bytes - std::int64_t{2} * 8192 * 2048 * 9 - 2 * 4 * kPairs * 24, 128 << 10);
+  constexpr std::int64_t kRows = std::int64_t{2} * 8192 * 2048;
+  EXPECT_LT(w.bytes - kRows * 10 - 2 * 4 * kPairs * 24 - 4 * kPairs, 128 << 10);
+  ExchangeShape inference = shape;
+  inference.training = false;
+  EXPECT_EQ(WindowLayout(inference).bytes, w.bytes - kRows - 4 * kPairs);
 
   LocalLayout const l(shape, 132);
   EXPECT_LE(l.sum_draws(0) + kWordStride, l.arrived(0, 0));

@@ -190,10 +190,7 @@ class Ranks {
                                .tokens = tokens,
                                .gmem_topk_ids = r.ids.data(),
                                .gmem_scores = r.scores.data(),
-                               .gmem_slot_of_pair = nullptr,
-                               .gmem_expert_offsets = nullptr,
-                               .gmem_pool = reinterpret_cast<char*>(r.pool.get()),
-                               .gmem_y = nullptr};
+                               .gmem_pool = reinterpret_cast<char*>(r.pool.get())};
     for (int p = 0; p < s_.ranks; ++p) {
       exchange.windows[p] = ranks_[static_cast<std::size_t>(p)]->window.get();
     }

@@ -14,11 +14,15 @@ import tempfile
 
 LIMIT_S = 300  # of a mutant's tests, which take less than a minute
 
-# What is compiled again for a mutant of these sources, and the tests that are run.
+# What is compiled again for a mutant of these sources, here or in the tree, and the tests that are run.
 COMPILED = {
+    "dist/kernels/route.cu": ("dist/kernels/route.cu", "SeparateExchange.*"),
+    "dist/kernels/dispatch.cu": ("dist/kernels/dispatch.cu", "SeparateExchange.*"),
+    "dist/kernels/combine.cu": ("dist/kernels/combine.cu", "SeparateExchange.*"),
+    "dist/kernels/copy_rows.cuh": ("dist/kernels/combine.cu", "SeparateExchange.*"),
     "dist/kernels/": ("forward_instances.cpp", "FusedForward.*"),
     "cuda/block/pipeline.cuh": ("forward_instances.cpp", "FusedForward.*"),
-    "cuda/block/": ("gemm_test.cpp", "-FusedForward.*"),
+    "cuda/block/": ("gemm_test.cpp", "-FusedForward.*:SeparateExchange.*"),
 }
 # (name, file, text that stands there once, what stands there instead, a part of what the test then says)
 MUTANTS = [
@@ -79,7 +83,7 @@ MUTANTS = [
     ("a token of several sums has them in one slot", "dist/kernels/owner_sums.cuh",
      "p_.window.slot(token.token, first)", "p_.window.slot(token.token, 0)", ", not "),
     ("words of blocks are not renewed", "dist/kernels/forward.cuh",
-     "if (renews_blocks(pass.epoch))", "if (false)", "nan, not"),
+     "if (renews_words(pass.epoch))", "if (false)", "nan, not"),
     ("a wait that fails is not reported", "dist/kernels/wait.cuh",
      "raise(site, peer, wanted, seen, by);", "", "FAILED  ] FusedForward.ARankThatDoesNotComeIsReported"),
     ("a rank that gave up is trusted at the end", "dist/kernels/wait.cuh",
@@ -123,6 +127,55 @@ MUTANTS = [
      "kSecondColumn * kColumnBytes | 4 << 4", "kSecondColumn * kColumnBytes", "ProjectionWgrad.AlongHidden"),
     ("a score is left out of dh", "cuda/block/epilogue/activation_gradient.cuh",
      "up.x, s * t[0])", "up.x, t[0])", "DownProjectionDgrad.InLentStages"),
+    ("tables are made before the lists are there", "dist/kernels/route.cu",
+     "if (thread < exchange.shape.ranks) {", "if (false) {", "differ at"),
+    ("tables are made from the lists of the pass before", "dist/kernels/route.cu",
+     "list_entry(parity(epoch), from", "list_entry(parity(epoch + 1), from", "differ at"),
+    ("rows come without the scores of their pairs", "dist/kernels/route.cu",
+     "if (!route<true>(", "if (!route<false>(", "scores differ"),
+    ("rows are brought before they lie in their windows", "dist/kernels/dispatch.cu",
+     "if (thread < exchange.shape.ranks) {", "if (false) {", "rows differ"),
+    ("a row is stored for the first choice of its token alone", "dist/kernels/dispatch.cu",
+     "std::int32_t row = next_;", "std::int32_t row = -1;", "rows differ"),
+    ("dispatch loads chunks over those that are not stored yet", "dist/kernels/dispatch.cu",
+     "arch::tma_store_wait_read<1>();", "", "rows differ"),
+    ("a token's next row is any later one", "dist/kernels/route.cu",
+     "of_choice <= own || of_choice >= least", "of_choice <= own", "origins differ"),
+    ("every row is the first of its token", "dist/kernels/route.cu",
+     "!once || words.z % 256 == 0", "true", "origins differ"),
+    ("second rows are those of x", "dist/kernels/dispatch.cu",
+     "(is_second ? exchange.window.second_x_row(token)", "(false ? exchange.window.second_x_row(token)",
+     "second rows differ"),
+    ("counters of the next separate pass are not cleared", "dist/kernels/dispatch.cu",
+     "clear_next_bank<kThreads>(exchange, epoch);", "", "nothing changes any more"),
+    ("more rows are brought than there is room for", "dist/kernels/dispatch.cu",
+     "min(std::int64_t{all_rows}, p.capacity)", "all_rows",
+     "FAILED  ] SeparateExchange.MoreRowsThanRoomAreReported"),
+    ("separate passes do not renew words of blocks", "dist/kernels/dispatch.cu",
+     "if (renews_words(epoch))", "if (false)", "blocks_are"),
+    ("kept tables are without scores", "dist/kernels/dispatch.cu",
+     "p.kept.gmem_scores[i] = p.tables.gmem_scores[i];", "", "scores differ"),
+    ("more rows are sent than there is room for", "dist/kernels/combine.cu",
+     "min(std::int64_t{p.tables.gmem_expert_offsets[exchange.local_experts]}, p.capacity)",
+     "p.tables.gmem_expert_offsets[exchange.local_experts]",
+     "FAILED  ] SeparateExchange.MoreRowsThanRoomAreReported"),
+    ("a row goes to the slot of the first choice", "dist/kernels/combine.cu",
+     "window.slot(token, choice)", "window.slot(token, choice * 0)", "the window"),
+    ("a row goes back with the gradient of another score", "dist/kernels/combine.cu",
+     "= p.gmem_dscores[row];", "= p.gmem_dscores[row / 2];", "the window"),
+    ("the first CTA says that all rows are back", "dist/kernels/combine.cu",
+     "before, 0) + 1 == gridDim.x", "before, 0) == 0", "the window"),
+    ("a pass ends before all owners have acknowledged it", "dist/kernels/combine.cu",
+     "waiter.for_epoch(exchange.window.ack_word(peer), epoch, Site::ack, peer)", "peer >= 0",
+     "the window"),
+    ("an owner that had no room is trusted at the end", "dist/kernels/combine.cu",
+     "waiter.report_given_up();", "", "FAILED  ] SeparateExchange.MoreRowsThanRoomAreReported"),
+    ("pairs without a row have gradients of scores", "dist/kernels/combine.cu",
+     "gmem_slot_of_pair[pair] < 0 ? 0 :", "gmem_slot_of_pair[pair] < -1 ? 0 :", "dscores differ"),
+    ("rows are said to be back when they have left shared memory", "dist/kernels/copy_rows.cuh",
+     "arch::bulk_store_wait<0>();", "arch::tma_store_wait_read<0>();", "the window"),
+    ("chunks are loaded over those that are not stored yet", "dist/kernels/copy_rows.cuh",
+     "arch::bulk_store_wait<1>();", "", "the window"),
 ]
 
 
@@ -148,12 +201,13 @@ def outcome(args, mutant):
         here = pathlib.Path(__file__).parent
         root = here.parent.parent
         program = scratch / "test"
-        source, tests = next(how for folder, how in COMPILED.items() if file.startswith(folder))
+        source, tests = next(how for start, how in COMPILED.items()
+                             if file == start or start.endswith("/") and file.startswith(start))
         objects = [o for o in args.objects.split(",") if source not in o]
         subprocess.run([args.compiler, "-std=c++20", "-O2", "-w", "-Wno-psabi", "-fno-strict-aliasing",
                         *(f"-I{path}" for path in (tree, here / "include", root, root / "src", root / "include")),
-                        str(here / source), *objects, *args.libraries.split(","), "-lpthread",
-                        "-o", str(program)], check=True)
+                        "-x", "c++", str((tree if source.endswith(".cu") else here) / source), "-x", "none",
+                        *objects, *args.libraries.split(","), "-lpthread", "-o", str(program)], check=True)
         try:
             run = subprocess.run([str(program), f"--gtest_filter={tests}"], capture_output=True, text=True,
                                  timeout=LIMIT_S, check=False, env={**os.environ, "GTEST_FAIL_FAST": "1"})

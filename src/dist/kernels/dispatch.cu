@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// dispatch: from this rank's choices to the rows that its own experts have to multiply.
-//   route, plan   route.cuh
-//   pull          one lane of each warp copies rows, row i by warp i mod warps
+// dispatch: the rows that this rank's experts have to multiply, from the windows of all ranks.
+//   staged   one thread says to all ranks that this rank's rows lie in its window; every CTA awaits all of them
+//   bring    warps load rows by bulk copies, row i by warp i mod warps, and store each for all of its token's choices
+//            here, a lane for each; the rows of second_x behind those of x
+//   first    all threads copy the tables, note which pairs have rows, and clear the next pass's counters
 // Barriers __syncthreads only: one thread polls, the CTA follows. Waits have a limit (wait.cuh)
-// Memory   generic writes to peers: every thread fences at system scope before its CTA counts. x was
-//          written before this kernel; bulk copies read it after a proxy fence that follows publish
-// Requires shape.experts <= kMostExperts, hidden % 8 == 0, all CTAs resident (cooperative launch)
+// Memory   x and second_x were written before this kernel; bulk copies read them after a proxy fence behind staged
+// Requires hidden % 8 == 0. CTA 0 waits for nobody before it speaks, so CTAs need not all be resident
+#include "cuda/arch/dynamic_shared.cuh"
 #include "cuda/arch/mbarrier.cuh"
 #include "cuda/arch/proxy_fence.cuh"
 #include "dist/kernels/copy_rows.cuh"
@@ -16,86 +18,216 @@ namespace tessera::dist {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
+constexpr int kWarps = kThreads / arch::kWarpThreads;
 
+// Chunks of rows on their way through shared memory; as of CopyRing, 10 KB a warp.
+struct Ring {
+  alignas(128) char chunk[kChunks][kChunkBytes];
+  arch::Mbarrier full[kChunks];
+};
 struct Shared {
-  CopyRing ring[kWarps];
-  RouteStorage<kThreads> route;
+  Ring ring[kWarps];
 };
 
-__device__ void pull(ExchangeArguments const& p, Shared& smem, std::uint32_t epoch) {
-  int const warp = static_cast<int>(threadIdx.x) / 32;
-  int const worker = static_cast<int>(blockIdx.x) * kWarps + warp;
-  int const workers = static_cast<int>(gridDim.x) * kWarps;
-  int const rows = owner_totals(p.shape, smem.route.plan, p.rank).rows;
-  int const mine = (rows - worker + workers - 1) / workers;
-  if (mine <= 0) return;
-  int const row_bytes = 2 * p.shape.hidden;
-  RowCursor cursor(p.shape, {smem.route.counts, p.shape.experts}, smem.route.plan,
-                   smem.route.list_begin, p.rank);
-  PoolRow ahead = {};
-  std::uint32_t ahead_pair = 0;
-  auto const look_ahead = [&](int i) {  // entries are read a row before they are needed
-    ahead = cursor.at(worker + i * workers);
-    std::int64_t const at = p.window.list_entry(parity(epoch), ahead.source, ahead.entry);
-    ahead_pair = __ldcg(word_of(p.windows[p.rank], at));  // RouteEntry::pair
-  };
-  look_ahead(0);
-  arch::fence_proxy_async_global();
-  copy_rows(smem.ring[warp], mine, row_bytes, [&](int i) {
-    std::int64_t const row = worker + std::int64_t{i} * workers;
-    std::uint32_t const pair = ahead_pair;
-    std::int32_t const source = ahead.source;
-    *row_origin(p, row) = make_uint2(pair, static_cast<std::uint32_t>(source));
-    if (i + 1 < mine) look_ahead(i + 1);
-    std::int64_t const token = pair / static_cast<std::uint32_t>(p.shape.max_top_k);
-    return RowCopy{p.windows[source] + p.window.x_row(token), p.gmem_pool + row * row_bytes,
-                   nullptr};
-  });
+__device__ void say_staged(ExchangeArguments const& p, std::uint32_t epoch) {
+  arch::fence_acq_rel_sys();
+  for (int r = 0; r < p.shape.ranks; ++r) {
+    arch::store_relaxed_sys(word_of(p.windows[r], p.window.staged_word(p.rank)), epoch);
+  }
+}
+
+// The first rows of tokens' lists among rows i of a warp, in ascending order. By a converged warp.
+class FirstRows {
+ public:
+  __device__ FirstRows(RowOrigin const* gmem_origins, int worker, int workers, int rows)
+      : gmem_origins_(gmem_origins), worker_(worker), workers_(workers), rows_(rows) {}
+
+  // To the next one; false: there is none.
+  __device__ bool advance() {
+    while (left_ == 0) {
+      begin_ = worker_ + read_ * workers_;
+      if (begin_ >= rows_) return false;
+      read_ += arch::kWarpThreads;
+      std::int64_t const row = begin_ + std::int64_t{arch::lane_idx()} * workers_;
+      own_ = row < rows_ ? __ldg(reinterpret_cast<uint4 const*>(gmem_origins_ + row))
+                         : make_uint4(0, 0, 0, 0);  // RowOrigin
+      left_ = __ballot_sync(arch::kAllLanes, own_.w != 0);
+    }
+    int const lane = __ffs(static_cast<int>(left_)) - 1;
+    left_ &= left_ - 1;
+    row_ = begin_ + std::int64_t{lane} * workers_;
+    pair_ = __shfl_sync(arch::kAllLanes, own_.x, lane);
+    source_ = __shfl_sync(arch::kAllLanes, own_.y, lane);
+    next_ = static_cast<std::int32_t>(__shfl_sync(arch::kAllLanes, own_.z, lane));
+    return true;
+  }
+  [[nodiscard]] __device__ std::uint32_t pair() const { return pair_; }
+  [[nodiscard]] __device__ std::uint32_t source() const { return source_; }
+  // The row of this lane in the list: lane i has the i-th, -1 where there is none.
+  [[nodiscard]] __device__ std::int64_t row_of_lane() const {
+    std::int64_t mine = arch::lane_idx() == 0 ? row_ : -1;
+    std::int32_t row = next_;
+    for (int i = 1; row >= 0 && i < kMostChoices; ++i) {
+      if (arch::lane_idx() == i) mine = row;
+      row = row < rows_ ? __ldg(&gmem_origins_[row].next) : -1;
+    }
+    return mine < rows_ ? mine : -1;
+  }
+
+ private:
+  RowOrigin const* gmem_origins_;
+  std::int64_t worker_, workers_, rows_;
+  std::int64_t begin_ = 0, read_ = 0, row_ = 0;
+  uint4 own_ = {};
+  unsigned left_ = 0;
+  std::uint32_t pair_ = 0, source_ = 0;
+  std::int32_t next_ = -1;
+};
+
+// What all rows of a warp have in common, first those of x, then those of second_x.
+class Bring {
+ public:
+  __device__ Bring(DispatchArguments const& p, Ring& ring, int worker, int workers, int rows)
+      : p_(p),
+        ring_(ring),
+        worker_(worker),
+        workers_(workers),
+        rows_(rows),
+        row_bytes_(2 * p.exchange.shape.hidden),
+        chunks_of_row_((row_bytes_ + kChunkBytes - 1) / kChunkBytes) {}
+
+  __device__ void all(bool is_second, char* gmem_rows) {
+    FirstRows loads(p_.tables.gmem_origins, worker_, workers_, rows_);
+    FirstRows stores = loads;
+    int in_row = chunks_of_row_;
+    char const* from = nullptr;
+    auto const load = [&] {
+      if (in_row == chunks_of_row_) {
+        if (!loads.advance()) return;
+        from = row_in_window(loads, is_second);
+        in_row = 0;
+      }
+      if (arch::lane_idx() == 0) load_chunk(from, in_row);
+      ++in_row;
+      ++loaded_;
+    };
+    for (int i = 0; i < kChunks; ++i) load();
+    bool is_chunk_before = false;
+    while (stores.advance()) {
+      std::int64_t const row = stores.row_of_lane();
+      char* const to = gmem_rows + row * row_bytes_;
+      for (int c = 0; c < chunks_of_row_; ++c) {
+        int const slot = stored_ % kChunks;
+        arch::mbarrier_wait(&ring_.full[slot], stored_ / kChunks & 1);
+        if (row >= 0) {
+          arch::bulk_store(to + c * kChunkBytes, ring_.chunk[slot], bytes_of(c));
+        }
+        arch::tma_store_commit();
+        ++stored_;
+        if (is_chunk_before) {  // its place is free once all lanes' stores have read it
+          arch::tma_store_wait_read<1>();
+          __syncwarp();
+          load();
+        }
+        is_chunk_before = true;
+      }
+    }
+    arch::tma_store_wait_read<0>();
+    __syncwarp();
+  }
+
+ private:
+  [[nodiscard]] __device__ std::uint32_t bytes_of(int chunk) const {
+    return static_cast<std::uint32_t>(min(row_bytes_ - chunk * kChunkBytes, kChunkBytes));
+  }
+  [[nodiscard]] __device__ char const* row_in_window(FirstRows const& rows, bool is_second) const {
+    ExchangeArguments const& exchange = p_.exchange;
+    std::int64_t const token = exchange.token_of(rows.pair());
+    return exchange.windows[rows.source()] +
+           (is_second ? exchange.window.second_x_row(token) : exchange.window.x_row(token));
+  }
+  __device__ void load_chunk(char const* from, int chunk) {
+    int const slot = loaded_ % kChunks;
+    arch::mbarrier_arrive_expect_tx(&ring_.full[slot], bytes_of(chunk));
+    arch::bulk_load(ring_.chunk[slot], from + chunk * kChunkBytes, bytes_of(chunk),
+                    &ring_.full[slot]);
+  }
+
+  DispatchArguments const& p_;
+  Ring& ring_;
+  int worker_, workers_, rows_, row_bytes_, chunks_of_row_;
+  int loaded_ = 0, stored_ = 0;
+};
+
+// What takes no bulk copies. thread of threads: of the whole grid.
+__device__ void write_tables(DispatchArguments const& p, std::int64_t thread, std::int64_t threads,
+                             int rows) {
+  ExchangeArguments const& exchange = p.exchange;
+  std::int64_t const pairs = std::int64_t{exchange.tokens} * exchange.shape.max_top_k;
+  for (std::int64_t i = thread; i < pairs; i += threads) {
+    bool const routed = is_expert(exchange, exchange.gmem_topk_ids[i]);
+    p.gmem_slot_of_pair[i] = routed ? static_cast<std::int32_t>(i) : -1;
+  }
+  if (p.kept.gmem_expert_offsets == nullptr) return;
+  for (std::int64_t i = thread; i <= exchange.local_experts; i += threads) {
+    p.kept.gmem_expert_offsets[i] = p.tables.gmem_expert_offsets[i];
+  }
+  for (std::int64_t i = thread; i < rows; i += threads) {
+    p.kept.gmem_origins[i] = p.tables.gmem_origins[i];
+    p.kept.gmem_scores[i] = p.tables.gmem_scores[i];
+  }
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
-    dispatch(__grid_constant__ ExchangeArguments const p) {
-  extern __shared__ __align__(128) unsigned char smem_raw[];
+    dispatch(__grid_constant__ DispatchArguments const p) {
+  TESSERA_DYNAMIC_SHARED(smem_raw);
   auto& smem = *reinterpret_cast<Shared*>(smem_raw);
-  std::uint32_t const epoch = *p.gmem_epoch;
+  ExchangeArguments const& exchange = p.exchange;
+  std::uint32_t const epoch = *exchange.gmem_epoch;
   int const thread = static_cast<int>(threadIdx.x);
-  if (thread % 32 == 0) {
-    for (arch::Mbarrier& full : smem.ring[thread / 32].full) arch::mbarrier_init(&full, 1);
+  int const warp = thread / arch::kWarpThreads;
+  int const lane = thread % arch::kWarpThreads;
+  if (blockIdx.x == 0 && thread == 0) say_staged(exchange, epoch);
+  if (lane == 0) {
+    for (arch::Mbarrier& full : smem.ring[warp].full) arch::mbarrier_init(&full, 1);
     arch::mbarrier_fence_init();
   }
-  clear_next_bank<kThreads>(p, epoch);
-  if (!route(p, smem.route, epoch, NothingBeside(), [] {})) return;
+  clear_next_bank<kThreads>(exchange, epoch);
+  if (renews_words(epoch)) renew_words<kThreads>(exchange, epoch, exchange.window.block_done);
+  int const all_rows = p.tables.gmem_expert_offsets[exchange.local_experts];
+  int const rows = static_cast<int>(min(std::int64_t{all_rows}, p.capacity));
+  int const worker = static_cast<int>(blockIdx.x) * kWarps + warp;
+  int const workers = static_cast<int>(gridDim.x) * kWarps;
+  write_tables(p, std::int64_t{blockIdx.x} * kThreads + thread, std::int64_t{gridDim.x} * kThreads,
+               rows);
+  Waiter const waiter(exchange, epoch);
   bool reached = true;
-  if (thread < p.shape.ranks) {
-    reached =
-        Waiter(p, epoch).for_epoch(p.window.publish_word(thread), epoch, Site::publish, thread);
+  if (thread < exchange.shape.ranks) {
+    reached = waiter.for_epoch(exchange.window.staged_word(thread), epoch, Site::staged, thread);
   }
   if (!all_reached(reached)) return;
-  if (blockIdx.x == 0) {
-    int const local = p.shape.local_experts();
-    for (int l = thread; l <= local; l += kThreads) {
-      p.gmem_expert_offsets[l] = l < local ? smem.route.plan[p.rank * local + l].first_row
-                                           : owner_totals(p.shape, smem.route.plan, p.rank).rows;
-    }
+  if (all_rows > rows && blockIdx.x == 0 && thread == 0) {
+    waiter.give_up(Site::rows, static_cast<std::uint32_t>(p.capacity),
+                   static_cast<std::uint32_t>(all_rows));
   }
-  if (thread % 32 == 0) pull(p, smem, epoch);
+  __syncwarp();
+  arch::fence_proxy_async_global();
+  Bring bring(p, smem.ring[warp], worker, workers, rows);
+  bring.all(false, p.gmem_rows);
+  if (p.gmem_second_rows != nullptr) bring.all(true, p.gmem_second_rows);
+  arch::bulk_store_wait<0>();
 }
 
 }  // namespace
 
-cudaError_t launch_dispatch(ExchangeArguments const& args, int sm_count, cudaStream_t stream) {
-  if (args.shape.experts > kMostExperts || args.shape.ranks > kMaxRanks ||
-      args.shape.hidden % 8 != 0) {
-    return cudaErrorInvalidValue;
-  }
+cudaError_t launch_dispatch(DispatchArguments const& args, int sm_count, cudaStream_t stream) {
+  if (args.exchange.shape.hidden % 8 != 0) return cudaErrorInvalidValue;
   cudaError_t const error = cudaFuncSetAttribute(
       dispatch, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Shared)));
   if (error != cudaSuccess) return error;
-  void* arguments[] = {const_cast<ExchangeArguments*>(&args)};
-  return cudaLaunchCooperativeKernel(reinterpret_cast<void const*>(dispatch),
-                                     dim3(static_cast<unsigned>(sm_count)), dim3(kThreads),
-                                     arguments, sizeof(Shared), stream);
+  void* arguments[] = {const_cast<DispatchArguments*>(&args)};
+  return cudaLaunchKernel(dispatch, dim3(static_cast<unsigned>(sm_count)), dim3(kThreads),
+                          arguments, sizeof(Shared), stream);
 }
 
 }  // namespace tessera::dist

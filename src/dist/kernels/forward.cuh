@@ -300,7 +300,9 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   if (arch::warp_idx() == kBesideWarp<kForwardThreads>) place_x.begin();
   if (threadIdx.x == kForwardThreads - 1) init_barriers(smem);
   clear_next_bank<kForwardThreads>(p.exchange, pass.epoch);
-  if (renews_blocks(pass.epoch)) renew_blocks<kForwardThreads>(p.exchange, pass.epoch);
+  if (renews_words(pass.epoch)) {
+    renew_words<kForwardThreads>(p.exchange, pass.epoch, p.exchange.window.ack);
+  }
   auto const published = [&] { *p.exchange.gmem_epoch = pass.epoch + 1; };  // all CTAs have read it
   if (!route(p.exchange, head.route, pass.epoch, place_x, published)) {
     begin_together(smem, false);

@@ -13,8 +13,7 @@
 namespace tessera::dist {
 
 struct ForwardArguments {
-  ExchangeArguments
-      exchange;           // gmem_pool: [pool_rows,d]; gmem_y, _slot_of_pair, _expert_offsets unused
+  ExchangeArguments exchange;
   Activation activation;  // gated as exchange.shape says
   void const*
       gmem_w_up;  // [local_experts,2n,d] bf16, gate rows first; [local_experts,n,d] without a gate

@@ -56,11 +56,11 @@ __device__ void clear_next_bank(ExchangeArguments const& p, std::uint32_t epoch)
   }
 }
 
-// Words of this rank's window that say which blocks are done, and behind them, with dedup, which sums. Owners write
-// them once they have this rank's lists.
+// Words of this rank's window from `begin` on: ack, staged, which blocks are done, and with dedup, which sums. Owners
+// write those of blocks once they have this rank's lists.
 template <int kThreads>
-__device__ void renew_blocks(ExchangeArguments const& p, std::uint32_t epoch) {
-  std::uint32_t* const first = word_of(p.windows[p.rank], p.window.block_done_word(0, 0));
+__device__ void renew_words(ExchangeArguments const& p, std::uint32_t epoch, std::int64_t begin) {
+  std::uint32_t* const first = word_of(p.windows[p.rank], begin);
   std::uint32_t* const end = word_of(p.windows[p.rank], p.window.counts);  // what follows
   for (std::uint32_t* word = first + std::int64_t{blockIdx.x} * kThreads + threadIdx.x; word < end;
        word += std::int64_t{gridDim.x} * kThreads) {
@@ -196,7 +196,7 @@ __device__ inline void join(ExchangeArguments const& p, std::int32_t id, int pai
 }
 
 // One pair per lane at a time; those of one expert keep their order.
-template <int kThreads>
+template <bool kWithScores, int kThreads>
 __device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>& smem,
                               std::uint32_t epoch, TokenSlice slice) {
   int const warp = static_cast<int>(threadIdx.x) / arch::kWarpThreads;
@@ -216,6 +216,7 @@ __device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>
     __syncwarp();
     if (routed) {
       RouteEntry entry = {.pair = static_cast<std::uint32_t>(pair)};
+      if constexpr (kWithScores) entry.score = p.gmem_scores[pair];
       char* const window = p.windows[p.owner(id)];
       if (p.shape.rows_cross_once()) {
         join(p, id, pair, entry);
@@ -228,9 +229,6 @@ __device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>
       *reinterpret_cast<uint4*>(window + p.window.list_entry(parity(epoch), p.rank, place)) =
           *reinterpret_cast<uint4 const*>(&entry);
       *pair_word(p, pair) = static_cast<std::uint32_t>(index);
-    }
-    if (pair < pairs.end && p.gmem_slot_of_pair != nullptr) {
-      p.gmem_slot_of_pair[pair] = routed ? pair : -1;
     }
   }
 }
@@ -297,7 +295,8 @@ __device__ void plan_by_warps(ExchangeArguments const& p, RouteStorage<kThreads>
   }
 }
 
-template <int kThreads, class Beside, class Published>
+// kWithScores: entries bring the scores of their pairs.
+template <bool kWithScores = false, int kThreads, class Beside, class Published>
 __device__ bool route(ExchangeArguments const& p, RouteStorage<kThreads>& smem, std::uint32_t epoch,
                       Beside&& beside, Published published) {
   TokenSlice const slice =
@@ -306,7 +305,7 @@ __device__ bool route(ExchangeArguments const& p, RouteStorage<kThreads>& smem, 
   bool const scanned = scan(p, smem, epoch, slice);
   if (scanned) {
     send_counts(p, smem, epoch);
-    write_entries(p, smem, epoch, slice);
+    write_entries<kWithScores>(p, smem, epoch, slice);
   }
   if (thread / arch::kWarpThreads == kBesideWarp<kThreads>) beside.finish();
   if (!scanned) return false;

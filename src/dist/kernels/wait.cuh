@@ -83,6 +83,12 @@ class Waiter {
     if (ranks != 0 && rank == first_of(ranks)) raise(Site::ended, -1, 0, 0, by);
   }
 
+  /// By a thread that cannot go on, though every word has come; others find out at the end of their passes.
+  __device__ void give_up(Site site, std::uint32_t expected, std::uint32_t seen) const {
+    raise(site, -1, expected, seen, 0);
+    tell_all(p_.rank + 1);
+  }
+
  private:
   // kWarp: by a converged warp, whose lanes wait for words of their own, until all have what they wait for. If each
   // left by itself, the compiler would take the warp for divided from then on, and keep what its k loops count in

@@ -6,7 +6,10 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <functional>
+#include <tuple>
 #include <type_traits>
+#include <utility>
 
 #include <cuda_runtime_api.h>
 #include "tests/emulator/emulator.hpp"
@@ -61,6 +64,42 @@ cudaError_t cudaLaunchKernelEx(cudaLaunchConfig_t const* config, void (*kernel)(
   tessera::emulator::launch(config->gridDim.x, cluster, config->blockDim.x,
                             config->dynamicSmemBytes, [=] { kernel(params...); });
   return cudaSuccess;
+}
+
+// Behind what the stream has: the first thread of each CTA looks, so that the others need no turns. Stores that a
+// kernel has not awaited may land later.
+inline void launch_in(cudaStream_t stream, unsigned ctas, unsigned threads,
+                      std::size_t shared_bytes, std::function<void()> body) {
+  if (stream == nullptr) {
+    tessera::emulator::launch(ctas, 1, threads, shared_bytes, std::move(body));
+    return;
+  }
+  std::uint64_t const ahead = stream->launched;
+  stream->launched += std::uint64_t{ctas} * threads;
+  tessera::emulator::launch(ctas, 1, threads, shared_bytes, [=, body = std::move(body)] {
+    while (threadIdx.x == 0 && stream->ended < ahead) tessera::emulator::yield();
+    tessera::emulator::named_barrier(0, static_cast<int>(blockDim.x), true);
+    body();
+    ++stream->ended;
+  });
+}
+// `arguments`: an address for each parameter.
+template <class... Params>
+cudaError_t cudaLaunchKernel(void (*kernel)(Params...), dim3 grid, dim3 block, void** arguments,
+                             std::size_t shared_bytes, cudaStream_t stream) {
+  auto const read = [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
+    return std::tuple<Params...>(*static_cast<Params*>(arguments[kIndex])...);
+  };
+  auto const params = read(std::index_sequence_for<Params...>());
+  launch_in(stream, grid.x, block.x, shared_bytes, [=] { std::apply(kernel, params); });
+  return cudaSuccess;
+}
+// All CTAs are resident in any case.
+template <class... Params>
+cudaError_t cudaLaunchCooperativeKernel(void (*kernel)(Params...), dim3 grid, dim3 block,
+                                        void** arguments, std::size_t shared_bytes,
+                                        cudaStream_t stream) {
+  return cudaLaunchKernel(kernel, grid, block, arguments, shared_bytes, stream);
 }
 
 #define TESSERA_EMULATOR_SITE char const *file = __builtin_FILE(), int line = __builtin_LINE()

@@ -17,7 +17,11 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __CUDA_ARCH_FEAT_SM90_ALL
 
-using cudaStream_t = struct CUstream_st*;
+// Grids of a stream run one after the other; those of none, side by side.
+struct CUstream_st {
+  std::uint64_t launched = 0, ended = 0;  // threads
+};
+using cudaStream_t = CUstream_st*;
 enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,

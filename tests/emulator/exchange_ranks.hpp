@@ -1,0 +1,503 @@
+// SPDX-License-Identifier: Apache-2.0
+// Passes of route, dispatch and combine of several emulated ranks. Every rank has a stream, in which steps of the host
+// stand between the kernels: they place rows, and look at what a kernel has left as soon as it has ended. So ranks are
+// as far apart as their kernels let them be.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <cuda_runtime.h>
+#include "dist/kernels/exchange.hpp"
+#include "tests/dist/exchange.hpp"
+#include "tests/emulator/emulator.hpp"
+#include "tests/emulator/memory.hpp"
+
+namespace tessera::dist::separate {
+
+using emulator::Bits;
+using emulator::Memory;
+
+constexpr std::uint64_t kNoLimit = std::uint64_t{1} << 40;
+constexpr int kNoPair = 0x77;  // bytes of slot_of_pair before a pass, where -1 means something
+
+// What an owner's tables should say.
+struct Rows {
+  std::vector<std::int32_t> offsets = {0};
+  std::vector<RowOrigin> origins;
+};
+
+// Rows of one token follow each other.
+inline void link(Rows& rows, std::int32_t top_k) {
+  std::map<std::pair<std::int32_t, std::int32_t>, std::int32_t> last;  // of a source's token
+  for (std::int32_t row = 0; row < static_cast<std::int32_t>(rows.origins.size()); ++row) {
+    RowOrigin& origin = rows.origins[static_cast<std::size_t>(row)];
+    auto const [before, is_first] = last.try_emplace({origin.source, origin.pair / top_k}, row);
+    origin.is_first = is_first ? 1 : 0;
+    if (is_first) continue;
+    rows.origins[static_cast<std::size_t>(before->second)].next = row;
+    before->second = row;
+  }
+}
+
+// Expert by expert, of each source, the owner first, tokens ascending.
+inline Rows wanted_rows(Exchange const& exchange, std::int32_t owner) {
+  ExchangeShape const& s = exchange.shape;
+  Rows rows;
+  for (std::int32_t local = 0; local < s.local_experts(); ++local) {
+    for (std::int32_t i = 0; i < s.ranks; ++i) {
+      std::int32_t const source = (owner + i) % s.ranks;
+      for (std::int32_t pair = 0; pair < exchange.pairs(source); ++pair) {
+        if (exchange.expert(source, pair) != owner * s.local_experts() + local) continue;
+        rows.origins.push_back({pair, source, -1, 1});
+      }
+    }
+    rows.offsets.push_back(static_cast<std::int32_t>(rows.origins.size()));
+  }
+  if (s.rows_cross_once()) link(rows, s.max_top_k);
+  return rows;
+}
+
+struct Tables {
+  Memory<std::int32_t> offsets;
+  Memory<RowOrigin> origins;
+  Memory<float> scores;
+
+  explicit Tables(ExchangeShape const& s)
+      : offsets(s.local_experts() + 1), origins(s.max_rows()), scores(s.max_rows()) {}
+  RowTables addresses() const { return {offsets.get(), origins.get(), scores.get()}; }
+};
+
+struct Kind {
+  bool second = false;   // two rows of each token
+  bool dscores = false;  // a float back for each row
+  bool keeps = false;    // tables for later passes
+  bool tight = false;    // room for the rows that there are, and no more
+};
+
+// What one rank has of a pass.
+struct Share {
+  Rows wanted;
+  std::vector<float> scores;  // of its pairs
+  std::int64_t capacity;
+  Tables kept;
+  Memory<Bits> x, second_x, rows, second_rows, sent;
+  Memory<float> row_dscores, dscores;
+  Memory<std::int32_t> slot_of_pair;
+  std::uint64_t host_rows = 0;
+
+  Share(Exchange const& exchange, int rank)
+      : wanted(wanted_rows(exchange, rank)),
+        capacity(exchange.shape.max_rows()),
+        kept(exchange.shape),
+        x(exchange.shape.max_tokens * std::int64_t{exchange.shape.hidden}),
+        second_x(static_cast<std::int64_t>(x.size())),
+        rows(capacity * exchange.shape.hidden),
+        second_rows(capacity * exchange.shape.hidden),
+        sent(capacity * exchange.shape.hidden),
+        row_dscores(capacity),
+        dscores(std::int64_t{exchange.shape.max_tokens} * exchange.shape.max_top_k),
+        slot_of_pair(static_cast<std::int64_t>(dscores.size()), kNoPair) {}
+  // Those that there is room for.
+  std::int64_t held() const {
+    return std::min(static_cast<std::int64_t>(wanted.origins.size()), capacity);
+  }
+};
+
+struct Pass {
+  Exchange exchange;
+  Kind kind;
+  Pass const* of;  // whose tables it takes; null: it routes
+  std::uint32_t epoch;
+  std::vector<std::unique_ptr<Share>> shares;
+};
+
+// "": equal.
+template <class T>
+std::string compare(char const* what, T const* got, Memory<T> const& wanted) {
+  if (std::memcmp(got, wanted.get(), wanted.size() * sizeof(T)) == 0) return "";
+  std::size_t i = 0;
+  while (std::memcmp(got + i, wanted.get() + i, sizeof(T)) == 0) ++i;
+  return std::string(what) + " differ at " + std::to_string(i);
+}
+
+// All ranks of an exchange, whose first pass is `first_epoch`.
+class Ranks {
+ public:
+  explicit Ranks(ExchangeShape const& shape, int ctas = 2, std::uint32_t first_epoch = 1)
+      : s_(shape), ctas_(ctas), layout_(shape), epoch_(first_epoch) {
+    for (int r = 0; r < s_.ranks; ++r) {
+      ranks_.push_back(std::make_unique<Rank>(s_, ctas, first_epoch));
+      fill_words(ranks_.back()->window.get(), first_epoch - 1);
+    }
+  }
+  void set_limits(std::uint64_t limit_ns, std::uint32_t jitter_ns) {
+    limit_ns_ = limit_ns;
+    jitter_ns_ = jitter_ns;
+  }
+
+  // A pass of new choices, or with the tables of one that kept them.
+  Pass& make(Exchange const& exchange, Kind kind, std::uint64_t seed, Pass const* of = nullptr) {
+    passes_.push_back(std::make_unique<Pass>(Pass{exchange, kind, of, epoch_++, {}}));
+    Pass& pass = *passes_.back();
+    for (int r = 0; r < s_.ranks; ++r) {
+      pass.shares.push_back(std::make_unique<Share>(exchange, r));
+      Share& share = *pass.shares.back();
+      std::uint64_t const of_rank = seed * 64 + static_cast<std::uint64_t>(r);
+      emulator::fill(share.x.get(), static_cast<std::int64_t>(share.x.size()), 2 * of_rank, 1.0f);
+      emulator::fill(share.second_x.get(), static_cast<std::int64_t>(share.x.size()),
+                     2 * of_rank + 1, 1.0f);
+      for (std::int32_t i = 0; i < exchange.pairs(r); ++i) {
+        share.scores.push_back(static_cast<float>(i) + static_cast<float>(of_rank) / 1024);
+      }
+      if (of != nullptr) share.scores = shares(*of, r).scores;
+      if (kind.tight) share.capacity = static_cast<std::int64_t>(share.wanted.origins.size());
+    }
+    return pass;
+  }
+  Pass& make(Kind kind, std::uint64_t seed, Pass const& of) {
+    return make(of.exchange, kind, seed, &of);
+  }
+
+  // Enqueues what rank r does, up to `kernels` of them; all: 3. Nothing is looked at unless `checks`.
+  void enqueue(Pass& pass, int r, int kernels = 3, bool checks = true) {
+    step(r, [this, &pass, r] { place(pass, r); });
+    if (kernels > 0 && pass.of == nullptr) {
+      launched(launch_route(route_arguments(pass, r), ctas_, &rank(r).stream));
+      if (checks) look(pass, r, [this, &pass, r] { return wrong_tables(pass, r); });
+    }
+    if (kernels > 1) {
+      launched(launch_dispatch(dispatch_arguments(pass, r), ctas_, &rank(r).stream));
+      if (checks) look(pass, r, [this, &pass, r] { return wrong_rows(pass, r); });
+    }
+    if (kernels <= 2) return;
+    step(r, [this, &pass, r] { multiply(pass, r); });
+    launched(launch_combine(combine_arguments(pass, r), ctas_, &rank(r).stream));
+    if (!checks) return;
+    look(pass, r, [this, &pass, r] { return wrong_window(pass, r); });
+    if (!pass.kind.dscores) return;
+    Share& own = shares(pass, r);
+    launched(launch_take_dscores(
+        reinterpret_cast<float const*>(rank(r).window.get() + layout_.dscores),
+        own.slot_of_pair.get(), pass.exchange.pairs(r), own.dscores.get(), &rank(r).stream));
+    look(pass, r, [this, &pass, r] { return wrong_dscores(pass, r); });
+  }
+  void enqueue(Pass& pass) {
+    for (int r = 0; r < s_.ranks; ++r) enqueue(pass, r);
+  }
+
+  // What has been enqueued; what went wrong, but for what ranks report.
+  std::string finish(emulator::Schedule const& schedule) {
+    std::string const fault = emulator::run(schedule);
+    return wrong_.empty() ? fault : wrong_;
+  }
+  std::string run(emulator::Schedule const& schedule) {
+    std::string const wrong = finish(schedule);
+    if (!wrong.empty()) return wrong;
+    for (int r = 0; r < s_.ranks; ++r) {
+      if (!status(r).ok()) return status(r).text();
+    }
+    return "";
+  }
+  std::string run(Pass& pass, emulator::Schedule const& schedule) {
+    enqueue(pass);
+    return run(schedule);
+  }
+
+  Status status(int r) const { return fault_status(rank(r).fault, 1); }
+
+  // Words that say which blocks of the fused kernel are done.
+  void set_blocks(std::uint32_t value) {
+    for (auto const& one : ranks_) {
+      for (std::int64_t at = layout_.block_done; at < layout_.counts; at += 4) {
+        std::memcpy(one->window.get() + at, &value, sizeof value);
+      }
+    }
+  }
+  bool blocks_are(std::uint32_t value) const {
+    for (auto const& one : ranks_) {
+      for (std::int64_t at = layout_.block_done; at < layout_.counts; at += 4) {
+        if (std::memcmp(one->window.get() + at, &value, sizeof value) != 0) return false;
+      }
+    }
+    return true;
+  }
+
+  // Behind a pass in which rank `owner` had not room for all of its rows: what it made of those that it had.
+  std::string wrong_rows_of(Pass const& pass, int owner) {
+    std::string wrong = wrong_rows(pass, owner);
+    for (int r = 0; r < s_.ranks; ++r) {
+      char const* const window = rank(r).window.get();
+      Memory<char> const image = window_image(pass, r, owner);
+      auto const differs = [&](std::int64_t at, std::int64_t bytes) {
+        return std::memcmp(window + at, image.get() + (at - layout_.x),
+                           static_cast<std::size_t>(bytes)) != 0;
+      };
+      for (std::int32_t pair = 0; pair < pass.exchange.pairs(r); ++pair) {
+        if (!is_routed(pass, r, pair) || s_.owner(pass.exchange.expert(r, pair)) != owner) continue;
+        if (differs(layout_.slots + pair * row_bytes(), row_bytes()) ||
+            differs(layout_.dscore(pair), 4)) {
+          wrong += " rank " + std::to_string(r) + " pair " + std::to_string(pair);
+        }
+      }
+    }
+    return wrong;
+  }
+
+ private:
+  struct Rank {
+    CUstream_st stream;
+    Memory<char> window, local;
+    Memory<std::uint32_t> epoch;
+    Tables made;
+    Fault fault = {};
+
+    Rank(ExchangeShape const& s, int ctas, std::uint32_t first_epoch)
+        : window(WindowLayout(s).bytes, 0),
+          local(LocalLayout(s, ctas).bytes, 0),
+          epoch(1),
+          made(s) {
+      epoch[0] = first_epoch;
+    }
+  };
+
+  Rank& rank(int r) { return *ranks_[static_cast<std::size_t>(r)]; }
+  Rank const& rank(int r) const { return *ranks_[static_cast<std::size_t>(r)]; }
+  static Share& shares(Pass const& pass, int r) {
+    return *pass.shares[static_cast<std::size_t>(r)];
+  }
+  std::int64_t row_bytes() const { return std::int64_t{2} * s_.hidden; }
+
+  // As passes before the first one would have left them.
+  void fill_words(char* window, std::uint32_t epoch) const {
+    for (std::int32_t source = 0; source < s_.ranks; ++source) {
+      for (std::int64_t const at :
+           {layout_.publish_word(source), layout_.ack_word(source), layout_.staged_word(source)}) {
+        std::memcpy(window + at, &epoch, sizeof epoch);
+      }
+      for (std::int32_t e = 0; e < s_.experts; ++e) {
+        std::uint64_t const word = CountWord{0, epoch}.word();
+        std::memcpy(window + layout_.count_word(0, source, e), &word, sizeof word);
+        std::memcpy(window + layout_.count_word(1, source, e), &word, sizeof word);
+      }
+    }
+  }
+
+  void launched(cudaError_t error) {
+    if (error != cudaSuccess && wrong_.empty()) wrong_ = "not launched";
+  }
+  void step(int r, std::function<void()> work) {
+    launch_in(&rank(r).stream, 1, 1, 0, std::move(work));
+  }
+  template <class Check>
+  void look(Pass const& pass, int r, Check check) {
+    step(r, [this, &pass, r, check] {
+      std::string const wrong = check();
+      if (wrong.empty() || !wrong_.empty()) return;
+      wrong_ = "rank " + std::to_string(r) + " pass " + std::to_string(pass.epoch) + ": " + wrong;
+      emulator::fail(wrong_);
+    });
+  }
+
+  ExchangeArguments arguments(Pass const& pass, int r) {
+    ExchangeArguments exchange{.shape = s_,
+                               .window = layout_,
+                               .local = LocalLayout(s_, ctas_),
+                               .rank = r,
+                               .windows = {},
+                               .gmem_local = rank(r).local.get(),
+                               .gmem_epoch = rank(r).epoch.get(),
+                               .fault = &rank(r).fault,
+                               .limit_ns = limit_ns_,
+                               .jitter_ns = jitter_ns_,
+                               .tokens = pass.exchange.tokens(r),
+                               .gmem_topk_ids = nullptr,
+                               .gmem_scores = nullptr,
+                               .gmem_pool = nullptr};
+    for (int p = 0; p < s_.ranks; ++p) exchange.windows[p] = rank(p).window.get();
+    return exchange;
+  }
+  RouteArguments route_arguments(Pass& pass, int r) {
+    RouteArguments args{.exchange = arguments(pass, r),
+                        .made = rank(r).made.addresses(),
+                        .host_rows = pass.kind.keeps ? &shares(pass, r).host_rows : nullptr,
+                        .ticket = pass.epoch + 1000};
+    args.exchange.gmem_topk_ids = pass.exchange.ids[static_cast<std::size_t>(r)].data();
+    args.exchange.gmem_scores = shares(pass, r).scores.data();
+    return args;
+  }
+  RowTables tables_of(Pass const& pass, int r) {
+    return pass.of != nullptr ? shares(*pass.of, r).kept.addresses() : rank(r).made.addresses();
+  }
+  DispatchArguments dispatch_arguments(Pass const& pass, int r) {
+    Share& own = shares(pass, r);
+    DispatchArguments args{.exchange = arguments(pass, r),
+                           .tables = tables_of(pass, r),
+                           .kept = pass.kind.keeps ? own.kept.addresses() : RowTables{},
+                           .capacity = own.capacity,
+                           .gmem_rows = reinterpret_cast<char*>(own.rows.get()),
+                           .gmem_second_rows = pass.kind.second
+                                                   ? reinterpret_cast<char*>(own.second_rows.get())
+                                                   : nullptr,
+                           .gmem_slot_of_pair = own.slot_of_pair.get()};
+    args.exchange.gmem_topk_ids = pass.exchange.ids[static_cast<std::size_t>(r)].data();
+    return args;
+  }
+  CombineArguments combine_arguments(Pass const& pass, int r) {
+    Share& own = shares(pass, r);
+    return {.exchange = arguments(pass, r),
+            .tables = tables_of(pass, r),
+            .capacity = own.capacity,
+            .gmem_rows = reinterpret_cast<char const*>(own.sent.get()),
+            .gmem_dscores = pass.kind.dscores ? own.row_dscores.get() : nullptr};
+  }
+
+  // Before the first kernel of a pass: its rows in the window, nothing where results come, nor in tables.
+  void place(Pass const& pass, int r) {
+    char* const window = rank(r).window.get();
+    std::memset(window + layout_.x, 0xff, static_cast<std::size_t>(layout_.bytes - layout_.x));
+    place_rows(pass, r, window);
+    if (pass.of != nullptr) return;
+    Tables const fresh(s_);
+    Tables const& made = rank(r).made;
+    std::memcpy(made.offsets.get(), fresh.offsets.get(), 4 * made.offsets.size());
+    std::memcpy(made.origins.get(), fresh.origins.get(), sizeof(RowOrigin) * made.origins.size());
+    std::memcpy(made.scores.get(), fresh.scores.get(), 4 * made.scores.size());
+  }
+  void place_rows(Pass const& pass, int r, char* window) const {
+    auto const bytes = static_cast<std::size_t>(pass.exchange.tokens(r) * row_bytes());
+    std::memcpy(window + layout_.x, shares(pass, r).x.get(), bytes);
+    if (!pass.kind.second) return;
+    std::memcpy(window + layout_.second_x, shares(pass, r).second_x.get(), bytes);
+  }
+
+  // What becomes of a row between dispatch and combine: another one for every row of every owner.
+  Bits result(Pass const& pass, int owner, std::int64_t row, Bits first, Bits second) const {
+    auto const tag = static_cast<unsigned>(row * s_.ranks + owner + 1) * 0x9e37u;
+    return static_cast<Bits>((first ^ tag) + (pass.kind.second ? 3u * second : 0u));
+  }
+  static float dscore(Pass const& pass, int owner, std::int64_t row) {
+    return static_cast<float>(pass.epoch % 64 * 4096 + static_cast<std::uint32_t>(row)) +
+           static_cast<float>(owner) / 4;
+  }
+  // Of those, too, that there is no room for, so that it shows if they are sent.
+  void multiply(Pass const& pass, int r) {
+    Share& own = shares(pass, r);
+    auto const rows = static_cast<std::int64_t>(own.wanted.origins.size());
+    for (std::int64_t row = 0; row < rows; ++row) {
+      for (std::int64_t i = row * s_.hidden; i < (row + 1) * s_.hidden; ++i) {
+        own.sent[i] = result(pass, r, row, own.rows[i], own.second_rows[i]);
+      }
+      own.row_dscores[row] = dscore(pass, r, row);
+    }
+  }
+
+  std::string wrong_tables(Pass const& pass, int r) {
+    Share const& own = shares(pass, r);
+    auto const rows = static_cast<std::int32_t>(own.wanted.origins.size());
+    std::uint64_t const word = pass.kind.keeps ? CountWord{rows, pass.epoch + 1000}.word() : 0;
+    if (own.host_rows != word) return "the host's word";
+    return wrong_tables(rank(r).made, pass, r, rows);
+  }
+  std::string wrong_tables(Tables const& got, Pass const& pass, int r, std::int64_t rows) {
+    Share const& own = shares(pass, r);
+    Tables const wanted(s_);
+    std::copy(own.wanted.offsets.begin(), own.wanted.offsets.end(), wanted.offsets.get());
+    for (std::int64_t row = 0; row < rows; ++row) {
+      RowOrigin const from = own.wanted.origins[static_cast<std::size_t>(row)];
+      wanted.origins[row] = from;
+      wanted.scores[row] = shares(pass, from.source).scores[static_cast<std::size_t>(from.pair)];
+    }
+    std::string wrong = compare("offsets", got.offsets.get(), wanted.offsets);
+    if (wrong.empty()) wrong = compare("origins", got.origins.get(), wanted.origins);
+    return wrong.empty() ? compare("scores", got.scores.get(), wanted.scores) : wrong;
+  }
+
+  std::string wrong_rows(Pass const& pass, int r) {
+    Share const& own = shares(pass, r);
+    Memory<Bits> const first(static_cast<std::int64_t>(own.rows.size()));
+    Memory<Bits> const second(static_cast<std::int64_t>(own.rows.size()));
+    for (std::int64_t row = 0; row < own.held(); ++row) {
+      RowOrigin const from = own.wanted.origins[static_cast<std::size_t>(row)];
+      Share const& source = shares(pass, from.source);
+      std::int64_t const at = std::int64_t{from.pair / s_.max_top_k} * s_.hidden;
+      std::copy_n(source.x.get() + at, s_.hidden, first.get() + row * s_.hidden);
+      if (!pass.kind.second) continue;
+      std::copy_n(source.second_x.get() + at, s_.hidden, second.get() + row * s_.hidden);
+    }
+    Memory<std::int32_t> const slots(static_cast<std::int64_t>(own.slot_of_pair.size()), kNoPair);
+    for (std::int32_t pair = 0; pair < pass.exchange.pairs(r); ++pair) {
+      slots[pair] = is_routed(pass, r, pair) ? pair : -1;
+    }
+    std::string wrong = compare("rows", own.rows.get(), first);
+    if (wrong.empty()) wrong = compare("second rows", own.second_rows.get(), second);
+    if (wrong.empty()) wrong = compare("slots of pairs", own.slot_of_pair.get(), slots);
+    if (wrong.empty() && pass.kind.keeps) wrong = wrong_tables(own.kept, pass, r, own.held());
+    return wrong;
+  }
+
+  // All of a rank's window from x on, behind a pass; what one owner sent to it, or all of them.
+  Memory<char> window_image(Pass const& pass, int r, int of_owner = -1) const {
+    Memory<char> image(layout_.bytes - layout_.x);
+    char* const window = image.get() - layout_.x;
+    place_rows(pass, r, window);
+    std::vector<Bits> sent(static_cast<std::size_t>(s_.hidden));
+    for (int owner = 0; owner < s_.ranks; ++owner) {
+      if (of_owner >= 0 && owner != of_owner) continue;
+      for (std::int64_t row = 0; row < shares(pass, owner).held(); ++row) {
+        RowOrigin const to = shares(pass, owner).wanted.origins[static_cast<std::size_t>(row)];
+        if (to.source != r) continue;
+        std::int64_t const at = std::int64_t{to.pair / s_.max_top_k} * s_.hidden;
+        for (std::int64_t i = 0; i < s_.hidden; ++i) {
+          sent[static_cast<std::size_t>(i)] =
+              result(pass, owner, row, shares(pass, r).x[at + i], shares(pass, r).second_x[at + i]);
+        }
+        std::memcpy(window + layout_.slots + to.pair * row_bytes(), sent.data(),
+                    static_cast<std::size_t>(row_bytes()));
+        float const back = dscore(pass, owner, row);
+        if (pass.kind.dscores) std::memcpy(window + layout_.dscores + 4 * to.pair, &back, 4);
+      }
+    }
+    return image;
+  }
+  std::string wrong_window(Pass const& pass, int r) {
+    if (rank(r).epoch[0] != pass.epoch + 1) return "the epoch";
+    return compare("bytes of the window from x on", rank(r).window.get() + layout_.x,
+                   window_image(pass, r));
+  }
+  std::string wrong_dscores(Pass const& pass, int r) {
+    Share const& own = shares(pass, r);
+    Memory<float> const wanted(static_cast<std::int64_t>(own.dscores.size()));
+    std::fill_n(wanted.get(), pass.exchange.pairs(r), 0.0f);
+    for (int owner = 0; owner < s_.ranks; ++owner) {
+      std::int64_t row = 0;
+      for (RowOrigin const& to : shares(pass, owner).wanted.origins) {
+        if (to.source == r) wanted[to.pair] = dscore(pass, owner, row);
+        ++row;
+      }
+    }
+    return compare("dscores", own.dscores.get(), wanted);
+  }
+  bool is_routed(Pass const& pass, int r, std::int32_t pair) const {
+    std::int32_t const id = pass.exchange.expert(r, pair);
+    return id >= 0 && id < s_.experts;
+  }
+
+  ExchangeShape s_;
+  int ctas_;
+  WindowLayout layout_;
+  std::uint32_t epoch_;  // of the next pass
+  std::uint64_t limit_ns_ = kNoLimit;
+  std::uint32_t jitter_ns_ = 0;
+  std::vector<std::unique_ptr<Rank>> ranks_;
+  std::vector<std::unique_ptr<Pass>> passes_;
+  std::string wrong_;
+};
+
+}  // namespace tessera::dist::separate

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// The exchange in kernels of its own, from the sources that GPUs get, in many schedules: every table, row, slot and
+// word that passes of either kind leave.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <climits>
+#include <string>
+#include <vector>
+
+#include "tests/emulator/exchange_ranks.hpp"
+
+namespace tessera::dist::separate {
+namespace {
+
+ExchangeShape shape(std::int32_t ranks, std::int32_t tokens, std::int32_t hidden,
+                    std::int32_t experts, std::int32_t top_k, Transfer transfer) {
+  return {.ranks = ranks,
+          .max_tokens = tokens,
+          .hidden = hidden,
+          .intermediate = 64,
+          .experts = experts,
+          .max_top_k = top_k,
+          .transfer = transfer,
+          .training = true};
+}
+
+constexpr Transfer kTransfers[] = {Transfer::direct, Transfer::once};
+constexpr emulator::Schedule kSchedules[] = {{.seed = 1},
+                                             {.seed = 2, .burst = 64},
+                                             {.seed = 3, .copies = 512},
+                                             {.seed = 4, .burst = 8, .copies = 2, .lazy = 0.5}};
+emulator::Schedule const& schedule_of(std::uint64_t i) {
+  return kSchedules[i % std::size(kSchedules)];
+}
+
+// Choices of a pattern, with all kinds of numbers that are no experts.
+Exchange draw(ExchangeShape const& shape, Pattern pattern, std::uint64_t seed) {
+  Exchange exchange = draw_exchange(shape, pattern, seed);
+  std::int32_t const none[] = {-1, shape.experts, INT_MIN, INT_MAX};
+  std::size_t i = 0;
+  for (std::vector<std::int32_t>& ids : exchange.ids) {
+    for (std::int32_t& id : ids) {
+      if (id < 0) id = none[i++ % std::size(none)];
+    }
+  }
+  return exchange;
+}
+
+// Of every pattern; no rows; no tokens.
+std::vector<Exchange> draw_all(ExchangeShape const& shape) {
+  std::vector<Exchange> all;
+  for (Pattern const pattern : kPatterns) all.push_back(draw(shape, pattern, all.size()));
+  all.push_back(draw(shape, Pattern::repeats, all.size()));
+  all.push_back(all.front());
+  for (std::vector<std::int32_t>& ids : all.back().ids) std::fill(ids.begin(), ids.end(), -1);
+  all.push_back(all.front());
+  for (std::vector<std::int32_t>& ids : all.back().ids) ids.clear();
+  return all;
+}
+
+// A pass of each, and one behind it that takes the tables of the pass before.
+void expect_right(ExchangeShape const& shape, int ctas = 2, std::uint32_t jitter_ns = 0) {
+  Ranks ranks(shape, ctas);
+  ranks.set_limits(kNoLimit, jitter_ns);
+  std::uint64_t seed = 0;
+  Pass const* before = nullptr;
+  for (Exchange const& exchange : draw_all(shape)) {
+    ++seed;
+    bool const odd = seed % 2 == 1;
+    Pass& forward = ranks.make(
+        exchange, {.second = seed % 3 == 0, .dscores = seed % 3 == 1, .keeps = true, .tight = odd},
+        seed);
+    ranks.enqueue(forward);
+    Pass& backward =
+        ranks.make({.second = true, .dscores = true, .keeps = seed % 4 == 2, .tight = !odd},
+                   seed + 100, before != nullptr ? *before : forward);
+    ASSERT_EQ(ranks.run(backward, schedule_of(seed)), "")
+        << shape.ranks << " ranks, " << ctas << " CTAs, hidden " << shape.hidden << ", transfer "
+        << static_cast<int>(shape.transfer) << ", choices " << seed;
+    before = &forward;
+  }
+}
+
+TEST(SeparateExchange, BringsAndReturnsEveryRow) {
+  for (std::int32_t const ranks : {1, 2, 3}) {
+    expect_right(shape(ranks, 24, 16, 12, 3, Transfer::once));
+    expect_right(shape(ranks, 9, 72, 6, ranks == 2 ? 2 : 1, Transfer::direct), 1);
+  }
+}
+
+// Of 2048 bytes, of 16 more, and of as many chunks as a ring has.
+TEST(SeparateExchange, RowsOfSeveralChunks) {
+  for (std::int32_t const hidden : {1024, 1032, 4104}) {
+    expect_right(shape(2, 12, hidden, 4, 2, kTransfers[hidden / 8 % 2]), 1);
+  }
+}
+
+TEST(SeparateExchange, ManyCtas) { expect_right(shape(2, 7, 1040, 6, 2, Transfer::direct), 5); }
+
+TEST(SeparateExchange, DelaysAtEveryWait) {
+  expect_right(shape(2, 10, 64, 4, 2, Transfer::once), 2, 50'000);
+}
+
+// Of three layers, forward and back: between passes nobody waits but the kernels.
+TEST(SeparateExchange, PassesOneBehindTheOther) {
+  for (std::uint64_t seed = 0; seed < 4; ++seed) {
+    ExchangeShape const s = shape(3, 11, 16, 6, 2, kTransfers[seed % 2]);
+    Ranks ranks(s, seed < 2 ? 1 : 2);
+    std::vector<Pass*> forward;
+    for (Pattern const pattern : {Pattern::random, Pattern::idle_rank, Pattern::sentinels}) {
+      forward.push_back(&ranks.make(draw(s, pattern, seed), {.keeps = true, .tight = true}, seed));
+      ranks.enqueue(*forward.back());
+    }
+    for (std::size_t layer = forward.size(); layer-- > 0;) {
+      ranks.enqueue(ranks.make({.second = true, .dscores = true, .tight = true},
+                               seed * 8 + layer + 1, *forward[layer]));
+    }
+    emulator::Schedule schedule = schedule_of(seed);
+    schedule.seed = seed + 10;
+    ASSERT_EQ(ranks.run(schedule), "") << "seed " << seed;
+  }
+}
+
+TEST(SeparateExchange, MoreRowsThanRoomAreReported) {
+  for (std::uint64_t seed = 0; seed < 8; ++seed) {
+    std::int32_t const all = 1 + static_cast<std::int32_t>(seed % 3);
+    ExchangeShape const s = shape(all, 20, 1032, 6, 2, kTransfers[seed % 2]);
+    int const owner = static_cast<int>(seed) % all;
+    Ranks ranks(s);
+    Exchange const exchange = draw(s, Pattern::random, seed);
+    Pass& first = ranks.make(exchange, {.keeps = true}, seed);
+    ASSERT_EQ(ranks.run(first, schedule_of(seed)), "");
+    Kind const kind = {.second = true, .dscores = true, .keeps = true, .tight = true};
+    Pass& pass = seed % 4 < 2 ? ranks.make(exchange, kind, seed) : ranks.make(kind, seed, first);
+    Share& small = *pass.shares[static_cast<std::size_t>(owner)];
+    std::int64_t const rows = small.capacity;
+    small.capacity = seed < 4 ? rows - 1 : 0;
+    for (int r = 0; r < all; ++r) ranks.enqueue(pass, r, 3, false);
+    ASSERT_EQ(ranks.finish(schedule_of(seed)), "");
+    for (int r = 0; r < all; ++r) {
+      std::string const text = ranks.status(r).text();
+      std::string const wanted =
+          r == owner ? "rank " + std::to_string(r) + " has " + std::to_string(rows) +
+                           " rows in pass 2, and memory for " + std::to_string(small.capacity)
+                     : "rank " + std::to_string(owner) + " had given up";
+      EXPECT_NE(text.find(wanted), std::string::npos) << "seed " << seed << ": " << text;
+    }
+    EXPECT_EQ(ranks.wrong_rows_of(pass, owner), "") << "seed " << seed;
+  }
+}
+
+// The last rank leaves before one of the kernels.
+TEST(SeparateExchange, ARankThatDoesNotComeIsReported) {
+  char const* const sites[] = {" at counted", " at staged", " at ack"};
+  for (std::int32_t const all : {2, 3}) {
+    for (int kernels = 0; kernels < 3; ++kernels) {
+      ExchangeShape const s = shape(all, 8, 64, 6, 2, Transfer::direct);
+      Ranks ranks(s);
+      Pass& first = ranks.make(draw(s, Pattern::random, 1), {.keeps = true}, 1);
+      ASSERT_EQ(ranks.run(first, kSchedules[0]), "");
+      ranks.set_limits(4'000'000, 0);
+      Pass& pass = all == 3 && kernels > 0 ? ranks.make({}, 2, first)
+                                           : ranks.make(draw(s, Pattern::random, 2), {}, 2);
+      for (int r = 0; r < all; ++r) ranks.enqueue(pass, r, r + 1 < all ? 3 : kernels, false);
+      ASSERT_EQ(ranks.finish(kSchedules[0]), "");
+      int named = 0;
+      for (int r = 0; r + 1 < all; ++r) {
+        std::string const text = ranks.status(r).text();
+        EXPECT_NE(text.find(sites[kernels]), std::string::npos) << text;
+        std::string const word = "the word of rank " + std::to_string(all - 1) + " is ";
+        if (text.find(word) != std::string::npos) ++named;
+      }
+      EXPECT_GE(named, 1);
+    }
+  }
+}
+
+// Where words of blocks are renewed, and where epochs wrap.
+TEST(SeparateExchange, AnyEpoch) {
+  for (std::uint32_t const turn : {std::uint32_t{1} << 30, std::uint32_t{1} << 31, 0u}) {
+    ExchangeShape const s = shape(2, 10, 16, 4, 2, Transfer::direct);
+    Ranks ranks(s, 2, turn - 2);
+    ranks.set_blocks(7);
+    Pass const* before = nullptr;
+    for (std::uint64_t seed = 1; seed <= 5; ++seed) {
+      Pass& pass = seed % 2 == 1 ? ranks.make(draw(s, Pattern::random, seed), {.keeps = true}, seed)
+                                 : ranks.make({.second = true, .dscores = true}, seed, *before);
+      ASSERT_EQ(ranks.run(pass, schedule_of(seed)), "") << "pass " << pass.epoch;
+      EXPECT_TRUE(ranks.blocks_are(seed < 3 ? 7 : turn - 1)) << "pass " << pass.epoch;
+      if (pass.of == nullptr) before = &pass;
+    }
+  }
+}
+
+TEST(SeparateExchange, WhatIsNotServedIsNotLaunched) {
+  for (ExchangeShape const& s : {shape(1, 8, 12, 4, 2, Transfer::direct),
+                                 shape(1, 8, 16, kMostExperts + 1, 2, Transfer::direct)}) {
+    Ranks ranks(s);
+    Pass& pass = ranks.make(draw(s, Pattern::random, 1), {}, 1);
+    EXPECT_EQ(ranks.run(pass, kSchedules[0]), "not launched");
+  }
+}
+
+}  // namespace
+}  // namespace tessera::dist::separate

@@ -3,6 +3,7 @@
 """Experts over the GPUs of a host: NCCL all-to-all around torch's grouped_mm, cuBLAS, Tessera, in one process group.
 
 usage: NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node N expert_parallel.py [--config NAME,NAME] [--impl NAME,NAME]
+                                                                       [--pass forward,training]
                                                                        [--behind barrier,stream] [--tokens N,N]
                                                                        [--rounds N] [--out FILE]
 
@@ -14,6 +15,10 @@ tessera on an x that lies in the window; tessera-sums-on-owners may send sums ba
 liger-cute, where asked for, is the forward pass of the package
 liger-cute-kernels, which takes swiglu and scores in bf16. T is that of each GPU; a time is that of the slowest rank. o
 is checked against the same experts on one GPU.
+
+training is a forward and a backward pass, with gradients of x, scores and weights, which are checked, of
+liger-cute that of x. tessera-save-x makes h again in backward. saved_mib is what torch's allocator holds between the
+two besides o.
 
 Behind a barrier the GPUs are idle when a call begins: the time has the host's in it, and how far apart ranks leave the
 barrier. Behind the stream the call is enqueued before an all-reduce has ended on the GPU, as in a model whose host runs
@@ -36,8 +41,9 @@ from torch.nn import functional
 CONFIGS = {"Qwen3-30B": (2048, 768, 128, 8, "swiglu"), "FlashDMoE-swiglu": (2048, 2048, 32, 2, "swiglu"),
            "FlashDMoE": (2048, 2048, 32, 2, "gelu"), "DSv3": (7168, 2048, 256, 8, "swiglu")}
 IMPLS = "nccl-grouped-mm,nccl-all-to-all,cublas-bmm,tessera,tessera-in-place,tessera-sums-on-owners"
+TRAIN_IMPLS = ("nccl-grouped-mm", "cublas-bmm", "tessera", "tessera-save-x", "liger-cute")
 TOLERANCE = 2e-2  # relative error in the norm: a few roundings, far from a wrong result
-ALL_IMPLS = [*IMPLS.split(","), "liger-cute"]
+ALL_IMPLS = [*IMPLS.split(","), "tessera-save-x", "liger-cute"]
 WARM_UPS = 5
 AHEAD_CYCLES = 2_000_000  # about a millisecond of the GPU, in which the host enqueues a call
 
@@ -56,9 +62,21 @@ def multiply(rows, ends, w_up, w_down, activation: str):
 
 def add_up(y, order, scores):
     """Rows in the order of experts back to slots, weighted, added per token."""
-    slots = torch.empty_like(y)
-    slots[order] = y
+    slots = torch.empty_like(y).index_put((order,), y)
     return torch.einsum("tkd,tk->td", slots.view(*scores.shape, -1), scores.to(y.dtype))
+
+
+class AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, receive: list, send: list):
+        ctx.splits = send, receive
+        out = rows.new_empty(sum(receive), rows.shape[1])
+        dist.all_to_all_single(out, rows, receive, send)
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return AllToAll.apply(d_out.contiguous(), *ctx.splits), None, None
 
 
 class Exchange:
@@ -80,22 +98,17 @@ class Exchange:
         self.ends = by_source.sum(0).cumsum(0).int()
 
     def dispatch(self, rows):
-        out = rows.new_empty(sum(self.receive), rows.shape[1])
-        dist.all_to_all_single(out, rows, self.receive, self.send)
-        return out
+        return AllToAll.apply(rows, self.receive, self.send)
 
     def combine(self, rows):
-        out = rows.new_empty(sum(self.send), rows.shape[1])
-        dist.all_to_all_single(out, rows, self.send, self.receive)
-        return out
+        return AllToAll.apply(rows, self.send, self.receive)
 
 
 def nccl_layer(x, ids, scores, w_up, w_down, experts: int, activation: str):
     exchange = Exchange(ids, experts)
     rows = exchange.dispatch(x[exchange.order // ids.shape[1]])
     y = multiply(rows[exchange.by_expert], exchange.ends, w_up, w_down, activation)
-    back = torch.empty_like(y)
-    back[exchange.by_expert] = y
+    back = torch.empty_like(y).index_put((exchange.by_expert,), y)
     return add_up(exchange.combine(back), exchange.order, scores)
 
 
@@ -133,6 +146,89 @@ class LigerCute:
 
         return forward
 
+    def training_body(self, x, ids, scores, w_up, w_down, d_o):
+        gate, up = (half.contiguous() for half in w_up.chunk(2, dim=1))
+        experts, top_k = w_up.shape[0] * dist.get_world_size(), ids.shape[1]
+        narrow, weights = ids.int(), scores.to(x.dtype)
+
+        def both():
+            o, rows, y, order, *tables = self.calls.moe_fused_fwd_bf16(
+                x, narrow, weights, gate, up, w_down, experts, top_k, self.team)
+            gradients = self.calls.moe_fused_bwd_bf16(d_o, y, rows, tables[0], tables[1], order, narrow, weights, gate,
+                                                      up, w_down, experts, top_k, self.team, tables[2])
+            self.calls.moe_pop_fwd(self.team)
+            return {"o": o, "dx": next(g for g in gradients if g.shape == x.shape)}
+
+        return both
+
+
+class Training:
+    """A forward and a backward pass of each implementation, and what their gradients should be."""
+
+    def __init__(self, x, ids, scores, w_up, w_down, activation: str, d_o):
+        """w_up, w_down: of all experts."""
+        self.ids, self.activation, self.d_o = ids, activation, d_o
+        rank, ranks, self.experts = dist.get_rank(), dist.get_world_size(), w_up.shape[0]
+        local = self.experts // ranks
+        own = slice(rank * local, (rank + 1) * local)
+        self.leaves = [t.detach().clone().requires_grad_() for t in (x, scores, w_up[own], w_down[own])]
+        leaves = [x.detach().requires_grad_(), scores.detach().requires_grad_()]
+        o = one_gpu(leaves[0], ids, leaves[1], w_up, w_down, activation)
+        self.wanted = {"o": o.detach(), **dict(zip(("dx", "dscores"), torch.autograd.grad(o, leaves, d_o)))}
+        # Gradients of the rank's weights, from the rows of all ranks.
+        whole = [torch.cat(self._gather(t)) for t in (x, ids, scores, d_o)]
+        flat = whole[1].flatten()
+        mine = ((flat >= own.start) & (flat < own.stop)).nonzero().flatten()
+        mine = mine[flat[mine].argsort(stable=True)]
+        ends = torch.bincount(flat[mine] - own.start, minlength=local).cumsum(0).int()
+        token = mine // ids.shape[1]
+        weights = [t.detach().requires_grad_() for t in self.leaves[2:]]
+        y = multiply(whole[0][token], ends, *weights, activation)
+        d_y = whole[3][token] * whole[2].flatten()[mine, None].to(x.dtype)
+        self.wanted |= dict(zip(("dw_up", "dw_down"), torch.autograd.grad(y, weights, d_y)))
+
+    @staticmethod
+    def _gather(t) -> list:
+        parts = [torch.empty_like(t) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, t.contiguous())
+        return parts
+
+    def body(self, layer):
+        """Of layer(x, ids, scores, w_up, w_down); saved: what it keeps between the passes."""
+        x, scores, w_up, w_down = self.leaves
+
+        def both():
+            before = torch.cuda.memory_allocated()
+            o = layer(x, self.ids, scores, w_up, w_down)
+            both.saved = torch.cuda.memory_allocated() - before - o.numel() * o.element_size()
+            gradients = torch.autograd.grad(o, self.leaves, self.d_o)
+            return {"o": o, **dict(zip(("dx", "dscores", "dw_up", "dw_down"), gradients))}
+
+        return both
+
+    def nccl(self):
+        return self.body(lambda x, ids, scores, w_up, w_down: nccl_layer(x, ids, scores, w_up, w_down, self.experts,
+                                                                         self.activation))
+
+    def gemms(self, even, even_a):
+        """The six GEMMs alone, on equally many rows for every expert and without activation."""
+        w_up, w_down = (t.detach() for t in self.leaves[2:])
+        even_h = torch.randn(*even.shape[:2], w_up.shape[1], dtype=even.dtype, device=even.device)
+
+        pairs = ((even, w_up.mT), (even_a, w_down.mT), (even, w_down), (even.mT, even_a), (even_h, w_up),
+                 (even_h.mT, even))
+        self.wanted |= {f"gemm{i}": a[0] @ b[0] for i, (a, b) in enumerate(pairs)}
+
+        def six():
+            return {f"gemm{i}": torch.bmm(a, b)[0] for i, (a, b) in enumerate(pairs)}
+
+        return six
+
+    def error(self, results: dict) -> float:
+        """The largest relative error in the norm."""
+        return max(((results[name] - self.wanted[name]).float().norm() / self.wanted[name].float().norm()).item()
+                   for name in results)
+
 
 def measure(body, rounds: int, behind: str) -> tuple[list[float], float]:
     """ms of the slowest rank for each round, ascending, and us of the host for a call, median."""
@@ -155,7 +251,7 @@ def measure(body, rounds: int, behind: str) -> tuple[list[float], float]:
     return sorted(times.tolist()), 1e-3 * statistics.median(host)
 
 
-def bench(config: str, tokens: int, impls: list[str], behind: list[str], rounds: int,
+def bench(config: str, tokens: int, impls: list[str], passes: list[str], behind: list[str], rounds: int,
           liger_cute: LigerCute | None) -> list[dict]:
     d, n, experts, top_k, activation = CONFIGS[config]
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -201,7 +297,8 @@ def bench(config: str, tokens: int, impls: list[str], behind: list[str], rounds:
     elif liger_cute is not None and rank == 0:
         print(f"{config}: liger-cute has no {activation}, left out")
     out = []
-    for impl, place in itertools.product([impl for impl in impls if impl in bodies], behind):
+    forward = [impl for impl in impls if impl in bodies] if "forward" in passes else []
+    for impl, place in itertools.product(forward, behind):
         result, target = bodies[impl](), targets.get(impl, wanted)
         error = ((result - target).float().norm() / target.float().norm()).reshape(1)
         dist.all_reduce(error, dist.ReduceOp.MAX)
@@ -219,9 +316,53 @@ def bench(config: str, tokens: int, impls: list[str], behind: list[str], rounds:
                     "ms_p90": round(ms[len(ms) * 9 // 10], 4), "host_us": round(host_us, 1),
                     "tflops": round(flops / middle * 1e-9, 1), "relative_error": float(f"{error.item():.2e}"),
                     "checked": error.item() < TOLERANCE})
+    if "training" in passes:
+        out += bench_training(config, (x, ids, scores, w_up, w_down), (even, even_a), impls, behind, rounds, liger_cute)
     for made in groups:
         dist.barrier()
         made.close()
+    return out
+
+
+def bench_training(config: str, tensors: tuple, gemm_rows: tuple, impls: list[str], behind: list[str], rounds: int,
+                   liger_cute: LigerCute | None) -> list[dict]:
+    d, n, experts, top_k, activation = CONFIGS[config]
+    x, ids, scores, w_up, w_down = tensors
+    tokens = x.shape[0]
+    training = Training(x, ids, scores, w_up, w_down, activation, torch.randn_like(x))
+    bodies, groups = {"nccl-grouped-mm": training.nccl(), "cublas-bmm": training.gemms(*gemm_rows)}, []
+    for impl, save in (("tessera", "h"), ("tessera-save-x", "x")):
+        if impl in impls:
+            import tessera
+            groups.append(tessera.ExpertParallel(max_tokens=tokens, hidden=d, intermediate=n, experts=experts,
+                                                 top_k=top_k, activation=activation, training=True, save=save))
+            bodies[impl] = training.body(groups[-1])
+    if liger_cute is not None and activation == "swiglu":
+        x_, scores_, own_up, own_down = (t.detach() for t in training.leaves)
+        bodies["liger-cute"] = liger_cute.training_body(x_, ids, scores_, own_up, own_down, training.d_o)
+    out = []
+    for impl, place in itertools.product([impl for impl in TRAIN_IMPLS if impl in impls and impl in bodies], behind):
+        results = bodies[impl]()
+        error = torch.tensor([training.error(results)], device="cuda")
+        del results
+        dist.all_reduce(error, dist.ReduceOp.MAX)
+        ms, host_us = measure(bodies[impl], rounds, place)
+        for group in groups:
+            group.check()
+        flops = 6 * (2 if activation == "gelu" else 3) * tokens * top_k * n * d
+        middle, saved = statistics.median(ms), getattr(bodies[impl], "saved", None)
+        out.append({"config": config, "shape": [tokens, d, n, experts, top_k], "dtype": "bf16",
+                    "gpus": dist.get_world_size(), "routing": "random", "router": "given", "round": "none",
+                    "pass": "gemms-training" if impl == "cublas-bmm" else "training", "impl": impl,
+                    "variant": "torch" if impl.startswith("tessera") else "", "behind": place,
+                    "ms": round(middle, 4),
+                    "ms_p10": round(ms[len(ms) // 10], 4), "ms_p90": round(ms[len(ms) * 9 // 10], 4),
+                    "host_us": round(host_us, 1), "tflops": round(flops / middle * 1e-9, 1),
+                    "saved_mib": saved and round(saved / 2**20, 1), "relative_error": float(f"{error.item():.2e}"),
+                    "checked": error.item() < TOLERANCE})
+    for group in groups:
+        dist.barrier()
+        group.close()
     return out
 
 
@@ -229,6 +370,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="Qwen3-30B,FlashDMoE-swiglu,DSv3")
     parser.add_argument("--impl", default=IMPLS)
+    parser.add_argument("--pass", default="forward", dest="passes")
     parser.add_argument("--behind", default="barrier,stream")
     parser.add_argument("--tokens", default="8192")
     parser.add_argument("--rounds", type=int, default=50)
@@ -246,12 +388,14 @@ def main() -> int:
     liger_cute = LigerCute(configs, max(sizes)) if "liger-cute" in impls else None
     rows = []
     for config, tokens in itertools.product(configs, sizes):
-        for row in bench(config, tokens, impls, behind, flags.rounds, liger_cute):
+        for row in bench(config, tokens, impls, flags.passes.split(","), behind, flags.rounds, liger_cute):
             rows.append(row)
             if dist.get_rank() == 0:
-                print(f"{row['config']:<18} T {tokens:<5} {row['gpus']} GPUs {row['impl']:<18} {row['behind']:<7} "
+                saved = f"  saves {row['saved_mib']} MiB" if row.get("saved_mib") else ""
+                print(f"{row['config']:<18} T {tokens:<5} {row['gpus']} GPUs {row['pass']:<17} {row['impl']:<22} "
+                      f"{row['behind']:<7} "
                       f"{row['ms']:9.4f} ms {row['tflops']:7.1f} TFLOP/s per GPU, host {row['host_us']:6.1f} us  "
-                      f"error {row['relative_error']:.1e}"
+                      f"error {row['relative_error']:.1e}{saved}"
                       f"{'' if row['checked'] else '  WRONG'}", flush=True)
         torch.cuda.empty_cache()
     document = {"command": f"torchrun --nproc-per-node {dist.get_world_size()} bench/python/expert_parallel.py",

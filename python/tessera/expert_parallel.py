@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of a layer spread over the GPUs of a process group: dist.hpp for PyTorch. Forward only.
+"""The experts of a layer spread over the GPUs of a process group: dist.hpp for PyTorch.
 
     experts = tessera.ExpertParallel(max_tokens=8192, hidden=2048, intermediate=768, experts=128, top_k=8)
     o = experts(x, topk_ids, topk_weights, w_up, w_down)    # on every rank, with its own tokens and experts
+
+One launch without gradients; with them, training=True, in pieces (expert_parallel_training.py).
 
 NVLink multicast must be off: set NCCL_NVLS_ENABLE=0 before the first NCCL call of the process.
 """
@@ -17,6 +19,7 @@ from ctypes import c_uint64, c_void_p
 import torch
 from torch import distributed
 
+from tessera import expert_parallel_training as in_pieces
 from tessera import library, options
 from tessera.ops import plans
 
@@ -27,7 +30,8 @@ class _Desc(Structure):
     _fields_ = [("size", c_uint64), ("rank", c_int32), ("ranks", c_int32),
                 *[(name, c_int64) for name in ("max_tokens", "hidden", "intermediate", "experts", "top_k")],
                 ("activation", c_int32), ("sums_on_owners", c_int32),
-                *[(name, c_float) for name in ("alpha", "limit", "up_offset", "reserved2")], ("time_limit", c_double)]
+                *[(name, c_float) for name in ("alpha", "limit", "up_offset")], ("training", c_int32),
+                ("time_limit", c_double)]
 
 
 _TENSORS = ("x", "topk_ids", "topk_weights", "w_up", "w_down", "o")
@@ -55,15 +59,22 @@ def _library() -> ctypes.CDLL:
     lib.tessera_expert_parallel_input.argtypes = [handle, POINTER(c_void_p)]
     lib.tessera_expert_parallel_forward.argtypes = [handle, c_void_p, c_void_p]  # _Args by address
     lib.tessera_expert_parallel_check.argtypes = [handle]
+    in_pieces.declare(lib)
     return lib
 
 
 _WORDS = tuple([plans.field_word(_Args, name) for name in _TENSORS])
 
 
+def check_devices(names: tuple, tensors: tuple, device: torch.device) -> None:
+    for name, tensor in zip(names, tensors, strict=False):
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name}: on {tensor.device}; this rank computes on {device}, move it there")
+
+
 class _Pass:
-    """A pass on tensors like these: x, topk_ids, topk_weights, w_up, w_down and, where it is given, o. Only addresses
-    change from call to call.
+    """A pass in one launch on tensors like these: x, topk_ids, topk_weights, w_up, w_down and, where it is given, o.
+    Only addresses change from call to call.
 
     check(*tensors): whether they are like these, requires_grad included. narrow: whether topk_ids have to become int32.
     """
@@ -71,11 +82,7 @@ class _Pass:
     __slots__ = ("check", "narrow", "make_o", "args", "words", "address")
 
     def __init__(self, tensors: tuple, device: torch.device):
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            raise RuntimeError("experts over several GPUs have no backward pass; call them under torch.no_grad()")
-        for name, tensor in zip(_TENSORS, tensors, strict=False):
-            if tensor.device != device:
-                raise ValueError(f"{name}: on {tensor.device}; this rank computes on {device}, move it there")
+        check_devices(_TENSORS, tensors, device)
         x, ids = tensors[:2]
         self.check, self.narrow = plans.guard(tensors), ids.dtype is torch.int64
         self.args = _Args(ctypes.sizeof(_Args))
@@ -91,6 +98,21 @@ class _Pass:
             plans.describe(name, getattr(self.args, name), *how, device)
 
 
+def _pieces(desc: _Desc, max_rows: int | None, save: str = "h") -> in_pieces.Pieces | None:
+    if save not in ("h", "x"):
+        raise ValueError(f"save={save!r}: choose from h, x")
+    if not desc.training:
+        if max_rows is not None:
+            raise ValueError("max_rows: of passes with gradients or biases; make the object with training=True")
+        return None
+    most = desc.ranks * desc.max_tokens * desc.top_k
+    if max_rows is not None and not 0 < max_rows <= most:
+        raise ValueError(f"max_rows={max_rows}: 1 to ranks * max_tokens * top_k = {most}")
+    text = options.Options(activation=options.ACTIVATIONS[desc.activation], alpha=desc.alpha or 1.702,
+                           limit=desc.limit or 7.0, up_offset=desc.up_offset, grouping="offsets").text()
+    return in_pieces.Pieces(text, desc.experts // desc.ranks, max_rows, save)
+
+
 class _Memory:
     """16-bit words of the GPU's memory, as torch.as_tensor takes what is not its own."""
 
@@ -100,7 +122,8 @@ class _Memory:
 
 class ExpertParallel:
     """Rank r of the P ranks of `group` owns experts [r*E/P, (r+1)*E/P). All ranks make the same passes in the same
-    order, also those in which they have no token; layers of one shape share one object.
+    order, also those in which they have no token; layers of one shape share one object. Whether a pass has gradients,
+    and of what, is the same on all ranks.
 
     max_tokens: most tokens of any rank in any pass, up to 2^24. hidden and intermediate: multiples of 8 up to 2^20.
     experts: E, a multiple of P, at most 512. top_k: K, at most 32 and at most E. group: of torch.distributed, 1 to 8
@@ -108,17 +131,22 @@ class ExpertParallel:
     GPU sees it, zeroed, of `window_bytes` each; where None NCCL makes them. time_limit: seconds that a pass waits for
     another rank, above 0 and at most 86400. sums_on_owners: where the link would hold up a pass, a rank may send back
     one weighted sum of a token's choices there, rounded to bf16, instead of each result; then the bits of o, the same
-    every time, depend on P and on the token's rank. alpha, limit and up_offset belong to clamped-swiglu. Everything but
-    `device` and `windows` is equal on all ranks. Larger passes have to be split: max_tokens * K * K is at most 2^32,
+    every time, depend on P and on the token's rank. training: passes may have gradients or biases; windows and
+    workspace are larger. save: "h" keeps the pre-activation for backward, "x" makes it again; the forward pass without
+    biases is one launch then. Else a pass is several, between which the host waits until the number of rows is known,
+    unless max_rows bounds it: rows that a rank's experts have in any pass; where there are more the pass is void, and
+    check() says so. alpha, limit and up_offset belong to clamped-swiglu. Everything but `device`, `windows` and
+    `max_rows` is equal on all ranks. Larger passes have to be split: max_tokens * K * K is at most 2^32,
     and a rank's pool, P * max_tokens * K rows and 127 for each of its experts, has at most 2^31 - 1. ValueError where a
     bound is broken. Making and closing are collective; where one rank fails to join, all of them raise.
     """
 
     def __init__(self, *, max_tokens: int, hidden: int, intermediate: int, experts: int, top_k: int,
                  activation: str = "swiglu", alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0,
-                 sums_on_owners: bool = False, group=None, device=None, windows=None, time_limit: float = 30):
+                 sums_on_owners: bool = False, training: bool = False, save: str = "h", max_rows: int | None = None,
+                 group=None, device=None, windows=None, time_limit: float = 30):
         self._handle, self._window = c_void_p(), c_void_p()
-        self._passes, self._input = {}, None
+        self._passes, self._calls, self._input, self._beside = {}, {}, None, in_pieces.Beside()
         rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
         with contextlib.ExitStack() as on_device:
             # Whatever may fail on one rank alone comes before the ranks meet, so that none waits for it in vain.
@@ -130,8 +158,9 @@ class ExpertParallel:
                     raise ValueError(f"activation={activation!r}: choose from {', '.join(options.ACTIVATIONS)}")
                 clamp = (alpha, limit, up_offset) if activation == "clamped-swiglu" else (0, 0, 0)
                 self._desc = _Desc(ctypes.sizeof(_Desc), rank, ranks, max_tokens, hidden, intermediate, experts, top_k,
-                                   options.ACTIVATIONS.index(activation), bool(sums_on_owners), *clamp, 0,
-                                   time_limit)
+                                   options.ACTIVATIONS.index(activation), bool(sums_on_owners), *clamp,
+                                   bool(training), time_limit)
+                self._pieces = _pieces(self._desc, max_rows, save)
                 bytes_ = self.window_bytes
                 if windows is not None and len(windows) != ranks:
                     raise ValueError(f"windows: {len(windows)} addresses for {ranks} ranks; pass one of each rank")
@@ -142,7 +171,7 @@ class ExpertParallel:
             except Exception as error:
                 self._gather((None, None, f"{type(error).__name__}: {error}"), group)
                 raise
-            group_id, lib = self._agree(self._desc, made, group), _library()
+            group_id, lib = self._agree(self._desc, made, group, save), _library()
             try:
                 if windows is None:
                     library.check(lib.tessera_peer_window_open(context, rank, ranks, group_id, bytes_, None,
@@ -193,9 +222,10 @@ class ExpertParallel:
         return of_ranks
 
     @staticmethod
-    def _agree(desc, group_id, group):
+    def _agree(desc, group_id, group, save="h"):
         """The id that rank 0 made. Where a rank has failed, or ranks differ in anything else, all of them raise."""
         mine = {name: getattr(desc, name) for name, _ in _Desc._fields_ if name not in ("size", "rank")}
+        mine["save"] = save
         of_ranks = ExpertParallel._gather((mine, group_id, None), group)
         for rank, (_, _, failure) in enumerate(of_ranks):
             if failure is not None:
@@ -213,36 +243,66 @@ class ExpertParallel:
         library.check(_library().tessera_expert_parallel_window(byref(self._desc), byref(needed)))
         return needed.value
 
-    def __call__(self, x, topk_ids, topk_weights, w_up, w_down, out=None):
+    def __call__(self, x, topk_ids, topk_weights, w_up, w_down, out=None, *, b_up=None, b_down=None):
         """o [T,d] of this rank's tokens: x [T,d]; topk_ids, topk_weights [T,K], ids outside [0,E) own no row; w_up
-        [E/P,2n,d] (gate rows first) or [E/P,n,d], w_down [E/P,d,n], this rank's. Enqueued on the current stream."""
+        [E/P,2n,d] (gate rows first) or [E/P,n,d], w_down [E/P,d,n], this rank's; with training biases, both or none:
+        b_up [E/P,2n] or [E/P,n], b_down [E/P,d]. Enqueued on the current stream. Differentiable with training, then
+        without out."""
+        if b_up is not None or b_down is not None:
+            return self._in_pieces(x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, out)
         tensors = (x, topk_ids, topk_weights, w_up, w_down) if out is None else (
             x, topk_ids, topk_weights, w_up, w_down, out)
         kind = (out is None, torch.is_grad_enabled())
         ready = self._passes.get(kind)
         if ready is None or ready.check is None or not ready.check(*tensors):
+            if kind[1] and any(tensor.requires_grad for tensor in tensors):
+                return self._in_pieces(x, topk_ids, topk_weights, w_up, w_down, None, None, out)
             ready = self._passes[kind] = _Pass(tensors, self._device)
         index = self._device.index
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
                 return self(x, topk_ids, topk_weights, w_up, w_down, out)
-        if ready.narrow:  # contiguous whatever the strides of topk_ids
-            # Clamped first: an id outside [0,E) stays one, where its low half may be an expert.
-            topk_ids = topk_ids.clamp(-1, self._desc.experts).to(torch.int32, memory_format=torch.contiguous_format)
+        if ready.narrow:
+            topk_ids = self._narrowed(topk_ids)
         if out is None:
             make, how = ready.make_o
             out = make(*how)
         words = ready.words
         for word, tensor in zip(_WORDS, (x, topk_ids, topk_weights, w_up, w_down, out), strict=True):
             words[word] = tensor.data_ptr()
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        if stream not in self._streams:  # torch gives the workspace to nobody else before what this one does there
-            self._workspace.record_stream(torch.cuda.current_stream(index))
-            self._streams.add(stream)
-        code = self._forward(self._handle, ready.address, stream)
+        code = self._forward(self._handle, ready.address, self._stream())
         if code:
             library.check(code)
         return out
+
+    def _narrowed(self, topk_ids: torch.Tensor) -> torch.Tensor:
+        """As int32, contiguous whatever their strides."""
+        # Clamped first: an id outside [0,E) stays one, where its low half may be an expert.
+        return topk_ids.clamp(-1, self._desc.experts).to(torch.int32, memory_format=torch.contiguous_format)
+
+    def _stream(self) -> int:
+        """The current one. torch gives the workspace to nobody else before what this stream does there."""
+        index = self._device.index
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        if stream not in self._streams:
+            self._workspace.record_stream(torch.cuda.current_stream(index))
+            self._streams.add(stream)
+        return stream
+
+    def _in_pieces(self, x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, out) -> torch.Tensor:
+        if self._pieces is None:
+            raise RuntimeError("a pass with gradients or biases: make the object with training=True, or call it under "
+                               "torch.no_grad() and without biases")
+        if out is not None:
+            raise ValueError("out: a pass with gradients or biases makes its own result")
+        if (b_up is None) != (b_down is None):
+            raise ValueError("b_up, b_down: give both or neither")
+        tensors = (x, topk_ids, topk_weights, w_up, w_down, b_up, b_down)
+        check_devices((*_TENSORS[:5], "b_up", "b_down"), tensors, self._device)
+        if topk_ids.dtype is torch.int64:
+            topk_ids = self._narrowed(topk_ids)
+        with torch.cuda.device(self._device):
+            return in_pieces.run(self, self._pieces, x, topk_ids.contiguous(), topk_weights, w_up, w_down, b_up, b_down)
 
     def input(self, tokens: int) -> torch.Tensor:
         """The place of x [tokens,d] in this rank's window: a pass on what is written there copies nothing.

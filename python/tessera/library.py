@@ -16,7 +16,7 @@ from ctypes import c_uint32, c_uint64, c_void_p
 ABI_VERSION = 1
 CPU, CUDA = 0, 1
 FP32, BF16, FP16, INT32, INT64 = 1, 2, 3, 4, 5
-PASS_FORWARD, PASS_BACKWARD, PASS_ROUTE = 0, 1, 4
+PASS_FORWARD, PASS_BACKWARD, PASS_BACKWARD_INPUT, PASS_BACKWARD_WEIGHTS, PASS_ROUTE = range(5)
 
 
 class Tensor(Structure):
@@ -119,7 +119,8 @@ def load() -> ctypes.CDLL:
     if found != ABI_VERSION:
         raise RuntimeError(f"{path}: ABI {found}, this package needs {ABI_VERSION}; install both from one version")
     # Structs are passed by address: plans (ops/plans.py) keep them prepared.
-    for name in ("moe_forward", "moe_backward", "route", "router_loss", "update_selection_bias", "grouped_gemm"):
+    for name in ("moe_forward", "moe_backward", "moe_backward_input", "moe_backward_weights", "route", "router_loss",
+                 "update_selection_bias", "grouped_gemm"):
         arguments = 3 if name in ("update_selection_bias", "grouped_gemm") else 4
         getattr(library, f"tessera_{name}").argtypes = [c_void_p] * arguments
     library.tessera_context_create.argtypes = [c_int32, c_int32, c_int32, POINTER(c_void_p)]

@@ -176,6 +176,52 @@ def run_backward(tensors: tuple, buffers: tuple, text: str, needs: int) -> list[
     return plan.run(present(tensors), [(w, b) for w, b in zip(_WEIGHT_GRADIENT_WORDS, buffers) if b is not None])
 
 
+def run_backward_input(tensors: tuple, text: str, with_dscores: bool) -> list[torch.Tensor]:
+    """The first part of a split backward pass of grouped rows: [dx, dscores if wanted, a_scaled, dh], dh in the memory
+    of h where the options say so."""
+    key = (text, "input", with_dscores, torch.get_num_threads(), signature(tensors))
+    plan = here.plans.get(key) or _input_plan(key, tensors, text, with_dscores)
+    results = plan.run(present(tensors))
+    return results if len(results) == 3 + with_dscores else [*results, tensors[SAVED.index("h")]]
+
+
+def _input_plan(key, tensors: tuple, text: str, with_dscores: bool) -> Plan:
+    named, options = dict(zip(SAVED, tensors, strict=True)), parse(text)
+    x = named["x"]
+    desc = _desc(options, x, named, 1, torch.int32)
+    plan = Plan("moe_backward_input", x.device, BackwardArgs(), desc)
+    plan.read(SAVED, tensors, unread=() if options.save == "h" else ("h",))
+    plan.write("dx", tuple(x.shape), x.dtype)
+    if with_dscores:
+        plan.write("dscores", (x.shape[0],), torch.float32)
+    plan.write("a_scaled", (x.shape[0], desc.intermediate), x.dtype)
+    if not options.overwrite_h:
+        plan.write("dh", (x.shape[0], options.up_width * desc.intermediate), x.dtype)
+    return plan.ready(key, library.moe_workspace_bytes(plan.context, desc, library.PASS_BACKWARD_INPUT))
+
+
+_SPLIT = ("d_o", "x", "routing", *WEIGHTS, "a_scaled", "dh")
+
+
+def run_backward_weights(tensors: tuple, text: str, needs: int) -> list[torch.Tensor]:
+    """The second part: the gradients of weights whose bits of GRADIENTS are set. tensors: as _SPLIT."""
+    key = (text, "weights", needs, torch.get_num_threads(), signature(tensors))
+    plan = here.plans.get(key) or _weights_plan(key, tensors, text, needs)
+    return plan.run(present(tensors))
+
+
+def _weights_plan(key, tensors: tuple, text: str, needs: int) -> Plan:
+    named, options = dict(zip(_SPLIT, tensors, strict=True)), parse(text)
+    desc = _desc(options, named["x"], named, 1, torch.int32)
+    plan = Plan("moe_backward_weights", named["x"].device, BackwardArgs(), desc)
+    plan.read(_SPLIT, tensors, unread=WEIGHTS)
+    for bit, name in enumerate(GRADIENTS):
+        if needs >> bit & 1:
+            weight = named[name[1:]]
+            plan.write(name, tuple(weight.shape), weight.dtype)
+    return plan.ready(key, library.moe_workspace_bytes(plan.context, desc, library.PASS_BACKWARD_WEIGHTS))
+
+
 def moe_backward(*arguments) -> list[torch.Tensor]:
     return run_backward(arguments[:-2], (), *arguments[-2:])
 

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Passes of ExpertParallel in pieces: gradients, biases.
+
+Without GPUs: one rank, whose exchange is made here, on the CPU. With them: torchrun --nproc-per-node 2
+expert_parallel_training_test.py compares the group with one GPU that has all tokens and experts.
+"""
+
+import ctypes
+import os
+import unittest
+from unittest import mock
+
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+import tessera
+import torch
+import torch.distributed as dist
+from tessera import expert_parallel, library
+from tessera import expert_parallel_training as training
+
+SHAPE = {"max_tokens": 300, "hidden": 64, "intermediate": 32, "experts": 8, "top_k": 3}
+IN_GROUP = torch.cuda.device_count() > 0 and "RANK" in os.environ
+
+
+def setUpModule():
+    if IN_GROUP:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+        unittest.addModuleCleanup(dist.destroy_process_group)
+
+
+def at(view: library.Tensor) -> torch.Tensor:
+    """The tensor of the CPU that a tessera_tensor describes."""
+    dtype, item = {library.BF16: (torch.bfloat16, 2), library.INT32: (torch.int32, 4),
+                   library.FP32: (torch.float32, 4)}[view.dtype]
+    shape, stride = view.shape[:view.rank], view.stride[:view.rank]
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride))
+    memory = (ctypes.c_char * (extent * item)).from_address(view.data)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride)
+
+
+class OneRank:
+    """The library's functions of a group of one rank on the CPU: rows sorted by expert."""
+
+    def __init__(self, experts: int):
+        self.experts, self.calls, self.rows = experts, [], 0
+
+    def tessera_expert_parallel_route(self, handle, address, stream):
+        args = training._RouteArgs.from_address(address)
+        self.ids, self.scores = at(args.topk_ids).clone().flatten(), at(args.topk_weights).clone().flatten()
+        routed = (self.ids >= 0) & (self.ids < self.experts)
+        key = torch.where(routed, self.ids, self.experts)
+        self.order = torch.argsort(key, stable=True)[:int(routed.sum())]
+        self.rows = len(self.order)
+        self.offsets = torch.searchsorted(key[self.order].contiguous(), torch.arange(self.experts + 1))
+        self.calls.append("route")
+        return 0
+
+    def tessera_expert_parallel_routed_rows(self, handle, rows):
+        rows._obj.value = self.rows
+        return 0
+
+    def tessera_expert_parallel_dispatch(self, handle, address, stream):
+        args = training._DispatchArgs.from_address(address)
+        origins = at(args.row_origins)
+        if self.calls[-1] == "route":
+            at(args.expert_offsets).copy_(self.offsets)
+            origins[:self.rows, 0], origins[:self.rows, 1] = self.order, 0
+            at(args.row_scores)[:self.rows] = self.scores[self.order]
+        rows = int(at(args.expert_offsets)[-1])
+        token = origins[:rows, 0].long() // at(args.topk_ids).shape[1]
+        at(args.rows)[:rows] = at(args.x)[token]
+        if args.second_rows.rank:
+            at(args.second_rows)[:rows] = at(args.second_x)[token]
+        self.calls.append("dispatch")
+        return 0
+
+    def tessera_expert_parallel_combine(self, handle, address, stream):
+        args = training._CombineArgs.from_address(address)
+        rows, o = int(at(args.expert_offsets)[-1]), at(args.o)
+        pair = at(args.row_origins)[:rows, 0].long()
+        top_k = SHAPE["top_k"]
+        slots = torch.zeros(o.shape[0], top_k, o.shape[1])
+        slots.view(-1, o.shape[1])[pair] = at(args.rows)[:rows].float()
+        if args.topk_weights.rank:
+            slots *= at(args.topk_weights)[:, :, None]
+        o.copy_(slots.sum(1))
+        if args.dscores.rank:
+            dscores = at(args.dscores)
+            dscores.zero_()
+            dscores.view(-1)[pair] = at(args.row_dscores)[:rows]
+        self.calls.append("combine")
+        return 0
+
+    def __getattr__(self, name):  # all others: the library itself
+        return getattr(REAL, name)
+
+
+REAL = library.load()
+
+
+class Group:
+    _handle = ctypes.c_void_p(8)
+
+    def __init__(self, activation: str = "swiglu"):
+        self.activation, self._calls, self._beside = activation, {}, training.Beside()
+
+    @staticmethod
+    def _stream():
+        return 0
+
+    def __call__(self, *tensors):  # a pass in one launch
+        with mock.patch.object(library, "load", return_value=REAL):
+            return tessera.routed_experts(*tensors, activation=self.activation)
+
+
+class OnCpu(unittest.TestCase):
+    def tensors(self, activation: str, with_bias: bool, tokens: int = 40):
+        torch.manual_seed(1)
+        d, n, e, k = (SHAPE[name] for name in ("hidden", "intermediate", "experts", "top_k"))
+        halves = 2 if activation in ("swiglu", "clamped-swiglu") else 1
+        scores, ids = torch.rand(tokens, e).topk(k)
+        ids = ids.int()
+        ids[::7, 1] = -1
+        ids[3:20:4, 0] = e
+        made = [torch.randn(tokens, d), scores, torch.randn(e, halves * n, d) / 8, torch.randn(e, d, n) / 4]
+        if with_bias:
+            made += [torch.randn(e, halves * n), torch.randn(e, d)]
+        made = [t if t is scores else t.bfloat16() for t in made]
+        return ids, [t.requires_grad_() for t in made]
+
+    def run_both(self, activation="swiglu", with_bias=False, max_rows=None, tokens=40, save="h"):
+        """Results and gradients of the pieces, then of the layer."""
+        ids, (x, scores, *weights) = self.tensors(activation, with_bias, tokens)
+        clamp = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0} if activation == "clamped-swiglu" else {}
+        desc = expert_parallel._Desc(ranks=1, max_tokens=300, experts=SHAPE["experts"], top_k=SHAPE["top_k"],
+                                     activation=tessera.options.ACTIVATIONS.index(activation), training=1, **clamp)
+        pieces = expert_parallel._pieces(desc, max_rows, save)
+        biases = weights[2:] or [None, None]
+        fake = OneRank(SHAPE["experts"])
+        with mock.patch.object(library, "load", return_value=fake):
+            o = training.run(Group(activation), pieces, x, ids, scores, *weights[:2], *biases)
+        d_o = torch.randn_like(o)
+        with mock.patch.object(library, "load", return_value=fake):
+            got = torch.autograd.grad(o, (x, scores, *weights), d_o)
+        names = dict(zip(("b_up", "b_down"), biases))
+        wanted_o = tessera.routed_experts(x, ids, scores, *weights[:2], activation=activation, **names, **clamp)
+        wanted = torch.autograd.grad(wanted_o, (x, scores, *weights), d_o)
+        whole = ["route", "dispatch", "combine"]
+        self.assertEqual(fake.calls, whole + whole[1:] if save == "h" else (whole if with_bias else []) + whole)
+        return (o, *got), (wanted_o, *wanted)
+
+    def assert_near(self, got, wanted, limit=2**-8):
+        for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
+            self.assertEqual((a.shape, a.dtype), (b.shape, b.dtype))
+            error = (a.float() - b.float()).norm() / b.float().norm()
+            self.assertGreater(b.float().norm(), 0)
+            self.assertLess(error, limit, i)
+
+    def test_gradients(self):
+        for activation, with_bias in (("swiglu", False), ("gelu", False), ("clamped-swiglu", True)):
+            with self.subTest(activation, bias=with_bias):
+                self.assert_near(*self.run_both(activation, with_bias))
+                self.assert_near(*self.run_both(activation, with_bias, save="x"))
+
+    def test_a_bound_of_rows(self):
+        self.assert_near(*self.run_both(max_rows=900))
+        self.assert_near(*self.run_both(max_rows=900, save="x"))
+
+    def test_no_tokens(self):
+        for save in ("h", "x"):
+            (o, dx, dscores, dw_up, dw_down), _ = self.run_both(tokens=0, save=save)
+            self.assertEqual((o.shape, dx.shape, dscores.shape), ((0, 64), (0, 64), (0, 3)))
+            self.assertEqual((dw_up.abs().max(), dw_down.abs().max()), (0, 0))
+
+    def test_only_what_is_wanted(self):
+        ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False)
+        pieces = training.Pieces("grouping=offsets", SHAPE["experts"], None, "h")
+        fake = OneRank(SHAPE["experts"])
+        with mock.patch.object(library, "load", return_value=fake):
+            o = training.run(Group(), pieces, x.detach(), ids, scores.detach(), w_up, w_down.detach())
+            o.sum().backward()
+            self.assertTrue(w_up.grad is not None and x.grad is None and scores.grad is None and w_down.grad is None)
+            with torch.no_grad():
+                same = training.run(Group(), pieces, x, ids, scores, w_up, w_down)
+        self.assert_near([same], [o.detach()])
+
+    def test_twice_through_one_graph(self):
+        ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False)
+        pieces = training.Pieces("grouping=offsets", SHAPE["experts"], None, "h")
+        with mock.patch.object(library, "load", return_value=OneRank(SHAPE["experts"])):
+            o = training.run(Group(), pieces, x, ids, scores, w_up, w_down)
+            first = torch.autograd.grad(o.sum(), (x, w_up), retain_graph=True)
+            again = torch.autograd.grad(o.sum(), (x, w_up))
+        self.assertTrue(all(torch.equal(a, b) for a, b in zip(first, again)))
+
+    def test_room(self):
+        for rows in (0, 1, 255, 256, 257, 5000, 65537, 10**6):
+            room = training._room(rows)
+            self.assertTrue(rows <= room <= max(rows + 256, rows * 17 / 16), (rows, room))
+        self.assertLess(len({training._room(rows) for rows in range(60000, 68000)}), 6)
+
+
+class Refusals(unittest.TestCase):
+    def group(self, **options) -> tessera.ExpertParallel:
+        experts = object.__new__(tessera.ExpertParallel)
+        experts._handle, experts._device, experts._passes = ctypes.c_void_p(8), torch.device("cpu"), {}
+        experts._desc = expert_parallel._Desc(ranks=1, max_tokens=300, experts=8, top_k=3, **options)
+        experts._pieces = expert_parallel._pieces(experts._desc, None)
+        return experts
+
+    def call(self, experts, needs_grad=True, **more):
+        x = torch.zeros(5, 16, dtype=torch.bfloat16, requires_grad=needs_grad)
+        return experts(x, torch.zeros(5, 3, dtype=torch.int32), torch.zeros(5, 3),
+                       torch.zeros(8, 8, 16, dtype=torch.bfloat16), torch.zeros(8, 16, 4, dtype=torch.bfloat16), **more)
+
+    def test_says_what_to_do(self):
+        bias = {"b_up": torch.zeros(8, 8, dtype=torch.bfloat16), "b_down": torch.zeros(8, 16, dtype=torch.bfloat16)}
+        with self.assertRaisesRegex(RuntimeError, "training=True"):
+            self.call(self.group())
+        with self.assertRaisesRegex(RuntimeError, "training=True"):
+            self.call(self.group(), False, **bias)
+        experts = self.group(training=1)
+        with self.assertRaisesRegex(ValueError, "out: a pass with gradients"):
+            self.call(experts, out=torch.zeros(5, 16, dtype=torch.bfloat16))
+        with self.assertRaisesRegex(ValueError, "b_up, b_down: give both"):
+            self.call(experts, b_up=bias["b_up"])
+        with self.assertRaisesRegex(ValueError, "b_down: on meta"):
+            self.call(experts, **{**bias, "b_down": bias["b_down"].to("meta")})
+
+    def test_bounds_of_rows(self):
+        for training_, rows, says in ((0, 5, "training=True"), (1, 0, "max_rows=0"), (1, 901, "top_k = 900")):
+            desc = expert_parallel._Desc(ranks=1, max_tokens=300, top_k=3, experts=8, training=training_)
+            with self.assertRaisesRegex(ValueError, says):
+                expert_parallel._pieces(desc, rows)
+        with self.assertRaisesRegex(ValueError, "save='none'"):
+            expert_parallel._pieces(desc, None, "none")
+
+
+@unittest.skipUnless(IN_GROUP, "needs GPUs and torchrun")
+class OnGpus(unittest.TestCase):
+    D, N, E, K, T = 512, 256, 16, 4, 300
+
+    def make(self, **options) -> tessera.ExpertParallel:
+        return tessera.ExpertParallel(max_tokens=self.T, hidden=self.D, intermediate=self.N, experts=self.E,
+                                      top_k=self.K, training=True, **options)
+
+    def inputs(self, tokens_of_ranks: list, halves: int = 2):
+        """x, ids, scores, d_o of all ranks, and all weights and biases: alike on all ranks."""
+        torch.manual_seed(7)
+        options = {"dtype": torch.bfloat16, "device": "cuda"}
+        tokens = sum(tokens_of_ranks)
+        x, d_o = (torch.randn(tokens, self.D, **options) for _ in range(2))
+        scores, ids = torch.rand(tokens, self.E, device="cuda").topk(self.K)
+        ids[::5, 2] = -1
+        weights = [torch.randn(self.E, halves * self.N, self.D, **options) / 16,
+                   torch.randn(self.E, self.D, self.N, **options) / 16,
+                   torch.randn(self.E, halves * self.N, **options), torch.randn(self.E, self.D, **options)]
+        return x, ids, scores, d_o, weights
+
+    def compare(self, experts, tokens_of_ranks, activation, with_bias):
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        x, ids, scores, d_o, weights = self.inputs(tokens_of_ranks, 2 if activation == "swiglu" else 1)
+        weights = weights[:4 if with_bias else 2]
+        leaves = [t.clone().requires_grad_() for t in (x, scores, *weights)]
+        biases = dict(zip(("b_up", "b_down"), leaves[4:]))
+        wanted_o = tessera.routed_experts(leaves[0], ids, leaves[1], *leaves[2:4], activation=activation, **biases)
+        wanted = torch.autograd.grad(wanted_o, leaves, d_o)
+        first = sum(tokens_of_ranks[:rank])
+        mine = slice(first, first + tokens_of_ranks[rank])
+        own = slice(rank * self.E // ranks, (rank + 1) * self.E // ranks)
+        parts = [mine, mine, *[own] * len(weights)]
+        leaves = [t[part].clone().requires_grad_() for t, part in zip((x, scores, *weights), parts)]
+        biases = dict(zip(("b_up", "b_down"), leaves[4:]))
+        o = experts(leaves[0], ids[mine], leaves[1], *leaves[2:4], **biases)
+        got = torch.autograd.grad(o, leaves, d_o[mine])
+        torch.cuda.synchronize()
+        experts.check()
+        what = f"{activation}, tokens {tokens_of_ranks}, bias {with_bias}"
+        self.assertTrue(torch.equal(o, wanted_o[mine]), what)
+        self.assertTrue(torch.equal(got[0], wanted[0][mine]), what)
+        for name, a, b, part in zip(("dscores", "dw_up", "dw_down", "db_up", "db_down"), got[1:], wanted[1:], parts[1:]):
+            b = b[part].float()
+            if b.numel():  # sums have another order
+                error = ((a.float() - b).norm() / b.norm()).item()
+                self.assertLess(error, 2**-8, f"{name}, {what}")
+                self.assertGreater(b.norm().item(), 0)
+        return o, got
+
+    def test_equals_one_gpu(self):
+        ranks = dist.get_world_size()
+        for activation, with_bias, save in (("swiglu", False, "h"), ("gelu", False, "h"), ("swiglu", True, "h"),
+                                            ("swiglu", False, "x"), ("gelu", True, "x")):
+            experts = self.make(activation=activation, save=save)
+            for tokens in ([300] * ranks, [17 + 20 * r for r in range(ranks)], [0, 40, 5, 9, 1, 2, 3, 4][:ranks],
+                           [300] + [0] * (ranks - 1), [300] * ranks):
+                if sum(tokens) > 8:  # few tokens have kernels of their own (decision 0022)
+                    self.compare(experts, tokens, activation, with_bias)
+            dist.barrier()
+            experts.close()
+
+    def test_repeats_and_inference_between(self):
+        """The same bits every time, whatever comes between: a pass in one launch, a bound of rows."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        experts, bounded = self.make(), self.make(max_rows=self.T * self.K * ranks)
+        x, ids, scores, _, weights = self.inputs([self.T] * ranks)
+        mine = slice(rank * self.T, (rank + 1) * self.T)
+        own = slice(rank * self.E // ranks, (rank + 1) * self.E // ranks)
+        seen = []
+        for group in [experts] * 20 + [bounded] * 5:
+            seen.append(self.compare(group, [self.T] * ranks, "swiglu", False))
+            with torch.no_grad():
+                o = group(x[mine], ids[mine], scores[mine], weights[0][own], weights[1][own])
+            self.assertTrue(torch.equal(o, seen[0][0]))
+        for o, gradients in seen[1:]:
+            self.assertTrue(torch.equal(o, seen[0][0]))
+            self.assertTrue(all(torch.equal(a, b) for a, b in zip(gradients, seen[0][1])))
+        dist.barrier()
+        experts.close()
+        bounded.close()
+
+    def test_too_many_rows(self):
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        experts = self.make(max_rows=64)
+        x, ids, scores, _, weights = self.inputs([self.T] * ranks)
+        mine = slice(rank * self.T, (rank + 1) * self.T)
+        own = slice(rank * self.E // ranks, (rank + 1) * self.E // ranks)
+        experts(x[mine].requires_grad_(), ids[mine], scores[mine], weights[0][own], weights[1][own])
+        torch.cuda.synchronize()
+        with self.assertRaisesRegex(RuntimeError, "memory for 64|had given up"):
+            experts.check()
+        dist.barrier()
+        experts.abort()
+
+    def test_out_of_turn(self):
+        experts = self.make()
+        rows = torch.zeros(4, self.D, dtype=torch.bfloat16, device="cuda")
+        tables = training.Tables(torch.zeros(self.E // dist.get_world_size() + 1, dtype=torch.int32, device="cuda"),
+                                 torch.zeros(4, 4, dtype=torch.int32, device="cuda"), torch.zeros(4, device="cuda"))
+        with self.assertRaisesRegex(ValueError, "combine: begin a pass with route"):
+            training._combine(experts, rows, tables, torch.zeros_like(rows))
+        dist.barrier()
+        experts.close()
+
+
+if __name__ == "__main__":
+    unittest.main()

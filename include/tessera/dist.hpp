@@ -110,6 +110,8 @@ struct ExpertCombineArgs {
   Tensor o = {};  ///< [T,d] bf16, at a multiple of 16 bytes; every element is written
   /// SMs that send rows, 0: all. 16 fill the link and leave the others to what runs beside, as gradients of weights.
   std::int32_t sms = 0;
+  /// Optional cudaEvent_t without timing, recorded once these SMs are taken: what waits for it takes none of them.
+  void* begun = nullptr;
 };
 
 /// An identity for a group of ranks that make windows together.

@@ -183,6 +183,7 @@ typedef struct {
   tessera_tensor topk_weights, row_dscores, dscores, o;
   int32_t sms; /* 0: all */
   int32_t reserved;
+  void* begun; /* cudaEvent_t or NULL */
 } tessera_expert_combine_args;
 
 typedef struct {

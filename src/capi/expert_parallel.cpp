@@ -157,7 +157,8 @@ Status combine(tessera_expert_parallel* group, tessera_expert_combine_args const
                                .row_dscores = tensor_of(from.row_dscores),
                                .dscores = tensor_of(from.dscores),
                                .o = tensor_of(from.o),
-                               .sms = from.sms},
+                               .sms = from.sms,
+                               .begun = from.begun},
                               {stream});
 }
 

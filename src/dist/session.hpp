@@ -74,7 +74,8 @@ struct CombineTensors {
   float const* gmem_row_dscores = nullptr;   // or null
   float* gmem_dscores = nullptr;
   void* gmem_o = nullptr;
-  std::int32_t sms = 0;  // 0: all
+  std::int32_t sms = 0;   // 0: all
+  void* begun = nullptr;  // event, or null
 };
 
 /// Whether x is the rows in its place in the window, so that nothing is copied there.

@@ -385,7 +385,8 @@ Status ExpertParallel::combine(ExpertCombineArgs const& args, Stream stream) noe
                             .gmem_row_dscores = static_cast<float const*>(args.row_dscores.data),
                             .gmem_dscores = static_cast<float*>(args.dscores.data),
                             .gmem_o = args.o.data,
-                            .sms = args.sms},
+                            .sms = args.sms,
+                            .begun = args.begun},
                            stream);
 }
 

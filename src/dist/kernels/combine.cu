@@ -13,7 +13,8 @@
 namespace tessera::dist {
 namespace {
 
-constexpr int kThreads = 256;
+// 16 SMs of so many warps, 10 KB in flight each, fill the link while other kernels have the rest.
+constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / arch::kWarpThreads;
 
 struct Shared {
@@ -97,13 +98,22 @@ __global__ void take_dscores(float const* gmem_window, std::int32_t const* gmem_
 
 }  // namespace
 
-cudaError_t launch_combine(CombineArguments const& args, int sm_count, cudaStream_t stream) {
+cudaError_t launch_combine(CombineArguments const& args, int sm_count, cudaStream_t stream,
+                           cudaEvent_t begun) {
   cudaError_t const error = cudaFuncSetAttribute(
       combine, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Shared)));
   if (error != cudaSuccess) return error;
-  void* arguments[] = {const_cast<CombineArguments*>(&args)};
-  return cudaLaunchKernel(combine, dim3(static_cast<unsigned>(sm_count)), dim3(kThreads), arguments,
-                          sizeof(Shared), stream);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeLaunchCompletionEvent;
+  attribute.val.launchCompletionEvent.event = begun;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(sm_count));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = sizeof(Shared);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = begun != nullptr ? 1 : 0;
+  return cudaLaunchKernelEx(&config, combine, args);
 }
 
 cudaError_t launch_take_dscores(float const* gmem_window, std::int32_t const* gmem_slot_of_pair,

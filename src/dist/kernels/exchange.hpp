@@ -94,8 +94,10 @@ struct CombineArguments {
 /// route and dispatch hold sm_count SMs until the slowest rank has come this far.
 cudaError_t launch_route(RouteArguments const& args, int sm_count, cudaStream_t stream);
 cudaError_t launch_dispatch(DispatchArguments const& args, int sm_count, cudaStream_t stream);
-/// When it ends, all rows of this rank's tokens lie in its slots.
-cudaError_t launch_combine(CombineArguments const& args, int sm_count, cudaStream_t stream);
+/// When it ends, all rows of this rank's tokens lie in its slots. begun: null, or an event without timing, recorded
+/// when all CTAs have an SM.
+cudaError_t launch_combine(CombineArguments const& args, int sm_count, cudaStream_t stream,
+                           cudaEvent_t begun = nullptr);
 /// dscores [pairs] from the window, 0 where slot_of_pair is -1.
 cudaError_t launch_take_dscores(float const* gmem_window, std::int32_t const* gmem_slot_of_pair,
                                 std::int64_t pairs, float* gmem_dscores, cudaStream_t stream);

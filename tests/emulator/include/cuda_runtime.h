@@ -52,20 +52,6 @@ inline int __ffs(int bits) {
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 
-template <class... Params>
-cudaError_t cudaLaunchKernelEx(cudaLaunchConfig_t const* config, void (*kernel)(Params...),
-                               std::type_identity_t<Params> const&... params) {
-  unsigned cluster = 1;
-  for (unsigned i = 0; i < config->numAttrs; ++i) {
-    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) {
-      cluster = config->attrs[i].val.clusterDim.x;
-    }
-  }
-  tessera::emulator::launch(config->gridDim.x, cluster, config->blockDim.x,
-                            config->dynamicSmemBytes, [=] { kernel(params...); });
-  return cudaSuccess;
-}
-
 // Behind what the stream has: the first thread of each CTA looks, so that the others need no turns. Stores that a
 // kernel has not awaited may land later.
 inline void launch_in(cudaStream_t stream, unsigned ctas, unsigned threads,
@@ -83,6 +69,25 @@ inline void launch_in(cudaStream_t stream, unsigned ctas, unsigned threads,
     ++stream->ended;
   });
 }
+template <class... Params>
+cudaError_t cudaLaunchKernelEx(cudaLaunchConfig_t const* config, void (*kernel)(Params...),
+                               std::type_identity_t<Params> const&... params) {
+  unsigned cluster = 1;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) {
+      cluster = config->attrs[i].val.clusterDim.x;
+    }
+  }
+  if (cluster == 1) {
+    launch_in(config->stream, config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes,
+              [=] { kernel(params...); });
+    return cudaSuccess;
+  }
+  tessera::emulator::launch(config->gridDim.x, cluster, config->blockDim.x,
+                            config->dynamicSmemBytes, [=] { kernel(params...); });
+  return cudaSuccess;
+}
+
 // `arguments`: an address for each parameter.
 template <class... Params>
 cudaError_t cudaLaunchKernel(void (*kernel)(Params...), dim3 grid, dim3 block, void** arguments,

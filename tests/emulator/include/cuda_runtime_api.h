@@ -48,14 +48,20 @@ char const* cudaGetErrorString(cudaError_t error);
 enum cudaLaunchAttributeID {
   cudaLaunchAttributeClusterDimension,
   cudaLaunchAttributeCooperative,
-  cudaLaunchAttributeProgrammaticStreamSerialization
+  cudaLaunchAttributeProgrammaticStreamSerialization,
+  cudaLaunchAttributeLaunchCompletionEvent
 };
+using cudaEvent_t = void*;
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
     dim3 clusterDim;
     int cooperative;
     int programmaticStreamSerializationAllowed;
+    struct {
+      cudaEvent_t event;
+      int flags;
+    } launchCompletionEvent;
   } val;
 };
 struct cudaLaunchConfig_t {

@@ -289,6 +289,24 @@ class ExpertParallel:
             self._streams.add(stream)
         return stream
 
+    def _check_shapes(self, x, topk_ids, topk_weights, *weights) -> None:
+        """Before a pass in pieces begins: where one breaks off, the other ranks wait in vain."""
+        desc, tokens = self._desc, x.shape[0] if x.dim() else 0
+        d, n, experts = desc.hidden, desc.intermediate, desc.experts // desc.ranks
+        up = n * (2 if options.ACTIVATIONS[desc.activation] in options.GATED else 1)
+        shapes = (tokens, d), (experts, up, d), (experts, d, n), (experts, up), (experts, d)
+        for name, tensor, shape in zip(("x", "w_up", "w_down", "b_up", "b_down"), (x, *weights), shapes, strict=True):
+            if tensor is not None and (tensor.shape != shape or tensor.dtype is not torch.bfloat16):
+                raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}; bf16 {list(shape)} is needed")
+        for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+            if tensor.shape != (tokens, desc.top_k):
+                raise ValueError(f"{name}: {list(tensor.shape)}; {[tokens, desc.top_k]} is needed")
+        if topk_ids.dtype not in (torch.int32, torch.int64) or not topk_weights.is_floating_point():
+            raise ValueError(f"topk_ids, topk_weights: {topk_ids.dtype}, {topk_weights.dtype}; int32 or int64, and a "
+                             "floating type, are needed")
+        if tokens > desc.max_tokens:
+            raise ValueError(f"x: {tokens} tokens; at most max_tokens={desc.max_tokens}")
+
     def _in_pieces(self, x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, out) -> torch.Tensor:
         if self._pieces is None:
             raise RuntimeError("a pass with gradients or biases: make the object with training=True, or call it under "
@@ -299,6 +317,7 @@ class ExpertParallel:
             raise ValueError("b_up, b_down: give both or neither")
         tensors = (x, topk_ids, topk_weights, w_up, w_down, b_up, b_down)
         check_devices((*_TENSORS[:5], "b_up", "b_down"), tensors, self._device)
+        self._check_shapes(*tensors)
         if topk_ids.dtype is torch.int64:
             topk_ids = self._narrowed(topk_ids)
         with torch.cuda.device(self._device):

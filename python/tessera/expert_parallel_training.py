@@ -30,7 +30,7 @@ def _args(names: str, *others: tuple) -> type:
 _RouteArgs = _args("topk_ids topk_weights")
 _DispatchArgs = _args("x second_x topk_ids expert_offsets row_origins row_scores rows second_rows")
 _CombineArgs = _args("rows expert_offsets row_origins topk_weights row_dscores dscores o", ("sms", c_int32),
-                     ("reserved", c_int32))
+                     ("reserved", c_int32), ("begun", c_void_p))
 
 
 def declare(lib: ctypes.CDLL) -> None:
@@ -40,8 +40,8 @@ def declare(lib: ctypes.CDLL) -> None:
 
 
 class Pieces(NamedTuple):
-    """Of one ExpertParallel: the options of its experts as text, how many a rank has, a bound of their rows, and what is
-    saved."""
+    """Of one ExpertParallel: the options of its experts as text, how many a rank has, a bound of their rows, and what
+    is saved."""
 
     text: str
     local_experts: int
@@ -71,9 +71,9 @@ def _describe(kind: type, sms: int, tensors: dict) -> tuple:
     return args, memoryview(args).cast("B").cast("Q"), places
 
 
-def _call(group, name: str, kind: type, sms: int = 0, **tensors) -> None:
+def _call(group, name: str, kind: type, sms: int = 0, begun: int = 0, **tensors) -> None:
     """One function of the library on the current stream; tensors that are None are absent. Structs are kept, and only
-    addresses change from call to call."""
+    addresses change from call to call. begun: an event's."""
     key = name, sms, *[None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors.values()]
     if key not in group._calls:
         if len(group._calls) >= MOST_CALLS:
@@ -82,6 +82,8 @@ def _call(group, name: str, kind: type, sms: int = 0, **tensors) -> None:
     args, words, places = group._calls[key]
     for place, tensor in zip(places, [t for t in tensors.values() if t is not None], strict=True):
         words[place] = tensor.data_ptr()
+    if sms:
+        args.begun = begun
     function = getattr(library.load(), f"tessera_expert_parallel_{name}")
     library.check(function(group._handle, addressof(args), group._stream()))
 
@@ -107,6 +109,8 @@ def _room(rows: int) -> int:
 def _dispatch_new(group, pieces: Pieces, x, topk_ids, topk_weights, second_x=None) -> tuple:
     """The rows of a new pass: (rows, second_rows, tables)."""
     _call(group, "route", _RouteArgs, topk_ids=topk_ids, topk_weights=topk_weights)
+    if x.is_cuda and pieces.max_rows is None:  # to its place while the host waits
+        x = group.input(x.shape[0]).copy_(x)
     count = pieces.max_rows or _room(_routed_rows(group))
     tables = Tables(x.new_empty(pieces.local_experts + 1, dtype=torch.int32),
                     x.new_empty((count, 4), dtype=torch.int32), x.new_empty(count, dtype=torch.float32))
@@ -188,9 +192,9 @@ class _Experts(torch.autograd.Function):
         dscores = x.new_empty(topk_ids.shape, dtype=torch.float32) if needs[2] else None
         # dx rows go back while gradients of weights are made, also where nobody wants dx: other ranks wait for them.
         bits = sum(1 << bit for bit, name in enumerate(GRADIENTS) if _wants(name, needs))
-        with group._beside(bool(bits) and x.is_cuda) as sms:
+        with group._beside(bool(bits) and x.is_cuda) as how:
             _combine(group, dx_rows, tables, dx, row_dscores=row_dscores[0] if row_dscores else None, dscores=dscores,
-                     sms=sms)
+                     **how)
         made = {}
         if bits:
             results = run_backward_weights((d_o_rows, x_rows, routing, *layer, a_scaled, dh), text, bits)
@@ -212,23 +216,24 @@ class Beside:
     """A stream beside the current one, on which dx rows go back."""
 
     def __init__(self):
-        self.stream = self.main = None
+        self.stream = self.main = self.begun = None
 
     @contextlib.contextmanager
     def __call__(self, wanted: bool):
-        """What is enqueued in it runs beside what follows; without `wanted` on the current stream. Gives `sms` of combine."""
+        """The combine() that is enqueued in it, with the options that it gives, runs beside what follows; without
+        `wanted` before that."""
         self.main = None
         if not wanted:
-            yield 0
+            yield {}
             return
         if self.stream is None:
-            self.stream = torch.cuda.Stream(priority=-1)
+            self.stream, self.begun = torch.cuda.Stream(priority=-1), torch.cuda.Event()
+            self.begun.record(self.stream)  # makes it
         self.main = torch.cuda.current_stream()
         self.stream.wait_stream(self.main)
-        begun = self.stream.record_event()
         with torch.cuda.stream(self.stream):
-            yield COMBINE_SMS
-        self.main.wait_event(begun)  # whose SMs it takes first
+            yield {"sms": COMBINE_SMS, "begun": self.begun.cuda_event}
+        self.main.wait_event(self.begun)  # what follows would take all SMs
 
     def join(self) -> None:
         if self.main is not None:

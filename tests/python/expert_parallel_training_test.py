@@ -207,14 +207,17 @@ class Refusals(unittest.TestCase):
     def group(self, **options) -> tessera.ExpertParallel:
         experts = object.__new__(tessera.ExpertParallel)
         experts._handle, experts._device, experts._passes = ctypes.c_void_p(8), torch.device("cpu"), {}
-        experts._desc = expert_parallel._Desc(ranks=1, max_tokens=300, experts=8, top_k=3, **options)
+        experts._desc = expert_parallel._Desc(ranks=1, max_tokens=300, hidden=16, intermediate=4, experts=8, top_k=3,
+                                              **options)
         experts._pieces = expert_parallel._pieces(experts._desc, None)
         return experts
 
     def call(self, experts, needs_grad=True, **more):
         x = torch.zeros(5, 16, dtype=torch.bfloat16, requires_grad=needs_grad)
-        return experts(x, torch.zeros(5, 3, dtype=torch.int32), torch.zeros(5, 3),
-                       torch.zeros(8, 8, 16, dtype=torch.bfloat16), torch.zeros(8, 16, 4, dtype=torch.bfloat16), **more)
+        tensors = {"topk_ids": torch.zeros(5, 3, dtype=torch.int32), "topk_weights": torch.zeros(5, 3),
+                   "w_up": torch.zeros(8, 8, 16, dtype=torch.bfloat16),
+                   "w_down": torch.zeros(8, 16, 4, dtype=torch.bfloat16)}
+        return experts(**{"x": x, **tensors, **more})
 
     def test_says_what_to_do(self):
         bias = {"b_up": torch.zeros(8, 8, dtype=torch.bfloat16), "b_down": torch.zeros(8, 16, dtype=torch.bfloat16)}
@@ -229,6 +232,24 @@ class Refusals(unittest.TestCase):
             self.call(experts, b_up=bias["b_up"])
         with self.assertRaisesRegex(ValueError, "b_down: on meta"):
             self.call(experts, **{**bias, "b_down": bias["b_down"].to("meta")})
+
+    def test_shapes_before_a_pass_begins(self):
+        experts = self.group(training=1)
+        for name, tensor, says in (
+                ("x", torch.zeros(5, 24, dtype=torch.bfloat16, requires_grad=True), r"x: .* \[5, 24\]; bf16 \[5, 16\]"),
+                ("x", torch.zeros(5, 16, requires_grad=True), "x: torch.float32"),
+                ("x", torch.zeros(301, 16, dtype=torch.bfloat16, requires_grad=True), r"topk_ids: .*; \[301, 3\]"),
+                ("topk_ids", torch.zeros(4, 3, dtype=torch.int32), r"topk_ids: \[4, 3\]"),
+                ("topk_ids", torch.zeros(5, 3, dtype=torch.int16), "torch.int16"),
+                ("topk_weights", torch.zeros(5, 2), r"topk_weights: \[5, 2\]"),
+                ("w_up", torch.zeros(8, 4, 16, dtype=torch.bfloat16), r"w_up: .*; bf16 \[8, 8, 16\]"),
+                ("w_down", torch.zeros(8, 16, 4), "w_down: torch.float32"),
+                ("b_up", torch.zeros(8, 4, dtype=torch.bfloat16), r"b_up: .*; bf16 \[8, 8\]")):
+            more = {name: tensor}
+            if name == "b_up":
+                more["b_down"] = torch.zeros(8, 16, dtype=torch.bfloat16)
+            with self.subTest(name), self.assertRaisesRegex(ValueError, says):
+                self.call(experts, **more)
 
     def test_bounds_of_rows(self):
         for training_, rows, says in ((0, 5, "training=True"), (1, 0, "max_rows=0"), (1, 901, "top_k = 900")):
@@ -281,7 +302,8 @@ class OnGpus(unittest.TestCase):
         what = f"{activation}, tokens {tokens_of_ranks}, bias {with_bias}"
         self.assertTrue(torch.equal(o, wanted_o[mine]), what)
         self.assertTrue(torch.equal(got[0], wanted[0][mine]), what)
-        for name, a, b, part in zip(("dscores", "dw_up", "dw_down", "db_up", "db_down"), got[1:], wanted[1:], parts[1:]):
+        names = ("dscores", "dw_up", "dw_down", "db_up", "db_down")
+        for name, a, b, part in zip(names, got[1:], wanted[1:], parts[1:]):
             b = b[part].float()
             if b.numel():  # sums have another order
                 error = ((a.float() - b).norm() / b.norm()).item()

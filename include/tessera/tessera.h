@@ -256,7 +256,8 @@ int tessera_expert_parallel_forward(tessera_expert_parallel*, tessera_expert_par
                                     void* stream);
 int tessera_expert_parallel_route(tessera_expert_parallel*, tessera_expert_route_args const*,
                                   void* stream);
-int tessera_expert_parallel_routed_rows(tessera_expert_parallel*, int64_t* rows); /* waits for them */
+int tessera_expert_parallel_routed_rows(tessera_expert_parallel*,
+                                        int64_t* rows); /* waits for them */
 int tessera_expert_parallel_dispatch(tessera_expert_parallel*, tessera_expert_dispatch_args const*,
                                      void* stream);
 int tessera_expert_parallel_combine(tessera_expert_parallel*, tessera_expert_combine_args const*,

@@ -32,7 +32,8 @@ def compile_commands(build: pathlib.Path) -> list[tuple[str, list[str]]]:
     entries = json.loads((build / "compile_commands.json").read_text(encoding="utf-8"))
     result = []
     for entry in entries:
-        file = pathlib.Path(entry["file"]).resolve()
+        file = pathlib.Path(entry["file"])
+        file = file.parent.resolve() / file.name  # what links to a source is compiled for something else
         path = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else ""
         if not path.startswith(FOLDERS) or not path.endswith(".cu"):
             continue

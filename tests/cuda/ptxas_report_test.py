@@ -2,8 +2,10 @@
 """What tools/ptxas_report.py makes of machine code: warps that ptxas brings together right before wgmmas are told from
 those that it knows to be together."""
 
+import json
 import pathlib
 import sys
+import tempfile
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools"))
@@ -36,6 +38,20 @@ class Divided(unittest.TestCase):
         self.assertEqual(ptxas_report.divided(far), {"far": False})
         behind = kernel("behind", WGMMA, "WARPSYNC.ALL") + kernel("next", WGMMA) + kernel("none", "WARPSYNC.ALL")
         self.assertEqual(ptxas_report.divided(behind), {"behind": False, "next": False})
+
+
+class Commands(unittest.TestCase):
+    def test_sources_alone(self):
+        """Not what links to one, which is compiled for something else."""
+        source = ptxas_report.ROOT / "src" / "dist" / "kernels" / "combine.cu"
+        with tempfile.TemporaryDirectory() as folder:
+            link = pathlib.Path(folder) / "combine.cu"
+            link.symlink_to(source)
+            entries = [{"file": str(file), "command": f"{compiler} -MD -MF x.d -c {file}"}
+                       for compiler, file in (("nvcc", source), ("c++", link))]
+            (pathlib.Path(folder) / "compile_commands.json").write_text(json.dumps(entries), encoding="utf-8")
+            ((path, words),) = ptxas_report.compile_commands(pathlib.Path(folder))
+        self.assertEqual((path, words[0], words[-1]), ("src/dist/kernels/combine.cu", "nvcc", "-Xptxas=-v"))
 
 
 if __name__ == "__main__":

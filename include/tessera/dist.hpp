@@ -11,7 +11,8 @@
 // Training, and whatever else forward() has not, such as biases, takes a pass in pieces: route() tells the owners which
 // rows they get, dispatch() brings them, sorted by expert; moe_forward or moe_backward with RowGrouping::offsets, or
 // anything else, makes one row of each; combine() takes them back and adds up those of each token. Backward dispatches
-// d_o and x by the tables that forward kept, and combines dx.
+// d_o and x by the tables that forward kept, and combines dx. For the bits of one GPU combine() weights the rows of o,
+// and forward has no row_scores; then backward needs them in RoutingView::scores, where forward has left ones.
 #pragma once
 
 #include <cstddef>

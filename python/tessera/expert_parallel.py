@@ -20,7 +20,7 @@ import torch
 from torch import distributed
 
 from tessera import expert_parallel_training as in_pieces
-from tessera import library, options
+from tessera import functional, library, options
 from tessera.ops import plans
 
 _MOST_RANKS = 8
@@ -248,6 +248,8 @@ class ExpertParallel:
         [E/P,2n,d] (gate rows first) or [E/P,n,d], w_down [E/P,d,n], this rank's; with training biases, both or none:
         b_up [E/P,2n] or [E/P,n], b_down [E/P,d]. Enqueued on the current stream. Differentiable with training, then
         without out."""
+        if torch._C._is_any_autocast_enabled():
+            x, w_up, w_down, b_up, b_down = functional.autocast((x, w_up, w_down, b_up, b_down))
         if b_up is not None or b_down is not None:
             return self._in_pieces(x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, out)
         tensors = (x, topk_ids, topk_weights, w_up, w_down) if out is None else (

@@ -192,7 +192,7 @@ class _Experts(torch.autograd.Function):
         dscores = x.new_empty(topk_ids.shape, dtype=torch.float32) if needs[2] else None
         # dx rows go back while gradients of weights are made, also where nobody wants dx: other ranks wait for them.
         bits = sum(1 << bit for bit, name in enumerate(GRADIENTS) if _wants(name, needs))
-        with group._beside(bool(bits) and x.is_cuda) as how:
+        with group._beside(bool(bits) and x.is_cuda and not _captures()) as how:
             _combine(group, dx_rows, tables, dx, row_dscores=row_dscores[0] if row_dscores else None, dscores=dscores,
                      **how)
         made = {}

@@ -94,7 +94,7 @@ def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = No
             arguments = tuple([t if t is None else t.resolve_neg() for t in arguments])
         plain = all(t is None or type(t) in ops.autograd.PLAIN for t in arguments)
     if cast:
-        arguments = _autocast(arguments)
+        arguments = autocast(arguments, _UNCAST)
     training = gradients and torch.is_grad_enabled()
     straight = straight and plain
     if compiling or forward_mode and buffers is None or not (training or straight and not with_tables):
@@ -120,7 +120,8 @@ def _run(call: ops.autograd.Call, tensors: tuple, buffers: tuple | None, step: i
 _UNCAST = frozenset((1, 2, 5, 6, 7))
 
 
-def _autocast(arguments: tuple, uncast: frozenset = _UNCAST) -> tuple:
+def autocast(arguments: tuple, uncast: frozenset = frozenset()) -> tuple:
+    """In the type that autocast wants on the device of the first of them, where it is enabled there."""
     device = arguments[0].device.type
     if not torch.is_autocast_enabled(device):
         return arguments
@@ -132,7 +133,7 @@ def _cast(*arguments) -> tuple:
     """The same for other operators, whose last argument (selection bias, offsets) stays as it is."""
     if not torch._C._is_any_autocast_enabled():
         return arguments
-    return _autocast(arguments, frozenset((len(arguments) - 1,)))
+    return autocast(arguments, frozenset((len(arguments) - 1,)))
 
 
 def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", b_router=None, selection_bias=None,

@@ -343,6 +343,67 @@ class OnGpus(unittest.TestCase):
         experts.close()
         bounded.close()
 
+    def test_autocast(self):
+        """Weights and x in fp32, as mixed precision has them: computed in bf16, gradients in fp32."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        experts = self.make()
+        x, ids, scores, d_o, weights = self.inputs([self.T] * ranks)
+        mine = slice(rank * self.T, (rank + 1) * self.T)
+        own = slice(rank * self.E // ranks, (rank + 1) * self.E // ranks)
+        narrow = [t.clone().requires_grad_() for t in (x[mine], weights[0][own], weights[1][own])]
+        wide = [t.detach().float().requires_grad_() for t in narrow]
+        results = []
+        for leaves, enabled in ((narrow, False), (wide, True)):
+            with torch.autocast("cuda", torch.bfloat16, enabled=enabled):
+                o = experts(leaves[0], ids[mine], scores[mine], *leaves[1:])
+                with torch.no_grad():
+                    self.assertTrue(torch.equal(experts(leaves[0], ids[mine], scores[mine], *leaves[1:]), o))
+            results.append((o, *torch.autograd.grad(o, leaves, d_o[mine])))
+        for a, b in zip(*results, strict=True):
+            self.assertTrue(torch.equal(a, b.bfloat16()))
+        self.assertTrue(all(t.dtype is torch.float32 for t in results[1][1:]))
+        torch.cuda.synchronize()
+        experts.check()
+        dist.barrier()
+        experts.close()
+
+    def test_graphs(self):
+        """Forward and backward in a graph, replayed on other tensors: with a bound of rows no host waits."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        own = slice(rank * self.E // ranks, (rank + 1) * self.E // ranks)
+        for save in ("h", "x"):
+            experts = self.make(max_rows=self.T * self.K * ranks, save=save)
+            x, ids, scores, d_o, weights = self.inputs([self.T] * ranks)
+            mine = slice(rank * self.T, (rank + 1) * self.T)
+            leaves = [t.clone().requires_grad_() for t in (x[mine], scores[mine], weights[0][own], weights[1][own])]
+            ids, d_o = ids[mine].int().clone(), d_o[mine].clone()
+
+            def step():
+                o = experts(leaves[0], ids, *leaves[1:])
+                return (o, *torch.autograd.grad(o, leaves, d_o))
+
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    step()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                results = step()
+            for _ in range(3):
+                with torch.no_grad():
+                    leaves[0].copy_(torch.randn_like(leaves[0]))
+                    ids.copy_(torch.rand(self.T, self.E, device="cuda").topk(self.K)[1])
+                graph.replay()
+                replayed = [t.clone() for t in results]
+                for a, b in zip(step(), replayed, strict=True):
+                    self.assertTrue(torch.equal(a, b))
+            torch.cuda.synchronize()
+            experts.check()
+            del graph, results
+            dist.barrier()
+            experts.close()
+
     def test_too_many_rows(self):
         rank, ranks = dist.get_rank(), dist.get_world_size()
         experts = self.make(max_rows=64)

@@ -17,8 +17,8 @@ liger-cute-kernels, which takes swiglu and scores in bf16. T is that of each GPU
 is checked against the same experts on one GPU.
 
 training is a forward and a backward pass, with gradients of x, scores and weights, which are checked, of
-liger-cute that of x. tessera-save-x makes h again in backward. saved_mib is what torch's allocator holds between the
-two besides o.
+liger-cute that of x. tessera-save-x makes h again in backward; with tessera-bound no host waits for the number of rows,
+as max_rows is a quarter more than their mean. saved_mib is what torch's allocator holds between the two besides o.
 
 Behind a barrier the GPUs are idle when a call begins: the time has the host's in it, and how far apart ranks leave the
 barrier. Behind the stream the call is enqueued before an all-reduce has ended on the GPU, as in a model whose host runs
@@ -41,9 +41,9 @@ from torch.nn import functional
 CONFIGS = {"Qwen3-30B": (2048, 768, 128, 8, "swiglu"), "FlashDMoE-swiglu": (2048, 2048, 32, 2, "swiglu"),
            "FlashDMoE": (2048, 2048, 32, 2, "gelu"), "DSv3": (7168, 2048, 256, 8, "swiglu")}
 IMPLS = "nccl-grouped-mm,nccl-all-to-all,cublas-bmm,tessera,tessera-in-place,tessera-sums-on-owners"
-TRAIN_IMPLS = ("nccl-grouped-mm", "cublas-bmm", "tessera", "tessera-save-x", "liger-cute")
+TRAIN_IMPLS = ("nccl-grouped-mm", "cublas-bmm", "tessera", "tessera-save-x", "tessera-bound", "liger-cute")
 TOLERANCE = 2e-2  # relative error in the norm: a few roundings, far from a wrong result
-ALL_IMPLS = [*IMPLS.split(","), "tessera-save-x", "liger-cute"]
+ALL_IMPLS = [*IMPLS.split(","), "tessera-save-x", "tessera-bound", "liger-cute"]
 WARM_UPS = 5
 AHEAD_CYCLES = 2_000_000  # about a millisecond of the GPU, in which the host enqueues a call
 
@@ -333,11 +333,12 @@ def bench_training(config: str, tensors: tuple, gemm_rows: tuple, impls: list[st
     tokens = x.shape[0]
     training = Training(x, ids, scores, w_up, w_down, activation, torch.randn_like(x))
     bodies, groups = {"nccl-grouped-mm": training.nccl(), "cublas-bmm": training.gemms(*gemm_rows)}, []
-    for impl, save in (("tessera", "h"), ("tessera-save-x", "x")):
+    bound = {"max_rows": tokens * top_k * 5 // 4 + 64}
+    for impl, options in (("tessera", {}), ("tessera-save-x", {"save": "x"}), ("tessera-bound", bound)):
         if impl in impls:
             import tessera
             groups.append(tessera.ExpertParallel(max_tokens=tokens, hidden=d, intermediate=n, experts=experts,
-                                                 top_k=top_k, activation=activation, training=True, save=save))
+                                                 top_k=top_k, activation=activation, training=True, **options))
             bodies[impl] = training.body(groups[-1])
     if liger_cute is not None and activation == "swiglu":
         x_, scores_, own_up, own_down = (t.detach() for t in training.leaves)

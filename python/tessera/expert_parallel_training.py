@@ -100,10 +100,10 @@ def _routed_rows(group) -> int:
 
 
 def _room(rows: int) -> int:
-    """Rows to have memory for: at most a sixteenth more, or 256, so that most passes of a layer are alike and find the
-    plans of earlier ones (ops/plans.py)."""
+    """Rows to have memory for, never none: at most a sixteenth more, or 256, so that most passes of a layer are alike
+    and find the plans of earlier ones (ops/plans.py)."""
     step = max(256, 1 << max(rows.bit_length() - 5, 0))
-    return (rows + step - 1) // step * step
+    return max((rows + step - 1) // step, 1) * step
 
 
 def _dispatch_new(group, pieces: Pieces, x, topk_ids, topk_weights, second_x=None) -> tuple:

@@ -197,6 +197,7 @@ class OnCpu(unittest.TestCase):
         self.assertTrue(all(torch.equal(a, b) for a, b in zip(first, again)))
 
     def test_room(self):
+        self.assertEqual(training._room(0), 256)
         for rows in (0, 1, 255, 256, 257, 5000, 65537, 10**6):
             room = training._room(rows)
             self.assertTrue(rows <= room <= max(rows + 256, rows * 17 / 16), (rows, room))

@@ -110,7 +110,7 @@ def _pieces(desc: _Desc, max_rows: int | None, save: str = "h") -> in_pieces.Pie
         raise ValueError(f"max_rows={max_rows}: 1 to ranks * max_tokens * top_k = {most}")
     text = options.Options(activation=options.ACTIVATIONS[desc.activation], alpha=desc.alpha or 1.702,
                            limit=desc.limit or 7.0, up_offset=desc.up_offset, grouping="offsets").text()
-    return in_pieces.Pieces(text, desc.experts // desc.ranks, max_rows, save)
+    return in_pieces.Pieces(text, desc.experts // desc.ranks, most, max_rows, save)
 
 
 class _Memory:

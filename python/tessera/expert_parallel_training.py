@@ -40,11 +40,12 @@ def declare(lib: ctypes.CDLL) -> None:
 
 
 class Pieces(NamedTuple):
-    """Of one ExpertParallel: the options of its experts as text, how many a rank has, a bound of their rows, and what
-    is saved."""
+    """Of one ExpertParallel: the options of its experts as text, how many a rank has, most rows that they may have, a
+    bound of them, or None, and what is saved."""
 
     text: str
     local_experts: int
+    most_rows: int
     max_rows: int | None
     save: str
 
@@ -99,11 +100,11 @@ def _routed_rows(group) -> int:
     return counted.value
 
 
-def _room(rows: int) -> int:
+def _room(rows: int, most: int) -> int:
     """Rows to have memory for, never none: at most a sixteenth more, or 256, so that most passes of a layer are alike
     and find the plans of earlier ones (ops/plans.py)."""
     step = max(256, 1 << max(rows.bit_length() - 5, 0))
-    return max((rows + step - 1) // step, 1) * step
+    return min(max((rows + step - 1) // step, 1) * step, most)
 
 
 def _dispatch_new(group, pieces: Pieces, x, topk_ids, topk_weights, second_x=None) -> tuple:
@@ -111,7 +112,7 @@ def _dispatch_new(group, pieces: Pieces, x, topk_ids, topk_weights, second_x=Non
     _call(group, "route", _RouteArgs, topk_ids=topk_ids, topk_weights=topk_weights)
     if x.is_cuda and pieces.max_rows is None:  # to its place while the host waits
         x = group.input(x.shape[0]).copy_(x)
-    count = pieces.max_rows or _room(_routed_rows(group))
+    count = pieces.max_rows or _room(_routed_rows(group), pieces.most_rows)
     tables = Tables(x.new_empty(pieces.local_experts + 1, dtype=torch.int32),
                     x.new_empty((count, 4), dtype=torch.int32), x.new_empty(count, dtype=torch.float32))
     return *_dispatch(group, x, second_x, topk_ids, tables), tables

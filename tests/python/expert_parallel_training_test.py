@@ -177,7 +177,7 @@ class OnCpu(unittest.TestCase):
 
     def test_only_what_is_wanted(self):
         ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False)
-        pieces = training.Pieces("grouping=offsets", SHAPE["experts"], None, "h")
+        pieces = training.Pieces("grouping=offsets", SHAPE["experts"], 900, None, "h")
         fake = OneRank(SHAPE["experts"])
         with mock.patch.object(library, "load", return_value=fake):
             o = training.run(Group(), pieces, x.detach(), ids, scores.detach(), w_up, w_down.detach())
@@ -189,7 +189,7 @@ class OnCpu(unittest.TestCase):
 
     def test_twice_through_one_graph(self):
         ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False)
-        pieces = training.Pieces("grouping=offsets", SHAPE["experts"], None, "h")
+        pieces = training.Pieces("grouping=offsets", SHAPE["experts"], 900, None, "h")
         with mock.patch.object(library, "load", return_value=OneRank(SHAPE["experts"])):
             o = training.run(Group(), pieces, x, ids, scores, w_up, w_down)
             first = torch.autograd.grad(o.sum(), (x, w_up), retain_graph=True)
@@ -197,11 +197,13 @@ class OnCpu(unittest.TestCase):
         self.assertTrue(all(torch.equal(a, b) for a, b in zip(first, again)))
 
     def test_room(self):
-        self.assertEqual(training._room(0), 256)
+        most = 2 * 10**6
+        self.assertEqual(training._room(0, most), 256)
         for rows in (0, 1, 255, 256, 257, 5000, 65537, 10**6):
-            room = training._room(rows)
+            room = training._room(rows, most)
             self.assertTrue(rows <= room <= max(rows + 256, rows * 17 / 16), (rows, room))
-        self.assertLess(len({training._room(rows) for rows in range(60000, 68000)}), 6)
+            self.assertEqual(training._room(rows, max(rows, 1)), max(rows, 1))  # the library takes no more
+        self.assertLess(len({training._room(rows, most) for rows in range(60000, 68000)}), 6)
 
 
 class Refusals(unittest.TestCase):
@@ -367,6 +369,30 @@ class OnGpus(unittest.TestCase):
         experts.check()
         dist.barrier()
         experts.close()
+
+    def test_all_rows_on_one_rank(self):
+        """As many as there may be, repeated choices of one expert, and none on the others."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        own = slice(rank * self.E // ranks, (rank + 1) * self.E // ranks)
+        mine = slice(rank * self.T, (rank + 1) * self.T)
+        for save in ("h", "x"):
+            experts = self.make(save=save)
+            x, ids, scores, d_o, weights = self.inputs([self.T] * ranks)
+            ids = torch.full_like(ids, self.E - 1)
+            whole = [t.clone().requires_grad_() for t in (x, scores)]
+            wanted_o = tessera.routed_experts(whole[0], ids, whole[1], *weights[:2])
+            wanted = torch.autograd.grad(wanted_o, whole, d_o)
+            leaves = [t.clone().requires_grad_() for t in (x[mine], scores[mine], weights[0][own], weights[1][own])]
+            o = experts(leaves[0], ids[mine], *leaves[1:])
+            got = torch.autograd.grad(o, leaves, d_o[mine])
+            self.assertTrue(torch.equal(o, wanted_o[mine]), save)
+            self.assertTrue(torch.equal(got[0], wanted[0][mine]), save)
+            self.assertLess(((got[1] - wanted[1][mine]).norm() / wanted[1][mine].norm()).item(), 2**-8)
+            self.assertEqual(bool(got[2].abs().max() == 0), rank + 1 < ranks)
+            torch.cuda.synchronize()
+            experts.check()
+            dist.barrier()
+            experts.close()
 
     def test_graphs(self):
         """Forward and backward in a graph, replayed on other tensors: with a bound of rows no host waits."""

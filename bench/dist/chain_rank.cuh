@@ -343,11 +343,13 @@ class Rank {
     ExchangeArguments const p = exchange();
     dist::RowTables const tables = {offsets_.get(), origins_.get(), row_scores_.get()};
     TESSERA_CUDA(dist::launch_route(
-        {.exchange = p, .made = tables, .host_rows = nullptr, .ticket = 0}, sm_count_, native()));
+        {.exchange = p, .made = tables, .room = UINT32_MAX, .host_rows = nullptr, .ticket = 0},
+        sm_count_, native()));
     TESSERA_CUDA(dist::launch_dispatch({.exchange = p,
                                         .tables = tables,
                                         .kept = {},
                                         .capacity = shape_.max_rows(),
+                                        .may_overflow = false,
                                         .gmem_rows = reinterpret_cast<char*>(pool_.get()),
                                         .gmem_second_rows = nullptr,
                                         .gmem_slot_of_pair = slot_of_pair_.get()},

@@ -84,6 +84,13 @@ struct DispatchTables {
 struct ExpertRouteArgs {
   ConstTensor topk_ids = {};      ///< [T,K] int32, as in ExpertParallelArgs
   ConstTensor topk_weights = {};  ///< [T,K] fp32
+  std::int64_t room = 0;  ///< rows that this rank will have memory for, 0: as many as there are
+};
+
+/// What route() has found.
+struct RoutedRows {
+  std::int64_t rows = 0;  ///< R of this rank
+  bool all_fit = true;    ///< whether every rank's R is within its `room`; alike on all of them
 };
 
 /// bf16 unless said otherwise, contiguous but for x and second_x, whose rows may lie apart. R may be larger than
@@ -97,6 +104,9 @@ struct ExpertDispatchArgs {
   DispatchTables tables = {};
   Tensor rows = {};         ///< [R,d]
   Tensor second_rows = {};  ///< [R,d], with second_x
+  /// Leaves out rows that there is no memory for, and tells nobody: for who makes the pass again, on all ranks, where
+  /// routed_rows() says behind it that they did not all fit.
+  bool may_overflow = false;
 };
 
 /// o_t = sum over choices j of token t, in their order, of topk_weights[t,j] times their rows, or of the rows alone, in
@@ -186,8 +196,8 @@ class TESSERA_EXPORT ExpertParallel {
   /// with the tables of an earlier pass, in the order of one stream. Between them nothing else of this object may be
   /// called, on no rank; a call out of turn is refused with invalid_argument. Each waits for all ranks.
   Status route(ExpertRouteArgs const& args, Stream stream = {}) noexcept;
-  /// R of the last route(). Waits until the counts of all ranks are there, not for the rows.
-  Expected<std::int64_t> routed_rows() noexcept;
+  /// Of the last route(), also behind dispatch() and combine(). Waits until all ranks have routed, not for the rows.
+  Expected<RoutedRows> routed_rows() noexcept;
   Status dispatch(ExpertDispatchArgs const& args, Stream stream = {}) noexcept;
   Status combine(ExpertCombineArgs const& args, Stream stream = {}) noexcept;
 

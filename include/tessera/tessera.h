@@ -168,6 +168,7 @@ typedef struct {
 typedef struct {
   uint64_t size;
   tessera_tensor topk_ids, topk_weights;
+  int64_t room; /* rows, 0: any */
 } tessera_expert_route_args;
 
 typedef struct {
@@ -175,6 +176,8 @@ typedef struct {
   tessera_tensor x, second_x, topk_ids;
   tessera_tensor expert_offsets, row_origins, row_scores;
   tessera_tensor rows, second_rows;
+  int32_t may_overflow; /* 0 or 1 */
+  int32_t reserved;
 } tessera_expert_dispatch_args;
 
 typedef struct {
@@ -256,8 +259,8 @@ int tessera_expert_parallel_forward(tessera_expert_parallel*, tessera_expert_par
                                     void* stream);
 int tessera_expert_parallel_route(tessera_expert_parallel*, tessera_expert_route_args const*,
                                   void* stream);
-int tessera_expert_parallel_routed_rows(tessera_expert_parallel*,
-                                        int64_t* rows); /* waits for them */
+/* Waits for them; all_fit: 0 or 1, or NULL. */
+int tessera_expert_parallel_routed_rows(tessera_expert_parallel*, int64_t* rows, int32_t* all_fit);
 int tessera_expert_parallel_dispatch(tessera_expert_parallel*, tessera_expert_dispatch_args const*,
                                      void* stream);
 int tessera_expert_parallel_combine(tessera_expert_parallel*, tessera_expert_combine_args const*,

@@ -110,7 +110,7 @@ def _pieces(desc: _Desc, max_rows: int | None, save: str = "h") -> in_pieces.Pie
         raise ValueError(f"max_rows={max_rows}: 1 to ranks * max_tokens * top_k = {most}")
     text = options.Options(activation=options.ACTIVATIONS[desc.activation], alpha=desc.alpha or 1.702,
                            limit=desc.limit or 7.0, up_offset=desc.up_offset, grouping="offsets").text()
-    return in_pieces.Pieces(text, desc.experts // desc.ranks, most, max_rows, save)
+    return in_pieces.Pieces(text, most, max_rows, save)
 
 
 class _Memory:
@@ -133,9 +133,10 @@ class ExpertParallel:
     one weighted sum of a token's choices there, rounded to bf16, instead of each result; then the bits of o, the same
     every time, depend on P and on the token's rank. training: passes may have gradients or biases; windows and
     workspace are larger. save: "h" keeps the pre-activation for backward, "x" makes it again; the forward pass without
-    biases is one launch then. Else a pass is several, between which the host waits until the number of rows is known,
-    unless max_rows bounds it: rows that a rank's experts have in any pass; where there are more the pass is void, and
-    check() says so. alpha, limit and up_offset belong to clamped-swiglu. Everything but `device`, `windows` and
+    biases is one launch then. Else a pass is several, and the host waits until the number of rows is known: behind all
+    that it enqueues, where memory for a sixteenth more than the layer had in its last pass is enough. With max_rows, a
+    bound of the rows that a rank's experts have in any pass, it does not wait; where there are more the pass is void,
+    and check() says so. alpha, limit and up_offset belong to clamped-swiglu. Everything but `device`, `windows` and
     `max_rows` is equal on all ranks. Larger passes have to be split: max_tokens * K * K is at most 2^32,
     and a rank's pool, P * max_tokens * K rows and 127 for each of its experts, has at most 2^31 - 1. ValueError where a
     bound is broken. Making and closing are collective; where one rank fails to join, all of them raise.
@@ -146,7 +147,8 @@ class ExpertParallel:
                  sums_on_owners: bool = False, training: bool = False, save: str = "h", max_rows: int | None = None,
                  group=None, device=None, windows=None, time_limit: float = 30):
         self._handle, self._window = c_void_p(), c_void_p()
-        self._passes, self._calls, self._input, self._beside = {}, {}, None, in_pieces.Beside()
+        self._passes, self._calls, self._input = {}, {}, None
+        self._rows, self._all_fit, self._beside = {}, True, in_pieces.Beside()
         rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
         with contextlib.ExitStack() as on_device:
             # Whatever may fail on one rank alone comes before the ranks meet, so that none waits for it in vain.
@@ -248,17 +250,18 @@ class ExpertParallel:
         [E/P,2n,d] (gate rows first) or [E/P,n,d], w_down [E/P,d,n], this rank's; with training biases, both or none:
         b_up [E/P,2n] or [E/P,n], b_down [E/P,d]. Enqueued on the current stream. Differentiable with training, then
         without out."""
+        layer = w_up.data_ptr()  # before it is cast
         if torch._C._is_any_autocast_enabled():
             x, w_up, w_down, b_up, b_down = functional.autocast((x, w_up, w_down, b_up, b_down))
         if b_up is not None or b_down is not None:
-            return self._in_pieces(x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, out)
+            return self._in_pieces(layer, x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, out)
         tensors = (x, topk_ids, topk_weights, w_up, w_down) if out is None else (
             x, topk_ids, topk_weights, w_up, w_down, out)
         kind = (out is None, torch.is_grad_enabled())
         ready = self._passes.get(kind)
         if ready is None or ready.check is None or not ready.check(*tensors):
             if kind[1] and any(tensor.requires_grad for tensor in tensors):
-                return self._in_pieces(x, topk_ids, topk_weights, w_up, w_down, None, None, out)
+                return self._in_pieces(layer, x, topk_ids, topk_weights, w_up, w_down, None, None, out)
             ready = self._passes[kind] = _Pass(tensors, self._device)
         index = self._device.index
         if torch._C._cuda_getDevice() != index:
@@ -309,7 +312,7 @@ class ExpertParallel:
         if tokens > desc.max_tokens:
             raise ValueError(f"x: {tokens} tokens; at most max_tokens={desc.max_tokens}")
 
-    def _in_pieces(self, x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, out) -> torch.Tensor:
+    def _in_pieces(self, layer: int, x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, out) -> torch.Tensor:
         if self._pieces is None:
             raise RuntimeError("a pass with gradients or biases: make the object with training=True, or call it under "
                                "torch.no_grad() and without biases")
@@ -323,7 +326,8 @@ class ExpertParallel:
         if topk_ids.dtype is torch.int64:
             topk_ids = self._narrowed(topk_ids)
         with torch.cuda.device(self._device):
-            return in_pieces.run(self, self._pieces, x, topk_ids.contiguous(), topk_weights, w_up, w_down, b_up, b_down)
+            return in_pieces.run(self, self._pieces, layer, x, topk_ids.contiguous(), topk_weights, w_up, w_down, b_up,
+                                 b_down)
 
     def input(self, tokens: int) -> torch.Tensor:
         """The place of x [tokens,d] in this rank's window: a pass on what is written there copies nothing.

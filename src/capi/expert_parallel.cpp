@@ -124,9 +124,21 @@ Status route(tessera_expert_parallel* group, tessera_expert_route_args const* c_
   TESSERA_TRY(present(group, "expert_parallel"));
   tessera_expert_route_args from;
   TESSERA_TRY(read_struct("tessera_expert_route_args", c_args, from));
-  return group->group.route(
-      {.topk_ids = tensor_of(from.topk_ids), .topk_weights = tensor_of(from.topk_weights)},
-      {stream});
+  return group->group.route({.topk_ids = tensor_of(from.topk_ids),
+                             .topk_weights = tensor_of(from.topk_weights),
+                             .room = from.room},
+                            {stream});
+}
+
+Status routed_rows(tessera_expert_parallel* group, std::int64_t* rows,
+                   std::int32_t* all_fit) noexcept {
+  TESSERA_TRY(present(group, "expert_parallel"));
+  TESSERA_TRY(present(rows, "rows"));
+  auto const routed = group->group.routed_rows();
+  if (!routed.ok()) return routed.status();
+  *rows = routed.value().rows;
+  if (all_fit != nullptr) *all_fit = routed.value().all_fit ? 1 : 0;
+  return {};
 }
 
 Status dispatch(tessera_expert_parallel* group, tessera_expert_dispatch_args const* c_args,
@@ -141,7 +153,8 @@ Status dispatch(tessera_expert_parallel* group, tessera_expert_dispatch_args con
                                            .row_origins = tensor_of(from.row_origins),
                                            .row_scores = tensor_of(from.row_scores)},
                                 .rows = tensor_of(from.rows),
-                                .second_rows = tensor_of(from.second_rows)},
+                                .second_rows = tensor_of(from.second_rows),
+                                .may_overflow = from.may_overflow != 0},
                                {stream});
 }
 
@@ -221,10 +234,9 @@ TESSERA_C_API int tessera_expert_parallel_route(tessera_expert_parallel* group,
                                                 void* stream) {
   return finish(route(group, args, stream));
 }
-TESSERA_C_API int tessera_expert_parallel_routed_rows(tessera_expert_parallel* group,
-                                                      int64_t* rows) {
-  Status const status = present(group, "expert_parallel");
-  return finish(status.ok() ? store(rows, [&] { return group->group.routed_rows(); }) : status);
+TESSERA_C_API int tessera_expert_parallel_routed_rows(tessera_expert_parallel* group, int64_t* rows,
+                                                      int32_t* all_fit) {
+  return finish(routed_rows(group, rows, all_fit));
 }
 TESSERA_C_API int tessera_expert_parallel_dispatch(tessera_expert_parallel* group,
                                                    tessera_expert_dispatch_args const* args,

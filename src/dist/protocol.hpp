@@ -128,6 +128,23 @@ struct CountWord {
   }
 };
 
+/// What route tells its host: this rank's rows, whether every rank has room for its own, and who asked.
+struct RoutedWord {
+  static constexpr std::uint32_t kOverflows = std::uint32_t{1} << 31;
+  std::int32_t rows;
+  bool all_fit;
+  std::uint32_t ticket;
+  [[nodiscard]] TESSERA_INLINE constexpr std::uint64_t word() const {
+    return std::uint64_t{ticket} << 32 | (all_fit ? 0 : kOverflows) |
+           static_cast<std::uint32_t>(rows);
+  }
+  [[nodiscard]] TESSERA_INLINE static constexpr RoutedWord of(std::uint64_t word) {
+    auto const low = static_cast<std::uint32_t>(word);
+    return {static_cast<std::int32_t>(low & ~kOverflows), (low & kOverflows) == 0,
+            static_cast<std::uint32_t>(word >> 32)};
+  }
+};
+
 constexpr std::int64_t kWordStride = 128;  // bytes: a line for every word that peers write
 
 /// Byte offsets in every rank's window. Equal on all ranks.
@@ -137,6 +154,7 @@ struct WindowLayout {
   std::int64_t block_done;      ///< [P,max_blocks] u32
   std::int64_t part_done;       ///< [P,max_tokens] u32, dedup
   std::int64_t counts;          ///< [2,P,E] CountWord
+  std::int64_t rooms;           ///< [2,P] u32: rows that a rank has memory for, separate kernels
   std::int64_t lists;           ///< [2,P,max_tokens*max_top_k] RouteEntry
   std::int64_t places;          ///< [2,P,max_tokens*max_top_k] PlacedPair, once and dedup
   std::int64_t x;               ///< [max_tokens,d] bf16
@@ -164,6 +182,7 @@ struct WindowLayout {
     block_done = take(4 * ranks_ * max_blocks_);
     part_done = take(s.transfer == Transfer::dedup ? 4 * ranks_ * max_tokens_ : 0);
     counts = take(std::int64_t{8} * 2 * ranks_ * experts_);
+    rooms = take(4 * 2 * ranks_);
     lists = take(static_cast<std::int64_t>(sizeof(RouteEntry)) * 2 * ranks_ * pairs_);
     places = take(s.rows_cross_once()
                       ? static_cast<std::int64_t>(sizeof(PlacedPair)) * 2 * ranks_ * pairs_
@@ -200,6 +219,10 @@ struct WindowLayout {
                                                                  std::int32_t source,
                                                                  std::int32_t expert) const {
     return counts + 8 * ((std::int64_t{parity} * ranks_ + source) * experts_ + expert);
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t room_word(std::int32_t parity,
+                                                                std::int32_t rank) const {
+    return rooms + 4 * (std::int64_t{parity} * ranks_ + rank);
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t list_entry(std::int32_t parity,
                                                                  std::int32_t source,

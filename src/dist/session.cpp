@@ -17,7 +17,7 @@ namespace tessera::dist {
 
 struct Session::HostWords {
   Fault fault = {};
-  std::uint64_t rows = 0;  // CountWord: of the last route(), and its ticket
+  std::uint64_t rows = 0;  // RoutedWord of the last route()
 };
 
 namespace {
@@ -195,38 +195,38 @@ Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
                "launch of the forward pass");
 }
 
-Status Session::route(std::int32_t tokens, std::int32_t const* gmem_topk_ids,
-                      float const* gmem_topk_weights, Stream stream) noexcept {
+Status Session::route(RouteTensors const& tensors, Stream stream) noexcept {
   TESSERA_TRY(check_stage("route", stage_ == Stage::none));
   DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
   TESSERA_TRY(scope.status());
   Regions const regions(config_.shape, config_.sm_count);
-  ExchangeArguments exchange = exchange_of(config_, regions, &host_->fault, tokens);
-  exchange.gmem_topk_ids = gmem_topk_ids;
-  exchange.gmem_scores = gmem_topk_weights;
+  ExchangeArguments exchange = exchange_of(config_, regions, &host_->fault, tensors.tokens);
+  exchange.gmem_topk_ids = tensors.gmem_topk_ids;
+  exchange.gmem_scores = tensors.gmem_topk_weights;
   TESSERA_TRY(
       check(launch_route({.exchange = exchange,
                           .made = regions.tables(core::WorkspacePlan::align(config_.workspace)),
+                          .room = tensors.room,
                           .host_rows = &host_->rows,
                           .ticket = ticket_ + 1},
                          config_.sm_count, static_cast<cudaStream_t>(stream.native)),
             "launch of route"));
   ++ticket_;
   stage_ = Stage::routed;
-  tokens_ = tokens;
+  tokens_ = tensors.tokens;
   routed_on_ = stream.native;
   return {};
 }
 
-Expected<std::int64_t> Session::routed_rows() noexcept {
+Expected<RoutedRows> Session::routed_rows() noexcept {
   if (ticket_ == 0) return Status::invalid("routed_rows: nothing has been routed");
   DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
   TESSERA_TRY(scope.status());
   std::atomic_ref<std::uint64_t> const word(host_->rows);
-  auto const known = [&] { return CountWord::of(word.load(std::memory_order_acquire)); };
+  auto const known = [&] { return RoutedWord::of(word.load(std::memory_order_acquire)); };
   // The stream is asked seldom: the driver's locks are those of whoever enqueues.
   constexpr int kLooksPerQuery = 1 << 14;
-  for (int look = 1; known().epoch != ticket_; ++look) {
+  for (int look = 1; known().ticket != ticket_; ++look) {
     if (look % kLooksPerQuery != 0) continue;
     TESSERA_TRY(fault());
     cudaError_t const error = cudaStreamQuery(static_cast<cudaStream_t>(routed_on_));
@@ -234,12 +234,12 @@ Expected<std::int64_t> Session::routed_rows() noexcept {
       std::this_thread::yield();  // and goes on looking
     } else if (error != cudaSuccess) {
       return check(error, "cudaStreamQuery");
-    } else if (known().epoch != ticket_) {  // it has ended without them
+    } else if (known().ticket != ticket_) {  // it has ended without them
       TESSERA_TRY(fault());
       return Status::error(StatusCode::device_error, "routed_rows: route() did not run");
     }
   }
-  return known().rows;
+  return RoutedRows{known().rows, known().all_fit};
 }
 
 Status Session::dispatch(DispatchTensors const& tensors, Stream stream) noexcept {
@@ -266,6 +266,7 @@ Status Session::dispatch(DispatchTensors const& tensors, Stream stream) noexcept
                              .tables = routed ? regions.tables(base) : tables,
                              .kept = routed ? tables : RowTables{},
                              .capacity = tensors.tables.capacity,
+                             .may_overflow = tensors.may_overflow,
                              .gmem_rows = static_cast<char*>(tensors.gmem_rows),
                              .gmem_second_rows = static_cast<char*>(tensors.gmem_second_rows),
                              .gmem_slot_of_pair = regions.slot_of_pair.in(base)},

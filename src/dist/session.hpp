@@ -56,11 +56,18 @@ struct StagedRows {
   std::int64_t pitch = 0;  // elements
 };
 
-/// Checked tensors of ExpertParallel::dispatch and combine.
+/// Checked tensors of ExpertParallel::route, dispatch and combine.
+struct RouteTensors {
+  std::int32_t tokens = 0;
+  std::int32_t const* gmem_topk_ids = nullptr;
+  float const* gmem_topk_weights = nullptr;
+  std::uint32_t room = 0;  // rows
+};
 struct DispatchTensors {
   std::int32_t tokens = 0;
   StagedRows x, second_x;
   bool has_second = false;
+  bool may_overflow = false;
   std::int32_t const* gmem_topk_ids = nullptr;
   PassTables tables;
   void* gmem_rows = nullptr;
@@ -98,10 +105,9 @@ class Session {
   Status forward(PassTensors const& tensors, Stream stream) noexcept;
   /// The three of a pass in this order, or the last two with tables of an earlier one. invalid_argument where another
   /// one is due.
-  Status route(std::int32_t tokens, std::int32_t const* gmem_topk_ids,
-               float const* gmem_topk_weights, Stream stream) noexcept;
+  Status route(RouteTensors const& tensors, Stream stream) noexcept;
   /// Of the last route(); waits until they are known.
-  Expected<std::int64_t> routed_rows() noexcept;
+  Expected<RoutedRows> routed_rows() noexcept;
   Status dispatch(DispatchTensors const& tensors, Stream stream) noexcept;
   Status combine(CombineTensors const& tensors, Stream stream) noexcept;
   [[nodiscard]] Status fault() const noexcept;

@@ -311,12 +311,20 @@ Status ExpertParallel::route(ExpertRouteArgs const& args, Stream stream) noexcep
   pass.input("topk_ids", args.topk_ids, DType::int32, {tokens.value(), desc_.top_k});
   pass.input("topk_weights", args.topk_weights, DType::fp32, {tokens.value(), desc_.top_k});
   TESSERA_TRY(pass.check.finish());
-  return session_->route(static_cast<std::int32_t>(tokens.value()),
-                         static_cast<std::int32_t const*>(args.topk_ids.data),
-                         static_cast<float const*>(args.topk_weights.data), stream);
+  constexpr std::int64_t kAny = UINT32_MAX;
+  if (args.room < 0) {
+    return Status::invalid("room=%lld: rows, 0 for as many as there are",
+                           static_cast<long long>(args.room));
+  }
+  return session_->route(
+      {.tokens = static_cast<std::int32_t>(tokens.value()),
+       .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
+       .gmem_topk_weights = static_cast<float const*>(args.topk_weights.data),
+       .room = static_cast<std::uint32_t>(args.room == 0 ? kAny : std::min(args.room, kAny))},
+      stream);
 }
 
-Expected<std::int64_t> ExpertParallel::routed_rows() noexcept {
+Expected<RoutedRows> ExpertParallel::routed_rows() noexcept {
   TESSERA_TRY(check_training(desc_, "routed_rows"));
   return session_->routed_rows();
 }
@@ -347,6 +355,7 @@ Status ExpertParallel::dispatch(ExpertDispatchArgs const& args, Stream stream) n
        .x = {args.x.data, args.x.stride[0]},
        .second_x = {args.second_x.data, has_second ? args.second_x.stride[0] : 0},
        .has_second = has_second,
+       .may_overflow = args.may_overflow,
        .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
        .tables = pass_tables(args.tables, rows.value()),
        .gmem_rows = args.rows.data,

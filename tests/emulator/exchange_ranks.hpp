@@ -79,6 +79,7 @@ struct Kind {
   bool dscores = false;  // a float back for each row
   bool keeps = false;    // tables for later passes
   bool tight = false;    // room for the rows that there are, and no more
+  bool may_overflow = false;
 };
 
 // What one rank has of a pass.
@@ -326,6 +327,7 @@ class Ranks {
   RouteArguments route_arguments(Pass& pass, int r) {
     RouteArguments args{.exchange = arguments(pass, r),
                         .made = rank(r).made.addresses(),
+                        .room = static_cast<std::uint32_t>(shares(pass, r).capacity),
                         .host_rows = pass.kind.keeps ? &shares(pass, r).host_rows : nullptr,
                         .ticket = pass.epoch + 1000};
     args.exchange.gmem_topk_ids = pass.exchange.ids[static_cast<std::size_t>(r)].data();
@@ -341,6 +343,7 @@ class Ranks {
                            .tables = tables_of(pass, r),
                            .kept = pass.kind.keeps ? own.kept.addresses() : RowTables{},
                            .capacity = own.capacity,
+                           .may_overflow = pass.kind.may_overflow,
                            .gmem_rows = reinterpret_cast<char*>(own.rows.get()),
                            .gmem_second_rows = pass.kind.second
                                                    ? reinterpret_cast<char*>(own.second_rows.get())
@@ -398,17 +401,24 @@ class Ranks {
     }
   }
 
+  bool all_fit(Pass const& pass) const {
+    return std::all_of(pass.shares.begin(), pass.shares.end(), [](auto const& share) {
+      return static_cast<std::int64_t>(share->wanted.origins.size()) <= share->capacity;
+    });
+  }
   std::string wrong_tables(Pass const& pass, int r) {
     Share const& own = shares(pass, r);
     auto const rows = static_cast<std::int32_t>(own.wanted.origins.size());
-    std::uint64_t const word = pass.kind.keeps ? CountWord{rows, pass.epoch + 1000}.word() : 0;
+    std::uint64_t const word =
+        pass.kind.keeps ? RoutedWord{rows, all_fit(pass), pass.epoch + 1000}.word() : 0;
     if (own.host_rows != word) return "the host's word";
     return wrong_tables(rank(r).made, pass, r, rows);
   }
   std::string wrong_tables(Tables const& got, Pass const& pass, int r, std::int64_t rows) {
     Share const& own = shares(pass, r);
     Tables const wanted(s_);
-    std::copy(own.wanted.offsets.begin(), own.wanted.offsets.end(), wanted.offsets.get());
+    std::transform(own.wanted.offsets.begin(), own.wanted.offsets.end(), wanted.offsets.get(),
+                   [rows](std::int32_t offset) { return std::min<std::int64_t>(offset, rows); });
     for (std::int64_t row = 0; row < rows; ++row) {
       RowOrigin const from = own.wanted.origins[static_cast<std::size_t>(row)];
       wanted.origins[row] = from;

@@ -150,6 +150,34 @@ TEST(SeparateExchange, MoreRowsThanRoomAreReported) {
   }
 }
 
+// Every rank's host hears of it, no rank gives up, and the pass can be made again.
+TEST(SeparateExchange, RowsMayBeLeftOut) {
+  for (std::uint64_t seed = 0; seed < 6; ++seed) {
+    std::int32_t const all = 1 + static_cast<std::int32_t>(seed % 3);
+    ExchangeShape const s = shape(all, 14, 72, 6, 2, kTransfers[seed % 2]);
+    int const owner = static_cast<int>(seed) % all;
+    Ranks ranks(s);
+    Exchange const exchange = draw(s, Pattern::random, seed);
+    Pass& pass = ranks.make(
+        exchange,
+        {.second = true, .dscores = true, .keeps = true, .tight = true, .may_overflow = true},
+        seed);
+    Share& small = *pass.shares[static_cast<std::size_t>(owner)];
+    std::int64_t const rows = small.capacity;
+    small.capacity = seed < 3 ? rows - 1 : 0;
+    for (int r = 0; r < all; ++r) ranks.enqueue(pass, r, 3, false);
+    ASSERT_EQ(ranks.run(schedule_of(seed)), "") << "seed " << seed;
+    for (int r = 0; r < all; ++r) {
+      RoutedWord const told = RoutedWord::of(pass.shares[static_cast<std::size_t>(r)]->host_rows);
+      EXPECT_FALSE(told.all_fit);
+      if (r == owner) EXPECT_EQ(told.rows, rows);
+    }
+    EXPECT_EQ(ranks.wrong_rows_of(pass, owner), "") << "seed " << seed;
+    Pass& again = ranks.make(exchange, {.second = true, .keeps = true, .tight = true}, seed);
+    ASSERT_EQ(ranks.run(again, schedule_of(seed)), "") << "seed " << seed;
+  }
+}
+
 // The last rank leaves before one of the kernels.
 TEST(SeparateExchange, ARankThatDoesNotComeIsReported) {
   char const* const sites[] = {" at counted", " at staged", " at ack"};

@@ -141,6 +141,8 @@ MUTANTS = [
      "arch::tma_store_wait_read<1>();", "", "rows differ"),
     ("a token's next row is any later one", "dist/kernels/route.cu",
      "of_choice <= own || of_choice >= least", "of_choice <= own", "origins differ"),
+    ("a rank looks at its own room alone", "dist/kernels/route.cu",
+     "room_word(parity(epoch), rank)", "room_word(parity(epoch), exchange.rank)", "FAILED  ] SeparateExchange"),
     ("every row is the first of its token", "dist/kernels/route.cu",
      "!once || words.z % 256 == 0", "true", "origins differ"),
     ("second rows are those of x", "dist/kernels/dispatch.cu",

@@ -45,7 +45,7 @@ class OneRank:
     """The library's functions of a group of one rank on the CPU: rows sorted by expert."""
 
     def __init__(self, experts: int):
-        self.experts, self.calls, self.rows = experts, [], 0
+        self.experts, self.calls, self.dispatched, self.room_of_others = experts, [], True, []
 
     def tessera_expert_parallel_route(self, handle, address, stream):
         args = training._RouteArgs.from_address(address)
@@ -53,27 +53,34 @@ class OneRank:
         routed = (self.ids >= 0) & (self.ids < self.experts)
         key = torch.where(routed, self.ids, self.experts)
         self.order = torch.argsort(key, stable=True)[:int(routed.sum())]
-        self.rows = len(self.order)
+        self.total = len(self.order)
+        self.room = args.room or 1 << 30
         self.offsets = torch.searchsorted(key[self.order].contiguous(), torch.arange(self.experts + 1))
+        self.dispatched = False
         self.calls.append("route")
         return 0
 
-    def tessera_expert_parallel_routed_rows(self, handle, rows):
-        rows._obj.value = self.rows
+    def tessera_expert_parallel_routed_rows(self, handle, rows, all_fit):
+        others_fit = self.room_of_others.pop() if self.room_of_others else True
+        rows._obj.value, all_fit._obj.value = self.total, others_fit and self.total <= self.room
+        self.calls.append("rows")
         return 0
 
     def tessera_expert_parallel_dispatch(self, handle, address, stream):
         args = training._DispatchArgs.from_address(address)
         origins = at(args.row_origins)
-        if self.calls[-1] == "route":
-            at(args.expert_offsets).copy_(self.offsets)
-            origins[:self.rows, 0], origins[:self.rows, 1] = self.order, 0
-            at(args.row_scores)[:self.rows] = self.scores[self.order]
+        if not self.dispatched:
+            assert args.may_overflow or self.total <= len(origins)
+            order = self.order[:len(origins)]
+            at(args.expert_offsets).copy_(self.offsets.clamp(max=len(order)))
+            origins[:len(order), 0], origins[:len(order), 1] = order, 0
+            at(args.row_scores)[:len(order)] = self.scores[order]
         rows = int(at(args.expert_offsets)[-1])
         token = origins[:rows, 0].long() // at(args.topk_ids).shape[1]
         at(args.rows)[:rows] = at(args.x)[token]
         if args.second_rows.rank:
             at(args.second_rows)[:rows] = at(args.second_x)[token]
+        self.dispatched = True
         self.calls.append("dispatch")
         return 0
 
@@ -105,7 +112,8 @@ class Group:
     _handle = ctypes.c_void_p(8)
 
     def __init__(self, activation: str = "swiglu"):
-        self.activation, self._calls, self._beside = activation, {}, training.Beside()
+        self.activation, self._calls, self._rows, self._beside = activation, {}, {}, training.Beside()
+        self._desc = expert_parallel._Desc(ranks=1, experts=SHAPE["experts"])
 
     @staticmethod
     def _stream():
@@ -141,15 +149,20 @@ class OnCpu(unittest.TestCase):
         biases = weights[2:] or [None, None]
         fake = OneRank(SHAPE["experts"])
         with mock.patch.object(library, "load", return_value=fake):
-            o = training.run(Group(activation), pieces, x, ids, scores, *weights[:2], *biases)
+            o = training.run(Group(activation), pieces, 0, x, ids, scores, *weights[:2], *biases)
         d_o = torch.randn_like(o)
         with mock.patch.object(library, "load", return_value=fake):
             got = torch.autograd.grad(o, (x, scores, *weights), d_o)
         names = dict(zip(("b_up", "b_down"), biases))
         wanted_o = tessera.routed_experts(x, ids, scores, *weights[:2], activation=activation, **names, **clamp)
         wanted = torch.autograd.grad(wanted_o, (x, scores, *weights), d_o)
-        whole = ["route", "dispatch", "combine"]
-        self.assertEqual(fake.calls, whole + whole[1:] if save == "h" else (whole if with_bias else []) + whole)
+        asks = ["rows"] if max_rows is None else []
+        first, again, back = ["route", *asks, "dispatch", "combine"], ["route", "dispatch", "combine", *asks], \
+            ["dispatch", "combine"]
+        if save == "h":
+            self.assertEqual(fake.calls, first + back)
+        else:  # with biases forward is in pieces as well, and has told how many rows there are
+            self.assertEqual(fake.calls, first + again if with_bias else first)
         return (o, *got), (wanted_o, *wanted)
 
     def assert_near(self, got, wanted, limit=2**-8):
@@ -175,23 +188,52 @@ class OnCpu(unittest.TestCase):
             self.assertEqual((o.shape, dx.shape, dscores.shape), ((0, 64), (0, 64), (0, 3)))
             self.assertEqual((dw_up.abs().max(), dw_down.abs().max()), (0, 0))
 
+    def test_more_rows_than_before(self):
+        """Few rows, then as many as there are: the pass is made again. The next one asks behind what it enqueues."""
+        ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False, 300)
+        few = torch.where(torch.arange(300)[:, None] < 20, ids, -1)
+        for save in ("h", "x"):
+            pieces, group = training.Pieces("grouping=offsets", 900, None, save), Group()
+            fake, expected = OneRank(SHAPE["experts"]), []
+            ask_first, ask_last = ["route", "rows", "dispatch", "combine"], ["route", "dispatch", "combine", "rows"]
+            back = ["dispatch", "combine"] if save == "h" else []
+            for chosen, calls in ((few, ask_first), (ids, ask_last + ask_first), (ids, ask_last)):
+                with mock.patch.object(library, "load", return_value=fake):
+                    o = training.run(group, pieces, 0, x, chosen, scores, w_up, w_down)
+                    got = torch.autograd.grad(o, (x, scores, w_up, w_down), torch.ones_like(o))
+                wanted_o = tessera.routed_experts(x, chosen, scores, w_up, w_down)
+                wanted = torch.autograd.grad(wanted_o, (x, scores, w_up, w_down), torch.ones_like(o))
+                self.assert_near((o, *got), (wanted_o, *wanted))
+                expected += calls + back
+            self.assertEqual(fake.calls, expected)
+
+    def test_another_rank_without_room(self):
+        """A rank that has asked before it brings rows makes the pass again with the others."""
+        ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False)
+        pieces, fake = training.Pieces("grouping=offsets", 900, None, "h"), OneRank(SHAPE["experts"])
+        fake.room_of_others = [False]
+        with mock.patch.object(library, "load", return_value=fake):
+            o = training.run(Group(), pieces, 0, x, ids, scores, w_up, w_down)
+        self.assertEqual(fake.calls, ["route", "rows", "dispatch", "combine"] * 2)
+        self.assert_near([o], [tessera.routed_experts(x, ids, scores, w_up, w_down)])
+
     def test_only_what_is_wanted(self):
         ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False)
-        pieces = training.Pieces("grouping=offsets", SHAPE["experts"], 900, None, "h")
+        pieces = training.Pieces("grouping=offsets", 900, None, "h")
         fake = OneRank(SHAPE["experts"])
         with mock.patch.object(library, "load", return_value=fake):
-            o = training.run(Group(), pieces, x.detach(), ids, scores.detach(), w_up, w_down.detach())
+            o = training.run(Group(), pieces, 0, x.detach(), ids, scores.detach(), w_up, w_down.detach())
             o.sum().backward()
             self.assertTrue(w_up.grad is not None and x.grad is None and scores.grad is None and w_down.grad is None)
             with torch.no_grad():
-                same = training.run(Group(), pieces, x, ids, scores, w_up, w_down)
+                same = training.run(Group(), pieces, 0, x, ids, scores, w_up, w_down)
         self.assert_near([same], [o.detach()])
 
     def test_twice_through_one_graph(self):
         ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False)
-        pieces = training.Pieces("grouping=offsets", SHAPE["experts"], 900, None, "h")
+        pieces = training.Pieces("grouping=offsets", 900, None, "h")
         with mock.patch.object(library, "load", return_value=OneRank(SHAPE["experts"])):
-            o = training.run(Group(), pieces, x, ids, scores, w_up, w_down)
+            o = training.run(Group(), pieces, 0, x, ids, scores, w_up, w_down)
             first = torch.autograd.grad(o.sum(), (x, w_up), retain_graph=True)
             again = torch.autograd.grad(o.sum(), (x, w_up))
         self.assertTrue(all(torch.equal(a, b) for a, b in zip(first, again)))
@@ -369,6 +411,34 @@ class OnGpus(unittest.TestCase):
         experts.check()
         dist.barrier()
         experts.close()
+
+    def test_more_rows_than_before(self):
+        """All ranks make a pass again, as the rows of one of them do not fit into what the layer had before."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        own = slice(rank * self.E // ranks, (rank + 1) * self.E // ranks)
+        for save in ("h", "x"):
+            experts = self.make(save=save)
+            x, ids, scores, d_o, weights = self.inputs([self.T] * ranks)
+            mine = slice(rank * self.T, (rank + 1) * self.T)
+            ups, downs = (w[own].clone().requires_grad_() for w in weights[:2])
+            few = torch.where(torch.arange(len(ids), device="cuda")[:, None] % self.T < 20, ids, -1)
+            to_last = torch.full_like(ids, self.E - 1)  # the last rank's rows alone are many
+            for step, chosen in enumerate((few, few, ids, ids, few, to_last, to_last, ids)):
+                leaves = [x[mine].clone().requires_grad_(), scores[mine].clone().requires_grad_(), ups, downs]
+                o = experts(leaves[0], chosen[mine], *leaves[1:])
+                got = torch.autograd.grad(o, leaves, d_o[mine])
+                whole = [x.clone().requires_grad_(), scores.clone().requires_grad_()]
+                wanted_o = tessera.routed_experts(whole[0], chosen, whole[1], *weights[:2])
+                wanted = torch.autograd.grad(wanted_o, whole, d_o)
+                self.assertTrue(torch.equal(o, wanted_o[mine]), f"o, save {save}, step {step}")
+                self.assertTrue(torch.equal(got[0], wanted[0][mine]), f"dx, save {save}, step {step}")
+                error = (got[1] - wanted[1][mine]).norm() / wanted[1][mine].norm()
+                self.assertLess(error.item(), 2**-8)
+            torch.cuda.synchronize()
+            experts.check()
+            tessera.check_device_values()
+            dist.barrier()
+            experts.close()
 
     def test_all_rows_on_one_rank(self):
         """As many as there may be, repeated choices of one expert, and none on the others."""

@@ -170,7 +170,7 @@ __device__ void write_tables(DispatchArguments const& p, std::int64_t thread, st
   }
   if (p.kept.gmem_expert_offsets == nullptr) return;
   for (std::int64_t i = thread; i <= exchange.local_experts; i += threads) {
-    p.kept.gmem_expert_offsets[i] = p.tables.gmem_expert_offsets[i];
+    p.kept.gmem_expert_offsets[i] = min(p.tables.gmem_expert_offsets[i], rows);
   }
   for (std::int64_t i = thread; i < rows; i += threads) {
     p.kept.gmem_origins[i] = p.tables.gmem_origins[i];
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     reached = waiter.for_epoch(exchange.window.staged_word(thread), epoch, Site::staged, thread);
   }
   if (!all_reached(reached)) return;
-  if (all_rows > rows && blockIdx.x == 0 && thread == 0) {
+  if (all_rows > rows && !p.may_overflow && blockIdx.x == 0 && thread == 0) {
     waiter.give_up(Site::rows, static_cast<std::uint32_t>(p.capacity),
                    static_cast<std::uint32_t>(all_rows));
   }

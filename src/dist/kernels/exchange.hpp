@@ -67,8 +67,8 @@ struct RowTables {
 struct RouteArguments {
   ExchangeArguments exchange;  // without gmem_pool
   RowTables made;              // for as many rows as there may be
-  std::uint64_t*
-      host_rows;  // CountWord of R and `ticket`, as soon as R is known; memory of the host, or null
+  std::uint32_t room;          // rows that this rank has memory for
+  std::uint64_t* host_rows;    // RoutedWord with `ticket`; memory of the host, or null
   std::uint32_t ticket;
 };
 
@@ -77,6 +77,7 @@ struct DispatchArguments {
   RowTables tables;                 // of the rows to bring
   RowTables kept;                   // out: a copy of them; nulls: none is wanted
   std::int64_t capacity;            // rows that the memory below, and `kept`, has room for
+  bool may_overflow;                // where there are more they are left out, and nobody is told
   char* gmem_rows;                  // out [capacity,d] bf16: of x in the window
   char* gmem_second_rows;           // out, the same of second_x; or null
   std::int32_t* gmem_slot_of_pair;  // out [tokens*max_top_k]: the pair, or -1: rows of the slots

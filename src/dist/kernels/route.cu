@@ -25,6 +25,24 @@ __device__ void write_offsets(RouteArguments const& p, Storage const& smem, int 
   }
 }
 
+// Behind publish. By all threads of a CTA.
+__device__ void tell_host(RouteArguments const& p, Storage const& smem, std::uint32_t epoch,
+                          int rows) {
+  ExchangeArguments const& exchange = p.exchange;
+  int const rank = static_cast<int>(threadIdx.x);
+  bool overflows = false;
+  if (rank < exchange.shape.ranks) {
+    std::uint32_t const room = __ldcg(
+        word_of(exchange.windows[exchange.rank], exchange.window.room_word(parity(epoch), rank)));
+    int const of_rank = owner_totals(exchange.shape, smem.plan, rank).rows;
+    overflows = static_cast<std::uint32_t>(of_rank) > room;
+  }
+  bool const all_fit = __syncthreads_or(overflows ? 1 : 0) == 0;
+  if (rank == 0 && p.host_rows != nullptr) {
+    arch::store_relaxed_sys(p.host_rows, RoutedWord{rows, all_fit, p.ticket}.word());
+  }
+}
+
 // The row of the token's next choice on this owner, by expert, then choice; -1: there is none.
 __device__ std::int32_t next_row(RouteArguments const& p, Storage const& smem, std::uint32_t epoch,
                                  PoolRow const& row, std::uint32_t pair, std::uint32_t choices) {
@@ -84,20 +102,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   ExchangeArguments const& exchange = p.exchange;
   std::uint32_t const epoch = *exchange.gmem_epoch;
   int const thread = static_cast<int>(threadIdx.x);
+  if (blockIdx.x == 0 && thread < exchange.shape.ranks) {  // ahead of what publish says
+    *word_of(exchange.windows[thread], exchange.window.room_word(parity(epoch), exchange.rank)) =
+        p.room;
+  }
   if (!route<true>(exchange, smem, epoch, NothingBeside(), [] {})) return;
   int const rows = owner_totals(exchange.shape, smem.plan, exchange.rank).rows;
-  if (blockIdx.x == 0) {
-    if (thread == 0 && p.host_rows != nullptr) {
-      arch::store_relaxed_sys(p.host_rows, CountWord{rows, p.ticket}.word());
-    }
-    write_offsets(p, smem, rows);
-  }
+  if (blockIdx.x == 0) write_offsets(p, smem, rows);
   bool reached = true;
   if (thread < exchange.shape.ranks) {
     reached = Waiter(exchange, epoch)
                   .for_epoch(exchange.window.publish_word(thread), epoch, Site::publish, thread);
   }
   if (!all_reached(reached)) return;
+  if (blockIdx.x == 0) tell_host(p, smem, epoch, rows);
   write_rows(p, smem, epoch, rows);
 }
 

@@ -136,8 +136,8 @@ class ExpertParallel:
     biases is one launch then. Else a pass is several, and the host waits until the number of rows is known: behind all
     that it enqueues, where memory for a sixteenth more than the layer had in its last pass is enough. With max_rows, a
     bound of the rows that a rank's experts have in any pass, it does not wait; where there are more the pass is void,
-    and check() says so. alpha, limit and up_offset belong to clamped-swiglu. Everything but `device`, `windows` and
-    `max_rows` is equal on all ranks. Larger passes have to be split: max_tokens * K * K is at most 2^32,
+    and check() says so. alpha, limit and up_offset belong to clamped-swiglu. Everything but `device` and `windows` is
+    equal on all ranks. Larger passes have to be split: max_tokens * K * K is at most 2^32,
     and a rank's pool, P * max_tokens * K rows and 127 for each of its experts, has at most 2^31 - 1. ValueError where a
     bound is broken. Making and closing are collective; where one rank fails to join, all of them raise.
     """
@@ -173,7 +173,7 @@ class ExpertParallel:
             except Exception as error:
                 self._gather((None, None, f"{type(error).__name__}: {error}"), group)
                 raise
-            group_id, lib = self._agree(self._desc, made, group, save), _library()
+            group_id, lib = self._agree(self._desc, made, group, save, max_rows), _library()
             try:
                 if windows is None:
                     library.check(lib.tessera_peer_window_open(context, rank, ranks, group_id, bytes_, None,
@@ -224,10 +224,10 @@ class ExpertParallel:
         return of_ranks
 
     @staticmethod
-    def _agree(desc, group_id, group, save="h"):
+    def _agree(desc, group_id, group, save="h", max_rows=None):
         """The id that rank 0 made. Where a rank has failed, or ranks differ in anything else, all of them raise."""
         mine = {name: getattr(desc, name) for name, _ in _Desc._fields_ if name not in ("size", "rank")}
-        mine["save"] = save
+        mine |= {"save": save, "max_rows": max_rows}
         of_ranks = ExpertParallel._gather((mine, group_id, None), group)
         for rank, (_, _, failure) in enumerate(of_ranks):
             if failure is not None:

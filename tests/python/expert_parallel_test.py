@@ -58,6 +58,14 @@ class Refusals(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "max_tokens=300 on rank 0, 200 on rank 1"):
             self.agree(desc, [({"max_tokens": 200}, None)])
 
+    def test_ranks_that_bound_their_rows_differently(self):
+        """Without a bound a rank makes a pass again that had no room on another one; all or none have to do so."""
+        desc = expert_parallel._Desc(rank=0, ranks=2, max_tokens=300, hidden=512, training=1)
+        with self.assertRaisesRegex(ValueError, "max_rows=None on rank 0, 200 on rank 1"):
+            self.agree(desc, [({"max_rows": 200}, None)])
+        with self.assertRaisesRegex(ValueError, "save=h on rank 0, x on rank 1"):
+            self.agree(desc, [({"save": "x"}, None)])
+
     def test_ranks_that_agree(self):
         desc = expert_parallel._Desc(ranks=2, max_tokens=300)
         self.assertEqual(self.agree(desc, [({}, None)]), b"id")

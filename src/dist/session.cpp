@@ -15,7 +15,7 @@
 
 namespace tessera::dist {
 
-struct Session::HostWords {
+struct HostWords {
   Fault fault = {};
   std::uint64_t rows = 0;  // RoutedWord of the last route()
 };
@@ -55,13 +55,13 @@ struct Regions {
   }
 };
 
-template <class Words>
-Status make_host_words(std::int32_t device, Words*& words) noexcept {
+Status make_host_words(std::int32_t device, HostWords*& words) noexcept {
   DeviceScope const scope(device_calls(), device, ContextChoice::primary);
   TESSERA_TRY(scope.status());
   void* memory = nullptr;
-  TESSERA_TRY(check(cudaHostAlloc(&memory, sizeof(Words), cudaHostAllocPortable), "cudaHostAlloc"));
-  words = new (memory) Words{};
+  TESSERA_TRY(
+      check(cudaHostAlloc(&memory, sizeof(HostWords), cudaHostAllocPortable), "cudaHostAlloc"));
+  words = new (memory) HostWords{};
   return {};
 }
 
@@ -74,9 +74,9 @@ RowTables row_tables(PassTables const& tables) noexcept {
 // Rows to their place in the window.
 Status stage(StagedRows const& rows, std::int32_t tokens, std::int32_t hidden, void* place,
              cudaStream_t stream) noexcept {
+  if (rows.lie_at(place, tokens, hidden)) return {};
   std::size_t const row = 2 * static_cast<std::size_t>(hidden);
-  std::size_t const pitch = tokens == 1 ? row : 2 * static_cast<std::size_t>(rows.pitch);
-  if (tokens == 0 || (rows.gmem == place && pitch == row)) return {};
+  std::size_t const pitch = 2 * static_cast<std::size_t>(rows.pitch_of(tokens, hidden));
   return check(
       cudaMemcpy2DAsync(place, row, rows.gmem, pitch, row, static_cast<std::size_t>(tokens),
                         cudaMemcpyDeviceToDevice, stream),
@@ -169,13 +169,11 @@ Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
   auto* const native = static_cast<cudaStream_t>(stream.native);
   ExchangeShape const& s = config_.shape;
   // The kernel copies x while it routes, by copies of 16 bytes and more.
-  std::int64_t const pitch = tensors.pitch(s.hidden);
-  bool const by_kernel = !is_in_place(tensors, s.hidden, x()) &&
-                         reinterpret_cast<std::uintptr_t>(tensors.gmem_x) % 16 == 0 &&
+  std::int64_t const pitch = tensors.x.pitch_of(tensors.tokens, s.hidden);
+  bool const by_kernel = !tensors.x.lie_at(x(), tensors.tokens, s.hidden) &&
+                         reinterpret_cast<std::uintptr_t>(tensors.x.gmem) % 16 == 0 &&
                          2 * pitch % 16 == 0;
-  if (!by_kernel) {
-    TESSERA_TRY(stage({tensors.gmem_x, pitch}, tensors.tokens, s.hidden, x(), native));
-  }
+  if (!by_kernel) TESSERA_TRY(stage(tensors.x, tensors.tokens, s.hidden, x(), native));
   Regions const regions(s, config_.sm_count);
   std::byte* const base = core::WorkspacePlan::align(config_.workspace);
   ExchangeArguments exchange = exchange_of(config_, regions, &host_->fault, tensors.tokens);
@@ -187,7 +185,7 @@ Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
                                .gmem_w_up = tensors.gmem_w_up,
                                .gmem_w_down = tensors.gmem_w_down,
                                .gmem_a = regions.a.in(base),
-                               .gmem_x = by_kernel ? tensors.gmem_x : nullptr,
+                               .gmem_x = by_kernel ? tensors.x.gmem : nullptr,
                                .x_pitch = pitch,
                                .gmem_o = tensors.gmem_o,
                                .lag = -1},

@@ -25,21 +25,30 @@ struct SessionConfig {
   double time_limit = 0;  // seconds
 };
 
+/// Rows [tokens,hidden] of a caller, bf16.
+struct StagedRows {
+  void const* gmem = nullptr;
+  std::int64_t pitch = 0;  // elements from row to row; of one row it may be anything
+
+  [[nodiscard]] std::int64_t pitch_of(std::int64_t tokens, std::int64_t hidden) const noexcept {
+    return tokens == 1 ? hidden : pitch;
+  }
+  /// Whether they are the rows in that place of the window, so that nothing is copied there.
+  [[nodiscard]] bool lie_at(void const* place, std::int64_t tokens,
+                            std::int64_t hidden) const noexcept {
+    return tokens == 0 || (gmem == place && pitch_of(tokens, hidden) == hidden);
+  }
+};
+
 /// Checked tensors of one pass; shapes as in ExpertParallelArgs.
 struct PassTensors {
   std::int32_t tokens = 0;
-  void const* gmem_x = nullptr;
-  std::int64_t x_pitch = 0;  // elements
+  StagedRows x;
   std::int32_t const* gmem_topk_ids = nullptr;
   float const* gmem_topk_weights = nullptr;
   void const* gmem_w_up = nullptr;
   void const* gmem_w_down = nullptr;
   void* gmem_o = nullptr;
-
-  /// Elements from row to row; of one row x_pitch may be anything.
-  [[nodiscard]] std::int64_t pitch(std::int64_t hidden) const noexcept {
-    return tokens == 1 ? hidden : x_pitch;
-  }
 };
 
 /// Of an owner's rows; shapes as in DispatchTables.
@@ -48,12 +57,6 @@ struct PassTables {
   void* gmem_row_origins = nullptr;
   void* gmem_row_scores = nullptr;
   std::int64_t capacity = 0;  ///< rows that there is room for
-};
-
-/// Rows of a caller.
-struct StagedRows {
-  void const* gmem = nullptr;
-  std::int64_t pitch = 0;  // elements
 };
 
 /// Checked tensors of ExpertParallel::route, dispatch and combine.
@@ -85,11 +88,8 @@ struct CombineTensors {
   void* begun = nullptr;  // event, or null
 };
 
-/// Whether x is the rows in its place in the window, so that nothing is copied there.
-inline bool is_in_place(PassTensors const& pass, std::int64_t hidden,
-                        void const* window_x) noexcept {
-  return pass.tokens == 0 || (pass.gmem_x == window_x && pass.pitch(hidden) == hidden);
-}
+/// What kernels write for the host, in pinned memory.
+struct HostWords;
 
 class Session {
  public:
@@ -114,7 +114,6 @@ class Session {
 
  private:
   enum class Stage : std::uint8_t { none, routed, dispatched };
-  struct HostWords;  // pinned
 
   explicit Session(SessionConfig const& config) noexcept : config_(config) {}
   [[nodiscard]] Status check_stage(char const* call, bool allowed) const noexcept;

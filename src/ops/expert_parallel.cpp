@@ -75,6 +75,8 @@ Expected<dist::ExchangeShape> shape_of(ExpertParallelDesc const& d) noexcept {
   return shape;
 }
 
+dist::StagedRows rows_of_caller(ConstTensor const& x) noexcept { return {x.data, x.stride[0]}; }
+
 // Tensors of a pass of one rank.
 struct PassCheck {
   ExpertParallelDesc const& desc;
@@ -98,8 +100,7 @@ struct PassCheck {
   // What is copied to its place in the window, unless it is that.
   void staged(char const* name, ConstTensor const& x, std::int64_t tokens, void* place) noexcept {
     check.input(name, x, DType::bf16, {tokens, desc.hidden});
-    bool const dense = tokens < 2 || x.stride[0] == desc.hidden;
-    if (tokens == 0 || (x.data == place && dense)) return;
+    if (rows_of_caller(x).lie_at(place, tokens, desc.hidden)) return;
     auto const bytes = static_cast<std::size_t>(2 * desc.max_tokens * desc.hidden);
     check.buffer("input()", {place, bytes}, bytes, 1, true);
   }
@@ -293,8 +294,7 @@ Status ExpertParallel::forward(ExpertParallelArgs const& args, Stream stream) no
   pass.aligned("o", args.o.data);
   TESSERA_TRY(pass.check.finish());
   return session_->forward({.tokens = static_cast<std::int32_t>(tokens),
-                            .gmem_x = args.x.data,
-                            .x_pitch = args.x.stride[0],
+                            .x = rows_of_caller(args.x),
                             .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
                             .gmem_topk_weights = static_cast<float const*>(args.topk_weights.data),
                             .gmem_w_up = args.w_up.data,
@@ -350,17 +350,16 @@ Status ExpertParallel::dispatch(ExpertDispatchArgs const& args, Stream stream) n
     pass.check.absent("second_rows", args.second_rows, "there is no second_x");
   }
   TESSERA_TRY(pass.check.finish());
-  return session_->dispatch(
-      {.tokens = static_cast<std::int32_t>(tokens.value()),
-       .x = {args.x.data, args.x.stride[0]},
-       .second_x = {args.second_x.data, has_second ? args.second_x.stride[0] : 0},
-       .has_second = has_second,
-       .may_overflow = args.may_overflow,
-       .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
-       .tables = pass_tables(args.tables, rows.value()),
-       .gmem_rows = args.rows.data,
-       .gmem_second_rows = args.second_rows.data},
-      stream);
+  return session_->dispatch({.tokens = static_cast<std::int32_t>(tokens.value()),
+                             .x = rows_of_caller(args.x),
+                             .second_x = rows_of_caller(args.second_x),
+                             .has_second = has_second,
+                             .may_overflow = args.may_overflow,
+                             .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
+                             .tables = pass_tables(args.tables, rows.value()),
+                             .gmem_rows = args.rows.data,
+                             .gmem_second_rows = args.second_rows.data},
+                            stream);
 }
 
 Status ExpertParallel::combine(ExpertCombineArgs const& args, Stream stream) noexcept {

@@ -511,7 +511,7 @@ TEST(Layout, OwnersAddUpAllExpertsButTheLastQuarter) {
 TEST(Window, KnowsRowsInTheirPlace) {
   std::array<std::uint16_t, 8 * 16> x = {};  // of the window
   auto const in_place = [&](std::uint16_t const* rows, std::int32_t tokens, std::int64_t pitch) {
-    return is_in_place({.tokens = tokens, .gmem_x = rows, .x_pitch = pitch}, 16, x.data());
+    return StagedRows{rows, pitch}.lie_at(x.data(), tokens, 16);
   };
   EXPECT_TRUE(in_place(x.data(), 8, 16));
   EXPECT_TRUE(in_place(x.data(), 3, 16));

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // dispatch: the rows that this rank's experts have to multiply, from the windows of all ranks.
-//   staged   one thread says to all ranks that this rank's rows lie in its window; every CTA awaits all of them
+//   staged   one thread says to all ranks that this rank's rows lie in its window
+//   tables   all threads copy them, note which pairs have rows, and clear the next pass's counters; then every CTA
+//            awaits what all ranks say
 //   bring    warps load rows by bulk copies, row i by warp i mod warps, and store each for all of its token's choices
 //            here, a lane for each; the rows of second_x behind those of x
-//   first    all threads copy the tables, note which pairs have rows, and clear the next pass's counters
 // Barriers __syncthreads only: one thread polls, the CTA follows. Waits have a limit (wait.cuh)
 // Memory   x and second_x were written before this kernel; bulk copies read them after a proxy fence behind staged
 // Requires hidden % 8 == 0. CTA 0 waits for nobody before it speaks, so CTAs need not all be resident

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // route: from this rank's choices to tables of the rows that its own experts have to multiply.
+//   room          rows that this rank has memory for, to all ranks
 //   route, plan   route.cuh
-//   tables        offsets, and for each row its pair, source and score, row i by thread i mod threads
+//   host          how many rows there are, and whether every rank has room for its own
+//   tables        offsets, and for each row its pair, source and score, and the next row of its token, row i by thread
+//                 i mod threads
 // Barriers __syncthreads only: one thread polls, the CTA follows. Waits have a limit (wait.cuh)
-// Memory   generic writes to peers: every thread fences at system scope before its CTA counts
+// Memory   generic writes to peers: a CTA's are released when it counts, the last one fences at system scope for all,
+//          then publishes
 // Requires shape.experts <= kMostExperts, all CTAs resident (cooperative launch)
 #include "cuda/arch/dynamic_shared.cuh"
 #include "dist/kernels/exchange.hpp"

@@ -11,11 +11,14 @@ namespace tessera::cuda_test {
 namespace {
 
 // Names of the ops that a fast kernel serves.
-std::string served(Context const& context, RouterKind kind, Pass pass) {
+std::string served(Context const& context, RouterKind kind, Pass pass,
+                   RowGrouping grouping = RowGrouping::slots) {
   MoeDesc desc;
   desc.shape = {.tokens = 96, .hidden = 72, .intermediate = 40, .experts = 8, .top_k = 3};
   desc.dtype = DType::bf16;
   desc.router.kind = kind;
+  desc.grouping = grouping;
+  if (grouping != RowGrouping::slots) desc.shape.top_k = 1;
   auto const ops = explain(context, desc, pass);
   if (!ops.ok()) return ops.status().text();
   std::string names;
@@ -40,6 +43,9 @@ int run(Context const& context) {
                "down_projection_wgrad up_projection_wgrad router_wgrad ");
   ok &= expect(served(context, RouterKind::given, Pass::backward),
                "down_projection_dgrad up_projection_dgrad aggregate down_projection_wgrad "
+               "up_projection_wgrad ");
+  ok &= expect(served(context, RouterKind::given, Pass::backward, RowGrouping::offsets),
+               "down_projection_dgrad up_projection_dgrad down_projection_wgrad "
                "up_projection_wgrad ");
   std::printf(ok ? "all passed\n" : "some FAILED\n");
   return ok ? 0 : 1;

@@ -113,8 +113,10 @@ std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, std::
       explanation(work::down_projection_fwd(desc, rows), refuse(experts.down),
                   prefers_gemv(experts.down) ? kGemv : "persistent warp-specialised GEMM" + on));
   set_gemm(ops.back(), mean_rows(desc), s.hidden, s.intermediate);
+  std::string const when =
+      rows_lie_in(desc, args.o) ? ", for rows that have scores; others lie in their place" : "";
   ops.push_back(
-      explanation(work::aggregate(desc, rows), refuse(experts.aggregate), kAggregate + on));
+      explanation(work::aggregate(desc, rows), refuse(experts.aggregate), kAggregate + when + on));
   return ops;
 }
 
@@ -160,8 +162,9 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
   auto const rows = static_cast<double>(desc.num_slots());
   std::int64_t const mean = mean_rows(desc), width = desc.up_width() * s.intermediate;
   std::string const gemm = "persistent warp-specialised GEMM";
+  MoeBackwardArgs const args = backward_at_nowhere(desc);
   BackwardArguments const experts = backward_arguments(
-      desc, backward_at_nowhere(desc),
+      desc, args,
       {{}, nullptr, nowhere(), nowhere(), nullptr, nowhere(), static_cast<int*>(nowhere())});
   std::vector<OpExplanation> ops;
   auto const add = [&](work::OpWork const& work, Refusal const& refusal, std::string const& fast,
@@ -184,7 +187,9 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
     }
     add(work::up_projection_dgrad(desc, rows), refuse(experts.up_dgrad), gemm, mean, s.hidden,
         width);
-    add(work::aggregate(desc, rows, false), refuse(experts.aggregate), kAggregate, 0, 0, 0);
+    if (!rows_lie_in(desc, args.dx)) {
+      add(work::aggregate(desc, rows, false), refuse(experts.aggregate), kAggregate, 0, 0, 0);
+    }
   }
   if (pass != Pass::backward_input) {
     add(work::down_projection_wgrad(desc, rows), refuse(experts.down_wgrad),

@@ -194,23 +194,27 @@ class Training:
         return parts
 
     def body(self, layer):
-        """Of layer(x, ids, scores, w_up, w_down); saved: what it keeps between the passes, of calls that measure it."""
-        x, scores, w_up, w_down = self.leaves
+        """Of layer(x, ids, scores, w_up, w_down)."""
 
-        def both(measures=False):
-            before = torch.cuda.memory_allocated() if measures else 0
-            o = layer(x, self.ids, scores, w_up, w_down)
-            if measures:
-                both.saved = torch.cuda.memory_allocated() - before - o.numel() * o.element_size()
+        def both():
+            o = self._forward(layer)
             gradients = torch.autograd.grad(o, self.leaves, self.d_o)
             return {"o": o, **dict(zip(("dx", "dscores", "dw_up", "dw_down"), gradients))}
 
-        both.measures = True
         return both
 
-    def nccl(self):
-        return self.body(lambda x, ids, scores, w_up, w_down: nccl_layer(x, ids, scores, w_up, w_down, self.experts,
-                                                                         self.activation))
+    def saved(self, layer) -> int:
+        """Bytes that it keeps between the passes."""
+        before = torch.cuda.memory_allocated()
+        o = self._forward(layer)
+        return torch.cuda.memory_allocated() - before - o.numel() * o.element_size()
+
+    def _forward(self, layer):
+        x, scores, w_up, w_down = self.leaves
+        return layer(x, self.ids, scores, w_up, w_down)
+
+    def nccl(self, x, ids, scores, w_up, w_down):
+        return nccl_layer(x, ids, scores, w_up, w_down, self.experts, self.activation)
 
     def gemms(self, even, even_a):
         """The six GEMMs alone, on equally many rows for every expert and without activation."""
@@ -332,22 +336,23 @@ def bench_training(config: str, tensors: tuple, gemm_rows: tuple, impls: list[st
     x, ids, scores, w_up, w_down = tensors
     tokens = x.shape[0]
     training = Training(x, ids, scores, w_up, w_down, activation, torch.randn_like(x))
-    bodies, groups = {"nccl-grouped-mm": training.nccl(), "cublas-bmm": training.gemms(*gemm_rows)}, []
+    layers, groups = {"nccl-grouped-mm": training.nccl}, []
     bound = {"max_rows": tokens * top_k * 5 // 4 + 64}
     for impl, options in (("tessera", {}), ("tessera-save-x", {"save": "x"}), ("tessera-bound", bound)):
         if impl in impls:
             import tessera
             groups.append(tessera.ExpertParallel(max_tokens=tokens, hidden=d, intermediate=n, experts=experts,
                                                  top_k=top_k, activation=activation, training=True, **options))
-            bodies[impl] = training.body(groups[-1])
+            layers[impl] = groups[-1]
+    bodies = {impl: training.body(layer) for impl, layer in layers.items()}
+    bodies["cublas-bmm"] = training.gemms(*gemm_rows)
     if liger_cute is not None and activation == "swiglu":
         x_, scores_, own_up, own_down = (t.detach() for t in training.leaves)
         bodies["liger-cute"] = liger_cute.training_body(x_, ids, scores_, own_up, own_down, training.d_o)
     out = []
     for impl, place in itertools.product([impl for impl in TRAIN_IMPLS if impl in impls and impl in bodies], behind):
         results = bodies[impl]()
-        if hasattr(bodies[impl], "measures"):
-            bodies[impl](measures=True)
+        saved = training.saved(layers[impl]) if impl in layers else None
         error = torch.tensor([training.error(results)], device="cuda")
         del results
         dist.all_reduce(error, dist.ReduceOp.MAX)
@@ -355,7 +360,7 @@ def bench_training(config: str, tensors: tuple, gemm_rows: tuple, impls: list[st
         for group in groups:
             group.check()
         flops = 6 * (2 if activation == "gelu" else 3) * tokens * top_k * n * d
-        middle, saved = statistics.median(ms), getattr(bodies[impl], "saved", None)
+        middle = statistics.median(ms)
         out.append({"config": config, "shape": [tokens, d, n, experts, top_k], "dtype": "bf16",
                     "gpus": dist.get_world_size(), "routing": "random", "router": "given", "round": "none",
                     "pass": "gemms-training" if impl == "cublas-bmm" else "training", "impl": impl,

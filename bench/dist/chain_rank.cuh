@@ -342,9 +342,8 @@ class Rank {
   void launch_chain(Mark mark) {
     ExchangeArguments const p = exchange();
     dist::RowTables const tables = {offsets_.get(), origins_.get(), row_scores_.get()};
-    TESSERA_CUDA(dist::launch_route(
-        {.exchange = p, .made = tables, .room = UINT32_MAX, .host_rows = nullptr, .ticket = 0},
-        sm_count_, native()));
+    TESSERA_CUDA(dist::launch_route({.exchange = p, .made = tables, .room = INT32_MAX, .host = {}},
+                                    sm_count_, native()));
     TESSERA_CUDA(dist::launch_dispatch({.exchange = p,
                                         .tables = tables,
                                         .kept = {},

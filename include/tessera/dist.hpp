@@ -8,11 +8,12 @@
 // has at most 8 tokens, for which it takes other kernels, or where owners may add up (sums_on_owners). Ranks are
 // threads or processes. They make the same passes in the same order, also those in which they have no token.
 //
-// Training, and whatever else forward() has not, such as biases, takes a pass in pieces: route() tells the owners which
+// Backward, and whatever else forward() has not, such as biases, takes a pass in pieces: route() tells the owners which
 // rows they get, dispatch() brings them, sorted by expert; moe_forward or moe_backward with RowGrouping::offsets, or
 // anything else, makes one row of each; combine() takes them back and adds up those of each token. Backward dispatches
-// d_o and x by the tables that forward kept, and combines dx. For the bits of one GPU combine() weights the rows of o,
-// and forward has no row_scores; then backward needs them in RoutingView::scores, where forward has left ones.
+// d_o and x by the tables that forward() or dispatch() kept, and combines dx. For the bits of one GPU combine() weights
+// the rows of o, and moe_forward has no row_scores; then backward needs them in RoutingView::scores, where it has left
+// ones.
 #pragma once
 
 #include <cstddef>
@@ -57,6 +58,18 @@ struct ExpertParallelDesc {
       false;  ///< whether route(), dispatch() and combine() will be called: windows and workspace are larger
 };
 
+/// What a rank knows of the rows that its experts have in a pass, R of them: sorted by expert, then by rank, its own
+/// first and then those after it, by token, by choice. Whoever makes a pass writes it; dispatch() without route() and
+/// combine() read it.
+struct DispatchTables {
+  Tensor expert_offsets =
+      {};  ///< [E/P+1] int32: where the rows of an expert begin; the last one is R
+  /// [R,4] int32: t*K+j of the pair on its rank; that rank; the row of the token's next choice here, or -1; whether it
+  /// is the first of these
+  Tensor row_origins = {};
+  Tensor row_scores = {};  ///< [R] fp32: topk_weights of the pair
+};
+
 /// Tensors of one pass on this rank, bf16 unless said otherwise, contiguous but for x, whose rows may lie apart. T may
 /// be 0 and may differ from rank to rank and from pass to pass, up to max_tokens. w_up, w_down and o begin at multiples
 /// of 16 bytes. x is copied into the window, unless it is input(T); then nothing else may lie there. Copied fastest
@@ -68,17 +81,15 @@ struct ExpertParallelArgs {
   ConstTensor w_up = {};    ///< this rank's: [E/P,2n,d], gate rows first; [E/P,n,d] without a gate
   ConstTensor w_down = {};  ///< this rank's: [E/P,d,n]
   Tensor o = {};            ///< [T,d], every element is written
-};
-
-/// What a rank knows of the rows that its experts have in a pass, R of them: sorted by expert, then by rank, its own
-/// first and then those after it, by token, by choice. dispatch() writes it behind route(); else it is read.
-struct DispatchTables {
-  Tensor expert_offsets =
-      {};  ///< [E/P+1] int32: where the rows of an expert begin; the last one is R
-  /// [R,4] int32: t*K+j of the pair on its rank; that rank; the row of the token's next choice here, or -1; whether it
-  /// is the first of these
-  Tensor row_origins = {};
-  Tensor row_scores = {};  ///< [R] fp32: topk_weights of the pair
+  /// Optional, with training: tables of this rank's rows, for backward; where one rank has them, all have, and
+  /// sums_on_owners does nothing. R may be larger than routed_rows(): what lies behind the last row is left as it is.
+  /// Where it is smaller the pass is void, as that of dispatch() is.
+  DispatchTables kept = {};
+  Tensor h =
+      {};  ///< optional, with kept: [R,2n] or [R,n], x w_up^T of its rows, at a multiple of 16 bytes
+  /// Leaves out rows that there is no room for in kept and h, and tells nobody; o is good all the same. routed_rows()
+  /// says whether all ranks had room.
+  bool may_overflow = false;
 };
 
 struct ExpertRouteArgs {
@@ -87,10 +98,11 @@ struct ExpertRouteArgs {
   std::int64_t room = 0;  ///< rows that this rank will have memory for, 0: as many as there are
 };
 
-/// What route() has found.
+/// What route(), or forward() that keeps tables, has found.
 struct RoutedRows {
   std::int64_t rows = 0;  ///< R of this rank
-  bool all_fit = true;    ///< whether every rank's R is within its `room`; alike on all of them
+  bool all_fit =
+      true;  ///< whether every rank's R is within its `room`, or its tables; alike on all of them
 };
 
 /// bf16 unless said otherwise, contiguous but for x and second_x, whose rows may lie apart. R may be larger than
@@ -196,8 +208,9 @@ class TESSERA_EXPORT ExpertParallel {
   /// with the tables of an earlier pass, in the order of one stream. Between them nothing else of this object may be
   /// called, on no rank; a call out of turn is refused with invalid_argument. Each waits for all ranks.
   Status route(ExpertRouteArgs const& args, Stream stream = {}) noexcept;
-  /// Of the last route(), also behind dispatch() and combine(). Waits until all ranks have routed, not for the rows.
-  Expected<RoutedRows> routed_rows() noexcept;
+  /// Of the last pass that route() or forward() with tables has begun, or of one before it: `passes_ago` of these, at
+  /// most 4095. Waits until all ranks have routed, not for the rows.
+  Expected<RoutedRows> routed_rows(std::int64_t passes_ago = 0) noexcept;
   Status dispatch(ExpertDispatchArgs const& args, Stream stream = {}) noexcept;
   Status combine(ExpertCombineArgs const& args, Stream stream = {}) noexcept;
 

@@ -159,9 +159,13 @@ typedef struct {
   double time_limit;
 } tessera_expert_parallel_desc;
 
+/* The last four tensors are absent (rank 0), or kept for backward: ExpertParallelArgs in dist.hpp. */
 typedef struct {
   uint64_t size;
   tessera_tensor x, topk_ids, topk_weights, w_up, w_down, o;
+  tessera_tensor expert_offsets, row_origins, row_scores, h;
+  int32_t may_overflow; /* 0 or 1 */
+  int32_t reserved;
 } tessera_expert_parallel_args;
 
 /* A pass in pieces: ExpertRouteArgs, DispatchTables and so on in dist.hpp. Tensors of rank 0 are absent. */
@@ -259,8 +263,9 @@ int tessera_expert_parallel_forward(tessera_expert_parallel*, tessera_expert_par
                                     void* stream);
 int tessera_expert_parallel_route(tessera_expert_parallel*, tessera_expert_route_args const*,
                                   void* stream);
-/* Waits for them; all_fit: 0 or 1, or NULL. */
-int tessera_expert_parallel_routed_rows(tessera_expert_parallel*, int64_t* rows, int32_t* all_fit);
+/* Waits for them; passes_ago 0: of the last pass that counted them; all_fit: 0 or 1, or NULL. */
+int tessera_expert_parallel_routed_rows(tessera_expert_parallel*, int64_t passes_ago, int64_t* rows,
+                                        int32_t* all_fit);
 int tessera_expert_parallel_dispatch(tessera_expert_parallel*, tessera_expert_dispatch_args const*,
                                      void* stream);
 int tessera_expert_parallel_combine(tessera_expert_parallel*, tessera_expert_combine_args const*,

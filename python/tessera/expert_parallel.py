@@ -4,7 +4,7 @@
     experts = tessera.ExpertParallel(max_tokens=8192, hidden=2048, intermediate=768, experts=128, top_k=8)
     o = experts(x, topk_ids, topk_weights, w_up, w_down)    # on every rank, with its own tokens and experts
 
-One launch without gradients; with them, training=True, in pieces (expert_parallel_training.py).
+Forward is one launch; gradients, with training=True, are made in pieces (expert_parallel_training.py).
 
 NVLink multicast must be off: set NCCL_NVLS_ENABLE=0 before the first NCCL call of the process.
 """
@@ -132,14 +132,15 @@ class ExpertParallel:
     another rank, above 0 and at most 86400. sums_on_owners: where the link would hold up a pass, a rank may send back
     one weighted sum of a token's choices there, rounded to bf16, instead of each result; then the bits of o, the same
     every time, depend on P and on the token's rank. training: passes may have gradients or biases; windows and
-    workspace are larger. save: "h" keeps the pre-activation for backward, "x" makes it again; the forward pass without
-    biases is one launch then. Else a pass is several, and the host waits until the number of rows is known: behind all
-    that it enqueues, where memory for a sixteenth more than the layer had in its last pass is enough. With max_rows, a
-    bound of the rows that a rank's experts have in any pass, it does not wait; where there are more the pass is void,
-    and check() says so. alpha, limit and up_offset belong to clamped-swiglu. Everything but `device` and `windows` is
-    equal on all ranks. Larger passes have to be split: max_tokens * K * K is at most 2^32,
-    and a rank's pool, P * max_tokens * K rows and 127 for each of its experts, has at most 2^31 - 1. ValueError where a
-    bound is broken. Making and closing are collective; where one rank fails to join, all of them raise.
+    workspace are larger. save: "h" keeps the pre-activation for backward, "x" makes it again. Behind a backward pass,
+    with biases behind a forward pass too, the host waits until the number of rows is known, which it was when the GPU
+    began to multiply: where memory for a sixteenth more than the layer had in its last pass was not enough for them on
+    some rank, all make the pass again. With max_rows, a bound of the rows that a rank's experts have in any pass, it
+    does not wait; where there are more the pass is void, and check() says so. alpha, limit and up_offset belong to
+    clamped-swiglu. Everything but `device` and `windows` is equal on all ranks. Larger passes have to be split:
+    max_tokens * K * K is at most 2^32, and a rank's pool, P * max_tokens * K rows and 127 for each of its experts, has
+    at most 2^31 - 1. ValueError where a bound is broken. Making and closing are collective; where one rank fails to
+    join, all of them raise.
     """
 
     def __init__(self, *, max_tokens: int, hidden: int, intermediate: int, experts: int, top_k: int,
@@ -149,6 +150,7 @@ class ExpertParallel:
         self._handle, self._window = c_void_p(), c_void_p()
         self._passes, self._calls, self._input = {}, {}, None
         self._rows, self._all_fit, self._beside = {}, True, in_pieces.Beside()
+        self._counted, self._row_numbers = 0, None
         rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
         with contextlib.ExitStack() as on_device:
             # Whatever may fail on one rank alone comes before the ranks meet, so that none waits for it in vain.

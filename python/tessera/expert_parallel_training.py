@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes of ExpertParallel in pieces: rows to the owners of their experts, the experts as on one GPU, and back.
+"""Passes of ExpertParallel with gradients or biases.
 
-Saved for backward: x, h and what names the rows (20 bytes each). Backward brings x again, beside d_o. With save="x" the
-forward pass is one launch, and x, ids and weights are all that is saved: backward also routes and makes h again.
+Forward is one launch, with biases in pieces: rows to the owners of their experts, the experts as on one GPU, and back.
+So is backward. Saved for it: x, h but with save="x", and what names the rows, 20 bytes for each. Backward brings x
+again, beside d_o, and makes h again where there is none.
+
+The host enqueues a pass with memory for the rows that the layer had before and a sixteenth more, and asks behind it how
+many there are. Ranks tell each other what they have room for: where it was not enough on one of them, all make the pass
+again, forward in one launch its backward pass.
 """
 
 import contextlib
@@ -27,6 +32,8 @@ def _args(names: str, *others: tuple) -> type:
     return type("_Args", (Structure,), {"_fields_": fields})
 
 
+_ForwardArgs = _args("x topk_ids topk_weights w_up w_down o expert_offsets row_origins row_scores h",
+                     ("may_overflow", c_int32), ("reserved", c_int32))
 _RouteArgs = _args("topk_ids topk_weights", ("room", c_int64))
 _DispatchArgs = _args("x second_x topk_ids expert_offsets row_origins row_scores rows second_rows",
                       ("may_overflow", c_int32), ("reserved", c_int32))
@@ -37,7 +44,7 @@ _CombineArgs = _args("rows expert_offsets row_origins topk_weights row_dscores d
 def declare(lib: ctypes.CDLL) -> None:
     for name in ("route", "dispatch", "combine"):
         getattr(lib, f"tessera_expert_parallel_{name}").argtypes = [c_void_p] * 3
-    lib.tessera_expert_parallel_routed_rows.argtypes = [c_void_p, POINTER(c_int64), POINTER(c_int32)]
+    lib.tessera_expert_parallel_routed_rows.argtypes = [c_void_p, c_int64, POINTER(c_int64), POINTER(c_int32)]
 
 
 class Pieces(NamedTuple):
@@ -56,6 +63,12 @@ class Tables(NamedTuple):
     expert_offsets: torch.Tensor
     row_origins: torch.Tensor
     row_scores: torch.Tensor
+
+    @staticmethod
+    def empty(group, rows: int, like: torch.Tensor) -> "Tables":
+        experts = group._desc.experts // group._desc.ranks
+        return Tables(like.new_empty(experts + 1, dtype=torch.int32), like.new_empty((rows, 4), dtype=torch.int32),
+                      like.new_empty(rows, dtype=torch.float32))
 
 
 def _describe(kind: type, options: tuple, tensors: dict) -> tuple:
@@ -94,11 +107,26 @@ def _dense_rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
 
 
-def _routed_rows(group) -> tuple[int, bool]:
-    """This rank's rows of the last route, and whether all ranks' fit into what they have room for."""
-    counted, all_fit = c_int64(), c_int32()
-    library.check(library.load().tessera_expert_parallel_routed_rows(group._handle, byref(counted), byref(all_fit)))
-    return counted.value, all_fit.value != 0
+def _routed_rows(group, passes_ago: int = 0) -> tuple[int, bool]:
+    """This rank's rows of the last pass that was counted, or of one so many before it, and whether all ranks' fit into
+    what they have room for."""
+    rows, all_fit = c_int64(), c_int32()
+    library.check(library.load().tessera_expert_parallel_routed_rows(group._handle, passes_ago, byref(rows),
+                                                                     byref(all_fit)))
+    return rows.value, all_fit.value != 0
+
+
+def _remember(group, layer: int, rows: int) -> int:
+    if len(group._rows) >= MOST_CALLS:
+        group._rows.clear()
+    group._rows[layer] = rows
+    return rows
+
+
+def _refuse_capture(x: torch.Tensor) -> None:
+    if x.is_cuda and _captures():
+        raise RuntimeError("a pass whose number of rows the host has to know cannot be captured into a graph: make the "
+                           "object with max_rows, a bound of them")
 
 
 def _room(rows: int, most: int) -> int:
@@ -108,19 +136,17 @@ def _room(rows: int, most: int) -> int:
     return min(max((rows + step - 1) // step, 1) * step, most)
 
 
-def _new_pass(group, pieces: Pieces, layer: int, enqueue: Callable):
-    """The result of enqueue(count, may_overflow), which makes a pass with memory for `count` rows.
-
-    Where the layer has had a pass, as much as for that one and a sixteenth more: then the host asks how many rows there
-    are behind all that it enqueues. If they do not fit on some rank, all ranks make the pass again, also those that had
-    asked before."""
+def _new_pass(group, pieces: Pieces, layer: int, x: torch.Tensor, enqueue: Callable):
+    """The result of enqueue(count, may_overflow), which makes a forward pass in pieces with memory for `count` rows,
+    where the layer has had none before as many as there are."""
     if pieces.max_rows is not None:
         return enqueue(pieces.max_rows, False)
+    _refuse_capture(x)
     last = group._rows.get(layer)
     if last is None:
         result = enqueue(None, False)
     else:
-        result = enqueue(_room(last + last // 16 + 1, pieces.most_rows), True)
+        result = enqueue(_room_behind(last, pieces.most_rows), True)
         _ask(group, layer)
     if group._all_fit:
         return result
@@ -130,10 +156,13 @@ def _new_pass(group, pieces: Pieces, layer: int, enqueue: Callable):
 
 def _ask(group, layer: int) -> int:
     """This rank's rows of the last route, which are remembered."""
-    if len(group._rows) >= MOST_CALLS:
-        group._rows.clear()
-    group._rows[layer], group._all_fit = _routed_rows(group)
-    return group._rows[layer]
+    rows, group._all_fit = _routed_rows(group)
+    return _remember(group, layer, rows)
+
+
+def _room_behind(rows: int, most: int) -> int:
+    """For a pass of a layer that had so many in the last one."""
+    return _room(rows + rows // 16 + 1, most)
 
 
 def _dispatch_new(group, pieces: Pieces, layer: int, x, second_x, topk_ids, topk_weights, count: int | None,
@@ -141,13 +170,12 @@ def _dispatch_new(group, pieces: Pieces, layer: int, x, second_x, topk_ids, topk
     """The rows of a new pass: (rows, second_rows, tables). count: None for as many as there are."""
     _call(group, "route", _RouteArgs, (("room", count if may_overflow else 0),), topk_ids=topk_ids,
           topk_weights=topk_weights)
+    group._counted += 1
     if count is None:
         if x.is_cuda:  # to its place while the host waits
             x = group.input(x.shape[0]).copy_(x)
         count = _room(_ask(group, layer), pieces.most_rows)
-    local_experts = group._desc.experts // group._desc.ranks
-    tables = Tables(x.new_empty(local_experts + 1, dtype=torch.int32), x.new_empty((count, 4), dtype=torch.int32),
-                    x.new_empty(count, dtype=torch.float32))
+    tables = Tables.empty(group, count, x)
     return *_dispatch(group, x, second_x, topk_ids, tables, may_overflow), tables
 
 
@@ -167,7 +195,7 @@ def _combine(group, rows, tables: Tables, o, **tensors) -> torch.Tensor:
 
 
 def _run_forward(group, pieces: Pieces, layer: int, x, topk_ids, topk_weights, weights: tuple, training: bool) -> tuple:
-    """(o, tables, h, routing), the last two with training."""
+    """(o, tables, h) of a pass in pieces; h with training."""
     w_up, w_down, b_up, b_down = weights
 
     def enqueue(count, may_overflow):
@@ -178,62 +206,87 @@ def _run_forward(group, pieces: Pieces, layer: int, x, topk_ids, topk_weights, w
         y, *kept = plan_forward(inputs, pieces.text, 0, training).run([t for t in inputs if t is not None])
         o = _combine(group, y, tables, torch.empty_like(x, memory_format=torch.contiguous_format),
                      topk_weights=topk_weights)
-        return o, tables, *kept
+        return o, tables, kept[0] if training else x.new_empty(0)
 
-    return _new_pass(group, pieces, layer, enqueue)
+    return _new_pass(group, pieces, layer, x, enqueue)
 
 
-def _routing(tables: Tables, routing=None) -> torch.Tensor:
-    """The routing tables of the experts' pass (RoutingView in routing.hpp) with the scores of the rows: those that
-    forward made without scores, or new ones."""
-    count, first = tables.row_scores.shape[0], tables.expert_offsets.shape[0]
-    scores = tables.row_scores.view(torch.int32)
-    if routing is not None:
-        routing[first + 3 * count:first + 4 * count].copy_(scores)
-        return routing
-    row = torch.arange(count, dtype=torch.int32, device=scores.device)
-    routed = row < tables.expert_offsets[-1]
-    own = torch.where(routed, row, -1)
-    return torch.cat((tables.expert_offsets, own, torch.where(routed, row, 0), own, scores))
+def _run_fused(group, pieces: Pieces, layer: int, x, topk_ids, topk_weights, w_up, w_down) -> tuple:
+    """(o, tables, h) of a pass in one launch."""
+    count = pieces.max_rows
+    if count is None:
+        _refuse_capture(x)
+        count = _room_behind(group._rows.get(layer, topk_ids.numel()), pieces.most_rows)
+    tables, h = Tables.empty(group, count, x), None
+    if pieces.save == "h":
+        h = x.new_empty((count, w_up.shape[1]))
+    o = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _call(group, "forward", _ForwardArgs, (("may_overflow", int(pieces.max_rows is None)),), x=x, topk_ids=topk_ids,
+          topk_weights=topk_weights, w_up=w_up, w_down=w_down, o=o, h=h, **tables._asdict())
+    group._counted += 1
+    return o, tables, x.new_empty(0) if h is None else h
+
+
+def _fuses(w_up, w_down, b_up, b_down) -> bool:
+    """Whether forward is one launch: without biases, and with weights as that takes them."""
+    return b_up is None and all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in (w_up, w_down))
+
+
+def _routing(group, tables: Tables) -> torch.Tensor:
+    """The routing tables of the experts' pass (RoutingView in routing.hpp): rows that lie where they are, each with its
+    score. Those behind the last one are nobody's."""
+    count, scores = tables.row_scores.shape[0], tables.row_scores.view(torch.int32)
+    if group._row_numbers is None or group._row_numbers.shape[0] < count:
+        group._row_numbers = torch.arange(count, dtype=torch.int32, device=scores.device)
+    row = group._row_numbers[:count]
+    return torch.cat((tables.expert_offsets, row, row, row, scores))
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, group, pieces: Pieces, layer: int, x, topk_ids, topk_weights, *weights):
-        ctx.made = group, pieces, layer
-        if pieces.save == "x":
-            ctx.save_for_backward(x, topk_ids, topk_weights, *weights)
-            return _run_inference(group, pieces, layer, x, topk_ids, topk_weights, weights)
-        o, tables, h, routing = _run_forward(group, pieces, layer, x, topk_ids, topk_weights, weights, True)
-        ctx.save_for_backward(x, topk_ids, h, _routing(tables, routing), *tables, *weights)
+        ctx.made, ctx.counted = (group, pieces, layer), None
+        if _fuses(*weights):
+            o, tables, h = _run_fused(group, pieces, layer, x, topk_ids, topk_weights, *weights[:2])
+            ctx.counted = group._counted
+        else:
+            o, tables, h = _run_forward(group, pieces, layer, x, topk_ids, topk_weights, weights, pieces.save == "h")
+        ctx.save_for_backward(x, topk_ids, topk_weights, h, *tables, *weights)
         return o
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_o):
         group, pieces, layer = ctx.made
-        needs, d_o, text = ctx.needs_input_grad[3:], d_o.contiguous(), pieces.text
-        if pieces.save == "x":
-            x, topk_ids, topk_weights, *weights = ctx.saved_tensors
-
-            def enqueue(count, may_overflow):
-                rows = _dispatch_new(group, pieces, layer, d_o, x, topk_ids, topk_weights, count, may_overflow)
-                return _run_backward(group, text + " save=x", x, topk_ids, needs, *rows, x.new_empty(0),
-                                     _routing(rows[2]), weights)
-
-            return None, None, None, *_new_pass(group, pieces, layer, enqueue)
-        x, topk_ids, h, routing, *others = ctx.saved_tensors
+        needs, d_o = ctx.needs_input_grad[3:], d_o.contiguous()
+        x, topk_ids, topk_weights, h, *others = ctx.saved_tensors
         tables, weights = Tables(*others[:3]), others[3:]
-        rows = _dispatch(group, d_o, x, topk_ids, tables)
-        if not _keeps_graph() and not (x.is_cuda and _captures()):
-            text += " overwrite_h=True"
-        return None, None, None, *_run_backward(group, text, x, topk_ids, needs, *rows, tables, h, routing, weights)
+        may_overflow = ctx.counted is not None and pieces.max_rows is None
+        if may_overflow:
+            _refuse_capture(x)
+        rows = *_dispatch(group, d_o, x, topk_ids, tables, may_overflow), tables
+        gradients = _run_backward(group, pieces.text, x, topk_ids, needs, *rows, h, weights)
+        if may_overflow:
+            count, all_fit = _routed_rows(group, group._counted - ctx.counted)
+            _remember(group, layer, count)
+            if not all_fit:
+                del rows, gradients  # memory for others
+                rows = _dispatch_new(group, pieces, layer, d_o, x, topk_ids, topk_weights,
+                                     _room(count, pieces.most_rows), False)
+                gradients = _run_backward(group, pieces.text, x, topk_ids, needs, *rows, x.new_empty(0), weights)
+        return None, None, None, *gradients
 
 
-def _run_backward(group, text: str, x, topk_ids, needs: tuple, d_o_rows, x_rows, tables: Tables, h, routing,
+def _run_backward(group, text: str, x, topk_ids, needs: tuple, d_o_rows, x_rows, tables: Tables, h,
                   weights: tuple) -> tuple:
-    """Gradients of x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, None where `needs` says so."""
+    """Gradients of x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, None where `needs` says so. An h without rows
+    is made again."""
     w_up, w_down, b_up, b_down = weights
+    routing = _routing(group, tables)
+    if h.dim() == 1:
+        text += " save=x"
+    elif not _keeps_graph() and not (x.is_cuda and _captures()):
+        text += " overwrite_h=True"
     layer = (w_up, None, w_down, b_up, None, b_down)
     dx_rows, *row_dscores, a_scaled, dh = run_backward_input(
         (d_o_rows, x_rows, h, routing, None, None, *layer, None), text, needs[2])

@@ -115,7 +115,12 @@ Status forward(tessera_expert_parallel* group, tessera_expert_parallel_args cons
                                .topk_weights = tensor_of(from.topk_weights),
                                .w_up = tensor_of(from.w_up),
                                .w_down = tensor_of(from.w_down),
-                               .o = tensor_of(from.o)},
+                               .o = tensor_of(from.o),
+                               .kept = {.expert_offsets = tensor_of(from.expert_offsets),
+                                        .row_origins = tensor_of(from.row_origins),
+                                        .row_scores = tensor_of(from.row_scores)},
+                               .h = tensor_of(from.h),
+                               .may_overflow = from.may_overflow != 0},
                               {stream});
 }
 
@@ -130,11 +135,11 @@ Status route(tessera_expert_parallel* group, tessera_expert_route_args const* c_
                             {stream});
 }
 
-Status routed_rows(tessera_expert_parallel* group, std::int64_t* rows,
+Status routed_rows(tessera_expert_parallel* group, std::int64_t passes_ago, std::int64_t* rows,
                    std::int32_t* all_fit) noexcept {
   TESSERA_TRY(present(group, "expert_parallel"));
   TESSERA_TRY(present(rows, "rows"));
-  auto const routed = group->group.routed_rows();
+  auto const routed = group->group.routed_rows(passes_ago);
   if (!routed.ok()) return routed.status();
   *rows = routed.value().rows;
   if (all_fit != nullptr) *all_fit = routed.value().all_fit ? 1 : 0;
@@ -234,9 +239,10 @@ TESSERA_C_API int tessera_expert_parallel_route(tessera_expert_parallel* group,
                                                 void* stream) {
   return finish(route(group, args, stream));
 }
-TESSERA_C_API int tessera_expert_parallel_routed_rows(tessera_expert_parallel* group, int64_t* rows,
+TESSERA_C_API int tessera_expert_parallel_routed_rows(tessera_expert_parallel* group,
+                                                      int64_t passes_ago, int64_t* rows,
                                                       int32_t* all_fit) {
-  return finish(routed_rows(group, rows, all_fit));
+  return finish(routed_rows(group, passes_ago, rows, all_fit));
 }
 TESSERA_C_API int tessera_expert_parallel_dispatch(tessera_expert_parallel* group,
                                                    tessera_expert_dispatch_args const* args,

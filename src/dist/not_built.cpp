@@ -32,7 +32,7 @@ void* Session::x() const noexcept { return nullptr; }
 void* Session::second_x() const noexcept { return nullptr; }
 Status Session::forward(PassTensors const&, Stream) noexcept { return refuse(); }
 Status Session::route(RouteTensors const&, Stream) noexcept { return refuse(); }
-Expected<RoutedRows> Session::routed_rows() noexcept { return refuse(); }
+Expected<RoutedRows> Session::routed_rows(std::int64_t) noexcept { return refuse(); }
 Status Session::dispatch(DispatchTensors const&, Stream) noexcept { return refuse(); }
 Status Session::combine(CombineTensors const&, Stream) noexcept { return refuse(); }
 Status Session::fault() const noexcept { return {}; }

@@ -6,7 +6,7 @@
 //   ack         owner, rows returned -> source      ack[owner]              epoch          sys, separate kernels
 //   staged      source, rows in window -> owner     staged[source]          epoch          sys, separate kernels
 //   route_scan  CTAs -> CTAs                        slices counted          all slices     gpu
-//   counted     source -> all ranks                 c[source][e]            epoch          sys, each for itself
+//   counted     source -> all ranks                 c[source][e], room      epoch          sys, each for itself
 //   publish     source -> all ranks                 publish[source]         epoch          sys
 //   arrived     those who bring rows -> up tasks    arrived[block]          its rows       gpu
 //   a_ready     up tasks -> down tasks              a_ready[block]          up_tiles       gpu
@@ -128,7 +128,7 @@ struct CountWord {
   }
 };
 
-/// What route tells its host: this rank's rows, whether every rank has room for its own, and who asked.
+/// What the host is told: this rank's rows, whether every rank has room for its own, and who asked.
 struct RoutedWord {
   static constexpr std::uint32_t kOverflows = std::uint32_t{1} << 31;
   std::int32_t rows;
@@ -154,7 +154,7 @@ struct WindowLayout {
   std::int64_t block_done;      ///< [P,max_blocks] u32
   std::int64_t part_done;       ///< [P,max_tokens] u32, dedup
   std::int64_t counts;          ///< [2,P,E] CountWord
-  std::int64_t rooms;           ///< [2,P] u32: rows that a rank has memory for, separate kernels
+  std::int64_t rooms;           ///< [2,P] CountWord: rows that a rank has memory for, training
   std::int64_t lists;           ///< [2,P,max_tokens*max_top_k] RouteEntry
   std::int64_t places;          ///< [2,P,max_tokens*max_top_k] PlacedPair, once and dedup
   std::int64_t x;               ///< [max_tokens,d] bf16
@@ -182,7 +182,7 @@ struct WindowLayout {
     block_done = take(4 * ranks_ * max_blocks_);
     part_done = take(s.transfer == Transfer::dedup ? 4 * ranks_ * max_tokens_ : 0);
     counts = take(std::int64_t{8} * 2 * ranks_ * experts_);
-    rooms = take(4 * 2 * ranks_);
+    rooms = take(std::int64_t{8} * 2 * ranks_);
     lists = take(static_cast<std::int64_t>(sizeof(RouteEntry)) * 2 * ranks_ * pairs_);
     places = take(s.rows_cross_once()
                       ? static_cast<std::int64_t>(sizeof(PlacedPair)) * 2 * ranks_ * pairs_
@@ -222,7 +222,7 @@ struct WindowLayout {
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t room_word(std::int32_t parity,
                                                                 std::int32_t rank) const {
-    return rooms + 4 * (std::int64_t{parity} * ranks_ + rank);
+    return rooms + 8 * (std::int64_t{parity} * ranks_ + rank);
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t list_entry(std::int32_t parity,
                                                                  std::int32_t source,

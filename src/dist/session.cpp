@@ -17,7 +17,12 @@ namespace tessera::dist {
 
 struct HostWords {
   Fault fault = {};
-  std::uint64_t rows = 0;  // RoutedWord of the last route()
+  std::array<std::uint64_t, kCountedPasses> rows =
+      {};  // RoutedWord of pass i at i mod kCountedPasses
+
+  [[nodiscard]] std::uint64_t& rows_of(std::uint64_t pass) noexcept {
+    return rows[pass % kCountedPasses];
+  }
 };
 
 namespace {
@@ -63,6 +68,11 @@ Status make_host_words(std::int32_t device, HostWords*& words) noexcept {
       check(cudaHostAlloc(&memory, sizeof(HostWords), cudaHostAllocPortable), "cudaHostAlloc"));
   words = new (memory) HostWords{};
   return {};
+}
+
+// Behind so many passes that were counted.
+ToldHost next_told(HostWords* words, std::uint64_t counted) noexcept {
+  return {&words->rows_of(counted + 1), static_cast<std::uint32_t>(counted + 1)};
 }
 
 RowTables row_tables(PassTables const& tables) noexcept {
@@ -180,17 +190,37 @@ Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
   exchange.gmem_topk_ids = tensors.gmem_topk_ids;
   exchange.gmem_scores = tensors.gmem_topk_weights;
   exchange.gmem_pool = regions.pool.in(base);
-  return check(launch_forward({.exchange = exchange,
-                               .activation = config_.activation,
-                               .gmem_w_up = tensors.gmem_w_up,
-                               .gmem_w_down = tensors.gmem_w_down,
-                               .gmem_a = regions.a.in(base),
-                               .gmem_x = by_kernel ? tensors.x.gmem : nullptr,
-                               .x_pitch = pitch,
-                               .gmem_o = tensors.gmem_o,
-                               .lag = -1},
-                              config_.sm_count, native),
-               "launch of the forward pass");
+  KeptPass kept = {};
+  bool const keeps = tensors.kept.gmem_expert_offsets != nullptr;
+  if (keeps) {
+    // Each result goes back alone, as combine() does it.
+    if (s.transfer == Transfer::dedup) exchange.shape.transfer = Transfer::once;
+    exchange.added_experts = exchange.shape.added_experts();
+    kept = {.tables = row_tables(tensors.kept),
+            .capacity = tensors.kept.capacity,
+            .may_overflow = tensors.may_overflow,
+            .gmem_h = static_cast<char*>(tensors.gmem_h),
+            .host = next_told(host_, counted_)};
+  }
+  TESSERA_TRY(check(launch_forward({.exchange = exchange,
+                                    .activation = config_.activation,
+                                    .gmem_w_up = tensors.gmem_w_up,
+                                    .gmem_w_down = tensors.gmem_w_down,
+                                    .gmem_a = regions.a.in(base),
+                                    .gmem_x = by_kernel ? tensors.x.gmem : nullptr,
+                                    .x_pitch = pitch,
+                                    .gmem_o = tensors.gmem_o,
+                                    .lag = -1,
+                                    .kept = kept},
+                                   config_.sm_count, native),
+                    "launch of the forward pass"));
+  if (keeps) count_on(stream);
+  return {};
+}
+
+void Session::count_on(Stream stream) noexcept {
+  ++counted_;
+  counted_on_ = stream.native;
 }
 
 Status Session::route(RouteTensors const& tensors, Stream stream) noexcept {
@@ -205,36 +235,41 @@ Status Session::route(RouteTensors const& tensors, Stream stream) noexcept {
       check(launch_route({.exchange = exchange,
                           .made = regions.tables(core::WorkspacePlan::align(config_.workspace)),
                           .room = tensors.room,
-                          .host_rows = &host_->rows,
-                          .ticket = ticket_ + 1},
+                          .host = next_told(host_, counted_)},
                          config_.sm_count, static_cast<cudaStream_t>(stream.native)),
             "launch of route"));
-  ++ticket_;
+  count_on(stream);
   stage_ = Stage::routed;
   tokens_ = tensors.tokens;
-  routed_on_ = stream.native;
   return {};
 }
 
-Expected<RoutedRows> Session::routed_rows() noexcept {
-  if (ticket_ == 0) return Status::invalid("routed_rows: nothing has been routed");
+Expected<RoutedRows> Session::routed_rows(std::int64_t passes_ago) noexcept {
+  auto const known_passes = static_cast<std::int64_t>(std::min(counted_, kCountedPasses));
+  if (passes_ago < 0 || passes_ago >= known_passes) {
+    return Status::invalid("routed_rows: passes_ago=%lld; the last %lld have been counted",
+                           static_cast<long long>(passes_ago),
+                           static_cast<long long>(known_passes));
+  }
+  std::uint64_t const pass = counted_ - static_cast<std::uint64_t>(passes_ago);
+  auto const ticket = static_cast<std::uint32_t>(pass);
   DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
   TESSERA_TRY(scope.status());
-  std::atomic_ref<std::uint64_t> const word(host_->rows);
+  std::atomic_ref<std::uint64_t> const word(host_->rows_of(pass));
   auto const known = [&] { return RoutedWord::of(word.load(std::memory_order_acquire)); };
   // The stream is asked seldom: the driver's locks are those of whoever enqueues.
   constexpr int kLooksPerQuery = 1 << 14;
-  for (int look = 1; known().ticket != ticket_; ++look) {
+  for (int look = 1; known().ticket != ticket; ++look) {
     if (look % kLooksPerQuery != 0) continue;
     TESSERA_TRY(fault());
-    cudaError_t const error = cudaStreamQuery(static_cast<cudaStream_t>(routed_on_));
+    cudaError_t const error = cudaStreamQuery(static_cast<cudaStream_t>(counted_on_));
     if (error == cudaErrorNotReady) {
       std::this_thread::yield();  // and goes on looking
     } else if (error != cudaSuccess) {
       return check(error, "cudaStreamQuery");
-    } else if (known().ticket != ticket_) {  // it has ended without them
+    } else if (known().ticket != ticket) {  // it has ended without them
       TESSERA_TRY(fault());
-      return Status::error(StatusCode::device_error, "routed_rows: route() did not run");
+      return Status::error(StatusCode::device_error, "routed_rows: the pass did not run");
     }
   }
   return RoutedRows{known().rows, known().all_fit};

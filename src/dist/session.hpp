@@ -40,6 +40,14 @@ struct StagedRows {
   }
 };
 
+/// Of an owner's rows; shapes as in DispatchTables.
+struct PassTables {
+  void* gmem_expert_offsets = nullptr;
+  void* gmem_row_origins = nullptr;
+  void* gmem_row_scores = nullptr;
+  std::int64_t capacity = 0;  ///< rows that there is room for
+};
+
 /// Checked tensors of one pass; shapes as in ExpertParallelArgs.
 struct PassTensors {
   std::int32_t tokens = 0;
@@ -49,14 +57,9 @@ struct PassTensors {
   void const* gmem_w_up = nullptr;
   void const* gmem_w_down = nullptr;
   void* gmem_o = nullptr;
-};
-
-/// Of an owner's rows; shapes as in DispatchTables.
-struct PassTables {
-  void* gmem_expert_offsets = nullptr;
-  void* gmem_row_origins = nullptr;
-  void* gmem_row_scores = nullptr;
-  std::int64_t capacity = 0;  ///< rows that there is room for
+  PassTables kept = {};    // for backward; without tables nothing is kept
+  void* gmem_h = nullptr;  // of as many rows, or null
+  bool may_overflow = false;
 };
 
 /// Checked tensors of ExpertParallel::route, dispatch and combine.
@@ -64,7 +67,7 @@ struct RouteTensors {
   std::int32_t tokens = 0;
   std::int32_t const* gmem_topk_ids = nullptr;
   float const* gmem_topk_weights = nullptr;
-  std::uint32_t room = 0;  // rows
+  std::int32_t room = 0;  // rows
 };
 struct DispatchTensors {
   std::int32_t tokens = 0;
@@ -90,6 +93,8 @@ struct CombineTensors {
 
 /// What kernels write for the host, in pinned memory.
 struct HostWords;
+/// Passes of which it is remembered how many rows they had.
+constexpr std::uint64_t kCountedPasses = 4096;
 
 class Session {
  public:
@@ -106,8 +111,8 @@ class Session {
   /// The three of a pass in this order, or the last two with tables of an earlier one. invalid_argument where another
   /// one is due.
   Status route(RouteTensors const& tensors, Stream stream) noexcept;
-  /// Of the last route(); waits until they are known.
-  Expected<RoutedRows> routed_rows() noexcept;
+  /// Of a pass that route() or forward() has counted, so many of them ago; waits until they are known.
+  Expected<RoutedRows> routed_rows(std::int64_t passes_ago) noexcept;
   Status dispatch(DispatchTensors const& tensors, Stream stream) noexcept;
   Status combine(CombineTensors const& tensors, Stream stream) noexcept;
   [[nodiscard]] Status fault() const noexcept;
@@ -117,13 +122,14 @@ class Session {
 
   explicit Session(SessionConfig const& config) noexcept : config_(config) {}
   [[nodiscard]] Status check_stage(char const* call, bool allowed) const noexcept;
+  void count_on(Stream stream) noexcept;
 
   SessionConfig config_;
   HostWords* host_ = nullptr;
-  Stage stage_ = Stage::none;  // of the pass that has begun
-  std::int32_t tokens_ = 0;    // of that pass
-  std::uint32_t ticket_ = 0;   // of the last route()
-  void* routed_on_ = nullptr;  // its stream
+  Stage stage_ = Stage::none;   // of the pass that has begun
+  std::int32_t tokens_ = 0;     // of that pass
+  std::uint64_t counted_ = 0;   // passes whose rows the host is told; the last one's ticket
+  void* counted_on_ = nullptr;  // its stream
 };
 
 }  // namespace tessera::dist

@@ -134,11 +134,13 @@ Expected<std::int64_t> tokens_of(char const* name, ConstTensor const& tensor,
   return tokens;
 }
 
-Expected<std::int64_t> rows_of(ConstTensor const& rows, ExpertParallelDesc const& desc) noexcept {
+// [R,..], R.
+Expected<std::int64_t> rows_of(char const* name, ConstTensor const& rows,
+                               ExpertParallelDesc const& desc, std::int64_t columns) noexcept {
   std::int64_t const most = std::int64_t{desc.ranks} * desc.max_tokens * desc.top_k;
   if (rows.rank == 2 && rows.shape[0] >= 0 && rows.shape[0] <= most) return rows.shape[0];
-  return Status::invalid("rows: [R,%lld] with R from 0 to ranks*max_tokens*top_k=%lld",
-                         static_cast<long long>(desc.hidden), static_cast<long long>(most));
+  return Status::invalid("%s: [R,%lld] with R from 0 to ranks*max_tokens*top_k=%lld", name,
+                         static_cast<long long>(columns), static_cast<long long>(most));
 }
 
 Status check_training(ExpertParallelDesc const& desc, char const* call) noexcept {
@@ -292,15 +294,31 @@ Status ExpertParallel::forward(ExpertParallelArgs const& args, Stream stream) no
   pass.aligned("w_up", args.w_up.data);
   pass.aligned("w_down", args.w_down.data);
   pass.aligned("o", args.o.data);
+  dist::PassTensors tensors = {
+      .tokens = static_cast<std::int32_t>(tokens),
+      .x = rows_of_caller(args.x),
+      .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
+      .gmem_topk_weights = static_cast<float const*>(args.topk_weights.data),
+      .gmem_w_up = args.w_up.data,
+      .gmem_w_down = args.w_down.data,
+      .gmem_o = args.o.data};
+  if (args.kept.expert_offsets.present()) {
+    TESSERA_TRY(check_training(desc_, "kept"));
+    auto const rows = rows_of("row_origins", args.kept.row_origins, desc_, 4);
+    if (!rows.ok()) return rows.status();
+    pass.tables(args.kept, rows.value(), true);
+    tensors.kept = pass_tables(args.kept, rows.value());
+    tensors.may_overflow = args.may_overflow;
+    if (args.h.present()) {
+      pass.output("h", args.h, DType::bf16, {rows.value(), up_rows});
+      pass.aligned("h", args.h.data);
+      tensors.gmem_h = args.h.data;
+    }
+  } else {
+    pass.check.absent("h", args.h, "there are no tables of its rows");
+  }
   TESSERA_TRY(pass.check.finish());
-  return session_->forward({.tokens = static_cast<std::int32_t>(tokens),
-                            .x = rows_of_caller(args.x),
-                            .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
-                            .gmem_topk_weights = static_cast<float const*>(args.topk_weights.data),
-                            .gmem_w_up = args.w_up.data,
-                            .gmem_w_down = args.w_down.data,
-                            .gmem_o = args.o.data},
-                           stream);
+  return session_->forward(tensors, stream);
 }
 
 Status ExpertParallel::route(ExpertRouteArgs const& args, Stream stream) noexcept {
@@ -311,7 +329,7 @@ Status ExpertParallel::route(ExpertRouteArgs const& args, Stream stream) noexcep
   pass.input("topk_ids", args.topk_ids, DType::int32, {tokens.value(), desc_.top_k});
   pass.input("topk_weights", args.topk_weights, DType::fp32, {tokens.value(), desc_.top_k});
   TESSERA_TRY(pass.check.finish());
-  constexpr std::int64_t kAny = UINT32_MAX;
+  constexpr std::int64_t kAny = INT32_MAX;
   if (args.room < 0) {
     return Status::invalid("room=%lld: rows, 0 for as many as there are",
                            static_cast<long long>(args.room));
@@ -320,20 +338,20 @@ Status ExpertParallel::route(ExpertRouteArgs const& args, Stream stream) noexcep
       {.tokens = static_cast<std::int32_t>(tokens.value()),
        .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
        .gmem_topk_weights = static_cast<float const*>(args.topk_weights.data),
-       .room = static_cast<std::uint32_t>(args.room == 0 ? kAny : std::min(args.room, kAny))},
+       .room = static_cast<std::int32_t>(args.room == 0 ? kAny : std::min(args.room, kAny))},
       stream);
 }
 
-Expected<RoutedRows> ExpertParallel::routed_rows() noexcept {
+Expected<RoutedRows> ExpertParallel::routed_rows(std::int64_t passes_ago) noexcept {
   TESSERA_TRY(check_training(desc_, "routed_rows"));
-  return session_->routed_rows();
+  return session_->routed_rows(passes_ago);
 }
 
 Status ExpertParallel::dispatch(ExpertDispatchArgs const& args, Stream stream) noexcept {
   TESSERA_TRY(check_training(desc_, "dispatch"));
   auto const tokens = tokens_of("x", args.x, desc_, desc_.hidden);
   if (!tokens.ok()) return tokens.status();
-  auto const rows = rows_of(args.rows, desc_);
+  auto const rows = rows_of("rows", args.rows, desc_, desc_.hidden);
   if (!rows.ok()) return rows.status();
   PassCheck pass{desc_, core::TensorCheck{device_}};
   pass.staged("x", args.x, tokens.value(), session_->x());
@@ -366,7 +384,7 @@ Status ExpertParallel::combine(ExpertCombineArgs const& args, Stream stream) noe
   TESSERA_TRY(check_training(desc_, "combine"));
   auto const tokens = tokens_of("o", args.o, desc_, desc_.hidden);
   if (!tokens.ok()) return tokens.status();
-  auto const rows = rows_of(args.rows, desc_);
+  auto const rows = rows_of("rows", args.rows, desc_, desc_.hidden);
   if (!rows.ok()) return rows.status();
   if (args.sms < 0) return Status::invalid("sms=%d: 0 for all, or how many", args.sms);
   PassCheck pass{desc_, core::TensorCheck{device_}};

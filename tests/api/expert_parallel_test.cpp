@@ -176,7 +176,8 @@ TEST(ExpertParallel, TheCAbiSaysTheSame) {
   EXPECT_EQ(tessera_expert_parallel_dispatch(nullptr, nullptr, nullptr), TESSERA_INVALID_ARGUMENT);
   EXPECT_EQ(tessera_expert_parallel_combine(nullptr, nullptr, nullptr), TESSERA_INVALID_ARGUMENT);
   int64_t rows = 0;
-  EXPECT_EQ(tessera_expert_parallel_routed_rows(nullptr, &rows, nullptr), TESSERA_INVALID_ARGUMENT);
+  EXPECT_EQ(tessera_expert_parallel_routed_rows(nullptr, 0, &rows, nullptr),
+            TESSERA_INVALID_ARGUMENT);
   EXPECT_EQ(tessera_expert_parallel_check(nullptr), TESSERA_INVALID_ARGUMENT);
   tessera_expert_parallel_destroy(nullptr);
 

@@ -325,11 +325,11 @@ class Ranks {
     return exchange;
   }
   RouteArguments route_arguments(Pass& pass, int r) {
-    RouteArguments args{.exchange = arguments(pass, r),
-                        .made = rank(r).made.addresses(),
-                        .room = static_cast<std::uint32_t>(shares(pass, r).capacity),
-                        .host_rows = pass.kind.keeps ? &shares(pass, r).host_rows : nullptr,
-                        .ticket = pass.epoch + 1000};
+    RouteArguments args{
+        .exchange = arguments(pass, r),
+        .made = rank(r).made.addresses(),
+        .room = static_cast<std::int32_t>(shares(pass, r).capacity),
+        .host = {pass.kind.keeps ? &shares(pass, r).host_rows : nullptr, pass.epoch + 1000}};
     args.exchange.gmem_topk_ids = pass.exchange.ids[static_cast<std::size_t>(r)].data();
     args.exchange.gmem_scores = shares(pass, r).scores.data();
     return args;

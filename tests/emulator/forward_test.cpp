@@ -14,6 +14,7 @@
 #include "dist/kernels/forward_pass.cuh"
 #include "tests/dist/exchange.hpp"
 #include "tests/emulator/emulator.hpp"
+#include "tests/emulator/exchange_ranks.hpp"
 #include "tests/emulator/memory.hpp"
 
 namespace tessera::dist {
@@ -31,6 +32,29 @@ struct Case {
   ActivationKind activation = ActivationKind::swiglu;
   int ctas = 2;
   int lag = -1;
+  bool keeps = false;  // what backward needs
+  bool may_overflow = true;
+};
+
+// .. of one rank.
+struct Kept {
+  separate::Rows wanted;
+  separate::Tables tables;
+  std::int64_t capacity;  // rows that there is room for
+  bool has_h;
+  Memory<Bits> h;
+  std::uint64_t host_rows = 0;
+
+  // More room than is needed, as much, a row less, none.
+  Kept(Exchange const& exchange, int rank, std::int64_t h_columns, std::uint64_t seed)
+      : wanted(separate::wanted_rows(exchange, rank)),
+        tables(exchange.shape),
+        capacity(std::array{exchange.shape.max_rows(), rows(),
+                            std::max<std::int64_t>(rows() - 1, 0), std::int64_t{0}}[seed % 4]),
+        has_h(seed % 5 != 0),
+        h(exchange.shape.max_rows() * h_columns) {}
+  std::int64_t rows() const { return static_cast<std::int64_t>(wanted.origins.size()); }
+  std::int64_t held() const { return std::min(rows(), capacity); }
 };
 
 // All ranks of an exchange.
@@ -107,6 +131,7 @@ class Ranks {
  private:
   static constexpr std::uint64_t kNoLimit = std::uint64_t{1} << 40;
   static constexpr int kGap = 8;  // between rows of the caller's x
+  static constexpr std::uint32_t kTicket = 77;
 
   struct Rank {
     WindowLayout layout;
@@ -116,6 +141,7 @@ class Ranks {
     Memory<Bits> x, pool, a, o;
     std::vector<std::int32_t> ids;
     std::vector<float> scores;
+    std::unique_ptr<Kept> kept;
     Fault fault = {};
 
     Rank(ExchangeShape const& s, int ctas, std::uint32_t first_epoch)
@@ -146,6 +172,10 @@ class Ranks {
       std::memset(rank.window.get() + rank.layout.slots, 0xff,
                   static_cast<std::size_t>(rank.layout.bytes - rank.layout.slots));
       std::memset(rank.o.get(), 0xff, rank.o.size() * sizeof(Bits));
+      if (case_.keeps) {
+        rank.kept = std::make_unique<Kept>(exchange, r, halves() * s_.intermediate,
+                                           seed + static_cast<std::uint64_t>(r));
+      }
     }
   }
   // With the caller, with gaps between rows; and in the window, unless the kernel copies it there.
@@ -168,8 +198,44 @@ class Ranks {
         std::string const wrong = compare(r, t);
         if (!wrong.empty()) return wrong;
       }
+      if (!case_.keeps || !status(r).ok()) continue;
+      std::string const wrong = wrong_kept(r);
+      if (!wrong.empty()) return "rank " + std::to_string(r) + ": " + wrong;
     }
     return "";
+  }
+  // What a rank has kept, and what it has left as it was.
+  std::string wrong_kept(int rank) const {
+    Kept const& kept = *ranks_[static_cast<std::size_t>(rank)]->kept;
+    separate::Tables const wanted(s_);
+    Memory<Bits> const h(static_cast<std::int64_t>(kept.h.size()));
+    std::transform(
+        kept.wanted.offsets.begin(), kept.wanted.offsets.end(), wanted.offsets.get(),
+        [&](std::int32_t offset) { return std::min<std::int64_t>(offset, kept.held()); });
+    for (std::int64_t row = 0; row < kept.held(); ++row) {
+      RowOrigin const from = kept.wanted.origins[static_cast<std::size_t>(row)];
+      Rank const& source = *ranks_[static_cast<std::size_t>(from.source)];
+      wanted.origins[row] = from;
+      wanted.scores[row] = source.scores[static_cast<std::size_t>(from.pair)];
+      if (!kept.has_h) continue;
+      Bits const* const x = source.x.get() + from.pair / s_.max_top_k * x_pitch();
+      std::int32_t const e = source.ids[static_cast<std::size_t>(from.pair)];
+      std::int64_t const columns = halves() * s_.intermediate;
+      for (std::int64_t i = 0; i < columns; ++i) {
+        Bits const* const up = w_up_.get() + (e * columns + i) * s_.hidden;
+        h[row * columns + i] = round(dot(x, up, s_.hidden));
+      }
+    }
+    auto const rows = static_cast<std::int32_t>(kept.rows());
+    bool const all_fit = std::all_of(ranks_.begin(), ranks_.end(), [](auto const& one) {
+      return one->kept->rows() <= one->kept->capacity;
+    });
+    if (kept.host_rows != RoutedWord{rows, all_fit, kTicket}.word()) return "the host's word";
+    std::string wrong = separate::compare("offsets", kept.tables.offsets.get(), wanted.offsets);
+    if (wrong.empty())
+      wrong = separate::compare("origins", kept.tables.origins.get(), wanted.origins);
+    if (wrong.empty()) wrong = separate::compare("scores", kept.tables.scores.get(), wanted.scores);
+    return wrong.empty() ? separate::compare("h", kept.h.get(), h) : wrong;
   }
 
   std::int64_t halves() const { return s_.gated ? 2 : 1; }
@@ -196,6 +262,14 @@ class Ranks {
     }
     std::int64_t const first = std::int64_t{rank} * s_.local_experts();
     std::int64_t const matrix = std::int64_t{s_.intermediate} * s_.hidden;
+    KeptPass kept = {};
+    if (r.kept != nullptr) {
+      kept = {.tables = r.kept->tables.addresses(),
+              .capacity = r.kept->capacity,
+              .may_overflow = case_.may_overflow,
+              .gmem_h = r.kept->has_h ? reinterpret_cast<char*>(r.kept->h.get()) : nullptr,
+              .host = {&r.kept->host_rows, kTicket}};
+    }
     return launch_forward({.exchange = exchange,
                            .activation = {.kind = case_.activation},
                            .gmem_w_up = w_up_.get() + halves() * first * matrix,
@@ -204,7 +278,8 @@ class Ranks {
                            .gmem_x = copies_x_ ? r.x.get() : nullptr,
                            .x_pitch = x_pitch(),
                            .gmem_o = r.o.get(),
-                           .lag = case_.lag},
+                           .lag = case_.lag,
+                           .kept = kept},
                           case_.ctas, nullptr);
   }
 
@@ -350,6 +425,38 @@ TEST(FusedForward, SeveralBlocksAndTilesOfAnExpert) {
   }
 }
 
+TEST(FusedForward, KeepsWhatBackwardNeeds) {
+  for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
+    std::int32_t const ranks = transfer == Transfer::once ? 3 : 1;
+    expect_right({.shape = shape(ranks, 16, 64, 64, 6, 2, transfer), .keeps = true});
+    expect_right({.shape = shape(2, 9, 72, 328, 6, 3, transfer, false),
+                  .activation = ActivationKind::relu2,
+                  .keeps = true});
+    expect_right({.shape = shape(2, 20, 136, 200, 4, 2, transfer), .ctas = 4, .keeps = true});
+  }
+  expect_right({.shape = shape(2, 150, 64, 64, 2, 1, Transfer::direct), .lag = 1, .keeps = true});
+  expect_right({.shape = shape(2, 17, 64, 64, 6, 3, Transfer::once), .ctas = 9, .keeps = true},
+               50'000);
+}
+
+// Where nobody said that rows may be left out.
+TEST(FusedForward, MoreRowsThanRoomAreReported) {
+  for (std::uint64_t seed = 0; seed < 4; ++seed) {
+    Case const c = {.shape = shape(2, 12, 64, 64, 4, 2, kTransfers[seed % 2]),
+                    .keeps = true,
+                    .may_overflow = false};
+    Ranks ranks(c);
+    // Capacities: Kept. Of seed 0 both ranks have room.
+    std::string const text =
+        ranks.pass(draw_exchange(c.shape, Pattern::random, seed), seed, kSchedules[seed]);
+    if (seed == 0) {
+      EXPECT_EQ(text, "");
+    } else {
+      EXPECT_NE(text.find(seed == 1 ? "had given up" : "memory for"), std::string::npos) << text;
+    }
+  }
+}
+
 // Of x, by the kernel: five a row, of which the last has 16 bytes.
 TEST(FusedForward, RowsOfSeveralPieces) {
   for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
@@ -391,10 +498,13 @@ TEST(FusedForward, BlocksThatWereNeverDoneAreNotDone) {
   }
 }
 
-TEST(FusedForward, OneCtaIsNoPair) {
-  Case const c = {.shape = shape(1, 8, 64, 64, 2, 1, Transfer::direct), .ctas = 1};
-  EXPECT_EQ(Ranks(c).pass(draw_exchange(c.shape, Pattern::random, 1), 1, kSchedules[0]),
-            "not launched");
+// One CTA is no pair; and sums leave no row of each pair to go back.
+TEST(FusedForward, WhatIsNotServedIsNotLaunched) {
+  for (Case const& c : {Case{.shape = shape(1, 8, 64, 64, 2, 1, Transfer::direct), .ctas = 1},
+                        Case{.shape = shape(2, 8, 64, 64, 2, 1, Transfer::dedup), .keeps = true}}) {
+    EXPECT_EQ(Ranks(c).pass(draw_exchange(c.shape, Pattern::random, 1), 1, kSchedules[0]),
+              "not launched");
+  }
 }
 
 TEST(FusedForward, DelaysAtEveryWait) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes of ExpertParallel in pieces: gradients, biases.
+"""Passes of ExpertParallel with gradients or biases.
 
 Without GPUs: one rank, whose exchange is made here, on the CPU. With them: torchrun --nproc-per-node 2
 expert_parallel_training_test.py compares the group with one GPU that has all tokens and experts.
@@ -44,25 +44,60 @@ def at(view: library.Tensor) -> torch.Tensor:
 class OneRank:
     """The library's functions of a group of one rank on the CPU: rows sorted by expert."""
 
-    def __init__(self, experts: int):
+    def __init__(self, experts: int, activation: str = "swiglu"):
         self.experts, self.calls, self.dispatched, self.room_of_others = experts, [], True, []
+        self.activation, self.counted = activation, []  # (rows, whether all fit) of passes
 
-    def tessera_expert_parallel_route(self, handle, address, stream):
-        args = training._RouteArgs.from_address(address)
+    def count(self, room: int):
+        others_fit = self.room_of_others.pop() if self.room_of_others else True
+        self.counted.append((len(self.order), others_fit and len(self.order) <= room))
+
+    def sort(self, args):
         self.ids, self.scores = at(args.topk_ids).clone().flatten(), at(args.topk_weights).clone().flatten()
         routed = (self.ids >= 0) & (self.ids < self.experts)
         key = torch.where(routed, self.ids, self.experts)
         self.order = torch.argsort(key, stable=True)[:int(routed.sum())]
-        self.total = len(self.order)
-        self.room = args.room or 1 << 30
         self.offsets = torch.searchsorted(key[self.order].contiguous(), torch.arange(self.experts + 1))
+
+    def write_tables(self, args) -> torch.Tensor:
+        """The rows that there is room for, as pairs."""
+        origins = at(args.row_origins)
+        order = self.order[:len(origins)]
+        at(args.expert_offsets).copy_(self.offsets.clamp(max=len(order)))
+        origins[:len(order), 0], origins[:len(order), 1] = order, 0
+        at(args.row_scores)[:len(order)] = self.scores[order]
+        return order
+
+    def tessera_expert_parallel_forward(self, handle, address, stream):
+        args = training._ForwardArgs.from_address(address)
+        self.sort(args)
+        room = args.row_origins.shape[0]
+        self.count(room)
+        assert args.may_overflow or len(self.order) <= room
+        self.write_tables(args)
+        x, ids, w_up = at(args.x), at(args.topk_ids), at(args.w_up)
+        if args.h.rank:
+            h = at(args.h)
+            kept = self.order[:len(h)]
+            experts = torch.nn.functional.one_hot(ids.flatten()[kept].long(), self.experts).bool()
+            for expert, of_expert in enumerate(experts.T):
+                h[:len(kept)][of_expert] = x[kept[of_expert] // ids.shape[1]] @ w_up[expert].T
+        with mock.patch.object(library, "load", return_value=REAL), torch.no_grad():
+            at(args.o).copy_(tessera.routed_experts(x, ids, at(args.topk_weights), w_up, at(args.w_down),
+                                                    activation=self.activation))
+        self.calls.append("forward")
+        return 0
+
+    def tessera_expert_parallel_route(self, handle, address, stream):
+        args = training._RouteArgs.from_address(address)
+        self.sort(args)
+        self.count(args.room or 1 << 30)
         self.dispatched = False
         self.calls.append("route")
         return 0
 
-    def tessera_expert_parallel_routed_rows(self, handle, rows, all_fit):
-        others_fit = self.room_of_others.pop() if self.room_of_others else True
-        rows._obj.value, all_fit._obj.value = self.total, others_fit and self.total <= self.room
+    def tessera_expert_parallel_routed_rows(self, handle, passes_ago, rows, all_fit):
+        rows._obj.value, all_fit._obj.value = self.counted[-1 - passes_ago]
         self.calls.append("rows")
         return 0
 
@@ -70,11 +105,8 @@ class OneRank:
         args = training._DispatchArgs.from_address(address)
         origins = at(args.row_origins)
         if not self.dispatched:
-            assert args.may_overflow or self.total <= len(origins)
-            order = self.order[:len(origins)]
-            at(args.expert_offsets).copy_(self.offsets.clamp(max=len(order)))
-            origins[:len(order), 0], origins[:len(order), 1] = order, 0
-            at(args.row_scores)[:len(order)] = self.scores[order]
+            assert args.may_overflow or len(self.order) <= len(origins)
+            self.write_tables(args)
         rows = int(at(args.expert_offsets)[-1])
         token = origins[:rows, 0].long() // at(args.topk_ids).shape[1]
         at(args.rows)[:rows] = at(args.x)[token]
@@ -113,6 +145,7 @@ class Group:
 
     def __init__(self, activation: str = "swiglu"):
         self.activation, self._calls, self._rows, self._beside = activation, {}, {}, training.Beside()
+        self._counted, self._row_numbers = 0, None
         self._desc = expert_parallel._Desc(ranks=1, experts=SHAPE["experts"])
 
     @staticmethod
@@ -147,7 +180,7 @@ class OnCpu(unittest.TestCase):
                                      activation=tessera.options.ACTIVATIONS.index(activation), training=1, **clamp)
         pieces = expert_parallel._pieces(desc, max_rows, save)
         biases = weights[2:] or [None, None]
-        fake = OneRank(SHAPE["experts"])
+        fake = OneRank(SHAPE["experts"], activation)
         with mock.patch.object(library, "load", return_value=fake):
             o = training.run(Group(activation), pieces, 0, x, ids, scores, *weights[:2], *biases)
         d_o = torch.randn_like(o)
@@ -156,13 +189,8 @@ class OnCpu(unittest.TestCase):
         names = dict(zip(("b_up", "b_down"), biases))
         wanted_o = tessera.routed_experts(x, ids, scores, *weights[:2], activation=activation, **names, **clamp)
         wanted = torch.autograd.grad(wanted_o, (x, scores, *weights), d_o)
-        asks = ["rows"] if max_rows is None else []
-        first, again, back = ["route", *asks, "dispatch", "combine"], ["route", "dispatch", "combine", *asks], \
-            ["dispatch", "combine"]
-        if save == "h":
-            self.assertEqual(fake.calls, first + back)
-        else:  # with biases forward is in pieces as well, and has told how many rows there are
-            self.assertEqual(fake.calls, first + again if with_bias else first)
+        asks, back = ["rows"] if max_rows is None else [], ["dispatch", "combine"]
+        self.assertEqual(fake.calls, ["route", *asks, *back, *back] if with_bias else ["forward", *back, *asks])
         return (o, *got), (wanted_o, *wanted)
 
     def assert_near(self, got, wanted, limit=2**-8):
@@ -188,34 +216,76 @@ class OnCpu(unittest.TestCase):
             self.assertEqual((o.shape, dx.shape, dscores.shape), ((0, 64), (0, 64), (0, 3)))
             self.assertEqual((dw_up.abs().max(), dw_down.abs().max()), (0, 0))
 
+    def step(self, fake, group, pieces, leaves, ids, biases=(None, None)):
+        """Whether the results and gradients of one step are right."""
+        x, scores, w_up, w_down = leaves
+        with mock.patch.object(library, "load", return_value=fake):
+            o = training.run(group, pieces, 0, x, ids, scores, w_up, w_down, *biases)
+            got = torch.autograd.grad(o, leaves, torch.ones_like(o))
+        wanted_o = tessera.routed_experts(x, ids, scores, w_up, w_down, b_up=biases[0], b_down=biases[1])
+        wanted = torch.autograd.grad(wanted_o, leaves, torch.ones_like(o))
+        self.assert_near((o, *got), (wanted_o, *wanted))
+
     def test_more_rows_than_before(self):
+        """Few rows, then as many as there are: the backward pass is made again."""
+        ids, leaves = self.tensors("swiglu", False, 300)
+        few = torch.where(torch.arange(300)[:, None] < 20, ids, -1)
+        once = ["forward", "dispatch", "combine", "rows"]
+        for save in ("h", "x"):
+            pieces, group = training.Pieces("grouping=offsets", 900, None, save), Group()
+            fake, expected = OneRank(8), []
+            for chosen, again in ((few, []), (few, []), (ids, ["route", "dispatch", "combine"]), (ids, []), (few, [])):
+                self.step(fake, group, pieces, leaves, chosen)
+                expected += once + again
+            self.assertEqual(fake.calls, expected)
+            fake.room_of_others = [False]  # another rank makes its own again
+            self.step(fake, group, pieces, leaves, few)
+            self.assertEqual(fake.calls, [*expected, *once, "route", "dispatch", "combine"])
+
+    def test_more_rows_than_before_in_pieces(self):
         """Few rows, then as many as there are: the pass is made again. The next one asks behind what it enqueues."""
-        ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False, 300)
+        ids, (*leaves, b_up, b_down) = self.tensors("swiglu", True, 300)
         few = torch.where(torch.arange(300)[:, None] < 20, ids, -1)
         for save in ("h", "x"):
             pieces, group = training.Pieces("grouping=offsets", 900, None, save), Group()
-            fake, expected = OneRank(SHAPE["experts"]), []
+            fake, expected = OneRank(8), []
             ask_first, ask_last = ["route", "rows", "dispatch", "combine"], ["route", "dispatch", "combine", "rows"]
-            back = ["dispatch", "combine"] if save == "h" else []
             for chosen, calls in ((few, ask_first), (ids, ask_last + ask_first), (ids, ask_last)):
-                with mock.patch.object(library, "load", return_value=fake):
-                    o = training.run(group, pieces, 0, x, chosen, scores, w_up, w_down)
-                    got = torch.autograd.grad(o, (x, scores, w_up, w_down), torch.ones_like(o))
-                wanted_o = tessera.routed_experts(x, chosen, scores, w_up, w_down)
-                wanted = torch.autograd.grad(wanted_o, (x, scores, w_up, w_down), torch.ones_like(o))
-                self.assert_near((o, *got), (wanted_o, *wanted))
-                expected += calls + back
+                self.step(fake, group, pieces, leaves, chosen, (b_up, b_down))
+                expected += calls + ["dispatch", "combine"]
             self.assertEqual(fake.calls, expected)
+
+    def test_layers_between_forward_and_backward(self):
+        """Each knows the rows of its own pass, however many came behind it."""
+        ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False, 60)
+        pieces, group, fake = training.Pieces("grouping=offsets", 900, None, "h"), Group(), OneRank(8)
+        few = torch.where(torch.arange(60)[:, None] < 7, ids, -1)
+        with mock.patch.object(library, "load", return_value=fake):
+            results = [training.run(group, pieces, layer, x, chosen, scores, w_up, w_down)
+                       for layer, chosen in enumerate((few, ids, few))]
+            got = [torch.autograd.grad(o.sum(), (x, w_up)) for o in reversed(results)]
+        self.assertEqual([group._rows[layer] for layer in range(3)], [rows for rows, _ in fake.counted])
+        for gradients, chosen in zip(got, (few, ids, few), strict=True):
+            o = tessera.routed_experts(x, chosen, scores, w_up, w_down)
+            self.assert_near(gradients, torch.autograd.grad(o.sum(), (x, w_up)))
 
     def test_another_rank_without_room(self):
         """A rank that has asked before it brings rows makes the pass again with the others."""
-        ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False)
+        ids, (x, scores, w_up, w_down, *biases) = self.tensors("swiglu", True)
         pieces, fake = training.Pieces("grouping=offsets", 900, None, "h"), OneRank(SHAPE["experts"])
         fake.room_of_others = [False]
         with mock.patch.object(library, "load", return_value=fake):
-            o = training.run(Group(), pieces, 0, x, ids, scores, w_up, w_down)
+            o = training.run(Group(), pieces, 0, x, ids, scores, w_up, w_down, *biases)
         self.assertEqual(fake.calls, ["route", "rows", "dispatch", "combine"] * 2)
-        self.assert_near([o], [tessera.routed_experts(x, ids, scores, w_up, w_down)])
+        self.assert_near([o], [tessera.routed_experts(x, ids, scores, w_up, w_down, b_up=biases[0], b_down=biases[1])])
+
+    def test_weights_that_one_launch_does_not_take(self):
+        """Strides that the layer of one GPU takes: forward in pieces."""
+        ids, leaves = self.tensors("swiglu", False)
+        leaves[3] = leaves[3].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+        pieces, fake = training.Pieces("grouping=offsets", 900, None, "h"), OneRank(8)
+        self.step(fake, Group(), pieces, leaves, ids)
+        self.assertEqual(fake.calls, ["route", "rows", *["dispatch", "combine"] * 2])
 
     def test_only_what_is_wanted(self):
         ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False)
@@ -503,16 +573,32 @@ class OnGpus(unittest.TestCase):
 
     def test_too_many_rows(self):
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        experts = self.make(max_rows=64)
         x, ids, scores, _, weights = self.inputs([self.T] * ranks)
         mine = slice(rank * self.T, (rank + 1) * self.T)
         own = slice(rank * self.E // ranks, (rank + 1) * self.E // ranks)
-        experts(x[mine].requires_grad_(), ids[mine], scores[mine], weights[0][own], weights[1][own])
+        for biases in ({}, {"b_up": weights[2][own], "b_down": weights[3][own]}):
+            experts = self.make(max_rows=64)
+            experts(x[mine].requires_grad_(), ids[mine], scores[mine], weights[0][own], weights[1][own], **biases)
+            torch.cuda.synchronize()
+            with self.assertRaisesRegex(RuntimeError, "memory for 64|had given up"):
+                experts.check()
+            dist.barrier()
+            experts.abort()
+
+    def test_a_captured_pass_needs_a_bound(self):
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        experts = self.make()
+        x, ids, scores, _, weights = self.inputs([self.T] * ranks)
+        mine = slice(rank * self.T, (rank + 1) * self.T)
+        own = slice(rank * self.E // ranks, (rank + 1) * self.E // ranks)
+        tensors = (x[mine].requires_grad_(), ids[mine].int(), scores[mine], weights[0][own], weights[1][own])
+        with self.assertRaisesRegex(RuntimeError, "max_rows"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            experts(*tensors)
+        experts(*tensors).sum().backward()
         torch.cuda.synchronize()
-        with self.assertRaisesRegex(RuntimeError, "memory for 64|had given up"):
-            experts.check()
+        experts.check()
         dist.barrier()
-        experts.abort()
+        experts.close()
 
     def test_out_of_turn(self):
         experts = self.make()

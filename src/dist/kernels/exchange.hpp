@@ -64,12 +64,17 @@ struct RowTables {
   float* gmem_scores;                 // [R]
 };
 
+/// Who is told how many rows this rank has in a pass.
+struct ToldHost {
+  std::uint64_t* word = nullptr;  // RoutedWord with `ticket`; memory of the host, or null
+  std::uint32_t ticket = 0;
+};
+
 struct RouteArguments {
   ExchangeArguments exchange;  // without gmem_pool
   RowTables made;              // for as many rows as there may be
-  std::uint32_t room;          // rows that this rank has memory for
-  std::uint64_t* host_rows;    // RoutedWord with `ticket`; memory of the host, or null
-  std::uint32_t ticket;
+  std::int32_t room;           // rows that this rank has memory for
+  ToldHost host;
 };
 
 struct DispatchArguments {

@@ -83,7 +83,8 @@ cudaError_t launch_forward(ForwardArguments const& args, int sm_count, cudaStrea
                        .gmem_x = static_cast<char const*>(args.gmem_x),
                        .x_pitch_bytes = 2 * args.x_pitch,
                        .gmem_o = static_cast<block::bf16*>(args.gmem_o),
-                       .lag = args.lag};
+                       .lag = args.lag,
+                       .kept = args.kept};
   cudaError_t const error = make_params(args, params);
   if (error != cudaSuccess) return error;
   return cuda::with_activation_kind(args.activation.kind, [&](auto kind) {

@@ -12,6 +12,7 @@
 //                  | multiply; up: a by TMA, complete under the next task; down: rows to slots on their
 //                  | sources, under the next task -> sent; last: such sums that are left; aggregate the
 //                  | slice's tokens [block_done, part_done]
+// Training h and tables of this rank's rows besides, in an instance of its own (kept_pass.cuh)
 // Tasks    TaskCursor: ups, with downs behind by `lag` units, two at a time for the CTAs of a pair, which read the
 //          same weights or the same rows: a third less of L2 (docs/notebook/2026-11-23-fused-pairs.md)
 // Barriers pipeline, lent stages and work ring of block/, a stage free when both CTAs of the pair have read theirs; the
@@ -25,6 +26,7 @@
 
 #include "cuda/arch/dynamic_shared.cuh"
 #include "cuda/arch/proxy_fence.cuh"
+#include "dist/kernels/kept_pass.cuh"
 #include "dist/kernels/owner_sums.cuh"
 #include "dist/kernels/pull_rows.cuh"
 #include "dist/kernels/push_rows.cuh"
@@ -111,12 +113,12 @@ __device__ void produce(Pass const& pass) {
   }
 }
 
-// What a warp still has to do for its last task: to store a down piece by piece, or to wait until an up has arrived.
-// Then it tells that it has sent its results.
-template <bool kSums>
+// What a warp still has to do for its last task: to store a down piece by piece, or to wait until an up has arrived, of
+// which kKeeps stores h piece by piece. When a down is stored, or an up is there, it tells so.
+template <class Push, bool kKeeps>
 class LastTask {
  public:
-  __device__ LastTask(Pass const& pass, Push<kSums>& push, int consumer)
+  __device__ LastTask(Pass const& pass, Push& push, int consumer)
       : sent_(pass.smem.sent),
         push_(push),
         first_warp_(consumer == 0 && arch::warp_in_warpgroup() == 0) {}
@@ -137,11 +139,12 @@ class LastTask {
     tell(task_);
     up_is_on_its_way_ = false;
   }
-  // The next piece of a down, if there is one.
+  // The next piece, if there is one.
   __device__ void step() {
     if (!push_.pending()) return;
-    push_.store_piece();
-    if (!push_.pending()) tell(task_);
+    bool const is_h = kKeeps && (task_.kind_and_expert & kDownTask) == 0;
+    push_.store_piece(is_h);
+    if (!is_h && !push_.pending()) tell(task_);
   }
   __device__ void finish() {
     if (up_is_on_its_way_) complete_up();
@@ -151,19 +154,18 @@ class LastTask {
 
  private:
   SentTasks sent_;
-  Push<kSums>& push_;
+  Push& push_;
   bool first_warp_;
   SentTask task_ = {};
   bool up_is_on_its_way_ = false;
 };
 
-// block::multiply; behind every k_tile but the first a piece of the last task, if it was a down. An up is completed
-// behind a later one, or as soon as a k_tile is not there.
-template <bool kSums>
+// block::multiply; behind every k_tile but the first a piece of the last task, if it has any. An up is completed behind
+// a later one, or as soon as a k_tile is not there.
+template <class Last>
 __device__ int multiply(ForwardStorage& smem, block::PipelineState<kPlain>& state,
                         block::BorrowedStages<kPlain>& stages,
-                        block::Accumulators<kPlain> (&acc)[1], int row, int k_tiles,
-                        LastTask<kSums>& last) {
+                        block::Accumulators<kPlain> (&acc)[1], int row, int k_tiles, Last& last) {
   constexpr int kCompleteAt = 4;  // k_tile: when stores have arrived
   int previous = 0;
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
@@ -187,9 +189,11 @@ __device__ int multiply(ForwardStorage& smem, block::PipelineState<kPlain>& stat
   return previous;
 }
 
-template <ActivationKind kKind, Transfer kTransfer>
+template <ActivationKind kKind, Transfer kTransfer, bool kKeeps>
 __device__ void consume(Pass const& pass, int consumer) {
-  constexpr bool kSums = kTransfer == Transfer::dedup;
+  constexpr bool kGated = block::ActivationFunction<kKind>::kGated;
+  constexpr int kPairsOfGroup = block::kGroupColumns / 4;  // of this thread's values
+  using Pushed = Push<kTransfer == Transfer::dedup, kKeeps && kGated>;
   ForwardStorage& smem = pass.smem;
   ForwardParams const& p = pass.p;
   int const row = consumer * block::kSubtileM;
@@ -198,8 +202,8 @@ __device__ void consume(Pass const& pass, int consumer) {
   block::Accumulators<kPlain> acc[1];
   block::BorrowedStages<kPlain> stages(smem.gemm, consumer);
   StoreRows<kKind> up(pass, stages);
-  Push<kSums> push(pass, consumer);
-  LastTask<kSums> last(pass, push, consumer);
+  Pushed push(pass, consumer);
+  LastTask<Pushed, kKeeps> last(pass, push, consumer);
   block::WorkTile tile, ahead;
   bool more = queue.read(tile);
   while (more) {
@@ -213,10 +217,25 @@ __device__ void consume(Pass const& pass, int consumer) {
       char* const to = down ? push.destination(tile, row) : nullptr;
       arch::wgmma_wait<0>();
       block::release_stage<kPlain>(smem.gemm, stage);
+      auto const rounded = [&](int i) {
+        float const* const value = &acc[0][i / kPairsOfGroup][i % kPairsOfGroup * 2];
+        return arch::pack_bf16(value[0], value[1]);
+      };
       if (down) {
-        push.keep(acc[0], tile, to);
+        push.keep(rounded, tile.n_tile * kTileColumns, pass.shape().hidden, to);
       } else {
-        up.store(acc[0], tile, tile.row + row, state);
+        if constexpr (kKeeps) {
+          constexpr int kColumns = kGated ? kTileColumns / 2 : kTileColumns;
+          std::uint32_t h[2 * kPairsOfGroup];  // in half of the registers
+          TESSERA_UNROLL
+          for (int i = 0; i < 2 * kPairsOfGroup; ++i) h[i] = rounded(i);
+          auto const of_h = [&](int i) { return h[i]; };
+          push.keep(of_h, tile.n_tile * kColumns, pass.shape().intermediate,
+                    place_of_h<kGated>(pass, tile, row));
+          up.store(of_h, tile, tile.row + row, state);
+        } else {
+          up.store(rounded, tile, tile.row + row, state);
+        }
       }
       last.begin(task, down);
       // With few tokens, where nearly all blocks are like this one, 1 to 2% is lost by storing later.
@@ -286,7 +305,7 @@ __device__ inline bool begin_together(ForwardStorage& smem, bool planned) {
   return false;
 }
 
-template <ActivationKind kKind, Transfer kTransfer>
+template <ActivationKind kKind, Transfer kTransfer, bool kKeeps>
 __global__ void __launch_bounds__(kForwardThreads, 1)
     forward(__grid_constant__ ForwardParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -299,17 +318,27 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   PlaceX place_x(p.exchange, p.gmem_x, p.x_pitch_bytes, head.place_x, smem.x_landed);
   if (arch::warp_idx() == kBesideWarp<kForwardThreads>) place_x.begin();
   if (threadIdx.x == kForwardThreads - 1) init_barriers(smem);
+  if constexpr (kKeeps) {
+    if (blockIdx.x == 0) {
+      send_room(p.exchange, pass.epoch, static_cast<std::int32_t>(p.kept.capacity),
+                static_cast<int>(threadIdx.x));
+    }
+  }
   clear_next_bank<kForwardThreads>(p.exchange, pass.epoch);
   if (renews_words(pass.epoch)) {
     renew_words<kForwardThreads>(p.exchange, pass.epoch, p.exchange.window.ack);
   }
   auto const published = [&] { *p.exchange.gmem_epoch = pass.epoch + 1; };  // all CTAs have read it
-  if (!route(p.exchange, head.route, pass.epoch, place_x, published)) {
+  if (!route<kKeeps>(p.exchange, head.route, pass.epoch, place_x, published)) {
     begin_together(smem, false);
     return;
   }
   keep_plan<kTransfer != Transfer::direct>(pass, head.route);
-  if (!begin_together(smem, true)) return;
+  bool begins = true;
+  if constexpr (kKeeps) {
+    if (blockIdx.x == 0) begins = begin_kept(pass, head.route);
+  }
+  if (!begin_together(smem, begins)) return;
   int const warpgroup = arch::warpgroup_idx();
   if (warpgroup == 0) {
     arch::release_registers<kProducerRegisters>();
@@ -322,6 +351,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       } else {
         pull_tokens<kSums>(pass, warp - 1);
       }
+      if constexpr (kKeeps) write_kept_rows(pass, warp - 1);
       if constexpr (kSums) {
         OwnerSums<8>(pass, smem.sums[warp - 1])
             .run(static_cast<int>(blockIdx.x) * kCommunicationWarps + warp - 1);
@@ -337,7 +367,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     } else {
       bring_first_tokens<kSums>(pass, warp);
     }
-    consume<kKind, kTransfer>(pass, warpgroup - 1);
+    consume<kKind, kTransfer, kKeeps>(pass, warpgroup - 1);
     arch::named_barrier_sync(kStagesFree, kConsumers * arch::kWarpgroupThreads);
     if constexpr (kSums) {
       auto* const storage = reinterpret_cast<SumStorage*>(
@@ -353,10 +383,11 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 #endif
 }
 
-template <ActivationKind kKind, Transfer kTransfer>
+template <ActivationKind kKind, Transfer kTransfer, bool kKeeps = false>
 cudaError_t launch_forward_kernel(ForwardParams const& params, int sm_count, cudaStream_t stream) {
+  constexpr auto* kKernel = forward<kKind, kTransfer, kKeeps>;
   cudaError_t const error =
-      cudaFuncSetAttribute(forward<kKind, kTransfer>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            static_cast<int>(sizeof(ForwardStorage)));
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute attributes[2] = {};
@@ -371,20 +402,24 @@ cudaError_t launch_forward_kernel(ForwardParams const& params, int sm_count, cud
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, forward<kKind, kTransfer>, params);
+  return cudaLaunchKernelEx(&config, kKernel, params);
 }
 
 // A kernel for each: in one, code that the others do not run costs them up to 0.7% of a pass
 // (docs/notebook/2026-11-26-fewer-first-rows.md).
 template <ActivationKind kKind>
 cudaError_t launch_forward_of(ForwardParams const& params, int sm_count, cudaStream_t stream) {
+  bool const keeps = params.kept.tables.gmem_expert_offsets != nullptr;
   switch (params.exchange.shape.transfer) {
     case Transfer::direct:
-      return launch_forward_kernel<kKind, Transfer::direct>(params, sm_count, stream);
+      return keeps ? launch_forward_kernel<kKind, Transfer::direct, true>(params, sm_count, stream)
+                   : launch_forward_kernel<kKind, Transfer::direct>(params, sm_count, stream);
     case Transfer::once:
-      return launch_forward_kernel<kKind, Transfer::once>(params, sm_count, stream);
+      return keeps ? launch_forward_kernel<kKind, Transfer::once, true>(params, sm_count, stream)
+                   : launch_forward_kernel<kKind, Transfer::once>(params, sm_count, stream);
     case Transfer::dedup:
-      return launch_forward_kernel<kKind, Transfer::dedup>(params, sm_count, stream);
+      return keeps ? cudaErrorInvalidValue
+                   : launch_forward_kernel<kKind, Transfer::dedup>(params, sm_count, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -12,6 +12,16 @@
 
 namespace tessera::dist {
 
+/// What a pass leaves for backward. Without tables: nothing.
+struct KeptPass {
+  RowTables tables = {};
+  std::int64_t capacity = 0;  // rows that there is room for, in h, too
+  bool may_overflow = false;  // where there are more they are left out, and only the host is told
+  char* gmem_h =
+      nullptr;  // [capacity,2n] bf16, gate half first; [capacity,n] without a gate; or null
+  ToldHost host = {};
+};
+
 struct ForwardArguments {
   ExchangeArguments exchange;
   Activation activation;  // gated as exchange.shape says
@@ -24,10 +34,12 @@ struct ForwardArguments {
   std::int64_t x_pitch = 0;
   void* gmem_o;      // out [tokens,d] bf16
   std::int32_t lag;  // units of down behind those of up; < 0: default_lag
+  KeptPass kept = {};
 };
 
 /// All CTAs are resident (a cooperative launch of sm_count, less one where that is odd), in clusters of two.
-/// cudaErrorInvalidValue: sm_count < 2, max_top_k > 32, hidden or intermediate no multiple of 8.
+/// cudaErrorInvalidValue: sm_count < 2, max_top_k > 32, hidden or intermediate no multiple of 8, something kept with
+/// Transfer::dedup.
 cudaError_t launch_forward(ForwardArguments const& args, int sm_count, cudaStream_t stream);
 
 }  // namespace tessera::dist

@@ -154,6 +154,7 @@ struct ForwardParams {
   std::int64_t x_pitch_bytes;
   block::bf16* gmem_o;
   int lag;
+  KeptPass kept;
 };
 
 // The pass as one CTA knows it.

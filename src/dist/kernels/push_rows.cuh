@@ -1,20 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // The epilogue of a down task, under the k loop of the next one: every warp sends the 16 rows of its accumulators to
-// the slots of their pairs, or leaves them in the pool to be added up (owner_sums.cuh). They are rounded to bf16 at
-// once and kept until then, the first 64 columns in shared memory, the others in 48 registers of a thread, which take
-// their place by quarters:
+// the slots of their pairs, or leaves them in the pool to be added up (owner_sums.cuh). So it does with h of an up task
+// where that is kept (kept_pass.cuh). They are rounded to bf16 at once and kept until then, the first 64 columns in
+// shared memory, the others in 48 registers of a thread, which take their place by quarters:
 //   at once           | round; quarter 0 to shared memory
-//   behind a k_tile   | [next quarter to shared memory] 8 rows of a quarter to their slots, 128 bytes by eight lanes
+//   behind a k_tile   | [next quarter to shared memory] 8 rows of a quarter to their place, 128 bytes by eight lanes
 // All of it at once is 6% of a pass's cycles, in which tensor cores wait (docs/notebook/2026-11-25-deferred-rows.md).
 #pragma once
 
+#include "cuda/arch/store_global.cuh"
 #include "dist/kernels/forward_pass.cuh"
 #include "dist/kernels/warp_rows.cuh"
 
 namespace tessera::dist {
 
-// Of one warp. Warps share nothing. kSums: Transfer::dedup.
-template <bool kSums>
+// Of one warp. Warps share nothing. kSums: Transfer::dedup. kGatedH: h of gated ups is kept as well, whose quarters are
+// of its halves in turns.
+template <bool kSums, bool kGatedH>
 class Push {
  public:
   __device__ Push(Pass const& pass, int consumer) : pass_(pass) {
@@ -39,25 +41,24 @@ class Push {
            p.window.slot(token, static_cast<std::int32_t>(origin.x) - token * p.shape.max_top_k);
   }
 
-  // Nothing is pending.
-  __device__ void keep(block::Accumulators<kPlain> const& acc, block::WorkTile const& tile,
-                       char* to) {
-    int const column = tile.n_tile * kTileColumns;
-    columns_ = pass_.shape().hidden - column;
+  // Nothing is pending. Row `lane` goes to `to`, of a row of so many columns the tile's from the first one on.
+  template <class Rounded>
+  __device__ void keep(Rounded rounded, int first_column, int columns, char* to) {
+    columns_ = columns - first_column;
     if (arch::lane_idx() < block::kWarpRows) {
       auto** const of_warp = to_ - arch::lane_idx() / kLanesOfRow;
-      of_warp[arch::lane_idx()] = to == nullptr ? nullptr : to + 2 * column;
+      of_warp[arch::lane_idx()] = to == nullptr ? nullptr : to + 2 * first_column;
     }
     TESSERA_UNROLL
-    for (int i = 0; i < 3 * kPacked; ++i) kept_[i] = rounded(acc, 1 + i / kPacked, i % kPacked);
-    fill([&](int i) { return rounded(acc, 0, i); });
+    for (int i = 0; i < 3 * kPacked; ++i) kept_[i] = rounded(kPacked + i);
+    fill([&](int i) { return rounded(i); });
     next_ = 0;
   }
 
   // There are pieces that have not been stored.
   __device__ bool pending() const { return next_ < kPieces; }
 
-  __device__ void store_piece() {
+  __device__ void store_piece(bool is_h) {
     int const quarter = next_ / kPiecesOfQuarter;
     if (next_ % kPiecesOfQuarter == 0) {
       TESSERA_UNROLL
@@ -66,14 +67,22 @@ class Push {
       }
     }
     std::uint32_t const lane = arch::forgotten(arch::lane_idx());
-    int const column = quarter * kQuarterColumns + static_cast<int>(lane % kLanesOfRow * 8);
+    bool const is_gated = kGatedH && is_h;
+    int const column = (is_gated ? quarter / 2 : quarter) * kQuarterColumns +
+                       static_cast<int>(lane % kLanesOfRow * 8);
+    int const place = is_gated && quarter % 2 != 0 ? column + pass_.shape().intermediate : column;
     std::uint32_t const chunk = arch::forgotten(chunk_);
     TESSERA_UNROLL
     for (int i = 0; i < 2; ++i) {
       int const fours = next_ % kPiecesOfQuarter * 2 + i;
       uint4 const bits = load_warp_rows(chunk, fours);
       char* const to = to_[4 * fours];
-      if (to != nullptr && column < columns_) *reinterpret_cast<uint4*>(to + 2 * column) = bits;
+      if (to == nullptr || column >= columns_) continue;
+      if (is_gated) {
+        arch::store_streaming_16(to + 2 * place, bits);
+      } else {
+        *reinterpret_cast<uint4*>(to + 2 * place) = bits;
+      }
     }
     ++next_;
   }
@@ -85,12 +94,6 @@ class Push {
   static constexpr int kPieces = 4 * kPiecesOfQuarter;
   static_assert(4 * kQuarterColumns == kTileColumns && 2 * kQuarterColumns == kWarpRowBytes);
 
-  // Two neighbouring values of a quarter of the accumulators' columns.
-  __device__ static std::uint32_t rounded(block::Accumulators<kPlain> const& acc, int quarter,
-                                          int i) {
-    float const* const value = &acc[quarter / 2][quarter % 2 * 2 * kPacked + 2 * i];
-    return arch::pack_bf16(value[0], value[1]);
-  }
   template <class Packed>
   __device__ void fill(Packed packed) const {
     __syncwarp();  // the quarter before has been read
@@ -104,7 +107,7 @@ class Push {
   std::uint32_t matrix_row_, chunk_;
   char** to_;
   std::uint32_t kept_[3 * kPacked];
-  int columns_ = 0;  // from the tile's first one on
+  int columns_ = 0;  // of a row, or of its halves, from the tile's first one on
   int next_ = kPieces;
 };
 

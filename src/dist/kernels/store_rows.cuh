@@ -16,7 +16,8 @@ class StoreRows {
       : p_(pass.p.activation), stages_(stages) {}
 
   // 64 rows from `row`, of which the warp has 16. It reads memory that it may write again after settle().
-  __device__ void store(block::Accumulators<kPlain>& acc, block::WorkTile const& tile, int row,
+  template <class Rounded>
+  __device__ void store(Rounded rounded, block::WorkTile const& tile, int row,
                         block::PipelineState<kPlain>& state) {
     constexpr int kLent = lent_to_up(kKind);
     int const ragged_row =
@@ -28,12 +29,12 @@ class StoreRows {
       TESSERA_UNROLL
       for (int slab = 0; slab < kSlabs; ++slab) {
         // Gated: a column group has 64 gates, then their 64 ups. Else it has two slabs.
-        float const* const h = kGated ? acc[slab] : acc[lent] + slab * kHalfGroup;
+        int const first = kGated ? slab * 2 * kPairs : (lent * 2 + slab) * kPairs;
         std::uint32_t const rows = arch::shared_address(stages_.rows(stages_.slab_b(stage, slab)));
         fill_warp_rows(rows + matrix_row_, [&](int j, int lower) {
-          int const i = 4 * j + 2 * lower;
-          float2 const g = rounded(h, i);
-          float2 const u = kGated ? rounded(h, kHalfGroup + i) : g;
+          int const i = first + 2 * j + lower;
+          float2 const g = arch::unpack_bf16(rounded(i));
+          float2 const u = kGated ? arch::unpack_bf16(rounded(i + kPairs)) : g;
           return arch::pack_bf16(Function::forward(p_.activation, g.x, u.x),
                                  Function::forward(p_.activation, g.y, u.y));
         });
@@ -53,12 +54,8 @@ class StoreRows {
  private:
   using Function = block::ActivationFunction<kKind>;
   static constexpr bool kGated = Function::kGated;
-  static constexpr int kSlabs = 2;                             // of a lent stage
-  static constexpr int kHalfGroup = block::kGroupColumns / 4;  // registers of 64 columns
-
-  __device__ static float2 rounded(float const* h, int i) {
-    return arch::unpack_bf16(arch::pack_bf16(h[i], h[i + 1]));
-  }
+  static constexpr int kSlabs = 2;                        // of a lent stage
+  static constexpr int kPairs = block::kSlabColumns / 4;  // of values, in 64 columns
 
   StoreRowsParams const& p_;
   block::BorrowedStages<kPlain>& stages_;

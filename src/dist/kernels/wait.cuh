@@ -62,16 +62,13 @@ class Waiter {
   }
   /// c[source][expert] of this pass.
   __device__ bool for_rows(int source, int expert, std::int32_t& rows) const {
-    auto const* const word = reinterpret_cast<std::uint64_t const*>(
-        p_.windows[p_.rank] + p_.window.count_word(parity(epoch_), source, expert));
-    auto const look = [&] {
-      CountWord const seen = CountWord::of(arch::load_relaxed_sys(word));
-      rows = seen.rows;
-      return seen.epoch;
-    };
-    return wait(
-        look, [&](std::uint32_t seen) { return reached(seen, epoch_); }, epoch_, Site::counted,
-        source);
+    return for_count_word(p_.window.count_word(parity(epoch_), source, expert), source, rows,
+                          [&](std::uint32_t seen) { return reached(seen, epoch_); });
+  }
+  /// Rows that a rank has memory for in this pass. Not every pass says so: a word may be of any pass of this parity.
+  __device__ bool for_room(int rank, std::int32_t& rows) const {
+    return for_count_word(p_.window.room_word(parity(epoch_), rank), rank, rows,
+                          [&](std::uint32_t seen) { return seen == epoch_; });
   }
 
   /// At the end of a pass for which every word has come. Who gives up does not stop and may have sent what is void, and
@@ -90,6 +87,18 @@ class Waiter {
   }
 
  private:
+  template <class Enough>
+  __device__ bool for_count_word(std::int64_t offset, int source, std::int32_t& rows,
+                                 Enough enough) const {
+    auto const* const word = reinterpret_cast<std::uint64_t const*>(p_.windows[p_.rank] + offset);
+    auto const look = [&] {
+      CountWord const seen = CountWord::of(arch::load_relaxed_sys(word));
+      rows = seen.rows;
+      return seen.epoch;
+    };
+    return wait(look, enough, epoch_, Site::counted, source);
+  }
+
   // kWarp: by a converged warp, whose lanes wait for words of their own, until all have what they wait for. If each
   // left by itself, the compiler would take the warp for divided from then on, and keep what its k loops count in
   // registers of every lane.

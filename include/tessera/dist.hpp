@@ -108,17 +108,23 @@ struct RoutedRows {
 /// bf16 unless said otherwise, contiguous but for x and second_x, whose rows may lie apart. R may be larger than
 /// routed_rows(), in the tables, too; what lies behind the last row is left as it is. Where it is smaller the pass is
 /// void: check() says so on all ranks, and the group must be made anew. T as in ExpertParallelArgs. rows and
-/// second_rows begin at multiples of 16 bytes.
+/// second_rows begin at multiples of 16 bytes. Rows of second_x may come in a call of their own behind that of x, with
+/// the same tables, on any stream that combine() comes behind: then x, topk_ids and rows are absent, on all ranks.
 struct ExpertDispatchArgs {
-  ConstTensor x = {};         ///< [T,d]
-  ConstTensor second_x = {};  ///< optional [T,d]; where one rank has it, all have
+  ConstTensor x = {};  ///< [T,d]
+  ConstTensor second_x =
+      {};  ///< optional [T,d]; where one rank has it, all have. As x: or second_input(T)
   ConstTensor topk_ids = {};  ///< [T,K] int32, those of route()
   DispatchTables tables = {};
-  Tensor rows = {};         ///< [R,d]
+  Tensor rows = {};         ///< [R,d], with x
   Tensor second_rows = {};  ///< [R,d], with second_x
   /// Leaves out rows that there is no memory for, and tells nobody: for who makes the pass again, on all ranks, where
   /// routed_rows() says behind it that they did not all fit.
   bool may_overflow = false;
+  /// SMs that bring rows, 0: all. 16 to 24 leave the others to what runs beside and does not need these rows.
+  std::int32_t sms = 0;
+  /// Optional cudaEvent_t without timing, recorded once these SMs are taken: what waits for it takes none of them.
+  void* begun = nullptr;
 };
 
 /// o_t = sum over choices j of token t, in their order, of topk_weights[t,j] times their rows, or of the rows alone, in
@@ -131,7 +137,8 @@ struct ExpertCombineArgs {
   Tensor dscores =
       {};         ///< [T,K] fp32, with row_dscores: those of the pairs; 0 where there is no row
   Tensor o = {};  ///< [T,d] bf16, at a multiple of 16 bytes; every element is written
-  /// SMs that send rows, 0: all. 16 fill the link and leave the others to what runs beside, as gradients of weights.
+  /// SMs that send rows, 0: all. 16 to 24 fill the link and leave the others to what runs beside, as gradients of
+  /// weights.
   std::int32_t sms = 0;
   /// Optional cudaEvent_t without timing, recorded once these SMs are taken: what waits for it takes none of them.
   void* begun = nullptr;
@@ -198,6 +205,9 @@ class TESSERA_EXPORT ExpertParallel {
   /// The place of x in the window, [tokens,d]: what is written there need not be copied. It may be overwritten once
   /// a pass has ended on this rank.
   [[nodiscard]] Tensor input(std::int64_t tokens) const noexcept;
+
+  /// The same of second_x, with training. It may be overwritten once the pass before has ended on this rank.
+  [[nodiscard]] Tensor second_input(std::int64_t tokens) const noexcept;
 
   /// Enqueues a pass; it can be captured into a graph and replayed. The kernel takes all SMs of the GPU at once and
   /// waits for its peers: nothing else that waits for a peer may run beside it, and all ranks have to launch.

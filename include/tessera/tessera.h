@@ -181,7 +181,8 @@ typedef struct {
   tessera_tensor expert_offsets, row_origins, row_scores;
   tessera_tensor rows, second_rows;
   int32_t may_overflow; /* 0 or 1 */
-  int32_t reserved;
+  int32_t sms;          /* 0: all */
+  void* begun;          /* cudaEvent_t or NULL */
 } tessera_expert_dispatch_args;
 
 typedef struct {
@@ -257,8 +258,9 @@ int tessera_expert_parallel_create(tessera_context const*, tessera_expert_parall
                                    tessera_expert_parallel**);
 /* NULL is allowed. Waits for all work of this rank's GPU. */
 void tessera_expert_parallel_destroy(tessera_expert_parallel*);
-/* The place of x in this rank's window. */
+/* The places of x and, with training, of second_x in this rank's window. */
 int tessera_expert_parallel_input(tessera_expert_parallel const*, void** x);
+int tessera_expert_parallel_second_input(tessera_expert_parallel const*, void** second_x);
 int tessera_expert_parallel_forward(tessera_expert_parallel*, tessera_expert_parallel_args const*,
                                     void* stream);
 int tessera_expert_parallel_route(tessera_expert_parallel*, tessera_expert_route_args const*,

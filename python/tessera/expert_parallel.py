@@ -56,7 +56,8 @@ def _library() -> ctypes.CDLL:
     lib.tessera_expert_parallel_create.argtypes = [handle, desc, POINTER(c_void_p), library.Buffer, POINTER(handle)]
     lib.tessera_expert_parallel_destroy.argtypes = [handle]
     lib.tessera_expert_parallel_destroy.restype = None
-    lib.tessera_expert_parallel_input.argtypes = [handle, POINTER(c_void_p)]
+    for name in ("input", "second_input"):
+        getattr(lib, f"tessera_expert_parallel_{name}").argtypes = [handle, POINTER(c_void_p)]
     lib.tessera_expert_parallel_forward.argtypes = [handle, c_void_p, c_void_p]  # _Args by address
     lib.tessera_expert_parallel_check.argtypes = [handle]
     in_pieces.declare(lib)
@@ -148,7 +149,7 @@ class ExpertParallel:
                  sums_on_owners: bool = False, training: bool = False, save: str = "h", max_rows: int | None = None,
                  group=None, device=None, windows=None, time_limit: float = 30):
         self._handle, self._window = c_void_p(), c_void_p()
-        self._passes, self._calls, self._input = {}, {}, None
+        self._passes, self._calls, self._places = {}, {}, {}
         self._rows, self._all_fit, self._beside = {}, True, in_pieces.Beside()
         self._counted, self._row_numbers = 0, None
         rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
@@ -336,14 +337,18 @@ class ExpertParallel:
 
         It may be overwritten once a pass has ended on this rank: write it on the stream of the passes. Valid until
         close()."""
-        if self._input is None:
-            address = c_void_p()
-            library.check(_library().tessera_expert_parallel_input(self._handle, byref(address)))
-            memory = _Memory((self._desc.max_tokens, self._desc.hidden), address.value)
-            self._input = torch.as_tensor(memory, device=self._device).view(torch.bfloat16)
         if tokens > self._desc.max_tokens:
             raise ValueError(f"tokens={tokens}: at most max_tokens={self._desc.max_tokens}")
-        return self._input[:tokens]
+        return self._place("input")[:tokens]
+
+    def _place(self, name: str) -> torch.Tensor:
+        """Of x or second_x [max_tokens,d] in the window."""
+        if name not in self._places:
+            address = c_void_p()
+            library.check(getattr(_library(), f"tessera_expert_parallel_{name}")(self._handle, byref(address)))
+            memory = _Memory((self._desc.max_tokens, self._desc.hidden), address.value)
+            self._places[name] = torch.as_tensor(memory, device=self._device).view(torch.bfloat16)
+        return self._places[name]
 
     def check(self) -> None:
         """Raises if a pass that has ended waited in vain for a rank; synchronise its stream first."""
@@ -363,5 +368,5 @@ class ExpertParallel:
         """The window, of which nothing uses the memory any more."""
         _library().tessera_expert_parallel_destroy(self._handle)
         window, self._handle, self._window = self._window, c_void_p(), c_void_p()
-        self._workspace = self._input = None
+        self._workspace, self._places = None, {}
         return window

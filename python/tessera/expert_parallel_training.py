@@ -24,7 +24,8 @@ from tessera.ops.autograd import _captures, _keeps_graph
 from tessera.ops.layer import GRADIENTS, plan_forward, run_backward_input, run_backward_weights
 
 MOST_CALLS = 256  # whose structs are kept
-COMBINE_SMS = 16  # that send dx rows while the others make gradients of weights; as many as fill the link
+BESIDE_SMS = 24  # that bring or send rows while the others multiply
+APART_BYTES = 8 << 20  # of x, from which on its rows come beside GEMMs: with fewer the host would be late
 
 
 def _args(names: str, *others: tuple) -> type:
@@ -36,7 +37,7 @@ _ForwardArgs = _args("x topk_ids topk_weights w_up w_down o expert_offsets row_o
                      ("may_overflow", c_int32), ("reserved", c_int32))
 _RouteArgs = _args("topk_ids topk_weights", ("room", c_int64))
 _DispatchArgs = _args("x second_x topk_ids expert_offsets row_origins row_scores rows second_rows",
-                      ("may_overflow", c_int32), ("reserved", c_int32))
+                      ("may_overflow", c_int32), ("sms", c_int32), ("begun", c_void_p))
 _CombineArgs = _args("rows expert_offsets row_origins topk_weights row_dscores dscores o", ("sms", c_int32),
                      ("reserved", c_int32), ("begun", c_void_p))
 
@@ -188,6 +189,20 @@ def _dispatch(group, x, second_x, topk_ids, tables: Tables, may_overflow: bool =
     return rows, second_rows
 
 
+def _dispatch_apart(group, x, second_x, topk_ids, tables: Tables, may_overflow: bool) -> tuple:
+    """(rows, second_rows), these beside what follows, until the next combine that is beside it as well has begun."""
+    is_beside = x.is_cuda and not _captures()
+    if is_beside:
+        with group._beside.ahead():
+            second_x = group._place("second_input")[:x.shape[0]].copy_(second_x)
+    rows = _dispatch(group, x, None, topk_ids, tables, may_overflow)[0]
+    second_rows, options = torch.empty_like(rows), (("may_overflow", int(may_overflow)),)
+    with group._beside(is_beside) as how:
+        _call(group, "dispatch", _DispatchArgs, options + how.pop("options", ()), second_x=second_x,
+              second_rows=second_rows, **tables._asdict(), **how)
+    return rows, second_rows
+
+
 def _combine(group, rows, tables: Tables, o, **tensors) -> torch.Tensor:
     _call(group, "combine", _CombineArgs, rows=rows, expert_offsets=tables.expert_offsets,
           row_origins=tables.row_origins, o=o, **tensors)
@@ -264,7 +279,10 @@ class _Experts(torch.autograd.Function):
         may_overflow = ctx.counted is not None and pieces.max_rows is None
         if may_overflow:
             _refuse_capture(x)
-        rows = *_dispatch(group, d_o, x, topk_ids, tables, may_overflow), tables
+        # Of x rows gradients of weights are made, but where h has to be as well. All ranks decide alike.
+        apart = h.dim() == 2 and any(needs[3:]) and 2 * group._desc.max_tokens * group._desc.hidden >= APART_BYTES
+        bring = _dispatch_apart if apart else _dispatch
+        rows = *bring(group, d_o, x, topk_ids, tables, may_overflow), tables
         gradients = _run_backward(group, pieces.text, x, topk_ids, needs, *rows, h, weights)
         if may_overflow:
             count, all_fit = _routed_rows(group, group._counted - ctx.counted)
@@ -314,31 +332,38 @@ def _wants(name: str, needs: tuple) -> bool:
 
 
 class Beside:
-    """A stream beside the current one, on which dx rows go back."""
+    """A stream beside the current one, on which rows come and go while the GPU multiplies."""
 
     def __init__(self):
         self.stream = self.main = self.begun = None
 
     @contextlib.contextmanager
-    def __call__(self, wanted: bool):
-        """The combine() that is enqueued in it, with the options that it gives, runs beside what follows; without
-        `wanted` before that."""
-        self.main = None
-        if not wanted:
-            yield {}
-            return
+    def ahead(self):
+        """What is enqueued in it runs beside what follows."""
         if self.stream is None:
             self.stream, self.begun = torch.cuda.Stream(priority=-1), torch.cuda.Event()
             self.begun.record(self.stream)  # makes it
         self.main = torch.cuda.current_stream()
         self.stream.wait_stream(self.main)
         with torch.cuda.stream(self.stream):
-            yield {"options": (("sms", COMBINE_SMS),), "begun": self.begun.cuda_event}
+            yield
+
+    @contextlib.contextmanager
+    def __call__(self, wanted: bool):
+        """The call that is enqueued in it, with the options that it gives, runs beside what follows; without `wanted`
+        before that."""
+        if not wanted:
+            self.join()
+            yield {}
+            return
+        with self.ahead():
+            yield {"options": (("sms", BESIDE_SMS),), "begun": self.begun.cuda_event}
         self.main.wait_event(self.begun)  # what follows would take all SMs
 
     def join(self) -> None:
         if self.main is not None:
             self.main.wait_stream(self.stream)
+        self.main = None
 
 
 def _run_inference(group, pieces: Pieces, layer: int, x, topk_ids, topk_weights, weights: tuple) -> torch.Tensor:

@@ -105,6 +105,16 @@ Status create(tessera_context const* context, tessera_expert_parallel_desc const
                          : Status::error(StatusCode::out_of_memory, "no memory for a group");
 }
 
+// In the window.
+Status place_of(tessera_expert_parallel const* group,
+                tessera::Tensor (tessera::ExpertParallel::*input)(std::int64_t) const noexcept,
+                void** out) noexcept {
+  TESSERA_TRY(present(group, "expert_parallel"));
+  TESSERA_TRY(present(out, "place"));
+  *out = (group->group.*input)(0).data;
+  return {};
+}
+
 Status forward(tessera_expert_parallel* group, tessera_expert_parallel_args const* c_args,
                void* stream) noexcept {
   TESSERA_TRY(present(group, "expert_parallel"));
@@ -159,7 +169,9 @@ Status dispatch(tessera_expert_parallel* group, tessera_expert_dispatch_args con
                                            .row_scores = tensor_of(from.row_scores)},
                                 .rows = tensor_of(from.rows),
                                 .second_rows = tensor_of(from.second_rows),
-                                .may_overflow = from.may_overflow != 0},
+                                .may_overflow = from.may_overflow != 0,
+                                .sms = from.sms,
+                                .begun = from.begun},
                                {stream});
 }
 
@@ -224,10 +236,11 @@ TESSERA_C_API int tessera_expert_parallel_create(tessera_context const* context,
 }
 TESSERA_C_API void tessera_expert_parallel_destroy(tessera_expert_parallel* group) { delete group; }
 TESSERA_C_API int tessera_expert_parallel_input(tessera_expert_parallel const* group, void** x) {
-  Status status = present(group, "expert_parallel");
-  if (status.ok()) status = present(x, "x");
-  if (status.ok()) *x = group->group.input(0).data;
-  return finish(status);
+  return finish(place_of(group, &tessera::ExpertParallel::input, x));
+}
+TESSERA_C_API int tessera_expert_parallel_second_input(tessera_expert_parallel const* group,
+                                                       void** second_x) {
+  return finish(place_of(group, &tessera::ExpertParallel::second_input, second_x));
 }
 TESSERA_C_API int tessera_expert_parallel_forward(tessera_expert_parallel* group,
                                                   tessera_expert_parallel_args const* args,

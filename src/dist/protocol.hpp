@@ -4,7 +4,7 @@
 //
 //   site        signals -> waits                    word                    until          scope
 //   ack         owner, rows returned -> source      ack[owner]              epoch          sys, separate kernels
-//   staged      source, rows in window -> owner     staged[source]          epoch          sys, separate kernels
+//   staged      source, rows in window -> owner     staged[source], second_ epoch          sys, separate kernels
 //   route_scan  CTAs -> CTAs                        slices counted          all slices     gpu
 //   counted     source -> all ranks                 c[source][e], room      epoch          sys, each for itself
 //   publish     source -> all ranks                 publish[source]         epoch          sys
@@ -149,18 +149,18 @@ constexpr std::int64_t kWordStride = 128;  // bytes: a line for every word that 
 
 /// Byte offsets in every rank's window. Equal on all ranks.
 struct WindowLayout {
-  std::int64_t publish, abort;  ///< [P] words, a line each; abort: a rank + 1, or 0
-  std::int64_t ack, staged;     ///< [P] words, a line each
-  std::int64_t block_done;      ///< [P,max_blocks] u32
-  std::int64_t part_done;       ///< [P,max_tokens] u32, dedup
-  std::int64_t counts;          ///< [2,P,E] CountWord
-  std::int64_t rooms;           ///< [2,P] CountWord: rows that a rank has memory for, training
-  std::int64_t lists;           ///< [2,P,max_tokens*max_top_k] RouteEntry
-  std::int64_t places;          ///< [2,P,max_tokens*max_top_k] PlacedPair, once and dedup
-  std::int64_t x;               ///< [max_tokens,d] bf16
-  std::int64_t slots;           ///< [max_tokens,max_top_k,d] bf16
-  std::int64_t second_x;        ///< [max_tokens,d] bf16, training
-  std::int64_t dscores;         ///< [max_tokens,max_top_k] fp32, training
+  std::int64_t publish, abort;              ///< [P] words, a line each; abort: a rank + 1, or 0
+  std::int64_t ack, staged, second_staged;  ///< [P] words, a line each
+  std::int64_t block_done;                  ///< [P,max_blocks] u32
+  std::int64_t part_done;                   ///< [P,max_tokens] u32, dedup
+  std::int64_t counts;                      ///< [2,P,E] CountWord
+  std::int64_t rooms;     ///< [2,P] CountWord: rows that a rank has memory for, training
+  std::int64_t lists;     ///< [2,P,max_tokens*max_top_k] RouteEntry
+  std::int64_t places;    ///< [2,P,max_tokens*max_top_k] PlacedPair, once and dedup
+  std::int64_t x;         ///< [max_tokens,d] bf16
+  std::int64_t slots;     ///< [max_tokens,max_top_k,d] bf16
+  std::int64_t second_x;  ///< [max_tokens,d] bf16, training
+  std::int64_t dscores;   ///< [max_tokens,max_top_k] fp32, training
   std::int64_t bytes;
 
   explicit TESSERA_INLINE constexpr WindowLayout(ExchangeShape const& s)
@@ -179,6 +179,7 @@ struct WindowLayout {
     abort = take(ranks_ * kWordStride);
     ack = take(ranks_ * kWordStride);
     staged = take(ranks_ * kWordStride);
+    second_staged = take(ranks_ * kWordStride);
     block_done = take(4 * ranks_ * max_blocks_);
     part_done = take(s.transfer == Transfer::dedup ? 4 * ranks_ * max_tokens_ : 0);
     counts = take(std::int64_t{8} * 2 * ranks_ * experts_);
@@ -202,6 +203,10 @@ struct WindowLayout {
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t staged_word(std::int32_t source) const {
     return staged + kWordStride * source;
+  }
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t second_staged_word(
+      std::int32_t source) const {
+    return second_staged + kWordStride * source;
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t abort_word(std::int32_t rank) const {
     return abort + kWordStride * rank;

@@ -87,10 +87,20 @@ Status stage(StagedRows const& rows, std::int32_t tokens, std::int32_t hidden, v
   if (rows.lie_at(place, tokens, hidden)) return {};
   std::size_t const row = 2 * static_cast<std::size_t>(hidden);
   std::size_t const pitch = 2 * static_cast<std::size_t>(rows.pitch_of(tokens, hidden));
+  if (pitch == row) {  // 18 us where the call below takes 42, at 34 MB on an H200
+    return check(cudaMemcpyAsync(place, rows.gmem, row * static_cast<std::size_t>(tokens),
+                                 cudaMemcpyDeviceToDevice, stream),
+                 "cudaMemcpyAsync");
+  }
   return check(
       cudaMemcpy2DAsync(place, row, rows.gmem, pitch, row, static_cast<std::size_t>(tokens),
                         cudaMemcpyDeviceToDevice, stream),
       "cudaMemcpy2DAsync");
+}
+
+// 0: all.
+std::int32_t sms_of(std::int32_t asked, SessionConfig const& config) noexcept {
+  return asked > 0 ? std::min(asked, config.sm_count) : config.sm_count;
 }
 
 char* own_window(SessionConfig const& config) noexcept {
@@ -276,16 +286,19 @@ Expected<RoutedRows> Session::routed_rows(std::int64_t passes_ago) noexcept {
 }
 
 Status Session::dispatch(DispatchTensors const& tensors, Stream stream) noexcept {
-  TESSERA_TRY(check_stage("dispatch", stage_ != Stage::dispatched));
+  if (!tensors.has_x && stage_ != Stage::dispatched) {
+    return Status::invalid("dispatch: second_x alone comes behind dispatch() of x");
+  }
+  TESSERA_TRY(check_stage("dispatch", stage_ != Stage::dispatched || !tensors.has_x));
   bool const routed = stage_ == Stage::routed;
-  if (routed && tensors.tokens != tokens_) {
-    return Status::invalid("x: %d tokens; route() had %d", tensors.tokens, tokens_);
+  if (stage_ != Stage::none && tensors.tokens != tokens_) {
+    return Status::invalid("x: %d tokens; the pass began with %d", tensors.tokens, tokens_);
   }
   DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
   TESSERA_TRY(scope.status());
   auto* const native = static_cast<cudaStream_t>(stream.native);
   std::int32_t const hidden = config_.shape.hidden;
-  TESSERA_TRY(stage(tensors.x, tensors.tokens, hidden, x(), native));
+  if (tensors.has_x) TESSERA_TRY(stage(tensors.x, tensors.tokens, hidden, x(), native));
   if (tensors.has_second) {
     TESSERA_TRY(stage(tensors.second_x, tensors.tokens, hidden, second_x(), native));
   }
@@ -303,7 +316,8 @@ Status Session::dispatch(DispatchTensors const& tensors, Stream stream) noexcept
                              .gmem_rows = static_cast<char*>(tensors.gmem_rows),
                              .gmem_second_rows = static_cast<char*>(tensors.gmem_second_rows),
                              .gmem_slot_of_pair = regions.slot_of_pair.in(base)},
-                            config_.sm_count, native),
+                            sms_of(tensors.sms, config_), native,
+                            static_cast<cudaEvent_t>(tensors.begun)),
             "launch of dispatch"));
   stage_ = Stage::dispatched;
   tokens_ = tensors.tokens;
@@ -324,15 +338,14 @@ Status Session::combine(CombineTensors const& tensors, Stream stream) noexcept {
   Regions const regions(s, config_.sm_count);
   std::byte* const base = core::WorkspacePlan::align(config_.workspace);
   ExchangeArguments const exchange = exchange_of(config_, regions, &host_->fault, tensors.tokens);
-  std::int32_t const sms =
-      tensors.sms > 0 ? std::min(tensors.sms, config_.sm_count) : config_.sm_count;
-  TESSERA_TRY(check(launch_combine({.exchange = exchange,
-                                    .tables = row_tables(tensors.tables),
-                                    .capacity = tensors.tables.capacity,
-                                    .gmem_rows = static_cast<char const*>(tensors.gmem_rows),
-                                    .gmem_dscores = tensors.gmem_row_dscores},
-                                   sms, native, static_cast<cudaEvent_t>(tensors.begun)),
-                    "launch of combine"));
+  TESSERA_TRY(check(
+      launch_combine({.exchange = exchange,
+                      .tables = row_tables(tensors.tables),
+                      .capacity = tensors.tables.capacity,
+                      .gmem_rows = static_cast<char const*>(tensors.gmem_rows),
+                      .gmem_dscores = tensors.gmem_row_dscores},
+                     sms_of(tensors.sms, config_), native, static_cast<cudaEvent_t>(tensors.begun)),
+      "launch of combine"));
   stage_ = Stage::none;
   char* const own = own_window(config_);
   std::int32_t const* const slot_of_pair = regions.slot_of_pair.in(base);

@@ -72,12 +72,14 @@ struct RouteTensors {
 struct DispatchTensors {
   std::int32_t tokens = 0;
   StagedRows x, second_x;
-  bool has_second = false;
+  bool has_x = true, has_second = false;
   bool may_overflow = false;
   std::int32_t const* gmem_topk_ids = nullptr;
   PassTables tables;
   void* gmem_rows = nullptr;
   void* gmem_second_rows = nullptr;
+  std::int32_t sms = 0;   // 0: all
+  void* begun = nullptr;  // event, or null
 };
 struct CombineTensors {
   std::int32_t tokens = 0;

@@ -148,6 +148,11 @@ Status check_training(ExpertParallelDesc const& desc, char const* call) noexcept
   return Status::invalid("%s: training=0; create the object with training", call);
 }
 
+Status check_sms(std::int32_t sms) noexcept {
+  if (sms >= 0) return {};
+  return Status::invalid("sms=%d: 0 for all, or how many", sms);
+}
+
 dist::PassTables pass_tables(DispatchTables const& tables, std::int64_t rows) noexcept {
   return {.gmem_expert_offsets = tables.expert_offsets.data,
           .gmem_row_origins = tables.row_origins.data,
@@ -278,6 +283,11 @@ Tensor ExpertParallel::input(std::int64_t tokens) const noexcept {
   return tensor(session_->x(), DType::bf16, {tokens, desc_.hidden}, device_);
 }
 
+Tensor ExpertParallel::second_input(std::int64_t tokens) const noexcept {
+  return tensor(desc_.training ? session_->second_x() : nullptr, DType::bf16,
+                {tokens, desc_.hidden}, device_);
+}
+
 Status ExpertParallel::forward(ExpertParallelArgs const& args, Stream stream) noexcept {
   auto const known = tokens_of("x", args.x, desc_, desc_.hidden);
   if (!known.ok()) return known.status();
@@ -349,17 +359,26 @@ Expected<RoutedRows> ExpertParallel::routed_rows(std::int64_t passes_ago) noexce
 
 Status ExpertParallel::dispatch(ExpertDispatchArgs const& args, Stream stream) noexcept {
   TESSERA_TRY(check_training(desc_, "dispatch"));
-  auto const tokens = tokens_of("x", args.x, desc_, desc_.hidden);
-  if (!tokens.ok()) return tokens.status();
-  auto const rows = rows_of("rows", args.rows, desc_, desc_.hidden);
-  if (!rows.ok()) return rows.status();
-  PassCheck pass{desc_, core::TensorCheck{device_}};
-  pass.staged("x", args.x, tokens.value(), session_->x());
-  pass.input("topk_ids", args.topk_ids, DType::int32, {tokens.value(), desc_.top_k});
-  pass.tables(args.tables, rows.value(), true);
-  pass.output("rows", args.rows, DType::bf16, {rows.value(), desc_.hidden});
-  pass.aligned("rows", args.rows.data);
   bool const has_second = args.second_x.present();
+  bool const has_x = args.x.present() || !has_second;
+  auto const tokens = has_x ? tokens_of("x", args.x, desc_, desc_.hidden)
+                            : tokens_of("second_x", args.second_x, desc_, desc_.hidden);
+  if (!tokens.ok()) return tokens.status();
+  auto const rows = has_x ? rows_of("rows", args.rows, desc_, desc_.hidden)
+                          : rows_of("second_rows", args.second_rows, desc_, desc_.hidden);
+  if (!rows.ok()) return rows.status();
+  TESSERA_TRY(check_sms(args.sms));
+  PassCheck pass{desc_, core::TensorCheck{device_}};
+  pass.tables(args.tables, rows.value(), has_x);
+  if (has_x) {
+    pass.staged("x", args.x, tokens.value(), session_->x());
+    pass.input("topk_ids", args.topk_ids, DType::int32, {tokens.value(), desc_.top_k});
+    pass.output("rows", args.rows, DType::bf16, {rows.value(), desc_.hidden});
+    pass.aligned("rows", args.rows.data);
+  } else {
+    pass.check.absent("rows", args.rows, "there is no x");
+    pass.check.absent("topk_ids", args.topk_ids, "there is no x");
+  }
   if (has_second) {
     pass.staged("second_x", args.second_x, tokens.value(), session_->second_x());
     pass.output("second_rows", args.second_rows, DType::bf16, {rows.value(), desc_.hidden});
@@ -371,12 +390,15 @@ Status ExpertParallel::dispatch(ExpertDispatchArgs const& args, Stream stream) n
   return session_->dispatch({.tokens = static_cast<std::int32_t>(tokens.value()),
                              .x = rows_of_caller(args.x),
                              .second_x = rows_of_caller(args.second_x),
+                             .has_x = has_x,
                              .has_second = has_second,
                              .may_overflow = args.may_overflow,
                              .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
                              .tables = pass_tables(args.tables, rows.value()),
                              .gmem_rows = args.rows.data,
-                             .gmem_second_rows = args.second_rows.data},
+                             .gmem_second_rows = args.second_rows.data,
+                             .sms = args.sms,
+                             .begun = args.begun},
                             stream);
 }
 
@@ -386,7 +408,7 @@ Status ExpertParallel::combine(ExpertCombineArgs const& args, Stream stream) noe
   if (!tokens.ok()) return tokens.status();
   auto const rows = rows_of("rows", args.rows, desc_, desc_.hidden);
   if (!rows.ok()) return rows.status();
-  if (args.sms < 0) return Status::invalid("sms=%d: 0 for all, or how many", args.sms);
+  TESSERA_TRY(check_sms(args.sms));
   PassCheck pass{desc_, core::TensorCheck{device_}};
   pass.input("rows", args.rows, DType::bf16, {rows.value(), desc_.hidden});
   pass.aligned("rows", args.rows.data);

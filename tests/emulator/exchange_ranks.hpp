@@ -80,6 +80,7 @@ struct Kind {
   bool keeps = false;    // tables for later passes
   bool tight = false;    // room for the rows that there are, and no more
   bool may_overflow = false;
+  bool apart = false;  // the second rows come by a launch of their own
 };
 
 // What one rank has of a pass.
@@ -174,7 +175,18 @@ class Ranks {
       if (checks) look(pass, r, [this, &pass, r] { return wrong_tables(pass, r); });
     }
     if (kernels > 1) {
-      launched(launch_dispatch(dispatch_arguments(pass, r), ctas_, &rank(r).stream));
+      DispatchArguments args = dispatch_arguments(pass, r);
+      bool const apart = pass.kind.second && pass.kind.apart;
+      if (apart) args.gmem_second_rows = nullptr;
+      launched(launch_dispatch(args, ctas_, &rank(r).stream));
+      if (apart) {
+        step(r, [this, &pass, r] { place_second_rows(pass, r, rank(r).window.get()); });
+        args = dispatch_arguments(pass, r);
+        args.gmem_rows = nullptr;
+        if (pass.kind.keeps) args.tables = args.kept;
+        args.kept = {};
+        launched(launch_dispatch(args, 1, &rank(r).stream));
+      }
       if (checks) look(pass, r, [this, &pass, r] { return wrong_rows(pass, r); });
     }
     if (kernels <= 2) return;
@@ -365,7 +377,8 @@ class Ranks {
   void place(Pass const& pass, int r) {
     char* const window = rank(r).window.get();
     std::memset(window + layout_.x, 0xff, static_cast<std::size_t>(layout_.bytes - layout_.x));
-    place_rows(pass, r, window);
+    place_first_rows(pass, r, window);
+    if (pass.kind.second && !pass.kind.apart) place_second_rows(pass, r, window);
     if (pass.of != nullptr) return;
     Tables const fresh(s_);
     Tables const& made = rank(r).made;
@@ -373,10 +386,12 @@ class Ranks {
     std::memcpy(made.origins.get(), fresh.origins.get(), sizeof(RowOrigin) * made.origins.size());
     std::memcpy(made.scores.get(), fresh.scores.get(), 4 * made.scores.size());
   }
-  void place_rows(Pass const& pass, int r, char* window) const {
+  void place_first_rows(Pass const& pass, int r, char* window) const {
     auto const bytes = static_cast<std::size_t>(pass.exchange.tokens(r) * row_bytes());
     std::memcpy(window + layout_.x, shares(pass, r).x.get(), bytes);
-    if (!pass.kind.second) return;
+  }
+  void place_second_rows(Pass const& pass, int r, char* window) const {
+    auto const bytes = static_cast<std::size_t>(pass.exchange.tokens(r) * row_bytes());
     std::memcpy(window + layout_.second_x, shares(pass, r).second_x.get(), bytes);
   }
 
@@ -456,7 +471,8 @@ class Ranks {
   Memory<char> window_image(Pass const& pass, int r, int of_owner = -1) const {
     Memory<char> image(layout_.bytes - layout_.x);
     char* const window = image.get() - layout_.x;
-    place_rows(pass, r, window);
+    place_first_rows(pass, r, window);
+    if (pass.kind.second) place_second_rows(pass, r, window);
     std::vector<Bits> sent(static_cast<std::size_t>(s_.hidden));
     for (int owner = 0; owner < s_.ranks; ++owner) {
       if (of_owner >= 0 && owner != of_owner) continue;

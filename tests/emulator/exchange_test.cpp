@@ -68,13 +68,20 @@ void expect_right(ExchangeShape const& shape, int ctas = 2, std::uint32_t jitter
   for (Exchange const& exchange : draw_all(shape)) {
     ++seed;
     bool const odd = seed % 2 == 1;
-    Pass& forward = ranks.make(
-        exchange, {.second = seed % 3 == 0, .dscores = seed % 3 == 1, .keeps = true, .tight = odd},
-        seed);
+    Pass& forward = ranks.make(exchange,
+                               {.second = seed % 3 == 0,
+                                .dscores = seed % 3 == 1,
+                                .keeps = true,
+                                .tight = odd,
+                                .apart = odd},
+                               seed);
     ranks.enqueue(forward);
-    Pass& backward =
-        ranks.make({.second = true, .dscores = true, .keeps = seed % 4 == 2, .tight = !odd},
-                   seed + 100, before != nullptr ? *before : forward);
+    Pass& backward = ranks.make({.second = true,
+                                 .dscores = true,
+                                 .keeps = seed % 4 == 2,
+                                 .tight = !odd,
+                                 .apart = seed % 5 < 3},
+                                seed + 100, before != nullptr ? *before : forward);
     ASSERT_EQ(ranks.run(backward, schedule_of(seed)), "")
         << shape.ranks << " ranks, " << ctas << " CTAs, hidden " << shape.hidden << ", transfer "
         << static_cast<int>(shape.transfer) << ", choices " << seed;
@@ -113,7 +120,7 @@ TEST(SeparateExchange, PassesOneBehindTheOther) {
       ranks.enqueue(*forward.back());
     }
     for (std::size_t layer = forward.size(); layer-- > 0;) {
-      ranks.enqueue(ranks.make({.second = true, .dscores = true, .tight = true},
+      ranks.enqueue(ranks.make({.second = true, .dscores = true, .tight = true, .apart = seed < 2},
                                seed * 8 + layer + 1, *forward[layer]));
     }
     emulator::Schedule schedule = schedule_of(seed);
@@ -213,7 +220,8 @@ TEST(SeparateExchange, AnyEpoch) {
     Pass const* before = nullptr;
     for (std::uint64_t seed = 1; seed <= 5; ++seed) {
       Pass& pass = seed % 2 == 1 ? ranks.make(draw(s, Pattern::random, seed), {.keeps = true}, seed)
-                                 : ranks.make({.second = true, .dscores = true}, seed, *before);
+                                 : ranks.make({.second = true, .dscores = true, .apart = true},
+                                              seed, *before);
       ASSERT_EQ(ranks.run(pass, schedule_of(seed)), "") << "pass " << pass.epoch;
       EXPECT_TRUE(ranks.blocks_are(seed < 3 ? 7 : turn - 1)) << "pass " << pass.epoch;
       if (pass.of == nullptr) before = &pass;

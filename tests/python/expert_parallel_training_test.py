@@ -108,12 +108,13 @@ class OneRank:
             assert args.may_overflow or len(self.order) <= len(origins)
             self.write_tables(args)
         rows = int(at(args.expert_offsets)[-1])
-        token = origins[:rows, 0].long() // at(args.topk_ids).shape[1]
-        at(args.rows)[:rows] = at(args.x)[token]
+        token = origins[:rows, 0].long() // SHAPE["top_k"]
+        if args.x.rank:
+            at(args.rows)[:rows] = at(args.x)[token]
         if args.second_rows.rank:
             at(args.second_rows)[:rows] = at(args.second_x)[token]
         self.dispatched = True
-        self.calls.append("dispatch")
+        self.calls.append("dispatch" if args.x.rank else "second rows")
         return 0
 
     def tessera_expert_parallel_combine(self, handle, address, stream):
@@ -189,8 +190,9 @@ class OnCpu(unittest.TestCase):
         names = dict(zip(("b_up", "b_down"), biases))
         wanted_o = tessera.routed_experts(x, ids, scores, *weights[:2], activation=activation, **names, **clamp)
         wanted = torch.autograd.grad(wanted_o, (x, scores, *weights), d_o)
-        asks, back = ["rows"] if max_rows is None else [], ["dispatch", "combine"]
-        self.assertEqual(fake.calls, ["route", *asks, *back, *back] if with_bias else ["forward", *back, *asks])
+        asks, pair = ["rows"] if max_rows is None else [], ["dispatch", "combine"]
+        back = ["dispatch", "second rows", "combine"] if save == "h" and training.APART_BYTES == 0 else pair
+        self.assertEqual(fake.calls, ["route", *asks, *pair, *back] if with_bias else ["forward", *back, *asks])
         return (o, *got), (wanted_o, *wanted)
 
     def assert_near(self, got, wanted, limit=2**-8):
@@ -205,6 +207,13 @@ class OnCpu(unittest.TestCase):
             with self.subTest(activation, bias=with_bias):
                 self.assert_near(*self.run_both(activation, with_bias))
                 self.assert_near(*self.run_both(activation, with_bias, save="x"))
+
+    def test_rows_of_x_apart(self):
+        with mock.patch.object(training, "APART_BYTES", 0):
+            self.assert_near(*self.run_both())
+            self.assert_near(*self.run_both("clamped-swiglu", True))
+            self.assert_near(*self.run_both(save="x"))
+            self.assert_near(*self.run_both(max_rows=900))
 
     def test_a_bound_of_rows(self):
         self.assert_near(*self.run_both(max_rows=900))
@@ -230,8 +239,8 @@ class OnCpu(unittest.TestCase):
         """Few rows, then as many as there are: the backward pass is made again."""
         ids, leaves = self.tensors("swiglu", False, 300)
         few = torch.where(torch.arange(300)[:, None] < 20, ids, -1)
-        once = ["forward", "dispatch", "combine", "rows"]
         for save in ("h", "x"):
+            once = ["forward", "dispatch", "combine", "rows"]
             pieces, group = training.Pieces("grouping=offsets", 900, None, save), Group()
             fake, expected = OneRank(8), []
             for chosen, again in ((few, []), (few, []), (ids, ["route", "dispatch", "combine"]), (ids, []), (few, [])):
@@ -379,6 +388,12 @@ class Refusals(unittest.TestCase):
 class OnGpus(unittest.TestCase):
     D, N, E, K, T = 512, 256, 16, 4, 300
 
+    def setUp(self):
+        """Rows of x come beside GEMMs, but for half of a test."""
+        patch = mock.patch.object(training, "APART_BYTES", 0)
+        patch.start()
+        self.addCleanup(patch.stop)
+
     def make(self, **options) -> tessera.ExpertParallel:
         return tessera.ExpertParallel(max_tokens=self.T, hidden=self.D, intermediate=self.N, experts=self.E,
                                       top_k=self.K, training=True, **options)
@@ -428,8 +443,10 @@ class OnGpus(unittest.TestCase):
 
     def test_equals_one_gpu(self):
         ranks = dist.get_world_size()
+        apart = 0
         for activation, with_bias, save in (("swiglu", False, "h"), ("gelu", False, "h"), ("swiglu", True, "h"),
                                             ("swiglu", False, "x"), ("gelu", True, "x")):
+            training.APART_BYTES, apart = apart, (1 << 30) - apart  # in turns
             experts = self.make(activation=activation, save=save)
             for tokens in ([300] * ranks, [17 + 20 * r for r in range(ranks)], [0, 40, 5, 9, 1, 2, 3, 4][:ranks],
                            [300] + [0] * (ranks - 1), [300] * ranks):

@@ -8,6 +8,7 @@
 #include "cuda/arch/mbarrier.cuh"
 #include "dist/kernels/copy_rows.cuh"
 #include "dist/kernels/exchange.hpp"
+#include "dist/kernels/launch_on.hpp"
 #include "dist/kernels/wait.cuh"
 
 namespace tessera::dist {
@@ -103,17 +104,7 @@ cudaError_t launch_combine(CombineArguments const& args, int sm_count, cudaStrea
   cudaError_t const error = cudaFuncSetAttribute(
       combine, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Shared)));
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeLaunchCompletionEvent;
-  attribute.val.launchCompletionEvent.event = begun;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(sm_count));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = sizeof(Shared);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = begun != nullptr ? 1 : 0;
-  return cudaLaunchKernelEx(&config, combine, args);
+  return launch_on(sm_count, kThreads, sizeof(Shared), stream, begun, combine, args);
 }
 
 cudaError_t launch_take_dscores(float const* gmem_window, std::int32_t const* gmem_slot_of_pair,

@@ -4,7 +4,7 @@
 //   tables   all threads copy them, note which pairs have rows, and clear the next pass's counters; then every CTA
 //            awaits what all ranks say
 //   bring    warps load rows by bulk copies, row i by warp i mod warps, and store each for all of its token's choices
-//            here, a lane for each; the rows of second_x behind those of x
+//            here, a lane for each; the rows of second_x behind those of x, or by a launch of their own
 // Barriers __syncthreads only: one thread polls, the CTA follows. Waits have a limit (wait.cuh)
 // Memory   x and second_x were written before this kernel; bulk copies read them after a proxy fence behind staged
 // Requires hidden % 8 == 0. CTA 0 waits for nobody before it speaks, so CTAs need not all be resident
@@ -13,6 +13,7 @@
 #include "cuda/arch/proxy_fence.cuh"
 #include "dist/kernels/copy_rows.cuh"
 #include "dist/kernels/exchange.hpp"
+#include "dist/kernels/launch_on.hpp"
 #include "dist/kernels/route.cuh"
 
 namespace tessera::dist {
@@ -30,10 +31,11 @@ struct Shared {
   Ring ring[kWarps];
 };
 
-__device__ void say_staged(ExchangeArguments const& p, std::uint32_t epoch) {
+// word: staged_word, or second_staged_word, of this rank.
+__device__ void say_staged(ExchangeArguments const& p, std::int64_t word, std::uint32_t epoch) {
   arch::fence_acq_rel_sys();
   for (int r = 0; r < p.shape.ranks; ++r) {
-    arch::store_relaxed_sys(word_of(p.windows[r], p.window.staged_word(p.rank)), epoch);
+    arch::store_relaxed_sys(word_of(p.windows[r], word), epoch);
   }
 }
 
@@ -188,47 +190,58 @@ __global__ void __launch_bounds__(kThreads, 1)
   int const thread = static_cast<int>(threadIdx.x);
   int const warp = thread / arch::kWarpThreads;
   int const lane = thread % arch::kWarpThreads;
-  if (blockIdx.x == 0 && thread == 0) say_staged(exchange, epoch);
+  bool const begins = p.gmem_rows != nullptr;  // else the rest of a pass that has begun
+  if (blockIdx.x == 0 && thread == 0) {
+    say_staged(exchange,
+               begins ? exchange.window.staged_word(exchange.rank)
+                      : exchange.window.second_staged_word(exchange.rank),
+               epoch);
+  }
   if (lane == 0) {
     for (arch::Mbarrier& full : smem.ring[warp].full) arch::mbarrier_init(&full, 1);
     arch::mbarrier_fence_init();
   }
-  clear_next_bank<kThreads>(exchange, epoch);
-  if (renews_words(epoch)) renew_words<kThreads>(exchange, epoch, exchange.window.block_done);
+  if (begins) {
+    clear_next_bank<kThreads>(exchange, epoch);
+    if (renews_words(epoch)) renew_words<kThreads>(exchange, epoch, exchange.window.block_done);
+  }
   int const all_rows = p.tables.gmem_expert_offsets[exchange.local_experts];
   int const rows = static_cast<int>(min(std::int64_t{all_rows}, p.capacity));
   int const worker = static_cast<int>(blockIdx.x) * kWarps + warp;
   int const workers = static_cast<int>(gridDim.x) * kWarps;
-  write_tables(p, std::int64_t{blockIdx.x} * kThreads + thread, std::int64_t{gridDim.x} * kThreads,
-               rows);
+  if (begins) {
+    write_tables(p, std::int64_t{blockIdx.x} * kThreads + thread,
+                 std::int64_t{gridDim.x} * kThreads, rows);
+  }
   Waiter const waiter(exchange, epoch);
   bool reached = true;
   if (thread < exchange.shape.ranks) {
-    reached = waiter.for_epoch(exchange.window.staged_word(thread), epoch, Site::staged, thread);
+    reached =
+        begins ? waiter.for_epoch(exchange.window.staged_word(thread), epoch, Site::staged, thread)
+               : waiter.for_second_rows(thread);
   }
   if (!all_reached(reached)) return;
-  if (all_rows > rows && !p.may_overflow && blockIdx.x == 0 && thread == 0) {
+  if (begins && all_rows > rows && !p.may_overflow && blockIdx.x == 0 && thread == 0) {
     waiter.give_up(Site::rows, static_cast<std::uint32_t>(p.capacity),
                    static_cast<std::uint32_t>(all_rows));
   }
   __syncwarp();
   arch::fence_proxy_async_global();
   Bring bring(p, smem.ring[warp], worker, workers, rows);
-  bring.all(false, p.gmem_rows);
+  if (begins) bring.all(false, p.gmem_rows);
   if (p.gmem_second_rows != nullptr) bring.all(true, p.gmem_second_rows);
   arch::bulk_store_wait<0>();
 }
 
 }  // namespace
 
-cudaError_t launch_dispatch(DispatchArguments const& args, int sm_count, cudaStream_t stream) {
+cudaError_t launch_dispatch(DispatchArguments const& args, int sm_count, cudaStream_t stream,
+                            cudaEvent_t begun) {
   if (args.exchange.shape.hidden % 8 != 0) return cudaErrorInvalidValue;
   cudaError_t const error = cudaFuncSetAttribute(
       dispatch, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Shared)));
   if (error != cudaSuccess) return error;
-  void* arguments[] = {const_cast<DispatchArguments*>(&args)};
-  return cudaLaunchKernel(dispatch, dim3(static_cast<unsigned>(sm_count)), dim3(kThreads),
-                          arguments, sizeof(Shared), stream);
+  return launch_on(sm_count, kThreads, sizeof(Shared), stream, begun, dispatch, args);
 }
 
 }  // namespace tessera::dist

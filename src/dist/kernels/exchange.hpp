@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The exchange as kernels of its own, around the GEMMs of a single GPU: training, and a chain to compare with.
 //   route      lists and counts to the owners (route_scan, counted, publish), the plan, tables of the owner's rows
-//   dispatch   says that this rank's rows lie in its window [staged]; brings those that the tables name
+//   dispatch   says that this rank's rows lie in its window [staged]; brings those that the tables name; may do so once
+//              more, for second_x alone
 //   combine    rows to unique slots on their sources; ack says that all of a rank's came back
 // A pass is all three, or dispatch and combine with tables of an earlier pass.
 // Rows have no pads between them: row r is row r of the plan, and expert_offsets are those of a GEMM.
@@ -78,13 +79,13 @@ struct RouteArguments {
 };
 
 struct DispatchArguments {
-  ExchangeArguments exchange;       // without gmem_scores and gmem_pool
-  RowTables tables;                 // of the rows to bring
-  RowTables kept;                   // out: a copy of them; nulls: none is wanted
-  std::int64_t capacity;            // rows that the memory below, and `kept`, has room for
-  bool may_overflow;                // where there are more they are left out, and nobody is told
-  char* gmem_rows;                  // out [capacity,d] bf16: of x in the window
-  char* gmem_second_rows;           // out, the same of second_x; or null
+  ExchangeArguments exchange;  // without gmem_scores and gmem_pool
+  RowTables tables;            // of the rows to bring
+  RowTables kept;              // out: a copy of them; nulls: none is wanted
+  std::int64_t capacity;       // rows that the memory below, and `kept`, has room for
+  bool may_overflow;           // where there are more they are left out, and nobody is told
+  char* gmem_rows;             // out [capacity,d] bf16: of x in the window; null: they came before
+  char* gmem_second_rows;      // out, the same of second_x; or null
   std::int32_t* gmem_slot_of_pair;  // out [tokens*max_top_k]: the pair, or -1: rows of the slots
 };
 
@@ -99,9 +100,10 @@ struct CombineArguments {
 /// CTAs of a launch. Those of route wait for each other, so all have to be resident: its launch is cooperative.
 /// route and dispatch hold sm_count SMs until the slowest rank has come this far.
 cudaError_t launch_route(RouteArguments const& args, int sm_count, cudaStream_t stream);
-cudaError_t launch_dispatch(DispatchArguments const& args, int sm_count, cudaStream_t stream);
-/// When it ends, all rows of this rank's tokens lie in its slots. begun: null, or an event without timing, recorded
-/// when all CTAs have an SM.
+/// begun: null, or an event without timing, recorded when all CTAs have an SM.
+cudaError_t launch_dispatch(DispatchArguments const& args, int sm_count, cudaStream_t stream,
+                            cudaEvent_t begun = nullptr);
+/// When it ends, all rows of this rank's tokens lie in its slots.
 cudaError_t launch_combine(CombineArguments const& args, int sm_count, cudaStream_t stream,
                            cudaEvent_t begun = nullptr);
 /// dscores [pairs] from the window, 0 where slot_of_pair is -1.

@@ -34,6 +34,13 @@ class Waiter {
     return wait([&] { return arch::load_acquire_sys(word); },
                 [&](std::uint32_t seen) { return reached(seen, epoch); }, epoch, site, peer);
   }
+  /// second_x of `peer` lies in its window. Not every pass says so: a word may be of any pass before.
+  __device__ bool for_second_rows(int peer) const {
+    std::uint32_t const* const word =
+        word_of(p_.windows[p_.rank], p_.window.second_staged_word(peer));
+    return wait([&] { return arch::load_acquire_sys(word); },
+                [&](std::uint32_t seen) { return seen == epoch_; }, epoch_, Site::staged, peer);
+  }
   /// What ranks have written into this rank's window for this pass. By a converged warp: lane r waits for rank r, if it
   /// does; all lanes leave at once.
   __device__ bool for_lists(bool waits) const {

@@ -328,7 +328,8 @@ class ExpertParallel:
         self._check_shapes(*tensors)
         if topk_ids.dtype is torch.int64:
             topk_ids = self._narrowed(topk_ids)
-        with torch.cuda.device(self._device):
+        elsewhere = torch._C._cuda_getDevice() != self._device.index
+        with torch.cuda.device(self._device) if elsewhere else contextlib.nullcontext():
             return in_pieces.run(self, self._pieces, layer, x, topk_ids.contiguous(), topk_weights, w_up, w_down, b_up,
                                  b_down)
 

@@ -343,10 +343,14 @@ class Beside:
         if self.stream is None:
             self.stream, self.begun = torch.cuda.Stream(priority=-1), torch.cuda.Event()
             self.begun.record(self.stream)  # makes it
-        self.main = torch.cuda.current_stream()
+        # Of an index, and set by hand: contexts of torch look the device up, which takes longer than a launch.
+        self.main = torch.cuda.current_stream(torch._C._cuda_getDevice())
         self.stream.wait_stream(self.main)
-        with torch.cuda.stream(self.stream):
+        torch.cuda.set_stream(self.stream)
+        try:
             yield
+        finally:
+            torch.cuda.set_stream(self.main)
 
     @contextlib.contextmanager
     def __call__(self, wanted: bool):

@@ -251,9 +251,12 @@ def _routing(group, tables: Tables) -> torch.Tensor:
     """The routing tables of the experts' pass (RoutingView in routing.hpp): rows that lie where they are, each with its
     score. Those behind the last one are nobody's."""
     count, scores = tables.row_scores.shape[0], tables.row_scores.view(torch.int32)
-    if group._row_numbers is None or group._row_numbers.shape[0] < count:
-        group._row_numbers = torch.arange(count, dtype=torch.int32, device=scores.device)
-    row = group._row_numbers[:count]
+    numbers = group._row_numbers
+    if numbers is None or numbers.shape[0] < count:
+        numbers = torch.arange(count, dtype=torch.int32, device=scores.device)
+        if not (scores.is_cuda and _captures()):  # what a graph makes is there when it is replayed
+            group._row_numbers = numbers
+    row = numbers[:count]
     return torch.cat((tables.expert_offsets, row, row, row, scores))
 
 

@@ -296,6 +296,17 @@ class OnCpu(unittest.TestCase):
         self.step(fake, Group(), pieces, leaves, ids)
         self.assertEqual(fake.calls, ["route", "rows", *["dispatch", "combine"] * 2])
 
+    def test_row_numbers_of_a_graph_are_its_own(self):
+        """What is made while a graph is captured has no values yet: nobody else may take it."""
+        tables, group = mock.Mock(), Group()
+        tables.row_scores.shape = (5,)
+        tables.row_scores.view.return_value = mock.Mock(is_cuda=True, device=torch.device("cpu"))
+        with mock.patch.object(torch, "cat", return_value=None):
+            for captures, kept in ((True, False), (False, True)):
+                with mock.patch.object(training, "_captures", return_value=captures):
+                    training._routing(group, tables)
+                self.assertEqual(group._row_numbers is not None, kept)
+
     def test_only_what_is_wanted(self):
         ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False)
         pieces = training.Pieces("grouping=offsets", 900, None, "h")

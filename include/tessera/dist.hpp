@@ -55,7 +55,7 @@ struct ExpertParallelDesc {
   bool sums_on_owners = false;
   double time_limit = 30;  ///< seconds a pass waits for another rank, above 0 and at most 86400
   bool training =
-      false;  ///< whether route(), dispatch() and combine() will be called: windows and workspace are larger
+      false;  ///< whether passes are kept for backward, or made in pieces: windows and workspace are larger
 };
 
 /// What a rank knows of the rows that its experts have in a pass, R of them: sorted by expert, then by rank, its own

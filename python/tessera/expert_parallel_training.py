@@ -346,7 +346,7 @@ class Beside:
         if self.stream is None:
             self.stream, self.begun = torch.cuda.Stream(priority=-1), torch.cuda.Event()
             self.begun.record(self.stream)  # makes it
-        # Of an index, and set by hand: contexts of torch look the device up, which takes longer than a launch.
+        # Of an index, and set by hand: contexts of torch look the device up each time.
         self.main = torch.cuda.current_stream(torch._C._cuda_getDevice())
         self.stream.wait_stream(self.main)
         torch.cuda.set_stream(self.stream)

@@ -38,6 +38,9 @@ inline int check_small(CheckOptions const& options) {
                          {1000, 1152, 192, 16, 8, geglu, once},
                          {1000, 1152, 192, 16, 8, geglu, dedup},
                          {600, 328, 192, 16, 16, geglu, dedup},
+                         {300, 520, 200, 8, 4, clamped_swiglu},
+                         {300, 520, 200, 8, 4, clamped_swiglu, once},
+                         {300, 520, 200, 8, 4, clamped_swiglu, dedup},
                          {129, 2048, 320, 3, 3, relu2},
                          {129, 7168, 320, 3, 3, relu2, once},
                          {129, 7168, 320, 3, 3, relu2, dedup}}) {

@@ -10,6 +10,7 @@
 #include "../../src/cuda/host/aggregate.hpp"
 #include "../../src/cuda/host/projection.hpp"
 #include "../../src/device/device.hpp"
+#include "../../src/dist/biases.hpp"
 #include "../../src/dist/choose_transfer.hpp"
 #include "../../src/dist/kernels/exchange.hpp"
 #include "../../src/dist/kernels/forward.hpp"
@@ -170,6 +171,8 @@ class Rank {
         y_(s.max_rows() * s.hidden),
         w_up_(halves() * s.experts * s.intermediate * s.hidden),
         w_down_(int64_t{1} * s.experts * s.intermediate * s.hidden),
+        b_up_(has_biases() ? halves() * s.experts * s.intermediate : 1),
+        b_down_(has_biases() ? int64_t{1} * s.experts * s.hidden : 1),
         o_(int64_t{s.max_tokens} * s.hidden),
         callers_x_(s.max_tokens * x_pitch()),
         wanted_(int64_t{s.max_tokens} * s.hidden),
@@ -180,6 +183,8 @@ class Rank {
     *fault_ = {};
     fill_uniform<<<4096, 256>>>(w_up_.get(), w_up_.count(), 11, 0x1p-4f);
     fill_uniform<<<4096, 256>>>(w_down_.get(), w_down_.count(), 12, 0x1p-4f);
+    fill_uniform<<<4096, 256>>>(b_up_.get(), b_up_.count(), 13, 1.0f);
+    fill_uniform<<<4096, 256>>>(b_down_.get(), b_down_.count(), 14, 1.0f);
     TESSERA_CUDA(cudaDeviceSynchronize());
   }
   ~Rank() { cudaFreeHost(fault_); }
@@ -229,6 +234,7 @@ class Rank {
     layer_.desc.activation = activation_;
     layer_.desc.router.kind = RouterKind::given;
     layer_.desc.save = SavePolicy::none;
+    layer_.desc.bias = has_biases();
     Device const device = context.device();
     auto bytes = workspace_bytes(context, layer_.desc, Pass::forward);
     fail(bytes.status());
@@ -240,6 +246,12 @@ class Rank {
                                {s.experts, halves() * s.intermediate, s.hidden}, device);
     args.weights.w_down = tensor(static_cast<void const*>(w_down_.get()), DType::bf16,
                                  {s.experts, s.hidden, s.intermediate}, device);
+    if (has_biases()) {
+      args.weights.b_up = tensor(static_cast<void const*>(b_up_.get()), DType::bf16,
+                                 {s.experts, halves() * s.intermediate}, device);
+      args.weights.b_down = tensor(static_cast<void const*>(b_down_.get()), DType::bf16,
+                                   {s.experts, s.hidden}, device);
+    }
     args.topk_ids = tensor(static_cast<void const*>(layer_.ids->get()), DType::int32,
                            {tokens, s.max_top_k}, device);
     args.topk_weights = tensor(static_cast<void const*>(layer_.scores->get()), DType::fp32,
@@ -329,6 +341,8 @@ class Rank {
                                        .activation = activation_,
                                        .gmem_w_up = w_up_.get() + halves() * first * matrix,
                                        .gmem_w_down = w_down_.get() + first * matrix,
+                                       .gmem_b_up = bias(b_up_, halves() * shape_.intermediate),
+                                       .gmem_b_down = bias(b_down_, shape_.hidden),
                                        .gmem_a = a_.get(),
                                        .gmem_x = from == X::by_kernel ? callers_x_.get() : nullptr,
                                        .x_pitch = x_pitch(),
@@ -393,6 +407,12 @@ class Rank {
                        .row_stride = d,
                        .column_stride = 1,
                        .block = n};
+      if (!has_biases()) continue;
+      up.b_up[half] = {.gmem = bias(b_up_, halves() * n) + half * n,
+                       .expert_stride = halves() * n,
+                       .row_stride = 1,
+                       .column_stride = 1,
+                       .block = n};
     }
     up.activation = activation_;
     up.gmem_a = a_.get();
@@ -416,6 +436,13 @@ class Rank {
                    .row_stride = n,
                    .column_stride = 1,
                    .block = d};
+    if (has_biases()) {
+      down.b_down = {.gmem = bias(b_down_, d),
+                     .expert_stride = d,
+                     .row_stride = 1,
+                     .column_stride = 1,
+                     .block = d};
+    }
     down.gmem_y = y_.get();
     down.rows = s.max_rows();
     down.hidden = d;
@@ -454,6 +481,12 @@ class Rank {
 
  private:
   int64_t halves() const { return activation_.gated() ? 2 : 1; }
+  bool has_biases() const { return dist::adds_biases(activation_.kind); }
+  // Of this rank's experts, `columns` of each; null: there are none.
+  bf16 const* bias(DeviceBuffer<bf16> const& biases, int64_t columns) const {
+    int64_t const first = int64_t{rank_} * shape_.local_experts();
+    return has_biases() ? biases.get() + first * columns : nullptr;
+  }
   // A copy of `count` values in a buffer of `size`, whose other bytes are `rest`.
   template <class T>
   static std::unique_ptr<DeviceBuffer<T>> padded(T const* values, int64_t count, int64_t size,
@@ -484,7 +517,8 @@ class Rank {
   DeviceBuffer<int32_t> offsets_;
   DeviceBuffer<dist::RowOrigin> origins_;
   DeviceBuffer<float> row_scores_;
-  DeviceBuffer<bf16> pool_, a_, y_, w_up_, w_down_, o_, callers_x_, wanted_, wanted_of_owners_;
+  DeviceBuffer<bf16> pool_, a_, y_, w_up_, w_down_, b_up_, b_down_, o_, callers_x_, wanted_,
+      wanted_of_owners_;
   DeviceBuffer<int32_t> tile_counters_;
   struct {
     MoeDesc desc;

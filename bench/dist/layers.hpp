@@ -36,10 +36,12 @@ inline std::vector<NamedLayer> named_layers(std::string const& names, std::strin
   std::vector<NamedLayer> all;
   for (std::string const& number : items(tokens.empty() ? "8192,4096" : tokens)) {
     int const t = std::atoi(number.c_str());
-    for (NamedLayer const& layer : {NamedLayer{"Qwen3-30B", t, 2048, 768, 128, 8},
-                                    {"FlashDMoE-swiglu", t, 2048, 2048, 32, 2},
-                                    {"FlashDMoE", t, 2048, 2048, 32, 2, ActivationKind::gelu},
-                                    {"DSv3", t, 7168, 2048, 256, 8}}) {
+    for (NamedLayer const& layer :
+         {NamedLayer{"Qwen3-30B", t, 2048, 768, 128, 8},
+          {"FlashDMoE-swiglu", t, 2048, 2048, 32, 2},
+          {"FlashDMoE", t, 2048, 2048, 32, 2, ActivationKind::gelu},
+          {"DSv3", t, 7168, 2048, 256, 8},
+          {"gpt-oss", t, 2880, 2880, 128, 4, ActivationKind::clamped_swiglu}}) {
       if (t > 0 && among(names, layer.name)) all.push_back(layer);
     }
   }

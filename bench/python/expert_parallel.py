@@ -39,7 +39,8 @@ from torch.nn import functional
 
 # d, n, E, K, activation
 CONFIGS = {"Qwen3-30B": (2048, 768, 128, 8, "swiglu"), "FlashDMoE-swiglu": (2048, 2048, 32, 2, "swiglu"),
-           "FlashDMoE": (2048, 2048, 32, 2, "gelu"), "DSv3": (7168, 2048, 256, 8, "swiglu")}
+           "FlashDMoE": (2048, 2048, 32, 2, "gelu"), "DSv3": (7168, 2048, 256, 8, "swiglu"),
+           "gpt-oss": (2880, 2880, 128, 4, "clamped-swiglu")}  # with biases
 IMPLS = "nccl-grouped-mm,nccl-all-to-all,cublas-bmm,tessera,tessera-in-place,tessera-sums-on-owners"
 TRAIN_IMPLS = ("nccl-grouped-mm", "cublas-bmm", "tessera", "tessera-save-x", "tessera-bound", "liger-cute")
 TOLERANCE = 2e-2  # relative error in the norm: a few roundings, far from a wrong result
@@ -52,12 +53,31 @@ def act(h, activation: str):
     if activation == "gelu":
         return functional.gelu(h, approximate="tanh")
     gate, up = h.chunk(2, dim=-1)
+    if activation == "clamped-swiglu":
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
     return functional.silu(gate) * up
 
 
-def multiply(rows, ends, w_up, w_down, activation: str):
-    a = act(functional.grouped_mm(rows, w_up.mT, offs=ends), activation)
-    return functional.grouped_mm(a, w_down.mT, offs=ends)
+def multiply(rows, ends, weights, activation: str):
+    """Of w_up, w_down and, with clamped-swiglu, b_up and b_down."""
+    w_up, w_down, *biases = weights
+    if not biases:
+        return functional.grouped_mm(act(functional.grouped_mm(rows, w_up.mT, offs=ends), activation), w_down.mT,
+                                     offs=ends)
+    expert = torch.bucketize(torch.arange(rows.shape[0], device=rows.device, dtype=ends.dtype), ends, right=True)
+    b_up, b_down = (functional.embedding(expert, b) for b in biases)  # its gradients are added up in fp32
+    a = act(functional.grouped_mm(rows, w_up.mT, offs=ends) + b_up, activation)
+    return functional.grouped_mm(a, w_down.mT, offs=ends) + b_down
+
+
+def with_biases(layer):
+    """layer(x, ids, scores, weights) of an ExpertParallel."""
+
+    def run(x, ids, scores, weights):
+        return layer(x, ids, scores, *weights[:2], **dict(zip(("b_up", "b_down"), weights[2:])))
+
+    return run
 
 
 def add_up(y, order, scores):
@@ -104,19 +124,19 @@ class Exchange:
         return AllToAll.apply(rows, self.send, self.receive)
 
 
-def nccl_layer(x, ids, scores, w_up, w_down, experts: int, activation: str):
+def nccl_layer(x, ids, scores, weights, experts: int, activation: str):
     exchange = Exchange(ids, experts)
     rows = exchange.dispatch(x[exchange.order // ids.shape[1]])
-    y = multiply(rows[exchange.by_expert], exchange.ends, w_up, w_down, activation)
+    y = multiply(rows[exchange.by_expert], exchange.ends, weights, activation)
     back = torch.empty_like(y).index_put((exchange.by_expert,), y)
     return add_up(exchange.combine(back), exchange.order, scores)
 
 
-def one_gpu(x, ids, scores, w_up, w_down, activation: str):
+def one_gpu(x, ids, scores, weights, activation: str):
     flat = ids.flatten()
     order = flat.argsort(stable=True)
-    ends = torch.bincount(flat, minlength=w_up.shape[0]).cumsum(0).int()
-    return add_up(multiply(x[order // ids.shape[1]], ends, w_up, w_down, activation), order, scores)
+    ends = torch.bincount(flat, minlength=weights[0].shape[0]).cumsum(0).int()
+    return add_up(multiply(x[order // ids.shape[1]], ends, weights, activation), order, scores)
 
 
 class LigerCute:
@@ -165,16 +185,18 @@ class LigerCute:
 class Training:
     """A forward and a backward pass of each implementation, and what their gradients should be."""
 
-    def __init__(self, x, ids, scores, w_up, w_down, activation: str, d_o):
-        """w_up, w_down: of all experts."""
+    GRADIENTS = ("dx", "dscores", "dw_up", "dw_down", "db_up", "db_down")
+
+    def __init__(self, x, ids, scores, weights: list, activation: str, d_o):
+        """weights: of all experts."""
         self.ids, self.activation, self.d_o = ids, activation, d_o
-        rank, ranks, self.experts = dist.get_rank(), dist.get_world_size(), w_up.shape[0]
+        rank, ranks, self.experts = dist.get_rank(), dist.get_world_size(), weights[0].shape[0]
         local = self.experts // ranks
         own = slice(rank * local, (rank + 1) * local)
-        self.leaves = [t.detach().clone().requires_grad_() for t in (x, scores, w_up[own], w_down[own])]
+        self.leaves = [t.detach().clone().requires_grad_() for t in (x, scores, *[w[own] for w in weights])]
         leaves = [x.detach().requires_grad_(), scores.detach().requires_grad_()]
-        o = one_gpu(leaves[0], ids, leaves[1], w_up, w_down, activation)
-        self.wanted = {"o": o.detach(), **dict(zip(("dx", "dscores"), torch.autograd.grad(o, leaves, d_o)))}
+        o = one_gpu(leaves[0], ids, leaves[1], weights, activation)
+        self.wanted = {"o": o.detach(), **dict(zip(self.GRADIENTS, torch.autograd.grad(o, leaves, d_o)))}
         # Gradients of the rank's weights, from the rows of all ranks.
         whole = [torch.cat(self._gather(t)) for t in (x, ids, scores, d_o)]
         flat = whole[1].flatten()
@@ -183,9 +205,9 @@ class Training:
         ends = torch.bincount(flat[mine] - own.start, minlength=local).cumsum(0).int()
         token = mine // ids.shape[1]
         weights = [t.detach().requires_grad_() for t in self.leaves[2:]]
-        y = multiply(whole[0][token], ends, *weights, activation)
+        y = multiply(whole[0][token], ends, weights, activation)
         d_y = whole[3][token] * whole[2].flatten()[mine, None].to(x.dtype)
-        self.wanted |= dict(zip(("dw_up", "dw_down"), torch.autograd.grad(y, weights, d_y)))
+        self.wanted |= dict(zip(self.GRADIENTS[2:], torch.autograd.grad(y, weights, d_y)))
 
     @staticmethod
     def _gather(t) -> list:
@@ -194,12 +216,12 @@ class Training:
         return parts
 
     def body(self, layer):
-        """Of layer(x, ids, scores, w_up, w_down)."""
+        """Of layer(x, ids, scores, weights)."""
 
         def both():
             o = self._forward(layer)
             gradients = torch.autograd.grad(o, self.leaves, self.d_o)
-            return {"o": o, **dict(zip(("dx", "dscores", "dw_up", "dw_down"), gradients))}
+            return {"o": o, **dict(zip(self.GRADIENTS, gradients))}
 
         return both
 
@@ -210,15 +232,15 @@ class Training:
         return torch.cuda.memory_allocated() - before - o.numel() * o.element_size()
 
     def _forward(self, layer):
-        x, scores, w_up, w_down = self.leaves
-        return layer(x, self.ids, scores, w_up, w_down)
+        x, scores, *weights = self.leaves
+        return layer(x, self.ids, scores, weights)
 
-    def nccl(self, x, ids, scores, w_up, w_down):
-        return nccl_layer(x, ids, scores, w_up, w_down, self.experts, self.activation)
+    def nccl(self, x, ids, scores, weights):
+        return nccl_layer(x, ids, scores, weights, self.experts, self.activation)
 
     def gemms(self, even, even_a):
         """The six GEMMs alone, on equally many rows for every expert and without activation."""
-        w_up, w_down = (t.detach() for t in self.leaves[2:])
+        w_up, w_down = (t.detach() for t in self.leaves[2:4])
         even_h = torch.randn(*even.shape[:2], w_up.shape[1], dtype=even.dtype, device=even.device)
 
         pairs = ((even, w_up.mT), (even_a, w_down.mT), (even, w_down), (even.mT, even_a), (even_h, w_up),
@@ -266,12 +288,16 @@ def bench(config: str, tokens: int, impls: list[str], passes: list[str], behind:
     options = {"dtype": torch.bfloat16, "device": "cuda"}
     w_up = torch.empty(experts, halves * n, d, **options).uniform_(-1, 1).mul_(d**-0.5)
     w_down = torch.empty(experts, d, n, **options).uniform_(-1, 1).mul_(n**-0.5)
+    weights = [w_up, w_down]
+    if activation == "clamped-swiglu":
+        weights += [torch.randn(experts, width, **options) for width in (2 * n, d)]
     torch.manual_seed(2 + rank)
     x = torch.randn(tokens, d, **options)
     scores, ids = torch.rand(tokens, experts, device="cuda").topk(top_k)
     local = experts // ranks
-    own_up, own_down = (w[rank * local:(rank + 1) * local] for w in (w_up, w_down))
-    wanted = one_gpu(x, ids, scores, w_up, w_down, activation)
+    own = [w[rank * local:(rank + 1) * local] for w in weights]
+    own_up, own_down = own[:2]
+    wanted = one_gpu(x, ids, scores, weights, activation)
 
     bodies, groups = {}, []
     exchange = Exchange(ids, experts)
@@ -281,7 +307,7 @@ def bench(config: str, tokens: int, impls: list[str], passes: list[str], behind:
     bodies["cublas-bmm"] = lambda: (torch.bmm(even, own_up.mT), torch.bmm(even_a, own_down.mT))[1]
     targets = {"nccl-all-to-all": rows, "cublas-bmm": torch.stack([a @ w.mT for a, w in zip(even_a, own_down)])}
     bodies["nccl-all-to-all"] = lambda: exchange.combine(exchange.dispatch(rows))
-    bodies["nccl-grouped-mm"] = lambda: nccl_layer(x, ids, scores, own_up, own_down, experts, activation)
+    bodies["nccl-grouped-mm"] = lambda: nccl_layer(x, ids, scores, own, experts, activation)
     if any(impl.startswith("tessera") for impl in impls):
         import tessera
         narrow = ids.int()
@@ -293,11 +319,12 @@ def bench(config: str, tokens: int, impls: list[str], passes: list[str], behind:
 
         group = make_group()
         placed = group.input(tokens).copy_(x)
-        bodies["tessera"] = lambda: group(x, narrow, scores, own_up, own_down)
-        bodies["tessera-in-place"] = lambda: group(placed, narrow, scores, own_up, own_down)
+        layer = with_biases(group)
+        bodies["tessera"] = lambda: layer(x, narrow, scores, own)
+        bodies["tessera-in-place"] = lambda: layer(placed, narrow, scores, own)
         if "tessera-sums-on-owners" in impls:
-            with_sums = make_group(sums_on_owners=True)
-            bodies["tessera-sums-on-owners"] = lambda: with_sums(x, narrow, scores, own_up, own_down)
+            with_sums = with_biases(make_group(sums_on_owners=True))
+            bodies["tessera-sums-on-owners"] = lambda: with_sums(x, narrow, scores, own)
     if liger_cute is not None and activation == "swiglu":
         bodies["liger-cute"] = liger_cute.body(x, ids, scores, own_up, own_down)
     elif liger_cute is not None and rank == 0:
@@ -323,7 +350,7 @@ def bench(config: str, tokens: int, impls: list[str], passes: list[str], behind:
                     "tflops": round(flops / middle * 1e-9, 1), "relative_error": float(f"{error.item():.2e}"),
                     "checked": error.item() < TOLERANCE})
     if "training" in passes:
-        out += bench_training(config, (x, ids, scores, w_up, w_down), (even, even_a), impls, behind, rounds, liger_cute)
+        out += bench_training(config, (x, ids, scores, weights), (even, even_a), impls, behind, rounds, liger_cute)
     for made in groups:
         dist.barrier()
         made.close()
@@ -333,9 +360,9 @@ def bench(config: str, tokens: int, impls: list[str], passes: list[str], behind:
 def bench_training(config: str, tensors: tuple, gemm_rows: tuple, impls: list[str], behind: list[str], rounds: int,
                    liger_cute: LigerCute | None) -> list[dict]:
     d, n, experts, top_k, activation = CONFIGS[config]
-    x, ids, scores, w_up, w_down = tensors
+    x, ids, scores, weights = tensors
     tokens = x.shape[0]
-    training = Training(x, ids, scores, w_up, w_down, activation, torch.randn_like(x))
+    training = Training(x, ids, scores, weights, activation, torch.randn_like(x))
     layers, groups = {"nccl-grouped-mm": training.nccl}, []
     bound = {"max_rows": tokens * top_k * 5 // 4 + 64}
     for impl, options in (("tessera", {}), ("tessera-save-x", {"save": "x"}), ("tessera-bound", bound)):
@@ -343,11 +370,11 @@ def bench_training(config: str, tensors: tuple, gemm_rows: tuple, impls: list[st
             import tessera
             groups.append(tessera.ExpertParallel(max_tokens=tokens, hidden=d, intermediate=n, experts=experts,
                                                  top_k=top_k, activation=activation, training=True, **options))
-            layers[impl] = groups[-1]
+            layers[impl] = with_biases(groups[-1])
     bodies = {impl: training.body(layer) for impl, layer in layers.items()}
     bodies["cublas-bmm"] = training.gemms(*gemm_rows)
     if liger_cute is not None and activation == "swiglu":
-        x_, scores_, own_up, own_down = (t.detach() for t in training.leaves)
+        x_, scores_, own_up, own_down = (t.detach() for t in training.leaves[:4])
         bodies["liger-cute"] = liger_cute.training_body(x_, ids, scores_, own_up, own_down, training.d_o)
     out = []
     for impl, place in itertools.product([impl for impl in TRAIN_IMPLS if impl in impls and impl in bodies], behind):

@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // The experts of one layer spread over the GPUs of a host: rank r of P owns the experts [r*E/P, (r+1)*E/P).
 //
-//   o_t = sum over choices j of token t, in their order, of s_tj * (act(x_t w_up[e_tj]^T) w_down[e_tj]^T)
+//   o_t = sum over choices j of token t, in their order, of
+//         s_tj * (act(x_t w_up[e_tj]^T + b_up[e_tj]) w_down[e_tj]^T + b_down[e_tj])
 //
 // One kernel per pass on every rank sends rows to the owners of their experts, multiplies, and brings the results
 // back. No row is dropped; o has the bits of moe_forward on a single GPU with all experts, for every P, but where that
 // has at most 8 tokens, for which it takes other kernels, or where owners may add up (sums_on_owners). Ranks are
 // threads or processes. They make the same passes in the same order, also those in which they have no token.
 //
-// Backward, and whatever else forward() has not, such as biases, takes a pass in pieces: route() tells the owners which
-// rows they get, dispatch() brings them, sorted by expert; moe_forward or moe_backward with RowGrouping::offsets, or
-// anything else, makes one row of each; combine() takes them back and adds up those of each token. Backward dispatches
-// d_o and x by the tables that forward() or dispatch() kept, and combines dx. For the bits of one GPU combine() weights
-// the rows of o, and moe_forward has no row_scores; then backward needs them in RoutingView::scores, where it has left
-// ones.
+// Backward, and whatever else forward() has not, such as biases with most activations, takes a pass in pieces: route()
+// tells the owners which rows they get, dispatch() brings them, sorted by expert; moe_forward or moe_backward with
+// RowGrouping::offsets, or anything else, makes one row of each; combine() takes them back and adds up those of each
+// token. Backward dispatches d_o and x by the tables that forward() or dispatch() kept, and combines dx. For the bits
+// of one GPU combine() weights the rows of o, and moe_forward has no row_scores; then backward needs them in
+// RoutingView::scores, where it has left ones.
 #pragma once
 
 #include <cstddef>
@@ -90,6 +91,10 @@ struct ExpertParallelArgs {
   /// Leaves out rows that there is no room for in kept and h, and tells nobody; o is good all the same. routed_rows()
   /// says whether all ranks had room.
   bool may_overflow = false;
+  /// Optional, both or none, with ActivationKind::clamped_swiglu (gpt-oss), at multiples of 16 bytes; with other
+  /// activations a pass in pieces has them.
+  ConstTensor b_up = {};    ///< this rank's: [E/P,2n], in the order of the rows of w_up
+  ConstTensor b_down = {};  ///< this rank's: [E/P,d]
 };
 
 struct ExpertRouteArgs {

@@ -159,13 +159,15 @@ typedef struct {
   double time_limit;
 } tessera_expert_parallel_desc;
 
-/* The last four tensors are absent (rank 0), or kept for backward: ExpertParallelArgs in dist.hpp. */
+/* expert_offsets, row_origins, row_scores and h are absent (rank 0), or kept for backward: ExpertParallelArgs in
+ * dist.hpp. */
 typedef struct {
   uint64_t size;
   tessera_tensor x, topk_ids, topk_weights, w_up, w_down, o;
   tessera_tensor expert_offsets, row_origins, row_scores, h;
   int32_t may_overflow; /* 0 or 1 */
   int32_t reserved;
+  tessera_tensor b_up, b_down; /* both absent, or of clamped swiglu */
 } tessera_expert_parallel_args;
 
 /* A pass in pieces: ExpertRouteArgs, DispatchTables and so on in dist.hpp. Tensors of rank 0 are absent. */

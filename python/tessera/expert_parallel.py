@@ -132,11 +132,11 @@ class ExpertParallel:
     GPU sees it, zeroed, of `window_bytes` each; where None NCCL makes them. time_limit: seconds that a pass waits for
     another rank, above 0 and at most 86400. sums_on_owners: where the link would hold up a pass, a rank may send back
     one weighted sum of a token's choices there, rounded to bf16, instead of each result; then the bits of o, the same
-    every time, depend on P and on the token's rank. training: passes may have gradients or biases; windows and
-    workspace are larger. save: "h" keeps the pre-activation for backward, "x" makes it again. Behind a backward pass,
-    with biases behind a forward pass too, the host waits until the number of rows is known, which it was when the GPU
-    began to multiply: where memory for a sixteenth more than the layer had in its last pass was not enough for them on
-    some rank, all make the pass again. With max_rows, a bound of the rows that a rank's experts have in any pass, it
+    every time, depend on P and on the token's rank. training: passes may have gradients, or biases with any activation;
+    windows and workspace are larger. save: "h" keeps the pre-activation for backward, "x" makes it again. Behind a
+    backward pass, and a forward pass in pieces, the host waits until the number of rows is known, which it was when the
+    GPU began to multiply: where memory for a sixteenth more than the layer had in its last pass was not enough for them
+    on some rank, all make the pass again. With max_rows, a bound of the rows that a rank's experts have in any pass, it
     does not wait; where there are more the pass is void, and check() says so. alpha, limit and up_offset belong to
     clamped-swiglu. Everything but `device` and `windows` is equal on all ranks. Larger passes have to be split:
     max_tokens * K * K is at most 2^32, and a rank's pool, P * max_tokens * K rows and 127 for each of its experts, has
@@ -250,9 +250,9 @@ class ExpertParallel:
 
     def __call__(self, x, topk_ids, topk_weights, w_up, w_down, out=None, *, b_up=None, b_down=None):
         """o [T,d] of this rank's tokens: x [T,d]; topk_ids, topk_weights [T,K], ids outside [0,E) own no row; w_up
-        [E/P,2n,d] (gate rows first) or [E/P,n,d], w_down [E/P,d,n], this rank's; with training biases, both or none:
-        b_up [E/P,2n] or [E/P,n], b_down [E/P,d]. Enqueued on the current stream. Differentiable with training, then
-        without out."""
+        [E/P,2n,d] (gate rows first) or [E/P,n,d], w_down [E/P,d,n], this rank's; with training, or with clamped-swiglu,
+        biases, both or none: b_up [E/P,2n] or [E/P,n], b_down [E/P,d]. Enqueued on the current stream. Differentiable
+        with training. out: without gradients and biases."""
         layer = w_up.data_ptr()  # before it is cast
         if torch._C._is_any_autocast_enabled():
             x, w_up, w_down, b_up, b_down = functional.autocast((x, w_up, w_down, b_up, b_down))
@@ -316,14 +316,14 @@ class ExpertParallel:
             raise ValueError(f"x: {tokens} tokens; at most max_tokens={desc.max_tokens}")
 
     def _in_pieces(self, layer: int, x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, out) -> torch.Tensor:
-        if self._pieces is None:
-            raise RuntimeError("a pass with gradients or biases: make the object with training=True, or call it under "
-                               "torch.no_grad() and without biases")
-        if out is not None:
-            raise ValueError("out: a pass with gradients or biases makes its own result")
         if (b_up is None) != (b_down is None):
             raise ValueError("b_up, b_down: give both or neither")
         tensors = (x, topk_ids, topk_weights, w_up, w_down, b_up, b_down)
+        if self._pieces is None and (in_pieces.needs_gradients(*tensors) or not in_pieces.fuses(self, *tensors[3:])):
+            raise RuntimeError("a pass with gradients, or with biases of another activation than clamped-swiglu: make "
+                               "the object with training=True, or call it under torch.no_grad() and without biases")
+        if out is not None:
+            raise ValueError("out: a pass with gradients or biases makes its own result")
         check_devices((*_TENSORS[:5], "b_up", "b_down"), tensors, self._device)
         self._check_shapes(*tensors)
         if topk_ids.dtype is torch.int64:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes of ExpertParallel with gradients or biases.
 
-Forward is one launch, with biases in pieces: rows to the owners of their experts, the experts as on one GPU, and back.
-So is backward. Saved for it: x, h but with save="x", and what names the rows, 20 bytes for each. Backward brings x
-again, beside d_o, and makes h again where there is none.
+Forward is one launch; with biases, but for those of clamped-swiglu, it is in pieces: rows to the owners of their
+experts, the experts as on one GPU, and back. So is backward. Saved for it: x, h but with save="x", and what names the
+rows, 20 bytes for each. Backward brings x again, beside d_o, and makes h again where there is none.
 
 The host enqueues a pass with memory for the rows that the layer had before and a sixteenth more, and asks behind it how
 many there are. Ranks tell each other what they have room for: where it was not enough on one of them, all make the pass
@@ -22,6 +22,7 @@ from tessera import library
 from tessera.ops import plans
 from tessera.ops.autograd import _captures, _keeps_graph
 from tessera.ops.layer import GRADIENTS, plan_forward, run_backward_input, run_backward_weights
+from tessera.options import ACTIVATIONS
 
 MOST_CALLS = 256  # whose structs are kept
 BESIDE_SMS = 24  # that bring or send rows while the others multiply
@@ -34,7 +35,8 @@ def _args(names: str, *others: tuple) -> type:
 
 
 _ForwardArgs = _args("x topk_ids topk_weights w_up w_down o expert_offsets row_origins row_scores h",
-                     ("may_overflow", c_int32), ("reserved", c_int32))
+                     ("may_overflow", c_int32), ("reserved", c_int32), ("b_up", library.Tensor),
+                     ("b_down", library.Tensor))
 _RouteArgs = _args("topk_ids topk_weights", ("room", c_int64))
 _DispatchArgs = _args("x second_x topk_ids expert_offsets row_origins row_scores rows second_rows",
                       ("may_overflow", c_int32), ("sms", c_int32), ("begun", c_void_p))
@@ -226,7 +228,7 @@ def _run_forward(group, pieces: Pieces, layer: int, x, topk_ids, topk_weights, w
     return _new_pass(group, pieces, layer, x, enqueue)
 
 
-def _run_fused(group, pieces: Pieces, layer: int, x, topk_ids, topk_weights, w_up, w_down) -> tuple:
+def _run_fused(group, pieces: Pieces, layer: int, x, topk_ids, topk_weights, weights: tuple) -> tuple:
     """(o, tables, h) of a pass in one launch."""
     count = pieces.max_rows
     if count is None:
@@ -234,17 +236,26 @@ def _run_fused(group, pieces: Pieces, layer: int, x, topk_ids, topk_weights, w_u
         count = _room_behind(group._rows.get(layer, topk_ids.numel()), pieces.most_rows)
     tables, h = Tables.empty(group, count, x), None
     if pieces.save == "h":
-        h = x.new_empty((count, w_up.shape[1]))
-    o = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _call(group, "forward", _ForwardArgs, (("may_overflow", int(pieces.max_rows is None)),), x=x, topk_ids=topk_ids,
-          topk_weights=topk_weights, w_up=w_up, w_down=w_down, o=o, h=h, **tables._asdict())
+        h = x.new_empty((count, weights[0].shape[1]))
+    o = _launch(group, (("may_overflow", int(pieces.max_rows is None)),), x, topk_ids, topk_weights, weights, h=h,
+                **tables._asdict())
     group._counted += 1
     return o, tables, x.new_empty(0) if h is None else h
 
 
-def _fuses(w_up, w_down, b_up, b_down) -> bool:
-    """Whether forward is one launch: without biases, and with weights as that takes them."""
-    return b_up is None and all(w.is_contiguous() and w.data_ptr() % 16 == 0 for w in (w_up, w_down))
+def _launch(group, options: tuple, x, topk_ids, topk_weights, weights: tuple, **kept) -> torch.Tensor:
+    """o of a pass in one launch."""
+    o = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _call(group, "forward", _ForwardArgs, options, x=x, topk_ids=topk_ids, topk_weights=topk_weights, o=o, **kept,
+          **dict(zip(("w_up", "w_down", "b_up", "b_down"), weights, strict=True)))
+    return o
+
+
+def fuses(group, w_up, w_down, b_up, b_down) -> bool:
+    """Whether forward is one launch: with weights as that takes them, and biases with clamped-swiglu alone."""
+    if b_up is not None and ACTIVATIONS[group._desc.activation] != "clamped-swiglu":
+        return False
+    return all(w is None or w.is_contiguous() and w.data_ptr() % 16 == 0 for w in (w_up, w_down, b_up, b_down))
 
 
 def _routing(group, tables: Tables) -> torch.Tensor:
@@ -264,8 +275,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, group, pieces: Pieces, layer: int, x, topk_ids, topk_weights, *weights):
         ctx.made, ctx.counted = (group, pieces, layer), None
-        if _fuses(*weights):
-            o, tables, h = _run_fused(group, pieces, layer, x, topk_ids, topk_weights, *weights[:2])
+        if fuses(group, *weights):
+            o, tables, h = _run_fused(group, pieces, layer, x, topk_ids, topk_weights, weights)
             ctx.counted = group._counted
         else:
             o, tables, h = _run_forward(group, pieces, layer, x, topk_ids, topk_weights, weights, pieces.save == "h")
@@ -374,17 +385,24 @@ class Beside:
 
 
 def _run_inference(group, pieces: Pieces, layer: int, x, topk_ids, topk_weights, weights: tuple) -> torch.Tensor:
-    """o without gradients: in one launch where there are no biases."""
+    """o without gradients."""
     if weights[2] is None:
         return group(x, topk_ids, topk_weights, *weights[:2])
+    if fuses(group, *weights):
+        return _launch(group, (), x, topk_ids, topk_weights, weights)
     return _run_forward(group, pieces, layer, x, topk_ids, topk_weights, weights, False)[0]
 
 
-def run(group, pieces: Pieces, layer: int, x, topk_ids, topk_weights, w_up, w_down, b_up=None,
+def needs_gradients(*tensors) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def run(group, pieces: Pieces | None, layer: int, x, topk_ids, topk_weights, w_up, w_down, b_up=None,
         b_down=None) -> torch.Tensor:
-    """o of a pass of `group`: differentiable in all but the ids. layer: any number of its own."""
+    """o of a pass of `group`: differentiable in all but the ids. layer: any number of its own. pieces may be None where
+    it needs no gradients and fuses()."""
     weights = (w_up, w_down, b_up, b_down)
     x, topk_weights = _dense_rows(x), topk_weights.float().contiguous()
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, topk_weights, *weights)):
+    if needs_gradients(x, topk_weights, *weights):
         return _Experts.apply(group, pieces, layer, x, topk_ids, topk_weights, *weights)
     return _run_inference(group, pieces, layer, x, topk_ids, topk_weights, weights)

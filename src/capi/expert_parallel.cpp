@@ -130,7 +130,9 @@ Status forward(tessera_expert_parallel* group, tessera_expert_parallel_args cons
                                         .row_origins = tensor_of(from.row_origins),
                                         .row_scores = tensor_of(from.row_scores)},
                                .h = tensor_of(from.h),
-                               .may_overflow = from.may_overflow != 0},
+                               .may_overflow = from.may_overflow != 0,
+                               .b_up = tensor_of(from.b_up),
+                               .b_down = tensor_of(from.b_down)},
                               {stream});
 }
 

@@ -216,6 +216,8 @@ Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
                                     .activation = config_.activation,
                                     .gmem_w_up = tensors.gmem_w_up,
                                     .gmem_w_down = tensors.gmem_w_down,
+                                    .gmem_b_up = tensors.gmem_b_up,
+                                    .gmem_b_down = tensors.gmem_b_down,
                                     .gmem_a = regions.a.in(base),
                                     .gmem_x = by_kernel ? tensors.x.gmem : nullptr,
                                     .x_pitch = pitch,

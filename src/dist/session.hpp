@@ -56,6 +56,8 @@ struct PassTensors {
   float const* gmem_topk_weights = nullptr;
   void const* gmem_w_up = nullptr;
   void const* gmem_w_down = nullptr;
+  void const* gmem_b_up = nullptr;  // both biases or none
+  void const* gmem_b_down = nullptr;
   void* gmem_o = nullptr;
   PassTables kept = {};    // for backward; without tables nothing is kept
   void* gmem_h = nullptr;  // of as many rows, or null

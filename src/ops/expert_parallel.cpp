@@ -9,6 +9,7 @@
 #include "core/desc_check.hpp"
 #include "core/tensor_check.hpp"
 #include "cuda/layer/backend.hpp"
+#include "dist/biases.hpp"
 #include "dist/choose_transfer.hpp"
 #include "dist/engine.hpp"
 #include "dist/protocol.hpp"
@@ -326,6 +327,19 @@ Status ExpertParallel::forward(ExpertParallelArgs const& args, Stream stream) no
     }
   } else {
     pass.check.absent("h", args.h, "there are no tables of its rows");
+  }
+  if (args.b_up.present() || args.b_down.present()) {
+    if (!dist::adds_biases(desc_.activation.kind)) {
+      return Status::unsupported(
+          "b_up, b_down: one launch has biases with clamped_swiglu alone; with other activations "
+          "route(), dispatch() and combine() make a pass with them");
+    }
+    pass.input("b_up", args.b_up, DType::bf16, {experts, up_rows});
+    pass.input("b_down", args.b_down, DType::bf16, {experts, desc_.hidden});
+    pass.aligned("b_up", args.b_up.data);
+    pass.aligned("b_down", args.b_down.data);
+    tensors.gmem_b_up = args.b_up.data;
+    tensors.gmem_b_down = args.b_down.data;
   }
   TESSERA_TRY(pass.check.finish());
   return session_->forward(tensors, stream);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fused forward kernel for two of its activations, and its launcher, which names all.
+// The fused forward kernel for three of its activations, and its launcher, which names all.
 #include "dist/kernels/forward.cu"
 #include "dist/kernels/forward.cuh"
 
@@ -7,6 +7,8 @@ namespace tessera::dist {
 
 template cudaError_t launch_forward_of<ActivationKind::swiglu>(ForwardParams const&, int,
                                                                cudaStream_t);
+template cudaError_t launch_forward_of<ActivationKind::clamped_swiglu>(ForwardParams const&, int,
+                                                                       cudaStream_t);
 template cudaError_t launch_forward_of<ActivationKind::relu2>(ForwardParams const&, int,
                                                               cudaStream_t);
 
@@ -20,7 +22,6 @@ TESSERA_NOT_EMULATED(reglu)
 TESSERA_NOT_EMULATED(gelu)
 TESSERA_NOT_EMULATED(relu)
 TESSERA_NOT_EMULATED(silu)
-TESSERA_NOT_EMULATED(clamped_swiglu)
 TESSERA_NOT_EMULATED(geglu_erf)
 TESSERA_NOT_EMULATED(gelu_erf)
 

@@ -57,7 +57,7 @@ class OnGpus(unittest.TestCase):
 
     def compare(self, experts, tokens_of_ranks, activation, with_bias):
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        x, ids, scores, d_o, weights = self.inputs(tokens_of_ranks, 2 if activation == "swiglu" else 1)
+        x, ids, scores, d_o, weights = self.inputs(tokens_of_ranks, 1 if activation == "gelu" else 2)
         weights = weights[:4 if with_bias else 2]
         leaves = [t.clone().requires_grad_() for t in (x, scores, *weights)]
         biases = dict(zip(("b_up", "b_down"), leaves[4:]))
@@ -70,11 +70,14 @@ class OnGpus(unittest.TestCase):
         leaves = [t[part].clone().requires_grad_() for t, part in zip((x, scores, *weights), parts)]
         biases = dict(zip(("b_up", "b_down"), leaves[4:]))
         o = experts(leaves[0], ids[mine], leaves[1], *leaves[2:4], **biases)
+        with torch.no_grad():
+            same = experts(leaves[0], ids[mine], leaves[1], *leaves[2:4], **biases)
         got = torch.autograd.grad(o, leaves, d_o[mine])
         torch.cuda.synchronize()
         experts.check()
         what = f"{activation}, tokens {tokens_of_ranks}, bias {with_bias}"
         self.assertTrue(torch.equal(o, wanted_o[mine]), what)
+        self.assertTrue(torch.equal(same, o), what)
         self.assertTrue(torch.equal(got[0], wanted[0][mine]), what)
         names = ("dscores", "dw_up", "dw_down", "db_up", "db_down")
         for name, a, b, part in zip(names, got[1:], wanted[1:], parts[1:]):
@@ -89,7 +92,8 @@ class OnGpus(unittest.TestCase):
         ranks = dist.get_world_size()
         apart = 0
         for activation, with_bias, save in (("swiglu", False, "h"), ("gelu", False, "h"), ("swiglu", True, "h"),
-                                            ("swiglu", False, "x"), ("gelu", True, "x")):
+                                            ("swiglu", False, "x"), ("gelu", True, "x"),
+                                            ("clamped-swiglu", True, "h"), ("clamped-swiglu", True, "x")):
             training.APART_BYTES, apart = apart, (1 << 30) - apart  # in turns
             experts = self.make(activation=activation, save=save)
             for tokens in ([300] * ranks, [17 + 20 * r for r in range(ranks)], [0, 40, 5, 9, 1, 2, 3, 4][:ranks],
@@ -98,6 +102,29 @@ class OnGpus(unittest.TestCase):
                     self.compare(experts, tokens, activation, with_bias)
             dist.barrier()
             experts.close()
+
+    def test_biases_without_training(self):
+        """One launch, in a graph, too."""
+        ranks = dist.get_world_size()
+        mine, own = self.parts()
+        x, ids, scores, _, (w_up, w_down, b_up, b_down) = self.inputs([self.T] * ranks)
+        wanted = tessera.routed_experts(x, ids, scores, w_up, w_down, b_up=b_up, b_down=b_down,
+                                        activation="clamped-swiglu")
+        experts = tessera.ExpertParallel(max_tokens=self.T, hidden=self.D, intermediate=self.N, experts=self.E,
+                                         top_k=self.K, activation="clamped-swiglu")
+        tensors = (x[mine].clone(), ids[mine].int(), scores[mine], w_up[own], w_down[own])
+        biases = {"b_up": b_up[own], "b_down": b_down[own]}
+        o = experts(*tensors, **biases)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            again = experts(*tensors, **biases)
+        graph.replay()
+        torch.cuda.synchronize()
+        experts.check()
+        self.assertTrue(torch.equal(o, wanted[mine]) and torch.equal(again, o))
+        self.assertFalse(torch.equal(o, experts(*tensors)))
+        dist.barrier()
+        experts.close()
 
     def test_repeats_and_inference_between(self):
         """The same bits every time, whatever comes between: a pass in one launch, a bound of rows."""

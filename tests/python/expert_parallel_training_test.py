@@ -12,6 +12,7 @@ import tessera
 import torch
 from tessera import expert_parallel, library
 from tessera import expert_parallel_training as training
+from torch.nn import functional
 
 SHAPE = {"max_tokens": 300, "hidden": 64, "intermediate": 32, "experts": 8, "top_k": 3}
 
@@ -57,6 +58,16 @@ class OneRank:
 
     def tessera_expert_parallel_forward(self, handle, address, stream):
         args = training._ForwardArgs.from_address(address)
+        biases = {name: at(getattr(args, name)) for name in ("b_up", "b_down") if getattr(args, name).rank}
+        if args.row_origins.rank:
+            self.keep(args, biases.get("b_up"))
+        with mock.patch.object(library, "load", return_value=REAL), torch.no_grad():
+            at(args.o).copy_(tessera.routed_experts(at(args.x), at(args.topk_ids), at(args.topk_weights), at(args.w_up),
+                                                    at(args.w_down), activation=self.activation, **biases))
+        self.calls.append("forward")
+        return 0
+
+    def keep(self, args, b_up):
         self.sort(args)
         room = args.row_origins.shape[0]
         self.count(room)
@@ -68,12 +79,8 @@ class OneRank:
             kept = self.order[:len(h)]
             experts = torch.nn.functional.one_hot(ids.flatten()[kept].long(), self.experts).bool()
             for expert, of_expert in enumerate(experts.T):
-                h[:len(kept)][of_expert] = x[kept[of_expert] // ids.shape[1]] @ w_up[expert].T
-        with mock.patch.object(library, "load", return_value=REAL), torch.no_grad():
-            at(args.o).copy_(tessera.routed_experts(x, ids, at(args.topk_weights), w_up, at(args.w_down),
-                                                    activation=self.activation))
-        self.calls.append("forward")
-        return 0
+                bias = None if b_up is None else b_up[expert]
+                h[:len(kept)][of_expert] = functional.linear(x[kept[of_expert] // ids.shape[1]], w_up[expert], bias)
 
     def tessera_expert_parallel_route(self, handle, address, stream):
         args = training._RouteArgs.from_address(address)
@@ -134,7 +141,8 @@ class Group:
     def __init__(self, activation: str = "swiglu"):
         self.activation, self._calls, self._rows, self._beside = activation, {}, {}, training.Beside()
         self._counted, self._row_numbers = 0, None
-        self._desc = expert_parallel._Desc(ranks=1, experts=SHAPE["experts"])
+        self._desc = expert_parallel._Desc(ranks=1, experts=SHAPE["experts"],
+                                           activation=tessera.options.ACTIVATIONS.index(activation))
 
     @staticmethod
     def _stream():
@@ -163,7 +171,8 @@ class OnCpu(unittest.TestCase):
     def run_both(self, activation="swiglu", with_bias=False, max_rows=None, tokens=40, save="h"):
         """Results and gradients of the pieces, then of the layer."""
         ids, (x, scores, *weights) = self.tensors(activation, with_bias, tokens)
-        clamp = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0} if activation == "clamped-swiglu" else {}
+        clamped = activation == "clamped-swiglu"
+        clamp = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0} if clamped else {}
         desc = expert_parallel._Desc(ranks=1, max_tokens=300, experts=SHAPE["experts"], top_k=SHAPE["top_k"],
                                      activation=tessera.options.ACTIVATIONS.index(activation), training=1, **clamp)
         pieces = expert_parallel._pieces(desc, max_rows, save)
@@ -179,7 +188,8 @@ class OnCpu(unittest.TestCase):
         wanted = torch.autograd.grad(wanted_o, (x, scores, *weights), d_o)
         asks, pair = ["rows"] if max_rows is None else [], ["dispatch", "combine"]
         back = ["dispatch", "second rows", "combine"] if save == "h" and training.APART_BYTES == 0 else pair
-        self.assertEqual(fake.calls, ["route", *asks, *pair, *back] if with_bias else ["forward", *back, *asks])
+        self.assertEqual(fake.calls, ["route", *asks, *pair, *back] if with_bias and not clamped else
+                         ["forward", *back, *asks])
         return (o, *got), (wanted_o, *wanted)
 
     def assert_near(self, got, wanted, limit=2**-8):
@@ -190,7 +200,8 @@ class OnCpu(unittest.TestCase):
             self.assertLess(error, limit, i)
 
     def test_gradients(self):
-        for activation, with_bias in (("swiglu", False), ("gelu", False), ("clamped-swiglu", True)):
+        for activation, with_bias in (("swiglu", False), ("gelu", False), ("swiglu", True), ("clamped-swiglu", True),
+                                      ("clamped-swiglu", False)):
             with self.subTest(activation, bias=with_bias):
                 self.assert_near(*self.run_both(activation, with_bias))
                 self.assert_near(*self.run_both(activation, with_bias, save="x"))
@@ -199,6 +210,7 @@ class OnCpu(unittest.TestCase):
         with mock.patch.object(training, "APART_BYTES", 0):
             self.assert_near(*self.run_both())
             self.assert_near(*self.run_both("clamped-swiglu", True))
+            self.assert_near(*self.run_both("swiglu", True))
             self.assert_near(*self.run_both(save="x"))
             self.assert_near(*self.run_both(max_rows=900))
 
@@ -275,6 +287,19 @@ class OnCpu(unittest.TestCase):
         self.assertEqual(fake.calls, ["route", "rows", "dispatch", "combine"] * 2)
         self.assert_near([o], [tessera.routed_experts(x, ids, scores, w_up, w_down, b_up=biases[0], b_down=biases[1])])
 
+    def test_biases_without_gradients(self):
+        """With clamped-swiglu one launch, for which nothing is made; else pieces, which training makes room for."""
+        for activation, calls in (("clamped-swiglu", ["forward"]), ("gelu", ["route", "rows", "dispatch", "combine"])):
+            ids, (x, scores, w_up, w_down, b_up, b_down) = self.tensors(activation, True)
+            pieces = None if len(calls) == 1 else training.Pieces("grouping=offsets activation=gelu", 900, None, "h")
+            group, fake = Group(activation), OneRank(SHAPE["experts"], activation)
+            self.assertEqual(training.fuses(group, w_up, w_down, b_up, b_down), len(calls) == 1)
+            with mock.patch.object(library, "load", return_value=fake), torch.no_grad():
+                o = training.run(group, pieces, 0, x, ids, scores, w_up, w_down, b_up, b_down)
+            self.assertEqual(fake.calls, calls)
+            self.assert_near([o], [tessera.routed_experts(x, ids, scores, w_up, w_down, b_up=b_up, b_down=b_down,
+                                                          activation=activation)])
+
     def test_weights_that_one_launch_does_not_take(self):
         """Strides that the layer of one GPU takes: forward in pieces."""
         ids, leaves = self.tensors("swiglu", False)
@@ -347,6 +372,9 @@ class Refusals(unittest.TestCase):
             self.call(self.group())
         with self.assertRaisesRegex(RuntimeError, "training=True"):
             self.call(self.group(), False, **bias)
+        with self.assertRaisesRegex(RuntimeError, "training=True"):  # gradients, though biases are its kernel's
+            clamped = self.group(activation=tessera.options.ACTIVATIONS.index("clamped-swiglu"))
+            self.call(clamped, **bias)
         experts = self.group(training=1)
         with self.assertRaisesRegex(ValueError, "out: a pass with gradients"):
             self.call(experts, out=torch.zeros(5, 16, dtype=torch.bfloat16))

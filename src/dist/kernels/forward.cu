@@ -62,6 +62,13 @@ cudaError_t make_params(ForwardArguments const& args, ForwardParams& p) {
   then(make_b_maps<kPlain, kPlainShared>(p.down, p.shared_down, down, experts, d, n));
   then(
       host::make_ragged_store_map(p.activation.a, args.gmem_a, rows, 1, n, rows, block::kWarpRows));
+  if (args.gmem_b_down != nullptr) {
+    auto const* const b_up = static_cast<block::bf16 const*>(args.gmem_b_up);
+    for (std::int64_t half = 0; half < halves; ++half) {
+      p.biases.up[half] = {b_up + half * n, halves * n, 1};
+    }
+    p.biases.down = {static_cast<block::bf16 const*>(args.gmem_b_down), d, 1};
+  }
   p.activation.activation = args.activation;
   p.activation.ragged_extent = static_cast<int>(rows);
   p.up.k_tiles = static_cast<int>((d + kPlain.tile.k - 1) / kPlain.tile.k);
@@ -75,6 +82,8 @@ cudaError_t launch_forward(ForwardArguments const& args, int sm_count, cudaStrea
   ExchangeShape const& s = args.exchange.shape;
   if (s.experts > kMostExperts || s.ranks > kMaxRanks || (s.rows_cross_once() && !serves_once(s)) ||
       s.hidden % 8 != 0 || s.intermediate % 8 != 0 || s.max_top_k > kMostChoices ||
+      (args.gmem_b_up == nullptr) != (args.gmem_b_down == nullptr) ||
+      (args.gmem_b_down != nullptr && !adds_biases(args.activation.kind)) ||
       s.block_rows != kPlain.tile.m || s.gated != args.activation.gated() ||
       sm_count < kCtasOfPair) {
     return cudaErrorInvalidValue;

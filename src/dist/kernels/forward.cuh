@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// forward: o_t = sum over choices of s * (act(x_t w_up[e]^T) w_down[e]^T), experts on all GPUs, one launch.
+// forward: o_t = sum over choices of s * (act(x_t w_up[e]^T + b_up[e]) w_down[e]^T + b_down[e]), experts on all GPUs,
+// one launch. Biases where they are given, in the instances that add them (biases.hpp).
 // Schedule persistent, one CTA per SM on every GPU, in pairs. All CTAs route and plan (route.cuh) while a warp of each
 //          copies x into the window (place_x.cuh), then by role:
 //   WG0 warp 0     | TMA loads, half of what both CTAs of a pair read for both
@@ -189,9 +190,33 @@ __device__ int multiply(ForwardStorage& smem, block::PipelineState<kPlain>& stat
   return previous;
 }
 
+// To the results of a task, in fp32, if there are any. Ups have 64 gates, then their 64 ups.
+__device__ inline void add_biases(ForwardParams const& p, block::Accumulators<kPlain> (&acc)[1],
+                                  block::WorkTile const& tile, bool down) {
+  constexpr int kHalf = block::kGroupColumns / 2;
+  constexpr int kSecond = block::kGroupColumns / 4;  // of a thread's values of a column group
+  ExpertBiases const& biases = p.biases;
+  if (biases.down.gmem == nullptr) return;
+  TESSERA_UNROLL
+  for (int group = 0; group < kTileColumns / block::kGroupColumns; ++group) {
+    if (down) {
+      int const columns = p.exchange.shape.hidden;
+      int const column = tile.n_tile * kTileColumns + group * block::kGroupColumns;
+      block::add_bias<0>(acc[0][group], biases.down, tile.segment, column, columns);
+      block::add_bias<kSecond>(acc[0][group], biases.down, tile.segment, column + kHalf, columns);
+    } else {
+      int const columns = p.exchange.shape.intermediate;
+      int const column = (tile.n_tile * kTileColumns / block::kGroupColumns + group) * kHalf;
+      block::add_bias<0>(acc[0][group], biases.up[0], tile.segment, column, columns);
+      block::add_bias<kSecond>(acc[0][group], biases.up[1], tile.segment, column, columns);
+    }
+  }
+}
+
 template <ActivationKind kKind, Transfer kTransfer, bool kKeeps>
 __device__ void consume(Pass const& pass, int consumer) {
   constexpr bool kGated = block::ActivationFunction<kKind>::kGated;
+  constexpr bool kBiased = dist::adds_biases(kKind);
   constexpr int kPairsOfGroup = block::kGroupColumns / 4;  // of this thread's values
   using Pushed = Push<kTransfer == Transfer::dedup, kKeeps && kGated>;
   ForwardStorage& smem = pass.smem;
@@ -217,6 +242,11 @@ __device__ void consume(Pass const& pass, int consumer) {
       char* const to = down ? push.destination(tile, row) : nullptr;
       arch::wgmma_wait<0>();
       block::release_stage<kPlain>(smem.gemm, stage);
+      if constexpr (kBiased) {
+        static_assert(kGated);
+        push.drop();
+        add_biases(p, acc, tile, down);
+      }
       auto const rounded = [&](int i) {
         float const* const value = &acc[0][i / kPairsOfGroup][i % kPairsOfGroup * 2];
         return arch::pack_bf16(value[0], value[1]);

@@ -28,7 +28,10 @@ struct ForwardArguments {
   void const*
       gmem_w_up;  // [local_experts,2n,d] bf16, gate rows first; [local_experts,n,d] without a gate
   void const* gmem_w_down;  // [local_experts,d,n] bf16
-  void* gmem_a;             // [pool_rows,n] bf16, workspace
+  // bf16, or null: [local_experts,2n] in the order of the rows of w_up, and [local_experts,d] (biases.hpp)
+  void const* gmem_b_up = nullptr;
+  void const* gmem_b_down = nullptr;
+  void* gmem_a;  // [pool_rows,n] bf16, workspace
   // [tokens,d] bf16, rows x_pitch elements apart, both at multiples of 16 bytes; null: in this rank's window already
   void const* gmem_x = nullptr;
   std::int64_t x_pitch = 0;
@@ -39,7 +42,7 @@ struct ForwardArguments {
 
 /// All CTAs are resident (a cooperative launch of sm_count, less one where that is odd), in clusters of two.
 /// cudaErrorInvalidValue: sm_count < 2, max_top_k > 32, hidden or intermediate no multiple of 8, something kept with
-/// Transfer::dedup.
+/// Transfer::dedup, biases that are not adds_biases().
 cudaError_t launch_forward(ForwardArguments const& args, int sm_count, cudaStream_t stream);
 
 }  // namespace tessera::dist

@@ -4,7 +4,9 @@
 #pragma once
 
 #include "cuda/block/activation.cuh"
+#include "cuda/block/bias.cuh"
 #include "cuda/block/gemm.cuh"
+#include "dist/biases.hpp"
 #include "dist/kernels/forward.hpp"
 #include "dist/kernels/place_x.cuh"
 #include "dist/kernels/route.cuh"
@@ -145,6 +147,11 @@ struct SharedMaps {
   CUtensorMap b;  // half a tile, unless b_in_boxes
 };
 
+// Null: none. up: of the gates, of the ups.
+struct ExpertBiases {
+  block::Bias up[2], down;
+};
+
 struct ForwardParams {
   ExchangeArguments exchange;
   block::GemmParams up = {}, down = {};  // maps and k_tiles; A of up is the pool, of down a
@@ -155,6 +162,7 @@ struct ForwardParams {
   block::bf16* gmem_o;
   int lag;
   KeptPass kept;
+  ExpertBiases biases = {};
 };
 
 // The pass as one CTA knows it.

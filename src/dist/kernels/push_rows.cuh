@@ -55,6 +55,12 @@ class Push {
     next_ = 0;
   }
 
+  // Nothing is pending: the compiler may use the registers of what was.
+  __device__ void drop() {
+    TESSERA_UNROLL
+    for (std::uint32_t& kept : kept_) kept = 0;
+  }
+
   // There are pieces that have not been stored.
   __device__ bool pending() const { return next_ < kPieces; }
 

@@ -50,12 +50,13 @@ LAYERS = {
     "bench": [
         "include/tessera", "src/core", "src/cpu/parallel", "src/cuda", "src/device", "src/dist", "tests/support",
     ],
+    "examples": ["include/tessera"],
     "tests": [""],  # anything
 }
 MAY_READ_ENVIRONMENT = ("src/ops", "lm", "cli", "bench", "tests")
 MAY_INCLUDE_CUDA = (
     "src/cuda", "src/device/cuda.cu", "src/dist/device_calls.cpp", "src/dist/session.cpp", "src/dist/kernels",
-    "bench/cuda", "bench/dist", "tests/cuda", "tests/emulator",
+    "bench/cuda", "bench/dist", "examples/cpp", "tests/cuda", "tests/emulator",
 )
 
 SUFFIXES = {".hpp", ".cpp", ".h", ".c", ".cuh", ".cu"}

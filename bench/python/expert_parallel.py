@@ -16,7 +16,9 @@ liger-cute, where asked for, is the forward pass of the package
 liger-cute-kernels, which takes swiglu and scores in bf16. T is that of each GPU; a time is that of the slowest rank. o
 is checked against the same experts on one GPU.
 
-training is a forward and a backward pass, with gradients of x, scores and weights, which are checked, of
+gpt-oss has biases, which cublas-bmm leaves out.
+
+training is a forward and a backward pass, with gradients of x, scores, weights and biases, which are checked, of
 liger-cute that of x. tessera-save-x makes h again in backward; with tessera-bound no host waits for the number of rows,
 as max_rows is a quarter more than their mean. saved_mib is what torch's allocator holds between the two besides o.
 

@@ -216,7 +216,9 @@ class TESSERA_EXPORT ExpertParallel {
 
   /// Enqueues a pass; it can be captured into a graph and replayed. The kernel takes all SMs of the GPU at once and
   /// waits for its peers: nothing else that waits for a peer may run beside it, and all ranks have to launch.
-  /// On an error no pass was enqueued.
+  /// On an error no pass was enqueued; once one has failed on the GPU, the error is what check() says of it. CUDA loads
+  /// a kernel when it is first launched, and may wait for a pass that runs: where ranks are threads of one process,
+  /// launch what runs between passes once before the first one.
   Status forward(ExpertParallelArgs const& args, Stream stream = {}) noexcept;
 
   /// A pass in pieces, with ExpertParallelDesc::training: route(), dispatch(), combine(), or dispatch() and combine()
@@ -224,7 +226,7 @@ class TESSERA_EXPORT ExpertParallel {
   /// called, on no rank; a call out of turn is refused with invalid_argument. Each waits for all ranks.
   Status route(ExpertRouteArgs const& args, Stream stream = {}) noexcept;
   /// Of the last pass that route() or forward() with tables has begun, or of one before it: `passes_ago` of these, at
-  /// most 4095. Waits until all ranks have routed, not for the rows.
+  /// most 4095; replays of graphs do not count. Waits until all ranks have routed, not for the rows.
   Expected<RoutedRows> routed_rows(std::int64_t passes_ago = 0) noexcept;
   Status dispatch(ExpertDispatchArgs const& args, Stream stream = {}) noexcept;
   Status combine(ExpertCombineArgs const& args, Stream stream = {}) noexcept;

@@ -4,8 +4,8 @@
 
     bench/draw_over_gpus.py --results bench/results --out docs/pictures/over-gpus.svg
 
-A panel for two GPUs and one for four, forward, and one for a training step over two: the time of other ways to do the
-same work, as a multiple of Tessera's in the same results file, 8192 tokens per GPU. An eager torch layer around NCCL
+Forward over two GPUs and over four, and below it a training step: the time of other ways to do the same work, as a
+multiple of Tessera's in the same results file, 8192 tokens per GPU. An eager torch layer around NCCL
 and grouped_mm, and LigerCute, are beside Tessera's call from Python with an x of the caller's, and of calls behind the
 stream where a file has others, as in the tables.
 """
@@ -28,7 +28,7 @@ WAYS = tuple(FILES)
 # Of a training step: implementation as results name it.
 TRAINING = {"cuBLAS, its six GEMMs alone": "cublas-bmm", "Tessera, h made again": "tessera-save-x",
             NCCL: "nccl-grouped-mm"}
-TRAINING_FILES = ("2026-11-26-training", "2026-11-26-training-dsv3")
+TRAINING_FILES = {2: "2026-11-26-training", 4: "2026-11-27-training"}  # DSv3 has one beside it, -dsv3
 OURS = "Tessera"
 OUR_VARIANTS = ("fused", "torch")
 
@@ -72,27 +72,28 @@ def panel(results: pathlib.Path, gpus: int) -> tuple[str, str]:
             "1 notitle with lines lc rgb '#444444' dt 2\n")
 
 
-def training_multiples(results: pathlib.Path) -> list[list]:
+def training_multiples(results: pathlib.Path, gpus: int) -> list[list]:
     times: dict[tuple, list[float]] = {}
-    for name in TRAINING_FILES:
-        for row in json.loads((results / "h200x2" / f"{name}.json").read_text())["rows"]:
+    for more in ("", "-dsv3"):
+        path = results / f"h200x{gpus}" / f"{TRAINING_FILES[gpus]}{more}.json"
+        for row in json.loads(path.read_text())["rows"]:
             if row["shape"][0] == TOKENS:
                 times.setdefault((row["config"], row["impl"]), []).append(row["ms"])
     return [[config, *(min(times[config, way]) / min(times[config, "tessera"]) for way in TRAINING.values())]
             for config in CONFIGS]
 
 
-def training_panel(results: pathlib.Path) -> tuple[str, str]:
-    return (block("training", ["", *TRAINING], training_multiples(results)),
-            "set title 'Forward and backward over 2 H200: time over Tessera''s'\nset yrange [0:5.5]\n"
-            f"plot for [i=2:{len(TRAINING) + 1}] $training using i:xtic(1) title columnheader(i), "
+def training_panel(results: pathlib.Path, gpus: int) -> tuple[str, str]:
+    return (block(f"training{gpus}", ["", *TRAINING], training_multiples(results, gpus)),
+            f"set title 'Forward and backward over {gpus} H200: time over Tessera''s'\nset yrange [0:5.5]\n"
+            f"plot for [i=2:{len(TRAINING) + 1}] $training{gpus} using i:xtic(1) title columnheader(i), "
             "1 notitle with lines lc rgb '#444444' dt 2\n")
 
 
 def draw(results: pathlib.Path, picture: pathlib.Path):
-    panels = [*(panel(results, gpus) for gpus in GPUS), training_panel(results)]
-    write("".join(data for data, _ in panels) + "set multiplot layout 1,3\n" + "".join(plot for _, plot in panels)
-          + "unset multiplot\n", picture, 1500, 400)
+    panels = [one(results, gpus) for one in (panel, training_panel) for gpus in GPUS]
+    write("".join(data for data, _ in panels) + "set multiplot layout 2,2\n" + "".join(plot for _, plot in panels)
+          + "unset multiplot\n", picture, 1000, 800)
 
 
 def main():

@@ -320,8 +320,9 @@ class ExpertParallel:
             raise ValueError("b_up, b_down: give both or neither")
         tensors = (x, topk_ids, topk_weights, w_up, w_down, b_up, b_down)
         if self._pieces is None and (in_pieces.needs_gradients(*tensors) or not in_pieces.fuses(self, *tensors[3:])):
-            raise RuntimeError("a pass with gradients, or with biases of another activation than clamped-swiglu: make "
-                               "the object with training=True, or call it under torch.no_grad() and without biases")
+            raise RuntimeError("a pass with gradients, or with biases that one launch does not take (of another "
+                               "activation than clamped-swiglu, or beside tensors that are not contiguous): make the "
+                               "object with training=True, or call it under torch.no_grad() and without biases")
         if out is not None:
             raise ValueError("out: a pass with gradients or biases makes its own result")
         check_devices((*_TENSORS[:5], "b_up", "b_down"), tensors, self._device)

@@ -294,6 +294,7 @@ class OnCpu(unittest.TestCase):
             pieces = None if len(calls) == 1 else training.Pieces("grouping=offsets activation=gelu", 900, None, "h")
             group, fake = Group(activation), OneRank(SHAPE["experts"], activation)
             self.assertEqual(training.fuses(group, w_up, w_down, b_up, b_down), len(calls) == 1)
+            self.assertFalse(training.fuses(group, w_up, w_down.mT, b_up, b_down))
             with mock.patch.object(library, "load", return_value=fake), torch.no_grad():
                 o = training.run(group, pieces, 0, x, ids, scores, w_up, w_down, b_up, b_down)
             self.assertEqual(fake.calls, calls)

@@ -81,26 +81,6 @@ TEST(FusedForward, SeveralBlocksAndTilesOfAnExpert) {
   }
 }
 
-TEST(FusedForward, AddsBiases) {
-  constexpr ActivationKind kKind = ActivationKind::clamped_swiglu;
-  for (Transfer const transfer : kTransfers) {
-    expect_right(
-        {.shape = shape(2, 12, 72, 136, 6, 3, transfer), .activation = kKind, .biased = true});
-    expect_right({.shape = shape(2, 6, 328, 72, 4, 2, transfer), .activation = kKind});
-  }
-  expect_right({.shape = shape(2, 9, 136, 200, 4, 2, Transfer::once),
-                .activation = kKind,
-                .keeps = true,
-                .biased = true});
-}
-
-TEST(FusedForward, RefusesBiasesThatItsKernelDoesNotAdd) {
-  Case const c = {.shape = shape(1, 2, 64, 64, 2, 1, Transfer::direct), .biased = true};
-  Ranks ranks(c);
-  EXPECT_EQ(ranks.pass(draw_exchange(c.shape, Pattern::random, 1), 1, kSchedules[0]),
-            "not launched");
-}
-
 TEST(FusedForward, KeepsWhatBackwardNeeds) {
   for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
     std::int32_t const ranks = transfer == Transfer::once ? 3 : 1;
@@ -131,6 +111,26 @@ TEST(FusedForward, MoreRowsThanRoomAreReported) {
       EXPECT_NE(text.find(seed == 1 ? "had given up" : "memory for"), std::string::npos) << text;
     }
   }
+}
+
+TEST(FusedForward, AddsBiases) {
+  constexpr ActivationKind kKind = ActivationKind::clamped_swiglu;
+  for (Transfer const transfer : kTransfers) {
+    expect_right(
+        {.shape = shape(2, 12, 72, 136, 6, 3, transfer), .activation = kKind, .biased = true});
+    expect_right({.shape = shape(2, 6, 328, 72, 4, 2, transfer), .activation = kKind});
+  }
+  expect_right({.shape = shape(2, 9, 136, 200, 4, 2, Transfer::once),
+                .activation = kKind,
+                .keeps = true,
+                .biased = true});
+}
+
+TEST(FusedForward, RefusesBiasesThatItsKernelDoesNotAdd) {
+  Case const c = {.shape = shape(1, 2, 64, 64, 2, 1, Transfer::direct), .biased = true};
+  Ranks ranks(c);
+  EXPECT_EQ(ranks.pass(draw_exchange(c.shape, Pattern::random, 1), 1, kSchedules[0]),
+            "not launched");
 }
 
 // Of x, by the kernel: five a row, of which the last has 16 bytes.

@@ -2,8 +2,10 @@
 // The arguments of a program here, flag by flag.
 #pragma once
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
 #include <string>
 
 namespace tessera::bench {
@@ -34,6 +36,17 @@ class Arguments {
     std::string text;
     if (!takes(flag, text)) return false;
     value = std::atof(text.c_str());
+    return true;
+  }
+  // One of `values`, by its name.
+  template <class Values, class Value, class Name>
+  bool takes(char const* flag, Values const& values, Name name, Value& value) {
+    if (!is(flag) || at_ + 1 == argc_) return false;
+    std::string const text = argv_[at_ + 1];
+    auto const found = std::ranges::find_if(values, [&](auto const& v) { return text == name(v); });
+    if (found == std::end(values)) return false;
+    value = *found;
+    ++at_;
     return true;
   }
 

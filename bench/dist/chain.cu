@@ -198,19 +198,6 @@ struct Measured {
   std::vector<float> empty;  // passes without routed rows, of rank 0
 };
 
-// In the pass that is measured.
-std::vector<int> rows_of_experts(Options const& options, ExchangeShape const& shape, int owner) {
-  std::vector<int> rows(size_t(shape.local_experts()));
-  for (int rank = 0; rank < shape.ranks; ++rank) {
-    for (int32_t const id : draw(shape, options.routing, rank, 1).ids) {
-      if (id >= 0 && id < shape.experts && shape.owner(id) == owner) {
-        ++rows[size_t(id - owner * shape.local_experts())];
-      }
-    }
-  }
-  return rows;
-}
-
 Measured measure_config(Options const& options, NamedLayer const& c, ExchangeShape const& shape) {
   Measured m;
   device::Gate gate;
@@ -224,7 +211,7 @@ Measured measure_config(Options const& options, NamedLayer const& c, ExchangeSha
              CublasGemms cublas;
              if (std::ranges::find(runs, kCublas) != runs.end()) {
                cublas = CublasGemms(r, options.device_of(rank), shape, c.activation,
-                                    rows_of_experts(options, shape, rank));
+                                    rows_of_experts(shape, options.routing, rank));
              }
              auto const first_row = [](size_t row) { return row == kParts ? 0 : row; };
              r.set_pass(draw(shape, options.routing, rank, 1), 1);
@@ -372,7 +359,7 @@ int main(int argc, char** argv) {
   using namespace tessera::bench;
   Options options;
   options.command = command_line("build-cuda/bin/bench_dist_chain", argc, argv);
-  std::string only, transfer, routing;
+  std::string only;
   Arguments arguments(argc, argv);
   while (arguments.next()) {
     if (arguments.is("--check")) {
@@ -390,23 +377,15 @@ int main(int argc, char** argv) {
     } else if (arguments.takes("--only", only)) {
       options.chain = only == "chain";
       options.fused = only == "fused";
-    } else if (arguments.takes("--routing", routing)) {
-      auto const is_it = [&](Pattern pattern) { return routing == name(pattern); };
-      constexpr Pattern kRoutings[] = {Pattern::random, Pattern::balanced, Pattern::zipf};
-      auto const* const found = std::ranges::find_if(kRoutings, is_it);
-      if (found == std::end(kRoutings)) return arguments.refuse();
-      options.routing = *found;
-    } else if (arguments.takes("--transfer", transfer)) {
-      auto const is_it = [&](Transfer t) { return transfer == transfer_name(t); };
-      auto const* const found = std::ranges::find_if(kTransfers, is_it);
-      if (found == std::end(kTransfers)) return arguments.refuse();
-      options.transfer = *found;
     } else {
       bool const known = arguments.takes("--gpus", options.gpus) ||
                          arguments.takes("--ranks-per-gpu", options.ranks_per_gpu) ||
                          arguments.takes("--iters", options.iters) ||
                          arguments.takes("--config", options.config) ||
                          arguments.takes("--tokens", options.tokens) ||
+                         arguments.takes("--routing", kRoutings, &name, options.routing) ||
+                         arguments.takes("--transfer", kTransfers, &tessera::dist::transfer_name,
+                                         options.transfer) ||
                          arguments.takes("--out", options.out) ||
                          arguments.takes("--commit", options.commit);
       if (!known) return arguments.refuse();

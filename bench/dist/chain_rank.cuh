@@ -51,6 +51,9 @@ inline char const* name(Pattern pattern) {
   return kNames[int(pattern)];
 }
 
+// Those whose passes are timed.
+constexpr Pattern kRoutings[] = {Pattern::random, Pattern::balanced, Pattern::zipf};
+
 // What one rank's router chose in one pass.
 struct Choices {
   int tokens;

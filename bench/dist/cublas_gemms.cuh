@@ -14,6 +14,19 @@
 
 namespace tessera::bench {
 
+// Of the experts of `owner`, in the pass of every rank's first draw.
+inline std::vector<int> rows_of_experts(ExchangeShape const& shape, Pattern routing, int owner) {
+  std::vector<int> rows(size_t(shape.local_experts()));
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    for (int32_t const id : draw(shape, routing, rank, 1).ids) {
+      if (id >= 0 && id < shape.experts && shape.owner(id) == owner) {
+        ++rows[size_t(id - owner * shape.local_experts())];
+      }
+    }
+  }
+  return rows;
+}
+
 class CublasGemms {
  public:
   CublasGemms() = default;

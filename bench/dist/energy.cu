@@ -1,13 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where power limits the clock, time is energy: joules of a pass of the kernel over several GPUs, beside those of its
-// GEMMs without communication and of a pass without routed rows. Each way is enqueued without rests, on all GPUs at
-// once, and measured when it has run for a while.
+// GEMMs without communication, by our kernels and, of as many rows for every expert, by cuBLAS where it is installed,
+// and of a pass without routed rows. Each way is enqueued without rests, on all GPUs at once, and measured when it has
+// run for a while; then the last o is compared bit for bit with that of the single-GPU layer.
 //
-//   energy [--gpus P] [--seconds S] [--config NAME,NAME] [--tokens N,N] [--only fused] [--out FILE] [--commit HASH]
+//   energy [--gpus P] [--seconds S] [--config NAME,NAME] [--tokens N,N] [--transfer direct|once|dedup]
+//          [--routing random|balanced|zipf] [--only fused] [--out FILE] [--commit HASH]
 //
 // Exits with 77 where there are too few GPUs or the driver does not tell their energy.
+#include <optional>
+
 #include "../../src/dist/choose_transfer.hpp"
 #include "arguments.hpp"
+#include "cublas_gemms.cuh"
 #include "layers.hpp"
 #include "power.hpp"
 #include "ranks.cuh"
@@ -19,11 +24,14 @@ namespace {
 struct Options : RankOptions {
   double seconds = 1;
   bool only_fused = false;
+  bool cublas = false;               // is installed
+  std::optional<Transfer> transfer;  // none: the one that the library chooses
+  Pattern routing = Pattern::random;
   std::string command, out, commit, config, tokens;
 };
 
-enum class Way { gemms, fused, empty };
-constexpr char const* kWayNames[] = {"gemms", "fused", "without-rows"};
+enum class Way { gemms, cublas, fused, empty };
+constexpr char const* kWayNames[] = {"gemms", "cublas-bmm", "fused", "without-rows"};
 
 // Of one GPU.
 struct Measured {
@@ -31,55 +39,69 @@ struct Measured {
   PowerMeter::Reading power;
 };
 
-void launch(Way way, Rank& r) {
-  if (way == Way::gemms) {
-    r.launch_up();
-    r.launch_down();
-  } else {
-    r.launch_fused(-1);
+// A rank and its GEMMs by cuBLAS.
+struct Passes {
+  Rank& rank;
+  CublasGemms const& cublas;
+
+  void launch(Way way) const {
+    switch (way) {
+      case Way::gemms:
+        rank.launch_up();
+        rank.launch_down();
+        break;
+      case Way::cublas:
+        cublas.run_batched();
+        break;
+      case Way::fused:
+      case Way::empty:
+        rank.launch_fused(-1);
+        break;
+    }
   }
-}
+};
 
 // The host waits now and then, for less than a thousandth of the time, so that it knows where the GPU is.
-void launch_many(Way way, Rank& r, int passes, double ms) {
+void launch_many(Way way, Passes const& p, int passes, double ms) {
   int const between_waits = std::max(1, int(40 / ms));
   for (int pass = 1; pass <= passes; ++pass) {
-    launch(way, r);
-    if (pass % between_waits == 0) r.stream().synchronize();
+    p.launch(way);
+    if (pass % between_waits == 0) p.rank.stream().synchronize();
   }
-  r.stream().synchronize();
-  r.check_fault();
+  p.rank.stream().synchronize();
+  p.rank.check_fault();
 }
 
-Measured measure_way(Options const& options, Way way, Rank& r, int rank, Talk& talk,
+Measured measure_way(Options const& options, Way way, Passes const& p, int rank, Talk& talk,
                      std::vector<double>& trials, PowerMeter& meter) {
   constexpr int kTrials = 10;
+  device::Stream const& stream = p.rank.stream();
   device::Stopwatch const watch(rank);
-  launch_many(way, r, kTrials, 1);
+  launch_many(way, p, kTrials, 1);
   talk.meet();
-  watch.start(r.stream());
-  launch_many(way, r, kTrials, 1);
-  watch.stop(r.stream());
-  r.stream().synchronize();
+  watch.start(stream);
+  launch_many(way, p, kTrials, 1);
+  watch.stop(stream);
+  stream.synchronize();
   trials[size_t(rank)] = double(watch.ms()) / kTrials;
   talk.meet();
   // As many passes on all GPUs.
   double const ms = *std::max_element(trials.begin(), trials.end());
   int const passes = int(1e3 * options.seconds / ms);
   talk.meet();
-  launch_many(way, r, passes / 3, ms);
+  launch_many(way, p, passes / 3, ms);
   meter.start();
-  watch.start(r.stream());
-  launch_many(way, r, passes, ms);
-  watch.stop(r.stream());
-  r.stream().synchronize();
+  watch.start(stream);
+  launch_many(way, p, passes, ms);
+  watch.stop(stream);
+  stream.synchronize();
   Measured const measured = {double(watch.ms()) / passes, double(watch.mhz()), meter.stop()};
   talk.meet();
   return measured;
 }
 
 // Also those of the GPUs, in watts.
-std::string row_of(NamedLayer const& layer, ExchangeShape const& shape, Way way,
+std::string row_of(NamedLayer const& layer, ExchangeShape const& shape, Pattern routing, Way way,
                    std::vector<Measured> const& gpus) {
   Measured slowest;
   double watts = 0;
@@ -103,12 +125,12 @@ std::string row_of(NamedLayer const& layer, ExchangeShape const& shape, Way way,
   std::snprintf(text, sizeof text,
                 "\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"dtype\": \"bf16\", "
                 "\"gpus\": %d, \"routing\": \"%s\", \"router\": \"given\", \"round\": \"none\", "
-                "\"pass\": \"forward-inference\", \"impl\": \"tessera\", \"variant\": \"%s\", "
+                "\"pass\": \"forward-inference\", \"impl\": \"%s\", \"variant\": \"%s\", "
                 "\"ms\": %.4f, \"mhz\": %.0f, \"watts\": [%s], \"joules\": %.4f, "
                 "\"tensor_percent\": %.1f, \"dram_percent\": %.1f, \"link_mb_s\": [%.0f, %.0f], "
                 "\"transfer\": \"%s\"},",
                 layer.name.c_str(), layer.tokens, layer.hidden, layer.intermediate, layer.experts,
-                layer.top_k, shape.ranks, way == Way::empty ? "none" : "random",
+                layer.top_k, shape.ranks, name(routing), way == Way::cublas ? "cublas" : "tessera",
                 kWayNames[int(way)], slowest.ms, slowest.mhz, each.c_str(), joules, power.tensor,
                 power.dram, power.received, power.sent, transfer_name(shape.transfer));
   return text;
@@ -122,20 +144,33 @@ std::string measure_layer(Options const& options, Nvml const& nvml, NamedLayer c
                          .experts = layer.experts,
                          .max_top_k = layer.top_k,
                          .gated = Activation{.kind = layer.activation}.gated()};
-  shape.transfer = dist::choose_transfer(shape);
+  shape.transfer = options.transfer.value_or(dist::choose_transfer(shape));
   std::printf("%s, T %d per GPU, %d GPUs\n", layer.name.c_str(), layer.tokens, options.gpus);
   std::string rows;
   std::vector<double> trials(size_t(options.gpus));
   std::vector<Measured> measured(size_t(options.gpus));
   auto const ok = on_ranks(
-      options, shape, layer.activation, [&](int rank, Rank& r, Talk& talk, Context const&) {
+      options, shape, layer.activation, [&](int rank, Rank& r, Talk& talk, Context const& context) {
+        bool right = true;
         char bus[32];
         TESSERA_CUDA(cudaDeviceGetPCIBusId(bus, sizeof bus, rank));
         PowerMeter meter(nvml, bus);
-        for (Way const way : {Way::gemms, Way::fused, Way::empty}) {
+        CublasGemms cublas;
+        if (options.cublas) {
+          cublas = CublasGemms(r, rank, shape, layer.activation,
+                               rows_of_experts(shape, options.routing, rank));
+        }
+        for (Way const way : {Way::gemms, Way::cublas, Way::fused, Way::empty}) {
           if (options.only_fused && way != Way::fused) continue;
-          r.set_pass(draw(shape, way == Way::empty ? Pattern::nothing : Pattern::random, rank, 1),
-                     1);
+          if (way == Way::cublas && !options.cublas) continue;
+          Pattern const routing = way == Way::empty    ? Pattern::nothing
+                                  : way == Way::cublas ? Pattern::balanced
+                                                       : options.routing;
+          r.set_pass(draw(shape, routing, rank, 1), 1);
+          if (way == Way::fused) {
+            r.compute_wanted(context);
+            r.poison();
+          }
           talk.meet();
           if (way == Way::gemms) {  // what they read and where it lies
             r.launch_chain([](Part) {});
@@ -143,14 +178,19 @@ std::string measure_layer(Options const& options, Nvml const& nvml, NamedLayer c
             r.check_fault();
             talk.meet();
           }
-          measured[size_t(rank)] = measure_way(options, way, r, rank, talk, trials, meter);
+          measured[size_t(rank)] =
+              measure_way(options, way, {r, cublas}, rank, talk, trials, meter);
+          if (way == Way::fused) right = r.is_right(true);
           talk.meet();
-          if (rank == 0) rows += row_of(layer, shape, way, measured);
+          if (rank == 0) rows += row_of(layer, shape, routing, way, measured);
           talk.meet();
         }
-        return true;
+        return right;
       });
-  if (!all_of(ok)) std::exit(1);
+  if (!all_of(ok)) {
+    std::fprintf(stderr, "%s: wrong bits\n", layer.name.c_str());
+    std::exit(1);
+  }
   return rows;
 }
 
@@ -178,7 +218,9 @@ int measure(Options const& options) {
            "measurement; ms: mean, of the slowest GPU, mhz: its mean SM clock; watts: of each "
            "GPU, between steps of the driver's counter of energy; joules: of one GPU and "
            "pass; tensor_percent, dram_percent: busy, link_mb_s: received and sent, by the "
-           "driver's counters, of the slowest GPU, -1: not known; uniform random data",
+           "driver's counters, of the slowest GPU, -1: not known; uniform random data; o of the "
+           "fused pass "
+           "has the bits of the single-GPU layer, with sums on owners those of the same sums",
        .gpus = options.gpus,
        .rows = rows});
 }
@@ -193,11 +235,15 @@ int main(int argc, char** argv) {
   std::string only;
   Arguments arguments(argc, argv);
   while (arguments.next()) {
-    bool const known =
-        arguments.takes("--gpus", options.gpus) || arguments.takes("--seconds", options.seconds) ||
-        arguments.takes("--config", options.config) ||
-        arguments.takes("--tokens", options.tokens) || arguments.takes("--only", only) ||
-        arguments.takes("--out", options.out) || arguments.takes("--commit", options.commit);
+    bool const known = arguments.takes("--gpus", options.gpus) ||
+                       arguments.takes("--seconds", options.seconds) ||
+                       arguments.takes("--config", options.config) ||
+                       arguments.takes("--tokens", options.tokens) ||
+                       arguments.takes("--routing", kRoutings, &name, options.routing) ||
+                       arguments.takes("--transfer", kTransfers, &tessera::dist::transfer_name,
+                                       options.transfer) ||
+                       arguments.takes("--only", only) || arguments.takes("--out", options.out) ||
+                       arguments.takes("--commit", options.commit);
     if (!known) return arguments.refuse();
   }
   if (!only.empty() && only != "fused") {
@@ -211,5 +257,6 @@ int main(int argc, char** argv) {
     return 2;
   }
   if (!connect_gpus(options.gpus)) return 77;
+  options.cublas = !options.only_fused && CublasGemms::installed();
   return measure(options);
 }

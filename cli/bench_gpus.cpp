@@ -81,11 +81,11 @@ struct Reading {
 
 /// What the ranks of one job share.
 struct Group {
-  explicit Group(std::int32_t ranks)
-      : meeting(ranks), windows(static_cast<std::size_t>(ranks)), latest(windows.size()) {}
+  Group(std::int32_t ranks, std::vector<PeerWindow> of_ranks)
+      : meeting(ranks), windows(std::move(of_ranks)), latest(windows.size()) {}
   Meeting meeting;
   device::Gate gate;
-  std::vector<void*> windows;
+  std::vector<PeerWindow> windows;
   std::vector<std::array<Reading, kCandidates>> latest;  // of each rank
   std::array<std::vector<double>, kCandidates> ms, mhz;  // of the slowest rank
   bool more = true;                                      // written by rank 0
@@ -148,7 +148,6 @@ class RankBench {
         rank_(rank),
         sums_on_owners_(sums_on_owners),
         desc_(job.layer_case.desc) {
-    for (std::int32_t peer = 0; peer < ranks; ++peer) device::enable_peer_access(rank, peer);
     MoeShape const& s = desc_.shape;
     desc_.save = SavePolicy::none;
     desc_.router.kind = RouterKind::given;
@@ -157,11 +156,8 @@ class RankBench {
       return device::allocate(rank, bytes, device::Kind::device);
     };
     ExpertParallelDesc const own = group_desc(rank, ranks, desc_, sums_on_owners);
-    std::size_t const window = value_of(ExpertParallel::window_bytes(own));
     std::size_t const group_workspace = value_of(ExpertParallel::workspace_bytes(context_, own));
     std::size_t const workspace = value_of(workspace_bytes(context_, desc_, Pass::forward));
-    window_ = allocate(window);
-    stream_.fill(window_.get(), 0, window);
     group_workspace_ = allocate(group_workspace);
     workspace_ = allocate(workspace);
     std::int64_t const up_rows = desc_.up_width() * s.intermediate;
@@ -175,10 +171,9 @@ class RankBench {
     stream_.fill_uniform(w_down_.get(), s.experts * matrix, 3, 0x1p-4f);
     choose(job.layer_case);
     stream_.synchronize();
-    group_.windows[static_cast<std::size_t>(rank)] = window_.get();
-    group_.meeting.meet();
-    experts_.emplace(value_of(ExpertParallel::create(context_, own, group_.windows,
-                                                     {group_workspace_.get(), group_workspace})));
+    experts_.emplace(value_of(ExpertParallel::create(
+        context_, own, group_.windows[static_cast<std::size_t>(rank)].addresses(),
+        {group_workspace_.get(), group_workspace})));
 
     Device const device = context_.device();
     Tensor const x = experts_->input(s.tokens);
@@ -294,7 +289,7 @@ class RankBench {
   bool sums_on_owners_;
   std::uint32_t passes_ = 0;  // that were timed
   MoeDesc desc_;
-  device::Memory window_, group_workspace_, workspace_, w_up_, w_down_, o_, wanted_, ids_, scores_;
+  device::Memory group_workspace_, workspace_, w_up_, w_down_, o_, wanted_, ids_, scores_;
   std::optional<ExpertParallel> experts_;
   ExpertParallelArgs args_;
   MoeForwardArgs alone_;
@@ -331,7 +326,11 @@ double quantile(std::vector<double> values, double at) {
 }
 
 Json bench_job(std::int32_t gpus, CudaBench::Job const& job, CudaBench const& bench) {
-  Group group(gpus);
+  std::vector<Device> devices;
+  for (std::int32_t rank = 0; rank < gpus; ++rank) devices.push_back({DeviceKind::cuda, rank});
+  std::size_t const window_bytes = value_of(
+      ExpertParallel::window_bytes(group_desc(0, gpus, job.layer_case.desc, bench.sums_on_owners)));
+  Group group(gpus, value_of(PeerWindow::open_all(devices, window_bytes)));
   std::vector<char> right(static_cast<std::size_t>(gpus), 0);
   std::vector<std::exception_ptr> errors(right.size());
   std::vector<std::thread> threads;

@@ -4,7 +4,7 @@
 //   expert_parallel [GPUS] [TOKENS]      2 GPUs, with 2048 tokens each
 //
 // Every rank compares its o with that of the layer that has all experts on its own GPU. Exit code: 0 ok, 1 failed or
-// wrong, 2 bad usage, 77 where GPUs or NCCL are missing. docs/multi-gpu.md explains the steps.
+// wrong, 2 bad usage, 77 where GPUs are missing or do not address each other. docs/multi-gpu.md explains the steps.
 #include <cuda_runtime.h>
 
 #include <chrono>
@@ -29,19 +29,22 @@ constexpr std::int64_t kHidden = 1024, kIntermediate = 512, kOwnExperts = 16, kT
 constexpr std::int64_t kUp = 2 * kIntermediate * kHidden, kDown = kHidden * kIntermediate;
 constexpr int kPasses = 20, kSkipped = 77;
 
-void run_rank(int rank, int ranks, std::int64_t tokens, PeerGroupId const& id, Meeting& all) {
-  // What may fail on one rank alone comes before all meet: open() waits for every rank.
+ExpertParallelDesc desc_of(int rank, int ranks, std::int64_t tokens) {
+  return {.rank = rank,
+          .ranks = ranks,
+          .max_tokens = tokens,
+          .hidden = kHidden,
+          .intermediate = kIntermediate,
+          .experts = kOwnExperts * ranks,
+          .top_k = kTopK};
+}
+
+void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) {
+  int const rank = desc.rank;
+  std::int64_t const tokens = desc.max_tokens, experts = desc.experts;
   require(cudaSetDevice(rank));
   Device const device = {DeviceKind::cuda, rank};
   Context const context = value_of(Context::create({.device = device}));
-  std::int64_t const experts = kOwnExperts * ranks;
-  ExpertParallelDesc const desc = {.rank = rank,
-                                   .ranks = ranks,
-                                   .max_tokens = tokens,
-                                   .hidden = kHidden,
-                                   .intermediate = kIntermediate,
-                                   .experts = experts,
-                                   .top_k = kTopK};
   MoeDesc const alone = {.shape = {tokens, kHidden, kIntermediate, experts, kTopK},
                          .dtype = DType::bf16,
                          .save = SavePolicy::none};
@@ -70,9 +73,6 @@ void run_rank(int rank, int ranks, std::int64_t tokens, PeerGroupId const& id, M
     return tensor(static_cast<Bf16*>(memory.get()) + first, DType::bf16, shape, device);
   };
 
-  all.meet();
-  PeerWindow window = value_of(
-      PeerWindow::open(context, rank, ranks, id, value_of(ExpertParallel::window_bytes(desc))));
   std::optional<ExpertParallel> group =
       value_of(ExpertParallel::create(context, desc, window.addresses(), {workspace.get(), bytes}));
   Tensor const place = group->input(tokens);  // x in the window: no pass has to copy it there
@@ -96,6 +96,7 @@ void run_rank(int rank, int ranks, std::int64_t tokens, PeerGroupId const& id, M
                                    .w_down = bf16(w_down, {experts, kHidden, kIntermediate})},
                        .o = bf16(gpu_wanted, {tokens, kHidden}),
                        .workspace = {alone_workspace.get(), alone_bytes}}));
+  all.meet();                     // who fails so far fails before anybody waits for it in a pass
   require(group->forward(args));  // warms up
   require(cudaDeviceSynchronize());
   all.meet();
@@ -108,12 +109,11 @@ void run_rank(int rank, int ranks, std::int64_t tokens, PeerGroupId const& id, M
   download(wanted, gpu_wanted);
   // With more than 8 tokens all bits are equal; for fewer one GPU has kernels that add up in another order.
   if (!is_near(o, wanted, kHidden)) throw std::runtime_error("o is not that of one GPU");
-  std::printf("rank %d of %d: %.3f ms a pass, o as on one GPU%s\n", rank, ranks,
+  std::printf("rank %d of %d: %.3f ms a pass, o as on one GPU%s\n", rank, desc.ranks,
               time.count() / kPasses, o == wanted ? ", bit for bit" : "");
 
   group.reset();
-  all.meet();  // until then a pass of another rank may read this window
-  require(window.close());
+  require(window.close());  // memory of all is freed when the last one has closed
 }
 
 }  // namespace
@@ -125,25 +125,26 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "usage: %s [GPUS, 2 to %d] [TOKENS, 1 or more]\n", argv[0], kMaxRanks);
     return 2;
   }
-  // NVLink multicast has to be off before the first call of NCCL. make_id() refuses what else it may be set to.
-  setenv("NCCL_NVLS_ENABLE", "0", 0);
   int present = 0;
   if (cudaGetDeviceCount(&present) != cudaSuccess) present = 0;
   if (present < ranks) {
     std::printf("skipped: this machine has %d GPUs of %d\n", present, ranks);
     return kSkipped;
   }
-  auto const id = PeerWindow::make_id();  // once, for all ranks
-  if (!id.ok()) {
-    std::printf("no group: %s\n", id.status().text());
-    return id.status().code() == StatusCode::environment ? kSkipped : 1;
+  std::vector<Device> devices;
+  for (int rank = 0; rank < ranks; ++rank) devices.push_back({DeviceKind::cuda, rank});
+  auto const bytes = ExpertParallel::window_bytes(desc_of(0, ranks, tokens));
+  auto windows = bytes.ok() ? PeerWindow::open_all(devices, bytes.value()) : bytes.status();
+  if (!windows.ok()) {
+    std::printf("no group: %s\n", windows.status().text());
+    return windows.status().code() == StatusCode::environment ? kSkipped : 1;
   }
   Meeting all(ranks);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        run_rank(rank, ranks, tokens, id.value(), all);
+        run_rank(desc_of(rank, ranks, tokens), windows.value()[rank], all);
       } catch (std::exception const& error) {
         std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
         all.leave();

@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "tessera/context.hpp"
 #include "tessera/export.hpp"
@@ -154,9 +155,10 @@ struct PeerGroupId {
   char bytes[128] = {};
 };
 
-/// Memory of every rank that the kernels of every rank can address, by NCCL (2.28 or later; loaded at run time, the
-/// copy that the process has loaded already before any other). Whoever has such memory from elsewhere, such as torch
-/// symmetric memory, needs none of this. open() and close() are collective: all ranks call them in the same order.
+/// Memory of every rank that the kernels of every rank can address: for threads of one process by open_all(), for
+/// processes by make_id() and open(), which take NCCL (2.28 or later; loaded at run time, the copy that the process has
+/// loaded already before any other). Whoever has such memory from elsewhere, such as torch symmetric memory, needs none
+/// of this. open() and close() behind it are collective: all ranks call them in the same order.
 class TESSERA_EXPORT PeerWindow {
  public:
   /// On one rank; the caller carries it to all. `nccl_path`: null for libnccl.so.2.
@@ -169,6 +171,12 @@ class TESSERA_EXPORT PeerWindow {
                                    PeerGroupId const& id, std::size_t bytes,
                                    char const* nccl_path = nullptr) noexcept;
 
+  /// Windows of all ranks, rank r on devices[r], for threads of this process: called once, by whichever thread. `bytes`
+  /// zeros each. All memory is freed when the last of them is closed or destroyed. invalid_argument: no ranks or too
+  /// many, or two on one GPU. environment: no such GPU, or GPUs that do not address each other. out_of_memory.
+  static Expected<std::vector<PeerWindow>> open_all(std::span<Device const> devices,
+                                                    std::size_t bytes) noexcept;
+
   PeerWindow(PeerWindow&&) noexcept;
   PeerWindow& operator=(PeerWindow&&) noexcept;
   /// Where close() has not been called, as after a fault: waits for all work of this rank's GPU and leaves the group
@@ -179,7 +187,7 @@ class TESSERA_EXPORT PeerWindow {
   [[nodiscard]] std::span<void* const> addresses() const noexcept;
   /// Waits for all work of this rank's GPU, then frees the memory. Does not wait for the other ranks: what they have
   /// mapped stays until they close, too, so their passes may still run, but no rank should close while another may
-  /// still launch one.
+  /// still launch one. Of open_all(): not collective.
   Status close() noexcept;
 
  private:

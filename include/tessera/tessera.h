@@ -248,6 +248,10 @@ int tessera_peer_group_id_make(char const* nccl_path, tessera_peer_group_id* id)
 int tessera_peer_window_open(tessera_context const*, int32_t rank, int32_t ranks,
                              tessera_peer_group_id const* id, size_t bytes, char const* nccl_path,
                              tessera_peer_window** window);
+/* For threads of one process, without an id: of all ranks, rank r on GPU device_indices[r]. windows: `ranks` of them.
+   All memory is freed when the last one is closed or aborted. */
+int tessera_peer_window_open_all(int32_t const* device_indices, int32_t ranks, size_t bytes,
+                                 tessera_peer_window** windows);
 int tessera_peer_window_addresses(tessera_peer_window const*, void** addresses);
 int tessera_peer_window_close(tessera_peer_window*);
 void tessera_peer_window_abort(tessera_peer_window*); /* NULL is allowed */

@@ -1,7 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The C ABI of experts over several GPUs.
+#include <algorithm>
 #include <cstring>
+#include <memory>
 #include <new>
+#include <utility>
+#include <vector>
 
 #include "capi/convert.hpp"
 
@@ -71,6 +75,28 @@ Status open_window(tessera_context const* context, std::int32_t rank, std::int32
   *out = new (std::nothrow) tessera_peer_window{std::move(window).value()};
   return *out != nullptr ? Status()
                          : Status::error(StatusCode::out_of_memory, "no memory for a window");
+}
+
+Status open_all(std::int32_t const* device_indices, std::int32_t ranks, std::size_t bytes,
+                tessera_peer_window** out) noexcept try {
+  TESSERA_TRY(present(device_indices, "device_indices"));
+  TESSERA_TRY(present(out, "windows"));
+  std::size_t const count = ranks > 0 ? static_cast<std::size_t>(ranks) : 0;
+  std::fill_n(out, count, nullptr);
+  std::vector<tessera::Device> devices;
+  for (std::size_t rank = 0; rank < count; ++rank) {
+    devices.push_back({tessera::DeviceKind::cuda, device_indices[rank]});
+  }
+  auto windows = tessera::PeerWindow::open_all(devices, bytes);
+  if (!windows.ok()) return windows.status();
+  std::vector<std::unique_ptr<tessera_peer_window>> handles;
+  for (tessera::PeerWindow& window : windows.value()) {
+    handles.push_back(std::make_unique<tessera_peer_window>(std::move(window)));
+  }
+  for (std::size_t rank = 0; rank < count; ++rank) out[rank] = handles[rank].release();
+  return {};
+} catch (std::bad_alloc const&) {
+  return Status::error(StatusCode::out_of_memory, "no memory for windows");
 }
 
 Status addresses(tessera_peer_window const* window, void** out) noexcept {
@@ -204,6 +230,10 @@ TESSERA_C_API int tessera_peer_window_open(tessera_context const* context, int32
                                            size_t bytes, char const* nccl_path,
                                            tessera_peer_window** window) {
   return finish(open_window(context, rank, ranks, id, bytes, nccl_path, window));
+}
+TESSERA_C_API int tessera_peer_window_open_all(int32_t const* device_indices, int32_t ranks,
+                                               size_t bytes, tessera_peer_window** windows) {
+  return finish(open_all(device_indices, ranks, bytes, windows));
 }
 TESSERA_C_API int tessera_peer_window_addresses(tessera_peer_window const* window, void** out) {
   return finish(addresses(window, out));

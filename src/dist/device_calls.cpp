@@ -47,10 +47,42 @@ bool is_device_memory(void const* pointer) noexcept {
   return known && attributes.type == cudaMemoryTypeDevice;
 }
 
+Expected<void*> allocate(std::size_t bytes) noexcept {
+  void* memory = nullptr;
+  cudaError_t const error = cudaMalloc(&memory, bytes);
+  if (error == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    return Status::error(StatusCode::out_of_memory, "no %zu bytes of GPU memory for a window",
+                         bytes);
+  }
+  TESSERA_TRY(check(error, "cudaMalloc"));
+  return memory;
+}
+
+void free(void* device_memory) noexcept { static_cast<void>(cudaFree(device_memory)); }
+
+Status reach(std::int32_t device, std::int32_t peer) noexcept {
+  int can = 0;
+  TESSERA_TRY(check(cudaDeviceCanAccessPeer(&can, device, peer), "cudaDeviceCanAccessPeer"));
+  if (can == 0) {
+    return Status::error(StatusCode::environment,
+                         "GPUs of a group address each other's memory: cuda:%d has no peer access "
+                         "to cuda:%d",
+                         device, peer);
+  }
+  cudaError_t const error = cudaDeviceEnablePeerAccess(peer, 0);
+  if (error == cudaErrorPeerAccessAlreadyEnabled) {
+    cudaGetLastError();
+    return {};
+  }
+  return check(error, "cudaDeviceEnablePeerAccess");
+}
+
 }  // namespace
 
 DeviceCalls const& device_calls() noexcept {
-  static constexpr DeviceCalls kCalls = {use, restore, clear, synchronize, read, is_device_memory};
+  static constexpr DeviceCalls kCalls = {
+      use, restore, clear, synchronize, read, is_device_memory, allocate, free, reach};
   return kCalls;
 }
 

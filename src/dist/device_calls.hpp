@@ -27,6 +27,12 @@ struct DeviceCalls {
   Status (*read)(void* host, void const* device_memory, std::size_t bytes) noexcept = nullptr;
   /// Whether kernels of the current context can address it.
   bool (*is_device_memory)(void const* pointer) noexcept = nullptr;
+  /// Memory of the current context's device.
+  Expected<void*> (*allocate)(std::size_t bytes) noexcept = nullptr;
+  void (*free)(void* device_memory) noexcept = nullptr;
+  /// Lets kernels of the current context, of `device`, address what the primary context of `peer` allocates.
+  /// environment: they cannot.
+  Status (*reach)(std::int32_t device, std::int32_t peer) noexcept = nullptr;
 };
 
 /// Those of this build.
@@ -53,5 +59,17 @@ class DeviceScope {
   Status status_;
   void* before_ = nullptr;
 };
+
+/// Until nothing is left that was enqueued on the device: in its primary context and, where that is another one, in the
+/// caller's, whose streams passes run on.
+inline Status wait_for_kernels(DeviceCalls const& calls, std::int32_t device) noexcept {
+  Status status;
+  for (ContextChoice const choice : {ContextChoice::any_of_device, ContextChoice::primary}) {
+    DeviceScope const scope(calls, device, choice);
+    Status const waited = scope.status().ok() ? calls.synchronize() : scope.status();
+    if (status.ok()) status = waited;
+  }
+  return status;
+}
 
 }  // namespace tessera::dist

@@ -60,7 +60,8 @@ Expected<std::unique_ptr<Engine>> Engine::open(EngineConfig const& config,
 
 Engine::~Engine() {
   if (comm_ == nullptr) return;
-  static_cast<void>(wait_for_kernels());  // a context that has failed has none left
+  // A context that has failed has none left.
+  static_cast<void>(wait_for_kernels(calls_, config_.device));
   DeviceScope const scope(calls_, config_.device, ContextChoice::primary);
   if (!scope.status().ok()) return;
   nccl_.comm_abort(comm_);
@@ -144,24 +145,14 @@ Status Engine::release(Window const& window) noexcept {
   if (comm_ == nullptr || window.nccl == nullptr) {
     return Status::invalid("a window is released by the open engine that made it");
   }
-  TESSERA_TRY(wait_for_kernels());
+  // Neither deregistering nor freeing does.
+  TESSERA_TRY(wait_for_kernels(calls_, config_.device));
   DeviceScope const scope(calls_, config_.device, ContextChoice::primary);
   TESSERA_TRY(scope.status());
   TESSERA_TRY(nccl_.check(nccl_.window_deregister(comm_, window.nccl), "ncclCommWindowDeregister"));
   void* const memory = window.address[static_cast<std::size_t>(config_.rank)];
   std::replace(memory_.begin(), memory_.end(), memory, static_cast<void*>(nullptr));
   return nccl_.check(nccl_.mem_free(memory), "ncclMemFree");
-}
-
-// Neither deregistering nor freeing does, and kernels of passes run where the caller's stream is.
-Status Engine::wait_for_kernels() const noexcept {
-  Status status;
-  for (ContextChoice const choice : {ContextChoice::any_of_device, ContextChoice::primary}) {
-    DeviceScope const scope(calls_, config_.device, choice);
-    Status const waited = scope.status().ok() ? calls_.synchronize() : scope.status();
-    if (status.ok()) status = waited;
-  }
-  return status;
 }
 
 Status Engine::close() noexcept {

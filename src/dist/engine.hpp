@@ -64,7 +64,6 @@ class Engine {
   Engine(EngineConfig const& config, DeviceCalls const& calls, NcclLibrary const& nccl) noexcept
       : config_(config), calls_(calls), nccl_(nccl) {}
   Status find_addresses(Window& window) const noexcept;
-  Status wait_for_kernels() const noexcept;
 
   EngineConfig config_;
   DeviceCalls calls_;

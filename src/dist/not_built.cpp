@@ -21,7 +21,10 @@ DeviceCalls const& device_calls() noexcept {
       [](void*, std::size_t) noexcept { return refuse(); },
       []() noexcept { return refuse(); },
       [](void*, void const*, std::size_t) noexcept { return refuse(); },
-      [](void const*) noexcept { return false; }};
+      [](void const*) noexcept { return false; },
+      [](std::size_t) noexcept -> Expected<void*> { return refuse(); },
+      [](void*) noexcept {},
+      [](std::int32_t, std::int32_t) noexcept { return refuse(); }};
   return kCalls;
 }
 

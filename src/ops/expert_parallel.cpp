@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <new>
+#include <utility>
+#include <vector>
 
 #include "core/desc_check.hpp"
 #include "core/tensor_check.hpp"
@@ -12,6 +14,7 @@
 #include "dist/biases.hpp"
 #include "dist/choose_transfer.hpp"
 #include "dist/engine.hpp"
+#include "dist/process_windows.hpp"
 #include "dist/protocol.hpp"
 #include "dist/session.hpp"
 #include "tessera/dist.hpp"
@@ -170,10 +173,19 @@ Status check_device(Context const& context) noexcept {
 
 }  // namespace
 
+// Of NCCL's, or of one process.
 struct PeerWindow::Parts {
   std::unique_ptr<dist::Engine> engine;
+  std::shared_ptr<dist::ProcessWindows> process;
   dist::Window window;
-  std::int32_t ranks = 0;
+  std::int32_t rank = 0, ranks = 0;
+
+  Parts() = default;
+  Parts(Parts const&) = delete;
+  Parts& operator=(Parts const&) = delete;
+  ~Parts() {
+    if (process != nullptr) static_cast<void>(process->wait(rank));
+  }
 };
 
 PeerWindow::PeerWindow(std::unique_ptr<Parts> parts) noexcept : parts_(std::move(parts)) {}
@@ -206,11 +218,40 @@ Expected<PeerWindow> PeerWindow::open(Context const& context, std::int32_t rank,
   std::unique_ptr<Parts> parts(new (std::nothrow) Parts);
   if (parts == nullptr) return Status::error(StatusCode::out_of_memory, "no memory for a window");
   parts->engine = std::move(engine).value();
+  parts->rank = rank;
   parts->ranks = ranks;
   auto const window = parts->engine->allocate(bytes);
   if (!window.ok()) return window.status();
   parts->window = window.value();
   return PeerWindow(std::move(parts));
+}
+
+Expected<std::vector<PeerWindow>> PeerWindow::open_all(std::span<Device const> devices,
+                                                       std::size_t bytes) noexcept try {
+  std::vector<std::int32_t> indices;
+  for (Device const& device : devices) {
+    if (device.kind != DeviceKind::cuda) {
+      return Status::error(StatusCode::environment,
+                           "devices[%zu] is cpu: experts over several ranks run on GPUs; name "
+                           "cuda:N",
+                           indices.size());
+    }
+    indices.push_back(device.index);
+  }
+  auto const process = std::make_shared<dist::ProcessWindows>();
+  TESSERA_TRY(process->open(indices, bytes));
+  std::vector<PeerWindow> windows;
+  for (std::size_t rank = 0; rank < indices.size(); ++rank) {
+    auto parts = std::make_unique<Parts>();
+    parts->process = process;
+    parts->window = process->window();
+    parts->rank = static_cast<std::int32_t>(rank);
+    parts->ranks = static_cast<std::int32_t>(indices.size());
+    windows.push_back(PeerWindow(std::move(parts)));
+  }
+  return windows;
+} catch (std::bad_alloc const&) {
+  return Status::error(StatusCode::out_of_memory, "no memory for windows");
 }
 
 std::span<void* const> PeerWindow::addresses() const noexcept {
@@ -221,6 +262,7 @@ std::span<void* const> PeerWindow::addresses() const noexcept {
 Status PeerWindow::close() noexcept {
   if (parts_ == nullptr) return {};
   std::unique_ptr<Parts> const parts = std::move(parts_);
+  if (parts->process != nullptr) return parts->process->wait(parts->rank);
   TESSERA_TRY(parts->engine->release(parts->window));
   return parts->engine->close();
 }

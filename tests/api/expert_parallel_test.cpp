@@ -136,6 +136,20 @@ TEST(PeerWindow, SaysWhatIsMissing) {
       << without_nccl.status().text();
 }
 
+TEST(PeerWindow, OfOneProcessAskForGpus) {
+  Device const on_cpu[] = {{DeviceKind::cuda, 0}, {}};
+  auto const cpu = PeerWindow::open_all(on_cpu, 1);
+  ASSERT_FALSE(cpu.ok());
+  EXPECT_EQ(cpu.status().code(), StatusCode::environment);
+  EXPECT_NE(std::string(cpu.status().text()).find("devices[1] is cpu"), std::string::npos)
+      << cpu.status().text();
+  Device const twice[] = {{DeviceKind::cuda, 3}, {DeviceKind::cuda, 3}};
+  EXPECT_EQ(PeerWindow::open_all(twice, 1).status().code(), StatusCode::invalid_argument);
+  EXPECT_EQ(PeerWindow::open_all({}, 1).status().code(), StatusCode::invalid_argument);
+  Device const none[] = {{DeviceKind::cuda, 1000}};  // nor in a build without CUDA
+  EXPECT_EQ(PeerWindow::open_all(none, 1).status().code(), StatusCode::environment);
+}
+
 TEST(ExpertParallel, TheCAbiSaysTheSame) {
   tessera_expert_parallel_desc desc = {};
   desc.size = sizeof desc;
@@ -185,6 +199,13 @@ TEST(ExpertParallel, TheCAbiSaysTheSame) {
   tessera_peer_window* window = nullptr;
   EXPECT_EQ(tessera_peer_window_open(context, 0, 1, &id, 1, nullptr, &window), TESSERA_ENVIRONMENT);
   EXPECT_EQ(tessera_peer_window_close(nullptr), TESSERA_OK);
+  int32_t const devices[2] = {1000, 1000};
+  tessera_peer_window* all[2] = {reinterpret_cast<tessera_peer_window*>(&bytes)};
+  EXPECT_EQ(tessera_peer_window_open_all(devices, 2, 1, all), TESSERA_INVALID_ARGUMENT);
+  EXPECT_EQ(all[0], nullptr) << "as on every error";
+  EXPECT_EQ(tessera_peer_window_open_all(devices, 1, 1, all), TESSERA_ENVIRONMENT);
+  EXPECT_EQ(tessera_peer_window_open_all(nullptr, 1, 1, all), TESSERA_INVALID_ARGUMENT);
+  EXPECT_EQ(tessera_peer_window_open_all(devices, 1, 1, nullptr), TESSERA_INVALID_ARGUMENT);
   tessera_peer_window_abort(nullptr);
   desc.top_k = 0;
   EXPECT_EQ(tessera_expert_parallel_window(&desc, &bytes), TESSERA_INVALID_ARGUMENT);

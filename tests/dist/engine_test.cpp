@@ -1,15 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// The engine on a fake NCCL and a fake device: what it hands to kernels, what it refuses and why, and
-// that nothing is left behind.
+// The engine on a fake NCCL and a fake device, and windows of one process on fake devices: what they hand to kernels,
+// what they refuse and why, and that nothing is left behind.
 #include "dist/engine.hpp"
 
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <map>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "dist/process_windows.hpp"
 #include "tests/dist/fake_nccl.hpp"
 
 namespace tessera::dist {
@@ -20,10 +26,14 @@ int primary[4], own;
 
 struct FakeDevice {
   void* current = nullptr;
-  void const* host_handle = nullptr;  // not device memory
-  bool busy = false;                  // with a kernel
-  Status synchronized = {};           // what waiting for it returns
-  std::vector<void*> waited_in = {};  // contexts
+  void const* host_handle = nullptr;                // not device memory
+  bool busy = false;                                // with a kernel
+  Status synchronized = {};                         // what waiting for it returns
+  int room = 100;                                   // allocations that there is memory for
+  bool reaches = true;                              // others
+  std::map<void*, void*> memory = {};               // its context
+  std::vector<std::pair<void*, int>> reached = {};  // context, device
+  std::vector<void*> waited_in = {};                // contexts
 };
 FakeDevice device;
 
@@ -54,7 +64,30 @@ DeviceCalls fake_calls() {
           },
           [](void const* pointer) noexcept {
             return pointer != nullptr && pointer != device.host_handle;
+          },
+          [](std::size_t bytes) noexcept -> Expected<void*> {
+            if (device.room == 0) return Status::error(StatusCode::out_of_memory, "no memory");
+            --device.room;
+            void* const memory = std::malloc(bytes);
+            std::memset(memory, 0xff, bytes);
+            device.memory[memory] = device.current;
+            return memory;
+          },
+          [](void* memory) noexcept {
+            EXPECT_EQ(device.memory[memory], device.current);
+            device.memory.erase(memory);
+            std::free(memory);
+          },
+          [](std::int32_t, std::int32_t peer) noexcept {
+            if (!device.reaches) return Status::error(StatusCode::environment, "no peer access");
+            device.reached.emplace_back(device.current, peer);
+            return Status();
           }};
+}
+
+void expect_refusal(Status const& status, StatusCode code, std::string const& part) {
+  EXPECT_EQ(status.code(), code) << status.text();
+  EXPECT_NE(std::string(status.text()).find(part), std::string::npos) << status.text();
 }
 
 class EngineTest : public testing::Test {
@@ -93,10 +126,6 @@ class EngineTest : public testing::Test {
     auto window = engine.value()->allocate(100);
     if (!window.ok()) return window.status();
     return engine.value()->release(window.value());
-  }
-  static void expect_refusal(Status const& status, StatusCode code, std::string const& part) {
-    EXPECT_EQ(status.code(), code) << status.text();
-    EXPECT_NE(std::string(status.text()).find(part), std::string::npos) << status.text();
   }
 
   static inline DeviceCalls const calls = fake_calls();
@@ -285,6 +314,71 @@ TEST(Engine, SaysThatABuildOrMachineHasNoGpus) {
       {.rank = 0, .ranks = 2, .device = 99, .nccl_path = FAKE_NCCL_PATH, .nccl_nvls_enable = "0"});
   ASSERT_FALSE(engine.ok());
   EXPECT_EQ(engine.status().code(), StatusCode::environment) << engine.status().text();
+}
+
+class ProcessWindowsTest : public testing::Test {
+ protected:
+  void SetUp() override { device = {.current = &primary[3]}; }
+  void TearDown() override {
+    EXPECT_TRUE(device.memory.empty()) << "memory is left behind";
+    EXPECT_EQ(device.current, &primary[3]) << "the thread's context is as before";
+  }
+  static inline DeviceCalls const calls = fake_calls();
+};
+
+TEST_F(ProcessWindowsTest, AreZerosOfEveryGpuThatAllOthersReach) {
+  ProcessWindows windows(calls);
+  std::int32_t const devices[] = {2, 0, 1};
+  Status const status = windows.open(devices, 1000);
+  ASSERT_TRUE(status.ok()) << status.text();
+  EXPECT_EQ(windows.window().bytes, 1000u);
+  for (std::size_t rank = 0; rank < 3; ++rank) {
+    void* const memory = windows.window().address[rank];
+    ASSERT_NE(memory, nullptr);
+    EXPECT_EQ(device.memory[memory], &primary[devices[rank]]);
+    auto const* const bytes = static_cast<unsigned char const*>(memory);
+    EXPECT_EQ(std::count(bytes, bytes + 1000, 0), 1000);
+  }
+  EXPECT_EQ(windows.window().address[3], nullptr);
+  std::vector<std::pair<void*, int>> const all = {{&primary[2], 0}, {&primary[2], 1},
+                                                  {&primary[0], 2}, {&primary[0], 1},
+                                                  {&primary[1], 2}, {&primary[1], 0}};
+  EXPECT_EQ(device.reached, all);
+}
+
+TEST_F(ProcessWindowsTest, AreFreedBehindTheWorkOfAllTheirGpus) {
+  device.current = &own;  // of device 1, where the caller's streams are
+  {
+    ProcessWindows windows(calls);
+    ASSERT_TRUE(windows.open(std::vector<std::int32_t>{0, 1}, 8).ok());
+    EXPECT_TRUE(windows.wait(1).ok());
+    EXPECT_EQ(device.waited_in, (std::vector<void*>{&own, &primary[1]}));
+    device.waited_in.clear();
+    device.synchronized = Status::error(StatusCode::device_error, "a kernel has failed");
+    EXPECT_EQ(windows.wait(0).code(), StatusCode::device_error);
+    device.waited_in.clear();
+    EXPECT_EQ(device.memory.size(), 2u);
+  }
+  EXPECT_EQ(device.waited_in, (std::vector<void*>{&primary[0], &primary[0], &own, &primary[1]}));
+  EXPECT_EQ(device.current, &own);
+  device.current = &primary[3];
+}
+
+TEST_F(ProcessWindowsTest, RefusalsLeaveNothingBehind) {
+  auto const refused = [](std::vector<std::int32_t> const& devices, std::size_t bytes,
+                          StatusCode code, std::string const& text) {
+    ProcessWindows windows(calls);
+    expect_refusal(windows.open(devices, bytes), code, text);
+  };
+  refused({}, 8, StatusCode::invalid_argument, "ranks=0: 1 to 8");
+  refused({0, 1, 2, 3, 4, 5, 6, 7, 8}, 8, StatusCode::invalid_argument, "ranks=9: 1 to 8");
+  refused({0, 1}, 0, StatusCode::invalid_argument, "bytes=0");
+  refused({2, 1, 2}, 8, StatusCode::invalid_argument, "ranks 0 and 2 are both on cuda:2");
+  refused({0, 7}, 8, StatusCode::environment, "device cuda:7");
+  device.room = 1;
+  refused({0, 1}, 8, StatusCode::out_of_memory, "no memory");
+  device.reaches = false;
+  refused({0, 1}, 8, StatusCode::environment, "no peer access");
 }
 
 }  // namespace

@@ -12,9 +12,9 @@
 // Backward, and whatever else forward() has not, such as biases with most activations, takes a pass in pieces: route()
 // tells the owners which rows they get, dispatch() brings them, sorted by expert; moe_forward or moe_backward with
 // RowGrouping::offsets, or anything else, makes one row of each; combine() takes them back and adds up those of each
-// token. Backward dispatches d_o and x by the tables that forward() or dispatch() kept, and combines dx. For the bits
-// of one GPU combine() weights the rows of o, and moe_forward has no row_scores; then backward needs them in
-// RoutingView::scores, where it has left ones.
+// token. Backward dispatches d_o and x by the tables that forward() or dispatch() kept, and combines dx; moe_backward
+// reads tables that routing_of_groups() makes of these. For the bits of one GPU combine() weights the rows of o, and
+// moe_forward has no row_scores.
 #pragma once
 
 #include <cstddef>

@@ -38,6 +38,20 @@ TESSERA_EXPORT Expected<std::size_t> routing_bytes(MoeDesc const& desc) noexcept
 /// Pointers into `routing`, which must hold routing_bytes(desc) and be 4-byte aligned.
 TESSERA_EXPORT Expected<RoutingView> routing_view(MoeDesc const& desc, Buffer routing) noexcept;
 
+/// Rows that the caller sorted by expert: RowGrouping other than slots.
+struct GroupedRoutingArgs {
+  ConstTensor expert_offsets = {};  ///< [E+1] offsets, or [E] ends or counts, as in MoeForwardArgs
+  ConstTensor row_scores = {};      ///< optional [P] fp32: 1 without
+  Buffer routing = {};              ///< routing_bytes(desc); may not overlap what is read
+};
+
+/// Writes the tables that moe_forward leaves of such rows, without a layer: what a backward pass needs of rows whose
+/// forward pass ran elsewhere or without their scores, such as those of experts over several GPUs (dist.hpp). Errors as
+/// in moe_forward; on cuda offsets that break a rule are told by check_device_values.
+TESSERA_EXPORT Status routing_of_groups(Context const& context, MoeDesc const& desc,
+                                        GroupedRoutingArgs const& args,
+                                        Stream stream = {}) noexcept;
+
 /// Inputs and outputs of the router alone, for callers that place it apart from the layer (activation
 /// checkpointing that must route alike, expert parallelism). Where experts per token vary (token rounding, expert
 /// choice), ids and weights are [P] by token and expert, and those from token_offsets[T] on are -1 and 0.

@@ -231,6 +231,10 @@ int tessera_moe_backward_weights(tessera_context const*, tessera_moe_desc const*
                                  tessera_backward_args const*, void* stream);
 int tessera_route(tessera_context const*, tessera_moe_desc const*, tessera_route_args const*,
                   void* stream);
+/* expert_offsets, optional row_scores and routing of a forward pass of grouped rows: the tables that it would leave. */
+int tessera_routing_of_groups(tessera_context const*, tessera_moe_desc const*,
+                              tessera_tensor expert_offsets, tessera_tensor row_scores,
+                              tessera_buffer routing, void* stream);
 int tessera_router_loss_workspace(tessera_context const*, tessera_moe_desc const*, size_t* bytes);
 int tessera_router_loss(tessera_context const*, tessera_moe_desc const*,
                         tessera_router_loss_args const*, void* stream);

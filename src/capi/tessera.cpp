@@ -142,6 +142,14 @@ Status route(tessera_context const* context, tessera_moe_desc const* c_desc,
   return tessera::route(context->context, desc, args, {stream});
 }
 
+Status routing_of_groups(tessera_context const* context, tessera_moe_desc const* c_desc,
+                         tessera::GroupedRoutingArgs const& args, void* stream) noexcept {
+  TESSERA_TRY(check_context(context));
+  tessera::MoeDesc desc;
+  TESSERA_TRY(desc_of(c_desc, desc));
+  return tessera::routing_of_groups(context->context, desc, args, {stream});
+}
+
 Status router_loss(tessera_context const* context, tessera_moe_desc const* c_desc,
                    tessera_router_loss_args const* c_args, void* stream) noexcept {
   TESSERA_TRY(check_context(context));
@@ -306,6 +314,15 @@ TESSERA_C_API int tessera_moe_backward_weights(tessera_context const* context,
 TESSERA_C_API int tessera_route(tessera_context const* context, tessera_moe_desc const* desc,
                                 tessera_route_args const* args, void* stream) {
   return finish(route(context, desc, args, stream));
+}
+TESSERA_C_API int tessera_routing_of_groups(tessera_context const* context,
+                                            tessera_moe_desc const* desc,
+                                            tessera_tensor expert_offsets,
+                                            tessera_tensor row_scores, tessera_buffer routing,
+                                            void* stream) {
+  return finish(routing_of_groups(
+      context, desc, {tensor_of(expert_offsets), tensor_of(row_scores), buffer_of(routing)},
+      stream));
 }
 TESSERA_C_API int tessera_router_loss_workspace(tessera_context const* context,
                                                 tessera_moe_desc const* desc, size_t* bytes) {

@@ -5,10 +5,13 @@
 
 #include "core/desc_check.hpp"
 #include "cpu/parallel/ops.hpp"
+#include "cuda/layer/backend.hpp"
 #include "ops/router_args.hpp"
+#include "ops/support.hpp"
 #include "ops/weights.hpp"
 
-namespace tessera::ops {
+namespace tessera {
+namespace ops {
 namespace {
 
 using Int = long long;  // for %lld
@@ -215,4 +218,30 @@ void make_routing_tables(MoeDesc const& desc, MoeForwardArgs const& args, Forwar
   cpu::metadata(desc, ids, routing, plan.route.chunk_counts.in(base), threads);
 }
 
-}  // namespace tessera::ops
+}  // namespace ops
+
+Status routing_of_groups(Context const& context, MoeDesc const& desc,
+                         GroupedRoutingArgs const& args, Stream stream) noexcept {
+  TESSERA_TRY(ops::check_supported(context, desc));
+  if (desc.grouping == RowGrouping::slots) {
+    return Status::invalid(
+        "grouping=slots: rows that the caller sorted by expert; moe_forward "
+        "makes the tables of others");
+  }
+  MoeForwardArgs rows;
+  rows.expert_offsets = args.expert_offsets;
+  rows.row_scores = args.row_scores;
+  core::TensorCheck check{context.device()};
+  ops::check_routing_inputs(desc, rows, check);
+  check.buffer("routing", args.routing, ops::routing_table_bytes(desc), 4, true);
+  TESSERA_TRY(check.finish());
+  RoutingView const tables = ops::view_routing(desc, args.routing.data);
+  if (context.cuda() != nullptr) {
+    return cuda::routing_of_groups(*context.cuda(), desc, args, tables, stream);
+  }
+  TESSERA_TRY(ops::check_routing_values(desc, rows));
+  ops::take_groups(desc, rows, tables);
+  return {};
+}
+
+}  // namespace tessera

@@ -112,6 +112,65 @@ TEST_F(PostDispatch, RefusesBadGroups) {
   refused(RowGrouping::ends, [](auto& v) { v[1] = 100; }, "row 100");
 }
 
+// Of a forward pass without scores, for a backward pass that has some.
+TEST_F(PostDispatch, TablesWithoutAForwardPass) {
+  for (RowGrouping const grouping :
+       {RowGrouping::offsets, RowGrouping::ends, RowGrouping::counts}) {
+    MoeDesc desc = plain_desc();
+    desc.grouping = grouping;
+    Layer with(context, desc), without(context, desc);
+    std::vector<std::int32_t> values;
+    ConstTensor const offsets_of_rows = groups(grouping, values);
+    ConstTensor const scores = tensor(with.weights.data(), {rows});
+    for (Layer* const layer : {&with, &without}) {
+      layer->forward.topk_ids = layer->forward.topk_weights = {};
+      layer->forward.expert_offsets = offsets_of_rows;
+      std::fill(layer->dx.begin(), layer->dx.end(), std::nanf(""));
+    }
+    with.forward.row_scores = scores;
+    ASSERT_TRUE(with.run_forward().ok());
+    ASSERT_TRUE(without.run_forward().ok());
+    ASSERT_NE(with.routing, without.routing) << "ones for scores";
+    Buffer const routing = {without.routing.data(), without.routing.size()};
+    std::vector<std::byte> const ones = without.routing;
+    std::fill(without.routing.begin(), without.routing.end(), std::byte{0xaa});
+    ASSERT_TRUE(routing_of_groups(context, desc, {offsets_of_rows, {}, routing}).ok());
+    EXPECT_EQ(without.routing, ones);
+    Status const status = routing_of_groups(context, desc, {offsets_of_rows, scores, routing});
+    ASSERT_TRUE(status.ok()) << status.text();
+    EXPECT_EQ(without.routing, with.routing);
+    ASSERT_TRUE(with.run_backward().ok());
+    ASSERT_TRUE(without.run_backward().ok());
+    EXPECT_EQ(without.dx, with.dx);
+    EXPECT_EQ(without.dw_up, with.dw_up);
+    EXPECT_EQ(without.dscores, with.dscores);
+  }
+}
+
+TEST_F(PostDispatch, TablesOfBadGroupsAreNotWritten) {
+  MoeDesc desc = plain_desc();
+  desc.grouping = RowGrouping::offsets;
+  std::vector<std::int32_t> values;
+  GroupedRoutingArgs args = {.expert_offsets = groups(RowGrouping::offsets, values)};
+  std::vector<std::byte> routing(value_of(routing_bytes(desc)), std::byte{7});
+  args.routing = {routing.data(), routing.size()};
+  auto const refused = [&](MoeDesc const& of, char const* part) {
+    Status const status = routing_of_groups(context, of, args);
+    EXPECT_EQ(status.code(), StatusCode::invalid_argument);
+    EXPECT_NE(std::string(status.text()).find(part), std::string::npos) << status.text();
+    EXPECT_EQ(routing, std::vector<std::byte>(routing.size(), std::byte{7}));
+  };
+  refused(plain_desc(), "grouping=slots");
+  values[2] = 3;
+  refused(desc, "expert 2 would start at row 3");
+  values[2] = 4;
+  args.routing.bytes -= 4;
+  refused(desc, "routing");
+  args.routing.bytes += 4;
+  args.expert_offsets = tensor(reinterpret_cast<std::int32_t*>(routing.data()), {6});
+  refused(desc, "overlap");
+}
+
 TEST_F(PostDispatch, NeedsOneSlotPerRow) {
   MoeDesc desc = small_desc();
   desc.grouping = RowGrouping::offsets;

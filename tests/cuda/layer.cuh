@@ -165,6 +165,7 @@ class Layer {
     return all;
   }
   Bytes o() const { return o_.bytes(); }
+  Bytes routing() const { return routing_.bytes(); }
   // Bytes of all gradients, dx first.
   Bytes gradients() const {
     Bytes all;

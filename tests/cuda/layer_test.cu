@@ -295,6 +295,21 @@ std::vector<T> as(std::vector<int64_t> const& from) {
   return {from.begin(), from.end()};
 }
 
+// With scores and without.
+void tables_are_those_of_forward(Context const& context, MoeDesc const& desc, Layer& layer) {
+  DeviceBuffer const tables(routing_bytes(desc).value());
+  DeviceBuffer const scores(std::vector<float>(50, 0.25f));
+  for (bool const has_scores : {false, true}) {
+    if (has_scores) layer.args.row_scores = tensor(scores.as<float>(), {50}, layer.device());
+    EXPECT_OK(layer.forward(nullptr));
+    EXPECT_OK(routing_of_groups(
+        context, desc,
+        {layer.args.expert_offsets, layer.args.row_scores, {tables.as<void>(), tables.size()}}));
+    require(cudaDeviceSynchronize(), "device");
+    EXPECT(tables.bytes() == layer.routing());
+  }
+}
+
 // Rows 0..9 of expert 0, none of 1, 10..39 of 2, 40..44 of 3, then a tail of no expert.
 void grouped_rows_equal_given_ids(Context const& context) {
   std::vector<int64_t> ids;
@@ -339,6 +354,7 @@ void grouped_rows_equal_given_ids(Context const& context) {
         EXPECT_OK(found);
         EXPECT(grouped.o() == expected);
         EXPECT(grouped.gradients() == gradients);
+        tables_are_those_of_forward(context, grouped_desc(c.grouping, dtype), grouped);
       } else {
         EXPECT(found.code() == StatusCode::invalid_argument);
         std::string const at = "expert_offsets[" + std::to_string(c.bad_index) + "]";

@@ -63,6 +63,9 @@ Status moe_backward(DeviceContext const& device, MoeDesc const& desc, MoeBackwar
                     RoutingView const& routing, Pass pass, Stream stream) noexcept;
 Status route(DeviceContext const& device, MoeDesc const& desc, RouteArgs const& args,
              Stream stream) noexcept;
+Status routing_of_groups(DeviceContext const& device, MoeDesc const& desc,
+                         GroupedRoutingArgs const& args, RoutingView const& routing,
+                         Stream stream) noexcept;
 
 /// grouped_gemm, for arguments whose ranks, kind and offset type were checked, then whose tensors were.
 Status check_supported(GroupedGemmArgs const& args) noexcept;

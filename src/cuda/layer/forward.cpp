@@ -196,6 +196,21 @@ void add_metadata(MoeDesc const& desc, std::int32_t const* gmem_ids, RoutingView
                               });
 }
 
+void add_groups(MoeDesc const& desc, GroupedRoutingArgs const& args, RoutingView const& tables,
+                ClearedWords const& cleared, Sequence& sequence) noexcept {
+  sequence.add("grouped rows", [&](cudaStream_t stream) {
+    return launch_grouped_rows({.groups = integers(args.expert_offsets),
+                                .grouping = desc.grouping,
+                                .gmem_row_scores = static_cast<float const*>(args.row_scores.data),
+                                .rows = desc.shape.tokens,
+                                .experts = desc.shape.experts,
+                                .tables = tables,
+                                .gmem_error = sequence.device().gmem_error(),
+                                .cleared = cleared},
+                               stream);
+  });
+}
+
 /// The routing tables, from a router, from given ids and weights, or from grouped rows.
 void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan const& plan,
                  std::byte* base, RoutingView const& tables, Sequence& sequence) noexcept {
@@ -203,19 +218,7 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
   std::uint64_t* const gmem_error = sequence.device().gmem_error();
   ClearedWords const counters = tile_counters(plan.counters.in(base));
   if (desc.grouping != RowGrouping::slots) {
-    sequence.add("grouped rows", [&](cudaStream_t stream) {
-      return launch_grouped_rows(
-          {.groups = integers(args.expert_offsets),
-           .grouping = desc.grouping,
-           .gmem_row_scores = static_cast<float const*>(args.row_scores.data),
-           .rows = s.tokens,
-           .experts = s.experts,
-           .tables = tables,
-           .gmem_error = gmem_error,
-           .cleared = counters},
-          stream);
-    });
-    return;
+    return add_groups(desc, {args.expert_offsets, args.row_scores}, tables, counters, sequence);
   }
   bool const routed = desc.router.kind != RouterKind::given;
   std::int32_t* const gmem_ids = routed ? tables.topk_ids : plan.ids.in(base);
@@ -335,6 +338,16 @@ Status route(DeviceContext const& device, MoeDesc const& desc, RouteArgs const& 
                                  .tokens = s.tokens},
                                 native);
   });
+  return sequence.status();
+}
+
+Status routing_of_groups(DeviceContext const& device, MoeDesc const& desc,
+                         GroupedRoutingArgs const& args, RoutingView const& routing,
+                         Stream stream) noexcept {
+  DeviceGuard const guard(device.index(), ContextChoice::any_of_device);
+  TESSERA_TRY(guard.status());
+  Sequence sequence(device, stream);
+  add_groups(desc, args, routing, {}, sequence);
   return sequence.status();
 }
 

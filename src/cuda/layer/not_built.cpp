@@ -32,6 +32,10 @@ Status moe_backward(DeviceContext const&, MoeDesc const&, MoeBackwardArgs const&
 Status route(DeviceContext const&, MoeDesc const&, RouteArgs const&, Stream) noexcept {
   return not_built();
 }
+Status routing_of_groups(DeviceContext const&, MoeDesc const&, GroupedRoutingArgs const&,
+                         RoutingView const&, Stream) noexcept {
+  return not_built();
+}
 std::size_t grouped_gemm_workspace_bytes(GroupedGemmArgs const&) noexcept { return 0; }
 Status grouped_gemm(DeviceContext const&, GroupedGemmArgs const&, Stream) noexcept {
   return not_built();

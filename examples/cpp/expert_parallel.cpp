@@ -3,21 +3,19 @@
 //
 //   expert_parallel [GPUS] [TOKENS]      2 GPUs, with 2048 tokens each
 //
-// Every rank compares its o with that of the layer that has all experts on its own GPU. Exit code: 0 ok, 1 failed or
-// wrong, 2 bad usage, 77 where GPUs are missing or do not address each other. docs/multi-gpu.md explains the steps.
+// Every rank compares its o with that of the layer that has all experts on its own GPU. docs/multi-gpu.md explains the
+// steps, ranks.hpp has the threads and the exit codes.
 #include <cuda_runtime.h>
 
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
-#include <exception>
 #include <optional>
 #include <random>
 #include <tessera/tessera.hpp>
-#include <thread>
 #include <vector>
 
+#include "ranks.hpp"
 #include "support.hpp"
 
 namespace {
@@ -27,7 +25,7 @@ using namespace tessera;
 
 constexpr std::int64_t kHidden = 1024, kIntermediate = 512, kOwnExperts = 16, kTopK = 4;
 constexpr std::int64_t kUp = 2 * kIntermediate * kHidden, kDown = kHidden * kIntermediate;
-constexpr int kPasses = 20, kSkipped = 77;
+constexpr int kPasses = 20;
 
 ExpertParallelDesc desc_of(int rank, int ranks, std::int64_t tokens) {
   return {.rank = rank,
@@ -56,9 +54,9 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
   std::vector<float> scores(ids.size());
   std::mt19937 random(100u + static_cast<std::uint32_t>(rank));
   for (std::size_t i = 0; i < ids.size(); ++i) {  // a token's experts differ
-    auto const next =
-        i % kTopK == 0 ? static_cast<std::int64_t>(random()) : ids[i - 1] + experts / kTopK;
-    ids[i] = static_cast<std::int32_t>(next % experts);
+    std::int64_t const before = i % kTopK == 0 ? -1 : ids[i - 1];
+    std::int64_t const next = before + 1 + random() % (experts / kTopK);
+    ids[i] = static_cast<std::int32_t>(next);
     scores[i] = 0x1p-4f + 0x1p-32f * static_cast<float>(random());
   }
   std::vector<Bf16> const x = uniform(tokens * kHidden, 200 + rank, 1);
@@ -86,8 +84,6 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
       .w_down = bf16(w_down, {kOwnExperts, kHidden, kIntermediate}, first * kDown),
       .o = bf16(gpu_o, {tokens, kHidden})};
 
-  // Before any pass: CUDA loads a kernel when it is first launched, and may wait for what runs on the GPU. A pass there
-  // would wait for a rank that loads, too.
   require(moe_forward(context, alone,
                       {.x = place,
                        .topk_ids = args.topk_ids,
@@ -118,39 +114,4 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  int const ranks = argc > 1 ? std::atoi(argv[1]) : 2;
-  std::int64_t const tokens = argc > 2 ? std::atoll(argv[2]) : 2048;
-  if (argc > 3 || ranks < 2 || ranks > kMaxRanks || tokens < 1) {
-    std::fprintf(stderr, "usage: %s [GPUS, 2 to %d] [TOKENS, 1 or more]\n", argv[0], kMaxRanks);
-    return 2;
-  }
-  int present = 0;
-  if (cudaGetDeviceCount(&present) != cudaSuccess) present = 0;
-  if (present < ranks) {
-    std::printf("skipped: this machine has %d GPUs of %d\n", present, ranks);
-    return kSkipped;
-  }
-  std::vector<Device> devices;
-  for (int rank = 0; rank < ranks; ++rank) devices.push_back({DeviceKind::cuda, rank});
-  auto const bytes = ExpertParallel::window_bytes(desc_of(0, ranks, tokens));
-  auto windows = bytes.ok() ? PeerWindow::open_all(devices, bytes.value()) : bytes.status();
-  if (!windows.ok()) {
-    std::printf("no group: %s\n", windows.status().text());
-    return windows.status().code() == StatusCode::environment ? kSkipped : 1;
-  }
-  Meeting all(ranks);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < ranks; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        run_rank(desc_of(rank, ranks, tokens), windows.value()[rank], all);
-      } catch (std::exception const& error) {
-        std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
-        all.leave();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  return all.has_failed() ? 1 : 0;
-}
+int main(int argc, char** argv) { return run_on_gpus(argc, argv, desc_of, run_rank); }

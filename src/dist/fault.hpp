@@ -11,7 +11,8 @@ namespace tessera::dist {
 
 /// In host memory that the device writes. Only the first fault of a rank is kept.
 struct Fault {
-  std::uint32_t raised;  ///< 0: none
+  std::uint32_t raised;   ///< 0: none; written behind all of it
+  std::uint32_t claimed;  ///< 0 until a thread writes its own
   Site site;
   std::int32_t rank, cta;
   std::int32_t peer;  ///< whose word it is; -1: of this GPU

@@ -10,8 +10,16 @@ namespace {
 
 TEST(Fault, NoneIsOk) { EXPECT_TRUE(fault_status({}, 30).ok()); }
 
+TEST(Fault, OneThatIsBeingWrittenIsNoneYet) {
+  Fault fault = {};
+  fault.claimed = 1;
+  fault.rank = 2;
+  EXPECT_TRUE(fault_status(fault, 30).ok());
+}
+
 TEST(Fault, SaysWhoWaitedWhereForWhat) {
   Fault const fault = {.raised = 1,
+                       .claimed = 1,
                        .site = Site::publish,
                        .rank = 2,
                        .cta = 17,
@@ -29,6 +37,7 @@ TEST(Fault, SaysWhoWaitedWhereForWhat) {
 
 TEST(Fault, NamesTheRankThatGaveUpFirst) {
   Fault const fault = {.raised = 1,
+                       .claimed = 1,
                        .site = Site::ack,
                        .rank = 1,
                        .cta = 0,
@@ -43,6 +52,7 @@ TEST(Fault, NamesTheRankThatGaveUpFirst) {
 
 TEST(Fault, SaysHowManyRowsThereAre) {
   Fault const fault = {.raised = 1,
+                       .claimed = 1,
                        .site = Site::rows,
                        .rank = 1,
                        .cta = 0,

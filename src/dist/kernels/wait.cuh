@@ -181,7 +181,7 @@ class Waiter {
   __device__ void raise(Site site, int peer, std::uint32_t expected, std::uint32_t seen,
                         int by) const {
     Fault& fault = *p_.fault;
-    if (atomicCAS(&fault.raised, 0u, 1u) != 0) return;
+    if (atomicCAS(&fault.claimed, 0u, 1u) != 0) return;
     fault.site = site;
     fault.rank = p_.rank;
     fault.cta = static_cast<int>(blockIdx.x);
@@ -191,6 +191,7 @@ class Waiter {
     fault.seen = seen;
     fault.aborted_by = by == p_.rank + 1 ? 0u : static_cast<std::uint32_t>(by);
     __threadfence_system();
+    arch::store_relaxed_sys(&fault.raised, 1u);
   }
 
   ExchangeArguments const& p_;

@@ -81,7 +81,10 @@ Status open_all(std::int32_t const* device_indices, std::int32_t ranks, std::siz
                 tessera_peer_window** out) noexcept try {
   TESSERA_TRY(present(device_indices, "device_indices"));
   TESSERA_TRY(present(out, "windows"));
-  std::size_t const count = ranks > 0 ? static_cast<std::size_t>(ranks) : 0;
+  if (ranks < 1 || ranks > tessera::kMaxRanks) {  // before anything is read or written by it
+    return Status::invalid("ranks=%d: 1 to %d GPUs of one host", ranks, tessera::kMaxRanks);
+  }
+  auto const count = static_cast<std::size_t>(ranks);
   std::fill_n(out, count, nullptr);
   std::vector<tessera::Device> devices;
   for (std::size_t rank = 0; rank < count; ++rank) {

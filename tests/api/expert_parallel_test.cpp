@@ -205,6 +205,8 @@ TEST(ExpertParallel, TheCAbiSaysTheSame) {
   EXPECT_EQ(all[0], nullptr) << "as on every error";
   EXPECT_EQ(tessera_peer_window_open_all(devices, 1, 1, all), TESSERA_ENVIRONMENT);
   EXPECT_EQ(tessera_peer_window_open_all(nullptr, 1, 1, all), TESSERA_INVALID_ARGUMENT);
+  EXPECT_EQ(tessera_peer_window_open_all(devices, 1 << 30, 1, all), TESSERA_INVALID_ARGUMENT);
+  EXPECT_EQ(tessera_peer_window_open_all(devices, -1, 1, all), TESSERA_INVALID_ARGUMENT);
   EXPECT_EQ(tessera_peer_window_open_all(devices, 1, 1, nullptr), TESSERA_INVALID_ARGUMENT);
   tessera_peer_window_abort(nullptr);
   desc.top_k = 0;

@@ -11,10 +11,11 @@
 #include <cstdint>
 #include <cstdio>
 #include <optional>
-#include <random>
+#include <stdexcept>
 #include <tessera/tessera.hpp>
 #include <vector>
 
+#include "layer.hpp"
 #include "ranks.hpp"
 #include "support.hpp"
 
@@ -23,19 +24,7 @@ namespace {
 using namespace examples;
 using namespace tessera;
 
-constexpr std::int64_t kHidden = 1024, kIntermediate = 512, kOwnExperts = 16, kTopK = 4;
-constexpr std::int64_t kUp = 2 * kIntermediate * kHidden, kDown = kHidden * kIntermediate;
 constexpr int kPasses = 20;
-
-ExpertParallelDesc desc_of(int rank, int ranks, std::int64_t tokens) {
-  return {.rank = rank,
-          .ranks = ranks,
-          .max_tokens = tokens,
-          .hidden = kHidden,
-          .intermediate = kIntermediate,
-          .experts = kOwnExperts * ranks,
-          .top_k = kTopK};
-}
 
 void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) {
   int const rank = desc.rank;
@@ -50,18 +39,10 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
   std::size_t const alone_bytes = value_of(workspace_bytes(context, alone, Pass::forward));
   Memory const workspace = allocate(bytes), alone_workspace = allocate(alone_bytes);
 
-  std::vector<std::int32_t> ids(static_cast<std::size_t>(tokens * kTopK));
-  std::vector<float> scores(ids.size());
-  std::mt19937 random(100u + static_cast<std::uint32_t>(rank));
-  for (std::size_t i = 0; i < ids.size(); ++i) {  // a token's experts differ
-    std::int64_t const before = i % kTopK == 0 ? -1 : ids[i - 1];
-    std::int64_t const next = before + 1 + random() % (experts / kTopK);
-    ids[i] = static_cast<std::int32_t>(next);
-    scores[i] = 0x1p-4f + 0x1p-32f * static_cast<float>(random());
-  }
+  Choices const chosen = draw(tokens, experts, 100 + rank);
   std::vector<Bf16> const x = uniform(tokens * kHidden, 200 + rank, 1);
   std::vector<Bf16> o(x.size(), 0xffff), wanted = o;  // NaN
-  Memory const gpu_ids = upload(ids), gpu_scores = upload(scores);
+  Memory const gpu_ids = upload(chosen.ids), gpu_scores = upload(chosen.scores);
   Memory const gpu_o = upload(o), gpu_wanted = upload(wanted);
   // Of all experts, for the comparison: a pass gets those of its rank.
   Memory const w_up = upload(uniform(experts * kUp, 1, 0x1p-4f));

@@ -13,12 +13,12 @@
 #include <cstdint>
 #include <cstdio>
 #include <optional>
-#include <random>
 #include <stdexcept>
 #include <string>
 #include <tessera/tessera.hpp>
 #include <vector>
 
+#include "layer.hpp"
 #include "ranks.hpp"
 #include "support.hpp"
 
@@ -27,19 +27,12 @@ namespace {
 using namespace examples;
 using namespace tessera;
 
-constexpr std::int64_t kHidden = 1024, kIntermediate = 512, kOwnExperts = 16, kTopK = 4;
-constexpr std::int64_t kUp = 2 * kIntermediate * kHidden, kDown = kHidden * kIntermediate;
 constexpr int kSteps = 20;
 
-ExpertParallelDesc desc_of(int rank, int ranks, std::int64_t tokens) {
-  return {.rank = rank,
-          .ranks = ranks,
-          .max_tokens = tokens,
-          .hidden = kHidden,
-          .intermediate = kIntermediate,
-          .experts = kOwnExperts * ranks,
-          .top_k = kTopK,
-          .training = true};
+ExpertParallelDesc training_desc_of(int rank, int ranks, std::int64_t tokens) {
+  ExpertParallelDesc desc = desc_of(rank, ranks, tokens);
+  desc.training = true;
+  return desc;
 }
 
 /// Memory of one rank for as long as the program runs; each tensor begins at a multiple of 256 bytes.
@@ -185,17 +178,9 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
   Tensors gpu(device);
 
   // All ranks' tokens, alike on all ranks; a pass gets those of its rank.
-  std::vector<std::int32_t> all_ids(static_cast<std::size_t>(all_tokens * kTopK));
-  std::vector<float> all_scores(all_ids.size());
-  std::mt19937 random(100);
-  for (std::size_t i = 0; i < all_ids.size(); ++i) {  // a token's experts differ
-    std::int64_t const before = i % kTopK == 0 ? -1 : all_ids[i - 1];
-    std::int64_t const next = before + 1 + random() % (experts / kTopK);
-    all_ids[i] = static_cast<std::int32_t>(next);
-    all_scores[i] = 0x1p-4f + 0x1p-32f * static_cast<float>(random());
-  }
-  Tensor const ids = gpu.make(DType::int32, all_ids, {all_tokens, kTopK});
-  Tensor const scores = gpu.make(DType::fp32, all_scores, {all_tokens, kTopK});
+  Choices const chosen = draw(all_tokens, experts, 100);
+  Tensor const ids = gpu.make(DType::int32, chosen.ids, {all_tokens, kTopK});
+  Tensor const scores = gpu.make(DType::fp32, chosen.scores, {all_tokens, kTopK});
   Tensor const x =
       gpu.make(DType::bf16, uniform(all_tokens * kHidden, 200, 1), {all_tokens, kHidden});
   Tensor const d_o =
@@ -290,4 +275,4 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
 
 }  // namespace
 
-int main(int argc, char** argv) { return run_on_gpus(argc, argv, desc_of, run_rank); }
+int main(int argc, char** argv) { return run_on_gpus(argc, argv, training_desc_of, run_rank); }

@@ -20,9 +20,9 @@ struct Fault {
   std::uint32_t aborted_by;  ///< a rank + 1 that gave up first, 0: none
 };
 
-/// ok, or device_error with all of it in one line.
+/// ok, or device_error with all of it in one line. A kernel may be writing it.
 inline Status fault_status(Fault const& fault, double limit_seconds) noexcept {
-  if (fault.raised == 0) return {};
+  if (__atomic_load_n(&fault.raised, __ATOMIC_ACQUIRE) == 0) return {};
   if (fault.aborted_by != 0) {
     return Status::error(StatusCode::device_error,
                          "rank %d left pass %u at %s: rank %u had given up; rebuild the group",

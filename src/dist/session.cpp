@@ -371,10 +371,6 @@ Status Session::combine(CombineTensors const& tensors, Stream stream) noexcept {
                "launch of aggregate");
 }
 
-Status Session::fault() const noexcept {
-  // A kernel may be writing it.
-  if (std::atomic_ref(host_->fault.raised).load(std::memory_order_acquire) == 0) return {};
-  return fault_status(host_->fault, config_.time_limit);
-}
+Status Session::fault() const noexcept { return fault_status(host_->fault, config_.time_limit); }
 
 }  // namespace tessera::dist

@@ -172,15 +172,16 @@ class TESSERA_EXPORT PeerWindow {
                                    char const* nccl_path = nullptr) noexcept;
 
   /// Windows of all ranks, rank r on devices[r], for threads of this process: called once, by whichever thread. `bytes`
-  /// zeros each. All memory is freed when the last of them is closed or destroyed. invalid_argument: no ranks or too
-  /// many, or two on one GPU. environment: no such GPU, or GPUs that do not address each other. out_of_memory.
+  /// zeros each. All memory is freed when the last of them is closed or destroyed, behind the work of all these GPUs.
+  /// invalid_argument: no ranks or too many, or two on one GPU. environment: no such GPU, or GPUs that do not address
+  /// each other. out_of_memory.
   static Expected<std::vector<PeerWindow>> open_all(std::span<Device const> devices,
                                                     std::size_t bytes) noexcept;
 
   PeerWindow(PeerWindow&&) noexcept;
   PeerWindow& operator=(PeerWindow&&) noexcept;
-  /// Where close() has not been called, as after a fault: waits for all work of this rank's GPU and leaves the group
-  /// without waiting for the others.
+  /// Where close() has not been called, as after a fault: leaves the group without waiting for the others, and frees
+  /// memory behind all work of its GPU.
   ~PeerWindow();
 
   /// [rank]: its memory, as this rank's GPU addresses it.

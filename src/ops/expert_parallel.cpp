@@ -178,14 +178,8 @@ struct PeerWindow::Parts {
   std::unique_ptr<dist::Engine> engine;
   std::shared_ptr<dist::ProcessWindows> process;
   dist::Window window;
-  std::int32_t rank = 0, ranks = 0;
-
-  Parts() = default;
-  Parts(Parts const&) = delete;
-  Parts& operator=(Parts const&) = delete;
-  ~Parts() {
-    if (process != nullptr) static_cast<void>(process->wait(rank));
-  }
+  std::int32_t ranks = 0;
+  std::int32_t rank = 0;  // of one process
 };
 
 PeerWindow::PeerWindow(std::unique_ptr<Parts> parts) noexcept : parts_(std::move(parts)) {}
@@ -218,7 +212,6 @@ Expected<PeerWindow> PeerWindow::open(Context const& context, std::int32_t rank,
   std::unique_ptr<Parts> parts(new (std::nothrow) Parts);
   if (parts == nullptr) return Status::error(StatusCode::out_of_memory, "no memory for a window");
   parts->engine = std::move(engine).value();
-  parts->rank = rank;
   parts->ranks = ranks;
   auto const window = parts->engine->allocate(bytes);
   if (!window.ok()) return window.status();

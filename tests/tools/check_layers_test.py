@@ -15,6 +15,9 @@ FILES = {
     "src/cuda/kernels/one.cuh": '#include "../arch/wgmma.cuh"\n#include <cuda_bf16.h>\n',
     "src/cuda/kernels/two.cuh": "",
     "src/cuda/arch/wgmma.cuh": 'inline void f() { asm volatile(""); }\n',
+    "src/dist/kernels/row.cuh": '#include "dist/plan.hpp"\n',
+    "src/dist/plan.hpp": "#pragma once\n",
+    "bench/dist/row.cu": '#include "dist/kernels/row.cuh"\n',
     "src/ops/moe.cpp": '#include "cpu/parallel/layer.hpp"\nchar* e = getenv("TESSERA_EXPLAIN");\n',
     "lm/model.cpp": "#include <tessera/shape.hpp>\n",
     "tests/ops/all.cpp": '#include "cpu/reference/layer.hpp"\n#include "ops/moe.cpp"\n',
@@ -37,6 +40,10 @@ VIOLATIONS = [
     ("src/cpu/parallel/bad.cpp", 'auto v = std::getenv("X");\n', "reads the environment"),
     ("src/core/bad.cpp", '#include "nowhere.hpp"\n', "no file of the repository"),
     ("src/unknown/bad.cpp", "", "belongs to no layer"),
+    # A folder in a layer's list does not stand for the layers nested in it, and neither does a layer for its own.
+    ("src/ops/bad.cpp", '#include "dist/kernels/row.cuh"\n', "may not include src/dist/kernels"),
+    ("src/dist/bad.cpp", '#include "dist/kernels/row.cuh"\n', "may not include src/dist/kernels"),
+    ("src/core/bad.hpp", '#include "bad.hpp"\n', "includes itself through src/core/bad.hpp"),
 ]
 
 
@@ -65,6 +72,12 @@ class CheckLayersTest(unittest.TestCase):
                 file.unlink()
                 self.assertEqual(len(found), 1, found)
                 self.assertIn(complaint, found[0])
+
+    def test_cycle_of_several_files(self):
+        for name, other in (("a", "b"), ("b", "c"), ("c", "a")):
+            self.write(f"src/core/{name}.hpp", f'#include "{other}.hpp"\n')
+        self.assertEqual(check_layers.check_tree(self.root), [
+            "src/core/a.hpp: includes itself through src/core/b.hpp -> src/core/c.hpp -> src/core/a.hpp"])
 
     def test_words_in_comments_and_strings_are_no_violation(self):
         self.write("src/core/words.cpp", '// no asm here\nchar const* s = "getenv";\n')

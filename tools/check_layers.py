@@ -4,8 +4,8 @@
 
 A file belongs to the layer with the longest matching path; it may include its own layer and those listed. A folder
 in the list stands for its own layer alone, without the layers nested in it, unless it ends in /**.
-Also: no cycle of includes among files, assembly only in src/cuda/arch, environment variables read by programs and ops only, CUDA headers only
-below the CUDA folders, kernels that do not include each other.
+Also: no cycle of includes among files, assembly only in src/cuda/arch, environment variables read by programs and ops
+only, CUDA headers only below the CUDA folders, kernels that do not include each other.
 """
 
 import pathlib

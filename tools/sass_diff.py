@@ -4,10 +4,11 @@
 
     tools/sass_diff.py OLD NEW
 
-OLD and NEW are build folders, object files or shared libraries. A change that only moves or renames leaves each kernel's
-instructions as they were, although its mangled name differs: so kernels are matched by their instructions first. What is
-left over on both sides is paired by the nearest name, and each pair's number of instructions and of differing lines is
-printed. Exits with 0 if every kernel has an equal in the other build, with 1 if not, with 2 if nothing can be compared.
+OLD and NEW are build folders, object files or shared libraries. A change that only moves or renames leaves each
+kernel's instructions as they were, although its mangled name differs: so kernels are matched by their instructions
+first. What is left over on both sides is paired by the nearest name, and each pair's number of instructions and of
+differing lines is printed. Exits with 0 if every kernel has an equal in the other build, with 1 if not, with 2 if
+nothing can be compared.
 """
 
 import argparse

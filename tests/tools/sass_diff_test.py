@@ -12,7 +12,8 @@ def listing(**kernels):
     for name, body in kernels.items():
         lines += ["code for sm_90a", f"\t\tFunction : {name}", '\t.headerflags    @"EF_CUDA_SM90"']
         for i, instruction in enumerate(body):
-            lines.append(f"        /*{i * 16:04x}*/                   {instruction} ;   /* 0x{hash((name, i)) & 0xffff:016x} */")
+            encoding = hash((name, i)) & 0xffff
+            lines.append(f"        /*{i * 16:04x}*/                   {instruction} ;   /* 0x{encoding:016x} */")
             lines.append(f"                                                   /* 0x{i:016x} */")
     return "\n".join(lines) + "\n"
 

@@ -26,8 +26,9 @@ namespace tessera {
 /// its own tokens' terms. For one per sequence, call it for each with balance / number of sequences. Hugging Face's
 /// load-balancing loss is top_k times larger.
 struct RouterLossArgs {
-  ConstTensor logits = {};        ///< [T,E] fp32
-  ConstTensor topk_counts = {};   ///< [E] int32 or int64: f; needed unless balance is 0
+  ConstTensor logits = {};  ///< [T,E] fp32
+  ConstTensor topk_counts =
+      {};  ///< [E] int32, int64 or fp32 (means, shares): f; needed unless balance is 0
   std::int64_t scope_tokens = 0;  ///< S; 0: T
   float balance = 0;
   float z = 0;
@@ -43,21 +44,22 @@ TESSERA_EXPORT Expected<std::size_t> router_loss_workspace_bytes(Context const& 
 
 /// Computes the losses and their gradient in fp32, with sums of fixed order, on CPU and GPU with the same bits. Both
 /// are 0 for T = 0. Of `desc` it reads tokens, experts and the router's kind. Errors: invalid_argument for tensors that
-/// do not fit, router given, coefficients that are not finite or a negative count. A GPU reads counts as if all were 0
-/// where one is negative, and check_device_values() tells of it.
+/// do not fit, router given, coefficients that are not finite, or a count that is negative or not finite. A GPU reads
+/// counts as if all were 0 where one is such, and check_device_values() tells of it.
 TESSERA_EXPORT Status router_loss(Context const& context, MoeDesc const& desc,
                                   RouterLossArgs const& args, Stream stream = {}) noexcept;
 
 /// Balancing without a loss, once per optimizer step: bias_e += rate * sign(mean(f) - f_e), sign(0) = 0.
 struct SelectionBiasArgs {
-  ConstTensor topk_counts = {};  ///< [E] int32 or int64: f, summed over micro-batches and ranks
+  ConstTensor topk_counts = {};  ///< [E] int32, int64 or fp32: f, over all micro-batches and ranks
   Tensor selection_bias = {};    ///< [E] fp32, updated in place
   float rate = 1e-3f;
   bool subtract_mean = false;  ///< of the update, so that the biases' sum stays what it is
 };
 
 /// Updates the bias; nothing changes where all counts are 0. Errors: invalid_argument for tensors that do not fit, a
-/// rate that is not finite or a negative count, which a GPU reads as above.
+/// rate that is not finite, or a count that is negative or not finite, which a GPU reads as above. sum f of fp32 counts
+/// is an fp64 sum: counts that are equal are found equal to their mean.
 TESSERA_EXPORT Status update_selection_bias(Context const& context, SelectionBiasArgs const& args,
                                             Stream stream = {}) noexcept;
 

@@ -45,26 +45,50 @@ Status check_loss_desc(MoeDesc const& desc) noexcept {
   return {};
 }
 
-/// int32 where the tensor is that, else int64.
-DType counts_dtype(ConstTensor const& counts) noexcept {
-  return counts.dtype == DType::int32 ? DType::int32 : DType::int64;
+void check_counts(ConstTensor const& counts, std::int64_t experts,
+                  core::TensorCheck& check) noexcept {
+  bool const known =
+      counts.dtype == DType::int32 || counts.dtype == DType::int64 || counts.dtype == DType::fp32;
+  if (counts.present() && !known) {
+    check.fail(Status::invalid("topk_counts: dtype %d; int32, int64 or fp32 is needed: convert it",
+                               static_cast<int>(counts.dtype)));
+  }
+  check.input("topk_counts", counts, known ? counts.dtype : DType::int64, {experts});
 }
 
 core::LoadCounts counts_of(ConstTensor const& counts) noexcept {
-  return {counts.data, counts.dtype == DType::int64, counts.present() ? counts.shape[0] : 0};
+  return {counts.data, counts.dtype, counts.present() ? counts.shape[0] : 0};
 }
 
 /// All of them checked.
-Expected<std::int64_t> sum_counts(core::LoadCounts const& counts) noexcept {
+Expected<core::LoadSum> sum_counts(core::LoadCounts const& counts) noexcept {
   std::int64_t const bad = counts.first_bad();
+  if (bad < counts.experts && counts.is_real()) {
+    return Status::invalid(
+        "topk_counts[%lld]=%g: counts are finite and not negative; pass the tokens of each expert, "
+        "or their mean or share",
+        static_cast<Int>(bad), counts.real_at(bad));
+  }
   if (bad < counts.experts) {
     return Status::invalid(
         "topk_counts[%lld]=%lld: counts are not negative and add up to at most 2^62; pass the "
         "tokens of each expert",
         static_cast<Int>(bad), static_cast<Int>(counts.at(bad)));
   }
-  std::int64_t sum = 0;
-  for (std::int64_t e = 0; e < counts.experts; ++e) sum += counts.at(e);
+  core::LoadSum sum;
+  if (counts.is_real()) {
+    double parts[core::LoadCounts::kLanes];
+    for (std::int64_t lane = 0; lane < core::LoadCounts::kLanes; ++lane) {
+      parts[lane] = counts.lane_sum(lane);
+    }
+    for (std::int64_t half = core::LoadCounts::kLanes / 2; half > 0; half /= 2) {
+      for (std::int64_t lane = 0; lane < half; ++lane) parts[lane] += parts[lane + half];
+    }
+    sum.real = parts[0];
+    return sum;
+  }
+  for (std::int64_t e = 0; e < counts.experts; ++e) sum.integer += counts.at(e);
+  sum.real = static_cast<double>(sum.integer);
   return sum;
 }
 
@@ -85,7 +109,7 @@ Status check_loss(Context const& context, MoeDesc const& desc, RouterLossArgs co
   core::TensorCheck check{context.device()};
   check.input("logits", args.logits, DType::fp32, {s.tokens, s.experts});
   if (args.balance != 0.0f || args.topk_counts.present()) {
-    check.input("topk_counts", args.topk_counts, counts_dtype(args.topk_counts), {s.experts});
+    check_counts(args.topk_counts, s.experts, check);
   }
   check.optional_output("losses", args.losses, DType::fp32, {2});
   check.optional_output("dlogits", args.dlogits, DType::fp32, {s.tokens, s.experts});
@@ -123,7 +147,7 @@ Status run_loss(Context const& context, MoeDesc const& desc, RouterLossArgs cons
   return {};
 }
 
-void run_update(core::LoadCounts const& counts, std::int64_t sum,
+void run_update(core::LoadCounts const& counts, core::LoadSum const& sum,
                 SelectionBiasArgs const& args) noexcept {
   std::int64_t signs = 0;
   for (std::int64_t e = 0; e < counts.experts; ++e) signs += core::sign_below_mean(counts, e, sum);
@@ -166,7 +190,7 @@ Status update_selection_bias(Context const& context, SelectionBiasArgs const& ar
   std::int64_t const experts = args.selection_bias.shape[0];
   core::TensorCheck check{context.device()};
   check.output("selection_bias", args.selection_bias, DType::fp32, {experts});
-  check.input("topk_counts", args.topk_counts, counts_dtype(args.topk_counts), {experts});
+  check_counts(args.topk_counts, experts, check);
   TESSERA_TRY(check.finish());
   if (context.cuda() != nullptr) {
     return cuda::update_selection_bias(*context.cuda(), args, stream);
@@ -174,7 +198,7 @@ Status update_selection_bias(Context const& context, SelectionBiasArgs const& ar
   core::LoadCounts const counts = counts_of(args.topk_counts);
   auto const sum = sum_counts(counts);
   if (!sum.ok()) return sum.status();
-  if (sum.value() != 0) run_update(counts, sum.value(), args);
+  if (sum.value().real != 0) run_update(counts, sum.value(), args);
   return {};
 }
 

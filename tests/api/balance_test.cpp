@@ -7,6 +7,7 @@
 #include <cmath>
 #include <functional>
 #include <string>
+#include <type_traits>
 
 #include "tests/api/layer.hpp"
 
@@ -28,8 +29,9 @@ struct BalanceTest : testing::Test {
     return desc;
   }
 
-  Losses losses(Floats const& logits, std::vector<std::int32_t> const& counts, RouterLossArgs args,
-                RouterKind kind = RouterKind::topk_softmax) {
+  template <class Count = std::int32_t>
+  Losses losses(Floats const& logits, std::vector<std::type_identity_t<Count>> const& counts,
+                RouterLossArgs args, RouterKind kind = RouterKind::topk_softmax) {
     auto const experts = static_cast<std::int64_t>(counts.size());
     auto const tokens = static_cast<std::int64_t>(logits.size()) / experts;
     MoeDesc const desc = desc_of(kind, tokens, experts);
@@ -111,6 +113,55 @@ TEST_F(BalanceTest, PartsOfAScopeAddUpToTheWhole) {
   EXPECT_EQ(b.dlogits[7], whole.dlogits[307]);
 }
 
+TEST_F(BalanceTest, TakesMeansAndSharesForCounts) {
+  std::mt19937 generator(6);
+  Floats const logits = random_floats(40 * 5, 1, generator);
+  std::vector<std::int32_t> const counts = {31, 0, 17, 9, 23};
+  Losses const whole = losses(logits, counts, {.balance = 1});
+  EXPECT_GT(whole.balance, 0.5f);
+  Floats const same(counts.begin(), counts.end());
+  Losses const as_floats = losses<float>(logits, same, {.balance = 1});
+  EXPECT_EQ(as_floats.balance, whole.balance);
+  EXPECT_EQ(as_floats.dlogits, whole.dlogits);
+  for (float const divisor : {3.0f, 40.0f, 1e20f, 1e-20f}) {
+    Floats parts;
+    for (std::int32_t const count : counts) parts.push_back(static_cast<float>(count) / divisor);
+    Losses const got = losses<float>(logits, parts, {.balance = 1});
+    EXPECT_NEAR(got.balance, whole.balance, 4e-7f) << divisor;
+    for (std::size_t i = 0; i < logits.size(); ++i) {
+      EXPECT_NEAR(got.dlogits[i], whole.dlogits[i], 1e-8f) << divisor;
+    }
+  }
+  EXPECT_EQ(losses<float>(logits, {0, -0.0f, 0, 0, 0}, {.balance = 1}).balance, 0);
+}
+
+TEST_F(BalanceTest, RefusesCountsThatAreNone) {
+  MoeDesc const desc = desc_of(RouterKind::topk_softmax, 1, 3);
+  Floats const logits(3, 1.0f);
+  std::vector<std::byte> workspace(value_of(router_loss_workspace_bytes(context, desc)));
+  struct Bad {
+    float count;
+    char const* text;
+  };
+  for (Bad const& bad :
+       {Bad{-0.5f, "topk_counts[1]=-0.5"}, Bad{NAN, "topk_counts[1]=nan"},
+        Bad{INFINITY, "topk_counts[1]=inf"}, Bad{-INFINITY, "topk_counts[1]=-inf"}}) {
+    Floats const counts = {1, bad.count, NAN};
+    Floats bias(3, 2.0f);
+    RouterLossArgs args{.logits = tensor(logits.data(), {1, 3}),
+                        .topk_counts = tensor(counts.data(), {3})};
+    args.workspace = {workspace.data(), workspace.size()};
+    for (Status const& status :
+         {router_loss(context, desc, args),
+          update_selection_bias(context, {.topk_counts = args.topk_counts,
+                                          .selection_bias = tensor(bias.data(), {3})})}) {
+      EXPECT_EQ(status.code(), StatusCode::invalid_argument);
+      EXPECT_NE(std::string(status.text()).find(bad.text), std::string::npos) << status.text();
+    }
+    EXPECT_EQ(bias, Floats(3, 2.0f));
+  }
+}
+
 TEST_F(BalanceTest, IsZeroWithoutTokensOrCounts) {
   Losses const nothing = losses({}, {0, 0, 0}, {.balance = 1, .z = 1});
   EXPECT_EQ(nothing.balance, 0);
@@ -151,6 +202,21 @@ TEST_F(BalanceTest, BiasMovesTowardsTheMean) {
   EXPECT_EQ(bias, (Floats{0.5f, 1.5f, 1, 1.5f}));
   bias = {1, 1, 1, 1};
   args.subtract_mean = true;
+  ASSERT_TRUE(update_selection_bias(context, args).ok());
+  EXPECT_EQ(bias, (Floats{0.375f, 1.375f, 0.875f, 1.375f}));
+  // Thirds, and counts that are far smaller.
+  for (float const divisor : {3.0f, 3e30f}) {
+    Floats const parts = {7 / divisor, 1 / divisor, 4 / divisor, 4 / divisor};
+    Floats moved = {1, 1, 1, 1};
+    ASSERT_TRUE(update_selection_bias(context, {.topk_counts = tensor(parts.data(), {4}),
+                                                .selection_bias = tensor(moved.data(), {4}),
+                                                .rate = 0.5f})
+                    .ok());
+    EXPECT_EQ(moved[0], 0.5f);
+    EXPECT_EQ(moved[1], 1.5f);
+  }
+  Floats const equal(4, 1 / 3.0f);
+  args.topk_counts = tensor(equal.data(), {4});
   ASSERT_TRUE(update_selection_bias(context, args).ok());
   EXPECT_EQ(bias, (Floats{0.375f, 1.375f, 0.875f, 1.375f}));
   std::vector<std::int64_t> const none(4, 0);

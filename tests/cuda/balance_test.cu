@@ -23,7 +23,8 @@ struct LossCase {
   float balance = 0.7f, z = 0.3f, d_loss = 1;
   int64_t scope_tokens = 0;
   int64_t padding = 0;  // between rows of logits and of dlogits
-  bool int64_counts = false, has_counts = true, has_losses = true, has_dlogits = true;
+  DType counts_dtype = DType::int32;
+  bool has_counts = true, has_losses = true, has_dlogits = true;
   Logits logits = Logits::random;
 };
 
@@ -31,6 +32,13 @@ struct LossInputs {
   std::vector<float> logits;
   std::vector<int32_t> counts;
   std::vector<int64_t> wide_counts;
+  std::vector<float> real_counts;
+
+  [[nodiscard]] void const* counts_of(DType dtype) const {
+    return dtype == DType::fp32    ? static_cast<void const*>(real_counts.data())
+           : dtype == DType::int64 ? static_cast<void const*>(wide_counts.data())
+                                   : counts.data();
+  }
 };
 
 // Rows of logits, with NaN between them.
@@ -50,6 +58,8 @@ LossInputs make_inputs(LossCase const& c) {
     out.counts.push_back(e % 5 == 3 ? 0 : static_cast<int32_t>(random() % 1000));
     // Sums beyond 32 bits.
     out.wide_counts.push_back(int64_t{out.counts.back()} << 20);
+    // Thirds, of magnitudes whose sum is rounded.
+    out.real_counts.push_back(static_cast<float>(out.counts.back()) / 3 * (e % 7 == 1 ? 1e20f : 1));
   }
   return out;
 }
@@ -78,10 +88,7 @@ RouterLossArgs loss_args(LossCase const& c, Device device, float const* logits,
   args.balance = c.balance;
   args.z = c.z;
   args.d_loss = c.d_loss;
-  if (c.has_counts) {
-    DType const dtype = c.int64_counts ? DType::int64 : DType::int32;
-    args.topk_counts = tensor(counts, dtype, {c.experts}, device);
-  }
+  if (c.has_counts) args.topk_counts = tensor(counts, c.counts_dtype, {c.experts}, device);
   return args;
 }
 
@@ -97,9 +104,7 @@ LossResult on_cpu(LossCase const& c, LossInputs const& inputs) {
   Context const cpu = Context::create({.num_threads = 2}).value();
   MoeDesc const desc = desc_of(c);
   LossResult out{std::vector<float>(2, NAN), std::vector<float>(inputs.logits.size(), NAN)};
-  void const* const counts =
-      c.int64_counts ? static_cast<void const*>(inputs.wide_counts.data()) : inputs.counts.data();
-  RouterLossArgs args = loss_args(c, {}, inputs.logits.data(), counts);
+  RouterLossArgs args = loss_args(c, {}, inputs.logits.data(), inputs.counts_of(c.counts_dtype));
   if (c.has_losses) args.losses = tensor(out.losses.data(), {2});
   if (c.has_dlogits) args.dlogits = rows(out.dlogits.data(), c, {});
   std::vector<std::byte> workspace(router_loss_workspace_bytes(cpu, desc).value());
@@ -116,12 +121,16 @@ struct DeviceLoss {
         logits(inputs.logits),
         counts(inputs.counts),
         wide_counts(inputs.wide_counts),
+        real_counts(inputs.real_counts),
         losses(2 * sizeof(float)),
         dlogits(inputs.logits.size() * sizeof(float)),
         workspace(router_loss_workspace_bytes(context, desc).value()) {
     Device const device = context.device();
     args = loss_args(c, device, logits.as<float const>(),
-                     (c.int64_counts ? wide_counts : counts).as<void const>());
+                     (c.counts_dtype == DType::fp32    ? real_counts
+                      : c.counts_dtype == DType::int64 ? wide_counts
+                                                       : counts)
+                         .as<void const>());
     if (c.has_losses) args.losses = tensor(losses.as<float>(), {2}, device);
     if (c.has_dlogits) args.dlogits = rows(dlogits.as<float>(), c, device);
     args.workspace = {workspace.as<void>(), workspace.size()};
@@ -140,7 +149,7 @@ struct DeviceLoss {
 
   Context const& context;
   MoeDesc desc;
-  DeviceBuffer logits, counts, wide_counts, losses, dlogits, workspace;
+  DeviceBuffer logits, counts, wide_counts, real_counts, losses, dlogits, workspace;
   RouterLossArgs args;
 };
 
@@ -193,13 +202,13 @@ constexpr LossCase kLossCases[] = {
      .tokens = 777,
      .experts = 64,
      .kind = RouterKind::sigmoid_bias,
-     .int64_counts = true},
+     .counts_dtype = DType::int64},
     {.name = "60 experts, group-limited",
      .tokens = 777,
      .experts = 60,
      .kind = RouterKind::group_limited,
      .d_loss = -0.5f},
-    {.name = "128 experts", .tokens = 5000, .experts = 128, .int64_counts = true},
+    {.name = "128 experts", .tokens = 5000, .experts = 128, .counts_dtype = DType::int64},
     {.name = "128 experts, sqrtsoftplus",
      .tokens = 3000,
      .experts = 128,
@@ -222,7 +231,7 @@ constexpr LossCase kLossCases[] = {
      .tokens = 70,
      .experts = 1500,
      .kind = RouterKind::sigmoid_bias,
-     .int64_counts = true},
+     .counts_dtype = DType::int64},
     {.name = "1500 experts, losses alone", .tokens = 70, .experts = 1500, .has_dlogits = false},
     {.name = "part of a scope", .tokens = 600, .experts = 48, .scope_tokens = 2400},
     {.name = "rows apart", .tokens = 333, .experts = 40, .padding = 3},
@@ -247,6 +256,11 @@ constexpr LossCase kLossCases[] = {
      .experts = 64,
      .has_losses = false,
      .has_dlogits = false},
+    {.name = "fp32 counts", .tokens = 900, .experts = 128, .counts_dtype = DType::fp32},
+    {.name = "1500 experts, fp32 counts",
+     .tokens = 70,
+     .experts = 1500,
+     .counts_dtype = DType::fp32},
     {.name = "many blocks", .tokens = 40000, .experts = 16},
 };
 
@@ -254,6 +268,7 @@ struct BiasCase {
   char const* name;
   std::vector<int64_t> counts;
   bool wide = true, subtract_mean = false;
+  float divisor = 0;  // not 0: counts over it, in fp32
 };
 
 std::vector<BiasCase> bias_cases() {
@@ -267,7 +282,9 @@ std::vector<BiasCase> bias_cases() {
           {"less the mean", {5, 2, 3, 2}, true, true},
           {"all counts 0", {0, 0, 0}, true, true},
           {"3000 experts", many, false, true},
-          {"a sum near 2^62, less the mean", huge, true, true}};
+          {"a sum near 2^62, less the mean", huge, true, true},
+          {"four experts, thirds", {5, 2, 3, 2}, false, true, 3},
+          {"3000 experts, sevenths", many, false, false, 7}};
 }
 
 void run_bias(Context const& context, BiasCase const& c) {
@@ -275,15 +292,21 @@ void run_bias(Context const& context, BiasCase const& c) {
   std::vector<int32_t> const narrow(c.counts.begin(), c.counts.end());
   std::vector<float> bias(c.counts.size());
   for (size_t e = 0; e < bias.size(); ++e) bias[e] = 0.1f * static_cast<float>(e % 7) - 0.3f;
-  DeviceBuffer const d_bias(bias), d_counts(c.counts), d_narrow(narrow);
-  DType const dtype = c.wide ? DType::int64 : DType::int32;
+  std::vector<float> real;
+  for (int64_t const count : c.counts) real.push_back(static_cast<float>(count) / c.divisor);
+  DeviceBuffer const d_bias(bias), d_counts(c.counts), d_narrow(narrow), d_real(real);
+  DType const dtype = c.divisor != 0 ? DType::fp32 : c.wide ? DType::int64 : DType::int32;
   SelectionBiasArgs args{.rate = 0.0137f, .subtract_mean = c.subtract_mean};
   SelectionBiasArgs on_device = args;
-  args.topk_counts =
-      tensor(c.wide ? static_cast<void const*>(c.counts.data()) : narrow.data(), dtype, {experts});
+  void const* const counts = dtype == DType::fp32    ? static_cast<void const*>(real.data())
+                             : dtype == DType::int64 ? static_cast<void const*>(c.counts.data())
+                                                     : narrow.data();
+  args.topk_counts = tensor(counts, dtype, {experts});
   args.selection_bias = tensor(bias.data(), {experts});
-  on_device.topk_counts =
-      tensor((c.wide ? d_counts : d_narrow).as<void const>(), dtype, {experts}, context.device());
+  DeviceBuffer const& d_given = dtype == DType::fp32    ? d_real
+                                : dtype == DType::int64 ? d_counts
+                                                        : d_narrow;
+  on_device.topk_counts = tensor(d_given.as<void const>(), dtype, {experts}, context.device());
   on_device.selection_bias = tensor(d_bias.as<float>(), {experts}, context.device());
   Context const cpu = Context::create({.num_threads = 1}).value();
   for (int step = 0; step < 2; ++step) EXPECT_OK(update_selection_bias(cpu, args));
@@ -304,9 +327,9 @@ void run_bad_counts(Context const& context) {
     char const* text;
   };
   constexpr int64_t kMost = int64_t{1} << 62;
-  LossCase const c{.name = "bad counts", .tokens = 50, .experts = 4, .int64_counts = true};
+  LossCase const c{.name = "bad counts", .tokens = 50, .experts = 4, .counts_dtype = DType::int64};
   for (Bad const& bad :
-       {Bad{{3, -2, 5, -1}, "topk_counts[1]: a count of -1 (-1: below 0)"},
+       {Bad{{3, -2, 5, -1}, "topk_counts[1]: a count of -1 (-1: below 0 or NaN;"},
         Bad{{3, 9, kMost - 12, 1}, "topk_counts[3]: a count of 1 "},
         Bad{{kMost, kMost, kMost, kMost}, "topk_counts[1]: a count of 2147483646"},
         Bad{{std::numeric_limits<int64_t>::min(), 1, 1, 1}, "topk_counts[0]: a count of -1"}}) {

@@ -17,11 +17,12 @@ class Losses(losses_test.Losses):
         for tokens, experts in ((70, 24), (3000, 128), (40, 1100)):
             logits, counts = losses_test.data(tokens, experts)
             for scores in losses_test.SCORES:
-                def loss(leaf, scores=scores):
-                    return router_losses(leaf, counts.to(leaf.device), scores=scores, balance=0.7, z=0.3)
+                for f in (counts, counts / 3):
+                    def loss(leaf, scores=scores, f=f):
+                        return router_losses(leaf, f.to(leaf.device), scores=scores, balance=0.7, z=0.3)
 
-                for a, b in zip(self.both(logits.cuda(), loss), self.both(logits, loss), strict=True):
-                    self.assertTrue(torch.equal(a.cpu(), b), f"{scores}, E {experts}")
+                    for a, b in zip(self.both(logits.cuda(), loss), self.both(logits, loss), strict=True):
+                        self.assertTrue(torch.equal(a.cpu(), b), f"{scores}, E {experts}, {f.dtype}")
 
     def test_captured(self):
         logits, counts = self.data()
@@ -65,6 +66,14 @@ class BadCounts(unittest.TestCase):
             with self.assertRaisesRegex(ValueError, r"topk_counts\[3\]: a count of -1 "):
                 tessera.check_device_values()
             tessera.check_device_values()
+        for bad, told in ((-0.25, -1), (float("nan"), -1), (float("inf"), 2147483646)):
+            parts = counts.abs() / 3
+            parts[3] = bad
+            for call in (lambda parts=parts: tessera.load_balancing_loss(logits, parts),
+                         lambda parts=parts: tessera.selection_bias_update(bias, parts).sum()):
+                self.assertEqual(float(call()), 0)
+                with self.assertRaisesRegex(ValueError, rf"topk_counts\[3\]: a count of {told} "):
+                    tessera.check_device_values()
 
 
 if __name__ == "__main__":

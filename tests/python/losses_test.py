@@ -60,6 +60,29 @@ class Losses(unittest.TestCase):
         tessera.load_balancing_loss(rounded, counts).backward()
         self.assertIs(rounded.grad.dtype, torch.bfloat16)
 
+    def test_counts_may_be_means_and_shares(self):
+        logits, counts = self.data()
+        tokens, counts = len(logits), counts.double()
+        wanted = self.both(logits, lambda leaf: tessera.load_balancing_loss(leaf, counts.int()))
+        self.assertGreater(float(wanted[0]), 0.5)
+        moved = tessera.selection_bias_update(torch.zeros(24, device=self.device), counts.int(), rate=0.5)
+        self.assertEqual(int(moved.count_nonzero()), 24)
+        for divisor in (1, 3, tokens, 7.0 * tokens, 1e20):
+            for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+                parts, tolerance = (counts / divisor).to(dtype), 0.01 if dtype.itemsize == 2 else 2e-6
+                if not parts.double().isfinite().all() or parts.sum() == 0:
+                    continue  # beyond the range of fp16
+                got = self.both(logits, lambda leaf, parts=parts: tessera.load_balancing_loss(leaf, parts))
+                for a, b in zip(got, wanted, strict=True):
+                    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * 1e-2, msg=f"{divisor} {dtype}")
+                bias = tessera.selection_bias_update(torch.zeros(24, device=self.device), parts, rate=0.5)
+                self.assertTrue(torch.equal(bias, moved), f"{divisor} {dtype}")
+        for dtype in (torch.uint8, torch.int16, torch.int8):
+            self.assertEqual(tessera.load_balancing_loss(logits, counts.to(dtype)),
+                             tessera.load_balancing_loss(logits, counts.int()))
+        with self.assertRaisesRegex(ValueError, "topk_counts: dtype torch.complex64"):
+            tessera.load_balancing_loss(logits, counts.to(torch.complex64))
+
     def test_operators(self):
         logits, counts = self.data()
         bias = torch.zeros(24, device=self.device)
@@ -112,6 +135,14 @@ class BadCounts(unittest.TestCase):
         counts[3] = -2
         with self.assertRaisesRegex(ValueError, r"topk_counts\[3\]=-2"):
             tessera.load_balancing_loss(logits, counts)
+        for bad, text in ((-0.5, "-0.5"), (float("nan"), "nan"), (float("inf"), "inf"), (-float("inf"), "-inf")):
+            for dtype in (torch.float64, torch.bfloat16):
+                parts = counts.abs().to(dtype)
+                parts[3] = bad
+                for call in (lambda parts=parts: tessera.load_balancing_loss(logits, parts),
+                             lambda parts=parts: tessera.selection_bias_update(torch.zeros(24), parts)):
+                    with self.assertRaisesRegex(ValueError, rf"topk_counts\[3\]={text}: counts are finite"):
+                        call()
         with self.assertRaisesRegex(ValueError, r"topk_counts\[3\]=-2"):
             tessera.selection_bias_update(torch.zeros(24), counts)
 

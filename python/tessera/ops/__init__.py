@@ -11,7 +11,7 @@
 import torch
 
 from tessera.ops import autograd, balance, grouped_gemm, layer, route
-from tessera.ops.balance import integers
+from tessera.ops.balance import countable
 from tessera.ops.forward_mode import refuse_tangents
 from tessera.ops.layer import GRADIENTS, WEIGHTS
 

@@ -12,9 +12,13 @@ from tessera.ops.plans import KINDS, Plan, describe, here, signature
 from tessera.options import parse
 
 
-def integers(counts: torch.Tensor) -> torch.Tensor:
-    """Counts as the library takes them."""
-    return counts if counts.dtype in (torch.int32, torch.int64) else counts.to(torch.int64)
+def countable(counts: torch.Tensor) -> torch.Tensor:
+    """Counts as the library takes them: integers exact, fractions in fp32."""
+    if counts.dtype in (torch.int32, torch.int64, torch.float32):
+        return counts
+    if counts.dtype.is_complex:
+        raise ValueError(f"topk_counts: dtype {counts.dtype}; integers or real floating-point numbers are needed")
+    return counts.to(torch.float32 if counts.dtype.is_floating_point else torch.int64)
 
 
 def router_loss(logits, counts, router, balance, z, wants_gradient):

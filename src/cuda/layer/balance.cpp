@@ -13,7 +13,7 @@ namespace tessera::cuda {
 namespace {
 
 core::LoadCounts counts_of(ConstTensor const& counts) noexcept {
-  return {counts.data, counts.dtype == DType::int64, counts.present() ? counts.shape[0] : 0};
+  return {counts.data, counts.dtype, counts.present() ? counts.shape[0] : 0};
 }
 
 }  // namespace

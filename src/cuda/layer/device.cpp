@@ -92,8 +92,8 @@ Status DeviceContext::take_error() const noexcept {
           word.rule == BadValue::expert_offsets ? "expert_offsets" : "token_offsets", index, value);
     case BadValue::topk_counts:
       return Status::invalid(
-          "topk_counts[%lld]: a count of %lld (-1: below 0); they are not negative and add up to "
-          "at most 2^62; the call took all of them for 0",
+          "topk_counts[%lld]: a count of %lld (-1: below 0 or NaN; 2147483646: that or more); they "
+          "are finite, not negative and add up to at most 2^62; the call took all of them for 0",
           index, value);
     case BadValue::none:
       break;

@@ -9,9 +9,11 @@ from torch.nn import functional
 def grouped_mm_experts(x, ids, scores, w_up, w_down):
     """Sort, gather, two grouped products, weight, add: the way that is usual in torch. SwiGLU, gate rows first."""
     top_k = ids.shape[1]
-    order = ids.flatten().argsort(stable=True)
+    sorted_ids, order = ids.flatten().sort(stable=True)
     token = order // top_k
-    ends = torch.bincount(ids.flatten(), minlength=w_up.shape[0]).cumsum(0).int()
+    # Not bincount, for whose length the host waits.
+    ends = torch.searchsorted(sorted_ids, torch.arange(w_up.shape[0], device=ids.device, dtype=ids.dtype), right=True,
+                              out_int32=True)
     gate, up = functional.grouped_mm(x[token], w_up.mT, offs=ends).chunk(2, dim=-1)
     y = functional.grouped_mm(functional.silu(gate) * up, w_down.mT, offs=ends)
     y = y * scores.flatten()[order, None].to(y.dtype)

@@ -13,7 +13,6 @@ import argparse
 import functools
 import os
 import pathlib
-import time
 
 import tessera
 import torch
@@ -71,11 +70,13 @@ def train(text: bytes, *, spread: bool, steps: int, report=print, **changes) -> 
                                        **{name: sizes[name] for name in ("hidden", "intermediate", "experts", "top_k")})
         moe = functools.partial(SpreadMoE, spread=group)
     model = train_transformer.Transformer(moe, **sizes).to("cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to("cuda")
     source = train_transformer.batches(data, context, batch, torch.Generator().manual_seed(0))
-    losses, start = [], time.monotonic()
+    losses, pace = [], train_transformer.Pace(torch.device("cuda"))
     for step in range(1, steps + 1):
+        rate = train_transformer.learning_rate(step, steps, sizes["hidden"])
+        train_transformer.set_learning_rate(optimizer, rate)
         tokens, targets = (t.chunk(ranks)[rank] for t in next(source))
         with torch.autocast("cuda", torch.bfloat16):
             loss, auxiliary, _ = model(tokens, targets)
@@ -89,11 +90,12 @@ def train(text: bytes, *, spread: bool, steps: int, report=print, **changes) -> 
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(mean / ranks)
+        pace.mark()
         if rank == 0 and step % max(steps // 5, 1) == 0:
             report(f"{ranks} GPUs: step {step}/{steps}  loss {losses[-1].item():.3f}")
-    losses = torch.stack(losses).tolist()  # the last step is done
+    losses = torch.stack(losses).tolist()
     if rank == 0:
-        speed = steps * batch * context / (time.monotonic() - start)
+        speed = pace.tokens_per_second(batch * context)
         report(f"{ranks} GPUs: {speed:.0f} tokens/s, {sum(p.numel() for p in model.parameters())} parameters on each")
     if group is not None:
         group.check()

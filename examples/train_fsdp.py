@@ -6,14 +6,15 @@
 
 One process per GPU, or on the CPU with gloo where there is none. Every rank takes its part of each batch. Trains with
 Tessera's experts and with torch's own from the same weights on the same text (--implementation for one of them), and
-prints losses, tokens per second and memory of each.
+prints of each its losses, tokens per second without the first steps, by the slowest rank, and the memory of the rank
+that needs most.
 """
 
 import argparse
+import gc
 import os
 import pathlib
 import sys
-import time
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 def train(text: bytes, implementation: str, *, steps: int, device: torch.device, report=print, **changes) -> dict:
     """changes: of train_transformer.SIZES; batch is that of all ranks together."""
     torch.manual_seed(0)
+    gc.collect()  # an earlier model's cycles would count as memory of this one
     rank, ranks, on_gpu = dist.get_rank(), dist.get_world_size(), device.type == "cuda"
     sizes = train_transformer.SIZES | changes
     batch, context = sizes.pop("batch"), sizes["context"]
@@ -36,13 +38,15 @@ def train(text: bytes, implementation: str, *, steps: int, device: torch.device,
     model = train_transformer.Transformer(train_transformer.IMPLEMENTATIONS[implementation], **sizes).to(device)
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     source = train_transformer.batches(data, context, batch, torch.Generator().manual_seed(0))
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    losses, start = [], time.monotonic()
+    losses, pace = [], train_transformer.Pace(device)
     for step in range(1, steps + 1):
+        rate = train_transformer.learning_rate(step, steps, sizes["hidden"])
+        train_transformer.set_learning_rate(optimizer, rate)
         tokens, targets = (t.chunk(ranks)[rank] for t in next(source))
         loss, auxiliary, _ = model(tokens, targets)
         optimizer.zero_grad()
@@ -52,14 +56,17 @@ def train(text: bytes, implementation: str, *, steps: int, device: torch.device,
         mean = loss.detach().float().clone()
         dist.all_reduce(mean)
         losses.append(mean / ranks)
+        pace.mark()
         if rank == 0 and step % max(steps // 5, 1) == 0:
             report(f"{implementation}: step {step}/{steps}  loss {losses[-1].item():.3f}")
-    losses = torch.stack(losses).tolist()  # the last step is done
-    speed = steps * batch * context / (time.monotonic() - start)
+    losses = torch.stack(losses).tolist()
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+    worst = torch.tensor([-pace.tokens_per_second(batch * context), peak], dtype=torch.float64, device=device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    speed, peak = -worst[0].item(), int(worst[1].item())
     if rank == 0:
         report(f"{implementation}: {speed:.0f} tokens/s on {ranks} ranks"
-               + (f", at most {peak / 2**20:.0f} MiB in use on rank 0" if on_gpu else ""))
+               + (f", at most {peak / 2**20:.0f} MiB in use on one of them" if on_gpu else ""))
     return {"losses": losses, "tokens_per_second": speed, "peak_bytes": peak}
 
 

@@ -7,15 +7,18 @@ import re
 import subprocess
 import sys
 import unittest
+from unittest import mock
 
 import tessera
 import torch
+import torch.distributed as dist
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import finetune_huggingface  # noqa: E402
 import memory_against_granularity  # noqa: E402
+import train_fsdp  # noqa: E402
 import train_transformer  # noqa: E402
 
 TEXT = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
@@ -36,6 +39,41 @@ class Examples(unittest.TestCase):
                   for name in train_transformer.IMPLEMENTATIONS]
         for other in losses[1:]:
             torch.testing.assert_close(torch.tensor(other), torch.tensor(losses[0]), rtol=1e-4, atol=0)
+
+    def test_speed_is_that_of_steps_after_the_first(self):
+        """A step takes a second, the first two a thousand; the first half of four do not count."""
+        class Clock:
+            calls = 0
+
+            def perf_counter(self):
+                self.calls += 1
+                return self.calls + 1000 * min(self.calls, 3)
+
+            monotonic = perf_counter
+
+        with mock.patch.object(train_transformer, "time", Clock()):
+            result = train_transformer.train(TEXT.encode(), steps=4, hidden=32, layers=1, context=16, batch=4,
+                                             intermediate=32, report=lambda _: None)
+        self.assertEqual(result["tokens_per_second"], 4 * 16)
+
+    def test_learning_rate_rises_first_and_is_lower_for_wide_models(self):
+        sizes = {"steps": 20, "layers": 1, "heads": 4, "context": 8, "batch": 1, "intermediate": 16,
+                 "report": lambda _: None}
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.addCleanup(dist.destroy_process_group)
+        programs = (lambda hidden: train_transformer.train(TEXT.encode(), hidden=hidden, **sizes),
+                    lambda hidden: train_fsdp.train(TEXT.encode(), "tessera", hidden=hidden,
+                                                    device=torch.device("cpu"), **sizes))
+        for program in programs:
+            for hidden, peak in ((48, 3e-3), (96, 3e-3), (384, 7.5e-4)):
+                rates, step = [], torch.optim.AdamW.step
+                with mock.patch.object(torch.optim.AdamW, "step", autospec=True, side_effect=lambda optimizer: (
+                        rates.append(optimizer.param_groups[0]["lr"]), step(optimizer))):
+                    program(hidden)
+                self.assertEqual(len(rates), 20)
+                self.assertAlmostEqual(max(rates), peak, places=12)
+                self.assertLess(rates[0], 0.51 * peak)
+                self.assertAlmostEqual(rates[-1], peak / 10, places=12)
 
     def test_fsdp_on_two_ranks(self):
         result = subprocess.run(

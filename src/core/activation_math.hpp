@@ -2,6 +2,9 @@
 // The activation functions, as CPU and GPU compute them:
 // Gated:     a = phi(g)*u,  dg = da*u*phi'(g),  du = da*phi(g)
 // Not gated: a = phi(g),    dg = da*phi'(g)
+//
+// Products stand in an order in which nothing overflows before a factor that is 0: a sigmoid, or its distance from 1,
+// is multiplied first, as inf * 0 would be NaN. tests/cpu/activation_walk.hpp goes through all magnitudes.
 #pragma once
 
 #include <cmath>
@@ -28,8 +31,9 @@ struct GeluTanh {
     constexpr float kScale = 0.7978845608028654f, kCubic = 0.044715f;  // sqrt(2/pi)
     float const inner = kScale * (x + kCubic * x * x * x);
     auto const [sig, rest] = sigmoid_pair_fp32(2.0f * inner);
-    float const slope_inner = kScale * (1.0f + 3.0f * kCubic * x * x);
-    return {x * sig, sig + 2.0f * x * sig * rest * slope_inner};
+    // 2x sig rest * inner', inner' = kScale * (1 + 3 kCubic x^2)
+    float const part = 2.0f * kScale * (x * sig * rest);
+    return {x * sig, sig + (part + 3.0f * kCubic * part * x * x)};
   }
 };
 struct GeluErf {
@@ -45,12 +49,6 @@ struct Relu {
     return {x < 0.0f ? 0.0f : x, x > 0.0f ? 1.0f : 0.0f};
   }
 };
-struct Relu2 {
-  TESSERA_INLINE ActivationValue operator()(float x) const noexcept {
-    float const positive = x < 0.0f ? 0.0f : x;
-    return {positive * positive, 2.0f * positive};
-  }
-};
 
 struct ActivationGradient {
   float a, dg, du;
@@ -62,7 +60,7 @@ struct Gated {
   TESSERA_INLINE float forward(float g, float u) const noexcept { return Phi{}(g).phi * u; }
   TESSERA_INLINE ActivationGradient backward(float g, float u, float da) const noexcept {
     ActivationValue const value = Phi{}(g);
-    return {value.phi * u, da * u * value.slope, da * value.phi};
+    return {value.phi * u, da * value.slope * u, da * value.phi};
   }
 };
 template <class Phi>
@@ -72,6 +70,18 @@ struct Plain {
   TESSERA_INLINE ActivationGradient backward(float g, float, float da) const noexcept {
     ActivationValue const value = Phi{}(g);
     return {value.phi, da * value.slope, 0.0f};
+  }
+};
+// Its slope 2x may overflow, da * x in its place only with the gradient.
+struct Relu2 {
+  static constexpr bool kGated = false;
+  TESSERA_INLINE float forward(float g, float) const noexcept {
+    float const positive = Relu{}(g).phi;
+    return positive * positive;
+  }
+  TESSERA_INLINE ActivationGradient backward(float g, float, float da) const noexcept {
+    float const positive = Relu{}(g).phi;
+    return {positive * positive, 2.0f * (da * positive), 0.0f};
   }
 };
 // gc = min(g,L), uc = clamp(u,-L,L), v = sigmoid(alpha*gc): a = (uc+k)*gc*v.
@@ -84,7 +94,7 @@ struct ClampedSwiglu {
     float const uc = u > limit ? limit : (u < -limit ? -limit : u);
     auto const [v, rest] = sigmoid_pair_fp32(alpha * gc);
     float const silu = gc * v;
-    float const dg = da * (uc + up_offset) * v * (1.0f + alpha * gc * rest);
+    float const dg = da * (v + alpha * (v * rest) * gc) * (uc + up_offset);
     float const du = da * silu;
     return {(uc + up_offset) * silu, g > limit ? 0.0f : dg, u > limit || u < -limit ? 0.0f : du};
   }
@@ -108,7 +118,7 @@ inline __attribute__((always_inline)) void visit_activation(Activation const& ac
     case ActivationKind::relu:
       return visit(Plain<Relu>{});
     case ActivationKind::relu2:
-      return visit(Plain<Relu2>{});
+      return visit(Relu2{});
     case ActivationKind::silu:
       return visit(Plain<Silu>{});
     case ActivationKind::gelu:

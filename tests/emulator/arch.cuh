@@ -61,9 +61,18 @@ inline void sleep_ns(uint32_t) { emulator::yield(); }
 
 // approx_math.cuh
 
-inline float tanh_approx(float x) { return std::tanh(x); }
-inline float exp2_approx(float x) { return std::exp2(x); }
-inline float rcp_approx(float x) { return 1.0f / x; }
+// As coarse as the instructions may be, and like them at the ends of the range (PTX ISA): +-1 at infinity; where the
+// instruction says ftz, subnormals are 0.
+
+// Relative error below 2^-11, always towards 0: 11 bits of the fraction stay.
+inline float tanh_approx(float x) {
+  return __uint_as_float(__float_as_uint(std::tanh(x)) & ~0xfffu);
+}
+inline float flushed(float x) {
+  return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
+}
+inline float exp2_approx(float x) { return flushed(std::exp2(flushed(x))); }
+inline float rcp_approx(float x) { return flushed(1.0f / flushed(x)); }
 inline uint32_t round_to_bf16(float x) {
   uint32_t const bits = __float_as_uint(x);
   if (x != x) return 0x7fff;

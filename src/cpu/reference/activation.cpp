@@ -22,10 +22,12 @@ Phi silu(double x) {
   return {x * s, s * (1 + x * (1 - s))};
 }
 
+// (1 + tanh v)/2 = sigmoid(2v), which cancels nowhere.
 Phi gelu_tanh(double x) {
   double const y = std::sqrt(2 / std::numbers::pi), z = 0.044715;
-  double const th = std::tanh(y * (x + z * x * x * x));
-  return {x / 2 * (1 + th), (1 + th) / 2 + x / 2 * (1 - th * th) * y * (1 + 3 * z * x * x)};
+  double const v = y * (x + z * x * x * x);
+  double const s = sigmoid(2 * v), rest = sigmoid(-2 * v);
+  return {x * s, s + 2 * x * (s * rest) * y * (1 + 3 * z * x * x)};
 }
 
 Phi gelu_erf(double x) {

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The activation functions of the fast kernels and their gradients (definitions: core/activation_math.hpp),
 // a = f(g, u); those that are not gated ignore u. Sigmoid and tanh come from one special-function
-// instruction: absolute error 2^-12 of phi(g)/g, below the rounding of bf16 except where phi is tiny.
+// instruction: absolute error 2^-12 of phi(g)/g, below the rounding of bf16 except where phi is tiny
+// (docs/numerics.md, Activations).
+//
+// Products stand in an order in which nothing overflows before a factor that is 0: inf * 0 would be NaN.
 #pragma once
 
 #include "../arch/approx_math.cuh"
@@ -53,7 +56,7 @@ struct ActivationValue {
 __device__ __forceinline__ ActivationValue silu_value(float x, float alpha) {
   float const sigmoid = fmaf(0.5f, arch::tanh_approx(0.5f * alpha * x), 0.5f);
   float const phi = x * sigmoid;
-  return {phi, fmaf(alpha * phi, 1.0f - sigmoid, sigmoid)};
+  return {phi, fmaf(alpha * (1.0f - sigmoid), phi, sigmoid)};
 }
 
 __device__ __forceinline__ ActivationValue gelu_tanh_value(float x) {
@@ -61,8 +64,10 @@ __device__ __forceinline__ ActivationValue gelu_tanh_value(float x) {
   float const square = x * x;
   float const th = arch::tanh_approx(kScale * fmaf(kCubic * square, x, x));
   float const half = fmaf(0.5f, th, 0.5f);
-  float const inner_slope = kScale * fmaf(3.0f * kCubic, square, 1.0f);
-  return {x * half, fmaf(0.5f * x * inner_slope, fmaf(-th, th, 1.0f), half)};
+  // half + x/2 (1 - th^2) kScale (1 + 3 kCubic x^2), where 1 - th^2 = 0 before x^2 overflows
+  float const part = x * fmaf(-th, th, 1.0f);
+  float const slope = fmaf(0.5f * kScale, part, half);
+  return {x * half, fmaf(part * x, 1.5f * kScale * kCubic * x, slope)};
 }
 
 __device__ __forceinline__ ActivationValue gelu_erf_value(float x) {
@@ -88,12 +93,16 @@ struct ActivationFunction {
       float const uc = u > act.limit ? act.limit : (u < -act.limit ? -act.limit : u);
       auto const [phi, slope] = silu_value(gc, act.alpha);
       float const up = uc + act.up_offset;
-      return {up * phi, g > act.limit ? 0.0f : da * up * slope,
+      return {up * phi, da * (g > act.limit ? 0.0f : slope) * up,
               u > act.limit || u < -act.limit ? 0.0f : da * phi};
+    } else if constexpr (kKind == ActivationKind::relu2) {
+      float const positive = relu(g);
+      float const half = da * positive;  // the slope 2g may overflow
+      return {positive * positive, half + half, 0.0f};
     } else {
       auto const [phi, slope] = value(g);
       if constexpr (kGated) {
-        return {phi * u, da * u * slope, da * phi};
+        return {phi * u, da * slope * u, da * phi};
       } else {
         return {phi, da * slope, 0.0f};
       }
@@ -135,8 +144,6 @@ struct ActivationFunction {
       return gelu_tanh_value(x);
     } else if constexpr (kKind == ActivationKind::geglu_erf || kKind == ActivationKind::gelu_erf) {
       return gelu_erf_value(x);
-    } else if constexpr (kKind == ActivationKind::relu2) {
-      return {relu(x) * relu(x), 2.0f * relu(x)};
     } else {
       static_assert(kKind == ActivationKind::reglu || kKind == ActivationKind::relu);
       return {relu(x), x > 0.0f ? 1.0f : 0.0f};

@@ -28,6 +28,21 @@ char const* dtype_name(DType dtype) noexcept {
   return "unknown";
 }
 
+/// "cpu", or "cuda:1".
+struct DeviceText {
+  char text[24];
+};
+
+DeviceText device_text(Device device) noexcept {
+  DeviceText out;
+  if (device.kind == DeviceKind::cpu) {
+    std::snprintf(out.text, sizeof(out.text), "cpu");
+  } else {
+    std::snprintf(out.text, sizeof(out.text), "cuda:%d", device.index);
+  }
+  return out;
+}
+
 struct ShapeText {
   char text[96];
 };
@@ -106,9 +121,10 @@ Status check_tensor(char const* name, ConstTensor const& tensor, DType dtype,
                            dtype_name(dtype));
   }
   if (!(tensor.device == device)) {
-    return Status::invalid("%s: on device %d:%d, the context is on %d:%d (0 = cpu, 1 = cuda)", name,
-                           static_cast<int>(tensor.device.kind), tensor.device.index,
-                           static_cast<int>(device.kind), device.index);
+    return Status::invalid(
+        "%s: on %s, but the call's context is on %s; all of a call is on one device: move "
+        "it there, or call with a context of the tensors' device",
+        name, device_text(tensor.device).text, device_text(device).text);
   }
   TESSERA_TRY(check_shape(name, tensor, shape));
   TESSERA_TRY(check_strides(name, tensor));

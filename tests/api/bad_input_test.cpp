@@ -189,7 +189,7 @@ TEST_F(BadInput, TensorsOfForward) {
   forward("x: missing", [](auto&, MoeForwardArgs& args) { args.x = {}; });
   forward("x: null", [](auto&, MoeForwardArgs& args) { args.x.data = nullptr; });
   forward("x: shape [18,12]", [](auto&, MoeForwardArgs& args) { args.x.shape[0] = 18; });
-  forward("x: on device 1:0",
+  forward("x: on cuda:0, but the call's context is on cpu; all of a call is on one device: move it",
           [](auto&, MoeForwardArgs& args) { args.x.device = {DeviceKind::cuda, 0}; });
   forward("o: missing", [](auto&, MoeForwardArgs& args) { args.o = {}; });
   forward("o: address",

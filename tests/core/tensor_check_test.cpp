@@ -38,7 +38,8 @@ TEST_F(TensorCheckTest, NamesEveryBrokenRule) {
   expect_refused([](Tensor& t) { t.rank = 3; }, "rank 3");
   expect_refused([](Tensor& t) { t.data = nullptr; }, "null");
   expect_refused([](Tensor& t) { t.dtype = DType::bf16; }, "bf16");
-  expect_refused([](Tensor& t) { t.device.kind = DeviceKind::cuda; }, "device 1:0");
+  expect_refused([](Tensor& t) { t.device.kind = DeviceKind::cuda; },
+                 "o: on cuda:0, but the call's context is on cpu; ");
   expect_refused([](Tensor& t) { t.shape[0] = 5; }, "[5,6]");
   expect_refused([](Tensor& t) { t.shape[1] = -6; }, "[4,-6]");
   expect_refused([](Tensor& t) { t.stride[1] = 2; }, "stride 2");

@@ -3,6 +3,7 @@
 
 import contextlib
 import gc
+import types
 import unittest
 from unittest import mock
 
@@ -107,6 +108,17 @@ class Calls(unittest.TestCase):
         for run in (plan.run, torch.compile(plan.run, backend="eager")):
             run((turned, b))
         self.assertEqual(alive, [True, True])
+
+    def test_tensors_on_two_devices(self):
+        """Named before anything else is looked at, as torch writes devices."""
+        on = {device: types.SimpleNamespace(device=torch.device(device)) for device in ("cuda:0", "cuda:1", "cpu")}
+        for first, second in (("cuda:1", "cuda:0"), ("cuda:0", "cpu"), ("cpu", "cuda:1")):
+            plan = plans.Plan("moe_forward", torch.device(first), library.ForwardArgs(), library.MoeDesc())
+            with self.assertRaises(ValueError) as refusal:
+                plan.read(("x", "b_router", "w_up"), (on[first], None, on[second]))
+            self.assertEqual(str(refusal.exception),
+                             f"x is on {first}, w_up on {second}; all tensors of a call are on one device: move one, "
+                             f"such as x.to('{second}') or module.to('{first}')")
 
     def test_errors(self):
         a, b = torch.ones(3, 4), torch.ones(2, 2)

@@ -8,7 +8,7 @@ import torch
 from tessera import library
 from tessera.library import RouterLossArgs, SelectionBiasArgs
 from tessera.ops.forward_mode import refuse_tangents
-from tessera.ops.plans import KINDS, Plan, describe, here, signature
+from tessera.ops.plans import KINDS, Plan, describe, here, one_device, signature
 from tessera.options import parse
 
 
@@ -74,6 +74,7 @@ def router_loss_autograd(logits, counts, router, balance, z, wants_gradient):
 
 
 def update_selection_bias(selection_bias, counts, rate, centered) -> None:
+    one_device([("selection_bias", selection_bias), ("topk_counts", counts)])
     device = selection_bias.device
     args = SelectionBiasArgs(size=ctypes.sizeof(SelectionBiasArgs), rate=rate, subtract_mean=centered)
     for name, tensor in (("topk_counts", counts), ("selection_bias", selection_bias)):

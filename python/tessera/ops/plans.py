@@ -93,6 +93,7 @@ class Plan:
         """Describes the inputs that are present; remembers which have to be copied into readable strides. The library
         does not see those whose names are in `unread`."""
         present = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
+        one_device(present)
         self.count = len(present)
         for position, (name, tensor) in enumerate(present):
             if name in unread:
@@ -224,6 +225,15 @@ def describe(name: str, field: library.Tensor, shape, stride, dtype: torch.dtype
     field.device_kind, field.device_index = KINDS[device.type], device.index or 0
     field.shape[:len(shape)] = shape
     field.stride[:len(stride)] = stride
+
+
+def one_device(present: list) -> None:
+    """Refuses (name, tensor) pairs that are not all on one device, by the names of the two that differ."""
+    first, device = present[0][0], present[0][1].device
+    for name, tensor in present:
+        if tensor.device != device:
+            raise ValueError(f"{first} is on {device}, {name} on {tensor.device}; all tensors of a call are on one "
+                             f"device: move one, such as {first}.to('{tensor.device}') or module.to('{device}')")
 
 
 def contiguous_strides(shape) -> tuple:

@@ -36,7 +36,7 @@ LAYERS = {
     "src/cuda/instances": ["src/cuda/host", "src/cuda/kernels", "src/cuda/tuning"],
     "src/dist": [
         "include/tessera", "src/core", "src/cuda/host/context_choice.hpp", "src/cuda/host/current_context.hpp",
-        "src/cuda/host/aggregate.hpp", "src/dist/kernels/forward.hpp",
+        "src/cuda/host/error_text.hpp", "src/cuda/host/aggregate.hpp", "src/dist/kernels/forward.hpp",
     ],
     "src/dist/kernels": [
         "include/tessera", "src/core", "src/cuda/arch", "src/cuda/block", "src/cuda/host",

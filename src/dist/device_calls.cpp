@@ -4,20 +4,17 @@
 #include <cuda_runtime.h>
 
 #include "cuda/host/current_context.hpp"
+#include "cuda/host/error_text.hpp"
 
 namespace tessera::dist {
 namespace {
 
-Status check(cudaError_t error, char const* call) noexcept {
-  if (error == cudaSuccess) return {};
-  cudaGetLastError();  // leaves nothing behind for the caller's own calls
-  return Status::error(StatusCode::device_error, "%s: %s", call, cudaGetErrorString(error));
-}
+using cuda::host::check;
 
 Expected<void*> use(std::int32_t device, ContextChoice choice) noexcept {
   int devices = 0;
-  if (cudaGetDeviceCount(&devices) != cudaSuccess) devices = 0;
-  cudaGetLastError();
+  cudaError_t const error = cudaGetDeviceCount(&devices);
+  if (error != cudaErrorNoDevice) TESSERA_TRY(check(error, "cudaGetDeviceCount"));
   if (device < 0 || device >= devices) {
     return Status::error(StatusCode::environment,
                          "device cuda:%d: this process sees %d; count from 0", device, devices);
@@ -52,7 +49,9 @@ Expected<void*> allocate(std::size_t bytes) noexcept {
   cudaError_t const error = cudaMalloc(&memory, bytes);
   if (error == cudaErrorMemoryAllocation) {
     cudaGetLastError();
-    return Status::error(StatusCode::out_of_memory, "no %zu bytes of GPU memory for a window",
+    return Status::error(StatusCode::out_of_memory,
+                         "a window of %zu bytes: the GPU has no room for it; free memory "
+                         "there, or make max_tokens smaller",
                          bytes);
   }
   TESSERA_TRY(check(error, "cudaMalloc"));
@@ -67,7 +66,7 @@ Status reach(std::int32_t device, std::int32_t peer) noexcept {
   if (can == 0) {
     return Status::error(StatusCode::environment,
                          "GPUs of a group address each other's memory: cuda:%d has no peer access "
-                         "to cuda:%d",
+                         "to cuda:%d; name GPUs that have (nvidia-smi topo -p2p r)",
                          device, peer);
   }
   cudaError_t const error = cudaDeviceEnablePeerAccess(peer, 0);

@@ -49,7 +49,7 @@ Expected<std::unique_ptr<Engine>> Engine::open(EngineConfig const& config,
   TESSERA_TRY(scope.status());
   std::unique_ptr<Engine> engine(new (std::nothrow) Engine(config, calls, nccl.value()));
   if (engine == nullptr) {
-    return Status::error(StatusCode::out_of_memory, "no memory for an engine");
+    return Status::error(StatusCode::out_of_memory, "no memory for an engine; end other processes");
   }
   engine->config_.nccl_path = engine->config_.nccl_nvls_enable = nullptr;  // the caller's strings
   NcclLibrary const& lib = engine->nccl_;
@@ -75,7 +75,8 @@ Expected<Window> Engine::allocate(std::size_t bytes) noexcept {
   if (bytes == 0) return Status::invalid("bytes=0: a window holds at least a byte");
   auto const kept = std::find(memory_.begin(), memory_.end(), nullptr);
   if (kept == memory_.end()) {
-    return Status::error(StatusCode::unsupported, "an engine has at most %d windows", kMostWindows);
+    return Status::error(StatusCode::unsupported, "an engine has at most %d windows; release one",
+                         kMostWindows);
   }
   DeviceScope const scope(calls_, config_.device, ContextChoice::primary);
   TESSERA_TRY(scope.status());

@@ -11,6 +11,7 @@
 
 #include "core/workspace.hpp"
 #include "cuda/host/aggregate.hpp"
+#include "cuda/host/error_text.hpp"
 #include "dist/kernels/forward.hpp"
 
 namespace tessera::dist {
@@ -27,11 +28,7 @@ struct HostWords {
 
 namespace {
 
-Status check(cudaError_t error, char const* call) noexcept {
-  if (error == cudaSuccess) return {};
-  cudaGetLastError();  // leaves nothing behind for the caller's own calls
-  return Status::error(StatusCode::device_error, "%s: %s", call, cudaGetErrorString(error));
-}
+using cuda::host::check;
 
 struct Regions {
   core::WorkspacePlan plan;
@@ -141,7 +138,8 @@ Expected<std::unique_ptr<Session>> Session::open(SessionConfig const& config) no
   DeviceScope const scope(device_calls(), config.device, ContextChoice::any_of_device);
   TESSERA_TRY(scope.status());
   std::unique_ptr<Session> session(new (std::nothrow) Session(config));
-  if (session == nullptr) return Status::error(StatusCode::out_of_memory, "no memory for a group");
+  if (session == nullptr)
+    return Status::error(StatusCode::out_of_memory, "no memory for a group; end other processes");
   TESSERA_TRY(make_host_words(config.device, session->host_));
   // Whatever had the workspace before may still write to it, on a stream that cudaMemset does not wait for.
   TESSERA_TRY(device_calls().synchronize());
@@ -281,7 +279,9 @@ Expected<RoutedRows> Session::routed_rows(std::int64_t passes_ago) noexcept {
       return check(error, "cudaStreamQuery");
     } else if (known().ticket != ticket) {  // it has ended without them
       TESSERA_TRY(fault());
-      return Status::error(StatusCode::device_error, "routed_rows: the pass did not run");
+      return Status::error(
+          StatusCode::device_error,
+          "routed_rows: the pass did not run, though its stream ended; make the group anew");
     }
   }
   return RoutedRows{known().rows, known().all_fit};
@@ -294,7 +294,8 @@ Status Session::dispatch(DispatchTensors const& tensors, Stream stream) noexcept
   TESSERA_TRY(check_stage("dispatch", stage_ != Stage::dispatched || !tensors.has_x));
   bool const routed = stage_ == Stage::routed;
   if (stage_ != Stage::none && tensors.tokens != tokens_) {
-    return Status::invalid("x: %d tokens; the pass began with %d", tensors.tokens, tokens_);
+    return Status::invalid("x: %d tokens; the pass began with %d, pass as many", tensors.tokens,
+                           tokens_);
   }
   DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
   TESSERA_TRY(scope.status());
@@ -330,7 +331,8 @@ Status Session::combine(CombineTensors const& tensors, Stream stream) noexcept {
   // Not whether a rank has given up: the others wait for this one's rows, and shall hear of it at their end.
   if (stage_ != Stage::dispatched) TESSERA_TRY(check_stage("combine", false));
   if (tensors.tokens != tokens_) {
-    return Status::invalid("o: %d tokens; dispatch() had %d", tensors.tokens, tokens_);
+    return Status::invalid("o: %d tokens; dispatch() had %d, pass as many", tensors.tokens,
+                           tokens_);
   }
   DeviceScope const scope(device_calls(), config_.device, ContextChoice::any_of_device);
   TESSERA_TRY(scope.status());

@@ -32,20 +32,23 @@ struct Driver {
   bool started = false;
   CUctx_st primary[kDevices] = {};
   int retained[kDevices] = {};
-  std::string failing;  // a function
-  std::string missing;  // another
+  std::string failing;                           // a function
+  CUresult failure = cudaErrorMemoryAllocation;  // of it: what the allocator would give
+  std::string missing;                           // another
   bool is_missing_by_error = false;
 };
 Driver driver;
 thread_local std::vector<CUcontext> stack;  // the last is current
 thread_local cudaError_t last_error = cudaSuccess;
+thread_local bool is_capturing = false;  // the thread, in the mode
+thread_local CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
 CUcontext current() { return stack.empty() ? nullptr : stack.back(); }
 
-// The result of a function that fails when it is told to, with the error that the allocator would give.
+// The result of a function that fails when it is told to.
 CUresult result(char const* function) {
   if (!driver.started) return kNotInitialized;
-  return driver.failing == function ? cudaErrorMemoryAllocation : CUDA_SUCCESS;
+  return driver.failing == function ? driver.failure : CUDA_SUCCESS;
 }
 
 CUresult init(unsigned) {
@@ -60,6 +63,8 @@ CUresult device_get(CUdevice* device, int ordinal) {
 CUresult retain(CUcontext* context, CUdevice device) {
   *context = &driver.primary[device];
   if (CUresult const failed = result("cuDevicePrimaryCtxRetain")) return failed;
+  if (is_capturing && mode != CU_STREAM_CAPTURE_MODE_RELAXED)
+    return cudaErrorStreamCaptureUnsupported;
   std::this_thread::sleep_for(std::chrono::milliseconds(1));  // others come meanwhile
   std::scoped_lock const lock(driver.mutex);
   ++driver.retained[device];
@@ -88,6 +93,11 @@ CUresult get_id(CUcontext context, unsigned long long* id) {
   return result("cuCtxGetId");
 }
 
+CUresult exchange_mode(CUstreamCaptureMode* other) {
+  std::swap(mode, *other);
+  return CUDA_SUCCESS;
+}
+
 void* function(char const* name) {
   static std::map<std::string, void*> const functions{
       {"cuInit", reinterpret_cast<void*>(init)},
@@ -96,7 +106,8 @@ void* function(char const* name) {
       {"cuCtxGetCurrent", reinterpret_cast<void*>(get_current)},
       {"cuCtxSetCurrent", reinterpret_cast<void*>(set_current)},
       {"cuCtxGetDevice", reinterpret_cast<void*>(get_device)},
-      {"cuCtxGetId", reinterpret_cast<void*>(get_id)}};
+      {"cuCtxGetId", reinterpret_cast<void*>(get_id)},
+      {"cuThreadExchangeStreamCaptureMode", reinterpret_cast<void*>(exchange_mode)}};
   auto const found = functions.find(name);
   return found == functions.end() ? nullptr : found->second;
 }
@@ -107,7 +118,10 @@ class CurrentContextTest : public testing::Test {
     stack.clear();
     driver.failing = driver.missing = "";
     driver.is_missing_by_error = false;
+    driver.failure = cudaErrorMemoryAllocation;
     last_error = cudaSuccess;
+    is_capturing = false;
+    mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
   }
   [[nodiscard]] static CUcontext primary(int device) { return &driver.primary[device]; }
 
@@ -236,13 +250,72 @@ TEST_F(CurrentContextTest, GuardForgetsAnErrorThatWasNotRead) {
   EXPECT_EQ(last_error, cudaSuccess);
   DeviceGuard const none(kDevices, ContextChoice::any_of_device);
   EXPECT_EQ(none.status().code(), StatusCode::device_error);
-  EXPECT_EQ(std::string(none.status().text()), "current context: error 101");
+  EXPECT_EQ(std::string(none.status().text()),
+            "current context: CUDA error 101, error 101; name a GPU that the process sees (tessera "
+            "info lists "
+            "them; CUDA_VISIBLE_DEVICES hides some)");
 }
 
 TEST_F(CurrentContextTest, AnErrorThatIsReportedIsNotLeftToTheCaller) {
   last_error = cudaErrorInvalidValue;
-  EXPECT_EQ(std::string(device_error("gemm", cudaErrorInvalidValue).text()), "gemm: error 1");
+  EXPECT_EQ(device_error("gemm", cudaErrorInvalidValue).code(), StatusCode::device_error);
   EXPECT_EQ(last_error, cudaSuccess);
+}
+
+// A capture would be given up by what a first call asks the driver for.
+TEST_F(CurrentContextTest, AFirstCallMayStandInACapture) {
+  is_capturing = true;
+  CUcontext context = nullptr;
+  EXPECT_EQ(driver.retained[7], 0);
+  EXPECT_EQ(host::primary_context(7, context), cudaSuccess);
+  EXPECT_EQ(context, primary(7));
+  EXPECT_EQ(mode, CU_STREAM_CAPTURE_MODE_GLOBAL) << "as it was";
+  {
+    host::OutsideCapture const outside;
+    EXPECT_EQ(mode, CU_STREAM_CAPTURE_MODE_RELAXED);
+    {
+      host::OutsideCapture const within;
+      EXPECT_EQ(mode, CU_STREAM_CAPTURE_MODE_RELAXED);
+    }
+    EXPECT_EQ(mode, CU_STREAM_CAPTURE_MODE_RELAXED);
+  }
+  EXPECT_EQ(mode, CU_STREAM_CAPTURE_MODE_GLOBAL);
+}
+
+TEST_F(CurrentContextTest, AForkedChildIsToldSo) {
+  driver.failing = "cuCtxGetCurrent";
+  driver.failure = cudaErrorInitializationError;
+  DeviceGuard const guard(1, ContextChoice::any_of_device);
+  EXPECT_EQ(std::string(guard.status().text()),
+            "current context: CUDA error 3, error 3; CUDA does not work in a process forked from "
+            "one that had used "
+            "it: start processes by spawn or forkserver, as multiprocessing.set_start_method does, "
+            "not by fork");
+}
+
+// The longest call and words of CUDA leave room for the remedy.
+TEST_F(CurrentContextTest, EveryErrorHasARemedy) {
+  for (int error = 1; error < 1000; ++error) {
+    std::string const text =
+        host::device_error("down_projection_dgrad", static_cast<cudaError_t>(error)).text();
+    std::string const begin = "down_projection_dgrad: CUDA error " + std::to_string(error) +
+                              ", error " + std::to_string(error) + "; ";
+    ASSERT_EQ(text.substr(0, begin.size()), begin);
+    EXPECT_GT(text.size(), begin.size() + 20) << text;
+    EXPECT_LT(text.size(), Status::kTextBytes - 80U) << text;
+  }
+  std::pair<cudaError_t, char const*> const parts[] = {
+      {cudaErrorMemoryAllocation, "free memory"},
+      {cudaErrorStreamCaptureUnsupported, "run the layer once before the capture"},
+      {cudaErrorStreamCaptureInvalidated, "run the layer once before the capture"},
+      {cudaErrorIllegalAddress, "start it again"},
+      {cudaErrorInvalidResourceHandle, "pass a stream of the GPU that holds the tensors"},
+      {cudaErrorNoKernelImageForDevice, "sm_90a"},
+      {static_cast<cudaError_t>(999), "CUDA's documentation"}};
+  for (auto const& [error, part] : parts) {
+    EXPECT_NE(std::string(host::device_error("op", error).text()).find(part), std::string::npos)
+        << error;
+  }
 }
 
 TEST_F(CurrentContextTest, EachContextHasWhatIsKnownOfIt) {

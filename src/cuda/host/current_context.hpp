@@ -11,6 +11,7 @@
 
 #include "context_choice.hpp"
 #include "driver.hpp"
+#include "outside_capture.hpp"
 
 namespace tessera::cuda::host {
 
@@ -52,6 +53,7 @@ inline cudaError_t primary_context(CUdevice device, CUcontext& context) noexcept
   std::atomic<CUcontext>& own = retained[static_cast<std::size_t>(device)];
   context = own.load(std::memory_order_acquire);
   if (context != nullptr) return cudaSuccess;
+  OutsideCapture const outside;
   std::scoped_lock const lock(mutex);
   context = own.load(std::memory_order_relaxed);
   if (context != nullptr) return cudaSuccess;

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "outside_capture.hpp"
 #include "per_context.hpp"
 
 namespace tessera::cuda::host {
@@ -72,6 +73,7 @@ cudaError_t allow_shared_memory(int smem_bytes) {
   static PerContext allowed;
   uint64_t const context = current_context_id();
   if (allowed.get(context) != 0) return cudaSuccess;
+  OutsideCapture const outside;
   cudaError_t const error =
       cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
   if (error == cudaSuccess) allowed.set(context, 1);
@@ -85,6 +87,7 @@ cudaError_t resident_clusters(PersistentShape shape, int& clusters) {
   uint64_t const context = current_context_id();
   clusters = known.get(context);
   if (clusters > 0) return cudaSuccess;
+  OutsideCapture const outside;
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t const config = launch_config(shape, shape.cluster, nullptr, attributes);
   cudaError_t const error = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config);

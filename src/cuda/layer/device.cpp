@@ -4,6 +4,7 @@
 #include <atomic>
 #include <string>
 
+#include "cuda/host/outside_capture.hpp"
 #include "cuda/layer/architecture.hpp"
 #include "cuda/layer/backend.hpp"
 #include "cuda/layer/error_word.hpp"
@@ -11,17 +12,23 @@
 namespace tessera::cuda {
 namespace {
 
-/// The runtime calls a missing driver too old.
-char const* reason(cudaError_t error) noexcept {
+bool is_driver_there() noexcept {
   int version = 0;
   bool const none = cudaDriverGetVersion(&version) == cudaSuccess && version == 0;
   cudaGetLastError();  // leaves nothing behind for the caller's own calls
-  return none ? "this machine has no NVIDIA driver" : cudaGetErrorString(error);
+  return !none;
+}
+
+/// The runtime calls a missing driver too old.
+char const* reason(cudaError_t error) noexcept {
+  return is_driver_there() ? cudaGetErrorString(error) : "this machine has no NVIDIA driver";
 }
 
 Status environment(std::int32_t index, cudaError_t error) noexcept {
-  return Status::error(StatusCode::environment, "device cuda:%d: %s; use device cpu", index,
-                       reason(error));
+  char const* const why = reason(error);
+  char const* const known = is_driver_there() ? host::remedy(error) : nullptr;
+  return Status::error(StatusCode::environment, "device cuda:%d: %s; %s%suse device cpu", index,
+                       why, known != nullptr ? known : "", known != nullptr ? "; or " : "");
 }
 
 struct Facts {
@@ -51,6 +58,7 @@ Status read_facts(std::int32_t index, Facts& facts) noexcept {
 }  // namespace
 
 Expected<std::unique_ptr<DeviceContext>> DeviceContext::open(std::int32_t index) noexcept {
+  host::OutsideCapture const outside;  // pinned memory would end the capture of a graph
   Facts facts;
   TESSERA_TRY(read_facts(index, facts));
   TESSERA_TRY(check_architecture(index, facts.name, facts.major, facts.minor));
@@ -58,7 +66,7 @@ Expected<std::unique_ptr<DeviceContext>> DeviceContext::open(std::int32_t index)
   TESSERA_TRY(guard.status());
   std::unique_ptr<DeviceContext> context(new (std::nothrow) DeviceContext);
   if (context == nullptr) {
-    return Status::error(StatusCode::out_of_memory, "no memory for a context");
+    return Status::error(StatusCode::out_of_memory, "no memory for a context; end other processes");
   }
   context->index_ = index;
   context->sm_count_ = facts.sm_count;
@@ -76,6 +84,7 @@ Expected<std::unique_ptr<DeviceContext>> DeviceContext::open(std::int32_t index)
 
 DeviceContext::~DeviceContext() {
   if (host_error_ == nullptr) return;
+  host::OutsideCapture const outside;
   DeviceGuard const guard(index_, ContextChoice::primary);
   cudaFreeHost(host_error_);
 }

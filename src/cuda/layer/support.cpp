@@ -13,7 +13,7 @@ constexpr std::int64_t kMaxGroups = 32;  // one lane of a warp each
 Status check_router(MoeDesc const& desc) noexcept {
   if (desc.router.kind == RouterKind::group_limited && !desc.router.replay &&
       core::router_groups(desc).groups > kMaxGroups) {
-    return Status::unsupported("groups=%lld: the CUDA backend serves up to %lld",
+    return Status::unsupported("groups=%lld: the CUDA backend serves up to %lld; use device cpu",
                                static_cast<long long>(core::router_groups(desc).groups),
                                static_cast<long long>(kMaxGroups));
   }

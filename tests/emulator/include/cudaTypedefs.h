@@ -15,4 +15,5 @@ using PFN_cuDevicePrimaryCtxRetain_v7000 = CUresult (*)(CUcontext*, CUdevice);
 using PFN_cuCtxGetCurrent_v4000 = CUresult (*)(CUcontext*);
 using PFN_cuCtxSetCurrent_v4000 = CUresult (*)(CUcontext);
 using PFN_cuCtxGetDevice_v2000 = CUresult (*)(CUdevice*);
+using PFN_cuThreadExchangeStreamCaptureMode_v10010 = CUresult (*)(CUstreamCaptureMode*);
 using PFN_cuCtxGetId_v12000 = CUresult (*)(CUcontext, unsigned long long*);

@@ -1,0 +1,291 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Times training steps of one model with the experts of several libraries, exchanged between the steps of one process.
+
+    torchrun --nproc-per-node 2 measure.py --config 7B-n256 --layers 12 --sequences 4 --text SRC \
+        --experts tessera,torch-grouped-mm --rounds 6 --out rows.json
+
+Every implementation is first checked against torch-grouped-mm (o and all gradients). The model then trains for a few
+steps, and from there on the learning rate is 0: every step costs what a step costs, and all implementations see the
+same weights, tokens and routing. A round is a block of each implementation in random order: 3 steps untimed, 10 timed by
+events between the ends of steps, the slowest rank counts. Ratios are of blocks of one round. --sequences 6, or
+NAME=N,NAME=N where each has its own batch. --profile adds the kernels of three steps by kind.
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import math
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+
+import experts
+import split
+import torch
+import torch.distributed as dist
+import training
+
+UNTIMED, TIMED = 3, 10
+# Two-sided 95 % points of Student's t for 1, 2, .. degrees of freedom.
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+           2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    training.add_flags(parser)
+    parser.add_argument("--experts", default="tessera,torch-grouped-mm", help="of " + ", ".join(experts.NAMES))
+    parser.add_argument("--sequences", default="1", help="of each rank and step: N, or NAME=N,NAME=N")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--warm-up", type=int, default=20, help="training steps before weights stand still")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="of the warm-up")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no round starts after so many; two are done")
+    parser.add_argument("--check-tokens", type=int, default=4096, help="of the check before anything is timed")
+    parser.add_argument("--profile", action="store_true", help="split steps by kinds of kernels, on GPUs")
+    parser.add_argument("--regime", default="", help="of the rows; by itself R0, R1 with batches of their own, R2 with "
+                        "--recompute")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file of rows")
+    return parser.parse_args()
+
+
+def mean_interval(values: list[float]) -> tuple[float, float]:
+    """Mean and half of its 95 % t interval; infinite for a single value."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, math.inf
+    freedom = len(values) - 1
+    return mean, STUDENT[min(freedom, len(STUDENT)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def batches(names: list[str], text: str) -> dict[str, int]:
+    """Sequences by implementation."""
+    given = dict(part.split("=", 1) for part in text.split(",")) if "=" in text else dict.fromkeys(names, text)
+    for name in names:
+        if not given.get(name, "").isdecimal() or int(given[name]) < 1:
+            raise training.Stop(f"--sequences {text}: gives {name} no batch; write N, or NAME=N for every one of "
+                                "--experts")
+    return {name: int(given[name]) for name in names}
+
+
+def chosen(a, c, here) -> tuple[dict, dict]:
+    """Errors of the implementations that run here and pass the check, reasons of those that do not."""
+    passed, left_out = {}, {}
+    dtype = torch.bfloat16 if here.on_gpu else torch.float32
+    for name in dict.fromkeys([experts.BASELINE, *a.experts.split(",")]):
+        wanted = name in a.experts.split(",")
+        apart, reason = {}, ""
+        try:
+            experts.load(name)
+            if name != experts.NO_EXPERTS:
+                apart = experts.checked(name, c.hidden, c.intermediate, c.experts, c.top_k, a.check_tokens,
+                                        here.device, dtype)
+        except experts.Unavailable as error:
+            reason = str(error)
+        except ValueError as error:
+            if name not in experts.NAMES:
+                raise training.Stop(str(error)) from error
+            reason = str(error)
+        except Exception as error:  # a peer's kernels may end in anything; it is named and left out
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        reasons = [None] * here.count
+        dist.all_gather_object(reasons, reason)
+        reason = next(filter(None, reasons), "")  # left out everywhere or nowhere
+        if reason:
+            here.say(f"left out: {name}: {reason}")
+            left_out[name] = reason
+        elif wanted:
+            here.say(f"checked: {name} {experts.version(name)} " + " ".join(f"{k} {v:.1e}" for k, v in apart.items()))
+            passed[name] = apart
+    if experts.BASELINE in left_out:
+        raise training.Stop(f"{experts.BASELINE}: {left_out[experts.BASELINE]}; nothing can be checked without it")
+    if not passed:
+        raise training.Stop(f"--experts {a.experts}: none of them runs here; see the lines above")
+    return passed, left_out
+
+
+def gpu_state(here) -> dict:
+    """Clock and power of this rank's GPU as nvidia-smi has them, {} where it does not tell."""
+    if not here.on_gpu:
+        return {}
+    try:
+        uuid = torch.cuda.get_device_properties(here.device).uuid
+        told = subprocess.run(["nvidia-smi", f"--id=GPU-{uuid}", "--query-gpu=clocks.sm,power.draw,driver_version",
+                               "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20, check=True)
+        clock, power, driver = (field.strip() for field in told.stdout.splitlines()[0].split(","))
+        return {"sm_mhz": float(clock), "watts": float(power), "driver": driver}
+    except (OSError, ValueError, IndexError, AttributeError, subprocess.SubprocessError):
+        return {}
+
+
+class Timer:
+    """Blocks of steps of one trainer with any implementation."""
+
+    def __init__(self, a, trainer, data, sequences: dict):
+        self.a, self.trainer, self.data, self.sequences = a, trainer, data, sequences
+        self.here, self.c = trainer.here, trainer.c
+
+    def use(self, name: str) -> None:
+        """Exchanges the experts; memory of the previous ones goes back to the device, and peaks begin anew."""
+        self.trainer.model.use(training.load(name))
+        self.here.synchronize()
+        gc.collect()
+        if self.here.on_gpu:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        dist.barrier()
+
+    def step(self, name: str, index: int, rate: float = 0.0) -> tuple:
+        here = self.here
+        batch = self.data.batch(self.a.seed, index, self.sequences[name], self.c.context, here.rank, here.count,
+                                here.device)
+        return self.trainer.step(*batch, rate)
+
+    def block(self, name: str, first: int) -> dict:
+        """Milliseconds of the timed steps, their mean loss, peaks and clocks; tokens are those from step `first` on."""
+        here = self.here
+        self.use(name)
+        state = torch.cuda.memory_allocated() if here.on_gpu else 0
+        losses = []
+        for i in range(UNTIMED):
+            losses.append(self.step(name, first + i)[0])
+        pace = split.Pace(here.device)
+        for i in range(UNTIMED, UNTIMED + TIMED):
+            losses.append(self.step(name, first + i)[0])
+            pace.mark()
+        clocks = gpu_state(here)  # while the last steps run
+        ms = here.worst(*pace.milliseconds())
+        mean = torch.stack(losses).double().mean()
+        dist.all_reduce(mean)
+        allocated, reserved, state = here.worst(*here.memory(), state)
+        slowest_clock = -here.worst(-clocks.get("sm_mhz", 0.0))[0]
+        return {"name": name, "ms": ms, "loss": mean.item() / here.count, "peak_bytes": int(allocated),
+                "reserved_bytes": int(reserved), "state_bytes": int(state),
+                **({"sm_mhz": slowest_clock, "watts": clocks["watts"], "driver": clocks["driver"]} if clocks else {})}
+
+
+def measure(a, timer: Timer, names: list[str], start: float) -> list[dict]:
+    """Rounds of a block of each implementation, shuffled alike on all ranks."""
+    order, rounds, here = random.Random(a.seed), [], timer.here
+    for number in range(a.rounds):
+        if number >= 2 and here.worst(split.now() - start)[0] > a.seconds:
+            here.say(f"ends after {number} of {a.rounds} rounds, as --seconds {a.seconds:.0f} are over")
+            break
+        order.shuffle(names)
+        blocks = {name: timer.block(name, 10_000 + number * (UNTIMED + TIMED)) for name in names}
+        rounds.append(blocks)
+        here.say(f"round {number + 1}: " + "  ".join(f"{name} {statistics.median(blocks[name]['ms']):.2f} ms"
+                                                     for name in sorted(blocks)))
+    return rounds
+
+
+def summary(name: str, rounds: list[dict], sequences: dict, context: int, baseline: str) -> dict:
+    """Fields of one implementation's row."""
+    blocks = [blocks[name] for blocks in rounds]
+    steps = sorted(ms for block in blocks for ms in block["ms"])
+    median = statistics.median(steps)
+    # Time per token, so that batches may differ; a ratio above 1 says that the baseline takes longer.
+    ratios = [statistics.median(blocks[baseline]["ms"]) / sequences[baseline]
+              / (statistics.median(blocks[name]["ms"]) / sequences[name]) for blocks in rounds]
+    ratio, half = mean_interval(ratios)
+    row = {"ms": round(median, 3), "ms_p10": round(steps[len(steps) // 10], 3),
+           "ms_p90": round(steps[len(steps) * 9 // 10], 3),
+           "tokens_per_s_per_gpu": round(1e3 * sequences[name] * context / median), "batch_tokens": sequences[name] * context,
+           f"times_faster_than_{baseline}": {"mean": round(ratio, 4), "half_interval": round(half, 4) if half < math.inf
+                                             else None, "rounds": [round(r, 4) for r in ratios]},
+           "peak_bytes": max(b["peak_bytes"] for b in blocks), "reserved_bytes": max(b["reserved_bytes"] for b in blocks),
+           "state_bytes": max(b["state_bytes"] for b in blocks),
+           "loss": round(statistics.fmean(b["loss"] for b in blocks), 6),
+           "loss_apart": round(max(abs(blocks[name]["loss"] - blocks[baseline]["loss"]) for blocks in rounds), 6)
+           if sequences[name] == sequences[baseline] else None}
+    clocks = [b["sm_mhz"] for b in blocks if "sm_mhz" in b]
+    if clocks:
+        row["clocks_mhz"], row["watts"] = [min(clocks), max(clocks)], statistics.fmean(b["watts"] for b in blocks)
+        row["rounds_with_other_clocks"] = [i for i, blocks in enumerate(rounds) if max(
+            b["sm_mhz"] for b in blocks.values()) > 1.03 * min(b["sm_mhz"] for b in blocks.values())]
+    return row
+
+
+def rows(a, c, here, rounds, passed, sequences, loads, splits) -> list[dict]:
+    regime = a.regime or ("R2" if a.recompute else "R1" if len(set(sequences.values())) > 1 else "R0")
+    baseline = experts.BASELINE if experts.BASELINE in passed else next(iter(passed))
+    common = {"config": a.config, "dtype": "bf16" if here.on_gpu else "fp32", "gpus": here.count if here.on_gpu else 0,
+              "ranks": here.count, "routing": "learned", "router": "topk-softmax", "round": "none",
+              "pass": "train-step", "layers": c.layers, "context": c.context, "vocabulary": c.vocabulary,
+              "regime": regime, "recompute": a.recompute, "attention": a.attention if here.on_gpu else "cpu",
+              "compiled_dense": here.on_gpu and not a.eager, "busiest_expert": loads}
+    result = []
+    for name in sorted(passed):
+        tokens = sequences[name] * c.context
+        row = {**common, "impl": name, "variant": experts.variant(name), "version": experts.version(name),
+               "sequences": sequences[name],
+               "shape": [tokens, c.hidden, c.intermediate, c.experts, c.top_k], "errors": passed[name],
+               "checked": name != experts.NO_EXPERTS, **summary(name, rounds, sequences, c.context, baseline)}
+        row["model_tflops"] = round(c.flops_per_token() * tokens / row["ms"] / 1e9, 1)
+        if experts.NO_EXPERTS in passed and sequences[name] == sequences[experts.NO_EXPERTS]:
+            row["experts_ms"] = round(statistics.median(
+                statistics.median(b[name]["ms"]) - statistics.median(b[experts.NO_EXPERTS]["ms"]) for b in rounds), 3)
+        if name in splits:
+            row["split"] = splits[name]
+        result.append(row)
+    return result
+
+
+def run(a) -> None:
+    start, c = split.now(), training.configuration(a)
+    if a.rounds < 2:
+        raise training.Stop(f"--rounds {a.rounds}: an interval needs at least 2")
+    with training.ranks() as here:
+        passed, left_out = chosen(a, c, here)
+        names = list(passed)
+        sequences = batches(names, a.sequences)
+        data = training.corpus(a, c, here)
+        trainer = training.Trainer(c, here, training.load(names[0]), a)
+        timer = Timer(a, trainer, data, sequences)
+        here.say(f"{a.config}, {c.layers} layers, {c.parameters() / 1e6:.0f} M parameters on {here.count} x "
+                 f"{training.device_name(here)}, {data.used} of {c.vocabulary} token ids in use; ready after "
+                 f"{split.now() - start:.0f} s")
+        for name in names[1:] + names[:1]:  # each compiles and tunes; the first one then trains
+            timer.use(name)
+            timer.step(name, 0)
+        for step in range(1, a.warm_up + 1):
+            loss, _, counts = timer.step(names[0], step, a.learning_rate * min(1.0, step / max(a.warm_up // 2, 1)))
+        counts = counts.clone() if a.warm_up else timer.step(names[0], 1)[2].clone()
+        dist.all_reduce(counts)
+        loads = [round(share, 3) for share in (counts.max(dim=1).values / counts.float().mean(dim=1)).tolist()]
+        here.say(f"warm after {split.now() - start:.0f} s" + (f", loss {loss.item():.3f}" if a.warm_up else "")
+                 + f", busiest expert of a layer {max(loads):.2f} x mean")
+        rounds = measure(a, timer, list(names), start)
+        splits = {}
+        if a.profile and here.on_gpu:
+            for name in names:
+                timer.use(name)
+                splits[name] = split.profiled(lambda i, name=name: timer.step(name, 10_000 + i))
+        if here.rank == 0:
+            driver = next((b["driver"] for blocks in rounds for b in blocks.values() if "driver" in b), "")
+            table = rows(a, c, here, rounds, passed, sequences, loads, splits)
+            clocks = [clock for row in table for clock in row.get("clocks_mhz", [])]
+            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
+                                    cwd=pathlib.Path(__file__).parent).stdout.strip()
+            a.out.parent.mkdir(parents=True, exist_ok=True)
+            a.out.write_text(json.dumps({
+                "command": f"torchrun --nproc-per-node {here.count} bench/end_to_end/measure.py " + " ".join(sys.argv[1:]),
+                "commit": commit, "device": training.device_name(here), "driver": driver,
+                "clocks_mhz": [min(clocks), max(clocks)] if clocks else [0, 0],
+                "date": datetime.date.today().isoformat(), "torch": torch.__version__, "text_sha256": data.digest,
+                "protocol": f"median of {TIMED} steps in each of {len(rounds)} rounds, {UNTIMED} untimed before, all in one "
+                            "process in random order, weights standing still after the warm-up",
+                "left_out": left_out, "rows": table}, indent=1) + "\n", encoding="utf-8")
+            for row in table:
+                ratio = next(v for k, v in row.items() if k.startswith("times_faster"))
+                half = ratio["half_interval"]
+                here.say(f"{row['impl']:26} {row['ms']:9.2f} ms  {row['tokens_per_s_per_gpu']:8} tokens/s per rank  "
+                         f"{ratio['mean']:.3f} +- {half if half is not None else math.inf:.3f} times as fast  peak "
+                         f"{(row['peak_bytes'] - row['state_bytes']) / 2**30:.2f} GiB over the state  loss {row['loss']:.4f}")
+
+
+if __name__ == "__main__":
+    training.end(lambda: run(arguments()))

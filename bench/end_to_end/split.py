@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training step is made of: kernels by kind, exposed communication and idle time, from torch's profiler."""
+
+import json
+import pathlib
+import re
+import sys
+import tempfile
+import time
+
+import torch
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples"))
+
+from train_transformer import Pace  # noqa: E402, F401
+
+# The first kind whose pattern a kernel's name has.
+KINDS = (
+    ("nccl", r"nccl"),
+    ("attention", r"flash|fmha|cudnn.*attention|cudnn_generated.*sdpa"),
+    ("experts", r"tessera|scatter2scatter|_group_kernel|xty|_moe_|_fused_(up|down)_proj|_token_gather|GroupProblemShape|"
+                r"sonicmoe|quack|cutlass.*Sm90.*[Gg]rouped|prepare_grouped"),
+    ("optimizer", r"[Ff]used_?[Aa]dam|FusedOptimizer|multi_tensor_apply|LpNorm"),
+    ("sharding copies", r"split_with_sizes|chunk_cat|CatArray|Memcpy|Memset"),
+    ("router", r"topk|gatherTopK|radix|[Ss]ort|scatter_add|bincount|searchsorted|softmax.*128"),
+    ("dense gemm", r"nvjet|gemm|cutlass|cublas|splitK"),
+    ("elementwise", r""),
+)
+
+
+def now() -> float:
+    return time.monotonic()
+
+
+def kind(name: str) -> str:
+    return next(kind for kind, pattern in KINDS if re.search(pattern, name))
+
+
+def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    merged: list[list[float]] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return [tuple(span) for span in merged]
+
+
+def _length(spans) -> float:
+    return sum(end - start for start, end in spans)
+
+
+def summarize(events: list[dict], steps: int) -> dict:
+    """Milliseconds a step by kind, from the events of a Chrome trace. `nccl exposed` is where nothing else runs, `idle`
+    where nothing runs; kinds overlap, so that they may add up to more than `all`."""
+    kernels = [(event["name"], event["ts"], event["ts"] + event["dur"]) for event in events
+               if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if not kernels:
+        return {}
+    spans: dict[str, list] = {}
+    for name, start, end in kernels:
+        spans.setdefault(kind(name), []).append((start, end))
+    everything = _union([(start, end) for _, start, end in kernels])
+    others = _union([span for key, part in spans.items() if key != "nccl" for span in part])
+    whole = everything[-1][1] - everything[0][0]
+    result = {key: _length(part) for key, part in spans.items()}
+    result |= {"nccl exposed": _length(everything) - _length(others), "idle": whole - _length(everything), "all": whole}
+    return {key: round(value / 1e3 / steps, 3) for key, value in sorted(result.items())}
+
+
+def profiled(step, steps: int = 3) -> dict:
+    """`summarize` of step(i) on this rank after two steps that are not recorded, and its twenty longest kernels."""
+    for i in range(2):
+        step(i)
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for i in range(2, 2 + steps):
+            step(i)
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = pathlib.Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    times: dict[str, float] = {}
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            times[event["name"]] = times.get(event["name"], 0) + event["dur"]
+    longest = sorted(times, key=times.get, reverse=True)[:20]
+    return {**summarize(events, steps), "kernels": [
+        {"name": name[:120], "kind": kind(name), "ms": round(times[name] / 1e3 / steps, 3)} for name in longest]}

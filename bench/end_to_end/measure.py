@@ -7,8 +7,8 @@
 
 Every implementation is first checked against torch-grouped-mm (o and all gradients). The model then trains for a few
 steps, and from there on the learning rate is 0: every step costs what a step costs, and all implementations see the
-same weights, tokens and routing. A round is a block of each implementation in random order: 3 steps untimed, 10 timed by
-events between the ends of steps, the slowest rank counts. Ratios are of blocks of one round. --sequences 6, or
+same weights, tokens and routing. A round is a block of each implementation in random order: 3 steps untimed, 10 timed
+by events between the ends of steps, the slowest rank counts. Ratios are of blocks of one round. --sequences 6, or
 NAME=N,NAME=N where each has its own batch. --profile adds the kernels of three steps by kind.
 """
 
@@ -193,10 +193,12 @@ def summary(name: str, rounds: list[dict], sequences: dict, context: int, baseli
     ratio, half = mean_interval(ratios)
     row = {"ms": round(median, 3), "ms_p10": round(steps[len(steps) // 10], 3),
            "ms_p90": round(steps[len(steps) * 9 // 10], 3),
-           "tokens_per_s_per_gpu": round(1e3 * sequences[name] * context / median), "batch_tokens": sequences[name] * context,
+           "tokens_per_s_per_gpu": round(1e3 * sequences[name] * context / median),
+           "batch_tokens": sequences[name] * context,
            f"times_faster_than_{baseline}": {"mean": round(ratio, 4), "half_interval": round(half, 4) if half < math.inf
                                              else None, "rounds": [round(r, 4) for r in ratios]},
-           "peak_bytes": max(b["peak_bytes"] for b in blocks), "reserved_bytes": max(b["reserved_bytes"] for b in blocks),
+           "peak_bytes": max(b["peak_bytes"] for b in blocks),
+           "reserved_bytes": max(b["reserved_bytes"] for b in blocks),
            "state_bytes": max(b["state_bytes"] for b in blocks),
            "loss": round(statistics.fmean(b["loss"] for b in blocks), 6),
            "loss_apart": round(max(abs(blocks[name]["loss"] - blocks[baseline]["loss"]) for blocks in rounds), 6)
@@ -265,26 +267,32 @@ def run(a) -> None:
                 timer.use(name)
                 splits[name] = split.profiled(lambda i, name=name: timer.step(name, 10_000 + i))
         if here.rank == 0:
-            driver = next((b["driver"] for blocks in rounds for b in blocks.values() if "driver" in b), "")
             table = rows(a, c, here, rounds, passed, sequences, loads, splits)
-            clocks = [clock for row in table for clock in row.get("clocks_mhz", [])]
-            commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
-                                    cwd=pathlib.Path(__file__).parent).stdout.strip()
-            a.out.parent.mkdir(parents=True, exist_ok=True)
-            a.out.write_text(json.dumps({
-                "command": f"torchrun --nproc-per-node {here.count} bench/end_to_end/measure.py " + " ".join(sys.argv[1:]),
-                "commit": commit, "device": training.device_name(here), "driver": driver,
-                "clocks_mhz": [min(clocks), max(clocks)] if clocks else [0, 0],
-                "date": datetime.date.today().isoformat(), "torch": torch.__version__, "text_sha256": data.digest,
-                "protocol": f"median of {TIMED} steps in each of {len(rounds)} rounds, {UNTIMED} untimed before, all in one "
-                            "process in random order, weights standing still after the warm-up",
-                "left_out": left_out, "rows": table}, indent=1) + "\n", encoding="utf-8")
+            write(a, here, data, table, rounds, left_out)
             for row in table:
-                ratio = next(v for k, v in row.items() if k.startswith("times_faster"))
-                half = ratio["half_interval"]
+                ratio = next(value for key, value in row.items() if key.startswith("times_faster"))
+                half = math.inf if ratio["half_interval"] is None else ratio["half_interval"]
+                over = (row["peak_bytes"] - row["state_bytes"]) / 2**30
                 here.say(f"{row['impl']:26} {row['ms']:9.2f} ms  {row['tokens_per_s_per_gpu']:8} tokens/s per rank  "
-                         f"{ratio['mean']:.3f} +- {half if half is not None else math.inf:.3f} times as fast  peak "
-                         f"{(row['peak_bytes'] - row['state_bytes']) / 2**30:.2f} GiB over the state  loss {row['loss']:.4f}")
+                         f"{ratio['mean']:.3f} +- {half:.3f} times as fast  peak {over:.2f} GiB over the state  "
+                         f"loss {row['loss']:.4f}")
+
+
+def write(a, here, data, table, rounds, left_out) -> None:
+    """The results file, with the command, the device and what was left out."""
+    driver = next((b["driver"] for blocks in rounds for b in blocks.values() if "driver" in b), "")
+    clocks = [clock for row in table for clock in row.get("clocks_mhz", [])]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
+                            cwd=pathlib.Path(__file__).parent).stdout.strip()
+    command = f"torchrun --nproc-per-node {here.count} bench/end_to_end/measure.py " + " ".join(sys.argv[1:])
+    protocol = (f"median of {TIMED} steps in each of {len(rounds)} rounds, {UNTIMED} untimed before, all in one "
+                "process in random order, weights standing still after the warm-up")
+    a.out.parent.mkdir(parents=True, exist_ok=True)
+    a.out.write_text(json.dumps({
+        "command": command, "commit": commit, "device": training.device_name(here), "driver": driver,
+        "clocks_mhz": [min(clocks), max(clocks)] if clocks else [0, 0], "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__, "text_sha256": data.digest, "protocol": protocol, "left_out": left_out,
+        "rows": table}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

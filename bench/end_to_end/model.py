@@ -5,7 +5,8 @@
     L times: x += out(attention(rotary(q), rotary(k), v)), q, k, v of rms(x);  x += experts(rms(x), router(rms(x)))
     loss = mean cross entropy of rms(x) @ head^T
 
-Weights of the experts are named and laid out as Hugging Face's: gate_up_proj [E,2n,d], gate rows first, down_proj [E,d,n].
+Weights of the experts are named and laid out as Hugging Face's: gate_up_proj [E,2n,d], gate rows first, and
+down_proj [E,d,n].
 """
 
 import dataclasses

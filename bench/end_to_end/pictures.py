@@ -35,7 +35,8 @@ def curves(path: pathlib.Path, series: dict, title: str, x_name: str, y_name: st
         color = COLORS[i % len(COLORS)]
         places = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in line))
         body.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{places}"/>')
-        body.append(f'<text x="{WIDTH - RIGHT - 6}" y="{TOP + 14 + 16 * i}" text-anchor="end" fill="{color}">{name}</text>')
+        body.append(f'<text x="{WIDTH - RIGHT - 6}" y="{TOP + 14 + 16 * i}" text-anchor="end" fill="{color}">{name}'
+                    '</text>')
     body.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 12}" text-anchor="middle">{x_name}</text>')
     body.append(f'<text x="14" y="{TOP - 6}">{y_name}</text>')
     path.write_text(_page(body, title), encoding="utf-8")
@@ -52,8 +53,8 @@ def loads(path: pathlib.Path, counts: list[list[int]], title: str) -> None:
         body.append(f'<text x="{LEFT - 6}" y="{TOP + row * layer + 10}" text-anchor="end">{layer}</text>')
         for e, count in enumerate(line):
             shade = 255 - round(255 * min(count / mean / 4, 1.0))
-            body.append(f'<rect x="{LEFT + cell * e:.1f}" y="{TOP + row * layer}" width="{cell:.1f}" height="{row - 1}" '
-                        f'fill="rgb({shade},{shade},{shade})"/>')
+            body.append(f'<rect x="{LEFT + cell * e:.1f}" y="{TOP + row * layer}" width="{cell:.1f}" '
+                        f'height="{row - 1}" fill="rgb({shade},{shade},{shade})"/>')
     height = TOP + row * len(counts) + BOTTOM
     body.append(f'<text x="{WIDTH / 2}" y="{height - 12}" text-anchor="middle">expert (a row for each layer)</text>')
     path.write_text(_page(body, title, width=int(LEFT + cell * experts + RIGHT), height=height), encoding="utf-8")

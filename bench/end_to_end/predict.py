@@ -94,7 +94,8 @@ class Point:
         head = 6 * tokens * c.vocabulary * d / gpu.head + 4 * tokens * c.vocabulary * 2 / gpu.bandwidth
         optimizer = sharded * 36 / gpu.bandwidth  # AdamW reads and writes 28 bytes, clipping reads 8
         ends = gather + reduce
-        step = SLOWDOWN * (self.layers * (max(forward, gather) + max(backward, gather + reduce)) + head + optimizer + ends)
+        layers = self.layers * (max(forward, gather) + max(backward, gather + reduce))
+        step = SLOWDOWN * (layers + head + optimizer + ends)
         peak = self.memory(c, tokens, sharded)
         terms = {"experts": experts * self.layers, "attention": attention * self.layers,
                  "projections": projections * self.layers, "elementwise": elementwise * self.layers, "head": head,

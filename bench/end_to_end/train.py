@@ -5,13 +5,15 @@
     torchrun --nproc-per-node 2 train.py --config 7B-n256 --layers 12 --sequences 4 --steps 500 --text SRC --out RUN
     python train.py --config small --steps 200 --text docs --out RUN          one process, on the CPU too
 
-bf16 compute and fp32 weights on GPUs; AdamW, gradients clipped to norm 1, warm-up. Every --save-every steps a checkpoint
-is written, whole or not at all; --resume goes on from the last, with the bits of a run that was never interrupted. RUN
-gets steps.csv, loads.csv and their pictures loss.svg and loads.svg. --experts names whose experts compute.
+bf16 compute and fp32 weights on GPUs; AdamW, gradients clipped to norm 1, warm-up. Every --save-every steps a
+checkpoint is written, whole or not at all; --resume goes on from the last, with the bits of a run that was never
+interrupted (on GPUs with --deterministic). RUN gets steps.csv, loads.csv and their pictures loss.svg and loads.svg.
+--experts names whose experts compute.
 """
 
 import argparse
 import csv
+import dataclasses
 import itertools
 import pathlib
 import signal
@@ -50,9 +52,10 @@ def check(a) -> None:
             raise training.Stop(f"--{name.replace('_', '-')} {getattr(a, name)}: must be at least 1")
     if not 0 < a.learning_rate < 1:
         raise training.Stop(f"--learning-rate {a.learning_rate}: must be between 0 and 1")
-    if not a.resume and checkpoints.whole(a.out):
-        raise training.Stop(f"--out {a.out}: has {checkpoints.whole(a.out)[-1].name}; add --resume or name another folder")
-    if a.resume and not checkpoints.whole(a.out):
+    saved = checkpoints.whole(a.out)
+    if not a.resume and saved:
+        raise training.Stop(f"--out {a.out}: has {saved[-1].name}; add --resume or name another folder")
+    if a.resume and not saved:
         raise training.Stop(f"--resume: no checkpoint in {a.out}; leave it out, or name the folder of a run with --out")
 
 
@@ -105,7 +108,7 @@ def run(a, c, here) -> None:
     data = training.corpus(a, c, here)
     trainer = training.Trainer(c, here, training.load(a.experts), a)
     # What has to be the same for a resumed run to be the same run.
-    pinned = {"config": [a.config, *map(str, vars(c).items())], "experts": a.experts, "seed": a.seed, "text": data.digest,
+    pinned = {"config": dataclasses.asdict(c), "experts": a.experts, "seed": a.seed, "text": data.digest,
               "steps": a.steps, "sequences": a.sequences, "ranks": here.count, "learning_rate": a.learning_rate,
               "warm_up": a.warm_up, "recompute": a.recompute}
     record, first = Record(a.out, []), 1
@@ -148,15 +151,15 @@ def report(record, here, step, steps, loss, norm, counts, rate, tokens, clock) -
     speed = tokens / seconds if seconds else 0.0
     share = (counts.max(dim=1).values / counts.float().mean(dim=1)).max().item()
     mean, norm = mean.item(), float(norm)
-    line = f"step {step}/{steps}  loss {mean:.4f}  gradient {norm:.2f}  rate {rate:.1e}  busiest expert {share:.2f} x mean"
+    line = (f"step {step}/{steps}  loss {mean:.4f}  gradient {norm:.2f}  rate {rate:.1e}  "
+            f"busiest expert {share:.2f} x mean")
     if speed:
         line += f"  {speed:.0f} tokens/s per rank, {speed * here.count:.0f} in all"
     if here.on_gpu:
         line += f"  at most {peak / 2**30:.2f} GiB in use"
     here.say(line)
     if not mean < float("inf"):
-        raise training.Stop(f"step {step}: the loss is {mean}; resume from an earlier checkpoint with another --out and "
-                            "a lower --learning-rate")
+        raise training.Stop(f"step {step}: the loss is {mean}; start again with a lower --learning-rate")
     record.rows.append((step, mean, norm, rate, round(speed, 1), int(peak), share))
     record.counts = counts.tolist()
 
@@ -179,11 +182,8 @@ def main() -> None:
         signal.signal(signal.SIGTERM, terminated)
         try:
             run(a, c, here)
-        except training.Stop:
+        except (training.Stop, torch.OutOfMemoryError):
             raise
-        except torch.OutOfMemoryError as error:
-            stopped(a.out, here.rank, f"{str(error).split('.')[0]}; fewer --sequences, --recompute or more GPUs help")
-            raise SystemExit(1) from error
         except (RuntimeError, SystemExit) as error:
             stopped(a.out, here.rank, " ".join(str(error).split())[:300])
             raise SystemExit(1) from error

@@ -38,8 +38,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, help="instead of the configuration's")
     parser.add_argument("--text", nargs="+", required=True, type=pathlib.Path, help="files and folders to learn from")
     parser.add_argument("--text-bytes", type=int, default=40_000_000, help="how much of them is read")
-    parser.add_argument("--cache", type=pathlib.Path, default=pathlib.Path("text-cache"),
-                        help="folder for the tokenizer and the token ids")
+    parser.add_argument("--cache", type=pathlib.Path, default=pathlib.Path.home() / ".cache" / "tessera-text",
+                        help="folder for the tokenizer and the token ids (~/.cache/tessera-text)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--recompute", action="store_true", help="blocks are computed again in backward")
     parser.add_argument("--attention", choices=BACKENDS, default="flash", help="on GPUs; a CPU chooses for itself")
@@ -166,7 +166,7 @@ class Trainer:
         """Weights as drawn from the seed, whatever the number of ranks; no moments."""
         out_scale = 0.02 / math.sqrt(2 * self.c.layers)
         for index, (name, parameter) in enumerate(self.model.named_parameters()):
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local = parameter.to_local()
             if parameter.dim() == 1:
                 local.fill_(1.0)
                 continue
@@ -202,6 +202,7 @@ class Trainer:
         with self.backend():
             for batch in data.evaluation(rows, self.c.context, here.rank, here.count, batches, here.device):
                 total += self.model(*batch)[0].double()
+        self.model.reshard()  # the root's own weights stay gathered until a backward pass that does not come
         dist.all_reduce(total)
         return total.item() / (batches * here.count)
 
@@ -225,6 +226,10 @@ def end(program) -> None:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"{pathlib.Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)
         status = 2
+    except torch.OutOfMemoryError as error:
+        print(f"{pathlib.Path(sys.argv[0]).name}: out of memory: {str(error).split('.')[0]}; fewer --sequences, "
+              "--recompute or more GPUs help", file=sys.stderr, flush=True)
+        status = 1
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
     except KeyboardInterrupt:

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bench/end_to_end/train.py over two processes with gloo: a rank is killed, the run goes on with the bits of one that
+was not interrupted."""
+
+import csv
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+ROOT = pathlib.Path(__file__).parents[2]
+STEPS, SAVE_EVERY = 60, 15
+
+
+def flat(state: dict, prefix: str = ""):
+    for key, value in state.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+class Processes(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = pathlib.Path(cls.enterClassContext(tempfile.TemporaryDirectory()))
+
+    def command(self, out: pathlib.Path) -> list:
+        return [sys.executable, "-W", "ignore", ROOT / "examples" / "train_model.py", "--config", "tiny", "--text",
+                ROOT / "docs", "--text-bytes", "200000", "--cache", self.folder / "text", "--sequences", "1", "--steps",
+                str(STEPS), "--save-every", str(SAVE_EVERY), "--report-every", "3", "--learning-rate", "3e-3",
+                "--warm-up", "5", "--out", out]
+
+    def start(self, out: pathlib.Path, *flags) -> list[subprocess.Popen]:
+        """The two ranks, as torchrun starts them."""
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        command = [*self.command(out), *flags]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": "2",
+                       "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        ranks = [subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
+        for process in ranks:
+            self.addCleanup(process.wait)
+            self.addCleanup(process.kill)
+        return ranks
+
+    def finish(self, ranks: list[subprocess.Popen]) -> str:
+        told = [process.communicate(timeout=300) for process in ranks]
+        self.assertEqual([process.returncode for process in ranks], [0, 0], told)
+        return told[0][0]
+
+    def state(self, place: pathlib.Path) -> dict:
+        dcp_to_torch_save(place, self.folder / "state.pt")
+        return dict(flat(torch.load(self.folder / "state.pt", weights_only=False)))
+
+    def test_killed_and_resumed(self):
+        whole, broken = self.folder / "whole", self.folder / "broken"
+        told = self.finish(self.start(whole))
+        self.assertRegex(told, r"step 60/60  loss .* tokens/s per rank, \d+ in all")
+        self.assertRegex(told, r"held-out loss \d+\.\d+ nats")
+        with open(whole / "steps.csv", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        self.assertLess(float(rows[-1]["loss"]), float(rows[0]["loss"]) - 0.2)
+        for picture in ("loss.svg", "loads.svg"):
+            self.assertIn("</svg>", (whole / picture).read_text(encoding="utf-8"))
+
+        ranks = self.start(broken)
+        for line in ranks[0].stdout:
+            if line.startswith("saved "):
+                break
+        ranks[1].kill()
+        _, complaint = ranks[0].communicate(timeout=300)
+        ranks[1].communicate(timeout=300)
+        self.assertEqual(ranks[0].returncode, 1, complaint)
+        self.assertRegex(complaint.splitlines()[-1],
+                         r"^train.py: rank 0: .*; go on from .*checkpoint-000000\d\d with --resume$")
+        saved = sorted(place.name for place in broken.glob("checkpoint-*") if place.suffix != ".partial")
+        self.assertNotIn(f"checkpoint-{STEPS:08}", saved)
+        (broken / "checkpoint-99999999.partial").mkdir()  # what a rank lost while it saves leaves behind
+        told = self.finish(self.start(broken, "--resume"))
+        self.assertIn(f"resumed from {broken / saved[-1]}", told)
+
+        last = f"checkpoint-{STEPS:08}"
+        wanted, got = self.state(whole / last), self.state(broken / last)
+        self.assertEqual(wanted.keys(), got.keys())
+        tensors = [name for name, value in wanted.items() if isinstance(value, torch.Tensor)]
+        self.assertGreater(len(tensors), 3 * 15)  # weights and both moments of each
+        for name in tensors:
+            self.assertTrue(torch.equal(wanted[name], got[name]), name)
+        with open(broken / "steps.csv", encoding="utf-8") as file:
+            again = list(csv.DictReader(file))
+        for column in ("step", "loss", "gradient_norm", "learning_rate", "busiest_expert"):
+            self.assertEqual([row[column] for row in rows], [row[column] for row in again])
+
+        alone = subprocess.run([*self.command(broken), "--resume"], capture_output=True, text=True, check=False,
+                               timeout=300)
+        self.assertEqual(alone.returncode, 2, alone.stderr)
+        self.assertRegex(alone.stderr, r"^train_model.py: --resume: ranks is 1 and was 2 in .*\n$")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""bench/end_to_end: the model, its data, the check of the experts, what is made of measured times."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import tessera
+import torch
+from torch.nn import functional
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROGRAMS = ROOT / "bench" / "end_to_end"
+sys.path.insert(0, str(PROGRAMS))
+
+import experts  # noqa: E402
+import largest  # noqa: E402
+import losses  # noqa: E402
+import measure  # noqa: E402
+import model as models  # noqa: E402
+import predict  # noqa: E402
+import split  # noqa: E402
+import text  # noqa: E402
+import training  # noqa: E402
+
+TINY = models.CONFIGURATIONS["tiny"]
+
+
+def drawn(name: str, **changes) -> models.Model:
+    model = models.Model(dataclasses.replace(TINY, **changes), experts.load(name))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1))
+    return model
+
+
+def tokens() -> tuple:
+    ids = torch.randint(TINY.vocabulary, (3, 33), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def gradients(model: models.Model) -> tuple:
+    loss, auxiliary, counts = model(*tokens())
+    (loss + auxiliary).backward()
+    return loss, auxiliary, counts, {name: p.grad for name, p in model.named_parameters()}
+
+
+class Models(unittest.TestCase):
+    def test_cross_entropy_in_chunks(self):
+        generator = torch.Generator().manual_seed(0)
+        x, w = (torch.randn(rows, 16, generator=generator).requires_grad_() for rows in (23, 50))
+        targets = torch.randint(50, (23,), generator=generator)
+        rows, models.LOSS_ROWS = models.LOSS_ROWS, 7
+        self.addCleanup(setattr, models, "LOSS_ROWS", rows)
+        loss = models._CrossEntropy.apply(x, w, targets, models.loss_chunk)
+        wanted = functional.cross_entropy(x @ w.mT, targets)
+        torch.testing.assert_close(loss, wanted)
+        torch.testing.assert_close(torch.autograd.grad(3 * loss, (x, w)), torch.autograd.grad(3 * wanted, (x, w)))
+
+    def test_router_and_its_losses_are_the_librarys(self):
+        generator = torch.Generator().manual_seed(0)
+        x, w = torch.randn(40, 16, generator=generator), torch.randn(8, 16, generator=generator)
+        logits = torch.randn(40, 8, generator=generator).requires_grad_()
+        ids, weights, made, counts = models.route(x, w, 2)
+        right_ids, right_weights, right_logits = tessera.route(x, w, top_k=2)
+        self.assertTrue(torch.equal(ids.sort().values.int(), right_ids.sort().values))
+        torch.testing.assert_close(made, right_logits)
+        torch.testing.assert_close(weights.sort().values, right_weights.sort().values)
+        self.assertEqual(counts.tolist(), torch.bincount(ids.flatten(), minlength=8).tolist())
+        loss = models.auxiliary_loss(logits, counts)
+        right = tessera.losses.router_losses(logits, counts, balance=models.BALANCE, z=models.Z)
+        torch.testing.assert_close(loss, right)
+        torch.testing.assert_close(*(torch.autograd.grad(value, logits)[0] for value in (loss, right)))
+
+    def test_positions_matter_and_the_future_does_not(self):
+        model = drawn("torch-eager")
+        ids, targets = tokens()
+        with torch.no_grad():
+            hidden = []
+            for changed in (ids, ids.roll(1, dims=1), torch.cat((ids[:, :16], ids[:, 16:].flip(1)), dim=1)):
+                x = functional.embedding(changed, model.embedding)
+                tables = models.rotary_tables(32, TINY.head_size, "cpu")
+                hidden.append(model.blocks[0](x, *tables)[0])
+        torch.testing.assert_close(hidden[0][:, :16], hidden[2][:, :16])
+        self.assertGreater((hidden[0][:, 16:] - hidden[2][:, 16:]).abs().max(), 0.01)
+        q = torch.randn(1, 1, 32, TINY.head_size)
+        turned = models.rotate(q, *models.rotary_tables(32, TINY.head_size, "cpu"))
+        torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1))
+        same = models.rotate(q[:, :, :1].expand_as(q), *models.rotary_tables(32, TINY.head_size, "cpu"))[0, 0]
+        torch.testing.assert_close(same[3] @ same[5], same[20] @ same[22])  # a product depends on the distance
+
+    def test_experts_are_exchanged_and_nothing_else(self):
+        wanted = gradients(drawn("torch-grouped-mm"))
+        for name in ("tessera", "tessera-layer", "torch-eager", "hf-grouped-mm", "hf-eager"):
+            model = drawn("torch-grouped-mm")
+            model.use(experts.load(name))
+            loss, auxiliary, counts, grads = gradients(model)
+            torch.testing.assert_close(loss, wanted[0], rtol=1e-5, atol=0)
+            torch.testing.assert_close(auxiliary, wanted[1], rtol=1e-5, atol=0)
+            self.assertTrue(torch.equal(counts, wanted[2]), name)
+            for key, gradient in grads.items():
+                torch.testing.assert_close(gradient, wanted[3][key], rtol=1e-3, atol=1e-6, msg=f"{name} {key}")
+
+    def test_recomputed_blocks_have_the_same_gradients(self):
+        once, again = drawn("tessera"), drawn("tessera")
+        again.recompute(True)
+        for one, other in zip(gradients(once)[3].values(), gradients(again)[3].values(), strict=True):
+            self.assertTrue(torch.equal(one, other))
+
+    def test_sizes(self):
+        for name, parameters in (("7B-n256", 7.15e9), ("Qwen3-30B", 30.5e9)):
+            self.assertAlmostEqual(models.CONFIGURATIONS[name].parameters() / parameters, 1, delta=0.005)
+        self.assertAlmostEqual(models.CONFIGURATIONS["7B-n256"].flops_per_token() / 7.2e9, 1, delta=0.01)
+        self.assertEqual(TINY.parameters(), sum(p.numel() for p in models.Model(TINY, None).parameters()))
+        untied = dataclasses.replace(TINY, tied=False)
+        self.assertEqual(untied.parameters(), sum(p.numel() for p in models.Model(untied, None).parameters()))
+        for change, word in (({"top_k": 9}, "top_k=9"), ({"heads": 3}, "heads=3"), ({"layers": 0}, "layers=0")):
+            with self.assertRaisesRegex(ValueError, word):
+                dataclasses.replace(TINY, **change)
+
+
+class Experts(unittest.TestCase):
+    def test_others_than_the_baseline_are_found_out(self):
+        sizes = (64, 32, 8, 2, 200, "cpu", torch.float32)
+        for name in ("tessera", "tessera-layer", "hf-grouped-mm", "hf-eager", "torch-eager"):
+            self.assertLess(max(experts.checked(name, *sizes).values()), 1e-5, name)
+        right = experts.load("torch-eager")
+        wrong = {"no dscores": lambda x, ids, s, up, down: right(x, ids, s.detach(), up, down) + 0 * s.sum(),
+                 "other order": lambda x, ids, s, up, down: right(x, ids, s, up.roll(32, dims=1), down),
+                 "zeros": lambda x, ids, s, up, down: 0 * right(x, ids, s, up, down)}
+        for fault, function in wrong.items():
+            experts._FACTORIES["wrong"] = lambda function=function: function
+            experts.load.cache_clear()
+            with self.assertRaisesRegex(ValueError, "wrong: .* off from torch-grouped-mm", msg=fault):
+                experts.checked("wrong", *sizes)
+        del experts._FACTORIES["wrong"]
+        experts.load.cache_clear()
+
+    def test_what_cannot_be_imported_is_named(self):
+        def missing():
+            raise ImportError("No module named 'peer'")
+
+        experts._FACTORIES["peer"] = missing
+        self.addCleanup(experts._FACTORIES.pop, "peer")
+        with self.assertRaisesRegex(experts.Unavailable, "ImportError: No module named 'peer'"):
+            experts.load("peer")
+        with self.assertRaisesRegex(ValueError, "unknown; choose from tessera"):
+            experts.load("tesera")
+
+
+class Text(unittest.TestCase):
+    def test_corpus(self):
+        with tempfile.TemporaryDirectory() as folder:
+            folder = pathlib.Path(folder)
+            for i in range(25):
+                (folder / f"{i:02}.txt").write_text(f"file {i} tells of number {i * i} and of number {i * 7}. " * 20)
+            (folder / "99.txt").write_text((folder / "03.txt").read_text())  # once is enough
+            (folder / "picture.png").write_bytes(b"\0\1")
+            files = text.listing([folder], 10**6)
+            self.assertEqual([pathlib.Path(path).name for path, _ in files], [f"{i:02}.txt" for i in range(25)])
+            self.assertEqual(len(text.listing([folder], 3000)), 3)
+            corpus = text.prepare([folder], 300, 16, folder / "cache")
+            import tokenizers
+            tokenizer = tokenizers.Tokenizer.from_file(str(next((folder / "cache").glob("*/tokenizer.json"))))
+            content = tokenizer.decode(corpus.training.tolist(), skip_special_tokens=True)
+            self.assertTrue(content.startswith((folder / "00.txt").read_text() + (folder / "01.txt").read_text()))
+            self.assertNotIn("file 19 ", content)
+            self.assertIn("file 19 ", tokenizer.decode(corpus.held_out.tolist()))
+            again = text.prepare([folder], 300, 16, folder / "cache")
+            self.assertEqual(corpus.training.tolist(), again.training.tolist())
+            self.assertEqual(corpus.digest, again.digest)
+            whole, targets = corpus.batch(3, 7, 4, 16, 0, 1, "cpu")
+            parts = [corpus.batch(3, 7, 2, 16, rank, 2, "cpu")[0] for rank in (0, 1)]
+            self.assertTrue(torch.equal(whole, torch.cat(parts)))
+            self.assertTrue(torch.equal(whole[:, 1:], targets[:, :-1]))
+            self.assertFalse(torch.equal(whole, corpus.batch(3, 8, 4, 16, 0, 1, "cpu")[0]))
+            with self.assertRaisesRegex(ValueError, "too few for a context of 100000"):
+                text.prepare([folder], 300, 100_000, folder / "cache")
+        with self.assertRaisesRegex(ValueError, "no such file"):
+            text.listing([folder / "gone"], 10)
+
+
+class Measured(unittest.TestCase):
+    def test_interval(self):
+        mean, half = measure.mean_interval([1.0, 2.0, 3.0, 4.0])
+        self.assertEqual(mean, 2.5)
+        self.assertAlmostEqual(half, 3.182 * math.sqrt(5 / 3) / 2, places=12)
+        self.assertEqual(measure.mean_interval([1.0]), (1.0, math.inf))
+
+    def test_ratio_is_of_time_per_token_in_each_round(self):
+        rounds = [{"a": {"ms": [10.0 * k] * 3, "loss": 2.0, "peak_bytes": 5, "reserved_bytes": 6, "state_bytes": 1},
+                   "b": {"ms": [40.0 * k] * 3, "loss": 2.5, "peak_bytes": 7, "reserved_bytes": 8, "state_bytes": 1}}
+                  for k in (1, 2)]
+        row = measure.summary("a", rounds, {"a": 1, "b": 2}, 100, "b")
+        self.assertEqual(row["times_faster_than_b"], {"mean": 2.0, "half_interval": 0.0, "rounds": [2.0, 2.0]})
+        self.assertEqual((row["ms"], row["tokens_per_s_per_gpu"], row["peak_bytes"]), (15.0, 6667, 5))
+        self.assertIsNone(row["loss_apart"])
+        self.assertEqual(measure.summary("a", rounds, {"a": 1, "b": 1}, 100, "b")["loss_apart"], 0.5)
+
+    def test_batches(self):
+        self.assertEqual(measure.batches(["a", "b"], "3"), {"a": 3, "b": 3})
+        self.assertEqual(measure.batches(["a", "b"], "b=2,a=5"), {"a": 5, "b": 2})
+        for bad in ("a=5", "0", "x", "a=1,b=0"):
+            with self.assertRaisesRegex(training.Stop, "--sequences"):
+                measure.batches(["a", "b"], bad)
+
+    def test_split_of_a_step(self):
+        def kernel(name, ts, dur):
+            return {"cat": "kernel", "name": name, "ts": ts, "dur": dur}
+
+        events = [kernel("ncclDevKernel_AllGather", 0, 1000), kernel("nvjet_tst_128", 500, 1000),
+                  kernel("void tessera::cuda::up_projection_fwd", 1500, 2000), kernel("flash_fwd_kernel", 4000, 1000),
+                  {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9000}]
+        self.assertEqual(split.summarize(events, 2), {
+            "all": 2.5, "attention": 0.5, "dense gemm": 0.5, "experts": 1.0, "idle": 0.25, "nccl": 0.5,
+            "nccl exposed": 0.25})
+        self.assertEqual(split.summarize(events[-1:], 2), {})
+
+    def test_program(self):
+        """All implementations that run on a CPU, in one process; rows as the contracts want them."""
+        with tempfile.TemporaryDirectory() as folder:
+            out = pathlib.Path(folder) / "rows.json"
+            sys.argv = ["measure.py", "--config", "tiny", "--context", "32", "--text", str(ROOT / "docs"), "--cache",
+                        folder, "--text-bytes", "200000", "--experts",
+                        "tessera,hf-grouped-mm,sonicmoe,no-experts,torch-grouped-mm", "--rounds", "2",
+                        "--warm-up", "2", "--check-tokens", "64", "--out", str(out)]
+            with contextlib.redirect_stdout(io.StringIO()):
+                measure.run(measure.arguments())
+            document = json.loads(out.read_text())
+        rows = {row["impl"]: row for row in document["rows"]}
+        names = {"tessera", "hf-grouped-mm", "torch-grouped-mm", "no-experts"}
+        if torch.cuda.is_available():
+            names |= rows.keys()
+        else:
+            self.assertIn("need a GPU", document["left_out"]["sonicmoe"])
+        self.assertEqual(rows.keys(), names)
+        for name, row in rows.items():
+            self.assertEqual((row["pass"], row["layers"], row["sequences"], row["regime"]), ("train-step", 2, 1, "R0"))
+            self.assertEqual(row["batch_tokens"], 32)
+            self.assertEqual(row["checked"], name != "no-experts")
+            self.assertGreater(row["ms"], 0)
+            self.assertEqual(len(row["times_faster_than_torch-grouped-mm"]["rounds"]), 2)
+        # Weights stand still and tokens are the same: equal losses but for rounding, unless there are no experts.
+        self.assertLess(rows["tessera"]["loss_apart"], 1e-3)
+        self.assertGreater(rows["no-experts"]["loss_apart"], 1e-4)
+
+    def test_bad_input_ends_in_one_line(self):
+        for flags, word in ((["--config", "tine"], "config 'tine': unknown"), (["--text", "/nowhere"], "no such file"),
+                            (["--experts", "tesera"], "experts 'tesera': unknown"), (["--steps", "0"], "--steps 0"),
+                            (["--layers", "0"], "layers=0"), (["--resume"], "--resume: no checkpoint")):
+            with self.subTest(word), tempfile.TemporaryDirectory() as folder:
+                result = subprocess.run(
+                    [sys.executable, "-W", "ignore", PROGRAMS / "train.py", "--config", "tiny", "--text", ROOT / "docs",
+                     "--cache", folder, "--out", pathlib.Path(folder) / "run", "--text-bytes", "100000", *flags],
+                    capture_output=True, text=True, check=False, timeout=300)
+                self.assertEqual(result.returncode, 2, result.stderr)
+                self.assertIn(word, result.stderr)
+                self.assertEqual(len(result.stderr.strip().splitlines()), 1, result.stderr)
+
+
+class Runs(unittest.TestCase):
+    def test_search_for_the_largest_batch(self):
+        for limit, first in ((5, 1), (5, 5), (5, 9), (1, 1), (0, 3)):
+            tried = {}
+            while (n := largest.next_trial(tried, first)) is not None:
+                self.assertNotIn(str(n), tried)
+                tried[str(n)] = {"fits": n <= limit}
+            self.assertEqual(max((int(n) for n, result in tried.items() if result["fits"]), default=0), limit)
+
+    def test_comparison_of_losses(self):
+        runs = {"a 0": {"losses": [9.0, 2.0, 3.0]}, "b 0": {"losses": [9.0, 2.5, 3.5]},
+                "a 1": {"losses": [9.0, 2.0, 4.0]}, "b 1": {"losses": [9.0, 2.0, 3.0]},
+                "a 2": {"losses": [0.0, 0.0, 0.0]}}
+        lines = losses.compared(runs, ["a", "b"], ["0", "1", "2"], last=2)
+        self.assertIn("+0.00000 (+0.50000 -0.50000)", lines[1])
+
+    def test_learning_rate(self):
+        rates = [training.learning_rate(step, 100, 1e-3, 10) for step in range(1, 101)]
+        self.assertAlmostEqual(rates[0], 1e-4)
+        self.assertAlmostEqual(rates[9], 1e-3)
+        self.assertAlmostEqual(rates[-1], 1e-4)
+        self.assertEqual(max(rates), rates[9])
+
+
+class Predictions(unittest.TestCase):
+    def test_file_is_what_the_program_says(self):
+        written = json.loads((PROGRAMS / "predictions.json").read_text())["points"]
+        self.assertEqual(written, json.loads(json.dumps(list(predict.validation()))))
+
+    def test_more_takes_longer(self):
+        point = predict.Point("7B-n256", 12, 1, 2, 4, False, "tessera", "h200")
+        ms = point.predict()["ms"]
+        for change in ({"layers": 13}, {"sequences": 5}, {"recompute": True}, {"experts": "torch-grouped-mm"}):
+            self.assertGreater(dataclasses.replace(point, **change).predict()["ms"], ms)
+        slower = dataclasses.replace(point, recompute=True).predict()
+        self.assertLess(slower["peak_bytes"], point.predict()["peak_bytes"])
+        # Eight hosts send what one does not; gradients reduced between them take a link of their own.
+        self.assertGreater(dataclasses.replace(point, hosts=8).predict()["terms_ms"]["reduction of a layer"],
+                           point.predict()["terms_ms"]["reduction of a layer"])
+
+
+if __name__ == "__main__":
+    unittest.main()

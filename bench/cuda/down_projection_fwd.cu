@@ -10,6 +10,8 @@ namespace tessera::bench {
 namespace {
 
 using cuda::DownProjectionFwdArguments;
+using cuda::block::BStorage;
+using cuda::block::EpilogueMode;
 using cuda::block::GemmConfig;
 using cuda::block::Schedule;
 
@@ -32,16 +34,16 @@ struct Variant {
 TESSERA_VARIANT(C128x128C1Pp, .tile = {128, 128, 64}, .stages = 6, .schedule = Schedule::kPingPong);
 TESSERA_VARIANT(C192x128C1Pp, .tile = {192, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong);
 TESSERA_VARIANT(C128x256C1, .stages = 4);
-TESSERA_VARIANT(C128x256Slabs, .stages = 3, .store_slabs = 4);
-TESSERA_VARIANT(Resident64x256, .tile = {64, 256, 64}, .stages = 8, .schedule = Schedule::kPingPong, .resident_k_tiles = 4, .run_tiles = 12);
-TESSERA_VARIANT(Resident128x128, .tile = {128, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .resident_k_tiles = 8, .run_tiles = 6);
-TESSERA_VARIANT(C128x256Deferred, .defers = true);
+TESSERA_VARIANT(C128x256Slabs, .stages = 3, .epilogue = {.slabs = 4});
+TESSERA_VARIANT(Resident64x256, .tile = {64, 256, 64}, .stages = 8, .schedule = Schedule::kPingPong, .b_stages = {.storage = BStorage::kResident, .k_tiles = 4, .run_tiles = 12});
+TESSERA_VARIANT(Resident128x128, .tile = {128, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .b_stages = {.storage = BStorage::kResident, .k_tiles = 8, .run_tiles = 6});
+TESSERA_VARIANT(C128x256Deferred, .epilogue = {.mode = EpilogueMode::kDeferred});
 // clang-format on
 
 template <class Config>
 Variant variant(char const* name) {
   return {.name = name,
-          .most_k_tiles = Config::gemm.resident_k_tiles,
+          .most_k_tiles = Config::gemm.resident_k_tiles(),
           .launch = &cuda::launch_down_projection_fwd_config<Config>};
 }
 

@@ -13,10 +13,15 @@ namespace {
 
 using cuda::DownProjectionDgradArguments;
 using cuda::UpProjectionDgradArguments;
-using cuda::block::ALoader;
+using cuda::block::Boxes;
+using cuda::block::BStorage;
+using cuda::block::EpilogueMode;
 using cuda::block::GemmConfig;
+using cuda::block::Halves;
+using cuda::block::Loader;
 using cuda::block::Major;
 using cuda::block::Schedule;
+using cuda::block::Sharing;
 
 // One named type per configuration: a kernel template cannot take the value itself.
 #define TESSERA_DOWN(type, ...)                                          \
@@ -30,17 +35,17 @@ using cuda::block::Schedule;
     static constexpr GemmConfig gemm{__VA_ARGS__}; \
   }
 // clang-format off
-TESSERA_DOWN(Down128x128, .tile = {128, 128, 64}, .stages = 4, .a_loader = ALoader::kGather, .schedule = Schedule::kPingPong, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 5);
-TESSERA_DOWN(Down128x128C2, .tile = {128, 128, 64}, .stages = 4, .cluster_m = 2, .a_loader = ALoader::kGather, .schedule = Schedule::kPingPong, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 5);
-TESSERA_DOWN(Down128x128Any, .tile = {128, 128, 64}, .stages = 4, .a_loader = ALoader::kGather, .schedule = Schedule::kPingPong, .b_major = Major::kRows, .store_slabs = 5);
-TESSERA_DOWN(Down128x256, .tile = {128, 256, 64}, .stages = 3, .a_loader = ALoader::kGather, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 5);
-TESSERA_DOWN(Down128x256Lent, .tile = {128, 256, 64}, .stages = 4, .a_loader = ALoader::kGather, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 1, .lent_stages = 4);
-TESSERA_DOWN(Down128x256C2, .tile = {128, 256, 64}, .stages = 3, .cluster_m = 2, .a_loader = ALoader::kGather, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 5);
-TESSERA_UP(Up128x256, .stages = 4, .b_major = Major::kRows, .k_halves = 2);
-TESSERA_UP(Up128x256Deferred, .b_major = Major::kRows, .k_halves = 2, .defers = true);
-TESSERA_UP(Up128x128Resident, .tile = {128, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .b_major = Major::kRows, .k_halves = 2, .resident_k_tiles = 8, .run_tiles = 6);
-TESSERA_UP(Up192x128, .tile = {192, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .b_major = Major::kRows, .k_halves = 2);
-TESSERA_UP(Up128x128, .tile = {128, 128, 64}, .stages = 6, .schedule = Schedule::kPingPong, .b_major = Major::kRows, .k_halves = 2);
+TESSERA_DOWN(Down128x128, .tile = {128, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .a = {.loader = Loader::kGather}, .b = {.major = Major::kRows, .boxes = Boxes::kTile}, .epilogue = {.slabs = 5});
+TESSERA_DOWN(Down128x128C2, .tile = {128, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .a = {.loader = Loader::kGather}, .b = {.major = Major::kRows, .boxes = Boxes::kTile}, .cluster = {.ctas = 2, .sharing = Sharing::kMulticast}, .epilogue = {.slabs = 5});
+TESSERA_DOWN(Down128x128Any, .tile = {128, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .a = {.loader = Loader::kGather}, .b = {.major = Major::kRows}, .epilogue = {.slabs = 5});
+TESSERA_DOWN(Down128x256, .tile = {128, 256, 64}, .stages = 3, .a = {.loader = Loader::kGather}, .b = {.major = Major::kRows, .boxes = Boxes::kTile}, .epilogue = {.slabs = 5});
+TESSERA_DOWN(Down128x256Lent, .tile = {128, 256, 64}, .stages = 4, .a = {.loader = Loader::kGather}, .b = {.major = Major::kRows, .boxes = Boxes::kTile}, .epilogue = {.mode = EpilogueMode::kLent, .slabs = 1, .lent_stages = 4});
+TESSERA_DOWN(Down128x256C2, .tile = {128, 256, 64}, .stages = 3, .a = {.loader = Loader::kGather}, .b = {.major = Major::kRows, .boxes = Boxes::kTile}, .cluster = {.ctas = 2, .sharing = Sharing::kMulticast}, .epilogue = {.slabs = 5});
+TESSERA_UP(Up128x256, .stages = 4, .b = {.major = Major::kRows, .halves = Halves::kAlongK});
+TESSERA_UP(Up128x256Deferred, .b = {.major = Major::kRows, .halves = Halves::kAlongK}, .epilogue = {.mode = EpilogueMode::kDeferred});
+TESSERA_UP(Up128x128Resident, .tile = {128, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .b = {.major = Major::kRows, .halves = Halves::kAlongK}, .b_stages = {.storage = BStorage::kResident, .k_tiles = 8, .run_tiles = 6});
+TESSERA_UP(Up192x128, .tile = {192, 128, 64}, .stages = 4, .schedule = Schedule::kPingPong, .b = {.major = Major::kRows, .halves = Halves::kAlongK});
+TESSERA_UP(Up128x128, .tile = {128, 128, 64}, .stages = 6, .schedule = Schedule::kPingPong, .b = {.major = Major::kRows, .halves = Halves::kAlongK});
 // clang-format on
 
 struct Problem {
@@ -276,7 +281,7 @@ Variant down(char const* name) {
 }
 template <class Config>
 Variant up(char const* name) {
-  return {name, false, Config::gemm.resident_k_tiles, [](Problem const& p, int set) {
+  return {name, false, Config::gemm.resident_k_tiles(), [](Problem const& p, int set) {
             TESSERA_CUDA(
                 cuda::launch_up_projection_dgrad_config<Config>(p.up(set), sm_count(), nullptr));
           }};

@@ -10,46 +10,55 @@ namespace tessera::bench {
 namespace {
 
 using cuda::WgradArguments;
-using cuda::block::ALoader;
+using cuda::block::Boxes;
+using cuda::block::EpilogueConfig;
+using cuda::block::EpilogueMode;
 using cuda::block::GemmConfig;
+using cuda::block::Loader;
 using cuda::block::Major;
 using cuda::block::Ragged;
 using cuda::block::Schedule;
+using cuda::block::TileShape;
+
+constexpr EpilogueConfig kSlabs{.slabs = 4};
+constexpr EpilogueConfig kLent{.mode = EpilogueMode::kLent, .slabs = 1, .lent_stages = 2};
+constexpr EpilogueConfig kPaced{.mode = EpilogueMode::kDeferred, .slabs = 5};
+
+constexpr GemmConfig config(int stages, EpilogueConfig epilogue = {}, Boxes boxes = Boxes::kTile,
+                            TileShape tile = {128, 256, 64},
+                            Schedule schedule = Schedule::kCooperative) {
+  return {.tile = tile,
+          .stages = stages,
+          .schedule = schedule,
+          .ragged = Ragged::kK,
+          .a = {.loader = Loader::kGather, .major = Major::kRows},
+          .b = {.major = Major::kRows, .boxes = boxes},
+          .epilogue = epilogue};
+}
 
 // One named type per configuration: a kernel template cannot take the value itself.
-#define TESSERA_VARIANT(type, major, is_fp32, ...)                                     \
-  struct type {                                                                        \
-    static constexpr Major d_major = major;                                            \
-    static constexpr bool fp32 = is_fp32;                                              \
-    static constexpr GemmConfig gemm{__VA_ARGS__, .a_loader = ALoader::kGather, TAIL}; \
+#define TESSERA_VARIANT(type, major, is_fp32, ...)          \
+  struct type {                                             \
+    static constexpr Major d_major = major;                 \
+    static constexpr bool fp32 = is_fp32;                   \
+    static constexpr GemmConfig gemm = config(__VA_ARGS__); \
   }
-#define TAIL .ragged = Ragged::kK, .b_major = Major::kRows, .any_b_layout = false
 // clang-format off
-TESSERA_VARIANT(DownWide, Major::kRows, false, .stages = 4);
-TESSERA_VARIANT(DownWideFp32, Major::kRows, true, .stages = 4);
-TESSERA_VARIANT(UpWide, Major::kK, false, .stages = 4);
-TESSERA_VARIANT(UpWideFp32, Major::kK, true, .stages = 4);
-#undef TAIL
-#define TAIL .ragged = Ragged::kK, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 4
-TESSERA_VARIANT(DownSlabs, Major::kRows, false, .stages = 3);
-TESSERA_VARIANT(DownSlabsFp32, Major::kRows, true, .stages = 3);
-TESSERA_VARIANT(UpSlabs, Major::kK, false, .stages = 3);
-TESSERA_VARIANT(UpSlabsFp32, Major::kK, true, .stages = 3);
-#undef TAIL
-#define TAIL .ragged = Ragged::kK, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 1, .lent_stages = 2
-TESSERA_VARIANT(DownLent, Major::kRows, false, .stages = 4);
-TESSERA_VARIANT(UpLent, Major::kK, false, .stages = 4);
-#undef TAIL
-#define TAIL .ragged = Ragged::kK, .b_major = Major::kRows, .any_b_layout = false, .store_slabs = 5, .defers = true
-TESSERA_VARIANT(DownPacedFp32, Major::kRows, true, .stages = 3);
-TESSERA_VARIANT(UpPacedFp32, Major::kK, true, .stages = 3);
-#undef TAIL
-#define TAIL .schedule = Schedule::kPingPong, .ragged = Ragged::kK, .b_major = Major::kRows, .any_b_layout = false
-TESSERA_VARIANT(UpPingPong, Major::kK, false, .tile = {128, 128, 64}, .stages = 6);
-#undef TAIL
-#define TAIL .ragged = Ragged::kK, .b_major = Major::kRows
-TESSERA_VARIANT(DownAny, Major::kRows, false, .stages = 4);
-TESSERA_VARIANT(UpAny, Major::kK, false, .stages = 4);
+TESSERA_VARIANT(DownWide, Major::kRows, false, 4);
+TESSERA_VARIANT(DownWideFp32, Major::kRows, true, 4);
+TESSERA_VARIANT(UpWide, Major::kK, false, 4);
+TESSERA_VARIANT(UpWideFp32, Major::kK, true, 4);
+TESSERA_VARIANT(DownSlabs, Major::kRows, false, 3, kSlabs);
+TESSERA_VARIANT(DownSlabsFp32, Major::kRows, true, 3, kSlabs);
+TESSERA_VARIANT(UpSlabs, Major::kK, false, 3, kSlabs);
+TESSERA_VARIANT(UpSlabsFp32, Major::kK, true, 3, kSlabs);
+TESSERA_VARIANT(DownLent, Major::kRows, false, 4, kLent);
+TESSERA_VARIANT(UpLent, Major::kK, false, 4, kLent);
+TESSERA_VARIANT(DownPacedFp32, Major::kRows, true, 3, kPaced);
+TESSERA_VARIANT(UpPacedFp32, Major::kK, true, 3, kPaced);
+TESSERA_VARIANT(UpPingPong, Major::kK, false, 6, {}, Boxes::kTile, {128, 128, 64}, Schedule::kPingPong);
+TESSERA_VARIANT(DownAny, Major::kRows, false, 4, {}, Boxes::kAny);
+TESSERA_VARIANT(UpAny, Major::kK, false, 4, {}, Boxes::kAny);
 // clang-format on
 
 // dW of one variant: down (E,d,n) or up (E,2n,d), bf16 or fp32; `fresh` is what was there before.

@@ -112,17 +112,17 @@ struct LogitsConfig {
   static constexpr GemmConfig gemm{.tile = {kM, kN, 64},
                                    .stages = kStages,
                                    .schedule = kSchedule,
-                                   .short_b = true,
-                                   .store_slabs = 1,
-                                   .draws_tiles = false};
+                                   .tail = cuda::block::Tail::kShort,
+                                   .epilogue = {.slabs = 1},
+                                   .order = {.draw = cuda::block::Draw::kStride}};
 };
 template <int kM, int kN, int kStages, Schedule kSchedule, int kSlabs>
 struct DgradConfig {
   static constexpr GemmConfig gemm{.tile = {kM, kN, 64},
                                    .stages = kStages,
                                    .schedule = kSchedule,
-                                   .b_major = Major::kRows,
-                                   .store_slabs = kSlabs};
+                                   .b = {.major = Major::kRows},
+                                   .epilogue = {.slabs = kSlabs}};
 };
 
 struct Candidate {

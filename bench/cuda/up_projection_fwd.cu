@@ -41,7 +41,7 @@ struct Problem {
   }
 
   UpProjectionFwdArguments arguments(Variant const& v, int set) const {
-    bool const gathers = v.gemm.a_loader == ALoader::kGather;
+    bool const gathers = v.gemm.a.loader == Loader::kGather;
     int64_t const d = shape.hidden;
     int64_t const n = shape.intermediate;
     auto const half = [&](int which) {

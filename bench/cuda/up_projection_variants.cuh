@@ -9,15 +9,20 @@
 namespace tessera::bench {
 
 using cuda::UpProjectionFwdArguments;
-using cuda::block::ALoader;
+using cuda::block::Boxes;
+using cuda::block::EpilogueMode;
 using cuda::block::GemmConfig;
+using cuda::block::Halves;
+using cuda::block::Loader;
 
 struct Variant {
   char const* name;
   GemmConfig gemm;
   cudaError_t (*launch)(UpProjectionFwdArguments const&, int sm_count, cudaStream_t);
 
-  bool serves(int intermediate) const { return gemm.any_b_layout || intermediate % 64 == 0; }
+  bool serves(int intermediate) const {
+    return gemm.b.boxes == Boxes::kAny || intermediate % 64 == 0;
+  }
 };
 
 // One named type per configuration: a kernel template cannot take the value itself.
@@ -28,10 +33,13 @@ struct Variant {
     static constexpr bool interleaved = false;                           \
   }
 
-TESSERA_VARIANT(Tma, .b_halves = 2, .defers = true);
-TESSERA_VARIANT(Gather, .a_loader = ALoader::kGather, .any_b_layout = false, .b_halves = 2,
-                .defers = true);
-TESSERA_VARIANT(GatherAny, .a_loader = ALoader::kGather, .b_halves = 2, .defers = true);
+TESSERA_VARIANT(Tma, .b = {.halves = Halves::kAlongRows},
+                .epilogue = {.mode = EpilogueMode::kDeferred});
+TESSERA_VARIANT(Gather, .a = {.loader = Loader::kGather},
+                .b = {.halves = Halves::kAlongRows, .boxes = Boxes::kTile},
+                .epilogue = {.mode = EpilogueMode::kDeferred});
+TESSERA_VARIANT(GatherAny, .a = {.loader = Loader::kGather}, .b = {.halves = Halves::kAlongRows},
+                .epilogue = {.mode = EpilogueMode::kDeferred});
 
 template <class Config>
 Variant variant(char const* name) {

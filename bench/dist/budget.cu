@@ -33,7 +33,9 @@ constexpr Shape kShapes[] = {{"Qwen3-30B", 8192, 2048, 768, 64, 1024},
 
 template <int kStages>
 struct Config {
-  static constexpr block::GemmConfig gemm{.stages = kStages, .b_halves = 2, .defers = true};
+  static constexpr block::GemmConfig gemm{.stages = kStages,
+                                          .b = {.halves = block::Halves::kAlongRows},
+                                          .epilogue = {.mode = block::EpilogueMode::kDeferred}};
   static constexpr ActivationKind activation = ActivationKind::swiglu;
   static constexpr bool interleaved = false;
 };

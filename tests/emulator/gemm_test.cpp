@@ -20,7 +20,10 @@
 namespace tessera::cuda {
 namespace {
 
+using block::Boxes;
+using block::Loader;
 using block::Major;
+using block::Tail;
 using emulator::Bits;
 using emulator::dot;
 using emulator::fill;
@@ -29,6 +32,10 @@ using emulator::round;
 using emulator::widen;
 
 constexpr ActivationKind kKind = ActivationKind::swiglu;
+
+constexpr Columns columns_of(bool interleaved) {
+  return interleaved ? Columns::kInterleaved : Columns::kHalves;
+}
 
 struct Shape {
   std::vector<int> rows;  // of each expert
@@ -92,7 +99,8 @@ class Projections {
     args.experts = experts_;
     args.gmem_tile_counter = counters_.get();
     args.gmem_handover = hands_over ? handover_.get() : nullptr;
-    using Config = UpProjectionFwdConfig<kKind, kGather, kMajor, true, kInterleaved>;
+    using Config = UpProjectionFwdConfig<kKind, kGather ? Loader::kGather : Loader::kTma, kMajor,
+                                         Boxes::kAny, columns_of(kInterleaved)>;
     ASSERT_EQ(launch_up_projection_fwd_config<Config>(args, s_.ctas, nullptr), cudaSuccess);
   }
 
@@ -234,7 +242,7 @@ TEST(Projections, ColumnsOfGateAndUpInTurn) {
 }
 
 template <Major kMajor>
-using DownProjectionFwdPartial = DownProjectionFwdWide<kMajor, true>;
+using DownProjectionFwdPartial = DownProjectionFwdWide<kMajor, Tail::kHalved>;
 
 // The last tile has two boxes of four, by a layout loaded box by box, and one and three by those loaded at once.
 TEST(Projections, LastTilesWithoutAllBoxes) {
@@ -311,7 +319,9 @@ void expect_right_up_dgrad() {
     args.intermediate = kIntermediate;
     args.experts = kExperts;
     args.gmem_tile_counter = &counter;
-    using Config = UpProjectionDgradConfig<Major::kRows, kRouterPart, kPartialLast>;
+    using Config =
+        UpProjectionDgradConfig<Major::kRows, kRouterPart ? RouterPart::kAdded : RouterPart::kNone,
+                                kPartialLast ? Tail::kPartial : Tail::kWhole>;
     ASSERT_EQ(launch_up_projection_dgrad_config<Config>(args, 2, nullptr), cudaSuccess);
     ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
     for (int r = 0; r < kRows; ++r) {
@@ -378,7 +388,8 @@ void expect_right_wgrad() {
     args.intermediate = kIntermediate;
     args.experts = kExperts;
     args.gmem_tile_counter = &counter;
-    using Config = ProjectionWgradConfig<kMajor, kFp32, kAnyLayout, false>;
+    using Config = ProjectionWgradConfig<kMajor, kFp32 ? Gradient::kFp32 : Gradient::kBf16,
+                                         kAnyLayout ? Boxes::kAny : Boxes::kTile>;
     ASSERT_EQ(launch_projection_wgrad_config<Config>(args, 2, nullptr), cudaSuccess);
     ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
     for (int e = 0; e < kExperts; ++e) {
@@ -457,7 +468,9 @@ void expect_right_down_dgrad() {
     args.experts = kExperts;
     args.gmem_tile_counter = &counter;
     constexpr Major kMajor = kInterleaved ? Major::kK : Major::kRows;
-    using Config = DownProjectionDgradConfig<kKind, kMajor, true, kWide, kInterleaved>;
+    using Config = DownProjectionDgradConfig<kKind, kMajor, Boxes::kAny,
+                                             kWide ? TileWidth::k256 : TileWidth::k128,
+                                             columns_of(kInterleaved)>;
     ASSERT_EQ(launch_down_projection_dgrad_config<Config>(args, 2, nullptr), cudaSuccess);
     ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
     for (int r = 0; r < kRows; ++r) {

@@ -34,12 +34,12 @@ __device__ __forceinline__ void issue(SharedStorage<kGemm>& smem, PipelineState<
                                       Accumulators<kGemm> (&acc)[kSubtiles], int row, int k_tile) {
   bf16 const* const smem_b = smem.b[kGemm.keeps_b() ? k_tile : state.b_stage()];
   constexpr uint64_t kSubtileStep = kGemm.a_subtile_bytes() / 16;
-  constexpr bool kTransposeA = kGemm.a_major() == Major::kRows;
+  constexpr bool kTransposeA = kGemm.a.major == Major::kRows;
   constexpr uint64_t kStepA = kTransposeA ? arch::kWgmmaRowsMajorK16 : arch::kWgmmaDescriptorK16;
   bf16 const* const smem_a = &smem.a[state.stage][row * kGemm.tile.k];
   uint64_t const a = kTransposeA ? arch::wgmma_descriptor_rows_major(smem_a)
                                  : arch::wgmma_descriptor_k_major(smem_a);
-  constexpr bool kTransposeB = kGemm.b_major == Major::kRows;
+  constexpr bool kTransposeB = kGemm.b.major == Major::kRows;
   constexpr uint64_t kStepB = kTransposeB ? arch::kWgmmaRowsMajorK16 : arch::kWgmmaDescriptorK16;
   uint64_t const b = kTransposeB ? arch::wgmma_descriptor_rows_major(smem_b)
                                  : arch::wgmma_descriptor_k_major(smem_b);
@@ -104,10 +104,10 @@ __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem, PipelineStat
       if constexpr (kGemm.keeps_b()) {
         if (last_of_run(tile)) release_resident<kGemm>(smem, k_tile - 1);
       }
-    } else if constexpr (!kGemm.defers) {
+    } else if constexpr (!kGemm.defers()) {
       under(0);
     }
-    if constexpr (kGemm.defers) under(k_tile);
+    if constexpr (kGemm.defers()) under(k_tile);
     previous = state.stage;
     state.advance();
   }
@@ -138,7 +138,7 @@ __device__ __forceinline__ int multiply_existing(SharedStorage<kGemm>& smem, Gem
                                                  WorkTile const& tile, int row, int k_tiles,
                                                  Under under) {
   int const last_steps = last_steps_of<kGemm>(tile);
-  if constexpr (kGemm.halves_last) {
+  if constexpr (kGemm.halves_last()) {
     if (is_half<kGemm>(p, tile)) {
       return multiply<kGemm, 1, 1>(smem, state, acc, tile, row, k_tiles, last_steps, under);
     }
@@ -165,7 +165,7 @@ template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void store_tile(Epilogue& epilogue, PipelineState<kGemm>& state,
                                            Accumulators<kGemm>& acc, WorkTile const& tile,
                                            int row) {
-  if constexpr (kGemm.lent_stages > 0) {
+  if constexpr (kGemm.epilogue.lent_stages > 0) {
     epilogue.store(acc, tile, row, state);
   } else {
     epilogue.store(acc, tile, row);
@@ -256,7 +256,7 @@ __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, 
   HandsOver<kGemm> handover(p);
   auto const settle = [&](int = 0) {
     settle_epilogue(epilogue);
-    if constexpr (kGemm.hands_over) handover.before(tile);
+    if constexpr (kGemm.hands_over()) handover.before(tile);
   };
   bool more = queue.read(tile);
   while (more) {
@@ -277,7 +277,7 @@ __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, 
     tile = ahead;
   }
   epilogue.drain();
-  if constexpr (kGemm.hands_over) handover.at_end();
+  if constexpr (kGemm.hands_over()) handover.at_end();
 }
 
 // The same where the epilogue works under the k loop of the next tile.
@@ -303,9 +303,9 @@ __device__ __forceinline__ void consume_deferred(SharedStorage<kGemm>& smem, Gem
     pieces.begin(k_tiles);
     begin_epilogue(epilogue, tile, tile.row + row, 1);
     int last = multiply_existing<kGemm>(smem, p, state, acc, tile, row, k_tiles, [&](int k_tile) {
-      if (pieces.under(k_tile) && kGemm.hands_over) handover.before(tile);
+      if (pieces.under(k_tile) && kGemm.hands_over()) handover.before(tile);
     });
-    if constexpr (kGemm.adds_outer_product) {
+    if constexpr (kGemm.epilogue.outer_product) {
       last = multiply_outer_product<kGemm>(smem, state, acc[0], epilogue.outer_rows(), last);
     }
     more = queue.read(ahead);  // under the last wgmmas
@@ -317,7 +317,7 @@ __device__ __forceinline__ void consume_deferred(SharedStorage<kGemm>& smem, Gem
   }
   pieces.finish();
   if constexpr (requires { epilogue.drain(); }) epilogue.drain();
-  if constexpr (kGemm.hands_over) handover.at_end();
+  if constexpr (kGemm.hands_over()) handover.at_end();
 }
 
 // Ping-pong: warpgroup w computes tiles w, w+2, ..; one multiplies while the other stores. The turn
@@ -368,7 +368,7 @@ __device__ __forceinline__ void consume_ping_pong(SharedStorage<kGemm>& smem, Ge
     more = step_over();
   }
   epilogue.drain();
-  if constexpr (kGemm.hands_over) HandsOver<kGemm>(p).at_end();
+  if constexpr (kGemm.hands_over()) HandsOver<kGemm>(p).at_end();
 }
 
 template <GemmConfig kGemm, class Epilogue>
@@ -379,7 +379,7 @@ __device__ __forceinline__ void consume(SharedStorage<kGemm>& smem, GemmParams c
   Epilogue epilogue(smem, epilogue_params, consumer);
   if constexpr (kGemm.ping_pong()) {
     consume_ping_pong<kGemm>(smem, p, epilogue, consumer);
-  } else if constexpr (kGemm.defers) {
+  } else if constexpr (kGemm.defers()) {
     consume_deferred<kGemm>(smem, p, epilogue, consumer);
   } else {
     consume_cooperative<kGemm>(smem, p, epilogue, consumer);

@@ -162,7 +162,7 @@ class DeferredTile {
 
   __device__ __forceinline__ DeferredTile(SharedStorage<kGemm>& smem, int consumer)
       : layout_(smem, consumer) {
-    static_assert(kGemm.store_slabs == 2 && kGemm.column_groups() == 2);
+    static_assert(kGemm.epilogue.slabs == 2 && kGemm.column_groups() == 2);
   }
 
   // A column group, the second one first. What was kept before must have been worked on.

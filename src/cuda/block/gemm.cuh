@@ -25,7 +25,7 @@ __device__ __forceinline__ void set_up(SharedStorage<kGemm>& smem, GemmParams co
     smem.segment_offsets[s] =
         p.gmem_offsets != nullptr ? p.gmem_offsets[s] : min(s * p.segment_rows, p.total_rows);
   }
-  if constexpr (kGemm.cluster_m > 1) {
+  if constexpr (kGemm.cluster_m() > 1) {
     arch::cluster_sync();
   } else {
     __syncthreads();
@@ -46,14 +46,15 @@ __device__ __forceinline__ void run_gemm(GemmParams const& p,
     consume<kGemm, Epilogue>(smem, p, epilogue_params, warpgroup - 1);
   }
   // Peers arrive on this CTA's barriers until they have finished.
-  if constexpr (kGemm.cluster_m > 1) arch::cluster_sync();
+  if constexpr (kGemm.cluster_m() > 1) arch::cluster_sync();
 }
 
 // Work tiles of `rows` rows, however they are divided among the segments: an upper bound.
 template <GemmConfig kGemm>
 int64_t most_tiles(GemmParams const& p, int64_t rows) {
   if constexpr (kGemm.varlen_k()) {
-    return int64_t{p.segments} * ((p.m_tiles + kGemm.cluster_m - 1) / kGemm.cluster_m) * p.n_tiles;
+    return int64_t{p.segments} * ((p.m_tiles + kGemm.cluster_m() - 1) / kGemm.cluster_m()) *
+           p.n_tiles;
   }
   constexpr int kBlockM = kGemm.block_m();
   return ((rows + kBlockM - 1) / kBlockM + std::min<int64_t>(rows, p.segments - 1)) * p.n_tiles;

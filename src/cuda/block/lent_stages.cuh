@@ -32,8 +32,8 @@ __device__ __forceinline__ void lend_stages(SharedStorage<kGemm>& smem,
                                             typename Epilogue::Params const& p,
                                             PipelineState<kGemm>& state, WorkTile const& tile) {
   constexpr int kWarps = kGemm.gathers() ? 4 : 1;
-  if constexpr (kGemm.lent_stages > 0) {
-    for (int i = 0; i < kGemm.lent_stages; ++i) {
+  if constexpr (kGemm.epilogue.lent_stages > 0) {
+    for (int i = 0; i < kGemm.epilogue.lent_stages; ++i) {
       wait_empty<kGemm>(smem, state);
       if (arch::warp_idx() % kWarps == i % kWarps && arch::elect_one()) {
         if constexpr (requires { Epilogue::lend(smem, p, state.stage, tile, i); }) {
@@ -134,9 +134,9 @@ class BorrowedStages {
 
   // By one lane. Paired, an arrival publishes nothing: what the warp wrote there has been read, by itself or by TMA.
   __device__ __forceinline__ void free(int stage) const {
-    if constexpr (kGemm.paired) {
+    if constexpr (kGemm.paired()) {
       TESSERA_UNROLL
-      for (int cta = 0; cta < kGemm.sharing_ctas(); ++cta) {
+      for (int cta = 0; cta < kGemm.cluster.ctas; ++cta) {
         arch::mbarrier_arrive_cluster(&smem_.empty[stage], static_cast<uint32_t>(cta));
       }
     } else {
@@ -180,6 +180,7 @@ class LentSlabs {
 };
 
 template <GemmConfig kGemm>
-using Staging = std::conditional_t<(kGemm.lent_stages > 0), LentSlabs<kGemm>, SlabStore<kGemm>>;
+using Staging =
+    std::conditional_t<(kGemm.epilogue.lent_stages > 0), LentSlabs<kGemm>, SlabStore<kGemm>>;
 
 }  // namespace tessera::cuda::block

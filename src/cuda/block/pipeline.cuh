@@ -23,14 +23,14 @@ class PipelineState {
   uint32_t phase = 0;
 
   // Where the stage's B is.
-  __device__ __forceinline__ int b_stage() const { return kGemm.b_behind ? b_stage_ : stage; }
+  __device__ __forceinline__ int b_stage() const { return kGemm.b_behind() ? b_stage_ : stage; }
 
   __device__ __forceinline__ void advance() {
     if (++stage == kGemm.stages) {
       stage = 0;
       phase ^= 1;
     }
-    if (kGemm.b_behind && ++b_stage_ == kGemm.b_buffers()) b_stage_ = 0;
+    if (kGemm.b_behind() && ++b_stage_ == kGemm.b_buffers()) b_stage_ = 0;
   }
 
   // Skips the stages of a tile that the other ping-pong warpgroup consumes.
@@ -52,15 +52,15 @@ __device__ __forceinline__ void init_pipeline(SharedStorage<kGemm>& smem) {
     arch::mbarrier_init(&smem.full[s], kArrivals.full);
     arch::mbarrier_init(&smem.empty[s], kArrivals.empty);
   }
-  for (int k_tile = 0; k_tile < kGemm.resident_k_tiles; ++k_tile) {
+  for (int k_tile = 0; k_tile < kGemm.resident_k_tiles(); ++k_tile) {
     arch::mbarrier_init(&smem.resident_full[k_tile], 1);
     arch::mbarrier_init(&smem.resident_empty[k_tile], kArrivals.resident_empty);
   }
-  if constexpr (kGemm.schedules_apart) arch::mbarrier_init(&smem.draw, 1);
+  if constexpr (kGemm.schedules_apart()) arch::mbarrier_init(&smem.draw, 1);
   for (int w = 0; w < kWorkSlots; ++w) {
     arch::mbarrier_init(&smem.work_full[w], kArrivals.work_full);
     arch::mbarrier_init(&smem.work_empty[w], kArrivals.work_empty);
-    if constexpr (kGemm.cluster_m > 1) {
+    if constexpr (kGemm.cluster_m() > 1) {
       arch::mbarrier_arrive_expect_tx(&smem.work_full[w], sizeof(int4));
     }
   }
@@ -84,10 +84,10 @@ __device__ __forceinline__ void release_stage(SharedStorage<kGemm>& smem, int st
   int const thread = kGemm.warps_release()
                          ? arch::lane_idx()
                          : static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
-  if constexpr (kGemm.sharing_ctas() == 1) {
+  if constexpr (kGemm.cluster.ctas == 1) {
     if (thread == 0) arch::mbarrier_arrive(&smem.empty[stage]);
   } else {
-    if (thread < kGemm.sharing_ctas()) arch::mbarrier_arrive_cluster(&smem.empty[stage], thread);
+    if (thread < kGemm.cluster.ctas) arch::mbarrier_arrive_cluster(&smem.empty[stage], thread);
   }
 }
 

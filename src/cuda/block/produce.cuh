@@ -29,10 +29,10 @@ __device__ __forceinline__ uint32_t b_bytes_of(GemmParams const& p, WorkTile con
 template <GemmConfig kGemm, class... Coordinates>
 __device__ __forceinline__ void load_b_box(bf16* smem_b, CUtensorMap const* map,
                                            arch::Mbarrier* full, Coordinates... coordinates) {
-  if constexpr (kGemm.cluster_m == 1) {
+  if constexpr (kGemm.cluster_m() == 1) {
     arch::tma_load(smem_b, map, full, coordinates...);
   } else {
-    constexpr uint16_t kEveryCta = (1u << kGemm.cluster_m) - 1;
+    constexpr uint16_t kEveryCta = (1u << kGemm.cluster_m()) - 1;
     arch::tma_load_multicast(smem_b, map, full, kEveryCta, coordinates...);
   }
 }
@@ -43,13 +43,13 @@ __device__ __forceinline__ void load_b_in_boxes(bf16* smem_b, GemmParams const& 
                                                 arch::Mbarrier* full, int k, int k_half, int group,
                                                 WorkTile const& tile) {
   TESSERA_UNROLL
-  for (int box = 0; box < kGemm.b_groups_per_cta() * kGemm.b_halves; ++box) {
+  for (int box = 0; box < kGemm.b_groups_per_cta() * kGemm.b_halves(); ++box) {
     if (misses_groups<kGemm>(p, tile) && box == p.b_groups) break;
-    int const row = (group + box / kGemm.b_halves) * kGroupRows;
+    int const row = (group + box / kGemm.b_halves()) * kGroupRows;
     int c0 = k;
     int c1 = row;
     int c2 = 0;
-    if constexpr (kGemm.b_major == Major::kRows) {
+    if constexpr (kGemm.b.major == Major::kRows) {
       c0 = row;
       c1 = k;
     } else if (p.b_block <= kGroupRows) {
@@ -60,8 +60,8 @@ __device__ __forceinline__ void load_b_in_boxes(bf16* smem_b, GemmParams const& 
       c2 = row / p.b_block;
     }
     load_b_box<kGemm>(smem_b + box * kGroupRows * kGemm.tile.k,
-                      &p.b_half[kGemm.k_halves == 2 ? k_half : box % kGemm.b_halves], full, c0, c1,
-                      c2, tile.segment);
+                      &p.b_half[kGemm.k_halves() == 2 ? k_half : box % kGemm.b_halves()], full, c0,
+                      c1, c2, tile.segment);
   }
 }
 
@@ -70,10 +70,10 @@ template <GemmConfig kGemm>
 __device__ __forceinline__ void load_b_along_k(bf16* smem_b, GemmParams const& p,
                                                arch::Mbarrier* full, int k, int group, int end) {
   int const ragged_k = p.ragged_extent + k - end;
-  if (kGemm.any_b_layout && p.b_in_boxes) {
+  if (kGemm.any_b_layout() && p.b_in_boxes) {
     TESSERA_UNROLL
     for (int box = 0; box < kGemm.b_groups_per_cta(); ++box) {
-      if (kGemm.short_b && box == p.b_groups) break;
+      if (kGemm.short_b() && box == p.b_groups) break;
       int const half = (group + box) / p.b_half_groups;
       load_b_box<kGemm>(smem_b + box * kGroupRows * kGemm.tile.k, &p.b_half[0], full,
                         (group + box - half * p.b_half_groups) * kGroupRows, half, ragged_k, end,
@@ -90,19 +90,19 @@ template <GemmConfig kGemm>
 __device__ __forceinline__ void load_b_to(SharedStorage<kGemm>& smem, GemmParams const& p,
                                           int buffer, arch::Mbarrier* full, int k_tile,
                                           WorkTile const& tile) {
-  int const share = kGemm.cluster_m == 1
+  int const share = kGemm.cluster_m() == 1
                         ? 0
                         : static_cast<int>(arch::cluster_cta_rank()) * kGemm.b_groups_per_cta();
   int const group = tile.n_tile * kGemm.b_groups() + share;
-  int const k_half = kGemm.k_halves == 2 && k_tile >= p.k_half_tiles ? 1 : 0;
+  int const k_half = kGemm.k_halves() == 2 && k_tile >= p.k_half_tiles ? 1 : 0;
   int const k = (k_tile - k_half * p.k_half_tiles) * kGemm.tile.k;
-  bf16* const smem_b = &smem.b[buffer][share * kGemm.b_halves * kGroupRows * kGemm.tile.k];
+  bf16* const smem_b = &smem.b[buffer][share * kGemm.b_halves() * kGroupRows * kGemm.tile.k];
   if constexpr (kGemm.varlen_k()) {
     load_b_along_k<kGemm>(smem_b, p, full, tile.begin + k, group, tile.end);
-  } else if ((kGemm.any_b_layout && p.b_in_boxes) ||
-             (kGemm.partial_last && misses_groups<kGemm>(p, tile))) {
+  } else if ((kGemm.any_b_layout() && p.b_in_boxes) ||
+             (kGemm.partial_last() && misses_groups<kGemm>(p, tile))) {
     load_b_in_boxes<kGemm>(smem_b, p, full, k, k_half, group, tile);
-  } else if constexpr (kGemm.b_major == Major::kK) {
+  } else if constexpr (kGemm.b.major == Major::kK) {
     load_b_box<kGemm>(smem_b, &p.b[k_half], full, k, 0, 0, group, tile.segment);
   } else {
     load_b_box<kGemm>(smem_b, &p.b[k_half], full, 0, k, 0, group, tile.segment);
@@ -125,7 +125,7 @@ __device__ __forceinline__ void load_a(SharedStorage<kGemm>& smem, GemmParams co
       arch::tma_load(&smem.a[stage][row * kGemm.tile.k], &p.a, &smem.full[stage], tile.row + row,
                      tile.begin + k_tile * kGemm.tile.k);
     }
-  } else if constexpr (kGemm.k_halves == 2) {
+  } else if constexpr (kGemm.k_halves() == 2) {
     int const half = k_tile >= p.k_half_tiles ? 1 : 0;
     arch::tma_load(smem.a[stage], &p.a, &smem.full[stage],
                    (k_tile - half * p.k_half_tiles) * kGemm.tile.k, half, tile.row);
@@ -152,7 +152,7 @@ template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmParams const& p,
                                                typename Epilogue::Params const& epilogue_params) {
   bool const schedules =
-      !kGemm.schedules_apart && (kGemm.cluster_m == 1 || arch::cluster_cta_rank() == 0);
+      !kGemm.schedules_apart() && (kGemm.cluster_m() == 1 || arch::cluster_cta_rank() == 0);
   TileScheduler<kGemm> scheduler(smem, p);
   WorkQueue<kGemm, true> queue(smem);
   TakesOver<kGemm> handover(p);
@@ -160,7 +160,7 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
   WorkTile tile;
   if (schedules) scheduler.announce_first(p.k_tiles);
   while (queue.read(tile)) {
-    if constexpr (kGemm.takes_over) handover.wait(tile);
+    if constexpr (kGemm.takes_over()) handover.wait(tile);
     int const k_tiles = k_tiles_of<kGemm>(p, tile);
     // The first of a run's last two tiles always has rows.
     bool const last = !kGemm.keeps_b() || tile.run_left == 1;
@@ -171,7 +171,7 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
       }
       wait_empty<kGemm>(smem, state);
       if (arch::elect_one()) {
-        if (kGemm.schedules_apart && TileScheduler<kGemm>::draws_at(k_tile, k_tiles)) {
+        if (kGemm.schedules_apart() && TileScheduler<kGemm>::draws_at(k_tile, k_tiles)) {
           arch::mbarrier_arrive(&smem.draw);
         }
         arch::Mbarrier* const full = &smem.full[state.stage];
@@ -183,10 +183,10 @@ __device__ __forceinline__ void produce_by_tma(SharedStorage<kGemm>& smem, GemmP
       __syncwarp();
       state.advance();
     }
-    if constexpr (kGemm.adds_outer_product) load_outer_product<kGemm>(smem, p, state, tile);
+    if constexpr (kGemm.epilogue.outer_product) load_outer_product<kGemm>(smem, p, state, tile);
     lend_stages<kGemm, Epilogue>(smem, epilogue_params, state, tile);
   }
-  if constexpr (kGemm.takes_over) handover.at_end();
+  if constexpr (kGemm.takes_over()) handover.at_end();
 }
 
 // Four warps gather A; in turns, one also issues B, before its share of A.
@@ -195,7 +195,7 @@ __device__ __forceinline__ void produce_by_gather(
     SharedStorage<kGemm>& smem, GemmParams const& p,
     typename Epilogue::Params const& epilogue_params) {
   constexpr int kReadAhead = 2;  // k_tiles before the end: requests the next tile's row indices
-  bool const schedules = kFirstWarp && (kGemm.cluster_m == 1 || arch::cluster_cta_rank() == 0);
+  bool const schedules = kFirstWarp && (kGemm.cluster_m() == 1 || arch::cluster_cta_rank() == 0);
   TileScheduler<kGemm> scheduler(smem, p);
   WorkQueue<kGemm, kFirstWarp> queue(smem);
   RowGather<kGemm> gather(p);
@@ -232,13 +232,13 @@ __device__ __forceinline__ void produce_by_gather(
 template <GemmConfig kGemm, class Epilogue, bool kFirstWarp>
 __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, GemmParams const& p,
                                                 typename Epilogue::Params const& epilogue_params) {
-  bool const schedules = kFirstWarp && (kGemm.cluster_m == 1 || arch::cluster_cta_rank() == 0);
+  bool const schedules = kFirstWarp && (kGemm.cluster_m() == 1 || arch::cluster_cta_rank() == 0);
   TileScheduler<kGemm> scheduler(smem, p);
   WorkQueue<kGemm, kFirstWarp> queue(smem);
   TokenGather<kGemm> gather(p);
   PipelineState<kGemm> state;
   PipelineState<kGemm> behind;
-  PipelineState<kGemm>& b_state = kGemm.b_behind ? behind : state;
+  PipelineState<kGemm>& b_state = kGemm.b_behind() ? behind : state;
   TakesOver<kGemm> handover(p);
   WorkTile tile;
   // In turns, counted from the end: not the first warp's where it announces a tile, four k_tiles before.
@@ -252,18 +252,18 @@ __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, Gemm
       load_b_to<kGemm>(smem, p, b_state.b_stage(), full, k_tile, tile);
     }
     __syncwarp();
-    if constexpr (kGemm.b_behind) b_state.advance();
+    if constexpr (kGemm.b_behind()) b_state.advance();
   };
   if (schedules) scheduler.announce_first(0);
   while (queue.read(tile)) {
-    if constexpr (kGemm.takes_over) handover.wait(tile);
+    if constexpr (kGemm.takes_over()) handover.wait(tile);
     int const k_tiles = k_tiles_of<kGemm>(p, tile);
     gather.begin(tile);
     for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
       if (schedules) scheduler.step(k_tile, k_tiles);
       gather.prepare(tile, k_tile);
       wait_empty<kGemm>(smem, state);
-      if (!kGemm.b_behind) {
+      if (!kGemm.b_behind()) {
         fill_b(k_tile, k_tiles);
       } else if (k_tile > 0) {
         fill_b(k_tile - 1, k_tiles);
@@ -271,13 +271,13 @@ __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, Gemm
       gather.copy(smem, state.stage, k_tile);
       state.advance();
     }
-    if constexpr (kGemm.b_behind) {
+    if constexpr (kGemm.b_behind()) {
       if (fills_b(1)) wait_empty<kGemm>(smem, state);
       fill_b(k_tiles - 1, k_tiles);
     }
     lend_stages<kGemm, Epilogue>(smem, epilogue_params, state, tile);
   }
-  if constexpr (kGemm.takes_over) handover.at_end();
+  if constexpr (kGemm.takes_over()) handover.at_end();
 }
 
 template <GemmConfig kGemm, class Epilogue, bool kFirstWarp>
@@ -305,7 +305,7 @@ __device__ __forceinline__ void produce(SharedStorage<kGemm>& smem, GemmParams c
     int const warp = arch::warp_idx();
     if (warp == 0) {
       produce_by_tma<kGemm, Epilogue>(smem, p, epilogue_params);
-    } else if (kGemm.schedules_apart && warp == 1) {
+    } else if (kGemm.schedules_apart() && warp == 1) {
       TileScheduler<kGemm>(smem, p).run(p.k_tiles);
     }
   }

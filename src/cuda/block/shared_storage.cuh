@@ -25,7 +25,8 @@ template <GemmConfig kGemm>
 struct SharedStorage {
   alignas(1024) bf16 a[kGemm.stages][kGemm.tile.m * kGemm.tile.k];       // (PIPE,TILE_M,TILE_K)
   alignas(1024) bf16 b[kGemm.b_buffers()][kGemm.tile.n * kGemm.tile.k];  // (PIPE,TILE_N,TILE_K)
-  alignas(1024) bf16 slabs[kGemm.consumer_warpgroups][kGemm.store_slabs][kSubtileM * kSlabColumns];
+  alignas(
+      1024) bf16 slabs[kGemm.consumer_warpgroups][kGemm.epilogue.slabs][kSubtileM * kSlabColumns];
   arch::Mbarrier full[kGemm.stages];
   arch::Mbarrier empty[kGemm.stages];
   arch::Mbarrier work_full[kWorkSlots];
@@ -34,8 +35,8 @@ struct SharedStorage {
                       [kLoadBuffers];  // of epilogues that read, per warp
   alignas(16) int4 work[kWorkSlots];
   int segment_offsets[kMaxSegments + 1];
-  arch::Mbarrier resident_full[kGemm.resident_k_tiles + 1];  // of the k_tiles of a resident B
-  arch::Mbarrier resident_empty[kGemm.resident_k_tiles + 1];
+  arch::Mbarrier resident_full[kGemm.resident_k_tiles() + 1];  // of the k_tiles of a resident B
+  arch::Mbarrier resident_empty[kGemm.resident_k_tiles() + 1];
   arch::Mbarrier draw;  // schedules_apart: loads have come to where the next tile is drawn
 };
 

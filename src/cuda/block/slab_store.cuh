@@ -62,7 +62,7 @@ class SlabStore {
         barrier_(kBarrierSlabs + consumer),
         issuer_(static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads == 0) {}
 
-  static constexpr int kSlabs = kGemm.store_slabs;         // of a round
+  static constexpr int kSlabs = kGemm.epilogue.slabs;      // of a round
   static constexpr int kPitch = kSubtileM * kSlabColumns;  // from one to the next, in bf16
 
   // TMA has read the slabs of the last round. Returns the first.

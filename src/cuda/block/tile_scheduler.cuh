@@ -38,13 +38,13 @@ struct WorkTile {
 // Whether not all row groups of this tile of B exist: p.b_groups do, in one half.
 template <GemmConfig kGemm>
 __device__ __forceinline__ bool misses_groups(GemmParams const& p, WorkTile const& tile) {
-  return kGemm.short_b || (kGemm.partial_last && tile.n_tile == p.n_tiles - 1);
+  return kGemm.short_b() || (kGemm.partial_last() && tile.n_tile == p.n_tiles - 1);
 }
 
 // Whether half of its columns are all that this tile has.
 template <GemmConfig kGemm>
 __device__ __forceinline__ bool is_half(GemmParams const& p, WorkTile const& tile) {
-  return kGemm.halves_last && misses_groups<kGemm>(p, tile) && p.b_groups <= kGemm.b_groups() / 2;
+  return kGemm.halves_last() && misses_groups<kGemm>(p, tile) && p.b_groups <= kGemm.b_groups() / 2;
 }
 
 // varlen-K: a segment without rows takes a k_tile of zeros.
@@ -82,14 +82,14 @@ class TileScheduler {
       : smem_(smem),
         gmem_counter_(p.gmem_tile_counter),
         segments_(p.segments),
-        m_blocks_((p.m_tiles + kGemm.cluster_m - 1) / kGemm.cluster_m),
+        m_blocks_((p.m_tiles + kGemm.cluster_m() - 1) / kGemm.cluster_m()),
         n_tiles_(p.n_tiles) {}
 
   // The first tile is the cluster's number, and tickets are for those after the last cluster's; or it is drawn, too.
   // Returns whether there is one.
   __device__ __forceinline__ bool announce_first(int k_tiles) {
     bool found = false;
-    if constexpr (kGemm.draws_first) {
+    if constexpr (kGemm.draws_first()) {
       draw();
       found = announce_drawn();
     } else {
@@ -148,14 +148,14 @@ class TileScheduler {
   }
 
   __device__ __forceinline__ static int clusters() {
-    return static_cast<int>(gridDim.x) / kGemm.cluster_m;
+    return static_cast<int>(gridDim.x) / kGemm.cluster_m();
   }
   __device__ __forceinline__ static int own_cluster() {
-    return static_cast<int>(blockIdx.x) / kGemm.cluster_m;
+    return static_cast<int>(blockIdx.x) / kGemm.cluster_m();
   }
 
   __device__ __forceinline__ void draw() {
-    if constexpr (!kGemm.draws_tiles) {
+    if constexpr (!kGemm.draws_tiles()) {
       ticket_ += clusters();
     } else if (arch::lane_idx() == 0) {
       ticket_ = atomicAdd(gmem_counter_, 1);
@@ -163,12 +163,12 @@ class TileScheduler {
   }
 
   __device__ __forceinline__ bool announce_drawn() {
-    int const ticket = kGemm.draws_tiles ? __shfl_sync(arch::kAllLanes, ticket_, 0) : ticket_;
-    int const first = kGemm.draws_first ? 0 : kGemm.draws_tiles ? clusters() : own_cluster();
+    int const ticket = kGemm.draws_tiles() ? __shfl_sync(arch::kAllLanes, ticket_, 0) : ticket_;
+    int const first = kGemm.draws_first() ? 0 : kGemm.draws_tiles() ? clusters() : own_cluster();
     bool const found = announce(first + ticket);
     // Each cluster (that had a first tile) fails once, so the last index drawn is total + clusters - 1. It leaves the
     // counter as the next launch expects it.
-    if (kGemm.draws_tiles && !found &&
+    if (kGemm.draws_tiles() && !found &&
         first + ticket == blocks_before_ * n_tiles_ + clusters() - 1 && arch::lane_idx() == 0) {
       *gmem_counter_ = 0;
     }
@@ -179,12 +179,12 @@ class TileScheduler {
     int4 message{0, kNoTile, 0, 0};
     bool const found = find(index, message);
     arch::mbarrier_wait(&smem_.work_empty[slot_], phase_ ^ 1);
-    if constexpr (kGemm.cluster_m == 1) {
+    if constexpr (kGemm.cluster_m() == 1) {
       if (arch::lane_idx() == 0) {
         smem_.work[slot_] = message;
         arch::mbarrier_arrive(&smem_.work_full[slot_]);
       }
-    } else if (arch::lane_idx() < kGemm.cluster_m) {
+    } else if (arch::lane_idx() < kGemm.cluster_m()) {
       arch::st_async(&smem_.work[slot_], &smem_.work_full[slot_], arch::lane_idx(), message);
     }
     __syncwarp();
@@ -234,12 +234,12 @@ class TileScheduler {
 
   // Tile `local` of the segment found.
   __device__ __forceinline__ int4 place(int local, int blocks, int begin, int end) const {
-    int const group = local / (blocks * kGemm.raster_n);
-    int const in_group = local - group * blocks * kGemm.raster_n;
-    int const width = min(kGemm.raster_n, n_tiles_ - group * kGemm.raster_n);
+    int const group = local / (blocks * kGemm.order.raster_n);
+    int const in_group = local - group * blocks * kGemm.order.raster_n;
+    int const width = min(kGemm.order.raster_n, n_tiles_ - group * kGemm.order.raster_n);
     int const m = in_group / width;
     int const block = (group & 1) ? blocks - 1 - m : m;
-    int const n_tile = group * kGemm.raster_n + in_group - m * width;
+    int const n_tile = group * kGemm.order.raster_n + in_group - m * width;
     if constexpr (kGemm.keeps_b()) {
       int const pairs = (end - begin + kPairM - 1) / kPairM;
       auto const of_run = [=](int run) {  // 2^24 rows have 2^31 as a product
@@ -278,7 +278,7 @@ class WorkQueue {
         return true;
       }
     }
-    if constexpr (kGemm.cluster_m == 1) {
+    if constexpr (kGemm.cluster_m() == 1) {
       arch::mbarrier_wait(&smem_.work_full[slot_], phase_);
     } else {
       arch::mbarrier_wait_cluster(&smem_.work_full[slot_], phase_);
@@ -287,10 +287,10 @@ class WorkQueue {
     if (message.y == kNoTile) return false;
     __syncwarp();
     if (arch::lane_idx() == 0) {
-      if constexpr (kArms && kGemm.cluster_m > 1) {
+      if constexpr (kArms && kGemm.cluster_m() > 1) {
         arch::mbarrier_arrive_expect_tx(&smem_.work_full[slot_], sizeof(int4));
       }
-      if constexpr (kGemm.cluster_m == 1) {
+      if constexpr (kGemm.cluster_m() == 1) {
         arch::mbarrier_arrive(&smem_.work_empty[slot_]);
       } else {
         arch::mbarrier_arrive_cluster(&smem_.work_empty[slot_], 0);
@@ -329,14 +329,14 @@ class WorkQueue {
     tile.end = message.z;
     int const left = message.z - message.y;
     if constexpr (kGemm.varlen_k()) {
-      int const rank = kGemm.cluster_m == 1 ? 0 : static_cast<int>(arch::cluster_cta_rank());
+      int const rank = kGemm.cluster_m() == 1 ? 0 : static_cast<int>(arch::cluster_cta_rank());
       tile.row = message.y + rank * kGemm.tile.m;
       tile.rows = kGemm.tile.m;
-    } else if constexpr (kGemm.cluster_m == 1) {
+    } else if constexpr (kGemm.cluster_m() == 1) {
       tile.row = message.y;
       tile.rows = min(kGemm.tile.m, left);
     } else {
-      constexpr int kUnit = kGemm.cluster_m * kSubtileM;
+      constexpr int kUnit = kGemm.cluster_m() * kSubtileM;
       int const share = min(kGemm.tile.m, (left + kUnit - 1) / kUnit * kSubtileM);
       int const skipped = static_cast<int>(arch::cluster_cta_rank()) * share;
       tile.row = message.y + skipped;

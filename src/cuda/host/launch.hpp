@@ -24,7 +24,7 @@ struct PersistentShape {
 // Of a GEMM kernel (block/gemm.cuh) with config kGemm.
 template <auto kGemm, class SharedStorage>
 constexpr PersistentShape persistent_shape(bool starts_early = false) {
-  return {kGemm.threads(), kGemm.cluster_m, int(sizeof(SharedStorage)), starts_early};
+  return {kGemm.threads(), kGemm.cluster_m(), int(sizeof(SharedStorage)), starts_early};
 }
 
 inline cudaLaunchAttribute starts_early() {

@@ -103,9 +103,9 @@ inline cudaError_t make_weight_map(CUtensorMap& map, WeightRows const& w, int64_
 // in all; with partial_last, those of the last tile. kGemm: a block::GemmConfig.
 template <auto kGemm>
 int existing_b_groups(int64_t rows) {
-  if (kGemm.partial_last) return kGemm.last_b_groups(rows);
+  if (kGemm.partial_last()) return kGemm.last_b_groups(rows);
   constexpr int kGroups = kGemm.b_groups_per_cta();
-  return kGemm.short_b ? int(std::min<int64_t>(kGroups, (rows + 63) / 64)) : kGroups;
+  return kGemm.short_b() ? int(std::min<int64_t>(kGroups, (rows + 63) / 64)) : kGroups;
 }
 
 // The usual layouts at once: row groups of 64 rows of each half, `groups` of them to a box.

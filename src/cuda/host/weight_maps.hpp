@@ -14,16 +14,16 @@ cudaError_t make_weight_maps(Params& p, WeightRows const (&w)[2], int64_t segmen
                              int64_t columns) {
   bool const rows_major = w[0].column_stride != 1;
   p.b_block = w[0].block >= rows ? INT_MAX : int(w[0].block);
-  p.b_in_boxes = !has_tile_map(w, kGemm.b_halves, rows);
+  p.b_in_boxes = !has_tile_map(w, kGemm.b_halves(), rows);
   p.b_groups = existing_b_groups<kGemm>(rows);
-  int const box_groups = kGemm.partial_last ? kGemm.b_groups_per_cta() : p.b_groups;
-  if (p.b_in_boxes && !kGemm.any_b_layout) return cudaErrorInvalidValue;
+  int const box_groups = kGemm.partial_last() ? kGemm.b_groups_per_cta() : p.b_groups;
+  if (p.b_in_boxes && !kGemm.any_b_layout()) return cudaErrorInvalidValue;
   if (!p.b_in_boxes) {
     cudaError_t const error =
-        make_tile_map(p.b[0], w, kGemm.b_halves, segments, rows, columns, rows_major, box_groups);
-    if (error != cudaSuccess || !kGemm.partial_last) return error;
+        make_tile_map(p.b[0], w, kGemm.b_halves(), segments, rows, columns, rows_major, box_groups);
+    if (error != cudaSuccess || !kGemm.partial_last()) return error;
   }
-  for (int half = 0; half < kGemm.b_halves; ++half) {
+  for (int half = 0; half < kGemm.b_halves(); ++half) {
     cudaError_t const error =
         make_weight_map(p.b_half[half], w[half], segments, rows, columns, rows_major);
     if (error != cudaSuccess) return error;
@@ -46,7 +46,7 @@ cudaError_t make_k_half_maps(Params& p, WeightRows const (&w)[2], int halves, in
       error = make_tile_map(p.b[half], each[half], 1, segments, rows, columns, rows_major,
                             kGemm.b_groups_per_cta());
     }
-    if (error == cudaSuccess && (p.b_in_boxes || kGemm.partial_last)) {
+    if (error == cudaSuccess && (p.b_in_boxes || kGemm.partial_last())) {
       error = make_weight_map(p.b_half[half], w[half], segments, rows, columns, rows_major);
     }
     if (error != cudaSuccess) return error;

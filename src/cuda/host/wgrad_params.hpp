@@ -37,7 +37,7 @@ cudaError_t make_wgrad_params(GemmParams& gemm, StoreParams& out, WgradArguments
   // Whole column groups: both halves are one matrix.
   gemm.b_in_boxes = n % kGroup != 0;
   if (gemm.b_in_boxes) {
-    if (!kGemm.any_b_layout) return cudaErrorInvalidValue;
+    if (!kGemm.any_b_layout()) return cudaErrorInvalidValue;
     then(make_ragged_load_map(gemm.b_half[0], args.gmem_right, args.rows, args.halves, n,
                               kGemm.tile.k));
   } else {
@@ -55,10 +55,10 @@ cudaError_t make_wgrad_params(GemmParams& gemm, StoreParams& out, WgradArguments
     to.block_stride = dw.block_stride;
     to.block = dw.block >= n ? INT_MAX : int(dw.block);
     to.exists = true;
-    if (!kGemm.defers || args.is_fp32)
+    if (!kGemm.defers() || args.is_fp32)
       then(make_weight_map(to.map, dw, args.experts, n, d, kRowsMajor, args.is_fp32));
   }
-  if (kGemm.defers && !args.is_fp32) {
+  if (kGemm.defers() && !args.is_fp32) {
     using Steps = decltype(out.steps);
     if (!alike(args.dw)) return cudaErrorInvalidValue;
     WeightRows const& dw = args.dw[args.dw[0].gmem != nullptr ? 0 : 1];
@@ -86,7 +86,7 @@ cudaError_t make_wgrad_params(GemmParams& gemm, StoreParams& out, WgradArguments
   gemm.gmem_index = args.gmem_gather_index;
   gemm.gmem_offsets = args.gmem_expert_offsets;
   gemm.gmem_tile_counter = args.gmem_tile_counter;
-  gemm.gmem_handover = kGemm.takes_over ? args.gmem_handover : nullptr;
+  gemm.gmem_handover = kGemm.takes_over() ? args.gmem_handover : nullptr;
   gemm.handover_segments = experts_handed_over(args.experts);
   gemm.segments = args.experts;
   constexpr int kTileGroups = kGemm.tile.n / kGroup;

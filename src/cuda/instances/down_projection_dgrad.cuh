@@ -10,17 +10,19 @@ namespace tessera::cuda {
 template <ActivationKind kKind>
 cudaError_t launch_down_projection_dgrad_of(DownProjectionDgradArguments const& args, int sm_count,
                                             cudaStream_t stream) {
-  using block::Major;
-  using Usual = DownProjectionDgradConfig<kKind, Major::kRows, false>;
-  using Wide = DownProjectionDgradConfig<kKind, Major::kRows, false, true>;
-  using Rows = DownProjectionDgradConfig<kKind, Major::kRows, true>;
-  using Transposed = DownProjectionDgradConfig<kKind, Major::kK, true>;
+  using block::Boxes, block::Major;
+  using Usual = DownProjectionDgradConfig<kKind, Major::kRows, Boxes::kTile>;
+  using Wide = DownProjectionDgradConfig<kKind, Major::kRows, Boxes::kTile, TileWidth::k256>;
+  using Rows = DownProjectionDgradConfig<kKind, Major::kRows, Boxes::kAny>;
+  using Transposed = DownProjectionDgradConfig<kKind, Major::kK, Boxes::kAny>;
   int64_t const n = args.intermediate;
   bool const tiles = host::has_tile_map({transposed(args.w_down, n), {}}, 1, n);
   if constexpr (Activation{.kind = kKind}.gated()) {
     if (args.interleaved) {
-      using Turned = DownProjectionDgradConfig<kKind, Major::kK, true, false, true>;
-      using WideTurned = DownProjectionDgradConfig<kKind, Major::kK, false, true, true>;
+      using Turned = DownProjectionDgradConfig<kKind, Major::kK, Boxes::kAny, TileWidth::k128,
+                                               Columns::kInterleaved>;
+      using WideTurned = DownProjectionDgradConfig<kKind, Major::kK, Boxes::kTile, TileWidth::k256,
+                                                   Columns::kInterleaved>;
       return tiles && down_projection_dgrad_is_wide(n)
                  ? launch_down_projection_dgrad_config<WideTurned>(args, sm_count, stream)
                  : launch_down_projection_dgrad_config<Turned>(args, sm_count, stream);

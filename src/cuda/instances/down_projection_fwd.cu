@@ -8,7 +8,7 @@ namespace {
 template <block::Major kMajor>
 cudaError_t launch(DownProjectionFwdArguments const& args, int sm_count, cudaStream_t stream) {
   using Wide = DownProjectionFwdWide<kMajor>;
-  using PartialLast = DownProjectionFwdWide<kMajor, true>;
+  using PartialLast = DownProjectionFwdWide<kMajor, block::Tail::kHalved>;
   if (args.intermediate <= kDownProjectionResidentUpTo) {
     return launch_down_projection_fwd_config<DownProjectionFwdResident<kMajor>>(args, sm_count,
                                                                                 stream);

@@ -5,28 +5,31 @@
 namespace tessera::cuda {
 namespace {
 
-template <block::Major kMajor, bool kFp32>
+template <block::Major kMajor, Gradient kGradient>
 cudaError_t launch(WgradArguments const& args, int sm_count, cudaStream_t stream) {
+  using block::Boxes;
   auto const with = [&]<class Config>(Config) {
     return launch_projection_wgrad_config<Config>(args, sm_count, stream);
   };
   if (args.intermediate % block::kGroupRows != 0) {
-    return with(ProjectionWgradConfig<kMajor, kFp32, true, false>{});
+    return with(ProjectionWgradConfig<kMajor, kGradient, Boxes::kAny>{});
   }
-  if constexpr (!kFp32) {
-    if (args.accumulates) return with(ProjectionWgradConfig<kMajor, false, false, true>{});
-    if (!host::alike(args.dw)) return with(ProjectionWgradConfig<kMajor, false, true, false>{});
+  if constexpr (kGradient == Gradient::kBf16) {
+    if (args.accumulates)
+      return with(ProjectionWgradConfig<kMajor, Gradient::kAddedToBf16, Boxes::kTile>{});
+    if (!host::alike(args.dw)) return with(ProjectionWgradConfig<kMajor, kGradient, Boxes::kAny>{});
   }
   if (projection_wgrad_in_pairs(args.hidden, sm_count)) {
-    return with(ProjectionWgradConfig<kMajor, kFp32, false, false, true>{});
+    return with(
+        ProjectionWgradConfig<kMajor, kGradient, Boxes::kTile, block::Sharing::kMulticast>{});
   }
-  return with(ProjectionWgradConfig<kMajor, kFp32, false, false>{});
+  return with(ProjectionWgradConfig<kMajor, kGradient, Boxes::kTile>{});
 }
 
 template <block::Major kMajor>
 cudaError_t launch(WgradArguments const& args, int sm_count, cudaStream_t stream) {
-  return args.is_fp32 ? launch<kMajor, true>(args, sm_count, stream)
-                      : launch<kMajor, false>(args, sm_count, stream);
+  return args.is_fp32 ? launch<kMajor, Gradient::kFp32>(args, sm_count, stream)
+                      : launch<kMajor, Gradient::kBf16>(args, sm_count, stream);
 }
 
 cudaError_t launch(WgradArguments const& args, int sm_count, cudaStream_t stream) {

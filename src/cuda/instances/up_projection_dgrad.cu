@@ -5,10 +5,10 @@
 namespace tessera::cuda {
 namespace {
 
-template <block::Major kMajor, bool kRouterPart>
+template <block::Major kMajor, RouterPart kRouterPart>
 cudaError_t launch_of(UpProjectionDgradArguments const& args, int sm_count, cudaStream_t stream) {
   using Whole = UpProjectionDgradConfig<kMajor, kRouterPart>;
-  using PartialLast = UpProjectionDgradConfig<kMajor, kRouterPart, true>;
+  using PartialLast = UpProjectionDgradConfig<kMajor, kRouterPart, block::Tail::kPartial>;
   return Whole::gemm.last_is_partial(args.hidden)
              ? launch_up_projection_dgrad_config<PartialLast>(args, sm_count, stream)
              : launch_up_projection_dgrad_config<Whole>(args, sm_count, stream);
@@ -16,8 +16,9 @@ cudaError_t launch_of(UpProjectionDgradArguments const& args, int sm_count, cuda
 
 template <block::Major kMajor>
 cudaError_t launch_of(UpProjectionDgradArguments const& args, int sm_count, cudaStream_t stream) {
-  return args.gmem_row_dlogits != nullptr ? launch_of<kMajor, true>(args, sm_count, stream)
-                                          : launch_of<kMajor, false>(args, sm_count, stream);
+  return args.gmem_row_dlogits != nullptr
+             ? launch_of<kMajor, RouterPart::kAdded>(args, sm_count, stream)
+             : launch_of<kMajor, RouterPart::kNone>(args, sm_count, stream);
 }
 
 }  // namespace

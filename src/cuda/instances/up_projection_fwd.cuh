@@ -10,26 +10,29 @@ namespace tessera::cuda {
 template <ActivationKind kKind, block::Major kMajor>
 cudaError_t launch_up_projection_fwd_of(UpProjectionFwdArguments const& args, int sm_count,
                                         cudaStream_t stream) {
+  using block::Boxes, block::Loader;
+  using Sorted = UpProjectionFwdConfig<kKind, Loader::kTma, kMajor, Boxes::kAny>;
+  using GatheredTile = UpProjectionFwdConfig<kKind, Loader::kGather, kMajor, Boxes::kTile>;
+  using Gathered = UpProjectionFwdConfig<kKind, Loader::kGather, kMajor, Boxes::kAny>;
   if (args.gmem_gather_index == nullptr) {
-    return launch_up_projection_fwd_config<UpProjectionFwdConfig<kKind, false, kMajor, true>>(
-        args, sm_count, stream);
+    return launch_up_projection_fwd_config<Sorted>(args, sm_count, stream);
   }
   int const halves = args.activation.gated() ? 2 : 1;
   return host::has_tile_map(args.w_up, halves, args.intermediate)
-             ? launch_up_projection_fwd_config<UpProjectionFwdConfig<kKind, true, kMajor, false>>(
-                   args, sm_count, stream)
-             : launch_up_projection_fwd_config<UpProjectionFwdConfig<kKind, true, kMajor, true>>(
-                   args, sm_count, stream);
+             ? launch_up_projection_fwd_config<GatheredTile>(args, sm_count, stream)
+             : launch_up_projection_fwd_config<Gathered>(args, sm_count, stream);
 }
 
 template <ActivationKind kKind>
 cudaError_t launch_up_projection_fwd_of(UpProjectionFwdArguments const& args, int sm_count,
                                         cudaStream_t stream) {
-  using block::Major;
+  using block::Boxes, block::Loader, block::Major;
   if constexpr (Activation{.kind = kKind}.gated()) {
     if (args.interleaved) {
-      using Sorted = UpProjectionFwdConfig<kKind, false, Major::kRows, true, true>;
-      using Gathered = UpProjectionFwdConfig<kKind, true, Major::kRows, true, true>;
+      using Sorted = UpProjectionFwdConfig<kKind, Loader::kTma, Major::kRows, Boxes::kAny,
+                                           Columns::kInterleaved>;
+      using Gathered = UpProjectionFwdConfig<kKind, Loader::kGather, Major::kRows, Boxes::kAny,
+                                             Columns::kInterleaved>;
       return args.gmem_gather_index == nullptr
                  ? launch_up_projection_fwd_config<Sorted>(args, sm_count, stream)
                  : launch_up_projection_fwd_config<Gathered>(args, sm_count, stream);

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   arch::let_next_kernel_start();  // down_projection_wgrad; this kernel never starts early
   using Epilogue = std::conditional_t<
-      (Config::gemm.lent_stages > 0),
+      (Config::gemm.epilogue.lent_stages > 0),
       block::ActivationGradientInStages<Config::gemm, Config::activation, Config::interleaved>,
       block::ActivationGradientEpilogue<Config::gemm, Config::activation, Config::interleaved>>;
   block::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
@@ -63,7 +63,7 @@ cudaError_t make_down_projection_dgrad_params(DownProjectionDgradParams& p,
   p = {};
   then(host::make_weight_maps<kGemm>(p.gemm, {transposed(args.w_down, n), {}}, args.experts, n, d));
   then(host::make_halves_map(p.epilogue.h, args.gmem_h, args.rows, halves, h_columns,
-                             kGemm.lent_stages > 0 ? kGemm.tile.m : block::kWarpRows));
+                             kGemm.epilogue.lent_stages > 0 ? kGemm.tile.m : block::kWarpRows));
   then(host::make_ragged_store_map(p.epilogue.dh, args.gmem_dh, args.rows, halves, h_columns,
                                    args.rows, block::kWarpRows));
   if (args.gmem_a_scaled != nullptr) {

@@ -57,7 +57,7 @@ cudaError_t make_down_projection_fwd_params(DownProjectionFwdParams& p,
   p = {};
   then(host::make_matrix_map(p.gemm.a, args.gmem_a, args.rows, n, n, kGemm.tile.m));
   then(host::make_weight_maps<kGemm>(p.gemm, {args.w_down, {}}, args.experts, d, n));
-  if constexpr (!kGemm.defers) {
+  if constexpr (!kGemm.defers()) {
     then(host::make_ragged_store_map(p.epilogue.d, args.gmem_y, args.rows, 1, d, args.rows,
                                      block::kSubtileM));
   }
@@ -73,7 +73,7 @@ cudaError_t make_down_projection_fwd_params(DownProjectionFwdParams& p,
   p.gemm.segments = args.experts;
   p.gemm.n_tiles = int((d + kGemm.tile.n - 1) / kGemm.tile.n);
   p.gemm.k_tiles = int((n + kGemm.tile.k - 1) / kGemm.tile.k);
-  if (kGemm.keeps_b() && p.gemm.k_tiles > kGemm.resident_k_tiles) return cudaErrorInvalidValue;
+  if (kGemm.keeps_b() && p.gemm.k_tiles > kGemm.resident_k_tiles()) return cudaErrorInvalidValue;
   return error;
 }
 

@@ -81,7 +81,7 @@ class LetsNextStart : public Epilogue {
 };
 
 template <block::GemmConfig kGemm>
-constexpr bool lets_next_start = kGemm.lent_stages > 0 || kGemm.defers;
+constexpr bool lets_next_start = kGemm.epilogue.lent_stages > 0 || kGemm.defers();
 
 template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
@@ -100,13 +100,13 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
 template <class Config>
 cudaError_t launch_projection_wgrad_config(WgradArguments const& args, int sm_count,
                                            cudaStream_t stream) {
-  if (Config::gemm.defers && !Config::fp32 && args.accumulates) return cudaErrorInvalidValue;
+  if (Config::gemm.defers() && !Config::fp32 && args.accumulates) return cudaErrorInvalidValue;
   ProjectionWgradParams params;
   cudaError_t const error = host::make_wgrad_params < Config::gemm,
                     Config::d_major == block::Major::kRows > (params.gemm, params.epilogue, args);
   if (error != cudaSuccess) return error;
   // Beside the aggregate soon; router_dlogits only fills the tail.
-  constexpr int kUncounted = Config::gemm.defers ? 1 : 0;
+  constexpr int kUncounted = Config::gemm.defers() ? 1 : 0;
   params.epilogue.tiles_before_next = !lets_next_start<Config::gemm>         ? 0
                                       : args.starts_early                    ? 2 - kUncounted
                                       : params.gemm.gmem_handover != nullptr ? 4 - kUncounted

@@ -37,7 +37,7 @@ template <class Config>
 cudaError_t launch_router_logits_config(RouterLogitsArguments const& args, int sm_count,
                                         cudaStream_t stream) {
   constexpr block::GemmConfig kGemm = Config::gemm;
-  static_assert(!kGemm.draws_tiles, "no counter comes with the arguments");
+  static_assert(!kGemm.draws_tiles(), "no counter comes with the arguments");
   int64_t const d = args.hidden;
   RouterLogitsParams p{};
   cudaError_t error =

@@ -64,7 +64,7 @@ template <class Config>
 cudaError_t make_up_projection_dgrad_params(UpProjectionDgradParams& p,
                                             UpProjectionDgradArguments const& args) {
   constexpr block::GemmConfig kGemm = Config::gemm;
-  static_assert(kGemm.k_halves == 2);
+  static_assert(kGemm.k_halves() == 2);
   int64_t const d = args.hidden;
   int64_t const n = args.intermediate;
   int const halves = args.gated ? 2 : 1;
@@ -77,14 +77,14 @@ cudaError_t make_up_projection_dgrad_params(UpProjectionDgradParams& p,
   then(host::make_k_half_maps<kGemm>(p.gemm,
                                      {transposed(args.w_up[0], d), transposed(args.w_up[1], d)},
                                      halves, args.experts, d, n));
-  if constexpr (!kGemm.defers) {
+  if constexpr (!kGemm.defers()) {
     then(host::make_ragged_store_map(p.epilogue.store.d, args.gmem_dx_rows, args.rows, 1, d,
                                      args.rows, block::kSubtileM));
   }
   p.epilogue.store.gmem_d = static_cast<block::bf16*>(args.gmem_dx_rows);
   p.epilogue.store.columns = int(d);
   p.epilogue.store.ragged_extent = int(args.rows);
-  if constexpr (kGemm.adds_outer_product) {
+  if constexpr (kGemm.epilogue.outer_product) {
     then(host::make_matrix_map(p.gemm.v, args.w_router.gmem, args.experts, d, args.w_router.pitch,
                                block::kOuterRows));
     p.epilogue.gmem_u = args.gmem_row_dlogits;

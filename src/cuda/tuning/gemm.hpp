@@ -15,22 +15,26 @@ namespace tessera::cuda {
 // many for L2 are read once. bench/results/h200/2026-11-23-rasters-forward.json
 constexpr int kForwardRaster = 1;
 
+// How the columns of gate and up lie in a gated layer's weights: one half behind the other, or in turn.
+enum class Columns : uint8_t { kHalves, kInterleaved };
+
 // Gathered rows: 16-byte copies cost the same per row whatever the tile, so it is as wide as possible.
-// kInterleaved: columns of gate and up in turn; B is loaded as it lies.
-template <ActivationKind kKind, bool kGather, block::Major kMajor, bool kAnyLayout,
-          bool kInterleaved = false>
+// Interleaved columns: B is loaded as it lies.
+template <ActivationKind kKind, block::Loader kRows, block::Major kMajor, block::Boxes kBoxes,
+          Columns kColumns = Columns::kHalves>
 struct UpProjectionFwdConfig {
-  static_assert(!kInterleaved || kMajor == block::Major::kRows);
+  static constexpr bool interleaved = kColumns == Columns::kInterleaved;
+  static_assert(!interleaved || kMajor == block::Major::kRows);
   static constexpr ActivationKind activation = kKind;
-  static constexpr bool interleaved = kInterleaved;
   static constexpr block::GemmConfig gemm{
-      .a_loader = kGather ? block::ALoader::kGather : block::ALoader::kTma,
-      .b_major = kMajor,
-      .any_b_layout = kAnyLayout,
-      .b_halves = Activation{.kind = kKind}.gated() && !kInterleaved ? 2 : 1,
-      .defers = true,
-      .raster_n = kForwardRaster,
-      .hands_over = true};
+      .a = {.loader = kRows},
+      .b = {.major = kMajor,
+            .halves = Activation{.kind = kKind}.gated() && !interleaved ? block::Halves::kAlongRows
+                                                                        : block::Halves::kOne,
+            .boxes = kBoxes},
+      .epilogue = {.mode = block::EpilogueMode::kDeferred},
+      .order = {.raster_n = kForwardRaster},
+      .chain = block::Chain::kHandsOver};
 };
 
 // Up to n = 256 an expert's B for 256 columns stays in shared memory for a run of tiles; else epilogues are deferred.
@@ -41,20 +45,20 @@ struct DownProjectionFwdResident {
   static constexpr block::GemmConfig gemm{.tile = {64, 256, 64},
                                           .stages = 8,
                                           .schedule = block::Schedule::kPingPong,
-                                          .b_major = kMajor,
-                                          .resident_k_tiles = kDownProjectionResidentUpTo / 64,
-                                          .run_tiles = 12,
-                                          .takes_over = true};
+                                          .b = {.major = kMajor},
+                                          .b_stages = {.storage = block::BStorage::kResident,
+                                                       .k_tiles = kDownProjectionResidentUpTo / 64,
+                                                       .run_tiles = 12},
+                                          .chain = block::Chain::kTakesOver};
 };
-template <block::Major kMajor, bool kPartialLast = false>
+template <block::Major kMajor, block::Tail kTail = block::Tail::kWhole>
 struct DownProjectionFwdWide {
-  static constexpr block::GemmConfig gemm{.b_major = kMajor,
-                                          .partial_last = kPartialLast,
-                                          .halves_last = kPartialLast,
-                                          .defers = true,
-                                          .raster_n = kForwardRaster,
-                                          .schedules_apart = true,
-                                          .takes_over = true};
+  static constexpr block::GemmConfig gemm{
+      .b = {.major = kMajor},
+      .tail = kTail,
+      .epilogue = {.mode = block::EpilogueMode::kDeferred},
+      .order = {.draw = block::Draw::kOwnWarp, .raster_n = kForwardRaster},
+      .chain = block::Chain::kTakesOver};
 };
 
 // Its tiles are alike. Up to 128 experts: 128 rows; more: the widest. bench/results/h200/2026-11-22-router-short.json
@@ -63,8 +67,8 @@ struct RouterLogitsNarrow {
   static constexpr block::GemmConfig gemm{.tile = {128, 128, 64},
                                           .stages = 6,
                                           .schedule = block::Schedule::kPingPong,
-                                          .short_b = true,
-                                          .draws_tiles = false};
+                                          .tail = block::Tail::kShort,
+                                          .order = {.draw = block::Draw::kStride}};
 };
 // 64 to 128 experts, 64 rows where they leave the busiest SM fewer of them: at T = 24576 three waves instead of two of
 // 128 rows. bench/results/h200/2026-11-22-router-tiles.json
@@ -73,9 +77,9 @@ struct RouterLogitsLow {
   static constexpr block::GemmConfig gemm{.tile = {64, 128, 64},
                                           .stages = 8,
                                           .schedule = block::Schedule::kPingPong,
-                                          .short_b = true,
-                                          .store_slabs = 1,
-                                          .draws_tiles = false};
+                                          .tail = block::Tail::kShort,
+                                          .epilogue = {.slabs = 1},
+                                          .order = {.draw = block::Draw::kStride}};
 };
 constexpr bool router_logits_is_low(int64_t tokens, int64_t experts, int64_t sm_count) {
   auto const busiest = [=](int64_t rows) {
@@ -88,7 +92,7 @@ constexpr bool router_logits_is_low(int64_t tokens, int64_t experts, int64_t sm_
 static_assert(router_logits_is_low(24576, 128, 132) && !router_logits_is_low(32768, 128, 132));
 
 struct RouterLogitsWide {
-  static constexpr block::GemmConfig gemm{.stages = 4, .draws_tiles = false};
+  static constexpr block::GemmConfig gemm{.stages = 4, .order = {.draw = block::Draw::kStride}};
 };
 
 }  // namespace tessera::cuda

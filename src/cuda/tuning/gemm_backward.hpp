@@ -6,66 +6,82 @@
 #pragma once
 
 #include "../block/gemm_config.hpp"
+#include "gemm.hpp"
 #include "tessera/shape.hpp"
 
 namespace tessera::cuda {
 
 // The epilogue moves five slabs for every two that are multiplied. Wide tiles gather half the bytes, and lent stages
 // bring and take those slabs; where n does not fill them, ping-pong hides what it can.
-template <ActivationKind kKind, block::Major kMajor, bool kAnyLayout, bool kWide = false,
-          bool kInterleaved = false>
+enum class TileWidth : uint8_t { k128, k256 };
+
+template <ActivationKind kKind, block::Major kMajor, block::Boxes kBoxes,
+          TileWidth kWidth = TileWidth::k128, Columns kColumns = Columns::kHalves>
 struct DownProjectionDgradConfig {
+  static constexpr bool wide = kWidth == TileWidth::k256;
   static constexpr ActivationKind activation = kKind;
-  static constexpr bool interleaved = kInterleaved;
+  static constexpr bool interleaved = kColumns == Columns::kInterleaved;
   static constexpr bool gated = Activation{.kind = kKind}.gated();
   static constexpr block::GemmConfig gemm{
-      .tile = {128, kWide ? 256 : 128, 64},
+      .tile = {128, wide ? 256 : 128, 64},
       .stages = 4,
-      .a_loader = block::ALoader::kGather,
-      .schedule = kWide ? block::Schedule::kCooperative : block::Schedule::kPingPong,
-      .b_major = kMajor,
-      .any_b_layout = kAnyLayout,
-      .store_slabs = kWide   ? 1
-                     : gated ? 5
-                             : 3,
-      .lent_stages = kWide ? 4 : 0,
-      .hands_over = true};
+      .schedule = wide ? block::Schedule::kCooperative : block::Schedule::kPingPong,
+      .a = {.loader = block::Loader::kGather},
+      .b = {.major = kMajor, .boxes = kBoxes},
+      .epilogue = {.mode = wide ? block::EpilogueMode::kLent : block::EpilogueMode::kInline,
+                   .slabs = wide    ? 1
+                            : gated ? 5
+                                    : 3,
+                   .lent_stages = wide ? 4 : 0},
+      .chain = block::Chain::kHandsOver};
 };
 
 constexpr bool down_projection_dgrad_is_wide(int64_t intermediate) { return intermediate > 128; }
 
-template <block::Major kMajor, bool kRouterPart, bool kPartialLast = false>
+// Whether the rows of dx start from what the router adds to them.
+enum class RouterPart : uint8_t { kNone, kAdded };
+
+template <block::Major kMajor, RouterPart kRouterPart, block::Tail kTail = block::Tail::kWhole>
 struct UpProjectionDgradConfig {
-  static constexpr bool router_part = kRouterPart;
-  static constexpr block::GemmConfig gemm{.b_major = kMajor,
-                                          .partial_last = kPartialLast,
-                                          .adds_outer_product = kRouterPart,
-                                          .k_halves = 2,
-                                          .defers = true};
+  static constexpr bool router_part = kRouterPart == RouterPart::kAdded;
+  static constexpr block::GemmConfig gemm{
+      .b = {.major = kMajor, .halves = block::Halves::kAlongK},
+      .tail = kTail,
+      .epilogue = {.mode = block::EpilogueMode::kDeferred, .outer_product = router_part}};
 };
 
-// Stores are left to the next tile's k loop, but for bf16 gradients that are added to (kAdds): what they are added to
+// What a weight gradient is stored as. bf16 that is added to is a kernel of its own; fp32 is added to by a switch of
+// the call.
+enum class Gradient : uint8_t { kBf16, kAddedToBf16, kFp32 };
+
+// Stores are left to the next tile's k loop, but for bf16 gradients that are added to: what they are added to
 // comes by lent stages. fp32 keeps half of a tile in slabs, for a stage of B.
 // bench/results/h200/2026-11-21-projection-wgrad.json, 2026-11-23-main-grad-b-behind.json
-// kPairs: two CTAs whose tiles are neighbours along d share each B, which takes a third of the bytes off L2. Both have
-// the same rows to add up, so neither waits for the other. bench/results/h200/2026-11-22-wgrad-pairs-layer.json
-template <block::Major kMajor, bool kFp32, bool kAnyLayout, bool kAdds, bool kPairs = false>
+// Multicast: two CTAs whose tiles are neighbours along d share each B, which takes a third of the bytes off L2. Both
+// have the same rows to add up, so neither waits for the other. bench/results/h200/2026-11-22-wgrad-pairs-layer.json
+template <block::Major kMajor, Gradient kGradient, block::Boxes kBoxes,
+          block::Sharing kSharing = block::Sharing::kNone>
 struct ProjectionWgradConfig {
-  static_assert(!kAdds || (!kFp32 && !kAnyLayout));
-  static_assert(!kPairs || (!kAnyLayout && !kAdds));
+  static constexpr bool any_layout = kBoxes == block::Boxes::kAny;
+  static constexpr bool adds = kGradient == Gradient::kAddedToBf16;
+  static constexpr bool pairs = kSharing == block::Sharing::kMulticast;
+  static_assert(!adds || !any_layout);
+  static_assert(!pairs || (!any_layout && !adds));
   static constexpr block::Major d_major = kMajor;
-  static constexpr bool fp32 = kFp32;
-  static constexpr bool defers = !kAnyLayout && !kAdds;
-  static constexpr block::GemmConfig gemm{.cluster_m = kPairs ? 2 : 1,
-                                          .a_loader = block::ALoader::kGather,
-                                          .ragged = block::Ragged::kK,
-                                          .b_major = block::Major::kRows,
-                                          .any_b_layout = kAnyLayout,
-                                          .b_behind = kFp32 && defers,
-                                          .store_slabs = kFp32 && defers ? 4 : 2,
-                                          .lent_stages = kAdds ? 2 : 0,
-                                          .defers = defers,
-                                          .takes_over = !kAnyLayout};
+  static constexpr bool fp32 = kGradient == Gradient::kFp32;
+  static constexpr bool defers = !any_layout && !adds;
+  static constexpr block::GemmConfig gemm{
+      .ragged = block::Ragged::kK,
+      .a = {.loader = block::Loader::kGather, .major = block::Major::kRows},
+      .b = {.major = block::Major::kRows, .boxes = kBoxes},
+      .cluster = {.ctas = pairs ? 2 : 1, .sharing = kSharing},
+      .b_stages = {.storage = fp32 && defers ? block::BStorage::kBehind : block::BStorage::kRing},
+      .epilogue = {.mode = adds     ? block::EpilogueMode::kLent
+                           : defers ? block::EpilogueMode::kDeferred
+                                    : block::EpilogueMode::kInline,
+                   .slabs = fp32 && defers ? 4 : 2,
+                   .lent_stages = adds ? 2 : 0},
+      .chain = any_layout ? block::Chain::kNone : block::Chain::kTakesOver};
 };
 
 // Where no CTA of a pair is left without a tile.
@@ -79,7 +95,7 @@ struct RouterDgradConfig {
   static constexpr block::GemmConfig gemm{.tile = {192, 128, 64},
                                           .stages = 4,
                                           .schedule = block::Schedule::kPingPong,
-                                          .b_major = block::Major::kRows};
+                                          .b = {.major = block::Major::kRows}};
 };
 // kTileExperts: router_wgrad_tile_experts(). bench/results/h200/2026-11-22-router-tiles.json
 template <int kTileExperts>
@@ -87,9 +103,10 @@ struct RouterWgradConfig {
   static constexpr block::GemmConfig gemm{.tile = {128, kTileExperts, 64},
                                           .stages = kTileExperts == 256 ? 4 : 6,
                                           .ragged = block::Ragged::kK,
-                                          .b_major = block::Major::kRows,
-                                          .short_b = true,
-                                          .draws_first = true};
+                                          .a = {.major = block::Major::kRows},
+                                          .b = {.major = block::Major::kRows},
+                                          .tail = block::Tail::kShort,
+                                          .order = {.draw = block::Draw::kCounterFromFirst}};
 };
 
 }  // namespace tessera::cuda

@@ -30,7 +30,7 @@ cudaError_t make_b_maps(block::GemmParams& p, SharedMaps& shared, cuda::WeightRo
                         int experts, std::int64_t rows, std::int64_t columns) {
   cudaError_t const error = cuda::host::make_weight_maps<kGemm>(p, w, experts, rows, columns);
   if (error != cudaSuccess || p.b_in_boxes) return error;
-  return cuda::host::make_tile_map(shared.b, w, kShared.b_halves, experts, rows, columns, false,
+  return cuda::host::make_tile_map(shared.b, w, kShared.b_halves(), experts, rows, columns, false,
                                    kShared.b_groups_per_cta());
 }
 

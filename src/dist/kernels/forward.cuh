@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_k_tile(ForwardStorage& smem, block::GemmPar
   } else {
     int const group = cta * kShared.b_groups_per_cta();
     block::bf16* const b =
-        &smem.gemm.b[stage][group * kShared.b_halves * block::kGroupRows * kGemm.tile.k];
+        &smem.gemm.b[stage][group * kShared.b_halves() * block::kGroupRows * kGemm.tile.k];
     block::load_b_box<kShared>(b, &shared.b, full, k, 0, 0,
                                tile.n_tile * kShared.b_groups() + group, tile.segment);
   }
@@ -72,7 +72,7 @@ __device__ void produce(Pass const& pass) {
   // task, the other for that of a short one, and the weights that both read would have left L2 in between.
   constexpr int kDrawAhead = 8;
   constexpr block::GemmConfig kUp = up_gemm(kKind);
-  constexpr block::GemmConfig kUpShared = kUp.b_halves == 2 ? kGatedShared : kPlainShared;
+  constexpr block::GemmConfig kUpShared = kUp.b_halves() == 2 ? kGatedShared : kPlainShared;
   ForwardStorage& smem = pass.smem;
   ForwardParams const& p = pass.p;
   block::WorkQueue<kPlain> queue(smem.gemm);

@@ -17,12 +17,16 @@ namespace block = cuda::block;
 
 // Down, and up without a gate; up with one. Stages of both are alike. Ups stage their results in stages that the ring
 // lends them, downs a quarter at a time in a slab.
-constexpr block::GemmConfig kPlain{.paired = true, .store_slabs = 1, .lent_stages = 1};
-constexpr block::GemmConfig kGated{
-    .paired = true, .b_halves = 2, .store_slabs = 1, .lent_stages = 1};
+constexpr block::GemmConfig kPlain{
+    .cluster = {.ctas = 2, .sharing = block::Sharing::kPaired},
+    .epilogue = {.mode = block::EpilogueMode::kLent, .slabs = 1, .lent_stages = 1}};
+constexpr block::GemmConfig kGated{.b = {.halves = block::Halves::kAlongRows},
+                                   .cluster = kPlain.cluster,
+                                   .epilogue = kPlain.epilogue};
 // The same where each CTA of a pair loads half of a B for both.
-constexpr block::GemmConfig kPlainShared{.cluster_m = 2};
-constexpr block::GemmConfig kGatedShared{.cluster_m = 2, .b_halves = 2};
+constexpr block::GemmConfig kPlainShared{
+    .cluster = {.ctas = 2, .sharing = block::Sharing::kMulticast}};
+constexpr block::GemmConfig kGatedShared{.b = kGated.b, .cluster = kPlainShared.cluster};
 constexpr int kCtasOfPair = 2;
 static_assert(kPlain.tile.n == kTileColumns && kGated.tile == kPlain.tile);
 static_assert(sizeof(block::SharedStorage<kPlain>) == sizeof(block::SharedStorage<kGated>));

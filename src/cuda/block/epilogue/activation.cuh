@@ -29,7 +29,7 @@ class ActivationEpilogue {
   __device__ __forceinline__ ActivationEpilogue(SharedStorage<kGemm>& smem, Params const& p,
                                                 int consumer)
       : p_(p), rows_(smem, consumer) {
-    static_assert(kGemm.b_halves == (kInterleaved ? 1 : kHalves));
+    static_assert(kGemm.b_halves() == (kInterleaved ? 1 : kHalves));
     static_assert(kGated || !kInterleaved);
   }
 

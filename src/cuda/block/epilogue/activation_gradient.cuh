@@ -49,7 +49,7 @@ class GradientRows {
   static constexpr int kMatrices = kSlabColumns / 16;  // of a block, 16x16 values each
 
   __device__ __forceinline__ explicit GradientRows(Params const& p) : p_(p) {
-    static_assert(kGemm.b_halves == 1);
+    static_assert(kGemm.b_halves() == 1);
     warp_row_ = arch::warp_in_warpgroup() * kWarpRows;
   }
 
@@ -181,7 +181,7 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind, kInterleaved> {
   __device__ __forceinline__ ActivationGradientEpilogue(SharedStorage<kGemm>& smem, Params const& p,
                                                         int consumer)
       : Rows(p), slabs_(smem, consumer) {
-    static_assert(kGemm.store_slabs == kLoadBuffers * kHalves + 1);
+    static_assert(kGemm.epilogue.slabs == kLoadBuffers * kHalves + 1);
     loads_ = smem.loads[4 * consumer + arch::warp_in_warpgroup()];
   }
 
@@ -324,7 +324,7 @@ class ActivationGradientInStages : GradientRows<kGemm, kKind, kInterleaved> {
   __device__ __forceinline__ ActivationGradientInStages(SharedStorage<kGemm>& smem, Params const& p,
                                                         int consumer)
       : Rows(p), stages_(smem, consumer) {
-    static_assert(kGemm.lent_stages == kSubtileBlocks);
+    static_assert(kGemm.epilogue.lent_stages == kSubtileBlocks);
   }
 
   // By one thread of the producer: h of the i-th 64 columns.

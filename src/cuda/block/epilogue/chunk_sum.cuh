@@ -36,8 +36,8 @@ class ChunkSumEpilogue {
       : p_(p),
         consumer_(consumer),
         warp_(consumer * (kSubtileM / kWarpRows) + arch::warp_in_warpgroup()) {
-    static_assert(kGemm.varlen_k() && !kGemm.ping_pong() && kGemm.lent_stages == 0 &&
-                  kGemm.draws_first);
+    static_assert(kGemm.varlen_k() && !kGemm.ping_pong() && kGemm.epilogue.lent_stages == 0 &&
+                  kGemm.draws_first());
   }
 
   __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int) {

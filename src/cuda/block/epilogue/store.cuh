@@ -31,7 +31,7 @@ class StoreInSlabs {
 
   // 64 rows from `row`, in rounds of as many slabs as there are.
   __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
-    static_assert(kGemm.b_halves == 1 && kSlabs % kRound == 0 && kRound % 2 == 0);
+    static_assert(kGemm.b_halves() == 1 && kSlabs % kRound == 0 && kRound % 2 == 0);
     int const column = tile.n_tile * kGemm.tile.n;
     TESSERA_UNROLL
     for (int first = 0; first < kSlabs; first += kRound) {
@@ -70,7 +70,7 @@ class StoreInSlabs {
 
  private:
   static constexpr int kSlabs = kGemm.tile.n / kSlabColumns;
-  static constexpr int kRound = kGemm.store_slabs;
+  static constexpr int kRound = kGemm.epilogue.slabs;
   static constexpr int kSecond = kGroupColumns / 4;  // register of a group's second slab
 
   Params const& p_;
@@ -86,7 +86,7 @@ class StoreDeferred {
   __device__ __forceinline__ StoreDeferred(SharedStorage<kGemm>& smem, Params const& p,
                                            int consumer)
       : p_(p), rows_(smem, consumer) {
-    static_assert(kGemm.b_halves == 1);
+    static_assert(kGemm.b_halves() == 1);
   }
 
   // 64 rows from `row`.
@@ -133,7 +133,7 @@ class StoreDeferred {
 // By a class of its own: GCC 12 fails at the same as one alias.
 template <GemmConfig kGemm>
 struct StoreEpilogueOf {
-  using Type = std::conditional_t<kGemm.defers, StoreDeferred<kGemm>, StoreInSlabs<kGemm>>;
+  using Type = std::conditional_t<kGemm.defers(), StoreDeferred<kGemm>, StoreInSlabs<kGemm>>;
 };
 template <GemmConfig kGemm>
 using StoreEpilogue = typename StoreEpilogueOf<kGemm>::Type;

@@ -22,7 +22,7 @@ class StoreOuterProductEpilogue : public StoreDeferred<kGemm> {
   __device__ __forceinline__ StoreOuterProductEpilogue(SharedStorage<kGemm>& smem, Params const& p,
                                                        int consumer)
       : StoreDeferred<kGemm>(smem, p.store, consumer), gmem_u_(p.gmem_u) {
-    static_assert(kGemm.adds_outer_product);
+    static_assert(kGemm.epilogue.outer_product);
   }
 
   // u of this thread's rows is under way before the k loop.

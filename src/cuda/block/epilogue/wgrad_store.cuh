@@ -30,14 +30,15 @@ class WgradStoreInSlabs {
                                                int consumer)
       : p_(p), staging_(smem, consumer) {
     static_assert(kGemm.varlen_k() && kTileGroups % kRound == 0);
-    static_assert(kGemm.lent_stages == 0 || (!kFp32 && kGemm.lent_stages == kTileGroups / kRound));
+    static_assert(kGemm.epilogue.lent_stages == 0 ||
+                  (!kFp32 && kGemm.epilogue.lent_stages == kTileGroups / kRound));
     thread_ = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
   }
 
   // By one thread of the producer: what the i-th round of both warpgroups is added to.
   __device__ __forceinline__ static void lend(SharedStorage<kGemm>& smem, Params const& p,
                                               int stage, WorkTile const& tile, int i)
-    requires(kGemm.lent_stages > 0)
+    requires(kGemm.epilogue.lent_stages > 0)
   {
     constexpr uint32_t kSlabBytes = kSubtileM * kSlabColumns * sizeof(bf16);
     arch::Mbarrier* const full = &smem.full[stage];
@@ -69,7 +70,7 @@ class WgradStoreInSlabs {
   __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row,
                                         Ring&... ring) {
     bool const skips = p_.accumulates && tile.begin == tile.end;
-    if (kGemm.lent_stages == 0 && skips) return;
+    if (kGemm.epilogue.lent_stages == 0 && skips) return;
     TESSERA_UNROLL
     for (int first = 0; first < kTileGroups; first += kRound) {
       bf16* const slabs = staging_.begin(ring...);
@@ -84,7 +85,7 @@ class WgradStoreInSlabs {
         }
       }
       staging_.publish([&] {
-        if (kGemm.lent_stages > 0 && skips) return;
+        if (kGemm.epilogue.lent_stages > 0 && skips) return;
         TESSERA_UNROLL
         for (int slab = 0; slab < Staging<kGemm>::kSlabs; ++slab) {
           store_slab(slabs + slab * kPitch, slab % kGroupSlabs,
@@ -95,7 +96,7 @@ class WgradStoreInSlabs {
   }
 
   __device__ __forceinline__ void settle()
-    requires(kGemm.lent_stages > 0)
+    requires(kGemm.epilogue.lent_stages > 0)
   {
     staging_.settle();
   }
@@ -126,7 +127,7 @@ class WgradStoreInSlabs {
       }
     } else {
       if (p_.accumulates) {
-        if constexpr (kGemm.lent_stages > 0) {
+        if constexpr (kGemm.epilogue.lent_stages > 0) {
           add_staged<kFirst>(acc, smem);
         } else {
           add_old<kFirst>(acc, place(p_, tile, g), tile.segment, row);
@@ -234,7 +235,7 @@ class WgradStoreDeferred {
   __device__ __forceinline__ WgradStoreDeferred(SharedStorage<kGemm>& smem, Params const& p,
                                                 int consumer)
       : p_(p), kept_(smem, consumer) {
-    static_assert(kGemm.varlen_k() && !kGemm.any_b_layout);  // so n is a multiple of 64
+    static_assert(kGemm.varlen_k() && !kGemm.any_b_layout());  // so n is a multiple of 64
     static_assert(KeptColumns<kGemm>::kSecondColumn == WgradSteps::kSecondRow &&
                   KeptColumns<kGemm>::kPieceColumns == WgradSteps::kPieceRows);
     int const c = Layout::lane_row(), i = Layout::lane_column();
@@ -305,7 +306,8 @@ template <GemmConfig kGemm, Major kMajor, bool kFp32>
 struct WgradStoreEpilogueOf {
   using Deferred = std::conditional_t<kFp32, WgradSumsDeferred<kGemm, kMajor>,
                                       WgradStoreDeferred<kGemm, kMajor>>;
-  using Type = std::conditional_t<kGemm.defers, Deferred, WgradStoreInSlabs<kGemm, kMajor, kFp32>>;
+  using Type =
+      std::conditional_t<kGemm.defers(), Deferred, WgradStoreInSlabs<kGemm, kMajor, kFp32>>;
 };
 template <GemmConfig kGemm, Major kMajor, bool kFp32>
 using WgradStoreEpilogue = typename WgradStoreEpilogueOf<kGemm, kMajor, kFp32>::Type;

@@ -105,8 +105,8 @@ class WgradSumsDeferred {
   __device__ __forceinline__ WgradSumsDeferred(SharedStorage<kGemm>& smem, Params const& p,
                                                int consumer)
       : p_(p), smem_slabs_(&smem.slabs[consumer][0][0]), barrier_(kBarrierSlabs + consumer) {
-    static_assert(kGemm.varlen_k() && !kGemm.any_b_layout);  // so n is a multiple of 64
-    static_assert(kGemm.store_slabs == kSlabs && kGemm.column_groups() == 2);
+    static_assert(kGemm.varlen_k() && !kGemm.any_b_layout());  // so n is a multiple of 64
+    static_assert(kGemm.epilogue.slabs == kSlabs && kGemm.column_groups() == 2);
     static_assert(kDeferredPieces * Piece::kColumns == kGemm.tile.n);
   }
 

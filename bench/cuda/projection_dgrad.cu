@@ -32,6 +32,7 @@ using cuda::block::Sharing;
   }
 #define TESSERA_UP(type, ...)                      \
   struct type {                                    \
+    static constexpr bool router_part = false;     \
     static constexpr GemmConfig gemm{__VA_ARGS__}; \
   }
 // clang-format off

@@ -11,6 +11,7 @@ namespace {
 
 using cuda::WgradArguments;
 using cuda::block::Boxes;
+using cuda::block::BStorage;
 using cuda::block::EpilogueConfig;
 using cuda::block::EpilogueMode;
 using cuda::block::GemmConfig;
@@ -22,7 +23,7 @@ using cuda::block::TileShape;
 
 constexpr EpilogueConfig kSlabs{.slabs = 4};
 constexpr EpilogueConfig kLent{.mode = EpilogueMode::kLent, .slabs = 1, .lent_stages = 2};
-constexpr EpilogueConfig kPaced{.mode = EpilogueMode::kDeferred, .slabs = 5};
+constexpr EpilogueConfig kPaced{.mode = EpilogueMode::kDeferred, .slabs = 4};
 
 constexpr GemmConfig config(int stages, EpilogueConfig epilogue = {}, Boxes boxes = Boxes::kTile,
                             TileShape tile = {128, 256, 64},
@@ -33,6 +34,7 @@ constexpr GemmConfig config(int stages, EpilogueConfig epilogue = {}, Boxes boxe
           .ragged = Ragged::kK,
           .a = {.loader = Loader::kGather, .major = Major::kRows},
           .b = {.major = Major::kRows, .boxes = boxes},
+          .b_stages = {.storage = epilogue == kPaced ? BStorage::kBehind : BStorage::kRing},
           .epilogue = epilogue};
 }
 
@@ -54,8 +56,8 @@ TESSERA_VARIANT(UpSlabs, Major::kK, false, 3, kSlabs);
 TESSERA_VARIANT(UpSlabsFp32, Major::kK, true, 3, kSlabs);
 TESSERA_VARIANT(DownLent, Major::kRows, false, 4, kLent);
 TESSERA_VARIANT(UpLent, Major::kK, false, 4, kLent);
-TESSERA_VARIANT(DownPacedFp32, Major::kRows, true, 3, kPaced);
-TESSERA_VARIANT(UpPacedFp32, Major::kK, true, 3, kPaced);
+TESSERA_VARIANT(DownPacedFp32, Major::kRows, true, 4, kPaced);
+TESSERA_VARIANT(UpPacedFp32, Major::kK, true, 4, kPaced);
 TESSERA_VARIANT(UpPingPong, Major::kK, false, 6, {}, Boxes::kTile, {128, 128, 64}, Schedule::kPingPong);
 TESSERA_VARIANT(DownAny, Major::kRows, false, 4, {}, Boxes::kAny);
 TESSERA_VARIANT(UpAny, Major::kK, false, 4, {}, Boxes::kAny);

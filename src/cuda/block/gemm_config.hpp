@@ -84,9 +84,9 @@ struct EpilogueConfig {
 
 // Who takes the next tile, and when (tile_scheduler.cuh).
 //   counter             a cluster's first tile is its own; it draws the others from a counter
-//   stride              a cluster's tiles lie a grid apart and there is no counter, for tiles that all take equally long
+//   stride              tiles of a cluster lie a grid apart and there is no counter, for tiles that all take as long
 //   counter from first  the first tile is drawn as well: a cluster that starts late leaves none undone
-//   own warp            as counter, but a warp that loads nothing draws and announces tiles, and it sleeps before a draw
+//   own warp            as counter, but a warp that loads nothing draws and announces, and it sleeps before a draw
 enum class Draw : uint8_t { kCounter, kStride, kCounterFromFirst, kOwnWarp };
 struct Order {
   Draw draw = Draw::kCounter;

@@ -36,7 +36,7 @@ struct MoeForwardArgs {
   ConstTensor topk_weights = {};   ///< same shape, fp32
   ConstTensor token_offsets = {};  ///< [T+1], with MoeShape::variable_experts
 
-  // Any other router.
+  // Any other router. w_router and b_router are of MoeDesc::router_storage().
   ConstTensor w_router = {};  ///< [E,d]
   ConstTensor b_router = {};  ///< [E], optional
   ConstTensor selection_bias =
@@ -61,9 +61,9 @@ struct MoeForwardArgs {
 /// How a weight gradient meets its buffer: overwrite it, or add the complete fp32 sum once.
 enum class GradientMode : std::int32_t { write = 0, accumulate = 1 };
 
-/// Weight gradients, in the layout of their weights, all fp32 or all of the storage type. An absent tensor is
-/// skipped: not computed. With `write`, experts without rows get zeros; with `accumulate` they are left
-/// as they are.
+/// Weight gradients, in the layout of their weights, all fp32 or all of the storage type; those of an fp32 router are
+/// always fp32. An absent tensor is skipped: not computed. With `write`, experts without rows get zeros; with
+/// `accumulate` they are left as they are.
 struct ExpertGradients {
   Tensor dw_up = {}, dw_gate = {}, dw_down = {};
   Tensor db_up = {}, db_gate = {}, db_down = {};

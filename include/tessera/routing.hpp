@@ -57,8 +57,8 @@ TESSERA_EXPORT Status routing_of_groups(Context const& context, MoeDesc const& d
 /// choice), ids and weights are [P] by token and expert, and those from token_offsets[T] on are -1 and 0.
 struct RouteArgs {
   ConstTensor x = {};               ///< [T,d]
-  ConstTensor w_router = {};        ///< [E,d]
-  ConstTensor b_router = {};        ///< [E], optional
+  ConstTensor w_router = {};        ///< [E,d], of MoeDesc::router_storage()
+  ConstTensor b_router = {};        ///< [E], optional, as w_router
   ConstTensor selection_bias = {};  ///< [E] fp32, optional
   Tensor topk_ids = {};  ///< [T,K] int32 or int64, slots in descending key; ties: lower id first
   Tensor topk_weights = {};   ///< [T,K] fp32

@@ -122,7 +122,8 @@ enum class RowGrouping : std::int32_t { slots = 0, offsets = 1, ends = 2, counts
 /// Everything that fixes the result of a layer call apart from the data.
 struct MoeDesc {
   MoeShape shape = {};
-  DType dtype = DType::fp32;  ///< storage type of x, weights, h, o and their gradients
+  DType dtype =
+      DType::fp32;  ///< storage type of x, weights, h, o and their gradients; router: below
   Activation activation = {};
   WeightLayout layout = {};
   bool bias = false;  ///< b_up [E,w*n] (or b_gate, b_up [E,n]) and b_down [E,d]
@@ -136,7 +137,14 @@ struct MoeDesc {
   /// Backward leaves dh in the memory of h, which then is no more: less workspace by the bytes of h, the same bits.
   /// SavePolicy::h only.
   bool overwrite_h = false;
+  /// Storage type of w_router and b_router: none means dtype; fp32 beside bf16 is served, and computes logits and
+  /// gradients from the fp32 weights as they are. Their gradients are fp32 then.
+  DType router_dtype = DType::none;
 
+  /// What w_router and b_router are stored in.
+  [[nodiscard]] constexpr DType router_storage() const noexcept {
+    return router_dtype == DType::none ? dtype : router_dtype;
+  }
   /// Width of h in units of n: 2 gated, 1 not.
   [[nodiscard]] constexpr std::int64_t up_width() const noexcept {
     return activation.gated() ? 2 : 1;

@@ -79,6 +79,8 @@ typedef struct {
   int32_t replay;
   int32_t overwrite_h;  /* 1: backward leaves dh in the memory of h; save h only */
   int64_t column_chunk; /* most columns of hidden whose y or dx rows exist at a time; 0: all */
+  int32_t router_dtype; /* of w_router and b_router; 0: dtype, or TESSERA_FP32 beside bf16 */
+  int32_t reserved_router;
 } tessera_moe_desc;
 
 typedef struct {

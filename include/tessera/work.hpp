@@ -19,7 +19,7 @@ struct OpWork {
 
 namespace detail {
 struct Sizes {
-  double tokens, hidden, intermediate, experts, rows, width, element;
+  double tokens, hidden, intermediate, experts, rows, width, element, router_element;
 };
 constexpr Sizes sizes(MoeDesc const& desc, double rows) noexcept {
   return {static_cast<double>(desc.shape.tokens),
@@ -28,7 +28,8 @@ constexpr Sizes sizes(MoeDesc const& desc, double rows) noexcept {
           static_cast<double>(desc.shape.experts),
           rows,
           static_cast<double>(desc.up_width()),
-          static_cast<double>(dtype_bytes(desc.dtype))};
+          static_cast<double>(dtype_bytes(desc.dtype)),
+          static_cast<double>(dtype_bytes(desc.router_storage()))};
 }
 }  // namespace detail
 
@@ -89,7 +90,8 @@ constexpr OpWork up_projection_wgrad(MoeDesc const& desc, double rows) noexcept 
 constexpr OpWork route(MoeDesc const& desc) noexcept {
   auto const s = detail::sizes(desc, 0);
   return {"route", 2 * s.tokens * s.experts * s.hidden,
-          s.element * (s.tokens + s.experts) * s.hidden, 4 * s.tokens * s.experts};
+          (s.element * s.tokens + s.router_element * s.experts) * s.hidden,
+          4 * s.tokens * s.experts};
 }
 /// ds of every slot from its partial sums, and dlogits from it.
 constexpr OpWork router_dlogits(MoeDesc const& desc, double rows) noexcept {
@@ -100,13 +102,14 @@ constexpr OpWork router_dlogits(MoeDesc const& desc, double rows) noexcept {
 constexpr OpWork router_dgrad(MoeDesc const& desc) noexcept {
   auto const s = detail::sizes(desc, 0);
   return {"router_dgrad", 2 * s.tokens * s.experts * s.hidden,
-          s.element * (s.tokens + s.hidden) * s.experts, s.element * s.tokens * s.hidden};
+          (s.element * s.tokens + s.router_element * s.hidden) * s.experts,
+          s.element * s.tokens * s.hidden};
 }
 /// dw_router = dlogits^T x.
 constexpr OpWork router_wgrad(MoeDesc const& desc) noexcept {
   auto const s = detail::sizes(desc, 0);
   return {"router_wgrad", 2 * s.tokens * s.experts * s.hidden,
-          s.element * s.tokens * (s.experts + s.hidden), s.element * s.experts * s.hidden};
+          s.element * s.tokens * (s.experts + s.hidden), s.router_element * s.experts * s.hidden};
 }
 
 /// GEMM FLOPs of the experts: (2w+2) R n d forward, twice that backward. The router is not counted.

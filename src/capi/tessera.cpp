@@ -52,6 +52,7 @@ Status desc_of(tessera_moe_desc const* desc, tessera::MoeDesc& out) noexcept {
   out.router.capacity = from.capacity;
   out.router.replay = from.replay != 0;
   out.overwrite_h = from.overwrite_h != 0;
+  out.router_dtype = static_cast<tessera::DType>(from.router_dtype);
   return {};
 }
 

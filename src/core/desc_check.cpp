@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/dtype_name.hpp"
 #include "core/router_groups.hpp"
 
 namespace tessera::core {
@@ -14,6 +15,26 @@ using Int = long long;  // for %lld
 template <class Enum>
 bool in_range(Enum value, Enum last) noexcept {
   return static_cast<std::int32_t>(value) >= 0 && value <= last;
+}
+
+Status check_router_dtype(MoeDesc const& desc) noexcept {
+  DType const own = desc.router_dtype;
+  if (own == DType::none) return {};
+  if (!in_range(own, DType::int64)) {
+    return Status::invalid("router_dtype=%d: not a value of its enum; see tessera/shape.hpp",
+                           static_cast<int>(own));
+  }
+  if (own != DType::fp32 && own != desc.dtype) {
+    return Status::invalid(
+        "router_dtype=%s beside dtype=%s: w_router and b_router are fp32 or of the type of x; "
+        "convert them",
+        dtype_name(own), dtype_name(desc.dtype));
+  }
+  if (desc.router.kind == RouterKind::given) {
+    return Status::invalid("router_dtype=%s with router given: there is no router; leave it out",
+                           dtype_name(own));
+  }
+  return {};
 }
 
 Status check_enums(MoeDesc const& desc) noexcept {
@@ -28,6 +49,7 @@ Status check_enums(MoeDesc const& desc) noexcept {
     return Status::invalid("dtype=%d: storage is fp32, bf16 or fp16, not an integer type",
                            static_cast<int>(desc.dtype));
   }
+  TESSERA_TRY(check_router_dtype(desc));
   if (!in_range(desc.activation.kind, ActivationKind::gelu_erf)) {
     return bad("activation", desc.activation.kind);
   }

@@ -5,28 +5,12 @@
 #include <cstdio>
 #include <limits>
 
+#include "core/dtype_name.hpp"
+
 namespace tessera::core {
 namespace {
 
 using Int = long long;  // for %lld
-
-char const* dtype_name(DType dtype) noexcept {
-  switch (dtype) {
-    case DType::fp32:
-      return "fp32";
-    case DType::bf16:
-      return "bf16";
-    case DType::fp16:
-      return "fp16";
-    case DType::int32:
-      return "int32";
-    case DType::int64:
-      return "int64";
-    case DType::none:
-      return "none";
-  }
-  return "unknown";
-}
 
 /// "cpu", or "cuda:1".
 struct DeviceText {

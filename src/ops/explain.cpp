@@ -70,6 +70,10 @@ std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& de
   std::string const on =
       ", " + std::to_string(context.num_threads()) + " threads, " + instruction_set();
   std::string const gemm = std::string(", ") + gemm_text(desc.dtype) + on;
+  std::string const router_gemm =
+      desc.router_storage() == desc.dtype
+          ? gemm
+          : std::string(", fp32 router: ") + gemm_text(DType::fp32) + on;
   std::string const row_tasks =
       "blocks of up to " + std::to_string(cpu::kRowBlock) + " rows of an expert" + gemm;
   std::string const column_tasks = "one task per expert and up to " +
@@ -87,7 +91,8 @@ std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& de
   bool const input_gradient = pass == Pass::backward || pass == Pass::backward_input;
   if (routed && forward) {
     add(work::route(desc), s.tokens, s.experts, d,
-        std::to_string(cpu::kRouterTokens) + " tokens per task, then " + choice(desc) + gemm);
+        std::to_string(cpu::kRouterTokens) + " tokens per task, then " + choice(desc) +
+            router_gemm);
   }
   if (pass == Pass::forward) {
     add(work::up_projection_fwd(desc, rows), mean, width, d,
@@ -104,7 +109,7 @@ std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& de
     if (routed) {
       std::string const tasks = std::to_string(cpu::kRouterTokens) + " tokens per task";
       add(work::router_dlogits(desc, rows), 0, 0, 0, tasks + on);
-      add(work::router_dgrad(desc), s.tokens, d, s.experts, tasks + gemm);
+      add(work::router_dgrad(desc), s.tokens, d, s.experts, tasks + router_gemm);
     }
     add(work::up_projection_dgrad(desc, rows), mean, d, width, row_tasks);
     add(work::aggregate(desc, rows, false), 0, 0, 0, token_tasks);

@@ -6,6 +6,7 @@
 #include "cpu/parallel/ops.hpp"
 #include "cuda/layer/backend.hpp"
 #include "ops/plan.hpp"
+#include "ops/router_args.hpp"
 #include "ops/support.hpp"
 #include "ops/weights.hpp"
 
@@ -69,17 +70,17 @@ void check_router_gradients(MoeDesc const& desc, MoeBackwardArgs const& args, bo
     check.absent("db_router", g.db_router, kReason);
     return;
   }
-  check.optional_input("b_router", args.b_router, desc.dtype, {s.experts});
   if (input) {
-    check.input("w_router", args.w_router, desc.dtype, {s.experts, s.hidden});
+    ops::check_router_weights(desc, args.w_router, args.b_router, check);
     check.optional_input("aux_dlogits", args.aux_dlogits, DType::fp32, {s.tokens, s.experts});
     check.optional_output("dlogits", args.dlogits, DType::fp32, {s.tokens, s.experts});
   } else {
+    check.optional_input("b_router", args.b_router, desc.router_storage(), {s.experts});
     check.absent("aux_dlogits", args.aux_dlogits, "backward_input adds it");
     check.absent("dlogits", args.dlogits, "backward_input writes it");
   }
   if (weights) {
-    DType const dtype = core::gradient_dtype(desc, g);
+    DType const dtype = core::router_gradient_dtype(desc, g);
     check.optional_output("dw_router", g.dw_router, dtype, {s.experts, s.hidden});
     check.optional_output("db_router", g.db_router, dtype, {s.experts});
   } else {
@@ -176,7 +177,12 @@ struct Backward {
     cpu::Rows<T> const dx = ops::rows_of<T>(args.dx);
     bool const routed = has_router(layer.desc);
     if (routed) {
-      cpu::router_dgrad(layer.desc, const_dlogits(), ops::rows_of<T>(args.w_router), dx, threads);
+      ops::with_router_storage(layer.desc, [&]<class X, class W>(X, W) {
+        if constexpr (std::is_same_v<X, T>) {
+          cpu::router_dgrad(layer.desc, const_dlogits(), ops::rows_of<W>(args.w_router), dx,
+                            threads);
+        }
+      });
     }
     cpu::for_each_column_chunk(layer.desc, [&](cpu::Columns columns) {
       cpu::up_projection_dgrad(layer, static_cast<T const*>(dh), columns, dx_rows, threads);
@@ -192,15 +198,15 @@ struct Backward {
 
   /// run(G{}) with the type of the weight gradients.
   template <class Run>
-  void with_gradients(Run&& run) const noexcept {
+  void with_gradients(DType dtype, Run&& run) const noexcept {
     if constexpr (!std::is_same_v<T, float>) {
-      if (core::gradient_dtype(layer.desc, args.gradients) != DType::fp32) return run(T{});
+      if (dtype != DType::fp32) return run(T{});
     }
     run(float{});
   }
 
   void down_weights() const noexcept {
-    with_gradients([&]<class G>(G) {
+    with_gradients(core::gradient_dtype(layer.desc, args.gradients), [&]<class G>(G) {
       cpu::down_projection_wgrad(
           layer,
           cpu::DownWgradArgs<T, G>{.d_o = ops::rows_of<T>(args.d_o),
@@ -212,9 +218,9 @@ struct Backward {
     });
   }
 
-  void up_and_router_weights() const noexcept {
+  void up_weights() const noexcept {
     ExpertGradients const& gradients = args.gradients;
-    with_gradients([&]<class G>(G) {
+    with_gradients(core::gradient_dtype(layer.desc, gradients), [&]<class G>(G) {
       cpu::up_projection_wgrad(
           layer,
           cpu::UpWgradArgs<T, G>{.x = ops::rows_of<T>(args.x),
@@ -223,7 +229,13 @@ struct Backward {
                                  .db_up = ops::up_biases<G>(layer.desc, gradients),
                                  .mode = gradients.mode},
           threads);
-      if (!has_router(layer.desc)) return;
+    });
+  }
+
+  void router_weights() const noexcept {
+    if (!has_router(layer.desc)) return;
+    ExpertGradients const& gradients = args.gradients;
+    with_gradients(core::router_gradient_dtype(layer.desc, gradients), [&]<class G>(G) {
       cpu::router_wgrad(
           layer.desc,
           cpu::RouterWgradArgs<T, G>{.dlogits = const_dlogits(),
@@ -309,7 +321,8 @@ Status moe_backward(Context const& context, MoeDesc const& desc, MoeBackwardArgs
     backward.copy_dlogits();
     backward.down_weights();  // the last reader of a_scaled: dx rows may take its place
     backward.input_gradient();
-    backward.up_and_router_weights();
+    backward.up_weights();
+    backward.router_weights();
   });
 }
 
@@ -327,7 +340,8 @@ Status moe_backward_weights(Context const& context, MoeDesc const& desc,
   return run_backward(context, desc, args, Pass::backward_weights, stream,
                       [](auto const& backward) {
                         backward.down_weights();
-                        backward.up_and_router_weights();
+                        backward.up_weights();
+                        backward.router_weights();
                       });
 }
 

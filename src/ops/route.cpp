@@ -2,6 +2,7 @@
 // route: logits and selection alone
 #include <algorithm>
 
+#include "core/dtype_name.hpp"
 #include "core/tensor_check.hpp"
 #include "cuda/layer/backend.hpp"
 #include "ops/plan.hpp"
@@ -12,11 +13,35 @@
 namespace tessera {
 namespace ops {
 
+void check_router_weights(MoeDesc const& desc, ConstTensor const& w_router,
+                          ConstTensor const& b_router, core::TensorCheck& check) noexcept {
+  MoeShape const& s = desc.shape;
+  DType const storage = desc.router_storage();
+  for (ConstTensor const* const tensor : {&w_router, &b_router}) {
+    if (!tensor->present() || tensor->dtype == storage) continue;
+    bool const served = tensor->dtype == DType::fp32 || tensor->dtype == desc.dtype;
+    char const* const name = tensor == &w_router ? "w_router" : "b_router";
+    char const* const own = core::dtype_name(tensor->dtype);
+    if (served) {
+      check.fail(
+          Status::invalid("%s: dtype %s, but router_dtype says %s; set it to %s, or convert "
+                          "the tensor",
+                          name, own, core::dtype_name(storage), own));
+    } else {
+      check.fail(
+          Status::invalid("%s: dtype %s beside x in %s; a router is fp32 or of the type of "
+                          "x: convert it",
+                          name, own, core::dtype_name(desc.dtype)));
+    }
+  }
+  check.input("w_router", w_router, storage, {s.experts, s.hidden});
+  check.optional_input("b_router", b_router, storage, {s.experts});
+}
+
 void check_router(MoeDesc const& desc, ConstTensor const& w_router, ConstTensor const& b_router,
                   ConstTensor const& selection_bias, core::TensorCheck& check) noexcept {
   MoeShape const& s = desc.shape;
-  check.input("w_router", w_router, desc.dtype, {s.experts, s.hidden});
-  check.optional_input("b_router", b_router, desc.dtype, {s.experts});
+  check_router_weights(desc, w_router, b_router, check);
   if (desc.experts_choose() || desc.router.replay) {
     check.absent("selection_bias", selection_bias, "no key of experts is compared");
   } else {
@@ -28,9 +53,9 @@ namespace {
 
 void run_logits(MoeDesc const& desc, RouterInputs const& inputs, cpu::MutableRows logits,
                 cpu::Threads const& threads) noexcept {
-  with_storage(desc.dtype, [&]<class T>(T) {
-    cpu::RouterWeights<T> const weights{rows_of<T>(inputs.w_router),
-                                        static_cast<T const*>(inputs.b_router.data)};
+  with_router_storage(desc, [&]<class T, class W>(T, W) {
+    cpu::RouterWeights<W> const weights{rows_of<W>(inputs.w_router),
+                                        static_cast<W const*>(inputs.b_router.data)};
     cpu::router_logits(desc, rows_of<T>(inputs.x), weights, logits, threads);
   });
 }

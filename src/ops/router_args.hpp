@@ -16,6 +16,9 @@ struct RouterInputs {
   ConstTensor const& selection_bias;
 };
 
+/// w_router and b_router, of MoeDesc::router_storage().
+void check_router_weights(MoeDesc const& desc, ConstTensor const& w_router,
+                          ConstTensor const& b_router, core::TensorCheck& check) noexcept;
 void check_router(MoeDesc const& desc, ConstTensor const& w_router, ConstTensor const& b_router,
                   ConstTensor const& selection_bias, core::TensorCheck& check) noexcept;
 

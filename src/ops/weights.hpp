@@ -50,5 +50,12 @@ template <class Run>
 void with_storage(DType dtype, Run&& run) noexcept {
   dtype == DType::bf16 ? run(cpu::Bf16{}) : run(float{});
 }
+/// Calls run(T{}, W{}), W being what the router is stored in.
+template <class Run>
+void with_router_storage(MoeDesc const& desc, Run&& run) noexcept {
+  with_storage(desc.dtype, [&]<class T>(T x) {
+    desc.router_storage() == desc.dtype ? run(x, T{}) : run(x, float{});
+  });
+}
 
 }  // namespace tessera::ops

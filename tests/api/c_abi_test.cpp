@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstddef>
 #include <cstring>
 #include <string>
 
@@ -91,6 +92,18 @@ TEST_F(CAbi, HasTheResultsOfCpp) {
   EXPECT_EQ(layer.dx, same.dx);
   EXPECT_EQ(layer.dw_up, same.dw_up);
   EXPECT_EQ(layer.db_router, same.db_router);
+}
+
+// Appended last: 0, or a caller that does not know it, means the type of x.
+TEST_F(CAbi, ReadsTheTypeOfTheRouter) {
+  EXPECT_EQ(offsetof(tessera_moe_desc, router_dtype) + 8, sizeof(tessera_moe_desc));
+  desc.router_dtype = TESSERA_FP32;
+  EXPECT_EQ(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_OK);
+  desc.router_dtype = TESSERA_BF16;
+  expect_error(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_INVALID_ARGUMENT,
+               "router_dtype=bf16 beside dtype=fp32");
+  desc.size = offsetof(tessera_moe_desc, router_dtype);
+  EXPECT_EQ(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_OK);
 }
 
 TEST_F(CAbi, LeavesDhInH) {

@@ -12,14 +12,14 @@ namespace tessera::cpu {
 
 // --- routing -----------------------------------------------------------------------------------
 
-/// logits[t,e] = x_t . w_router[e] (+ b_router[e]).
-template <class T>
+/// logits[t,e] = x_t . w_router[e] (+ b_router[e]). W: what the router is stored in, T or float.
+template <class W>
 struct RouterWeights {
-  Rows<T const> w_router;       ///< [E,d]
-  T const* b_router = nullptr;  ///< [E] or null
+  Rows<W const> w_router;       ///< [E,d]
+  W const* b_router = nullptr;  ///< [E] or null
 };
-template <class T>
-void router_logits(MoeDesc const& desc, Rows<T const> x, RouterWeights<T> const& router,
+template <class T, class W>
+void router_logits(MoeDesc const& desc, Rows<T const> x, RouterWeights<W> const& router,
                    MutableRows logits, Threads const& threads) noexcept;
 std::int64_t router_logits_scratch(MoeDesc const& desc) noexcept;
 
@@ -155,9 +155,9 @@ void router_dlogits(MoeDesc const& desc, RoutingView const& routing, RouterDlogi
                     Threads const& threads) noexcept;
 std::int64_t router_dlogits_scratch(MoeDesc const& desc) noexcept;
 
-/// dx_t = dlogits_t w_router.
-template <class T>
-void router_dgrad(MoeDesc const& desc, ConstRows dlogits, Rows<T const> w_router, Rows<T> dx,
+/// dx_t = dlogits_t w_router. W as for router_logits.
+template <class T, class W>
+void router_dgrad(MoeDesc const& desc, ConstRows dlogits, Rows<W const> w_router, Rows<T> dx,
                   Threads const& threads) noexcept;
 std::int64_t router_dgrad_scratch(MoeDesc const& desc) noexcept;
 

@@ -93,8 +93,8 @@ std::int64_t router_logits_scratch(MoeDesc const& desc) noexcept {
   return gemm_scratch_floats(kRouterTokens, desc.shape.experts, desc.shape.hidden);
 }
 
-template <class T>
-void router_logits(MoeDesc const& desc, Rows<T const> x, RouterWeights<T> const& router,
+template <class T, class W>
+void router_logits(MoeDesc const& desc, Rows<T const> x, RouterWeights<W> const& router,
                    MutableRows logits, Threads const& threads) noexcept {
   std::int64_t const d = desc.shape.hidden, experts = desc.shape.experts,
                      tokens = desc.shape.tokens;
@@ -115,6 +115,8 @@ void router_logits(MoeDesc const& desc, Rows<T const> x, RouterWeights<T> const&
 template void router_logits(MoeDesc const&, Rows<float const>, RouterWeights<float> const&,
                             MutableRows, Threads const&) noexcept;
 template void router_logits(MoeDesc const&, Rows<Bf16 const>, RouterWeights<Bf16> const&,
+                            MutableRows, Threads const&) noexcept;
+template void router_logits(MoeDesc const&, Rows<Bf16 const>, RouterWeights<float> const&,
                             MutableRows, Threads const&) noexcept;
 
 void select_experts(MoeDesc const& desc, ConstRows logits, float const* selection_bias,

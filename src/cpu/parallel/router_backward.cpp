@@ -201,8 +201,8 @@ std::int64_t router_dgrad_scratch(MoeDesc const& desc) noexcept {
   return gemm_scratch_floats(kRouterTokens, desc.shape.hidden, desc.shape.experts);
 }
 
-template <class T>
-void router_dgrad(MoeDesc const& desc, ConstRows dlogits, Rows<T const> w_router, Rows<T> dx,
+template <class T, class W>
+void router_dgrad(MoeDesc const& desc, ConstRows dlogits, Rows<W const> w_router, Rows<T> dx,
                   Threads const& threads) noexcept {
   std::int64_t const tokens = desc.shape.tokens;
   std::int64_t const blocks = (tokens + kRouterTokens - 1) / kRouterTokens;
@@ -218,6 +218,8 @@ void router_dgrad(MoeDesc const& desc, ConstRows dlogits, Rows<T const> w_router
 template void router_dgrad(MoeDesc const&, ConstRows, Rows<float const>, Rows<float>,
                            Threads const&) noexcept;
 template void router_dgrad(MoeDesc const&, ConstRows, Rows<Bf16 const>, Rows<Bf16>,
+                           Threads const&) noexcept;
+template void router_dgrad(MoeDesc const&, ConstRows, Rows<float const>, Rows<Bf16>,
                            Threads const&) noexcept;
 
 std::int64_t router_wgrad_scratch(MoeDesc const& desc) noexcept {

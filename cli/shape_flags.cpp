@@ -101,6 +101,8 @@ void ShapeFlags::add_to(CLI::App& command) {
                     "(default concat; bench --config gpt-oss-20b: transposed-interleaved)");
   shape->add_flag("--bias", bias_, "biases of both projections");
   shape->add_option("--dtype", dtype_, "storage type: fp32 bf16 (default fp32, on a GPU bf16)");
+  shape->add_option("--router-dtype", router_dtype_,
+                    "storage type of the router: fp32 bf16 (default: as --dtype)");
 
   auto* const routing = command.add_option_group("Routing");
   routing->add_option("--router", router_,
@@ -162,6 +164,9 @@ verify::LayerCase ShapeFlags::layer_case() const {
                      : on_cuda()     ? "bf16"
                                      : "fp32",
                      verify::kDTypeNames);
+  if (!router_dtype_.empty()) {
+    desc.router_dtype = named("router-dtype", router_dtype_, verify::kDTypeNames);
+  }
   desc.activation = activation_options_;
   desc.activation.kind = named("activation", activation_, verify::kActivationNames);
   if (has_layout()) desc.layout = read_layout(layout_);

@@ -43,7 +43,7 @@ class ShapeFlags {
   void read_routing(verify::LayerCase& layer_case) const;
 
   std::optional<std::int64_t> tokens_, hidden_, intermediate_, experts_, top_k_;
-  std::string activation_ = "swiglu", layout_, dtype_, device_ = "cpu";
+  std::string activation_ = "swiglu", layout_, dtype_, router_dtype_, device_ = "cpu";
   std::string router_, round_ = "none", routing_ = "random", ids_dtype_ = "int32", save_ = "h";
   Activation activation_options_;
   bool bias_ = false, normalize_scores_ = false, router_bias_ = false;

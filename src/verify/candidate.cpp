@@ -211,9 +211,10 @@ class Run {
     args.weights = weight_arguments(data_, memory);
     args.gradients.mode = data_.gradient_mode;
     if (has_router()) {
-      args.w_router = memory.input(desc_.dtype, {s.experts, s.hidden}, data_.w_router);
+      DType const storage = desc_.router_storage();
+      args.w_router = memory.input(storage, {s.experts, s.hidden}, data_.w_router);
       if (!data_.b_router.empty()) {
-        args.b_router = memory.input(desc_.dtype, {s.experts}, data_.b_router);
+        args.b_router = memory.input(storage, {s.experts}, data_.b_router);
       }
       if (!data_.aux_dlogits.empty() && pass != Pass::backward_weights) {
         args.aux_dlogits = memory.input(DType::fp32, {s.tokens, s.experts}, data_.aux_dlogits);

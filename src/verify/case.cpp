@@ -31,13 +31,21 @@ enum Stream : std::uint64_t {
 };
 
 std::vector<float> normals(LayerCase const& layer_case, Stream stream, std::int64_t count,
-                           double scale = 1) {
+                           double scale, DType dtype) {
   RandomSource random(layer_case.seed, stream);
   std::vector<float> values(count);
-  for (float& value : values) {
-    value = round_to(layer_case.desc.dtype, static_cast<float>(random.normal() * scale));
-  }
+  for (float& value : values) value = round_to(dtype, static_cast<float>(random.normal() * scale));
   return values;
+}
+std::vector<float> normals(LayerCase const& layer_case, Stream stream, std::int64_t count,
+                           double scale = 1) {
+  return normals(layer_case, stream, count, scale, layer_case.desc.dtype);
+}
+
+/// Bits that an fp32 router beside bf16 has beyond those of bf16: lost bits show, and sums stay exact.
+constexpr int kRouterBits = 3;
+int router_bits(MoeDesc const& desc) {
+  return desc.router_storage() == desc.dtype ? 0 : kRouterBits;
 }
 
 /// How much larger the last row and column of each weight matrix are. In 16 bits one lost term of a long sum would
@@ -88,8 +96,9 @@ void make_weights(LayerCase const& layer_case, LayerData& data) {
   }
   if (desc.router.kind != RouterKind::given) {
     double const width = std::sqrt(static_cast<double>(d));
-    data.w_router = normals(layer_case, kRouter, experts * d, 1 / width);
-    snap(desc.dtype, std::exp2(-6 - std::ceil(std::log2(width))), data.w_router);
+    data.w_router = normals(layer_case, kRouter, experts * d, 1 / width, desc.router_storage());
+    snap(desc.router_storage(), std::exp2(-6 - router_bits(desc) - std::ceil(std::log2(width))),
+         data.w_router);
   }
   auto const stored = reference::stored_weights(desc, logical);
   data.w_up = narrowed(stored.w_up);
@@ -136,7 +145,8 @@ void make_routed_tokens(LayerCase const& layer_case, SlotList const& slots, Laye
   bool const by_bias =
       routing.pattern == RoutingPattern::empty || routing.pattern == RoutingPattern::zipf;
   if (layer_case.router_bias || by_bias) {
-    data.b_router = normals(layer_case, kBRouter, s.experts, layer_case.router_bias ? 1 : 0);
+    data.b_router = normals(layer_case, kBRouter, s.experts, layer_case.router_bias ? 1 : 0,
+                            data.desc.router_storage());
   }
   if (routing.pattern == RoutingPattern::zipf) {
     for (std::int64_t e = 0; e < s.experts; ++e) {
@@ -158,7 +168,7 @@ void make_routed_tokens(LayerCase const& layer_case, SlotList const& slots, Laye
   }
   snap(data.desc.dtype, 1.0 / 32, data.x);
   if (data.desc.rounds_tokens() || data.desc.experts_choose()) repeat_tokens(data);
-  snap(data.desc.dtype, 1.0 / 32, data.b_router);
+  snap(data.desc.router_storage(), std::exp2(-5 - router_bits(data.desc)), data.b_router);
   RouterKind const kind = data.desc.router.kind;
   if (layer_case.aux_dlogits) {
     data.aux_dlogits = normals(layer_case, kAuxDlogits, s.tokens * s.experts, 0.1);

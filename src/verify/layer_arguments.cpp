@@ -58,9 +58,9 @@ MoeForwardArgs forward_inputs(LayerData const& data, Memory& memory, ConstTensor
     }
   }
   if (desc.router.kind != RouterKind::given) {
-    args.w_router = memory.input(desc.dtype, {s.experts, s.hidden}, data.w_router);
+    args.w_router = memory.input(desc.router_storage(), {s.experts, s.hidden}, data.w_router);
     if (!data.b_router.empty()) {
-      args.b_router = memory.input(desc.dtype, {s.experts}, data.b_router);
+      args.b_router = memory.input(desc.router_storage(), {s.experts}, data.b_router);
     }
     if (!data.selection_bias.empty()) {
       args.selection_bias = memory.input(DType::fp32, {s.experts}, data.selection_bias);
@@ -89,8 +89,9 @@ std::vector<GradientOutput> gradient_outputs(LayerData const& data) {
   }
   if (desc.router.kind != RouterKind::given) {
     outputs.push_back({"dlogits", DType::fp32, {s.tokens, s.experts}, false});
-    outputs.push_back({"dw_router", dtype, {s.experts, s.hidden}, true});
-    if (!data.b_router.empty()) outputs.push_back({"db_router", dtype, {s.experts}, true});
+    DType const of_router = desc.router_storage() == DType::fp32 ? DType::fp32 : dtype;
+    outputs.push_back({"dw_router", of_router, {s.experts, s.hidden}, true});
+    if (!data.b_router.empty()) outputs.push_back({"db_router", of_router, {s.experts}, true});
   }
   return outputs;
 }

@@ -271,6 +271,7 @@ void router_backward(NaiveLayer& layer, reference::Inputs const& inputs, Tensors
   LayerData const& data = layer.data;
   auto const& meta = layer.metadata;
   MoeShape const& s = data.desc.shape;
+  bool const rounds_router = data.desc.router_storage() != DType::fp32;
   Floats& dlogits = out["dlogits"];
   dlogits.assign(s.tokens * s.experts, 0);
   out["dw_router"].assign(s.experts * s.hidden, 0);
@@ -289,7 +290,7 @@ void router_backward(NaiveLayer& layer, reference::Inputs const& inputs, Tensors
     Floats dx(s.hidden);
     for (std::int64_t e = 0; e < s.experts; ++e) {
       dlogits[t * s.experts + e] = row[e];
-      float const operand = layer.rounded(row[e]);
+      float const operand = rounds_router ? layer.rounded(row[e]) : row[e];
       add_term(operand, &data.x[t * s.hidden], s.hidden, &out["dw_router"][e * s.hidden]);
       add_term(operand, &data.w_router[e * s.hidden], s.hidden, dx.data());
       if (!data.b_router.empty()) out["db_router"][e] += row[e];
@@ -329,7 +330,9 @@ Tensors naive_tensors(LayerData const& data, reference::Inputs const& inputs,
     for (std::size_t i = 0; accumulate && i < values.size(); ++i) {
       values[i] += initial_gradient(name, static_cast<std::int64_t>(i));
     }
-    if (!accumulate) layer.round(values);
+    bool const of_fp32_router =
+        name.ends_with("_router") && data.desc.router_storage() == DType::fp32;
+    if (!accumulate && !of_fp32_router) layer.round(values);
   }
   std::erase_if(out, [](auto const& entry) {
     return is_parameter_gradient(entry.first) && entry.second.empty();

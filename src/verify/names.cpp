@@ -43,6 +43,9 @@ std::string case_options(LayerCase const& layer_case) {
   add("activation", name_of(kActivationNames, desc.activation.kind));
   add("layout", layout_name(desc.layout));
   add("dtype", name_of(kDTypeNames, desc.dtype));
+  if (desc.router_dtype != DType::none) {
+    add("router-dtype", name_of(kDTypeNames, desc.router_dtype));
+  }
   add("router", name_of(kRouterNames, desc.router.kind));
   add("routing", routing_name(layer_case.routing));
   if (desc.activation.alpha != plain.activation.alpha) add("alpha", number(desc.activation.alpha));

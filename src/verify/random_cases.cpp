@@ -233,12 +233,15 @@ void fit_shape(LayerCase& layer_case, Feature feature) {
       feature == Feature::variable_experts || feature == Feature::int64_variable_sentinels;
 }
 
-/// Tiles that some experts' counts exceed and others do not; replayed ids; expert choice of other capacities; other
-/// losses of the logits.
+/// An fp32 router beside other experts; tiles that some experts' counts exceed and others do not; replayed ids; expert
+/// choice of other capacities; other losses of the logits.
 void draw_router(Feature feature, bool large, RandomSource& random, LayerCase& layer_case) {
   Router& router = layer_case.desc.router;
   MoeShape& shape = layer_case.desc.shape;
   bool const routed = router.kind != RouterKind::given, rounded = router.round != Rounding::none;
+  if (routed && layer_case.desc.dtype != DType::fp32 && random.chance(0.4)) {
+    layer_case.desc.router_dtype = DType::fp32;
+  }
   if (rounded) {
     constexpr std::int32_t kTiles[] = {1, 2, 3, 4, 8, 16, 32, 128};
     router.tile = kTiles[random.below(large ? 7 : 8)];

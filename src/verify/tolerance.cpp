@@ -129,6 +129,7 @@ Comparisons judge(LayerData const& data, reference::Inputs const& inputs,
                   std::vector<Tensors> const& naives, Tensors const& out) {
   auto const groups = groupings(data, inputs, forward);
   double const unit = unit_roundoff(data.desc.dtype);
+  double const unit_of_logits = unit_roundoff(data.desc.router_storage());
   Comparisons results;
   for (auto const& [name, values] : out) {
     if (!ref.contains(name)) {
@@ -137,7 +138,8 @@ Comparisons judge(LayerData const& data, reference::Inputs const& inputs,
     }
     std::vector<std::vector<float> const*> of_name;
     for (Tensors const& naive : naives) of_name.push_back(&naive.at(name));
-    results[name] = compare(ref.at(name), of_name, values, groups.at(name), unit);
+    results[name] = compare(ref.at(name), of_name, values, groups.at(name),
+                            name == "logits" ? unit_of_logits : unit);
   }
   return results;
 }

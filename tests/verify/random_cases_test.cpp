@@ -48,6 +48,7 @@ TEST_P(RandomCases, HundredCasesHoldEveryKind) {
   EXPECT_TRUE(has([](auto const& c) { return c.desc.router.replay; }));
   EXPECT_TRUE(has([](auto const& c) { return c.desc.experts_choose(); }));
   EXPECT_TRUE(has([](auto const& c) { return c.desc.rounds_tokens() && c.aux_dlogits; }));
+  EXPECT_TRUE(has([](auto const& c) { return c.desc.router_storage() != c.desc.dtype; }));
   EXPECT_TRUE(has([](auto const& c) {  // rounding drops or adds something
     return c.desc.rounds_tokens() && c.desc.router.tile > 1 && c.desc.shape.tokens > 1;
   }));

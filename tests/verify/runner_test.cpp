@@ -6,6 +6,8 @@
 #include "tests/verify/support.hpp"
 #include "verify/names.hpp"
 #include "verify/random_cases.hpp"
+#include "verify/storage.hpp"
+#include "verify/tolerance.hpp"
 
 namespace tessera::verify {
 namespace {
@@ -108,6 +110,56 @@ TEST(Runner, WorkMayBeDividedInAnyWay) {
       for (auto const& failure : result.value().failures) failures += failure + '\n';
       EXPECT_TRUE(result.value().ok) << failures << "tessera verify " << case_options(layer_case);
     }
+  }
+}
+
+TEST(Runner, AnFp32RouterBesideBf16Experts) {
+  Context const one = make_context(1), three = make_context(3);
+  std::uint64_t seed = 0;
+  for (auto const& router : kRouterNames) {
+    if (router.value == RouterKind::given) continue;
+    LayerCase layer_case =
+        bf16_case({.tokens = 300, .hidden = 72, .intermediate = 24, .experts = 8, .top_k = 3},
+                  router.value, ++seed);
+    layer_case.desc.router_dtype = DType::fp32;
+    layer_case.router_bias = true;
+    layer_case.aux_dlogits = seed % 2 == 0;
+    if (seed % 3 == 0) layer_case.gradient_mode = GradientMode::accumulate;
+    auto const result = verify_case(three, one, layer_case);
+    ASSERT_TRUE(result.ok()) << result.status().text();
+    std::string failures;
+    for (auto const& failure : result.value().failures) failures += failure + '\n';
+    EXPECT_TRUE(result.value().ok) << failures << "tessera verify " << case_options(layer_case);
+    EXPECT_NE(case_options(layer_case).find("--router-dtype fp32"), std::string::npos);
+  }
+}
+
+// A layer that rounds its fp32 router to bf16 must not pass.
+TEST(Runner, AnFp32RouterThatIsRoundedIsRejected) {
+  LayerCase layer_case =
+      bf16_case({.tokens = 64, .hidden = 72, .intermediate = 8, .experts = 8, .top_k = 2},
+                RouterKind::topk_softmax, 5);
+  layer_case.desc.router_dtype = DType::fp32;
+  layer_case.router_bias = true;
+  LayerData const data = make_data(layer_case);
+  LayerData rounded = data;
+  round_all(DType::bf16, rounded.w_router);
+  EXPECT_NE(rounded.w_router, data.w_router);
+  RouterChoice const choice = exact_choice(data);
+  auto const inputs = reference_inputs(data, choice);
+  auto const forward = reference::forward(inputs);
+  auto const backward =
+      reference::backward(inputs, forward, reference::Values(data.d_o.begin(), data.d_o.end()));
+  auto const ref = reference_tensors(data, forward, backward);
+  Context const context = make_context(2);
+  auto const naives = naive_samples(context, data, inputs, forward.metadata);
+  for (bool const is_mutant : {false, true}) {
+    auto const mutant =
+        naive_tensors(is_mutant ? rounded : data,
+                      reference_inputs(is_mutant ? rounded : data, choice), forward.metadata);
+    auto const results = judge(data, inputs, forward, ref, naives, mutant);
+    EXPECT_EQ(results.at("logits").ok, !is_mutant);
+    EXPECT_TRUE(results.at("o").ok);
   }
 }
 

@@ -94,7 +94,7 @@ def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = No
             arguments = tuple([t if t is None else t.resolve_neg() for t in arguments])
         plain = all(t is None or type(t) in ops.autograd.PLAIN for t in arguments)
     if cast:
-        arguments = autocast(arguments, _UNCAST)
+        arguments = autocast(arguments, _UNCAST, _ROUTER)
     training = gradients and torch.is_grad_enabled()
     straight = straight and plain
     if compiling or forward_mode and buffers is None or not (training or straight and not with_tables):
@@ -118,15 +118,18 @@ def _run(call: ops.autograd.Call, tensors: tuple, buffers: tuple | None, step: i
 
 # Positions in moe_forward's arguments that stay as they are under autocast: ids, scores, biases of the selection.
 _UNCAST = frozenset((1, 2, 5, 6, 7))
+_ROUTER = frozenset((3, 4))  # stay too where they are fp32
 
 
-def autocast(arguments: tuple, uncast: frozenset = frozenset()) -> tuple:
-    """In the type that autocast wants on the device of the first of them, where it is enabled there."""
+def autocast(arguments: tuple, uncast: frozenset = frozenset(), router: frozenset = frozenset()) -> tuple:
+    """In the type that autocast wants on the device of the first of them, where it is enabled there. `uncast` stay as
+    they are, `router` where they are fp32: logits are sensitive, and their GEMM is small."""
     device = arguments[0].device.type
     if not torch.is_autocast_enabled(device):
         return arguments
     dtype = torch.get_autocast_dtype(device)
-    return tuple([t if t is None or i in uncast else t.to(dtype) for i, t in enumerate(arguments)])
+    return tuple([t if t is None or i in uncast or i in router and t.dtype is torch.float32 else t.to(dtype)
+                  for i, t in enumerate(arguments)])
 
 
 def _cast(*arguments) -> tuple:
@@ -144,10 +147,12 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
         return_router: bool = False):
     """A whole layer: router, experts, weighted sum. Returns o, or (o, RouterOutput) with return_router.
 
-    x [...,d]; w_router [E,d]; w_up [E,w*n,d] and w_down [E,d,n] in x's dtype. `layout` says how gate and up rows
-    stand in w_up: concat (gate, then up), up-first, interleaved, blocked:B; transposed, transposed-interleaved, ..:
-    w_up [E,d,w*n], w_down [E,n,d]. With w_gate: w_gate and w_up, both [E,n,d]. Biases b_up [E,w*n], b_down [E,d]
-    (b_gate with w_gate). b_router [E]; selection_bias [E] fp32 is added to the keys that choose, not to the scores.
+    x [...,d]; w_router [E,d] in x's dtype, or fp32 beside bf16 (then logits are those of the fp32 weights, and so are
+    the gradients; autocast leaves it so); w_up [E,w*n,d] and w_down [E,d,n] in x's dtype. `layout` says how gate and
+    up rows stand in w_up: concat (gate, then up), up-first, interleaved, blocked:B; transposed,
+    transposed-interleaved, ..: w_up [E,d,w*n], w_down [E,n,d]. With w_gate: w_gate and w_up, both [E,n,d]. Biases
+    b_up [E,w*n], b_down [E,d] (b_gate with w_gate). b_router [E] as w_router; selection_bias [E] fp32 is added to the
+    keys that choose, not to the scores.
     router: topk-softmax, softmax-topk, softmax-topk-renorm, sigmoid-bias, group-limited (with groups, top_groups),
     sqrtsoftplus, expert-choice (each expert takes `capacity` tokens, 0: ceil(T*K/E)).
     activation: swiglu geglu geglu-erf reglu clamped-swiglu (with alpha, limit, up_offset), or not
@@ -256,7 +261,9 @@ def route(x, w_router, *, top_k: int, router: str = "topk-softmax", b_router=Non
     text = options_text(router=router, top_k=top_k, route_scale=route_scale, normalize_scores=normalize_scores,
                         groups=groups, top_groups=top_groups)
     rows = _rows("x", x)
-    tensors = _cast(*[local(t) for t in (rows, w_router, b_router, selection_bias)])
+    tensors = tuple([local(t) for t in (rows, w_router, b_router, selection_bias)])
+    if torch._C._is_any_autocast_enabled():
+        tensors = autocast(tensors, frozenset((3,)), frozenset((1, 2)))
     results = torch.ops.tessera.route.default(*tensors, text)
     topk_weights, topk_ids, logits = [result.view(*x.shape[:-1], result.shape[-1]) for result in results]
     return topk_ids, topk_weights, logits

@@ -49,13 +49,46 @@ def register_huggingface(name: str = "tessera") -> None:
         quantised.register(name, experts_forward)
 
 
-def prepare(model: torch.nn.Module) -> int:
+def prepare(model: torch.nn.Module, router_dtype: torch.dtype | None = None) -> int:
     """Recognises all experts of a model at once and returns their number; otherwise each is recognised at its first
-    call. Needed before torch.compile, of whatever model: nothing can be probed while it traces."""
-    found = [m for m in model.modules() if hasattr(m, "_apply_gate") and hasattr(m, "is_transposed")]
+    call. Needed before torch.compile, of whatever model: nothing can be probed while it traces.
+
+    router_dtype=torch.float32: the routers' parameters become fp32, and what enters them is widened, so that logits and
+    gradients are those of fp32 weights beside bf16 experts. May be called again.
+    Errors: ValueError for another router_dtype; NotImplementedError for experts without a router beside them.
+    """
+    if router_dtype not in (None, torch.float32):
+        raise ValueError(f"router_dtype={router_dtype}: torch.float32, or None for routers as they are")
+    found = [m for m in model.modules() if _is_experts(m)]
     for module in found:
         _options_of(module)
+    if router_dtype is not None:
+        for block in list(model.modules()):
+            if any(_is_experts(child) for child in block.children()):
+                _widen_router(block)
     return len(found)
+
+
+def _is_experts(module: torch.nn.Module) -> bool:
+    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
+
+
+def _widen_router(block: torch.nn.Module) -> None:
+    routers = [child for name, child in block.named_children() if name in ("gate", "router")]
+    if not routers:
+        raise NotImplementedError(f"{type(block).__name__}: no router called gate or router; leave router_dtype out")
+    for router in routers:
+        router.float()
+        if "_tessera_widened" not in router.__dict__:
+            router.register_forward_pre_hook(_widened, with_kwargs=True)
+            router._tessera_widened = True
+
+
+def _widened(_router, arguments: tuple, named: dict) -> tuple:
+    def widen(value):
+        return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return tuple([widen(value) for value in arguments]), {name: widen(value) for name, value in named.items()}
 
 
 def experts_forward(self, hidden_states, top_k_index, top_k_weights):

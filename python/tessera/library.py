@@ -42,6 +42,7 @@ class MoeDesc(Structure):
         *_fields(c_int32, "router normalize_scores groups top_groups round tile"),
         ("route_scale", c_float), ("layer", c_uint32), ("seed", c_uint64), ("step", c_uint64),
         ("capacity", c_int64), *_fields(c_int32, "replay overwrite_h"), ("column_chunk", c_int64),
+        *_fields(c_int32, "router_dtype reserved_router"),
     ]
 
 

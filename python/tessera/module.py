@@ -20,6 +20,8 @@ class MoE(nn.Module):
     added to the keys that choose, and `update_selection_bias(counts)` balances the experts with it.
     shared_intermediate: width of an expert that sees every token (0: none), its output scaled by
     sigmoid(x . w_shared_gate) with shared_gate (Qwen2).
+    router_dtype: of w_router and b_router, torch.float32 beside bf16 experts, or dtype (None). An fp32 one stays fp32
+    in to(), bfloat16() and their like, and when a checkpoint of another type is loaded.
     balance_coefficient, z_coefficient: weights of the auxiliary losses, see forward.
     main_grad: weight gradients of the experts are added to `weight.main_grad` where a weight has one, instead of
     being returned (not under torch.compile, which returns them). Frozen weights get none.
@@ -39,7 +41,7 @@ class MoE(nn.Module):
                  shared_intermediate: int = 0, shared_gate: bool = False, balance_coefficient: float = 0.0,
                  z_coefficient: float = 0.0, rounding: str = "none", tile: int = 128, seed: int = 0, layer: int = 0,
                  capacity: int = 0, column_chunk: int = 0, save: str = "h", main_grad: bool = False, device=None,
-                 dtype=None):
+                 dtype=None, router_dtype=None):
         super().__init__()
         for name, value in (("hidden", hidden), ("intermediate", intermediate), ("experts", experts)):
             if value < 1:
@@ -62,11 +64,15 @@ class MoE(nn.Module):
                        for training in (False, True) for logits in (False, True)}
         width = (2 if activation in GATED else 1) * intermediate
 
-        def parameter(*shape):
+        def parameter(*shape, dtype=dtype):
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        self.w_router = parameter(experts, hidden)
-        self.b_router = parameter(experts) if router_bias else None
+        own = dtype or torch.get_default_dtype()
+        if router_dtype not in (None, torch.float32, own):
+            raise ValueError(f"router_dtype={router_dtype}: torch.float32, or dtype, which is {own}")
+        self._keeps_router_fp32 = router_dtype is torch.float32
+        self.w_router = parameter(experts, hidden, dtype=router_dtype or dtype)
+        self.b_router = parameter(experts, dtype=router_dtype or dtype) if router_bias else None
         self.w_up, self.w_down = parameter(experts, width, hidden), parameter(experts, hidden, intermediate)
         self.b_up = parameter(experts, width) if bias else None
         self.b_down = parameter(experts, hidden) if bias else None
@@ -79,16 +85,33 @@ class MoE(nn.Module):
         self.reset_parameters()
 
     def _apply(self, fn, recurse=True):
-        """As nn.Module's, behind to(), bfloat16() and their like; but the selection bias stays in fp32."""
-        bias = self.selection_bias
+        """As nn.Module's, behind to(), bfloat16() and their like; but the selection bias stays in fp32, and so does a
+        router whose router_dtype says so."""
+        bias, router = self.selection_bias, self._fp32_router()
         super()._apply(fn, recurse)
+        for name, (values, gradient) in router.items():
+            parameter = getattr(self, name)
+            if parameter.dtype is not torch.float32:
+                device = parameter.device
+                parameter.grad = None
+                parameter.data = values.to(device)
+                parameter.grad = None if gradient is None else gradient.to(device)
         if bias is not None and self.selection_bias.dtype is not torch.float32:
             self.selection_bias = bias.to(self.selection_bias.device)
         return self
 
+    def _fp32_router(self) -> dict:
+        """(values, gradient) of each parameter of the router that stays fp32."""
+        names = ("w_router", "b_router") if self._keeps_router_fp32 else ()
+        present = {name: getattr(self, name) for name in names}
+        return {name: (p.data, None if p.grad is None else p.grad.data) for name, p in present.items() if p is not None}
+
     def _load_from_state_dict(self, *arguments):
-        """As nn.Module's; with assign=True the selection bias would have the type that it has there."""
+        """As nn.Module's; with assign=True the selection bias and an fp32 router would have the type that they have
+        there."""
         super()._load_from_state_dict(*arguments)
+        for name, (values, _) in self._fp32_router().items():
+            getattr(self, name).data = values.float()
         if self.selection_bias is not None:
             self.selection_bias = self.selection_bias.float()
 

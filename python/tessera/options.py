@@ -134,7 +134,7 @@ class Options:
         return elements
 
     def desc(self, *, top_k: int, tokens: int, hidden: int, intermediate: int, experts: int, dtype: int, ids_dtype: int,
-             separate: bool, bias: bool) -> library.MoeDesc:
+             separate: bool, bias: bool, router_dtype: int = 0) -> library.MoeDesc:
         order, orientation, block = layout_parts(self.layout)
         clamped = self.activation == "clamped-swiglu"
         return library.MoeDesc(
@@ -148,7 +148,7 @@ class Options:
             normalize_scores=self.normalize_scores, groups=self.groups, top_groups=self.top_groups,
             capacity=self.capacity, round=ROUNDINGS.index(self.rounding), tile=self.tile, seed=self.seed,
             layer=self.layer, column_chunk=self.column_chunk, overwrite_h=self.overwrite_h,
-            save=SAVES.index(self.save), grouping=GROUPINGS.index(self.grouping))
+            save=SAVES.index(self.save), grouping=GROUPINGS.index(self.grouping), router_dtype=router_dtype)
 
 
 DEFAULTS = tuple((field.name, field.default) for field in dataclasses.fields(Options))

@@ -104,6 +104,46 @@ class Bf16Families(unittest.TestCase):
                     self.assertLess(mine, allowed, f"{name}; eager {theirs}")
 
 
+class Fp32Routers(unittest.TestCase):
+    def test_routers_in_fp32_beside_bf16_experts(self):
+        """What a router's linear layer gives and gets back is what fp32 weights give, to the rounding of fp32."""
+        tessera.register_huggingface()
+        ids = torch.randint(3, 97, (2, 17), generator=torch.Generator().manual_seed(1))
+        for family in FAMILIES:
+            with self.subTest(family):
+                model = build(family)
+                routers = [child for block in model.modules() for name, child in block.named_children()
+                           if name in ("gate", "router") and hasattr(block, "experts")]
+                weights = [router.weight.detach().clone() for router in routers]
+                model.bfloat16().set_experts_implementation("tessera")
+                for router, weight in zip(routers, weights, strict=True):
+                    router.float().weight.data.copy_(weight)  # bits that bf16 has not
+                for _ in range(2):  # may be called again
+                    self.assertEqual(tessera.huggingface.prepare(model, router_dtype=torch.float32), len(routers))
+                original, calls = torch.nn.functional.linear, []
+
+                def linear(x, weight, bias=None):
+                    out = original(x, weight, bias)
+                    if any(weight is router.weight for router in routers):
+                        calls.append((x, weight, bias, out))
+                    return out
+
+                with mock.patch.object(torch.nn.functional, "linear", linear):
+                    _, logits, gradients = step(model, ids)
+                self.assertIs(logits.dtype, torch.bfloat16)
+                self.assertTrue(routers and len(calls) >= len(routers))
+                for x, weight, bias, out in calls:
+                    self.assertIs(x.dtype, torch.float32)
+                    exact = x.double() @ weight.double().mT + (0 if bias is None else bias.double())
+                    self.assertLess(relative_error(out, exact), 1e-6)
+                for name, parameter in model.named_parameters():
+                    if any(parameter is router.weight for router in routers):
+                        self.assertIs(gradients[name].dtype, torch.float32)
+                        self.assertGreater(gradients[name].abs().max(), 0)
+        with self.assertRaisesRegex(ValueError, "router_dtype=torch.bfloat16"):
+            tessera.huggingface.prepare(model, router_dtype=torch.bfloat16)
+
+
 class Families(unittest.TestCase):
     @classmethod
     def setUpClass(cls):

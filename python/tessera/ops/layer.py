@@ -5,7 +5,7 @@ import torch
 
 from tessera import library
 from tessera.library import BackwardArgs, ForwardArgs
-from tessera.ops.plans import DTYPES, Plan, describe, here, signature, field_word
+from tessera.ops.plans import DTYPES, Plan, describe, here, router_dtype, signature, field_word
 from tessera.options import Options, parse
 
 WEIGHTS = ("w_up", "w_gate", "w_down", "b_up", "b_gate", "b_down")
@@ -29,6 +29,7 @@ def _desc(options: Options, x: torch.Tensor, tensors: dict, top_k: int, ids_dtyp
         raise ValueError(f"x: rank {x.dim()}; shape [tokens, hidden] is needed")
     if not x.dtype.is_floating_point:
         raise ValueError(f"x: dtype {x.dtype}; Tessera stores bf16, on the CPU also fp32; convert it")
+    _check_types(x, tensors)
     intermediate = _intermediate(options, tensors["w_up"], tensors["w_gate"])
     hidden = tensors["w_up"].shape[1 if options.transposed else 2]
     if x.shape[1] != hidden:
@@ -36,7 +37,16 @@ def _desc(options: Options, x: torch.Tensor, tensors: dict, top_k: int, ids_dtyp
     return options.desc(
         top_k=top_k, tokens=x.shape[0], hidden=hidden, experts=tensors["w_up"].shape[0], intermediate=intermediate,
         dtype=DTYPES.get(x.dtype, library.FP32), ids_dtype=DTYPES.get(ids_dtype, library.INT32),
-        separate=tensors["w_gate"] is not None, bias=tensors["b_up"] is not None or tensors["b_down"] is not None)
+        separate=tensors["w_gate"] is not None, bias=tensors["b_up"] is not None or tensors["b_down"] is not None,
+        router_dtype=router_dtype(x, tensors.get("w_router"), tensors.get("b_router")))
+
+
+def _check_types(x: torch.Tensor, tensors: dict) -> None:
+    """Where all experts are of one type, and x is of another, x is what the caller would change."""
+    types = {tensors[name].dtype for name in WEIGHTS if tensors[name] is not None}
+    if len(types) == 1 and x.dtype not in types and x.device == tensors["w_up"].device:
+        dtype = types.pop()
+        raise ValueError(f"x: dtype {x.dtype}, but w_up and w_down are {dtype}; convert x: x.to({dtype})")
 
 
 # --- forward
@@ -164,7 +174,8 @@ def backward_plan(key, tensors: tuple, buffers: tuple, text: str, needs: int) ->
         if needs >> bit & 1:
             shape, dtype = shapes[name]
             if shared is not None and name.startswith(("dw_", "db_")):
-                plan.write(name, shape, shared, zeroed=True, converted=dtype)
+                fp32_router = name.endswith("_router") and dtype is torch.float32
+                plan.write(name, shape, dtype if fp32_router else shared, zeroed=True, converted=dtype)
             else:
                 plan.write(name, shape, dtype)
     return plan.ready(key, library.moe_workspace_bytes(plan.context, desc, library.PASS_BACKWARD))

@@ -236,6 +236,19 @@ def one_device(present: list) -> None:
                              f"device: move one, such as {first}.to('{tensor.device}') or module.to('{device}')")
 
 
+def router_dtype(x: torch.Tensor, w_router: torch.Tensor | None, b_router: torch.Tensor | None) -> int:
+    """Of a desc: 0 where the router is of x's type or absent. Errors: ValueError where it is neither that nor fp32."""
+    if w_router is None:
+        return 0
+    if w_router.dtype not in (torch.float32, x.dtype):
+        raise ValueError(f"w_router: dtype {w_router.dtype} beside x in {x.dtype}; a router is fp32 or of x's type; "
+                         "convert it")
+    if b_router is not None and b_router.dtype is not w_router.dtype:
+        raise ValueError(f"b_router: dtype {b_router.dtype}, w_router: {w_router.dtype}; both have the same; convert "
+                         "b_router")
+    return 0 if w_router.dtype is x.dtype else library.FP32
+
+
 def contiguous_strides(shape) -> tuple:
     return torch.empty(shape, device="meta").stride()
 

@@ -6,7 +6,7 @@ import torch
 from tessera import library
 from tessera.library import RouteArgs
 from tessera.ops.forward_mode import refuse_tangents
-from tessera.ops.plans import DTYPES, Plan, here, signature
+from tessera.ops.plans import DTYPES, Plan, here, router_dtype, signature
 from tessera.options import Options, parse
 
 _ROUTE_INPUTS = ("x", "w_router", "b_router", "selection_bias")
@@ -25,7 +25,8 @@ def _route_plan(key, tensors: list, text: str) -> Plan:
         raise ValueError(f"x: {tuple(x.shape)}, w_router: {tuple(w_router.shape)}; [T,d] and [E,d] are needed")
     options, (tokens, hidden), experts = parse(text), x.shape, w_router.shape[0]
     desc = options.desc(top_k=options.top_k, tokens=tokens, hidden=hidden, intermediate=1, experts=experts,
-                        dtype=DTYPES.get(x.dtype, library.FP32), ids_dtype=library.INT32, separate=False, bias=False)
+                        dtype=DTYPES.get(x.dtype, library.FP32), ids_dtype=library.INT32, separate=False, bias=False,
+                        router_dtype=router_dtype(x, w_router, tensors[2]))
     plan = Plan("route", x.device, RouteArgs(), desc)
     plan.read(_ROUTE_INPUTS, tensors)
     plan.write("topk_weights", (tokens, options.top_k), torch.float32)
@@ -60,10 +61,11 @@ class Route(torch.autograd.Function):
             dlogits = through if dlogits is None else through + dlogits
         if dlogits is None:
             return (None,) * 5
-        rows = dlogits.to(x.dtype)
+        rows = dlogits.to(w_router.dtype)
         wants = ctx.needs_input_grad
-        return (rows @ w_router if wants[0] else None, rows.mT @ x if wants[1] else None,
-                dlogits.sum(0).to(x.dtype) if wants[2] else None, None, None)
+        return ((rows @ w_router).to(x.dtype) if wants[0] else None,
+                rows.mT @ x.to(w_router.dtype) if wants[1] else None,
+                dlogits.sum(0).to(w_router.dtype) if wants[2] else None, None, None)
 
 
 def router_gradient(options: Options, logits, topk_ids, topk_weights, dweights):

@@ -369,6 +369,12 @@ class Megatron(unittest.TestCase):
         with self.assertRaisesRegex(NotImplementedError, "expert_tensor_parallel_size=2"):
             megatron.Experts(E, config(), pg_collection=groups)
 
+    def test_is_made_as_its_moe_layer_makes_experts(self):
+        """0.16 and older pass no name; 0.17 and later do."""
+        for more in ({}, {"name": None}, {"name": "decoder.layers.0.mlp.experts"}):
+            experts = megatron.Experts(E, config(), pg_collection=None, **more)
+            self.assertEqual(tuple(experts.w_up.shape), (E, 2 * F, D))
+
     def test_refusals(self):
         for option in ("add_bias_linear", "delay_wgrad_compute", "fp8", "moe_apply_probs_on_input"):
             with self.assertRaisesRegex(NotImplementedError, f"config.{option}"):

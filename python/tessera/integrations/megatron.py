@@ -23,13 +23,14 @@ _NAMES = (("w_up", "linear_fc1"), ("w_down", "linear_fc2"))
 class Experts(nn.Module):
     """Experts of one rank. config: Megatron's TransformerConfig, of which it reads hidden_size, moe_ffn_hidden_size,
     gated_linear_unit, activation_func, activation_func_clamp_value, glu_linear_offset,
-    moe_mlp_glu_interleave_size, params_dtype, gradient_accumulation_fusion.
+    moe_mlp_glu_interleave_size, params_dtype, gradient_accumulation_fusion. name: where the layer stands in the model;
+    Megatron passes it since 0.17 and chooses quantisation by it, which there is none of here.
 
     Errors: NotImplementedError for options that Tessera does not serve (biases, delay_wgrad_compute, fp8, probabilities
     on the input, an unknown activation, tensor parallelism within experts).
     """
 
-    def __init__(self, num_local_experts: int, config, submodules=None, pg_collection=None):
+    def __init__(self, num_local_experts: int, config, submodules=None, pg_collection=None, name=None):
         super().__init__()
         for option, reason in (("add_bias_linear", "biases"), ("delay_wgrad_compute", "delayed weight gradients"),
                                ("fp8", "fp8 weights"), ("moe_apply_probs_on_input", "probabilities on the input")):

@@ -132,7 +132,7 @@ def check_file(root: pathlib.Path, file: pathlib.Path, graph: dict[str, list[str
         if layer == "src/cuda/kernels" and below(target, [layer]):
             found.append(f"{path}: kernels do not include each other ({target})")
     code = COMMENT_OR_STRING.sub(" ", text)
-    if re.search(r"\basm\b", code) and not below(path, ["src/cuda/arch"]):
+    if re.search(r"\basm\b", code) and not below(path, ["src/cuda/arch", "tests/emulator/fiber.cpp"]):
         found.append(f"{path}: asm outside src/cuda/arch")
     if re.search(r"\b(secure_)?getenv\b", code) and not below(path, MAY_READ_ENVIRONMENT):
         found.append(f"{path}: reads the environment below ops")

@@ -35,7 +35,7 @@ void start() {
   --t.cta->left;
   --t.cta->grid->left;
   changed();
-  swapcontext(&t.context, &world.main);
+  Fiber::change(t.fiber, world.main);
 }
 
 void set_indices(Thread const& t) {
@@ -74,11 +74,7 @@ std::unique_ptr<Thread> make_thread(Cta* cta, unsigned index) {
   t->stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (t->stack == MAP_FAILED) throw std::runtime_error("no memory for a stack");
-  getcontext(&t->context);
-  t->context.uc_stack.ss_sp = t->stack;
-  t->context.uc_stack.ss_size = kStackBytes;
-  t->context.uc_link = nullptr;
-  makecontext(&t->context, start, 0);
+  t->fiber.prepare(t->stack, kStackBytes, start);
   return t;
 }
 
@@ -131,7 +127,7 @@ void give_turn(std::size_t i) {
   Thread& t = *world.able[i];
   world.running = &t;
   set_indices(t);
-  swapcontext(&world.main, &t.context);
+  Fiber::change(world.main, t.fiber);
   world.running = nullptr;
   ++world.turn;
   if (!t.done && t.wakes_by == nullptr) return;
@@ -151,7 +147,7 @@ void sleep_until(void const* wakes_by, std::function<bool()> ready, char const* 
   t.wakes_by = wakes_by;
   t.ready = std::move(ready);
   t.waits_for = what;
-  swapcontext(&t.context, &world.main);
+  Fiber::change(t.fiber, world.main);
 }
 
 // Those of a CTA who sleep until something changes there, and what they wait for has come.
@@ -255,7 +251,7 @@ std::uint64_t turns() { return world.turn; }
 void changed() { world.last_change = world.turn; }
 void yield() {
   Thread& t = *world.running;
-  swapcontext(&t.context, &world.main);
+  Fiber::change(t.fiber, world.main);
 }
 void fail(std::string const& what) {
   throw std::runtime_error((world.running != nullptr ? who(*world.running) + ": " : "") + what);

@@ -2,8 +2,6 @@
 // What an emulated grid consists of, for the sources of the emulator alone.
 #pragma once
 
-#include <ucontext.h>
-
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -14,6 +12,7 @@
 #include <vector>
 
 #include "tests/emulator/emulator.hpp"
+#include "tests/emulator/fiber.hpp"
 
 namespace tessera::emulator {
 
@@ -82,7 +81,7 @@ struct Multiplication {
 };
 
 struct Thread {
-  ucontext_t context;
+  Fiber fiber;
   void* stack = nullptr;
   Cta* cta = nullptr;
   unsigned index = 0;
@@ -166,7 +165,7 @@ struct World {
   std::size_t asleep = 0;     // others
   std::vector<Later> later;
   std::mt19937_64 random;
-  ucontext_t main;
+  Fiber main;
   Thread* running = nullptr;
   std::uint64_t turn = 0, last_change = 0;
   std::string fault;

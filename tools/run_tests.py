@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs ctest in one or more build folders and closes with `N passed, N failed, N skipped`.
 
-The numbers come from the JUnit file that ctest writes; skipped and failed tests are listed with the
-reason. `--skipped NAME=REASON` counts a suite that this machine cannot run at all.
+The numbers come from the JUnit file that ctest writes; a table gives the seconds of every suite, and skipped and failed
+tests are listed with the reason. `--skipped NAME=REASON` counts a suite that this machine cannot run at all.
 """
 
 import argparse
+import collections
+import json
 import os
 import pathlib
 import re
@@ -24,6 +26,8 @@ class Result:
     outcome: str  # passed, failed, skipped
     reason: str = ""
     output: str = ""
+    suite: str = ""
+    seconds: float = 0.0
 
 
 def skip_reason(output: str) -> str:
@@ -35,22 +39,36 @@ def skip_reason(output: str) -> str:
     return lines[-1].strip() if lines else ""
 
 
-def read_junit(path: pathlib.Path) -> list[Result]:
+def suites_of(folder: str) -> dict[str, str]:
+    """The suite of every test: the folder that declares it, without `tests/`."""
+    command = ["ctest", "--test-dir", folder, "--show-only=json-v1"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    top, suites = pathlib.Path(folder).resolve(), {}
+    for test in json.loads(listed or "{}").get("tests", []):
+        where = [p["value"] for p in test.get("properties", []) if p["name"] == "WORKING_DIRECTORY"]
+        path = pathlib.Path(where[0] if where else top)
+        inside = path.relative_to(top) if path.is_relative_to(top) else path
+        suites[test["name"]] = inside.as_posix().removeprefix("tests/")
+    return suites
+
+
+def read_junit(path: pathlib.Path, suites: dict[str, str]) -> list[Result]:
     results = []
     for case in ElementTree.parse(path).getroot().iter("testcase"):
         name = case.get("name", "?")
         output = case.findtext("system-out") or ""
+        where = {"suite": suites.get(name, "?"), "seconds": float(case.get("time") or 0)}
         skipped = case.find("skipped")
         if case.get("status") == "run" and case.find("failure") is None and skipped is None:
-            results.append(Result(name, "passed"))
+            results.append(Result(name, "passed", **where))
         elif skipped is not None and skipped.get("message", "").startswith("SKIP"):
-            results.append(Result(name, "skipped", skip_reason(output)))
+            results.append(Result(name, "skipped", skip_reason(output), **where))
         elif case.get("status") == "disabled":
-            results.append(Result(name, "skipped", "disabled"))
+            results.append(Result(name, "skipped", "disabled", **where))
         else:  # failed, timed out, or its program is not there
             node = case.find("failure") if skipped is None else skipped
             reason = "" if node is None else node.get("message", "")
-            results.append(Result(name, "failed", reason, output))
+            results.append(Result(name, "failed", reason, output, **where))
     return results
 
 
@@ -62,9 +80,10 @@ def run_ctest(build: str, jobs: int, extra: list[str]) -> list[Result]:
         junit = pathlib.Path(scratch, "junit.xml")
         command = ["ctest", "--test-dir", folder, "--no-tests=ignore", "--output-junit", str(junit)]
         command += ["--parallel", str(jobs), "--progress" if sys.stdout.isatty() else "--quiet", *extra]
+        suites = suites_of(folder)
         start = time.monotonic()
         code = subprocess.run(command, check=False).returncode
-        results = read_junit(junit) if junit.is_file() else []
+        results = read_junit(junit, suites) if junit.is_file() else []
     for result in results:
         if result.outcome == "failed":
             print(f"--- {result.name}\n{result.output}")
@@ -72,6 +91,20 @@ def run_ctest(build: str, jobs: int, extra: list[str]) -> list[Result]:
     if code and not any(result.outcome == "failed" for result in results):
         results.append(Result(f"ctest in {folder}", "failed", f"exit status {code}"))
     return results
+
+
+def times(results: list[Result]) -> list[str]:
+    """A line per suite; its seconds are the sum over its tests, several of which run at once."""
+    suites = collections.defaultdict(list)
+    for result in results:
+        if result.suite:
+            suites[result.suite].append(result)
+    lines = [f"{'suite':14} {'tests':>5} {'seconds':>8}  longest test"]
+    for name, tests in sorted(suites.items(), key=lambda suite: -sum(r.seconds for r in suite[1])):
+        longest = max(tests, key=lambda r: r.seconds)
+        seconds = sum(r.seconds for r in tests)
+        lines.append(f"{name:14} {len(tests):5d} {seconds:8.1f}  {longest.seconds:.1f} s {longest.name}")
+    return lines
 
 
 def summary(results: list[Result]) -> str:
@@ -95,6 +128,8 @@ def main() -> int:
         name, _, reason = entry.partition("=")
         results.append(Result(name, "skipped", reason))
 
+    print()
+    print("\n".join(times(results)))
     print()
     for outcome in ("skipped", "failed"):
         for result in results:

@@ -17,6 +17,7 @@ set_tests_properties(skips PROPERTIES SKIP_RETURN_CODE 77 LABELS special)
 add_test(skips_inside bash -c "{SKIPS_LIKE_GOOGLETEST.replace(chr(92), chr(92) * 2)}")
 set_tests_properties(skips_inside PROPERTIES SKIP_REGULAR_EXPRESSION "\\[  SKIPPED \\]")
 add_test(missing /nowhere/at/all)
+add_test(waits sleep 0.3)
 """
 
 
@@ -31,10 +32,18 @@ class RunTestsTest(unittest.TestCase):
         result = self.run_tool("BUILD", "--skipped", "tests/cuda=no GPU on this machine")
         self.assertEqual(result.returncode, 1)
         lines = result.stdout.splitlines()
-        self.assertEqual(lines[-1], "1 passed, 2 failed, 3 skipped")
+        self.assertEqual(lines[-1], "2 passed, 2 failed, 3 skipped")
         self.assertIn("skipped: skips (no GPU here)", lines)
         self.assertIn("skipped: skips_inside (no such device)", lines)
         self.assertIn("skipped: tests/cuda (no GPU on this machine)", lines)
+
+    def test_seconds_of_a_suite(self):
+        result = self.run_tool("BUILD")
+        (line,) = [line for line in result.stdout.splitlines() if line.endswith(" s waits")]
+        suite, tests, seconds, longest = line.split()[:4]
+        self.assertEqual((suite, tests), (".", "6"))
+        self.assertGreater(float(longest), 0.25)
+        self.assertGreaterEqual(float(seconds), float(longest))
 
     def test_green(self):
         result = self.run_tool("BUILD", "--ctest=--tests-regex", "--ctest=passes")

@@ -20,7 +20,8 @@ SOURCES = $(wildcard $(shell git ls-files '*.cpp' '*.hpp' '*.c' '*.h' '*.cu' '*.
 .PHONY: help
 help:
 	@echo 'make run     train a small MoE language model on this repository'"'"'s text (about two minutes)'
-	@echo 'make test    build and run every test that this machine can run'
+	@echo 'make test    build and run tests of every kind that this machine can run'
+	@echo 'make test-deep  build and run what only adds depth: all mutants, long fuzzing, real frameworks'
 	@echo 'make build   the CPU library and everything around it, in build/'
 	@echo 'make cuda    the CUDA kernels and their tests, in build-cuda/ (needs nvcc 13)'
 	@echo 'make bench   time the CPU layer against its bound'
@@ -53,18 +54,25 @@ run: cli
 
 # CUDA tests need both the compiler and a GPU; where they cannot run they are counted as skipped.
 ifeq ($(NVCC),)
-  CUDA_TESTS := --skipped 'tests/cuda=no nvcc on this machine'
+  CUDA_TESTS := --skipped 'tests/cuda=no nvcc here; install the CUDA toolkit 13, on a machine with a Hopper GPU'
 else ifeq ($(GPU),)
-  CUDA_TESTS := --skipped 'tests/cuda=no GPU on this machine'
+  CUDA_TESTS := --skipped 'tests/cuda=no GPU here; run on a machine with a Hopper GPU'
 else
   CUDA_TESTS := build-cuda:cuda build-cuda:cuda_host
   CUDA_BUILD := cuda
 endif
 
+# Python's packages come while the compiler works.
 .PHONY: test
-test: build $(CUDA_BUILD)
-	@tools/bootstrap.sh python
-	@tools/run_tests.py build $(CUDA_TESTS) --jobs $(JOBS)
+test: bootstrap
+	@tools/beside.sh 'tools/bootstrap.sh python' '$(MAKE) build $(CUDA_BUILD)'
+	@tools/run_tests.py build $(CUDA_TESTS) --jobs $(JOBS) --ctest=--label-exclude --ctest='^deep$$'
+
+# Label `deep`; what a suite needs beyond .venv it sets up itself.
+.PHONY: test-deep
+test-deep: bootstrap
+	@tools/beside.sh 'tools/bootstrap.sh python' '$(MAKE) build'
+	@tools/run_tests.py build:deep --jobs $(JOBS)
 
 .PHONY: cuda
 cuda: build-cuda/build.ninja

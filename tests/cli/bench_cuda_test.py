@@ -38,5 +38,6 @@ class BenchCuda(Cli):
 if __name__ == "__main__":
     if "use device cpu" in subprocess.run([sys.argv[1], "explain", "--device", "cuda"], capture_output=True,
                                           text=True).stderr:
+        print("skipped: no Hopper GPU that the library runs on; run on a machine with one, built by make cuda")
         sys.exit(77)
     program.main({"bench_cuda": BenchCuda})

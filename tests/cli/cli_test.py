@@ -261,7 +261,7 @@ class Usage(Cli):
 
     def test_full_stdout_is_an_error(self):
         if not os.path.exists("/dev/full"):
-            self.skipTest("no /dev/full")
+            self.skipTest("no /dev/full; mount devtmpfs on /dev, or run on Linux")
         with open("/dev/full", "w") as full:
             done = subprocess.run([program.PROGRAM, "info"], stdout=full, stderr=subprocess.PIPE, text=True)
         self.assertEqual(done.returncode, 3)

@@ -358,7 +358,7 @@ class Convert(Checkpoints):
             while child.poll() is None and not any(name.startswith(".to.") for name in os.listdir(self.folder)):
                 time.sleep(0.001)
             child.send_signal(number)
-            out, err = child.communicate(timeout=60)
+            out, err = child.communicate()
             self.assertEqual(child.returncode, 1, err)
             self.assertEqual(json.loads(out)["end"], "stopped")
             self.assertIn("nothing was written", err)

@@ -121,7 +121,7 @@ class Plan(Cli):
             script = picture.with_suffix(".gp").read_text()
             self.assertIn("\n6 267.7", script)  # d/n = 6: 264 MiB and the tables
             if code == 3:
-                self.skipTest("gnuplot is not installed: the script is there, the picture is not")
+                self.skipTest("no gnuplot: the script is there, the picture is not; apt-get install gnuplot-nox")
             svg = picture.read_text()
             self.assertIn("<svg", svg)
             self.assertIn("scattermoe", svg)

@@ -16,7 +16,7 @@ BROKEN = ["closed", "no reader"] + ["full"] * os.path.exists("/dev/full")
 
 class Cli(unittest.TestCase):
     def run_tessera(self, *arguments: str, code: int) -> subprocess.CompletedProcess:
-        done = subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, timeout=300)
+        done = subprocess.run([PROGRAM, *arguments], capture_output=True, text=True)
         self.assertEqual(done.returncode, code, f"{arguments}: {done.stdout}{done.stderr}")
         return done
 
@@ -61,7 +61,7 @@ def run_broken(kind: str, stream: str, *arguments: str) -> subprocess.CompletedP
         os.close(number)
 
     with broken(kind) as descriptor:
-        return subprocess.run([PROGRAM, *arguments], timeout=300, preexec_fn=close if descriptor is None else None,
+        return subprocess.run([PROGRAM, *arguments], preexec_fn=close if descriptor is None else None,
                               **{stream: descriptor, other: subprocess.PIPE})
 
 

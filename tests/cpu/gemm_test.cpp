@@ -163,7 +163,8 @@ TEST(Gemm, pairs_are_multiplied_where_that_pays) {
 // fp32 sums run over k in order with one FMA each, whatever the tile: AVX2 and AVX-512 agree bit for bit.
 TEST(Gemm, instruction_sets_with_fma_agree) {
   if (avx2_gemm_kernels() == nullptr || avx512_gemm_kernels() == nullptr) {
-    GTEST_SKIP() << "needs AVX2 and AVX-512";
+    GTEST_SKIP() << "this processor lacks AVX2 or AVX-512; run on a Xeon since Skylake or an EPYC "
+                    "since Zen 4";
   }
   constexpr Size s{37, 75, 203};
   Stored<float> const a(s.m, s.k, Layout::rows, 1), b(s.k, s.n, Layout::columns, 2);

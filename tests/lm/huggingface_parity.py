@@ -17,7 +17,7 @@ try:
     import torch
     from transformers import AutoModelForCausalLM
 except ImportError as missing:
-    print(f"skipped: {missing}")
+    print(f"skipped: {missing}; tools/bootstrap.sh python installs it")
     sys.exit(77)
 
 CONTEXT = 64

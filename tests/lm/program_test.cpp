@@ -60,13 +60,14 @@ class Program : public testing::Test {
     return wait_for(start(arguments, input));
   }
 
-  // Until the program that was started prints its first progress line.
-  void await_first_step() const {
-    for (int tries = 0; tries < 2000; ++tries) {
-      if (read_text(err_).find("step ") != std::string::npos) return;
+  // Until the program that was started prints its first progress line, or ends without one.
+  void await_first_step(pid_t child) const {
+    siginfo_t ended = {};
+    while (read_text(err_).find("step ") == std::string::npos) {
+      ::waitid(P_PID, static_cast<id_t>(child), &ended, WEXITED | WNOHANG | WNOWAIT);
+      ASSERT_EQ(ended.si_pid, 0) << "ended before its first step: " << read_text(err_);
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
-    ADD_FAILURE() << read_text(err_);
   }
 
   // A small model on the test's text.
@@ -215,7 +216,7 @@ TEST_F(Program, SavesAndEndsOnASignal) {
     Arguments arguments = training(run_, {"--json"});
     arguments[6] = "1000000";
     pid_t const child = start(arguments);
-    await_first_step();
+    await_first_step(child);
     ::kill(child, signal);
     Result const result = wait_for(child);
     EXPECT_EQ(result.exit_code, 0) << result.err;
@@ -241,7 +242,7 @@ TEST_F(Program, EndsItsEvaluationOnASignal) {
   Arguments arguments = training(run_, {"--json"});
   arguments[6] = "1";
   pid_t const child = start(arguments);
-  await_first_step();
+  await_first_step(child);
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
   ::kill(child, SIGINT);
   Result const result = wait_for(child);
@@ -297,7 +298,7 @@ TEST_F(Program, LocksItsFolderWhileItRuns) {
     fs::path const written = arguments.back() == run_ + "_b" ? arguments.back() : run_;
     write_text(err_, "");
     pid_t const child = start(arguments);
-    await_first_step();
+    await_first_step(child);
     EXPECT_THROW(FolderLock{written}, InputError) << written;
     ::kill(child, SIGTERM);
     EXPECT_EQ(wait_for(child).exit_code, 0);

@@ -96,7 +96,9 @@ TEST_F(LayerMuseum, ElementOffsetsBeyond32Bits) {
   SparseFloats const x(kCount * kPitch), o(kCount * kPitch), d_o(kCount * kPitch),
       dx(kCount * kPitch), w_up(kCount * kPitch), dw_up(kCount * kPitch);
   for (SparseFloats const* memory : {&x, &o, &d_o, &dx, &w_up, &dw_up}) {
-    if (memory->data() == nullptr) GTEST_SKIP() << "no 16 GiB of address space for a mapping";
+    if (memory->data() == nullptr)
+      GTEST_SKIP() << "no 16 GiB of address space for a mapping; raise `ulimit -v` or allow it by "
+                      "`sysctl vm.overcommit_memory=1`";
   }
   auto const spread = [](Floats const& from, SparseFloats const& to) {
     std::size_t const row = from.size() / kCount;

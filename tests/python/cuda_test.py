@@ -111,7 +111,7 @@ class Streams(RoutedLayer):
         for number, got in enumerate(results):
             self.assert_expected(got, f"stream {number}")
 
-    @unittest.skipIf(torch.cuda.device_count() < 2, "needs two GPUs")
+    @unittest.skipIf(torch.cuda.device_count() < 2, "needs two GPUs; run on a machine with them")
     def test_the_tensors_say_which_device(self):
         t = {name: tensor.detach().to("cuda:1").requires_grad_() for name, tensor in self.tensors.items()}
         o = self.layer(t)

@@ -80,18 +80,18 @@ class Examples(unittest.TestCase):
             [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
              ROOT / "examples" / "train_fsdp.py", "--text", ROOT / "docs" / "numerics.md", "--steps", "5",
              "--layers", "1"],
-            capture_output=True, text=True, check=False, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
         self.assertEqual(result.returncode, 0, result.stderr)
         (difference,) = re.findall(r"losses differ by ([0-9.]+) at most", result.stdout)
         self.assertLess(float(difference), 2e-3)
         self.assertEqual(len(re.findall(r"(?:tessera|eager): \d+ tokens/s on 2 ranks", result.stdout)), 2)
 
-    @unittest.skipUnless(torch.cuda.device_count() > 1, "needs two GPUs")
+    @unittest.skipUnless(torch.cuda.device_count() > 1, "needs two GPUs; run on a machine with them")
     def test_experts_over_two_gpus(self):
         result = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
              ROOT / "examples" / "train_expert_parallel.py", "--text", ROOT / "docs" / "numerics.md", "--steps", "20"],
-            capture_output=True, text=True, check=False, timeout=300,
+            capture_output=True, text=True, check=False,
             env={**os.environ, "OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"})
         self.assertEqual(result.returncode, 0, result.stderr)
         (difference,) = re.findall(r"losses differ by ([0-9.]+) at most", result.stdout)

@@ -4,7 +4,6 @@
 import os
 import subprocess
 import sys
-import time
 import unittest
 
 SITE = os.environ["TESSERA_PYTHON_SITE"]
@@ -19,14 +18,11 @@ def run(code: str, **environment) -> subprocess.CompletedProcess:
 class Import(unittest.TestCase):
     def test_import_without_torch_is_quick(self):
         code = "import sys, tessera; assert 'torch' not in sys.modules; print(tessera.__version__, tessera.__file__)"
-        times = []
-        for _ in range(3):
-            start = time.monotonic()
-            result = run(code)
-            times.append(time.monotonic() - start)
-            self.assertEqual(result.returncode, 0, result.stderr)
-            self.assertIn(SITE, result.stdout)
-        self.assertLess(min(times), 1.0)
+        result = run(code)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertIn(SITE, result.stdout)
+        loaded = run(code.replace("print(", "print(len(sys.modules)); print(")).stdout.split()[0]
+        self.assertLess(int(loaded), 150)  # what takes long is modules; of these most are Python's own
 
     def test_layers_say_that_torch_is_missing(self):
         result = run("import tessera; tessera.moe")

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// On x86-64 by hand: swapcontext() has the kernel set the signal mask, which took three quarters of the emulator's time.
+// On x86-64 by hand: swapcontext() has the kernel set the signal mask, which took three quarters of the emulator's
+// time.
 #include "tests/emulator/fiber.hpp"
 
 #include <cstdint>

@@ -294,7 +294,7 @@ class OnGpus(unittest.TestCase):
 
 if __name__ == "__main__":
     if "RANK" not in os.environ:
-        print("skipped: a process of each rank is needed; torchrun --nproc-per-node N, on a machine with N GPUs, starts them")
+        print("skipped: a process of each rank is needed; torchrun --nproc-per-node N starts them, on N GPUs")
         sys.exit(77)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -11,7 +11,8 @@ import torch
 def missing() -> str | None:
     """Why layers cannot run on a GPU here, or None."""
     if not torch.cuda.is_available():
-        return f"torch {torch.__version__} sees no GPU; run on a machine with a Hopper GPU, with a torch for CUDA (-DTESSERA_TEST_PYTHON)"
+        return (f"torch {torch.__version__} sees no GPU; run on a machine with a Hopper GPU, with a torch for CUDA "
+                "(-DTESSERA_TEST_PYTHON=PYTHON)")
     try:
         tessera.library.context(tessera.library.CUDA, torch.cuda.current_device(), 0)
     except RuntimeError as error:

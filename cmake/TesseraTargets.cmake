@@ -29,6 +29,23 @@ function(tessera_compile_options target)
   endif()
 endfunction()
 
+# tessera_together(target files...): compiles these sources as one, so that what they include is compiled once. Names of
+# their unnamed namespaces have to differ. clang-tidy sees files one by one.
+function(tessera_together target)
+  if(CMAKE_CXX_CLANG_TIDY)
+    return()
+  endif()
+  list(GET ARGN 0 group)
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
+  set_source_files_properties(${ARGN} PROPERTIES UNITY_GROUP ${group})
+endfunction()
+
+# tessera_light(target): where nobody waits for the program, the compiler should not take long either. Goes before flags
+# of the target's own.
+function(tessera_light target)
+  target_compile_options(${target} PRIVATE $<$<AND:$<CONFIG:Release>,$<COMPILE_LANGUAGE:CXX>>:-O1>)
+endfunction()
+
 # tessera_layer(name dirs...): a static library of every .cpp below the folders.
 function(tessera_layer target)
   set(sources)

@@ -10,6 +10,7 @@ import unittest
 from unittest import mock
 
 import tessera
+import tier
 import torch
 import torch.distributed as dist
 
@@ -33,6 +34,7 @@ class Examples(unittest.TestCase):
             self.assertLess(result["after"], 0.75 * result["before"])
             self.assertRegex(lines[-1], "held-out bits per byte")
 
+    @tier.deep
     def test_losses_are_those_of_torch_experts(self):
         losses = [train_transformer.train(TEXT.encode(), steps=8, hidden=48, layers=1, context=32, batch=8,
                                           implementation=name, report=lambda _: None)["losses"]
@@ -75,6 +77,7 @@ class Examples(unittest.TestCase):
                 self.assertLess(rates[0], 0.51 * peak)
                 self.assertAlmostEqual(rates[-1], peak / 10, places=12)
 
+    @tier.deep
     def test_fsdp_on_two_ranks(self):
         result = subprocess.run(
             [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",

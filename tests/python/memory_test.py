@@ -14,6 +14,7 @@ from unittest import mock
 
 import operators
 import tessera
+import tier
 import torch
 from tessera.ops import memory, plans
 
@@ -198,6 +199,7 @@ class Kept(unittest.TestCase):
         self.assertEqual(subprocess.run([sys.executable, "-c", code], check=False).returncode, 0)
 
 
+@tier.deep
 class Layers(operators.Operators, unittest.TestCase):
     """Everything that torch asks of an operator, with all results over kept memory."""
 

@@ -5,6 +5,7 @@ import unittest
 
 import eager
 import tessera
+import tier
 import torch
 import torch._dynamo.testing
 
@@ -216,6 +217,7 @@ class Module(unittest.TestCase):
                 tessera.MoE(**sizes)
 
 
+@tier.deep
 class Bf16Module(Module):
     dtype = torch.bfloat16
 

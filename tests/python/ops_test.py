@@ -12,6 +12,7 @@ import layers
 import operators
 import tessera
 import tessera.ops
+import tier
 import torch
 from tessera import options
 
@@ -101,6 +102,7 @@ class Bf16Entries(layers.Entries, unittest.TestCase):
     dtype = torch.bfloat16
 
 
+@tier.deep
 class Bf16Operators(operators.Operators, unittest.TestCase):
     dtype = torch.bfloat16
 

@@ -5,4 +5,6 @@ if ! [ -x "$1" ] || ! "$1" -c 'import importlib.util as u, sys; sys.exit(not u.f
   echo "skipped: no torch in $1; tools/bootstrap.sh python installs it"
   exit 77
 fi
+# What Python compiles lies in PYTHONPYCACHEPREFIX, which CMake sets, and is there for the next test.
+unset PYTHONDONTWRITEBYTECODE
 exec "$@"

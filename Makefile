@@ -21,7 +21,8 @@ SOURCES = $(wildcard $(shell git ls-files '*.cpp' '*.hpp' '*.c' '*.h' '*.cu' '*.
 help:
 	@echo 'make run     train a small MoE language model on this repository'"'"'s text (about two minutes)'
 	@echo 'make test    build and run tests of every kind that this machine can run'
-	@echo 'make test-deep  build and run what only adds depth: all mutants, long fuzzing, real frameworks'
+	@echo 'make test-deep'
+	@echo '             build and run what only adds depth: all mutants, long fuzzing, real frameworks'
 	@echo 'make build   the CPU library and everything around it, in build/'
 	@echo 'make cuda    the CUDA kernels and their tests, in build-cuda/ (needs nvcc 13)'
 	@echo 'make bench   time the CPU layer against its bound'

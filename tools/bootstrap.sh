@@ -114,7 +114,7 @@ install_packages() {
   fi
   say "missing: ${missing[*]}"
   say "installing by apt: ${packages[*]}"
-  local log
+  local log start=$SECONDS
   log=$(mktemp)
   if ! { "${as_root[@]}" apt-get update &&
     "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
@@ -124,11 +124,12 @@ install_packages() {
     give_up 'apt-get failed'
   fi
   rm -f "$log"
+  say "installing by apt took $((SECONDS - start)) s"
 }
 
-# pip_install REQUIREMENTS-NAME ARGUMENTS...
+# pip_install REQUIREMENTS-NAME ARGUMENTS... Python compiles what it loads, when it does; most is never loaded.
 pip_install() {
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "tools/$1.txt" "${@:2}"
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r "tools/$1.txt" "${@:2}"
 }
 
 # install_python lint|python|wheel. The stamp holds the requirements that the environment was made from.
@@ -136,12 +137,14 @@ install_python() {
   local name=requirements-$1
   local requirements=tools/$name.txt stamp=.venv/$name.txt
   if cmp -s "$requirements" "$stamp"; then return; fi
+  local start=$SECONDS
   say "installing into .venv: $(grep -v '^#' "$requirements" | tr '\n' ' ')"
   [[ -x .venv/bin/python ]] || python3 -m venv .venv
   # The CPU build of torch is on its project's own index, unless the machine is configured for another.
   pip_install "$name" 2>/dev/null ||
     pip_install "$name" --extra-index-url https://download.pytorch.org/whl/cpu
   cp "$requirements" "$stamp"
+  say "installing into .venv took $((SECONDS - start)) s"
 }
 
 check_commands

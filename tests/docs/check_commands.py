@@ -43,7 +43,7 @@ def check_line(line: str, program: str, verbs: set[str]) -> list[str]:
 
 def main() -> int:
     program, makefile, *documents = sys.argv[1:]
-    verbs = set(re.findall(r"^([a-z]+):", pathlib.Path(makefile).read_text(encoding="utf-8"), re.MULTILINE))
+    verbs = set(re.findall(r"^([a-z-]+):", pathlib.Path(makefile).read_text(encoding="utf-8"), re.MULTILINE))
     found, lines = [], 0
     for document in documents:
         for block in BLOCK.findall(pathlib.Path(document).read_text(encoding="utf-8")):

@@ -68,10 +68,13 @@ TESSERA_INLINE float unscaled_score(float scale, float score) noexcept {
 /// Tokens whose losses warp_sum adds up first; then it adds up the blocks' sums.
 constexpr int kLossTokens = 32;
 
-/// dl_k of a chosen expert from dp_k, of the routers with a p of their own.
-TESSERA_INLINE float own_p_gradient(RouterKind kind, float p, float dp) noexcept {
-  if (kind != RouterKind::sqrtsoftplus) return dp * p * (1.0f - p);
-  return p == 0.0f ? 0.0f : dp * -expm1_fp32(-p * p) / (2.0f * p);
+/// dl_k = g/S * p'(l_k), of the routers with a p of their own. p'/S comes first: g/S overflows where all p are 0.
+TESSERA_INLINE float own_p_gradient(RouterKind kind, float p, float g, float sum) noexcept {
+  float slope = p * (1.0f - p);
+  if (kind == RouterKind::sqrtsoftplus) {
+    slope = p == 0.0f ? 0.0f : -expm1_fp32(-p * p) / (2.0f * p);
+  }
+  return g * (slope / sum);
 }
 
 }  // namespace tessera::core

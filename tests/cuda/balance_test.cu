@@ -3,6 +3,7 @@
 // graphs, on rows apart; and counts that break a rule. Exit 0 passed, 1 failed, 77 skipped (no GPU).
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <random>
@@ -14,7 +15,7 @@
 namespace tessera::cuda_test {
 namespace {
 
-enum class Logits { random, large, with_infinities };
+enum class Logits { random, large, huge, with_infinities };  // huge: to the ends of fp32
 
 struct LossCase {
   char const* name;
@@ -49,7 +50,9 @@ LossInputs make_inputs(LossCase const& c) {
   LossInputs out;
   for (int64_t t = 0; t < c.tokens; ++t) {
     for (int64_t e = 0; e < c.experts + c.padding; ++e) {
-      float const l = c.logits == Logits::large ? 40 * normal(random) : normal(random);
+      float l = c.logits == Logits::large ? 40 * normal(random) : normal(random);
+      if (c.logits == Logits::huge)
+        l = std::clamp(l, -2.0f, 2.0f) * (random() % 3 == 0 ? 1.6e38f : 1e3f);
       bool const is_special = c.logits == Logits::with_infinities && random() % 97 == 0;
       out.logits.push_back(e >= c.experts ? NAN : is_special ? special[random() % 7] : l);
     }
@@ -241,6 +244,17 @@ constexpr LossCase kLossCases[] = {
      .experts = 64,
      .kind = RouterKind::sqrtsoftplus,
      .logits = Logits::large},
+    {.name = "huge logits", .tokens = 500, .experts = 64, .z = 700, .logits = Logits::huge},
+    {.name = "huge logits, sigmoid",
+     .tokens = 500,
+     .experts = 64,
+     .kind = RouterKind::sigmoid_bias,
+     .logits = Logits::huge},
+    {.name = "huge logits, sqrtsoftplus",
+     .tokens = 500,
+     .experts = 64,
+     .kind = RouterKind::sqrtsoftplus,
+     .logits = Logits::huge},
     {.name = "NaN and infinities", .tokens = 900, .experts = 64, .logits = Logits::with_infinities},
     {.name = "NaN and infinities, sigmoid",
      .tokens = 900,

@@ -101,12 +101,12 @@ void own_p_scores(Router const& router, Experts const& members, Experts const& a
   for (std::int64_t k = 0; k < added.count; ++k) {
     of_added += added.scores[k] * added.dscores[k];
     float const g = router.route_scale * added.dscores[k];
-    dlogits[added.ids[k]] = own_p_gradient(router.kind, added.p[k], g / normalizer.sum);
+    dlogits[added.ids[k]] = own_p_gradient(router.kind, added.p[k], g, normalizer.sum);
   }
   for (std::int64_t k = 0; k < members.count; ++k) {
     float g = router.route_scale * members.dscores[k];
     if (normalized) g = g * normalizer.rest + centered(members, k) - of_added;
-    dlogits[members.ids[k]] = own_p_gradient(router.kind, members.p[k], g / normalizer.sum);
+    dlogits[members.ids[k]] = own_p_gradient(router.kind, members.p[k], g, normalizer.sum);
   }
 }
 

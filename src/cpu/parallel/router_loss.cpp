@@ -53,13 +53,13 @@ TokenLoss token_loss(MoeDesc const& desc, RouterLoss const& args, float const* l
   float const mean = core::warp_sum(scratch.products, experts);
   TokenLoss const loss{mean, args.z * lse * lse};
   if (dlogits == nullptr) return loss;
-  float const of_z = 2.0f * args.z * lse;
+  float const two_z = 2.0f * args.z;  // times lse it may overflow, where a softmax of 0 follows
   for (std::int64_t e = 0; e < experts; ++e) {
     float const centered = args.cost[e] - mean;
     float const of_balance = has_own_p(kind)
-                                 ? own_p_gradient(kind, scratch.own_p[e], centered / divisor)
+                                 ? own_p_gradient(kind, scratch.own_p[e], centered, divisor)
                                  : scratch.p[e] * centered;
-    dlogits[e] = args.d_loss * (of_balance + of_z * scratch.softmax[e]);
+    dlogits[e] = args.d_loss * (of_balance + two_z * scratch.softmax[e] * lse);
   }
   return loss;
 }

@@ -114,7 +114,7 @@ __device__ __forceinline__ void dlogits_over_chosen(RouterDlogitsArguments const
       sum = normalizer.sum;
       g = g * normalizer.rest + centered<kLanes>(own, p.top_k);
     }
-    value = core::own_p_gradient(p.kind, chosen_p, g / sum);
+    value = core::own_p_gradient(p.kind, chosen_p, g, sum);
   } else {
     value = core::unscaled_score(p.route_scale, own.score) * centered<kLanes>(own, p.top_k);
   }

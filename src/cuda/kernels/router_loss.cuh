@@ -95,16 +95,16 @@ struct LaneRow {
     float const mean = block::fold_sum(partial);
     if (p.gmem_dlogits != nullptr) {
       float* const gmem_row = p.gmem_dlogits + token * p.dlogits_pitch;
-      float const of_z = 2.0f * p.z * lse;
+      float const two_z = 2.0f * p.z;  // times lse it may overflow, where a softmax of 0 follows
       for_each([&](int i, int e) {
         float const centered = cost[i] - mean;
         float of_balance;
         if constexpr (kOwnP) {
-          of_balance = core::own_p_gradient(p.kind, own_p[i], centered / own_sum);
+          of_balance = core::own_p_gradient(p.kind, own_p[i], centered, own_sum);
         } else {
           of_balance = softmax[i] * centered;
         }
-        gmem_row[e] = p.d_loss * (of_balance + of_z * softmax[i]);
+        gmem_row[e] = p.d_loss * (of_balance + two_z * softmax[i] * lse);
       });
     }
     return {mean, p.z * lse * lse};

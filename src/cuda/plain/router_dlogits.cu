@@ -143,13 +143,13 @@ struct Token {
     added.for_each([&](int64_t k, int32_t id) {
       partial += added.gmem_scores[k] * added.gmem_dscores[k];
       float const g = p.route_scale * added.gmem_dscores[k];
-      gmem_row[id] = core::own_p_gradient(p.kind, own_p(added, k, id), g / sum);
+      gmem_row[id] = core::own_p_gradient(p.kind, own_p(added, k, id), g, sum);
     });
     float const of_added = plain::warp_sum(partial);
     members.for_each([&](int64_t k, int32_t id) {
       float g = p.route_scale * members.gmem_dscores[k];
       if (p.normalize_scores) g = g * rest + members.centered(k) - of_added;
-      gmem_row[id] = core::own_p_gradient(p.kind, own_p(members, k, id), g / sum);
+      gmem_row[id] = core::own_p_gradient(p.kind, own_p(members, k, id), g, sum);
     });
   }
   // Of the slots of this lane, which wrote their dlogits itself.

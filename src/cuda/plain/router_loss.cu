@@ -43,13 +43,14 @@ __device__ TokenLoss token_loss(RouterLossArguments const& p, int64_t token) {
   });
   TokenLoss const loss{mean, p.z * lse * lse};
   if (p.gmem_dlogits == nullptr) return loss;
-  float const of_z = 2.0f * p.z * lse;
+  float const two_z = 2.0f * p.z;  // times lse it may overflow, where a softmax of 0 follows
   for_each([&](int e, float logit) {
     float const centered = p.gmem_cost[e] - mean;
     float const of_balance =
-        has_own_p ? core::own_p_gradient(p.kind, core::own_p(p.kind, logit), centered / divisor)
+        has_own_p ? core::own_p_gradient(p.kind, core::own_p(p.kind, logit), centered, divisor)
                   : softmax(logit) * centered;
-    p.gmem_dlogits[token * p.dlogits_pitch + e] = p.d_loss * (of_balance + of_z * softmax(logit));
+    p.gmem_dlogits[token * p.dlogits_pitch + e] =
+        p.d_loss * (of_balance + two_z * softmax(logit) * lse);
   });
   return loss;
 }

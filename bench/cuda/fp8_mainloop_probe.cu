@@ -7,8 +7,10 @@
 //   fp8           m64n256k32 in the same way, into one accumulator, without scales: the most that could be had
 //   fp8-halves    m64n128k32 into a partial sum, which is scaled and added to the accumulator, twice a stage; a
 //                 warpgroup waits for each of its groups, so that the other's fill the tensor cores meanwhile
-// The forms run in turns. Prints cycles of a stage (1024 is the tensor cores' own time), the clock, and TFLOP/s; checks
-// the last tile against a plain kernel.
+//   fp8-quarters  m64n64k32 into two partial sums in turn: one is added up under the multiplications of the other
+//   fp8-192       m64n192k32 into a partial sum as large as the accumulator, tiles of 128 x 192
+// The forms run in turns. Prints cycles of a stage and of the tensor cores alone (N/2 for each 32 of k), the clock, and
+// TFLOP/s; checks the last tile against a plain kernel.
 #include <cuda_fp8.h>
 
 #include <cstring>
@@ -27,19 +29,21 @@ namespace {
 
 using namespace cuda;
 
-enum class Form { kBf16, kFp8, kFp8Halves };
-constexpr char const* kFormNames[] = {"bf16", "fp8", "fp8-halves"};
+enum class Form { kBf16, kFp8, kFp8Halves, kFp8Quarters, kFp8Whole192 };
+constexpr char const* kFormNames[] = {"bf16", "fp8", "fp8-halves", "fp8-quarters", "fp8-192"};
+consteval bool promotes(Form form) { return form != Form::kBf16 && form != Form::kFp8; }
+consteval int tile_n(Form form) { return form == Form::kFp8Whole192 ? 192 : 256; }
 
 constexpr int kRowBytes = 128;  // of k in a stage
-constexpr int kTileM = 128, kTileN = 256;
-constexpr int kRows = 8192;        // of A and of B
+constexpr int kTileM = 128;
+constexpr int kRows = 7680;        // of A and of B: whole tiles of 128, 192 and 256
 constexpr int kDepthBytes = 2048;  // k of both, in bytes: with kRows twice 16 MB, which L2 holds
 constexpr int kStagesOfTile = kDepthBytes / kRowBytes;
 
-template <int kStages>
+template <Form kForm, int kStages>
 struct Storage {
   alignas(1024) uint8_t a[kStages][kTileM * kRowBytes];
-  alignas(1024) uint8_t b[kStages][kTileN * kRowBytes];
+  alignas(1024) uint8_t b[kStages][tile_n(kForm) * kRowBytes];
   alignas(16) float row_scales[kStages][kTileM];
   alignas(16) float weight_scales[kStages][4];  // gate, up, and two that make it 16 bytes
   arch::Mbarrier full[kStages], empty[kStages];
@@ -58,25 +62,28 @@ struct Place {
   int m, n;
 };
 // Neighbours share operands, as in a raster of the library.
+template <Form kForm>
 __device__ __host__ Place place_of(int cta, int tile) {
+  constexpr int kTileN = tile_n(kForm);
   int const unit = cta + tile * 132;
   return {unit % (kRows / kTileM), unit / (kRows / kTileM) % (kRows / kTileN)};
 }
 
 template <Form kForm, int kStages>
-__device__ __forceinline__ void produce(Storage<kStages>& smem, Params const& p) {
+__device__ __forceinline__ void produce(Storage<kForm, kStages>& smem, Params const& p) {
+  constexpr int kTileN = tile_n(kForm);
   int stage = 0;
   uint32_t phase = 0;
   for (int tile = 0; tile < p.tiles; ++tile) {
-    Place const place = place_of(blockIdx.x, tile);
+    Place const place = place_of<kForm>(blockIdx.x, tile);
     for (int k = 0; k < kStagesOfTile; ++k) {
       arch::mbarrier_wait(&smem.empty[stage], phase ^ 1);
-      constexpr uint32_t kScaleBytes = kForm == Form::kFp8Halves ? kTileM * 4 + 16 : 0;
+      constexpr uint32_t kScaleBytes = promotes(kForm) ? kTileM * 4 + 16 : 0;
       arch::mbarrier_arrive_expect_tx(&smem.full[stage],
                                       (kTileM + kTileN) * kRowBytes + kScaleBytes);
       arch::tma_load(smem.a[stage], &p.a, &smem.full[stage], k * kRowBytes, place.m * kTileM);
       arch::tma_load(smem.b[stage], &p.b, &smem.full[stage], k * kRowBytes, place.n * kTileN);
-      if constexpr (kForm == Form::kFp8Halves) {
+      if constexpr (promotes(kForm)) {
         arch::bulk_load(smem.row_scales[stage],
                         p.gmem_row_scales + int64_t{k} * kRows + place.m * kTileM, kTileM * 4,
                         &smem.full[stage]);
@@ -89,84 +96,193 @@ __device__ __forceinline__ void produce(Storage<kStages>& smem, Params const& p)
   }
 }
 
-// d += partial, its columns of gate and of up by their own weight scale.
-__device__ __forceinline__ void promote(float (&d)[64], float const (&partial)[64], bool first,
-                                        float const* row_scales, float gate, float up) {
-  int const row = arch::lane_idx() / 4;
-  float const above = row_scales[row], below = row_scales[row + 8];
-  float const scales[2][2] = {{above * gate, below * gate}, {above * up, below * up}};
+// Scales of a thread's two rows and of the gate and up columns, multiplied.
+struct Scales {
+  float of[2][2];  // [gate, up][upper, lower row]
+  __device__ __forceinline__ Scales(float const* row_scales, float const* weight_scales) {
+    int const row = arch::lane_idx() / 4;
+    float const above = row_scales[row], below = row_scales[row + 8];
+    float const gate = weight_scales[0], up = weight_scales[1];
+    of[0][0] = above * gate, of[0][1] = below * gate, of[1][0] = above * up, of[1][1] = below * up;
+  }
+};
+
+// d += partial, whose first register belongs to d[first]. Columns come as 64 of gate, 64 of up, and so on.
+template <int kCount, int kAll>
+__device__ __forceinline__ void promote(float (&d)[kAll], float const (&partial)[kCount], int first,
+                                        Scales const& scales) {
   TESSERA_UNROLL
-  for (int i = 0; i < 64; ++i) {
-    d[i] = fmaf(partial[i], scales[i / 32][i / 2 % 2], first ? 0.0f : d[i]);
+  for (int i = 0; i < kCount; ++i) {
+    int const j = first + i;
+    d[j] = fmaf(partial[i], scales.of[j / 32 % 2][j / 2 % 2], d[j]);
   }
 }
 
 template <Form kForm, int kStages>
-__device__ __forceinline__ void consume(Storage<kStages>& smem, Params const& p, int consumer) {
-  float acc[2][64];
-  int stage = 0;
-  uint32_t phase = 0;
-  int const first_row = consumer * 64 + arch::warp_in_warpgroup() * 16;
-  auto const release = [&](int s) {
-    if (threadIdx.x % arch::kWarpgroupThreads == 0) arch::mbarrier_arrive(&smem.empty[s]);
-  };
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(Storage<kForm, kStages>& smem, int consumer)
+      : smem_(smem),
+        consumer_(consumer),
+        first_row_(consumer * 64 + arch::warp_in_warpgroup() * 16) {}
+
+  static constexpr int kTileN = tile_n(kForm);
+  static constexpr int kRegisters = kTileN / 2;
+
+  __device__ __forceinline__ void multiply_tile(float (&acc)[kRegisters]) {
+    if constexpr (promotes(kForm)) {
+      TESSERA_UNROLL
+      for (int i = 0; i < kRegisters; ++i) acc[i] = 0;
+    }
+    if constexpr (kForm == Form::kFp8Quarters) {
+      multiply_quarters(acc);
+    } else if constexpr (promotes(kForm)) {
+      multiply_parts(acc);
+    } else {
+      multiply_plainly(acc);
+    }
+  }
+
+  __device__ __forceinline__ int first_row() const { return first_row_; }
+
+ private:
+  __device__ __forceinline__ void wait_full() { arch::mbarrier_wait(&smem_.full[stage_], phase_); }
+  __device__ __forceinline__ void advance() {
+    if (++stage_ == kStages) stage_ = 0, phase_ ^= 1;
+  }
+  __device__ __forceinline__ void release(int stage) {
+    if (threadIdx.x % arch::kWarpgroupThreads == 0) arch::mbarrier_arrive(&smem_.empty[stage]);
+  }
+  __device__ __forceinline__ uint64_t a() const {
+    return arch::wgmma_descriptor_k_major(smem_.a[stage_] + consumer_ * 64 * kRowBytes);
+  }
+  __device__ __forceinline__ uint64_t b(int row) const {
+    return arch::wgmma_descriptor_k_major(smem_.b[stage_] + row * kRowBytes);
+  }
+  __device__ __forceinline__ Scales scales() const {
+    return {smem_.row_scales[stage_] + first_row_, smem_.weight_scales[stage_]};
+  }
+
+  // Calls multiply(a, b, step) for the four steps of a stage, as one group.
+  template <class Multiply>
+  __device__ __forceinline__ void issue(int row, Multiply multiply) {
+    uint64_t const first_a = a(), first_b = b(row);
+    arch::wgmma_fence();
+    TESSERA_UNROLL
+    for (int step = 0; step < 4; ++step) {
+      multiply(first_a + step * arch::kWgmmaDescriptorK16,
+               first_b + step * arch::kWgmmaDescriptorK16, step);
+    }
+    arch::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void multiply_plainly(float (&acc)[kRegisters]) {
+    auto& low = *reinterpret_cast<float (*)[64]>(&acc[0]);
+    auto& high = *reinterpret_cast<float (*)[64]>(&acc[64]);
+    int previous = 0;
+    for (int k = 0; k < kStagesOfTile; ++k, advance()) {
+      wait_full();
+      issue(0, [&](uint64_t a, uint64_t b, int step) {
+        if constexpr (kForm == Form::kBf16) {
+          arch::wgmma_m64n256k16<false, false>(low, high, a, b, k | step);
+        } else {
+          arch::wgmma_e4m3_m64n256k32(low, high, a, b, k | step);
+        }
+      });
+      if (k > 0) {
+        arch::wgmma_wait<1>();
+        release(previous);
+      }
+      previous = stage_;
+    }
+    arch::wgmma_wait<0>();
+    release(previous);
+  }
+
+  __device__ __forceinline__ void multiply_parts(float (&acc)[kRegisters]) {
+    constexpr int kParts = kForm == Form::kFp8Halves ? 2 : 1;
+    for (int k = 0; k < kStagesOfTile; ++k) {
+      wait_full();
+      Scales const factors = scales();
+      int const now = stage_;
+      TESSERA_UNROLL
+      for (int part = 0; part < kParts; ++part) {
+        float partial[kRegisters / kParts];
+        issue(part * 128, [&](uint64_t a, uint64_t b, int step) {
+          if constexpr (kForm == Form::kFp8Halves) {
+            arch::wgmma_e4m3_m64n128k32(partial, a, b, step);
+          } else {
+            arch::wgmma_e4m3_m64n192k32(partial, a, b, step);
+          }
+        });
+        arch::wgmma_wait<0>();
+        if (part == kParts - 1) release(now);
+        promote(acc, partial, part * kRegisters / kParts, factors);
+      }
+      advance();
+    }
+  }
+
+  // A group is in flight while the one before it is added up.
+  __device__ __forceinline__ void multiply_quarters(float (&acc)[kRegisters]) {
+    float partial[2][32];
+    auto const begin = [&](float (&to)[32], int quarter) {
+      issue(quarter * 64,
+            [&](uint64_t a, uint64_t b, int step) { arch::wgmma_e4m3_m64n64k32(to, a, b, step); });
+    };
+    auto const first_three = [&](Scales const& factors) {
+      TESSERA_UNROLL
+      for (int quarter = 0; quarter < 3; ++quarter) {
+        begin(partial[(quarter + 1) % 2], quarter + 1);
+        arch::wgmma_wait<1>();
+        promote(acc, partial[quarter % 2], quarter * 32, factors);
+      }
+    };
+    wait_full();
+    begin(partial[0], 0);
+    for (int k = 0; k < kStagesOfTile - 1; ++k) {
+      Scales const factors = scales();
+      first_three(factors);
+      int const now = stage_;
+      advance();
+      wait_full();
+      begin(partial[0], 0);
+      arch::wgmma_wait<1>();
+      release(now);
+      promote(acc, partial[1], 3 * 32, factors);
+    }
+    Scales const factors = scales();
+    first_three(factors);
+    arch::wgmma_wait<0>();
+    release(stage_);
+    advance();
+    promote(acc, partial[1], 3 * 32, factors);
+  }
+
+  Storage<kForm, kStages>& smem_;
+  int const consumer_, first_row_;
+  int stage_ = 0;
+  uint32_t phase_ = 0;
+};
+
+template <Form kForm, int kStages>
+__device__ __forceinline__ void consume(Storage<kForm, kStages>& smem, Params const& p, int index) {
+  constexpr int kTileN = tile_n(kForm);
+  constexpr int kRegisters = kTileN / 2;
+  Consumer<kForm, kStages> consumer(smem, index);
+  int const first_row = consumer.first_row();
+  float acc[kRegisters];
   long long const start = clock64();
   for (int tile = 0; tile < p.tiles; ++tile) {
-    int previous = 0;
-    for (int k = 0; k < kStagesOfTile; ++k) {
-      arch::mbarrier_wait(&smem.full[stage], phase);
-      uint64_t const a = arch::wgmma_descriptor_k_major(smem.a[stage] + consumer * 64 * kRowBytes);
-      uint64_t const b = arch::wgmma_descriptor_k_major(smem.b[stage]);
-      if constexpr (kForm == Form::kFp8Halves) {
-        constexpr uint64_t kHalf = 128 * kRowBytes / 16;
-        float const gate = smem.weight_scales[stage][0], up = smem.weight_scales[stage][1];
-        TESSERA_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          float partial[64];
-          arch::wgmma_fence();
-          TESSERA_UNROLL
-          for (int step = 0; step < 4; ++step) {
-            arch::wgmma_e4m3_m64n128k32(partial, a + step * arch::kWgmmaDescriptorK16,
-                                        b + half * kHalf + step * arch::kWgmmaDescriptorK16, step);
-          }
-          arch::wgmma_commit();
-          arch::wgmma_wait<0>();
-          promote(acc[half], partial, k == 0, smem.row_scales[stage] + first_row, gate, up);
-        }
-        release(stage);
-      } else {
-        arch::wgmma_fence();
-        TESSERA_UNROLL
-        for (int step = 0; step < 4; ++step) {
-          uint64_t const a_step = a + step * arch::kWgmmaDescriptorK16;
-          uint64_t const b_step = b + step * arch::kWgmmaDescriptorK16;
-          if constexpr (kForm == Form::kBf16) {
-            arch::wgmma_m64n256k16<false, false>(acc[0], acc[1], a_step, b_step, k | step);
-          } else {
-            arch::wgmma_e4m3_m64n256k32(acc[0], acc[1], a_step, b_step, k | step);
-          }
-        }
-        arch::wgmma_commit();
-        if (k > 0) {
-          arch::wgmma_wait<1>();
-          release(previous);
-        }
-        previous = stage;
-      }
-      if (++stage == kStages) stage = 0, phase ^= 1;
-    }
-    if constexpr (kForm != Form::kFp8Halves) {
-      arch::wgmma_wait<0>();
-      release(previous);
-    }
+    consumer.multiply_tile(acc);
     if (tile + 1 == p.tiles) {
       if (threadIdx.x == 128) p.gmem_cycles[blockIdx.x] = clock64() - start;
       float* const d = p.gmem_d + int64_t{blockIdx.x} * kTileM * kTileN;
-      for (int i = 0; i < 128; ++i) {
-        int const j = i % 64;
-        int const row = first_row + arch::lane_idx() / 4 + (j / 2 % 2) * 8;
-        int const column = i / 64 * 128 + j / 4 * 8 + arch::lane_idx() % 4 * 2 + j % 2;
-        d[row * kTileN + column] = acc[i / 64][j];
+      TESSERA_UNROLL
+      for (int i = 0; i < kRegisters; ++i) {
+        int const row = first_row + arch::lane_idx() / 4 + (i / 2 % 2) * 8;
+        int const column = i / 4 * 8 + arch::lane_idx() % 4 * 2 + i % 2;
+        d[row * kTileN + column] = acc[i];
       }
     }
   }
@@ -175,7 +291,7 @@ __device__ __forceinline__ void consume(Storage<kStages>& smem, Params const& p,
 template <Form kForm, int kStages>
 __global__ void __launch_bounds__(384, 1) probe(__grid_constant__ Params const p) {
   TESSERA_DYNAMIC_SHARED(smem_raw);
-  auto& smem = *reinterpret_cast<Storage<kStages>*>(smem_raw);
+  auto& smem = *reinterpret_cast<Storage<kForm, kStages>*>(smem_raw);
   if (threadIdx.x == 0) {
     for (int s = 0; s < kStages; ++s) {
       arch::mbarrier_init(&smem.full[s], 1);
@@ -228,7 +344,8 @@ __global__ void fill_scales(float* gmem, int count, uint64_t seed) {
 template <Form kForm>
 __global__ void plain_tile(Params p, uint8_t const* gmem_a, uint8_t const* gmem_b, int cta,
                            float* gmem_out) {
-  Place const place = place_of(cta, p.tiles - 1);
+  constexpr int kTileN = tile_n(kForm);
+  Place const place = place_of<kForm>(cta, p.tiles - 1);
   int const row = blockIdx.x, column = threadIdx.x;
   int64_t const a = int64_t{place.m * kTileM + row} * kDepthBytes;
   int64_t const b = int64_t{place.n * kTileN + column} * kDepthBytes;
@@ -242,7 +359,7 @@ __global__ void plain_tile(Params p, uint8_t const* gmem_a, uint8_t const* gmem_
       x.__x = gmem_a[a + i];
       y.__x = gmem_b[b + i];
       double scale = 1;
-      if constexpr (kForm == Form::kFp8Halves) {
+      if constexpr (promotes(kForm)) {
         int const k = i / kRowBytes;
         scale = double(p.gmem_row_scales[k * kRows + place.m * kTileM + row]) *
                 p.gmem_weight_scales[(k * (kRows / kTileN) + place.n) * 4 + column / 64 % 2];
@@ -271,6 +388,13 @@ struct Turn {
   double cycles, mhz, tflops;
 };
 
+struct Row {
+  Form form;
+  int stages, tensor_cores_alone;
+  double error;
+  std::vector<Turn> turns;
+};
+
 template <Form kForm, int kStages>
 class Runner {
  public:
@@ -290,7 +414,7 @@ class Runner {
           256};
     TESSERA_CUDA(cudaFuncSetAttribute(probe<kForm, kStages>,
                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                      sizeof(Storage<kStages>)));
+                                      sizeof(Storage<kForm, kStages>)));
   }
 
   // Largest error of CTA 5's last tile over the largest value of it.
@@ -337,9 +461,10 @@ class Runner {
 
  private:
   static constexpr int kGrid = 132;
+  static constexpr int kTileN = tile_n(kForm);
 
   void launch() {
-    probe<kForm, kStages><<<kGrid, 384, sizeof(Storage<kStages>)>>>(p_);
+    probe<kForm, kStages><<<kGrid, 384, sizeof(Storage<kForm, kStages>)>>>(p_);
     TESSERA_CUDA(cudaGetLastError());
   }
 
@@ -352,37 +477,51 @@ class Runner {
   Params p_{};
 };
 
+template <Form kForm, int kStages>
+void take_turn(Row& row, Runner<kForm, kStages>& runner) {
+  if (row.turns.empty()) row = {kForm, kStages, 4 * tile_n(kForm), runner.error(), {}};
+  row.turns.push_back(runner.turn());
+}
+
+double median(Row const& row, double Turn::* field) {
+  std::vector<double> values;
+  for (Turn const& t : row.turns) values.push_back(t.*field);
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
 int run(int turn_ms, int rounds) {
   Runner<Form::kBf16, 4> bf16_loop(turn_ms);
   Runner<Form::kFp8, 4> fp8_loop(turn_ms);
   Runner<Form::kFp8Halves, 4> halves(turn_ms);
-  Runner<Form::kFp8Halves, 3> halves3(turn_ms);
-  double const errors[] = {bf16_loop.error(), fp8_loop.error(), halves.error(), halves3.error()};
-  // One accumulator keeps 13 bits of a sum of 2048 products.
-  double const allowed[] = {1e-5, 1e-2, 2e-3, 2e-3};
-  std::vector<std::vector<Turn>> turns(4);
+  Runner<Form::kFp8Halves, 3> halves_3(turn_ms);
+  Runner<Form::kFp8Quarters, 4> quarters(turn_ms);
+  Runner<Form::kFp8Quarters, 3> quarters_3(turn_ms);
+  Runner<Form::kFp8Whole192, 4> whole_192(turn_ms);
+  std::vector<Row> rows(7);
   for (int r = 0; r < rounds; ++r) {
-    turns[0].push_back(bf16_loop.turn());
-    turns[1].push_back(fp8_loop.turn());
-    turns[2].push_back(halves.turn());
-    turns[3].push_back(halves3.turn());
+    take_turn(rows[0], bf16_loop);
+    take_turn(rows[1], fp8_loop);
+    take_turn(rows[2], halves);
+    take_turn(rows[3], halves_3);
+    take_turn(rows[4], quarters);
+    take_turn(rows[5], quarters_3);
+    take_turn(rows[6], whole_192);
   }
   int bad = 0;
   std::printf("[");
-  for (int f = 0; f < 4; ++f) {
-    auto const median = [&](double Turn::* field) {
-      std::vector<double> values;
-      for (Turn const& t : turns[f]) values.push_back(t.*field);
-      std::sort(values.begin(), values.end());
-      return values[values.size() / 2];
-    };
-    bool const good = errors[f] <= allowed[f];
+  for (Row const& row : rows) {
+    // One accumulator keeps 13 bits of a sum of 2048 products.
+    double const allowed = row.form == Form::kBf16 ? 1e-5 : row.form == Form::kFp8 ? 1e-2 : 2e-3;
+    bool const good = row.error <= allowed;
     bad += good ? 0 : 1;
     std::printf(
-        "%s\n  {\"form\": \"%s\", \"stages\": %d, \"cycles_of_a_stage\": %.1f, \"mhz\": %.0f, "
-        "\"tflops\": %.0f, \"error\": %.2e, \"checked\": %s}",
-        f ? "," : "", kFormNames[std::min(f, 2)], f == 3 ? 3 : 4, median(&Turn::cycles),
-        median(&Turn::mhz), median(&Turn::tflops), errors[f], good ? "true" : "false");
+        "%s\n  {\"form\": \"%s\", \"stages\": %d, \"cycles_of_a_stage\": %.1f, "
+        "\"tensor_cores_alone\": %d, "
+        "\"mhz\": %.0f, \"tflops\": %.0f, \"error\": %.2e, \"checked\": %s}",
+        &row == rows.data() ? "" : ",", kFormNames[int(row.form)], row.stages,
+        median(row, &Turn::cycles), row.tensor_cores_alone, median(row, &Turn::mhz),
+        median(row, &Turn::tflops), row.error, good ? "true" : "false");
   }
   std::printf("\n]\n");
   return bad ? 1 : 0;

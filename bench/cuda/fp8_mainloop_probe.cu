@@ -230,33 +230,23 @@ class Consumer {
       issue(quarter * 64,
             [&](uint64_t a, uint64_t b, int step) { arch::wgmma_e4m3_m64n64k32(to, a, b, step); });
     };
-    auto const first_three = [&](Scales const& factors) {
+    for (int k = 0; k < kStagesOfTile; ++k) {
+      wait_full();
+      Scales const factors = scales();
+      begin(partial[0], 0);
       TESSERA_UNROLL
-      for (int quarter = 0; quarter < 3; ++quarter) {
-        begin(partial[(quarter + 1) % 2], quarter + 1);
-        arch::wgmma_wait<1>();
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        if (quarter < 3) {
+          begin(partial[(quarter + 1) % 2], quarter + 1);
+          arch::wgmma_wait<1>();
+        } else {
+          arch::wgmma_wait<0>();
+          release(stage_);
+        }
         promote(acc, partial[quarter % 2], quarter * 32, factors);
       }
-    };
-    wait_full();
-    begin(partial[0], 0);
-    for (int k = 0; k < kStagesOfTile - 1; ++k) {
-      Scales const factors = scales();
-      first_three(factors);
-      int const now = stage_;
       advance();
-      wait_full();
-      begin(partial[0], 0);
-      arch::wgmma_wait<1>();
-      release(now);
-      promote(acc, partial[1], 3 * 32, factors);
     }
-    Scales const factors = scales();
-    first_three(factors);
-    arch::wgmma_wait<0>();
-    release(stage_);
-    advance();
-    promote(acc, partial[1], 3 * 32, factors);
   }
 
   Storage<kForm, kStages>& smem_;

@@ -262,13 +262,14 @@ def run(a) -> None:
                  + f", busiest expert of a layer {max(loads):.2f} x mean")
         rounds = measure(a, timer, list(names), start)
         splits = {}
-        if a.profile and here.on_gpu:
-            for name in names:
+        for name in ["", *names] if a.profile and here.on_gpu else [""]:
+            if name:
                 timer.use(name)
                 splits[name] = split.profiled(lambda i, name=name: timer.step(name, 10_000 + i))
+            if here.rank == 0:  # before the first profile and after each: a limit of time may end this any moment
+                table = rows(a, c, here, rounds, passed, sequences, loads, splits)
+                write(a, here, data, table, rounds, left_out)
         if here.rank == 0:
-            table = rows(a, c, here, rounds, passed, sequences, loads, splits)
-            write(a, here, data, table, rounds, left_out)
             for row in table:
                 ratio = next(value for key, value in row.items() if key.startswith("times_faster"))
                 half = math.inf if ratio["half_interval"] is None else ratio["half_interval"]

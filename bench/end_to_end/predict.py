@@ -4,6 +4,7 @@
 
     predict.py --config 7B-n256 --hosts 8 --gpus 8 --sequences 6
     predict.py --validation --out predictions.json       every point that measure.py is to be held against
+    predict.py --against rows.json                       measured over predicted time of every row
 
     step = slowdown * (L * (max(forward, gather) + max(backward, gather + reduce)) + head + optimizer + ends)
 
@@ -129,7 +130,22 @@ def validation():
                                 yield point
 
 
-def main() -> None:
+def against(document: dict) -> list[tuple[str, float]]:
+    """Measured over predicted time of every row of a results file that has a prediction."""
+    gpu = next((name for name in GPUS if name in document["device"].lower()), None)
+    if gpu is None:
+        raise ValueError(f"device {document['device']}: has no constants; known are {', '.join(GPUS)}")
+    found = []
+    for row in document["rows"]:
+        if row["impl"] in EXPERTS_MS.get(row["config"], {}):
+            point = Point(row["config"], row["layers"], 1, row["gpus"], row["sequences"], row["recompute"], row["impl"],
+                          gpu)
+            found.append((f"{row['config']}, {row['layers']} layers, {row['gpus']} GPUs, {row['sequences']} sequences, "
+                          f"{row['regime']}, {row['impl']}", row["ms"] / point.predict()["ms"]))
+    return found
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="7B-n256", choices=EXPERTS_MS)
     parser.add_argument("--layers", type=int)
@@ -139,8 +155,15 @@ def main() -> None:
     parser.add_argument("--gpu", default="h200", choices=GPUS)
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--validation", action="store_true", help="all points of the validation, on both kinds of GPU")
+    parser.add_argument("--against", type=pathlib.Path, help="results of measure.py: exit status 1 where one is more "
+                        "than a tenth off")
     parser.add_argument("--out", type=pathlib.Path, help="JSON file")
     a = parser.parse_args()
+    if a.against:
+        ratios = against(json.loads(a.against.read_text(encoding="utf-8")))
+        for point, ratio in ratios:
+            print(f"{point}: {ratio:.3f} of the predicted time{'' if abs(ratio - 1) <= 0.1 else ', a MISS'}")
+        return int(any(abs(ratio - 1) > 0.1 for _, ratio in ratios))
     for name in ("layers", "hosts", "gpus", "sequences"):
         if (value := getattr(a, name)) is not None and value < 1:
             parser.error(f"--{name} {value}: must be at least 1")
@@ -159,7 +182,8 @@ def main() -> None:
         lines = ",\n".join(json.dumps(p) for p in points)
         command = json.dumps("bench/end_to_end/predict.py " + " ".join(sys.argv[1:]))
         a.out.write_text(f'{{"command": {command}, "points": [\n{lines}\n]}}\n', encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

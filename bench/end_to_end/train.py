@@ -15,9 +15,11 @@ import argparse
 import csv
 import dataclasses
 import itertools
+import os
 import pathlib
 import signal
 import sys
+import threading
 import time
 
 import checkpoints
@@ -171,20 +173,34 @@ def stopped(folder: pathlib.Path, rank: int, why: str) -> None:
     print(f"train.py: rank {rank}: {why}; {remedy}", file=sys.stderr, flush=True)
 
 
+def tell_when_terminated(folder: pathlib.Path, rank: int) -> None:
+    """torchrun sends SIGTERM when another rank is lost. This one may then wait in a collective and run no handler, so
+    that a thread hears of the signal and ends the process."""
+    hears, told = os.pipe()
+    os.set_blocking(told, False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+
+    def listen() -> None:
+        while os.read(hears, 1) != bytes([signal.SIGTERM]):
+            pass
+        stopped(folder, rank, "stopped by SIGTERM, as torchrun sends when another rank is lost")
+        os._exit(1)
+
+    threading.Thread(target=listen, daemon=True).start()
+
+
 def main() -> None:
     a = arguments()
     c = training.configuration(a)
     check(a)
     with training.ranks() as here:
-        def terminated(*_):
-            raise SystemExit("stopped by SIGTERM, as torchrun sends when another rank is lost")
-
-        signal.signal(signal.SIGTERM, terminated)
+        tell_when_terminated(a.out, here.rank)
         try:
             run(a, c, here)
         except (training.Stop, torch.OutOfMemoryError):
             raise
-        except (RuntimeError, SystemExit) as error:
+        except RuntimeError as error:  # of a collective whose other end is gone, for one
             stopped(a.out, here.rank, " ".join(str(error).split())[:300])
             raise SystemExit(1) from error
 

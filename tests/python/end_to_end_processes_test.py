@@ -5,6 +5,7 @@ was not interrupted."""
 import csv
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -104,6 +105,19 @@ class Processes(unittest.TestCase):
                                timeout=300)
         self.assertEqual(alone.returncode, 2, alone.stderr)
         self.assertRegex(alone.stderr, r"^train_model.py: --resume: ranks is 1 and was 2 in .*\n$")
+
+    def test_terminated_while_it_waits_for_a_rank(self):
+        """As torchrun does it: SIGTERM to a rank whose main thread is in a collective."""
+        ranks = self.start(self.folder / "stopped")
+        for line in ranks[0].stdout:
+            if line.startswith("step 3/"):
+                break
+        ranks[1].send_signal(signal.SIGSTOP)
+        ranks[0].terminate()
+        _, complaint = ranks[0].communicate(timeout=100)
+        self.assertEqual(ranks[0].returncode, 1, complaint)
+        self.assertRegex(complaint.splitlines()[-1], r"^train.py: rank 0: stopped by SIGTERM, .*; (go on from .* with "
+                                                     r"--resume|no checkpoint was written yet; start again)$")
 
 
 if __name__ == "__main__":

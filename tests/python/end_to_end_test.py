@@ -295,6 +295,19 @@ class Predictions(unittest.TestCase):
         written = json.loads((PROGRAMS / "predictions.json").read_text())["points"]
         self.assertEqual(written, json.loads(json.dumps(list(predict.validation()))))
 
+    def test_results_are_held_against_it(self):
+        point = predict.Point("7B-n256", 12, 1, 2, 4, False, "tessera", "h200").predict()
+        row = {"config": "7B-n256", "layers": 12, "gpus": 2, "sequences": 4, "recompute": False, "impl": "tessera",
+               "regime": "R0", "ms": 1.2 * point["ms"]}
+        others = [{**row, "impl": "no-experts"}, {**row, "config": "small"}]
+        ((name, ratio),) = predict.against({"device": "NVIDIA H200", "rows": [row, *others]})
+        self.assertAlmostEqual(ratio, 1.2)
+        self.assertIn("12 layers, 2 GPUs, 4 sequences, R0, tessera", name)
+        ((_, slower),) = predict.against({"device": "NVIDIA H100 80GB HBM3", "rows": [row]})
+        self.assertLess(slower, ratio)
+        with self.assertRaisesRegex(ValueError, "device cpu: has no constants"):
+            predict.against({"device": "cpu", "rows": [row]})
+
     def test_more_takes_longer(self):
         point = predict.Point("7B-n256", 12, 1, 2, 4, False, "tessera", "h200")
         ms = point.predict()["ms"]

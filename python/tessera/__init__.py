@@ -5,11 +5,14 @@
     o = tessera.moe(x, w_router, w_up, w_down, top_k=8)      # router and experts
     o = tessera.routed_experts(x, ids, weights, w_up, w_down)  # ids and weights from elsewhere
 
-Importing the package needs neither torch nor a GPU; the first use of a layer imports torch.
+Importing the package needs neither torch nor a GPU; the first use of a layer imports torch. Where torch is imported,
+the operators tessera::* are registered with it, so that saved programs that call them load.
 """
 
 import importlib
 from typing import TYPE_CHECKING
+
+from tessera.registration import register_with_torch
 
 _HOME = {
     "ExpertParallel": "expert_parallel",
@@ -59,3 +62,6 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_HOME, "__version__"])
+
+
+register_with_torch()

@@ -10,7 +10,7 @@
 
 import torch
 
-from tessera.ops import autograd, balance, grouped_gemm, layer, route
+from tessera.ops import autograd, balance, flops, grouped_gemm, layer, route
 from tessera.ops.balance import countable
 from tessera.ops.forward_mode import refuse_tangents
 from tessera.ops.layer import GRADIENTS, WEIGHTS
@@ -83,3 +83,4 @@ _register("router_loss", balance.router_loss, balance.fake_router_loss, balance.
 _register("update_selection_bias", balance.update_selection_bias, balance.fake_update_selection_bias)
 _register("grouped_gemm", grouped_gemm.grouped_gemm, grouped_gemm.fake_grouped_gemm, grouped_gemm.grouped_gemm_autograd)
 _register("grouped_gemm_wgrad", grouped_gemm.grouped_gemm_wgrad, grouped_gemm.fake_grouped_gemm_wgrad)
+flops.register()

@@ -121,7 +121,7 @@ class Layer(torch.autograd.Function):
         # Dynamo, where it traces a backward pass, may free what a plan's C call still reads: it gets the operators.
         compiling = torch.compiler.is_compiling()
         plain = (not compiling and type(d_o) in PLAIN and direct() and not torch.is_grad_enabled()
-                 and not d_o.is_neg())  # else its memory has the other sign
+                 and not (d_o.is_neg() or d_o.is_meta))  # else its memory has the other sign, or there is none
         # What is captured may be replayed more often than forward.
         over_h = (not compiling and alike and call.text_over_h is not None and not _keeps_graph()
                   and not (call.plan.on_gpu and _captures()))
@@ -138,7 +138,7 @@ class Layer(torch.autograd.Function):
             if dlogits is None:
                 return (None,) * len(ctx.needs_input_grad)
             d_o = torch.zeros_like(saved[0])
-            plain = not compiling and direct() and not torch.is_grad_enabled()
+            plain = not compiling and direct() and not torch.is_grad_enabled() and not d_o.is_meta
         everything = _all_saved(call, d_o, saved, dlogits)
         if plain:
             gradients = run_backward(everything, buffers or (), text, wanted.needs)

@@ -12,7 +12,7 @@ WEIGHTS = ("w_up", "w_gate", "w_down", "b_up", "b_gate", "b_down")
 GRADIENTS = ("dx", "dscores", "dw_router", "db_router", *("d" + name for name in WEIGHTS))
 
 
-def _intermediate(options: Options, w_up: torch.Tensor, w_gate: torch.Tensor | None):
+def intermediate_of(options: Options, w_up: torch.Tensor, w_gate: torch.Tensor | None):
     """n, from whatever shape the up weight has."""
     if w_up.dim() != 3:
         raise ValueError(f"w_up: rank {w_up.dim()}; a tensor of rank 3 is needed, experts first")
@@ -30,7 +30,7 @@ def _desc(options: Options, x: torch.Tensor, tensors: dict, top_k: int, ids_dtyp
     if not x.dtype.is_floating_point:
         raise ValueError(f"x: dtype {x.dtype}; Tessera stores bf16, on the CPU also fp32; convert it")
     _check_types(x, tensors)
-    intermediate = _intermediate(options, tensors["w_up"], tensors["w_gate"])
+    intermediate = intermediate_of(options, tensors["w_up"], tensors["w_gate"])
     hidden = tensors["w_up"].shape[1 if options.transposed else 2]
     if x.shape[1] != hidden:
         raise ValueError(f"x: hidden {x.shape[1]}, w_up: hidden {hidden} (layout {options.layout}); both have the same")
@@ -55,7 +55,7 @@ INPUTS = ("x", "topk_ids", "topk_weights", "w_router", "b_router", "selection_bi
            *WEIGHTS)
 
 
-def _top_k(options: Options, topk_ids: torch.Tensor | None):
+def top_k_of(options: Options, topk_ids: torch.Tensor | None):
     """Experts per token: of the ids that are given, or of the router."""
     if topk_ids is None:
         return options.top_k
@@ -71,7 +71,7 @@ def _forward_plan(key, tensors: tuple, text: str, training: bool) -> Plan:
     ids = named[name]
     if ids is not None and ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}: dtype {ids.dtype}; int32 or int64 is needed")
-    desc = _desc(options, x, named, _top_k(options, named["topk_ids"]), torch.int32 if ids is None else ids.dtype)
+    desc = _desc(options, x, named, top_k_of(options, named["topk_ids"]), torch.int32 if ids is None else ids.dtype)
     if not training:
         desc.save = 2
     plan = Plan("moe_forward", x.device, ForwardArgs(), desc)
@@ -114,8 +114,8 @@ def fake_forward(*arguments) -> list[torch.Tensor]:
     named, options = dict(zip(INPUTS, arguments, strict=False)), parse(arguments[14])
     x, w_up = named["x"], named["w_up"]
     tokens, experts = x.shape[0], w_up.shape[0]
-    slots = options.slots(tokens, experts, _top_k(options, named["topk_ids"]), torch.sym_min)
-    width = options.up_width * _intermediate(options, w_up, named["w_gate"])
+    slots = options.slots(tokens, experts, top_k_of(options, named["topk_ids"]), torch.sym_min)
+    width = options.up_width * intermediate_of(options, w_up, named["w_gate"])
     results = [x.new_empty(x.shape), x.new_empty((slots, width) if options.save == "h" else (0,)),
                x.new_empty((options.routing_elements(tokens, slots, experts),), dtype=torch.int32)]
     if options.logits:
@@ -134,7 +134,7 @@ SAVED = ("d_o", "x", "h", "routing", "w_router", "b_router", *WEIGHTS, "aux_dlog
 _WEIGHT_GRADIENT_WORDS = tuple(field_word(BackwardArgs, "d" + name) for name in WEIGHTS)
 
 
-def _slots(options: Options, named: dict):
+def slots_of(options: Options, named: dict):
     """P. With given ids only the size of the routing tables tells: 4P + E + 1 elements."""
     if options.has_router or options.grouping != "slots":
         return options.slots(named["x"].shape[0], named["w_up"].shape[0], options.top_k, torch.sym_min)
@@ -144,7 +144,7 @@ def _slots(options: Options, named: dict):
 def _gradient_shapes(options: Options, named: dict) -> dict:
     """Shape and dtype of every gradient that could be asked for."""
     x = named["x"]
-    shapes = {"dx": (tuple(x.shape), x.dtype), "dscores": ((_slots(options, named),), torch.float32)}
+    shapes = {"dx": (tuple(x.shape), x.dtype), "dscores": ((slots_of(options, named),), torch.float32)}
     for name in ("w_router", "b_router", *WEIGHTS):
         if named[name] is not None:
             shapes["d" + name] = (tuple(named[name].shape), named[name].dtype)
@@ -156,7 +156,7 @@ def backward_plan(key, tensors: tuple, buffers: tuple, text: str, needs: int) ->
     options, x = parse(text), named["x"]
     tokens = x.shape[0]
     given = not options.has_router and options.grouping == "slots" and tokens
-    top_k = _slots(options, named) // tokens if given else options.top_k
+    top_k = slots_of(options, named) // tokens if given else options.top_k
     desc = _desc(options, x, named, top_k, torch.int32)
     plan = Plan("moe_backward", x.device, BackwardArgs(), desc)
     plan.read(SAVED, tensors, unread=() if options.save == "h" else ("h",))

@@ -58,8 +58,8 @@ def forward(routed: bool, counts: bool = False, broken: str = "") -> list[Kernel
     ]
 
 
-def backward(routed: bool, broken: str = "") -> list[Kernel]:
-    """dx rows take the place of a'."""
+def backward(routed: bool, broken: str = "", fp32_router: bool = False) -> list[Kernel]:
+    """dx rows take the place of a'. fp32_router: terms of the weights first, those of dlogits behind them."""
     wgrad = ["read tables", "hear a'", "read a' of first", "write dw_down", "wait", "let", "read a' of last",
              "write dw_down"]
     if broken == "wgrad_lets_at_once":
@@ -68,18 +68,24 @@ def backward(routed: bool, broken: str = "") -> list[Kernel]:
     dlogits = ["let", "read partials", "write dlogits", "wait"]
     if broken == "no_wait_at_end":
         dlogits.remove("wait")
+    operand = "dlogits"
+    if fp32_router:
+        operand = "terms"
     return [
         Kernel("memset", ["clear a'"]),
+        *([Kernel("split_weights", ["write router terms"])] if fp32_router else []),
         Kernel("down_projection_dgrad", ["let", "read tables", "read h", "write a' of first", "write dh", "tell a'",
                                          "write a' of last", "write partials"]),
         Kernel("down_projection_wgrad", wgrad, early=True),
         *([Kernel("router_dlogits", dlogits, early=True)] if routed else []),
-        Kernel("up_projection_dgrad", ["let", "read tables", "read dh", "wait", "read dlogits", "write a' of first",
+        *([Kernel("split_dlogits", ["read dlogits", "write terms"])] if fp32_router else []),
+        Kernel("up_projection_dgrad", ["let", "read tables", "read dh", "wait", "read dlogits",
+                                       *(["read router terms"] if fp32_router else []), "write a' of first",
                                        "write a' of last"], early=True),
         Kernel("up_projection_wgrad", ["read tables", "read dh", "read x", "write dw_up", "wait", "let",
                                        "write dw_up"], early=True),
         Kernel("aggregate_beside", ["let", "read a' of first", "read a' of last", "write dx", "wait"], early=True),
-        *([Kernel("router_wgrad", ["read dlogits", "read x", "write dw_router", "wait"], True)] if routed else []),
+        *([Kernel("router_wgrad", [f"read {operand}", "read x", "write dw_router", "wait"], True)] if routed else []),
     ]
 
 

@@ -281,18 +281,97 @@ TEST(RouterLogits, AddsTheBias) {
   }
 }
 
+// The three terms of fp32 weights, as host/split_fp32.hpp has them.
+struct Terms {
+  Bits high, middle, low;
+};
+Terms terms_of(float value) {
+  Bits const high = round(value);
+  float const rest = value - widen(high);
+  Bits const middle = round(rest);
+  return {high, middle, round(rest - widen(middle))};
+}
+float fp32_weight(int i) { return std::ldexp(static_cast<float>((i * 7919) % 16777213), -26); }
+
+// Each k_tile of x meets the terms of its weights in turn. With few experts, and with two CTAs that share B, for
+// which neither tokens nor experts fill tiles.
+template <class Config, int kTokens, int kExperts>
+void expect_right_terms() {
+  constexpr int kHidden = 136, kBlock = 64, kPitch = 3 * 192;
+  static_assert(router_terms_pitch(kHidden) == kPitch);
+  Memory<Bits> x(kTokens * kHidden), terms(kExperts * kPitch);
+  std::vector<float> bias;
+  fill(x.get(), kTokens * kHidden, 1, 1.0f);
+  for (int e = 0; e < kExperts; ++e) {
+    bias.push_back(static_cast<float>(e % 13) / 7.0f);
+    for (int i = 0; i < kPitch; ++i) terms[e * kPitch + i] = 0;
+    for (int c = 0; c < kHidden; ++c) {
+      auto const [high, middle, low] = terms_of(fp32_weight(e * kHidden + c));
+      int const at = e * kPitch + c / kBlock * 3 * kBlock + c % kBlock;
+      terms[at] = high;
+      terms[at + kBlock] = middle;
+      terms[at + 2 * kBlock] = low;
+    }
+  }
+  for (emulator::Schedule const& schedule : kSchedules) {
+    Memory<float> logits(kTokens * kExperts);
+    ASSERT_EQ(launch_router_logits_config<Config>(
+                  {.x = {.gmem = x.get(), .rows = kTokens, .pitch = kHidden},
+                   .w_router = {},
+                   .gmem_b_router = bias.data(),
+                   .gmem_logits = logits.get(),
+                   .hidden = kHidden,
+                   .experts = kExperts,
+                   .is_fp32 = true,
+                   .gmem_terms = terms.get()},
+                  2, nullptr),
+              cudaSuccess);
+    ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
+    for (int t = 0; t < kTokens; ++t) {
+      for (int e = 0; e < kExperts; ++e) {
+        float sum = 0;
+        double exact = bias[static_cast<std::size_t>(e)], size = 0;
+        for (int i = 0; i < kPitch; ++i) {
+          int const c = i / (3 * kBlock) * kBlock + i % kBlock;
+          if (c < kHidden) sum += widen(x[t * kHidden + c]) * widen(terms[e * kPitch + i]);
+        }
+        for (int c = 0; c < kHidden; ++c) {
+          double const term = double{widen(x[t * kHidden + c])} * fp32_weight(e * kHidden + c);
+          exact += term;
+          size += std::abs(term);
+        }
+        float const logit = logits[t * kExperts + e];
+        ASSERT_EQ(logit, sum + bias[static_cast<std::size_t>(e)])
+            << t << ", " << e << ", " << schedule.seed;
+        // What bf16 weights would miss by 2^-9 of the terms.
+        ASSERT_LE(std::abs(logit - exact), std::ldexp(size + 2, -18)) << t << ", " << e;
+      }
+    }
+  }
+}
+TEST(RouterLogits, Fp32WeightsOfFewExperts) { expect_right_terms<RouterLogitsTermsFew, 150, 40>(); }
+TEST(RouterLogits, Fp32WeightsSharedByTwo) { expect_right_terms<RouterLogitsTerms, 300, 72>(); }
+TEST(RouterLogits, Fp32WeightsInTwoTiles) { expect_right_terms<RouterLogitsTerms, 140, 200>(); }
+
 // Gate half, then up half, each of whose k fill no tile; then, with it, the router's part: dlogit times the expert's
 // row, as two bf16.
-template <bool kRouterPart, int kHidden, bool kPartialLast = false>
+template <bool kRouterPart, int kHidden, bool kPartialLast = false, bool kTerms = false>
 void expect_right_up_dgrad() {
   constexpr int kRows = 190, kIntermediate = 72, kExperts = 3;
   std::int32_t const offsets[kExperts + 1] = {0, 60, 60, kRows};
   constexpr int kMatrix = kHidden * kIntermediate;
+  constexpr int kRouterRows = kTerms ? kDgradTerms : 1;
   Memory<Bits> dh(kRows * 2 * kIntermediate), w(kExperts * 2 * kMatrix),
-      w_router(kExperts * kHidden);
+      w_router(kExperts * kRouterRows * kHidden);
   fill(dh.get(), kRows * 2 * kIntermediate, 1, 1.0f);
   fill(w.get(), kExperts * 2 * kMatrix, 2, 0.25f);
-  fill(w_router.get(), kExperts * kHidden, 3, 0.25f);
+  fill(w_router.get(), kExperts * kRouterRows * kHidden, 3, 0.25f);
+  for (int i = 0; kTerms && i < kExperts * kHidden; ++i) {
+    auto const [high, middle, low] = terms_of(fp32_weight(i));
+    Bits* const at = &w_router[i / kHidden * kDgradTerms * kHidden + i % kHidden];
+    at[0] = at[2 * kHidden] = high;
+    at[kHidden] = middle;
+  }
   std::vector<float> dlogits;
   for (int r = 0; r < kRows; ++r) dlogits.push_back(static_cast<float>(r % 17 - 8) / 7.0f);
   for (emulator::Schedule const& schedule : kSchedules) {
@@ -310,7 +389,8 @@ void expect_right_up_dgrad() {
     }
     if (kRouterPart) {
       args.gmem_row_dlogits = dlogits.data();
-      args.w_router = {.gmem = w_router.get(), .rows = kExperts, .pitch = kHidden};
+      args.w_router = {.gmem = w_router.get(), .rows = kExperts * kRouterRows, .pitch = kHidden};
+      args.router_in_terms = kTerms;
     }
     args.gated = true;
     args.gmem_dx_rows = dx.get();
@@ -334,9 +414,11 @@ void expect_right_up_dgrad() {
         }
         if (kRouterPart) {
           float const dl = dlogits[static_cast<std::size_t>(r)], high = widen(round(dl));
-          float const v = widen(w_router[expert * kHidden + c]);
-          sum += high * v;
-          sum += widen(round(dl - high)) * v;
+          Bits const* const v = &w_router[expert * kRouterRows * kHidden + c];
+          for (float const u : {high, widen(round(dl - high))}) {
+            sum += u * widen(v[0]);
+            if (kTerms) sum += u * widen(v[kHidden]);
+          }
         }
         ASSERT_EQ(dx[r * kHidden + c], round(sum)) << r << ", " << c << ", " << schedule.seed;
       }
@@ -346,6 +428,7 @@ void expect_right_up_dgrad() {
 
 TEST(UpProjectionDgrad, RunsThroughBothHalves) { expect_right_up_dgrad<false, 200>(); }
 TEST(UpProjectionDgrad, AddsTheRoutersPart) { expect_right_up_dgrad<true, 200>(); }
+TEST(UpProjectionDgrad, AddsTheFp32RoutersPart) { expect_right_up_dgrad<true, 200, false, true>(); }
 TEST(UpProjectionDgrad, LastTileWithoutAllBoxes) {
   expect_right_up_dgrad<true, 320, true>();
   expect_right_up_dgrad<false, 72, true>();

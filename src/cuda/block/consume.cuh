@@ -43,18 +43,20 @@ __device__ __forceinline__ void issue(SharedStorage<kGemm>& smem, PipelineState<
   constexpr uint64_t kStepB = kTransposeB ? arch::kWgmmaRowsMajorK16 : arch::kWgmmaDescriptorK16;
   uint64_t const b = kTransposeB ? arch::wgmma_descriptor_rows_major(smem_b)
                                  : arch::wgmma_descriptor_k_major(smem_b);
+  constexpr uint64_t kTermStep = kGemm.b_term_bytes() / 16;
   arch::wgmma_fence();
   TESSERA_UNROLL
-  for (int k16 = 0; k16 < kSteps; ++k16) {
+  for (int step = 0; step < kSteps * kGemm.b_terms(); ++step) {
+    int const k16 = step % kSteps;
     TESSERA_UNROLL
     for (int m = 0; m < kActive; ++m) {
       uint64_t const a16 = a + k16 * kStepA + m * kSubtileStep;
-      uint64_t const b16 = b + k16 * kStepB;
+      uint64_t const b16 = b + k16 * kStepB + step / kSteps * kTermStep;
       if constexpr (kGroups == 1) {
-        arch::wgmma_m64n128k16<kTransposeA, kTransposeB>(acc[m][0], a16, b16, k_tile | k16);
+        arch::wgmma_m64n128k16<kTransposeA, kTransposeB>(acc[m][0], a16, b16, k_tile | step);
       } else {
         arch::wgmma_m64n256k16<kTransposeA, kTransposeB>(acc[m][0], acc[m][1], a16, b16,
-                                                         k_tile | k16);
+                                                         k_tile | step);
       }
     }
   }
@@ -306,7 +308,8 @@ __device__ __forceinline__ void consume_deferred(SharedStorage<kGemm>& smem, Gem
       if (pieces.under(k_tile) && kGemm.hands_over()) handover.before(tile);
     });
     if constexpr (kGemm.epilogue.outer_product) {
-      last = multiply_outer_product<kGemm>(smem, state, acc[0], epilogue.outer_rows(), last);
+      last = multiply_outer_product<kGemm>(smem, state, acc[0], epilogue.outer_rows(), p.v_rows > 1,
+                                           last);
     }
     more = queue.read(ahead);  // under the last wgmmas
     arch::wgmma_wait<0>();

@@ -52,11 +52,13 @@ struct Cluster {
 //   ring      in the stages, beside A
 //   behind    B has one stage less than A and comes a k_tile later (pipeline.cuh)
 //   resident  at most `k_tiles` k_tiles of B stay for a run of about `run_tiles` tiles, an even number
+// B may be a sum of several terms: of each k_tile they lie one behind the other along k, and meet the same A.
 enum class BStorage : uint8_t { kRing, kBehind, kResident };
 struct BStages {
   BStorage storage = BStorage::kRing;
   int k_tiles = 0;
   int run_tiles = 0;
+  int terms = 1;
   bool operator==(BStages const&) const = default;
 };
 
@@ -148,6 +150,7 @@ struct GemmConfig {
   consteval bool any_b_layout() const { return b.boxes == Boxes::kAny; }
   consteval bool keeps_b() const { return b_stages.storage == BStorage::kResident; }
   consteval bool b_behind() const { return b_stages.storage == BStorage::kBehind; }
+  consteval int b_terms() const { return b_stages.terms; }
   consteval int resident_k_tiles() const { return keeps_b() ? b_stages.k_tiles : 0; }
   consteval int b_buffers() const {
     return keeps_b() ? resident_k_tiles() : b_behind() ? stages - 1 : stages;
@@ -190,7 +193,8 @@ struct GemmConfig {
   }
   consteval uint32_t a_subtile_bytes() const { return kSubtileM * tile.k * 2; }
   consteval uint32_t a_tile_bytes() const { return tile.m * tile.k * 2; }
-  consteval uint32_t b_tile_bytes() const { return tile.n * tile.k * 2; }
+  consteval uint32_t b_term_bytes() const { return tile.n * tile.k * 2; }
+  consteval uint32_t b_tile_bytes() const { return b_terms() * b_term_bytes(); }
 
   bool operator==(GemmConfig const&) const = default;
 };
@@ -252,6 +256,11 @@ consteval bool valid(GemmConfig c) {
   if (c.keeps_b() ? c.b_stages.k_tiles < 1 || c.b_stages.run_tiles < 2 || c.b_stages.run_tiles % 2
                   : c.b_stages.k_tiles != 0 || c.b_stages.run_tiles != 0)
     throw "b_stages: k_tiles and an even number of run_tiles where B is resident, else none";
+  if (c.b_terms() != 1 &&
+      (c.varlen_k() || c.gathers() || c.b_stages.storage != BStorage::kRing || c.partial_last() ||
+       c.b.halves != Halves::kOne || c.b.major != Major::kK || c.lends()))
+    throw "b_stages: terms with varlen-M, TMA, K-major B in one half, in the ring, which lends "
+          "none";
   if (c.b_behind() && (!c.varlen_k() || !c.gathers() || !c.defers()))
     throw "b_stages: behind with varlen-K, gather, deferred epilogues";
 

@@ -15,7 +15,8 @@ struct GemmParams {
   // make_weight_map(), boxes of 64 k x 64 rows; only if b_in_boxes or partial_last.
   // varlen-K: [0], make_ragged_load_map().
   CUtensorMap b_half[2];
-  CUtensorMap v;       // adds_outer_product: (column, segment), box 64 x 8
+  CUtensorMap v;       // adds_outer_product: (column, row), box 64 x 8
+  int v_rows;          // of each segment; more than one: v is the sum of the first two
   int b_groups;        // row groups that exist of a tile, short_b, or of the last one, partial_last
   bool b_in_boxes;     // B's layout needs a load for every half and row group
   int b_block;         // rows of a block of B: make_weight_map()

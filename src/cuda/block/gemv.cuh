@@ -31,28 +31,54 @@ __device__ __forceinline__ void widen(uint4 bits, float (&values)[kGemvVector]) 
   }
 }
 
+// kGemvVector weights, as they come: bf16 or fp32.
+template <class W>
+struct GemvWeights {
+  static constexpr int kLoads = kGemvVector * int{sizeof(W)} / 16;
+  uint4 bits[kLoads];
+
+  __device__ __forceinline__ void load(W const* gmem, bool exists) {
+    TESSERA_UNROLL
+    for (int i = 0; i < kLoads; ++i) {
+      bits[i] = arch::load_streaming_16(gmem + i * (kGemvVector / kLoads), exists);
+    }
+  }
+  __device__ __forceinline__ void values(float (&out)[kGemvVector]) const {
+    if constexpr (kLoads == 1) {
+      widen(bits[0], out);
+    } else {
+      TESSERA_UNROLL
+      for (int i = 0; i < kLoads; ++i) {
+        uint32_t const words[4] = {bits[i].x, bits[i].y, bits[i].z, bits[i].w};
+        TESSERA_UNROLL
+        for (int j = 0; j < 4; ++j) out[4 * i + j] = __uint_as_float(words[j]);
+      }
+    }
+  }
+};
+
 // sums[i][j] = sum over c of x[i][c] * w[j][c], in every lane: lane l adds up the vectors l, l + 32, .. in order, then
 // lanes fold by halves. `count` is a multiple of 8, all rows begin at multiples of 16 bytes.
-template <int kRows, int kWeights>
+template <class W, int kRows, int kWeights>
 __device__ __forceinline__ void dot_products(__nv_bfloat16 const* const (&x)[kRows],
-                                             __nv_bfloat16 const* const (&w)[kWeights], int count,
+                                             W const* const (&w)[kWeights], int count,
                                              float (&sums)[kRows][kWeights]) {
   constexpr int kStep = arch::kWarpThreads * kGemvVector;
-  constexpr int kSteps =
-      kGemvInFlight / kWeights < kGemvMostSteps ? kGemvInFlight / kWeights : kGemvMostSteps;
+  constexpr int kLoads = kGemvInFlight / kWeights / GemvWeights<W>::kLoads;
+  constexpr int kSteps = kLoads < kGemvMostSteps ? kLoads : kGemvMostSteps;
   TESSERA_UNROLL
   for (int i = 0; i < kRows; ++i) {
     TESSERA_UNROLL
     for (int j = 0; j < kWeights; ++j) sums[i][j] = 0;
   }
   for (int first = arch::lane_idx() * kGemvVector; first < count; first += kSteps * kStep) {
-    uint4 bits[kSteps][kWeights];
+    GemvWeights<W> weights[kSteps][kWeights];
     TESSERA_UNROLL
     for (int step = 0; step < kSteps; ++step) {
       int const c = first + step * kStep;
       TESSERA_UNROLL
       for (int j = 0; j < kWeights; ++j) {
-        bits[step][j] = arch::load_streaming_16(w[j] + c, c < count);
+        weights[step][j].load(w[j] + c, c < count);
       }
     }
     TESSERA_UNROLL
@@ -61,7 +87,7 @@ __device__ __forceinline__ void dot_products(__nv_bfloat16 const* const (&x)[kRo
       if (c >= count) break;
       float w_values[kWeights][kGemvVector];
       TESSERA_UNROLL
-      for (int j = 0; j < kWeights; ++j) widen(bits[step][j], w_values[j]);
+      for (int j = 0; j < kWeights; ++j) weights[step][j].values(w_values[j]);
       TESSERA_UNROLL
       for (int i = 0; i < kRows; ++i) {
         float x_values[kGemvVector];

@@ -20,7 +20,8 @@ namespace tessera::cuda::block {
 template <GemmConfig kGemm>
 __device__ __forceinline__ uint32_t b_bytes_of(GemmParams const& p, WorkTile const& tile) {
   if (misses_groups<kGemm>(p, tile)) {
-    return static_cast<uint32_t>(p.b_groups) * (kGroupRows * kGemm.tile.k * sizeof(bf16));
+    return static_cast<uint32_t>(p.b_groups) * kGemm.b_terms() *
+           (kGroupRows * kGemm.tile.k * sizeof(bf16));
   }
   return kGemm.b_tile_bytes();
 }
@@ -97,7 +98,18 @@ __device__ __forceinline__ void load_b_to(SharedStorage<kGemm>& smem, GemmParams
   int const k_half = kGemm.k_halves() == 2 && k_tile >= p.k_half_tiles ? 1 : 0;
   int const k = (k_tile - k_half * p.k_half_tiles) * kGemm.tile.k;
   bf16* const smem_b = &smem.b[buffer][share * kGemm.b_halves() * kGroupRows * kGemm.tile.k];
-  if constexpr (kGemm.varlen_k()) {
+  if constexpr (kGemm.b_terms() > 1) {
+    TESSERA_UNROLL
+    for (int term = 0; term < kGemm.b_terms(); ++term) {
+      bf16* const smem_term = smem_b + term * kGemm.tile.n * kGemm.tile.k;
+      int const k_term = k * kGemm.b_terms() + term * kGemm.tile.k;
+      if (kGemm.any_b_layout() && p.b_in_boxes) {
+        load_b_in_boxes<kGemm>(smem_term, p, full, k_term, 0, group, tile);
+      } else {
+        load_b_box<kGemm>(smem_term, &p.b[0], full, k_term, 0, 0, group, tile.segment);
+      }
+    }
+  } else if constexpr (kGemm.varlen_k()) {
     load_b_along_k<kGemm>(smem_b, p, full, tile.begin + k, group, tile.end);
   } else if ((kGemm.any_b_layout() && p.b_in_boxes) ||
              (kGemm.partial_last() && misses_groups<kGemm>(p, tile))) {

@@ -23,8 +23,9 @@ constexpr int kLoadBuffers = 2;
 
 template <GemmConfig kGemm>
 struct SharedStorage {
-  alignas(1024) bf16 a[kGemm.stages][kGemm.tile.m * kGemm.tile.k];       // (PIPE,TILE_M,TILE_K)
-  alignas(1024) bf16 b[kGemm.b_buffers()][kGemm.tile.n * kGemm.tile.k];  // (PIPE,TILE_N,TILE_K)
+  alignas(1024) bf16 a[kGemm.stages][kGemm.tile.m * kGemm.tile.k];  // (PIPE,TILE_M,TILE_K)
+  alignas(1024) bf16 b[kGemm.b_buffers()]
+                      [kGemm.b_terms() * kGemm.tile.n * kGemm.tile.k];  // (PIPE,TERM,TILE_N,TILE_K)
   alignas(
       1024) bf16 slabs[kGemm.consumer_warpgroups][kGemm.epilogue.slabs][kSubtileM * kSlabColumns];
   arch::Mbarrier full[kGemm.stages];

@@ -50,7 +50,7 @@ inline WeightRows joined(WeightRows const (&w)[2]) {
   return out;
 }
 
-/// x (rows,columns) bf16; columns contiguous.
+/// x (rows,columns) bf16, or what is said; columns contiguous.
 struct MatrixRows {
   void const* gmem = nullptr;
   int64_t rows = 0;
@@ -65,10 +65,13 @@ constexpr int64_t kGemvTokens = 8;
 struct RouterLogitsArguments {
   MatrixRows x;               // (T,d)
   MatrixRows w_router;        // (E,d)
-  void const* gmem_b_router;  // (E) bf16, or null
+  void const* gmem_b_router;  // (E) as w_router, or null
   float* gmem_logits;         // (T,E), every element is written
   int64_t hidden;             // d
   int32_t experts;            // E
+  bool is_fp32 = false;       // of w_router and b_router, else bf16
+  /// Room for an fp32 w_router as terms (split_fp32.hpp), which the GEMM needs: E * router_terms_pitch(d) bf16.
+  void* gmem_terms = nullptr;
 };
 
 /// h_r = rnd(x[gather_index[r]] w_up[e]^T + b_up[e]), a_r = rnd(act(h_r)), r in the rows of expert e.

@@ -49,6 +49,8 @@ struct UpProjectionDgradArguments {
   WeightRows w_up[2];                       // gate, up (n rows of d each); not gated: [0] only
   float const* gmem_row_dlogits = nullptr;  // (P) dlogit of each row; null: no router's part
   MatrixRows w_router{};                    // (E,d), read with row_dlogits
+  /// w_router is (3E,d), the terms of an fp32 one (split_weights_for_dgrad), of which each expert's first two are read.
+  bool router_in_terms = false;
   bool gated;
   void* gmem_dx_rows;            // (P,d) bf16
   int64_t rows;                  // P >= R

@@ -93,30 +93,32 @@ struct RoundDlogitsArguments {
 
 /// dx_t = rnd(dl_t w_router).
 struct RouterDgradArguments {
-  void const* gmem_dlogits;    // (T,E) bf16
-  MatrixRows w_router;         // (E,d)
+  void const* gmem_dlogits;    // (T,E,terms) bf16
+  MatrixRows w_router;         // (E,terms,d) as rows
   void* gmem_dx;               // (T,d) bf16, every element is written
   int64_t dx_pitch;            // elements from one row of dx to the next
   int64_t tokens, hidden;      // T, d
   int32_t experts;             // E
   int32_t* gmem_tile_counter;  // one int, 0 before and after every launch
+  int32_t terms = 1;  // of the product of a dlogit and a row of w_router (host/split_fp32.hpp)
 };
 
 /// dw_router[e,c] = sum over tokens t, ascending, of dl[t,e] * x[t,c]; first inside chunks of tokens, then over the
 /// chunks in order.
 struct RouterWgradArguments {
-  void const* gmem_dlogits;    // (T,E) bf16
+  void const* gmem_dlogits;    // (T,terms,E) bf16: dl is their sum
   MatrixRows x;                // (T,d)
   void* gmem_dw_router;        // (E,d)
   int64_t dw_pitch;            // elements from one row of dw_router to the next
   bool is_fp32;                // of dw_router, else bf16
   bool accumulates;            // adds the complete fp32 sum once, else overwrites (zeros for T = 0)
-  float* gmem_partials;        // router_wgrad_partials(T, d, E)
+  float* gmem_partials;        // router_wgrad_partials(T, d, terms * E)
   uint32_t* gmem_arrived;      // one word, 0 before and after every launch
   int64_t hidden;              // d
   int32_t experts;             // E
   int32_t* gmem_tile_counter;  // one int, 0 before and after every launch
   bool starts_early = false;   // while the kernel ahead in the stream ends
+  int32_t terms = 1;
 };
 
 /// Columns of a tile: with many experts the tensor cores are the bound, and wide tiles load less for each product.

@@ -6,7 +6,9 @@
 namespace tessera::cuda {
 
 cudaError_t launch_router_logits_gemv(RouterLogitsArguments const& args, cudaStream_t stream) {
-  return launch_router_logits_gemv_config<RouterLogitsGemv>(args, stream);
+  return args.is_fp32
+             ? launch_router_logits_gemv_config<RouterLogitsGemv<float>>(args, stream)
+             : launch_router_logits_gemv_config<RouterLogitsGemv<__nv_bfloat16>>(args, stream);
 }
 
 cudaError_t launch_up_projection_fwd_gemv(UpProjectionFwdArguments const& args,

@@ -13,7 +13,7 @@ cudaError_t launch_router_dgrad(RouterDgradArguments const& args, int sm_count,
 
 cudaError_t launch_router_wgrad(RouterWgradArguments const& args, int sm_count,
                                 cudaStream_t stream) {
-  return router_wgrad_tile_experts(args.experts) == 256
+  return router_wgrad_tile_experts(int64_t{args.experts} * args.terms) == 256
              ? launch_router_wgrad_config<RouterWgradConfig<256>>(args, sm_count, stream)
              : launch_router_wgrad_config<RouterWgradConfig<128>>(args, sm_count, stream);
 }

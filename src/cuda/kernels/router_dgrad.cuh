@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // router_dgrad: the router's part of dX, dx = dl @ w_router.
-// Shapes   dl (T,E) bf16, w_router (E,d), dx (T,d)
+// Shapes   dl (T,E) bf16, w_router (E,d), dx (T,d); with an fp32 router both in terms, like 3E experts
 // Work     2*T*E*d FLOP; bytes: 2*T*E + 2*E*d + 2*T*d; memory bound up to E = 184
 // Schedule persistent, 1 CTA/SM, one segment of T rows; work tile = (m block, n_tile), all loads by TMA
 //   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
@@ -37,17 +37,17 @@ template <class Config>
 cudaError_t launch_router_dgrad_config(RouterDgradArguments const& args, int sm_count,
                                        cudaStream_t stream) {
   constexpr block::GemmConfig kGemm = Config::gemm;
-  int64_t const d = args.hidden;
+  int64_t const d = args.hidden, products = int64_t{args.experts} * args.terms;
   RouterDgradParams p{};
-  cudaError_t error = host::make_matrix_map(p.gemm.a, args.gmem_dlogits, args.tokens, args.experts,
-                                            args.experts, kGemm.tile.m);
+  cudaError_t error = host::make_matrix_map(p.gemm.a, args.gmem_dlogits, args.tokens, products,
+                                            products, kGemm.tile.m);
   if (error != cudaSuccess) return error;
   WeightRows const w_router{.gmem = args.w_router.gmem,
-                            .expert_stride = args.w_router.pitch * args.experts,
+                            .expert_stride = args.w_router.pitch * products,
                             .row_stride = 1,
                             .column_stride = args.w_router.pitch,
                             .block = d};
-  error = host::make_weight_maps<kGemm>(p.gemm, {w_router, {}}, 1, d, args.experts);
+  error = host::make_weight_maps<kGemm>(p.gemm, {w_router, {}}, 1, d, products);
   if (error != cudaSuccess) return error;
   error = host::make_ragged_store_map(p.epilogue.d, args.gmem_dx, args.tokens, 1, d, args.tokens,
                                       block::kSubtileM, args.dx_pitch);
@@ -58,7 +58,7 @@ cudaError_t launch_router_dgrad_config(RouterDgradArguments const& args, int sm_
   p.gemm.gmem_tile_counter = args.gmem_tile_counter;
   p.gemm.segments = 1;
   p.gemm.n_tiles = int((d + kGemm.tile.n - 1) / kGemm.tile.n);
-  p.gemm.k_tiles = (args.experts + kGemm.tile.k - 1) / kGemm.tile.k;
+  p.gemm.k_tiles = int((products + kGemm.tile.k - 1) / kGemm.tile.k);
   return host::launch_persistent<router_dgrad<Config>>(
       host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
       block::most_tiles<Config::gemm>(p.gemm, args.tokens), sm_count, p, stream);

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // router_logits: l = x @ w_router^T + b_router, not rounded.
 // Shapes   x (T,d) bf16, w_router (E,d), l (T,E) fp32
-// Work     2*T*E*d FLOP; bytes: 2*T*d + 2*E*d + 4*T*E; memory bound up to E = 184
+// Work     2*T*E*d FLOP; bytes: 2*T*d + 2*E*d + 4*T*E; memory bound up to E = 184. An fp32 w_router comes as three
+//          bf16 terms (host/split_fp32.hpp), which meet each k_tile of x in turn: three times the FLOP, 6*E*d
 // Schedule persistent, 1 CTA/SM, one segment of T rows; work tile = (m block, n_tile), a grid apart, all loads by TMA
 //   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
 //   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)
 // Barriers full, empty [stages], the turn, and named ones: gemm_config.hpp
-// Numerics fp32 accumulate and bias; bitwise repeatable: yes
+// Numerics fp32 accumulate and bias; products with fp32 weights are exact; bitwise repeatable: yes
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
@@ -14,6 +15,7 @@
 #include "../block/gemm.cuh"
 #include "../host/launch.hpp"
 #include "../host/projection.hpp"
+#include "../host/split_fp32.hpp"
 #include "../host/tensor_map.hpp"
 #include "../host/weight_maps.hpp"
 
@@ -43,16 +45,22 @@ cudaError_t launch_router_logits_config(RouterLogitsArguments const& args, int s
   cudaError_t error =
       host::make_matrix_map(p.gemm.a, args.x.gmem, args.x.rows, d, args.x.pitch, kGemm.tile.m);
   if (error != cudaSuccess) return error;
-  WeightRows const w_router{.gmem = args.w_router.gmem,
-                            .expert_stride = args.w_router.pitch * args.experts,
-                            .row_stride = args.w_router.pitch,
+  constexpr bool kTerms = kGemm.b_terms() > 1;
+  static_assert(kGemm.b_terms() == 1 ||
+                (kGemm.b_terms() == kMostTerms && kGemm.tile.k == kRouterBlock));
+  if (args.is_fp32 != kTerms) return cudaErrorInvalidValue;
+  int64_t const pitch = kTerms ? router_terms_pitch(d) : args.w_router.pitch;
+  WeightRows const w_router{.gmem = kTerms ? args.gmem_terms : args.w_router.gmem,
+                            .expert_stride = pitch * args.experts,
+                            .row_stride = pitch,
                             .column_stride = 1,
                             .block = args.experts};
-  error = host::make_weight_maps<kGemm>(p.gemm, {w_router, {}}, 1, args.experts, d);
+  error =
+      host::make_weight_maps<kGemm>(p.gemm, {w_router, {}}, 1, args.experts, kTerms ? pitch : d);
   if (error != cudaSuccess) return error;
   p.epilogue = {
       .gmem = args.gmem_logits,
-      .gmem_bias = static_cast<block::bf16 const*>(args.gmem_b_router),
+      .gmem_bias = args.gmem_b_router,
       .columns = args.experts,
       .in_pairs = args.experts % 2 == 0 && reinterpret_cast<uintptr_t>(args.gmem_logits) % 8 == 0};
   p.gemm.segment_rows = p.gemm.total_rows = int(args.x.rows);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // router_logits_gemv: l = x @ w_router^T + b_router for few tokens, not rounded.
-// Shapes   x (T,d) bf16, w_router (E,d), l (T,E) fp32
-// Work     2*T*E*d FLOP; bytes: 2*E*d out of L2 for every 4 tokens
+// Shapes   x (T,d) bf16, w_router (E,d) bf16 or fp32, l (T,E) fp32
+// Work     2*T*E*d FLOP; bytes: 2*E*d, or 4*E*d, out of L2 for every 4 tokens
 // Schedule a warp per expert, kGemvRows tokens at a time (block/gemv.cuh)
 // Numerics fp32 sums of 32 lanes, folded by halves; bitwise repeatable: yes
 // Requires rows of 16 bytes (layer/select.cpp)
@@ -12,7 +12,10 @@
 
 namespace tessera::cuda {
 
+// W: of w_router and b_router.
+template <class W>
 struct RouterLogitsGemv {
+  using Weight = W;
   static constexpr int kWarps = 4;
 };
 
@@ -24,12 +27,12 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
   int64_t const first = int64_t{blockIdx.y} * block::kGemvRows;
   int const count = static_cast<int>(min(int64_t{block::kGemvRows}, p.x.rows - first));
   auto const* const gmem_x = static_cast<__nv_bfloat16 const*>(p.x.gmem);
-  __nv_bfloat16 const* const w[1] = {static_cast<__nv_bfloat16 const*>(p.w_router.gmem) +
-                                     expert * p.w_router.pitch};
-  float const bias =
-      p.gmem_b_router != nullptr
-          ? __bfloat162float(static_cast<__nv_bfloat16 const*>(p.gmem_b_router)[expert])
-          : 0.0f;
+  using Weight = typename Config::Weight;
+  Weight const* const w[1] = {static_cast<Weight const*>(p.w_router.gmem) +
+                              expert * p.w_router.pitch};
+  float const bias = p.gmem_b_router != nullptr
+                         ? static_cast<float>(static_cast<Weight const*>(p.gmem_b_router)[expert])
+                         : 0.0f;
   block::with_rows(count, [&]<int kRows>(std::integral_constant<int, kRows>) {
     __nv_bfloat16 const* x[kRows];
     TESSERA_UNROLL

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // router_wgrad: dw_router = dl^T @ x, in chunks of tokens whose sums are then added up by all.
 // Shapes   dl (T,E) bf16, x (T,d), dw_router (E,d) bf16 or fp32; workspace: the chunks' sums (chunks,E,d) fp32, d a
-//          multiple of 128 there
+//          multiple of 128 there. dl of an fp32 router as two terms (T,2,E), like 2E experts, whose sums are added up
 // Work     2*T*E*d FLOP; bytes: 2*T*E + 2*T*d + (4 + 4)*chunks*E*d + 2*E*d
 // Schedule persistent, 1 CTA/SM; varlen-K: work tile = (chunk, tile_m of d, tile_n of E), k = its tokens
 //   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
@@ -43,7 +43,8 @@ template <class Config>
 cudaError_t launch_router_wgrad_config(RouterWgradArguments const& args, int sm_count,
                                        cudaStream_t stream) {
   constexpr int kTileK = Config::gemm.tile.k;
-  int64_t const tokens = args.x.rows, d = args.hidden, experts = args.experts;
+  int64_t const tokens = args.x.rows, d = args.hidden;
+  int64_t const experts = int64_t{args.experts} * args.terms;
   int64_t const chunks = router_wgrad_chunks(tokens, d, experts);
   RouterWgradParams params;
   block::WgradStoreParams no_store;
@@ -76,6 +77,7 @@ cudaError_t launch_router_wgrad_config(RouterWgradArguments const& args, int sm_
                      .accumulates = args.accumulates,
                      .rows = int(d),
                      .columns = int(experts),
+                     .terms = args.terms,
                      .segments = int(chunks),
                      .m_tiles = params.gemm.m_tiles,
                      .n_tiles = params.gemm.n_tiles};

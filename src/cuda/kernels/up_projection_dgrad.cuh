@@ -12,7 +12,8 @@
 //   dl w_router[e]: one more k16 step of a tile (block/outer_product.cuh)
 //   stores under the next tile's k loop (block/deferred_rows.cuh)
 // Barriers full, empty [stages] and named ones: gemm_config.hpp
-// Numerics fp32 accumulate over both halves, then dl, split into two bf16, times w_router; one rounding; bitwise
+// Numerics fp32 accumulate over both halves, then dl, split into two bf16, times w_router, which is two bf16 as well
+//          where it is fp32; one rounding; bitwise
 //          repeatable: yes
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
@@ -22,6 +23,7 @@
 #include "../block/gemm.cuh"
 #include "../host/launch.hpp"
 #include "../host/projection_backward.hpp"
+#include "../host/split_fp32.hpp"
 #include "../host/tensor_map.hpp"
 #include "../host/weight_maps.hpp"
 
@@ -85,8 +87,9 @@ cudaError_t make_up_projection_dgrad_params(UpProjectionDgradParams& p,
   p.epilogue.store.columns = int(d);
   p.epilogue.store.ragged_extent = int(args.rows);
   if constexpr (kGemm.epilogue.outer_product) {
-    then(host::make_matrix_map(p.gemm.v, args.w_router.gmem, args.experts, d, args.w_router.pitch,
-                               block::kOuterRows));
+    p.gemm.v_rows = args.router_in_terms ? kDgradTerms : 1;
+    then(host::make_matrix_map(p.gemm.v, args.w_router.gmem, args.experts * p.gemm.v_rows, d,
+                               args.w_router.pitch, block::kOuterRows));
     p.epilogue.gmem_u = args.gmem_row_dlogits;
   }
   p.gemm.gmem_offsets = args.gmem_expert_offsets;

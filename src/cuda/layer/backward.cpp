@@ -11,6 +11,7 @@
 #include "core/router_math.hpp"
 #include "core/workspace.hpp"
 #include "cuda/host/router_backward.hpp"
+#include "cuda/host/split_fp32.hpp"
 #include "cuda/layer/arguments.hpp"
 #include "cuda/layer/backend.hpp"
 #include "cuda/layer/sequence.hpp"
@@ -65,6 +66,7 @@ class Backward {
         wanted_(wanted(desc, args, pass)),
         in_place_(wanted_.dx && rows_lie_in(desc, args.dx)),
         is_whole_(pass == Pass::backward),
+        fp32_router_(core::has_fp32_router(desc)),
         sequence_(sequence) {
     bool const split = pass != Pass::backward;
     gmem_dscores_ =
@@ -84,8 +86,10 @@ class Backward {
          .gmem_ds_partials = wanted_.dscores ? plan_.ds_partials.in(base_) : nullptr,
          .gmem_dx_rows = in_place_ ? args.dx.data : plan_.a_or_dx.in(base_),
          .gmem_tile_counters = plan_.counters.in(base_)});
+    if (wanted_.dx && routed()) w_router_ = router_of_dx();
     if (wanted_.dx) put_router_part_in_rows();
     clear_counters(plan_.counters.in(base_), sequence_);
+    if (wanted_.dx && fp32_router_) split_weights();
     if (in_place_) add_zero_tail(desc, routing, args.dx, sequence_);
   }
 
@@ -114,6 +118,7 @@ class Backward {
     } else if (wanted_.dscores) {
       add_dscores();
     }
+    if (fp32_router_) split_dlogits();
   }
 
   /// The last reader of a_scaled: dx rows may take its place.
@@ -130,16 +135,18 @@ class Backward {
     if (!wanted_.dx) return;
     experts_.up_dgrad.starts_early = follows_down_wgrad_;
     if (routed() && !part_in_rows_) {
-      sequence_.select("router_dgrad",
-                       RouterDgradArguments{
-                           .gmem_dlogits = plan_.rounded.in(base_),
-                           .w_router = matrix_rows(args_.w_router),
-                           .gmem_dx = args_.dx.data,
-                           .dx_pitch = matrix_rows(args_.dx).pitch,
-                           .tokens = desc_.shape.tokens,
-                           .hidden = desc_.shape.hidden,
-                           .experts = static_cast<std::int32_t>(desc_.shape.experts),
-                           .gmem_tile_counter = plan_.counters.in(base_) + kRouterDgradCounter});
+      sequence_.select(
+          "router_dgrad",
+          RouterDgradArguments{.gmem_dlogits = fp32_router_ ? plan_.dgrad_dlogits.in(base_)
+                                                            : plan_.rounded.in(base_),
+                               .w_router = w_router_,
+                               .gmem_dx = args_.dx.data,
+                               .dx_pitch = matrix_rows(args_.dx).pitch,
+                               .tokens = desc_.shape.tokens,
+                               .hidden = desc_.shape.hidden,
+                               .experts = static_cast<std::int32_t>(desc_.shape.experts),
+                               .gmem_tile_counter = plan_.counters.in(base_) + kRouterDgradCounter,
+                               .terms = fp32_router_ ? kDgradTerms : 1});
     }
     sequence_.select("up_projection_dgrad", experts_.up_dgrad);
   }
@@ -176,11 +183,12 @@ class Backward {
     if (wanted_.dw_router) {
       sequence_.select(
           "router_wgrad",
-          RouterWgradArguments{.gmem_dlogits = plan_.rounded.in(base_),
+          RouterWgradArguments{.gmem_dlogits = fp32_router_ ? plan_.wgrad_dlogits.in(base_)
+                                                            : plan_.rounded.in(base_),
                                .x = matrix_rows(args_.x),
                                .gmem_dw_router = args_.gradients.dw_router.data,
                                .dw_pitch = matrix_rows(args_.gradients.dw_router).pitch,
-                               .is_fp32 = gradients_are_fp32(),
+                               .is_fp32 = router_gradients_are_fp32(),
                                .accumulates = accumulates(),
                                .gmem_partials = plan_.router_partials.in(base_),
                                .gmem_arrived = reinterpret_cast<std::uint32_t*>(
@@ -188,7 +196,8 @@ class Backward {
                                .hidden = desc_.shape.hidden,
                                .experts = static_cast<std::int32_t>(desc_.shape.experts),
                                .gmem_tile_counter = plan_.counters.in(base_) + kRouterWgradCounter,
-                               .starts_early = follows_aggregate_beside_});
+                               .starts_early = follows_aggregate_beside_,
+                               .terms = fp32_router_ ? kWgradTerms : 1});
     }
     if (!args_.gradients.db_router.present()) return;
     std::int64_t const experts = desc_.shape.experts;
@@ -203,7 +212,7 @@ class Backward {
             .gmem_sort_permutation = nullptr,
             .halves = 1,
             .db = {{.gmem = args_.gradients.db_router.data, .row_stride = 1, .block = experts}},
-            .is_fp32 = gradients_are_fp32(),
+            .is_fp32 = router_gradients_are_fp32(),
             .accumulates = accumulates(),
             .columns = experts,
             .experts = 1});
@@ -212,6 +221,7 @@ class Backward {
   /// What backward_input left in fp32, as the operand of router_wgrad.
   void round_saved_dlogits() noexcept {
     if (!wanted_.dw_router) return;
+    if (fp32_router_) return split_dlogits_for_weights();
     sequence_.add("round dlogits", [&](cudaStream_t stream) {
       return launch_round_dlogits_plain({.gmem_dlogits = gmem_dlogits_,
                                          .gmem_rounded = plan_.rounded.in(base_),
@@ -235,14 +245,44 @@ class Backward {
     }
     UpProjectionDgradArguments up_dgrad = experts_.up_dgrad;
     up_dgrad.gmem_row_dlogits = plan_.row_dlogits.in(base_);
-    up_dgrad.w_router = matrix_rows(args_.w_router);
+    up_dgrad.w_router = w_router_;
+    up_dgrad.router_in_terms = fp32_router_;
     if (refuse(up_dgrad).refused()) return;
     experts_.up_dgrad = up_dgrad;
     experts_.aggregate.adds_to_o = false;
     part_in_rows_ = true;
   }
-  [[nodiscard]] bool gradients_are_fp32() const noexcept {
-    return core::gradient_dtype(desc_, args_.gradients) == DType::fp32;
+  /// (E,d), or the (3E,d) terms of an fp32 one.
+  [[nodiscard]] MatrixRows router_of_dx() const noexcept {
+    if (!fp32_router_) return matrix_rows(args_.w_router);
+    std::int64_t const d = desc_.shape.hidden;
+    return {plan_.dgrad_router.in(base_), kDgradTerms * desc_.shape.experts, d};
+  }
+  void split_weights() noexcept {
+    MatrixRows const from = matrix_rows(args_.w_router);
+    split(split_weights_for_dgrad(static_cast<float const*>(from.gmem), from.pitch,
+                                  desc_.shape.experts, desc_.shape.hidden,
+                                  plan_.dgrad_router.in(base_)));
+  }
+  void split_dlogits_for_weights() noexcept {
+    split(split_dlogits_for_wgrad(gmem_dlogits_, desc_.shape.tokens, desc_.shape.experts,
+                                  plan_.wgrad_dlogits.in(base_)));
+  }
+  /// fp32 dlogits as the operands of an fp32 router's GEMMs.
+  void split_dlogits() noexcept {
+    if (!wanted_.dlogits) return;
+    if (wanted_.dw_router) split_dlogits_for_weights();
+    if (wanted_.dx && !part_in_rows_) {
+      split(split_dlogits_for_dgrad(gmem_dlogits_, desc_.shape.tokens, desc_.shape.experts,
+                                    plan_.dgrad_dlogits.in(base_)));
+    }
+  }
+  void split(SplitArguments const& args) noexcept {
+    sequence_.add("split fp32",
+                  [&](cudaStream_t stream) { return launch_split_fp32_plain(args, stream); });
+  }
+  [[nodiscard]] bool router_gradients_are_fp32() const noexcept {
+    return core::router_gradient_dtype(desc_, args_.gradients) == DType::fp32;
   }
   [[nodiscard]] bool accumulates() const noexcept {
     return args_.gradients.mode == GradientMode::accumulate;
@@ -267,6 +307,7 @@ class Backward {
   [[nodiscard]] RouterDlogitsArguments dlogits(std::int32_t const* gmem_ids,
                                                float const* gmem_dscores) const noexcept {
     bool const split = gmem_dlogits_ == args_.dlogits_saved.data;
+    bool const operand = (wanted_.dx && !part_in_rows_) || wanted_.dw_router;
     return {.gmem_dscores = gmem_dscores,
             .gmem_ids = gmem_ids,
             .gmem_token_offsets = routing_.token_offsets,
@@ -276,10 +317,9 @@ class Backward {
             .gmem_aux_dlogits = static_cast<float const*>(args_.aux_dlogits.data),
             .aux_pitch = matrix_rows(args_.aux_dlogits).pitch,
             .gmem_dlogits = gmem_dlogits_,
-            .dlogits_are_scratch = !split && !args_.gradients.db_router.present(),
-            .gmem_rounded = (wanted_.dx && !part_in_rows_) || wanted_.dw_router
-                                ? plan_.rounded.in(base_)
-                                : nullptr,
+            .dlogits_are_scratch =
+                !split && !args_.gradients.db_router.present() && !(fp32_router_ && operand),
+            .gmem_rounded = operand && !fp32_router_ ? plan_.rounded.in(base_) : nullptr,
             .gmem_row_dlogits = part_in_rows_ ? plan_.row_dlogits.in(base_) : nullptr,
             .gmem_inverse_permutation = routing_.inverse_permutation,
             .gmem_copy = static_cast<float*>(args_.dlogits.data),
@@ -338,8 +378,10 @@ class Backward {
   Wanted wanted_;
   bool in_place_;  ///< up_projection_dgrad writes dx
   bool is_whole_;
+  bool fp32_router_;  ///< beside bf16: its GEMMs multiply terms (host/split_fp32.hpp)
   Sequence& sequence_;
   BackwardArguments experts_;
+  MatrixRows w_router_;  ///< of dx
   float* gmem_dscores_;
   float* gmem_dlogits_;
   bool follows_down_wgrad_ = false;        ///< what comes next may start early

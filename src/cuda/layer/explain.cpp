@@ -2,7 +2,9 @@
 // What a call would launch, asked with the arguments of a call whose tensors are contiguous and aligned.
 #include <string>
 
+#include "core/gradient_dtype.hpp"
 #include "core/router_math.hpp"
+#include "cuda/host/split_fp32.hpp"
 #include "cuda/layer/arguments.hpp"
 #include "cuda/layer/backend.hpp"
 #include "cuda/layer/plan.hpp"
@@ -45,7 +47,7 @@ MoeForwardArgs forward_at_nowhere(MoeDesc const& desc) {
   MoeShape const& s = desc.shape;
   MoeForwardArgs args;
   args.x = args.o = tensor(nowhere(), DType::bf16, {s.tokens, s.hidden});
-  args.w_router = tensor(nowhere(), DType::bf16, {s.experts, s.hidden});
+  args.w_router = tensor(nowhere(), desc.router_storage(), {s.experts, s.hidden});
   args.weights = weights_without_memory(desc);
   if (desc.save == SavePolicy::h) {
     args.h = tensor(nowhere(), DType::bf16, {desc.num_slots(), desc.up_width() * s.intermediate});
@@ -72,6 +74,7 @@ Refusal refuse_router(MoeDesc const& desc, MoeForwardArgs const& args) {
   logits.gmem_logits = static_cast<float*>(nowhere());
   logits.hidden = s.hidden;
   logits.experts = static_cast<std::int32_t>(s.experts);
+  logits.is_fp32 = core::has_fp32_router(desc);
   Refusal const of_logits = refuse(logits);
   if (of_logits.refused() || desc.router.replay || desc.experts_choose()) return of_logits;
   RouteArguments route{};
@@ -81,9 +84,11 @@ Refusal refuse_router(MoeDesc const& desc, MoeForwardArgs const& args) {
 }
 
 std::string how_routed(MoeDesc const& desc) {
+  bool const fp32 = core::has_fp32_router(desc);
   std::string const logits = desc.shape.tokens <= kGemvTokens
                                  ? "few tokens: logits by a warp per expert, "
-                                 : "logits by a GEMM, ";
+                             : fp32 ? "logits by a GEMM of x and fp32 weights as three bf16, "
+                                    : "logits by a GEMM, ";
   if (desc.router.replay) return logits + "a thread per token scores its ids";
   if (desc.experts_choose()) return logits + "a CTA per expert chooses its tokens";
   std::string const select = logits + "lanes of a warp select";
@@ -140,6 +145,10 @@ RouterBackward router_backward_at_nowhere(MoeDesc const& desc) {
   RouterBackward out;
   out.dlogits.dlogits.experts = out.dgrad.experts = out.wgrad.experts =
       static_cast<std::int32_t>(s.experts);
+  if (core::has_fp32_router(desc)) {
+    out.dgrad.terms = kDgradTerms;
+    out.wgrad.terms = kWgradTerms;
+  }
   out.dlogits.dlogits.top_k = static_cast<std::int32_t>(s.top_k);
   if (desc.experts_vary()) {
     out.dlogits.dlogits.gmem_token_offsets = static_cast<std::int32_t const*>(nowhere());
@@ -162,6 +171,7 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
   auto const rows = static_cast<double>(desc.num_slots());
   std::int64_t const mean = mean_rows(desc), width = desc.up_width() * s.intermediate;
   std::string const gemm = "persistent warp-specialised GEMM";
+  std::string const terms = core::has_fp32_router(desc) ? ", fp32 values as two bf16" : "";
   MoeBackwardArgs const args = backward_at_nowhere(desc);
   BackwardArguments const experts = backward_arguments(
       desc, args,
@@ -182,7 +192,8 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
           "a lane per slot, from the partial sums of ds", 0, 0, 0);
       bool const in_rows = !core::has_softmax_over_all(desc.router.kind) && !desc.rounds_tokens();
       add(work::router_dgrad(desc), refuse(router.dgrad),
-          in_rows ? "a term of each dx row; with dlogits of other losses a " + gemm : gemm,
+          (in_rows ? "a term of each dx row; with dlogits of other losses a " + gemm : gemm) +
+              terms,
           s.tokens, s.hidden, s.experts);
     }
     add(work::up_projection_dgrad(desc, rows), refuse(experts.up_dgrad), gemm, mean, s.hidden,
@@ -197,7 +208,7 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
     add(work::up_projection_wgrad(desc, rows), refuse(experts.up_wgrad), gemm + ", gather fused",
         width, s.hidden, mean);
     if (routed) {
-      add(work::router_wgrad(desc), refuse(router.wgrad), gemm + " over chunks of tokens",
+      add(work::router_wgrad(desc), refuse(router.wgrad), gemm + " over chunks of tokens" + terms,
           s.experts, s.hidden, s.tokens);
     }
   }

@@ -5,6 +5,7 @@
 // call can be captured into a graph.
 #include <cuda_runtime_api.h>
 
+#include "core/gradient_dtype.hpp"
 #include "core/router_groups.hpp"
 #include "core/workspace.hpp"
 #include "cuda/host/choose_tokens.hpp"
@@ -34,6 +35,7 @@ struct RouterTensors {
 
 struct RouterMemory {
   float* gmem_logits;
+  void* gmem_router_terms;  ///< with an fp32 router
   int32_t* gmem_topk_ids;
   float* gmem_topk_weights;
   float* gmem_chosen_p;
@@ -156,6 +158,8 @@ std::int32_t add_router(MoeDesc const& desc, RouterTensors const& tensors,
                                        .gmem_logits = memory.gmem_logits,
                                        .hidden = s.hidden,
                                        .experts = static_cast<std::int32_t>(s.experts),
+                                       .is_fp32 = core::has_fp32_router(desc),
+                                       .gmem_terms = memory.gmem_router_terms,
                                    });
   std::int32_t const unit_slots = add_choice(desc, tensors.selection_bias, memory, sequence);
   if (!tensors.logits.present() || tensors.logits.data == memory.gmem_logits) return unit_slots;
@@ -250,6 +254,7 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
     unit_slots =
         add_router(desc, {args.x, args.w_router, args.b_router, args.selection_bias, args.logits},
                    {.gmem_logits = gmem_logits,
+                    .gmem_router_terms = plan.router_terms.in(base),
                     .gmem_topk_ids = tables.topk_ids,
                     .gmem_topk_weights = tables.scores,
                     .gmem_chosen_p = tables.chosen_p,
@@ -314,6 +319,7 @@ Status route(DeviceContext const& device, MoeDesc const& desc, RouteArgs const& 
       is_contiguous(args.logits) ? static_cast<float*>(args.logits.data) : plan.logits.in(base);
   add_router(desc, {args.x, args.w_router, args.b_router, args.selection_bias, args.logits},
              {.gmem_logits = gmem_logits,
+              .gmem_router_terms = plan.router_terms.in(base),
               .gmem_topk_ids = plan.ids.in(base),
               .gmem_topk_weights = plan.weights.in(base),
               .gmem_chosen_p = nullptr,

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/gradient_dtype.hpp"
 #include "core/router_math.hpp"
 #include "cuda/host/choose_tokens.hpp"
 #include "cuda/host/metadata.hpp"
@@ -10,6 +11,7 @@
 #include "cuda/host/route.hpp"
 #include "cuda/host/router_backward.hpp"
 #include "cuda/host/router_loss.hpp"
+#include "cuda/host/split_fp32.hpp"
 #include "cuda/layer/backend.hpp"
 
 namespace tessera::cuda {
@@ -38,6 +40,11 @@ std::int64_t metadata_bytes(MoeDesc const& desc) noexcept {
   return static_cast<std::int64_t>(bytes);
 }
 
+core::Region<std::uint16_t> plan_terms(MoeDesc const& desc, core::WorkspacePlan& plan) noexcept {
+  if (!core::has_fp32_router(desc)) return {};
+  return plan.add<std::uint16_t>(desc.shape.experts * router_terms_pitch(desc.shape.hidden));
+}
+
 }  // namespace
 
 ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcept {
@@ -57,6 +64,7 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
   if (routed && !core::saves_logits(desc)) {
     out.logits = before_y.add<float>(s.tokens * s.experts);
   }
+  if (routed) out.router_terms = plan_terms(desc, before_y);
   if (!routed && desc.grouping == RowGrouping::slots) {
     out.ids = before_y.add<std::int32_t>(slots);
     out.metadata = before_y.add<std::byte>(metadata_bytes(desc));
@@ -80,9 +88,16 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
   core::WorkspacePlan plan;
   BackwardPlan out;
   out.counters = plan.add<std::int32_t>(kNumTileCounters);
-  if (routed) out.rounded = plan.add<std::uint16_t>(logits);
+  bool const terms = core::has_fp32_router(desc);
+  if (routed && !terms) out.rounded = plan.add<std::uint16_t>(logits);
   if (routed && pass != Pass::backward_input) {
-    out.router_partials = plan.add<float>(router_wgrad_partials(s.tokens, s.hidden, s.experts));
+    if (terms) out.wgrad_dlogits = plan.add<std::uint16_t>(kWgradTerms * logits);
+    out.router_partials = plan.add<float>(
+        router_wgrad_partials(s.tokens, s.hidden, (terms ? kWgradTerms : 1) * s.experts));
+  }
+  if (routed && terms && pass != Pass::backward_weights) {
+    out.dgrad_dlogits = plan.add<std::uint16_t>(kDgradTerms * logits);
+    out.dgrad_router = plan.add<std::uint16_t>(kDgradTerms * s.experts * s.hidden);
   }
   if (pass != Pass::backward_weights) {
     if (whole && !desc.overwrite_h) {
@@ -112,6 +127,7 @@ RoutePlan plan_route(MoeDesc const& desc) noexcept {
   core::WorkspacePlan plan;
   RoutePlan out;
   out.logits = plan.add<float>(s.tokens * s.experts);
+  out.router_terms = plan_terms(desc, plan);
   out.ids = plan.add<std::int32_t>(desc.num_slots());
   out.weights = plan.add<float>(desc.num_slots());
   if (desc.experts_vary()) out.token_offsets = plan.add<std::int32_t>(s.tokens + 1);

@@ -38,11 +38,13 @@ struct ForwardPlan {
   core::Region<std::byte> routing;      ///< the tables, SavePolicy::none; always the first region
   core::Region<std::int32_t> counters;  ///< [kNumTileCounters]
   core::Region<float> logits;           ///< [T,E], with a router whose tables do not hold them
-  core::Region<std::int32_t> ids;       ///< [P], RouterKind::given
-  core::Region<std::byte> metadata;     ///< metadata_workspace_bytes
+  core::Region<std::uint16_t>
+      router_terms;                  ///< [E,router_terms_pitch(d)] bf16, with an fp32 router
+  core::Region<std::int32_t> ids;    ///< [P], RouterKind::given
+  core::Region<std::byte> metadata;  ///< metadata_workspace_bytes
   ChoicePlan choice;
   core::Region<std::uint16_t> a,
-      y;  ///< [P,n], [P,d] bf16; y in the place of logits, ids and choice, given ids' metadata
+      y;  ///< [P,n], [P,d] bf16; y in the place of logits, terms, ids and choice, given ids' metadata
   std::size_t bytes = 0;
 };
 ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcept;
@@ -53,14 +55,18 @@ struct BackwardPlan {
       dh;  ///< [P,w*n] bf16, in the place of h recomputed; absent: the caller's, or h
   core::Region<std::uint16_t>
       a_or_dx;  ///< a_scaled [P,n], then dx rows [P,d]: never alive at once; bf16
-  core::Region<float> ds_partials;        ///< [P,score_groups(n)]
-  core::Region<float> dscores;            ///< [P], with a router
-  core::Region<float> row_dlogits;        ///< [P] by row, with a router
-  core::Region<float> dlogits;            ///< [T,E], with a router; split: the caller's
-  core::Region<std::uint16_t> rounded;    ///< dlogits [T,E] bf16, with a router
-  core::Region<float> router_partials;    ///< router_wgrad_partials of dw_router, with a router
-  core::Region<std::int32_t> merged_ids;  ///< [P], with replay
-  core::Region<float> merged_dscores;     ///< [P], with replay
+  core::Region<float> ds_partials;      ///< [P,score_groups(n)]
+  core::Region<float> dscores;          ///< [P], with a router
+  core::Region<float> row_dlogits;      ///< [P] by row, with a router
+  core::Region<float> dlogits;          ///< [T,E], with a router; split: the caller's
+  core::Region<std::uint16_t> rounded;  ///< dlogits [T,E] bf16, with a router
+  // With an fp32 router, in place of them, bf16 (host/split_fp32.hpp):
+  core::Region<std::uint16_t> wgrad_dlogits;  ///< [T,2,E]
+  core::Region<std::uint16_t> dgrad_dlogits;  ///< [T,E,3]
+  core::Region<std::uint16_t> dgrad_router;   ///< [E,3,d]
+  core::Region<float> router_partials;        ///< router_wgrad_partials of dw_router, with a router
+  core::Region<std::int32_t> merged_ids;      ///< [P], with replay
+  core::Region<float> merged_dscores;         ///< [P], with replay
   core::Region<float> member_scores,
       member_dscores;                    ///< [T,K], token rounding without softmax_topk
   core::Region<std::int32_t> added_ids;  ///< [P], the same
@@ -80,6 +86,7 @@ GroupedGemmPlan plan_grouped_gemm(std::int64_t experts) noexcept;
 
 struct RoutePlan {
   core::Region<float> logits;                ///< [T,E]
+  core::Region<std::uint16_t> router_terms;  ///< as ForwardPlan's
   core::Region<std::int32_t> ids;            ///< [P]
   core::Region<float> weights;               ///< [P]
   core::Region<std::int32_t> token_offsets;  ///< [T+1], token rounding and expert choice

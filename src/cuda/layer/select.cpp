@@ -5,6 +5,8 @@
 
 #include <cstdio>
 
+#include "cuda/host/split_fp32.hpp"
+
 namespace tessera::cuda {
 namespace {
 
@@ -119,11 +121,11 @@ Refusal refuse(RouterLogitsArguments const& args) noexcept {
   Requirements need;
   need.multiple_of_8("d", args.hidden);
   need.multiple_of_8("pitch of x", args.x.pitch);
-  need.multiple_of_8("pitch of w_router", args.w_router.pitch);
+  if (!args.is_fp32) need.multiple_of_8("pitch of w_router", args.w_router.pitch);
   need.at_most("tokens", args.x.rows, kMostRows);
   need.at_most("experts", args.experts, kMostColumns);
   need.base("x", args.x.gmem);
-  need.base("w_router", args.w_router.gmem);
+  if (!args.is_fp32) need.base("w_router", args.w_router.gmem);  // its terms lie in the workspace
   return need.result();
 }
 
@@ -271,7 +273,10 @@ Refusal refuse(AggregateArguments const& args) noexcept {
 }
 
 bool prefers_gemv(RouterLogitsArguments const& args) noexcept {
-  return args.x.rows <= kGemvTokens && !refuse(args).refused();
+  constexpr std::int64_t kFp32Vector = 4;
+  bool const vectors =
+      !args.is_fp32 || (args.w_router.pitch % kFp32Vector == 0 && aligned(args.w_router.gmem));
+  return args.x.rows <= kGemvTokens && vectors && !refuse(args).refused();
 }
 bool prefers_gemv(UpProjectionFwdArguments const& args) noexcept {
   bool const contiguous = args.w_up[0].column_stride == 1 &&
@@ -285,8 +290,15 @@ bool prefers_gemv(DownProjectionFwdArguments const& args) noexcept {
 
 cudaError_t launch(RouterLogitsArguments const& args, int sm_count, cudaStream_t stream) noexcept {
   if (prefers_gemv(args)) return launch_router_logits_gemv(args, stream);
-  return refuse(args).refused() ? launch_router_logits_plain(args, stream)
-                                : launch_router_logits(args, sm_count, stream);
+  if (refuse(args).refused()) return launch_router_logits_plain(args, stream);
+  if (args.is_fp32 && args.x.rows > 0) {
+    cudaError_t const error = launch_split_fp32_plain(
+        split_for_logits(static_cast<float const*>(args.w_router.gmem), args.w_router.pitch,
+                         args.experts, args.hidden, args.gmem_terms),
+        stream);
+    if (error != cudaSuccess) return error;
+  }
+  return launch_router_logits(args, sm_count, stream);
 }
 cudaError_t launch(UpProjectionFwdArguments const& args, int sm_count,
                    cudaStream_t stream) noexcept {

@@ -46,10 +46,6 @@ Status check_supported(MoeDesc const& desc) noexcept {
     return Status::unsupported(
         "score_position=input: scores of x are not fused; scale x before the call");
   }
-  if (desc.router_storage() != desc.dtype) {
-    return Status::unsupported(
-        "%s", "router_dtype=fp32: the CUDA backend of this version has the router in bf16");
-  }
   return check_router(desc);
 }
 

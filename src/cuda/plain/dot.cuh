@@ -40,6 +40,13 @@ __device__ inline float dot(__nv_bfloat16 const* x, __nv_bfloat16 const* w, int6
   return sum;
 }
 
+// The same with weights in fp32.
+__device__ inline float dot(__nv_bfloat16 const* x, float const* w, int64_t count, int64_t stride,
+                            float sum = 0) {
+  for (int64_t c = 0; c < count; ++c) sum = fmaf(__bfloat162float(x[c]), w[c * stride], sum);
+  return sum;
+}
+
 // The expert e with offsets[e] <= row < offsets[e+1].
 __device__ inline int64_t expert_of_row(int32_t const* offsets, int64_t experts, int64_t row) {
   int64_t low = 0, high = experts;

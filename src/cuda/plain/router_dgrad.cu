@@ -11,10 +11,11 @@ __global__ void __launch_bounds__(plain::kThreads)
   int64_t const output = plain::output_idx();
   int64_t const token = output / p.hidden, column = output % p.hidden;
   if (token >= p.tokens) return;
-  auto const* const gmem_dl = static_cast<__nv_bfloat16 const*>(p.gmem_dlogits) + token * p.experts;
+  int64_t const products = int64_t{p.experts} * p.terms;
+  auto const* const gmem_dl = static_cast<__nv_bfloat16 const*>(p.gmem_dlogits) + token * products;
   auto const* const gmem_w = static_cast<__nv_bfloat16 const*>(p.w_router.gmem) + column;
   plain::round_to(static_cast<__nv_bfloat16*>(p.gmem_dx)[token * p.dx_pitch + column],
-                  plain::dot(gmem_dl, gmem_w, p.experts, p.w_router.pitch));
+                  plain::dot(gmem_dl, gmem_w, products, p.w_router.pitch));
 }
 
 }  // namespace

@@ -5,6 +5,8 @@
 namespace tessera::cuda {
 namespace {
 
+// W: of w_router and b_router.
+template <class W>
 __global__ void __launch_bounds__(plain::kThreads)
     router_logits_plain(RouterLogitsArguments const p) {
   int64_t const output = plain::output_idx();
@@ -12,11 +14,10 @@ __global__ void __launch_bounds__(plain::kThreads)
   if (token >= p.x.rows) return;
   int64_t const expert = output % p.experts;
   auto const* const gmem_x = static_cast<__nv_bfloat16 const*>(p.x.gmem) + token * p.x.pitch;
-  auto const* const gmem_w =
-      static_cast<__nv_bfloat16 const*>(p.w_router.gmem) + expert * p.w_router.pitch;
+  auto const* const gmem_w = static_cast<W const*>(p.w_router.gmem) + expert * p.w_router.pitch;
   float logit = plain::dot(gmem_x, gmem_w, p.hidden, 1);
   if (p.gmem_b_router != nullptr) {
-    logit += __bfloat162float(static_cast<__nv_bfloat16 const*>(p.gmem_b_router)[expert]);
+    logit += plain::widen(static_cast<W const*>(p.gmem_b_router)[expert]);
   }
   p.gmem_logits[output] = logit;
 }
@@ -24,7 +25,9 @@ __global__ void __launch_bounds__(plain::kThreads)
 }  // namespace
 
 cudaError_t launch_router_logits_plain(RouterLogitsArguments const& args, cudaStream_t stream) {
-  return plain::launch(router_logits_plain, args.x.rows * args.experts, stream, args);
+  int64_t const outputs = args.x.rows * args.experts;
+  return args.is_fp32 ? plain::launch(router_logits_plain<float>, outputs, stream, args)
+                      : plain::launch(router_logits_plain<__nv_bfloat16>, outputs, stream, args);
 }
 
 }  // namespace tessera::cuda

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// router_wgrad, one thread per output: dw_router[e,c] = sum over t, ascending, of dl[t,e] * x[t,c].
+// router_wgrad, one thread per output: dw_router[e,c] = sum over t, ascending, of dl[t,e] * x[t,c], term by term of dl.
 #include "../host/router_backward.hpp"
 #include "dot.cuh"
 
@@ -15,8 +15,11 @@ __global__ void __launch_bounds__(plain::kThreads)
   auto const* const gmem_dl = static_cast<__nv_bfloat16 const*>(p.gmem_dlogits) + expert;
   auto const* const gmem_x = static_cast<__nv_bfloat16 const*>(p.x.gmem) + column;
   float sum = 0;
-  for (int64_t t = 0; t < p.x.rows; ++t) {
-    sum = fmaf(plain::widen(gmem_dl[t * p.experts]), plain::widen(gmem_x[t * p.x.pitch]), sum);
+  for (int term = 0; term < p.terms; ++term) {
+    for (int64_t t = 0; t < p.x.rows; ++t) {
+      sum = fmaf(plain::widen(gmem_dl[(t * p.terms + term) * p.experts]),
+                 plain::widen(gmem_x[t * p.x.pitch]), sum);
+    }
   }
   plain::store_gradient(static_cast<Gradient*>(p.gmem_dw_router)[expert * p.dw_pitch + column], sum,
                         p.accumulates);

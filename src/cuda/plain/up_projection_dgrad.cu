@@ -2,6 +2,7 @@
 // up_projection_dgrad, one thread per output: dx row r, column c = rnd(sum over halves and i of
 // dh_r,i * w_up[e,i,c] [+ dl_r * w_router[e,c]]).
 #include "../host/projection_backward.hpp"
+#include "../host/split_fp32.hpp"
 #include "dot.cuh"
 
 namespace tessera::cuda {
@@ -28,8 +29,11 @@ __global__ void __launch_bounds__(plain::kThreads)
   }
   if (p.gmem_row_dlogits != nullptr) {
     auto const* const gmem_w = static_cast<__nv_bfloat16 const*>(p.w_router.gmem);
-    float const w = __bfloat162float(gmem_w[expert * p.w_router.pitch + column]);
-    sum = fmaf(p.gmem_row_dlogits[row], w, sum);
+    int64_t const first = expert * (p.router_in_terms ? kDgradTerms : 1);
+    for (int64_t term = 0; term < (p.router_in_terms ? 2 : 1); ++term) {
+      float const w = __bfloat162float(gmem_w[(first + term) * p.w_router.pitch + column]);
+      sum = fmaf(p.gmem_row_dlogits[row], w, sum);
+    }
   }
   plain::round_to(static_cast<__nv_bfloat16*>(p.gmem_dx_rows)[output], sum);
 }

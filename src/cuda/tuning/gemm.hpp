@@ -95,4 +95,27 @@ struct RouterLogitsWide {
   static constexpr block::GemmConfig gemm{.stages = 4, .order = {.draw = block::Draw::kStride}};
 };
 
+// Of an fp32 w_router. A stage of 64 KB is 3.1 MFLOP, which L2 does not keep up with where every SM reads its own B:
+// two CTAs share it, but for few experts. docs/notebook/2026-11-27-fp32-router.md
+struct RouterLogitsTermsFew {
+  static constexpr int kMostExperts = 64;
+  static constexpr block::GemmConfig gemm{.tile = {128, 128, 64},
+                                          .stages = 3,
+                                          .schedule = block::Schedule::kPingPong,
+                                          .b_stages = {.terms = 3},
+                                          .tail = block::Tail::kShort,
+                                          .epilogue = {.slabs = 1},
+                                          .order = {.draw = block::Draw::kStride}};
+};
+struct RouterLogitsTerms {
+  static constexpr block::GemmConfig gemm{
+      .tile = {128, 128, 64},
+      .stages = 3,
+      .schedule = block::Schedule::kPingPong,
+      .cluster = {.ctas = 2, .sharing = block::Sharing::kMulticast},
+      .b_stages = {.terms = 3},
+      .epilogue = {.slabs = 1},
+      .order = {.draw = block::Draw::kStride}};
+};
+
 }  // namespace tessera::cuda

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// chunk_sum epilogue (varlen-K): the segments are chunks of one reduction, D = [D +] sum of their tiles, in order.
+// chunk_sum epilogue (varlen-K): the segments are chunks of one reduction, D = [D +] sum of their tiles, in order; of
+// columns that are terms of one, the first's before the second's.
 // A warp stores its 16 rows of a tile in the order of its accumulators and counts that part under the next tile's k
 // loop, or at its end. Once its CTA has no tile left it waits until all parts of all tiles have been counted, and adds
 // up its share of D. Whoever counts has started: CTAs draw their first tile, too (draws_first), so that none is left to
@@ -20,10 +21,11 @@ namespace tessera::cuda::block {
 struct ChunkSumParams {
   float4* gmem_parts;      // (segments, m_tiles, warps of a tile, columns / 8, 32 lanes)
   uint32_t* gmem_arrived;  // one word, 0 before and after every launch
-  void* gmem_d;            // (columns, rows) fp32 or bf16
+  void* gmem_d;            // (columns / terms, rows) fp32 or bf16
   int64_t d_pitch;         // elements from one column's rows to the next one's
   bool is_fp32, accumulates;
-  int rows, columns;  // columns: a multiple of 8
+  int rows, columns;  // columns / terms: a multiple of 8
+  int terms;          // columns c, c + columns / terms, .. are added up, in order
   int segments, m_tiles, n_tiles;
 };
 
@@ -100,34 +102,42 @@ class ChunkSumEpilogue {
   // Warps take parts of D in turns.
   template <class T>
   __device__ __forceinline__ void add_up() const {
-    int const all = p_.m_tiles * kTileWarps * blocks();
-    int64_t const stride = int64_t{all} * arch::kWarpThreads;
+    int const own_blocks = blocks() / p_.terms;
+    int const all = p_.m_tiles * kTileWarps * own_blocks;
+    int64_t const stride = int64_t{p_.m_tiles} * kTileWarps * blocks() * arch::kWarpThreads;
     int const warps = static_cast<int>(gridDim.x) * kTileWarps;
 #pragma unroll 1
     for (int i = static_cast<int>(blockIdx.x) * kTileWarps + warp_; i < all; i += warps) {
-      int const strip = i / blocks(), block = i - strip * blocks();
-      float4 const* gmem = part(0, strip, block);
+      int const strip = i / own_blocks, block = i - strip * own_blocks;
       float sum[4] = {};
 #pragma unroll 1
-      for (int chunk = 0; chunk < p_.segments; chunk += kAhead) {
-        uint4 values[kAhead];
-        TESSERA_UNROLL
-        for (int j = 0; j < kAhead; ++j) {  // 0 where there is none: sums are never -0
-          values[j] = arch::load_streaming_16(gmem, chunk + j < p_.segments);
-          gmem += stride;
-        }
-        TESSERA_UNROLL
-        for (int j = 0; j < kAhead; ++j) {
-          sum[0] += __uint_as_float(values[j].x);
-          sum[1] += __uint_as_float(values[j].y);
-          sum[2] += __uint_as_float(values[j].z);
-          sum[3] += __uint_as_float(values[j].w);
-        }
+      for (int term = 0; term < p_.terms; ++term) {
+        add_chunks(part(0, strip, block + term * own_blocks), stride, sum);
       }
       int const row = strip * kWarpRows + arch::lane_idx() / 4;
       int const column = block * kBlockColumns + arch::lane_idx() % 4 * 2;
       TESSERA_UNROLL
       for (int j = 0; j < 4; ++j) put<T>(row + j / 2 * 8, column + j % 2, sum[j]);
+    }
+  }
+
+  __device__ __forceinline__ void add_chunks(float4 const* gmem, int64_t stride,
+                                             float (&sum)[4]) const {
+#pragma unroll 1
+    for (int chunk = 0; chunk < p_.segments; chunk += kAhead) {
+      uint4 values[kAhead];
+      TESSERA_UNROLL
+      for (int j = 0; j < kAhead; ++j) {  // 0 where there is none: sums are never -0
+        values[j] = arch::load_streaming_16(gmem, chunk + j < p_.segments);
+        gmem += stride;
+      }
+      TESSERA_UNROLL
+      for (int j = 0; j < kAhead; ++j) {
+        sum[0] += __uint_as_float(values[j].x);
+        sum[1] += __uint_as_float(values[j].y);
+        sum[2] += __uint_as_float(values[j].z);
+        sum[3] += __uint_as_float(values[j].w);
+      }
     }
   }
 

@@ -13,7 +13,7 @@ namespace tessera::cuda::block {
 
 struct StoreFp32Params {
   float* gmem;            // (rows, columns)
-  bf16 const* gmem_bias;  // (columns); null: none
+  void const* gmem_bias;  // (columns), fp32 with b_terms, else bf16; null: none
   int columns;
   bool in_pairs;  // pairs of columns are 8-byte aligned
 };
@@ -56,7 +56,12 @@ class StoreFp32Epilogue {
 
  private:
   __device__ __forceinline__ float bias_of(int c) const {
-    return p_.gmem_bias != nullptr && c < p_.columns ? __bfloat162float(p_.gmem_bias[c]) : 0.0f;
+    if (p_.gmem_bias == nullptr || c >= p_.columns) return 0.0f;
+    if constexpr (kGemm.b_terms() == 1) {
+      return __bfloat162float(static_cast<bf16 const*>(p_.gmem_bias)[c]);
+    } else {
+      return static_cast<float const*>(p_.gmem_bias)[c];
+    }
   }
 
   __device__ __forceinline__ void put(int64_t offset, int c, float first, float second) const {

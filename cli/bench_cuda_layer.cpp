@@ -93,6 +93,22 @@ verify::UniformTensor CudaBenchLayer::fill(ConstTensor& tensor,
   return {seed, scale};
 }
 
+verify::UniformTensor CudaBenchLayer::fill_router(ConstTensor& tensor,
+                                                  std::initializer_list<std::int64_t> shape,
+                                                  std::uint64_t seed, float scale) {
+  verify::UniformTensor const values = fill(tensor, shape, seed, scale);
+  if (layer_.desc.router_storage() != DType::fp32) return values;
+  std::vector<float> wide(static_cast<std::size_t>(tensor.elements()));
+  for (std::size_t i = 0; i < wide.size(); ++i) {
+    wide[i] = static_cast<float>(values.at(static_cast<std::int64_t>(i)));
+  }
+  Tensor view = tessera::tensor(static_cast<void*>(nullptr), DType::fp32, shape, context_.device());
+  view.data = allocate(bytes_of(view));
+  device::upload(view.data, wide.data(), bytes_of(view));
+  tensor = view;
+  return values;
+}
+
 CudaBenchLayer::CudaBenchLayer(Context const& context, device::Stream const& stream,
                                verify::LayerCase const& layer_case, bool backward)
     : context_(context), stream_(stream), has_backward_(backward) {
@@ -126,8 +142,10 @@ CudaBenchLayer::CudaBenchLayer(Context const& context, device::Stream const& str
     layer_.b_down = fill(w.b_down, {e, d}, seed + 6, 1);
   }
   if (desc.router.kind != RouterKind::given) {
-    layer_.w_router = fill(forward_.w_router, {e, d}, seed + 7, scale_for(d));
-    if (layer_case.router_bias) layer_.b_router = fill(forward_.b_router, {e}, seed + 9, kUnit);
+    layer_.w_router = fill_router(forward_.w_router, {e, d}, seed + 7, scale_for(d));
+    if (layer_case.router_bias) {
+      layer_.b_router = fill_router(forward_.b_router, {e}, seed + 9, kUnit);
+    }
   } else {
     give_routing(layer_case);
   }
@@ -206,8 +224,10 @@ void CudaBenchLayer::add_backward() {
        .db_router = output(args.b_router, DType::fp32)};
   main_grad_ = args;
   main_grad_.gradients.mode = GradientMode::accumulate;
+  bool const fp32_router = layer_.desc.router_storage() == DType::fp32;
   for (Tensor* const tensor : gradient_tensors(g)) {
-    if (tensor->present()) tensor->dtype = DType::bf16;
+    bool const of_router = tensor == &g.dw_router || tensor == &g.db_router;
+    if (tensor->present() && !(of_router && fp32_router)) tensor->dtype = DType::bf16;
   }
 }
 

@@ -42,6 +42,9 @@ class CudaBenchLayer {
   std::byte* allocate(std::size_t bytes);
   verify::UniformTensor fill(ConstTensor& tensor, std::initializer_list<std::int64_t> shape,
                              std::uint64_t seed, float scale);
+  /// The same of the router's storage type.
+  verify::UniformTensor fill_router(ConstTensor& tensor, std::initializer_list<std::int64_t> shape,
+                                    std::uint64_t seed, float scale);
   void give_routing(verify::LayerCase const& layer_case);
   void add_backward();
   void add_aux_dlogits(verify::UniformTensor const& formula);

@@ -122,9 +122,10 @@ void check_job(std::int32_t gpus, CudaBench::Job const& job, CudaBench const& be
   }
   if (desc.bias) refuse("experts with biases (--bias) are");
   if (desc.dtype != DType::bf16) refuse("experts of other types than bf16 (--dtype) are");
-  if (layer_case.aux_dlogits || layer_case.router_bias) {
+  if (layer_case.aux_dlogits || layer_case.router_bias || desc.router_dtype != DType::none) {
     throw CommandError(
-        "--aux-dlogits, --router-bias: several GPUs are given ids and weights; leave it out");
+        "--aux-dlogits, --router-bias, --router-dtype: several GPUs are given ids and weights; "
+        "leave it out");
   }
   check(ExpertParallel::window_bytes(group_desc(0, gpus, desc, bench.sums_on_owners)).status());
   if (std::int64_t const tokens = desc.shape.tokens;

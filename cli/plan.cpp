@@ -41,9 +41,9 @@ struct Subject {
 
 // What is read beside config.json. The flags that say where and with what data a layer runs tell nothing here, with
 // --hf or without.
-constexpr std::string_view kReadWithModel[] = {"--tokens", "--dtype", "--tile",
-                                               "--round",  "--step",  "--layer",
-                                               "--device", "--seed",  "--threads"};
+constexpr std::string_view kReadWithModel[] = {"--tokens", "--dtype",  "--router-dtype", "--tile",
+                                               "--round",  "--step",   "--layer",        "--device",
+                                               "--seed",   "--threads"};
 
 void refuse_ignored(CLI::App const& command) {
   for (CLI::App const* group : command.get_subcommands([](CLI::App const*) { return true; })) {
@@ -52,15 +52,15 @@ void refuse_ignored(CLI::App const& command) {
       bool const read = std::find(std::begin(kReadWithModel), std::end(kReadWithModel), name) !=
                         std::end(kReadWithModel);
       if (read || option->count() == 0) continue;
-      throw CommandError(fmt::format(
-          "{} with --hf: config.json fixes the layer, apart from --tokens, --dtype, --round and "
-          "--tile; leave out one of them",
-          name));
+      throw CommandError(
+          fmt::format("{} with --hf: config.json fixes the layer, apart from --tokens, --dtype, "
+                      "--router-dtype, --round and --tile; leave out one of them",
+                      name));
     }
   }
 }
 
-// The layer of --hf, with the tokens, dtype, tile and rounding of the flags.
+// The layer of --hf, with the tokens, dtypes, tile and rounding of the flags.
 Subject model_subject(Flags const& flags, CLI::App const& command) {
   refuse_ignored(command);
   Subject subject;
@@ -70,6 +70,9 @@ Subject model_subject(Flags const& flags, CLI::App const& command) {
   subject.desc.shape.tokens =
       command.get_option("--tokens")->count() > 0 ? given.shape.tokens : kModelTokens;
   if (command.get_option("--dtype")->count() > 0) subject.desc.dtype = given.dtype;
+  if (subject.desc.router.kind != RouterKind::given) {
+    subject.desc.router_dtype = given.router_dtype;
+  }
   subject.desc.router.tile = given.router.tile;
   subject.desc.router.round = given.router.round;
   return subject;

@@ -80,6 +80,11 @@ class Verify(Cli):
                 flags = dict(zip(SMALL[::2], SMALL[1::2])) | dict(zip(shape[::2], shape[1::2]))
                 self.run_tessera("verify", *[part for item in flags.items() for part in item], code=0)
 
+    def test_fp32_router_beside_bf16_experts(self):
+        flags = [*SMALL, "--dtype", "bf16", "--router-dtype", "fp32"]
+        self.assertTrue(self.run_json("verify", *flags)["ok"])
+        self.assertIn("fp32 router", self.run_tessera("explain", *flags, code=0).stdout)
+
     def test_random(self):
         done = self.run_tessera("verify", "--random", "10", "--seed", "5", code=0)
         lines = done.stdout.splitlines()
@@ -233,6 +238,9 @@ class Usage(Cli):
             (["--capacity", "4"], "capacity"),
             (["--router", "given", "--replay"], "replay"),
             (["--dtype", "fp16"], "dtype"),
+            (["--router-dtype", "fp16"], "router-dtype"),
+            (["--router-dtype", "bf16"], "router_dtype=bf16 beside dtype=fp32"),
+            (["--dtype", "bf16", "--router-dtype", "fp32", "--router", "given"], "router_dtype=fp32 with router given"),
             (["--column-chunk", "-1"], "column_chunk=-1"),
             (["--dtype", "int8"], "int8"),
             (["--routing", "zipf"], "zipf"),

@@ -145,6 +145,7 @@ class Plan(Cli):
                         ["--sentinels", "0.5"], ["--routing", "file:/no/such/file"], ["--routing", "zipf:1"]):
             self.refuse("plan", "--hf", config, *ignored, naming=f"{ignored[0]} with --hf")
         self.run_json("plan", "--hf", config, "--tokens", "64", "--dtype", "fp32", "--round", "up", "--tile", "16")
+        self.run_json("plan", "--hf", config, "--router-dtype", "fp32")
         self.refuse("plan", "--top-k", "99", naming="top_k=99")
         self.refuse("plan", "--tokens", "-1", naming="tokens=-1")
         for tile in "0", "-3":

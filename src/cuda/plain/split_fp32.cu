@@ -9,7 +9,8 @@
 namespace tessera::cuda {
 namespace {
 
-__global__ void __launch_bounds__(plain::kThreads) split_fp32_plain(SplitArguments const p) {
+__global__ void __launch_bounds__(plain::kThreads)
+    split_fp32_plain(__grid_constant__ SplitArguments const p) {
   int64_t const columns = (p.columns + p.block - 1) / p.block * p.block;
   int64_t const output = plain::output_idx(), row = output / columns, column = output % columns;
   if (row >= p.rows) return;

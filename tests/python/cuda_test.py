@@ -3,6 +3,9 @@
 devices, memory of torch's allocator, bad values on the device.
 """
 
+import subprocess
+import sys
+import textwrap
 import unittest
 
 import eager
@@ -118,6 +121,11 @@ class Streams(RoutedLayer):
         gradients = torch.autograd.grad(o, list(t.values()), self.d_o.to("cuda:1"))
         self.assertEqual(torch.cuda.current_device(), 0)
         self.assert_expected([tensor.to("cuda:0") for tensor in (o, *gradients)])
+
+    @unittest.skipIf(torch.cuda.device_count() < 2, "needs two GPUs; run on a machine with them")
+    def test_x_on_another_gpu(self):
+        with self.assertRaisesRegex(ValueError, r"x is on cuda:1, w_\w+ on cuda:0; .*x.to\('cuda:0'\)"):
+            self.layer({**self.tensors, "x": self.tensors["x"].detach().to("cuda:1")})
 
 
 class Graphs(RoutedLayer):
@@ -240,6 +248,62 @@ class Values(OnGpu, unittest.TestCase):
             tessera.grouped_gemm(x.float(), w["w_up"].float(), torch.tensor([0, 3, 3, 7, 9, 13], device="cuda"))
         with self.assertRaisesRegex(ValueError, "x is on cuda:0, w_down on cpu; "):
             tessera.routed_experts(x, ids, scores, w["w_up"], w["w_down"].cpu())
+
+
+class FirstCalls(unittest.TestCase):
+    """Of a process: each test is one of its own."""
+
+    LAYER = """
+        import os, sys, torch, tessera
+        torch.manual_seed(0)
+        layer = tessera.MoE(256, 128, 8, 2, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        def run():
+            o = layer(x)
+            return [o, *torch.autograd.grad(o.float().square().sum(), [x, *layer.parameters()])]
+        """
+
+    def check(self, script: str) -> None:
+        text = textwrap.dedent(self.LAYER) + textwrap.dedent(script)
+        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+
+    def test_inference_in_a_capture(self):
+        self.check("""
+            graph = torch.cuda.CUDAGraph()
+            with torch.no_grad(), torch.cuda.graph(graph):
+                o = layer(x)
+            graph.replay()
+            with torch.no_grad():
+                expected = layer(x)
+            assert expected.abs().max() > 0 and torch.equal(o, expected)
+            """)
+
+    def test_training_in_a_capture(self):
+        self.check("""
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = run()
+            graph.replay()
+            for got, expected in zip(captured, run(), strict=True):
+                assert expected.abs().max() > 0 and torch.equal(got, expected)
+            """)
+
+    def test_a_forked_child(self):
+        """Hears of spawn, from torch or from the library."""
+        self.check("""
+            run()
+            torch.cuda.synchronize()
+            child = os.fork()
+            if child == 0:
+                try:
+                    run()
+                except Exception as error:
+                    print(error, flush=True)
+                    os._exit(0 if "spawn" in str(error) else 1)
+                os._exit(2)
+            sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            """)
 
 
 if __name__ == "__main__":

@@ -142,7 +142,10 @@ class Timer:
         here = self.here
         batch = self.data.batch(self.a.seed, index, self.sequences[name], self.c.context, here.rank, here.count,
                                 here.device)
-        return self.trainer.step(*batch, rate)
+        try:
+            return self.trainer.step(*batch, rate)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(f"{name} with {self.sequences[name]} sequences: {error}") from error
 
     def block(self, name: str, first: int) -> dict:
         """Milliseconds of the timed steps, their mean loss, peaks and clocks; tokens are those from step `first` on."""

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """bench/end_to_end: the model, its data, the check of the experts, what is made of measured times."""
 
+import argparse
 import contextlib
 import dataclasses
 import io
 import json
 import math
+import os
 import pathlib
 import subprocess
 import sys
 import tempfile
 import unittest
+from unittest import mock
 
 import tessera
 import torch
@@ -251,6 +254,26 @@ class Measured(unittest.TestCase):
         # Weights stand still and tokens are the same: equal losses but for rounding, unless there are no experts.
         self.assertLess(rows["tessera"]["loss_apart"], 1e-3)
         self.assertGreater(rows["no-experts"]["loss_apart"], 1e-4)
+
+    def test_who_is_out_of_memory(self):
+        def step(*_):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+        here = training.Ranks(0, 1, torch.device("cpu"))
+        corpus = text.Corpus(torch.arange(100).numpy(), torch.arange(100).numpy(), "", 100)
+        timer = measure.Timer(argparse.Namespace(seed=0), argparse.Namespace(here=here, c=TINY, step=step), corpus,
+                              {"hf-eager": 3})
+        with self.assertRaises(torch.OutOfMemoryError) as raised:
+            timer.step("hf-eager", 1)
+        told = io.StringIO()
+
+        def again():
+            raise raised.exception
+
+        with contextlib.redirect_stderr(told), mock.patch.object(os, "_exit") as ended:
+            training.end(again)
+        ended.assert_called_once_with(1)
+        self.assertRegex(told.getvalue(), r"out of memory: hf-eager with 3 sequences: CUDA out of memory; fewer")
 
     def test_bad_input_ends_in_one_line(self):
         for flags, word in ((["--config", "tine"], "config 'tine': unknown"), (["--text", "/nowhere"], "no such file"),

@@ -16,36 +16,49 @@
 
 namespace tessera {
 
-/// Two losses of the logits l [T,E] that moe_forward wrote, and their gradient:
+/// Three losses of the logits l [T,E] that moe_forward wrote, and their gradient:
 ///
 ///     load balancing  balance * E * sum_e (f_e / sum f) * (1/S) sum_t p_te    = balance where the load is balanced
 ///     z-loss          z * (1/S) * sum_t logsumexp_e(l_te)^2
+///     of sequences    sequence_balance * the mean over sequences b of E * sum_e (f_be / sum_e f_be) *
+///                     (1/T_b) sum_{t in b} p_te, f_be the tokens of b whose topk_ids hold e (DeepSeek-V3)
 ///
 /// p = softmax(l), or p_e / (sum p + 1e-20) for routers whose p belongs to one expert; f are constants. S is
 /// scope_tokens. For a loss over many micro-batches or ranks give the sums of f and tokens over all of them; each adds
-/// its own tokens' terms. For one per sequence, call it for each with balance / number of sequences. Hugging Face's
-/// load-balancing loss is top_k times larger.
+/// its own tokens' terms. Hugging Face's load-balancing loss is top_k times larger.
 struct RouterLossArgs {
   ConstTensor logits = {};  ///< [T,E] fp32
   ConstTensor topk_counts =
       {};  ///< [E] int32, int64 or fp32 (means, shares): f; needed unless balance is 0
-  std::int64_t scope_tokens = 0;  ///< S; 0: T
+  std::int64_t scope_tokens = 0;  ///< S; 0: T, without padding
   float balance = 0;
   float z = 0;
   float d_loss = 1;       ///< gradient of the whole loss with respect to these two
   Tensor losses = {};     ///< optional [2] fp32: load balancing, z
   Tensor dlogits = {};    ///< optional [T,E] fp32: what MoeBackwardArgs::aux_dlogits takes
   Buffer workspace = {};  ///< router_loss_workspace_bytes()
+
+  /// Optional [T] uint8: tokens of 0 are padding. They have no loss, dlogits of 0, no place in a sequence's f or T_b,
+  /// and their logits may be anything; all else has the bits of the call without these rows.
+  ConstTensor token_mask = {};
+  float sequence_balance = 0;
+  ConstTensor topk_ids =
+      {};  ///< [T,K] int32 or int64, with sequence_balance; ids outside [0,E) count for none
+  ConstTensor sequence_offsets =
+      {};  ///< [B+1] int32 or int64, the same: first token of each sequence, T at last
+  Tensor sequence_loss =
+      {};  ///< optional [1] fp32; 0 without sequences that have tokens, which the mean leaves out
 };
 
-/// Bytes of workspace of router_loss, from desc's shape and the context's threads.
-TESSERA_EXPORT Expected<std::size_t> router_loss_workspace_bytes(Context const& context,
-                                                                 MoeDesc const& desc) noexcept;
+/// Bytes of workspace of router_loss, from desc's shape, the context's threads and B, 0 without sequence_balance.
+TESSERA_EXPORT Expected<std::size_t> router_loss_workspace_bytes(
+    Context const& context, MoeDesc const& desc, std::int64_t sequences = 0) noexcept;
 
 /// Computes the losses and their gradient in fp32, with sums of fixed order, on CPU and GPU with the same bits. Both
 /// are 0 for T = 0. Of `desc` it reads tokens, experts and the router's kind. Errors: invalid_argument for tensors that
 /// do not fit, router given, coefficients that are not finite, or a count that is negative or not finite. A GPU reads
-/// counts as if all were 0 where one is such, and check_device_values() tells of it.
+/// counts as if all were 0 where one is such, clamps sequence_offsets that decrease or leave [0,T], and
+/// check_device_values() tells of it.
 TESSERA_EXPORT Status router_loss(Context const& context, MoeDesc const& desc,
                                   RouterLossArgs const& args, Stream stream = {}) noexcept;
 

@@ -56,6 +56,11 @@ struct MoeForwardArgs {
   Tensor h = {};        ///< [P,w*n], saved: required with SavePolicy::h, absent otherwise
   Buffer routing = {};  ///< routing_bytes(desc), saved: required unless SavePolicy::none
   Buffer workspace = {};
+
+  /// Optional [T] uint8, for routers that choose: 0 stands for padding. Such a token gets no expert, o = 0 and no
+  /// gradient, counts in no statistic, and takes no place from another: all else has the bits of the call without these
+  /// rows. Its x is not read by experts; its logits mean nothing.
+  ConstTensor token_mask = {};
 };
 
 /// How a weight gradient meets its buffer: overwrite it, or add the complete fp32 sum once.
@@ -95,6 +100,7 @@ struct MoeBackwardArgs {
   Tensor a_scaled = {};       ///< [P,n]: s*a
   Tensor dlogits_saved = {};  ///< [T,E] fp32, with a router
   Buffer workspace = {};
+  ConstTensor token_mask = {};  ///< as in forward; aux_dlogits of its padding are not read
 };
 
 /// Passes that have a workspace of their own size.

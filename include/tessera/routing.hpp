@@ -65,6 +65,8 @@ struct RouteArgs {
   Tensor token_offsets = {};  ///< [T+1] as topk_ids, where experts per token vary, else absent
   Tensor logits = {};         ///< optional [T,E] fp32
   Buffer workspace = {};      ///< workspace_bytes(context, desc, Pass::route)
+  ConstTensor token_mask =
+      {};  ///< optional [T] uint8: tokens of 0 are padding, of ids -1 and weights 0 (MoeForwardArgs)
 };
 
 /// Logits, selection and scores of `desc.router`: what moe_forward would use, bit for bit.

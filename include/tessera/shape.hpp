@@ -103,8 +103,9 @@ struct Router {
   std::uint64_t seed = 0;   ///< stochastic rounding: equal (seed, step, layer) give equal choices
   std::uint64_t step = 0;
   std::uint32_t layer = 0;
-  std::int64_t capacity = 0;  ///< expert_choice: tokens per expert, at most T; 0: ceil(T*K/E)
-  bool replay = false;        ///< the caller gives topk_ids; the router scores them
+  std::int64_t capacity =
+      0;  ///< expert_choice: tokens per expert, at most T; 0: ceil(T*K/E), of T tokens without padding
+  bool replay = false;  ///< the caller gives topk_ids; the router scores them
   bool operator==(Router const&) const = default;
 };
 

@@ -9,7 +9,16 @@
 namespace tessera {
 
 /// Element types. The numbers are part of the C ABI.
-enum class DType : std::int32_t { none = 0, fp32 = 1, bf16 = 2, fp16 = 3, int32 = 4, int64 = 5 };
+/// uint8 is that of masks: 0 false, any other value true.
+enum class DType : std::int32_t {
+  none = 0,
+  fp32 = 1,
+  bf16 = 2,
+  fp16 = 3,
+  int32 = 4,
+  int64 = 5,
+  uint8 = 6,
+};
 
 /// Bytes per element; 0 for DType::none and unknown values.
 constexpr std::size_t dtype_bytes(DType dtype) noexcept {
@@ -22,6 +31,8 @@ constexpr std::size_t dtype_bytes(DType dtype) noexcept {
       return 2;
     case DType::int64:
       return 8;
+    case DType::uint8:
+      return 1;
     case DType::none:
       break;
   }
@@ -107,6 +118,10 @@ struct DTypeOf<std::int32_t> {
 template <>
 struct DTypeOf<std::int64_t> {
   static constexpr DType value = DType::int64;
+};
+template <>
+struct DTypeOf<std::uint8_t> {
+  static constexpr DType value = DType::uint8;
 };
 }  // namespace detail
 

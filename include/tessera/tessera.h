@@ -31,7 +31,8 @@ typedef enum {
   TESSERA_BF16 = 2,
   TESSERA_FP16 = 3,
   TESSERA_INT32 = 4,
-  TESSERA_INT64 = 5
+  TESSERA_INT64 = 5,
+  TESSERA_UINT8 = 6 /* of masks */
 } tessera_dtype;
 
 typedef enum { TESSERA_CPU = 0, TESSERA_CUDA = 1 } tessera_device_kind;
@@ -97,6 +98,7 @@ typedef struct {
   tessera_tensor o, logits, expert_counts, h;
   tessera_buffer routing, workspace;
   tessera_tensor topk_counts;
+  tessera_tensor token_mask;
 } tessera_forward_args;
 
 typedef struct {
@@ -112,6 +114,7 @@ typedef struct {
   tessera_tensor dh, a_scaled, dlogits_saved;
   tessera_buffer workspace;
   tessera_tensor aux_dlogits;
+  tessera_tensor token_mask;
 } tessera_backward_args;
 
 typedef struct {
@@ -120,6 +123,7 @@ typedef struct {
   tessera_tensor topk_ids, topk_weights, logits;
   tessera_buffer workspace;
   tessera_tensor token_offsets;
+  tessera_tensor token_mask;
 } tessera_route_args;
 
 /* Losses of a router's logits and their gradient: balance.hpp. d_loss 0 means 1, scope_tokens 0 all tokens. */
@@ -130,6 +134,8 @@ typedef struct {
   float balance, z, d_loss, reserved;
   tessera_tensor losses, dlogits;
   tessera_buffer workspace;
+  tessera_tensor token_mask, topk_ids, sequence_offsets, sequence_loss;
+  float sequence_balance, reserved_float;
 } tessera_router_loss_args;
 
 typedef struct {
@@ -238,6 +244,9 @@ int tessera_routing_of_groups(tessera_context const*, tessera_moe_desc const*,
                               tessera_tensor expert_offsets, tessera_tensor row_scores,
                               tessera_buffer routing, void* stream);
 int tessera_router_loss_workspace(tessera_context const*, tessera_moe_desc const*, size_t* bytes);
+/* The same with sequence_balance, of so many sequences. */
+int tessera_router_loss_workspace_of(tessera_context const*, tessera_moe_desc const*,
+                                     int64_t sequences, size_t* bytes);
 int tessera_router_loss(tessera_context const*, tessera_moe_desc const*,
                         tessera_router_loss_args const*, void* stream);
 int tessera_update_selection_bias(tessera_context const*, tessera_selection_bias_args const*,

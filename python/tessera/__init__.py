@@ -24,6 +24,7 @@ _HOME = {
     "grouped_gemm": "functional",
     "grouped_gemm_wgrad": "functional",
     "load_balancing_loss": "losses",
+    "sequence_balance_loss": "losses",
     "moe": "functional",
     "register_huggingface": "huggingface",
     "route": "functional",
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
         route, routed_experts,
     )
     from tessera.huggingface import register_huggingface
-    from tessera.losses import load_balancing_loss, selection_bias_update, z_loss
+    from tessera.losses import load_balancing_loss, selection_bias_update, sequence_balance_loss, z_loss
     from tessera.module import MoE
 
 

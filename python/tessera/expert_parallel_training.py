@@ -219,7 +219,7 @@ def _run_forward(group, pieces: Pieces, layer: int, x, topk_ids, topk_weights, w
         rows, _, tables = _dispatch_new(group, pieces, layer, x, None, topk_ids, topk_weights, count, may_overflow)
         # As INPUTS (ops/layer.py). Without row_scores: rows are weighted where their tokens are.
         inputs = (rows, None, None, None, None, None, tables.expert_offsets, None, w_up, None, w_down, b_up, None,
-                  b_down)
+                  b_down, None)
         y, *kept = plan_forward(inputs, pieces.text, 0, training).run([t for t in inputs if t is not None])
         o = _combine(group, y, tables, torch.empty_like(x, memory_format=torch.contiguous_format),
                      topk_weights=topk_weights)
@@ -321,7 +321,7 @@ def _run_backward(group, text: str, x, topk_ids, needs: tuple, d_o_rows, x_rows,
         text += " overwrite_h=True"
     layer = (w_up, None, w_down, b_up, None, b_down)
     dx_rows, *row_dscores, a_scaled, dh = run_backward_input(
-        (d_o_rows, x_rows, h, routing, None, None, *layer, None), text, needs[2])
+        (d_o_rows, x_rows, h, routing, None, None, *layer, None, None), text, needs[2])
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dscores = x.new_empty(topk_ids.shape, dtype=torch.float32) if needs[2] else None
     # dx rows go back while gradients of weights are made, also where nobody wants dx: other ranks wait for them.

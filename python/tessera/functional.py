@@ -16,6 +16,7 @@ from torch.compiler import is_compiling
 from tessera import library, ops
 from tessera.ops import memory
 from tessera.ops.autograd import recall
+from tessera.ops.masks import rows_of_mask
 from tessera.ops.plans import here
 from tessera.options import Options
 
@@ -65,13 +66,14 @@ def _rows(name: str, tensor):
 
 
 def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = None, with_tables: bool = False,
-        step: int = 0):
+        step: int = 0, token_mask=None):
     """One layer call: results of moe_forward where a gradient or the tables are wanted, else [o].
 
     routing: topk_ids, topk_weights, w_router, b_router, selection_bias, expert_offsets, row_scores (or None each);
-    weights: as WEIGHTS (ops/layer.py); buffers: weight gradients are added into these in backward (eager only).
+    weights: as WEIGHTS (ops/layer.py); buffers: weight gradients are added into these in backward (eager only);
+    token_mask: [T] bool or None.
     """
-    arguments, compiling = (x, *routing, *weights), is_compiling()
+    arguments, compiling = (x, *routing, *weights, token_mask), is_compiling()
     forward_mode = forward_ad._current_level >= 0  # then moe_forward, whose autograd refuses tangents
     if not compiling and not step and not forward_mode:
         call, tensors = recall(text, arguments)
@@ -99,8 +101,8 @@ def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = No
     straight = straight and plain and not x.is_meta  # on meta there is nothing to compute: the fake kernels answer
     if compiling or forward_mode and buffers is None or not (training or straight and not with_tables):
         if training or with_tables or forward_mode:
-            return torch.ops.tessera.moe_forward.default(*arguments, text, step)
-        return (torch.ops.tessera.moe_inference.default(*arguments, text, step),)
+            return torch.ops.tessera.moe_forward.default(*ops.layer.join_inputs(arguments, text, step))
+        return (torch.ops.tessera.moe_inference.default(*ops.layer.join_inputs(arguments, text, step)),)
     plan = ops.layer.plan_forward(arguments, text, step, training) if straight else None
     call = ops.autograd.Call(text, arguments, with_tables, training, plan)
     if straight and alike:
@@ -116,8 +118,8 @@ def _run(call: ops.autograd.Call, tensors: tuple, buffers: tuple | None, step: i
     return results if call.everything else (results,)
 
 
-# Positions in moe_forward's arguments that stay as they are under autocast: ids, scores, biases of the selection.
-_UNCAST = frozenset((1, 2, 5, 6, 7))
+# Positions in INPUTS that stay as they are under autocast: ids, scores, biases of the selection, the mask.
+_UNCAST = frozenset((1, 2, 5, 6, 7, 14))
 _ROUTER = frozenset((3, 4))  # stay too where they are fp32
 
 
@@ -144,7 +146,7 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
         w_gate=None, b_up=None, b_gate=None, b_down=None, activation: str = "swiglu", alpha: float = 1.702,
         limit: float = 7.0, up_offset: float = 1.0, layout: str = "concat", save: str = "h", rounding: str = "none",
         tile: int = 128, seed: int = 0, step: int = 0, layer: int = 0, capacity: int = 0, column_chunk: int = 0,
-        return_router: bool = False):
+        return_router: bool = False, mask=None):
     """A whole layer: router, experts, weighted sum. Returns o, or (o, RouterOutput) with return_router.
 
     x [...,d]; w_router [E,d] in x's dtype, or fp32 beside bf16 (then logits are those of the fp32 weights, and so are
@@ -160,6 +162,9 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
     rounding (training only: nr-f, sr-f, nr-s, balance-f, up, down) makes the rows of every expert a multiple of `tile`;
     the stochastic ones draw from (seed, step, layer). column_chunk: less workspace, the same bits: y and dx rows exist
     for at most so many columns at a time (0: all).
+    mask [...] bool: True for real tokens, False for padding, which gets o = 0, no expert and no gradient, whatever its
+    x is, and takes part in no choice, count or loss: the rest is what the real tokens alone would give, bit for bit. In
+    RouterOutput its ids are -1, its weights 0, its logits meaningless.
     Formulas: docs/numerics.md.
 
         o = tessera.moe(x, w_router, w_up, w_down, top_k=8, router="softmax-topk-renorm")
@@ -169,15 +174,16 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
                         groups, top_groups, capacity, rounding, tile, seed, layer, save, "slots", return_router,
                         column_chunk)
     return moe_with(text, (top_k, router, rounding), x, (w_router, b_router, selection_bias),
-                    (w_up, w_gate, w_down, b_up, b_gate, b_down), return_router, None, step)
+                    (w_up, w_gate, w_down, b_up, b_gate, b_down), return_router, None, step, mask)
 
 
 def moe_with(text: str, choice: tuple, x, router_tensors: tuple, weights: tuple, return_router: bool = False,
-             buffers: tuple | None = None, step: int = 0):
+             buffers: tuple | None = None, step: int = 0, mask=None):
     """`moe` with its options as text (options_text), for callers that keep it; choice: top_k, router and rounding."""
     flat = x.dim() == 2
     rows = x if flat else _rows("x", x)
-    results = run(text, rows, (None, None, *router_tensors, None, None), weights, buffers, return_router, step)
+    results = run(text, rows, (None, None, *router_tensors, None, None), weights, buffers, return_router, step,
+                  rows_of_mask(mask, x))
     o = results[0] if flat else results[0].view(x.shape)
     if not return_router:
         return o
@@ -252,9 +258,10 @@ def grouped_experts(x, expert_offsets, w_up, w_down, *, row_scores=None, groupin
 
 
 def route(x, w_router, *, top_k: int, router: str = "topk-softmax", b_router=None, selection_bias=None,
-          route_scale: float = 1.0, normalize_scores: bool = False, groups: int = 0, top_groups: int = 0):
+          route_scale: float = 1.0, normalize_scores: bool = False, groups: int = 0, top_groups: int = 0, mask=None):
     """The router alone: (topk_ids [...,K] int32, topk_weights [...,K] fp32, logits [...,E] fp32), the same bits that
-    `moe` uses. Differentiable in the weights and the logits. Options as for `moe`.
+    `moe` uses. Differentiable in the weights and the logits. Options and mask as for `moe`: padding has ids -1 and
+    weights 0.
 
     With activation checkpointing, save its results (`torch.ops.tessera.route`) so that the recomputation routes alike.
     """
@@ -264,7 +271,7 @@ def route(x, w_router, *, top_k: int, router: str = "topk-softmax", b_router=Non
     tensors = tuple([local(t) for t in (rows, w_router, b_router, selection_bias)])
     if torch._C._is_any_autocast_enabled():
         tensors = autocast(tensors, frozenset((3,)), frozenset((1, 2)))
-    results = torch.ops.tessera.route.default(*tensors, text)
+    results = torch.ops.tessera.route.default(*tensors, text, rows_of_mask(mask, x))
     topk_weights, topk_ids, logits = [result.view(*x.shape[:-1], result.shape[-1]) for result in results]
     return topk_ids, topk_weights, logits
 

@@ -15,7 +15,7 @@ from ctypes import c_uint32, c_uint64, c_void_p
 
 ABI_VERSION = 1
 CPU, CUDA = 0, 1
-FP32, BF16, FP16, INT32, INT64 = 1, 2, 3, 4, 5
+FP32, BF16, FP16, INT32, INT64, UINT8 = 1, 2, 3, 4, 5, 6
 PASS_FORWARD, PASS_BACKWARD, PASS_BACKWARD_INPUT, PASS_BACKWARD_WEIGHTS, PASS_ROUTE = range(5)
 
 
@@ -52,7 +52,7 @@ class ForwardArgs(Structure):
         *_fields(Tensor, "x topk_ids topk_weights token_offsets w_router b_router selection_bias"),
         *_fields(Tensor, "expert_offsets row_scores w_up w_gate w_down b_up b_gate b_down"),
         *_fields(Tensor, "o logits expert_counts h"),
-        *_fields(Buffer, "routing workspace"), ("topk_counts", Tensor),
+        *_fields(Buffer, "routing workspace"), *_fields(Tensor, "topk_counts token_mask"),
     ]
 
 
@@ -64,7 +64,8 @@ class BackwardArgs(Structure):
         *_fields(Tensor, "dx dscores dlogits"),
         *_fields(Tensor, "dw_up dw_gate dw_down db_up db_gate db_down dw_router db_router"),
         *_fields(c_int32, "accumulate reserved"),
-        *_fields(Tensor, "dh a_scaled dlogits_saved"), ("workspace", Buffer), ("aux_dlogits", Tensor),
+        *_fields(Tensor, "dh a_scaled dlogits_saved"), ("workspace", Buffer),
+        *_fields(Tensor, "aux_dlogits token_mask"),
     ]
 
 
@@ -72,7 +73,7 @@ class RouteArgs(Structure):
     _fields_ = [
         ("size", c_uint64),
         *_fields(Tensor, "x w_router b_router selection_bias topk_ids topk_weights logits"),
-        ("workspace", Buffer), ("token_offsets", Tensor),
+        ("workspace", Buffer), *_fields(Tensor, "token_offsets token_mask"),
     ]
 
 
@@ -80,6 +81,8 @@ class RouterLossArgs(Structure):
     _fields_ = [
         ("size", c_uint64), *_fields(Tensor, "logits topk_counts"), ("scope_tokens", c_int64),
         *_fields(c_float, "balance z d_loss reserved"), *_fields(Tensor, "losses dlogits"), ("workspace", Buffer),
+        *_fields(Tensor, "token_mask topk_ids sequence_offsets sequence_loss"),
+        *_fields(c_float, "sequence_balance reserved_float"),
     ]
 
 
@@ -126,7 +129,7 @@ def load() -> ctypes.CDLL:
         getattr(library, f"tessera_{name}").argtypes = [c_void_p] * arguments
     library.tessera_context_create.argtypes = [c_int32, c_int32, c_int32, POINTER(c_void_p)]
     library.tessera_moe_workspace.argtypes = [c_void_p, POINTER(MoeDesc), c_int, POINTER(c_size_t)]
-    library.tessera_router_loss_workspace.argtypes = [c_void_p, POINTER(MoeDesc), POINTER(c_size_t)]
+    library.tessera_router_loss_workspace_of.argtypes = [c_void_p, POINTER(MoeDesc), c_int64, POINTER(c_size_t)]
     library.tessera_moe_saved.argtypes = [POINTER(MoeDesc)] + [POINTER(c_size_t)] * 3
     library.tessera_check_device_values.argtypes = [c_void_p]
     library.tessera_grouped_gemm_workspace.argtypes = [c_void_p, POINTER(GroupedGemmArgs), POINTER(c_size_t)]
@@ -175,9 +178,9 @@ def moe_workspace_bytes(handle: int, desc: MoeDesc, pass_: int) -> int:
     return needed.value
 
 
-def router_loss_workspace_bytes(handle: int, desc: MoeDesc) -> int:
+def router_loss_workspace_bytes(handle: int, desc: MoeDesc, sequences: int) -> int:
     needed = c_size_t()
-    check(load().tessera_router_loss_workspace(handle, byref(desc), byref(needed)))
+    check(load().tessera_router_loss_workspace_of(handle, byref(desc), sequences, byref(needed)))
     return needed.value
 
 

@@ -22,7 +22,8 @@ class MoE(nn.Module):
     sigmoid(x . w_shared_gate) with shared_gate (Qwen2).
     router_dtype: of w_router and b_router, torch.float32 beside bf16 experts, or dtype (None). An fp32 one stays fp32
     in to(), bfloat16() and their like, and when a checkpoint of another type is loaded.
-    balance_coefficient, z_coefficient: weights of the auxiliary losses, see forward.
+    balance_coefficient, z_coefficient, sequence_balance_coefficient: weights of the auxiliary losses, see
+    auxiliary_loss.
     main_grad: weight gradients of the experts are added to `weight.main_grad` where a weight has one, instead of
     being returned (not under torch.compile, which returns them). Frozen weights get none.
     rounding, tile: token rounding, in training mode only; the stochastic kinds draw from (seed, self.step, layer), so
@@ -41,7 +42,7 @@ class MoE(nn.Module):
                  shared_intermediate: int = 0, shared_gate: bool = False, balance_coefficient: float = 0.0,
                  z_coefficient: float = 0.0, rounding: str = "none", tile: int = 128, seed: int = 0, layer: int = 0,
                  capacity: int = 0, column_chunk: int = 0, save: str = "h", main_grad: bool = False, device=None,
-                 dtype=None, router_dtype=None):
+                 dtype=None, router_dtype=None, sequence_balance_coefficient: float = 0.0):
         super().__init__()
         for name, value in (("hidden", hidden), ("intermediate", intermediate), ("experts", experts)):
             if value < 1:
@@ -52,7 +53,12 @@ class MoE(nn.Module):
             raise ValueError("router=given: MoE has a router of its own; call tessera.routed_experts with ids")
         self.top_k, self.router, self.rounding, self.step = top_k, router, rounding, 0
         self.main_grad = main_grad
+        if sequence_balance_coefficient and (rounding != "none" or router == "expert-choice"):
+            raise ValueError(f"sequence_balance_coefficient={sequence_balance_coefficient}, router={router}, "
+                             f"rounding={rounding}: a loss per sequence needs top_k experts for every token; leave it "
+                             "out")
         self.balance_coefficient, self.z_coefficient = balance_coefficient, z_coefficient
+        self.sequence_balance_coefficient = sequence_balance_coefficient
         self._activation = (activation, alpha, limit, up_offset)
         options = {"router": router, "top_k": top_k, "route_scale": route_scale, "normalize_scores": normalize_scores,
                    "groups": groups, "top_groups": top_groups, "activation": activation, "alpha": alpha,
@@ -131,8 +137,12 @@ class MoE(nn.Module):
         return (f"hidden={hidden}, intermediate={intermediate}, experts={experts}, top_k={self.top_k}, "
                 f"router={self.router}, activation={self._activation[0]}")
 
-    def forward(self, x, return_router: bool = False):
-        """o, or (o, RouterOutput) with return_router: logits, ids, weights, and counts [E], all on the device."""
+    def forward(self, x, return_router: bool = False, mask=None):
+        """o, or (o, RouterOutput) with return_router: logits, ids, weights, and counts [E], all on the device.
+
+        mask [...] bool: False for padding, which gets o = 0 and takes part in nothing (`tessera.moe`). Give it to
+        auxiliary_loss too.
+        """
         weights = (self.w_up, None, self.w_down, self.b_up, None, self.b_down)
         buffers = None
         if self.main_grad and not torch.compiler.is_compiling():
@@ -144,10 +154,14 @@ class MoE(nn.Module):
             raise TypeError(f"return_router={return_router}: must be True or False; torch.fx.symbolic_trace, which has "
                             "neither, is not served: use torch.compile or torch.export")
         result = functional.moe_with(text, choice, x, (self.w_router, self.b_router, self.selection_bias), weights,
-                                     return_router, buffers, self.step)
+                                     return_router, buffers, self.step, mask)
         if self.w_shared_up is None:
             return result
-        shared = self._shared(x)
+        if mask is None:
+            shared = self._shared(x)
+        else:
+            real = mask.unsqueeze(-1)
+            shared = torch.where(real, self._shared(torch.where(real, x, 0)), 0)
         return (result[0] + shared, result[1]) if return_router else result + shared
 
     def _shared(self, x):
@@ -155,17 +169,33 @@ class MoE(nn.Module):
         y = nn.functional.linear(activate(y, *self._activation), self.w_shared_down)
         return y if self.w_shared_gate is None else torch.sigmoid(nn.functional.linear(x, self.w_shared_gate)) * y
 
-    def auxiliary_loss(self, router: functional.RouterOutput):
-        """balance_coefficient * load-balancing loss + z_coefficient * z-loss, a scalar to add to the training loss.
+    def auxiliary_loss(self, router: functional.RouterOutput, mask=None, lengths=None, shape=None):
+        """balance_coefficient * load-balancing loss + z_coefficient * z-loss + sequence_balance_coefficient * balance
+        loss per sequence, a scalar to add to the training loss. mask: that of forward. The sequences are those of a
+        mask [B,S], of shape=(B, S), or of lengths [B] that follow each other.
 
-            o, router = layer(x, return_router=True)
-            loss = task_loss(o) + layer.auxiliary_loss(router)
+            o, router = layer(x, return_router=True, mask=mask)
+            loss = task_loss(o) + layer.auxiliary_loss(router, mask)
         """
-        if not self.balance_coefficient and not self.z_coefficient:
+        sequences = self.sequence_balance_coefficient
+        if not self.balance_coefficient and not self.z_coefficient and not sequences:
             return router.logits.new_zeros(())
+        logits, topk_ids = router.logits, None
+        if mask is not None and shape is None and lengths is None and mask.dim() == 2:
+            shape = mask.shape
+        if sequences:
+            if shape is None and lengths is None:
+                raise ValueError("sequence_balance_coefficient: the sequences are not known; give a mask [B,S], "
+                                 "shape=(B, S) or lengths=[B]")
+            topk_ids = router.topk_ids
+        if lengths is None and shape is not None:
+            logits = logits.view(*shape, -1)
+            topk_ids = None if topk_ids is None else topk_ids.view(*shape, -1)
+        mask = mask if mask is None else mask.reshape(logits.shape[:-1])
         scores = {"sqrtsoftplus": "sqrtsoftplus", "sigmoid-bias": "sigmoid", "group-limited": "sigmoid"}
-        return router_losses(router.logits, router.topk_counts, scores=scores.get(self.router, "softmax"),
-                             balance=self.balance_coefficient, z=self.z_coefficient)
+        return router_losses(logits, router.topk_counts, scores=scores.get(self.router, "softmax"),
+                             balance=self.balance_coefficient, z=self.z_coefficient, sequence_balance=sequences,
+                             topk_ids=topk_ids, lengths=lengths, mask=mask)
 
     def update_selection_bias(self, counts, rate: float = 1e-3, centered: bool = False) -> None:
         """Once per optimizer step, with the counts summed over micro-batches and data-parallel ranks."""

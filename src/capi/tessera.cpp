@@ -81,6 +81,7 @@ Status forward(tessera_context const* context, tessera_moe_desc const* c_desc,
   args.h = tensor_of(from.h);
   args.routing = buffer_of(from.routing);
   args.workspace = buffer_of(from.workspace);
+  args.token_mask = tensor_of(from.token_mask);
   return tessera::moe_forward(context->context, desc, args, {stream});
 }
 
@@ -120,6 +121,7 @@ Status backward(BackwardFunction function, tessera_context const* context,
   args.dlogits_saved = tensor_of(from.dlogits_saved);
   args.aux_dlogits = tensor_of(from.aux_dlogits);
   args.workspace = buffer_of(from.workspace);
+  args.token_mask = tensor_of(from.token_mask);
   return function(context->context, desc, args, {stream});
 }
 
@@ -140,6 +142,7 @@ Status route(tessera_context const* context, tessera_moe_desc const* c_desc,
   args.token_offsets = tensor_of(from.token_offsets);
   args.logits = tensor_of(from.logits);
   args.workspace = buffer_of(from.workspace);
+  args.token_mask = tensor_of(from.token_mask);
   return tessera::route(context->context, desc, args, {stream});
 }
 
@@ -168,16 +171,21 @@ Status router_loss(tessera_context const* context, tessera_moe_desc const* c_des
   args.losses = tensor_of(from.losses);
   args.dlogits = tensor_of(from.dlogits);
   args.workspace = buffer_of(from.workspace);
+  args.token_mask = tensor_of(from.token_mask);
+  args.topk_ids = tensor_of(from.topk_ids);
+  args.sequence_offsets = tensor_of(from.sequence_offsets);
+  args.sequence_loss = tensor_of(from.sequence_loss);
+  args.sequence_balance = from.sequence_balance;
   return tessera::router_loss(context->context, desc, args, {stream});
 }
 
 Status router_loss_workspace(tessera_context const* context, tessera_moe_desc const* c_desc,
-                             std::size_t* bytes) noexcept {
+                             std::int64_t sequences, std::size_t* bytes) noexcept {
   TESSERA_TRY(check_context(context));
   if (bytes == nullptr) return Status::invalid("bytes: null pointer; pass where to store it");
   tessera::MoeDesc desc;
   TESSERA_TRY(desc_of(c_desc, desc));
-  auto const needed = tessera::router_loss_workspace_bytes(context->context, desc);
+  auto const needed = tessera::router_loss_workspace_bytes(context->context, desc, sequences);
   if (!needed.ok()) return needed.status();
   *bytes = needed.value();
   return {};
@@ -327,7 +335,12 @@ TESSERA_C_API int tessera_routing_of_groups(tessera_context const* context,
 }
 TESSERA_C_API int tessera_router_loss_workspace(tessera_context const* context,
                                                 tessera_moe_desc const* desc, size_t* bytes) {
-  return finish(router_loss_workspace(context, desc, bytes));
+  return finish(router_loss_workspace(context, desc, 0, bytes));
+}
+TESSERA_C_API int tessera_router_loss_workspace_of(tessera_context const* context,
+                                                   tessera_moe_desc const* desc, int64_t sequences,
+                                                   size_t* bytes) {
+  return finish(router_loss_workspace(context, desc, sequences, bytes));
 }
 TESSERA_C_API int tessera_router_loss(tessera_context const* context, tessera_moe_desc const* desc,
                                       tessera_router_loss_args const* args, void* stream) {

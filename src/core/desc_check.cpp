@@ -42,10 +42,10 @@ Status check_enums(MoeDesc const& desc) noexcept {
     return Status::invalid("%s=%d: not a value of its enum; see tessera/shape.hpp", name,
                            static_cast<int>(value));
   };
-  if (!in_range(desc.dtype, DType::int64) || desc.dtype == DType::none) {
+  if (!in_range(desc.dtype, DType::uint8) || desc.dtype == DType::none) {
     return bad("dtype", desc.dtype);
   }
-  if (desc.dtype == DType::int32 || desc.dtype == DType::int64) {
+  if (desc.dtype >= DType::int32) {
     return Status::invalid("dtype=%d: storage is fp32, bf16 or fp16, not an integer type",
                            static_cast<int>(desc.dtype));
   }

@@ -18,6 +18,8 @@ inline char const* dtype_name(DType dtype) noexcept {
       return "int32";
     case DType::int64:
       return "int64";
+    case DType::uint8:
+      return "uint8";
     case DType::none:
       return "none";
   }

@@ -66,10 +66,28 @@ struct LoadCounts {
 /// C_e = balance E f_e / (S sum f) of the load-balancing loss; 0 where the sum is 0.
 TESSERA_INLINE float balance_cost(float balance, LoadCounts const& counts, std::int64_t e,
                                   LoadSum const& sum, std::int64_t scope_tokens) noexcept {
-  if (sum.real == 0) return 0.0f;
+  if (sum.real == 0 || scope_tokens == 0) return 0.0f;
   double const share = counts.real_at(e) / (sum.real * static_cast<double>(scope_tokens));
   return static_cast<float>(static_cast<double>(balance) * static_cast<double>(counts.experts) *
                             share);
+}
+
+/// C_be of a sequence's loss, of `tokens` tokens whose experts are `sum` in all; 0 where there are none.
+TESSERA_INLINE float sequence_cost(float balance, std::int64_t experts, std::int64_t count,
+                                   std::int64_t sum, std::int64_t tokens,
+                                   std::int64_t sequences) noexcept {
+  if (sum == 0) return 0.0f;
+  double const share =
+      static_cast<double>(count) / (static_cast<double>(sum) * static_cast<double>(tokens));
+  return static_cast<float>(static_cast<double>(balance) * static_cast<double>(experts) * share /
+                            static_cast<double>(sequences));
+}
+
+/// z / S, or 0 without tokens.
+TESSERA_INLINE float z_share(float z, std::int64_t scope_tokens) noexcept {
+  return scope_tokens == 0
+             ? 0.0f
+             : static_cast<float>(static_cast<double>(z) / static_cast<double>(scope_tokens));
 }
 
 /// sign(mean(f) - f_e) = sign(sum f - E f_e), of integers exact; E f_e is exact for fp32 counts too.

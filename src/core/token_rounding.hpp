@@ -94,6 +94,13 @@ TESSERA_INLINE std::int64_t rounded_count(Router const& router, std::int64_t exp
   return pairs.members + (missing < pairs.eligible ? missing : pairs.eligible);
 }
 
+/// Tokens that an expert takes by expert choice, of those that are not padding; capacity 0: an even share of all slots.
+TESSERA_INLINE std::int64_t expert_takes(std::int64_t capacity, std::int64_t eligible,
+                                         std::int64_t top_k, std::int64_t experts) noexcept {
+  std::int64_t const wanted = capacity != 0 ? capacity : (eligible * top_k + experts - 1) / experts;
+  return wanted < eligible ? wanted : eligible;
+}
+
 /// Fills in `takes` of every expert.
 inline void round_experts(Router const& router, std::int64_t experts, ExpertPairs* pairs) noexcept {
   std::int64_t carry = 0;

@@ -128,6 +128,7 @@ Status check_backward(Context const& context, MoeDesc const& desc, MoeBackwardAr
     }
   }
   check_router_gradients(desc, args, input, weights, check);
+  ops::check_token_mask(desc, args.token_mask, check);
   check_split(desc, args, pass, check);
   check.buffer("workspace", args.workspace, workspace, 1, true);
   return check.finish();
@@ -168,7 +169,11 @@ struct Backward {
       cpu::ConstRows const initial =
           args.aux_dlogits.present() ? ops::rows_of(args.aux_dlogits) : cpu::ConstRows{};
       cpu::router_dlogits(layer.desc, layer.routing,
-                          {.dscores = dscores, .initial = initial, .dlogits = dlogits}, threads);
+                          {.dscores = dscores,
+                           .initial = initial,
+                           .dlogits = dlogits,
+                           .token_mask = ops::mask_of(args.token_mask)},
+                          threads);
     }
   }
 
@@ -244,7 +249,8 @@ struct Backward {
                                                       ? ops::rows_of<G>(gradients.dw_router)
                                                       : cpu::Rows<G>{},
                                      .db_router = static_cast<G*>(gradients.db_router.data),
-                                     .mode = gradients.mode},
+                                     .mode = gradients.mode,
+                                     .token_mask = ops::mask_of(args.token_mask)},
           threads);
     });
   }

@@ -49,6 +49,18 @@ void check_router(MoeDesc const& desc, ConstTensor const& w_router, ConstTensor 
   }
 }
 
+void check_token_mask(MoeDesc const& desc, ConstTensor const& token_mask,
+                      core::TensorCheck& check) noexcept {
+  if (desc.router.kind == RouterKind::given || desc.router.replay) {
+    check.absent("token_mask", token_mask,
+                 desc.grouping == RowGrouping::slots
+                     ? "padding among given ids is an id outside [0,experts)"
+                     : "rows behind the last group are padding");
+  } else {
+    check.optional_input("token_mask", token_mask, DType::uint8, {desc.shape.tokens});
+  }
+}
+
 namespace {
 
 void run_logits(MoeDesc const& desc, RouterInputs const& inputs, cpu::MutableRows logits,
@@ -79,11 +91,19 @@ void fill_slots(MoeDesc const& desc, RouterInputs const& inputs, cpu::MutableRow
   } else if (desc.experts_vary()) {
     std::uint32_t* const ranks = plan.ranks.in(base);
     run_router(desc, inputs, logits,
-               {.ids = routing.unrounded_ids, .ids_pitch = top_k, .ranks = ranks}, threads);
+               {.ids = routing.unrounded_ids,
+                .ids_pitch = top_k,
+                .ranks = ranks,
+                .token_mask = mask_of(inputs.token_mask)},
+               threads);
     cpu::choose_tokens(desc, ranks, plan.pairs.in(base), routing, threads);
   } else {
     run_router(desc, inputs, logits,
-               {routing.topk_ids, DType::int32, top_k, {routing.scores, top_k}, routing.chosen_p},
+               {.ids = routing.topk_ids,
+                .ids_pitch = top_k,
+                .weights = {routing.scores, top_k},
+                .chosen_p = routing.chosen_p,
+                .token_mask = mask_of(inputs.token_mask)},
                threads);
   }
 }
@@ -122,6 +142,7 @@ Status check_route(Context const& context, MoeDesc const& desc, RouteArgs const&
     check.absent("token_offsets", args.token_offsets, "every token has top_k slots");
   }
   check.optional_output("logits", args.logits, DType::fp32, {s.tokens, s.experts});
+  ops::check_token_mask(desc, args.token_mask, check);
   check.buffer("workspace", args.workspace, workspace, 1, true);
   return check.finish();
 }
@@ -145,7 +166,8 @@ Status route(Context const& context, MoeDesc const& desc, RouteArgs const& args,
   ops::ForwardPlan const plan = ops::plan_route(context, desc);
   std::byte* const base = core::WorkspacePlan::align(args.workspace.data);
   cpu::Threads const threads{context.thread_pool(), plan.scratch.in(base), plan.floats_per_thread};
-  ops::RouterInputs const inputs{args.x, args.w_router, args.b_router, args.selection_bias};
+  ops::RouterInputs const inputs{args.x, args.w_router, args.b_router, args.selection_bias,
+                                 args.token_mask};
   if (desc.experts_vary()) {
     RoutingView const routing = ops::view_routing(desc, plan.routing.in(base));
     cpu::MutableRows const logits = args.logits.present()
@@ -163,7 +185,8 @@ Status route(Context const& context, MoeDesc const& desc, RouteArgs const& args,
                   {.ids = args.topk_ids.data,
                    .ids_dtype = desc.ids_dtype,
                    .ids_pitch = ids_pitch,
-                   .weights = ops::rows_of(args.topk_weights)},
+                   .weights = ops::rows_of(args.topk_weights),
+                   .token_mask = ops::mask_of(args.token_mask)},
                   threads);
   return {};
 }

@@ -14,6 +14,7 @@ struct RouterInputs {
   ConstTensor const& w_router;
   ConstTensor const& b_router;
   ConstTensor const& selection_bias;
+  ConstTensor const& token_mask;
 };
 
 /// w_router and b_router, of MoeDesc::router_storage().
@@ -21,6 +22,15 @@ void check_router_weights(MoeDesc const& desc, ConstTensor const& w_router,
                           ConstTensor const& b_router, core::TensorCheck& check) noexcept;
 void check_router(MoeDesc const& desc, ConstTensor const& w_router, ConstTensor const& b_router,
                   ConstTensor const& selection_bias, core::TensorCheck& check) noexcept;
+
+/// Routers that choose take one.
+void check_token_mask(MoeDesc const& desc, ConstTensor const& token_mask,
+                      core::TensorCheck& check) noexcept;
+
+/// Null without a mask: all tokens are real.
+inline std::uint8_t const* mask_of(ConstTensor const& token_mask) noexcept {
+  return static_cast<std::uint8_t const*>(token_mask.data);
+}
 
 /// Logits, then ids and weights of every token: the top-k choice.
 void run_router(MoeDesc const& desc, RouterInputs const& inputs, cpu::MutableRows logits,

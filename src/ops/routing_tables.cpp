@@ -169,6 +169,7 @@ cpu::SlotIds given_ids(MoeDesc const& desc, MoeForwardArgs const& args) noexcept
 
 void check_routing_inputs(MoeDesc const& desc, MoeForwardArgs const& args,
                           core::TensorCheck& check) noexcept {
+  check_token_mask(desc, args.token_mask, check);
   if (desc.router.kind == RouterKind::given) return check_given_routing(desc, args, check);
   MoeShape const& s = desc.shape;
   constexpr char const* kReason = "the layer has a router";
@@ -206,8 +207,8 @@ void make_routing_tables(MoeDesc const& desc, MoeForwardArgs const& args, Forwar
         : args.logits.present()   ? rows_of(args.logits)
                                   : cpu::MutableRows{plan.route.logits.in(base), s.experts};
     if (desc.router.replay) copy_replayed_ids(desc, args, routing);
-    fill_slots(desc, {args.x, args.w_router, args.b_router, args.selection_bias}, logits,
-               plan.route, base, routing, threads);
+    fill_slots(desc, {args.x, args.w_router, args.b_router, args.selection_bias, args.token_mask},
+               logits, plan.route, base, routing, threads);
     if (routing.logits != nullptr && args.logits.present()) {
       for (std::int64_t t = 0; t < s.tokens; ++t) {
         std::copy_n(logits[t], s.experts, rows_of(args.logits)[t]);

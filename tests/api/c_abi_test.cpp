@@ -240,6 +240,27 @@ TEST_F(CAbi, GivesLossesAndUpdatesTheBias) {
   EXPECT_NEAR(losses[0], 0.5f, 1e-6f);
   EXPECT_NEAR(losses[1], std::log(5.0f) * std::log(5.0f), 1e-5f);
   EXPECT_GT(dlogits[0], dlogits[4]);  // d_loss 0 means 1; expert 4 is the least used
+  // Sequences of two tokens and of the others; padding in both.
+  std::vector<std::int64_t> const offsets = {0, 2, tokens};
+  std::vector<std::int32_t> const ids(static_cast<std::size_t>(tokens), 1);
+  std::vector<std::uint8_t> mask(static_cast<std::size_t>(tokens), 1);
+  mask[1] = mask[static_cast<std::size_t>(tokens) - 1] = 0;
+  Floats sequence_loss(1, -1.0f);
+  args.topk_ids = c_tensor(tensor(ids.data(), {tokens, 1}));
+  args.sequence_offsets = c_tensor(tensor(offsets.data(), {3}));
+  args.token_mask = c_tensor(tensor(mask.data(), {tokens}));
+  args.sequence_loss = c_tensor(tensor(sequence_loss.data(), {1}));
+  args.sequence_balance = 2;
+  ASSERT_EQ(tessera_router_loss_workspace_of(context, &desc, 2, &bytes), TESSERA_OK);
+  workspace.resize(bytes);
+  args.workspace = {workspace.data(), workspace.size()};
+  ASSERT_EQ(tessera_router_loss(context, &desc, &args, nullptr), TESSERA_OK)
+      << tessera_last_error();
+  EXPECT_NEAR(sequence_loss[0], 2 * 5 * 0.2f, 1e-5f);
+  EXPECT_NEAR(losses[0], 0.5f, 1e-6f);
+  EXPECT_EQ(dlogits[5], 0);
+  expect_error(tessera_router_loss_workspace_of(context, &desc, -1, &bytes),
+               TESSERA_INVALID_ARGUMENT, "sequences=-1");
   Floats bias(5, 0.0f);
   tessera_selection_bias_args update = {};
   update.size = sizeof(update);

@@ -2,6 +2,7 @@
 // What the CUDA backend decides without a device: which GPUs, which layers, what an error word says.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
 #include <string>
 
@@ -109,8 +110,10 @@ TEST(CheckSupported, GroupedGemms) {
 
 TEST(ErrorWord, KeepsRuleIndexAndValue) {
   constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
-  for (BadValue const rule : {BadValue::expert_offsets, BadValue::token_offsets}) {
-    for (std::int64_t const index : {std::int64_t{0}, std::int64_t{1}, std::int64_t{0x7fffffff}}) {
+  for (BadValue const rule : {BadValue::expert_offsets, BadValue::token_offsets,
+                              BadValue::topk_counts, BadValue::sequence_offsets}) {
+    for (std::int64_t const index :
+         {std::int64_t{0}, std::int64_t{1}, std::int64_t{0x3fffffff}, std::int64_t{0x7fffffff}}) {
       for (auto const& [value, kept] : {std::pair{std::int64_t{0}, std::int64_t{0}},
                                         {7, 7},
                                         {-1, -1},
@@ -121,7 +124,7 @@ TEST(ErrorWord, KeepsRuleIndexAndValue) {
         EXPECT_NE(word, 0u);
         ErrorWord const back = ErrorWord::unpacked(word);
         EXPECT_EQ(back.rule, rule);
-        EXPECT_EQ(back.index, index);
+        EXPECT_EQ(back.index, std::min(index, std::int64_t{0x3fffffff}));
         EXPECT_EQ(back.value, kept);
       }
     }

@@ -23,13 +23,25 @@ class Losses(losses_test.Losses):
 
                     for a, b in zip(self.both(logits.cuda(), loss), self.both(logits, loss), strict=True):
                         self.assertTrue(torch.equal(a.cpu(), b), f"{scores}, E {experts}, {f.dtype}")
+                ids, lengths = logits.topk(2, dim=-1).indices, torch.tensor([tokens // 3, 0, tokens - tokens // 3])
+
+                def sequences(leaf, scores=scores, ids=ids, lengths=lengths):
+                    return router_losses(leaf, counts.to(leaf.device), scores=scores, balance=0.7, z=0.3,
+                                         sequence_balance=0.6, topk_ids=ids.to(leaf.device),
+                                         lengths=lengths.to(leaf.device), mask=leaf.detach()[:, 0] > -1)
+
+                for a, b in zip(self.both(logits.cuda(), sequences), self.both(logits, sequences), strict=True):
+                    self.assertTrue(torch.equal(a.cpu(), b), f"sequences, {scores}, E {experts}")
 
     def test_captured(self):
         logits, counts = self.data()
         leaf, bias = logits.clone().requires_grad_(), torch.zeros(24, device="cuda")
+        ids, lengths = logits.topk(2, dim=-1).indices, torch.tensor([30, 40], device="cuda")
+        mask = logits[:, 0] > -1
 
         def step():
-            loss = router_losses(leaf, counts, balance=0.7, z=0.3)
+            loss = router_losses(leaf, counts, balance=0.7, z=0.3, sequence_balance=0.5, topk_ids=ids, lengths=lengths,
+                                 mask=mask)
             tessera.selection_bias_update(bias, counts)
             return loss.detach(), *torch.autograd.grad(loss, leaf)
 
@@ -44,6 +56,8 @@ class Losses(losses_test.Losses):
         with torch.no_grad():
             leaf.copy_(logits.flip(0))
         counts.copy_(counts.flip(0))
+        mask.copy_(mask.flip(0))
+        lengths.copy_(lengths.flip(0))
         bias.zero_()
         graph.replay()
         got = [tensor.clone() for tensor in (*results, bias)]
@@ -64,6 +78,14 @@ class BadCounts(unittest.TestCase):
                      lambda: tessera.selection_bias_update(bias, counts).sum()):
             self.assertEqual(float(call()), 0)
             with self.assertRaisesRegex(ValueError, r"topk_counts\[3\]: a count of -1 "):
+                tessera.check_device_values()
+            tessera.check_device_values()
+        ids = logits.topk(2, dim=-1).indices
+        for lengths, told in (([30, 39], r"\[2\]: an offset of 69 "), ([80, -10], r"\[1\]: an offset of 80 "),
+                              ([-4, 74], r"\[1\]: an offset of -1 ")):
+            tessera.sequence_balance_loss(logits, ids, lengths=torch.tensor(lengths, device="cuda"))
+            torch.cuda.synchronize()
+            with self.assertRaisesRegex(ValueError, "sequence_offsets" + told):
                 tessera.check_device_values()
             tessera.check_device_values()
         for bad, told in ((-0.25, -1), (float("nan"), -1), (float("inf"), 2147483646)):

@@ -21,21 +21,22 @@ if torch.torch_version.TorchVersion(torch.__version__) < (2, 10):
 _WEIGHT_SCHEMA = "Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? b_gate, Tensor? b_down"
 _INPUT_SCHEMA = ("Tensor x, Tensor? topk_ids, Tensor? topk_weights, Tensor? w_router, Tensor? b_router, "
                  "Tensor? selection_bias, Tensor? expert_offsets, Tensor? row_scores, "
-                 f"{_WEIGHT_SCHEMA}, str options, SymInt step=0")
+                 f"{_WEIGHT_SCHEMA}, str options, SymInt step=0, Tensor? token_mask=None")
 _SAVED_SCHEMA = ("Tensor d_o, Tensor x, Tensor h, Tensor routing, Tensor? w_router, Tensor? b_router, "
                  f"{_WEIGHT_SCHEMA}, Tensor? aux_dlogits")
 
 _library = torch.library.Library("tessera", "DEF")
 _library.define(f"moe_forward({_INPUT_SCHEMA}) -> Tensor[]")
 _library.define(f"moe_inference({_INPUT_SCHEMA}) -> Tensor")
-_library.define(f"moe_backward({_SAVED_SCHEMA}, str options, int needs) -> Tensor[]")
+_library.define(f"moe_backward({_SAVED_SCHEMA}, str options, int needs, Tensor? token_mask=None) -> Tensor[]")
 _library.define(f"moe_backward_accumulate({_SAVED_SCHEMA}, "
                 + ", ".join(f"Tensor({letter}!)? d{name}" for letter, name in zip("abcdef", WEIGHTS, strict=True))
-                + ", str options, int needs) -> Tensor[]")
-_library.define("route(Tensor x, Tensor w_router, Tensor? b_router, Tensor? selection_bias, str options)"
-                " -> (Tensor topk_weights, Tensor topk_ids, Tensor logits)")
-_library.define("router_loss(Tensor logits, Tensor? counts, str router, float balance, float z, bool wants_gradient)"
-                " -> (Tensor loss, Tensor dlogits)")
+                + ", str options, int needs, Tensor? token_mask=None) -> Tensor[]")
+_library.define("route(Tensor x, Tensor w_router, Tensor? b_router, Tensor? selection_bias, str options, "
+                "Tensor? token_mask=None) -> (Tensor topk_weights, Tensor topk_ids, Tensor logits)")
+_library.define("router_loss(Tensor logits, Tensor? counts, str router, float balance, float z, bool wants_gradient, "
+                "float sequence_balance=0.0, Tensor? topk_ids=None, Tensor? sequence_offsets=None, "
+                "Tensor? token_mask=None) -> (Tensor loss, Tensor dlogits)")
 _library.define("update_selection_bias(Tensor(a!) selection_bias, Tensor counts, float rate, bool centered) -> ()")
 _library.define("grouped_gemm(Tensor a, Tensor b, Tensor? bias, Tensor expert_offsets, bool transpose_b) -> Tensor")
 _library.define("grouped_gemm_wgrad(Tensor a, Tensor b, Tensor expert_offsets) -> Tensor")
@@ -77,7 +78,7 @@ _library.impl("moe_inference", layer.moe_inference, "CPU")
 _library.impl("moe_inference", layer.moe_inference, "CUDA")
 torch.library.register_fake("tessera::moe_inference", _alike(layer.fake_inference), lib=_library)
 _register("moe_backward", layer.moe_backward, layer.fake_backward)
-_register("moe_backward_accumulate", layer.moe_backward_accumulate, layer.fake_backward)
+_register("moe_backward_accumulate", layer.moe_backward, layer.fake_backward)
 _register("route", route.route, route.fake_route, route.route_autograd)
 _register("router_loss", balance.router_loss, balance.fake_router_loss, balance.router_loss_autograd)
 _register("update_selection_bias", balance.update_selection_bias, balance.fake_update_selection_bias)

@@ -11,7 +11,8 @@ from torch._C._autograd import _profiler_enabled, _top_saved_tensors_default_hoo
 from torch._C._functorch import peek_interpreter_stack
 
 from tessera.ops.forward_mode import refuse_tangents
-from tessera.ops.layer import INPUTS, SAVED, backward_plan, plan_forward, run_backward
+from tessera.ops.layer import INPUTS, SAVED, backward_plan, join_inputs, join_saved, plan_forward, run_backward
+from tessera.ops.layer import split_inputs
 from tessera.ops.plans import Plan, guard, here
 from tessera.options import parse
 
@@ -102,7 +103,7 @@ class Layer(torch.autograd.Function):
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 results = torch.ops.tessera.moe_forward.default(
-                    *_spread(call.positions, tensors, len(INPUTS)), call.text, step)
+                    *join_inputs(_spread(call.positions, tensors, len(INPUTS)), call.text, step))
         ctx.save_for_backward(tensors[0], results[1], results[2], *call.kept(tensors))
         # Hooks on saved tensors may hand other strides back: then backward looks at them anew.
         alike = call.plan is not None and _top_saved_tensors_default_hooks(True) is None
@@ -143,10 +144,10 @@ class Layer(torch.autograd.Function):
         if plain:
             gradients = run_backward(everything, buffers or (), text, wanted.needs)
         elif not held:
-            gradients = torch.ops.tessera.moe_backward.default(*everything, call.text, wanted.needs)
+            gradients = torch.ops.tessera.moe_backward.default(*join_saved(everything, (), call.text, wanted.needs))
         else:
             gradients = torch.ops.tessera.moe_backward_accumulate.default(
-                *everything, *buffers, call.text, wanted.needs)
+                *join_saved(everything, buffers, call.text, wanted.needs))
         return wanted.arrange(gradients, scores_shape)
 
 
@@ -208,7 +209,7 @@ def _wanted(positions: tuple, needs_input_grad: tuple, held: tuple) -> Wanted:
 def moe_forward_autograd(*arguments) -> list[torch.Tensor]:
     refuse_tangents(*arguments)
     if torch.is_grad_enabled():
-        tensors, text, step = arguments[:14], arguments[14], (arguments[15:] or (0,))[0]
+        tensors, text, step = split_inputs(arguments)
         call = Call(text, tensors, True, True, None)
         return list(Layer.apply((call, None, step), *call.present(tensors)))
     with torch._C._AutoDispatchBelowAutograd():

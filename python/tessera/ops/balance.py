@@ -21,56 +21,67 @@ def countable(counts: torch.Tensor) -> torch.Tensor:
     return counts.to(torch.float32 if counts.dtype.is_floating_point else torch.int64)
 
 
-def router_loss(logits, counts, router, balance, z, wants_gradient):
-    """(the weighted sum of both losses, its gradient [T,E] or nothing)."""
-    key = ("router_loss", router, balance, z, wants_gradient, torch.get_num_threads(), signature((logits, counts)))
-    plan = here.plans.get(key) or _loss_plan(key, logits, counts, router, balance, z, wants_gradient)
-    losses, dlogits = plan.run([t for t in (logits, counts) if t is not None])
-    return losses.sum(), dlogits
+_INPUTS = ("logits", "topk_counts", "topk_ids", "sequence_offsets", "token_mask")
 
 
-def _loss_plan(key, logits, counts, router, balance, z, wants_gradient) -> Plan:
+def router_loss(logits, counts, router, balance, z, wants_gradient, sequence_balance=0.0, topk_ids=None,
+                sequence_offsets=None, token_mask=None):
+    """(the weighted sum of the losses, its gradient [T,E] or nothing)."""
+    tensors, weights = (logits, counts, topk_ids, sequence_offsets, token_mask), (balance, z, sequence_balance)
+    key = ("router_loss", router, weights, wants_gradient, torch.get_num_threads(), signature(tensors))
+    plan = here.plans.get(key) or _loss_plan(key, tensors, router, weights, wants_gradient)
+    losses, sequence_loss, dlogits = plan.run([t for t in tensors if t is not None])
+    return (losses.sum() if not sequence_balance else losses.sum() + sequence_loss[0]), dlogits
+
+
+def _loss_plan(key, tensors: tuple, router: str, weights: tuple, wants_gradient: bool) -> Plan:
+    logits, sequence_offsets = tensors[0], tensors[3]
     if logits.dim() != 2:
         raise ValueError(f"logits: {tuple(logits.shape)}; [T,E] are needed")
     tokens, experts = logits.shape
+    balance, z, sequence_balance = weights
+    sequences = sequence_offsets.shape[0] - 1 if sequence_balance else 0
     desc = parse(f"router={router} top_k=1").desc(
         top_k=1, tokens=tokens, hidden=1, intermediate=1, experts=experts, dtype=library.FP32,
         ids_dtype=library.INT32, separate=False, bias=False)
-    plan = Plan("router_loss", logits.device, RouterLossArgs(balance=balance, z=z), desc)
-    plan.read(("logits", "topk_counts"), (logits, counts))
+    plan = Plan("router_loss", logits.device, RouterLossArgs(balance=balance, z=z, sequence_balance=sequence_balance),
+                desc)
+    plan.read(_INPUTS, tensors)
     plan.write("losses", (2,), torch.float32)
+    plan.write("sequence_loss" if sequence_balance else None, (1 if sequence_balance else 0,), torch.float32)
     if wants_gradient:
         plan.write("dlogits", (tokens, experts), torch.float32)
     else:
         plan.write(None, (0,), torch.float32)
-    return plan.ready(key, library.router_loss_workspace_bytes(plan.context, desc))
+    return plan.ready(key, library.router_loss_workspace_bytes(plan.context, desc, sequences))
 
 
-def fake_router_loss(logits, counts, router, balance, z, wants_gradient):
+def fake_router_loss(logits, counts, router, balance, z, wants_gradient, *_):
     return logits.new_empty(()), logits.new_empty(logits.shape if wants_gradient else (0,))
 
 
 class RouterLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, counts, router, balance, z):
+    def forward(ctx, logits, counts, router, balance, z, *others):
         with torch._C._AutoDispatchBelowAutograd():
-            loss, dlogits = torch.ops.tessera.router_loss.default(logits, counts, router, balance, z, True)
+            loss, dlogits = torch.ops.tessera.router_loss.default(logits, counts, router, balance, z, True, *others)
         ctx.save_for_backward(dlogits)
         ctx.mark_non_differentiable(dlogits)
+        ctx.others = len(others)
         return loss, dlogits
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dloss, _):
-        return dloss * ctx.saved_tensors[0], None, None, None, None
+        return dloss * ctx.saved_tensors[0], *(None,) * (4 + ctx.others)
 
 
-def router_loss_autograd(logits, counts, router, balance, z, wants_gradient):
+def router_loss_autograd(logits, counts, router, balance, z, wants_gradient, *others):
     refuse_tangents(logits)
     if wants_gradient:
-        return RouterLoss.apply(logits, counts, router, balance, z)
+        return RouterLoss.apply(logits, counts, router, balance, z, *others)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.tessera.router_loss.default(logits, counts, router, balance, z, False)
+        return torch.ops.tessera.router_loss.default(logits, counts, router, balance, z, False, *others)
 
 
 def update_selection_bias(selection_bias, counts, rate, centered) -> None:

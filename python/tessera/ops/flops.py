@@ -2,15 +2,17 @@
 """FLOPs of every operator for torch.utils.flop_counter: those of its GEMMs, as work.hpp has them.
 
 R rows are computed. Forward has 2(w+1) R n d and the router's 2TdE; backward, where every gradient is wanted, twice
-that. With K experts per token R = T*K: how many rows token rounding adds and how many ids are sentinels depends on
-values that nobody reads here.
+that. With K experts per token R = T*K: how many rows token rounding adds, how many ids are sentinels and how many
+tokens are padding depends on values that nobody reads here.
 Rows that the caller grouped count as they are allocated. Elementwise work is not counted, as torch counts none.
 """
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from tessera.ops.layer import GRADIENTS, INPUTS, SAVED, WEIGHTS, intermediate_of, slots_of, top_k_of
+from tessera.ops.layer import (
+    GRADIENTS, INPUTS, SAVED, WEIGHTS, intermediate_of, slots_of, split_inputs, split_saved, top_k_of,
+)
 from tessera.options import Options, parse
 
 
@@ -28,7 +30,8 @@ def _router(named: dict):
 
 
 def _forward(*arguments, **_results):
-    named, options = dict(zip(INPUTS, arguments, strict=False)), parse(arguments[len(INPUTS)])
+    tensors, text, _ = split_inputs(arguments)
+    named, options = dict(zip(INPUTS, tensors, strict=True)), parse(text)
     rows = _rows(options, named["x"].shape[0], named["w_up"].shape[0], top_k_of(options, named["topk_ids"]))
     router = _router(named) if options.has_router else 0
     return (options.up_width + 1) * _projection(options, named, rows) + router
@@ -36,9 +39,10 @@ def _forward(*arguments, **_results):
 
 def _backward(*arguments, **_results):
     """Of the gradients that are wanted: da is made for any of them, and h once more where forward kept x alone."""
-    named, options, needs = dict(zip(SAVED, arguments, strict=False)), parse(arguments[-2]), arguments[-1]
+    tensors, buffers, text, needs = split_saved(arguments)
+    named, options = dict(zip(SAVED, tensors, strict=True)), parse(text)
     wanted = {name for bit, name in enumerate(GRADIENTS) if needs >> bit & 1}
-    buffers = arguments[len(SAVED):-2]  # of moe_backward_accumulate, which adds those gradients there
+    # Those of moe_backward_accumulate, which adds these gradients there.
     wanted |= {"d" + name for name, buffer in zip(WEIGHTS, buffers, strict=bool(buffers)) if buffer is not None}
     if options.has_router:
         rows = _rows(options, named["x"].shape[0], named["w_up"].shape[0], options.top_k)

@@ -52,7 +52,7 @@ def _check_types(x: torch.Tensor, tensors: dict) -> None:
 # --- forward
 
 INPUTS = ("x", "topk_ids", "topk_weights", "w_router", "b_router", "selection_bias", "expert_offsets", "row_scores",
-           *WEIGHTS)
+          *WEIGHTS, "token_mask")
 
 
 def top_k_of(options: Options, topk_ids: torch.Tensor | None):
@@ -101,13 +101,23 @@ def _run_forward(tensors: tuple, text: str, step: int, training: bool) -> list[t
     return plan_forward(tensors, text, step, training).run(present(tensors), step=step)
 
 
-# In the kernels `arguments` are the tensors of INPUTS, then options and step.
+def split_inputs(arguments: tuple) -> tuple:
+    """(tensors as INPUTS, options, step) of the operators' arguments, whose last ones, step and mask, may be absent."""
+    token_mask = arguments[16] if len(arguments) > 16 else None
+    return (*arguments[:14], token_mask), arguments[14], arguments[15] if len(arguments) > 15 else 0
+
+
+def join_inputs(tensors: tuple, text: str, step: int) -> tuple:
+    """The arguments of the operators."""
+    return (*tensors[:14], text, step, tensors[14])
+
+
 def moe_forward(*arguments) -> list[torch.Tensor]:
-    return _run_forward(arguments[:14], arguments[14], *arguments[15:] or (0,), True)
+    return _run_forward(*split_inputs(arguments), True)
 
 
 def moe_inference(*arguments) -> torch.Tensor:
-    return _run_forward(arguments[:14], arguments[14], *arguments[15:] or (0,), False)[0]
+    return _run_forward(*split_inputs(arguments), False)[0]
 
 
 def fake_forward(*arguments) -> list[torch.Tensor]:
@@ -130,7 +140,7 @@ def fake_inference(*arguments) -> torch.Tensor:
 
 # --- backward
 
-SAVED = ("d_o", "x", "h", "routing", "w_router", "b_router", *WEIGHTS, "aux_dlogits")
+SAVED = ("d_o", "x", "h", "routing", "w_router", "b_router", *WEIGHTS, "aux_dlogits", "token_mask")
 _WEIGHT_GRADIENT_WORDS = tuple(field_word(BackwardArgs, "d" + name) for name in WEIGHTS)
 
 
@@ -233,17 +243,26 @@ def _weights_plan(key, tensors: tuple, text: str, needs: int) -> Plan:
     return plan.ready(key, library.moe_workspace_bytes(plan.context, desc, library.PASS_BACKWARD_WEIGHTS))
 
 
+def split_saved(arguments: tuple) -> tuple:
+    """(tensors as SAVED, buffers, options, needs) of the operators' arguments, in which the mask comes last, or is left
+    out."""
+    at = next(i for i, argument in enumerate(arguments) if isinstance(argument, str))
+    tensors, buffers = arguments[:13], arguments[13:at]
+    return (*tensors, *(arguments[at + 2:] or (None,))), buffers, arguments[at], arguments[at + 1]
+
+
+def join_saved(tensors: tuple, buffers: tuple, text: str, needs: int) -> tuple:
+    """The arguments of the operators."""
+    return (*tensors[:13], *buffers, text, needs, tensors[13])
+
+
 def moe_backward(*arguments) -> list[torch.Tensor]:
-    return run_backward(arguments[:-2], (), *arguments[-2:])
-
-
-def moe_backward_accumulate(*arguments) -> list[torch.Tensor]:
-    count = len(SAVED)
-    return run_backward(arguments[:count], arguments[count:-2], *arguments[-2:])
+    return run_backward(*split_saved(arguments))
 
 
 def fake_backward(*arguments) -> list[torch.Tensor]:
-    named, options, needs = dict(zip(SAVED, arguments, strict=False)), parse(arguments[-2]), arguments[-1]
+    tensors, _, text, needs = split_saved(arguments)
+    named, options = dict(zip(SAVED, tensors, strict=True)), parse(text)
     shapes = _gradient_shapes(options, named)
     wanted = [name for bit, name in enumerate(GRADIENTS) if needs >> bit & 1]
     return [named["x"].new_empty(shapes[name][0], dtype=shapes[name][1]) for name in wanted]

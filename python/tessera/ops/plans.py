@@ -18,7 +18,7 @@ from tessera import library
 from tessera.ops import memory
 
 DTYPES = {torch.float32: library.FP32, torch.bfloat16: library.BF16, torch.int32: library.INT32,
-          torch.int64: library.INT64}
+          torch.int64: library.INT64, torch.bool: library.UINT8, torch.uint8: library.UINT8}
 KINDS = {"cpu": library.CPU, "cuda": library.CUDA}
 MAX_PLANS = 1024  # per thread; a plan is about 8 KB
 SCRATCH_BYTES = 1 << 30  # of a CPU thread

@@ -9,17 +9,17 @@ from tessera.ops.forward_mode import refuse_tangents
 from tessera.ops.plans import DTYPES, Plan, here, router_dtype, signature
 from tessera.options import Options, parse
 
-_ROUTE_INPUTS = ("x", "w_router", "b_router", "selection_bias")
+_ROUTE_INPUTS = ("x", "w_router", "b_router", "selection_bias", "token_mask")
 
 
-def route(*arguments) -> tuple:
-    *tensors, text = arguments
+def route(x, w_router, b_router, selection_bias, text, token_mask=None) -> tuple:
+    tensors = (x, w_router, b_router, selection_bias, token_mask)
     key = ("route", text, torch.get_num_threads(), signature(tensors))
     plan = here.plans.get(key) or _route_plan(key, tensors, text)
     return tuple(plan.run([t for t in tensors if t is not None]))
 
 
-def _route_plan(key, tensors: list, text: str) -> Plan:
+def _route_plan(key, tensors: tuple, text: str) -> Plan:
     x, w_router = tensors[:2]
     if x.dim() != 2 or w_router.dim() != 2:
         raise ValueError(f"x: {tuple(x.shape)}, w_router: {tuple(w_router.shape)}; [T,d] and [E,d] are needed")
@@ -35,7 +35,7 @@ def _route_plan(key, tensors: list, text: str) -> Plan:
     return plan.ready(key, library.moe_workspace_bytes(plan.context, desc, library.PASS_ROUTE))
 
 
-def fake_route(x, w_router, b_router, selection_bias, options):
+def fake_route(x, w_router, b_router, selection_bias, options, token_mask=None):
     choice = (x.shape[0], parse(options).top_k)
     return (x.new_empty(choice, dtype=torch.float32), x.new_empty(choice, dtype=torch.int32),
             x.new_empty((x.shape[0], w_router.shape[0]), dtype=torch.float32))
@@ -43,11 +43,11 @@ def fake_route(x, w_router, b_router, selection_bias, options):
 
 class Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w_router, b_router, selection_bias, options):
+    def forward(ctx, x, w_router, b_router, selection_bias, options, token_mask=None):
         with torch._C._AutoDispatchBelowAutograd():
-            results = torch.ops.tessera.route.default(x, w_router, b_router, selection_bias, options)
+            results = torch.ops.tessera.route.default(x, w_router, b_router, selection_bias, options, token_mask)
         topk_weights, topk_ids, logits = results
-        ctx.save_for_backward(x, w_router, topk_ids, topk_weights, logits)
+        ctx.save_for_backward(x, w_router, topk_ids, topk_weights, logits, token_mask)
         ctx.options, ctx.has_bias = options, b_router is not None
         ctx.mark_non_differentiable(topk_ids)
         ctx.set_materialize_grads(False)
@@ -55,17 +55,22 @@ class Route(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dweights, _dids, dlogits):
-        x, w_router, topk_ids, topk_weights, logits = ctx.saved_tensors
+        x, w_router, topk_ids, topk_weights, logits, token_mask = ctx.saved_tensors
+        if token_mask is not None:
+            topk_ids = topk_ids.clamp(min=0)  # of padding, whose gradients are dropped below
         if dweights is not None:
             through = router_gradient(parse(ctx.options), logits, topk_ids, topk_weights, dweights)
             dlogits = through if dlogits is None else through + dlogits
         if dlogits is None:
-            return (None,) * 5
+            return (None,) * 6
+        if token_mask is not None:  # padding may be anything, NaN too
+            real = token_mask.unsqueeze(-1)
+            dlogits, x = torch.where(real, dlogits, 0), torch.where(real, x, 0)
         rows = dlogits.to(w_router.dtype)
         wants = ctx.needs_input_grad
         return ((rows @ w_router).to(x.dtype) if wants[0] else None,
                 rows.mT @ x.to(w_router.dtype) if wants[1] else None,
-                dlogits.sum(0).to(w_router.dtype) if wants[2] else None, None, None)
+                dlogits.sum(0).to(w_router.dtype) if wants[2] else None, None, None, None)
 
 
 def router_gradient(options: Options, logits, topk_ids, topk_weights, dweights):

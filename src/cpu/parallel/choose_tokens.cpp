@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Token rounding and expert choice: expert e keeps its m_e pairs of highest rank.
 //   token rounding  m_e by core/token_rounding.hpp; members of the top-k choice rank above others
-//   expert choice   m_e = expert_capacity(), no members: pairs rank by p
+//   expert choice   m_e = capacity, or ceil(T*K/E) of the T tokens that are eligible; no members: pairs rank by p
 // Ranks stand as [E,T]; a pair that is not kept becomes 0. Then slots are emitted by token and expert. The order of
 // pairs is total, so what is kept does not depend on how it is found.
 #include <algorithm>
@@ -117,7 +117,10 @@ void choose_tokens(MoeDesc const& desc, std::uint32_t* ranks, core::ExpertPairs*
   threads.pool.run(experts, [&](std::int64_t e, int slot) {
     auto* const scratch = reinterpret_cast<std::uint32_t*>(threads.scratch(slot));
     pairs[e] = inspect(desc.router, ranks + e * tokens, tokens, scratch);
-    pairs[e].takes = desc.experts_choose() ? desc.expert_capacity() : 0;
+    pairs[e].takes =
+        desc.experts_choose()
+            ? core::expert_takes(desc.router.capacity, pairs[e].eligible, desc.shape.top_k, experts)
+            : 0;
   });
   if (desc.rounds_tokens()) core::round_experts(desc.router, experts, pairs);
   threads.pool.run(experts, [&](std::int64_t e, int slot) {

@@ -33,6 +33,8 @@ struct Selection {
   MutableRows weights = {};
   float* chosen_p = nullptr;
   std::uint32_t* ranks = nullptr;  ///< [E,T] core::pair_rank
+  /// [T] or null, read: tokens of 0 get ids -1, weights 0 and no rank.
+  std::uint8_t const* token_mask = nullptr;
 };
 void select_experts(MoeDesc const& desc, ConstRows logits, float const* selection_bias,
                     Selection const& out, Threads const& threads) noexcept;
@@ -150,6 +152,7 @@ struct RouterDlogitsArgs {
   float const* dscores = nullptr;
   ConstRows initial = {};
   MutableRows dlogits = {};
+  std::uint8_t const* token_mask = nullptr;  ///< [T] or null; zeros for tokens of 0
 };
 void router_dlogits(MoeDesc const& desc, RoutingView const& routing, RouterDlogitsArgs const& args,
                     Threads const& threads) noexcept;
@@ -169,6 +172,7 @@ struct RouterWgradArgs {
   Rows<G> dw_router;
   G* db_router = nullptr;
   GradientMode mode = GradientMode::write;
+  std::uint8_t const* token_mask = nullptr;  ///< [T] or null; rows of tokens of 0 are not read
 };
 template <class T, class G>
 void router_wgrad(MoeDesc const& desc, RouterWgradArgs<T, G> const& args,

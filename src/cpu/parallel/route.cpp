@@ -85,6 +85,19 @@ void rank_pairs(MoeDesc const& desc, float const* logits, Scratch const& scratch
   }
 }
 
+/// A token that is padding.
+void choose_nothing(MoeDesc const& desc, Selection const& out, std::int64_t token) noexcept {
+  std::int64_t const experts = desc.shape.experts, tokens = desc.shape.tokens,
+                     k_max = desc.experts_choose() ? 0 : desc.shape.top_k;
+  for (std::int64_t k = 0; k < k_max; ++k) store_id(out, token, k, -1);
+  if (out.ranks != nullptr) {
+    for (std::int64_t e = 0; e < experts; ++e) out.ranks[e * tokens + token] = 0;
+    return;
+  }
+  std::fill_n(out.weights[token], k_max, 0.0f);
+  if (out.chosen_p != nullptr) std::fill_n(out.chosen_p + token * k_max, k_max, 0.0f);
+}
+
 }  // namespace
 
 std::int64_t select_scratch_floats(MoeDesc const& desc) noexcept { return 9 * desc.shape.experts; }
@@ -127,6 +140,10 @@ void select_experts(MoeDesc const& desc, ConstRows logits, float const* selectio
     Scratch const scratch = scratch_of(desc, threads.scratch(slot));
     std::int64_t const end = std::min(tokens, (block + 1) * kRouterTokens);
     for (std::int64_t t = block * kRouterTokens; t < end; ++t) {
+      if (out.token_mask != nullptr && out.token_mask[t] == 0) {
+        choose_nothing(desc, out, t);
+        continue;
+      }
       if (desc.experts_choose()) {
         rank_pairs(desc, logits[t], scratch, 0, 1.0f, out.ranks + t);
         continue;

@@ -176,6 +176,7 @@ void router_dlogits(MoeDesc const& desc, RoutingView const& routing, RouterDlogi
       float const* const logits =
           routing.logits != nullptr ? routing.logits + t * experts : nullptr;
       std::fill_n(dlogits, experts, 0.0f);
+      if (args.token_mask != nullptr && args.token_mask[t] == 0) continue;
       // With a softmax over all, members and additions have one formula: F.
       bool const over_all = has_softmax_over_all(router.kind);
       if (desc.rounds_tokens() && !over_all) {
@@ -222,8 +223,40 @@ template void router_dgrad(MoeDesc const&, ConstRows, Rows<Bf16 const>, Rows<Bf1
 template void router_dgrad(MoeDesc const&, ConstRows, Rows<float const>, Rows<Bf16>,
                            Threads const&) noexcept;
 
+namespace {
+
+/// Copies of a block of rows without padding: dlogits [kReductionBlock,E], then x [kReductionBlock,kColumnBlock].
+std::int64_t packed_floats(MoeDesc const& desc) noexcept {
+  return kReductionBlock * (desc.shape.experts + kColumnBlock);
+}
+
+/// Adds the products of all real tokens, block by block; those of padding are no part of a block.
+template <class T, class G>
+void add_packed(RouterWgradArgs<T, G> const& args, std::int64_t tokens, std::int64_t experts,
+                std::int64_t column, std::int64_t columns, float* memory,
+                WgradSum<G>& sum) noexcept {
+  auto* const x = reinterpret_cast<T*>(memory + kReductionBlock * experts);
+  MutableRows const dlogits{memory, experts};
+  Rows<T> const rows{x, kColumnBlock};
+  std::int64_t count = 0;
+  auto const add = [&] {
+    sum.add(count, left_operand(ConstRows{memory, experts}.matrix().transposed()),
+            right_operand(Rows<T const>{x, kColumnBlock}.matrix()));
+    count = 0;
+  };
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    if (args.token_mask[t] == 0) continue;
+    std::copy_n(args.dlogits[t], experts, dlogits[count]);
+    std::copy_n(args.x[t] + column, columns, rows[count]);
+    if (++count == kReductionBlock) add();
+  }
+  if (count > 0) add();
+}
+
+}  // namespace
+
 std::int64_t router_wgrad_scratch(MoeDesc const& desc) noexcept {
-  return wgrad_sum_floats(desc.shape.experts, kColumnBlock);
+  return wgrad_sum_floats(desc.shape.experts, kColumnBlock) + packed_floats(desc);
 }
 
 template <class T, class G>
@@ -231,12 +264,22 @@ void router_wgrad(MoeDesc const& desc, RouterWgradArgs<T, G> const& args,
                   Threads const& threads) noexcept {
   std::int64_t const tokens = desc.shape.tokens, experts = desc.shape.experts,
                      d = desc.shape.hidden;
+  auto const is_real = [&](std::int64_t t) {
+    return args.token_mask == nullptr || args.token_mask[t] != 0;
+  };
+  std::int64_t real = 0;
+  for (std::int64_t t = 0; t < tokens; ++t) real += is_real(t) ? 1 : 0;
   std::int64_t const blocks =
       args.dw_router.data == nullptr ? 0 : (d + kColumnBlock - 1) / kColumnBlock;
   threads.pool.run(blocks, [&](std::int64_t block, int slot) {
     std::int64_t const column = block * kColumnBlock, columns = std::min(kColumnBlock, d - column);
-    WgradSum<G> sum(experts, columns, tokens, args.dw_router.matrix().from(0, column), args.mode,
+    WgradSum<G> sum(experts, columns, real, args.dw_router.matrix().from(0, column), args.mode,
                     threads.scratch(slot));
+    if (args.token_mask != nullptr) {
+      add_packed(args, tokens, experts, column, columns,
+                 threads.scratch(slot) + wgrad_sum_floats(experts, kColumnBlock), sum);
+      return sum.finish();
+    }
     for (std::int64_t t = 0; t < tokens; t += kReductionBlock) {
       sum.add(std::min(kReductionBlock, tokens - t),
               left_operand(args.dlogits.matrix().from(t, 0).transposed()),
@@ -248,9 +291,10 @@ void router_wgrad(MoeDesc const& desc, RouterWgradArgs<T, G> const& args,
   float* const sum = threads.scratch(0);  // [E] <= router_wgrad_scratch
   std::fill_n(sum, experts, 0.0f);
   for (std::int64_t t = 0; t < tokens; ++t) {
+    if (!is_real(t)) continue;
     for (std::int64_t e = 0; e < experts; ++e) sum[e] += args.dlogits[t][e];
   }
-  store_bias_gradient(sum, experts, tokens > 0, args.mode, args.db_router);
+  store_bias_gradient(sum, experts, real > 0, args.mode, args.db_router);
 }
 
 template void router_wgrad(MoeDesc const&, RouterWgradArgs<float, float> const&,

@@ -12,9 +12,14 @@ namespace tessera::cpu {
 struct RouterLoss {
   ConstRows logits;             ///< [T,E]
   float const* cost = nullptr;  ///< [E]: C_e = balance E f_e / (S sum f)
-  float z = 0;                  ///< z / S
+  std::int32_t const* order =
+      nullptr;            ///< [T]: `real` real tokens, then padding; null: all tokens are real
+  std::int64_t real = 0;  ///< T without a mask
+  float const* sequence_cost = nullptr;       ///< [B,E] C_be, or null
+  std::int32_t const* sequence_of = nullptr;  ///< [T], with it: the sequence of a token
+  float z = 0;                                ///< z / S
   float d_loss = 1;
-  /// [2, router_loss_blocks]: load balancing and z of each block of tokens
+  /// [3, router_loss_blocks]: load balancing, z and sequences, of each block of tokens
   float* partial_losses = nullptr;
   MutableRows dlogits = {};  ///< [T,E]; null data: not wanted
 };

@@ -24,7 +24,7 @@ struct ChooseTokensArguments {
   int32_t experts;                   // E
   int32_t top_k;                     // K <= E
   Router router;
-  int64_t capacity;            // expert_choice: tokens of each expert
+  int64_t capacity;            // expert_choice: tokens of each expert; 0: an even share
   int32_t groups, top_groups;  // group_limited: both resolved, groups <= 32
   int64_t slots;               // P < 2^31
 
@@ -33,6 +33,8 @@ struct ChooseTokensArguments {
   float* gmem_scores;           // (P); 0 from there on
   int32_t* gmem_topk_counts;    // (E) of the top-k choice, before rounding; or null
   void* gmem_workspace;         // choose_tokens_workspace_bytes, 16-byte aligned, any content
+  /// (T) or null: tokens of 0 are padding, whose pairs have no rank.
+  uint8_t const* gmem_token_mask = nullptr;
 };
 
 __host__ __device__ constexpr int64_t choice_blocks(int64_t tokens) {

@@ -65,6 +65,7 @@ struct RouterDlogitsArguments {
   RouterKind kind;     // any but given
   float route_scale;
   bool normalize_scores;
+  uint8_t const* gmem_token_mask = nullptr;  // (T) or null: aux of tokens of 0 is not read
 };
 
 /// The same after token rounding, of routers without a softmax over all: the gradient also reaches experts of the top-k
@@ -119,26 +120,46 @@ struct RouterWgradArguments {
   int32_t* gmem_tile_counter;  // one int, 0 before and after every launch
   bool starts_early = false;   // while the kernel ahead in the stream ends
   int32_t terms = 1;
+  /// With padding: row i of dlogits is that of token gmem_order[i], and the chunks, as many as
+  /// router_wgrad_most_chunks(), end where real tokens do. Null: all tokens are real.
+  int32_t const* gmem_order = nullptr;          // (T)
+  int32_t const* gmem_chunk_offsets = nullptr;  // (chunks + 1)
 };
 
 /// Columns of a tile: with many experts the tensor cores are the bound, and wide tiles load less for each product.
-constexpr int router_wgrad_tile_experts(int64_t experts) { return experts >= 256 ? 256 : 128; }
+__host__ __device__ constexpr int router_wgrad_tile_experts(int64_t experts) {
+  return experts >= 256 ? 256 : 128;
+}
 
-/// Tokens of a chunk: about 132 tiles of 128 columns of x in all, of at least 512 tokens each.
-constexpr int64_t router_wgrad_chunk(int64_t tokens, int64_t hidden, int64_t experts) {
+constexpr int64_t kRouterWgradChunk = 512;  // tokens, at least
+
+/// As many chunks as make about 132 tiles of 128 columns of x in all.
+__host__ __device__ constexpr int64_t router_wgrad_wanted_chunks(int64_t hidden, int64_t experts) {
   int64_t const width = router_wgrad_tile_experts(experts);
   int64_t const tiles = (hidden + 127) / 128 * ((experts + width - 1) / width);
-  int64_t const chunks = tiles < 132 ? 132 / tiles : 1;
+  return tiles < 132 ? 132 / tiles : 1;
+}
+/// Tokens of a chunk.
+__host__ __device__ constexpr int64_t router_wgrad_chunk(int64_t tokens, int64_t hidden,
+                                                         int64_t experts) {
+  int64_t const chunks = router_wgrad_wanted_chunks(hidden, experts);
   int64_t const rows = (tokens + chunks - 1) / chunks;
-  return rows < 512 ? 512 : (rows + 63) / 64 * 64;
+  return rows < kRouterWgradChunk ? kRouterWgradChunk : (rows + 63) / 64 * 64;
 }
 constexpr int64_t router_wgrad_chunks(int64_t tokens, int64_t hidden, int64_t experts) {
   int64_t const rows = router_wgrad_chunk(tokens, hidden, experts);
   return tokens > rows ? (tokens + rows - 1) / rows : 1;
 }
+/// No number of real tokens up to `tokens` has more chunks.
+__host__ __device__ constexpr int64_t router_wgrad_most_chunks(int64_t tokens, int64_t hidden,
+                                                               int64_t experts) {
+  int64_t const wanted = router_wgrad_wanted_chunks(hidden, experts);
+  int64_t const possible = (tokens + kRouterWgradChunk - 1) / kRouterWgradChunk;
+  return possible < 1 ? 1 : possible < wanted ? possible : wanted;
+}
 /// Elements of the chunks' sums, of whole tiles of columns of x.
 constexpr int64_t router_wgrad_partials(int64_t tokens, int64_t hidden, int64_t experts) {
-  return router_wgrad_chunks(tokens, hidden, experts) * experts * ((hidden + 127) / 128 * 128);
+  return router_wgrad_most_chunks(tokens, hidden, experts) * experts * ((hidden + 127) / 128 * 128);
 }
 
 /// The fast kernels, for calls that refuse() of layer/select.hpp lets pass: launch on `stream`; allocate nothing, wait

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // choose_tokens: expert e keeps its m_e pairs (token, e) of highest rank; slots by token, then expert.
 //   token rounding  m_e by core/token_rounding.hpp; members of the top-k choice rank above others
-//   expert choice   m_e = capacity, no members: pairs rank by p
+//   expert choice   m_e = capacity, or an even share of the slots of all real tokens, no members: pairs rank by p
 // Shapes   ranks (E,T) and blocks' counts of slots, as rank_pairs leaves them; ids, scores (P), token_offsets (T+1)
 // Work     reads 4TE of ranks twice, out of L2 where they fit; writes 8P + 4T
 // Schedule kernels in the stream's order, choose_tokens_..
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kCtas)
     pairs.members = column.members();
     pairs.eligible = column.eligible();
     if (p.gmem_topk_ids == nullptr) {
-      pairs.takes = p.capacity;
+      pairs.takes = core::expert_takes(p.capacity, pairs.eligible, p.top_k, p.experts);
     } else {
       auto const rem = static_cast<int>(core::beyond_tile(pairs.members, p.router.tile));
       if (p.router.round == Rounding::nr_s && rem != 0) {

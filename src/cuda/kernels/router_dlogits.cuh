@@ -20,6 +20,7 @@
 #include "../block/fold.cuh"
 #include "../host/launch.hpp"
 #include "../host/router_backward.hpp"
+#include "../host/token_mask.hpp"
 #include "core/router_math.hpp"
 
 namespace tessera::cuda {
@@ -160,7 +161,7 @@ __device__ __forceinline__ void dlogits_over_all(RouterDlogitsArguments const& p
 // Four experts of a row, E a multiple of 4; of the caller's copy alone the rows need not be aligned.
 __device__ __forceinline__ void put_four(RouterDlogitsArguments const& p, int64_t token, int expert,
                                          float4 value) {
-  if (p.gmem_aux_dlogits != nullptr) {
+  if (p.gmem_aux_dlogits != nullptr && is_real(p.gmem_token_mask, token)) {
     float const* const gmem_aux = p.gmem_aux_dlogits + token * p.aux_pitch + expert;
     value.x += gmem_aux[0];
     value.y += gmem_aux[1];
@@ -190,7 +191,9 @@ __device__ __forceinline__ void put_four(RouterDlogitsArguments const& p, int64_
 
 __device__ __forceinline__ void put_one(RouterDlogitsArguments const& p, int64_t token, int expert,
                                         float value) {
-  if (p.gmem_aux_dlogits != nullptr) value += p.gmem_aux_dlogits[token * p.aux_pitch + expert];
+  if (p.gmem_aux_dlogits != nullptr && is_real(p.gmem_token_mask, token)) {
+    value += p.gmem_aux_dlogits[token * p.aux_pitch + expert];
+  }
   int64_t const at = token * p.experts + expert;
   if (!p.dlogits_are_scratch) p.gmem_dlogits[at] = value;
   if (p.gmem_rounded != nullptr) {

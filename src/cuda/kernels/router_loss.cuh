@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // router_loss: losses of the logits l and their gradient dl, by the formulas of cpu/parallel/router_loss.cpp
 //   load balancing  sum_t sum_e C_e p~_te,  p~ = softmax(l), or p / (sum p + 1e-20) for routers with a p of their own
+//   of sequences    the same with C_be of the token's sequence b; kSequences: a kernel of its own
 //   z-loss          z/S sum_t lse_t^2
 // Shapes   l, dl (T,E) fp32, C (E), partials (2,blocks), losses (2)
 // Work     reads 4TE once, writes 4TE (losses alone: nothing) and 8 bytes per 32 tokens
 // Schedule router_loss       a CTA per block of 32 tokens, a warp per token: lane l holds experts l, 32+l, ..; then a
-//                            warp per loss adds up the block
+//                            warp per loss adds up the block. With padding blocks hold the real tokens first
 //          router_loss_sums  a warp per loss adds up the blocks
 // Numerics fp32, compiled without contraction; sums over experts, tokens and blocks go round the lanes and fold them by
 //          halves: the bits of the CPU
@@ -28,16 +29,16 @@ namespace tessera::cuda {
 struct RouterLossConfig {
   static constexpr int kWarps = 8;
   static constexpr int kThreads = kWarps * arch::kWarpThreads;
-  static constexpr int kLosses = 2;
+  static constexpr int kLosses = kRouterLosses;
   static constexpr int kMaxExperts = 1024;
 };
 
 struct TokenLoss {
-  float balance = 0, z = 0;
+  float balance = 0, z = 0, sequence = 0;
 };
 
 // What a lane holds of one token's experts; zeros behind the last one, which leave every sum as it is.
-template <int kLaneExperts, bool kOwnP>
+template <int kLaneExperts, bool kOwnP, bool kSequences>
 struct LaneRow {
   RouterLossArguments const& p;
   float softmax[kLaneExperts];
@@ -87,17 +88,32 @@ struct LaneRow {
 
   __device__ TokenLoss loss(int64_t token, float const (&cost)[kLaneExperts]) {
     float const lse = load(p.gmem_logits + token * p.logits_pitch);
-    float const own_sum = divisor();
+    float const own_sum = divisor(), z = p.gmem_cost[p.experts];
     float partial = 0;
     for_each([&](int i, int) {
       partial += cost[i] * (kOwnP ? own_p[kOwnP ? i : 0] / own_sum : softmax[i]);
     });
-    float const mean = block::fold_sum(partial);
+    float const balance = block::fold_sum(partial);
+    float sequence = 0;
+    float const* gmem_sequence_cost = nullptr;
+    if constexpr (kSequences) {
+      int const own = p.gmem_sequence_of[token];
+      if (own >= 0) gmem_sequence_cost = p.gmem_sequence_cost + own * int64_t{p.experts};
+      partial = 0;
+      if (gmem_sequence_cost != nullptr) {
+        for_each([&](int i, int e) {
+          partial += gmem_sequence_cost[e] * (kOwnP ? own_p[kOwnP ? i : 0] / own_sum : softmax[i]);
+        });
+      }
+      sequence = block::fold_sum(partial);
+    }
+    float const mean = kSequences ? balance + sequence : balance;
     if (p.gmem_dlogits != nullptr) {
       float* const gmem_row = p.gmem_dlogits + token * p.dlogits_pitch;
-      float const two_z = 2.0f * p.z;  // times lse it may overflow, where a softmax of 0 follows
+      float const two_z = 2.0f * z;  // times lse it may overflow, where a softmax of 0 follows
       for_each([&](int i, int e) {
-        float const centered = cost[i] - mean;
+        float const other = kSequences && gmem_sequence_cost != nullptr ? gmem_sequence_cost[e] : 0;
+        float const centered = (kSequences ? cost[i] + other : cost[i]) - mean;
         float of_balance;
         if constexpr (kOwnP) {
           of_balance = core::own_p_gradient(p.kind, own_p[i], centered, own_sum);
@@ -107,28 +123,42 @@ struct LaneRow {
         gmem_row[e] = p.d_loss * (of_balance + two_z * softmax[i] * lse);
       });
     }
-    return {mean, p.z * lse * lse};
+    return {balance, z * lse * lse, sequence};
+  }
+
+  __device__ void clear(int64_t token) const {
+    if (p.gmem_dlogits == nullptr) return;
+    float* const gmem_row = p.gmem_dlogits + token * p.dlogits_pitch;
+    for_each([&](int, int e) { gmem_row[e] = 0; });
   }
 };
 
-template <class Config, int kLaneExperts, bool kOwnP>
+template <class Config, int kLaneExperts, bool kOwnP, bool kSequences>
 __global__ void __launch_bounds__(Config::kThreads)
     router_loss(__grid_constant__ RouterLossArguments const p) {
   static_assert(core::kLossTokens == arch::kWarpThreads, "a lane per token of a block");
   __shared__ float smem_losses[Config::kLosses][core::kLossTokens];
   int const warp = arch::warp_idx(), lane = arch::lane_idx();
-  LaneRow<kLaneExperts, kOwnP> row{p};
+  LaneRow<kLaneExperts, kOwnP, kSequences> row{p};
+  int64_t const real = p.gmem_order != nullptr ? *p.gmem_count : p.tokens;
   float cost[kLaneExperts] = {};
   row.for_each([&](int i, int e) { cost[i] = p.gmem_cost[e]; });
   for (int i = warp; i < core::kLossTokens; i += Config::kWarps) {
-    int64_t const token = int64_t{blockIdx.x} * core::kLossTokens + i;
-    TokenLoss const own = token < p.tokens ? row.loss(token, cost) : TokenLoss{};
+    int64_t const place = int64_t{blockIdx.x} * core::kLossTokens + i;
+    int64_t const token = p.gmem_order != nullptr && place < p.tokens ? p.gmem_order[place] : place;
+    TokenLoss own;
+    if (place < real) {
+      own = row.loss(token, cost);
+    } else if (place < p.tokens) {
+      row.clear(token);
+    }
     if (lane == 0) {
       smem_losses[0][i] = own.balance;
       smem_losses[1][i] = own.z;
+      smem_losses[2][i] = own.sequence;
     }
   }
-  if (p.gmem_losses == nullptr) return;
+  if (!p.wants_losses()) return;
   __syncthreads();
   if (warp >= Config::kLosses) return;
   float const sum = block::fold_sum(smem_losses[warp][lane]);
@@ -139,6 +169,10 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kLosses* arch::kWarpThreads)
     router_loss_sums(__grid_constant__ RouterLossArguments const p) {
   int const loss = arch::warp_idx();
+  float* const gmem_loss = loss == 2                  ? p.gmem_sequence_loss
+                           : p.gmem_losses != nullptr ? p.gmem_losses + loss
+                                                      : nullptr;
+  if (gmem_loss == nullptr) return;
   int64_t const blocks = loss_blocks(p.tokens);
   float const* const gmem_partials = p.gmem_partials + loss * blocks;
   float partial = 0;
@@ -147,7 +181,7 @@ __global__ void __launch_bounds__(Config::kLosses* arch::kWarpThreads)
     partial += gmem_partials[b];
   }
   float const sum = block::fold_sum(partial);
-  if (arch::lane_idx() == 0) p.gmem_losses[loss] = sum;
+  if (arch::lane_idx() == 0) *gmem_loss = sum;
 }
 
 template <class Config, int kLaneExperts = 1>
@@ -160,22 +194,25 @@ void launch_router_loss_blocks(RouterLossArguments const& args, unsigned blocks,
       return;
     }
   }
-  if (core::has_own_p(args.kind)) {
-    router_loss<Config, kLaneExperts, true><<<blocks, Config::kThreads, 0, stream>>>(args);
-  } else {
-    router_loss<Config, kLaneExperts, false><<<blocks, Config::kThreads, 0, stream>>>(args);
+  bool const own_p = core::has_own_p(args.kind);
+  auto* kernel = own_p ? router_loss<Config, kLaneExperts, true, false>
+                       : router_loss<Config, kLaneExperts, false, false>;
+  if (args.gmem_sequence_cost != nullptr) {
+    kernel = own_p ? router_loss<Config, kLaneExperts, true, true>
+                   : router_loss<Config, kLaneExperts, false, true>;
   }
+  kernel<<<blocks, Config::kThreads, 0, stream>>>(args);
 }
 
 template <class Config>
 cudaError_t launch_router_loss_config(RouterLossArguments const& args, cudaStream_t stream) {
   int64_t const blocks = loss_blocks(args.tokens);
   if (args.experts > Config::kMaxExperts || blocks > INT_MAX) return cudaErrorInvalidValue;
-  bool const wanted = args.gmem_dlogits != nullptr || args.gmem_losses != nullptr;
+  bool const wanted = args.gmem_dlogits != nullptr || args.wants_losses();
   if (blocks > 0 && wanted) {
     launch_router_loss_blocks<Config>(args, static_cast<unsigned>(blocks), stream);
   }
-  if (args.gmem_losses != nullptr) {
+  if (args.wants_losses()) {
     router_loss_sums<Config><<<1, Config::kLosses * arch::kWarpThreads, 0, stream>>>(args);
   }
   return cudaGetLastError();

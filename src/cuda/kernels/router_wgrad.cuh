@@ -8,8 +8,9 @@
 //   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)
 //   when all tiles are stored: every warp adds up a share of dw_router (block/epilogue/chunk_sum.cuh)
 // Barriers full, empty [stages] and named ones: gemm_config.hpp
+//   with padding: cp.async gather of the real tokens' x, the chunks are those of so many tokens
 // Numerics fp32 accumulate in token order inside a chunk, chunks in order, one rounding; the chunks depend on the
-//          shape alone; bitwise repeatable: yes
+//          shape and the number of real tokens alone; bitwise repeatable: yes
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
@@ -45,14 +46,17 @@ cudaError_t launch_router_wgrad_config(RouterWgradArguments const& args, int sm_
   constexpr int kTileK = Config::gemm.tile.k;
   int64_t const tokens = args.x.rows, d = args.hidden;
   int64_t const experts = int64_t{args.experts} * args.terms;
-  int64_t const chunks = router_wgrad_chunks(tokens, d, experts);
+  constexpr bool kGathers = Config::gemm.gathers();  // the real tokens
+  if (kGathers != (args.gmem_order != nullptr)) return cudaErrorInvalidValue;
+  int64_t const chunks = kGathers ? router_wgrad_most_chunks(tokens, d, experts)
+                                  : router_wgrad_chunks(tokens, d, experts);
   RouterWgradParams params;
   block::WgradStoreParams no_store;
   cudaError_t error =
       host::make_wgrad_params<Config::gemm, false>(params.gemm, no_store,
                                                    {.left = args.x,
-                                                    .gmem_gather_index = nullptr,
-                                                    .gmem_expert_offsets = nullptr,
+                                                    .gmem_gather_index = args.gmem_order,
+                                                    .gmem_expert_offsets = args.gmem_chunk_offsets,
                                                     .gmem_right = args.gmem_dlogits,
                                                     .halves = 1,
                                                     .dw = {},
@@ -63,7 +67,7 @@ cudaError_t launch_router_wgrad_config(RouterWgradArguments const& args, int sm_
                                                     .intermediate = experts,
                                                     .experts = int32_t(chunks),
                                                     .gmem_tile_counter = args.gmem_tile_counter});
-  if (error == cudaSuccess) {
+  if (error == cudaSuccess && !kGathers) {
     error = host::make_matrix_map(params.gemm.a, args.x.gmem, tokens, d, args.x.pitch, kTileK);
   }
   if (error != cudaSuccess) return error;

@@ -74,7 +74,7 @@ Status grouped_gemm(DeviceContext const& device, GroupedGemmArgs const& args,
                     Stream stream) noexcept;
 
 /// router_loss and update_selection_bias. Counts that break a rule are read as if all were 0, and go to the error word.
-std::size_t router_loss_workspace_bytes(MoeDesc const& desc) noexcept;
+std::size_t router_loss_workspace_bytes(MoeDesc const& desc, std::int64_t sequences) noexcept;
 Status router_loss(DeviceContext const& device, MoeDesc const& desc, RouterLossArgs const& args,
                    Stream stream) noexcept;
 Status update_selection_bias(DeviceContext const& device, SelectionBiasArgs const& args,

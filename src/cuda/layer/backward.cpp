@@ -12,6 +12,7 @@
 #include "core/workspace.hpp"
 #include "cuda/host/router_backward.hpp"
 #include "cuda/host/split_fp32.hpp"
+#include "cuda/host/token_mask.hpp"
 #include "cuda/layer/arguments.hpp"
 #include "cuda/layer/backend.hpp"
 #include "cuda/layer/sequence.hpp"
@@ -180,34 +181,39 @@ class Backward {
   }
 
   void router_weights() noexcept {
+    bool const db_router = args_.gradients.db_router.present();
+    if (has_padding() && (wanted_.dw_router || db_router)) list_real_tokens();
     if (wanted_.dw_router) {
       sequence_.select(
           "router_wgrad",
-          RouterWgradArguments{.gmem_dlogits = fp32_router_ ? plan_.wgrad_dlogits.in(base_)
-                                                            : plan_.rounded.in(base_),
-                               .x = matrix_rows(args_.x),
-                               .gmem_dw_router = args_.gradients.dw_router.data,
-                               .dw_pitch = matrix_rows(args_.gradients.dw_router).pitch,
-                               .is_fp32 = router_gradients_are_fp32(),
-                               .accumulates = accumulates(),
-                               .gmem_partials = plan_.router_partials.in(base_),
-                               .gmem_arrived = reinterpret_cast<std::uint32_t*>(
-                                   plan_.counters.in(base_) + kRouterWgradParts),
-                               .hidden = desc_.shape.hidden,
-                               .experts = static_cast<std::int32_t>(desc_.shape.experts),
-                               .gmem_tile_counter = plan_.counters.in(base_) + kRouterWgradCounter,
-                               .starts_early = follows_aggregate_beside_,
-                               .terms = fp32_router_ ? kWgradTerms : 1});
+          RouterWgradArguments{
+              .gmem_dlogits = has_padding() ? packed_.dlogits.in(packed_base()) : wgrad_dlogits(),
+              .x = matrix_rows(args_.x),
+              .gmem_dw_router = args_.gradients.dw_router.data,
+              .dw_pitch = matrix_rows(args_.gradients.dw_router).pitch,
+              .is_fp32 = router_gradients_are_fp32(),
+              .accumulates = accumulates(),
+              .gmem_partials = plan_.router_partials.in(base_),
+              .gmem_arrived =
+                  reinterpret_cast<std::uint32_t*>(plan_.counters.in(base_) + kRouterWgradParts),
+              .hidden = desc_.shape.hidden,
+              .experts = static_cast<std::int32_t>(desc_.shape.experts),
+              .gmem_tile_counter = plan_.counters.in(base_) + kRouterWgradCounter,
+              .starts_early = follows_aggregate_beside_ && !has_padding(),
+              .terms = wgrad_terms(),
+              .gmem_order = has_padding() ? packed_.order.in(packed_base()) : nullptr,
+              .gmem_chunk_offsets =
+                  has_padding() ? packed_.chunk_offsets.in(packed_base()) : nullptr});
     }
-    if (!args_.gradients.db_router.present()) return;
+    if (!db_router) return;
     std::int64_t const experts = desc_.shape.experts;
     sequence_.select(
         "db_router",
         BiasGradientArguments{
             .left = {gmem_dlogits_, desc_.shape.tokens, experts},
             .left_is_fp32 = true,
-            .gmem_gather_index = nullptr,
-            .gmem_expert_offsets = nullptr,
+            .gmem_gather_index = has_padding() ? packed_.order.in(packed_base()) : nullptr,
+            .gmem_expert_offsets = has_padding() ? packed_.rows.in(packed_base()) : nullptr,
             .gmem_scores = nullptr,
             .gmem_sort_permutation = nullptr,
             .halves = 1,
@@ -231,6 +237,46 @@ class Backward {
   }
 
  private:
+  [[nodiscard]] std::uint8_t const* gmem_mask() const noexcept {
+    return static_cast<std::uint8_t const*>(args_.token_mask.data);
+  }
+  /// The operand of router_wgrad: rows of so many terms of E.
+  [[nodiscard]] std::int32_t wgrad_terms() const noexcept { return fp32_router_ ? kWgradTerms : 1; }
+  [[nodiscard]] std::uint16_t* wgrad_dlogits() const noexcept {
+    return fp32_router_ ? plan_.wgrad_dlogits.in(base_) : plan_.rounded.in(base_);
+  }
+  [[nodiscard]] bool has_padding() const noexcept { return gmem_mask() != nullptr; }
+  [[nodiscard]] std::byte* packed_base() const noexcept {
+    return core::WorkspacePlan::align(plan_.packed.in(base_));
+  }
+  /// Sums over tokens leave padding out: its x may be anything, and a block of such a sum holds real tokens alone.
+  void list_real_tokens() noexcept {
+    MoeShape const& s = desc_.shape;
+    std::int32_t* const gmem_rows = packed_.rows.in(packed_base());
+    std::int32_t* const gmem_order = packed_.order.in(packed_base());
+    sequence_.add("token order", [&](cudaStream_t stream) {
+      cudaError_t const error = cudaMemsetAsync(gmem_rows, 0, sizeof(std::int32_t), stream);
+      if (error != cudaSuccess) return error;
+      return launch_token_order({.gmem_token_mask = gmem_mask(),
+                                 .tokens = s.tokens,
+                                 .gmem_order = gmem_order,
+                                 .gmem_count = gmem_rows + 1},
+                                stream);
+    });
+    if (!wanted_.dw_router) return;
+    sequence_.add("pack dlogits", [&](cudaStream_t stream) {
+      return launch_pack_dlogits({.gmem_order = gmem_order,
+                                  .gmem_count = gmem_rows + 1,
+                                  .gmem_dlogits = wgrad_dlogits(),
+                                  .tokens = s.tokens,
+                                  .hidden = s.hidden,
+                                  .columns = static_cast<std::int32_t>(s.experts) * wgrad_terms(),
+                                  .gmem_packed = packed_.dlogits.in(packed_base()),
+                                  .gmem_chunk_offsets = packed_.chunk_offsets.in(packed_base())},
+                                 stream);
+    });
+  }
+
   /// down_projection_wgrad comes right after down_projection_dgrad.
   [[nodiscard]] bool hands_a_over() const noexcept {
     ExpertGradients const& g = args_.gradients;
@@ -329,7 +375,8 @@ class Backward {
             .top_k = static_cast<std::int32_t>(desc_.shape.top_k),
             .kind = desc_.router.kind,
             .route_scale = desc_.router.route_scale,
-            .normalize_scores = desc_.router.normalize_scores};
+            .normalize_scores = desc_.router.normalize_scores,
+            .gmem_token_mask = gmem_mask()};
   }
 
   void add_dscores() noexcept {
@@ -374,6 +421,7 @@ class Backward {
   MoeBackwardArgs const& args_;
   RoutingView routing_;
   BackwardPlan plan_;
+  PackedPlan packed_ = plan_packed(desc_);
   std::byte* base_;
   Wanted wanted_;
   bool in_place_;  ///< up_projection_dgrad writes dx

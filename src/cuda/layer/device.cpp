@@ -104,6 +104,12 @@ Status DeviceContext::take_error() const noexcept {
           "topk_counts[%lld]: a count of %lld (-1: below 0 or NaN; 2147483646: that or more); they "
           "are finite, not negative and add up to at most 2^62; the call took all of them for 0",
           index, value);
+    case BadValue::sequence_offsets:
+      return Status::invalid(
+          "sequence_offsets[%lld]: an offset of %lld (-1: below 0); they start at 0, never "
+          "decrease "
+          "and end at the tokens of the call; its results are void",
+          index, value);
     case BadValue::none:
       break;
   }

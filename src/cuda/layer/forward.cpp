@@ -9,6 +9,7 @@
 #include "core/router_groups.hpp"
 #include "core/workspace.hpp"
 #include "cuda/host/choose_tokens.hpp"
+#include "cuda/host/token_mask.hpp"
 #include "cuda/layer/arguments.hpp"
 #include "cuda/layer/backend.hpp"
 #include "cuda/layer/device.hpp"
@@ -30,6 +31,7 @@ struct RouterTensors {
   ConstTensor const& w_router;
   ConstTensor const& b_router;
   ConstTensor const& selection_bias;
+  ConstTensor const& token_mask;
   Tensor const& logits;  ///< where the caller wants them, or absent
 };
 
@@ -55,16 +57,32 @@ core::RouterGroups groups_of(MoeDesc const& desc) noexcept {
                                                        : core::RouterGroups{};
 }
 
+/// Takes the choice of padding away.
+void add_mask(MoeDesc const& desc, RouterTensors const& tensors, std::int32_t* gmem_ids,
+              float* gmem_scores, float* gmem_chosen_p, Sequence& sequence) noexcept {
+  if (!tensors.token_mask.present()) return;
+  sequence.add("mask choice", [&](cudaStream_t stream) {
+    return launch_mask_choice(
+        {.gmem_token_mask = static_cast<std::uint8_t const*>(tensors.token_mask.data),
+         .tokens = desc.shape.tokens,
+         .top_k = desc.shape.top_k,
+         .gmem_ids = gmem_ids,
+         .gmem_scores = gmem_scores,
+         .gmem_chosen_p = gmem_chosen_p},
+        stream);
+  });
+}
+
 /// The top-k choice of every token; before rounding its scores are those of c = 1. Returns the slots of a unit that it
 /// ranks for metadata, or 0.
-std::int32_t add_topk_choice(MoeDesc const& desc, ConstTensor const& selection_bias,
+std::int32_t add_topk_choice(MoeDesc const& desc, RouterTensors const& tensors,
                              RouterMemory const& memory, Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
   bool const rounds = desc.rounds_tokens();
   auto const [groups, top_groups] = groups_of(desc);
   RouteArguments args{
       .gmem_logits = memory.gmem_logits,
-      .gmem_selection_bias = static_cast<float const*>(selection_bias.data),
+      .gmem_selection_bias = static_cast<float const*>(tensors.selection_bias.data),
       .gmem_topk_ids = rounds ? memory.gmem_unrounded_ids : memory.gmem_topk_ids,
       .gmem_topk_weights = rounds ? memory.gmem_member_scores : memory.gmem_topk_weights,
       .gmem_chosen_p = rounds ? nullptr : memory.gmem_chosen_p,
@@ -78,7 +96,9 @@ std::int32_t add_topk_choice(MoeDesc const& desc, ConstTensor const& selection_b
       .top_groups = int32(top_groups),
   };
   std::int32_t unit_slots = 0;
-  if (memory.gmem_metadata_workspace != nullptr && !rounds && !refuse(args).refused()) {
+  bool const ranks =
+      memory.gmem_metadata_workspace != nullptr && !rounds && !tensors.token_mask.present();
+  if (ranks && !refuse(args).refused()) {
     unit_slots = route_unit_slots(args);
   }
   if (unit_slots > 0) {
@@ -88,25 +108,29 @@ std::int32_t add_topk_choice(MoeDesc const& desc, ConstTensor const& selection_b
     args.gmem_unit_ranks = ranked.gmem_ranks;
   }
   sequence.select("route", args);
+  if (!rounds) {
+    add_mask(desc, tensors, args.gmem_topk_ids, args.gmem_topk_weights, args.gmem_chosen_p,
+             sequence);
+  }
   return unit_slots;
 }
 
 /// Slots of a varying number per token, from what experts keep.
-void add_token_choice(MoeDesc const& desc, ConstTensor const& selection_bias,
-                      RouterMemory const& memory, Sequence& sequence) noexcept {
+void add_token_choice(MoeDesc const& desc, RouterTensors const& tensors, RouterMemory const& memory,
+                      Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
   auto const [groups, top_groups] = groups_of(desc);
   sequence.add("choose tokens", [&](cudaStream_t stream) {
     return launch_choose_tokens(
         {.gmem_logits = memory.gmem_logits,
-         .gmem_selection_bias = static_cast<float const*>(selection_bias.data),
+         .gmem_selection_bias = static_cast<float const*>(tensors.selection_bias.data),
          .gmem_topk_ids = desc.rounds_tokens() ? memory.gmem_unrounded_ids : nullptr,
          .gmem_member_scores = memory.gmem_member_scores,
          .tokens = s.tokens,
          .experts = int32(s.experts),
          .top_k = int32(s.top_k),
          .router = desc.router,
-         .capacity = desc.experts_choose() ? desc.expert_capacity() : 0,
+         .capacity = desc.router.capacity,
          .groups = int32(groups),
          .top_groups = int32(top_groups),
          .slots = desc.num_slots(),
@@ -114,20 +138,26 @@ void add_token_choice(MoeDesc const& desc, ConstTensor const& selection_bias,
          .gmem_ids = memory.gmem_topk_ids,
          .gmem_scores = memory.gmem_topk_weights,
          .gmem_topk_counts = desc.rounds_tokens() ? memory.gmem_topk_counts : nullptr,
-         .gmem_workspace = memory.gmem_choice_workspace},
+         .gmem_workspace = memory.gmem_choice_workspace,
+         .gmem_token_mask = static_cast<std::uint8_t const*>(tensors.token_mask.data)},
         stream);
   });
+  // What backward reads of the choice before rounding.
+  if (desc.rounds_tokens()) {
+    add_mask(desc, tensors, memory.gmem_unrounded_ids, memory.gmem_member_scores, nullptr,
+             sequence);
+  }
 }
 
 /// Ids and scores of every token from its logits, or the scores of the ids that are there. Returns as add_topk_choice.
-std::int32_t add_choice(MoeDesc const& desc, ConstTensor const& selection_bias,
+std::int32_t add_choice(MoeDesc const& desc, RouterTensors const& tensors,
                         RouterMemory const& memory, Sequence& sequence) noexcept {
   if (!desc.router.replay) {
     std::int32_t unit_slots = 0;
     if (!desc.experts_choose()) {
-      unit_slots = add_topk_choice(desc, selection_bias, memory, sequence);
+      unit_slots = add_topk_choice(desc, tensors, memory, sequence);
     }
-    if (desc.experts_vary()) add_token_choice(desc, selection_bias, memory, sequence);
+    if (desc.experts_vary()) add_token_choice(desc, tensors, memory, sequence);
     return unit_slots;
   }
   sequence.add("score choice", [&](cudaStream_t stream) {
@@ -161,7 +191,7 @@ std::int32_t add_router(MoeDesc const& desc, RouterTensors const& tensors,
                                        .is_fp32 = core::has_fp32_router(desc),
                                        .gmem_terms = memory.gmem_router_terms,
                                    });
-  std::int32_t const unit_slots = add_choice(desc, tensors.selection_bias, memory, sequence);
+  std::int32_t const unit_slots = add_choice(desc, tensors, memory, sequence);
   if (!tensors.logits.present() || tensors.logits.data == memory.gmem_logits) return unit_slots;
   sequence.add("copy logits", [&](cudaStream_t stream) {
     std::size_t const row = sizeof(float) * static_cast<std::size_t>(s.experts);
@@ -251,20 +281,21 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
     float* const gmem_logits = tables.logits != nullptr     ? tables.logits
                                : is_contiguous(args.logits) ? static_cast<float*>(args.logits.data)
                                                             : plan.logits.in(base);
-    unit_slots =
-        add_router(desc, {args.x, args.w_router, args.b_router, args.selection_bias, args.logits},
-                   {.gmem_logits = gmem_logits,
-                    .gmem_router_terms = plan.router_terms.in(base),
-                    .gmem_topk_ids = tables.topk_ids,
-                    .gmem_topk_weights = tables.scores,
-                    .gmem_chosen_p = tables.chosen_p,
-                    .gmem_token_offsets = tables.token_offsets,
-                    .gmem_unrounded_ids = tables.unrounded_ids,
-                    .gmem_member_scores = plan.choice.member_scores.in(base),
-                    .gmem_topk_counts = static_cast<std::int32_t*>(args.topk_counts.data),
-                    .gmem_choice_workspace = plan.choice.workspace.in(base),
-                    .gmem_metadata_workspace = plan.metadata.in(base)},
-                   sequence);
+    unit_slots = add_router(
+        desc,
+        {args.x, args.w_router, args.b_router, args.selection_bias, args.token_mask, args.logits},
+        {.gmem_logits = gmem_logits,
+         .gmem_router_terms = plan.router_terms.in(base),
+         .gmem_topk_ids = tables.topk_ids,
+         .gmem_topk_weights = tables.scores,
+         .gmem_chosen_p = tables.chosen_p,
+         .gmem_token_offsets = tables.token_offsets,
+         .gmem_unrounded_ids = tables.unrounded_ids,
+         .gmem_member_scores = plan.choice.member_scores.in(base),
+         .gmem_topk_counts = static_cast<std::int32_t*>(args.topk_counts.data),
+         .gmem_choice_workspace = plan.choice.workspace.in(base),
+         .gmem_metadata_workspace = plan.metadata.in(base)},
+        sequence);
   }
   add_metadata(desc, gmem_ids, tables, plan.metadata.in(base), counters, unit_slots, sequence);
 }
@@ -317,17 +348,19 @@ Status route(DeviceContext const& device, MoeDesc const& desc, RouteArgs const& 
   Sequence sequence(device, stream);
   float* const gmem_logits =
       is_contiguous(args.logits) ? static_cast<float*>(args.logits.data) : plan.logits.in(base);
-  add_router(desc, {args.x, args.w_router, args.b_router, args.selection_bias, args.logits},
-             {.gmem_logits = gmem_logits,
-              .gmem_router_terms = plan.router_terms.in(base),
-              .gmem_topk_ids = plan.ids.in(base),
-              .gmem_topk_weights = plan.weights.in(base),
-              .gmem_chosen_p = nullptr,
-              .gmem_token_offsets = plan.token_offsets.in(base),
-              .gmem_unrounded_ids = plan.unrounded_ids.in(base),
-              .gmem_member_scores = plan.choice.member_scores.in(base),
-              .gmem_choice_workspace = plan.choice.workspace.in(base)},
-             sequence);
+  add_router(
+      desc,
+      {args.x, args.w_router, args.b_router, args.selection_bias, args.token_mask, args.logits},
+      {.gmem_logits = gmem_logits,
+       .gmem_router_terms = plan.router_terms.in(base),
+       .gmem_topk_ids = plan.ids.in(base),
+       .gmem_topk_weights = plan.weights.in(base),
+       .gmem_chosen_p = nullptr,
+       .gmem_token_offsets = plan.token_offsets.in(base),
+       .gmem_unrounded_ids = plan.unrounded_ids.in(base),
+       .gmem_member_scores = plan.choice.member_scores.in(base),
+       .gmem_choice_workspace = plan.choice.workspace.in(base)},
+      sequence);
   bool const varies = desc.experts_vary();  // all slots are one row then
   sequence.add("route outputs", [&](cudaStream_t native) {
     return launch_route_outputs({.gmem_ids = plan.ids.in(base),

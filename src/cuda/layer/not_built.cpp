@@ -40,7 +40,7 @@ std::size_t grouped_gemm_workspace_bytes(GroupedGemmArgs const&) noexcept { retu
 Status grouped_gemm(DeviceContext const&, GroupedGemmArgs const&, Stream) noexcept {
   return not_built();
 }
-std::size_t router_loss_workspace_bytes(MoeDesc const&) noexcept { return 0; }
+std::size_t router_loss_workspace_bytes(MoeDesc const&, std::int64_t) noexcept { return 0; }
 Status router_loss(DeviceContext const&, MoeDesc const&, RouterLossArgs const&, Stream) noexcept {
   return not_built();
 }

@@ -79,6 +79,20 @@ bool splits_rounded(MoeDesc const& desc) noexcept {
   return desc.rounds_tokens() && !core::has_softmax_over_all(desc.router.kind);
 }
 
+PackedPlan plan_packed(MoeDesc const& desc) noexcept {
+  MoeShape const& s = desc.shape;
+  std::int64_t const columns = (core::has_fp32_router(desc) ? kWgradTerms : 1) * s.experts;
+  core::WorkspacePlan plan;
+  PackedPlan out;
+  out.dlogits = plan.add<std::uint16_t>(s.tokens * columns);
+  out.order = plan.add<std::int32_t>(s.tokens);
+  out.rows = plan.add<std::int32_t>(2);
+  out.chunk_offsets =
+      plan.add<std::int32_t>(router_wgrad_most_chunks(s.tokens, s.hidden, columns) + 1);
+  out.bytes = plan.bytes();
+  return out;
+}
+
 BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
   MoeShape const& s = desc.shape;
   std::int64_t const slots = desc.num_slots(), n = s.intermediate;
@@ -90,6 +104,8 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
   out.counters = plan.add<std::int32_t>(kNumTileCounters);
   bool const terms = core::has_fp32_router(desc);
   if (routed && !terms) out.rounded = plan.add<std::uint16_t>(logits);
+  std::int64_t const packed = routed ? static_cast<std::int64_t>(plan_packed(desc).bytes) : 0;
+  if (pass == Pass::backward_weights) out.packed = plan.add<std::byte>(packed);
   if (routed && pass != Pass::backward_input) {
     if (terms) out.wgrad_dlogits = plan.add<std::uint16_t>(kWgradTerms * logits);
     out.router_partials = plan.add<float>(
@@ -103,7 +119,9 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
     if (whole && !desc.overwrite_h) {
       out.dh = plan.add<std::uint16_t>(slots * desc.up_width() * n);
     }
-    out.a_or_dx = plan.add<std::uint16_t>(slots * std::max(whole ? n : 0, s.hidden));
+    std::int64_t const rows = slots * std::max(whole ? n : 0, s.hidden);
+    out.a_or_dx = plan.add<std::uint16_t>(std::max(rows, whole ? (packed + 1) / 2 : 0));
+    if (whole) out.packed = {out.a_or_dx.offset};
     out.ds_partials = plan.add<float>(slots * score_groups(n));
     if (routed) out.dscores = plan.add<float>(slots);
     if (routed) out.row_dlogits = plan.add<float>(slots);
@@ -146,11 +164,18 @@ GroupedGemmPlan plan_grouped_gemm(std::int64_t experts) noexcept {
   return out;
 }
 
-RouterLossPlan plan_router_loss(MoeDesc const& desc) noexcept {
+RouterLossPlan plan_router_loss(MoeDesc const& desc, std::int64_t sequences) noexcept {
   core::WorkspacePlan plan;
   RouterLossPlan out;
-  out.cost = plan.add<float>(desc.shape.experts);
-  out.partials = plan.add<float>(2 * loss_blocks(desc.shape.tokens));
+  out.cost = plan.add<float>(desc.shape.experts + 1);
+  out.partials = plan.add<float>(kRouterLosses * loss_blocks(desc.shape.tokens));
+  out.count = plan.add<std::int32_t>(1);
+  out.order = plan.add<std::int32_t>(desc.shape.tokens);
+  if (sequences > 0) {
+    out.counts = plan.add<std::int32_t>(sequences * (desc.shape.experts + 1));
+    out.sequence_of = plan.add<std::int32_t>(desc.shape.tokens);
+    out.sequence_cost = plan.add<float>(sequences * desc.shape.experts);
+  }
   out.bytes = plan.bytes();
   return out;
 }

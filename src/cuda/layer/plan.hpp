@@ -70,8 +70,18 @@ struct BackwardPlan {
   core::Region<float> member_scores,
       member_dscores;                    ///< [T,K], token rounding without softmax_topk
   core::Region<std::int32_t> added_ids;  ///< [P], the same
+  core::Region<std::byte> packed;        ///< PackedPlan; whole: in the place of dx rows, then dead
   std::size_t bytes = 0;
 };
+/// Of dw_router and db_router with padding.
+struct PackedPlan {
+  core::Region<std::uint16_t> dlogits;       ///< [T,E] bf16
+  core::Region<std::int32_t> order;          ///< [T]
+  core::Region<std::int32_t> rows;           ///< {0, real tokens}
+  core::Region<std::int32_t> chunk_offsets;  ///< [router_wgrad_most_chunks + 1]
+  std::size_t bytes = 0;
+};
+PackedPlan plan_packed(MoeDesc const& desc) noexcept;
 /// Whether backward tells the top-k choice from what token rounding added: with a softmax over all it need not.
 bool splits_rounded(MoeDesc const& desc) noexcept;
 /// pass: backward, backward_input or backward_weights.
@@ -97,10 +107,15 @@ struct RoutePlan {
 RoutePlan plan_route(MoeDesc const& desc) noexcept;
 
 struct RouterLossPlan {
-  core::Region<float> cost;      ///< [E]
-  core::Region<float> partials;  ///< [2,loss_blocks(T)]
+  core::Region<float> cost;                ///< [E+1]
+  core::Region<float> partials;            ///< [3,loss_blocks(T)]
+  core::Region<std::int32_t> count;        ///< real tokens
+  core::Region<std::int32_t> order;        ///< [T], real tokens first
+  core::Region<std::int32_t> counts;       ///< [B,E+1], with sequences
+  core::Region<std::int32_t> sequence_of;  ///< [T], the same
+  core::Region<float> sequence_cost;       ///< [B,E], the same
   std::size_t bytes = 0;
 };
-RouterLossPlan plan_router_loss(MoeDesc const& desc) noexcept;
+RouterLossPlan plan_router_loss(MoeDesc const& desc, std::int64_t sequences) noexcept;
 
 }  // namespace tessera::cuda

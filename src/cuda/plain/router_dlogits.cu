@@ -8,6 +8,7 @@
 // added.
 // merge_repeats: what replayed ids repeat, once. round_dlogits: the operand of dw_router, of a split call.
 #include "../host/router_backward.hpp"
+#include "../host/token_mask.hpp"
 #include "core/router_math.hpp"
 #include "dot.cuh"
 #include "warp.cuh"
@@ -163,7 +164,9 @@ struct Token {
     __syncwarp();
     for_each_expert([&](int32_t e) {
       float value = gmem_row[e];
-      if (p.gmem_aux_dlogits != nullptr) value += p.gmem_aux_dlogits[token * p.aux_pitch + e];
+      if (p.gmem_aux_dlogits != nullptr && is_real(p.gmem_token_mask, token)) {
+        value += p.gmem_aux_dlogits[token * p.aux_pitch + e];
+      }
       gmem_row[e] = value;
       if (p.gmem_rounded != nullptr) {
         plain::round_to(static_cast<__nv_bfloat16*>(p.gmem_rounded)[token * p.experts + e], value);

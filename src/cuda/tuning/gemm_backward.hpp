@@ -98,15 +98,18 @@ struct RouterDgradConfig {
                                           .b = {.major = block::Major::kRows}};
 };
 // kTileExperts: router_wgrad_tile_experts(). bench/results/h200/2026-11-22-router-tiles.json
-template <int kTileExperts>
+// kGathers: x by a list of the tokens that are not padding.
+template <int kTileExperts, bool kGathers = false>
 struct RouterWgradConfig {
-  static constexpr block::GemmConfig gemm{.tile = {128, kTileExperts, 64},
-                                          .stages = kTileExperts == 256 ? 4 : 6,
-                                          .ragged = block::Ragged::kK,
-                                          .a = {.major = block::Major::kRows},
-                                          .b = {.major = block::Major::kRows},
-                                          .tail = block::Tail::kShort,
-                                          .order = {.draw = block::Draw::kCounterFromFirst}};
+  static constexpr block::GemmConfig gemm{
+      .tile = {128, kTileExperts, 64},
+      .stages = kTileExperts == 256 ? 4 : 6,
+      .ragged = block::Ragged::kK,
+      .a = {.loader = kGathers ? block::Loader::kGather : block::Loader::kTma,
+            .major = block::Major::kRows},
+      .b = {.major = block::Major::kRows},
+      .tail = block::Tail::kShort,
+      .order = {.draw = block::Draw::kCounterFromFirst}};
 };
 
 }  // namespace tessera::cuda

@@ -4,6 +4,10 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
 #include <cstdlib>
 #include <exception>
 #include <new>
@@ -42,6 +46,52 @@ void reserve_standard_streams() noexcept {
   }
 }
 
+// Digits alone: the parser takes 010 for 8, 0x10 for 16, -1 for 2^64 - 1 and whatever is too large for the largest.
+std::string whole_number(std::string const& text, bool has_sign) {
+  char const* const sort =
+      has_sign ? "a whole number in [-2^63, 2^63)" : "a whole number in [0, 2^64)";
+  char const* const first = text.data();
+  char const* const last = first + text.size();
+  std::string const digits = text.substr(has_sign && text.starts_with('-') ? 1 : 0);
+  bool const plain = digits.size() == 1 || (!digits.empty() && digits[0] != '0');
+  std::int64_t with_sign = 0;
+  std::uint64_t without = 0;
+  auto const [end, error] =
+      has_sign ? std::from_chars(first, last, with_sign) : std::from_chars(first, last, without);
+  if (plain && error == std::errc{} && end == last) return {};
+  return fmt::format("'{}' is not {}", text, sort);
+}
+
+std::string fp32_number(std::string const& text) {
+  double value = 0;
+  auto const [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  bool const number = error == std::errc{} && end == text.data() + text.size();
+  if (!number || !std::isfinite(value) || (value != 0 && static_cast<float>(value) == 0) ||
+      std::isinf(static_cast<float>(value))) {
+    return fmt::format("'{}' is not a number that fp32 can hold", text);
+  }
+  return {};
+}
+
+// Options that hold numbers, in commands and their groups, known by the name of their type.
+void check_numbers(CLI::App& app) {
+  for (CLI::Option* const option : app.get_options([](CLI::Option const*) { return true; })) {
+    std::string type = option->get_type_name();
+    type.resize(std::min(type.size(), type.find(':')));
+    bool const has_sign = type == "INT" || type == "T" || type == "d" || type == "n" ||
+                          type == "E" || type == "K" || type == "N";
+    if (has_sign || type == "UINT") {
+      option->check(CLI::Validator(
+          [has_sign](std::string const& text) { return whole_number(text, has_sign); }, ""));
+    } else if (type == "FLOAT") {
+      option->check(CLI::Validator(fp32_number, ""));
+    }
+  }
+  for (CLI::App* const command : app.get_subcommands([](CLI::App const*) { return true; })) {
+    check_numbers(*command);
+  }
+}
+
 int parse_and_run(int argc, char** argv) {
   if (argc > 0 && argv[0][0] != '\0') program_name() = argv[0];
   CLI::App app{"Mixture-of-Experts layers: check, time and explain them, train a small model."};
@@ -55,6 +105,7 @@ int parse_and_run(int argc, char** argv) {
   add_train(app);
   add_convert(app);
   add_generate(app);
+  check_numbers(app);
   try {
     app.parse(argc, argv);
   } catch (CLI::Success const& request) {  // --help, --version

@@ -26,7 +26,7 @@ from tessera.ops import plans
 _MOST_RANKS = 8
 
 
-class _Desc(Structure):
+class _Desc(library.Struct):
     _fields_ = [("size", c_uint64), ("rank", c_int32), ("ranks", c_int32),
                 *[(name, c_int64) for name in ("max_tokens", "hidden", "intermediate", "experts", "top_k")],
                 ("activation", c_int32), ("sums_on_owners", c_int32),

@@ -180,6 +180,8 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
 def moe_with(text: str, choice: tuple, x, router_tensors: tuple, weights: tuple, return_router: bool = False,
              buffers: tuple | None = None, step: int = 0, mask=None):
     """`moe` with its options as text (options_text), for callers that keep it; choice: top_k, router and rounding."""
+    if step < 0:
+        raise ValueError(f"step={step}: must be in [0, 2^63); it counts optimizer steps")
     flat = x.dim() == 2
     rows = x if flat else _rows("x", x)
     results = run(text, rows, (None, None, *router_tensors, None, None), weights, buffers, return_router, step,

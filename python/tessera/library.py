@@ -7,6 +7,7 @@ TESSERA_LIBRARY names another one.
 
 import ctypes
 import functools
+import math
 import os
 import pathlib
 import sys
@@ -17,6 +18,24 @@ ABI_VERSION = 1
 CPU, CUDA = 0, 1
 FP32, BF16, FP16, INT32, INT64, UINT8 = 1, 2, 3, 4, 5, 6
 PASS_FORWARD, PASS_BACKWARD, PASS_BACKWARD_INPUT, PASS_BACKWARD_WEIGHTS, PASS_ROUTE = range(5)
+
+
+class Struct(Structure):
+    """A struct that refuses numbers which its fields would cut: ctypes takes 2**32 + 8 for 8 and 1e-60 for 0."""
+
+    def __init__(self, *values, **named):
+        super().__init__(*values, **named)
+        named.update(zip([field[0] for field in self._fields_], values, strict=False))
+        for name, value in named.items():
+            if not isinstance(value, (int, float)):
+                continue
+            kept = getattr(self, name)
+            if isinstance(value, int) and isinstance(kept, int) and kept != value:
+                bits, kind = 8 * getattr(type(self), name).size, dict(self._fields_)[name]
+                low, high = (0, bits) if kind in (c_uint32, c_uint64) else (f"-2^{bits - 1}", bits - 1)
+                raise ValueError(f"{name}={value}: must be in [{low}, 2^{high})")
+            if isinstance(kept, float) and (not kept and value or math.isinf(kept) and math.isfinite(value)):
+                raise ValueError(f"{name}={value}: beyond fp32, where it would be {kept:g}; choose another number")
 
 
 class Tensor(Structure):
@@ -32,7 +51,7 @@ def _fields(kind, names: str):
     return [(name, kind) for name in names.split()]
 
 
-class MoeDesc(Structure):
+class MoeDesc(Struct):
     _fields_ = [
         ("size", c_uint64),
         *_fields(c_int64, "tokens hidden intermediate experts top_k slots"),
@@ -46,7 +65,7 @@ class MoeDesc(Structure):
     ]
 
 
-class ForwardArgs(Structure):
+class ForwardArgs(Struct):
     _fields_ = [
         ("size", c_uint64),
         *_fields(Tensor, "x topk_ids topk_weights token_offsets w_router b_router selection_bias"),
@@ -56,7 +75,7 @@ class ForwardArgs(Structure):
     ]
 
 
-class BackwardArgs(Structure):
+class BackwardArgs(Struct):
     _fields_ = [
         ("size", c_uint64),
         *_fields(Tensor, "d_o x h"), ("routing", Buffer),
@@ -69,7 +88,7 @@ class BackwardArgs(Structure):
     ]
 
 
-class RouteArgs(Structure):
+class RouteArgs(Struct):
     _fields_ = [
         ("size", c_uint64),
         *_fields(Tensor, "x w_router b_router selection_bias topk_ids topk_weights logits"),
@@ -77,7 +96,7 @@ class RouteArgs(Structure):
     ]
 
 
-class RouterLossArgs(Structure):
+class RouterLossArgs(Struct):
     _fields_ = [
         ("size", c_uint64), *_fields(Tensor, "logits topk_counts"), ("scope_tokens", c_int64),
         *_fields(c_float, "balance z d_loss reserved"), *_fields(Tensor, "losses dlogits"), ("workspace", Buffer),
@@ -86,14 +105,14 @@ class RouterLossArgs(Structure):
     ]
 
 
-class SelectionBiasArgs(Structure):
+class SelectionBiasArgs(Struct):
     _fields_ = [
         ("size", c_uint64), *_fields(Tensor, "topk_counts selection_bias"),
         ("rate", c_float), ("subtract_mean", c_int32),
     ]
 
 
-class GroupedGemmArgs(Structure):
+class GroupedGemmArgs(Struct):
     _fields_ = [
         ("size", c_uint64), *_fields(c_int32, "kind transpose_b accumulate reserved"),
         *_fields(Tensor, "a b bias expert_offsets c"), ("workspace", Buffer),

@@ -32,7 +32,8 @@ class BesideTest(unittest.TestCase):
     def test_the_second_fails_and_stops_the_first(self):
         with tempfile.TemporaryDirectory() as folder:
             late = pathlib.Path(folder, "late")
-            self.assertEqual(run(f"until [[ -e {folder}/go ]]; do sleep 0.01; done; touch {late}", "exit 4").returncode, 4)
+            first = f"until [[ -e {folder}/go ]]; do sleep 0.01; done; touch {late}"
+            self.assertEqual(run(first, "exit 4").returncode, 4)
             pathlib.Path(folder, "go").touch()
             self.assertEqual(subprocess.run(["sleep", "0.2"], check=False).returncode, 0)
             self.assertFalse(late.exists())

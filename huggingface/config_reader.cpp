@@ -120,7 +120,8 @@ std::optional<std::vector<std::string>> ConfigReader::layer_names(
   }
   std::vector<std::string> names;
   for (json const& name : value) {
-    if (!name.is_string() || std::find(known.begin(), known.end(), name) == known.end()) {
+    if (!name.is_string() ||
+        std::find(known.begin(), known.end(), name.get_ref<std::string const&>()) == known.end()) {
       fail(fmt::format("{} names {}: known are {}", key, shown(name), lm::joined(known, ", ")));
     }
     names.push_back(name.get<std::string>());

@@ -20,7 +20,7 @@ class RouterDType(unittest.TestCase):
     """cuda_router_dtype_test.py runs the same on a GPU."""
 
     device, hidden, intermediate, tokens = "cpu", 64, 32, 33
-    compiler = "aot_eager"
+    compiler, dlogits_rounding = "aot_eager", FP32
 
     def setUp(self):
         torch.manual_seed(0)
@@ -42,11 +42,11 @@ class RouterDType(unittest.TestCase):
         x, w_router, w_up, w_down, b_router = leaves
         return tessera.moe(x, w_router, w_up, w_down, top_k=TOP_K, b_router=b_router, **options)
 
-    def assert_sum(self, got, left, right, name: str):
-        """got = left @ right, up to fp32."""
+    def assert_sum(self, got, left, right, name: str, rounding: float = FP32):
+        """got = left @ right, each product rounded by less than `rounding`."""
         left, right = left.double(), right.double()
         error, size = (got.double() - left @ right).abs(), left.abs() @ right.abs()
-        self.assertTrue((error <= FP32 * size).all(), f"{name}: {(error / size).max().item():.2e}")
+        self.assertTrue((error <= rounding * size).all(), f"{name}: {(error / size).max().item():.2e}")
         self.assertGreater(got.abs().max().item(), 1e-3, name)
 
     def options(self):
@@ -74,7 +74,7 @@ class RouterDType(unittest.TestCase):
         logits = self.call(leaves, return_router=True)[1].logits
         dlogits = torch.randn(self.tokens, EXPERTS).to(self.device)
         dx, dw, db = torch.autograd.grad(logits, [leaves[0], leaves[1], leaves[4]], dlogits)
-        self.assert_sum(dw, dlogits.mT, self.x.float(), "dw_router")
+        self.assert_sum(dw, dlogits.mT, self.x.float(), "dw_router", self.dlogits_rounding)
         torch.testing.assert_close(db, dlogits.sum(0))
         exact = dlogits.double() @ self.w_router.double()
         self.assertTrue(((dx.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-5).all())
@@ -106,7 +106,7 @@ class RouterDType(unittest.TestCase):
         dlogits = torch.randn_like(logits)
         dx, dw = torch.autograd.grad(logits, leaves[:2], dlogits)
         self.assertEqual([dx.dtype, dw.dtype], [torch.bfloat16, torch.float32])
-        self.assert_sum(dw, dlogits.mT, self.x.float(), "dw_router")
+        self.assert_sum(dw, dlogits.mT, self.x.float(), "dw_router", self.dlogits_rounding)
 
     def test_autocast_leaves_an_fp32_router(self):
         full = [t.float() for t in (self.x, *self.weights)]
@@ -160,9 +160,11 @@ class RouterDType(unittest.TestCase):
 
         leaves = self.leaves()
         wanted = run(*leaves)
-        gradients = torch.autograd.grad(wanted[0], leaves, self.d_o)
+        # Compiled graphs have a gradient for each result: without one for the logits eager code takes another kernel.
+        of_results = (self.d_o, torch.zeros_like(wanted[1]))
+        gradients = torch.autograd.grad(wanted, leaves, of_results)
         got = torch.compile(run, backend=self.compiler, fullgraph=True)(*leaves)
-        for a, b in zip((*got, *torch.autograd.grad(got[0], leaves, self.d_o)), (*wanted, *gradients), strict=True):
+        for a, b in zip((*got, *torch.autograd.grad(got, leaves, of_results)), (*wanted, *gradients), strict=True):
             self.assertIs(a.dtype, b.dtype)
             self.assertTrue(torch.equal(a, b))
         with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):

@@ -350,7 +350,7 @@ void expect_right_terms() {
   }
 }
 TEST(RouterLogits, Fp32WeightsOfFewExperts) { expect_right_terms<RouterLogitsTermsFew, 150, 40>(); }
-TEST(RouterLogits, Fp32WeightsSharedByTwo) { expect_right_terms<RouterLogitsTerms, 300, 72>(); }
+TEST(RouterLogits, Fp32WeightsSharedByTwo) { expect_right_terms<RouterLogitsTerms, 300, 128>(); }
 TEST(RouterLogits, Fp32WeightsInTwoTiles) { expect_right_terms<RouterLogitsTerms, 140, 200>(); }
 
 // Gate half, then up half, each of whose k fill no tile; then, with it, the router's part: dlogit times the expert's

@@ -124,7 +124,7 @@ class Streams(RoutedLayer):
 
     @unittest.skipIf(torch.cuda.device_count() < 2, "needs two GPUs; run on a machine with them")
     def test_x_on_another_gpu(self):
-        with self.assertRaisesRegex(ValueError, r"x is on cuda:1, w_\w+ on cuda:0; .*x.to\('cuda:0'\)"):
+        with self.assertRaisesRegex(ValueError, r"x is on cuda:1, w_\w+ on cuda:0, .*x.to\('cuda:0'\)"):
             self.layer({**self.tensors, "x": self.tensors["x"].detach().to("cuda:1")})
 
 
@@ -246,7 +246,7 @@ class Values(OnGpu, unittest.TestCase):
             tessera.moe(x, self.w_router(5), w["w_up"], w["w_down"], top_k=2, column_chunk=64)
         with self.assertRaisesRegex(NotImplementedError, "stores bf16"):
             tessera.grouped_gemm(x.float(), w["w_up"].float(), torch.tensor([0, 3, 3, 7, 9, 13], device="cuda"))
-        with self.assertRaisesRegex(ValueError, "x is on cuda:0, w_down on cpu; "):
+        with self.assertRaisesRegex(ValueError, "x is on cuda:0, w_down on cpu, "):
             tessera.routed_experts(x, ids, scores, w["w_up"], w["w_down"].cpu())
 
 

@@ -117,7 +117,7 @@ class Calls(unittest.TestCase):
             with self.assertRaises(ValueError) as refusal:
                 plan.read(("x", "b_router", "w_up"), (on[first], None, on[second]))
             self.assertEqual(str(refusal.exception),
-                             f"x is on {first}, w_up on {second}; all tensors of a call are on one device: move one, "
+                             f"x is on {first}, w_up on {second}, all of a call on one device; move one, "
                              f"such as x.to('{second}') or module.to('{first}')")
 
     def test_errors(self):

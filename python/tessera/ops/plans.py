@@ -232,8 +232,8 @@ def one_device(present: list) -> None:
     first, device = present[0][0], present[0][1].device
     for name, tensor in present:
         if tensor.device != device:
-            raise ValueError(f"{first} is on {device}, {name} on {tensor.device}; all tensors of a call are on one "
-                             f"device: move one, such as {first}.to('{tensor.device}') or module.to('{device}')")
+            raise ValueError(f"{first} is on {device}, {name} on {tensor.device}, all of a call on one device; "
+                             f"move one, such as {first}.to('{tensor.device}') or module.to('{device}')")
 
 
 def router_dtype(x: torch.Tensor, w_router: torch.Tensor | None, b_router: torch.Tensor | None) -> int:

@@ -253,7 +253,7 @@ class Usage(Cli):
             (["--capacity", "4"], "capacity"),
             (["--router", "given", "--replay"], "replay"),
             (["--dtype", "fp16"], "dtype"),
-            (["--router-dtype", "fp16"], "router-dtype"),
+            (["--router-dtype", "fp16"], "router_dtype=fp16 beside dtype=fp32"),
             (["--router-dtype", "bf16"], "router_dtype=bf16 beside dtype=fp32"),
             (["--dtype", "bf16", "--router-dtype", "fp32", "--router", "given"], "router_dtype=fp32 with router given"),
             (["--column-chunk", "-1"], "column_chunk=-1"),

@@ -50,8 +50,8 @@ struct Problem {
         chosen_scores(most_slots(s)),
         token_offsets(s.tokens + 1),
         topk_counts(s.experts),
-        costs(s.experts),
-        partial_losses(2 * cuda::loss_blocks(s.tokens)),
+        costs(s.experts + 1),  // the last one stands for z / S
+        partial_losses(cuda::kRouterLosses * cuda::loss_blocks(s.tokens)),
         losses(2) {
     fill_logits<<<1, 256>>>(costs.get(), costs.count(), 0);
     for (int set = 0; set < kSets; ++set) {
@@ -134,7 +134,6 @@ struct Problem {
     args.gmem_partials = partial_losses.get();
     args.tokens = shape.tokens;
     args.kind = kind;
-    args.z = 0.5f;
     args.d_loss = 1;
     return args;
   }

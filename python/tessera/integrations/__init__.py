@@ -1,2 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seams of training frameworks: torchtitan, Megatron-LM. Neither is imported; their objects are used as they come."""
+"""Seams of training frameworks: torchtitan, Megatron-LM. Their objects are used as they come, and neither is needed:
+the torchtitan that is installed is imported for its overrides alone.
+"""

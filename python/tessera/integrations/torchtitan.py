@@ -4,6 +4,8 @@
     from tessera.integrations import torchtitan
     torchtitan.use_tessera(model)          # after it is built, before torch.compile
 
+    --override.imports tessera.integrations.torchtitan.routed_experts     # from torchtitan 0.3 on, instead
+
 Parameters stay torchtitan's, and so do dispatch, combine, sharding and state dicts. Its versions differ in where the
 weights are; all of these are found:
 
@@ -12,6 +14,7 @@ weights are; all of these are found:
     RoutedExperts    w13.weight, w2.weight of GroupedLinear   gate rows, then up rows: [E,2,F,D]
 """
 
+import dataclasses
 import types
 
 import torch
@@ -60,6 +63,17 @@ def routed_experts_forward(self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_l
     return self.token_dispatcher.combine(grouped_experts_forward(self, rows, counts), metadata, x_TD)
 
 
+def local_experts_forward(self, x_BLD, topk_scores_BLK, topk_expert_ids_BLK):
+    """RoutedExperts.forward where all of its inner_experts are on this rank: [B,L,D] -> [B,L,D]. Computes in the type
+    that grouped_experts_forward does."""
+    x = functional.local(x_BLD)
+    dtype = torch.bfloat16 if x.is_cuda else x.dtype
+    weights = [w if w is None else functional.local(w).to(dtype) for w in _weights_of(self.inner_experts)]
+    o = functional.routed_experts_with(self._tessera_options, x.to(dtype), functional.local(topk_expert_ids_BLK),
+                                       functional.local(topk_scores_BLK), (*weights, None, None, None))
+    return o.type_as(x_BLD)
+
+
 def _has_grouped_linears(module) -> bool:
     return isinstance(getattr(module, "w13", None), torch.nn.Module)
 
@@ -83,7 +97,7 @@ def _weights_of(module):
     return None if gate is None or up is None else (up, gate, down)
 
 
-def _options_of(module) -> str:
+def _options_of(module, grouping: str = "counts") -> str:
     name, linears = type(module).__name__, _has_grouped_linears(module)
     biases = [key for key, _ in module.named_parameters() if "bias" in key]
     if biases:
@@ -105,4 +119,62 @@ def _options_of(module) -> str:
     else:  # versions without the option compute silu(gate) * up
         options = {"activation": "swiglu"}
     layout = "interleaved" if isinstance(getattr(module, "w13", None), torch.Tensor) else "concat"
-    return functional.options_text(grouping="counts", layout=layout, **options)
+    return functional.options_text(grouping=grouping, layout=layout, **options)
+
+
+try:
+    from torchtitan.config.override import derive, override
+    from torchtitan.models.common import moe, token_dispatcher
+except ImportError:  # there is none, or one without overrides: use_tessera does without
+    pass
+else:
+    class GroupedExperts(moe.GroupedExperts):
+        """torchtitan's, with its parameters, their names and sharding, computed by Tessera."""
+
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(moe.GroupedExperts.Config):
+            pass
+
+        def __init__(self, config: Config):
+            super().__init__(config)
+            self._tessera_options = _options_of(self)
+
+        # Under expert parallelism torchtitan finds the placement of an argument by its name.
+        def forward(self, x_RD, num_tokens_per_expert_E):
+            """As torchtitan's: rows [R,D] sorted by expert, their numbers [E] -> [R,D]."""
+            return grouped_experts_forward(self, x_RD, num_tokens_per_expert_E)
+
+    class RoutedExperts(moe.RoutedExperts):
+        """torchtitan's, without its dispatch and combine where all experts are on this rank: x is read where it lies,
+        and what experts put out is kept for nobody. Where experts are spread over ranks its own dispatch runs, with
+        the rows in between computed by Tessera."""
+
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(moe.RoutedExperts.Config):
+            pass
+
+        def __init__(self, config: Config):
+            super().__init__(config)
+            self._tessera_options = _options_of(self.inner_experts, grouping="slots")
+
+        def forward(self, x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E):
+            """As torchtitan's: x [B,L,D], scores and ids [B,L,K], counts [E] -> [B,L,D]."""
+            if type(self.token_dispatcher) is not token_dispatcher.LocalTokenDispatcher:
+                return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
+            return local_experts_forward(self, x_BLD, topk_scores_BLK, topk_expert_ids_BLK)
+
+    @override(target=moe.GroupedExperts.Config, exact=True, description="Experts computed by Tessera.")
+    def grouped_experts(config: moe.GroupedExperts.Config) -> GroupedExperts.Config:
+        """The override that replaces GroupedExperts, whatever dispatches."""
+        return derive(config, GroupedExperts.Config)
+
+    @override(target=moe.RoutedExperts.Config, exact=True, description="Routed experts computed by Tessera.")
+    def routed_experts(config: moe.RoutedExperts.Config) -> RoutedExperts.Config:
+        """The override that replaces RoutedExperts and the GroupedExperts in it: less memory than grouped_experts.
+
+        Errors: NotImplementedError where the experts in it are not torchtitan's own GroupedExperts.
+        """
+        if type(config.inner_experts) is not moe.GroupedExperts.Config:
+            raise NotImplementedError(f"{type(config.inner_experts).__qualname__}: not torchtitan's GroupedExperts, so "
+                                      "that what it computes is not known; leave these layers out by `fqns`")
+        return derive(config, RoutedExperts.Config, inner_experts=grouped_experts(config.inner_experts))

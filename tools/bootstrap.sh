@@ -8,6 +8,8 @@
 #   tools/bootstrap.sh lint    the above and the pinned tools of tools/requirements-lint.txt
 #   tools/bootstrap.sh python  the first and torch, transformers .. of tools/requirements-python.txt
 #   tools/bootstrap.sh wheel   the first and what `make wheel` needs, of tools/requirements-wheel.txt
+#   tools/bootstrap.sh frameworks  the first and, in .venv-frameworks, what tests/frameworks runs with
+#                                  (tools/requirements-frameworks.txt: 3 GB)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [[ -n ${TESSERA_SKIP_BOOTSTRAP:-} ]]; then exit 0; fi
@@ -127,24 +129,36 @@ install_packages() {
   say "installing by apt took $((SECONDS - start)) s"
 }
 
-# pip_install REQUIREMENTS-NAME ARGUMENTS... Python compiles what it loads, when it does; most is never loaded.
+# pip_install FOLDER REQUIREMENTS-NAME ARGUMENTS... Python compiles what it loads, when it does; most is never loaded.
 pip_install() {
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r "tools/$1.txt" "${@:2}"
+  "$1/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile -r "tools/$2.txt" "${@:3}"
 }
 
-# install_python lint|python|wheel. The stamp holds the requirements that the environment was made from.
+# install_python lint|python|wheel|frameworks. The stamp holds the requirements that the environment was made from.
 install_python() {
-  local name=requirements-$1
-  local requirements=tools/$name.txt stamp=.venv/$name.txt
+  local name=requirements-$1 folder=.venv
+  if [[ $1 == frameworks ]]; then folder=.venv-frameworks; fi
+  local requirements=tools/$name.txt stamp=$folder/$name.txt
   if cmp -s "$requirements" "$stamp"; then return; fi
   local start=$SECONDS
-  say "installing into .venv: $(grep -v '^#' "$requirements" | tr '\n' ' ')"
-  [[ -x .venv/bin/python ]] || python3 -m venv .venv
+  say "installing into $folder: $(grep -v '^#' "$requirements" | tr '\n' ' ')"
+  [[ -x $folder/bin/python ]] || python3 -m venv "$folder"
   # The CPU build of torch is on its project's own index, unless the machine is configured for another.
-  pip_install "$name" 2>/dev/null ||
-    pip_install "$name" --extra-index-url https://download.pytorch.org/whl/cpu
+  pip_install "$folder" "$name" 2>/dev/null ||
+    pip_install "$folder" "$name" --extra-index-url https://download.pytorch.org/whl/cpu
   cp "$requirements" "$stamp"
-  say "installing into .venv took $((SECONDS - start)) s"
+  say "installing into $folder took $((SECONDS - start)) s"
+}
+
+# megatron-core's wheels of today are for Python 3.12 and later. The sources in them load in older ones too, and are
+# what tests/frameworks runs, so they are unpacked beside the packages of whatever Python there is.
+install_megatron() {
+  local requirements=tools/requirements-megatron.txt folder=.venv-frameworks/megatron
+  if cmp -s "$requirements" "$folder/requirements.txt"; then return; fi
+  say "unpacking into $folder: $(grep -v '^#' "$requirements")"
+  .venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade \
+    --python-version 3.12 --only-binary=:all: --target "$folder" -r "$requirements"
+  cp "$requirements" "$folder/requirements.txt"
 }
 
 check_commands
@@ -158,3 +172,4 @@ if ((${#missing[@]})); then
   say 'done'
 fi
 if (($#)); then install_python "$1"; fi
+if [[ ${1:-} == frameworks ]]; then install_megatron; fi

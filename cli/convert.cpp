@@ -12,6 +12,7 @@
 #include "cli/output.hpp"
 #include "cli/shape_flags.hpp"
 #include "huggingface/convert.hpp"
+#include "huggingface/expert_names.hpp"
 #include "lm/text.hpp"
 #include "tessera/names.hpp"
 
@@ -112,7 +113,12 @@ void add_convert(CLI::App& app) {
   CLI::App& command = *app.add_subcommand(
       "convert", "Rewrite a checkpoint's experts in another layout, bit for bit");
   auto const flags = std::make_shared<Flags>();
-  command.add_option("--from", flags->from, "folder of config.json and safetensors files")
+  command
+      .add_option(
+          "--from", flags->from,
+          std::string("folder of config.json and safetensors files; experts are found by their "
+                      "names: ") +
+              huggingface::known_spellings())
       ->required();
   command.add_option("--to", flags->to, "folder to be made: appears whole or not at all")
       ->required();

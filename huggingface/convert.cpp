@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "huggingface/checkpoint_folder.hpp"
+#include "huggingface/config_check.hpp"
 #include "huggingface/conversion_file.hpp"
 #include "huggingface/expert_groups.hpp"
 #include "huggingface/new_folder.hpp"
@@ -63,12 +64,40 @@ std::string model_type_of(fs::path const& folder) {
   return lm::json_string(lm::parse_json(text, path.string(), 64), "model_type");
 }
 
-NativeForm require_native_form(fs::path const& folder) {
-  std::string const type = model_type_of(folder);
-  if (auto const form = native_form(type)) return *form;
-  throw lm::InputError(
-      fmt::format("{}: model_type \"{}\": its expert weights have names that are not known here",
-                  (folder / "config.json").string(), lm::printable(type)));
+// The order of gate and up is not in names or shapes: the model type tells it. Whether matrices are transposed is.
+WeightLayout stacked_layout(CheckpointFolder const& checkpoint, StoredTensor const& gate_up) {
+  auto const native = native_form(model_type_of(checkpoint.path()));
+  bool const known = native && native->naming == Naming::stacked;
+  std::string name = gate_up.entry->name;
+  constexpr std::string_view kGateUp = "gate_up_proj";
+  name.replace(name.size() - kGateUp.size(), kGateUp.size(), "down_proj");
+  StoredTensor const* const down = checkpoint.find(name);
+  bool const matrices =
+      down != nullptr && down->entry->shape.size() == 3 && gate_up.entry->shape.size() == 3;
+  if (!matrices) return known ? native->layout : WeightLayout{};
+  // [E,2N,D] beside [E,D,N], or [E,D,2N] beside [E,N,D].
+  bool const transposed = gate_up.entry->shape[1] == down->entry->shape[2] &&
+                          gate_up.entry->shape[2] == 2 * down->entry->shape[1];
+  if (!transposed) return WeightLayout{};
+  return known ? native->layout : WeightLayout{{}, WeightOrientation::transposed, 0};
+}
+
+// The form that the tensors' names tell.
+ExpertForm form_by_names(CheckpointFolder const& checkpoint) {
+  for (Naming const naming :
+       {Naming::stacked, Naming::per_expert, Naming::per_expert_w123, Naming::stacked_linear}) {
+    for (StoredTensor const& tensor : checkpoint.tensors()) {
+      auto const parsed = parse_expert_name(naming, tensor.entry->name, false);
+      if (!parsed) continue;
+      if (naming != Naming::stacked) return {naming, hugging_face_layout(naming)};
+      bool const tells = parsed->part == Part::gate_up && !parsed->bias;
+      if (tells) return {naming, stacked_layout(checkpoint, tensor)};
+    }
+  }
+  throw lm::InputError(fmt::format(
+      "{}: no expert weights: no tensor has one of the names {}; convert reads models whose "
+      "experts have these names",
+      checkpoint.path().string(), known_spellings()));
 }
 
 // What the checkpoint is now: converted before, or Hugging Face's.
@@ -93,14 +122,7 @@ ExpertForm source_form(CheckpointFolder const& checkpoint,
                                      (checkpoint.path() / checkpoint.file_names()[0]).string(),
                                      kLayoutKey, lm::printable(layout->second)));
   }
-  NativeForm const native = require_native_form(checkpoint.path());
-  // transformers 5 writes the experts of any model stacked, if it is asked to.
-  bool const stacked = std::any_of(
-      checkpoint.tensors().begin(), checkpoint.tensors().end(), [](StoredTensor const& tensor) {
-        return parse_expert_name(Naming::stacked, tensor.entry->name, false).has_value();
-      });
-  if (stacked && native.naming != Naming::stacked) return {Naming::stacked, {}};
-  return {native.naming, native.layout};
+  return form_by_names(checkpoint);
 }
 
 class Planner {
@@ -131,8 +153,13 @@ class Planner {
 
  private:
   [[nodiscard]] ExpertForm native() const {
-    NativeForm const form = require_native_form(checkpoint_.path());
-    return {form.naming, form.layout};
+    std::string const type = model_type_of(checkpoint_.path());
+    if (auto const form = native_form(type)) return {form->naming, form->layout};
+    if (groups_.form().naming != Naming::tessera) return groups_.form();
+    throw lm::InputError(fmt::format(
+        "{}: model_type \"{}\": which names its experts had is not known without {}; put that file "
+        "back",
+        (checkpoint_.path() / "config.json").string(), lm::printable(type), kConversionFile));
   }
 
   void check_block(ExpertGroup const& group) const {
@@ -467,6 +494,7 @@ ConvertSummary convert(ConvertOptions const& options) {
     throw lm::InputError(fmt::format("{}: no expert weights under the names of {}",
                                      options.from.string(), naming_name(groups.form().naming)));
   }
+  check_against_config(checkpoint, groups);
   Plan const plan = Planner(checkpoint, groups, conversion, options).plan();
   Writer writer(checkpoint, groups, plan, options);
 

@@ -55,16 +55,31 @@ constexpr WeightLayout kSeparate{GateUpOrder::concat, WeightOrientation::separat
 constexpr WeightLayout kConcat{};
 
 constexpr std::pair<std::string_view, NativeForm> kNativeForms[] = {
-    {"mixtral", {Naming::per_expert_w123, kSeparate}},
+    {"afmoe", {Naming::per_expert, kSeparate}},
+    {"deepseek_v2", {Naming::per_expert, kSeparate}},
+    {"deepseek_v3", {Naming::per_expert, kSeparate}},
+    {"dots1", {Naming::per_expert, kSeparate}},
+    {"ernie4_5_moe", {Naming::per_expert, kSeparate}},
+    {"flex_olmo", {Naming::per_expert, kSeparate}},
+    {"glm4_moe", {Naming::per_expert, kSeparate}},
+    {"hunyuan_v1_moe", {Naming::per_expert, kSeparate}},
+    {"jamba", {Naming::per_expert, kSeparate}},
+    {"olmoe", {Naming::per_expert, kSeparate}},
     {"qwen2_moe", {Naming::per_expert, kSeparate}},
     {"qwen3_moe", {Naming::per_expert, kSeparate}},
     {"qwen3_next", {Naming::per_expert, kSeparate}},
-    {"olmoe", {Naming::per_expert, kSeparate}},
-    {"deepseek_v2", {Naming::per_expert, kSeparate}},
-    {"deepseek_v3", {Naming::per_expert, kSeparate}},
-    {"glm4_moe", {Naming::per_expert, kSeparate}},
+    {"qwen3_5_moe", {Naming::per_expert, kSeparate}},
+    {"qwen3_5_moe_text", {Naming::per_expert, kSeparate}},
     {"tessera_moe", {Naming::per_expert, kSeparate}},  // `tessera train` with another router
+    {"lfm2_moe", {Naming::per_expert_w123, kSeparate}},
+    {"minimax", {Naming::per_expert_w123, kSeparate}},
+    {"minimax_m2", {Naming::per_expert_w123, kSeparate}},
+    {"mixtral", {Naming::per_expert_w123, kSeparate}},
+    {"phimoe", {Naming::per_expert_w123, kSeparate}},
     {"gpt_oss", {Naming::stacked, {GateUpOrder::interleaved, WeightOrientation::transposed, 0}}},
+    {"llama4", {Naming::stacked, {GateUpOrder::concat, WeightOrientation::transposed, 0}}},
+    {"llama4_text", {Naming::stacked, {GateUpOrder::concat, WeightOrientation::transposed, 0}}},
+    {"qwen3_vl_moe", {Naming::stacked, {GateUpOrder::concat, WeightOrientation::transposed, 0}}},
     {"granitemoe", {Naming::stacked_linear, kConcat}},
 };
 
@@ -90,6 +105,15 @@ std::optional<Naming> naming_named(std::string_view name) noexcept {
     if (name == text) return value;
   }
   return std::nullopt;
+}
+
+char const* known_spellings() noexcept {
+  return "experts.<e>.gate_proj.weight (up_proj, down_proj), experts.<e>.w1.weight (w3, w2), "
+         "experts.gate_up_proj (down_proj), block_sparse_moe.input_linear.weight (output_linear)";
+}
+
+WeightLayout hugging_face_layout(Naming naming) noexcept {
+  return is_per_expert(naming) ? kSeparate : kConcat;
 }
 
 bool is_per_expert(Naming naming) noexcept {

@@ -27,6 +27,12 @@ enum class Naming {
 char const* naming_name(Naming naming) noexcept;
 std::optional<Naming> naming_named(std::string_view name) noexcept;
 
+/// How Hugging Face names the experts' tensors, for messages: "experts.<e>.gate_proj.weight, ...".
+char const* known_spellings() noexcept;
+
+/// The layout of a Hugging Face naming whose layout does not depend on the model.
+WeightLayout hugging_face_layout(Naming naming) noexcept;
+
 /// Whether each expert has tensors of its own.
 bool is_per_expert(Naming naming) noexcept;
 

@@ -414,6 +414,101 @@ class Convert(Checkpoints):
                 self.refuse_convert(naming)
                 subprocess.run(["rm", "-r", source], check=True)
 
+    def test_refuses_a_config_that_contradicts_the_files(self):
+        """Every kind of statement, wrong by one, of an otherwise good checkpoint; the same one right converts."""
+        def layers(*indices: int) -> dict:
+            tensors = per_expert(list(indices))
+            for layer in indices:
+                for name, shape in (("up", [N, D]), ("down", [D, N])):
+                    tensors[f"model.layers.{layer}.mlp.shared_experts.{name}_proj.weight"] = ("BF16", shape,
+                                                                                             bytes(2 * N * D))
+            return tensors
+
+        right = {"num_experts": E, "hidden_size": D, "moe_intermediate_size": N, "num_hidden_layers": 2,
+                 "dtype": "bfloat16", "n_shared_experts": 1}
+        dense_first = right | {"num_hidden_layers": 3, "first_k_dense_replace": 1}
+        both, last = layers(0, 1), layers(1, 2)
+        one_shared = {name.replace("shared_experts", "shared_expert"): tensor for name, tensor in both.items()}
+        router = "model.layers.0.mlp.gate.weight"
+        lost = "model.layers.1.mlp.shared_experts.up_proj.weight"
+        for tensors, good in ((both, right), (last, dense_first)):
+            source = self.checkpoint(tensors, **good)
+            self.convert(source, "good", "concat")
+            subprocess.run(["rm", "-r", source, str(self.folder / "good")], check=True)
+        for tensors, config, naming in (
+                (both, right | {"num_experts": E + 1}, f"num_experts = {E + 1}, but the files hold experts: {E}"),
+                (both, right | {"num_experts": E - 1}, f"num_experts = {E - 1}, but the files hold experts: {E}"),
+                (both, right | {"num_local_experts": E + 2}, f"num_local_experts = {E + 2}"),
+                (both, right | {"num_experts": [E, E + 1]}, f"num_experts = {E + 1}"),
+                (both, right | {"num_experts": "three"}, 'num_experts = "three"'),
+                (both, right | {"hidden_size": D + 1}, f"hidden_size = {D + 1}"),
+                (both, right | {"moe_intermediate_size": N + 1}, f"moe_intermediate_size = {N + 1}"),
+                (both, {"intermediate_size": N + 1}, f"intermediate_size = {N + 1}"),
+                (both, right | {"dtype": "float32"}, 'dtype = "float32", but the files hold BF16'),
+                (both, {"torch_dtype": "float16"}, 'torch_dtype = "float16"'),
+                (both, right | {"n_shared_experts": 2}, "n_shared_experts = 2"),
+                (both, right | {"n_shared_experts": 0}, "n_shared_experts = 0"),
+                (one_shared, {"shared_expert_intermediate_size": N + 1}, "shared_expert_intermediate_size = 9"),
+                (both, right | {"num_hidden_layers": 3}, "layer 2 has experts, but the files hold none"),
+                (both, right | {"num_hidden_layers": 1}, "num_hidden_layers = 1, but the files hold experts in"),
+                (both, right | {"first_k_dense_replace": 1}, "layer 0 has no experts"),
+                (last, dense_first | {"first_k_dense_replace": 0}, "layer 0 has experts, but the files hold none"),
+                (last, dense_first | {"first_k_dense_replace": 2}, "layer 1 has no experts"),
+                (both, right | {"decoder_sparse_step": 2}, "layer 0 has no experts"),
+                (both, right | {"decoder_sparse_step": 0}, "decoder_sparse_step = 0"),
+                (both, right | {"mlp_only_layers": [1]}, "layer 1 has no experts"),
+                (both, right | {"moe_layer_freq": [1, 0]}, "layer 1 has no experts"),
+                (both, right | {"moe_layer_freq": [1]}, "moe_layer_freq has 1 entries"),
+                (both, right | {"mlp_layer_types": ["dense", "sparse"]}, "layer 0 has no experts"),
+                (both, right | {"moe_layers": [0]}, "layer 1 has no experts"),
+                (both, right | {"moe_layer_start_index": 1, "moe_layer_end_index": -1}, "layer 0 has no experts"),
+                (both, right | {"expert_layer_period": 2, "expert_layer_offset": 1}, "layer 0 has no experts"),
+                (both, {"text_config": right | {"num_experts": E + 1}}, f"num_experts = {E + 1}"),
+                ({name: t for name, t in both.items() if name != lost}, right, lost),
+                (both | {router: ("BF16", [E + 1, D], bytes(2 * (E + 1) * D))}, right, router)):
+            with self.subTest(naming, config=config):
+                source = self.checkpoint(tensors, **config)
+                self.refuse_convert(naming)
+                self.refuse_convert("take config.json and all weight files of one model")
+                subprocess.run(["rm", "-r", source], check=True)
+
+    def test_layers_that_predict_further_tokens_are_not_counted(self):
+        source = self.checkpoint(per_expert([0, 1]), num_hidden_layers=1, num_nextn_predict_layers=1)
+        self.same_folders(self.convert(self.convert(source, "there", "concat"), "back", "huggingface"), source)
+
+    def test_goes_by_names_and_not_by_the_model_type(self):
+        turned = {name: (dtype, [E, D, 2 * N] if "gate_up" in name else shape, data)
+                  for name, (dtype, shape, data) in stacked_gpt_oss([0]).items() if not name.endswith("_bias")}
+        for number, tensors in enumerate((
+                per_expert([0]), per_expert([0], ("w1", "w3", "w2"), "feed_forward"),
+                self.stacked("mlp", "gate.weight"), turned)):
+            with self.subTest(number):
+                source = self.checkpoint(tensors, "a_new_model")
+                there = self.convert(source, "there", "interleaved")
+                self.same_folders(self.convert(there, "back", "huggingface"), source)
+                os.unlink(os.path.join(there, "tessera_conversion.json"))
+                self.refuse_convert("put that file back", "huggingface", there)
+                subprocess.run(["rm", "-r", source, there, str(self.folder / "back")], check=True)
+
+    def test_transposed_matrices_are_known_by_their_shapes(self):
+        """As Qwen3-VL stores them: [E,D,2N] with all gate columns first, and [E,N,D]."""
+        experts, prefix = [Expert(0, e) for e in range(E)], "model.language_model.layers.0.mlp.experts."
+        source = self.checkpoint({
+            prefix + "gate_up_proj": ("BF16", [E, D, 2 * N], flat(*(transposed(x.gate + x.up) for x in experts))),
+            prefix + "down_proj": ("BF16", [E, N, D], flat(*(transposed(x.down) for x in experts)))},
+            "qwen3_vl_moe", text_config={"num_experts": E, "hidden_size": D})
+        there = self.convert(source, "there", "separate")
+        self.assertEqual(read_checkpoint(pathlib.Path(there)), expected("separate", 0, prefix[:-1], False))
+        self.same_folders(self.convert(there, "back", "huggingface"), source)
+
+    def test_lists_the_known_names(self):
+        self.checkpoint(attention(0, "BF16"))
+        for name in ("experts.<e>.gate_proj.weight", "experts.<e>.w1.weight", "experts.gate_up_proj",
+                     "block_sparse_moe.input_linear.weight"):
+            self.refuse_convert(name)
+            help_text = self.run_tessera("convert", "--help", code=0).stdout
+            self.assertIn(name, "".join(help_text.split()))
+
     def test_refuses_leftover_experts(self):
         experts, good = [Expert(1, e) for e in range(E)], per_expert([0])
 
@@ -464,8 +559,8 @@ class Convert(Checkpoints):
         (source / "model.safetensors").write_bytes(saved)
         self.refuse_convert("both")
         (source / "model.safetensors").unlink()
-        (source / "config.json").write_text('{"model_type": "llama"}')
-        self.refuse_convert("llama")
+        (source / "config.json").write_text("[]")
+        self.refuse_convert("config.json")
         (source / "config.json").unlink()
         self.refuse_convert("config.json")
 

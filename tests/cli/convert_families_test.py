@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tessera convert` with tiny models that transformers itself saved. usage: convert_families_test.py PROGRAM"""
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import unittest
+
+try:
+    import torch
+    import transformers
+except ModuleNotFoundError as missing:
+    print(f"skipped: {missing}; tools/bootstrap.sh python installs it")
+    sys.exit(77)
+
+COMMON = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+WIDE = {**COMMON, "intermediate_size": 24, "num_experts_per_tok": 2}
+FINE = {**WIDE, "intermediate_size": 48, "moe_intermediate_size": 16}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+          "layer_types": ["linear_attention", "full_attention"]}
+GROUPED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+          "num_key_value_heads": 4}
+FAMILIES = {
+    "deepseek_v2": {**FINE, **LATENT, **GROUPED},
+    "deepseek_v3": {**FINE, **LATENT, **GROUPED},
+    "dots1": {**FINE, **GROUPED, "head_dim": 8, "layer_types": ["full_attention"] * 2},
+    "ernie4_5_moe": {**FINE, "moe_num_experts": 4, "moe_k": 2},
+    "flex_olmo": {**WIDE, "num_experts": 4},
+    "glm4_moe": {**FINE, **GROUPED, "head_dim": 8},
+    "gpt_oss": {**WIDE, "num_local_experts": 4, "head_dim": 8},
+    "granitemoe": {**WIDE, "num_local_experts": 4},
+    "hunyuan_v1_moe": {**WIDE, "num_experts": 4, "moe_topk": 2, "head_dim": 8},
+    "lfm2_moe": {**FINE, "num_experts": 4, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"]},
+    "minimax_m2": {**WIDE, "num_local_experts": 4, "head_dim": 8},
+    "mixtral": {**WIDE, "num_local_experts": 4},
+    "olmoe": {**WIDE, "num_experts": 4},
+    "phimoe": {**WIDE, "num_local_experts": 4},
+    "qwen2_moe": {**FINE, "num_experts": 4, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": {**FINE, "num_experts": 4, "head_dim": 8},
+    "qwen3_next": {**FINE, **LINEAR, "num_experts": 4, "head_dim": 8, "shared_expert_intermediate_size": 40},
+    "qwen3_5_moe_text": {**FINE, **LINEAR, "num_experts": 4, "head_dim": 8, "shared_expert_intermediate_size": 40},
+}
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+class Families(unittest.TestCase):
+    def convert(self, source: pathlib.Path, target: pathlib.Path, layout: str) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.argv[1], "convert", "--from", source, "--to", target, "--layout", layout],
+                              capture_output=True, text=True)
+
+    def test_there_and_back(self):
+        """Every byte comes back, transformers loads it, and one expert more in config.json is refused."""
+        for family, sizes in FAMILIES.items():
+            with self.subTest(family), tempfile.TemporaryDirectory() as name:
+                folder = pathlib.Path(name)
+                source, there, back = folder / "source", folder / "there", folder / "back"
+                torch.manual_seed(0)
+                config = transformers.AutoConfig.for_model(family, **sizes)
+                model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+                model.save_pretrained(source)
+                for step in (source, there, "interleaved"), (there, back, "huggingface"):
+                    done = self.convert(*step)
+                    self.assertEqual(done.returncode, 0, done.stderr)
+                self.assertNotEqual((there / "model.safetensors").read_bytes(),
+                                    (source / "model.safetensors").read_bytes())
+                self.assertEqual(sorted(p.name for p in source.iterdir()), sorted(p.name for p in back.iterdir()))
+                for path in source.iterdir():
+                    self.assertEqual(path.read_bytes(), (back / path.name).read_bytes(), path.name)
+                loaded = transformers.AutoModelForCausalLM.from_pretrained(back).state_dict()
+                for key, tensor in model.state_dict().items():
+                    self.assertTrue(torch.equal(tensor, loaded[key]), key)
+                stated = json.loads((source / "config.json").read_text())
+                for key in COUNTS:
+                    if key in stated:
+                        stated[key] += 1
+                (source / "config.json").write_text(json.dumps(stated))
+                done = self.convert(source, folder / "wrong", "interleaved")
+                self.assertEqual(done.returncode, 2, done.stderr)
+                self.assertIn("= 5, but the files hold experts: 4", done.stderr)
+                self.assertFalse((folder / "wrong").exists())
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1])

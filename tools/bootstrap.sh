@@ -157,7 +157,7 @@ install_megatron() {
   if cmp -s "$requirements" "$folder/requirements.txt"; then return; fi
   say "unpacking into $folder: $(grep -v '^#' "$requirements")"
   .venv-frameworks/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --upgrade \
-    --python-version 3.12 --only-binary=:all: --target "$folder" -r "$requirements"
+    --python-version 3.12 --ignore-requires-python --only-binary=:all: --target "$folder" -r "$requirements"
   cp "$requirements" "$folder/requirements.txt"
 }
 

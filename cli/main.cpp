@@ -66,8 +66,9 @@ std::string fp32_number(std::string const& text) {
   double value = 0;
   auto const [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   bool const number = error == std::errc{} && end == text.data() + text.size();
-  if (!number || !std::isfinite(value) || (value != 0 && static_cast<float>(value) == 0) ||
-      std::isinf(static_cast<float>(value))) {
+  // Infinity may be meant, as of --limit; what grows to it is not.
+  if (!number || std::isnan(value) || (value != 0 && static_cast<float>(value) == 0) ||
+      (std::isinf(static_cast<float>(value)) && !std::isinf(value))) {
     return fmt::format("'{}' is not a number that fp32 can hold", text);
   }
   return {};

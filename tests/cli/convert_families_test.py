@@ -25,6 +25,7 @@ GROUPED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_exper
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
           "num_key_value_heads": 4}
 FAMILIES = {
+    "afmoe": {**FINE, "num_experts": 4, "num_dense_layers": 1, "head_dim": 8},
     "deepseek_v2": {**FINE, **LATENT, **GROUPED},
     "deepseek_v3": {**FINE, **LATENT, **GROUPED},
     "dots1": {**FINE, **GROUPED, "head_dim": 8, "layer_types": ["full_attention"] * 2},
@@ -34,7 +35,10 @@ FAMILIES = {
     "gpt_oss": {**WIDE, "num_local_experts": 4, "head_dim": 8},
     "granitemoe": {**WIDE, "num_local_experts": 4},
     "hunyuan_v1_moe": {**WIDE, "num_experts": 4, "moe_topk": 2, "head_dim": 8},
+    "jamba": {**WIDE, "num_experts": 4, "expert_layer_period": 2, "expert_layer_offset": 1},
     "lfm2_moe": {**FINE, "num_experts": 4, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"]},
+    "llama4_text": {**WIDE, "num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48},
+    "minimax": {**WIDE, "num_local_experts": 4, "head_dim": 8},
     "minimax_m2": {**WIDE, "num_local_experts": 4, "head_dim": 8},
     "mixtral": {**WIDE, "num_local_experts": 4},
     "olmoe": {**WIDE, "num_experts": 4},

@@ -51,7 +51,7 @@ struct Job {
   verify::LayerCase layer_case;
 };
 
-std::vector<Job> jobs_of(BenchFlags const& flags) {
+std::vector<Job> jobs_of(BenchFlags const& flags, CLI::App const& command) {
   if (flags.shape.any_shape()) {
     if (flags.configs.empty()) return {{"custom", flags.shape.layer_case()}};
     throw CommandError("--config: a configuration has its own shape; leave out the shape flags");
@@ -86,6 +86,10 @@ std::vector<Job> jobs_of(BenchFlags const& flags) {
           name, shape.tokens, shape.top_k, given.tokens, given.top_k));
     }
     if (found->activation != ActivationKind::swiglu) {
+      if (command.get_option("--activation")->count() > 0) {
+        throw CommandError(fmt::format(
+            "--activation with --config {}: the configuration has its own; leave it out", name));
+      }
       job.layer_case.desc.activation.kind = found->activation;
     }
     job.layer_case.desc.bias = job.layer_case.desc.bias || found->bias;
@@ -341,9 +345,9 @@ std::string command_line_of(CLI::App const& command) {
   return line;
 }
 
-int bench_cuda(BenchFlags const& flags, std::string const& command_line) {
+int bench_cuda(BenchFlags const& flags, CLI::App const& command, std::string const& command_line) {
   CudaBench request;
-  for (Job& job : jobs_of(flags)) {
+  for (Job& job : jobs_of(flags, command)) {
     request.jobs.push_back({job.name, std::move(job.layer_case)});
   }
   request.passes = flags.passes;
@@ -369,13 +373,14 @@ int bench_cuda(BenchFlags const& flags, std::string const& command_line) {
   return kOk;
 }
 
-int bench(BenchFlags flags, std::string const& command_line) {
+int bench(BenchFlags flags, CLI::App const& command) {
+  std::string const command_line = command_line_of(command);
   require_writable(flags.out);
   if (flags.sums_on_owners && flags.gpus == 0) {
     throw CommandError(
         "--sums-on-owners: of the GPUs of --gpus; give their number, or leave it out");
   }
-  if (flags.shape.on_cuda()) return bench_cuda(flags, command_line);
+  if (flags.shape.on_cuda()) return bench_cuda(flags, command, command_line);
   if (flags.passes.empty()) flags.passes = {"forward", "backward", "forward-inference"};
   for (std::string const& name : flags.passes) {
     if (name != "forward" && name != "backward" && name != "forward-inference") {
@@ -384,7 +389,7 @@ int bench(BenchFlags flags, std::string const& command_line) {
     }
   }
   if (flags.gpus != 0) throw CommandError("--gpus: the CPU backend has none; leave it out");
-  auto const jobs = jobs_of(flags);
+  auto const jobs = jobs_of(flags, command);
   Context const context = flags.shape.context();
   for (Job const& job : jobs) {
     verify::check_routing(job.layer_case);
@@ -437,7 +442,7 @@ void add_bench(CLI::App& app) {
   command->add_flag("--no-check", flags->no_check, "skip the check; rows say so");
   command->add_flag("--json", flags->json, "the results as JSON on stdout");
   run_with(*command, "tessera bench --config cpu-small,cpu-mid --pass forward,backward",
-           [flags, command] { return bench(*flags, command_line_of(*command)); });
+           [flags, command] { return bench(*flags, *command); });
 }
 
 }  // namespace tessera::cli

@@ -37,7 +37,8 @@ std::string op_text(OpExplanation const& op) {
   return text;
 }
 
-int explain_layer(ShapeFlags const& flags, bool json) {
+int explain_layer(ShapeFlags const& flags, CLI::App const& command, bool json) {
+  flags.refuse_data(command);
   Context const context = flags.context();
   MoeDesc const desc = flags.layer_case().desc;
   Json passes = Json::object();
@@ -80,7 +81,7 @@ void add_explain(CLI::App& app) {
   command->add_flag("--json", *json, "the result as JSON on stdout");
   run_with(*command,
            "tessera explain --tokens 4096 --hidden 512 --intermediate 256 --experts 64 --top-k 8",
-           [flags, json] { return explain_layer(*flags, *json); });
+           [flags, command, json] { return explain_layer(*flags, *command, *json); });
 }
 
 }  // namespace tessera::cli

@@ -8,6 +8,8 @@
 #include <ctime>
 
 #include "cli/commands.hpp"
+#include "tessera/names.hpp"
+#include "tessera/router.hpp"
 
 namespace tessera::cli {
 
@@ -15,6 +17,18 @@ void print_text(std::string const& text) {
   bool const written = std::fwrite(text.data(), 1, text.size(), stdout) == text.size();
   if (!written || std::fflush(stdout) != 0)
     throw CommandError("stdout: cannot be written", kEnvironment);
+}
+
+void note_constant_scores(MoeDesc const& desc) {
+  if (!scores_are_constant(desc)) return;
+  print_note(fmt::format(
+      "note: --router {}{} with --experts {} and --top-k {}: every score is one number whatever "
+      "the "
+      "logits are, so no gradient of the output reaches the router and it cannot learn; use "
+      "{}--router sigmoid-bias without --normalize-scores\n",
+      name_of(kRouterNames, desc.router.kind),
+      desc.router.normalize_scores ? " --normalize-scores" : "", desc.shape.experts,
+      desc.shape.top_k, desc.shape.experts == 1 ? "" : "--router softmax-topk, or "));
 }
 
 void print_json(Json const& document) {

@@ -23,6 +23,9 @@ void print_text(std::string const& text);
 /// Prints progress or a note on stderr. Lost where that cannot be written: no work ends for it.
 void print_note(std::string_view text) noexcept;
 
+/// A note where the layer's router cannot learn (scores_are_constant in router.hpp), with the remedy.
+void note_constant_scores(MoeDesc const& desc);
+
 /// "1.4 MiB".
 std::string bytes_text(double bytes);
 

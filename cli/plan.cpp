@@ -39,11 +39,9 @@ struct Subject {
   std::optional<Model> model;
 };
 
-// What is read beside config.json. The flags that say where and with what data a layer runs tell nothing here, with
-// --hf or without.
-constexpr std::string_view kReadWithModel[] = {"--tokens", "--dtype",  "--router-dtype", "--tile",
-                                               "--round",  "--step",   "--layer",        "--device",
-                                               "--seed",   "--threads"};
+// What is read beside config.json.
+constexpr std::string_view kReadWithModel[] = {"--tokens", "--dtype", "--router-dtype", "--tile",
+                                               "--round"};
 
 void refuse_ignored(CLI::App const& command) {
   for (CLI::App const* group : command.get_subcommands([](CLI::App const*) { return true; })) {
@@ -81,6 +79,9 @@ Subject model_subject(Flags const& flags, CLI::App const& command) {
 Subject read_subject(Flags const& flags, CLI::App const& command) {
   Subject subject;
   if (flags.hf.empty()) {
+    flags.shape.refuse_data(command);
+    constexpr std::string_view kThreads[] = {"--threads"};
+    refuse_flags(command, kThreads, "a plan does not depend on it");
     subject.desc = flags.shape.layer_case().desc;
   } else {
     subject = model_subject(flags, command);
@@ -89,7 +90,7 @@ Subject read_subject(Flags const& flags, CLI::App const& command) {
     throw CommandError(
         fmt::format("--tile {}: a tile has at least one row", subject.desc.router.tile));
   }
-  check(saved_bytes(subject.desc).status());  // every rule of the library for a layer
+  saved_by_layer(subject.desc);  // every rule of the library for a layer
   return subject;
 }
 
@@ -122,7 +123,7 @@ Json memory_json(MoeDesc const& desc) {
 Json layer_json(MoeDesc const& desc) {
   MoeShape const& s = desc.shape;
   double const rows = routed_rows(desc);
-  SavedBytes const saved = value_of(saved_bytes(desc));
+  SavedBytes const saved = saved_by_layer(desc);
   Json waste = Json::array();
   for (std::int64_t tokens = 512; tokens <= 131072; tokens *= 4) {
     waste.push_back({{"tokens", tokens}, {"waste", tile_waste(desc, tokens)}});
@@ -266,6 +267,7 @@ std::string model_text(Model const& model, MoeDesc const& desc) {
 int plan(Flags const& flags, CLI::App const& command) {
   Subject const subject = read_subject(flags, command);
   MoeDesc const& desc = subject.desc;
+  note_constant_scores(desc);
   if (flags.json) {
     Json document = {{"layer", layer_json(desc)}};
     if (subject.model) document["model"] = model_json(*subject.model, desc);

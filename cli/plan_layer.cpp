@@ -36,7 +36,7 @@ MemoryPlan tessera_plan(MoeDesc desc, SavePolicy save, bool overwrite_h, char co
   double const dh = overwrite_h ? 0 : s.b * s.w * s.slots * s.intermediate;
   return {.policy = policy,
           .keeps = keeps,
-          .saved = static_cast<double>(value_of(saved_bytes(desc)).total()),
+          .saved = static_cast<double>(saved_by_layer(desc).total()),
           .forward_transient = s.b * s.slots * (s.intermediate + s.hidden),
           .backward_transient = dh + s.b * s.slots * std::max(s.intermediate, s.hidden),
           .saves_alike = overwrite_h};
@@ -52,6 +52,11 @@ double gemm_flops(Sizes const& s, double m) {
 }
 
 }  // namespace
+
+SavedBytes saved_by_layer(MoeDesc desc) {
+  if (!desc.rounds_tokens()) desc.router.tile = Router().tile;
+  return value_of(saved_bytes(desc));
+}
 
 std::vector<MemoryPlan> memory_plans(MoeDesc const& desc) {
   Sizes const s = sizes(desc);

@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "tessera/shape.hpp"
+#include "tessera/moe.hpp"
 
 namespace tessera::cli {
 
@@ -24,6 +24,9 @@ struct MemoryPlan {
 /// Tessera's policies, then what other implementations keep: counted from their sources, without their
 /// routing tables.
 std::vector<MemoryPlan> memory_plans(MoeDesc const& desc);
+
+/// saved_bytes() of a layer whose router.tile is the tile of waste too, without token rounding. Throws CommandError.
+SavedBytes saved_by_layer(MoeDesc desc);
 
 /// R, as far as the shape tells: T*K, the capacities of expert-choice, the slots of varying experts.
 double routed_rows(MoeDesc const& desc);

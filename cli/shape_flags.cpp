@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "cli/routing_file.hpp"
+#include "tessera/router.hpp"
 #include "verify/names.hpp"
 
 namespace tessera::cli {
@@ -70,6 +71,15 @@ verify::RoutingSpec read_pattern(std::string const& text) {
 
 }  // namespace
 
+void refuse_flags(CLI::App const& command, std::span<std::string_view const> names,
+                  std::string const& reason) {
+  for (std::string_view const name : names) {
+    if (command.get_option(std::string(name))->count() == 0) continue;
+    throw CommandError(
+        fmt::format("{} with {}: {}; leave it out", name, command.get_name(), reason));
+  }
+}
+
 WeightLayout read_layout(std::string const& text) {
   if (auto const layout = layout_named(text)) return *layout;
   throw CommandError(
@@ -127,7 +137,7 @@ void ShapeFlags::add_to(CLI::App& command) {
   routing->add_option("--route-scale", route_scale_, "every score is multiplied by it")
       ->capture_default_str();
   routing->add_flag("--normalize-scores", normalize_scores_,
-                    "for sigmoid-bias, sqrtsoftplus and group-limited");
+                    "for softmax-topk, sigmoid-bias, sqrtsoftplus and group-limited");
   routing->add_flag("--router-bias", router_bias_, "a bias on the router's logits");
   routing->add_option("--sentinels", sentinels_, "fraction of given ids outside [0, E)");
   routing->add_flag("--repeat-experts", repeat_experts_, "given ids may repeat within a token");
@@ -144,6 +154,13 @@ void ShapeFlags::add_to(CLI::App& command) {
                   "columns of hidden whose y or dx rows exist at a time (default: all)");
   run->add_flag("--accumulate", accumulate_, "weight gradients add to their buffers");
   run->add_option("--seed", seed_, "of the data")->capture_default_str();
+}
+
+void ShapeFlags::refuse_data(CLI::App const& command) const {
+  std::string const reason = "it is of the data of a run, and this command runs no layer";
+  refuse_flags(command, kDataFlags, reason);
+  constexpr std::string_view kRouting[] = {"--routing"};
+  if (!routing_.starts_with("file:")) refuse_flags(command, kRouting, reason);
 }
 
 bool ShapeFlags::any_shape() const noexcept {
@@ -177,7 +194,7 @@ verify::LayerCase ShapeFlags::layer_case() const {
   desc.router.top_groups = top_groups_;
   desc.router.route_scale = route_scale_;
   desc.router.normalize_scores = normalize_scores_;
-  desc.router.seed = seed_;
+  if (draws(desc.router)) desc.router.seed = seed_;
   desc.router.step = step_;
   desc.router.layer = layer_;
   desc.router.capacity = capacity_;

@@ -4,13 +4,25 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
+#include <string_view>
 
 #include "cli/commands.hpp"
 #include "tessera/context.hpp"
 #include "verify/case.hpp"
 
 namespace tessera::cli {
+
+/// Throws CommandError where one of the flags `names` was given, which `command` does not read; `reason` says why.
+void refuse_flags(CLI::App const& command, std::span<std::string_view const> names,
+                  std::string const& reason);
+
+/// The flags of ShapeFlags that say with what data a layer runs: what has no data does not read them. --routing is
+/// another one, but a file fixes a shape.
+inline constexpr std::string_view kDataFlags[] = {
+    "--sentinels",  "--repeat-experts", "--router-bias", "--aux-dlogits",
+    "--accumulate", "--seed",           "--step",        "--layer"};
 
 /// The layout that --layout names. Throws CommandError for a name that is not known.
 WeightLayout read_layout(std::string const& text);
@@ -23,6 +35,9 @@ class ShapeFlags {
   /// The case that the flags describe. Throws CommandError for values that are not known or contradict
   /// each other; whether the library serves the case is the library's answer to give.
   [[nodiscard]] verify::LayerCase layer_case() const;
+
+  /// Throws CommandError for a flag of data, where `command` has none.
+  void refuse_data(CLI::App const& command) const;
 
   /// Whether a flag that fixes the shape was given.
   [[nodiscard]] bool any_shape() const noexcept;

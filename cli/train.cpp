@@ -21,6 +21,7 @@
 #include "lm/corpus.hpp"
 #include "lm/evaluation.hpp"
 #include "lm/files.hpp"
+#include "lm/moe_block.hpp"
 #include "lm/run_folder.hpp"
 #include "lm/sampler.hpp"
 #include "lm/text.hpp"
@@ -90,19 +91,29 @@ struct Run {
   lm::FolderLock lock;  // of the folder
 };
 
-// What the router does not read would be ignored, and written into the checkpoint.
-void refuse_ignored(Flags const& flags, lm::ModelConfig const& model) {
-  bool const biased = lm::has_selection_bias(model);
-  bool const grouped = model.router.kind == RouterKind::group_limited;
-  std::pair<std::string_view, bool> const read[] = {{"--groups", grouped},
-                                                    {"--top-groups", grouped},
-                                                    {"--normalize-scores", biased},
-                                                    {"--bias-rate", biased}};
+// What the run does not read would be ignored, and written into the checkpoint.
+void refuse_ignored(Flags const& flags, lm::TrainingOptions const& options) {
+  RouterKind const kind = options.model.router.kind;
+  bool const biased = lm::has_selection_bias(options.model);
+  bool const grouped = kind == RouterKind::group_limited;
+  std::string const router = fmt::format("--router {}", lm::router_name(kind));
+  struct Read {
+    std::string_view name;
+    bool is_read;
+    std::string chosen;
+  };
+  Read const read[] = {{"--groups", grouped, router},
+                       {"--top-groups", grouped, router},
+                       {"--normalize-scores", biased || kind == RouterKind::softmax_topk, router},
+                       {"--bias-rate", biased, router},
+                       // Its experts have equal counts, so that the loss is a constant.
+                       {"--balance", kind != RouterKind::expert_choice, router},
+                       {"--tile", options.rounding != Rounding::none, "--round none"}};
   for (CLI::Option const* option : flags.fixed) {
-    for (auto const& [name, is_read] : read) {
+    for (auto const& [name, is_read, chosen] : read) {
       if (is_read || option->count() == 0 || option->get_name() != name) continue;
-      throw CommandError(fmt::format("{} with --router {}: not read by it; leave it out", name,
-                                     lm::router_name(model.router.kind)));
+      throw CommandError(
+          fmt::format("{} with {}: it would change nothing; leave it out", name, chosen));
     }
   }
 }
@@ -114,7 +125,7 @@ Run start(Flags const& flags) {
   lm::TrainingOptions options = flags.training;
   options.model.router.kind = lm::router_from_name(flags.router);
   options.rounding = lm::rounding_from_name(flags.round);
-  refuse_ignored(flags, options.model);
+  refuse_ignored(flags, options);
   if (lm::has_selection_bias(options.model) && options.bias_rate > 0 &&
       flags.balance->count() == 0) {
     options.balance = 0;  // one means is enough
@@ -227,6 +238,8 @@ void announce(lm::TrainingOptions const& o, Context const& context, double bigra
                     "routing much; take a smaller --tile or a larger --batch\n",
                     rows / c.experts, o.tile));
   }
+  note_constant_scores(
+      lm::moe_desc(c, o.batch * c.context, {.rounding = o.rounding, .tile = o.tile}, 0, true));
   if (!lm::is_qwen3_moe(c)) {
     print_note(fmt::format(
         "note: Qwen3-MoE has no router {}: the checkpoint is for tessera generate, not for "
@@ -424,7 +437,7 @@ void add_model_flags(CLI::App& command, Flags& flags) {
   fixed("--route-scale", model.router.route_scale, "every score is multiplied by it");
   CLI::Option* const normalize =
       command.add_flag("--normalize-scores", model.router.normalize_scores,
-                       "for sigmoid-bias, sqrtsoftplus and group-limited");
+                       "for softmax-topk, sigmoid-bias, sqrtsoftplus and group-limited");
   normalize->group("Model");
   flags.fixed.push_back(normalize);
   fixed("--experts", model.experts, "experts per layer");

@@ -11,6 +11,7 @@
 #include "lm/error.hpp"
 #include "lm/json.hpp"
 #include "tessera/names.hpp"
+#include "tessera/router.hpp"
 
 namespace tessera::lm {
 
@@ -177,10 +178,11 @@ std::int64_t parameter_count(ModelConfig const& config) {
 }
 
 bool is_qwen3_moe(ModelConfig const& config) noexcept {
-  RouterKind const kind = config.router.kind;
+  Router const router = resolved(config.router);
+  RouterKind const kind = router.kind;
   bool const softmax = kind == RouterKind::topk_softmax ||
                        kind == RouterKind::softmax_topk_renorm || kind == RouterKind::softmax_topk;
-  return softmax && config.router == Router{.kind = kind};
+  return softmax && router == Router{.kind = kind};
 }
 
 json to_json(ModelConfig const& config) {
@@ -191,7 +193,7 @@ json to_json(ModelConfig const& config) {
       {"vocab_size", ModelConfig::kVocabulary},
       {"intermediate_size", config.intermediate * config.top_k},
       {"hidden_act", "silu"},
-      {"norm_topk_prob", config.router.kind != RouterKind::softmax_topk},
+      {"norm_topk_prob", resolved(config.router).kind != RouterKind::softmax_topk},
       {"decoder_sparse_step", 1},
       {"mlp_only_layers", json::array()},
       {"tie_word_embeddings", true},

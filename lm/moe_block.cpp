@@ -3,6 +3,7 @@
 
 #include "lm/error.hpp"
 #include "tessera/balance.hpp"
+#include "tessera/router.hpp"
 
 namespace tessera::lm {
 
@@ -28,10 +29,12 @@ MoeDesc moe_desc(ModelConfig const& config, std::int64_t tokens, RoundingOptions
   desc.overwrite_h = training;  // each forward pass has one backward pass
   if (training) {
     desc.router.round = rounding.rounding;
-    desc.router.tile = rounding.tile;
-    desc.router.seed = rounding.seed;
-    desc.router.step = rounding.step;
-    desc.router.layer = static_cast<std::uint32_t>(layer);
+    if (desc.rounds_tokens()) desc.router.tile = rounding.tile;
+    if (draws(desc.router)) {
+      desc.router.seed = rounding.seed;
+      desc.router.step = rounding.step;
+      desc.router.layer = static_cast<std::uint32_t>(layer);
+    }
   } else if (desc.experts_choose()) {
     desc.router.kind = RouterKind::softmax_topk;
   }

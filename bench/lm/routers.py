@@ -83,14 +83,15 @@ def main():
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--picture", type=pathlib.Path)
     options = parser.parse_args()
-    common = ["--steps", str(options.steps), "--tile", str(options.tile)]
+    common = ["--steps", str(options.steps)]
     for path in options.text:
         common += ["--text", path]
     rows = []
     for name, flags in ROUTINGS.items():
         for seed in map(int, options.seeds.split(",")):
             print(f"{name}, seed {seed}", file=sys.stderr, flush=True)
-            summary = train(options.program, [*common, *flags, "--seed", str(seed)])
+            rounding = ["--tile", str(options.tile)] if "--round" in flags else []
+            summary = train(options.program, [*common, *flags, *rounding, "--seed", str(seed)])
             rows.append(row_of(name, flags, seed, summary))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     document = {"command": f"bench/lm/routers.py --steps {options.steps} --seeds {options.seeds} "

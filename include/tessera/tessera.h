@@ -65,7 +65,7 @@ typedef struct {
  * score_position, save and grouping take the numbers of the enums in shape.hpp.
  * 0 means the default everywhere: dtype fp32, ids int32, tile 128, route_scale 1, alpha 1, no limit
  * (clamped swiglu: limit 0 = none). up_offset is taken as it is: 0 stays 0. shape.hpp's Activation has
- * other defaults, 1.702, 7 and 1, which a C caller writes out. */
+ * other defaults, 1.702, 7 and 1, which a C caller writes out. Other activations read none of the three: leave 0. */
 typedef struct {
   uint64_t size;
   int64_t tokens, hidden, intermediate, experts, top_k, slots;
@@ -226,6 +226,9 @@ void tessera_context_destroy(tessera_context* context); /* NULL is allowed */
 int tessera_check_device_values(tessera_context const*);
 
 int tessera_moe_workspace(tessera_context const*, tessera_moe_desc const*, int pass, size_t* bytes);
+/* *constant: 1 where every score of the router is one number whatever its logits are, so that no gradient of o can
+ * reach them (scores_are_constant in router.hpp), else 0. */
+int tessera_moe_scores_are_constant(tessera_moe_desc const*, int32_t* constant);
 int tessera_moe_saved(tessera_moe_desc const*, size_t* x_bytes, size_t* h_bytes,
                       size_t* routing_bytes);
 

@@ -9,6 +9,7 @@
 #include "tessera/grouped_gemm.hpp"
 #include "tessera/moe.hpp"
 #include "tessera/names.hpp"
+#include "tessera/router.hpp"
 #include "tessera/routing.hpp"
 #include "tessera/shape.hpp"
 #include "tessera/status.hpp"

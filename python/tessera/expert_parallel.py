@@ -103,14 +103,16 @@ def _pieces(desc: _Desc, max_rows: int | None, save: str = "h") -> in_pieces.Pie
     if save not in ("h", "x"):
         raise ValueError(f"save={save!r}: choose from h, x")
     if not desc.training:
+        if save != "h":
+            raise ValueError(f"save={save}: of passes with gradients; make the object with training=True")
         if max_rows is not None:
             raise ValueError("max_rows: of passes with gradients or biases; make the object with training=True")
         return None
     most = desc.ranks * desc.max_tokens * desc.top_k
     if max_rows is not None and not 0 < max_rows <= most:
         raise ValueError(f"max_rows={max_rows}: 1 to ranks * max_tokens * top_k = {most}")
-    text = options.Options(activation=options.ACTIVATIONS[desc.activation], alpha=desc.alpha or 1.702,
-                           limit=desc.limit or 7.0, up_offset=desc.up_offset, grouping="offsets").text()
+    text = options.Options(activation=options.ACTIVATIONS[desc.activation], alpha=desc.alpha, limit=desc.limit,
+                           up_offset=desc.up_offset, grouping="offsets").text()
     return in_pieces.Pieces(text, most, max_rows, save)
 
 
@@ -161,10 +163,10 @@ class ExpertParallel:
                     on_device.enter_context(torch.cuda.device(device))
                 if activation not in options.ACTIVATIONS:
                     raise ValueError(f"activation={activation!r}: choose from {', '.join(options.ACTIVATIONS)}")
-                clamp = (alpha, limit, up_offset) if activation == "clamped-swiglu" else (0, 0, 0)
+                options.Options(activation=activation, alpha=alpha, limit=limit, up_offset=up_offset)  # refuses zeros
                 self._desc = _Desc(ctypes.sizeof(_Desc), rank, ranks, max_tokens, hidden, intermediate, experts, top_k,
-                                   options.ACTIVATIONS.index(activation), bool(sums_on_owners), *clamp,
-                                   bool(training), time_limit)
+                                   options.ACTIVATIONS.index(activation), bool(sums_on_owners), alpha, limit,
+                                   up_offset, bool(training), time_limit)
                 self._pieces = _pieces(self._desc, max_rows, save)
                 bytes_ = self.window_bytes
                 if windows is not None and len(windows) != ranks:

@@ -157,6 +157,9 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
     keys that choose, not to the scores.
     router: topk-softmax, softmax-topk, softmax-topk-renorm, sigmoid-bias, group-limited (with groups, top_groups),
     sqrtsoftplus, expert-choice (each expert takes `capacity` tokens, 0: ceil(T*K/E)).
+    normalize_scores divides a token's scores by their sum: of sigmoid-bias, group-limited and sqrtsoftplus, and of
+    softmax-topk, which it makes softmax-topk-renorm (Qwen3's norm_topk_prob). Options that the call would not read
+    raise ValueError with their name.
     activation: swiglu geglu geglu-erf reglu clamped-swiglu (with alpha, limit, up_offset), or not
     gated: relu relu2 silu gelu gelu-erf. save: "h" keeps the pre-activation for backward, "x" computes it again.
     rounding (training only: nr-f, sr-f, nr-s, balance-f, up, down) makes the rows of every expert a multiple of `tile`;

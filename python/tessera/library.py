@@ -150,6 +150,7 @@ def load() -> ctypes.CDLL:
     library.tessera_moe_workspace.argtypes = [c_void_p, POINTER(MoeDesc), c_int, POINTER(c_size_t)]
     library.tessera_router_loss_workspace_of.argtypes = [c_void_p, POINTER(MoeDesc), c_int64, POINTER(c_size_t)]
     library.tessera_moe_saved.argtypes = [POINTER(MoeDesc)] + [POINTER(c_size_t)] * 3
+    library.tessera_moe_scores_are_constant.argtypes = [POINTER(MoeDesc), POINTER(c_int32)]
     library.tessera_check_device_values.argtypes = [c_void_p]
     library.tessera_grouped_gemm_workspace.argtypes = [c_void_p, POINTER(GroupedGemmArgs), POINTER(c_size_t)]
     return library
@@ -201,6 +202,12 @@ def router_loss_workspace_bytes(handle: int, desc: MoeDesc, sequences: int) -> i
     needed = c_size_t()
     check(load().tessera_router_loss_workspace_of(handle, byref(desc), sequences, byref(needed)))
     return needed.value
+
+
+def scores_are_constant(desc: MoeDesc) -> bool:
+    constant = c_int32()
+    check(load().tessera_moe_scores_are_constant(byref(desc), byref(constant)))
+    return bool(constant.value)
 
 
 def routing_bytes(desc: MoeDesc) -> int:

@@ -2,14 +2,23 @@
 """tessera.MoE: the layer with its parameters as a torch module."""
 
 import math
+import warnings
 
 import torch
 from torch import nn
 
 from tessera import functional
 from tessera.activation import activate
-from tessera.options import GATED
+from tessera.options import GATED, Options
 from tessera.losses import router_losses, selection_bias_update
+
+
+def _warn_of_constant_scores(experts: int, top_k: int, router: str, normalize_scores: bool) -> None:
+    normalized = ", normalize_scores" if normalize_scores else ""
+    remedy = "" if experts == 1 else 'router="softmax-topk", or '
+    warnings.warn(f"experts={experts}, top_k={top_k}, router={router}{normalized}: every score is one number whatever "
+                  "the logits are, so the gradient of w_router through the output is always 0 and the router cannot "
+                  f'learn; use {remedy}router="sigmoid-bias" without normalize_scores', stacklevel=3)
 
 
 class MoE(nn.Module):
@@ -30,6 +39,8 @@ class MoE(nn.Module):
     set `step` once per optimizer step. torch.compile takes integers on a module for constants and compiles again for
     each step, unless torch._dynamo.config.allow_unspec_int_on_nn_module is set.
     Router, activation, save and column_chunk: as for `tessera.moe`.
+    ValueError for options that contradict each other or that the layer would not read. UserWarning where the router
+    cannot learn, every score being one number whatever the logits are: top_k=1 with topk-softmax, for example.
 
         layer = tessera.MoE(hidden=1024, intermediate=512, experts=64, top_k=8)
         o = layer(x)
@@ -51,7 +62,14 @@ class MoE(nn.Module):
             raise ValueError(f"top_k={top_k}, experts={experts}: a router chooses between 1 and all experts")
         if router == "given":
             raise ValueError("router=given: MoE has a router of its own; call tessera.routed_experts with ids")
+        if shared_gate and not shared_intermediate:
+            raise ValueError("shared_gate: it scales a shared expert, and shared_intermediate=0 makes none; leave it "
+                             "out, or give that expert's width")
+        if balance_coefficient and router == "expert-choice":
+            raise ValueError(f"balance_coefficient={balance_coefficient} with router expert-choice: its experts have "
+                             "equal counts, so that the loss is a constant; leave it out")
         self.top_k, self.router, self.rounding, self.step = top_k, router, rounding, 0
+        self._draws = rounding in ("sr-f", "nr-s")
         self.main_grad = main_grad
         if sequence_balance_coefficient and (rounding != "none" or router == "expert-choice"):
             raise ValueError(f"sequence_balance_coefficient={sequence_balance_coefficient}, router={router}, "
@@ -65,6 +83,8 @@ class MoE(nn.Module):
                    "limit": limit, "up_offset": up_offset, "capacity": capacity, "save": save,
                    "column_chunk": column_chunk}
         rounded = {**options, "rounding": rounding, "tile": tile, "seed": seed, "layer": layer}
+        if Options(**rounded).check(hidden=hidden, intermediate=intermediate, experts=experts):
+            _warn_of_constant_scores(experts, top_k, router, normalize_scores)
         # By (training, return_router).
         self._texts = {(training, logits): functional.options_text(**(rounded if training else options), logits=logits)
                        for training in (False, True) for logits in (False, True)}
@@ -154,7 +174,7 @@ class MoE(nn.Module):
             raise TypeError(f"return_router={return_router}: must be True or False; torch.fx.symbolic_trace, which has "
                             "neither, is not served: use torch.compile or torch.export")
         result = functional.moe_with(text, choice, x, (self.w_router, self.b_router, self.selection_bias), weights,
-                                     return_router, buffers, self.step, mask)
+                                     return_router, buffers, self.step if self.training and self._draws else 0, mask)
         if self.w_shared_up is None:
             return result
         if mask is None:

@@ -6,7 +6,6 @@ The text is what the torch operators take, so that graphs show it and exported p
 
 import dataclasses
 import functools
-import math
 
 from tessera import library
 
@@ -53,7 +52,7 @@ class Options:
     router: str = "given"
     top_k: int = 1  # of a router; ids that are given bring their own
     route_scale: float = 1.0
-    normalize_scores: bool = False
+    normalize_scores: bool = False  # softmax-topk with it is softmax-topk-renorm
     groups: int = 0
     top_groups: int = 0
     capacity: int = 0  # of expert-choice; 0: ceil(T*K/E)
@@ -82,6 +81,11 @@ class Options:
     def up_width(self) -> int:
         """Width of h in units of n."""
         return 2 if self.activation in GATED else 1
+
+    @property
+    def groups_name(self) -> str:
+        """What `expert_offsets` hold, as the grouping says and the library calls them."""
+        return self.grouping if self.grouping in ("ends", "counts") else "expert_offsets"
 
     @property
     def transposed(self) -> bool:
@@ -125,7 +129,7 @@ class Options:
             elements = elements + tokens + 1
         if self.has_router:
             elements = elements + slots
-        if self.experts_vary or self.router == "softmax-topk":
+        if self.experts_vary or self.router == "softmax-topk" and not self.normalize_scores:
             elements = elements + tokens * experts
         elif self.router in ("sigmoid-bias", "group-limited", "sqrtsoftplus"):
             elements = elements + slots
@@ -136,19 +140,27 @@ class Options:
     def desc(self, *, top_k: int, tokens: int, hidden: int, intermediate: int, experts: int, dtype: int, ids_dtype: int,
              separate: bool, bias: bool, router_dtype: int = 0) -> library.MoeDesc:
         order, orientation, block = layout_parts(self.layout)
-        clamped = self.activation == "clamped-swiglu"
+        if separate and self.layout != "concat":
+            raise ValueError(f"w_gate with layout={self.layout}: gate and up are matrices [E,n,d] of their own, in no "
+                             "other layout than concat; leave out one of them")
         return library.MoeDesc(
             size=library.ctypes.sizeof(library.MoeDesc), tokens=tokens, hidden=hidden, intermediate=intermediate,
             experts=experts, top_k=top_k, dtype=dtype, ids_dtype=ids_dtype, bias=bias,
             activation=ACTIVATIONS.index(self.activation),
-            alpha=self.alpha if clamped else 0, up_offset=self.up_offset if clamped else 0,
-            limit=0 if not clamped or math.isinf(self.limit) else self.limit,
+            alpha=self.alpha, limit=self.limit, up_offset=self.up_offset,
             layout_order=order, layout_block=block, layout_orientation=2 if separate else orientation,
             router=ROUTERS.index(self.router), route_scale=self.route_scale,
             normalize_scores=self.normalize_scores, groups=self.groups, top_groups=self.top_groups,
             capacity=self.capacity, round=ROUNDINGS.index(self.rounding), tile=self.tile, seed=self.seed,
             layer=self.layer, column_chunk=self.column_chunk, overwrite_h=self.overwrite_h,
             save=SAVES.index(self.save), grouping=GROUPINGS.index(self.grouping), router_dtype=router_dtype)
+
+    def check(self, *, hidden: int, intermediate: int, experts: int) -> bool:
+        """ValueError, as a call would raise it, for options that contradict each other or would change nothing. Returns
+        whether every score is one number whatever the logits are: then no gradient of the output reaches the router."""
+        desc = self.desc(top_k=self.top_k, tokens=max(self.capacity, 1), hidden=hidden, intermediate=intermediate,
+                         experts=experts, dtype=library.FP32, ids_dtype=library.INT32, separate=False, bias=False)
+        return library.scores_are_constant(desc)
 
 
 DEFAULTS = tuple((field.name, field.default) for field in dataclasses.fields(Options))

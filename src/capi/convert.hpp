@@ -60,9 +60,13 @@ inline Tensor tensor_of(tessera_tensor const& from) noexcept {
 
 inline Buffer buffer_of(tessera_buffer const& from) noexcept { return {from.data, from.bytes}; }
 
-// 0 stands for the defaults.
+// 0 stands for the defaults: those of tessera.h for clamped_swiglu, none of the three for an activation that has none.
 inline Activation activation_of(std::int32_t kind, float alpha, float limit,
                                 float up_offset) noexcept {
+  bool const clamped = static_cast<ActivationKind>(kind) == ActivationKind::clamped_swiglu;
+  if (!clamped && alpha == 0 && limit == 0 && up_offset == 0) {
+    return {.kind = static_cast<ActivationKind>(kind)};
+  }
   return {static_cast<ActivationKind>(kind), alpha == 0 ? 1.0f : alpha,
           limit == 0 ? __builtin_huge_valf() : limit, up_offset};
 }

@@ -5,6 +5,7 @@
 #include <new>
 
 #include "capi/convert.hpp"
+#include "tessera/router.hpp"
 
 namespace {
 
@@ -266,6 +267,18 @@ Status workspace(tessera_context const* context, tessera_moe_desc const* c_desc,
   return {};
 }
 
+Status scores_are_constant(tessera_moe_desc const* c_desc, std::int32_t* constant) noexcept {
+  if (constant == nullptr) {
+    return Status::invalid("constant: null pointer; pass where to store it");
+  }
+  tessera::MoeDesc desc;
+  TESSERA_TRY(desc_of(c_desc, desc));
+  auto const valid = tessera::routing_bytes(desc);  // every rule for the description
+  if (!valid.ok()) return valid.status();
+  *constant = scores_are_constant(desc) ? 1 : 0;
+  return {};
+}
+
 Status saved(tessera_moe_desc const* c_desc, std::size_t* x_bytes, std::size_t* h_bytes,
              std::size_t* routing_bytes) noexcept {
   tessera::MoeDesc desc;
@@ -297,6 +310,9 @@ TESSERA_C_API int tessera_check_device_values(tessera_context const* context) {
 TESSERA_C_API int tessera_moe_workspace(tessera_context const* context,
                                         tessera_moe_desc const* desc, int pass, size_t* bytes) {
   return finish(workspace(context, desc, pass, bytes));
+}
+TESSERA_C_API int tessera_moe_scores_are_constant(tessera_moe_desc const* desc, int32_t* constant) {
+  return finish(scores_are_constant(desc, constant));
 }
 TESSERA_C_API int tessera_moe_saved(tessera_moe_desc const* desc, size_t* x_bytes, size_t* h_bytes,
                                     size_t* routing_bytes) {

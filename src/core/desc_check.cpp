@@ -5,7 +5,9 @@
 #include <cmath>
 
 #include "core/dtype_name.hpp"
+#include "core/option_check.hpp"
 #include "core/router_groups.hpp"
+#include "tessera/names.hpp"
 
 namespace tessera::core {
 namespace {
@@ -83,17 +85,18 @@ Status check_choice(MoeDesc const& desc) noexcept {
         "replay with router given: there is no router to score the ids; set its kind");
   }
   if (desc.rounds_tokens()) {
+    char const* const rounding = name_of(kRoundingNames, router.round);
     if (given || router.replay) {
       return Status::invalid(
-          "round=%d with given ids: rounding needs a router's choice and scores; use round none or "
-          "a "
-          "top-k router",
-          static_cast<int>(router.round));
+          "token rounding %s with %s: rounding needs a router's choice and scores; use none, or a "
+          "top-k router without replay",
+          rounding, given ? "router given" : "replay");
     }
     if (router.kind == RouterKind::expert_choice) {
       return Status::invalid(
-          "round=%d with expert_choice: its experts take equal counts already; set capacity",
-          static_cast<int>(router.round));
+          "token rounding %s with router expert-choice: its experts take equal counts already; set "
+          "capacity",
+          rounding);
     }
     if (router.tile < 1) {
       return Status::invalid("tile=%d: token rounding needs a tile of at least 1", router.tile);
@@ -188,10 +191,17 @@ Status check_groups(MoeDesc const& desc) noexcept {
 Status check_options(MoeDesc const& desc) noexcept {
   TESSERA_TRY(check_activation(desc.activation));
   bool const separate = desc.layout.orientation == WeightOrientation::separate;
-  if (!desc.activation.gated() && (separate || desc.layout.order != GateUpOrder::concat)) {
+  if (!desc.activation.gated() && separate) {
     return Status::invalid(
-        "layout: gate and up order matters to gated activations only; use concat, rows or "
-        "transposed");
+        "layout separate with activation %s: not gated, it has w_up alone; leave out w_gate and "
+        "b_gate",
+        name_of(kActivationNames, desc.activation.kind));
+  }
+  if (!desc.activation.gated() && desc.layout.order != GateUpOrder::concat) {
+    return Status::invalid(
+        "layout with activation %s: gate and up order matters to gated activations only; use "
+        "concat, rows or transposed",
+        name_of(kActivationNames, desc.activation.kind));
   }
   if (separate && desc.layout.order != GateUpOrder::concat) {
     return Status::invalid("layout: separate matrices have no gate/up order; use concat");
@@ -235,7 +245,8 @@ Status check_options(MoeDesc const& desc) noexcept {
 Status check_desc(MoeDesc const& desc) noexcept {
   TESSERA_TRY(check_enums(desc));
   TESSERA_TRY(check_sizes(desc));
-  return check_options(desc);
+  TESSERA_TRY(check_options(desc));
+  return check_options_apply(desc);
 }
 
 Status check_activation(Activation const& activation) noexcept {
@@ -247,7 +258,7 @@ Status check_activation(Activation const& activation) noexcept {
         static_cast<double>(activation.alpha), static_cast<double>(activation.limit),
         static_cast<double>(activation.up_offset));
   }
-  return {};
+  return check_options_apply(activation);
 }
 
 Status check_pass(Pass pass) noexcept {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "tessera/moe.hpp"
+#include "tessera/router.hpp"
 #include "tessera/shape.hpp"
 #include "tessera/status.hpp"
 
@@ -11,7 +12,13 @@ namespace tessera::core {
 /// Sizes in range, enums known, options consistent. Errors: invalid_argument.
 Status check_desc(MoeDesc const& desc) noexcept;
 
-/// The parameters of clamped_swiglu. Errors: invalid_argument.
+/// The same layer with its router in one spelling; of a checked desc.
+inline MoeDesc resolved(MoeDesc desc) noexcept {
+  desc.router = tessera::resolved(desc.router);
+  return desc;
+}
+
+/// The parameters of clamped_swiglu, and that no other activation has any. Errors: invalid_argument.
 Status check_activation(Activation const& activation) noexcept;
 
 /// Whether `pass` is one of the enum's.

@@ -2,6 +2,7 @@
 // Backends of this build, and what a call would run.
 #include <string>
 
+#include "core/desc_check.hpp"
 #include "cpu/parallel/layer.hpp"
 #include "cuda/layer/backend.hpp"
 #include "ops/support.hpp"
@@ -143,10 +144,11 @@ Expected<std::vector<BackendInfo>> backends() noexcept {
   }
 }
 
-Expected<std::vector<OpExplanation>> explain(Context const& context, MoeDesc const& desc,
+Expected<std::vector<OpExplanation>> explain(Context const& context, MoeDesc const& given,
                                              Pass pass) noexcept {
-  auto const bytes = workspace_bytes(context, desc, pass);  // every rule for the description
+  auto const bytes = workspace_bytes(context, given, pass);  // every rule for the description
   if (!bytes.ok()) return bytes.status();
+  MoeDesc const desc = core::resolved(given);
   try {
     return context.cuda() != nullptr ? cuda::explain(*context.cuda(), desc, pass)
                                      : explain_ops(context, desc, pass);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_backward: down_projection_dgrad -> router -> down_projection_wgrad -> up_projection_dgrad ->
 // aggregate -> up_projection_wgrad. dx rows reuse the memory of a_scaled.
+#include "core/desc_check.hpp"
 #include "core/gradient_dtype.hpp"
 #include "core/tensor_check.hpp"
 #include "cpu/parallel/ops.hpp"
@@ -307,9 +308,10 @@ Status backward_on_cuda(Context const& context, MoeDesc const& desc, MoeBackward
 
 /// Checks, then calls run(backward) with the arrays of the pass; on a GPU: enqueues the pass.
 template <class Run>
-Status run_backward(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
+Status run_backward(Context const& context, MoeDesc const& given, MoeBackwardArgs const& args,
                     Pass pass, Stream stream, Run&& run) noexcept {
-  TESSERA_TRY(ops::check_supported(context, desc));
+  TESSERA_TRY(ops::check_supported(context, given));
+  MoeDesc const desc = core::resolved(given);
   if (context.cuda() != nullptr) return backward_on_cuda(context, desc, args, pass, stream);
   ops::BackwardPlan const plan = ops::plan_backward(context, desc, pass);
   TESSERA_TRY(check_backward(context, desc, args, pass, plan.bytes));

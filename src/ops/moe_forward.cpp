@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_forward: (router) -> metadata -> up_projection_fwd -> down_projection_fwd -> aggregate
+#include "core/desc_check.hpp"
 #include "core/tensor_check.hpp"
 #include "cpu/parallel/ops.hpp"
 #include "cuda/layer/backend.hpp"
@@ -92,9 +93,10 @@ void forward_on_cpu(Context const& context, MoeDesc const& desc, MoeForwardArgs 
 
 }  // namespace
 
-Status moe_forward(Context const& context, MoeDesc const& desc, MoeForwardArgs const& args,
+Status moe_forward(Context const& context, MoeDesc const& given, MoeForwardArgs const& args,
                    Stream stream) noexcept {
-  TESSERA_TRY(ops::check_supported(context, desc));
+  TESSERA_TRY(ops::check_supported(context, given));
+  MoeDesc const desc = core::resolved(given);
   if (context.cuda() != nullptr) return forward_on_cuda(context, desc, args, stream);
   ops::ForwardPlan const plan = ops::plan_forward(context, desc);
   TESSERA_TRY(check_forward(context, desc, args, plan.bytes));

@@ -2,6 +2,7 @@
 // route: logits and selection alone
 #include <algorithm>
 
+#include "core/desc_check.hpp"
 #include "core/dtype_name.hpp"
 #include "core/tensor_check.hpp"
 #include "cuda/layer/backend.hpp"
@@ -149,9 +150,10 @@ Status check_route(Context const& context, MoeDesc const& desc, RouteArgs const&
 
 }  // namespace
 
-Status route(Context const& context, MoeDesc const& desc, RouteArgs const& args,
+Status route(Context const& context, MoeDesc const& given, RouteArgs const& args,
              Stream stream) noexcept {
-  TESSERA_TRY(ops::check_supported(context, desc));
+  TESSERA_TRY(ops::check_supported(context, given));
+  MoeDesc const desc = core::resolved(given);
   if (desc.router.kind == RouterKind::given || desc.router.replay) {
     return Status::invalid(
         "router=%d, replay=%d: the ids are given, there is nothing to route; use a router",

@@ -50,17 +50,41 @@ std::int64_t group_offset(MoeDesc const& desc, ConstTensor const& groups, std::i
   return value < 0 ? -1 : previous + std::min(value, core::kMaxIndex);
 }
 
+/// What the caller gave as MoeForwardArgs::expert_offsets.
+char const* groups_name(RowGrouping grouping) noexcept {
+  switch (grouping) {
+    case RowGrouping::ends:
+      return "ends";
+    case RowGrouping::counts:
+      return "counts";
+    default:
+      return "expert_offsets";
+  }
+}
+
+char const* groups_rule(RowGrouping grouping) noexcept {
+  switch (grouping) {
+    case RowGrouping::ends:
+      return "ends never decrease, from 0 to at most the rows of x";
+    case RowGrouping::counts:
+      return "counts are not negative and add up to at most the rows of x";
+    default:
+      return "offsets start at 0, never decrease and end at most at the rows of x";
+  }
+}
+
 Status check_groups(MoeDesc const& desc, ConstTensor const& groups) noexcept {
   std::int64_t previous = 0;
+  std::int64_t const skipped = desc.grouping == RowGrouping::offsets ? 0 : 1;
   for (std::int64_t e = 0; e <= desc.shape.experts; ++e) {
     std::int64_t const offset = group_offset(desc, groups, e, previous);
     std::int64_t const most = e == 0 ? 0 : desc.shape.tokens;
     if (offset < previous || offset > most) {
-      return Status::invalid(
-          "expert_offsets: expert %lld would start at row %lld; rows start at 0, never decrease "
-          "and "
-          "end at most at tokens=%lld",
-          static_cast<Int>(e), static_cast<Int>(offset), static_cast<Int>(desc.shape.tokens));
+      return Status::invalid("%s[%lld]=%lld, behind rows that end at %lld: %s=%lld",
+                             groups_name(desc.grouping), static_cast<Int>(e - skipped),
+                             static_cast<Int>(integer_at(groups, e - skipped)),
+                             static_cast<Int>(previous), groups_rule(desc.grouping),
+                             static_cast<Int>(desc.shape.tokens));
     }
     previous = offset;
   }
@@ -91,7 +115,7 @@ void check_given_routing(MoeDesc const& desc, MoeForwardArgs const& args,
     check.absent("topk_ids", args.topk_ids, kReason);
     check.absent("topk_weights", args.topk_weights, kReason);
     check.absent("token_offsets", args.token_offsets, kReason);
-    check.input("expert_offsets", args.expert_offsets, desc.ids_dtype,
+    check.input(groups_name(desc.grouping), args.expert_offsets, desc.ids_dtype,
                 {s.experts + (desc.grouping == RowGrouping::offsets ? 1 : 0)});
     check.optional_input("row_scores", args.row_scores, DType::fp32, {s.tokens});
     return;

@@ -51,11 +51,6 @@ Status check_supported(MoeDesc const& desc) noexcept {
     return Status::unsupported("dtype=%d: the CPU backend of this version stores fp32 or bf16",
                                static_cast<int>(desc.dtype));
   }
-  // s*a before w_down and s*y after it are the same sum: b_down is inside the score in both.
-  if (desc.score_position == ScorePosition::input) {
-    return Status::unsupported(
-        "score_position=input: scores of x are not fused; scale x before the call");
-  }
   return {};
 }
 
@@ -80,11 +75,12 @@ namespace tessera {
 
 Expected<std::size_t> routing_bytes(MoeDesc const& desc) noexcept {
   TESSERA_TRY(core::check_desc(desc));
-  return ops::routing_table_bytes(desc);
+  return ops::routing_table_bytes(core::resolved(desc));
 }
 
-Expected<RoutingView> routing_view(MoeDesc const& desc, Buffer routing) noexcept {
-  TESSERA_TRY(core::check_desc(desc));
+Expected<RoutingView> routing_view(MoeDesc const& given, Buffer routing) noexcept {
+  TESSERA_TRY(core::check_desc(given));
+  MoeDesc const desc = core::resolved(given);
   core::TensorCheck check{{}};
   check.buffer("routing", routing, ops::routing_table_bytes(desc), 4, false);
   TESSERA_TRY(check.finish());
@@ -101,14 +97,15 @@ Expected<SavedBytes> saved_bytes(MoeDesc const& desc) noexcept {
     saved.h = element * static_cast<std::size_t>(desc.num_slots() * desc.up_width() *
                                                  desc.shape.intermediate);
   }
-  saved.routing = ops::routing_table_bytes(desc);
+  saved.routing = ops::routing_table_bytes(core::resolved(desc));
   return saved;
 }
 
-Expected<std::size_t> workspace_bytes(Context const& context, MoeDesc const& desc,
+Expected<std::size_t> workspace_bytes(Context const& context, MoeDesc const& given,
                                       Pass pass) noexcept {
   TESSERA_TRY(core::check_pass(pass));
-  TESSERA_TRY(ops::check_supported(context, desc));
+  TESSERA_TRY(ops::check_supported(context, given));
+  MoeDesc const desc = core::resolved(given);
   if (context.cuda() != nullptr) {
     return cuda::workspace_bytes(desc, pass, ops::routing_table_bytes(desc));
   }

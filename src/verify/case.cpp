@@ -8,6 +8,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "tessera/router.hpp"
 #include "verify/random_source.hpp"
 #include "verify/storage.hpp"
 
@@ -200,6 +201,10 @@ void check_routing(LayerCase const& layer_case) {
     throw std::invalid_argument(
         "sentinels, repeat-experts: a router makes neither; use router given or replay");
   }
+  if (layer_case.desc.ids_dtype != DType::int32) {
+    throw std::invalid_argument(
+        "ids-dtype: of given ids, and a router makes its own; use router given or replay");
+  }
   if (pattern == RoutingPattern::one_token_each && s.tokens * s.top_k > s.experts) {
     throw std::invalid_argument(
         "routing one-token-each: tokens*top_k=" + std::to_string(s.tokens * s.top_k) +
@@ -236,6 +241,7 @@ float initial_gradient(std::string const& name, std::int64_t index) noexcept {
 reference::Inputs reference_inputs(LayerData const& data, RouterChoice choice) {
   reference::Inputs inputs;
   inputs.desc = data.desc;
+  inputs.desc.router = resolved(data.desc.router);
   inputs.x = widened(data.x);
   bool const chosen = router_chooses(data.desc);
   inputs.topk_ids = chosen ? std::move(choice.topk_ids) : data.topk_ids;

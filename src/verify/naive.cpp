@@ -257,7 +257,7 @@ Floats router_forward(NaiveLayer const& layer, reference::Inputs const& inputs, 
     }
     if (!data.b_router.empty()) add_term(1, data.b_router.data(), s.experts, row);
     Floats const own =
-        naive_unscaled_scores(data.desc, row, reference::members_of(inputs, meta, t));
+        naive_unscaled_scores(inputs.desc, row, reference::members_of(inputs, meta, t));
     for (std::int64_t j = meta.token_offsets[t]; j < meta.token_offsets[t + 1]; ++j) {
       if (meta.inverse_permutation[j] < 0) continue;
       scores[j] = data.desc.router.route_scale * own[inputs.topk_ids[j]];
@@ -282,7 +282,7 @@ void router_backward(NaiveLayer& layer, reference::Inputs const& inputs, Tensors
       if (meta.inverse_permutation[j] < 0) continue;
       g[inputs.topk_ids[j]] += data.desc.router.route_scale * out["dscores"][j];
     }
-    Floats row = naive_logit_gradient(data.desc, &out["logits"][t * s.experts],
+    Floats row = naive_logit_gradient(inputs.desc, &out["logits"][t * s.experts],
                                       reference::members_of(inputs, meta, t), g);
     for (std::size_t e = 0; e < row.size() && !data.aux_dlogits.empty(); ++e) {
       row[e] += data.aux_dlogits[t * s.experts + e];

@@ -8,6 +8,7 @@
 #include <set>
 #include <tuple>
 
+#include "tessera/router.hpp"
 #include "verify/names.hpp"
 #include "verify/random_source.hpp"
 
@@ -258,6 +259,12 @@ void draw_router(Feature feature, bool large, RandomSource& random, LayerCase& l
   layer_case.aux_dlogits = routed && random.chance(0.2);
 }
 
+/// Routers that read normalize_scores.
+bool divides_scores(RouterKind kind) {
+  return kind == RouterKind::softmax_topk || kind == RouterKind::sigmoid_bias ||
+         kind == RouterKind::group_limited || kind == RouterKind::sqrtsoftplus;
+}
+
 LayerCase draw_case(Choice const& choice, Feature feature, bool large, RandomSource& random) {
   LayerCase out;
   out.desc = desc_of(choice);
@@ -278,7 +285,8 @@ LayerCase draw_case(Choice const& choice, Feature feature, bool large, RandomSou
   draw_router(feature, large, random, out);
   if (!given && random.chance(0.3)) out.desc.router.route_scale = 2.5f;
   if (!given) out.router_bias = random.chance(0.5);
-  out.desc.router.normalize_scores = !given && random.chance(0.5);
+  out.desc.router.normalize_scores =
+      !given && random.chance(0.5) && divides_scores(out.desc.router.kind);
   if (feature == Feature::sentinels || feature == Feature::int64_variable_sentinels ||
       (!router_chooses(out.desc) && random.chance(0.2))) {
     out.sentinel_fraction = 0.3;
@@ -286,14 +294,15 @@ LayerCase draw_case(Choice const& choice, Feature feature, bool large, RandomSou
   if (feature == Feature::only_sentinels) out.sentinel_fraction = 1;
   if (random.chance(0.2)) out.desc.save = SavePolicy::x;
   out.repeat_experts |= feature == Feature::repeated_experts;
-  if (feature == Feature::int64_ids || feature == Feature::int64_variable_sentinels ||
-      random.chance(0.25)) {
+  bool const wide = feature == Feature::int64_ids || feature == Feature::int64_variable_sentinels ||
+                    random.chance(0.25);
+  if (wide && !router_chooses(out.desc)) {
     out.desc.ids_dtype = DType::int64;
   }
   fit_shape(out, feature);
   if (random.chance(0.3)) out.desc.column_chunk = random.between(1, out.desc.shape.hidden);
   out.seed = random.bits() >> 33;  // short enough to type
-  out.desc.router.seed = out.seed;
+  if (draws(out.desc.router)) out.desc.router.seed = out.seed;
   return out;
 }
 

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "core/router_groups.hpp"
+#include "tessera/router.hpp"
 #include "verify/candidate.hpp"
 #include "verify/memory.hpp"
 
@@ -136,7 +137,7 @@ std::size_t saved_bytes_formula(MoeDesc const& desc) {
   }
   bytes += 16 * slots + 4 * size(s.experts + 1);
   bool const rounded = desc.rounds_tokens();
-  RouterKind const kind = desc.router.kind;
+  RouterKind const kind = resolved(desc.router).kind;
   if (s.variable_experts || rounded || desc.experts_choose()) bytes += 4 * size(s.tokens + 1);
   if (kind != RouterKind::given) bytes += 4 * slots;
   if (rounded) bytes += 4 * size(s.tokens * s.top_k);

@@ -137,13 +137,13 @@ TEST_F(BadInput, ChoicesThatContradict) {
     EXPECT_EQ(status.code(), StatusCode::invalid_argument) << status.text();
     expect_text(status, part);
   };
-  refuse("round=1 with given ids",
+  refuse("token rounding nr-f with router given",
          [](MoeDesc& desc) { desc.router = {.kind = RouterKind::given, .round = Rounding::nr_f}; });
-  refuse("round=6 with given ids", [](MoeDesc& desc) {
+  refuse("token rounding down with replay", [](MoeDesc& desc) {
     desc.router.round = Rounding::down;
     desc.router.replay = true;
   });
-  refuse("round=5 with expert_choice", [](MoeDesc& desc) {
+  refuse("token rounding up with router expert-choice", [](MoeDesc& desc) {
     desc.router = {.kind = RouterKind::expert_choice, .round = Rounding::up};
   });
   refuse("tile=0", [](MoeDesc& desc) {

@@ -202,10 +202,10 @@ TEST_F(CAbi, RoundsTokensAndLetsExpertsChoose) {
     same.o.assign(o.size(), 0);
     desc.router = static_cast<int32_t>(cpp.router.kind);
     desc.round = static_cast<int32_t>(cpp.router.round);
-    desc.tile = 4;
-    desc.seed = 7;
-    desc.step = 8;
-    desc.layer = 9;
+    desc.tile = choose ? 0 : 4;
+    desc.seed = choose ? 0 : 7;
+    desc.step = choose ? 0 : 8;
+    desc.layer = choose ? 0 : 9;
     desc.capacity = cpp.router.capacity;
     forward.topk_counts = c_tensor(tensor(counts.data(), {5}));
     forward.o = c_tensor(same.forward.o);

@@ -104,12 +104,12 @@ TEST_F(PostDispatch, RefusesBadGroups) {
     EXPECT_NE(std::string(status.text()).find(part), std::string::npos) << status.text();
     EXPECT_EQ(layer.o, Floats(layer.o.size(), 7.0f));
   };
-  refused(RowGrouping::offsets, [](auto& v) { v[0] = 1; }, "expert 0 would start at row 1");
-  refused(RowGrouping::offsets, [](auto& v) { v[2] = 3; }, "expert 2 would start at row 3");
-  refused(RowGrouping::offsets, [](auto& v) { v[5] = 20; }, "row 20");
-  refused(RowGrouping::counts, [](auto& v) { v[3] = -1; }, "row -1");
-  refused(RowGrouping::counts, [](auto& v) { v[4] = 0x7fffffff; }, "expert 5");
-  refused(RowGrouping::ends, [](auto& v) { v[1] = 100; }, "row 100");
+  refused(RowGrouping::offsets, [](auto& v) { v[0] = 1; }, "expert_offsets[0]=1");
+  refused(RowGrouping::offsets, [](auto& v) { v[2] = 3; }, "expert_offsets[2]=3");
+  refused(RowGrouping::offsets, [](auto& v) { v[5] = 20; }, "expert_offsets[5]=20");
+  refused(RowGrouping::counts, [](auto& v) { v[3] = -1; }, "counts[3]=-1");
+  refused(RowGrouping::counts, [](auto& v) { v[4] = 0x7fffffff; }, "counts[4]=2147483647");
+  refused(RowGrouping::ends, [](auto& v) { v[1] = 100; }, "ends[1]=100");
 }
 
 // Of a forward pass without scores, for a backward pass that has some.
@@ -162,7 +162,7 @@ TEST_F(PostDispatch, TablesOfBadGroupsAreNotWritten) {
   };
   refused(plain_desc(), "grouping=slots");
   values[2] = 3;
-  refused(desc, "expert 2 would start at row 3");
+  refused(desc, "expert_offsets[2]=3");
   values[2] = 4;
   args.routing.bytes -= 4;
   refused(desc, "routing");

@@ -76,8 +76,8 @@ MoeDesc rounded_desc(Rounding rounding, std::int32_t tile, std::int64_t tokens,
   desc.shape.top_k = top_k;
   desc.router.kind = kind;
   desc.router.round = rounding;
-  desc.router.tile = tile;
-  desc.router.seed = 5;
+  if (rounding != Rounding::none) desc.router.tile = tile;
+  if (draws(desc.router)) desc.router.seed = 5;
   return desc;
 }
 
@@ -302,7 +302,7 @@ TEST(Replay, OfARoutersOwnChoiceHasItsBits) {
   for (int kind = 1; kind <= 7; ++kind) {
     SCOPED_TRACE(kind);
     MoeDesc desc = small_desc(static_cast<RouterKind>(kind));
-    desc.router.normalize_scores = true;
+    desc.router.normalize_scores = kind == 2 || (kind >= 4 && kind <= 6);
     Layer chosen(context, desc);
     ASSERT_TRUE(chosen.run_forward().ok());
     ASSERT_TRUE(chosen.run_backward().ok());

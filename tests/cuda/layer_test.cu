@@ -357,8 +357,8 @@ void grouped_rows_equal_given_ids(Context const& context) {
         tables_are_those_of_forward(context, grouped_desc(c.grouping, dtype), grouped);
       } else {
         EXPECT(found.code() == StatusCode::invalid_argument);
-        std::string const at = "expert_offsets[" + std::to_string(c.bad_index) + "]";
-        EXPECT(std::string(found.text()).starts_with(at));
+        std::string const at = "as grouping says)[" + std::to_string(c.bad_index) + "]";
+        EXPECT(std::string(found.text()).find(at) != std::string::npos);
         EXPECT_OK(check_device_values(context));  // told once
       }
     }

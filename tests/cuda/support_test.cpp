@@ -64,7 +64,6 @@ TEST(CheckSupported, RefusesTheRestWithAReason) {
   };
   EXPECT_NE(refused([](MoeDesc& d) { d.dtype = DType::fp32; }).find("bf16"), std::string::npos);
   refused([](MoeDesc& d) { d.dtype = DType::fp16; });
-  refused([](MoeDesc& d) { d.score_position = ScorePosition::input; });
   std::string const groups = refused([](MoeDesc& d) {
     d.router.kind = RouterKind::group_limited;
     d.router.groups = d.router.top_groups = 64;

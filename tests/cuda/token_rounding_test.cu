@@ -6,6 +6,7 @@
 
 #include "first_gpu.cuh"
 #include "layer.cuh"
+#include "tessera/router.hpp"
 
 namespace tessera::cuda_test {
 namespace {
@@ -43,9 +44,8 @@ MoeDesc desc_of(Case const& c, DType dtype) {
   desc.ids_dtype = dtype == DType::fp32 ? DType::int64 : c.ids;
   desc.router.kind = c.kind;
   desc.router.round = c.round;
-  desc.router.tile = c.tile;
-  desc.router.seed = 17;
-  desc.router.step = 2;
+  if (desc.rounds_tokens()) desc.router.tile = c.tile;
+  if (draws(desc.router)) desc.router.seed = 17, desc.router.step = 2;
   desc.router.normalize_scores = c.kind == RouterKind::sigmoid_bias;
   return desc;
 }

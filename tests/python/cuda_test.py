@@ -221,7 +221,7 @@ class Values(OnGpu, unittest.TestCase):
         tessera.check_device_values()
         tessera.grouped_experts(x, torch.tensor([0, 9, 3, 7, 9, 13], device="cuda"), **w)
         torch.cuda.synchronize()
-        with self.assertRaisesRegex(ValueError, r"expert_offsets\[2\]: an offset of 3"):
+        with self.assertRaisesRegex(ValueError, r"expert_offsets .*\[2\]: a value of 3"):
             tessera.check_device_values()
         tessera.check_device_values("cuda:0")
 

@@ -83,7 +83,8 @@ def router_scores(logits, ids, router, route_scale=1.0, normalize_scores=False):
     if router in ("topk-softmax", "softmax-topk-renorm"):
         return route_scale * logits.gather(1, ids).softmax(-1)
     if router == "softmax-topk":
-        return route_scale * logits.softmax(-1).gather(1, ids)
+        p = logits.softmax(-1).gather(1, ids)
+        return route_scale * (p / p.sum(-1, keepdim=True) if normalize_scores else p)
     chosen = logits.gather(1, ids)
     p = functional.softplus(chosen).sqrt() if router == "sqrtsoftplus" else chosen.sigmoid()
     return route_scale * (p / (p.sum(-1, keepdim=True) + 1e-20) if normalize_scores else p)

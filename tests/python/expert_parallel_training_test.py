@@ -133,6 +133,7 @@ class OneRank:
 
 
 REAL = library.load()
+CLAMP = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
 
 
 class Group:
@@ -171,10 +172,8 @@ class OnCpu(unittest.TestCase):
     def run_both(self, activation="swiglu", with_bias=False, max_rows=None, tokens=40, save="h"):
         """Results and gradients of the pieces, then of the layer."""
         ids, (x, scores, *weights) = self.tensors(activation, with_bias, tokens)
-        clamped = activation == "clamped-swiglu"
-        clamp = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0} if clamped else {}
         desc = expert_parallel._Desc(ranks=1, max_tokens=300, experts=SHAPE["experts"], top_k=SHAPE["top_k"],
-                                     activation=tessera.options.ACTIVATIONS.index(activation), training=1, **clamp)
+                                     activation=tessera.options.ACTIVATIONS.index(activation), training=1, **CLAMP)
         pieces = expert_parallel._pieces(desc, max_rows, save)
         biases = weights[2:] or [None, None]
         fake = OneRank(SHAPE["experts"], activation)
@@ -184,11 +183,11 @@ class OnCpu(unittest.TestCase):
         with mock.patch.object(library, "load", return_value=fake):
             got = torch.autograd.grad(o, (x, scores, *weights), d_o)
         names = dict(zip(("b_up", "b_down"), biases))
-        wanted_o = tessera.routed_experts(x, ids, scores, *weights[:2], activation=activation, **names, **clamp)
+        wanted_o = tessera.routed_experts(x, ids, scores, *weights[:2], activation=activation, **names)
         wanted = torch.autograd.grad(wanted_o, (x, scores, *weights), d_o)
         asks, pair = ["rows"] if max_rows is None else [], ["dispatch", "combine"]
         back = ["dispatch", "second rows", "combine"] if save == "h" and training.APART_BYTES == 0 else pair
-        self.assertEqual(fake.calls, ["route", *asks, *pair, *back] if with_bias and not clamped else
+        self.assertEqual(fake.calls, ["route", *asks, *pair, *back] if with_bias and activation != "clamped-swiglu" else
                          ["forward", *back, *asks])
         return (o, *got), (wanted_o, *wanted)
 
@@ -356,7 +355,7 @@ class Refusals(unittest.TestCase):
         experts = object.__new__(tessera.ExpertParallel)
         experts._handle, experts._device, experts._passes = ctypes.c_void_p(8), torch.device("cpu"), {}
         experts._desc = expert_parallel._Desc(ranks=1, max_tokens=300, hidden=16, intermediate=4, experts=8, top_k=3,
-                                              **options)
+                                              **CLAMP, **options)
         experts._pieces = expert_parallel._pieces(experts._desc, None)
         return experts
 
@@ -404,7 +403,7 @@ class Refusals(unittest.TestCase):
 
     def test_bounds_of_rows(self):
         for training_, rows, says in ((0, 5, "training=True"), (1, 0, "max_rows=0"), (1, 901, "top_k = 900")):
-            desc = expert_parallel._Desc(ranks=1, max_tokens=300, top_k=3, experts=8, training=training_)
+            desc = expert_parallel._Desc(ranks=1, max_tokens=300, top_k=3, experts=8, training=training_, **CLAMP)
             with self.assertRaisesRegex(ValueError, says):
                 expert_parallel._pieces(desc, rows)
         with self.assertRaisesRegex(ValueError, "save='none'"):

@@ -96,7 +96,8 @@ class Entries(Layer):
         inputs = {"x": x, "w_router": self.w_router(8),
                   "b_router": self.stored(torch.linspace(-1, 1, 8)), **self.weights(experts=8)}
         bias = torch.linspace(0.3, -0.3, 8, device=self.device)
-        for router, normalize in [(r, n) for r in ROUTERS for n in (False, True) if not n or r in ROUTERS[3:]]:
+        normalizing = ("softmax-topk", *ROUTERS[3:])
+        for router, normalize in [(r, n) for r in ROUTERS for n in (False, True) if not n or r in normalizing]:
             options = {"router": router, "top_k": 3, "route_scale": 2.5, "normalize_scores": normalize}
             if router == "group-limited":
                 options |= {"groups": 2, "top_groups": 1}  # left out, they would be 4 and 2

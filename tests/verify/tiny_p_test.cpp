@@ -23,7 +23,7 @@ LayerCase normalized_case(RouterKind kind, std::int64_t top_k, Rounding rounding
   layer_case.desc.router.normalize_scores = true;
   layer_case.desc.router.route_scale = 2.5f;
   layer_case.desc.router.round = rounding;
-  layer_case.desc.router.tile = 4;
+  if (rounding != Rounding::none) layer_case.desc.router.tile = 4;
   return layer_case;
 }
 

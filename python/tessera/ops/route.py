@@ -6,7 +6,7 @@ import torch
 from tessera import library
 from tessera.library import RouteArgs
 from tessera.ops.forward_mode import refuse_tangents
-from tessera.ops.plans import DTYPES, Plan, here, router_dtype, signature
+from tessera.ops.plans import DTYPES, Plan, here, not_stored, one_device, pairs, router_dtype, signature
 from tessera.options import Options, parse
 
 _ROUTE_INPUTS = ("x", "w_router", "b_router", "selection_bias", "token_mask")
@@ -21,9 +21,16 @@ def route(x, w_router, b_router, selection_bias, text, token_mask=None) -> tuple
 
 def _route_plan(key, tensors: tuple, text: str) -> Plan:
     x, w_router = tensors[:2]
-    if x.dim() != 2 or w_router.dim() != 2:
-        raise ValueError(f"x: {tuple(x.shape)}, w_router: {tuple(w_router.shape)}; [T,d] and [E,d] are needed")
+    one_device(pairs(_ROUTE_INPUTS, tensors))
+    for name, tensor, shape in (("x", x, "[T,d]"), ("w_router", w_router, "[E,d]")):
+        if tensor.dim() != 2:
+            raise ValueError(f"{name}: shape {list(tensor.shape)}; {shape} is needed")
+    if DTYPES.get(x.dtype) not in (library.FP32, library.BF16):
+        raise not_stored("x", x.dtype)
     options, (tokens, hidden), experts = parse(text), x.shape, w_router.shape[0]
+    if options.experts_vary:
+        raise ValueError(f"router={options.router}: tessera.route returns K experts of every token, and here their "
+                         "number varies; call tessera.moe with return_router=True")
     desc = options.desc(top_k=options.top_k, tokens=tokens, hidden=hidden, intermediate=1, experts=experts,
                         dtype=DTYPES.get(x.dtype, library.FP32), ids_dtype=library.INT32, separate=False, bias=False,
                         router_dtype=router_dtype(x, w_router, tensors[2]))
@@ -76,11 +83,11 @@ class Route(torch.autograd.Function):
 def router_gradient(options: Options, logits, topk_ids, topk_weights, dweights):
     """dlogits [T,E] of the chosen scores, as docs/numerics.md has them (section Routers)."""
     ids, g = topk_ids.long(), options.route_scale * dweights
-    if options.router == "softmax-topk":
+    if options.router == "softmax-topk" and not options.normalize_scores:
         p = torch.softmax(logits, dim=-1)
         g_all = torch.zeros_like(logits).scatter_(1, ids, g)
         return p * (g_all - (g_all * p).sum(-1, keepdim=True))
-    if options.router in ("topk-softmax", "softmax-topk-renorm"):
+    if options.router in ("topk-softmax", "softmax-topk", "softmax-topk-renorm"):
         q = topk_weights / options.route_scale
         chosen = q * (g - (g * q).sum(-1, keepdim=True))
         return torch.zeros_like(logits).scatter_(1, ids, chosen)

@@ -93,12 +93,18 @@ Status DeviceContext::take_error() const noexcept {
   auto const word = ErrorWord::unpacked(std::atomic_ref<std::uint64_t>(*host_error_).exchange(0));
   auto const index = static_cast<long long>(word.index), value = static_cast<long long>(word.value);
   switch (word.rule) {
-    case BadValue::expert_offsets:
+    case BadValue::
+        expert_offsets:  // of grouped rows also ends and counts, which the word does not tell apart
+      return Status::invalid(
+          "expert_offsets (or ends or counts, as grouping says)[%lld]: a value of %lld (-1: "
+          "below 0); offsets start at 0, offsets and ends never decrease, counts are not negative, "
+          "and all groups lie within the rows of the call; its results are void",
+          index, value);
     case BadValue::token_offsets:
       return Status::invalid(
-          "%s[%lld]: an offset of %lld (-1: below 0); they start at 0, never decrease and end at "
-          "the rows or slots of the call; its results are void",
-          word.rule == BadValue::expert_offsets ? "expert_offsets" : "token_offsets", index, value);
+          "token_offsets[%lld]: an offset of %lld (-1: below 0); they start at 0, never decrease "
+          "and end at the slots of the call; its results are void",
+          index, value);
     case BadValue::topk_counts:
       return Status::invalid(
           "topk_counts[%lld]: a count of %lld (-1: below 0 or NaN; 2147483646: that or more); they "

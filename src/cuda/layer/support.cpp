@@ -42,10 +42,6 @@ Status check_supported(MoeDesc const& desc) noexcept {
         "column_chunk=%lld: the CUDA backend makes all columns at once; use 0",
         static_cast<long long>(desc.column_chunk));
   }
-  if (desc.score_position == ScorePosition::input) {
-    return Status::unsupported(
-        "score_position=input: scores of x are not fused; scale x before the call");
-  }
   return check_router(desc);
 }
 

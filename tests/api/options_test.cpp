@@ -1,0 +1,512 @@
+// SPDX-License-Identifier: Apache-2.0
+// No option without effect: every pair of (router, rounding, activation, layout or grouping) and option is refused by
+// the option's name, or changes what the calls compute, take or leave.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <functional>
+#include <map>
+#include <string>
+
+#include "tessera/names.hpp"
+#include "tests/api/layer.hpp"
+
+namespace tessera::api_test {
+namespace {
+
+constexpr std::int64_t kTokens = 26, kHidden = 8, kIntermediate = 6, kExperts = 12, kTopK = 2;
+
+/// Tensors that a call may be given beyond what its desc needs.
+using Extras = std::vector<std::string>;
+
+bool holds(Extras const& extras, char const* name) {
+  return std::find(extras.begin(), extras.end(), name) != extras.end();
+}
+
+/// Everything that could show an effect: outputs, gradients, sizes of buffers, and the texts of refusals.
+struct Outcome {
+  std::string bytes, refusals;
+
+  void add(void const* data, std::size_t size) {
+    bytes.append(static_cast<char const*>(data), size);
+    bytes.append("|");
+  }
+  void add(Floats const& values) { add(values.data(), values.size() * sizeof(float)); }
+  void add(Expected<std::size_t> const& size) {
+    if (!size.ok()) return static_cast<void>(add(size.status()));
+    add(&size.value(), sizeof(std::size_t));
+  }
+  bool add(Status const& status) {
+    if (!status.ok()) refusals.append(status.text()).append("\n");
+    bytes.append(status.text());
+    return status.ok();
+  }
+};
+
+/// One layer with all tensors that any of these calls could want; equal names have equal values in every layer.
+class Calls {
+ public:
+  /// `grouping`: what the groups of rows are written as, whatever the desc says.
+  Calls(Context const& context, MoeDesc const& desc, Extras const& extras, RowGrouping grouping)
+      : context_(context), desc_(desc), extras_(extras), grouping_(grouping) {}
+
+  Outcome run() {
+    Outcome out;
+    for (Pass const pass : {Pass::forward, Pass::backward, Pass::route}) {
+      out.add(workspace_bytes(context_, desc_, pass));
+    }
+    if (auto const bytes = routing_bytes(desc_); bytes.ok()) {
+      forward(out, bytes.value());
+      route_alone(out);
+    }
+    return out;
+  }
+
+ private:
+  [[nodiscard]] bool routed() const { return desc_.router.kind != RouterKind::given; }
+  [[nodiscard]] bool grouped() const { return desc_.grouping != RowGrouping::slots; }
+  [[nodiscard]] bool extra(char const* name) const { return holds(extras_, name); }
+
+  Floats& floats(std::string const& name, std::int64_t count) {
+    Floats& values = floats_[name];
+    std::mt19937 generator(static_cast<unsigned>(std::hash<std::string>()(name)));
+    values = random_floats(count, 0.6f, generator);
+    return values;
+  }
+  Tensor made(std::string const& name, std::vector<std::int64_t> const& shape) {
+    std::int64_t count = 1;
+    for (std::int64_t const size : shape) count *= size;
+    Tensor out = tensor(floats(name, count).data(), {0});
+    out.rank = static_cast<int>(shape.size());
+    for (int axis = out.rank - 1, inner = 1; axis >= 0; --axis) {
+      out.shape[axis] = shape[static_cast<std::size_t>(axis)];
+      out.stride[axis] = inner;
+      inner *= static_cast<int>(out.shape[axis]);
+    }
+    return out;
+  }
+  Tensor integers(std::string const& name, std::vector<std::int32_t> values) {
+    std::vector<std::int32_t>& kept = integers_[name] = std::move(values);
+    return tensor(kept.data(), {static_cast<std::int64_t>(kept.size())});
+  }
+  Buffer buffer(std::string const& name, std::size_t bytes) {
+    Floats& values = floats_[name];
+    values.assign(bytes / sizeof(float) + 1, 0.0f);
+    return {values.data(), bytes};
+  }
+
+  Tensor ids() {
+    std::vector<std::int32_t> values;
+    for (std::int64_t t = 0; t < kTokens; ++t) {
+      for (std::int64_t k = 0; k < desc_.shape.top_k; ++k) {
+        values.push_back(static_cast<std::int32_t>((t + 2 * k) % kExperts));
+      }
+    }
+    Tensor out = integers("topk_ids", values);
+    if (desc_.shape.variable_experts) return out;
+    out.rank = 2;
+    out.shape[0] = kTokens, out.shape[1] = desc_.shape.top_k;
+    out.stride[0] = desc_.shape.top_k, out.stride[1] = 1;
+    return out;
+  }
+  Tensor groups() {
+    std::vector<std::int32_t> offsets;
+    for (std::int32_t e = 0; e <= kExperts; ++e) offsets.push_back(2 * e + (e > 3 ? 1 : 0));
+    std::vector<std::int32_t> const ends(offsets.begin() + 1, offsets.end());
+    if (grouping_ == RowGrouping::ends) return integers("expert_offsets", ends);
+    if (grouping_ == RowGrouping::counts) {
+      for (std::size_t e = 0; e < ends.size(); ++e) offsets[e] = ends[e] - offsets[e];
+      offsets.pop_back();
+    }
+    return integers("expert_offsets", offsets);
+  }
+  Tensor token_offsets() {
+    std::vector<std::int32_t> offsets;
+    for (std::int64_t t = 0; t <= kTokens; ++t) {
+      // Every token has its slots but the first, whose last one the second one has.
+      offsets.push_back(static_cast<std::int32_t>(t * desc_.shape.top_k - (t == 1 ? 1 : 0)));
+    }
+    return integers("token_offsets", offsets);
+  }
+
+  ExpertWeights weights() {
+    std::int64_t const e = kExperts, d = kHidden, n = kIntermediate, width = desc_.up_width() * n;
+    bool const separate = desc_.layout.orientation == WeightOrientation::separate;
+    bool const transposed = desc_.layout.orientation == WeightOrientation::transposed;
+    std::int64_t const up = separate ? n : width;
+    ExpertWeights out;
+    using Shape = std::vector<std::int64_t>;
+    out.w_up = made("w_up", transposed ? Shape{e, d, up} : Shape{e, up, d});
+    out.w_down = made("w_down", transposed ? Shape{e, n, d} : Shape{e, d, n});
+    if (separate || extra("w_gate")) out.w_gate = made("w_gate", {e, n, d});
+    if (desc_.bias || extra("b_up")) out.b_up = made("b_up", {e, up});
+    if (desc_.bias || extra("b_down")) out.b_down = made("b_down", {e, d});
+    if ((desc_.bias && separate) || extra("b_gate")) out.b_gate = made("b_gate", {e, n});
+    return out;
+  }
+
+  void forward(Outcome& out, std::size_t routing) {
+    MoeForwardArgs args;
+    bool const given = !routed() || desc_.router.replay;
+    args.x = made("x", {kTokens, kHidden});
+    if ((given && !grouped()) || extra("topk_ids")) args.topk_ids = ids();
+    if ((!routed() && !grouped()) || extra("topk_weights")) {
+      std::int64_t const k = desc_.shape.top_k;
+      using Shape = std::vector<std::int64_t>;
+      args.topk_weights = made(
+          "topk_weights", desc_.shape.variable_experts ? Shape{kTokens * k} : Shape{kTokens, k});
+    }
+    if (desc_.shape.variable_experts || extra("token_offsets")) {
+      args.token_offsets = token_offsets();
+    }
+    if (routed() || extra("w_router")) args.w_router = made("w_router", {kExperts, kHidden});
+    if (extra("b_router")) args.b_router = made("b_router", {kExperts});
+    if (extra("selection_bias")) args.selection_bias = made("selection_bias", {kExperts});
+    if (grouped() || extra("expert_offsets")) args.expert_offsets = groups();
+    if (extra("row_scores")) args.row_scores = made("row_scores", {kTokens});
+    args.weights = weights();
+    args.o = made("o", {kTokens, kHidden});
+    if (desc_.save == SavePolicy::h) {
+      args.h = made("h", {desc_.num_slots(), desc_.up_width() * kIntermediate});
+    }
+    args.routing = buffer("routing", routing);
+    auto const workspace = workspace_bytes(context_, desc_, Pass::forward);
+    if (!workspace.ok()) return;
+    args.workspace = buffer("workspace", workspace.value());
+    if (!out.add(moe_forward(context_, desc_, args))) return;
+    out.add(floats_["o"]);
+    out.add(args.routing.data, routing);
+    backward(out, args);
+  }
+
+  void backward(Outcome& out, MoeForwardArgs const& forward) {
+    MoeBackwardArgs args;
+    args.d_o = made("d_o", {kTokens, kHidden});
+    args.x = forward.x;
+    if (desc_.save == SavePolicy::h) args.h = forward.h;
+    args.routing = {forward.routing.data, forward.routing.bytes};
+    args.w_router = forward.w_router;
+    args.b_router = forward.b_router;
+    args.weights = forward.weights;
+    if (extra("aux_dlogits")) args.aux_dlogits = made("aux_dlogits", {kTokens, kExperts});
+    args.dx = made("dx", {kTokens, kHidden});
+    args.gradients.dw_down =
+        forward.weights.w_down.present() ? made_like("dw_down", forward.weights.w_down) : Tensor{};
+    if (routed()) args.gradients.dw_router = made("dw_router", {kExperts, kHidden});
+    auto const workspace = workspace_bytes(context_, desc_, Pass::backward);
+    if (!workspace.ok()) return;
+    args.workspace = buffer("workspace", workspace.value());
+    if (!out.add(moe_backward(context_, desc_, args))) return;
+    out.add(floats_["dx"]);
+    out.add(floats_["dw_down"]);
+    out.add(floats_["dw_router"]);
+  }
+  Tensor made_like(std::string const& name, ConstTensor const& like) {
+    return made(name, std::vector<std::int64_t>(like.shape, like.shape + like.rank));
+  }
+
+  void route_alone(Outcome& out) {
+    if (!routed() || desc_.router.replay) return;
+    RouteArgs args;
+    args.x = made("x", {kTokens, kHidden});
+    args.w_router = made("w_router", {kExperts, kHidden});
+    if (extra("b_router")) args.b_router = made("b_router", {kExperts});
+    if (extra("selection_bias")) args.selection_bias = made("selection_bias", {kExperts});
+    bool const wide = desc_.ids_dtype == DType::int64;
+    std::int64_t const slots = desc_.num_slots(), k = desc_.shape.top_k;
+    std::vector<std::int64_t> wide_ids(static_cast<std::size_t>(slots)), wide_offsets(kTokens + 1);
+    std::vector<std::int32_t> ids(wide_ids.size()), offsets(wide_offsets.size());
+    Floats& scores = floats("scores", slots);
+    if (desc_.experts_vary()) {
+      args.topk_ids = wide ? tensor(wide_ids.data(), {slots}) : tensor(ids.data(), {slots});
+      args.topk_weights = tensor(scores.data(), {slots});
+      args.token_offsets =
+          wide ? tensor(wide_offsets.data(), {kTokens + 1}) : tensor(offsets.data(), {kTokens + 1});
+    } else {
+      args.topk_ids =
+          wide ? tensor(wide_ids.data(), {kTokens, k}) : tensor(ids.data(), {kTokens, k});
+      args.topk_weights = tensor(scores.data(), {kTokens, k});
+    }
+    auto const workspace = workspace_bytes(context_, desc_, Pass::route);
+    if (!workspace.ok()) return;
+    args.workspace = buffer("workspace", workspace.value());
+    if (!out.add(route(context_, desc_, args))) return;
+    out.add(scores);
+    out.add(ids.data(), ids.size() * sizeof(ids[0]));
+    out.add(wide_ids.data(), wide_ids.size() * sizeof(wide_ids[0]));
+  }
+
+  Context const& context_;
+  MoeDesc desc_;
+  Extras extras_;
+  RowGrouping grouping_;
+  std::map<std::string, Floats> floats_;
+  std::map<std::string, std::vector<std::int32_t>> integers_;
+};
+
+struct Option {
+  std::string name;
+  std::function<void(MoeDesc&)> set;  ///< empty: the tensor `name` is given
+  std::string other_name = {};        ///< of what a refusal may speak instead
+};
+
+std::vector<Option> options() {
+  std::vector<Option> all = {
+      {"route_scale", [](MoeDesc& d) { d.router.route_scale = 2.5f; }},
+      {"normalize_scores", [](MoeDesc& d) { d.router.normalize_scores = true; }},
+      {"groups", [](MoeDesc& d) { d.router.groups = 2; }},
+      {"top_groups", [](MoeDesc& d) { d.router.top_groups = 1; }},
+      {"tile", [](MoeDesc& d) { d.router.tile = 5; }},
+      {"seed", [](MoeDesc& d) { d.router.seed = 7; }},
+      {"step", [](MoeDesc& d) { d.router.step = 3; }},
+      {"layer", [](MoeDesc& d) { d.router.layer = 2; }},
+      {"capacity", [](MoeDesc& d) { d.router.capacity = 3; }},
+      {"replay", [](MoeDesc& d) { d.router.replay = true; }},
+      {"alpha", [](MoeDesc& d) { d.activation.alpha = 1.25f; }},
+      {"limit", [](MoeDesc& d) { d.activation.limit = 0.25f; }},
+      {"up_offset", [](MoeDesc& d) { d.activation.up_offset = 0; }},
+      {"layout.block", [](MoeDesc& d) { d.layout.block = 3; }},
+      {"bias", [](MoeDesc& d) { d.bias = true; }},
+      {"save", [](MoeDesc& d) { d.save = SavePolicy::x; }},
+      {"save", [](MoeDesc& d) { d.save = SavePolicy::none; }},
+      {"score_position", [](MoeDesc& d) { d.score_position = ScorePosition::activation; }},
+      {"score_position", [](MoeDesc& d) { d.score_position = ScorePosition::input; }},
+      {"column_chunk", [](MoeDesc& d) { d.column_chunk = 3; }},
+      {"overwrite_h", [](MoeDesc& d) { d.overwrite_h = true; }},
+      {"ids_dtype", [](MoeDesc& d) { d.ids_dtype = DType::int64; }, "int64 is needed"},
+      {"dtype", [](MoeDesc& d) { d.dtype = DType::bf16; }},
+      {"variable_experts",
+       [](MoeDesc& d) {
+         d.shape.variable_experts = true;
+         d.shape.slots = d.shape.tokens * d.shape.top_k;
+       }},
+      {"slots", [](MoeDesc& d) { d.shape.slots = 5; }}};
+  for (GateUpOrder const order : {GateUpOrder::up_first, GateUpOrder::interleaved}) {
+    all.push_back({"order", [order](MoeDesc& d) { d.layout.order = order; }, "layout"});
+  }
+  for (auto const turned : {WeightOrientation::transposed, WeightOrientation::separate}) {
+    all.push_back(
+        {"orientation", [turned](MoeDesc& d) { d.layout.orientation = turned; }, "layout"});
+  }
+  for (auto const& round : kRoundingNames) {
+    if (round.value == Rounding::none) continue;
+    all.push_back({"round", [round](MoeDesc& d) {
+                     d.router.round = round.value;
+                     d.router.tile = d.router.tile == 128 ? 3 : d.router.tile;
+                   }});
+  }
+  for (auto const grouping : {RowGrouping::offsets, RowGrouping::ends, RowGrouping::counts}) {
+    char const* const given = grouping == RowGrouping::offsets ? "expert_offsets: "
+                              : grouping == RowGrouping::ends  ? "ends"
+                                                               : "counts";
+    all.push_back({"grouping", [grouping](MoeDesc& d) { d.grouping = grouping; }, given});
+  }
+  for (char const* name :
+       {"topk_ids", "topk_weights", "token_offsets", "w_router", "b_router", "selection_bias",
+        "expert_offsets", "row_scores", "w_gate", "b_up", "b_gate", "b_down", "aux_dlogits"}) {
+    all.push_back({name, {}});
+  }
+  return all;
+}
+
+struct Base {
+  std::string name;
+  MoeDesc desc;
+};
+
+MoeDesc plain_desc() {
+  MoeDesc desc;
+  desc.shape = {.tokens = kTokens,
+                .hidden = kHidden,
+                .intermediate = kIntermediate,
+                .experts = kExperts,
+                .top_k = kTopK};
+  return desc;
+}
+
+std::vector<Base> bases() {
+  std::vector<Base> all;
+  auto const add = [&](std::string const& name, auto&& change) {
+    all.push_back({name, plain_desc()});
+    change(all.back().desc);
+  };
+  for (auto const& router : kRouterNames) {
+    add(std::string("router ") + router.name, [&](MoeDesc& d) { d.router.kind = router.value; });
+    if (router.value == RouterKind::given) continue;
+    add(std::string("replayed ids, router ") + router.name, [&](MoeDesc& d) {
+      d.router.kind = router.value;
+      d.router.replay = true;
+    });
+  }
+  for (auto const& round : kRoundingNames) {
+    if (round.value == Rounding::none) continue;
+    add(std::string("round ") + round.name, [&](MoeDesc& d) {
+      d.router = {.kind = RouterKind::topk_softmax, .round = round.value, .tile = 3};
+    });
+  }
+  for (auto const& activation : kActivationNames) {
+    add(std::string("activation ") + activation.name,
+        [&](MoeDesc& d) { d.activation.kind = activation.value; });
+  }
+  for (auto const& layout : kLayoutNames) {
+    add(std::string("layout ") + layout.name, [&](MoeDesc& d) {
+      d.layout = layout.value;
+      if (d.layout.order == GateUpOrder::blocked) d.layout.block = 2;
+    });
+  }
+  for (auto const grouping : {RowGrouping::offsets, RowGrouping::ends, RowGrouping::counts}) {
+    add("grouping " + std::to_string(static_cast<int>(grouping)), [&](MoeDesc& d) {
+      d.grouping = grouping;
+      d.shape.top_k = 1;
+    });
+  }
+  for (SavePolicy const save : {SavePolicy::x, SavePolicy::none}) {
+    add("save " + std::to_string(static_cast<int>(save)), [&](MoeDesc& d) { d.save = save; });
+  }
+  return all;
+}
+
+/// Whether the desc and the tensors are those of the base: the option names what the base is anyway.
+bool is_base(Base const& base, MoeDesc const& desc, Extras const& extras) {
+  if (!(desc == base.desc)) return false;
+  // After forward with save=none there is no backward call that could take aux_dlogits.
+  if (holds(extras, "aux_dlogits") && desc.save == SavePolicy::none) return true;
+  bool const routed = desc.router.kind != RouterKind::given;
+  bool const grouped = desc.grouping != RowGrouping::slots;
+  bool const separate = desc.layout.orientation == WeightOrientation::separate;
+  return extras.empty() || (holds(extras, "w_router") && routed) ||
+         (holds(extras, "topk_ids") && !grouped && (!routed || desc.router.replay)) ||
+         (holds(extras, "topk_weights") && !grouped && !routed) ||
+         (holds(extras, "expert_offsets") && grouped) || (holds(extras, "w_gate") && separate);
+}
+
+TEST(Options, NoneIsWithoutEffect) {
+  Context const context = value_of(Context::create({.num_threads = 1}));
+  int walked = 0, refused = 0, same = 0;
+  for (Base const& base : bases()) {
+    Outcome const plain = Calls(context, base.desc, {}, base.desc.grouping).run();
+    ASSERT_TRUE(plain.refusals.empty() || base.desc.save == SavePolicy::none)
+        << base.name << ": " << plain.refusals;
+    for (Option const& option : options()) {
+      MoeDesc desc = base.desc;
+      Extras extras;
+      option.set ? option.set(desc) : extras.push_back(option.name);
+      if (is_base(base, desc, extras)) {
+        ++same;
+        continue;
+      }
+      ++walked;
+      RowGrouping const grouping =
+          base.desc.grouping == RowGrouping::slots ? desc.grouping : base.desc.grouping;
+      Outcome const changed = Calls(context, desc, extras, grouping).run();
+      bool const named = changed.refusals.find(option.name) != std::string::npos ||
+                         (!option.other_name.empty() &&
+                          changed.refusals.find(option.other_name) != std::string::npos);
+      refused += named ? 1 : 0;
+      // A call that is refused has no result: then the refusal has to name the option.
+      bool const new_refusal = !changed.refusals.empty() && changed.refusals != plain.refusals;
+      EXPECT_TRUE(named || (!new_refusal && changed.bytes != plain.bytes))
+          << base.name << " with " << option.name
+          << (new_refusal ? ": refused without its name: " + changed.refusals
+                          : std::string(": accepted, and changes nothing"));
+    }
+  }
+  std::printf("%d pairs walked: %d refused by name, %d change the result; %d are the base itself\n",
+              walked, refused, walked - refused, same);
+  EXPECT_GT(walked, 2000);
+  EXPECT_GT(refused, 800);
+  EXPECT_GT(walked - refused, 300);
+}
+
+// What Qwen3's config.json calls norm_topk_prob.
+TEST(Options, NormalizedSoftmaxTopkIsSoftmaxTopkRenorm) {
+  Context const context = value_of(Context::create({.num_threads = 2}));
+  for (Rounding const round : {Rounding::none, Rounding::nr_f}) {
+    MoeDesc one = small_desc(RouterKind::softmax_topk), other = one;
+    one.router.normalize_scores = true;
+    other.router.kind = RouterKind::softmax_topk_renorm;
+    one.router.round = other.router.round = round;
+    if (round != Rounding::none) one.router.tile = other.router.tile = 2;
+    EXPECT_EQ(resolved(one.router), other.router);
+    Layer a(context, one), b(context, other);
+    ASSERT_TRUE(a.run_forward().ok() && b.run_forward().ok());
+    ASSERT_TRUE(a.run_backward().ok() && b.run_backward().ok());
+    EXPECT_EQ(a.o, b.o);
+    EXPECT_EQ(a.dw_router, b.dw_router);
+    EXPECT_EQ(a.dx, b.dx);
+    EXPECT_EQ(a.routing.size(), b.routing.size());
+    one.router.normalize_scores = false;
+    Layer plain(context, one);
+    ASSERT_TRUE(plain.run_forward().ok());
+    EXPECT_NE(a.o, plain.o);
+  }
+}
+
+double norm(Floats const& values) {
+  double sum = 0;
+  for (float const value : values) sum += static_cast<double>(value) * value;
+  return std::sqrt(sum);
+}
+
+TEST(Options, ScoresAreConstantExactlyWhereTheRouterHasNoGradient) {
+  Context const context = value_of(Context::create({.num_threads = 1}));
+  int walked = 0, constant = 0;
+  auto const walk = [&](MoeDesc const& desc) {
+    if (!workspace_bytes(context, desc, Pass::forward).ok()) return;  // options that do not apply
+    Layer layer(context, desc);
+    if (desc.router.replay) {
+      layer.forward.topk_ids = tensor(layer.ids.data(), {desc.shape.tokens, desc.shape.top_k});
+    }
+    ASSERT_TRUE(layer.run_forward().ok());
+    ASSERT_TRUE(layer.run_backward().ok());
+    // Where scores are divided by their sum, it cancels up to rounding errors.
+    double const share = norm(layer.dw_router) / norm(layer.dw_up);
+    ++walked;
+    if (scores_are_constant(desc)) {
+      ++constant;
+      EXPECT_LT(share, 1e-6);
+    } else {
+      EXPECT_GT(share, 1e-4);
+    }
+  };
+  for (auto const& router : kRouterNames) {
+    if (router.value == RouterKind::given) continue;
+    for (std::int64_t const experts : {1, 5}) {
+      for (std::int64_t const top_k : {std::int64_t{1}, std::int64_t{2}, experts}) {
+        for (bool const normalize : {false, true}) {
+          MoeDesc desc = small_desc(router.value);
+          desc.shape.experts = experts;
+          desc.shape.top_k = top_k;
+          desc.router.normalize_scores = normalize;
+          SCOPED_TRACE(testing::Message() << router.name << " experts " << experts << " top_k "
+                                          << top_k << " normalize " << normalize);
+          walk(desc);
+          for (auto const& round : kRoundingNames) {
+            for (std::int32_t const tile : {1, 2, 3}) {
+              MoeDesc rounded = desc;
+              rounded.router.round = round.value;
+              if (round.value == Rounding::none) continue;
+              rounded.router.tile = tile;
+              SCOPED_TRACE(testing::Message() << round.name << " to " << tile);
+              walk(rounded);
+            }
+          }
+          desc.router.replay = true;
+          walk(desc);
+        }
+      }
+    }
+  }
+  MoeDesc silent = small_desc(RouterKind::softmax_topk);
+  silent.router.route_scale = 0;
+  EXPECT_TRUE(scores_are_constant(silent));
+  EXPECT_FALSE(scores_are_constant(small_desc(RouterKind::given)));
+  std::printf("%d layers, of which %d have constant scores\n", walked, constant);
+  EXPECT_GT(walked, 500);
+  EXPECT_GT(constant, 50);
+}
+
+}  // namespace
+}  // namespace tessera::api_test

@@ -453,16 +453,23 @@ double norm(Floats const& values) {
 TEST(Options, ScoresAreConstantExactlyWhereTheRouterHasNoGradient) {
   Context const context = value_of(Context::create({.num_threads = 1}));
   int walked = 0, constant = 0;
-  auto const walk = [&](MoeDesc const& desc) {
-    if (!workspace_bytes(context, desc, Pass::forward).ok()) return;  // options that do not apply
+  auto const share_of = [&](MoeDesc const& desc) {
     Layer layer(context, desc);
     if (desc.router.replay) {
       layer.forward.topk_ids = tensor(layer.ids.data(), {desc.shape.tokens, desc.shape.top_k});
     }
-    ASSERT_TRUE(layer.run_forward().ok());
-    ASSERT_TRUE(layer.run_backward().ok());
-    // Where scores are divided by their sum, it cancels up to rounding errors.
-    double const share = norm(layer.dw_router) / norm(layer.dw_up);
+    EXPECT_TRUE(layer.run_forward().ok());
+    EXPECT_TRUE(layer.run_backward().ok());
+    return norm(layer.dw_router) / norm(layer.dw_up);
+  };
+  auto const walk = [&](MoeDesc desc) {
+    if (!workspace_bytes(context, desc, Pass::forward).ok()) return;  // options that do not apply
+    // Where scores are divided by their sum, it cancels up to rounding errors. A draw may add nothing by chance.
+    double share = share_of(desc);
+    for (std::uint64_t seed = 1; draws(desc.router) && seed < 8; ++seed) {
+      desc.router.seed = seed;
+      share = std::max(share, share_of(desc));
+    }
     ++walked;
     if (scores_are_constant(desc)) {
       ++constant;

@@ -93,7 +93,7 @@ class Losses(unittest.TestCase):
         for dtype in (torch.uint8, torch.int16, torch.int8):
             self.assertEqual(tessera.load_balancing_loss(logits, counts.to(dtype)),
                              tessera.load_balancing_loss(logits, counts.int()))
-        with self.assertRaisesRegex(ValueError, "topk_counts: dtype torch.complex64"):
+        with self.assertRaisesRegex(ValueError, "counts: dtype torch.complex64"):
             tessera.load_balancing_loss(logits, counts.to(torch.complex64))
 
     def test_sequences_against_torch(self):

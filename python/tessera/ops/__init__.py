@@ -14,6 +14,7 @@ from tessera.ops import autograd, balance, flops, grouped_gemm, layer, route
 from tessera.ops.balance import countable
 from tessera.ops.forward_mode import refuse_tangents
 from tessera.ops.layer import GRADIENTS, WEIGHTS
+from tessera.ops.plans import one_device, pairs
 
 if torch.torch_version.TorchVersion(torch.__version__) < (2, 10):
     raise ImportError(f"torch {torch.__version__}: Tessera needs 2.10 or later; update torch")
@@ -53,13 +54,15 @@ def _once_only(op):
     return refuse
 
 
-def _alike(fake):
+def _alike(name: str, fake):
     """The fake kernel with a check: it serves tensors on meta too, and of some on meta and others not it would make
     results that nobody writes."""
+    names = tuple([argument.name for argument in getattr(torch.ops.tessera, name).default._schema.arguments])
+
     def checked(*arguments):
-        kinds = {a.device.type for a in arguments if isinstance(a, torch.Tensor)}
-        if len(kinds) > 1:
-            raise ValueError(f"tensors on {', '.join(sorted(kinds))}: all of a call are on one device; move them")
+        tensors = [a if isinstance(a, torch.Tensor) else None for a in arguments]
+        if len({tensor.device.type for tensor in tensors if tensor is not None}) > 1:
+            one_device(pairs(names[:len(tensors)], tensors))
         return fake(*arguments)
     return checked
 
@@ -67,7 +70,7 @@ def _alike(fake):
 def _register(name: str, kernel, fake, autograd=None) -> None:
     for key in ("CPU", "CUDA"):
         _library.impl(name, kernel, key)
-    torch.library.register_fake(f"tessera::{name}", _alike(fake), lib=_library)
+    torch.library.register_fake(f"tessera::{name}", _alike(name, fake), lib=_library)
     if autograd is None:
         autograd = _once_only(getattr(torch.ops.tessera, name).default)
     _library.impl(name, autograd, "Autograd")
@@ -76,7 +79,7 @@ def _register(name: str, kernel, fake, autograd=None) -> None:
 _register("moe_forward", layer.moe_forward, layer.fake_forward, autograd.moe_forward_autograd)
 _library.impl("moe_inference", layer.moe_inference, "CPU")
 _library.impl("moe_inference", layer.moe_inference, "CUDA")
-torch.library.register_fake("tessera::moe_inference", _alike(layer.fake_inference), lib=_library)
+torch.library.register_fake("tessera::moe_inference", _alike("moe_inference", layer.fake_inference), lib=_library)
 _register("moe_backward", layer.moe_backward, layer.fake_backward)
 _register("moe_backward_accumulate", layer.moe_backward, layer.fake_backward)
 _register("route", route.route, route.fake_route, route.route_autograd)

@@ -17,7 +17,7 @@ def countable(counts: torch.Tensor) -> torch.Tensor:
     if counts.dtype in (torch.int32, torch.int64, torch.float32):
         return counts
     if counts.dtype.is_complex:
-        raise ValueError(f"topk_counts: dtype {counts.dtype}; integers or real floating-point numbers are needed")
+        raise ValueError(f"counts: dtype {counts.dtype}; integers or real floating-point numbers are needed")
     return counts.to(torch.float32 if counts.dtype.is_floating_point else torch.int64)
 
 
@@ -34,11 +34,18 @@ def router_loss(logits, counts, router, balance, z, wants_gradient, sequence_bal
     return (losses.sum() if not sequence_balance else losses.sum() + sequence_loss[0]), dlogits
 
 
+def _check_counts(counts, experts: int) -> None:
+    """As the caller spells them."""
+    if counts is not None and tuple(counts.shape) != (experts,):
+        raise ValueError(f"counts: shape {list(counts.shape)}; [{experts}] is needed, a count of each expert")
+
+
 def _loss_plan(key, tensors: tuple, router: str, weights: tuple, wants_gradient: bool) -> Plan:
     logits, sequence_offsets = tensors[0], tensors[3]
     if logits.dim() != 2:
         raise ValueError(f"logits: {tuple(logits.shape)}; [T,E] are needed")
     tokens, experts = logits.shape
+    _check_counts(tensors[1], experts)
     balance, z, sequence_balance = weights
     sequences = sequence_offsets.shape[0] - 1 if sequence_balance else 0
     desc = parse(f"router={router} top_k=1").desc(
@@ -85,8 +92,10 @@ def router_loss_autograd(logits, counts, router, balance, z, wants_gradient, *ot
 
 
 def update_selection_bias(selection_bias, counts, rate, centered) -> None:
-    one_device([("selection_bias", selection_bias), ("topk_counts", counts)])
+    one_device([("selection_bias", selection_bias), ("counts", counts)])
     device = selection_bias.device
+    if selection_bias.dim() == 1:
+        _check_counts(counts, selection_bias.shape[0])
     args = SelectionBiasArgs(size=ctypes.sizeof(SelectionBiasArgs), rate=rate, subtract_mean=centered)
     for name, tensor in (("topk_counts", counts), ("selection_bias", selection_bias)):
         field = getattr(args, name)

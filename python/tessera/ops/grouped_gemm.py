@@ -6,7 +6,9 @@ import torch
 from tessera import library
 from tessera.library import GroupedGemmArgs
 from tessera.ops.forward_mode import refuse_tangents
-from tessera.ops.plans import Plan, here, signature
+from tessera.ops.plans import Plan, here, one_device, pairs, signature
+
+_NAMES, _WGRAD_NAMES = ("a", "b", "bias", "expert_offsets"), ("a", "b", "expert_offsets")
 
 
 def _run_grouped_gemm(kind: int, names: tuple, tensors: tuple, c_shape: tuple, transpose_b: bool) -> torch.Tensor:
@@ -14,6 +16,7 @@ def _run_grouped_gemm(kind: int, names: tuple, tensors: tuple, c_shape: tuple, t
     key = ("grouped_gemm", kind, transpose_b, torch.get_num_threads(), signature(tensors))
     plan = here.plans.get(key)
     if plan is None:
+        _check(names, tensors)
         a = tensors[0]
         plan = Plan("grouped_gemm", a.device, GroupedGemmArgs(kind=kind, transpose_b=transpose_b))
         plan.read(names, tensors)
@@ -23,9 +26,10 @@ def _run_grouped_gemm(kind: int, names: tuple, tensors: tuple, c_shape: tuple, t
 
 
 def grouped_gemm(a, b, bias, expert_offsets, transpose_b):
-    _check_ranks(a, 2, b, 3)
+    if a.dim() != 2 or b.dim() != 3:
+        _check(_NAMES, (a, b, bias, expert_offsets))
     shape = (a.shape[0], b.shape[2 if transpose_b else 1])
-    return _run_grouped_gemm(0, ("a", "b", "bias", "expert_offsets"), (a, b, bias, expert_offsets), shape, transpose_b)
+    return _run_grouped_gemm(0, _NAMES, (a, b, bias, expert_offsets), shape, transpose_b)
 
 
 def fake_grouped_gemm(a, b, bias, expert_offsets, transpose_b):
@@ -33,18 +37,26 @@ def fake_grouped_gemm(a, b, bias, expert_offsets, transpose_b):
 
 
 def grouped_gemm_wgrad(a, b, expert_offsets):
-    _check_ranks(a, 2, b, 2)
+    if a.dim() != 2 or b.dim() != 2 or expert_offsets.dim() != 1:
+        _check(_WGRAD_NAMES, (a, b, expert_offsets))
     shape = (expert_offsets.shape[0] - 1, a.shape[1], b.shape[1])
-    return _run_grouped_gemm(1, ("a", "b", "expert_offsets"), (a, b, expert_offsets), shape, False)
+    return _run_grouped_gemm(1, _WGRAD_NAMES, (a, b, expert_offsets), shape, False)
 
 
 def fake_grouped_gemm_wgrad(a, b, expert_offsets):
     return a.new_empty((expert_offsets.shape[0] - 1, a.shape[1], b.shape[1]))
 
 
-def _check_ranks(a, a_rank: int, b, b_rank: int) -> None:
-    if a.dim() != a_rank or b.dim() != b_rank:
-        raise ValueError(f"a: rank {a.dim()}, b: rank {b.dim()}; {a_rank} and {b_rank} are needed")
+def _check(names: tuple, tensors: tuple) -> None:
+    """What the library would tell of two or three tensors at once."""
+    one_device(pairs(names, tensors))
+    ranks = (2, 3, 2, 1) if names is _NAMES else (2, 2, 1)
+    for name, tensor, rank in zip(names, tensors, ranks, strict=True):
+        if tensor is not None and tensor.dim() != rank:
+            raise ValueError(f"{name}: rank {tensor.dim()}, shape {list(tensor.shape)}; rank {rank} is needed")
+    a, b = tensors[:2]
+    if a.dtype != b.dtype:
+        raise ValueError(f"a: dtype {a.dtype}, b: {b.dtype}; both have the same: convert one of them")
 
 
 class GroupedGemm(torch.autograd.Function):

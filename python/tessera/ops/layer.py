@@ -5,7 +5,7 @@ import torch
 
 from tessera import library
 from tessera.library import BackwardArgs, ForwardArgs
-from tessera.ops.plans import DTYPES, Plan, describe, here, router_dtype, signature, field_word
+from tessera.ops.plans import DTYPES, Plan, describe, field_word, here, one_device, pairs, router_dtype, signature
 from tessera.options import Options, parse
 
 WEIGHTS = ("w_up", "w_gate", "w_down", "b_up", "b_gate", "b_down")
@@ -67,10 +67,11 @@ def top_k_of(options: Options, topk_ids: torch.Tensor | None):
 def _forward_plan(key, tensors: tuple, text: str, training: bool) -> Plan:
     named = dict(zip(INPUTS, tensors, strict=True))
     options, x = parse(text), named["x"]
-    name = "expert_offsets" if named["topk_ids"] is None else "topk_ids"
-    ids = named[name]
+    one_device(pairs([options.groups_name if each == "expert_offsets" else each for each in INPUTS], tensors))
+    ids = named["expert_offsets"] if named["topk_ids"] is None else named["topk_ids"]
+    name = "topk_ids" if named["topk_ids"] is not None else options.groups_name
     if ids is not None and ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name}: dtype {ids.dtype}; int32 or int64 is needed")
+        raise ValueError(f"{name}: dtype {ids.dtype}; int32 or int64 is needed; convert it")
     desc = _desc(options, x, named, top_k_of(options, named["topk_ids"]), torch.int32 if ids is None else ids.dtype)
     if not training:
         desc.save = 2

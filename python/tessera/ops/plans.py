@@ -92,7 +92,7 @@ class Plan:
     def read(self, names: tuple, tensors: tuple, unread: tuple = ()) -> None:
         """Describes the inputs that are present; remembers which have to be copied into readable strides. The library
         does not see those whose names are in `unread`."""
-        present = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
+        present = pairs(names, tensors)
         one_device(present)
         self.count = len(present)
         for position, (name, tensor) in enumerate(present):
@@ -210,21 +210,30 @@ def maker(shape: tuple, strides: tuple, dtype: torch.dtype, device: torch.device
     return torch.empty(0, dtype=dtype, device=device).new_empty_strided, (shape, strides)
 
 
+def not_stored(name: str, dtype: torch.dtype) -> Exception:
+    error = NotImplementedError if dtype is torch.float16 else ValueError
+    return error(f"{name}: dtype {dtype}; Tessera stores bf16, on the CPU also fp32, and ids as int32 or int64; "
+                 "convert it")
+
+
 def describe(name: str, field: library.Tensor, shape, stride, dtype: torch.dtype, device: torch.device) -> None:
     """Fills a tessera_tensor with all but its address."""
     number = DTYPES.get(dtype)
     if number is None:
-        error = NotImplementedError if dtype is torch.float16 else ValueError
-        raise error(f"{name}: dtype {dtype}; Tessera stores bf16, on the CPU also fp32, and ids as int32 or int64; "
-                    "convert it")
+        raise not_stored(name, dtype)
     if len(shape) > 4:
-        raise ValueError(f"{name}: rank {len(shape)}; at most 4 dimensions are possible")
+        raise ValueError(f"{name}: rank {len(shape)}; at most 4 dimensions are possible; reshape it")
     if device.type not in KINDS:
         raise ValueError(f"{name}: on device {device}; all of a call are on the CPU or on one CUDA device; move it")
     field.dtype, field.rank = number, len(shape)
     field.device_kind, field.device_index = KINDS[device.type], device.index or 0
     field.shape[:len(shape)] = shape
     field.stride[:len(stride)] = stride
+
+
+def pairs(names, tensors) -> list:
+    """(name, tensor) pairs of those that are present."""
+    return [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
 
 
 def one_device(present: list) -> None:

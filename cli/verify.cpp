@@ -75,8 +75,8 @@ int verify_one(VerifyFlags const& flags, Context const& context, Context const& 
   verify::LayerCase const layer_case = flags.shape.layer_case();
   check(workspace_bytes(context, layer_case.desc, Pass::forward).status());
   require_memory(memory_needed(layer_case.desc));
-  note_constant_scores(layer_case.desc);
   auto const result = value_of(verify::verify_case(context, repeat, layer_case));
+  note_constant_scores(layer_case.desc);
   if (flags.json) {
     print_json(result_json(result, flags.shape.device()));
   } else {

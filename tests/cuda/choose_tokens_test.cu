@@ -35,6 +35,7 @@ struct Case {
   bool normalize = false, bias = false;
   float scale = 1;
   int64_t capacity = 0;
+  bool padded = false;
 };
 
 struct Result {
@@ -56,6 +57,18 @@ MoeDesc desc_of(Case const& c) {
   return desc;
 }
 
+// Padding is the first token of every other block of 32, every seventh token, every second one in a third of the blocks
+// and the whole of one block.
+std::vector<uint8_t> make_mask(Case const& c) {
+  std::vector<uint8_t> mask(size_t(c.tokens));
+  for (size_t t = 0; t < mask.size(); ++t) {
+    bool const padding =
+        t % 64 == 0 || t % 7 == 3 || (t / 32 % 3 == 1 && t % 2 == 0) || t / 32 == 5;
+    mask[t] = padding ? 0 : uint8_t(t % 255 + 1);
+  }
+  return mask;
+}
+
 std::vector<float> make_logits(Case const& c) {
   std::mt19937_64 random(7);
   std::normal_distribution<float> normal(0, 1.5f);
@@ -68,6 +81,10 @@ std::vector<float> make_logits(Case const& c) {
                 : c.logits == Logits::with_ties ? std::round(l)
                                                 : l;
     if (c.logits == Logits::with_infinities && i % 11 == 3) logits[i] = special[random() % 7];
+  }
+  std::vector<uint8_t> const mask = make_mask(c);
+  for (size_t i = 0; c.padded && i < logits.size(); ++i) {
+    if (mask[i / size_t(c.experts)] == 0) logits[i] = i % 2 == 0 ? std::nanf("") : 300.0f;
   }
   return logits;
 }
@@ -85,6 +102,7 @@ Result on_cpu(Case const& c, std::vector<float> const& logits, float const* bias
              std::vector<int32_t>(size_t(c.experts)), std::vector<float>(slots)};
   std::vector<int32_t> unrounded(size_t(c.tokens * c.top_k));
   std::vector<uint32_t> ranks(logits.size());
+  std::vector<uint8_t> const mask = make_mask(c);
   std::vector<tessera::core::ExpertPairs> pairs(size_t(c.experts));
   tessera::core::ThreadPool pool(2);
   int64_t const floats = (std::max(tessera::cpu::select_scratch_floats(desc),
@@ -93,9 +111,12 @@ Result on_cpu(Case const& c, std::vector<float> const& logits, float const* bias
                          16 * 16;
   std::vector<double> scratch(static_cast<size_t>(floats));
   tessera::cpu::Threads const threads{pool, reinterpret_cast<float*>(scratch.data()), floats};
-  tessera::cpu::select_experts(
-      desc, {logits.data(), c.experts}, bias,
-      {.ids = unrounded.data(), .ids_pitch = c.top_k, .ranks = ranks.data()}, threads);
+  tessera::cpu::select_experts(desc, {logits.data(), c.experts}, bias,
+                               {.ids = unrounded.data(),
+                                .ids_pitch = c.top_k,
+                                .ranks = ranks.data(),
+                                .token_mask = c.padded ? mask.data() : nullptr},
+                               threads);
   tessera::RoutingView routing;
   routing.token_offsets = out.token_offsets.data();
   routing.topk_ids = out.ids.data();
@@ -108,7 +129,8 @@ Result on_cpu(Case const& c, std::vector<float> const& logits, float const* bias
 Result on_gpu(Case const& c, std::vector<float> const& logits, std::vector<float> const& bias) {
   MoeDesc const desc = desc_of(c);
   auto const slots = size_t(desc.num_slots()), chosen = size_t(c.tokens * c.top_k);
-  DeviceBuffer const d_logits(logits), d_bias(bias), unrounded(4 * chosen), members(4 * chosen);
+  DeviceBuffer const d_logits(logits), d_bias(bias), d_mask(make_mask(c));
+  DeviceBuffer const unrounded(4 * chosen), members(4 * chosen);
   DeviceBuffer const offsets(4 * size_t(c.tokens + 1)), ids(4 * slots), scores(4 * slots);
   DeviceBuffer const counts(4 * size_t(c.experts));
   DeviceBuffer const workspace(tessera::cuda::choose_tokens_workspace_bytes(c.tokens, c.experts));
@@ -145,7 +167,7 @@ Result on_gpu(Case const& c, std::vector<float> const& logits, std::vector<float
                .experts = int32_t(c.experts),
                .top_k = int32_t(c.top_k),
                .router = desc.router,
-               .capacity = chooses ? desc.expert_capacity() : 0,
+               .capacity = desc.router.capacity,
                .groups = int32_t(groups),
                .top_groups = int32_t(top_groups),
                .slots = desc.num_slots(),
@@ -153,7 +175,8 @@ Result on_gpu(Case const& c, std::vector<float> const& logits, std::vector<float
                .gmem_ids = ids.as<int32_t>(),
                .gmem_scores = scores.as<float>(),
                .gmem_topk_counts = counts.as<int32_t>(),
-               .gmem_workspace = workspace.as<void>()},
+               .gmem_workspace = workspace.as<void>(),
+               .gmem_token_mask = c.padded ? d_mask.as<uint8_t>() : nullptr},
               nullptr),
           "choose_tokens");
   require(cudaDeviceSynchronize(), "choose_tokens");
@@ -169,12 +192,12 @@ bool run(Case const& c) {
   bool const scores = same_bits(gpu.scores, cpu.scores),
              counts = gpu.topk_counts == cpu.topk_counts;
   bool const passed = offsets && ids && scores && counts;
-  std::printf("%s T %lld E %lld K %lld router %d round %d tile %d logits %d: %d slots%s%s%s%s\n",
+  std::printf("%s T %lld E %lld K %lld router %d round %d tile %d logits %d%s: %d slots%s%s%s%s\n",
               passed ? "passed" : "FAILED", static_cast<long long>(c.tokens),
               static_cast<long long>(c.experts), static_cast<long long>(c.top_k), int(c.kind),
-              int(c.round), c.tile, int(c.logits), cpu.token_offsets.back(),
-              offsets ? "" : " (offsets)", ids ? "" : " (ids)", scores ? "" : " (scores)",
-              counts ? "" : " (counts)");
+              int(c.round), c.tile, int(c.logits), c.padded ? " padded" : "",
+              cpu.token_offsets.back(), offsets ? "" : " (offsets)", ids ? "" : " (ids)",
+              scores ? "" : " (scores)", counts ? "" : " (counts)");
   return passed;
 }
 
@@ -233,6 +256,10 @@ std::vector<Case> cases() {
                    .capacity = capacity});
   }
   all.push_back({.tokens = 0, .experts = 4, .top_k = 2, .kind = RouterKind::expert_choice});
+  for (size_t i = 0, unpadded = all.size(); i < unpadded; ++i) {
+    all.push_back(all[i]);
+    all.back().padded = true;
+  }
   return all;
 }
 

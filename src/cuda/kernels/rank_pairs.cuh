@@ -178,12 +178,13 @@ __global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads)
   ChoiceWorkspace const workspace = ChoiceWorkspace::of(p);
   int64_t const token = int64_t{blockIdx.x} * kChoiceBlockTokens + arch::lane_idx();
   bool const exists = token < p.tokens, real = exists && p.gmem_token_mask[token] != 0;
+  int const warp = arch::warp_idx();  // a shuffle of all lanes, some of which return below
   int const in_block = __popc(__ballot_sync(arch::kAllLanes, real));
   if (threadIdx.x == 0) {
     workspace.gmem_block_slots[blockIdx.x] = p.gmem_topk_ids != nullptr ? in_block * p.top_k : 0;
   }
   if (real || !exists) return;
-  for (int e = arch::warp_idx(); e < p.experts; e += Config::kBlockWarps) {
+  for (int e = warp; e < p.experts; e += Config::kBlockWarps) {
     workspace.gmem_ranks[e * p.tokens + token] = 0;
   }
 }

@@ -81,7 +81,9 @@ class BadCounts(unittest.TestCase):
                 tessera.check_device_values()
             tessera.check_device_values()
         ids = logits.topk(2, dim=-1).indices
-        for lengths, told in (([30, 39], r"\[2\]: an offset of 69 "), ([80, -10], r"\[1\]: an offset of 80 "),
+        # Of several offsets that break a rule one is told.
+        for lengths, told in (([30, 39], r"\[2\]: an offset of 69 "),
+                              ([80, -10], r"(\[1\]: an offset of 80 |\[2\]: an offset of 70 )"),
                               ([-4, 74], r"\[1\]: an offset of -1 ")):
             tessera.sequence_balance_loss(logits, ids, lengths=torch.tensor(lengths, device="cuda"))
             torch.cuda.synchronize()

@@ -166,8 +166,9 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
     the stochastic ones draw from (seed, step, layer). column_chunk: less workspace, the same bits: y and dx rows exist
     for at most so many columns at a time (0: all).
     mask [...] bool: True for real tokens, False for padding, which gets o = 0, no expert and no gradient, whatever its
-    x is, and takes part in no choice, count or loss: the rest is what the real tokens alone would give, bit for bit. In
-    RouterOutput its ids are -1, its weights 0, its logits meaningless.
+    x is, and takes part in no choice, count or loss: the rest is what the real tokens alone would give, bit for bit
+    (on a GPU but for roundings where 8 tokens or fewer of more are real). In RouterOutput its ids are -1, its weights
+    0, its logits meaningless.
     Formulas: docs/numerics.md.
 
         o = tessera.moe(x, w_router, w_up, w_down, top_k=8, router="softmax-topk-renorm")

@@ -10,7 +10,7 @@ import torch
 
 
 class Masked(token_mask_test.Masked):
-    device, dtype = "cuda", torch.bfloat16
+    device, dtype, few_tokens_differ = "cuda", torch.bfloat16, True
     tokens, hidden, intermediate, experts = 300, 128, 64, 16
 
     def test_captured(self):
@@ -39,19 +39,29 @@ class Masked(token_mask_test.Masked):
                 self.assertTrue(torch.equal(a, b))
 
 
+class Fp32Router(Masked):
+    """Whose weights and dlogits are sums of bf16 there."""
+
+    router_dtype = torch.float32
+
+
 class OddSizes(token_mask_test.Masked):
     """By plain kernels."""
 
-    device, dtype = "cuda", torch.bfloat16
+    device, dtype, few_tokens_differ = "cuda", torch.bfloat16, True
     hidden, intermediate, experts = 60, 20, 10
 
-    test_compile = test_operators = test_fake_tensors = test_token_rounding = None
+    test_compile = test_operators = test_fake_tensors = None
+
+
+class OddSizesFp32Router(OddSizes):
+    router_dtype = torch.float32
 
 
 class ManyTokens(token_mask_test.ManyTokens):
     """Several chunks of tokens in the sums of the router's gradient."""
 
-    device, dtype = "cuda", torch.bfloat16
+    device, dtype, few_tokens_differ = "cuda", torch.bfloat16, True
     tokens, hidden, intermediate, experts = 6000, 256, 64, 32
 
 

@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "../kernels/choose_tokens.cuh"
+#include "../kernels/mask_ranks.cuh"
 #include "../kernels/rank_pairs.cuh"
 
 namespace tessera::cuda {
 
 cudaError_t launch_choose_tokens(ChooseTokensArguments const& args, cudaStream_t stream) {
-  cudaError_t const error = launch_rank_pairs_config<RankPairsConfig>(args, stream);
+  cudaError_t error = launch_rank_pairs_config<RankPairsConfig>(args, stream);
+  if (error == cudaSuccess && args.gmem_token_mask != nullptr) {
+    error = launch_mask_ranks_config<RankPairsConfig>(args, stream);
+  }
   return error == cudaSuccess ? launch_choose_tokens_config<ChooseTokensConfig>(args, stream)
                               : error;
 }

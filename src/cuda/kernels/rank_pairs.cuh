@@ -5,7 +5,7 @@
 // Work     reads 4TE + 8TK, writes 4TE
 // Schedule a CTA per 32 tokens, a warp per token: p of all experts, then the members' scores; transposed through shared
 //          memory, so that an expert's ranks lie side by side. The blocks' slots are those of all members.
-//          With a mask mask_ranks then takes padding out of both
+//          With a mask mask_ranks (kernels/mask_ranks.cuh) then takes padding out of both
 // Numerics fp32, compiled without contraction, sums fold 32 lanes by halves: the bits of the CPU
 // Requires groups <= 32
 #pragma once
@@ -170,25 +170,6 @@ __global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads, Confi
   }
 }
 
-// Padding: its pairs have no rank, and its slots do not count. A CTA per 32 tokens, a lane per token.
-template <class Config>
-__global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads)
-    mask_ranks(__grid_constant__ ChooseTokensArguments const p) {
-  static_assert(kChoiceBlockTokens == arch::kWarpThreads, "a lane per token");
-  ChoiceWorkspace const workspace = ChoiceWorkspace::of(p);
-  int64_t const token = int64_t{blockIdx.x} * kChoiceBlockTokens + arch::lane_idx();
-  bool const exists = token < p.tokens, real = exists && p.gmem_token_mask[token] != 0;
-  int const warp = arch::warp_idx();  // a shuffle of all lanes, some of which return below
-  int const in_block = __popc(__ballot_sync(arch::kAllLanes, real));
-  if (threadIdx.x == 0) {
-    workspace.gmem_block_slots[blockIdx.x] = p.gmem_topk_ids != nullptr ? in_block * p.top_k : 0;
-  }
-  if (real || !exists) return;
-  for (int e = warp; e < p.experts; e += Config::kBlockWarps) {
-    workspace.gmem_ranks[e * p.tokens + token] = 0;
-  }
-}
-
 template <class Config>
 cudaError_t launch_rank_pairs_config(ChooseTokensArguments const& args, cudaStream_t stream) {
   if (args.groups > Config::kMaxGroups || args.slots > INT32_MAX || args.experts < 1) {
@@ -203,9 +184,6 @@ cudaError_t launch_rank_pairs_config(ChooseTokensArguments const& args, cudaStre
   if (blocks > 0) {
     rank_pairs<Config>
         <<<blocks, Config::kBlockWarps * arch::kWarpThreads, smem_bytes, stream>>>(args);
-  }
-  if (blocks > 0 && args.gmem_token_mask != nullptr) {
-    mask_ranks<Config><<<blocks, Config::kBlockWarps * arch::kWarpThreads, 0, stream>>>(args);
   }
   return cudaGetLastError();
 }

@@ -1,60 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of a run as SVG, written as they are, so that nothing has to be installed for them."""
+"""Pictures of a run, drawn by gnuplot. The script, which holds the data, is left beside each picture: where gnuplot is
+not installed it can draw the picture later."""
 
 import pathlib
-
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 760, 420, 70, 40, 20, 50
-COLORS = ("#1b6ca8", "#c0392b", "#2e8b57", "#8e5ea2", "#d98a00", "#555555")
+import subprocess
 
 
-def _page(body: list[str], title: str, width: int = WIDTH, height: int = HEIGHT) -> str:
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
-        'font-size="12">', f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{LEFT}" y="22" font-size="15">{title}</text>', *body, "</svg>", ""])
+def _draw(path: pathlib.Path, script: str, height: int) -> str:
+    """Writes `path` with the ending .gp and, if it can, `path` itself; says in one line what is missing, or nothing."""
+    source = path.with_suffix(".gp")
+    source.write_text(f"set terminal svg size 760,{height} background 'white' font 'sans,12'\n"
+                      f"set output '{path.name}'\n{script}", encoding="utf-8")
+    try:
+        done = subprocess.run(["gnuplot", source.name], cwd=path.parent, check=False, capture_output=True, text=True)
+    except FileNotFoundError:
+        return f"gnuplot is not installed: no {path}; {source} can draw it later"
+    return f"gnuplot failed on {source}: no picture" if done.returncode else ""
 
 
-def curves(path: pathlib.Path, series: dict, title: str, x_name: str, y_name: str) -> None:
-    """series: (x, y) pairs by name, a line each."""
-    points = [point for line in series.values() for point in line]
-    xs, ys = [p[0] for p in points], [p[1] for p in points]
-    x0, x1, y0, y1 = min(xs), max(max(xs), min(xs) + 1e-9), min(ys), max(max(ys), min(ys) + 1e-9)
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        return (LEFT + (x - x0) / (x1 - x0) * (WIDTH - LEFT - RIGHT),
-                HEIGHT - BOTTOM - (y - y0) / (y1 - y0) * (HEIGHT - TOP - BOTTOM))
-
-    body = []
-    for i in range(5):
-        y, x = y0 + (y1 - y0) * i / 4, x0 + (x1 - x0) * i / 4
-        body.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at(x0, y)[1]:.1f}" y2="{at(x0, y)[1]:.1f}" '
-                    'stroke="#ddd"/>')
-        body.append(f'<text x="{LEFT - 6}" y="{at(x0, y)[1] + 4:.1f}" text-anchor="end">{y:.4g}</text>')
-        body.append(f'<text x="{at(x, y0)[0]:.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{x:.4g}</text>')
-    for i, (name, line) in enumerate(series.items()):
-        color = COLORS[i % len(COLORS)]
-        places = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in line))
-        body.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{places}"/>')
-        body.append(f'<text x="{WIDTH - RIGHT - 6}" y="{TOP + 14 + 16 * i}" text-anchor="end" fill="{color}">{name}'
-                    '</text>')
-    body.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 12}" text-anchor="middle">{x_name}</text>')
-    body.append(f'<text x="14" y="{TOP - 6}">{y_name}</text>')
-    path.write_text(_page(body, title), encoding="utf-8")
+def curves(path: pathlib.Path, series: dict, title: str, x_name: str, y_name: str) -> str:
+    """series: (x, y) pairs by name, a line each. Returns what to say of the picture, or nothing."""
+    blocks = "".join(f"$line{i} << EOD\n" + "".join(f"{x:.9g} {y:.9g}\n" for x, y in line) + "EOD\n"
+                     for i, line in enumerate(series.values()))
+    lines = ", ".join(f"$line{i} with lines linewidth 1.5 title \"{name}\"" for i, name in enumerate(series))
+    return _draw(path, f"{blocks}set title \"{title}\"\nset xlabel \"{x_name}\"\nset ylabel \"{y_name}\"\nset grid\n"
+                       f"plot {lines}\n", 420)
 
 
-def loads(path: pathlib.Path, counts: list[list[int]], title: str) -> None:
+def loads(path: pathlib.Path, counts: list[list[int]], title: str) -> str:
     """counts [layers][E]: a row of cells for each layer, darker where an expert has more than the mean (white: none,
-    black: four times the mean or more)."""
-    experts = len(counts[0])
-    cell, row = max(2.0, (WIDTH - LEFT - RIGHT) / experts), 12
-    body = []
-    for layer, line in enumerate(counts):
-        mean = max(sum(line) / experts, 1e-9)
-        body.append(f'<text x="{LEFT - 6}" y="{TOP + row * layer + 10}" text-anchor="end">{layer}</text>')
-        for e, count in enumerate(line):
-            shade = 255 - round(255 * min(count / mean / 4, 1.0))
-            body.append(f'<rect x="{LEFT + cell * e:.1f}" y="{TOP + row * layer}" width="{cell:.1f}" '
-                        f'height="{row - 1}" fill="rgb({shade},{shade},{shade})"/>')
-    height = TOP + row * len(counts) + BOTTOM
-    body.append(f'<text x="{WIDTH / 2}" y="{height - 12}" text-anchor="middle">expert (a row for each layer)</text>')
-    path.write_text(_page(body, title, width=int(LEFT + cell * experts + RIGHT), height=height), encoding="utf-8")
+    black: four times the mean or more). Returns what to say of the picture, or nothing."""
+    rows = [[count * len(line) / max(sum(line), 1) for count in line] for line in counts]
+    block = "$loads << EOD\n" + "".join(" ".join(f"{load:.4g}" for load in row) + "\n" for row in rows) + "EOD\n"
+    return _draw(path, f"{block}set title \"{title}\"\nset xlabel \"expert\"\nset ylabel \"layer\"\n"
+                       "set palette defined (0 'white', 4 'black')\nset cbrange [0:4]\n"
+                       f"set xrange [-0.5:{len(rows[0]) - 0.5}]\nset yrange [{len(rows) - 0.5}:-0.5]\n"
+                       "plot $loads matrix with image notitle\n", 140 + 14 * len(rows))

@@ -7,7 +7,8 @@
 
 bf16 compute and fp32 weights on GPUs; AdamW, gradients clipped to norm 1, warm-up. Every --save-every steps a
 checkpoint is written, whole or not at all; --resume goes on from the last, with the bits of a run that was never
-interrupted (on GPUs with --deterministic). RUN gets steps.csv, loads.csv and their pictures loss.svg and loads.svg.
+interrupted (on GPUs with --deterministic). RUN gets steps.csv, loads.csv and, where gnuplot is installed,
+their pictures loss.svg and loads.svg.
 --experts names whose experts compute.
 """
 
@@ -67,15 +68,19 @@ class Record:
     def __init__(self, folder: pathlib.Path, rows: list):
         self.folder, self.rows, self.counts = folder, rows, None
 
-    def write(self) -> None:
+    def write(self) -> list[str]:
+        """Returns what to say of pictures that could not be drawn."""
+        told = []
         with open(self.folder / "steps.csv", "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([COLUMNS, *self.rows])
         if self.counts is not None:
             with open(self.folder / "loads.csv", "w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows(self.counts)
-            pictures.loads(self.folder / "loads.svg", self.counts, "Rows of every expert over the mean, last step")
-        pictures.curves(self.folder / "loss.svg", {"training": [(row[0], row[1]) for row in self.rows]},
-                        "Training loss", "step", "nats per token")
+            told.append(pictures.loads(self.folder / "loads.svg", self.counts,
+                                       "Rows of every expert over the mean, last step"))
+        told.append(pictures.curves(self.folder / "loss.svg", {"training": [(row[0], row[1]) for row in self.rows]},
+                                    "Training loss", "step", "nats per token"))
+        return [line for line in told if line]
 
 
 class Clock:
@@ -109,7 +114,7 @@ class Clock:
 def run(a, c, here) -> None:
     data = training.corpus(a, c, here)
     trainer = training.Trainer(c, here, training.load(a.experts), a)
-    # What has to be the same for a resumed run to be the same run.
+    # A resumed run is the same run only if these are the same.
     pinned = {"config": dataclasses.asdict(c), "experts": a.experts, "seed": a.seed, "text": data.digest,
               "steps": a.steps, "sequences": a.sequences, "ranks": here.count, "learning_rate": a.learning_rate,
               "warm_up": a.warm_up, "recompute": a.recompute}
@@ -142,7 +147,8 @@ def run(a, c, here) -> None:
             clock.restart()
     here.say(f"held-out loss {trainer.held_out_loss(data, a.sequences, 4):.4f} nats per token")
     if here.rank == 0:
-        record.write()
+        for line in record.write():
+            here.say(line)
 
 
 def report(record, here, step, steps, loss, norm, counts, rate, tokens, clock) -> None:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 import training
 
 UNTIMED, TIMED = 3, 10
-# Two-sided 95 % points of Student's t for 1, 2, .. degrees of freedom.
+# These are the two-sided 95 % points of Student's t for 1, 2, 3 and more degrees of freedom.
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
            2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
 
@@ -41,7 +41,9 @@ def arguments():
     parser.add_argument("--experts", default="tessera,torch-grouped-mm", help="of " + ", ".join(experts.NAMES))
     parser.add_argument("--sequences", default="1", help="of each rank and step: N, or NAME=N,NAME=N")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--warm-up", type=int, default=20, help="training steps before weights stand still")
+    parser.add_argument("--warm-up", type=int, default=300, help="training steps before weights stand still")
+    parser.add_argument("--most-loaded", type=float, default=4.0, help="times the mean that the busiest expert of a "
+                        "layer may have then: in the first steps of a training all tokens choose the same experts")
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="of the warm-up")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no round starts after so many; two are done")
     parser.add_argument("--check-tokens", type=int, default=4096, help="of the check before anything is timed")
@@ -263,6 +265,7 @@ def run(a) -> None:
         loads = [round(share, 3) for share in (counts.max(dim=1).values / counts.float().mean(dim=1)).tolist()]
         here.say(f"warm after {split.now() - start:.0f} s" + (f", loss {loss.item():.3f}" if a.warm_up else "")
                  + f", busiest expert of a layer {max(loads):.2f} x mean")
+        refuse_collapsed(max(loads), a)
         rounds = measure(a, timer, list(names), start)
         splits = {}
         for name in ["", *names] if a.profile and here.on_gpu else [""]:
@@ -280,6 +283,13 @@ def run(a) -> None:
                 here.say(f"{row['impl']:26} {row['ms']:9.2f} ms  {row['tokens_per_s_per_gpu']:8} tokens/s per rank  "
                          f"{ratio['mean']:.3f} +- {half:.3f} times as fast  peak {over:.2f} GiB over the state  "
                          f"loss {row['loss']:.4f}")
+
+
+def refuse_collapsed(most: float, a) -> None:
+    if most > a.most_loaded:
+        raise training.Stop(f"the busiest expert of a layer has {most:.1f} times the mean after --warm-up {a.warm_up}, "
+                            f"--most-loaded {a.most_loaded:g}: such steps are no measure of a trained layer; warm up "
+                            "for longer")
 
 
 def write(a, here, data, table, rounds, left_out) -> None:

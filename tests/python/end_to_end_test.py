@@ -255,6 +255,12 @@ class Measured(unittest.TestCase):
         self.assertLess(rows["tessera"]["loss_apart"], 1e-3)
         self.assertGreater(rows["no-experts"]["loss_apart"], 1e-4)
 
+    def test_collapsed_routing_is_not_timed(self):
+        a = argparse.Namespace(warm_up=20, most_loaded=4.0)
+        measure.refuse_collapsed(4.0, a)
+        with self.assertRaisesRegex(training.Stop, "has 16.0 times the mean after --warm-up 20, --most-loaded 4"):
+            measure.refuse_collapsed(16.0, a)
+
     def test_who_is_out_of_memory(self):
         def step(*_):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")

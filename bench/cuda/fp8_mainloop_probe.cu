@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a k loop of e4m3 wgmmas costs on Hopper when its partial sums are promoted to fp32 after every 128 products.
+// Measures what a k loop of e4m3 wgmmas costs on Hopper if its partial sums are promoted to fp32 every 128 products.
 //
 // Persistent CTAs of a TMA producer and two consumer warpgroups multiply tiles of 128 x 256 whose operands lie in L2;
 // nothing is stored but the last tile. Forms of the loop, each with stages of 48 KB and 128 bytes of k in each row:

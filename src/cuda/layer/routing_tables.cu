@@ -4,14 +4,12 @@
 #include "routing_tables.hpp"
 
 #include <algorithm>
-#include <climits>
-
 #include "error_word.hpp"
+#include "items.cuh"
 
 namespace tessera::cuda {
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kScanThreads = 1024;
 static_assert(kScanThreads >= kMostClearedWords);
 
@@ -24,20 +22,8 @@ __device__ int64_t clamped(int64_t value, int64_t most) {
   return value < 0 ? 0 : value > most ? most : value;
 }
 
-__device__ int64_t thread_idx() { return int64_t{blockIdx.x} * kThreads + threadIdx.x; }
-
-template <class Arguments>
-cudaError_t launch(void (*kernel)(Arguments), int64_t items, Arguments const& args,
-                   cudaStream_t stream) {
-  if (items == 0) return cudaSuccess;
-  int64_t const ctas = (items + kThreads - 1) / kThreads;
-  if (ctas > INT_MAX) return cudaErrorInvalidValue;
-  kernel<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(args);
-  return cudaGetLastError();
-}
-
-__global__ void __launch_bounds__(kThreads) given_slots(GivenSlots const p) {
-  int64_t const slot = thread_idx();
+__global__ void __launch_bounds__(kItemThreads) given_slots(GivenSlots const p) {
+  int64_t const slot = item_idx();
   if (slot >= p.slots) return;
   bool const varies = p.gmem_token_offsets != nullptr;
   int64_t const token = varies ? 0 : slot / p.top_k;
@@ -50,8 +36,8 @@ __global__ void __launch_bounds__(kThreads) given_slots(GivenSlots const p) {
 }
 
 // Both ends are what they must be, whatever the caller gives, so that every slot has an owner.
-__global__ void __launch_bounds__(kThreads) given_token_offsets(GivenSlots const p) {
-  int64_t const t = thread_idx();
+__global__ void __launch_bounds__(kItemThreads) given_token_offsets(GivenSlots const p) {
+  int64_t const t = item_idx();
   if (t > p.tokens) return;
   int64_t const value = value_at(p.token_offsets, t);
   int64_t const least = t == 0 ? 0 : value_at(p.token_offsets, t - 1);
@@ -107,8 +93,8 @@ __global__ void __launch_bounds__(kScanThreads) grouped_offsets(GroupedRows cons
   *p.gmem_error = ErrorWord{BadValue::expert_offsets, at, value_at(p.groups, at)}.packed();
 }
 
-__global__ void __launch_bounds__(kThreads) grouped_tables(GroupedRows const p) {
-  int64_t const r = thread_idx();
+__global__ void __launch_bounds__(kItemThreads) grouped_tables(GroupedRows const p) {
+  int64_t const r = item_idx();
   if (r >= p.rows) return;
   bool const routed = r < p.tables.expert_offsets[p.experts];
   auto const row = static_cast<int32_t>(r);
@@ -119,8 +105,8 @@ __global__ void __launch_bounds__(kThreads) grouped_tables(GroupedRows const p) 
 }
 
 // A row is at most a few KB, and most calls have no such row: a warp looks at each.
-__global__ void __launch_bounds__(kThreads) zero_tail(ZeroTail const p) {
-  int64_t const row = thread_idx() / 32;
+__global__ void __launch_bounds__(kItemThreads) zero_tail(ZeroTail const p) {
+  int64_t const row = item_idx() / 32;
   if (row >= p.rows || row < *p.gmem_first) return;
   auto* const gmem_row = static_cast<uint16_t*>(p.gmem_rows) + row * (p.row_bytes / 2);
   for (int64_t i = threadIdx.x % 32; i < p.row_bytes / 2; i += 32) gmem_row[i] = 0;
@@ -131,8 +117,8 @@ struct ExpertCounts {
   int64_t experts;
   int32_t* gmem_counts;
 };
-__global__ void __launch_bounds__(kThreads) expert_counts(ExpertCounts const p) {
-  int64_t const e = thread_idx();
+__global__ void __launch_bounds__(kItemThreads) expert_counts(ExpertCounts const p) {
+  int64_t const e = item_idx();
   if (e < p.experts) {
     p.gmem_counts[e] = p.gmem_expert_offsets[e + 1] - p.gmem_expert_offsets[e];
   }
@@ -146,8 +132,8 @@ __device__ void store_integer(RouteOutputs const& p, void* gmem, int64_t at, int
   }
 }
 
-__global__ void __launch_bounds__(kThreads) route_outputs(RouteOutputs const p) {
-  int64_t const i = thread_idx();
+__global__ void __launch_bounds__(kItemThreads) route_outputs(RouteOutputs const p) {
+  int64_t const i = item_idx();
   if (i < p.rows * p.columns) {
     int64_t const row = i / p.columns, column = i % p.columns;
     store_integer(p, p.gmem_ids_out, row * p.ids_pitch + column, p.gmem_ids[i]);
@@ -161,9 +147,9 @@ __global__ void __launch_bounds__(kThreads) route_outputs(RouteOutputs const p) 
 }  // namespace
 
 cudaError_t launch_given_slots(GivenSlots const& args, cudaStream_t stream) {
-  cudaError_t const error = launch(given_slots, args.slots, args, stream);
+  cudaError_t const error = launch_for_items(given_slots, args.slots, args, stream);
   if (error != cudaSuccess || args.gmem_token_offsets == nullptr) return error;
-  return launch(given_token_offsets, args.tokens + 1, args, stream);
+  return launch_for_items(given_token_offsets, args.tokens + 1, args, stream);
 }
 
 cudaError_t launch_grouped_offsets(GroupedRows const& args, cudaStream_t stream) {
@@ -173,22 +159,22 @@ cudaError_t launch_grouped_offsets(GroupedRows const& args, cudaStream_t stream)
 
 cudaError_t launch_grouped_rows(GroupedRows const& args, cudaStream_t stream) {
   cudaError_t const error = launch_grouped_offsets(args, stream);
-  return error == cudaSuccess ? launch(grouped_tables, args.rows, args, stream) : error;
+  return error == cudaSuccess ? launch_for_items(grouped_tables, args.rows, args, stream) : error;
 }
 
 cudaError_t launch_zero_tail(ZeroTail const& args, cudaStream_t stream) {
-  return launch(zero_tail, args.rows * 32, args, stream);
+  return launch_for_items(zero_tail, args.rows * 32, args, stream);
 }
 
 cudaError_t launch_expert_counts(int32_t const* gmem_expert_offsets, int64_t experts,
                                  int32_t* gmem_counts, cudaStream_t stream) {
   ExpertCounts const args{gmem_expert_offsets, experts, gmem_counts};
-  return launch(expert_counts, experts, args, stream);
+  return launch_for_items(expert_counts, experts, args, stream);
 }
 
 cudaError_t launch_route_outputs(RouteOutputs const& args, cudaStream_t stream) {
   int64_t const offsets = args.gmem_token_offsets_out != nullptr ? args.tokens + 1 : 0;
-  return launch(route_outputs, std::max(args.rows * args.columns, offsets), args, stream);
+  return launch_for_items(route_outputs, std::max(args.rows * args.columns, offsets), args, stream);
 }
 
 }  // namespace tessera::cuda

@@ -2,27 +2,13 @@
 // Small kernels around the mask of a call: they run in calls with a mask alone.
 #include "cuda/host/token_mask.hpp"
 
-#include <climits>
-
 #include "cuda/host/router_backward.hpp"
+#include "items.cuh"
 
 namespace tessera::cuda {
 namespace {
 
-constexpr int kThreads = 256;
 constexpr int kScanThreads = 1024;
-
-__device__ int64_t thread_idx() { return int64_t{blockIdx.x} * kThreads + threadIdx.x; }
-
-template <class Arguments>
-cudaError_t launch(void (*kernel)(Arguments), int64_t items, Arguments const& args,
-                   cudaStream_t stream) {
-  if (items == 0) return cudaSuccess;
-  int64_t const ctas = (items + kThreads - 1) / kThreads;
-  if (ctas > INT_MAX) return cudaErrorInvalidValue;
-  kernel<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(args);
-  return cudaGetLastError();
-}
 
 // One CTA: every thread counts the real tokens of a share, finds out how many come before, and lists its own.
 __global__ void __launch_bounds__(kScanThreads) token_order(TokenOrder const p) {
@@ -50,8 +36,8 @@ __global__ void __launch_bounds__(kScanThreads) token_order(TokenOrder const p) 
   if (thread == 0) *p.gmem_count = static_cast<int32_t>(all);
 }
 
-__global__ void __launch_bounds__(kThreads) mask_choice(MaskChoice const p) {
-  int64_t const slot = thread_idx();
+__global__ void __launch_bounds__(kItemThreads) mask_choice(MaskChoice const p) {
+  int64_t const slot = item_idx();
   if (slot >= p.tokens * p.top_k || p.gmem_token_mask[slot / p.top_k] != 0) return;
   p.gmem_ids[slot] = -1;
   p.gmem_scores[slot] = 0;
@@ -59,8 +45,8 @@ __global__ void __launch_bounds__(kThreads) mask_choice(MaskChoice const p) {
 }
 
 // The chunks are those of so many tokens without padding; those behind the last one are empty.
-__global__ void __launch_bounds__(kThreads) pack_dlogits(PackDlogits const p) {
-  int64_t const i = thread_idx(), count = *p.gmem_count;
+__global__ void __launch_bounds__(kItemThreads) pack_dlogits(PackDlogits const p) {
+  int64_t const i = item_idx(), count = *p.gmem_count;
   if (i <= router_wgrad_most_chunks(p.tokens, p.hidden, p.columns)) {
     int64_t const begin = i * router_wgrad_chunk(count, p.hidden, p.columns);
     p.gmem_chunk_offsets[i] = static_cast<int32_t>(min(begin, count));
@@ -80,13 +66,13 @@ cudaError_t launch_token_order(TokenOrder const& args, cudaStream_t stream) {
 }
 
 cudaError_t launch_mask_choice(MaskChoice const& args, cudaStream_t stream) {
-  return launch(mask_choice, args.tokens * args.top_k, args, stream);
+  return launch_for_items(mask_choice, args.tokens * args.top_k, args, stream);
 }
 
 cudaError_t launch_pack_dlogits(PackDlogits const& args, cudaStream_t stream) {
   int64_t const offsets = router_wgrad_most_chunks(args.tokens, args.hidden, args.columns) + 1;
   int64_t const elements = args.tokens * args.columns;
-  return launch(pack_dlogits, offsets > elements ? offsets : elements, args, stream);
+  return launch_for_items(pack_dlogits, offsets > elements ? offsets : elements, args, stream);
 }
 
 }  // namespace tessera::cuda

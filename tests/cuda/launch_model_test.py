@@ -68,9 +68,7 @@ def backward(routed: bool, broken: str = "", fp32_router: bool = False) -> list[
     dlogits = ["let", "read partials", "write dlogits", "wait"]
     if broken == "no_wait_at_end":
         dlogits.remove("wait")
-    operand = "dlogits"
-    if fp32_router:
-        operand = "terms"
+    operand = "terms" if fp32_router else "dlogits"
     return [
         Kernel("memset", ["clear a'"]),
         *([Kernel("split_weights", ["write router terms"])] if fp32_router else []),
@@ -161,7 +159,8 @@ def calls(seed: int, *makers) -> list[Kernel]:
 
 def step(chance, broken_forward: str = "", broken_backward: str = "") -> list[Kernel]:
     routed = chance.random() < 0.5
-    return [*forward(routed, chance.random() < 0.3, broken_forward), *backward(routed, broken_backward)]
+    fp32_router = routed and chance.random() < 0.5
+    return [*forward(routed, chance.random() < 0.3, broken_forward), *backward(routed, broken_backward, fp32_router)]
 
 
 class LaunchModel(unittest.TestCase):

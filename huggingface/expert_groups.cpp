@@ -107,6 +107,13 @@ void ExpertGroups::check(ExpertGroup& group) const {
   }
 
   std::size_t expected = 0;
+  bool const has_gate =
+      std::any_of(group.tensors.begin(), group.tensors.end(),
+                  [](auto const& tensor) { return std::get<0>(tensor.first) == Part::gate; });
+  if (form_.separate() && !has_gate) {
+    refuse(group.prefix,
+           "has no gate projection: experts without a gate have no layouts to choose from");
+  }
   for (Part const part : parts_of(form_)) {
     for (bool const bias : {false, true}) {
       if (bias && !group.bias) continue;

@@ -564,6 +564,11 @@ class Convert(Checkpoints):
         (source / "config.json").unlink()
         self.refuse_convert("config.json")
 
+    def test_refuses_experts_without_a_gate(self):
+        tensors = {name: tensor for name, tensor in per_expert([0]).items() if ".gate_proj." not in name}
+        self.checkpoint(tensors)
+        self.refuse_convert("experts without a gate")
+
     def test_refuses_bad_flags_and_targets(self):
         source = self.checkpoint(per_expert([0]))
         self.refuse_convert("diagonal", "diagonal")

@@ -39,7 +39,7 @@ struct Subject {
   std::optional<Model> model;
 };
 
-// What is read beside config.json.
+// These flags are read beside config.json.
 constexpr std::string_view kReadWithModel[] = {"--tokens", "--dtype", "--router-dtype", "--tile",
                                                "--round"};
 

@@ -91,7 +91,7 @@ struct Run {
   lm::FolderLock lock;  // of the folder
 };
 
-// What the run does not read would be ignored, and written into the checkpoint.
+// A flag that the run does not read would be ignored, and written into the checkpoint.
 void refuse_ignored(Flags const& flags, lm::TrainingOptions const& options) {
   RouterKind const kind = options.model.router.kind;
   bool const biased = lm::has_selection_bias(options.model);

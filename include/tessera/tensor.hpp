@@ -18,6 +18,8 @@ enum class DType : std::int32_t {
   int32 = 4,
   int64 = 5,
   uint8 = 6,
+  fp8_e4m3 = 7,  ///< 4 exponent, 3 mantissa bits, largest value 448, no infinity
+  e8m0 = 8,      ///< scales of mxfp8: 2^(byte - 127), 255 is NaN
 };
 
 /// Bytes per element; 0 for DType::none and unknown values.
@@ -32,6 +34,8 @@ constexpr std::size_t dtype_bytes(DType dtype) noexcept {
     case DType::int64:
       return 8;
     case DType::uint8:
+    case DType::fp8_e4m3:
+    case DType::e8m0:
       return 1;
     case DType::none:
       break;

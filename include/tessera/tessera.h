@@ -32,7 +32,9 @@ typedef enum {
   TESSERA_FP16 = 3,
   TESSERA_INT32 = 4,
   TESSERA_INT64 = 5,
-  TESSERA_UINT8 = 6 /* of masks */
+  TESSERA_UINT8 = 6, /* of masks */
+  TESSERA_FP8_E4M3 = 7,
+  TESSERA_E8M0 = 8 /* scales of mxfp8 */
 } tessera_dtype;
 
 typedef enum { TESSERA_CPU = 0, TESSERA_CUDA = 1 } tessera_device_kind;

@@ -22,7 +22,7 @@ bool in_range(Enum value, Enum last) noexcept {
 Status check_router_dtype(MoeDesc const& desc) noexcept {
   DType const own = desc.router_dtype;
   if (own == DType::none) return {};
-  if (!in_range(own, DType::int64)) {
+  if (!in_range(own, DType::e8m0)) {
     return Status::invalid("router_dtype=%d: not a value of its enum; see tessera/shape.hpp",
                            static_cast<int>(own));
   }
@@ -44,11 +44,11 @@ Status check_enums(MoeDesc const& desc) noexcept {
     return Status::invalid("%s=%d: not a value of its enum; see tessera/shape.hpp", name,
                            static_cast<int>(value));
   };
-  if (!in_range(desc.dtype, DType::uint8) || desc.dtype == DType::none) {
+  if (!in_range(desc.dtype, DType::e8m0) || desc.dtype == DType::none) {
     return bad("dtype", desc.dtype);
   }
   if (desc.dtype >= DType::int32) {
-    return Status::invalid("dtype=%d: storage is fp32, bf16 or fp16, not an integer type",
+    return Status::invalid("dtype=%d: storage is fp32, bf16 or fp16; choose one of them",
                            static_cast<int>(desc.dtype));
   }
   TESSERA_TRY(check_router_dtype(desc));

@@ -20,6 +20,10 @@ inline char const* dtype_name(DType dtype) noexcept {
       return "int64";
     case DType::uint8:
       return "uint8";
+    case DType::fp8_e4m3:
+      return "fp8_e4m3";
+    case DType::e8m0:
+      return "e8m0";
     case DType::none:
       return "none";
   }

@@ -87,6 +87,7 @@ TEST_F(BadInput, SizesOutOfRange) {
 TEST_F(BadInput, EnumsOutOfRange) {
   forward("dtype=77", [](MoeDesc& desc, auto&) { desc.dtype = static_cast<DType>(77); });
   forward("dtype=4", [](MoeDesc& desc, auto&) { desc.dtype = DType::int32; });
+  forward("dtype=7: storage is", [](MoeDesc& desc, auto&) { desc.dtype = DType::fp8_e4m3; });
   forward("activation=-1",
           [](MoeDesc& desc, auto&) { desc.activation.kind = static_cast<ActivationKind>(-1); });
   forward("layout.order=4",

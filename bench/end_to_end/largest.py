@@ -20,12 +20,17 @@ import time
 HERE = pathlib.Path(__file__).parent
 
 
+def flags(name: str, sequences: int, rest: list[str], out: pathlib.Path) -> list[str]:
+    """Of measure.py: a few steps show whether memory suffices, which does not depend on the routing."""
+    return ["--experts", name, "--sequences", str(sequences), "--rounds", "2", "--warm-up", "3", "--most-loaded", "inf",
+            "--regime", "R1", *rest, "--out", str(out)]
+
+
 def trial(gpus: int, name: str, sequences: int, rest: list[str], folder: pathlib.Path) -> dict:
     """{"fits": whether, and measure.py's row or why not}; RuntimeError where something else went wrong."""
     out = folder / f"{name}-{sequences}.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus),
-               str(HERE / "measure.py"), "--experts", name, "--sequences", str(sequences), "--rounds", "2",
-               "--warm-up", "3", "--regime", "R1", *rest, "--out", str(out)]
+               str(HERE / "measure.py"), *flags(name, sequences, rest, out)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode == 0:
         return {"fits": True, "row": json.loads(out.read_text(encoding="utf-8"))["rows"][0]}

@@ -221,11 +221,19 @@ class Measured(unittest.TestCase):
 
         events = [kernel("ncclDevKernel_AllGather", 0, 1000), kernel("nvjet_tst_128", 500, 1000),
                   kernel("void tessera::cuda::up_projection_fwd", 1500, 2000), kernel("flash_fwd_kernel", 4000, 1000),
+                  kernel("void tessera::cuda::aggregate_beside", 2000, 1500),  # beside another: it counts once
                   {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9000}]
         self.assertEqual(split.summarize(events, 2), {
             "all": 2.5, "attention": 0.5, "dense gemm": 0.5, "experts": 1.0, "idle": 0.25, "nccl": 0.5,
             "nccl exposed": 0.25})
         self.assertEqual(split.summarize(events[-1:], 2), {})
+
+    def test_kinds_of_kernels(self):
+        for name, kind in (("_groupXtY", "experts"), ("_scatter2scatter", "experts"), ("_group", "experts"),
+                           ("void group_norm", "elementwise"), ("triton_red_fused_logsumexp", "elementwise"),
+                           ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"),
+                           ("multi_tensor_apply_kernel<FusedOptimizerTensor>", "optimizer"), ("nvjet_tst", "dense gemm")):
+            self.assertEqual(split.kind(name), kind, name)
 
     def test_program(self):
         """All implementations that run on a CPU, in one process; rows as the contracts want them."""
@@ -234,7 +242,7 @@ class Measured(unittest.TestCase):
             sys.argv = ["measure.py", "--config", "tiny", "--context", "32", "--text", str(ROOT / "docs"), "--cache",
                         folder, "--text-bytes", "200000", "--experts",
                         "tessera,hf-grouped-mm,sonicmoe,no-experts,torch-grouped-mm", "--rounds", "2",
-                        "--warm-up", "2", "--check-tokens", "64", "--out", str(out)]
+                        "--warm-up", "2", "--check-tokens", "64", "--profile", "--out", str(out)]
             with contextlib.redirect_stdout(io.StringIO()):
                 measure.run(measure.arguments())
             document = json.loads(out.read_text())
@@ -250,10 +258,27 @@ class Measured(unittest.TestCase):
             self.assertEqual(row["batch_tokens"], 32)
             self.assertEqual(row["checked"], name != "no-experts")
             self.assertGreater(row["ms"], 0)
+            self.assertGreater(row["experts_alone_ms"], 0)
             self.assertEqual(len(row["times_faster_than_torch-grouped-mm"]["rounds"]), 2)
         # Weights stand still and tokens are the same: equal losses but for rounding, unless there are no experts.
         self.assertLess(rows["tessera"]["loss_apart"], 1e-3)
         self.assertGreater(rows["no-experts"]["loss_apart"], 1e-4)
+
+    def test_clipping(self):
+        """The optimizer's division does what clip_grad_norm_ does, above the limit and below it."""
+        for scale in (10.0, 1e-3):
+            ours, wanted = (torch.nn.Parameter(torch.linspace(-1, 1, 60).view(6, 10)) for _ in range(2))
+            gradient = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * scale
+            optimizers = [torch.optim.AdamW([p], lr=0.1, fused=True) for p in (ours, wanted)]
+            for _ in range(2):
+                ours.grad, wanted.grad = gradient.clone(), gradient.clone()
+                norm = training.clipped_step(optimizers[0], [ours])
+                torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_([wanted], training.CLIP))
+                optimizers[1].step()
+            torch.testing.assert_close(ours, wanted)
+            moments = [o.state[p]["exp_avg"] for o, p in zip(optimizers, (ours, wanted), strict=True)]
+            torch.testing.assert_close(*moments)
+            self.assertGreater(moments[0].abs().max().item(), 1e-5)
 
     def test_collapsed_routing_is_not_timed(self):
         a = argparse.Namespace(warm_up=20, most_loaded=4.0)
@@ -296,6 +321,12 @@ class Measured(unittest.TestCase):
 
 
 class Runs(unittest.TestCase):
+    def test_trial_of_a_batch_may_have_collapsed_routing(self):
+        sys.argv = ["measure.py", *largest.flags("tessera", 3, ["--text", "docs"], pathlib.Path("rows.json"))]
+        a = measure.arguments()
+        self.assertEqual((a.sequences, a.regime, a.text), ("3", "R1", [pathlib.Path("docs")]))
+        measure.refuse_collapsed(16.0, a)
+
     def test_search_for_the_largest_batch(self):
         for limit, first in ((5, 1), (5, 5), (5, 9), (1, 1), (0, 3)):
             tried = {}

@@ -9,7 +9,8 @@ Every implementation is first checked against torch-grouped-mm (o and all gradie
 steps, and from there on the learning rate is 0: every step costs what a step costs, and all implementations see the
 same weights, tokens and routing. A round is a block of each implementation in random order: 3 steps untimed, 10 timed
 by events between the ends of steps, the slowest rank counts. Ratios are of blocks of one round. --sequences 6, or
-NAME=N,NAME=N where each has its own batch. --profile adds the kernels of three steps by kind.
+NAME=N,NAME=N where each has its own batch. --profile adds the kernels of three steps by kind, and the time of the
+experts alone, on what three of the layers have in a step.
 """
 
 import argparse
@@ -47,7 +48,8 @@ def arguments():
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="of the warm-up")
     parser.add_argument("--seconds", type=float, default=math.inf, help="no round starts after so many; two are done")
     parser.add_argument("--check-tokens", type=int, default=4096, help="of the check before anything is timed")
-    parser.add_argument("--profile", action="store_true", help="split steps by kinds of kernels, on GPUs")
+    parser.add_argument("--profile", action="store_true", help="split steps by kinds of kernels (on GPUs), and "
+                        "time the experts alone")
     parser.add_argument("--regime", default="", help="of the rows; by itself R0, R1 with batches of their own, R2 with "
                         "--recompute")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file of rows")
@@ -216,7 +218,7 @@ def summary(name: str, rounds: list[dict], sequences: dict, context: int, baseli
     return row
 
 
-def rows(a, c, here, rounds, passed, sequences, loads, splits) -> list[dict]:
+def rows(a, c, here, rounds, passed, sequences, loads, splits, alone) -> list[dict]:
     regime = a.regime or ("R2" if a.recompute else "R1" if len(set(sequences.values())) > 1 else "R0")
     baseline = experts.BASELINE if experts.BASELINE in passed else next(iter(passed))
     common = {"config": a.config, "dtype": "bf16" if here.on_gpu else "fp32", "gpus": here.count if here.on_gpu else 0,
@@ -237,6 +239,8 @@ def rows(a, c, here, rounds, passed, sequences, loads, splits) -> list[dict]:
                 statistics.median(b[name]["ms"]) - statistics.median(b[experts.NO_EXPERTS]["ms"]) for b in rounds), 3)
         if name in splits:
             row["split"] = splits[name]
+        if name in alone:  # beside `experts_ms` it says what sharding, communication and launches cost the experts
+            row["experts_alone_ms"] = round(c.layers * alone[name], 3)
         result.append(row)
     return result
 
@@ -267,13 +271,17 @@ def run(a) -> None:
                  + f", busiest expert of a layer {max(loads):.2f} x mean")
         refuse_collapsed(max(loads), a)
         rounds = measure(a, timer, list(names), start)
-        splits = {}
-        for name in ["", *names] if a.profile and here.on_gpu else [""]:
+        splits, alone = {}, {}
+        for name in ["", *names] if a.profile else [""]:
             if name:
                 timer.use(name)
-                splits[name] = split.profiled(lambda i, name=name: timer.step(name, 10_000 + i))
+                if here.on_gpu:
+                    splits[name] = split.profiled(lambda i, name=name: timer.step(name, 10_000 + i))
+                alone[name] = here.worst(split.alone(trainer.model, training.load(name),
+                                                     lambda name=name: timer.step(name, 10_000),
+                                                     {0, c.layers // 2, c.layers - 1}))[0]
             if here.rank == 0:  # before the first profile and after each: a limit of time may end this any moment
-                table = rows(a, c, here, rounds, passed, sequences, loads, splits)
+                table = rows(a, c, here, rounds, passed, sequences, loads, splits, alone)
                 write(a, here, data, table, rounds, left_out)
         if here.rank == 0:
             for row in table:

@@ -18,7 +18,7 @@ from train_transformer import Pace  # noqa: E402, F401
 KINDS = (
     ("nccl", r"nccl"),
     ("attention", r"flash|fmha|cudnn.*attention|cudnn_generated.*sdpa"),
-    ("experts", r"tessera|scatter2scatter|_group_kernel|xty|_moe_|_fused_(up|down)_proj|_token_gather|"
+    ("experts", r"tessera|scatter2scatter|^_group|[xX][tT][yY]|_moe_|_fused_(up|down)_proj|_token_gather|"
                 r"GroupProblemShape|sonicmoe|quack|cutlass.*Sm90.*[Gg]rouped|prepare_grouped"),
     ("optimizer", r"[Ff]used_?[Aa]dam|FusedOptimizer|multi_tensor_apply|LpNorm"),
     ("sharding copies", r"split_with_sizes|chunk_cat|CatArray|Memcpy|Memset"),
@@ -51,8 +51,9 @@ def _length(spans) -> float:
 
 
 def summarize(events: list[dict], steps: int) -> dict:
-    """Milliseconds a step by kind, from the events of a Chrome trace. `nccl exposed` is where nothing else runs, `idle`
-    where nothing runs; kinds overlap, so that they may add up to more than `all`."""
+    """Milliseconds a step by kind, from the events of a Chrome trace: time in which a kernel of the kind runs. `nccl
+    exposed` is where nothing else runs, `idle` where nothing runs; kinds overlap, so that they may add up to more than
+    `all`."""
     kernels = [(event["name"], event["ts"], event["ts"] + event["dur"]) for event in events
                if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not kernels:
@@ -63,7 +64,7 @@ def summarize(events: list[dict], steps: int) -> dict:
     everything = _union([(start, end) for _, start, end in kernels])
     others = _union([span for key, part in spans.items() if key != "nccl" for span in part])
     whole = everything[-1][1] - everything[0][0]
-    result = {key: _length(part) for key, part in spans.items()}
+    result = {key: _length(_union(part)) for key, part in spans.items()}
     result |= {"nccl exposed": _length(everything) - _length(others), "idle": whole - _length(everything), "all": whole}
     return {key: round(value / 1e3 / steps, 3) for key, value in sorted(result.items())}
 
@@ -88,3 +89,35 @@ def profiled(step, steps: int = 3) -> dict:
     longest = sorted(times, key=times.get, reverse=True)[:20]
     return {**summarize(events, steps), "kernels": [
         {"name": name[:120], "kind": kind(name), "ms": round(times[name] / 1e3 / steps, 3)} for name in longest]}
+
+
+ALONE_UNTIMED, ALONE_TIMED = 3, 10
+
+
+def alone(model, implementation, step, layers: set[int]) -> float:
+    """Milliseconds of forward and backward of a layer's experts with nothing beside them, as the mean over `layers` of
+    medians, on the rows, weights and routing that they have in step()."""
+    calls, kept = 0, []
+
+    def recording(*arguments):
+        nonlocal calls
+        if calls in layers:  # copies, as gathered weights are freed behind the layer
+            kept.append([a.detach().clone() if isinstance(a, torch.Tensor) else a for a in arguments])
+        calls += 1
+        return implementation(*arguments)
+
+    recording.routes = getattr(implementation, "routes", False)
+    model.use(recording)
+    step()
+    model.use(implementation)
+    medians = []
+    for arguments in kept:
+        leaves = [a.requires_grad_() for a in arguments if isinstance(a, torch.Tensor) and a.is_floating_point()]
+        gradient = torch.randn_like(arguments[0])
+        pace = Pace(arguments[0].device)
+        for _ in range(ALONE_UNTIMED + ALONE_TIMED):
+            o = implementation(*arguments)
+            torch.autograd.grad(o[0] if recording.routes else o, leaves, gradient)
+            pace.mark()
+        medians.append(sorted(pace.milliseconds()[ALONE_UNTIMED:])[ALONE_TIMED // 2])
+    return sum(medians) / len(medians)

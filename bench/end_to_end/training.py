@@ -146,6 +146,8 @@ class Trainer:
         if arguments.deterministic and here.on_gpu:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+        if here.on_gpu:  # only the router's GEMMs are fp32; x and its weight come from bf16, which TF32 holds exactly
+            torch.set_float32_matmul_precision("high")
         with torch.device("meta"):
             self.model = models.Model(c, implementation, compiled=here.on_gpu and not arguments.eager)
         self.model.recompute(arguments.recompute)
@@ -189,10 +191,9 @@ class Trainer:
         with self.backend():
             loss, auxiliary, counts = self.model(tokens, targets)
             (loss + auxiliary).backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        self.optimizer.step()
+        norm = clipped_step(self.optimizer, self.model.parameters())
         self.optimizer.zero_grad()
-        return loss.detach(), norm.full_tensor() if isinstance(norm, DTensor) else norm, counts
+        return loss.detach(), norm, counts
 
     @torch.no_grad()
     def held_out_loss(self, data: text.Corpus, rows: int, batches: int) -> float:
@@ -205,6 +206,16 @@ class Trainer:
         self.model.reshard()  # the root's own weights stay gathered until a backward pass that does not come
         dist.all_reduce(total)
         return total.item() / (batches * here.count)
+
+
+def clipped_step(optimizer, parameters) -> torch.Tensor:
+    """Norm of the gradient; the optimizer's step with it clipped to CLIP. A fused optimizer divides gradients as it
+    reads them, so that clipping writes nothing."""
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    optimizer.grad_scale = ((norm + 1e-6) / CLIP).clamp(min=1.0)
+    optimizer.step()
+    return norm
 
 
 def learning_rate(step: int, steps: int, peak: float, warm_up: int) -> float:

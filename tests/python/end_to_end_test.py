@@ -232,7 +232,8 @@ class Measured(unittest.TestCase):
         for name, kind in (("_groupXtY", "experts"), ("_scatter2scatter", "experts"), ("_group", "experts"),
                            ("void group_norm", "elementwise"), ("triton_red_fused_logsumexp", "elementwise"),
                            ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"),
-                           ("multi_tensor_apply_kernel<FusedOptimizerTensor>", "optimizer"), ("nvjet_tst", "dense gemm")):
+                           ("multi_tensor_apply_kernel<FusedOptimizerTensor>", "optimizer"),
+                           ("nvjet_tst", "dense gemm")):
             self.assertEqual(split.kind(name), kind, name)
 
     def test_program(self):

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws results of experts spread over GPUs as a picture of docs/performance.md (needs gnuplot).
 
-    bench/draw_over_gpus.py --results bench/results --out docs/pictures/over-gpus.svg
+    bench/draw_over_gpus.py --results bench/results/archive --out docs/pictures/over-gpus.svg
 
 Forward over two GPUs and over four, and below it a training step: the time of other ways to do the same work, as a
 multiple of Tessera's in the same results file, 8192 tokens per GPU. An eager torch layer around NCCL
@@ -98,7 +98,7 @@ def draw(results: pathlib.Path, picture: pathlib.Path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=pathlib.Path, required=True, help="the folder bench/results")
+    parser.add_argument("--results", type=pathlib.Path, required=True, help="the folder bench/results/archive")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args()
     draw(options.results, options.out)

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws results files as the picture of docs/performance.md (needs gnuplot).
 
-    bench/draw_speed.py --layer LAYER.json --sonicmoe SONICMOE.json --experts EXPERTS.json --results bench/results
-                        --out docs/pictures/speed.svg
+    bench/draw_speed.py --layer LAYER.json --sonicmoe SONICMOE.json --experts EXPERTS.json
+                        --results bench/results/archive --out docs/pictures/speed.svg
 
 Above: the layer's score on each configuration, forward and backward, where 1 is cuBLAS's batched GEMMs and aggregation
 at copy speed; SonicMoE's time as a multiple of Tessera's. Below: forward + backward of the experts through Python and
@@ -72,7 +72,7 @@ def main():
     parser.add_argument("--layer", type=pathlib.Path, required=True, help="of tessera bench --device cuda")
     parser.add_argument("--sonicmoe", type=pathlib.Path, required=True, help="of bench/python/layer.py")
     parser.add_argument("--experts", type=pathlib.Path, required=True, help="of bench/python/grouped_mm.py on cuda")
-    parser.add_argument("--results", type=pathlib.Path, required=True, help="the folder bench/results")
+    parser.add_argument("--results", type=pathlib.Path, required=True, help="the folder bench/results/archive")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args()
     layer, sonicmoe, experts = (json.loads(file.read_text())

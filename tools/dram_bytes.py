@@ -9,7 +9,7 @@ Profiles the first call of each pass in bench_libraries with Nsight Compute, cac
 writes a results file.
 Needs the right to read counters: run as root, or see ncu's ERR_NVGPUCTRPERM.
 
-  tools/dram_bytes.py --config 7B-n256 --config TR-b --device H200 --out bench/results/h200/FILE.json
+  tools/dram_bytes.py --config 7B-n256 --config TR-b --device H200 --out bench/results/archive/h200/FILE.json
 """
 
 import argparse

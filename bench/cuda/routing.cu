@@ -315,7 +315,7 @@ int run(char const* json, double copy_tbps, std::string const& command) {
 
 int main(int argc, char** argv) {
   char const* json = nullptr;
-  double copy_tbps = 4.25;  // bench/results/h200/2026-11-21-aggregate.json
+  double copy_tbps = 4.25;  // bench/results/archive/h200/2026-11-21-aggregate.json
   std::string command = argv[0];
   for (int i = 1; i < argc; ++i) {
     command += std::string(" ") + argv[i];

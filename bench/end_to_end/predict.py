@@ -41,7 +41,8 @@ class Gpu:
 GPUS = {"h200": Gpu(139 * GIB, 650e12, 390e12, 650e12, 3.4e12, 340e9, 45e9),
         "h100": Gpu(78 * GIB, 630e12, 380e12, 630e12, 2.4e12, 340e9, 45e9)}
 # Experts of a layer, forward and backward, ms on one H200 by configuration: (T, ms); straight lines through FIXED_MS.
-# Measured: bench/results/h200, 2026-11-24-layer-sonicmoe.json, 2026-11-21-python-experts.json and docs/performance.md;
+# Measured: bench/results/archive/h200, 2026-11-24-layer-sonicmoe.json, 2026-11-21-python-experts.json and
+# docs/performance.md;
 # scattermoe, and hf-grouped-mm of 7B-n256, are inferred from its memory traffic beside torch-grouped-mm's.
 EXPERTS_MS = {
     "7B-n256": {"tessera": (24576, 2.59), "sonicmoe": (24576, 2.96), "liger-triton": (24576, 5.35),

@@ -58,7 +58,7 @@ struct MatrixRows {
 };
 
 /// Up to so many tokens weights are read by kernels that multiply no tiles: no expert has more rows than a few vectors
-/// by matrix take the time of the weights for. bench/results/h200/2026-11-22-gemv.json
+/// by matrix take the time of the weights for. bench/results/archive/h200/2026-11-22-gemv.json
 constexpr int64_t kGemvTokens = 8;
 
 /// l = x w_router^T + b_router, fp32 sums, not rounded.

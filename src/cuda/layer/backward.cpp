@@ -42,7 +42,7 @@ Wanted wanted(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pass) noexc
 }
 
 /// SMs for the aggregate beside up_projection_wgrad, so that it ends a little earlier and router_wgrad follows it.
-/// Rates of one SM with the other kernel beside it: bench/results/h200/2026-11-22-early-launches-backward.json.
+/// Rates of one SM with the other kernel beside it: bench/results/archive/h200/2026-11-22-early-launches-backward.json.
 int sms_for_aggregate(UpProjectionWgradArguments const& wgrad, AggregateArguments const& aggregate,
                       int sm_count) noexcept {
   constexpr double kFlopsOfSm = 4.5e12, kBytesOfSm = 46e9;  // a second

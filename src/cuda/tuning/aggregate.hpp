@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Configurations of the aggregate kernel. Bytes in flight hide the memory latency: 4.8 TB/s times about
 // 1 us over 132 SMs is 36 KiB per SM, and one warp holds slots_in_flight * slices * 512 bytes.
-// Measured: bench/results/h200/2026-11-21-aggregate.json (before: -aggregate-16-slots.json) and
+// Measured: bench/results/archive/h200/2026-11-21-aggregate.json (before: -aggregate-16-slots.json) and
 // 2026-11-22-aggregate-slices.json beside it.
 #pragma once
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Configurations of the forward GEMMs, chosen by builds of the library against each other (bench/cuda/libraries.cu):
-// bench/results/h200/2026-11-22-{lent-stages,deferred,resident}-layer.json,
+// bench/results/archive/h200/2026-11-22-{lent-stages,deferred,resident}-layer.json,
 // docs/notebook/2026-11-22-deferred-epilogues.md
 #pragma once
 
@@ -12,7 +12,7 @@
 namespace tessera::cuda {
 
 // Rows of all blocks of an expert meet a tile of its weights one after the other, while L2 has it: weights that are too
-// many for L2 are read once. bench/results/h200/2026-11-23-rasters-forward.json
+// many for L2 are read once. bench/results/archive/h200/2026-11-23-rasters-forward.json
 constexpr int kForwardRaster = 1;
 
 // How the columns of gate and up lie in a gated layer's weights: one half behind the other, or in turn.
@@ -61,7 +61,8 @@ struct DownProjectionFwdWide {
       .chain = block::Chain::kTakesOver};
 };
 
-// Its tiles are alike. Up to 128 experts: 128 rows; more: the widest. bench/results/h200/2026-11-22-router-short.json
+// Its tiles are alike. Up to 128 experts: 128 rows; more: the widest.
+// bench/results/archive/h200/2026-11-22-router-short.json
 struct RouterLogitsNarrow {
   static constexpr int kMostExperts = 128;
   static constexpr block::GemmConfig gemm{.tile = {128, 128, 64},
@@ -71,7 +72,7 @@ struct RouterLogitsNarrow {
                                           .order = {.draw = block::Draw::kStride}};
 };
 // 64 to 128 experts, 64 rows where they leave the busiest SM fewer of them: at T = 24576 three waves instead of two of
-// 128 rows. bench/results/h200/2026-11-22-router-tiles.json
+// 128 rows. bench/results/archive/h200/2026-11-22-router-tiles.json
 struct RouterLogitsLow {
   static constexpr int kLeastExperts = 64;
   static constexpr block::GemmConfig gemm{.tile = {64, 128, 64},

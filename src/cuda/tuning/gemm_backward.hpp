@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Configurations of the backward GEMMs, chosen by builds of the library against each other (bench/cuda/libraries.cu):
 // alone, back to back, a GEMM holds the power limit, and other configurations win than in a layer.
-// bench/results/h200/2026-11-22-{lent-stages,wide-tiles,deferred,resident}-layer.json,
+// bench/results/archive/h200/2026-11-22-{lent-stages,wide-tiles,deferred,resident}-layer.json,
 // docs/notebook/2026-11-22-{lent-stages,deferred-epilogues}.md
 #pragma once
 
@@ -56,9 +56,10 @@ enum class Gradient : uint8_t { kBf16, kAddedToBf16, kFp32 };
 
 // Stores are left to the next tile's k loop, but for bf16 gradients that are added to: what they are added to
 // comes by lent stages. fp32 keeps half of a tile in slabs, for a stage of B.
-// bench/results/h200/2026-11-21-projection-wgrad.json, 2026-11-23-main-grad-b-behind.json
+// bench/results/archive/h200/2026-11-21-projection-wgrad.json, 2026-11-23-main-grad-b-behind.json
 // Multicast: two CTAs whose tiles are neighbours along d share each B, which takes a third of the bytes off L2. Both
-// have the same rows to add up, so neither waits for the other. bench/results/h200/2026-11-22-wgrad-pairs-layer.json
+// have the same rows to add up, so neither waits for the other.
+// bench/results/archive/h200/2026-11-22-wgrad-pairs-layer.json
 template <block::Major kMajor, Gradient kGradient, block::Boxes kBoxes,
           block::Sharing kSharing = block::Sharing::kNone>
 struct ProjectionWgradConfig {
@@ -90,14 +91,14 @@ constexpr bool projection_wgrad_in_pairs(int64_t hidden, int sm_count) {
   return (hidden + kTileM - 1) / kTileM % 2 == 0 && sm_count >= 2;
 }
 
-// Memory bound, with short k loops. bench/results/h200/2026-11-22-router.json
+// Memory bound, with short k loops. bench/results/archive/h200/2026-11-22-router.json
 struct RouterDgradConfig {
   static constexpr block::GemmConfig gemm{.tile = {192, 128, 64},
                                           .stages = 4,
                                           .schedule = block::Schedule::kPingPong,
                                           .b = {.major = block::Major::kRows}};
 };
-// kTileExperts: router_wgrad_tile_experts(). bench/results/h200/2026-11-22-router-tiles.json
+// kTileExperts: router_wgrad_tile_experts(). bench/results/archive/h200/2026-11-22-router-tiles.json
 // kGathers: x by a list of the tokens that are not padding.
 template <int kTileExperts, bool kGathers = false>
 struct RouterWgradConfig {

@@ -24,7 +24,7 @@
 #include "cli/commands.hpp"
 #include "cli/output.hpp"
 #include "cli/shape_flags.hpp"
-#include "tessera/dist.hpp"
+#include "tessera/expert_parallel.hpp"
 #include "tessera/work.hpp"
 #include "verify/names.hpp"
 #include "verify/runner.hpp"

@@ -21,7 +21,7 @@
 #include "cli/clock.hpp"
 #include "cli/commands.hpp"
 #include "device/device.hpp"
-#include "tessera/dist.hpp"
+#include "tessera/expert_parallel.hpp"
 #include "tessera/moe.hpp"
 #include "tessera/work.hpp"
 #include "verify/names.hpp"

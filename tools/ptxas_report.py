@@ -25,7 +25,10 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).parent.parent.resolve()
 REPORT = ROOT / "bench" / "resources" / "sm_90a.txt"
-FOLDERS = ("src/cuda/instances/", "src/cuda/layer/", "src/cuda/plain/", "src/dist/instances/", "src/dist/kernels/")
+FOLDERS = (
+    "src/cuda/instances/", "src/cuda/layer/", "src/cuda/plain/", "src/expert_parallel/instances/",
+    "src/expert_parallel/fused/", "src/expert_parallel/unfused/",
+)
 
 
 def compile_commands(build: pathlib.Path) -> list[tuple[str, list[str]]]:
@@ -77,7 +80,7 @@ def demangle(names: list[str]) -> list[str]:
     result = subprocess.run(["c++filt"], input="\n".join(names), check=True, capture_output=True, text=True)
     short = []
     for name in result.stdout.splitlines():
-        name = re.sub(r"\(anonymous namespace\)::|_GLOBAL__N_\w+::|tessera::(cuda|dist)::", "", name)
+        name = re.sub(r"\(anonymous namespace\)::|_GLOBAL__N_\w+::|tessera::(cuda|expert_parallel)::", "", name)
         short.append(re.sub(r"^void ", "", name).rsplit("(", 1)[0])
     return short
 

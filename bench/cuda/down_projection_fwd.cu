@@ -10,10 +10,10 @@ namespace tessera::bench {
 namespace {
 
 using cuda::DownProjectionFwdArguments;
-using cuda::block::BStorage;
-using cuda::block::EpilogueMode;
-using cuda::block::GemmConfig;
-using cuda::block::Schedule;
+using cuda::gemm::BStorage;
+using cuda::gemm::EpilogueMode;
+using cuda::gemm::GemmConfig;
+using cuda::gemm::Schedule;
 
 struct Variant {
   char const* name;

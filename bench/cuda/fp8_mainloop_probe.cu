@@ -18,9 +18,9 @@
 #include "../../src/cuda/arch/bulk_copy.cuh"
 #include "../../src/cuda/arch/dynamic_shared.cuh"
 #include "../../src/cuda/arch/setmaxnreg.cuh"
+#include "../../src/cuda/arch/sm90/wgmma_e4m3.cuh"
 #include "../../src/cuda/arch/tma.cuh"
 #include "../../src/cuda/arch/warp.cuh"
-#include "../../src/cuda/arch/wgmma_e4m3.cuh"
 #include "../../src/cuda/host/driver.hpp"
 #include "support.cuh"
 

@@ -13,15 +13,15 @@ namespace {
 
 using cuda::DownProjectionDgradArguments;
 using cuda::UpProjectionDgradArguments;
-using cuda::block::Boxes;
-using cuda::block::BStorage;
-using cuda::block::EpilogueMode;
-using cuda::block::GemmConfig;
-using cuda::block::Halves;
-using cuda::block::Loader;
-using cuda::block::Major;
-using cuda::block::Schedule;
-using cuda::block::Sharing;
+using cuda::gemm::Boxes;
+using cuda::gemm::BStorage;
+using cuda::gemm::EpilogueMode;
+using cuda::gemm::GemmConfig;
+using cuda::gemm::Halves;
+using cuda::gemm::Loader;
+using cuda::gemm::Major;
+using cuda::gemm::Schedule;
+using cuda::gemm::Sharing;
 
 // One named type per configuration: a kernel template cannot take the value itself.
 #define TESSERA_DOWN(type, ...)                                          \

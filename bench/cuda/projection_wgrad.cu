@@ -10,16 +10,16 @@ namespace tessera::bench {
 namespace {
 
 using cuda::WgradArguments;
-using cuda::block::Boxes;
-using cuda::block::BStorage;
-using cuda::block::EpilogueConfig;
-using cuda::block::EpilogueMode;
-using cuda::block::GemmConfig;
-using cuda::block::Loader;
-using cuda::block::Major;
-using cuda::block::Ragged;
-using cuda::block::Schedule;
-using cuda::block::TileShape;
+using cuda::gemm::Boxes;
+using cuda::gemm::BStorage;
+using cuda::gemm::EpilogueConfig;
+using cuda::gemm::EpilogueMode;
+using cuda::gemm::GemmConfig;
+using cuda::gemm::Loader;
+using cuda::gemm::Major;
+using cuda::gemm::Ragged;
+using cuda::gemm::Schedule;
+using cuda::gemm::TileShape;
 
 constexpr EpilogueConfig kSlabs{.slabs = 4};
 constexpr EpilogueConfig kLent{.mode = EpilogueMode::kLent, .slabs = 1, .lent_stages = 2};

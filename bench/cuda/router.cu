@@ -19,9 +19,9 @@
 namespace tessera::bench {
 namespace {
 
-using cuda::block::GemmConfig;
-using cuda::block::Major;
-using cuda::block::Schedule;
+using cuda::gemm::GemmConfig;
+using cuda::gemm::Major;
+using cuda::gemm::Schedule;
 
 constexpr int kSets = 2, kRepeats = 8, kWarmUps = 5, kSms = kReadSms;
 
@@ -112,9 +112,9 @@ struct LogitsConfig {
   static constexpr GemmConfig gemm{.tile = {kM, kN, 64},
                                    .stages = kStages,
                                    .schedule = kSchedule,
-                                   .tail = cuda::block::Tail::kShort,
+                                   .tail = cuda::gemm::Tail::kShort,
                                    .epilogue = {.slabs = 1},
-                                   .order = {.draw = cuda::block::Draw::kStride}};
+                                   .order = {.draw = cuda::gemm::Draw::kStride}};
 };
 template <int kM, int kN, int kStages, Schedule kSchedule, int kSlabs>
 struct DgradConfig {

@@ -11,7 +11,7 @@
 namespace tessera::bench {
 namespace {
 
-constexpr float kSigmoidError = 0x1p-12f;  // block/activation.cuh
+constexpr float kSigmoidError = 0x1p-12f;  // epilogue/activation_math.cuh
 
 struct Problem {
   Problem(Shape s, Routing r)

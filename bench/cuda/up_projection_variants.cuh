@@ -9,11 +9,11 @@
 namespace tessera::bench {
 
 using cuda::UpProjectionFwdArguments;
-using cuda::block::Boxes;
-using cuda::block::EpilogueMode;
-using cuda::block::GemmConfig;
-using cuda::block::Halves;
-using cuda::block::Loader;
+using cuda::gemm::Boxes;
+using cuda::gemm::EpilogueMode;
+using cuda::gemm::GemmConfig;
+using cuda::gemm::Halves;
+using cuda::gemm::Loader;
 
 struct Variant {
   char const* name;

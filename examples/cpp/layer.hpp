@@ -4,7 +4,7 @@
 
 #include <cstdint>
 #include <random>
-#include <tessera/dist.hpp>
+#include <tessera/expert_parallel.hpp>
 #include <vector>
 
 namespace examples {

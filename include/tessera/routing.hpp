@@ -46,8 +46,8 @@ struct GroupedRoutingArgs {
 };
 
 /// Writes the tables that moe_forward leaves of such rows, without a layer: what a backward pass needs of rows whose
-/// forward pass ran elsewhere or without their scores, such as those of experts over several GPUs (dist.hpp). Errors as
-/// in moe_forward; on cuda offsets that break a rule are told by check_device_values.
+/// forward pass ran elsewhere or without their scores, such as those of experts over several GPUs
+/// (expert_parallel.hpp). Errors as in moe_forward; on cuda offsets that break a rule are told by check_device_values.
 TESSERA_EXPORT Status routing_of_groups(Context const& context, MoeDesc const& desc,
                                         GroupedRoutingArgs const& args,
                                         Stream stream = {}) noexcept;

@@ -157,8 +157,8 @@ typedef struct {
   tessera_buffer workspace;
 } tessera_grouped_gemm_args;
 
-/* Experts spread over the GPUs of a host, and their bounds: dist.hpp. time_limit 0: 30 s. sums_on_owners: 0 or 1.
- * alpha, limit and up_offset as in tessera_moe_desc. */
+/* Experts spread over the GPUs of a host, and their bounds: expert_parallel.hpp. time_limit 0: 30 s. sums_on_owners: 0
+ * or 1. alpha, limit and up_offset as in tessera_moe_desc. */
 typedef struct {
   uint64_t size;
   int32_t rank, ranks;
@@ -170,7 +170,7 @@ typedef struct {
 } tessera_expert_parallel_desc;
 
 /* expert_offsets, row_origins, row_scores and h are absent (rank 0), or kept for backward: ExpertParallelArgs in
- * dist.hpp. */
+ * expert_parallel.hpp. */
 typedef struct {
   uint64_t size;
   tessera_tensor x, topk_ids, topk_weights, w_up, w_down, o;
@@ -180,7 +180,7 @@ typedef struct {
   tessera_tensor b_up, b_down; /* both absent, or of clamped swiglu */
 } tessera_expert_parallel_args;
 
-/* A pass in pieces: ExpertRouteArgs, DispatchTables and so on in dist.hpp. Tensors of rank 0 are absent. */
+/* A pass in pieces: ExpertRouteArgs, DispatchTables and so on in expert_parallel.hpp. Tensors of rank 0 are absent. */
 typedef struct {
   uint64_t size;
   tessera_tensor topk_ids, topk_weights;

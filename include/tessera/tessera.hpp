@@ -5,7 +5,7 @@
 #include "tessera/backend.hpp"
 #include "tessera/balance.hpp"
 #include "tessera/context.hpp"
-#include "tessera/dist.hpp"
+#include "tessera/expert_parallel.hpp"
 #include "tessera/grouped_gemm.hpp"
 #include "tessera/low_precision.hpp"
 #include "tessera/moe.hpp"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of a layer spread over the GPUs of a process group: dist.hpp for PyTorch.
+"""The experts of a layer spread over the GPUs of a process group: expert_parallel.hpp for PyTorch.
 
     experts = tessera.ExpertParallel(max_tokens=8192, hidden=2048, intermediate=768, experts=128, top_k=8)
     o = experts(x, topk_ids, topk_weights, w_up, w_down)    # on every rank, with its own tokens and experts

@@ -61,7 +61,7 @@ class Pieces(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """DispatchTables of dist.hpp."""
+    """DispatchTables of expert_parallel.hpp."""
 
     expert_offsets: torch.Tensor
     row_origins: torch.Tensor

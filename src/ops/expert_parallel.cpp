@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ExpertParallel and PeerWindow: check everything, then hand over to src/dist.
+// ExpertParallel and PeerWindow: check everything, then hand over to src/expert_parallel.
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -11,13 +11,13 @@
 #include "core/desc_check.hpp"
 #include "core/tensor_check.hpp"
 #include "cuda/layer/backend.hpp"
-#include "dist/biases.hpp"
-#include "dist/choose_transfer.hpp"
-#include "dist/engine.hpp"
-#include "dist/process_windows.hpp"
-#include "dist/protocol.hpp"
-#include "dist/session.hpp"
-#include "tessera/dist.hpp"
+#include "expert_parallel/plan/biases.hpp"
+#include "expert_parallel/plan/choose_transfer.hpp"
+#include "expert_parallel/plan/protocol.hpp"
+#include "expert_parallel/session.hpp"
+#include "expert_parallel/transport/engine.hpp"
+#include "expert_parallel/transport/process_windows.hpp"
+#include "tessera/expert_parallel.hpp"
 
 namespace tessera {
 namespace {
@@ -25,7 +25,7 @@ namespace {
 constexpr std::int64_t kMostTokens = std::int64_t{1} << 24;
 constexpr std::int64_t kMostColumns = std::int64_t{1} << 20;
 constexpr std::int64_t kMostPoolRows = (std::int64_t{1} << 31) - 1;
-constexpr std::int64_t kMostPairs = std::int64_t{1} << 32;  // times top_k: dist::Divisor
+constexpr std::int64_t kMostPairs = std::int64_t{1} << 32;  // times top_k: expert_parallel::Divisor
 
 Status check_range(char const* name, std::int64_t value, std::int64_t least, std::int64_t most,
                    std::int64_t step = 1) noexcept {
@@ -38,15 +38,15 @@ Status check_range(char const* name, std::int64_t value, std::int64_t least, std
                          Int{most}, Int{step});
 }
 
-Expected<dist::ExchangeShape> shape_of(ExpertParallelDesc const& d) noexcept {
+Expected<expert_parallel::ExchangeShape> shape_of(ExpertParallelDesc const& d) noexcept {
   TESSERA_TRY(check_range("ranks", d.ranks, 1, kMaxRanks));
   TESSERA_TRY(check_range("rank", d.rank, 0, d.ranks - 1));
   TESSERA_TRY(check_range("max_tokens", d.max_tokens, 1, kMostTokens));
   TESSERA_TRY(check_range("hidden", d.hidden, 8, kMostColumns, 8));
   TESSERA_TRY(check_range("intermediate", d.intermediate, 8, kMostColumns, 8));
-  TESSERA_TRY(check_range("experts", d.experts, d.ranks, dist::kMostExperts, d.ranks));
-  TESSERA_TRY(
-      check_range("top_k", d.top_k, 1, std::min<std::int64_t>(d.experts, dist::kMostChoices)));
+  TESSERA_TRY(check_range("experts", d.experts, d.ranks, expert_parallel::kMostExperts, d.ranks));
+  TESSERA_TRY(check_range("top_k", d.top_k, 1,
+                          std::min<std::int64_t>(d.experts, expert_parallel::kMostChoices)));
   if (!(d.time_limit > 0) || !(d.time_limit <= 86400)) {
     return Status::invalid("time_limit=%g: seconds, above 0 and at most a day", d.time_limit);
   }
@@ -56,14 +56,14 @@ Expected<dist::ExchangeShape> shape_of(ExpertParallelDesc const& d) noexcept {
                            static_cast<int>(d.activation.kind));
   }
   TESSERA_TRY(core::check_activation(d.activation));
-  dist::ExchangeShape shape = {.ranks = d.ranks,
-                               .max_tokens = static_cast<std::int32_t>(d.max_tokens),
-                               .hidden = static_cast<std::int32_t>(d.hidden),
-                               .intermediate = static_cast<std::int32_t>(d.intermediate),
-                               .experts = static_cast<std::int32_t>(d.experts),
-                               .max_top_k = static_cast<std::int32_t>(d.top_k),
-                               .gated = d.activation.gated(),
-                               .training = d.training};
+  expert_parallel::ExchangeShape shape = {.ranks = d.ranks,
+                                          .max_tokens = static_cast<std::int32_t>(d.max_tokens),
+                                          .hidden = static_cast<std::int32_t>(d.hidden),
+                                          .intermediate = static_cast<std::int32_t>(d.intermediate),
+                                          .experts = static_cast<std::int32_t>(d.experts),
+                                          .max_top_k = static_cast<std::int32_t>(d.top_k),
+                                          .gated = d.activation.gated(),
+                                          .training = d.training};
   if (shape.pool_rows() > kMostPoolRows) {
     return Status::invalid(
         "max_tokens=%lld: a rank's pool would have %lld rows, more than 2^31-1; split the pass",
@@ -75,11 +75,13 @@ Expected<dist::ExchangeShape> shape_of(ExpertParallelDesc const& d) noexcept {
                            static_cast<long long>(kMostPairs / d.top_k / d.top_k),
                            static_cast<int>(d.top_k));
   }
-  shape.transfer = dist::choose_transfer(shape, d.sums_on_owners);
+  shape.transfer = expert_parallel::choose_transfer(shape, d.sums_on_owners);
   return shape;
 }
 
-dist::StagedRows rows_of_caller(ConstTensor const& x) noexcept { return {x.data, x.stride[0]}; }
+expert_parallel::StagedRows rows_of_caller(ConstTensor const& x) noexcept {
+  return {x.data, x.stride[0]};
+}
 
 // Tensors of a pass of one rank.
 struct PassCheck {
@@ -157,7 +159,7 @@ Status check_sms(std::int32_t sms) noexcept {
   return Status::invalid("sms=%d: 0 for all, or how many", sms);
 }
 
-dist::PassTables pass_tables(DispatchTables const& tables, std::int64_t rows) noexcept {
+expert_parallel::PassTables pass_tables(DispatchTables const& tables, std::int64_t rows) noexcept {
   return {.gmem_expert_offsets = tables.expert_offsets.data,
           .gmem_row_origins = tables.row_origins.data,
           .gmem_row_scores = tables.row_scores.data,
@@ -175,9 +177,9 @@ Status check_device(Context const& context) noexcept {
 
 // Of NCCL's, or of one process.
 struct PeerWindow::Parts {
-  std::unique_ptr<dist::Engine> engine;
-  std::shared_ptr<dist::ProcessWindows> process;
-  dist::Window window;
+  std::unique_ptr<expert_parallel::Engine> engine;
+  std::shared_ptr<expert_parallel::ProcessWindows> process;
+  expert_parallel::Window window;
   std::int32_t ranks = 0;
   std::int32_t rank = 0;  // of one process
 };
@@ -188,7 +190,7 @@ PeerWindow& PeerWindow::operator=(PeerWindow&&) noexcept = default;
 PeerWindow::~PeerWindow() = default;
 
 Expected<PeerGroupId> PeerWindow::make_id(char const* nccl_path) noexcept {
-  auto const id = dist::make_unique_id(
+  auto const id = expert_parallel::make_unique_id(
       {.nccl_path = nccl_path, .nccl_nvls_enable = std::getenv("NCCL_NVLS_ENABLE")});
   if (!id.ok()) return id.status();
   PeerGroupId group;
@@ -201,13 +203,13 @@ Expected<PeerWindow> PeerWindow::open(Context const& context, std::int32_t rank,
                                       PeerGroupId const& id, std::size_t bytes,
                                       char const* nccl_path) noexcept {
   TESSERA_TRY(check_device(context));
-  dist::EngineConfig config = {.rank = rank,
-                               .ranks = ranks,
-                               .device = context.device().index,
-                               .nccl_path = nccl_path,
-                               .nccl_nvls_enable = std::getenv("NCCL_NVLS_ENABLE")};
+  expert_parallel::EngineConfig config = {.rank = rank,
+                                          .ranks = ranks,
+                                          .device = context.device().index,
+                                          .nccl_path = nccl_path,
+                                          .nccl_nvls_enable = std::getenv("NCCL_NVLS_ENABLE")};
   std::memcpy(config.id.bytes, id.bytes, sizeof id.bytes);
-  auto engine = dist::Engine::open(config);
+  auto engine = expert_parallel::Engine::open(config);
   if (!engine.ok()) return engine.status();
   std::unique_ptr<Parts> parts(new (std::nothrow) Parts);
   if (parts == nullptr) return Status::error(StatusCode::out_of_memory, "no memory for a window");
@@ -231,7 +233,7 @@ Expected<std::vector<PeerWindow>> PeerWindow::open_all(std::span<Device const> d
     }
     indices.push_back(device.index);
   }
-  auto const process = std::make_shared<dist::ProcessWindows>();
+  auto const process = std::make_shared<expert_parallel::ProcessWindows>();
   TESSERA_TRY(process->open(indices, bytes));
   std::vector<PeerWindow> windows;
   for (std::size_t rank = 0; rank < indices.size(); ++rank) {
@@ -263,7 +265,7 @@ Status PeerWindow::close() noexcept {
 Expected<std::size_t> ExpertParallel::window_bytes(ExpertParallelDesc const& desc) noexcept {
   auto const shape = shape_of(desc);
   if (!shape.ok()) return shape.status();
-  return static_cast<std::size_t>(dist::WindowLayout(shape.value()).bytes);
+  return static_cast<std::size_t>(expert_parallel::WindowLayout(shape.value()).bytes);
 }
 
 Expected<std::size_t> ExpertParallel::workspace_bytes(Context const& context,
@@ -271,7 +273,7 @@ Expected<std::size_t> ExpertParallel::workspace_bytes(Context const& context,
   auto const shape = shape_of(desc);
   if (!shape.ok()) return shape.status();
   TESSERA_TRY(check_device(context));
-  return dist::Session::workspace_bytes(shape.value(), context.cuda()->sm_count());
+  return expert_parallel::Session::workspace_bytes(shape.value(), context.cuda()->sm_count());
 }
 
 Expected<ExpertParallel> ExpertParallel::create(Context const& context,
@@ -285,31 +287,31 @@ Expected<ExpertParallel> ExpertParallel::create(Context const& context,
     return Status::invalid("windows: %zu addresses for %d ranks; pass one of each rank",
                            windows.size(), desc.ranks);
   }
-  auto const bytes = static_cast<std::size_t>(dist::WindowLayout(shape.value()).bytes);
-  dist::DeviceScope const scope(dist::device_calls(), context.device().index,
-                                dist::ContextChoice::any_of_device);
+  auto const bytes = static_cast<std::size_t>(expert_parallel::WindowLayout(shape.value()).bytes);
+  expert_parallel::DeviceScope const scope(expert_parallel::device_calls(), context.device().index,
+                                           expert_parallel::ContextChoice::any_of_device);
   TESSERA_TRY(scope.status());
-  auto const window = dist::adopt_window(windows, bytes);
+  auto const window = expert_parallel::adopt_window(windows, bytes);
   if (!window.ok()) return window.status();
   core::TensorCheck check{context.device()};
   std::int32_t const sm_count = context.cuda()->sm_count();
-  check.buffer("workspace", workspace, dist::Session::workspace_bytes(shape.value(), sm_count), 1,
-               true);
+  check.buffer("workspace", workspace,
+               expert_parallel::Session::workspace_bytes(shape.value(), sm_count), 1, true);
   TESSERA_TRY(check.finish());
-  auto session = dist::Session::open({.shape = shape.value(),
-                                      .activation = desc.activation,
-                                      .rank = desc.rank,
-                                      .device = context.device().index,
-                                      .sm_count = sm_count,
-                                      .windows = window.value().address,
-                                      .workspace = workspace.data,
-                                      .time_limit = desc.time_limit});
+  auto session = expert_parallel::Session::open({.shape = shape.value(),
+                                                 .activation = desc.activation,
+                                                 .rank = desc.rank,
+                                                 .device = context.device().index,
+                                                 .sm_count = sm_count,
+                                                 .windows = window.value().address,
+                                                 .workspace = workspace.data,
+                                                 .time_limit = desc.time_limit});
   if (!session.ok()) return session.status();
   return ExpertParallel(desc, context.device(), std::move(session).value());
 }
 
 ExpertParallel::ExpertParallel(ExpertParallelDesc const& desc, Device device,
-                               std::unique_ptr<dist::Session> session) noexcept
+                               std::unique_ptr<expert_parallel::Session> session) noexcept
     : desc_(desc), device_(device), session_(std::move(session)) {}
 ExpertParallel::ExpertParallel(ExpertParallel&&) noexcept = default;
 ExpertParallel& ExpertParallel::operator=(ExpertParallel&&) noexcept = default;
@@ -340,7 +342,7 @@ Status ExpertParallel::forward(ExpertParallelArgs const& args, Stream stream) no
   pass.aligned("w_up", args.w_up.data);
   pass.aligned("w_down", args.w_down.data);
   pass.aligned("o", args.o.data);
-  dist::PassTensors tensors = {
+  expert_parallel::PassTensors tensors = {
       .tokens = static_cast<std::int32_t>(tokens),
       .x = rows_of_caller(args.x),
       .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
@@ -364,7 +366,7 @@ Status ExpertParallel::forward(ExpertParallelArgs const& args, Stream stream) no
     pass.check.absent("h", args.h, "there are no tables of its rows");
   }
   if (args.b_up.present() || args.b_down.present()) {
-    if (!dist::adds_biases(desc_.activation.kind)) {
+    if (!expert_parallel::adds_biases(desc_.activation.kind)) {
       return Status::unsupported(
           "b_up, b_down: one launch has biases with clamped_swiglu alone; with other activations "
           "route(), dispatch() and combine() make a pass with them");

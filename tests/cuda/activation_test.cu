@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/activation_math.hpp"
-#include "cuda/block/activation.cuh"
+#include "cuda/epilogue/activation_math.cuh"
 #include "device_buffer.cuh"
 #include "tests/cpu/activation_walk.hpp"
 
@@ -24,7 +24,7 @@ struct DeviceAnswer {
 template <ActivationKind kKind>
 __global__ void fast_answers(Activation const act, Point const* gmem_points, int count,
                              DeviceAnswer* gmem_answers) {
-  using Function = cuda::block::ActivationFunction<kKind>;
+  using Function = cuda::gemm::ActivationFunction<kKind>;
   int const i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (i >= count) return;
   Point const p = gmem_points[i];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A GEMM that starts in the tail of the one whose rows it reads (src/cuda/block/handover.cuh) against the same two one
+// A GEMM that starts in the tail of the one whose rows it reads (src/cuda/gemm/handover.cuh) against the same two one
 // after the other: equal bits, in poisoned memory again and again, for experts of any length.
 #include <algorithm>
 #include <cstdio>

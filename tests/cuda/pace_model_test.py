@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slabs of src/cuda/block/epilogue/wgrad_sums.cuh, played by coroutines that random schedules advance. Each rule
+"""The slabs of src/cuda/epilogue/wgrad_sums.cuh, played by coroutines that random schedules advance. Each rule
 that keeps the warps that fill them apart from TMA, which reads them, is broken once, and the model must notice."""
 
 import random

@@ -43,7 +43,7 @@ class Divided(unittest.TestCase):
 class Commands(unittest.TestCase):
     def test_sources_alone(self):
         """Not what links to one, which is compiled for something else."""
-        source = ptxas_report.ROOT / "src" / "dist" / "kernels" / "combine.cu"
+        source = ptxas_report.ROOT / "src" / "expert_parallel" / "unfused" / "combine.cu"
         with tempfile.TemporaryDirectory() as folder:
             link = pathlib.Path(folder) / "combine.cu"
             link.symlink_to(source)
@@ -51,7 +51,7 @@ class Commands(unittest.TestCase):
                        for compiler, file in (("nvcc", source), ("c++", link))]
             (pathlib.Path(folder) / "compile_commands.json").write_text(json.dumps(entries), encoding="utf-8")
             ((path, words),) = ptxas_report.compile_commands(pathlib.Path(folder))
-        self.assertEqual((path, words[0], words[-1]), ("src/dist/kernels/combine.cu", "nvcc", "-Xptxas=-v"))
+        self.assertEqual((path, words[0], words[-1]), ("src/expert_parallel/unfused/combine.cu", "nvcc", "-Xptxas=-v"))
 
 
 if __name__ == "__main__":

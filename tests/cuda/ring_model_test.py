@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The barriers of src/cuda/block (pipeline.cuh, lent_stages.cuh, handover.cuh), and of the fused kernel on it, played
+"""The barriers of src/cuda/gemm (ring.cuh, lent.cuh, handover.cuh), and of the fused kernel on it, played
 by coroutines that random schedules advance.
 
 Producer and consumers follow the kernels' rules; every stage and every resident k_tile knows what lies in it and who
@@ -311,8 +311,9 @@ def stay(seed: int, broken: str = "") -> None:
 
 
 def fused(seed: int, broken: str = "") -> None:
-    """The fused kernel over several GPUs (src/dist/kernels/forward.cuh): ups store from their lent stages and tell when
-    that is written, under the next task; downs give theirs back at once. A task may need what the last one has told."""
+    """The fused kernel over several GPUs (src/expert_parallel/fused/forward.cuh): ups store from their lent stages and
+    tell when that is written, under the next task; downs give theirs back at once. A task may need what the last one
+    has told."""
     chance = random.Random(seed)
     stages, lent_to_up = 4, chance.choice([1, 2])
     tasks = [(chance.random() < 0.5, chance.choice([1, 2, 5, 7]), chance.choice([1, 2, 2]), chance.random() < 0.4)

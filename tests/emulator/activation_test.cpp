@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The activations of the fast kernels at every magnitude, compiled for the host: the special functions are as coarse as
 // those of a GPU (arch.cuh). tests/cuda/activation_test.cu does the same on a GPU.
-#include "cuda/block/activation.cuh"
+#include "cuda/epilogue/activation_math.cuh"
 
 #include <gtest/gtest.h>
 
@@ -14,7 +14,7 @@ using namespace activation_walk;
 
 template <ActivationKind kKind>
 Answer answer_of(Activation const& act, Point const& p) {
-  using Function = block::ActivationFunction<kKind>;
+  using Function = gemm::ActivationFunction<kKind>;
   auto const gradient = Function::backward(act, p.g, p.u, p.da);
   return {Function::forward(act, p.g, p.u), gradient.a, gradient.dg, gradient.du};
 }

@@ -15,7 +15,7 @@
 // multiply the same operands, nobody arrives in a CTA that has ended, somebody can always go on. Shared memory begins
 // as NaNs.
 // Not emulated: that the memory of a GPU is weaker than that of one thread, proxies, registers, time. Order and fences
-// are what the model of the protocol judges (tests/dist/protocol_test.cpp).
+// are what the model of the protocol judges (tests/expert_parallel/protocol_test.cpp).
 #pragma once
 
 #include <cstddef>

@@ -14,12 +14,12 @@
 #include <vector>
 
 #include <cuda_runtime.h>
-#include "dist/kernels/exchange.hpp"
-#include "tests/dist/exchange.hpp"
+#include "expert_parallel/exchange/exchange.hpp"
 #include "tests/emulator/emulator.hpp"
 #include "tests/emulator/memory.hpp"
+#include "tests/expert_parallel/exchange.hpp"
 
-namespace tessera::dist::separate {
+namespace tessera::expert_parallel::separate {
 
 using emulator::Bits;
 using emulator::Memory;
@@ -526,4 +526,4 @@ class Ranks {
   std::string wrong_;
 };
 
-}  // namespace tessera::dist::separate
+}  // namespace tessera::expert_parallel::separate

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The fused forward kernel for three of its activations, and its launcher, which names all.
-#include "dist/kernels/forward.cu"
-#include "dist/kernels/forward.cuh"
+#include "expert_parallel/fused/forward.cu"
+#include "expert_parallel/fused/forward.cuh"
 
-namespace tessera::dist {
+namespace tessera::expert_parallel {
 
 template cudaError_t launch_forward_of<ActivationKind::swiglu>(ForwardParams const&, int,
                                                                cudaStream_t);
@@ -25,4 +25,4 @@ TESSERA_NOT_EMULATED(silu)
 TESSERA_NOT_EMULATED(geglu_erf)
 TESSERA_NOT_EMULATED(gelu_erf)
 
-}  // namespace tessera::dist
+}  // namespace tessera::expert_parallel

@@ -11,14 +11,14 @@
 #include <string>
 #include <vector>
 
-#include "dist/choose_transfer.hpp"
-#include "dist/kernels/forward_pass.cuh"
-#include "tests/dist/exchange.hpp"
+#include "expert_parallel/fused/forward_pass.cuh"
+#include "expert_parallel/plan/choose_transfer.hpp"
 #include "tests/emulator/emulator.hpp"
 #include "tests/emulator/exchange_ranks.hpp"
 #include "tests/emulator/memory.hpp"
+#include "tests/expert_parallel/exchange.hpp"
 
-namespace tessera::dist::fused {
+namespace tessera::expert_parallel::fused {
 
 using emulator::Bits;
 using emulator::dot;
@@ -294,7 +294,7 @@ class Ranks {
   }
 
   float activate(float g, float u) const {
-    using cuda::block::ActivationFunction;
+    using cuda::gemm::ActivationFunction;
     Activation const by{.kind = case_.activation};
     switch (by.kind) {
       case ActivationKind::swiglu:
@@ -381,4 +381,4 @@ class Ranks {
   std::vector<std::unique_ptr<Rank>> ranks_;
 };
 
-}  // namespace tessera::dist::fused
+}  // namespace tessera::expert_parallel::fused

@@ -8,7 +8,7 @@
 
 #include "tests/emulator/forward_ranks.hpp"
 
-namespace tessera::dist {
+namespace tessera::expert_parallel {
 namespace {
 
 using fused::Case;
@@ -253,4 +253,4 @@ TEST(FusedForward, AnyNumberOfChoices) {
 }
 
 }  // namespace
-}  // namespace tessera::dist
+}  // namespace tessera::expert_parallel

@@ -20,16 +20,16 @@
 namespace tessera::cuda {
 namespace {
 
-using block::Boxes;
-using block::Loader;
-using block::Major;
-using block::Tail;
 using emulator::Bits;
 using emulator::dot;
 using emulator::fill;
 using emulator::Memory;
 using emulator::round;
 using emulator::widen;
+using gemm::Boxes;
+using gemm::Loader;
+using gemm::Major;
+using gemm::Tail;
 
 constexpr ActivationKind kKind = ActivationKind::swiglu;
 
@@ -141,7 +141,7 @@ class Projections {
         Bits const* const h = h_.get() + std::int64_t{r} * 2 * n;
         Bits const g = h[interleaved ? 2 * i : i], u = h[interleaved ? 2 * i + 1 : n + i];
         float const a =
-            block::ActivationFunction<kKind>::forward({.kind = kKind}, widen(g), widen(u));
+            gemm::ActivationFunction<kKind>::forward({.kind = kKind}, widen(g), widen(u));
         if (a_[std::int64_t{r} * n + i] != round(a)) return where("a", r, i);
       }
       for (int i = 0; i < d; ++i) {
@@ -568,8 +568,8 @@ void expect_right_down_dgrad() {
         int const at = r * 2 * kIntermediate + (kInterleaved ? 2 * i : i);
         constexpr int kUp = kInterleaved ? 1 : kIntermediate;
         Bits const* const gate = &h[at];
-        auto const g = block::ActivationFunction<kKind>::backward({.kind = kKind}, widen(gate[0]),
-                                                                  widen(gate[kUp]), s * t);
+        auto const g = gemm::ActivationFunction<kKind>::backward({.kind = kKind}, widen(gate[0]),
+                                                                 widen(gate[kUp]), s * t);
         Bits const* const got = &dh[at];
         ASSERT_EQ(got[0], round(g.dg)) << r << ", " << i << ", " << schedule.seed;
         ASSERT_EQ(got[kUp], round(g.du)) << r << ", " << i << ", " << schedule.seed;

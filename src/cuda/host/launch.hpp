@@ -21,7 +21,7 @@ struct PersistentShape {
   bool starts_early = false;  // launch_early()
 };
 
-// Of a GEMM kernel (block/gemm.cuh) with config kGemm.
+// Of a GEMM kernel (gemm/sm90/roles.cuh) with config kGemm.
 template <auto kGemm, class SharedStorage>
 constexpr PersistentShape persistent_shape(bool starts_early = false) {
   return {kGemm.threads(), kGemm.cluster_m(), int(sizeof(SharedStorage)), starts_early};

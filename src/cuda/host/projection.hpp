@@ -125,7 +125,7 @@ struct Refusal {
 };
 
 constexpr int kMostGemmSegments =
-    640;  // experts: their offsets lie in shared memory (block::kMaxSegments)
+    640;  // experts: their offsets lie in shared memory (gemm::kMaxSegments)
 
 /// The fast kernels, for calls that refuse() of layer/select.hpp lets pass: launch on `stream`; allocate nothing, wait
 /// for nothing.

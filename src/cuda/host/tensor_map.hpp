@@ -100,7 +100,7 @@ inline cudaError_t make_weight_map(CUtensorMap& map, WeightRows const& w, int64_
 }
 
 // GemmParams::b_groups: of the B of `rows` rows those of a CTA's share of a tile; with short_b, no more than there are
-// in all; with partial_last, those of the last tile. kGemm: a block::GemmConfig.
+// in all; with partial_last, those of the last tile. kGemm: a gemm::GemmConfig.
 template <auto kGemm>
 int existing_b_groups(int64_t rows) {
   if (kGemm.partial_last()) return kGemm.last_b_groups(rows);

@@ -8,7 +8,7 @@
 
 namespace tessera::cuda::host {
 
-// Params: block::GemmParams; kGemm: its block::GemmConfig. Each half has `rows` x `columns` per segment.
+// Params: gemm::GemmParams; kGemm: its gemm::GemmConfig. Each half has `rows` x `columns` per segment.
 template <auto kGemm, class Params>
 cudaError_t make_weight_maps(Params& p, WeightRows const (&w)[2], int64_t segments, int64_t rows,
                              int64_t columns) {

@@ -20,8 +20,8 @@ inline bool alike(WeightRows const (&dw)[2]) {
           dw[0].block == dw[1].block && dw[0].block_stride == dw[1].block_stride);
 }
 
-// kGemm: a block::GemmConfig; kRowsMajor: dW is contiguous along n. GemmParams, StoreParams: block::GemmParams and
-// block::WgradStoreParams.
+// kGemm: a gemm::GemmConfig; kRowsMajor: dW is contiguous along n. GemmParams, StoreParams: gemm::GemmParams and
+// gemm::WgradStoreParams.
 template <auto kGemm, bool kRowsMajor, class GemmParams, class StoreParams>
 cudaError_t make_wgrad_params(GemmParams& gemm, StoreParams& out, WgradArguments const& args) {
   constexpr int kGroup = 64;  // columns of dW in a row group of B

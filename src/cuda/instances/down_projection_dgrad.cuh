@@ -10,7 +10,7 @@ namespace tessera::cuda {
 template <ActivationKind kKind>
 cudaError_t launch_down_projection_dgrad_of(DownProjectionDgradArguments const& args, int sm_count,
                                             cudaStream_t stream) {
-  using block::Boxes, block::Major;
+  using gemm::Boxes, gemm::Major;
   using Usual = DownProjectionDgradConfig<kKind, Major::kRows, Boxes::kTile>;
   using Wide = DownProjectionDgradConfig<kKind, Major::kRows, Boxes::kTile, TileWidth::k256>;
   using Rows = DownProjectionDgradConfig<kKind, Major::kRows, Boxes::kAny>;

@@ -5,10 +5,10 @@
 namespace tessera::cuda {
 namespace {
 
-template <block::Major kMajor>
+template <gemm::Major kMajor>
 cudaError_t launch(DownProjectionFwdArguments const& args, int sm_count, cudaStream_t stream) {
   using Wide = DownProjectionFwdWide<kMajor>;
-  using PartialLast = DownProjectionFwdWide<kMajor, block::Tail::kHalved>;
+  using PartialLast = DownProjectionFwdWide<kMajor, gemm::Tail::kHalved>;
   if (args.intermediate <= kDownProjectionResidentUpTo) {
     return launch_down_projection_fwd_config<DownProjectionFwdResident<kMajor>>(args, sm_count,
                                                                                 stream);
@@ -23,8 +23,8 @@ cudaError_t launch(DownProjectionFwdArguments const& args, int sm_count, cudaStr
 cudaError_t launch_down_projection_fwd(DownProjectionFwdArguments const& args, int sm_count,
                                        cudaStream_t stream) {
   if (args.rows == 0) return cudaSuccess;
-  return args.w_down.column_stride == 1 ? launch<block::Major::kK>(args, sm_count, stream)
-                                        : launch<block::Major::kRows>(args, sm_count, stream);
+  return args.w_down.column_stride == 1 ? launch<gemm::Major::kK>(args, sm_count, stream)
+                                        : launch<gemm::Major::kRows>(args, sm_count, stream);
 }
 
 }  // namespace tessera::cuda

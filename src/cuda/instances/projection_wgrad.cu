@@ -5,13 +5,13 @@
 namespace tessera::cuda {
 namespace {
 
-template <block::Major kMajor, Gradient kGradient>
+template <gemm::Major kMajor, Gradient kGradient>
 cudaError_t launch(WgradArguments const& args, int sm_count, cudaStream_t stream) {
-  using block::Boxes;
+  using gemm::Boxes;
   auto const with = [&]<class Config>(Config) {
     return launch_projection_wgrad_config<Config>(args, sm_count, stream);
   };
-  if (args.intermediate % block::kGroupRows != 0) {
+  if (args.intermediate % gemm::kGroupRows != 0) {
     return with(ProjectionWgradConfig<kMajor, kGradient, Boxes::kAny>{});
   }
   if constexpr (kGradient == Gradient::kBf16) {
@@ -21,19 +21,19 @@ cudaError_t launch(WgradArguments const& args, int sm_count, cudaStream_t stream
   }
   if (projection_wgrad_in_pairs(args.hidden, sm_count)) {
     return with(
-        ProjectionWgradConfig<kMajor, kGradient, Boxes::kTile, block::Sharing::kMulticast>{});
+        ProjectionWgradConfig<kMajor, kGradient, Boxes::kTile, gemm::Sharing::kMulticast>{});
   }
   return with(ProjectionWgradConfig<kMajor, kGradient, Boxes::kTile>{});
 }
 
-template <block::Major kMajor>
+template <gemm::Major kMajor>
 cudaError_t launch(WgradArguments const& args, int sm_count, cudaStream_t stream) {
   return args.is_fp32 ? launch<kMajor, Gradient::kFp32>(args, sm_count, stream)
                       : launch<kMajor, Gradient::kBf16>(args, sm_count, stream);
 }
 
 cudaError_t launch(WgradArguments const& args, int sm_count, cudaStream_t stream) {
-  using block::Major;
+  using gemm::Major;
   WeightRows const& dw = args.dw[0].gmem != nullptr ? args.dw[0] : args.dw[1];
   return dw.column_stride == 1 ? launch<Major::kK>(args, sm_count, stream)
                                : launch<Major::kRows>(args, sm_count, stream);

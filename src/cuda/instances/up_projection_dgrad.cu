@@ -5,16 +5,16 @@
 namespace tessera::cuda {
 namespace {
 
-template <block::Major kMajor, RouterPart kRouterPart>
+template <gemm::Major kMajor, RouterPart kRouterPart>
 cudaError_t launch_of(UpProjectionDgradArguments const& args, int sm_count, cudaStream_t stream) {
   using Whole = UpProjectionDgradConfig<kMajor, kRouterPart>;
-  using PartialLast = UpProjectionDgradConfig<kMajor, kRouterPart, block::Tail::kPartial>;
+  using PartialLast = UpProjectionDgradConfig<kMajor, kRouterPart, gemm::Tail::kPartial>;
   return Whole::gemm.last_is_partial(args.hidden)
              ? launch_up_projection_dgrad_config<PartialLast>(args, sm_count, stream)
              : launch_up_projection_dgrad_config<Whole>(args, sm_count, stream);
 }
 
-template <block::Major kMajor>
+template <gemm::Major kMajor>
 cudaError_t launch_of(UpProjectionDgradArguments const& args, int sm_count, cudaStream_t stream) {
   return args.gmem_row_dlogits != nullptr
              ? launch_of<kMajor, RouterPart::kAdded>(args, sm_count, stream)
@@ -25,7 +25,7 @@ cudaError_t launch_of(UpProjectionDgradArguments const& args, int sm_count, cuda
 
 cudaError_t launch_up_projection_dgrad(UpProjectionDgradArguments const& args, int sm_count,
                                        cudaStream_t stream) {
-  using block::Major;
+  using gemm::Major;
   if (args.rows == 0) return cudaSuccess;
   return args.w_up[0].column_stride == 1 ? launch_of<Major::kRows>(args, sm_count, stream)
                                          : launch_of<Major::kK>(args, sm_count, stream);

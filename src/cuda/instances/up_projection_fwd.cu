@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include "../host/activation_kinds.hpp"
 #include "../host/projection.hpp"
-#include "activation_kinds.hpp"
 
 namespace tessera::cuda {
 

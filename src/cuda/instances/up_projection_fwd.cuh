@@ -7,10 +7,10 @@
 
 namespace tessera::cuda {
 
-template <ActivationKind kKind, block::Major kMajor>
+template <ActivationKind kKind, gemm::Major kMajor>
 cudaError_t launch_up_projection_fwd_of(UpProjectionFwdArguments const& args, int sm_count,
                                         cudaStream_t stream) {
-  using block::Boxes, block::Loader;
+  using gemm::Boxes, gemm::Loader;
   using Sorted = UpProjectionFwdConfig<kKind, Loader::kTma, kMajor, Boxes::kAny>;
   using GatheredTile = UpProjectionFwdConfig<kKind, Loader::kGather, kMajor, Boxes::kTile>;
   using Gathered = UpProjectionFwdConfig<kKind, Loader::kGather, kMajor, Boxes::kAny>;
@@ -26,7 +26,7 @@ cudaError_t launch_up_projection_fwd_of(UpProjectionFwdArguments const& args, in
 template <ActivationKind kKind>
 cudaError_t launch_up_projection_fwd_of(UpProjectionFwdArguments const& args, int sm_count,
                                         cudaStream_t stream) {
-  using block::Boxes, block::Loader, block::Major;
+  using gemm::Boxes, gemm::Loader, gemm::Major;
   if constexpr (Activation{.kind = kKind}.gated()) {
     if (args.interleaved) {
       using Sorted = UpProjectionFwdConfig<kKind, Loader::kTma, Major::kRows, Boxes::kAny,

@@ -24,11 +24,11 @@
 
 #include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
-#include "../block/fold.cuh"
-#include "../block/warp_sums.cuh"
 #include "../host/choice_limits.hpp"
 #include "../host/choose_tokens.hpp"
 #include "../host/launch.hpp"
+#include "../warp/fold.cuh"
+#include "../warp/sums.cuh"
 #include "core/token_rounding.hpp"
 
 namespace tessera::cuda {
@@ -402,10 +402,10 @@ __global__ void __launch_bounds__(Config::kScanThreads)
   for (int64_t base = 0; base < blocks; base += Config::kScanThreads) {
     int64_t const b = base + threadIdx.x;
     int const own = b < blocks ? gmem_block_slots[b] : 0;
-    int const up_to = block::inclusive_sum(own);
+    int const up_to = warp::inclusive_sum(own);
     if (arch::lane_idx() == arch::kWarpThreads - 1) smem_sums[warp] = up_to;
     __syncthreads();
-    int const of_warps = block::inclusive_sum(smem_sums[arch::lane_idx()]);
+    int const of_warps = warp::inclusive_sum(smem_sums[arch::lane_idx()]);
     int const earlier = __shfl_sync(arch::kAllLanes, of_warps, max(warp - 1, 0));
     if (b < blocks) gmem_block_slots[b] = carry + (warp > 0 ? earlier : 0) + up_to - own;
     carry += __shfl_sync(arch::kAllLanes, of_warps, kWarps - 1);
@@ -433,7 +433,7 @@ __global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads)
     before += w < warp ? smem_counts[w][lane] : 0;
     of_token += smem_counts[w][lane];
   }
-  int const block_slot = gmem_block_slots[blockIdx.x], end = block::inclusive_sum(of_token);
+  int const block_slot = gmem_block_slots[blockIdx.x], end = warp::inclusive_sum(of_token);
   int const slots = __shfl_sync(arch::kAllLanes, end, arch::kWarpThreads - 1);
   if (warp == 0 && part.token < p.tokens) p.gmem_token_offsets[part.token + 1] = block_slot + end;
   if (blockIdx.x == 0 && threadIdx.x == 0) p.gmem_token_offsets[0] = 0;

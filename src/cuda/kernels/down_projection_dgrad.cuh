@@ -9,7 +9,7 @@
 //   WG0     | fill stages: cp.async gather of dO + TMA w_down      (wait empty, arrive full)
 //   WG1     | load h of blocks 0, 1 | mma tile 0 | differentiate, load h | load h | mma tile 2
 //   WG2     |                 (turn)             | mma tile 1            | differentiate ..
-// Barriers full, empty [stages], loads [2] per consumer, the turn, and named ones: gemm_config.hpp
+// Barriers full, empty [stages], loads [2] per consumer, the turn, and named ones: gemm/config.hpp
 // Numerics fp32 accumulate, activation recomputed in fp32, one rounding per stored value; bitwise repeatable: yes
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
@@ -17,8 +17,8 @@
 #include <type_traits>
 
 #include "../arch/dependent_launch.cuh"
-#include "../block/epilogue/activation_gradient.cuh"
-#include "../block/gemm.cuh"
+#include "../epilogue/activation_gradient.cuh"
+#include "../gemm/sm90/roles.cuh"
 #include "../host/launch.hpp"
 #include "../host/projection_backward.hpp"
 #include "../host/tensor_map.hpp"
@@ -26,12 +26,12 @@
 
 namespace tessera::cuda {
 
-static_assert(kScoreGroup == block::kGroupColumns);
+static_assert(kScoreGroup == gemm::kGroupColumns);
 
-// A config is a type with `static constexpr block::GemmConfig gemm` and `ActivationKind activation`.
+// A config is a type with `static constexpr gemm::GemmConfig gemm` and `ActivationKind activation`.
 struct DownProjectionDgradParams {
-  block::GemmParams gemm;
-  block::ActivationGradientParams epilogue;
+  gemm::GemmParams gemm;
+  gemm::ActivationGradientParams epilogue;
 };
 
 template <class Config>
@@ -41,16 +41,16 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
   arch::let_next_kernel_start();  // down_projection_wgrad; this kernel never starts early
   using Epilogue = std::conditional_t<
       (Config::gemm.epilogue.lent_stages > 0),
-      block::ActivationGradientInStages<Config::gemm, Config::activation, Config::interleaved>,
-      block::ActivationGradientEpilogue<Config::gemm, Config::activation, Config::interleaved>>;
-  block::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
+      gemm::ActivationGradientInStages<Config::gemm, Config::activation, Config::interleaved>,
+      gemm::ActivationGradientEpilogue<Config::gemm, Config::activation, Config::interleaved>>;
+  gemm::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
 #endif
 }
 
 template <class Config>
 cudaError_t make_down_projection_dgrad_params(DownProjectionDgradParams& p,
                                               DownProjectionDgradArguments const& args) {
-  constexpr block::GemmConfig kGemm = Config::gemm;
+  constexpr gemm::GemmConfig kGemm = Config::gemm;
   static_assert(kGemm.gathers());
   int64_t const d = args.hidden;
   int64_t const n = args.intermediate;
@@ -63,12 +63,12 @@ cudaError_t make_down_projection_dgrad_params(DownProjectionDgradParams& p,
   p = {};
   then(host::make_weight_maps<kGemm>(p.gemm, {transposed(args.w_down, n), {}}, args.experts, n, d));
   then(host::make_halves_map(p.epilogue.h, args.gmem_h, args.rows, halves, h_columns,
-                             kGemm.epilogue.lent_stages > 0 ? kGemm.tile.m : block::kWarpRows));
+                             kGemm.epilogue.lent_stages > 0 ? kGemm.tile.m : gemm::kWarpRows));
   then(host::make_ragged_store_map(p.epilogue.dh, args.gmem_dh, args.rows, halves, h_columns,
-                                   args.rows, block::kWarpRows));
+                                   args.rows, gemm::kWarpRows));
   if (args.gmem_a_scaled != nullptr) {
     then(host::make_ragged_store_map(p.epilogue.a_scaled, args.gmem_a_scaled, args.rows, 1, n,
-                                     args.rows, block::kWarpRows));
+                                     args.rows, gemm::kWarpRows));
   }
   p.epilogue.gmem_partials = args.gmem_ds_partials;
   p.epilogue.gmem_scores = args.gmem_scores;
@@ -98,8 +98,8 @@ cudaError_t launch_down_projection_dgrad_config(DownProjectionDgradArguments con
   cudaError_t const error = make_down_projection_dgrad_params<Config>(params, args);
   if (error != cudaSuccess) return error;
   return host::launch_persistent<down_projection_dgrad<Config>>(
-      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
-      block::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
+      host::persistent_shape<Config::gemm, gemm::SharedStorage<Config::gemm>>(),
+      gemm::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
 }
 
 }  // namespace tessera::cuda

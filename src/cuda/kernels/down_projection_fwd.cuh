@@ -9,18 +9,18 @@
 //     WG0 producer    | fill s0 | fill s1 | ..          (wait empty, arrive full)
 //     WG1             | mma tile 0   | store tile 0 | mma tile 2
 //     WG2             |       (turn) | mma tile 1   | store tile 1
-//   cooperative (longer n): stores under the next tile's k loop (block/deferred_rows.cuh)
+//   cooperative (longer n): stores under the next tile's k loop (gemm/sm90/deferred.cuh)
 //     WG0 warp 0      | fill s0 | .. 8 k_tiles before the end: arrive draw
 //         warp 1      | wait draw | sleep, draw and announce the next tile
 //     WG1,2 consumers |         | mma s0  | .. | round  (wait full, arrive empty)
-//   starts in the tail of up_projection_fwd (block/handover.cuh)
-// Barriers full, empty [stages], draw, the turn, and named ones: gemm_config.hpp
+//   starts in the tail of up_projection_fwd (gemm/handover.cuh)
+// Barriers full, empty [stages], draw, the turn, and named ones: gemm/config.hpp
 // Numerics fp32 accumulate and bias, one rounding; bitwise repeatable: yes
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
-#include "../block/epilogue/store.cuh"
-#include "../block/gemm.cuh"
+#include "../epilogue/store.cuh"
+#include "../gemm/sm90/roles.cuh"
 #include "../host/launch.hpp"
 #include "../host/projection.hpp"
 #include "../host/tensor_map.hpp"
@@ -28,26 +28,26 @@
 
 namespace tessera::cuda {
 
-static_assert(kMostGemmSegments == block::kMaxSegments);
+static_assert(kMostGemmSegments == gemm::kMaxSegments);
 
-// A config is a type with `static constexpr block::GemmConfig gemm`.
+// A config is a type with `static constexpr gemm::GemmConfig gemm`.
 struct DownProjectionFwdParams {
-  block::GemmParams gemm;
-  block::StoreParams epilogue;
+  gemm::GemmParams gemm;
+  gemm::StoreParams epilogue;
 };
 
 template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     down_projection_fwd(__grid_constant__ DownProjectionFwdParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  block::run_gemm<Config::gemm, block::StoreEpilogue<Config::gemm>>(p.gemm, p.epilogue);
+  gemm::run_gemm<Config::gemm, gemm::StoreEpilogue<Config::gemm>>(p.gemm, p.epilogue);
 #endif
 }
 
 template <class Config>
 cudaError_t make_down_projection_fwd_params(DownProjectionFwdParams& p,
                                             DownProjectionFwdArguments const& args) {
-  constexpr block::GemmConfig kGemm = Config::gemm;
+  constexpr gemm::GemmConfig kGemm = Config::gemm;
   int64_t const d = args.hidden;
   int64_t const n = args.intermediate;
   cudaError_t error = cudaSuccess;
@@ -59,11 +59,11 @@ cudaError_t make_down_projection_fwd_params(DownProjectionFwdParams& p,
   then(host::make_weight_maps<kGemm>(p.gemm, {args.w_down, {}}, args.experts, d, n));
   if constexpr (!kGemm.defers()) {
     then(host::make_ragged_store_map(p.epilogue.d, args.gmem_y, args.rows, 1, d, args.rows,
-                                     block::kSubtileM));
+                                     gemm::kSubtileM));
   }
-  p.epilogue.bias = {static_cast<block::bf16 const*>(args.b_down.gmem), args.b_down.expert_stride,
+  p.epilogue.bias = {static_cast<gemm::bf16 const*>(args.b_down.gmem), args.b_down.expert_stride,
                      int(args.b_down.row_stride)};
-  p.epilogue.gmem_d = static_cast<block::bf16*>(args.gmem_y);
+  p.epilogue.gmem_d = static_cast<gemm::bf16*>(args.gmem_y);
   p.epilogue.columns = int(d);
   p.epilogue.ragged_extent = int(args.rows);
   p.gemm.gmem_offsets = args.gmem_expert_offsets;
@@ -84,9 +84,9 @@ cudaError_t launch_down_projection_fwd_config(DownProjectionFwdArguments const& 
   cudaError_t const error = make_down_projection_fwd_params<Config>(params, args);
   if (error != cudaSuccess) return error;
   return host::launch_persistent<down_projection_fwd<Config>>(
-      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(args.gmem_handover !=
-                                                                               nullptr),
-      block::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
+      host::persistent_shape<Config::gemm, gemm::SharedStorage<Config::gemm>>(args.gmem_handover !=
+                                                                              nullptr),
+      gemm::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
 }
 
 }  // namespace tessera::cuda

@@ -3,13 +3,13 @@
 // Shapes   a (R,n) bf16, w_down (E,d,n) with n contiguous, y (R,d)
 // Work     2*R*n*d FLOP; bytes: 2*n*d for every kGemvRows rows of an expert
 // Schedule grid (columns, rows): the CTA of the first of up to kGemvRows rows of an expert serves them, the others end;
-//          a warp takes kColumns values of y side by side (block/gemv.cuh)
+//          a warp takes kColumns values of y side by side (warp/gemv.cuh)
 // Numerics fp32 sums of 32 lanes, folded by halves; one rounding; bitwise repeatable: yes
 // Requires rows of 16 bytes (layer/select.cpp)
 #pragma once
 
-#include "../block/gemv.cuh"
 #include "../host/projection.hpp"
+#include "../warp/gemv.cuh"
 
 namespace tessera::cuda {
 
@@ -22,8 +22,8 @@ template <class Config>
 __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
     down_projection_fwd_gemv(__grid_constant__ DownProjectionFwdArguments const p) {
   constexpr int kColumns = Config::kColumns;
-  block::GemvRows const rows =
-      block::gemv_rows(p.gmem_expert_offsets, p.experts, static_cast<int>(blockIdx.y));
+  warp::GemvRows const rows =
+      warp::gemv_rows(p.gmem_expert_offsets, p.experts, static_cast<int>(blockIdx.y));
   int64_t const column = (int64_t{blockIdx.x} * Config::kWarps + arch::warp_idx()) * kColumns;
   if (rows.count == 0 || column >= p.hidden) return;
   __nv_bfloat16 const* w[kColumns];
@@ -39,14 +39,14 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
   }
   auto const* const gmem_a = static_cast<__nv_bfloat16 const*>(p.gmem_a);
   auto* const gmem_y = static_cast<__nv_bfloat16*>(p.gmem_y);
-  block::with_rows(rows.count, [&]<int kRows>(std::integral_constant<int, kRows>) {
+  warp::with_rows(rows.count, [&]<int kRows>(std::integral_constant<int, kRows>) {
     __nv_bfloat16 const* a[kRows];
     TESSERA_UNROLL
     for (int i = 0; i < kRows; ++i) {
       a[i] = gmem_a + (rows.first + min(i, rows.count - 1)) * p.intermediate;
     }
     float sums[kRows][kColumns];
-    block::dot_products(a, w, static_cast<int>(p.intermediate), sums);
+    warp::dot_products(a, w, static_cast<int>(p.intermediate), sums);
     TESSERA_UNROLL
     for (int i = 0; i < kRows; ++i) {
       TESSERA_UNROLL

@@ -25,8 +25,8 @@
 #include "../arch/cluster_load.cuh"
 #include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
-#include "../block/warp_sums.cuh"
 #include "../host/metadata.hpp"
+#include "../warp/sums.cuh"
 
 namespace tessera::cuda {
 
@@ -163,7 +163,7 @@ __device__ __forceinline__ void scan_experts(ExpertSums& sums, int2& all, int2* 
     own.x += sums.total[i];
     own.y += sums.block[i];
   }
-  int2 const inclusive{block::inclusive_sum(own.x), block::inclusive_sum(own.y)};
+  int2 const inclusive{warp::inclusive_sum(own.x), warp::inclusive_sum(own.y)};
   if (lane == arch::kWarpThreads - 1) smem_warp_sums[warp] = inclusive;
   __syncthreads();
   int2 before{inclusive.x - own.x, inclusive.y - own.y};

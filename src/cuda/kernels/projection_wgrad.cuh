@@ -12,28 +12,28 @@
 //   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)
 //   fill = cp.async gather of left + ragged TMA of right; rows past the expert are zero in both, since zero times
 //   a neighbour's NaN is NaN
-//   store = under the next tile's k loop: bf16 that replaces what was there (block/deferred_rows.cuh), and fp32
-//           (block/epilogue/wgrad_sums.cuh)
-// Barriers full, empty [stages] and named ones: gemm_config.hpp
+//   store = under the next tile's k loop: bf16 that replaces what was there (gemm/sm90/deferred.cuh), and fp32
+//           (epilogue/wgrad_sums.cuh)
+// Barriers full, empty [stages] and named ones: gemm/config.hpp
 // Numerics fp32 accumulate in row order, one rounding (fp32: none), one addition; bitwise repeatable: yes
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
 #include "../arch/dependent_launch.cuh"
-#include "../block/epilogue/wgrad_store.cuh"
-#include "../block/gemm.cuh"
+#include "../epilogue/wgrad_store.cuh"
+#include "../gemm/sm90/roles.cuh"
 #include "../host/launch.hpp"
 #include "../host/projection_backward.hpp"
 #include "../host/wgrad_params.hpp"
 
 namespace tessera::cuda {
 
-struct ProjectionWgradEpilogueParams : block::WgradStoreParams {
+struct ProjectionWgradEpilogueParams : gemm::WgradStoreParams {
   int tiles_before_next;  // LetsNextStart; 0: the next kernel may start at once
 };
-// A config is a type with `static constexpr block::GemmConfig gemm`, `block::Major d_major` and `bool fp32`.
+// A config is a type with `static constexpr gemm::GemmConfig gemm`, `gemm::Major d_major` and `bool fp32`.
 struct ProjectionWgradParams {
-  block::GemmParams gemm;
+  gemm::GemmParams gemm;
   ProjectionWgradEpilogueParams epilogue;
 };
 
@@ -63,7 +63,7 @@ class LetsNextStart : public Epilogue {
 
   // Deferred: before the next tile's k loop, whose first tile is not counted.
   template <class Accumulators>
-  __device__ __forceinline__ void keep(Accumulators& acc, block::WorkTile const& tile, int row) {
+  __device__ __forceinline__ void keep(Accumulators& acc, gemm::WorkTile const& tile, int row) {
     Epilogue::keep(acc, tile, row);
     count_tile();
   }
@@ -80,19 +80,19 @@ class LetsNextStart : public Epilogue {
   int tiles_left_;  // of the thread that waits
 };
 
-template <block::GemmConfig kGemm>
+template <gemm::GemmConfig kGemm>
 constexpr bool lets_next_start = kGemm.epilogue.lent_stages > 0 || kGemm.defers();
 
 template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     projection_wgrad(__grid_constant__ ProjectionWgradParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Epilogue = block::WgradStoreEpilogue<Config::gemm, Config::d_major, Config::fp32>;
+  using Epilogue = gemm::WgradStoreEpilogue<Config::gemm, Config::d_major, Config::fp32>;
   if (p.epilogue.tiles_before_next == 0) arch::let_next_kernel_start();
   if constexpr (lets_next_start<Config::gemm>) {
-    block::run_gemm<Config::gemm, LetsNextStart<Epilogue>>(p.gemm, p.epilogue);
+    gemm::run_gemm<Config::gemm, LetsNextStart<Epilogue>>(p.gemm, p.epilogue);
   } else {
-    block::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
+    gemm::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
   }
 #endif
 }
@@ -103,7 +103,7 @@ cudaError_t launch_projection_wgrad_config(WgradArguments const& args, int sm_co
   if (Config::gemm.defers() && !Config::fp32 && args.accumulates) return cudaErrorInvalidValue;
   ProjectionWgradParams params;
   cudaError_t const error = host::make_wgrad_params < Config::gemm,
-                    Config::d_major == block::Major::kRows > (params.gemm, params.epilogue, args);
+                    Config::d_major == gemm::Major::kRows > (params.gemm, params.epilogue, args);
   if (error != cudaSuccess) return error;
   // Beside the aggregate soon; router_dlogits only fills the tail.
   constexpr int kUncounted = Config::gemm.defers() ? 1 : 0;
@@ -112,9 +112,9 @@ cudaError_t launch_projection_wgrad_config(WgradArguments const& args, int sm_co
                                       : params.gemm.gmem_handover != nullptr ? 4 - kUncounted
                                                                              : 0;
   return host::launch_persistent<projection_wgrad<Config>>(
-      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(
+      host::persistent_shape<Config::gemm, gemm::SharedStorage<Config::gemm>>(
           params.epilogue.tiles_before_next > 0),
-      block::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
+      gemm::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
 }
 
 }  // namespace tessera::cuda

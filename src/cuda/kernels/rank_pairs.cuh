@@ -17,9 +17,9 @@
 
 #include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
-#include "../block/fold.cuh"
 #include "../host/choose_tokens.hpp"
 #include "../host/launch.hpp"
+#include "../warp/fold.cuh"
 #include "core/router_math.hpp"
 #include "core/token_rounding.hpp"
 
@@ -99,7 +99,7 @@ struct RankedToken {
     float partial = 0;
     for_each(p.top_k,
              [&](int k) { partial += core::own_p(p.router.kind, gmem_logits()[member(k)]); });
-    return block::fold_sum<arch::kWarpThreads>(partial) + core::kNormalizeFloor;
+    return warp::fold_sum<arch::kWarpThreads>(partial) + core::kNormalizeFloor;
   }
 
   // p of every expert.
@@ -114,7 +114,7 @@ struct RankedToken {
       column[e * stride] = __float_as_uint(term);
       partial += term;
     });
-    float const sum = own_p ? divisor() : block::fold_sum<arch::kWarpThreads>(partial);
+    float const sum = own_p ? divisor() : warp::fold_sum<arch::kWarpThreads>(partial);
     for_each(p.experts, [&](int e) {
       column[e * stride] = core::pair_rank(false, __uint_as_float(column[e * stride]) / sum);
     });

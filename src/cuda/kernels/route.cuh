@@ -8,7 +8,7 @@
 //   select  every lane sorts its eight largest; K times: maximum of the token's lanes, whose lane moves up its next.
 //           Keys that differ in those bits alone, or a ninth of one lane: that token by the whole warp, as below
 //   score   lane q has choices q and q + kLanes
-//   rank    where metadata wants it: slots among those of an expert and the CTA's 32 tokens (block/unit_ranks.cuh)
+//   rank    where metadata wants it: slots among those of an expert and the CTA's 32 tokens (warp/unit_ranks.cuh)
 //          route, the others: a warp per token; lane l holds experts l, 32+l, 64+l, .. as ordered integers
 //   select  every lane sorts its four largest keys; K times: maximum of the warp, whose lane moves up its next. Equal
 //           keys, or a fifth of one lane: once more, step by step, with experts beside the keys
@@ -24,10 +24,10 @@
 
 #include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
-#include "../block/fold.cuh"
-#include "../block/unit_ranks.cuh"
 #include "../host/metadata.hpp"
 #include "../host/route.hpp"
+#include "../warp/fold.cuh"
+#include "../warp/unit_ranks.cuh"
 #include "core/router_math.hpp"
 
 namespace tessera::cuda {
@@ -302,7 +302,7 @@ __device__ __forceinline__ float softmax_sum(RouteArguments const& p, float cons
     bool const inside = TokenKeys<kValues>::expert(i) < p.experts;
     if (inside) sum += core::exp_fp32(logits[i] - largest);
   }
-  return block::fold_sum(sum);
+  return warp::fold_sum(sum);
 }
 
 // Of kLanes lanes, lane q holds the chosen logits q, q + kLanes, ..; writes their scores and p. kValues: of a lane in a
@@ -317,7 +317,7 @@ __device__ __forceinline__ void store_scores(RouteArguments const& p, bool has_o
     float own = term[0];
     TESSERA_UNROLL
     for (int c = 1; c < kChoices; ++c) own += term[c];
-    return block::fold_sum<kLanes>(own);
+    return warp::fold_sum<kLanes>(own);
   };
   auto const exponentiate = [&](float largest) {
     TESSERA_UNROLL
@@ -437,7 +437,7 @@ __global__ void __launch_bounds__(Config::kSharedWarps* arch::kWarpThreads)
   // Warps without a token go through the last one again where others wait for them.
   if (!kRanks && first >= p.tokens) return;
   __shared__ uint32_t smem_tokens[kRanks ? Config::kMostRankedExperts : 1];
-  block::UnitRanks ranks(smem_tokens);
+  warp::UnitRanks ranks(smem_tokens);
   if constexpr (kRanks) {
     static_assert(Config::kSharedWarps * kTokens == kRankedTokens);
     static_assert(Config::kSharedWarps * arch::kWarpThreads == Config::kMostRankedExperts);

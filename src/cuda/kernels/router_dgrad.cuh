@@ -5,13 +5,13 @@
 // Schedule persistent, 1 CTA/SM, one segment of T rows; work tile = (m block, n_tile), all loads by TMA
 //   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
 //   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)
-// Barriers full, empty [stages], the turn, and named ones: gemm_config.hpp
+// Barriers full, empty [stages], the turn, and named ones: gemm/config.hpp
 // Numerics fp32 accumulate, one rounding; bitwise repeatable: yes
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
-#include "../block/epilogue/store.cuh"
-#include "../block/gemm.cuh"
+#include "../epilogue/store.cuh"
+#include "../gemm/sm90/roles.cuh"
 #include "../host/launch.hpp"
 #include "../host/router_backward.hpp"
 #include "../host/tensor_map.hpp"
@@ -19,24 +19,24 @@
 
 namespace tessera::cuda {
 
-// A config is a type with `static constexpr block::GemmConfig gemm`.
+// A config is a type with `static constexpr gemm::GemmConfig gemm`.
 struct RouterDgradParams {
-  block::GemmParams gemm;
-  block::StoreParams epilogue;
+  gemm::GemmParams gemm;
+  gemm::StoreParams epilogue;
 };
 
 template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     router_dgrad(__grid_constant__ RouterDgradParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  block::run_gemm<Config::gemm, block::StoreEpilogue<Config::gemm>>(p.gemm, p.epilogue);
+  gemm::run_gemm<Config::gemm, gemm::StoreEpilogue<Config::gemm>>(p.gemm, p.epilogue);
 #endif
 }
 
 template <class Config>
 cudaError_t launch_router_dgrad_config(RouterDgradArguments const& args, int sm_count,
                                        cudaStream_t stream) {
-  constexpr block::GemmConfig kGemm = Config::gemm;
+  constexpr gemm::GemmConfig kGemm = Config::gemm;
   int64_t const d = args.hidden, products = int64_t{args.experts} * args.terms;
   RouterDgradParams p{};
   cudaError_t error = host::make_matrix_map(p.gemm.a, args.gmem_dlogits, args.tokens, products,
@@ -50,7 +50,7 @@ cudaError_t launch_router_dgrad_config(RouterDgradArguments const& args, int sm_
   error = host::make_weight_maps<kGemm>(p.gemm, {w_router, {}}, 1, d, products);
   if (error != cudaSuccess) return error;
   error = host::make_ragged_store_map(p.epilogue.d, args.gmem_dx, args.tokens, 1, d, args.tokens,
-                                      block::kSubtileM, args.dx_pitch);
+                                      gemm::kSubtileM, args.dx_pitch);
   if (error != cudaSuccess) return error;
   p.epilogue.columns = int(d);
   p.epilogue.ragged_extent = int(args.tokens);
@@ -60,8 +60,8 @@ cudaError_t launch_router_dgrad_config(RouterDgradArguments const& args, int sm_
   p.gemm.n_tiles = int((d + kGemm.tile.n - 1) / kGemm.tile.n);
   p.gemm.k_tiles = int((products + kGemm.tile.k - 1) / kGemm.tile.k);
   return host::launch_persistent<router_dgrad<Config>>(
-      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
-      block::most_tiles<Config::gemm>(p.gemm, args.tokens), sm_count, p, stream);
+      host::persistent_shape<Config::gemm, gemm::SharedStorage<Config::gemm>>(),
+      gemm::most_tiles<Config::gemm>(p.gemm, args.tokens), sm_count, p, stream);
 }
 
 }  // namespace tessera::cuda

@@ -17,10 +17,10 @@
 #include "../arch/approx_math.cuh"
 #include "../arch/dependent_launch.cuh"
 #include "../arch/warp.cuh"
-#include "../block/fold.cuh"
 #include "../host/launch.hpp"
 #include "../host/router_backward.hpp"
 #include "../host/token_mask.hpp"
+#include "../warp/fold.cuh"
 #include "core/router_math.hpp"
 
 namespace tessera::cuda {
@@ -66,7 +66,7 @@ __device__ __forceinline__ float bias_term(DscoresArguments const& p, int64_t ro
     }
   }
   __syncwarp();
-  return block::fold_sum(partial);
+  return warp::fold_sum(partial);
 }
 
 __device__ __forceinline__ float dscore_of_lane(DscoresArguments const& p, int64_t slot,
@@ -111,7 +111,7 @@ __device__ __forceinline__ void dlogits_over_chosen(RouterDlogitsArguments const
     float g = p.route_scale * own.ds, sum = 1.0f;
     if (p.normalize_scores) {
       // The q of the chosen add up to 1 - rest: g_k - sum of g q = g_k rest + centered.
-      auto const normalizer = core::normalizer(block::fold_sum<kLanes>(chosen_p));
+      auto const normalizer = core::normalizer(warp::fold_sum<kLanes>(chosen_p));
       sum = normalizer.sum;
       g = g * normalizer.rest + centered<kLanes>(own, p.top_k);
     }
@@ -129,25 +129,25 @@ __device__ __forceinline__ void dlogits_over_all(RouterDlogitsArguments const& p
                                                  TokenSlot const& own, float const* gmem_logits,
                                                  float* smem_row) {
   if (!__any_sync(arch::kAllLanes, own.routed)) return;
-  float const mean = block::fold_sum(own.routed ? own.ds * own.score : 0.0f);
+  float const mean = warp::fold_sum(own.routed ? own.ds * own.score : 0.0f);
   int const lane = arch::lane_idx();
   float largest = -INFINITY, partial = 0;
   for (int e = lane; e < p.experts; e += arch::kWarpThreads) {
     smem_row[e] = gmem_logits[e];
     largest = fmaxf(largest, smem_row[e]);
   }
-  largest = block::fold_max(largest);
+  largest = warp::fold_max(largest);
   for (int e = lane; e < p.experts; e += arch::kWarpThreads) {
     smem_row[e] = core::exp_fp32(smem_row[e] - largest);
     partial += smem_row[e];
   }
-  float const sum = block::fold_sum(partial);
+  float const sum = warp::fold_sum(partial);
   __syncwarp();
   if (own.routed) smem_row[own.id] = 0;
   __syncwarp();
   partial = 0;
   for (int e = lane; e < p.experts; e += arch::kWarpThreads) partial += smem_row[e];
-  float const rest = block::fold_sum(partial) / sum;
+  float const rest = warp::fold_sum(partial) / sum;
   for (int e = lane; e < p.experts; e += arch::kWarpThreads) {
     smem_row[e] = smem_row[e] / sum * -mean;
   }

@@ -6,13 +6,13 @@
 // Schedule persistent, 1 CTA/SM, one segment of T rows; work tile = (m block, n_tile), a grid apart, all loads by TMA
 //   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
 //   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)
-// Barriers full, empty [stages], the turn, and named ones: gemm_config.hpp
+// Barriers full, empty [stages], the turn, and named ones: gemm/config.hpp
 // Numerics fp32 accumulate and bias; products with fp32 weights are exact; bitwise repeatable: yes
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
-#include "../block/epilogue/store_fp32.cuh"
-#include "../block/gemm.cuh"
+#include "../epilogue/store_fp32.cuh"
+#include "../gemm/sm90/roles.cuh"
 #include "../host/launch.hpp"
 #include "../host/projection.hpp"
 #include "../host/split_fp32.hpp"
@@ -21,24 +21,24 @@
 
 namespace tessera::cuda {
 
-// A config is a type with `static constexpr block::GemmConfig gemm`.
+// A config is a type with `static constexpr gemm::GemmConfig gemm`.
 struct RouterLogitsParams {
-  block::GemmParams gemm;
-  block::StoreFp32Params epilogue;
+  gemm::GemmParams gemm;
+  gemm::StoreFp32Params epilogue;
 };
 
 template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     router_logits(__grid_constant__ RouterLogitsParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  block::run_gemm<Config::gemm, block::StoreFp32Epilogue<Config::gemm>>(p.gemm, p.epilogue);
+  gemm::run_gemm<Config::gemm, gemm::StoreFp32Epilogue<Config::gemm>>(p.gemm, p.epilogue);
 #endif
 }
 
 template <class Config>
 cudaError_t launch_router_logits_config(RouterLogitsArguments const& args, int sm_count,
                                         cudaStream_t stream) {
-  constexpr block::GemmConfig kGemm = Config::gemm;
+  constexpr gemm::GemmConfig kGemm = Config::gemm;
   static_assert(!kGemm.draws_tiles(), "no counter comes with the arguments");
   int64_t const d = args.hidden;
   RouterLogitsParams p{};
@@ -68,8 +68,8 @@ cudaError_t launch_router_logits_config(RouterLogitsArguments const& args, int s
   p.gemm.n_tiles = (args.experts + kGemm.tile.n - 1) / kGemm.tile.n;
   p.gemm.k_tiles = int((d + kGemm.tile.k - 1) / kGemm.tile.k);
   return host::launch_persistent<router_logits<Config>>(
-      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
-      block::most_tiles<Config::gemm>(p.gemm, args.x.rows), sm_count, p, stream);
+      host::persistent_shape<Config::gemm, gemm::SharedStorage<Config::gemm>>(),
+      gemm::most_tiles<Config::gemm>(p.gemm, args.x.rows), sm_count, p, stream);
 }
 
 }  // namespace tessera::cuda

@@ -20,8 +20,8 @@
 
 #include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
-#include "../block/fold.cuh"
 #include "../host/router_loss.hpp"
+#include "../warp/fold.cuh"
 #include "core/router_math.hpp"
 
 namespace tessera::cuda {
@@ -63,7 +63,7 @@ struct LaneRow {
       softmax[i] = expert(i) < p.experts ? gmem_logits[expert(i)] : -INFINITY;
       largest = fmaxf(largest, softmax[i]);
     }
-    largest = block::fold_max(largest);
+    largest = warp::fold_max(largest);
     float partial = 0;
     TESSERA_UNROLL
     for (int i = 0; i < kLaneExperts; ++i) {
@@ -72,7 +72,7 @@ struct LaneRow {
       softmax[i] = exists ? core::exp_fp32(softmax[i] - largest) : 0.0f;
       partial += softmax[i];
     }
-    float const sum = block::fold_sum(partial);
+    float const sum = warp::fold_sum(partial);
     TESSERA_UNROLL
     for (int i = 0; i < kLaneExperts; ++i) softmax[i] = softmax[i] / sum;
     return largest + core::log_fp32(sum);
@@ -83,7 +83,7 @@ struct LaneRow {
     if constexpr (!kOwnP) return 1.0f;
     float partial = 0;
     for_each([&](int i, int) { partial += own_p[i]; });
-    return block::fold_sum(partial) + core::kNormalizeFloor;
+    return warp::fold_sum(partial) + core::kNormalizeFloor;
   }
 
   __device__ TokenLoss loss(int64_t token, float const (&cost)[kLaneExperts]) {
@@ -93,7 +93,7 @@ struct LaneRow {
     for_each([&](int i, int) {
       partial += cost[i] * (kOwnP ? own_p[kOwnP ? i : 0] / own_sum : softmax[i]);
     });
-    float const balance = block::fold_sum(partial);
+    float const balance = warp::fold_sum(partial);
     float sequence = 0;
     float const* gmem_sequence_cost = nullptr;
     if constexpr (kSequences) {
@@ -105,7 +105,7 @@ struct LaneRow {
           partial += gmem_sequence_cost[e] * (kOwnP ? own_p[kOwnP ? i : 0] / own_sum : softmax[i]);
         });
       }
-      sequence = block::fold_sum(partial);
+      sequence = warp::fold_sum(partial);
     }
     float const mean = kSequences ? balance + sequence : balance;
     if (p.gmem_dlogits != nullptr) {
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(Config::kThreads)
   if (!p.wants_losses()) return;
   __syncthreads();
   if (warp >= Config::kLosses) return;
-  float const sum = block::fold_sum(smem_losses[warp][lane]);
+  float const sum = warp::fold_sum(smem_losses[warp][lane]);
   if (lane == 0) p.gmem_partials[warp * int64_t{gridDim.x} + blockIdx.x] = sum;
 }
 
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(Config::kLosses* arch::kWarpThreads)
   for (int64_t b = arch::lane_idx(); b < blocks; b += arch::kWarpThreads) {
     partial += gmem_partials[b];
   }
-  float const sum = block::fold_sum(partial);
+  float const sum = warp::fold_sum(partial);
   if (arch::lane_idx() == 0) *gmem_loss = sum;
 }
 

@@ -6,8 +6,8 @@
 // Schedule persistent, 1 CTA/SM; varlen-K: work tile = (chunk, tile_m of d, tile_n of E), k = its tokens
 //   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
 //   WG1,2 consumers |         | mma s0  | .. | store (wait full, arrive empty)
-//   when all tiles are stored: every warp adds up a share of dw_router (block/epilogue/chunk_sum.cuh)
-// Barriers full, empty [stages] and named ones: gemm_config.hpp
+//   when all tiles are stored: every warp adds up a share of dw_router (epilogue/chunk_sum.cuh)
+// Barriers full, empty [stages] and named ones: gemm/config.hpp
 //   with padding: cp.async gather of the real tokens' x, the chunks are those of so many tokens
 // Numerics fp32 accumulate in token order inside a chunk, chunks in order, one rounding; the chunks depend on the
 //          shape and the number of real tokens alone; bitwise repeatable: yes
@@ -15,26 +15,26 @@
 #pragma once
 
 #include "../arch/dependent_launch.cuh"
-#include "../block/epilogue/chunk_sum.cuh"
-#include "../block/epilogue/wgrad_store.cuh"
-#include "../block/gemm.cuh"
+#include "../epilogue/chunk_sum.cuh"
+#include "../epilogue/wgrad_store.cuh"
+#include "../gemm/sm90/roles.cuh"
 #include "../host/launch.hpp"
 #include "../host/router_backward.hpp"
 #include "../host/wgrad_params.hpp"
 
 namespace tessera::cuda {
 
-// A config is a type with `static constexpr block::GemmConfig gemm`.
+// A config is a type with `static constexpr gemm::GemmConfig gemm`.
 struct RouterWgradParams {
-  block::GemmParams gemm;
-  block::ChunkSumParams epilogue;
+  gemm::GemmParams gemm;
+  gemm::ChunkSumParams epilogue;
 };
 
 template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     router_wgrad(__grid_constant__ RouterWgradParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  block::run_gemm<Config::gemm, block::ChunkSumEpilogue<Config::gemm>>(p.gemm, p.epilogue);
+  gemm::run_gemm<Config::gemm, gemm::ChunkSumEpilogue<Config::gemm>>(p.gemm, p.epilogue);
   // Whoever comes next in the stream comes after both.
   if (blockIdx.x == gridDim.x - 1) arch::wait_for_kernel_ahead();
 #endif
@@ -51,7 +51,7 @@ cudaError_t launch_router_wgrad_config(RouterWgradArguments const& args, int sm_
   int64_t const chunks = kGathers ? router_wgrad_most_chunks(tokens, d, experts)
                                   : router_wgrad_chunks(tokens, d, experts);
   RouterWgradParams params;
-  block::WgradStoreParams no_store;
+  gemm::WgradStoreParams no_store;
   cudaError_t error =
       host::make_wgrad_params<Config::gemm, false>(params.gemm, no_store,
                                                    {.left = args.x,
@@ -86,8 +86,8 @@ cudaError_t launch_router_wgrad_config(RouterWgradArguments const& args, int sm_
                      .m_tiles = params.gemm.m_tiles,
                      .n_tiles = params.gemm.n_tiles};
   return host::launch_persistent<router_wgrad<Config>>(
-      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(args.starts_early),
-      block::most_tiles<Config::gemm>(params.gemm, tokens), sm_count, params, stream);
+      host::persistent_shape<Config::gemm, gemm::SharedStorage<Config::gemm>>(args.starts_early),
+      gemm::most_tiles<Config::gemm>(params.gemm, tokens), sm_count, params, stream);
 }
 
 }  // namespace tessera::cuda

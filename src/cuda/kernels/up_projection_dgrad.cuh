@@ -9,9 +9,9 @@
 //          what there is of w_up (partial_last)
 //   WG0 producer    | fill s0 | fill s1 | ..         (wait empty, arrive full)
 //   WG1,2 consumers |         | mma s0  | .. | round (wait full, arrive empty)
-//   dl w_router[e]: one more k16 step of a tile (block/outer_product.cuh)
-//   stores under the next tile's k loop (block/deferred_rows.cuh)
-// Barriers full, empty [stages] and named ones: gemm_config.hpp
+//   dl w_router[e]: one more k16 step of a tile (gemm/sm90/outer_product.cuh)
+//   stores under the next tile's k loop (gemm/sm90/deferred.cuh)
+// Barriers full, empty [stages] and named ones: gemm/config.hpp
 // Numerics fp32 accumulate over both halves, then dl, split into two bf16, times w_router, which is two bf16 as well
 //          where it is fp32; one rounding; bitwise
 //          repeatable: yes
@@ -19,8 +19,8 @@
 #pragma once
 
 #include "../arch/dependent_launch.cuh"
-#include "../block/epilogue/store_outer_product.cuh"
-#include "../block/gemm.cuh"
+#include "../epilogue/store_outer_product.cuh"
+#include "../gemm/sm90/roles.cuh"
 #include "../host/launch.hpp"
 #include "../host/projection_backward.hpp"
 #include "../host/split_fp32.hpp"
@@ -29,10 +29,10 @@
 
 namespace tessera::cuda {
 
-// A config is a type with `static constexpr block::GemmConfig gemm` and `bool router_part`.
+// A config is a type with `static constexpr gemm::GemmConfig gemm` and `bool router_part`.
 struct UpProjectionDgradParams {
-  block::GemmParams gemm;
-  block::StoreOuterProductParams epilogue;
+  gemm::GemmParams gemm;
+  gemm::StoreOuterProductParams epilogue;
 };
 
 // The kernel ahead makes what the epilogue adds, or reads what it overwrites.
@@ -53,10 +53,10 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   arch::let_next_kernel_start();  // up_projection_wgrad
   if constexpr (Config::router_part) {
-    block::run_gemm<Config::gemm, AfterKernelAhead<block::StoreOuterProductEpilogue<Config::gemm>>>(
+    gemm::run_gemm<Config::gemm, AfterKernelAhead<gemm::StoreOuterProductEpilogue<Config::gemm>>>(
         p.gemm, p.epilogue);
   } else {
-    block::run_gemm<Config::gemm, AfterKernelAhead<block::StoreEpilogue<Config::gemm>>>(
+    gemm::run_gemm<Config::gemm, AfterKernelAhead<gemm::StoreEpilogue<Config::gemm>>>(
         p.gemm, p.epilogue.store);
   }
 #endif
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
 template <class Config>
 cudaError_t make_up_projection_dgrad_params(UpProjectionDgradParams& p,
                                             UpProjectionDgradArguments const& args) {
-  constexpr block::GemmConfig kGemm = Config::gemm;
+  constexpr gemm::GemmConfig kGemm = Config::gemm;
   static_assert(kGemm.k_halves() == 2);
   int64_t const d = args.hidden;
   int64_t const n = args.intermediate;
@@ -81,15 +81,15 @@ cudaError_t make_up_projection_dgrad_params(UpProjectionDgradParams& p,
                                      halves, args.experts, d, n));
   if constexpr (!kGemm.defers()) {
     then(host::make_ragged_store_map(p.epilogue.store.d, args.gmem_dx_rows, args.rows, 1, d,
-                                     args.rows, block::kSubtileM));
+                                     args.rows, gemm::kSubtileM));
   }
-  p.epilogue.store.gmem_d = static_cast<block::bf16*>(args.gmem_dx_rows);
+  p.epilogue.store.gmem_d = static_cast<gemm::bf16*>(args.gmem_dx_rows);
   p.epilogue.store.columns = int(d);
   p.epilogue.store.ragged_extent = int(args.rows);
   if constexpr (kGemm.epilogue.outer_product) {
     p.gemm.v_rows = args.router_in_terms ? kDgradTerms : 1;
     then(host::make_matrix_map(p.gemm.v, args.w_router.gmem, args.experts * p.gemm.v_rows, d,
-                               args.w_router.pitch, block::kOuterRows));
+                               args.w_router.pitch, gemm::kOuterRows));
     p.epilogue.gmem_u = args.gmem_row_dlogits;
   }
   p.gemm.gmem_offsets = args.gmem_expert_offsets;
@@ -108,8 +108,8 @@ cudaError_t launch_up_projection_dgrad_config(UpProjectionDgradArguments const& 
   cudaError_t const error = make_up_projection_dgrad_params<Config>(params, args);
   if (error != cudaSuccess) return error;
   return host::launch_persistent<up_projection_dgrad<Config>>(
-      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(args.starts_early),
-      block::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
+      host::persistent_shape<Config::gemm, gemm::SharedStorage<Config::gemm>>(args.starts_early),
+      gemm::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
 }
 
 }  // namespace tessera::cuda

@@ -9,16 +9,16 @@
 //   WG0 producer    | fill s0 | fill s1 | fill s2 | fill s3 | next tile: fill s0  (wait empty, arrive full)
 //   WG1,2 consumers |         | mma s0  | mma s1  | mma s2  | mma s3 | round h    (wait full, arrive empty)
 //   fill = TMA w_up + rows of x by TMA (already sorted) or cp.async gather (TMA gather needs Blackwell)
-//   under the next tile's k loop, in pieces, the two warpgroups in turns (block/deferred_rows.cuh): activation, stores
-// Barriers full, empty [stages] and named ones: arrival counts and ids in gemm_config.hpp
+//   under the next tile's k loop, in pieces, the two warpgroups in turns (gemm/sm90/deferred.cuh): activation, stores
+// Barriers full, empty [stages] and named ones: arrival counts and ids in gemm/config.hpp
 // Numerics fp32 accumulate, one rounding each for h and a (a from the rounded h, decision 0023); bitwise
 //          repeatable: yes, the tile counter decides who computes a tile, not how
 // Requires what refuse() asks (layer/select.cpp)
 #pragma once
 
 #include "../arch/dependent_launch.cuh"
-#include "../block/epilogue/activation.cuh"
-#include "../block/gemm.cuh"
+#include "../epilogue/activation.cuh"
+#include "../gemm/sm90/roles.cuh"
 #include "../host/launch.hpp"
 #include "../host/projection.hpp"
 #include "../host/tensor_map.hpp"
@@ -26,10 +26,10 @@
 
 namespace tessera::cuda {
 
-// A config is a type with `static constexpr block::GemmConfig gemm`, `ActivationKind activation`, `bool interleaved`.
+// A config is a type with `static constexpr gemm::GemmConfig gemm`, `ActivationKind activation`, `bool interleaved`.
 struct UpProjectionFwdParams {
-  block::GemmParams gemm;
-  block::ActivationParams epilogue;
+  gemm::GemmParams gemm;
+  gemm::ActivationParams epilogue;
 };
 
 template <class Config>
@@ -38,15 +38,15 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   // down_projection_fwd, which reads the tables at once: what made them has ended, as this kernel never starts early.
   arch::let_next_kernel_start();
-  using Epilogue = block::ActivationEpilogue<Config::gemm, Config::activation, Config::interleaved>;
-  block::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
+  using Epilogue = gemm::ActivationEpilogue<Config::gemm, Config::activation, Config::interleaved>;
+  gemm::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
 #endif
 }
 
 template <class Config>
 cudaError_t make_up_projection_fwd_params(UpProjectionFwdParams& p,
                                           UpProjectionFwdArguments const& args) {
-  constexpr block::GemmConfig kGemm = Config::gemm;
+  constexpr gemm::GemmConfig kGemm = Config::gemm;
   int64_t const d = args.hidden;
   int64_t const n = args.intermediate;
   cudaError_t error = cudaSuccess;
@@ -64,11 +64,11 @@ cudaError_t make_up_projection_fwd_params(UpProjectionFwdParams& p,
   }
   constexpr int kHalves = Activation{.kind = Config::activation}.gated() ? 2 : 1;
   for (int half = 0; half < kHalves; ++half) {
-    p.epilogue.bias[half] = {static_cast<block::bf16 const*>(args.b_up[half].gmem),
+    p.epilogue.bias[half] = {static_cast<gemm::bf16 const*>(args.b_up[half].gmem),
                              args.b_up[half].expert_stride, int(args.b_up[half].row_stride)};
   }
-  p.epilogue.gmem_h = static_cast<block::bf16*>(args.gmem_h);
-  p.epilogue.gmem_a = static_cast<block::bf16*>(args.gmem_a);
+  p.epilogue.gmem_h = static_cast<gemm::bf16*>(args.gmem_h);
+  p.epilogue.gmem_a = static_cast<gemm::bf16*>(args.gmem_a);
   p.epilogue.activation = args.activation;
   p.epilogue.columns = int(n);
   p.gemm.gmem_a = args.x.gmem;
@@ -93,8 +93,8 @@ cudaError_t launch_up_projection_fwd_config(UpProjectionFwdArguments const& args
   cudaError_t const error = make_up_projection_fwd_params<Config>(params, args);
   if (error != cudaSuccess) return error;
   return host::launch_persistent<up_projection_fwd<Config>>(
-      host::persistent_shape<Config::gemm, block::SharedStorage<Config::gemm>>(),
-      block::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
+      host::persistent_shape<Config::gemm, gemm::SharedStorage<Config::gemm>>(),
+      gemm::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
 }
 
 }  // namespace tessera::cuda

@@ -4,13 +4,13 @@
 //          half], a (R,n)
 // Work     2*R*w*n*d FLOP; bytes: 2*w*n*d for every kGemvRows rows of an expert
 // Schedule grid (columns, rows): the CTA of the first of up to kGemvRows rows of an expert serves them, the others end;
-//          a warp takes kColumns values of a, gate and up rows of each side by side (block/gemv.cuh)
+//          a warp takes kColumns values of a, gate and up rows of each side by side (warp/gemv.cuh)
 // Numerics fp32 sums of 32 lanes, folded by halves; one rounding per stored value; bitwise repeatable: yes
 // Requires rows of 16 bytes (layer/select.cpp)
 #pragma once
 
-#include "../block/gemv.cuh"
 #include "../host/projection.hpp"
+#include "../warp/gemv.cuh"
 #include "core/activation_math.hpp"
 
 namespace tessera::cuda {
@@ -25,8 +25,8 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
     up_projection_fwd_gemv(__grid_constant__ UpProjectionFwdArguments const p, Act const act) {
   constexpr int kHalves = Act::kGated ? 2 : 1;
   constexpr int kColumns = Config::kColumns;
-  block::GemvRows const rows =
-      block::gemv_rows(p.gmem_expert_offsets, p.experts, static_cast<int>(blockIdx.y));
+  warp::GemvRows const rows =
+      warp::gemv_rows(p.gmem_expert_offsets, p.experts, static_cast<int>(blockIdx.y));
   int64_t const n = p.intermediate;
   int64_t const column = (int64_t{blockIdx.x} * Config::kWarps + arch::warp_idx()) * kColumns;
   if (rows.count == 0 || column >= n) return;
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
   auto const* const gmem_x = static_cast<__nv_bfloat16 const*>(p.x.gmem);
   auto* const gmem_h = static_cast<__nv_bfloat16*>(p.gmem_h);
   auto* const gmem_a = static_cast<__nv_bfloat16*>(p.gmem_a);
-  block::with_rows(rows.count, [&]<int kRows>(std::integral_constant<int, kRows>) {
+  warp::with_rows(rows.count, [&]<int kRows>(std::integral_constant<int, kRows>) {
     __nv_bfloat16 const* x[kRows];
     TESSERA_UNROLL
     for (int i = 0; i < kRows; ++i) {
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
       x[i] = gmem_x + (p.gmem_gather_index != nullptr ? p.gmem_gather_index[row] : row) * p.x.pitch;
     }
     float sums[kRows][kHalves * kColumns];
-    block::dot_products(x, w, static_cast<int>(p.hidden), sums);
+    warp::dot_products(x, w, static_cast<int>(p.hidden), sums);
     TESSERA_UNROLL
     for (int i = 0; i < kRows; ++i) {
       int64_t const row = rows.first + i;

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "../block/gemm_config.hpp"
+#include "../gemm/config.hpp"
 #include "tessera/shape.hpp"
 
 namespace tessera::cuda {
@@ -20,67 +20,67 @@ enum class Columns : uint8_t { kHalves, kInterleaved };
 
 // Gathered rows: 16-byte copies cost the same per row whatever the tile, so it is as wide as possible.
 // Interleaved columns: B is loaded as it lies.
-template <ActivationKind kKind, block::Loader kRows, block::Major kMajor, block::Boxes kBoxes,
+template <ActivationKind kKind, gemm::Loader kRows, gemm::Major kMajor, gemm::Boxes kBoxes,
           Columns kColumns = Columns::kHalves>
 struct UpProjectionFwdConfig {
   static constexpr bool interleaved = kColumns == Columns::kInterleaved;
-  static_assert(!interleaved || kMajor == block::Major::kRows);
+  static_assert(!interleaved || kMajor == gemm::Major::kRows);
   static constexpr ActivationKind activation = kKind;
-  static constexpr block::GemmConfig gemm{
+  static constexpr gemm::GemmConfig gemm{
       .a = {.loader = kRows},
       .b = {.major = kMajor,
-            .halves = Activation{.kind = kKind}.gated() && !interleaved ? block::Halves::kAlongRows
-                                                                        : block::Halves::kOne,
+            .halves = Activation{.kind = kKind}.gated() && !interleaved ? gemm::Halves::kAlongRows
+                                                                        : gemm::Halves::kOne,
             .boxes = kBoxes},
-      .epilogue = {.mode = block::EpilogueMode::kDeferred},
+      .epilogue = {.mode = gemm::EpilogueMode::kDeferred},
       .order = {.raster_n = kForwardRaster},
-      .chain = block::Chain::kHandsOver};
+      .chain = gemm::Chain::kHandsOver};
 };
 
 // Up to n = 256 an expert's B for 256 columns stays in shared memory for a run of tiles; else epilogues are deferred.
 constexpr int64_t kDownProjectionResidentUpTo = 256;  // n
 
-template <block::Major kMajor>
+template <gemm::Major kMajor>
 struct DownProjectionFwdResident {
-  static constexpr block::GemmConfig gemm{.tile = {64, 256, 64},
-                                          .stages = 8,
-                                          .schedule = block::Schedule::kPingPong,
-                                          .b = {.major = kMajor},
-                                          .b_stages = {.storage = block::BStorage::kResident,
-                                                       .k_tiles = kDownProjectionResidentUpTo / 64,
-                                                       .run_tiles = 12},
-                                          .chain = block::Chain::kTakesOver};
+  static constexpr gemm::GemmConfig gemm{.tile = {64, 256, 64},
+                                         .stages = 8,
+                                         .schedule = gemm::Schedule::kPingPong,
+                                         .b = {.major = kMajor},
+                                         .b_stages = {.storage = gemm::BStorage::kResident,
+                                                      .k_tiles = kDownProjectionResidentUpTo / 64,
+                                                      .run_tiles = 12},
+                                         .chain = gemm::Chain::kTakesOver};
 };
-template <block::Major kMajor, block::Tail kTail = block::Tail::kWhole>
+template <gemm::Major kMajor, gemm::Tail kTail = gemm::Tail::kWhole>
 struct DownProjectionFwdWide {
-  static constexpr block::GemmConfig gemm{
+  static constexpr gemm::GemmConfig gemm{
       .b = {.major = kMajor},
       .tail = kTail,
-      .epilogue = {.mode = block::EpilogueMode::kDeferred},
-      .order = {.draw = block::Draw::kOwnWarp, .raster_n = kForwardRaster},
-      .chain = block::Chain::kTakesOver};
+      .epilogue = {.mode = gemm::EpilogueMode::kDeferred},
+      .order = {.draw = gemm::Draw::kOwnWarp, .raster_n = kForwardRaster},
+      .chain = gemm::Chain::kTakesOver};
 };
 
 // Its tiles are alike. Up to 128 experts: 128 rows; more: the widest.
 // bench/results/archive/h200/2026-11-22-router-short.json
 struct RouterLogitsNarrow {
   static constexpr int kMostExperts = 128;
-  static constexpr block::GemmConfig gemm{.tile = {128, 128, 64},
-                                          .stages = 6,
-                                          .schedule = block::Schedule::kPingPong,
-                                          .tail = block::Tail::kShort,
-                                          .order = {.draw = block::Draw::kStride}};
+  static constexpr gemm::GemmConfig gemm{.tile = {128, 128, 64},
+                                         .stages = 6,
+                                         .schedule = gemm::Schedule::kPingPong,
+                                         .tail = gemm::Tail::kShort,
+                                         .order = {.draw = gemm::Draw::kStride}};
 };
 // 64 to 128 experts, 64 rows where they leave the busiest SM fewer of them: at T = 24576 three waves instead of two of
 // 128 rows. bench/results/archive/h200/2026-11-22-router-tiles.json
 struct RouterLogitsLow {
   static constexpr int kLeastExperts = 64;
-  static constexpr block::GemmConfig gemm{.tile = {64, 128, 64},
-                                          .stages = 8,
-                                          .schedule = block::Schedule::kPingPong,
-                                          .tail = block::Tail::kShort,
-                                          .epilogue = {.slabs = 1},
-                                          .order = {.draw = block::Draw::kStride}};
+  static constexpr gemm::GemmConfig gemm{.tile = {64, 128, 64},
+                                         .stages = 8,
+                                         .schedule = gemm::Schedule::kPingPong,
+                                         .tail = gemm::Tail::kShort,
+                                         .epilogue = {.slabs = 1},
+                                         .order = {.draw = gemm::Draw::kStride}};
 };
 constexpr bool router_logits_is_low(int64_t tokens, int64_t experts, int64_t sm_count) {
   auto const busiest = [=](int64_t rows) {
@@ -93,30 +93,30 @@ constexpr bool router_logits_is_low(int64_t tokens, int64_t experts, int64_t sm_
 static_assert(router_logits_is_low(24576, 128, 132) && !router_logits_is_low(32768, 128, 132));
 
 struct RouterLogitsWide {
-  static constexpr block::GemmConfig gemm{.stages = 4, .order = {.draw = block::Draw::kStride}};
+  static constexpr gemm::GemmConfig gemm{.stages = 4, .order = {.draw = gemm::Draw::kStride}};
 };
 
 // Of an fp32 w_router. A stage of 64 KB is 3.1 MFLOP, which L2 does not keep up with where every SM reads its own B:
 // two CTAs share it, but for few experts. docs/notebook/2026-11-27-fp32-router.md
 struct RouterLogitsTermsFew {
   static constexpr int kMostExperts = 64;
-  static constexpr block::GemmConfig gemm{.tile = {128, 128, 64},
-                                          .stages = 3,
-                                          .schedule = block::Schedule::kPingPong,
-                                          .b_stages = {.terms = 3},
-                                          .tail = block::Tail::kShort,
-                                          .epilogue = {.slabs = 1},
-                                          .order = {.draw = block::Draw::kStride}};
+  static constexpr gemm::GemmConfig gemm{.tile = {128, 128, 64},
+                                         .stages = 3,
+                                         .schedule = gemm::Schedule::kPingPong,
+                                         .b_stages = {.terms = 3},
+                                         .tail = gemm::Tail::kShort,
+                                         .epilogue = {.slabs = 1},
+                                         .order = {.draw = gemm::Draw::kStride}};
 };
 struct RouterLogitsTerms {
-  static constexpr block::GemmConfig gemm{
+  static constexpr gemm::GemmConfig gemm{
       .tile = {128, 128, 64},
       .stages = 3,
-      .schedule = block::Schedule::kPingPong,
-      .cluster = {.ctas = 2, .sharing = block::Sharing::kMulticast},
+      .schedule = gemm::Schedule::kPingPong,
+      .cluster = {.ctas = 2, .sharing = gemm::Sharing::kMulticast},
       .b_stages = {.terms = 3},
       .epilogue = {.slabs = 1},
-      .order = {.draw = block::Draw::kStride}};
+      .order = {.draw = gemm::Draw::kStride}};
 };
 
 }  // namespace tessera::cuda

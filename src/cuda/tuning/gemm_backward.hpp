@@ -5,7 +5,7 @@
 // docs/notebook/2026-11-22-{lent-stages,deferred-epilogues}.md
 #pragma once
 
-#include "../block/gemm_config.hpp"
+#include "../gemm/config.hpp"
 #include "gemm.hpp"
 #include "tessera/shape.hpp"
 
@@ -15,25 +15,25 @@ namespace tessera::cuda {
 // bring and take those slabs; where n does not fill them, ping-pong hides what it can.
 enum class TileWidth : uint8_t { k128, k256 };
 
-template <ActivationKind kKind, block::Major kMajor, block::Boxes kBoxes,
+template <ActivationKind kKind, gemm::Major kMajor, gemm::Boxes kBoxes,
           TileWidth kWidth = TileWidth::k128, Columns kColumns = Columns::kHalves>
 struct DownProjectionDgradConfig {
   static constexpr bool wide = kWidth == TileWidth::k256;
   static constexpr ActivationKind activation = kKind;
   static constexpr bool interleaved = kColumns == Columns::kInterleaved;
   static constexpr bool gated = Activation{.kind = kKind}.gated();
-  static constexpr block::GemmConfig gemm{
+  static constexpr gemm::GemmConfig gemm{
       .tile = {128, wide ? 256 : 128, 64},
       .stages = 4,
-      .schedule = wide ? block::Schedule::kCooperative : block::Schedule::kPingPong,
-      .a = {.loader = block::Loader::kGather},
+      .schedule = wide ? gemm::Schedule::kCooperative : gemm::Schedule::kPingPong,
+      .a = {.loader = gemm::Loader::kGather},
       .b = {.major = kMajor, .boxes = kBoxes},
-      .epilogue = {.mode = wide ? block::EpilogueMode::kLent : block::EpilogueMode::kInline,
+      .epilogue = {.mode = wide ? gemm::EpilogueMode::kLent : gemm::EpilogueMode::kInline,
                    .slabs = wide    ? 1
                             : gated ? 5
                                     : 3,
                    .lent_stages = wide ? 4 : 0},
-      .chain = block::Chain::kHandsOver};
+      .chain = gemm::Chain::kHandsOver};
 };
 
 constexpr bool down_projection_dgrad_is_wide(int64_t intermediate) { return intermediate > 128; }
@@ -41,13 +41,13 @@ constexpr bool down_projection_dgrad_is_wide(int64_t intermediate) { return inte
 // Whether the rows of dx start from what the router adds to them.
 enum class RouterPart : uint8_t { kNone, kAdded };
 
-template <block::Major kMajor, RouterPart kRouterPart, block::Tail kTail = block::Tail::kWhole>
+template <gemm::Major kMajor, RouterPart kRouterPart, gemm::Tail kTail = gemm::Tail::kWhole>
 struct UpProjectionDgradConfig {
   static constexpr bool router_part = kRouterPart == RouterPart::kAdded;
-  static constexpr block::GemmConfig gemm{
-      .b = {.major = kMajor, .halves = block::Halves::kAlongK},
+  static constexpr gemm::GemmConfig gemm{
+      .b = {.major = kMajor, .halves = gemm::Halves::kAlongK},
       .tail = kTail,
-      .epilogue = {.mode = block::EpilogueMode::kDeferred, .outer_product = router_part}};
+      .epilogue = {.mode = gemm::EpilogueMode::kDeferred, .outer_product = router_part}};
 };
 
 // What a weight gradient is stored as. bf16 that is added to is a kernel of its own; fp32 is added to by a switch of
@@ -60,57 +60,57 @@ enum class Gradient : uint8_t { kBf16, kAddedToBf16, kFp32 };
 // Multicast: two CTAs whose tiles are neighbours along d share each B, which takes a third of the bytes off L2. Both
 // have the same rows to add up, so neither waits for the other.
 // bench/results/archive/h200/2026-11-22-wgrad-pairs-layer.json
-template <block::Major kMajor, Gradient kGradient, block::Boxes kBoxes,
-          block::Sharing kSharing = block::Sharing::kNone>
+template <gemm::Major kMajor, Gradient kGradient, gemm::Boxes kBoxes,
+          gemm::Sharing kSharing = gemm::Sharing::kNone>
 struct ProjectionWgradConfig {
-  static constexpr bool any_layout = kBoxes == block::Boxes::kAny;
+  static constexpr bool any_layout = kBoxes == gemm::Boxes::kAny;
   static constexpr bool adds = kGradient == Gradient::kAddedToBf16;
-  static constexpr bool pairs = kSharing == block::Sharing::kMulticast;
+  static constexpr bool pairs = kSharing == gemm::Sharing::kMulticast;
   static_assert(!adds || !any_layout);
   static_assert(!pairs || (!any_layout && !adds));
-  static constexpr block::Major d_major = kMajor;
+  static constexpr gemm::Major d_major = kMajor;
   static constexpr bool fp32 = kGradient == Gradient::kFp32;
   static constexpr bool defers = !any_layout && !adds;
-  static constexpr block::GemmConfig gemm{
-      .ragged = block::Ragged::kK,
-      .a = {.loader = block::Loader::kGather, .major = block::Major::kRows},
-      .b = {.major = block::Major::kRows, .boxes = kBoxes},
+  static constexpr gemm::GemmConfig gemm{
+      .ragged = gemm::Ragged::kK,
+      .a = {.loader = gemm::Loader::kGather, .major = gemm::Major::kRows},
+      .b = {.major = gemm::Major::kRows, .boxes = kBoxes},
       .cluster = {.ctas = pairs ? 2 : 1, .sharing = kSharing},
-      .b_stages = {.storage = fp32 && defers ? block::BStorage::kBehind : block::BStorage::kRing},
-      .epilogue = {.mode = adds     ? block::EpilogueMode::kLent
-                           : defers ? block::EpilogueMode::kDeferred
-                                    : block::EpilogueMode::kInline,
+      .b_stages = {.storage = fp32 && defers ? gemm::BStorage::kBehind : gemm::BStorage::kRing},
+      .epilogue = {.mode = adds     ? gemm::EpilogueMode::kLent
+                           : defers ? gemm::EpilogueMode::kDeferred
+                                    : gemm::EpilogueMode::kInline,
                    .slabs = fp32 && defers ? 4 : 2,
                    .lent_stages = adds ? 2 : 0},
-      .chain = any_layout ? block::Chain::kNone : block::Chain::kTakesOver};
+      .chain = any_layout ? gemm::Chain::kNone : gemm::Chain::kTakesOver};
 };
 
 // Where no CTA of a pair is left without a tile.
 constexpr bool projection_wgrad_in_pairs(int64_t hidden, int sm_count) {
-  constexpr int kTileM = block::GemmConfig{}.tile.m;
+  constexpr int kTileM = gemm::GemmConfig{}.tile.m;
   return (hidden + kTileM - 1) / kTileM % 2 == 0 && sm_count >= 2;
 }
 
 // Memory bound, with short k loops. bench/results/archive/h200/2026-11-22-router.json
 struct RouterDgradConfig {
-  static constexpr block::GemmConfig gemm{.tile = {192, 128, 64},
-                                          .stages = 4,
-                                          .schedule = block::Schedule::kPingPong,
-                                          .b = {.major = block::Major::kRows}};
+  static constexpr gemm::GemmConfig gemm{.tile = {192, 128, 64},
+                                         .stages = 4,
+                                         .schedule = gemm::Schedule::kPingPong,
+                                         .b = {.major = gemm::Major::kRows}};
 };
 // kTileExperts: router_wgrad_tile_experts(). bench/results/archive/h200/2026-11-22-router-tiles.json
 // kGathers: x by a list of the tokens that are not padding.
 template <int kTileExperts, bool kGathers = false>
 struct RouterWgradConfig {
-  static constexpr block::GemmConfig gemm{
+  static constexpr gemm::GemmConfig gemm{
       .tile = {128, kTileExperts, 64},
       .stages = kTileExperts == 256 ? 4 : 6,
-      .ragged = block::Ragged::kK,
-      .a = {.loader = kGathers ? block::Loader::kGather : block::Loader::kTma,
-            .major = block::Major::kRows},
-      .b = {.major = block::Major::kRows},
-      .tail = block::Tail::kShort,
-      .order = {.draw = block::Draw::kCounterFromFirst}};
+      .ragged = gemm::Ragged::kK,
+      .a = {.loader = kGathers ? gemm::Loader::kGather : gemm::Loader::kTma,
+            .major = gemm::Major::kRows},
+      .b = {.major = gemm::Major::kRows},
+      .tail = gemm::Tail::kShort,
+      .order = {.draw = gemm::Draw::kCounterFromFirst}};
 };
 
 }  // namespace tessera::cuda

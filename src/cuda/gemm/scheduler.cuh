@@ -1,0 +1,354 @@
+// SPDX-License-Identifier: Apache-2.0
+// Persistent schedule over a ragged list of segments. Clusters draw work tiles from one
+// global counter, so that at any time the tiles being computed are neighbours in the list: they share
+// B in L2 whatever the segments' sizes. (With a fixed stride, unequal tiles let the CTAs drift apart:
+// three times the DRAM traffic at 512 segments of about 640 rows.) Tiles that are all alike lie a stride apart
+// after all, and no counter has to be 0: draws_tiles. Which CTA computes a tile does not change its bits.
+//
+// varlen-M: a segment of M rows has ceil(M / (cluster_m * tile_m)) blocks; a work tile is (block, n_tile).
+// The last block's rows are divided among the CTAs of the cluster in units of 64, so that a cluster
+// of two wastes at most 127 rows per segment, not 255.
+// varlen-K: every segment has ceil(m_tiles / cluster_m) blocks of a tile for each CTA, and its rows are the reduction.
+// Raster inside a segment: groups of raster_n n_tiles; in a group n runs fastest, m forwards in even
+// groups and backwards in odd ones: neighbours in time share A rows and B columns in L2.
+#pragma once
+
+#include "../arch/clock.cuh"
+#include "../arch/cluster.cuh"
+#include "../arch/warp.cuh"
+#include "../warp/sums.cuh"
+#include "params.hpp"
+#include "storage.cuh"
+
+namespace tessera::cuda::gemm {
+
+struct WorkTile {
+  int segment;
+  int n_tile;
+  int row;    // first row of this CTA: varlen-M counted over all segments, varlen-K in D
+  int rows;   // how many of its tile_m rows exist; 0: the CTA only helps to load B
+  int begin;  // varlen-K: first row of the segment
+  int end;    // first row past the segment
+  // With a resident B:
+  int in_run;    // how many tiles of the run came before
+  int run_left;  // how many come after
+  uint32_t run_phase;
+};
+
+// Whether not all row groups of this tile of B exist: p.b_groups do, in one half.
+template <GemmConfig kGemm>
+__device__ __forceinline__ bool misses_groups(GemmParams const& p, WorkTile const& tile) {
+  return kGemm.short_b() || (kGemm.partial_last() && tile.n_tile == p.n_tiles - 1);
+}
+
+// Whether half of its columns are all that this tile has.
+template <GemmConfig kGemm>
+__device__ __forceinline__ bool is_half(GemmParams const& p, WorkTile const& tile) {
+  return kGemm.halves_last() && misses_groups<kGemm>(p, tile) && p.b_groups <= kGemm.b_groups() / 2;
+}
+
+// varlen-K: a segment without rows takes a k_tile of zeros.
+template <GemmConfig kGemm>
+__device__ __forceinline__ int k_tiles_of(GemmParams const& p, WorkTile const& tile) {
+  if constexpr (kGemm.varlen_k()) {
+    return max(1, (tile.end - tile.begin + kGemm.tile.k - 1) / kGemm.tile.k);
+  } else if constexpr (kGemm.keeps_b()) {
+    return tile.rows > 0 ? p.k_tiles : 0;
+  } else {
+    return p.k_tiles;
+  }
+}
+
+// varlen-K: k16 steps of the last k_tile that hold rows.
+template <GemmConfig kGemm>
+__device__ __forceinline__ int last_steps_of(WorkTile const& tile) {
+  return (tile.end - tile.begin - 1) % kGemm.tile.k / 16 + 1;
+}
+
+// What travels to the readers: {segment | n_tile << 16, first row of the block or kNoTile, end, begin}; with a
+// resident B the rows of the run come last.
+constexpr int kNoTile = -1;
+
+// By a warp that does nothing else, before a draw. Warps of all SMs wake together and draw at once, and then
+// consecutive tickets, which read the same weights and rows, go to SMs that are near each other: one read across the
+// halves of L2 serves several (docs/notebook/2026-11-23-fused-draws.md).
+constexpr uint32_t kDrawSleepNs = 2000;
+
+// Draws tiles and announces them to every CTA of the cluster. One converged warp of CTA 0.
+template <GemmConfig kGemm>
+class TileScheduler {
+ public:
+  __device__ __forceinline__ TileScheduler(SharedStorage<kGemm>& smem, GemmParams const& p)
+      : smem_(smem),
+        gmem_counter_(p.gmem_tile_counter),
+        segments_(p.segments),
+        m_blocks_((p.m_tiles + kGemm.cluster_m() - 1) / kGemm.cluster_m()),
+        n_tiles_(p.n_tiles) {}
+
+  // The first tile is the cluster's number, and tickets are for those after the last cluster's; or it is drawn, too.
+  // Returns whether there is one.
+  __device__ __forceinline__ bool announce_first(int k_tiles) {
+    bool found = false;
+    if constexpr (kGemm.draws_first()) {
+      draw();
+      found = announce_drawn();
+    } else {
+      found = announce(own_cluster());
+    }
+    if (found && !draws_late(k_tiles)) draw();
+    return found;
+  }
+
+  // Called in every k_tile of a tile: draws the next one early enough to hide the counter's latency,
+  // late enough to keep the choice open. Where tiles are, or may be, too short for both, the next but one
+  // is drawn.
+  __device__ __forceinline__ void step(int k_tile, int k_tiles) {
+    if (draws_late(k_tiles) && k_tile == k_tiles - kDrawAhead) draw();
+    if (k_tile == max(k_tiles - kAnnounceAhead, 0)) {
+      bool const found = announce_drawn();
+      if (found && !draws_late(k_tiles)) draw();
+    }
+  }
+
+  // schedules_apart: all of it, by a warp that does nothing else.
+  __device__ __forceinline__ void run(int k_tiles) {
+    bool found = announce_first(k_tiles);
+    for (uint32_t phase = 0; found; phase ^= 1) {
+      arch::mbarrier_wait(&smem_.draw, phase);
+      if (draws_late(k_tiles)) {
+        arch::sleep_ns(kDrawSleepNs);
+        draw();
+      }
+      found = announce_drawn();
+      if (found && !draws_late(k_tiles)) draw();
+    }
+  }
+  // Whether the loads' k_tile of a tile is where run() goes on.
+  __device__ __forceinline__ static bool draws_at(int k_tile, int k_tiles) {
+    return k_tile == max(k_tiles - kDrawAhead, 0);
+  }
+
+ private:
+  static constexpr int kDrawAhead = 8;  // k_tiles before the end of the current tile
+  static constexpr int kAnnounceAhead = 4;
+  static constexpr int kBlockM = kGemm.block_m();
+  static constexpr int kPairM = kGemm.pair_m();
+
+  // Runs of a segment are of nearly equal length, in pairs of tiles.
+  __device__ __forceinline__ static int blocks_of(int rows) {
+    if constexpr (kGemm.keeps_b()) {
+      return rows > 0 ? max(1, (rows + kBlockM / 2) / kBlockM) : 0;
+    } else {
+      return (rows + kBlockM - 1) / kBlockM;
+    }
+  }
+
+  __device__ __forceinline__ static bool draws_late(int k_tiles) {
+    return !kGemm.varlen_k() && k_tiles >= kDrawAhead;
+  }
+
+  __device__ __forceinline__ static int clusters() {
+    return static_cast<int>(gridDim.x) / kGemm.cluster_m();
+  }
+  __device__ __forceinline__ static int own_cluster() {
+    return static_cast<int>(blockIdx.x) / kGemm.cluster_m();
+  }
+
+  __device__ __forceinline__ void draw() {
+    if constexpr (!kGemm.draws_tiles()) {
+      ticket_ += clusters();
+    } else if (arch::lane_idx() == 0) {
+      ticket_ = atomicAdd(gmem_counter_, 1);
+    }
+  }
+
+  __device__ __forceinline__ bool announce_drawn() {
+    int const ticket = kGemm.draws_tiles() ? __shfl_sync(arch::kAllLanes, ticket_, 0) : ticket_;
+    int const first = kGemm.draws_first() ? 0 : kGemm.draws_tiles() ? clusters() : own_cluster();
+    bool const found = announce(first + ticket);
+    // Each cluster (that had a first tile) fails once, so the last index drawn is total + clusters - 1. It leaves the
+    // counter as the next launch expects it.
+    if (kGemm.draws_tiles() && !found &&
+        first + ticket == blocks_before_ * n_tiles_ + clusters() - 1 && arch::lane_idx() == 0) {
+      *gmem_counter_ = 0;
+    }
+    return found;
+  }
+
+  __device__ __forceinline__ bool announce(int index) {
+    int4 message{0, kNoTile, 0, 0};
+    bool const found = find(index, message);
+    arch::mbarrier_wait(&smem_.work_empty[slot_], phase_ ^ 1);
+    if constexpr (kGemm.cluster_m() == 1) {
+      if (arch::lane_idx() == 0) {
+        smem_.work[slot_] = message;
+        arch::mbarrier_arrive(&smem_.work_full[slot_]);
+      }
+    } else if (arch::lane_idx() < kGemm.cluster_m()) {
+      arch::st_async(&smem_.work[slot_], &smem_.work_full[slot_], arch::lane_idx(), message);
+    }
+    __syncwarp();
+    if (++slot_ == kWorkSlots) {
+      slot_ = 0;
+      phase_ ^= 1;
+    }
+    return found;
+  }
+
+  // Indices only grow: 32 segments are examined at a time, from the last tile's on, with a prefix
+  // sum of their block counts across the lanes.
+  __device__ __forceinline__ bool find(int index, int4& message) {
+    int const wanted = index / n_tiles_;  // block number over all segments
+    if constexpr (kGemm.varlen_k()) {
+      segment_ = min(wanted / m_blocks_, segments_);
+      blocks_before_ = segment_ * m_blocks_;
+      if (segment_ == segments_) return false;
+      message = place(index - blocks_before_ * n_tiles_, m_blocks_, 0,
+                      smem_.segment_offsets[segment_ + 1]);
+      message.w = smem_.segment_offsets[segment_];
+      return true;
+    }
+    int const lane = arch::lane_idx();
+    while (segment_ < segments_) {
+      int const s = min(segment_ + lane, segments_ - 1);
+      int const begin = smem_.segment_offsets[s];
+      int const end = smem_.segment_offsets[s + 1];
+      int const blocks = segment_ + lane < segments_ ? blocks_of(end - begin) : 0;
+      int const sum = warp::inclusive_sum(blocks);
+      unsigned const reached = __ballot_sync(arch::kAllLanes, blocks_before_ + sum > wanted);
+      if (reached) {
+        int const found = __ffs(static_cast<int>(reached)) - 1;
+        int const found_blocks = __shfl_sync(arch::kAllLanes, blocks, found);
+        segment_ += found;
+        blocks_before_ += __shfl_sync(arch::kAllLanes, sum, found) - found_blocks;
+        int const found_begin = __shfl_sync(arch::kAllLanes, begin, found);
+        int const found_end = __shfl_sync(arch::kAllLanes, end, found);
+        message = place(index - blocks_before_ * n_tiles_, found_blocks, found_begin, found_end);
+        return true;
+      }
+      blocks_before_ += __shfl_sync(arch::kAllLanes, sum, arch::kWarpThreads - 1);
+      segment_ += arch::kWarpThreads;
+    }
+    return false;
+  }
+
+  // Tile `local` of the segment found.
+  __device__ __forceinline__ int4 place(int local, int blocks, int begin, int end) const {
+    int const group = local / (blocks * kGemm.order.raster_n);
+    int const in_group = local - group * blocks * kGemm.order.raster_n;
+    int const width = min(kGemm.order.raster_n, n_tiles_ - group * kGemm.order.raster_n);
+    int const m = in_group / width;
+    int const block = (group & 1) ? blocks - 1 - m : m;
+    int const n_tile = group * kGemm.order.raster_n + in_group - m * width;
+    if constexpr (kGemm.keeps_b()) {
+      int const pairs = (end - begin + kPairM - 1) / kPairM;
+      auto const of_run = [=](int run) {  // 2^24 rows have 2^31 as a product
+        return begin + static_cast<int>(int64_t{run} * pairs / blocks) * kPairM;
+      };
+      int const first = of_run(block);
+      int const last = min(end, of_run(block + 1));
+      return {segment_ | n_tile << 16, first, end, last - first};
+    }
+    return {segment_ | n_tile << 16, begin + block * kBlockM, end, 0};
+  }
+
+  SharedStorage<kGemm>& smem_;
+  int* gmem_counter_;
+  int segments_;
+  int m_blocks_;  // varlen-K
+  int n_tiles_;
+  int segment_ = 0;
+  int blocks_before_ = 0;  // blocks of the segments before segment_
+  int ticket_ = 0;         // of lane 0; without a counter tiles since the first
+  int slot_ = 0;
+  uint32_t phase_ = 0;
+};
+
+// A warp's view of the announced tiles. Every reading warp must read every tile.
+template <GemmConfig kGemm, bool kArms = false>
+class WorkQueue {
+ public:
+  __device__ __forceinline__ explicit WorkQueue(SharedStorage<kGemm>& smem) : smem_(smem) {}
+
+  // The next tile, or false after the last one. Called by converged warps.
+  __device__ __forceinline__ bool read(WorkTile& tile) {
+    if constexpr (kGemm.keeps_b()) {
+      if (run_left_ > 0) {
+        next_of_run(tile);
+        return true;
+      }
+    }
+    if constexpr (kGemm.cluster_m() == 1) {
+      arch::mbarrier_wait(&smem_.work_full[slot_], phase_);
+    } else {
+      arch::mbarrier_wait_cluster(&smem_.work_full[slot_], phase_);
+    }
+    int4 const message = smem_.work[slot_];
+    if (message.y == kNoTile) return false;
+    __syncwarp();
+    if (arch::lane_idx() == 0) {
+      if constexpr (kArms && kGemm.cluster_m() > 1) {
+        arch::mbarrier_arrive_expect_tx(&smem_.work_full[slot_], sizeof(int4));
+      }
+      if constexpr (kGemm.cluster_m() == 1) {
+        arch::mbarrier_arrive(&smem_.work_empty[slot_]);
+      } else {
+        arch::mbarrier_arrive_cluster(&smem_.work_empty[slot_], 0);
+      }
+    }
+    if (++slot_ == kWorkSlots) {
+      slot_ = 0;
+      phase_ ^= 1;
+    }
+    place(tile, message);
+    if constexpr (kGemm.keeps_b()) {
+      constexpr int kPairM = kGemm.pair_m();
+      run_left_ = (message.w + kPairM - 1) / kPairM * 2 - 1;
+      run_phase_ ^= 1;
+      tile.in_run = 0;
+      tile.run_left = run_left_;
+      tile.run_phase = run_phase_;
+    }
+    return true;
+  }
+
+ private:
+  // `tile` is the one read before.
+  __device__ __forceinline__ void next_of_run(WorkTile& tile) {
+    tile.row += kGemm.tile.m;
+    tile.rows = max(0, min(kGemm.tile.m, tile.end - tile.row));
+    ++tile.in_run;
+    tile.run_left = --run_left_;
+  }
+
+  // This CTA's share of the block's rows.
+  __device__ __forceinline__ static void place(WorkTile& tile, int4 message) {
+    tile.segment = message.x & 0xffff;
+    tile.n_tile = message.x >> 16;
+    tile.begin = message.w;
+    tile.end = message.z;
+    int const left = message.z - message.y;
+    if constexpr (kGemm.varlen_k()) {
+      int const rank = kGemm.cluster_m() == 1 ? 0 : static_cast<int>(arch::cluster_cta_rank());
+      tile.row = message.y + rank * kGemm.tile.m;
+      tile.rows = kGemm.tile.m;
+    } else if constexpr (kGemm.cluster_m() == 1) {
+      tile.row = message.y;
+      tile.rows = min(kGemm.tile.m, left);
+    } else {
+      constexpr int kUnit = kGemm.cluster_m() * kSubtileM;
+      int const share = min(kGemm.tile.m, (left + kUnit - 1) / kUnit * kSubtileM);
+      int const skipped = static_cast<int>(arch::cluster_cta_rank()) * share;
+      tile.row = message.y + skipped;
+      tile.rows = max(0, min(share, left - skipped));
+    }
+  }
+
+  SharedStorage<kGemm>& smem_;
+  int slot_ = 0;
+  uint32_t phase_ = 0;
+  int run_left_ = 0;        // tiles of the run to come
+  uint32_t run_phase_ = 1;  // parity of the run's number
+};
+
+}  // namespace tessera::cuda::gemm

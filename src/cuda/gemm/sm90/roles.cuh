@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// The GEMM of all kernels, once, for every work tile, as the programs of its two roles:
+//   varlen-M  D[row, :] = A[row, :] * B[segment(row)]^T
+//   varlen-K  D[segment] = sum over its rows r of A[:, r] * B[:, r]^T
+// One warpgroup produces (fills stages), the others consume (multiply and hand their accumulators to
+// the epilogue). Policies come from GemmConfig.
+#pragma once
+
+#include <algorithm>
+
+#include "../produce/produce.cuh"
+#include "mainloop.cuh"
+
+namespace tessera::cuda::gemm {
+
+// Barriers and the segment table. On return all CTAs of the cluster may use each other's barriers.
+template <GemmConfig kGemm>
+__device__ __forceinline__ void set_up(SharedStorage<kGemm>& smem, GemmParams const& p) {
+  if (threadIdx.x == 0) {
+    if constexpr (!kGemm.gathers()) arch::tma_prefetch_map(&p.a);
+    if (!p.b_in_boxes) arch::tma_prefetch_map(&p.b[0]);
+    init_pipeline<kGemm>(smem);
+  }
+  for (int s = static_cast<int>(threadIdx.x); s <= p.segments; s += kGemm.threads()) {
+    smem.segment_offsets[s] =
+        p.gmem_offsets != nullptr ? p.gmem_offsets[s] : min(s * p.segment_rows, p.total_rows);
+  }
+  if constexpr (kGemm.cluster_m() > 1) {
+    arch::cluster_sync();
+  } else {
+    __syncthreads();
+  }
+}
+
+// The whole kernel: every thread of the grid calls it once.
+template <GemmConfig kGemm, class Epilogue>
+__device__ __forceinline__ void run_gemm(GemmParams const& p,
+                                         typename Epilogue::Params const& epilogue_params) {
+  static_assert(valid(kGemm));
+  auto& smem = shared_storage<kGemm>();
+  set_up<kGemm>(smem, p);
+  int const warpgroup = arch::warpgroup_idx();
+  if (warpgroup == 0) {
+    produce<kGemm, Epilogue>(smem, p, epilogue_params);
+  } else {
+    consume<kGemm, Epilogue>(smem, p, epilogue_params, warpgroup - 1);
+  }
+  // Peers arrive on this CTA's barriers until they have finished.
+  if constexpr (kGemm.cluster_m() > 1) arch::cluster_sync();
+}
+
+// Work tiles of `rows` rows, however they are divided among the segments: an upper bound.
+template <GemmConfig kGemm>
+int64_t most_tiles(GemmParams const& p, int64_t rows) {
+  if constexpr (kGemm.varlen_k()) {
+    return int64_t{p.segments} * ((p.m_tiles + kGemm.cluster_m() - 1) / kGemm.cluster_m()) *
+           p.n_tiles;
+  }
+  constexpr int kBlockM = kGemm.block_m();
+  return ((rows + kBlockM - 1) / kBlockM + std::min<int64_t>(rows, p.segments - 1)) * p.n_tiles;
+}
+
+}  // namespace tessera::cuda::gemm

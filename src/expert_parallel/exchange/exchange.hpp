@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+// The exchange as kernels of its own, around the GEMMs of a single GPU: training, and a chain to compare with.
+//   route      lists and counts to the owners (route_scan, counted, publish), the plan, tables of the owner's rows
+//   dispatch   says that this rank's rows lie in its window [staged]; brings those that the tables name; may do so once
+//              more, for second_x alone
+//   combine    rows to unique slots on their sources; ack says that all of a rank's came back
+// A pass is all three, or dispatch and combine with tables of an earlier pass.
+// Rows have no pads between them: row r is row r of the plan, and expert_offsets are those of a GEMM.
+// Host side: arguments, which are the kernels' parameters too, and launchers.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "expert_parallel/plan/divisor.hpp"
+#include "expert_parallel/plan/fault.hpp"
+#include "expert_parallel/plan/protocol.hpp"
+#include "expert_parallel/transport/engine.hpp"
+
+namespace tessera::expert_parallel {
+
+struct ExchangeArguments {
+  ExchangeShape shape;
+  WindowLayout window;
+  LocalLayout local;
+  std::int32_t rank;
+  char* windows[kMaxRanks];   // zeroed before the first pass; x of this rank in its own
+  char* gmem_local;           // local.bytes, zeroed before the first pass
+  std::uint32_t* gmem_epoch;  // 1 before the first pass; combine increments it
+  Fault* fault;               // zero; memory of the host that the device writes
+  std::uint64_t limit_ns;     // of a wait
+  std::uint32_t
+      jitter_ns;        // tests: every wait is followed by a pause of up to this length; 0: none
+  std::int32_t tokens;  // of this rank in this pass, at most shape.max_tokens
+  std::int32_t const* gmem_topk_ids;  // [tokens,max_top_k]; outside [0,E): no row
+  float const* gmem_scores;           // [tokens,max_top_k]
+  char* gmem_pool;                    // the fused kernel: [pool_rows,d] bf16
+  // Of the shape, so that no thread divides by it for each pair or row.
+  std::int32_t local_experts = shape.local_experts();
+  std::int32_t added_experts = shape.added_experts();
+  Divisor by_local_experts{local_experts}, by_top_k{shape.max_top_k};
+
+  [[nodiscard]] TESSERA_INLINE std::int32_t owner(std::int32_t expert) const {
+    return by_local_experts.quotient(static_cast<std::uint32_t>(expert));
+  }
+  [[nodiscard]] TESSERA_INLINE std::int32_t token_of(std::uint32_t pair) const {
+    return by_top_k.quotient(pair);
+  }
+};
+
+/// Where a row comes from and goes back to. Where rows cross once, those of a token here are a list, by expert, then
+/// choice; else every row is one of its own.
+struct alignas(16) RowOrigin {
+  std::int32_t pair;      ///< token * max_top_k + choice, on its source
+  std::int32_t source;    ///< rank
+  std::int32_t next;      ///< row of the list, or -1
+  std::int32_t is_first;  ///< 1: of the list; else 0
+};
+
+/// What a rank knows of the rows that its experts have in a pass, R of them.
+struct RowTables {
+  std::int32_t* gmem_expert_offsets;  // [local_experts+1], the last one is R
+  RowOrigin* gmem_origins;            // [R]
+  float* gmem_scores;                 // [R]
+};
+
+/// Who is told how many rows this rank has in a pass.
+struct ToldHost {
+  std::uint64_t* word = nullptr;  // RoutedWord with `ticket`; memory of the host, or null
+  std::uint32_t ticket = 0;
+};
+
+struct RouteArguments {
+  ExchangeArguments exchange;  // without gmem_pool
+  RowTables made;              // for as many rows as there may be
+  std::int32_t room;           // rows that this rank has memory for
+  ToldHost host;
+};
+
+struct DispatchArguments {
+  ExchangeArguments exchange;  // without gmem_scores and gmem_pool
+  RowTables tables;            // of the rows to bring
+  RowTables kept;              // out: a copy of them; nulls: none is wanted
+  std::int64_t capacity;       // rows that the memory below, and `kept`, has room for
+  bool may_overflow;           // where there are more they are left out, and nobody is told
+  char* gmem_rows;             // out [capacity,d] bf16: of x in the window; null: they came before
+  char* gmem_second_rows;      // out, the same of second_x; or null
+  std::int32_t* gmem_slot_of_pair;  // out [tokens*max_top_k]: the pair, or -1: rows of the slots
+};
+
+struct CombineArguments {
+  ExchangeArguments exchange;  // without gmem_topk_ids, gmem_scores and gmem_pool
+  RowTables tables;            // gmem_scores unused
+  std::int64_t capacity;
+  char const* gmem_rows;      // [capacity,d] bf16
+  float const* gmem_dscores;  // [capacity], to dscores of the windows; or null
+};
+
+/// CTAs of a launch. Those of route wait for each other, so all have to be resident: its launch is cooperative.
+/// route and dispatch hold sm_count SMs until the slowest rank has come this far.
+cudaError_t launch_route(RouteArguments const& args, int sm_count, cudaStream_t stream);
+/// begun: null, or an event without timing, recorded when all CTAs have an SM.
+cudaError_t launch_dispatch(DispatchArguments const& args, int sm_count, cudaStream_t stream,
+                            cudaEvent_t begun = nullptr);
+/// When it ends, all rows of this rank's tokens lie in its slots.
+cudaError_t launch_combine(CombineArguments const& args, int sm_count, cudaStream_t stream,
+                           cudaEvent_t begun = nullptr);
+/// dscores [pairs] from the window, 0 where slot_of_pair is -1.
+cudaError_t launch_take_dscores(float const* gmem_window, std::int32_t const* gmem_slot_of_pair,
+                                std::int64_t pairs, float* gmem_dscores, cudaStream_t stream);
+
+}  // namespace tessera::expert_parallel

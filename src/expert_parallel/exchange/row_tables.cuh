@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tables of the rows that an owner's experts have in a pass, from the lists of all ranks: where the rows of an expert
+// begin, and for each row its pair, source and score, and the next row of its token. Row i by thread i mod threads.
+// Before them the host is told how many rows there are, and whether every rank has room for its own.
+#pragma once
+
+#include "expert_parallel/exchange/route.cuh"
+
+namespace tessera::expert_parallel {
+
+// What every CTA knows of the rows of all ranks, by the experts' numbers over all ranks.
+struct PassPlan {
+  CountMatrix counts;
+  ExpertPlan const* plan;
+  std::int32_t const* list_begin;
+};
+
+// Rows that this rank has memory for, to all ranks: a thread for each.
+__device__ inline void send_room(ExchangeArguments const& exchange, std::uint32_t epoch,
+                                 std::int32_t room, int rank) {
+  if (rank >= exchange.shape.ranks) return;
+  std::int64_t const at = exchange.window.room_word(parity(epoch), exchange.rank);
+  arch::store_relaxed_sys(reinterpret_cast<std::uint64_t*>(exchange.windows[rank] + at),
+                          CountWord{room, epoch}.word());
+}
+
+// By all threads of a CTA. False: a wait has failed.
+__device__ inline bool tell_host(ExchangeArguments const& exchange, PassPlan const& pass,
+                                 std::uint32_t epoch, ToldHost const& host) {
+  int const rank = static_cast<int>(threadIdx.x);
+  bool reached = true, overflows = false;
+  if (rank < exchange.shape.ranks) {
+    std::int32_t room = 0;
+    reached = Waiter(exchange, epoch).for_room(rank, room);
+    overflows = owner_totals(exchange.shape, pass.plan, rank).rows > room;
+  }
+  if (!all_reached(reached)) return false;
+  bool const all_fit = __syncthreads_or(overflows ? 1 : 0) == 0;
+  if (rank == 0 && host.word != nullptr) {
+    int const rows = owner_totals(exchange.shape, pass.plan, exchange.rank).rows;
+    arch::store_relaxed_sys(host.word, RoutedWord{rows, all_fit, host.ticket}.word());
+  }
+  return true;
+}
+
+// Of the first `rows` rows. By all threads of a CTA.
+__device__ inline void write_offsets(ExchangeArguments const& exchange, PassPlan const& pass,
+                                     RowTables const& made, int rows, int thread, int threads) {
+  int const local = exchange.local_experts;
+  for (int l = thread; l <= local; l += threads) {
+    int const first = l < local ? pass.plan[exchange.rank * local + l].first_row : rows;
+    made.gmem_expert_offsets[l] = min(first, rows);
+  }
+}
+
+// The row of the token's next choice on this owner, by expert, then choice; -1: there is none.
+__device__ inline std::int32_t next_row(ExchangeArguments const& exchange, PassPlan const& pass,
+                                        std::uint32_t epoch, PoolRow const& row, std::uint32_t pair,
+                                        std::uint32_t choices) {
+  int const top_k = exchange.shape.max_top_k;
+  int const first = exchange.rank * exchange.local_experts;
+  std::uint32_t const of_token = static_cast<std::uint32_t>(exchange.token_of(pair) * top_k);
+  auto const key = [&](int expert, int choice) { return expert * kMostChoices + choice; };
+  int const own = key(row.expert - first, static_cast<int>(pair - of_token));
+  int least = key(exchange.local_experts, 0);
+  PairPlace next = {};
+  for (int j = 0; j < top_k; ++j) {
+    if ((choices >> j & 1) == 0) continue;
+    std::int64_t const at =
+        exchange.window.placed_pair(parity(epoch), row.source, of_token + static_cast<unsigned>(j));
+    PairPlace const place = PairPlace::of(__ldcg(word_of(exchange.windows[exchange.rank], at)));
+    int const of_choice = key(place.expert, j);
+    if (of_choice <= own || of_choice >= least) continue;
+    least = of_choice;
+    next = place;
+  }
+  if (least == key(exchange.local_experts, 0)) return -1;
+  int const expert = first + next.expert;
+  return pass.plan[expert].first_row +
+         rows_ahead(exchange.shape, pass.counts, expert, exchange.rank, row.source) + next.index;
+}
+
+// The first `rows` rows, those of one of `threads` threads. The lists have come.
+__device__ inline void write_rows(ExchangeArguments const& exchange, PassPlan const& pass,
+                                  std::uint32_t epoch, RowTables const& made, int rows, int thread,
+                                  int threads) {
+  RowCursor cursor(exchange.shape, pass.counts, pass.plan, pass.list_begin, exchange.rank);
+  bool const once = exchange.shape.rows_cross_once();
+  for (int row = thread; row < rows; row += threads) {
+    PoolRow const from = cursor.at(row);
+    auto const* const entry = reinterpret_cast<uint4 const*>(
+        exchange.windows[exchange.rank] +
+        exchange.window.list_entry(parity(epoch), from.source, from.entry));
+    uint4 const words = __ldcg(entry);  // RouteEntry
+    std::int32_t const next = once ? next_row(exchange, pass, epoch, from, words.x, words.y) : -1;
+    bool const is_first = !once || words.z % 256 == 0;  // RouteEntry::place
+    *reinterpret_cast<uint4*>(made.gmem_origins + row) =
+        make_uint4(words.x, static_cast<std::uint32_t>(from.source),
+                   static_cast<std::uint32_t>(next), is_first ? 1u : 0u);
+    made.gmem_scores[row] = __uint_as_float(words.w);
+  }
+}
+
+}  // namespace tessera::expert_parallel

@@ -1,0 +1,457 @@
+// SPDX-License-Identifier: Apache-2.0
+// forward: o_t = sum over choices of s * (act(x_t w_up[e]^T + b_up[e]) w_down[e]^T + b_down[e]), experts on all GPUs,
+// one launch. Biases where they are given, in the instances that add them (biases.hpp).
+// Schedule persistent, one CTA per SM on every GPU, in pairs. All CTAs route and plan (route.cuh) while a warp of each
+//          copies x into the window (place_x.cuh), then by role:
+//   WG0 warp 0     | TMA loads, half of what both CTAs of a pair read for both
+//       warps 1, 2 | pull rows into the pool in the order of the tasks -> arrived; dedup: add up results that downs
+//                  | have left there, and send the sums [down_tiles] -> part_done
+//       warp 3     | draws tickets (schedule_tasks.cuh); lets a task be loaded [there] once [arrived] or [a_ready]
+//                  | says that A is there; announces what the consumers have sent [sent] -> a_ready; down_tiles,
+//                  | block_done
+//   WG1, 2         | first: rows of the first tasks, all of them or this rank's own -> arrived
+//                  | multiply; up: a by TMA, complete under the next task; down: rows to slots on their
+//                  | sources, under the next task -> sent; last: such sums that are left; aggregate the
+//                  | slice's tokens [block_done, part_done]
+// Training h and tables of this rank's rows besides, in an instance of its own (kept_pass.cuh)
+// Tasks    TaskCursor: ups, with downs behind by `lag` units, two at a time for the CTAs of a pair, which read the
+//          same weights or the same rows: a third less of L2 (docs/notebook/2026-11-23-fused-pairs.md)
+// Barriers pipeline, lent stages and work ring of gemm/, a stage free when both CTAs of the pair have read theirs; the
+//          queue of sent tasks (sent_tasks.cuh); next, there, tickets (schedule_tasks.cuh)
+// Numerics fp32 accumulate, one rounding for a, y and o each; choices are added in their order: the bits
+//          do not depend on P, nor on who computes a task
+// Faults   a wait that fails lets every later wait pass: the kernel ends, o is void, the Fault says why. So does that
+//          of the other ranks, which look at the end whether one has given up. Who leaves has told all of them, behind
+//          a fence, before it sends what may be void
+#pragma once
+
+#include "cuda/arch/dynamic_shared.cuh"
+#include "cuda/arch/proxy_fence.cuh"
+#include "expert_parallel/fused/kept_pass.cuh"
+#include "expert_parallel/fused/owner_sums.cuh"
+#include "expert_parallel/fused/pull_rows.cuh"
+#include "expert_parallel/fused/push_rows.cuh"
+#include "expert_parallel/fused/schedule_tasks.cuh"
+#include "expert_parallel/fused/slot_sums.cuh"
+#include "expert_parallel/fused/store_rows.cuh"
+
+namespace tessera::expert_parallel {
+
+// A k_tile of a task, by one thread. What both CTAs of the pair read, each loads one half of, for both.
+template <gemm::GemmConfig kGemm, gemm::GemmConfig kShared>
+__device__ __forceinline__ void load_k_tile(ForwardStorage& smem, gemm::GemmParams const& p,
+                                            SharedMaps const& shared, int stage, int k_tile,
+                                            gemm::WorkTile const& tile, bool shares_rows) {
+  constexpr int kHalfOfA = gemm::kSubtileM * kGemm.tile.k;
+  constexpr std::uint16_t kBoth = (1 << kCtasOfPair) - 1;
+  arch::Mbarrier* const full = &smem.gemm.full[stage];
+  auto const cta = static_cast<int>(arch::cluster_cta_rank());
+  int const k = k_tile * kGemm.tile.k;
+  arch::mbarrier_arrive_expect_tx(full, kGemm.a_tile_bytes() + kGemm.b_tile_bytes());
+  gemm::bf16* const a = smem.gemm.a[stage];
+  if (shares_rows) {
+    arch::tma_load_multicast(a + cta * kHalfOfA, &shared.a, full, kBoth, k,
+                             tile.row + cta * gemm::kSubtileM);
+  } else {
+    arch::tma_load(a, &p.a, full, k, tile.row);
+  }
+  if (shares_rows || p.b_in_boxes) {
+    gemm::load_b<kGemm>(smem.gemm_of<kGemm>(), p, stage, k_tile, tile);
+  } else {
+    int const group = cta * kShared.b_groups_per_cta();
+    gemm::bf16* const b =
+        &smem.gemm.b[stage][group * kShared.b_halves() * gemm::kGroupRows * kGemm.tile.k];
+    gemm::load_b_box<kShared>(b, &shared.b, full, k, 0, 0, tile.n_tile * kShared.b_groups() + group,
+                              tile.segment);
+  }
+}
+
+template <ActivationKind kKind>
+__device__ void produce(Pass const& pass) {
+  // k_tiles. Drawn no earlier than needed: of two tickets one after the other one would wait for the end of a long
+  // task, the other for that of a short one, and the weights that both read would have left L2 in between.
+  constexpr int kDrawAhead = 8;
+  constexpr gemm::GemmConfig kUp = up_gemm(kKind);
+  constexpr gemm::GemmConfig kUpShared = kUp.b_halves() == 2 ? kGatedShared : kPlainShared;
+  ForwardStorage& smem = pass.smem;
+  ForwardParams const& p = pass.p;
+  gemm::WorkQueue<kPlain> queue(smem.gemm);
+  gemm::PipelineState<kPlain> state;
+  gemm::WorkTile tile;
+  std::uint32_t phase = 0;
+  bool const draws = arch::cluster_cta_rank() == 0;
+  while (queue.read(tile)) {
+    bool const down = (tile.segment & kDownTask) != 0;
+    bool const shares_rows = (tile.segment & kSharedRows) != 0;
+    tile.segment &= kSharedRows - 1;
+    int const k_tiles = down ? p.down.k_tiles : p.up.k_tiles;
+    arch::mbarrier_wait(&smem.schedule.there, phase);
+    phase ^= 1;
+    arch::fence_proxy_async_global();
+    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+      gemm::wait_empty<kPlain>(smem.gemm, state);
+      if (arch::lane_idx() == 0) {  // the lane that acquired
+        if (draws && k_tile == max(k_tiles - kDrawAhead, 0)) {
+          arch::mbarrier_arrive(&smem.schedule.next);
+        }
+        if (down) {
+          load_k_tile<kPlain, kPlainShared>(smem, p.down, p.shared_down, state.stage, k_tile, tile,
+                                            shares_rows);
+        } else {
+          load_k_tile<kUp, kUpShared>(smem, p.up, p.shared_up, state.stage, k_tile, tile,
+                                      shares_rows);
+        }
+      }
+      __syncwarp();
+      state.advance();
+    }
+    for (int lent = down ? 0 : lent_to_up(kKind); lent > 0; --lent) {
+      gemm::wait_empty<kPlain>(smem.gemm, state);
+      if (arch::lane_idx() == 0) arch::mbarrier_arrive(&smem.gemm.full[state.stage]);
+      __syncwarp();
+      state.advance();
+    }
+  }
+}
+
+// What a warp still has to do for its last task: to store a down piece by piece, or to wait until an up has arrived, of
+// which kKeeps stores h piece by piece. When a down is stored, or an up is there, it tells so.
+template <class Push, bool kKeeps>
+class LastTask {
+ public:
+  __device__ LastTask(Pass const& pass, Push& push, int consumer)
+      : sent_(pass.smem.sent),
+        push_(push),
+        first_warp_(consumer == 0 && arch::warp_in_warpgroup() == 0) {}
+
+  // Results are on their way, or kept in `push`. The last task was finished.
+  __device__ void begin(SentTask const& task, bool down) {
+    task_ = task;
+    up_is_on_its_way_ = !down;
+  }
+  // Of a task that the warp has no rows of. The last one was finished.
+  __device__ void tell(SentTask const& task) { sent_.tell(task, first_warp_); }
+
+  // A k_tile that is not there may be waiting for it.
+  __device__ bool is_awaited() const { return up_is_on_its_way_; }
+  // An up is there, not merely read from shared memory.
+  __device__ void complete_up() {
+    if (arch::lane_idx() == 0) arch::bulk_store_wait<0>();
+    tell(task_);
+    up_is_on_its_way_ = false;
+  }
+  // The next piece, if there is one.
+  __device__ void step() {
+    if (!push_.pending()) return;
+    bool const is_h = kKeeps && (task_.kind_and_expert & kDownTask) == 0;
+    push_.store_piece(is_h);
+    if (!is_h && !push_.pending()) tell(task_);
+  }
+  __device__ void finish() {
+    if (up_is_on_its_way_) complete_up();
+#pragma unroll 1
+    while (push_.pending()) step();
+  }
+
+ private:
+  SentTasks sent_;
+  Push& push_;
+  bool first_warp_;
+  SentTask task_ = {};
+  bool up_is_on_its_way_ = false;
+};
+
+// gemm::multiply; behind every k_tile but the first a piece of the last task, if it has any. An up is completed behind
+// a later one, or as soon as a k_tile is not there.
+template <class Last>
+__device__ int multiply(ForwardStorage& smem, gemm::PipelineState<kPlain>& state,
+                        gemm::BorrowedStages<kPlain>& stages, gemm::Accumulators<kPlain> (&acc)[1],
+                        int row, int k_tiles, Last& last) {
+  constexpr int kCompleteAt = 4;  // k_tile: when stores have arrived
+  int previous = 0;
+  for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+    if (last.is_awaited()) {
+      bool const there = arch::mbarrier_try_wait(&smem.gemm.full[state.stage], state.phase);
+      if (k_tile == kCompleteAt || __any_sync(arch::kAllLanes, !there)) last.complete_up();
+    }
+    gemm::wait_full<kPlain>(smem.gemm, state);
+    gemm::issue<kPlain, 1>(smem.gemm, state, acc, row, k_tile);
+    if (k_tile > 0) {
+      arch::wgmma_wait<1>();
+      gemm::release_stage<kPlain>(smem.gemm, previous);
+      last.step();
+    } else {
+      stages.settle();
+    }
+    previous = state.stage;
+    state.advance();
+  }
+  last.finish();
+  return previous;
+}
+
+// To the results of a task, in fp32, if there are any. Ups have 64 gates, then their 64 ups.
+__device__ inline void add_biases(ForwardParams const& p, gemm::Accumulators<kPlain> (&acc)[1],
+                                  gemm::WorkTile const& tile, bool down) {
+  constexpr int kHalf = gemm::kGroupColumns / 2;
+  constexpr int kSecond = gemm::kGroupColumns / 4;  // of a thread's values of a column group
+  ExpertBiases const& biases = p.biases;
+  if (biases.down.gmem == nullptr) return;
+  TESSERA_UNROLL
+  for (int group = 0; group < kTileColumns / gemm::kGroupColumns; ++group) {
+    if (down) {
+      int const columns = p.exchange.shape.hidden;
+      int const column = tile.n_tile * kTileColumns + group * gemm::kGroupColumns;
+      gemm::add_bias<0>(acc[0][group], biases.down, tile.segment, column, columns);
+      gemm::add_bias<kSecond>(acc[0][group], biases.down, tile.segment, column + kHalf, columns);
+    } else {
+      int const columns = p.exchange.shape.intermediate;
+      int const column = (tile.n_tile * kTileColumns / gemm::kGroupColumns + group) * kHalf;
+      gemm::add_bias<0>(acc[0][group], biases.up[0], tile.segment, column, columns);
+      gemm::add_bias<kSecond>(acc[0][group], biases.up[1], tile.segment, column, columns);
+    }
+  }
+}
+
+template <ActivationKind kKind, Transfer kTransfer, bool kKeeps>
+__device__ void consume(Pass const& pass, int consumer) {
+  constexpr bool kGated = gemm::ActivationFunction<kKind>::kGated;
+  constexpr bool kBiased = expert_parallel::adds_biases(kKind);
+  constexpr int kPairsOfGroup = gemm::kGroupColumns / 4;  // of this thread's values
+  using Pushed = Push<kTransfer == Transfer::dedup, kKeeps && kGated>;
+  ForwardStorage& smem = pass.smem;
+  ForwardParams const& p = pass.p;
+  int const row = consumer * gemm::kSubtileM;
+  gemm::WorkQueue<kPlain> queue(smem.gemm);
+  gemm::PipelineState<kPlain> state;
+  gemm::Accumulators<kPlain> acc[1];
+  gemm::BorrowedStages<kPlain> stages(smem.gemm, consumer);
+  StoreRows<kKind> up(pass, stages);
+  Pushed push(pass, consumer);
+  LastTask<Pushed, kKeeps> last(pass, push, consumer);
+  gemm::WorkTile tile, ahead;
+  bool more = queue.read(tile);
+  while (more) {
+    bool const down = (tile.segment & kDownTask) != 0;
+    SentTask const task = {tile.segment & ~kSharedRows, tile.row / kPlain.tile.m};
+    tile.segment &= kSharedRows - 1;
+    int const k_tiles = down ? p.down.k_tiles : p.up.k_tiles;
+    if (tile.rows > row) {
+      int const stage = multiply(smem, state, stages, acc, row, k_tiles, last);
+      more = queue.read(ahead);  // under the last wgmmas
+      char* const to = down ? push.destination(tile, row) : nullptr;
+      arch::wgmma_wait<0>();
+      gemm::release_stage<kPlain>(smem.gemm, stage);
+      if constexpr (kBiased) {
+        static_assert(kGated);
+        push.drop();
+        add_biases(p, acc, tile, down);
+      }
+      auto const rounded = [&](int i) {
+        float const* const value = &acc[0][i / kPairsOfGroup][i % kPairsOfGroup * 2];
+        return arch::pack_bf16(value[0], value[1]);
+      };
+      if (down) {
+        push.keep(rounded, tile.n_tile * kTileColumns, pass.shape().hidden, to);
+      } else {
+        if constexpr (kKeeps) {
+          constexpr int kColumns = kGated ? kTileColumns / 2 : kTileColumns;
+          std::uint32_t h[2 * kPairsOfGroup];  // in half of the registers
+          TESSERA_UNROLL
+          for (int i = 0; i < 2 * kPairsOfGroup; ++i) h[i] = rounded(i);
+          auto const of_h = [&](int i) { return h[i]; };
+          push.keep(of_h, tile.n_tile * kColumns, pass.shape().intermediate,
+                    place_of_h<kGated>(pass, tile, row));
+          up.store(of_h, tile, tile.row + row, state);
+        } else {
+          up.store(rounded, tile, tile.row + row, state);
+        }
+      }
+      last.begin(task, down);
+      // With few tokens, where nearly all blocks are like this one, 1 to 2% is lost by storing later.
+      if (down && tile.rows <= gemm::kSubtileM) last.finish();
+    } else {
+      last.finish();
+      stages.settle();
+      int const lent = down ? 0 : lent_to_up(kKind);
+      gemm::pass<kPlain>(smem.gemm, state, k_tiles + lent, consumer);
+      more = queue.read(ahead);
+      if (tile.rows > 0) last.tell(task);
+    }
+    tile = ahead;
+  }
+  last.finish();
+  last.tell({0, kNoBlock});
+}
+
+// What the roles keep of counts and plan.
+template <bool kCrossOnce>
+__device__ void keep_plan(Pass const& pass, RouteStorage<kForwardThreads> const& route) {
+  ExchangeArguments const& p = pass.p.exchange;
+  CountMatrix const counts{route.counts, p.shape.experts};
+  int const local = p.local_experts;
+  for (int i = static_cast<int>(threadIdx.x); i < p.shape.experts; i += kForwardThreads) {
+    int const source = p.owner(i), expert = p.rank * local + i - source * local;
+    pass.smem.counts()[i] = counts.at(source, expert);
+    pass.smem.list_begin[i] = route.list_begin[i];
+    if constexpr (kCrossOnce) {
+      pass.smem.pool_begin[i] = route.plan[expert].first_block * p.shape.block_rows +
+                                rows_ahead(p.shape, counts, expert, p.rank, source);
+    }
+    if (i < local) pass.smem.plan[i] = route.plan[p.rank * local + i];
+    if (p.shape.ranks > 1) {
+      pass.smem.pool_rows()[i] =
+          static_cast<std::int32_t>(pool_row_of_pair(p.shape, counts, route.plan, i, p.rank, 0));
+    }
+  }
+}
+
+// One thread, while the others route.
+__device__ inline void init_barriers(ForwardStorage& smem) {
+  smem.failed = 0;
+  for (int slot = 0; slot < kSentSlots; ++slot) {
+    arch::mbarrier_init(&smem.sent.full[slot], kConsumerWarps);
+    arch::mbarrier_init(&smem.sent.empty[slot], 1);
+  }
+  arch::mbarrier_init(&smem.schedule.next, 1);
+  arch::mbarrier_init(&smem.schedule.there, 1);
+  Tickets::init(smem.tickets);
+  gemm::init_pipeline<kPlain>(smem.gemm);
+}
+
+// Whether both CTAs of a pair have a plan, as neither can load without the other. By all threads.
+__device__ inline bool begin_together(ForwardStorage& smem, bool planned) {
+  if (threadIdx.x == 0) smem.planned = planned ? 1 : 0;
+  arch::fence_proxy_async_shared();  // routing wrote where TMA will
+  __syncwarp();
+  arch::cluster_sync();
+  int both = planned ? 1 : 0;
+  if (planned && arch::lane_idx() == 0) {
+    both = arch::load_from_cta(&smem.planned, arch::cluster_cta_rank() ^ 1).x;
+  }
+  // The compiler takes warps for divided behind a branch that it cannot judge.
+  if (__shfl_sync(arch::kAllLanes, both, 0) != 0) return true;
+  arch::cluster_sync();  // the other one has read our word
+  return false;
+}
+
+template <ActivationKind kKind, Transfer kTransfer, bool kKeeps>
+__global__ void __launch_bounds__(kForwardThreads, 1)
+    forward(__grid_constant__ ForwardParams const p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr bool kSums = kTransfer == Transfer::dedup;
+  TESSERA_DYNAMIC_SHARED(smem_raw);
+  auto& smem = *reinterpret_cast<ForwardStorage*>(smem_raw);
+  Pass const pass{p, smem, *p.exchange.gmem_epoch};
+  // The stages are free until the roles begin.
+  auto& head = *reinterpret_cast<HeadStorage*>(&smem.gemm.a);
+  PlaceX place_x(p.exchange, p.gmem_x, p.x_pitch_bytes, head.place_x, smem.x_landed);
+  if (arch::warp_idx() == kBesideWarp<kForwardThreads>) place_x.begin();
+  if (threadIdx.x == kForwardThreads - 1) init_barriers(smem);
+  if constexpr (kKeeps) {
+    if (blockIdx.x == 0) {
+      send_room(p.exchange, pass.epoch, static_cast<std::int32_t>(p.kept.capacity),
+                static_cast<int>(threadIdx.x));
+    }
+  }
+  clear_next_bank<kForwardThreads>(p.exchange, pass.epoch);
+  if (renews_words(pass.epoch)) {
+    renew_words<kForwardThreads>(p.exchange, pass.epoch, p.exchange.window.ack);
+  }
+  auto const published = [&] { *p.exchange.gmem_epoch = pass.epoch + 1; };  // all CTAs have read it
+  if (!route<kKeeps>(p.exchange, head.route, pass.epoch, place_x, published)) {
+    begin_together(smem, false);
+    return;
+  }
+  keep_plan<kTransfer != Transfer::direct>(pass, head.route);
+  bool begins = true;
+  if constexpr (kKeeps) {
+    if (blockIdx.x == 0) begins = begin_kept(pass, head.route);
+  }
+  if (!begin_together(smem, begins)) return;
+  int const warpgroup = arch::warpgroup_idx();
+  if (warpgroup == 0) {
+    arch::release_registers<kProducerRegisters>();
+    int const warp = arch::warp_idx();
+    if (warp == 0) {
+      produce<kKind>(pass);
+    } else if (warp <= kCommunicationWarps) {
+      if constexpr (kTransfer == Transfer::direct) {
+        pull_rows(pass, warp - 1);
+      } else {
+        pull_tokens<kSums>(pass, warp - 1);
+      }
+      if constexpr (kKeeps) write_kept_rows(pass, warp - 1);
+      if constexpr (kSums) {
+        OwnerSums<8>(pass, smem.sums[warp - 1])
+            .run(static_cast<int>(blockIdx.x) * kCommunicationWarps + warp - 1);
+      }
+    } else {
+      schedule(pass);
+    }
+  } else {
+    arch::acquire_registers<kConsumerRegisters>();
+    int const warp = arch::warp_idx() - 4;
+    if constexpr (kTransfer == Transfer::direct) {
+      bring_own_rows(pass, warp);
+    } else {
+      bring_first_tokens<kSums>(pass, warp);
+    }
+    consume<kKind, kTransfer, kKeeps>(pass, warpgroup - 1);
+    arch::named_barrier_sync(kStagesFree, kConsumers * arch::kWarpgroupThreads);
+    if constexpr (kSums) {
+      auto* const storage = reinterpret_cast<SumStorage*>(
+          reinterpret_cast<unsigned char*>(&smem.gemm.a) + SlotSums<kTransfer>::kBytes);
+      OwnerSums<16> sums(pass, storage[warp]);
+      sums.run(sums.kAnyDraw);
+    }
+    SlotSums<kTransfer>(pass, warp).run();
+    Waiter(p.exchange, pass.epoch).report_given_up();
+  }
+  __syncwarp();
+  arch::cluster_sync();  // this CTA's barriers get the other one's arrivals until then
+#endif
+}
+
+template <ActivationKind kKind, Transfer kTransfer, bool kKeeps = false>
+cudaError_t launch_forward_kernel(ForwardParams const& params, int sm_count, cudaStream_t stream) {
+  constexpr auto* kKernel = forward<kKind, kTransfer, kKeeps>;
+  cudaError_t const error =
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(sizeof(ForwardStorage)));
+  if (error != cudaSuccess) return error;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {kCtasOfPair, 1, 1};
+  attributes[1].id = cudaLaunchAttributeCooperative;
+  attributes[1].val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(sm_count / kCtasOfPair * kCtasOfPair));
+  config.blockDim = dim3(kForwardThreads);
+  config.dynamicSmemBytes = sizeof(ForwardStorage);
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  return cudaLaunchKernelEx(&config, kKernel, params);
+}
+
+// A kernel for each: in one, code that the others do not run costs them up to 0.7% of a pass
+// (docs/notebook/2026-11-26-fewer-first-rows.md).
+template <ActivationKind kKind>
+cudaError_t launch_forward_of(ForwardParams const& params, int sm_count, cudaStream_t stream) {
+  bool const keeps = params.kept.tables.gmem_expert_offsets != nullptr;
+  switch (params.exchange.shape.transfer) {
+    case Transfer::direct:
+      return keeps ? launch_forward_kernel<kKind, Transfer::direct, true>(params, sm_count, stream)
+                   : launch_forward_kernel<kKind, Transfer::direct>(params, sm_count, stream);
+    case Transfer::once:
+      return keeps ? launch_forward_kernel<kKind, Transfer::once, true>(params, sm_count, stream)
+                   : launch_forward_kernel<kKind, Transfer::once>(params, sm_count, stream);
+    case Transfer::dedup:
+      return keeps ? cudaErrorInvalidValue
+                   : launch_forward_kernel<kKind, Transfer::dedup>(params, sm_count, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace tessera::expert_parallel

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// The epilogue of a down task, under the k loop of the next one: every warp sends the 16 rows of its accumulators to
+// the slots of their pairs, or leaves them in the pool to be added up (owner_sums.cuh). So it does with h of an up task
+// where that is kept (kept_pass.cuh). They are rounded to bf16 at once and kept until then, the first 64 columns in
+// shared memory, the others in 48 registers of a thread, which take their place by quarters:
+//   at once           | round; quarter 0 to shared memory
+//   behind a k_tile   | [next quarter to shared memory] 8 rows of a quarter to their place, 128 bytes by eight lanes
+// All of it at once is 6% of a pass's cycles, in which tensor cores wait (docs/notebook/2026-11-25-deferred-rows.md).
+#pragma once
+
+#include "cuda/arch/store_global.cuh"
+#include "expert_parallel/fused/forward_pass.cuh"
+#include "expert_parallel/fused/warp_rows.cuh"
+
+namespace tessera::expert_parallel {
+
+// Of one warp. Warps share nothing. kSums: Transfer::dedup. kGatedH: h of gated ups is kept as well, whose quarters are
+// of its halves in turns.
+template <bool kSums, bool kGatedH>
+class Push {
+ public:
+  __device__ Push(Pass const& pass, int consumer) : pass_(pass) {
+    int const lane = arch::lane_idx(), warp = arch::warp_in_warpgroup();
+    std::uint32_t const rows = arch::shared_address(pass.smem.gemm.slabs[consumer][0]) +
+                               warp * (gemm::kWarpRows * kWarpRowBytes);
+    matrix_row_ = rows + matrix_row_of_lane();
+    chunk_ = rows + chunk_of_lane();
+    to_ = pass.smem.push_to[4 * consumer + warp] + lane / kLanesOfRow;
+  }
+
+  // Where row `lane` of the warp's 16 goes, known before the tile is multiplied out.
+  __device__ char* destination(gemm::WorkTile const& tile, int first) const {
+    ExchangeArguments const& p = pass_.p.exchange;
+    int const row_of_tile = first + gemm::kWarpRows * arch::warp_in_warpgroup() + arch::lane_idx();
+    if (arch::lane_idx() >= gemm::kWarpRows || row_of_tile >= tile.rows) return nullptr;
+    std::int64_t const pool_row = std::int64_t{tile.row} + row_of_tile;
+    uint2 const origin = *row_origin(p, pool_row);
+    if (kSums && origin.y == kStays) return p.gmem_pool + pool_row * (2 * p.shape.hidden);
+    int const token = p.token_of(origin.x);
+    return p.windows[origin.y] +
+           p.window.slot(token, static_cast<std::int32_t>(origin.x) - token * p.shape.max_top_k);
+  }
+
+  // Nothing is pending. Row `lane` goes to `to`, of a row of so many columns the tile's from the first one on.
+  template <class Rounded>
+  __device__ void keep(Rounded rounded, int first_column, int columns, char* to) {
+    columns_ = columns - first_column;
+    if (arch::lane_idx() < gemm::kWarpRows) {
+      auto** const of_warp = to_ - arch::lane_idx() / kLanesOfRow;
+      of_warp[arch::lane_idx()] = to == nullptr ? nullptr : to + 2 * first_column;
+    }
+    TESSERA_UNROLL
+    for (int i = 0; i < 3 * kPacked; ++i) kept_[i] = rounded(kPacked + i);
+    fill([&](int i) { return rounded(i); });
+    next_ = 0;
+  }
+
+  // Nothing is pending: the compiler may use the registers of what was.
+  __device__ void drop() {
+    TESSERA_UNROLL
+    for (std::uint32_t& kept : kept_) kept = 0;
+  }
+
+  // There are pieces that have not been stored.
+  __device__ bool pending() const { return next_ < kPieces; }
+
+  __device__ void store_piece(bool is_h) {
+    int const quarter = next_ / kPiecesOfQuarter;
+    if (next_ % kPiecesOfQuarter == 0) {
+      TESSERA_UNROLL
+      for (int kept = 0; kept < 3; ++kept) {  // which registers, the compiler has to know
+        if (quarter == kept + 1) fill([&](int i) { return kept_[kept * kPacked + i]; });
+      }
+    }
+    std::uint32_t const lane = arch::forgotten(arch::lane_idx());
+    bool const is_gated = kGatedH && is_h;
+    int const column = (is_gated ? quarter / 2 : quarter) * kQuarterColumns +
+                       static_cast<int>(lane % kLanesOfRow * 8);
+    int const place = is_gated && quarter % 2 != 0 ? column + pass_.shape().intermediate : column;
+    std::uint32_t const chunk = arch::forgotten(chunk_);
+    TESSERA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      int const fours = next_ % kPiecesOfQuarter * 2 + i;
+      uint4 const bits = load_warp_rows(chunk, fours);
+      char* const to = to_[4 * fours];
+      if (to == nullptr || column >= columns_) continue;
+      if (is_gated) {
+        arch::store_streaming_16(to + 2 * place, bits);
+      } else {
+        *reinterpret_cast<uint4*>(to + 2 * place) = bits;
+      }
+    }
+    ++next_;
+  }
+
+ private:
+  static constexpr int kQuarterColumns = gemm::kSlabColumns;
+  static constexpr int kPacked = kQuarterColumns / 4;  // registers of a quarter: 16 rows, 32 lanes
+  static constexpr int kPiecesOfQuarter = 2;
+  static constexpr int kPieces = 4 * kPiecesOfQuarter;
+  static_assert(4 * kQuarterColumns == kTileColumns && 2 * kQuarterColumns == kWarpRowBytes);
+
+  template <class Packed>
+  __device__ void fill(Packed packed) const {
+    __syncwarp();  // the quarter before has been read
+    fill_warp_rows(matrix_row_, [&](int j, int lower) { return packed(2 * j + lower); });
+    __syncwarp();
+  }
+
+  Pass const& pass_;
+  // In shared memory, of this lane: for fill_warp_rows, for load_warp_rows, and where its rows go, four apart, from the
+  // tile's first column on; null: there is no such row.
+  std::uint32_t matrix_row_, chunk_;
+  char** to_;
+  std::uint32_t kept_[3 * kPacked];
+  int columns_ = 0;  // of a row, or of its halves, from the tile's first one on
+  int next_ = kPieces;
+};
+
+}  // namespace tessera::expert_parallel

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// The epilogue of an up task: h rounded to bf16, as the layer's is, a = act(h), rounded, staged in lent stages, 64
+// columns of the warp's 16 rows by one store of TMA.
+#pragma once
+
+#include "cuda/gemm/sm90/lent.cuh"
+#include "expert_parallel/fused/forward_pass.cuh"
+#include "expert_parallel/fused/warp_rows.cuh"
+
+namespace tessera::expert_parallel {
+
+// Of one warp.
+template <ActivationKind kKind>
+class StoreRows {
+ public:
+  __device__ StoreRows(Pass const& pass, gemm::BorrowedStages<kPlain>& stages)
+      : p_(pass.p.activation), stages_(stages) {}
+
+  // 64 rows from `row`, of which the warp has 16. It reads memory that it may write again after settle().
+  template <class Rounded>
+  __device__ void store(Rounded rounded, gemm::WorkTile const& tile, int row,
+                        gemm::PipelineState<kPlain>& state) {
+    constexpr int kLent = lent_to_up(kKind);
+    int const ragged_row =
+        p_.ragged_extent + row + arch::warp_in_warpgroup() * gemm::kWarpRows - tile.end;
+    TESSERA_UNROLL
+    for (int lent = 0; lent < kLent; ++lent) {
+      int const column = (tile.n_tile * kLent + lent) * kSlabs * gemm::kSlabColumns;
+      int const stage = stages_.take(state);
+      TESSERA_UNROLL
+      for (int slab = 0; slab < kSlabs; ++slab) {
+        // Gated: a column group has 64 gates, then their 64 ups. Else it has two slabs.
+        int const first = kGated ? slab * 2 * kPairs : (lent * 2 + slab) * kPairs;
+        std::uint32_t const rows = arch::shared_address(stages_.rows(stages_.slab_b(stage, slab)));
+        fill_warp_rows(rows + matrix_row_, [&](int j, int lower) {
+          int const i = first + 2 * j + lower;
+          float2 const g = arch::unpack_bf16(rounded(i));
+          float2 const u = kGated ? arch::unpack_bf16(rounded(i + kPairs)) : g;
+          return arch::pack_bf16(Function::forward(p_.activation, g.x, u.x),
+                                 Function::forward(p_.activation, g.y, u.y));
+        });
+      }
+      stages_.publish(stage, [&] {
+        if (ragged_row >= p_.ragged_extent) return;  // past the block's rows
+        TESSERA_UNROLL
+        for (int slab = 0; slab < kSlabs; ++slab) {
+          arch::tma_store(&p_.a, stages_.rows(stages_.slab_b(stage, slab)),
+                          column + slab * gemm::kSlabColumns, 0, ragged_row, tile.end,
+                          arch::l2_evict_first());
+        }
+      });
+    }
+  }
+
+ private:
+  using Function = gemm::ActivationFunction<kKind>;
+  static constexpr bool kGated = Function::kGated;
+  static constexpr int kSlabs = 2;                       // of a lent stage
+  static constexpr int kPairs = gemm::kSlabColumns / 4;  // of values, in 64 columns
+
+  StoreRowsParams const& p_;
+  gemm::BorrowedStages<kPlain>& stages_;
+  std::uint32_t matrix_row_ = matrix_row_of_lane();
+};
+
+}  // namespace tessera::expert_parallel

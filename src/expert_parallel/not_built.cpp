@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// A build without CUDA: no device can be used, so nothing else is ever reached.
+#include "expert_parallel/session.hpp"
+#include "expert_parallel/transport/device_calls.hpp"
+
+namespace tessera::expert_parallel {
+namespace {
+
+Status refuse() noexcept {
+  return Status::error(StatusCode::environment,
+                       "this build has no CUDA, so no GPUs to join; configure with "
+                       "-DTESSERA_CUDA=ON");
+}
+
+}  // namespace
+
+DeviceCalls const& device_calls() noexcept {
+  static constexpr DeviceCalls kCalls = {
+      [](std::int32_t, ContextChoice) noexcept -> Expected<void*> { return refuse(); },
+      [](void*) noexcept {},
+      [](void*, std::size_t) noexcept { return refuse(); },
+      []() noexcept { return refuse(); },
+      [](void*, void const*, std::size_t) noexcept { return refuse(); },
+      [](void const*) noexcept { return false; },
+      [](std::size_t) noexcept -> Expected<void*> { return refuse(); },
+      [](void*) noexcept {},
+      [](std::int32_t, std::int32_t) noexcept { return refuse(); }};
+  return kCalls;
+}
+
+std::size_t Session::workspace_bytes(ExchangeShape const&, std::int32_t) noexcept { return 0; }
+Expected<std::unique_ptr<Session>> Session::open(SessionConfig const&) noexcept { return refuse(); }
+Session::~Session() = default;
+void* Session::x() const noexcept { return nullptr; }
+void* Session::second_x() const noexcept { return nullptr; }
+Status Session::forward(PassTensors const&, Stream) noexcept { return refuse(); }
+Status Session::route(RouteTensors const&, Stream) noexcept { return refuse(); }
+Expected<RoutedRows> Session::routed_rows(std::int64_t) noexcept { return refuse(); }
+Status Session::dispatch(DispatchTensors const&, Stream) noexcept { return refuse(); }
+Status Session::combine(CombineTensors const&, Stream) noexcept { return refuse(); }
+Status Session::fault() const noexcept { return {}; }
+
+}  // namespace tessera::expert_parallel

@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which transfer an exchange takes, from its shape alone, so alike on all ranks.
+#pragma once
+
+#include "expert_parallel/plan/protocol.hpp"
+
+namespace tessera::expert_parallel {
+
+/// Bytes per second in one direction, measured: docs/notebook/2026-11-21-two-gpus.md
+constexpr double kLinkRate = 350e9;
+
+constexpr Transfer kTransfers[] = {Transfer::direct, Transfer::once, Transfer::dedup};
+constexpr char const* transfer_name(Transfer transfer) {
+  constexpr char const* kNames[] = {"direct", "once", "dedup"};
+  return kNames[static_cast<int>(transfer)];
+}
+
+/// Rows of a token that cross to other ranks, choices drawn evenly.
+inline double rows_across(ExchangeShape const& s, Transfer transfer) {
+  double const others = s.ranks - 1;
+  if (transfer == Transfer::direct) return s.max_top_k * others / s.ranks;
+  double misses = 1;  // that a rank has none of its experts
+  for (std::int32_t k = 0; k < s.max_top_k; ++k) misses *= others / s.ranks;
+  return others * (1 - misses);
+}
+
+/// .. and of its results that come back.
+inline double results_across(ExchangeShape const& s) {
+  double const added =
+      static_cast<double>(s.added_experts()) / s.local_experts();  // of the choices
+  double misses = 1;  // that none of a rank's experts whose results are added up is chosen
+  for (std::int32_t k = 0; k < s.max_top_k; ++k) misses *= 1 - added / s.ranks;
+  return rows_across(s, Transfer::direct) * (1 - added) + (s.ranks - 1) * (1 - misses);
+}
+
+/// direct, unless the rows that cross take three quarters of the time of the GEMMs behind which they might hide, and
+/// crossing once per owner saves a quarter of them, choices drawn evenly. Where the link has time left, FlashDMoE's
+/// layers take 1 to 6% longer so (docs/notebook/2026-11-23-converged-warps.md). Where it would take three quarters even
+/// then, owners add up what they may, if a pass of max_tokens saves 75 us of it so: where that is 50 us, sums that come
+/// behind the last tasks cost more (docs/notebook/2026-11-26-sums-on-owners.md).
+inline Transfer choose_transfer(ExchangeShape const& s, bool sums_on_owners = false) {
+  constexpr double kGemms = 650e12;  // FLOP per second
+  constexpr double kBusy = 0.75;
+  constexpr double kWorthwhile = 0.75;
+  double const rows = rows_across(s, Transfer::direct);
+  double const row_time = 2.0 * s.hidden / kLinkRate;  // bf16
+  double const gemms = s.max_top_k * (s.gated ? 6.0 : 4.0) * s.intermediate * s.hidden / kGemms;
+  double const rows_once = rows_across(s, Transfer::once);
+  bool const pays = 2 * rows * row_time > kBusy * gemms && rows_once <= kWorthwhile * rows;
+  if (!pays || !serves_once(s)) return Transfer::direct;
+  constexpr double kSumsSave = 75e-6;  // seconds
+  ExchangeShape with_sums = s;
+  with_sums.transfer = Transfer::dedup;
+  bool const is_late = (rows_once + rows) * row_time > kBusy * gemms;
+  bool const saves = s.max_tokens * (rows - results_across(with_sums)) * row_time > kSumsSave;
+  return sums_on_owners && is_late && saves ? Transfer::dedup : Transfer::once;
+}
+
+}  // namespace tessera::expert_parallel

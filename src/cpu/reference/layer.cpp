@@ -4,7 +4,7 @@
 
 namespace tessera::reference {
 
-Forward forward(Inputs const& inputs) {
+Forward begin_forward(Inputs const& inputs) {
   MoeDesc const& desc = inputs.desc;
   Forward f;
   f.metadata = metadata(desc, inputs.topk_ids, inputs.token_offsets);
@@ -15,6 +15,12 @@ Forward forward(Inputs const& inputs) {
     f.scores = router_scores(inputs, f.metadata, f.logits);
   }
   f.weights = logical_weights(desc, inputs.weights);
+  return f;
+}
+
+Forward forward(Inputs const& inputs) {
+  MoeDesc const& desc = inputs.desc;
+  Forward f = begin_forward(inputs);
   up_projection_fwd(inputs, f);
   down_projection_fwd(inputs, f);
   f.o.assign(desc.shape.tokens * desc.shape.hidden, 0);

@@ -58,6 +58,9 @@ struct Backward {
 Forward forward(Inputs const& inputs);
 Backward backward(Inputs const& inputs, Forward const& forward, Values const& d_o);
 
+/// What forward() begins with: the tables, logits and scores, and the weights in one layout.
+Forward begin_forward(Inputs const& inputs);
+
 // The ops, one .cpp each.
 void up_projection_fwd(Inputs const& inputs, Forward& f);
 void down_projection_fwd(Inputs const& inputs, Forward& f);

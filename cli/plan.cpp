@@ -203,10 +203,10 @@ std::string memory_text(MoeDesc const& desc, double layers) {
     return bytes ? bytes_text(*bytes) : std::string("-");
   };
   std::string text =
-      fmt::format("{:<18}{:>10} {:>13} {:>14}", "memory", "saved", "+ in forward", "+ in backward");
+      fmt::format("{:<23}{:>10} {:>13} {:>14}", "memory", "saved", "+ in forward", "+ in backward");
   text += layers > 0 ? fmt::format(" {:>16}  keeps\n", "saved, all MoE") : "  keeps\n";
   for (MemoryPlan const& plan : memory_plans(desc)) {
-    text += fmt::format("  {:<16}{:>10} {:>13} {:>14}", plan.policy, bytes_text(plan.saved),
+    text += fmt::format("  {:<21}{:>10} {:>13} {:>14}", plan.policy, bytes_text(plan.saved),
                         known(plan.forward_transient), known(plan.backward_transient));
     if (layers > 0) text += fmt::format(" {:>16}", bytes_text(layers * plan.saved));
     text += fmt::format("  {}\n", plan.keeps);

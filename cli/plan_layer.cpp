@@ -39,7 +39,27 @@ MemoryPlan tessera_plan(MoeDesc desc, SavePolicy save, bool overwrite_h, char co
           .saved = static_cast<double>(saved_by_layer(desc).total()),
           .forward_transient = s.b * s.slots * (s.intermediate + s.hidden),
           .backward_transient = dh + s.b * s.slots * std::max(s.intermediate, s.hidden),
-          .saves_alike = overwrite_h};
+          .has_curve = !overwrite_h};
+}
+
+// Codes are a byte, with an fp32 scale for each 128. a8 and y in forward; dO8, dh and dh8 (in the memory of h8), a'
+// and dx rows in bf16 in backward.
+MemoryPlan fp8_plan(MoeDesc const& desc, bool keeps_x, char const* policy, char const* keeps) {
+  Sizes const s = sizes(desc);
+  double const code = 33.0 / 32, rows = s.tokens * s.hidden;
+  double const tables = static_cast<double>(saved_by_layer(desc).routing);
+  return {.policy = policy,
+          .keeps = keeps,
+          .saved = (keeps_x ? s.b : code) * rows + code * s.w * s.slots * s.intermediate + tables,
+          .forward_transient = code * s.slots * s.intermediate + s.b * s.slots * s.hidden,
+          .backward_transient = code * rows + s.b * s.w * s.slots * s.intermediate +
+                                s.b * s.slots * std::max(s.intermediate, s.hidden),
+          .has_curve = false};
+}
+
+bool has_whole_blocks(MoeDesc const& desc) {
+  return desc.dtype == DType::bf16 && desc.shape.hidden % 128 == 0 &&
+         desc.shape.intermediate % 128 == 0;
 }
 
 // Bytes per row and expert of the forward GEMMs alone, for M_e rows.
@@ -62,7 +82,7 @@ std::vector<MemoryPlan> memory_plans(MoeDesc const& desc) {
   Sizes const s = sizes(desc);
   double const x = s.b * s.tokens * s.hidden, rows_d = s.b * s.slots * s.hidden,
                rows_n = s.b * s.slots * s.intermediate;
-  return {
+  std::vector<MemoryPlan> plans = {
       tessera_plan(desc, SavePolicy::h, false, "tessera", "x, h, routing tables"),
       tessera_plan(desc, SavePolicy::h, true, "tessera-over-h",
                    "x, h, routing tables; dh in the memory of h"),
@@ -77,6 +97,13 @@ std::vector<MemoryPlan> memory_plans(MoeDesc const& desc) {
       {.policy = "scattermoe",
        .keeps = "x, R rows of d, h, the factors of a",
        .saved = x + rows_d + 2 * s.w * rows_n}};
+  if (has_whole_blocks(desc)) {
+    plans.insert(plans.begin() + 3,
+                 {fp8_plan(desc, false, "tessera-fp8", "x8, h8, routing tables (not served yet)"),
+                  fp8_plan(desc, true, "tessera-fp8-keeps-x",
+                           "x in bf16, h8, routing tables (not served yet)")});
+  }
+  return plans;
 }
 
 double routed_rows(MoeDesc const& desc) {

@@ -18,11 +18,12 @@ struct MemoryPlan {
   double saved = 0;                              ///< from forward to backward
   std::optional<double> forward_transient = {};  ///< during the call, where it is known
   std::optional<double> backward_transient = {};
-  bool saves_alike = false;  ///< what the policy before it saves: no curve of its own
+  bool has_curve =
+      true;  ///< in the picture: not what another policy saves, nor what few shapes allow
 };
 
 /// Tessera's policies, then what other implementations keep: counted from their sources, without their
-/// routing tables.
+/// routing tables. Those in FP8 for bf16 layers with d and n in whole blocks of 128; weights given as codes.
 std::vector<MemoryPlan> memory_plans(MoeDesc const& desc);
 
 /// saved_bytes() of a layer whose router.tile is the tile of waste too, without token rounding. Throws CommandError.

@@ -28,7 +28,7 @@ std::string memory_table(MoeDesc const& desc) {
     table += fmt::format("{:.6g}", static_cast<double>(finer.shape.hidden) /
                                        static_cast<double>(finer.shape.intermediate));
     for (MemoryPlan const& plan : memory_plans(finer)) {
-      if (plan.saves_alike) continue;
+      if (!plan.has_curve) continue;
       fmt::format_to(std::back_inserter(table), " {:.6g}", plan.saved / kMebibyte);
     }
     table += '\n';
@@ -54,7 +54,7 @@ std::string memory_lines(MoeDesc const& desc) {
   std::vector<std::string> lines;
   std::size_t column = 0;
   for (MemoryPlan const& plan : memory_plans(desc)) {
-    if (plan.saves_alike) continue;
+    if (!plan.has_curve) continue;
     lines.push_back(
         fmt::format("$memory using 1:{} with linespoints pt 7 ps 0.5 lw 2 lc rgb '{}' "
                     "title '{}'",

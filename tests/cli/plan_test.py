@@ -41,6 +41,29 @@ class Plan(Cli):
         self.assertEqual(save_x["backward_transient_bytes"], 2 * rows * (2 * 256 + 1536))  # h, then dh in its place
         self.assertIsNone(layer["memory"][-1]["backward_transient_bytes"])
 
+    def test_memory_in_fp8(self):
+        """The table of the design, in MiB: saved by both policies, transient in forward and backward."""
+        for shape, table in (((24576, 1536, 256, 128, 8), (139, 174, 626, 805)),
+                             ((32768, 2048, 768, 128, 8), (466, 528, 1222, 1858)),
+                             ((32768, 4096, 1536, 128, 8), (928, 1052, 2444, 3716))):
+            names = ("--tokens", "--hidden", "--intermediate", "--experts", "--top-k")
+            flags = [text for pair in zip(names, map(str, shape), strict=True) for text in pair]
+            layer = self.run_json("plan", *flags, "--dtype", "bf16", "--router", "given")["layer"]
+            plans = {row["policy"]: row for row in layer["memory"]}
+            fp8, keeps_x = plans["tessera-fp8"], plans["tessera-fp8-keeps-x"]
+            transient = fp8["forward_transient_bytes"], fp8["backward_transient_bytes"]
+            of_all = (fp8["saved_bytes"], keeps_x["saved_bytes"], *transient)
+            self.assertEqual(tuple(round(value / MIB) for value in of_all), table)
+            t, d, n, e, k = shape
+            rows = t * k
+            self.assertEqual(fp8["saved_bytes"], 33 * (t * d + 2 * rows * n) // 32 + 16 * rows + 4 * (e + 1))
+            self.assertEqual(keeps_x["saved_bytes"] - fp8["saved_bytes"], 31 * t * d // 32)
+        for odd in (["--hidden", "192"], ["--intermediate", "96"], ["--dtype", "fp32"]):
+            flags = [*LAYER]
+            flags[LAYER.index(odd[0]) + 1] = odd[1]
+            layer = self.run_json("plan", *flags)["layer"]
+            self.assertNotIn("tessera-fp8", self.saved(layer))
+
     def test_saved_bytes_do_not_grow_with_granularity(self):
         def saved(n: str, experts: str, k: str) -> tuple[int, int]:
             flags = [*LAYER[:4], "--intermediate", n, "--experts", experts, "--top-k", k, "--dtype", "bf16"]

@@ -22,7 +22,7 @@ from torch import nn
 
 
 class SpreadMoE(tessera.MoE):
-    """tessera.MoE of which this rank keeps its own experts. spread: of tessera.ExpertParallel, for all layers."""
+    """tessera.MoE of which this rank has its own experts. spread: the tessera.ExpertParallel session of all layers."""
 
     def __init__(self, *sizes, spread, **options):
         super().__init__(*sizes, **options)  # as one GPU would make it
@@ -64,11 +64,11 @@ def train(text: bytes, *, spread: bool, steps: int, report=print, **changes) -> 
     sizes = train_transformer.SIZES | changes
     batch, context = sizes.pop("batch"), sizes["context"]
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if spread else (0, 1)
-    moe, group = tessera.MoE, None
+    moe, session = tessera.MoE, None
     if spread:
-        group = tessera.ExpertParallel(max_tokens=-(-batch // ranks) * context, training=True,
-                                       **{name: sizes[name] for name in ("hidden", "intermediate", "experts", "top_k")})
-        moe = functools.partial(SpreadMoE, spread=group)
+        shape = {name: sizes[name] for name in ("hidden", "intermediate", "experts", "top_k")}
+        session = tessera.ExpertParallel(max_tokens=-(-batch // ranks) * context, training=True, **shape)
+        moe = functools.partial(SpreadMoE, spread=session)
     model = train_transformer.Transformer(moe, **sizes).to("cuda")
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to("cuda")
@@ -97,10 +97,10 @@ def train(text: bytes, *, spread: bool, steps: int, report=print, **changes) -> 
     if rank == 0:
         speed = pace.tokens_per_second(batch * context)
         report(f"{ranks} GPUs: {speed:.0f} tokens/s, {sum(p.numel() for p in model.parameters())} parameters on each")
-    if group is not None:
-        group.check()
+    if session is not None:
+        session.check()
         dist.barrier()
-        group.close()
+        session.close()
     return losses
 
 

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What no formatter checks: the licence line, comment width, whitespace, unfinished work, large files."""
+"""What no formatter checks: the licence line, comment width, whitespace, unfinished work, large files, and private
+members that a file of the Python package takes from another one."""
 
+import ast
 import pathlib
 import re
 import subprocess
@@ -40,6 +42,45 @@ def check_text(path: str, text: str) -> list[str]:
     return found
 
 
+def is_private(name: str) -> bool:
+    """Names of ctypes and Python end in an underscore too; marks on objects of other packages name this one."""
+    return name.startswith("_") and not name.endswith("_") and not name.startswith("_tessera_")
+
+
+def names_made(tree: ast.AST) -> set[str]:
+    """Private names that a file makes: definitions, variables, class members, and attributes of `self`."""
+    made = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            made.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            made.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "ctx"):
+                made.add(node.attr)
+    return {name for name in made if is_private(name)}
+
+
+def check_private_members(texts: dict[str, str]) -> list[str]:
+    """Uses, in a file of a Python package (path -> text), of private members that only other files of it make."""
+    trees = {path: ast.parse(text) for path, text in texts.items()}
+    made = {path: names_made(tree) for path, tree in trees.items()}
+    found = []
+    for path, tree in trees.items():
+        others = set().union(*[names for other, names in made.items() if other != path])
+        for node in ast.walk(tree):
+            used = []
+            if isinstance(node, ast.Attribute) and node.attr not in made[path]:
+                used = [node.attr]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tessera":
+                used = [alias.name for alias in node.names]
+            for name in used:
+                if is_private(name) and name in others:
+                    found.append(f"{path}:{node.lineno}: uses {name}, a private member of another file; give it a "
+                                 "public name there, or move what needs it")
+    return found
+
+
 def check_file(root: pathlib.Path, path: str) -> list[str]:
     content = (root / path).read_bytes()
     if len(content) > MAX_BYTES:
@@ -55,6 +96,8 @@ def main() -> int:
     paths = [p for p in listed.stdout.decode().split("\0") if p and (root / p).is_file()]
     skipped = ("LICENSE", "THIRD_PARTY_NOTICES", "tests/fuzz/corpus/")
     found = [line for path in paths if not path.startswith(skipped) for line in check_file(root, path)]
+    package = [path for path in paths if path.startswith("python/") and path.endswith(".py")]
+    found += check_private_members({path: (root / path).read_text(encoding="utf-8") for path in package})
     print("\n".join(found) or f"sources: ok ({len(paths)} files)")
     return 1 if found else 0
 

@@ -11,8 +11,8 @@ nccl-grouped-mm is the usual layer: sort rows by expert, exchange counts, all-to
 act, grouped_mm, back the same way, weight and add per token. Counts pass through the host, as torch's call takes its
 splits from there. nccl-all-to-all is the exchange of the rows alone, there and back. cublas-bmm is the two GEMMs alone,
 on equally many rows for every expert and without activation: what an exchange may hide behind. tessera-in-place is
-tessera on an x that lies in the window; tessera-sums-on-owners may send sums back where the link would decide.
-liger-cute, where asked for, is the forward pass of the package
+tessera on an x that lies in the window; tessera-partial-combine may send weighted sums back
+where the link would decide. liger-cute, where asked for, is the forward pass of the package
 liger-cute-kernels, which takes swiglu and scores in bf16. T is that of each GPU; a time is that of the slowest rank. o
 is checked against the same experts on one GPU.
 
@@ -43,7 +43,7 @@ from torch.nn import functional
 CONFIGS = {"Qwen3-30B": (2048, 768, 128, 8, "swiglu"), "FlashDMoE-swiglu": (2048, 2048, 32, 2, "swiglu"),
            "FlashDMoE": (2048, 2048, 32, 2, "gelu"), "DSv3": (7168, 2048, 256, 8, "swiglu"),
            "gpt-oss": (2880, 2880, 128, 4, "clamped-swiglu")}  # with biases
-IMPLS = "nccl-grouped-mm,nccl-all-to-all,cublas-bmm,tessera,tessera-in-place,tessera-sums-on-owners"
+IMPLS = "nccl-grouped-mm,nccl-all-to-all,cublas-bmm,tessera,tessera-in-place,tessera-partial-combine"
 TRAIN_IMPLS = ("nccl-grouped-mm", "cublas-bmm", "tessera", "tessera-save-x", "tessera-bound", "liger-cute")
 TOLERANCE = 2e-2  # relative error in the norm: a few roundings, far from a wrong result
 ALL_IMPLS = [*IMPLS.split(","), "tessera-save-x", "tessera-bound", "liger-cute"]
@@ -301,7 +301,7 @@ def bench(config: str, tokens: int, impls: list[str], passes: list[str], behind:
     own_up, own_down = own[:2]
     wanted = one_gpu(x, ids, scores, weights, activation)
 
-    bodies, groups = {}, []
+    bodies, sessions = {}, []
     exchange = Exchange(ids, experts)
     rows = x[exchange.order // top_k]
     share = tokens * top_k // local  # rows of an expert, were they equally many
@@ -314,19 +314,19 @@ def bench(config: str, tokens: int, impls: list[str], passes: list[str], behind:
         import tessera
         narrow = ids.int()
 
-        def make_group(**options):
-            groups.append(tessera.ExpertParallel(max_tokens=tokens, hidden=d, intermediate=n, experts=experts,
-                                                 top_k=top_k, activation=activation, **options))
-            return groups[-1]
+        def make_session(**options):
+            sessions.append(tessera.ExpertParallel(max_tokens=tokens, hidden=d, intermediate=n, experts=experts,
+                                                   top_k=top_k, activation=activation, **options))
+            return sessions[-1]
 
-        group = make_group()
-        placed = group.input(tokens).copy_(x)
-        layer = with_biases(group)
+        session = make_session()
+        placed = session.input(tokens).copy_(x)
+        layer = with_biases(session)
         bodies["tessera"] = lambda: layer(x, narrow, scores, own)
         bodies["tessera-in-place"] = lambda: layer(placed, narrow, scores, own)
-        if "tessera-sums-on-owners" in impls:
-            with_sums = with_biases(make_group(sums_on_owners=True))
-            bodies["tessera-sums-on-owners"] = lambda: with_sums(x, narrow, scores, own)
+        if "tessera-partial-combine" in impls:
+            with_sums = with_biases(make_session(partial_combine=True))
+            bodies["tessera-partial-combine"] = lambda: with_sums(x, narrow, scores, own)
     if liger_cute is not None and activation == "swiglu":
         bodies["liger-cute"] = liger_cute.body(x, ids, scores, own_up, own_down)
     elif liger_cute is not None and rank == 0:
@@ -339,7 +339,7 @@ def bench(config: str, tokens: int, impls: list[str], passes: list[str], behind:
         dist.all_reduce(error, dist.ReduceOp.MAX)
         with torch.no_grad():
             ms, host_us = measure(bodies[impl], rounds, place)
-        for made in groups:
+        for made in sessions:
             made.check()
         flops = (0 if impl == "nccl-all-to-all" else 2 * (halves + 1)) * tokens * top_k * n * d
         timed = "gemms" if impl == "cublas-bmm" else "forward-inference"
@@ -353,7 +353,7 @@ def bench(config: str, tokens: int, impls: list[str], passes: list[str], behind:
                     "checked": error.item() < TOLERANCE})
     if "training" in passes:
         out += bench_training(config, (x, ids, scores, weights), (even, even_a), impls, behind, rounds, liger_cute)
-    for made in groups:
+    for made in sessions:
         dist.barrier()
         made.close()
     return out
@@ -365,14 +365,14 @@ def bench_training(config: str, tensors: tuple, gemm_rows: tuple, impls: list[st
     x, ids, scores, weights = tensors
     tokens = x.shape[0]
     training = Training(x, ids, scores, weights, activation, torch.randn_like(x))
-    layers, groups = {"nccl-grouped-mm": training.nccl}, []
+    layers, sessions = {"nccl-grouped-mm": training.nccl}, []
     bound = {"max_rows": tokens * top_k * 5 // 4 + 64}
     for impl, options in (("tessera", {}), ("tessera-save-x", {"save": "x"}), ("tessera-bound", bound)):
         if impl in impls:
             import tessera
-            groups.append(tessera.ExpertParallel(max_tokens=tokens, hidden=d, intermediate=n, experts=experts,
-                                                 top_k=top_k, activation=activation, training=True, **options))
-            layers[impl] = with_biases(groups[-1])
+            sessions.append(tessera.ExpertParallel(max_tokens=tokens, hidden=d, intermediate=n, experts=experts,
+                                                   top_k=top_k, activation=activation, training=True, **options))
+            layers[impl] = with_biases(sessions[-1])
     bodies = {impl: training.body(layer) for impl, layer in layers.items()}
     bodies["cublas-bmm"] = training.gemms(*gemm_rows)
     if liger_cute is not None and activation == "swiglu":
@@ -386,8 +386,8 @@ def bench_training(config: str, tensors: tuple, gemm_rows: tuple, impls: list[st
         del results
         dist.all_reduce(error, dist.ReduceOp.MAX)
         ms, host_us = measure(bodies[impl], rounds, place)
-        for group in groups:
-            group.check()
+        for session in sessions:
+            session.check()
         flops = 6 * (2 if activation == "gelu" else 3) * tokens * top_k * n * d
         middle = statistics.median(ms)
         out.append({"config": config, "shape": [tokens, d, n, experts, top_k], "dtype": "bf16",
@@ -399,9 +399,9 @@ def bench_training(config: str, tensors: tuple, gemm_rows: tuple, impls: list[st
                     "host_us": round(host_us, 1), "tflops": round(flops / middle * 1e-9, 1),
                     "saved_mib": saved and round(saved / 2**20, 1), "relative_error": float(f"{error.item():.2e}"),
                     "checked": error.item() < TOLERANCE})
-    for group in groups:
+    for session in sessions:
         dist.barrier()
-        group.close()
+        session.close()
     return out
 
 

@@ -6,6 +6,7 @@ The text is what the torch operators take, so that graphs show it and exported p
 
 import dataclasses
 import functools
+import warnings
 
 from tessera import library
 
@@ -24,6 +25,17 @@ def _number(what: str, name: str, names: tuple[str, ...]) -> int:
     if name not in names:
         raise ValueError(f"{what}={name!r}: unknown; choose one of {', '.join(names)}")
     return names.index(name)
+
+
+def renamed(old: str, old_value, new: str, new_value, default):
+    """The value of an argument whose old name is accepted until 1.0, with a warning. The old one is None where the
+    caller did not give it."""
+    if old_value is None:
+        return new_value
+    if new_value != default:
+        raise ValueError(f"{old}={old_value}, {new}={new_value}: two names of one argument; leave out {old}")
+    warnings.warn(f"{old} is called {new}; the old name goes with 1.0", DeprecationWarning, stacklevel=3)
+    return old_value
 
 
 def layout_parts(layout: str) -> tuple[int, int, int]:

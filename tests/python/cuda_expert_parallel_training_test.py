@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes of ExpertParallel with gradients or biases: a group compared with one GPU that has all tokens and experts.
+"""Passes of ExpertParallel with gradients or biases: a session compared with one GPU that has all tokens and experts.
 
 torchrun --nproc-per-node 2 cuda_expert_parallel_training_test.py
 """
@@ -27,8 +27,8 @@ class OnGpus(unittest.TestCase):
     D, N, E, K, T = 512, 256, 16, 4, 300
 
     def setUp(self):
-        """Rows of x come beside GEMMs, but for half of a test."""
-        patch = mock.patch.object(training, "APART_BYTES", 0)
+        """Rows of x come on the side stream, but for half of a test."""
+        patch = mock.patch.object(training, "SIDE_STREAM_BYTES", 0)
         patch.start()
         self.addCleanup(patch.stop)
 
@@ -94,7 +94,7 @@ class OnGpus(unittest.TestCase):
         for activation, with_bias, save in (("swiglu", False, "h"), ("gelu", False, "h"), ("swiglu", True, "h"),
                                             ("swiglu", False, "x"), ("gelu", True, "x"),
                                             ("clamped-swiglu", True, "h"), ("clamped-swiglu", True, "x")):
-            training.APART_BYTES, apart = apart, (1 << 30) - apart  # in turns
+            training.SIDE_STREAM_BYTES, apart = apart, (1 << 30) - apart  # in turns
             experts = self.make(activation=activation, save=save)
             for tokens in ([300] * ranks, [17 + 20 * r for r in range(ranks)], [0, 40, 5, 9, 1, 2, 3, 4][:ranks],
                            [300] + [0] * (ranks - 1), [300] * ranks):
@@ -133,10 +133,10 @@ class OnGpus(unittest.TestCase):
         experts, bounded = self.make(), self.make(max_rows=self.T * self.K * ranks)
         x, ids, scores, _, weights = self.inputs([self.T] * ranks)
         seen = []
-        for group in [experts] * 20 + [bounded] * 5:
-            seen.append(self.compare(group, [self.T] * ranks, "swiglu", False))
+        for session in [experts] * 20 + [bounded] * 5:
+            seen.append(self.compare(session, [self.T] * ranks, "swiglu", False))
             with torch.no_grad():
-                o = group(x[mine], ids[mine], scores[mine], weights[0][own], weights[1][own])
+                o = session(x[mine], ids[mine], scores[mine], weights[0][own], weights[1][own])
             self.assertTrue(torch.equal(o, seen[0][0]))
         for o, gradients in seen[1:]:
             self.assertTrue(torch.equal(o, seen[0][0]))
@@ -287,7 +287,7 @@ class OnGpus(unittest.TestCase):
         tables = training.Tables(torch.zeros(self.E // dist.get_world_size() + 1, dtype=torch.int32, device="cuda"),
                                  torch.zeros(4, 4, dtype=torch.int32, device="cuda"), torch.zeros(4, device="cuda"))
         with self.assertRaisesRegex(ValueError, "combine: begin a pass with route"):
-            training._combine(experts, rows, tables, torch.zeros_like(rows))
+            training.combine(experts._session, rows, tables, torch.zeros_like(rows))
         dist.barrier()
         experts.close()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts over the GPUs of a process group: what is refused where there are none, and the result where there are.
 
-With GPUs: torchrun --nproc-per-node 2 expert_parallel_test.py compares the group's o with one GPU's, bit for bit.
+With GPUs: torchrun --nproc-per-node 2 expert_parallel_test.py compares o of a session with one GPU's, bit for bit.
 """
 
 import ctypes
@@ -14,7 +14,10 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 import tessera
 import torch
 import torch.distributed as dist
-from tessera import expert_parallel, library
+from cpu_session import make_session
+from tessera import expert_parallel_library as structs
+from tessera import expert_parallel_session as session_module
+from tessera import library
 
 SHAPE = {"max_tokens": 300, "hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4}
 GPUS = torch.cuda.device_count()
@@ -36,6 +39,13 @@ class Refusals(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "run on GPUs"):
             tessera.ExpertParallel(**SHAPE, device="cpu")
 
+    def test_old_names(self):
+        with self.assertWarnsRegex(DeprecationWarning, "sums_on_owners is called partial_combine"):
+            experts = self.make(mock.MagicMock(), sums_on_owners=True)
+        self.assertEqual(experts._session.desc.partial_combine, 1)
+        with self.assertRaisesRegex(ValueError, "two names of one argument; leave out sums_on_owners"):
+            self.make(mock.MagicMock(), sums_on_owners=False, partial_combine=True)
+
     def test_unknown_activation(self):
         with self.assertRaisesRegex(ValueError, "activation='tanh'"):
             tessera.ExpertParallel(**SHAPE, activation="tanh", device=DEVICE)
@@ -45,107 +55,107 @@ class Refusals(unittest.TestCase):
             tessera.ExpertParallel(**{**SHAPE, "top_k": 17}, device=DEVICE)
 
     def agree(self, desc, of_others: list, group_id=b"id"):
-        """_agree of rank 0, whom the others tell this."""
+        """agree() of rank 0, which gathers this of the others."""
         def gather(of_ranks, mine, group):
             of_ranks[:] = [mine, *[({**mine[0], **other}, None, failure) for other, failure in of_others]]
 
-        with mock.patch.object(expert_parallel.distributed, "get_world_size", return_value=1 + len(of_others)), \
-                mock.patch.object(expert_parallel.distributed, "all_gather_object", gather):
-            return tessera.ExpertParallel._agree(desc, group_id, None)
+        with mock.patch.object(session_module.distributed, "get_world_size", return_value=1 + len(of_others)), \
+                mock.patch.object(session_module.distributed, "all_gather_object", gather):
+            return session_module.agree(desc, group_id, None)
 
     def test_ranks_that_differ(self):
-        desc = expert_parallel._Desc(rank=0, ranks=2, max_tokens=300, hidden=512)
+        desc = structs.Desc(rank=0, ranks=2, max_tokens=300, hidden=512)
         with self.assertRaisesRegex(ValueError, "max_tokens=300 on rank 0, 200 on rank 1"):
             self.agree(desc, [({"max_tokens": 200}, None)])
 
     def test_ranks_that_bound_their_rows_differently(self):
         """Without a bound a rank makes a pass again that had no room on another one; all or none have to do so."""
-        desc = expert_parallel._Desc(rank=0, ranks=2, max_tokens=300, hidden=512, training=1)
+        desc = structs.Desc(rank=0, ranks=2, max_tokens=300, hidden=512, training=1)
         with self.assertRaisesRegex(ValueError, "max_rows=None on rank 0, 200 on rank 1"):
             self.agree(desc, [({"max_rows": 200}, None)])
         with self.assertRaisesRegex(ValueError, "save=h on rank 0, x on rank 1"):
             self.agree(desc, [({"save": "x"}, None)])
 
     def test_ranks_that_agree(self):
-        desc = expert_parallel._Desc(ranks=2, max_tokens=300)
+        desc = structs.Desc(ranks=2, max_tokens=300)
         self.assertEqual(self.agree(desc, [({}, None)]), b"id")
 
     def test_another_rank_that_fails(self):
-        desc = expert_parallel._Desc(ranks=3, max_tokens=300)
+        desc = structs.Desc(ranks=3, max_tokens=300)
         with self.assertRaisesRegex(RuntimeError, "rank 2 cannot join: MemoryError: no memory"):
             self.agree(desc, [({}, None), ({}, "MemoryError: no memory")])
 
-    def make(self, lib, failing=None, told=None, rank=0, **options):
-        """A group of two ranks on a library that is none. failing: the call of it that fails. told: gets what this
-        rank tells the other, which tells the same."""
+    def make(self, lib, failing=None, sent=None, rank=0, **options):
+        """A session of two ranks on a library that is none. failing: the call of it that fails. sent: gets what this
+        rank sends to the other, which sends the same."""
         if failing is not None:
             getattr(lib, failing).return_value = 1
 
         def check(code):
             if code == 1:
-                raise RuntimeError("no group")
+                raise RuntimeError("no session")
 
         def gather(of_ranks, mine, group):
-            if told is not None:
-                told.append(mine)
+            if sent is not None:
+                sent.append(mine)
             of_ranks[:] = [mine] * 2
 
-        with mock.patch.object(expert_parallel, "_library", return_value=lib), \
+        with mock.patch.object(session_module, "load", return_value=lib), \
                 mock.patch.object(library, "context", return_value=0), \
                 mock.patch.object(library, "check", side_effect=check), \
-                mock.patch.object(expert_parallel.distributed, "get_rank", return_value=rank), \
-                mock.patch.object(expert_parallel.distributed, "get_world_size", return_value=2), \
-                mock.patch.object(expert_parallel.distributed, "all_gather_object", gather), \
+                mock.patch.object(session_module.distributed, "get_rank", return_value=rank), \
+                mock.patch.object(session_module.distributed, "get_world_size", return_value=2), \
+                mock.patch.object(session_module.distributed, "all_gather_object", gather), \
                 mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, create=True), \
                 mock.patch.object(torch, "empty") as empty:
             empty.return_value.data_ptr.return_value = 0
             empty.side_effect = options.pop("empty", None)
             return tessera.ExpertParallel(**{**SHAPE, "device": "cuda:0", **options})
 
-    def test_window_of_a_group_that_is_not_made(self):
+    def test_window_of_a_session_that_is_not_made(self):
         for fails in ("tessera_peer_window_addresses", "tessera_expert_parallel_create"):
             with self.subTest(fails):
                 lib = mock.MagicMock()
-                with self.assertRaisesRegex(RuntimeError, "no group"):
+                with self.assertRaisesRegex(RuntimeError, "no session"):
                     self.make(lib, fails)
                 lib.tessera_peer_window_abort.assert_called_once()
 
     def test_joins(self):
         for rank in range(2):
-            told, lib = [], mock.MagicMock()
-            experts = self.make(lib, told=told, rank=rank)
-            self.assertEqual((len(told), told[0][2], experts._streams), (1, None, {77}))
-            self.assertEqual(told[0][1], None if rank else bytes(128))
+            sent, lib = [], mock.MagicMock()
+            experts = self.make(lib, sent=sent, rank=rank)
+            self.assertEqual((len(sent), sent[0][2], experts._session._streams), (1, None, {77}))
+            self.assertEqual(sent[0][1], None if rank else bytes(128))
             self.assertEqual(lib.tessera_peer_group_id_make.called, rank == 0)
 
     def test_whoever_fails_tells_the_others(self):
         """Once, before it raises what has failed."""
         out_of_memory = torch.OutOfMemoryError("no memory")
         for kind, text, how in (
-                (RuntimeError, "no group", {"failing": "tessera_expert_parallel_window"}),
-                (RuntimeError, "no group", {"failing": "tessera_expert_parallel_workspace"}),
-                (RuntimeError, "no group", {"failing": "tessera_peer_group_id_make"}),
+                (RuntimeError, "no session", {"failing": "tessera_expert_parallel_window"}),
+                (RuntimeError, "no session", {"failing": "tessera_expert_parallel_workspace"}),
+                (RuntimeError, "no session", {"failing": "tessera_peer_group_id_make"}),
                 (torch.OutOfMemoryError, "no memory", {"empty": out_of_memory}),
                 (ValueError, "windows: 3 addresses for 2 ranks", {"windows": [0, 1, 2]}),
                 (ValueError, "activation='tanh'", {"activation": "tanh"}),
                 (ValueError, "device=cpu", {"device": "cpu"})):
             with self.subTest(text, **how):
-                told, lib = [], mock.MagicMock()
+                sent, lib = [], mock.MagicMock()
                 with self.assertRaisesRegex(kind, text):
-                    self.make(lib, told=told, **how)
-                self.assertEqual(len(told), 1)
-                self.assertRegex(told[0][2], f"{kind.__name__}: {text}")
+                    self.make(lib, sent=sent, **how)
+                self.assertEqual(len(sent), 1)
+                self.assertRegex(sent[0][2], f"{kind.__name__}: {text}")
                 lib.tessera_peer_window_open.assert_not_called()
 
     def test_multicast_of_any_rank(self):
         for value, says in (("1", "is 1"), (None, "is not set")):
-            told = []
+            sent = []
             with mock.patch.dict(os.environ, {} if value is None else {"NCCL_NVLS_ENABLE": value}):
                 if value is None:
                     del os.environ["NCCL_NVLS_ENABLE"]
                 with self.assertRaisesRegex(RuntimeError, f"NCCL_NVLS_ENABLE {says}; set it to 0"):
-                    self.make(mock.MagicMock(), told=told, rank=1)
-                self.assertRegex(told[0][2], "multicast must be off")
+                    self.make(mock.MagicMock(), sent=sent, rank=1)
+                self.assertRegex(sent[0][2], "multicast must be off")
                 self.make(mock.MagicMock(), rank=1, windows=[0, 0])  # NCCL has no part in it
 
     def test_on_the_device_that_is_given(self):
@@ -161,13 +171,13 @@ class Refusals(unittest.TestCase):
             def __exit__(self, *_):
                 on.pop()
 
-        told = mock.MagicMock()
-        told.append = lambda _: seen.extend(on)
+        sent = mock.MagicMock()
+        sent.append = lambda _: seen.extend(on)
         with mock.patch.object(torch.cuda, "is_available", return_value=True), \
                 mock.patch.object(torch.cuda, "device", Device):
-            self.make(mock.MagicMock(), told=told, device="cuda:1")
+            self.make(mock.MagicMock(), sent=sent, device="cuda:1")
             with self.assertRaises(RuntimeError):
-                self.make(mock.MagicMock(), "tessera_expert_parallel_window", told=told, device="cuda:1")
+                self.make(mock.MagicMock(), "tessera_expert_parallel_window", sent=sent, device="cuda:1")
         self.assertEqual((seen, on), ([torch.device("cuda:1")] * 2, []))
 
     @unittest.skipIf(GPUS > 0, "this machine has GPUs")
@@ -186,8 +196,8 @@ class Passes(unittest.TestCase):
                         torch.zeros(5, 2), torch.zeros(4, 16, 16, dtype=torch.bfloat16),
                         torch.zeros(4, 16, 8, dtype=torch.bfloat16))
 
-    def made(self, tensors) -> expert_parallel._Pass:
-        return expert_parallel._Pass(tensors, torch.device("cpu"))
+    def made(self, tensors) -> session_module.PreparedPass:
+        return session_module.PreparedPass(tensors, torch.device("cpu"))
 
     def described(self, ready, name: str) -> tuple:
         view = getattr(ready.args, name)
@@ -227,9 +237,7 @@ class Passes(unittest.TestCase):
 
     def on_cpu(self) -> tessera.ExpertParallel:
         experts = object.__new__(tessera.ExpertParallel)
-        experts._handle, experts._device, experts._passes = ctypes.c_void_p(8), torch.device("cpu"), {}
-        experts._desc, experts._streams, experts._pieces = expert_parallel._Desc(experts=16), {77}, None
-        experts._workspace = mock.MagicMock()
+        experts._session = make_session(structs.Desc(experts=16))
         return experts
 
     def test_call(self):
@@ -237,12 +245,12 @@ class Passes(unittest.TestCase):
         experts, seen = self.on_cpu(), []
 
         def forward(handle, address, stream):
-            args = expert_parallel._Args.from_address(address)
+            args = structs.InferenceArgs.from_address(address)
             ids = (ctypes.c_int32 * 10).from_address(args.topk_ids.data)
             seen.append((handle.value, args.x.data, list(ids), args.w_down.data, args.o.data, stream))
             return 0
 
-        experts._forward = forward
+        experts._session.forward = forward
         with mock.patch.object(torch._C, "_cuda_getDevice", lambda: None, create=True), \
                 mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, create=True):
             for variant in range(3):
@@ -252,7 +260,7 @@ class Passes(unittest.TestCase):
                 wanted = (8, x.data_ptr(), ids.flatten().tolist(), others[2].data_ptr(), o.data_ptr(), 77)
                 self.assertEqual(seen[-1], wanted)
                 self.assertEqual(o is out, variant == 2)
-            self.assertEqual(len(experts._passes), 2)  # with o and without
+            self.assertEqual(len(experts._session.passes), 2)  # with o and without
             with self.assertRaisesRegex(RuntimeError, "training=True"):
                 experts(x.requires_grad_(), ids, *others)
             with torch.no_grad():
@@ -265,11 +273,11 @@ class Passes(unittest.TestCase):
         experts, seen = self.on_cpu(), []
 
         def forward(handle, address, stream):
-            args = expert_parallel._Args.from_address(address)
+            args = structs.InferenceArgs.from_address(address)
             seen.append(list((ctypes.c_int32 * 10).from_address(args.topk_ids.data)))
             return 0
 
-        experts._forward = forward
+        experts._session.forward = forward
         x, zeros, *others = self.tensors
         for stream in streams:
             with mock.patch.object(torch._C, "_cuda_getDevice", lambda: None, create=True), \
@@ -287,7 +295,8 @@ class Passes(unittest.TestCase):
 
     def test_workspace_is_kept_for_every_stream(self):
         experts, _ = self.call([77, 78, 77, 78, 79])
-        self.assertEqual(experts._workspace.record_stream.mock_calls, [mock.call("stream 78"), mock.call("stream 79")])
+        recorded = experts._session._workspace.record_stream.mock_calls
+        self.assertEqual(recorded, [mock.call("stream 78"), mock.call("stream 79")])
 
     def test_refuses(self):
         with self.assertRaisesRegex(ValueError, "x: dtype torch.float64"):
@@ -300,16 +309,16 @@ class Structs(unittest.TestCase):
     """As C lays them out: a window for this desc, of known size."""
 
     def test_desc(self):
-        desc = expert_parallel._Desc(ctypes.sizeof(expert_parallel._Desc), 0, 1, 100, 256, 128, 16, 4, 8, 0, 0, 0, 0, 0,
+        desc = structs.Desc(ctypes.sizeof(structs.Desc), 0, 1, 100, 256, 128, 16, 4, 8, 0, 0, 0, 0, 0,
                                      2.5)
         needed = ctypes.c_size_t()
-        library.check(expert_parallel._library().tessera_expert_parallel_window(ctypes.byref(desc),
+        library.check(structs.load().tessera_expert_parallel_window(ctypes.byref(desc),
                                                                                 ctypes.byref(needed)))
         rows = 2 * 100 * 256 * (1 + 4)
         self.assertTrue(rows <= needed.value <= rows + 2**17, needed.value)
         desc.time_limit = -1
         with self.assertRaisesRegex(ValueError, "time_limit=-1"):
-            library.check(expert_parallel._library().tessera_expert_parallel_window(ctypes.byref(desc),
+            library.check(structs.load().tessera_expert_parallel_window(ctypes.byref(desc),
                                                                                     ctypes.byref(needed)))
 
 
@@ -362,7 +371,7 @@ class OnGpus(unittest.TestCase):
             dist.barrier()
             experts.close()
 
-    def test_sums_on_owners(self):
+    def test_partial_combine(self):
         """Of a shape where the link would hold up the pass: near one GPU's o, the same bits every time."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         d, n, e, k, tokens = 512, 128, 32, 8, 300
@@ -375,7 +384,7 @@ class OnGpus(unittest.TestCase):
         scores, ids = torch.rand(tokens, e, device="cuda").topk(k)
         wanted = one_gpu(x, ids, scores, w_up, w_down, "swiglu").float()
         experts = tessera.ExpertParallel(max_tokens=16384, hidden=d, intermediate=n, experts=e, top_k=k,
-                                         sums_on_owners=True)
+                                         partial_combine=True)
         results = [experts(x, ids, scores, w_up[own], w_down[own]) for _ in range(20)]
         torch.cuda.synchronize()
         experts.check()

@@ -10,8 +10,12 @@ from unittest import mock
 
 import tessera
 import torch
-from tessera import expert_parallel, library
+from cpu_session import make_desc, make_session
+from tessera import expert_parallel_library as structs
+from tessera import expert_parallel_session as session_module
 from tessera import expert_parallel_training as training
+from tessera import library
+from tessera.ops import layer
 from torch.nn import functional
 
 SHAPE = {"max_tokens": 300, "hidden": 64, "intermediate": 32, "experts": 8, "top_k": 3}
@@ -30,7 +34,7 @@ def at(view: library.Tensor) -> torch.Tensor:
 
 
 class OneRank:
-    """The library's functions of a group of one rank on the CPU: rows sorted by expert."""
+    """The library's functions of a session of one rank on the CPU: rows sorted by expert."""
 
     def __init__(self, experts: int, activation: str = "swiglu"):
         self.experts, self.calls, self.dispatched, self.room_of_others = experts, [], True, []
@@ -57,11 +61,11 @@ class OneRank:
         return order
 
     def tessera_expert_parallel_forward(self, handle, address, stream):
-        args = training._ForwardArgs.from_address(address)
+        args = structs.ForwardArgs.from_address(address)
         biases = {name: at(getattr(args, name)) for name in ("b_up", "b_down") if getattr(args, name).rank}
         if args.row_origins.rank:
             self.keep(args, biases.get("b_up"))
-        with mock.patch.object(library, "load", return_value=REAL), torch.no_grad():
+        with torch.no_grad():
             at(args.o).copy_(tessera.routed_experts(at(args.x), at(args.topk_ids), at(args.topk_weights), at(args.w_up),
                                                     at(args.w_down), activation=self.activation, **biases))
         self.calls.append("forward")
@@ -83,7 +87,7 @@ class OneRank:
                 h[:len(kept)][of_expert] = functional.linear(x[kept[of_expert] // ids.shape[1]], w_up[expert], bias)
 
     def tessera_expert_parallel_route(self, handle, address, stream):
-        args = training._RouteArgs.from_address(address)
+        args = structs.RouteArgs.from_address(address)
         self.sort(args)
         self.count(args.room or 1 << 30)
         self.dispatched = False
@@ -96,7 +100,7 @@ class OneRank:
         return 0
 
     def tessera_expert_parallel_dispatch(self, handle, address, stream):
-        args = training._DispatchArgs.from_address(address)
+        args = structs.DispatchArgs.from_address(address)
         origins = at(args.row_origins)
         if not self.dispatched:
             assert args.may_overflow or len(self.order) <= len(origins)
@@ -112,7 +116,7 @@ class OneRank:
         return 0
 
     def tessera_expert_parallel_combine(self, handle, address, stream):
-        args = training._CombineArgs.from_address(address)
+        args = structs.CombineArgs.from_address(address)
         rows, o = int(at(args.expert_offsets)[-1]), at(args.o)
         pair = at(args.row_origins)[:rows, 0].long()
         top_k = SHAPE["top_k"]
@@ -132,26 +136,14 @@ class OneRank:
         return getattr(REAL, name)
 
 
-REAL = library.load()
-CLAMP = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+REAL = structs.load()
 
 
-class Group:
-    _handle = ctypes.c_void_p(8)
-
-    def __init__(self, activation: str = "swiglu"):
-        self.activation, self._calls, self._rows, self._beside = activation, {}, {}, training.Beside()
-        self._counted, self._row_numbers = 0, None
-        self._desc = expert_parallel._Desc(ranks=1, experts=SHAPE["experts"],
-                                           activation=tessera.options.ACTIVATIONS.index(activation))
-
-    @staticmethod
-    def _stream():
-        return 0
-
-    def __call__(self, *tensors):  # a pass in one launch
-        with mock.patch.object(library, "load", return_value=REAL):
-            return tessera.routed_experts(*tensors, activation=self.activation)
+def cpu_session(activation: str = "swiglu", max_rows: int | None = None, save: str = "h", training: int = 1):
+    """A session of SHAPE, whose current stream is the CPU's."""
+    session = make_session(make_desc(activation, training=training, **SHAPE), max_rows, save)
+    session.stream = lambda: None
+    return session
 
 
 class OnCpu(unittest.TestCase):
@@ -170,23 +162,21 @@ class OnCpu(unittest.TestCase):
         return ids, [t.requires_grad_() for t in made]
 
     def run_both(self, activation="swiglu", with_bias=False, max_rows=None, tokens=40, save="h"):
-        """Results and gradients of the pieces, then of the layer."""
+        """Results and gradients of the session, then of the layer."""
         ids, (x, scores, *weights) = self.tensors(activation, with_bias, tokens)
-        desc = expert_parallel._Desc(ranks=1, max_tokens=300, experts=SHAPE["experts"], top_k=SHAPE["top_k"],
-                                     activation=tessera.options.ACTIVATIONS.index(activation), training=1, **CLAMP)
-        pieces = expert_parallel._pieces(desc, max_rows, save)
+        session = cpu_session(activation, max_rows, save)
         biases = weights[2:] or [None, None]
         fake = OneRank(SHAPE["experts"], activation)
-        with mock.patch.object(library, "load", return_value=fake):
-            o = training.run(Group(activation), pieces, 0, x, ids, scores, *weights[:2], *biases)
+        with mock.patch.object(session_module, "load", return_value=fake):
+            o = training.run(session, 0, x, ids, scores, *weights[:2], *biases)
         d_o = torch.randn_like(o)
-        with mock.patch.object(library, "load", return_value=fake):
+        with mock.patch.object(session_module, "load", return_value=fake):
             got = torch.autograd.grad(o, (x, scores, *weights), d_o)
         names = dict(zip(("b_up", "b_down"), biases))
         wanted_o = tessera.routed_experts(x, ids, scores, *weights[:2], activation=activation, **names)
         wanted = torch.autograd.grad(wanted_o, (x, scores, *weights), d_o)
         asks, pair = ["rows"] if max_rows is None else [], ["dispatch", "combine"]
-        back = ["dispatch", "second rows", "combine"] if save == "h" and training.APART_BYTES == 0 else pair
+        back = ["dispatch", "second rows", "combine"] if save == "h" and training.SIDE_STREAM_BYTES == 0 else pair
         self.assertEqual(fake.calls, ["route", *asks, *pair, *back] if with_bias and activation != "clamped-swiglu" else
                          ["forward", *back, *asks])
         return (o, *got), (wanted_o, *wanted)
@@ -206,7 +196,7 @@ class OnCpu(unittest.TestCase):
                 self.assert_near(*self.run_both(activation, with_bias, save="x"))
 
     def test_rows_of_x_apart(self):
-        with mock.patch.object(training, "APART_BYTES", 0):
+        with mock.patch.object(training, "SIDE_STREAM_BYTES", 0):
             self.assert_near(*self.run_both())
             self.assert_near(*self.run_both("clamped-swiglu", True))
             self.assert_near(*self.run_both("swiglu", True))
@@ -223,11 +213,11 @@ class OnCpu(unittest.TestCase):
             self.assertEqual((o.shape, dx.shape, dscores.shape), ((0, 64), (0, 64), (0, 3)))
             self.assertEqual((dw_up.abs().max(), dw_down.abs().max()), (0, 0))
 
-    def step(self, fake, group, pieces, leaves, ids, biases=(None, None)):
+    def step(self, fake, session, leaves, ids, biases=(None, None)):
         """Whether the results and gradients of one step are right."""
         x, scores, w_up, w_down = leaves
-        with mock.patch.object(library, "load", return_value=fake):
-            o = training.run(group, pieces, 0, x, ids, scores, w_up, w_down, *biases)
+        with mock.patch.object(session_module, "load", return_value=fake):
+            o = training.run(session, 0, x, ids, scores, w_up, w_down, *biases)
             got = torch.autograd.grad(o, leaves, torch.ones_like(o))
         wanted_o = tessera.routed_experts(x, ids, scores, w_up, w_down, b_up=biases[0], b_down=biases[1])
         wanted = torch.autograd.grad(wanted_o, leaves, torch.ones_like(o))
@@ -239,39 +229,39 @@ class OnCpu(unittest.TestCase):
         few = torch.where(torch.arange(300)[:, None] < 20, ids, -1)
         for save in ("h", "x"):
             once = ["forward", "dispatch", "combine", "rows"]
-            pieces, group = training.Pieces("grouping=offsets", 900, None, save), Group()
+            session = cpu_session(save=save)
             fake, expected = OneRank(8), []
             for chosen, again in ((few, []), (few, []), (ids, ["route", "dispatch", "combine"]), (ids, []), (few, [])):
-                self.step(fake, group, pieces, leaves, chosen)
+                self.step(fake, session, leaves, chosen)
                 expected += once + again
             self.assertEqual(fake.calls, expected)
             fake.room_of_others = [False]  # another rank makes its own again
-            self.step(fake, group, pieces, leaves, few)
+            self.step(fake, session, leaves, few)
             self.assertEqual(fake.calls, [*expected, *once, "route", "dispatch", "combine"])
 
-    def test_more_rows_than_before_in_pieces(self):
+    def test_more_rows_than_before_unfused(self):
         """Few rows, then as many as there are: the pass is made again. The next one asks behind what it enqueues."""
         ids, (*leaves, b_up, b_down) = self.tensors("swiglu", True, 300)
         few = torch.where(torch.arange(300)[:, None] < 20, ids, -1)
         for save in ("h", "x"):
-            pieces, group = training.Pieces("grouping=offsets", 900, None, save), Group()
+            session = cpu_session(save=save)
             fake, expected = OneRank(8), []
             ask_first, ask_last = ["route", "rows", "dispatch", "combine"], ["route", "dispatch", "combine", "rows"]
             for chosen, calls in ((few, ask_first), (ids, ask_last + ask_first), (ids, ask_last)):
-                self.step(fake, group, pieces, leaves, chosen, (b_up, b_down))
+                self.step(fake, session, leaves, chosen, (b_up, b_down))
                 expected += calls + ["dispatch", "combine"]
             self.assertEqual(fake.calls, expected)
 
     def test_layers_between_forward_and_backward(self):
         """Each knows the rows of its own pass, however many came behind it."""
         ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False, 60)
-        pieces, group, fake = training.Pieces("grouping=offsets", 900, None, "h"), Group(), OneRank(8)
+        session, fake = cpu_session(), OneRank(8)
         few = torch.where(torch.arange(60)[:, None] < 7, ids, -1)
-        with mock.patch.object(library, "load", return_value=fake):
-            results = [training.run(group, pieces, layer, x, chosen, scores, w_up, w_down)
-                       for layer, chosen in enumerate((few, ids, few))]
+        with mock.patch.object(session_module, "load", return_value=fake):
+            results = [training.run(session, number, x, chosen, scores, w_up, w_down)
+                       for number, chosen in enumerate((few, ids, few))]
             got = [torch.autograd.grad(o.sum(), (x, w_up)) for o in reversed(results)]
-        self.assertEqual([group._rows[layer] for layer in range(3)], [rows for rows, _ in fake.counted])
+        self.assertEqual([session.rows_of_last_pass(number) for number in range(3)], [rows for rows, _ in fake.counted])
         for gradients, chosen in zip(got, (few, ids, few), strict=True):
             o = tessera.routed_experts(x, chosen, scores, w_up, w_down)
             self.assert_near(gradients, torch.autograd.grad(o.sum(), (x, w_up)))
@@ -279,84 +269,87 @@ class OnCpu(unittest.TestCase):
     def test_another_rank_without_room(self):
         """A rank that has asked before it brings rows makes the pass again with the others."""
         ids, (x, scores, w_up, w_down, *biases) = self.tensors("swiglu", True)
-        pieces, fake = training.Pieces("grouping=offsets", 900, None, "h"), OneRank(SHAPE["experts"])
+        fake = OneRank(SHAPE["experts"])
         fake.room_of_others = [False]
-        with mock.patch.object(library, "load", return_value=fake):
-            o = training.run(Group(), pieces, 0, x, ids, scores, w_up, w_down, *biases)
+        with mock.patch.object(session_module, "load", return_value=fake):
+            o = training.run(cpu_session(), 0, x, ids, scores, w_up, w_down, *biases)
         self.assertEqual(fake.calls, ["route", "rows", "dispatch", "combine"] * 2)
         self.assert_near([o], [tessera.routed_experts(x, ids, scores, w_up, w_down, b_up=biases[0], b_down=biases[1])])
 
     def test_biases_without_gradients(self):
-        """With clamped-swiglu one launch, for which nothing is made; else pieces, which training makes room for."""
+        """With clamped-swiglu one launch, which needs no training; else an unfused pass."""
         for activation, calls in (("clamped-swiglu", ["forward"]), ("gelu", ["route", "rows", "dispatch", "combine"])):
             ids, (x, scores, w_up, w_down, b_up, b_down) = self.tensors(activation, True)
-            pieces = None if len(calls) == 1 else training.Pieces("grouping=offsets activation=gelu", 900, None, "h")
-            group, fake = Group(activation), OneRank(SHAPE["experts"], activation)
-            self.assertEqual(training.fuses(group, w_up, w_down, b_up, b_down), len(calls) == 1)
-            self.assertFalse(training.fuses(group, w_up, w_down.mT, b_up, b_down))
-            with mock.patch.object(library, "load", return_value=fake), torch.no_grad():
-                o = training.run(group, pieces, 0, x, ids, scores, w_up, w_down, b_up, b_down)
+            session = cpu_session(activation, training=len(calls) > 1)
+            fake = OneRank(SHAPE["experts"], activation)
+            self.assertEqual(session.fuses(w_up, w_down, b_up, b_down), len(calls) == 1)
+            self.assertFalse(session.fuses(w_up, w_down.mT, b_up, b_down))
+            with mock.patch.object(session_module, "load", return_value=fake), torch.no_grad():
+                o = training.run(session, 0, x, ids, scores, w_up, w_down, b_up, b_down)
             self.assertEqual(fake.calls, calls)
             self.assert_near([o], [tessera.routed_experts(x, ids, scores, w_up, w_down, b_up=b_up, b_down=b_down,
                                                           activation=activation)])
 
     def test_weights_that_one_launch_does_not_take(self):
-        """Strides that the layer of one GPU takes: forward in pieces."""
+        """Strides that the layer of one GPU takes: forward is unfused."""
         ids, leaves = self.tensors("swiglu", False)
         leaves[3] = leaves[3].detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
-        pieces, fake = training.Pieces("grouping=offsets", 900, None, "h"), OneRank(8)
-        self.step(fake, Group(), pieces, leaves, ids)
+        fake = OneRank(8)
+        self.step(fake, cpu_session(), leaves, ids)
         self.assertEqual(fake.calls, ["route", "rows", *["dispatch", "combine"] * 2])
 
-    def test_row_numbers_of_a_graph_are_its_own(self):
-        """What is made while a graph is captured has no values yet: nobody else may take it."""
-        tables, group = mock.Mock(), Group()
-        tables.row_scores.shape = (5,)
-        tables.row_scores.view.return_value = mock.Mock(is_cuda=True, device=torch.device("cpu"))
-        with mock.patch.object(torch, "cat", return_value=None):
-            for captures, kept in ((True, False), (False, True)):
-                with mock.patch.object(training, "_captures", return_value=captures):
-                    training._routing(group, tables)
-                self.assertEqual(group._row_numbers is not None, kept)
+    def test_routing_tables_are_the_library_s(self):
+        """Those that a forward pass of the same rows leaves, of any number of rows and of memory; each call has its
+        own memory."""
+        session, text = cpu_session(), "grouping=offsets"
+        w_up, w_down = torch.zeros(8, 64, 64, dtype=torch.bfloat16), torch.zeros(8, 64, 32, dtype=torch.bfloat16)
+        seen = []
+        for offsets in ([0, 3, 3, 7, 9, 9, 12, 12, 13], [0] * 9, [0, 1, 2, 3, 4, 5, 6, 7, 256]):
+            offsets, scores = torch.tensor(offsets, dtype=torch.int32), torch.rand(256)
+            x = torch.zeros(256, 64, dtype=torch.bfloat16)
+            inputs = (x, None, None, None, None, None, offsets, scores, w_up, None, w_down, None, None, None, None)
+            wanted = layer.plan_forward(inputs, text, 0, True).run([t for t in inputs if t is not None])[2]
+            got = session.routing(text, offsets, scores)
+            self.assertTrue(torch.equal(got, wanted))
+            self.assertEqual(got[:9].tolist(), offsets.tolist())
+            seen.append((got, wanted.clone()))
+        self.assertEqual(len(session._calls), 1)
+        self.assertTrue(all(torch.equal(got, wanted) for got, wanted in seen))
 
     def test_only_what_is_wanted(self):
         ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False)
-        pieces = training.Pieces("grouping=offsets", 900, None, "h")
         fake = OneRank(SHAPE["experts"])
-        with mock.patch.object(library, "load", return_value=fake):
-            o = training.run(Group(), pieces, 0, x.detach(), ids, scores.detach(), w_up, w_down.detach())
+        with mock.patch.object(session_module, "load", return_value=fake):
+            o = training.run(cpu_session(), 0, x.detach(), ids, scores.detach(), w_up, w_down.detach())
             o.sum().backward()
             self.assertTrue(w_up.grad is not None and x.grad is None and scores.grad is None and w_down.grad is None)
             with torch.no_grad():
-                same = training.run(Group(), pieces, 0, x, ids, scores, w_up, w_down)
+                same = training.run(cpu_session(), 0, x, ids, scores, w_up, w_down)
         self.assert_near([same], [o.detach()])
 
     def test_twice_through_one_graph(self):
         ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False)
-        pieces = training.Pieces("grouping=offsets", 900, None, "h")
-        with mock.patch.object(library, "load", return_value=OneRank(SHAPE["experts"])):
-            o = training.run(Group(), pieces, 0, x, ids, scores, w_up, w_down)
+        with mock.patch.object(session_module, "load", return_value=OneRank(SHAPE["experts"])):
+            o = training.run(cpu_session(), 0, x, ids, scores, w_up, w_down)
             first = torch.autograd.grad(o.sum(), (x, w_up), retain_graph=True)
             again = torch.autograd.grad(o.sum(), (x, w_up))
         self.assertTrue(all(torch.equal(a, b) for a, b in zip(first, again)))
 
-    def test_room(self):
-        most = 2 * 10**6
-        self.assertEqual(training._room(0, most), 256)
+    def test_memory_for_rows(self):
+        limit = 2 * 10**6
+        self.assertEqual(training.memory_for(0, limit), 256)
         for rows in (0, 1, 255, 256, 257, 5000, 65537, 10**6):
-            room = training._room(rows, most)
-            self.assertTrue(rows <= room <= max(rows + 256, rows * 17 / 16), (rows, room))
-            self.assertEqual(training._room(rows, max(rows, 1)), max(rows, 1))  # the library takes no more
-        self.assertLess(len({training._room(rows, most) for rows in range(60000, 68000)}), 6)
+            count = training.memory_for(rows, limit)
+            self.assertTrue(rows <= count <= max(rows + 256, rows * 17 / 16), (rows, count))
+            self.assertEqual(training.memory_for(rows, max(rows, 1)), max(rows, 1))  # the library takes no more
+        self.assertLess(len({training.memory_for(rows, limit) for rows in range(60000, 68000)}), 6)
 
 
 class Refusals(unittest.TestCase):
-    def group(self, **options) -> tessera.ExpertParallel:
+    def make(self, **options) -> tessera.ExpertParallel:
         experts = object.__new__(tessera.ExpertParallel)
-        experts._handle, experts._device, experts._passes = ctypes.c_void_p(8), torch.device("cpu"), {}
-        experts._desc = expert_parallel._Desc(ranks=1, max_tokens=300, hidden=16, intermediate=4, experts=8, top_k=3,
-                                              **CLAMP, **options)
-        experts._pieces = expert_parallel._pieces(experts._desc, None)
+        experts._session = make_session(make_desc(max_tokens=300, hidden=16, intermediate=4, experts=8, top_k=3,
+                                                  **options))
         return experts
 
     def call(self, experts, needs_grad=True, **more):
@@ -369,13 +362,13 @@ class Refusals(unittest.TestCase):
     def test_says_what_to_do(self):
         bias = {"b_up": torch.zeros(8, 8, dtype=torch.bfloat16), "b_down": torch.zeros(8, 16, dtype=torch.bfloat16)}
         with self.assertRaisesRegex(RuntimeError, "training=True"):
-            self.call(self.group())
+            self.call(self.make())
         with self.assertRaisesRegex(RuntimeError, "training=True"):
-            self.call(self.group(), False, **bias)
+            self.call(self.make(), False, **bias)
         with self.assertRaisesRegex(RuntimeError, "training=True"):  # gradients, though biases are its kernel's
-            clamped = self.group(activation=tessera.options.ACTIVATIONS.index("clamped-swiglu"))
+            clamped = self.make(activation="clamped-swiglu")
             self.call(clamped, **bias)
-        experts = self.group(training=1)
+        experts = self.make(training=1)
         with self.assertRaisesRegex(ValueError, "out: a pass with gradients"):
             self.call(experts, out=torch.zeros(5, 16, dtype=torch.bfloat16))
         with self.assertRaisesRegex(ValueError, "b_up, b_down: give both"):
@@ -384,7 +377,7 @@ class Refusals(unittest.TestCase):
             self.call(experts, **{**bias, "b_down": bias["b_down"].to("meta")})
 
     def test_shapes_before_a_pass_begins(self):
-        experts = self.group(training=1)
+        experts = self.make(training=1)
         for name, tensor, says in (
                 ("x", torch.zeros(5, 24, dtype=torch.bfloat16, requires_grad=True), r"x: .* \[5, 24\]; bf16 \[5, 16\]"),
                 ("x", torch.zeros(5, 16, requires_grad=True), "x: torch.float32"),
@@ -403,11 +396,11 @@ class Refusals(unittest.TestCase):
 
     def test_bounds_of_rows(self):
         for training_, rows, says in ((0, 5, "training=True"), (1, 0, "max_rows=0"), (1, 901, "top_k = 900")):
-            desc = expert_parallel._Desc(ranks=1, max_tokens=300, top_k=3, experts=8, training=training_, **CLAMP)
+            desc = make_desc(max_tokens=300, top_k=3, experts=8, training=training_)
             with self.assertRaisesRegex(ValueError, says):
-                expert_parallel._pieces(desc, rows)
+                session_module.training_options(desc, rows)
         with self.assertRaisesRegex(ValueError, "save='none'"):
-            expert_parallel._pieces(desc, None, "none")
+            session_module.training_options(desc, None, "none")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,28 @@ class CheckSourceTest(unittest.TestCase):
                 self.assertEqual(len(check_source.check_text("a.cpp", text)), 1)
 
 
+class PrivateMembersTest(unittest.TestCase):
+    OWNER = "class Session:\n    def __init__(self):\n        self._rows = {}\ndef _room(): pass\n"
+
+    def check(self, text: str) -> list[str]:
+        return check_source.check_private_members({"owner.py": self.OWNER, "user.py": text})
+
+    def test_foreign(self):
+        for text in ("session._rows.clear()\n", "session._rows = 1\n", "from tessera.owner import _room\n",
+                     "import owner\nowner._room()\n", "class Child(Session):\n    def f(self): return self._rows\n"):
+            with self.subTest(text=text):
+                found = self.check(text)
+                self.assertEqual(len(found), 1, found)
+                self.assertRegex(found[0], "^user.py:[123]: uses _r(ows|oom), a private member of another file")
+
+    def test_own_and_others(self):
+        for text in ("class Other:\n    def __init__(self):\n        self._rows = 2\n    def f(self): return self._rows\n",
+                     "import torch\ntorch._C._x()\n", "tables._asdict()\n", "from torch import _room\n",
+                     "module._tessera_rows = 1\n", "Struct._fields_\n"):
+            with self.subTest(text=text):
+                self.assertEqual(self.check(text), [])
+
+
 class CheckCommitsTest(unittest.TestCase):
     def test_subjects(self):
         self.assertIsNone(check_commits.complaint("cuda: add the aggregate kernel"))

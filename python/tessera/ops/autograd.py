@@ -18,8 +18,8 @@ from tessera.options import parse
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Whether the backward pass that runs keeps its graph for another one; a torch that cannot tell is taken to keep it.
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-_captures = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+captures = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
 
 def direct() -> bool:
@@ -124,8 +124,8 @@ class Layer(torch.autograd.Function):
         plain = (not compiling and type(d_o) in PLAIN and direct() and not torch.is_grad_enabled()
                  and not (d_o.is_neg() or d_o.is_meta))  # else its memory has the other sign, or there is none
         # What is captured may be replayed more often than forward.
-        over_h = (not compiling and alike and call.text_over_h is not None and not _keeps_graph()
-                  and not (call.plan.on_gpu and _captures()))
+        over_h = (not compiling and alike and call.text_over_h is not None and not keeps_graph()
+                  and not (call.plan.on_gpu and captures()))
         text = call.text_over_h if over_h else call.text
         if plain and alike and buffers is None and dlogits is None and d_o.is_contiguous():
             # All signatures follow from those of forward's plan.

@@ -26,7 +26,7 @@ help:
 	@echo 'make build   the CPU library and everything around it, in build/'
 	@echo 'make cuda    the CUDA kernels and their tests, in build-cuda/ (needs nvcc 13)'
 	@echo 'make bench   time the CPU layer against its bound'
-	@echo 'make lint    formatting, layers, links, sources, commit subjects'
+	@echo 'make lint    formatting, layers, links, sources, commits, results, tables'
 	@echo 'make wheel   the Python package as a wheel, in dist/'
 	@echo 'make fmt     format all sources'
 	@echo 'make docs    check the documents: links, paths, snippets'
@@ -91,6 +91,8 @@ lint:
 	@tools/check_links.py
 	@tools/check_source.py
 	@tools/check_commits.py
+	@tools/check_results.py
+	@tools/performance_tables.py --check
 
 # A wheel for any Python from 3.10 on, named after the oldest systems that its symbols allow.
 .PHONY: wheel

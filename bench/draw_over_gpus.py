@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws results of experts spread over GPUs as a picture of docs/performance.md (needs gnuplot).
 
-    bench/draw_over_gpus.py --results bench/results/archive --out docs/pictures/over-gpus.svg
+    bench/draw_over_gpus.py --out docs/pictures/over-gpus.svg
 
 Forward over two GPUs and over four, and below it a training step: the time of other ways to do the same work, as a
 multiple of Tessera's in the same results file, 8192 tokens per GPU. An eager torch layer around NCCL
@@ -16,19 +16,25 @@ import pathlib
 
 from gnuplot import block, write
 
+RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 TOKENS = 8192
 CONFIGS = ("Qwen3-30B", "FlashDMoE-swiglu", "FlashDMoE", "DSv3")
 GEMMS, CHAIN, LIGER_CUTE = "its GEMMs alone", "separate kernels", "LigerCute"
 NCCL = "eager torch: NCCL, grouped\\\\_mm"
 GPUS = (2, 4)
-# The file that has both a way and Tessera's pass, in the folder of the GPUs.
-FILES = {GEMMS: "2026-11-26-beside", CHAIN: "2026-11-26-beside",
-         LIGER_CUTE: "2026-11-26-python-expert-parallel-liger-cute", NCCL: "2026-11-26-python-expert-parallel"}
-WAYS = tuple(FILES)
+WAYS = (GEMMS, CHAIN, LIGER_CUTE, NCCL)
+# The files that have both a way and Tessera's pass, below bench/results.
+BESIDE = {2: "archive/h200x2/2026-11-26-beside.json", 4: "archive/h200x4/2026-11-26-beside.json"}
+FILES = {GEMMS: BESIDE, CHAIN: BESIDE,
+         LIGER_CUTE: {2: "archive/h200x2/2026-11-26-python-expert-parallel-liger-cute.json",
+                      4: "archive/h200x4/2026-11-26-python-expert-parallel-liger-cute.json"},
+         NCCL: {2: "archive/h200x2/2026-11-26-python-expert-parallel.json",
+                4: "archive/h200x4/2026-11-26-python-expert-parallel.json"}}
 # Of a training step: implementation as results name it.
 TRAINING = {"cuBLAS, its six GEMMs alone": "cublas-bmm", "Tessera, h made again": "tessera-save-x",
             NCCL: "nccl-grouped-mm"}
-TRAINING_FILES = {2: "2026-11-26-training", 4: "2026-11-27-training"}  # DSv3 has one beside it, -dsv3
+TRAINING_FILES = {2: ("archive/h200x2/2026-11-26-training.json", "archive/h200x2/2026-11-26-training-dsv3.json"),
+                  4: ("archive/h200x4/2026-11-27-training.json", "archive/h200x4/2026-11-27-training-dsv3.json")}
 OURS = "Tessera"
 OUR_VARIANTS = ("fused", "torch")
 
@@ -44,14 +50,14 @@ def way_of(row: dict) -> str:
         return LIGER_CUTE
     if implementation == "nccl-grouped-mm":
         return NCCL
-    if variant == "unfused-chain":
+    if variant in ("unfused", "unfused-chain"):  # its name in current and in archive
         return CHAIN
     return OURS if implementation == "tessera" and variant in OUR_VARIANTS else ""
 
 
 def multiple(results: pathlib.Path, gpus: int, way: str, config: str) -> float:
     """Time of a way over Tessera's, NaN where it was not run."""
-    document = json.loads((results / f"h200x{gpus}" / f"{FILES[way]}.json").read_text())
+    document = json.loads((results / FILES[way][gpus]).read_text())
     times: dict[str, list[float]] = {}
     for row in document["rows"]:
         if row["config"] == config and row["shape"][0] == TOKENS:
@@ -74,9 +80,8 @@ def panel(results: pathlib.Path, gpus: int) -> tuple[str, str]:
 
 def training_multiples(results: pathlib.Path, gpus: int) -> list[list]:
     times: dict[tuple, list[float]] = {}
-    for more in ("", "-dsv3"):
-        path = results / f"h200x{gpus}" / f"{TRAINING_FILES[gpus]}{more}.json"
-        for row in json.loads(path.read_text())["rows"]:
+    for file in TRAINING_FILES[gpus]:
+        for row in json.loads((results / file).read_text())["rows"]:
             if row["shape"][0] == TOKENS:
                 times.setdefault((row["config"], row["impl"]), []).append(row["ms"])
     return [[config, *(min(times[config, way]) / min(times[config, "tessera"]) for way in TRAINING.values())]
@@ -98,7 +103,7 @@ def draw(results: pathlib.Path, picture: pathlib.Path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=pathlib.Path, required=True, help="the folder bench/results/archive")
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS, help="the folder bench/results")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args()
     draw(options.results, options.out)

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws results files as the picture of docs/performance.md (needs gnuplot).
 
-    bench/draw_speed.py --layer LAYER.json --sonicmoe SONICMOE.json --experts EXPERTS.json
-                        --results bench/results/archive --out docs/pictures/speed.svg
+    bench/draw_speed.py --out docs/pictures/speed.svg
 
 Above: the layer's score on each configuration, forward and backward, where 1 is cuBLAS's batched GEMMs and aggregation
 at copy speed; SonicMoE's time as a multiple of Tessera's. Below: forward + backward of the experts through Python and
@@ -17,6 +16,11 @@ import pathlib
 import draw_over_gpus
 from gnuplot import block, write
 
+# Below bench/results.
+LAYER = "archive/h200/2026-11-25-layer-ten-configurations.json"  # of tessera bench --device cuda
+SONICMOE = "archive/h200/2026-11-24-layer-sonicmoe.json"  # of bench/python/layer.py
+EXPERTS = "archive/h200/2026-11-21-python-experts.json"  # of bench/python/grouped_mm.py on cuda
+BOTH_PASSES = ("training", "forward+backward")  # its name in current and in archive
 NAMES = {"torch-grouped-mm": "torch grouped\\\\_mm", "hf-grouped-mm": "transformers grouped\\\\_mm",
          "hf-eager": "transformers eager"}
 
@@ -33,7 +37,7 @@ def scores(document: dict) -> list[tuple[str, float, float]]:
 
 def multiples(document: dict) -> tuple[list[str], list[list[float]]]:
     """Configurations, and for each implementation of NAMES its time over Tessera's on each of them."""
-    times = {(row["config"], row["impl"]): row["ms"] for row in document["rows"] if row["pass"] == "forward+backward"}
+    times = {(row["config"], row["impl"]): row["ms"] for row in document["rows"] if row["pass"] in BOTH_PASSES}
     configs = list(dict.fromkeys(config for config, _ in times))
     return configs, [[times[c, impl] / times[c, "tessera"] for c in configs] for impl in NAMES]
 
@@ -69,14 +73,10 @@ def draw(layer: dict, sonicmoe: dict, experts: dict, results: pathlib.Path, pict
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layer", type=pathlib.Path, required=True, help="of tessera bench --device cuda")
-    parser.add_argument("--sonicmoe", type=pathlib.Path, required=True, help="of bench/python/layer.py")
-    parser.add_argument("--experts", type=pathlib.Path, required=True, help="of bench/python/grouped_mm.py on cuda")
-    parser.add_argument("--results", type=pathlib.Path, required=True, help="the folder bench/results/archive")
+    parser.add_argument("--results", type=pathlib.Path, default=draw_over_gpus.RESULTS, help="the folder bench/results")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     options = parser.parse_args()
-    layer, sonicmoe, experts = (json.loads(file.read_text())
-                                for file in (options.layer, options.sonicmoe, options.experts))
+    layer, sonicmoe, experts = (json.loads((options.results / file).read_text()) for file in (LAYER, SONICMOE, EXPERTS))
     draw(layer, sonicmoe, experts, options.results, options.out)
 
 

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import pathlib
+import tempfile
+import unittest
+
+import performance_tables
+from performance_tables import number, ratio, typed_numbers
+
+PAGE = "# Page\n\n<!-- table sonicmoe current/h200/2026-11-25-a.json -->\n<!-- end -->\n\nSonicMoE keeps less.\n"
+
+
+def row(impl, what, ms, **keys):
+    return {"config": "OLMoE", "shape": [4096, 2048, 1024, 64, 8], "routing": "random", "impl": impl, "variant": "",
+            "pass": what, "ms": ms, "checked": True} | keys
+
+
+ROWS = [row("tessera", "forward", 2.0), row("sonicmoe", "forward", 3.0),
+        row("tessera", "backward", 4.0), row("sonicmoe", "backward", 3.0)]
+
+
+class PerformanceTablesTest(unittest.TestCase):
+    def setUp(self):
+        scratch = tempfile.TemporaryDirectory()
+        self.addCleanup(scratch.cleanup)
+        self.results = pathlib.Path(scratch.name)
+        self.write("current/h200/2026-11-25-a.json", ROWS)
+
+    def write(self, name, rows):
+        path = self.results / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"device": "NVIDIA H200", "date": "2026-11-25", "commit": "32302a3", "rows": rows}))
+
+    def written(self, text=PAGE):
+        return performance_tables.written(text, self.results, "../bench/results")
+
+    def check(self, text):
+        return performance_tables.check(text, self.results, "../bench/results")
+
+    def test_table(self):
+        text = self.written()
+        self.assertIn("| OLMoE | 2.00 | 3.00 | 1.50 | 4.00 | 3.00 | **0.75** |", text)
+        self.assertIn("[NVIDIA H200, 2026-11-25](../bench/results/current/h200/2026-11-25-a.json), build `32302a3`.",
+                      text)
+        self.assertNotIn("earlier build", text)
+        self.assertEqual(self.written(text), text)
+        self.assertEqual(self.check(text), [])
+
+    def test_the_archive_is_of_an_earlier_build(self):
+        self.write("archive/h200/2026-11-25-a.json", ROWS)
+        self.assertIn("**an earlier build**", self.written(PAGE.replace("current", "archive")))
+
+    def test_check_sees_what_changed(self):
+        text = self.written()
+        self.assertEqual(len(self.check(text.replace("1.50", "1.51"))), 1)
+        self.write("current/h200/2026-11-25-a.json", [*ROWS[:3], row("sonicmoe", "backward", 3.5)])
+        self.assertEqual(len(self.check(text)), 1)
+
+    def test_check_counts_lines_and_typed_numbers(self):
+        text = self.written()
+        self.assertEqual(len(self.check(text + 120 * "\n")), 1)
+        self.assertEqual(len(self.check(text + "It takes 1.5 ms.\n")), 1)
+
+    def test_unchecked_rows_are_not_quoted(self):
+        self.write("current/h200/2026-11-25-a.json", [*ROWS[:3], row("sonicmoe", "backward", 3.0, checked=False)])
+        with self.assertRaises(TypeError):
+            self.written()
+        rows = performance_tables.Rows({"rows": [row("cublas-bmm", "forward", 1.0, checked=False)]})
+        self.assertEqual(rows.ms(impl="cublas-bmm"), 1.0)
+
+    def test_markers_come_in_pairs(self):
+        for text in (PAGE.replace("<!-- end -->", ""), PAGE + "<!-- end -->\n", PAGE + "<!-- table layer x.json -->\n"):
+            with self.subTest(text=text), self.assertRaises(ValueError):
+                self.written(text)
+
+    def test_typed_numbers(self):
+        for text in ("H200 and bf16, gpt-oss-20b, 2^-7, n-256", "`--gpus 2`", "[a](b-2026.json)",
+                     "```sh\nrun 1 2 3\n```\n", "<!-- table a b2.json -->\n| 1.5 | 2 |\n<!-- end -->\n"):
+            with self.subTest(text=text):
+                self.assertEqual(typed_numbers(text), [])
+        for text in ("takes 2 ms", "0.97, 0.96", "(1.126)", "**0.85**", "47% of", "24,576 and 3."):
+            with self.subTest(text=text):
+                self.assertEqual(len(typed_numbers(text)), 2 if " and " in text or ", " in text else 1)
+
+    def test_numbers(self):
+        self.assertEqual([number(x) for x in (0.5721, 1.0391, 12.44, 242.6, 2822.0, None)],
+                         ["0.572", "1.04", "12.4", "243", "2822", ""])
+        self.assertEqual([ratio(x, 0.85) for x in (0.9, 0.85, 0.8499, 0.7, None)],
+                         ["0.90", "0.85", "**0.850**", "**0.70**", ""])
+
+
+if __name__ == "__main__":
+    unittest.main()

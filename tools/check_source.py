@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What no formatter checks: the licence line, comment width, whitespace, unfinished work, large files, and private
-members that a file of the Python package takes from another one."""
+"""What no formatter checks: the licence line, comment width, whitespace, unfinished work, large files, private
+members that a file of the Python package takes from another one, and lessons that a comment cites and
+docs/lessons.md does not have."""
 
 import ast
 import pathlib
@@ -16,6 +17,13 @@ MAX_COLUMNS = 120  # clang-format keeps code to 100; a formula or a timeline in 
 MAX_LINES = 600
 MAX_BYTES = 1 << 20
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|X" r"XX|HA" r"CK)\b")
+LESSON = re.compile(r"\blessons? (\d+)")
+
+
+def check_lessons(path: str, text: str, lessons: str) -> list[str]:
+    """Of a file of code: the lessons that it cites, by the numbers of docs/lessons.md."""
+    return [f"{path}: cites lesson {number}, which docs/lessons.md does not have"
+            for number in LESSON.findall(text) if not re.search(rf"^\*\*{number}\. ", lessons, re.MULTILINE)]
 
 
 def check_text(path: str, text: str) -> list[str]:
@@ -98,6 +106,9 @@ def main() -> int:
     found = [line for path in paths if not path.startswith(skipped) for line in check_file(root, path)]
     package = [path for path in paths if path.startswith("python/") and path.endswith(".py")]
     found += check_private_members({path: (root / path).read_text(encoding="utf-8") for path in package})
+    lessons = (root / "docs/lessons.md").read_text(encoding="utf-8")
+    found += [line for path in paths if pathlib.Path(path).suffix in CODE
+              for line in check_lessons(path, (root / path).read_text(encoding="utf-8", errors="replace"), lessons)]
     print("\n".join(found) or f"sources: ok ({len(paths)} files)")
     return 1 if found else 0
 

@@ -30,7 +30,7 @@ def convert_row(row: dict) -> dict:
         new["saved_bytes"] = round(new.pop("saved_mib") * 2**20)
     if new["impl"] == "cublas" and new.get("variant", "").startswith("cublas-"):  # the variant named the call
         new["impl"], new["variant"] = new["variant"], ""
-    if new["impl"] == "tessera-sums-on-owners":
+    if new["impl"] in ("tessera-sums-on-owners", "tessera-partial-combine"):
         new["impl"], new["variant"] = "tessera", "partial-combine"
     return new
 

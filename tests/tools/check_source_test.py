@@ -25,6 +25,13 @@ class CheckSourceTest(unittest.TestCase):
             with self.subTest(text=text[:80]):
                 self.assertEqual(len(check_source.check_text("a.cpp", text)), 1)
 
+    def test_lessons(self):
+        lessons = "# Lessons\n\n**1. One.** Text\n\n**12. Twelve.** Text\n"
+        self.assertEqual(check_source.check_lessons("a.cuh", "// lesson 1, and lesson 12\n", lessons), [])
+        for text in ("// lesson 2\n", "// (lesson 13)\n", "// lesson 0\n"):
+            with self.subTest(text=text):
+                self.assertEqual(len(check_source.check_lessons("a.cuh", text, lessons)), 1)
+
 
 class PrivateMembersTest(unittest.TestCase):
     OWNER = "class Session:\n    def __init__(self):\n        self._rows = {}\ndef _room(): pass\n"

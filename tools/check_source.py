@@ -17,7 +17,7 @@ MAX_COLUMNS = 120  # clang-format keeps code to 100; a formula or a timeline in 
 MAX_LINES = 600
 MAX_BYTES = 1 << 20
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|X" r"XX|HA" r"CK)\b")
-LESSON = re.compile(r"\blessons? (\d+)")
+LESSON = re.compile(r"\b[Ll]essons? (\d+)")
 
 
 def check_lessons(path: str, text: str, lessons: str) -> list[str]:

@@ -28,7 +28,7 @@ class CheckSourceTest(unittest.TestCase):
     def test_lessons(self):
         lessons = "# Lessons\n\n**1. One.** Text\n\n**12. Twelve.** Text\n"
         self.assertEqual(check_source.check_lessons("a.cuh", "// lesson 1, and lesson 12\n", lessons), [])
-        for text in ("// lesson 2\n", "// (lesson 13)\n", "// lesson 0\n"):
+        for text in ("// lesson 2\n", "// (lesson 13)\n", "// Lesson 0\n"):
             with self.subTest(text=text):
                 self.assertEqual(len(check_source.check_lessons("a.cuh", text, lessons)), 1)
 

@@ -9,7 +9,7 @@
 // additions to what is not in L2 take all SMs together a third of the bandwidth of stores, 5.5 bytes a cycle and SM;
 // with all of a tile at once they fill the way to L2 for most of the next tile's k loop, on which its loads come late.
 //   consumers | keep: wait read | fill 0-3, fence | mma .. piece 0 .. 3 .. | wait read | fill 4-7, fence | .. piece 7
-// Measured: docs/notebook/2026-11-23-main-grad-pace.md. Model: tests/cuda/pace_model_test.py.
+// Lesson 10 of docs/lessons.md. Model: tests/cuda/pace_model_test.py.
 #pragma once
 
 #include "../arch/named_barrier.cuh"
@@ -117,8 +117,7 @@ class WgradSumsDeferred {
     n_tile_ = tile.n_tile;
     segment_ = tile.segment;
     row_ = row;
-    // An exclusive or with a zero that ptxas does not know: copies that it sees through are the accumulators
-    // themselves, which the next tile's wgmmas write, and it would have each of these waited for.
+    // The exclusive or with a zero that ptxas does not know hides the copy from it (lesson 8).
     uint32_t const zero = threadIdx.x >> 16;
     TESSERA_UNROLL
     for (int i = 0; i < kHalf; ++i) {

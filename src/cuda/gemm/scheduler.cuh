@@ -71,7 +71,7 @@ constexpr int kNoTile = -1;
 
 // By a warp that does nothing else, before a draw. Warps of all SMs wake together and draw at once, and then
 // consecutive tickets, which read the same weights and rows, go to SMs that are near each other: one read across the
-// halves of L2 serves several (docs/notebook/2026-11-23-fused-draws.md).
+// halves of L2 serves several (lesson 2).
 constexpr uint32_t kDrawSleepNs = 2000;
 
 // Draws tiles and announces them to every CTA of the cluster. One converged warp of CTA 0.

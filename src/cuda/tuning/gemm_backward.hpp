@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Configurations of the backward GEMMs, chosen by builds of the library against each other (bench/cuda/libraries.cu):
-// alone, back to back, a GEMM holds the power limit, and other configurations win than in a layer.
+// Configurations of the backward GEMMs, chosen by builds of the library against each other (bench/cuda/libraries.cu,
+// lesson 13):
 // bench/results/archive/h200/2026-11-22-{lent-stages,wide-tiles,deferred,resident}-layer.json,
 // docs/notebook/2026-11-22-{lent-stages,deferred-epilogues}.md
 #pragma once

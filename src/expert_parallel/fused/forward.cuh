@@ -435,8 +435,7 @@ cudaError_t launch_forward_kernel(ForwardParams const& params, int sm_count, cud
   return cudaLaunchKernelEx(&config, kKernel, params);
 }
 
-// A kernel for each: in one, code that the others do not run costs them up to 0.7% of a pass
-// (docs/notebook/2026-11-26-fewer-first-rows.md).
+// A kernel for each: in one, code that the others do not run costs them time (lesson 5).
 template <ActivationKind kKind>
 cudaError_t launch_forward_of(ForwardParams const& params, int sm_count, cudaStream_t stream) {
   bool const keeps = params.kept.tables.gmem_expert_offsets != nullptr;

@@ -141,7 +141,7 @@ class Tickets {
 
 // One converged warp: finds a task while the one before is loaded, announces it, and waits for what it needs; between
 // two looks it announces what the consumers have sent. The warp that loads does none of this, as its loads are hardly
-// ahead of the k loop (docs/notebook/2026-11-23-fused-producer.md).
+// ahead of the k loop (lesson 3).
 __device__ inline void schedule(Pass const& pass) {
   SentAnnouncer sent(pass);
   auto const announce_sent = [&] { sent.poll(); };

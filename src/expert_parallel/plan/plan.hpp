@@ -6,7 +6,7 @@
 //   unit:  up to kUnitBlocks blocks of one expert; those of an expert that has more are divided evenly
 //   tasks: up(U0), up(U1), .. with down(Uj) after up(Uj+lag), the rest at the end; inside a unit two tiles at a time,
 //   block by block. So tasks that read the same weights begin one after the other, and L2 has what DRAM is asked for
-//   once (docs/notebook/2026-11-23-fused-energy.md).
+//   once (lesson 11).
 //   pairs: two tasks for two CTAs that load for each other what both read (docs/notebook/2026-11-23-fused-pairs.md).
 // Integers only, for host and device. Cursors go forward: a walk over a pass costs one visit per expert.
 #pragma once

@@ -29,7 +29,7 @@
 //
 // A fence at system scope takes 2.6 us on an H100, with few tokens as with many. So none stands before a counter of
 // this GPU: who counts releases at the scope of the GPU, and the last one, who has acquired all of it, fences once for
-// what all have written to other GPUs, then stores its words (docs/notebook/2026-11-25-system-fences.md).
+// what all have written to other GPUs, then stores its words (lesson 4).
 //
 // Epochs count passes from 1. Words that peers write hold epochs and are never cleared. A peer may be a
 // pass ahead: waits ask for "at least", and counts and lists are double (by the epoch's parity). Those of pass N-2

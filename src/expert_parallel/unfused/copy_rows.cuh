@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // One lane moves rows from any GPU to any GPU by bulk copies through a ring in shared memory. Two warps per
-// SM with 8 KB each in flight fill the link (docs/notebook/2026-11-21-two-gpus.md); a quarter more evens out
+// SM with 8 KB each in flight fill the link (lesson 15); a quarter more evens out
 // the time until a chunk is there.
 #pragma once
 

@@ -153,7 +153,7 @@ class TokenGather {
   static_assert(kTokenStep % 8 == 0 && kIndexLanes == 16);
   // k_tiles whose indices a warp loads at once. An index seems to come after the rows that the SM has asked for before
   // it; two k_tiles ahead nobody waits for those.
-  // bench/results/h200/2026-11-23-wgrad-index-ahead.json, docs/notebook/2026-11-23-main-grad-pace.md
+  // bench/results/archive/h200/2026-11-23-wgrad-index-ahead.json, docs/notebook/2026-11-23-main-grad-pace.md
   static constexpr int kIndexTiles = 2;
   static constexpr uint32_t kNothing = 0xffffffff;  // nothing is read
 

@@ -8,7 +8,7 @@
 // In turns, as the tensor cores have the other warpgroup's wgmmas meanwhile. Pieces store from registers, 128 bytes of
 // a row by eight lanes: a store by TMA needs a fence between proxies, which waits for wgmmas in flight. Warps work
 // alone, but where columns are stored: a warp has only 32 bytes of one.
-// Measured: docs/notebook/2026-11-22-deferred-epilogues.md
+// Measured: lesson 6 of docs/lessons.md
 #pragma once
 
 #include "../../arch/load_shared.cuh"

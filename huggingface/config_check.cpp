@@ -28,11 +28,14 @@ constexpr std::int64_t kMostLayers = 1 << 12;
 
 // Families whose every layer has experts unless a field says otherwise.
 constexpr std::string_view kAllLayers[] = {
-    "flex_olmo",  "gpt_oss",     "granitemoe",   "minimax",    "minimax_m2",
-    "mixtral",    "olmoe",       "phimoe",       "qwen2_moe",  "qwen3_moe",
-    "qwen3_next", "qwen3_5_moe", "qwen3_vl_moe", "tessera_moe"};
+    "aria",      "aria_text",  "flex_olmo",   "gpt_oss",      "granitemoe", "jetmoe",
+    "minimax",   "minimax_m2", "mixtral",     "olmoe",        "phimoe",     "qwen2_moe",
+    "qwen3_moe", "qwen3_next", "qwen3_5_moe", "qwen3_vl_moe", "tessera_moe"};
 constexpr char const* kExpertCounts[] = {"num_experts", "num_local_experts", "n_routed_experts",
                                          "moe_num_experts"};
+constexpr char const* kBlockTypes = "layers_block_type";
+constexpr char const* kPattern = "hybrid_override_pattern";
+constexpr char const* kLatentSize = "moe_latent_size";
 constexpr char const* kSharedCounts[] = {"n_shared_experts", "num_shared_experts",
                                          "moe_num_shared_experts"};
 constexpr std::pair<std::string_view, char const*> kDtypes[] = {
@@ -81,6 +84,7 @@ class Check {
 
   void run() const {
     for (auto const& [prefix, group] : groups_.groups()) {
+      check_gate(group);
       check_sizes(group);
       check_router(group);
       check_shared(group);
@@ -129,6 +133,13 @@ class Check {
                        lm::printable(prefix, 120)));
   }
 
+  [[nodiscard]] std::optional<std::int64_t> latent_size() const { return count(kLatentSize); }
+
+  // The size of the rows that the block gets, which its router and shared experts read.
+  [[nodiscard]] std::int64_t block_hidden(ExpertGroup const& group) const {
+    return latent_size() ? count("hidden_size").value_or(group.hidden) : group.hidden;
+  }
+
   // The field that states how wide an expert is.
   [[nodiscard]] char const* width_key() const {
     if (field("moe_intermediate_size") != nullptr) return "moe_intermediate_size";
@@ -141,13 +152,27 @@ class Check {
     return "intermediate_size";
   }
 
+  // All gate projections may be lost with a shard, so that what is left looks like experts without a gate.
+  void check_gate(ExpertGroup const& group) const {
+    auto const native = native_form(type_);
+    bool const gated = native ? native->gated : groups_.groups().begin()->second.gated;
+    if (group.gated == gated) return;
+    std::string const stated = native ? fmt::format("model_type = \"{}\"", type_)
+                                      : lm::printable(groups_.groups().begin()->first, 120);
+    refuse(fmt::format("{} has experts {} a gate, but the files hold {} gate projections in {}",
+                       stated, gated ? "with" : "without", gated ? "no" : "also",
+                       lm::printable(group.prefix, 120)));
+  }
+
   void check_sizes(ExpertGroup const& group) const {
     auto const place = place_of(group.prefix);
     std::int64_t const layer = place ? place->layer : -1;
     for (char const* key : kExpertCounts) {
       compare(key, layer, group.experts, "experts:", group.prefix);
     }
-    compare("hidden_size", layer, group.hidden, "experts of hidden size", group.prefix);
+    // Nemotron's experts may work on rows that were projected to a smaller size before.
+    char const* const hidden = latent_size() ? kLatentSize : "hidden_size";
+    compare(hidden, layer, group.hidden, "experts of hidden size", group.prefix);
     if (char const* const key = width_key()) {
       compare(key, layer, group.intermediate, "experts of intermediate size", group.prefix);
     }
@@ -187,9 +212,10 @@ class Check {
       std::string const router = block_of(group) + name;
       StoredTensor const* const tensor = checkpoint_.find(router);
       if (tensor == nullptr || tensor->entry->shape.size() != 2) continue;
-      check_shape(
-          router, {group.experts, group.hidden},
-          fmt::format("the files hold {} experts of hidden size {}", group.experts, group.hidden));
+      std::int64_t const hidden = block_hidden(group);
+      check_shape(router, {group.experts, hidden},
+                  fmt::format("the files hold {} experts, the layer has hidden size {}",
+                              group.experts, hidden));
     }
   }
 
@@ -201,9 +227,15 @@ class Check {
     for (char const* key : kSharedCounts) {
       auto const shared = count(key);
       if (!shared) continue;
-      auto width = count("moe_shared_expert_intermediate_size");
-      if (!width) width = count("moe_intermediate_size").value_or(group.intermediate);
-      check_shared(group, "shared_experts", *shared * *width, fmt::format("{} = {}", key, *shared));
+      // One module stands for all shared experts; Nemotron states its width as a whole.
+      auto whole = count("moe_shared_expert_intermediate_size");
+      if (whole && *shared > 0) {
+        check_shared(group, "shared_experts", *whole,
+                     fmt::format("moe_shared_expert_intermediate_size = {}", *whole));
+        continue;
+      }
+      std::int64_t const width = count("moe_intermediate_size").value_or(group.intermediate);
+      check_shared(group, "shared_experts", *shared * width, fmt::format("{} = {}", key, *shared));
     }
   }
 
@@ -221,9 +253,10 @@ class Check {
     if (width == 0) return;
     if (!any) refuse(fmt::format("{}, but {} has no shared experts", stated, block));
     if (!usual) return;  // other names, whose shapes are not known here
-    check_shape(block + "gate_proj.weight", {width, group.hidden}, stated);
-    check_shape(block + "up_proj.weight", {width, group.hidden}, stated);
-    check_shape(block + "down_proj.weight", {group.hidden, width}, stated);
+    std::int64_t const hidden = block_hidden(group);
+    if (group.gated) check_shape(block + "gate_proj.weight", {width, hidden}, stated);
+    check_shape(block + "up_proj.weight", {width, hidden}, stated);
+    check_shape(block + "down_proj.weight", {hidden, width}, stated);
   }
 
   // Whether config.json says that `layer` has experts, and the fields that say so; nothing where it does not tell.
@@ -240,7 +273,10 @@ class Check {
       if (step == 0) refuse(fmt::format("{} = 0: must be at least 1", key));
       return step;
     };
-    for (char const* key : {"mlp_layer_types", "moe_layer_freq"}) {
+    if (json const* const pattern = field(kPattern); pattern != nullptr && pattern->is_string()) {
+      return std::pair{pattern->get_ref<std::string const&>()[at] == 'E', std::string(kPattern)};
+    }
+    for (char const* key : {"mlp_layer_types", "moe_layer_freq", kBlockTypes}) {
       json const* const list = field(key);
       if (list == nullptr || !list->is_array()) continue;
       if (list->size() != static_cast<std::size_t>(layers)) {
@@ -248,7 +284,7 @@ class Check {
                            layers));
       }
       json const& entry = (*list)[at];
-      return std::pair{entry == "sparse" || entry == 1, std::string(key)};
+      return std::pair{entry == "sparse" || entry == "moe" || entry == 1, std::string(key)};
     }
     if (json const* const list = field("moe_layers"); list != nullptr && list->is_array()) {
       return std::pair{listed("moe_layers"), "moe_layers"};
@@ -283,8 +319,22 @@ class Check {
     return std::nullopt;
   }
 
+  // Nemotron states every layer by its kind, in a list or in a word of letters, and need not state their number.
+  [[nodiscard]] std::optional<std::int64_t> stated_layers() const {
+    auto const stated = count("num_hidden_layers");
+    for (char const* key : {kBlockTypes, kPattern}) {
+      json const* const kinds = field(key);
+      if (kinds == nullptr || !(kinds->is_array() || kinds->is_string())) continue;
+      auto const listed = static_cast<std::int64_t>(
+          kinds->is_array() ? kinds->size() : kinds->get_ref<std::string const&>().size());
+      if (!stated || *stated == listed) return listed;
+      refuse(fmt::format("{} has {} entries, but num_hidden_layers = {}", key, listed, *stated));
+    }
+    return stated;
+  }
+
   void check_layers() const {
-    auto const layers = count("num_hidden_layers");
+    auto const layers = stated_layers();
     if (!layers) return;
     if (*layers > kMostLayers) {
       refuse(fmt::format("num_hidden_layers = {}: at most {}", *layers, kMostLayers));

@@ -85,11 +85,14 @@ WeightLayout stacked_layout(CheckpointFolder const& checkpoint, StoredTensor con
 // The form that the tensors' names tell.
 ExpertForm form_by_names(CheckpointFolder const& checkpoint) {
   for (Naming const naming :
-       {Naming::stacked, Naming::per_expert, Naming::per_expert_w123, Naming::stacked_linear}) {
+       {Naming::stacked, Naming::per_expert, Naming::per_expert_w123, Naming::stacked_linear,
+        Naming::stacked_linear_mlp, Naming::stacked_fc}) {
     for (StoredTensor const& tensor : checkpoint.tensors()) {
       auto const parsed = parse_expert_name(naming, tensor.entry->name, false);
       if (!parsed) continue;
       if (naming != Naming::stacked) return {naming, hugging_face_layout(naming)};
+      // Without a gate both orientations have fitting shapes; transformers stores rows.
+      if (parsed->part == Part::up) return {naming, WeightLayout{}};
       bool const tells = parsed->part == Part::gate_up && !parsed->bias;
       if (tells) return {naming, stacked_layout(checkpoint, tensor)};
     }
@@ -143,7 +146,10 @@ class Planner {
       return plan;
     }
     plan.form = {Naming::tessera, *options_.layout};
-    for (auto const& [prefix, group] : groups_.groups()) check_block(group);
+    for (auto const& [prefix, group] : groups_.groups()) {
+      check_order(group);
+      check_block(group);
+    }
     lay_out(plan, {{"format", "pt"}, {kLayoutKey, layout_name(*options_.layout)}});
     Conversion record = conversion_ ? *conversion_ : recorded();
     record.now = plan.form;
@@ -160,6 +166,18 @@ class Planner {
         "{}: model_type \"{}\": which names its experts had is not known without {}; put that file "
         "back",
         (checkpoint_.path() / "config.json").string(), lm::printable(type), kConversionFile));
+  }
+
+  // The layer's own rule: an order of gate and up, or their separation, matters to gated activations only.
+  void check_order(ExpertGroup const& group) const {
+    WeightLayout const& layout = *options_.layout;
+    bool const plain =
+        layout.order == GateUpOrder::concat && layout.orientation != WeightOrientation::separate;
+    if (group.gated || plain) return;
+    throw lm::InputError(
+        fmt::format("layout {}: the experts of {} have no gate, so there is no order of gate and "
+                    "up; take concat or transposed",
+                    layout_name(layout), lm::printable(group.prefix, 120)));
   }
 
   void check_block(ExpertGroup const& group) const {
@@ -189,8 +207,7 @@ class Planner {
   [[nodiscard]] std::vector<Output> expert_outputs(ExpertGroup const& group,
                                                    ExpertForm const& form) const {
     bool const per_expert = is_per_expert(form.naming);
-    std::vector<Part> const parts = form.separate() ? std::vector{Part::gate, Part::up, Part::down}
-                                                    : std::vector{Part::gate_up, Part::down};
+    std::vector<Part> const parts = parts_of(form, group);
     std::vector<Output> outputs;
     for (std::int64_t e = 0; e < (per_expert ? group.experts : 1); ++e) {
       for (bool const bias : {false, true}) {
@@ -205,7 +222,11 @@ class Planner {
                                              lm::printable(group.prefix),
                                              naming_name(form.naming)));
           }
-          if (parse_expert_name(form.naming, name, form.separate()) != named) {
+          auto parsed = parse_expert_name(form.naming, name, form.separate());
+          bool const whole = parsed && parsed->part == Part::gate_up && !group.gated;
+          if (whole)
+            parsed->part = Part::up;  // the name of w_up does not tell whether gate is in it
+          if (parsed != named) {
             throw lm::InputError(fmt::format(
                 "experts {}: {} names have no place for them; is config.json of this model?",
                 lm::printable(group.prefix, 120), naming_name(form.naming)));
@@ -434,7 +455,9 @@ class Writer {
       ConstBytes const matrix = groups_.matrix(group, tensor.part, tensor.bias, expert);
       if (layout.orientation != WeightOrientation::transposed) return matrix;
       buffer_.resize(matrix.size());
-      transpose(group.hidden, group.intermediate, lm::element_bytes(group.dtype), matrix, buffer_);
+      bool const down = tensor.part == Part::down;
+      transpose(down ? group.hidden : group.intermediate, down ? group.intermediate : group.hidden,
+                lm::element_bytes(group.dtype), matrix, buffer_);
       return buffer_;
     }
     BlockShape const shape{group.intermediate, tensor.bias ? 1 : group.hidden,

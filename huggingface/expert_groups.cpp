@@ -17,13 +17,13 @@ namespace {
   throw lm::InputError(fmt::format("tensor {}: {}", lm::printable(name, 120), why));
 }
 
-// What a form has for every expert, or for all at once.
-std::vector<Part> parts_of(ExpertForm const& form) {
+}  // namespace
+
+std::vector<Part> parts_of(ExpertForm const& form, ExpertGroup const& group) {
+  if (!group.gated) return {Part::up, Part::down};
   if (form.separate()) return {Part::gate, Part::up, Part::down};
   return {Part::gate_up, Part::down};
 }
-
-}  // namespace
 
 std::vector<std::int64_t> part_shape(ExpertGroup const& group, WeightLayout const& layout,
                                      Part part, bool bias, bool stacked) {
@@ -61,9 +61,13 @@ void ExpertGroups::refuse_leftovers() const {
   for (StoredTensor const& tensor : checkpoint_.tensors()) {
     std::string const& name = tensor.entry->name;
     if (parse_expert_name(form_.naming, name, form_.separate())) continue;
-    bool const among_experts = name.starts_with("experts.") ||
-                               name.find(".experts.") != std::string::npos ||
-                               parse_expert_name(Naming::stacked_linear, name, false);
+    // JetMoE's attention chooses among projections that it calls experts: they stay as they are.
+    bool const of_attention = name.find("self_attention.experts.") != std::string::npos;
+    bool const of_experts =
+        name.starts_with("experts.") || name.find(".experts.") != std::string::npos;
+    bool const among_experts = (of_experts && !of_attention) ||
+                               parse_expert_name(Naming::stacked_linear, name, false) ||
+                               parse_expert_name(Naming::stacked_linear_mlp, name, false);
     if (among_experts) {
       refuse(name, fmt::format("is among the experts, whose names are {} otherwise; convert takes "
                                "checkpoints of one form",
@@ -106,15 +110,9 @@ void ExpertGroups::check(ExpertGroup& group) const {
                                                  group.intermediate, form_.layout.block));
   }
 
+  find_gate(group);
   std::size_t expected = 0;
-  bool const has_gate =
-      std::any_of(group.tensors.begin(), group.tensors.end(),
-                  [](auto const& tensor) { return std::get<0>(tensor.first) == Part::gate; });
-  if (form_.separate() && !has_gate) {
-    refuse(group.prefix,
-           "has no gate projection: experts without a gate have no layouts to choose from");
-  }
-  for (Part const part : parts_of(form_)) {
+  for (Part const part : parts_of(form_, group)) {
     for (bool const bias : {false, true}) {
       if (bias && !group.bias) continue;
       auto const wanted = part_shape(group, form_.layout, part, bias, !per_expert);
@@ -138,6 +136,28 @@ void ExpertGroups::check(ExpertGroup& group) const {
   if (expected != group.tensors.size()) {
     refuse(group.prefix,
            fmt::format("has {} tensors instead of {}", group.tensors.size(), expected));
+  }
+}
+
+// Experts without a gate have up alone: by its name, or by n rows where Tessera's w_up of a gated layer has 2n.
+void ExpertGroups::find_gate(ExpertGroup& group) const {
+  auto const has = [&](Part part) {
+    return std::any_of(group.tensors.begin(), group.tensors.end(),
+                       [part](auto const& tensor) { return std::get<0>(tensor.first) == part; });
+  };
+  bool const by_name = has(Part::up) && !has(Part::gate) && !has(Part::gate_up);
+  if (by_name) group.gated = false;
+  auto const up = group.tensors.find({Part::gate_up, false, -1});
+  if (form_.naming != Naming::tessera || up == group.tensors.end()) return;
+  ExpertGroup alone = group;
+  alone.gated = false;
+  if (up->second.entry->shape != part_shape(alone, form_.layout, Part::up, false, true)) return;
+  group.gated = false;
+  for (bool const bias : {false, true}) {
+    auto tensor = group.tensors.extract({Part::gate_up, bias, -1});
+    if (!tensor) continue;
+    std::get<0>(tensor.key()) = Part::up;
+    group.tensors.insert(std::move(tensor));
   }
 }
 
@@ -169,7 +189,7 @@ void ExpertGroups::load_gate_up(ExpertGroup const& group, bool bias, std::int64_
 
 ConstBytes ExpertGroups::matrix(ExpertGroup const& group, Part part, bool bias,
                                 std::int64_t expert) {
-  if (part != Part::down && !form_.separate()) {
+  if (part != Part::down && group.gated && !form_.separate()) {
     load_gate_up(group, bias, expert);
     return part == Part::gate ? gate_ : up_;
   }
@@ -177,7 +197,9 @@ ConstBytes ExpertGroups::matrix(ExpertGroup const& group, Part part, bool bias,
   load(group, part, bias, expert, transposed ? block_ : matrix_);
   if (transposed) {
     matrix_.resize(block_.size());
-    transpose(group.intermediate, group.hidden, lm::element_bytes(group.dtype), block_, matrix_);
+    bool const down = part == Part::down;
+    transpose(down ? group.intermediate : group.hidden, down ? group.hidden : group.intermediate,
+              lm::element_bytes(group.dtype), block_, matrix_);
   }
   return matrix_;
 }

@@ -33,6 +33,7 @@ struct ExpertGroup {
   std::int64_t intermediate = 0, hidden = 0;
   std::string dtype;
   bool bias = false;
+  bool gated = true;  ///< else no gate: up is [n,d] alone
   std::map<Key, StoredTensor> tensors;
 };
 
@@ -54,6 +55,7 @@ class ExpertGroups {
 
  private:
   void check(ExpertGroup& group) const;
+  void find_gate(ExpertGroup& group) const;
   void refuse_leftovers() const;
   [[nodiscard]] std::vector<std::int64_t> stored_shape(ExpertGroup const& group, Part part,
                                                        bool bias) const;
@@ -68,6 +70,9 @@ class ExpertGroups {
   std::tuple<ExpertGroup const*, bool, std::int64_t> unpacked_{nullptr, false,
                                                                -1};  // in gate_, up_
 };
+
+/// What `form` has for every expert of `group`, or for all of them at once.
+std::vector<Part> parts_of(ExpertForm const& form, ExpertGroup const& group);
 
 /// The shape of the tensor that holds `part` of one expert, or of all where `stacked`.
 std::vector<std::int64_t> part_shape(ExpertGroup const& group, WeightLayout const& layout,

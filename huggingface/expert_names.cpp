@@ -36,11 +36,16 @@ constexpr Suffix kSuffixes[] = {
     {Naming::per_expert_w123, ".w3.weight", Part::up, false, false},
     {Naming::per_expert_w123, ".w2.weight", Part::down, false, false},
     {Naming::stacked, ".gate_up_proj", Part::gate_up, false, false},
+    {Naming::stacked, ".up_proj", Part::up, false, false},
     {Naming::stacked, ".down_proj", Part::down, false, false},
     {Naming::stacked, ".gate_up_proj_bias", Part::gate_up, true, false},
     {Naming::stacked, ".down_proj_bias", Part::down, true, false},
     {Naming::stacked_linear, ".input_linear.weight", Part::gate_up, false, false},
     {Naming::stacked_linear, ".output_linear.weight", Part::down, false, false},
+    {Naming::stacked_linear_mlp, ".input_linear.weight", Part::gate_up, false, false},
+    {Naming::stacked_linear_mlp, ".output_linear.weight", Part::down, false, false},
+    {Naming::stacked_fc, ".fc1.weight", Part::gate_up, false, false},
+    {Naming::stacked_fc, ".fc2.weight", Part::down, false, false},
 };
 
 constexpr std::pair<Naming, char const*> kNamings[] = {
@@ -49,10 +54,13 @@ constexpr std::pair<Naming, char const*> kNamings[] = {
     {Naming::per_expert_w123, "per-expert-w123"},
     {Naming::stacked, "stacked"},
     {Naming::stacked_linear, "stacked-linear"},
+    {Naming::stacked_linear_mlp, "stacked-linear-mlp"},
+    {Naming::stacked_fc, "stacked-fc"},
 };
 
 constexpr WeightLayout kSeparate{GateUpOrder::concat, WeightOrientation::separate, 0};
 constexpr WeightLayout kConcat{};
+constexpr WeightLayout kTransposed{GateUpOrder::concat, WeightOrientation::transposed, 0};
 
 constexpr std::pair<std::string_view, NativeForm> kNativeForms[] = {
     {"afmoe", {Naming::per_expert, kSeparate}},
@@ -64,6 +72,7 @@ constexpr std::pair<std::string_view, NativeForm> kNativeForms[] = {
     {"glm4_moe", {Naming::per_expert, kSeparate}},
     {"hunyuan_v1_moe", {Naming::per_expert, kSeparate}},
     {"jamba", {Naming::per_expert, kSeparate}},
+    {"nemotron_h", {Naming::per_expert, kSeparate, false}},
     {"olmoe", {Naming::per_expert, kSeparate}},
     {"qwen2_moe", {Naming::per_expert, kSeparate}},
     {"qwen3_moe", {Naming::per_expert, kSeparate}},
@@ -81,14 +90,23 @@ constexpr std::pair<std::string_view, NativeForm> kNativeForms[] = {
     {"llama4_text", {Naming::stacked, {GateUpOrder::concat, WeightOrientation::transposed, 0}}},
     {"qwen3_vl_moe", {Naming::stacked, {GateUpOrder::concat, WeightOrientation::transposed, 0}}},
     {"granitemoe", {Naming::stacked_linear, kConcat}},
+    {"jetmoe", {Naming::stacked_linear_mlp, kConcat}},
+    {"aria", {Naming::stacked_fc, kTransposed}},
+    {"aria_text", {Naming::stacked_fc, kTransposed}},
 };
 
-// "experts" as the last component; Granite has none, its block stands for it.
-bool is_prefix(Naming naming, std::string_view prefix) {
-  if (naming == Naming::tessera) return !prefix.empty();
-  std::string_view const last = naming == Naming::stacked_linear ? "block_sparse_moe" : "experts";
+bool ends_with_component(std::string_view prefix, std::string_view last) {
   return prefix == last || (prefix.size() > last.size() && prefix.ends_with(last) &&
                             prefix[prefix.size() - last.size() - 1] == '.');
+}
+
+// "experts" as the last component; Granite and JetMoE have none, their block stands for it. JetMoE's
+// "self_attention.experts" has such names as well: projections of queries, which are no experts of a layer here.
+bool is_prefix(Naming naming, std::string_view prefix) {
+  if (naming == Naming::tessera) return !prefix.empty();
+  if (naming == Naming::stacked_linear) return ends_with_component(prefix, "block_sparse_moe");
+  if (naming == Naming::stacked_linear_mlp) return ends_with_component(prefix, "mlp");
+  return ends_with_component(prefix, "experts");
 }
 
 }  // namespace
@@ -109,10 +127,14 @@ std::optional<Naming> naming_named(std::string_view name) noexcept {
 
 char const* known_spellings() noexcept {
   return "experts.<e>.gate_proj.weight (up_proj, down_proj), experts.<e>.w1.weight (w3, w2), "
-         "experts.gate_up_proj (down_proj), block_sparse_moe.input_linear.weight (output_linear)";
+         "experts.gate_up_proj (down_proj), block_sparse_moe.input_linear.weight (output_linear), "
+         "mlp.input_linear.weight, experts.fc1.weight (fc2); without a gate "
+         "experts.<e>.up_proj.weight, "
+         "experts.up_proj";
 }
 
 WeightLayout hugging_face_layout(Naming naming) noexcept {
+  if (naming == Naming::stacked_fc) return kTransposed;
   return is_per_expert(naming) ? kSeparate : kConcat;
 }
 

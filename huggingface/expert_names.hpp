@@ -11,7 +11,7 @@
 
 namespace tessera::huggingface {
 
-/// What a tensor holds of an expert. gate_up: both, in the order of a WeightLayout.
+/// What a tensor holds of an expert. gate_up: both, in the order of a WeightLayout; up alone where there is no gate.
 enum class Part { gate, up, gate_up, down };
 
 /// A naming scheme.
@@ -19,8 +19,10 @@ enum class Naming {
   tessera,     ///< <prefix>.w_up, .w_gate, .w_down, .b_up, .b_gate, .b_down: all experts stacked
   per_expert,  ///< <prefix>.<e>.gate_proj.weight, up_proj, down_proj: Qwen, OLMoE, DeepSeek, GLM-4
   per_expert_w123,  ///< <prefix>.<e>.w1.weight gate, w3 up, w2 down: Mixtral
-  stacked,          ///< <prefix>.gate_up_proj, .down_proj, _bias: gpt-oss, transformers 5
-  stacked_linear,   ///< <prefix>.input_linear.weight, .output_linear.weight: Granite
+  stacked,  ///< <prefix>.gate_up_proj or .up_proj, .down_proj, _bias: gpt-oss, transformers 5
+  stacked_linear,      ///< <prefix>.input_linear.weight, .output_linear.weight: Granite
+  stacked_linear_mlp,  ///< the same in a module "mlp": JetMoE
+  stacked_fc,          ///< <prefix>.fc1.weight gate and up, fc2 down: Aria
 };
 
 /// The name in conversion files: "per-expert".
@@ -30,7 +32,8 @@ std::optional<Naming> naming_named(std::string_view name) noexcept;
 /// How Hugging Face names the experts' tensors, for messages: "experts.<e>.gate_proj.weight, ...".
 char const* known_spellings() noexcept;
 
-/// The layout of a Hugging Face naming whose layout does not depend on the model.
+/// The layout of a Hugging Face naming whose layout does not depend on the model; separate stands for one tensor
+/// per matrix, experts without a gate included.
 WeightLayout hugging_face_layout(Naming naming) noexcept;
 
 /// Whether each expert has tensors of its own.
@@ -55,6 +58,7 @@ std::string expert_name(Naming naming, ExpertTensor const& tensor);
 struct NativeForm {
   Naming naming;
   WeightLayout layout;  ///< per-expert namings: separate
+  bool gated = true;    ///< else its experts have up and down alone
 };
 std::optional<NativeForm> native_form(std::string_view model_type) noexcept;
 

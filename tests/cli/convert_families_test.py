@@ -11,6 +11,7 @@ import unittest
 try:
     import torch
     import transformers
+    from safetensors.torch import load_file
 except ModuleNotFoundError as missing:
     print(f"skipped: {missing}; tools/bootstrap.sh python installs it")
     sys.exit(77)
@@ -24,8 +25,14 @@ LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_he
 GROUPED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
           "num_key_value_heads": 4}
+NEMOTRON = {**{key: size for key, size in FINE.items() if key != "num_hidden_layers"},
+            "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+            "layers_block_type": ["mamba", "attention", "moe"],
+            "moe_shared_expert_intermediate_size": 24, "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8,
+            "n_groups": 1, "chunk_size": 8, "head_dim": 8}
 FAMILIES = {
     "afmoe": {**FINE, "num_experts": 4, "num_dense_layers": 1, "head_dim": 8},
+    "aria_text": {**WIDE, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 2},
     "deepseek_v2": {**FINE, **LATENT, **GROUPED},
     "deepseek_v3": {**FINE, **LATENT, **GROUPED},
     "dots1": {**FINE, **GROUPED, "head_dim": 8, "layer_types": ["full_attention"] * 2},
@@ -36,16 +43,19 @@ FAMILIES = {
     "granitemoe": {**WIDE, "num_local_experts": 4},
     "hunyuan_v1_moe": {**WIDE, "num_experts": 4, "moe_topk": 2, "head_dim": 8},
     "jamba": {**WIDE, "num_experts": 4, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "jetmoe": {**WIDE, "num_local_experts": 4, "kv_channels": 8, "num_attention_heads": 4},
     "lfm2_moe": {**FINE, "num_experts": 4, "num_dense_layers": 1, "layer_types": ["full_attention", "conv"]},
     "llama4_text": {**WIDE, "num_local_experts": 4, "head_dim": 8, "intermediate_size_mlp": 48},
     "minimax": {**WIDE, "num_local_experts": 4, "head_dim": 8},
     "minimax_m2": {**WIDE, "num_local_experts": 4, "head_dim": 8},
     "mixtral": {**WIDE, "num_local_experts": 4},
+    "nemotron_h": NEMOTRON,
     "olmoe": {**WIDE, "num_experts": 4},
     "phimoe": {**WIDE, "num_local_experts": 4},
     "qwen2_moe": {**FINE, "num_experts": 4, "shared_expert_intermediate_size": 40},
     "qwen3_moe": {**FINE, "num_experts": 4, "head_dim": 8},
     "qwen3_next": {**FINE, **LINEAR, "num_experts": 4, "head_dim": 8, "shared_expert_intermediate_size": 40},
+    "nemotron_h latent": {**NEMOTRON, "moe_latent_size": 12},
     "qwen3_5_moe_text": {**FINE, **LINEAR, "num_experts": 4, "head_dim": 8, "shared_expert_intermediate_size": 40},
 }
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -63,10 +73,11 @@ class Families(unittest.TestCase):
                 folder = pathlib.Path(name)
                 source, there, back = folder / "source", folder / "there", folder / "back"
                 torch.manual_seed(0)
-                config = transformers.AutoConfig.for_model(family, **sizes)
+                config = transformers.AutoConfig.for_model(family.split()[0], **sizes)
                 model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
                 model.save_pretrained(source)
-                for step in (source, there, "interleaved"), (there, back, "huggingface"):
+                layout = "transposed" if family.startswith("nemotron_h") else "interleaved"  # no gate, no order
+                for step in (source, there, layout), (there, back, "huggingface"):
                     done = self.convert(*step)
                     self.assertEqual(done.returncode, 0, done.stderr)
                 self.assertNotEqual((there / "model.safetensors").read_bytes(),
@@ -77,12 +88,19 @@ class Families(unittest.TestCase):
                 loaded = transformers.AutoModelForCausalLM.from_pretrained(back).state_dict()
                 for key, tensor in model.state_dict().items():
                     self.assertTrue(torch.equal(tensor, loaded[key]), key)
+                (there / "tessera_conversion.json").unlink()  # then the model type alone tells the names
+                done = self.convert(there, folder / "anew", "huggingface")
+                self.assertEqual(done.returncode, 0, done.stderr)
+                first, anew = (load_file(path / "model.safetensors") for path in (source, folder / "anew"))
+                self.assertEqual(sorted(first), sorted(anew))
+                for key, tensor in first.items():
+                    self.assertTrue(torch.equal(tensor, anew[key]), key)
                 stated = json.loads((source / "config.json").read_text())
                 for key in COUNTS:
                     if key in stated:
                         stated[key] += 1
                 (source / "config.json").write_text(json.dumps(stated))
-                done = self.convert(source, folder / "wrong", "interleaved")
+                done = self.convert(source, folder / "wrong", layout)
                 self.assertEqual(done.returncode, 2, done.stderr)
                 self.assertIn("= 5, but the files hold experts: 4", done.stderr)
                 self.assertFalse((folder / "wrong").exists())

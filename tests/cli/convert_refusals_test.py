@@ -156,10 +156,61 @@ class Refusals(Checkpoints):
         (source / "config.json").unlink()
         self.refuse_convert("config.json")
 
-    def test_refuses_experts_without_a_gate(self):
-        tensors = {name: tensor for name, tensor in per_expert([0]).items() if ".gate_proj." not in name}
-        self.checkpoint(tensors)
-        self.refuse_convert("experts without a gate")
+    def test_refuses_gates_that_are_lost_or_too_many(self):
+        """Without its gate projections a gated model looks like one without gates."""
+        whole = per_expert([0, 1])
+        lost = {name: tensor for name, tensor in whole.items() if ".gate_proj." not in name}
+        half = {name: tensor for name, tensor in whole.items() if ".0.mlp" in name or name in lost}
+        for tensors, model_type, naming in (
+                (lost, "qwen3_moe", 'model_type = "qwen3_moe" has experts with a gate, but the files hold no gate'),
+                (half, "qwen3_moe", 'model_type = "qwen3_moe" has experts with a gate, but the files hold no gate'),
+                (half, "a_new_model", "but the files hold no gate projections in model.layers.1.mlp.experts"),
+                (whole, "nemotron_h", 'model_type = "nemotron_h" has experts without a gate')):
+            with self.subTest(naming):
+                source = self.checkpoint(tensors, model_type)
+                self.refuse_convert(naming)
+                subprocess.run(["rm", "-r", source], check=True)
+
+    def test_refuses_a_config_of_other_layers_of_nemotron(self):
+        plain = {name.replace("model.layers", "backbone.layers").replace("mlp", "mixer"): tensor
+                 for name, tensor in per_expert([1]).items() if ".gate_proj." not in name}
+        kinds = ["mamba", "moe"]
+        wide = {"backbone.layers.1.mixer.gate.weight": ("BF16", [E, 2 * D], bytes(4 * E * D))}
+        for tensors, config, naming in (
+                (plain, {"layers_block_type": kinds}, None), (plain, {"hybrid_override_pattern": "ME"}, None),
+                (plain, {"hybrid_override_pattern": "ME", "num_hidden_layers": 2}, None),
+                (plain | wide, {"layers_block_type": kinds, "hidden_size": 2 * D, "moe_latent_size": D}, None),
+                (plain, {"layers_block_type": kinds + ["moe"]}, "layer 2 has experts, but the files hold none"),
+                (plain, {"layers_block_type": ["moe", "moe"]}, "layer 0 has experts, but the files hold none"),
+                (plain, {"layers_block_type": ["mamba", "mlp"]}, "layer 1 has no experts"),
+                (plain, {"hybrid_override_pattern": "MM"}, "layer 1 has no experts"),
+                (plain, {"hybrid_override_pattern": "ME", "num_hidden_layers": 3}, "has 2 entries"),
+                (plain, {"layers_block_type": kinds, "moe_latent_size": D + 1}, f"moe_latent_size = {D + 1}"),
+                (plain, {"layers_block_type": kinds, "hidden_size": D + 1}, f"hidden_size = {D + 1}"),
+                (plain, {"layers_block_type": kinds, "hidden_size": D + 1, "moe_latent_size": D}, "gate.weight is")):
+            with self.subTest(naming, config=config):
+                source = self.checkpoint(tensors, "nemotron_h", **config)
+                if naming is None:
+                    self.convert(source, "good", "concat")
+                    subprocess.run(["rm", "-r", str(self.folder / "good")], check=True)
+                else:
+                    self.refuse_convert(naming)
+                subprocess.run(["rm", "-r", source], check=True)
+
+    def test_refuses_a_tensor_that_stands_in_two_shards(self):
+        """Of an expert or not, with the same bits or others, in the shard that the index names and in another."""
+        tensors = per_expert([0])
+        for name in "model.layers.0.mlp.experts.1.up_proj.weight", "model.embed_tokens.weight":
+            for flip in 0, 1:
+                source = pathlib.Path(self.checkpoint(tensors, shards=2))
+                index = json.loads((source / "model.safetensors.index.json").read_text())
+                (other,) = set(index["weight_map"].values()) - {index["weight_map"][name]}
+                dtype, shape, data = tensors[name]
+                again = {name: (dtype, shape, bytes([data[0] ^ flip]) + data[1:])}
+                (source / other).write_bytes(safetensors(read_safetensors(source / other) | again))
+                with self.subTest(name, flip=flip):
+                    self.refuse_convert(f"tensor {name} is in an earlier shard, too")
+                subprocess.run(["rm", "-r", str(source)], check=True)
 
     def test_refuses_bad_flags_and_targets(self):
         source = self.checkpoint(per_expert([0]))

@@ -31,6 +31,18 @@ TEST(ExpertNames, ComeBackInEveryScheme) {
                 {"a.block_sparse_moe", Part::down, false, -1},
                 false,
                 "a.block_sparse_moe.output_linear.weight"},
+           Case{Naming::stacked,
+                {mlp, Part::up, false, -1},
+                false,
+                "model.layers.3.mlp.experts.up_proj"},
+           Case{Naming::stacked_linear_mlp,
+                {"a.mlp", Part::gate_up, false, -1},
+                false,
+                "a.mlp.input_linear.weight"},
+           Case{Naming::stacked_fc,
+                {mlp, Part::gate_up, false, -1},
+                false,
+                "model.layers.3.mlp.experts.fc1.weight"},
            Case{Naming::tessera,
                 {mlp, Part::up, false, -1},
                 true,
@@ -54,6 +66,12 @@ TEST(ExpertNames, OfOtherTensorsAreNone) {
         "mlp.my_experts.1.gate_proj.weight", ".1.gate_proj.weight", ""}) {
     EXPECT_EQ(parse_expert_name(Naming::per_expert, name, false), std::nullopt) << name;
   }
+}
+
+TEST(ExpertNames, OfAttentionAreNone) {
+  std::string const name = "model.layers.3.self_attention.experts.input_linear.weight";
+  EXPECT_EQ(parse_expert_name(Naming::stacked_linear_mlp, name, false), std::nullopt);
+  EXPECT_EQ(parse_expert_name(Naming::stacked_linear, name, false), std::nullopt);
 }
 
 TEST(ExpertNames, BiasesHaveNoPlaceInPerExpertNames) {

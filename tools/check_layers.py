@@ -34,8 +34,10 @@ LAYERS = {
     "src/cuda/warp": ["src/cuda/arch"],
     "src/cuda/gemm": ["src/cuda/arch", "src/cuda/warp"],
     "src/cuda/gemm/produce": ["src/cuda/arch", "src/cuda/warp", "src/cuda/gemm"],
+    "src/cuda/gemm/epilogue": ["src/cuda/gemm"],
     "src/cuda/gemm/sm90": [
-        "src/cuda/arch", "src/cuda/arch/sm90", "src/cuda/warp", "src/cuda/gemm", "src/cuda/gemm/produce",
+        "src/cuda/arch", "src/cuda/arch/sm90", "src/cuda/warp", "src/cuda/gemm", "src/cuda/gemm/epilogue",
+        "src/cuda/gemm/produce",
     ],
     "src/cuda/epilogue": ["src/cuda/arch", "src/cuda/warp", "src/cuda/gemm", "include/tessera/shape.hpp"],
     "src/cuda/host": ["include/tessera", "src/core"],

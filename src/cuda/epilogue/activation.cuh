@@ -24,6 +24,7 @@ struct ActivationParams {
 template <GemmConfig kGemm, ActivationKind kKind, bool kInterleaved = false>
 class ActivationEpilogue {
  public:
+  static constexpr EpilogueMode kMode = EpilogueMode::kDeferred;
   using Params = ActivationParams;
 
   __device__ __forceinline__ ActivationEpilogue(SharedStorage<kGemm>& smem, Params const& p,
@@ -32,6 +33,8 @@ class ActivationEpilogue {
     static_assert(kGemm.b_halves() == (kInterleaved ? 1 : kHalves));
     static_assert(kGated || !kInterleaved);
   }
+
+  __device__ __forceinline__ void begin(WorkTile const&, int, int) {}
 
   // 64 rows from `row`.
   __device__ __forceinline__ void keep(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
@@ -76,6 +79,8 @@ class ActivationEpilogue {
       }
     }
   }
+
+  __device__ __forceinline__ void drain() const {}
 
  private:
   using Function = ActivationFunction<kKind>;

@@ -176,6 +176,7 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind, kInterleaved> {
   using Rows::warp_row_;
 
  public:
+  static constexpr EpilogueMode kMode = EpilogueMode::kInline;
   using Params = ActivationGradientParams;
 
   __device__ __forceinline__ ActivationGradientEpilogue(SharedStorage<kGemm>& smem, Params const& p,
@@ -224,6 +225,7 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind, kInterleaved> {
     }
   }
 
+  __device__ __forceinline__ void settle() {}
   __device__ __forceinline__ void drain() const {
     if (arch::lane_idx() == 0) arch::tma_store_wait_read<0>();
   }
@@ -319,6 +321,7 @@ class ActivationGradientInStages : GradientRows<kGemm, kKind, kInterleaved> {
   using Rows::warp_row_;
 
  public:
+  static constexpr EpilogueMode kMode = EpilogueMode::kLent;
   using Params = ActivationGradientParams;
 
   __device__ __forceinline__ ActivationGradientInStages(SharedStorage<kGemm>& smem, Params const& p,

@@ -32,15 +32,17 @@ struct ChunkSumParams {
 template <GemmConfig kGemm>
 class ChunkSumEpilogue {
  public:
+  static constexpr EpilogueMode kMode = EpilogueMode::kInline;
   using Params = ChunkSumParams;
 
   __device__ __forceinline__ ChunkSumEpilogue(SharedStorage<kGemm>&, Params const& p, int consumer)
       : p_(p),
         consumer_(consumer),
         warp_(consumer * (kSubtileM / kWarpRows) + arch::warp_in_warpgroup()) {
-    static_assert(kGemm.varlen_k() && !kGemm.ping_pong() && kGemm.epilogue.lent_stages == 0 &&
-                  kGemm.draws_first());
+    static_assert(kGemm.varlen_k() && !kGemm.ping_pong() && kGemm.draws_first());
   }
+
+  __device__ __forceinline__ void begin(WorkTile const&, int, int) {}
 
   __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int) {
     int const first = tile.n_tile * kTileBlocks, left = blocks() - first;

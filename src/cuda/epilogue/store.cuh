@@ -24,10 +24,13 @@ struct StoreParams {
 template <GemmConfig kGemm>
 class StoreInSlabs {
  public:
+  static constexpr EpilogueMode kMode = EpilogueMode::kInline;
   using Params = StoreParams;
 
   __device__ __forceinline__ StoreInSlabs(SharedStorage<kGemm>& smem, Params const& p, int consumer)
       : p_(p), slabs_(smem, consumer) {}
+
+  __device__ __forceinline__ void begin(WorkTile const&, int, int) {}
 
   // 64 rows from `row`, in rounds of as many slabs as there are.
   __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
@@ -66,6 +69,7 @@ class StoreInSlabs {
     }
   }
 
+  __device__ __forceinline__ void settle() {}
   __device__ __forceinline__ void drain() const { slabs_.drain(); }
 
  private:
@@ -81,6 +85,7 @@ class StoreInSlabs {
 template <GemmConfig kGemm>
 class StoreDeferred {
  public:
+  static constexpr EpilogueMode kMode = EpilogueMode::kDeferred;
   using Params = StoreParams;
 
   __device__ __forceinline__ StoreDeferred(SharedStorage<kGemm>& smem, Params const& p,
@@ -88,6 +93,8 @@ class StoreDeferred {
       : p_(p), rows_(smem, consumer) {
     static_assert(kGemm.b_halves() == 1);
   }
+
+  __device__ __forceinline__ void begin(WorkTile const&, int, int) {}
 
   // 64 rows from `row`.
   __device__ __forceinline__ void keep(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
@@ -111,6 +118,8 @@ class StoreDeferred {
       }
     }
   }
+
+  __device__ __forceinline__ void drain() const {}
 
  private:
   template <int kG>

@@ -21,6 +21,7 @@ struct StoreFp32Params {
 template <GemmConfig kGemm>
 class StoreFp32Epilogue {
  public:
+  static constexpr EpilogueMode kMode = EpilogueMode::kInline;
   using Params = StoreFp32Params;
 
   __device__ __forceinline__ StoreFp32Epilogue(SharedStorage<kGemm>&, Params const& p, int)
@@ -29,6 +30,8 @@ class StoreFp32Epilogue {
     row_ = thread / arch::kWarpThreads * 16 + arch::lane_idx() / 4;
     column_ = arch::lane_idx() % 4 * 2;
   }
+
+  __device__ __forceinline__ void begin(WorkTile const&, int, int) {}
 
   // 64 rows from `row`.
   __device__ __forceinline__ void store(Accumulators<kGemm> const& acc, WorkTile const& tile,
@@ -52,6 +55,7 @@ class StoreFp32Epilogue {
     __syncwarp();
   }
 
+  __device__ __forceinline__ void settle() {}
   __device__ __forceinline__ void drain() const {}
 
  private:

@@ -15,8 +15,9 @@ struct StoreOuterProductParams {
 };
 
 template <GemmConfig kGemm>
-class StoreOuterProductEpilogue : public StoreDeferred<kGemm> {
+class StoreOuterProductEpilogue : StoreDeferred<kGemm> {
  public:
+  using StoreDeferred<kGemm>::kMode;
   using Params = StoreOuterProductParams;
 
   __device__ __forceinline__ StoreOuterProductEpilogue(SharedStorage<kGemm>& smem, Params const& p,
@@ -34,6 +35,10 @@ class StoreOuterProductEpilogue : public StoreDeferred<kGemm> {
       u_[half] = __uint_as_float(arch::load_4(gmem_u_ + r, r < tile.end));
     }
   }
+
+  using StoreDeferred<kGemm>::keep;
+  using StoreDeferred<kGemm>::work;
+  using StoreDeferred<kGemm>::drain;
 
   __device__ __forceinline__ float const (&outer_rows() const)[2] { return u_; }
 

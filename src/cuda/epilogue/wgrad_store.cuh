@@ -24,6 +24,7 @@ namespace tessera::cuda::gemm {
 template <GemmConfig kGemm, Major kMajor, bool kFp32>
 class WgradStoreInSlabs {
  public:
+  static constexpr EpilogueMode kMode = kGemm.lends() ? EpilogueMode::kLent : EpilogueMode::kInline;
   using Params = WgradStoreParams;
 
   __device__ __forceinline__ WgradStoreInSlabs(SharedStorage<kGemm>& smem, Params const& p,
@@ -38,7 +39,7 @@ class WgradStoreInSlabs {
   // By one thread of the producer: what the i-th round of both warpgroups is added to.
   __device__ __forceinline__ static void lend(SharedStorage<kGemm>& smem, Params const& p,
                                               int stage, WorkTile const& tile, int i)
-    requires(kGemm.epilogue.lent_stages > 0)
+    requires(kGemm.lends())
   {
     constexpr uint32_t kSlabBytes = kSubtileM * kSlabColumns * sizeof(bf16);
     arch::Mbarrier* const full = &smem.full[stage];
@@ -64,6 +65,8 @@ class WgradStoreInSlabs {
       }
     }
   }
+
+  __device__ __forceinline__ void begin(WorkTile const&, int, int) {}
 
   // 64 c from `row`, in rounds of as many slabs as there are; `ring` where they are lent.
   template <class... Ring>
@@ -95,11 +98,7 @@ class WgradStoreInSlabs {
     }
   }
 
-  __device__ __forceinline__ void settle()
-    requires(kGemm.epilogue.lent_stages > 0)
-  {
-    staging_.settle();
-  }
+  __device__ __forceinline__ void settle() { staging_.settle(); }
   __device__ __forceinline__ void drain() const { staging_.drain(); }
 
  private:
@@ -230,6 +229,7 @@ class WgradStoreInSlabs {
 template <GemmConfig kGemm, Major kMajor>
 class WgradStoreDeferred {
  public:
+  static constexpr EpilogueMode kMode = EpilogueMode::kDeferred;
   using Params = WgradStoreParams;
 
   __device__ __forceinline__ WgradStoreDeferred(SharedStorage<kGemm>& smem, Params const& p,
@@ -243,6 +243,8 @@ class WgradStoreDeferred {
     lane_offset_ = c * steps.column + (i >> steps.block_shift) * steps.block +
                    (i & (1 << steps.block_shift) - 1) * steps.row;
   }
+
+  __device__ __forceinline__ void begin(WorkTile const&, int, int) {}
 
   // 64 c from `row`.
   __device__ __forceinline__ void keep(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
@@ -274,6 +276,8 @@ class WgradStoreDeferred {
       arch::store_streaming_16(first + steps.second_row, kept.load(1));
     }
   }
+
+  __device__ __forceinline__ void drain() const {}
 
  private:
   using Layout = std::conditional_t<kMajor == Major::kRows, KeptRows<kGemm>, KeptColumns<kGemm>>;

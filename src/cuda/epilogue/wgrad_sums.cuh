@@ -100,6 +100,7 @@ struct Fp32Piece {
 template <GemmConfig kGemm, Major kMajor>
 class WgradSumsDeferred {
  public:
+  static constexpr EpilogueMode kMode = EpilogueMode::kDeferred;
   using Params = WgradStoreParams;
 
   __device__ __forceinline__ WgradSumsDeferred(SharedStorage<kGemm>& smem, Params const& p,
@@ -109,6 +110,8 @@ class WgradSumsDeferred {
     static_assert(kGemm.epilogue.slabs == kSlabs && kGemm.column_groups() == 2);
     static_assert(kDeferredPieces * Piece::kColumns == kGemm.tile.n);
   }
+
+  __device__ __forceinline__ void begin(WorkTile const&, int, int) {}
 
   // 64 c from `row`.
   __device__ __forceinline__ void keep(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {

@@ -19,21 +19,9 @@
 #include "../warp/sums.cuh"
 #include "params.hpp"
 #include "storage.cuh"
+#include "work_tile.hpp"
 
 namespace tessera::cuda::gemm {
-
-struct WorkTile {
-  int segment;
-  int n_tile;
-  int row;    // first row of this CTA: varlen-M counted over all segments, varlen-K in D
-  int rows;   // how many of its tile_m rows exist; 0: the CTA only helps to load B
-  int begin;  // varlen-K: first row of the segment
-  int end;    // first row past the segment
-  // With a resident B:
-  int in_run;    // how many tiles of the run came before
-  int run_left;  // how many come after
-  uint32_t run_phase;
-};
 
 // Whether not all row groups of this tile of B exist: p.b_groups do, in one half.
 template <GemmConfig kGemm>

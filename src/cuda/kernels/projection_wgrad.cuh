@@ -41,8 +41,11 @@ struct ProjectionWgradParams {
 // tiles_before_next-th tile or after its last one. Called elsewhere than from settle(), by a lane that waits for TMA
 // there anyway, this costs the k loop its uniform registers, and a tile 600 cycles.
 template <class Epilogue>
-class LetsNextStart : public Epilogue {
+class LetsNextStart : Epilogue {
+  static constexpr bool kDefers = Epilogue::kMode == gemm::EpilogueMode::kDeferred;
+
  public:
+  using Epilogue::kMode;
   using Params = ProjectionWgradEpilogueParams;
 
   template <class SharedStorage>
@@ -52,20 +55,49 @@ class LetsNextStart : public Epilogue {
             consumer == 0 && threadIdx.x % arch::kWarpgroupThreads == 0 ? p.tiles_before_next : 0) {
   }
 
-  __device__ __forceinline__ void settle() {
+  template <class SharedStorage>
+  __device__ __forceinline__ static void lend(SharedStorage& smem, Params const& p, int stage,
+                                              gemm::WorkTile const& tile, int i)
+    requires(!kDefers)
+  {
+    Epilogue::lend(smem, p, stage, tile, i);
+  }
+
+  __device__ __forceinline__ void begin(gemm::WorkTile const& tile, int row, int subtiles) {
+    Epilogue::begin(tile, row, subtiles);
+  }
+
+  template <class Accumulators, class Ring>
+  __device__ __forceinline__ void store(Accumulators& acc, gemm::WorkTile const& tile, int row,
+                                        Ring& ring)
+    requires(!kDefers)
+  {
+    Epilogue::store(acc, tile, row, ring);
+  }
+  __device__ __forceinline__ void settle()
+    requires(!kDefers)
+  {
     Epilogue::settle();
     count_tile();
   }
-  __device__ __forceinline__ void drain() const {
-    if constexpr (requires(Epilogue const& epilogue) { epilogue.drain(); }) Epilogue::drain();
-    if (tiles_left_ > 0) arch::wait_for_kernel_ahead();
-  }
 
-  // Deferred: before the next tile's k loop, whose first tile is not counted.
+  // Before the next tile's k loop, whose first tile is not counted.
   template <class Accumulators>
-  __device__ __forceinline__ void keep(Accumulators& acc, gemm::WorkTile const& tile, int row) {
+  __device__ __forceinline__ void keep(Accumulators& acc, gemm::WorkTile const& tile, int row)
+    requires kDefers
+  {
     Epilogue::keep(acc, tile, row);
     count_tile();
+  }
+  __device__ __forceinline__ void work(int piece)
+    requires kDefers
+  {
+    Epilogue::work(piece);
+  }
+
+  __device__ __forceinline__ void drain() const {
+    Epilogue::drain();
+    if (tiles_left_ > 0) arch::wait_for_kernel_ahead();
   }
 
  private:

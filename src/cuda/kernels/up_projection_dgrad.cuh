@@ -35,7 +35,7 @@ struct UpProjectionDgradParams {
   gemm::StoreOuterProductParams epilogue;
 };
 
-// The kernel ahead makes what the epilogue adds, or reads what it overwrites.
+// The kernel ahead makes what the epilogue adds, or reads what it overwrites. It changes no hook.
 template <class Epilogue>
 class AfterKernelAhead : public Epilogue {
  public:

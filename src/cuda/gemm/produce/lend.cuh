@@ -9,22 +9,18 @@
 
 namespace tessera::cuda::gemm {
 
-// Producer, after the k_tiles of `tile`: by every thread of the warps that fill stages. Epilogue::lend(), of those that
-// read, fills one, as the producer fills others: it arrives on its full barrier and tells how many bytes to wait for.
+// Producer, after the k_tiles of `tile`: by every thread of the warps that fill stages. Epilogue::lend() fills one, as
+// the producer fills others: it arrives on its full barrier and tells how many bytes to wait for.
 template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void lend_stages(SharedStorage<kGemm>& smem,
                                             typename Epilogue::Params const& p,
                                             PipelineState<kGemm>& state, WorkTile const& tile) {
   constexpr int kWarps = kGemm.gathers() ? 4 : 1;
-  if constexpr (kGemm.epilogue.lent_stages > 0) {
+  if constexpr (kGemm.lends()) {
     for (int i = 0; i < kGemm.epilogue.lent_stages; ++i) {
       wait_empty<kGemm>(smem, state);
       if (arch::warp_idx() % kWarps == i % kWarps && arch::elect_one()) {
-        if constexpr (requires { Epilogue::lend(smem, p, state.stage, tile, i); }) {
-          Epilogue::lend(smem, p, state.stage, tile, i);
-        } else {
-          arch::mbarrier_arrive(&smem.full[state.stage]);
-        }
+        Epilogue::lend(smem, p, state.stage, tile, i);
       }
       __syncwarp();
       if constexpr (kGemm.gathers()) arch::mbarrier_arrive(&smem.full[state.stage]);

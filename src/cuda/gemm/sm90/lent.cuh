@@ -156,7 +156,6 @@ class LentSlabs {
 };
 
 template <GemmConfig kGemm>
-using Staging =
-    std::conditional_t<(kGemm.epilogue.lent_stages > 0), LentSlabs<kGemm>, SlabStore<kGemm>>;
+using Staging = std::conditional_t<kGemm.lends(), LentSlabs<kGemm>, SlabStore<kGemm>>;
 
 }  // namespace tessera::cuda::gemm

@@ -9,6 +9,7 @@
 #include "../../arch/proxy_fence.cuh"
 #include "../../arch/setmaxnreg.cuh"
 #include "../../arch/sm90/wgmma.cuh"
+#include "../epilogue/contract.hpp"
 #include "../handover.cuh"
 #include "../params.hpp"
 #include "../ring.cuh"
@@ -117,19 +118,19 @@ __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem, PipelineStat
 }
 
 // The same for `active` parts, a number known only now: one loop is compiled for each.
-template <GemmConfig kGemm, int kActive, int kSubtiles>
+template <GemmConfig kGemm, int kActive, int kSubtiles, class Under>
 __device__ __forceinline__ int multiply_active(SharedStorage<kGemm>& smem,
                                                PipelineState<kGemm>& state,
                                                Accumulators<kGemm> (&acc)[kSubtiles],
                                                WorkTile const& tile, int row, int k_tiles,
-                                               int last_steps, int active) {
+                                               int last_steps, int active, Under under) {
   if constexpr (kActive > 1) {
     if (active < kActive) {
       return multiply_active<kGemm, kActive - 1>(smem, state, acc, tile, row, k_tiles, last_steps,
-                                                 active);
+                                                 active, under);
     }
   }
-  return multiply<kGemm, kActive>(smem, state, acc, tile, row, k_tiles, last_steps, [](int) {});
+  return multiply<kGemm, kActive>(smem, state, acc, tile, row, k_tiles, last_steps, under);
 }
 
 // The same for 64 rows, and half of the columns of a tile that has no more: what acc keeps of the others is not stored.
@@ -148,26 +149,11 @@ __device__ __forceinline__ int multiply_existing(SharedStorage<kGemm>& smem, Gem
   return multiply<kGemm, 1>(smem, state, acc, tile, row, k_tiles, last_steps, under);
 }
 
-// Epilogues that read memory ask for it before the k loop: begin(tile, first row, 64-row parts).
-template <class Epilogue>
-__device__ __forceinline__ void begin_epilogue(Epilogue& epilogue, WorkTile const& tile, int row,
-                                               int subtiles) {
-  if constexpr (requires { epilogue.begin(tile, row, subtiles); }) {
-    epilogue.begin(tile, row, subtiles);
-  }
-}
-
-// Epilogues that store from the ring's stages give the last one back under the next tile.
-template <class Epilogue>
-__device__ __forceinline__ void settle_epilogue(Epilogue& epilogue) {
-  if constexpr (requires { epilogue.settle(); }) epilogue.settle();
-}
-
 template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void store_tile(Epilogue& epilogue, PipelineState<kGemm>& state,
                                            Accumulators<kGemm>& acc, WorkTile const& tile,
                                            int row) {
-  if constexpr (kGemm.epilogue.lent_stages > 0) {
+  if constexpr (kGemm.lends()) {
     epilogue.store(acc, tile, row, state);
   } else {
     epilogue.store(acc, tile, row);
@@ -257,7 +243,7 @@ __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, 
   WorkTile ahead;
   HandsOver<kGemm> handover(p);
   auto const settle = [&](int = 0) {
-    settle_epilogue(epilogue);
+    epilogue.settle();
     if constexpr (kGemm.hands_over()) handover.before(tile);
   };
   bool more = queue.read(tile);
@@ -269,7 +255,7 @@ __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, 
       more = queue.read(tile);
       continue;
     }
-    begin_epilogue(epilogue, tile, tile.row + row, 1);
+    epilogue.begin(tile, tile.row + row, 1);
     int const last = multiply<kGemm, 1>(smem, state, acc, tile, row, k_tiles,
                                         last_steps_of<kGemm>(tile), settle);
     more = queue.read(ahead);  // under the last wgmmas
@@ -303,7 +289,7 @@ __device__ __forceinline__ void consume_deferred(SharedStorage<kGemm>& smem, Gem
       continue;
     }
     pieces.begin(k_tiles);
-    begin_epilogue(epilogue, tile, tile.row + row, 1);
+    epilogue.begin(tile, tile.row + row, 1);
     int last = multiply_existing<kGemm>(smem, p, state, acc, tile, row, k_tiles, [&](int k_tile) {
       if (pieces.under(k_tile) && kGemm.hands_over()) handover.before(tile);
     });
@@ -319,7 +305,7 @@ __device__ __forceinline__ void consume_deferred(SharedStorage<kGemm>& smem, Gem
     tile = ahead;
   }
   pieces.finish();
-  if constexpr (requires { epilogue.drain(); }) epilogue.drain();
+  epilogue.drain();
   if constexpr (kGemm.hands_over()) handover.at_end();
 }
 
@@ -347,15 +333,17 @@ __device__ __forceinline__ void consume_ping_pong(SharedStorage<kGemm>& smem, Ge
   while (more && queue.read(tile)) {
     int const subtiles = (tile.rows + kSubtileM - 1) / kSubtileM;
     int const k_tiles = k_tiles_of<kGemm>(p, tile);
-    if (subtiles > 0) begin_epilogue(epilogue, tile, tile.row, subtiles);
+    if (subtiles > 0) epilogue.begin(tile, tile.row, subtiles);
     arch::named_barrier_sync(kBarrierMmaTurn + consumer, kThreads);
     if (subtiles == 0) {
+      epilogue.settle();
       pass<kGemm>(smem, state, k_tiles, consumer);
       if constexpr (kGemm.keeps_b()) pass_resident<kGemm>(smem, tile, p.k_tiles);
       arch::named_barrier_arrive(kBarrierMmaTurn + (consumer ^ 1), kThreads);
     } else {
       int const last = multiply_active<kGemm, kSubtiles>(smem, state, acc, tile, 0, k_tiles,
-                                                         last_steps_of<kGemm>(tile), subtiles);
+                                                         last_steps_of<kGemm>(tile), subtiles,
+                                                         [&](int) { epilogue.settle(); });
       arch::named_barrier_arrive(kBarrierMmaTurn + (consumer ^ 1), kThreads);
       arch::wgmma_wait<0>();
       release_stage<kGemm>(smem, last);
@@ -378,6 +366,8 @@ template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void consume(SharedStorage<kGemm>& smem, GemmParams const& p,
                                         typename Epilogue::Params const& epilogue_params,
                                         int consumer) {
+  static_assert(keeps_contract<kGemm.epilogue, Epilogue, Accumulators<kGemm>, PipelineState<kGemm>,
+                               SharedStorage<kGemm>>());
   arch::acquire_registers<kGemm.consumer_registers()>();
   Epilogue epilogue(smem, epilogue_params, consumer);
   if constexpr (kGemm.ping_pong()) {

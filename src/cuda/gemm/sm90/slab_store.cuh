@@ -110,6 +110,8 @@ class SlabStore {
 
   __device__ __forceinline__ void commit() const { arch::tma_store_commit(); }
 
+  // begin() waits for the slabs of the last round, nobody before it.
+  __device__ __forceinline__ void settle() const {}
   // Before the CTA exits: TMA has read every slab.
   __device__ __forceinline__ void drain() const {
     if (issuer_) arch::tma_store_wait_read<0>();

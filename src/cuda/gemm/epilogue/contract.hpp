@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a GEMM asks of an epilogue: that it declares its mode, and that it has every hook of that mode. A hook that has
+// nothing to do is declared with an empty body: a misspelt or forgotten one does not compile.
+//   static constexpr EpilogueMode kMode = ..    the mode of the GEMM's configuration (config.hpp)
+//
+//   hook, returns void             inline lent deferred  called by a consumer warpgroup, but for lend()
+//   begin(tile, row, subtiles)       x     x     x       before the k loop, for 64-row parts from `row`: asks for what
+//                                                        the epilogue reads. Deferred: it still holds the tile before
+//   store(acc, tile, row)            x                   after the k loop, for each of these parts
+//   store(acc, tile, row, ring)            x             the same; it takes its lent stages from the ring
+//   settle()                         x     x             under the first k_tile of the warpgroup's next tile, and where
+//                                                        it has no rows of that: ends what store() has begun
+//   keep(acc, tile, row)                         x       after the k loop: holds 64 rows, and frees the accumulators
+//   work(piece)                                  x       pieces 0, 1, .. of what it holds, under the next k loop
+//   drain()                          x     x     x       once, when there is no tile left and nothing is held
+//   lend(smem, p, stage, tile, i)          x             static, by one thread of the producer: fills the tile's i-th
+//                                                        lent stage, or leaves it; arrives on full[stage] once
+//   outer_rows()               with an outer product     deferred, after the k loop: the factors u of this thread's two
+//                                                        rows, `float const (&)[2]`
+// A wrapper that changes a hook inherits in private and names each of the others: were a hook misspelt in it, that of a
+// public base would take its place in silence. Each way to break the contract fails to compile: tests/compile_fail.
+#pragma once
+
+#include <concepts>
+#include <type_traits>
+
+#include "../config.hpp"
+#include "../work_tile.hpp"
+
+namespace tessera::cuda::gemm {
+
+template <class E>
+concept DeclaresMode = requires { typename std::integral_constant<EpilogueMode, E::kMode>; };
+
+template <class E>
+concept HasBegin = requires(E& e, WorkTile const& tile, int i) {
+  { e.begin(tile, i, i) } -> std::same_as<void>;
+};
+template <class E, class Acc>
+concept HasStore = requires(E& e, Acc& acc, WorkTile const& tile, int row) {
+  { e.store(acc, tile, row) } -> std::same_as<void>;
+};
+template <class E, class Acc, class Ring>
+concept HasRingStore = requires(E& e, Acc& acc, WorkTile const& tile, int row, Ring& ring) {
+  { e.store(acc, tile, row, ring) } -> std::same_as<void>;
+};
+template <class E>
+concept HasSettle = requires(E& e) {
+  { e.settle() } -> std::same_as<void>;
+};
+template <class E, class Acc>
+concept HasKeep = requires(E& e, Acc& acc, WorkTile const& tile, int row) {
+  { e.keep(acc, tile, row) } -> std::same_as<void>;
+};
+template <class E>
+concept HasWork = requires(E& e, int piece) {
+  { e.work(piece) } -> std::same_as<void>;
+};
+template <class E>
+concept HasDrain = requires(E& e) {
+  { e.drain() } -> std::same_as<void>;
+};
+template <class E, class Smem>
+concept HasLend = requires(Smem& smem, typename E::Params const& p, WorkTile const& tile, int i) {
+  { E::lend(smem, p, i, tile, i) } -> std::same_as<void>;
+};
+template <class E>
+concept HasOuterRows = requires(E const& e) {
+  { e.outer_rows() } -> std::same_as<float const(&)[2]>;
+};
+
+// Compiles if E fits the configuration. kConfig: of the GEMM; Acc: what store() or keep() reads, Ring and Smem: what
+// store() and lend() get where stages are lent.
+template <EpilogueConfig kConfig, class E, class Acc, class Ring, class Smem>
+consteval bool keeps_contract() {
+  static_assert(
+      DeclaresMode<E>,
+      "epilogue contract: an epilogue declares when it works; add "
+      "`static constexpr EpilogueMode kMode = EpilogueMode::kInline;`, or kLent, kDeferred");
+  if constexpr (DeclaresMode<E>) {
+    constexpr EpilogueMode kMode = E::kMode;
+    constexpr bool kDefers = kMode == EpilogueMode::kDeferred;
+    constexpr bool kLends = kMode == EpilogueMode::kLent;
+    static_assert(kMode == kConfig.mode,
+                  "epilogue contract: kMode is the mode of the GEMM's configuration; take another "
+                  "epilogue, or set GemmConfig::epilogue.mode");
+
+    static_assert(HasBegin<E>,
+                  "epilogue contract: every mode calls `void begin(WorkTile const&, int row, int "
+                  "subtiles)`; declare it, empty if nothing is read");
+    static_assert(
+        kDefers || kLends || HasStore<E, Acc>,
+        "epilogue contract: mode inline calls `void store(Accumulators&, WorkTile const&, "
+        "int row)`; declare it, or another mode");
+    static_assert(!kLends || HasRingStore<E, Acc, Ring>,
+                  "epilogue contract: mode lent calls `void store(Accumulators&, WorkTile const&, "
+                  "int row, PipelineState& ring)`; declare it, or another mode");
+    static_assert(
+        kDefers || HasSettle<E>,
+        "epilogue contract: modes inline and lent call `void settle()`; declare it, empty "
+        "if store() leaves nothing under way");
+    static_assert(
+        !kDefers || HasKeep<E, Acc>,
+        "epilogue contract: mode deferred calls `void keep(Accumulators&, WorkTile const&, "
+        "int row)`; declare it, or another mode");
+    static_assert(!kDefers || HasWork<E>,
+                  "epilogue contract: mode deferred calls `void work(int piece)`; declare it, or "
+                  "another mode");
+    static_assert(
+        HasDrain<E>,
+        "epilogue contract: every mode calls `void drain()`; declare it, empty if nothing "
+        "has to end before the CTA does");
+    static_assert(
+        !kLends || HasLend<E, Smem>,
+        "epilogue contract: mode lent calls `static void lend(SharedStorage&, Params "
+        "const&, int stage, WorkTile const&, int i)`; declare it, arriving on full[stage] "
+        "alone if nothing is read");
+    static_assert(
+        !kConfig.outer_product || HasOuterRows<E>,
+        "epilogue contract: with an outer product `float const (&outer_rows() const)[2]` is "
+        "called; declare it, or unset GemmConfig::epilogue.outer_product");
+
+    static_assert(kDefers || !(HasKeep<E, Acc> || HasWork<E>),
+                  "epilogue contract: keep() and work() are called in mode deferred alone; remove "
+                  "them, or declare that mode");
+    static_assert(!kDefers || !(HasStore<E, Acc> || HasRingStore<E, Acc, Ring> || HasSettle<E>),
+                  "epilogue contract: store() and settle() are not called in mode deferred; remove "
+                  "them, or declare another mode");
+    static_assert(
+        kLends || !HasLend<E, Smem>,
+        "epilogue contract: lend() is called in mode lent alone; remove it, or declare that "
+        "mode");
+  }
+  return true;
+}
+
+}  // namespace tessera::cuda::gemm

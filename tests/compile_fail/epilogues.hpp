@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// Hooks of epilogues, a class for each, from which the files of this folder make epilogues with one left out or wrong.
+#pragma once
+
+#include "cuda/gemm/epilogue/contract.hpp"
+
+using tessera::cuda::gemm::EpilogueConfig;
+using tessera::cuda::gemm::EpilogueMode;
+using tessera::cuda::gemm::WorkTile;
+
+// What the hooks of a GEMM get.
+struct Accumulators {};
+struct Ring {};
+struct Smem {};
+struct EpilogueParams {};
+
+template <EpilogueMode kIs>
+struct In {
+  static constexpr EpilogueMode kMode = kIs;
+  using Params = EpilogueParams;
+};
+using Inline = In<EpilogueMode::kInline>;
+using Lent = In<EpilogueMode::kLent>;
+using Deferred = In<EpilogueMode::kDeferred>;
+
+struct Begin {
+  void begin(WorkTile const&, int, int) {}
+};
+struct Store {
+  void store(Accumulators&, WorkTile const&, int) {}
+};
+struct RingStore {
+  void store(Accumulators&, WorkTile const&, int, Ring&) {}
+};
+struct Settle {
+  void settle() {}
+};
+struct Keep {
+  void keep(Accumulators&, WorkTile const&, int) {}
+};
+struct Work {
+  void work(int) {}
+};
+struct Drain {
+  void drain() {}
+};
+struct Lend {
+  static void lend(Smem&, EpilogueParams const&, int, WorkTile const&, int) {}
+};
+struct OuterRows {
+  float const (&outer_rows() const)[2] { return u; }
+  float u[2];
+};
+
+constexpr EpilogueConfig kInline{.mode = EpilogueMode::kInline};
+constexpr EpilogueConfig kLent{.mode = EpilogueMode::kLent, .lent_stages = 1};
+constexpr EpilogueConfig kDeferred{.mode = EpilogueMode::kDeferred};
+constexpr EpilogueConfig kOuterProduct{.mode = EpilogueMode::kDeferred, .outer_product = true};
+
+// As consume() of a GEMM asks for it.
+template <EpilogueConfig kConfig, class Epilogue>
+constexpr bool fits =
+    tessera::cuda::gemm::keeps_contract<kConfig, Epilogue, Accumulators, Ring, Smem>();

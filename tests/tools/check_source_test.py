@@ -62,6 +62,21 @@ class CheckCommitsTest(unittest.TestCase):
             with self.subTest(subject=subject):
                 self.assertIsNotNone(check_commits.complaint(subject))
 
+    def test_a_body_where_a_decision_or_a_figure_is(self):
+        body = "\n\nBecause of this.\n"
+        for subject, files in (("cuda: take 0.97 of the time", []), ("cuda: save 12% of the bytes", []),
+                               ("cuda: launch in 5 us", []), ("docs: decide the layout", ["docs/adr/0030-layout.md"]),
+                               ("bench: measure it again", ["bench/results/archive/h200/2026-11-25-a.json"]),
+                               ("docs: new table", ["README.md", "docs/performance.md"])):
+            with self.subTest(subject=subject):
+                self.assertIsNotNone(check_commits.lacks_body(subject, files))
+                self.assertIsNotNone(check_commits.lacks_body(subject + "\n\nReviewed-by: A <a@b.example>\n", files))
+                self.assertIsNotNone(check_commits.lacks_body(subject + "\n\n# a comment of git\n", files))
+                self.assertIsNone(check_commits.lacks_body(subject + body, files))
+        for subject in ("cuda: run on sm_90a", "docs: mend links", "convert: read 3 more models"):
+            with self.subTest(subject=subject):
+                self.assertIsNone(check_commits.lacks_body(subject, ["docs/adr/README.md", "bench/results/schema.json"]))
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -101,7 +101,7 @@ MAY_INCLUDE_CUDA = (
     "src/cuda", "src/device/cuda.cu", "src/expert_parallel/transport/device_calls.cpp",
     "src/expert_parallel/session.cpp", "src/expert_parallel/exchange", "src/expert_parallel/fused",
     "src/expert_parallel/unfused", "bench/cuda", "bench/expert_parallel", "examples/cpp", "tests/cuda",
-    "tests/emulator",
+    "tests/emulator", "tests/example",
 )
 
 SUFFIXES = {".hpp", ".cpp", ".h", ".c", ".cuh", ".cu"}

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// tessera plan: what a layer, or a whole published model, costs: parameters, FLOPs, memory, tile waste.
+// tessera plan: what a layer, or a whole published model, costs: parameters, FLOPs, memory, tile waste; and what
+// training it on a cluster will.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 #include "cli/commands.hpp"
 #include "cli/lm_command.hpp"
 #include "cli/output.hpp"
+#include "cli/plan_cluster.hpp"
 #include "cli/plan_layer.hpp"
 #include "cli/plan_plot.hpp"
 #include "cli/shape_flags.hpp"
@@ -30,6 +32,7 @@ constexpr std::int64_t kModelTokens = 32768;  // where --hf is given without --t
 
 struct Flags {
   ShapeFlags shape;
+  ClusterFlags cluster;
   std::string hf, plot;
   bool json = false;
 };
@@ -45,6 +48,7 @@ constexpr std::string_view kReadWithModel[] = {"--tokens", "--dtype", "--router-
 
 void refuse_ignored(CLI::App const& command) {
   for (CLI::App const* group : command.get_subcommands([](CLI::App const*) { return true; })) {
+    if (group->get_group() == kClusterGroup) continue;
     for (CLI::Option const* option : group->get_options()) {
       std::string const name = option->get_name();
       bool const read = std::find(std::begin(kReadWithModel), std::end(kReadWithModel), name) !=
@@ -264,7 +268,33 @@ std::string model_text(Model const& model, MoeDesc const& desc) {
   return text;
 }
 
+// Of the flags beside --cluster a plan of training reads the sizes of a layer alone.
+int plan_training(Flags const& flags, CLI::App const& command) {
+  constexpr std::string_view kSizes[] = {"--hidden", "--intermediate", "--experts", "--top-k"};
+  for (CLI::App const* group : command.get_subcommands([](CLI::App const*) { return true; })) {
+    if (group->get_group() == kClusterGroup) continue;
+    for (CLI::Option const* option : group->get_options()) {
+      std::string const name = option->get_name();
+      bool const size = std::find(std::begin(kSizes), std::end(kSizes), name) != std::end(kSizes);
+      if (option->count() == 0 || (size && flags.hf.empty())) continue;
+      throw CommandError(fmt::format(
+          "{} with --cluster{}: {}; leave it out", name, size ? " and --hf" : "",
+          size                 ? "config.json fixes it"
+          : name == "--tokens" ? "a GPU's tokens are --sequences of --context"
+                               : "a step is predicted in bf16 with SwiGLU, for any routing"));
+    }
+  }
+  if (!flags.plot.empty()) {
+    throw CommandError("--plot with --cluster: it draws a layer; leave out one of them");
+  }
+  std::optional<Model> model;
+  if (!flags.hf.empty()) model = huggingface::load_model_config(flags.hf);
+  return flags.cluster.plan(model, flags.shape.layer_case().desc.shape, command, flags.json);
+}
+
 int plan(Flags const& flags, CLI::App const& command) {
+  if (ClusterFlags::given(command)) return plan_training(flags, command);
+  flags.cluster.refuse_without_cluster(command);
   Subject const subject = read_subject(flags, command);
   MoeDesc const& desc = subject.desc;
   note_constant_scores(desc);
@@ -284,8 +314,9 @@ int plan(Flags const& flags, CLI::App const& command) {
 }  // namespace
 
 void add_plan(CLI::App& app) {
-  CLI::App& command =
-      *app.add_subcommand("plan", "Parameters, FLOPs, memory and tile waste of a layer or a model");
+  CLI::App& command = *app.add_subcommand(
+      "plan",
+      "Parameters, FLOPs, memory and tile waste of a layer or a model; time of training one");
   auto const flags = std::make_shared<Flags>();
   command.add_option("--hf", flags->hf,
                      "config.json of a model on Hugging Face (" +
@@ -294,6 +325,7 @@ void add_plan(CLI::App& app) {
   command.add_option("--plot", flags->plot,
                      "draw memory against granularity and tile waste against T as FILE.svg");
   flags->shape.add_to(command);
+  flags->cluster.add_to(command);
   command.add_flag("--json", flags->json, "the result as JSON on stdout");
   run_with(command, "tessera plan --hf config.json --tokens 32768 --plot plan.svg",
            [flags, &command] { return with_lm_errors([&] { return plan(*flags, command); }); });

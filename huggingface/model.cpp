@@ -73,12 +73,8 @@ Model common(ConfigReader const& config) {
   return model;
 }
 
-struct Heads {
-  std::int64_t query, key_value, dim;
-};
-
-Heads heads(ConfigReader const& config) {
-  Heads h{.query = config.size("num_attention_heads"), .key_value = 0, .dim = 0};
+AttentionHeads heads(ConfigReader const& config) {
+  AttentionHeads h{.query = config.size("num_attention_heads"), .key_value = 0, .dim = 0};
   h.key_value = config.size_or("num_key_value_heads", h.query);
   if (h.query % h.key_value != 0) {
     config.fail(fmt::format("num_key_value_heads = {} does not divide num_attention_heads = {}",
@@ -96,7 +92,8 @@ Heads heads(ConfigReader const& config) {
 }
 
 // Query, key, value and output projection of grouped-query attention.
-std::int64_t attention(std::int64_t hidden, Heads const& h, bool qkv_bias, bool output_bias) {
+std::int64_t attention(std::int64_t hidden, AttentionHeads const& h, bool qkv_bias,
+                       bool output_bias) {
   return linear(hidden, h.query * h.dim, qkv_bias) +
          2 * linear(hidden, h.key_value * h.dim, qkv_bias) +
          linear(h.query * h.dim, hidden, output_bias);
@@ -143,7 +140,8 @@ Model mixtral(ConfigReader const& config) {
   model.moe.activation.kind = gated_activation(config);
   model.moe.router.kind = RouterKind::softmax_topk_renorm;
   for (std::int64_t layer = 0; layer < model.layers; ++layer) model.moe_layers.push_back(layer);
-  model.parameters.attention = model.layers * attention(s.hidden, heads(config), false, false);
+  model.heads = heads(config);
+  model.parameters.attention = model.layers * attention(s.hidden, *model.heads, false, false);
   count_mlps(model, 0, false);
   return model;
 }
@@ -158,7 +156,8 @@ Model olmoe(ConfigReader const& config) {
   model.moe.activation.kind = gated_activation(config);
   model.moe.router.kind = softmax_router(config);
   for (std::int64_t layer = 0; layer < model.layers; ++layer) model.moe_layers.push_back(layer);
-  Heads const h = heads(config);
+  AttentionHeads const h = heads(config);
+  model.heads = h;
   bool const bias = config.flag_or("attention_bias", false);
   model.parameters.attention = model.layers * attention(s.hidden, h, bias, bias);
   model.parameters.norms +=
@@ -200,7 +199,8 @@ Model qwen(ConfigReader const& config) {
 Model qwen2_moe(ConfigReader const& config) {
   (void)config.size("shared_expert_intermediate_size");
   Model model = qwen(config);
-  model.parameters.attention = model.layers * attention(model.moe.shape.hidden, heads(config),
+  model.heads = heads(config);
+  model.parameters.attention = model.layers * attention(model.moe.shape.hidden, *model.heads,
                                                         config.flag_or("qkv_bias", true), false);
   return model;
 }
@@ -208,7 +208,8 @@ Model qwen2_moe(ConfigReader const& config) {
 Model qwen3_moe(ConfigReader const& config) {
   config.require("shared_expert_intermediate_size", 0);
   Model model = qwen(config);
-  Heads const h = heads(config);
+  AttentionHeads const h = heads(config);
+  model.heads = h;
   bool const bias = config.flag_or("attention_bias", false);
   model.parameters.attention = model.layers * attention(model.moe.shape.hidden, h, bias, bias);
   model.parameters.norms += model.layers * 2 * h.dim;  // of queries and keys, per head
@@ -250,7 +251,7 @@ Model qwen3_next(ConfigReader const& config) {
     }
     full += is_full ? 1 : 0;
   }
-  Heads const h = heads(config);
+  AttentionHeads const h = heads(config);
   bool const bias = config.flag_or("attention_bias", false);
   // The query projection also makes the gate of the attention's output.
   model.parameters.attention =
@@ -327,7 +328,8 @@ Model deepseek_v3(ConfigReader const& config) {
 
 Model glm4_moe(ConfigReader const& config) {
   Model model = sigmoid_moe(config);
-  Heads const h = heads(config);
+  AttentionHeads const h = heads(config);
+  model.heads = h;
   model.parameters.attention =
       model.layers *
       attention(model.moe.shape.hidden, h, config.flag_or("attention_bias", false), false);
@@ -351,7 +353,8 @@ Model gpt_oss(ConfigReader const& config) {
   moe.bias = true;
   moe.router.kind = RouterKind::topk_softmax;
   for (std::int64_t layer = 0; layer < model.layers; ++layer) model.moe_layers.push_back(layer);
-  Heads const h = heads(config);
+  AttentionHeads const h = heads(config);
+  model.heads = h;
   bool const bias = config.flag_or("attention_bias", true);
   model.parameters.attention =
       model.layers * (attention(moe.shape.hidden, h, bias, bias) + h.query);  // a sink per head

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,10 +31,16 @@ struct Parameters {
   }
 };
 
+/// Of grouped-query attention.
+struct AttentionHeads {
+  std::int64_t query, key_value, dim;
+};
+
 struct Model {
   std::string model_type;
   std::int64_t layers = 0;
   std::int64_t vocabulary = 0;
+  std::optional<AttentionHeads> heads;   ///< nothing where layers have another attention
   std::vector<std::int64_t> moe_layers;  ///< their indices, ascending
   std::int64_t shared_intermediate = 0;  ///< width of the shared experts of one layer together
   MoeDesc moe;                           ///< one MoE layer in bf16, without tokens

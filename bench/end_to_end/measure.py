@@ -79,7 +79,7 @@ def chosen(a, c, here) -> tuple[dict, dict]:
     """Errors of the implementations that run here and pass the check, reasons of those that do not."""
     passed, left_out = {}, {}
     dtype = torch.bfloat16 if here.on_gpu else torch.float32
-    for name in dict.fromkeys([experts.BASELINE, *a.experts.split(",")]):
+    for name in dict.fromkeys([*a.experts.split(","), experts.BASELINE]):
         wanted = name in a.experts.split(",")
         apart, reason = {}, ""
         try:
@@ -224,7 +224,8 @@ def rows(a, c, here, rounds, passed, sequences, loads, splits, alone) -> list[di
     common = {"config": a.config, "dtype": "bf16" if here.on_gpu else "fp32", "gpus": here.count if here.on_gpu else 0,
               "ranks": here.count, "routing": "learned", "router": "topk-softmax", "round": "none",
               "pass": "train-step", "layers": c.layers, "context": c.context, "vocabulary": c.vocabulary,
-              "regime": regime, "recompute": a.recompute, "attention": a.attention if here.on_gpu else "cpu",
+              "regime": regime, "recompute": a.recompute, "keep_gathered": a.keep_gathered,
+              "attention": training.attention(a) if here.on_gpu else "cpu",
               "compiled_dense": here.on_gpu and not a.eager, "busiest_expert": loads}
     result = []
     for name in sorted(passed):
@@ -259,7 +260,9 @@ def run(a) -> None:
         here.say(f"{a.config}, {c.layers} layers, {c.parameters() / 1e6:.0f} M parameters on {here.count} x "
                  f"{training.device_name(here)}, {data.used} of {c.vocabulary} token ids in use; ready after "
                  f"{split.now() - start:.0f} s")
-        for name in names[1:] + names[:1]:  # each compiles and tunes; the first one then trains
+        # Each compiles and tunes, the first one once before the optimizer has its moments, so that a batch for which
+        # memory does not suffice ends here. The first one then trains.
+        for name in names + names[:1]:
             timer.use(name)
             timer.step(name, 0)
         for step in range(1, a.warm_up + 1):

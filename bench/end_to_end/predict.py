@@ -107,7 +107,7 @@ def against(document: dict, rates: str = RATES[-1]) -> list[tuple[str, float]]:
         raise ValueError(f"device {document['device']}: has no constants; known are {', '.join(GPUS)}")
     found = []
     for row in document["rows"]:
-        if row["config"] not in CONFIGURATIONS:
+        if row["config"] not in CONFIGURATIONS or row.get("keep_gathered"):
             continue
         point = Point(row["config"], row["layers"], 1, row["gpus"], row["sequences"], row["recompute"], row["impl"],
                       gpu, rates)

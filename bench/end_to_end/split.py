@@ -20,8 +20,8 @@ KINDS = (
     ("attention", r"flash|fmha|cudnn.*attention|cudnn_generated.*sdpa"),
     ("experts", r"tessera|scatter2scatter|^_group|[xX][tT][yY]|_moe_|_fused_(up|down)_proj|_token_gather|"
                 r"GroupProblemShape|sonicmoe|quack|cutlass.*Sm90.*[Gg]rouped|prepare_grouped"),
-    ("optimizer", r"[Ff]used_?[Aa]dam|FusedOptimizer|multi_tensor_apply|LpNorm"),
-    ("sharding copies", r"split_with_sizes|chunk_cat|CatArray|Memcpy|Memset"),
+    ("sharding copies", r"split_with_sizes|chunk_cat|CatArray|Memcpy|Memset|multi_tensor_apply.*Copy"),
+    ("optimizer", r"[Ff]used_?[Aa]dam|FusedOptimizer|multi_tensor_apply|LpNorm|NormTwoOps|NormOneOps"),
     ("router", r"topk|gatherTopK|radix|[Ss]ort|scatter_add|bincount|searchsorted|softmax.*128"),
     ("dense gemm", r"nvjet|gemm|cutlass|cublas|splitK"),
     ("elementwise", r""),
@@ -88,7 +88,7 @@ def profiled(step, steps: int = 3) -> dict:
             times[event["name"]] = times.get(event["name"], 0) + event["dur"]
     longest = sorted(times, key=times.get, reverse=True)[:20]
     return {**summarize(events, steps), "kernels": [
-        {"name": name[:120], "kind": kind(name), "ms": round(times[name] / 1e3 / steps, 3)} for name in longest]}
+        {"name": name[:240], "kind": kind(name), "ms": round(times[name] / 1e3 / steps, 3)} for name in longest]}
 
 
 ALONE_UNTIMED, ALONE_TIMED = 3, 10

@@ -38,12 +38,11 @@ class Processes(unittest.TestCase):
                 str(STEPS), "--save-every", str(SAVE_EVERY), "--report-every", "3", "--learning-rate", "3e-3",
                 "--warm-up", "5", "--out", out]
 
-    def start(self, out: pathlib.Path, *flags) -> list[subprocess.Popen]:
+    def start(self, command: list) -> list[subprocess.Popen]:
         """The two ranks, as torchrun starts them."""
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
-        command = [*self.command(out), *flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": "2",
                        "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         ranks = [subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, text=True,
@@ -64,7 +63,7 @@ class Processes(unittest.TestCase):
 
     def test_killed_and_resumed(self):
         whole, broken = self.folder / "whole", self.folder / "broken"
-        told = self.finish(self.start(whole))
+        told = self.finish(self.start(self.command(whole)))
         self.assertRegex(told, r"step 60/60  loss .* tokens/s per rank, \d+ in all")
         self.assertRegex(told, r"held-out loss \d+\.\d+ nats")
         with open(whole / "steps.csv", encoding="utf-8") as file:
@@ -73,7 +72,7 @@ class Processes(unittest.TestCase):
         for picture in ("loss.svg", "loads.svg"):
             self.assertIn("</svg>", (whole / picture).read_text(encoding="utf-8"))
 
-        ranks = self.start(broken)
+        ranks = self.start(self.command(broken))
         for line in ranks[0].stdout:
             if line.startswith("saved "):
                 break
@@ -86,7 +85,7 @@ class Processes(unittest.TestCase):
         saved = sorted(place.name for place in broken.glob("checkpoint-*") if place.suffix != ".partial")
         self.assertNotIn(f"checkpoint-{STEPS:08}", saved)
         (broken / "checkpoint-99999999.partial").mkdir()  # what a rank lost while it saves leaves behind
-        told = self.finish(self.start(broken, "--resume"))
+        told = self.finish(self.start([*self.command(broken), "--resume", "--keep-gathered"]))
         self.assertIn(f"resumed from {broken / saved[-1]}", told)
 
         last = f"checkpoint-{STEPS:08}"
@@ -105,6 +104,26 @@ class Processes(unittest.TestCase):
                                timeout=300)
         self.assertEqual(alone.returncode, 2, alone.stderr)
         self.assertRegex(alone.stderr, r"^train_model.py: --resume: ranks is 1 and was 2 in .*\n$")
+
+    def test_blocks_that_stay_gathered(self):
+        """Losses are the same, also of held-out text between steps: it is read with the weights of the last step."""
+        program = (f"import sys; sys.path.insert(0, {str(PROGRAMS)!r})\n"
+                   "import argparse, model, text, torch, training\n"
+                   "c, losses = model.CONFIGURATIONS['tiny'], {False: [], True: []}\n"
+                   "ids = torch.randint(0, 512, (2000,), generator=torch.Generator().manual_seed(0)).numpy()\n"
+                   "data = text.Corpus(ids, ids, '', 512)\n"
+                   "with training.ranks() as here:\n"
+                   "    for keep in losses:\n"
+                   "        a = argparse.Namespace(attention=None, deterministic=False, eager=True, recompute=False,\n"
+                   "                               seed=0, keep_gathered=keep)\n"
+                   "        trainer = training.Trainer(c, here, training.load('torch-eager'), a)\n"
+                   "        for step in range(3):\n"
+                   "            batch = data.batch(0, step, 2, c.context, here.rank, 2, here.device)\n"
+                   "            losses[keep] += [trainer.step(*batch, 1e-2)[0].item(),\n"
+                   "                             trainer.held_out_loss(data, 2, 1)]\n"
+                   "    assert losses[False] == losses[True], losses\n"
+                   "    assert len(set(losses[True])) == 6, losses\n")
+        self.finish(self.start([sys.executable, "-W", "ignore", "-c", program]))
 
     def test_terminated_while_it_waits(self):
         """As torchrun does it: SIGTERM to a rank whose main thread is in a call that runs no handler of Python's."""

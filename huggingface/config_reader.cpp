@@ -67,6 +67,17 @@ std::int64_t ConfigReader::count_or(char const* key, std::int64_t otherwise) con
   return has(key) ? integer(key, 0) : otherwise;
 }
 
+std::int64_t ConfigReader::size_of_all(char const* key) const {
+  json const& value = member(key);
+  if (!value.is_array()) return size(key);
+  bool const equal =
+      !value.empty() && std::all_of(value.begin(), value.end(),
+                                    [&](json const& one) { return one == value.front(); });
+  if (!equal) fail(fmt::format("{} = {}: must be one number for all layers", key, shown(value)));
+  json const single = {{"model_type", model_type_}, {key, value.front()}};
+  return ConfigReader(single).size(key);
+}
+
 bool ConfigReader::flag(char const* key) const {
   json const& value = member(key);
   if (!value.is_boolean()) fail(fmt::format("{} = {}: must be true or false", key, shown(value)));

@@ -24,6 +24,8 @@ class ConfigReader {
   [[nodiscard]] std::int64_t size_or(char const* key, std::int64_t otherwise) const;
   /// As size, 0 allowed.
   [[nodiscard]] std::int64_t count_or(char const* key, std::int64_t otherwise) const;
+  /// A size, or a list of sizes that are all equal: one for each layer.
+  [[nodiscard]] std::int64_t size_of_all(char const* key) const;
   [[nodiscard]] bool flag(char const* key) const;
   [[nodiscard]] bool flag_or(char const* key, bool otherwise) const;
   [[nodiscard]] double number(char const* key) const;

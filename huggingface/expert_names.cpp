@@ -187,6 +187,12 @@ std::optional<NativeForm> native_form(std::string_view model_type) noexcept {
   return std::nullopt;
 }
 
+std::vector<std::string_view> native_model_types() {
+  std::vector<std::string_view> types;
+  for (auto const& [name, form] : kNativeForms) types.push_back(name);
+  return types;
+}
+
 std::string native_prefix(Naming naming, std::string_view prefix) {
   constexpr std::string_view kExperts = ".experts", kMlp = "mlp.experts";
   constexpr char const* kBlock = "block_sparse_moe.experts";

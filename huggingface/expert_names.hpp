@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "tessera/shape.hpp"
 
@@ -61,6 +62,9 @@ struct NativeForm {
   bool gated = true;    ///< else its experts have up and down alone
 };
 std::optional<NativeForm> native_form(std::string_view model_type) noexcept;
+
+/// The model types that native_form knows.
+std::vector<std::string_view> native_model_types();
 
 /// Where the experts of `prefix` stand under a Hugging Face naming: transformers 5 calls the modules of Granite and
 /// Mixtral otherwise than their checkpoints do.

@@ -7,9 +7,13 @@
 
 #include <algorithm>
 #include <functional>
+#include <iterator>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "huggingface/config_reader.hpp"
+#include "huggingface/model_families.hpp"
+#include "huggingface/model_parts.hpp"
 #include "lm/error.hpp"
 #include "lm/files.hpp"
 #include "lm/json.hpp"
@@ -21,114 +25,7 @@ namespace {
 
 constexpr std::size_t kMaxConfigBytes = 1 << 20;
 
-constexpr std::int64_t kMostLayers = 1 << 12;
-
-// Far above any model, so that sums of a few products times the layers stay within 64 bits.
-std::int64_t product(std::initializer_list<std::int64_t> factors) {
-  constexpr double kMost = 1e14;
-  double size = 1;
-  for (std::int64_t const factor : factors) size *= static_cast<double>(factor);
-  if (size > kMost) {
-    throw lm::InputError(fmt::format("{:.3g} parameters in one place: sizes too large", size));
-  }
-  return static_cast<std::int64_t>(size);
-}
-
-std::int64_t linear(std::int64_t in, std::int64_t out, bool bias = false) {
-  return product({in, out}) + (bias ? out : 0);
-}
-
-// gate, up and down projection.
-std::int64_t gated_mlp(std::int64_t hidden, std::int64_t intermediate) {
-  return product({3, hidden, intermediate});
-}
-
-ActivationKind gated_activation(ConfigReader const& config) {
-  std::string const name = config.text("hidden_act");
-  if (name == "silu") return ActivationKind::swiglu;
-  if (name == "gelu") return ActivationKind::geglu_erf;
-  if (name == "gelu_pytorch_tanh" || name == "gelu_new") return ActivationKind::geglu;
-  if (name == "relu") return ActivationKind::reglu;
-  config.fail(
-      fmt::format("hidden_act = \"{}\": known are silu, gelu, gelu_pytorch_tanh, gelu_new and relu",
-                  lm::printable(name)));
-}
-
-// What every family has: sizes, embedding, two norms per layer and a last one.
-Model common(ConfigReader const& config) {
-  Model model;
-  model.model_type = config.model_type();
-  model.layers = config.size("num_hidden_layers");
-  if (model.layers > kMostLayers) {
-    config.fail(fmt::format("num_hidden_layers = {}: at most {}", model.layers, kMostLayers));
-  }
-  model.vocabulary = config.size("vocab_size");
-  MoeShape& shape = model.moe.shape;
-  shape.hidden = config.size("hidden_size");
-  model.moe.dtype = DType::bf16;
-  model.parameters.embedding = linear(model.vocabulary, shape.hidden);
-  model.parameters.head =
-      config.flag_or("tie_word_embeddings", false) ? 0 : model.parameters.embedding;
-  model.parameters.norms = (2 * model.layers + 1) * shape.hidden;
-  return model;
-}
-
-AttentionHeads heads(ConfigReader const& config) {
-  AttentionHeads h{.query = config.size("num_attention_heads"), .key_value = 0, .dim = 0};
-  h.key_value = config.size_or("num_key_value_heads", h.query);
-  if (h.query % h.key_value != 0) {
-    config.fail(fmt::format("num_key_value_heads = {} does not divide num_attention_heads = {}",
-                            h.key_value, h.query));
-  }
-  std::int64_t const hidden = config.size("hidden_size");
-  if (!config.has("head_dim") && hidden % h.query != 0) {
-    config.fail(
-        fmt::format("head_dim is missing, and num_attention_heads = {} does not divide "
-                    "hidden_size = {}",
-                    h.query, hidden));
-  }
-  h.dim = config.size_or("head_dim", hidden / h.query);
-  return h;
-}
-
-// Query, key, value and output projection of grouped-query attention.
-std::int64_t attention(std::int64_t hidden, AttentionHeads const& h, bool qkv_bias,
-                       bool output_bias) {
-  return linear(hidden, h.query * h.dim, qkv_bias) +
-         2 * linear(hidden, h.key_value * h.dim, qkv_bias) +
-         linear(h.query * h.dim, hidden, output_bias);
-}
-
-void check_top_k(ConfigReader const& config, MoeShape const& shape, char const* experts_key) {
-  if (shape.top_k > shape.experts) {
-    config.fail(fmt::format("num_experts_per_tok = {} is more than {} = {}", shape.top_k,
-                            experts_key, shape.experts));
-  }
-}
-
-// Routers, experts and dense layers, once model.moe and model.moe_layers are known.
-void count_mlps(Model& model, std::int64_t dense_intermediate, bool router_bias) {
-  MoeShape const& s = model.moe.shape;
-  auto const moe = static_cast<std::int64_t>(model.moe_layers.size());
-  std::int64_t const expert =
-      gated_mlp(s.hidden, s.intermediate) + (model.moe.bias ? 2 * s.intermediate + s.hidden : 0);
-  model.parameters.router = moe * linear(s.hidden, s.experts, router_bias);
-  model.parameters.routed_experts = product({moe, s.experts, expert});
-  model.parameters.shared_experts = moe * gated_mlp(s.hidden, model.shared_intermediate);
-  model.parameters.dense_mlp = (model.layers - moe) * gated_mlp(s.hidden, dense_intermediate);
-}
-
-void note_next_token_layers(ConfigReader const& config, Model& model) {
-  if (std::int64_t const layers = config.count_or("num_nextn_predict_layers", 0); layers > 0) {
-    model.notes.push_back(fmt::format(
-        "num_nextn_predict_layers = {}: layers that predict further tokens are not counted",
-        layers));
-  }
-}
-
-RouterKind softmax_router(ConfigReader const& config) {
-  return config.flag("norm_topk_prob") ? RouterKind::softmax_topk_renorm : RouterKind::softmax_topk;
-}
+using namespace parts;
 
 Model mixtral(ConfigReader const& config) {
   Model model = common(config);
@@ -139,7 +36,7 @@ Model mixtral(ConfigReader const& config) {
   check_top_k(config, s, "num_local_experts");
   model.moe.activation.kind = gated_activation(config);
   model.moe.router.kind = RouterKind::softmax_topk_renorm;
-  for (std::int64_t layer = 0; layer < model.layers; ++layer) model.moe_layers.push_back(layer);
+  all_layers(model);
   model.heads = heads(config);
   model.parameters.attention = model.layers * attention(s.hidden, *model.heads, false, false);
   count_mlps(model, 0, false);
@@ -155,7 +52,7 @@ Model olmoe(ConfigReader const& config) {
   check_top_k(config, s, "num_experts");
   model.moe.activation.kind = gated_activation(config);
   model.moe.router.kind = softmax_router(config);
-  for (std::int64_t layer = 0; layer < model.layers; ++layer) model.moe_layers.push_back(layer);
+  all_layers(model);
   AttentionHeads const h = heads(config);
   model.heads = h;
   bool const bias = config.flag_or("attention_bias", false);
@@ -169,14 +66,18 @@ Model olmoe(ConfigReader const& config) {
 // The MoE part that the Qwen families share: every decoder_sparse_step-th layer but mlp_only_layers.
 Model qwen(ConfigReader const& config) {
   Model model = common(config);
+  // Of these, scores are always divided by their sum, and no layer is dense unless it is listed.
+  bool const newer =
+      config.model_type().starts_with("qwen3_5") || config.model_type().starts_with("qwen3_vl");
   MoeShape& s = model.moe.shape;
   s.intermediate = config.size("moe_intermediate_size");
   s.experts = config.size_of_either("num_experts", "num_local_experts");
   s.top_k = config.size("num_experts_per_tok");
   check_top_k(config, s, "num_experts");
   model.moe.activation.kind = gated_activation(config);
-  model.moe.router.kind = softmax_router(config);
-  std::int64_t const step = config.size("decoder_sparse_step");
+  model.moe.router.kind = newer ? RouterKind::softmax_topk_renorm : softmax_router(config);
+  std::int64_t const step =
+      newer ? config.size_or("decoder_sparse_step", 1) : config.size("decoder_sparse_step");
   std::vector<std::int64_t> const dense = config.layer_list("mlp_only_layers", model.layers);
   for (std::int64_t layer = 0; layer < model.layers; ++layer) {
     bool const listed = std::find(dense.begin(), dense.end(), layer) != dense.end();
@@ -292,37 +193,16 @@ Model sigmoid_moe(ConfigReader const& config) {
     moe.router.top_groups = static_cast<std::int32_t>(top_groups);
   }
   std::int64_t const dense = config.count_or("first_k_dense_replace", 0);
-  if (dense >= model.layers) {
-    config.fail(
-        fmt::format("first_k_dense_replace = {} leaves no layer with experts of "
-                    "num_hidden_layers = {}",
-                    dense, model.layers));
-  }
-  for (std::int64_t layer = dense; layer < model.layers; ++layer) model.moe_layers.push_back(layer);
+  layers_after(config, model, dense, "first_k_dense_replace");
   model.shared_intermediate = config.count_or("n_shared_experts", 0) * s.intermediate;
   count_mlps(model, dense > 0 ? config.size("intermediate_size") : 0, true);  // the selection bias
   note_next_token_layers(config, model);
   return model;
 }
 
-// Multi-head latent attention.
 Model deepseek_v3(ConfigReader const& config) {
   Model model = sigmoid_moe(config);
-  std::int64_t const hidden = model.moe.shape.hidden;
-  std::int64_t const query_heads = config.size("num_attention_heads");
-  std::int64_t const rank = config.size("kv_lora_rank"), rope = config.size("qk_rope_head_dim"),
-                     nope = config.size("qk_nope_head_dim"), value = config.size("v_head_dim");
-  bool const bias = config.flag_or("attention_bias", false);
-  std::int64_t query = linear(hidden, query_heads * (nope + rope)), norms = rank;
-  if (config.has("q_lora_rank")) {
-    std::int64_t const query_rank = config.size("q_lora_rank");
-    query = linear(hidden, query_rank, bias) + linear(query_rank, query_heads * (nope + rope));
-    norms += query_rank;
-  }
-  model.parameters.attention = model.layers * (query + linear(hidden, rank + rope, bias) +
-                                               linear(rank, query_heads * (nope + value)) +
-                                               linear(query_heads * value, hidden, bias));
-  model.parameters.norms += model.layers * norms;
+  latent_attention(config, model);
   return model;
 }
 
@@ -334,6 +214,14 @@ Model glm4_moe(ConfigReader const& config) {
       model.layers *
       attention(model.moe.shape.hidden, h, config.flag_or("attention_bias", false), false);
   if (config.flag_or("use_qk_norm", false)) model.parameters.norms += model.layers * 2 * h.dim;
+  return model;
+}
+
+Model dots1(ConfigReader const& config) {
+  Model model = glm4_moe(config);
+  if (!config.flag_or("use_qk_norm", false)) {
+    model.parameters.norms += model.layers * 2 * heads(config).dim;
+  }
   return model;
 }
 
@@ -352,7 +240,7 @@ Model gpt_oss(ConfigReader const& config) {
   moe.layout = {GateUpOrder::interleaved, WeightOrientation::transposed, 0};
   moe.bias = true;
   moe.router.kind = RouterKind::topk_softmax;
-  for (std::int64_t layer = 0; layer < model.layers; ++layer) model.moe_layers.push_back(layer);
+  all_layers(model);
   AttentionHeads const h = heads(config);
   model.heads = h;
   bool const bias = config.flag_or("attention_bias", true);
@@ -368,10 +256,72 @@ struct Family {
 };
 
 constexpr Family kFamilies[] = {
-    {"mixtral", mixtral},       {"qwen2_moe", qwen2_moe}, {"qwen3_moe", qwen3_moe},
-    {"qwen3_next", qwen3_next}, {"olmoe", olmoe},         {"deepseek_v3", deepseek_v3},
-    {"glm4_moe", glm4_moe},     {"gpt_oss", gpt_oss},
+    {"afmoe", afmoe},
+    {"aria_text", aria_text},
+    {"deepseek_v2", deepseek_v2},
+    {"deepseek_v3", deepseek_v3},
+    {"dots1", dots1},
+    {"flex_olmo", olmoe},
+    {"glm4_moe", glm4_moe},
+    {"gpt_oss", gpt_oss},
+    {"granitemoe", granitemoe},
+    {"hunyuan_v1_moe", hunyuan_v1_moe},
+    {"minimax", minimax},
+    {"minimax_m2", minimax_m2},
+    {"mixtral", mixtral},
+    {"olmoe", olmoe},
+    {"qwen2_moe", qwen2_moe},
+    {"qwen3_5_moe_text", qwen3_next},
+    {"qwen3_moe", qwen3_moe},
+    {"qwen3_next", qwen3_next},
+    {"qwen3_vl_moe_text", qwen3_moe},
 };
+
+// What keeps plan from a family that convert knows.
+struct Unclear {
+  char const* model_type;
+  char const* why;
+};
+
+constexpr Unclear kUnclear[] = {
+    {"ernie4_5_moe", "its router chooses by softmax scores and a bias, which no router here does"},
+    {"jamba", "its Mamba layers are not counted here"},
+    {"jetmoe", "its attention chooses among projections, which are not counted here"},
+    {"lfm2_moe", "its convolutions are not counted here"},
+    {"llama4_text", "its router scales what enters the experts, which no router here does"},
+    {"nemotron_h", "its Mamba layers are not counted here"},
+    {"tessera_moe", "`tessera train` wrote it: plan takes that command's flags"},
+    {"phimoe", "its router is a sparse mixer, which no router here is"},
+};
+
+// Whether the language model of a model of that type is known here, if only to be refused.
+bool has_text_model(std::string const& type) {
+  auto const is = [&](auto const& known) { return type + "_text" == known.model_type; };
+  return std::any_of(std::begin(kFamilies), std::end(kFamilies), is) ||
+         std::any_of(std::begin(kUnclear), std::end(kUnclear), is);
+}
+
+// A model of several parts has its language model's fields in an object of their own.
+struct Text {
+  char const* key;
+  nlohmann::json config;
+};
+
+std::optional<Text> text_of(nlohmann::json const& json) {
+  if (!json.is_object()) return std::nullopt;
+  for (char const* key : {"text_config", "thinker_config", "llm_config", "language_config"}) {
+    auto const inner = json.find(key);
+    if (inner == json.end() || !inner->is_object()) continue;
+    nlohmann::json config = *inner;
+    for (char const* shared : {"tie_word_embeddings", "quantization_config"}) {
+      if (!config.contains(shared) && json.contains(shared)) config[shared] = json[shared];
+    }
+    std::string const outer = lm::json_string(json, "model_type");
+    if (!config.contains("model_type")) config["model_type"] = outer + "_text";
+    return Text{key, std::move(config)};
+  }
+  return std::nullopt;
+}
 
 void note_quantisation(ConfigReader const& config, nlohmann::json const& json, Model& model) {
   if (!config.has("quantization_config")) return;
@@ -409,6 +359,24 @@ Model read_model(nlohmann::json const& json) {
     Model model = family.read(config);
     note_quantisation(config, json, model);
     return model;
+  }
+  if (auto const text = text_of(json)) {
+    Model model = read_model(text->config);
+    model.notes.push_back(
+        fmt::format("the model of {} alone, in a model of type {}: other parts are not counted",
+                    text->key, lm::printable(config.model_type())));
+    return model;
+  }
+  std::string const& type = config.model_type();
+  for (Unclear const& unclear : kUnclear) {
+    if (type != unclear.model_type) continue;
+    config.fail(fmt::format(
+        "{}; for one of its layers leave --hf out and state --hidden, --intermediate, --experts, "
+        "--top-k, --activation and --router",
+        unclear.why));
+  }
+  if (has_text_model(type)) {
+    config.fail("text_config is missing; take config.json as the model's authors published it");
   }
   throw lm::InputError(fmt::format("model_type \"{}\" is not known; known are {}",
                                    lm::printable(config.model_type()),

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "huggingface/expert_names.hpp"
 #include "lm/error.hpp"
 #include "lm/files.hpp"
 #include "tessera/moe.hpp"
@@ -187,6 +188,45 @@ INSTANTIATE_TEST_SUITE_P(
                     Bad{"olmoe-1b-7b", "hidden_act", "\"tanh\"", "tanh"},
                     Bad{"olmoe-1b-7b", "model_type", "\"llama\"", "qwen3_moe"},
                     Bad{"qwen3-30b-a3b", "mlp_only_layers", "3", "list"}));
+
+// Each is read, or refused by what is missing or what is not served; none is "not known".
+TEST(Model, EveryFamilyThatConvertKnowsIsKnown) {
+  int walked = 0;
+  for (std::string_view const type : native_model_types()) {
+    ++walked;
+    for (json const& config :
+         {json{{"model_type", type}}, json{{"model_type", type}, {"text_config", {}}}}) {
+      try {
+        read_model(config);
+        ADD_FAILURE() << type << ": read without a field";
+      } catch (lm::InputError const& error) {
+        std::string const text = error.what();
+        EXPECT_EQ(text.find("is not known"), std::string::npos) << text;
+        bool const says = text.find(" is missing; take config.json") != std::string::npos ||
+                          text.find("; for one of its layers leave --hf out") != std::string::npos;
+        EXPECT_TRUE(says) << text;
+      }
+    }
+  }
+  EXPECT_GE(walked, 28);
+}
+
+TEST(Model, OfSeveralPartsIsItsLanguageModel) {
+  json inner = config("qwen3-30b-a3b");
+  Model const alone = read_model(inner);
+  inner.erase("tie_word_embeddings");
+  for (bool const named : {true, false}) {
+    if (!named) inner.erase("model_type");
+    if (named) inner["model_type"] = "qwen3_vl_moe_text";
+    Model const nested = read_model({{"model_type", "qwen3_vl_moe"}, {"text_config", inner}});
+    EXPECT_EQ(nested.parameters.total(), alone.parameters.total());
+    ASSERT_EQ(nested.notes.size(), alone.notes.size() + 1);
+    EXPECT_NE(nested.notes.back().find("text_config alone"), std::string::npos);
+    Model const tied = read_model(
+        {{"model_type", "qwen3_vl_moe"}, {"text_config", inner}, {"tie_word_embeddings", true}});
+    EXPECT_EQ(tied.parameters.head, 0);
+  }
+}
 
 TEST(Model, NamesTheFileInErrors) {
   try {

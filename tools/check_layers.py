@@ -40,7 +40,7 @@ LAYERS = {
         "src/cuda/gemm/produce",
     ],
     "src/cuda/epilogue": ["src/cuda/arch", "src/cuda/warp", "src/cuda/gemm", "include/tessera/shape.hpp"],
-    "src/cuda/host": ["include/tessera", "src/core"],
+    "src/cuda/host": ["include/tessera", "src/core", "src/cuda/gemm/config.hpp", "src/cuda/gemm/params.hpp"],
     "src/cuda/layer": ["include/tessera", "src/core", "src/cuda/host"],
     "src/cuda/tuning": ["src/cuda/gemm/config.hpp", "include/tessera/shape.hpp"],
     "src/cuda/plain": ["src/cuda/host", "src/core"],

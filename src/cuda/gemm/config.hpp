@@ -29,12 +29,20 @@ enum class Halves : uint8_t { kOne, kAlongRows, kAlongK };
 // as well; gathering warps lose 2% by its presence.
 enum class Boxes : uint8_t { kAny, kTile };
 
+enum class Element : uint8_t { kBf16, kE4m3 };
+consteval int bytes_of(Element element) { return element == Element::kBf16 ? 2 : 1; }
+
 // What memory and stages hold of A or B.
 struct Operand {
+  Element element = Element::kBf16;  // in stages, where the tensor cores read it
+  Element stored = element;          // in memory; threads that load may decode it
   Loader loader = Loader::kTma;
   Major major = Major::kK;
   Halves halves = Halves::kOne;
   Boxes boxes = Boxes::kAny;
+
+  // In stages.
+  consteval int bytes(int rows, int k) const { return rows * k * bytes_of(element); }
   bool operator==(Operand const&) const = default;
 };
 
@@ -105,11 +113,12 @@ struct TileShape {
   bool operator==(TileShape const&) const = default;
 };
 
-constexpr int kSubtileM = 64;       // rows of one wgmma; a CTA skips 64-row parts past its segment
-constexpr int kWarpRows = 16;       // a warp's share of them
-constexpr int kGroupRows = 64;      // rows of B, of each half, in a row group
-constexpr int kSlabColumns = 64;    // bf16 columns of a 128-byte swizzled row
-constexpr int kGroupColumns = 128;  // tile_n comes in groups; a gated one is [64 gate | 64 up]
+constexpr int kSubtileM = 64;        // rows of one wgmma; a CTA skips 64-row parts past its segment
+constexpr int kWarpRows = 16;        // a warp's share of them
+constexpr int kGroupRows = 64;       // rows of B, of each half, in a row group
+constexpr int kStageRowBytes = 128;  // of an operand, along k or along its rows, swizzled
+constexpr int kSlabColumns = 64;     // bf16 columns of a 128-byte swizzled row
+constexpr int kGroupColumns = 128;   // tile_n comes in groups; a gated one is [64 gate | 64 up]
 constexpr int kSharedMemoryBytes = 227 * 1024;
 
 struct GemmConfig {
@@ -191,9 +200,9 @@ struct GemmConfig {
   constexpr bool last_is_partial(int64_t rows) const {
     return last_b_groups(rows) < tile.n / kGroupRows;
   }
-  consteval uint32_t a_subtile_bytes() const { return kSubtileM * tile.k * 2; }
-  consteval uint32_t a_tile_bytes() const { return tile.m * tile.k * 2; }
-  consteval uint32_t b_term_bytes() const { return tile.n * tile.k * 2; }
+  consteval uint32_t a_subtile_bytes() const { return uint32_t(a.bytes(kSubtileM, tile.k)); }
+  consteval uint32_t a_tile_bytes() const { return uint32_t(a.bytes(tile.m, tile.k)); }
+  consteval uint32_t b_term_bytes() const { return uint32_t(b.bytes(tile.n, tile.k)); }
   consteval uint32_t b_tile_bytes() const { return b_terms() * b_term_bytes(); }
 
   bool operator==(GemmConfig const&) const = default;
@@ -224,7 +233,8 @@ consteval BarrierArrivals barrier_arrivals(GemmConfig c) {
 enum NamedBarrier : int { kBarrierSlabs = 1, kBarrierMmaTurn = 4 };
 
 consteval bool valid(GemmConfig c) {
-  if (c.tile.k != 64) throw "tile.k: one 128-byte swizzled row, 64 bf16";
+  if (c.a.bytes(1, c.tile.k) != kStageRowBytes || c.b.bytes(1, c.tile.k) != kStageRowBytes)
+    throw "tile.k: one 128-byte swizzled row of either operand, 64 bf16";
   if (c.stages < 2) throw "stages: at least 2";
   if (c.consumer_warpgroups < 2 || c.consumer_warpgroups > 3) throw "consumer_warpgroups: 2 or 3";
   if (c.ping_pong() && c.consumer_warpgroups != 2)
@@ -240,6 +250,9 @@ consteval bool valid(GemmConfig c) {
   if (c.a.halves != Halves::kOne || c.a.boxes != Boxes::kAny)
     throw "a: its halves are those of B, and its layouts take no code of their own";
   if (c.gathers() && c.tile.m > 192) throw "a.loader: a producer thread gathers at most 12 rows";
+  if (c.a.stored != c.a.element && !c.gathers())
+    throw "a.stored: as in stages, or gathered by threads that decode; TMA copies bytes";
+  if (c.b.stored != c.b.element) throw "b.stored: as in stages; TMA copies bytes";
   if (c.b.loader != Loader::kTma) throw "b.loader: TMA; only rows of A are gathered";
   if (c.varlen_k() && (c.b.major != Major::kRows || c.b.halves != Halves::kOne))
     throw "b: with varlen-K rows-major and in one half";

@@ -13,6 +13,18 @@ namespace tessera::cuda::gemm {
 
 using bf16 = __nv_bfloat16;
 
+// What an array of an operand's elements has.
+template <Element kElement>
+struct ElementType;
+template <>
+struct ElementType<Element::kBf16> {
+  using Type = bf16;
+};
+template <>
+struct ElementType<Element::kE4m3> {
+  using Type = uint8_t;
+};
+
 // A thread's share of 64 rows of accumulators, in the fragment order of wgmma (arch/sm90/wgmma.cuh).
 template <GemmConfig kGemm>
 using Accumulators = float[kGemm.column_groups()][kGroupColumns / 2];
@@ -23,9 +35,11 @@ constexpr int kLoadBuffers = 2;
 
 template <GemmConfig kGemm>
 struct SharedStorage {
-  alignas(1024) bf16 a[kGemm.stages][kGemm.tile.m * kGemm.tile.k];  // (PIPE,TILE_M,TILE_K)
-  alignas(1024) bf16 b[kGemm.b_buffers()]
-                      [kGemm.b_terms() * kGemm.tile.n * kGemm.tile.k];  // (PIPE,TERM,TILE_N,TILE_K)
+  using A = typename ElementType<kGemm.a.element>::Type;
+  using B = typename ElementType<kGemm.b.element>::Type;
+  alignas(1024) A a[kGemm.stages][kGemm.tile.m * kGemm.tile.k];  // (PIPE,TILE_M,TILE_K)
+  alignas(1024) B b[kGemm.b_buffers()]
+                   [kGemm.b_terms() * kGemm.tile.n * kGemm.tile.k];  // (PIPE,TERM,TILE_N,TILE_K)
   alignas(
       1024) bf16 slabs[kGemm.consumer_warpgroups][kGemm.epilogue.slabs][kSubtileM * kSlabColumns];
   arch::Mbarrier full[kGemm.stages];

@@ -8,8 +8,8 @@
 #include <bit>
 #include <climits>
 
+#include "gemm_params.hpp"
 #include "projection_backward.hpp"
-#include "tensor_map.hpp"
 
 namespace tessera::cuda::host {
 
@@ -24,26 +24,24 @@ inline bool alike(WeightRows const (&dw)[2]) {
 // gemm::WgradStoreParams.
 template <auto kGemm, bool kRowsMajor, class GemmParams, class StoreParams>
 cudaError_t make_wgrad_params(GemmParams& gemm, StoreParams& out, WgradArguments const& args) {
-  constexpr int kGroup = 64;  // columns of dW in a row group of B
   int64_t const d = args.hidden;
   int64_t const n = args.intermediate;
   cudaError_t error = cudaSuccess;
   auto const then = [&error](cudaError_t next) {
     if (error == cudaSuccess) error = next;
   };
-  gemm = {};
   out = {};
-  gemm.b_groups = existing_b_groups<kGemm>(n);
-  // Whole column groups: both halves are one matrix.
-  gemm.b_in_boxes = n % kGroup != 0;
-  if (gemm.b_in_boxes) {
-    if (!kGemm.any_b_layout()) return cudaErrorInvalidValue;
-    then(make_ragged_load_map(gemm.b_half[0], args.gmem_right, args.rows, args.halves, n,
-                              kGemm.tile.k));
-  } else {
-    then(make_ragged_tile_load_map(gemm.b[0], args.gmem_right, args.rows, args.halves * n,
-                                   gemm.b_groups));
-  }
+  then(gemm_params<kGemm>(gemm, {.a = args.left,
+                                 .gmem_index = args.gmem_gather_index,
+                                 .gmem_right = args.gmem_right,
+                                 .right_rows = args.rows,
+                                 .right_halves = args.halves,
+                                 .m = d,
+                                 .n = n,
+                                 .gmem_offsets = args.gmem_expert_offsets,
+                                 .segments = args.experts,
+                                 .gmem_tile_counter = args.gmem_tile_counter,
+                                 .gmem_handover = args.gmem_handover}));
   for (int half = 0; half < args.halves; ++half) {
     WeightRows const& dw = args.dw[half];
     if (dw.gmem == nullptr) continue;
@@ -76,22 +74,8 @@ cudaError_t make_wgrad_params(GemmParams& gemm, StoreParams& out, WgradArguments
   out.rows = int(n);
   out.columns = int(d);
   out.num_halves = args.halves;
-  out.half_groups = int((n + kGroup - 1) / kGroup);
+  out.half_groups = gemm.b_half_groups;
   out.accumulates = args.accumulates;
-  gemm.ragged_extent = kRaggedLoadExtent;
-  gemm.b_half_groups = out.half_groups;
-  gemm.gmem_a = args.left.gmem;
-  gemm.a_pitch_chunks = int(args.left.pitch * 2 / 16);
-  gemm.a_row_bytes = int(d * 2);
-  gemm.gmem_index = args.gmem_gather_index;
-  gemm.gmem_offsets = args.gmem_expert_offsets;
-  gemm.gmem_tile_counter = args.gmem_tile_counter;
-  gemm.gmem_handover = kGemm.takes_over() ? args.gmem_handover : nullptr;
-  gemm.handover_segments = experts_handed_over(args.experts);
-  gemm.segments = args.experts;
-  constexpr int kTileGroups = kGemm.tile.n / kGroup;
-  gemm.m_tiles = int((d + kGemm.tile.m - 1) / kGemm.tile.m);
-  gemm.n_tiles = (args.halves * out.half_groups + kTileGroups - 1) / kTileGroups;
   return error;
 }
 

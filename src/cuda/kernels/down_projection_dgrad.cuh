@@ -19,10 +19,10 @@
 #include "../arch/dependent_launch.cuh"
 #include "../epilogue/activation_gradient.cuh"
 #include "../gemm/sm90/roles.cuh"
+#include "../host/gemm_params.hpp"
 #include "../host/launch.hpp"
 #include "../host/projection_backward.hpp"
 #include "../host/tensor_map.hpp"
-#include "../host/weight_maps.hpp"
 
 namespace tessera::cuda {
 
@@ -52,7 +52,6 @@ cudaError_t make_down_projection_dgrad_params(DownProjectionDgradParams& p,
                                               DownProjectionDgradArguments const& args) {
   constexpr gemm::GemmConfig kGemm = Config::gemm;
   static_assert(kGemm.gathers());
-  int64_t const d = args.hidden;
   int64_t const n = args.intermediate;
   int const halves = args.activation.gated() && !Config::interleaved ? 2 : 1;
   int64_t const h_columns = Config::interleaved ? 2 * n : n;  // of a half
@@ -61,7 +60,15 @@ cudaError_t make_down_projection_dgrad_params(DownProjectionDgradParams& p,
     if (error == cudaSuccess) error = next;
   };
   p = {};
-  then(host::make_weight_maps<kGemm>(p.gemm, {transposed(args.w_down, n), {}}, args.experts, n, d));
+  then(host::gemm_params<kGemm>(p.gemm, {.a = args.d_o,
+                                         .gmem_index = args.gmem_gather_index,
+                                         .b = {transposed(args.w_down, n), {}},
+                                         .n = n,
+                                         .k = args.hidden,
+                                         .gmem_offsets = args.gmem_expert_offsets,
+                                         .segments = args.experts,
+                                         .gmem_tile_counter = args.gmem_tile_counter,
+                                         .gmem_handover = args.gmem_handover}));
   then(host::make_halves_map(p.epilogue.h, args.gmem_h, args.rows, halves, h_columns,
                              kGemm.epilogue.lent_stages > 0 ? kGemm.tile.m : gemm::kWarpRows));
   then(host::make_ragged_store_map(p.epilogue.dh, args.gmem_dh, args.rows, halves, h_columns,
@@ -77,17 +84,6 @@ cudaError_t make_down_projection_dgrad_params(DownProjectionDgradParams& p,
   p.epilogue.groups = int(score_groups(n));
   p.epilogue.ragged_extent = int(args.rows);
   p.epilogue.stores_a = args.gmem_a_scaled != nullptr;
-  p.gemm.gmem_a = args.d_o.gmem;
-  p.gemm.a_pitch_chunks = int(args.d_o.pitch * 2 / 16);
-  p.gemm.a_row_bytes = int(d * 2);
-  p.gemm.gmem_index = args.gmem_gather_index;
-  p.gemm.gmem_offsets = args.gmem_expert_offsets;
-  p.gemm.gmem_tile_counter = args.gmem_tile_counter;
-  p.gemm.gmem_handover = args.gmem_handover;
-  p.gemm.handover_segments = experts_handed_over(args.experts);
-  p.gemm.segments = args.experts;
-  p.gemm.n_tiles = int((n + kGemm.tile.n - 1) / kGemm.tile.n);
-  p.gemm.k_tiles = int((d + kGemm.tile.k - 1) / kGemm.tile.k);
   return error;
 }
 

@@ -21,10 +21,10 @@
 
 #include "../epilogue/store.cuh"
 #include "../gemm/sm90/roles.cuh"
+#include "../host/gemm_params.hpp"
 #include "../host/launch.hpp"
 #include "../host/projection.hpp"
 #include "../host/tensor_map.hpp"
-#include "../host/weight_maps.hpp"
 
 namespace tessera::cuda {
 
@@ -55,8 +55,14 @@ cudaError_t make_down_projection_fwd_params(DownProjectionFwdParams& p,
     if (error == cudaSuccess) error = next;
   };
   p = {};
-  then(host::make_matrix_map(p.gemm.a, args.gmem_a, args.rows, n, n, kGemm.tile.m));
-  then(host::make_weight_maps<kGemm>(p.gemm, {args.w_down, {}}, args.experts, d, n));
+  then(host::gemm_params<kGemm>(p.gemm, {.a = {args.gmem_a, args.rows, n},
+                                         .b = {args.w_down, {}},
+                                         .n = d,
+                                         .k = n,
+                                         .gmem_offsets = args.gmem_expert_offsets,
+                                         .segments = args.experts,
+                                         .gmem_tile_counter = args.gmem_tile_counter,
+                                         .gmem_handover = args.gmem_handover}));
   if constexpr (!kGemm.defers()) {
     then(host::make_ragged_store_map(p.epilogue.d, args.gmem_y, args.rows, 1, d, args.rows,
                                      gemm::kSubtileM));
@@ -66,13 +72,6 @@ cudaError_t make_down_projection_fwd_params(DownProjectionFwdParams& p,
   p.epilogue.gmem_d = static_cast<gemm::bf16*>(args.gmem_y);
   p.epilogue.columns = int(d);
   p.epilogue.ragged_extent = int(args.rows);
-  p.gemm.gmem_offsets = args.gmem_expert_offsets;
-  p.gemm.gmem_tile_counter = args.gmem_tile_counter;
-  p.gemm.gmem_handover = args.gmem_handover;
-  p.gemm.handover_segments = experts_handed_over(args.experts);
-  p.gemm.segments = args.experts;
-  p.gemm.n_tiles = int((d + kGemm.tile.n - 1) / kGemm.tile.n);
-  p.gemm.k_tiles = int((n + kGemm.tile.k - 1) / kGemm.tile.k);
   if (kGemm.keeps_b() && p.gemm.k_tiles > kGemm.resident_k_tiles()) return cudaErrorInvalidValue;
   return error;
 }

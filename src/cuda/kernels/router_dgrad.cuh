@@ -12,10 +12,10 @@
 
 #include "../epilogue/store.cuh"
 #include "../gemm/sm90/roles.cuh"
+#include "../host/gemm_params.hpp"
 #include "../host/launch.hpp"
 #include "../host/router_backward.hpp"
 #include "../host/tensor_map.hpp"
-#include "../host/weight_maps.hpp"
 
 namespace tessera::cuda {
 
@@ -39,26 +39,25 @@ cudaError_t launch_router_dgrad_config(RouterDgradArguments const& args, int sm_
   constexpr gemm::GemmConfig kGemm = Config::gemm;
   int64_t const d = args.hidden, products = int64_t{args.experts} * args.terms;
   RouterDgradParams p{};
-  cudaError_t error = host::make_matrix_map(p.gemm.a, args.gmem_dlogits, args.tokens, products,
-                                            products, kGemm.tile.m);
-  if (error != cudaSuccess) return error;
   WeightRows const w_router{.gmem = args.w_router.gmem,
                             .expert_stride = args.w_router.pitch * products,
                             .row_stride = 1,
                             .column_stride = args.w_router.pitch,
                             .block = d};
-  error = host::make_weight_maps<kGemm>(p.gemm, {w_router, {}}, 1, d, products);
+  cudaError_t error =
+      host::gemm_params<kGemm>(p.gemm, {.a = {args.gmem_dlogits, args.tokens, products},
+                                        .b = {w_router, {}},
+                                        .n = d,
+                                        .k = products,
+                                        .segment_rows = args.tokens,
+                                        .total_rows = args.tokens,
+                                        .gmem_tile_counter = args.gmem_tile_counter});
   if (error != cudaSuccess) return error;
   error = host::make_ragged_store_map(p.epilogue.d, args.gmem_dx, args.tokens, 1, d, args.tokens,
                                       gemm::kSubtileM, args.dx_pitch);
   if (error != cudaSuccess) return error;
   p.epilogue.columns = int(d);
   p.epilogue.ragged_extent = int(args.tokens);
-  p.gemm.segment_rows = p.gemm.total_rows = int(args.tokens);
-  p.gemm.gmem_tile_counter = args.gmem_tile_counter;
-  p.gemm.segments = 1;
-  p.gemm.n_tiles = int((d + kGemm.tile.n - 1) / kGemm.tile.n);
-  p.gemm.k_tiles = int((products + kGemm.tile.k - 1) / kGemm.tile.k);
   return host::launch_persistent<router_dgrad<Config>>(
       host::persistent_shape<Config::gemm, gemm::SharedStorage<Config::gemm>>(),
       gemm::most_tiles<Config::gemm>(p.gemm, args.tokens), sm_count, p, stream);

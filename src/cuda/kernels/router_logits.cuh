@@ -13,11 +13,10 @@
 
 #include "../epilogue/store_fp32.cuh"
 #include "../gemm/sm90/roles.cuh"
+#include "../host/gemm_params.hpp"
 #include "../host/launch.hpp"
 #include "../host/projection.hpp"
 #include "../host/split_fp32.hpp"
-#include "../host/tensor_map.hpp"
-#include "../host/weight_maps.hpp"
 
 namespace tessera::cuda {
 
@@ -42,9 +41,6 @@ cudaError_t launch_router_logits_config(RouterLogitsArguments const& args, int s
   static_assert(!kGemm.draws_tiles(), "no counter comes with the arguments");
   int64_t const d = args.hidden;
   RouterLogitsParams p{};
-  cudaError_t error =
-      host::make_matrix_map(p.gemm.a, args.x.gmem, args.x.rows, d, args.x.pitch, kGemm.tile.m);
-  if (error != cudaSuccess) return error;
   constexpr bool kTerms = kGemm.b_terms() > 1;
   static_assert(kGemm.b_terms() == 1 ||
                 (kGemm.b_terms() == kMostTerms && kGemm.tile.k == kRouterBlock));
@@ -55,18 +51,18 @@ cudaError_t launch_router_logits_config(RouterLogitsArguments const& args, int s
                             .row_stride = pitch,
                             .column_stride = 1,
                             .block = args.experts};
-  error =
-      host::make_weight_maps<kGemm>(p.gemm, {w_router, {}}, 1, args.experts, kTerms ? pitch : d);
+  cudaError_t const error = host::gemm_params<kGemm>(p.gemm, {.a = args.x,
+                                                              .b = {w_router, {}},
+                                                              .n = args.experts,
+                                                              .k = d,
+                                                              .segment_rows = args.x.rows,
+                                                              .total_rows = args.x.rows});
   if (error != cudaSuccess) return error;
   p.epilogue = {
       .gmem = args.gmem_logits,
       .gmem_bias = args.gmem_b_router,
       .columns = args.experts,
       .in_pairs = args.experts % 2 == 0 && reinterpret_cast<uintptr_t>(args.gmem_logits) % 8 == 0};
-  p.gemm.segment_rows = p.gemm.total_rows = int(args.x.rows);
-  p.gemm.segments = 1;
-  p.gemm.n_tiles = (args.experts + kGemm.tile.n - 1) / kGemm.tile.n;
-  p.gemm.k_tiles = int((d + kGemm.tile.k - 1) / kGemm.tile.k);
   return host::launch_persistent<router_logits<Config>>(
       host::persistent_shape<Config::gemm, gemm::SharedStorage<Config::gemm>>(),
       gemm::most_tiles<Config::gemm>(p.gemm, args.x.rows), sm_count, p, stream);

@@ -43,7 +43,6 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
 template <class Config>
 cudaError_t launch_router_wgrad_config(RouterWgradArguments const& args, int sm_count,
                                        cudaStream_t stream) {
-  constexpr int kTileK = Config::gemm.tile.k;
   int64_t const tokens = args.x.rows, d = args.hidden;
   int64_t const experts = int64_t{args.experts} * args.terms;
   constexpr bool kGathers = Config::gemm.gathers();  // the real tokens
@@ -52,7 +51,7 @@ cudaError_t launch_router_wgrad_config(RouterWgradArguments const& args, int sm_
                                   : router_wgrad_chunks(tokens, d, experts);
   RouterWgradParams params;
   gemm::WgradStoreParams no_store;
-  cudaError_t error =
+  cudaError_t const error =
       host::make_wgrad_params<Config::gemm, false>(params.gemm, no_store,
                                                    {.left = args.x,
                                                     .gmem_gather_index = args.gmem_order,
@@ -67,9 +66,6 @@ cudaError_t launch_router_wgrad_config(RouterWgradArguments const& args, int sm_
                                                     .intermediate = experts,
                                                     .experts = int32_t(chunks),
                                                     .gmem_tile_counter = args.gmem_tile_counter});
-  if (error == cudaSuccess && !kGathers) {
-    error = host::make_matrix_map(params.gemm.a, args.x.gmem, tokens, d, args.x.pitch, kTileK);
-  }
   if (error != cudaSuccess) return error;
   params.gemm.segment_rows = int(router_wgrad_chunk(tokens, d, experts));
   params.gemm.total_rows = int(tokens);

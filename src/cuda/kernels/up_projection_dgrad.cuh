@@ -21,11 +21,11 @@
 #include "../arch/dependent_launch.cuh"
 #include "../epilogue/store_outer_product.cuh"
 #include "../gemm/sm90/roles.cuh"
+#include "../host/gemm_params.hpp"
 #include "../host/launch.hpp"
 #include "../host/projection_backward.hpp"
 #include "../host/split_fp32.hpp"
 #include "../host/tensor_map.hpp"
-#include "../host/weight_maps.hpp"
 
 namespace tessera::cuda {
 
@@ -69,16 +69,20 @@ cudaError_t make_up_projection_dgrad_params(UpProjectionDgradParams& p,
   static_assert(kGemm.k_halves() == 2);
   int64_t const d = args.hidden;
   int64_t const n = args.intermediate;
-  int const halves = args.gated ? 2 : 1;
   cudaError_t error = cudaSuccess;
   auto const then = [&error](cudaError_t next) {
     if (error == cudaSuccess) error = next;
   };
   p = {};
-  then(host::make_halves_map(p.gemm.a, args.gmem_dh, args.rows, halves, n, kGemm.tile.m));
-  then(host::make_k_half_maps<kGemm>(p.gemm,
-                                     {transposed(args.w_up[0], d), transposed(args.w_up[1], d)},
-                                     halves, args.experts, d, n));
+  then(host::gemm_params<kGemm>(p.gemm,
+                                {.a = {args.gmem_dh, args.rows},
+                                 .b = {transposed(args.w_up[0], d), transposed(args.w_up[1], d)},
+                                 .n = d,
+                                 .k = n,
+                                 .k_halves = args.gated ? 2 : 1,
+                                 .gmem_offsets = args.gmem_expert_offsets,
+                                 .segments = args.experts,
+                                 .gmem_tile_counter = args.gmem_tile_counter}));
   if constexpr (!kGemm.defers()) {
     then(host::make_ragged_store_map(p.epilogue.store.d, args.gmem_dx_rows, args.rows, 1, d,
                                      args.rows, gemm::kSubtileM));
@@ -92,12 +96,6 @@ cudaError_t make_up_projection_dgrad_params(UpProjectionDgradParams& p,
                                args.w_router.pitch, gemm::kOuterRows));
     p.epilogue.gmem_u = args.gmem_row_dlogits;
   }
-  p.gemm.gmem_offsets = args.gmem_expert_offsets;
-  p.gemm.gmem_tile_counter = args.gmem_tile_counter;
-  p.gemm.segments = args.experts;
-  p.gemm.n_tiles = int((d + kGemm.tile.n - 1) / kGemm.tile.n);
-  p.gemm.k_half_tiles = int((n + kGemm.tile.k - 1) / kGemm.tile.k);
-  p.gemm.k_tiles = halves * p.gemm.k_half_tiles;
   return error;
 }
 

@@ -19,10 +19,9 @@
 #include "../arch/dependent_launch.cuh"
 #include "../epilogue/activation.cuh"
 #include "../gemm/sm90/roles.cuh"
+#include "../host/gemm_params.hpp"
 #include "../host/launch.hpp"
 #include "../host/projection.hpp"
-#include "../host/tensor_map.hpp"
-#include "../host/weight_maps.hpp"
 
 namespace tessera::cuda {
 
@@ -47,21 +46,18 @@ template <class Config>
 cudaError_t make_up_projection_fwd_params(UpProjectionFwdParams& p,
                                           UpProjectionFwdArguments const& args) {
   constexpr gemm::GemmConfig kGemm = Config::gemm;
-  int64_t const d = args.hidden;
   int64_t const n = args.intermediate;
-  cudaError_t error = cudaSuccess;
-  auto const then = [&error](cudaError_t next) {
-    if (error == cudaSuccess) error = next;
-  };
   p = {};
-  if constexpr (!kGemm.gathers()) {
-    then(host::make_matrix_map(p.gemm.a, args.x.gmem, args.x.rows, d, args.x.pitch, kGemm.tile.m));
-  }
-  if constexpr (Config::interleaved) {
-    then(host::make_weight_maps<kGemm>(p.gemm, {joined(args.w_up), {}}, args.experts, 2 * n, d));
-  } else {
-    then(host::make_weight_maps<kGemm>(p.gemm, args.w_up, args.experts, n, d));
-  }
+  cudaError_t const error = host::gemm_params<kGemm>(
+      p.gemm, {.a = args.x,
+               .gmem_index = args.gmem_gather_index,
+               .b = {Config::interleaved ? joined(args.w_up) : args.w_up[0], args.w_up[1]},
+               .n = Config::interleaved ? 2 * n : n,
+               .k = args.hidden,
+               .gmem_offsets = args.gmem_expert_offsets,
+               .segments = args.experts,
+               .gmem_tile_counter = args.gmem_tile_counter,
+               .gmem_handover = args.gmem_handover});
   constexpr int kHalves = Activation{.kind = Config::activation}.gated() ? 2 : 1;
   for (int half = 0; half < kHalves; ++half) {
     p.epilogue.bias[half] = {static_cast<gemm::bf16 const*>(args.b_up[half].gmem),
@@ -71,18 +67,6 @@ cudaError_t make_up_projection_fwd_params(UpProjectionFwdParams& p,
   p.epilogue.gmem_a = static_cast<gemm::bf16*>(args.gmem_a);
   p.epilogue.activation = args.activation;
   p.epilogue.columns = int(n);
-  p.gemm.gmem_a = args.x.gmem;
-  p.gemm.gmem_index = args.gmem_gather_index;
-  p.gemm.a_pitch_chunks = int(args.x.pitch / 8);
-  p.gemm.a_row_bytes = int(d * 2);
-  p.gemm.gmem_offsets = args.gmem_expert_offsets;
-  p.gemm.gmem_tile_counter = args.gmem_tile_counter;
-  p.gemm.gmem_handover = args.gmem_handover;
-  p.gemm.handover_segments = experts_handed_over(args.experts);
-  p.gemm.segments = args.experts;
-  constexpr int kColumns = kGemm.tile.n / kHalves;
-  p.gemm.n_tiles = int((n + kColumns - 1) / kColumns);
-  p.gemm.k_tiles = int((d + kGemm.tile.k - 1) / kGemm.tile.k);
   return error;
 }
 

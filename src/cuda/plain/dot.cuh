@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_runtime.h>
 
 #include <cstdint>
 
@@ -16,6 +17,9 @@ constexpr int64_t kVector = 8;  // bf16 values of a 16-byte load
 __device__ inline bool is_vector(void const* gmem) {
   return reinterpret_cast<uintptr_t>(gmem) % 16 == 0;
 }
+
+__device__ inline float widen(float value) { return value; }
+__device__ inline float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
 
 // Sum over c of x[c] * w[c*stride] in order of c, added to `sum`. Wide loads where they are possible change no bit.
 __device__ inline float dot(__nv_bfloat16 const* x, __nv_bfloat16 const* w, int64_t count,
@@ -40,10 +44,10 @@ __device__ inline float dot(__nv_bfloat16 const* x, __nv_bfloat16 const* w, int6
   return sum;
 }
 
-// The same with weights in fp32.
-__device__ inline float dot(__nv_bfloat16 const* x, float const* w, int64_t count, int64_t stride,
-                            float sum = 0) {
-  for (int64_t c = 0; c < count; ++c) sum = fmaf(__bfloat162float(x[c]), w[c * stride], sum);
+// The same of other elements, decoded by widen() as they are read.
+template <class X, class W>
+__device__ float dot(X const* x, W const* w, int64_t count, int64_t stride, float sum = 0) {
+  for (int64_t c = 0; c < count; ++c) sum = fmaf(widen(x[c]), widen(w[c * stride]), sum);
   return sum;
 }
 
@@ -66,8 +70,6 @@ __device__ inline float bias_of(WeightRows const& b, int64_t expert, int64_t row
   return b.gmem != nullptr ? __bfloat162float(*row_of(b, expert, row)) : 0.0f;
 }
 
-__device__ inline float widen(float value) { return value; }
-__device__ inline float widen(__nv_bfloat16 value) { return __bfloat162float(value); }
 __device__ inline void round_to(float& out, float value) { out = value; }
 __device__ inline void round_to(__nv_bfloat16& out, float value) {
   out = __float2bfloat16_rn(value);
@@ -85,8 +87,11 @@ cudaError_t launch(Kernel* kernel, int64_t outputs, cudaStream_t stream,
   if (outputs == 0) return cudaSuccess;
   int64_t const blocks = (outputs + kThreads - 1) / kThreads;
   if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(arguments...);
-  return cudaGetLastError();
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
 __device__ inline int64_t output_idx() { return int64_t{blockIdx.x} * kThreads + threadIdx.x; }

@@ -13,7 +13,7 @@ template <GemmConfig kGemm>
 __device__ __forceinline__ uint32_t b_bytes_of(GemmParams const& p, WorkTile const& tile) {
   if (misses_groups<kGemm>(p, tile)) {
     return static_cast<uint32_t>(p.b_groups) * kGemm.b_terms() *
-           (kGroupRows * kGemm.tile.k * sizeof(bf16));
+           static_cast<uint32_t>(kGemm.b.bytes(kGroupRows, kGemm.tile.k));
   }
   return kGemm.b_tile_bytes();
 }

@@ -2,6 +2,8 @@
 // A tiles by index, copied by the 128 threads of the producer warpgroup with 16-byte cp.async into the swizzled layout
 // that TMA would give. varlen-M, K-major: row i of the tile is gmem_a[index[row + i]], or gmem_a[row + i] without an
 // index.
+// It copies bytes. For an A that memory holds in another element than stages (Operand::stored) it is specialised by a
+// class that decodes, as in tests/emulator/e4m3_rows.cuh.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +19,7 @@ namespace tessera::cuda::gemm {
 template <GemmConfig kGemm>
 class RowGather {
  public:
+  static_assert(kGemm.a.stored == kGemm.a.element, "copies bytes");
   __device__ __forceinline__ explicit RowGather(GemmParams const& p)
       : gmem_index_(p.gmem_index), pitch_chunks_(static_cast<uint32_t>(p.a_pitch_chunks)) {
     int const thread = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;

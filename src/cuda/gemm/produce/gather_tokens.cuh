@@ -17,6 +17,7 @@ namespace tessera::cuda::gemm {
 template <GemmConfig kGemm>
 class TokenGather {
  public:
+  static_assert(kGemm.a.stored == kGemm.a.element, "copies bytes");
   __device__ __forceinline__ explicit TokenGather(GemmParams const& p)
       : gmem_a_(static_cast<char const*>(p.gmem_a)),
         gmem_index_(p.gmem_index),

@@ -33,6 +33,8 @@ template <GemmConfig kGemm, int kActive, int kSteps = kGemm.tile.k / 16,
           int kGroups = kGemm.column_groups(), int kSubtiles>
 __device__ __forceinline__ void issue(SharedStorage<kGemm>& smem, PipelineState<kGemm> const& state,
                                       Accumulators<kGemm> (&acc)[kSubtiles], int row, int k_tile) {
+  static_assert(kGemm.a.element == Element::kBf16 && kGemm.b.element == Element::kBf16,
+                "these wgmmas multiply bf16");
   bf16 const* const smem_b = smem.b[kGemm.keeps_b() ? k_tile : state.b_stage()];
   constexpr uint64_t kSubtileStep = kGemm.a_subtile_bytes() / 16;
   constexpr bool kTransposeA = kGemm.a.major == Major::kRows;

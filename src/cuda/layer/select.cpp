@@ -1,11 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/layer/select.hpp"
 
-#include <cuda_bf16.h>
-
 #include <cstdio>
-
-#include "cuda/host/split_fp32.hpp"
 
 namespace tessera::cuda {
 namespace {
@@ -286,85 +282,6 @@ bool prefers_gemv(UpProjectionFwdArguments const& args) noexcept {
 bool prefers_gemv(DownProjectionFwdArguments const& args) noexcept {
   return args.few_tokens && args.w_down.column_stride == 1 && args.rows <= kMostGemvRows &&
          !refuse(args).refused();
-}
-
-cudaError_t launch(RouterLogitsArguments const& args, int sm_count, cudaStream_t stream) noexcept {
-  if (prefers_gemv(args)) return launch_router_logits_gemv(args, stream);
-  if (refuse(args).refused()) return launch_router_logits_plain(args, stream);
-  if (args.is_fp32 && args.x.rows > 0) {
-    cudaError_t const error = launch_split_fp32_plain(
-        split_for_logits(static_cast<float const*>(args.w_router.gmem), args.w_router.pitch,
-                         args.experts, args.hidden, args.gmem_terms),
-        stream);
-    if (error != cudaSuccess) return error;
-  }
-  return launch_router_logits(args, sm_count, stream);
-}
-cudaError_t launch(UpProjectionFwdArguments const& args, int sm_count,
-                   cudaStream_t stream) noexcept {
-  if (prefers_gemv(args)) return launch_up_projection_fwd_gemv(args, stream);
-  return refuse(args).refused() ? launch_up_projection_fwd_plain(args, stream)
-                                : launch_up_projection_fwd(args, sm_count, stream);
-}
-cudaError_t launch(DownProjectionFwdArguments const& args, int sm_count,
-                   cudaStream_t stream) noexcept {
-  if (prefers_gemv(args)) return launch_down_projection_fwd_gemv(args, stream);
-  return refuse(args).refused() ? launch_down_projection_fwd_plain(args, stream)
-                                : launch_down_projection_fwd(args, sm_count, stream);
-}
-cudaError_t launch(RouteArguments const& args, int, cudaStream_t stream) noexcept {
-  return refuse(args).refused() ? launch_route_plain(args, stream) : launch_route(args, stream);
-}
-cudaError_t launch(RouterLossArguments const& args, int, cudaStream_t stream) noexcept {
-  return refuse(args).refused() ? launch_router_loss_plain(args, stream)
-                                : launch_router_loss(args, stream);
-}
-cudaError_t launch(BiasGradientArguments const& args, int, cudaStream_t stream) noexcept {
-  return refuse(args).refused() ? launch_bias_gradient_plain(args, stream)
-                                : launch_bias_gradient(args, stream);
-}
-cudaError_t launch(MetadataArguments const& args, int, cudaStream_t stream) noexcept {
-  return refuse(args).refused() ? launch_metadata_plain(args, stream)
-                                : launch_metadata(args, stream);
-}
-cudaError_t launch(AggregateArguments const& args, int, cudaStream_t stream) noexcept {
-  return refuse(args).refused() ? launch_aggregate_plain<__nv_bfloat16>(args, stream)
-                                : launch_aggregate<__nv_bfloat16>(args, stream);
-}
-
-cudaError_t launch(DownProjectionDgradArguments const& args, int sm_count,
-                   cudaStream_t stream) noexcept {
-  return refuse(args).refused() ? launch_down_projection_dgrad_plain(args, stream)
-                                : launch_down_projection_dgrad(args, sm_count, stream);
-}
-cudaError_t launch(UpProjectionDgradArguments const& args, int sm_count,
-                   cudaStream_t stream) noexcept {
-  return refuse(args).refused() ? launch_up_projection_dgrad_plain(args, stream)
-                                : launch_up_projection_dgrad(args, sm_count, stream);
-}
-cudaError_t launch(DownProjectionWgradArguments const& args, int sm_count,
-                   cudaStream_t stream) noexcept {
-  return refuse(args).refused() ? launch_wgrad_plain(args, stream)
-                                : launch_down_projection_wgrad(args, sm_count, stream);
-}
-cudaError_t launch(UpProjectionWgradArguments const& args, int sm_count,
-                   cudaStream_t stream) noexcept {
-  return refuse(args).refused() ? launch_wgrad_plain(args, stream)
-                                : launch_up_projection_wgrad(args, sm_count, stream);
-}
-
-cudaError_t launch(RouterGradientArguments const& args, int, cudaStream_t stream) noexcept {
-  if (!refuse(args).refused()) return launch_router_dlogits(args, stream);
-  cudaError_t const error = launch_dscores_plain(args.dscores, stream);
-  return error == cudaSuccess ? launch_router_dlogits_plain(args.dlogits, stream) : error;
-}
-cudaError_t launch(RouterDgradArguments const& args, int sm_count, cudaStream_t stream) noexcept {
-  return refuse(args).refused() ? launch_router_dgrad_plain(args, stream)
-                                : launch_router_dgrad(args, sm_count, stream);
-}
-cudaError_t launch(RouterWgradArguments const& args, int sm_count, cudaStream_t stream) noexcept {
-  return refuse(args).refused() ? launch_router_wgrad_plain(args, stream)
-                                : launch_router_wgrad(args, sm_count, stream);
 }
 
 }  // namespace tessera::cuda

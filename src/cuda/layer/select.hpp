@@ -1,19 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one place that chooses between an op's fast kernel, one for few tokens where it has that, and its plain twin:
-// `refuse` says why not a fast one,
-// `launch` does what it says.
+// The one place that chooses among the kernels of an op (ops.hpp): `refuse` says why not a fast one, `launch` does what
+// it says.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include "cuda/host/aggregate.hpp"
-#include "cuda/host/bias_gradient.hpp"
-#include "cuda/host/metadata.hpp"
-#include "cuda/host/projection.hpp"
-#include "cuda/host/projection_backward.hpp"
-#include "cuda/host/route.hpp"
-#include "cuda/host/router_backward.hpp"
-#include "cuda/host/router_loss.hpp"
+#include "cuda/layer/ops.hpp"
 
 namespace tessera::cuda {
 
@@ -33,28 +25,6 @@ Refusal refuse(RouterWgradArguments const& args) noexcept;
 Refusal refuse(RouterLossArguments const& args) noexcept;
 Refusal refuse(BiasGradientArguments const& args) noexcept;
 
-cudaError_t launch(RouterLogitsArguments const& args, int sm_count, cudaStream_t stream) noexcept;
-cudaError_t launch(RouteArguments const& args, int sm_count, cudaStream_t stream) noexcept;
-cudaError_t launch(MetadataArguments const& args, int sm_count, cudaStream_t stream) noexcept;
-cudaError_t launch(UpProjectionFwdArguments const& args, int sm_count,
-                   cudaStream_t stream) noexcept;
-cudaError_t launch(DownProjectionFwdArguments const& args, int sm_count,
-                   cudaStream_t stream) noexcept;
-cudaError_t launch(AggregateArguments const& args, int sm_count, cudaStream_t stream) noexcept;
-cudaError_t launch(DownProjectionDgradArguments const& args, int sm_count,
-                   cudaStream_t stream) noexcept;
-cudaError_t launch(UpProjectionDgradArguments const& args, int sm_count,
-                   cudaStream_t stream) noexcept;
-cudaError_t launch(DownProjectionWgradArguments const& args, int sm_count,
-                   cudaStream_t stream) noexcept;
-cudaError_t launch(UpProjectionWgradArguments const& args, int sm_count,
-                   cudaStream_t stream) noexcept;
-cudaError_t launch(RouterGradientArguments const& args, int sm_count, cudaStream_t stream) noexcept;
-cudaError_t launch(RouterDgradArguments const& args, int sm_count, cudaStream_t stream) noexcept;
-cudaError_t launch(RouterWgradArguments const& args, int sm_count, cudaStream_t stream) noexcept;
-cudaError_t launch(RouterLossArguments const& args, int sm_count, cudaStream_t stream) noexcept;
-cudaError_t launch(BiasGradientArguments const& args, int sm_count, cudaStream_t stream) noexcept;
-
 /// Whether the kernel for few tokens serves a call.
 bool prefers_gemv(RouterLogitsArguments const& args) noexcept;
 bool prefers_gemv(UpProjectionFwdArguments const& args) noexcept;
@@ -62,6 +32,16 @@ bool prefers_gemv(DownProjectionFwdArguments const& args) noexcept;
 template <class Arguments>
 bool prefers_gemv(Arguments const&) noexcept {  // the other ops have none
   return false;
+}
+
+/// The kernel that serves a call.
+template <class Arguments>
+cudaError_t launch(Arguments const& args, int sm_count, cudaStream_t stream) noexcept {
+  constexpr Op<Arguments> const& op = kOp<Arguments>;
+  if constexpr (op.few_tokens != nullptr) {
+    if (prefers_gemv(args)) return op.few_tokens(args, stream);
+  }
+  return refuse(args).refused() ? op.plain(args, stream) : op.fast(args, sm_count, stream);
 }
 
 /// Launched one right after the other, the second in the tail of the first, expert by expert, where both are fast.

@@ -14,12 +14,14 @@ import argparse
 import collections
 import json
 import pathlib
+import re
 import sys
 
 import check_results
 
 WORDS = {"pass": {"forward+backward": "training", "forward-backward": "training"},
          "variant": {"unfused-chain": "unfused", "chain": "unfused"}, "transfer": {"dedup": "partial-combine"}}
+FOLDERS = re.compile(r"(?<![\w.])/(?:[\w.-]+/)+")  # of an absolute path: the machine's own
 
 
 def convert_row(row: dict) -> dict:
@@ -39,12 +41,14 @@ def is_bound(row: dict) -> bool:
     return row["impl"].startswith("cublas")
 
 
-def convert(source: dict, schema: dict, passes: set[str] | None = None) -> tuple[dict, list[str]]:
-    """(document, what was left out)"""
+def convert(source: dict, schema: dict, passes: set[str] | None = None,
+            step: int | None = None) -> tuple[dict, list[str]]:
+    """(document, what was left out); `step`: of training, at which the rows' `loss` was taken"""
     row_schema = schema["properties"]["rows"]["items"]["properties"]
     left_out = collections.Counter()
     document = {key: source[key] for key in schema["properties"] if key in source and key != "rows"}
     left_out.update(source.keys() - document.keys() - {"rows"})
+    document["command"] = FOLDERS.sub("", document["command"])
     document.setdefault("clocks_mhz", [0, 0])
     document["rows"] = []
     for row in map(convert_row, source["rows"]):
@@ -53,6 +57,8 @@ def convert(source: dict, schema: dict, passes: set[str] | None = None) -> tuple
         if not row.get("checked") and not is_bound(row):
             left_out["rows that were not checked"] += 1
             continue
+        if step is not None and "loss" in row:
+            row["loss_at_step"] = [[step, row.pop("loss")]]
         left_out.update(row.keys() - row_schema.keys())
         document["rows"].append({"checked": False, "variant": ""} | {k: v for k, v in row.items() if k in row_schema})
     return document, [f"{what}: {count}" for what, count in sorted(left_out.items())]
@@ -63,11 +69,12 @@ def main():
     parser.add_argument("source", type=pathlib.Path)
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--pass", dest="passes", help="these alone, by comma")
+    parser.add_argument("--step", type=int, help="of training, at which the rows' `loss` was taken")
     options = parser.parse_args()
     root = pathlib.Path(__file__).resolve().parents[1]
     schema = json.loads((root / "bench/results/schema.json").read_text(encoding="utf-8"))
     passes = set(options.passes.split(",")) if options.passes else None
-    document, left_out = convert(json.loads(options.source.read_text(encoding="utf-8")), schema, passes)
+    document, left_out = convert(json.loads(options.source.read_text(encoding="utf-8")), schema, passes, options.step)
     if errors := check_results.check_document(schema, document):
         print("\n".join(f"{options.source}: {error}" for error in errors), file=sys.stderr)
         sys.exit(1)

@@ -75,41 +75,29 @@ def over(a: float | None, b: float | None) -> float | None:
 
 
 def layer(files: list[Rows]) -> list[list[str]]:
-    """The layer's score, (bound + aggregation at copy speed) / time."""
+    """The layer's score, (bound + aggregation at copy speed) / time, of the first file; SonicMoE's time over Tessera's
+    on the same layers, of the second, whose times are of passes that the GPU alone decides."""
+    own, beside = files
     table = [["configuration (T, d, n, E, K)", "forward ms", "score", "backward ms", "score",
-              "score with fp32 main gradients"]]
-    all_scores: list[list[float]] = [[], [], []]
-    for config, shape in files[0].values("config", "shape", impl="tessera"):
+              "score with fp32 main gradients", "SonicMoE, forward ms", "over Tessera", "backward ms", "over Tessera"]]
+    scores: list[list[float]] = [[], [], []]
+    ratios: dict[str, list[float]] = {"forward": [], "backward": []}
+    for config, shape in own.values("config", "shape", impl="tessera"):
         cells = [f"{config} {shape}"]
-        for scores, (what, variant) in zip(all_scores, (("forward", ""), ("backward", ""), ("backward", "main-grad"))):
-            rows = [row for file in files
-                    for row in file.find(config=config, impl="tessera", variant=variant, **{"pass": what})]
-            scores.append(statistics.median((row["bound_ms"] + row["aggregate_floor_ms"]) / row["ms"] for row in rows))
+        for found, (what, variant) in zip(scores, (("forward", ""), ("backward", ""), ("backward", "main-grad"))):
+            rows = own.find(config=config, impl="tessera", variant=variant, **{"pass": what})
+            found.append(statistics.median((row["bound_ms"] + row["aggregate_floor_ms"]) / row["ms"] for row in rows))
             cells += [number(statistics.median(row["ms"] for row in rows))] if not variant else []
-            cells.append(f"{scores[-1]:.3f}")
+            cells.append(f"{found[-1]:.3f}")
+        for what, found in ratios.items():
+            ours, theirs = (beside.ms(config=config, shape=list(shape), impl=impl, **{"pass": what})
+                            for impl in ("tessera", "sonicmoe"))
+            found.append(theirs / ours)
+            cells += [number(theirs), ratio(found[-1])]
         table.append(cells)
-    means = [f"{statistics.geometric_mean(scores):.3f}" for scores in all_scores]
-    return [*table, ["geometric mean", "", means[0], "", means[1], means[2]]]
-
-
-def sonicmoe(files: list[Rows]) -> list[list[str]]:
-    """Both passes beside SonicMoE's; the mean is the first file's."""
-    table = [["layer", "forward, ms", "SonicMoE", "SonicMoE over Tessera", "backward, ms", "SonicMoE",
-              "SonicMoE over Tessera"]]
-    for i, file in enumerate(files):
-        ratios: dict[str, list[float]] = {"forward": [], "backward": []}
-        for config, shape, routing in file.values("config", "shape", "routing", impl="tessera"):
-            cells = [config if i == 0 else f"{config}, T {shape[0]}, {routing}"]
-            for what, found in ratios.items():
-                ours, theirs = (file.ms(config=config, shape=list(shape), routing=routing, impl=impl, **{"pass": what})
-                                for impl in ("tessera", "sonicmoe"))
-                found.append(theirs / ours)
-                cells += [number(ours), number(theirs), ratio(found[-1])]
-            table.append(cells)
-        if i == 0:
-            means = [ratio(statistics.geometric_mean(found)) for found in ratios.values()]
-            table.append(["geometric mean", "", "", means[0], "", "", means[1]])
-    return table
+    means = [f"{statistics.geometric_mean(found):.3f}" for found in scores]
+    over_ours = [ratio(statistics.geometric_mean(found)) for found in ratios.values()]
+    return [*table, ["geometric mean", "", means[0], "", means[1], means[2], "", over_ours[0], "", over_ours[1]]]
 
 
 def experts(files: list[Rows]) -> list[list[str]]:
@@ -183,8 +171,24 @@ def training(files: list[Rows]) -> list[list[str]]:
     return table
 
 
+def train_step(files: list[Rows]) -> list[list[str]]:
+    """A step of a whole model with the experts of several libraries; times over that with Tessera's layer."""
+    table = [["experts of the model", "step, ms", "over Tessera's layer", "tokens/s of a GPU", "peak, GiB"]]
+    for file in files:
+        rows = sorted(file.find(**{"pass": "train-step"}), key=lambda row: row["ms"])
+        ours = file.ms(impl="tessera-layer", variant="", **{"pass": "train-step"})
+        for row in rows:
+            name = {"tessera-layer": "Tessera's layer, router included", "tessera": "Tessera's, the model's router",
+                    "torch-grouped-mm": "torch, grouped_mm", "hf-grouped-mm": "transformers, grouped_mm"}.get(
+                        row["impl"], row["impl"])
+            more = f", {row['variant']}" if row["variant"] else ""
+            table.append([name + more, number(row["ms"]), ratio(row["ms"] / ours), f"{row['tokens_per_s_per_gpu']:,}",
+                          number(row["peak_bytes"] / 2**30)])
+    return table
+
+
 TABLES = {table.__name__.replace("_", "-"): table
-          for table in (layer, sonicmoe, experts, over_gpus, python_over_gpus, training)}
+          for table in (layer, experts, over_gpus, python_over_gpus, training, train_step)}
 
 
 def caption(files: list[str], documents: list[dict], results: str) -> str:

@@ -101,6 +101,10 @@ class TreeTest(unittest.TestCase):
         self.write("README.md", "[results](bench/results/current/h200/2026-11-25-more.json)\n")
         self.assertEqual(len(self.errors()), 1)
 
+    def test_nothing_lies_beside_the_two(self):
+        self.add("h200x2/2026-11-25-new.json")
+        self.assertEqual(len(self.errors()), 1)
+
     def test_bad(self):
         self.write("bench/draw_it.py", "".join(
             f"'current/{name}'\n" for name in ("H200/2026-11-25-a.json", "h200/layer.json", "h200/2026-11-26-b.json",
@@ -133,6 +137,18 @@ class ConversionTest(unittest.TestCase):
         self.assertNotIn("mhz", document["rows"][0])
         self.assertIn("mhz: 1", left_out)
         self.assertIn("notes: 1", left_out)
+
+    def test_commands_without_the_machines_folders(self):
+        document, _ = self.convert({}, command="bench/a.py --text /opt/venv/lib/text --out /root/o.json --in a/b.json")
+        self.assertEqual(document["command"], "bench/a.py --text text --out o.json --in a/b.json")
+
+    def test_the_step_of_a_loss(self):
+        row = {"pass": "train-step", "loss": 3.4, "tokens_per_s_per_gpu": 9, "peak_bytes": 9, "batch_tokens": 9}
+        for step, wanted in ((None, None), (400, [[400, 3.4]])):
+            document, left_out = current_results.convert(changed(row=row), SCHEMA, step=step)
+            self.assertEqual(document["rows"][0].get("loss_at_step"), wanted)
+            self.assertEqual(bool(check_results.check_document(SCHEMA, document)), wanted is None)
+            self.assertEqual("loss: 1" in left_out, wanted is None)
 
     def test_unchecked_rows(self):
         document, left_out = self.convert({"checked": False})

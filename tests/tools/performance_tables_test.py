@@ -7,16 +7,15 @@ import unittest
 import performance_tables
 from performance_tables import number, ratio, typed_numbers
 
-PAGE = "# Page\n\n<!-- table sonicmoe current/h200/2026-11-25-a.json -->\n<!-- end -->\n\nSonicMoE keeps less.\n"
+PAGE = "# Page\n\n<!-- table experts current/h200/2026-11-25-a.json -->\n<!-- end -->\n\nSonicMoE keeps less.\n"
 
 
-def row(impl, what, ms, **keys):
-    return {"config": "OLMoE", "shape": [4096, 2048, 1024, 64, 8], "routing": "random", "impl": impl, "variant": "",
-            "pass": what, "ms": ms, "checked": True} | keys
+def row(impl, ms, **keys):
+    return {"config": "OLMoE", "shape": [4096, 2048, 1024, 64, 8], "dtype": "bf16", "gpus": 1, "impl": impl,
+            "variant": "", "pass": "forward+backward", "ms": ms, "checked": True} | keys
 
 
-ROWS = [row("tessera", "forward", 2.0), row("sonicmoe", "forward", 3.0),
-        row("tessera", "backward", 4.0), row("sonicmoe", "backward", 3.0)]
+ROWS = [row("tessera", 2.0), row("torch-grouped-mm", 3.0), row("hf-grouped-mm", 1.5)]
 
 
 class PerformanceTablesTest(unittest.TestCase):
@@ -39,7 +38,7 @@ class PerformanceTablesTest(unittest.TestCase):
 
     def test_table(self):
         text = self.written()
-        self.assertIn("| OLMoE | 2.00 | 3.00 | 1.50 | 4.00 | 3.00 | **0.75** |", text)
+        self.assertIn("| OLMoE, bf16, GPU | 2.00 | 3.00, 1.50 times | 1.50, **0.75** times |  |", text)
         self.assertIn("[NVIDIA H200, 2026-11-25](../bench/results/current/h200/2026-11-25-a.json), build `32302a3`.",
                       text)
         self.assertNotIn("earlier build", text)
@@ -52,8 +51,8 @@ class PerformanceTablesTest(unittest.TestCase):
 
     def test_check_sees_what_changed(self):
         text = self.written()
-        self.assertEqual(len(self.check(text.replace("1.50", "1.51"))), 1)
-        self.write("current/h200/2026-11-25-a.json", [*ROWS[:3], row("sonicmoe", "backward", 3.5)])
+        self.assertEqual(len(self.check(text.replace("1.50 times", "1.51 times"))), 1)
+        self.write("current/h200/2026-11-25-a.json", [*ROWS[:2], row("hf-grouped-mm", 1.6)])
         self.assertEqual(len(self.check(text)), 1)
 
     def test_check_counts_lines_and_typed_numbers(self):
@@ -62,11 +61,24 @@ class PerformanceTablesTest(unittest.TestCase):
         self.assertEqual(len(self.check(text + "It takes 1.5 ms.\n")), 1)
 
     def test_unchecked_rows_are_not_quoted(self):
-        self.write("current/h200/2026-11-25-a.json", [*ROWS[:3], row("sonicmoe", "backward", 3.0, checked=False)])
-        with self.assertRaises(TypeError):
-            self.written()
-        rows = performance_tables.Rows({"rows": [row("cublas-bmm", "forward", 1.0, checked=False)]})
+        self.write("current/h200/2026-11-25-a.json", [*ROWS[:2], row("hf-grouped-mm", 1.5, checked=False)])
+        self.assertIn("| OLMoE, bf16, GPU | 2.00 | 3.00, 1.50 times |  |  |", self.written())
+        rows = performance_tables.Rows({"rows": [row("cublas-bmm", 1.0, checked=False)]})
         self.assertEqual(rows.ms(impl="cublas-bmm"), 1.0)
+
+    def test_the_layer_beside_sonicmoe(self):
+        bound = {"bound_ms": 1.8, "aggregate_floor_ms": 0.1}
+        self.write("current/h200/2026-11-25-layer.json", [
+            row("tessera", 2.0, **bound, **{"pass": "forward"}), row("tessera", 4.0, **bound, **{"pass": "backward"}),
+            row("tessera", 5.0, variant="main-grad", **bound, **{"pass": "backward"})])
+        self.write("current/h200/2026-11-25-beside.json", [
+            row(impl, ms, **{"pass": what}) for what, ours, theirs in (("forward", 1.0, 1.1), ("backward", 2.0, 1.0))
+            for impl, ms in (("tessera", ours), ("sonicmoe", theirs))])
+        text = self.written("<!-- table layer current/h200/2026-11-25-layer.json "
+                            "current/h200/2026-11-25-beside.json -->\n<!-- end -->\n")
+        self.assertIn("| OLMoE (4096, 2048, 1024, 64, 8) | 2.00 | 0.950 | 4.00 | 0.475 | 0.380 | 1.10 | 1.10 | 1.00 | "
+                      "**0.50** |", text)
+        self.assertIn("| geometric mean |  | 0.950 |  | 0.475 | 0.380 |  | 1.10 |  | **0.50** |", text)
 
     def test_markers_come_in_pairs(self):
         for text in (PAGE.replace("<!-- end -->", ""), PAGE + "<!-- end -->\n", PAGE + "<!-- table layer x.json -->\n"):

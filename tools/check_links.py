@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that what the Markdown files point at exists: relative links, their #anchors, and code paths.
+"""Checks that what the Markdown files point at exists: relative links, their #anchors, and code paths. And that each
+kernel stands in the map of docs/kernels/README.md.
 
 A code path is text in backticks that looks like a path of this repository: its first part is a folder or
 file at the top (`src/core`, `tests/*/CMakeLists.txt`; wildcards and {a,b} are fine). Paths with <parts> to
@@ -66,6 +67,14 @@ def check_code(root: pathlib.Path, text: str, tops: set[str]) -> str | None:
     return None if exists(root, path) else f"`{text}`: no such path"
 
 
+def check_map(root: pathlib.Path) -> list[str]:
+    """The kernels that a row of the map should have, and none has."""
+    page = root / "docs/kernels/README.md"
+    rows = "".join(re.findall(r"^\| (.*?) \|", page.read_text(encoding="utf-8"), re.MULTILINE)) if page.exists() else ""
+    return [f"docs/kernels/README.md: no row has `{kernel.stem}`"
+            for kernel in sorted(root.glob("src/cuda/kernels/*.cuh")) if f"`{kernel.stem}`" not in rows]
+
+
 def check_tree(root: pathlib.Path, files: list[pathlib.Path]) -> list[str]:
     tops = {entry.name for entry in root.iterdir()} - {".git"}
     found = []
@@ -82,7 +91,7 @@ def main() -> int:
     root = pathlib.Path(__file__).parent.parent.resolve()
     listed = subprocess.run(["git", "ls-files", "-z", "*.md"], cwd=root, check=True, capture_output=True)
     files = [root / name for name in listed.stdout.decode().split("\0") if name and (root / name).is_file()]
-    found = check_tree(root, files)
+    found = check_tree(root, files) + check_map(root)
     print("\n".join(found) or f"links: ok ({len(files)} documents)")
     return 1 if found else 0
 

@@ -39,6 +39,22 @@ class CheckLinksTest(unittest.TestCase):
             with self.subTest(text=text):
                 self.assertEqual(len(self.check(text)), 1)
 
+    def test_the_map_of_the_kernels(self):
+        for folder in ("src/cuda/kernels", "docs/kernels"):
+            (self.root / folder).mkdir(parents=True)
+        for kernel in ("route", "router_loss"):
+            (self.root / f"src/cuda/kernels/{kernel}.cuh").touch()
+        page = self.root / "docs/kernels/README.md"
+        self.assertEqual(len(check_links.check_map(self.root)), 2)
+        # A name in prose, in another cell, or as a part of another name is no row.
+        page.write_text("`router_loss`\n\n| kernel | page |\n|---|---|\n| `route` | `router_loss` |\n",
+                        encoding="utf-8")
+        self.assertEqual(len(check_links.check_map(self.root)), 1)
+        page.write_text("| kernel | page |\n|---|---|\n| `router_loss` | |\n", encoding="utf-8")
+        self.assertEqual(check_links.check_map(self.root), ["docs/kernels/README.md: no row has `route`"])
+        page.write_text("| kernel | page |\n|---|---|\n| `route`, `router_loss` | |\n", encoding="utf-8")
+        self.assertEqual(check_links.check_map(self.root), [])
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -14,18 +14,6 @@
 namespace tessera::cli {
 namespace {
 
-/// The value that `text` names in `names`.
-template <class Value, std::size_t kCount>
-Value named(char const* flag, std::string const& text,
-            verify::Named<Value> const (&names)[kCount]) {
-  std::string choices;
-  for (auto const& candidate : names) {
-    if (text == candidate.name) return candidate.value;
-    choices += (choices.empty() ? "" : " ") + std::string(candidate.name);
-  }
-  throw CommandError(fmt::format("--{} {}: not known; choose one of: {}", flag, text, choices));
-}
-
 double number(char const* flag, std::string const& text) {
   double value = 0;
   auto const [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);

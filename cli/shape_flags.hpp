@@ -2,6 +2,8 @@
 // The shape and routing flags that verify, bench and explain share.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -10,9 +12,21 @@
 
 #include "cli/commands.hpp"
 #include "tessera/context.hpp"
+#include "tessera/names.hpp"
 #include "verify/case.hpp"
 
 namespace tessera::cli {
+
+/// The value that `text` names in `names`. Throws CommandError with the choices where none has that name.
+template <class Value, std::size_t kCount>
+Value named(char const* flag, std::string const& text, Named<Value> const (&names)[kCount]) {
+  std::string choices;
+  for (auto const& candidate : names) {
+    if (text == candidate.name) return candidate.value;
+    choices += (choices.empty() ? "" : " ") + std::string(candidate.name);
+  }
+  throw CommandError(fmt::format("--{} {}: not known; choose one of: {}", flag, text, choices));
+}
 
 /// Throws CommandError where one of the flags `names` was given, which `command` does not read; `reason` says why.
 void refuse_flags(CLI::App const& command, std::span<std::string_view const> names,

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cpu/reference/layer.hpp"
+#include "tessera/low_precision.hpp"
 #include "tessera/moe.hpp"
 
 namespace tessera::verify {
@@ -31,6 +32,13 @@ struct RoutingSpec {
   std::vector<std::int64_t> token_offsets{};  ///< file: [T+1] where experts per token vary
 };
 
+/// What a case is computed in, besides its storage type.
+struct LowPrecision {
+  enum class Kind { native, fp8, mxfp8 };
+  Kind kind = Kind::native;
+  ScaleRule rule = ScaleRule::fp32;  ///< fp8: fp32 or pow2; mxfp8: rceil
+};
+
 /// Everything that fixes a case; equal cases give equal data on every machine.
 struct LayerCase {
   MoeDesc desc;  ///< shape.slots is filled in by make_data() where experts per token vary
@@ -41,6 +49,7 @@ struct LayerCase {
   bool aux_dlogits = false;  ///< another loss's gradient is added to dlogits
   GradientMode gradient_mode = GradientMode::write;
   std::uint64_t seed = 0;
+  LowPrecision precision;
 };
 
 /// Inputs as fp32 values that were rounded to the storage type, and the gradient buffers' first content.
@@ -90,5 +99,8 @@ struct RouterChoice {
 
 /// The data as the reference reads it; `choice` is what a router chose, else empty.
 reference::Inputs reference_inputs(LayerData const& data, RouterChoice choice = {});
+
+/// A router's choice on exact logits, or nothing where ids are given.
+RouterChoice exact_choice(LayerData const& data);
 
 }  // namespace tessera::verify

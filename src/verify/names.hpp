@@ -14,6 +14,14 @@ using tessera::kActivationNames, tessera::kDTypeNames, tessera::kLayoutNames, te
 
 inline constexpr Named<DType> kIdsDTypeNames[] = {{"int32", DType::int32}, {"int64", DType::int64}};
 
+inline constexpr Named<LowPrecision::Kind> kPrecisionNames[] = {
+    {"native", LowPrecision::Kind::native},
+    {"fp8", LowPrecision::Kind::fp8},
+    {"mxfp8", LowPrecision::Kind::mxfp8}};
+
+inline constexpr Named<ScaleRule> kScaleNames[] = {
+    {"fp32", ScaleRule::fp32}, {"pow2", ScaleRule::pow2}, {"rceil", ScaleRule::rceil}};
+
 inline constexpr Named<SavePolicy> kSaveNames[] = {{"h", SavePolicy::h}, {"x", SavePolicy::x}};
 
 inline constexpr Named<RoutingPattern> kPatternNames[] = {

@@ -9,7 +9,9 @@
 #include "core/router_groups.hpp"
 #include "tessera/router.hpp"
 #include "verify/candidate.hpp"
+#include "verify/low_precision.hpp"
 #include "verify/memory.hpp"
+#include "verify/names.hpp"
 
 namespace tessera::verify {
 namespace {
@@ -85,6 +87,64 @@ void judge_run(Context const& context, LayerData const& data, CandidateResult& r
   }
 }
 
+/// Options that the numerics of a recipe do not depend on, or that nobody computes in it.
+Status check_low_precision(Context const& context, LayerCase const& layer_case) {
+  MoeDesc const& desc = layer_case.desc;
+  if (context.device().kind != DeviceKind::cpu) {
+    return Status::unsupported(
+        "precision on cuda: this version has its numerics on the CPU; take --device cpu");
+  }
+  if (desc.dtype != DType::bf16) {
+    return Status::invalid("precision with dtype=%s: layers in FP8 store bf16; take --dtype bf16",
+                           name_of(kDTypeNames, desc.dtype));
+  }
+  char const* const ignored = layer_case.gradient_mode == GradientMode::accumulate ? "accumulate"
+                              : layer_case.aux_dlogits                             ? "aux-dlogits"
+                              : desc.save != SavePolicy::h                         ? "save x"
+                              : desc.column_chunk != 0                             ? "column-chunk"
+                                                                                   : nullptr;
+  if (ignored == nullptr) return {};
+  return Status::invalid("precision with %s: its numerics are those without; leave it out",
+                         ignored);
+}
+
+Expected<CaseResult> verify_low_precision(Context const& context, Context const& repeat_context,
+                                          LayerCase const& layer_case) {
+  TESSERA_TRY(check_low_precision(context, layer_case));
+  LayerData const data = with_given_routing(make_data(layer_case));
+  reference::Inputs const inputs = reference_inputs(data);
+  auto const metadata = reference::metadata(inputs.desc, inputs.topk_ids, inputs.token_offsets);
+  auto out = low_precision_tensors(context, data, metadata, layer_case.precision);
+  if (!out.ok()) return out.status();
+  auto const again = low_precision_tensors(repeat_context, data, metadata, layer_case.precision);
+  if (!again.ok()) return again.status();
+
+  reference::Values const d_o(data.d_o.begin(), data.d_o.end());
+  auto const forward = reference::forward(inputs);
+  auto const ref = reference_tensors(data, forward, reference::backward(inputs, forward, d_o));
+  auto const recipe = recipe_samples(data, inputs, layer_case.precision);
+
+  CaseResult result;
+  result.desc = layer_case.desc;
+  result.desc.shape.slots = data.desc.shape.slots;
+  result.routed_rows = metadata.rows();
+  result.tensors = judge(data, inputs, forward, ref, recipe, out.value());
+  for (auto const& [name, comparison] : result.tensors) {
+    if (!comparison.ok) result.failures.push_back(name + ": " + comparison.reason);
+  }
+  result.bitwise_repeat = out.value() == again.value();
+  if (!result.bitwise_repeat) result.failures.emplace_back("other bits in the repeat");
+  result.outputs = std::move(out).value();
+  for (auto const& [name, values] : result.outputs) {
+    result.sqnr_db[name] = sqnr_db(ref.at(name), values);
+    result.recipe_sqnr_db[name] = sqnr_db(ref.at(name), recipe.front().at(name));
+  }
+  auto const lost = lost_db(ref, recipe, result.outputs);
+  result.failures.insert(result.failures.end(), lost.begin(), lost.end());
+  result.ok = result.failures.empty();
+  return result;
+}
+
 }  // namespace
 
 Expected<CaseResult> verify_case(Context const& context, Context const& repeat_context,
@@ -94,6 +154,9 @@ Expected<CaseResult> verify_case(Context const& context, Context const& repeat_c
   if (!supported.ok()) return supported.status();
   LayerData data;
   try {
+    if (layer_case.precision.kind != LowPrecision::Kind::native) {
+      return verify_low_precision(context, repeat_context, layer_case);
+    }
     data = make_data(layer_case);
   } catch (std::invalid_argument const& error) {
     return Status::invalid("%s", error.what());

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -22,12 +23,16 @@ struct CaseResult {
   std::size_t saved_bytes = 0;          ///< allocated between forward and backward
   std::size_t saved_bytes_formula = 0;  ///< what the shape says
   std::size_t transient_peak_bytes = 0;
-  bool bitwise_repeat = false;        ///< other thread count, other poison, same bits
+  bool bitwise_repeat = false;  ///< other thread count, other poison, same bits
+  /// With LayerCase::precision, by tensor: 20 log10(|ref| / |ref - out|) in dB, of the result and of the recipe.
+  std::map<std::string, double> sqnr_db, recipe_sqnr_db;
   std::vector<std::string> failures;  ///< a line each; empty where ok
 };
 
 /// Runs the case on `context`, repeats it on `repeat_context` and judges both. Errors: those of the library,
 /// before or during the run (an unsupported case, say); invalid_argument for contradictory data options.
+/// With LayerCase::precision the layer is put together from quantisers and grouped GEMMs (verify/low_precision.hpp), a
+/// router's choice is given to it, and the recipe in fp64 takes the place of the naive path; CPU and bf16 only.
 Expected<CaseResult> verify_case(Context const& context, Context const& repeat_context,
                                  LayerCase const& layer_case);
 

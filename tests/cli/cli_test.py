@@ -85,6 +85,26 @@ class Verify(Cli):
         self.assertTrue(self.run_json("verify", *flags)["ok"])
         self.assertIn("fp32 router", self.run_tessera("explain", *flags, code=0).stdout)
 
+    def test_low_precision(self):
+        shape = ["--tokens", "70", "--hidden", "128", "--intermediate", "128", "--experts", "4", "--dtype", "bf16"]
+        for flags, scales, least in ((["fp8"], "fp32", 23), (["fp8", "--scales", "pow2"], "pow2", 22),
+                                     (["mxfp8"], "rceil", 22)):
+            result = self.run_json("verify", *shape, "--precision", *flags)
+            self.assertEqual((result["precision"], result["scales"]), (flags[0], scales))
+            self.assertTrue(result["ok"] and result["bitwise_repeat"])
+            self.assertNotIn("saved_bytes", result)
+            for name in ("o", "dx", "dw_up", "dw_down"):
+                tensor = result["tensors"][name]
+                self.assertGreater(tensor["sqnr_db"], least - 1)
+                self.assertLess(tensor["sqnr_db"], 30)
+                self.assertAlmostEqual(tensor["sqnr_db"], tensor["recipe_sqnr_db"], delta=0.3)
+        self.refuse("verify", *shape, "--precision", "fp4", naming="choose one of: native fp8 mxfp8")
+        self.refuse("verify", *shape, "--precision", "mxfp8", "--scales", "pow2", naming="only fp8 has a choice")
+        self.refuse("verify", *shape, "--precision", "fp8", "--scales", "rceil", naming="--scales rceil")
+        self.refuse("verify", *shape, "--precision", "fp8", "--save", "x", naming="save x")
+        self.refuse("verify", "--precision", "fp8", naming="--dtype bf16")
+        self.refuse("verify", "--random", "3", "--precision", "fp8", naming="--precision with --random")
+
     def test_random(self):
         done = self.run_tessera("verify", "--random", "10", "--seed", "5", code=0)
         lines = done.stdout.splitlines()

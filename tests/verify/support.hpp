@@ -18,20 +18,4 @@ inline LayerCase small_case(RouterKind router = RouterKind::given) {
   return layer_case;
 }
 
-/// A router's choice on exact logits, or nothing where ids are given.
-inline RouterChoice exact_choice(LayerData const& data) {
-  MoeDesc const& desc = data.desc;
-  if (!router_chooses(desc)) return {};
-  reference::Inputs inputs = reference_inputs(data);
-  auto const logits = reference::router_logits(inputs);
-  std::vector<std::int64_t> topk;
-  if (!desc.experts_choose()) {
-    topk = reference::select_experts(desc, reference::router_keys(inputs, logits));
-  }
-  if (!desc.experts_vary()) return {topk, {}, {}};
-  inputs.unrounded_ids = topk;
-  auto slots = reference::choose_tokens(desc, reference::pair_scores(inputs, logits));
-  return {std::move(slots.topk_ids), std::move(slots.token_offsets), std::move(topk)};
-}
-
 }  // namespace tessera::verify

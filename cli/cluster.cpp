@@ -13,10 +13,9 @@ namespace {
 constexpr double kLossRows = 4096;  // of logits that exist at a time
 constexpr double kElementwiseRows =
     40;  // rows of d in bf16 that a token's elementwise kernels read and write
-constexpr double kCopyBytes =
-    14;  // of a gathered parameter: bf16 twice into place, gradients to be reduced
-constexpr double kOptimizerBytes =
-    36;  // of a parameter: AdamW reads and writes 28, clipping reads 8
+// Bytes of a gathered parameter that are copied: bf16 twice into place, gradients to be reduced.
+constexpr double kCopyBytes = 14;
+constexpr double kOptimizerBytes = 36;  // of a parameter: AdamW reads and writes 28, clipping 8
 
 double real(std::int64_t value) { return static_cast<double>(value); }
 

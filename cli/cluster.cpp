@@ -189,7 +189,7 @@ std::vector<Experts> ClusterModel::experts() const {
            t.experts == model_.experts && t.top_k == model_.top_k;
   };
   auto const both = [&](std::vector<Experts>& list, ExpertsTime const& time, double work) {
-    if (set_.measured) list.push_back(known(time, std::string(kTesseraLayer), work));
+    if (set_.file != nullptr) list.push_back(known(time, std::string(kTesseraLayer), work));
     list.push_back(known(time, "tessera", work));
   };
   std::vector<Experts> list;

@@ -18,15 +18,17 @@ std::string tera(double rate, char const* unit) {
 
 std::vector<Assumption> assumptions_of(TrainingModel const& model, Cluster const& cluster,
                                        RateSet const& set, GpuRates const& gpu) {
+  bool const measured = set.file != nullptr;
   bool const h200 = std::string_view(gpu.name) == "h200";
-  char const* const basis = !set.measured ? kAssumed : h200 ? kMeasured : kScaled;
-  std::string const file = set.measured ? kFirstRunFile : "";
+  char const* const basis = !measured ? kAssumed : h200 ? kMeasured : kScaled;
+  std::string const file = measured ? set.file : "";
   char const* const flops = basis == kScaled ? ", 630/650 of an H200's" : "";
   char const* const bytes = basis == kScaled ? ", 2.4/3.4 of an H200's" : "";
   std::vector<Assumption> list = {
       {"GEMMs", basis, tera(gpu.dense, "FLOP/s") + flops + ", projections and head alike", file},
       {"attention", basis,
-       tera(gpu.attention, "FLOP/s") + flops + ", flash attention 2, forward and backward together",
+       tera(gpu.attention, "FLOP/s") + flops + ", " + set.attention +
+           ", forward and backward together",
        file},
       {"elementwise", basis, "40 rows of d per token at " + tera(gpu.elementwise, "B/s") + bytes,
        file},
@@ -37,9 +39,9 @@ std::vector<Assumption> assumptions_of(TrainingModel const& model, Cluster const
       {"optimizer", basis,
        "AdamW and clipping, 36 bytes of a parameter at " + tera(gpu.optimizer, "B/s") + bytes,
        file},
-      {"NCCL", set.measured ? kMeasured : kAssumed,
+      {"NCCL", measured ? kMeasured : kAssumed,
        fmt::format("{:.0f} GB/s of a rank within a host{}", gpu.link * 1e-9,
-                   set.measured ? ", beside kernels, on two H200" : ", as its all-reduce alone"),
+                   measured ? ", beside kernels, on two H200" : ", as its all-reduce alone"),
        file}};
   auto const assume = [&](char const* of, std::string text) {
     list.push_back({of, kAssumed, std::move(text), ""});
@@ -56,11 +58,14 @@ std::vector<Assumption> assumptions_of(TrainingModel const& model, Cluster const
   assume("overlap",
          "layers are gathered and reduced beside the compute of others; the first and the last "
          "of a step are covered by nothing");
-  assume("gaps", fmt::format("a step takes {} times its parts", set.slowdown));
+  list.push_back({"gaps", measured ? kMeasured : kAssumed,
+                  fmt::format("a step takes {} times its parts", set.slowdown), file});
   assume("experts", "times grow with T beyond 0.10 ms; 36 % of a layer is forward");
   if (set.logits_rows > 0) {
-    assume("router",
-           "the model's own: top-k, counts and losses as measured, its GEMMs not counted");
+    list.push_back({"router", basis,
+                    fmt::format("the model's own: top-k, counts and losses, its GEMMs {}counted",
+                                set.router_gemms ? "" : "not "),
+                    file});
   }
   assume("routing", "balanced: no expert is much fuller than others");
   assume(

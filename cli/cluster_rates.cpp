@@ -20,7 +20,15 @@ namespace {
 //   optimizer    21.1 ms for 36 bytes of 1.002e9 parameters; clipping has had less to do since
 //   link         reduce-scatters 20.4 ms for 4.01e9 bytes, all-gathers 17.8 ms for 3.85e9 bytes: beside other kernels
 //   logits_rows  top-k, counts and losses of the router 3.0 ms, at the rate of elementwise kernels
+//   slowdown     4.6 of 158.7 ms without a kernel
 // From the row tessera, times by 190.554/196.427: elementwise 17.8 ms for 4.61e10 bytes.
+//
+// balanced-run: the same point with routing that had learnt, cuDNN's attention, the router's GEMMs in TF32 and clipping
+// in AdamW (kBalancedFile). From the row tessera-layer, times by 156.902/162.968, bytes and FLOP as above:
+//   attention    26.4 ms; dense 39.0 ms; elementwise 16.4 ms; optimizer 21.6 ms; copies 4.74 ms
+//   link         reduce-scatters 27.3 ms, all-gathers 22.3 ms, in which ranks also wait for each other
+//   slowdown     7.6 of 163.0 ms without a kernel
+// logits_rows: top-k, counts, losses and GEMMs of the router 4.5 ms in the row tessera.
 // An H100 was not measured so: FLOP/s are 630/650 of an H200's, bytes/s 2.4/3.4.
 constexpr double kFlops = 630.0 / 650.0, kBytes = 2.4 / 3.4;
 
@@ -28,18 +36,33 @@ constexpr RateSet kSets[] = {
     {.name = "before-runs",
      .gpus = {{"h200", 139 * kGib, 650e12, 390e12, 3.4e12, 3.4e12, 3.4e12, 340e9, 45e9},
               {"h100", 78 * kGib, 630e12, 380e12, 2.4e12, 2.4e12, 2.4e12, 340e9, 45e9}},
-     .measured = false,
+     .file = nullptr,
+     .attention = "flash attention 2",
      .slowdown = 1.03,
      .logits_rows = 0,
+     .router_gemms = false,
      .norm_of_experts = true,
      .layer_h100 = false},
     {.name = "first-run",
      .gpus = {{"h200", 139 * kGib, 758e12, 277e12, 2.59e12, 4.47e12, 1.71e12, 205e9, 45e9},
               {"h100", 78 * kGib, 758e12 * kFlops, 277e12 * kFlops, 2.59e12 * kBytes,
                4.47e12 * kBytes, 1.71e12 * kBytes, 205e9, 45e9}},
-     .measured = true,
+     .file = kFirstRunFile,
+     .attention = "flash attention 2",
      .slowdown = 1.03,
      .logits_rows = 52,
+     .router_gemms = false,
+     .norm_of_experts = false,
+     .layer_h100 = true},
+    {.name = "balanced-run",
+     .gpus = {{"h200", 139 * kGib, 721e12, 491e12, 2.82e12, 5.69e12, 1.67e12, 158e9, 45e9},
+              {"h100", 78 * kGib, 721e12 * kFlops, 491e12 * kFlops, 2.82e12 * kBytes,
+               5.69e12 * kBytes, 1.67e12 * kBytes, 158e9, 45e9}},
+     .file = kBalancedFile,
+     .attention = "cuDNN's attention",
+     .slowdown = 1.049,
+     .logits_rows = 83,
+     .router_gemms = true,
      .norm_of_experts = false,
      .layer_h100 = true},
 };

@@ -27,10 +27,13 @@ struct GpuRates {
 struct RateSet {
   char const* name;
   GpuRates gpus[2];
-  bool measured;    ///< parts beside the experts come from steps of the program itself
-  double slowdown;  ///< a step over the sum of its parts: gaps, SMs that NCCL holds
-  double
-      logits_rows;  ///< passes over the fp32 logits [T,E] of the model's own router; 0: not counted
+  /// Results of the program that the parts beside the experts come from; null: assumed.
+  char const* file;
+  char const* attention;  ///< whose kernels
+  double slowdown;        ///< a step over the sum of its parts: gaps, SMs that NCCL holds
+  /// Passes over fp32 logits [T,E] that take as long as the model's own router; 0: not counted.
+  double logits_rows;
+  bool router_gemms;     ///< its GEMMs are among them
   bool norm_of_experts;  ///< what experts read is counted twice among what a layer saves
   bool layer_h100;       ///< experts on an H100 from its own measurement
 };
@@ -62,6 +65,8 @@ inline constexpr double kStragglers[] = {1.02, 1.06};  ///< a step over several 
 
 inline constexpr char kFirstRunFile[] =
     "bench/results/archive/h200x2/2026-11-27-end-to-end-first-run.json";
+inline constexpr char kBalancedFile[] =
+    "bench/results/archive/h200x2/2026-11-27-end-to-end-r0.json";
 inline constexpr char kLayerFile[] = "bench/results/archive/h200/2026-11-24-layer-sonicmoe.json";
 inline constexpr char kLayerH100File[] = "bench/results/archive/h100/2026-11-24-layer-over-h.json";
 

@@ -78,7 +78,7 @@ void ClusterFlags::add_to(CLI::App& command) {
   group->add_flag("--recompute", recompute_, "blocks run again in backward");
   group->add_option("--impl", impl_,
                     "one implementation of the experts (default: all with a time)");
-  group->add_option("--rates", rates_, "before-runs first-run (default: the newest)");
+  group->add_option("--rates", rates_, "before-runs first-run balanced-run (default: the newest)");
 }
 
 bool ClusterFlags::given(CLI::App const& command) { return was_given(command, "--cluster"); }

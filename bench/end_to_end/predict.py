@@ -24,7 +24,7 @@ import model as models
 
 GIB = 2**30
 GPUS = ("h200", "h100")
-RATES = ("before-runs", "first-run")
+RATES = ("before-runs", "first-run", "balanced-run")
 CONFIGURATIONS = ("7B-n256", "Qwen3-30B")  # those with measured experts
 BUILT = pathlib.Path(__file__).parents[2] / "build" / "bin" / "tessera"
 # Terms of a step that only some points have.

@@ -362,7 +362,8 @@ def has_program() -> bool:
 class Predictions(unittest.TestCase):
     def test_files_are_what_the_program_says(self):
         """The one of before the runs to the last digit, though its formulas were this program's own then."""
-        for name, rates in (("predictions.json", "before-runs"), ("predictions-2026-11-27.json", "first-run")):
+        for name, rates in (("predictions.json", "before-runs"), ("predictions-2026-11-27.json", "first-run"),
+                            ("predictions-2026-11-27-balanced.json", "balanced-run")):
             document = json.loads((PROGRAMS / name).read_text())
             self.assertEqual(document["points"], json.loads(json.dumps(list(predict.validation(rates)))), name)
             self.assertEqual(document.get("rates", "before-runs"), rates)

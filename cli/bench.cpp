@@ -346,6 +346,11 @@ std::string command_line_of(CLI::App const& command) {
 }
 
 int bench_cuda(BenchFlags const& flags, CLI::App const& command, std::string const& command_line) {
+  if (command.get_option("--ids-dtype")->count() > 0) {
+    throw CommandError(
+        "--ids-dtype with bench --device cuda: given ids are int64 on one GPU, as Python has them, "
+        "and int32 with --gpus; leave it out");
+  }
   CudaBench request;
   for (Job& job : jobs_of(flags, command)) {
     request.jobs.push_back({job.name, std::move(job.layer_case)});

@@ -29,7 +29,8 @@ namespace tessera {
 struct RouterLossArgs {
   ConstTensor logits = {};  ///< [T,E] fp32
   ConstTensor topk_counts =
-      {};  ///< [E] int32, int64 or fp32 (means, shares): f; needed unless balance is 0
+      {};  ///< [E] int32, int64 or fp32 (means, shares): f; needed unless balance is 0. Counts given all the same are
+           ///< checked and change no bit: a coefficient that a schedule sets may be 0 in some steps
   std::int64_t scope_tokens = 0;  ///< S; 0: T, without padding
   float balance = 0;
   float z = 0;

@@ -192,7 +192,8 @@ class MoE(nn.Module):
     def auxiliary_loss(self, router: functional.RouterOutput, mask=None, lengths=None, shape=None):
         """balance_coefficient * load-balancing loss + z_coefficient * z-loss + sequence_balance_coefficient * balance
         loss per sequence, a scalar to add to the training loss. mask: that of forward. The sequences are those of a
-        mask [B,S], of shape=(B, S), or of lengths [B] that follow each other.
+        mask [B,S], of shape=(B, S), or of lengths [B] that follow each other; they matter to the loss per sequence
+        alone, and are not read while its coefficient is 0, which a schedule may set.
 
             o, router = layer(x, return_router=True, mask=mask)
             loss = task_loss(o) + layer.auxiliary_loss(router, mask)

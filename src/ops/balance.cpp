@@ -333,6 +333,13 @@ Status update_selection_bias(Context const& context, SelectionBiasArgs const& ar
     return Status::invalid("selection_bias: rank %d, 1 is needed", args.selection_bias.rank);
   }
   std::int64_t const experts = args.selection_bias.shape[0];
+  ConstTensor const& f = args.topk_counts;
+  if (f.rank == 1 && f.shape[0] != experts) {
+    return Status::invalid(
+        "selection_bias: shape [%lld], topk_counts: shape [%lld]; both have one number for each "
+        "expert: take the layer's own",
+        static_cast<Int>(experts), static_cast<Int>(f.shape[0]));
+  }
   core::TensorCheck check{context.device()};
   check.output("selection_bias", args.selection_bias, DType::fp32, {experts});
   check_counts(args.topk_counts, experts, check);

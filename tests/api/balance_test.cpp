@@ -53,6 +53,21 @@ struct BalanceTest : testing::Test {
   }
 };
 
+TEST_F(BalanceTest, CountsWithoutItsCoefficientChangeNoBit) {
+  std::mt19937 generator(3);
+  Floats const logits = random_floats(7 * 4, 1, generator);
+  for (RouterKind const kind : {RouterKind::topk_softmax, RouterKind::sigmoid_bias}) {
+    Losses const none = losses(logits, {0, 0, 0, 0}, {.z = 0.1f}, kind);
+    for (std::vector<std::int32_t> const& counts : {std::vector{3, 1, 9, 1}, {1 << 30, 0, 0, 1}}) {
+      Losses const given = losses(logits, counts, {.z = 0.1f}, kind);
+      EXPECT_EQ(given.balance, 0);
+      EXPECT_EQ(given.z, none.z);
+      EXPECT_EQ(given.dlogits, none.dlogits);
+      EXPECT_NE(losses(logits, counts, {.balance = 0.1f, .z = 0.1f}, kind).dlogits, none.dlogits);
+    }
+  }
+}
+
 TEST_F(BalanceTest, IsItsCoefficientWhereTheLoadIsBalanced) {
   EXPECT_NEAR(losses(Floats(12, 0.5f), {2, 2, 2, 2}, {.balance = 0.3f}).balance, 0.3f, 1e-6f);
   EXPECT_NEAR(losses({50, 0, 0, 0, 50, 0, 0, 0}, {2, 0, 0, 0}, {.balance = 0.3f}).balance, 1.2f,

@@ -131,6 +131,13 @@ class Calls {
     return integers("token_offsets", offsets);
   }
 
+  /// Every third token is padding.
+  Tensor token_mask() {
+    mask_.assign(kTokens, 1);
+    for (std::size_t t = 0; t < mask_.size(); t += 3) mask_[t] = 0;
+    return tensor(mask_.data(), {kTokens});
+  }
+
   ExpertWeights weights() {
     std::int64_t const e = kExperts, d = kHidden, n = kIntermediate, width = desc_.up_width() * n;
     bool const separate = desc_.layout.orientation == WeightOrientation::separate;
@@ -166,6 +173,7 @@ class Calls {
     if (extra("selection_bias")) args.selection_bias = made("selection_bias", {kExperts});
     if (grouped() || extra("expert_offsets")) args.expert_offsets = groups();
     if (extra("row_scores")) args.row_scores = made("row_scores", {kTokens});
+    if (extra("token_mask")) args.token_mask = token_mask();
     args.weights = weights();
     args.o = made("o", {kTokens, kHidden});
     if (desc_.save == SavePolicy::h) {
@@ -190,6 +198,7 @@ class Calls {
     args.w_router = forward.w_router;
     args.b_router = forward.b_router;
     args.weights = forward.weights;
+    args.token_mask = forward.token_mask;
     if (extra("aux_dlogits")) args.aux_dlogits = made("aux_dlogits", {kTokens, kExperts});
     args.dx = made("dx", {kTokens, kHidden});
     args.gradients.dw_down =
@@ -214,6 +223,7 @@ class Calls {
     args.w_router = made("w_router", {kExperts, kHidden});
     if (extra("b_router")) args.b_router = made("b_router", {kExperts});
     if (extra("selection_bias")) args.selection_bias = made("selection_bias", {kExperts});
+    if (extra("token_mask")) args.token_mask = token_mask();
     bool const wide = desc_.ids_dtype == DType::int64;
     std::int64_t const slots = desc_.num_slots(), k = desc_.shape.top_k;
     std::vector<std::int64_t> wide_ids(static_cast<std::size_t>(slots)), wide_offsets(kTokens + 1);
@@ -244,6 +254,7 @@ class Calls {
   RowGrouping grouping_;
   std::map<std::string, Floats> floats_;
   std::map<std::string, std::vector<std::int32_t>> integers_;
+  std::vector<std::uint8_t> mask_;
 };
 
 struct Option {
@@ -277,6 +288,8 @@ std::vector<Option> options() {
       {"overwrite_h", [](MoeDesc& d) { d.overwrite_h = true; }},
       {"ids_dtype", [](MoeDesc& d) { d.ids_dtype = DType::int64; }, "int64 is needed"},
       {"dtype", [](MoeDesc& d) { d.dtype = DType::bf16; }},
+      {"router_dtype", [](MoeDesc& d) { d.router_dtype = DType::fp32; }},
+      {"router_dtype", [](MoeDesc& d) { d.router_dtype = DType::bf16; }},
       {"variable_experts",
        [](MoeDesc& d) {
          d.shape.variable_experts = true;
@@ -303,9 +316,9 @@ std::vector<Option> options() {
                                                                : "counts";
     all.push_back({"grouping", [grouping](MoeDesc& d) { d.grouping = grouping; }, given});
   }
-  for (char const* name :
-       {"topk_ids", "topk_weights", "token_offsets", "w_router", "b_router", "selection_bias",
-        "expert_offsets", "row_scores", "w_gate", "b_up", "b_gate", "b_down", "aux_dlogits"}) {
+  for (char const* name : {"topk_ids", "topk_weights", "token_offsets", "w_router", "b_router",
+                           "selection_bias", "expert_offsets", "row_scores", "w_gate", "b_up",
+                           "b_gate", "b_down", "aux_dlogits", "token_mask"}) {
     all.push_back({name, {}});
   }
   return all;
@@ -370,6 +383,7 @@ std::vector<Base> bases() {
 
 /// Whether the desc and the tensors are those of the base: the option names what the base is anyway.
 bool is_base(Base const& base, MoeDesc const& desc, Extras const& extras) {
+  if (desc.router_dtype == DType::fp32 && desc.router.kind != RouterKind::given) return true;
   if (!(desc == base.desc)) return false;
   // After forward with save=none there is no backward call that could take aux_dlogits.
   if (holds(extras, "aux_dlogits") && desc.save == SavePolicy::none) return true;

@@ -28,12 +28,13 @@ LAYER = [["--alpha", "1.25"], ["--limit", "0.25"], ["--up-offset", "0"], ["--bia
          ["--router", "sigmoid-bias"], ["--round", "up"], ["--tile", "5"], ["--capacity", "3"], ["--replay"],
          ["--groups", "2"], ["--top-groups", "1"], ["--route-scale", "2.5"], ["--normalize-scores"],
          ["--variable-experts"], ["--save", "x"], ["--column-chunk", "3"], ["--layout", "interleaved"],
-         ["--activation", "geglu"]]
+         ["--activation", "geglu"], ["--router-dtype", "fp32"], ["--router-dtype", "bf16"]]
 # Flags of its data.
 DATA = [["--routing", "zipf:2"], ["--step", "3"], ["--layer", "2"], ["--aux-dlogits"], ["--router-bias"],
         ["--sentinels", "0.5"], ["--repeat-experts"], ["--accumulate"], ["--seed", "7"], ["--ids-dtype", "int64"]]
 # What cannot be seen where it is read: int64 ids have the same numbers, and results do not depend on threads.
-UNSEEN = {"--ids-dtype": [["--router", "given"], ["--replay"]], "--threads": [[]]}
+# fp32 is what the router of an fp32 layer has anyway.
+UNSEEN = {"--router-dtype": [[]], "--ids-dtype": [["--router", "given"], ["--replay"]], "--threads": [[]]}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
@@ -97,7 +98,11 @@ class Options(Cli):
     def test_bench(self):
         self.refuse("bench", "--config", "gpt-oss-20b", "--activation", "relu", naming="--activation with --config")
         for flags, naming in ((["--tile", "5"], "tile=5"), (["--groups", "2"], "groups=2"), (["--gpus", "2"], "--gpus"),
-                              (["--sums-on-owners"], "--sums-on-owners"), (["--alpha", "2"], "alpha=2")):
+                              (["--sums-on-owners"], "--sums-on-owners"),
+                              (["--device", "cuda", "--router", "given", "--ids-dtype", "int64"],
+                               "--ids-dtype with bench --device cuda"),
+                              (["--device", "cuda", "--gpus", "2", "--ids-dtype", "int64"],
+                               "--ids-dtype with bench --device cuda"), (["--alpha", "2"], "alpha=2")):
             self.refuse("bench", *SHAPE, *flags, naming=naming)
 
     def test_train(self):

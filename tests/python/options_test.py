@@ -20,13 +20,18 @@ EXPERT_OPTIONS = {"alpha": [1.25], "limit": [0.25], "up_offset": [0.0], "layout"
                   "b_gate": ["tensor"]}
 ROUTER_OPTIONS = {"route_scale": [2.5], "normalize_scores": [True], "groups": [2], "top_groups": [1], "capacity": [3]}
 ROUNDING_OPTIONS = {"rounding": list(ROUNDED), "tile": [5], "seed": [7], "step": [3], "layer": [2]}
-ROUTER_TENSORS = {"b_router": ["tensor"], "selection_bias": ["tensor"]}
+ROUTER_TENSORS = {"b_router": ["tensor"], "selection_bias": ["tensor"], "mask": ["tensor"]}
 
 
 def drawn(name: str, *shape: int) -> torch.Tensor:
     """Equal names and sizes have equal values."""
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
     return torch.randn(shape, generator=generator) * 0.6
+
+
+def router_tensor(name: str) -> torch.Tensor:
+    """Every third token is padding."""
+    return torch.arange(TOKENS) % 3 > 0 if name == "mask" else drawn(name, EXPERTS)
 
 
 def weights(call: dict) -> dict:
@@ -74,7 +79,7 @@ def moe(call: dict) -> tuple:
     call = {"router": "topk-softmax", **call}
     tensors = {"x": drawn("x", TOKENS, HIDDEN).requires_grad_(),
                "w_router": drawn("w_router", EXPERTS, HIDDEN).requires_grad_(), **weights(call)}
-    more = {name: drawn(name, EXPERTS) for name in ROUTER_TENSORS if name in call}
+    more = {name: router_tensor(name) for name in ROUTER_TENSORS if name in call}
     options = {name: value for name, value in call.items() if name not in ("w_gate", "b_up", "b_gate", *more)}
     result = tessera.moe(**tensors, **more, top_k=TOP_K, **options)
     if call.get("return_router"):
@@ -86,7 +91,7 @@ def moe(call: dict) -> tuple:
 def route(call: dict) -> tuple:
     tensors = {"x": drawn("x", TOKENS, HIDDEN).requires_grad_(),
                "w_router": drawn("w_router", EXPERTS, HIDDEN).requires_grad_()}
-    more = {name: drawn(name, EXPERTS) for name in ROUTER_TENSORS if name in call}
+    more = {name: router_tensor(name) for name in ROUTER_TENSORS if name in call}
     options = {name: value for name, value in call.items() if name not in more}
     return list(tessera.route(**tensors, **more, top_k=TOP_K, **options)), list(tensors.values())
 
@@ -117,7 +122,8 @@ def module(call: dict) -> tuple:
     """In training, then in evaluation; all parameters, the buffer and the step have values."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        layer = tessera.MoE(HIDDEN, INTERMEDIATE, EXPERTS, **{"top_k": TOP_K, **call})
+        options = {name: value for name, value in call.items() if name != "mask"}
+        layer = tessera.MoE(HIDDEN, INTERMEDIATE, EXPERTS, **{"top_k": TOP_K, **options})
     with torch.no_grad():
         for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
             tensor.copy_(drawn(name, *tensor.shape))
@@ -127,9 +133,11 @@ def module(call: dict) -> tuple:
         for weight in (layer.w_up, layer.w_down):
             weight.main_grad = torch.zeros_like(weight)
     x = drawn("x", TOKENS, HIDDEN).to(layer.w_up.dtype)
-    o, router = layer(x, return_router=True)
-    evaluated = layer.eval()(x)
-    return [o, layer.auxiliary_loss(router), evaluated], parameters
+    mask = router_tensor("mask") if "mask" in call else None
+    o, router = layer(x, return_router=True, mask=mask)
+    loss = layer.auxiliary_loss(router, mask, shape=(2, TOKENS // 2))
+    evaluated = layer.eval()(x, mask=mask)
+    return [o, loss, evaluated], parameters
 
 
 def named_by(name: str, text: str) -> bool:
@@ -202,8 +210,20 @@ class Pairs(unittest.TestCase):
         del options["step"]
         options |= {"router_bias": [True], "selection_bias": [True], "bias": [True], "shared_intermediate": [5],
                     "shared_gate": [True], "balance_coefficient": [0.5], "z_coefficient": [0.5], "main_grad": [True],
-                    "dtype": [torch.bfloat16]}
-        self.walk("MoE", module, bases, options, 650)
+                    "dtype": [torch.bfloat16], "mask": ["tensor"], "sequence_balance_coefficient": [0.5],
+                    "router_dtype": [torch.bfloat16, torch.float64]}
+        self.walk("MoE", module, bases, options, 750)
+        # Beside bf16 experts; fp32 is what the router of an fp32 layer has anyway.
+        narrow = [{"dtype": torch.bfloat16, "router": router} for router in ROUTED]
+        self.walk("MoE in bf16", module, narrow, {"router_dtype": [torch.float32, torch.float64], "mask": ["tensor"],
+                                                  "sequence_balance_coefficient": [0.5]}, 25)
+
+    def test_preparation_of_hugging_face(self):
+        from tessera import huggingface
+
+        for dtype in (torch.float16, torch.bfloat16, torch.float64, "float32"):
+            with self.assertRaisesRegex(ValueError, "^router_dtype="):
+                huggingface.prepare(torch.nn.Linear(2, 2), router_dtype=dtype)
 
     def test_softmax_topk_that_normalizes(self):
         for call in ({}, {"rounding": "nr-f", "tile": 3}):

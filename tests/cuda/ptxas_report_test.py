@@ -53,6 +53,14 @@ class Commands(unittest.TestCase):
             ((path, words),) = ptxas_report.compile_commands(pathlib.Path(folder))
         self.assertEqual((path, words[0], words[-1]), ("src/expert_parallel/unfused/combine.cu", "nvcc", "-Xptxas=-v"))
 
+    def test_no_kernel_of_the_library_is_left_out(self):
+        """A folder that moves leaves the list: its kernels would drop out of the report and of sass_diff."""
+        sources = {path.relative_to(ptxas_report.ROOT).as_posix() for path in ptxas_report.ROOT.glob("src/**/*.cu")}
+        self.assertEqual({path for path in sources if not path.startswith(ptxas_report.FOLDERS)},
+                         {"src/device/cuda.cu"})  # kernels around the library
+        for folder in ptxas_report.FOLDERS:
+            self.assertTrue(any(path.startswith(folder) for path in sources), folder)
+
 
 if __name__ == "__main__":
     unittest.main()

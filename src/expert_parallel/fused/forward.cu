@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // From arguments to the parameters of the fused forward kernel, and to the instance of its activation.
 #include "cuda/host/activation_kinds.hpp"
+#include "cuda/host/gemm_params.hpp"
 #include "cuda/host/tensor_map.hpp"
-#include "cuda/host/weight_maps.hpp"
 #include "expert_parallel/fused/forward_pass.cuh"
 
 namespace tessera::expert_parallel {
@@ -24,13 +24,19 @@ cuda::WeightRows weight_rows(void const* gmem, std::int64_t expert_stride, std::
   return w;
 }
 
-// Of whole tiles of B, and of the halves that a pair of CTAs shares.
+// The GEMM of rows `a` and weights `w`, n rows of an expert in a half; `shared` are the maps by which a pair of CTAs
+// loads half of a tile of either operand each.
 template <gemm::GemmConfig kGemm, gemm::GemmConfig kShared>
-cudaError_t make_b_maps(gemm::GemmParams& p, SharedMaps& shared, cuda::WeightRows const (&w)[2],
-                        int experts, std::int64_t rows, std::int64_t columns) {
-  cudaError_t const error = cuda::host::make_weight_maps<kGemm>(p, w, experts, rows, columns);
+cudaError_t make_gemm(gemm::GemmParams& p, SharedMaps& shared, cuda::MatrixRows const& a,
+                      cuda::WeightRows const (&w)[2], int experts, std::int64_t n) {
+  std::int64_t const k = a.pitch;
+  cudaError_t error = cuda::host::gemm_params<kGemm>(
+      p, {.a = a, .b = {w[0], w[1]}, .n = n, .k = k, .segments = experts});
+  if (error == cudaSuccess) {
+    error = cuda::host::make_matrix_map(shared.a, a.gmem, a.rows, k, k, gemm::kSubtileM);
+  }
   if (error != cudaSuccess || p.b_in_boxes) return error;
-  return cuda::host::make_tile_map(shared.b, w, kShared.b_halves(), experts, rows, columns, false,
+  return cuda::host::make_tile_map(shared.b, w, kShared.b_halves(), experts, n, k, false,
                                    kShared.b_groups_per_cta());
 }
 
@@ -45,21 +51,18 @@ cudaError_t make_params(ForwardArguments const& args, ForwardParams& p) {
   auto const then = [&error](cudaError_t next) {
     if (error == cudaSuccess) error = next;
   };
-  then(host::make_matrix_map(p.up.a, x.gmem_pool, rows, d, d, kPlain.tile.m));
-  then(host::make_matrix_map(p.down.a, args.gmem_a, rows, n, n, kPlain.tile.m));
-  then(host::make_matrix_map(p.shared_up.a, x.gmem_pool, rows, d, d, gemm::kSubtileM));
-  then(host::make_matrix_map(p.shared_down.a, args.gmem_a, rows, n, n, gemm::kSubtileM));
   std::int64_t const halves = x.shape.gated ? 2 : 1;
   auto const* const w_up = static_cast<gemm::bf16 const*>(args.gmem_w_up);
   cuda::WeightRows const up[2] = {weight_rows(w_up, halves * n * d, n, d),
                                   weight_rows(w_up + n * d, halves * n * d, n, d)};
   cuda::WeightRows const down[2] = {weight_rows(args.gmem_w_down, d * n, d, n), {}};
+  cuda::MatrixRows const pool{x.gmem_pool, rows, d}, activated{args.gmem_a, rows, n};
   if (x.shape.gated) {
-    then(make_b_maps<kGated, kGatedShared>(p.up, p.shared_up, up, experts, n, d));
+    then(make_gemm<kGated, kGatedShared>(p.up, p.shared_up, pool, up, experts, n));
   } else {
-    then(make_b_maps<kPlain, kPlainShared>(p.up, p.shared_up, up, experts, n, d));
+    then(make_gemm<kPlain, kPlainShared>(p.up, p.shared_up, pool, up, experts, n));
   }
-  then(make_b_maps<kPlain, kPlainShared>(p.down, p.shared_down, down, experts, d, n));
+  then(make_gemm<kPlain, kPlainShared>(p.down, p.shared_down, activated, down, experts, d));
   then(host::make_ragged_store_map(p.activation.a, args.gmem_a, rows, 1, n, rows, gemm::kWarpRows));
   if (args.gmem_b_down != nullptr) {
     auto const* const b_up = static_cast<gemm::bf16 const*>(args.gmem_b_up);
@@ -70,8 +73,6 @@ cudaError_t make_params(ForwardArguments const& args, ForwardParams& p) {
   }
   p.activation.activation = args.activation;
   p.activation.ragged_extent = static_cast<int>(rows);
-  p.up.k_tiles = static_cast<int>((d + kPlain.tile.k - 1) / kPlain.tile.k);
-  p.down.k_tiles = static_cast<int>((n + kPlain.tile.k - 1) / kPlain.tile.k);
   return error;
 }
 

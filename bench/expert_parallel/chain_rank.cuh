@@ -313,23 +313,20 @@ class Rank {
   }
 
   ExchangeArguments exchange() const {
-    ExchangeArguments p{.shape = shape_,
-                        .window = window_layout_,
-                        .local = local_layout_,
-                        .rank = rank_,
-                        .windows = {},
-
-                        .gmem_local = local_.get(),
-                        .gmem_epoch = epoch_.get(),
-                        .fault = fault_,
-                        .limit_ns = uint64_t(limit_seconds_ * 1e9),
-                        .jitter_ns = jitter_ns_,
-                        .tokens = tokens_,
-                        .gmem_topk_ids = ids_.get(),
-                        .gmem_scores = scores_.get(),
-                        .gmem_pool = reinterpret_cast<char*>(pool_.get())};
-    std::copy(windows_.begin(), windows_.end(), p.windows);
-    return p;
+    return {.shape = shape_,
+            .window = window_layout_,
+            .local = local_layout_,
+            .rank = rank_,
+            .windows = expert_parallel::Windows(windows_),
+            .gmem_local = local_.get(),
+            .gmem_epoch = epoch_.get(),
+            .fault = fault_,
+            .limit_ns = uint64_t(limit_seconds_ * 1e9),
+            .jitter_ns = jitter_ns_,
+            .tokens = tokens_,
+            .gmem_topk_ids = ids_.get(),
+            .gmem_scores = scores_.get(),
+            .gmem_pool = reinterpret_cast<char*>(pool_.get())};
   }
 
   void launch_fused(int lag, X from = X::in_window) {

@@ -108,24 +108,20 @@ char* own_window(SessionConfig const& config) noexcept {
 ExchangeArguments exchange_of(SessionConfig const& config, Regions const& regions, Fault* fault,
                               std::int32_t tokens) noexcept {
   std::byte* const base = core::WorkspacePlan::align(config.workspace);
-  ExchangeArguments exchange{.shape = config.shape,
-                             .window = WindowLayout(config.shape),
-                             .local = LocalLayout(config.shape, config.sm_count),
-                             .rank = config.rank,
-                             .windows = {},
-                             .gmem_local = regions.local.in(base),
-                             .gmem_epoch = regions.epoch.in(base),
-                             .fault = fault,
-                             .limit_ns = static_cast<std::uint64_t>(config.time_limit * 1e9),
-                             .jitter_ns = 0,
-                             .tokens = tokens,
-                             .gmem_topk_ids = nullptr,
-                             .gmem_scores = nullptr,
-                             .gmem_pool = nullptr};
-  for (std::size_t r = 0; r < static_cast<std::size_t>(config.shape.ranks); ++r) {
-    exchange.windows[r] = static_cast<char*>(config.windows[r]);
-  }
-  return exchange;
+  return {.shape = config.shape,
+          .window = WindowLayout(config.shape),
+          .local = LocalLayout(config.shape, config.sm_count),
+          .rank = config.rank,
+          .windows = Windows(config.windows),
+          .gmem_local = regions.local.in(base),
+          .gmem_epoch = regions.epoch.in(base),
+          .fault = fault,
+          .limit_ns = static_cast<std::uint64_t>(config.time_limit * 1e9),
+          .jitter_ns = 0,
+          .tokens = tokens,
+          .gmem_topk_ids = nullptr,
+          .gmem_scores = nullptr,
+          .gmem_pool = nullptr};
 }
 
 }  // namespace

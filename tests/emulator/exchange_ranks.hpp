@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -319,22 +320,22 @@ class Ranks {
   }
 
   ExchangeArguments arguments(Pass const& pass, int r) {
-    ExchangeArguments exchange{.shape = s_,
-                               .window = layout_,
-                               .local = LocalLayout(s_, ctas_),
-                               .rank = r,
-                               .windows = {},
-                               .gmem_local = rank(r).local.get(),
-                               .gmem_epoch = rank(r).epoch.get(),
-                               .fault = &rank(r).fault,
-                               .limit_ns = limit_ns_,
-                               .jitter_ns = jitter_ns_,
-                               .tokens = pass.exchange.tokens(r),
-                               .gmem_topk_ids = nullptr,
-                               .gmem_scores = nullptr,
-                               .gmem_pool = nullptr};
-    for (int p = 0; p < s_.ranks; ++p) exchange.windows[p] = rank(p).window.get();
-    return exchange;
+    std::array<char*, kMaxRanks> windows = {};
+    for (std::size_t p = 0; p < ranks_.size(); ++p) windows[p] = ranks_[p]->window.get();
+    return {.shape = s_,
+            .window = layout_,
+            .local = LocalLayout(s_, ctas_),
+            .rank = r,
+            .windows = Windows(windows),
+            .gmem_local = rank(r).local.get(),
+            .gmem_epoch = rank(r).epoch.get(),
+            .fault = &rank(r).fault,
+            .limit_ns = limit_ns_,
+            .jitter_ns = jitter_ns_,
+            .tokens = pass.exchange.tokens(r),
+            .gmem_topk_ids = nullptr,
+            .gmem_scores = nullptr,
+            .gmem_pool = nullptr};
   }
   RouteArguments route_arguments(Pass& pass, int r) {
     RouteArguments args{

@@ -247,11 +247,13 @@ class Ranks {
 
   cudaError_t launch(int rank, int tokens, std::uint32_t jitter_ns, std::uint64_t limit_ns) {
     Rank& r = *ranks_[static_cast<std::size_t>(rank)];
+    std::array<char*, kMaxRanks> windows = {};
+    for (std::size_t p = 0; p < ranks_.size(); ++p) windows[p] = ranks_[p]->window.get();
     ExchangeArguments exchange{.shape = s_,
                                .window = r.layout,
                                .local = r.local_layout,
                                .rank = rank,
-                               .windows = {},
+                               .windows = Windows(windows),
                                .gmem_local = r.local.get(),
                                .gmem_epoch = r.epoch.get(),
                                .fault = &r.fault,
@@ -261,9 +263,6 @@ class Ranks {
                                .gmem_topk_ids = r.ids.data(),
                                .gmem_scores = r.scores.data(),
                                .gmem_pool = reinterpret_cast<char*>(r.pool.get())};
-    for (int p = 0; p < s_.ranks; ++p) {
-      exchange.windows[p] = ranks_[static_cast<std::size_t>(p)]->window.get();
-    }
     std::int64_t const first = std::int64_t{rank} * s_.local_experts();
     std::int64_t const matrix = std::int64_t{s_.intermediate} * s_.hidden;
     KeptPass kept = {};

@@ -206,7 +206,7 @@ MUTANTS = [
     ("every row is the first of its token", "expert_parallel/exchange/row_tables.cuh",
      "!once || words.z % 256 == 0", "true", "origins differ"),
     ("second rows are those of x", "expert_parallel/unfused/dispatch.cu",
-     "(is_second ? exchange.window.second_x_row(token)", "(false ? exchange.window.second_x_row(token)",
+     "is_second ? exchange.window.second_x_row(token)", "false ? exchange.window.second_x_row(token)",
      "second rows differ"),
     ("counters of the next separate pass are not cleared", "expert_parallel/unfused/dispatch.cu",
      "clear_next_bank<kThreads>(exchange, epoch);", "", "nothing changes any more"),

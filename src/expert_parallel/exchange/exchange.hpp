@@ -16,7 +16,7 @@
 #include "expert_parallel/plan/divisor.hpp"
 #include "expert_parallel/plan/fault.hpp"
 #include "expert_parallel/plan/protocol.hpp"
-#include "expert_parallel/transport/engine.hpp"
+#include "expert_parallel/transport/windows.hpp"
 
 namespace tessera::expert_parallel {
 
@@ -25,7 +25,7 @@ struct ExchangeArguments {
   WindowLayout window;
   LocalLayout local;
   std::int32_t rank;
-  char* windows[kMaxRanks];   // zeroed before the first pass; x of this rank in its own
+  Windows windows;            // zeroed before the first pass; x of this rank in its own
   char* gmem_local;           // local.bytes, zeroed before the first pass
   std::uint32_t* gmem_epoch;  // 1 before the first pass; combine increments it
   Fault* fault;               // zero; memory of the host that the device writes

@@ -60,8 +60,8 @@ __device__ void clear_next_bank(ExchangeArguments const& p, std::uint32_t epoch)
 // write those of blocks once they have this rank's lists.
 template <int kThreads>
 __device__ void renew_words(ExchangeArguments const& p, std::uint32_t epoch, std::int64_t begin) {
-  std::uint32_t* const first = word_of(p.windows[p.rank], begin);
-  std::uint32_t* const end = word_of(p.windows[p.rank], p.window.counts);  // what follows
+  std::uint32_t* const first = own_window(p).word(begin);
+  std::uint32_t* const end = own_window(p).word(p.window.counts);  // what follows
   for (std::uint32_t* word = first + std::int64_t{blockIdx.x} * kThreads + threadIdx.x; word < end;
        word += std::int64_t{gridDim.x} * kThreads) {
     *word = epoch - 1;
@@ -217,16 +217,18 @@ __device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>
     if (routed) {
       RouteEntry entry = {.pair = static_cast<std::uint32_t>(pair)};
       if constexpr (kWithScores) entry.score = p.gmem_scores[pair];
-      char* const window = p.windows[p.owner(id)];
+      Peer const owner = peer_of(p, p.owner(id));
       if (p.shape.rows_cross_once()) {
         join(p, id, pair, entry);
         PairPlace const at = {id - p.owner(id) * p.local_experts, index};
         float const score = p.shape.transfer == Transfer::dedup ? p.gmem_scores[pair] : 0;
-        *reinterpret_cast<uint2*>(window + p.window.placed_pair(parity(epoch), p.rank, pair)) =
+        std::int64_t const placed = p.window.placed_pair(parity(epoch), p.rank, pair);
+        *reinterpret_cast<uint2*>(owner.store_if_local<OtherWay::kStaged>(placed)) =
             make_uint2(at.word(), __float_as_uint(score));
       }
       std::int64_t const place = smem.list_begin[id] + index;
-      *reinterpret_cast<uint4*>(window + p.window.list_entry(parity(epoch), p.rank, place)) =
+      std::int64_t const listed = p.window.list_entry(parity(epoch), p.rank, place);
+      *reinterpret_cast<uint4*>(owner.store_if_local<OtherWay::kStaged>(listed)) =
           *reinterpret_cast<uint4 const*>(&entry);
       *pair_word(p, pair) = static_cast<std::uint32_t>(index);
     }
@@ -238,9 +240,8 @@ __device__ void send_counts(ExchangeArguments const& p, RouteStorage<kThreads> c
                             std::uint32_t epoch) {
   for (int r = static_cast<int>(blockIdx.x); r < p.shape.ranks; r += static_cast<int>(gridDim.x)) {
     for (int e = static_cast<int>(threadIdx.x); e < p.shape.experts; e += kThreads) {
-      std::int64_t const at = p.window.count_word(parity(epoch), p.rank, e);
-      arch::store_relaxed_sys(reinterpret_cast<std::uint64_t*>(p.windows[r] + at),
-                              CountWord{smem.totals[e], epoch}.word());
+      peer_of(p, r).signal(p.window.count_word(parity(epoch), p.rank, e),
+                           CountWord{smem.totals[e], epoch}.word());
     }
   }
 }
@@ -253,7 +254,7 @@ __device__ inline bool publish_entries(ExchangeArguments const& p, std::uint32_t
   if (before + 1 != gridDim.x) return false;
   arch::fence_acq_rel_sys();
   for (int r = 0; r < p.shape.ranks; ++r) {
-    arch::store_relaxed_sys(word_of(p.windows[r], p.window.publish_word(p.rank)), epoch);
+    peer_of(p, r).signal(p.window.publish_word(p.rank), epoch);
   }
   return true;
 }

@@ -19,9 +19,9 @@ struct PassPlan {
 __device__ inline void send_room(ExchangeArguments const& exchange, std::uint32_t epoch,
                                  std::int32_t room, int rank) {
   if (rank >= exchange.shape.ranks) return;
-  std::int64_t const at = exchange.window.room_word(parity(epoch), exchange.rank);
-  arch::store_relaxed_sys(reinterpret_cast<std::uint64_t*>(exchange.windows[rank] + at),
-                          CountWord{room, epoch}.word());
+  peer_of(exchange, rank)
+      .signal(exchange.window.room_word(parity(epoch), exchange.rank),
+              CountWord{room, epoch}.word());
 }
 
 // By all threads of a CTA. False: a wait has failed.
@@ -68,7 +68,7 @@ __device__ inline std::int32_t next_row(ExchangeArguments const& exchange, PassP
     if ((choices >> j & 1) == 0) continue;
     std::int64_t const at =
         exchange.window.placed_pair(parity(epoch), row.source, of_token + static_cast<unsigned>(j));
-    PairPlace const place = PairPlace::of(__ldcg(word_of(exchange.windows[exchange.rank], at)));
+    PairPlace const place = PairPlace::of(__ldcg(own_window(exchange).word(at)));
     int const of_choice = key(place.expert, j);
     if (of_choice <= own || of_choice >= least) continue;
     least = of_choice;
@@ -88,9 +88,8 @@ __device__ inline void write_rows(ExchangeArguments const& exchange, PassPlan co
   bool const once = exchange.shape.rows_cross_once();
   for (int row = thread; row < rows; row += threads) {
     PoolRow const from = cursor.at(row);
-    auto const* const entry = reinterpret_cast<uint4 const*>(
-        exchange.windows[exchange.rank] +
-        exchange.window.list_entry(parity(epoch), from.source, from.entry));
+    auto const* const entry = reinterpret_cast<uint4 const*>(own_window(exchange).place(
+        exchange.window.list_entry(parity(epoch), from.source, from.entry)));
     uint4 const words = __ldcg(entry);  // RouteEntry
     std::int32_t const next = once ? next_row(exchange, pass, epoch, from, words.x, words.y) : -1;
     bool const is_first = !once || words.z % 256 == 0;  // RouteEntry::place

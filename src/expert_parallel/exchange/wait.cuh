@@ -8,7 +8,7 @@
 #include "cuda/arch/clock.cuh"
 #include "cuda/arch/signal.cuh"
 #include "cuda/arch/warp.cuh"
-#include "expert_parallel/exchange/exchange.hpp"
+#include "expert_parallel/exchange/peers.cuh"
 
 namespace tessera::expert_parallel {
 
@@ -30,23 +30,24 @@ class Waiter {
 
   /// A word of this rank's window that `peer` writes. False: the pass is lost.
   __device__ bool for_epoch(std::int64_t offset, std::uint32_t epoch, Site site, int peer) const {
-    std::uint32_t const* const word = word_of(p_.windows[p_.rank], offset);
-    return wait([&] { return arch::load_acquire_sys(word); },
+    OwnWindow const own = own_window(p_);
+    return wait([&] { return own.acquire(offset); },
                 [&](std::uint32_t seen) { return reached(seen, epoch); }, epoch, site, peer);
   }
   /// second_x of `peer` lies in its window. Not every pass says so: a word may be of any pass before.
   __device__ bool for_second_rows(int peer) const {
-    std::uint32_t const* const word =
-        word_of(p_.windows[p_.rank], p_.window.second_staged_word(peer));
-    return wait([&] { return arch::load_acquire_sys(word); },
+    OwnWindow const own = own_window(p_);
+    std::int64_t const word = p_.window.second_staged_word(peer);
+    return wait([&] { return own.acquire(word); },
                 [&](std::uint32_t seen) { return seen == epoch_; }, epoch_, Site::staged, peer);
   }
   /// What ranks have written into this rank's window for this pass. By a converged warp: lane r waits for rank r, if it
   /// does; all lanes leave at once.
   __device__ bool for_lists(bool waits) const {
     int const peer = waits ? arch::lane_idx() : p_.rank;
-    std::uint32_t const* const word = word_of(p_.windows[p_.rank], p_.window.publish_word(peer));
-    return wait<true>([&] { return arch::load_acquire_sys(word); },
+    OwnWindow const own = own_window(p_);
+    std::int64_t const word = p_.window.publish_word(peer);
+    return wait<true>([&] { return own.acquire(word); },
                       [&](std::uint32_t seen) { return !waits || reached(seen, epoch_); }, epoch_,
                       Site::publish, peer);
   }
@@ -97,9 +98,9 @@ class Waiter {
   template <class Enough>
   __device__ bool for_count_word(std::int64_t offset, int source, std::int32_t& rows,
                                  Enough enough) const {
-    auto const* const word = reinterpret_cast<std::uint64_t const*>(p_.windows[p_.rank] + offset);
+    OwnWindow const own = own_window(p_);
     auto const look = [&] {
-      CountWord const seen = CountWord::of(arch::load_relaxed_sys(word));
+      CountWord const seen = CountWord::of(own.look_8(offset));
       rows = seen.rows;
       return seen.epoch;
     };
@@ -155,8 +156,7 @@ class Waiter {
 
   // 0, or the rank + 1 that gave up first, as `rank` says. It stays: a group that has lost a pass is rebuilt.
   __device__ int abort_word(int rank) const {
-    return static_cast<int>(
-        arch::load_relaxed_sys(word_of(p_.windows[p_.rank], p_.window.abort_word(rank))));
+    return static_cast<int>(own_window(p_).look(p_.window.abort_word(rank)));
   }
   __device__ int aborted_by() const {
     for (int r = 0; r < p_.shape.ranks; ++r) {
@@ -168,8 +168,7 @@ class Waiter {
   // leaves because of the own window's word, says to a peer later is behind the fence: who acquires it finds the word.
   __device__ void tell_all(int by) const {
     auto const store = [&](int rank) {
-      arch::store_relaxed_sys(word_of(p_.windows[rank], p_.window.abort_word(p_.rank)),
-                              static_cast<std::uint32_t>(by));
+      peer_of(p_, rank).signal(p_.window.abort_word(p_.rank), static_cast<std::uint32_t>(by));
     };
     for (int r = 0; r < p_.shape.ranks; ++r) {
       if (r != p_.rank) store(r);

@@ -79,7 +79,7 @@ class OwnerSums {
       std::int64_t const at = p_.window.list_entry(parity(pass_.epoch), row.source, row.entry);
       smem_.source[half_ ^ 1][lane_] = row.source;
       arch::cp_async_16(arch::shared_address(&smem_.entries[half_ ^ 1][lane_]),
-                        p_.windows[p_.rank] + at, 16);
+                        own_window(p_).place(at), 16);
     }
     arch::cp_async_commit();
   }
@@ -110,7 +110,7 @@ class OwnerSums {
     if (lane_ == 0) smem_.ahead = {entry.y, token, source};
     if (lane_ <= p_.shape.max_top_k / 2) {
       arch::cp_async_16(arch::shared_address(&smem_.placed[2 * lane_]),
-                        p_.windows[p_.rank] + placed / 16 * 16 + 16 * lane_, 16);
+                        own_window(p_).place(placed / 16 * 16 + 16 * lane_), 16);
     }
     arch::cp_async_commit();
     return true;
@@ -161,7 +161,8 @@ class OwnerSums {
   __device__ void add() {
     SumStorage::Token const token = smem_.now;
     int const first = __ffs(static_cast<int>(token.choices)) - 1;
-    char* const to = p_.windows[token.source] + p_.window.slot(token.token, first);
+    char* const to = peer_of(p_, token.source)
+                         .store_if_local<OtherWay::kStaged>(p_.window.slot(token.token, first));
     int const rows = __popc(token.choices);
     if (rows <= 2) {
       add_rows<kLoads / 2, 2>(rows, to);
@@ -222,9 +223,8 @@ class OwnerSums {
     arch::fence_acq_rel_sys();  // for what all lanes have stored
     if (lane_ < untold_) {
       SumStorage::Token const sum = smem_.untold[lane_];
-      arch::store_relaxed_sys(
-          word_of(p_.windows[sum.source], p_.window.part_done_word(p_.rank, sum.token)),
-          pass_.epoch);
+      Peer const to = peer_of(p_, sum.source);
+      to.signal(p_.window.part_done_word(p_.rank, sum.token), pass_.epoch);
     }
     __syncwarp();
     untold_ = 0;

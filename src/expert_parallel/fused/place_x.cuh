@@ -11,7 +11,7 @@
 #include "cuda/arch/proxy_fence.cuh"
 #include "cuda/arch/tma.cuh"
 #include "cuda/arch/warp.cuh"
-#include "expert_parallel/exchange/exchange.hpp"
+#include "expert_parallel/exchange/peers.cuh"
 
 namespace tessera::expert_parallel {
 
@@ -32,7 +32,7 @@ class PlaceX {
       : smem_(smem),
         landed_(landed),
         from_(gmem_x),
-        to_(p.windows[p.rank] + p.window.x_row(0)),
+        to_(own_window(p).place(p.window.x_row(0))),
         pitch_bytes_(pitch_bytes),
         slice_(token_slice(p.tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x))),
         row_bytes_(2 * p.shape.hidden),

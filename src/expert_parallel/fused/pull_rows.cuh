@@ -35,6 +35,11 @@ __device__ inline int first_rows(ExchangeShape const& shape, int all) {
   return min(rows_of_first_tasks(shape), most) / kRowsOfDraw * kRowsOfDraw;
 }
 
+// A row of x in the window of its source.
+__device__ inline char const* x_of(ExchangeArguments const& p, int source, std::int64_t token) {
+  return peer_of(p, source).load_if_local<OtherWay::kSent>(p.window.x_row(token));
+}
+
 // pool_row_of_pair of a pair that is here. Where rows cross once.
 __device__ inline int pool_row_of(Pass const& pass, PairPlace const& place, int source) {
   return pass.smem.pool_begin[source * pass.p.exchange.local_experts + place.expert] + place.index;
@@ -62,7 +67,7 @@ __device__ inline void pull_rows(Pass const& pass, int warp) {
       number += workers;
     } while (ahead.source == p.rank && number - workers < first);
     std::int64_t const at = p.window.list_entry(parity(pass.epoch), ahead.source, ahead.entry);
-    ahead_pair = __ldcg(word_of(p.windows[p.rank], at));  // RouteEntry::pair
+    ahead_pair = __ldcg(own_window(p).word(at));  // RouteEntry::pair
     return true;
   };
   bool more = look_ahead();
@@ -74,7 +79,7 @@ __device__ inline void pull_rows(Pass const& pass, int warp) {
     bool const first_lane = arch::lane_idx() == 0;
     if (first_lane) *row_origin(p, row) = make_uint2(pair, static_cast<std::uint32_t>(source));
     int const token = p.token_of(pair);
-    bringing.bring(p.windows[source] + p.window.x_row(token), first_lane ? row : -1);
+    bringing.bring(x_of(p, source, token), first_lane ? row : -1);
   }
   bringing.finish();
 }
@@ -140,15 +145,13 @@ class TokenDraws {
     token.token = p_.token_of(pair);
     token.source = __shfl_sync(arch::kAllLanes, source_, from);
     if ((token.choices >> lane_ & 1) != 0) {
-      token.place = __ldcg(
-          word_of(window(), p_.window.placed_pair(parity(pass_.epoch), token.source,
-                                                  token.token * p_.shape.max_top_k + lane_)));
+      token.place = __ldcg(own_window(p_).word(p_.window.placed_pair(
+          parity(pass_.epoch), token.source, token.token * p_.shape.max_top_k + lane_)));
     }
     return token;
   }
 
  private:
-  __device__ char* window() const { return p_.windows[p_.rank]; }
   // Of the draw ahead.
   __device__ bool has_row() const { return lane_ < kRowsOfDraw && first_ahead_ + lane_ < rows_; }
   __device__ void draw() {
@@ -162,7 +165,7 @@ class TokenDraws {
     PoolRow const row = cursor_.at(first_ahead_ + lane_);
     source_ahead_ = row.source;
     entry_ahead_ = __ldcg(reinterpret_cast<uint4 const*>(
-        window() + p_.window.list_entry(parity(pass_.epoch), row.source, row.entry)));
+        own_window(p_).place(p_.window.list_entry(parity(pass_.epoch), row.source, row.entry))));
   }
 
   Pass const& pass_;
@@ -190,8 +193,7 @@ __device__ void pull_tokens(Pass const& pass, int warp) {
   while (token.choices != 0) {
     int const row = place_row<kSums>(pass, token.token, token.source, token.choices,
                                      PairPlace::of(token.place));
-    bringing.bring(p.windows[token.source] + p.window.x_row(token.token), row,
-                   [&] { token = draws.next(); });
+    bringing.bring(x_of(p, token.source, token.token), row, [&] { token = draws.next(); });
   }
   bringing.finish();
 }
@@ -217,7 +219,7 @@ __device__ void bring_first_tokens(Pass const& pass, int warp) {
       PoolRow const row = cursor.at(number);
       source_ahead = row.source;
       entry = __ldcg(reinterpret_cast<uint4 const*>(
-          p.windows[p.rank] + p.window.list_entry(parity(pass.epoch), row.source, row.entry)));
+          own_window(p).place(p.window.list_entry(parity(pass.epoch), row.source, row.entry))));
     }
     bool const brings = number < end && entry.z % 256 == 0;  // RouteEntry::place
     // A PairPlace of lane j: of choice j of the first token that is left, if it is one of those.
@@ -228,8 +230,8 @@ __device__ void bring_first_tokens(Pass const& pass, int warp) {
       int const token = p.token_of(__shfl_sync(arch::kAllLanes, entry.x, from));
       std::uint32_t const choices = __shfl_sync(arch::kAllLanes, entry.y, from);
       if ((choices >> lane & 1) == 0) return 0u;
-      return __ldcg(word_of(p.windows[p.rank], p.window.placed_pair(parity(pass.epoch), source,
-                                                                    token * top_k + lane)));
+      return __ldcg(own_window(p).word(
+          p.window.placed_pair(parity(pass.epoch), source, token * top_k + lane)));
     };
     unsigned left = __ballot_sync(arch::kAllLanes, brings);
     std::uint32_t ahead = place_of(left);
@@ -241,7 +243,7 @@ __device__ void bring_first_tokens(Pass const& pass, int warp) {
       int const token = p.token_of(__shfl_sync(arch::kAllLanes, entry.x, from));
       std::uint32_t const choices = __shfl_sync(arch::kAllLanes, entry.y, from);
       int const row = place_row<kSums>(pass, token, source, choices, PairPlace::of(place));
-      bringing.bring(p.windows[source] + p.window.x_row(token), row);
+      bringing.bring(x_of(p, source, token), row);
     }
   }
   bringing.finish();
@@ -267,11 +269,11 @@ __device__ inline void bring_own_rows(Pass const& pass, int warp) {
     if (expert == last || pass.plan()[expert].first_row + index >= end) break;
     int const entry = pass.smem.list_begin[expert] + index;
     std::uint32_t const pair =
-        __ldcg(word_of(p.windows[p.rank], p.window.list_entry(parity(pass.epoch), p.rank,
-                                                              entry)));  // RouteEntry::pair
+        __ldcg(own_window(p).word(p.window.list_entry(parity(pass.epoch), p.rank,
+                                                      entry)));  // RouteEntry::pair
     int const row = pass.plan()[expert].first_block * p.shape.block_rows + index;
     if (lane == 0) *row_origin(p, row) = make_uint2(pair, static_cast<std::uint32_t>(p.rank));
-    bringing.bring(p.windows[p.rank] + p.window.x_row(p.token_of(pair)), lane == 0 ? row : -1);
+    bringing.bring(own_window(p).place(p.window.x_row(p.token_of(pair))), lane == 0 ? row : -1);
   }
   bringing.finish();
 }

@@ -37,8 +37,9 @@ class Push {
     uint2 const origin = *row_origin(p, pool_row);
     if (kSums && origin.y == kStays) return p.gmem_pool + pool_row * (2 * p.shape.hidden);
     int const token = p.token_of(origin.x);
-    return p.windows[origin.y] +
-           p.window.slot(token, static_cast<std::int32_t>(origin.x) - token * p.shape.max_top_k);
+    std::int64_t const slot =
+        p.window.slot(token, static_cast<std::int32_t>(origin.x) - token * p.shape.max_top_k);
+    return peer_of(p, origin.y).store_if_local<OtherWay::kStaged>(slot);
   }
 
   // Nothing is pending. Row `lane` goes to `to`, of a row of so many columns the tile's from the first one on.

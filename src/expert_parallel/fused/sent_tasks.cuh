@@ -50,8 +50,8 @@ __device__ inline void announce_block(Pass const& pass, int local_expert, int bl
   for (int turn = 0; turn < p.shape.ranks; ++turn, source = source_after(p.shape, source)) {
     int const end = row + pass.counts().at(source, expert);
     if (end > row && row < first + p.shape.block_rows && end > first) {
-      arch::store_relaxed_sys(word_of(p.windows[source], p.window.block_done_word(p.rank, block)),
-                              pass.epoch);
+      Peer const to = peer_of(p, source);
+      to.signal(p.window.block_done_word(p.rank, block), pass.epoch);
     }
     row = end;
   }

@@ -187,9 +187,8 @@ class SlotSums {
   __device__ bool take(Group& group) {
     if (group.left == 0) return false;
     if (!group.there) {
-      group.there = reached(arch::load_acquire_sys(expert_parallel::word_of(p_.windows[p_.rank],
-                                                                            word_of(group.choice))),
-                            pass_.epoch);
+      OwnWindow const own = own_window(p_);
+      group.there = reached(own.acquire(word_of(group.choice)), pass_.epoch);
     }
     __syncwarp();
     unsigned const choices = (2u << (top_k_ - 1)) - 1;  // of the first token
@@ -229,7 +228,8 @@ class SlotSums {
     unsigned left = piece.choices;
     TESSERA_UNROLL
     for (int i = 0; i < kAtOnce; ++i, left &= left - 1) {
-      char const* const from = p_.windows[p_.rank] + p_.window.slot(piece.token, 0) +
+      OwnWindow const own = own_window(p_);
+      char const* const from = own.place(p_.window.slot(piece.token, 0)) +
                                (__ffs(static_cast<int>(left)) - 1) * pitch + 2 * column;
       TESSERA_UNROLL
       for (int b = 0; b < kBlocks; ++b, to += kBlockBytes) {

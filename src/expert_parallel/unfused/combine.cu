@@ -42,12 +42,14 @@ __device__ void send(CombineArguments const& p, CopyRing& ring) {
     if (i + 1 < mine) ahead = origin(i + 1);
     std::int64_t const row = worker + std::int64_t{i} * workers;
     std::int32_t const token = exchange.token_of(to.x);
-    char* const window = exchange.windows[to.y];
+    Peer const source = peer_of(exchange, to.y);
     std::int32_t const choice = static_cast<std::int32_t>(to.x) - token * exchange.shape.max_top_k;
     if (p.gmem_dscores != nullptr) {
-      *reinterpret_cast<float*>(window + exchange.window.dscore(to.x)) = p.gmem_dscores[row];
+      std::int64_t const at = exchange.window.dscore(to.x);
+      *reinterpret_cast<float*>(source.store_if_local<OtherWay::kStaged>(at)) = p.gmem_dscores[row];
     }
-    return RowCopy{p.gmem_rows + row * row_bytes, window + exchange.window.slot(token, choice),
+    return RowCopy{p.gmem_rows + row * row_bytes,
+                   source.store_if_local<OtherWay::kStaged>(exchange.window.slot(token, choice)),
                    nullptr};
   });
 }
@@ -80,8 +82,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine(__grid_constant__ Combine
   if (thread == 0) {
     arch::fence_acq_rel_sys();
     for (int r = 0; r < exchange.shape.ranks; ++r) {
-      arch::store_relaxed_sys(word_of(exchange.windows[r], exchange.window.ack_word(exchange.rank)),
-                              epoch);
+      peer_of(exchange, r).signal(exchange.window.ack_word(exchange.rank), epoch);
     }
   }
   __syncwarp();

@@ -35,7 +35,7 @@ struct Shared {
 __device__ void say_staged(ExchangeArguments const& p, std::int64_t word, std::uint32_t epoch) {
   arch::fence_acq_rel_sys();
   for (int r = 0; r < p.shape.ranks; ++r) {
-    arch::store_relaxed_sys(word_of(p.windows[r], word), epoch);
+    peer_of(p, r).signal(word, epoch);
   }
 }
 
@@ -146,8 +146,9 @@ class Bring {
   [[nodiscard]] __device__ char const* row_in_window(FirstRows const& rows, bool is_second) const {
     ExchangeArguments const& exchange = p_.exchange;
     std::int64_t const token = exchange.token_of(rows.pair());
-    return exchange.windows[rows.source()] +
-           (is_second ? exchange.window.second_x_row(token) : exchange.window.x_row(token));
+    std::int64_t const row =
+        is_second ? exchange.window.second_x_row(token) : exchange.window.x_row(token);
+    return peer_of(exchange, rows.source()).load_if_local<OtherWay::kSent>(row);
   }
   __device__ void load_chunk(char const* from, int chunk) {
     int const slot = loaded_ % kChunks;

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """What no formatter checks: the licence line, comment width, whitespace, unfinished work, large files, private
-members that a file of the Python package takes from another one, and lessons that a comment cites and
-docs/lessons.md does not have."""
+members that a file of the Python package takes from another one, lessons that a comment cites and docs/lessons.md
+does not have, and windows of ranks that are reached past the transport."""
 
 import ast
 import pathlib
@@ -16,6 +16,11 @@ LICENCE = "SPDX-License-Identifier: Apache-2.0"
 MAX_COLUMNS = 120  # clang-format keeps code to 100; a formula or a timeline in a comment may need more
 MAX_LINES = 600
 MAX_BYTES = 1 << 20
+# Addresses of windows are an array of the transport. Kernels and their headers reach a window by Peer and OwnWindow,
+# which is where ranks without an address come in; host code (.cpp) hands addresses on.
+RAW_WINDOW = re.compile(r"\bwindows_?\s*\[")
+REACH_WINDOWS = {".cuh", ".cu", ".hpp"}
+TRANSPORT = "src/expert_parallel/transport/"
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|X" r"XX|HA" r"CK)\b")
 LESSON = re.compile(r"\b[Ll]essons? (\d+)")
 
@@ -35,6 +40,7 @@ def check_text(path: str, text: str) -> list[str]:
             found.append(f"{path}:1: opens without `{LICENCE}`")
     if suffix in CODE and len(lines) > MAX_LINES:
         found.append(f"{path}: {len(lines)} lines, more than {MAX_LINES}; split it")
+    transport_only = suffix in REACH_WINDOWS and path.startswith("src/") and not path.startswith(TRANSPORT)
     table = False  # between `clang-format off` and `on` lines may be as wide as the table is
     for number, line in enumerate(lines, start=1):
         table = table and "clang-format on" not in line or "clang-format off" in line
@@ -45,6 +51,8 @@ def check_text(path: str, text: str) -> list[str]:
             found.append(f"{where}: {len(line)} columns, more than {MAX_COLUMNS}")
         if UNFINISHED.search(line):
             found.append(f"{where}: marks unfinished work; file an issue instead")
+        if transport_only and RAW_WINDOW.search(line):
+            found.append(f"{where}: indexes windows outside {TRANSPORT}; use Peer or OwnWindow")
     if text and not text.endswith("\n"):
         found.append(f"{path}: no newline at the end")
     return found

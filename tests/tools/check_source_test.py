@@ -54,6 +54,18 @@ class PrivateMembersTest(unittest.TestCase):
             with self.subTest(text=text):
                 self.assertEqual(self.check(text), [])
 
+    def test_windows_are_reached_through_the_transport(self):
+        for text in ("char* w = p.windows[rank];\n", "char* windows_[8];\n", "char* w = windows [0];\n"):
+            with self.subTest(text=text):
+                kernel = "src/expert_parallel/fused/a.cuh"
+                self.assertEqual(check_source.check_text(kernel, LICENCE + text), [
+                    f"{kernel}:2: indexes windows outside src/expert_parallel/transport/; use Peer or OwnWindow"])
+                for path in ("src/expert_parallel/transport/peer.cuh", "src/expert_parallel/session.cpp",
+                             "tests/emulator/a.hpp"):
+                    self.assertEqual(check_source.check_text(path, LICENCE + text), [])
+        own = "char* w = own_window(p).place(at);  // of windows\n"
+        self.assertEqual(check_source.check_text("src/expert_parallel/fused/a.cu", LICENCE + own), [])
+
 
 class CheckCommitsTest(unittest.TestCase):
     def test_subjects(self):

@@ -21,10 +21,10 @@ std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
 
 }  // namespace
 
-Actor& Machine::add(std::int32_t rank, std::int32_t cta, std::string name) {
+Actor& Machine::add(std::int32_t rank, std::int32_t cta, std::string name, bool outlives_kernels) {
   int const id = actors();
   if (id >= kMaxActors) std::terminate();
-  actors_.emplace_back(id, rank, cta, std::move(name));
+  actors_.emplace_back(id, rank, cta, std::move(name), outlives_kernels);
   actors_.back().clock_[static_cast<std::size_t>(id)] = 1;
   return actors_.back();
 }
@@ -62,7 +62,8 @@ std::vector<int> Machine::runnable() const {
 }
 
 bool Machine::finished() const {
-  return std::all_of(actors_.begin(), actors_.end(), [](Actor const& a) { return a.done_; });
+  return std::all_of(actors_.begin(), actors_.end(),
+                     [](Actor const& a) { return a.done_ || a.outlives_kernels; });
 }
 
 bool Machine::has_writes(int actor) const {
@@ -106,7 +107,7 @@ void Machine::execute(Actor& a) {
       Word& word = words_[o.address.key()];
       word.sys = word.local = {};  // a store begins a new chain
       do_release(a, word);
-      word.value = static_cast<std::uint32_t>(o.value);
+      word.value = o.value;
       return;
     }
     case Kind::relaxed: {
@@ -290,18 +291,20 @@ void Machine::acquire(Actor& a, Word const& word) {
 // The last one in takes all with it: a kernel's end makes everything visible to the next one.
 void Machine::do_boundary(std::int32_t rank) {
   Clock all = {};
+  auto const meets = [rank](Actor const& a) { return a.rank == rank && !a.outlives_kernels; };
   for (Actor const& a : actors_) {
-    if (a.rank == rank && !a.at_boundary_) return;
-    if (a.rank == rank) join(all, a.clock_);
+    if (!meets(a)) continue;
+    if (!a.at_boundary_) return;
+    join(all, a.clock_);
   }
   for (Actor& a : actors_) {
-    if (a.rank != rank) continue;
+    if (!meets(a)) continue;
     wait_written(a);
     drain_generic(a);
     join(all, a.clock_);
   }
   for (Actor& a : actors_) {
-    if (a.rank != rank) continue;
+    if (!meets(a)) continue;
     a.clock_ = all;
     ++a.clock_[static_cast<std::size_t>(a.id)];
     ++a.proxy_fences_;
@@ -309,14 +312,14 @@ void Machine::do_boundary(std::int32_t rank) {
     a.at_boundary_ = false;
   }
   for (Actor& a : actors_) {
-    if (a.rank == rank) resume(a);
+    if (meets(a)) resume(a);
   }
 }
 
 std::string Machine::waiters() const {
   std::string text;
   for (Actor const& a : actors_) {
-    if (a.done_ || (killed_ >> a.rank & 1u) != 0) continue;
+    if (a.done_ || a.outlives_kernels || (killed_ >> a.rank & 1u) != 0) continue;
     Operation const& o = a.next_;
     auto const found = words_.find(o.address.key());
     text += a.name + " waits at " + (a.at_boundary_ ? "the end" : site_name(o.site)) + " for " +
@@ -327,14 +330,16 @@ std::string Machine::waiters() const {
 }
 
 bool Machine::finished(std::int32_t rank) const {
-  return std::all_of(actors_.begin(), actors_.end(),
-                     [rank](Actor const& a) { return a.rank != rank || a.done_; });
+  return std::all_of(actors_.begin(), actors_.end(), [rank](Actor const& a) {
+    return a.rank != rank || a.done_ || a.outlives_kernels;
+  });
 }
 
 std::vector<Site> Machine::waiting_sites(std::int32_t rank) const {
   std::vector<Site> sites;
   for (Actor const& a : actors_) {
-    if (a.rank != rank || a.done_ || a.at_boundary_ || (killed_ >> a.rank & 1u) != 0) continue;
+    if (a.rank != rank || a.done_ || a.outlives_kernels || a.at_boundary_) continue;
+    if ((killed_ >> a.rank & 1u) != 0) continue;
     if (a.next_.kind == Kind::wait && !satisfied(a.next_)) sites.push_back(a.next_.site);
   }
   return sites;

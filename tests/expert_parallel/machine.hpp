@@ -128,8 +128,8 @@ class Actor {
     void await_suspend(std::coroutine_handle<> h) noexcept { actor.at_ = h; }
     std::uint64_t await_resume() noexcept { return actor.result_; }
   };
-  Actor(int id, std::int32_t rank, std::int32_t cta, std::string name)
-      : id(id), rank(rank), cta(cta), name(std::move(name)) {}
+  Actor(int id, std::int32_t rank, std::int32_t cta, std::string name, bool outlives_kernels)
+      : id(id), rank(rank), cta(cta), name(std::move(name)), outlives_kernels(outlives_kernels) {}
 
   Await read(Address a, Proxy proxy = Proxy::generic) {
     return ask({.kind = Kind::read, .address = a, .proxy = proxy});
@@ -196,6 +196,9 @@ class Actor {
   int const id;
   std::int32_t const rank, cta;
   std::string const name;
+  // A part of its rank that no kernel starts or ends: it meets nobody at boundaries, and a run does not wait for its
+  // end.
+  bool const outlives_kernels;
 
  private:
   friend class Machine;
@@ -223,7 +226,7 @@ class Machine {
  public:
   explicit Machine(std::int32_t ranks) : ranks_(ranks) {}
 
-  Actor& add(std::int32_t rank, std::int32_t cta, std::string name);
+  Actor& add(std::int32_t rank, std::int32_t cta, std::string name, bool outlives_kernels = false);
   void start(Actor& actor, Program program);
 
   /// Actors that can run now.

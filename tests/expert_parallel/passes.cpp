@@ -15,7 +15,8 @@ Passes::Passes(std::vector<Exchange> exchanges, Options const& options)
       shape_(exchanges_.front().shape),
       window_(shape_),
       local_(shape_, options.ctas),
-      machine_(shape_.ranks) {
+      machine_(shape_.ranks),
+      peers_(machine_, shape_.ranks, options.host_ranks, window_, options.queues) {
   queues_.resize(static_cast<std::size_t>(shape_.ranks * options_.ctas));
   for (std::int32_t r = 0; r < shape_.ranks; ++r) {
     for (std::int32_t c = 0; c < options_.ctas; ++c) {
@@ -43,6 +44,7 @@ Passes::Passes(std::vector<Exchange> exchanges, Options const& options)
       if (options_.announces) start([&](Actor& self) { return announcer(self); });
     }
   }
+  peers_.start();
 }
 
 void Passes::note(
@@ -118,7 +120,9 @@ Program Passes::cta(Actor& self, std::int32_t index) {
     if (options_.copies_x) co_await place_x(self, index, epoch);
     co_await route(self, index, epoch);
     Known known;
+    if (!breaks(Break::x_sent_late)) co_await send_x(self, index, epoch);
     co_await publish_lists(self, epoch);
+    if (breaks(Break::x_sent_late)) co_await send_x(self, index, epoch);
     co_await make_plan(self, epoch, known);
     co_await wait_lists(self, epoch, self.rank);
     if (once()) {
@@ -236,14 +240,52 @@ Program Passes::route(Actor& self, std::int32_t index, std::uint32_t epoch) {
   }
 }
 
+Program Passes::signal(Actor& self, Address word, std::uint64_t value, Order order) {
+  co_await peers_.signal(self, word.rank, word.offset, value, order);
+}
+
+Program Passes::push(Actor& self, Address to, std::uint64_t value, Proxy proxy) {
+  std::optional<Address> const place = peers_.store_if_local(self, to.rank, to.offset);
+  if (place.has_value()) {
+    co_await self.write(*place, value, proxy);
+    co_return;
+  }
+  std::int64_t const own = breaks(Break::one_staging_place) ? peers_.staged(self.rank, self.id)
+                                                            : peers_.staged(to.rank, to.offset);
+  co_await self.write(window(self.rank, own), value);
+  co_await peers_.put(self, to.rank, to.offset, own);
+}
+
+// Who cannot load x is sent it: the rows of the CTA's slice, each once to every rank that has an expert for it.
+Program Passes::send_x(Actor& self, std::int32_t index, std::uint32_t epoch) {
+  if (options_.host_ranks == 0) co_return;
+  if (!breaks(Break::x_before_written)) co_await self.wait_written();
+  TokenSlice const slice = token_slice(exchange(epoch).tokens(self.rank), index, options_.ctas);
+  for (std::int32_t t = slice.begin; t < slice.end; ++t) {
+    for (std::int32_t owner = 0; owner < shape_.ranks; ++owner) {
+      std::int64_t const row = window_.x_row(t);
+      if (peers_.load_if_local(self, owner, row).has_value()) continue;
+      if (group(epoch, self.rank, t, owner).empty()) continue;
+      co_await peers_.put(self, owner, peers_.sent_x_row(self.rank, row), row);
+    }
+  }
+}
+
+// Where a rank finds a row of x.
+Address Passes::x_of(Actor const& self, std::int32_t source, std::int64_t token) const {
+  std::int64_t const row = window_.x_row(token);
+  return peers_.load_if_local(self, source, row)
+      .value_or(window(self.rank, peers_.sent_x_row(source, row)));
+}
+
 // The row of counts to every rank. They say all that there is to know.
 Program Passes::send_counts(Actor& self, std::int32_t index, std::uint32_t epoch,
                             std::vector<std::int32_t> const& totals) {
   for (std::int32_t r = index; r < shape_.ranks; r += options_.ctas) {
     for (std::int32_t e = 0; e < shape_.experts; ++e) {
       CountWord const count = {totals[static_cast<std::size_t>(e)], epoch};
-      co_await self.relaxed(window(r, window_.count_word(parity_of(epoch), self.rank, e)),
-                            count.word());
+      co_await signal(self, window(r, window_.count_word(parity_of(epoch), self.rank, e)),
+                      count.word(), Order::none);
     }
   }
 }
@@ -288,12 +330,12 @@ Program Passes::write_lists(Actor& self, std::int32_t index, std::uint32_t epoch
     if (once()) {
       join_choices(epoch, self.rank, entry);
       PairPlace const here = {e - owner * shape_.local_experts(), place};
-      co_await self.write(window(owner, window_.placed_pair(parity_of(epoch), self.rank, p)),
-                          here.word());
+      co_await push(self, window(owner, window_.placed_pair(parity_of(epoch), self.rank, p)),
+                    here.word());
     }
-    co_await self.write(
-        window(owner, window_.list_entry(parity_of(epoch), self.rank, begin + place)),
-        entry.bits());
+    co_await push(self,
+                  window(owner, window_.list_entry(parity_of(epoch), self.rank, begin + place)),
+                  entry.bits());
     co_await self.write(local(self, local_.pair_index + 4 * std::int64_t{p}),
                         static_cast<std::uint64_t>(place));
   }
@@ -312,12 +354,10 @@ Program Passes::publish_lists(Actor& self, std::uint32_t epoch) {
   if (written != turn) co_return;
   for (std::int32_t r = 0; r < shape_.ranks; ++r) {
     Address const word = window(r, window_.publish_word(self.rank));
-    if (breaks(Break::publish_relaxed)) {
-      co_await self.relaxed(word, epoch);
-    } else {
-      co_await self.release(word, epoch,
-                            breaks(Break::publish_at_gpu_scope) ? Scope::gpu : Scope::sys);
-    }
+    Order const order = breaks(Break::publish_relaxed)        ? Order::none
+                        : breaks(Break::publish_at_gpu_scope) ? Order::gpu
+                                                              : Order::sys;
+    co_await signal(self, word, epoch, order);
   }
 }
 
@@ -483,8 +523,8 @@ Program Passes::down(Actor& self, std::uint32_t epoch, Task const& task, Known c
     auto const source = static_cast<std::int32_t>(origin >> 32);
     auto const pair = static_cast<std::int32_t>(origin & 0xffffffffu);
     note(pushed_, epoch, source, pair, task.tile, "pushed");
-    co_await self.write(slot(source, pair / shape_.max_top_k, pair % shape_.max_top_k, task.tile),
-                        y_value(a_row, task.tile), Proxy::async);
+    co_await push(self, slot(source, pair / shape_.max_top_k, pair % shape_.max_top_k, task.tile),
+                  y_value(a_row, task.tile), Proxy::async);
   }
 }
 
@@ -508,12 +548,10 @@ Program Passes::finish_block(Actor& self, std::uint32_t epoch, std::int32_t bloc
   if (breaks(Break::done_by_first_tile) ? before != 0 : !last) co_return;
   for (std::int32_t const source : sources) {
     Address const word = window(source, window_.block_done_word(self.rank, block));
-    if (breaks(Break::done_relaxed)) {
-      co_await self.relaxed(word, epoch);
-    } else {
-      co_await self.release(word, epoch,
-                            breaks(Break::done_at_gpu_scope) ? Scope::gpu : Scope::sys);
-    }
+    Order const order = breaks(Break::done_relaxed)        ? Order::none
+                        : breaks(Break::done_at_gpu_scope) ? Order::gpu
+                                                           : Order::sys;
+    co_await signal(self, word, epoch, order);
     if (breaks(Break::done_to_first_source_only)) co_return;
   }
 }

@@ -11,6 +11,7 @@
 
 #include "tests/expert_parallel/exchange.hpp"
 #include "tests/expert_parallel/machine.hpp"
+#include "tests/expert_parallel/peers.hpp"
 
 namespace tessera::expert_parallel::model {
 
@@ -79,6 +80,9 @@ enum class Break {
   aggregate_awaits_first_choice_only,
   one_bank,
   bank_not_cleared,
+  // ranks that are reached by messages
+  one_staging_place,  // of all pushes of an actor
+  x_sent_late,        // behind the word that says that the lists are there
 };
 
 struct Options {
@@ -95,9 +99,11 @@ struct Options {
   std::int32_t rows_of_draw = 0;  ///< that it takes at a time; 0: row i is warp i mod warps'
   std::int32_t first_rows =
       0;  ///< of which CTAs bring all, once, or their own, direct, by loads and stores
-  bool announces = false;   ///< a warp of its own fences and counts for the others of its CTA
-  bool sums_early = false;  ///< communication warps add up tokens that are complete, direct
-  bool copies_x = false;    ///< into the window, by bulk copies of each CTA; else it lies there
+  bool announces = false;       ///< a warp of its own fences and counts for the others of its CTA
+  bool sums_early = false;      ///< communication warps add up tokens that are complete, direct
+  bool copies_x = false;        ///< into the window, by bulk copies of each CTA; else it lies there
+  std::int32_t host_ranks = 0;  ///< ranks of a host, others are reached by messages; 0: one host
+  QueueBreak queues = QueueBreak::nothing;
 };
 
 struct Entry;
@@ -126,6 +132,11 @@ class Passes : public World {
   Program write_lists(Actor& self, std::int32_t index, std::uint32_t epoch,
                       std::vector<std::int32_t>& next, std::vector<std::int32_t> const& totals);
   void join_choices(std::uint32_t epoch, std::int32_t rank, Entry& entry) const;
+  // A word of a rank's window, and what is stored there: by address, or staged in the own window, then put.
+  Program signal(Actor& self, Address word, std::uint64_t value, Order order);
+  Program push(Actor& self, Address to, std::uint64_t value, Proxy proxy = Proxy::generic);
+  Program send_x(Actor& self, std::int32_t index, std::uint32_t epoch);
+  [[nodiscard]] Address x_of(Actor const& self, std::int32_t source, std::int64_t token) const;
   Program send_counts(Actor& self, std::int32_t index, std::uint32_t epoch,
                       std::vector<std::int32_t> const& totals);
   Program publish_lists(Actor& self, std::uint32_t epoch);
@@ -301,6 +312,7 @@ class Passes : public World {
   WindowLayout window_;
   LocalLayout local_;
   Machine machine_;
+  Peers peers_;
   std::vector<std::vector<Sent>> queues_;  // [rank][CTA]: what the words above count
   std::set<std::tuple<std::uint32_t, std::int32_t, std::int64_t, std::int32_t>> pulled_, pushed_,
       aggregated_;

@@ -80,20 +80,19 @@ Program Passes::send_sum(Actor& self, std::uint32_t epoch, std::int32_t source,
       sum = mix(sum, co_await self.read(pool(self, block, position, tile)));
     }
     note(pushed_, epoch, source, pair, tile, "pushed");
-    co_await self.write(slot(source, pair / shape_.max_top_k,
-                             static_cast<std::int32_t>(pair % shape_.max_top_k), tile),
-                        sum);
+    co_await push(self,
+                  slot(source, pair / shape_.max_top_k,
+                       static_cast<std::int32_t>(pair % shape_.max_top_k), tile),
+                  sum);
   }
 }
 
 Program Passes::tell_sums(Actor& self, std::uint32_t epoch, Untold& untold) {
   for (Address const word : untold) {
-    if (breaks(Break::part_done_relaxed)) {
-      co_await self.relaxed(word, epoch);
-    } else {
-      co_await self.release(word, epoch,
-                            breaks(Break::part_done_at_gpu_scope) ? Scope::gpu : Scope::sys);
-    }
+    Order const order = breaks(Break::part_done_relaxed)        ? Order::none
+                        : breaks(Break::part_done_at_gpu_scope) ? Order::gpu
+                                                                : Order::sys;
+    co_await signal(self, word, epoch, order);
   }
   untold.clear();
 }

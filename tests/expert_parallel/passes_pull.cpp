@@ -89,7 +89,7 @@ Program Passes::bring_first_rows(Actor& self, std::int32_t index, std::uint32_t 
         window(self.rank, window_.list_entry(parity_of(epoch), row.source, row.entry))));
     if (entry.place != 0) continue;
     std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
-    std::uint64_t const x = co_await self.read(window(row.source, window_.x_row(token)));
+    std::uint64_t const x = co_await self.read(x_of(self, row.source, token));
     std::vector<Term> terms;
     co_await read_terms(self, epoch, row.source, entry, terms);
     bool const adds = !added_terms(self.rank, row.source, terms).empty();
@@ -122,7 +122,7 @@ Program Passes::bring_own_rows(Actor& self, std::int32_t index, std::uint32_t ep
         window(self.rank, window_.list_entry(parity_of(epoch), row.source, row.entry))));
     note(pulled_, epoch, row.source, entry.pair, 0, "pulled");
     std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
-    std::uint64_t const x = co_await self.read(window(row.source, window_.x_row(token)));
+    std::uint64_t const x = co_await self.read(x_of(self, row.source, token));
     std::int64_t const pool_row = std::int64_t{row.block} * shape_.block_rows + row.position;
     co_await self.write(local(self, local_.row_origin + 8 * pool_row),
                         static_cast<std::uint64_t>(row.source) << 32 | entry.pair);
@@ -185,7 +185,7 @@ Program Passes::place_row(Actor& self, std::uint32_t epoch, std::int32_t source,
 Program Passes::bring(Actor& self, std::uint32_t epoch, std::int32_t source, Entry const& entry,
                       Known const& known, Spread& spread) {
   std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
-  std::uint64_t const x = co_await self.read(window(source, window_.x_row(token)), pulls_by());
+  std::uint64_t const x = co_await self.read(x_of(self, source, token), pulls_by());
   std::vector<Term> terms;
   co_await read_terms(self, epoch, source, entry, terms);
   bool const adds = !added_terms(self.rank, source, terms).empty();
@@ -265,7 +265,7 @@ Program Passes::pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known
   std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
   std::int64_t const pool_row = std::int64_t{row.block} * shape_.block_rows + row.position;
   note(pulled_, epoch, row.source, entry.pair, 0, "pulled");
-  std::uint64_t const x = co_await self.read(window(row.source, window_.x_row(token)), pulls_by());
+  std::uint64_t const x = co_await self.read(x_of(self, row.source, token), pulls_by());
   co_await load(self, x, spread);
   co_await store(self, x, {row.block, row.position, row.pad}, spread);
   co_await self.write(local(self, local_.row_origin + 8 * pool_row),

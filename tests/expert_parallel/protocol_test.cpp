@@ -168,6 +168,38 @@ TEST(Protocol, EndsWithManyUnitsAndTiles) {
   }
 }
 
+// Ranks of several hosts: words, lists, rows and results go through queues that are emptied at any time.
+TEST(Protocol, EndsByMessages) {
+  for (std::int32_t const ranks : {2, 3, 4}) {
+    for (std::int32_t const host_ranks : {1, 2}) {
+      if (host_ranks == ranks || (ranks == 4 && host_ranks == 1)) continue;
+      for (std::int32_t const ctas : {1, 2}) {
+        for (std::uint64_t seed = 0; seed < 28; ++seed) {
+          Options const options = {.ctas = ctas,
+                                   .passes = 4,
+                                   .lag = static_cast<std::int32_t>(seed % 3),
+                                   .completes_later = seed % 5 != 0,
+                                   .rows_in_flight = 1 + static_cast<std::int32_t>(seed % 3),
+                                   .rows_by_stores = seed % 2 != 0,
+                                   .rows_of_draw = static_cast<std::int32_t>(seed / 2 % 3),
+                                   .first_rows = static_cast<std::int32_t>(seed % 4),
+                                   .announces = seed % 7 == 0,
+                                   .sums_early = seed % 6 == 0,
+                                   .copies_x = seed / 4 % 2 != 0,
+                                   .host_ranks = host_ranks};
+          ExchangeShape const shapes[] = {small(ranks), small_once(ranks), small_dedup(ranks),
+                                          late_dedup(ranks)};
+          for (ExchangeShape const& shape : shapes) {
+            ASSERT_EQ(run(shape, options, seed), "")
+                << ranks << " ranks, hosts of " << host_ranks << ", " << ctas << " CTAs, seed "
+                << seed << ", transfer " << static_cast<int>(shape.transfer);
+          }
+        }
+      }
+    }
+  }
+}
+
 // One actor counts, another looks at the counter and takes one of the outcomes for a fault.
 class Looks : public World {
  public:
@@ -206,7 +238,8 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
     bool sums_early = false, announces = false;
     Transfer transfer = Transfer::direct;
     std::int32_t rows_of_draw = 0;
-    std::int32_t experts = 0;  // of all ranks; 0: two for every choice
+    std::int32_t experts = 0;     // of all ranks; 0: two for every choice
+    std::int32_t host_ranks = 0;  // 1: by messages
   };
   Small const cases[] = {
       {1, {{0, 1}, {1, 0}}, 1, 1},  // each sends a row to the other one and keeps one
@@ -226,6 +259,8 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
       {1, {{0, 0}, {0}}, 1, 1, 1, true},
       {1, {{1}, {0}}, 1, 2, 0, true},
       {1, {{1, 0}, {0}}, 1, 1, 1, false, true},
+      {.top_k = 1, .ids = {{1}, {0}}, .ctas = 1, .passes = 2, .host_ranks = 1},
+      {.top_k = 1, .ids = {{1}, {}}, .ctas = 2, .passes = 1, .host_ranks = 1},
   };
   for (Small const& small_case : cases) {
     ExchangeShape const shape = {
@@ -248,7 +283,8 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
                                                            .rows_by_stores = by_stores,
                                                            .rows_of_draw = small_case.rows_of_draw,
                                                            .sums_early = small_case.sums_early,
-                                                           .copies_x = by_stores});
+                                                           .copies_x = by_stores,
+                                                           .host_ranks = small_case.host_ranks});
       };
       Exploration const all = explore(make, 1'000'000);
       EXPECT_EQ(all.fault, "");
@@ -262,12 +298,14 @@ struct Broken {
   Break rule;
   char const* name;
   char const* notice;  // part of the fault: that it was noticed for the right reason
+  QueueBreak queues = QueueBreak::nothing;
 };
 
 void expect_noticed(Broken const& broken, ExchangeShape const& shape,
                     Options options = {.passes = 5}) {
   std::string last = "nothing";
   options.broken = broken.rule;
+  options.queues = broken.queues;
   for (std::uint64_t seed = 0; seed < 200; ++seed) {
     std::string const fault = run(shape, options, seed);
     if (fault.empty()) continue;
@@ -416,6 +454,60 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
   }
 }
 
+TEST(Protocol, EveryBrokenRuleOfMessagesIsNoticed) {
+  Broken const all[] = {
+      {Break::nothing, "signal_overtakes_put", "read", QueueBreak::signal_overtakes_put},
+      {Break::nothing, "put_joins_relaxed", "without acquiring", QueueBreak::put_joins_relaxed},
+      {Break::nothing, "signal_arrives_relaxed", "without acquiring",
+       QueueBreak::signal_arrives_relaxed},
+      {Break::one_staging_place, "one_staging_place", "what another may still read"},
+      {Break::x_sent_late, "x_sent_late", "read"},
+      {Break::publish_without_waiting_for_slices, "publish_without_waiting_for_slices", "read"},
+      {Break::plan_without_counts, "plan_without_counts", "counts of another pass"},
+      {Break::lists_without_publish, "lists_without_publish", "read"},
+      {Break::done_by_first_tile, "done_by_first_tile", "read"},
+      {Break::aggregate_without_done, "aggregate_without_done", "read"},
+      {Break::one_parity, "one_parity", ""},
+  };
+  Options const options = {.passes = 5, .host_ranks = 1};
+  for (ExchangeShape const& shape : {small(2), small_once(2), small_dedup(2)}) {
+    for (Broken const& broken : all) expect_noticed(broken, shape, options);
+  }
+  expect_noticed({Break::x_before_written, "x_before_written", "nobody waited for"}, small(2),
+                 {.passes = 5, .rows_by_stores = true, .copies_x = true, .host_ranks = 1});
+  // In every order at the smallest size, too.
+  ExchangeShape const smallest = {.ranks = 2,
+                                  .max_tokens = 1,
+                                  .hidden = 256,
+                                  .intermediate = 128,
+                                  .experts = 2,
+                                  .max_top_k = 1,
+                                  .block_rows = 2};
+  for (QueueBreak const queues : {QueueBreak::nothing, QueueBreak::signal_overtakes_put}) {
+    Exploration const found = explore(
+        [&] {
+          return std::make_unique<Passes>(
+              std::vector<Exchange>{{smallest, {{1}, {}}}},
+              Options{.ctas = 1, .passes = 1, .host_ranks = 1, .queues = queues});
+        },
+        1'000'000);
+    if (queues == QueueBreak::nothing) {
+      EXPECT_EQ(found.fault, "");
+      EXPECT_TRUE(found.complete);
+    } else {
+      EXPECT_NE(found.fault.find("read"), std::string::npos) << found.fault;
+    }
+  }
+  // Buffers and queues alone show it, without the clocks, in some schedule.
+  bool noticed = false;
+  for (std::uint64_t seed = 0; seed < 500 && !noticed; ++seed) {
+    Options overtaken = options;
+    overtaken.queues = QueueBreak::signal_overtakes_put;
+    noticed = !run(small(2), overtaken, seed, Judges::values_alone).empty();
+  }
+  EXPECT_TRUE(noticed) << "signals that overtake puts";
+}
+
 TEST(Protocol, WrongValuesShowWithoutTheClocks) {
   // Buffers that drain late and in any order are enough to see these, in some schedule.
   for (Break const rule :
@@ -452,6 +544,7 @@ TEST(Protocol, ADeadRankLeavesWaitersNotWrongRows) {
   for (std::uint64_t seed = 0; seed < 400; ++seed) {
     Options options = {.passes = 4};
     if (seed % 4 == 0) options = with_helpers(3);
+    options.host_ranks = static_cast<std::int32_t>(seed / 7 % 3);
     ExchangeShape const of_rows_once[] = {small_once(3), small_dedup(3), late_dedup(3)};
     ExchangeShape const shape = seed % 2 == 0 ? small(3) : of_rows_once[seed / 8 % 3];
     if (shape.rows_cross_once()) {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must not compile, does not, and says why.
 
-Each epilogue_*.cpp names in its line `// error: TEXT` what the first error of the compiler has to say. Files without
+Each file names in its line `// error: TEXT` what the first error of the compiler has to say. Files without
 such a line have to compile, and so has one that asks for TESSERA_COMPILES once that is defined. Each text of the
 contract is expected by some file.
 """

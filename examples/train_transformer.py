@@ -39,7 +39,7 @@ class Block(nn.Module):
         self.heads = heads
         self.norm, self.experts_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
         self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
-        self.experts = moe(hidden, **options, balance_coefficient=0.01, z_coefficient=0.001)
+        self.experts = moe(hidden, **options, losses=tessera.Losses(balance=0.01, z=0.001))
 
     def forward(self, x):
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)

@@ -15,9 +15,14 @@ from typing import TYPE_CHECKING
 from tessera.registration import register_with_torch
 
 _HOME = {
+    "Activation": "layer_options",
     "ExpertParallel": "expert_parallel",
+    "Losses": "layer_options",
     "MoE": "module",
+    "Rounding": "layer_options",
+    "RouterOptions": "layer_options",
     "RouterOutput": "functional",
+    "SharedExpert": "layer_options",
     "check_device_values": "functional",
     "empty_cache": "functional",
     "grouped_experts": "functional",
@@ -42,6 +47,7 @@ if TYPE_CHECKING:
         route, routed_experts,
     )
     from tessera.huggingface import register_huggingface
+    from tessera.layer_options import Activation, Losses, Rounding, RouterOptions, SharedExpert
     from tessera.losses import load_balancing_loss, selection_bias_update, sequence_balance_loss, z_loss
     from tessera.module import MoE
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tessera.MoE: the layer with its parameters as a torch module."""
 
+import dataclasses
 import math
 import warnings
 
@@ -9,8 +10,9 @@ from torch import nn
 
 from tessera import functional
 from tessera.activation import activate
-from tessera.options import GATED, Options
+from tessera.layer_options import Activation, Losses, Rounding, RouterOptions, SharedExpert, collect
 from tessera.losses import router_losses, selection_bias_update
+from tessera.options import GATED, Options
 
 
 def _warn_of_constant_scores(experts: int, top_k: int, router: str, normalize_scores: bool) -> None:
@@ -22,91 +24,116 @@ def _warn_of_constant_scores(experts: int, top_k: int, router: str, normalize_sc
 
 
 class MoE(nn.Module):
-    """A Mixture-of-Experts layer: x [...,hidden] -> o [...,hidden].
+    """A Mixture-of-Experts layer as a torch module: x [...,hidden] -> o [...,hidden].
 
     Parameters: w_router [E,d], w_up [E,w*n,d], w_down [E,d,n] in the layout of Hugging Face and Megatron (gate rows,
-    then up rows); with bias: b_up, b_down; with router_bias: b_router. With selection_bias, a buffer of that name is
-    added to the keys that choose, and `update_selection_bias(counts)` balances the experts with it.
-    shared_intermediate: width of an expert that sees every token (0: none), its output scaled by
-    sigmoid(x . w_shared_gate) with shared_gate (Qwen2).
-    router_dtype: of w_router and b_router, torch.float32 beside bf16 experts, or dtype (None). An fp32 one stays fp32
-    in to(), bfloat16() and their like, and when a checkpoint of another type is loaded.
-    balance_coefficient, z_coefficient, sequence_balance_coefficient: weights of the auxiliary losses, see
-    auxiliary_loss.
-    main_grad: weight gradients of the experts are added to `weight.main_grad` where a weight has one, instead of
-    being returned (not under torch.compile, which returns them). Frozen weights get none.
-    rounding, tile: token rounding, in training mode only; the stochastic kinds draw from (seed, self.step, layer), so
-    set `step` once per optimizer step. torch.compile takes integers on a module for constants and compiles again for
-    each step, unless torch._dynamo.config.allow_unspec_int_on_nn_module is set.
-    Router, activation, save and column_chunk: as for `tessera.moe`.
-    ValueError for options that contradict each other or that the layer would not read. UserWarning where the router
-    cannot learn, every score being one number whatever the logits are: top_k=1 with topk-softmax, for example.
+    then up rows; w = 2 for gated activations, else 1); with bias: b_up [E,w*n], b_down [E,d]; of RouterOptions:
+    b_router [E], and the buffer selection_bias [E] fp32; of a shared expert of width s: w_shared_up [w*s,d],
+    w_shared_down [d,s], w_shared_gate [1,d].
 
-        layer = tessera.MoE(hidden=1024, intermediate=512, experts=64, top_k=8)
-        o = layer(x)
+    Attributes: `step`, an integer that stochastic token rounding draws from; set it once per optimizer step.
+    torch.compile takes integers on a module for constants and compiles again for each step, unless
+    torch._dynamo.config.allow_unspec_int_on_nn_module is set.
+
+    UserWarning where the router cannot learn, every score being one number whatever the logits are: top_k=1 with
+    topk-softmax, for example.
+
+    Args:
+        hidden: d, at least 1.
+        intermediate: n, of each expert, at least 1.
+        experts: E, at least 1.
+        top_k: K experts per token, 1 to E.
+        router: RouterOptions, or its kind alone: topk-softmax, softmax-topk, softmax-topk-renorm, sigmoid-bias,
+            group-limited, sqrtsoftplus, expert-choice.
+        activation: Activation, or its kind alone: swiglu, geglu, geglu-erf, reglu, clamped-swiglu, relu, relu2, silu,
+            gelu, gelu-erf.
+        rounding: Rounding, or its kind alone: none, nr-f, sr-f, nr-s, balance-f, up, down. In training mode only.
+        shared: SharedExpert, or None for none.
+        losses: Losses, the coefficients of auxiliary_loss, or None for none.
+        bias: The experts have biases b_up and b_down.
+        save: "h" saves the pre-activation for backward, "x" computes it again.
+        column_chunk: Most columns of y or dx rows that exist at a time, 0 for all: less workspace, the same bits.
+        main_grad: Weight gradients of the experts are added to `weight.main_grad` where a weight has one, instead of
+            being returned (not under torch.compile, which returns them). Frozen weights get none.
+        device: Of the parameters; None: torch's default.
+        dtype: Of the parameters, torch.float32 or torch.bfloat16; None: torch's default.
+        old: Keywords of before 1.0, which build the groups with a DeprecationWarning that names the new spelling:
+            router_bias, selection_bias, route_scale, normalize_scores, groups, top_groups, capacity, router_dtype,
+            alpha, limit, up_offset, tile, seed, layer, shared_intermediate, shared_gate, balance_coefficient,
+            z_coefficient, sequence_balance_coefficient.
+
+    Raises:
+        ValueError: Options contradict each other, or the layer would not read them, or a group is given beside an old
+            keyword of it.
+        TypeError: A keyword is unknown.
+
+    Example:
+        >>> layer = tessera.MoE(hidden=16, intermediate=12, experts=8, top_k=2, losses=tessera.Losses(balance=0.01))
+        >>> o, router = layer(torch.randn(2, 5, 16), return_router=True)
+        >>> loss = o.square().mean() + layer.auxiliary_loss(router)
+        >>> o.shape, router.counts.sum().item()
+        (torch.Size([2, 5, 16]), 20)
     """
 
-    def __init__(self, hidden: int, intermediate: int, experts: int, top_k: int, *, router: str = "topk-softmax",
-                 router_bias: bool = False, selection_bias: bool = False, route_scale: float = 1.0,
-                 normalize_scores: bool = False, groups: int = 0, top_groups: int = 0, activation: str = "swiglu",
-                 alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0, bias: bool = False,
-                 shared_intermediate: int = 0, shared_gate: bool = False, balance_coefficient: float = 0.0,
-                 z_coefficient: float = 0.0, rounding: str = "none", tile: int = 128, seed: int = 0, layer: int = 0,
-                 capacity: int = 0, column_chunk: int = 0, save: str = "h", main_grad: bool = False, device=None,
-                 dtype=None, router_dtype=None, sequence_balance_coefficient: float = 0.0):
+    def __init__(self, hidden: int, intermediate: int, experts: int, top_k: int, *,
+                 router: RouterOptions | str = "topk-softmax", activation: Activation | str = "swiglu",
+                 rounding: Rounding | str = "none", shared: SharedExpert | None = None, losses: Losses | None = None,
+                 bias: bool = False, save: str = "h", column_chunk: int = 0, main_grad: bool = False, device=None,
+                 dtype=None, **old):
         super().__init__()
+        router, activation, rounding, shared, losses = collect(
+            {"router": router, "activation": activation, "rounding": rounding, "shared": shared, "losses": losses}, old)
         for name, value in (("hidden", hidden), ("intermediate", intermediate), ("experts", experts)):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
         if not 1 <= top_k <= experts:
             raise ValueError(f"top_k={top_k}, experts={experts}: a router chooses between 1 and all experts")
-        if router == "given":
+        if router.kind == "given":
             raise ValueError("router=given: MoE has a router of its own; call tessera.routed_experts with ids")
-        if shared_gate and not shared_intermediate:
-            raise ValueError("shared_gate: it scales a shared expert, and shared_intermediate=0 makes none; leave it "
-                             "out, or give that expert's width")
-        if balance_coefficient and router == "expert-choice":
-            raise ValueError(f"balance_coefficient={balance_coefficient} with router expert-choice: its experts have "
+        if losses.balance and router.kind == "expert-choice":
+            raise ValueError(f"balance_coefficient={losses.balance} with router expert-choice: its experts have "
                              "equal counts, so that the loss is a constant; leave it out")
-        self.top_k, self.router, self.rounding, self.step = top_k, router, rounding, 0
-        self._draws = rounding in ("sr-f", "nr-s")
+        self.top_k, self.router, self.rounding, self.step = top_k, router.kind, rounding.kind, 0
+        self._draws = rounding.kind in ("sr-f", "nr-s")
         self.main_grad = main_grad
-        if sequence_balance_coefficient and (rounding != "none" or router == "expert-choice"):
-            raise ValueError(f"sequence_balance_coefficient={sequence_balance_coefficient}, router={router}, "
-                             f"rounding={rounding}: a loss per sequence needs top_k experts for every token; leave it "
-                             "out")
-        self.balance_coefficient, self.z_coefficient = balance_coefficient, z_coefficient
-        self.sequence_balance_coefficient = sequence_balance_coefficient
-        self._activation = (activation, alpha, limit, up_offset)
-        options = {"router": router, "top_k": top_k, "route_scale": route_scale, "normalize_scores": normalize_scores,
-                   "groups": groups, "top_groups": top_groups, "activation": activation, "alpha": alpha,
-                   "limit": limit, "up_offset": up_offset, "capacity": capacity, "save": save,
-                   "column_chunk": column_chunk}
-        rounded = {**options, "rounding": rounding, "tile": tile, "seed": seed, "layer": layer}
+        if losses.sequence_balance and (rounding.kind != "none" or router.kind == "expert-choice"):
+            raise ValueError(f"sequence_balance_coefficient={losses.sequence_balance}, router={router.kind}, "
+                             f"rounding={rounding.kind}: a loss per sequence needs top_k experts for every token; "
+                             "leave it out")
+        self.balance_coefficient, self.z_coefficient = losses.balance, losses.z
+        self.sequence_balance_coefficient = losses.sequence_balance
+        self._activation = dataclasses.astuple(activation)
+        options = {"router": router.kind, "top_k": top_k, "route_scale": router.route_scale,
+                   "normalize_scores": router.normalize_scores, "groups": router.groups,
+                   "top_groups": router.top_groups, "activation": activation.kind, "alpha": activation.alpha,
+                   "limit": activation.limit, "up_offset": activation.up_offset, "capacity": router.capacity,
+                   "save": save, "column_chunk": column_chunk}
+        rounded = {**options, "rounding": rounding.kind, "tile": rounding.tile, "seed": rounding.seed,
+                   "layer": rounding.layer}
         if Options(**rounded).check(hidden=hidden, intermediate=intermediate, experts=experts):
-            _warn_of_constant_scores(experts, top_k, router, normalize_scores)
+            _warn_of_constant_scores(experts, top_k, router.kind, router.normalize_scores)
         # By (training, return_router).
         self._texts = {(training, logits): functional.options_text(**(rounded if training else options), logits=logits)
                        for training in (False, True) for logits in (False, True)}
-        width = (2 if activation in GATED else 1) * intermediate
+        width = (2 if activation.kind in GATED else 1) * intermediate
 
         def parameter(*shape, dtype=dtype):
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
         own = dtype or torch.get_default_dtype()
-        if router_dtype not in (None, torch.float32, own):
-            raise ValueError(f"router_dtype={router_dtype}: torch.float32, or dtype, which is {own}")
-        self._keeps_router_fp32 = router_dtype is torch.float32
-        self.w_router = parameter(experts, hidden, dtype=router_dtype or dtype)
-        self.b_router = parameter(experts, dtype=router_dtype or dtype) if router_bias else None
+        if router.dtype not in (None, torch.float32, own):
+            raise ValueError(f"router_dtype={router.dtype}: torch.float32, or dtype, which is {own}")
+        self._keeps_router_fp32 = router.dtype is torch.float32
+        self.w_router = parameter(experts, hidden, dtype=router.dtype or dtype)
+        self.b_router = parameter(experts, dtype=router.dtype or dtype) if router.bias else None
         self.w_up, self.w_down = parameter(experts, width, hidden), parameter(experts, hidden, intermediate)
         self.b_up = parameter(experts, width) if bias else None
         self.b_down = parameter(experts, hidden) if bias else None
-        shared_width = width // intermediate * shared_intermediate
-        self.w_shared_up = parameter(shared_width, hidden) if shared_intermediate else None
-        self.w_shared_down = parameter(hidden, shared_intermediate) if shared_intermediate else None
-        self.w_shared_gate = parameter(1, hidden) if shared_intermediate and shared_gate else None
-        zeros = torch.zeros(experts, device=device, dtype=torch.float32) if selection_bias else None
+        shared_width = width // intermediate * shared.intermediate
+        self.w_shared_up = parameter(shared_width, hidden) if shared.intermediate else None
+        self.w_shared_down = parameter(hidden, shared.intermediate) if shared.intermediate else None
+        self.w_shared_gate = parameter(1, hidden) if shared.gate else None
+        zeros = torch.zeros(experts, device=device, dtype=torch.float32) if router.selection_bias else None
         self.register_buffer("selection_bias", zeros)
         self.reset_parameters()
 
@@ -142,7 +169,11 @@ class MoE(nn.Module):
             self.selection_bias = self.selection_bias.float()
 
     def reset_parameters(self) -> None:
-        """Uniform weights of variance 1/(3 * fan-in), as nn.Linear; biases 0, the selection bias too."""
+        """Draws uniform weights of variance 1/(3 * fan-in), as nn.Linear; biases become 0, the selection bias too.
+
+        Raises:
+            Nothing.
+        """
         for name, parameter in self.named_parameters(recurse=False):
             if name.startswith("b_"):
                 nn.init.zeros_(parameter)
@@ -153,15 +184,38 @@ class MoE(nn.Module):
             nn.init.zeros_(self.selection_bias)
 
     def extra_repr(self) -> str:
+        """What print(layer) shows.
+
+        Returns:
+            Sizes, router and activation.
+
+        Raises:
+            Nothing.
+        """
         experts, hidden, intermediate = self.w_down.shape
         return (f"hidden={hidden}, intermediate={intermediate}, experts={experts}, top_k={self.top_k}, "
                 f"router={self.router}, activation={self._activation[0]}")
 
     def forward(self, x, return_router: bool = False, mask=None):
-        """o, or (o, RouterOutput) with return_router: logits, ids, weights, and counts [E], all on the device.
+        """The layer on x, on its device and its current stream.
 
-        mask [...] bool: False for padding, which gets o = 0 and takes part in nothing (`tessera.moe`). Give it to
-        auxiliary_loss too.
+        Args:
+            x: [...,d] in the type of the experts.
+            return_router: Whether the router's results are returned too.
+            mask: [...] bool, or None: False for padding, which gets o = 0 and takes part in nothing (`tessera.moe`).
+                Give it to auxiliary_loss too.
+
+        Returns:
+            o [...,d] in x's type, or (o, RouterOutput) with return_router, all on the device.
+
+        Raises:
+            ValueError: A shape, dtype or device does not fit the parameters.
+            TypeError: return_router is neither True nor False.
+
+        Example:
+            >>> layer = tessera.MoE(16, 12, experts=8, top_k=2)
+            >>> layer(torch.randn(3, 16), mask=torch.tensor([True, True, False]))[2].abs().sum().item()
+            0.0
         """
         weights = (self.w_up, None, self.w_down, self.b_up, None, self.b_down)
         buffers = None
@@ -190,13 +244,27 @@ class MoE(nn.Module):
         return y if self.w_shared_gate is None else torch.sigmoid(nn.functional.linear(x, self.w_shared_gate)) * y
 
     def auxiliary_loss(self, router: functional.RouterOutput, mask=None, lengths=None, shape=None):
-        """balance_coefficient * load-balancing loss + z_coefficient * z-loss + sequence_balance_coefficient * balance
-        loss per sequence, a scalar to add to the training loss. mask: that of forward. The sequences are those of a
-        mask [B,S], of shape=(B, S), or of lengths [B] that follow each other; they matter to the loss per sequence
-        alone, and are not read while its coefficient is 0, which a schedule may set.
+        """The sum of the losses that the layer has coefficients for, to add to the training loss.
 
-            o, router = layer(x, return_router=True, mask=mask)
-            loss = task_loss(o) + layer.auxiliary_loss(router, mask)
+        The sequences of a balance loss per sequence are those of a mask [B,S], of `shape` or of `lengths`. They matter
+        to that loss alone, and are not read while its coefficient is 0, which a schedule may set.
+
+        Args:
+            router: What forward returned with return_router.
+            mask: The mask of forward, or None.
+            lengths: [B] int32 or int64: tokens of sequences that follow each other, or None.
+            shape: (B, S) of the tokens, or None.
+
+        Returns:
+            A scalar in fp32: balance * load_balancing_loss + z * z_loss + sequence_balance * sequence_balance_loss.
+
+        Raises:
+            ValueError: A loss per sequence is asked for, and the sequences are not known.
+
+        Example:
+            >>> layer = tessera.MoE(16, 12, experts=8, top_k=2, losses=tessera.Losses(sequence_balance=1e-3))
+            >>> o, router = layer(torch.randn(2, 5, 16), return_router=True)
+            >>> loss = o.square().mean() + layer.auxiliary_loss(router, shape=(2, 5))
         """
         sequences = self.sequence_balance_coefficient
         if not self.balance_coefficient and not self.z_coefficient and not sequences:
@@ -219,7 +287,24 @@ class MoE(nn.Module):
                              topk_ids=topk_ids, lengths=lengths, mask=mask)
 
     def update_selection_bias(self, counts, rate: float = 1e-3, centered: bool = False) -> None:
-        """Once per optimizer step, with the counts summed over micro-batches and data-parallel ranks."""
+        """Moves the selection bias towards experts with fewer tokens than the mean; call it once per optimizer step.
+
+        Args:
+            counts: [E] of any integer or floating type: RouterOutput.topk_counts, summed over micro-batches and
+                data-parallel ranks.
+            rate: By how much a bias moves.
+            centered: Whether the mean of the update is subtracted (torchtitan).
+
+        Raises:
+            ValueError: The layer has no selection bias, or a count is negative or not finite.
+
+        Example:
+            >>> router = tessera.RouterOptions("sigmoid-bias", selection_bias=True)
+            >>> layer = tessera.MoE(16, 12, experts=8, top_k=2, router=router)
+            >>> o, router = layer(torch.randn(5, 16), return_router=True)
+            >>> layer.update_selection_bias(router.topk_counts)
+        """
         if self.selection_bias is None:
-            raise ValueError("selection_bias: this layer has none; make it with MoE(..., selection_bias=True)")
+            raise ValueError("selection_bias: this layer has none; make it with "
+                             "MoE(..., router=tessera.RouterOptions(kind, selection_bias=True))")
         selection_bias_update(self.selection_bias, counts, rate=rate, centered=centered)

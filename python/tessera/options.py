@@ -21,7 +21,7 @@ GROUPINGS = ("slots", "offsets", "ends", "counts")
 GATED = frozenset(ACTIVATIONS[:5])
 
 
-def _number(what: str, name: str, names: tuple[str, ...]) -> int:
+def check_name(what: str, name: str, names: tuple[str, ...]) -> int:
     if name not in names:
         raise ValueError(f"{what}={name!r}: unknown; choose one of {', '.join(names)}")
     return names.index(name)
@@ -79,12 +79,12 @@ class Options:
     overwrite_h: bool = False  # backward leaves dh in the memory of h
 
     def __post_init__(self):
-        _number("activation", self.activation, ACTIVATIONS)
+        check_name("activation", self.activation, ACTIVATIONS)
         layout_parts(self.layout)
-        _number("router", self.router, ROUTERS)
-        _number("rounding", self.rounding, ROUNDINGS)
-        _number("save", self.save, SAVES)
-        _number("grouping", self.grouping, GROUPINGS)
+        check_name("router", self.router, ROUTERS)
+        check_name("rounding", self.rounding, ROUNDINGS)
+        check_name("save", self.save, SAVES)
+        check_name("grouping", self.grouping, GROUPINGS)
         for name in ("alpha", "limit", "route_scale", "tile"):  # 0 is how the C ABI says "default"
             if getattr(self, name) == 0:
                 raise ValueError(f"{name}=0: must not be 0; leave it out for its default")

@@ -83,8 +83,8 @@ class Streams(RoutedLayer):
         self.assert_expected(got)
 
     def test_statistics_and_losses_do_not_wait(self):
-        module = tessera.MoE(256, 128, 16, 4, router="sigmoid-bias", selection_bias=True, balance_coefficient=0.01,
-                             z_coefficient=0.01).to("cuda", torch.bfloat16)
+        module = tessera.MoE(256, 128, 16, 4, router=tessera.RouterOptions("sigmoid-bias", selection_bias=True),
+                             losses=tessera.Losses(balance=0.01, z=0.01)).to("cuda", torch.bfloat16)
         x = self.tensors["x"].detach()
         module(x, return_router=True)
         torch.cuda.set_sync_debug_mode("error")

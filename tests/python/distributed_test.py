@@ -44,7 +44,8 @@ class Distributed(unittest.TestCase):
         self.assertTrue(torch.equal(layer(x), layer(self.x)))
 
     def test_fsdp2(self):
-        plain = torch.nn.Sequential(tessera.MoE(32, 16, 8, 2), tessera.MoE(32, 16, 8, 2, shared_intermediate=24))
+        plain = torch.nn.Sequential(tessera.MoE(32, 16, 8, 2),
+                                    tessera.MoE(32, 16, 8, 2, shared=tessera.SharedExpert(24)))
         sharded = copy.deepcopy(plain)
         for layer in (*sharded, sharded):
             fully_shard(layer, mesh=self.mesh)

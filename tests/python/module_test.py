@@ -35,7 +35,8 @@ class Module(unittest.TestCase):
 
     def test_matches_torch(self):
         for router in ("topk-softmax", "softmax-topk"):
-            layer = self.layer(router=router, router_bias=True, bias=True, shared_intermediate=24, shared_gate=True)
+            layer = self.layer(router=tessera.RouterOptions(router, bias=True), bias=True,
+                               shared=tessera.SharedExpert(24, gate=True))
             with torch.no_grad():
                 for p in layer.parameters():
                     p.copy_(torch.randn_like(p) / p.shape[-1]**0.5)
@@ -43,7 +44,7 @@ class Module(unittest.TestCase):
             eager.check_close(self, router, layer(self.x), reference(layer, self.x, exact))
 
     def test_losses_and_statistics(self):
-        layer = self.layer(balance_coefficient=0.01, z_coefficient=0.001)
+        layer = self.layer(losses=tessera.Losses(balance=0.01, z=0.001))
         o, router = layer(self.x, return_router=True)
         self.assertEqual(int(router.counts.sum()), 36)
         loss = layer.auxiliary_loss(router)
@@ -56,7 +57,7 @@ class Module(unittest.TestCase):
             self.assertGreater(parameter.grad.abs().max(), 0, name)
 
     def test_selection_bias_balances(self):
-        layer = self.layer(router="sigmoid-bias", normalize_scores=True, selection_bias=True)
+        layer = self.layer(router=tessera.RouterOptions("sigmoid-bias", normalize_scores=True, selection_bias=True))
         x = torch.randn(512, 32).to(self.device, self.dtype) + 0.5
         first = layer(x, return_router=True)[1].counts
         for _ in range(300):
@@ -69,7 +70,7 @@ class Module(unittest.TestCase):
             self.layer().update_selection_bias(last)
 
     def test_compile(self):
-        layer = self.layer(shared_intermediate=16)
+        layer = self.layer(shared=tessera.SharedExpert(16))
         compiled = torch.compile(layer, fullgraph=True, backend=self.compiler)
         o = layer(self.x)
         relative = eager.RELATIVE[self.dtype]  # a compiler rounds sums of several terms once
@@ -148,7 +149,7 @@ class Module(unittest.TestCase):
 
     def test_steps_do_not_compile_again(self):
         """Beyond the first two: torch takes an integer for a constant until it changes."""
-        layer = self.layer(rounding="sr-f", tile=4)
+        layer = self.layer(rounding=tessera.Rounding("sr-f", tile=4))
         count = torch._dynamo.testing.CompileCounterWithBackend(self.compiler)
         torch._dynamo.reset()
         self.addCleanup(torch._dynamo.reset)
@@ -161,7 +162,7 @@ class Module(unittest.TestCase):
         self.assertGreater(layer.w_up.grad.abs().max(), 0)
 
     def test_token_rounding_in_training_only(self):
-        layer = self.layer(rounding="nr-f", tile=4)
+        layer = self.layer(rounding=tessera.Rounding("nr-f", tile=4))
         x = torch.randn(64, 32).to(self.device, self.dtype)
         rounded = layer(x, return_router=True)[1]
         self.assertEqual((rounded.counts % 4).tolist(), [0] * 8)
@@ -171,13 +172,14 @@ class Module(unittest.TestCase):
         torch.testing.assert_close(compiled(x), layer(x))
 
     def test_state(self):
-        layer, other = self.layer(selection_bias=True), self.layer(selection_bias=True)
+        router = tessera.RouterOptions(selection_bias=True)
+        layer, other = self.layer(router=router), self.layer(router=router)
         other.load_state_dict(layer.state_dict())
         self.assertTrue(torch.equal(layer(self.x), other(self.x)))
         self.assertIn("experts=8", repr(layer))
         self.assertIs(layer.bfloat16().selection_bias.dtype, torch.float32)
         with torch.device("meta"):
-            assigned = tessera.MoE(32, 16, 8, 2, selection_bias=True)
+            assigned = tessera.MoE(32, 16, 8, 2, router=router)
         assigned.load_state_dict({name: t.bfloat16() for name, t in other.state_dict().items()}, assign=True)
         self.assertEqual((assigned.w_up.dtype, assigned.selection_bias.dtype), (torch.bfloat16, torch.float32))
         self.assertTrue(torch.equal(assigned(self.x.bfloat16()), other.bfloat16()(self.x.bfloat16())))
@@ -186,7 +188,8 @@ class Module(unittest.TestCase):
 
     def test_state_after_meta(self):
         """to_empty leaves what the memory held, and reset_parameters sets all of it."""
-        layer = tessera.MoE(32, 16, 8, 2, router_bias=True, selection_bias=True, bias=True, device="meta")
+        router = tessera.RouterOptions(bias=True, selection_bias=True)
+        layer = tessera.MoE(32, 16, 8, 2, router=router, bias=True, device="meta")
         layer.to_empty(device=self.device)
         with torch.no_grad():
             for tensor in layer.state_dict().values():

@@ -2,11 +2,14 @@
 """No option without effect: every pair of a router, rounding, activation, layout or grouping and an option is refused
 by the option's name, or changes what the call computes, keeps or needs. And who is told that a router cannot learn."""
 
+import copy
+import pickle
 import unittest
 import warnings
 
 import tessera
 import torch
+from tessera.layer_options import OLD_KEYWORDS
 from tessera.ops.plans import here
 from tessera.options import ACTIVATIONS, GATED, GROUPINGS, ROUNDINGS, ROUTERS
 
@@ -257,7 +260,7 @@ class ConstantScores(unittest.TestCase):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self.layer = tessera.MoE(HIDDEN, INTERMEDIATE, **call)
-        return [str(warning.message) for warning in caught]
+        return [str(warning.message) for warning in caught if warning.category is UserWarning]
 
     def gradient(self, tokens: int = TOKENS) -> float:
         """Of w_router, as a share of that of all scores: rounding errors are not learning."""
@@ -301,6 +304,80 @@ class ConstantScores(unittest.TestCase):
             self.assertGreater(self.gradient(), 1e-4)
         self.assertEqual(self.warned(router="sigmoid-bias", experts=1, top_k=1), [])
         self.assertGreater(self.gradient(), 1e-4)
+
+
+class Groups(unittest.TestCase):
+    """The options that tessera.MoE takes in groups, and the keywords of before."""
+
+    NEW = {"router": tessera.RouterOptions, "activation": tessera.Activation, "rounding": tessera.Rounding,
+           "shared": tessera.SharedExpert, "losses": tessera.Losses}
+    # Of each group a kind that reads the field, and a value that is not its default.
+    KINDS = {"route_scale": "sigmoid-bias", "normalize_scores": "sigmoid-bias", "groups": "group-limited",
+             "top_groups": "group-limited", "capacity": "expert-choice", "alpha": "clamped-swiglu",
+             "limit": "clamped-swiglu", "up_offset": "clamped-swiglu", "tile": "nr-f", "seed": "sr-f", "layer": "sr-f"}
+    VALUES = {"router_dtype": torch.float32, "groups": 3, "top_groups": 2, "shared_gate": True}
+
+    def layer(self, **options) -> tessera.MoE:
+        return tessera.MoE(HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, dtype=torch.bfloat16, **options)
+
+    def shown(self, layer: tessera.MoE) -> tuple:
+        """All that options decide."""
+        tensors = {name: (t.shape, t.dtype) for name, t in layer.state_dict().items()}
+        plain = {name: value for name, value in vars(layer).items() if not name.startswith("_") or name in (
+            "_texts", "_activation", "_keeps_router_fp32", "_draws")}
+        return tensors, plain
+
+    def test_old_keywords_build_the_groups(self):
+        walked = 0
+        for name, (argument, field) in OLD_KEYWORDS.items():
+            default = self.NEW[argument].__dataclass_fields__[field].default
+            value = self.VALUES.get(name, True if default is False else 5 if isinstance(default, int) else 0.25)
+            kind = self.KINDS.get(name)
+            first = {} if kind is None else {"kind": kind}
+            old = {argument: kind} if kind else {}
+            if name == "shared_gate":
+                first, old = {"intermediate": 4}, {"shared_intermediate": 4}
+            with self.subTest(name):
+                self.assertNotEqual(value, default)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error", DeprecationWarning)
+                    new = self.layer(**{argument: self.NEW[argument](**first, **{field: value})})
+                    plain = self.layer(**({argument: self.NEW[argument](**first)} if first else {}))
+                says = f"MoE.*{name}.*: give {argument}=tessera.{self.NEW[argument].__name__}.*{field}="
+                with self.assertWarnsRegex(DeprecationWarning, says) as caught:
+                    made = self.layer(**old, **{name: value})
+                self.assertEqual(caught.filename, __file__)
+                self.assertEqual(self.shown(made), self.shown(new))
+                self.assertNotEqual(self.shown(made), self.shown(plain))
+                with self.assertRaisesRegex(ValueError, f"{name}=.* beside {argument}=.*two spellings of one option"):
+                    self.layer(**{argument: self.NEW[argument](**first), name: value})
+                walked += 1
+        self.assertEqual(walked, 19)
+
+    def test_other_keywords(self):
+        with self.assertRaisesRegex(TypeError, "MoE: unknown keyword 'roouter'"):
+            self.layer(roouter="topk-softmax")
+        with self.assertRaisesRegex(TypeError, r"losses=0.1: tessera.Losses\(..\) is needed"):
+            self.layer(losses=0.1)
+        with self.assertRaisesRegex(TypeError, "shared='wide': tessera.SharedExpert"):
+            self.layer(shared="wide")
+        for make, says in ((lambda: tessera.RouterOptions("softmax"), "router='softmax': unknown; choose one of"),
+                           (lambda: tessera.Activation("tanh"), "activation='tanh'"),
+                           (lambda: tessera.Rounding("nearest"), "rounding='nearest'"),
+                           (lambda: tessera.SharedExpert(gate=True), "shared_gate")):
+            with self.assertRaisesRegex(ValueError, says):
+                make()
+
+    def test_copies(self):
+        """Groups are values; layers made of them can be copied and pickled."""
+        self.assertEqual(tessera.Losses(balance=0.5), tessera.Losses(0.5))
+        router = pickle.loads(pickle.dumps(tessera.RouterOptions("sigmoid-bias", dtype=torch.float32)))
+        self.assertEqual(router, tessera.RouterOptions("sigmoid-bias", dtype=torch.float32))
+        layer = self.layer(router=router, rounding=tessera.Rounding("sr-f", tile=4, seed=3))
+        for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            self.assertEqual(self.shown(other), self.shown(layer))
+        self.assertEqual(repr(layer), "MoE(hidden=8, intermediate=6, experts=12, top_k=2, router=sigmoid-bias, "
+                                      "activation=swiglu)")
 
 
 if __name__ == "__main__":

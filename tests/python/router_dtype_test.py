@@ -120,8 +120,8 @@ class RouterDType(unittest.TestCase):
         self.assertTrue(torch.equal(logits, wanted[1].logits))
 
     def test_module(self):
-        layer = tessera.MoE(self.hidden, self.intermediate, EXPERTS, TOP_K, router_bias=True, device=self.device,
-                            dtype=torch.bfloat16, router_dtype=torch.float32)
+        layer = tessera.MoE(self.hidden, self.intermediate, EXPERTS, TOP_K, device=self.device, dtype=torch.bfloat16,
+                            router=tessera.RouterOptions(bias=True, dtype=torch.float32))
         types = {name: p.dtype for name, p in layer.named_parameters()}
         self.assertEqual(types, {"w_router": torch.float32, "b_router": torch.float32, "w_up": torch.bfloat16,
                                  "w_down": torch.bfloat16})
@@ -136,14 +136,15 @@ class RouterDType(unittest.TestCase):
         for assign in (False, True):
             layer.load_state_dict(lower, assign=assign)
             self.assertEqual({name: p.dtype for name, p in layer.named_parameters()}, types)
-        self.assertIs(tessera.MoE(8, 8, 4, 2, router_dtype=torch.float32).bfloat16().w_router.dtype, torch.float32)
+        fp32 = tessera.RouterOptions(dtype=torch.float32)
+        self.assertIs(tessera.MoE(8, 8, 4, 2, router=fp32).bfloat16().w_router.dtype, torch.float32)
         self.assertIs(tessera.MoE(8, 8, 4, 2).bfloat16().w_router.dtype, torch.bfloat16)
         with self.assertRaisesRegex(ValueError, "router_dtype=torch.bfloat16"):
-            tessera.MoE(8, 8, 4, 2, router_dtype=torch.bfloat16)
+            tessera.MoE(8, 8, 4, 2, router=tessera.RouterOptions(dtype=torch.bfloat16))
 
     def test_main_grad_of_the_experts(self):
         layer = tessera.MoE(self.hidden, self.intermediate, EXPERTS, TOP_K, main_grad=True, device=self.device,
-                            dtype=torch.bfloat16, router_dtype=torch.float32)
+                            dtype=torch.bfloat16, router=tessera.RouterOptions(dtype=torch.float32))
         plain = copy.deepcopy(layer)
         plain.main_grad = False
         for weight in (layer.w_up, layer.w_down):

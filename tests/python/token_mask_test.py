@@ -178,8 +178,8 @@ class Masked(unittest.TestCase):
 
     def test_module(self):
         torch.manual_seed(1)
-        layer = tessera.MoE(self.hidden, self.intermediate, self.experts, 2, shared_intermediate=24, shared_gate=True,
-                            router_dtype=self.router_dtype)
+        layer = tessera.MoE(self.hidden, self.intermediate, self.experts, 2, shared=tessera.SharedExpert(24, gate=True),
+                            router=tessera.RouterOptions(dtype=self.router_dtype))
         layer = layer.to(self.device, self.dtype)
         shape = (4, self.tokens // 4)
         mask = self.mask.view(shape)
@@ -205,9 +205,8 @@ class Masked(unittest.TestCase):
                 self.assertTrue(torch.equal(gradients[name], parameter.grad), name)
 
     def test_losses_of_the_module(self):
-        layer = tessera.MoE(self.hidden, self.intermediate, self.experts, 2, balance_coefficient=0.3,
-                            z_coefficient=0.01, sequence_balance_coefficient=0.2,
-                            router_dtype=self.router_dtype).to(self.device, self.dtype)
+        layer = tessera.MoE(self.hidden, self.intermediate, self.experts, 2, losses=tessera.Losses(0.3, 0.01, 0.2),
+                            router=tessera.RouterOptions(dtype=self.router_dtype)).to(self.device, self.dtype)
         shape = (4, self.tokens // 4)
         mask = self.mask.view(shape)
         results = []
@@ -225,7 +224,7 @@ class Masked(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "sequence_balance_coefficient: the sequences are not known"):
             layer.auxiliary_loss(router)
         with self.assertRaisesRegex(ValueError, "sequence_balance_coefficient=0.1, router=expert-choice"):
-            tessera.MoE(32, 16, 8, 2, router="expert-choice", sequence_balance_coefficient=0.1)
+            tessera.MoE(32, 16, 8, 2, router="expert-choice", losses=tessera.Losses(sequence_balance=0.1))
 
     def test_compile(self):
         def loss(x, w_router, mask):

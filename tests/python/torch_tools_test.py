@@ -139,13 +139,15 @@ def trained(make, device):
 class Meta(unittest.TestCase):
     """Shapes without memory, forward and backward: modules on meta, under torch.device("meta"), and fake tensors."""
 
-    def module(self, **options):
-        return tessera.MoE(D, N, E, K, balance_coefficient=0.1, z_coefficient=0.1, bias=True, router_bias=True,
-                           shared_intermediate=16, **options)
+    def module(self, router=None, **options):
+        return tessera.MoE(D, N, E, K, bias=True, losses=tessera.Losses(balance=0.1, z=0.1),
+                           router=router or tessera.RouterOptions(bias=True), shared=tessera.SharedExpert(16),
+                           **options)
 
     def test_modules(self):
-        for options in ({}, {"save": "x"}, {"router": "softmax-topk"}, {"activation": "relu2"},
-                        {"router": "sigmoid-bias", "selection_bias": True}):
+        for options in ({}, {"save": "x"}, {"activation": "relu2"},
+                        {"router": tessera.RouterOptions("softmax-topk", bias=True)},
+                        {"router": tessera.RouterOptions("sigmoid-bias", bias=True, selection_bias=True)}):
             with self.subTest(**options):
                 expected, _ = trained(lambda options=options: self.module(**options), "cpu")
 
@@ -205,7 +207,8 @@ class Program(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.layer = tessera.MoE(D, N, E, K, router="sigmoid-bias", selection_bias=True, shared_intermediate=16)
+        self.layer = tessera.MoE(D, N, E, K, shared=tessera.SharedExpert(16),
+                                 router=tessera.RouterOptions("sigmoid-bias", selection_bias=True))
         with torch.no_grad():
             self.layer.selection_bias[1] = 5.0
 

@@ -23,10 +23,19 @@ _KNOWN_FLAGS = {"experts_class", "experts_interface", "is_concatenated", "is_tra
 
 
 def register_huggingface(name: str = "tessera") -> None:
-    """Makes `experts_implementation=name` known to transformers. May be called again.
+    """Makes `experts_implementation=name` known to transformers. It may be called again.
 
-    Errors: ImportError for a transformers that is missing or of a version that is not known; NotImplementedError where
-    its experts have options that are not known here.
+    Args:
+        name: What models are asked for.
+
+    Raises:
+        ImportError: transformers is missing or of a version that is not known.
+        NotImplementedError: Its experts have options that are not known here.
+
+    Example:
+        >>> tessera.register_huggingface()
+        >>> model = AutoModelForCausalLM.from_pretrained(                                # doctest: +SKIP
+        ...     name, experts_implementation="tessera", dtype=torch.bfloat16)
     """
     try:
         import transformers
@@ -50,12 +59,31 @@ def register_huggingface(name: str = "tessera") -> None:
 
 
 def prepare(model: torch.nn.Module, router_dtype: torch.dtype | None = None) -> int:
-    """Recognises all experts of a model at once and returns their number; otherwise each is recognised at its first
-    call. Needed before torch.compile, of whatever model: nothing can be probed while it traces.
+    """Recognises all experts of a model at once; otherwise each is recognised at its first call.
 
-    router_dtype=torch.float32: the routers' parameters become fp32, and what enters them is widened, so that logits and
-    gradients are those of fp32 weights beside bf16 experts. May be called again.
-    Errors: ValueError for another router_dtype; NotImplementedError for experts without a router beside them.
+    It is needed before torch.compile, of whatever model: nothing can be probed while it traces. It may be called again.
+
+    Args:
+        model: Of transformers, made with the implementation that register_huggingface() has named.
+        router_dtype: torch.float32: the routers' parameters become fp32, and what enters them is widened, so that
+            logits and gradients are those of fp32 weights beside bf16 experts. None: they stay as they are.
+
+    Returns:
+        The number of experts modules, one for each layer; 0 where transformers computes them itself.
+
+    Raises:
+        ValueError: router_dtype is another one.
+        NotImplementedError: Experts compute what Tessera does not, or have no router beside them.
+
+    Example:
+        >>> import transformers
+        >>> tessera.register_huggingface()
+        >>> config = transformers.OlmoeConfig(hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_experts=4,
+        ...                                   num_attention_heads=2, num_experts_per_tok=2, vocab_size=16,
+        ...                                   eos_token_id=1)
+        >>> model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="tessera")
+        >>> tessera.huggingface.prepare(model)
+        2
     """
     if router_dtype not in (None, torch.float32):
         raise ValueError(f"router_dtype={router_dtype}: torch.float32, or None for routers as they are")
@@ -92,7 +120,25 @@ def _widened(_router, arguments: tuple, named: dict) -> tuple:
 
 
 def experts_forward(self, hidden_states, top_k_index, top_k_weights):
-    """What transformers calls: `self` is the experts module; hidden_states [T,d], top_k_index, top_k_weights [T,K]."""
+    """What transformers calls in place of a model's own experts.
+
+    Args:
+        self: The experts module of transformers, whose weights are used where they lie.
+        hidden_states: [T,d] of a floating type, converted to that of the weights.
+        top_k_index: [T,K] int64; ids outside [0,E) own no row.
+        top_k_weights: [T,K] of a floating type.
+
+    Returns:
+        o [T,d] in the type of hidden_states.
+
+    Raises:
+        NotImplementedError: The experts compute what Tessera does not, or have more weights than ids.
+        RuntimeError: torch.compile traces experts that `prepare` has not seen.
+
+    Example:
+        >>> experts = model.model.layers[0].mlp.experts                                  # doctest: +SKIP
+        >>> o = tessera.huggingface.experts_forward(experts, x, ids, weights)            # doctest: +SKIP
+    """
     if top_k_weights.shape != top_k_index.shape:
         raise NotImplementedError(
             f"{type(self).__name__}: weights {tuple(top_k_weights.shape)} for ids {tuple(top_k_index.shape)}; Tessera "

@@ -32,10 +32,30 @@ def _sequence_offsets(logits, lengths):
 
 def router_losses(logits, counts=None, *, scores: str = "softmax", balance: float = 0.0, z: float = 0.0,
                   sequence_balance: float = 0.0, topk_ids=None, lengths=None, mask=None):
-    """balance * load_balancing_loss + z * z_loss + sequence_balance * sequence_balance_loss by one pass over the logits
-    [T,E] or [B,S,E]. counts: not read where balance is 0; topk_ids and lengths: where sequence_balance is.
+    """balance * load_balancing_loss + z * z_loss + sequence_balance * sequence_balance_loss by one pass over the
+    logits.
 
-    mask [T] or [B,S] bool: False for padding, which has no part in any mean and no gradient, whatever its logits are.
+    Args:
+        logits: [T,E] or [B,S,E] of any floating type, read as fp32; differentiable.
+        counts: [E]; not read where balance is 0.
+        scores: softmax, sigmoid or sqrtsoftplus.
+        balance: Coefficient of load_balancing_loss.
+        z: Coefficient of z_loss.
+        sequence_balance: Coefficient of sequence_balance_loss.
+        topk_ids: [T,K] or [B,S,K]; only for sequence_balance.
+        lengths: [B] int32 or int64, or None; only for sequence_balance.
+        mask: [T] or [B,S] bool, or None: False for padding, which has no part in any mean and no gradient, whatever its
+            logits are. The counts of a masked layer have no padding.
+
+    Returns:
+        A scalar in fp32.
+
+    Raises:
+        ValueError: A shape, dtype or value is none of these.
+
+    Example:
+        >>> logits, counts = torch.randn(5, 8), torch.arange(8)
+        >>> loss = tessera.losses.router_losses(logits, counts, balance=0.01, z=1e-3)
     """
     if scores not in _ROUTERS:
         raise ValueError(f"scores={scores!r}: unknown; choose {', '.join(_ROUTERS)}")
@@ -58,33 +78,77 @@ def router_losses(logits, counts=None, *, scores: str = "softmax", balance: floa
 
 
 def load_balancing_loss(logits, counts, *, scores: str = "softmax", mask=None):
-    """E * sum_e (f_e / sum f) * mean_t p_te: 1 when balanced. Multiply by your coefficient.
+    """E * sum_e (f_e / sum f) * mean_t p_te: 1 when balanced. Multiply it by your coefficient.
 
-    logits [T,E] or [B,S,E]; counts f [E] (constants; sums or means over ranks and micro-batches if you like). p is the
-    softmax of the logits, or with scores="sigmoid" or "sqrtsoftplus" those values divided by their sum. 0 for T = 0.
-    Hugging Face's loss is K times larger. mask as for router_losses; the counts of a masked layer have no padding.
+    Hugging Face's loss is K times larger.
+
+    Args:
+        logits: [T,E] or [B,S,E] of any floating type, read as fp32; differentiable.
+        counts: f [E] of any integer or floating type, constants: RouterOutput.topk_counts, sums or means over ranks and
+            micro-batches if you like.
+        scores: What p is: softmax of the logits, or sigmoid or sqrtsoftplus of them divided by their sum.
+        mask: [T] or [B,S] bool, or None: False for padding, which has no part in any mean and no gradient, whatever its
+            logits are. The counts of a masked layer have no padding.
+
+    Returns:
+        A scalar in fp32; 0 for T = 0.
+
+    Raises:
+        ValueError: scores is unknown, a shape does not fit, or, on the CPU, a count is negative or not finite.
+
+    Example:
+        >>> tessera.load_balancing_loss(torch.zeros(5, 8), torch.full((8,), 10)).item()
+        1.0
     """
     return router_losses(logits, counts, scores=scores, balance=1.0, mask=mask)
 
 
 def sequence_balance_loss(logits, topk_ids, *, lengths=None, scores: str = "softmax", mask=None):
     """The mean over sequences b of E * sum_e (f_be / sum_e f_be) * mean_{t in b} p_te, f_be being how many tokens of b
-    chose e: DeepSeek-V3's balance loss per sequence, 1 when every sequence is balanced. Multiply by your coefficient.
+    chose e: DeepSeek-V3's balance loss per sequence, 1 when every sequence is balanced.
 
-    logits [B,S,E] with topk_ids [B,S,K], a sequence a row; or [T,E] with topk_ids [T,K] and lengths [B] int32 or int64,
-    of sequences that follow each other and make up all T tokens (of cu_seqlens: cu_seqlens.diff()). Ids outside [0,E)
-    count for none. Sequences without tokens, or with padding alone, are left out of the mean. scores as for
-    load_balancing_loss, mask as for router_losses. Lengths that do not add up to T raise ValueError on the CPU; on a
-    GPU check_device_values() tells of them.
+    Multiply it by your coefficient. Sequences without tokens, or with padding alone, are left out of the mean.
 
-        loss = tessera.sequence_balance_loss(router.logits, router.topk_ids, lengths=cu_seqlens.diff())
+    Args:
+        logits: [B,S,E], a sequence a row, or [T,E] with lengths; of any floating type, read as fp32; differentiable.
+        topk_ids: [B,S,K] or [T,K] int32 or int64; ids outside [0,E) count for none.
+        lengths: [B] int32 or int64: tokens of sequences that follow each other and make up all T tokens (of cu_seqlens:
+            cu_seqlens.diff()), or None.
+        scores: What p is: softmax of the logits, or sigmoid or sqrtsoftplus of them divided by their sum.
+        mask: [T] or [B,S] bool, or None: False for padding, which has no part in any mean and no gradient, whatever its
+            logits are. The counts of a masked layer have no padding.
+
+    Returns:
+        A scalar in fp32.
+
+    Raises:
+        ValueError: scores is unknown, a shape does not fit, or, on the CPU, the lengths do not add up to T. On a GPU
+            check_device_values() tells of them.
+
+    Example:
+        >>> logits, topk_ids = torch.randn(10, 8), torch.randint(8, (10, 2))
+        >>> loss = tessera.sequence_balance_loss(logits, topk_ids, lengths=torch.tensor([4, 6]))
     """
     return router_losses(logits, scores=scores, sequence_balance=1.0, topk_ids=topk_ids, lengths=lengths, mask=mask)
 
 
 def z_loss(logits, *, mask=None):
-    """mean_t logsumexp_e(logits)^2, which keeps logits small. logits [T,E] or [B,S,E]; 0 for T = 0. mask as for
-    router_losses."""
+    """mean_t logsumexp_e(logits)^2, which keeps logits small. Multiply it by your coefficient.
+
+    Args:
+        logits: [T,E] or [B,S,E] of any floating type, read as fp32; differentiable.
+        mask: [T] or [B,S] bool, or None: False for padding, which has no part in any mean and no gradient, whatever its
+            logits are. The counts of a masked layer have no padding.
+
+    Returns:
+        A scalar in fp32; 0 for T = 0.
+
+    Raises:
+        ValueError: A shape does not fit.
+
+    Example:
+        >>> loss = tessera.z_loss(torch.randn(5, 8))
+    """
     return router_losses(logits, z=1.0, mask=mask)
 
 
@@ -92,8 +156,22 @@ def z_loss(logits, *, mask=None):
 def selection_bias_update(selection_bias, counts, *, rate: float = 1e-3, centered: bool = False):
     """Balancing without a loss, once per optimizer step, in place: bias += rate * sign(mean f - f_e).
 
-    selection_bias [E] fp32; counts f [E], sums or means over micro-batches and data-parallel ranks. centered subtracts
-    the mean of the update (torchtitan). All counts 0: nothing changes.
+    Args:
+        selection_bias: [E] fp32, which is changed.
+        counts: f [E] of any integer or floating type, sums or means over micro-batches and data-parallel ranks. Where
+            all are 0 nothing changes.
+        rate: By how much a bias moves.
+        centered: Whether the mean of the update is subtracted (torchtitan).
+
+    Returns:
+        selection_bias.
+
+    Raises:
+        ValueError: A shape or dtype does not fit, or, on the CPU, a count is negative or not finite.
+
+    Example:
+        >>> tessera.selection_bias_update(torch.zeros(3), torch.tensor([4, 1, 1]), rate=0.5)
+        tensor([-0.5000,  0.5000,  0.5000])
     """
     torch.ops.tessera.update_selection_bias.default(selection_bias, ops.countable(counts), rate, centered)
     return selection_bias

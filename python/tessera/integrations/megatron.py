@@ -21,13 +21,25 @@ _NAMES = (("w_up", "linear_fc1"), ("w_down", "linear_fc2"))
 
 
 class Experts(nn.Module):
-    """Experts of one rank. config: Megatron's TransformerConfig, of which it reads hidden_size, moe_ffn_hidden_size,
-    gated_linear_unit, activation_func, activation_func_clamp_value, glu_linear_offset,
-    moe_mlp_glu_interleave_size, params_dtype, gradient_accumulation_fusion. name: where the layer stands in the model;
-    Megatron passes it since 0.17 and chooses quantisation by it, which there is none of here.
+    """The experts of one rank, as Megatron makes them for its MoE layer.
 
-    Errors: NotImplementedError for options that Tessera does not serve (biases, delay_wgrad_compute, fp8, probabilities
-    on the input, an unknown activation, tensor parallelism within experts).
+    Args:
+        num_local_experts: E of this rank.
+        config: Megatron's TransformerConfig, of which are read hidden_size, moe_ffn_hidden_size, gated_linear_unit,
+            activation_func, activation_func_clamp_value, glu_linear_offset, moe_mlp_glu_interleave_size, params_dtype,
+            gradient_accumulation_fusion.
+        submodules: Not read: there are none.
+        pg_collection: Megatron's process groups, or None for those of parallel_state.
+        name: Where the layer stands in the model. Megatron passes it since 0.17 and chooses quantisation by it, which
+            there is none of here.
+
+    Raises:
+        NotImplementedError: An option is not served: biases, delay_wgrad_compute, fp8, probabilities on the input, an
+            unknown activation, tensor parallelism within experts.
+
+    Example:
+        >>> from tessera.integrations.megatron import Experts
+        >>> submodules = MoESubmodules(experts=Experts, shared_experts=shared)           # doctest: +SKIP
     """
 
     def __init__(self, num_local_experts: int, config, submodules=None, pg_collection=None, name=None):
@@ -58,8 +70,24 @@ class Experts(nn.Module):
 
     def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs, output_buffer=None,
                 grad_input_buffer=None):
-        """(output [R,d], None). hidden states [R,d] sorted by expert; tokens_per_expert: list or tensor [E], on any
-        device; permuted_probs [R] multiply the activations. No host sync. Buffers are Megatron's hints; unused."""
+        """The experts of rows that are sorted by expert. No host waits.
+
+        Args:
+            permuted_local_hidden_states: [R,d] in the type of the weights.
+            tokens_per_expert: [E] as a list or a tensor on any device: rows of each expert.
+            permuted_probs: [R] of a floating type, factors of the rows, or None.
+            output_buffer: A hint of Megatron's, not used.
+            grad_input_buffer: A hint of Megatron's, not used.
+
+        Returns:
+            (output [R,d], None).
+
+        Raises:
+            ValueError: A shape or dtype does not fit, or gradient_accumulation_fusion finds no main_grad.
+
+        Example:
+            >>> output, _ = experts(rows, [3, 0, 5], probabilities)                      # doctest: +SKIP
+        """
         x = permuted_local_hidden_states
         if not isinstance(tokens_per_expert, torch.Tensor):
             tokens_per_expert = torch.tensor(tokens_per_expert)
@@ -77,7 +105,19 @@ class Experts(nn.Module):
         """What Megatron's dist_checkpointing saves and loads: the stacked weights of this rank as parts of
         [E_global,w*n,d] and [E_global,d,n]. The tensors are the parameters, by which the optimizer finds its state.
 
-        Errors: NotImplementedError for moe_mlp_glu_interleave_size, and for metadata that asks for a key per expert.
+        Args:
+            prefix: Of the keys.
+            sharded_offsets: Megatron's, of the dimensions in front, such as layers.
+            metadata: Megatron's, or None.
+
+        Returns:
+            Keys and Megatron's ShardedTensor of each weight.
+
+        Raises:
+            NotImplementedError: moe_mlp_glu_interleave_size is set, or metadata asks for a key per expert.
+
+        Example:
+            >>> parts = experts.sharded_state_dict(prefix="decoder.experts.")            # doctest: +SKIP
         """
         from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -105,7 +145,11 @@ class Experts(nn.Module):
                 parallel_state.get_expert_data_parallel_rank())
 
     def backward_dw(self) -> None:
-        """Weight gradients are made in backward; there is nothing left to do."""
+        """Does nothing: weight gradients are made in backward.
+
+        Raises:
+            Nothing.
+        """
 
     # Names of Megatron's TEGroupedMLP in state dicts; a sharded checkpoint comes back stacked.
     def _save_to_state_dict(self, destination, prefix, keep_vars):

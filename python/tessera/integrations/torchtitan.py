@@ -24,11 +24,22 @@ from tessera.recognise import recognise
 
 
 def use_tessera(model: torch.nn.Module) -> int:
-    """Lets Tessera compute the experts of every GroupedExperts, or RoutedExperts without one, in the model; returns how
-    many there were.
+    """Lets Tessera compute the experts of every GroupedExperts, or RoutedExperts without one, in the model.
 
-    Errors: ValueError where there are none; NotImplementedError where one has biases, an activation that Tessera does
-    not know or linears of another kind (quantised, with adapters): then nothing was replaced.
+    Args:
+        model: Of torchtitan's, built and not yet compiled.
+
+    Returns:
+        How many modules there were.
+
+    Raises:
+        ValueError: There are none.
+        NotImplementedError: One has biases, an activation that Tessera does not know or linears of another kind
+            (quantised, with adapters). Then nothing was replaced.
+
+    Example:
+        >>> from tessera.integrations import torchtitan
+        >>> torchtitan.use_tessera(model)                                                # doctest: +SKIP
     """
     found = [module for module in model.modules() if _weights_of(module) is not None]
     if not found:
@@ -47,8 +58,23 @@ def use_tessera(model: torch.nn.Module) -> int:
 
 
 def grouped_experts_forward(self, x_RD, num_tokens_per_expert_E):
-    """The experts of x_RD [R_alloc,d], sorted by expert, counts [E] on its device -> [R_alloc,d] in x_RD's type.
-    Computes in bfloat16, as torchtitan does, or in x_RD's type on the CPU. Rows beyond the counts give zeros."""
+    """The experts on rows that are sorted by expert. Computes in bfloat16, as torchtitan does, or in x_RD's type on the
+    CPU.
+
+    Args:
+        self: torchtitan's experts module.
+        x_RD: [R_alloc,d] of a floating type; rows beyond the counts give zeros.
+        num_tokens_per_expert_E: [E] int32 or int64 on x_RD's device.
+
+    Returns:
+        [R_alloc,d] in x_RD's type.
+
+    Raises:
+        ValueError: A shape or dtype does not fit, or, on the CPU, the counts exceed R_alloc.
+
+    Example:
+        >>> y = torchtitan.grouped_experts_forward(experts, rows, counts)                # doctest: +SKIP
+    """
     dtype = torch.bfloat16 if x_RD.is_cuda else x_RD.dtype
     weights = [w if w is None else functional.local(w).to(dtype) for w in _weights_of(self)]
     y = functional.run(self._tessera_options, functional.local(x_RD).to(dtype),
@@ -57,15 +83,48 @@ def grouped_experts_forward(self, x_RD, num_tokens_per_expert_E):
 
 
 def routed_experts_forward(self, x_TD, topk_scores_TK, topk_expert_ids_TK, num_local_tokens_per_expert_E):
-    """RoutedExperts.forward: dispatch and combine by its token_dispatcher, the experts in between."""
+    """RoutedExperts.forward: dispatch and combine by its token_dispatcher, the experts in between.
+
+    Args:
+        self: torchtitan's RoutedExperts.
+        x_TD: [T,d] of a floating type.
+        topk_scores_TK: [T,K] of a floating type.
+        topk_expert_ids_TK: [T,K] int64.
+        num_local_tokens_per_expert_E: [E] int64: rows of each expert on this rank.
+
+    Returns:
+        [T,d] in x_TD's type.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+
+    Example:
+        >>> o = torchtitan.routed_experts_forward(experts, x, scores, ids, counts)       # doctest: +SKIP
+    """
     rows, counts, metadata = self.token_dispatcher.dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK,
                                                             num_local_tokens_per_expert_E)
     return self.token_dispatcher.combine(grouped_experts_forward(self, rows, counts), metadata, x_TD)
 
 
 def local_experts_forward(self, x_BLD, topk_scores_BLK, topk_expert_ids_BLK):
-    """RoutedExperts.forward where all of its inner_experts are on this rank: [B,L,D] -> [B,L,D]. Computes in the type
-    that grouped_experts_forward does."""
+    """RoutedExperts.forward where all of its inner_experts are on this rank. Computes in the type that
+    grouped_experts_forward does.
+
+    Args:
+        self: torchtitan's RoutedExperts.
+        x_BLD: [B,L,D] of a floating type.
+        topk_scores_BLK: [B,L,K] of a floating type.
+        topk_expert_ids_BLK: [B,L,K] int64.
+
+    Returns:
+        [B,L,D] in x_BLD's type.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+
+    Example:
+        >>> o = torchtitan.local_experts_forward(experts, x, scores, ids)                # doctest: +SKIP
+    """
     x = functional.local(x_BLD)
     dtype = torch.bfloat16 if x.is_cuda else x.dtype
     weights = [w if w is None else functional.local(w).to(dtype) for w in _weights_of(self.inner_experts)]
@@ -129,7 +188,17 @@ except ImportError:  # there is none, or one without overrides: use_tessera does
     pass
 else:
     class GroupedExperts(moe.GroupedExperts):
-        """torchtitan's, with its parameters, their names and sharding, computed by Tessera."""
+        """torchtitan's, with its parameters, their names and sharding, computed by Tessera.
+
+        Args:
+            config: torchtitan's.
+
+        Raises:
+            NotImplementedError: They have biases, or an activation that Tessera does not know.
+
+        Example:
+            >>> experts = GroupedExperts(config)                                         # doctest: +SKIP
+        """
 
         @dataclasses.dataclass(kw_only=True, slots=True)
         class Config(moe.GroupedExperts.Config):
@@ -141,13 +210,37 @@ else:
 
         # Under expert parallelism torchtitan finds the placement of an argument by its name.
         def forward(self, x_RD, num_tokens_per_expert_E):
-            """As torchtitan's: rows [R,D] sorted by expert, their numbers [E] -> [R,D]."""
+            """As torchtitan's.
+
+            Args:
+                x_RD: [R,D] of a floating type, sorted by expert.
+                num_tokens_per_expert_E: [E] int32 or int64 on x_RD's device: rows of each expert.
+
+            Returns:
+                [R,D] in x_RD's type.
+
+            Raises:
+                ValueError: A shape or dtype does not fit.
+
+            Example:
+                >>> y = experts(rows, counts)                                            # doctest: +SKIP
+            """
             return grouped_experts_forward(self, x_RD, num_tokens_per_expert_E)
 
     class RoutedExperts(moe.RoutedExperts):
         """torchtitan's, without its dispatch and combine where all experts are on this rank: x is read where it lies,
-        and what experts put out is kept for nobody. Where experts are spread over ranks its own dispatch runs, with
-        the rows in between computed by Tessera."""
+        and what experts put out is not saved. Where experts are spread over ranks its own dispatch runs, with the rows
+        in between computed by Tessera.
+
+        Args:
+            config: torchtitan's.
+
+        Raises:
+            NotImplementedError: Its experts have biases, or an activation that Tessera does not know.
+
+        Example:
+            >>> experts = RoutedExperts(config)                                          # doctest: +SKIP
+        """
 
         @dataclasses.dataclass(kw_only=True, slots=True)
         class Config(moe.RoutedExperts.Config):
@@ -158,21 +251,60 @@ else:
             self._tessera_options = _options_of(self.inner_experts, grouping="slots")
 
         def forward(self, x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E):
-            """As torchtitan's: x [B,L,D], scores and ids [B,L,K], counts [E] -> [B,L,D]."""
+            """As torchtitan's.
+
+            Args:
+                x_BLD: [B,L,D] of a floating type.
+                topk_scores_BLK: [B,L,K] of a floating type.
+                topk_expert_ids_BLK: [B,L,K] int64.
+                num_local_tokens_per_expert_E: [E] int64: rows of each expert on this rank.
+
+            Returns:
+                [B,L,D] in x_BLD's type.
+
+            Raises:
+                ValueError: A shape or dtype does not fit.
+
+            Example:
+                >>> o = experts(x, scores, ids, counts)                                  # doctest: +SKIP
+            """
             if type(self.token_dispatcher) is not token_dispatcher.LocalTokenDispatcher:
                 return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
             return local_experts_forward(self, x_BLD, topk_scores_BLK, topk_expert_ids_BLK)
 
     @override(target=moe.GroupedExperts.Config, exact=True, description="Experts computed by Tessera.")
     def grouped_experts(config: moe.GroupedExperts.Config) -> GroupedExperts.Config:
-        """The override that replaces GroupedExperts, whatever dispatches."""
+        """The override that replaces GroupedExperts, whatever dispatches.
+
+        Args:
+            config: torchtitan's, of its own GroupedExperts.
+
+        Returns:
+            The same for Tessera's.
+
+        Raises:
+            Nothing.
+
+        Example:
+            >>> tessera_config = grouped_experts(config)                                 # doctest: +SKIP
+        """
         return derive(config, GroupedExperts.Config)
 
     @override(target=moe.RoutedExperts.Config, exact=True, description="Routed experts computed by Tessera.")
     def routed_experts(config: moe.RoutedExperts.Config) -> RoutedExperts.Config:
         """The override that replaces RoutedExperts and the GroupedExperts in it: less memory than grouped_experts.
 
-        Errors: NotImplementedError where the experts in it are not torchtitan's own GroupedExperts.
+        Args:
+            config: torchtitan's, of its own RoutedExperts.
+
+        Returns:
+            The same for Tessera's.
+
+        Raises:
+            NotImplementedError: The experts in it are not torchtitan's own GroupedExperts.
+
+        Example:
+            >>> tessera_config = routed_experts(config)                                  # doctest: +SKIP
         """
         if type(config.inner_experts) is not moe.GroupedExperts.Config:
             raise NotImplementedError(f"{type(config.inner_experts).__qualname__}: not torchtitan's GroupedExperts, so "

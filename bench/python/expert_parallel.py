@@ -228,7 +228,7 @@ class Training:
         return both
 
     def saved(self, layer) -> int:
-        """Bytes that it keeps between the passes."""
+        """Bytes that it saves between the passes."""
         before = torch.cuda.memory_allocated()
         o = self._forward(layer)
         return torch.cuda.memory_allocated() - before - o.numel() * o.element_size()

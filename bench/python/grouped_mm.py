@@ -8,8 +8,8 @@ usage: grouped_mm.py [--device cpu|cuda] [--config NAME,NAME] [--dtype fp32,bf16
 All get the same tensors and a new random routing in every iteration, and take turns. torch-grouped-mm is the usual
 layer: sort, gather, grouped_mm, silu(gate) * up, grouped_mm, weight, add per token. hf-eager and hf-grouped-mm are what
 transformers runs for these values of experts_implementation. Each row is checked first: output and gradients of all
-against fp64. On a GPU times are those of events on the stream, memory what torch's allocator handed out: kept between
-the passes, beside output and inputs, and at most in use during both. With --cpu-time they are those that the process
+against fp64. On a GPU times are those of events on the stream, memory what torch's allocator handed out: saved between
+the passes, besides output and inputs, and at most in use during both. With --cpu-time they are those that the process
 ran, all threads together: other programs on the machine disturb them less. On the CPU page faults of both passes are
 counted too.
 """
@@ -128,7 +128,7 @@ def page_faults() -> int:
 
 
 def passes(layer, leaves: list, ids, scores, d_o, clock):
-    """(ms forward, ms backward), (bytes kept, bytes at most) beyond what was there, output and gradients."""
+    """(ms forward, ms backward), (bytes saved, bytes at most) beyond what was there, output and gradients."""
     scores = scores.detach().requires_grad_()
     inputs = (leaves[0], scores, *leaves[1:])
     before, _ = clock.allocated()

@@ -8,7 +8,7 @@ is that of all threads: torch runs backward in one of its own there, or, in the 
 (torch.autograd.set_multithreading_enabled(False)). Beside them stands the same layer in torch's own operations, with
 grouped_mm (examples/torch_experts.py).
 
-Then the same calls cut in pieces by the wall clock, medians: Python before the library's function, in it, Python after
+Then the parts of the same calls by the wall clock, medians: Python before the library's function, in it, Python after
 it, and, in backward, what torch's engine takes around it. On a GPU the device is idle when a call begins.
 
 usage: host_time.py [--device cuda] [--out FILE]
@@ -31,7 +31,7 @@ import tessera  # noqa: E402
 import torch  # noqa: E402
 import torch_experts  # noqa: E402
 from tessera import library  # noqa: E402
-from tessera.ops import autograd, plans  # noqa: E402
+from tessera.ops import autograd, prepared_calls  # noqa: E402
 
 REPEATS, CALLS, SAMPLES, LAYERS = 40, 200, 1000, 8
 
@@ -62,7 +62,7 @@ class Nothing(torch.autograd.Function):
 
 
 def pieces(device: str, made: list, moe, chain, d_o, clear) -> dict:
-    """Medians of SAMPLES calls. made: the plans that serve them; chain: forward through LAYERS layers."""
+    """Medians of SAMPLES calls. made: the prepared calls that serve them; chain: forward through LAYERS layers."""
     now, marks = time.perf_counter_ns, []
 
     def marked(function):
@@ -95,9 +95,9 @@ def pieces(device: str, made: list, moe, chain, d_o, clear) -> dict:
         first, entered, left, last = [sum(marks[i::4]) for i in range(4)]
         return entered - first, left - entered, last - left, whole - (last - first)
 
-    functions, unmarked = [plan.function for plan in made], autograd.Layer.backward
-    for plan in made:
-        plan.function = marked(plan.function)
+    functions, unmarked = [prepared.function for prepared in made], autograd.Layer.backward
+    for prepared in made:
+        prepared.function = marked(prepared.function)
     autograd.Layer.backward = staticmethod(marked(unmarked))
     passes = {"forward without gradient": (lambda: forward(moe), 1),
               "forward with gradient": (lambda: forward(chain(1)), 1), "backward": (backward, LAYERS)}
@@ -105,8 +105,8 @@ def pieces(device: str, made: list, moe, chain, d_o, clear) -> dict:
     for name, (sample, layers) in passes.items():
         medians = map(statistics.median, zip(*[sample() for _ in range(SAMPLES)], strict=True))
         cut[name] = {piece: round(1e-3 * time / layers, 2) for piece, time in zip(names, medians, strict=False)}
-    for plan, function in zip(made, functions, strict=True):
-        plan.function = function
+    for prepared, function in zip(made, functions, strict=True):
+        prepared.function = function
     autograd.Layer.backward = staticmethod(unmarked)
     return cut
 
@@ -168,8 +168,8 @@ def measurements(device: str) -> tuple[dict, dict]:
     if device != "cpu":
         calls |= {"moe forward + backward, one thread": (one_thread(training), LAYERS),
                   "torch.autograd.Function forward + backward, one thread": (one_thread(floor), LAYERS)}
-    made, ready = [], plans.Plan.ready  # in every thread: backward has its own on a GPU
-    plans.Plan.ready = lambda plan, *arguments: made.append(plan) or ready(plan, *arguments)
+    made, ready = [], prepared_calls.PreparedCall.ready  # in every thread: backward has its own on a GPU
+    prepared_calls.PreparedCall.ready = lambda call, *arguments: made.append(call) or ready(call, *arguments)
     for call, _ in calls.values():
         call()
     whole = microseconds(calls, device)
@@ -177,8 +177,8 @@ def measurements(device: str) -> tuple[dict, dict]:
     nothing = ctypes.CDLL(library.load()._name).tessera_context_destroy  # of NULL: returns at once
     nothing.argtypes = [ctypes.c_void_p] * 4
     nothing.restype = None
-    for plan in made:
-        plan.function = lambda *_: nothing(None, None, None, None)
+    for prepared in made:
+        prepared.function = lambda *_: nothing(None, None, None, None)
     host = microseconds(calls, device)
     return {name: {"call_us": whole[name], "host_us": host[name]} for name in calls}, cut
 

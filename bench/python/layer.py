@@ -155,7 +155,7 @@ class Pass(typing.NamedTuple):
 
     marks: list  # before, between and behind them on the stream
     host: tuple[float, float]  # seconds of the calls
-    kept: int  # bytes between them, beside output and inputs
+    saved: int  # bytes between them, besides output and inputs
     peak: int  # bytes at most in use
     results: tuple  # o and gradients
 
@@ -169,11 +169,11 @@ def passes(layer, leaves, d_o) -> Pass:
     o = layer(*leaves)
     marks[1].record()
     between = time.perf_counter()
-    kept = torch.cuda.memory_allocated() - before - o.numel() * o.element_size()
+    saved = torch.cuda.memory_allocated() - before - o.numel() * o.element_size()
     gradients = torch.autograd.grad(o, leaves, d_o)
     marks[2].record()
     host = between - begin, time.perf_counter() - between
-    return Pass(marks, host, kept, torch.cuda.max_memory_allocated() - before, (o.detach(), *gradients))
+    return Pass(marks, host, saved, torch.cuda.max_memory_allocated() - before, (o.detach(), *gradients))
 
 
 def milliseconds(marks) -> list[float]:
@@ -219,7 +219,7 @@ def measure(config: str, shape, names: list[str], zipf: float, rounds: int) -> l
                 marks[2].record()
             else:
                 run = passes(layers[name], leaves[name], d_o)
-                marks, memory[name] = run.marks, (run.kept, run.peak)
+                marks, memory[name] = run.marks, (run.saved, run.peak)
                 for sample, host in zip(hosts[name], run.host, strict=True):
                     sample.append(1e3 * host)
                 del run

@@ -6,9 +6,9 @@ usage: timeline.py [--config NAME,NAME] [--passes N] [--out FILE]
 
 A kernel timed alone runs at another clock and begins on an idle device. Here the layer runs again and again, and the
 times are those that CUPTI reports through torch's profiler: medians over the passes. `gap_us` is the time from the
-end of the kernel ahead to the start of this one, negative where they overlap; the first kernel's is the time since the
-pass before. Forward is profiled alone (h is kept) and with backward behind it; of the decode configurations inference
-alone.
+end of the previous kernel to the start of this one, negative where they overlap; the first kernel's is the time since
+the previous pass. Forward is profiled alone (h is saved) and with backward after it; of the decode
+configurations inference alone.
 """
 
 import argparse

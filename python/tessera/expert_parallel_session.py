@@ -17,13 +17,13 @@ from torch import distributed
 
 from tessera import library, options
 from tessera.expert_parallel_library import TENSORS, Desc, InferenceArgs, load
-from tessera.ops import plans
+from tessera.ops import prepared_calls
 
 MAX_RANKS = 8
 MAX_CALLS = 256  # prepared calls that a session holds
 SIDE_SMS = 24  # SMs that move rows on the side stream while the others multiply
 # Where the structs of inference have the addresses of TENSORS.
-ADDRESS_WORDS = tuple([plans.field_word(InferenceArgs, name) for name in TENSORS])
+ADDRESS_WORDS = tuple([prepared_calls.field_word(InferenceArgs, name) for name in TENSORS])
 
 
 def check_devices(names: tuple, tensors: tuple, device: torch.device) -> None:
@@ -45,18 +45,18 @@ class PreparedPass:
     def __init__(self, tensors: tuple, device: torch.device):
         check_devices(TENSORS, tensors, device)
         x, ids = tensors[:2]
-        self.check, self.narrow = plans.guard(tensors), ids.dtype is torch.int64
+        self.check, self.narrow = prepared_calls.guard(tensors), ids.dtype is torch.int64
         self.args = InferenceArgs(ctypes.sizeof(InferenceArgs))
         self.words, self.address = memoryview(self.args).cast("B").cast("Q"), addressof(self.args)
         self.make_o = None
         described = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
         if self.narrow:
-            described[1] = (ids.shape, plans.contiguous_strides(ids.shape), torch.int32)
+            described[1] = (ids.shape, prepared_calls.contiguous_strides(ids.shape), torch.int32)
         if len(tensors) < len(TENSORS):
-            described.append((tuple(x.shape), plans.contiguous_strides(x.shape), x.dtype))
-            self.make_o = plans.maker(*described[-1], device)
+            described.append((tuple(x.shape), prepared_calls.contiguous_strides(x.shape), x.dtype))
+            self.make_o = prepared_calls.maker(*described[-1], device)
         for name, how in zip(TENSORS, described, strict=True):
-            plans.describe(name, getattr(self.args, name), *how, device)
+            prepared_calls.describe(name, getattr(self.args, name), *how, device)
 
 
 class TrainingOptions(NamedTuple):
@@ -237,38 +237,38 @@ class Session:
         prepared = self._calls[key] = make()
         return prepared
 
-    def routing(self, text: str, expert_offsets: torch.Tensor, row_scores: torch.Tensor) -> torch.Tensor:
+    def routing(self, expert_offsets: torch.Tensor, row_scores: torch.Tensor) -> torch.Tensor:
         """The routing tables of rows that lie sorted by expert, each with its score, for a backward pass of the
-        experts on them: routing_of_groups of routing.hpp. text: the experts' options."""
-        key = "routing_of_groups", text, row_scores.shape, row_scores.device
+        experts on them: routing_of_groups of routing.hpp."""
+        key = "routing_of_groups", row_scores.shape
         prepared = self._calls.get(key) or self._prepare(
-            key, lambda: self._describe_routing(text, expert_offsets, row_scores))
-        context, desc, offsets, scores, buffer = prepared
+            key, lambda: self._describe_routing(expert_offsets, row_scores))
+        context, desc, offsets, scores, buffer, _ = prepared
         tables = row_scores.new_empty(buffer.bytes // 4, dtype=torch.int32)
         offsets.data, scores.data, buffer.data = expert_offsets.data_ptr(), row_scores.data_ptr(), tables.data_ptr()
-        library.check(load().tessera_routing_of_groups(context, addressof(desc), offsets, scores, buffer,
-                                                               self.stream()))
+        library.check(load().tessera_routing_of_groups(context, desc, offsets, scores, buffer, self.stream()))
         return tables
 
-    def _describe_routing(self, text: str, expert_offsets, row_scores) -> tuple:
+    def _describe_routing(self, expert_offsets, row_scores) -> tuple:
         device, of = row_scores.device, self.desc
-        desc = options.parse(text).desc(
+        desc = options.parse(self.training.text).desc(
             top_k=1, tokens=row_scores.shape[0], hidden=of.hidden, intermediate=of.intermediate,
             experts=of.experts // of.ranks, dtype=library.BF16, ids_dtype=library.INT32, separate=False, bias=False)
         threads = torch.get_num_threads() if device.type == "cpu" else 0
         described = []
         for name, tensor in (("expert_offsets", expert_offsets), ("row_scores", row_scores)):
             described.append(library.Tensor())
-            plans.describe(name, described[-1], tensor.shape, (1,), tensor.dtype, device)
-        context = library.context(plans.KINDS[device.type], device.index or 0, threads)
-        return context, desc, *described, library.Buffer(None, library.routing_bytes(desc))
+            prepared_calls.describe(name, described[-1], tensor.shape, (1,), tensor.dtype, device)
+        context = library.context(prepared_calls.KINDS[device.type], device.index or 0, threads)
+        # The struct comes last, so that it lives as long as its address is used.
+        return context, addressof(desc), *described, library.Buffer(None, library.routing_bytes(desc)), desc
 
     def routed_rows(self, passes_ago: int = 0) -> tuple[int, bool]:
         """This rank's rows of the last pass that was counted, or of the one so many before it, and whether the rows of
         every rank fit into its memory. The host waits until they are known."""
         rows, all_fit = c_int64(), c_int32()
         library.check(load().tessera_expert_parallel_routed_rows(self.handle, passes_ago, byref(rows),
-                                                                         byref(all_fit)))
+                                                                 byref(all_fit)))
         return rows.value, all_fit.value != 0
 
     def rows_of_last_pass(self, layer: int) -> int | None:
@@ -309,9 +309,9 @@ def _describe(kind: type, options: tuple, tensors: dict) -> tuple:
     for field, tensor in tensors.items():
         if tensor is not None:
             # Strides of an empty tensor mean nothing.
-            stride = tensor.stride() if tensor.numel() else plans.contiguous_strides(tensor.shape)
-            plans.describe(field, getattr(args, field), tensor.shape, stride, tensor.dtype, tensor.device)
-            places.append(plans.field_word(kind, field))
+            stride = tensor.stride() if tensor.numel() else prepared_calls.contiguous_strides(tensor.shape)
+            prepared_calls.describe(field, getattr(args, field), tensor.shape, stride, tensor.dtype, tensor.device)
+            places.append(prepared_calls.field_word(kind, field))
     return args, memoryview(args).cast("B").cast("Q"), places
 
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from tessera.expert_parallel_library import CombineArgs, DispatchArgs, ForwardArgs, RouteArgs
 from tessera.expert_parallel_session import Session
 from tessera.ops.autograd import captures, keeps_graph
-from tessera.ops.layer import GRADIENTS, plan_forward, run_backward_input, run_backward_weights
+from tessera.ops.layer import GRADIENTS, prepared_forward, run_backward_input, run_backward_weights
 
 # Bytes of x from which on its rows come on the side stream while GEMMs run: with fewer the host would be late.
 SIDE_STREAM_BYTES = 8 << 20
@@ -52,7 +52,7 @@ def _refuse_capture(x: torch.Tensor) -> None:
 
 def memory_for(rows: int, row_limit: int) -> int:
     """Rows to have memory for, never none: at most a sixteenth more, or 256, so that most passes of a layer are alike
-    and find the prepared calls of earlier ones (ops/plans.py)."""
+    and find the prepared calls of earlier ones (ops/prepared_calls.py)."""
     step = max(256, 1 << max(rows.bit_length() - 5, 0))
     return min(max((rows + step - 1) // step, 1) * step, row_limit)
 
@@ -142,7 +142,7 @@ def _run_unfused(session: Session, layer: int, x, topk_ids, topk_weights, weight
         # As INPUTS (ops/layer.py). Without row_scores: rows are weighted where their tokens are.
         inputs = (rows, None, None, None, None, None, tables.expert_offsets, None, w_up, None, w_down, b_up, None,
                   b_down, None)
-        prepared = plan_forward(inputs, session.training.text, 0, saves_h)
+        prepared = prepared_forward(inputs, session.training.text, 0, saves_h)
         y, *saved = prepared.run([t for t in inputs if t is not None])
         o = combine(session, y, tables, torch.empty_like(x, memory_format=torch.contiguous_format),
                     topk_weights=topk_weights)
@@ -222,7 +222,7 @@ def _run_backward(session: Session, x, topk_ids, needs: tuple, d_o_rows, x_rows,
     is made again."""
     w_up, w_down, b_up, b_down = weights
     text = session.training.text
-    routing = session.routing(text, tables.expert_offsets, tables.row_scores)
+    routing = session.routing(tables.expert_offsets, tables.row_scores)
     if h.dim() == 1:
         text += " save=x"
     elif not keeps_graph() and not (x.is_cuda and captures()):

@@ -17,7 +17,7 @@ from tessera import library, ops
 from tessera.ops import memory
 from tessera.ops.autograd import recall
 from tessera.ops.masks import rows_of_mask
-from tessera.ops.plans import here
+from tessera.ops.prepared_calls import here
 from tessera.options import Options
 
 
@@ -120,8 +120,8 @@ def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = No
         if training or with_tables or forward_mode:
             return torch.ops.tessera.moe_forward.default(*ops.layer.join_inputs(arguments, text, step))
         return (torch.ops.tessera.moe_inference.default(*ops.layer.join_inputs(arguments, text, step)),)
-    plan = ops.layer.plan_forward(arguments, text, step, training) if straight else None
-    call = ops.autograd.Call(text, arguments, with_tables, training, plan)
+    prepared = ops.layer.prepared_forward(arguments, text, step, training) if straight else None
+    call = ops.autograd.Call(text, arguments, with_tables, training, prepared)
     if straight and alike:
         call.remember(arguments)
     return _run(call, call.present(arguments), buffers, step)
@@ -129,8 +129,8 @@ def run(text: str, x, routing: tuple, weights: tuple, buffers: tuple | None = No
 
 def _run(call: ops.autograd.Call, tensors: tuple, buffers: tuple | None, step: int):
     if not call.training:
-        return call.plan.run(tensors, step=step)
-    apply = ops.autograd.Layer.apply if call.plan is None else ops.autograd.apply_directly
+        return call.prepared.run(tensors, step=step)
+    apply = ops.autograd.Layer.apply if call.prepared is None else ops.autograd.apply_directly
     results = apply((call, buffers, step), *tensors)
     return results if call.everything else (results,)
 

@@ -141,7 +141,7 @@ def load() -> ctypes.CDLL:
     found = library.tessera_abi_version()
     if found != ABI_VERSION:
         raise RuntimeError(f"{path}: ABI {found}, this package needs {ABI_VERSION}; install both from one version")
-    # Structs are passed by address: plans (ops/plans.py) keep them prepared.
+    # Structs are passed by address: ops/prepared_calls.py keeps them prepared.
     for name in ("moe_forward", "moe_backward", "moe_backward_input", "moe_backward_weights", "route", "router_loss",
                  "update_selection_bias", "grouped_gemm"):
         arguments = 3 if name in ("update_selection_bias", "grouped_gemm") else 4

@@ -134,7 +134,7 @@ class Graphs(RoutedLayer):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            run()  # contexts and plans come into being outside the capture
+            run()  # contexts and prepared calls come into being outside the capture
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -202,9 +202,9 @@ class Memory(RoutedLayer):
         self.assertEqual(self.requested("current") - before, made + element * o.numel())
 
     def workspace(self, kind) -> int:
-        """Of training's plans for this layer in this thread."""
-        sizes = {plan.workspace for plan in tessera.ops.plans.here.plans.values()
-                 if isinstance(plan.args, kind) and plan.desc.save == 0 and plan.desc.top_k == 4}
+        """Of training's prepared calls for this layer in this thread."""
+        sizes = {prepared.workspace for prepared in tessera.ops.prepared_calls.here.prepared.values()
+                 if isinstance(prepared.args, kind) and prepared.desc.save == 0 and prepared.desc.top_k == 4}
         return sizes.pop() if len(sizes) == 1 else self.fail(f"workspaces of {sizes} bytes")
 
     def test_nothing_is_kept_without_gradients(self):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every public class and callable says what it takes, gives, raises, and how it is used: a line for each argument of its
-signature and for no other, and an example, which is run where it needs no GPU."""
+"""Every public class and callable says what it takes, gives, raises, and how it is used: a line for each argument of
+its signature and for no other, and an example, which is run where it needs no GPU."""
 
 import doctest
 import importlib
@@ -14,7 +14,8 @@ import warnings
 import tessera
 import torch
 
-PUBLIC_MODULES = ("tessera.losses", "tessera.huggingface", "tessera.integrations.megatron", "tessera.integrations.torchtitan")
+PUBLIC_MODULES = ("tessera.losses", "tessera.huggingface", "tessera.integrations.megatron",
+                  "tessera.integrations.torchtitan")
 SECTIONS = ("Args", "Returns", "Raises", "Example")
 SECTION = re.compile(rf"^(?P<name>{'|'.join(SECTIONS)}):$", re.MULTILINE)
 ENTRY = re.compile(r"^    (\w+): (\S.*)$")

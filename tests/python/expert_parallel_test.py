@@ -69,7 +69,7 @@ class Refusals(unittest.TestCase):
             self.agree(desc, [({"max_tokens": 200}, None)])
 
     def test_ranks_that_bound_their_rows_differently(self):
-        """Without a bound a rank makes a pass again that had no room on another one; all or none have to do so."""
+        """Without a bound a rank makes a pass again for whose rows another one had no memory: all or none do so."""
         desc = structs.Desc(rank=0, ranks=2, max_tokens=300, hidden=512, training=1)
         with self.assertRaisesRegex(ValueError, "max_rows=None on rank 0, 200 on rank 1"):
             self.agree(desc, [({"max_rows": 200}, None)])
@@ -189,7 +189,7 @@ class Refusals(unittest.TestCase):
 
 
 class Passes(unittest.TestCase):
-    """What is kept from call to call, on tensors of the CPU."""
+    """What is prepared once and used call by call, on tensors of the CPU."""
 
     def setUp(self):
         self.tensors = (torch.zeros(5, 24, dtype=torch.bfloat16)[:, :16], torch.zeros(5, 2, dtype=torch.int64).mT.mT,
@@ -323,7 +323,7 @@ class Structs(unittest.TestCase):
 
 
 def one_gpu(x, ids, scores, w_up, w_down, activation):
-    """The layer's o. With more tokens behind them: few tokens have kernels of their own, whose sums have another order
+    """The layer's o. With more tokens after them: few tokens have kernels of their own, whose sums have another order
     (decision 0022)."""
     tokens, more = x.shape[0], 512
     x, ids, scores = (torch.cat((t, t.new_zeros(more, t.shape[1]))) for t in (x, ids, scores))

@@ -37,12 +37,12 @@ class OneRank:
     """The library's functions of a session of one rank on the CPU: rows sorted by expert."""
 
     def __init__(self, experts: int, activation: str = "swiglu"):
-        self.experts, self.calls, self.dispatched, self.room_of_others = experts, [], True, []
+        self.experts, self.calls, self.dispatched, self.others_have_memory = experts, [], True, []
         self.activation, self.counted = activation, []  # (rows, whether all fit) of passes
 
-    def count(self, room: int):
-        others_fit = self.room_of_others.pop() if self.room_of_others else True
-        self.counted.append((len(self.order), others_fit and len(self.order) <= room))
+    def count(self, row_limit: int):
+        others_fit = self.others_have_memory.pop() if self.others_have_memory else True
+        self.counted.append((len(self.order), others_fit and len(self.order) <= row_limit))
 
     def sort(self, args):
         self.ids, self.scores = at(args.topk_ids).clone().flatten(), at(args.topk_weights).clone().flatten()
@@ -52,7 +52,7 @@ class OneRank:
         self.offsets = torch.searchsorted(key[self.order].contiguous(), torch.arange(self.experts + 1))
 
     def write_tables(self, args) -> torch.Tensor:
-        """The rows that there is room for, as pairs."""
+        """The rows that there is memory for, as pairs."""
         origins = at(args.row_origins)
         order = self.order[:len(origins)]
         at(args.expert_offsets).copy_(self.offsets.clamp(max=len(order)))
@@ -64,27 +64,27 @@ class OneRank:
         args = structs.ForwardArgs.from_address(address)
         biases = {name: at(getattr(args, name)) for name in ("b_up", "b_down") if getattr(args, name).rank}
         if args.row_origins.rank:
-            self.keep(args, biases.get("b_up"))
+            self.save(args, biases.get("b_up"))
         with torch.no_grad():
             at(args.o).copy_(tessera.routed_experts(at(args.x), at(args.topk_ids), at(args.topk_weights), at(args.w_up),
                                                     at(args.w_down), activation=self.activation, **biases))
         self.calls.append("forward")
         return 0
 
-    def keep(self, args, b_up):
+    def save(self, args, b_up):
         self.sort(args)
-        room = args.row_origins.shape[0]
-        self.count(room)
-        assert args.may_overflow or len(self.order) <= room
+        row_limit = args.row_origins.shape[0]
+        self.count(row_limit)
+        assert args.may_overflow or len(self.order) <= row_limit
         self.write_tables(args)
         x, ids, w_up = at(args.x), at(args.topk_ids), at(args.w_up)
         if args.h.rank:
             h = at(args.h)
-            kept = self.order[:len(h)]
-            experts = torch.nn.functional.one_hot(ids.flatten()[kept].long(), self.experts).bool()
+            saved = self.order[:len(h)]
+            experts = torch.nn.functional.one_hot(ids.flatten()[saved].long(), self.experts).bool()
             for expert, of_expert in enumerate(experts.T):
                 bias = None if b_up is None else b_up[expert]
-                h[:len(kept)][of_expert] = functional.linear(x[kept[of_expert] // ids.shape[1]], w_up[expert], bias)
+                h[:len(saved)][of_expert] = functional.linear(x[saved[of_expert] // ids.shape[1]], w_up[expert], bias)
 
     def tessera_expert_parallel_route(self, handle, address, stream):
         args = structs.RouteArgs.from_address(address)
@@ -235,12 +235,12 @@ class OnCpu(unittest.TestCase):
                 self.step(fake, session, leaves, chosen)
                 expected += once + again
             self.assertEqual(fake.calls, expected)
-            fake.room_of_others = [False]  # another rank makes its own again
+            fake.others_have_memory = [False]  # another rank makes its own again
             self.step(fake, session, leaves, few)
             self.assertEqual(fake.calls, [*expected, *once, "route", "dispatch", "combine"])
 
     def test_more_rows_than_before_unfused(self):
-        """Few rows, then as many as there are: the pass is made again. The next one asks behind what it enqueues."""
+        """Few rows, then as many as there are: the pass is made again. The next one asks after what it enqueues."""
         ids, (*leaves, b_up, b_down) = self.tensors("swiglu", True, 300)
         few = torch.where(torch.arange(300)[:, None] < 20, ids, -1)
         for save in ("h", "x"):
@@ -253,7 +253,7 @@ class OnCpu(unittest.TestCase):
             self.assertEqual(fake.calls, expected)
 
     def test_layers_between_forward_and_backward(self):
-        """Each knows the rows of its own pass, however many came behind it."""
+        """Each knows the rows of its own pass, however many came after it."""
         ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False, 60)
         session, fake = cpu_session(), OneRank(8)
         few = torch.where(torch.arange(60)[:, None] < 7, ids, -1)
@@ -266,11 +266,11 @@ class OnCpu(unittest.TestCase):
             o = tessera.routed_experts(x, chosen, scores, w_up, w_down)
             self.assert_near(gradients, torch.autograd.grad(o.sum(), (x, w_up)))
 
-    def test_another_rank_without_room(self):
-        """A rank that has asked before it brings rows makes the pass again with the others."""
+    def test_another_rank_without_memory(self):
+        """A rank that has asked before it dispatches rows makes the pass again with the others."""
         ids, (x, scores, w_up, w_down, *biases) = self.tensors("swiglu", True)
         fake = OneRank(SHAPE["experts"])
-        fake.room_of_others = [False]
+        fake.others_have_memory = [False]
         with mock.patch.object(session_module, "load", return_value=fake):
             o = training.run(cpu_session(), 0, x, ids, scores, w_up, w_down, *biases)
         self.assertEqual(fake.calls, ["route", "rows", "dispatch", "combine"] * 2)
@@ -308,8 +308,8 @@ class OnCpu(unittest.TestCase):
             offsets, scores = torch.tensor(offsets, dtype=torch.int32), torch.rand(256)
             x = torch.zeros(256, 64, dtype=torch.bfloat16)
             inputs = (x, None, None, None, None, None, offsets, scores, w_up, None, w_down, None, None, None, None)
-            wanted = layer.plan_forward(inputs, text, 0, True).run([t for t in inputs if t is not None])[2]
-            got = session.routing(text, offsets, scores)
+            wanted = layer.prepared_forward(inputs, text, 0, True).run([t for t in inputs if t is not None])[2]
+            got = session.routing(offsets, scores)
             self.assertTrue(torch.equal(got, wanted))
             self.assertEqual(got[:9].tolist(), offsets.tolist())
             seen.append((got, wanted.clone()))

@@ -16,7 +16,7 @@ import operators
 import tessera
 import tier
 import torch
-from tessera.ops import memory, plans
+from tessera.ops import memory, prepared_calls
 
 SIZE = 4 * memory.LARGE
 
@@ -121,9 +121,9 @@ class Kept(unittest.TestCase):
     def test_empty_cache(self):
         held, idle = results(2)
         del idle
-        plans.here.grow(1000)
+        prepared_calls.here.grow(1000)
         tessera.empty_cache()
-        self.assertEqual((self.kept(), plans.here.scratch.numel()), (0, 0))
+        self.assertEqual((self.kept(), prepared_calls.here.scratch.numel()), (0, 0))
         self.assertEqual(float(held.sum()), SIZE / 4)
         del held
         self.assertEqual(self.kept(), 0)
@@ -205,8 +205,8 @@ class Layers(operators.Operators, unittest.TestCase):
 
     def setUp(self):
         super().setUp()
-        plans.here.forget()  # plans remember what is large
-        self.addCleanup(plans.here.forget)
+        prepared_calls.here.forget()  # prepared calls remember what is large
+        self.addCleanup(prepared_calls.here.forget)
         self.addCleanup(memory.forget)
         large = mock.patch.object(memory, "LARGE", 1)
         large.start()

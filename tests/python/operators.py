@@ -122,9 +122,9 @@ class Operators(layers.Layer):
 
     def test_checkpointing_saves_the_forward_op(self):
         runs = []
-        original = tessera.ops.layer.plan_forward
-        self.addCleanup(setattr, tessera.ops.layer, "plan_forward", original)
-        tessera.ops.layer.plan_forward = lambda *a: runs.append(1) or original(*a)
+        original = tessera.ops.layer.prepared_forward
+        self.addCleanup(setattr, tessera.ops.layer, "prepared_forward", original)
+        tessera.ops.layer.prepared_forward = lambda *a: runs.append(1) or original(*a)
         policy = functools.partial(checkpoint.create_selective_checkpoint_contexts,
                                    [torch.ops.tessera.moe_forward.default])
         o = checkpoint.checkpoint(lambda x: self.routed({**self.tensors, "x": x}).relu(), self.tensors["x"],
@@ -223,7 +223,7 @@ class Operators(layers.Layer):
         calls = [(v, ids, threads) for v in variants for ids in (self.ids, self.ids.int()) for threads in (1, 2)]
         fresh = []
         for call in calls:
-            tessera.ops.plans.here.forget()
+            tessera.ops.prepared_calls.here.forget()
             fresh.append(results(*call))
         order = torch.randperm(len(calls) ** 2, generator=torch.Generator().manual_seed(0)).tolist()
         for pair in order[:400]:
@@ -233,10 +233,10 @@ class Operators(layers.Layer):
 
     def test_like_calls_are_remembered(self):
         """Else they would be right and slow."""
-        original, asked = tessera.ops.layer.plan_forward, []
-        self.addCleanup(setattr, tessera.ops.layer, "plan_forward", original)
-        tessera.ops.layer.plan_forward = lambda *a: asked.append(1) or original(*a)
-        tessera.ops.plans.here.forget()
+        original, asked = tessera.ops.layer.prepared_forward, []
+        self.addCleanup(setattr, tessera.ops.layer, "prepared_forward", original)
+        tessera.ops.layer.prepared_forward = lambda *a: asked.append(1) or original(*a)
+        tessera.ops.prepared_calls.here.forget()
         for _ in range(4):
             self.gradients(self.routed(self.tensors))
             with torch.no_grad():

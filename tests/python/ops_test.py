@@ -57,10 +57,10 @@ class Fp32Entries(layers.Entries, unittest.TestCase):
         t = eager.leaves({"x": x, "w_router": self.w_router(5), **self.weights()})
         results = []
         for chunk in (0, 8, 5):
-            tessera.ops.plans.here.plans.clear()
+            tessera.ops.prepared_calls.here.prepared.clear()
             o = tessera.moe(*t.values(), top_k=3, column_chunk=chunk)
             gradients = torch.autograd.grad(o, list(t.values()), d_o)
-            workspaces = [plan.workspace for plan in tessera.ops.plans.here.plans.values()]
+            workspaces = [prepared.workspace for prepared in tessera.ops.prepared_calls.here.prepared.values()]
             results.append((workspaces, o, *gradients))
         for workspaces, *tensors in results[1:]:
             self.assertTrue(all(a < b for a, b in zip(workspaces, results[0][0], strict=True)), workspaces)
@@ -143,9 +143,9 @@ class Fp32Operators(operators.Operators, unittest.TestCase):
 
     def test_autocast_casts_x_and_weights_but_not_scores(self):
         seen = []
-        original = tessera.ops.layer.plan_forward
-        self.addCleanup(setattr, tessera.ops.layer, "plan_forward", original)
-        tessera.ops.layer.plan_forward = lambda tensors, *a: (
+        original = tessera.ops.layer.prepared_forward
+        self.addCleanup(setattr, tessera.ops.layer, "prepared_forward", original)
+        tessera.ops.layer.prepared_forward = lambda tensors, *a: (
             seen.append([t.dtype for t in tensors if t is not None]) or original(tensors, *a))
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             self.routed(self.tensors)
@@ -176,15 +176,15 @@ class Fp32Operators(operators.Operators, unittest.TestCase):
             self.assertIs(tensor.grad.dtype, torch.float32)
 
     def test_a_thread_keeps_its_workspace(self):
-        here, plans = tessera.ops.plans.here, tessera.ops.plans
+        here, prepared_calls = tessera.ops.prepared_calls.here, tessera.ops.prepared_calls
         expected = [self.routed(self.tensors), *self.gradients(self.routed(self.tensors))]
-        kept, most = here.scratch.data_ptr(), max(plan.workspace for plan in here.plans.values())
+        kept, most = here.scratch.data_ptr(), max(prepared.workspace for prepared in here.prepared.values())
         self.assertGreaterEqual(here.scratch.numel(), most)
-        self.addCleanup(setattr, plans, "SCRATCH_BYTES", plans.SCRATCH_BYTES)
+        self.addCleanup(setattr, prepared_calls, "SCRATCH_BYTES", prepared_calls.SCRATCH_BYTES)
         self.addCleanup(setattr, here, "scratch", here.scratch)
-        for limit in (plans.SCRATCH_BYTES, 0):
-            plans.SCRATCH_BYTES = limit
-            here.forget()  # plans hold the limit
+        for limit in (prepared_calls.SCRATCH_BYTES, 0):
+            prepared_calls.SCRATCH_BYTES = limit
+            here.forget()  # prepared calls hold the limit
             here.scratch[:] = 255  # NaN, whatever the type
             for got, wanted in zip([self.routed(self.tensors), *self.gradients(self.routed(self.tensors))], expected,
                                    strict=True):
@@ -195,16 +195,16 @@ class Fp32Operators(operators.Operators, unittest.TestCase):
     def test_default_device(self):
         """Workspace of a layer on the CPU is there, wherever torch makes new tensors."""
         expected = self.routed(self.tensors)
-        tessera.ops.plans.here.grow(0)
+        tessera.ops.prepared_calls.here.grow(0)
         with torch.device("meta"):
             self.assertTrue(torch.equal(self.routed(self.tensors), expected))
 
     def test_plans_do_not_grow_without_bound(self):
-        for tokens in range(tessera.ops.plans.MAX_PLANS + 10):
+        for tokens in range(tessera.ops.prepared_calls.MAX_PREPARED + 10):
             tessera.routed_experts(torch.ones(1, 24), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1),
                                    self.tensors["w_up"].detach(), self.tensors["w_down"].detach(),
                                    alpha=1 + tokens / 7, activation="clamped-swiglu")
-        self.assertLessEqual(len(tessera.ops.plans.here.plans), tessera.ops.plans.MAX_PLANS)
+        self.assertLessEqual(len(tessera.ops.prepared_calls.here.prepared), tessera.ops.prepared_calls.MAX_PREPARED)
 
 
 class Names(unittest.TestCase):

@@ -10,7 +10,7 @@ import warnings
 import tessera
 import torch
 from tessera.layer_options import OLD_KEYWORDS
-from tessera.ops.plans import here
+from tessera.ops.prepared_calls import here
 from tessera.options import ACTIVATIONS, GATED, GROUPINGS, ROUNDINGS, ROUTERS
 
 TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 26, 8, 6, 12, 2
@@ -68,7 +68,7 @@ def outcome(function) -> tuple:
     except (ValueError, NotImplementedError) as error:
         return "refused", str(error)
     values = [t if t is None else t.detach().double() for t in (*results, *gradients)]
-    return (values, sum(kept), sum(plan.workspace for plan in here.plans.values()))
+    return (values, sum(kept), sum(prepared.workspace for prepared in here.prepared.values()))
 
 
 def same(a: tuple, b: tuple) -> bool:

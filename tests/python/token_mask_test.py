@@ -151,7 +151,7 @@ class Masked(unittest.TestCase):
             self.assertEqual(int(o[~self.mask].count_nonzero()), 0)
 
     def test_changes_from_call_to_call(self):
-        """Another mask of the same shape, by the same plan."""
+        """Another mask of the same shape, by the same prepared call."""
         for mask in (self.mask, self.mask.flip(0), ~self.mask):
             self.check(mask)
 

@@ -14,7 +14,7 @@ from tessera.ops import autograd, balance, flops, grouped_gemm, layer, route
 from tessera.ops.balance import countable
 from tessera.ops.forward_mode import refuse_tangents
 from tessera.ops.layer import GRADIENTS, WEIGHTS
-from tessera.ops.plans import one_device, pairs
+from tessera.ops.prepared_calls import one_device, pairs
 
 if torch.torch_version.TorchVersion(torch.__version__) < (2, 10):
     raise ImportError(f"torch {torch.__version__}: Tessera needs 2.10 or later; update torch")

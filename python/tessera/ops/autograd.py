@@ -11,9 +11,9 @@ from torch._C._autograd import _profiler_enabled, _top_saved_tensors_default_hoo
 from torch._C._functorch import peek_interpreter_stack
 
 from tessera.ops.forward_mode import refuse_tangents
-from tessera.ops.layer import INPUTS, SAVED, backward_plan, join_inputs, join_saved, plan_forward, run_backward
+from tessera.ops.layer import INPUTS, SAVED, prepare_backward, join_inputs, join_saved, prepared_forward, run_backward
 from tessera.ops.layer import split_inputs
-from tessera.ops.plans import Plan, guard, here
+from tessera.ops.prepared_calls import PreparedCall, guard, here
 from tessera.options import parse
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -31,24 +31,25 @@ def direct() -> bool:
 class Call:
     """All that calls of a layer with the same options and like tensors have in common.
 
-    present(arguments): the tensors that are there, of INPUTS. plan: forward's, or None to go by the dispatcher.
+    present(arguments): the tensors that are there, of INPUTS. prepared: forward's call of the library, or None to go by
+    the dispatcher.
     text, text_over_h: the options, and those of a backward pass that may write dh over h, or None if there is none.
-    everything: whether Layer returns all results of moe_forward, or o alone. kept(tensors): what backward needs of them
-    besides x, and kept_names; scores: which is topk_weights.
+    everything: whether Layer returns all results of moe_forward, or o alone. saved(tensors): what backward needs of
+    them besides x, and saved_names; scores: which is topk_weights.
     """
 
-    __slots__ = ("text", "text_over_h", "everything", "training", "plan", "positions", "present", "kept", "kept_names",
-                 "scores", "absent", "nothing", "check", "threads")
+    __slots__ = ("text", "text_over_h", "everything", "training", "prepared", "positions", "present", "saved",
+                 "saved_names", "scores", "absent", "nothing", "check", "threads")
 
-    def __init__(self, text: str, arguments: tuple, everything: bool, training: bool, plan: Plan | None):
-        self.text, self.everything, self.training, self.plan = text, everything, training, plan
+    def __init__(self, text: str, arguments: tuple, everything: bool, training: bool, prepared: PreparedCall | None):
+        self.text, self.everything, self.training, self.prepared = text, everything, training, prepared
         # Through the dispatcher anybody may have h; here nobody but Layer.
-        self.text_over_h = f"{text} overwrite_h=True" if plan is not None and parse(text).save == "h" else None
+        self.text_over_h = f"{text} overwrite_h=True" if prepared is not None and parse(text).save == "h" else None
         self.positions = tuple([i for i, tensor in enumerate(arguments) if tensor is not None])
         self.present = operator.itemgetter(*self.positions)
-        kept = [i for i, position in enumerate(self.positions) if INPUTS[position] in SAVED and position]
-        self.kept = operator.itemgetter(*kept)  # two at least: w_up and w_down
-        self.kept_names = tuple([INPUTS[self.positions[i]] for i in kept])
+        saved = [i for i, position in enumerate(self.positions) if INPUTS[position] in SAVED and position]
+        self.saved = operator.itemgetter(*saved)  # two at least: w_up and w_down
+        self.saved_names = tuple([INPUTS[self.positions[i]] for i in saved])
         self.scores = self.positions.index(_SCORES) if _SCORES in self.positions else None
 
     def remember(self, arguments: tuple) -> None:
@@ -98,15 +99,15 @@ class Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx, how, *tensors):
         call, buffers, step = how
-        if call.plan is not None:
-            results = call.plan.run(tensors, step=step)
+        if call.prepared is not None:
+            results = call.prepared.run(tensors, step=step)
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 results = torch.ops.tessera.moe_forward.default(
                     *join_inputs(_spread(call.positions, tensors, len(INPUTS)), call.text, step))
-        ctx.save_for_backward(tensors[0], results[1], results[2], *call.kept(tensors))
+        ctx.save_for_backward(tensors[0], results[1], results[2], *call.saved(tensors))
         # Hooks on saved tensors may hand other strides back: then backward looks at them anew.
-        alike = call.plan is not None and _top_saved_tensors_default_hooks(True) is None
+        alike = call.prepared is not None and _top_saved_tensors_default_hooks(True) is None
         ctx.made = call, buffers, alike, None if call.scores is None else tensors[call.scores].shape
         ctx.set_materialize_grads(False)
         if not call.everything:
@@ -119,19 +120,19 @@ class Layer(torch.autograd.Function):
         call, buffers, alike, scores_shape = ctx.made
         if buffers is not None:
             buffers = _held(call.positions, ctx.needs_input_grad, buffers)
-        # Dynamo, where it traces a backward pass, may free what a plan's C call still reads: it gets the operators.
+        # Dynamo, where it traces a backward pass, may free what a prepared C call still reads: it gets the operators.
         compiling = torch.compiler.is_compiling()
         plain = (not compiling and type(d_o) in PLAIN and direct() and not torch.is_grad_enabled()
                  and not (d_o.is_neg() or d_o.is_meta))  # else its memory has the other sign, or there is none
         # What is captured may be replayed more often than forward.
         over_h = (not compiling and alike and call.text_over_h is not None and not keeps_graph()
-                  and not (call.plan.on_gpu and captures()))
+                  and not (call.prepared.on_gpu and captures()))
         text = call.text_over_h if over_h else call.text
         if plain and alike and buffers is None and dlogits is None and d_o.is_contiguous():
-            # All signatures follow from those of forward's plan.
-            key = call.plan.number, ctx.needs_input_grad, over_h
-            plan, wanted = here.ways.get(key) or _way(key, call, d_o, ctx.saved_tensors, text)
-            return wanted.arrange(plan.run((d_o, *ctx.saved_tensors)), scores_shape)
+            # All signatures follow from those of forward's prepared call.
+            key = call.prepared.number, ctx.needs_input_grad, over_h
+            prepared, wanted = here.ways.get(key) or _way(key, call, d_o, ctx.saved_tensors, text)
+            return wanted.arrange(prepared.run((d_o, *ctx.saved_tensors)), scores_shape)
         held = () if buffers is None else tuple([buffer is not None for buffer in buffers])
         wanted = _wanted(call.positions, ctx.needs_input_grad, held)
         saved = ctx.saved_tensors
@@ -151,10 +152,10 @@ class Layer(torch.autograd.Function):
         return wanted.arrange(gradients, scores_shape)
 
 
-def _way(key: tuple, call: Call, d_o, saved: tuple, text: str) -> tuple[Plan, Wanted]:
+def _way(key: tuple, call: Call, d_o, saved: tuple, text: str) -> tuple[PreparedCall, Wanted]:
     wanted = _wanted(call.positions, key[1], ())
-    plan = backward_plan(key, _all_saved(call, d_o, saved, None), (), text, wanted.needs)
-    way = here.ways[key] = plan, wanted
+    prepared = prepare_backward(key, _all_saved(call, d_o, saved, None), (), text, wanted.needs)
+    way = here.ways[key] = prepared, wanted
     return way
 
 
@@ -174,8 +175,8 @@ def _spread(positions: tuple, tensors: tuple, count: int) -> list:
 
 
 def _all_saved(call: Call, d_o, saved: tuple, dlogits) -> tuple:
-    """As SAVED has them, of what Layer.forward kept."""
-    names = ("x", "h", "routing", *call.kept_names)
+    """As SAVED has them, of what Layer.forward saved."""
+    names = ("x", "h", "routing", *call.saved_names)
     named = {"d_o": d_o, **dict(zip(names, saved, strict=True)), "aux_dlogits": dlogits}
     return tuple([named.get(name) for name in SAVED])
 

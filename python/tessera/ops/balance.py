@@ -8,7 +8,7 @@ import torch
 from tessera import library
 from tessera.library import RouterLossArgs, SelectionBiasArgs
 from tessera.ops.forward_mode import refuse_tangents
-from tessera.ops.plans import KINDS, Plan, describe, here, one_device, signature
+from tessera.ops.prepared_calls import KINDS, PreparedCall, describe, here, one_device, signature
 from tessera.options import parse
 
 
@@ -29,8 +29,8 @@ def router_loss(logits, counts, router, balance, z, wants_gradient, sequence_bal
     """(the weighted sum of the losses, its gradient [T,E] or nothing)."""
     tensors, weights = (logits, counts, topk_ids, sequence_offsets, token_mask), (balance, z, sequence_balance)
     key = ("router_loss", router, weights, wants_gradient, torch.get_num_threads(), signature(tensors))
-    plan = here.plans.get(key) or _loss_plan(key, tensors, router, weights, wants_gradient)
-    losses, sequence_loss, dlogits = plan.run([t for t in tensors if t is not None])
+    prepared = here.prepared.get(key) or _prepare_loss(key, tensors, router, weights, wants_gradient)
+    losses, sequence_loss, dlogits = prepared.run([t for t in tensors if t is not None])
     return (losses.sum() if not sequence_balance else losses.sum() + sequence_loss[0]), dlogits
 
 
@@ -40,7 +40,7 @@ def _check_counts(counts, experts: int) -> None:
         raise ValueError(f"counts: shape {list(counts.shape)}; [{experts}] is needed, a count of each expert")
 
 
-def _loss_plan(key, tensors: tuple, router: str, weights: tuple, wants_gradient: bool) -> Plan:
+def _prepare_loss(key, tensors: tuple, router: str, weights: tuple, wants_gradient: bool) -> PreparedCall:
     logits, sequence_offsets = tensors[0], tensors[3]
     if logits.dim() != 2:
         raise ValueError(f"logits: {tuple(logits.shape)}; [T,E] are needed")
@@ -51,16 +51,16 @@ def _loss_plan(key, tensors: tuple, router: str, weights: tuple, wants_gradient:
     desc = parse(f"router={router} top_k=1").desc(
         top_k=1, tokens=tokens, hidden=1, intermediate=1, experts=experts, dtype=library.FP32,
         ids_dtype=library.INT32, separate=False, bias=False)
-    plan = Plan("router_loss", logits.device, RouterLossArgs(balance=balance, z=z, sequence_balance=sequence_balance),
-                desc)
-    plan.read(_INPUTS, tensors)
-    plan.write("losses", (2,), torch.float32)
-    plan.write("sequence_loss" if sequence_balance else None, (1 if sequence_balance else 0,), torch.float32)
+    args = RouterLossArgs(balance=balance, z=z, sequence_balance=sequence_balance)
+    prepared = PreparedCall("router_loss", logits.device, args, desc)
+    prepared.read(_INPUTS, tensors)
+    prepared.write("losses", (2,), torch.float32)
+    prepared.write("sequence_loss" if sequence_balance else None, (1 if sequence_balance else 0,), torch.float32)
     if wants_gradient:
-        plan.write("dlogits", (tokens, experts), torch.float32)
+        prepared.write("dlogits", (tokens, experts), torch.float32)
     else:
-        plan.write(None, (0,), torch.float32)
-    return plan.ready(key, library.router_loss_workspace_bytes(plan.context, desc, sequences))
+        prepared.write(None, (0,), torch.float32)
+    return prepared.ready(key, library.router_loss_workspace_bytes(prepared.context, desc, sequences))
 
 
 def fake_router_loss(logits, counts, router, balance, z, wants_gradient, *_):

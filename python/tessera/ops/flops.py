@@ -38,7 +38,7 @@ def _forward(*arguments, **_results):
 
 
 def _backward(*arguments, **_results):
-    """Of the gradients that are wanted: da is made for any of them, and h once more where forward kept x alone."""
+    """Of the gradients that are wanted: da is made for any of them, and h once more where forward saved x alone."""
     tensors, buffers, text, needs = split_saved(arguments)
     named, options = dict(zip(SAVED, tensors, strict=True)), parse(text)
     wanted = {name for bit, name in enumerate(GRADIENTS) if needs >> bit & 1}

@@ -6,7 +6,7 @@ import torch
 from tessera import library
 from tessera.library import GroupedGemmArgs
 from tessera.ops.forward_mode import refuse_tangents
-from tessera.ops.plans import Plan, here, one_device, pairs, signature
+from tessera.ops.prepared_calls import PreparedCall, here, one_device, pairs, signature
 
 _NAMES, _WGRAD_NAMES = ("a", "b", "bias", "expert_offsets"), ("a", "b", "expert_offsets")
 
@@ -14,15 +14,15 @@ _NAMES, _WGRAD_NAMES = ("a", "b", "bias", "expert_offsets"), ("a", "b", "expert_
 def _run_grouped_gemm(kind: int, names: tuple, tensors: tuple, c_shape: tuple, transpose_b: bool) -> torch.Tensor:
     tensors = (tensors[0].contiguous(), *tensors[1:])  # the library wants it so on a GPU
     key = ("grouped_gemm", kind, transpose_b, torch.get_num_threads(), signature(tensors))
-    plan = here.plans.get(key)
-    if plan is None:
+    prepared = here.prepared.get(key)
+    if prepared is None:
         _check(names, tensors)
         a = tensors[0]
-        plan = Plan("grouped_gemm", a.device, GroupedGemmArgs(kind=kind, transpose_b=transpose_b))
-        plan.read(names, tensors)
-        plan.write("c", c_shape, a.dtype)
-        plan.ready(key, library.grouped_gemm_workspace_bytes(plan.context, plan.args))
-    return plan.run([t for t in tensors if t is not None])[0]
+        prepared = PreparedCall("grouped_gemm", a.device, GroupedGemmArgs(kind=kind, transpose_b=transpose_b))
+        prepared.read(names, tensors)
+        prepared.write("c", c_shape, a.dtype)
+        prepared.ready(key, library.grouped_gemm_workspace_bytes(prepared.context, prepared.args))
+    return prepared.run([t for t in tensors if t is not None])[0]
 
 
 def grouped_gemm(a, b, bias, expert_offsets, transpose_b):

@@ -5,7 +5,8 @@ import torch
 
 from tessera import library
 from tessera.library import BackwardArgs, ForwardArgs
-from tessera.ops.plans import DTYPES, Plan, describe, field_word, here, one_device, pairs, router_dtype, signature
+from tessera.ops.prepared_calls import DTYPES, PreparedCall, describe, field_word, here, one_device, pairs, router_dtype
+from tessera.ops.prepared_calls import signature
 from tessera.options import Options, parse
 
 WEIGHTS = ("w_up", "w_gate", "w_down", "b_up", "b_gate", "b_down")
@@ -64,7 +65,7 @@ def top_k_of(options: Options, topk_ids: torch.Tensor | None):
     return topk_ids.shape[1]
 
 
-def _forward_plan(key, tensors: tuple, text: str, training: bool) -> Plan:
+def _prepare_forward(key, tensors: tuple, text: str, training: bool) -> PreparedCall:
     named = dict(zip(INPUTS, tensors, strict=True))
     options, x = parse(text), named["x"]
     one_device(pairs([options.groups_name if each == "expert_offsets" else each for each in INPUTS], tensors))
@@ -75,31 +76,32 @@ def _forward_plan(key, tensors: tuple, text: str, training: bool) -> Plan:
     desc = _desc(options, x, named, top_k_of(options, named["topk_ids"]), torch.int32 if ids is None else ids.dtype)
     if not training:
         desc.save = 2
-    plan = Plan("moe_forward", x.device, ForwardArgs(), desc)
-    plan.read(INPUTS, tensors)
-    plan.write("o", tuple(x.shape), x.dtype)
+    prepared = PreparedCall("moe_forward", x.device, ForwardArgs(), desc)
+    prepared.read(INPUTS, tensors)
+    prepared.write("o", tuple(x.shape), x.dtype)
     if training:
         slots = options.slots(desc.tokens, desc.experts, desc.top_k)
-        kept = options.save == "h"
-        plan.write("h" if kept else None, (slots, options.up_width * desc.intermediate) if kept else (0,), x.dtype)
-        plan.write("routing", (options.routing_elements(desc.tokens, slots, desc.experts),), torch.int32)
+        saves_h = options.save == "h"
+        h_shape = (slots, options.up_width * desc.intermediate) if saves_h else (0,)
+        prepared.write("h" if saves_h else None, h_shape, x.dtype)
+        prepared.write("routing", (options.routing_elements(desc.tokens, slots, desc.experts),), torch.int32)
         if options.logits:
-            plan.write("logits", (desc.tokens, desc.experts), torch.float32)
-            plan.write("topk_counts", (desc.experts,), torch.int32)
-    return plan.ready(key, library.moe_workspace_bytes(plan.context, desc, library.PASS_FORWARD))
+            prepared.write("logits", (desc.tokens, desc.experts), torch.float32)
+            prepared.write("topk_counts", (desc.experts,), torch.int32)
+    return prepared.ready(key, library.moe_workspace_bytes(prepared.context, desc, library.PASS_FORWARD))
 
 
 def present(tensors) -> list:
     return [tensor for tensor in tensors if tensor is not None]
 
 
-def plan_forward(tensors: tuple, text: str, step: int, training: bool) -> Plan:
+def prepared_forward(tensors: tuple, text: str, step: int, training: bool) -> PreparedCall:
     key = (text, training, torch.get_num_threads(), signature(tensors), step != 0)
-    return here.plans.get(key) or _forward_plan(key, tensors, text, training)
+    return here.prepared.get(key) or _prepare_forward(key, tensors, text, training)
 
 
 def _run_forward(tensors: tuple, text: str, step: int, training: bool) -> list[torch.Tensor]:
-    return plan_forward(tensors, text, step, training).run(present(tensors), step=step)
+    return prepared_forward(tensors, text, step, training).run(present(tensors), step=step)
 
 
 def split_inputs(arguments: tuple) -> tuple:
@@ -162,23 +164,23 @@ def _gradient_shapes(options: Options, named: dict) -> dict:
     return shapes
 
 
-def backward_plan(key, tensors: tuple, buffers: tuple, text: str, needs: int) -> Plan:
+def prepare_backward(key, tensors: tuple, buffers: tuple, text: str, needs: int) -> PreparedCall:
     named = dict(zip(SAVED, tensors, strict=True))
     options, x = parse(text), named["x"]
     tokens = x.shape[0]
     given = not options.has_router and options.grouping == "slots" and tokens
     top_k = slots_of(options, named) // tokens if given else options.top_k
     desc = _desc(options, x, named, top_k, torch.int32)
-    plan = Plan("moe_backward", x.device, BackwardArgs(), desc)
-    plan.read(SAVED, tensors, unread=() if options.save == "h" else ("h",))
+    prepared = PreparedCall("moe_backward", x.device, BackwardArgs(), desc)
+    prepared.read(SAVED, tensors, unread=() if options.save == "h" else ("h",))
     # `accumulate` and the type of the buffers hold for all weight gradients of a call: those without a buffer are added
     # to zeros of that type.
     shared = None
     for name, buffer in zip(WEIGHTS, buffers, strict=bool(buffers)):
         if buffer is not None:
-            field = getattr(plan.args, "d" + name)
+            field = getattr(prepared.args, "d" + name)
             describe("d" + name, field, buffer.shape, buffer.stride(), buffer.dtype, buffer.device)
-            plan.args.accumulate = 1
+            prepared.args.accumulate = 1
             shared = buffer.dtype
     shapes = _gradient_shapes(options, named)
     for bit, name in enumerate(GRADIENTS):
@@ -186,40 +188,40 @@ def backward_plan(key, tensors: tuple, buffers: tuple, text: str, needs: int) ->
             shape, dtype = shapes[name]
             if shared is not None and name.startswith(("dw_", "db_")):
                 fp32_router = name.endswith("_router") and dtype is torch.float32
-                plan.write(name, shape, dtype if fp32_router else shared, zeroed=True, converted=dtype)
+                prepared.write(name, shape, dtype if fp32_router else shared, zeroed=True, converted=dtype)
             else:
-                plan.write(name, shape, dtype)
-    return plan.ready(key, library.moe_workspace_bytes(plan.context, desc, library.PASS_BACKWARD))
+                prepared.write(name, shape, dtype)
+    return prepared.ready(key, library.moe_workspace_bytes(prepared.context, desc, library.PASS_BACKWARD))
 
 
 def run_backward(tensors: tuple, buffers: tuple, text: str, needs: int) -> list[torch.Tensor]:
     key = (text, needs, torch.get_num_threads(), signature(tensors), signature(buffers))
-    plan = here.plans.get(key) or backward_plan(key, tensors, buffers, text, needs)
-    return plan.run(present(tensors), [(w, b) for w, b in zip(_WEIGHT_GRADIENT_WORDS, buffers) if b is not None])
+    prepared = here.prepared.get(key) or prepare_backward(key, tensors, buffers, text, needs)
+    return prepared.run(present(tensors), [(w, b) for w, b in zip(_WEIGHT_GRADIENT_WORDS, buffers) if b is not None])
 
 
 def run_backward_input(tensors: tuple, text: str, with_dscores: bool) -> list[torch.Tensor]:
     """The first part of a split backward pass of grouped rows: [dx, dscores if wanted, a_scaled, dh], dh in the memory
     of h where the options say so."""
     key = (text, "input", with_dscores, torch.get_num_threads(), signature(tensors))
-    plan = here.plans.get(key) or _input_plan(key, tensors, text, with_dscores)
-    results = plan.run(present(tensors))
+    prepared = here.prepared.get(key) or _prepare_input(key, tensors, text, with_dscores)
+    results = prepared.run(present(tensors))
     return results if len(results) == 3 + with_dscores else [*results, tensors[SAVED.index("h")]]
 
 
-def _input_plan(key, tensors: tuple, text: str, with_dscores: bool) -> Plan:
+def _prepare_input(key, tensors: tuple, text: str, with_dscores: bool) -> PreparedCall:
     named, options = dict(zip(SAVED, tensors, strict=True)), parse(text)
     x = named["x"]
     desc = _desc(options, x, named, 1, torch.int32)
-    plan = Plan("moe_backward_input", x.device, BackwardArgs(), desc)
-    plan.read(SAVED, tensors, unread=() if options.save == "h" else ("h",))
-    plan.write("dx", tuple(x.shape), x.dtype)
+    prepared = PreparedCall("moe_backward_input", x.device, BackwardArgs(), desc)
+    prepared.read(SAVED, tensors, unread=() if options.save == "h" else ("h",))
+    prepared.write("dx", tuple(x.shape), x.dtype)
     if with_dscores:
-        plan.write("dscores", (x.shape[0],), torch.float32)
-    plan.write("a_scaled", (x.shape[0], desc.intermediate), x.dtype)
+        prepared.write("dscores", (x.shape[0],), torch.float32)
+    prepared.write("a_scaled", (x.shape[0], desc.intermediate), x.dtype)
     if not options.overwrite_h:
-        plan.write("dh", (x.shape[0], options.up_width * desc.intermediate), x.dtype)
-    return plan.ready(key, library.moe_workspace_bytes(plan.context, desc, library.PASS_BACKWARD_INPUT))
+        prepared.write("dh", (x.shape[0], options.up_width * desc.intermediate), x.dtype)
+    return prepared.ready(key, library.moe_workspace_bytes(prepared.context, desc, library.PASS_BACKWARD_INPUT))
 
 
 _SPLIT = ("d_o", "x", "routing", *WEIGHTS, "a_scaled", "dh")
@@ -228,20 +230,20 @@ _SPLIT = ("d_o", "x", "routing", *WEIGHTS, "a_scaled", "dh")
 def run_backward_weights(tensors: tuple, text: str, needs: int) -> list[torch.Tensor]:
     """The second part: the gradients of weights whose bits of GRADIENTS are set. tensors: as _SPLIT."""
     key = (text, "weights", needs, torch.get_num_threads(), signature(tensors))
-    plan = here.plans.get(key) or _weights_plan(key, tensors, text, needs)
-    return plan.run(present(tensors))
+    prepared = here.prepared.get(key) or _prepare_weights(key, tensors, text, needs)
+    return prepared.run(present(tensors))
 
 
-def _weights_plan(key, tensors: tuple, text: str, needs: int) -> Plan:
+def _prepare_weights(key, tensors: tuple, text: str, needs: int) -> PreparedCall:
     named, options = dict(zip(_SPLIT, tensors, strict=True)), parse(text)
     desc = _desc(options, named["x"], named, 1, torch.int32)
-    plan = Plan("moe_backward_weights", named["x"].device, BackwardArgs(), desc)
-    plan.read(_SPLIT, tensors, unread=WEIGHTS)
+    prepared = PreparedCall("moe_backward_weights", named["x"].device, BackwardArgs(), desc)
+    prepared.read(_SPLIT, tensors, unread=WEIGHTS)
     for bit, name in enumerate(GRADIENTS):
         if needs >> bit & 1:
             weight = named[name[1:]]
-            plan.write(name, tuple(weight.shape), weight.dtype)
-    return plan.ready(key, library.moe_workspace_bytes(plan.context, desc, library.PASS_BACKWARD_WEIGHTS))
+            prepared.write(name, tuple(weight.shape), weight.dtype)
+    return prepared.ready(key, library.moe_workspace_bytes(prepared.context, desc, library.PASS_BACKWARD_WEIGHTS))
 
 
 def split_saved(arguments: tuple) -> tuple:

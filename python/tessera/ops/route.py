@@ -6,7 +6,8 @@ import torch
 from tessera import library
 from tessera.library import RouteArgs
 from tessera.ops.forward_mode import refuse_tangents
-from tessera.ops.plans import DTYPES, Plan, here, not_stored, one_device, pairs, router_dtype, signature
+from tessera.ops.prepared_calls import DTYPES, PreparedCall, here, not_stored, one_device, pairs, router_dtype
+from tessera.ops.prepared_calls import signature
 from tessera.options import Options, parse
 
 _ROUTE_INPUTS = ("x", "w_router", "b_router", "selection_bias", "token_mask")
@@ -15,11 +16,11 @@ _ROUTE_INPUTS = ("x", "w_router", "b_router", "selection_bias", "token_mask")
 def route(x, w_router, b_router, selection_bias, text, token_mask=None) -> tuple:
     tensors = (x, w_router, b_router, selection_bias, token_mask)
     key = ("route", text, torch.get_num_threads(), signature(tensors))
-    plan = here.plans.get(key) or _route_plan(key, tensors, text)
-    return tuple(plan.run([t for t in tensors if t is not None]))
+    prepared = here.prepared.get(key) or _prepare_route(key, tensors, text)
+    return tuple(prepared.run([t for t in tensors if t is not None]))
 
 
-def _route_plan(key, tensors: tuple, text: str) -> Plan:
+def _prepare_route(key, tensors: tuple, text: str) -> PreparedCall:
     x, w_router = tensors[:2]
     one_device(pairs(_ROUTE_INPUTS, tensors))
     for name, tensor, shape in (("x", x, "[T,d]"), ("w_router", w_router, "[E,d]")):
@@ -34,12 +35,12 @@ def _route_plan(key, tensors: tuple, text: str) -> Plan:
     desc = options.desc(top_k=options.top_k, tokens=tokens, hidden=hidden, intermediate=1, experts=experts,
                         dtype=DTYPES.get(x.dtype, library.FP32), ids_dtype=library.INT32, separate=False, bias=False,
                         router_dtype=router_dtype(x, w_router, tensors[2]))
-    plan = Plan("route", x.device, RouteArgs(), desc)
-    plan.read(_ROUTE_INPUTS, tensors)
-    plan.write("topk_weights", (tokens, options.top_k), torch.float32)
-    plan.write("topk_ids", (tokens, options.top_k), torch.int32)
-    plan.write("logits", (tokens, experts), torch.float32)
-    return plan.ready(key, library.moe_workspace_bytes(plan.context, desc, library.PASS_ROUTE))
+    prepared = PreparedCall("route", x.device, RouteArgs(), desc)
+    prepared.read(_ROUTE_INPUTS, tensors)
+    prepared.write("topk_weights", (tokens, options.top_k), torch.float32)
+    prepared.write("topk_ids", (tokens, options.top_k), torch.int32)
+    prepared.write("logits", (tokens, experts), torch.float32)
+    return prepared.ready(key, library.moe_workspace_bytes(prepared.context, desc, library.PASS_ROUTE))
 
 
 def fake_route(x, w_router, b_router, selection_bias, options, token_mask=None):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans: the C structs of a call.
+"""Prepared calls: the C structs of a call of the library.
 
-A plan belongs to one combination of shapes, strides and options; only the pointers in it change from call to call.
-Plans are kept per thread, so that filling one needs no lock.
+A prepared call belongs to one combination of shapes, strides and options; only the pointers in it change from call to
+call. Each thread has its own, so that filling one needs no lock.
 """
 
 import functools
@@ -20,7 +20,7 @@ from tessera.ops import memory
 DTYPES = {torch.float32: library.FP32, torch.bfloat16: library.BF16, torch.int32: library.INT32,
           torch.int64: library.INT64, torch.bool: library.UINT8, torch.uint8: library.UINT8}
 KINDS = {"cpu": library.CPU, "cuda": library.CUDA}
-MAX_PLANS = 1024  # per thread; a plan is about 8 KB
+MAX_PREPARED = 1024  # per thread; each is about 8 KB
 SCRATCH_BYTES = 1 << 30  # of a CPU thread
 # make(shape, strides, dtype) of torch.compile's generated code; that of CUDA makes tensors on the current device.
 _MAKERS = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None) for kind in KINDS}
@@ -28,7 +28,7 @@ _MAKERS = {kind: getattr(torch._C._dynamo.guards, f"_empty_strided_{kind}", None
 
 class _PerThread(threading.local):
     def __init__(self):
-        self.plans = {}
+        self.prepared = {}
         self.calls, self.ways = {}, {}  # autograd.py
         self.grow(0)
 
@@ -37,7 +37,7 @@ class _PerThread(threading.local):
         self.scratch = torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def forget(self) -> None:
-        for kept in (self.plans, self.calls, self.ways):
+        for kept in (self.prepared, self.calls, self.ways):
             kept.clear()
 
 
@@ -64,7 +64,7 @@ def guard(tensors: tuple):
     return made.check
 
 
-class Plan:
+class PreparedCall:
     """C structs with everything but the pointers; `words` is the argument struct as 64-bit words.
 
     run(tensors, buffers=(), step=0): one call of the library on the inputs that are present, in the order of `read`;
@@ -129,18 +129,17 @@ class Plan:
             made = maker(shape, strides, dtype, self.device)
         self.outputs.append(_Output(made, word, zeroed, converted))
 
-    def ready(self, key, workspace: int) -> "Plan":
+    def ready(self, key, workspace: int) -> "PreparedCall":
         self.workspace = self.args.workspace.bytes = workspace
         self.run = self._written_run()
-        plans = here.plans
-        if len(plans) >= MAX_PLANS:
+        if len(here.prepared) >= MAX_PREPARED:
             here.forget()
-        plans[key] = self
+        here.prepared[key] = self
         return self
 
     def _written_run(self):
-        """`run`, written for this plan, a line for each pointer: loops over what a plan has took twice the time."""
-        names = {"plan": self, "words": self.words, "here": here, "check": library.check, "torch": torch}
+        """`run`, written for this call, a line for each pointer: loops over what a call has took twice the time."""
+        names = {"prepared": self, "words": self.words, "here": here, "check": library.check, "torch": torch}
         lines = ["def run(tensors, buffers=(), step=0):"]
 
         def line(text: str, **values) -> None:
@@ -152,7 +151,7 @@ class Plan:
             line("if get_device() != index:", get_device=torch._C._cuda_getDevice, index=self.device.index)
             line("    with torch.cuda.device(index): return run(tensors, buffers, step)")
         if self.desc is not None:
-            line("if step: plan.desc.step = step")
+            line("if step: prepared.desc.step = step")
         line("".join([f"t{i}, " for i in range(self.count)]) + "= tensors")
         for i in self.copied:
             line(f"t{i} = t{i}.contiguous()")
@@ -176,7 +175,7 @@ class Plan:
             line("workspace = here.scratch")
         line(f"words[{field_word(type(self.args), 'workspace')}] = workspace.data_ptr()")
         # The stream's handle alone: an object of torch.cuda.Stream would take longer than all the rest.
-        line(f"code = plan.function(*addresses, {'stream(index)' if cuda else None})", addresses=self.addresses,
+        line(f"code = prepared.function(*addresses, {'stream(index)' if cuda else None})", addresses=self.addresses,
              stream=getattr(torch._C, "_cuda_getCurrentRawStream", None))
         # To Dynamo a copy that nothing reads later is dead before the C call.
         line("if code: check(code)")
@@ -191,8 +190,8 @@ class Plan:
 
 @functools.lru_cache(maxsize=256)
 def _compiled(source: str):
-    """Plans that differ in sizes alone have the same text."""
-    return compile(source, "<plan>", "exec")
+    """Calls that differ in sizes alone have the same text."""
+    return compile(source, "<prepared call>", "exec")
 
 
 class _Output(NamedTuple):
@@ -203,8 +202,8 @@ class _Output(NamedTuple):
 
 
 def maker(shape: tuple, strides: tuple, dtype: torch.dtype, device: torch.device) -> tuple:
-    """(make, how): make(*how) is a new tensor, sooner than torch.empty has one. A plan that comes into being while a
-    graph is captured holds none of the graph's memory: an empty tensor has none."""
+    """(make, how): make(*how) is a new tensor, sooner than torch.empty has one. A prepared call that comes into being
+    while a graph is captured holds none of the graph's memory: an empty tensor has none."""
     if _MAKERS[device.type] is not None:
         return _MAKERS[device.type], (shape, strides, dtype)
     return torch.empty(0, dtype=dtype, device=device).new_empty_strided, (shape, strides)

@@ -39,12 +39,25 @@ def skip_reason(output: str) -> str:
     return lines[-1].strip() if lines else ""
 
 
-def suites_of(folder: str) -> dict[str, str]:
-    """The suite of every test: the folder that declares it, without `tests/`."""
+def listed_tests(folder: str) -> list[dict]:
     command = ["ctest", "--test-dir", folder, "--show-only=json-v1"]
     listed = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return json.loads(listed or "{}").get("tests", [])
+
+
+def left_out(tests: list[dict], extra: list[str]) -> list[str]:
+    """The tests labelled `deep`, where these arguments of ctest leave them out."""
+    if not any(extra[i:i + 2] == ["--label-exclude", "^deep$"] for i in range(len(extra))):
+        return []
+    labels = {test["name"]: [label for p in test.get("properties", []) if p["name"] == "LABELS" for label in p["value"]]
+              for test in tests}
+    return sorted(name for name, own in labels.items() if "deep" in own)
+
+
+def suites_of(folder: str, tests: list[dict]) -> dict[str, str]:
+    """The suite of every test: the folder that declares it, without `tests/`."""
     top, suites = pathlib.Path(folder).resolve(), {}
-    for test in json.loads(listed or "{}").get("tests", []):
+    for test in tests:
         where = [p["value"] for p in test.get("properties", []) if p["name"] == "WORKING_DIRECTORY"]
         path = pathlib.Path(where[0] if where else top)
         inside = path.relative_to(top) if path.is_relative_to(top) else path
@@ -80,7 +93,8 @@ def run_ctest(build: str, jobs: int, extra: list[str]) -> list[Result]:
         junit = pathlib.Path(scratch, "junit.xml")
         command = ["ctest", "--test-dir", folder, "--no-tests=ignore", "--output-junit", str(junit)]
         command += ["--parallel", str(jobs), "--progress" if sys.stdout.isatty() else "--quiet", *extra]
-        suites = suites_of(folder)
+        tests = listed_tests(folder)
+        suites = suites_of(folder, tests)
         start = time.monotonic()
         code = subprocess.run(command, check=False).returncode
         results = read_junit(junit, suites) if junit.is_file() else []
@@ -88,6 +102,9 @@ def run_ctest(build: str, jobs: int, extra: list[str]) -> list[Result]:
         if result.outcome == "failed":
             print(f"--- {result.name}\n{result.output}")
     print(f"{folder}: {len(results)} tests in {time.monotonic() - start:.0f} s", flush=True)
+    if deep := left_out(tests, extra):
+        names = ", ".join(deep)
+        print(f"{folder}: {len(deep)} tests that only add depth are left out; make test-deep runs them: {names}")
     if code and not any(result.outcome == "failed" for result in results):
         results.append(Result(f"ctest in {folder}", "failed", f"exit status {code}"))
     return results

@@ -199,7 +199,8 @@ int measure(Options const& options) {
   char bus[32];
   TESSERA_CUDA(cudaDeviceGetPCIBusId(bus, sizeof bus, 0));
   if (nvml.millijoules(nvml.device(bus)) == 0) {
-    std::printf("skipped: the driver does not tell the energy of GPU 0\n");
+    std::printf(
+        "skipped: the driver does not tell the energy of GPU 0; run on a data-centre GPU\n");
     return 77;
   }
   std::vector<NamedLayer> const layers = named_layers(options.config, options.tokens);

@@ -45,7 +45,9 @@ inline bool connect_gpus(int gpus) {
   int present = 0;
   if (cudaGetDeviceCount(&present) != cudaSuccess) present = 0;
   if (present < gpus) {
-    std::printf("skipped: this machine has %d GPUs of %d\n", present, gpus);
+    std::printf(
+        "skipped: this machine has %d GPUs of %d; run on a host with that many Hopper GPUs\n",
+        present, gpus);
     return false;
   }
   for (int rank = 0; rank < gpus; ++rank) {

@@ -36,7 +36,9 @@ int run_on_gpus(int argc, char** argv, DescOf desc_of, Run run) {
   int present = 0;
   if (cudaGetDeviceCount(&present) != cudaSuccess) present = 0;
   if (present < ranks) {
-    std::printf("skipped: this machine has %d GPUs of %d\n", present, ranks);
+    std::printf(
+        "skipped: this machine has %d GPUs of %d; run on a host with that many Hopper GPUs\n",
+        present, ranks);
     return kSkipped;
   }
   std::vector<tessera::Device> devices;
@@ -46,8 +48,10 @@ int run_on_gpus(int argc, char** argv, DescOf desc_of, Run run) {
   Windows windows =
       bytes.ok() ? tessera::PeerWindow::open_all(devices, bytes.value()) : Windows(bytes.status());
   if (!windows.ok()) {
-    std::printf("no group: %s\n", windows.status().text());
-    return windows.status().code() == tessera::StatusCode::environment ? kSkipped : 1;
+    bool const lacks = windows.status().code() == tessera::StatusCode::environment;
+    std::printf("%s: %s\n", lacks ? "skipped" : "no group",
+                windows.status().text());  // with remedy
+    return lacks ? kSkipped : 1;
   }
   Meeting all(ranks);
   std::vector<std::thread> threads;

@@ -178,8 +178,10 @@ int run() {
   int const device = devices - 1;  // where there are several, not the one that a thread begins with
   auto const made = Context::create({{DeviceKind::cuda, device}});
   if (!made.ok()) {
-    std::printf("%s\n", made.status().text());
-    return made.status().code() == StatusCode::environment ? kSkipped : 1;
+    bool const lacks = made.status().code() == StatusCode::environment;
+    std::printf("%s%s\n", lacks ? "skipped: " : "",
+                made.status().text());  // the text has the remedy
+    return lacks ? kSkipped : 1;
   }
   Context const& context = made.value();
   int before = 0;

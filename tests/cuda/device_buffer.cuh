@@ -73,7 +73,9 @@ inline bool same_bits(std::vector<float> const& a, std::vector<float> const& b) 
 inline bool has_device() {
   int devices = 0;
   bool const found = cudaGetDeviceCount(&devices) == cudaSuccess && devices > 0;
-  if (!found) std::printf("no CUDA device on this machine\n");
+  if (!found) {
+    std::printf("skipped: this machine has no GPU that CUDA sees; run on one with a Hopper GPU\n");
+  }
   return found;
 }
 

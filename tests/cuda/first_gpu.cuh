@@ -13,8 +13,10 @@ int on_first_gpu(Body&& body) {
   if (!has_device()) return kSkipped;
   auto const context = Context::create({{DeviceKind::cuda, 0}});
   if (context.ok()) return body(context.value());
-  std::printf("%s\n", context.status().text());
-  return context.status().code() == StatusCode::environment ? kSkipped : 1;
+  bool const lacks = context.status().code() == StatusCode::environment;
+  std::printf("%s%s\n", lacks ? "skipped: " : "",
+              context.status().text());  // the text has the remedy
+  return lacks ? kSkipped : 1;
 }
 
 }  // namespace tessera::cuda_test

@@ -225,8 +225,10 @@ int run() {
   cudaDeviceProp properties;
   require(cudaGetDeviceProperties(&properties, 0), "properties");
   if (properties.major != 9 || properties.minor != 0) {
-    std::printf("GEMM kernels for compute capability 9.0, device %d.%d\n", properties.major,
-                properties.minor);
+    std::printf(
+        "skipped: GEMM kernels are for compute capability 9.0, this GPU has %d.%d; run on a Hopper "
+        "GPU\n",
+        properties.major, properties.minor);
     return kSkipped;
   }
   for (Case const& c : cases()) {

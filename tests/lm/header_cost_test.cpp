@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The cost of a header of n tensors, in comparisons of names and bytes asked of the allocator instead of time: twice the
-// tensors may cost little more than twice as much. A reader that compares every name with every other is seen to fail.
+// The cost of a header of n tensors, in comparisons of names and bytes asked of the allocator instead of time: twice
+// the tensors may cost little more than twice as much. A reader that compares every name with every other is seen to
+// fail.
 #include <gtest/gtest.h>
 
 #include <algorithm>

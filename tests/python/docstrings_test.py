@@ -138,7 +138,7 @@ class Docstrings(unittest.TestCase):
             said = []
             with self.subTest(path), warnings.catch_warnings():
                 if "huggingface" in path and importlib.util.find_spec("transformers") is None:
-                    self.skipTest("transformers is not installed")
+                    self.skipTest("transformers is not installed; tools/bootstrap.sh python installs it")
                 warnings.simplefilter("error", DeprecationWarning)
                 torch.manual_seed(0)
                 failed = runner.run(test, out=said.append, clear_globs=False).failed

@@ -180,7 +180,7 @@ class Refusals(unittest.TestCase):
                 self.make(mock.MagicMock(), "tessera_expert_parallel_window", sent=sent, device="cuda:1")
         self.assertEqual((seen, on), ([torch.device("cuda:1")] * 2, []))
 
-    @unittest.skipIf(GPUS > 0, "this machine has GPUs")
+    @unittest.skipIf(GPUS > 0, "this machine has GPUs, where it would be served; run on one without")
     def test_no_gpu(self):
         with self.assertRaisesRegex(RuntimeError, "torch sees none"):
             tessera.ExpertParallel(**SHAPE)

@@ -256,7 +256,7 @@ class SavedPrograms(unittest.TestCase):
 
     def test_programs_compiled_ahead_of_time_load(self):
         if shutil.which("g++") is None:
-            self.skipTest("no g++, with which Inductor compiles: apt-get install g++")
+            self.skipTest("no g++, with which Inductor compiles; apt-get install g++")
         path = self.folder / "compiled.pt2"
         with torch.no_grad():
             torch._inductor.aoti_compile_and_package(self.exported(), package_path=str(path))

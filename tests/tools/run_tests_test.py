@@ -18,6 +18,8 @@ add_test(skips_inside bash -c "{SKIPS_LIKE_GOOGLETEST.replace(chr(92), chr(92) *
 set_tests_properties(skips_inside PROPERTIES SKIP_REGULAR_EXPRESSION "\\[  SKIPPED \\]")
 add_test(missing /nowhere/at/all)
 add_test(waits sleep 0.3)
+add_test(thorough true)
+set_tests_properties(thorough PROPERTIES LABELS "slow;deep")
 """
 
 
@@ -32,7 +34,7 @@ class RunTestsTest(unittest.TestCase):
         result = self.run_tool("BUILD", "--skipped", "tests/cuda=no GPU on this machine")
         self.assertEqual(result.returncode, 1)
         lines = result.stdout.splitlines()
-        self.assertEqual(lines[-1], "2 passed, 2 failed, 3 skipped")
+        self.assertEqual(lines[-1], "3 passed, 2 failed, 3 skipped")
         self.assertIn("skipped: skips (no GPU here)", lines)
         self.assertIn("skipped: skips_inside (no such device)", lines)
         self.assertIn("skipped: tests/cuda (no GPU on this machine)", lines)
@@ -41,7 +43,7 @@ class RunTestsTest(unittest.TestCase):
         result = self.run_tool("BUILD")
         (line,) = [line for line in result.stdout.splitlines() if line.endswith(" s waits")]
         suite, tests, seconds, longest = line.split()[:4]
-        self.assertEqual((suite, tests), (".", "6"))
+        self.assertEqual((suite, tests), (".", "7"))
         self.assertGreater(float(longest), 0.25)
         self.assertGreaterEqual(float(seconds), float(longest))
 
@@ -53,6 +55,13 @@ class RunTestsTest(unittest.TestCase):
     def test_label_of_a_folder(self):
         result = self.run_tool("BUILD:special")
         self.assertTrue(result.stdout.endswith("0 passed, 1 failed, 1 skipped\n"), result.stdout)
+
+    def test_says_what_is_left_out_for_its_depth(self):
+        text = " tests that only add depth are left out; make test-deep runs them: "
+        result = self.run_tool("BUILD", "--ctest=--label-exclude", "--ctest=^deep$")
+        self.assertIn(f": 1{text}thorough\n", result.stdout)
+        self.assertNotIn("skipped: thorough", result.stdout)
+        self.assertNotIn(text, self.run_tool("BUILD").stdout)
 
     def test_nothing_run_is_a_failure(self):
         self.assertEqual(self.run_tool("BUILD", "--ctest=-R", "--ctest=none").returncode, 1)

@@ -77,7 +77,7 @@ PeakBytes ClusterModel::peak(std::string const& impl, Batch const& batch) const 
       batch.recompute ? layers * 2 * d + saved_by_layer(impl) : layers * saved_by_layer(impl);
   PeakBytes peak;
   peak.state = 16 * sharded();
-  peak.gathered = 10 * gathered();
+  peak.gathered = (6 + 2 * (batch.keep_gathered ? layers : 2)) * gathered();
   peak.saved = batch.tokens() * kept;
   peak.loss = 3 * kLossRows * v * 4 + 8 * v * d;
   peak.runtime = 3 * kGib;
@@ -146,8 +146,8 @@ Prediction ClusterModel::predict(Experts const& experts, Batch const& batch) con
   double const forward = kForwardShare * layer + 2 * sent;
   double backward = (1 - kForwardShare) * layer + 3 * sent;
   if (batch.recompute) backward += forward;
-  double const both =
-      std::max(forward, terms.gather) + std::max(backward, terms.gather + terms.reduce);
+  double const both = std::max(forward, terms.gather) +
+                      std::max(backward, (batch.keep_gathered ? 0 : terms.gather) + terms.reduce);
   Prediction prediction;
   prediction.seconds =
       set_.slowdown * (layers * both + terms.head + terms.optimizer + terms.gather + terms.reduce);

@@ -47,7 +47,8 @@ struct Cluster {
 struct Batch {
   std::int64_t sequences = 1;
   std::int64_t context = 4096;
-  bool recompute = false;  ///< blocks run again in backward
+  bool recompute = false;      ///< blocks run again in backward
+  bool keep_gathered = false;  ///< layers stay gathered between forward and backward
 
   [[nodiscard]] double tokens() const noexcept { return static_cast<double>(sequences * context); }
 };
@@ -55,7 +56,7 @@ struct Batch {
 /// Bytes at the peak of one GPU.
 struct PeakBytes {
   double state = 0;     ///< parameters, gradients and two moments in fp32, sharded
-  double gathered = 0;  ///< two layers in bf16, bf16 gradients and an fp32 buffer of one
+  double gathered = 0;  ///< two layers in bf16, or all, bf16 gradients and an fp32 buffer of one
   double saved = 0;     ///< from forward to backward
   double exchange = 0;  ///< rows of experts that other GPUs sent
   double loss = 0;      ///< logits of 4096 rows three times, gradients of the head

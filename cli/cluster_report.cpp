@@ -111,7 +111,7 @@ std::string detail_text(ClusterRow const& row) {
   text += fmt::format("; a layer is gathered in {:.2f}, its gradients reduced in {:.2f}\n",
                       t.gather * 1e3, t.reduce * 1e3);
   text += fmt::format(
-      "memory of {}   state {}, two layers gathered {}, saved {}, loss {}, CUDA and NCCL {}",
+      "memory of {}   state {}, layers gathered {}, saved {}, loss {}, CUDA and NCCL {}",
       row.experts.impl, bytes_text(p.state), bytes_text(p.gathered), bytes_text(p.saved),
       bytes_text(p.loss), bytes_text(p.runtime));
   if (p.exchange > 0) text += fmt::format(", rows of experts sent {}", bytes_text(p.exchange));
@@ -151,6 +151,7 @@ Json cluster_plan_json(ClusterPlan const& plan) {
                    {"batch",
                     {{"context", plan.batch.context},
                      {"recompute", plan.batch.recompute},
+                     {"keep_gathered", plan.batch.keep_gathered},
                      {"regime", plan.regime()}}},
                    {"rates", rates_json(*plan.set, *plan.gpu)},
                    {"predictions", rows},
@@ -171,7 +172,7 @@ std::string cluster_plan_text(ClusterPlan const& plan) {
       "cluster           {} x {} {} of {}; {}{}\n"
       "model             {} layers, d {}, n {}, E {}, K {}, {} heads of {}, {} of keys and values, "
       "vocabulary {}{}: {:.2f} B parameters\n"
-      "batch             {} a GPU, {} tokens each; {} ({})\n",
+      "batch             {} a GPU, {} tokens each; {}{} ({})\n",
       c.hosts, c.gpus, plan.gpu->name, bytes_text(plan.gpu->memory),
       c.sharding == Sharding::fsdp ? "state sharded over all GPUs (fsdp)"
                                    : "state sharded within a host, copied to all hosts (hsdp)",
@@ -181,7 +182,7 @@ std::string cluster_plan_text(ClusterPlan const& plan) {
       plan.batch.sequences == 0 ? "the most sequences that fit"
                                 : fmt::format("{} sequences", plan.batch.sequences),
       plan.batch.context, plan.batch.recompute ? "blocks recomputed" : "nothing recomputed",
-      plan.regime());
+      plan.batch.keep_gathered ? ", layers stay gathered" : "", plan.regime());
   text += '\n' + rows_text(plan);
   text += '\n' + detail_text(plan.rows.front());
   text += fmt::format("\nrates             {}\n", plan.set->name);

@@ -24,9 +24,9 @@ constexpr std::string_view kNeeded[] = {"--hidden", "--intermediate", "--experts
                                         "--layers", "--heads",        "--vocabulary"};
 constexpr std::string_view kModel[] = {"--layers",    "--heads",      "--kv-heads",
                                        "--head-size", "--vocabulary", "--tied"};
-constexpr std::string_view kTraining[] = {"--gpu",     "--sharding",  "--expert-parallel",
-                                          "--context", "--sequences", "--recompute",
-                                          "--impl",    "--rates"};
+constexpr std::string_view kTraining[] = {"--gpu",           "--sharding",  "--expert-parallel",
+                                          "--context",       "--sequences", "--recompute",
+                                          "--keep-gathered", "--impl",      "--rates"};
 
 bool was_given(CLI::App const& command, std::string_view name) {
   return command.get_option(std::string(name))->count() > 0;
@@ -76,6 +76,8 @@ void ClusterFlags::add_to(CLI::App& command) {
   group->add_option("--sequences", sequences_, "of a GPU (default: the most that fit)")
       ->check(at_least_one);
   group->add_flag("--recompute", recompute_, "blocks run again in backward");
+  group->add_flag("--keep-gathered", keep_gathered_,
+                  "layers stay gathered in bf16 between forward and backward");
   group->add_option("--impl", impl_,
                     "one implementation of the experts (default: all with a time)");
   group->add_option("--rates", rates_, "before-runs first-run balanced-run (default: the newest)");
@@ -206,7 +208,10 @@ int ClusterFlags::plan(std::optional<huggingface::Model> const& config, MoeShape
   plan.cluster = cluster(plan.model.experts);
   plan.set = rates_.empty() ? &rate_sets().back() : &rate_set(rates_);
   plan.gpu = &gpu_rates(*plan.set, gpu_);
-  plan.batch = {.sequences = sequences_, .context = context_, .recompute = recompute_};
+  plan.batch = {.sequences = sequences_,
+                .context = context_,
+                .recompute = recompute_,
+                .keep_gathered = keep_gathered_};
   ClusterModel const formulas(plan.model, plan.cluster, *plan.set, *plan.gpu);
   std::string known;
   for (Experts const& experts : formulas.experts()) {

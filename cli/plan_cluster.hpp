@@ -40,7 +40,7 @@ class ClusterFlags {
   std::string cluster_, gpu_ = "h100", sharding_ = "fsdp", impl_, rates_;
   std::int64_t layers_ = 0, heads_ = 0, kv_heads_ = 0, head_size_ = 0, vocabulary_ = 0;
   std::int64_t sequences_ = 0, context_ = 4096;
-  bool tied_ = false, recompute_ = false, expert_parallel_ = false;
+  bool tied_ = false, recompute_ = false, keep_gathered_ = false, expert_parallel_ = false;
 };
 
 }  // namespace tessera::cli

@@ -47,6 +47,7 @@ Model afmoe(ConfigReader const& config) {
   plain_attention(config, model);
   AttentionHeads const h = heads(config);
   model.parameters.attention += model.layers * linear(s.hidden, h.query * h.dim);
+  model.heads.reset();  // the gate makes it another attention
   model.parameters.norms += model.layers * 2 * (s.hidden + h.dim);
   count_mlps(model, dense > 0 ? config.size("intermediate_size") : 0, true);
   return model;

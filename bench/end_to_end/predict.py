@@ -41,7 +41,7 @@ def program() -> str:
 
 @functools.cache
 def plan(config: str, layers: int, hosts: int, gpus: int, sequences: int, recompute: bool, gpu: str,
-         rates: str) -> dict:
+         rates: str, keep_gathered: bool) -> dict:
     """Predictions of all implementations by name, as `tessera plan --cluster` has them."""
     c = models.CONFIGURATIONS[config]
     sizes = {"hidden": c.hidden, "intermediate": c.intermediate, "experts": c.experts, "top-k": c.top_k,
@@ -49,7 +49,7 @@ def plan(config: str, layers: int, hosts: int, gpus: int, sequences: int, recomp
              "vocabulary": c.vocabulary, "context": c.context, "sequences": sequences, "gpu": gpu, "rates": rates,
              "cluster": f"{hosts}x{gpus}", "sharding": "hsdp"}
     command = [program(), "plan", "--json", *(f"--{name}={value}" for name, value in sizes.items())]
-    command += ["--tied"] * c.tied + ["--recompute"] * recompute
+    command += ["--tied"] * c.tied + ["--recompute"] * recompute + ["--keep-gathered"] * keep_gathered
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode not in (0, 1):  # 1: the batch does not fit
         raise ValueError(done.stderr.strip())
@@ -67,16 +67,17 @@ class Point:
     experts: str
     gpu: str
     rates: str = RATES[-1]
+    keep_gathered: bool = False
 
     def plans(self) -> dict:
         return plan(self.config, self.layers, self.hosts, self.gpus, self.sequences, self.recompute, self.gpu,
-                    self.rates)
+                    self.rates, self.keep_gathered)
 
     def predict(self) -> dict:
         """Milliseconds, tokens/s of a GPU and bytes at the peak; `terms` are the parts of it."""
         p = self.plans()[self.experts]
         terms = {k: round(v, 2) for k, v in p["terms_ms"].items() if v or k not in OPTIONAL_TERMS}
-        known = {k: v for k, v in dataclasses.asdict(self).items() if k != "rates"}
+        known = {k: v for k, v in dataclasses.asdict(self).items() if k not in ("rates", "keep_gathered")}
         return {**known, "ms": round(p["ms"], 1), "tokens_per_s_per_gpu": round(p["tokens_per_s_per_gpu"]),
                 "tokens_per_day": round(p["tokens_per_day"]), "peak_bytes": round(p["peak_bytes"]),
                 "fits": p["fits"], "terms_ms": terms}
@@ -107,10 +108,10 @@ def against(document: dict, rates: str = RATES[-1]) -> list[tuple[str, float]]:
         raise ValueError(f"device {document['device']}: has no constants; known are {', '.join(GPUS)}")
     found = []
     for row in document["rows"]:
-        if row["config"] not in CONFIGURATIONS or row.get("keep_gathered"):
+        if row["config"] not in CONFIGURATIONS:
             continue
         point = Point(row["config"], row["layers"], 1, row["gpus"], row["sequences"], row["recompute"], row["impl"],
-                      gpu, rates)
+                      gpu, rates, row.get("keep_gathered", False))
         if row["impl"] in point.plans():
             found.append((f"{row['config']}, {row['layers']} layers, {row['gpus']} GPUs, {row['sequences']} sequences, "
                           f"{row['regime']}, {row['impl']}", row["ms"] / point.predict()["ms"]))

@@ -5,6 +5,7 @@ plan_cluster_test.py PROGRAM SUITE"""
 
 import json
 import pathlib
+import tempfile
 
 import program
 from program import Cli
@@ -104,6 +105,17 @@ class PlanCluster(Cli):
             self.assertEqual(rows[impl]["saved_bytes_per_token_and_layer"], attention + logits + experts, impl)
         for impl, peak in (("tessera", 68), ("scattermoe", 101), ("torch-grouped-mm", 150)):
             self.assertAlmostEqual(rows[impl]["peak_bytes"] / GIB, peak, delta=1)
+
+    def test_layers_that_stay_gathered(self):
+        place = ("1x8", 5, "--sequences", "1", *H200)
+        again, once = (self.predictions(*place, *flags)["tessera"] for flags in ([], ["--keep-gathered"]))
+        self.equal(once["memory_bytes"]["gathered"], (2 * 5 + 6) * LAYER)
+        t = once["terms_ms"]
+        layer = sum(t[name] for name in ("experts", "attention", "projections", "elementwise", "router")) / 5
+        gather, reduce = t["gather of a layer"], t["reduction of a layer"]
+        self.assertLess(0.64 * layer, reduce)  # communication is what bounds this step
+        self.equal(again["ms"] - once["ms"], 1.049 * 5 * gather)
+        self.assertTrue(self.plan(*place, "--keep-gathered")["batch"]["keep_gathered"])
 
     def test_largest_batches(self):
         """Those of the paper calculation for cards of 80 and 141 GB, to one sequence."""
@@ -302,6 +314,14 @@ class PlanCluster(Cli):
         for name, what in (("deepseek-v3", "another attention"), ("qwen3-next-80b-a3b", "another attention"),
                            ("glm-4.5-air", "layers without experts"), ("qwen1.5-moe-a2.7b", "shared experts")):
             self.refuse("plan", "--cluster", "8x8", "--hf", str(CONFIGS / f"{name}.json"), naming=what)
+        gated = {"model_type": "afmoe", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 99, "head_dim": 8,
+                 "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 64, "hidden_act": "silu",
+                 "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "num_shared_experts": 0,
+                 "score_func": "sigmoid", "route_norm": True, "n_group": 1}
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "config.json")
+            path.write_text(json.dumps(gated))
+            self.refuse("plan", "--cluster", "8x8", "--hf", str(path), naming="another attention")
         self.refuse("plan", "--cluster", "8x8", *config, "--layers", "49", naming="--layers 49: the model has 48")
         for flags in (["--hidden", "64"], ["--heads", "8"], ["--tied"], ["--vocabulary", "99"]):
             self.refuse("plan", "--cluster", "8x8", *config, *flags, naming=flags[0])

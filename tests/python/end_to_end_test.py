@@ -400,6 +400,13 @@ class Predictions(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "device cpu: has no constants"):
             predict.against({"device": "cpu", "rows": [row]})
 
+    def test_rows_of_layers_that_stay_gathered_are_told_apart(self):
+        row = {"config": "7B-n256", "layers": 12, "gpus": 4, "sequences": 1, "recompute": False, "impl": "tessera",
+               "regime": "R0", "ms": 100.0}
+        rows = [row, {**row, "keep_gathered": True}]
+        again, once = (ratio for _, ratio in predict.against({"device": "NVIDIA H200", "rows": rows}))
+        self.assertGreater(once, again)  # predicted to be faster
+
     def test_more_takes_longer(self):
         point = predict.Point("7B-n256", 12, 1, 2, 4, False, "tessera", "h200")
         ms = point.predict()["ms"]

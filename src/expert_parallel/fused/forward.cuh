@@ -107,7 +107,10 @@ __device__ void produce(Pass const& pass) {
     }
     for (int lent = down ? 0 : lent_to_up(kKind); lent > 0; --lent) {
       gemm::wait_empty<kPlain>(smem.gemm, state);
-      if (arch::lane_idx() == 0) arch::mbarrier_arrive(&smem.gemm.full[state.stage]);
+      if (arch::lane_idx() == 0) {
+        StoreRows<kKind>::lend(smem.gemm, p.activation, state.stage, tile,
+                               lent_to_up(kKind) - lent);
+      }
       __syncwarp();
       state.advance();
     }
@@ -144,7 +147,11 @@ class LastTask {
   __device__ void step() {
     if (!push_.pending()) return;
     bool const is_h = kKeeps && (task_.kind_and_expert & kDownTask) == 0;
-    push_.store_piece(is_h);
+    if constexpr (kKeeps) {
+      push_.work_of(push_.next(), is_h);
+    } else {
+      push_.work(push_.next());
+    }
     if (!is_h && !push_.pending()) tell(task_);
   }
   __device__ void finish() {
@@ -163,10 +170,9 @@ class LastTask {
 
 // gemm::multiply; behind every k_tile but the first a piece of the last task, if it has any. An up is completed behind
 // a later one, or as soon as a k_tile is not there.
-template <class Last>
-__device__ int multiply(ForwardStorage& smem, gemm::PipelineState<kPlain>& state,
-                        gemm::BorrowedStages<kPlain>& stages, gemm::Accumulators<kPlain> (&acc)[1],
-                        int row, int k_tiles, Last& last) {
+template <class Up, class Last>
+__device__ int multiply(ForwardStorage& smem, gemm::PipelineState<kPlain>& state, Up& up,
+                        gemm::Accumulators<kPlain> (&acc)[1], int row, int k_tiles, Last& last) {
   constexpr int kCompleteAt = 4;  // k_tile: when stores have arrived
   int previous = 0;
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
@@ -181,7 +187,7 @@ __device__ int multiply(ForwardStorage& smem, gemm::PipelineState<kPlain>& state
       gemm::release_stage<kPlain>(smem.gemm, previous);
       last.step();
     } else {
-      stages.settle();
+      up.settle();
     }
     previous = state.stage;
     state.advance();
@@ -225,8 +231,7 @@ __device__ void consume(Pass const& pass, int consumer) {
   gemm::WorkQueue<kPlain> queue(smem.gemm);
   gemm::PipelineState<kPlain> state;
   gemm::Accumulators<kPlain> acc[1];
-  gemm::BorrowedStages<kPlain> stages(smem.gemm, consumer);
-  StoreRows<kKind> up(pass, stages);
+  StoreRows<kKind> up(pass, consumer);
   Pushed push(pass, consumer);
   LastTask<Pushed, kKeeps> last(pass, push, consumer);
   gemm::WorkTile tile, ahead;
@@ -237,9 +242,11 @@ __device__ void consume(Pass const& pass, int consumer) {
     tile.segment &= kSharedRows - 1;
     int const k_tiles = down ? p.down.k_tiles : p.up.k_tiles;
     if (tile.rows > row) {
-      int const stage = multiply(smem, state, stages, acc, row, k_tiles, last);
+      up.begin(tile, tile.row + row, 1);
+      push.begin(tile, tile.row + row, 1);
+      int const stage = multiply(smem, state, up, acc, row, k_tiles, last);
       more = queue.read(ahead);  // under the last wgmmas
-      char* const to = down ? push.destination(tile, row) : nullptr;
+      push.aim(down ? push.destination(tile, row) : nullptr);
       arch::wgmma_wait<0>();
       gemm::release_stage<kPlain>(smem.gemm, stage);
       if constexpr (kBiased) {
@@ -251,8 +258,15 @@ __device__ void consume(Pass const& pass, int consumer) {
         float const* const value = &acc[0][i / kPairsOfGroup][i % kPairsOfGroup * 2];
         return arch::pack_bf16(value[0], value[1]);
       };
+      using Rounded = decltype(rounded);
+      static_assert(
+          gemm::keeps_contract<up_gemm(kKind).epilogue, StoreRows<kKind>, Rounded,
+                               gemm::PipelineState<kPlain>, gemm::SharedStorage<kPlain>>());
+      static_assert(
+          gemm::keeps_contract<kDownEpilogue, Pushed, Rounded, gemm::PipelineState<kPlain>,
+                               gemm::SharedStorage<kPlain>>());
       if (down) {
-        push.keep(rounded, tile.n_tile * kTileColumns, pass.shape().hidden, to);
+        push.keep(rounded, tile, tile.row + row);
       } else {
         if constexpr (kKeeps) {
           constexpr int kColumns = kGated ? kTileColumns / 2 : kTileColumns;
@@ -260,7 +274,7 @@ __device__ void consume(Pass const& pass, int consumer) {
           TESSERA_UNROLL
           for (int i = 0; i < 2 * kPairsOfGroup; ++i) h[i] = rounded(i);
           auto const of_h = [&](int i) { return h[i]; };
-          push.keep(of_h, tile.n_tile * kColumns, pass.shape().intermediate,
+          push.hold(of_h, tile.n_tile * kColumns, pass.shape().intermediate,
                     place_of_h<kGated>(pass, tile, row));
           up.store(of_h, tile, tile.row + row, state);
         } else {
@@ -272,7 +286,7 @@ __device__ void consume(Pass const& pass, int consumer) {
       if (down && tile.rows <= gemm::kSubtileM) last.finish();
     } else {
       last.finish();
-      stages.settle();
+      up.settle();
       int const lent = down ? 0 : lent_to_up(kKind);
       gemm::pass<kPlain>(smem.gemm, state, k_tiles + lent, consumer);
       more = queue.read(ahead);
@@ -281,6 +295,8 @@ __device__ void consume(Pass const& pass, int consumer) {
     tile = ahead;
   }
   last.finish();
+  up.drain();
+  push.drain();
   last.tell({0, kNoBlock});
 }
 

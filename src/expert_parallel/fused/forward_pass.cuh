@@ -27,6 +27,8 @@ constexpr gemm::GemmConfig kGated{.b = {.halves = gemm::Halves::kAlongRows},
 constexpr gemm::GemmConfig kPlainShared{
     .cluster = {.ctas = 2, .sharing = gemm::Sharing::kMulticast}};
 constexpr gemm::GemmConfig kGatedShared{.b = kGated.b, .cluster = kPlainShared.cluster};
+// Of downs, in the slab: under the k loop of the next task.
+constexpr gemm::EpilogueConfig kDownEpilogue{.mode = gemm::EpilogueMode::kDeferred, .slabs = 1};
 constexpr int kCtasOfPair = 2;
 static_assert(kPlain.tile.n == kTileColumns && kGated.tile == kPlain.tile);
 static_assert(sizeof(gemm::SharedStorage<kPlain>) == sizeof(gemm::SharedStorage<kGated>));

@@ -15,10 +15,12 @@
 namespace tessera::expert_parallel {
 
 // Of one warp. Warps share nothing. kSums: Transfer::dedup. kGatedH: h of gated ups is kept as well, whose quarters are
-// of its halves in turns.
+// of its halves in turns. LastTask calls work() and says when all is done, so that drain() has nothing to wait for.
 template <bool kSums, bool kGatedH>
 class Push {
  public:
+  static constexpr gemm::EpilogueMode kMode = gemm::EpilogueMode::kDeferred;
+
   __device__ Push(Pass const& pass, int consumer) : pass_(pass) {
     int const lane = arch::lane_idx(), warp = arch::warp_in_warpgroup();
     std::uint32_t const rows = arch::shared_address(pass.smem.gemm.slabs[consumer][0]) +
@@ -27,6 +29,8 @@ class Push {
     chunk_ = rows + chunk_of_lane();
     to_ = pass.smem.push_to[4 * consumer + warp] + lane / kLanesOfRow;
   }
+
+  __device__ void begin(gemm::WorkTile const&, int, int) {}
 
   // Where row `lane` of the warp's 16 goes, known before the tile is multiplied out.
   __device__ char* destination(gemm::WorkTile const& tile, int first) const {
@@ -42,9 +46,17 @@ class Push {
     return peer_of(p, origin.y).store_if_local<OtherWay::kStaged>(slot);
   }
 
-  // Nothing is pending. Row `lane` goes to `to`, of a row of so many columns the tile's from the first one on.
+  // The rows that keep() gets next go there.
+  __device__ void aim(char* to) { next_to_ = to; }
+
+  // y of a down. All pieces of what was kept before are done.
   template <class Rounded>
-  __device__ void keep(Rounded rounded, int first_column, int columns, char* to) {
+  __device__ void keep(Rounded rounded, gemm::WorkTile const& tile, int /*row*/) {
+    hold(rounded, tile.n_tile * kTileColumns, pass_.shape().hidden, next_to_);
+  }
+  // The same, or h of an up. Row `lane` goes to `to`, of a row of so many columns the tile's from the first one on.
+  template <class Rounded>
+  __device__ void hold(Rounded rounded, int first_column, int columns, char* to) {
     columns_ = columns - first_column;
     if (arch::lane_idx() < gemm::kWarpRows) {
       auto** const of_warp = to_ - arch::lane_idx() / kLanesOfRow;
@@ -56,18 +68,21 @@ class Push {
     next_ = 0;
   }
 
-  // Nothing is pending: the compiler may use the registers of what was.
+  // All pieces are done: the compiler may use the registers of what was.
   __device__ void drop() {
     TESSERA_UNROLL
     for (std::uint32_t& kept : kept_) kept = 0;
   }
 
-  // There are pieces that have not been stored.
+  // There are pieces that are not done, next() the first of them.
   __device__ bool pending() const { return next_ < kPieces; }
+  __device__ int next() const { return next_; }
 
-  __device__ void store_piece(bool is_h) {
-    int const quarter = next_ / kPiecesOfQuarter;
-    if (next_ % kPiecesOfQuarter == 0) {
+  __device__ void work(int piece) { work_of(piece, false); }
+  // The same where it may be h of an up.
+  __device__ void work_of(int piece, bool is_h) {
+    int const quarter = piece / kPiecesOfQuarter;
+    if (piece % kPiecesOfQuarter == 0) {
       TESSERA_UNROLL
       for (int kept = 0; kept < 3; ++kept) {  // which registers, the compiler has to know
         if (quarter == kept + 1) fill([&](int i) { return kept_[kept * kPacked + i]; });
@@ -81,7 +96,7 @@ class Push {
     std::uint32_t const chunk = arch::forgotten(chunk_);
     TESSERA_UNROLL
     for (int i = 0; i < 2; ++i) {
-      int const fours = next_ % kPiecesOfQuarter * 2 + i;
+      int const fours = piece % kPiecesOfQuarter * 2 + i;
       uint4 const bits = load_warp_rows(chunk, fours);
       char* const to = to_[4 * fours];
       if (to == nullptr || column >= columns_) continue;
@@ -91,8 +106,10 @@ class Push {
         *reinterpret_cast<uint4*>(to + 2 * place) = bits;
       }
     }
-    ++next_;
+    next_ = piece + 1;
   }
+
+  __device__ void drain() const {}
 
  private:
   static constexpr int kQuarterColumns = gemm::kSlabColumns;
@@ -116,6 +133,7 @@ class Push {
   std::uint32_t kept_[3 * kPacked];
   int columns_ = 0;  // of a row, or of its halves, from the tile's first one on
   int next_ = kPieces;
+  char* next_to_ = nullptr;
 };
 
 }  // namespace tessera::expert_parallel

@@ -13,10 +13,21 @@ namespace tessera::expert_parallel {
 template <ActivationKind kKind>
 class StoreRows {
  public:
-  __device__ StoreRows(Pass const& pass, gemm::BorrowedStages<kPlain>& stages)
-      : p_(pass.p.activation), stages_(stages) {}
+  static constexpr gemm::EpilogueMode kMode = gemm::EpilogueMode::kLent;
+  using Params = StoreRowsParams;
 
-  // 64 rows from `row`, of which the warp has 16. It reads memory that it may write again after settle().
+  __device__ StoreRows(Pass const& pass, int consumer)
+      : p_(pass.p.activation), stages_(pass.smem.gemm, consumer) {}
+
+  // It reads nothing: stages come as they are.
+  __device__ static void lend(gemm::SharedStorage<kPlain>& smem, Params const&, int stage,
+                              gemm::WorkTile const&, int) {
+    arch::mbarrier_arrive(&smem.full[stage]);
+  }
+
+  __device__ void begin(gemm::WorkTile const&, int, int) {}
+
+  // 64 rows from `row`, of which the warp has 16.
   template <class Rounded>
   __device__ void store(Rounded rounded, gemm::WorkTile const& tile, int row,
                         gemm::PipelineState<kPlain>& state) {
@@ -52,14 +63,18 @@ class StoreRows {
     }
   }
 
+  __device__ void settle() { stages_.settle(); }
+  // LastTask has waited for the stores of the last task.
+  __device__ void drain() const {}
+
  private:
   using Function = gemm::ActivationFunction<kKind>;
   static constexpr bool kGated = Function::kGated;
   static constexpr int kSlabs = 2;                       // of a lent stage
   static constexpr int kPairs = gemm::kSlabColumns / 4;  // of values, in 64 columns
 
-  StoreRowsParams const& p_;
-  gemm::BorrowedStages<kPlain>& stages_;
+  Params const& p_;
+  gemm::BorrowedStages<kPlain> stages_;
   std::uint32_t matrix_row_ = matrix_row_of_lane();
 };
 

@@ -124,8 +124,8 @@ class SharedExpert:
 
     def __post_init__(self):
         if self.gate and not self.intermediate:
-            raise ValueError("shared_gate: it scales a shared expert, and shared_intermediate=0 makes none; leave it "
-                             "out, or give that expert's width")
+            raise ValueError("SharedExpert(gate=True) (shared_gate): it scales a shared expert, and intermediate=0 "
+                             "makes none; leave it out, or give that expert's width")
 
 
 @dataclasses.dataclass(frozen=True)

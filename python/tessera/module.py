@@ -91,15 +91,15 @@ class MoE(nn.Module):
         if router.kind == "given":
             raise ValueError("router=given: MoE has a router of its own; call tessera.routed_experts with ids")
         if losses.balance and router.kind == "expert-choice":
-            raise ValueError(f"balance_coefficient={losses.balance} with router expert-choice: its experts have "
-                             "equal counts, so that the loss is a constant; leave it out")
+            raise ValueError(f"Losses(balance={losses.balance}) (balance_coefficient) with router expert-choice: its "
+                             "experts have equal counts, so that the loss is a constant; leave it out")
         self.top_k, self.router, self.rounding, self.step = top_k, router.kind, rounding.kind, 0
         self._draws = rounding.kind in ("sr-f", "nr-s")
         self.main_grad = main_grad
         if losses.sequence_balance and (rounding.kind != "none" or router.kind == "expert-choice"):
-            raise ValueError(f"sequence_balance_coefficient={losses.sequence_balance}, router={router.kind}, "
-                             f"rounding={rounding.kind}: a loss per sequence needs top_k experts for every token; "
-                             "leave it out")
+            raise ValueError(f"Losses(sequence_balance={losses.sequence_balance}) (sequence_balance_coefficient), "
+                             f"router={router.kind}, rounding={rounding.kind}: a loss per sequence needs top_k "
+                             "experts for every token; leave it out")
         self.balance_coefficient, self.z_coefficient = losses.balance, losses.z
         self.sequence_balance_coefficient = losses.sequence_balance
         self._activation = dataclasses.astuple(activation)
@@ -122,7 +122,8 @@ class MoE(nn.Module):
 
         own = dtype or torch.get_default_dtype()
         if router.dtype not in (None, torch.float32, own):
-            raise ValueError(f"router_dtype={router.dtype}: torch.float32, or dtype, which is {own}")
+            raise ValueError(f"RouterOptions(dtype={router.dtype}) (router_dtype): torch.float32, or that of the "
+                             f"layer, which is {own}")
         self._keeps_router_fp32 = router.dtype is torch.float32
         self.w_router = parameter(experts, hidden, dtype=router.dtype or dtype)
         self.b_router = parameter(experts, dtype=router.dtype or dtype) if router.bias else None

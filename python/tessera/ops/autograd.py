@@ -11,8 +11,7 @@ from torch._C._autograd import _profiler_enabled, _top_saved_tensors_default_hoo
 from torch._C._functorch import peek_interpreter_stack
 
 from tessera.ops.forward_mode import refuse_tangents
-from tessera.ops.layer import INPUTS, SAVED, prepare_backward, join_inputs, join_saved, prepared_forward, run_backward
-from tessera.ops.layer import split_inputs
+from tessera.ops.layer import INPUTS, SAVED, join_inputs, join_saved, prepare_backward, run_backward, split_inputs
 from tessera.ops.prepared_calls import PreparedCall, guard, here
 from tessera.options import parse
 

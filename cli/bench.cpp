@@ -385,6 +385,9 @@ int bench(BenchFlags flags, CLI::App const& command) {
     throw CommandError(
         "--sums-on-owners: of the GPUs of --gpus; give their number, or leave it out");
   }
+  if (command.get_option("--padding")->count() > 0) {
+    throw CommandError("--padding with bench: it times calls without a mask; leave it out");
+  }
   if (flags.shape.on_cuda()) return bench_cuda(flags, command, command_line);
   if (flags.passes.empty()) flags.passes = {"forward", "backward", "forward-inference"};
   for (std::string const& name : flags.passes) {

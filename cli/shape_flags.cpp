@@ -128,6 +128,7 @@ void ShapeFlags::add_to(CLI::App& command) {
                     "for softmax-topk, sigmoid-bias, sqrtsoftplus and group-limited");
   routing->add_flag("--router-bias", router_bias_, "a bias on the router's logits");
   routing->add_option("--sentinels", sentinels_, "fraction of given ids outside [0, E)");
+  routing->add_option("--padding", padding_, "fraction of the tokens that a mask leaves out");
   routing->add_flag("--repeat-experts", repeat_experts_, "given ids may repeat within a token");
   routing->add_flag("--variable-experts", variable_experts_, "given ids: counts vary by token");
   routing->add_option("--ids-dtype", ids_dtype_, "of given ids: int32 int64")
@@ -194,6 +195,10 @@ verify::LayerCase ShapeFlags::layer_case() const {
     throw CommandError(fmt::format("--sentinels {}: a fraction is in [0, 1]", sentinels_));
   }
   out.sentinel_fraction = sentinels_;
+  if (!(padding_ >= 0 && padding_ <= 1)) {
+    throw CommandError(fmt::format("--padding {}: a fraction is in [0, 1]", padding_));
+  }
+  out.padding_fraction = padding_;
   out.repeat_experts = repeat_experts_;
   out.router_bias = router_bias_;
   out.aux_dlogits = aux_dlogits_;

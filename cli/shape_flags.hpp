@@ -35,8 +35,8 @@ void refuse_flags(CLI::App const& command, std::span<std::string_view const> nam
 /// The flags of ShapeFlags that say with what data a layer runs: what has no data does not read them. --routing is
 /// another one, but a file fixes a shape.
 inline constexpr std::string_view kDataFlags[] = {
-    "--sentinels",  "--repeat-experts", "--router-bias", "--aux-dlogits",
-    "--accumulate", "--seed",           "--step",        "--layer"};
+    "--sentinels",  "--padding", "--repeat-experts", "--router-bias", "--aux-dlogits",
+    "--accumulate", "--seed",    "--step",           "--layer"};
 
 /// The layout that --layout names. Throws CommandError for a name that is not known.
 WeightLayout read_layout(std::string const& text);
@@ -82,7 +82,7 @@ class ShapeFlags {
   std::uint32_t layer_ = 0;
   std::int32_t groups_ = 0, top_groups_ = 0, tile_ = 128, threads_ = 0;
   float route_scale_ = 1;
-  double sentinels_ = 0;
+  double sentinels_ = 0, padding_ = 0;
   std::uint64_t seed_ = 1, step_ = 0;
 };
 

@@ -164,6 +164,7 @@ std::string case_line(std::size_t number, verify::LayerCase const& layer_case, b
   }
   if (desc.bias) extras += " bias";
   if (layer_case.sentinel_fraction > 0) extras += " sentinels";
+  if (layer_case.padding_fraction > 0) extras += " padding";
   if (s.variable_experts) extras += " variable";
   if (desc.rounds_tokens()) {
     extras += fmt::format(" {}:{}", verify::name_of(verify::kRoundingNames, desc.router.round),

@@ -210,6 +210,7 @@ class Run {
     args.routing = routing_;
     args.weights = weight_arguments(data_, memory);
     args.gradients.mode = data_.gradient_mode;
+    if (!data_.token_mask.empty()) args.token_mask = memory.input_mask(data_.token_mask);
     if (has_router()) {
       DType const storage = desc_.router_storage();
       args.w_router = memory.input(storage, {s.experts, s.hidden}, data_.w_router);

@@ -28,7 +28,8 @@ enum Stream : std::uint64_t {
   kRouter,
   kBRouter,
   kSelectionBias,
-  kAuxDlogits
+  kAuxDlogits,
+  kPadding
 };
 
 std::vector<float> normals(LayerCase const& layer_case, Stream stream, std::int64_t count,
@@ -191,6 +192,13 @@ void check_routing(LayerCase const& layer_case) {
         "aux-dlogits, router-bias: with router given there are no logits; use another router");
   }
   bool const given = !router_chooses(layer_case.desc);
+  MoeDesc const& desc = layer_case.desc;
+  bool const top_k = !given && !desc.rounds_tokens() && !desc.experts_choose();
+  if (layer_case.padding_fraction > 0 && !top_k) {
+    throw std::invalid_argument(
+        "padding: for routers that take top_k experts for each token, without token rounding; use "
+        "such a router");
+  }
   RoutingPattern const pattern = layer_case.routing.pattern;
   if (given) return;
   if (pattern == RoutingPattern::file) {
@@ -229,6 +237,15 @@ void redraw_tokens(LayerCase const& layer_case, LayerData& data) {
   data.x = normals(layer_case, kX, s.tokens * s.hidden);
   data.d_o = normals(layer_case, kDO, s.tokens * s.hidden);
   if (data.desc.router.kind != RouterKind::given) make_routed_tokens(layer_case, slots, data);
+  data.token_mask.clear();
+  if (layer_case.padding_fraction > 0) {
+    RandomSource random(layer_case.seed, kPadding);
+    for (std::int64_t t = 0; t < s.tokens; ++t) {
+      bool const padding = random.chance(layer_case.padding_fraction);
+      // Any value but 0 means a real token.
+      data.token_mask.push_back(padding ? 0 : static_cast<std::uint8_t>(1 + t % 255));
+    }
+  }
   data.scores.clear();
   if (!router_chooses(data.desc)) make_given_routing(layer_case, std::move(slots), data);
 }
@@ -252,6 +269,12 @@ reference::Inputs reference_inputs(LayerData const& data, RouterChoice choice) {
   inputs.b_router = widened(data.b_router);
   inputs.selection_bias = widened(data.selection_bias);
   inputs.aux_dlogits = widened(data.aux_dlogits);
+  for (std::size_t i = 0; i < inputs.aux_dlogits.size(); ++i) {
+    // Of padding they are not read.
+    if (is_padding(data, static_cast<std::int64_t>(i) / data.desc.shape.experts)) {
+      inputs.aux_dlogits[i] = 0;
+    }
+  }
   inputs.weights = {widened(data.w_up), widened(data.w_gate), widened(data.w_down),
                     widened(data.b_up), widened(data.b_gate), widened(data.b_down)};
   return inputs;

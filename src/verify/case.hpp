@@ -44,6 +44,7 @@ struct LayerCase {
   MoeDesc desc;  ///< shape.slots is filled in by make_data() where experts per token vary
   RoutingSpec routing;
   double sentinel_fraction = 0;  ///< of the slots, RouterKind::given
+  double padding_fraction = 0;   ///< of the tokens, where a router takes top_k experts for each
   bool repeat_experts = false;   ///< draw a token's experts with replacement, RouterKind::given
   bool router_bias = false;
   bool aux_dlogits = false;  ///< another loss's gradient is added to dlogits
@@ -60,6 +61,7 @@ struct LayerData {
   std::vector<std::int64_t> topk_ids;  ///< [P] by slot; empty where a router chooses
   std::vector<float> scores;           ///< [P] by slot; empty with a router
   std::vector<std::int64_t> token_offsets;
+  std::vector<std::uint8_t> token_mask;  ///< [T], 0 for padding; or empty
   std::vector<float> w_router, b_router;
   std::vector<float> aux_dlogits;     ///< [T,E] or empty
   std::vector<float> selection_bias;  ///< [E]; routers with a p of their own, else empty
@@ -84,6 +86,11 @@ SlotList make_slots(LayerCase const& layer_case);
 
 /// The value that a gradient buffer called `name` holds at `index` before an accumulating backward.
 float initial_gradient(std::string const& name, std::int64_t index) noexcept;
+
+/// Whether `token` is padding.
+inline bool is_padding(LayerData const& data, std::int64_t token) {
+  return !data.token_mask.empty() && data.token_mask[static_cast<std::size_t>(token)] == 0;
+}
 
 /// Whether a router chooses experts (or experts tokens), rather than the caller.
 inline bool router_chooses(MoeDesc const& desc) {

@@ -66,6 +66,7 @@ MoeForwardArgs forward_inputs(LayerData const& data, Memory& memory, ConstTensor
       args.selection_bias = memory.input(DType::fp32, {s.experts}, data.selection_bias);
     }
   }
+  if (!data.token_mask.empty()) args.token_mask = memory.input_mask(data.token_mask);
   args.weights = weight_arguments(data, memory);
   return args;
 }

@@ -119,6 +119,13 @@ ConstTensor Memory::input_ids(DType dtype, std::vector<std::int64_t> const& shap
   return view;
 }
 
+ConstTensor Memory::input_mask(std::span<std::uint8_t const> values) {
+  Tensor const view = output(DType::uint8, {std::ssize(values)});
+  std::copy(values.begin(), values.end(), static_cast<std::uint8_t*>(view.data));
+  seal_last();
+  return view;
+}
+
 Buffer Memory::buffer(std::size_t bytes) {
   GuardedBuffer const& added = buffers_.emplace_back(bytes, poison_, alignment_, device_);
   return {added.data(), bytes};

@@ -61,6 +61,7 @@ class Memory {
                     std::span<float const> values);
   ConstTensor input_ids(DType dtype, std::vector<std::int64_t> const& shape,
                         std::span<std::int64_t const> values);
+  ConstTensor input_mask(std::span<std::uint8_t const> values);
   Buffer buffer(std::size_t bytes);
   /// What was allocated last becomes read-only.
   void seal_last() noexcept { buffers_.back().seal(); }

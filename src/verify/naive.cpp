@@ -284,7 +284,8 @@ void router_backward(NaiveLayer& layer, reference::Inputs const& inputs, Tensors
     }
     Floats row = naive_logit_gradient(inputs.desc, &out["logits"][t * s.experts],
                                       reference::members_of(inputs, meta, t), g);
-    for (std::size_t e = 0; e < row.size() && !data.aux_dlogits.empty(); ++e) {
+    bool const aux = !data.aux_dlogits.empty() && !is_padding(data, t);
+    for (std::size_t e = 0; e < row.size() && aux; ++e) {
       row[e] += data.aux_dlogits[t * s.experts + e];
     }
     Floats dx(s.hidden);

@@ -74,6 +74,7 @@ std::string case_options(LayerCase const& layer_case) {
   if (desc.router.normalize_scores) add("normalize-scores", "");
   if (layer_case.router_bias) add("router-bias", "");
   if (layer_case.sentinel_fraction != 0) add("sentinels", number(layer_case.sentinel_fraction));
+  if (layer_case.padding_fraction != 0) add("padding", number(layer_case.padding_fraction));
   if (layer_case.repeat_experts) add("repeat-experts", "");
   if (desc.shape.variable_experts) add("variable-experts", "");
   if (desc.ids_dtype != DType::int32) add("ids-dtype", name_of(kIdsDTypeNames, desc.ids_dtype));

@@ -327,6 +327,15 @@ void make_low_precision(std::int64_t i, LayerCase& layer_case) {
   layer_case.aux_dlogits = false;
 }
 
+/// Every third case whose router takes top_k experts for each token has padding. The seed decides, so that the draws of
+/// everything else are what they are without.
+void pad_some(LayerCase& layer_case) {
+  MoeDesc const& desc = layer_case.desc;
+  bool const top_k = router_chooses(desc) && !desc.rounds_tokens() && !desc.experts_choose();
+  bool const native = layer_case.precision.kind == LowPrecision::Kind::native;
+  if (top_k && native && layer_case.seed % 3 == 0) layer_case.padding_fraction = 0.3;
+}
+
 }  // namespace
 
 std::vector<RandomCase> random_cases(Context const& context, std::int64_t count,
@@ -356,6 +365,7 @@ std::vector<RandomCase> random_cases(Context const& context, std::int64_t count,
     bool const still_large = large && layer_case.desc.shape.tokens >= 512;
     if (large && !still_large) layer_case.routing = {}, layer_case.desc.shape.tokens = 512;
     if (!on_gpu && is_low_precision(i)) make_low_precision(i, layer_case);
+    pad_some(layer_case);
     cases.push_back({layer_case, large});
     if (layer_case.precision.kind != LowPrecision::Kind::native) continue;  // covers no pair
     Choice drawn = choice;

@@ -43,9 +43,9 @@ std::vector<std::string> choice_failures(LayerData const& data, reference::Input
   auto const& values = run.tensors.at("logits");
   std::vector<double> const logits(values.begin(), values.end());
   if (!desc.experts_choose()) {
-    auto failures =
-        selection_failures(desc, reference::router_keys(inputs, reference::router_logits(inputs)),
-                           desc.rounds_tokens() ? run.choice.unrounded_ids : run.choice.topk_ids);
+    auto failures = selection_failures(
+        desc, reference::router_keys(inputs, reference::router_logits(inputs)),
+        desc.rounds_tokens() ? run.choice.unrounded_ids : run.choice.topk_ids, data.token_mask);
     if (!failures.empty() || !desc.rounds_tokens()) return failures;
   }
   return slot_failures(desc, pair_scores(inputs, logits), run.choice);
@@ -56,35 +56,6 @@ Context const& judging_context(Context const& context) {
   if (context.device().kind == DeviceKind::cpu) return context;
   static Context const host = std::move(Context::create()).value();
   return host;
-}
-
-void judge_run(Context const& context, LayerData const& data, CandidateResult& run,
-               CaseResult& result) {
-  auto const add = [&result](std::vector<std::string> const& more) {
-    result.failures.insert(result.failures.end(), more.begin(), more.end());
-  };
-  reference::Inputs const inputs = reference_inputs(data, run.choice);
-  if (router_chooses(data.desc)) {
-    auto const failures = choice_failures(data, inputs, run);
-    add(failures);
-    if (!failures.empty()) return;  // nothing to replay
-  } else if (data.desc.router.replay) {
-    check_replayed_ids(data, run, result.failures);
-  } else {
-    check_given_scores(data, run, result.failures);
-  }
-  auto const forward = reference::forward(inputs);
-  add(metadata_failures(forward.metadata, run.metadata));
-
-  auto const backward =
-      reference::backward(inputs, forward, std::vector<double>(data.d_o.begin(), data.d_o.end()));
-  auto const ref = reference_tensors(data, forward, backward);
-  auto const naives = naive_samples(context, data, inputs, forward.metadata);
-  result.routed_rows = forward.metadata.rows();
-  result.tensors = judge(data, inputs, forward, ref, naives, run.tensors);
-  for (auto const& [name, comparison] : result.tensors) {
-    if (!comparison.ok) result.failures.push_back(name + ": " + comparison.reason);
-  }
 }
 
 /// Options that the numerics of a recipe do not depend on, or that nobody computes in it.
@@ -99,6 +70,7 @@ Status check_low_precision(Context const& context, LayerCase const& layer_case) 
                            name_of(kDTypeNames, desc.dtype));
   }
   char const* const ignored = layer_case.gradient_mode == GradientMode::accumulate ? "accumulate"
+                              : layer_case.padding_fraction > 0                    ? "padding"
                               : layer_case.aux_dlogits                             ? "aux-dlogits"
                               : desc.save != SavePolicy::h                         ? "save x"
                               : desc.column_chunk != 0                             ? "column-chunk"
@@ -190,6 +162,62 @@ Expected<CaseResult> verify_case(Context const& context, Context const& repeat_c
   return result;
 }
 
+void judge_run(Context const& context, LayerData const& data, CandidateResult& run,
+               CaseResult& result) {
+  auto const add = [&result](std::vector<std::string> const& more) {
+    result.failures.insert(result.failures.end(), more.begin(), more.end());
+  };
+  add(padding_failures(data, run));
+  reference::Inputs const inputs = reference_inputs(data, run.choice);
+  if (router_chooses(data.desc)) {
+    auto const failures = choice_failures(data, inputs, run);
+    add(failures);
+    if (!failures.empty()) return;  // nothing to replay
+  } else if (data.desc.router.replay) {
+    check_replayed_ids(data, run, result.failures);
+  } else {
+    check_given_scores(data, run, result.failures);
+  }
+  auto const forward = reference::forward(inputs);
+  for (std::int64_t t = 0; t < data.desc.shape.tokens; ++t) {
+    if (!is_padding(data, t)) continue;
+    std::int64_t const experts = data.desc.shape.experts;
+    for (std::int64_t i = t * experts; i < (t + 1) * experts; ++i) {
+      run.tensors.at("logits")[i] = static_cast<float>(forward.logits[i]);
+    }
+  }
+  add(metadata_failures(forward.metadata, run.metadata));
+
+  auto const backward =
+      reference::backward(inputs, forward, std::vector<double>(data.d_o.begin(), data.d_o.end()));
+  auto const ref = reference_tensors(data, forward, backward);
+  auto const naives = naive_samples(context, data, inputs, forward.metadata);
+  result.routed_rows = forward.metadata.rows();
+  result.tensors = judge(data, inputs, forward, ref, naives, run.tensors);
+  for (auto const& [name, comparison] : result.tensors) {
+    if (!comparison.ok) result.failures.push_back(name + ": " + comparison.reason);
+  }
+}
+
+std::vector<std::string> padding_failures(LayerData const& data, CandidateResult const& run) {
+  MoeShape const& s = data.desc.shape;
+  std::pair<char const*, std::int64_t> const rows[] = {
+      {"o", s.hidden}, {"dx", s.hidden}, {"dscores", s.top_k}, {"dlogits", s.experts}};
+  for (std::int64_t t = 0; t < s.tokens; ++t) {
+    if (!is_padding(data, t)) continue;
+    std::string const where = "padding: token " + std::to_string(t);
+    for (std::int64_t k = 0; k < s.top_k; ++k) {
+      if (run.choice.topk_ids[t * s.top_k + k] != -1) return {where + " has an expert"};
+    }
+    for (auto const& [name, width] : rows) {
+      auto const first = run.tensors.at(name).begin() + t * width;
+      bool const zeros = std::all_of(first, first + width, [](float v) { return v == 0; });
+      if (!zeros) return {where + ": " + name + " is not 0"};
+    }
+  }
+  return {};
+}
+
 std::size_t saved_bytes_formula(MoeDesc const& desc) {
   auto const size = [](std::int64_t value) { return static_cast<std::size_t>(value); };
   MoeShape const& s = desc.shape;
@@ -257,10 +285,12 @@ KeptGroups kept_groups(MoeDesc const& desc, double const* keys, double slack) {
 }
 
 std::vector<std::string> selection_failures(MoeDesc const& desc, std::vector<double> const& keys,
-                                            std::vector<std::int64_t> const& topk_ids) {
+                                            std::vector<std::int64_t> const& topk_ids,
+                                            std::vector<std::uint8_t> const& token_mask) {
   MoeShape const& s = desc.shape;
   double const relative = std::ldexp(std::sqrt(static_cast<double>(s.hidden)), -20);
   for (std::int64_t t = 0; t < s.tokens; ++t) {
+    if (!token_mask.empty() && token_mask[static_cast<std::size_t>(t)] == 0) continue;
     double const* const key = &keys[t * s.experts];
     std::int64_t const* const ids = &topk_ids[t * s.top_k];
     double largest = 1;

@@ -10,6 +10,7 @@
 
 #include "cpu/reference/token_rounding.hpp"
 #include "tessera/context.hpp"
+#include "verify/candidate.hpp"
 #include "verify/tolerance.hpp"
 
 namespace tessera::verify {
@@ -36,6 +37,14 @@ struct CaseResult {
 Expected<CaseResult> verify_case(Context const& context, Context const& repeat_context,
                                  LayerCase const& layer_case);
 
+/// Judges one run of `data` by the reference: adds failures, the tensors' errors and R to `result`. The logits of
+/// padding in `run`, which mean nothing, become the reference's.
+void judge_run(Context const& context, LayerData const& data, CandidateResult& run,
+               CaseResult& result);
+
+/// Padding that has an expert, or is not 0 in o, dx, dscores or dlogits.
+std::vector<std::string> padding_failures(LayerData const& data, CandidateResult const& run);
+
 /// b*T*d + b*w*P*n (SavePolicy::h) + 16P + 4(E+1) [+ 4(T+1) experts per token vary] [+ 4P ids of a router]
 /// [+ 4TE softmax_topk, expert_choice and token rounding; else + 4P where its p is of one expert alone]
 /// [+ 4TK token rounding].
@@ -49,8 +58,10 @@ std::vector<std::string> metadata_failures(reference::Metadata const& ref,
 std::vector<std::string> slot_failures(MoeDesc const& desc, reference::PairScores const& pairs,
                                        RouterChoice const& choice);
 
-/// Whether a router's choice is the reference's, up to swaps of keys that differ by rounding only.
+/// Whether a router's choice is the reference's, up to swaps of keys that differ by rounding only. Tokens where
+/// `token_mask` is 0 are left out.
 std::vector<std::string> selection_failures(MoeDesc const& desc, std::vector<double> const& keys,
-                                            std::vector<std::int64_t> const& topk_ids);
+                                            std::vector<std::int64_t> const& topk_ids,
+                                            std::vector<std::uint8_t> const& token_mask = {});
 
 }  // namespace tessera::verify

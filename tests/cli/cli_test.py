@@ -284,6 +284,7 @@ class Usage(Cli):
             (["--routing", "balanced:1"], "balanced:1"),
             (["--routing", "one-token-each"], "one-token-each"),
             (["--sentinels", "0.5"], "sentinels"),
+            (["--padding", "0.5", "--router", "given"], "padding"), (["--padding", "2"], "--padding 2"),
             (["--sentinels", "nan", "--router", "given"], "sentinels"),
             (["--variable-experts"], "variable_experts"),
             (["--router", "given", "--aux-dlogits"], "aux-dlogits"),

@@ -31,7 +31,8 @@ LAYER = [["--alpha", "1.25"], ["--limit", "0.25"], ["--up-offset", "0"], ["--bia
          ["--activation", "geglu"], ["--router-dtype", "fp32"], ["--router-dtype", "bf16"]]
 # Flags of its data.
 DATA = [["--routing", "zipf:2"], ["--step", "3"], ["--layer", "2"], ["--aux-dlogits"], ["--router-bias"],
-        ["--sentinels", "0.5"], ["--repeat-experts"], ["--accumulate"], ["--seed", "7"], ["--ids-dtype", "int64"]]
+        ["--sentinels", "0.5"], ["--repeat-experts"], ["--accumulate"], ["--seed", "7"],
+        ["--padding", "0.3"], ["--ids-dtype", "int64"]]
 # What cannot be seen where it is read: int64 ids have the same numbers, and results do not depend on threads.
 # fp32 is what the router of an fp32 layer has anyway.
 UNSEEN = {"--router-dtype": [[]], "--ids-dtype": [["--router", "given"], ["--replay"]], "--threads": [[]]}
@@ -99,6 +100,7 @@ class Options(Cli):
         self.refuse("bench", "--config", "gpt-oss-20b", "--activation", "relu", naming="--activation with --config")
         for flags, naming in ((["--tile", "5"], "tile=5"), (["--groups", "2"], "groups=2"), (["--gpus", "2"], "--gpus"),
                               (["--sums-on-owners"], "--sums-on-owners"),
+                              (["--padding", "0.3"], "--padding with bench"),
                               (["--device", "cuda", "--router", "given", "--ids-dtype", "int64"],
                                "--ids-dtype with bench --device cuda"),
                               (["--device", "cuda", "--gpus", "2", "--ids-dtype", "int64"],

@@ -8,7 +8,11 @@
 // Requires as down_projection_fwd; scale for every expert
 #pragma once
 
-#include "cuda/kernels/down_projection_fwd.cuh"
+#include "cuda/epilogue/store.cuh"
+#include "cuda/gemm/sm90/roles.cuh"
+#include "cuda/host/gemm_params.hpp"
+#include "cuda/host/launch.hpp"
+#include "cuda/host/projection.hpp"
 
 namespace tessera::cuda::example {
 
@@ -30,8 +34,9 @@ class ScaledStore {
       : p_(p), store_(smem, p.store, consumer) {}
 
   // Before the k loop: asks for the scale, which is there when the loop ends.
-  __device__ __forceinline__ void begin(gemm::WorkTile const& tile, int, int) {
+  __device__ __forceinline__ void begin(gemm::WorkTile const& tile, int row, int subtiles) {
     scale_ = p_.gmem_scale[tile.segment];
+    store_.begin(tile, row, subtiles);
   }
 
   // After the k loop, 64 rows from `row`; indices are constants after unrolling, so that all stays in registers.
@@ -40,13 +45,13 @@ class ScaledStore {
     TESSERA_UNROLL
     for (int group = 0; group < kGemm.column_groups(); ++group) {
       TESSERA_UNROLL
-      for (int i = 0; i < 64; ++i) acc[group][i] *= scale_;
+      for (int i = 0; i < gemm::kGroupColumns / 2; ++i) acc[group][i] *= scale_;
     }
     store_.keep(acc, tile, row);
   }
 
   __device__ __forceinline__ void work(int piece) { store_.work(piece); }
-  __device__ __forceinline__ void drain() {}
+  __device__ __forceinline__ void drain() { store_.drain(); }
 
  private:
   Params const& p_;
@@ -67,14 +72,37 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
 #endif
 }
 
+// The GEMM in elements, and what the epilogue stores. Kernels do not include each other: each states its own.
+template <class Config>
+cudaError_t make_scaled_projection_fwd_params(ScaledProjectionFwdParams& p,
+                                              DownProjectionFwdArguments const& args,
+                                              float const* gmem_scale) {
+  constexpr gemm::GemmConfig kGemm = Config::gemm;
+  static_assert(kGemm.defers());
+  int64_t const d = args.hidden;
+  p = {};
+  p.epilogue.store.bias = {static_cast<gemm::bf16 const*>(args.b_down.gmem),
+                           args.b_down.expert_stride, int(args.b_down.row_stride)};
+  p.epilogue.store.gmem_d = static_cast<gemm::bf16*>(args.gmem_y);
+  p.epilogue.store.columns = int(d);
+  p.epilogue.gmem_scale = gmem_scale;
+  return host::gemm_params<kGemm>(p.gemm, {.a = {args.gmem_a, args.rows, args.intermediate},
+                                           .b = {args.w_down, {}},
+                                           .n = d,
+                                           .k = args.intermediate,
+                                           .gmem_offsets = args.gmem_expert_offsets,
+                                           .segments = args.experts,
+                                           .gmem_tile_counter = args.gmem_tile_counter,
+                                           .gmem_handover = args.gmem_handover});
+}
+
 template <class Config>
 cudaError_t launch_scaled_projection_fwd_config(DownProjectionFwdArguments const& args,
                                                 float const* gmem_scale, int sm_count,
                                                 cudaStream_t stream) {
-  DownProjectionFwdParams plain;
-  cudaError_t const error = make_down_projection_fwd_params<Config>(plain, args);
+  ScaledProjectionFwdParams params;
+  cudaError_t const error = make_scaled_projection_fwd_params<Config>(params, args, gmem_scale);
   if (error != cudaSuccess) return error;
-  ScaledProjectionFwdParams const params{plain.gemm, {plain.epilogue, gmem_scale}};
   return host::launch_persistent<scaled_projection_fwd<Config>>(
       host::persistent_shape<Config::gemm, gemm::SharedStorage<Config::gemm>>(args.gmem_handover !=
                                                                               nullptr),

@@ -17,6 +17,10 @@ namespace {
 using emulator::Bits;
 using emulator::Memory;
 
+constexpr Bits kUnwritten = 0xffff;  // what Memory begins as
+// A tile of rows behind those of the experts, which nobody may write.
+constexpr std::int64_t kRowsBehind = 128;
+
 struct Shape {
   std::vector<int> rows;  // of each expert
   int hidden, intermediate, ctas;
@@ -33,7 +37,8 @@ std::string run(Shape const& s, emulator::Schedule const& schedule) {
     offsets[e + 1] = offsets[e] + s.rows[static_cast<std::size_t>(e)];
   }
   std::int64_t const rows = offsets[experts];
-  Memory<Bits> a(rows * n), w_down(experts * d * n), b_down(experts * d), y(rows * d);
+  Memory<Bits> a((rows + kRowsBehind) * n), w_down(experts * d * n), b_down(experts * d),
+      y((rows + kRowsBehind) * d);
   Memory<float> scale(experts);
   emulator::fill(a.get(), rows * n, 1, 1.0f);
   emulator::fill(w_down.get(), experts * d * n, 2, 0.25f);
@@ -53,7 +58,7 @@ std::string run(Shape const& s, emulator::Schedule const& schedule) {
         .gmem = b_down.get(), .expert_stride = d, .row_stride = 1, .column_stride = 0, .block = d};
   }
   args.gmem_y = y.get();
-  args.rows = rows;
+  args.rows = rows + kRowsBehind;
   args.hidden = d;
   args.intermediate = n;
   args.experts = experts;
@@ -74,6 +79,9 @@ std::string run(Shape const& s, emulator::Schedule const& schedule) {
       if (y[r * d + i] == emulator::round(s.has_bias ? product + bias : product)) continue;
       return "row " + std::to_string(r) + " column " + std::to_string(i);
     }
+  }
+  for (std::int64_t i = rows * d; i < (rows + kRowsBehind) * d; ++i) {
+    if (y[i] != kUnwritten) return "row " + std::to_string(i / d) + " is no expert's, but written";
   }
   return counter[0] == 0 ? "" : "the tile counter is left";
 }

@@ -2,6 +2,7 @@
 """Every rule of check_layers.py, with a planted violation and with what is allowed."""
 
 import pathlib
+import shutil
 import tempfile
 import unittest
 
@@ -49,6 +50,21 @@ VIOLATIONS = [
     ("src/cuda/epilogue/bad.cuh", '#include "../gemm/sm90/mainloop.cuh"\n', "may not include src/cuda/gemm/sm90"),
     ("src/core/bad.hpp", '#include "bad.hpp"\n', "includes itself through src/core/bad.hpp"),
 ]
+
+
+class ExampleTest(unittest.TestCase):
+    def test_copies_of_the_kernel_to_copy_break_no_rule(self):
+        """docs/add-a-kernel.md says where they go."""
+        repository = pathlib.Path(check_layers.__file__).resolve().parents[1]
+        with tempfile.TemporaryDirectory() as scratch:
+            root = pathlib.Path(scratch).resolve()
+            for top in ("include", "src"):
+                shutil.copytree(repository / top, root / top)
+            for name, folder in (("scaled_projection_fwd.cuh", "kernels"), ("scaled_projection_fwd.cu", "instances")):
+                text = (repository / "tests" / "example" / name).read_text(encoding="utf-8")
+                copy = root / "src" / "cuda" / folder / name
+                copy.write_text(text.replace("tests/example/", "../kernels/"), encoding="utf-8")
+                self.assertEqual(check_layers.check_file(root, copy, {}), [])
 
 
 class CheckLayersTest(unittest.TestCase):

@@ -99,7 +99,15 @@ def kernels(output: str) -> list[tuple[str, str]]:
     return result
 
 
-def report(build: pathlib.Path, jobs: int) -> str:
+def chosen(commands: list[tuple[str, list[str]]], only: str) -> list[tuple[str, list[str]]]:
+    """Those of the sources whose path has `only` in it."""
+    found = [(path, words) for path, words in commands if only in path]
+    if not found:
+        sys.exit(f"--only {only}: no CUDA source of the library has that in its path; if it is new, configure again")
+    return found
+
+
+def report(build: pathlib.Path, jobs: int, only: str = "") -> str:
     def run(entry):
         path, command = entry
         with tempfile.NamedTemporaryFile(suffix=".o") as to:
@@ -120,8 +128,8 @@ def report(build: pathlib.Path, jobs: int) -> str:
 
     dumper = disassembler()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        found = list(pool.map(run, compile_commands(build)))
-    if sum(with_wgmmas for _, _, with_wgmmas in found) == 0:
+        found = list(pool.map(run, chosen(compile_commands(build), only)))
+    if not only and sum(with_wgmmas for _, _, with_wgmmas in found) == 0:
         sys.exit("no wgmma in any kernel, as cuobjdump writes them")
     lines = ["# Written by tools/ptxas_report.py; nvcc -gencode=arch=compute_90a,code=sm_90a"]
     for path, entries, _ in found:
@@ -138,8 +146,13 @@ def main() -> int:
     parser.add_argument("--build", type=pathlib.Path, default=ROOT / "build-cuda")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--check", action="store_true", help="compare, write nothing")
+    parser.add_argument("--only", metavar="NAME", default="",
+                        help="print what sources with NAME in their path have; write and compare nothing")
     arguments = parser.parse_args()
-    text = report(arguments.build, arguments.jobs)
+    text = report(arguments.build, arguments.jobs, arguments.only)
+    if arguments.only:
+        print(text, end="")
+        return 0
     if not arguments.check:
         REPORT.parent.mkdir(parents=True, exist_ok=True)
         REPORT.write_text(text, encoding="utf-8")

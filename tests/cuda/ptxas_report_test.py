@@ -53,6 +53,13 @@ class Commands(unittest.TestCase):
             ((path, words),) = ptxas_report.compile_commands(pathlib.Path(folder))
         self.assertEqual((path, words[0], words[-1]), ("src/expert_parallel/unfused/combine.cu", "nvcc", "-Xptxas=-v"))
 
+    def test_only_some_sources(self):
+        commands = [("src/cuda/instances/gemv.cu", ["nvcc"]), ("src/cuda/plain/wgrad.cu", ["nvcc"])]
+        self.assertEqual(ptxas_report.chosen(commands, "gemv"), commands[:1])
+        self.assertEqual(ptxas_report.chosen(commands, ""), commands)
+        with self.assertRaisesRegex(SystemExit, "--only gemm: no CUDA source"):
+            ptxas_report.chosen(commands, "gemm")
+
     def test_no_kernel_of_the_library_is_left_out(self):
         """A folder that moves leaves the list: its kernels would drop out of the report and of sass_diff."""
         sources = {path.relative_to(ptxas_report.ROOT).as_posix() for path in ptxas_report.ROOT.glob("src/**/*.cu")}

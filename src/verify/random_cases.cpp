@@ -72,7 +72,7 @@ std::vector<Pair> pairs_of(Choice const& choice) {
 
 /// Every combination that is served, in ascending order, and every pair that occurs in one.
 struct Space {
-  std::vector<Choice> choices, with_given_ids, with_replay;
+  std::vector<Choice> choices, with_given_ids, with_replay, with_padding, with_expert_choice;
   std::set<Pair> pairs;
   bool column_chunks = false;
 };
@@ -89,6 +89,8 @@ Space served_space(Context const& context) {
         space.with_given_ids.push_back(choice);
       } else if (kRoundingNames[choice[kRound]].value == Rounding::none) {
         space.with_replay.push_back(choice);
+        (desc_of(choice).experts_choose() ? space.with_expert_choice : space.with_padding)
+            .push_back(choice);
       }
       for (Pair const& pair : pairs_of(choice)) space.pairs.insert(pair);
     }
@@ -124,6 +126,8 @@ enum class Feature {
   odd_sizes,
   int64_variable_sentinels,
   replay,
+  padding,
+  expert_choice,
   kCount,
 };
 
@@ -146,9 +150,11 @@ bool needs_given_ids(Feature feature) {
 Choice draw_choice(Space const& space, std::set<Pair> const& uncovered, Feature feature,
                    RandomSource& random) {
   constexpr int kDraws = 60;
-  auto const& choices = needs_given_ids(feature)     ? space.with_given_ids
-                        : feature == Feature::replay ? space.with_replay
-                                                     : space.choices;
+  auto const& choices = needs_given_ids(feature)            ? space.with_given_ids
+                        : feature == Feature::replay        ? space.with_replay
+                        : feature == Feature::padding       ? space.with_padding
+                        : feature == Feature::expert_choice ? space.with_expert_choice
+                                                            : space.choices;
   Choice best = choices.front();
   std::int64_t most = -1;
   for (int draw = 0; draw < kDraws; ++draw) {
@@ -292,6 +298,7 @@ LayerCase draw_case(Choice const& choice, Feature feature, bool large, RandomSou
     out.sentinel_fraction = 0.3;
   }
   if (feature == Feature::only_sentinels) out.sentinel_fraction = 1;
+  if (feature == Feature::padding) out.padding_fraction = 0.3;
   if (random.chance(0.2)) out.desc.save = SavePolicy::x;
   out.repeat_experts |= feature == Feature::repeated_experts;
   bool const wide = feature == Feature::int64_ids || feature == Feature::int64_variable_sentinels ||
@@ -325,15 +332,7 @@ void make_low_precision(std::int64_t i, LayerCase& layer_case) {
   desc.column_chunk = 0;
   layer_case.gradient_mode = GradientMode::write;
   layer_case.aux_dlogits = false;
-}
-
-/// Every third case whose router takes top_k experts for each token has padding. The seed decides, so that the draws of
-/// everything else are what they are without.
-void pad_some(LayerCase& layer_case) {
-  MoeDesc const& desc = layer_case.desc;
-  bool const top_k = router_chooses(desc) && !desc.rounds_tokens() && !desc.experts_choose();
-  bool const native = layer_case.precision.kind == LowPrecision::Kind::native;
-  if (top_k && native && layer_case.seed % 3 == 0) layer_case.padding_fraction = 0.3;
+  layer_case.padding_fraction = 0;
 }
 
 }  // namespace
@@ -353,6 +352,10 @@ std::vector<RandomCase> random_cases(Context const& context, std::int64_t count,
         large ? Feature::none
               : static_cast<Feature>(num_small++ % static_cast<std::int64_t>(Feature::kCount));
     if (feature == Feature::replay && space.with_replay.empty()) feature = Feature::none;
+    if (feature == Feature::padding && space.with_padding.empty()) feature = Feature::none;
+    if (feature == Feature::expert_choice && space.with_expert_choice.empty()) {
+      feature = Feature::none;
+    }
     Choice const choice = draw_choice(space, uncovered, feature, random);
     LayerCase layer_case = draw_case(choice, feature, large, random);
     bool const any_shape = feature != Feature::odd_sizes && feature != Feature::all_experts &&
@@ -365,7 +368,6 @@ std::vector<RandomCase> random_cases(Context const& context, std::int64_t count,
     bool const still_large = large && layer_case.desc.shape.tokens >= 512;
     if (large && !still_large) layer_case.routing = {}, layer_case.desc.shape.tokens = 512;
     if (!on_gpu && is_low_precision(i)) make_low_precision(i, layer_case);
-    pad_some(layer_case);
     cases.push_back({layer_case, large});
     if (layer_case.precision.kind != LowPrecision::Kind::native) continue;  // covers no pair
     Choice drawn = choice;

@@ -36,6 +36,7 @@ TEST_P(RandomCases, HundredCasesHoldEveryKind) {
   EXPECT_TRUE(
       has([](auto const& c) { return c.sentinel_fraction > 0 && c.sentinel_fraction < 1; }));
   EXPECT_TRUE(has([](auto const& c) { return c.sentinel_fraction == 1; }));
+  EXPECT_TRUE(has([](auto const& c) { return c.padding_fraction > 0; }));
   EXPECT_TRUE(has([](auto const& c) { return c.desc.shape.variable_experts; }));
   EXPECT_TRUE(has([](auto const& c) { return c.repeat_experts; }));
   EXPECT_TRUE(has([](auto const& c) {

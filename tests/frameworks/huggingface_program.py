@@ -12,6 +12,7 @@ import os
 import pathlib
 import sys
 
+import frameworks
 import huggingface
 import torch
 from torch import distributed
@@ -81,4 +82,4 @@ if __name__ == "__main__":
     results = {"fsdp2": fsdp2, "accelerate": accelerated}[case["way"]](case)
     if os.environ["RANK"] == "0":
         pathlib.Path(case["results"]).write_text(json.dumps(results))
-    distributed.destroy_process_group()
+    frameworks.end()

@@ -13,6 +13,7 @@ import os
 import pathlib
 import sys
 
+import frameworks
 import torch
 from torch import distributed
 
@@ -112,7 +113,7 @@ def main(case: dict) -> None:
     results = {kind: losses(kind, case["dispatcher"]) for kind in case["experts"]}
     if os.environ["RANK"] == "0":
         pathlib.Path(case["results"]).write_text(json.dumps(results))
-    distributed.destroy_process_group()
+    frameworks.end()
 
 
 if __name__ == "__main__":

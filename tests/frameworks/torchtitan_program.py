@@ -13,6 +13,7 @@ import pathlib
 import sys
 from dataclasses import dataclass
 
+import frameworks
 import torch
 
 VOCABULARY, LENGTH = 256, 64
@@ -146,7 +147,7 @@ def main(case: dict) -> None:
     trainer.close()
     if os.environ["RANK"] == "0":
         pathlib.Path(case["results"]).write_text(json.dumps({"losses": losses, "modules": sorted(names)}))
-    torch.distributed.destroy_process_group()
+    frameworks.end()
 
 
 if __name__ == "__main__":

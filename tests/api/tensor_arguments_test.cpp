@@ -177,9 +177,10 @@ TEST_F(Arguments, OfRouterLossAndSelectionBias) {
   MoeDesc const desc = small_desc(RouterKind::sigmoid_bias);
   std::int64_t const t = desc.shape.tokens, e = desc.shape.experts;
   More more(desc);
-  // One id for each token: of two, the first alone would be a legal shape too.
+  // One id for each token: of two, the first alone would be a legal shape too. An offset behind the two sequences: a
+  // longer shape is legal, and its value is read.
   std::vector<std::int32_t> ids(static_cast<std::size_t>(t), 1),
-      starts{0, 4, static_cast<std::int32_t>(t)};
+      starts{0, 4, static_cast<std::int32_t>(t), 0};
   Floats losses(2), sequence_loss(1);
   std::vector<std::byte> workspace(value_of(router_loss_workspace_bytes(context, desc, 2)));
   RouterLossArgs args{.logits = tensor(more.logits.data(), {t, e}),

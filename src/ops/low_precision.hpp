@@ -7,12 +7,12 @@
 #include <cstring>
 
 #include "core/fp8.hpp"
+#include "cpu/parallel/quantise.hpp"
 #include "tessera/low_precision.hpp"
 
 namespace tessera::ops {
 
-inline bool is_mxfp8(QuantiseBlock block) noexcept { return block >= QuantiseBlock::row_32; }
-inline bool is_mxfp8(ScaleRule rule) noexcept { return rule >= ScaleRule::rceil; }
+using cpu::is_mxfp8;
 
 inline Status check_quantising_device(Context const& context) noexcept {
   if (context.device().kind == DeviceKind::cpu) return {};

@@ -39,7 +39,7 @@ struct Case {
   reference::LogicalWeights logical;
   std::vector<core::Bf16> w_up, w_gate, w_down;
   ExpertWeights weights;
-  WeightCodes library;
+  WeightCodes made;
   QuantisedWeights out;
   [[nodiscard]] bool mxfp8() const { return rule >= ScaleRule::rceil; }
   [[nodiscard]] std::int64_t w() const { return desc.up_width(); }
@@ -84,7 +84,7 @@ void make_weights(Case& test) {
 }
 
 void make_outputs(Case& test) {
-  WeightCodes& l = test.library;
+  WeightCodes& l = test.made;
   std::int64_t const w = test.w();
   l.up = l.up_t = bytes(kE * w * kN * kD);
   l.down = l.down_t = bytes(kE * kD * kN);
@@ -114,7 +114,7 @@ void make_outputs(Case& test) {
 /// The matrix [rows,width] of part `part` of w: codes at `have` and, transposed, in columns of `have_t`; the scales.
 void expect_part(Case const& test, Values const& values, std::int64_t rows, std::int64_t width,
                  std::int64_t part, std::int64_t parts, bool up) {
-  WeightCodes const& l = test.library;
+  WeightCodes const& l = test.made;
   auto const& have = up ? l.up : l.down;
   auto const& have_t = up ? l.up_t : l.down_t;
   Block const along = test.mxfp8() ? Block{1, 32} : Block{128, 128};

@@ -51,7 +51,7 @@ std::uint32_t largest_magnitude(GroupedRows<T const> const& values, BlockExtent 
 template <class T>
 BlockScale store_scale(QuantiseMatrix<T> const& m, std::uint32_t largest, std::int64_t i,
                        std::int64_t j) noexcept {
-  if (m.rule == ScaleRule::fp32 || m.rule == ScaleRule::pow2) {
+  if (!is_mxfp8(m.rule)) {
     BlockScale const scale =
         m.rule == ScaleRule::fp32 ? core::fp32_scale(largest) : core::pow2_scale(largest);
     for_each_place(m.scales, m.block, i, j, [&](std::int64_t place) {
@@ -85,10 +85,6 @@ float scale_at(ScaleView const& scales, bool e8m0, std::int64_t place) noexcept 
               : static_cast<float const*>(scales.data)[place];
 }
 
-bool has_e8m0(QuantiseBlock block) noexcept {
-  return block != QuantiseBlock::row_128 && block != QuantiseBlock::square_128;
-}
-
 }  // namespace
 
 template <class T>
@@ -106,7 +102,7 @@ void quantise(QuantiseMatrix<T> const& m, core::ThreadPool& pool) noexcept {
 template <class T>
 void dequantise(DequantiseMatrix<T> const& m, core::ThreadPool& pool) noexcept {
   BlockExtent const extent = extent_of(m.block);
-  bool const e8m0 = has_e8m0(m.block);
+  bool const e8m0 = is_mxfp8(m.block);
   pool.run(
       m.rows,
       [&](std::int64_t r, int) {

@@ -11,6 +11,10 @@
 
 namespace tessera::cpu {
 
+/// mxfp8, whose scales are e8m0, or fp8-block, whose scales are fp32.
+constexpr bool is_mxfp8(QuantiseBlock block) noexcept { return block >= QuantiseBlock::row_32; }
+constexpr bool is_mxfp8(ScaleRule rule) noexcept { return rule >= ScaleRule::rceil; }
+
 /// Rows and columns of a block.
 struct BlockExtent {
   std::int64_t rows = 1, columns = 1;

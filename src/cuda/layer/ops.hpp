@@ -25,7 +25,7 @@ struct Op {
                             cudaStream_t stream) = nullptr;  // where prefers_gemv() says so
 };
 template <class Arguments>
-inline constexpr Op<Arguments> kOp{};  // no op: each has a row below
+inline constexpr Op<Arguments> kOp{};  // no op: launch() refuses to compile it
 
 // A launcher that takes what there is of SMs without being told.
 template <auto kLaunch>

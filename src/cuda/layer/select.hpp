@@ -38,6 +38,7 @@ bool prefers_gemv(Arguments const&) noexcept {  // the other ops have none
 template <class Arguments>
 cudaError_t launch(Arguments const& args, int sm_count, cudaStream_t stream) noexcept {
   constexpr Op<Arguments> const& op = kOp<Arguments>;
+  static_assert(op.fast != nullptr && op.plain != nullptr, "ops.hpp has no row for this op");
   if constexpr (op.few_tokens != nullptr) {
     if (prefers_gemv(args)) return op.few_tokens(args, stream);
   }

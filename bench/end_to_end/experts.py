@@ -31,7 +31,6 @@ def _tessera():
 
 def _tessera_layer():
     import tessera
-    import tessera.losses
     from model import BALANCE, Z
 
     def layer(x, w_router, gate_up, down, top_k):

@@ -38,6 +38,8 @@ _HOME = {
     "z_loss": "losses",
 }
 
+_MODULES = ("losses",)  # as attributes, without an import of their own
+
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
@@ -56,9 +58,10 @@ def __getattr__(name: str):
     if name == "__version__":
         from tessera import library
         value = library.version()
-    elif name in _HOME:
+    elif name in _HOME or name in _MODULES:
         try:
-            value = getattr(importlib.import_module(f"tessera.{_HOME[name]}"), name)
+            module = importlib.import_module(f"tessera.{_HOME.get(name, name)}")
+            value = getattr(module, name) if name in _HOME else module
         except ModuleNotFoundError as missing:
             raise ImportError(f"tessera.{name} needs {missing.name}; pip install {missing.name}") from missing
     else:
@@ -68,7 +71,7 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME, "__version__"])
+    return sorted({*globals(), *_HOME, *_MODULES, "__version__"})
 
 
 register_with_torch()

@@ -27,6 +27,8 @@ class Import(unittest.TestCase):
     def test_layers_say_that_torch_is_missing(self):
         result = run("import tessera; tessera.moe")
         self.assertIn("ImportError: tessera.moe needs torch; pip install torch", result.stderr)
+        result = run("import tessera; tessera.losses.router_losses")
+        self.assertIn("ImportError: tessera.losses needs torch; pip install torch", result.stderr)
 
     def test_unknown_names(self):
         self.assertIn("has no attribute 'mo'", run("import tessera; tessera.mo").stderr)

@@ -106,9 +106,10 @@ class Processes(unittest.TestCase):
         self.assertRegex(alone.stderr, r"^train_model.py: --resume: ranks is 1 and was 2 in .*\n$")
 
     def test_blocks_that_stay_gathered(self):
-        """Losses are the same, also of held-out text between steps: it is read with the weights of the last step."""
+        """They do stay so, and losses are the same, also of held-out text between steps."""
         program = (f"import sys; sys.path.insert(0, {str(PROGRAMS)!r})\n"
                    "import argparse, model, text, torch, training\n"
+                   "from torch.distributed.tensor import DTensor\n"
                    "c, losses = model.CONFIGURATIONS['tiny'], {False: [], True: []}\n"
                    "ids = torch.randint(0, 512, (2000,), generator=torch.Generator().manual_seed(0)).numpy()\n"
                    "data = text.Corpus(ids, ids, '', 512)\n"
@@ -121,6 +122,8 @@ class Processes(unittest.TestCase):
                    "            batch = data.batch(0, step, 2, c.context, here.rank, 2, here.device)\n"
                    "            losses[keep] += [trainer.step(*batch, 1e-2)[0].item(),\n"
                    "                             trainer.held_out_loss(data, 2, 1)]\n"
+                   "        trainer.model(*batch)\n"
+                   "        assert isinstance(trainer.model.blocks[0].qkv, DTensor) != keep, keep\n"
                    "    assert losses[False] == losses[True], losses\n"
                    "    assert len(set(losses[True])) == 6, losses\n")
         self.finish(self.start([sys.executable, "-W", "ignore", "-c", program]))

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a prediction for a cluster stands on: each rate with where it is from, each thing that is taken for granted.
+// The list that a prediction for a cluster prints with it: where each rate is from, and what is taken for granted.
 #pragma once
 
 #include <string>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What GPUs and links were seen to do, for predictions of training steps (cluster.hpp). Every number says where it is
-// from; the numbers stand here alone.
+// Rates of GPUs and links, from which cluster.hpp predicts training steps. Every number says where it is from, and
+// stands nowhere else.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What `tessera plan --cluster` prints.
+// The text and the JSON that `tessera plan --cluster` prints.
 #pragma once
 
 #include <cstdint>

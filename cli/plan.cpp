@@ -268,7 +268,7 @@ std::string model_text(Model const& model, MoeDesc const& desc) {
   return text;
 }
 
-// Of the flags beside --cluster a plan of training reads the sizes of a layer alone.
+// Predicts training. Beside the flags of --cluster it reads only the sizes of a layer, and refuses all others.
 int plan_training(Flags const& flags, CLI::App const& command) {
   constexpr std::string_view kSizes[] = {"--hidden", "--intermediate", "--experts", "--top-k"};
   for (CLI::App const* group : command.get_subcommands([](CLI::App const*) { return true; })) {

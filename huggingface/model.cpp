@@ -66,7 +66,7 @@ Model olmoe(ConfigReader const& config) {
 // The MoE part that the Qwen families share: every decoder_sparse_step-th layer but mlp_only_layers.
 Model qwen(ConfigReader const& config) {
   Model model = common(config);
-  // Of these, scores are always divided by their sum, and no layer is dense unless it is listed.
+  // The newer families always divide scores by their sum, and list their dense layers.
   bool const newer =
       config.model_type().starts_with("qwen3_5") || config.model_type().starts_with("qwen3_vl");
   MoeShape& s = model.moe.shape;

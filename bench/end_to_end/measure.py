@@ -5,10 +5,10 @@
     torchrun --nproc-per-node 2 measure.py --config 7B-n256 --layers 12 --sequences 4 --text SRC \
         --experts tessera,torch-grouped-mm --rounds 6 --out rows.json
 
-Every implementation is first checked against torch-grouped-mm (o and all gradients). The model then trains for a few
-steps, and from there on the learning rate is 0: every step costs what a step costs, and all implementations see the
-same weights, tokens and routing. A round is a block of each implementation in random order: 3 steps untimed, 10 timed
-by events between the ends of steps, the slowest rank counts. Ratios are of blocks of one round. --sequences 6, or
+Every implementation is first checked against torch-grouped-mm (o and all gradients). The model then trains for
+--warm-up steps, and from there on the learning rate is 0: every step costs what a step costs, and all implementations
+see the same weights, tokens and routing. A round is a block of each implementation in random order: 3 steps untimed, 10
+timed by events between the ends of steps, the slowest rank counts. Ratios are of blocks of one round. --sequences 6, or
 NAME=N,NAME=N where each has its own batch. --profile adds the kernels of three steps by kind, and the time of the
 experts alone, on what three of the layers have in a step.
 """

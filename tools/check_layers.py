@@ -31,6 +31,7 @@ LAYERS = {
     ],
     "src/cuda/arch": [],
     "src/cuda/arch/sm90": ["src/cuda/arch"],
+    "src/cuda/arch/sm100": ["src/cuda/arch"],
     "src/cuda/warp": ["src/cuda/arch"],
     "src/cuda/gemm": ["src/cuda/arch", "src/cuda/warp"],
     "src/cuda/gemm/produce": ["src/cuda/arch", "src/cuda/warp", "src/cuda/gemm"],

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The machine code of kernels for sm_100a: the instructions that they are written for are there, so many of them, those
+of pairs in kernels for pairs alone; no kernel uses local memory, and none runs through its lanes to issue one.
+
+What is looked for is checked first: a listing that lacks one line, or has one more, has to be found wrong.
+"""
+
+import argparse
+import pathlib
+import re
+import subprocess
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[3] / "tools"))
+import ptxas_report  # noqa: E402
+
+ALLOCATES = {"UTCATOMSWS.FIND_AND_SET": 2, "UTCATOMSWS.AND": 1, "UVIRTCOUNT.DEALLOC": 1}
+LOADS = {"STTM.x32": 1, "LDTM.x32": 1, "LDTM.16dp256bit.x8": 1}
+# Kernel, a part of its mangled name -> instructions; .2CTA is left out of both, as `pair` says it.
+FORMS = {
+    "multiply_bf16ILi1E": {**ALLOCATES, **LOADS, "UTCHMMA": 4, "UTCBAR": 1},
+    "multiply_bf16ILi2E": {**ALLOCATES, **LOADS, "UTCHMMA": 4, "UTCBAR.MULTICAST": 1},
+    "multiply_mxf8ILi1E": {**ALLOCATES, **LOADS, "UTCQMMA": 4, "UTCCP": 2, "UTCBAR": 1},
+    "multiply_mxf8ILi2E": {**ALLOCATES, **LOADS, "UTCQMMA": 4, "UTCCP": 2, "UTCBAR.MULTICAST": 1},
+    "load_for_pair": {"UTMALDG": 3, "UTMALDG.2D.MULTICAST": 1, "UTMALDG.2D.GATHER4": 1, "FENCE.VIEW.ASYNC.S": 1},
+    "take_launch": {"UGETNEXTWORKID.BROADCAST": 1},
+}
+PAIRS = ("ILi2E", "load_for_pair")
+OF_PAIRS = ("UTCHMMA", "UTCQMMA", "UTCCP", "UTCBAR", "UTMALDG", "UTCATOMSWS.FIND_AND_SET")
+INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\S+\s+)?([A-Z][\w.]*)")
+
+
+def instructions(sass: str) -> dict[str, list[str]]:
+    """By mangled name of the kernel."""
+    found, current = {}, []
+    for line in sass.splitlines():
+        if "Function : " in line:
+            current = found.setdefault(line.split("Function : ")[1].strip(), [])
+        elif match := INSTRUCTION.match(line):
+            current.append(match[1])
+    return found
+
+
+def faults(listing: dict[str, list[str]], expected: dict[str, dict[str, int]]) -> list[str]:
+    said = []
+    for part, counts in expected.items():
+        names = [name for name in listing if part in name]
+        if len(names) != 1:
+            said.append(f"{part}: {len(names)} kernels of this name, not one")
+            continue
+        code = listing[names[0]]
+        pair = any(mark in part for mark in PAIRS)
+        short = [word.replace(".2CTA", "") for word in code]
+        for start, count in counts.items():
+            there = sum(word.startswith(start) for word in short)
+            if there != count:
+                said.append(f"{part}: {there} of {start}, not {count}")
+        for word in code:
+            if word.startswith(OF_PAIRS) and (".2CTA" in word) != pair:
+                said.append(f"{part}: {word} in a kernel for {'a pair' if pair else 'one CTA'}")
+            if word.startswith(("LDL", "STL")):
+                said.append(f"{part}: {word}, local memory")
+            if word.startswith("BRA.U.ANY"):
+                said.append(f"{part}: {word}, a loop over lanes; issue under elect_one()")
+    return said
+
+
+def check_itself(listing: dict[str, list[str]]) -> None:
+    for part, counts in FORMS.items():
+        name = next(name for name in listing if part in name)
+        start = next(iter(counts))
+        without = [w for w in listing[name] if not w.replace(".2CTA", "").startswith(start)]
+        other = [w.replace(".2CTA", "") if part.endswith("2E") else w + (".2CTA" if w == "UTCHMMA" else "")
+                 for w in listing[name]]
+        wrong = {"lacks " + start: without, "local": [*listing[name], "LDL"], "loops": [*listing[name], "BRA.U.ANY"]}
+        if other != listing[name]:
+            wrong["pairs"] = other
+        for what, code in wrong.items():
+            if not faults({**listing, name: code}, FORMS):
+                sys.exit(f"{part}: nothing is said of a listing that is wrong ({what})")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--forms", required=True)
+    args = parser.parse_args()
+    sass = subprocess.run([ptxas_report.disassembler(), "-sass", args.forms], check=True, capture_output=True,
+                          text=True).stdout
+    listing = instructions(sass)
+    said = faults(listing, FORMS)
+    print("\n".join(said) or f"{len(listing)} kernels: ok")
+    if not said:
+        check_itself(listing)
+    return 1 if said else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -43,6 +43,8 @@ def arguments():
     parser.add_argument("--sequences", default="1", help="of each rank and step: N, or NAME=N,NAME=N")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--warm-up", type=int, default=300, help="training steps before weights stand still")
+    parser.add_argument("--warm-up-sequences", type=int, default=0, help="of each rank and step of the warm-up, where "
+                        "a large batch would take long; 0: as many as the first of --experts is timed with")
     parser.add_argument("--most-loaded", type=float, default=4.0, help="times the mean that the busiest expert of a "
                         "layer may have then: in the first steps of a training all tokens choose the same experts")
     parser.add_argument("--learning-rate", type=float, default=3e-4, help="of the warm-up")
@@ -142,14 +144,14 @@ class Timer:
             torch.cuda.reset_peak_memory_stats()
         dist.barrier()
 
-    def step(self, name: str, index: int, rate: float = 0.0) -> tuple:
-        here = self.here
-        batch = self.data.batch(self.a.seed, index, self.sequences[name], self.c.context, here.rank, here.count,
-                                here.device)
+    def step(self, name: str, index: int, rate: float = 0.0, sequences: int = 0) -> tuple:
+        """One step with the implementation's own batch, or with so many sequences."""
+        here, sequences = self.here, sequences or self.sequences[name]
+        batch = self.data.batch(self.a.seed, index, sequences, self.c.context, here.rank, here.count, here.device)
         try:
             return self.trainer.step(*batch, rate)
         except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(f"{name} with {self.sequences[name]} sequences: {error}") from error
+            raise torch.OutOfMemoryError(f"{name} with {sequences} sequences: {error}") from error
 
     def block(self, name: str, first: int) -> dict:
         """Milliseconds of the timed steps, their mean loss, peaks and clocks; tokens are those from step `first` on."""
@@ -250,6 +252,8 @@ def run(a) -> None:
     start, c = split.now(), training.configuration(a)
     if a.rounds < 2:
         raise training.Stop(f"--rounds {a.rounds}: an interval needs at least 2")
+    if a.warm_up_sequences < 0:
+        raise training.Stop(f"--warm-up-sequences {a.warm_up_sequences}: write a number of sequences, or 0")
     with training.ranks() as here:
         passed, left_out = chosen(a, c, here)
         names = list(passed)
@@ -266,7 +270,8 @@ def run(a) -> None:
             timer.use(name)
             timer.step(name, 0)
         for step in range(1, a.warm_up + 1):
-            loss, _, counts = timer.step(names[0], step, a.learning_rate * min(1.0, step / max(a.warm_up // 2, 1)))
+            loss, _, counts = timer.step(names[0], step, a.learning_rate * min(1.0, step / max(a.warm_up // 2, 1)),
+                                         a.warm_up_sequences)
         counts = counts.clone() if a.warm_up else timer.step(names[0], 1)[2].clone()
         dist.all_reduce(counts)
         loads = [round(share, 3) for share in (counts.max(dim=1).values / counts.float().mean(dim=1)).tolist()]

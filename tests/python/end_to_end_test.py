@@ -243,7 +243,8 @@ class Measured(unittest.TestCase):
             sys.argv = ["measure.py", "--config", "tiny", "--context", "32", "--text", str(ROOT / "docs"), "--cache",
                         folder, "--text-bytes", "200000", "--experts",
                         "tessera,hf-grouped-mm,sonicmoe,no-experts,torch-grouped-mm", "--rounds", "2",
-                        "--warm-up", "2", "--check-tokens", "64", "--profile", "--out", str(out)]
+                        "--warm-up", "2", "--warm-up-sequences", "2", "--check-tokens", "64",
+                        "--profile", "--out", str(out)]
             with contextlib.redirect_stdout(io.StringIO()):
                 measure.run(measure.arguments())
             document = json.loads(out.read_text())
@@ -286,6 +287,16 @@ class Measured(unittest.TestCase):
         measure.refuse_collapsed(4.0, a)
         with self.assertRaisesRegex(training.Stop, "has 16.0 times the mean after --warm-up 20, --most-loaded 4"):
             measure.refuse_collapsed(16.0, a)
+
+    def test_a_step_has_its_own_batch_or_that_of_the_warm_up(self):
+        seen = []
+        corpus = text.Corpus(torch.arange(5000).numpy(), torch.arange(100).numpy(), "", 5000)
+        trainer = argparse.Namespace(here=training.Ranks(0, 1, torch.device("cpu")), c=TINY,
+                                     step=lambda tokens, targets, rate: seen.append((tuple(tokens.shape), rate)))
+        timer = measure.Timer(argparse.Namespace(seed=0), trainer, corpus, {"hf-eager": 3})
+        timer.step("hf-eager", 1)
+        timer.step("hf-eager", 1, 0.5, 2)
+        self.assertEqual(seen, [((3, TINY.context), 0.0), ((2, TINY.context), 0.5)])
 
     def test_who_is_out_of_memory(self):
         def step(*_):

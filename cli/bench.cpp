@@ -43,7 +43,7 @@ struct BenchFlags {
 };
 
 constexpr std::int64_t kTokensPerGpu = 8192;
-constexpr int kLeastIterations = 5, kMostIterations = 200;
+constexpr int kMinIterations = 5, kMaxIterations = 200;
 constexpr std::chrono::milliseconds kBusyWait{20};  // and more than that
 
 struct Job {
@@ -180,7 +180,7 @@ Json bench_job(BenchFlags const& flags, Context const& context, Job const& job, 
     passes.push_back(std::move(timed));
   }
   double const end = now_seconds() + flags.seconds;
-  for (int i = 0; i < kMostIterations && (i < kLeastIterations || now_seconds() < end); ++i) {
+  for (int i = 0; i < kMaxIterations && (i < kMinIterations || now_seconds() < end); ++i) {
     layer.redraw(job.layer_case.seed + 1 + static_cast<std::uint64_t>(i));
     layer.forward();  // warms up, and leaves what backward reads
     for (TimedPass& pass : passes) time_once(pass.layer, pass.times);

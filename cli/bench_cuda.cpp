@@ -29,7 +29,7 @@
 namespace tessera::cli {
 namespace {
 
-constexpr int kBlocks = 3, kWarmUps = 20, kLeastPerBlock = 20, kMostPerBlock = 200;
+constexpr int kBlocks = 3, kWarmUps = 20, kMinPerBlock = 20, kMaxPerBlock = 200;
 constexpr double kWarmUpSeconds = 1.5;  // until clocks under load have settled
 constexpr std::size_t kFlushBytes = std::size_t{256} << 20;
 constexpr char kProtocol[] =
@@ -88,7 +88,7 @@ class Rounds {
     for (int i = 0; i < kWarmUps || now_seconds() < warm; ++i) round(candidates);
     for (int block = 0; block < kBlocks; ++block) {
       double const end = now_seconds() + seconds / kBlocks;
-      for (int i = 0; i < kMostPerBlock && (i < kLeastPerBlock || now_seconds() < end); ++i) {
+      for (int i = 0; i < kMaxPerBlock && (i < kMinPerBlock || now_seconds() < end); ++i) {
         round(candidates);
         for (Candidate& candidate : candidates) {
           candidate.times.blocks[static_cast<std::size_t>(block)].push_back(

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kPoison = 0xff;  // bf16: NaN
 constexpr std::int64_t kSampledTokens = 4;
-constexpr std::size_t kMostScannedBytes = std::size_t{4} << 30;  // in search of poison
+constexpr std::size_t kMaxScannedBytes = std::size_t{4} << 30;  // in search of poison
 
 /// Uniform values whose products with unit-variance values, summed over `fan_in`, have variance 1.
 float scale_for(std::int64_t fan_in) { return std::sqrt(3.0f / static_cast<float>(fan_in)); }
@@ -437,7 +437,7 @@ std::string CudaBenchLayer::check_backward(Context const& host, MoeBackwardArgs 
                                      {"dscores", &args.dscores},
                                      {"dw_up", &args.gradients.dw_up},
                                      {"dw_down", &args.gradients.dw_down}}) {
-    if (bytes_of(*tensor) <= kMostScannedBytes && has_poison(*tensor)) {
+    if (bytes_of(*tensor) <= kMaxScannedBytes && has_poison(*tensor)) {
       return std::string(name) + " has elements that nobody wrote";
     }
   }

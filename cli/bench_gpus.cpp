@@ -31,7 +31,7 @@ namespace tessera::cli {
 namespace {
 
 constexpr std::int64_t kFewTokens = 8;  // one GPU adds up their rows in another order
-constexpr int kWarmUps = 20, kLeastRounds = 50, kMostRounds = 2000;
+constexpr int kWarmUps = 20, kMinRounds = 50, kMaxRounds = 2000;
 constexpr char kProtocol[] =
     "median of at least 50 rounds after 20; a round runs every candidate once, in rotating order; "
     "a pass is enqueued "
@@ -315,7 +315,7 @@ void run_rank(std::int32_t rank, std::int32_t ranks, CudaBench::Job const& job,
         group.ms[static_cast<std::size_t>(c)].push_back(slowest.ms);
         group.mhz[static_cast<std::size_t>(c)].push_back(slowest.mhz);
       }
-      group.more = i + 1 < kMostRounds && (i + 1 < kLeastRounds || now_seconds() < end);
+      group.more = i + 1 < kMaxRounds && (i + 1 < kMinRounds || now_seconds() < end);
     }
     group.meeting.meet();
   }

@@ -17,8 +17,8 @@
 namespace tessera::cli {
 namespace {
 
-constexpr std::int64_t kMostGpus = 1 << 16;  // of a host, and hosts
-constexpr std::int64_t kMostSize = 1 << 24;
+constexpr std::int64_t kMaxGpus = 1 << 16;  // of a host, and hosts
+constexpr std::int64_t kMaxSize = 1 << 24;
 
 constexpr std::string_view kNeeded[] = {"--hidden", "--intermediate", "--experts",   "--top-k",
                                         "--layers", "--heads",        "--vocabulary"};
@@ -37,7 +37,7 @@ Cluster read_cluster(std::string const& text) {
   Cluster cluster;
   auto const number = [](char const* begin, char const* end, std::int64_t& value) {
     auto const [stop, error] = std::from_chars(begin, end, value);
-    return error == std::errc{} && stop == end && value >= 1 && value <= kMostGpus;
+    return error == std::errc{} && stop == end && value >= 1 && value <= kMaxGpus;
   };
   auto const cross = text.find('x');
   char const* const begin = text.data();
@@ -45,7 +45,7 @@ Cluster read_cluster(std::string const& text) {
       !number(begin + cross + 1, begin + text.size(), cluster.gpus)) {
     throw CommandError(fmt::format(
         "--cluster '{}': must be HOSTSxGPUS, two numbers in [1, {}]; write 8x8 for 8 hosts of 8",
-        text, kMostGpus));
+        text, kMaxGpus));
   }
   return cluster;
 }
@@ -53,7 +53,7 @@ Cluster read_cluster(std::string const& text) {
 }  // namespace
 
 void ClusterFlags::add_to(CLI::App& command) {
-  auto const at_least_one = number_in(1, static_cast<double>(kMostSize));
+  auto const at_least_one = number_in(1, static_cast<double>(kMaxSize));
   auto* const group = command.add_option_group(kClusterGroup);
   group->add_option("--cluster", cluster_,
                     "HOSTSxGPUS: predict time and memory of training the whole model");
@@ -142,8 +142,8 @@ TrainingModel ClusterFlags::model_of_flags(MoeShape const& shape, CLI::App const
                                    {"--intermediate", model.intermediate},
                                    {"--experts", model.experts},
                                    {"--top-k", model.top_k}}) {
-    if (size < 1 || size > kMostSize) {
-      throw CommandError(fmt::format("{} {}: must be in [1, {}]", name, size, kMostSize));
+    if (size < 1 || size > kMaxSize) {
+      throw CommandError(fmt::format("{} {}: must be in [1, {}]", name, size, kMaxSize));
     }
   }
   if (model.head_size == 0) {

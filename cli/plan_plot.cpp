@@ -19,7 +19,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr double kMebibyte = 1024.0 * 1024.0;
-constexpr std::int64_t kMostTokens = 1 << 18;
+constexpr std::int64_t kMaxTokens = 1 << 18;
 
 // Columns: d/n, then MiB saved under each policy.
 std::string memory_table(MoeDesc const& desc) {
@@ -40,7 +40,7 @@ std::string memory_table(MoeDesc const& desc) {
 std::string waste_table(MoeDesc const& desc) {
   MoeShape const& s = desc.shape;
   std::string table;
-  for (std::int64_t tokens = 512; tokens <= kMostTokens; tokens *= 2) {
+  for (std::int64_t tokens = 512; tokens <= kMaxTokens; tokens *= 2) {
     fmt::format_to(std::back_inserter(table), "{} {:.6g}\n", tokens,
                    100 * expected_tile_waste(tokens, s.experts, s.top_k, desc.router.tile));
   }

@@ -14,7 +14,7 @@
 namespace tessera::cli {
 namespace {
 
-constexpr std::size_t kMostBytes = std::size_t{1} << 28;
+constexpr std::size_t kMaxBytes = std::size_t{1} << 28;
 
 /// Counts nesting before a document is built, so that a hostile depth costs nothing.
 void check_depth(std::string_view text) {
@@ -49,13 +49,12 @@ std::int64_t read_id(nlohmann::json const& value, std::size_t token) {
     throw CommandError(
         fmt::format("routing file: topk_ids[{}] holds something other than integers", token));
   }
-  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
-  if (value.is_number_unsigned() &&
-      value.get<std::uint64_t>() > static_cast<std::uint64_t>(kMost)) {
+  constexpr std::int64_t kMax = std::numeric_limits<std::int32_t>::max();
+  if (value.is_number_unsigned() && value.get<std::uint64_t>() > static_cast<std::uint64_t>(kMax)) {
     return -1;  // outside [0, E) in any case: a sentinel
   }
   auto const id = value.get<std::int64_t>();
-  return id < -kMost ? -1 : id;
+  return id < -kMax ? -1 : id;
 }
 
 float read_weight(nlohmann::json const& value, std::size_t token) {
@@ -113,9 +112,9 @@ RoutingTable read_routing_file(std::string const& path) {
   std::vector<char> block(1 << 16);
   while (file.read(block.data(), std::ssize(block)), file.gcount() > 0) {
     text.append(block.data(), static_cast<std::size_t>(file.gcount()));
-    if (text.size() > kMostBytes) {
+    if (text.size() > kMaxBytes) {
       throw CommandError(
-          fmt::format("--routing file:{}: larger than {} MiB", path, kMostBytes >> 20));
+          fmt::format("--routing file:{}: larger than {} MiB", path, kMaxBytes >> 20));
     }
   }
   if (file.bad()) throw CommandError(fmt::format("--routing file:{}: cannot be read", path));

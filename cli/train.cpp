@@ -250,8 +250,8 @@ void announce(lm::TrainingOptions const& o, Context const& context, double bigra
 
 // Of a run with --seconds: what evaluating held-out text may take, and then what the sample may take.
 double seconds_to_conclude(double seconds, double left) {
-  constexpr double kShare = 0.1, kLeast = 1;
-  return std::max({kShare * seconds, kLeast, left});
+  constexpr double kShare = 0.1, kMin = 1;
+  return std::max({kShare * seconds, kMin, left});
 }
 
 // How many windows can be evaluated in that time, with MoE blocks and without: each time forward alone, which takes

@@ -24,7 +24,7 @@ namespace {
 using nlohmann::json;
 
 constexpr std::size_t kMaxConfigBytes = 1 << 20;
-constexpr std::int64_t kMostLayers = 1 << 12;
+constexpr std::int64_t kMaxLayers = 1 << 12;
 
 // Families whose every layer has experts unless a field says otherwise.
 constexpr std::string_view kAllLayers[] = {
@@ -336,8 +336,8 @@ class Check {
   void check_layers() const {
     auto const layers = stated_layers();
     if (!layers) return;
-    if (*layers > kMostLayers) {
-      refuse(fmt::format("num_hidden_layers = {}: at most {}", *layers, kMostLayers));
+    if (*layers > kMaxLayers) {
+      refuse(fmt::format("num_hidden_layers = {}: at most {}", *layers, kMaxLayers));
     }
     std::int64_t const further = count("num_nextn_predict_layers").value_or(0);
     std::map<std::string, std::set<std::int64_t>> found;

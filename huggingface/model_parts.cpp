@@ -11,15 +11,15 @@ namespace tessera::huggingface::parts {
 
 namespace {
 
-constexpr std::int64_t kMostLayers = 1 << 12;
+constexpr std::int64_t kMaxLayers = 1 << 12;
 
 }  // namespace
 
 std::int64_t product(std::initializer_list<std::int64_t> factors) {
-  constexpr double kMost = 1e14;
+  constexpr double kMax = 1e14;
   double size = 1;
   for (std::int64_t const factor : factors) size *= static_cast<double>(factor);
-  if (size > kMost) {
+  if (size > kMax) {
     throw lm::InputError(fmt::format("{:.3g} parameters in one place: sizes too large", size));
   }
   return static_cast<std::int64_t>(size);
@@ -48,8 +48,8 @@ Model common(ConfigReader const& config) {
   Model model;
   model.model_type = config.model_type();
   model.layers = config.size("num_hidden_layers");
-  if (model.layers > kMostLayers) {
-    config.fail(fmt::format("num_hidden_layers = {}: at most {}", model.layers, kMostLayers));
+  if (model.layers > kMaxLayers) {
+    config.fail(fmt::format("num_hidden_layers = {}: at most {}", model.layers, kMaxLayers));
   }
   model.vocabulary = config.size("vocab_size");
   MoeShape& shape = model.moe.shape;

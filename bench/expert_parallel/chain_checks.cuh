@@ -181,7 +181,7 @@ inline int check_stalled(CheckOptions const& options) {
 inline int check_killed(CheckOptions const& options) {
   if (options.ranks() < 2 || !options.processes) return 0;
   constexpr double kLimit = 0.5;  // seconds, of a wait
-  constexpr int kMostPasses = 200000;
+  constexpr int kMaxPasses = 200000;
   int const last = options.ranks() - 1;
   ExchangeShape const shape = {.ranks = options.ranks(),
                                .max_tokens = 300,
@@ -203,7 +203,7 @@ inline int check_killed(CheckOptions const& options) {
           }).detach();
         }
         int passes = 0, wrong = 0;
-        while (passes < kMostPasses) {
+        while (passes < kMaxPasses) {
           r.launch_fused(-1);
           cudaError_t const error = cudaDeviceSynchronize();
           if (!r.fault().ok() || error != cudaSuccess) break;

@@ -16,9 +16,9 @@ struct LoadSum {
   double real = 0;  ///< of integers too, rounded once
 };
 
-/// f [E] as int32, int64 or fp32. None is negative; integers add up to at most kMost, fp32 counts are finite.
+/// f [E] as int32, int64 or fp32. None is negative; integers add up to at most kMax, fp32 counts are finite.
 struct LoadCounts {
-  static constexpr std::int64_t kMost = std::int64_t{1} << 62;
+  static constexpr std::int64_t kMax = std::int64_t{1} << 62;
   static constexpr std::int64_t kLanes = 32;
 
   void const* data = nullptr;
@@ -41,7 +41,7 @@ struct LoadCounts {
     constexpr double kLargest = 0x1.fffffep+127;
     return !(real_at(e) >= 0 && real_at(e) <= kLargest);
   }
-  /// The first expert whose count is negative, not finite or takes the sum above kMost; E where none does.
+  /// The first expert whose count is negative, not finite or takes the sum above kMax; E where none does.
   [[nodiscard]] TESSERA_INLINE std::int64_t first_bad() const noexcept {
     std::int64_t sum = 0;
     for (std::int64_t e = 0; e < experts; ++e) {
@@ -49,7 +49,7 @@ struct LoadCounts {
         if (is_bad_real(e)) return e;
         continue;
       }
-      if (at(e) < 0 || at(e) > kMost - sum) return e;
+      if (at(e) < 0 || at(e) > kMax - sum) return e;
       sum += at(e);
     }
     return experts;

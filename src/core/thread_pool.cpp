@@ -76,7 +76,7 @@ void ThreadPool::work() {
 void ThreadPool::run(std::int64_t count, Body body, void* argument,
                      std::int64_t operations) noexcept {
   Job job{.count = count, .body = body, .argument = argument, .max_slots = num_threads()};
-  if (count <= 1 || operations < kLeastShared || workers_.empty()) {
+  if (count <= 1 || operations < kMinShared || workers_.empty()) {
     job.drain(0);
     return;
   }

@@ -28,18 +28,17 @@ class ThreadPool {
   [[nodiscard]] int num_threads() const noexcept { return static_cast<int>(workers_.size()) + 1; }
 
   /// Multiply-adds of one loop below which the caller is done before others have woken.
-  static constexpr std::int64_t kLeastShared = 1 << 16;
+  static constexpr std::int64_t kMinShared = 1 << 16;
 
   using Body = void (*)(void* argument, std::int64_t index, int slot);
-  /// body(argument, i, slot) for every i in [0, count); returns when all are done. A loop of less than kLeastShared
+  /// body(argument, i, slot) for every i in [0, count); returns when all are done. A loop of less than kMinShared
   /// `operations` in all stays on the calling thread.
   void run(std::int64_t count, Body body, void* argument,
-           std::int64_t operations = kLeastShared) noexcept;
+           std::int64_t operations = kMinShared) noexcept;
 
   /// The same for a callable (index, slot).
   template <class Callable>
-  void run(std::int64_t count, Callable&& callable,
-           std::int64_t operations = kLeastShared) noexcept {
+  void run(std::int64_t count, Callable&& callable, std::int64_t operations = kMinShared) noexcept {
     using Type = std::remove_reference_t<Callable>;
     run(
         count,

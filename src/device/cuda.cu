@@ -105,8 +105,8 @@ __global__ void stamp(long long* gmem_cycles) { *gmem_cycles = clock64(); }
 
 // Openings may wrap around. A spin is a read of the host's memory, about a microsecond.
 __global__ void wait_until(std::uint32_t const volatile* opened, std::uint32_t opening) {
-  constexpr int kMostSpins = 10'000'000;
-  for (int i = 0; i < kMostSpins && static_cast<std::int32_t>(*opened - opening) < 0; ++i) {
+  constexpr int kMaxSpins = 10'000'000;
+  for (int i = 0; i < kMaxSpins && static_cast<std::int32_t>(*opened - opening) < 0; ++i) {
   }
 }
 

@@ -22,10 +22,10 @@
 namespace tessera {
 namespace {
 
-constexpr std::int64_t kMostTokens = std::int64_t{1} << 24;
-constexpr std::int64_t kMostColumns = std::int64_t{1} << 20;
-constexpr std::int64_t kMostPoolRows = (std::int64_t{1} << 31) - 1;
-constexpr std::int64_t kMostPairs = std::int64_t{1} << 32;  // times top_k: expert_parallel::Divisor
+constexpr std::int64_t kMaxTokens = std::int64_t{1} << 24;
+constexpr std::int64_t kMaxColumns = std::int64_t{1} << 20;
+constexpr std::int64_t kMaxPoolRows = (std::int64_t{1} << 31) - 1;
+constexpr std::int64_t kMaxPairs = std::int64_t{1} << 32;  // times top_k: expert_parallel::Divisor
 
 Status check_range(char const* name, std::int64_t value, std::int64_t least, std::int64_t most,
                    std::int64_t step = 1) noexcept {
@@ -41,12 +41,12 @@ Status check_range(char const* name, std::int64_t value, std::int64_t least, std
 Expected<expert_parallel::ExchangeShape> shape_of(ExpertParallelDesc const& d) noexcept {
   TESSERA_TRY(check_range("ranks", d.ranks, 1, kMaxRanks));
   TESSERA_TRY(check_range("rank", d.rank, 0, d.ranks - 1));
-  TESSERA_TRY(check_range("max_tokens", d.max_tokens, 1, kMostTokens));
-  TESSERA_TRY(check_range("hidden", d.hidden, 8, kMostColumns, 8));
-  TESSERA_TRY(check_range("intermediate", d.intermediate, 8, kMostColumns, 8));
-  TESSERA_TRY(check_range("experts", d.experts, d.ranks, expert_parallel::kMostExperts, d.ranks));
+  TESSERA_TRY(check_range("max_tokens", d.max_tokens, 1, kMaxTokens));
+  TESSERA_TRY(check_range("hidden", d.hidden, 8, kMaxColumns, 8));
+  TESSERA_TRY(check_range("intermediate", d.intermediate, 8, kMaxColumns, 8));
+  TESSERA_TRY(check_range("experts", d.experts, d.ranks, expert_parallel::kMaxExperts, d.ranks));
   TESSERA_TRY(check_range("top_k", d.top_k, 1,
-                          std::min<std::int64_t>(d.experts, expert_parallel::kMostChoices)));
+                          std::min<std::int64_t>(d.experts, expert_parallel::kMaxChoices)));
   if (!(d.time_limit > 0) || !(d.time_limit <= 86400)) {
     return Status::invalid("time_limit=%g: seconds, above 0 and at most a day", d.time_limit);
   }
@@ -64,15 +64,15 @@ Expected<expert_parallel::ExchangeShape> shape_of(ExpertParallelDesc const& d) n
                                           .max_top_k = static_cast<std::int32_t>(d.top_k),
                                           .gated = d.activation.gated(),
                                           .training = d.training};
-  if (shape.pool_rows() > kMostPoolRows) {
+  if (shape.pool_rows() > kMaxPoolRows) {
     return Status::invalid(
         "max_tokens=%lld: a rank's pool would have %lld rows, more than 2^31-1; split the pass",
         static_cast<long long>(d.max_tokens), static_cast<long long>(shape.pool_rows()));
   }
-  if (d.max_tokens * d.top_k > kMostPairs / d.top_k) {
+  if (d.max_tokens * d.top_k > kMaxPairs / d.top_k) {
     return Status::invalid("max_tokens=%lld: at most %lld where top_k=%d; split the pass",
                            static_cast<long long>(d.max_tokens),
-                           static_cast<long long>(kMostPairs / d.top_k / d.top_k),
+                           static_cast<long long>(kMaxPairs / d.top_k / d.top_k),
                            static_cast<int>(d.top_k));
   }
   shape.transfer = expert_parallel::choose_transfer(shape, d.sums_on_owners);

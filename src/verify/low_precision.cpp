@@ -434,10 +434,10 @@ std::vector<Tensors> recipe_samples(LayerData const& data, reference::Inputs con
 
 std::vector<std::string> lost_db(ReferenceTensors const& ref, std::vector<Tensors> const& recipe,
                                  Tensors const& out) {
-  constexpr std::int64_t kLeast = 4096;
+  constexpr std::int64_t kMin = 4096;
   std::vector<std::string> lost;
   for (auto const& [name, values] : out) {
-    if (std::ssize(values) < kLeast) continue;
+    if (std::ssize(values) < kMin) continue;
     double const have = sqnr_db(ref.at(name), values);
     double want = sqnr_db(ref.at(name), recipe.front().at(name));
     for (Tensors const& sample : recipe)

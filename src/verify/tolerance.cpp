@@ -10,7 +10,7 @@
 namespace tessera::verify {
 namespace {
 
-constexpr std::int64_t kLeastGroup = 64;
+constexpr std::int64_t kMinGroup = 64;
 constexpr double kHuge = 1e30;  // stands for an infinite or undefined ratio
 
 /// Squared norm and largest absolute value.
@@ -67,7 +67,7 @@ void judge_group(GroupSums const& sums, std::int64_t first, std::int64_t last, d
   }
 }
 
-/// Group ends with neighbours joined until each holds kLeastGroup elements that are not fixed by definition.
+/// Group ends with neighbours joined until each holds kMinGroup elements that are not fixed by definition.
 std::vector<std::int64_t> merged(Grouping const& grouping) {
   std::vector<std::int64_t> out;
   std::int64_t place = 0, live = 0;
@@ -76,7 +76,7 @@ std::vector<std::int64_t> merged(Grouping const& grouping) {
       std::int64_t const i = grouping.order.empty() ? place : grouping.order[place];
       live += grouping.exact.empty() || grouping.exact[i] == 0 ? 1 : 0;
     }
-    if (live < kLeastGroup) continue;
+    if (live < kMinGroup) continue;
     out.push_back(end);
     live = 0;
   }

@@ -33,7 +33,7 @@ TEST(ThreadPool, LeavesLittleWorkToTheCaller) {
         EXPECT_EQ(slot, 0);
         ++runs[static_cast<std::size_t>(i)];
       },
-      ThreadPool::kLeastShared - 1);
+      ThreadPool::kMinShared - 1);
   EXPECT_EQ(runs, std::vector<int>(1000, 1));
 }
 

@@ -162,9 +162,9 @@ struct Expected {
   long double value, tolerance;
   /// Values beyond the largest fp32 are infinite, those near it may be.
   [[nodiscard]] bool admits(double got) const {
-    static constexpr long double kMost = FLT_MAX;
+    static constexpr long double kMax = FLT_MAX;
     if (std::isnan(got)) return false;
-    auto const bounded = [](long double v) { return std::max(-kMost, std::min(kMost, v)); };
+    auto const bounded = [](long double v) { return std::max(-kMax, std::min(kMax, v)); };
     return std::abs(bounded(got) - bounded(value)) <= tolerance;
   }
 };

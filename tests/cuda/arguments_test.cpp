@@ -357,19 +357,19 @@ TEST(Refuse, NoLayoutButTransposedBlocks) {
 
 // A tile's number along n has 16 bits in what the scheduler announces.
 TEST(Refuse, MoreColumnsThanTilesCanBeNumbered) {
-  constexpr std::int64_t kMost = std::int64_t{1} << 22;
+  constexpr std::int64_t kMax = std::int64_t{1} << 22;
   RouterDgradArguments args{};
-  args.hidden = kMost;
+  args.hidden = kMax;
   args.experts = 8;
   EXPECT_FALSE(refuse(args).refused()) << refuse(args).text;
-  args.hidden = kMost + 8;
+  args.hidden = kMax + 8;
   EXPECT_STREQ(refuse(args).text, "d=4194312: at most 4194304");
   DownProjectionFwdArguments down{};
-  down.hidden = kMost + 8;
+  down.hidden = kMax + 8;
   down.intermediate = 8;
   EXPECT_STREQ(refuse(down).text, "d=4194312: at most 4194304");
   down.hidden = 8;
-  down.intermediate = kMost + 8;
+  down.intermediate = kMax + 8;
   EXPECT_STREQ(refuse(down).text, "n=4194312: at most 4194304");
 }
 

@@ -340,12 +340,12 @@ void run_bad_counts(Context const& context) {
     std::vector<int64_t> counts;
     char const* text;
   };
-  constexpr int64_t kMost = int64_t{1} << 62;
+  constexpr int64_t kMax = int64_t{1} << 62;
   LossCase const c{.name = "bad counts", .tokens = 50, .experts = 4, .counts_dtype = DType::int64};
   for (Bad const& bad :
        {Bad{{3, -2, 5, -1}, "topk_counts[1]: a count of -1 (-1: below 0 or NaN;"},
-        Bad{{3, 9, kMost - 12, 1}, "topk_counts[3]: a count of 1 "},
-        Bad{{kMost, kMost, kMost, kMost}, "topk_counts[1]: a count of 2147483646"},
+        Bad{{3, 9, kMax - 12, 1}, "topk_counts[3]: a count of 1 "},
+        Bad{{kMax, kMax, kMax, kMax}, "topk_counts[1]: a count of 2147483646"},
         Bad{{std::numeric_limits<int64_t>::min(), 1, 1, 1}, "topk_counts[0]: a count of -1"}}) {
     LossInputs inputs = make_inputs(c);
     inputs.wide_counts = {0, 0, 0, 0};

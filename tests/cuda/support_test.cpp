@@ -77,7 +77,7 @@ TEST(CheckSupported, ExpertsThatTakeTokensAreLimited) {
   rounds.router.round = Rounding::nr_f;
   chooses.router = {.kind = RouterKind::expert_choice};
   for (MoeDesc* const desc : {&rounds, &chooses, &plain}) {
-    desc->shape.experts = kMostChoosingExperts;
+    desc->shape.experts = kMaxChoosingExperts;
     EXPECT_TRUE(check_supported(*desc).ok());
     ++desc->shape.experts;
   }
@@ -108,7 +108,7 @@ TEST(CheckSupported, GroupedGemms) {
 }
 
 TEST(ErrorWord, KeepsRuleIndexAndValue) {
-  constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+  constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
   for (BadValue const rule : {BadValue::expert_offsets, BadValue::token_offsets,
                               BadValue::topk_counts, BadValue::sequence_offsets}) {
     for (std::int64_t const index :
@@ -116,9 +116,9 @@ TEST(ErrorWord, KeepsRuleIndexAndValue) {
       for (auto const& [value, kept] : {std::pair{std::int64_t{0}, std::int64_t{0}},
                                         {7, 7},
                                         {-1, -1},
-                                        {-kMost, -1},
+                                        {-kMax, -1},
                                         {0x7ffffffe, 0x7ffffffe},
-                                        {kMost, 0x7ffffffe}}) {
+                                        {kMax, 0x7ffffffe}}) {
         std::uint64_t const word = ErrorWord{rule, index, value}.packed();
         EXPECT_NE(word, 0u);
         ErrorWord const back = ErrorWord::unpacked(word);

@@ -42,7 +42,7 @@ inline bool elect_one() {
 
 inline uint32_t shared_address(void const* smem) {
   auto const at = static_cast<unsigned char const*>(smem) - emulator::shared_memory();
-  if (at < 0 || at >= emulator::kMostShared) emulator::fail("no address of shared memory");
+  if (at < 0 || at >= emulator::kMaxShared) emulator::fail("no address of shared memory");
   return static_cast<uint32_t>(at);
 }
 inline unsigned char* shared_at(uint32_t address) { return emulator::shared_memory() + address; }

@@ -83,9 +83,9 @@ std::unique_ptr<Cta> make_cta(Grid* grid, unsigned index) {
   cta->grid = grid;
   cta->index = index;
   cta->left = grid->threads;
-  cta->shared = static_cast<unsigned char*>(std::aligned_alloc(1024, kMostShared));
+  cta->shared = static_cast<unsigned char*>(std::aligned_alloc(1024, kMaxShared));
   if (cta->shared == nullptr) throw std::runtime_error("no memory for a CTA");
-  std::memset(cta->shared, 0xff, kMostShared);  // bf16 NaNs
+  std::memset(cta->shared, 0xff, kMaxShared);  // bf16 NaNs
   cta->warps = std::vector<Warp>((grid->threads + kWarp - 1) / kWarp);
   cta->warpgroups = std::vector<Warpgroup>((grid->threads + kWarpgroup - 1) / kWarpgroup);
   for (unsigned i = 0; i < grid->threads; ++i) cta->threads.push_back(make_thread(cta.get(), i));
@@ -168,7 +168,7 @@ void wake(Cta& cta, void const* changed) {
 
 void launch(unsigned ctas, unsigned cluster, unsigned threads, std::size_t shared_bytes,
             std::function<void()> body) {
-  if (shared_bytes > std::size_t{kMostShared})
+  if (shared_bytes > std::size_t{kMaxShared})
     throw std::runtime_error("more shared memory than there is");
   if (cluster == 0 || ctas % cluster != 0) throw std::runtime_error("a cluster that is not whole");
   world.grids.push_back(std::make_unique<Grid>(

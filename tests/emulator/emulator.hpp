@@ -25,7 +25,7 @@
 
 namespace tessera::emulator {
 
-constexpr std::ptrdiff_t kMostShared = 227 * 1024;  // bytes of a CTA
+constexpr std::ptrdiff_t kMaxShared = 227 * 1024;  // bytes of a CTA
 
 // How a run is scheduled.
 struct Schedule {

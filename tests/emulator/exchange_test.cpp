@@ -231,7 +231,7 @@ TEST(SeparateExchange, AnyEpoch) {
 
 TEST(SeparateExchange, WhatIsNotServedIsNotLaunched) {
   for (ExchangeShape const& s : {shape(1, 8, 12, 4, 2, Transfer::direct),
-                                 shape(1, 8, 16, kMostExperts + 1, 2, Transfer::direct)}) {
+                                 shape(1, 8, 16, kMaxExperts + 1, 2, Transfer::direct)}) {
     Ranks ranks(s);
     Pass& pass = ranks.make(draw(s, Pattern::random, 1), {}, 1);
     EXPECT_EQ(ranks.run(pass, kSchedules[0]), "not launched");

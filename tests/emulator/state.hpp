@@ -178,7 +178,7 @@ Cta& cta_of_cluster(unsigned rank);
 template <class T>
 T* there(Cta& cta, T* here) {
   auto const at = reinterpret_cast<unsigned char*>(here) - world.running->cta->shared;
-  if (at < 0 || at >= kMostShared) fail("no address of shared memory");
+  if (at < 0 || at >= kMaxShared) fail("no address of shared memory");
   return reinterpret_cast<T*>(cta.shared + at);
 }
 

@@ -174,7 +174,7 @@ TEST_F(EngineTest, LeavesNoMemoryBehind) {
   ASSERT_TRUE(engine.ok());
   auto released = engine.value()->allocate(100);
   ASSERT_TRUE(released.ok());
-  for (int i = 1; i < Engine::kMostWindows; ++i) ASSERT_TRUE(engine.value()->allocate(100).ok());
+  for (int i = 1; i < Engine::kMaxWindows; ++i) ASSERT_TRUE(engine.value()->allocate(100).ok());
   expect_refusal(engine.value()->allocate(100).status(), StatusCode::unsupported, "at most 8");
   EXPECT_TRUE(engine.value()->release(released.value()).ok());
 }

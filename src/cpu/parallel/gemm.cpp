@@ -8,13 +8,13 @@ namespace tessera::cpu {
 namespace {
 
 /// Rows of a that are packed at once: as many as stay in the second cache, within bounds.
-constexpr std::int64_t kLeastPackedRows = 112, kMostPackedRows = 512, kPackedWords = 160 * 1024;
+constexpr std::int64_t kMinPackedRows = 112, kMaxPackedRows = 512, kPackedWords = 160 * 1024;
 /// Words of b that are packed once for several blocks of a or products; more are packed again for each.
 constexpr std::int64_t kKeptWords = 256 * 1024;
 
 std::int64_t packed_rows(std::int64_t words) noexcept {
-  return std::clamp(kPackedWords / std::max<std::int64_t>(words, 1), kLeastPackedRows,
-                    kMostPackedRows);
+  return std::clamp(kPackedWords / std::max<std::int64_t>(words, 1), kMinPackedRows,
+                    kMaxPackedRows);
 }
 constexpr int kLargestTile = 14 * 32;
 constexpr int kLargestPanel = 32;
@@ -94,7 +94,7 @@ std::int64_t gemm_scratch_floats(std::int64_t gemm_m, std::int64_t gemm_n,
                                  std::int64_t gemm_k) noexcept {
   // A product into columns swaps m and n. Narrow panels may be overrun by a vector.
   std::int64_t const longer = std::max(gemm_m, gemm_n) + kLargestPanel;
-  std::int64_t const a_rows = std::min(kMostPackedRows + kLargestPanel, longer);
+  std::int64_t const a_rows = std::min(kMaxPackedRows + kLargestPanel, longer);
   std::int64_t const b_words =
       std::max(kLargestPanel * gemm_k, std::min(kKeptWords, longer * gemm_k));
   return whole_lines(a_rows * gemm_k + kLineFloats) + whole_lines(b_words + kLineFloats);

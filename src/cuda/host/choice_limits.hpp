@@ -6,6 +6,6 @@ namespace tessera::cuda {
 
 /// Experts that choose or round their tokens: choose_tokens_emit keeps a bit of each for 32 tokens, 128 KB of shared
 /// memory.
-constexpr int kMostChoosingExperts = 32768;
+constexpr int kMaxChoosingExperts = 32768;
 
 }  // namespace tessera::cuda

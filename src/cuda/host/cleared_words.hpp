@@ -11,9 +11,9 @@ namespace tessera::cuda {
 
 struct ClearedWords {
   int32_t* gmem = nullptr;
-  int32_t count = 0;  // at most kMostClearedWords
+  int32_t count = 0;  // at most kMaxClearedWords
 };
 
-constexpr int kMostClearedWords = 32;
+constexpr int kMaxClearedWords = 32;
 
 }  // namespace tessera::cuda

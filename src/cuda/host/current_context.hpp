@@ -46,10 +46,10 @@ inline ContextCalls const& context_calls() noexcept {
 
 /// The primary context of a device. Retained once and never released: it may be in use until the process ends.
 inline cudaError_t primary_context(CUdevice device, CUcontext& context) noexcept {
-  constexpr int kMostDevices = 64;
-  static std::array<std::atomic<CUcontext>, kMostDevices> retained{};
+  constexpr int kMaxDevices = 64;
+  static std::array<std::atomic<CUcontext>, kMaxDevices> retained{};
   static std::mutex mutex;
-  if (device < 0 || device >= kMostDevices) return cudaErrorInvalidDevice;
+  if (device < 0 || device >= kMaxDevices) return cudaErrorInvalidDevice;
   std::atomic<CUcontext>& own = retained[static_cast<std::size_t>(device)];
   context = own.load(std::memory_order_acquire);
   if (context != nullptr) return cudaSuccess;

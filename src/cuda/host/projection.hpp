@@ -124,7 +124,7 @@ struct Refusal {
   [[nodiscard]] bool refused() const { return text[0] != '\0'; }
 };
 
-constexpr int kMostGemmSegments =
+constexpr int kMaxGemmSegments =
     640;  // experts: their offsets lie in shared memory (gemm::kMaxSegments)
 
 /// The fast kernels, for calls that refuse() of layer/select.hpp lets pass: launch on `stream`; allocate nothing, wait

@@ -10,7 +10,7 @@
 namespace tessera::cuda {
 
 enum class SplitTerm : int8_t { high, middle, low };
-constexpr int kMostTerms = 3;
+constexpr int kMaxTerms = 3;
 
 /// out[r*row_pitch + c/block*block_pitch + t*term_pitch + c%block] = the terms[t] of from[r*from_pitch + c]; columns
 /// behind the last one, up to a whole block, get zeros. Of what is not finite, all but the first term are zero.
@@ -21,14 +21,14 @@ struct SplitArguments {
   int64_t row_pitch, block, block_pitch, term_pitch;
   int64_t rows, columns;
   int num_terms;
-  SplitTerm terms[kMostTerms];
+  SplitTerm terms[kMaxTerms];
 };
 cudaError_t launch_split_fp32_plain(SplitArguments const& args, cudaStream_t stream);
 
 /// w_router (E,d) for router_logits: (E, k_tiles, 3, 64), where a k_tile meets the three terms of its weights.
 constexpr int64_t kRouterBlock = 64;
 constexpr int64_t router_terms_pitch(int64_t hidden) {
-  return (hidden + kRouterBlock - 1) / kRouterBlock * kRouterBlock * kMostTerms;
+  return (hidden + kRouterBlock - 1) / kRouterBlock * kRouterBlock * kMaxTerms;
 }
 inline SplitArguments split_for_logits(float const* gmem_w, int64_t pitch, int64_t experts,
                                        int64_t hidden, void* gmem_out) {
@@ -37,11 +37,11 @@ inline SplitArguments split_for_logits(float const* gmem_w, int64_t pitch, int64
           .gmem_out = gmem_out,
           .row_pitch = router_terms_pitch(hidden),
           .block = kRouterBlock,
-          .block_pitch = kMostTerms * kRouterBlock,
+          .block_pitch = kMaxTerms * kRouterBlock,
           .term_pitch = kRouterBlock,
           .rows = experts,
           .columns = hidden,
-          .num_terms = kMostTerms,
+          .num_terms = kMaxTerms,
           .terms = {SplitTerm::high, SplitTerm::middle, SplitTerm::low}};
 }
 

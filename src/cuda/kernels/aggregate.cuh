@@ -232,8 +232,8 @@ cudaError_t launch_aggregate(AggregateArguments const& args, cudaStream_t stream
 template <class Element>
 cudaError_t launch_aggregate_beside(AggregateBesideArguments const& args, int sm_count,
                                     cudaStream_t stream) {
-  constexpr int64_t kMostTokens = int64_t{1} << 31;  // tickets are 32-bit
-  if (!aggregate_serves<Element>(args.aggregate) || args.aggregate.tokens > kMostTokens) {
+  constexpr int64_t kMaxTokens = int64_t{1} << 31;  // tickets are 32-bit
+  if (!aggregate_serves<Element>(args.aggregate) || args.aggregate.tokens > kMaxTokens) {
     return cudaErrorInvalidValue;
   }
   return with_aggregate_config(args.aggregate.top_k, [&]<class Config>(Config) {

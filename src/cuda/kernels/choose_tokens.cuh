@@ -15,7 +15,7 @@
 //          leave through shared memory; fills what is left of P
 // Numerics integers, atomics only where their order does not matter; bitwise repeatable: yes, the order of pairs is
 //          total
-// Requires E <= kMostChoosingExperts
+// Requires E <= kMaxChoosingExperts
 #pragma once
 
 #include <cuda_runtime.h>
@@ -38,7 +38,7 @@ struct ChooseTokensConfig {
   static constexpr int kStagedSlots = 1024;  // of a block, that pass through shared memory
   static constexpr int kThreads = 512;       // of keep
   static constexpr int kCtas = 2;            // of keep on an SM, where their ranks fit
-  static constexpr int kMostTokens = 49152;  // whose ranks of an expert lie in its shared memory
+  static constexpr int kMaxTokens = 49152;   // whose ranks of an expert lie in its shared memory
   static constexpr int kAhead = 16;          // ranks of a thread that are on their way at once
   static constexpr int kScanThreads = 1024;
 };
@@ -68,7 +68,7 @@ class ExpertColumn {
   // No barrier: a thread reads what it has brought itself.
   __device__ ExpertColumn(ChooseTokensArguments const& p, int expert, uint32_t* smem)
       : gmem_(ChoiceWorkspace::of(p).gmem_ranks + expert * p.tokens),
-        ranks_(p.tokens <= Config::kMostTokens ? smem : gmem_),
+        ranks_(p.tokens <= Config::kMaxTokens ? smem : gmem_),
         tokens_(static_cast<int>(p.tokens)) {
     bool const staged = ranks_ != gmem_;
     for (int base = int(threadIdx.x); base < tokens_; base += Config::kAhead * Config::kThreads) {
@@ -150,12 +150,12 @@ class ExpertColumn {
     bool const drops = count < members;
     int const size = drops ? members : eligible;
     int const kept = drops ? count : min(count - members, eligible), lost = size - kept;
-    if (!drops && kept == 0) return kLeastMember;
+    if (!drops && kept == 0) return kMinMember;
     auto const change_block = [&](uint64_t order) {
       uint32_t const token = 0xffffffffu - static_cast<uint32_t>(order);
       atomicAdd(gmem_block_slots + token / kChoiceBlockTokens, drops ? -1 : 1);
     };
-    uint64_t least = kept == 0 ? kNoPair : kLeastPair;  // none of the class stays, or all
+    uint64_t least = kept == 0 ? kNoPair : kMinPair;  // none of the class stays, or all
     if (kept > 0 && lost > 0) {
       ClassEnd const end{drops, lost < kept};
       bool const at_end = drops == end.worst;  // what is dropped or added
@@ -174,7 +174,7 @@ class ExpertColumn {
 
  private:
   static constexpr int kWarps = Config::kThreads / arch::kWarpThreads;
-  static constexpr uint64_t kLeastPair = uint64_t{1} << 32, kLeastMember = uint64_t{1} << 63,
+  static constexpr uint64_t kMinPair = uint64_t{1} << 32, kMinMember = uint64_t{1} << 63,
                             kNoPair = ~uint64_t{0};
 
   __device__ void note(uint32_t rank) {
@@ -462,16 +462,15 @@ __global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads)
 
 template <class Config>
 cudaError_t launch_choose_tokens_config(ChooseTokensArguments const& args, cudaStream_t stream) {
-  if (args.experts > kMostChoosingExperts) return cudaErrorInvalidValue;
-  cudaError_t error =
-      host::allow_shared_memory<choose_tokens_keep<Config>>(4 * Config::kMostTokens);
+  if (args.experts > kMaxChoosingExperts) return cudaErrorInvalidValue;
+  cudaError_t error = host::allow_shared_memory<choose_tokens_keep<Config>>(4 * Config::kMaxTokens);
   if (error != cudaSuccess) return error;
   error = host::allow_shared_memory<choose_tokens_emit<Config>>(
-      ChoicePart<Config>::kept_bytes(kMostChoosingExperts));
+      ChoicePart<Config>::kept_bytes(kMaxChoosingExperts));
   if (error != cudaSuccess) return error;
   auto const experts = static_cast<unsigned>(args.experts);
   size_t const smem_bytes =
-      args.tokens <= Config::kMostTokens ? 4 * static_cast<size_t>(args.tokens) : 0;
+      args.tokens <= Config::kMaxTokens ? 4 * static_cast<size_t>(args.tokens) : 0;
   auto const keep = [&](ChoiceStep step) {
     choose_tokens_keep<Config><<<experts, Config::kThreads, smem_bytes, stream>>>(args, step);
   };

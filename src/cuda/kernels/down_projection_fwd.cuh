@@ -28,7 +28,7 @@
 
 namespace tessera::cuda {
 
-static_assert(kMostGemmSegments == gemm::kMaxSegments);
+static_assert(kMaxGemmSegments == gemm::kMaxSegments);
 
 // A config is a type with `static constexpr gemm::GemmConfig gemm`.
 struct DownProjectionFwdParams {

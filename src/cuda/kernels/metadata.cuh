@@ -36,11 +36,11 @@ struct MetadataConfig {
   static constexpr int kRounds = kMetadataBlockSlots / kThreads;  // slots of a thread
   static constexpr int kMaxExperts = 1024;
   // Of metadata_scatter:
-  static constexpr int kCtas = 3;         // on an SM
-  static constexpr int kCluster = 8;      // CTAs that share the sums over all blocks
-  static constexpr int kChunk = 8;        // experts whose counts a thread reads at once
-  static constexpr int kMostGroups = 16;  // of threads, with blocks of their own
-  static constexpr int kAhead = 4;        // loads of a thread on their way
+  static constexpr int kCtas = 3;        // on an SM
+  static constexpr int kCluster = 8;     // CTAs that share the sums over all blocks
+  static constexpr int kChunk = 8;       // experts whose counts a thread reads at once
+  static constexpr int kMaxGroups = 16;  // of threads, with blocks of their own
+  static constexpr int kAhead = 4;       // loads of a thread on their way
 };
 
 // A warp has 128 consecutive slots of the block, 32 a round: this lane's of round 0, as a place in the block. Called by
@@ -219,7 +219,7 @@ __device__ __forceinline__ void scatter_block(MetadataArguments const& p, int64_
                                               ExpertSums sums, int const (&before)[4],
                                               ScatterStorage& smem) {
   static_assert(4 * MetadataConfig::kThreads >= MetadataConfig::kMaxExperts &&
-                MetadataConfig::kThreads >= kMostClearedWords);
+                MetadataConfig::kThreads >= kMaxClearedWords);
   int const own = static_cast<int>(threadIdx.x) * 4;  // the first of this thread's experts
   int2 all;
   scan_experts(sums, all, smem.warp_sums);
@@ -282,7 +282,7 @@ __device__ __forceinline__ void sum_own_share(MetadataWorkspace const& workspace
   using Config = MetadataConfig;
   int const thread = static_cast<int>(threadIdx.x);
   int const chunks = workspace.pitch / Config::kChunk;
-  int const groups = min(Config::kThreads / chunks, Config::kMostGroups);
+  int const groups = min(Config::kThreads / chunks, Config::kMaxGroups);
   int const chunk = thread % chunks, group = thread / chunks;
   if (group < groups) {
     auto const* const gmem_chunk = reinterpret_cast<uint4 const*>(workspace.gmem_counts) + chunk;

@@ -27,8 +27,8 @@ namespace tessera::cuda {
 
 struct RankPairsConfig {
   static constexpr int kBlockWarps = 8;
-  static constexpr int kCtas = 6;           // on an SM
-  static constexpr int kMostStaged = 1024;  // experts whose ranks pass through shared memory
+  static constexpr int kCtas = 6;          // on an SM
+  static constexpr int kMaxStaged = 1024;  // experts whose ranks pass through shared memory
   static constexpr int kMaxGroups = arch::kWarpThreads;
 };
 
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads, Confi
   extern __shared__ uint32_t smem_ranks[];        // (E, kPitch)
   uint32_t* const gmem_ranks = ChoiceWorkspace::of(p).gmem_ranks;
   int64_t const first = int64_t{blockIdx.x} * kChoiceBlockTokens;
-  bool const staged = p.experts <= Config::kMostStaged;
+  bool const staged = p.experts <= Config::kMaxStaged;
   for (int i = arch::warp_idx(); i < kChoiceBlockTokens; i += Config::kBlockWarps) {
     int64_t const token = first + i;
     if (token >= p.tokens) break;
@@ -175,11 +175,11 @@ cudaError_t launch_rank_pairs_config(ChooseTokensArguments const& args, cudaStre
   if (args.groups > Config::kMaxGroups || args.slots > INT32_MAX || args.experts < 1) {
     return cudaErrorInvalidValue;
   }
-  constexpr int kMostShared = Config::kMostStaged * (kChoiceBlockTokens + 1) * 4;
-  cudaError_t const error = host::allow_shared_memory<rank_pairs<Config>>(kMostShared);
+  constexpr int kMaxShared = Config::kMaxStaged * (kChoiceBlockTokens + 1) * 4;
+  cudaError_t const error = host::allow_shared_memory<rank_pairs<Config>>(kMaxShared);
   if (error != cudaSuccess) return error;
   auto const blocks = static_cast<unsigned>(choice_blocks(args.tokens));
-  int const staged = args.experts <= Config::kMostStaged ? args.experts : 0;
+  int const staged = args.experts <= Config::kMaxStaged ? args.experts : 0;
   auto const smem_bytes = static_cast<size_t>(staged) * (kChoiceBlockTokens + 1) * 4;
   if (blocks > 0) {
     rank_pairs<Config>

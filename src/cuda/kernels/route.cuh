@@ -39,10 +39,10 @@ struct RouteConfig {
   static constexpr int kMaxTopK = arch::kWarpThreads;
   static constexpr int kMaxGroups = arch::kWarpThreads;
   // Where route_shared ranks: a lane of four has so many of a token's choices and experts.
-  static constexpr int kMostRankedExperts = 128;
-  static constexpr int kMostRankedTopK = 8;
-  static constexpr int64_t kMostCountBytes = 1
-                                             << 19;  // read by every eight CTAs of metadata_scatter
+  static constexpr int kMaxRankedExperts = 128;
+  static constexpr int kMaxRankedTopK = 8;
+  static constexpr int64_t kMaxCountBytes = 1
+                                            << 19;  // read by every eight CTAs of metadata_scatter
 };
 
 // The largest of kLanes neighbours, in each of them.
@@ -436,11 +436,11 @@ __global__ void __launch_bounds__(Config::kSharedWarps* arch::kWarpThreads)
   int64_t const first = (int64_t{blockIdx.x} * Config::kSharedWarps + arch::warp_idx()) * kTokens;
   // Warps without a token go through the last one again where others wait for them.
   if (!kRanks && first >= p.tokens) return;
-  __shared__ uint32_t smem_tokens[kRanks ? Config::kMostRankedExperts : 1];
+  __shared__ uint32_t smem_tokens[kRanks ? Config::kMaxRankedExperts : 1];
   warp::UnitRanks ranks(smem_tokens);
   if constexpr (kRanks) {
     static_assert(Config::kSharedWarps * kTokens == kRankedTokens);
-    static_assert(Config::kSharedWarps * arch::kWarpThreads == Config::kMostRankedExperts);
+    static_assert(Config::kSharedWarps * arch::kWarpThreads == Config::kMaxRankedExperts);
     ranks.clear();
   }
   int64_t const token = min(first + arch::lane_idx() / kLanes, p.tokens - 1);
@@ -533,8 +533,8 @@ inline bool shares_warps(RouteArguments const& args) {
 
 template <class Config>
 int32_t unit_slots_of(RouteArguments const& args) {
-  if (!shares_warps(args) || args.experts > Config::kMostRankedExperts || args.top_k < 2 ||
-      args.top_k > Config::kMostRankedTopK) {
+  if (!shares_warps(args) || args.experts > Config::kMaxRankedExperts || args.top_k < 2 ||
+      args.top_k > Config::kMaxRankedTopK) {
     return 0;
   }
   int32_t const slots = kRankedTokens * args.top_k;
@@ -542,7 +542,7 @@ int32_t unit_slots_of(RouteArguments const& args) {
   int64_t const all_slots = args.tokens * args.top_k;
   int64_t const count_bytes = ranked.units(all_slots) * MetadataWorkspace::pitch_of(args.experts) *
                               int64_t{sizeof(uint16_t)};
-  return ranked.blocks(all_slots) > 1 && count_bytes <= Config::kMostCountBytes ? slots : 0;
+  return ranked.blocks(all_slots) > 1 && count_bytes <= Config::kMaxCountBytes ? slots : 0;
 }
 
 template <class Config, int kValues>

@@ -43,7 +43,7 @@ cudaError_t launch_router_logits_config(RouterLogitsArguments const& args, int s
   RouterLogitsParams p{};
   constexpr bool kTerms = kGemm.b_terms() > 1;
   static_assert(kGemm.b_terms() == 1 ||
-                (kGemm.b_terms() == kMostTerms && kGemm.tile.k == kRouterBlock));
+                (kGemm.b_terms() == kMaxTerms && kGemm.tile.k == kRouterBlock));
   if (args.is_fp32 != kTerms) return cudaErrorInvalidValue;
   int64_t const pitch = kTerms ? router_terms_pitch(d) : args.w_router.pitch;
   WeightRows const w_router{.gmem = kTerms ? args.gmem_terms : args.w_router.gmem,

@@ -59,7 +59,7 @@ __device__ core::LoadSum checked_sum(core::LoadCounts const& counts, uint64_t* g
   low = add_up(low, smem_low);
   high = add_up(high, smem_high) + (low >> 32);
   uint64_t const sum = high << 32 | (low & 0xffffffffu);
-  bool const too_large = high >> 32 != 0 || sum > uint64_t{core::LoadCounts::kMost};
+  bool const too_large = high >> 32 != 0 || sum > uint64_t{core::LoadCounts::kMax};
   if (__syncthreads_or(negative || too_large) == 0) {
     return {static_cast<int64_t>(sum), static_cast<double>(sum)};
   }

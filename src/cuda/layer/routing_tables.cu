@@ -11,7 +11,7 @@ namespace tessera::cuda {
 namespace {
 
 constexpr int kScanThreads = 1024;
-static_assert(kScanThreads >= kMostClearedWords);
+static_assert(kScanThreads >= kMaxClearedWords);
 
 __device__ int64_t value_at(Integers const& integers, int64_t i) {
   return integers.is_int64 ? static_cast<int64_t const*>(integers.gmem)[i]

@@ -22,10 +22,10 @@ bool aligned(void const* gmem) noexcept {
   return reinterpret_cast<std::uintptr_t>(gmem) % kAlignment == 0;
 }
 
-constexpr std::int64_t kMostRows = std::int64_t{1} << 30;  // of ragged tensor maps
+constexpr std::int64_t kMaxRows = std::int64_t{1} << 30;  // of ragged tensor maps
 // A tile's number has 16 bits, one of them its sign.
-constexpr std::int64_t kMostColumns = std::int64_t{1} << 22;
-constexpr std::int64_t kMostGemvRows = 4096;  // a CTA for each and every few columns
+constexpr std::int64_t kMaxColumns = std::int64_t{1} << 22;
+constexpr std::int64_t kMaxGemvRows = 4096;  // a CTA for each and every few columns
 
 // What TMA and the 16-byte copies need of sizes, pitches and bases; the first failure wins.
 class Requirements {
@@ -77,10 +77,10 @@ class Requirements {
                std::int64_t rows) {
     multiple_of_8("d", hidden);
     multiple_of_8("n", intermediate);
-    at_most("d", hidden, kMostColumns);
-    at_most("n", intermediate, kMostColumns);
-    at_most("experts", experts, kMostGemmSegments);
-    at_most("rows", rows, kMostRows);
+    at_most("d", hidden, kMaxColumns);
+    at_most("n", intermediate, kMaxColumns);
+    at_most("experts", experts, kMaxGemmSegments);
+    at_most("rows", rows, kMaxRows);
   }
   // Of a gradient: without rows nothing can be gathered, not even to be zero-filled.
   void some_rows(std::int64_t rows) {
@@ -118,8 +118,8 @@ Refusal refuse(RouterLogitsArguments const& args) noexcept {
   need.multiple_of_8("d", args.hidden);
   need.multiple_of_8("pitch of x", args.x.pitch);
   if (!args.is_fp32) need.multiple_of_8("pitch of w_router", args.w_router.pitch);
-  need.at_most("tokens", args.x.rows, kMostRows);
-  need.at_most("experts", args.experts, kMostColumns);
+  need.at_most("tokens", args.x.rows, kMaxRows);
+  need.at_most("experts", args.experts, kMaxColumns);
   need.base("x", args.x.gmem);
   if (!args.is_fp32) need.base("w_router", args.w_router.gmem);  // its terms lie in the workspace
   return need.result();
@@ -205,8 +205,8 @@ Refusal refuse(RouterDgradArguments const& args) noexcept {
   need.multiple_of_8("experts", args.experts);
   need.multiple_of_8("pitch of w_router", args.w_router.pitch);
   need.multiple_of_8("pitch of dx", args.dx_pitch);
-  need.at_most("tokens", args.tokens, kMostRows);
-  need.at_most("d", args.hidden, kMostColumns);
+  need.at_most("tokens", args.tokens, kMaxRows);
+  need.at_most("d", args.hidden, kMaxColumns);
   need.base("w_router", args.w_router.gmem);
   need.base("dx", args.gmem_dx);
   return need.result();
@@ -215,9 +215,9 @@ Refusal refuse(RouterWgradArguments const& args) noexcept {
   Requirements need;
   need.multiple_of_8("d", args.hidden);
   need.multiple_of_8("experts", args.experts);
-  need.at_most("tokens", args.x.rows, kMostRows);
-  need.at_most("d", args.hidden, kMostColumns);
-  need.at_most("experts", args.experts, kMostColumns);
+  need.at_most("tokens", args.x.rows, kMaxRows);
+  need.at_most("d", args.hidden, kMaxColumns);
+  need.at_most("experts", args.experts, kMaxColumns);
   need.some_rows(args.x.rows);
   need.gathered("x", args.x);
   return need.result();
@@ -277,10 +277,10 @@ bool prefers_gemv(RouterLogitsArguments const& args) noexcept {
 bool prefers_gemv(UpProjectionFwdArguments const& args) noexcept {
   bool const contiguous = args.w_up[0].column_stride == 1 &&
                           (!args.activation.gated() || args.w_up[1].column_stride == 1);
-  return args.few_tokens && contiguous && args.rows <= kMostGemvRows && !refuse(args).refused();
+  return args.few_tokens && contiguous && args.rows <= kMaxGemvRows && !refuse(args).refused();
 }
 bool prefers_gemv(DownProjectionFwdArguments const& args) noexcept {
-  return args.few_tokens && args.w_down.column_stride == 1 && args.rows <= kMostGemvRows &&
+  return args.few_tokens && args.w_down.column_stride == 1 && args.rows <= kMaxGemvRows &&
          !refuse(args).refused();
 }
 

@@ -56,7 +56,7 @@ class Sequence {
 
 /// Counters of the persistent kernels, for the kernel that makes the tables to clear.
 inline ClearedWords tile_counters(std::int32_t* gmem_counters) noexcept {
-  static_assert(kNumTileCounters <= kMostClearedWords);
+  static_assert(kNumTileCounters <= kMaxClearedWords);
   return {gmem_counters, kNumTileCounters};
 }
 /// Zeros in the rows of a contiguous [P,d] tensor of grouped rows that belong to no expert.

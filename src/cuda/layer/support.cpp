@@ -17,12 +17,11 @@ Status check_router(MoeDesc const& desc) noexcept {
                                static_cast<long long>(core::router_groups(desc).groups),
                                static_cast<long long>(kMaxGroups));
   }
-  if ((desc.rounds_tokens() || desc.experts_choose()) &&
-      desc.shape.experts > kMostChoosingExperts) {
+  if ((desc.rounds_tokens() || desc.experts_choose()) && desc.shape.experts > kMaxChoosingExperts) {
     return Status::unsupported(
         "experts=%lld: with token rounding or expert choice the CUDA backend serves up to %d; "
         "use device cpu",
-        static_cast<long long>(desc.shape.experts), kMostChoosingExperts);
+        static_cast<long long>(desc.shape.experts), kMaxChoosingExperts);
   }
   return {};
 }

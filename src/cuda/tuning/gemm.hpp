@@ -64,7 +64,7 @@ struct DownProjectionFwdWide {
 // Its tiles are alike. Up to 128 experts: 128 rows; more: the widest.
 // bench/results/archive/h200/2026-11-22-router-short.json
 struct RouterLogitsNarrow {
-  static constexpr int kMostExperts = 128;
+  static constexpr int kMaxExperts = 128;
   static constexpr gemm::GemmConfig gemm{.tile = {128, 128, 64},
                                          .stages = 6,
                                          .schedule = gemm::Schedule::kPingPong,
@@ -74,7 +74,7 @@ struct RouterLogitsNarrow {
 // 64 to 128 experts, 64 rows where they leave the busiest SM fewer of them: at T = 24576 three waves instead of two of
 // 128 rows. bench/results/archive/h200/2026-11-22-router-tiles.json
 struct RouterLogitsLow {
-  static constexpr int kLeastExperts = 64;
+  static constexpr int kMinExperts = 64;
   static constexpr gemm::GemmConfig gemm{.tile = {64, 128, 64},
                                          .stages = 8,
                                          .schedule = gemm::Schedule::kPingPong,
@@ -87,7 +87,7 @@ constexpr bool router_logits_is_low(int64_t tokens, int64_t experts, int64_t sm_
     int64_t const tiles = (tokens + rows - 1) / rows;
     return (tiles + sm_count - 1) / sm_count * rows;
   };
-  return experts >= RouterLogitsLow::kLeastExperts &&
+  return experts >= RouterLogitsLow::kMinExperts &&
          busiest(RouterLogitsLow::gemm.tile.m) < busiest(RouterLogitsNarrow::gemm.tile.m);
 }
 static_assert(router_logits_is_low(24576, 128, 132) && !router_logits_is_low(32768, 128, 132));
@@ -99,7 +99,7 @@ struct RouterLogitsWide {
 // Of an fp32 w_router. A stage of 64 KB is 3.1 MFLOP, which L2 does not keep up with where every SM reads its own B:
 // two CTAs share it, but for few experts. docs/notebook/2026-11-27-fp32-router.md
 struct RouterLogitsTermsFew {
-  static constexpr int kMostExperts = 64;
+  static constexpr int kMaxExperts = 64;
   static constexpr gemm::GemmConfig gemm{.tile = {128, 128, 64},
                                          .stages = 3,
                                          .schedule = gemm::Schedule::kPingPong,

@@ -31,12 +31,12 @@ template <int kThreads>
 struct RouteStorage {
   static constexpr int kWarps = kThreads / arch::kWarpThreads;
 
-  std::int32_t counts[kMaxRanks * kMostExperts];  // c[source][expert]
-  ExpertPlan plan[kMostExperts];
-  std::int32_t list_begin[kMostExperts];
-  std::int32_t totals[kMostExperts];        // of this rank's rows
-  std::int32_t begin[kMostExperts];         // index of this slice's first row of each expert
-  std::int32_t next[kWarps][kMostExperts];  // of each warp's next row
+  std::int32_t counts[kMaxRanks * kMaxExperts];  // c[source][expert]
+  ExpertPlan plan[kMaxExperts];
+  std::int32_t list_begin[kMaxExperts];
+  std::int32_t totals[kMaxExperts];        // of this rank's rows
+  std::int32_t begin[kMaxExperts];         // index of this slice's first row of each expert
+  std::int32_t next[kWarps][kMaxExperts];  // of each warp's next row
 };
 
 // Whether all threads of the CTA may go on; a barrier.
@@ -104,7 +104,7 @@ __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, s
   int const warp = thread / arch::kWarpThreads;
   int const lane = arch::lane_idx();
   for (int e = thread; e < experts; e += kThreads) smem.begin[e] = smem.totals[e] = 0;
-  std::int32_t (&next)[kMostExperts] = smem.next[warp];
+  std::int32_t (&next)[kMaxExperts] = smem.next[warp];
   for (int e = lane; e < experts; e += arch::kWarpThreads) next[e] = 0;
   __syncwarp();
   TokenSlice const pairs = pairs_of_warp(p, slice, warp, kWarps);
@@ -201,7 +201,7 @@ __device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>
                               std::uint32_t epoch, TokenSlice slice) {
   int const warp = static_cast<int>(threadIdx.x) / arch::kWarpThreads;
   int const lane = arch::lane_idx();
-  std::int32_t (&next)[kMostExperts] = smem.next[warp];
+  std::int32_t (&next)[kMaxExperts] = smem.next[warp];
   unsigned const earlier_lanes = (1u << lane) - 1;
   TokenSlice const pairs = pairs_of_warp(p, slice, warp, RouteStorage<kThreads>::kWarps);
   for (int first = pairs.begin; first < pairs.end; first += arch::kWarpThreads) {

@@ -60,7 +60,7 @@ __device__ inline std::int32_t next_row(ExchangeArguments const& exchange, PassP
   int const top_k = exchange.shape.max_top_k;
   int const first = exchange.rank * exchange.local_experts;
   std::uint32_t const of_token = static_cast<std::uint32_t>(exchange.token_of(pair) * top_k);
-  auto const key = [&](int expert, int choice) { return expert * kMostChoices + choice; };
+  auto const key = [&](int expert, int choice) { return expert * kMaxChoices + choice; };
   int const own = key(row.expert - first, static_cast<int>(pair - of_token));
   int least = key(exchange.local_experts, 0);
   PairPlace next = {};

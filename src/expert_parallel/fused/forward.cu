@@ -80,8 +80,8 @@ cudaError_t make_params(ForwardArguments const& args, ForwardParams& p) {
 
 cudaError_t launch_forward(ForwardArguments const& args, int sm_count, cudaStream_t stream) {
   ExchangeShape const& s = args.exchange.shape;
-  if (s.experts > kMostExperts || s.ranks > kMaxRanks || (s.rows_cross_once() && !serves_once(s)) ||
-      s.hidden % 8 != 0 || s.intermediate % 8 != 0 || s.max_top_k > kMostChoices ||
+  if (s.experts > kMaxExperts || s.ranks > kMaxRanks || (s.rows_cross_once() && !serves_once(s)) ||
+      s.hidden % 8 != 0 || s.intermediate % 8 != 0 || s.max_top_k > kMaxChoices ||
       (args.gmem_b_up == nullptr) != (args.gmem_b_down == nullptr) ||
       (args.gmem_b_down != nullptr && !adds_biases(args.activation.kind)) ||
       s.block_rows != kPlain.tile.m || s.gated != args.activation.gated() ||

@@ -43,8 +43,8 @@ constexpr int kDownTask = 1 << 15;
 constexpr int kSharedRows = 1 << 14;  // the pair's tasks read the same rows, else the same weights
 // A named barrier of the consumer warps: none of them reads a stage any more.
 constexpr int kStagesFree = 8;
-static_assert(kMostChoices <= arch::kWarpThreads);
-static_assert(kMostExperts <= kSharedRows);
+static_assert(kMaxChoices <= arch::kWarpThreads);
+static_assert(kMaxExperts <= kSharedRows);
 
 consteval gemm::GemmConfig up_gemm(ActivationKind kind) {
   return Activation{.kind = kind}.gated() ? kGated : kPlain;
@@ -83,7 +83,7 @@ struct DrawnTickets {
 // Of a warp that adds up results (owner_sums.cuh).
 struct SumStorage {
   static constexpr int kRowsOfDraw = 2;
-  static constexpr int kMostUntold = 4;  // tokens that are told behind one fence
+  static constexpr int kMaxUntold = 4;  // tokens that are told behind one fence
   struct Token {
     std::uint32_t choices;  // on this rank
     int token, source;
@@ -93,12 +93,12 @@ struct SumStorage {
     float score;
   };
 
-  alignas(16) uint4 entries[2][kRowsOfDraw];        // RouteEntry of each row of a draw
-  alignas(16) PlacedPair placed[kMostChoices + 2];  // of all choices of the next token, by 16 bytes
-  alignas(16) Token now, ahead;                     // the token at hand and the next one
-  int source[2][kRowsOfDraw];                       // of each row of a draw
-  Token untold[kMostUntold];                        // whose sums have been stored
-  Term terms[kMostChoices];                         // of the token at hand
+  alignas(16) uint4 entries[2][kRowsOfDraw];       // RouteEntry of each row of a draw
+  alignas(16) PlacedPair placed[kMaxChoices + 2];  // of all choices of the next token, by 16 bytes
+  alignas(16) Token now, ahead;                    // the token at hand and the next one
+  int source[2][kRowsOfDraw];                      // of each row of a draw
+  Token untold[kMaxUntold];                        // whose sums have been stored
+  Term terms[kMaxChoices];                         // of the token at hand
 };
 
 struct ForwardStorage {
@@ -110,16 +110,16 @@ struct ForwardStorage {
   SumStorage sums[kCommunicationWarps];
   char* push_to[kConsumerWarps][gemm::kWarpRows];  // push_rows.cuh
   // Of this rank's experts, as the cursors read them.
-  std::int32_t list_begin[kMostExperts];
-  ExpertPlan plan[kMostExperts];  // local experts; of several ranks, half of it at most
+  std::int32_t list_begin[kMaxExperts];
+  ExpertPlan plan[kMaxExperts];  // local experts; of several ranks, half of it at most
   // Where rows cross once, [source][local expert]: the first of their rows in this rank's pool.
-  std::int32_t pool_begin[kMostExperts];
+  std::int32_t pool_begin[kMaxExperts];
   int failed;
   alignas(16) int planned;  // this CTA knows its plan; the other one of the pair reads it
 
   // Of every expert, where there are several ranks: the row of its owner's pool with which this rank's rows begin.
   __device__ std::int32_t* pool_rows() {
-    return reinterpret_cast<std::int32_t*>(plan + kMostExperts / 2);
+    return reinterpret_cast<std::int32_t*>(plan + kMaxExperts / 2);
   }
 
   // [source][local expert], where the kernels of one GPU have the offsets of segments.
@@ -130,7 +130,7 @@ struct ForwardStorage {
   }
 };
 static_assert(sizeof(ForwardStorage) <= gemm::kSharedMemoryBytes);
-static_assert(kMostExperts <= gemm::kMaxSegments);
+static_assert(kMaxExperts <= gemm::kMaxSegments);
 
 // In the stages, until the roles begin.
 struct HeadStorage {

@@ -52,7 +52,7 @@ class OwnerSums {
 
  private:
   static constexpr int kBytes = 16 * arch::kWarpThreads;  // of a load of all lanes
-  static constexpr int kTellAt = SumStorage::kMostUntold;
+  static constexpr int kTellAt = SumStorage::kMaxUntold;
   static constexpr std::uint32_t kPollNs = 500;
   static constexpr int kRows = SumStorage::kRowsOfDraw;
 

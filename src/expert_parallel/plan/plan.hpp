@@ -18,8 +18,8 @@
 namespace tessera::expert_parallel {
 
 // Of a layer whose experts are spread.
-constexpr std::int32_t kMostExperts = 512;
-constexpr std::int32_t kMostChoices = 32;  // of a token
+constexpr std::int32_t kMaxExperts = 512;
+constexpr std::int32_t kMaxChoices = 32;  // of a token
 constexpr int kUnitBlocks = 16;
 constexpr int kTileColumns = 256;  // of a GEMM; a gated up projection makes half as many of a
 
@@ -251,19 +251,19 @@ class RowCursor {
 /// 2026-11-23-fused-pairs.md, 2026-11-24-two-gpus-again.md).
 TESSERA_INLINE constexpr std::int32_t default_lag(ExchangeShape const& shape,
                                                   OwnerTotals const& totals) {
-  constexpr std::int32_t kLeast = 8;
-  constexpr std::int64_t kLeastUps = 200;
+  constexpr std::int32_t kMin = 8;
+  constexpr std::int64_t kMinUps = 200;
   std::int32_t const units = totals.units;
   if (shape.rows_cross_once() || shape.ranks == 1) {
-    std::int32_t const least = shape.rows_cross_once() ? 4 : kLeast;
+    std::int32_t const least = shape.rows_cross_once() ? 4 : kMin;
     std::int64_t const ups = std::int64_t{totals.blocks} * shape.up_tiles();
     if (ups == 0) return least;
-    auto const lag = static_cast<std::int32_t>((kLeastUps * units + ups - 1) / ups);
+    auto const lag = static_cast<std::int32_t>((kMinUps * units + ups - 1) / ups);
     return lag < least ? least : lag;
   }
   std::int32_t const most = shape.ranks > 2 ? 32 : 16;
   std::int32_t const lag = static_cast<std::int32_t>(std::int64_t{units} * 9 / 20);
-  return lag < kLeast ? kLeast : lag > most ? most : lag;
+  return lag < kMin ? kMin : lag > most ? most : lag;
 }
 
 enum class TaskKind : std::int32_t { up, down };

@@ -99,7 +99,7 @@ struct alignas(8) PlacedPair {
 /// Bounds of once and dedup, where a word holds a place.
 TESSERA_INLINE constexpr bool serves_once(ExchangeShape const& s) {
   return std::int64_t{s.max_tokens} * s.max_top_k <= 1 << PairPlace::kIndexBits &&
-         s.local_experts() <= 1 << (32 - PairPlace::kIndexBits) && s.max_top_k <= kMostChoices;
+         s.local_experts() <= 1 << (32 - PairPlace::kIndexBits) && s.max_top_k <= kMaxChoices;
 }
 
 TESSERA_INLINE constexpr std::int32_t parity(std::uint32_t epoch) {

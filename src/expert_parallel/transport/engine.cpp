@@ -76,7 +76,7 @@ Expected<Window> Engine::allocate(std::size_t bytes) noexcept {
   auto const kept = std::find(memory_.begin(), memory_.end(), nullptr);
   if (kept == memory_.end()) {
     return Status::error(StatusCode::unsupported, "an engine has at most %d windows; release one",
-                         kMostWindows);
+                         kMaxWindows);
   }
   DeviceScope const scope(calls_, config_.device, ContextChoice::primary);
   TESSERA_TRY(scope.status());

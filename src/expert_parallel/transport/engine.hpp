@@ -50,7 +50,7 @@ class Engine {
 
   /// A window of `bytes` zeros. No rank returns before all windows are zero.
   /// environment: the ranks do not all reach each other by loads and stores. Nothing is left then. unsupported: it has
-  /// kMostWindows already.
+  /// kMaxWindows already.
   Expected<Window> allocate(std::size_t bytes) noexcept;
   /// Frees it, after all work of this rank's GPU. Kernels of peers that still write to it keep the memory alive by
   /// their mappings, but a rank should not launch any more once another releases.
@@ -58,7 +58,7 @@ class Engine {
   /// Leaves the group; its windows must have been released.
   Status close() noexcept;
 
-  static constexpr int kMostWindows = 8;
+  static constexpr int kMaxWindows = 8;
 
  private:
   Engine(EngineConfig const& config, DeviceCalls const& calls, NcclLibrary const& nccl) noexcept
@@ -69,7 +69,7 @@ class Engine {
   DeviceCalls calls_;
   NcclLibrary nccl_;
   NcclComm comm_ = nullptr;
-  std::array<void*, kMostWindows> memory_ = {};  // of windows that have not been released
+  std::array<void*, kMaxWindows> memory_ = {};  // of windows that have not been released
 };
 
 /// A window of memory that the caller brings, from CUDA IPC, torch symmetric memory or NVSHMEM: the

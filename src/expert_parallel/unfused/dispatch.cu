@@ -70,7 +70,7 @@ class FirstRows {
   [[nodiscard]] __device__ std::int64_t row_of_lane() const {
     std::int64_t mine = arch::lane_idx() == 0 ? row_ : -1;
     std::int32_t row = next_;
-    for (int i = 1; row >= 0 && i < kMostChoices; ++i) {
+    for (int i = 1; row >= 0 && i < kMaxChoices; ++i) {
       if (arch::lane_idx() == i) mine = row;
       row = row < rows_ ? __ldg(&gmem_origins_[row].next) : -1;
     }

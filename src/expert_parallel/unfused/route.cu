@@ -7,7 +7,7 @@
 // Barriers __syncthreads only: one thread polls, the CTA follows. Waits have a limit (wait.cuh)
 // Memory   generic writes to peers: a CTA's are released when it counts, the last one fences at system scope for all,
 //          then publishes
-// Requires shape.experts <= kMostExperts, all CTAs resident (cooperative launch)
+// Requires shape.experts <= kMaxExperts, all CTAs resident (cooperative launch)
 #include "cuda/arch/dynamic_shared.cuh"
 #include "expert_parallel/exchange/exchange.hpp"
 #include "expert_parallel/exchange/route.cuh"
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 cudaError_t launch_route(RouteArguments const& args, int sm_count, cudaStream_t stream) {
   ExchangeShape const& shape = args.exchange.shape;
-  if (shape.experts > kMostExperts || shape.ranks > kMaxRanks) return cudaErrorInvalidValue;
+  if (shape.experts > kMaxExperts || shape.ranks > kMaxRanks) return cudaErrorInvalidValue;
   cudaError_t const error = cudaFuncSetAttribute(
       route_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(sizeof(Storage)));
   if (error != cudaSuccess) return error;

@@ -39,7 +39,8 @@ struct BenchFlags {
   std::string out;
   double seconds = 5;
   std::int64_t gpus = 0;
-  bool no_check = false, json = false, sums_on_owners = false;
+  bool no_check = false, json = false, partial_combine = false;
+  bool sums_on_owners = false;  // the old name of partial_combine, until 1.0
 };
 
 constexpr std::int64_t kTokensPerGpu = 8192;
@@ -361,7 +362,7 @@ int bench_cuda(BenchFlags const& flags, CLI::App const& command, std::string con
   }
   request.seconds = flags.seconds;
   request.check = !flags.no_check;
-  request.sums_on_owners = flags.sums_on_owners;
+  request.partial_combine = flags.partial_combine || flags.sums_on_owners;
   request.print = !flags.json;
   request.command = command_line;
   request.commit = commit();
@@ -381,9 +382,12 @@ int bench_cuda(BenchFlags const& flags, CLI::App const& command, std::string con
 int bench(BenchFlags flags, CLI::App const& command) {
   std::string const command_line = command_line_of(command);
   require_writable(flags.out);
-  if (flags.sums_on_owners && flags.gpus == 0) {
+  if (flags.sums_on_owners) {
+    print_note("note: --sums-on-owners is called --partial-combine; the old name goes with 1.0\n");
+  }
+  if ((flags.partial_combine || flags.sums_on_owners) && flags.gpus == 0) {
     throw CommandError(
-        "--sums-on-owners: of the GPUs of --gpus; give their number, or leave it out");
+        "--partial-combine: of the GPUs of --gpus; give their number, or leave it out");
   }
   if (command.get_option("--padding")->count() > 0) {
     throw CommandError("--padding with bench: it times calls without a mask; leave it out");
@@ -444,8 +448,9 @@ void add_bench(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--gpus", flags->gpus, "GPUs that share the experts; T is that of each")
       ->check(CLI::Range(0, kMaxRanks));
-  command->add_flag("--sums-on-owners", flags->sums_on_owners,
+  command->add_flag("--partial-combine", flags->partial_combine,
                     "with --gpus: where the link would decide, send back sums instead of results");
+  command->add_flag("--sums-on-owners", flags->sums_on_owners)->group("");  // not in the help
   command->add_option("--out", flags->out, "write the results file")->type_name("FILE");
   command->add_flag("--no-check", flags->no_check, "skip the check; rows say so");
   command->add_flag("--json", flags->json, "the results as JSON on stdout");

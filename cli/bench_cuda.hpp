@@ -21,8 +21,8 @@ struct CudaBench {
   std::vector<std::string> passes;  ///< forward, backward, forward-inference
   double seconds = 5;               ///< for each job
   bool check = true;
-  bool sums_on_owners = false;  ///< of several GPUs
-  bool print = true;            ///< a line per row as it comes
+  bool partial_combine = false;  ///< of several GPUs
+  bool print = true;             ///< a line per row as it comes
   std::string command, commit;
   std::function<void(Json const&)> keep;  ///< gets the results document so far, after each job
 };

@@ -38,7 +38,7 @@ constexpr char kProtocol[] =
     "behind a gate that opens for all GPUs at once, and its time is that of the slowest between "
     "CUDA events; mhz: mean "
     "SM clock of the slowest GPU's passes; o is compared bit for bit with the layer that has all "
-    "experts on one GPU, with sums on owners by the norm of the error, at most 2^-8";
+    "experts on one GPU, with partial combine by the norm of the error, at most 2^-8";
 
 /// Where the threads of a group meet. Who fails takes the others along.
 class Meeting {
@@ -71,8 +71,8 @@ class Meeting {
 
 enum Candidate { kEager, kGraph, kOneGpu, kCandidates };
 constexpr std::array<char const*, kCandidates> kVariants = {"", "graph", "one-gpu"};
-constexpr std::array<char const*, kCandidates> kVariantsOfSums = {
-    "sums-on-owners", "graph-sums-on-owners", "one-gpu"};
+constexpr std::array<char const*, kCandidates> kVariantsOfPartialCombine = {
+    "partial-combine", "graph-partial-combine", "one-gpu"};
 
 /// Of one pass.
 struct Reading {
@@ -97,7 +97,7 @@ Tensor bf16(device::Memory const& memory, std::initializer_list<std::int64_t> sh
 }
 
 ExpertParallelDesc group_desc(std::int32_t rank, std::int32_t ranks, MoeDesc const& desc,
-                              bool sums_on_owners) {
+                              bool partial_combine) {
   MoeShape const& s = desc.shape;
   return {.rank = rank,
           .ranks = ranks,
@@ -107,7 +107,7 @@ ExpertParallelDesc group_desc(std::int32_t rank, std::int32_t ranks, MoeDesc con
           .experts = s.experts,
           .top_k = s.top_k,
           .activation = desc.activation,
-          .sums_on_owners = sums_on_owners};
+          .partial_combine = partial_combine};
 }
 
 /// What several GPUs do not serve, before any of them is looked for.
@@ -127,7 +127,7 @@ void check_job(std::int32_t gpus, CudaBench::Job const& job, CudaBench const& be
         "--aux-dlogits, --router-bias, --router-dtype: several GPUs are given ids and weights; "
         "leave it out");
   }
-  check(ExpertParallel::window_bytes(group_desc(0, gpus, desc, bench.sums_on_owners)).status());
+  check(ExpertParallel::window_bytes(group_desc(0, gpus, desc, bench.partial_combine)).status());
   if (std::int64_t const tokens = desc.shape.tokens;
       bench.check && tokens > 0 && tokens <= kFewTokens) {
     throw CommandError(
@@ -140,14 +140,14 @@ void check_job(std::int32_t gpus, CudaBench::Job const& job, CudaBench const& be
 /// One rank: its buffers and what it enqueues.
 class RankBench {
  public:
-  RankBench(std::int32_t rank, std::int32_t ranks, CudaBench::Job const& job, bool sums_on_owners,
+  RankBench(std::int32_t rank, std::int32_t ranks, CudaBench::Job const& job, bool partial_combine,
             Group& group)
       : context_(value_of(Context::create({.device = {DeviceKind::cuda, rank}}))),
         stream_(rank),
         watch_(rank),
         group_(group),
         rank_(rank),
-        sums_on_owners_(sums_on_owners),
+        partial_combine_(partial_combine),
         desc_(job.layer_case.desc) {
     MoeShape const& s = desc_.shape;
     desc_.save = SavePolicy::none;
@@ -156,7 +156,7 @@ class RankBench {
     auto const allocate = [rank](std::size_t bytes) {
       return device::allocate(rank, bytes, device::Kind::device);
     };
-    ExpertParallelDesc const own = group_desc(rank, ranks, desc_, sums_on_owners);
+    ExpertParallelDesc const own = group_desc(rank, ranks, desc_, partial_combine);
     std::size_t const group_workspace = value_of(ExpertParallel::workspace_bytes(context_, own));
     std::size_t const workspace = value_of(workspace_bytes(context_, desc_, Pass::forward));
     group_workspace_ = allocate(group_workspace);
@@ -205,7 +205,7 @@ class RankBench {
     group_.meeting.meet();
   }
 
-  /// Bit for bit, eagerly and by graph replay; sums on owners are rounded.
+  /// Bit for bit, eagerly and by graph replay; a partial combine rounds sums.
   bool is_right() {
     run(kOneGpu);
     auto const bytes = static_cast<std::size_t>(2 * args_.o.elements());
@@ -220,7 +220,7 @@ class RankBench {
       device::download(got.data(), o_.get(), bytes);
       device::download(wanted.data(), wanted_.get(), bytes);
       bool const some = std::any_of(wanted.begin(), wanted.end(), [](auto v) { return v != 0; });
-      bool const equal = sums_on_owners_ ? is_near(got, wanted) : got == wanted;
+      bool const equal = partial_combine_ ? is_near(got, wanted) : got == wanted;
       right = right && equal && (some || bytes == 0);
       group_.meeting.meet();
     }
@@ -287,7 +287,7 @@ class RankBench {
   device::Stopwatch watch_;
   Group& group_;
   std::int32_t rank_;
-  bool sums_on_owners_;
+  bool partial_combine_;
   std::uint32_t passes_ = 0;  // that were timed
   MoeDesc desc_;
   device::Memory group_workspace_, workspace_, w_up_, w_down_, o_, wanted_, ids_, scores_;
@@ -299,7 +299,7 @@ class RankBench {
 
 void run_rank(std::int32_t rank, std::int32_t ranks, CudaBench::Job const& job,
               CudaBench const& bench, Group& group, std::vector<char>& right) {
-  RankBench own(rank, ranks, job, bench.sums_on_owners, group);
+  RankBench own(rank, ranks, job, bench.partial_combine, group);
   if (bench.check) right[static_cast<std::size_t>(rank)] = own.is_right();
   double end = 0;
   for (int i = -kWarmUps; group.more; ++i) {
@@ -329,8 +329,8 @@ double quantile(std::vector<double> values, double at) {
 Json bench_job(std::int32_t gpus, CudaBench::Job const& job, CudaBench const& bench) {
   std::vector<Device> devices;
   for (std::int32_t rank = 0; rank < gpus; ++rank) devices.push_back({DeviceKind::cuda, rank});
-  std::size_t const window_bytes = value_of(
-      ExpertParallel::window_bytes(group_desc(0, gpus, job.layer_case.desc, bench.sums_on_owners)));
+  std::size_t const window_bytes = value_of(ExpertParallel::window_bytes(
+      group_desc(0, gpus, job.layer_case.desc, bench.partial_combine)));
   Group group(gpus, value_of(PeerWindow::open_all(devices, window_bytes)));
   std::vector<char> right(static_cast<std::size_t>(gpus), 0);
   std::vector<std::exception_ptr> errors(right.size());
@@ -374,7 +374,7 @@ Json bench_job(std::int32_t gpus, CudaBench::Job const& job, CudaBench const& be
                     {"round", "none"},
                     {"pass", "forward-inference"},
                     {"impl", "tessera"},
-                    {"variant", (bench.sums_on_owners ? kVariantsOfSums : kVariants)[c]},
+                    {"variant", (bench.partial_combine ? kVariantsOfPartialCombine : kVariants)[c]},
                     {"ms", quantile(ms, 0.5)},
                     {"ms_p10", quantile(ms, 0.1)},
                     {"ms_p90", quantile(ms, 0.9)},

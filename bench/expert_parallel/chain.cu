@@ -4,7 +4,7 @@
 // the kernel is timed beside the chain and its parts, its GEMMs without communication, and that layer.
 //
 //   chain [--gpus P] [--ranks-per-gpu R] [--nccl PATH] [--processes] [--only chain|fused]
-//         [--check | --iters N [--config NAME,NAME] [--tokens N,N] [--transfer direct|once|dedup]
+//         [--check | --iters N [--config NAME,NAME] [--tokens N,N] [--transfer direct|once|partial-combine]
 //          [--routing random|balanced|zipf] [[--lags] [--copies] | --latency]] [--out FILE] [--commit HASH]
 //
 // --check: small awkward exchanges, several passes each, no timing; a rank that stalls, and as a process of its own

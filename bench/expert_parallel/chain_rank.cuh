@@ -120,7 +120,7 @@ __global__ void add_as_owners(bf16 const* y, int64_t tokens, ExchangeShape s, in
   auto const owner = [&](int k) {
     return of_token[k] < 0 || of_token[k] >= s.experts ? -1 : s.owner(of_token[k]);
   };
-  auto const adds_up = [&](int k) { return of_token[k] % s.local_experts() < s.added_experts(); };
+  auto const adds_up = [&](int k) { return of_token[k] % s.local_experts() < s.partial_experts(); };
   for (int i = int(threadIdx.x); i < s.hidden; i += int(blockDim.x)) {
     auto const add = [&](int k, float sum) {
       return fmaf(scores[int64_t{token} * s.max_top_k + k],
@@ -179,7 +179,7 @@ class Rank {
         o_(int64_t{s.max_tokens} * s.hidden),
         callers_x_(s.max_tokens * x_pitch()),
         wanted_(int64_t{s.max_tokens} * s.hidden),
-        wanted_of_owners_(s.transfer == Transfer::dedup ? wanted_.count() : 1),
+        wanted_of_owners_(s.transfer == Transfer::partial_combine ? wanted_.count() : 1),
         tile_counters_(std::vector<int32_t>{0, 0}) {
     TESSERA_CUDA(cudaMemset(local_.get(), 0, size_t(local_.count())));
     TESSERA_CUDA(cudaHostAlloc(&fault_, sizeof *fault_, cudaHostAllocMapped));
@@ -210,14 +210,14 @@ class Rank {
     TESSERA_CUDA(cudaDeviceSynchronize());
   }
 
-  // What is wanted: the result of the layer that needs no other GPU; of the fused kernel with dedup, the same results
-  // of single choices, added up as its owners do.
+  // What is wanted: the result of the layer that needs no other GPU; of the fused kernel with partial combine, the same
+  // results of single choices, added up as its owners do.
   void compute_wanted(Context const& context) {
     if (tokens_ == 0) return;
     prepare_layer(context);
     TESSERA_CUDA(cudaMemcpy(wanted_.get(), layer_.o->get(), sizeof(bf16) * tokens_ * shape_.hidden,
                             cudaMemcpyDeviceToDevice));
-    if (shape_.transfer == Transfer::dedup) compute_wanted_of_owners(context);
+    if (shape_.transfer == Transfer::partial_combine) compute_wanted_of_owners(context);
   }
   // Few tokens, whose kernels add up in another order, get company without experts.
   void prepare_layer(Context const& context) {
@@ -465,7 +465,7 @@ class Rank {
   void set_jitter(uint32_t ns) { jitter_ns_ = ns; }
 
   bool is_right(bool fused) const {
-    bool const of_owners = fused && shape_.transfer == Transfer::dedup;
+    bool const of_owners = fused && shape_.transfer == Transfer::partial_combine;
     if (tokens_ == 0) return true;
     int64_t const count = int64_t{tokens_} * shape_.hidden;
     std::vector<uint16_t> got(static_cast<size_t>(count)), wanted(static_cast<size_t>(count));

@@ -4,7 +4,7 @@
 // and of a pass without routed rows. Each way is enqueued without rests, on all GPUs at once, and measured when it has
 // run for a while; then the last o is compared bit for bit with that of the single-GPU layer.
 //
-//   energy [--gpus P] [--seconds S] [--config NAME,NAME] [--tokens N,N] [--transfer direct|once|dedup]
+//   energy [--gpus P] [--seconds S] [--config NAME,NAME] [--tokens N,N] [--transfer direct|once|partial-combine]
 //          [--routing random|balanced|zipf] [--only fused] [--out FILE] [--commit HASH]
 //
 // Exits with 77 where there are too few GPUs or the driver does not tell their energy.
@@ -221,7 +221,7 @@ int measure(Options const& options) {
            "pass; tensor_percent, dram_percent: busy, link_mb_s: received and sent, by the "
            "driver's counters, of the slowest GPU, -1: not known; uniform random data; o of the "
            "fused pass "
-           "has the bits of the single-GPU layer, with sums on owners those of the same sums",
+           "has the bits of the single-GPU layer, with partial combine those of the same sums",
        .gpus = options.gpus,
        .rows = rows});
 }

@@ -6,7 +6,7 @@
 //
 // One kernel per pass on every rank sends rows to the owners of their experts, multiplies, and brings the results
 // back. No row is dropped; o has the bits of moe_forward on a single GPU with all experts, for every P, but where that
-// has at most 8 tokens, for which it takes other kernels, or where owners may add up (sums_on_owners). Ranks are
+// has at most 8 tokens, for which it takes other kernels, or with a partial combine. Ranks are
 // threads or processes. They make the same passes in the same order, also those in which they have no token.
 //
 // Backward, and whatever else forward() has not, such as biases with most activations, takes a pass in pieces: route()
@@ -54,7 +54,10 @@ struct ExpertParallelDesc {
   /// of each, where the link would hold up the pass: fewer bytes cross, and the bits of o, the same every time, depend
   /// on P and on where a token is. Chosen for passes of max_tokens; with far fewer tokens they take longer so. What is
   /// added to the error of o is a rounding of each sum (docs/numerics.md).
-  bool sums_on_owners = false;
+  union {
+    bool partial_combine = false;
+    [[deprecated("is called partial_combine; this name goes with 1.0")]] bool sums_on_owners;
+  };
   double time_limit = 30;  ///< seconds a pass waits for another rank, above 0 and at most 86400
   bool training =
       false;  ///< whether passes are kept for backward, or made in pieces: windows and workspace are larger
@@ -84,7 +87,7 @@ struct ExpertParallelArgs {
   ConstTensor w_down = {};  ///< this rank's: [E/P,d,n]
   Tensor o = {};            ///< [T,d], every element is written
   /// Optional, with training: tables of this rank's rows, for backward; where one rank has them, all have, and
-  /// sums_on_owners does nothing. R may be larger than routed_rows(): what lies behind the last row is left as it is.
+  /// partial_combine does nothing. R may be larger than routed_rows(): what lies behind the last row is left as it is.
   /// Where it is smaller the pass is void, as that of dispatch() is.
   DispatchTables kept = {};
   Tensor h =

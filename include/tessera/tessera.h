@@ -157,13 +157,16 @@ typedef struct {
   tessera_buffer workspace;
 } tessera_grouped_gemm_args;
 
-/* Experts spread over the GPUs of a host, and their bounds: expert_parallel.hpp. time_limit 0: 30 s. sums_on_owners: 0
- * or 1. alpha, limit and up_offset as in tessera_moe_desc. */
+/* Experts spread over the GPUs of a host, and their bounds: expert_parallel.hpp. time_limit 0: 30 s. partial_combine:
+ * 0 or 1; until 1.0 it is called sums_on_owners as well. alpha, limit and up_offset as in tessera_moe_desc. */
 typedef struct {
   uint64_t size;
   int32_t rank, ranks;
   int64_t max_tokens, hidden, intermediate, experts, top_k;
-  int32_t activation, sums_on_owners;
+  int32_t activation;
+  union {
+    int32_t partial_combine, sums_on_owners;
+  };
   float alpha, limit, up_offset;
   int32_t training; /* 0 or 1 */
   double time_limit;

@@ -38,7 +38,7 @@ Status desc_of(tessera_expert_parallel_desc const* desc,
   out.experts = from.experts;
   out.top_k = from.top_k;
   out.activation = activation_of(from.activation, from.alpha, from.limit, from.up_offset);
-  out.sums_on_owners = from.sums_on_owners != 0;
+  out.partial_combine = from.partial_combine != 0;
   out.training = from.training != 0;
   if (from.time_limit != 0) out.time_limit = from.time_limit;
   return {};

@@ -198,8 +198,8 @@ Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
   bool const keeps = tensors.kept.gmem_expert_offsets != nullptr;
   if (keeps) {
     // Each result goes back alone, as combine() does it.
-    if (s.transfer == Transfer::dedup) exchange.shape.transfer = Transfer::once;
-    exchange.added_experts = exchange.shape.added_experts();
+    if (s.transfer == Transfer::partial_combine) exchange.shape.transfer = Transfer::once;
+    exchange.partial_experts = exchange.shape.partial_experts();
     kept = {.tables = row_tables(tensors.kept),
             .capacity = tensors.kept.capacity,
             .may_overflow = tensors.may_overflow,

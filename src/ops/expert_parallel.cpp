@@ -75,7 +75,7 @@ Expected<expert_parallel::ExchangeShape> shape_of(ExpertParallelDesc const& d) n
                            static_cast<long long>(kMaxPairs / d.top_k / d.top_k),
                            static_cast<int>(d.top_k));
   }
-  shape.transfer = expert_parallel::choose_transfer(shape, d.sums_on_owners);
+  shape.transfer = expert_parallel::choose_transfer(shape, d.partial_combine);
   return shape;
 }
 

@@ -81,19 +81,52 @@ TEST(ExpertParallel, RulesNameFieldAndValue) {
 }
 
 // A word for every token of every owner, where the link decides alone.
-TEST(ExpertParallel, SumsOnOwnersNeedWords) {
-  auto const bytes = [](std::int32_t ranks, bool sums) {
+TEST(ExpertParallel, PartialCombineNeedsWords) {
+  auto const bytes = [](std::int32_t ranks, bool combined) {
     return ExpertParallel::window_bytes({.ranks = ranks,
                                          .max_tokens = 8192,
                                          .hidden = 2048,
                                          .intermediate = 768,
                                          .experts = 128,
                                          .top_k = 8,
-                                         .sums_on_owners = sums})
+                                         .partial_combine = combined})
         .value();
   };
   EXPECT_EQ(bytes(4, true) - bytes(4, false), std::size_t{4} * 4 * 8192);
   EXPECT_EQ(bytes(2, true), bytes(2, false));
+}
+
+// Until 1.0 callers may write the old name, in C++ and in C.
+TEST(ExpertParallel, PartialCombineHasItsOldName) {
+  ExpertParallelDesc desc = {.ranks = 4,
+                             .max_tokens = 8192,
+                             .hidden = 2048,
+                             .intermediate = 768,
+                             .experts = 128,
+                             .top_k = 8};
+  std::size_t const plain = ExpertParallel::window_bytes(desc).value();
+  desc.partial_combine = true;
+  std::size_t const combined = ExpertParallel::window_bytes(desc).value();
+  desc.partial_combine = false;
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+  desc.sums_on_owners = true;
+#pragma GCC diagnostic pop
+  EXPECT_GT(combined, plain);
+  EXPECT_EQ(ExpertParallel::window_bytes(desc).value(), combined);
+
+  tessera_expert_parallel_desc c_desc = {};
+  c_desc.size = sizeof c_desc;
+  c_desc.ranks = 4;
+  c_desc.max_tokens = 8192;
+  c_desc.hidden = 2048;
+  c_desc.intermediate = 768;
+  c_desc.experts = 128;
+  c_desc.top_k = 8;
+  c_desc.sums_on_owners = 1;
+  size_t bytes = 0;
+  ASSERT_EQ(tessera_expert_parallel_window(&c_desc, &bytes), TESSERA_OK) << tessera_last_error();
+  EXPECT_EQ(bytes, combined);
 }
 
 // A second x, and a float per choice.
@@ -163,13 +196,13 @@ TEST(ExpertParallel, TheCAbiSaysTheSame) {
   ASSERT_EQ(tessera_expert_parallel_window(&desc, &bytes), TESSERA_OK) << tessera_last_error();
   EXPECT_EQ(bytes, ExpertParallel::window_bytes(good()).value());
 
-  ExpertParallelDesc with_sums = good();
-  with_sums.sums_on_owners = true;
-  desc.sums_on_owners = 1;
+  ExpertParallelDesc combining = good();
+  combining.partial_combine = true;
+  desc.partial_combine = 1;
   ASSERT_EQ(tessera_expert_parallel_window(&desc, &bytes), TESSERA_OK) << tessera_last_error();
-  EXPECT_EQ(bytes, ExpertParallel::window_bytes(with_sums).value());
+  EXPECT_EQ(bytes, ExpertParallel::window_bytes(combining).value());
 
-  ExpertParallelDesc training = with_sums;
+  ExpertParallelDesc training = combining;
   training.training = true;
   desc.training = 1;
   ASSERT_EQ(tessera_expert_parallel_window(&desc, &bytes), TESSERA_OK) << tessera_last_error();

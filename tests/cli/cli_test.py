@@ -178,7 +178,7 @@ class Bench(Cli):
             self.refuse("bench", *SMALL, "--seconds", seconds, naming=seconds)
         self.refuse("bench", "--config", "cpu-small", "--tokens", "4", naming="--config")
         self.refuse("bench", *SMALL, "--gpus", "2", naming="--gpus")
-        self.refuse("bench", *SMALL, "--sums-on-owners", naming="--sums-on-owners")
+        self.refuse("bench", *SMALL, "--partial-combine", naming="--partial-combine")
         self.refuse("bench", *SMALL, "--router", "given", "--aux-dlogits", naming="aux-dlogits")
         self.refuse("bench", *SMALL, "--sentinels", "0.1", naming="sentinels")
         self.refuse("bench", *SMALL, "--dtype", "fp16", naming="dtype")

@@ -99,13 +99,21 @@ class Options(Cli):
     def test_bench(self):
         self.refuse("bench", "--config", "gpt-oss-20b", "--activation", "relu", naming="--activation with --config")
         for flags, naming in ((["--tile", "5"], "tile=5"), (["--groups", "2"], "groups=2"), (["--gpus", "2"], "--gpus"),
-                              (["--sums-on-owners"], "--sums-on-owners"),
+                              (["--partial-combine"], "--partial-combine"),
                               (["--padding", "0.3"], "--padding with bench"),
                               (["--device", "cuda", "--router", "given", "--ids-dtype", "int64"],
                                "--ids-dtype with bench --device cuda"),
                               (["--device", "cuda", "--gpus", "2", "--ids-dtype", "int64"],
                                "--ids-dtype with bench --device cuda"), (["--alpha", "2"], "alpha=2")):
             self.refuse("bench", *SHAPE, *flags, naming=naming)
+
+    def test_old_names(self):
+        """The flags of before 1.0 do what the new ones do, and say which those are."""
+        done = run("bench", *SHAPE, "--sums-on-owners")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("note: --sums-on-owners is called --partial-combine; the old name goes with 1.0\n", done.stderr)
+        self.assertIn("--partial-combine: of the GPUs of --gpus", done.stderr)
+        self.assertNotIn("--sums-on-owners", run("bench", "--help").stdout)
 
     def test_train(self):
         with tempfile.TemporaryDirectory() as folder:

@@ -330,7 +330,8 @@ class Ranks {
     return y;
   }
 
-  // Choices are added in their order. dedup: several on another rank are one term, rounded, where the first one is.
+  // Choices are added in their order. partial combine: several on another rank are one term, rounded, where the first
+  // one is.
   std::string compare(int rank, int token) const {
     Rank const& r = *ranks_[static_cast<std::size_t>(rank)];
     int const d = s_.hidden;
@@ -343,7 +344,7 @@ class Ranks {
         value = std::fmaf(score, y[static_cast<std::size_t>(i)], value);
       }
     };
-    auto const adds_up = [&](int j) { return ids[j] % s_.local_experts() < s_.added_experts(); };
+    auto const adds_up = [&](int j) { return ids[j] % s_.local_experts() < s_.partial_experts(); };
     for (int k = 0; k < s_.max_top_k; ++k) {
       if (ids[k] < 0 || ids[k] >= s_.experts) continue;
       std::vector<int> with;  // choices on the same rank

@@ -51,7 +51,7 @@ void expect_right(Case const& c, std::uint32_t jitter_ns = 0) {
 TEST(FusedForward, GivesTheBitsOfEachExpertAlone) {
   for (std::int32_t const ranks : {1, 2, 4}) {
     for (Transfer const transfer : kTransfers) {
-      if (ranks == 1 && transfer == Transfer::dedup) continue;  // nothing is added up
+      if (ranks == 1 && transfer == Transfer::partial_combine) continue;  // nothing is added up
       expect_right({.shape = shape(ranks, 24, 128, 64, 4, 2, transfer)});
     }
   }
@@ -176,8 +176,9 @@ TEST(FusedForward, BlocksThatWereNeverDoneAreNotDone) {
 
 // One CTA is no pair; and sums leave no row of each pair to go back.
 TEST(FusedForward, WhatIsNotServedIsNotLaunched) {
-  for (Case const& c : {Case{.shape = shape(1, 8, 64, 64, 2, 1, Transfer::direct), .ctas = 1},
-                        Case{.shape = shape(2, 8, 64, 64, 2, 1, Transfer::dedup), .keeps = true}}) {
+  for (Case const& c :
+       {Case{.shape = shape(1, 8, 64, 64, 2, 1, Transfer::direct), .ctas = 1},
+        Case{.shape = shape(2, 8, 64, 64, 2, 1, Transfer::partial_combine), .keeps = true}}) {
     EXPECT_EQ(Ranks(c).pass(draw_exchange(c.shape, Pattern::random, 1), 1, kSchedules[0]),
               "not launched");
   }
@@ -237,9 +238,9 @@ TEST(FusedForward, WhoLeavesTellsAllRanks) {
 // Sums on their owner: of two rows, of up to four, of more, of more than eight, each with columns that do not fill a
 // warp's loads.
 TEST(FusedForward, SumsOfAnyNumberOfRows) {
-  expect_right({.shape = shape(4, 6, 1160, 64, 12, 4, Transfer::dedup)});
-  expect_right({.shape = shape(2, 9, 584, 64, 12, 7, Transfer::dedup), .ctas = 4});
-  expect_right({.shape = shape(2, 5, 296, 64, 32, 24, Transfer::dedup)});
+  expect_right({.shape = shape(4, 6, 1160, 64, 12, 4, Transfer::partial_combine)});
+  expect_right({.shape = shape(2, 9, 584, 64, 12, 7, Transfer::partial_combine), .ctas = 4});
+  expect_right({.shape = shape(2, 5, 296, 64, 32, 24, Transfer::partial_combine)});
 }
 
 // Sums take tokens in groups: of six, two and one where they have five, twelve and all of 32 choices, with more tokens

@@ -78,7 +78,7 @@ std::vector<std::int32_t> Passes::added(std::uint32_t epoch, std::int32_t rank, 
   std::vector<std::int32_t> choices = group(epoch, rank, token, owner);
   std::erase_if(choices, [&](std::int32_t k) {
     std::int32_t const e = exchange(epoch).expert(rank, token * shape_.max_top_k + k);
-    return e - owner * shape_.local_experts() >= shape_.added_experts();
+    return e - owner * shape_.local_experts() >= shape_.partial_experts();
   });
   if (choices.size() < 2) return {};
   std::sort(choices.begin(), choices.end());
@@ -304,7 +304,7 @@ void Passes::join_choices(std::uint32_t epoch, std::int32_t rank, Entry& entry) 
     ++place;
     entry.choices |= 1u << k;
     std::int32_t const e = exchange(epoch).expert(rank, first + k);
-    if (e - owner * shape_.local_experts() >= shape_.added_experts()) continue;
+    if (e - owner * shape_.local_experts() >= shape_.partial_experts()) continue;
     ++sum;
     last = first + k;
   }

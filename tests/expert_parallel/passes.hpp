@@ -68,8 +68,8 @@ enum class Break {
   sum_awaits_its_last_block_only,
   sum_draws_begin_with_the_first,
   sum_draws_not_cleared,
-  part_done_relaxed,
-  part_done_at_gpu_scope,
+  partial_done_relaxed,
+  partial_done_at_gpu_scope,
   all_choices_in_the_sum,  // as the source believes: those of late experts too
   // sums by warps without tasks
   sum_without_claim,      // by whoever finds the token complete
@@ -157,7 +157,7 @@ class Passes : public World {
   Program read_terms(Actor& self, std::uint32_t epoch, std::int32_t source, Entry const& entry,
                      std::vector<Term>& terms);
   [[nodiscard]] bool is_added(Term const& term) const {
-    return term.place.expert < shape_.added_experts();
+    return term.place.expert < shape_.partial_experts();
   }
   [[nodiscard]] std::vector<Term> added_terms(std::int32_t rank, std::int32_t source,
                                               std::vector<Term> const& terms) const;
@@ -230,7 +230,9 @@ class Passes : public World {
     return exchanges_[epoch - 1];
   }
   [[nodiscard]] bool once() const { return shape_.rows_cross_once(); }
-  [[nodiscard]] bool dedup() const { return shape_.transfer == Transfer::dedup; }
+  [[nodiscard]] bool combines_partially() const {
+    return shape_.transfer == Transfer::partial_combine;
+  }
   [[nodiscard]] bool breaks(Break b) const { return options_.broken == b; }
   [[nodiscard]] std::int32_t parity_of(std::uint32_t epoch) const {
     return breaks(Break::one_parity) ? 0 : parity(epoch);
@@ -244,8 +246,10 @@ class Passes : public World {
   static Address local(Actor const& self, std::int64_t offset) {
     return {self.rank, Space::local, offset};
   }
-  // dedup: a row is as many cells as there are tiles of its result, which takes its place.
-  [[nodiscard]] std::int32_t parts() const { return dedup() ? shape_.down_tiles() : 1; }
+  // partial combine: a row is as many cells as there are tiles of its result, which takes its place.
+  [[nodiscard]] std::int32_t parts() const {
+    return combines_partially() ? shape_.down_tiles() : 1;
+  }
   [[nodiscard]] Address pool(Actor const& self, std::int32_t block, std::int32_t position,
                              std::int32_t part) const {
     std::int32_t const place = options_.ring_blocks > 0 ? block % options_.ring_blocks : block;

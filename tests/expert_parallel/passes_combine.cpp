@@ -13,10 +13,10 @@ namespace tessera::expert_parallel::model {
 Program Passes::send_sums(Actor& self, std::int32_t first_draw, std::uint32_t epoch,
                           Known const& known) {
   bool const draws = options_.rows_of_draw > 0;
-  if (!dedup() || (first_draw == kAnyDraw && !draws)) co_return;
+  if (!combines_partially() || (first_draw == kAnyDraw && !draws)) co_return;
   CountMatrix const counts{known.counts.data(), shape_.experts};
   RowCursor rows(shape_, counts, known.plan.data(), known.list_begin.data(), self.rank);
-  std::int32_t const last = self.rank * shape_.local_experts() + shape_.added_experts() - 1;
+  std::int32_t const last = self.rank * shape_.local_experts() + shape_.partial_experts() - 1;
   ExpertPlan const& last_added = known.plan[static_cast<std::size_t>(last)];
   std::int32_t const end = last_added.first_row + last_added.rows;
   std::int32_t const at_a_time = std::max(options_.rows_of_draw, 1);
@@ -43,7 +43,7 @@ Program Passes::send_sums(Actor& self, std::int32_t first_draw, std::uint32_t ep
       co_await await_blocks(self, epoch, pool_rows, untold);
       co_await send_sum(self, epoch, row.source, terms, pool_rows);
       std::int64_t const token = terms.front().pair / shape_.max_top_k;
-      untold.push_back(window(row.source, window_.part_done_word(self.rank, token)));
+      untold.push_back(window(row.source, window_.partial_done_word(self.rank, token)));
       if (static_cast<std::int32_t>(untold.size()) >= options_.rows_in_flight) {
         co_await tell_sums(self, epoch, untold);
       }
@@ -89,9 +89,9 @@ Program Passes::send_sum(Actor& self, std::uint32_t epoch, std::int32_t source,
 
 Program Passes::tell_sums(Actor& self, std::uint32_t epoch, Untold& untold) {
   for (Address const word : untold) {
-    Order const order = breaks(Break::part_done_relaxed)        ? Order::none
-                        : breaks(Break::part_done_at_gpu_scope) ? Order::gpu
-                                                                : Order::sys;
+    Order const order = breaks(Break::partial_done_relaxed)        ? Order::none
+                        : breaks(Break::partial_done_at_gpu_scope) ? Order::gpu
+                                                                   : Order::sys;
     co_await signal(self, word, epoch, order);
   }
   untold.clear();
@@ -152,7 +152,7 @@ Program Passes::find_result(Actor& self, std::int32_t token, std::int32_t choice
   }
   if (std::find(sum.begin(), sum.end(), choice) != sum.end()) {
     if (choice != sum.front()) co_return;
-    result = {sum, window(self.rank, window_.part_done_word(owner, token)), Site::part_done};
+    result = {sum, window(self.rank, window_.partial_done_word(owner, token)), Site::partial_done};
     co_return;
   }
   std::uint64_t const index =
@@ -194,7 +194,7 @@ Program Passes::aggregate(Actor& self, std::int32_t token, std::uint32_t epoch, 
                       (breaks(Break::aggregate_awaits_first_choice_only) && waited);
     if (!skip) co_await self.wait_epoch(result.done, epoch, result.site);
     waited = true;
-    bool const is_sum = result.site == Site::part_done;
+    bool const is_sum = result.site == Site::partial_done;
     std::int32_t const pair = token * shape_.max_top_k + k;
     for (std::int32_t tile = 0; tile < shape_.down_tiles(); ++tile) {
       std::uint64_t wanted = 0;

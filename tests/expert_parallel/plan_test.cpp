@@ -469,19 +469,19 @@ TEST(Layout, HasRoomAndNoOverlaps) {
   EXPECT_LE(l.histogram(131) + 4 * 128, l.pair_index);
 }
 
-TEST(Layout, OfDeduplicatedTransfersHasAWordForEverySum) {
+TEST(Layout, OfPartialCombineHasAWordForEverySum) {
   ExchangeShape const shape{.ranks = 4,
                             .max_tokens = 8192,
                             .hidden = 2048,
                             .intermediate = 768,
                             .experts = 128,
                             .max_top_k = 8,
-                            .transfer = Transfer::dedup};
+                            .transfer = Transfer::partial_combine};
   WindowLayout const w(shape);
-  EXPECT_LE(w.block_done_word(3, shape.max_blocks() - 1) + 4, w.part_done);
-  EXPECT_EQ(w.part_done % 4096, 0);
-  EXPECT_LE(w.part_done_word(3, 8191) + 4, w.counts);
-  EXPECT_EQ(w.part_done_word(0, 8191) + 4, w.part_done_word(1, 0));
+  EXPECT_LE(w.block_done_word(3, shape.max_blocks() - 1) + 4, w.partial_done);
+  EXPECT_EQ(w.partial_done % 4096, 0);
+  EXPECT_LE(w.partial_done_word(3, 8191) + 4, w.counts);
+  EXPECT_EQ(w.partial_done_word(0, 8191) + 4, w.partial_done_word(1, 0));
   EXPECT_EQ(w.placed_pair(0, 1, 0) + 8, w.placed_pair(0, 1, 1));
   EXPECT_LE(w.placed_pair(1, 3, 8192 * 8 - 1) + 8, w.x);
   EXPECT_LE(w.slot(8191, 7) + 4096, w.bytes);
@@ -491,7 +491,7 @@ TEST(Layout, OfDeduplicatedTransfersHasAWordForEverySum) {
   EXPECT_EQ(w.bytes - WindowLayout(once).bytes, 4 * 4 * 8192);
   EXPECT_EQ(LocalLayout(shape, 132).bytes, LocalLayout(once, 132).bytes);
   // Other transfers have no room for them, and direct none for places.
-  EXPECT_EQ(WindowLayout(once).part_done, WindowLayout(once).counts);
+  EXPECT_EQ(WindowLayout(once).partial_done, WindowLayout(once).counts);
   ExchangeShape direct = shape;
   direct.transfer = Transfer::direct;
   EXPECT_EQ(WindowLayout(direct).places, WindowLayout(direct).x);
@@ -499,12 +499,12 @@ TEST(Layout, OfDeduplicatedTransfersHasAWordForEverySum) {
 
 TEST(Layout, OwnersAddUpAllExpertsButTheLastQuarter) {
   auto const added = [](std::int32_t local, Transfer transfer) {
-    return ExchangeShape{.ranks = 2, .experts = 2 * local, .transfer = transfer}.added_experts();
+    return ExchangeShape{.ranks = 2, .experts = 2 * local, .transfer = transfer}.partial_experts();
   };
-  EXPECT_EQ(added(1, Transfer::dedup), 1);
-  EXPECT_EQ(added(3, Transfer::dedup), 3);
-  EXPECT_EQ(added(4, Transfer::dedup), 3);
-  EXPECT_EQ(added(32, Transfer::dedup), 24);
+  EXPECT_EQ(added(1, Transfer::partial_combine), 1);
+  EXPECT_EQ(added(3, Transfer::partial_combine), 3);
+  EXPECT_EQ(added(4, Transfer::partial_combine), 3);
+  EXPECT_EQ(added(32, Transfer::partial_combine), 24);
   EXPECT_EQ(added(32, Transfer::once), 0);
   EXPECT_EQ(added(32, Transfer::direct), 0);
 }

@@ -64,14 +64,14 @@ ExchangeShape small_once(std::int32_t ranks) {
   return shape;
 }
 // All of them are added up.
-ExchangeShape small_dedup(std::int32_t ranks) {
+ExchangeShape small_partial_combine(std::int32_t ranks) {
   ExchangeShape shape = small_once(ranks);
-  shape.transfer = Transfer::dedup;
+  shape.transfer = Transfer::partial_combine;
   return shape;
 }
 // The last of an owner's four experts is not.
-ExchangeShape late_dedup(std::int32_t ranks) {
-  ExchangeShape shape = small_dedup(ranks);
+ExchangeShape late_partial_combine(std::int32_t ranks) {
+  ExchangeShape shape = small_partial_combine(ranks);
   shape.experts = 4 * ranks;
   return shape;
 }
@@ -97,8 +97,9 @@ TEST(Protocol, EndsAndLosesNothing) {
           ASSERT_EQ(run(small(ranks), options, seed), "") << where;
           if (seed % 3 != 0) continue;
           ASSERT_EQ(run(small_once(ranks), options, seed), "") << where << ", once";
-          ExchangeShape const dedup = seed % 9 == 0 ? small_dedup(ranks) : late_dedup(ranks);
-          ASSERT_EQ(run(dedup, options, seed), "") << where << ", dedup";
+          ExchangeShape const combined =
+              seed % 9 == 0 ? small_partial_combine(ranks) : late_partial_combine(ranks);
+          ASSERT_EQ(run(combined, options, seed), "") << where << ", partial combine";
         }
       }
     }
@@ -139,7 +140,7 @@ TEST(Protocol, EndsWithARingAnAnnouncerAndEarlySums) {
           options.rows_by_stores = seed / 2 % 2 != 0;
           ExchangeShape const shape = places > 0          ? small(ranks)
                                       : seed / 5 % 2 == 0 ? small_once(ranks)
-                                                          : late_dedup(ranks);
+                                                          : late_partial_combine(ranks);
           ASSERT_EQ(run(shape, options, seed), "")
               << ranks << " ranks, " << ctas << " CTAs, " << places << " places, seed " << seed;
         }
@@ -187,8 +188,9 @@ TEST(Protocol, EndsByMessages) {
                                    .sums_early = seed % 6 == 0,
                                    .copies_x = seed / 4 % 2 != 0,
                                    .host_ranks = host_ranks};
-          ExchangeShape const shapes[] = {small(ranks), small_once(ranks), small_dedup(ranks),
-                                          late_dedup(ranks)};
+          ExchangeShape const shapes[] = {small(ranks), small_once(ranks),
+                                          small_partial_combine(ranks),
+                                          late_partial_combine(ranks)};
           for (ExchangeShape const& shape : shapes) {
             ASSERT_EQ(run(shape, options, seed), "")
                 << ranks << " ranks, hosts of " << host_ranks << ", " << ctas << " CTAs, seed "
@@ -249,12 +251,20 @@ TEST(Protocol, EndsInEveryOrderAtTheSmallestSize) {
       {1, {{0}, {0}}, 2, 1},
       {2, {{3, 2}, {}}, 1, 2, 0, false, false, Transfer::once},     // a row for two places
       {2, {{3, 2}, {}}, 2, 1, 0, false, false, Transfer::once, 1},  // drawn by two warps
-      {2, {{3, 2}, {}}, 1, 2, 0, false, false, Transfer::dedup},
-      {2, {{3, 2}, {}}, 2, 1, 0, false, false, Transfer::dedup, 1},   // added up by whoever draws
-      {2, {{3, 2}, {0, 1}}, 1, 1, 0, false, false, Transfer::dedup},  // on both ranks
-      {2, {{0, 2}, {}}, 1, 2, 0, false, false, Transfer::dedup},      // nowhere
-      {2, {{3, 3}, {}}, 1, 2, 0, false, false, Transfer::dedup},      // of one expert
-      {3, {{4, 7, 6}, {}}, 1, 1, 0, false, false, Transfer::dedup, 1, 8},  // two of three
+      {2, {{3, 2}, {}}, 1, 2, 0, false, false, Transfer::partial_combine},
+      {2,
+       {{3, 2}, {}},
+       2,
+       1,
+       0,
+       false,
+       false,
+       Transfer::partial_combine,
+       1},  // added up by whoever draws
+      {2, {{3, 2}, {0, 1}}, 1, 1, 0, false, false, Transfer::partial_combine},  // on both ranks
+      {2, {{0, 2}, {}}, 1, 2, 0, false, false, Transfer::partial_combine},      // nowhere
+      {2, {{3, 3}, {}}, 1, 2, 0, false, false, Transfer::partial_combine},      // of one expert
+      {3, {{4, 7, 6}, {}}, 1, 1, 0, false, false, Transfer::partial_combine, 1, 8},  // two of three
       {1, {{0, 0, 0}, {}}, 1, 1, 1},  // two blocks in turn in one place
       {1, {{0, 0}, {0}}, 1, 1, 1, true},
       {1, {{1}, {0}}, 1, 2, 0, true},
@@ -368,12 +378,12 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
       {Break::one_parity, "one_parity", ""},
       {Break::one_bank, "one_bank", ""},
   };
-  Broken const of_dedup[] = {
+  Broken const of_partial_combine[] = {
       {Break::sums_before_pulls, "sums_before_pulls", "waits at down_tiles"},
       {Break::sum_without_down_tiles, "sum_without_down_tiles", "read"},
       {Break::sum_awaits_its_last_block_only, "sum_awaits_its_last_block_only", "read"},
-      {Break::part_done_relaxed, "part_done_relaxed", "without acquiring"},
-      {Break::part_done_at_gpu_scope, "part_done_at_gpu_scope", "without acquiring"},
+      {Break::partial_done_relaxed, "partial_done_relaxed", "without acquiring"},
+      {Break::partial_done_at_gpu_scope, "partial_done_at_gpu_scope", "without acquiring"},
       {Break::down_tiles_relaxed, "down_tiles_relaxed", "without acquiring"},
       {Break::down_without_a_ready, "down_without_a_ready", "read"},
       {Break::aggregate_without_done, "aggregate_without_done", "read"},
@@ -404,7 +414,7 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
   for (Broken const& broken : all) expect_noticed(broken, small(2));
   for (Broken const& broken : of_helpers) expect_noticed(broken, small(2), with_helpers(2));
   for (Broken const& broken : of_once) {
-    for (ExchangeShape const& shape : {small_once(2), late_dedup(2)}) {
+    for (ExchangeShape const& shape : {small_once(2), late_partial_combine(2)}) {
       expect_noticed(broken, shape,
                      {.passes = 5, .rows_in_flight = 4, .rows_of_draw = 2, .first_rows = 3});
     }
@@ -429,26 +439,26 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
   for (Broken const& broken : of_stores) {
     expect_noticed(broken, small(2), by_stores);
     expect_noticed(broken, small_once(2), by_stores);
-    expect_noticed(broken, small_dedup(2), by_stores);
+    expect_noticed(broken, small_partial_combine(2), by_stores);
   }
   Options const in_turn = {.passes = 5};
   Options const by_draws = {.passes = 5, .rows_in_flight = 4, .rows_of_draw = 2, .first_rows = 3};
-  for (ExchangeShape const& shape : {small_dedup(2), late_dedup(2)}) {
-    for (Broken const& broken : of_dedup) {
+  for (ExchangeShape const& shape : {small_partial_combine(2), late_partial_combine(2)}) {
+    for (Broken const& broken : of_partial_combine) {
       expect_noticed(broken, shape, in_turn);
       expect_noticed(broken, shape, by_draws);
     }
-    expect_noticed({Break::sum_draws_not_cleared, "sum_draws_not_cleared", "waits at part_done"},
+    expect_noticed({Break::sum_draws_not_cleared, "sum_draws_not_cleared", "waits at partial_done"},
                    shape, by_draws);
     expect_noticed(
         {Break::sum_draws_begin_with_the_first, "sum_draws_begin_with_the_first", "a row twice"},
         shape, by_draws);
   }
-  for (char const* const notice : {"waits at part_done", "a wrong or old sum"}) {
+  for (char const* const notice : {"waits at partial_done", "a wrong or old sum"}) {
     expect_noticed({Break::all_choices_in_the_sum, "all_choices_in_the_sum", notice},
-                   late_dedup(2));
+                   late_partial_combine(2));
   }
-  for (ExchangeShape const& shape : {small(2), small_once(2), small_dedup(2)}) {
+  for (ExchangeShape const& shape : {small(2), small_once(2), small_partial_combine(2)}) {
     expect_noticed({Break::x_before_written, "x_before_written", "read"}, shape,
                    {.passes = 5, .rows_by_stores = true, .copies_x = true});
   }
@@ -470,7 +480,7 @@ TEST(Protocol, EveryBrokenRuleOfMessagesIsNoticed) {
       {Break::one_parity, "one_parity", ""},
   };
   Options const options = {.passes = 5, .host_ranks = 1};
-  for (ExchangeShape const& shape : {small(2), small_once(2), small_dedup(2)}) {
+  for (ExchangeShape const& shape : {small(2), small_once(2), small_partial_combine(2)}) {
     for (Broken const& broken : all) expect_noticed(broken, shape, options);
   }
   expect_noticed({Break::x_before_written, "x_before_written", "nobody waited for"}, small(2),
@@ -526,9 +536,10 @@ TEST(Protocol, WrongValuesShowWithoutTheClocks) {
     bool noticed = false;
     for (std::uint64_t seed = 0; seed < 500 && !noticed; ++seed) {
       noticed =
-          !run(late_dedup(2), {.broken = rule, .passes = 5}, seed, Judges::values_alone).empty();
+          !run(late_partial_combine(2), {.broken = rule, .passes = 5}, seed, Judges::values_alone)
+               .empty();
     }
-    EXPECT_TRUE(noticed) << "rule " << static_cast<int>(rule) << ", dedup";
+    EXPECT_TRUE(noticed) << "rule " << static_cast<int>(rule) << ", partial combine";
   }
 }
 
@@ -538,14 +549,15 @@ TEST(Protocol, ADeadRankLeavesWaitersNotWrongRows) {
   // wait.
   auto const is_of_peer = [](Site site) {
     return site == Site::counted || site == Site::publish || site == Site::block_done ||
-           site == Site::part_done;
+           site == Site::partial_done;
   };
   std::set<Site> sites;
   for (std::uint64_t seed = 0; seed < 400; ++seed) {
     Options options = {.passes = 4};
     if (seed % 4 == 0) options = with_helpers(3);
     options.host_ranks = static_cast<std::int32_t>(seed / 7 % 3);
-    ExchangeShape const of_rows_once[] = {small_once(3), small_dedup(3), late_dedup(3)};
+    ExchangeShape const of_rows_once[] = {small_once(3), small_partial_combine(3),
+                                          late_partial_combine(3)};
     ExchangeShape const shape = seed % 2 == 0 ? small(3) : of_rows_once[seed / 8 % 3];
     if (shape.rows_cross_once()) {
       options.rows_in_flight = 2;
@@ -579,7 +591,7 @@ TEST(Protocol, ADeadRankLeavesWaitersNotWrongRows) {
     EXPECT_TRUE(is_of_peer(site) || of_rows || site == Site::none) << site_name(site);
   }
   EXPECT_TRUE(sites.count(Site::counted) && sites.count(Site::publish) &&
-              sites.count(Site::block_done) && sites.count(Site::part_done));
+              sites.count(Site::block_done) && sites.count(Site::partial_done));
 }
 
 }  // namespace

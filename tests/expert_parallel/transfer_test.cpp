@@ -32,7 +32,7 @@ TEST(Transfers, RowsCrossOnceWhereTheLinkWouldDecide) {
 
 TEST(Transfers, OwnersAddUpWhereTheLinkWouldDecideEvenThen) {
   auto const choice = [](std::int32_t ranks, std::int32_t hidden, std::int32_t intermediate,
-                         std::int32_t experts, std::int32_t top_k, bool sums_on_owners = true,
+                         std::int32_t experts, std::int32_t top_k, bool partial_combine = true,
                          std::int32_t max_tokens = 8192) {
     return choose_transfer({.ranks = ranks,
                             .max_tokens = max_tokens,
@@ -40,21 +40,21 @@ TEST(Transfers, OwnersAddUpWhereTheLinkWouldDecideEvenThen) {
                             .intermediate = intermediate,
                             .experts = experts,
                             .max_top_k = top_k},
-                           sums_on_owners);
+                           partial_combine);
   };
   EXPECT_EQ(choice(1, 2048, 768, 128, 8), Transfer::direct);
   EXPECT_EQ(choice(2, 2048, 768, 128, 8), Transfer::once);  // five rows for eight results
-  EXPECT_EQ(choice(4, 2048, 768, 128, 8), Transfer::dedup);
-  EXPECT_EQ(choice(8, 2048, 768, 128, 8), Transfer::dedup);
+  EXPECT_EQ(choice(4, 2048, 768, 128, 8), Transfer::partial_combine);
+  EXPECT_EQ(choice(8, 2048, 768, 128, 8), Transfer::partial_combine);
   EXPECT_EQ(choice(4, 2048, 768, 128, 2), Transfer::direct);   // hardly any sums
   EXPECT_EQ(choice(4, 7168, 2048, 256, 8), Transfer::direct);  // GEMMs take longer
   // Few tokens save less than sums cost.
-  EXPECT_EQ(choice(4, 2048, 768, 128, 8, true, 4096), Transfer::dedup);
+  EXPECT_EQ(choice(4, 2048, 768, 128, 8, true, 4096), Transfer::partial_combine);
   EXPECT_EQ(choice(4, 2048, 768, 128, 8, true, 2048), Transfer::once);
   // Unless it is asked for, no owner adds up.
   for (std::int32_t const ranks : {1, 2, 4, 8}) {
     for (std::int32_t const top_k : {1, 2, 4, 8}) {
-      EXPECT_NE(choice(ranks, 2048, 768, 128, top_k, false), Transfer::dedup);
+      EXPECT_NE(choice(ranks, 2048, 768, 128, top_k, false), Transfer::partial_combine);
     }
   }
 }
@@ -75,7 +75,7 @@ Across across(ExchangeShape const& shape) {
       std::int32_t const owner = shape.owner(e);
       if (owner == 0) continue;  // the token's rank
       owners.insert(owner);
-      bool const is_added = e - owner * shape.local_experts() < shape.added_experts();
+      bool const is_added = e - owner * shape.local_experts() < shape.partial_experts();
       if (!is_added || sums.insert(owner).second) ++sum.results;
     }
     sum.rows += static_cast<double>(owners.size());
@@ -90,9 +90,9 @@ TEST(Transfers, CountsWhatCrosses) {
         ExchangeShape shape = {.ranks = ranks,
                                .experts = ranks * local,
                                .max_top_k = top_k,
-                               .transfer = Transfer::dedup};
+                               .transfer = Transfer::partial_combine};
         Across const counted = across(shape);
-        EXPECT_NEAR(rows_across(shape, Transfer::dedup), counted.rows, 1e-9);
+        EXPECT_NEAR(rows_across(shape, Transfer::partial_combine), counted.rows, 1e-9);
         EXPECT_NEAR(results_across(shape), counted.results, 1e-9);
         // Nothing is added up: every pair has a result.
         shape.transfer = Transfer::once;

@@ -10,7 +10,7 @@ namespace tessera::cpu {
 namespace {
 
 /// Columns whose sums are kept at once: they stay in the first cache.
-constexpr std::int64_t kSums = 1024;
+constexpr std::int64_t kColumns = 1024;
 
 template <class T>
 TESSERA_INLINE void add_row_of(T const* row, float score, std::int64_t columns,
@@ -34,7 +34,7 @@ void aggregate(Layer<T> const& layer, AggregateArgs<T> const& args,
   RoutingView const& routing = layer.routing;
   auto const sum_token = [&](std::int64_t t, std::int64_t column, std::int64_t columns) {
     T* const out = args.out[t] + args.columns.first + column;
-    float sum[kSums];
+    float sum[kColumns];
     for (std::int64_t c = 0; c < columns; ++c) sum[c] = args.add_to_out ? to_fp32(out[c]) : 0.0f;
     SlotRange const slots = slots_of(layer.desc, routing, t);
     for (std::int64_t slot = slots.first; slot < slots.end; ++slot) {
@@ -49,8 +49,8 @@ void aggregate(Layer<T> const& layer, AggregateArgs<T> const& args,
   threads.pool.run(blocks, [&](std::int64_t block, int) {
     std::int64_t const end = std::min(tokens, (block + 1) * kAggregateTokens);
     for (std::int64_t t = block * kAggregateTokens; t < end; ++t) {
-      for (std::int64_t column = 0; column < pitch; column += kSums) {
-        sum_token(t, column, std::min(kSums, pitch - column));
+      for (std::int64_t column = 0; column < pitch; column += kColumns) {
+        sum_token(t, column, std::min(kColumns, pitch - column));
       }
     }
   });

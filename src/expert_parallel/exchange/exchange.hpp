@@ -38,7 +38,7 @@ struct ExchangeArguments {
   char* gmem_pool;                    // the fused kernel: [pool_rows,d] bf16
   // Of the shape, so that no thread divides by it for each pair or row.
   std::int32_t local_experts = shape.local_experts();
-  std::int32_t added_experts = shape.added_experts();
+  std::int32_t partial_experts = shape.partial_experts();
   Divisor by_local_experts{local_experts}, by_top_k{shape.max_top_k};
 
   [[nodiscard]] TESSERA_INLINE std::int32_t owner(std::int32_t expert) const {

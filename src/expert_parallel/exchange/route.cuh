@@ -56,8 +56,8 @@ __device__ void clear_next_bank(ExchangeArguments const& p, std::uint32_t epoch)
   }
 }
 
-// Words of this rank's window from `begin` on: ack, staged, which blocks are done, and with dedup, which sums. Owners
-// write those of blocks once they have this rank's lists.
+// Words of this rank's window from `begin` on: ack, staged, which blocks are done, and with partial combine, which
+// sums. Owners write those of blocks once they have this rank's lists.
 template <int kThreads>
 __device__ void renew_words(ExchangeArguments const& p, std::uint32_t epoch, std::int64_t begin) {
   std::uint32_t* const first = own_window(p).word(begin);
@@ -187,11 +187,11 @@ __device__ inline void join(ExchangeArguments const& p, std::int32_t id, int pai
     choices |= 1u << j;
     bool const is_before = other < id || (other == id && j < choice);
     if (is_before) ++entry.place;
-    if (other - first >= p.added_experts) continue;
+    if (other - first >= p.partial_experts) continue;
     ++added;
     if (!is_before && j != choice) ends = false;
   }
-  entry.ends_sum = id - first < p.added_experts && ends && added > 1 ? 1 : 0;
+  entry.ends_sum = id - first < p.partial_experts && ends && added > 1 ? 1 : 0;
   entry.choices = choices;
 }
 
@@ -221,7 +221,7 @@ __device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>
       if (p.shape.rows_cross_once()) {
         join(p, id, pair, entry);
         PairPlace const at = {id - p.owner(id) * p.local_experts, index};
-        float const score = p.shape.transfer == Transfer::dedup ? p.gmem_scores[pair] : 0;
+        float const score = p.shape.transfer == Transfer::partial_combine ? p.gmem_scores[pair] : 0;
         std::int64_t const placed = p.window.placed_pair(parity(epoch), p.rank, pair);
         *reinterpret_cast<uint2*>(owner.store_if_local<OtherWay::kStaged>(placed)) =
             make_uint2(at.word(), __float_as_uint(score));

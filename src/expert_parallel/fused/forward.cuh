@@ -4,15 +4,15 @@
 // Schedule persistent, one CTA per SM on every GPU, in pairs. All CTAs route and plan (route.cuh) while a warp of each
 //          copies x into the window (place_x.cuh), then by role:
 //   WG0 warp 0     | TMA loads, half of what both CTAs of a pair read for both
-//       warps 1, 2 | pull rows into the pool in the order of the tasks -> arrived; dedup: add up results that downs
-//                  | have left there, and send the sums [down_tiles] -> part_done
+//       warps 1, 2 | pull rows into the pool in the order of the tasks -> arrived; partial combine: add up results that
+//                  | downs have left there, and send the sums [down_tiles] -> partial_done
 //       warp 3     | draws tickets (schedule_tasks.cuh); lets a task be loaded [there] once [arrived] or [a_ready]
 //                  | says that A is there; announces what the consumers have sent [sent] -> a_ready; down_tiles,
 //                  | block_done
 //   WG1, 2         | first: rows of the first tasks, all of them or this rank's own -> arrived
 //                  | multiply; up: a by TMA, complete under the next task; down: rows to slots on their
 //                  | sources, under the next task -> sent; last: such sums that are left; aggregate the
-//                  | slice's tokens [block_done, part_done]
+//                  | slice's tokens [block_done, partial_done]
 // Training h and tables of this rank's rows besides, in an instance of its own (kept_pass.cuh)
 // Tasks    TaskCursor: ups, with downs behind by `lag` units, two at a time for the CTAs of a pair, which read the
 //          same weights or the same rows: a third less of L2 (docs/notebook/2026-11-23-fused-pairs.md)
@@ -28,7 +28,7 @@
 #include "cuda/arch/dynamic_shared.cuh"
 #include "cuda/arch/proxy_fence.cuh"
 #include "expert_parallel/fused/kept_pass.cuh"
-#include "expert_parallel/fused/owner_sums.cuh"
+#include "expert_parallel/fused/partial_combine.cuh"
 #include "expert_parallel/fused/pull_rows.cuh"
 #include "expert_parallel/fused/push_rows.cuh"
 #include "expert_parallel/fused/schedule_tasks.cuh"
@@ -224,7 +224,7 @@ __device__ void consume(Pass const& pass, int consumer) {
   constexpr bool kGated = gemm::ActivationFunction<kKind>::kGated;
   constexpr bool kBiased = expert_parallel::adds_biases(kKind);
   constexpr int kPairsOfGroup = gemm::kGroupColumns / 4;  // of this thread's values
-  using Pushed = Push<kTransfer == Transfer::dedup, kKeeps && kGated>;
+  using Pushed = Push<kTransfer == Transfer::partial_combine, kKeeps && kGated>;
   ForwardStorage& smem = pass.smem;
   ForwardParams const& p = pass.p;
   int const row = consumer * gemm::kSubtileM;
@@ -355,7 +355,7 @@ template <ActivationKind kKind, Transfer kTransfer, bool kKeeps>
 __global__ void __launch_bounds__(kForwardThreads, 1)
     forward(__grid_constant__ ForwardParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr bool kSums = kTransfer == Transfer::dedup;
+  constexpr bool kPartialCombine = kTransfer == Transfer::partial_combine;
   TESSERA_DYNAMIC_SHARED(smem_raw);
   auto& smem = *reinterpret_cast<ForwardStorage*>(smem_raw);
   Pass const pass{p, smem, *p.exchange.gmem_epoch};
@@ -395,11 +395,11 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       if constexpr (kTransfer == Transfer::direct) {
         pull_rows(pass, warp - 1);
       } else {
-        pull_tokens<kSums>(pass, warp - 1);
+        pull_tokens<kPartialCombine>(pass, warp - 1);
       }
       if constexpr (kKeeps) write_kept_rows(pass, warp - 1);
-      if constexpr (kSums) {
-        OwnerSums<8>(pass, smem.sums[warp - 1])
+      if constexpr (kPartialCombine) {
+        PartialCombine<8>(pass, smem.sums[warp - 1])
             .run(static_cast<int>(blockIdx.x) * kCommunicationWarps + warp - 1);
       }
     } else {
@@ -411,14 +411,14 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     if constexpr (kTransfer == Transfer::direct) {
       bring_own_rows(pass, warp);
     } else {
-      bring_first_tokens<kSums>(pass, warp);
+      bring_first_tokens<kPartialCombine>(pass, warp);
     }
     consume<kKind, kTransfer, kKeeps>(pass, warpgroup - 1);
     arch::named_barrier_sync(kStagesFree, kConsumers * arch::kWarpgroupThreads);
-    if constexpr (kSums) {
+    if constexpr (kPartialCombine) {
       auto* const storage = reinterpret_cast<SumStorage*>(
           reinterpret_cast<unsigned char*>(&smem.gemm.a) + SlotSums<kTransfer>::kBytes);
-      OwnerSums<16> sums(pass, storage[warp]);
+      PartialCombine<16> sums(pass, storage[warp]);
       sums.run(sums.kAnyDraw);
     }
     SlotSums<kTransfer>(pass, warp).run();
@@ -462,9 +462,10 @@ cudaError_t launch_forward_of(ForwardParams const& params, int sm_count, cudaStr
     case Transfer::once:
       return keeps ? launch_forward_kernel<kKind, Transfer::once, true>(params, sm_count, stream)
                    : launch_forward_kernel<kKind, Transfer::once>(params, sm_count, stream);
-    case Transfer::dedup:
+    case Transfer::partial_combine:
       return keeps ? cudaErrorInvalidValue
-                   : launch_forward_kernel<kKind, Transfer::dedup>(params, sm_count, stream);
+                   : launch_forward_kernel<kKind, Transfer::partial_combine>(params, sm_count,
+                                                                             stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -42,7 +42,7 @@ struct ForwardArguments {
 
 /// All CTAs are resident (a cooperative launch of sm_count, less one where that is odd), in clusters of two.
 /// cudaErrorInvalidValue: sm_count < 2, max_top_k > 32, hidden or intermediate no multiple of 8, something kept with
-/// Transfer::dedup, biases that are not adds_biases().
+/// Transfer::partial_combine, biases that are not adds_biases().
 cudaError_t launch_forward(ForwardArguments const& args, int sm_count, cudaStream_t stream);
 
 }  // namespace tessera::expert_parallel

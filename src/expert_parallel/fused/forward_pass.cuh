@@ -80,7 +80,7 @@ struct DrawnTickets {
   arch::Mbarrier full[kTicketSlots];  // its bytes
 };
 
-// Of a warp that adds up results (owner_sums.cuh).
+// Of a warp that adds up results (partial_combine.cuh).
 struct SumStorage {
   static constexpr int kRowsOfDraw = 2;
   static constexpr int kMaxUntold = 4;  // tokens that are told behind one fence

@@ -3,7 +3,7 @@
 // -> arrived. Consumer warps, which have nothing to multiply yet, bring what the first tasks wait for, or a part of it.
 //   direct  pull_rows: a row for every pair, row i by warp i mod warps
 //           bring_own_rows: of the first rows this rank's own
-//   once, dedup
+//   once, partial combine
 //           pull_tokens: a token's row for all its pairs here, with the first of them. Rows are drawn, four at a time,
 //           so a warp whose rows take long has fewer; where a row goes does not depend on who brings it
 //           bring_first_tokens: all of the first rows, as every one of them goes to several places
@@ -85,16 +85,16 @@ __device__ inline void pull_rows(Pass const& pass, int warp) {
 }
 
 // Lane j: the row of the pool for choice j of a token, if that is one of `choices`, else -1; and what is kept of it for
-// its result. By a converged warp. kSums: Transfer::dedup.
-template <bool kSums>
+// its result. By a converged warp. kPartialCombine: Transfer::partial_combine.
+template <bool kPartialCombine>
 __device__ int place_row(Pass const& pass, int token, int source, std::uint32_t choices,
                          PairPlace const& place) {
   ExchangeArguments const& p = pass.p.exchange;
   int const lane = arch::lane_idx();
   bool const has_row = (choices >> lane & 1) != 0;
   unsigned added = 0;
-  if (kSums && source != p.rank) {
-    added = __ballot_sync(arch::kAllLanes, has_row && place.expert < p.added_experts);
+  if (kPartialCombine && source != p.rank) {
+    added = __ballot_sync(arch::kAllLanes, has_row && place.expert < p.partial_experts);
   }
   if (!has_row) return -1;
   int const row = pool_row_of(pass, place, source);
@@ -182,7 +182,7 @@ class TokenDraws {
 };
 
 // Where rows cross once. One of kCommunicationWarps warps of a CTA.
-template <bool kSums>
+template <bool kPartialCombine>
 __device__ void pull_tokens(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
   pass.wait_lists();
@@ -191,8 +191,8 @@ __device__ void pull_tokens(Pass const& pass, int warp) {
   TokenDraws draws(pass, warp);
   TokenDraws::Token token = draws.next();
   while (token.choices != 0) {
-    int const row = place_row<kSums>(pass, token.token, token.source, token.choices,
-                                     PairPlace::of(token.place));
+    int const row = place_row<kPartialCombine>(pass, token.token, token.source, token.choices,
+                                               PairPlace::of(token.place));
     bringing.bring(x_of(p, token.source, token.token), row, [&] { token = draws.next(); });
   }
   bringing.finish();
@@ -200,7 +200,7 @@ __device__ void pull_tokens(Pass const& pass, int warp) {
 
 // Where rows cross once. One of kConsumerWarps warps: of the first rows number i by warp i mod warps, those of a CTA
 // far apart. Lane j reads the entry of the warp's j-th row.
-template <bool kSums>
+template <bool kPartialCombine>
 __device__ void bring_first_tokens(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
   BringRows bringing(pass);
@@ -242,7 +242,8 @@ __device__ void bring_first_tokens(Pass const& pass, int warp) {
       int const source = __shfl_sync(arch::kAllLanes, source_ahead, from);
       int const token = p.token_of(__shfl_sync(arch::kAllLanes, entry.x, from));
       std::uint32_t const choices = __shfl_sync(arch::kAllLanes, entry.y, from);
-      int const row = place_row<kSums>(pass, token, source, choices, PairPlace::of(place));
+      int const row =
+          place_row<kPartialCombine>(pass, token, source, choices, PairPlace::of(place));
       bringing.bring(x_of(p, source, token), row);
     }
   }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The epilogue of a down task, under the k loop of the next one: every warp sends the 16 rows of its accumulators to
-// the slots of their pairs, or leaves them in the pool to be added up (owner_sums.cuh). So it does with h of an up task
-// where that is kept (kept_pass.cuh). They are rounded to bf16 at once and kept until then, the first 64 columns in
-// shared memory, the others in 48 registers of a thread, which take their place by quarters:
+// the slots of their pairs, or leaves them in the pool to be added up (partial_combine.cuh). So it does with h of an up
+// task where that is kept (kept_pass.cuh). They are rounded to bf16 at once and kept until then, the first 64 columns
+// in shared memory, the others in 48 registers of a thread, which take their place by quarters:
 //   at once           | round; quarter 0 to shared memory
 //   behind a k_tile   | [next quarter to shared memory] 8 rows of a quarter to their place, 128 bytes by eight lanes
 // All of it at once is 6% of a pass's cycles, in which tensor cores wait (docs/notebook/2026-11-25-deferred-rows.md).
@@ -14,9 +14,10 @@
 
 namespace tessera::expert_parallel {
 
-// Of one warp. Warps share nothing. kSums: Transfer::dedup. kGatedH: h of gated ups is kept as well, whose quarters are
-// of its halves in turns. LastTask calls work() and says when all is done, so that drain() has nothing to wait for.
-template <bool kSums, bool kGatedH>
+// Of one warp. Warps share nothing. kPartialCombine: Transfer::partial_combine. kGatedH: h of gated ups is kept as
+// well, whose quarters are of its halves in turns. LastTask calls work() and says when all is done, so that drain() has
+// nothing to wait for.
+template <bool kPartialCombine, bool kGatedH>
 class Push {
  public:
   static constexpr gemm::EpilogueMode kMode = gemm::EpilogueMode::kDeferred;
@@ -39,7 +40,7 @@ class Push {
     if (arch::lane_idx() >= gemm::kWarpRows || row_of_tile >= tile.rows) return nullptr;
     std::int64_t const pool_row = std::int64_t{tile.row} + row_of_tile;
     uint2 const origin = *row_origin(p, pool_row);
-    if (kSums && origin.y == kStays) return p.gmem_pool + pool_row * (2 * p.shape.hidden);
+    if (kPartialCombine && origin.y == kStays) return p.gmem_pool + pool_row * (2 * p.shape.hidden);
     int const token = p.token_of(origin.x);
     std::int64_t const slot =
         p.window.slot(token, static_cast<std::int32_t>(origin.x) - token * p.shape.max_top_k);

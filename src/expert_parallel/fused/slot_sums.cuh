@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // o_t = sum over choices of s * slot, in the order of the choices, each awaited: the end of the fused kernel.
-// The bits are those of aggregate (src/cuda/kernels). dedup: where another rank has several of a token's choices, their
-// sum stands in the slot of the first of them (owner_sums.cuh). Of two groups of tokens those that are complete come
-// first.
+// The bits are those of aggregate (src/cuda/kernels). partial combine: where another rank has several of a token's
+// choices, their sum stands in the slot of the first of them (partial_combine.cuh). Of two groups of tokens those that
+// are complete come first.
 //   piece   512 to 2048 columns of two to eight choices of a token: 8 KB
 //   ring    two pieces of every warp, where the stages were: 128 KB of an SM in flight, by cp.async. Every lane reads
 //           what it has asked for itself, so that nobody waits for anybody
@@ -49,7 +49,7 @@ class SlotSums {
   }
 
  private:
-  static constexpr bool kSums = kTransfer == Transfer::dedup;
+  static constexpr bool kPartialCombine = kTransfer == Transfer::partial_combine;
   static constexpr int kBlockColumns = 8 * arch::kWarpThreads;
   static constexpr int kBlockBytes = 2 * kBlockColumns;
 
@@ -123,11 +123,12 @@ class SlotSums {
       if (is_expert(p_, id)) {
         auto const index = static_cast<std::int32_t>(*pair_word(p_, pair));
         int const owner = p_.owner(id);
-        adds_up = kSums && owner != p_.rank && id - owner * p_.local_experts < p_.added_experts;
+        adds_up = kPartialCombine && owner != p_.rank &&
+                  id - owner * p_.local_experts < p_.partial_experts;
         choice = {owner, pass_.block_of(id, index), p_.gmem_scores[pair]};
       }
     }
-    if (kSums) {
+    if (kPartialCombine) {
       __syncwarp();
       take_sum(choice, adds_up, token);
     }
@@ -206,12 +207,14 @@ class SlotSums {
     }
     return false;
   }
-  __device__ static bool is_sum(Choice const& choice) { return kSums && choice.block < 0; }
+  __device__ static bool is_sum(Choice const& choice) {
+    return kPartialCombine && choice.block < 0;
+  }
   __device__ static Site site(Choice const& choice) {
-    return is_sum(choice) ? Site::part_done : Site::block_done;
+    return is_sum(choice) ? Site::partial_done : Site::block_done;
   }
   __device__ std::int64_t word_of(Choice const& choice) const {
-    return is_sum(choice) ? p_.window.part_done_word(choice.owner, ~choice.block)
+    return is_sum(choice) ? p_.window.partial_done_word(choice.owner, ~choice.block)
                           : p_.window.block_done_word(choice.owner, choice.block);
   }
 

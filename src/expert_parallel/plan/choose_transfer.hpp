@@ -9,9 +9,9 @@ namespace tessera::expert_parallel {
 /// Bytes per second in one direction, measured: docs/notebook/2026-11-21-two-gpus.md
 constexpr double kLinkRate = 350e9;
 
-constexpr Transfer kTransfers[] = {Transfer::direct, Transfer::once, Transfer::dedup};
+constexpr Transfer kTransfers[] = {Transfer::direct, Transfer::once, Transfer::partial_combine};
 constexpr char const* transfer_name(Transfer transfer) {
-  constexpr char const* kNames[] = {"direct", "once", "dedup"};
+  constexpr char const* kNames[] = {"direct", "once", "partial-combine"};
   return kNames[static_cast<int>(transfer)];
 }
 
@@ -27,7 +27,7 @@ inline double rows_across(ExchangeShape const& s, Transfer transfer) {
 /// .. and of its results that come back.
 inline double results_across(ExchangeShape const& s) {
   double const added =
-      static_cast<double>(s.added_experts()) / s.local_experts();  // of the choices
+      static_cast<double>(s.partial_experts()) / s.local_experts();  // of the choices
   double misses = 1;  // that none of a rank's experts whose results are added up is chosen
   for (std::int32_t k = 0; k < s.max_top_k; ++k) misses *= 1 - added / s.ranks;
   return rows_across(s, Transfer::direct) * (1 - added) + (s.ranks - 1) * (1 - misses);
@@ -38,7 +38,7 @@ inline double results_across(ExchangeShape const& s) {
 /// layers take 1 to 6% longer so (docs/notebook/2026-11-23-converged-warps.md). Where it would take three quarters even
 /// then, owners add up what they may, if a pass of max_tokens saves 75 us of it so: where that is 50 us, sums that come
 /// behind the last tasks cost more (docs/notebook/2026-11-26-sums-on-owners.md).
-inline Transfer choose_transfer(ExchangeShape const& s, bool sums_on_owners = false) {
+inline Transfer choose_transfer(ExchangeShape const& s, bool partial_combine = false) {
   constexpr double kGemms = 650e12;  // FLOP per second
   constexpr double kBusy = 0.75;
   constexpr double kWorthwhile = 0.75;
@@ -48,12 +48,12 @@ inline Transfer choose_transfer(ExchangeShape const& s, bool sums_on_owners = fa
   double const rows_once = rows_across(s, Transfer::once);
   bool const pays = 2 * rows * row_time > kBusy * gemms && rows_once <= kWorthwhile * rows;
   if (!pays || !serves_once(s)) return Transfer::direct;
-  constexpr double kSumsSave = 75e-6;  // seconds
-  ExchangeShape with_sums = s;
-  with_sums.transfer = Transfer::dedup;
+  constexpr double kMinSaving = 75e-6;  // seconds
+  ExchangeShape combined = s;
+  combined.transfer = Transfer::partial_combine;
   bool const is_late = (rows_once + rows) * row_time > kBusy * gemms;
-  bool const saves = s.max_tokens * (rows - results_across(with_sums)) * row_time > kSumsSave;
-  return sums_on_owners && is_late && saves ? Transfer::dedup : Transfer::once;
+  bool const saves = s.max_tokens * (rows - results_across(combined)) * row_time > kMinSaving;
+  return partial_combine && is_late && saves ? Transfer::partial_combine : Transfer::once;
 }
 
 }  // namespace tessera::expert_parallel

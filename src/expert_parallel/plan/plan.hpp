@@ -24,9 +24,9 @@ constexpr int kUnitBlocks = 16;
 constexpr int kTileColumns = 256;  // of a GEMM; a gated up projection makes half as many of a
 
 /// What crosses the link. direct: a row for every pair, and its result back. once: a token's row once per owner, and
-/// the result of every pair back. dedup: a token's row once per owner, and what the owner made of it back: the one
-/// result, or the sum of several, weighted by the scores.
-enum class Transfer : std::int32_t { direct, once, dedup };
+/// the result of every pair back. partial combine: a token's row once per owner, and what the owner made of it back:
+/// the one result, or the sum of several, weighted by the scores.
+enum class Transfer : std::int32_t { direct, once, partial_combine };
 
 /// Bounds of an exchange, equal on all ranks. Owner of expert e: rank e / local_experts(). A token may name an expert
 /// more than once.
@@ -47,10 +47,11 @@ struct ExchangeShape {
   [[nodiscard]] TESSERA_INLINE constexpr std::int32_t owner(std::int32_t expert) const {
     return expert / local_experts();
   }
-  /// dedup: the first ones of a rank's experts, whose results are added up there. Sums with the last ones would all
-  /// come at the end of a pass, when the link has the least time (docs/notebook/2026-11-26-sums-on-owners.md).
-  [[nodiscard]] TESSERA_INLINE constexpr std::int32_t added_experts() const {
-    return transfer == Transfer::dedup ? local_experts() - local_experts() / 4 : 0;
+  /// partial combine: the first ones of a rank's experts, whose results are added up there. Sums with the last ones
+  /// would all come at the end of a pass, when the link has the least time
+  /// (docs/notebook/2026-11-26-sums-on-owners.md).
+  [[nodiscard]] TESSERA_INLINE constexpr std::int32_t partial_experts() const {
+    return transfer == Transfer::partial_combine ? local_experts() - local_experts() / 4 : 0;
   }
   /// A row for every owner; else for every pair.
   [[nodiscard]] TESSERA_INLINE constexpr bool rows_cross_once() const {

@@ -12,17 +12,18 @@
 //   a_ready     up tasks -> down tasks              a_ready[block]          up_tiles       gpu
 //   down_tiles  down tasks -> the last, owner's sum down_tiles[block]       down_tiles     gpu
 //   block_done  owner -> aggregate                  block_done[owner,block] epoch          sys
-//   part_done   owner's sums -> aggregate           part_done[owner,token]  epoch          sys, dedup
+//   partial_done owner's sums -> aggregate          partial_done[owner,token] epoch        sys, partial combine
 //   ended       CTAs -> the last of them            ended                   all CTAs       gpu, separate kernels
 //
 // Transfer::once: a token's row crosses once to each owner, one of whose warps writes it to the places of all its
 // pairs there when it comes to the first of them. So nobody waits for a copy.
 //
-// Transfer::dedup: the same, and where a token of another rank has several rows on an owner, their results stay there,
-// each in its row of the pool, which its ups have read. Communication warps that have nothing left to pull go through
-// the rows again: with the last of a token's, once the blocks of all of them are done, they add up the results in the
-// order of the choices, round the sum to bf16, send it to the slot of the first of these choices, then say part_done. A
-// token's only row on an owner, those of the owner's own tokens and of its last experts go to their slots as they are.
+// Transfer::partial_combine: the same, and where a token of another rank has several rows on an owner, their results
+// stay there, each in its row of the pool, which its ups have read. Communication warps that have nothing left to pull
+// go through the rows again: with the last of a token's, once the blocks of all of them are done, they add up the
+// results in the order of the choices, round the sum to bf16, send it to the slot of the first of these choices, then
+// say partial_done. A token's only row on an owner, those of the owner's own tokens and of its last experts go to their
+// slots as they are.
 //
 // A count carries its epoch in the same word, so that nothing has to be fenced for it: plans are made while the lists
 // are still on their way.
@@ -36,7 +37,8 @@
 // are overwritten in pass N without a wait: the source ended pass N-1, in which it awaited every peer's counts and
 // lists, and a peer publishes those of N-1 when it has ended N-2. Counters of this GPU alone have two banks; a pass
 // clears the bank of the next one. x, slots and pools are single: a rank ends its pass after every owner has pulled
-// and returned its rows. With dedup it may end before the last block_done words, which it did not need, have come.
+// and returned its rows. With partial combine it may end before the last block_done words, which it did not need, have
+// come.
 #pragma once
 
 #include <cstdint>
@@ -55,24 +57,24 @@ enum class Site : std::int32_t {
   a_ready,
   down_tiles,
   block_done,
-  part_done,
+  partial_done,
   ended,
   staged,
   rows  ///< nobody waits there: there are more of them than there is room for
 };
 inline char const* site_name(Site site) {
-  constexpr char const* kNames[] = {"none",    "ack",     "route_scan", "counted",    "publish",
-                                    "arrived", "a_ready", "down_tiles", "block_done", "part_done",
-                                    "ended",   "staged",  "rows"};
+  constexpr char const* kNames[] = {
+      "none",       "ack",        "route_scan",   "counted", "publish", "arrived", "a_ready",
+      "down_tiles", "block_done", "partial_done", "ended",   "staged",  "rows"};
   return kNames[static_cast<int>(site)];
 }
 
 /// A row on its way to an owner, and the token's others there. 16 bytes, so that one store sends it.
 struct alignas(16) RouteEntry {
   std::uint32_t pair = 0;     ///< token * max_top_k + choice, on its source
-  std::uint32_t choices = 0;  ///< once, dedup: the token's on this owner, a bit each
-  std::uint8_t place = 0;     ///< once, dedup: of its row among theirs, as in the pool
-  std::uint8_t ends_sum = 0;  ///< dedup: 1 if it is the last of several that are added up
+  std::uint32_t choices = 0;  ///< once, partial combine: the token's on this owner, a bit each
+  std::uint8_t place = 0;     ///< once, partial combine: of its row among theirs, as in the pool
+  std::uint8_t ends_sum = 0;  ///< partial combine: 1 if it is the last of several that are added up
   float score = 0;            ///< separate kernels
 };
 static_assert(sizeof(RouteEntry) == 16);
@@ -93,10 +95,10 @@ struct PairPlace {
 /// What a source says of each of its pairs to their owners, where rows cross once.
 struct alignas(8) PlacedPair {
   std::uint32_t place;  ///< PairPlace
-  float score;          ///< dedup
+  float score;          ///< partial combine
 };
 
-/// Bounds of once and dedup, where a word holds a place.
+/// Bounds of once and partial combine, where a word holds a place.
 TESSERA_INLINE constexpr bool serves_once(ExchangeShape const& s) {
   return std::int64_t{s.max_tokens} * s.max_top_k <= 1 << PairPlace::kIndexBits &&
          s.local_experts() <= 1 << (32 - PairPlace::kIndexBits) && s.max_top_k <= kMaxChoices;
@@ -152,11 +154,11 @@ struct WindowLayout {
   std::int64_t publish, abort;              ///< [P] words, a line each; abort: a rank + 1, or 0
   std::int64_t ack, staged, second_staged;  ///< [P] words, a line each
   std::int64_t block_done;                  ///< [P,max_blocks] u32
-  std::int64_t part_done;                   ///< [P,max_tokens] u32, dedup
+  std::int64_t partial_done;                ///< [P,max_tokens] u32, partial combine
   std::int64_t counts;                      ///< [2,P,E] CountWord
   std::int64_t rooms;     ///< [2,P] CountWord: rows that a rank has memory for, training
   std::int64_t lists;     ///< [2,P,max_tokens*max_top_k] RouteEntry
-  std::int64_t places;    ///< [2,P,max_tokens*max_top_k] PlacedPair, once and dedup
+  std::int64_t places;    ///< [2,P,max_tokens*max_top_k] PlacedPair, once and partial combine
   std::int64_t x;         ///< [max_tokens,d] bf16
   std::int64_t slots;     ///< [max_tokens,max_top_k,d] bf16
   std::int64_t second_x;  ///< [max_tokens,d] bf16, training
@@ -181,7 +183,7 @@ struct WindowLayout {
     staged = take(ranks_ * kWordStride);
     second_staged = take(ranks_ * kWordStride);
     block_done = take(4 * ranks_ * max_blocks_);
-    part_done = take(s.transfer == Transfer::dedup ? 4 * ranks_ * max_tokens_ : 0);
+    partial_done = take(s.transfer == Transfer::partial_combine ? 4 * ranks_ * max_tokens_ : 0);
     counts = take(std::int64_t{8} * 2 * ranks_ * experts_);
     rooms = take(std::int64_t{8} * 2 * ranks_);
     lists = take(static_cast<std::int64_t>(sizeof(RouteEntry)) * 2 * ranks_ * pairs_);
@@ -215,9 +217,9 @@ struct WindowLayout {
                                                                       std::int64_t block) const {
     return block_done + 4 * (owner * max_blocks_ + block);
   }
-  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t part_done_word(std::int32_t owner,
-                                                                     std::int64_t token) const {
-    return part_done + 4 * (owner * max_tokens_ + token);
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t partial_done_word(std::int32_t owner,
+                                                                        std::int64_t token) const {
+    return partial_done + 4 * (owner * max_tokens_ + token);
   }
   /// CountWord; those of a source follow each other.
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t count_word(std::int32_t parity,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Transfer::dedup: what the owner sends back for a token of another rank that has several rows here, by communication
-// warps that have nothing left to pull, and at last by all warps.
+// Transfer::partial_combine: what the owner sends back for a token of another rank that has several rows here, by
+// communication warps that have nothing left to pull, and at last by all warps.
 //   part_t = bf16(sum over the token's choices j on this owner, in their order, of s_tj * y_tj)
 //   y      [rows of the pool, d] bf16, where x was (push_rows.cuh) -> the slot of the first of these choices, on the
-//          token's source -> part_done
+//          token's source -> partial_done
 // Schedule  rows are drawn, and of them the last ones of their tokens taken, so tokens come in the order of the blocks.
 //           4 KB of a token in flight, in 32 registers of a lane: 1024 columns of two rows, 512 of four, 256 of six
 // Ahead     a number is drawn two draws before it is needed, entries are read one draw, places and scores one token
@@ -21,9 +21,9 @@ namespace tessera::expert_parallel {
 // What is known of the token at hand, and of the next one, is kept in shared memory: registers are for its rows, of
 // which a lane has 16 * kLoads bytes in flight.
 template <int kLoads>
-class OwnerSums {
+class PartialCombine {
  public:
-  __device__ OwnerSums(Pass const& pass, SumStorage& smem)
+  __device__ PartialCombine(Pass const& pass, SumStorage& smem)
       : pass_(pass),
         p_(pass.p.exchange),
         smem_(smem),
@@ -66,7 +66,7 @@ class OwnerSums {
   }
   // Of the rows of experts whose results are added up.
   __device__ int end() const {
-    ExpertPlan const& last = pass_.smem.plan[p_.added_experts - 1];
+    ExpertPlan const& last = pass_.smem.plan[p_.partial_experts - 1];
     return last.first_row + last.rows;
   }
   // Of the draw ahead.
@@ -129,7 +129,7 @@ class OwnerSums {
     std::uint32_t const lane = arch::forgotten(lane_);
     PlacedPair const placed = smem_.placed[placed_pairs(token.source, token.token) / 8 % 2 + lane];
     PairPlace const place = PairPlace::of(placed.place);
-    bool const adds = (token.choices >> lane & 1) != 0 && place.expert < p_.added_experts;
+    bool const adds = (token.choices >> lane & 1) != 0 && place.expert < p_.partial_experts;
     unsigned const added = __ballot_sync(arch::kAllLanes, adds);
     if (lane == 0) smem_.now = {added, token.token, token.source};
     if (adds) {
@@ -224,7 +224,7 @@ class OwnerSums {
     if (lane_ < untold_) {
       SumStorage::Token const sum = smem_.untold[lane_];
       Peer const to = peer_of(p_, sum.source);
-      to.signal(p_.window.part_done_word(p_.rank, sum.token), pass_.epoch);
+      to.signal(p_.window.partial_done_word(p_.rank, sum.token), pass_.epoch);
     }
     __syncwarp();
     untold_ = 0;

@@ -362,7 +362,7 @@ class Rank {
     TESSERA_CUDA(
         expert_parallel::launch_dispatch({.exchange = p,
                                           .tables = tables,
-                                          .kept = {},
+                                          .saved = {},
                                           .capacity = shape_.max_rows(),
                                           .may_overflow = false,
                                           .gmem_rows = reinterpret_cast<char*>(pool_.get()),

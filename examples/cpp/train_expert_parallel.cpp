@@ -62,7 +62,7 @@ class Tensors {
 };
 
 /// What a layer keeps of a pass on this rank besides x and ids, with memory for `rows` rows.
-struct Kept {
+struct Saved {
   DispatchTables tables;
   Tensor h;
 };
@@ -76,22 +76,22 @@ struct Backward {
 };
 
 void run_backward(ExpertParallel& group, Context const& context, MoeDesc const& rows_desc,
-                  Kept const& kept, ConstTensor const& x, ConstTensor const& ids,
+                  Saved const& saved, ConstTensor const& x, ConstTensor const& ids,
                   ConstTensor const& d_o, ExpertWeights const& weights, Backward const& b) {
   require(group.dispatch({.x = d_o,
                           .second_x = x,
                           .topk_ids = ids,
-                          .tables = kept.tables,
+                          .tables = saved.tables,
                           .rows = b.d_o_rows,
                           .second_rows = b.x_rows}));
   require(routing_of_groups(context, rows_desc,
-                            {.expert_offsets = kept.tables.expert_offsets,
-                             .row_scores = kept.tables.row_scores,
+                            {.expert_offsets = saved.tables.expert_offsets,
+                             .row_scores = saved.tables.row_scores,
                              .routing = b.routing}));
   require(moe_backward(context, rows_desc,
                        {.d_o = b.d_o_rows,
                         .x = b.x_rows,
-                        .h = kept.h,
+                        .h = saved.h,
                         .routing = b.routing,
                         .weights = weights,
                         .dx = b.dx_rows,
@@ -99,7 +99,7 @@ void run_backward(ExpertParallel& group, Context const& context, MoeDesc const& 
                         .gradients = b.gradients,
                         .workspace = b.workspace}));
   require(group.combine({.rows = b.dx_rows,
-                         .tables = kept.tables,
+                         .tables = saved.tables,
                          .row_dscores = b.row_dscores,
                          .dscores = b.dscores,
                          .o = b.dx}));
@@ -214,10 +214,10 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
   MoeDesc const rows_desc = {.shape = {rows, kHidden, kIntermediate, kOwnExperts, 1},
                              .dtype = DType::bf16,
                              .grouping = RowGrouping::offsets};
-  Kept const kept = {.tables = {.expert_offsets = gpu.make(DType::int32, {kOwnExperts + 1}),
-                                .row_origins = gpu.make(DType::int32, {rows, 4}),
-                                .row_scores = gpu.make(DType::fp32, {rows})},
-                     .h = gpu.make(DType::bf16, {rows, 2 * kIntermediate})};
+  Saved const saved = {.tables = {.expert_offsets = gpu.make(DType::int32, {kOwnExperts + 1}),
+                                  .row_origins = gpu.make(DType::int32, {rows, 4}),
+                                  .row_scores = gpu.make(DType::fp32, {rows})},
+                       .h = gpu.make(DType::bf16, {rows, 2 * kIntermediate})};
   Tensor const o = gpu.make(DType::bf16, {tokens, kHidden});
   Backward const backward = {
       .dx = gpu.make(DType::bf16, {tokens, kHidden}),
@@ -241,9 +241,9 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
                             .w_up = weights.w_up,
                             .w_down = weights.w_down,
                             .o = o,
-                            .kept = kept.tables,
-                            .h = kept.h}));
-    run_backward(*group, context, rows_desc, kept, own_x, own_ids, own_d_o, weights, backward);
+                            .saved = saved.tables,
+                            .h = saved.h}));
+    run_backward(*group, context, rows_desc, saved, own_x, own_ids, own_d_o, weights, backward);
   };
   all.meet();  // who fails so far fails before anybody waits for it in a pass
   step();      // warms up

@@ -9,10 +9,10 @@
 // has at most 8 tokens, for which it takes other kernels, or with a partial combine. Ranks are
 // threads or processes. They make the same passes in the same order, also those in which they have no token.
 //
-// Backward, and whatever else forward() has not, such as biases with most activations, takes a pass in pieces: route()
+// Backward, and whatever else forward() has not, such as biases with most activations, takes an unfused pass: route()
 // tells the owners which rows they get, dispatch() brings them, sorted by expert; moe_forward or moe_backward with
 // RowGrouping::offsets, or anything else, makes one row of each; combine() takes them back and adds up those of each
-// token. Backward dispatches d_o and x by the tables that forward() or dispatch() kept, and combines dx; moe_backward
+// token. Backward dispatches d_o and x by the tables that forward() or dispatch() saved, and combines dx; moe_backward
 // reads tables that routing_of_groups() makes of these. For the bits of one GPU combine() weights the rows of o, and
 // moe_forward has no row_scores.
 #pragma once
@@ -60,7 +60,7 @@ struct ExpertParallelDesc {
   };
   double time_limit = 30;  ///< seconds a pass waits for another rank, above 0 and at most 86400
   bool training =
-      false;  ///< whether passes are kept for backward, or made in pieces: windows and workspace are larger
+      false;  ///< whether passes are saved for backward, or unfused: windows and workspace are larger
 };
 
 /// What a rank knows of the rows that its experts have in a pass, R of them: sorted by expert, then by rank, its own
@@ -89,14 +89,17 @@ struct ExpertParallelArgs {
   /// Optional, with training: tables of this rank's rows, for backward; where one rank has them, all have, and
   /// partial_combine does nothing. R may be larger than routed_rows(): what lies behind the last row is left as it is.
   /// Where it is smaller the pass is void, as that of dispatch() is.
-  DispatchTables kept = {};
+  union {
+    DispatchTables saved = {};
+    [[deprecated("is called saved; this name goes with 1.0")]] DispatchTables kept;
+  };
   Tensor h =
-      {};  ///< optional, with kept: [R,2n] or [R,n], x w_up^T of its rows, at a multiple of 16 bytes
-  /// Leaves out rows that there is no room for in kept and h, and tells nobody; o is good all the same. routed_rows()
+      {};  ///< optional, with saved: [R,2n] or [R,n], x w_up^T of its rows, at a multiple of 16 bytes
+  /// Leaves out rows that there is no room for in saved and h, and tells nobody; o is good all the same. routed_rows()
   /// says whether all ranks had room.
   bool may_overflow = false;
   /// Optional, both or none, with ActivationKind::clamped_swiglu (gpt-oss), at multiples of 16 bytes; with other
-  /// activations a pass in pieces has them.
+  /// activations an unfused pass has them.
   ConstTensor b_up = {};    ///< this rank's: [E/P,2n], in the order of the rows of w_up
   ConstTensor b_down = {};  ///< this rank's: [E/P,d]
 };
@@ -107,7 +110,7 @@ struct ExpertRouteArgs {
   std::int64_t room = 0;  ///< rows that this rank will have memory for, 0: as many as there are
 };
 
-/// What route(), or forward() that keeps tables, has found.
+/// What route(), or forward() that saves tables, has found.
 struct RoutedRows {
   std::int64_t rows = 0;  ///< R of this rank
   bool all_fit =
@@ -233,7 +236,7 @@ class TESSERA_EXPORT ExpertParallel {
   /// launch what runs between passes once before the first one.
   Status forward(ExpertParallelArgs const& args, Stream stream = {}) noexcept;
 
-  /// A pass in pieces, with ExpertParallelDesc::training: route(), dispatch(), combine(), or dispatch() and combine()
+  /// An unfused pass, with ExpertParallelDesc::training: route(), dispatch(), combine(), or dispatch() and combine()
   /// with the tables of an earlier pass, in the order of one stream. Between them nothing else of this object may be
   /// called, on no rank; a call out of turn is refused with invalid_argument. Each waits for all ranks.
   Status route(ExpertRouteArgs const& args, Stream stream = {}) noexcept;

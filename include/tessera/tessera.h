@@ -172,7 +172,7 @@ typedef struct {
   double time_limit;
 } tessera_expert_parallel_desc;
 
-/* expert_offsets, row_origins, row_scores and h are absent (rank 0), or kept for backward: ExpertParallelArgs in
+/* expert_offsets, row_origins, row_scores and h are absent (rank 0), or saved for backward: ExpertParallelArgs in
  * expert_parallel.hpp. */
 typedef struct {
   uint64_t size;
@@ -183,7 +183,7 @@ typedef struct {
   tessera_tensor b_up, b_down; /* both absent, or of clamped swiglu */
 } tessera_expert_parallel_args;
 
-/* A pass in pieces: ExpertRouteArgs, DispatchTables and so on in expert_parallel.hpp. Tensors of rank 0 are absent. */
+/* An unfused pass: ExpertRouteArgs, DispatchTables and so on in expert_parallel.hpp. Tensors of rank 0 are absent. */
 typedef struct {
   uint64_t size;
   tessera_tensor topk_ids, topk_weights;

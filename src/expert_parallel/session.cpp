@@ -194,17 +194,17 @@ Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
   exchange.gmem_topk_ids = tensors.gmem_topk_ids;
   exchange.gmem_scores = tensors.gmem_topk_weights;
   exchange.gmem_pool = regions.pool.in(base);
-  KeptPass kept = {};
-  bool const keeps = tensors.kept.gmem_expert_offsets != nullptr;
-  if (keeps) {
+  SavedPass saved = {};
+  bool const saves = tensors.saved.gmem_expert_offsets != nullptr;
+  if (saves) {
     // Each result goes back alone, as combine() does it.
     if (s.transfer == Transfer::partial_combine) exchange.shape.transfer = Transfer::once;
     exchange.partial_experts = exchange.shape.partial_experts();
-    kept = {.tables = row_tables(tensors.kept),
-            .capacity = tensors.kept.capacity,
-            .may_overflow = tensors.may_overflow,
-            .gmem_h = static_cast<char*>(tensors.gmem_h),
-            .host = next_told(host_, counted_)};
+    saved = {.tables = row_tables(tensors.saved),
+             .capacity = tensors.saved.capacity,
+             .may_overflow = tensors.may_overflow,
+             .gmem_h = static_cast<char*>(tensors.gmem_h),
+             .host = next_told(host_, counted_)};
   }
   TESSERA_TRY(check(launch_forward({.exchange = exchange,
                                     .activation = config_.activation,
@@ -217,10 +217,10 @@ Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
                                     .x_pitch = pitch,
                                     .gmem_o = tensors.gmem_o,
                                     .lag = -1,
-                                    .kept = kept},
+                                    .saved = saved},
                                    config_.sm_count, native),
                     "launch of the forward pass"));
-  if (keeps) count_on(stream);
+  if (saves) count_on(stream);
   return {};
 }
 
@@ -309,7 +309,7 @@ Status Session::dispatch(DispatchTensors const& tensors, Stream stream) noexcept
   TESSERA_TRY(
       check(launch_dispatch({.exchange = exchange,
                              .tables = routed ? regions.tables(base) : tables,
-                             .kept = routed ? tables : RowTables{},
+                             .saved = routed ? tables : RowTables{},
                              .capacity = tensors.tables.capacity,
                              .may_overflow = tensors.may_overflow,
                              .gmem_rows = static_cast<char*>(tensors.gmem_rows),

@@ -59,7 +59,7 @@ struct PassTensors {
   void const* gmem_b_up = nullptr;  // both biases or none
   void const* gmem_b_down = nullptr;
   void* gmem_o = nullptr;
-  PassTables kept = {};    // for backward; without tables nothing is kept
+  PassTables saved = {};   // for backward; without tables nothing is saved
   void* gmem_h = nullptr;  // of as many rows, or null
   bool may_overflow = false;
 };

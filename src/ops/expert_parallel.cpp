@@ -350,12 +350,12 @@ Status ExpertParallel::forward(ExpertParallelArgs const& args, Stream stream) no
       .gmem_w_up = args.w_up.data,
       .gmem_w_down = args.w_down.data,
       .gmem_o = args.o.data};
-  if (args.kept.expert_offsets.present()) {
-    TESSERA_TRY(check_training(desc_, "kept"));
-    auto const rows = rows_of("row_origins", args.kept.row_origins, desc_, 4);
+  if (args.saved.expert_offsets.present()) {
+    TESSERA_TRY(check_training(desc_, "saved"));
+    auto const rows = rows_of("row_origins", args.saved.row_origins, desc_, 4);
     if (!rows.ok()) return rows.status();
-    pass.tables(args.kept, rows.value(), true);
-    tensors.kept = pass_tables(args.kept, rows.value());
+    pass.tables(args.saved, rows.value(), true);
+    tensors.saved = pass_tables(args.saved, rows.value());
     tensors.may_overflow = args.may_overflow;
     if (args.h.present()) {
       pass.output("h", args.h, DType::bf16, {rows.value(), up_rows});

@@ -129,6 +129,17 @@ TEST(ExpertParallel, PartialCombineHasItsOldName) {
   EXPECT_EQ(bytes, combined);
 }
 
+TEST(ExpertParallel, SavedTablesHaveTheirOldName) {
+  std::int32_t offsets[] = {0, 0};
+  ExpertParallelArgs args;
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+  args.kept = {.expert_offsets = tensor(static_cast<void*>(offsets), DType::int32, {2})};
+#pragma GCC diagnostic pop
+  EXPECT_EQ(args.saved.expert_offsets.data, offsets);
+  EXPECT_FALSE(args.saved.row_origins.present());
+}
+
 // A second x, and a float per choice.
 TEST(ExpertParallel, TrainingNeedsALargerWindow) {
   ExpertParallelDesc desc = good();

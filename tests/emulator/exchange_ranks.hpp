@@ -78,7 +78,7 @@ struct Tables {
 struct Kind {
   bool second = false;   // two rows of each token
   bool dscores = false;  // a float back for each row
-  bool keeps = false;    // tables for later passes
+  bool saves = false;    // tables for later passes
   bool tight = false;    // room for the rows that there are, and no more
   bool may_overflow = false;
   bool apart = false;  // the second rows come by a launch of their own
@@ -89,7 +89,7 @@ struct Share {
   Rows wanted;
   std::vector<float> scores;  // of its pairs
   std::int64_t capacity;
-  Tables kept;
+  Tables saved;
   Memory<Bits> x, second_x, rows, second_rows, sent;
   Memory<float> row_dscores, dscores;
   Memory<std::int32_t> slot_of_pair;
@@ -98,7 +98,7 @@ struct Share {
   Share(Exchange const& exchange, int rank)
       : wanted(wanted_rows(exchange, rank)),
         capacity(exchange.shape.max_rows()),
-        kept(exchange.shape),
+        saved(exchange.shape),
         x(exchange.shape.max_tokens * std::int64_t{exchange.shape.hidden}),
         second_x(static_cast<std::int64_t>(x.size())),
         rows(capacity * exchange.shape.hidden),
@@ -145,7 +145,7 @@ class Ranks {
     jitter_ns_ = jitter_ns;
   }
 
-  // A pass of new choices, or with the tables of one that kept them.
+  // A pass of new choices, or with the tables of one that saved them.
   Pass& make(Exchange const& exchange, Kind kind, std::uint64_t seed, Pass const* of = nullptr) {
     passes_.push_back(std::make_unique<Pass>(Pass{exchange, kind, of, epoch_++, {}}));
     Pass& pass = *passes_.back();
@@ -184,8 +184,8 @@ class Ranks {
         step(r, [this, &pass, r] { place_second_rows(pass, r, rank(r).window.get()); });
         args = dispatch_arguments(pass, r);
         args.gmem_rows = nullptr;
-        if (pass.kind.keeps) args.tables = args.kept;
-        args.kept = {};
+        if (pass.kind.saves) args.tables = args.saved;
+        args.saved = {};
         launched(launch_dispatch(args, 1, &rank(r).stream));
       }
       if (checks) look(pass, r, [this, &pass, r] { return wrong_rows(pass, r); });
@@ -342,19 +342,19 @@ class Ranks {
         .exchange = arguments(pass, r),
         .made = rank(r).made.addresses(),
         .room = static_cast<std::int32_t>(shares(pass, r).capacity),
-        .host = {pass.kind.keeps ? &shares(pass, r).host_rows : nullptr, pass.epoch + 1000}};
+        .host = {pass.kind.saves ? &shares(pass, r).host_rows : nullptr, pass.epoch + 1000}};
     args.exchange.gmem_topk_ids = pass.exchange.ids[static_cast<std::size_t>(r)].data();
     args.exchange.gmem_scores = shares(pass, r).scores.data();
     return args;
   }
   RowTables tables_of(Pass const& pass, int r) {
-    return pass.of != nullptr ? shares(*pass.of, r).kept.addresses() : rank(r).made.addresses();
+    return pass.of != nullptr ? shares(*pass.of, r).saved.addresses() : rank(r).made.addresses();
   }
   DispatchArguments dispatch_arguments(Pass const& pass, int r) {
     Share& own = shares(pass, r);
     DispatchArguments args{.exchange = arguments(pass, r),
                            .tables = tables_of(pass, r),
-                           .kept = pass.kind.keeps ? own.kept.addresses() : RowTables{},
+                           .saved = pass.kind.saves ? own.saved.addresses() : RowTables{},
                            .capacity = own.capacity,
                            .may_overflow = pass.kind.may_overflow,
                            .gmem_rows = reinterpret_cast<char*>(own.rows.get()),
@@ -426,7 +426,7 @@ class Ranks {
     Share const& own = shares(pass, r);
     auto const rows = static_cast<std::int32_t>(own.wanted.origins.size());
     std::uint64_t const word =
-        pass.kind.keeps ? RoutedWord{rows, all_fit(pass), pass.epoch + 1000}.word() : 0;
+        pass.kind.saves ? RoutedWord{rows, all_fit(pass), pass.epoch + 1000}.word() : 0;
     if (own.host_rows != word) return "the host's word";
     return wrong_tables(rank(r).made, pass, r, rows);
   }
@@ -464,7 +464,7 @@ class Ranks {
     std::string wrong = compare("rows", own.rows.get(), first);
     if (wrong.empty()) wrong = compare("second rows", own.second_rows.get(), second);
     if (wrong.empty()) wrong = compare("slots of pairs", own.slot_of_pair.get(), slots);
-    if (wrong.empty() && pass.kind.keeps) wrong = wrong_tables(own.kept, pass, r, own.held());
+    if (wrong.empty() && pass.kind.saves) wrong = wrong_tables(own.saved, pass, r, own.held());
     return wrong;
   }
 

@@ -71,14 +71,14 @@ void expect_right(ExchangeShape const& shape, int ctas = 2, std::uint32_t jitter
     Pass& forward = ranks.make(exchange,
                                {.second = seed % 3 == 0,
                                 .dscores = seed % 3 == 1,
-                                .keeps = true,
+                                .saves = true,
                                 .tight = odd,
                                 .apart = odd},
                                seed);
     ranks.enqueue(forward);
     Pass& backward = ranks.make({.second = true,
                                  .dscores = true,
-                                 .keeps = seed % 4 == 2,
+                                 .saves = seed % 4 == 2,
                                  .tight = !odd,
                                  .apart = seed % 5 < 3},
                                 seed + 100, before != nullptr ? *before : forward);
@@ -116,7 +116,7 @@ TEST(SeparateExchange, PassesOneBehindTheOther) {
     Ranks ranks(s, seed < 2 ? 1 : 2);
     std::vector<Pass*> forward;
     for (Pattern const pattern : {Pattern::random, Pattern::idle_rank, Pattern::sentinels}) {
-      forward.push_back(&ranks.make(draw(s, pattern, seed), {.keeps = true, .tight = true}, seed));
+      forward.push_back(&ranks.make(draw(s, pattern, seed), {.saves = true, .tight = true}, seed));
       ranks.enqueue(*forward.back());
     }
     for (std::size_t layer = forward.size(); layer-- > 0;) {
@@ -136,9 +136,9 @@ TEST(SeparateExchange, MoreRowsThanRoomAreReported) {
     int const owner = static_cast<int>(seed) % all;
     Ranks ranks(s);
     Exchange const exchange = draw(s, Pattern::random, seed);
-    Pass& first = ranks.make(exchange, {.keeps = true}, seed);
+    Pass& first = ranks.make(exchange, {.saves = true}, seed);
     ASSERT_EQ(ranks.run(first, schedule_of(seed)), "");
-    Kind const kind = {.second = true, .dscores = true, .keeps = true, .tight = true};
+    Kind const kind = {.second = true, .dscores = true, .saves = true, .tight = true};
     Pass& pass = seed % 4 < 2 ? ranks.make(exchange, kind, seed) : ranks.make(kind, seed, first);
     Share& small = *pass.shares[static_cast<std::size_t>(owner)];
     std::int64_t const rows = small.capacity;
@@ -167,7 +167,7 @@ TEST(SeparateExchange, RowsMayBeLeftOut) {
     Exchange const exchange = draw(s, Pattern::random, seed);
     Pass& pass = ranks.make(
         exchange,
-        {.second = true, .dscores = true, .keeps = true, .tight = true, .may_overflow = true},
+        {.second = true, .dscores = true, .saves = true, .tight = true, .may_overflow = true},
         seed);
     Share& small = *pass.shares[static_cast<std::size_t>(owner)];
     std::int64_t const rows = small.capacity;
@@ -180,7 +180,7 @@ TEST(SeparateExchange, RowsMayBeLeftOut) {
       if (r == owner) EXPECT_EQ(told.rows, rows);
     }
     EXPECT_EQ(ranks.wrong_rows_of(pass, owner), "") << "seed " << seed;
-    Pass& again = ranks.make(exchange, {.second = true, .keeps = true, .tight = true}, seed);
+    Pass& again = ranks.make(exchange, {.second = true, .saves = true, .tight = true}, seed);
     ASSERT_EQ(ranks.run(again, schedule_of(seed)), "") << "seed " << seed;
   }
 }
@@ -192,7 +192,7 @@ TEST(SeparateExchange, ARankThatDoesNotComeIsReported) {
     for (int kernels = 0; kernels < 3; ++kernels) {
       ExchangeShape const s = shape(all, 8, 64, 6, 2, Transfer::direct);
       Ranks ranks(s);
-      Pass& first = ranks.make(draw(s, Pattern::random, 1), {.keeps = true}, 1);
+      Pass& first = ranks.make(draw(s, Pattern::random, 1), {.saves = true}, 1);
       ASSERT_EQ(ranks.run(first, kSchedules[0]), "");
       ranks.set_limits(4'000'000, 0);
       Pass& pass = all == 3 && kernels > 0 ? ranks.make({}, 2, first)
@@ -219,7 +219,7 @@ TEST(SeparateExchange, AnyEpoch) {
     ranks.set_blocks(7);
     Pass const* before = nullptr;
     for (std::uint64_t seed = 1; seed <= 5; ++seed) {
-      Pass& pass = seed % 2 == 1 ? ranks.make(draw(s, Pattern::random, seed), {.keeps = true}, seed)
+      Pass& pass = seed % 2 == 1 ? ranks.make(draw(s, Pattern::random, seed), {.saves = true}, seed)
                                  : ranks.make({.second = true, .dscores = true, .apart = true},
                                               seed, *before);
       ASSERT_EQ(ranks.run(pass, schedule_of(seed)), "") << "pass " << pass.epoch;

@@ -32,13 +32,13 @@ struct Case {
   ActivationKind activation = ActivationKind::swiglu;
   int ctas = 2;
   int lag = -1;
-  bool keeps = false;  // what backward needs
+  bool saves = false;  // what backward needs
   bool may_overflow = true;
   bool biased = false;
 };
 
 // .. of one rank.
-struct Kept {
+struct Saved {
   separate::Rows wanted;
   separate::Tables tables;
   std::int64_t capacity;  // rows that there is room for
@@ -47,7 +47,7 @@ struct Kept {
   std::uint64_t host_rows = 0;
 
   // More room than is needed, as much, a row less, none.
-  Kept(Exchange const& exchange, int rank, std::int64_t h_columns, std::uint64_t seed)
+  Saved(Exchange const& exchange, int rank, std::int64_t h_columns, std::uint64_t seed)
       : wanted(separate::wanted_rows(exchange, rank)),
         tables(exchange.shape),
         capacity(std::array{exchange.shape.max_rows(), rows(),
@@ -146,7 +146,7 @@ class Ranks {
     Memory<Bits> x, pool, a, o;
     std::vector<std::int32_t> ids;
     std::vector<float> scores;
-    std::unique_ptr<Kept> kept;
+    std::unique_ptr<Saved> saved;
     Fault fault = {};
 
     Rank(ExchangeShape const& s, int ctas, std::uint32_t first_epoch)
@@ -177,9 +177,9 @@ class Ranks {
       std::memset(rank.window.get() + rank.layout.slots, 0xff,
                   static_cast<std::size_t>(rank.layout.bytes - rank.layout.slots));
       std::memset(rank.o.get(), 0xff, rank.o.size() * sizeof(Bits));
-      if (case_.keeps) {
-        rank.kept = std::make_unique<Kept>(exchange, r, halves() * s_.intermediate,
-                                           seed + static_cast<std::uint64_t>(r));
+      if (case_.saves) {
+        rank.saved = std::make_unique<Saved>(exchange, r, halves() * s_.intermediate,
+                                             seed + static_cast<std::uint64_t>(r));
       }
     }
   }
@@ -203,26 +203,26 @@ class Ranks {
         std::string const wrong = compare(r, t);
         if (!wrong.empty()) return wrong;
       }
-      if (!case_.keeps || !status(r).ok()) continue;
-      std::string const wrong = wrong_kept(r);
+      if (!case_.saves || !status(r).ok()) continue;
+      std::string const wrong = wrong_saved(r);
       if (!wrong.empty()) return "rank " + std::to_string(r) + ": " + wrong;
     }
     return "";
   }
-  // What a rank has kept, and what it has left as it was.
-  std::string wrong_kept(int rank) const {
-    Kept const& kept = *ranks_[static_cast<std::size_t>(rank)]->kept;
+  // What a rank has saved, and what it has left as it was.
+  std::string wrong_saved(int rank) const {
+    Saved const& saved = *ranks_[static_cast<std::size_t>(rank)]->saved;
     separate::Tables const wanted(s_);
-    Memory<Bits> const h(static_cast<std::int64_t>(kept.h.size()));
+    Memory<Bits> const h(static_cast<std::int64_t>(saved.h.size()));
     std::transform(
-        kept.wanted.offsets.begin(), kept.wanted.offsets.end(), wanted.offsets.get(),
-        [&](std::int32_t offset) { return std::min<std::int64_t>(offset, kept.held()); });
-    for (std::int64_t row = 0; row < kept.held(); ++row) {
-      RowOrigin const from = kept.wanted.origins[static_cast<std::size_t>(row)];
+        saved.wanted.offsets.begin(), saved.wanted.offsets.end(), wanted.offsets.get(),
+        [&](std::int32_t offset) { return std::min<std::int64_t>(offset, saved.held()); });
+    for (std::int64_t row = 0; row < saved.held(); ++row) {
+      RowOrigin const from = saved.wanted.origins[static_cast<std::size_t>(row)];
       Rank const& source = *ranks_[static_cast<std::size_t>(from.source)];
       wanted.origins[row] = from;
       wanted.scores[row] = source.scores[static_cast<std::size_t>(from.pair)];
-      if (!kept.has_h) continue;
+      if (!saved.has_h) continue;
       Bits const* const x = source.x.get() + from.pair / s_.max_top_k * x_pitch();
       std::int32_t const e = source.ids[static_cast<std::size_t>(from.pair)];
       std::int64_t const columns = halves() * s_.intermediate;
@@ -230,16 +230,17 @@ class Ranks {
         h[row * columns + i] = element(x, w_up_, b_up_, e * columns + i, s_.hidden);
       }
     }
-    auto const rows = static_cast<std::int32_t>(kept.rows());
+    auto const rows = static_cast<std::int32_t>(saved.rows());
     bool const all_fit = std::all_of(ranks_.begin(), ranks_.end(), [](auto const& one) {
-      return one->kept->rows() <= one->kept->capacity;
+      return one->saved->rows() <= one->saved->capacity;
     });
-    if (kept.host_rows != RoutedWord{rows, all_fit, kTicket}.word()) return "the host's word";
-    std::string wrong = separate::compare("offsets", kept.tables.offsets.get(), wanted.offsets);
+    if (saved.host_rows != RoutedWord{rows, all_fit, kTicket}.word()) return "the host's word";
+    std::string wrong = separate::compare("offsets", saved.tables.offsets.get(), wanted.offsets);
     if (wrong.empty())
-      wrong = separate::compare("origins", kept.tables.origins.get(), wanted.origins);
-    if (wrong.empty()) wrong = separate::compare("scores", kept.tables.scores.get(), wanted.scores);
-    return wrong.empty() ? separate::compare("h", kept.h.get(), h) : wrong;
+      wrong = separate::compare("origins", saved.tables.origins.get(), wanted.origins);
+    if (wrong.empty())
+      wrong = separate::compare("scores", saved.tables.scores.get(), wanted.scores);
+    return wrong.empty() ? separate::compare("h", saved.h.get(), h) : wrong;
   }
 
   std::int64_t halves() const { return s_.gated ? 2 : 1; }
@@ -265,13 +266,13 @@ class Ranks {
                                .gmem_pool = reinterpret_cast<char*>(r.pool.get())};
     std::int64_t const first = std::int64_t{rank} * s_.local_experts();
     std::int64_t const matrix = std::int64_t{s_.intermediate} * s_.hidden;
-    KeptPass kept = {};
-    if (r.kept != nullptr) {
-      kept = {.tables = r.kept->tables.addresses(),
-              .capacity = r.kept->capacity,
-              .may_overflow = case_.may_overflow,
-              .gmem_h = r.kept->has_h ? reinterpret_cast<char*>(r.kept->h.get()) : nullptr,
-              .host = {&r.kept->host_rows, kTicket}};
+    SavedPass saved = {};
+    if (r.saved != nullptr) {
+      saved = {.tables = r.saved->tables.addresses(),
+               .capacity = r.saved->capacity,
+               .may_overflow = case_.may_overflow,
+               .gmem_h = r.saved->has_h ? reinterpret_cast<char*>(r.saved->h.get()) : nullptr,
+               .host = {&r.saved->host_rows, kTicket}};
     }
     return launch_forward({.exchange = exchange,
                            .activation = {.kind = case_.activation},
@@ -284,7 +285,7 @@ class Ranks {
                            .x_pitch = x_pitch(),
                            .gmem_o = r.o.get(),
                            .lag = case_.lag,
-                           .kept = kept},
+                           .saved = saved},
                           case_.ctas, nullptr);
   }
 

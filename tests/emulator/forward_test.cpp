@@ -81,17 +81,17 @@ TEST(FusedForward, SeveralBlocksAndTilesOfAnExpert) {
   }
 }
 
-TEST(FusedForward, KeepsWhatBackwardNeeds) {
+TEST(FusedForward, SavesWhatBackwardNeeds) {
   for (Transfer const transfer : {Transfer::direct, Transfer::once}) {
     std::int32_t const ranks = transfer == Transfer::once ? 3 : 1;
-    expect_right({.shape = shape(ranks, 16, 64, 64, 6, 2, transfer), .keeps = true});
+    expect_right({.shape = shape(ranks, 16, 64, 64, 6, 2, transfer), .saves = true});
     expect_right({.shape = shape(2, 9, 72, 328, 6, 3, transfer, false),
                   .activation = ActivationKind::relu2,
-                  .keeps = true});
-    expect_right({.shape = shape(2, 20, 136, 200, 4, 2, transfer), .ctas = 4, .keeps = true});
+                  .saves = true});
+    expect_right({.shape = shape(2, 20, 136, 200, 4, 2, transfer), .ctas = 4, .saves = true});
   }
-  expect_right({.shape = shape(2, 150, 64, 64, 2, 1, Transfer::direct), .lag = 1, .keeps = true});
-  expect_right({.shape = shape(2, 17, 64, 64, 6, 3, Transfer::once), .ctas = 9, .keeps = true},
+  expect_right({.shape = shape(2, 150, 64, 64, 2, 1, Transfer::direct), .lag = 1, .saves = true});
+  expect_right({.shape = shape(2, 17, 64, 64, 6, 3, Transfer::once), .ctas = 9, .saves = true},
                50'000);
 }
 
@@ -99,10 +99,10 @@ TEST(FusedForward, KeepsWhatBackwardNeeds) {
 TEST(FusedForward, MoreRowsThanRoomAreReported) {
   for (std::uint64_t seed = 0; seed < 4; ++seed) {
     Case const c = {.shape = shape(2, 12, 64, 64, 4, 2, kTransfers[seed % 2]),
-                    .keeps = true,
+                    .saves = true,
                     .may_overflow = false};
     Ranks ranks(c);
-    // Capacities: Kept. Of seed 0 both ranks have room.
+    // Capacities: Saved. Of seed 0 both ranks have room.
     std::string const text =
         ranks.pass(draw_exchange(c.shape, Pattern::random, seed), seed, kSchedules[seed]);
     if (seed == 0) {
@@ -122,7 +122,7 @@ TEST(FusedForward, AddsBiases) {
   }
   expect_right({.shape = shape(2, 9, 136, 200, 4, 2, Transfer::once),
                 .activation = kKind,
-                .keeps = true,
+                .saves = true,
                 .biased = true});
 }
 
@@ -178,7 +178,7 @@ TEST(FusedForward, BlocksThatWereNeverDoneAreNotDone) {
 TEST(FusedForward, WhatIsNotServedIsNotLaunched) {
   for (Case const& c :
        {Case{.shape = shape(1, 8, 64, 64, 2, 1, Transfer::direct), .ctas = 1},
-        Case{.shape = shape(2, 8, 64, 64, 2, 1, Transfer::partial_combine), .keeps = true}}) {
+        Case{.shape = shape(2, 8, 64, 64, 2, 1, Transfer::partial_combine), .saves = true}}) {
     EXPECT_EQ(Ranks(c).pass(draw_exchange(c.shape, Pattern::random, 1), 1, kSchedules[0]),
               "not launched");
   }

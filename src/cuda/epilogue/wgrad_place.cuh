@@ -22,7 +22,7 @@ struct WgradHalf {
 // bf16 deferred: inside a column group of either half, in bytes. Blocks of fewer than 64 i have 2^block_shift, so the
 // steps of i's bits add up.
 struct WgradSteps {
-  static constexpr int kSecondRow = 4, kPieceRows = 32;  // of KeptColumns
+  static constexpr int kSecondRow = 4, kPieceRows = 32;  // of HeldColumns
 
   int64_t row, column, block;
   int block_shift;                   // at most 6

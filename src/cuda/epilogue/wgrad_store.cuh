@@ -236,8 +236,8 @@ class WgradStoreDeferred {
                                                 int consumer)
       : p_(p), kept_(smem, consumer) {
     static_assert(kGemm.varlen_k() && !kGemm.any_b_layout());  // so n is a multiple of 64
-    static_assert(KeptColumns<kGemm>::kSecondColumn == WgradSteps::kSecondRow &&
-                  KeptColumns<kGemm>::kPieceColumns == WgradSteps::kPieceRows);
+    static_assert(HeldColumns<kGemm>::kSecondColumn == WgradSteps::kSecondRow &&
+                  HeldColumns<kGemm>::kPieceColumns == WgradSteps::kPieceRows);
     int const c = Layout::lane_row(), i = Layout::lane_column();
     WgradSteps const& steps = p.steps;
     lane_offset_ = c * steps.column + (i >> steps.block_shift) * steps.block +
@@ -280,7 +280,7 @@ class WgradStoreDeferred {
   __device__ __forceinline__ void drain() const {}
 
  private:
-  using Layout = std::conditional_t<kMajor == Major::kRows, KeptRows<kGemm>, KeptColumns<kGemm>>;
+  using Layout = std::conditional_t<kMajor == Major::kRows, HeldRows<kGemm>, HeldColumns<kGemm>>;
   static constexpr int kTileGroups = kGemm.tile.n / kSlabColumns;
 
   // Of c in a column group's first i; null where nobody wants it.

@@ -81,8 +81,8 @@ struct RouteArguments {
 struct DispatchArguments {
   ExchangeArguments exchange;  // without gmem_scores and gmem_pool
   RowTables tables;            // of the rows to bring
-  RowTables kept;              // out: a copy of them; nulls: none is wanted
-  std::int64_t capacity;       // rows that the memory below, and `kept`, has room for
+  RowTables saved;             // out: a copy of them; nulls: none is wanted
+  std::int64_t capacity;       // rows that the memory below, and `saved`, has room for
   bool may_overflow;           // where there are more they are left out, and nobody is told
   char* gmem_rows;             // out [capacity,d] bf16: of x in the window; null: they came before
   char* gmem_second_rows;      // out, the same of second_x; or null

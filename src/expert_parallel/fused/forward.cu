@@ -93,7 +93,7 @@ cudaError_t launch_forward(ForwardArguments const& args, int sm_count, cudaStrea
                        .x_pitch_bytes = 2 * args.x_pitch,
                        .gmem_o = static_cast<gemm::bf16*>(args.gmem_o),
                        .lag = args.lag,
-                       .kept = args.kept};
+                       .saved = args.saved};
   cudaError_t const error = make_params(args, params);
   if (error != cudaSuccess) return error;
   return cuda::with_activation_kind(args.activation.kind, [&](auto kind) {

@@ -13,7 +13,7 @@
 //                  | multiply; up: a by TMA, complete under the next task; down: rows to slots on their
 //                  | sources, under the next task -> sent; last: such sums that are left; aggregate the
 //                  | slice's tokens [block_done, partial_done]
-// Training h and tables of this rank's rows besides, in an instance of its own (kept_pass.cuh)
+// Training h and tables of this rank's rows besides, in an instance of its own (saved_pass.cuh)
 // Tasks    TaskCursor: ups, with downs behind by `lag` units, two at a time for the CTAs of a pair, which read the
 //          same weights or the same rows: a third less of L2 (docs/notebook/2026-11-23-fused-pairs.md)
 // Barriers pipeline, lent stages and work ring of gemm/, a stage free when both CTAs of the pair have read theirs; the
@@ -27,10 +27,10 @@
 
 #include "cuda/arch/dynamic_shared.cuh"
 #include "cuda/arch/proxy_fence.cuh"
-#include "expert_parallel/fused/kept_pass.cuh"
 #include "expert_parallel/fused/partial_combine.cuh"
 #include "expert_parallel/fused/pull_rows.cuh"
 #include "expert_parallel/fused/push_rows.cuh"
+#include "expert_parallel/fused/saved_pass.cuh"
 #include "expert_parallel/fused/schedule_tasks.cuh"
 #include "expert_parallel/fused/slot_sums.cuh"
 #include "expert_parallel/fused/store_rows.cuh"
@@ -118,8 +118,8 @@ __device__ void produce(Pass const& pass) {
 }
 
 // What a warp still has to do for its last task: to store a down piece by piece, or to wait until an up has arrived, of
-// which kKeeps stores h piece by piece. When a down is stored, or an up is there, it tells so.
-template <class Push, bool kKeeps>
+// which kSaves stores h piece by piece. When a down is stored, or an up is there, it tells so.
+template <class Push, bool kSaves>
 class LastTask {
  public:
   __device__ LastTask(Pass const& pass, Push& push, int consumer)
@@ -127,7 +127,7 @@ class LastTask {
         push_(push),
         first_warp_(consumer == 0 && arch::warp_in_warpgroup() == 0) {}
 
-  // Results are on their way, or kept in `push`. The last task was finished.
+  // Results are on their way, or held in `push`. The last task was finished.
   __device__ void begin(SentTask const& task, bool down) {
     task_ = task;
     up_is_on_its_way_ = !down;
@@ -146,8 +146,8 @@ class LastTask {
   // The next piece, if there is one.
   __device__ void step() {
     if (!push_.pending()) return;
-    bool const is_h = kKeeps && (task_.kind_and_expert & kDownTask) == 0;
-    if constexpr (kKeeps) {
+    bool const is_h = kSaves && (task_.kind_and_expert & kDownTask) == 0;
+    if constexpr (kSaves) {
       push_.work_of(push_.next(), is_h);
     } else {
       push_.work(push_.next());
@@ -219,12 +219,12 @@ __device__ inline void add_biases(ForwardParams const& p, gemm::Accumulators<kPl
   }
 }
 
-template <ActivationKind kKind, Transfer kTransfer, bool kKeeps>
+template <ActivationKind kKind, Transfer kTransfer, bool kSaves>
 __device__ void consume(Pass const& pass, int consumer) {
   constexpr bool kGated = gemm::ActivationFunction<kKind>::kGated;
   constexpr bool kBiased = expert_parallel::adds_biases(kKind);
   constexpr int kPairsOfGroup = gemm::kGroupColumns / 4;  // of this thread's values
-  using Pushed = Push<kTransfer == Transfer::partial_combine, kKeeps && kGated>;
+  using Pushed = Push<kTransfer == Transfer::partial_combine, kSaves && kGated>;
   ForwardStorage& smem = pass.smem;
   ForwardParams const& p = pass.p;
   int const row = consumer * gemm::kSubtileM;
@@ -233,7 +233,7 @@ __device__ void consume(Pass const& pass, int consumer) {
   gemm::Accumulators<kPlain> acc[1];
   StoreRows<kKind> up(pass, consumer);
   Pushed push(pass, consumer);
-  LastTask<Pushed, kKeeps> last(pass, push, consumer);
+  LastTask<Pushed, kSaves> last(pass, push, consumer);
   gemm::WorkTile tile, ahead;
   bool more = queue.read(tile);
   while (more) {
@@ -268,7 +268,7 @@ __device__ void consume(Pass const& pass, int consumer) {
       if (down) {
         push.keep(rounded, tile, tile.row + row);
       } else {
-        if constexpr (kKeeps) {
+        if constexpr (kSaves) {
           constexpr int kColumns = kGated ? kTileColumns / 2 : kTileColumns;
           std::uint32_t h[2 * kPairsOfGroup];  // in half of the registers
           TESSERA_UNROLL
@@ -351,7 +351,7 @@ __device__ inline bool begin_together(ForwardStorage& smem, bool planned) {
   return false;
 }
 
-template <ActivationKind kKind, Transfer kTransfer, bool kKeeps>
+template <ActivationKind kKind, Transfer kTransfer, bool kSaves>
 __global__ void __launch_bounds__(kForwardThreads, 1)
     forward(__grid_constant__ ForwardParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -364,9 +364,9 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   PlaceX place_x(p.exchange, p.gmem_x, p.x_pitch_bytes, head.place_x, smem.x_landed);
   if (arch::warp_idx() == kBesideWarp<kForwardThreads>) place_x.begin();
   if (threadIdx.x == kForwardThreads - 1) init_barriers(smem);
-  if constexpr (kKeeps) {
+  if constexpr (kSaves) {
     if (blockIdx.x == 0) {
-      send_room(p.exchange, pass.epoch, static_cast<std::int32_t>(p.kept.capacity),
+      send_room(p.exchange, pass.epoch, static_cast<std::int32_t>(p.saved.capacity),
                 static_cast<int>(threadIdx.x));
     }
   }
@@ -375,14 +375,14 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     renew_words<kForwardThreads>(p.exchange, pass.epoch, p.exchange.window.ack);
   }
   auto const published = [&] { *p.exchange.gmem_epoch = pass.epoch + 1; };  // all CTAs have read it
-  if (!route<kKeeps>(p.exchange, head.route, pass.epoch, place_x, published)) {
+  if (!route<kSaves>(p.exchange, head.route, pass.epoch, place_x, published)) {
     begin_together(smem, false);
     return;
   }
   keep_plan<kTransfer != Transfer::direct>(pass, head.route);
   bool begins = true;
-  if constexpr (kKeeps) {
-    if (blockIdx.x == 0) begins = begin_kept(pass, head.route);
+  if constexpr (kSaves) {
+    if (blockIdx.x == 0) begins = begin_saved(pass, head.route);
   }
   if (!begin_together(smem, begins)) return;
   int const warpgroup = arch::warpgroup_idx();
@@ -397,7 +397,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
       } else {
         pull_tokens<kPartialCombine>(pass, warp - 1);
       }
-      if constexpr (kKeeps) write_kept_rows(pass, warp - 1);
+      if constexpr (kSaves) write_saved_rows(pass, warp - 1);
       if constexpr (kPartialCombine) {
         PartialCombine<8>(pass, smem.sums[warp - 1])
             .run(static_cast<int>(blockIdx.x) * kCommunicationWarps + warp - 1);
@@ -413,7 +413,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     } else {
       bring_first_tokens<kPartialCombine>(pass, warp);
     }
-    consume<kKind, kTransfer, kKeeps>(pass, warpgroup - 1);
+    consume<kKind, kTransfer, kSaves>(pass, warpgroup - 1);
     arch::named_barrier_sync(kStagesFree, kConsumers * arch::kWarpgroupThreads);
     if constexpr (kPartialCombine) {
       auto* const storage = reinterpret_cast<SumStorage*>(
@@ -429,9 +429,9 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
 #endif
 }
 
-template <ActivationKind kKind, Transfer kTransfer, bool kKeeps = false>
+template <ActivationKind kKind, Transfer kTransfer, bool kSaves = false>
 cudaError_t launch_forward_kernel(ForwardParams const& params, int sm_count, cudaStream_t stream) {
-  constexpr auto* kKernel = forward<kKind, kTransfer, kKeeps>;
+  constexpr auto* kKernel = forward<kKind, kTransfer, kSaves>;
   cudaError_t const error =
       cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            static_cast<int>(sizeof(ForwardStorage)));
@@ -454,16 +454,16 @@ cudaError_t launch_forward_kernel(ForwardParams const& params, int sm_count, cud
 // A kernel for each: in one, code that the others do not run costs them time (lesson 5).
 template <ActivationKind kKind>
 cudaError_t launch_forward_of(ForwardParams const& params, int sm_count, cudaStream_t stream) {
-  bool const keeps = params.kept.tables.gmem_expert_offsets != nullptr;
+  bool const saves = params.saved.tables.gmem_expert_offsets != nullptr;
   switch (params.exchange.shape.transfer) {
     case Transfer::direct:
-      return keeps ? launch_forward_kernel<kKind, Transfer::direct, true>(params, sm_count, stream)
+      return saves ? launch_forward_kernel<kKind, Transfer::direct, true>(params, sm_count, stream)
                    : launch_forward_kernel<kKind, Transfer::direct>(params, sm_count, stream);
     case Transfer::once:
-      return keeps ? launch_forward_kernel<kKind, Transfer::once, true>(params, sm_count, stream)
+      return saves ? launch_forward_kernel<kKind, Transfer::once, true>(params, sm_count, stream)
                    : launch_forward_kernel<kKind, Transfer::once>(params, sm_count, stream);
     case Transfer::partial_combine:
-      return keeps ? cudaErrorInvalidValue
+      return saves ? cudaErrorInvalidValue
                    : launch_forward_kernel<kKind, Transfer::partial_combine>(params, sm_count,
                                                                              stream);
   }

@@ -13,7 +13,7 @@
 namespace tessera::expert_parallel {
 
 /// What a pass leaves for backward. Without tables: nothing.
-struct KeptPass {
+struct SavedPass {
   RowTables tables = {};
   std::int64_t capacity = 0;  // rows that there is room for, in h, too
   bool may_overflow = false;  // where there are more they are left out, and only the host is told
@@ -37,11 +37,11 @@ struct ForwardArguments {
   std::int64_t x_pitch = 0;
   void* gmem_o;      // out [tokens,d] bf16
   std::int32_t lag;  // units of down behind those of up; < 0: default_lag
-  KeptPass kept = {};
+  SavedPass saved = {};
 };
 
 /// All CTAs are resident (a cooperative launch of sm_count, less one where that is odd), in clusters of two.
-/// cudaErrorInvalidValue: sm_count < 2, max_top_k > 32, hidden or intermediate no multiple of 8, something kept with
+/// cudaErrorInvalidValue: sm_count < 2, max_top_k > 32, hidden or intermediate no multiple of 8, something saved with
 /// Transfer::partial_combine, biases that are not adds_biases().
 cudaError_t launch_forward(ForwardArguments const& args, int sm_count, cudaStream_t stream);
 

@@ -167,7 +167,7 @@ struct ForwardParams {
   std::int64_t x_pitch_bytes;
   gemm::bf16* gmem_o;
   int lag;
-  KeptPass kept;
+  SavedPass saved;
   ExpertBiases biases = {};
 };
 

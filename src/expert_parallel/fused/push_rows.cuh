@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The epilogue of a down task, under the k loop of the next one: every warp sends the 16 rows of its accumulators to
 // the slots of their pairs, or leaves them in the pool to be added up (partial_combine.cuh). So it does with h of an up
-// task where that is kept (kept_pass.cuh). They are rounded to bf16 at once and kept until then, the first 64 columns
+// task in training (saved_pass.cuh). They are rounded to bf16 at once and held until then, the first 64 columns
 // in shared memory, the others in 48 registers of a thread, which take their place by quarters:
 //   at once           | round; quarter 0 to shared memory
 //   behind a k_tile   | [next quarter to shared memory] 8 rows of a quarter to their place, 128 bytes by eight lanes
@@ -50,7 +50,7 @@ class Push {
   // The rows that keep() gets next go there.
   __device__ void aim(char* to) { next_to_ = to; }
 
-  // y of a down. All pieces of what was kept before are done.
+  // y of a down. All pieces of what was held before are done.
   template <class Rounded>
   __device__ void keep(Rounded rounded, gemm::WorkTile const& tile, int /*row*/) {
     hold(rounded, tile.n_tile * kTileColumns, pass_.shape().hidden, next_to_);
@@ -64,7 +64,7 @@ class Push {
       of_warp[arch::lane_idx()] = to == nullptr ? nullptr : to + 2 * first_column;
     }
     TESSERA_UNROLL
-    for (int i = 0; i < 3 * kPacked; ++i) kept_[i] = rounded(kPacked + i);
+    for (int i = 0; i < 3 * kPacked; ++i) held_[i] = rounded(kPacked + i);
     fill([&](int i) { return rounded(i); });
     next_ = 0;
   }
@@ -72,7 +72,7 @@ class Push {
   // All pieces are done: the compiler may use the registers of what was.
   __device__ void drop() {
     TESSERA_UNROLL
-    for (std::uint32_t& kept : kept_) kept = 0;
+    for (std::uint32_t& pair : held_) pair = 0;
   }
 
   // There are pieces that are not done, next() the first of them.
@@ -85,8 +85,8 @@ class Push {
     int const quarter = piece / kPiecesOfQuarter;
     if (piece % kPiecesOfQuarter == 0) {
       TESSERA_UNROLL
-      for (int kept = 0; kept < 3; ++kept) {  // which registers, the compiler has to know
-        if (quarter == kept + 1) fill([&](int i) { return kept_[kept * kPacked + i]; });
+      for (int held = 0; held < 3; ++held) {  // which registers, the compiler has to know
+        if (quarter == held + 1) fill([&](int i) { return held_[held * kPacked + i]; });
       }
     }
     std::uint32_t const lane = arch::forgotten(arch::lane_idx());
@@ -131,7 +131,7 @@ class Push {
   // tile's first column on; null: there is no such row.
   std::uint32_t matrix_row_, chunk_;
   char** to_;
-  std::uint32_t kept_[3 * kPacked];
+  std::uint32_t held_[3 * kPacked];
   int columns_ = 0;  // of a row, or of its halves, from the tile's first one on
   int next_ = kPieces;
   char* next_to_ = nullptr;

@@ -172,13 +172,13 @@ __device__ void write_tables(DispatchArguments const& p, std::int64_t thread, st
     bool const routed = is_expert(exchange, exchange.gmem_topk_ids[i]);
     p.gmem_slot_of_pair[i] = routed ? static_cast<std::int32_t>(i) : -1;
   }
-  if (p.kept.gmem_expert_offsets == nullptr) return;
+  if (p.saved.gmem_expert_offsets == nullptr) return;
   for (std::int64_t i = thread; i <= exchange.local_experts; i += threads) {
-    p.kept.gmem_expert_offsets[i] = min(p.tables.gmem_expert_offsets[i], rows);
+    p.saved.gmem_expert_offsets[i] = min(p.tables.gmem_expert_offsets[i], rows);
   }
   for (std::int64_t i = thread; i < rows; i += threads) {
-    p.kept.gmem_origins[i] = p.tables.gmem_origins[i];
-    p.kept.gmem_scores[i] = p.tables.gmem_scores[i];
+    p.saved.gmem_origins[i] = p.tables.gmem_origins[i];
+    p.saved.gmem_scores[i] = p.tables.gmem_scores[i];
   }
 }
 

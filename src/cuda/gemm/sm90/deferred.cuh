@@ -42,7 +42,7 @@ __device__ __forceinline__ Pace pace_of(int k_tiles, int consumer) {
 // How a column group of a warp's 16 rows lies in the warpgroup's slabs: in rows of 128 bytes, swizzled. A lane's share
 // of a piece is 8 columns of each slab, those of a row are eight lanes'.
 template <GemmConfig kGemm>
-class KeptRows {
+class HeldRows {
  public:
   struct Piece {
     uint32_t smem;
@@ -55,7 +55,7 @@ class KeptRows {
     }
   };
 
-  __device__ __forceinline__ KeptRows(SharedStorage<kGemm>& smem, int consumer)
+  __device__ __forceinline__ HeldRows(SharedStorage<kGemm>& smem, int consumer)
       : smem_slabs_(&smem.slabs[consumer][0][0]) {
     int const row = lane_row(), chunk = arch::lane_idx() % 8;
     smem_row_ =
@@ -102,7 +102,7 @@ class KeptRows {
 // fill and read them together. A piece is 32 columns, a warp's share 8 of them, a lane's 8 rows of two columns that are
 // 4 apart; the 64 rows of a column are eight lanes'.
 template <GemmConfig kGemm>
-class KeptColumns {
+class HeldColumns {
  public:
   struct Piece {
     uint32_t smem;
@@ -113,7 +113,7 @@ class KeptColumns {
     }
   };
 
-  __device__ __forceinline__ KeptColumns(SharedStorage<kGemm>& smem, int consumer)
+  __device__ __forceinline__ HeldColumns(SharedStorage<kGemm>& smem, int consumer)
       : barrier_(kBarrierSlabs + consumer) {
     int const lane = arch::lane_idx(), warp = arch::warp_in_warpgroup();
     uint32_t const slabs = arch::shared_address(&smem.slabs[consumer][0][0]);
@@ -196,6 +196,6 @@ class DeferredTile {
 };
 
 template <GemmConfig kGemm>
-using DeferredRows = DeferredTile<kGemm, KeptRows<kGemm>>;
+using DeferredRows = DeferredTile<kGemm, HeldRows<kGemm>>;
 
 }  // namespace tessera::cuda::gemm

@@ -12,36 +12,36 @@
 namespace tessera::expert_parallel {
 
 // Those of `all` rows that there is room for.
-__device__ inline int held_rows(KeptPass const& kept, int all) {
-  return static_cast<int>(min(std::int64_t{all}, kept.capacity));
+__device__ inline int held_rows(SavedPass const& saved, int all) {
+  return static_cast<int>(min(std::int64_t{all}, saved.capacity));
 }
 
 // By all threads of CTA 0, behind the plan. The lists may be on their way. False: a wait has failed.
 template <int kThreads>
-__device__ bool begin_kept(Pass const& pass, RouteStorage<kThreads> const& route) {
+__device__ bool begin_saved(Pass const& pass, RouteStorage<kThreads> const& route) {
   ExchangeArguments const& exchange = pass.p.exchange;
-  KeptPass const& kept = pass.p.kept;
+  SavedPass const& saved = pass.p.saved;
   PassPlan const plan = {{route.counts, exchange.shape.experts}, route.plan, route.list_begin};
   int const thread = static_cast<int>(threadIdx.x);
   int const all = owner_totals(exchange.shape, plan.plan, exchange.rank).rows;
-  int const rows = held_rows(kept, all);
-  if (rows < all && !kept.may_overflow && thread == 0) {
+  int const rows = held_rows(saved, all);
+  if (rows < all && !saved.may_overflow && thread == 0) {
     Waiter(exchange, pass.epoch)
         .give_up(Site::rows, static_cast<std::uint32_t>(rows), static_cast<std::uint32_t>(all));
   }
-  write_offsets(exchange, plan, kept.tables, rows, thread, kThreads);
-  return tell_host(exchange, plan, pass.epoch, kept.host);
+  write_offsets(exchange, plan, saved.tables, rows, thread, kThreads);
+  return tell_host(exchange, plan, pass.epoch, saved.host);
 }
 
 // One of kCommunicationWarps warps of a CTA. The lists have come, unless the pass has failed.
-__device__ inline void write_kept_rows(Pass const& pass, int warp) {
+__device__ inline void write_saved_rows(Pass const& pass, int warp) {
   if (pass.failed()) return;
   ExchangeArguments const& exchange = pass.p.exchange;
-  KeptPass const& kept = pass.p.kept;
+  SavedPass const& saved = pass.p.saved;
   PassPlan const plan = {pass.counts(), pass.plan(), pass.smem.list_begin};
   int const all = owner_totals(exchange.shape, plan.plan, exchange.rank).rows;
   int const worker = static_cast<int>(blockIdx.x) * kCommunicationWarps + warp;
-  write_rows(exchange, plan, pass.epoch, kept.tables, held_rows(kept, all),
+  write_rows(exchange, plan, pass.epoch, saved.tables, held_rows(saved, all),
              worker * arch::kWarpThreads + arch::lane_idx(),
              static_cast<int>(gridDim.x) * kCommunicationWarps * arch::kWarpThreads);
 }
@@ -49,15 +49,15 @@ __device__ inline void write_kept_rows(Pass const& pass, int warp) {
 // Of an up's results, where row `lane` of the warp's 16 goes; null: there is no such row, or no room for it.
 template <bool kGated>
 __device__ char* place_of_h(Pass const& pass, gemm::WorkTile const& tile, int first) {
-  KeptPass const& kept = pass.p.kept;
+  SavedPass const& saved = pass.p.saved;
   int const row_of_tile = first + gemm::kWarpRows * arch::warp_in_warpgroup() + arch::lane_idx();
   if (arch::lane_idx() >= gemm::kWarpRows || row_of_tile >= tile.rows) return nullptr;
   ExpertPlan const& expert = pass.smem.plan[tile.segment];
   std::int64_t const row =
       expert.first_row + (tile.row - expert.first_block * kPlain.tile.m) + row_of_tile;
-  if (kept.gmem_h == nullptr || row >= kept.capacity) return nullptr;
+  if (saved.gmem_h == nullptr || row >= saved.capacity) return nullptr;
   std::int64_t const row_bytes = std::int64_t{kGated ? 4 : 2} * pass.shape().intermediate;
-  return kept.gmem_h + row * row_bytes;
+  return saved.gmem_h + row * row_bytes;
 }
 
 }  // namespace tessera::expert_parallel

@@ -19,7 +19,7 @@ from gnuplot import block, write
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 TOKENS = 8192
 CONFIGS = ("Qwen3-30B", "FlashDMoE-swiglu", "FlashDMoE", "DSv3")
-GEMMS, CHAIN, LIGER_CUTE = "its GEMMs alone", "separate kernels", "LigerCute"
+GEMMS, CHAIN, LIGER_CUTE = "its GEMMs alone", "unfused kernels", "LigerCute"
 NCCL = "eager torch: NCCL, grouped\\\\_mm"
 GPUS = (2, 4)
 WAYS = (GEMMS, CHAIN, LIGER_CUTE, NCCL)

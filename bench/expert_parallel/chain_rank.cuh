@@ -358,7 +358,7 @@ class Rank {
     ExchangeArguments const p = exchange();
     expert_parallel::RowTables const tables = {offsets_.get(), origins_.get(), row_scores_.get()};
     TESSERA_CUDA(expert_parallel::launch_route(
-        {.exchange = p, .made = tables, .room = INT32_MAX, .host = {}}, sm_count_, native()));
+        {.exchange = p, .made = tables, .row_limit = INT32_MAX, .host = {}}, sm_count_, native()));
     TESSERA_CUDA(
         expert_parallel::launch_dispatch({.exchange = p,
                                           .tables = tables,

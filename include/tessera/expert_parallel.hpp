@@ -54,10 +54,8 @@ struct ExpertParallelDesc {
   /// of each, where the link would hold up the pass: fewer bytes cross, and the bits of o, the same every time, depend
   /// on P and on where a token is. Chosen for passes of max_tokens; with far fewer tokens they take longer so. What is
   /// added to the error of o is a rounding of each sum (docs/numerics.md).
-  union {
-    bool partial_combine = false;
-    [[deprecated("is called partial_combine; this name goes with 1.0")]] bool sums_on_owners;
-  };
+  bool partial_combine = false;
+  bool sums_on_owners = false;  ///< the old name of partial_combine, until 1.0
   double time_limit = 30;  ///< seconds a pass waits for another rank, above 0 and at most 86400
   bool training =
       false;  ///< whether passes are saved for backward, or unfused: windows and workspace are larger
@@ -89,32 +87,32 @@ struct ExpertParallelArgs {
   /// Optional, with training: tables of this rank's rows, for backward; where one rank has them, all have, and
   /// partial_combine does nothing. R may be larger than routed_rows(): what lies behind the last row is left as it is.
   /// Where it is smaller the pass is void, as that of dispatch() is.
-  union {
-    DispatchTables saved = {};
-    [[deprecated("is called saved; this name goes with 1.0")]] DispatchTables kept;
-  };
+  DispatchTables saved = {};
   Tensor h =
       {};  ///< optional, with saved: [R,2n] or [R,n], x w_up^T of its rows, at a multiple of 16 bytes
-  /// Leaves out rows that there is no room for in saved and h, and tells nobody; o is good all the same. routed_rows()
-  /// says whether all ranks had room.
+  /// Leaves out rows beyond those that saved and h hold, and tells nobody; o is good all the same. routed_rows()
+  /// says whether all rows fitted, on all ranks.
   bool may_overflow = false;
   /// Optional, both or none, with ActivationKind::clamped_swiglu (gpt-oss), at multiples of 16 bytes; with other
   /// activations an unfused pass has them.
-  ConstTensor b_up = {};    ///< this rank's: [E/P,2n], in the order of the rows of w_up
-  ConstTensor b_down = {};  ///< this rank's: [E/P,d]
+  ConstTensor b_up = {};     ///< this rank's: [E/P,2n], in the order of the rows of w_up
+  ConstTensor b_down = {};   ///< this rank's: [E/P,d]
+  DispatchTables kept = {};  ///< the old name of saved, until 1.0
 };
 
 struct ExpertRouteArgs {
   ConstTensor topk_ids = {};      ///< [T,K] int32, as in ExpertParallelArgs
   ConstTensor topk_weights = {};  ///< [T,K] fp32
-  std::int64_t room = 0;  ///< rows that this rank will have memory for, 0: as many as there are
+  /// Rows that this rank will have memory for, 0: as many as there are.
+  std::int64_t row_limit = 0;
+  std::int64_t room = 0;  ///< the old name of row_limit, until 1.0
 };
 
 /// What route(), or forward() that saves tables, has found.
 struct RoutedRows {
   std::int64_t rows = 0;  ///< R of this rank
   bool all_fit =
-      true;  ///< whether every rank's R is within its `room`, or its tables; alike on all of them
+      true;  ///< whether every rank's R is within its row_limit, or its tables; alike on all of them
 };
 
 /// bf16 unless said otherwise, contiguous but for x and second_x, whose rows may lie apart. R may be larger than

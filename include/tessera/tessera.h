@@ -187,7 +187,9 @@ typedef struct {
 typedef struct {
   uint64_t size;
   tessera_tensor topk_ids, topk_weights;
-  int64_t room; /* rows, 0: any */
+  union {
+    int64_t row_limit, room; /* rows, 0: any; room is the old name, until 1.0 */
+  };
 } tessera_expert_route_args;
 
 typedef struct {

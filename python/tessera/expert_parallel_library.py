@@ -28,7 +28,7 @@ InferenceArgs = _args(" ".join(TENSORS))
 ForwardArgs = _args("x topk_ids topk_weights w_up w_down o expert_offsets row_origins row_scores h",
                     ("may_overflow", c_int32), ("reserved", c_int32), ("b_up", library.Tensor),
                     ("b_down", library.Tensor))
-RouteArgs = _args("topk_ids topk_weights", ("room", c_int64))
+RouteArgs = _args("topk_ids topk_weights", ("row_limit", c_int64))
 DispatchArgs = _args("x second_x topk_ids expert_offsets row_origins row_scores rows second_rows",
                      ("may_overflow", c_int32), ("sms", c_int32), ("begun", c_void_p))
 CombineArgs = _args("rows expert_offsets row_origins topk_weights row_dscores dscores o", ("sms", c_int32),

@@ -91,7 +91,7 @@ def _ask(session: Session, layer: int) -> int:
 def _dispatch_new(session: Session, layer: int, x, second_x, topk_ids, topk_weights, count: int | None,
                   may_overflow: bool) -> tuple:
     """The rows of a new pass: (rows, second_rows, tables). count: None for as many as there are."""
-    session.call("route", RouteArgs, (("room", count if may_overflow else 0),), topk_ids=topk_ids,
+    session.call("route", RouteArgs, (("row_limit", count if may_overflow else 0),), topk_ids=topk_ids,
                  topk_weights=topk_weights)
     session.passes_counted += 1
     if count is None:

@@ -172,7 +172,7 @@ Status route(tessera_expert_parallel* group, tessera_expert_route_args const* c_
   TESSERA_TRY(read_struct("tessera_expert_route_args", c_args, from));
   return group->group.route({.topk_ids = tensor_of(from.topk_ids),
                              .topk_weights = tensor_of(from.topk_weights),
-                             .room = from.room},
+                             .row_limit = from.row_limit},
                             {stream});
 }
 

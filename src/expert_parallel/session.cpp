@@ -240,7 +240,7 @@ Status Session::route(RouteTensors const& tensors, Stream stream) noexcept {
   TESSERA_TRY(
       check(launch_route({.exchange = exchange,
                           .made = regions.tables(core::WorkspacePlan::align(config_.workspace)),
-                          .room = tensors.room,
+                          .row_limit = tensors.row_limit,
                           .host = next_told(host_, counted_)},
                          config_.sm_count, static_cast<cudaStream_t>(stream.native)),
             "launch of route"));

@@ -45,7 +45,7 @@ struct PassTables {
   void* gmem_expert_offsets = nullptr;
   void* gmem_row_origins = nullptr;
   void* gmem_row_scores = nullptr;
-  std::int64_t capacity = 0;  ///< rows that there is room for
+  std::int64_t capacity = 0;  ///< rows that its memory holds
 };
 
 /// Checked tensors of one pass; shapes as in ExpertParallelArgs.
@@ -69,7 +69,7 @@ struct RouteTensors {
   std::int32_t tokens = 0;
   std::int32_t const* gmem_topk_ids = nullptr;
   float const* gmem_topk_weights = nullptr;
-  std::int32_t room = 0;  // rows
+  std::int32_t row_limit = 0;  // rows
 };
 struct DispatchTensors {
   std::int32_t tokens = 0;

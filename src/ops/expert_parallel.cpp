@@ -75,7 +75,7 @@ Expected<expert_parallel::ExchangeShape> shape_of(ExpertParallelDesc const& d) n
                            static_cast<long long>(kMaxPairs / d.top_k / d.top_k),
                            static_cast<int>(d.top_k));
   }
-  shape.transfer = expert_parallel::choose_transfer(shape, d.partial_combine);
+  shape.transfer = expert_parallel::choose_transfer(shape, d.partial_combine || d.sums_on_owners);
   return shape;
 }
 
@@ -350,12 +350,13 @@ Status ExpertParallel::forward(ExpertParallelArgs const& args, Stream stream) no
       .gmem_w_up = args.w_up.data,
       .gmem_w_down = args.w_down.data,
       .gmem_o = args.o.data};
-  if (args.saved.expert_offsets.present()) {
+  DispatchTables const& saved = args.kept.expert_offsets.present() ? args.kept : args.saved;
+  if (saved.expert_offsets.present()) {
     TESSERA_TRY(check_training(desc_, "saved"));
-    auto const rows = rows_of("row_origins", args.saved.row_origins, desc_, 4);
+    auto const rows = rows_of("row_origins", saved.row_origins, desc_, 4);
     if (!rows.ok()) return rows.status();
-    pass.tables(args.saved, rows.value(), true);
-    tensors.saved = pass_tables(args.saved, rows.value());
+    pass.tables(saved, rows.value(), true);
+    tensors.saved = pass_tables(saved, rows.value());
     tensors.may_overflow = args.may_overflow;
     if (args.h.present()) {
       pass.output("h", args.h, DType::bf16, {rows.value(), up_rows});
@@ -391,15 +392,16 @@ Status ExpertParallel::route(ExpertRouteArgs const& args, Stream stream) noexcep
   pass.input("topk_weights", args.topk_weights, DType::fp32, {tokens.value(), desc_.top_k});
   TESSERA_TRY(pass.check.finish());
   constexpr std::int64_t kAny = INT32_MAX;
-  if (args.room < 0) {
-    return Status::invalid("room=%lld: rows, 0 for as many as there are",
-                           static_cast<long long>(args.room));
+  std::int64_t const row_limit = args.row_limit != 0 ? args.row_limit : args.room;
+  if (row_limit < 0) {
+    return Status::invalid("row_limit=%lld: rows, 0 for as many as there are",
+                           static_cast<long long>(row_limit));
   }
   return session_->route(
       {.tokens = static_cast<std::int32_t>(tokens.value()),
        .gmem_topk_ids = static_cast<std::int32_t const*>(args.topk_ids.data),
        .gmem_topk_weights = static_cast<float const*>(args.topk_weights.data),
-       .room = static_cast<std::int32_t>(args.room == 0 ? kAny : std::min(args.room, kAny))},
+       .row_limit = static_cast<std::int32_t>(row_limit == 0 ? kAny : std::min(row_limit, kAny))},
       stream);
 }
 

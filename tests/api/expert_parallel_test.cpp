@@ -108,10 +108,7 @@ TEST(ExpertParallel, PartialCombineHasItsOldName) {
   desc.partial_combine = true;
   std::size_t const combined = ExpertParallel::window_bytes(desc).value();
   desc.partial_combine = false;
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
   desc.sums_on_owners = true;
-#pragma GCC diagnostic pop
   EXPECT_GT(combined, plain);
   EXPECT_EQ(ExpertParallel::window_bytes(desc).value(), combined);
 
@@ -127,17 +124,6 @@ TEST(ExpertParallel, PartialCombineHasItsOldName) {
   size_t bytes = 0;
   ASSERT_EQ(tessera_expert_parallel_window(&c_desc, &bytes), TESSERA_OK) << tessera_last_error();
   EXPECT_EQ(bytes, combined);
-}
-
-TEST(ExpertParallel, SavedTablesHaveTheirOldName) {
-  std::int32_t offsets[] = {0, 0};
-  ExpertParallelArgs args;
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
-  args.kept = {.expert_offsets = tensor(static_cast<void*>(offsets), DType::int32, {2})};
-#pragma GCC diagnostic pop
-  EXPECT_EQ(args.saved.expert_offsets.data, offsets);
-  EXPECT_FALSE(args.saved.row_origins.present());
 }
 
 // A second x, and a float per choice.

@@ -79,7 +79,7 @@ struct Kind {
   bool second = false;   // two rows of each token
   bool dscores = false;  // a float back for each row
   bool saves = false;    // tables for later passes
-  bool tight = false;    // room for the rows that there are, and no more
+  bool tight = false;    // memory for the rows that there are, and no more
   bool may_overflow = false;
   bool apart = false;  // the second rows come by a launch of their own
 };
@@ -107,7 +107,7 @@ struct Share {
         row_dscores(capacity),
         dscores(std::int64_t{exchange.shape.max_tokens} * exchange.shape.max_top_k),
         slot_of_pair(static_cast<std::int64_t>(dscores.size()), kNoPair) {}
-  // Those that there is room for.
+  // Those within the row limit.
   std::int64_t held() const {
     return std::min(static_cast<std::int64_t>(wanted.origins.size()), capacity);
   }
@@ -243,7 +243,7 @@ class Ranks {
     return true;
   }
 
-  // Behind a pass in which rank `owner` had not room for all of its rows: what it made of those that it had.
+  // Behind a pass in which rank `owner` had more rows than its limit: what it made of those that it had.
   std::string wrong_rows_of(Pass const& pass, int owner) {
     std::string wrong = wrong_rows(pass, owner);
     for (int r = 0; r < s_.ranks; ++r) {
@@ -341,7 +341,7 @@ class Ranks {
     RouteArguments args{
         .exchange = arguments(pass, r),
         .made = rank(r).made.addresses(),
-        .room = static_cast<std::int32_t>(shares(pass, r).capacity),
+        .row_limit = static_cast<std::int32_t>(shares(pass, r).capacity),
         .host = {pass.kind.saves ? &shares(pass, r).host_rows : nullptr, pass.epoch + 1000}};
     args.exchange.gmem_topk_ids = pass.exchange.ids[static_cast<std::size_t>(r)].data();
     args.exchange.gmem_scores = shares(pass, r).scores.data();
@@ -405,7 +405,7 @@ class Ranks {
     return static_cast<float>(pass.epoch % 64 * 4096 + static_cast<std::uint32_t>(row)) +
            static_cast<float>(owner) / 4;
   }
-  // Of those, too, that there is no room for, so that it shows if they are sent.
+  // Of those beyond the row limit, too, so that it shows if they are sent.
   void multiply(Pass const& pass, int r) {
     Share& own = shares(pass, r);
     auto const rows = static_cast<std::int64_t>(own.wanted.origins.size());

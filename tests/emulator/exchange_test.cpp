@@ -129,7 +129,7 @@ TEST(SeparateExchange, PassesOneBehindTheOther) {
   }
 }
 
-TEST(SeparateExchange, MoreRowsThanRoomAreReported) {
+TEST(SeparateExchange, MoreRowsThanTheLimitAreReported) {
   for (std::uint64_t seed = 0; seed < 8; ++seed) {
     std::int32_t const all = 1 + static_cast<std::int32_t>(seed % 3);
     ExchangeShape const s = shape(all, 20, 1032, 6, 2, kTransfers[seed % 2]);

@@ -41,12 +41,12 @@ struct Case {
 struct Saved {
   separate::Rows wanted;
   separate::Tables tables;
-  std::int64_t capacity;  // rows that there is room for
+  std::int64_t capacity;  // rows that its memory holds
   bool has_h;
   Memory<Bits> h;
   std::uint64_t host_rows = 0;
 
-  // More room than is needed, as much, a row less, none.
+  // More memory than is needed, as much, a row less, none.
   Saved(Exchange const& exchange, int rank, std::int64_t h_columns, std::uint64_t seed)
       : wanted(separate::wanted_rows(exchange, rank)),
         tables(exchange.shape),

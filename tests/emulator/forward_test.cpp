@@ -96,13 +96,13 @@ TEST(FusedForward, SavesWhatBackwardNeeds) {
 }
 
 // Where nobody said that rows may be left out.
-TEST(FusedForward, MoreRowsThanRoomAreReported) {
+TEST(FusedForward, MoreRowsThanTheLimitAreReported) {
   for (std::uint64_t seed = 0; seed < 4; ++seed) {
     Case const c = {.shape = shape(2, 12, 64, 64, 4, 2, kTransfers[seed % 2]),
                     .saves = true,
                     .may_overflow = false};
     Ranks ranks(c);
-    // Capacities: Saved. Of seed 0 both ranks have room.
+    // Capacities: Saved. Of seed 0 all rows of both ranks fit.
     std::string const text =
         ranks.pass(draw_exchange(c.shape, Pattern::random, seed), seed, kSchedules[seed]);
     if (seed == 0) {

@@ -421,7 +421,7 @@ TEST(Plan, SlicesCoverTheTokensOnce) {
   }
 }
 
-TEST(Layout, HasRoomAndNoOverlaps) {
+TEST(Layout, FitsAndHasNoOverlaps) {
   ExchangeShape const shape{.ranks = 4,
                             .max_tokens = 8192,
                             .hidden = 2048,
@@ -431,9 +431,9 @@ TEST(Layout, HasRoomAndNoOverlaps) {
                             .transfer = Transfer::once,
                             .training = true};
   WindowLayout const w(shape);
-  std::int64_t const begins[] = {w.publish,    w.abort,  w.ack,      w.staged,  w.second_staged,
-                                 w.block_done, w.counts, w.rooms,    w.lists,   w.places,
-                                 w.x,          w.slots,  w.second_x, w.dscores, w.bytes};
+  std::int64_t const begins[] = {w.publish,    w.abort,  w.ack,        w.staged,  w.second_staged,
+                                 w.block_done, w.counts, w.row_limits, w.lists,   w.places,
+                                 w.x,          w.slots,  w.second_x,   w.dscores, w.bytes};
   for (std::size_t i = 0; i + 1 < std::size(begins); ++i) {
     EXPECT_LT(begins[i], begins[i + 1]);
     EXPECT_EQ(begins[i] % 4096, 0);
@@ -443,8 +443,8 @@ TEST(Layout, HasRoomAndNoOverlaps) {
   EXPECT_LE(w.staged_word(3) + kWordStride, w.second_staged);
   EXPECT_LE(w.second_staged_word(3) + kWordStride, w.block_done);
   EXPECT_LE(w.block_done_word(3, shape.max_blocks() - 1) + 4, w.counts);
-  EXPECT_LE(w.count_word(1, 3, 127) + 8, w.rooms);
-  EXPECT_LE(w.room_word(1, 3) + 8, w.lists);
+  EXPECT_LE(w.count_word(1, 3, 127) + 8, w.row_limits);
+  EXPECT_LE(w.row_limit_word(1, 3) + 8, w.lists);
   EXPECT_LE(w.list_entry(1, 3, 8192 * 8 - 1) + 16, w.places);
   EXPECT_LE(w.placed_pair(1, 3, 8192 * 8 - 1) + 8, w.x);
   EXPECT_LE(w.x_row(8191) + 4096, w.slots);

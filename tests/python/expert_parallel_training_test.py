@@ -89,7 +89,7 @@ class OneRank:
     def tessera_expert_parallel_route(self, handle, address, stream):
         args = structs.RouteArgs.from_address(address)
         self.sort(args)
-        self.count(args.room or 1 << 30)
+        self.count(args.row_limit or 1 << 30)
         self.dispatched = False
         self.calls.append("route")
         return 0

@@ -74,7 +74,7 @@ struct ToldHost {
 struct RouteArguments {
   ExchangeArguments exchange;  // without gmem_pool
   RowTables made;              // for as many rows as there may be
-  std::int32_t room;           // rows that this rank has memory for
+  std::int32_t row_limit;      // rows that this rank has memory for
   ToldHost host;
 };
 
@@ -82,7 +82,7 @@ struct DispatchArguments {
   ExchangeArguments exchange;  // without gmem_scores and gmem_pool
   RowTables tables;            // of the rows to bring
   RowTables saved;             // out: a copy of them; nulls: none is wanted
-  std::int64_t capacity;       // rows that the memory below, and `saved`, has room for
+  std::int64_t capacity;       // rows that the memory below, and `saved`, hold
   bool may_overflow;           // where there are more they are left out, and nobody is told
   char* gmem_rows;             // out [capacity,d] bf16: of x in the window; null: they came before
   char* gmem_second_rows;      // out, the same of second_x; or null

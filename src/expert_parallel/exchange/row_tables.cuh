@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tables of the rows that an owner's experts have in a pass, from the lists of all ranks: where the rows of an expert
 // begin, and for each row its pair, source and score, and the next row of its token. Row i by thread i mod threads.
-// Before them the host is told how many rows there are, and whether every rank has room for its own.
+// Before them a word in the host's memory says how many rows there are, and whether those of every rank are within its
+// row limit.
 #pragma once
 
 #include "expert_parallel/exchange/route.cuh"
@@ -16,12 +17,12 @@ struct PassPlan {
 };
 
 // Rows that this rank has memory for, to all ranks: a thread for each.
-__device__ inline void send_room(ExchangeArguments const& exchange, std::uint32_t epoch,
-                                 std::int32_t room, int rank) {
+__device__ inline void send_row_limit(ExchangeArguments const& exchange, std::uint32_t epoch,
+                                      std::int32_t row_limit, int rank) {
   if (rank >= exchange.shape.ranks) return;
   peer_of(exchange, rank)
-      .signal(exchange.window.room_word(parity(epoch), exchange.rank),
-              CountWord{room, epoch}.word());
+      .signal(exchange.window.row_limit_word(parity(epoch), exchange.rank),
+              CountWord{row_limit, epoch}.word());
 }
 
 // By all threads of a CTA. False: a wait has failed.
@@ -30,9 +31,9 @@ __device__ inline bool tell_host(ExchangeArguments const& exchange, PassPlan con
   int const rank = static_cast<int>(threadIdx.x);
   bool reached = true, overflows = false;
   if (rank < exchange.shape.ranks) {
-    std::int32_t room = 0;
-    reached = Waiter(exchange, epoch).for_room(rank, room);
-    overflows = owner_totals(exchange.shape, pass.plan, rank).rows > room;
+    std::int32_t row_limit = 0;
+    reached = Waiter(exchange, epoch).for_row_limit(rank, row_limit);
+    overflows = owner_totals(exchange.shape, pass.plan, rank).rows > row_limit;
   }
   if (!all_reached(reached)) return false;
   bool const all_fit = __syncthreads_or(overflows ? 1 : 0) == 0;

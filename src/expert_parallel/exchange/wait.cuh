@@ -74,8 +74,8 @@ class Waiter {
                           [&](std::uint32_t seen) { return reached(seen, epoch_); });
   }
   /// Rows that a rank has memory for in this pass. Not every pass says so: a word may be of any pass of this parity.
-  __device__ bool for_room(int rank, std::int32_t& rows) const {
-    return for_count_word(p_.window.room_word(parity(epoch_), rank), rank, rows,
+  __device__ bool for_row_limit(int rank, std::int32_t& rows) const {
+    return for_count_word(p_.window.row_limit_word(parity(epoch_), rank), rank, rows,
                           [&](std::uint32_t seen) { return seen == epoch_; });
   }
 

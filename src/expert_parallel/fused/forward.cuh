@@ -366,8 +366,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   if (threadIdx.x == kForwardThreads - 1) init_barriers(smem);
   if constexpr (kSaves) {
     if (blockIdx.x == 0) {
-      send_room(p.exchange, pass.epoch, static_cast<std::int32_t>(p.saved.capacity),
-                static_cast<int>(threadIdx.x));
+      send_row_limit(p.exchange, pass.epoch, static_cast<std::int32_t>(p.saved.capacity),
+                     static_cast<int>(threadIdx.x));
     }
   }
   clear_next_bank<kForwardThreads>(p.exchange, pass.epoch);

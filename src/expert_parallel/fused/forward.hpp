@@ -15,7 +15,7 @@ namespace tessera::expert_parallel {
 /// What a pass leaves for backward. Without tables: nothing.
 struct SavedPass {
   RowTables tables = {};
-  std::int64_t capacity = 0;  // rows that there is room for, in h, too
+  std::int64_t capacity = 0;  // rows that the tables and h hold
   bool may_overflow = false;  // where there are more they are left out, and only the host is told
   char* gmem_h =
       nullptr;  // [capacity,2n] bf16, gate half first; [capacity,n] without a gate; or null

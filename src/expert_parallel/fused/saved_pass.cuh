@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What backward needs of a fused pass besides x: h and tables of this rank's rows, which lie there without pads.
-//   head     CTA 0: room for them, to all ranks; behind the plan, where the rows of an expert begin, and to the host,
+//   head     CTA 0: the row limit, to all ranks; behind the plan, where the rows of an expert begin, and to the host,
 //            how many there are
 //   tables   communication warps that have nothing left to pull (row_tables.cuh)
 //   h        rounded to bf16, under the k loop of the next task as the results of downs are (push_rows.cuh)
@@ -11,7 +11,7 @@
 
 namespace tessera::expert_parallel {
 
-// Those of `all` rows that there is room for.
+// How many of `all` rows are within the limit.
 __device__ inline int held_rows(SavedPass const& saved, int all) {
   return static_cast<int>(min(std::int64_t{all}, saved.capacity));
 }
@@ -46,7 +46,7 @@ __device__ inline void write_saved_rows(Pass const& pass, int warp) {
              static_cast<int>(gridDim.x) * kCommunicationWarps * arch::kWarpThreads);
 }
 
-// Of an up's results, where row `lane` of the warp's 16 goes; null: there is no such row, or no room for it.
+// Of an up's results, where row `lane` of the warp's 16 goes; null: there is no such row, or it is beyond the limit.
 template <bool kGated>
 __device__ char* place_of_h(Pass const& pass, gemm::WorkTile const& tile, int first) {
   SavedPass const& saved = pass.p.saved;

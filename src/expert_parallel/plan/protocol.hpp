@@ -3,17 +3,17 @@
 // a wait is over. Kernel, model and host share this file.
 //
 //   site        signals -> waits                    word                    until          scope
-//   ack         owner, rows returned -> source      ack[owner]              epoch          sys, separate kernels
-//   staged      source, rows in window -> owner     staged[source], second_ epoch          sys, separate kernels
+//   ack         owner, rows returned -> source      ack[owner]              epoch          sys, unfused kernels
+//   staged      source, rows in window -> owner     staged[source], second_ epoch          sys, unfused kernels
 //   route_scan  CTAs -> CTAs                        slices counted          all slices     gpu
-//   counted     source -> all ranks                 c[source][e], room      epoch          sys, each for itself
+//   counted     source -> all ranks                 c[source][e], row_limit epoch          sys, each for itself
 //   publish     source -> all ranks                 publish[source]         epoch          sys
 //   arrived     those who bring rows -> up tasks    arrived[block]          its rows       gpu
 //   a_ready     up tasks -> down tasks              a_ready[block]          up_tiles       gpu
 //   down_tiles  down tasks -> the last, owner's sum down_tiles[block]       down_tiles     gpu
 //   block_done  owner -> aggregate                  block_done[owner,block] epoch          sys
 //   partial_done owner's sums -> aggregate          partial_done[owner,token] epoch        sys, partial combine
-//   ended       CTAs -> the last of them            ended                   all CTAs       gpu, separate kernels
+//   ended       CTAs -> the last of them            ended                   all CTAs       gpu, unfused kernels
 //
 // Transfer::once: a token's row crosses once to each owner, one of whose warps writes it to the places of all its
 // pairs there when it comes to the first of them. So nobody waits for a copy.
@@ -60,7 +60,7 @@ enum class Site : std::int32_t {
   partial_done,
   ended,
   staged,
-  rows  ///< nobody waits there: there are more of them than there is room for
+  rows  ///< nobody waits there: there are more of them than the rank's row limit
 };
 inline char const* site_name(Site site) {
   constexpr char const* kNames[] = {
@@ -75,7 +75,7 @@ struct alignas(16) RouteEntry {
   std::uint32_t choices = 0;  ///< once, partial combine: the token's on this owner, a bit each
   std::uint8_t place = 0;     ///< once, partial combine: of its row among theirs, as in the pool
   std::uint8_t ends_sum = 0;  ///< partial combine: 1 if it is the last of several that are added up
-  float score = 0;            ///< separate kernels
+  float score = 0;            ///< unfused kernels
 };
 static_assert(sizeof(RouteEntry) == 16);
 
@@ -113,7 +113,7 @@ TESSERA_INLINE constexpr bool reached(std::uint32_t word, std::uint32_t epoch) {
   return static_cast<std::int32_t>(word - epoch) >= 0;
 }
 /// Whether this pass begins by setting this rank's words that some passes do not write, to the pass before it: no word
-/// becomes 2^31 passes old. Those of blocks, and in the fused kernel those that separate kernels write.
+/// becomes 2^31 passes old. Those of blocks, and in the fused kernel those that the unfused ones write.
 TESSERA_INLINE constexpr bool renews_words(std::uint32_t epoch) {
   return epoch % (std::uint32_t{1} << 30) == 0;
 }
@@ -130,7 +130,7 @@ struct CountWord {
   }
 };
 
-/// What the host is told: this rank's rows, whether every rank has room for its own, and who asked.
+/// What the host is told: this rank's rows, whether those of every rank are within its row limit, and who asked.
 struct RoutedWord {
   static constexpr std::uint32_t kOverflows = std::uint32_t{1} << 31;
   std::int32_t rows;
@@ -156,13 +156,13 @@ struct WindowLayout {
   std::int64_t block_done;                  ///< [P,max_blocks] u32
   std::int64_t partial_done;                ///< [P,max_tokens] u32, partial combine
   std::int64_t counts;                      ///< [2,P,E] CountWord
-  std::int64_t rooms;     ///< [2,P] CountWord: rows that a rank has memory for, training
-  std::int64_t lists;     ///< [2,P,max_tokens*max_top_k] RouteEntry
-  std::int64_t places;    ///< [2,P,max_tokens*max_top_k] PlacedPair, once and partial combine
-  std::int64_t x;         ///< [max_tokens,d] bf16
-  std::int64_t slots;     ///< [max_tokens,max_top_k,d] bf16
-  std::int64_t second_x;  ///< [max_tokens,d] bf16, training
-  std::int64_t dscores;   ///< [max_tokens,max_top_k] fp32, training
+  std::int64_t row_limits;  ///< [2,P] CountWord: rows that a rank has memory for, training
+  std::int64_t lists;       ///< [2,P,max_tokens*max_top_k] RouteEntry
+  std::int64_t places;      ///< [2,P,max_tokens*max_top_k] PlacedPair, once and partial combine
+  std::int64_t x;           ///< [max_tokens,d] bf16
+  std::int64_t slots;       ///< [max_tokens,max_top_k,d] bf16
+  std::int64_t second_x;    ///< [max_tokens,d] bf16, training
+  std::int64_t dscores;     ///< [max_tokens,max_top_k] fp32, training
   std::int64_t bytes;
 
   explicit TESSERA_INLINE constexpr WindowLayout(ExchangeShape const& s)
@@ -185,7 +185,7 @@ struct WindowLayout {
     block_done = take(4 * ranks_ * max_blocks_);
     partial_done = take(s.transfer == Transfer::partial_combine ? 4 * ranks_ * max_tokens_ : 0);
     counts = take(std::int64_t{8} * 2 * ranks_ * experts_);
-    rooms = take(std::int64_t{8} * 2 * ranks_);
+    row_limits = take(std::int64_t{8} * 2 * ranks_);
     lists = take(static_cast<std::int64_t>(sizeof(RouteEntry)) * 2 * ranks_ * pairs_);
     places = take(s.rows_cross_once()
                       ? static_cast<std::int64_t>(sizeof(PlacedPair)) * 2 * ranks_ * pairs_
@@ -227,9 +227,9 @@ struct WindowLayout {
                                                                  std::int32_t expert) const {
     return counts + 8 * ((std::int64_t{parity} * ranks_ + source) * experts_ + expert);
   }
-  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t room_word(std::int32_t parity,
-                                                                std::int32_t rank) const {
-    return rooms + 8 * (std::int64_t{parity} * ranks_ + rank);
+  [[nodiscard]] TESSERA_INLINE constexpr std::int64_t row_limit_word(std::int32_t parity,
+                                                                     std::int32_t rank) const {
+    return row_limits + 8 * (std::int64_t{parity} * ranks_ + rank);
   }
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t list_entry(std::int32_t parity,
                                                                  std::int32_t source,

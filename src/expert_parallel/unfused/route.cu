@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // route: from this rank's choices to tables of the rows that its own experts have to multiply.
-//   room          rows that this rank has memory for, to all ranks
+//   row_limit     rows that this rank has memory for, to all ranks
 //   route, plan   route.cuh
-//   host          how many rows there are, and whether every rank has room for its own
+//   host          how many rows there are, and whether those of every rank are within its row limit
 //   tables        row_tables.cuh
 // Barriers __syncthreads only: one thread polls, the CTA follows. Waits have a limit (wait.cuh)
 // Memory   generic writes to peers: a CTA's are released when it counts, the last one fences at system scope for all,
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   ExchangeArguments const& exchange = p.exchange;
   std::uint32_t const epoch = *exchange.gmem_epoch;
   int const thread = static_cast<int>(threadIdx.x);
-  if (blockIdx.x == 0) send_room(exchange, epoch, p.room, thread);
+  if (blockIdx.x == 0) send_row_limit(exchange, epoch, p.row_limit, thread);
   if (!route<true>(exchange, smem, epoch, NothingBeside(), [] {})) return;
   PassPlan const pass = {{smem.counts, exchange.shape.experts}, smem.plan, smem.list_begin};
   int const rows = owner_totals(exchange.shape, pass.plan, exchange.rank).rows;

@@ -16,8 +16,10 @@ find_package(CUDAToolkit REQUIRED)
 add_custom_target(tessera_cuda_all)
 
 # tessera_cuda_options(target): a spilled register is a warning. With TESSERA_WERROR any warning stops the build, but
-# -Wrestrict, as GCC 12 reports std::string's operator+.
+# -Wrestrict, as GCC 12 reports std::string's operator+. What ptxas says of kernels is kept for tools/ptxas_report.py.
 function(tessera_cuda_options target)
+  set(launcher ${PROJECT_SOURCE_DIR}/cmake/keep_ptxas.sh ${CMAKE_CUDA_COMPILER_LAUNCHER})
+  set_target_properties(${target} PROPERTIES CUDA_COMPILER_LAUNCHER "${launcher}")
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:
     -Xptxas=--warn-on-spills -Xcompiler=-Wall,-Wextra>)
   if(TESSERA_WERROR)

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ptxas gives every kernel of the library: registers, shared memory, stack, spills.
 
-Compiles the CUDA sources of the library as build-cuda/compile_commands.json says, with -Xptxas=-v. Writes
-bench/resources/sm_90a.txt, or with --check compares with it: a change must be committed to be accepted.
+Has build-cuda make the objects that are not there or not new enough, and reads what ptxas said of each, which the build
+keeps beside it (cmake/keep_ptxas.sh). Writes bench/resources/sm_90a.txt, or with --check compares with it: a change
+must be committed to be accepted.
 
 Fails where a kernel's wgmmas are serialised, or their warps may be divided: then every lane counts k_tiles and stages
 by itself, and what wgmma needs of it is moved to uniform registers, which takes twice the instructions of a k loop
@@ -21,7 +22,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 
 ROOT = pathlib.Path(__file__).parent.parent.resolve()
 REPORT = ROOT / "bench" / "resources" / "sm_90a.txt"
@@ -31,23 +31,37 @@ FOLDERS = (
 )
 
 
-def compile_commands(build: pathlib.Path) -> list[tuple[str, list[str]]]:
-    entries = json.loads((build / "compile_commands.json").read_text(encoding="utf-8"))
+def objects(build: pathlib.Path) -> list[tuple[str, pathlib.Path]]:
+    """(source, object), from the commands that compile them."""
+    listed = build / "compile_commands.json"
+    if not listed.is_file():
+        sys.exit(f"{listed}: no such file; configure first: cmake --preset cuda")
     result = []
-    for entry in entries:
+    for entry in json.loads(listed.read_text(encoding="utf-8")):
         file = pathlib.Path(entry["file"])
         file = file.parent.resolve() / file.name  # what links to a source is compiled for something else
         path = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else ""
         if not path.startswith(FOLDERS) or not path.endswith(".cu"):
             continue
         words = shlex.split(entry["command"])
-        words = words[1:] if words[0].endswith("ccache") else words
-        for flag in ("-MF", "-MT"):
-            if flag in words:
-                del words[words.index(flag) : words.index(flag) + 2]
-        words = [word for word in words if word != "-MD"]
-        result.append((path, [*words, "-Xptxas=-v"]))
+        result.append((path, build / words[words.index("-o") + 1]))
     return sorted(result)
+
+
+def make(build: pathlib.Path, jobs: int, outputs: list[pathlib.Path]) -> None:
+    targets = [str(output.relative_to(build)) for output in outputs]
+    done = subprocess.run(["cmake", "--build", str(build), "--parallel", str(jobs), "--target", *targets],
+                          check=False, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{build}: {done.stdout}{done.stderr}")
+
+
+def said(output: pathlib.Path) -> str:
+    """What ptxas said when it made an object."""
+    kept = output.with_name(f"{output.name}.ptxas")
+    if not kept.is_file():
+        sys.exit(f"{kept}: no such file; remove the object beside it, so that the build keeps what ptxas says")
+    return kept.read_text(encoding="utf-8")
 
 
 def disassembler() -> str:
@@ -99,36 +113,37 @@ def kernels(output: str) -> list[tuple[str, str]]:
     return result
 
 
-def chosen(commands: list[tuple[str, list[str]]], only: str) -> list[tuple[str, list[str]]]:
+def refuse_serialised(path: str, text: str) -> None:
+    """ptxas serialises wgmmas that it cannot prove safe, and only informs: -Werror lets that pass."""
+    if serialised := re.search(r".*\(C75\d\d\).*", text):
+        sys.exit(f"{path}: {serialised[0]}")
+
+
+def chosen(found: list[tuple[str, pathlib.Path]], only: str) -> list[tuple[str, pathlib.Path]]:
     """Those of the sources whose path has `only` in it."""
-    found = [(path, words) for path, words in commands if only in path]
-    if not found:
+    some = [(path, output) for path, output in found if only in path]
+    if not some:
         sys.exit(f"--only {only}: no CUDA source of the library has that in its path; if it is new, configure again")
-    return found
+    return some
 
 
 def report(build: pathlib.Path, jobs: int, only: str = "") -> str:
-    def run(entry):
-        path, command = entry
-        with tempfile.NamedTemporaryFile(suffix=".o") as to:
-            command[command.index("-o") + 1] = to.name
-            done = subprocess.run(command, cwd=build, check=False, capture_output=True, text=True)
-            if done.returncode:
-                sys.exit(f"{path}: {done.stderr}")
-            sass = subprocess.run([dumper, "-sass", to.name], check=False, capture_output=True, text=True)
-        # ptxas serialises wgmmas that it cannot prove safe, and only informs: -Werror lets that pass.
-        serialised = re.search(r".*\(C75\d\d\).*", done.stdout + done.stderr)
-        if serialised:
-            sys.exit(f"{path}: {serialised[0]}")
+    def read(entry):
+        path, output = entry
+        text = said(output)
+        refuse_serialised(path, text)
+        sass = subprocess.run([dumper, "-sass", str(output)], check=False, capture_output=True, text=True)
         multiplies = divided(sass.stdout)
         for name in demangle([name for name, is_divided in multiplies.items() if is_divided]):
             sys.exit(f"{path}: {name}: its warps may be divided at wgmmas. Behind a branch of some lanes __syncwarp() "
                      "is missing, or a lane loops by itself")
-        return path, kernels(done.stdout + done.stderr), len(multiplies)
+        return path, kernels(text), len(multiplies)
 
     dumper = disassembler()
+    sources = chosen(objects(build), only)
+    make(build, jobs, [output for _, output in sources])
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        found = list(pool.map(run, chosen(compile_commands(build), only)))
+        found = list(pool.map(read, sources))
     if not only and sum(with_wgmmas for _, _, with_wgmmas in found) == 0:
         sys.exit("no wgmma in any kernel, as cuobjdump writes them")
     lines = ["# Written by tools/ptxas_report.py; nvcc -gencode=arch=compute_90a,code=sm_90a"]
@@ -149,7 +164,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="NAME", default="",
                         help="print what sources with NAME in their path have; write and compare nothing")
     arguments = parser.parse_args()
-    text = report(arguments.build, arguments.jobs, arguments.only)
+    text = report(arguments.build.resolve(), arguments.jobs, arguments.only)
     if arguments.only:
         print(text, end="")
         return 0

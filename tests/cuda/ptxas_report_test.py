@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tools/ptxas_report.py makes of machine code: warps that ptxas brings together right before wgmmas are told from
-those that it knows to be together."""
+"""What tools/ptxas_report.py makes of machine code and of what ptxas said, which cmake/keep_ptxas.sh keeps beside an
+object: warps that ptxas brings together right before wgmmas are told from those that it knows to be together."""
 
 import json
 import pathlib
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -40,25 +41,77 @@ class Divided(unittest.TestCase):
         self.assertEqual(ptxas_report.divided(behind), {"behind": False, "next": False})
 
 
-class Commands(unittest.TestCase):
+USAGE = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z1kv' for 'sm_90a'
+ptxas info    : Function properties for _Z1kv
+    8 bytes stack frame, 0 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 40 registers, used 1 barriers, 12 bytes smem
+ptxas info    : Compile time = 3.406 ms
+"""
+SERIALISED = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
+
+
+class Kept(unittest.TestCase):
+    """cmake/keep_ptxas.sh around a compiler that says what it is told to say."""
+
+    def compile(self, folder: str, says: str, status: int) -> tuple[subprocess.CompletedProcess, pathlib.Path]:
+        compiler, output = pathlib.Path(folder, "compiler"), pathlib.Path(folder, "k.cu.o")
+        compiler.write_text(f"#!/bin/sh\necho \"$@\" >{folder}/arguments\ncat >&2 <<'E'\n{says}E\nexit {status}\n",
+                            encoding="utf-8")
+        compiler.chmod(0o755)
+        done = subprocess.run([ptxas_report.ROOT / "cmake" / "keep_ptxas.sh", compiler, "-c", "k.cu", "-o", output],
+                              check=False, capture_output=True, text=True)
+        return done, output
+
+    def test_what_is_kept_and_what_is_printed(self):
+        warning = "k.cu(3): warning #177-D: variable \"i\" was declared but never referenced\n"
+        with tempfile.TemporaryDirectory() as folder:
+            done, output = self.compile(folder, warning + USAGE + SERIALISED, 0)
+            self.assertEqual((done.returncode, done.stderr), (0, warning + SERIALISED))
+            self.assertIn("-Xptxas=-v", pathlib.Path(folder, "arguments").read_text(encoding="utf-8").split())
+            self.assertEqual(ptxas_report.kernels(ptxas_report.said(output)), [
+                ("_Z1kv", " 40 registers      12 bytes static shared    8 stack    4 spilled")])
+
+    def test_a_failure_leaves_nothing(self):
+        with tempfile.TemporaryDirectory() as folder:
+            self.compile(folder, USAGE, 0)
+            done, output = self.compile(folder, "k.cu(3): error: expected a \";\"\n", 2)
+            self.assertEqual((done.returncode, done.stderr), (2, "k.cu(3): error: expected a \";\"\n"))
+            with self.assertRaisesRegex(SystemExit, "k.cu.o.ptxas: no such file; remove the object"):
+                ptxas_report.said(output)
+
+    def test_serialised_wgmmas_are_refused(self):
+        with tempfile.TemporaryDirectory() as folder:
+            _, output = self.compile(folder, USAGE + SERIALISED, 0)
+            with self.assertRaisesRegex(SystemExit, r"k\.cu: ptxas info +: \(C7510\) Potential"):
+                ptxas_report.refuse_serialised("k.cu", ptxas_report.said(output))
+            _, output = self.compile(folder, USAGE, 0)
+            ptxas_report.refuse_serialised("k.cu", ptxas_report.said(output))
+
+
+class Objects(unittest.TestCase):
     def test_sources_alone(self):
         """Not what links to one, which is compiled for something else."""
         source = ptxas_report.ROOT / "src" / "expert_parallel" / "unfused" / "combine.cu"
         with tempfile.TemporaryDirectory() as folder:
             link = pathlib.Path(folder) / "combine.cu"
             link.symlink_to(source)
-            entries = [{"file": str(file), "command": f"{compiler} -MD -MF x.d -c {file}"}
+            entries = [{"file": str(file), "command": f"{compiler} -MD -MF x.d -c {file} -o src/{compiler}.o"}
                        for compiler, file in (("nvcc", source), ("c++", link))]
-            (pathlib.Path(folder) / "compile_commands.json").write_text(json.dumps(entries), encoding="utf-8")
-            ((path, words),) = ptxas_report.compile_commands(pathlib.Path(folder))
-        self.assertEqual((path, words[0], words[-1]), ("src/expert_parallel/unfused/combine.cu", "nvcc", "-Xptxas=-v"))
+            build = pathlib.Path(folder)
+            (build / "compile_commands.json").write_text(json.dumps(entries), encoding="utf-8")
+            self.assertEqual(ptxas_report.objects(build),
+                             [("src/expert_parallel/unfused/combine.cu", build / "src" / "nvcc.o")])
+            with self.assertRaisesRegex(SystemExit, "no such file; configure first"):
+                ptxas_report.objects(build / "elsewhere")
 
     def test_only_some_sources(self):
-        commands = [("src/cuda/instances/gemv.cu", ["nvcc"]), ("src/cuda/plain/wgrad.cu", ["nvcc"])]
-        self.assertEqual(ptxas_report.chosen(commands, "gemv"), commands[:1])
-        self.assertEqual(ptxas_report.chosen(commands, ""), commands)
+        found = [("src/cuda/instances/gemv.cu", pathlib.Path("gemv.o")),
+                 ("src/cuda/plain/wgrad.cu", pathlib.Path("wgrad.o"))]
+        self.assertEqual(ptxas_report.chosen(found, "gemv"), found[:1])
+        self.assertEqual(ptxas_report.chosen(found, ""), found)
         with self.assertRaisesRegex(SystemExit, "--only gemm: no CUDA source"):
-            ptxas_report.chosen(commands, "gemm")
+            ptxas_report.chosen(found, "gemm")
 
     def test_no_kernel_of_the_library_is_left_out(self):
         """A folder that moves leaves the list: its kernels would drop out of the report and of sass_diff."""

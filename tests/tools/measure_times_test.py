@@ -36,6 +36,17 @@ class MeasureTimesTest(unittest.TestCase):
         self.assertIn("| compiling cli | | 30 |", text)
         self.assertNotIn("small", text)
 
+    def test_tiers(self):
+        text = ("=== deep\n23 passed, 0 failed, 0 skipped\n\n=== summary\nlint          5 s  ok\n"
+                "deep       1527 s  FAILED\ntotal      1532 s\n")
+        read = measure_times.tiers(text)
+        self.assertEqual(read, [("lint", 5.0), ("deep", 1527.0)])
+        one = measure_times.Measured("test", 0, 300.4, 500.6, [("apt", 41.0)], {"cli": 30.0})
+        ci = measure_times.Measured("ci", 0, 2400.4, 4100.6, [("apt", 42.0)], {"cli": 31.0}, [], read)
+        text = measure_times.table([one, ci])
+        self.assertIn("| **`.ci/run`** | 2400 | 4101 |\n| its tier lint | 5 | |\n| its tier deep | 1527 | |\n", text)
+        self.assertIn("| compiling cli | | 30 |", text)
+
 
 if __name__ == "__main__":
     unittest.main()

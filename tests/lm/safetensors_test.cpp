@@ -122,6 +122,38 @@ INSTANTIATE_TEST_SUITE_P(
                   8},
         Malformed{"metadata not text", R"({"__metadata__":{"k":1}})", 0}));
 
+/// The error of a header, empty where there is none.
+std::string error_of(std::string const& header, std::uint64_t data_bytes) {
+  try {
+    (void)parse_safetensors_header(header, data_bytes);
+  } catch (InputError const& error) {
+    return error.what();
+  }
+  return {};
+}
+
+// Sums, products and signs of what follows rely on this limit: a tensor without elements has the right size whatever
+// its other extent is, and an extent of 2^63 would be negative.
+TEST(SafetensorsHeader, OffsetsAndExtentsEndWithTheData) {
+  EXPECT_EQ(error_of(entry("U8", "[4]", "[0,4]"), 4), "");
+  EXPECT_EQ(error_of(entry("U8", "[5]", "[0,4]"), 4),
+            "tensor w: offset or extent 5 is not in [0, 4]");
+  EXPECT_EQ(error_of(entry("U8", "[4]", "[0,5]"), 4),
+            "tensor w: offset or extent 5 is not in [0, 4]");
+  EXPECT_EQ(error_of(entry("U8", "[4]", "[5,9]"), 4),
+            "tensor w: offset or extent 5 is not in [0, 4]");
+  std::string const full = R"({"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},)"
+                           R"("w":{"dtype":"U8","shape":[0,EXTENT],"data_offsets":[4,4]}})";
+  auto const with = [&full](std::string const& extent) {
+    return std::string(full).replace(full.find("EXTENT"), 6, extent);
+  };
+  EXPECT_EQ(error_of(with("4"), 4), "");
+  for (std::string const extent : {"5", "9223372036854775808", "18446744073709551615"}) {
+    EXPECT_EQ(error_of(with(extent), 4),
+              "tensor w: offset or extent " + extent + " is not in [0, 4]");
+  }
+}
+
 class MalformedFile : public testing::Test {
  protected:
   void refused(std::string const& bytes) {

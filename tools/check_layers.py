@@ -86,14 +86,10 @@ LAYERS = {
 # Includes that no arrow allows. Epilogues take accumulators in the order of wgmma's fragments until they see (row,
 # column, value) through a core of their architecture; then these go.
 EXCEPTIONS = {
-    "src/cuda/epilogue/activation.cuh": ["src/cuda/gemm/sm90/deferred.cuh"],
-    "src/cuda/epilogue/activation_gradient.cuh": ["src/cuda/gemm/sm90/lent.cuh", "src/cuda/gemm/sm90/slab_store.cuh"],
-    "src/cuda/epilogue/store.cuh": ["src/cuda/gemm/sm90/deferred.cuh", "src/cuda/gemm/sm90/slab_store.cuh"],
-    "src/cuda/epilogue/store_outer_product.cuh": ["src/cuda/gemm/sm90/outer_product.cuh"],
+    "src/cuda/epilogue/activation_gradient.cuh": ["src/cuda/gemm/sm90/lent.cuh"],
     "src/cuda/epilogue/wgrad_store.cuh": [
         "src/cuda/gemm/sm90/deferred.cuh",
         "src/cuda/gemm/sm90/lent.cuh",
-        "src/cuda/gemm/sm90/slab_store.cuh",
     ],
     "src/cuda/epilogue/wgrad_sums.cuh": ["src/cuda/gemm/sm90/deferred.cuh"],
 }

@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     up_projection_beside(__grid_constant__ BudgetParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   constexpr gemm::GemmConfig kGemm = Config::gemm;
-  using Epilogue = gemm::ActivationEpilogue<kGemm, Config::activation>;
+  using Epilogue = gemm::ActivationEpilogue<gemm::sm90::Core<kGemm>, Config::activation>;
   using Storage = BudgetStorage<Config, has_ring(kBeside)>;
   static_assert(sizeof(Storage) <= gemm::kSharedMemoryBytes);
   auto& smem = *reinterpret_cast<Storage*>(&gemm::shared_storage<kGemm>());

@@ -84,7 +84,7 @@ MUTANTS = [
     ("the halves of h lie on each other", "expert_parallel/fused/push_rows.cuh",
      "column + pass_.shape().intermediate : column", "column : column", "h differ"),
     ("gates have the biases of ups", "expert_parallel/fused/forward.cuh",
-     "add_bias<0>(acc[0][group], biases.up[0]", "add_bias<0>(acc[0][group], biases.up[1]",
+     "add_bias(acc[0], 2 * group, biases.up[0]", "add_bias(acc[0], 2 * group, biases.up[1]",
      "FAILED  ] FusedForward.AddsBiases"),
     ("all of a down's columns have the biases of its first half", "expert_parallel/fused/forward.cuh",
      "column + kHalf, columns);", "column, columns);", "FAILED  ] FusedForward.AddsBiases"),

@@ -23,13 +23,13 @@ struct ScaledStoreParams {
 
 // The epilogue: accumulators times the segment's scale, then what StoreDeferred does with them. It is deferred, so that
 // GEMM configurations whose epilogue has that mode can take it; a hook that changes nothing is handed on by name.
-template <gemm::GemmConfig kGemm>
+template <class Core>
 class ScaledStore {
  public:
   static constexpr gemm::EpilogueMode kMode = gemm::EpilogueMode::kDeferred;
   using Params = ScaledStoreParams;
 
-  __device__ __forceinline__ ScaledStore(gemm::SharedStorage<kGemm>& smem, Params const& p,
+  __device__ __forceinline__ ScaledStore(typename Core::Storage& smem, Params const& p,
                                          int consumer)
       : p_(p), store_(smem, p.store, consumer) {}
 
@@ -40,13 +40,9 @@ class ScaledStore {
   }
 
   // After the k loop, 64 rows from `row`; indices are constants after unrolling, so that all stays in registers.
-  __device__ __forceinline__ void keep(gemm::Accumulators<kGemm>& acc, gemm::WorkTile const& tile,
+  __device__ __forceinline__ void keep(typename Core::Accumulators& acc, gemm::WorkTile const& tile,
                                        int row) {
-    TESSERA_UNROLL
-    for (int group = 0; group < kGemm.column_groups(); ++group) {
-      TESSERA_UNROLL
-      for (int i = 0; i < gemm::kGroupColumns / 2; ++i) acc[group][i] *= scale_;
-    }
+    acc.for_each(row, 0, [&](int /*row*/, int /*column*/, float& value) { value *= scale_; });
     store_.keep(acc, tile, row);
   }
 
@@ -55,7 +51,7 @@ class ScaledStore {
 
  private:
   Params const& p_;
-  gemm::StoreDeferred<kGemm> store_;
+  gemm::StoreDeferred<Core> store_;
   float scale_ = 0;
 };
 
@@ -68,7 +64,7 @@ template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     scaled_projection_fwd(__grid_constant__ ScaledProjectionFwdParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  gemm::run_gemm<Config::gemm, ScaledStore<Config::gemm>>(p.gemm, p.epilogue);
+  gemm::run_gemm<Config::gemm, ScaledStore<gemm::sm90::Core<Config::gemm>>>(p.gemm, p.epilogue);
 #endif
 }
 

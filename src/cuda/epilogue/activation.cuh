@@ -7,7 +7,6 @@
 
 #include "../arch/store_global.cuh"
 #include "../gemm/scheduler.cuh"
-#include "../gemm/sm90/deferred.cuh"
 #include "activation_math.cuh"
 #include "bias.cuh"
 
@@ -21,13 +20,15 @@ struct ActivationParams {
   int columns;  // n
 };
 
-template <GemmConfig kGemm, ActivationKind kKind, bool kInterleaved = false>
+template <class Core, ActivationKind kKind, bool kInterleaved = false>
 class ActivationEpilogue {
  public:
+  static constexpr GemmConfig kGemm = Core::kGemm;
+  using Accumulators = typename Core::Accumulators;
   static constexpr EpilogueMode kMode = EpilogueMode::kDeferred;
   using Params = ActivationParams;
 
-  __device__ __forceinline__ ActivationEpilogue(SharedStorage<kGemm>& smem, Params const& p,
+  __device__ __forceinline__ ActivationEpilogue(typename Core::Storage& smem, Params const& p,
                                                 int consumer)
       : p_(p), rows_(smem, consumer) {
     static_assert(kGemm.b_halves() == (kInterleaved ? 1 : kHalves));
@@ -37,7 +38,7 @@ class ActivationEpilogue {
   __device__ __forceinline__ void begin(WorkTile const&, int, int) {}
 
   // 64 rows from `row`.
-  __device__ __forceinline__ void keep(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
+  __device__ __forceinline__ void keep(Accumulators& acc, WorkTile const& tile, int row) {
     row_ = row + arch::warp_in_warpgroup() * kWarpRows;
     end_ = tile.end;
     column_ = tile.n_tile * kColumns;
@@ -90,19 +91,19 @@ class ActivationEpilogue {
   static constexpr int kGroup = kGroupColumns / kHalves;   // .. per column group
 
   template <int kG>
-  __device__ __forceinline__ void keep_group(Accumulators<kGemm>& acc, int segment) {
+  __device__ __forceinline__ void keep_group(Accumulators& acc, int segment) {
     if (p_.bias[0].gmem != nullptr) {
       int const column = column_ + kG * kGroup;
       if constexpr (kInterleaved) {
-        add_interleaved_bias(acc[kG], p_.bias, segment, column, p_.columns);
-        rows_.template keep<kG>(acc[kG]);
+        add_interleaved_bias(acc, 2 * kG, p_.bias, segment, column, p_.columns);
+        rows_.template keep<kG>(acc);
         return;
       }
-      add_bias<0>(acc[kG], p_.bias[0], segment, column, p_.columns);
-      add_bias<kGroupColumns / 4>(acc[kG], p_.bias[kHalves - 1], segment,
-                                  kGated ? column : column + kSlabColumns, p_.columns);
+      add_bias(acc, 2 * kG, p_.bias[0], segment, column, p_.columns);
+      add_bias(acc, 2 * kG + 1, p_.bias[kHalves - 1], segment,
+               kGated ? column : column + kSlabColumns, p_.columns);
     }
-    rows_.template keep<kG>(acc[kG]);
+    rows_.template keep<kG>(acc);
   }
 
   // Those that are not gated ignore `up`.
@@ -131,7 +132,7 @@ class ActivationEpilogue {
   }
 
   Params const& p_;
-  DeferredRows<kGemm> rows_;
+  typename Core::DeferredRows rows_;
   int row_ = 0;  // the warp's first
   int end_ = 0;
   int column_ = 0;  // of a

@@ -16,8 +16,8 @@
 #include "../arch/load_shared.cuh"
 #include "../arch/store_shared.cuh"
 #include "../gemm/scheduler.cuh"
+#include "../gemm/slabs.cuh"
 #include "../gemm/sm90/lent.cuh"
-#include "../gemm/sm90/slab_store.cuh"
 #include "activation_math.cuh"
 
 namespace tessera::cuda::gemm {
@@ -282,8 +282,9 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind, kInterleaved> {
         this->differentiate_interleaved(acc, part, m, slabs_.address(buffer * kHalves),
                                         slabs_.address(buffer * kHalves + 1), s, a[m % 2], ds);
       } else {
-        this->differentiate(acc, part, m, slabs_.matrix_row(buffer * kHalves, 2 * m),
-                            slabs_.matrix_row(buffer * kHalves + 1, 2 * m), s, a[m % 2], ds);
+        this->differentiate(acc, part, m, rows_.matrix_row(slabs_.address(buffer * kHalves), 2 * m),
+                            rows_.matrix_row(slabs_.address(buffer * kHalves + 1), 2 * m), s,
+                            a[m % 2], ds);
       }
       if (m == kMatrices / 2 - 1) {
         if (arch::lane_idx() == 0) {
@@ -295,14 +296,15 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind, kInterleaved> {
       if (m % 2 == 1) {
         TESSERA_UNROLL
         for (int i = 0; i < 2; ++i) {
-          arch::stmatrix_x4(slabs_.matrix_row(kSlabA, 2 * (m - 1 + i)), a[i][0], a[i][1], a[i][2],
-                            a[i][3]);
+          arch::stmatrix_x4(rows_.matrix_row(slabs_.address(kSlabA), 2 * (m - 1 + i)), a[i][0],
+                            a[i][1], a[i][2], a[i][3]);
         }
       }
     }
   }
 
   SlabStore<kGemm> slabs_;
+  SlabRows rows_;
   arch::Mbarrier* loads_;
   uint32_t phase_ = 0;  // bit b: parity of the next load into buffer b
   int first_column_;

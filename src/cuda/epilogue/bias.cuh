@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adds a bias to 64 columns of a thread's accumulators (fragment order: arch/sm90/wgmma.cuh).
+// Adds a bias to 64 columns of accumulators.
 #pragma once
 
 #include "../arch/load_global.cuh"
@@ -15,42 +15,36 @@ struct Bias {
   int column_stride;
 };
 
-// acc[4j + ..] holds columns column + 8j + 2(lane%4) + {0,1} of two rows, j < 8.
-template <int kFirst, int kSize>
-__device__ __forceinline__ void add_bias(float (&acc)[kSize], Bias const& bias, int segment,
+// To the slab of the accumulators whose first column is `column` of so many.
+template <class Accumulators>
+__device__ __forceinline__ void add_bias(Accumulators& acc, int slab, Bias const& bias, int segment,
                                          int column, int columns) {
-  int const first = column + arch::lane_idx() % 4 * 2;
-  bf16 const* gmem =
-      bias.gmem + segment * bias.segment_stride + int64_t{first} * bias.column_stride;
-  TESSERA_UNROLL
-  for (int j = 0; j < kSlabColumns / 8; ++j) {
+  bf16 const* gmem = bias.gmem + segment * bias.segment_stride +
+                     int64_t{Accumulators::column(column)} * bias.column_stride;
+  acc.for_each_columns(slab, column, [&](int c, auto rows) {
     TESSERA_UNROLL
     for (int bit = 0; bit < 2; ++bit) {
-      float const b =
-          arch::load_bf16(gmem + bit * bias.column_stride, first + 8 * j + bit < columns);
-      acc[kFirst + 4 * j + bit] += b;
-      acc[kFirst + 4 * j + 2 + bit] += b;
+      float const b = arch::load_bf16(gmem + bit * bias.column_stride, c + bit < columns);
+      rows(0, [&](int, float& left, float& right) { (bit == 0 ? left : right) += b; });
     }
-    gmem += 8 * bias.column_stride;
-  }
+    gmem += Accumulators::kColumnStep * bias.column_stride;
+  });
 }
 
-// The same to 128 columns of both halves in turn, 64 of each from `column` on.
-template <int kSize>
-__device__ __forceinline__ void add_interleaved_bias(float (&acc)[kSize], Bias const (&bias)[2],
-                                                     int segment, int column, int columns) {
-  int const first = column + arch::lane_idx() % 4;
+// The same to two slabs from `slab` on, whose columns are of both halves in turn, from `column` on of each.
+template <class Accumulators>
+__device__ __forceinline__ void add_interleaved_bias(Accumulators& acc, int slab,
+                                                     Bias const (&bias)[2], int segment, int column,
+                                                     int columns) {
   TESSERA_UNROLL
   for (int half = 0; half < 2; ++half) {
     bf16 const* gmem = bias[half].gmem + segment * bias[half].segment_stride +
-                       int64_t{first} * bias[half].column_stride;
-    TESSERA_UNROLL
-    for (int j = 0; j < kGroupColumns / 8; ++j) {
-      float const b = arch::load_bf16(gmem, first + 4 * j < columns);
-      acc[4 * j + half] += b;
-      acc[4 * j + 2 + half] += b;
-      gmem += 4 * bias[half].column_stride;
-    }
+                       int64_t{Accumulators::column_pair(column)} * bias[half].column_stride;
+    acc.for_each_column_pair(slab, 2, column, [&](int c, auto rows) {
+      float const b = arch::load_bf16(gmem, c < columns);
+      rows(0, [&](int, float& left, float& right) { (half == 0 ? left : right) += b; });
+      gmem += Accumulators::kColumnPairStep * bias[half].column_stride;
+    });
   }
 }
 

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // chunk_sum epilogue (varlen-K): the segments are chunks of one reduction, D = [D +] sum of their tiles, in order; of
 // columns that are terms of one, the first's before the second's.
-// A warp stores its 16 rows of a tile in the order of its accumulators and counts that part under the next tile's k
-// loop, or at its end. Once its CTA has no tile left it waits until all parts of all tiles have been counted, and adds
-// up its share of D. Whoever counts has started: CTAs draw their first tile, too (draws_first), so that none is left to
-// a CTA that finds no room while others wait.
+// A warp stores its 16 rows of a tile in quads (gemm/sm90/accumulators.cuh) and counts that part under the next tile's
+// k loop, or at its end. Once its CTA has no tile left it waits until all parts of all tiles have been counted, and
+// adds up its share of D. Whoever counts has started: CTAs draw their first tile, too (draws_first), so that none is
+// left to a CTA that finds no room while others wait.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,13 +29,16 @@ struct ChunkSumParams {
   int segments, m_tiles, n_tiles;
 };
 
-template <GemmConfig kGemm>
+template <class Core>
 class ChunkSumEpilogue {
  public:
+  static constexpr GemmConfig kGemm = Core::kGemm;
+  using Accumulators = typename Core::Accumulators;
   static constexpr EpilogueMode kMode = EpilogueMode::kInline;
   using Params = ChunkSumParams;
 
-  __device__ __forceinline__ ChunkSumEpilogue(SharedStorage<kGemm>&, Params const& p, int consumer)
+  __device__ __forceinline__ ChunkSumEpilogue(typename Core::Storage&, Params const& p,
+                                              int consumer)
       : p_(p),
         consumer_(consumer),
         warp_(consumer * (kSubtileM / kWarpRows) + arch::warp_in_warpgroup()) {
@@ -44,15 +47,12 @@ class ChunkSumEpilogue {
 
   __device__ __forceinline__ void begin(WorkTile const&, int, int) {}
 
-  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int) {
+  __device__ __forceinline__ void store(Accumulators& acc, WorkTile const& tile, int) {
     int const first = tile.n_tile * kTileBlocks, left = blocks() - first;
     float4* const gmem = part(tile.segment, tile.row / kGemm.tile.m * kTileWarps + warp_, first);
     TESSERA_UNROLL
     for (int block = 0; block < kTileBlocks; ++block) {
-      float const* const value = &acc[block / kGroupBlocks][block % kGroupBlocks * 4];
-      if (block < left) {
-        gmem[block * arch::kWarpThreads] = {value[0], value[1], value[2], value[3]};
-      }
+      if (block < left) gmem[block * arch::kWarpThreads] = acc.quad(block);
     }
     is_counted_ = false;
   }
@@ -88,8 +88,7 @@ class ChunkSumEpilogue {
 
  private:
   static constexpr int kTileWarps = kGemm.tile.m / kWarpRows;
-  static constexpr int kBlockColumns = 8;  // of which a lane has two, in two rows
-  static constexpr int kGroupBlocks = kGroupColumns / kBlockColumns;
+  static constexpr int kBlockColumns = Accumulators::kQuadColumns;
   static constexpr int kTileBlocks = kGemm.tile.n / kBlockColumns;
   static constexpr int kAhead = 12;  // loads of a lane on their way
 
@@ -116,10 +115,11 @@ class ChunkSumEpilogue {
       for (int term = 0; term < p_.terms; ++term) {
         add_chunks(part(0, strip, block + term * own_blocks), stride, sum);
       }
-      int const row = strip * kWarpRows + arch::lane_idx() / 4;
-      int const column = block * kBlockColumns + arch::lane_idx() % 4 * 2;
       TESSERA_UNROLL
-      for (int j = 0; j < 4; ++j) put<T>(row + j / 2 * 8, column + j % 2, sum[j]);
+      for (int j = 0; j < 4; ++j) {
+        put<T>(strip * kWarpRows + Accumulators::quad_row(j),
+               block * kBlockColumns + Accumulators::quad_column(j), sum[j]);
+      }
     }
   }
 

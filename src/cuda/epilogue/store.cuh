@@ -6,8 +6,6 @@
 
 #include "../arch/store_global.cuh"
 #include "../gemm/scheduler.cuh"
-#include "../gemm/sm90/deferred.cuh"
-#include "../gemm/sm90/slab_store.cuh"
 #include "bias.cuh"
 
 namespace tessera::cuda::gemm {
@@ -21,19 +19,22 @@ struct StoreParams {
 };
 
 // After the k loop: in slabs, stored by TMA.
-template <GemmConfig kGemm>
+template <class Core>
 class StoreInSlabs {
  public:
+  static constexpr GemmConfig kGemm = Core::kGemm;
+  using Accumulators = typename Core::Accumulators;
   static constexpr EpilogueMode kMode = EpilogueMode::kInline;
   using Params = StoreParams;
 
-  __device__ __forceinline__ StoreInSlabs(SharedStorage<kGemm>& smem, Params const& p, int consumer)
+  __device__ __forceinline__ StoreInSlabs(typename Core::Storage& smem, Params const& p,
+                                          int consumer)
       : p_(p), slabs_(smem, consumer) {}
 
   __device__ __forceinline__ void begin(WorkTile const&, int, int) {}
 
   // 64 rows from `row`, in rounds of as many slabs as there are.
-  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
+  __device__ __forceinline__ void store(Accumulators& acc, WorkTile const& tile, int row) {
     static_assert(kGemm.b_halves() == 1 && kSlabs % kRound == 0 && kRound % 2 == 0);
     int const column = tile.n_tile * kGemm.tile.n;
     TESSERA_UNROLL
@@ -41,20 +42,11 @@ class StoreInSlabs {
       slabs_.begin();
       TESSERA_UNROLL
       for (int slab = 0; slab < kRound; ++slab) {
-        int const group = (first + slab) * kSlabColumns / kGroupColumns;
-        int const i = slab % 2 * kSecond;
         if (p_.bias.gmem != nullptr) {
-          int const c = column + (first + slab) * kSlabColumns;
-          if (slab % 2 == 0) {
-            add_bias<0>(acc[group], p_.bias, tile.segment, c, p_.columns);
-          } else {
-            add_bias<kSecond>(acc[group], p_.bias, tile.segment, c, p_.columns);
-          }
+          add_bias(acc, first + slab, p_.bias, tile.segment, column + (first + slab) * kSlabColumns,
+                   p_.columns);
         }
-        slabs_.fill(slab, [&](int j, int half) {
-          return arch::pack_bf16(acc[group][i + 4 * j + 2 * half],
-                                 acc[group][i + 4 * j + 2 * half + 1]);
-        });
+        rows_.fill(slabs_.address(slab), [&](int i) { return acc.packed(first + slab, i); });
       }
       slabs_.publish();
       if (slabs_.issuer()) {
@@ -75,20 +67,22 @@ class StoreInSlabs {
  private:
   static constexpr int kSlabs = kGemm.tile.n / kSlabColumns;
   static constexpr int kRound = kGemm.epilogue.slabs;
-  static constexpr int kSecond = kGroupColumns / 4;  // register of a group's second slab
 
   Params const& p_;
-  SlabStore<kGemm> slabs_;
+  typename Core::Slabs slabs_;
+  typename Core::SlabRows rows_;
 };
 
 // Under the next tile's k loop.
-template <GemmConfig kGemm>
+template <class Core>
 class StoreDeferred {
  public:
+  static constexpr GemmConfig kGemm = Core::kGemm;
+  using Accumulators = typename Core::Accumulators;
   static constexpr EpilogueMode kMode = EpilogueMode::kDeferred;
   using Params = StoreParams;
 
-  __device__ __forceinline__ StoreDeferred(SharedStorage<kGemm>& smem, Params const& p,
+  __device__ __forceinline__ StoreDeferred(typename Core::Storage& smem, Params const& p,
                                            int consumer)
       : p_(p), rows_(smem, consumer) {
     static_assert(kGemm.b_halves() == 1);
@@ -97,7 +91,7 @@ class StoreDeferred {
   __device__ __forceinline__ void begin(WorkTile const&, int, int) {}
 
   // 64 rows from `row`.
-  __device__ __forceinline__ void keep(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
+  __device__ __forceinline__ void keep(Accumulators& acc, WorkTile const& tile, int row) {
     row_ = row + arch::warp_in_warpgroup() * kWarpRows;
     end_ = tile.end;
     column_ = tile.n_tile * kGemm.tile.n;
@@ -123,28 +117,28 @@ class StoreDeferred {
 
  private:
   template <int kG>
-  __device__ __forceinline__ void keep_group(Accumulators<kGemm>& acc, int segment) {
+  __device__ __forceinline__ void keep_group(Accumulators& acc, int segment) {
     if (p_.bias.gmem != nullptr) {
       int const column = column_ + kG * kGroupColumns;
-      add_bias<0>(acc[kG], p_.bias, segment, column, p_.columns);
-      add_bias<kGroupColumns / 4>(acc[kG], p_.bias, segment, column + kSlabColumns, p_.columns);
+      add_bias(acc, 2 * kG, p_.bias, segment, column, p_.columns);
+      add_bias(acc, 2 * kG + 1, p_.bias, segment, column + kSlabColumns, p_.columns);
     }
-    rows_.template keep<kG>(acc[kG]);
+    rows_.template keep<kG>(acc);
   }
 
   Params const& p_;
-  DeferredRows<kGemm> rows_;
+  typename Core::DeferredRows rows_;
   int row_ = 0;  // the warp's first
   int end_ = 0;
   int column_ = 0;
 };
 
 // By a class of its own: GCC 12 fails at the same as one alias.
-template <GemmConfig kGemm>
+template <class Core>
 struct StoreEpilogueOf {
-  using Type = std::conditional_t<kGemm.defers(), StoreDeferred<kGemm>, StoreInSlabs<kGemm>>;
+  using Type = std::conditional_t<Core::kGemm.defers(), StoreDeferred<Core>, StoreInSlabs<Core>>;
 };
-template <GemmConfig kGemm>
-using StoreEpilogue = typename StoreEpilogueOf<kGemm>::Type;
+template <class Core>
+using StoreEpilogue = typename StoreEpilogueOf<Core>::Type;
 
 }  // namespace tessera::cuda::gemm

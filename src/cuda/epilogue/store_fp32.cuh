@@ -18,39 +18,30 @@ struct StoreFp32Params {
   bool in_pairs;  // pairs of columns are 8-byte aligned
 };
 
-template <GemmConfig kGemm>
+template <class Core>
 class StoreFp32Epilogue {
  public:
+  static constexpr GemmConfig kGemm = Core::kGemm;
+  using Accumulators = typename Core::Accumulators;
   static constexpr EpilogueMode kMode = EpilogueMode::kInline;
   using Params = StoreFp32Params;
 
-  __device__ __forceinline__ StoreFp32Epilogue(SharedStorage<kGemm>&, Params const& p, int)
-      : p_(p) {
-    int const thread = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
-    row_ = thread / arch::kWarpThreads * 16 + arch::lane_idx() / 4;
-    column_ = arch::lane_idx() % 4 * 2;
-  }
+  __device__ __forceinline__ StoreFp32Epilogue(typename Core::Storage&, Params const& p, int)
+      : p_(p) {}
 
   __device__ __forceinline__ void begin(WorkTile const&, int, int) {}
 
   // 64 rows from `row`.
-  __device__ __forceinline__ void store(Accumulators<kGemm> const& acc, WorkTile const& tile,
-                                        int row) const {
-    int const first = tile.n_tile * kGemm.tile.n + column_;
+  __device__ __forceinline__ void store(Accumulators& acc, WorkTile const& tile, int row) const {
+    int const first = tile.n_tile * kGemm.tile.n;
     TESSERA_UNROLL
-    for (int g = 0; g < kGemm.column_groups(); ++g) {
-      TESSERA_UNROLL
-      for (int j = 0; j < kGroupColumns / 8; ++j) {
-        int const c = first + g * kGroupColumns + 8 * j;
+    for (int slab = 0; slab < Accumulators::kSlabs; ++slab) {
+      acc.for_each_columns(slab, first + slab * kSlabColumns, [&](int c, auto rows) {
         float2 const bias = {bias_of(c), bias_of(c + 1)};
-        TESSERA_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          int const r = row + row_ + 8 * half;
-          float const* const value = &acc[g][4 * j + 2 * half];
-          if (r < tile.end)
-            put(int64_t{r} * p_.columns + c, c, value[0] + bias.x, value[1] + bias.y);
-        }
-      }
+        rows(row, [&](int r, float left, float right) {
+          if (r < tile.end) put(int64_t{r} * p_.columns + c, c, left + bias.x, right + bias.y);
+        });
+      });
     }
     __syncwarp();
   }
@@ -78,8 +69,6 @@ class StoreFp32Epilogue {
   }
 
   Params const& p_;
-  int row_;     // of the thread, among 64
-  int column_;  // among 8
 };
 
 }  // namespace tessera::cuda::gemm

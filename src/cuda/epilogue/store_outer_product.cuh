@@ -4,7 +4,6 @@
 #pragma once
 
 #include "../arch/load_global.cuh"
-#include "../gemm/sm90/outer_product.cuh"
 #include "store.cuh"
 
 namespace tessera::cuda::gemm {
@@ -14,37 +13,37 @@ struct StoreOuterProductParams {
   float const* gmem_u;  // (rows)
 };
 
-template <GemmConfig kGemm>
-class StoreOuterProductEpilogue : StoreDeferred<kGemm> {
+template <class Core>
+class StoreOuterProductEpilogue : StoreDeferred<Core> {
  public:
-  using StoreDeferred<kGemm>::kMode;
+  using Accumulators = typename Core::Accumulators;
+  using StoreDeferred<Core>::kMode;
   using Params = StoreOuterProductParams;
 
-  __device__ __forceinline__ StoreOuterProductEpilogue(SharedStorage<kGemm>& smem, Params const& p,
-                                                       int consumer)
-      : StoreDeferred<kGemm>(smem, p.store, consumer), gmem_u_(p.gmem_u) {
-    static_assert(kGemm.epilogue.outer_product);
+  __device__ __forceinline__ StoreOuterProductEpilogue(typename Core::Storage& smem,
+                                                       Params const& p, int consumer)
+      : StoreDeferred<Core>(smem, p.store, consumer), gmem_u_(p.gmem_u) {
+    static_assert(Core::kGemm.epilogue.outer_product);
   }
 
   // u of this thread's rows is under way before the k loop.
   __device__ __forceinline__ void begin(WorkTile const& tile, int row, int) {
-    int const own_row = row + arch::warp_in_warpgroup() * kWarpRows + arch::lane_idx() / 4;
     TESSERA_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      int const r = own_row + half * 8;
-      u_[half] = __uint_as_float(arch::load_4(gmem_u_ + r, r < tile.end));
+    for (int i = 0; i < Accumulators::kRows; ++i) {
+      int const r = Accumulators::row(row, i);
+      u_[i] = __uint_as_float(arch::load_4(gmem_u_ + r, r < tile.end));
     }
   }
 
-  using StoreDeferred<kGemm>::keep;
-  using StoreDeferred<kGemm>::work;
-  using StoreDeferred<kGemm>::drain;
+  using StoreDeferred<Core>::keep;
+  using StoreDeferred<Core>::work;
+  using StoreDeferred<Core>::drain;
 
-  __device__ __forceinline__ float const (&outer_rows() const)[2] { return u_; }
+  __device__ __forceinline__ float const (&outer_rows() const)[Accumulators::kRows] { return u_; }
 
  private:
   float const* gmem_u_;
-  float u_[2];  // rows lane/4 and lane/4 + 8
+  float u_[Accumulators::kRows];  // of this thread's rows
 };
 
 }  // namespace tessera::cuda::gemm

@@ -13,9 +13,9 @@
 
 #include "../arch/store_global.cuh"
 #include "../gemm/scheduler.cuh"
+#include "../gemm/slabs.cuh"
 #include "../gemm/sm90/deferred.cuh"
 #include "../gemm/sm90/lent.cuh"
-#include "../gemm/sm90/slab_store.cuh"
 #include "wgrad_sums.cuh"
 
 namespace tessera::cuda::gemm {
@@ -136,7 +136,7 @@ class WgradStoreInSlabs {
         return arch::pack_bf16(acc[kFirst + 4 * j + 2 * half], acc[kFirst + 4 * j + 2 * half + 1]);
       };
       if constexpr (kMajor == Major::kRows) {
-        rows_.fill(smem, pair);
+        rows_.fill(smem, [&](int i) { return pair(i / 2, i % 2); });
       } else {
         fill_transposed(smem, pair);
       }
@@ -251,8 +251,8 @@ class WgradStoreDeferred {
     int const c = kMajor == Major::kRows ? row + arch::warp_in_warpgroup() * kWarpRows : row;
     columns_left_ = p_.columns - c - Layout::lane_row();
     gmem_ = address(tile.n_tile * kTileGroups + arch::lane_idx() % kTileGroups, c, tile.segment);
-    kept_.template keep<1>(acc[1]);
-    kept_.template keep<0>(acc[0]);
+    kept_.template keep<1>(acc);
+    kept_.template keep<0>(acc);
   }
 
   __device__ __forceinline__ void work(int piece) {

@@ -25,10 +25,6 @@ struct ElementType<Element::kE4m3> {
   using Type = uint8_t;
 };
 
-// A thread's share of 64 rows of accumulators, in the fragment order of wgmma (arch/sm90/wgmma.cuh).
-template <GemmConfig kGemm>
-using Accumulators = float[kGemm.column_groups()][kGroupColumns / 2];
-
 constexpr int kMaxSegments = 640;  // what 4 stages of 48 KB and 4 slabs leave of 227 KB
 constexpr int kWorkSlots = 4;      // work tiles announced ahead of the slowest reader
 constexpr int kLoadBuffers = 2;

@@ -40,7 +40,8 @@ template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     down_projection_fwd(__grid_constant__ DownProjectionFwdParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  gemm::run_gemm<Config::gemm, gemm::StoreEpilogue<Config::gemm>>(p.gemm, p.epilogue);
+  gemm::run_gemm<Config::gemm, gemm::StoreEpilogue<gemm::sm90::Core<Config::gemm>>>(p.gemm,
+                                                                                    p.epilogue);
 #endif
 }
 

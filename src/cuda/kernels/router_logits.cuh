@@ -30,7 +30,8 @@ template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     router_logits(__grid_constant__ RouterLogitsParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  gemm::run_gemm<Config::gemm, gemm::StoreFp32Epilogue<Config::gemm>>(p.gemm, p.epilogue);
+  gemm::run_gemm<Config::gemm, gemm::StoreFp32Epilogue<gemm::sm90::Core<Config::gemm>>>(p.gemm,
+                                                                                        p.epilogue);
 #endif
 }
 

@@ -34,7 +34,8 @@ template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     router_wgrad(__grid_constant__ RouterWgradParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  gemm::run_gemm<Config::gemm, gemm::ChunkSumEpilogue<Config::gemm>>(p.gemm, p.epilogue);
+  gemm::run_gemm<Config::gemm, gemm::ChunkSumEpilogue<gemm::sm90::Core<Config::gemm>>>(p.gemm,
+                                                                                       p.epilogue);
   // Whoever comes next in the stream comes after both.
   if (blockIdx.x == gridDim.x - 1) arch::wait_for_kernel_ahead();
 #endif

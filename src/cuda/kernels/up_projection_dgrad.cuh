@@ -53,10 +53,13 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   arch::let_next_kernel_start();  // up_projection_wgrad
   if constexpr (Config::router_part) {
-    gemm::run_gemm<Config::gemm, AfterKernelAhead<gemm::StoreOuterProductEpilogue<Config::gemm>>>(
+    gemm::run_gemm<
+        Config::gemm,
+        AfterKernelAhead<gemm::StoreOuterProductEpilogue<gemm::sm90::Core<Config::gemm>>>>(
         p.gemm, p.epilogue);
   } else {
-    gemm::run_gemm<Config::gemm, AfterKernelAhead<gemm::StoreEpilogue<Config::gemm>>>(
+    gemm::run_gemm<Config::gemm,
+                   AfterKernelAhead<gemm::StoreEpilogue<gemm::sm90::Core<Config::gemm>>>>(
         p.gemm, p.epilogue.store);
   }
 #endif

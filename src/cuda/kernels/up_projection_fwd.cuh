@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   // down_projection_fwd, which reads the tables at once: what made them has ended, as this kernel never starts early.
   arch::let_next_kernel_start();
-  using Epilogue = gemm::ActivationEpilogue<Config::gemm, Config::activation, Config::interleaved>;
+  using Epilogue = gemm::ActivationEpilogue<gemm::sm90::Core<Config::gemm>, Config::activation,
+                                            Config::interleaved>;
   gemm::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
 #endif
 }

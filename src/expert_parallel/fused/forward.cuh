@@ -200,7 +200,6 @@ __device__ int multiply(ForwardStorage& smem, gemm::PipelineState<kPlain>& state
 __device__ inline void add_biases(ForwardParams const& p, gemm::Accumulators<kPlain> (&acc)[1],
                                   gemm::WorkTile const& tile, bool down) {
   constexpr int kHalf = gemm::kGroupColumns / 2;
-  constexpr int kSecond = gemm::kGroupColumns / 4;  // of a thread's values of a column group
   ExpertBiases const& biases = p.biases;
   if (biases.down.gmem == nullptr) return;
   TESSERA_UNROLL
@@ -208,13 +207,13 @@ __device__ inline void add_biases(ForwardParams const& p, gemm::Accumulators<kPl
     if (down) {
       int const columns = p.exchange.shape.hidden;
       int const column = tile.n_tile * kTileColumns + group * gemm::kGroupColumns;
-      gemm::add_bias<0>(acc[0][group], biases.down, tile.segment, column, columns);
-      gemm::add_bias<kSecond>(acc[0][group], biases.down, tile.segment, column + kHalf, columns);
+      gemm::add_bias(acc[0], 2 * group, biases.down, tile.segment, column, columns);
+      gemm::add_bias(acc[0], 2 * group + 1, biases.down, tile.segment, column + kHalf, columns);
     } else {
       int const columns = p.exchange.shape.intermediate;
       int const column = (tile.n_tile * kTileColumns / gemm::kGroupColumns + group) * kHalf;
-      gemm::add_bias<0>(acc[0][group], biases.up[0], tile.segment, column, columns);
-      gemm::add_bias<kSecond>(acc[0][group], biases.up[1], tile.segment, column, columns);
+      gemm::add_bias(acc[0], 2 * group, biases.up[0], tile.segment, column, columns);
+      gemm::add_bias(acc[0], 2 * group + 1, biases.up[1], tile.segment, column, columns);
     }
   }
 }

@@ -12,9 +12,10 @@
 #pragma once
 
 #include "../../arch/load_shared.cuh"
+#include "../../arch/named_barrier.cuh"
 #include "../../arch/shared_address.cuh"
 #include "../scheduler.cuh"
-#include "slab_store.cuh"
+#include "slab_fill.cuh"
 
 namespace tessera::cuda::gemm {
 
@@ -63,14 +64,13 @@ class HeldRows {
     swizzled_ = (chunk ^ row) << 4;
   }
 
-  // packed(i): values 2i and 2i + 1 of a group of this thread's accumulators.
+  // packed(i): pair i of a column group, those of its second slab behind those of the first.
   template <typename Packed>
   __device__ __forceinline__ void fill(Packed packed) const {
     TESSERA_UNROLL
     for (int slab = 0; slab < 2; ++slab) {
-      rows_.fill(smem_slabs_ + slab * kSubtileM * kSlabColumns, [&](int j, int lower) {
-        return packed(slab * (kGroupColumns / 8) + 2 * j + lower);
-      });
+      rows_.fill(smem_slabs_ + slab * kSubtileM * kSlabColumns,
+                 [&](int i) { return packed(slab * Accumulators<kGemm>::kPairs + i); });
     }
   }
 
@@ -167,13 +167,13 @@ class DeferredTile {
 
   // A column group, the second one first. What was kept before must have been worked on.
   template <int kGroup>
-  __device__ __forceinline__ void keep(float const (&acc)[kGroupColumns / 2]) {
-    auto const packed = [&](int i) { return arch::pack_bf16(acc[2 * i], acc[2 * i + 1]); };
+  __device__ __forceinline__ void keep(Accumulators<kGemm> const& acc) {
+    auto const packed = [&](int i) { return acc.packed(2 * kGroup + i / kPairs, i % kPairs); };
     if constexpr (kGroup == 0) {
       fill(packed);
     } else {
       TESSERA_UNROLL
-      for (int i = 0; i < kGroupColumns / 4; ++i) later_[i] = packed(i);
+      for (int i = 0; i < 2 * kPairs; ++i) later_[i] = packed(i);
     }
   }
 
@@ -184,6 +184,8 @@ class DeferredTile {
   }
 
  private:
+  static constexpr int kPairs = Accumulators<kGemm>::kPairs;
+
   template <typename Packed>
   __device__ __forceinline__ void fill(Packed packed) const {
     layout_.sync();
@@ -192,7 +194,7 @@ class DeferredTile {
   }
 
   Layout layout_;
-  uint32_t later_[kGroupColumns / 4];
+  uint32_t later_[2 * kPairs];
 };
 
 template <GemmConfig kGemm>

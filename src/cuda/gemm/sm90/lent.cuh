@@ -15,7 +15,8 @@
 #include "../../arch/tma.cuh"
 #include "../ring.cuh"
 #include "../scheduler.cuh"
-#include "slab_store.cuh"
+#include "../slabs.cuh"
+#include "slab_fill.cuh"
 
 namespace tessera::cuda::gemm {
 

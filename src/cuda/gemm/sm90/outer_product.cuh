@@ -11,6 +11,7 @@
 #include "../../arch/sm90/wgmma.cuh"
 #include "../produce/outer_product.cuh"
 #include "../ring.cuh"
+#include "accumulators.cuh"
 
 namespace tessera::cuda::gemm {
 

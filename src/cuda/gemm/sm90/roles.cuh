@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "../produce/produce.cuh"
+#include "core.cuh"
 #include "mainloop.cuh"
 
 namespace tessera::cuda::gemm {

@@ -1,58 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stores of a consumer warpgroup: 64x64 bf16 slabs, staged in shared memory through stmatrix and
-// written by TMA. A round fills up to kSlabs slabs between two barriers of the warpgroup:
-//   begin() | fill(0, ..) fill(1, ..) | publish() | issuer: store(0, ..) store(1, ..) commit()
+// Stores of a consumer warpgroup: 64x64 bf16 slabs, staged in shared memory and written by TMA. A round fills up to
+// kSlabs slabs between two barriers of the warpgroup:
+//   begin() | fill address(0), address(1), .. | publish() | issuer: store(0, ..) store(1, ..) commit()
 // Arithmetic placed after commit() runs while TMA reads the slabs.
 //
 // A slab that ends past its segment is clipped by the tensor map itself (ragged map, see
 // host/tensor_map.hpp): coordinates (column, half, ragged_extent + row - end, end).
 #pragma once
 
-#include "../../arch/approx_math.cuh"
-#include "../../arch/named_barrier.cuh"
-#include "../../arch/proxy_fence.cuh"
-#include "../../arch/stmatrix.cuh"
-#include "../../arch/tma.cuh"
-#include "../../arch/warp.cuh"
-#include "../storage.cuh"
+#include "../arch/named_barrier.cuh"
+#include "../arch/proxy_fence.cuh"
+#include "../arch/tma.cuh"
+#include "../arch/warp.cuh"
+#include "storage.cuh"
 
 namespace tessera::cuda::gemm {
-
-// This thread's place in a slab, as stmatrix and ldmatrix take it.
-class SlabRows {
- public:
-  __device__ __forceinline__ SlabRows() {
-    int const thread = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
-    int const lane = thread % arch::kWarpThreads;
-    // Matrix lane/8 of an x4: bit 0 selects the lower 8 rows, bit 1 the right 8 columns.
-    int const row = thread / arch::kWarpThreads * 16 + (lane / 8 & 1) * 8 + lane % 8;
-    row_offset_ = row * 128;
-    chunk_ = lane / 16;
-    swizzle_ = row & 7;
-  }
-
-  // Where this lane's row of the 16x16 values {pair(j, 0), pair(j, 1), pair(j+1, 0), pair(j+1, 1)} of its
-  // warp lies.
-  __device__ __forceinline__ uint32_t matrix_row(bf16 const* slab, int j) const {
-    return arch::shared_address(slab) + row_offset_ + (((j + chunk_) ^ swizzle_) << 4);
-  }
-
-  // pair(j, half): this thread's two values of columns 8j + 2(lane%4) + {0,1}, packed, of row lane/4
-  // (half 0) or lane/4 + 8 (half 1) of its warp's 16 rows.
-  template <typename Pair>
-  __device__ __forceinline__ void fill(bf16* slab, Pair pair) const {
-    TESSERA_UNROLL
-    for (int j = 0; j < kSlabColumns / 8; j += 2) {
-      arch::stmatrix_x4(matrix_row(slab, j), pair(j, 0), pair(j, 1), pair(j + 1, 0),
-                        pair(j + 1, 1));
-    }
-  }
-
- private:
-  int row_offset_;
-  int chunk_;
-  int swizzle_;
-};
 
 template <GemmConfig kGemm>
 class SlabStore {
@@ -71,16 +33,6 @@ class SlabStore {
     __syncwarp();
     arch::named_barrier_sync(barrier_, arch::kWarpgroupThreads);
     return smem_slabs_;
-  }
-
-  // SlabRows::fill()
-  template <typename Pair>
-  __device__ __forceinline__ void fill(int slab, Pair pair) const {
-    rows_.fill(address(slab), pair);
-  }
-
-  __device__ __forceinline__ uint32_t matrix_row(int slab, int j) const {
-    return rows_.matrix_row(address(slab), j);
   }
 
   __device__ __forceinline__ void publish() const {
@@ -125,7 +77,6 @@ class SlabStore {
   bf16* smem_slabs_;
   int barrier_;
   bool issuer_;
-  SlabRows rows_;
 };
 
 }  // namespace tessera::cuda::gemm

@@ -8,7 +8,6 @@
 
 #include "cuda/kernels/down_projection_dgrad.cuh"
 #include "cuda/kernels/down_projection_fwd.cuh"
-#include "cuda/kernels/projection_wgrad.cuh"
 #include "cuda/kernels/router_logits.cuh"
 #include "cuda/kernels/up_projection_dgrad.cuh"
 #include "cuda/kernels/up_projection_fwd.cuh"
@@ -433,76 +432,6 @@ TEST(UpProjectionDgrad, LastTileWithoutAllBoxes) {
   expect_right_up_dgrad<true, 320, true>();
   expect_right_up_dgrad<false, 72, true>();
 }
-
-// dW of gathered rows, in segments that fill no k_tile, one of them empty; contiguous along d or along n. fp32 is added
-// to what was there, bf16 replaces it.
-template <Major kMajor, bool kFp32, bool kAnyLayout, int kIntermediate>
-void expect_right_wgrad() {
-  using Value = std::conditional_t<kFp32, float, Bits>;
-  constexpr int kTokens = 300, kRows = 230, kHidden = 200, kExperts = 3;
-  constexpr int kMatrix = kHidden * kIntermediate;
-  constexpr bool kAlongHidden = kMajor == Major::kK;
-  std::int32_t const offsets[kExperts + 1] = {0, 90, 90, kRows};
-  Memory<Bits> x(kTokens * kHidden), dh(kRows * 2 * kIntermediate);
-  fill(x.get(), kTokens * kHidden, 1, 1.0f);
-  fill(dh.get(), kRows * 2 * kIntermediate, 2, 0.25f);
-  std::vector<std::int32_t> index;
-  for (int r = 0; r < kRows; ++r) index.push_back((11 * r + 5) % kTokens);
-  for (emulator::Schedule const& schedule : kSchedules) {
-    Memory<Value> dw(kExperts * 2 * kMatrix);
-    for (int i = 0; kFp32 && i < kExperts * 2 * kMatrix; ++i) dw[i] = static_cast<Value>(i % 7);
-    std::int32_t counter = 0;
-    WgradArguments args = {};
-    args.left = {.gmem = x.get(), .rows = kTokens, .pitch = kHidden};
-    args.gmem_gather_index = index.data();
-    args.gmem_expert_offsets = offsets;
-    args.gmem_right = dh.get();
-    args.halves = 2;
-    for (int half = 0; half < 2; ++half) {
-      args.dw[half] = {.gmem = dw.get() + half * kMatrix,
-                       .expert_stride = 2 * kMatrix,
-                       .row_stride = kAlongHidden ? kHidden : 1,
-                       .column_stride = kAlongHidden ? 1 : kIntermediate,
-                       .block = kIntermediate};
-    }
-    args.is_fp32 = args.accumulates = kFp32;
-    args.rows = kRows;
-    args.hidden = kHidden;
-    args.intermediate = kIntermediate;
-    args.experts = kExperts;
-    args.gmem_tile_counter = &counter;
-    using Config = ProjectionWgradConfig<kMajor, kFp32 ? Gradient::kFp32 : Gradient::kBf16,
-                                         kAnyLayout ? Boxes::kAny : Boxes::kTile>;
-    ASSERT_EQ(launch_projection_wgrad_config<Config>(args, 2, nullptr), cudaSuccess);
-    ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
-    for (int e = 0; e < kExperts; ++e) {
-      for (int i = 0; i < 2 * kIntermediate; ++i) {
-        for (int c = 0; c < kHidden; ++c) {
-          float sum = 0;
-          for (int r = offsets[e]; r < offsets[e + 1]; ++r) {
-            sum += widen(x[index[static_cast<std::size_t>(r)] * kHidden + c]) *
-                   widen(dh[r * 2 * kIntermediate + i]);
-          }
-          int const half = i / kIntermediate, row = i % kIntermediate;
-          int const at = (2 * e + half) * kMatrix +
-                         (kAlongHidden ? row * kHidden + c : c * kIntermediate + row);
-          Value wanted;
-          if constexpr (kFp32) {
-            wanted = static_cast<float>(at % 7) + sum;
-          } else {
-            wanted = round(sum);
-          }
-          ASSERT_EQ(dw[at], wanted) << e << ", " << i << ", " << c << ", " << schedule.seed;
-        }
-      }
-    }
-  }
-}
-
-TEST(ProjectionWgrad, AlongHidden) { expect_right_wgrad<Major::kK, false, false, 64>(); }
-TEST(ProjectionWgrad, AlongIntermediate) { expect_right_wgrad<Major::kRows, false, false, 128>(); }
-TEST(ProjectionWgrad, AnyLayout) { expect_right_wgrad<Major::kK, false, true, 72>(); }
-TEST(ProjectionWgrad, AddsInFp32) { expect_right_wgrad<Major::kK, true, false, 128>(); }
 
 // h becomes dh, a' and the scores' gradients on its way through the epilogue. With kInPlace dh has the memory of h: a
 // tile stores what it alone has read. With kInterleaved columns of h are g0 u0 g1 u1 .., and w_down is transposed.

@@ -31,9 +31,12 @@ COMPILED = {
     "cuda/host/gemm_params.hpp": ("e4m3_operand_test.cpp", "E4m3Operand.*"),
     "cuda/plain/dot.cuh": ("e4m3_operand_test.cpp", "E4m3Operand.*"),
     "cuda/gemm/": ("gemm_test.cpp", "-FusedForward.*:SeparateExchange.*"),
+    "cuda/kernels/projection_wgrad.cuh": ("projection_wgrad_test.cpp", "ProjectionWgrad.*"),
+    "cuda/epilogue/wgrad_store.cuh": ("projection_wgrad_test.cpp", "ProjectionWgrad.*"),
     "cuda/epilogue/": ("gemm_test.cpp", "-FusedForward.*:SeparateExchange.*"),
 }
-# (name, file, text that stands there once, what stands there instead, a part of what the test then says)
+# (name, file, text that stands there once, what stands there instead, a part of what the test then says). Where kernels
+# of another folder are to notice it than the file's own, a sixth element is the key of COMPILED that names them.
 MUTANTS = [
     ("a task begins without its rows", "expert_parallel/fused/schedule_tasks.cuh",
      "pass.wait_count(needs.counter, needs.count, needs.site, announce_sent);", "",
@@ -162,7 +165,12 @@ MUTANTS = [
      "for (int64_t c = 0; c < count; ++c) sum = fmaf(widen(x[c])",
      "for (int64_t c = 1; c < count; ++c) sum = fmaf(widen(x[c])", "E4m3Operand.PlainTwinDecodesOnLoad"),
     ("columns that are kept lose a swizzle", "cuda/gemm/sm90/deferred.cuh",
-     "kSecondColumn * kColumnBytes | 4 << 4", "kSecondColumn * kColumnBytes", "ProjectionWgrad.AlongHidden"),
+     "kSecondColumn * kColumnBytes | 4 << 4", "kSecondColumn * kColumnBytes", "ProjectionWgrad.AlongHidden",
+     "cuda/kernels/projection_wgrad.cuh"),
+    ("what bf16 is added to is left out", "cuda/epilogue/wgrad_store.cuh",
+     "add_staged<kFirst>(acc, smem);", ";", "ProjectionWgrad.AddsToBf16InLentStages"),
+    ("a kernel that lets the next one start keeps its lent stages", "cuda/kernels/projection_wgrad.cuh",
+     "    Epilogue::settle();\n    count_tile();", "    count_tile();", "waits for an mbarrier"),
     ("a score is left out of dh", "cuda/epilogue/activation_gradient.cuh",
      "up.x, s * t[0])", "up.x, t[0])", "DownProjectionDgrad.InLentStages"),
     ("the square of a gate overflows before the slope of its sigmoid is 0", "cuda/epilogue/activation_math.cuh",
@@ -273,7 +281,8 @@ def mutate(tree, scratch, file, old, new):
 def outcome(args, mutant):
     """What the test says of a mutant, and whether that is what it should say, and the seconds that it took."""
     start = time.monotonic()
-    name, file, old, new, notice = mutant
+    name, file, old, new, notice, *noticed_by = mutant
+    kernels = noticed_by[0] if noticed_by else file
     with tempfile.TemporaryDirectory() as folder:
         scratch = pathlib.Path(folder)
         tree = mutate(pathlib.Path(args.tree), scratch, file, old, new)
@@ -281,7 +290,7 @@ def outcome(args, mutant):
         root = here.parent.parent
         program = scratch / "test"
         source, tests = next(how for place, how in COMPILED.items()
-                             if file == place or place.endswith("/") and file.startswith(place))
+                             if kernels == place or place.endswith("/") and kernels.startswith(place))
         if args.quick:
             tests = QUICK[name]
         objects = [o for o in args.objects.split(",") if source not in o]

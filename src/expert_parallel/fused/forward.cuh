@@ -27,6 +27,7 @@
 
 #include "cuda/arch/dynamic_shared.cuh"
 #include "cuda/arch/proxy_fence.cuh"
+#include "expert_parallel/fused/last_task.cuh"
 #include "expert_parallel/fused/partial_combine.cuh"
 #include "expert_parallel/fused/pull_rows.cuh"
 #include "expert_parallel/fused/push_rows.cuh"
@@ -117,85 +118,6 @@ __device__ void produce(Pass const& pass) {
   }
 }
 
-// What a warp still has to do for its last task: to store a down piece by piece, or to wait until an up has arrived, of
-// which kSaves stores h piece by piece. When a down is stored, or an up is there, it tells so.
-template <class Push, bool kSaves>
-class LastTask {
- public:
-  __device__ LastTask(Pass const& pass, Push& push, int consumer)
-      : sent_(pass.smem.sent),
-        push_(push),
-        first_warp_(consumer == 0 && arch::warp_in_warpgroup() == 0) {}
-
-  // Results are on their way, or held in `push`. The last task was finished.
-  __device__ void begin(SentTask const& task, bool down) {
-    task_ = task;
-    up_is_on_its_way_ = !down;
-  }
-  // Of a task that the warp has no rows of. The last one was finished.
-  __device__ void tell(SentTask const& task) { sent_.tell(task, first_warp_); }
-
-  // A k_tile that is not there may be waiting for it.
-  __device__ bool is_awaited() const { return up_is_on_its_way_; }
-  // An up is there, not merely read from shared memory.
-  __device__ void complete_up() {
-    if (arch::lane_idx() == 0) arch::bulk_store_wait<0>();
-    tell(task_);
-    up_is_on_its_way_ = false;
-  }
-  // The next piece, if there is one.
-  __device__ void step() {
-    if (!push_.pending()) return;
-    bool const is_h = kSaves && (task_.kind_and_expert & kDownTask) == 0;
-    if constexpr (kSaves) {
-      push_.work_of(push_.next(), is_h);
-    } else {
-      push_.work(push_.next());
-    }
-    if (!is_h && !push_.pending()) tell(task_);
-  }
-  __device__ void finish() {
-    if (up_is_on_its_way_) complete_up();
-#pragma unroll 1
-    while (push_.pending()) step();
-  }
-
- private:
-  SentTasks sent_;
-  Push& push_;
-  bool first_warp_;
-  SentTask task_ = {};
-  bool up_is_on_its_way_ = false;
-};
-
-// gemm::multiply; behind every k_tile but the first a piece of the last task, if it has any. An up is completed behind
-// a later one, or as soon as a k_tile is not there.
-template <class Up, class Last>
-__device__ int multiply(ForwardStorage& smem, gemm::PipelineState<kPlain>& state, Up& up,
-                        gemm::Accumulators<kPlain> (&acc)[1], int row, int k_tiles, Last& last) {
-  constexpr int kCompleteAt = 4;  // k_tile: when stores have arrived
-  int previous = 0;
-  for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
-    if (last.is_awaited()) {
-      bool const there = arch::mbarrier_try_wait(&smem.gemm.full[state.stage], state.phase);
-      if (k_tile == kCompleteAt || __any_sync(arch::kAllLanes, !there)) last.complete_up();
-    }
-    gemm::wait_full<kPlain>(smem.gemm, state);
-    gemm::issue<kPlain, 1>(smem.gemm, state, acc, row, k_tile);
-    if (k_tile > 0) {
-      arch::wgmma_wait<1>();
-      gemm::release_stage<kPlain>(smem.gemm, previous);
-      last.step();
-    } else {
-      up.settle();
-    }
-    previous = state.stage;
-    state.advance();
-  }
-  last.finish();
-  return previous;
-}
-
 // To the results of a task, in fp32, if there are any. Ups have 64 gates, then their 64 ups.
 __device__ inline void add_biases(ForwardParams const& p, gemm::Accumulators<kPlain> (&acc)[1],
                                   gemm::WorkTile const& tile, bool down) {
@@ -233,6 +155,7 @@ __device__ void consume(Pass const& pass, int consumer) {
   StoreRows<kKind> up(pass, consumer);
   Pushed push(pass, consumer);
   LastTask<Pushed, kSaves> last(pass, push, consumer);
+  BetweenTasks between(smem.gemm, up, last);
   gemm::WorkTile tile, ahead;
   bool more = queue.read(tile);
   while (more) {
@@ -243,7 +166,9 @@ __device__ void consume(Pass const& pass, int consumer) {
     if (tile.rows > row) {
       up.begin(tile, tile.row + row, 1);
       push.begin(tile, tile.row + row, 1);
-      int const stage = multiply(smem, state, up, acc, row, k_tiles, last);
+      int const stage = gemm::multiply<kPlain, 1>(
+          smem.gemm, state, acc, tile, {row, k_tiles, gemm::last_steps_of<kPlain>(tile)}, between);
+      last.finish();
       more = queue.read(ahead);  // under the last wgmmas
       push.aim(down ? push.destination(tile, row) : nullptr);
       arch::wgmma_wait<0>();

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <climits>
+#include <concepts>
 
 #include "../../arch/named_barrier.cuh"
 #include "../../arch/proxy_fence.cuh"
@@ -84,24 +85,74 @@ __device__ __forceinline__ void issue_last(SharedStorage<kGemm>& smem,
 __device__ __forceinline__ bool first_of_run(WorkTile const& tile) { return tile.in_run < 2; }
 __device__ __forceinline__ bool last_of_run(WorkTile const& tile) { return tile.run_left < 2; }
 
-// All k_tiles of kActive times 64 rows from `row`, of the last one `last_steps` times 16; under(k_tile) runs under
-// the first, or all where epilogues are deferred. The last group of wgmmas is left in flight and its stage, returned,
-// unreleased.
+// Which part of a tile a warpgroup multiplies: 64-row parts from row `row` of the tile on, over so many k_tiles. Of the
+// last one only `last_steps` times 16 are multiplied (varlen-K).
+struct KLoop {
+  int row, k_tiles, last_steps;
+};
+
+// A warp does other work in a k loop, while wgmmas run: its policy has every hook, empty where it has nothing to do.
+//   before(k_tile, ring)  comes before the warp waits for a k_tile's stage, the ring's
+//   first()               runs under the wgmmas of the first k_tile
+//   later()               runs under those of every later k_tile, after the stage of the k_tile before was released
+//   each(k_tile)          runs after both, for every k_tile
+template <class B, class Ring>
+concept BetweenKTiles = requires(B& between, Ring const& ring, int k_tile) {
+  { between.before(k_tile, ring) } -> std::same_as<void>;
+  { between.first() } -> std::same_as<void>;
+  { between.later() } -> std::same_as<void>;
+  { between.each(k_tile) } -> std::same_as<void>;
+};
+
+// Calls f() under the first k_tile of a tile.
+template <class F>
+class UnderFirstKTile {
+ public:
+  __device__ __forceinline__ explicit UnderFirstKTile(F f) : f_(f) {}
+  template <class Ring>
+  __device__ __forceinline__ void before(int, Ring const&) {}
+  __device__ __forceinline__ void first() { f_(); }
+  __device__ __forceinline__ void later() {}
+  __device__ __forceinline__ void each(int) {}
+
+ private:
+  F f_;
+};
+
+// Calls f(k_tile) under every k_tile.
+template <class F>
+class UnderEveryKTile {
+ public:
+  __device__ __forceinline__ explicit UnderEveryKTile(F f) : f_(f) {}
+  template <class Ring>
+  __device__ __forceinline__ void before(int, Ring const&) {}
+  __device__ __forceinline__ void first() {}
+  __device__ __forceinline__ void later() {}
+  __device__ __forceinline__ void each(int k_tile) { f_(k_tile); }
+
+ private:
+  F f_;
+};
+
+// Multiplies the k_tiles of kActive 64-row parts and the first kGroups column groups. The last group of wgmmas is left
+// in flight, and its stage, which is returned, unreleased.
 template <GemmConfig kGemm, int kActive, int kGroups = kGemm.column_groups(), int kSubtiles,
-          class Under>
+          BetweenKTiles<PipelineState<kGemm>> Between>
 __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem, PipelineState<kGemm>& state,
                                         Accumulators<kGemm> (&acc)[kSubtiles], WorkTile const& tile,
-                                        int row, int k_tiles, int last_steps, Under under) {
+                                        KLoop const& loop, Between& between) {
   int previous = 0;
-  for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
+  for (int k_tile = 0; k_tile < loop.k_tiles; ++k_tile) {
     if constexpr (kGemm.keeps_b()) {
       if (first_of_run(tile)) arch::mbarrier_wait(&smem.resident_full[k_tile], tile.run_phase);
     }
+    between.before(k_tile, state);
     wait_full<kGemm>(smem, state);
-    if (kGemm.varlen_k() && k_tile == k_tiles - 1) {
-      issue_last<kGemm, kActive, kGemm.tile.k / 16>(smem, state, acc, row, k_tile, last_steps);
+    if (kGemm.varlen_k() && k_tile == loop.k_tiles - 1) {
+      issue_last<kGemm, kActive, kGemm.tile.k / 16>(smem, state, acc, loop.row, k_tile,
+                                                    loop.last_steps);
     } else {
-      issue<kGemm, kActive, kGemm.tile.k / 16, kGroups>(smem, state, acc, row, k_tile);
+      issue<kGemm, kActive, kGemm.tile.k / 16, kGroups>(smem, state, acc, loop.row, k_tile);
     }
     if (k_tile > 0) {
       arch::wgmma_wait<1>();
@@ -109,46 +160,45 @@ __device__ __forceinline__ int multiply(SharedStorage<kGemm>& smem, PipelineStat
       if constexpr (kGemm.keeps_b()) {
         if (last_of_run(tile)) release_resident<kGemm>(smem, k_tile - 1);
       }
-    } else if constexpr (!kGemm.defers()) {
-      under(0);
+      between.later();
+    } else {
+      between.first();
     }
-    if constexpr (kGemm.defers()) under(k_tile);
+    between.each(k_tile);
     previous = state.stage;
     state.advance();
   }
   return previous;
 }
 
-// The same for `active` parts, a number known only now: one loop is compiled for each.
-template <GemmConfig kGemm, int kActive, int kSubtiles, class Under>
+// Multiplies `active` parts, a number known only now: one loop is compiled for each.
+template <GemmConfig kGemm, int kActive, int kSubtiles, class Between>
 __device__ __forceinline__ int multiply_active(SharedStorage<kGemm>& smem,
                                                PipelineState<kGemm>& state,
                                                Accumulators<kGemm> (&acc)[kSubtiles],
-                                               WorkTile const& tile, int row, int k_tiles,
-                                               int last_steps, int active, Under under) {
+                                               WorkTile const& tile, KLoop const& loop, int active,
+                                               Between& between) {
   if constexpr (kActive > 1) {
     if (active < kActive) {
-      return multiply_active<kGemm, kActive - 1>(smem, state, acc, tile, row, k_tiles, last_steps,
-                                                 active, under);
+      return multiply_active<kGemm, kActive - 1>(smem, state, acc, tile, loop, active, between);
     }
   }
-  return multiply<kGemm, kActive>(smem, state, acc, tile, row, k_tiles, last_steps, under);
+  return multiply<kGemm, kActive>(smem, state, acc, tile, loop, between);
 }
 
-// The same for 64 rows, and half of the columns of a tile that has no more: what acc keeps of the others is not stored.
-template <GemmConfig kGemm, class Under>
+// Multiplies 64 rows, and half of the columns of a tile that has no more: what acc keeps of the others is not stored.
+template <GemmConfig kGemm, class Between>
 __device__ __forceinline__ int multiply_existing(SharedStorage<kGemm>& smem, GemmParams const& p,
                                                  PipelineState<kGemm>& state,
                                                  Accumulators<kGemm> (&acc)[1],
-                                                 WorkTile const& tile, int row, int k_tiles,
-                                                 Under under) {
-  int const last_steps = last_steps_of<kGemm>(tile);
+                                                 WorkTile const& tile, KLoop const& loop,
+                                                 Between& between) {
   if constexpr (kGemm.halves_last()) {
     if (is_half<kGemm>(p, tile)) {
-      return multiply<kGemm, 1, 1>(smem, state, acc, tile, row, k_tiles, last_steps, under);
+      return multiply<kGemm, 1, 1>(smem, state, acc, tile, loop, between);
     }
   }
-  return multiply<kGemm, 1>(smem, state, acc, tile, row, k_tiles, last_steps, under);
+  return multiply<kGemm, 1>(smem, state, acc, tile, loop, between);
 }
 
 template <GemmConfig kGemm, class Epilogue>
@@ -244,10 +294,11 @@ __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, 
   WorkTile tile;
   WorkTile ahead;
   HandsOver<kGemm> handover(p);
-  auto const settle = [&](int = 0) {
+  auto const settle = [&] {
     epilogue.settle();
     if constexpr (kGemm.hands_over()) handover.before(tile);
   };
+  UnderFirstKTile between(settle);
   bool more = queue.read(tile);
   while (more) {
     int const k_tiles = k_tiles_of<kGemm>(p, tile);
@@ -258,8 +309,8 @@ __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, 
       continue;
     }
     epilogue.begin(tile, tile.row + row, 1);
-    int const last = multiply<kGemm, 1>(smem, state, acc, tile, row, k_tiles,
-                                        last_steps_of<kGemm>(tile), settle);
+    int const last = multiply<kGemm, 1>(smem, state, acc, tile,
+                                        {row, k_tiles, last_steps_of<kGemm>(tile)}, between);
     more = queue.read(ahead);  // under the last wgmmas
     arch::wgmma_wait<0>();
     release_stage<kGemm>(smem, last);
@@ -282,6 +333,9 @@ __device__ __forceinline__ void consume_deferred(SharedStorage<kGemm>& smem, Gem
   WorkTile ahead;
   HandsOver<kGemm> handover(p);
   DeferredPieces<Epilogue> pieces(epilogue, consumer);
+  UnderEveryKTile between([&](int k_tile) {
+    if (pieces.under(k_tile) && kGemm.hands_over()) handover.before(tile);
+  });
   bool more = queue.read(tile);
   while (more) {
     int const k_tiles = k_tiles_of<kGemm>(p, tile);
@@ -292,9 +346,8 @@ __device__ __forceinline__ void consume_deferred(SharedStorage<kGemm>& smem, Gem
     }
     pieces.begin(k_tiles);
     epilogue.begin(tile, tile.row + row, 1);
-    int last = multiply_existing<kGemm>(smem, p, state, acc, tile, row, k_tiles, [&](int k_tile) {
-      if (pieces.under(k_tile) && kGemm.hands_over()) handover.before(tile);
-    });
+    int last = multiply_existing<kGemm>(smem, p, state, acc, tile,
+                                        {row, k_tiles, last_steps_of<kGemm>(tile)}, between);
     if constexpr (kGemm.epilogue.outer_product) {
       last = multiply_outer_product<kGemm>(smem, state, acc[0], epilogue.outer_rows(), p.v_rows > 1,
                                            last);
@@ -322,6 +375,7 @@ __device__ __forceinline__ void consume_ping_pong(SharedStorage<kGemm>& smem, Ge
   PipelineState<kGemm> state;
   Accumulators<kGemm> acc[kSubtiles];
   WorkTile tile;
+  UnderFirstKTile between([&] { epilogue.settle(); });
   auto const step_over = [&] {  // the other warpgroup's tile and its stages
     bool const exists = queue.read(tile);
     if (exists) state.advance(k_tiles_of<kGemm>(p, tile));
@@ -343,9 +397,8 @@ __device__ __forceinline__ void consume_ping_pong(SharedStorage<kGemm>& smem, Ge
       if constexpr (kGemm.keeps_b()) pass_resident<kGemm>(smem, tile, p.k_tiles);
       arch::named_barrier_arrive(kBarrierMmaTurn + (consumer ^ 1), kThreads);
     } else {
-      int const last = multiply_active<kGemm, kSubtiles>(smem, state, acc, tile, 0, k_tiles,
-                                                         last_steps_of<kGemm>(tile), subtiles,
-                                                         [&](int) { epilogue.settle(); });
+      int const last = multiply_active<kGemm, kSubtiles>(
+          smem, state, acc, tile, {0, k_tiles, last_steps_of<kGemm>(tile)}, subtiles, between);
       arch::named_barrier_arrive(kBarrierMmaTurn + (consumer ^ 1), kThreads);
       arch::wgmma_wait<0>();
       release_stage<kGemm>(smem, last);

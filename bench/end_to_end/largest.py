@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the largest batch that each library's experts leave room for: one sequence more until memory ends.
+"""Finds the largest batch that each library's experts leave room for: one sequence more until memory ends, or until
+steps wait for an allocator that gives memory back and asks again.
 
     largest.py --gpus 2 --state largest.json --experts tessera,torch-grouped-mm --config 7B-n256 --layers 12 --text SRC
 
@@ -33,7 +34,8 @@ def trial(gpus: int, name: str, sequences: int, rest: list[str], folder: pathlib
                str(HERE / "measure.py"), *flags(name, sequences, rest, out)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode == 0:
-        return {"fits": True, "row": json.loads(out.read_text(encoding="utf-8"))["rows"][0]}
+        row = json.loads(out.read_text(encoding="utf-8"))["rows"][0]
+        return {"fits": row["allocator_retries"] == 0, "row": row}
     if "out of memory" in result.stdout + result.stderr:
         return {"fits": False}
     raise RuntimeError(f"{name} with {sequences} sequences ended with status {result.returncode}: "
@@ -87,8 +89,9 @@ def main() -> int:
             save(a.state, state)
             longest = max(longest, time.monotonic() - began)
             row = tried[str(sequences)].get("row", {})
-            outcome = f"fits, {row['ms']:.1f} ms, {row['tokens_per_s_per_gpu']} tokens/s per rank" if row \
-                else "out of memory"
+            outcome = "out of memory" if not row else (
+                ("fits" if tried[str(sequences)]["fits"] else f"{row['allocator_retries']} retries of the allocator")
+                + f", {row['ms']:.1f} ms, {row['tokens_per_s_per_gpu']} tokens/s per rank")
             print(f"{name} {sequences} sequences: {outcome}", flush=True)
         fits = [int(n) for n, result in tried.items() if result["fits"]]
         print(f"{name}: at most {max(fits)} sequences" if fits else f"{name}: not even one sequence fits", flush=True)

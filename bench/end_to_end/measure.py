@@ -18,6 +18,7 @@ import datetime
 import gc
 import json
 import math
+import os
 import pathlib
 import random
 import statistics
@@ -161,7 +162,7 @@ class Timer:
         losses = []
         for i in range(UNTIMED):
             losses.append(self.step(name, first + i)[0])
-        pace = split.Pace(here.device)
+        pace, retries = split.Pace(here.device), here.retries()
         for i in range(UNTIMED, UNTIMED + TIMED):
             losses.append(self.step(name, first + i)[0])
             pace.mark()
@@ -169,10 +170,10 @@ class Timer:
         ms = here.worst(*pace.milliseconds())
         mean = torch.stack(losses).double().mean()
         dist.all_reduce(mean)
-        allocated, reserved, state = here.worst(*here.memory(), state)
+        allocated, reserved, state, retries = here.worst(*here.memory(), state, here.retries() - retries)
         slowest_clock = -here.worst(-clocks.get("sm_mhz", 0.0))[0]
         return {"name": name, "ms": ms, "loss": mean.item() / here.count, "peak_bytes": int(allocated),
-                "reserved_bytes": int(reserved), "state_bytes": int(state),
+                "reserved_bytes": int(reserved), "state_bytes": int(state), "allocator_retries": int(retries),
                 **({"sm_mhz": slowest_clock, "watts": clocks["watts"], "driver": clocks["driver"]} if clocks else {})}
 
 
@@ -209,6 +210,7 @@ def summary(name: str, rounds: list[dict], sequences: dict, context: int, baseli
            "peak_bytes": max(b["peak_bytes"] for b in blocks),
            "reserved_bytes": max(b["reserved_bytes"] for b in blocks),
            "state_bytes": max(b["state_bytes"] for b in blocks),
+           "allocator_retries": sum(b["allocator_retries"] for b in blocks),
            "loss": round(statistics.fmean(b["loss"] for b in blocks), 6),
            "loss_apart": round(max(abs(blocks[name]["loss"] - blocks[baseline]["loss"]) for blocks in rounds), 6)
            if sequences[name] == sequences[baseline] else None}
@@ -228,6 +230,7 @@ def rows(a, c, here, rounds, passed, sequences, loads, splits, alone) -> list[di
               "pass": "train-step", "layers": c.layers, "context": c.context, "vocabulary": c.vocabulary,
               "regime": regime, "recompute": a.recompute, "keep_gathered": a.keep_gathered,
               "attention": training.attention(a) if here.on_gpu else "cpu",
+              "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
               "compiled_dense": here.on_gpu and not a.eager, "busiest_expert": loads}
     result = []
     for name in sorted(passed):
@@ -298,7 +301,7 @@ def run(a) -> None:
                 over = (row["peak_bytes"] - row["state_bytes"]) / 2**30
                 here.say(f"{row['impl']:26} {row['ms']:9.2f} ms  {row['tokens_per_s_per_gpu']:8} tokens/s per rank  "
                          f"{ratio['mean']:.3f} +- {half:.3f} times as fast  peak {over:.2f} GiB over the state  "
-                         f"loss {row['loss']:.4f}")
+                         f"loss {row['loss']:.4f}" + crowded(row))
 
 
 def refuse_collapsed(most: float, a) -> None:
@@ -306,6 +309,12 @@ def refuse_collapsed(most: float, a) -> None:
         raise training.Stop(f"the busiest expert of a layer has {most:.1f} times the mean after --warm-up {a.warm_up}, "
                             f"--most-loaded {a.most_loaded:g}: such steps are no measure of a trained layer; warm up "
                             "for longer")
+
+
+def crowded(row: dict) -> str:
+    """What is said of a row whose batch leaves the allocator too little memory to keep its blocks."""
+    times = row["allocator_retries"]
+    return f"  the allocator gave memory back {times} times in timed steps: take a smaller batch" if times else ""
 
 
 def write(a, here, data, table, rounds, left_out) -> None:

@@ -106,6 +106,10 @@ class Ranks:
         """Most bytes allocated and reserved since the last reset, of this rank; 0 on a CPU."""
         return (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if self.on_gpu else (0, 0)
 
+    def retries(self) -> int:
+        """How often this rank's allocator has given memory back and asked again, as there was none; 0 on a CPU."""
+        return torch.cuda.memory_stats().get("num_alloc_retries", 0) if self.on_gpu else 0
+
 
 @contextlib.contextmanager
 def ranks(minutes: int = 10):

@@ -199,13 +199,18 @@ class Measured(unittest.TestCase):
         self.assertEqual(measure.mean_interval([1.0]), (1.0, math.inf))
 
     def test_ratio_is_of_time_per_token_in_each_round(self):
-        rounds = [{"a": {"ms": [10.0 * k] * 3, "loss": 2.0, "peak_bytes": 5, "reserved_bytes": 6, "state_bytes": 1},
-                   "b": {"ms": [40.0 * k] * 3, "loss": 2.5, "peak_bytes": 7, "reserved_bytes": 8, "state_bytes": 1}}
+        rounds = [{"a": {"ms": [10.0 * k] * 3, "loss": 2.0, "peak_bytes": 5, "reserved_bytes": 6, "state_bytes": 1,
+                         "allocator_retries": 0},
+                   "b": {"ms": [40.0 * k] * 3, "loss": 2.5, "peak_bytes": 7, "reserved_bytes": 8, "state_bytes": 1,
+                         "allocator_retries": k}}
                   for k in (1, 2)]
         row = measure.summary("a", rounds, {"a": 1, "b": 2}, 100, "b")
         self.assertEqual(row["times_faster_than_b"], {"mean": 2.0, "half_interval": 0.0, "rounds": [2.0, 2.0]})
         self.assertEqual((row["ms"], row["tokens_per_s_per_gpu"], row["peak_bytes"]), (15.0, 6667, 5))
         self.assertIsNone(row["loss_apart"])
+        self.assertEqual(measure.crowded(row), "")
+        row = measure.summary("b", rounds, {"a": 1, "b": 2}, 100, "b")
+        self.assertIn("gave memory back 3 times", measure.crowded(row))
         self.assertEqual(measure.summary("a", rounds, {"a": 1, "b": 1}, 100, "b")["loss_apart"], 0.5)
 
     def test_batches(self):
@@ -338,6 +343,16 @@ class Runs(unittest.TestCase):
         a = measure.arguments()
         self.assertEqual((a.sequences, a.regime, a.text), ("3", "R1", [pathlib.Path("docs")]))
         measure.refuse_collapsed(16.0, a)
+
+    def test_a_batch_fits_where_the_allocator_does_not_ask_again(self):
+        for retries in (0, 3):
+            def measured(command, retries=retries, **_):
+                pathlib.Path(command[-1]).write_text(json.dumps({"rows": [{"allocator_retries": retries}]}))
+                return subprocess.CompletedProcess(command, 0, "", "")
+
+            with tempfile.TemporaryDirectory() as folder, mock.patch.object(subprocess, "run", measured):
+                self.assertEqual(largest.trial(2, "tessera", 3, [], pathlib.Path(folder)),
+                                 {"fits": retries == 0, "row": {"allocator_retries": retries}})
 
     def test_search_for_the_largest_batch(self):
         for limit, first in ((5, 1), (5, 5), (5, 9), (1, 1), (0, 3)):

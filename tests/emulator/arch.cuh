@@ -122,7 +122,7 @@ template <int kCount>
 void release_registers() {}
 template <int kCount>
 void acquire_registers() {}
-inline void fence_proxy_async_shared() {}
+inline void fence_proxy_async_shared() { emulator::fenced_shared(); }
 inline void fence_proxy_async_global() {}
 inline void let_next_kernel_start() {}
 inline void wait_for_kernel_ahead() { emulator::wait_for_grids_ahead(); }
@@ -176,14 +176,18 @@ inline uint32_t load_4(void const* from, bool wanted) {
 }
 inline void store_streaming_16(void* to, uint4 bits) { std::memcpy(to, &bits, sizeof bits); }
 inline void store_streaming_8(void* to, uint2 bits) { std::memcpy(to, &bits, sizeof bits); }
-inline void store_shared_4(uint32_t smem, float value) { std::memcpy(shared_at(smem), &value, 4); }
+template <class T>
+void store_shared(uint32_t smem, T const& value) {
+  std::memcpy(shared_at(smem), &value, sizeof value);
+  emulator::wrote_shared(shared_at(smem), sizeof value);
+}
+inline void store_shared_4(uint32_t smem, float value) { store_shared(smem, value); }
 inline void store_shared_8(uint32_t smem, float first, float second) {
   store_shared_4(smem, first);
   store_shared_4(smem + 4, second);
 }
-inline void store_shared_8(uint32_t smem, uint2 bits) {
-  std::memcpy(shared_at(smem), &bits, sizeof bits);
-}
+inline void store_shared_8(uint32_t smem, uint2 bits) { store_shared(smem, bits); }
+inline void store_shared_16(uint32_t smem, uint4 bits) { store_shared(smem, bits); }
 
 inline uint2 load_shared_8(uint32_t smem) {
   uint2 bits;
@@ -202,7 +206,7 @@ inline void stmatrix_x4(uint32_t smem_row, uint32_t m0, uint32_t m1, uint32_t m2
   int const lane = lane_idx();
   for (int i = 0; i < 4; ++i) {
     auto const row = static_cast<uint32_t>(rows[8 * i + lane / 4]);
-    std::memcpy(shared_at(row) + 4 * (lane % 4), &matrices[i], 4);
+    store_shared(row + 4 * (lane % 4), matrices[i]);
   }
   __syncwarp();
 }
@@ -241,7 +245,7 @@ inline void stmatrix_x4_transposed(uint32_t smem_row, uint32_t m0, uint32_t m1, 
     for (int column = 0; column < 2; ++column) {
       auto const row = static_cast<uint32_t>(rows[8 * i + 2 * (lane % 4) + column]);
       auto const value = static_cast<uint16_t>(matrices[i] >> 16 * column);
-      std::memcpy(shared_at(row) + 2 * (lane / 4), &value, 2);
+      store_shared(row + 2 * (lane / 4), value);
     }
   }
   __syncwarp();
@@ -303,14 +307,16 @@ inline uint32_t swizzled(uint32_t address, uint32_t row, uint32_t chunk) {
   return at ^ (at >> 7 & 7) << 4;
 }
 
-inline void tma_load_box(unsigned cta, void* smem_dst, CUtensorMap const* map, Mbarrier* full,
-                         int c0, int c1, int c2, int c3, int c4) {
+// Into CTA `cta` of the cluster, reported to a barrier of CTA `told`.
+inline void tma_load_box(unsigned cta, unsigned told, void* smem_dst, CUtensorMap const* map,
+                         Mbarrier* full, int c0, int c1, int c2, int c3, int c4) {
   uint32_t const to = shared_address(smem_dst);
   unsigned char* const shared = emulator::shared_memory_of(cta);
   CUtensorMap const m = *map;
   uint32_t bytes = m.element_bytes;
   for (uint32_t const extent : m.box) bytes *= extent;
-  emulator::load_later_in(cta, full, bytes, [=] {
+  emulator::load_later_in(told, full, bytes, [=] {
+    emulator::landed_shared(shared + to, bytes);
     visit_box(m, {c0, c1, c2, c3, c4}, [&](unsigned char const* from, uint32_t row, int columns) {
       unsigned char whole[128] = {};
       if (from != nullptr) std::memcpy(whole, from, static_cast<size_t>(columns) * m.element_bytes);
@@ -323,7 +329,8 @@ inline void tma_load_box(unsigned cta, void* smem_dst, CUtensorMap const* map, M
 template <class... Coordinates>
 void tma_load(void* smem_dst, CUtensorMap const* map, Mbarrier* full, Coordinates... at) {
   int const c[5] = {at...};
-  tma_load_box(emulator::cluster_rank(), smem_dst, map, full, c[0], c[1], c[2], c[3], c[4]);
+  unsigned const own = emulator::cluster_rank();
+  tma_load_box(own, own, smem_dst, map, full, c[0], c[1], c[2], c[3], c[4]);
 }
 template <class... Coordinates>
 void tma_load_multicast(void* smem_dst, CUtensorMap const* map, Mbarrier* full, uint16_t cta_mask,
@@ -331,7 +338,7 @@ void tma_load_multicast(void* smem_dst, CUtensorMap const* map, Mbarrier* full, 
   int const c[5] = {at...};
   for (unsigned cta = 0; cta_mask >> cta != 0; ++cta) {
     if ((cta_mask >> cta & 1) == 0) continue;
-    tma_load_box(cta, smem_dst, map, full, c[0], c[1], c[2], c[3], c[4]);
+    tma_load_box(cta, cta, smem_dst, map, full, c[0], c[1], c[2], c[3], c[4]);
   }
 }
 // put(to, from, bytes) for every row of the box that exists.
@@ -341,6 +348,9 @@ void tma_store_box(CUtensorMap const* map, void const* smem_src, int c0, int c1,
   uint32_t const from = shared_address(smem_src);
   unsigned char const* const shared = emulator::shared_memory();
   CUtensorMap const m = *map;
+  size_t box_bytes = m.element_bytes;
+  for (uint32_t const extent : m.box) box_bytes *= extent;
+  emulator::reads_shared_async(shared + from, box_bytes);
   auto const rows = std::make_shared<std::vector<unsigned char>>();
   emulator::store_later(
       [=] {

@@ -16,6 +16,7 @@ dim3 threadIdx, blockIdx, blockDim, gridDim;
 namespace tessera::emulator {
 
 World world;
+Watcher* watcher = nullptr;
 
 namespace {
 
@@ -28,6 +29,7 @@ void start() {
   Thread& t = *world.running;
   try {
     t.cta->grid->body();
+    if (watcher != nullptr && t.cta->left == 1) watcher->ends(*t.cta);
   } catch (std::exception const& e) {
     if (world.fault.empty()) world.fault = e.what();
   }
@@ -204,6 +206,7 @@ std::string run(Schedule const& schedule) {
   world.turn = world.last_change = 0;
   world.fault.clear();
   build();
+  if (watcher != nullptr) watcher->begins();
   for (auto const& cta : world.ctas) {
     cta->lazy = static_cast<double>(below(1000)) < 1000 * schedule.lazy;
   }
@@ -237,7 +240,12 @@ std::string run(Schedule const& schedule) {
     }
   }
   while (world.fault.empty() && !world.later.empty()) {
-    if (world.later.back().kind != Kind::write) world.fault = "a copy that nobody awaited";
+    Kind const kind = world.later.back().kind;
+    if (kind == Kind::tensor) {
+      world.fault = "a multiplication or commit that nobody awaited";
+      break;
+    }
+    if (kind != Kind::write) world.fault = "a copy that nobody awaited";
     do_one_later();
   }
   std::string const fault = world.fault;
@@ -245,6 +253,18 @@ std::string run(Schedule const& schedule) {
   return fault;
 }
 
+void wrote_shared(void const* at, std::size_t bytes) {
+  if (watcher != nullptr) watcher->wrote(at, bytes);
+}
+void fenced_shared() {
+  if (watcher != nullptr) watcher->fenced();
+}
+void reads_shared_async(void const* at, std::size_t bytes) {
+  if (watcher != nullptr) watcher->reads_async(at, bytes);
+}
+void landed_shared(void const* at, std::size_t bytes) {
+  if (watcher != nullptr) watcher->landed(at, bytes);
+}
 unsigned char* shared_memory() { return world.running->cta->shared; }
 unsigned char* shared_memory_of(unsigned rank) { return cta_of_cluster(rank).shared; }
 std::uint64_t turns() { return world.turn; }

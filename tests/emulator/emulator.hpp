@@ -56,6 +56,12 @@ void arrive(Barrier* barrier, std::uint32_t bytes);  // more to land before the 
 bool is_over(Barrier const* barrier, std::uint32_t parity);
 void wait(Barrier* barrier, std::uint32_t parity);
 
+// Generic and async accesses to shared memory, for who watches (state.hpp). They do nothing themselves.
+void wrote_shared(void const* at, std::size_t bytes);        // by st, stmatrix
+void fenced_shared();                                        // by the thread that runs
+void reads_shared_async(void const* at, std::size_t bytes);  // by a TMA store or a multiplication
+void landed_shared(void const* at, std::size_t bytes);       // by a TMA load
+
 // Clusters. Addresses are those of the caller's CTA; what is done is done at the same place in CTA `rank`.
 unsigned cluster_rank();
 void cluster_barrier();

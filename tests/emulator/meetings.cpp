@@ -11,6 +11,7 @@ namespace {
 
 void change(Cta& cta, Barrier* barrier, Phase phase) {
   bool const over = phase.pending == 0 && phase.bytes == 0;
+  if (over && watcher != nullptr) watcher->completes(barrier, phase.parity);
   if (over) {
     phase.parity ^= 1;
     phase.pending = phase.expected;
@@ -26,6 +27,7 @@ void arrive(Cta& cta, Barrier* barrier, std::uint32_t bytes) {
   Phase phase = Phase::of(*barrier);
   if (phase.expected == 0) fail("an arrival at no barrier");
   if (phase.pending == 0) fail("more arrivals than a barrier awaits");
+  if (watcher != nullptr && world.running != nullptr) watcher->arrives(barrier);
   phase.bytes += static_cast<std::int32_t>(bytes);
   --phase.pending;
   change(cta, barrier, phase);
@@ -47,7 +49,9 @@ void arrive_in(unsigned rank, Barrier* barrier) {
   arrive(cta, there(cta, barrier), 0);
 }
 bool is_over(Barrier const* barrier, std::uint32_t parity) {
-  return Phase::of(*barrier).parity != parity;
+  bool const over = Phase::of(*barrier).parity != parity;
+  if (over && watcher != nullptr) watcher->waited(barrier, parity);
+  return over;
 }
 void wait(Barrier* barrier, std::uint32_t parity) {
   Thread& t = *world.running;
@@ -57,7 +61,9 @@ void wait(Barrier* barrier, std::uint32_t parity) {
     return number < warp.seen.size() &&
            warp.seen[number] == std::pair{static_cast<Barrier const*>(barrier), parity};
   };
-  sleep_until(barrier, [=] { return seen() || is_over(barrier, parity); }, "an mbarrier");
+  sleep_until(
+      barrier, [=] { return seen() || Phase::of(*barrier).parity != parity; }, "an mbarrier");
+  if (watcher != nullptr) watcher->waited(barrier, parity);
   if (number == warp.seen.size()) {
     warp.seen.emplace_back(barrier, parity);
     wake(*t.cta, barrier);
@@ -98,7 +104,10 @@ std::uint64_t const* exchange(std::uint64_t value, Site const& site) {
 void named_barrier(int id, int threads, bool waits) {
   NamedBarrier& barrier = world.running->cta->barriers[id];
   std::uint64_t const generation = barrier.generation;
+  unsigned const parity = generation % 2;
+  if (watcher != nullptr) watcher->arrives(&barrier);
   if (++barrier.arrived == threads) {
+    if (watcher != nullptr) watcher->completes(&barrier, parity);
     barrier.arrived = 0;
     ++barrier.generation;
     changed();
@@ -108,6 +117,7 @@ void named_barrier(int id, int threads, bool waits) {
         &barrier, [&barrier, generation] { return barrier.generation != generation; },
         "a named barrier");
   }
+  if (watcher != nullptr && waits) watcher->waited(&barrier, parity);
 }
 
 void cluster_barrier() {
@@ -115,7 +125,10 @@ void cluster_barrier() {
   unsigned const ctas = own.grid->cluster;
   NamedBarrier& barrier = world.ctas[own.cluster_begin]->cluster;
   std::uint64_t const generation = barrier.generation;
+  unsigned const parity = generation % 2;
+  if (watcher != nullptr) watcher->arrives(&barrier);
   if (++barrier.arrived == static_cast<int>(ctas * own.grid->threads)) {
+    if (watcher != nullptr) watcher->completes(&barrier, parity);
     barrier.arrived = 0;
     ++barrier.generation;
     changed();
@@ -125,6 +138,7 @@ void cluster_barrier() {
         &barrier, [&barrier, generation] { return barrier.generation != generation; },
         "its cluster");
   }
+  if (watcher != nullptr) watcher->waited(&barrier, parity);
 }
 
 bool block_vote_or(bool value) {

@@ -151,7 +151,7 @@ struct Cta {
 };
 
 // What a thread has set going. A store's write is complete at the grid's end; all else somebody has to wait for.
-enum class Kind { load, copy, read, write };
+enum class Kind { load, copy, read, write, tensor };
 struct Later {
   Thread* thread;
   Kind kind;
@@ -171,6 +171,23 @@ struct World {
   std::string fault;
 };
 extern World world;
+
+// Keeps account of more than threads and barriers: what a thread may know from a barrier, who wrote shared memory.
+// Called for the thread that runs, if one does. What is wrong it reports by fail().
+class Watcher {
+ public:
+  virtual ~Watcher() = default;
+  virtual void begins() = 0;  // a run, whose CTAs stand
+  virtual void arrives(void const* barrier) = 0;
+  virtual void completes(void const* barrier, unsigned parity) = 0;  // the last arrival has come
+  virtual void waited(void const* barrier, unsigned parity) = 0;
+  virtual void wrote(void const* at, std::size_t bytes) = 0;
+  virtual void fenced() = 0;
+  virtual void reads_async(void const* at, std::size_t bytes) = 0;
+  virtual void landed(void const* at, std::size_t bytes) = 0;
+  virtual void ends(Cta& cta) = 0;  // its last thread does
+};
+extern Watcher* watcher;  // null: nobody
 
 // Of the cluster of the thread that runs, a CTA that has not ended.
 Cta& cta_of_cluster(unsigned rank);

@@ -22,4 +22,10 @@ __device__ __forceinline__ void store_shared_8(uint32_t smem_dst, uint2 bits) {
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared_16(uint32_t smem_dst, uint4 bits) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(smem_dst), "r"(bits.x), "r"(bits.y),
+               "r"(bits.z), "r"(bits.w)
+               : "memory");
+}
+
 }  // namespace tessera::cuda::arch

@@ -68,7 +68,7 @@ struct TensorCta {
   std::map<int, int> allocations;  // first column -> columns
   int count = 0;                   // of allocations so far
   // The generic writes to chunks of 16 bytes of shared memory.
-  std::vector<Writer> chunks = std::vector<Writer>(kMostShared / 16);
+  std::vector<Writer> chunks = std::vector<Writer>(kMaxShared / 16);
 };
 
 struct BarrierClock {
@@ -179,7 +179,7 @@ class TensorWatcher final : public Watcher {
   TensorCta* cta_with(void const* at) {
     for (auto const& [cta, tensor] : ctas_) {
       auto const offset = static_cast<unsigned char const*>(at) - cta->shared;
-      if (offset >= 0 && offset < kMostShared) {
+      if (offset >= 0 && offset < kMaxShared) {
         base_ = cta->shared;
         return tensor.get();
       }

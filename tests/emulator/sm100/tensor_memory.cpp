@@ -113,7 +113,7 @@ void read_operands(Multiplied& m, std::vector<Cta*> const& group, MmaWords const
     }
     int const rank = TensorWatcher::rank_of(*cta);
     std::string const wrong = read_share(m, cta->shared, words, static_cast<int>(group.size()),
-                                         group.size() == 1 ? 0 : rank, kMostShared,
+                                         group.size() == 1 ? 0 : rank, kMaxShared,
                                          [](void const* at) { return tensor.unfenced(at, 16); });
     if (!wrong.empty()) throw std::runtime_error(fault_of(*cta, wrong.c_str()));
     if (m.instruction.kind == MmaKind::mxf8) {
@@ -257,7 +257,7 @@ void tensor_copy_scales(int ctas, std::uint32_t address, std::uint64_t atom) {
   if (from.swizzle != 0 || from.stride != 128) {
     fail("tcgen05.cp: an atom of scales has no swizzle, and 128 bytes from 8 rows to the next");
   }
-  if (from.address + 512 > kMostShared) fail("tcgen05.cp: the atom ends behind shared memory");
+  if (from.address + 512 > kMaxShared) fail("tcgen05.cp: the atom ends behind shared memory");
   int const column = static_cast<int>(address & 0xffff);
   std::size_t const clock = TensorWatcher::own_clock();
   std::vector<Cta*> const group = group_of(ctas);

@@ -10,6 +10,7 @@
 
 #include <cuda.h>
 #include <cuda_runtime.h>
+#include "core/fp8.hpp"
 #include "tests/emulator/emulator.hpp"
 
 #define TESSERA_UNROLL
@@ -73,6 +74,11 @@ inline float flushed(float x) {
 }
 inline float exp2_approx(float x) { return flushed(std::exp2(flushed(x))); }
 inline float rcp_approx(float x) { return flushed(1.0f / flushed(x)); }
+// From an approximation that is one unit in the last place off, as the instruction's may be.
+inline float reciprocal(float x) {
+  float const near = std::nextafter(rcp_approx(x), 0.0f);
+  return std::fma(near, std::fma(-x, near, 1.0f), near);
+}
 inline uint32_t round_to_bf16(float x) {
   uint32_t const bits = __float_as_uint(x);
   if (x != x) return 0x7fff;
@@ -89,6 +95,22 @@ inline uint32_t high_halves(uint32_t first, uint32_t second) {
 }
 inline float2 unpack_bf16(uint32_t packed) {
   return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+}
+
+// convert_e4m3.cuh
+
+inline uint32_t pack_e4m3(float v0, float v1, float v2, float v3) {
+  auto const code = [](float v) { return uint32_t{core::round_to<core::E4m3>(v).bits}; };
+  return code(v0) | code(v1) << 8 | code(v2) << 16 | code(v3) << 24;
+}
+inline float max_magnitude(float largest, float value) {
+  float const magnitude = std::fabs(value);
+  if (largest != largest || magnitude != magnitude) return __uint_as_float(0x7fffffffu);
+  return magnitude > largest ? magnitude : largest;
+}
+inline uint32_t max_magnitudes_bf16(uint32_t largest, uint32_t pair) {
+  return std::max(largest & 0xffffu, pair & 0x7fffu) |
+         std::max(largest & 0xffff0000u, pair & 0x7fff0000u);
 }
 
 // mbarrier.cuh
@@ -262,6 +284,20 @@ inline void cp_async_16(uint32_t smem_dst, void const* gmem_src, int bytes) {
 }
 inline void cp_async_16_with_policy(uint32_t smem_dst, void const* gmem_src, uint64_t) {
   cp_async_16(smem_dst, gmem_src, 16);
+}
+template <int kBytes>
+void cp_async_whole(uint32_t smem_dst, void const* gmem_src) {
+  if (reinterpret_cast<uintptr_t>(gmem_src) % kBytes != 0 || smem_dst % kBytes != 0) {
+    emulator::fail("a copy of 4 or 8 bytes that is not aligned");
+  }
+  unsigned char* const to = shared_at(smem_dst);
+  emulator::copy_later([=] { std::memcpy(to, gmem_src, kBytes); });
+}
+inline void cp_async_4(uint32_t smem_dst, void const* gmem_src) {
+  cp_async_whole<4>(smem_dst, gmem_src);
+}
+inline void cp_async_8(uint32_t smem_dst, void const* gmem_src) {
+  cp_async_whole<8>(smem_dst, gmem_src);
 }
 inline void cp_async_arrive(Mbarrier* barrier) { emulator::arrive_behind_copies(barrier); }
 inline void cp_async_commit() { emulator::commit_copies(); }
@@ -445,6 +481,16 @@ void wgmma_m64n256k16(float (&d0)[64], float (&d1)[64], uint64_t a, uint64_t b, 
 }
 inline void wgmma_m64n256k16(float (&d0)[64], float (&d1)[64], uint32_t const (&a)[4], uint64_t b) {
   emulator::multiply_later(d0, d1, a, b);
+}
+
+// wgmma_e4m3.cuh
+
+inline void wgmma_e4m3_m64n128k32(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+  emulator::multiply_e4m3_later(d, nullptr, a, b, accumulate != 0);
+}
+inline void wgmma_e4m3_m64n256k32(float (&d0)[64], float (&d1)[64], uint64_t a, uint64_t b,
+                                  int accumulate) {
+  emulator::multiply_e4m3_later(d0, d1, a, b, accumulate != 0);
 }
 
 // cluster.cuh, cluster_load.cuh

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What goes on beside the threads: copies, and multiplications.
+#include "core/fp8.hpp"
 #include "tests/emulator/state.hpp"
 
 namespace tessera::emulator {
@@ -19,7 +20,7 @@ float widen(std::uint16_t bits) {
 // Element (row, k) of an operand with the 128-byte swizzle. K-major: rows of 128 bytes, eight of them to a group.
 // Rows-major: boxes of 64 rows, in which 128 bytes are one k of all of them, eight k to a group.
 float element(unsigned char const* shared, std::uint64_t descriptor, bool rows_major, int row,
-              int k) {
+              int k, bool e4m3) {
   auto const field = [&](int at) {
     return static_cast<std::uint32_t>(descriptor >> at & 0x3fff) << 4;
   };
@@ -27,8 +28,9 @@ float element(unsigned char const* shared, std::uint64_t descriptor, bool rows_m
   auto const r = static_cast<std::uint32_t>(row), column = static_cast<std::uint32_t>(k);
   std::uint32_t at =
       field(0) + (rows_major ? r / 64 * box + column / 8 * group + column % 8 * 128 + r % 64 * 2
-                             : r / 8 * group + r % 8 * 128 + column * 2);
+                             : r / 8 * group + r % 8 * 128 + column * (e4m3 ? 1 : 2));
   at ^= (at >> 7 & 7) << 4;
+  if (e4m3) return core::to_fp32(core::E4m3{shared[at]});
   std::uint16_t bits;
   std::memcpy(&bits, shared + at, 2);
   return widen(bits);
@@ -42,12 +44,12 @@ Operands& operands_of(Thread& t, std::uint64_t number) {
 void multiply(Thread& t, Multiplication const& m) {
   Operands& o = operands_of(t, m.number);
   if (!o.read) {
-    for (int k = 0; k < 16; ++k) {
+    for (int k = 0; k < o.k(); ++k) {
       for (int row = 0; row < 64 && !o.a_in_registers; ++row) {
-        o.rows[row][k] = element(t.cta->shared, o.a, o.a_rows_major, row, k);
+        o.rows[row][k] = element(t.cta->shared, o.a, o.a_rows_major, row, k, o.e4m3);
       }
       for (int c = 0; c < (m.second != nullptr ? 256 : 128); ++c) {
-        o.columns[k][c] = element(t.cta->shared, o.b, o.b_rows_major, c, k);
+        o.columns[k][c] = element(t.cta->shared, o.b, o.b_rows_major, c, k, o.e4m3);
       }
     }
     o.read = true;
@@ -59,7 +61,7 @@ void multiply(Thread& t, Multiplication const& m) {
     int const row = 16 * warp + lane / 4 + 8 * (i / 2 % 2);
     int const column = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
     float sum = m.adds ? d : 0.0f;
-    for (int k = 0; k < 16; ++k) sum += o.rows[row][k] * o.columns[k][column];
+    for (int k = 0; k < o.k(); ++k) sum += o.rows[row][k] * o.columns[k][column];
     d = sum;
   }
   Warpgroup& group = t.cta->warpgroups[t.index / kWarpgroup];
@@ -169,6 +171,11 @@ void multiply_later(float* first, float* second, std::uint64_t a, std::uint64_t 
   Operands& o = next_operands(first, second, a, b, adds);
   o.a_rows_major = a_rows_major;
   o.b_rows_major = b_rows_major;
+}
+void multiply_e4m3_later(float* first, float* second, std::uint64_t a, std::uint64_t b, bool adds) {
+  Operands& o = next_operands(first, second, a, b, adds);
+  o.a_rows_major = o.b_rows_major = false;
+  o.e4m3 = true;
 }
 // a[0], a[2]: row lane/4, k = 2 (lane%4) + {0, 1} and 8 more; a[1], a[3]: of the row 8 further on.
 void multiply_later(float* first, float* second, std::uint32_t const (&a)[4], std::uint64_t b) {

@@ -13,7 +13,9 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   *map = {};
   map->rank = rank;
-  map->element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2;
+  map->element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32    ? 4
+                       : type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 ? 2
+                                                                  : 1;
   map->base = reinterpret_cast<std::uint64_t>(gmem);
   for (cuuint32_t i = 0; i < 5; ++i) {
     map->extent[i] = i < rank ? extent[i] : 1;

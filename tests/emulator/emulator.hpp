@@ -8,9 +8,9 @@
 //   include/  as much of the CUDA headers as the kernels need
 //
 // Emulated: mbarriers with their arrivals and bytes; TMA loads, stores and additions of tiles with the 128-byte
-// swizzle, and cp.async, all of which land late; wgmma of 128 or 256 columns, whose operands in shared memory are read
-// when somebody waits for it; named barriers, votes and shuffles of whole warps; clusters, with loads, stores and
-// arrivals in a peer's shared memory; kernels that start early.
+// swizzle, and cp.async, all of which land late; wgmma of 128 or 256 columns, in bf16 or e4m3, whose operands in shared
+// memory are read when somebody waits for it; named barriers, votes and shuffles of whole warps; clusters, with loads,
+// stores and arrivals in a peer's shared memory; kernels that start early.
 // Checked: no barrier gets more arrivals than it awaits, lanes of a warp meet in the same place, warps of a warpgroup
 // multiply the same operands, nobody arrives in a CTA that has ended, somebody can always go on. Shared memory begins
 // as NaNs.
@@ -96,6 +96,8 @@ void wait_copies(int pending);
 // rows of k, or rows-major.
 void multiply_later(float* first, float* second, std::uint64_t a, std::uint64_t b,
                     bool a_rows_major, bool b_rows_major, bool adds);
+// The same in e4m3, 32 of k at a time; both operands are rows of k. Sums are in fp32; a GPU keeps 13 bits of them.
+void multiply_e4m3_later(float* first, float* second, std::uint64_t a, std::uint64_t b, bool adds);
 // The same with this thread's part of A in registers, and B rows-major; adds.
 void multiply_later(float* first, float* second, std::uint32_t const (&a)[4], std::uint64_t b);
 void commit_multiplications();

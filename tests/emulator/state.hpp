@@ -114,8 +114,10 @@ struct Operands {
   bool a_in_registers = false;
   bool read = false;
   int left = kWarpgroup;  // threads that have not used them
-  float rows[64][16];
-  float columns[16][256];
+  bool e4m3 = false;
+  float rows[64][32];  // 16 of bf16
+  float columns[32][256];
+  [[nodiscard]] int k() const { return e4m3 ? 32 : 16; }
 };
 struct Warpgroup {
   std::deque<std::unique_ptr<Operands>> operands;

@@ -27,6 +27,12 @@ __device__ __forceinline__ float rcp_approx(float x) {
   return y;
 }
 
+// 1/x, rounded to nearest, of an x whose reciprocal is a normal number; NaN of NaN. Without the branch of a division.
+__device__ __forceinline__ float reciprocal(float x) {
+  float const near = rcp_approx(x);
+  return fmaf(near, fmaf(-x, near, 1.0f), near);
+}
+
 // Round to nearest even; `low` goes to the lower half, that is, to the lower address.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t packed;

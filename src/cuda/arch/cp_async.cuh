@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// cp.async: each thread copies 16 bytes from any global address to shared memory; completion can
+// cp.async: each thread copies 16 bytes, or 4 or 8, from any global address to shared memory; completion can
 // arrive on an mbarrier. The writes belong to the generic proxy: see proxy_fence.cuh.
 #pragma once
 
@@ -25,6 +25,16 @@ __device__ __forceinline__ void cp_async_16_with_policy(uint32_t smem_dst, void 
       "cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;" ::"r"(smem_dst),
       "l"(gmem_src), "l"(l2_policy)
       : "memory");
+}
+
+// 4 or 8 bytes, aligned to as many, for what lies beside the rows of a tile.
+__device__ __forceinline__ void cp_async_4(uint32_t smem_dst, void const* gmem_src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(smem_dst), "l"(gmem_src)
+               : "memory");
+}
+__device__ __forceinline__ void cp_async_8(uint32_t smem_dst, void const* gmem_src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(smem_dst), "l"(gmem_src)
+               : "memory");
 }
 
 // Arrives once all earlier cp.async of this thread have landed. noinc: the arrival is one of those

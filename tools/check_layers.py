@@ -40,7 +40,9 @@ LAYERS = {
         "src/cuda/arch", "src/cuda/arch/sm90", "src/cuda/warp", "src/cuda/gemm", "src/cuda/gemm/epilogue",
         "src/cuda/gemm/produce",
     ],
-    "src/cuda/epilogue": ["src/cuda/arch", "src/cuda/warp", "src/cuda/gemm", "include/tessera/shape.hpp"],
+    "src/cuda/epilogue": [
+        "src/cuda/arch", "src/cuda/warp", "src/cuda/gemm", "include/tessera/shape.hpp", "src/core/fp8.hpp",
+    ],
     "src/cuda/host": ["include/tessera", "src/core", "src/cuda/gemm/config.hpp", "src/cuda/gemm/params.hpp"],
     "src/cuda/layer": ["include/tessera", "src/core", "src/cuda/host"],
     "src/cuda/tuning": ["src/cuda/gemm/config.hpp", "include/tessera/shape.hpp"],

@@ -28,6 +28,7 @@ struct TensorMapShape {
   uint64_t stride_bytes[4];
   uint32_t box[5];
   bool is_fp32 = false;
+  bool is_bytes = false;  // elements of one byte, e4m3
 };
 
 inline cudaError_t make_tensor_map(CUtensorMap& map, void const* gmem,
@@ -36,11 +37,14 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, void const* gmem,
       driver_function<PFN_cuTensorMapEncodeTiled_v12000>("cuTensorMapEncodeTiled", 12000);
   if (encode == nullptr) return cudaErrorNotSupported;
   cuuint32_t const element_strides[5] = {1, 1, 1, 1, 1};
-  CUresult const result = encode(
-      &map, shape.is_fp32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      shape.rank, const_cast<void*>(gmem), shape.extent, shape.stride_bytes, shape.box,
-      element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult const result =
+      encode(&map,
+             shape.is_fp32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+             : shape.is_bytes ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                              : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             shape.rank, const_cast<void*>(gmem), shape.extent, shape.stride_bytes, shape.box,
+             element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

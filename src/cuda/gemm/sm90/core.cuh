@@ -7,6 +7,7 @@
 #include "../storage.cuh"
 #include "accumulators.cuh"
 #include "deferred.cuh"
+#include "held_tile.cuh"
 #include "lent.cuh"
 #include "slab_fill.cuh"
 
@@ -21,6 +22,7 @@ struct Core {
   using Accumulators = gemm::Accumulators<kGemm>;
   using SlabRows = gemm::SlabRows;
   using DeferredRows = gemm::DeferredRows<kGemm>;
+  using HeldTile = gemm::HeldTile<kGemm>;
   using Slabs = SlabStore<kGemm>;
 };
 

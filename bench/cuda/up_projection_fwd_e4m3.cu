@@ -1,0 +1,449 @@
+// SPDX-License-Identifier: Apache-2.0
+// up_projection_fwd of e4m3 operands beside that of bf16, on the same tokens, weights and routing, in one process: the
+// kernel that emits codes, the one that stores bf16, and the quantisers of x and of the weights. Kernels run in random
+// order and the host never waits in between.
+// Checked first, on rows of all experts: h in bf16 against a plain kernel in fp32, which reads the same codes; codes
+// and scales of h are the bytes that the CPU makes of these h; codes of a against act(h) in fp64; two runs have equal
+// bytes. The checks must reject the next row.
+//   PROGRAM [--config NAME[,NAME]] [--iters N] [--json FILE]
+#include <cstring>
+#include <functional>
+#include <memory>
+
+#include "../../src/core/fp8.hpp"
+#include "../../src/cuda/kernels/quantise.cuh"
+#include "../../src/cuda/kernels/up_projection_fwd.cuh"
+#include "../../src/cuda/kernels/up_projection_fwd_e4m3.cuh"
+#include "../../src/cuda/tuning/low_precision.hpp"
+#include "support.cuh"
+
+namespace tessera::bench {
+namespace {
+
+using core::E4m3;
+using cuda::UpProjectionFwdE4m3Arguments;
+using cuda::gemm::Element;
+
+constexpr ActivationKind kKind = ActivationKind::swiglu;
+constexpr int kBlock = 128;
+
+struct Shape {
+  char const* name;
+  int tokens, hidden, intermediate, experts, top_k;
+};
+constexpr Shape kShapes[] = {{"tiny", 777, 384, 256, 7, 2},
+                             {"7B-n256", 24576, 1536, 256, 128, 8},
+                             {"Qwen3-30B", 32768, 2048, 768, 128, 8},
+                             {"Qwen3-235B", 32768, 4096, 1536, 128, 8}};
+
+// h of the rows `gmem_rows`, [i][2n], one thread an element: blocks of 128 products in order, then blocks in order.
+__global__ void plain_rows(UpProjectionFwdE4m3Arguments p, int const* gmem_rows, float* gmem_h) {
+  int64_t const d = p.hidden, n = p.intermediate;
+  int const row = gmem_rows[blockIdx.x];
+  int expert = 0;
+  while (row >= p.gmem_expert_offsets[expert + 1]) ++expert;
+  int64_t const token = p.gmem_gather_index[row];
+  auto const* const x = static_cast<E4m3 const*>(p.gmem_x) + token * d;
+  for (int64_t c = threadIdx.x; c < 2 * n; c += blockDim.x) {
+    int64_t const half = c / n, i = c % n;
+    auto const* const w =
+        static_cast<E4m3 const*>(p.gmem_w_up) + ((int64_t{expert} * 2 + half) * n + i) * d;
+    float all = 0;
+    for (int64_t k0 = 0; k0 < d; k0 += kBlock) {
+      float partial = 0;
+      for (int64_t k = k0; k < k0 + kBlock; ++k) {
+        partial = fmaf(core::to_fp32(x[k]), core::to_fp32(w[k]), partial);
+      }
+      int64_t const block = (expert * (n / kBlock) + i / kBlock) * (d / kBlock) + k0 / kBlock;
+      all = fmaf(partial,
+                 p.gmem_x_scales[token * (d / kBlock) + k0 / kBlock] *
+                     p.gmem_w_up_scales[block * 2 + half],
+                 all);
+    }
+    gmem_h[blockIdx.x * 2 * n + c] = all;
+  }
+}
+
+__global__ void checksum(uint32_t const* gmem, int64_t words, unsigned long long* gmem_sum) {
+  unsigned long long sum = 0;
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < words;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    sum += (gmem[i] + 1ull) * (0x9e3779b97f4a7c15ull * (uint64_t(i) * 2 + 1));
+  }
+  atomicAdd(gmem_sum, sum);
+}
+
+float widen(bf16 value) { return __bfloat162float(value); }
+
+struct Problem {
+  explicit Problem(Shape s)
+      : shape(s),
+        routing(Routing::random(s.tokens, s.experts, s.top_k, 11)),
+        rows(int64_t(routing.gather_index.size())),
+        pitch((rows + 3) / 4 * 4),
+        offsets(routing.expert_offsets),
+        index(routing.gather_index),
+        counter(std::vector<int>{0}),
+        x(int64_t{s.tokens} * s.hidden),
+        w(int64_t{2} * s.experts * s.intermediate * s.hidden),
+        h(rows * 2 * s.intermediate),
+        a(rows * s.intermediate),
+        x8(x.count()),
+        w8(w.count()),
+        h8(h.count()),
+        a8(a.count()),
+        x_scales(x.count() / kBlock),
+        w_scales(w.count() / (kBlock * kBlock)),
+        h_scales(2 * s.intermediate / kBlock * pitch),
+        a_scales(s.intermediate / kBlock * pitch) {
+    fill_uniform<<<4096, 256>>>(x.get(), x.count(), 1, 1.0f);
+    fill_uniform<<<4096, 256>>>(w.get(), w.count(), 2, 0x1p-4f);
+    quantise_x();
+    quantise_w();
+    TESSERA_CUDA(cudaDeviceSynchronize());
+  }
+
+  void quantise_x() const {
+    TESSERA_CUDA(cuda::launch_quantise_rows_kernel({.gmem_x = x.get(),
+                                                    .rows = shape.tokens,
+                                                    .width = shape.hidden,
+                                                    .pitch = shape.hidden,
+                                                    .gmem_codes = x8.get(),
+                                                    .gmem_scales = x_scales.get()},
+                                                   nullptr));
+  }
+  void quantise_w() const {
+    TESSERA_CUDA(cuda::launch_quantise_up_weights_kernel({.gmem_w = w.get(),
+                                                          .hidden = shape.hidden,
+                                                          .intermediate = shape.intermediate,
+                                                          .experts = shape.experts,
+                                                          .gmem_codes = w8.get(),
+                                                          .gmem_scales = w_scales.get()},
+                                                         nullptr));
+  }
+
+  UpProjectionFwdE4m3Arguments e4m3(bool to_bf16) const {
+    return {.gmem_x = x8.get(),
+            .gmem_x_scales = x_scales.get(),
+            .gmem_gather_index = index.get(),
+            .gmem_expert_offsets = offsets.get(),
+            .gmem_w_up = w8.get(),
+            .gmem_w_up_scales = w_scales.get(),
+            .activation = {.kind = kKind},
+            .gmem_h = to_bf16 ? static_cast<void*>(h.get()) : h8.get(),
+            .gmem_a = to_bf16 ? static_cast<void*>(a.get()) : a8.get(),
+            .gmem_h_scales = h_scales.get(),
+            .gmem_a_scales = a_scales.get(),
+            .rows = rows,
+            .hidden = shape.hidden,
+            .intermediate = shape.intermediate,
+            .experts = shape.experts,
+            .gmem_tile_counter = counter.get()};
+  }
+  template <Element kOut>
+  void launch_e4m3(int sms) const {
+    using Config = cuda::UpProjectionFwdE4m3Config<kKind, kOut>;
+    TESSERA_CUDA(cuda::launch_up_projection_fwd_e4m3_config<Config>(e4m3(kOut == Element::kBf16),
+                                                                    sms, nullptr));
+  }
+  // As the library runs it.
+  void launch_bf16(int sms) const {
+    using namespace cuda::gemm;
+    using Config = cuda::UpProjectionFwdConfig<kKind, Loader::kGather, Major::kK, Boxes::kTile>;
+    int64_t const d = shape.hidden, n = shape.intermediate;
+    auto const half = [&](int which) {
+      return cuda::WeightRows{.gmem = w.get() + which * n * d,
+                              .expert_stride = 2 * n * d,
+                              .row_stride = d,
+                              .column_stride = 1,
+                              .block = n};
+    };
+    cuda::UpProjectionFwdArguments const args = {
+        .x = {.gmem = x.get(), .rows = shape.tokens, .pitch = d},
+        .gmem_gather_index = index.get(),
+        .gmem_expert_offsets = offsets.get(),
+        .w_up = {half(0), half(1)},
+        .b_up = {},
+        .activation = {.kind = kKind},
+        .gmem_h = h.get(),
+        .gmem_a = a.get(),
+        .rows = rows,
+        .hidden = d,
+        .intermediate = n,
+        .experts = shape.experts,
+        .gmem_tile_counter = counter.get()};
+    TESSERA_CUDA(cuda::launch_up_projection_fwd_config<Config>(args, sms, nullptr));
+  }
+
+  Shape shape;
+  Routing routing;
+  int64_t rows, pitch;
+  DeviceBuffer<int> offsets, index, counter;
+  DeviceBuffer<bf16> x, w, h, a;
+  DeviceBuffer<uint8_t> x8, w8, h8, a8;
+  DeviceBuffer<float> x_scales, w_scales, h_scales, a_scales;
+};
+
+// What a few rows hold, on the host.
+struct Row {
+  std::vector<float> plain;  // h
+  std::vector<bf16> h;
+  std::vector<uint8_t> h8, a8;
+  std::vector<float> h_scales, a_scales;
+};
+
+class Check {
+ public:
+  Check(Problem const& p, int sms) : p_(p), sms_(sms) {
+    for (int e = 0; e < p.shape.experts; ++e) {  // first and last rows of experts
+      int const begin = p.routing.expert_offsets[e], end = p.routing.expert_offsets[e + 1];
+      for (int const row : {begin, end - 1}) {
+        if (row >= begin && (numbers_.empty() || numbers_.back() != row)) numbers_.push_back(row);
+      }
+    }
+  }
+
+  bool passes() {
+    p_.h.poison();
+    p_.a.poison();
+    poison_codes();
+    p_.launch_e4m3<Element::kBf16>(sms_);
+    p_.launch_e4m3<Element::kE4m3>(sms_);
+    unsigned long long const first = sum_of_outputs();
+    fetch();
+    poison_codes();
+    p_.launch_e4m3<Element::kE4m3>(sms_);
+    bool const repeats = sum_of_outputs() == first;
+    bool right = true;
+    for (size_t i = 0; i < rows_.size() && right; ++i) right = accepts(rows_[i], i);
+    bool rejects = true;
+    for (size_t i = 0; i + 1 < rows_.size(); ++i) {
+      Row wrong = rows_[i];
+      wrong.plain = rows_[i + 1].plain;
+      rejects = rejects && !h_is_right(wrong);
+      wrong = rows_[i];
+      wrong.h8 = rows_[i + 1].h8;
+      rejects = rejects && !codes_are_right(wrong);
+      wrong = rows_[i];
+      wrong.a8 = rows_[i + 1].a8;
+      rejects = rejects && !a_is_right(wrong);
+    }
+    std::printf("%s: %zu rows %s, %s, other rows %s; largest error of h %.2e of a row's norm\n",
+                p_.shape.name, rows_.size(), right ? "right" : "WRONG",
+                repeats ? "equal bytes" : "OTHER BYTES in a second run",
+                rejects ? "rejected" : "ACCEPTED", worst_);
+    return right && repeats && rejects;
+  }
+
+ private:
+  void poison_codes() const {
+    p_.h8.poison();
+    p_.a8.poison();
+    p_.h_scales.poison();
+    p_.a_scales.poison();
+  }
+
+  unsigned long long sum_of_outputs() const {
+    DeviceBuffer<unsigned long long> sum(std::vector<unsigned long long>{0});
+    auto const add = [&](void const* gmem, int64_t bytes) {
+      checksum<<<1024, 256>>>(static_cast<uint32_t const*>(gmem), bytes / 4, sum.get());
+    };
+    add(p_.h8.get(), p_.h8.count());
+    add(p_.a8.get(), p_.a8.count());
+    add(p_.h_scales.get(), p_.h_scales.count() * 4);
+    add(p_.a_scales.get(), p_.a_scales.count() * 4);
+    unsigned long long host = 0;
+    TESSERA_CUDA(cudaMemcpy(&host, sum.get(), sizeof host, cudaMemcpyDeviceToHost));
+    return host;
+  }
+
+  template <class T>
+  static std::vector<T> read(T const* gmem, int64_t count) {
+    std::vector<T> host(static_cast<size_t>(count));
+    TESSERA_CUDA(cudaMemcpy(host.data(), gmem, host.size() * sizeof(T), cudaMemcpyDeviceToHost));
+    return host;
+  }
+
+  void fetch() {
+    int64_t const n = p_.shape.intermediate;
+    DeviceBuffer<int> numbers(numbers_);
+    DeviceBuffer<float> plain(int64_t(numbers_.size()) * 2 * n);
+    plain_rows<<<unsigned(numbers_.size()), 256>>>(p_.e4m3(true), numbers.get(), plain.get());
+    std::vector<float> const h_scales = read(p_.h_scales.get(), p_.h_scales.count());
+    std::vector<float> const a_scales = read(p_.a_scales.get(), p_.a_scales.count());
+    for (size_t i = 0; i < numbers_.size(); ++i) {
+      int64_t const r = numbers_[i];
+      Row row{.plain = read(plain.get() + int64_t(i) * 2 * n, 2 * n),
+              .h = read(p_.h.get() + r * 2 * n, 2 * n),
+              .h8 = read(p_.h8.get() + r * 2 * n, 2 * n),
+              .a8 = read(p_.a8.get() + r * n, n),
+              .h_scales = {},
+              .a_scales = {}};
+      for (int64_t b = 0; b < 2 * n / kBlock; ++b)
+        row.h_scales.push_back(h_scales[b * p_.pitch + r]);
+      for (int64_t b = 0; b < n / kBlock; ++b) row.a_scales.push_back(a_scales[b * p_.pitch + r]);
+      rows_.push_back(std::move(row));
+    }
+  }
+
+  // One rounding to bf16, and 13 bits of the partial sums, whose errors are about 1.3e-4 of a norm.
+  bool h_is_right(Row const& row) {
+    double norm = 0, difference = 0;
+    for (float const v : row.plain) norm += double(v) * v;
+    double const floor = 3e-3 * std::sqrt(norm / double(row.plain.size()));
+    for (size_t c = 0; c < row.plain.size(); ++c) {
+      double const error = std::fabs(double(widen(row.h[c])) - row.plain[c]);
+      if (!(error <= std::fabs(row.plain[c]) * 0x1p-8 + floor)) return false;
+      difference += error * error;
+    }
+    last_ = std::sqrt(difference / norm);
+    return true;
+  }
+  bool codes_are_right(Row const& row) const {
+    for (size_t c0 = 0; c0 < row.h.size(); c0 += kBlock) {
+      uint32_t largest = 0;
+      for (size_t c = c0; c < c0 + kBlock; ++c) {
+        largest = std::max(largest, core::fp32_bits(widen(row.h[c])) & 0x7fffffffu);
+      }
+      core::BlockScale const scale = core::fp32_scale(largest);
+      if (core::fp32_bits(scale.scale) != core::fp32_bits(row.h_scales[c0 / kBlock])) return false;
+      for (size_t c = c0; c < c0 + kBlock; ++c) {
+        if (core::quantise(widen(row.h[c]), scale).bits != row.h8[c]) return false;
+      }
+    }
+    return true;
+  }
+  bool a_is_right(Row const& row) const {
+    size_t const n = row.a8.size();
+    for (size_t c0 = 0; c0 < n; c0 += kBlock) {
+      double const scale = row.a_scales[c0 / kBlock];
+      double largest = 0;
+      for (size_t c = c0; c < c0 + kBlock; ++c) {
+        double const g = widen(row.h[c]), u = widen(row.h[c + n]);
+        double const a = g / (1 + std::exp(-g)) * u;
+        double const code = core::to_fp32(E4m3{row.a8[c]});
+        double const ulp =
+            std::exp2(std::max(std::floor(std::log2(std::fabs(code) + 1e-30)), -6.0) - 3);
+        double const allowance = scale * ulp / 2 * (1 + 0x1p-6) + std::fabs(g * u) * 0x1p-11;
+        if (!(std::fabs(code * scale - a) <= allowance)) return false;
+        largest = std::max(largest, std::fabs(a));
+      }
+      if (!(std::fabs(scale * 448 - largest) <= largest * 0x1p-7)) return false;
+    }
+    return true;
+  }
+
+  bool accepts(Row const& row, size_t i) {
+    bool const h = h_is_right(row), codes = codes_are_right(row), a = a_is_right(row);
+    if (h) worst_ = std::max(worst_, last_);
+    if (h && codes && a) return true;
+    std::printf("row %d: h %s, its codes %s, a %s\n", numbers_[i], h ? "right" : "WRONG",
+                codes ? "right" : "WRONG", a ? "right" : "WRONG");
+    return false;
+  }
+
+  Problem const& p_;
+  int sms_;
+  std::vector<int> numbers_;
+  std::vector<Row> rows_;
+  double last_ = 0, worst_ = 0;
+};
+
+struct Candidate {
+  char const* name;
+  double flops, bytes;
+  std::function<void()> launch;
+  std::vector<float> ms;
+};
+
+void time_in_turns(std::vector<Candidate>& candidates, int iters) {
+  constexpr int kWarmUp = 20;
+  std::vector<Timer> timers(candidates.size() * (kWarmUp + iters));
+  std::vector<size_t> order(candidates.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::mt19937 random(1);
+  for (int i = 0; i < kWarmUp + iters; ++i) {
+    std::shuffle(order.begin(), order.end(), random);
+    for (size_t const c : order) timers[i * order.size() + c].record(candidates[c].launch);
+  }
+  for (int i = kWarmUp; i < kWarmUp + iters; ++i) {
+    for (size_t c = 0; c < order.size(); ++c) {
+      candidates[c].ms.push_back(timers[i * order.size() + c].ms());
+    }
+  }
+}
+
+bool bench_shape(Shape const& s, int iters, int sms, std::string& rows) {
+  Problem const p(s);
+  bool const checked = Check(p, sms).passes();
+  double const flops = 4.0 * double(p.rows) * s.intermediate * s.hidden;
+  std::vector<Candidate> candidates = {
+      {"bf16", flops, 0, [&] { p.launch_bf16(sms); }, {}},
+      {"e4m3", flops, 0, [&] { p.launch_e4m3<Element::kE4m3>(sms); }, {}},
+      {"e4m3, bf16 out", flops, 0, [&] { p.launch_e4m3<Element::kBf16>(sms); }, {}},
+      {"quantise x", 0, 3.03 * double(p.x.count()), [&] { p.quantise_x(); }, {}},
+      {"quantise w_up", 0, 3.0 * double(p.w.count()), [&] { p.quantise_w(); }, {}}};
+  time_in_turns(candidates, iters);
+  TESSERA_CUDA(cudaDeviceSynchronize());
+  std::printf("after timing: %s\n",
+              read_command("nvidia-smi -i 0 --query-gpu=clocks.sm,power.draw --format=csv,noheader")
+                  .c_str());
+  float const bf16_ms = quantiles(candidates[0].ms).median;
+  for (Candidate const& c : candidates) {
+    Quantiles const q = quantiles(c.ms);
+    double const tflops = c.flops / (double(q.median) * 1e9);
+    double const tbps = c.bytes / (double(q.median) * 1e9);
+    std::printf(
+        "  %-16s %8.4f ms (%.4f to %.4f) %7.1f TFLOP/s %5.2f TB/s, bf16 takes %.3f times as long\n",
+        c.name, q.median, q.p10, q.p90, tflops, tbps, bf16_ms / q.median);
+    char text[512];
+    std::snprintf(text, sizeof text,
+                  "%s\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"gpus\": 1, "
+                  "\"routing\": \"random\", \"pass\": \"up_projection_fwd\", \"variant\": \"%s\", "
+                  "\"ms\": %.4f, \"ms_p10\": %.4f, \"ms_p90\": %.4f, \"tflops\": %.1f, "
+                  "\"tbps\": %.3f, \"checked\": %s}",
+                  rows.empty() ? "" : ",", s.name, s.tokens, s.hidden, s.intermediate, s.experts,
+                  s.top_k, c.name, q.median, q.p10, q.p90, tflops, tbps,
+                  checked ? "true" : "false");
+    rows += text;
+  }
+  std::fflush(stdout);
+  return checked;
+}
+
+int run(int argc, char** argv) {
+  std::string configs = "tiny,Qwen3-30B,Qwen3-235B", json, command;
+  int iters = 60;
+  for (int i = 0; i < argc; ++i) command += (i ? " " : "") + std::string(argv[i]);
+  for (int i = 1; i < argc; i += 2) {
+    std::string const flag = argv[i];
+    if (i + 1 == argc || (flag != "--config" && flag != "--iters" && flag != "--json")) {
+      std::fprintf(stderr, "unknown option or no value: %s\n", argv[i]);
+      return 2;
+    }
+    if (flag == "--config") configs = argv[i + 1];
+    if (flag == "--iters") iters = std::atoi(argv[i + 1]);
+    if (flag == "--json") json = argv[i + 1];
+  }
+  int sms = 0;
+  TESSERA_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+  std::string rows;
+  bool good = true;
+  for (Shape const& s : kShapes) {
+    if (("," + configs + ",").find("," + std::string(s.name) + ",") == std::string::npos) continue;
+    good = bench_shape(s, iters, sms, rows) && good;
+  }
+  if (!json.empty()) {
+    write_results(
+        json, command,
+        "median of " + std::to_string(iters) +
+            " after 20 warm-ups, kernels interleaved in random order, uniform random data",
+        rows);
+  }
+  return good && !rows.empty() ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace tessera::bench
+
+int main(int argc, char** argv) { return tessera::bench::run(argc, argv); }

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// The producer of a GEMM that gathers rows of A with their scales: that of gather.cuh, and with the rows of a k_tile go
+// one scale of each row and two of B. All land before the stage's barrier is over.
+#pragma once
+
+#include "../../arch/cp_async.cuh"
+#include "../../arch/setmaxnreg.cuh"
+#include "../../arch/tma.cuh"
+#include "../ring.cuh"
+#include "../scales.cuh"
+#include "gather_rows.cuh"
+
+namespace tessera::cuda::gemm {
+
+// Thread t copies the scales of row t of the tile, 4 bytes in each k_tile.
+template <GemmConfig kGemm>
+class ScaleGather {
+ public:
+  __device__ __forceinline__ ScaleGather(GemmParams const& p, ScaleParams const& scales)
+      : gmem_index_(p.gmem_index), gmem_a_(scales.gmem_a), pitch_(p.k_tiles) {}
+
+  // As RowGather does it.
+  __device__ __forceinline__ void prefetch(WorkTile const& tile) {
+    int const row = min(tile.row + thread(), tile.end - 1);
+    ahead_ = gmem_index_ != nullptr ? gmem_index_[row] : row;
+  }
+  __device__ __forceinline__ void begin() { gmem_row_ = gmem_a_ + int64_t{ahead_} * pitch_; }
+  __device__ __forceinline__ void copy(ScaledStorage<kGemm>& smem, int stage) {
+    arch::cp_async_4(arch::shared_address(&smem.a_scales[stage][thread()]), gmem_row_++);
+  }
+
+ private:
+  __device__ __forceinline__ static int thread() {
+    return static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
+  }
+  int const* gmem_index_;
+  float const* gmem_a_;
+  float const* gmem_row_;  // the next scale of this thread's row
+  int pitch_;
+  int ahead_;
+};
+
+template <GemmConfig kGemm, bool kFirstWarp>
+__device__ __forceinline__ void produce_scaled_by_gather(ScaledStorage<kGemm>& smem,
+                                                         GemmParams const& p,
+                                                         ScaleParams const& scales) {
+  constexpr int kReadAhead = 2;  // k_tiles before the end: requests the next tile's row indices
+  TileScheduler<kGemm> scheduler(smem, p);
+  WorkQueue<kGemm, kFirstWarp> queue(smem);
+  RowGather<kGemm> gather(p);
+  ScaleGather<kGemm> gather_scales(p, scales);
+  PipelineState<kGemm> state;
+  int const warp = arch::warp_idx() % 4;
+  WorkTile tile;
+  WorkTile ahead;
+  if (kFirstWarp) scheduler.announce_first(p.k_tiles);
+  bool more = queue.read(tile);
+  if (more) {
+    gather.prefetch(tile);
+    gather_scales.prefetch(tile);
+  }
+  while (more) {
+    gather.begin();
+    gather_scales.begin();
+    auto const* const gmem_b =
+        scales.gmem_b + (int64_t{tile.segment} * p.n_tiles + tile.n_tile) * p.k_tiles * 2;
+    for (int k_tile = 0; k_tile < p.k_tiles; ++k_tile) {
+      if (kFirstWarp) scheduler.step(k_tile, p.k_tiles);
+      if (k_tile == max(p.k_tiles - kReadAhead, 0)) {
+        more = queue.read(ahead);
+        if (more) {
+          gather.prefetch(ahead);
+          gather_scales.prefetch(ahead);
+        }
+      }
+      wait_empty<kGemm>(smem, state);
+      if (warp == k_tile % 4 && arch::elect_one()) {
+        arch::Mbarrier* const full = &smem.full[state.stage];
+        arch::mbarrier_arrive_expect_tx(full, kGemm.b_tile_bytes());
+        arch::tma_load(smem.b[state.stage], &p.b[0], full, k_tile * kGemm.tile.k, 0, 0,
+                       tile.n_tile * kGemm.b_groups(), tile.segment);
+        arch::cp_async_8(arch::shared_address(&smem.b_scales[state.stage]), gmem_b + k_tile * 2);
+      }
+      __syncwarp();
+      gather_scales.copy(smem, state.stage);
+      gather.copy(smem, state.stage, tile.rows);  // and arrives
+      state.advance();
+    }
+    tile = ahead;
+  }
+}
+
+template <GemmConfig kGemm>
+__device__ __forceinline__ void produce_scaled(ScaledStorage<kGemm>& smem, GemmParams const& p,
+                                               ScaleParams const& scales) {
+  arch::release_registers<kGemm.producer_registers()>();
+  if (arch::warp_idx() == 0) {
+    produce_scaled_by_gather<kGemm, true>(smem, p, scales);
+  } else {
+    produce_scaled_by_gather<kGemm, false>(smem, p, scales);
+  }
+}
+
+}  // namespace tessera::cuda::gemm

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "../kernels/quantise.cuh"
+
+namespace tessera::cuda {
+
+cudaError_t launch_quantise_rows(QuantiseRowsArguments const& args, cudaStream_t stream) {
+  return launch_quantise_rows_kernel(args, stream);
+}
+
+cudaError_t launch_quantise_up_weights(QuantiseUpWeightsArguments const& args,
+                                       cudaStream_t stream) {
+  return launch_quantise_up_weights_kernel(args, stream);
+}
+
+}  // namespace tessera::cuda

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// Configurations of the GEMMs that read e4m3. Three stages of 48 KB, and the whole tile in slabs: the registers that
+// hold half of it in bf16 kernels are those of the partial sums. docs/notebook/2026-11-27-fp8-mainloop.md
+#pragma once
+
+#include "gemm.hpp"
+
+namespace tessera::cuda {
+
+template <ActivationKind kKind, gemm::Element kOut>
+struct UpProjectionFwdE4m3Config {
+  static constexpr ActivationKind activation = kKind;
+  static constexpr gemm::Element out = kOut;
+  static constexpr gemm::GemmConfig gemm{
+      .tile = {128, 256, 128},
+      .stages = 3,
+      .a = {.element = gemm::Element::kE4m3, .loader = gemm::Loader::kGather},
+      .b = {.element = gemm::Element::kE4m3,
+            .halves = gemm::Halves::kAlongRows,
+            .boxes = gemm::Boxes::kTile},
+      .epilogue = {.mode = gemm::EpilogueMode::kDeferred, .slabs = 4},
+      .order = {.raster_n = kForwardRaster}};
+};
+
+}  // namespace tessera::cuda

@@ -329,6 +329,8 @@ def _desc(rank: int, ranks: int, activation: str, *, max_tokens, hidden, interme
     if activation not in options.ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: choose from {', '.join(options.ACTIVATIONS)}")
     options.Options(activation=activation, alpha=alpha, limit=limit, up_offset=up_offset)  # refuses zeros
+    if not 0 < time_limit <= 86400:  # a desc of C means its default by 0
+        raise ValueError(f"time_limit={time_limit}: seconds, above 0 and at most a day, 86400")
     return Desc(ctypes.sizeof(Desc), rank, ranks, max_tokens, hidden, intermediate, experts, top_k,
                 options.ACTIVATIONS.index(activation), bool(partial_combine), alpha, limit, up_offset, bool(training),
                 time_limit)

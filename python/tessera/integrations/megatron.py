@@ -35,7 +35,7 @@ class Experts(nn.Module):
 
     Raises:
         NotImplementedError: An option is not served: biases, delay_wgrad_compute, fp8, probabilities on the input, an
-            unknown activation, tensor parallelism within experts.
+            unknown activation, tensor parallelism within experts, an option of gated experts where they have no gate.
 
     Example:
         >>> from tessera.integrations.megatron import Experts
@@ -186,14 +186,21 @@ def _activation(config) -> dict:
     act, offset = config.activation_func, getattr(config, "glu_linear_offset", 0.0) or 0.0
     clamp = getattr(config, "activation_func_clamp_value", None)
     if not config.gated_linear_unit:
+        for option in ("activation_func_clamp_value", "glu_linear_offset", "moe_mlp_glu_interleave_size"):
+            if getattr(config, option, None):
+                raise NotImplementedError(f"config.{option}={getattr(config, option)} with gated_linear_unit=False: "
+                                          "experts with a gate alone read it; leave it out")
         return recognise("config.activation_func", act, False, ())
+
+    numbers = {"activation_func_clamp_value": clamp, "glu_linear_offset": offset or None}
+    given = ", ".join(f"{name}={value}" for name, value in numbers.items() if value is not None)
 
     def compute(gate, up):
         if clamp is not None:
             gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
         return act(gate) * (up + offset)
 
-    return recognise("config.activation_func", compute, True, (config,))
+    return recognise("config.activation_func" + (given and f" with {given}"), compute, True, (config,))
 
 
 def _main_grad(weight):

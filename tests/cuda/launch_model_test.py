@@ -18,8 +18,8 @@ class BrokenRule(Exception):
 
 @dataclass
 class Kernel:
-    """Steps: read X, write X; let: the next kernel may start; wait: for the end of the one ahead; tell, hear and clear
-    X: a word. Without `early` a kernel starts when the one ahead has ended."""
+    """Steps: read X, write X; let: the next kernel may start; wait: for the end of the previous one; tell, hear and
+    clear X: a word. Without `early` a kernel starts when the previous one has ended."""
 
     name: str
     steps: list[str]

@@ -190,7 +190,7 @@ Cta& cta_of_cluster(unsigned rank) {
   return cta;
 }
 
-void wait_for_grids_ahead() {
+void wait_for_previous_grids() {
   for (auto const& grid : world.grids) {
     if (grid.get() == world.running->cta->grid) return;
     auto const writes = [&] {

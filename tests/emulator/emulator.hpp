@@ -38,7 +38,7 @@ struct Schedule {
 // Enqueues a grid whose CTAs all run at once. body() is one thread's. `cluster`: CTAs of one, a divisor of `ctas`.
 void launch(unsigned ctas, unsigned cluster, unsigned threads, std::size_t shared_bytes,
             std::function<void()> body);
-void wait_for_grids_ahead();  // that were launched before that of the thread which runs
+void wait_for_previous_grids();  // that were launched before that of the thread which runs
 
 // Runs all grids that were launched, side by side. What went wrong, and who waited where; empty: they have ended.
 std::string run(Schedule const& schedule);

@@ -14,7 +14,7 @@ __device__ __forceinline__ void let_next_kernel_start() {
 // something only if the first has waited for them: so every kernel of a chain waits, at the latest before it ends. Not
 // for every CTA of many: it made a forward pass whose aggregate has 18432 CTAs 3% slower
 // (docs/adr/0018-one-pair-of-kernels-side-by-side.md).
-__device__ __forceinline__ void wait_for_kernel_ahead() {
+__device__ __forceinline__ void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 

@@ -65,7 +65,8 @@ class TakesOver {
   __device__ __forceinline__ explicit TakesOver(GemmParams const& p)
       : p_(p), ready_(p.gmem_handover != nullptr ? 0 : INT_MAX) {}
 
-  // Returns when what the kernel ahead stores for the tile's segment may be loaded, by TMA. Called by converged warps.
+  // Returns when what the previous kernel stores for the tile's segment may be loaded, by TMA. Called by converged
+  // warps.
   __device__ __forceinline__ void wait(WorkTile const& tile) {
     if (tile.segment < ready_) return;
     if (tile.segment < p_.handover_segments) {
@@ -73,16 +74,16 @@ class TakesOver {
       }
       ready_ = p_.handover_segments;
     } else {
-      arch::wait_for_kernel_ahead();
+      arch::wait_for_previous_kernel();
       ready_ = INT_MAX;
     }
     arch::fence_proxy_async_global();
     __syncwarp();
   }
 
-  // No kernel ends before the one ahead.
+  // No kernel ends before the previous one.
   __device__ __forceinline__ void at_end() const {
-    if (ready_ != INT_MAX) arch::wait_for_kernel_ahead();
+    if (ready_ != INT_MAX) arch::wait_for_previous_kernel();
   }
 
  private:

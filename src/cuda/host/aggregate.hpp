@@ -34,7 +34,7 @@ struct AggregateBesideArguments {
 template <class Element>
 cudaError_t launch_aggregate(AggregateArguments const& args, cudaStream_t stream);
 
-/// The same bits on the SMs that the kernel ahead leaves. What follows in the stream waits for both.
+/// The same bits on the SMs that the previous kernel leaves. What follows in the stream waits for both.
 template <class Element>
 cudaError_t launch_aggregate_beside(AggregateBesideArguments const& args, int sm_count,
                                     cudaStream_t stream);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Launches: of a persistent kernel, as many clusters as the device holds at once, one CTA per SM; of any kernel that
-// may start before the one ahead in the stream ends.
+// may start before the previous one of the stream ends.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -34,7 +34,7 @@ inline cudaLaunchAttribute starts_early() {
   return attribute;
 }
 
-// `early`: CTAs take what room the kernel ahead leaves once it lets them (arch/dependent_launch.cuh).
+// `early`: CTAs take what room the previous kernel leaves once it lets them (arch/dependent_launch.cuh).
 template <typename... Params>
 cudaError_t launch_early(void (*kernel)(Params...), bool early, unsigned ctas, int threads,
                          size_t smem_bytes, cudaStream_t stream,

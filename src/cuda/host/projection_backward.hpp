@@ -58,7 +58,7 @@ struct UpProjectionDgradArguments {
   int32_t experts;               // E
   int32_t* gmem_tile_counter;    // one int, 0 before and after every launch
   bool starts_early =
-      false;  // while the kernel ahead in the stream ends; row_dlogits may come of it
+      false;  // while the previous kernel of the stream ends; row_dlogits may come of it
 };
 
 /// dW[half][e](i, c) = sum over rows r of expert e, ascending, of right[r, half*n + i] * left[gather_index[r], c],
@@ -78,7 +78,7 @@ struct WgradArguments {
   int32_t experts;               // E
   int32_t* gmem_tile_counter;    // one int, 0 before and after every launch
   bool starts_early =
-      false;  // while the kernel ahead in the stream ends: it makes nothing that is read here
+      false;  // while the previous kernel of the stream ends: it makes nothing that is read here
   /// Of the kernel launched just before, which makes `right`: starts in its tail. Null: after it.
   uint32_t* gmem_handover = nullptr;
 };

@@ -82,7 +82,7 @@ struct RoundedDlogitsArguments {
 struct RouterGradientArguments {
   DscoresArguments dscores;
   RouterDlogitsArguments dlogits;
-  bool starts_early = false;  // while the kernel ahead in the stream ends
+  bool starts_early = false;  // while the previous kernel of the stream ends
 };
 
 /// dlogits that an earlier call left, as the 16-bit operand of wgrad: one rounding each.
@@ -118,7 +118,7 @@ struct RouterWgradArguments {
   int64_t hidden;              // d
   int32_t experts;             // E
   int32_t* gmem_tile_counter;  // one int, 0 before and after every launch
-  bool starts_early = false;   // while the kernel ahead in the stream ends
+  bool starts_early = false;   // while the previous kernel of the stream ends
   int32_t terms = 1;
   /// With padding: row i of dlogits is that of token gmem_order[i], and the chunks, as many as
   /// router_wgrad_most_chunks(), end where real tokens do. Null: all tokens are real.

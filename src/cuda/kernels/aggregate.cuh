@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_
   if (token < p.tokens) aggregate_part<Config, Element>(p, token, item % parts);
 }
 
-// Beside the kernel ahead in the stream, on the SMs that it leaves and then on all: as many CTAs as the device
+// Beside the previous kernel of the stream, on the SMs that it leaves and then on all: as many CTAs as the device
 // holds, whose warps draw tokens. Every warp draws once in vain, so that the last ticket is known; it leaves the
 // counter as the next launch expects it.
 template <class Config, class Element>
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_
     aggregate_beside(__grid_constant__ AggregateBesideArguments const params) {
   AggregateArguments const& p = params.aggregate;
   arch::let_next_kernel_start();  // router_wgrad
-  __threadfence();  // what was visible to the kernel ahead is so here, also through L1
+  __threadfence();  // what was visible to the previous kernel is so here, also through L1
   auto const parts = static_cast<uint32_t>(aggregate_parts<Config, Element>(p.hidden));
   int64_t const last_ticket = p.tokens + int64_t{gridDim.x} * Config::config.warps - 1;
   auto const draw = [&] {
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(Config::config.threads(), Config::config.ctas_
   }
   if (ticket == last_ticket && arch::lane_idx() == 0) *params.gmem_token_counter = 0;
   // Whoever comes next in the stream comes after both.
-  if (blockIdx.x == gridDim.x - 1) arch::wait_for_kernel_ahead();
+  if (blockIdx.x == gridDim.x - 1) arch::wait_for_previous_kernel();
 }
 
 template <class Config, class Element>

@@ -37,7 +37,7 @@ struct ProjectionWgradParams {
   ProjectionWgradEpilogueParams epilogue;
 };
 
-// Where the next kernel needs what the one ahead makes: it may start once that has ended, under a CTA's
+// Where the next kernel needs what the previous one makes: it may start once that has ended, under a CTA's
 // tiles_before_next-th tile or after its last one. Called elsewhere than from settle(), by a lane that waits for TMA
 // there anyway, this costs the k loop its uniform registers, and a tile 600 cycles.
 template <class Epilogue>
@@ -97,13 +97,13 @@ class LetsNextStart : Epilogue {
 
   __device__ __forceinline__ void drain() const {
     Epilogue::drain();
-    if (tiles_left_ > 0) arch::wait_for_kernel_ahead();
+    if (tiles_left_ > 0) arch::wait_for_previous_kernel();
   }
 
  private:
   __device__ __forceinline__ void count_tile() {
     if (tiles_left_ > 0 && --tiles_left_ == 0) {
-      arch::wait_for_kernel_ahead();
+      arch::wait_for_previous_kernel();
       arch::let_next_kernel_start();
     }
     __syncwarp();

@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(Config::kWarps* arch::kWarpThreads)
   __syncwarp();
   put_rows(p, first, static_cast<int>(min(int64_t{kTokens}, p.tokens - first)), smem_rows);
   // Whoever comes next in the stream comes after both.
-  if (blockIdx.x == gridDim.x - 1) arch::wait_for_kernel_ahead();
+  if (blockIdx.x == gridDim.x - 1) arch::wait_for_previous_kernel();
 }
 
 template <class Config, int kLanes>

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
   gemm::run_gemm<Config::gemm, gemm::ChunkSumEpilogue<gemm::sm90::Core<Config::gemm>>>(p.gemm,
                                                                                        p.epilogue);
   // Whoever comes next in the stream comes after both.
-  if (blockIdx.x == gridDim.x - 1) arch::wait_for_kernel_ahead();
+  if (blockIdx.x == gridDim.x - 1) arch::wait_for_previous_kernel();
 #endif
 }
 

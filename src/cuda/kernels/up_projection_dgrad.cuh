@@ -35,15 +35,15 @@ struct UpProjectionDgradParams {
   gemm::StoreOuterProductParams epilogue;
 };
 
-// The kernel ahead makes what the epilogue adds, or reads what it overwrites. It changes no hook.
+// The previous kernel makes what the epilogue adds, or reads what it overwrites. It changes no hook.
 template <class Epilogue>
-class AfterKernelAhead : public Epilogue {
+class AfterPreviousKernel : public Epilogue {
  public:
   template <class SharedStorage>
-  __device__ __forceinline__ AfterKernelAhead(SharedStorage& smem,
-                                              typename Epilogue::Params const& p, int consumer)
+  __device__ __forceinline__ AfterPreviousKernel(SharedStorage& smem,
+                                                 typename Epilogue::Params const& p, int consumer)
       : Epilogue(smem, p, consumer) {
-    arch::wait_for_kernel_ahead();
+    arch::wait_for_previous_kernel();
   }
 };
 
@@ -55,11 +55,11 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
   if constexpr (Config::router_part) {
     gemm::run_gemm<
         Config::gemm,
-        AfterKernelAhead<gemm::StoreOuterProductEpilogue<gemm::sm90::Core<Config::gemm>>>>(
+        AfterPreviousKernel<gemm::StoreOuterProductEpilogue<gemm::sm90::Core<Config::gemm>>>>(
         p.gemm, p.epilogue);
   } else {
     gemm::run_gemm<Config::gemm,
-                   AfterKernelAhead<gemm::StoreEpilogue<gemm::sm90::Core<Config::gemm>>>>(
+                   AfterPreviousKernel<gemm::StoreEpilogue<gemm::sm90::Core<Config::gemm>>>>(
         p.gemm, p.epilogue.store);
   }
 #endif

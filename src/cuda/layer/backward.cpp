@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_backward: down_projection_dgrad -> down_projection_wgrad -> dscores and dlogits -> router dgrad ->
 // up_projection_dgrad -> up_projection_wgrad beside aggregate -> router wgrad on the caller's stream. Fast kernels from
-// down_projection_wgrad on start while the one ahead ends (docs/adr/0019-early-launches-in-backward.md,
+// down_projection_wgrad on start while the previous one ends (docs/adr/0019-early-launches-in-backward.md,
 // 0021-experts-handed-over.md). dx rows reuse the memory of a_scaled. As forward, a call waits for nothing and can be
 // captured into a graph.
 #include <cuda_bf16.h>

@@ -4,13 +4,13 @@
 //   o_t = sum over choices j of token t, in their order, of
 //         s_tj * (act(x_t w_up[e_tj]^T + b_up[e_tj]) w_down[e_tj]^T + b_down[e_tj])
 //
-// One kernel per pass on every rank sends rows to the owners of their experts, multiplies, and brings the results
+// One kernel per pass on every rank pulls rows to the owners of their experts, multiplies, and pushes the results
 // back. No row is dropped; o has the bits of moe_forward on a single GPU with all experts, for every P, but where that
 // has at most 8 tokens, for which it takes other kernels, or with a partial combine. Ranks are
 // threads or processes. They make the same passes in the same order, also those in which they have no token.
 //
 // Backward, and whatever else forward() has not, such as biases with most activations, takes an unfused pass: route()
-// tells the owners which rows they get, dispatch() brings them, sorted by expert; moe_forward or moe_backward with
+// signals to the owners which rows they get, dispatch() pulls them, sorted by expert; moe_forward or moe_backward with
 // RowGrouping::offsets, or anything else, makes one row of each; combine() takes them back and adds up those of each
 // token. Backward dispatches d_o and x by the tables that forward() or dispatch() saved, and combines dx; moe_backward
 // reads tables that routing_of_groups() makes of these. For the bits of one GPU combine() weights the rows of o, and
@@ -90,7 +90,7 @@ struct ExpertParallelArgs {
   DispatchTables saved = {};
   Tensor h =
       {};  ///< optional, with saved: [R,2n] or [R,n], x w_up^T of its rows, at a multiple of 16 bytes
-  /// Leaves out rows beyond those that saved and h hold, and tells nobody; o is good all the same. routed_rows()
+  /// Leaves out rows beyond those that saved and h hold, without a failure; o is good all the same. routed_rows()
   /// says whether all rows fitted, on all ranks.
   bool may_overflow = false;
   /// Optional, both or none, with ActivationKind::clamped_swiglu (gpt-oss), at multiples of 16 bytes; with other
@@ -128,10 +128,10 @@ struct ExpertDispatchArgs {
   DispatchTables tables = {};
   Tensor rows = {};         ///< [R,d], with x
   Tensor second_rows = {};  ///< [R,d], with second_x
-  /// Leaves out rows that there is no memory for, and tells nobody: for who makes the pass again, on all ranks, where
+  /// Leaves out rows that there is no memory for, without a failure: for who makes the pass again, on all ranks, where
   /// routed_rows() says behind it that they did not all fit.
   bool may_overflow = false;
-  /// SMs that bring rows, 0: all. 16 to 24 leave the others to what runs beside and does not need these rows.
+  /// SMs that pull rows, 0: all. 16 to 24 leave the others to what runs beside and does not need these rows.
   std::int32_t sms = 0;
   /// Optional cudaEvent_t without timing, recorded once these SMs are taken: what waits for it takes none of them.
   void* begun = nullptr;

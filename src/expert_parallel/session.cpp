@@ -68,7 +68,7 @@ Status make_host_words(std::int32_t device, HostWords*& words) noexcept {
 }
 
 // Behind so many passes that were counted.
-ToldHost next_told(HostWords* words, std::uint64_t counted) noexcept {
+HostSignal next_host_signal(HostWords* words, std::uint64_t counted) noexcept {
   return {&words->rows_of(counted + 1), static_cast<std::uint32_t>(counted + 1)};
 }
 
@@ -204,7 +204,7 @@ Status Session::forward(PassTensors const& tensors, Stream stream) noexcept {
              .capacity = tensors.saved.capacity,
              .may_overflow = tensors.may_overflow,
              .gmem_h = static_cast<char*>(tensors.gmem_h),
-             .host = next_told(host_, counted_)};
+             .host = next_host_signal(host_, counted_)};
   }
   TESSERA_TRY(check(launch_forward({.exchange = exchange,
                                     .activation = config_.activation,
@@ -241,7 +241,7 @@ Status Session::route(RouteTensors const& tensors, Stream stream) noexcept {
       check(launch_route({.exchange = exchange,
                           .made = regions.tables(core::WorkspacePlan::align(config_.workspace)),
                           .row_limit = tensors.row_limit,
-                          .host = next_told(host_, counted_)},
+                          .host = next_host_signal(host_, counted_)},
                          config_.sm_count, static_cast<cudaStream_t>(stream.native)),
             "launch of route"));
   count_on(stream);

@@ -130,9 +130,9 @@ class Session {
 
   SessionConfig config_;
   HostWords* host_ = nullptr;
-  Stage stage_ = Stage::none;   // of the pass that has begun
-  std::int32_t tokens_ = 0;     // of that pass
-  std::uint64_t counted_ = 0;   // passes whose rows the host is told; the last one's ticket
+  Stage stage_ = Stage::none;  // of the pass that has begun
+  std::int32_t tokens_ = 0;    // of that pass
+  std::uint64_t counted_ = 0;  // passes whose rows are signalled to the host; the last one's ticket
   void* counted_on_ = nullptr;  // its stream
 };
 

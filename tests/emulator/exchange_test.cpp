@@ -89,7 +89,7 @@ void expect_right(ExchangeShape const& shape, int ctas = 2, std::uint32_t jitter
   }
 }
 
-TEST(SeparateExchange, BringsAndReturnsEveryRow) {
+TEST(UnfusedExchange, BringsAndReturnsEveryRow) {
   for (std::int32_t const ranks : {1, 2, 3}) {
     expect_right(shape(ranks, 24, 16, 12, 3, Transfer::once));
     expect_right(shape(ranks, 9, 72, 6, ranks == 2 ? 2 : 1, Transfer::direct), 1);
@@ -97,20 +97,20 @@ TEST(SeparateExchange, BringsAndReturnsEveryRow) {
 }
 
 // Of 2048 bytes, of 16 more, and of as many chunks as a ring has.
-TEST(SeparateExchange, RowsOfSeveralChunks) {
+TEST(UnfusedExchange, RowsOfSeveralChunks) {
   for (std::int32_t const hidden : {1024, 1032, 4104}) {
     expect_right(shape(2, 12, hidden, 4, 2, kTransfers[hidden / 8 % 2]), 1);
   }
 }
 
-TEST(SeparateExchange, ManyCtas) { expect_right(shape(2, 7, 1040, 6, 2, Transfer::direct), 5); }
+TEST(UnfusedExchange, ManyCtas) { expect_right(shape(2, 7, 1040, 6, 2, Transfer::direct), 5); }
 
-TEST(SeparateExchange, DelaysAtEveryWait) {
+TEST(UnfusedExchange, DelaysAtEveryWait) {
   expect_right(shape(2, 10, 64, 4, 2, Transfer::once), 2, 50'000);
 }
 
 // Of three layers, forward and back: between passes nobody waits but the kernels.
-TEST(SeparateExchange, PassesOneBehindTheOther) {
+TEST(UnfusedExchange, PassesOneBehindTheOther) {
   for (std::uint64_t seed = 0; seed < 4; ++seed) {
     ExchangeShape const s = shape(3, 11, 16, 6, 2, kTransfers[seed % 2]);
     Ranks ranks(s, seed < 2 ? 1 : 2);
@@ -129,7 +129,7 @@ TEST(SeparateExchange, PassesOneBehindTheOther) {
   }
 }
 
-TEST(SeparateExchange, MoreRowsThanTheLimitAreReported) {
+TEST(UnfusedExchange, MoreRowsThanTheLimitAreReported) {
   for (std::uint64_t seed = 0; seed < 8; ++seed) {
     std::int32_t const all = 1 + static_cast<std::int32_t>(seed % 3);
     ExchangeShape const s = shape(all, 20, 1032, 6, 2, kTransfers[seed % 2]);
@@ -158,7 +158,7 @@ TEST(SeparateExchange, MoreRowsThanTheLimitAreReported) {
 }
 
 // Every rank's host hears of it, no rank gives up, and the pass can be made again.
-TEST(SeparateExchange, RowsMayBeLeftOut) {
+TEST(UnfusedExchange, RowsMayBeLeftOut) {
   for (std::uint64_t seed = 0; seed < 6; ++seed) {
     std::int32_t const all = 1 + static_cast<std::int32_t>(seed % 3);
     ExchangeShape const s = shape(all, 14, 72, 6, 2, kTransfers[seed % 2]);
@@ -175,9 +175,9 @@ TEST(SeparateExchange, RowsMayBeLeftOut) {
     for (int r = 0; r < all; ++r) ranks.enqueue(pass, r, 3, false);
     ASSERT_EQ(ranks.run(schedule_of(seed)), "") << "seed " << seed;
     for (int r = 0; r < all; ++r) {
-      RoutedWord const told = RoutedWord::of(pass.shares[static_cast<std::size_t>(r)]->host_rows);
-      EXPECT_FALSE(told.all_fit);
-      if (r == owner) EXPECT_EQ(told.rows, rows);
+      RoutedWord const signal = RoutedWord::of(pass.shares[static_cast<std::size_t>(r)]->host_rows);
+      EXPECT_FALSE(signal.all_fit);
+      if (r == owner) EXPECT_EQ(signal.rows, rows);
     }
     EXPECT_EQ(ranks.wrong_rows_of(pass, owner), "") << "seed " << seed;
     Pass& again = ranks.make(exchange, {.second = true, .saves = true, .tight = true}, seed);
@@ -186,7 +186,7 @@ TEST(SeparateExchange, RowsMayBeLeftOut) {
 }
 
 // The last rank leaves before one of the kernels.
-TEST(SeparateExchange, ARankThatDoesNotComeIsReported) {
+TEST(UnfusedExchange, ARankThatDoesNotComeIsReported) {
   char const* const sites[] = {" at counted", " at staged", " at ack"};
   for (std::int32_t const all : {2, 3}) {
     for (int kernels = 0; kernels < 3; ++kernels) {
@@ -212,7 +212,7 @@ TEST(SeparateExchange, ARankThatDoesNotComeIsReported) {
 }
 
 // Where words of blocks are renewed, and where epochs wrap.
-TEST(SeparateExchange, AnyEpoch) {
+TEST(UnfusedExchange, AnyEpoch) {
   for (std::uint32_t const turn : {std::uint32_t{1} << 30, std::uint32_t{1} << 31, 0u}) {
     ExchangeShape const s = shape(2, 10, 16, 4, 2, Transfer::direct);
     Ranks ranks(s, 2, turn - 2);
@@ -229,7 +229,7 @@ TEST(SeparateExchange, AnyEpoch) {
   }
 }
 
-TEST(SeparateExchange, WhatIsNotServedIsNotLaunched) {
+TEST(UnfusedExchange, WhatIsNotServedIsNotLaunched) {
   for (ExchangeShape const& s : {shape(1, 8, 12, 4, 2, Transfer::direct),
                                  shape(1, 8, 16, kMaxExperts + 1, 2, Transfer::direct)}) {
     Ranks ranks(s);

@@ -39,8 +39,8 @@ struct Case {
 
 // .. of one rank.
 struct Saved {
-  separate::Rows wanted;
-  separate::Tables tables;
+  unfused::Rows wanted;
+  unfused::Tables tables;
   std::int64_t capacity;  // rows that its memory holds
   bool has_h;
   Memory<Bits> h;
@@ -48,7 +48,7 @@ struct Saved {
 
   // More memory than is needed, as much, a row less, none.
   Saved(Exchange const& exchange, int rank, std::int64_t h_columns, std::uint64_t seed)
-      : wanted(separate::wanted_rows(exchange, rank)),
+      : wanted(unfused::wanted_rows(exchange, rank)),
         tables(exchange.shape),
         capacity(std::array{exchange.shape.max_rows(), rows(),
                             std::max<std::int64_t>(rows() - 1, 0), std::int64_t{0}}[seed % 4]),
@@ -173,7 +173,7 @@ class Ranks {
       for (std::size_t i = 0; i < rank.ids.size(); ++i) {
         rank.scores.push_back(static_cast<float>(rng() % 1000) / 1000.0f + 0.1f);
       }
-      place_x(rank, exchange.tokens(r), seed * 128 + static_cast<std::uint64_t>(r));
+      copy_x(rank, exchange.tokens(r), seed * 128 + static_cast<std::uint64_t>(r));
       std::memset(rank.window.get() + rank.layout.slots, 0xff,
                   static_cast<std::size_t>(rank.layout.bytes - rank.layout.slots));
       std::memset(rank.o.get(), 0xff, rank.o.size() * sizeof(Bits));
@@ -184,7 +184,7 @@ class Ranks {
     }
   }
   // With the caller, with gaps between rows; and in the window, unless the kernel copies it there.
-  void place_x(Rank& rank, std::int32_t tokens, std::uint64_t seed) {
+  void copy_x(Rank& rank, std::int32_t tokens, std::uint64_t seed) {
     std::memset(rank.x.get(), 0xff, rank.x.size() * sizeof(Bits));
     std::memset(rank.window.get() + rank.layout.x, 0xff,
                 static_cast<std::size_t>(std::int64_t{2} * s_.max_tokens * s_.hidden));
@@ -212,7 +212,7 @@ class Ranks {
   // What a rank has saved, and what it has left as it was.
   std::string wrong_saved(int rank) const {
     Saved const& saved = *ranks_[static_cast<std::size_t>(rank)]->saved;
-    separate::Tables const wanted(s_);
+    unfused::Tables const wanted(s_);
     Memory<Bits> const h(static_cast<std::int64_t>(saved.h.size()));
     std::transform(
         saved.wanted.offsets.begin(), saved.wanted.offsets.end(), wanted.offsets.get(),
@@ -235,12 +235,11 @@ class Ranks {
       return one->saved->rows() <= one->saved->capacity;
     });
     if (saved.host_rows != RoutedWord{rows, all_fit, kTicket}.word()) return "the host's word";
-    std::string wrong = separate::compare("offsets", saved.tables.offsets.get(), wanted.offsets);
+    std::string wrong = unfused::compare("offsets", saved.tables.offsets.get(), wanted.offsets);
     if (wrong.empty())
-      wrong = separate::compare("origins", saved.tables.origins.get(), wanted.origins);
-    if (wrong.empty())
-      wrong = separate::compare("scores", saved.tables.scores.get(), wanted.scores);
-    return wrong.empty() ? separate::compare("h", saved.h.get(), h) : wrong;
+      wrong = unfused::compare("origins", saved.tables.origins.get(), wanted.origins);
+    if (wrong.empty()) wrong = unfused::compare("scores", saved.tables.scores.get(), wanted.scores);
+    return wrong.empty() ? unfused::compare("h", saved.h.get(), h) : wrong;
   }
 
   std::int64_t halves() const { return s_.gated ? 2 : 1; }

@@ -19,12 +19,12 @@ LIMIT_S = 3000
 
 # What is compiled again for a mutant of these sources, here or in the tree, and the tests that are run.
 COMPILED = {
-    "expert_parallel/unfused/route.cu": ("expert_parallel/unfused/route.cu", "SeparateExchange.*"),
-    "expert_parallel/unfused/dispatch.cu": ("expert_parallel/unfused/dispatch.cu", "SeparateExchange.*"),
-    "expert_parallel/unfused/combine.cu": ("expert_parallel/unfused/combine.cu", "SeparateExchange.*"),
-    "expert_parallel/exchange/row_tables.cuh": ("expert_parallel/unfused/route.cu", "SeparateExchange.*"),
+    "expert_parallel/unfused/route.cu": ("expert_parallel/unfused/route.cu", "UnfusedExchange.*"),
+    "expert_parallel/unfused/dispatch.cu": ("expert_parallel/unfused/dispatch.cu", "UnfusedExchange.*"),
+    "expert_parallel/unfused/combine.cu": ("expert_parallel/unfused/combine.cu", "UnfusedExchange.*"),
+    "expert_parallel/exchange/row_tables.cuh": ("expert_parallel/unfused/route.cu", "UnfusedExchange.*"),
     "expert_parallel/fused/saved_pass.cuh": ("forward_instances.cpp", "FusedForward.*"),
-    "expert_parallel/unfused/copy_rows.cuh": ("expert_parallel/unfused/combine.cu", "SeparateExchange.*"),
+    "expert_parallel/unfused/copy_rows.cuh": ("expert_parallel/unfused/combine.cu", "UnfusedExchange.*"),
     "expert_parallel/": ("forward_instances.cpp", "FusedForward.*"),
     "cuda/gemm/ring.cuh": ("forward_instances.cpp", "FusedForward.*"),
     "cuda/epilogue/activation_math.cuh": ("activation_test.cpp", "Activation.*"),
@@ -34,9 +34,9 @@ COMPILED = {
     "cuda/gemm/sm90/held_tile.cuh": ("up_projection_fwd_e4m3_test.cpp", "UpProjectionFwdE4m3.*"),
     "cuda/gemm/produce/gather_scaled.cuh": ("up_projection_fwd_e4m3_test.cpp", "UpProjectionFwdE4m3.*"),
     "cuda/epilogue/activation_e4m3.cuh": ("up_projection_fwd_e4m3_test.cpp", "UpProjectionFwdE4m3.*"),
-    "cuda/gemm/": ("gemm_test.cpp", "-FusedForward.*:SeparateExchange.*"),
+    "cuda/gemm/": ("gemm_test.cpp", "-FusedForward.*:UnfusedExchange.*"),
     "cuda/epilogue/wgrad_store.cuh": ("projection_wgrad_test.cpp", "ProjectionWgrad.*"),
-    "cuda/epilogue/": ("gemm_test.cpp", "-FusedForward.*:SeparateExchange.*"),
+    "cuda/epilogue/": ("gemm_test.cpp", "-FusedForward.*:UnfusedExchange.*"),
     "cuda/kernels/projection_wgrad.cuh": ("projection_wgrad_test.cpp", "ProjectionWgrad.*"),
 }
 # (name, file, text that stands there once, what stands there instead, a part of what the test then says). Where kernels
@@ -129,11 +129,11 @@ MUTANTS = [
      "if (before != 0) return false;", "pass"),
     ("x is said to be there before it was copied", "expert_parallel/exchange/route.cuh",
      "beside.finish();", "", "nan, not"),
-    ("x is said to be there once it left shared memory", "expert_parallel/fused/place_x.cuh",
+    ("x is said to be there once it left shared memory", "expert_parallel/fused/copy_x.cuh",
      "arch::bulk_store_wait<0>();", "arch::tma_store_wait_read<0>();", "nan, not"),
-    ("pieces of x are loaded over those that are not stored yet", "expert_parallel/fused/place_x.cuh",
+    ("pieces of x are loaded over those that are not stored yet", "expert_parallel/fused/copy_x.cuh",
      "arch::tma_store_wait_read<1>();", "", ", not "),
-    ("of x the first two batches are copied", "expert_parallel/fused/place_x.cuh",
+    ("of x the first two batches are copied", "expert_parallel/fused/copy_x.cuh",
      "load(batch + 1);", "", "waits for an mbarrier"),
     ("a stage of a GEMM is given back before it was multiplied", "cuda/gemm/sm90/mainloop.cuh",
      "arch::wgmma_wait<1>();", "arch::wgmma_wait<3>();", "h row"),
@@ -221,9 +221,9 @@ MUTANTS = [
      "list_entry(parity(epoch), from", "list_entry(parity(epoch + 1), from", "differ at"),
     ("rows come without the scores of their pairs", "expert_parallel/unfused/route.cu",
      "if (!route<true>(", "if (!route<false>(", "scores differ"),
-    ("rows are brought before they lie in their windows", "expert_parallel/unfused/dispatch.cu",
+    ("rows are pulled before they lie in their windows", "expert_parallel/unfused/dispatch.cu",
      "if (thread < exchange.shape.ranks) {", "if (false) {", "rows differ"),
-    ("second rows are brought before they lie in their windows", "expert_parallel/unfused/dispatch.cu",
+    ("second rows are pulled before they lie in their windows", "expert_parallel/unfused/dispatch.cu",
      "waiter.for_second_rows(thread)", "true", "second rows differ"),
     ("second rows are said to be there with the first", "expert_parallel/unfused/dispatch.cu",
      ": exchange.window.second_staged_word(exchange.rank)", ": exchange.window.staged_word(exchange.rank)",
@@ -235,7 +235,7 @@ MUTANTS = [
     ("a token's next row is any later one", "expert_parallel/exchange/row_tables.cuh",
      "of_choice <= own || of_choice >= least", "of_choice <= own", "origins differ"),
     ("a rank looks at its own row limit alone", "expert_parallel/exchange/row_tables.cuh",
-     ".for_row_limit(rank, row_limit)", ".for_row_limit(exchange.rank, row_limit)", "FAILED  ] SeparateExchange"),
+     ".for_row_limit(rank, row_limit)", ".for_row_limit(exchange.rank, row_limit)", "FAILED  ] UnfusedExchange"),
     ("every row is the first of its token", "expert_parallel/exchange/row_tables.cuh",
      "!once || words.z % 256 == 0", "true", "origins differ"),
     ("second rows are those of x", "expert_parallel/unfused/dispatch.cu",
@@ -245,7 +245,7 @@ MUTANTS = [
      "clear_next_bank<kThreads>(exchange, epoch);", "", "nothing changes any more"),
     ("more rows are pulled than the limit allows", "expert_parallel/unfused/dispatch.cu",
      "min(std::int64_t{all_rows}, p.capacity)", "all_rows",
-     "FAILED  ] SeparateExchange.MoreRowsThanTheLimitAreReported"),
+     "FAILED  ] UnfusedExchange.MoreRowsThanTheLimitAreReported"),
     ("separate passes do not renew words of blocks", "expert_parallel/unfused/dispatch.cu",
      "if (renews_words(epoch))", "if (false)", "blocks_are"),
     ("saved tables are without scores", "expert_parallel/unfused/dispatch.cu",
@@ -253,7 +253,7 @@ MUTANTS = [
     ("more rows are pushed than the limit allows", "expert_parallel/unfused/combine.cu",
      "min(std::int64_t{p.tables.gmem_expert_offsets[exchange.local_experts]}, p.capacity)",
      "p.tables.gmem_expert_offsets[exchange.local_experts]",
-     "FAILED  ] SeparateExchange.MoreRowsThanTheLimitAreReported"),
+     "FAILED  ] UnfusedExchange.MoreRowsThanTheLimitAreReported"),
     ("a row goes to the slot of the first choice", "expert_parallel/unfused/combine.cu",
      "window.slot(token, choice)", "window.slot(token, choice * 0)", "the window"),
     ("a row goes back with the gradient of another score", "expert_parallel/unfused/combine.cu",
@@ -264,7 +264,7 @@ MUTANTS = [
      "waiter.for_epoch(exchange.window.ack_word(peer), epoch, Site::ack, peer)", "peer >= 0",
      "the window"),
     ("an owner whose rows exceed its limit is trusted at the end", "expert_parallel/unfused/combine.cu",
-     "waiter.report_given_up();", "", "FAILED  ] SeparateExchange.MoreRowsThanTheLimitAreReported"),
+     "waiter.report_given_up();", "", "FAILED  ] UnfusedExchange.MoreRowsThanTheLimitAreReported"),
     ("pairs without a row have gradients of scores", "expert_parallel/unfused/combine.cu",
      "gmem_slot_of_pair[pair] < 0 ? 0 :", "gmem_slot_of_pair[pair] < -1 ? 0 :", "dscores differ"),
     ("rows are said to be back when they have left shared memory", "expert_parallel/unfused/copy_rows.cuh",
@@ -274,7 +274,7 @@ MUTANTS = [
 ]
 
 # One of every kind, and the tests that notice it: waits, stages, banks of counters, pairs of CTAs, values, GEMMs, their
-# handover, activations, and what unfused kernels bring and send.
+# handover, activations, and what unfused kernels pull and push.
 QUICK = {
     "a task begins without its rows": "FusedForward.GivesTheBits*",
     "a lent stage is never given back": "FusedForward.GivesTheBits*",
@@ -284,9 +284,9 @@ QUICK = {
     "a stage of a GEMM is given back before it was multiplied": "Projections.SortedRows*",
     "the second GEMM does not wait for the first": "Projections.*",
     "the square of a gate overflows before the slope of its sigmoid is 0": "Activation.*",
-    "rows come without the scores of their pairs": "SeparateExchange.*",
-    "rows are brought before they lie in their windows": "SeparateExchange.*",
-    "pairs without a row have gradients of scores": "SeparateExchange.*",
+    "rows come without the scores of their pairs": "UnfusedExchange.*",
+    "rows are pulled before they lie in their windows": "UnfusedExchange.*",
+    "pairs without a row have gradients of scores": "UnfusedExchange.*",
 }
 
 

@@ -117,7 +117,7 @@ Program Passes::cta(Actor& self, std::int32_t index) {
   for (std::uint32_t epoch = 1; epoch <= exchanges_.size(); ++epoch) {
     if (index == 0 && !options_.copies_x) co_await stage_x(self, epoch);
     co_await self.boundary();
-    if (options_.copies_x) co_await place_x(self, index, epoch);
+    if (options_.copies_x) co_await copy_x(self, index, epoch);
     co_await route(self, index, epoch);
     Known known;
     if (!breaks(Break::x_sent_late)) co_await send_x(self, index, epoch);
@@ -126,9 +126,9 @@ Program Passes::cta(Actor& self, std::int32_t index) {
     co_await make_plan(self, epoch, known);
     co_await wait_lists(self, epoch, self.rank);
     if (once()) {
-      co_await bring_first_rows(self, index, epoch, known);
+      co_await pull_prologue_rows(self, index, epoch, known);
     } else {
-      co_await bring_own_rows(self, index, epoch, known);
+      co_await copy_own_rows(self, index, epoch, known);
     }
     TaskCursor tasks(shape_, known.plan.data(), self.rank, options_.lag);
     std::vector<TaskPair> backwards;  // from the last ticket to the first
@@ -150,7 +150,7 @@ Program Passes::cta(Actor& self, std::int32_t index) {
       co_await run(self, epoch, second, known, sent);
     }
     co_await complete(self, epoch, sent);
-    if (options_.announces) co_await tell_announcer(self, epoch, none);  // there are no more
+    if (options_.announces) co_await announce_sent(self, epoch, none);  // there are no more
     co_await send_sums(self, kAnyDraw, epoch, known);
     co_await aggregate_all(self, index, epoch, known);
     co_await self.boundary();
@@ -182,7 +182,7 @@ Program Passes::stage_x(Actor& self, std::uint32_t epoch) {
 }
 
 // Of a CTA's slice, while it routes.
-Program Passes::place_x(Actor& self, std::int32_t index, std::uint32_t epoch) {
+Program Passes::copy_x(Actor& self, std::int32_t index, std::uint32_t epoch) {
   TokenSlice const slice = token_slice(exchange(epoch).tokens(self.rank), index, options_.ctas);
   for (std::int32_t t = slice.begin; t < slice.end; ++t) {
     co_await self.write(window(self.rank, window_.x_row(t)), x_value(epoch, self.rank, t),
@@ -407,7 +407,7 @@ Program Passes::run(Actor& self, std::uint32_t epoch, Task const& task, Known co
           : rows_of_block(known.plan[static_cast<std::size_t>(task.expert)], task.block);
   auto const target = static_cast<std::uint64_t>(is_up ? rows : shape_.up_tiles());
   if (sent.pending) {
-    // Where this task has to wait, it may be for what the last one has to tell.
+    // Where this task has to wait, it may be for what the last one has to announce.
     std::uint64_t const there = co_await self.look(word, target);
     if (there == 0 && !breaks(Break::completed_in_the_next_task_only)) {
       co_await complete(self, epoch, sent);
@@ -438,7 +438,7 @@ Program Passes::complete(Actor& self, std::uint32_t epoch, Sent& sent) {
     co_await self.wait_written();
   }
   if (options_.announces) {
-    co_await tell_announcer(self, epoch, sent);
+    co_await announce_sent(self, epoch, sent);
   } else {
     co_await announce(self, epoch, sent);
   }
@@ -446,7 +446,7 @@ Program Passes::complete(Actor& self, std::uint32_t epoch, Sent& sent) {
 }
 
 // A queue of four tasks.
-Program Passes::tell_announcer(Actor& self, std::uint32_t epoch, Sent const& sent) {
+Program Passes::announce_sent(Actor& self, std::uint32_t epoch, Sent const& sent) {
   constexpr std::size_t kPlaces = 4;
   std::vector<Sent>& queue = queue_of(self);
   if (queue.size() >= kPlaces) {
@@ -456,7 +456,7 @@ Program Passes::tell_announcer(Actor& self, std::uint32_t epoch, Sent const& sen
   queue.push_back(sent);
   co_await self.ask(
       {.kind = breaks(Break::told_by_a_relaxed_word) ? Kind::count_relaxed : Kind::count,
-       .address = queue_word(self, epoch, Queue::told),
+       .address = queue_word(self, epoch, Queue::sent),
        .value = 1});
 }
 
@@ -466,7 +466,7 @@ Program Passes::announcer(Actor& self) {
     co_await self.boundary();
     for (std::size_t number = 0;; ++number) {
       if (!breaks(Break::announced_before_sent) || queue_of(self).size() <= number) {
-        co_await self.wait_at_least(queue_word(self, epoch, Queue::told), number + 1, Site::none);
+        co_await self.wait_at_least(queue_word(self, epoch, Queue::sent), number + 1, Site::none);
       }
       Sent const sent = queue_of(self)[number];
       if (!sent.pending) break;
@@ -537,7 +537,8 @@ std::int32_t Passes::source_of(std::int32_t expert, std::int32_t row, Known cons
   return source;
 }
 
-// The last down tile of a block tells its sources, those too whose rows all stay; who adds up waits for the counter.
+// The last down tile of a block signals to its sources, those too whose rows all stay; who adds up waits for the
+// counter.
 Program Passes::finish_block(Actor& self, std::uint32_t epoch, std::int32_t block,
                              std::set<std::int32_t> const& sources) {
   Address const counter = local(self, local_.down_tiles(bank_of(epoch), block));

@@ -35,7 +35,7 @@ enum class Break {
   rows_awaited_with_pads,      // a block that is not full never has them
   draws_begin_with_the_first,  // though every warp has had one
   draws_not_cleared,
-  first_rows_by_both,  // consumer and communication warps
+  prologue_rows_by_both,  // consumer and communication warps
   stored_rows_without_proxy_fence,
   arrived_relaxed,
   pull_without_proxy_fence,
@@ -45,7 +45,7 @@ enum class Break {
   rows_in_rank_order,           // the owner sorts sources by rank, the source believes otherwise
   ring_without_waiting,   // a block's place is taken before the ups of the block there have ended
   ring_waits_for_one_up,  // of all that read the block
-  untold_rows_while_waiting,  // rows that have been written are not counted before the next place is awaited
+  unannounced_rows_while_waiting,  // rows that have been written are not counted before the next place is awaited
   // tasks
   up_without_arrived,
   up_without_proxy_fence,
@@ -95,10 +95,10 @@ struct Options {
       true;  ///< what a task wrote is completed under the next one, as in the kernel
   std::int32_t ring_blocks = 0;     ///< that the pool has places for, direct; 0: for all
   std::int32_t rows_in_flight = 1;  ///< that a communication warp has begun and not counted yet
-  bool rows_by_stores = false;    ///< it brings them as the fused kernel does; else by bulk copies
-  std::int32_t rows_of_draw = 0;  ///< that it takes at a time; 0: row i is warp i mod warps'
-  std::int32_t first_rows =
-      0;  ///< of which CTAs bring all, once, or their own, direct, by loads and stores
+  bool rows_by_stores = false;      ///< it pulls them as the fused kernel does; else by bulk copies
+  std::int32_t rows_of_draw = 0;    ///< that it takes at a time; 0: row i is warp i mod warps'
+  std::int32_t prologue_rows =
+      0;  ///< of which CTAs pull all, once, or their own, direct, by loads and stores
   bool announces = false;       ///< a warp of its own fences and counts for the others of its CTA
   bool sums_early = false;      ///< communication warps add up tokens that are complete, direct
   bool copies_x = false;        ///< into the window, by bulk copies of each CTA; else it lies there
@@ -127,7 +127,7 @@ class Passes : public World {
   Program cta(Actor& self, std::int32_t index);
   Program communication_warp(Actor& self, std::int32_t number);
   Program stage_x(Actor& self, std::uint32_t epoch);
-  Program place_x(Actor& self, std::int32_t index, std::uint32_t epoch);
+  Program copy_x(Actor& self, std::int32_t index, std::uint32_t epoch);
   Program route(Actor& self, std::int32_t index, std::uint32_t epoch);
   Program write_lists(Actor& self, std::int32_t index, std::uint32_t epoch,
                       std::vector<std::int32_t>& next, std::vector<std::int32_t> const& totals);
@@ -142,10 +142,10 @@ class Passes : public World {
   Program publish_lists(Actor& self, std::uint32_t epoch);
   Program make_plan(Actor& self, std::uint32_t epoch, Known& known);
   Program wait_lists(Actor& self, std::uint32_t epoch, std::int32_t source);
-  [[nodiscard]] std::int32_t first_rows(std::int32_t rank, Known const& known) const;
-  Program bring_first_rows(Actor& self, std::int32_t index, std::uint32_t epoch,
-                           Known const& known);
-  Program bring_own_rows(Actor& self, std::int32_t index, std::uint32_t epoch, Known const& known);
+  [[nodiscard]] std::int32_t prologue_rows(std::int32_t rank, Known const& known) const;
+  Program pull_prologue_rows(Actor& self, std::int32_t index, std::uint32_t epoch,
+                             Known const& known);
+  Program copy_own_rows(Actor& self, std::int32_t index, std::uint32_t epoch, Known const& known);
   struct Placed {
     std::int32_t block, position, pad;
   };
@@ -170,10 +170,10 @@ class Passes : public World {
   // What a communication warp has on its way: rows that have been written, or will be, by their counters; and how
   // many have been loaded into its ring in shared memory.
   struct Spread {
-    std::vector<Address> untold;
+    std::vector<Address> unannounced;
     std::int64_t loaded = 0;
   };
-  Program tell(Actor& self, Spread& spread);
+  Program announce(Actor& self, Spread& spread);
   Program await_place(Actor& self, std::uint32_t epoch, std::int32_t block, Spread& spread);
   Program pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known const& known,
                Spread& spread);
@@ -182,18 +182,18 @@ class Passes : public World {
   }
   Program load(Actor& self, std::uint64_t x, Spread& spread);
   Program store(Actor& self, std::uint64_t x, Placed const& to, Spread const& spread);
-  Program bring(Actor& self, std::uint32_t epoch, std::int32_t source, Entry const& entry,
-                Known const& known, Spread& spread);
+  Program pull(Actor& self, std::uint32_t epoch, std::int32_t source, Entry const& entry,
+               Known const& known, Spread& spread);
   Program write_pads(Actor& self, std::int32_t block, std::int32_t position, std::int32_t pad);
   // Sums that an owner has written; their words on the sources.
-  using Untold = std::vector<Address>;
+  using Unsignalled = std::vector<Address>;
   static constexpr std::int32_t kAnyDraw = -1;
   Program send_sums(Actor& self, std::int32_t first_draw, std::uint32_t epoch, Known const& known);
   Program await_blocks(Actor& self, std::uint32_t epoch, std::vector<std::int64_t> const& rows,
-                       Untold& untold);
+                       Unsignalled& unsignalled);
   Program send_sum(Actor& self, std::uint32_t epoch, std::int32_t source,
                    std::vector<Term> const& terms, std::vector<std::int64_t> const& rows);
-  Program tell_sums(Actor& self, std::uint32_t epoch, Untold& untold);
+  Program signal_sums(Actor& self, std::uint32_t epoch, Unsignalled& unsignalled);
   // A task whose results have been sent, but not announced.
   struct Sent {
     bool pending = false;
@@ -204,7 +204,7 @@ class Passes : public World {
   Program up(Actor& self, Task const& task);
   Program down(Actor& self, std::uint32_t epoch, Task const& task, Known const& known, Sent& sent);
   Program complete(Actor& self, std::uint32_t epoch, Sent& sent);
-  Program tell_announcer(Actor& self, std::uint32_t epoch, Sent const& sent);
+  Program announce_sent(Actor& self, std::uint32_t epoch, Sent const& sent);
   Program announcer(Actor& self);
   Program announce(Actor& self, std::uint32_t epoch, Sent const& sent);
   Program finish_block(Actor& self, std::uint32_t epoch, std::int32_t block,
@@ -215,7 +215,7 @@ class Passes : public World {
   Program aggregate_all(Actor& self, std::int32_t cta, std::uint32_t epoch, Known const& known);
   Program aggregate(Actor& self, std::int32_t token, std::uint32_t epoch, Known const& known,
                     bool waits = true);
-  // What a choice brings to its token's sum on the source: its own result, that of several choices in its slot, or
+  // What a choice adds to its token's sum on the source: its own result, that of several choices in its slot, or
   // nothing, as it is one of several.
   struct Result {
     std::vector<std::int32_t> choices;
@@ -256,8 +256,8 @@ class Passes : public World {
     std::int64_t const row = std::int64_t{place} * shape_.block_rows + position;
     return {self.rank, Space::x_pool, row * parts() + part};
   }
-  // Of a CTA and its announcing warp: how many tasks were told, and announced, in this pass.
-  enum class Queue : std::int64_t { told = 1, announced = 2 };
+  // Of a CTA and its announcing warp: how many tasks were sent, and announced, in this pass.
+  enum class Queue : std::int64_t { sent = 1, announced = 2 };
   static Address queue_word(Actor const& self, std::uint32_t epoch, Queue queue) {
     return {self.rank, Space::shared,
             std::int64_t{epoch} << 32 | static_cast<std::int64_t>(queue) << 24 | self.cta};

@@ -23,7 +23,7 @@ Program Passes::send_sums(Actor& self, std::int32_t first_draw, std::uint32_t ep
   std::int64_t const word = local_.sum_draws(bank_of(epoch));
   bool const with_the_first = breaks(Break::sum_draws_begin_with_the_first);
   if (first_draw == kAnyDraw) co_await draw(self, word, with_the_first, first_draw);
-  Untold untold;
+  Unsignalled unsignalled;
   for (std::int32_t number = first_draw; number * at_a_time < end;) {
     std::int32_t next = number + options_.ctas * options_.communication_warps;
     if (draws) co_await draw(self, word, with_the_first, next);
@@ -40,30 +40,30 @@ Program Passes::send_sums(Actor& self, std::int32_t first_draw, std::uint32_t ep
       for (Term const& term : terms) {
         pool_rows.push_back(pool_row(self, row.source, term, known));
       }
-      co_await await_blocks(self, epoch, pool_rows, untold);
+      co_await await_blocks(self, epoch, pool_rows, unsignalled);
       co_await send_sum(self, epoch, row.source, terms, pool_rows);
       std::int64_t const token = terms.front().pair / shape_.max_top_k;
-      untold.push_back(window(row.source, window_.partial_done_word(self.rank, token)));
-      if (static_cast<std::int32_t>(untold.size()) >= options_.rows_in_flight) {
-        co_await tell_sums(self, epoch, untold);
+      unsignalled.push_back(window(row.source, window_.partial_done_word(self.rank, token)));
+      if (static_cast<std::int32_t>(unsignalled.size()) >= options_.rows_in_flight) {
+        co_await signal_sums(self, epoch, unsignalled);
       }
     }
     number = next;
   }
-  co_await tell_sums(self, epoch, untold);
+  co_await signal_sums(self, epoch, unsignalled);
 }
 
-// Each by itself. Sums that have been written are told before the first wait.
+// Each by itself. Sums that have been written are signalled before the first wait.
 Program Passes::await_blocks(Actor& self, std::uint32_t epoch,
-                             std::vector<std::int64_t> const& rows, Untold& untold) {
+                             std::vector<std::int64_t> const& rows, Unsignalled& unsignalled) {
   if (breaks(Break::sum_without_down_tiles)) co_return;
   auto const tiles = static_cast<std::uint64_t>(shape_.down_tiles());
   std::int64_t const last_row = *std::max_element(rows.begin(), rows.end());
   for (std::int64_t const row : rows) {
     if (breaks(Break::sum_awaits_its_last_block_only) && row != last_row) continue;
     Address const word = local(self, local_.down_tiles(bank_of(epoch), row / shape_.block_rows));
-    bool const there = untold.empty() || co_await self.look(word, tiles) != 0;
-    if (!there) co_await tell_sums(self, epoch, untold);
+    bool const there = unsignalled.empty() || co_await self.look(word, tiles) != 0;
+    if (!there) co_await signal_sums(self, epoch, unsignalled);
     co_await self.wait_count(word, tiles, Site::down_tiles);
   }
 }
@@ -87,14 +87,14 @@ Program Passes::send_sum(Actor& self, std::uint32_t epoch, std::int32_t source,
   }
 }
 
-Program Passes::tell_sums(Actor& self, std::uint32_t epoch, Untold& untold) {
-  for (Address const word : untold) {
+Program Passes::signal_sums(Actor& self, std::uint32_t epoch, Unsignalled& unsignalled) {
+  for (Address const word : unsignalled) {
     Order const order = breaks(Break::partial_done_relaxed)        ? Order::none
                         : breaks(Break::partial_done_at_gpu_scope) ? Order::gpu
                                                                    : Order::sys;
     co_await signal(self, word, epoch, order);
   }
-  untold.clear();
+  unsignalled.clear();
 }
 
 // Where the owner of `expert` says that the block of this rank's index-th row there is done.

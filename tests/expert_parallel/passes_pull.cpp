@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The role of a communication warp: rows from their sources into the pool; and what CTAs bring before their tasks.
+// The role of a communication warp: rows from their sources into the pool; and what CTAs pull before their tasks.
 #include <algorithm>
 #include <iterator>
 
@@ -16,7 +16,8 @@ Program Passes::pull_all(Actor& self, std::int32_t number, std::uint32_t epoch,
   std::int32_t const all = owner_totals(shape_, known.plan.data(), self.rank).rows;
   std::int32_t const warps = options_.ctas * options_.communication_warps;
   std::int32_t const at_a_time = std::max(options_.rows_of_draw, 1);
-  std::int32_t const taken = breaks(Break::first_rows_by_both) ? 0 : first_rows(self.rank, known);
+  std::int32_t const taken =
+      breaks(Break::prologue_rows_by_both) ? 0 : prologue_rows(self.rank, known);
   std::int32_t const begin = once() ? taken : 0;
   std::int32_t const own = once() ? 0 : taken;
   Spread spread;
@@ -33,13 +34,13 @@ Program Passes::pull_all(Actor& self, std::int32_t number, std::uint32_t epoch,
       co_await await_place(self, epoch, row.block, spread);
       co_await pull(self, epoch, row, known, spread);
       if (breaks(Break::row_pulled_twice) && i == 0) co_await pull(self, epoch, row, known, spread);
-      if (static_cast<std::int32_t>(spread.untold.size()) >= options_.rows_in_flight) {
-        co_await tell(self, spread);
+      if (static_cast<std::int32_t>(spread.unannounced.size()) >= options_.rows_in_flight) {
+        co_await announce(self, spread);
       }
     }
     first = next;
   }
-  co_await tell(self, spread);
+  co_await announce(self, spread);
 }
 
 // The number of a draw. Every communication warp has had one, its own, without the counter.
@@ -70,18 +71,18 @@ Program Passes::store(Actor& self, std::uint64_t x, Placed const& to, Spread con
 }
 
 // Once, at most half of all. Not where rows wait for places in a ring.
-std::int32_t Passes::first_rows(std::int32_t rank, Known const& known) const {
+std::int32_t Passes::prologue_rows(std::int32_t rank, Known const& known) const {
   if (options_.ring_blocks > 0) return 0;
   std::int32_t const all = owner_totals(shape_, known.plan.data(), rank).rows;
-  return std::min(options_.first_rows, once() ? all / 2 : all);
+  return std::min(options_.prologue_rows, once() ? all / 2 : all);
 }
 
 // Row i by CTA i mod CTAs.
-Program Passes::bring_first_rows(Actor& self, std::int32_t index, std::uint32_t epoch,
-                                 Known const& known) {
+Program Passes::pull_prologue_rows(Actor& self, std::int32_t index, std::uint32_t epoch,
+                                   Known const& known) {
   CountMatrix const counts{known.counts.data(), shape_.experts};
   RowCursor rows(shape_, counts, known.plan.data(), known.list_begin.data(), self.rank);
-  std::int32_t const end = first_rows(self.rank, known);
+  std::int32_t const end = prologue_rows(self.rank, known);
   for (std::int32_t s = 0; s < shape_.ranks; ++s) co_await wait_lists(self, epoch, s);
   for (std::int32_t i = index; i < end; i += options_.ctas) {
     PoolRow const row = rows.at(i);
@@ -108,12 +109,12 @@ Program Passes::bring_first_rows(Actor& self, std::int32_t index, std::uint32_t 
   }
 }
 
-// Of the first rows the rank's own, in turn. Its list alone has been awaited.
-Program Passes::bring_own_rows(Actor& self, std::int32_t index, std::uint32_t epoch,
-                               Known const& known) {
+// Of the prologue rows the rank's own, in turn. Its list alone has been awaited.
+Program Passes::copy_own_rows(Actor& self, std::int32_t index, std::uint32_t epoch,
+                              Known const& known) {
   CountMatrix const counts{known.counts.data(), shape_.experts};
   RowCursor rows(shape_, counts, known.plan.data(), known.list_begin.data(), self.rank);
-  std::int32_t const end = first_rows(self.rank, known);
+  std::int32_t const end = prologue_rows(self.rank, known);
   std::int32_t number = 0;
   for (std::int32_t i = 0; i < end; ++i) {
     PoolRow const row = rows.at(i);
@@ -182,8 +183,8 @@ Program Passes::place_row(Actor& self, std::uint32_t epoch, std::int32_t source,
 }
 
 // A token's row to the places of all its pairs here.
-Program Passes::bring(Actor& self, std::uint32_t epoch, std::int32_t source, Entry const& entry,
-                      Known const& known, Spread& spread) {
+Program Passes::pull(Actor& self, std::uint32_t epoch, std::int32_t source, Entry const& entry,
+                     Known const& known, Spread& spread) {
   std::int64_t const token = entry.pair / static_cast<std::uint32_t>(shape_.max_top_k);
   std::uint64_t const x = co_await self.read(x_of(self, source, token), pulls_by());
   std::vector<Term> terms;
@@ -196,7 +197,7 @@ Program Passes::bring(Actor& self, std::uint32_t epoch, std::int32_t source, Ent
     co_await place_row(self, epoch, source, term, adds && is_added(term), known, placed);
     co_await store(self, x, placed, spread);
     co_await write_pads(self, placed.block, placed.position, placed.pad);
-    spread.untold.push_back(local(self, local_.arrived(bank_of(epoch), placed.block)));
+    spread.unannounced.push_back(local(self, local_.arrived(bank_of(epoch), placed.block)));
   }
 }
 
@@ -211,8 +212,8 @@ Program Passes::write_pads(Actor& self, std::int32_t block, std::int32_t positio
 }
 
 // Rows that have been written: counted, and waited for before that.
-Program Passes::tell(Actor& self, Spread& spread) {
-  if (spread.untold.empty()) co_return;
+Program Passes::announce(Actor& self, Spread& spread) {
+  if (spread.unannounced.empty()) co_return;
   if (options_.rows_by_stores) {
     if (!breaks(Break::stored_rows_without_proxy_fence)) co_await self.proxy_fence();
   } else if (breaks(Break::arrived_before_written)) {
@@ -220,26 +221,26 @@ Program Passes::tell(Actor& self, Spread& spread) {
   } else {
     co_await self.wait_written();
   }
-  for (Address const word : spread.untold) {
+  for (Address const word : spread.unannounced) {
     if (breaks(Break::arrived_relaxed)) {
       co_await self.ask({.kind = Kind::count_relaxed, .address = word, .value = 1});
     } else {
       co_await self.count(word, 1);
     }
   }
-  spread.untold.clear();
+  spread.unannounced.clear();
 }
 
 // In a ring: until all ups of the block that lies there have read it. They have lower tickets than those of `block`,
 // as a ring has places for a unit, and need no row of it or of later blocks; but they may need what this warp has not
-// told.
+// announced.
 Program Passes::await_place(Actor& self, std::uint32_t epoch, std::int32_t block, Spread& spread) {
   std::int32_t const before = block - options_.ring_blocks;
   if (options_.ring_blocks == 0 || before < 0 || breaks(Break::ring_without_waiting)) co_return;
   Address const word = local(self, local_.a_ready(bank_of(epoch), before));
   auto const ups = static_cast<std::uint64_t>(shape_.up_tiles());
   std::uint64_t const free = co_await self.look(word, ups);
-  if (free == 0 && !breaks(Break::untold_rows_while_waiting)) co_await tell(self, spread);
+  if (free == 0 && !breaks(Break::unannounced_rows_while_waiting)) co_await announce(self, spread);
   if (breaks(Break::ring_waits_for_one_up)) {
     co_await self.ask({.kind = Kind::wait,
                        .address = word,
@@ -258,7 +259,7 @@ Program Passes::pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known
       window(self.rank, window_.list_entry(parity_of(epoch), row.source, row.entry))));
   if (once()) {
     if (entry.place == 0 || breaks(Break::every_row_brings)) {
-      co_await bring(self, epoch, row.source, entry, known, spread);
+      co_await pull(self, epoch, row.source, entry, known, spread);
     }
     co_return;
   }
@@ -271,7 +272,7 @@ Program Passes::pull(Actor& self, std::uint32_t epoch, PoolRow const& row, Known
   co_await self.write(local(self, local_.row_origin + 8 * pool_row),
                       static_cast<std::uint64_t>(row.source) << 32 | entry.pair);
   co_await write_pads(self, row.block, row.position, row.pad);
-  spread.untold.push_back(local(self, local_.arrived(bank_of(epoch), row.block)));
+  spread.unannounced.push_back(local(self, local_.arrived(bank_of(epoch), row.block)));
 }
 
 }  // namespace tessera::expert_parallel::model

@@ -87,7 +87,7 @@ TEST(Protocol, EndsAndLosesNothing) {
                            .completes_later = warps == 1,
                            .rows_in_flight = 3 - warps,
                            .rows_of_draw = ctas - 1,
-                           .first_rows = 4 * (warps - 1)};
+                           .prologue_rows = 4 * (warps - 1)};
         for (std::uint64_t seed = 0; seed < 60; ++seed) {
           std::string const where = std::to_string(ranks) + " ranks, " + std::to_string(ctas) +
                                     " CTAs, " + std::to_string(warps) + " warps, seed " +
@@ -112,8 +112,8 @@ std::int32_t most_blocks(std::int32_t ranks) {
   return blocks_of(shape, shape.ranks * shape.max_tokens);
 }
 
-// Two CTAs with a pool of few blocks, pulls that are told late, a warp that announces what the others have sent, sums
-// by whoever is idle.
+// Two CTAs with a pool of few blocks, pulls that are announced late, a warp that announces what the others have sent,
+// sums by whoever is idle.
 Options with_helpers(std::int32_t ranks) {
   return {.passes = 4,
           .ring_blocks = most_blocks(ranks),
@@ -136,7 +136,7 @@ TEST(Protocol, EndsWithARingAnAnnouncerAndEarlySums) {
           options.announces = seed % 7 != 0;
           options.rows_in_flight = 1 + static_cast<std::int32_t>(seed % 5);
           options.rows_of_draw = static_cast<std::int32_t>(seed / 3 % 4);
-          options.first_rows = static_cast<std::int32_t>(seed % 6);
+          options.prologue_rows = static_cast<std::int32_t>(seed % 6);
           options.rows_by_stores = seed / 2 % 2 != 0;
           ExchangeShape const shape = places > 0          ? small(ranks)
                                       : seed / 5 % 2 == 0 ? small_once(ranks)
@@ -183,7 +183,7 @@ TEST(Protocol, EndsByMessages) {
                                    .rows_in_flight = 1 + static_cast<std::int32_t>(seed % 3),
                                    .rows_by_stores = seed % 2 != 0,
                                    .rows_of_draw = static_cast<std::int32_t>(seed / 2 % 3),
-                                   .first_rows = static_cast<std::int32_t>(seed % 4),
+                                   .prologue_rows = static_cast<std::int32_t>(seed % 4),
                                    .announces = seed % 7 == 0,
                                    .sums_early = seed % 6 == 0,
                                    .copies_x = seed / 4 % 2 != 0,
@@ -367,7 +367,7 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
       {Break::rows_awaited_with_pads, "rows_awaited_with_pads", "waits at arrived"},
       {Break::draws_begin_with_the_first, "draws_begin_with_the_first", "a row twice"},
       {Break::draws_not_cleared, "draws_not_cleared", "waits at arrived"},
-      {Break::first_rows_by_both, "first_rows_by_both", "a row twice"},
+      {Break::prologue_rows_by_both, "prologue_rows_by_both", "a row twice"},
       {Break::stored_rows_without_proxy_fence, "stored_rows_without_proxy_fence",
        "no proxy fence followed"},
       {Break::chunk_loaded_before_read, "chunk_loaded_before_read",
@@ -397,7 +397,7 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
        "what a bulk store may still read"},
       {Break::ring_without_waiting, "ring_without_waiting", "what another may still read"},
       {Break::ring_waits_for_one_up, "ring_waits_for_one_up", "what another may still read"},
-      {Break::untold_rows_while_waiting, "untold_rows_while_waiting", "waits at a_ready"},
+      {Break::unannounced_rows_while_waiting, "unannounced_rows_while_waiting", "waits at a_ready"},
       {Break::arrived_before_written, "arrived_before_written", "nobody waited for"},
       {Break::down_tiles_relaxed, "down_tiles_relaxed", "without acquiring"},
       {Break::announced_before_sent, "announced_before_sent", "read"},
@@ -416,17 +416,17 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
   for (Broken const& broken : of_once) {
     for (ExchangeShape const& shape : {small_once(2), late_partial_combine(2)}) {
       expect_noticed(broken, shape,
-                     {.passes = 5, .rows_in_flight = 4, .rows_of_draw = 2, .first_rows = 3});
+                     {.passes = 5, .rows_in_flight = 4, .rows_of_draw = 2, .prologue_rows = 3});
     }
   }
   Broken const of_own_rows[] = {
-      {Break::first_rows_by_both, "first_rows_by_both", "a row twice"},
+      {Break::prologue_rows_by_both, "prologue_rows_by_both", "a row twice"},
       {Break::stored_rows_without_proxy_fence, "stored_rows_without_proxy_fence",
        "no proxy fence followed"},
       {Break::lists_without_publish, "lists_without_publish", "read"},
   };
   for (Broken const& broken : of_own_rows) {
-    expect_noticed(broken, small(2), {.passes = 5, .first_rows = 3});
+    expect_noticed(broken, small(2), {.passes = 5, .prologue_rows = 3});
   }
   Broken const of_stores[] = {
       {Break::stored_rows_without_proxy_fence, "stored_rows_without_proxy_fence",
@@ -442,7 +442,8 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
     expect_noticed(broken, small_partial_combine(2), by_stores);
   }
   Options const in_turn = {.passes = 5};
-  Options const by_draws = {.passes = 5, .rows_in_flight = 4, .rows_of_draw = 2, .first_rows = 3};
+  Options const by_draws = {
+      .passes = 5, .rows_in_flight = 4, .rows_of_draw = 2, .prologue_rows = 3};
   for (ExchangeShape const& shape : {small_partial_combine(2), late_partial_combine(2)}) {
     for (Broken const& broken : of_partial_combine) {
       expect_noticed(broken, shape, in_turn);
@@ -563,7 +564,7 @@ TEST(Protocol, ADeadRankLeavesWaitersNotWrongRows) {
       options.rows_in_flight = 2;
       options.rows_by_stores = seed / 24 % 2 != 0;
       options.rows_of_draw = static_cast<std::int32_t>(seed / 48 % 3);
-      options.first_rows = 3;
+      options.prologue_rows = 3;
       options.copies_x = options.rows_by_stores;
     }
     Passes passes(draw(shape, options.passes, seed), options);

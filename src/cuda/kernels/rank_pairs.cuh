@@ -73,7 +73,7 @@ struct RankedToken {
   }
 
   // The logits as they are; returns the largest.
-  __device__ float bring_logits() const {
+  __device__ float read_logits() const {
     constexpr int kAhead = 4;  // on their way at once
     uint32_t key = 0;
     for (int base = arch::lane_idx(); base < p.experts; base += kAhead * arch::kWarpThreads) {
@@ -106,7 +106,7 @@ struct RankedToken {
   __device__ void rank_others() const {
     RouterKind const kind = p.router.kind;
     bool const own_p = core::has_own_p(kind);
-    float const largest = bring_logits();
+    float const largest = read_logits();
     float partial = 0;
     for_each(p.experts, [&](int e) {
       float const logit = __uint_as_float(column[e * stride]);

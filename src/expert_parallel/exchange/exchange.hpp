@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The exchange as kernels of its own, around the GEMMs of a single GPU: training, and a chain to compare with.
 //   route      lists and counts to the owners (route_scan, counted, publish), the plan, tables of the owner's rows
-//   dispatch   says that this rank's rows lie in its window [staged]; brings those that the tables name; may do so once
+//   dispatch   says that this rank's rows lie in its window [staged]; pulls those that the tables name; may do so once
 //              more, for second_x alone
 //   combine    rows to unique slots on their sources; ack says that all of a rank's came back
 // A pass is all three, or dispatch and combine with tables of an earlier pass.
@@ -65,8 +65,8 @@ struct RowTables {
   float* gmem_scores;                 // [R]
 };
 
-/// Who is told how many rows this rank has in a pass.
-struct ToldHost {
+/// The word in which a pass signals to the host how many rows this rank has.
+struct HostSignal {
   std::uint64_t* word = nullptr;  // RoutedWord with `ticket`; memory of the host, or null
   std::uint32_t ticket = 0;
 };
@@ -75,15 +75,15 @@ struct RouteArguments {
   ExchangeArguments exchange;  // without gmem_pool
   RowTables made;              // for as many rows as there may be
   std::int32_t row_limit;      // rows that this rank has memory for
-  ToldHost host;
+  HostSignal host;
 };
 
 struct DispatchArguments {
   ExchangeArguments exchange;  // without gmem_scores and gmem_pool
-  RowTables tables;            // of the rows to bring
+  RowTables tables;            // of the rows to pull
   RowTables saved;             // out: a copy of them; nulls: none is wanted
   std::int64_t capacity;       // rows that the memory below, and `saved`, hold
-  bool may_overflow;           // where there are more they are left out, and nobody is told
+  bool may_overflow;           // where there are more they are left out, and nobody is signalled
   char* gmem_rows;             // out [capacity,d] bf16: of x in the window; null: they came before
   char* gmem_second_rows;      // out, the same of second_x; or null
   std::int32_t* gmem_slot_of_pair;  // out [tokens*max_top_k]: the pair, or -1: rows of the slots

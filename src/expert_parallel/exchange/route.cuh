@@ -4,9 +4,10 @@
 //   counts   to every rank, from a CTA for each; they need no fence
 //   entries  one per row into the list of its owner; an entry's place depends on the choices alone. A warp has a run of
 //            the slice's pairs and knows how many of them the warps before it have, so none waits for another
-//   publish  one thread counts for its CTA, that of the last one tells the owners; readers of lists await it [publish]
-//   plan     every CTA awaits the counts of all ranks [counted] and derives the same. The lists may be on their way
-// Beside   one warp finishes what it has begun before its CTA's entries are said to be there (place_x.cuh)
+//   publish  one thread counts for its CTA, that of the last one signals to the owners; readers of lists await it
+//   [publish] plan     every CTA awaits the counts of all ranks [counted] and derives the same. The lists may be on
+//   their way
+// Beside   one warp finishes what it has begun before its CTA's entries are said to be there (copy_x.cuh)
 // Threads that poll are few, a barrier passes it on. False: a wait has failed, the pass is lost (wait.cuh).
 #pragma once
 
@@ -173,7 +174,7 @@ __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, s
 }
 
 // Where rows cross once: the token's choices on the owner of `id`. The one of the lowest expert, whose tasks come
-// first, brings the row.
+// first, pulls the row.
 __device__ inline void join(ExchangeArguments const& p, std::int32_t id, int pair,
                             RouteEntry& entry) {
   int const choice = pair - p.token_of(pair) * p.shape.max_top_k;
@@ -296,7 +297,7 @@ __device__ void plan_by_warps(ExchangeArguments const& p, RouteStorage<kThreads>
   }
 }
 
-// kWithScores: entries bring the scores of their pairs.
+// kWithScores: entries carry the scores of their pairs.
 template <bool kWithScores = false, int kThreads, class Beside, class Published>
 __device__ bool route(ExchangeArguments const& p, RouteStorage<kThreads>& smem, std::uint32_t epoch,
                       Beside&& beside, Published published) {

@@ -26,8 +26,8 @@ __device__ inline void send_row_limit(ExchangeArguments const& exchange, std::ui
 }
 
 // By all threads of a CTA. False: a wait has failed.
-__device__ inline bool tell_host(ExchangeArguments const& exchange, PassPlan const& pass,
-                                 std::uint32_t epoch, ToldHost const& host) {
+__device__ inline bool signal_host(ExchangeArguments const& exchange, PassPlan const& pass,
+                                   std::uint32_t epoch, HostSignal const& host) {
   int const rank = static_cast<int>(threadIdx.x);
   bool reached = true, overflows = false;
   if (rank < exchange.shape.ranks) {

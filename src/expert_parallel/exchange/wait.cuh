@@ -91,7 +91,7 @@ class Waiter {
   /// By a thread that cannot go on, though every word has come; others find out at the end of their passes.
   __device__ void give_up(Site site, std::uint32_t expected, std::uint32_t seen) const {
     raise(site, -1, expected, seen, 0);
-    tell_all(p_.rank + 1);
+    signal_all(p_.rank + 1);
   }
 
  private:
@@ -130,12 +130,12 @@ class Waiter {
       bool const is_late = now - begin > limit_ns;
       if (kWarp ? !__any_sync(arch::kAllLanes, by != 0 || is_late) : by == 0 && !is_late) continue;
       if (kWarp) {  // lanes have not looked at the same time
-        unsigned const told = __ballot_sync(arch::kAllLanes, by != 0);
-        if (told != 0) by = __shfl_sync(arch::kAllLanes, by, first_of(told));
+        unsigned const signalled = __ballot_sync(arch::kAllLanes, by != 0);
+        if (signalled != 0) by = __shfl_sync(arch::kAllLanes, by, first_of(signalled));
       }
       if (!is_enough) {
         raise(site, peer, wanted, seen, by);
-        tell_all(by != 0 ? by : p_.rank + 1);
+        signal_all(by != 0 ? by : p_.rank + 1);
       }
       return false;
     }
@@ -164,9 +164,10 @@ class Waiter {
     }
     return 0;
   }
-  // Whoever leaves tells all peers, as whose word it has seen may not have reached them. What it, or a thread that
-  // leaves because of the own window's word, says to a peer later is behind the fence: who acquires it finds the word.
-  __device__ void tell_all(int by) const {
+  // Whoever leaves signals to all peers, as the rank whose word it has seen may not have reached them. What it, or a
+  // thread that leaves because of the own window's word, says to a peer later is behind the fence: who acquires it
+  // finds the word.
+  __device__ void signal_all(int by) const {
     auto const store = [&](int rank) {
       peer_of(p_, rank).signal(p_.window.abort_word(p_.rank), static_cast<std::uint32_t>(by));
     };

@@ -2,7 +2,7 @@
 // forward: o_t = sum over choices of s * (act(x_t w_up[e]^T + b_up[e]) w_down[e]^T + b_down[e]), experts on all GPUs,
 // one launch. Biases where they are given, in the instances that add them (biases.hpp).
 // Schedule persistent, one CTA per SM on every GPU, in pairs. All CTAs route and plan (route.cuh) while a warp of each
-//          copies x into the window (place_x.cuh), then by role:
+//          copies x into the window (copy_x.cuh), then by role:
 //   WG0 warp 0     | TMA loads, half of what both CTAs of a pair read for both
 //       warps 1, 2 | pull rows into the pool in the order of the tasks -> arrived; partial combine: add up results that
 //                  | downs have left there, and send the sums [down_tiles] -> partial_done
@@ -285,8 +285,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   Pass const pass{p, smem, *p.exchange.gmem_epoch};
   // The stages are free until the roles begin.
   auto& head = *reinterpret_cast<HeadStorage*>(&smem.gemm.a);
-  PlaceX place_x(p.exchange, p.gmem_x, p.x_pitch_bytes, head.place_x, smem.x_landed);
-  if (arch::warp_idx() == kBesideWarp<kForwardThreads>) place_x.begin();
+  CopyX copy_x(p.exchange, p.gmem_x, p.x_pitch_bytes, head.copy_x, smem.x_landed);
+  if (arch::warp_idx() == kBesideWarp<kForwardThreads>) copy_x.begin();
   if (threadIdx.x == kForwardThreads - 1) init_barriers(smem);
   if constexpr (kSaves) {
     if (blockIdx.x == 0) {
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     renew_words<kForwardThreads>(p.exchange, pass.epoch, p.exchange.window.ack);
   }
   auto const published = [&] { *p.exchange.gmem_epoch = pass.epoch + 1; };  // all CTAs have read it
-  if (!route<kSaves>(p.exchange, head.route, pass.epoch, place_x, published)) {
+  if (!route<kSaves>(p.exchange, head.route, pass.epoch, copy_x, published)) {
     begin_together(smem, false);
     return;
   }
@@ -333,9 +333,9 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     arch::acquire_registers<kConsumerRegisters>();
     int const warp = arch::warp_idx() - 4;
     if constexpr (kTransfer == Transfer::direct) {
-      bring_own_rows(pass, warp);
+      copy_own_rows(pass, warp);
     } else {
-      bring_first_tokens<kPartialCombine>(pass, warp);
+      pull_prologue_tokens<kPartialCombine>(pass, warp);
     }
     consume<kKind, kTransfer, kSaves>(pass, warpgroup - 1);
     arch::named_barrier_sync(kStagesFree, kConsumers * arch::kWarpgroupThreads);

@@ -16,10 +16,11 @@ namespace tessera::expert_parallel {
 struct SavedPass {
   RowTables tables = {};
   std::int64_t capacity = 0;  // rows that the tables and h hold
-  bool may_overflow = false;  // where there are more they are left out, and only the host is told
+  bool may_overflow =
+      false;  // where there are more they are left out, and only the host learns of it
   char* gmem_h =
       nullptr;  // [capacity,2n] bf16, gate half first; [capacity,n] without a gate; or null
-  ToldHost host = {};
+  HostSignal host = {};
 };
 
 struct ForwardArguments {

@@ -7,8 +7,8 @@
 #include "cuda/epilogue/bias.cuh"
 #include "cuda/gemm/sm90/roles.cuh"
 #include "expert_parallel/exchange/route.cuh"
+#include "expert_parallel/fused/copy_x.cuh"
 #include "expert_parallel/fused/forward.hpp"
-#include "expert_parallel/fused/place_x.cuh"
 #include "expert_parallel/plan/biases.hpp"
 
 namespace tessera::expert_parallel {
@@ -83,7 +83,7 @@ struct DrawnTickets {
 // Of a warp that adds up results (partial_combine.cuh).
 struct SumStorage {
   static constexpr int kRowsOfDraw = 2;
-  static constexpr int kMaxUntold = 4;  // tokens that are told behind one fence
+  static constexpr int kMaxUnsignalled = 4;  // tokens that one fence stands before the signals of
   struct Token {
     std::uint32_t choices;  // on this rank
     int token, source;
@@ -97,7 +97,7 @@ struct SumStorage {
   alignas(16) PlacedPair placed[kMaxChoices + 2];  // of all choices of the next token, by 16 bytes
   alignas(16) Token now, ahead;                    // the token at hand and the next one
   int source[2][kRowsOfDraw];                      // of each row of a draw
-  Token untold[kMaxUntold];                        // whose sums have been stored
+  Token unsignalled[kMaxUnsignalled];              // whose sums have been stored
   Term terms[kMaxChoices];                         // of the token at hand
 };
 
@@ -134,7 +134,7 @@ static_assert(kMaxExperts <= gemm::kMaxSegments);
 
 // In the stages, until the roles begin.
 struct HeadStorage {
-  PlaceXStorage place_x;
+  CopyXStorage copy_x;
   RouteStorage<kForwardThreads> route;
 };
 static_assert(sizeof(HeadStorage) <=

@@ -9,7 +9,7 @@
 // Ahead     a number is drawn two draws before it is needed, entries are read one draw, places and scores one token
 //           before, into shared memory
 // Waits     the blocks of the token's rows [down_tiles]
-// Tells     of several tokens behind one fence, under the loads of the next one; of all of them before a wait
+// Signals   of several tokens behind one fence, under the loads of the next one; of all of them before a wait
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"
@@ -47,12 +47,12 @@ class PartialCombine {
       more = find_next();
       add();
     }
-    tell();
+    signal_all();
   }
 
  private:
   static constexpr int kBytes = 16 * arch::kWarpThreads;  // of a load of all lanes
-  static constexpr int kTellAt = SumStorage::kMaxUntold;
+  static constexpr int kSignalAt = SumStorage::kMaxUnsignalled;
   static constexpr std::uint32_t kPollNs = 500;
   static constexpr int kRows = SumStorage::kRowsOfDraw;
 
@@ -150,7 +150,7 @@ class PartialCombine {
     unsigned const missing = __ballot_sync(arch::kAllLanes, !there);
     __syncwarp();
     if (missing == 0) return;
-    tell();
+    signal_all();
     for (unsigned left = missing; left != 0; left &= left - 1) {
       int const from = __ffs(static_cast<int>(left)) - 1;
       pass_.wait_count(__shfl_sync(arch::kAllLanes, word, from), tiles, Site::down_tiles,
@@ -171,8 +171,8 @@ class PartialCombine {
     } else {
       add_rows<1, 3 * kLoads / 4>(rows, to);
     }
-    if (lane_ == 0) smem_.untold[untold_] = smem_.now;
-    ++untold_;
+    if (lane_ == 0) smem_.unsignalled[unsignalled_] = smem_.now;
+    ++unsignalled_;
     __syncwarp();  // the terms have been read
   }
 
@@ -198,7 +198,7 @@ class PartialCombine {
             }
           }
         }
-        if (begin == 0 && first == 0 && untold_ >= kTellAt) tell();
+        if (begin == 0 && first == 0 && unsignalled_ >= kSignalAt) signal_all();
         TESSERA_UNROLL
         for (int b = 0; b < kBlocks; ++b) {
           TESSERA_UNROLL
@@ -217,17 +217,17 @@ class PartialCombine {
     *reinterpret_cast<uint4*>(to) = rounded_sum(sum);
   }
 
-  __device__ void tell() {
-    if (untold_ == 0) return;
+  __device__ void signal_all() {
+    if (unsignalled_ == 0) return;
     __syncwarp();
     arch::fence_acq_rel_sys();  // for what all lanes have stored
-    if (lane_ < untold_) {
-      SumStorage::Token const sum = smem_.untold[lane_];
+    if (lane_ < unsignalled_) {
+      SumStorage::Token const sum = smem_.unsignalled[lane_];
       Peer const to = peer_of(p_, sum.source);
       to.signal(p_.window.partial_done_word(p_.rank, sum.token), pass_.epoch);
     }
     __syncwarp();
-    untold_ = 0;
+    unsignalled_ = 0;
   }
 
   Pass const& pass_;
@@ -239,7 +239,7 @@ class PartialCombine {
   int first_ahead_ = 0;      // the next draw's first row
   int half_ = 0;             // of the storage, with the rows of the draw at hand
   unsigned left_ = 0;        // of these rows, whose tokens are still to be had
-  int untold_ = 0;           // tokens whose sums have been stored
+  int unsignalled_ = 0;      // tokens whose sums have been stored
 };
 
 }  // namespace tessera::expert_parallel

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 // The communication warps of the fused kernel: rows from their sources into the pool, in the order of the tasks
-// -> arrived. Consumer warps, which have nothing to multiply yet, bring what the first tasks wait for, or a part of it.
-//   direct  pull_rows: a row for every pair, row i by warp i mod warps
-//           bring_own_rows: of the first rows this rank's own
+// -> arrived. Consumer warps, which have nothing to multiply yet, bring the prologue rows: what the first tasks wait
+//   for, or a part of it. direct  pull_rows: a row for every pair, row i by warp i mod warps
+//           copy_own_rows: of the prologue rows this rank's own
 //   once, partial combine
 //           pull_tokens: a token's row for all its pairs here, with the first of them. Rows are drawn, four at a time,
-//           so a warp whose rows take long has fewer; where a row goes does not depend on who brings it
-//           bring_first_tokens: all of the first rows, as every one of them goes to several places
+//           so a warp whose rows take long has fewer; where a row goes does not depend on who pulls it
+//           pull_prologue_tokens: all prologue rows, as every one of them goes to several places
 // Ahead   direct: entries are read a row before. Else a number is drawn two draws before it is needed, entries are
 //         read one draw before, and the next token is found while a row is on its way
 // Pads stay what they are: a row of a GEMM depends on its own row alone, and no slot gets one.
 #pragma once
 
-#include "expert_parallel/fused/bring_rows.cuh"
+#include "expert_parallel/fused/row_copies.cuh"
 
 namespace tessera::expert_parallel {
 
-constexpr int kRowsOfDraw = 4;  // where rows cross once; not every one of them brings its token
+constexpr int kRowsOfDraw = 4;  // where rows cross once; not every one of them pulls its token
 
 // Rows of as many blocks as the first tasks of all CTAs would fill with all tiles of each; the tasks themselves, two
 // tiles at a time, touch some blocks more.
@@ -25,11 +25,11 @@ __device__ inline int rows_of_first_tasks(ExchangeShape const& shape) {
   return (tasks + shape.up_tiles() - 1) / shape.up_tiles() * shape.block_rows;
 }
 
-// Of the rows of these tasks, where they cross once, those that consumer warps bring. Two GPUs: at most half of all;
+// Of the rows of these tasks, where they cross once, those that consumer warps pull. Two GPUs: at most half of all;
 // those of two tasks are 0.6% slower (docs/notebook/2026-11-24-two-gpus-again.md). More, where three of four or more
 // wait for the link: one for each warp, so that the early ones are not behind late ones there, and at most a sixth of
 // all (docs/notebook/2026-11-26-fewer-first-rows.md).
-__device__ inline int first_rows(ExchangeShape const& shape, int all) {
+__device__ inline int prologue_rows(ExchangeShape const& shape, int all) {
   int const most =
       shape.ranks > 2 ? min(static_cast<int>(gridDim.x) * kConsumerWarps, all / 6) : all / 2;
   return min(rows_of_first_tasks(shape), most) / kRowsOfDraw * kRowsOfDraw;
@@ -54,7 +54,7 @@ __device__ inline void pull_rows(Pass const& pass, int warp) {
   int const first = rows_of_first_tasks(p.shape);
   pass.wait_lists();
   if (pass.failed()) return;
-  BringRows bringing(pass);
+  RowCopies copies(pass);
   RowCursor cursor(p.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p.rank);
   int number = static_cast<int>(blockIdx.x) * kCommunicationWarps + warp;
   PoolRow ahead = {};
@@ -79,9 +79,9 @@ __device__ inline void pull_rows(Pass const& pass, int warp) {
     bool const first_lane = arch::lane_idx() == 0;
     if (first_lane) *row_origin(p, row) = make_uint2(pair, static_cast<std::uint32_t>(source));
     int const token = p.token_of(pair);
-    bringing.bring(x_of(p, source, token), first_lane ? row : -1);
+    copies.copy(x_of(p, source, token), first_lane ? row : -1);
   }
-  bringing.finish();
+  copies.finish();
 }
 
 // Lane j: the row of the pool for choice j of a token, if that is one of `choices`, else -1; and what is kept of it for
@@ -104,7 +104,7 @@ __device__ int place_row(Pass const& pass, int token, int source, std::uint32_t 
   return row;
 }
 
-// The tokens that one warp brings.
+// The tokens that one warp pulls.
 class TokenDraws {
  public:
   struct Token {
@@ -120,7 +120,7 @@ class TokenDraws {
         lane_(arch::lane_idx()),
         warps_(static_cast<int>(gridDim.x) * kCommunicationWarps),
         rows_(owner_totals(p_.shape, pass.plan(), p_.rank).rows),
-        begin_(first_rows(p_.shape, rows_)),
+        begin_(prologue_rows(p_.shape, rows_)),
         cursor_(p_.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p_.rank) {
     draw();
     read(static_cast<int>(blockIdx.x) * kCommunicationWarps + warp);
@@ -131,8 +131,8 @@ class TokenDraws {
       if (first_ahead_ >= rows_) return {};
       entry_ = entry_ahead_;
       source_ = source_ahead_;
-      bool const brings = has_row() && entry_.z % 256 == 0;  // RouteEntry::place
-      left_ = __ballot_sync(arch::kAllLanes, brings);
+      bool const pulls = has_row() && entry_.z % 256 == 0;  // RouteEntry::place
+      left_ = __ballot_sync(arch::kAllLanes, pulls);
       int const next = warps_ + static_cast<int>(__shfl_sync(arch::kAllLanes, drawn_, 0));
       draw();
       read(next);
@@ -172,7 +172,7 @@ class TokenDraws {
   ExchangeArguments const& p_;
   int lane_, warps_, rows_, begin_;
   RowCursor cursor_;
-  unsigned left_ = 0;  // lanes whose tokens are still to be brought
+  unsigned left_ = 0;  // lanes whose tokens are still to be pulled
   uint4 entry_ = {};   // RouteEntry of this lane
   int source_ = 0;
   int first_ahead_ = 0;  // the next draw's first row
@@ -187,28 +187,28 @@ __device__ void pull_tokens(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
   pass.wait_lists();
   if (pass.failed()) return;
-  BringRows bringing(pass);
+  RowCopies copies(pass);
   TokenDraws draws(pass, warp);
   TokenDraws::Token token = draws.next();
   while (token.choices != 0) {
     int const row = place_row<kPartialCombine>(pass, token.token, token.source, token.choices,
                                                PairPlace::of(token.place));
-    bringing.bring(x_of(p, token.source, token.token), row, [&] { token = draws.next(); });
+    copies.copy(x_of(p, token.source, token.token), row, [&] { token = draws.next(); });
   }
-  bringing.finish();
+  copies.finish();
 }
 
-// Where rows cross once. One of kConsumerWarps warps: of the first rows number i by warp i mod warps, those of a CTA
+// Where rows cross once. One of kConsumerWarps warps: of the prologue rows number i by warp i mod warps, those of a CTA
 // far apart. Lane j reads the entry of the warp's j-th row.
 template <bool kPartialCombine>
-__device__ void bring_first_tokens(Pass const& pass, int warp) {
+__device__ void pull_prologue_tokens(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
-  BringRows bringing(pass);
+  RowCopies copies(pass);
   int const lane = arch::lane_idx();
   pass.wait_lists();
   if (pass.failed()) return;
   int const warps = static_cast<int>(gridDim.x) * kConsumerWarps;
-  int const end = first_rows(p.shape, owner_totals(p.shape, pass.plan(), p.rank).rows);
+  int const end = prologue_rows(p.shape, owner_totals(p.shape, pass.plan(), p.rank).rows);
   auto const top_k = static_cast<std::uint32_t>(p.shape.max_top_k);
   RowCursor cursor(p.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p.rank);
   int number = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x) + lane * warps;
@@ -221,7 +221,7 @@ __device__ void bring_first_tokens(Pass const& pass, int warp) {
       entry = __ldcg(reinterpret_cast<uint4 const*>(
           own_window(p).place(p.window.list_entry(parity(pass.epoch), row.source, row.entry))));
     }
-    bool const brings = number < end && entry.z % 256 == 0;  // RouteEntry::place
+    bool const pulls = number < end && entry.z % 256 == 0;  // RouteEntry::place
     // A PairPlace of lane j: of choice j of the first token that is left, if it is one of those.
     auto const place_of = [&](unsigned left) {
       if (left == 0) return 0u;
@@ -233,7 +233,7 @@ __device__ void bring_first_tokens(Pass const& pass, int warp) {
       return __ldcg(own_window(p).word(
           p.window.placed_pair(parity(pass.epoch), source, token * top_k + lane)));
     };
-    unsigned left = __ballot_sync(arch::kAllLanes, brings);
+    unsigned left = __ballot_sync(arch::kAllLanes, pulls);
     std::uint32_t ahead = place_of(left);
     for (; left != 0; left &= left - 1) {
       std::uint32_t const place = ahead;
@@ -244,16 +244,16 @@ __device__ void bring_first_tokens(Pass const& pass, int warp) {
       std::uint32_t const choices = __shfl_sync(arch::kAllLanes, entry.y, from);
       int const row =
           place_row<kPartialCombine>(pass, token, source, choices, PairPlace::of(place));
-      bringing.bring(x_of(p, source, token), row);
+      copies.copy(x_of(p, source, token), row);
     }
   }
-  bringing.finish();
+  copies.finish();
 }
 
 // Transfer::direct. One of kConsumerWarps warps: of this rank's own rows among the first, number k by warp k mod warps.
-__device__ inline void bring_own_rows(Pass const& pass, int warp) {
+__device__ inline void copy_own_rows(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
-  BringRows bringing(pass);
+  RowCopies copies(pass);
   int const lane = arch::lane_idx();
   int const warps = static_cast<int>(gridDim.x) * kConsumerWarps;
   int const end = rows_of_first_tasks(p.shape);
@@ -274,9 +274,9 @@ __device__ inline void bring_own_rows(Pass const& pass, int warp) {
                                                       entry)));  // RouteEntry::pair
     int const row = pass.plan()[expert].first_block * p.shape.block_rows + index;
     if (lane == 0) *row_origin(p, row) = make_uint2(pair, static_cast<std::uint32_t>(p.rank));
-    bringing.bring(own_window(p).place(p.window.x_row(p.token_of(pair))), lane == 0 ? row : -1);
+    copies.copy(own_window(p).place(p.window.x_row(p.token_of(pair))), lane == 0 ? row : -1);
   }
-  bringing.finish();
+  copies.finish();
 }
 
 }  // namespace tessera::expert_parallel

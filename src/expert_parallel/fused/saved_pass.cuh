@@ -30,7 +30,7 @@ __device__ bool begin_saved(Pass const& pass, RouteStorage<kThreads> const& rout
         .give_up(Site::rows, static_cast<std::uint32_t>(rows), static_cast<std::uint32_t>(all));
   }
   write_offsets(exchange, plan, saved.tables, rows, thread, kThreads);
-  return tell_host(exchange, plan, pass.epoch, saved.host);
+  return signal_host(exchange, plan, pass.epoch, saved.host);
 }
 
 // One of kCommunicationWarps warps of a CTA. The lists have come, unless the pass has failed.

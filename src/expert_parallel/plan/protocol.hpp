@@ -8,7 +8,7 @@
 //   route_scan  CTAs -> CTAs                        slices counted          all slices     gpu
 //   counted     source -> all ranks                 c[source][e], row_limit epoch          sys, each for itself
 //   publish     source -> all ranks                 publish[source]         epoch          sys
-//   arrived     those who bring rows -> up tasks    arrived[block]          its rows       gpu
+//   arrived     those who pull rows -> up tasks    arrived[block]          its rows       gpu
 //   a_ready     up tasks -> down tasks              a_ready[block]          up_tiles       gpu
 //   down_tiles  down tasks -> the last, owner's sum down_tiles[block]       down_tiles     gpu
 //   block_done  owner -> aggregate                  block_done[owner,block] epoch          sys
@@ -130,7 +130,7 @@ struct CountWord {
   }
 };
 
-/// What the host is told: this rank's rows, whether those of every rank are within its row limit, and who asked.
+/// What the host is signalled: this rank's rows, whether those of every rank are within its row limit, and who asked.
 struct RoutedWord {
   static constexpr std::uint32_t kOverflows = std::uint32_t{1} << 31;
   std::int32_t rows;
@@ -263,7 +263,7 @@ struct WindowLayout {
 };
 
 /// Byte offsets of what a GPU keeps to itself besides pools: counters in two banks, each of which the
-/// pass before leaves at zero, and what its CTAs tell each other when they route.
+/// pass before leaves at zero, and what its CTAs count for each other when they route.
 struct LocalLayout {
   std::int64_t bank_bytes;
   std::int64_t histograms;  ///< [slices,E] i32, a slice every histogram_bytes, a multiple of 16
@@ -301,7 +301,7 @@ struct LocalLayout {
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t tickets(std::uint32_t epoch) const {
     return bank(epoch) + 3 * kWordStride;
   }
-  /// Draws of rows beyond each communication warp's first: which warp brings a row does not change it.
+  /// Draws of rows beyond each communication warp's first: which warp pulls a row does not change it.
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t row_draws(std::uint32_t epoch) const {
     return bank(epoch) + 4 * kWordStride;
   }

@@ -3,7 +3,7 @@
 //   staged   one thread says to all ranks that this rank's rows lie in its window
 //   tables   all threads copy them, note which pairs have rows, and clear the next pass's counters; then every CTA
 //            awaits what all ranks say
-//   bring    warps load rows by bulk copies, row i by warp i mod warps, and store each for all of its token's choices
+//   pull     warps load rows by bulk copies, row i by warp i mod warps, and store each for all of its token's choices
 //            here, a lane for each; the rows of second_x behind those of x, or by a launch of their own
 // Barriers __syncthreads only: one thread polls, the CTA follows. Waits have a limit (wait.cuh)
 // Memory   x and second_x were written before this kernel; bulk copies read them after a proxy fence behind staged
@@ -39,7 +39,7 @@ __device__ void say_staged(ExchangeArguments const& p, std::int64_t word, std::u
   }
 }
 
-// The first rows of tokens' lists among rows i of a warp, in ascending order. By a converged warp.
+// Those rows that begin tokens' lists, among rows i of a warp, in ascending order. By a converged warp.
 class FirstRows {
  public:
   __device__ FirstRows(RowOrigin const* gmem_origins, int worker, int workers, int rows)
@@ -88,9 +88,9 @@ class FirstRows {
 };
 
 // What all rows of a warp have in common, first those of x, then those of second_x.
-class Bring {
+class Pull {
  public:
-  __device__ Bring(DispatchArguments const& p, Ring& ring, int worker, int workers, int rows)
+  __device__ Pull(DispatchArguments const& p, Ring& ring, int worker, int workers, int rows)
       : p_(p),
         ring_(ring),
         worker_(worker),
@@ -228,9 +228,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncwarp();
   arch::fence_proxy_async_global();
-  Bring bring(p, smem.ring[warp], worker, workers, rows);
-  if (begins) bring.all(false, p.gmem_rows);
-  if (p.gmem_second_rows != nullptr) bring.all(true, p.gmem_second_rows);
+  Pull pull(p, smem.ring[warp], worker, workers, rows);
+  if (begins) pull.all(false, p.gmem_rows);
+  if (p.gmem_second_rows != nullptr) pull.all(true, p.gmem_second_rows);
   arch::bulk_store_wait<0>();
 }
 

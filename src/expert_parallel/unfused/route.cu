@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   int const rows = owner_totals(exchange.shape, pass.plan, exchange.rank).rows;
   if (blockIdx.x == 0) {
     write_offsets(exchange, pass, p.made, rows, thread, kThreads);
-    if (!tell_host(exchange, pass, epoch, p.host)) return;
+    if (!signal_host(exchange, pass, epoch, p.host)) return;
   }
   bool reached = true;
   if (thread < exchange.shape.ranks) {

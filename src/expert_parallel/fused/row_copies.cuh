@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One warp brings rows of x, of any GPU, to one or more places of this GPU's pool, by loads and stores of its lanes,
+// One warp copies rows of x, of any GPU, to one or more places of this GPU's pool, by loads and stores of its lanes,
 // 4 KB at a time: a row is loaded once, however many places it goes to, and counted as arrived at each of them when the
 // next one is on its way. Rings of bulk copies, 10 KB for a warp, took 0 to 1% longer
 // (docs/notebook/2026-11-23-converged-warps.md).
@@ -10,18 +10,18 @@
 
 namespace tessera::expert_parallel {
 
-class BringRows {
+class RowCopies {
  public:
-  __device__ explicit BringRows(Pass const& pass)
+  __device__ explicit RowCopies(Pass const& pass)
       : pass_(pass), row_bytes_(2 * pass.shape().hidden) {}
 
   // A row to the pool's row `to` of each lane that has one (>= 0). By a converged warp.
-  __device__ void bring(char const* from, int to) {
-    bring(from, to, [] {});
+  __device__ void copy(char const* from, int to) {
+    copy(from, to, [] {});
   }
   // meanwhile(), by the warp, when the row is on its way.
   template <class Meanwhile>
-  __device__ void bring(char const* from, int to, Meanwhile meanwhile) {
+  __device__ void copy(char const* from, int to, Meanwhile meanwhile) {
     unsigned const places = __ballot_sync(arch::kAllLanes, to >= 0);
     for (int begin = 0; begin < row_bytes_; begin += kLoads * kBytes) {
       int const at = begin + 16 * arch::lane_idx();
@@ -34,7 +34,7 @@ class BringRows {
       }
       if (begin == 0) {
         meanwhile();
-        tell();
+        announce();
       }
       for (unsigned left = places; left != 0; left &= left - 1) {
         std::int64_t const row =
@@ -46,28 +46,28 @@ class BringRows {
         }
       }
     }
-    untold_ = to;
+    unannounced_ = to;
   }
   // The last row has arrived as well.
-  __device__ void finish() { tell(); }
+  __device__ void finish() { announce(); }
 
  private:
   static constexpr int kLoads = 8;  // of a lane in flight
   static constexpr int kBytes = 16 * arch::kWarpThreads;
 
-  __device__ void tell() {
+  __device__ void announce() {
     arch::fence_proxy_async_global();  // TMA reads what every lane has written
     __syncwarp();
-    if (untold_ < 0) return;
+    if (unannounced_ < 0) return;
     LocalLayout const& local = pass_.p.exchange.local;
     arch::fence_acq_rel_gpu();
-    atomicAdd(pass_.local_word(local.arrived(pass_.epoch, untold_ / kPlain.tile.m)), 1u);
-    untold_ = -1;
+    atomicAdd(pass_.local_word(local.arrived(pass_.epoch, unannounced_ / kPlain.tile.m)), 1u);
+    unannounced_ = -1;
   }
 
   Pass const& pass_;
   int row_bytes_;
-  int untold_ = -1;  // of a lane: its row of the last ones
+  int unannounced_ = -1;  // of a lane: its row of the last ones
 };
 
 }  // namespace tessera::expert_parallel

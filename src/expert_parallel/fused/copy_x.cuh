@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// place_x: rows of the caller's x into this rank's window, where all ranks read them. Each CTA has its slice of the
+// copy_x: rows of the caller's x into this rank's window, where all ranks read them. Each CTA has its slice of the
 // tokens, and one warp of it copies beside the routing: caller -> stages, free until the roles begin -> window.
 // Schedule  a chunk per lane and batch. Two batches land while the CTA routes; then one lands while the other is stored
 // Barriers  landed[batch % 2], once per batch; store groups of each lane
@@ -17,18 +17,18 @@ namespace tessera::expert_parallel {
 
 namespace arch = cuda::arch;
 
-struct PlaceXStorage {
+struct CopyXStorage {
   static constexpr int kChunkBytes = 2048;
 
   alignas(128) char batch[2][arch::kWarpThreads][kChunkBytes];
 };
 using PlaceXBarriers = arch::Mbarrier[2];
 
-class PlaceX {
+class CopyX {
  public:
   // gmem_x null: the rows lie in the window.
-  __device__ PlaceX(ExchangeArguments const& p, char const* gmem_x, std::int64_t pitch_bytes,
-                    PlaceXStorage& smem, PlaceXBarriers& landed)
+  __device__ CopyX(ExchangeArguments const& p, char const* gmem_x, std::int64_t pitch_bytes,
+                    CopyXStorage& smem, PlaceXBarriers& landed)
       : smem_(smem),
         landed_(landed),
         from_(gmem_x),
@@ -36,7 +36,7 @@ class PlaceX {
         pitch_bytes_(pitch_bytes),
         slice_(token_slice(p.tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x))),
         row_bytes_(2 * p.shape.hidden),
-        chunks_of_row_((row_bytes_ + PlaceXStorage::kChunkBytes - 1) / PlaceXStorage::kChunkBytes),
+        chunks_of_row_((row_bytes_ + CopyXStorage::kChunkBytes - 1) / CopyXStorage::kChunkBytes),
         chunks_((slice_.end - slice_.begin) * chunks_of_row_) {}
 
   // What follows is done by one converged warp.
@@ -76,11 +76,11 @@ class PlaceX {
     int const i = batch * arch::kWarpThreads + arch::lane_idx();
     if (i >= chunks_) return {};
     int const row = i / chunks_of_row_;
-    int const at = (i - row * chunks_of_row_) * PlaceXStorage::kChunkBytes;
+    int const at = (i - row * chunks_of_row_) * CopyXStorage::kChunkBytes;
     std::int64_t const token = slice_.begin + row;
     return {from_ + token * pitch_bytes_ + at, to_ + token * row_bytes_ + at,
             smem_.batch[batch % 2][arch::lane_idx()],
-            static_cast<std::uint32_t>(min(row_bytes_ - at, PlaceXStorage::kChunkBytes))};
+            static_cast<std::uint32_t>(min(row_bytes_ - at, CopyXStorage::kChunkBytes))};
   }
   // Of a batch behind the last one: nothing.
   __device__ void load(int batch) {
@@ -90,7 +90,7 @@ class PlaceX {
     if (chunk.bytes > 0) arch::bulk_load(chunk.smem, chunk.from, chunk.bytes, landed);
   }
 
-  PlaceXStorage& smem_;
+  CopyXStorage& smem_;
   PlaceXBarriers& landed_;
   char const* from_;
   char* to_;

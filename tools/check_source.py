@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What no formatter checks: the licence line, comment width, whitespace, unfinished work, large files, private
 members that a file of the Python package takes from another one, lessons that a comment cites and docs/lessons.md
-does not have, and windows of ranks that are reached past the transport."""
+does not have, windows of ranks that are reached past the transport, and comments that begin without a subject."""
 
 import ast
+import itertools
 import pathlib
 import re
 import subprocess
@@ -23,12 +24,38 @@ REACH_WINDOWS = {".cuh", ".cu", ".hpp"}
 TRANSPORT = "src/expert_parallel/transport/"
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|X" r"XX|HA" r"CK)\b")
 LESSON = re.compile(r"\b[Ll]essons? (\d+)")
+COMMENT = re.compile(r"^\s*(?://[/<]*|\*)\s+(\S.*)$")
+NO_SUBJECT = re.compile(r"(Of|By|What|Whether|Who|Whom|Whose|Which|How)\b")
+CLAUSE = re.compile(r"(Where|When)\b")
+DITTO = re.compile(r"//[/<]*\s+\.\.(?!\.)")
+SENTENCES = ("src/cuda/", "src/expert_parallel/", "src/ops/")  # folders whose comments check_comments reads
+NO_SENTENCES_YET = ("src/cuda/gemm/", "src/cuda/epilogue/", "src/expert_parallel/fused/")
 
 
 def check_lessons(path: str, text: str, lessons: str) -> list[str]:
     """Of a file of code: the lessons that it cites, by the numbers of docs/lessons.md."""
     return [f"{path}: cites lesson {number}, which docs/lessons.md does not have"
             for number in LESSON.findall(text) if not re.search(rf"^\*\*{number}\. ", lessons, re.MULTILINE)]
+
+
+def check_comments(path: str, text: str) -> list[str]:
+    """Comments that begin with a word which leaves the sentence without a subject (`Of a warp.`, `Whether it fits.`),
+    or with two dots that stand for words above. `Where` and `When` may begin a sentence that has a comma."""
+    lines = text.split("\n")
+    comments = [match[1] if (match := COMMENT.match(line)) and LICENCE not in line else None for line in lines]
+    found = []
+    for i, (line, comment) in enumerate(zip(lines, comments)):
+        if DITTO.search(line):
+            found.append(f"{path}:{i + 1}: a comment of `..` for words above; repeat them")
+        before = comments[i - 1] if i > 0 else None
+        if comment is None or before is not None and not re.search(r"[.!?]\)?$", before):
+            continue  # no comment, or the middle of a sentence
+        rest = itertools.takewhile(lambda one: one is not None, comments[i:])
+        sentence = re.split(r"\.(?:\s|$)", " ".join(rest), maxsplit=1)[0]
+        if NO_SUBJECT.match(comment) or CLAUSE.match(comment) and "," not in sentence:
+            found.append(f"{path}:{i + 1}: a comment begins with `{comment.split()[0]}`; write a sentence with subject "
+                         "and verb")
+    return found
 
 
 def check_text(path: str, text: str) -> list[str]:
@@ -53,6 +80,8 @@ def check_text(path: str, text: str) -> list[str]:
             found.append(f"{where}: marks unfinished work; file an issue instead")
         if transport_only and RAW_WINDOW.search(line):
             found.append(f"{where}: indexes windows outside {TRANSPORT}; use Peer or OwnWindow")
+    if suffix in CODE and path.startswith(SENTENCES) and not path.startswith(NO_SENTENCES_YET):
+        found += check_comments(path, text)
     if text and not text.endswith("\n"):
         found.append(f"{path}: no newline at the end")
     return found

@@ -104,7 +104,7 @@ char* own_window(SessionConfig const& config) noexcept {
   return static_cast<char*>(config.windows[static_cast<std::size_t>(config.rank)]);
 }
 
-// What all kernels of a pass get; without ids, scores and pool.
+// Returns what all kernels of a pass get; without ids, scores and pool.
 ExchangeArguments exchange_of(SessionConfig const& config, Regions const& regions, Fault* fault,
                               std::int32_t tokens) noexcept {
   std::byte* const base = core::WorkspacePlan::align(config.workspace);

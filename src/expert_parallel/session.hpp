@@ -33,14 +33,14 @@ struct StagedRows {
   [[nodiscard]] std::int64_t pitch_of(std::int64_t tokens, std::int64_t hidden) const noexcept {
     return tokens == 1 ? hidden : pitch;
   }
-  /// Whether they are the rows in that place of the window, so that nothing is copied there.
+  /// True if they are the rows in that place of the window, so that nothing is copied there.
   [[nodiscard]] bool lie_at(void const* place, std::int64_t tokens,
                             std::int64_t hidden) const noexcept {
     return tokens == 0 || (gmem == place && pitch_of(tokens, hidden) == hidden);
   }
 };
 
-/// Of an owner's rows; shapes as in DispatchTables.
+/// Tables of an owner's rows; shapes as in DispatchTables.
 struct PassTables {
   void* gmem_expert_offsets = nullptr;
   void* gmem_row_origins = nullptr;
@@ -95,7 +95,7 @@ struct CombineTensors {
   void* begun = nullptr;  // event, or null
 };
 
-/// What kernels write for the host, in pinned memory.
+/// Kernels write these words for the host, in pinned memory.
 struct HostWords;
 /// Passes of which it is remembered how many rows they had.
 constexpr std::uint64_t kCountedPasses = 4096;
@@ -115,7 +115,8 @@ class Session {
   /// The three of a pass in this order, or the last two with tables of an earlier one. invalid_argument where another
   /// one is due.
   Status route(RouteTensors const& tensors, Stream stream) noexcept;
-  /// Of a pass that route() or forward() has counted, so many of them ago; waits until they are known.
+  /// Returns the rows of the pass `passes_ago` before the last one that route() or forward() counted; waits until they
+  /// are known.
   Expected<RoutedRows> routed_rows(std::int64_t passes_ago) noexcept;
   Status dispatch(DispatchTensors const& tensors, Stream stream) noexcept;
   Status combine(CombineTensors const& tensors, Stream stream) noexcept;

@@ -147,7 +147,7 @@ std::int64_t integer_at(ConstTensor const& tensor, std::int64_t i) noexcept {
                                       : static_cast<std::int32_t const*>(tensor.data)[i];
 }
 
-/// Of a call on the CPU.
+/// Checks the values of a call on the CPU.
 Status check_sequence_values(MoeDesc const& desc, RouterLossArgs const& args) noexcept {
   std::int64_t const sequences = sequences_of(args), tokens = desc.shape.tokens;
   std::int64_t previous = 0;

@@ -103,7 +103,7 @@ struct PassCheck {
       check.fail(Status::invalid("%s=%p: begins at a multiple of 16", name, data));
     }
   }
-  // What is copied to its place in the window, unless it is that.
+  // Checks rows that are copied to their place in the window, unless they lie there.
   void staged(char const* name, ConstTensor const& x, std::int64_t tokens, void* place) noexcept {
     check.input(name, x, DType::bf16, {tokens, desc.hidden});
     if (rows_of_caller(x).lie_at(place, tokens, desc.hidden)) return;
@@ -175,7 +175,7 @@ Status check_device(Context const& context) noexcept {
 
 }  // namespace
 
-// Of NCCL's, or of one process.
+// A window is NCCL's, or one of this process.
 struct PeerWindow::Parts {
   std::unique_ptr<expert_parallel::Engine> engine;
   std::shared_ptr<expert_parallel::ProcessWindows> process;

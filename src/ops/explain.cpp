@@ -48,7 +48,7 @@ OpExplanation explanation(work::OpWork const& work, std::int64_t gemm_m, std::in
   return out;
 }
 
-/// Who chooses, and where rounding moves so much that the model would feel it.
+/// Says who chooses, and where rounding moves so much that the model would feel it.
 std::string choice(MoeDesc const& desc) {
   if (desc.router.replay) return "scores of given ids";
   if (desc.experts_choose()) {

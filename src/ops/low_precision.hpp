@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What quantise.cpp and quantise_weights.cpp share: the rules of blocks, and places in buffers.
+// quantise.cpp and quantise_weights.cpp share this: the rules of blocks, and places in buffers.
 #pragma once
 
 #include <cstddef>

@@ -12,7 +12,7 @@ namespace {
 
 bool has_router(MoeDesc const& desc) noexcept { return desc.router.kind != RouterKind::given; }
 
-/// Whether experts take tokens after, or instead of, a top-k choice.
+/// True where experts take tokens after, or instead of, a top-k choice.
 bool experts_take(MoeDesc const& desc) noexcept {
   return desc.rounds_tokens() || desc.experts_choose();
 }

@@ -50,7 +50,7 @@ std::int64_t group_offset(MoeDesc const& desc, ConstTensor const& groups, std::i
   return value < 0 ? -1 : previous + std::min(value, core::kMaxIndex);
 }
 
-/// What the caller gave as MoeForwardArgs::expert_offsets.
+/// Names what the caller gave as MoeForwardArgs::expert_offsets.
 char const* groups_name(RowGrouping grouping) noexcept {
   switch (grouping) {
     case RowGrouping::ends:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What this build can run, and what all entry points check before anything is written.
+// The devices that this build serves, and the checks of all entry points before anything is written.
 #pragma once
 
 #include <cstddef>

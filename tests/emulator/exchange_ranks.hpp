@@ -20,7 +20,7 @@
 #include "tests/emulator/memory.hpp"
 #include "tests/expert_parallel/exchange.hpp"
 
-namespace tessera::expert_parallel::separate {
+namespace tessera::expert_parallel::unfused {
 
 using emulator::Bits;
 using emulator::Memory;
@@ -527,4 +527,4 @@ class Ranks {
   std::string wrong_;
 };
 
-}  // namespace tessera::expert_parallel::separate
+}  // namespace tessera::expert_parallel::unfused

@@ -10,7 +10,7 @@
 
 #include "tests/emulator/exchange_ranks.hpp"
 
-namespace tessera::expert_parallel::separate {
+namespace tessera::expert_parallel::unfused {
 namespace {
 
 ExchangeShape shape(std::int32_t ranks, std::int32_t tokens, std::int32_t hidden,
@@ -239,4 +239,4 @@ TEST(UnfusedExchange, WhatIsNotServedIsNotLaunched) {
 }
 
 }  // namespace
-}  // namespace tessera::expert_parallel::separate
+}  // namespace tessera::expert_parallel::unfused

@@ -33,6 +33,38 @@ class CheckSourceTest(unittest.TestCase):
                 self.assertEqual(len(check_source.check_lessons("a.cuh", text, lessons)), 1)
 
 
+class CommentsTest(unittest.TestCase):
+    def check(self, comment: str, path: str = "src/ops/a.cpp") -> list[str]:
+        return check_source.check_text(path, LICENCE + comment)
+
+    def test_without_a_subject(self):
+        for word in ("Of", "By", "What", "Whether", "Who", "Whose", "Which", "How"):
+            for comment in (f"// {word} a warp.\n", f"  /// {word} a warp.\n", f"/* One.\n * {word} a warp. */\n",
+                            f"// A sentence.\n// {word} a warp, once.\n", f"// (A sentence.)\n// {word} it is.\n",
+                            f"int a;\n// {word} it is\n", f"int a;\n///< {word} it is\n"):
+                with self.subTest(comment=comment):
+                    found = self.check(comment)
+                    self.assertEqual(len(found), 1, found)
+                    self.assertIn(f"begins with `{word}`", found[0])
+        for comment in ("// Where rows cross.\n", "// When it ends. Later, it does.\n", "// Where rows\n// cross.\n"):
+            with self.subTest(comment=comment):
+                self.assertEqual(len(self.check(comment)), 1)
+
+    def test_for_words_above(self):
+        for comment in ("int a;  // .. of a thread\n", "/// .. and back.\n", "int a;  ///< .. of a thread\n"):
+            with self.subTest(comment=comment):
+                found = self.check(comment)
+                self.assertEqual(len(found), 1, found)
+                self.assertIn("for words above", found[0])
+
+    def test_sentences(self):
+        for comment in ("// A row\n// Of a warp.\n", "// Where rows cross, they do.\n", "// When\n// it is so, it is.\n",
+                        "// Office hours.\n", "int a;  // of a warp\n", "// x0, x1, .. of a lane\n", "// ...\n"):
+            with self.subTest(comment=comment):
+                self.assertEqual(self.check(comment), [])
+        self.assertEqual(self.check("// Of a warp.\n", "src/cpu/a.cpp"), [])  # not a folder of SENTENCES
+
+
 class PrivateMembersTest(unittest.TestCase):
     OWNER = "class Session:\n    def __init__(self):\n        self._rows = {}\ndef _room(): pass\n"
 

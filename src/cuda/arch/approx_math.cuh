@@ -44,7 +44,7 @@ __device__ __forceinline__ float2 unpack_bf16(uint32_t packed) {
   return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
 }
 
-// Of two pairs the lower, or the upper, halves.
+// These return the lower, or the upper, halves of two pairs.
 __device__ __forceinline__ uint32_t low_halves(uint32_t first, uint32_t second) {
   return __byte_perm(first, second, 0x5410);
 }

@@ -31,7 +31,7 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t smem_row, uint32_t& m0, uin
                : "memory");
 }
 
-// What stmatrix_x4_transposed() stored.
+// Loads what stmatrix_x4_transposed() stored.
 __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t smem_row, uint32_t& m0,
                                                        uint32_t& m1, uint32_t& m2, uint32_t& m3) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

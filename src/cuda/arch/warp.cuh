@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who am I: lane, warp and warpgroup, the latter two uniform across the warp so that role branches
+// A thread's lane, warp and warpgroup, the latter two uniform across the warp so that role branches
 // compile to uniform ones.
 #pragma once
 
@@ -21,7 +21,7 @@ __device__ __forceinline__ int warpgroup_idx() {
   return __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
 }
 
-// Of the four of a warpgroup.
+// Returns the place of the warp among the four of its warpgroup.
 __device__ __forceinline__ int warp_in_warpgroup() {
   return static_cast<int>(threadIdx.x) % kWarpgroupThreads / kWarpThreads;
 }

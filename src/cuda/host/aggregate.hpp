@@ -22,7 +22,7 @@ struct AggregateArguments {
   int32_t top_k;                            // K; with token_offsets the typical number of slots
 };
 
-/// Of an aggregate that runs at the same time as the launch ahead of it in the stream. That one neither writes what is
+/// Arguments of an aggregate that runs beside the previous launch of the stream. That one neither writes what is
 /// read here nor touches what is written here, and lets this one start only when all that came before it has ended.
 struct AggregateBesideArguments {
   AggregateArguments aggregate;

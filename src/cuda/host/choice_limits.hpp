@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What choose_tokens can hold. No CUDA header: which layers are served is decided in every build.
+// The bounds of choose_tokens. No CUDA header: which layers are served is decided in every build.
 #pragma once
 
 namespace tessera::cuda {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which CUDA context of a device work goes to.
+// The choice of the CUDA context of a device that work goes to.
 #pragma once
 
 #include <cstdint>

@@ -15,7 +15,7 @@
 
 namespace tessera::cuda::host {
 
-/// What the driver is asked about contexts.
+/// Holds the driver's calls that answer questions about contexts.
 struct ContextCalls {
   PFN_cuInit_v2000 init = driver_function<PFN_cuInit_v2000>("cuInit", 2000);
   PFN_cuDeviceGet_v2000 device_get = driver_function<PFN_cuDeviceGet_v2000>("cuDeviceGet", 2000);

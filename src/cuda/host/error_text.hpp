@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a user reads of a CUDA call that failed: the call, the number and the words that CUDA has for it, and a remedy.
+// The text of a CUDA call that failed: the call, the number and the words that CUDA has for it, and a remedy.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -81,7 +81,7 @@ inline Status device_error(char const* what, cudaError_t error) noexcept {
                                           "cudaError_t, and start the process again if it stays");
 }
 
-/// Of a call of CUDA's, by its name.
+/// Returns the Status of a call of CUDA's, whose name stands in the text.
 inline Status check(cudaError_t error, char const* call) noexcept {
   return error == cudaSuccess ? Status() : device_error(call, error);
 }

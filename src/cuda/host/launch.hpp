@@ -21,7 +21,7 @@ struct PersistentShape {
   bool starts_early = false;  // launch_early()
 };
 
-// Of a GEMM kernel (gemm/sm90/roles.cuh) with config kGemm.
+// Returns the shape of a GEMM kernel (gemm/sm90/roles.cuh) with config kGemm.
 template <auto kGemm, class SharedStorage>
 constexpr PersistentShape persistent_shape(bool starts_early = false) {
   return {kGemm.threads(), kGemm.cluster_m(), int(sizeof(SharedStorage)), starts_early};
@@ -65,7 +65,7 @@ inline cudaLaunchConfig_t launch_config(PersistentShape shape, int ctas, cudaStr
   return config;
 }
 
-// What the runtime is asked about a kernel for its first launch in a context is a look at a word afterwards.
+// The runtime is asked about a kernel once in a context, at its first launch; later launches look at a word.
 
 // Opts in to the shared memory. A kernel always asks for the same bytes.
 template <auto kKernel>
@@ -80,7 +80,8 @@ cudaError_t allow_shared_memory(int smem_bytes) {
   return error;
 }
 
-// How many clusters the device holds at once, of a kernel that may have its shared memory. It always has one shape.
+// Counts the clusters that the device holds at once, of a kernel that may have its shared memory. A kernel always has
+// one shape.
 template <auto kKernel>
 cudaError_t resident_clusters(PersistentShape shape, int& clusters) {
   static PerContext known;

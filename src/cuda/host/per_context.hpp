@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is known in one CUDA context and asked again in the next: a caller may have several of one device, and each
-// loads kernels of its own.
+// Values that are known in one CUDA context and asked again in the next: a caller may have several of one device, and
+// each loads kernels of its own.
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@ namespace tessera::cuda::host {
 
 constexpr uint64_t kUnknownContext = UINT64_MAX;
 
-// Of no other context of the process, not even one that is made later at the same address.
+// No other context of the process has the same number, not even one that is made later at the same address.
 inline uint64_t current_context_id() noexcept {
   static auto* const get_id = driver_function<PFN_cuCtxGetId_v12000>("cuCtxGetId", 12000);
   unsigned long long id = 0;

@@ -107,12 +107,13 @@ struct DownProjectionFwdArguments {
   int32_t experts;                     // E
   int32_t* gmem_tile_counter;          // one int, 0 before and after every launch
   bool few_tokens = false;             // at most kGemvTokens
-  /// Of the up_projection_fwd launched just before: starts in its tail. Null: after it.
+  /// The handover word of the up_projection_fwd launched just before, in whose tail this one starts. Null: it starts
+  /// after it.
   uint32_t* gmem_handover = nullptr;
 };
 
-/// How many experts, the first ones, a kernel hands over before its end. The last quarter is far more than what runs
-/// at the end.
+/// Counts the experts, the first ones, that a kernel hands over before its end. The last quarter is far more than what
+/// runs at the end.
 constexpr int32_t experts_handed_over(int32_t experts) {
   return static_cast<int32_t>(int64_t{experts} * 3 / 4);
 }

@@ -79,7 +79,8 @@ struct WgradArguments {
   int32_t* gmem_tile_counter;    // one int, 0 before and after every launch
   bool starts_early =
       false;  // while the previous kernel of the stream ends: it makes nothing that is read here
-  /// Of the kernel launched just before, which makes `right`: starts in its tail. Null: after it.
+  /// The handover word of the kernel launched just before, which makes `right`: this one starts in its tail. Null: it
+  /// starts after it.
   uint32_t* gmem_handover = nullptr;
 };
 struct DownProjectionWgradArguments : WgradArguments {};

@@ -12,7 +12,7 @@
 
 namespace tessera::cuda {
 
-/// Of every 32 * kBiasVector columns of <dO, b_down> a lane of a warp adds up so many, one after the other.
+/// A lane of a warp adds up so many of every 32 * kBiasVector columns of <dO, b_down>, one after the other.
 constexpr int kBiasVector = 8;
 
 /// ds_j = sum of the partials of row r = inverse_permutation[j], in order, + <dO[gather_index[r]], b_down[e]>;

@@ -10,7 +10,7 @@
 
 namespace tessera::cuda {
 
-/// Whether a token is none of padding; without a mask none is.
+/// True for a token that is not padding; without a mask none is.
 __host__ __device__ constexpr bool is_real(uint8_t const* gmem_token_mask, int64_t token) {
   return gmem_token_mask == nullptr || gmem_token_mask[token] != 0;
 }
@@ -35,7 +35,7 @@ struct MaskChoice {
 };
 cudaError_t launch_mask_choice(MaskChoice const& args, cudaStream_t stream);
 
-/// What router_wgrad reads of real tokens: their dlogits, one after the other, and its chunks of them.
+/// Packs what router_wgrad reads of real tokens: their dlogits, one after the other, and its chunks of them.
 struct PackDlogits {
   int32_t const* gmem_order;    // (T)
   int32_t const* gmem_count;    //

@@ -73,7 +73,7 @@ struct AggregateVector<__nv_bfloat16> {
 
 template <class Element>
 constexpr int kAggregateSlice = arch::kWarpThreads * AggregateVector<Element>::kElements;
-// Of a warp.
+// A warp has so many columns at a time.
 template <class Config, class Element>
 constexpr int kAggregateColumns = Config::config.slices * kAggregateSlice<Element>;
 

@@ -24,8 +24,8 @@
 namespace tessera::cuda {
 
 struct BiasGradientConfig {
-  static constexpr int kColumns = 64;  // of a CTA
-  static constexpr int kVector = 8;    // .. of a thread
+  static constexpr int kColumns = 64;  // columns of a CTA
+  static constexpr int kVector = 8;    // columns of a thread
   static constexpr int kLanes = kBiasGradientLanes;
   static constexpr int kThreads = kLanes * (kColumns / kVector);
   static constexpr int kAhead = 4;  // rows of a lane in flight

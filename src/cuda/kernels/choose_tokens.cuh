@@ -241,7 +241,7 @@ class ExpertColumn {
   uint32_t const* gmem_;
   uint32_t const* ranks_;
   int tokens_;
-  // Of this thread's ranks.
+  // This thread's ranks have these counts and ends.
   int own_members_ = 0, own_eligible_ = 0;
   uint32_t own_best_member_ = 0, own_worst_member_ = UINT32_MAX;
   uint32_t own_best_other_ = 0, own_worst_other_ = UINT32_MAX;
@@ -333,7 +333,7 @@ struct ChoicePart {
   __host__ __device__ static constexpr int words_of(int experts) {
     return (experts_of(experts) + arch::kWarpThreads - 1) / arch::kWarpThreads;
   }
-  // Of all lanes of a CTA.
+  // The lanes of a CTA have so many bytes of these bits.
   static constexpr int kept_bytes(int experts) {
     return 4 * Config::kBlockWarps * arch::kWarpThreads * words_of(experts);
   }

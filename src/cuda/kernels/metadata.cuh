@@ -35,7 +35,7 @@ struct MetadataConfig {
   static constexpr int kWarps = kThreads / arch::kWarpThreads;
   static constexpr int kRounds = kMetadataBlockSlots / kThreads;  // slots of a thread
   static constexpr int kMaxExperts = 1024;
-  // Of metadata_scatter:
+  // metadata_scatter has these:
   static constexpr int kCtas = 3;        // on an SM
   static constexpr int kCluster = 8;     // CTAs that share the sums over all blocks
   static constexpr int kChunk = 8;       // experts whose counts a thread reads at once
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(MetadataConfig::kThreads)
   }
 }
 
-// Of four experts of a thread: rows of the expert, in all and in this block, and then the sums over earlier experts.
+// A thread has four experts: first their rows, in all and in this block, then the sums over earlier experts.
 struct ExpertSums {
   int total[4], block[4];
 };
@@ -269,7 +269,7 @@ struct alignas(16) UnitSumsStorage {
   // (groups of threads, pitch): rows in the units ahead of the cluster, and in all
   int partial_ahead[MetadataConfig::kThreads * MetadataConfig::kChunk];
   int partial_total[MetadataConfig::kThreads * MetadataConfig::kChunk];
-  // By expert: this CTA's share of both sums, and the rows of its own block.
+  // Each expert has this CTA's share of both sums, and the rows of its own block.
   int ahead[MetadataConfig::kMaxExperts];
   int total[MetadataConfig::kMaxExperts];
   int in_block[MetadataConfig::kMaxExperts];
@@ -365,8 +365,8 @@ __device__ __forceinline__ void add_to(int (&sum)[4], int4 const& four) {
   sum[3] += four.w;
 }
 
-// Of this thread's four experts: rows in all, in this block, and in the blocks before it. No CTA of the cluster may end
-// before its peers have returned from here.
+// Counts the rows of this thread's four experts: in all, in this block, and in the blocks before it. No CTA of the
+// cluster may end before its peers have returned from here.
 __device__ __forceinline__ void sum_units(MetadataArguments const& p, RankUnits const& ranked,
                                           uint16_t* smem_before, ExpertSums& sums, int (&before)[4],
                                           UnitSumsStorage& smem) {

@@ -93,7 +93,7 @@ struct RankedToken {
     return core::key_value(__reduce_max_sync(arch::kAllLanes, key));
   }
 
-  // What p of its own is divided by: what divides the members'.
+  // Returns the divisor of p of its own, which is that of the members.
   __device__ float divisor() const {
     if (!p.router.normalize_scores) return 1;
     float partial = 0;

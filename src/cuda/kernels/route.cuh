@@ -38,7 +38,7 @@ struct RouteConfig {
   static constexpr int kMaxExperts = 1024;
   static constexpr int kMaxTopK = arch::kWarpThreads;
   static constexpr int kMaxGroups = arch::kWarpThreads;
-  // Where route_shared ranks: a lane of four has so many of a token's choices and experts.
+  // route_shared ranks up to these bounds: a lane of four has so many of a token's choices and experts.
   static constexpr int kMaxRankedExperts = 128;
   static constexpr int kMaxRankedTopK = 8;
   static constexpr int64_t kMaxCountBytes = 1
@@ -305,7 +305,7 @@ __device__ __forceinline__ float softmax_sum(RouteArguments const& p, float cons
   return warp::fold_sum(sum);
 }
 
-// Of kLanes lanes, lane q holds the chosen logits q, q + kLanes, ..; writes their scores and p. kValues: of a lane in a
+// Lane q of kLanes holds the chosen logits q, q + kLanes, ..; writes their scores and p. kValues: those of a lane in a
 // softmax over all experts, which takes a whole warp.
 template <int kLanes, int kChoices, int kValues>
 __device__ __forceinline__ void store_scores(RouteArguments const& p, bool has_own_p,

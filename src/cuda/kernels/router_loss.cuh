@@ -37,7 +37,7 @@ struct TokenLoss {
   float balance = 0, z = 0, sequence = 0;
 };
 
-// What a lane holds of one token's experts; zeros behind the last one, which leave every sum as it is.
+// A lane holds its share of one token's experts; zeros behind the last one, which leave every sum as it is.
 template <int kLaneExperts, bool kOwnP, bool kSequences>
 struct LaneRow {
   RouterLossArguments const& p;
@@ -78,7 +78,7 @@ struct LaneRow {
     return largest + core::log_fp32(sum);
   }
 
-  // What own_p is divided by.
+  // Returns the divisor of own_p.
   __device__ float divisor() const {
     if constexpr (!kOwnP) return 1.0f;
     float partial = 0;

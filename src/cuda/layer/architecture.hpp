@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which GPUs the kernels run on.
+// The GPUs that the kernels run on.
 #pragma once
 
 #include "tessera/status.hpp"

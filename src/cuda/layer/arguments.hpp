@@ -68,7 +68,8 @@ struct BackwardArguments {
 BackwardArguments backward_arguments(MoeDesc const& desc, MoeBackwardArgs const& args,
                                      BackwardMemory const& memory) noexcept;
 
-/// Whether the experts may write their rows to `out` itself: grouped rows, one for each of its own, at such addresses.
+/// True where the experts may write their rows to `out` itself: grouped rows, one for each of its own, at such
+/// addresses.
 bool rows_lie_in(MoeDesc const& desc, Tensor const& out) noexcept;
 
 /// An aligned address that is never read: it stands for the memory of a call that is only asked about.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What src/ops asks of the CUDA backend. No CUDA headers: a build without CUDA has the same functions
+// The functions of the CUDA backend that src/ops calls. No CUDA headers: a build without CUDA has the same functions
 // (not_built.cpp), which say so.
 #pragma once
 
@@ -46,9 +46,9 @@ class DeviceContext {
 /// The backend as `backends()` reports it.
 BackendInfo backend_info();
 
-/// Whether the backend stores tensors of this floating type.
+/// Refuses floating types of which the backend stores no tensors.
 Status check_storage(DType dtype) noexcept;
-/// Whether the backend serves a desc that core::check_desc accepted.
+/// Refuses a desc that core::check_desc accepted and the backend does not serve.
 Status check_supported(MoeDesc const& desc) noexcept;
 
 /// Bytes of workspace of a pass for a supported desc. With SavePolicy::none the routing tables, `routing_bytes` long,

@@ -20,7 +20,7 @@
 namespace tessera::cuda {
 namespace {
 
-/// What a call has to make for the outputs that it was given.
+/// Says what a call has to make for the outputs that it was given.
 struct Wanted {
   bool dx, dlogits, dscores, a_scaled, dgrad, dw_router;
 };
@@ -224,7 +224,7 @@ class Backward {
             .experts = 1});
   }
 
-  /// What backward_input left in fp32, as the operand of router_wgrad.
+  /// Rounds what backward_input left in fp32 to the operand of router_wgrad.
   void round_saved_dlogits() noexcept {
     if (!wanted_.dw_router) return;
     if (fp32_router_) return split_dlogits_for_weights();
@@ -283,7 +283,7 @@ class Backward {
     return is_whole_ && g.dw_down.present() && !g.db_down.present();
   }
   [[nodiscard]] bool routed() const noexcept { return desc_.router.kind != RouterKind::given; }
-  /// Where dlogits are 0 but for the experts of a token.
+  /// Serves routers whose dlogits are 0 but for the experts of a token.
   void put_router_part_in_rows() noexcept {
     if (!routed() || core::has_softmax_over_all(desc_.router.kind) || desc_.rounds_tokens() ||
         args_.aux_dlogits.present()) {
@@ -349,7 +349,7 @@ class Backward {
             .experts = static_cast<std::int32_t>(desc_.shape.experts)};
   }
 
-  /// Of distinct ids.
+  /// The ids are distinct.
   [[nodiscard]] RouterDlogitsArguments dlogits(std::int32_t const* gmem_ids,
                                                float const* gmem_dscores) const noexcept {
     bool const split = gmem_dlogits_ == args_.dlogits_saved.data;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a call would launch, asked with the arguments of a call whose tensors are contiguous and aligned.
+// Explains what a call would launch, asked with the arguments of a call whose tensors are contiguous and aligned.
 #include <string>
 
 #include "core/gradient_dtype.hpp"
@@ -125,7 +125,7 @@ std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, std::
   return ops;
 }
 
-/// Where the fast router_dlogits has no part in it.
+/// Refuses what the fast router_dlogits has no part in.
 Refusal refuse_dlogits(MoeDesc const& desc, RouterGradientArguments const& args) {
   if (desc.router.replay) return {"replayed ids may repeat within a token"};
   if (splits_rounded(desc))

@@ -142,7 +142,7 @@ void add_token_choice(MoeDesc const& desc, RouterTensors const& tensors, RouterM
          .gmem_token_mask = static_cast<std::uint8_t const*>(tensors.token_mask.data)},
         stream);
   });
-  // What backward reads of the choice before rounding.
+  // Backward reads these of the choice before rounding.
   if (desc.rounds_tokens()) {
     add_mask(desc, tensors, memory.gmem_unrounded_ids, memory.gmem_member_scores, nullptr,
              sequence);

@@ -23,7 +23,7 @@ __device__ Value add_up(Value own, Value (&smem_sums)[kThreads / kLanes]) {
   return all;
 }
 
-// What the error word keeps of an fp32 count that breaks a rule: it has no place for fractions and NaN.
+// Returns what the error word holds of an fp32 count that breaks a rule: it has no place for fractions and NaN.
 __device__ int64_t bad_real(double count) { return count > 0 ? INT64_MAX : -1; }
 
 // sum f of fp32 counts: every warp adds up all of them.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What balancing makes of the counts f of an expert's tokens: the costs C of the load-balancing loss, and the update of
-// the selection bias.
+// Balancing makes two things of the counts f of an expert's tokens: the costs C of the load-balancing loss, and the
+// update of the selection bias.
 #pragma once
 
 #include <cuda_runtime_api.h>

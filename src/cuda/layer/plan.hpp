@@ -28,7 +28,7 @@ enum TileCounter : int {
   kNumTileCounters
 };
 
-/// Of token rounding and expert choice.
+/// Regions of token rounding and expert choice.
 struct ChoicePlan {
   core::Region<float> member_scores;  ///< [T,K], token rounding
   core::Region<std::byte> workspace;  ///< choose_tokens_workspace_bytes
@@ -73,7 +73,7 @@ struct BackwardPlan {
   core::Region<std::byte> packed;        ///< PackedPlan; whole: in the place of dx rows, then dead
   std::size_t bytes = 0;
 };
-/// Of dw_router and db_router with padding.
+/// Regions of dw_router and db_router with padding.
 struct PackedPlan {
   core::Region<std::uint16_t> dlogits;       ///< [T,E] bf16
   core::Region<std::int32_t> order;          ///< [T]
@@ -82,7 +82,8 @@ struct PackedPlan {
   std::size_t bytes = 0;
 };
 PackedPlan plan_packed(MoeDesc const& desc) noexcept;
-/// Whether backward tells the top-k choice from what token rounding added: with a softmax over all it need not.
+/// True where backward distinguishes the top-k choice from what token rounding added: with a softmax over all it need
+/// not.
 bool splits_rounded(MoeDesc const& desc) noexcept;
 /// pass: backward, backward_input or backward_weights.
 BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept;

@@ -27,7 +27,7 @@ constexpr std::int64_t kMaxRows = std::int64_t{1} << 30;  // of ragged tensor ma
 constexpr std::int64_t kMaxColumns = std::int64_t{1} << 22;
 constexpr std::int64_t kMaxGemvRows = 4096;  // a CTA for each and every few columns
 
-// What TMA and the 16-byte copies need of sizes, pitches and bases; the first failure wins.
+// Checks what TMA and the 16-byte copies need of sizes, pitches and bases; the first failure wins.
 class Requirements {
  public:
   void multiple_of_8(char const* name, std::int64_t value) {
@@ -82,7 +82,7 @@ class Requirements {
     at_most("experts", experts, kMaxGemmSegments);
     at_most("rows", rows, kMaxRows);
   }
-  // Of a gradient: without rows nothing can be gathered, not even to be zero-filled.
+  // A gradient needs rows: without them nothing can be gathered, not even to be zero-filled.
   void some_rows(std::int64_t rows) {
     if (ok() && rows == 0) r_ = refusal("%s", "rows=0: zeros at most");
   }

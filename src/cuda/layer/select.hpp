@@ -25,7 +25,7 @@ Refusal refuse(RouterWgradArguments const& args) noexcept;
 Refusal refuse(RouterLossArguments const& args) noexcept;
 Refusal refuse(BiasGradientArguments const& args) noexcept;
 
-/// Whether the kernel for few tokens serves a call.
+/// True where the kernel for few tokens serves a call.
 bool prefers_gemv(RouterLogitsArguments const& args) noexcept;
 bool prefers_gemv(UpProjectionFwdArguments const& args) noexcept;
 bool prefers_gemv(DownProjectionFwdArguments const& args) noexcept;

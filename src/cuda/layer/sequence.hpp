@@ -70,7 +70,7 @@ inline void add_zero_tail(MoeDesc const& desc, RoutingView const& tables, Tensor
                             stream);
   });
 }
-/// Where the tables exist already: by a launch of its own.
+/// Clears them by a launch of its own, for calls whose tables exist already.
 inline void clear_counters(std::int32_t* gmem_counters, Sequence& sequence) noexcept {
   sequence.add("tile counters", [&](cudaStream_t stream) {
     return cudaMemsetAsync(gmem_counters, 0, sizeof(std::int32_t) * kNumTileCounters, stream);

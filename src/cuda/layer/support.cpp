@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the CUDA backend serves; no device is asked.
+// The layers that the CUDA backend serves; no device is asked.
 #include "cuda/layer/backend.hpp"
 
 #include "core/router_groups.hpp"

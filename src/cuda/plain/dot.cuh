@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the plain twins of the GEMMs share: one dot product in order, the expert of a row, one thread per output.
+// The plain twins of the GEMMs share this: one dot product in order, the expert of a row, one thread per output.
 #pragma once
 
 #include <cuda_bf16.h>

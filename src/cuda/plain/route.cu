@@ -134,7 +134,7 @@ struct TokenSlots {
   int64_t first, end;
 
   __device__ int32_t id(int64_t slot) const { return p.gmem_ids[slot]; }
-  // Whether the slot is the first that names its expert.
+  // True for the first slot that names its expert.
   __device__ bool counts(int64_t slot) const {
     if (id(slot) < 0) return false;
     for (int64_t j = first; j < slot; ++j) {

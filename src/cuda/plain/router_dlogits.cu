@@ -64,7 +64,7 @@ struct Experts {
   }
 };
 
-// What the lanes of a warp know of their token.
+// The lanes of a warp know this of their token.
 struct Token {
   RouterDlogitsArguments const& p;
   int64_t token;
@@ -153,7 +153,7 @@ struct Token {
       gmem_row[id] = core::own_p_gradient(p.kind, own_p(members, k, id), g, sum);
     });
   }
-  // Of the slots of this lane, which wrote their dlogits itself.
+  // Writes the slots of this lane, which wrote their dlogits itself.
   __device__ void by_row(Experts const& slots) const {
     for (int64_t slot = slots.first + lane; slot < slots.end; slot += kLanes) {
       int32_t const row = p.gmem_inverse_permutation[slot], id = p.gmem_ids[slot];
@@ -198,8 +198,8 @@ __global__ void __launch_bounds__(plain::kThreads)
   token.finish();
 }
 
-// What token rounding left of the top-k choice, scores and dscores of its experts, 0 where dropped; and the slots of
-// the others, which it added.
+// Splits a token's experts: those of the top-k choice, with scores and dscores, 0 where token rounding dropped them;
+// and the slots of the others, which it added.
 struct SplitToken {
   RoundedDlogitsArguments const& args;
   RouterDlogitsArguments const& p = args.dlogits;

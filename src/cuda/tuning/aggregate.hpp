@@ -42,7 +42,7 @@ struct AggregateEightSlots {
   static constexpr AggregateConfig config{.slots_in_flight = 8, .warps = 8, .ctas_per_sm = 4};
 };
 
-/// What `launch` returns for the configuration of this many slots per token.
+/// Returns what `launch` returns for the configuration of this many slots per token.
 template <class Launch>
 auto with_aggregate_config(int top_k, Launch launch) {
   if (top_k <= AggregateTwoSlots::config.slots_in_flight) return launch(AggregateTwoSlots{});

@@ -15,7 +15,7 @@ namespace tessera::cuda {
 // many for L2 are read once. bench/results/archive/h200/2026-11-23-rasters-forward.json
 constexpr int kForwardRaster = 1;
 
-// How the columns of gate and up lie in a gated layer's weights: one half behind the other, or in turn.
+// The columns of gate and up lie in a gated layer's weights one half behind the other, or in turn.
 enum class Columns : uint8_t { kHalves, kInterleaved };
 
 // Gathered rows: 16-byte copies cost the same per row whatever the tile, so it is as wide as possible.
@@ -96,8 +96,8 @@ struct RouterLogitsWide {
   static constexpr gemm::GemmConfig gemm{.stages = 4, .order = {.draw = gemm::Draw::kStride}};
 };
 
-// Of an fp32 w_router. A stage of 64 KB is 3.1 MFLOP, which L2 does not keep up with where every SM reads its own B:
-// two CTAs share it, but for few experts. docs/notebook/2026-11-27-fp32-router.md
+// This serves an fp32 w_router. A stage of 64 KB is 3.1 MFLOP, which L2 does not keep up with where every SM reads its
+// own B: two CTAs share it, but for few experts. docs/notebook/2026-11-27-fp32-router.md
 struct RouterLogitsTermsFew {
   static constexpr int kMaxExperts = 64;
   static constexpr gemm::GemmConfig gemm{.tile = {128, 128, 64},

@@ -38,7 +38,7 @@ struct DownProjectionDgradConfig {
 
 constexpr bool down_projection_dgrad_is_wide(int64_t intermediate) { return intermediate > 128; }
 
-// Whether the rows of dx start from what the router adds to them.
+// The rows of dx start from zero, or from what the router adds to them.
 enum class RouterPart : uint8_t { kNone, kAdded };
 
 template <gemm::Major kMajor, RouterPart kRouterPart, gemm::Tail kTail = gemm::Tail::kWhole>
@@ -50,8 +50,8 @@ struct UpProjectionDgradConfig {
       .epilogue = {.mode = gemm::EpilogueMode::kDeferred, .outer_product = router_part}};
 };
 
-// What a weight gradient is stored as. bf16 that is added to is a kernel of its own; fp32 is added to by a switch of
-// the call.
+// A weight gradient is stored in one of these forms. bf16 that is added to is a kernel of its own; fp32 is added to by
+// a switch of the call.
 enum class Gradient : uint8_t { kBf16, kAddedToBf16, kFp32 };
 
 // Stores are left to the next tile's k loop, but for bf16 gradients that are added to: what they are added to
@@ -85,7 +85,7 @@ struct ProjectionWgradConfig {
       .chain = any_layout ? gemm::Chain::kNone : gemm::Chain::kTakesOver};
 };
 
-// Where no CTA of a pair is left without a tile.
+// True where no CTA of a pair is left without a tile.
 constexpr bool projection_wgrad_in_pairs(int64_t hidden, int sm_count) {
   constexpr int kTileM = gemm::GemmConfig{}.tile.m;
   return (hidden + kTileM - 1) / kTileM % 2 == 0 && sm_count >= 2;

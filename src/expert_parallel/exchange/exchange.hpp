@@ -36,7 +36,7 @@ struct ExchangeArguments {
   std::int32_t const* gmem_topk_ids;  // [tokens,max_top_k]; outside [0,E): no row
   float const* gmem_scores;           // [tokens,max_top_k]
   char* gmem_pool;                    // the fused kernel: [pool_rows,d] bf16
-  // Of the shape, so that no thread divides by it for each pair or row.
+  // These follow from the shape, so that no thread divides by it for each pair or row.
   std::int32_t local_experts = shape.local_experts();
   std::int32_t partial_experts = shape.partial_experts();
   Divisor by_local_experts{local_experts}, by_top_k{shape.max_top_k};
@@ -49,8 +49,8 @@ struct ExchangeArguments {
   }
 };
 
-/// Where a row comes from and goes back to. Where rows cross once, those of a token here are a list, by expert, then
-/// choice; else every row is one of its own.
+/// Names the place that a row comes from and goes back to. Where rows cross once, those of a token here are a list, by
+/// expert, then choice; else every row is one of its own.
 struct alignas(16) RowOrigin {
   std::int32_t pair;      ///< token * max_top_k + choice, on its source
   std::int32_t source;    ///< rank
@@ -58,7 +58,7 @@ struct alignas(16) RowOrigin {
   std::int32_t is_first;  ///< 1: of the list; else 0
 };
 
-/// What a rank knows of the rows that its experts have in a pass, R of them.
+/// Holds what a rank knows of the rows that its experts have in a pass, R of them.
 struct RowTables {
   std::int32_t* gmem_expert_offsets;  // [local_experts+1], the last one is R
   RowOrigin* gmem_origins;            // [R]

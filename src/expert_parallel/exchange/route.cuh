@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every CTA does first: counts to all ranks, its token slice's rows to the owners, and the plan.
+// Every CTA does this first: counts to all ranks, its token slice's rows to the owners, and the plan.
 //   scan     histogram of the slice, by warps, and the prefix over slices [route_scan]
 //   counts   to every rank, from a CTA for each; they need no fence
 //   entries  one per row into the list of its owner; an entry's place depends on the choices alone. A warp has a run of
@@ -40,7 +40,7 @@ struct RouteStorage {
   std::int32_t next[kWarps][kMaxExperts];  // of each warp's next row
 };
 
-// Whether all threads of the CTA may go on; a barrier.
+// True in all threads of the CTA if all of them may go on; a barrier.
 __device__ inline bool all_reached(bool reached) { return __syncthreads_or(reached ? 0 : 1) == 0; }
 
 __device__ inline bool is_expert(ExchangeArguments const& p, std::int32_t id) {
@@ -117,7 +117,7 @@ __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, s
   auto const histogram = [&](int c) {
     return reinterpret_cast<std::int32_t*>(p.gmem_local + p.local.histogram(c));
   };
-  // What each warp counted becomes what the warps before it have.
+  // Replaces what each warp counted by what the warps before it have.
   for (int e = thread; e < experts; e += kThreads) {
     std::int32_t rows = 0;
     TESSERA_UNROLL
@@ -173,8 +173,8 @@ __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, s
   return true;
 }
 
-// Where rows cross once: the token's choices on the owner of `id`. The one of the lowest expert, whose tasks come
-// first, pulls the row.
+// Adds the token's choices on the owner of `id` to the entry, for rows that cross once. The one of the lowest expert,
+// whose tasks come first, pulls the row.
 __device__ inline void join(ExchangeArguments const& p, std::int32_t id, int pair,
                             RouteEntry& entry) {
   int const choice = pair - p.token_of(pair) * p.shape.max_top_k;
@@ -277,7 +277,7 @@ __device__ void plan_by_warps(ExchangeArguments const& p, RouteStorage<kThreads>
         std::int32_t const rows = has_expert ? rows_of(p.shape, counts, first + local) : 0;
         std::int32_t const blocks = blocks_of(p.shape, rows);
         std::int32_t const units = units_of(blocks);
-        // What the experts before this one have; ahead grows by what this group has.
+        // Returns what the experts before this one have; ahead grows by what this group has.
         auto const first_of = [](std::int32_t own, std::int32_t& ahead) {
           std::int32_t const sum = cuda::warp::inclusive_sum(own);
           std::int32_t const before = ahead + sum - own;

@@ -9,7 +9,7 @@
 
 namespace tessera::expert_parallel {
 
-// What every CTA knows of the rows of all ranks, by the experts' numbers over all ranks.
+// Holds what every CTA knows of the rows of all ranks, by the experts' numbers over all ranks.
 struct PassPlan {
   CountMatrix counts;
   ExpertPlan const* plan;
@@ -25,7 +25,7 @@ __device__ inline void send_row_limit(ExchangeArguments const& exchange, std::ui
               CountWord{row_limit, epoch}.word());
 }
 
-// By all threads of a CTA. False: a wait has failed.
+// All threads of a CTA call it. False: a wait has failed.
 __device__ inline bool signal_host(ExchangeArguments const& exchange, PassPlan const& pass,
                                    std::uint32_t epoch, HostSignal const& host) {
   int const rank = static_cast<int>(threadIdx.x);
@@ -44,7 +44,7 @@ __device__ inline bool signal_host(ExchangeArguments const& exchange, PassPlan c
   return true;
 }
 
-// Of the first `rows` rows. By all threads of a CTA.
+// Writes where the first `rows` rows of each expert begin; threads share the experts.
 __device__ inline void write_offsets(ExchangeArguments const& exchange, PassPlan const& pass,
                                      RowTables const& made, int rows, int thread, int threads) {
   int const local = exchange.local_experts;

@@ -41,8 +41,8 @@ class Waiter {
     return wait([&] { return own.acquire(word); },
                 [&](std::uint32_t seen) { return seen == epoch_; }, epoch_, Site::staged, peer);
   }
-  /// What ranks have written into this rank's window for this pass. By a converged warp: lane r waits for rank r, if it
-  /// does; all lanes leave at once.
+  /// Waits for what ranks have written into this rank's window for this pass. A converged warp calls it: lane r waits
+  /// for rank r, if it does; all lanes leave at once.
   __device__ bool for_lists(bool waits) const {
     int const peer = waits ? arch::lane_idx() : p_.rank;
     OwnWindow const own = own_window(p_);
@@ -57,7 +57,7 @@ class Waiter {
     return wait([&] { return arch::load_acquire_gpu(word); },
                 [&](std::uint32_t seen) { return seen == count; }, count, site, -1);
   }
-  /// By a converged warp, which does something else between two looks.
+  /// A converged warp calls it, and does something else between two looks.
   template <class Meanwhile>
   __device__ bool for_count(std::int64_t offset, std::uint32_t count, Site site,
                             Meanwhile meanwhile) const {
@@ -88,7 +88,7 @@ class Waiter {
     if (ranks != 0 && rank == first_of(ranks)) raise(Site::ended, -1, 0, 0, by);
   }
 
-  /// By a thread that cannot go on, though every word has come; others find out at the end of their passes.
+  /// A thread calls it that cannot go on, though every word has come; others find out at the end of their passes.
   __device__ void give_up(Site site, std::uint32_t expected, std::uint32_t seen) const {
     raise(site, -1, expected, seen, 0);
     signal_all(p_.rank + 1);
@@ -113,7 +113,7 @@ class Waiter {
   template <bool kWarp = false, class Look, class Enough>
   __device__ bool wait(Look look, Enough enough, std::uint32_t wanted, Site site, int peer) const {
     constexpr int kSpinsPerLook = 1024;  // at the clock and at the abort words
-    // What a peer does not send stops those, too, who wait for counters of this GPU: who can name it reports first.
+    // A peer that does not send stops those, too, who wait for counters of this GPU: who can name it reports first.
     std::uint64_t const limit_ns = p_.limit_ns + (peer < 0 ? p_.limit_ns / 8 : 0);
     std::uint64_t begin = 0;
     for (int spin = 1;; ++spin) {

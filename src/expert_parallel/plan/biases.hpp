@@ -7,8 +7,8 @@
 
 namespace tessera::expert_parallel {
 
-/// Whether the fused kernel of an activation adds biases: the one of gpt-oss, whose experts have them. In the others
-/// code for it would cost passes that have none.
+/// True where the fused kernel of an activation adds biases: for that of gpt-oss, whose experts have them. In the
+/// others code for it would cost passes that have none.
 TESSERA_INLINE constexpr bool adds_biases(ActivationKind kind) {
   return kind == ActivationKind::clamped_swiglu;
 }

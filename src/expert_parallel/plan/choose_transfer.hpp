@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which transfer an exchange takes, from its shape alone, so alike on all ranks.
+// Chooses the transfer of an exchange, from its shape alone, so alike on all ranks.
 #pragma once
 
 #include "expert_parallel/plan/protocol.hpp"
@@ -24,7 +24,7 @@ inline double rows_across(ExchangeShape const& s, Transfer transfer) {
   return others * (1 - misses);
 }
 
-/// .. and of its results that come back.
+/// Results of a token that come back from other ranks, choices drawn evenly.
 inline double results_across(ExchangeShape const& s) {
   double const added =
       static_cast<double>(s.partial_experts()) / s.local_experts();  // of the choices

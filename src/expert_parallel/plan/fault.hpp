@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a kernel leaves behind when a wait for a peer has lasted too long: who waited where, for what.
+// A kernel leaves this behind when a wait for a peer has lasted too long: who waited where, for what.
 #pragma once
 
 #include <cstdint>

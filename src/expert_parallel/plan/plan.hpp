@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every rank derives alike from the count matrix c[source][expert], so that nobody has to ask:
+// Every rank derives this alike from the count matrix c[source][expert], so that nobody has to ask:
 //   M_e = sum of c over sources. The rows of an expert: its owner's own first, then those of the ranks
 //   after the owner, mod P, so that owners pull from different peers at any one time.
 //   block: block_rows rows of one expert in the owner's pool, the last one padded
@@ -17,15 +17,15 @@
 
 namespace tessera::expert_parallel {
 
-// Of a layer whose experts are spread.
+// A layer whose experts are spread has these bounds.
 constexpr std::int32_t kMaxExperts = 512;
 constexpr std::int32_t kMaxChoices = 32;  // of a token
 constexpr int kUnitBlocks = 16;
 constexpr int kTileColumns = 256;  // of a GEMM; a gated up projection makes half as many of a
 
-/// What crosses the link. direct: a row for every pair, and its result back. once: a token's row once per owner, and
-/// the result of every pair back. partial combine: a token's row once per owner, and what the owner made of it back:
-/// the one result, or the sum of several, weighted by the scores.
+/// Rows cross the link in one of three ways. direct: a row for every pair, and its result back. once: a token's row
+/// once per owner, and the result of every pair back. partial combine: a token's row once per owner, and what the owner
+/// made of it back: the one result, or the sum of several, weighted by the scores.
 enum class Transfer : std::int32_t { direct, once, partial_combine };
 
 /// Bounds of an exchange, equal on all ranks. Owner of expert e: rank e / local_experts(). A token may name an expert
@@ -149,7 +149,7 @@ TESSERA_INLINE void make_plan(ExchangeShape const& shape, CountMatrix counts, Ex
   }
 }
 
-/// What an owner has in all.
+/// Counts what an owner has in all.
 struct OwnerTotals {
   std::int32_t rows, blocks, units;
 };
@@ -190,7 +190,7 @@ TESSERA_INLINE std::int32_t block_of_pair(ExchangeShape const& shape, CountMatri
                                    shape.block_rows);
 }
 
-/// Where a row of the pool comes from.
+/// Names the place that a row of the pool comes from.
 struct PoolRow {
   std::int32_t expert;
   std::int32_t row;       ///< of the owner's pool, pads counted
@@ -284,7 +284,7 @@ class UnitCursor {
   [[nodiscard]] TESSERA_INLINE std::int32_t expert() const { return expert_; }
   [[nodiscard]] TESSERA_INLINE std::int32_t first_block() const { return first_block_; }
   [[nodiscard]] TESSERA_INLINE std::int32_t blocks() const { return blocks_; }
-  /// Of the expert, those of later units too.
+  /// Counts rows of the expert, those of later units too.
   [[nodiscard]] TESSERA_INLINE std::int32_t rows_from_last_block(std::int32_t block_rows) const {
     ExpertPlan const& expert = plan_[expert_];
     return expert.rows - (first_block_ + blocks_ - 1 - expert.first_block) * block_rows;

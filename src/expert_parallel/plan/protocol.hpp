@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the ranks of one exchange talk: where things lie in a window, which word announces what, and when
+// The protocol of the ranks of one exchange: where things lie in a window, which word announces what, and when
 // a wait is over. Kernel, model and host share this file.
 //
 //   site        signals -> waits                    word                    until          scope
@@ -92,7 +92,7 @@ struct PairPlace {
   }
 };
 
-/// What a source says of each of its pairs to their owners, where rows cross once.
+/// Holds what a source says of each of its pairs to their owners, where rows cross once.
 struct alignas(8) PlacedPair {
   std::uint32_t place;  ///< PairPlace
   float score;          ///< partial combine
@@ -107,12 +107,12 @@ TESSERA_INLINE constexpr bool serves_once(ExchangeShape const& s) {
 TESSERA_INLINE constexpr std::int32_t parity(std::uint32_t epoch) {
   return static_cast<std::int32_t>(epoch & 1u);
 }
-/// Whether a word that holds an epoch stands at `epoch` or later; right across the wrap of 32 bits, for words that are
+/// True if a word that holds an epoch stands at `epoch` or later; right across the wrap of 32 bits, for words that are
 /// less than 2^31 passes old.
 TESSERA_INLINE constexpr bool reached(std::uint32_t word, std::uint32_t epoch) {
   return static_cast<std::int32_t>(word - epoch) >= 0;
 }
-/// Whether this pass begins by setting this rank's words that some passes do not write, to the pass before it: no word
+/// True if this pass begins by setting this rank's words that some passes do not write, to the pass before it: no word
 /// becomes 2^31 passes old. Those of blocks, and in the fused kernel those that the unfused ones write.
 TESSERA_INLINE constexpr bool renews_words(std::uint32_t epoch) {
   return epoch % (std::uint32_t{1} << 30) == 0;
@@ -130,7 +130,8 @@ struct CountWord {
   }
 };
 
-/// What the host is signalled: this rank's rows, whether those of every rank are within its row limit, and who asked.
+/// Holds what the host is signalled: this rank's rows, whether those of every rank are within its row limit, and who
+/// asked.
 struct RoutedWord {
   static constexpr std::uint32_t kOverflows = std::uint32_t{1} << 31;
   std::int32_t rows;

@@ -25,7 +25,7 @@ struct DeviceCalls {
   Status (*synchronize)() noexcept = nullptr;
   /// To host memory, there on return.
   Status (*read)(void* host, void const* device_memory, std::size_t bytes) noexcept = nullptr;
-  /// Whether kernels of the current context can address it.
+  /// True if kernels of the current context can address it.
   bool (*is_device_memory)(void const* pointer) noexcept = nullptr;
   /// Memory of the current context's device.
   Expected<void*> (*allocate)(std::size_t bytes) noexcept = nullptr;

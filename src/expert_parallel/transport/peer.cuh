@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How kernels reach the windows of a group, and all that a transport has to provide: Peer is the window of any rank,
-// OwnWindow that of this one, where words and rows of its peers arrive. Both are values that hold an address. No other
+// Kernels reach the windows of a group by two values, which are all that a transport has to provide: Peer is the window
+// of any rank, OwnWindow that of this one, where words and rows of its peers arrive. Both hold an address. No other
 // code of a kernel may index windows (tools/check_source.py).
 //
 //   load_if_local    A place to read from. Null means that the rank is reached by messages alone.

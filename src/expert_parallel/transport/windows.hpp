@@ -28,17 +28,17 @@ class Windows {
   char* windows_[kMaxRanks] = {};
 };
 
-/// Whether the window of each rank has an address on the GPUs of all others. It has while a group is of one host; what
+/// True if the window of each rank has an address on the GPUs of all others. It has while a group is of one host; what
 /// hands out windows refuses any other group: Engine and ProcessWindows where a GPU does not reach another one,
 /// adopt_window where an address is null.
 inline constexpr bool kAllAddressed = true;
 
-/// What a kernel has to do about a rank whose window has no address here. Neither way is built.
+/// A kernel does one of these for a rank whose window has no address here. Neither way is built.
 enum class OtherWay {
   kSent,   ///< Who cannot load a row is sent it: its source puts it into the reader's window.
   kStaged  ///< What would be stored there is staged in the own window, then put.
 };
-/// Whether a kernel may ask for an address. Where windows have none, the compiler stops here and says what is missing.
+/// True if a kernel may ask for an address. Where windows have none, the compiler stops here and says what is missing.
 consteval bool has_way(OtherWay way, bool all_addressed = kAllAddressed) {
   if (all_addressed) return true;
   switch (way) {

@@ -54,7 +54,7 @@ __device__ void send(CombineArguments const& p, CopyRing& ring) {
   });
 }
 
-// By the first warp of a CTA behind its barrier: whether the CTA is the last one.
+// The first warp of a CTA calls it behind its barrier. True if the CTA is the last one.
 __device__ bool is_last(ExchangeArguments const& p, std::uint32_t epoch) {
   std::uint32_t before = 0;
   if (arch::lane_idx() == 0) {

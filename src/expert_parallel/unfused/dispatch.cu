@@ -87,7 +87,7 @@ class FirstRows {
   std::int32_t next_ = -1;
 };
 
-// What all rows of a warp have in common, first those of x, then those of second_x.
+// Pulls all rows of a warp, first those of x, then those of second_x.
 class Pull {
  public:
   __device__ Pull(DispatchArguments const& p, Ring& ring, int worker, int workers, int rows)
@@ -163,7 +163,7 @@ class Pull {
   int loaded_ = 0, stored_ = 0;
 };
 
-// What takes no bulk copies. thread of threads: of the whole grid.
+// Writes what takes no bulk copies. thread of threads: those of the whole grid.
 __device__ void write_tables(DispatchArguments const& p, std::int64_t thread, std::int64_t threads,
                              int rows) {
   ExchangeArguments const& exchange = p.exchange;

@@ -14,7 +14,7 @@
 
 namespace tessera::cuda::arch {
 
-// Which of its two dimensions is contiguous in an operand: k, or its rows (M of A, N of B).
+// An operand is contiguous along k, or along its rows (M of A, N of B).
 enum class MmaMajor : uint32_t { kK = 0, kRows = 1 };
 
 // Formats of 8-bit operands.
@@ -49,7 +49,7 @@ struct Mxf8Mma {
   }
 };
 
-// How 16-byte chunks are exchanged inside rows of so many bytes. With 128: chunk c of row r lies at c ^ r % 8.
+// The swizzle exchanges 16-byte chunks inside rows of so many bytes. With 128: chunk c of row r lies at c ^ r % 8.
 enum class MmaSwizzle : uint32_t { kNone = 0, k128 = 2, k64 = 4, k32 = 6 };
 
 // An operand in shared memory. Eight rows (K-major) or eight k (rows-major) of one swizzle row are a group:

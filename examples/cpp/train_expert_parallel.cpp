@@ -84,10 +84,7 @@ void run_backward(ExpertParallel& group, Context const& context, MoeDesc const& 
                           .tables = saved.tables,
                           .rows = b.d_o_rows,
                           .second_rows = b.x_rows}));
-  require(routing_of_groups(context, rows_desc,
-                            {.expert_offsets = saved.tables.expert_offsets,
-                             .row_scores = saved.tables.row_scores,
-                             .routing = b.routing}));
+  require(routing_of_tables(context, rows_desc, saved.tables, b.routing));
   require(moe_backward(context, rows_desc,
                        {.d_o = b.d_o_rows,
                         .x = b.x_rows,

@@ -13,7 +13,7 @@
 // signals to the owners which rows they get, dispatch() pulls them, sorted by expert; moe_forward or moe_backward with
 // RowGrouping::offsets, or anything else, makes one row of each; combine() takes them back and adds up those of each
 // token. Backward dispatches d_o and x by the tables that forward() or dispatch() saved, and combines dx; moe_backward
-// reads tables that routing_of_groups() makes of these. For the bits of one GPU combine() weights the rows of o, and
+// reads tables that routing_of_tables() makes of these. For the bits of one GPU combine() weights the rows of o, and
 // moe_forward has no row_scores.
 #pragma once
 
@@ -256,5 +256,13 @@ class TESSERA_EXPORT ExpertParallel {
   Device device_;
   std::unique_ptr<expert_parallel::Session> session_;
 };
+
+/// Writes into `routing`, routing_bytes(desc), the routing tables that moe_backward reads of the rows of a pass, with
+/// the scores that `tables` hold. Those that moe_forward leaves of these rows have ones for scores, as combine()
+/// weights the rows: with them dx and dscores would be wrong. desc: the layer of this rank's experts, a token for each
+/// row, RowGrouping::offsets. Errors: invalid_argument, also where row_scores are absent; else as routing_of_groups().
+TESSERA_EXPORT Status routing_of_tables(Context const& context, MoeDesc const& desc,
+                                        DispatchTables const& tables, Buffer routing,
+                                        Stream stream = {}) noexcept;
 
 }  // namespace tessera

@@ -18,6 +18,7 @@
 #include "expert_parallel/transport/engine.hpp"
 #include "expert_parallel/transport/process_windows.hpp"
 #include "tessera/expert_parallel.hpp"
+#include "tessera/routing.hpp"
 
 namespace tessera {
 namespace {
@@ -492,5 +493,19 @@ Status ExpertParallel::combine(ExpertCombineArgs const& args, Stream stream) noe
 }
 
 Status ExpertParallel::check() const noexcept { return session_->fault(); }
+
+Status routing_of_tables(Context const& context, MoeDesc const& desc, DispatchTables const& tables,
+                         Buffer routing, Stream stream) noexcept {
+  if (!tables.row_scores.present()) {
+    return Status::invalid(
+        "row_scores: absent, so every score would be 1 in backward; pass the tables that forward() "
+        "or dispatch() saved");
+  }
+  return routing_of_groups(context, desc,
+                           {.expert_offsets = tables.expert_offsets,
+                            .row_scores = tables.row_scores,
+                            .routing = routing},
+                           stream);
+}
 
 }  // namespace tessera

@@ -139,12 +139,39 @@ TEST_F(PostDispatch, TablesWithoutAForwardPass) {
     Status const status = routing_of_groups(context, desc, {offsets_of_rows, scores, routing});
     ASSERT_TRUE(status.ok()) << status.text();
     EXPECT_EQ(without.routing, with.routing);
+    if (grouping == RowGrouping::offsets) {  // as DispatchTables have them
+      std::vector<std::int32_t> own_offsets = values;
+      DispatchTables const tables = {
+          .expert_offsets =
+              tensor(own_offsets.data(), {static_cast<std::int64_t>(own_offsets.size())}),
+          .row_scores = tensor(with.weights.data(), {rows})};
+      std::fill(without.routing.begin(), without.routing.end(), std::byte{0xaa});
+      Status const made = routing_of_tables(context, desc, tables, routing);
+      ASSERT_TRUE(made.ok()) << made.text();
+      EXPECT_EQ(without.routing, with.routing);
+    }
     ASSERT_TRUE(with.run_backward().ok());
     ASSERT_TRUE(without.run_backward().ok());
     EXPECT_EQ(without.dx, with.dx);
     EXPECT_EQ(without.dw_up, with.dw_up);
     EXPECT_EQ(without.dscores, with.dscores);
   }
+}
+
+// Whoever forgot the scores would get wrong gradients in silence.
+TEST_F(PostDispatch, TablesWithoutScoresAreRefused) {
+  MoeDesc desc = plain_desc();
+  desc.grouping = RowGrouping::offsets;
+  std::vector<std::int32_t> values;
+  groups(RowGrouping::offsets, values);
+  DispatchTables const tables = {
+      .expert_offsets = tensor(values.data(), {static_cast<std::int64_t>(values.size())})};
+  std::vector<std::byte> routing(value_of(routing_bytes(desc)), std::byte{7});
+  Status const status = routing_of_tables(context, desc, tables, {routing.data(), routing.size()});
+  EXPECT_EQ(status.code(), StatusCode::invalid_argument);
+  EXPECT_NE(std::string(status.text()).find("row_scores: absent"), std::string::npos)
+      << status.text();
+  EXPECT_EQ(routing, std::vector<std::byte>(routing.size(), std::byte{7}));
 }
 
 TEST_F(PostDispatch, TablesOfBadGroupsAreNotWritten) {

@@ -21,7 +21,7 @@ __device__ __forceinline__ float max_magnitude(float largest, float value) {
   return result;
 }
 
-// Of two pairs of bf16, without their signs, the larger bits of each half: NaN is above infinity.
+// Returns the larger bits of each half of two pairs of bf16, without their signs: NaN is above infinity.
 __device__ __forceinline__ uint32_t max_magnitudes_bf16(uint32_t largest, uint32_t pair) {
   return __vmaxu2(largest, pair & 0x7fff7fffu);
 }

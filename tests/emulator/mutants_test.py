@@ -8,6 +8,7 @@ import argparse
 import concurrent.futures
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,7 @@ COMPILED = {
 }
 # (name, file, text that stands there once, what stands there instead, a part of what the test then says). Where kernels
 # of another folder are to notice it than the file's own, a sixth element is the key of COMPILED that names them.
+# Where the part names a test, that test alone is run.
 MUTANTS = [
     ("a task begins without its rows", "expert_parallel/fused/schedule_tasks.cuh",
      "pass.wait_count(needs.counter, needs.count, needs.site, announce_sent);", "",
@@ -318,6 +320,8 @@ def outcome(args, mutant):
                              if kernels == place or place.endswith("/") and kernels.startswith(place))
         if args.quick:
             tests = QUICK[name]
+        elif named := re.search(r"\b[A-Z]\w+\.[A-Z]\w+", notice):
+            tests = f"{named[0]}*"
         objects = [o for o in args.objects.split(",") if source not in o]
         subprocess.run([args.compiler, "-std=c++20", "-O1", "-w", "-Wno-psabi", "-fno-strict-aliasing",
                         *(f"-I{path}" for path in (tree, here / "include", root, root / "src", root / "include")),

@@ -1,14 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // The router's three GEMMs: the library's choice against other configurations, each compared with its plain twin,
 // then timed in random order. Beside them what they cannot beat: x read once, in the boxes that they read it in and in
-// whole rows. Each candidate is a graph of kRepeats calls over rotating buffers larger than L2, divided: launches
-// included, gaps of an eager stream not.
+// whole rows. With an fp32 router the library's choice multiplies the bf16 terms of its values (host/split_fp32.hpp),
+// and what splits them is timed apart. Each candidate is a graph of kRepeats calls over rotating buffers larger than
+// L2, divided: launches included, gaps of an eager stream not.
 //
 //   router [--config NAME] [--rounds N] [--json FILE]
 #include <cstring>
 #include <functional>
 #include <memory>
 
+#include "../../src/cuda/host/split_fp32.hpp"
 #include "../../src/cuda/kernels/router_dgrad.cuh"
 #include "../../src/cuda/kernels/router_logits.cuh"
 #include "../../src/cuda/kernels/router_wgrad.cuh"
@@ -40,50 +42,98 @@ constexpr Shape kShapes[] = {
     {"Qwen3Next", 32768, 2048, 512, 512, 10}, {"OLMoE", 32768, 2048, 1024, 64, 8},
 };
 
+enum class Router : int8_t { kBf16, kFp32 };
+
 struct Problem {
-  explicit Problem(Shape const& s)
+  Problem(Shape const& s, Router router)
       : shape(s),
-        w_router(s.weights()),
-        partials(cuda::router_wgrad_partials(s.tokens, s.hidden, s.experts)),
+        is_fp32(router == Router::kFp32),
+        w_router(s.weights() * dgrad_terms()),
+        w_fp32(is_fp32 ? s.weights() : 0),
+        logits_terms(is_fp32 ? s.experts * cuda::router_terms_pitch(s.hidden) : 0),
+        partials(cuda::router_wgrad_partials(s.tokens, s.hidden, wgrad_terms() * s.experts)),
         never(1),
         counter(std::vector<int32_t>{0}),
         arrived(std::vector<uint32_t>{0}) {
-    fill(w_router, 7, 0.05f);
+    if (is_fp32) {
+      fill(w_fp32, 7, 0.05f);
+      TESSERA_CUDA(split_weights(nullptr));
+      TESSERA_CUDA(cuda::launch_split_fp32_plain(
+          cuda::split_weights_for_dgrad(w_fp32.get(), s.hidden, s.experts, s.hidden,
+                                        w_router.get()),
+          nullptr));
+    } else {
+      fill(w_router, 7, 0.05f);
+    }
     for (int set = 0; set < kSets; ++set) {
       x.push_back(std::make_unique<DeviceBuffer<bf16>>(s.elements()));
       dx.push_back(std::make_unique<DeviceBuffer<bf16>>(s.elements()));
-      dlogits.push_back(std::make_unique<DeviceBuffer<bf16>>(s.pairs()));
+      dlogits.push_back(std::make_unique<DeviceBuffer<bf16>>(s.pairs() * dgrad_terms()));
+      wgrad_dlogits.push_back(
+          std::make_unique<DeviceBuffer<bf16>>(is_fp32 ? s.pairs() * wgrad_terms() : 0));
+      dl_fp32.push_back(std::make_unique<DeviceBuffer<float>>(is_fp32 ? s.pairs() : 0));
       logits.push_back(std::make_unique<DeviceBuffer<float>>(s.pairs()));
       dw.push_back(std::make_unique<DeviceBuffer<float>>(s.weights()));
       fill(*x[set], 1 + set, 1.0f);
-      fill(*dlogits[set], 11 + set, 1.0f);
+      if (is_fp32) {
+        fill(*dl_fp32[set], 11 + set, 1.0f);
+        TESSERA_CUDA(split_dlogits(set, nullptr));
+      } else {
+        fill(*dlogits[set], 11 + set, 1.0f);
+      }
     }
     TESSERA_CUDA(cudaDeviceSynchronize());
   }
-  static void fill(DeviceBuffer<bf16> const& buffer, uint64_t seed, float scale) {
+  template <class T>
+  static void fill(DeviceBuffer<T> const& buffer, uint64_t seed, float scale) {
     fill_uniform<<<4096, 256>>>(buffer.get(), buffer.count(), seed, scale);
+  }
+
+  int dgrad_terms() const { return is_fp32 ? cuda::kDgradTerms : 1; }
+  int wgrad_terms() const { return is_fp32 ? cuda::kWgradTerms : 1; }
+  // The terms that the GEMMs of an fp32 router multiply.
+  cudaError_t split_weights(cudaStream_t stream) const {
+    return cuda::launch_split_fp32_plain(
+        cuda::split_for_logits(w_fp32.get(), shape.hidden, shape.experts, shape.hidden,
+                               logits_terms.get()),
+        stream);
+  }
+  cudaError_t split_dlogits(int set, cudaStream_t stream) const {
+    cudaError_t const error = cuda::launch_split_fp32_plain(
+        cuda::split_dlogits_for_dgrad(dl_fp32[set]->get(), shape.tokens, shape.experts,
+                                      dlogits[set]->get()),
+        stream);
+    if (error != cudaSuccess) return error;
+    return cuda::launch_split_fp32_plain(
+        cuda::split_dlogits_for_wgrad(dl_fp32[set]->get(), shape.tokens, shape.experts,
+                                      wgrad_dlogits[set]->get()),
+        stream);
   }
 
   cuda::RouterLogitsArguments logits_of(int set) const {
     return {.x = {x[set]->get(), shape.tokens, shape.hidden},
-            .w_router = {w_router.get(), shape.experts, shape.hidden},
+            .w_router = {is_fp32 ? static_cast<void const*>(w_fp32.get()) : w_router.get(),
+                         shape.experts, shape.hidden},
             .gmem_b_router = nullptr,
             .gmem_logits = logits[set]->get(),
             .hidden = shape.hidden,
-            .experts = shape.experts};
+            .experts = shape.experts,
+            .is_fp32 = is_fp32,
+            .gmem_terms = is_fp32 ? logits_terms.get() : nullptr};
   }
   cuda::RouterDgradArguments dgrad_of(int set) const {
     return {.gmem_dlogits = dlogits[set]->get(),
-            .w_router = {w_router.get(), shape.experts, shape.hidden},
+            .w_router = {w_router.get(), int64_t{shape.experts} * dgrad_terms(), shape.hidden},
             .gmem_dx = dx[set]->get(),
             .dx_pitch = shape.hidden,
             .tokens = shape.tokens,
             .hidden = shape.hidden,
             .experts = shape.experts,
-            .gmem_tile_counter = counter.get()};
+            .gmem_tile_counter = counter.get(),
+            .terms = dgrad_terms()};
   }
   cuda::RouterWgradArguments wgrad_of(int set) const {
-    return {.gmem_dlogits = dlogits[set]->get(),
+    return {.gmem_dlogits = is_fp32 ? wgrad_dlogits[set]->get() : dlogits[set]->get(),
             .x = {x[set]->get(), shape.tokens, shape.hidden},
             .gmem_dw_router = dw[set]->get(),
             .dw_pitch = shape.hidden,
@@ -93,17 +143,21 @@ struct Problem {
             .gmem_arrived = arrived.get(),
             .hidden = shape.hidden,
             .experts = shape.experts,
-            .gmem_tile_counter = counter.get()};
+            .gmem_tile_counter = counter.get(),
+            .terms = wgrad_terms()};
   }
 
   Shape shape;
-  DeviceBuffer<bf16> w_router;
+  bool is_fp32;  // the router; then w_router and dlogits are the terms of router_dgrad
+  DeviceBuffer<bf16> w_router;      // (E,d), (E,3,d)
+  DeviceBuffer<float> w_fp32;       // (E,d)
+  DeviceBuffer<bf16> logits_terms;  // split_for_logits()
   DeviceBuffer<float> partials;
   DeviceBuffer<uint32_t> never;
   DeviceBuffer<int32_t> counter;
   DeviceBuffer<uint32_t> arrived;
-  std::vector<std::unique_ptr<DeviceBuffer<bf16>>> x, dx, dlogits;
-  std::vector<std::unique_ptr<DeviceBuffer<float>>> logits, dw;
+  std::vector<std::unique_ptr<DeviceBuffer<bf16>>> x, dx, dlogits, wgrad_dlogits;
+  std::vector<std::unique_ptr<DeviceBuffer<float>>> logits, dw, dl_fp32;
 };
 
 // Configurations beside the library's.
@@ -126,6 +180,7 @@ struct DgradConfig {
 };
 
 struct Candidate {
+  Problem const* problem;
   char const *op, *variant;
   double bytes;
   std::function<cudaError_t(int set, cudaStream_t)> launch;
@@ -226,14 +281,14 @@ std::vector<Candidate> candidates_of(Problem const& p, Reference const& ref) {
   auto const of_dw = [&](Problem const& q) { return ref.dw.error_of(*q.dw[0]); };
   std::vector<Candidate> out;
   auto const logits = [&](char const* variant, auto launch) {
-    out.push_back({"router_logits", variant, x + w + 4 * pairs,
+    out.push_back({&p, "router_logits", variant, x + w + 4 * pairs,
                    [&p, launch](int set, cudaStream_t stream) {
                      return launch(p.logits_of(set), kSms, stream);
                    },
                    of_logits});
   };
   auto const dgrad = [&](char const* variant, auto launch) {
-    out.push_back({"router_dgrad", variant, x + w + 2 * pairs,
+    out.push_back({&p, "router_dgrad", variant, x + w + 2 * pairs,
                    [&p, launch](int set, cudaStream_t stream) {
                      return launch(p.dgrad_of(set), kSms, stream);
                    },
@@ -251,13 +306,14 @@ std::vector<Candidate> candidates_of(Problem const& p, Reference const& ref) {
   dgrad("chosen", cuda::launch_router_dgrad);
   dgrad("128x256, 4 slabs", launch_router_dgrad_config<DgradConfig<128, 256, 3, kCooperative, 4>>);
   dgrad("128x128", launch_router_dgrad_config<DgradConfig<128, 128, 6, kPingPong, 2>>);
-  out.push_back({"router_wgrad", "chosen", x + w + 2 * pairs,
+  out.push_back({&p, "router_wgrad", "chosen", x + w + 2 * pairs,
                  [&p](int set, cudaStream_t stream) {
                    return cuda::launch_router_wgrad(p.wgrad_of(set), kSms, stream);
                  },
                  of_dw});
   auto const read = [&](char const* variant, auto launch) {
-    out.push_back({"x",
+    out.push_back({&p,
+                   "x",
                    variant,
                    x,
                    [&p, launch](int set, cudaStream_t stream) {
@@ -272,7 +328,8 @@ std::vector<Candidate> candidates_of(Problem const& p, Reference const& ref) {
   read("128 rows, 32 of w_router", launch_read_boxes<128, 1, 32>);
   read("boxes of 128 rows, 4 at once", launch_read_boxes<128, 4>);
   read("boxes of 64 rows, 4 at once", launch_read_boxes<64, 4>);
-  out.push_back({"x",
+  out.push_back({&p,
+                 "x",
                  "in order",
                  x,
                  [&p](int set, cudaStream_t stream) {
@@ -285,9 +342,47 @@ std::vector<Candidate> candidates_of(Problem const& p, Reference const& ref) {
   return out;
 }
 
+// The library's choice with an fp32 router, and what splits its values for the GEMMs: bytes are those of the terms.
+std::vector<Candidate> fp32_candidates_of(Problem const& p, Reference const& ref) {
+  Shape const& s = p.shape;
+  double const x = 2.0 * double(s.elements()), w = double(s.weights()), pairs = double(s.pairs());
+  constexpr char kChosen[] = "fp32 router";
+  double const w_terms = 2.0 * cuda::kMaxTerms * w;
+  return {
+      {&p, "router_logits", kChosen, x + w_terms + 4 * pairs,
+       [&p](int set, cudaStream_t stream) {
+         return cuda::launch_router_logits(p.logits_of(set), kSms, stream);
+       },
+       [&](Problem const& q) { return ref.logits.error_of(*q.logits[0]); }},
+      {&p, "router_dgrad", kChosen, x + 2.0 * cuda::kDgradTerms * (w + pairs),
+       [&p](int set, cudaStream_t stream) {
+         return cuda::launch_router_dgrad(p.dgrad_of(set), kSms, stream);
+       },
+       [&](Problem const& q) { return ref.dx.error_of(*q.dx[0]); }},
+      {&p, "router_wgrad", kChosen, x + 4 * w + 2.0 * cuda::kWgradTerms * pairs,
+       [&p](int set, cudaStream_t stream) {
+         return cuda::launch_router_wgrad(p.wgrad_of(set), kSms, stream);
+       },
+       [&](Problem const& q) { return ref.dw.error_of(*q.dw[0]); }},
+      {&p,
+       "w_router",
+       "split for logits",
+       4 * w + w_terms,
+       [&p](int, cudaStream_t stream) { return p.split_weights(stream); },
+       {}},
+      {&p,
+       "dlogits",
+       "split for both gradients",
+       8 * pairs + 2.0 * (cuda::kDgradTerms + cuda::kWgradTerms) * pairs,
+       [&p](int set, cudaStream_t stream) { return p.split_dlogits(set, stream); },
+       {}},
+  };
+}
+
 // dx is rounded to bf16, by either. fp32 sums differ by their order, and the tensor core cuts its sum off every 16
 // products where fmaf rounds each: of 16384 products, 6e-5 at most. A product that is missing is 2e-2.
-bool passes(Candidate const& c, Problem const& p) {
+bool passes(Candidate const& c) {
+  Problem const& p = *c.problem;
   p.logits[0]->poison();
   p.dx[0]->poison();
   p.dw[0]->poison();
@@ -342,11 +437,12 @@ void time_all(std::vector<Candidate>& candidates, int rounds) {
 }
 
 std::string bench_shape(Shape const& s, int rounds) {
-  Problem const p(s);
-  Reference const ref(p);
+  Problem const p(s, Router::kBf16), p_fp32(s, Router::kFp32);
+  Reference const ref(p), ref_fp32(p_fp32);
   std::vector<Candidate> candidates = candidates_of(p, ref);
+  for (Candidate& c : fp32_candidates_of(p_fp32, ref_fp32)) candidates.push_back(std::move(c));
   std::vector<bool> checked;
-  for (Candidate const& c : candidates) checked.push_back(passes(c, p));
+  for (Candidate const& c : candidates) checked.push_back(passes(c));
   time_all(candidates, rounds);
   std::string rows;
   for (size_t i = 0; i < candidates.size(); ++i) {

@@ -49,14 +49,15 @@ class DeviceBuffer {
 };
 
 // Uniform in [-scale, scale], from the element's index and the seed alone.
-__global__ void fill_uniform(bf16* gmem, int64_t count, uint64_t seed, float scale) {
+template <class T>
+__global__ void fill_uniform(T* gmem, int64_t count, uint64_t seed, float scale) {
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count;
        i += int64_t{gridDim.x} * blockDim.x) {
     uint64_t z = (uint64_t(i) + seed * 0x632be59bd9b4e019ull) * 0x9e3779b97f4a7c15ull;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
     z ^= z >> 31;
-    gmem[i] = __float2bfloat16(scale * (float(z >> 40) * 0x1p-23f - 1.0f));
+    gmem[i] = T(scale * (float(z >> 40) * 0x1p-23f - 1.0f));
   }
 }
 

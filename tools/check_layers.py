@@ -36,6 +36,10 @@ LAYERS = {
     "src/cuda/gemm": ["src/cuda/arch", "src/cuda/warp"],
     "src/cuda/gemm/produce": ["src/cuda/arch", "src/cuda/warp", "src/cuda/gemm"],
     "src/cuda/gemm/epilogue": ["src/cuda/gemm"],
+    "src/cuda/gemm/sm100": [
+        "src/cuda/arch", "src/cuda/arch/sm100", "src/cuda/warp", "src/cuda/gemm", "src/cuda/gemm/epilogue",
+        "src/cuda/gemm/produce",
+    ],
     "src/cuda/gemm/sm90": [
         "src/cuda/arch", "src/cuda/arch/sm90", "src/cuda/warp", "src/cuda/gemm", "src/cuda/gemm/epilogue",
         "src/cuda/gemm/produce",
@@ -48,8 +52,8 @@ LAYERS = {
     "src/cuda/tuning": ["src/cuda/gemm/config.hpp", "include/tessera/shape.hpp"],
     "src/cuda/plain": ["src/cuda/host", "src/core"],
     "src/cuda/kernels": [
-        "src/cuda/arch", "src/cuda/warp", "src/cuda/gemm", "src/cuda/gemm/sm90", "src/cuda/epilogue", "src/cuda/host",
-        "src/cuda/tuning", "src/core",
+        "src/cuda/arch", "src/cuda/warp", "src/cuda/gemm", "src/cuda/gemm/sm90", "src/cuda/gemm/sm100",
+        "src/cuda/epilogue", "src/cuda/host", "src/cuda/tuning", "src/core",
     ],
     "src/cuda/instances": ["src/cuda/host", "src/cuda/kernels", "src/cuda/tuning"],
     "src/expert_parallel": [

@@ -13,6 +13,8 @@
 // groups and backwards in odd ones: neighbours in time share A rows and B columns in L2.
 #pragma once
 
+#include <algorithm>
+
 #include "../arch/clock.cuh"
 #include "../arch/cluster.cuh"
 #include "../arch/warp.cuh"
@@ -51,6 +53,17 @@ __device__ __forceinline__ int k_tiles_of(GemmParams const& p, WorkTile const& t
 template <GemmConfig kGemm>
 __device__ __forceinline__ int last_steps_of(WorkTile const& tile) {
   return (tile.end - tile.begin - 1) % kGemm.tile.k / 16 + 1;
+}
+
+// Work tiles of `rows` rows, however they are divided among the segments: an upper bound.
+template <GemmConfig kGemm>
+int64_t most_tiles(GemmParams const& p, int64_t rows) {
+  if constexpr (kGemm.varlen_k()) {
+    return int64_t{p.segments} * ((p.m_tiles + kGemm.cluster_m() - 1) / kGemm.cluster_m()) *
+           p.n_tiles;
+  }
+  constexpr int kBlockM = kGemm.block_m();
+  return ((rows + kBlockM - 1) / kBlockM + std::min<int64_t>(rows, p.segments - 1)) * p.n_tiles;
 }
 
 // What travels to the readers: {segment | n_tile << 16, first row of the block or kNoTile, end, begin}; with a

@@ -16,6 +16,7 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __CUDA_ARCH_FEAT_SM90_ALL
+#define __CUDA_ARCH_FEAT_SM100_ALL
 
 // Grids of a stream run one after the other; those of none, side by side.
 struct CUstream_st {

@@ -6,8 +6,6 @@
 // the epilogue). Policies come from GemmConfig.
 #pragma once
 
-#include <algorithm>
-
 #include "../produce/produce.cuh"
 #include "core.cuh"
 #include "mainloop.cuh"
@@ -48,17 +46,6 @@ __device__ __forceinline__ void run_gemm(GemmParams const& p,
   }
   // Peers arrive on this CTA's barriers until they have finished.
   if constexpr (kGemm.cluster_m() > 1) arch::cluster_sync();
-}
-
-// Work tiles of `rows` rows, however they are divided among the segments: an upper bound.
-template <GemmConfig kGemm>
-int64_t most_tiles(GemmParams const& p, int64_t rows) {
-  if constexpr (kGemm.varlen_k()) {
-    return int64_t{p.segments} * ((p.m_tiles + kGemm.cluster_m() - 1) / kGemm.cluster_m()) *
-           p.n_tiles;
-  }
-  constexpr int kBlockM = kGemm.block_m();
-  return ((rows + kBlockM - 1) / kBlockM + std::min<int64_t>(rows, p.segments - 1)) * p.n_tiles;
 }
 
 }  // namespace tessera::cuda::gemm

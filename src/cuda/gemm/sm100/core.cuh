@@ -1,0 +1,18 @@
+// SPDX-License-Identifier: Apache-2.0
+// What an epilogue sees of sm_100a: how its warp reads accumulators, and how it stores.
+#pragma once
+
+#include "accumulators.cuh"
+#include "slabs.cuh"
+
+namespace tessera::cuda::gemm {
+
+template <GemmConfig kGemm>
+struct TensorMemoryCore {
+  static constexpr int kTileN = kGemm.tile.n;
+  using Storage = SharedStorage<kGemm>;
+  using Rows = AccumulatorRows<kGemm>;
+  using Slabs = WarpSlabs<kGemm>;
+};
+
+}  // namespace tessera::cuda::gemm

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+// A GEMM on sm_100a by one CTA: D[row, :] = A[row, :] * B[segment(row)]^T, tile by tile, as the programs of its warps
+// (storage.cuh). Compiled and emulated, never run on hardware.
+#pragma once
+
+#include "../../arch/sm100/tcgen05_alloc.cuh"
+#include "../produce/tma.cuh"
+#include "mainloop.cuh"
+
+namespace tessera::cuda::gemm {
+
+template <GemmConfig kGemm>
+__device__ __forceinline__ void init_barriers(SharedStorage<kGemm>& smem) {
+  for (int s = 0; s < kGemm.stages; ++s) {
+    arch::mbarrier_init(&smem.full[s], 1);
+    arch::mbarrier_init(&smem.empty[s], 1);
+  }
+  for (int i = 0; i < kAccumulators; ++i) {
+    arch::mbarrier_init(&smem.acc_full[i], 1);
+    arch::mbarrier_init(&smem.acc_empty[i], kEpilogueWarps);
+  }
+  for (int w = 0; w < kWorkSlots; ++w) {
+    arch::mbarrier_init(&smem.work_full[w], 1);
+    arch::mbarrier_init(&smem.work_empty[w], kTileReaders);
+  }
+  arch::mbarrier_fence_init();
+}
+
+// Barriers, the segment table and tensor memory.
+template <GemmConfig kGemm>
+__device__ __forceinline__ void set_up_in_tensor_memory(SharedStorage<kGemm>& smem,
+                                                        GemmParams const& p, int warp) {
+  if (threadIdx.x == 0) {
+    arch::tma_prefetch_map(&p.a);
+    if (!p.b_in_boxes) arch::tma_prefetch_map(&p.b[0]);
+    init_barriers<kGemm>(smem);
+  }
+  if (warp == kMultiplyWarp) {
+    arch::tcgen05_alloc<1>(&smem.tensor, tensor_columns<kGemm>());
+    arch::tcgen05_relinquish<1>();
+  }
+  for (int s = static_cast<int>(threadIdx.x); s <= p.segments; s += kGemm.threads()) {
+    smem.segment_offsets[s] =
+        p.gmem_offsets != nullptr ? p.gmem_offsets[s] : min(s * p.segment_rows, p.total_rows);
+  }
+  arch::tcgen05_fence_before();
+  __syncthreads();
+  arch::tcgen05_fence_after();
+}
+
+// Epilogue(smem, params); store(AccumulatorRows&, tile, first row of the warp), which has to call release() once;
+// drain(). A warp whose rows do not exist calls release() alone.
+template <GemmConfig kGemm, class Epilogue>
+__device__ __forceinline__ void store_tiles(SharedStorage<kGemm>& smem,
+                                            typename Epilogue::Params const& epilogue_params) {
+  WorkQueue<kGemm> queue(smem);
+  Epilogue epilogue(smem, epilogue_params);
+  AccumulatorTurn turn;
+  WorkTile tile;
+  int const first = arch::warp_in_warpgroup() * kWarpSlabRows;
+  while (queue.read(tile)) {
+    AccumulatorRows<kGemm> rows(smem, turn);
+    rows.wait();
+    if (first < tile.rows) {
+      epilogue.store(rows, tile, tile.row + first);
+    } else {
+      rows.release();
+    }
+    turn.advance();
+  }
+  epilogue.drain();
+}
+
+// The whole kernel: every thread of the grid calls it once.
+template <GemmConfig kGemm, class Epilogue>
+__device__ __forceinline__ void run_gemm_in_tensor_memory(
+    GemmParams const& p, typename Epilogue::Params const& epilogue_params) {
+  static_assert(valid_in_tensor_memory(kGemm));
+  auto& smem = shared_storage<kGemm>();
+  int const warp = arch::warp_idx();
+  set_up_in_tensor_memory<kGemm>(smem, p, warp);
+  if (warp < kEpilogueWarps) {
+    store_tiles<kGemm, Epilogue>(smem, epilogue_params);
+  } else if (warp == kMultiplyWarp) {
+    multiply_tiles<kGemm>(smem, p);
+  } else if (warp == kLoadWarp) {
+    produce_by_tma<kGemm, Epilogue>(smem, p, epilogue_params);
+  }
+  // The last loads of accumulators are over, and so are the multiplications that they waited for.
+  arch::tcgen05_fence_before();
+  __syncthreads();
+  arch::tcgen05_fence_after();
+  if (warp == kMultiplyWarp) arch::tcgen05_free<1>(smem.tensor, tensor_columns<kGemm>());
+}
+
+}  // namespace tessera::cuda::gemm

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// Shared memory and barriers of a GEMM whose accumulators lie in tensor memory. Roles, warp by warp:
+//   0 to 3  epilogue  32 rows of the tile each: the lanes that the warp reaches
+//   4       multiply  allocates tensor memory, multiplies, frees it
+//   5       load      both operands by TMA; draws and announces the tiles
+//   6, 7    idle
+// Two accumulators of tile_n columns are filled in turn, so that a tile is stored while the next one is multiplied.
+// Barrier       arrivals that end a phase                              awaited by
+//   full[s]       1, load, with the bytes of the stage                   multiply
+//   empty[s]      1, commit of the multiplications that read the stage   load
+//   acc_full[i]   1, commit behind the tile's last multiplication        epilogue
+//   acc_empty[i]  4, each epilogue warp when it has loaded its rows      multiply
+//   work_full     1, load                                                multiply, epilogue, load
+//   work_empty    6, each warp that reads tiles                          load
+#pragma once
+
+#include "../storage.cuh"
+
+namespace tessera::cuda::gemm {
+
+constexpr int kAccumulators = 2;
+constexpr int kEpilogueWarps = 4, kMultiplyWarp = 4, kLoadWarp = 5;
+constexpr int kTileReaders = kEpilogueWarps + 2;  // warps
+constexpr int kTensorRows = 128;                  // of a tile: one for each lane
+constexpr int kWarpSlabs = 2;
+constexpr int kWarpSlabRows = 32;
+
+// One warpgroup consumes: on sm_90 there are two or three (valid()), whose registers hold the accumulators.
+consteval bool in_tensor_memory(GemmConfig c) { return c.consumer_warpgroups == 1; }
+
+consteval bool valid_in_tensor_memory(GemmConfig c) {
+  if (!in_tensor_memory(c)) throw "consumer_warpgroups: 1, the warps of the epilogue";
+  if (c.tile.m != kTensorRows) throw "tile.m: 128, the lanes of tensor memory";
+  if (c.tile.n % 64 || c.tile.n > 256) throw "tile.n: row groups of 64, to 256: two accumulators";
+  if (c.a.bytes(1, c.tile.k) != kStageRowBytes) throw "tile.k: 128 bytes of a row of A";
+  if (c.b.bytes(1, c.tile.k) != kStageRowBytes) throw "tile.k: 128 bytes of a row of B";
+  if (c.stages < 2) throw "stages: at least 2";
+  if (c.gathers() || c.varlen_k() || c.cluster.ctas != 1)
+    throw "a, ragged, cluster: TMA, varlen-M and one CTA so far";
+  if (c.b_stages != BStages{} || c.k_halves() != 1) throw "b: in the ring, in one half of k";
+  if (c.tail != Tail::kWhole || c.epilogue.mode != EpilogueMode::kInline)
+    throw "tail, epilogue: whole tiles, inline";
+  if (c.epilogue.outer_product || c.schedules_apart())
+    throw "epilogue, order: no outer product, and the warp that loads draws";
+  return true;
+}
+
+// The same members as on sm_90, for the scheduler and the loads (scheduler.cuh, produce/).
+template <GemmConfig kGemm>
+  requires(in_tensor_memory(kGemm))
+struct SharedStorage<kGemm> {
+  using A = typename ElementType<kGemm.a.element>::Type;
+  using B = typename ElementType<kGemm.b.element>::Type;
+  alignas(1024) A a[kGemm.stages][kGemm.tile.m * kGemm.tile.k];  // (PIPE,TILE_M,TILE_K)
+  alignas(1024) B b[kGemm.stages][kGemm.tile.n * kGemm.tile.k];  // (PIPE,TILE_N,TILE_K)
+  alignas(1024) bf16 slabs[kEpilogueWarps][kWarpSlabs][kWarpSlabRows * kSlabColumns];
+  arch::Mbarrier full[kGemm.stages];
+  arch::Mbarrier empty[kGemm.stages];
+  arch::Mbarrier acc_full[kAccumulators];
+  arch::Mbarrier acc_empty[kAccumulators];
+  arch::Mbarrier work_full[kWorkSlots];
+  arch::Mbarrier work_empty[kWorkSlots];
+  alignas(16) int4 work[kWorkSlots];
+  int segment_offsets[kMaxSegments + 1];
+  uint32_t tensor;  // address of the first accumulator
+  // Named by code that a configuration without them does not run.
+  arch::Mbarrier resident_full[1];
+  arch::Mbarrier resident_empty[1];
+  arch::Mbarrier draw;
+};
+
+}  // namespace tessera::cuda::gemm

@@ -16,6 +16,7 @@ import torch
 from torch import distributed
 
 from tessera import library, options
+from tessera.expert_parallel_checks import gather, refuse_differences
 from tessera.expert_parallel_library import TENSORS, Desc, InferenceArgs, load
 from tessera.ops import prepared_calls
 
@@ -151,10 +152,10 @@ class Session:
         with contextlib.ExitStack() as on_device:
             # Whatever may fail on one rank alone comes before the ranks meet, so that none waits for it in vain.
             try:
-                self.device = device = _gpu(device)
+                self.device = device = gpu(device)
                 if torch.cuda.is_available():
                     on_device.enter_context(torch.cuda.device(device))
-                self.desc = _desc(rank, ranks, activation, **sizes)
+                self.desc = make_desc(rank, ranks, activation, **sizes)
                 self.training = training_options(self.desc, max_rows, save)
                 bytes_ = self.window_bytes()
                 if windows is not None and len(windows) != ranks:
@@ -164,7 +165,7 @@ class Session:
                 buffer = self._make_workspace(context)
                 made = _make_id(rank) if windows is None else None
             except Exception as error:
-                _gather((None, None, f"{type(error).__name__}: {error}"), group)
+                gather((None, None, f"{type(error).__name__}: {error}"), group)
                 raise
             group_id, lib = agree(self.desc, made, group, save, max_rows), load()
             try:
@@ -183,9 +184,7 @@ class Session:
 
     def window_bytes(self) -> int:
         """Bytes of the window that each rank needs."""
-        needed = c_size_t()
-        library.check(load().tessera_expert_parallel_window(byref(self.desc), byref(needed)))
-        return needed.value
+        return window_bytes(self.desc)
 
     def _make_workspace(self, context: int) -> library.Buffer:
         needed = c_size_t()
@@ -242,26 +241,8 @@ class Session:
         experts on them: routing_of_groups of routing.hpp."""
         key = "routing_of_groups", row_scores.shape
         prepared = self._calls.get(key) or self._prepare(
-            key, lambda: self._describe_routing(expert_offsets, row_scores))
-        context, desc, offsets, scores, buffer, _ = prepared
-        tables = row_scores.new_empty(buffer.bytes // 4, dtype=torch.int32)
-        offsets.data, scores.data, buffer.data = expert_offsets.data_ptr(), row_scores.data_ptr(), tables.data_ptr()
-        library.check(load().tessera_routing_of_groups(context, desc, offsets, scores, buffer, self.stream()))
-        return tables
-
-    def _describe_routing(self, expert_offsets, row_scores) -> tuple:
-        device, of = row_scores.device, self.desc
-        desc = options.parse(self.training.text).desc(
-            top_k=1, tokens=row_scores.shape[0], hidden=of.hidden, intermediate=of.intermediate,
-            experts=of.experts // of.ranks, dtype=library.BF16, ids_dtype=library.INT32, separate=False, bias=False)
-        threads = torch.get_num_threads() if device.type == "cpu" else 0
-        described = []
-        for name, tensor in (("expert_offsets", expert_offsets), ("row_scores", row_scores)):
-            described.append(library.Tensor())
-            prepared_calls.describe(name, described[-1], tensor.shape, (1,), tensor.dtype, device)
-        context = library.context(prepared_calls.KINDS[device.type], device.index or 0, threads)
-        # The struct comes last, so that it lives as long as its address is used.
-        return context, addressof(desc), *described, library.Buffer(None, library.routing_bytes(desc)), desc
+            key, lambda: prepared_routing(self.desc, self.training.text, expert_offsets, row_scores))
+        return routing_of_groups(prepared, expert_offsets, row_scores, self.stream())
 
     def routed_rows(self, passes_ago: int = 0) -> tuple[int, bool]:
         """This rank's rows of the last pass that was counted, or of the one so many before it, and whether the rows of
@@ -301,6 +282,38 @@ class Session:
         return window
 
 
+def window_bytes(desc: Desc) -> int:
+    """Bytes of the window that each rank needs. ValueError where a bound of the description is broken."""
+    needed = c_size_t()
+    library.check(load().tessera_expert_parallel_window(byref(desc), byref(needed)))
+    return needed.value
+
+
+def prepared_routing(of: Desc, text: str, expert_offsets: torch.Tensor, row_scores: torch.Tensor) -> tuple:
+    """A call of routing_of_groups on tensors like these. text: options of the experts (options.py)."""
+    device = row_scores.device
+    desc = options.parse(text).desc(
+        top_k=1, tokens=row_scores.shape[0], hidden=of.hidden, intermediate=of.intermediate,
+        experts=of.experts // of.ranks, dtype=library.BF16, ids_dtype=library.INT32, separate=False, bias=False)
+    threads = torch.get_num_threads() if device.type == "cpu" else 0
+    described = []
+    for name, tensor in (("expert_offsets", expert_offsets), ("row_scores", row_scores)):
+        described.append(library.Tensor())
+        prepared_calls.describe(name, described[-1], tensor.shape, (1,), tensor.dtype, device)
+    context = library.context(prepared_calls.KINDS[device.type], device.index or 0, threads)
+    # The struct comes last, so that it lives as long as its address is used.
+    return context, addressof(desc), *described, library.Buffer(None, library.routing_bytes(desc)), desc
+
+
+def routing_of_groups(prepared: tuple, expert_offsets: torch.Tensor, row_scores: torch.Tensor, stream) -> torch.Tensor:
+    """The tables that the prepared call makes of these on the stream."""
+    context, desc, offsets, scores, buffer, _ = prepared
+    tables = row_scores.new_empty(buffer.bytes // 4, dtype=torch.int32)
+    offsets.data, scores.data, buffer.data = expert_offsets.data_ptr(), row_scores.data_ptr(), tables.data_ptr()
+    library.check(load().tessera_routing_of_groups(context, desc, offsets, scores, buffer, stream))
+    return tables
+
+
 def _describe(kind: type, options: tuple, tensors: dict) -> tuple:
     """(args, their words of 64 bits, which of these are addresses)."""
     args, places = kind(ctypes.sizeof(kind)), []
@@ -315,17 +328,19 @@ def _describe(kind: type, options: tuple, tensors: dict) -> tuple:
     return args, memoryview(args).cast("B").cast("Q"), places
 
 
-def _gpu(device) -> torch.device:
+def gpu(device) -> torch.device:
+    """This rank's GPU: the one that is named, or torch's current one."""
     if device is None and not torch.cuda.is_available():
-        raise RuntimeError("experts over several ranks run on GPUs: torch sees none")
+        raise RuntimeError("experts over several ranks run on GPUs: torch sees none; device=\"cpu\" takes the CPU")
     device = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device)
     if device.type != "cuda" or device.index is None:
-        raise ValueError(f"device={device}: experts over several ranks run on GPUs; name one, such as cuda:0")
+        raise ValueError(f"device={device}: experts over several ranks run on GPUs; name one, such as cuda:0, or cpu")
     return device
 
 
-def _desc(rank: int, ranks: int, activation: str, *, max_tokens, hidden, intermediate, experts, top_k, partial_combine,
-          alpha, limit, up_offset, training, time_limit) -> Desc:
+def make_desc(rank: int, ranks: int, activation: str, *, max_tokens, hidden, intermediate, experts, top_k,
+              partial_combine, alpha, limit, up_offset, training, time_limit) -> Desc:
+    """The description of a session, its bounds unchecked but for the activation's."""
     if activation not in options.ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: choose from {', '.join(options.ACTIVATIONS)}")
     options.Options(activation=activation, alpha=alpha, limit=limit, up_offset=up_offset)  # refuses zeros
@@ -350,24 +365,10 @@ def _make_id(rank: int) -> bytes | None:
     return None
 
 
-def _gather(mine: tuple, group) -> list:
-    """(desc, id, failure) of all ranks."""
-    of_ranks = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(of_ranks, mine, group=group)
-    return of_ranks
-
-
 def agree(desc: Desc, group_id, group, save: str = "h", max_rows: int | None = None):
     """The id that rank 0 made. Where a rank has failed, or ranks differ in anything else, all of them raise."""
     mine = {name: getattr(desc, name) for name, _ in Desc._fields_ if name not in ("size", "rank")}
-    mine |= {"save": save, "max_rows": max_rows}
-    of_ranks = _gather((mine, group_id, None), group)
-    for rank, (_, _, failure) in enumerate(of_ranks):
-        if failure is not None:
-            raise RuntimeError(f"rank {rank} cannot join: {failure}")
-    first, group_id, _ = of_ranks[0]
-    for rank, (theirs, _, _) in enumerate(of_ranks):
-        for name, value in theirs.items():
-            if value != first[name]:
-                raise ValueError(f"{name}={first[name]} on rank 0, {value} on rank {rank}: equal on all ranks")
-    return group_id
+    mine = {"hosts": 1} | mine | {"save": save, "max_rows": max_rows}
+    of_ranks = gather((mine, group_id, None), group)
+    refuse_differences(of_ranks)
+    return of_ranks[0][1]

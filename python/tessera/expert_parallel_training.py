@@ -126,6 +126,15 @@ def _dispatch_on_side_stream(session: Session, x, second_x, topk_ids, tables: Ta
     return rows, second_rows
 
 
+def _dispatch_saved(session: Session, needs: tuple, d_o, x, topk_ids, tables: Tables, h, may_overflow: bool) -> tuple:
+    """(rows of d_o, rows of x), as the tables of a forward pass say. needs: as in _run_backward."""
+    # Only gradients of weights read rows of x, unless h has to be made again. All ranks decide alike.
+    desc = session.desc
+    on_side = h.dim() == 2 and any(needs[3:]) and 2 * desc.max_tokens * desc.hidden >= SIDE_STREAM_BYTES
+    dispatch = _dispatch_on_side_stream if on_side else _dispatch
+    return dispatch(session, d_o, x, topk_ids, tables, may_overflow)
+
+
 def combine(session: Session, rows, tables: Tables, o, **tensors) -> torch.Tensor:
     """o: the rows, brought back to the ranks of their tokens and added up there."""
     session.call("combine", CombineArgs, rows=rows, expert_offsets=tables.expert_offsets,
@@ -176,6 +185,44 @@ def _launch(session: Session, options: tuple, x, topk_ids, topk_weights, weights
     return o
 
 
+class SavedPass(NamedTuple):
+    """A forward pass as its backward pass reads it: inputs, tables of the rows, and h, which is empty where it is made
+    again. All rows have memory."""
+
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor
+    h: torch.Tensor
+    expert_offsets: torch.Tensor
+    row_origins: torch.Tensor
+    row_scores: torch.Tensor
+
+
+def forward_saved(session: Session, layer, x, topk_ids, topk_weights, weights: tuple) -> tuple:
+    """(o, SavedPass) of a pass for backward_saved, outside of autograd. weights: w_up, w_down, b_up, b_down. Without
+    max_rows the host waits until the number of rows is known, so that a pass makes its gradients once: those of weights
+    are added to what other passes have left."""
+    if not session.fuses(*weights):
+        o, tables, h = _run_unfused(session, layer, x, topk_ids, topk_weights, weights, session.training.save == "h")
+    else:
+        o, tables, h = _run_fused(session, layer, x, topk_ids, topk_weights, weights)
+        if session.training.max_rows is None:
+            _ask(session, layer)
+            if not session.all_fit:  # now it is known for how many rows there has to be memory
+                o, tables, h = _run_fused(session, layer, x, topk_ids, topk_weights, weights)
+    return o, SavedPass(x, topk_ids, topk_weights, h, *tables)
+
+
+def backward_saved(session: Session, saved: SavedPass, d_o, weights: tuple, buffers: tuple) -> tuple:
+    """(dx, dscores [T,K] fp32) of a pass. buffers: gradients of weights are added there, None of those that are not
+    wanted."""
+    x, topk_ids, _, h, *tables = saved
+    tables, needs = Tables(*tables), (True, False, True, *[buffer is not None for buffer in buffers])
+    rows = _dispatch_saved(session, needs, d_o, x, topk_ids, tables, h, False)
+    dx, _, dscores, *_ = _run_backward(session, x, topk_ids, needs, *rows, tables, h, weights, buffers)
+    return dx, dscores
+
+
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, session: Session, layer: int, x, topk_ids, topk_weights, *weights):
@@ -199,11 +246,7 @@ class _Experts(torch.autograd.Function):
         may_overflow = ctx.counted is not None and training.max_rows is None
         if may_overflow:
             _refuse_capture(x)
-        # Only gradients of weights read rows of x, unless h has to be made again. All ranks decide alike.
-        desc = session.desc
-        on_side = h.dim() == 2 and any(needs[3:]) and 2 * desc.max_tokens * desc.hidden >= SIDE_STREAM_BYTES
-        dispatch = _dispatch_on_side_stream if on_side else _dispatch
-        rows = *dispatch(session, d_o, x, topk_ids, tables, may_overflow), tables
+        rows = *_dispatch_saved(session, needs, d_o, x, topk_ids, tables, h, may_overflow), tables
         gradients = _run_backward(session, x, topk_ids, needs, *rows, h, weights)
         if may_overflow:
             count, all_fit = session.routed_rows(session.passes_counted - ctx.counted)
@@ -217,9 +260,9 @@ class _Experts(torch.autograd.Function):
 
 
 def _run_backward(session: Session, x, topk_ids, needs: tuple, d_o_rows, x_rows, tables: Tables, h,
-                  weights: tuple) -> tuple:
+                  weights: tuple, buffers: tuple = (None,) * 4) -> tuple:
     """Gradients of x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, None where `needs` says so. An h without rows
-    is made again."""
+    is made again. buffers: gradients of weights are added there where these are given, for all that are wanted."""
     w_up, w_down, b_up, b_down = weights
     text = session.training.text
     routing = session.routing(tables.expert_offsets, tables.row_scores)
@@ -239,8 +282,11 @@ def _run_backward(session: Session, x, topk_ids, needs: tuple, d_o_rows, x_rows,
                 **how)
     made = {}
     if bits:
-        results = run_backward_weights((d_o_rows, x_rows, routing, *layer, a_scaled, dh), text, bits)
-        made = dict(zip([name for name in GRADIENTS if _wants(name, needs)], results, strict=True))
+        into_up, into_down, into_b_up, into_b_down = buffers  # as WEIGHTS (ops/layer.py)
+        results = run_backward_weights((d_o_rows, x_rows, routing, *layer, a_scaled, dh), text, bits,
+                                       (into_up, None, into_down, into_b_up, None, into_b_down))
+        wanted = [name for name in GRADIENTS if _wants(name, needs)] if results else []
+        made = dict(zip(wanted, results, strict=True))
     session.side.join()
     return dx if needs[0] else None, None, dscores, *[made.get(name) for name in _GRADIENT_OF]
 

@@ -227,18 +227,26 @@ def _prepare_input(key, tensors: tuple, text: str, with_dscores: bool) -> Prepar
 _SPLIT = ("d_o", "x", "routing", *WEIGHTS, "a_scaled", "dh")
 
 
-def run_backward_weights(tensors: tuple, text: str, needs: int) -> list[torch.Tensor]:
-    """The second part: the gradients of weights whose bits of GRADIENTS are set. tensors: as _SPLIT."""
-    key = (text, "weights", needs, torch.get_num_threads(), signature(tensors))
-    prepared = here.prepared.get(key) or _prepare_weights(key, tensors, text, needs)
-    return prepared.run(present(tensors))
+def run_backward_weights(tensors: tuple, text: str, needs: int, buffers: tuple = ()) -> list[torch.Tensor]:
+    """The second part: the gradients of weights whose bits of GRADIENTS are set. tensors: as _SPLIT. buffers: as
+    WEIGHTS, contiguous and of one type; gradients that have one are added there and are not among the results. Where
+    any has one all have."""
+    key = (text, "weights", needs, torch.get_num_threads(), signature(tensors), signature(buffers))
+    prepared = here.prepared.get(key) or _prepare_weights(key, tensors, text, needs, buffers)
+    return prepared.run(present(tensors), [(w, b) for w, b in zip(_WEIGHT_GRADIENT_WORDS, buffers) if b is not None])
 
 
-def _prepare_weights(key, tensors: tuple, text: str, needs: int) -> PreparedCall:
+def _prepare_weights(key, tensors: tuple, text: str, needs: int, buffers: tuple) -> PreparedCall:
     named, options = dict(zip(_SPLIT, tensors, strict=True)), parse(text)
     desc = _desc(options, named["x"], named, 1, torch.int32)
     prepared = PreparedCall("moe_backward_weights", named["x"].device, BackwardArgs(), desc)
     prepared.read(_SPLIT, tensors, unread=WEIGHTS)
+    if any(buffer is not None for buffer in buffers):
+        prepared.args.accumulate = 1
+        for name, buffer in pairs(WEIGHTS, buffers):
+            field = getattr(prepared.args, "d" + name)
+            describe("d" + name, field, buffer.shape, buffer.stride(), buffer.dtype, buffer.device)
+        needs = 0
     for bit, name in enumerate(GRADIENTS):
         if needs >> bit & 1:
             weight = named[name[1:]]

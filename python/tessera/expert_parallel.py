@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts of a layer spread over the GPUs of a process group: expert_parallel.hpp for PyTorch.
+"""The experts of a layer spread over the ranks of a process group: expert_parallel.hpp for PyTorch on the GPUs of a
+host, and tessera.hosts over several hosts or on the CPU.
 
     experts = tessera.ExpertParallel(max_tokens=8192, hidden=2048, intermediate=768, experts=128, top_k=8)
     o = experts(x, topk_ids, topk_weights, w_up, w_down)    # on every rank, with its own tokens and experts
@@ -15,12 +16,14 @@ import contextlib
 import torch
 
 from tessera import expert_parallel_training, functional, library, options
+from tessera.expert_parallel_checks import check_shapes, narrowed
 from tessera.expert_parallel_library import TENSORS
 from tessera.expert_parallel_session import ADDRESS_WORDS, PreparedPass, Session, check_devices
+from tessera.hosts.experts import HostsExperts, over_hosts
 
 
 class ExpertParallel:
-    """A session of P ranks, one per GPU of one host, among which the experts of a layer are spread. bf16.
+    """A session of P ranks, one per GPU, among which the experts of a layer are spread. bf16, on the CPU also fp32.
 
     Rank r of the P ranks owns experts [r*E/P, (r+1)*E/P). All ranks make the same passes in the same order, also those
     in which they have no token; layers of one shape share one session. Whether a pass has gradients, and of what, is
@@ -31,6 +34,10 @@ class ExpertParallel:
     was when the GPU began to multiply. Where memory for a sixteenth more rows than the layer had in its last pass was
     not enough on some rank, all ranks make the pass again. With max_rows the host does not wait; where there are more
     rows than that the pass is void, and check() says so.
+
+    With `hosts` the ranks are those of several hosts, which exchange rows by torch.distributed, and with device="cpu"
+    ranks of one host do, too: docs/several-hosts.md says when that pays, what is sent and whose bits o has. There all
+    ranks of the default group make their objects at the same time, also where `group` is a part of it.
 
     Larger passes have to be split: max_tokens * K * K is at most 2^32, and a rank's pool, P * max_tokens * K rows and
     127 for each of its experts, has at most 2^31 - 1.
@@ -52,15 +59,20 @@ class ExpertParallel:
         save: "h" saves the pre-activation for backward, "x" makes it again. Only with training.
         max_rows: A bound of the rows that a rank's experts have in any pass, 1 to P * max_tokens * K, or None. Only
             with training.
-        group: Process group of torch.distributed with 1 to 8 ranks; None: the default group.
-        device: This rank's GPU, such as "cuda:0"; None: torch's current one.
+        group: Process group of torch.distributed with 1 to 8 ranks on each host; None: the default group.
+        device: This rank's GPU, such as "cuda:0", or "cpu", where rows go over gloo; None: torch's current GPU.
         windows: Addresses of memory of all ranks, as this rank's GPU sees it, zeroed, of `window_bytes` each. None:
             NCCL makes them.
-        time_limit: Seconds that a pass waits for another rank, above 0 and at most 86400.
+        time_limit: Seconds that a pass waits for another rank, above 0 and at most 86390; with `hosts` those of its own
+            host for 10 more.
+        hosts: How many hosts the ranks are on, equally many on each and those of a host consecutive; "auto": as many as
+            there are names of hosts (NCCL_HOSTID, or host name and boot id).
+        exchange: Between hosts: "static" sends max_tokens rows to each host, without numbers that the host would wait
+            for; "counted" the rows that are needed, after their numbers. None: static for up to 4 hosts.
         sums_on_owners: The old name of partial_combine, which warns until 1.0.
 
     Raises:
-        ValueError: A bound above is broken, or ranks differ in an argument.
+        ValueError: A bound above is broken, ranks differ in an argument, or they cannot be divided into hosts.
         RuntimeError: There is no GPU, NCCL cannot make windows, NVLink multicast is on, or another rank cannot join.
         MemoryError: A window or the workspace does not fit.
 
@@ -70,16 +82,25 @@ class ExpertParallel:
         >>> o = experts(x, topk_ids, topk_weights, w_up, w_down)                         # doctest: +SKIP
     """
 
+    _hosts = None  # what serves several hosts, or the CPU, in place of a session
+
     def __init__(self, *, max_tokens: int, hidden: int, intermediate: int, experts: int, top_k: int,
                  activation: str = "swiglu", alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0,
                  partial_combine: bool = False, training: bool = False, save: str = "h", max_rows: int | None = None,
-                 group=None, device=None, windows=None, time_limit: float = 30, sums_on_owners: bool | None = None):
+                 group=None, device=None, windows=None, time_limit: float = 30, hosts: int | str = 1,
+                 exchange: str | None = None, sums_on_owners: bool | None = None):
         partial_combine = options.renamed("sums_on_owners", sums_on_owners, "partial_combine", partial_combine, False)
-        self._session = Session(
-            max_tokens=max_tokens, hidden=hidden, intermediate=intermediate, experts=experts, top_k=top_k,
-            activation=activation, alpha=alpha, limit=limit, up_offset=up_offset, partial_combine=partial_combine,
-            training=training, save=save, max_rows=max_rows, group=group, device=device, windows=windows,
-            time_limit=time_limit)
+        arguments = {
+            "max_tokens": max_tokens, "hidden": hidden, "intermediate": intermediate, "experts": experts,
+            "top_k": top_k, "activation": activation, "alpha": alpha, "limit": limit, "up_offset": up_offset,
+            "partial_combine": partial_combine, "training": training, "save": save, "max_rows": max_rows,
+            "group": group, "device": device, "windows": windows, "time_limit": time_limit}
+        if over_hosts(hosts, device):
+            self._hosts = HostsExperts(hosts=hosts, exchange=exchange, **arguments)
+            return
+        if exchange is not None:
+            raise ValueError(f"exchange={exchange!r}: between hosts; leave it out with hosts=1")
+        self._session = Session(**arguments)
 
     @property
     def window_bytes(self) -> int:
@@ -91,32 +112,35 @@ class ExpertParallel:
         Raises:
             ValueError: A bound of the session is broken.
         """
-        return self._session.window_bytes()
+        return (self._session if self._hosts is None else self._hosts.session).window_bytes()
 
     def __call__(self, x, topk_ids, topk_weights, w_up, w_down, out=None, *, b_up=None, b_down=None):
         """A pass on this rank's tokens and experts, enqueued on the current stream. Differentiable with training.
 
         Args:
-            x: [T,d] bf16, T from 0 to max_tokens.
+            x: [T,d] bf16, or on the CPU fp32, T from 0 to max_tokens; weights and biases have its type.
             topk_ids: [T,K] int32 or int64; ids outside [0,E) own no row.
             topk_weights: [T,K] of a floating type; a pass without gradients and biases takes fp32 alone.
-            w_up: [E/P,2n,d] bf16, gate rows first, or [E/P,n,d] where the activation is not gated.
-            w_down: [E/P,d,n] bf16.
-            out: [T,d] bf16 that gets the result, or None. Only without gradients and biases.
-            b_up: [E/P,2n] or [E/P,n] bf16, or None. With training, or with clamped-swiglu; then b_down too.
-            b_down: [E/P,d] bf16, or None, as b_up.
+            w_up: [E/P,2n,d], gate rows first, or [E/P,n,d] where the activation is not gated.
+            w_down: [E/P,d,n].
+            out: [T,d] of x's type that gets the result, or None. Only without gradients and biases.
+            b_up: [E/P,2n] or [E/P,n], or None. With training, or with clamped-swiglu; then b_down too.
+            b_down: [E/P,d], or None, as b_up.
 
         Returns:
-            o [T,d] bf16, or `out`.
+            o [T,d] of x's type, or `out`.
 
         Raises:
             ValueError: A shape, dtype or device is none of these, or only one of the biases is given.
-            RuntimeError: Gradients or biases ask for training=True, or an earlier pass has failed.
+            RuntimeError: Gradients or biases ask for training=True, an earlier pass has failed, or with `hosts` a rank
+                did not come, which is named.
 
         Example:
             >>> with torch.no_grad():                                                    # doctest: +SKIP
             ...     o = experts(x, topk_ids, topk_weights, w_up, w_down)
         """
+        if self._hosts is not None:
+            return self._hosts(x, topk_ids, topk_weights, w_up, w_down, out, b_up, b_down)
         session, layer = self._session, w_up.data_ptr()  # before it is cast
         if torch._C._is_any_autocast_enabled():
             x, w_up, w_down, b_up, b_down = functional.autocast((x, w_up, w_down, b_up, b_down))
@@ -135,7 +159,7 @@ class ExpertParallel:
             with torch.cuda.device(index):
                 return self(x, topk_ids, topk_weights, w_up, w_down, out)
         if prepared.narrow:
-            topk_ids = self._narrowed(topk_ids)
+            topk_ids = narrowed(topk_ids, session.desc.experts)
         if out is None:
             make, how = prepared.make_o
             out = make(*how)
@@ -146,29 +170,6 @@ class ExpertParallel:
         if code:
             library.check(code)
         return out
-
-    def _narrowed(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """As int32, contiguous whatever their strides."""
-        # Clamped first: an id outside [0,E) stays one, where its low half may be an expert.
-        return topk_ids.clamp(-1, self._session.desc.experts).to(torch.int32, memory_format=torch.contiguous_format)
-
-    def _check_shapes(self, x, topk_ids, topk_weights, *weights) -> None:
-        """Before an unfused pass begins: where one breaks off, the other ranks wait in vain."""
-        desc, tokens = self._session.desc, x.shape[0] if x.dim() else 0
-        d, n, experts = desc.hidden, desc.intermediate, desc.experts // desc.ranks
-        up = n * (2 if options.ACTIVATIONS[desc.activation] in options.GATED else 1)
-        shapes = (tokens, d), (experts, up, d), (experts, d, n), (experts, up), (experts, d)
-        for name, tensor, shape in zip(("x", "w_up", "w_down", "b_up", "b_down"), (x, *weights), shapes, strict=True):
-            if tensor is not None and (tensor.shape != shape or tensor.dtype is not torch.bfloat16):
-                raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}; bf16 {list(shape)} is needed")
-        for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-            if tensor.shape != (tokens, desc.top_k):
-                raise ValueError(f"{name}: {list(tensor.shape)}; {[tokens, desc.top_k]} is needed")
-        if topk_ids.dtype not in (torch.int32, torch.int64) or not topk_weights.is_floating_point():
-            raise ValueError(f"topk_ids, topk_weights: {topk_ids.dtype}, {topk_weights.dtype}; int32 or int64, and a "
-                             "floating type, are needed")
-        if tokens > desc.max_tokens:
-            raise ValueError(f"x: {tokens} tokens; at most max_tokens={desc.max_tokens}")
 
     def _general(self, layer: int, x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, out) -> torch.Tensor:
         """A pass with gradients or biases."""
@@ -183,9 +184,9 @@ class ExpertParallel:
         if out is not None:
             raise ValueError("out: a pass with gradients or biases makes its own result")
         check_devices((*TENSORS[:5], "b_up", "b_down"), tensors, session.device)
-        self._check_shapes(*tensors)
+        check_shapes(session.desc, torch.bfloat16, *tensors)
         if topk_ids.dtype is torch.int64:
-            topk_ids = self._narrowed(topk_ids)
+            topk_ids = narrowed(topk_ids, session.desc.experts)
         elsewhere = torch._C._cuda_getDevice() != session.device.index
         with torch.cuda.device(session.device) if elsewhere else contextlib.nullcontext():
             return training.run(session, layer, x, topk_ids.contiguous(), topk_weights, w_up, w_down, b_up, b_down)
@@ -204,10 +205,13 @@ class ExpertParallel:
 
         Raises:
             ValueError: tokens is above max_tokens.
+            NotImplementedError: Over several hosts, and on the CPU, where x is passed itself.
 
         Example:
             >>> x = experts.input(hidden_states.shape[0]).copy_(hidden_states)           # doctest: +SKIP
         """
+        if self._hosts is not None:
+            return self._hosts.input(tokens)
         max_tokens = self._session.desc.max_tokens
         if tokens > max_tokens:
             raise ValueError(f"tokens={tokens}: at most max_tokens={max_tokens}")
@@ -219,7 +223,7 @@ class ExpertParallel:
         Raises:
             RuntimeError: A pass that has ended waited in vain for a rank, or had more rows than max_rows.
         """
-        self._session.check()
+        (self._hosts or self._session).check()
 
     def close(self) -> None:
         """Waits for this rank's GPU and frees the window that NCCL made; collective. Passes of other ranks may still
@@ -228,7 +232,7 @@ class ExpertParallel:
         Raises:
             RuntimeError: The GPU or NCCL reports a failure.
         """
-        self._session.close()
+        (self._hosts or self._session).close()
 
     def abort(self) -> None:
         """Waits for this rank's GPU and frees the window without waiting for the other ranks, where check() has raised:
@@ -237,4 +241,4 @@ class ExpertParallel:
         Raises:
             Nothing: what fails while a session is abandoned is ignored.
         """
-        self._session.abort()
+        (self._hosts or self._session).abort()

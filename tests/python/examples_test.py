@@ -89,6 +89,30 @@ class Examples(unittest.TestCase):
         self.assertLess(float(difference), 2e-3)
         self.assertEqual(len(re.findall(r"(?:tessera|eager): \d+ tokens/s on 2 ranks", result.stdout)), 2)
 
+    def run_over_hosts(self, ranks: int, hosts: int, *options) -> tuple[float, list[float]]:
+        """(how far the losses are apart, those that are told) of train_hosts.py."""
+        result = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+             str(ranks), ROOT / "examples" / "train_hosts.py", "--hosts", str(hosts), "--text",
+             ROOT / "docs" / "numerics.md", "--layers", "1", *options],
+            capture_output=True, text=True, check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+        self.assertEqual(result.returncode, 0, result.stderr)
+        (difference,) = re.findall(r"losses differ by (\S+) at most", result.stdout)
+        return float(difference), [float(loss) for loss in re.findall(r"loss ([0-9.]+)$", result.stdout, re.MULTILINE)]
+
+    def test_experts_over_two_pretended_hosts(self):
+        """Losses of one process, but for the order of sums, with all else under HSDP."""
+        difference, losses = self.run_over_hosts(4, 2, "--steps", "6", "--hidden", "48", "--context", "32")
+        self.assertLess(difference, 1e-5)
+        self.assertLess(losses[-1], losses[0])
+
+    @tier.deep
+    def test_experts_over_three_pretended_hosts(self):
+        difference, losses = self.run_over_hosts(6, 3, "--steps", "40", "--batch", "12", "--experts", "12")
+        self.assertLess(difference, 1e-4)
+        self.assertLess(losses[-1], 0.8 * losses[0])
+
     @unittest.skipUnless(torch.cuda.device_count() > 1, "needs two GPUs; run on a machine with them")
     def test_experts_over_two_gpus(self):
         result = subprocess.run(

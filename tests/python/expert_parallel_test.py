@@ -37,7 +37,7 @@ def setUpModule():
 class Refusals(unittest.TestCase):
     def test_other_devices(self):
         with self.assertRaisesRegex(ValueError, "run on GPUs"):
-            tessera.ExpertParallel(**SHAPE, device="cpu")
+            tessera.ExpertParallel(**SHAPE, device="meta")
 
     def test_old_names(self):
         with self.assertWarnsRegex(DeprecationWarning, "sums_on_owners is called partial_combine"):
@@ -138,7 +138,7 @@ class Refusals(unittest.TestCase):
                 (torch.OutOfMemoryError, "no memory", {"empty": out_of_memory}),
                 (ValueError, "windows: 3 addresses for 2 ranks", {"windows": [0, 1, 2]}),
                 (ValueError, "activation='tanh'", {"activation": "tanh"}),
-                (ValueError, "device=cpu", {"device": "cpu"})):
+                (ValueError, "device=meta", {"device": "meta"})):
             with self.subTest(text, **how):
                 sent, lib = [], mock.MagicMock()
                 with self.assertRaisesRegex(kind, text):

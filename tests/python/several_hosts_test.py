@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts over several hosts, pretended by processes of this machine over gloo: results and gradients against one
+process's, bits, bytes, refusals, and what is said where a rank dies or stalls."""
+
+import dataclasses
+import os
+import random
+import time
+import unittest
+
+import ranks
+import tessera
+import tier
+import torch
+import torch._dynamo  # which a checkpoint imports, in every fork where it is not there
+import torch.distributed as dist
+from several_hosts_cases import HIDDEN, Case, forward, one_pass, together
+from tessera.hosts import advice, topology
+from torch.utils.checkpoint import checkpoint
+
+UNEVEN = (5, 0, 9, 4)
+ROUTINGS = ("random", "zipf", "one-expert", "repeated", "sentinels")
+
+
+def passes(rank: int, case: Case, ways: list, late: bool = False) -> list:
+    """By way, (hosts, exchange): two equal passes, inference, and bytes sent to each host in the first. late: ranks
+    come at random times."""
+    made = []
+    for hosts, exchange in ways:
+        experts = case.make(hosts=hosts, exchange=exchange)
+        rail = experts._hosts.rail
+        if late:
+            time.sleep(random.Random(rank).random() / 5)
+        first = one_pass(case, experts, rank)
+        sent = list(rail.bytes_sent)
+        second = one_pass(case, experts, rank)
+        leaves, ids, _ = case.part(rank)
+        with torch.no_grad():
+            inference = forward(experts, leaves, ids)
+        experts.check()
+        experts.close()
+        made.append({"results": (first, second), "inference": inference, "sent": sent})
+    return made
+
+
+def bytes_expected(case: Case, hosts: int, exchange: str) -> list[list[int]]:
+    """By rank, to each host: what the formula says of a forward and a backward pass, from the ids alone."""
+    _, ids, _ = case.tensors()
+    count, item = len(case.tokens), case.dtype.itemsize
+    local, per_host = count // hosts, case.experts // hosts
+    host_of = [[set((ids_t[(ids_t >= 0) & (ids_t < case.experts)] // per_host).tolist()) for ids_t in part]
+               for part in ids.split(list(case.tokens))]
+
+    def rows(rank: int, host: int) -> int:
+        return sum(host in there for there in host_of[rank]) if exchange == "counted" else max(*case.tokens, 1) + 1
+
+    expected = []
+    for rank in range(count):
+        mine, of_rank = rank // local, []
+        for host in range(hosts):
+            counterpart = host * local + rank % local
+            out, back = rows(rank, host), rows(counterpart, mine)
+            forward_ = out * (HIDDEN * item + 8 * case.top_k) + back * HIDDEN * item
+            backward = out * HIDDEN * item + back * (HIDDEN * item + 4 * case.top_k)
+            of_rank.append(0 if host == mine else forward_ + backward + (8 if exchange == "counted" else 0))
+        expected.append(of_rank)
+    return expected
+
+
+class Results(unittest.TestCase):
+    def check_near(self, got: dict, wanted: dict, tolerance: float):
+        for name, tensor in wanted.items():
+            scale = tensor.float().nan_to_num().abs().max().item()
+            self.assertGreater(scale, 10 * tolerance, f"{name}: nothing to compare")
+            apart = (got[name].float() - tensor.float()).nan_to_num(nan=1e9).abs().max().item()
+            self.assertLess(apart, tolerance * scale, name)
+
+    def check_equal(self, got: dict, wanted: dict):
+        for name, tensor in wanted.items():
+            self.assertTrue(torch.equal(got[name], tensor), name)
+
+    def check(self, case: Case, ways: list, **more) -> list[dict]:
+        """Results of all ranks together, by way."""
+        outcomes = ranks.results(ranks.run(len(case.tokens), passes, case, ways, *more.values()))
+        wanted, found = case.expected(), []
+        for i, (hosts, exchange) in enumerate(ways):
+            of_ranks = [outcome[i] for outcome in outcomes]
+            first, second = [together([each["results"][j] for each in of_ranks]) for j in range(2)]
+            with self.subTest(hosts=hosts, exchange=exchange):
+                self.check_equal(second, first)
+                self.assertTrue(torch.equal(torch.cat([each["inference"] for each in of_ranks]), first["o"]))
+                self.check_near(first, wanted, 2**-6 if case.dtype is torch.bfloat16 else 1e-6)
+                self.check_equal(first, wanted if hosts == 1 else case.expected_bits(hosts))
+                self.assertEqual([each["sent"] for each in of_ranks], bytes_expected(case, hosts, exchange))
+            found.append(first)
+        return found
+
+    def test_two_hosts_of_two_ranks(self):
+        """Both exchanges have the same bits, and so have two hosts of one rank each with the same tokens."""
+        case = Case(UNEVEN)
+        static, counted, one = self.check(case, [(2, "static"), (2, "counted"), (1, None)])
+        self.check_equal(counted, static)
+        self.assertFalse(torch.equal(one["w_up"], static["w_up"]))  # so much the order of sums shows
+        merged, = self.check(dataclasses.replace(case, tokens=(5, 13)), [(2, "counted")])
+        self.check_equal(merged, static)
+
+    def test_routings(self):
+        for routing in ROUTINGS[1:]:
+            with self.subTest(routing):
+                self.check(Case(UNEVEN, routing=routing), [(2, "static"), (2, "counted")])
+
+    def test_biases_in_bf16(self):
+        self.check(Case(UNEVEN, dtype=torch.bfloat16, activation="gelu", biases=True, save="x"),
+                   [(2, "counted"), (1, None)])
+
+    def test_three_hosts_of_two_ranks(self):
+        self.check(Case((3, 4, 0, 6, 2, 5), routing="zipf"), [(3, "static"), (3, "counted")])
+
+    @tier.deep
+    def test_everything(self):
+        """With one expert for each token, two, and as many as a host has."""
+        variants = (1, "h", "swiglu", False), (2, "x", "relu2", True), (0, "h", "clamped-swiglu", True)
+        for tokens, hosts in (((7, 5), 2), ((5, 0, 9, 4), 2), ((5, 0, 9, 4), 4), ((0, 0, 0, 6), 4),
+                              ((3, 4, 0, 6, 2, 5), 2), ((3, 4, 0, 6, 2, 5), 3), ((3, 4, 0, 6, 2, 5), 6)):
+            for i, routing in enumerate(ROUTINGS):
+                for dtype, (top_k, save, activation, biases) in ((torch.float32, variants[i % 3]),
+                                                                 (torch.bfloat16, variants[(i + 1) % 3])):
+                    if routing == "repeated" and top_k == 1:
+                        continue
+                    case = Case(tokens, routing=routing, dtype=dtype, top_k=top_k or 12 // hosts, save=save,
+                                activation=activation, biases=biases, seed=i)
+                    with self.subTest(case):
+                        static, counted, _ = self.check(case, [(hosts, "static"), (hosts, "counted"), (1, None)],
+                                                        late=True)
+                        self.check_equal(counted, static)
+
+    def test_no_tokens_at_all(self):
+        case = Case((0, 0))
+        for outcome in ranks.results(ranks.run(2, passes, case, [(2, "static"), (2, "counted")])):
+            for way in outcome:
+                results = way["results"][0]
+                self.assertEqual(results["o"].shape, (0, HIDDEN))
+                self.assertEqual(results["w_up"].abs().max().item(), 0)
+
+
+def two_layers(rank: int, exchange: str) -> list:
+    """Gradients of two micro-batches through two layers that share the object, the first recomputed in backward."""
+    case = Case((6, 8, 3, 7))
+    experts = case.make(hosts=2, exchange=exchange)
+    leaves, ids, d_o = case.part(rank)
+    others, _, _ = dataclasses.replace(case, seed=1).part(rank)
+    for _ in range(2):
+        first = checkpoint(lambda x: forward(experts, {**leaves, "x": x}, ids), leaves["x"], use_reentrant=False)
+        forward(experts, {**others, "x": first}, ids).backward(d_o)
+    frozen = {name: leaf.detach() for name, leaf in leaves.items()}
+    x = leaves["x"].detach().requires_grad_()
+    forward(experts, {**frozen, "x": x}, ids).backward(d_o)
+    experts.close()
+    return [leaf.grad for leaf in (*leaves.values(), *others.values()) if leaf is not others["x"]] + [x.grad]
+
+
+class Training(unittest.TestCase):
+    def expected(self) -> list:
+        case = Case((6, 8, 3, 7))
+        (leaves, ids, d_o), (others, _, _) = case.tensors(), dataclasses.replace(case, seed=1).tensors()
+        for leaf in (*leaves.values(), *others.values()):
+            leaf.requires_grad_()
+
+        def layer(of: dict, x):
+            return tessera.routed_experts(x, ids, of["topk_weights"], of["w_up"], of["w_down"])
+
+        for _ in range(2):
+            layer(others, layer(leaves, leaves["x"])).backward(d_o)
+        x = leaves["x"].detach().requires_grad_()
+        layer({name: leaf.detach() for name, leaf in leaves.items()}, x).backward(d_o)
+        return [leaf.grad for leaf in (*leaves.values(), *others.values()) if leaf is not others["x"]] + [x.grad]
+
+    def test_layers_and_micro_batches(self):
+        for exchange in ("static", "counted"):
+            got = ranks.results(ranks.run(4, two_layers, exchange))
+            for i, wanted in enumerate(self.expected()):
+                apart = torch.cat([gradients[i] for gradients in got]) - wanted
+                self.assertGreater(wanted.abs().max().item(), 0.1)
+                self.assertLess(apart.abs().max().item(), 2e-6 * wanted.abs().max().item(), (exchange, i))
+
+
+def refused(rank: int, change: dict, on_rank: int | slice) -> tuple:
+    """What an object says of which some ranks have another description."""
+    case = Case((4, 4, 4, 4))
+    on_rank = range(4)[on_rank] if isinstance(on_rank, slice) else [on_rank]
+    try:
+        case.make(**{"hosts": 2, **(change if rank in on_rank else {})})
+    except (ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def refused_pass(rank: int) -> list:
+    """What passes are refused with, before anything is sent; then a pass."""
+    case = Case((4, 4))
+    experts, inference = case.make(hosts=2), case.make(hosts=2, training=False)
+    leaves, ids, _ = case.part(rank)
+    said = []
+    for of, change in ((experts, {"x": leaves["x"].bfloat16()}), (experts, {"x": leaves["x"][:, :8]}),
+                       (experts, {"w_up": leaves["w_up"][1:]}), (inference, {})):
+        try:
+            forward(of, leaves | change, ids)
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+    with torch.no_grad():
+        out = torch.empty_like(leaves["x"])
+        assert inference(leaves["x"], ids, *[leaves[name] for name in ("topk_weights", "w_up", "w_down")], out) is out
+        assert torch.equal(out, forward(experts, leaves, ids))
+    return said
+
+
+class Refusals(unittest.TestCase):
+    def test_ranks_that_differ(self):
+        for change, on_rank, kind, says in (
+                ({"max_tokens": 9}, 3, "ValueError", "max_tokens=5 on rank 0, 9 on rank 3: equal on all ranks"),
+                ({"hosts": 1}, 2, "ValueError", "hosts=2 on rank 0, 1 on rank 2"),
+                ({"exchange": "counted"}, 1, "ValueError", "exchange=None on rank 0, counted on rank 1"),
+                ({"top_k": 7}, 2, "ValueError", "top_k=3 on rank 0, 7 on rank 2"),
+                ({"save": "x"}, 1, "ValueError", "save=h on rank 0, x on rank 1"),
+                ({"exchange": "some"}, 1, None, "rank 1 cannot join: ValueError: exchange='some': choose from static"),
+                ({"experts": 10}, slice(4), "ValueError", "experts=10: a multiple of the 4 ranks"),
+                ({"max_tokens": 0}, slice(4), "ValueError", "max_tokens=0"),
+                ({"partial_combine": True}, 0, None, "rank 0 cannot join: ValueError: partial_combine=True: for links"),
+                ({"windows": [0] * 4}, 0, None, "rank 0 cannot join: ValueError: windows: addresses within a host"),
+                ({"hosts": 1, "exchange": "static"}, 3, None,
+                 "rank 3 cannot join: ValueError: exchange=.static.: between hosts"),
+                ({"device": "meta"}, 0, None, "rank 0 cannot join: ValueError: device=meta")):
+            said = ranks.results(ranks.run(4, refused, change, on_rank))
+            for rank, answer in enumerate(said):
+                with self.subTest(change, rank=rank):
+                    self.assertIsNotNone(answer)
+                    if kind is not None or rank != on_rank:
+                        self.assertEqual(answer[0], kind or "RuntimeError")
+                        self.assertRegex(answer[1], says)
+                    else:
+                        self.assertEqual(answer[0], "ValueError")
+
+    def test_passes(self):
+        for said in ranks.results(ranks.run(2, refused_pass)):
+            patterns = ("w_up: torch.float32", r"x: torch.float32 \[4, 8\]", r"w_up: .*\[5, 32, 32\]", "training=True")
+            for text, pattern in zip(said, patterns, strict=True):
+                self.assertRegex(text, pattern)
+
+    def test_topologies(self):
+        self.assertEqual(topology.hosts_of(["a", "a", "b", "b"]), 2)
+        self.assertEqual(topology.hosts_of(["a"] * 3), 1)
+        for names, says in ((["a", "b", "a", "b"], "ranks of a host are consecutive"),
+                            (["a", "a", "b"], "2 on a, 1 on b")):
+            with self.assertRaisesRegex(ValueError, says):
+                topology.hosts_of(names)
+        for hosts in (0, 3, True, "two", 2.0):
+            with self.assertRaisesRegex(ValueError, "hosts="):
+                topology.find(0, ["a"] * 4, hosts)
+        with self.assertRaisesRegex(ValueError, "16 ranks on each host; at most 8"):
+            topology.find(0, ["a"] * 32, 2)
+        found = topology.find(5, ["a"] * 3 + ["b"] * 3, "auto")
+        self.assertEqual((found.hosts, found.host, found.counterpart(0), list(found.of_host(0))),
+                         (2, 1, 2, [0, 1, 2]))
+        self.assertEqual((found.name(1), topology.Topology(0, 2, 2).name(1)), ("host 1 (ranks 3-5)", "host 1 (rank 1)"))
+
+    def test_advice(self):
+        """The table of the page: tokens above which FSDP moves less."""
+        for shape, hosts, wanted in (((1536, 256, 128, 8), 2, 6200), ((2048, 768, 128, 8), 8, 6900),
+                                     ((4096, 1536, 128, 8), 2, 37000), ((7168, 2048, 256, 8), 8, 37000)):
+            hidden, intermediate, experts, top_k = shape
+            got = advice.tokens_of_equal_bytes(hidden, intermediate, experts, top_k, 8, hosts)
+            self.assertLess(abs(got - wanted), 0.02 * wanted)
+
+
+def of_replicas(rank: int) -> tuple:
+    """One of two groups, each of two hosts of one rank, with tokens of its own. One of them is made anew, after which
+    all are."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    case = Case((5, 8), seed=rank // 2)
+    made = []
+    for _ in range(2):
+        time.sleep(0.2 * (rank == 1))
+        experts = case.make(hosts=2, exchange="counted", group=groups[rank // 2])
+        made.append(one_pass(case, experts, rank % 2))
+        experts.close()
+    return tuple(made)
+
+
+class Replicas(unittest.TestCase):
+    def test_groups_within_the_default_group(self):
+        got = ranks.results(ranks.run(4, of_replicas))
+        for replica in range(2):
+            wanted = Case((5, 8), seed=replica).expected_bits(2)
+            for i in range(2):
+                made = together([of_rank[i] for of_rank in got[2 * replica:2 * replica + 2]])
+                for name, tensor in wanted.items():
+                    self.assertTrue(torch.equal(made[name], tensor), name)
+
+
+def found_by_name(rank: int) -> tuple:
+    os.environ["NCCL_HOSTID"] = f"host{rank // 2}"
+    experts = Case((4, 4, 4, 4)).make(hosts="auto")
+    made = experts._hosts.topology
+    experts.close()
+    return made.hosts, made.host
+
+
+class Names(unittest.TestCase):
+    def test_hosts_are_found_by_name(self):
+        self.assertEqual(ranks.results(ranks.run(4, found_by_name)), [(2, 0), (2, 0), (2, 1), (2, 1)])
+
+
+def until_one_is_gone(rank: int, gone: int, dies: bool, exchange: str) -> tuple:
+    """(seconds of the wait, its error, that of the pass behind it): rank `gone` leaves between a forward pass and its
+    backward pass."""
+    case = Case((4, 4, 4, 4))
+    experts = case.make(hosts=2, exchange=exchange, time_limit=1)
+    leaves, ids, d_o = case.part(rank)
+    forward(experts, leaves, ids).backward(d_o)
+    experts.check()
+    o = forward(experts, leaves, ids)
+    if rank == gone:
+        if dies:
+            os._exit(1)
+        time.sleep(13)
+        return ()
+    start = time.monotonic()
+    try:
+        o.backward(d_o)
+    except RuntimeError as error:
+        seconds, first = time.monotonic() - start, str(error)
+    try:
+        forward(experts, leaves, ids)
+    except RuntimeError as error:
+        experts.abort()
+        return seconds, first, str(error)
+    return ()
+
+
+class Faults(unittest.TestCase):
+    def check(self, dies: bool, exchange: str, limit: float):
+        gone = 3
+        outcomes = ranks.run(4, until_one_is_gone, gone, dies, exchange, dies=(gone,))
+        for rank, outcome in enumerate(outcomes):
+            if rank != gone:
+                self.assertEqual(outcome[0], "result", outcome)
+                seconds, first, second = outcome[1]
+                self.assertLess(seconds, limit)
+                self.assertRegex(first, rf"^rank {rank} at pass 4 \(backward\), .* did not come \(.*\); "
+                                        "last told: .*rank 3 at pass 2.*; abort")
+                # The rank that nobody hears of again is named to those that wait for it.
+                awaited = {0: "rank 2 of host 1", 1: "rank 3 of host 1", 2: r"of its own host 1 \(ranks 2-3\)"}[rank]
+                self.assertRegex(first, awaited)
+                self.assertRegex(second, "an earlier pass has failed")
+
+    def test_a_rank_that_dies(self):
+        self.check(True, "static", 5)
+
+    @tier.deep
+    def test_ranks_that_die_or_stall(self):
+        """The rail's error comes within time_limit; those of the lost rank's host, who wait 10 s more, within that."""
+        self.check(True, "counted", 5)
+        for exchange in ("static", "counted"):
+            self.check(False, exchange, 1 + 10 + 2 * 2 + 1)
+
+
+if __name__ == "__main__":
+    unittest.main()

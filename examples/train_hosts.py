@@ -1,0 +1,133 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""The transformer of train_transformer.py with its experts spread over several hosts, and everything else under HSDP:
+sharded within a host, replicated over the hosts.
+
+    torchrun --nproc-per-node 4 examples/train_hosts.py --hosts 2 --text README.md docs/numerics.md
+
+This pretends two hosts of two ranks each on one machine, with gloo where there is no GPU. On real hosts leave --hosts
+out, and start it on each of them (docs/several-hosts.md). Every rank takes its part of each batch. Then rank 0 alone
+trains the same model from the same weights on whole batches, and prints how far the losses are apart.
+"""
+
+import argparse
+import functools
+import os
+import pathlib
+import sys
+
+import tessera
+import torch
+import torch.distributed as dist
+import train_transformer
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from train_expert_parallel import SpreadMoE
+
+
+def shard_the_rest(model: nn.Module, hosts: int, device: torch.device) -> tuple[list, list]:
+    """Puts all but the experts under HSDP: (parameters of experts, all others)."""
+    mesh = init_device_mesh(device.type, (hosts, dist.get_world_size() // hosts), mesh_dim_names=("hosts", "local"))
+    experts = [p for name, p in model.named_parameters() if name.endswith(("w_up", "w_down"))]
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh, ignored_params=set(experts))
+    spread = {id(p) for p in experts}
+    return experts, [p for p in model.parameters() if id(p) not in spread]
+
+
+def clip(experts: list, others: list, most: float = 1.0) -> None:
+    """Clips the gradients of the mean loss of all ranks as one vector. Experts have sums over all ranks."""
+    for parameter in experts:
+        parameter.grad /= dist.get_world_size()
+    squares = sum(p.grad.square().sum() for p in experts)
+    dist.all_reduce(squares)
+    norm = (squares + sum(p.grad.square().sum().full_tensor() for p in others)).sqrt()
+    for parameter in (*experts, *others):
+        parameter.grad *= (most / (norm + 1e-6)).clamp(max=1).item()
+
+
+def train(text: bytes, *, spread: bool, hosts: int, steps: int, device: torch.device, report=print,
+          **changes) -> list[float]:
+    """Losses by step. spread: over all ranks; else on this one alone, on whole batches. changes: of
+    train_transformer.SIZES; batch is that of all ranks together."""
+    torch.manual_seed(0)
+    sizes = train_transformer.SIZES | changes
+    batch, context = sizes.pop("batch"), sizes["context"]
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if spread else (0, 1)
+    if batch % ranks:
+        raise ValueError(f"batch={batch}: a multiple of the {ranks} ranks, which take equal parts of it")
+    moe, session = tessera.MoE, None
+    if spread:
+        shape = {name: sizes[name] for name in ("hidden", "intermediate", "experts", "top_k")}
+        session = tessera.ExpertParallel(max_tokens=batch // ranks * context, training=True, hosts=hosts,
+                                         device=device, **shape)
+        moe = functools.partial(SpreadMoE, spread=session)
+    model = train_transformer.Transformer(moe, **sizes).to(device)
+    experts, others = shard_the_rest(model, hosts, device) if spread else ([], list(model.parameters()))
+    # A group for each kind: one step of the optimizer takes plain tensors or DTensors.
+    groups = [{"params": params} for params in (experts, others) if params]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    source = train_transformer.batches(data, context, batch, torch.Generator().manual_seed(0))
+    losses = []
+    for step in range(1, steps + 1):
+        rate = train_transformer.learning_rate(step, steps, sizes["hidden"])
+        train_transformer.set_learning_rate(optimizer, rate)
+        tokens, targets = (t.chunk(ranks)[rank] for t in next(source))
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            # Without auxiliary losses: those of a batch are not the mean of those of its parts.
+            loss, _, _ = model(tokens, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        mean = loss.detach().float().clone()
+        if spread:
+            clip(experts, others)
+            dist.all_reduce(mean)
+        else:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(mean / ranks)
+        if rank == 0 and step % max(steps // 5, 1) == 0:
+            report(f"{f'{ranks} ranks' if spread else 'alone'}: step {step}/{steps}  loss {losses[-1].item():.3f}")
+    if session is not None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        session.check()
+        dist.barrier()
+        session.close()
+    return torch.stack(losses).tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--text", nargs="+", type=pathlib.Path, required=True, help="files to learn from")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--hosts", type=int, help="pretend so many hosts; else as many as torchrun was started on")
+    for name, default in train_transformer.SIZES.items():
+        parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
+    arguments = vars(parser.parse_args())
+    text = b"\n".join(path.read_bytes() for path in arguments.pop("text"))
+    local_rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    hosts = arguments.pop("hosts") or ranks // int(os.environ["LOCAL_WORLD_SIZE"])
+    on_gpu = torch.cuda.is_available()
+    device = torch.device(f"cuda:{local_rank}" if on_gpu else "cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+        # NCCL goes by this too: pretended hosts reach each other over the network, not by NVLink.
+        if hosts != ranks // int(os.environ["LOCAL_WORLD_SIZE"]):
+            os.environ["NCCL_HOSTID"] = f"host{int(os.environ['RANK']) * hosts // ranks}"
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    ours = torch.tensor(train(text, spread=True, hosts=hosts, device=device, **arguments))
+    if dist.get_rank() == 0:
+        apart = ours - torch.tensor(train(text, spread=False, hosts=1, device=device, **arguments))
+        print(f"losses differ by {apart.abs().max():.1e} at most, {apart.mean().abs():.1e} on average")
+    dist.barrier()
+    dist.destroy_process_group()
+    if not on_gpu:  # as in train_fsdp.py: gloo's threads outlive the group and need the interpreter
+        sys.stdout.flush()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -373,6 +373,65 @@ TEST(Refuse, MoreColumnsThanTilesCanBeNumbered) {
   EXPECT_STREQ(refuse(down).text, "n=4194312: at most 4194304");
 }
 
+// Kernels count rows in 32 bits with a sign, and 16 bytes of gathered rows without one. Elements are not counted so:
+// there may be more of them than 2^31.
+TEST(Refuse, RowsThatIntegersOfKernelsDoNotHold) {
+  constexpr std::int64_t kRows = std::int64_t{1} << 30, kTokens = 1 << 20, kWide = 1 << 14;
+  auto const check = [](auto args, auto& size, std::int64_t most, std::string const& name) {
+    size = most;
+    EXPECT_FALSE(refuse(args()).refused()) << refuse(args()).text;
+    size = most + 1;
+    EXPECT_EQ(refuse(args()).text,
+              name + "=" + std::to_string(most + 1) + ": at most " + std::to_string(most));
+    size = most;
+  };
+  RouterLogitsArguments logits{};
+  logits.experts = 8;
+  logits.hidden = logits.x.pitch = logits.w_router.pitch = kWide;
+  check([&] { return logits; }, logits.x.rows, kRows, "tokens");
+  RouterDgradArguments dgrad{};
+  dgrad.experts = 8;
+  dgrad.hidden = dgrad.dx_pitch = dgrad.w_router.pitch = kWide;
+  check([&] { return dgrad; }, dgrad.tokens, kRows, "tokens");
+
+  auto const gathered = [&](auto args, MatrixRows& source, std::int64_t& rows) {
+    source = {nullptr, kTokens, kWide};  // 2^34 elements
+    check(args, rows, kRows, "rows");
+    source.rows = 2 * kTokens - 1;
+    EXPECT_FALSE(refuse(args()).refused()) << refuse(args()).text;
+    source.rows = 2 * kTokens;
+    EXPECT_STREQ(refuse(args()).text, "tokens * d / 8=4294967296: at most 4294967295");
+  };
+  WeightRows const weights = {.row_stride = kWide, .column_stride = 1, .block = kWide};
+  auto const sized = [](auto& args) {
+    args.hidden = kWide;
+    args.intermediate = 1024;
+    args.experts = 8;
+  };
+  UpProjectionFwdArguments up{};
+  up.w_up[0] = up.w_up[1] = weights;
+  sized(up);
+  gathered([&] { return up; }, up.x, up.rows);
+  DownProjectionDgradArguments down_dgrad{};
+  down_dgrad.w_down = weights;
+  sized(down_dgrad);
+  gathered([&] { return down_dgrad; }, down_dgrad.d_o, down_dgrad.rows);
+  DownProjectionWgradArguments down_wgrad{};
+  sized(down_wgrad);
+  gathered([&] { return down_wgrad; }, down_wgrad.left, down_wgrad.rows);
+  UpProjectionWgradArguments up_wgrad{};
+  sized(up_wgrad);
+  gathered([&] { return up_wgrad; }, up_wgrad.left, up_wgrad.rows);
+  DownProjectionFwdArguments down{};
+  down.w_down = weights;
+  sized(down);
+  check([&] { return down; }, down.rows, kRows, "rows");
+  UpProjectionDgradArguments up_dgrad{};
+  up_dgrad.w_up[0] = up_dgrad.w_up[1] = weights;
+  sized(up_dgrad);
+  check([&] { return up_dgrad; }, up_dgrad.rows, kRows, "rows");
+}
+
 // The dlogits of a split backward are the caller's, aligned to their elements; the workspace's are aligned further.
 TEST(Refuse, DlogitsWithoutSixteenBytes) {
   alignas(16) float memory[4] = {};
@@ -437,6 +496,31 @@ TEST(ForwardPlan, HoldsWhatMakesTheTablesInThePlaceOfY) {
   desc.shape.hidden = 8;
   EXPECT_GE(workspace_bytes(desc, Pass::forward, 0),
             static_cast<std::size_t>(2 * slots * 256 + 4 * 24576 * 128));
+}
+
+// From 2^29 elements of y to 2^42: each doubling of the tokens adds twice what the one before added.
+TEST(ForwardPlan, GrowsWithTheTokensBeyond32Bits) {
+  MoeDesc desc = desc_of({}, ActivationKind::swiglu);
+  for (RouterKind const kind : {RouterKind::given, RouterKind::topk_softmax}) {
+    desc.router.kind = kind;
+    for (Pass const pass : {Pass::forward, Pass::backward, Pass::backward_input}) {
+      double before = 0, added = 0;
+      for (int log2 = 14; log2 <= 27; ++log2) {
+        desc.shape = {.tokens = std::int64_t{1} << log2,
+                      .hidden = 4096,
+                      .intermediate = 1024,
+                      .experts = 64,
+                      .top_k = 8};
+        auto const bytes = static_cast<double>(workspace_bytes(desc, pass, 0));
+        EXPECT_GE(bytes, 2.0 * 8 * 1024 * static_cast<double>(desc.shape.tokens));
+        if (added > 0) {
+          EXPECT_NEAR(bytes - before, 2 * added, 0.01 * added);
+        }
+        added = before > 0 ? bytes - before : 0;
+        before = bytes;
+      }
+    }
+  }
 }
 
 // Every pass has what it uses; a whole backward shares the memory of a_scaled and dx rows.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // up_projection_fwd of e4m3 operands beside that of bf16, on the same tokens, weights and routing, in one process: the
-// kernel that emits codes, the one that stores bf16, and the quantisers of x and of the weights. Kernels run in random
-// order and the host never waits in between.
+// kernel that emits codes, with its pieces under its own products or behind them, or that stores nothing; the one that
+// stores bf16; and the quantisers of x and of the weights. Kernels run in random order and the host never waits in
+// between.
 // Checked first, on rows of all experts: h in bf16 against a plain kernel in fp32, which reads the same codes; codes
 // and scales of h are the bytes that the CPU makes of these h; codes of a against act(h) in fp64; two runs have equal
 // bytes. The checks must reject the next row.
@@ -140,11 +141,12 @@ struct Problem {
             .experts = shape.experts,
             .gmem_tile_counter = counter.get()};
   }
-  template <Element kOut>
-  void launch_e4m3(int sms) const {
-    using Config = cuda::UpProjectionFwdE4m3Config<kKind, kOut>;
-    TESSERA_CUDA(cuda::launch_up_projection_fwd_e4m3_config<Config>(e4m3(kOut == Element::kBf16),
-                                                                    sms, nullptr));
+  template <Element kOut, bool kUnderProducts = true>
+  void launch_e4m3(int sms, bool stores = true) const {
+    using Config = cuda::UpProjectionFwdE4m3Config<kKind, kOut, kUnderProducts>;
+    UpProjectionFwdE4m3Arguments args = e4m3(kOut == Element::kBf16);
+    if (!stores) args.gmem_h = args.gmem_a = nullptr;
+    TESSERA_CUDA(cuda::launch_up_projection_fwd_e4m3_config<Config>(args, sms, nullptr));
   }
   // As the library runs it.
   void launch_bf16(int sms) const {
@@ -213,7 +215,10 @@ class Check {
     fetch();
     poison_codes();
     p_.launch_e4m3<Element::kE4m3>(sms_);
-    bool const repeats = sum_of_outputs() == first;
+    bool repeats = sum_of_outputs() == first;
+    poison_codes();
+    p_.launch_e4m3<Element::kE4m3, false>(sms_);
+    repeats = repeats && sum_of_outputs() == first;
     bool right = true;
     for (size_t i = 0; i < rows_.size() && right; ++i) right = accepts(rows_[i], i);
     bool rejects = true;
@@ -380,6 +385,8 @@ bool bench_shape(Shape const& s, int iters, int sms, std::string& rows) {
   std::vector<Candidate> candidates = {
       {"bf16", flops, 0, [&] { p.launch_bf16(sms); }, {}},
       {"e4m3", flops, 0, [&] { p.launch_e4m3<Element::kE4m3>(sms); }, {}},
+      {"e4m3, pieces behind", flops, 0, [&] { p.launch_e4m3<Element::kE4m3, false>(sms); }, {}},
+      {"e4m3, no epilogue", flops, 0, [&] { p.launch_e4m3<Element::kE4m3>(sms, false); }, {}},
       {"e4m3, bf16 out", flops, 0, [&] { p.launch_e4m3<Element::kBf16>(sms); }, {}},
       {"quantise x", 0, 3.03 * double(p.x.count()), [&] { p.quantise_x(); }, {}},
       {"quantise w_up", 0, 3.0 * double(p.w.count()), [&] { p.quantise_w(); }, {}}};
@@ -394,7 +401,7 @@ bool bench_shape(Shape const& s, int iters, int sms, std::string& rows) {
     double const tflops = c.flops / (double(q.median) * 1e9);
     double const tbps = c.bytes / (double(q.median) * 1e9);
     std::printf(
-        "  %-16s %8.4f ms (%.4f to %.4f) %7.1f TFLOP/s %5.2f TB/s, bf16 takes %.3f times as long\n",
+        "  %-20s %8.4f ms (%.4f to %.4f) %7.1f TFLOP/s %5.2f TB/s, bf16 takes %.3f times as long\n",
         c.name, q.median, q.p10, q.p90, tflops, tbps, bf16_ms / q.median);
     char text[512];
     std::snprintf(text, sizeof text,

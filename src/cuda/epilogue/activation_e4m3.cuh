@@ -25,22 +25,15 @@ struct ActivationE4m3Params {
   int columns;  // n
 };
 
-// A lane's 16 columns of a row's block: two times 8 bf16.
-struct BlockShare {
-  uint4 part[2];
-  __device__ __forceinline__ uint32_t pair(int i) const {
-    uint4 const& p = part[i / 4];
-    return i % 4 == 0 ? p.x : i % 4 == 1 ? p.y : i % 4 == 2 ? p.z : p.w;
-  }
-};
-
-template <class Core, ActivationKind kKind, Element kOut>
+// kUnderProducts: pieces run under the warpgroup's own wgmmas, else when it has none in flight.
+template <class Core, ActivationKind kKind, Element kOut, bool kUnderProducts>
 class ActivationE4m3Epilogue {
  public:
   static constexpr GemmConfig kGemm = Core::kGemm;
   using HeldTile = typename Core::HeldTile;
   using Params = ActivationE4m3Params;
-  static constexpr int kPieces = HeldTile::kPieces;
+  static constexpr bool kPiecesUnderProducts = kUnderProducts;
+  static constexpr int kPieces = 2 * HeldTile::kPieces;
 
   __device__ __forceinline__ ActivationE4m3Epilogue(typename Core::Storage& smem, Params const& p,
                                                     int consumer)
@@ -57,118 +50,129 @@ class ActivationE4m3Epilogue {
     held_.keep(acc);
   }
 
+  // Pieces in turns of h and a, of the same rows.
   __device__ __forceinline__ void work(int piece) {
-    BlockShare const gate{{held_.load(piece, 0), held_.load(piece, 2)}};
-    BlockShare const up{{held_.load(piece, 1), held_.load(piece, 3)}};
-    int const row = row_ + HeldTile::row(piece);
-    int const column = n_tile_ * kColumns + HeldTile::column();
-    if constexpr (kOut == Element::kE4m3) {
-      store_codes(row, column, gate, up);
-    } else {
-      store_bf16(row, column, gate, up);
+    Place const at = held_.place(piece / 2);
+    if (piece % 2 == 0) {
+      if (p_.gmem_h != nullptr) {
+        store_h(at, 0);
+        store_h(at, 1);
+      }
+    } else if (p_.gmem_a != nullptr) {
+      store_a(at);
     }
   }
 
  private:
+  using Place = typename HeldTile::Place;
   using Function = ActivationFunction<kKind>;
   static constexpr int kColumns = kGemm.tile.n / 2;  // of a, per tile
-  static constexpr int kShare = 16;                  // columns of a lane
 
-  __device__ __forceinline__ void store_bf16(int row, int column, BlockShare const& gate,
-                                             BlockShare const& up) const {
-    if (row >= end_) return;
-    bf16* const gmem_h = static_cast<bf16*>(p_.gmem_h);
-    bf16* const gmem_a = static_cast<bf16*>(p_.gmem_a);
-    TESSERA_UNROLL
-    for (int part = 0; part < 2; ++part) {
-      int const c = column + part * kSlabColumns;
-      if (gmem_h != nullptr) {
-        bf16* const h = gmem_h + int64_t{row} * (2 * p_.columns) + c;
-        arch::store_streaming_16(h, gate.part[part]);
-        arch::store_streaming_16(h + p_.columns, up.part[part]);
-      }
-      if (gmem_a != nullptr) {
-        uint32_t a[4];
-        TESSERA_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          float2 const value = activate(gate.pair(4 * part + i), up.pair(4 * part + i));
-          a[i] = arch::pack_bf16(value.x, value.y);
-        }
-        arch::store_streaming_16(gmem_a + int64_t{row} * p_.columns + c, {a[0], a[1], a[2], a[3]});
-      }
-    }
-  }
+  __device__ __forceinline__ bool is_stored(int row) const { return row < end_; }
 
-  // By all lanes: those of rows that do not exist help to find no scale but their own.
-  __device__ __forceinline__ void store_codes(int row, int column, BlockShare const& gate,
-                                              BlockShare const& up) const {
-    float a[kShare];
-    float largest = 0;
-    TESSERA_UNROLL
-    for (int i = 0; i < kShare / 2; ++i) {
-      float2 const value = activate(gate.pair(i), up.pair(i));
-      a[2 * i] = value.x;
-      a[2 * i + 1] = value.y;
-      largest = arch::max_magnitude(arch::max_magnitude(largest, value.x), value.y);
-    }
-    core::BlockScale const a_scale = scale_of_row(__float_as_uint(largest));
-    core::BlockScale const gate_scale = scale_of_row(largest_of(gate));
-    core::BlockScale const up_scale = scale_of_row(largest_of(up));
-    int const lane = arch::lane_idx() % kRowLanes;
-    if (row < end_) {
-      if (p_.gmem_h != nullptr) {
-        auto* const gmem_h =
-            static_cast<uint8_t*>(p_.gmem_h) + int64_t{row} * (2 * p_.columns) + column;
-        store_share(gmem_h, gate, gate_scale.inverse);
-        store_share(gmem_h + p_.columns, up, up_scale.inverse);
-        if (lane < 2) {  // gate, up
-          int const block = n_tile_ + lane * (p_.columns / kColumns);
-          p_.gmem_h_scales[block * p_.scale_pitch + row] =
-              lane == 0 ? gate_scale.scale : up_scale.scale;
+  // By all lanes: of gate or up. Each part is read again, as registers are few.
+  __device__ __forceinline__ void store_h(Place const& at, int half) const {
+    int const row = row_ + at.row;
+    bool const exists = is_stored(row);
+    int64_t const place =
+        int64_t{row} * (2 * p_.columns) + half * p_.columns + n_tile_ * kColumns + at.column;
+    if constexpr (kOut == Element::kBf16) {
+      TESSERA_UNROLL
+      for (int part = 0; part < 2; ++part) {
+        uint4 const share = at.load(2 * part + half);
+        if (exists) {
+          arch::store_streaming_16(static_cast<bf16*>(p_.gmem_h) + place + part * kSlabColumns,
+                                   share);
         }
       }
-      if (p_.gmem_a != nullptr) {
-        auto* const gmem_a = static_cast<uint8_t*>(p_.gmem_a) + int64_t{row} * p_.columns + column;
-        TESSERA_UNROLL
-        for (int part = 0; part < 2; ++part) {
-          float const* const v = a + part * (kShare / 2);
-          float const r = a_scale.inverse;
-          arch::store_streaming_8(gmem_a + part * kSlabColumns,
-                                  {arch::pack_e4m3(v[0] * r, v[1] * r, v[2] * r, v[3] * r),
-                                   arch::pack_e4m3(v[4] * r, v[5] * r, v[6] * r, v[7] * r)});
+    } else {
+      core::BlockScale const scale =
+          scale_of_row(max(largest_of(at.load(half)), largest_of(at.load(2 + half))));
+      TESSERA_UNROLL
+      for (int part = 0; part < 2; ++part) {
+        uint2 const codes = codes_of(at.load(2 * part + half), scale.inverse);
+        if (exists) {
+          arch::store_streaming_8(static_cast<uint8_t*>(p_.gmem_h) + place + part * kSlabColumns,
+                                  codes);
         }
-        if (lane == 2) p_.gmem_a_scales[n_tile_ * p_.scale_pitch + row] = a_scale.scale;
+      }
+      if (exists && is_first_of_row()) {
+        int const block = n_tile_ + half * (p_.columns / kColumns);
+        p_.gmem_h_scales[block * p_.scale_pitch + row] = scale.scale;
       }
     }
     __syncwarp();
   }
 
-  __device__ __forceinline__ static void store_share(uint8_t* gmem, BlockShare const& share,
-                                                     float r) {
-    TESSERA_UNROLL
-    for (int part = 0; part < 2; ++part) {
-      uint32_t codes[2];
-      TESSERA_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        float2 const first = arch::unpack_bf16(share.pair(4 * part + 2 * i));
-        float2 const second = arch::unpack_bf16(share.pair(4 * part + 2 * i + 1));
-        codes[i] = arch::pack_e4m3(first.x * r, first.y * r, second.x * r, second.y * r);
+  __device__ __forceinline__ void store_a(Place const& at) const {
+    int const row = row_ + at.row;
+    bool const exists = is_stored(row);
+    int64_t const place = int64_t{row} * p_.columns + n_tile_ * kColumns + at.column;
+    if constexpr (kOut == Element::kBf16) {
+#pragma unroll 1
+      for (int part = 0; part < 2; ++part) {
+        uint4 const gate = at.load(2 * part), up = at.load(2 * part + 1);
+        if (exists) {
+          arch::store_streaming_16(
+              static_cast<bf16*>(p_.gmem_a) + place + part * kSlabColumns,
+              {rounded(activate(gate.x, up.x)), rounded(activate(gate.y, up.y)),
+               rounded(activate(gate.z, up.z)), rounded(activate(gate.w, up.w))});
+        }
       }
-      arch::store_streaming_8(gmem + part * kSlabColumns, {codes[0], codes[1]});
+    } else {
+      float largest = 0;
+#pragma unroll 1
+      for (int part = 0; part < 2; ++part) {
+        uint4 const gate = at.load(2 * part), up = at.load(2 * part + 1);
+        largest = larger(largest, activate(gate.x, up.x));
+        largest = larger(largest, activate(gate.y, up.y));
+        largest = larger(largest, activate(gate.z, up.z));
+        largest = larger(largest, activate(gate.w, up.w));
+      }
+      core::BlockScale const scale = scale_of_row(__float_as_uint(largest));
+#pragma unroll 1
+      for (int part = 0; part < 2; ++part) {
+        uint4 const gate = at.load(2 * part), up = at.load(2 * part + 1);
+        uint2 const codes = {
+            codes_of(activate(gate.x, up.x), activate(gate.y, up.y), scale.inverse),
+            codes_of(activate(gate.z, up.z), activate(gate.w, up.w), scale.inverse)};
+        if (exists) {
+          arch::store_streaming_8(static_cast<uint8_t*>(p_.gmem_a) + place + part * kSlabColumns,
+                                  codes);
+        }
+      }
+      if (exists && is_first_of_row()) {
+        p_.gmem_a_scales[n_tile_ * p_.scale_pitch + row] = scale.scale;
+      }
     }
+    __syncwarp();
   }
 
-  // As bits of fp32.
-  __device__ __forceinline__ static uint32_t largest_of(BlockShare const& share) {
-    uint32_t largest = 0;
-    TESSERA_UNROLL
-    for (int i = 0; i < kShare / 2; ++i) {
-      largest = arch::max_magnitudes_bf16(largest, share.pair(i));
-    }
+  __device__ __forceinline__ static uint32_t rounded(float2 v) { return arch::pack_bf16(v.x, v.y); }
+  __device__ __forceinline__ static float larger(float largest, float2 v) {
+    return arch::max_magnitude(arch::max_magnitude(largest, v.x), v.y);
+  }
+  __device__ __forceinline__ static uint32_t codes_of(float2 v, float2 w, float r) {
+    return arch::pack_e4m3(v.x * r, v.y * r, w.x * r, w.y * r);
+  }
+  __device__ __forceinline__ static uint2 codes_of(uint4 share, float r) {
+    return {codes_of(arch::unpack_bf16(share.x), arch::unpack_bf16(share.y), r),
+            codes_of(arch::unpack_bf16(share.z), arch::unpack_bf16(share.w), r)};
+  }
+
+  // The largest magnitude, as bits of fp32.
+  __device__ __forceinline__ static uint32_t largest_of(uint4 share) {
+    uint32_t const largest = arch::max_magnitudes_bf16(
+        arch::max_magnitudes_bf16(
+            arch::max_magnitudes_bf16(arch::max_magnitudes_bf16(0, share.x), share.y), share.z),
+        share.w);
     return max(largest << 16, largest & 0xffff0000u);
   }
 
   static constexpr int kRowLanes = 8;
+  __device__ __forceinline__ static bool is_first_of_row() {
+    return arch::lane_idx() % kRowLanes == 0;
+  }
   // The scale of a row of eight lanes, from the largest magnitude in each lane's share.
   __device__ __forceinline__ static core::BlockScale scale_of_row(uint32_t largest) {
     TESSERA_UNROLL

@@ -7,10 +7,11 @@
 
 namespace tessera::cuda {
 
-template <ActivationKind kKind, gemm::Element kOut>
+template <ActivationKind kKind, gemm::Element kOut, bool kUnderProducts = true>
 struct UpProjectionFwdE4m3Config {
   static constexpr ActivationKind activation = kKind;
   static constexpr gemm::Element out = kOut;
+  static constexpr bool pieces_under_products = kUnderProducts;
   static constexpr gemm::GemmConfig gemm{
       .tile = {128, 256, 128},
       .stages = 3,

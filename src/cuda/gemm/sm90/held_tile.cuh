@@ -19,9 +19,6 @@ class HeldTile {
   __device__ __forceinline__ HeldTile(SharedStorage<kGemm>& smem, int consumer)
       : smem_slabs_(&smem.slabs[consumer][0][0]) {
     static_assert(kGemm.epilogue.slabs == 4);
-    smem_row_ = arch::shared_address(smem_slabs_) +
-                (arch::warp_in_warpgroup() * kWarpRows + lane_row()) * 128;
-    swizzled_ = (arch::lane_idx() % 8 ^ lane_row()) << 4;
   }
 
   // What was held before must have been worked on.
@@ -35,24 +32,31 @@ class HeldTile {
     __syncwarp();
   }
 
-  // Of the warp's 16 rows this lane's in a piece, and its first column in a slab.
-  __device__ __forceinline__ static int row(int piece) { return piece * kPieceRows + lane_row(); }
-  __device__ __forceinline__ static int column() { return arch::lane_idx() % 8 * 8; }
+  // A lane's place in a piece, worked out anew for each: accumulators and partial sums leave few registers.
+  struct Place {
+    uint32_t smem;  // in the first slab
+    int row;        // among the warp's 16
+    int column;     // the first one in a slab
 
-  __device__ __forceinline__ uint4 load(int piece, int slab) const {
-    // Rows four further on have the other half of the swizzle.
-    return arch::load_shared_16(smem_row_ + slab * kSlabBytes + piece * (kPieceRows * 128) +
-                                (swizzled_ ^ (piece & 1) << 6));
+    __device__ __forceinline__ uint4 load(int slab) const {
+      return arch::load_shared_16(smem + slab * kSlabBytes);
+    }
+  };
+  __device__ __forceinline__ Place place(int piece) const {
+    int const thread = static_cast<int>(arch::forgotten(threadIdx.x)) % arch::kWarpgroupThreads;
+    int const lane = thread % arch::kWarpThreads, chunk = lane % 8;
+    int const row = piece * kPieceRows + lane / 8;
+    int const slab_row = thread / arch::kWarpThreads * kWarpRows + row;
+    return {.smem = arch::shared_address(smem_slabs_) + slab_row * 128 + ((chunk ^ (row & 7)) << 4),
+            .row = row,
+            .column = chunk * 8};
   }
 
  private:
   static constexpr uint32_t kSlabBytes = kSubtileM * kSlabColumns * sizeof(bf16);
-  __device__ __forceinline__ static int lane_row() { return arch::lane_idx() / 8; }
 
   bf16* smem_slabs_;
   SlabRows rows_;
-  uint32_t smem_row_;  // this lane's first
-  uint32_t swizzled_;  // its chunk there
 };
 
 }  // namespace tessera::cuda::gemm

@@ -2,9 +2,9 @@
 // The mainloop of operands in e4m3 with scales. The tensor cores keep 13 fraction bits of an e4m3 accumulator, so the
 // sum of a k_tile, 128 products, goes to registers of its own, is scaled and added to the accumulators in fp32. For the
 // whole tile these do not fit: the column groups take turns.
-//   a warpgroup: wait full[s] | scales | 4 x m64n128k32 of group 0 -> partial | wait | acc[0] += partial * scales
-//                                      | 4 x m64n128k32 of group 1 -> partial | wait | arrive empty[s] | acc[1] += ..
-//                | a piece of the last tile
+//   a warpgroup: wait full[s] | 4 x m64n128k32 of group 0 -> partial | a piece of the last tile, scales | wait |
+//                acc[0] += partial * scales | 4 x m64n128k32 of group 1 -> partial | wait | arrive empty[s] |
+//                acc[1] += partial * scales
 // It never has two groups of wgmmas in flight; those of the other warpgroup fill the tensor cores meanwhile. Sums are
 // those of k_tiles in their order, each added by one FMA.
 // Measured without an epilogue: docs/notebook/2026-11-27-fp8-mainloop.md
@@ -51,12 +51,13 @@ __device__ __forceinline__ void issue_scaled(float (&partial)[kGroupColumns / 2]
   arch::wgmma_commit();
 }
 
-// All k_tiles of 64 rows from `row` of the tile; under(k_tile) runs behind each.
-template <GemmConfig kGemm, class Under>
+// All k_tiles of 64 rows from `row` of the tile. between(k_tile) runs once in each, under the products of the first
+// column group or behind all.
+template <GemmConfig kGemm, bool kUnderProducts, class Between>
 __device__ __forceinline__ void multiply_scaled(ScaledStorage<kGemm>& smem,
                                                 PipelineState<kGemm>& state,
                                                 Accumulators<kGemm>& acc, int row, int k_tiles,
-                                                Under under) {
+                                                Between between) {
   constexpr uint64_t kGroupStep = kGemm.b.bytes(kGroupColumns, kGemm.tile.k) / 16;
   int const own_row = row + arch::warp_in_warpgroup() * kWarpRows + arch::lane_idx() / 4;
   // Not by a flag of the first products: ptxas puts the selects between the wgmmas of a group.
@@ -65,20 +66,24 @@ __device__ __forceinline__ void multiply_scaled(ScaledStorage<kGemm>& smem,
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
     int const stage = state.stage;
     arch::mbarrier_wait(&smem.full[stage], state.phase);
-    ScaleFactors const factors = scale_factors<kGemm>(smem, stage, own_row);
     arch::fence_proxy_async_shared();  // cp.async wrote A through the generic proxy
     uint64_t const a = arch::wgmma_descriptor_k_major(&smem.a[stage][row * kGemm.tile.k]);
     uint64_t const b = arch::wgmma_descriptor_k_major(smem.b[stage]);
+    ScaleFactors factors;
     TESSERA_UNROLL
     for (int group = 0; group < 2; ++group) {
       float partial[kGroupColumns / 2];
       issue_scaled(partial, a, b + group * kGroupStep);
+      if (group == 0) {
+        if constexpr (kUnderProducts) between(k_tile);
+        factors = scale_factors<kGemm>(smem, stage, own_row);
+      }
       arch::wgmma_wait<0>();
       if (group == 1) release_stage<kGemm>(smem, stage);
       promote(acc[group], partial, factors);
     }
     state.advance();
-    under(k_tile);
+    if constexpr (!kUnderProducts) between(k_tile);
   }
 }
 
@@ -95,8 +100,8 @@ class ScaledPieces {
     due_ = next_ == Epilogue::kPieces ? INT_MAX : min(consumer_ * every_ / 2, k_tiles - 1);
     last_ = k_tiles - 1;
   }
-  // Behind the last k_tile all that are left: the accumulators are held next.
-  __device__ __forceinline__ void under(int k_tile) {
+  // In the last k_tile all that are left: the accumulators are held next.
+  __device__ __forceinline__ void between(int k_tile) {
     if (k_tile != due_) return;
     due_ = min(due_ + every_, last_);
     int const end = k_tile == last_ ? Epilogue::kPieces : next_ + 1;
@@ -139,8 +144,8 @@ __device__ __forceinline__ void consume_scaled(ScaledStorage<kGemm>& smem, GemmP
       continue;
     }
     pieces.begin(p.k_tiles);
-    multiply_scaled<kGemm>(smem, state, acc, row, p.k_tiles,
-                           [&](int k_tile) { pieces.under(k_tile); });
+    multiply_scaled<kGemm, Epilogue::kPiecesUnderProducts>(
+        smem, state, acc, row, p.k_tiles, [&](int k_tile) { pieces.between(k_tile); });
     more = queue.read(ahead);
     epilogue.keep(acc, tile, tile.row + row);
     pieces.add();

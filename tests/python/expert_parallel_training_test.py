@@ -252,6 +252,34 @@ class OnCpu(unittest.TestCase):
                 expected += calls + ["dispatch", "combine"]
             self.assertEqual(fake.calls, expected)
 
+    def test_passes_that_are_added(self):
+        """As several hosts make them: gradients of weights of passes in one fp32 buffer, each added once, also
+        where there were more rows than in the pass before, or another rank had no memory."""
+        ids, leaves = self.tensors("clamped-swiglu", True, 300)
+        few = torch.where(torch.arange(300)[:, None] < 20, ids, -1)
+        x, scores, *weights = leaves
+        names = dict(zip(("b_up", "b_down"), weights[2:], strict=True))
+        for save, max_rows in (("h", None), ("x", None), ("h", 900)):
+            session, fake = cpu_session("clamped-swiglu", max_rows, save), OneRank(8, "clamped-swiglu")
+            buffers = tuple(torch.zeros(weight.shape) for weight in weights)
+            wanted_sum = [torch.zeros(weight.shape) for weight in weights]
+            asks, again = ([], []) if max_rows else (["rows"], ["forward"])
+            for chosen, calls, others in ((few, ["forward", *asks], []), (ids, ["forward", *asks, *again], []),
+                                          (few, ["forward", *asks, *again], [False])):
+                fake.calls, fake.others_have_memory = [], list(others) * len(asks)
+                with mock.patch.object(session_module, "load", return_value=fake):
+                    o, saved = training.forward_saved(session, 0, x.detach(), chosen, scores.detach(), tuple(
+                        weight.detach() for weight in weights))
+                    self.assertEqual(fake.calls, calls)
+                    d_o = torch.randn_like(o)
+                    made = training.backward_saved(session, saved, d_o, tuple(w.detach() for w in weights), buffers)
+                self.assertEqual(fake.calls, [*calls, "dispatch", "combine"])
+                wanted_o = tessera.routed_experts(x, chosen, scores, *weights[:2], activation="clamped-swiglu", **names)
+                dx, dscores, *wanted = torch.autograd.grad(wanted_o, leaves, d_o)
+                wanted_sum = [a + b.float() for a, b in zip(wanted_sum, wanted, strict=True)]
+                self.assert_near((o, *made), (wanted_o, dx, dscores))
+                self.assert_near(buffers, wanted_sum)
+
     def test_layers_between_forward_and_backward(self):
         """Each knows the rows of its own pass, however many came after it."""
         ids, (x, scores, w_up, w_down) = self.tensors("swiglu", False, 60)

@@ -8,7 +8,6 @@ import tessera
 import torch
 from tessera import functional
 
-HIDDEN, INTERMEDIATE = 32, 16
 LEAVES = ("x", "topk_weights", "w_up", "w_down", "b_up", "b_down")
 
 
@@ -25,6 +24,8 @@ class Case:
     biases: bool = False
     save: str = "h"
     seed: int = 0
+    hidden: int = 32
+    intermediate: int = 16
 
     def ids(self, generator) -> torch.Tensor:
         """[T,K] int64 of all ranks."""
@@ -49,7 +50,8 @@ class Case:
     def tensors(self) -> tuple[dict, torch.Tensor, torch.Tensor]:
         """(leaves by name, ids, d_o) of all ranks."""
         generator = torch.Generator().manual_seed(self.seed)
-        count, width = sum(self.tokens), INTERMEDIATE * (2 if self.activation in ("swiglu", "clamped-swiglu") else 1)
+        gated = self.activation in ("swiglu", "clamped-swiglu")
+        count, width = sum(self.tokens), self.intermediate * (2 if gated else 1)
 
         def draw(*shape, scale=1.0):
             return (torch.randn(*shape, generator=generator) * scale).to(self.dtype)
@@ -57,12 +59,12 @@ class Case:
         ids = self.ids(generator)
         weights = torch.rand(count, self.top_k, generator=generator)
         weights[(ids < 0) | (ids >= self.experts)] = torch.nan  # the score of no expert is not read
-        leaves = {"x": draw(count, HIDDEN), "topk_weights": weights,
-                  "w_up": draw(self.experts, width, HIDDEN, scale=0.2),
-                  "w_down": draw(self.experts, HIDDEN, INTERMEDIATE, scale=0.2)}
+        leaves = {"x": draw(count, self.hidden), "topk_weights": weights,
+                  "w_up": draw(self.experts, width, self.hidden, scale=0.2),
+                  "w_down": draw(self.experts, self.hidden, self.intermediate, scale=0.2)}
         if self.biases:
-            leaves |= {"b_up": draw(self.experts, width), "b_down": draw(self.experts, HIDDEN)}
-        return leaves, ids, draw(count, HIDDEN)
+            leaves |= {"b_up": draw(self.experts, width), "b_down": draw(self.experts, self.hidden)}
+        return leaves, ids, draw(count, self.hidden)
 
     def expected(self) -> dict:
         """o and the gradients of the leaves, in one process."""
@@ -110,7 +112,7 @@ class Case:
     def make(self, *, hosts, exchange=None, **more) -> tessera.ExpertParallel:
         """The object of a rank."""
         return tessera.ExpertParallel(**{
-            "max_tokens": max(*self.tokens, 1) + 1, "hidden": HIDDEN, "intermediate": INTERMEDIATE,
+            "max_tokens": max(*self.tokens, 1) + 1, "hidden": self.hidden, "intermediate": self.intermediate,
             "experts": self.experts, "top_k": self.top_k, "activation": self.activation, "training": True,
             "save": self.save, "hosts": hosts, "exchange": exchange, "device": "cpu", "time_limit": 20, **more})
 

@@ -14,7 +14,7 @@ import tier
 import torch
 import torch._dynamo  # which a checkpoint imports, in every fork where it is not there
 import torch.distributed as dist
-from several_hosts_cases import HIDDEN, Case, forward, one_pass, together
+from several_hosts_cases import Case, forward, one_pass, together
 from tessera.hosts import advice, topology
 from torch.utils.checkpoint import checkpoint
 
@@ -60,8 +60,8 @@ def bytes_expected(case: Case, hosts: int, exchange: str) -> list[list[int]]:
         for host in range(hosts):
             counterpart = host * local + rank % local
             out, back = rows(rank, host), rows(counterpart, mine)
-            forward_ = out * (HIDDEN * item + 8 * case.top_k) + back * HIDDEN * item
-            backward = out * HIDDEN * item + back * (HIDDEN * item + 4 * case.top_k)
+            forward_ = out * (case.hidden * item + 8 * case.top_k) + back * case.hidden * item
+            backward = out * case.hidden * item + back * (case.hidden * item + 4 * case.top_k)
             of_rank.append(0 if host == mine else forward_ + backward + (8 if exchange == "counted" else 0))
         expected.append(of_rank)
     return expected
@@ -139,7 +139,7 @@ class Results(unittest.TestCase):
         for outcome in ranks.results(ranks.run(2, passes, case, [(2, "static"), (2, "counted")])):
             for way in outcome:
                 results = way["results"][0]
-                self.assertEqual(results["o"].shape, (0, HIDDEN))
+                self.assertEqual(results["o"].shape, (0, case.hidden))
                 self.assertEqual(results["w_up"].abs().max().item(), 0)
 
 

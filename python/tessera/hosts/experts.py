@@ -2,6 +2,7 @@
 """The object behind ExpertParallel(hosts=) and ExpertParallel(device="cpu"): joins the ranks of all hosts, and makes
 passes of a Rotation."""
 
+import contextlib
 import dataclasses
 import itertools
 import warnings
@@ -96,10 +97,16 @@ class HostsExperts:
         except Exception as error:
             _tell(fields, members, f"{type(error).__name__}: {error}")
             raise
-        joined = _join(fields | {"device": device.type}, members)
+        self.device = device
+        with self._on_device():
+            self._make(_join(fields | {"device": device.type}, members), whole, members, exchange, time_limit, training,
+                       sizes)
+
+    def _make(self, joined: dict, whole, members: tuple, exchange, time_limit: float, training: bool, sizes: dict):
+        """When all ranks have joined."""
         found = {one.members: _found(one.members, joined) for _, one, _ in joined.values()}
         self.topology = topology = dataclasses.replace(found[members], rank=distributed.get_rank(whole))
-        self.device, self._training = device, bool(training)
+        device, self._training = self.device, bool(training)
         self.sizes = make_desc(topology.rank, topology.ranks, training=training, time_limit=time_limit,
                                **{name: sizes[name] for name in sizes if name not in ("save", "max_rows")})
         self._groups = local, rail = topologies.make_groups(found, whole, time_limit)
@@ -113,7 +120,12 @@ class HostsExperts:
         self._rotation = Rotation(self.session, self.rail, self.faults, sizes["experts"], counted)
         advised = advice(topology, self.sizes) if training else None
         if advised is not None and topology.rank == 0:
-            warnings.warn(advised, stacklevel=3)
+            warnings.warn(advised, stacklevel=4)
+
+    def _on_device(self):
+        """torch's collectives go by its current GPU, as the passes of a session do."""
+        elsewhere = self.device.type == "cuda" and torch.cuda.current_device() != self.device.index
+        return torch.cuda.device(self.device) if elsewhere else contextlib.nullcontext()
 
     def __call__(self, x, topk_ids, topk_weights, w_up, w_down, out, b_up, b_down) -> torch.Tensor:
         layer = w_up.data_ptr()
@@ -121,8 +133,9 @@ class HostsExperts:
             x, w_up, w_down, b_up, b_down = functional.autocast((x, w_up, w_down, b_up, b_down))
         tensors = (x, topk_ids, topk_weights, w_up, w_down, b_up, b_down)
         self._check(tensors, out)
-        o = self._rotation(layer, x.contiguous(), narrowed(topk_ids, self.sizes.experts),
-                           topk_weights.float().contiguous(), (w_up, w_down, b_up, b_down))
+        with self._on_device():
+            o = self._rotation(layer, x.contiguous(), narrowed(topk_ids, self.sizes.experts),
+                               topk_weights.float().contiguous(), (w_up, w_down, b_up, b_down))
         return o if out is None else out.copy_(o)
 
     def _check(self, tensors: tuple, out) -> None:

@@ -89,16 +89,6 @@ LAYERS = {
     "examples": ["include/tessera"],
     "tests": ["**"],  # anything
 }
-# Includes that no arrow allows. Epilogues take accumulators in the order of wgmma's fragments until they see (row,
-# column, value) through a core of their architecture; then these go.
-EXCEPTIONS = {
-    "src/cuda/epilogue/activation_gradient.cuh": ["src/cuda/gemm/sm90/lent.cuh"],
-    "src/cuda/epilogue/wgrad_store.cuh": [
-        "src/cuda/gemm/sm90/deferred.cuh",
-        "src/cuda/gemm/sm90/lent.cuh",
-    ],
-    "src/cuda/epilogue/wgrad_sums.cuh": ["src/cuda/gemm/sm90/deferred.cuh"],
-}
 MAY_READ_ENVIRONMENT = ("src/ops", "lm", "cli", "bench", "tests")
 MAY_INCLUDE_CUDA = (
     "src/cuda", "src/device/cuda.cu", "src/expert_parallel/transport/device_calls.cpp",
@@ -183,7 +173,7 @@ def check_file(root: pathlib.Path, file: pathlib.Path, graph: dict[str, list[str
                 found.append(f"{path}: CUDA header <{name}> outside {', '.join(MAY_INCLUDE_CUDA)}")
             continue
         graph.setdefault(path, []).append(target)
-        if not may_include(layer, target) and target not in EXCEPTIONS.get(path, ()):
+        if not may_include(layer, target):
             found.append(f"{path}: {layer} may not include {target}")
         if layer == "src/cuda/kernels" and below(target, [layer]):
             found.append(f"{path}: kernels do not include each other ({target})")
@@ -201,10 +191,6 @@ def check_tree(root: pathlib.Path) -> list[str]:
         for file in sorted((root / top).rglob("*")):
             if file.suffix in SUFFIXES:
                 found += check_file(root, file, graph)
-    for path, allowed in EXCEPTIONS.items():
-        if (root / path).is_file():
-            found += [f"{path}: includes {target} no longer; take it out of EXCEPTIONS"
-                      for target in allowed if target not in graph.get(path, ())]
     for each in (graph, folders_of(graph)):
         found += [f"{cycle[0]}: includes itself through {' -> '.join(cycle[1:])}" for cycle in cycles(each)]
     return found

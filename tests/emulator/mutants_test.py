@@ -198,7 +198,7 @@ MUTANTS = [
     ("a kernel that lets the next one start keeps its lent stages", "cuda/kernels/projection_wgrad.cuh",
      "    Epilogue::settle();\n    count_tile();", "    count_tile();", "waits for an mbarrier"),
     ("a score is left out of dh", "cuda/epilogue/activation_gradient.cuh",
-     "up.x, s * t[0])", "up.x, t[0])", "DownProjectionDgrad.InLentStages"),
+     "up.x, s * t_left)", "up.x, t_left)", "DownProjectionDgrad.InLentStages"),
     ("the square of a gate overflows before the slope of its sigmoid is 0", "cuda/epilogue/activation_math.cuh",
      "fmaf(part * x, 1.5f * kScale * kCubic * x, slope)",
      "fmaf(part, 1.5f * kScale * kCubic * square, slope)", "nan, not"),

@@ -110,16 +110,6 @@ class CheckLayersTest(unittest.TestCase):
         self.assertEqual(check_layers.check_tree(self.root), [
             "src/core/one: includes itself through src/core/two -> src/core/one"])
 
-    def test_exceptions_are_files_that_need_them(self):
-        file, (target, *_) = next(iter(check_layers.EXCEPTIONS.items()))
-        for allowed in check_layers.EXCEPTIONS[file]:
-            self.write(allowed, "")
-        self.write(file, "".join(f'#include "{allowed[4:]}"\n' for allowed in check_layers.EXCEPTIONS[file]))
-        self.assertEqual(check_layers.check_tree(self.root), [])
-        self.write(file, "#include <cstdint>\n")
-        self.assertIn(f"{file}: includes {target} no longer; take it out of EXCEPTIONS",
-                      check_layers.check_tree(self.root))
-
     def test_words_in_comments_and_strings_are_no_violation(self):
         self.write("src/core/words.cpp", '// no asm here\nchar const* s = "getenv";\n')
         self.assertEqual(check_layers.check_tree(self.root), [])

@@ -47,20 +47,20 @@ class ActivationEpilogue {
   }
 
   __device__ __forceinline__ void work(int piece) {
-    auto const kept = rows_.take(piece);
-    int const row = row_ + kept.row;
+    auto const held = rows_.take(piece);
+    int const row = row_ + held.row;
     if constexpr (kInterleaved) {
       TESSERA_UNROLL
       for (int slab = 0; slab < 2; ++slab) {
-        int const column = column_ + kept.group * kGroup + (slab * kSlabColumns + kept.column) / 2;
-        if (row < end_ && column < p_.columns) store_interleaved(row, column, kept.load(slab));
+        int const column = column_ + held.group * kGroup + (slab * kSlabColumns + held.column) / 2;
+        if (row < end_ && column < p_.columns) store_interleaved(row, column, held.load(slab));
       }
       return;
     }
-    int const column = column_ + kept.group * kGroup + kept.column;
+    int const column = column_ + held.group * kGroup + held.column;
     if (row >= end_ || column >= p_.columns) return;
     if constexpr (kGated) {
-      uint4 const gate = kept.load(0), up = kept.load(1);
+      uint4 const gate = held.load(0), up = held.load(1);
       if (p_.gmem_h != nullptr) {
         bf16* const gmem_h = p_.gmem_h + int64_t{row} * (2 * p_.columns) + column;
         arch::store_streaming_16(gmem_h, gate);
@@ -72,7 +72,7 @@ class ActivationEpilogue {
       for (int slab = 0; slab < 2; ++slab) {
         int const c = column + slab * kSlabColumns;
         if (c >= p_.columns) break;
-        uint4 const h = kept.load(slab);
+        uint4 const h = held.load(slab);
         if (p_.gmem_h != nullptr) {
           arch::store_streaming_16(p_.gmem_h + int64_t{row} * p_.columns + c, h);
         }

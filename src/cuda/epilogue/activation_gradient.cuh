@@ -13,11 +13,8 @@
 // lane reads and writes the 8 bytes of two of them.
 #pragma once
 
-#include "../arch/load_shared.cuh"
-#include "../arch/store_shared.cuh"
 #include "../gemm/scheduler.cuh"
 #include "../gemm/slabs.cuh"
-#include "../gemm/sm90/lent.cuh"
 #include "activation_math.cuh"
 
 namespace tessera::cuda::gemm {
@@ -37,16 +34,20 @@ struct ActivationGradientParams {
 };
 
 // One warp's 16 rows of a tile, and the arithmetic on them.
-template <GemmConfig kGemm, ActivationKind kKind, bool kInterleaved>
+template <class Core, ActivationKind kKind, bool kInterleaved>
 class GradientRows {
  public:
+  static constexpr GemmConfig kGemm = Core::kGemm;
+  using Accumulators = typename Core::Accumulators;
   using Params = ActivationGradientParams;
   static constexpr int kHalves = ActivationFunction<kKind>::kGated ? 2 : 1;
   static_assert(kHalves == 2 || !kInterleaved);
 
  protected:
   static constexpr int kSubtileBlocks = kGemm.tile.n / kSlabColumns;
-  static constexpr int kMatrices = kSlabColumns / 16;  // of a block, 16x16 values each
+  static constexpr int kStrips = Accumulators::kStrips;  // of a block
+  static constexpr int kStripPairs = Accumulators::kStripPairs;
+  static constexpr int kRows = Accumulators::kRows;  // of this thread
 
   __device__ __forceinline__ explicit GradientRows(Params const& p) : p_(p) {
     static_assert(kGemm.b_halves() == 1);
@@ -73,62 +74,53 @@ class GradientRows {
     return (row + warp_row_ - first_row_) / kSubtileM;
   }
 
-  // Of row lane/4 + offset of the warp's 16.
-  __device__ __forceinline__ float score(int subtile, int offset) const {
+  // Of the i-th of this thread's rows.
+  __device__ __forceinline__ float score(int subtile, int i) const {
     float const mine = kScores == 1 || subtile < 2 ? score_[0] : score_[kScores - 1];
-    return __shfl_sync(arch::kAllLanes, mine, subtile % 2 * 16 + arch::lane_idx() / 4 + offset);
+    return __shfl_sync(arch::kAllLanes, mine, Accumulators::warp_row(subtile % 2 * kWarpRows, i));
   }
 
-  // Columns 16m.. of a block, 64*part.. of the group whose accumulators these are: h in shared memory becomes dh.
-  __device__ __forceinline__ void differentiate(float const (&acc)[kGroupColumns / 2], int part,
-                                                int m, uint32_t smem_gate, uint32_t smem_up,
-                                                float const (&s)[2], uint32_t (&a)[4],
-                                                float (&ds)[2]) const {
-    uint32_t g[4], u[4] = {};
-    arch::ldmatrix_x4(smem_gate, g[0], g[1], g[2], g[3]);
-    if constexpr (kHalves == 2) arch::ldmatrix_x4(smem_up, u[0], u[1], u[2], u[3]);
-    TESSERA_UNROLL
-    for (int q = 0; q < 4; ++q) {
-      differentiate_pair(&acc[pair_of(part, m, q)], s[q % 2], g[q], u[q], a[q], ds[q % 2]);
-    }
-    arch::stmatrix_x4(smem_gate, g[0], g[1], g[2], g[3]);
-    if constexpr (kHalves == 2) arch::stmatrix_x4(smem_up, u[0], u[1], u[2], u[3]);
+  // Strip m of a slab of the accumulators: its h in shared memory becomes dh.
+  __device__ __forceinline__ void differentiate(Accumulators& acc, int slab, int m, bf16* gate,
+                                                bf16* up, float const (&s)[kRows],
+                                                uint32_t (&a)[kStripPairs],
+                                                float (&ds)[kRows]) const {
+    uint32_t g[kStripPairs], u[kStripPairs] = {};
+    rows_.load(gate, m, g);
+    if constexpr (kHalves == 2) rows_.load(up, m, u);
+    acc.for_each_pair(slab, m, [&](int i, int row, float left, float right) {
+      differentiate_pair(left, right, s[row], g[i], u[i], a[i], ds[row]);
+    });
+    rows_.store(gate, m, g);
+    if constexpr (kHalves == 2) rows_.store(up, m, u);
   }
 
   // The same where the columns of gate and up are interleaved; the block's slabs.
-  __device__ __forceinline__ void differentiate_interleaved(float const (&acc)[kGroupColumns / 2],
-                                                            int part, int m, bf16* first,
-                                                            bf16* second, float const (&s)[2],
-                                                            uint32_t (&a)[4],
-                                                            float (&ds)[2]) const {
-    int const lane = arch::lane_idx(), row = lane / 4;
-    uint32_t const smem = arch::shared_address(m < kMatrices / 2 ? first : second) +
-                          (warp_row_ + row) * 128 + lane % 2 * 8;
-    TESSERA_UNROLL
-    for (int q = 0; q < 4; ++q) {
-      int const chunk = m % 2 * 4 + q / 2 * 2 + lane % 4 / 2;
-      uint32_t const smem_pairs = smem + q % 2 * (8 * 128) + ((chunk ^ row) << 4);
-      uint2 pairs = arch::load_shared_8(smem_pairs);
-      uint32_t g = arch::low_halves(pairs.x, pairs.y), u = arch::high_halves(pairs.x, pairs.y);
-      differentiate_pair(&acc[pair_of(part, m, q)], s[q % 2], g, u, a[q], ds[q % 2]);
-      pairs = {arch::low_halves(g, u), arch::high_halves(g, u)};
-      arch::store_shared_8(smem_pairs, pairs);
-    }
+  __device__ __forceinline__ void differentiate_interleaved(Accumulators& acc, int slab, int m,
+                                                            bf16* first, bf16* second,
+                                                            float const (&s)[kRows],
+                                                            uint32_t (&a)[kStripPairs],
+                                                            float (&ds)[kRows]) const {
+    acc.for_each_pair(slab, m, [&](int i, int row, float left, float right) {
+      uint2 const h = rows_.load_doubled(first, second, m, i);
+      uint32_t g = arch::low_halves(h.x, h.y), u = arch::high_halves(h.x, h.y);
+      differentiate_pair(left, right, s[row], g, u, a[i], ds[row]);
+      rows_.store_doubled(first, second, m, i, {arch::low_halves(g, u), arch::high_halves(g, u)});
+    });
   }
 
-  // The four lanes of a row hold the sums of its 128 columns.
-  __device__ __forceinline__ void store_partials(float (&ds)[2], WorkTile const& tile, int row,
+  // The lanes that share a row hold the sums of its 128 columns.
+  __device__ __forceinline__ void store_partials(float (&ds)[kRows], WorkTile const& tile, int row,
                                                  int g) const {
     if (p_.gmem_partials == nullptr) return;
-    int const lane = arch::lane_idx();
+    bool const speaks = Accumulators::speaks_for_row();
     int const group = tile.n_tile * kGemm.column_groups() + g;
     TESSERA_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      ds[half] += __shfl_xor_sync(arch::kAllLanes, ds[half], 1);
-      ds[half] += __shfl_xor_sync(arch::kAllLanes, ds[half], 2);
-      int const r = row + warp_row_ + lane / 4 + 8 * half;
-      if (lane % 4 == 0 && r < tile.end && group < p_.groups) {
-        p_.gmem_partials[int64_t{r} * p_.groups + group] = ds[half];
+    for (int i = 0; i < kRows; ++i) {
+      ds[i] = Accumulators::sum_of_row(ds[i]);
+      int const r = Accumulators::warp_row(row + warp_row_, i);
+      if (speaks && r < tile.end && group < p_.groups) {
+        p_.gmem_partials[int64_t{r} * p_.groups + group] = ds[i];
       }
       __syncwarp();
     }
@@ -137,25 +129,22 @@ class GradientRows {
   Params const& p_;
   int warp_row_;   // first of the warp's 16 rows, among 64
   int first_row_;  // .. in the tile's first 64
+  typename Core::SlabRows rows_;
 
  private:
   using Function = ActivationFunction<kKind>;
   static constexpr int kScores = (kGemm.warpgroup_subtiles() + 1) / 2;
 
-  // Among a group's accumulators: columns 64*part + 16m + 8*(q/2).. of the upper rows, or with odd q of the lower.
-  __device__ __forceinline__ static constexpr int pair_of(int part, int m, int q) {
-    return part * (kGroupColumns / 4) + 4 * (2 * m + q / 2) + 2 * (q % 2);
-  }
-
   // Two neighbouring columns: t, (g, u) -> (dg, du), a'.
-  __device__ __forceinline__ void differentiate_pair(float const* t, float s, uint32_t& g,
-                                                     uint32_t& u, uint32_t& a, float& ds) const {
+  __device__ __forceinline__ void differentiate_pair(float t_left, float t_right, float s,
+                                                     uint32_t& g, uint32_t& u, uint32_t& a,
+                                                     float& ds) const {
     float2 const gate = arch::unpack_bf16(g);
     float2 const up = arch::unpack_bf16(u);
-    auto const low = Function::backward(p_.activation, gate.x, up.x, s * t[0]);
-    auto const high = Function::backward(p_.activation, gate.y, up.y, s * t[1]);
-    ds = fmaf(t[0], low.a, ds);
-    ds = fmaf(t[1], high.a, ds);
+    auto const low = Function::backward(p_.activation, gate.x, up.x, s * t_left);
+    auto const high = Function::backward(p_.activation, gate.y, up.y, s * t_right);
+    ds = fmaf(t_left, low.a, ds);
+    ds = fmaf(t_right, high.a, ds);
     g = arch::pack_bf16(low.dg, high.dg);
     u = arch::pack_bf16(low.du, high.du);
     a = arch::pack_bf16(s * low.a, s * high.a);
@@ -165,22 +154,27 @@ class GradientRows {
 };
 
 // In slabs of its own.
-template <GemmConfig kGemm, ActivationKind kKind, bool kInterleaved = false>
-class ActivationGradientEpilogue : GradientRows<kGemm, kKind, kInterleaved> {
-  using Rows = GradientRows<kGemm, kKind, kInterleaved>;
+template <class Core, ActivationKind kKind, bool kInterleaved = false>
+class ActivationGradientEpilogue : GradientRows<Core, kKind, kInterleaved> {
+  using Rows = GradientRows<Core, kKind, kInterleaved>;
   using Rows::first_row_;
   using Rows::kHalves;
-  using Rows::kMatrices;
+  using Rows::kRows;
+  using Rows::kStripPairs;
+  using Rows::kStrips;
   using Rows::kSubtileBlocks;
   using Rows::p_;
+  using Rows::rows_;
   using Rows::warp_row_;
 
  public:
+  static constexpr GemmConfig kGemm = Core::kGemm;
+  using Accumulators = typename Core::Accumulators;
   static constexpr EpilogueMode kMode = EpilogueMode::kInline;
   using Params = ActivationGradientParams;
 
-  __device__ __forceinline__ ActivationGradientEpilogue(SharedStorage<kGemm>& smem, Params const& p,
-                                                        int consumer)
+  __device__ __forceinline__ ActivationGradientEpilogue(typename Core::Storage& smem,
+                                                        Params const& p, int consumer)
       : Rows(p), slabs_(smem, consumer) {
     static_assert(kGemm.epilogue.slabs == kLoadBuffers * kHalves + 1);
     loads_ = smem.loads[4 * consumer + arch::warp_in_warpgroup()];
@@ -200,19 +194,19 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind, kInterleaved> {
     this->ask_for_scores(tile);
   }
 
-  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
+  __device__ __forceinline__ void store(Accumulators& acc, WorkTile const& tile, int row) {
     int const subtile = this->subtile_of(row);
-    float const s[2] = {this->score(subtile, 0), this->score(subtile, 8)};
+    float const s[kRows] = {this->score(subtile, 0), this->score(subtile, 1)};
     TESSERA_UNROLL
     for (int g = 0; g < kGemm.column_groups(); ++g) {
-      float ds[2] = {0.0f, 0.0f};
+      float ds[kRows] = {};
       TESSERA_UNROLL
       for (int part = 0; part < 2; ++part) {
         int const buffer = part;  // blocks alternate
         int const block = subtile * kSubtileBlocks + 2 * g + part;
         arch::mbarrier_wait(&loads_[buffer], phase_ >> buffer & 1);
         phase_ ^= 1u << buffer;
-        differentiate_block(acc[g], part, buffer, block, s, ds);
+        differentiate_block(acc, 2 * g + part, buffer, block, s, ds);
         arch::fence_proxy_async_shared();
         __syncwarp();
         // A warp may lie past the segment altogether.
@@ -271,22 +265,21 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind, kInterleaved> {
     arch::tma_store_commit();
   }
 
-  // One block: columns 64*part.. of the group whose accumulators these are.
-  __device__ __forceinline__ void differentiate_block(float const (&acc)[kGroupColumns / 2],
-                                                      int part, int buffer, int block,
-                                                      float const (&s)[2], float (&ds)[2]) const {
-    uint32_t a[2][4];
+  // One block: a slab of the accumulators.
+  __device__ __forceinline__ void differentiate_block(Accumulators& acc, int slab, int buffer,
+                                                      int block, float const (&s)[kRows],
+                                                      float (&ds)[kRows]) const {
+    uint32_t a[2][kStripPairs];
     TESSERA_UNROLL
-    for (int m = 0; m < kMatrices; ++m) {
+    for (int m = 0; m < kStrips; ++m) {
       if constexpr (kInterleaved) {
-        this->differentiate_interleaved(acc, part, m, slabs_.address(buffer * kHalves),
+        this->differentiate_interleaved(acc, slab, m, slabs_.address(buffer * kHalves),
                                         slabs_.address(buffer * kHalves + 1), s, a[m % 2], ds);
       } else {
-        this->differentiate(acc, part, m, rows_.matrix_row(slabs_.address(buffer * kHalves), 2 * m),
-                            rows_.matrix_row(slabs_.address(buffer * kHalves + 1), 2 * m), s,
-                            a[m % 2], ds);
+        this->differentiate(acc, slab, m, slabs_.address(buffer * kHalves),
+                            slabs_.address(buffer * kHalves + 1), s, a[m % 2], ds);
       }
-      if (m == kMatrices / 2 - 1) {
+      if (m == kStrips / 2 - 1) {
         if (arch::lane_idx() == 0) {
           arch::tma_store_wait_read<0>();
           if (block > 0 && block + 1 < blocks_) load(block + 1);
@@ -295,16 +288,12 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind, kInterleaved> {
       }
       if (m % 2 == 1) {
         TESSERA_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          arch::stmatrix_x4(rows_.matrix_row(slabs_.address(kSlabA), 2 * (m - 1 + i)), a[i][0],
-                            a[i][1], a[i][2], a[i][3]);
-        }
+        for (int i = 0; i < 2; ++i) rows_.store(slabs_.address(kSlabA), m - 1 + i, a[i]);
       }
     }
   }
 
-  SlabStore<kGemm> slabs_;
-  SlabRows rows_;
+  typename Core::Slabs slabs_;
   arch::Mbarrier* loads_;
   uint32_t phase_ = 0;  // bit b: parity of the next load into buffer b
   int first_column_;
@@ -312,35 +301,40 @@ class ActivationGradientEpilogue : GradientRows<kGemm, kKind, kInterleaved> {
 };
 
 // In lent stages, one for every 64 columns.
-template <GemmConfig kGemm, ActivationKind kKind, bool kInterleaved = false>
-class ActivationGradientInStages : GradientRows<kGemm, kKind, kInterleaved> {
-  using Rows = GradientRows<kGemm, kKind, kInterleaved>;
+template <class Core, ActivationKind kKind, bool kInterleaved = false>
+class ActivationGradientInStages : GradientRows<Core, kKind, kInterleaved> {
+  using Rows = GradientRows<Core, kKind, kInterleaved>;
   using Rows::first_row_;
   using Rows::kHalves;
-  using Rows::kMatrices;
+  using Rows::kRows;
+  using Rows::kStripPairs;
+  using Rows::kStrips;
   using Rows::kSubtileBlocks;
   using Rows::p_;
+  using Rows::rows_;
   using Rows::warp_row_;
 
  public:
+  static constexpr GemmConfig kGemm = Core::kGemm;
+  using Accumulators = typename Core::Accumulators;
   static constexpr EpilogueMode kMode = EpilogueMode::kLent;
   using Params = ActivationGradientParams;
 
-  __device__ __forceinline__ ActivationGradientInStages(SharedStorage<kGemm>& smem, Params const& p,
-                                                        int consumer)
+  __device__ __forceinline__ ActivationGradientInStages(typename Core::Storage& smem,
+                                                        Params const& p, int consumer)
       : Rows(p), stages_(smem, consumer) {
     static_assert(kGemm.epilogue.lent_stages == kSubtileBlocks);
   }
 
   // By one thread of the producer: h of the i-th 64 columns.
-  __device__ __forceinline__ static void lend(SharedStorage<kGemm>& smem, Params const& p,
+  __device__ __forceinline__ static void lend(typename Core::Storage& smem, Params const& p,
                                               int stage, WorkTile const& tile, int i) {
     arch::Mbarrier* const full = &smem.full[stage];
     arch::mbarrier_arrive_expect_tx(full, kHalves * kGemm.tile.m * kSlabColumns * sizeof(bf16));
     TESSERA_UNROLL
     for (int half = 0; half < kHalves; ++half) {
       int const column = tile.n_tile * kGemm.tile.n + i * kSlabColumns;
-      arch::tma_load(lent_slab_b<kGemm>(smem, stage, half), &p.h, full,
+      arch::tma_load(Core::LentStages::tile_slab_b(smem, stage, half), &p.h, full,
                      Rows::h_column(column, half), Rows::h_half(half), tile.row);
     }
   }
@@ -350,14 +344,14 @@ class ActivationGradientInStages : GradientRows<kGemm, kKind, kInterleaved> {
     this->ask_for_scores(tile);
   }
 
-  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row,
-                                        PipelineState<kGemm>& state) {
-    float const s[2] = {this->score(0, 0), this->score(0, 8)};
+  __device__ __forceinline__ void store(Accumulators& acc, WorkTile const& tile, int row,
+                                        typename Core::Ring& state) {
+    float const s[kRows] = {this->score(0, 0), this->score(0, 1)};
     int const ragged_row = p_.ragged_extent + row + warp_row_ - tile.end;
     bool const exists = ragged_row < p_.ragged_extent;  // else the warp lies past the segment
     TESSERA_UNROLL
     for (int g = 0; g < kGemm.column_groups(); ++g) {
-      float ds[2] = {0.0f, 0.0f};
+      float ds[kRows] = {};
       TESSERA_UNROLL
       for (int part = 0; part < 2; ++part) {
         int const stage = stages_.take(state);
@@ -365,15 +359,14 @@ class ActivationGradientInStages : GradientRows<kGemm, kKind, kInterleaved> {
         bf16* const up = stages_.slab_b(stage, kHalves - 1);
         bf16* const a_scaled = stages_.slab_a(stage);
         TESSERA_UNROLL
-        for (int m = 0; m < kMatrices; ++m) {
-          uint32_t a[4];
+        for (int m = 0; m < kStrips; ++m) {
+          uint32_t a[kStripPairs];
           if constexpr (kInterleaved) {
-            this->differentiate_interleaved(acc[g], part, m, gate, up, s, a, ds);
+            this->differentiate_interleaved(acc, 2 * g + part, m, gate, up, s, a, ds);
           } else {
-            this->differentiate(acc[g], part, m, rows_.matrix_row(gate, 2 * m),
-                                rows_.matrix_row(up, 2 * m), s, a, ds);
+            this->differentiate(acc, 2 * g + part, m, gate, up, s, a, ds);
           }
-          arch::stmatrix_x4(rows_.matrix_row(a_scaled, 2 * m), a[0], a[1], a[2], a[3]);
+          rows_.store(a_scaled, m, a);
         }
         stages_.publish(stage, [&] {
           if (!exists) return;
@@ -399,8 +392,7 @@ class ActivationGradientInStages : GradientRows<kGemm, kKind, kInterleaved> {
   __device__ __forceinline__ void drain() const { stages_.drain(); }
 
  private:
-  BorrowedStages<kGemm> stages_;
-  SlabRows rows_;
+  typename Core::LentStages stages_;
 };
 
 }  // namespace tessera::cuda::gemm

@@ -100,13 +100,13 @@ class StoreDeferred {
   }
 
   __device__ __forceinline__ void work(int piece) {
-    auto const kept = rows_.take(piece);
-    int const row = row_ + kept.row;
-    int const column = column_ + kept.group * kGroupColumns + kept.column;
+    auto const held = rows_.take(piece);
+    int const row = row_ + held.row;
+    int const column = column_ + held.group * kGroupColumns + held.column;
     bf16* const gmem = p_.gmem_d + int64_t{row} * p_.columns + column;
     TESSERA_UNROLL
     for (int slab = 0; slab < 2; ++slab) {
-      uint4 const values = kept.load(slab);
+      uint4 const values = held.load(slab);
       if (row < end_ && column + slab * kSlabColumns < p_.columns) {
         arch::store_streaming_16(gmem + slab * kSlabColumns, values);
       }

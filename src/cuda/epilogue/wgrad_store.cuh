@@ -11,33 +11,33 @@
 
 #include <type_traits>
 
+#include "../arch/approx_math.cuh"
 #include "../arch/store_global.cuh"
 #include "../gemm/scheduler.cuh"
 #include "../gemm/slabs.cuh"
-#include "../gemm/sm90/deferred.cuh"
-#include "../gemm/sm90/lent.cuh"
 #include "wgrad_sums.cuh"
 
 namespace tessera::cuda::gemm {
 
 // After the k loop: in slabs, stored by TMA.
-template <GemmConfig kGemm, Major kMajor, bool kFp32>
+template <class Core, Major kMajor, bool kFp32>
 class WgradStoreInSlabs {
  public:
+  static constexpr GemmConfig kGemm = Core::kGemm;
+  using Accumulators = typename Core::Accumulators;
   static constexpr EpilogueMode kMode = kGemm.lends() ? EpilogueMode::kLent : EpilogueMode::kInline;
   using Params = WgradStoreParams;
 
-  __device__ __forceinline__ WgradStoreInSlabs(SharedStorage<kGemm>& smem, Params const& p,
+  __device__ __forceinline__ WgradStoreInSlabs(typename Core::Storage& smem, Params const& p,
                                                int consumer)
       : p_(p), staging_(smem, consumer) {
     static_assert(kGemm.varlen_k() && kTileGroups % kRound == 0);
     static_assert(kGemm.epilogue.lent_stages == 0 ||
                   (!kFp32 && kGemm.epilogue.lent_stages == kTileGroups / kRound));
-    thread_ = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
   }
 
   // By one thread of the producer: what the i-th round of both warpgroups is added to.
-  __device__ __forceinline__ static void lend(SharedStorage<kGemm>& smem, Params const& p,
+  __device__ __forceinline__ static void lend(typename Core::Storage& smem, Params const& p,
                                               int stage, WorkTile const& tile, int i)
     requires(kGemm.lends())
   {
@@ -60,8 +60,9 @@ class WgradStoreInSlabs {
       for (int consumer = 0; consumer < kGemm.consumer_warpgroups; ++consumer) {
         WgradCoordinates const at =
             wgrad_coordinates<kMajor>(dw, places[g].i, tile.row + consumer * kSubtileM);
-        arch::tma_load(lent_slab_b<kGemm>(smem, stage, g) + consumer * kSubtileM * kSlabColumns,
-                       &dw.map, full, at.c0, at.c1, at.c2, tile.segment);
+        arch::tma_load(
+            Core::LentStages::tile_slab_b(smem, stage, g) + consumer * kSubtileM * kSlabColumns,
+            &dw.map, full, at.c0, at.c1, at.c2, tile.segment);
       }
     }
   }
@@ -70,7 +71,7 @@ class WgradStoreInSlabs {
 
   // 64 c from `row`, in rounds of as many slabs as there are; `ring` where they are lent.
   template <class... Ring>
-  __device__ __forceinline__ void store(Accumulators<kGemm>& acc, WorkTile const& tile, int row,
+  __device__ __forceinline__ void store(Accumulators& acc, WorkTile const& tile, int row,
                                         Ring&... ring) {
     bool const skips = p_.accumulates && tile.begin == tile.end;
     if (kGemm.epilogue.lent_stages == 0 && skips) return;
@@ -79,18 +80,12 @@ class WgradStoreInSlabs {
       bf16* const slabs = staging_.begin(ring...);
       TESSERA_UNROLL
       for (int g = 0; g < kRound; ++g) {
-        float (&part)[kGroupColumns / 2] = acc[(first + g) / 2];
-        bf16* const smem = slabs + g * kGroupSlabs * kPitch;
-        if ((first + g) % 2 == 0) {
-          fill<0>(part, smem, tile, first + g, row);
-        } else {
-          fill<kGroupColumns / 4>(part, smem, tile, first + g, row);
-        }
+        fill(acc, slabs + g * kGroupSlabs * kPitch, tile, first + g, row);
       }
       staging_.publish([&] {
         if (kGemm.epilogue.lent_stages > 0 && skips) return;
         TESSERA_UNROLL
-        for (int slab = 0; slab < Staging<kGemm>::kSlabs; ++slab) {
+        for (int slab = 0; slab < Core::Staging::kSlabs; ++slab) {
           store_slab(slabs + slab * kPitch, slab % kGroupSlabs,
                      place(p_, tile, first + slab / kGroupSlabs), tile.segment, row);
         }
@@ -104,105 +99,68 @@ class WgradStoreInSlabs {
  private:
   static constexpr int kTileGroups = kGemm.tile.n / kSlabColumns;  // column groups
   static constexpr int kGroupSlabs = kFp32 ? 2 : 1;
-  static constexpr int kRound = Staging<kGemm>::kSlabs / kGroupSlabs;  // column groups
-  static constexpr int kPitch = Staging<kGemm>::kPitch;
+  static constexpr int kRound = Core::Staging::kSlabs / kGroupSlabs;  // column groups
+  static constexpr int kPitch = Core::Staging::kPitch;
 
   using Place = WgradGroup;
+  using Fill = std::conditional_t<kMajor == Major::kRows, typename Core::SlabRows,
+                                  typename Core::SlabColumns>;
 
   __device__ __forceinline__ static Place place(Params const& p, WorkTile const& tile, int g) {
     return wgrad_group(p, tile.n_tile * kTileGroups + g);
   }
 
-  // Values kFirst.. of `acc`, 64 i of this thread's rows, are column group `g` of the tile
-  // and go to the slabs from `smem` on.
-  template <int kFirst>
-  __device__ __forceinline__ void fill(float (&acc)[kGroupColumns / 2], bf16* smem,
-                                       WorkTile const& tile, int g, int row) const {
+  // 64 i of this thread's rows, the tile's column group `g`, go to the slabs from `smem` on.
+  __device__ __forceinline__ void fill(Accumulators& acc, bf16* smem, WorkTile const& tile, int g,
+                                       int row) const {
     if constexpr (kFp32) {
       TESSERA_UNROLL
       for (int part = 0; part < kGroupSlabs; ++part) {
-        Fp32Piece<kMajor>::fill(&acc[kFirst + part * Fp32Piece<kMajor>::kValues],
-                                smem + part * kPitch);
+        Core::template SumSlab<kMajor>::fill(acc, g, part, smem + part * kPitch);
       }
     } else {
       if (p_.accumulates) {
         if constexpr (kGemm.epilogue.lent_stages > 0) {
-          add_staged<kFirst>(acc, smem);
+          add_staged(acc, g, smem);
         } else {
-          add_old<kFirst>(acc, place(p_, tile, g), tile.segment, row);
+          add_old(acc, g, place(p_, tile, g), tile.segment, row);
         }
       }
-      auto const pair = [&](int j, int half) {
-        return arch::pack_bf16(acc[kFirst + 4 * j + 2 * half], acc[kFirst + 4 * j + 2 * half + 1]);
-      };
-      if constexpr (kMajor == Major::kRows) {
-        rows_.fill(smem, [&](int i) { return pair(i / 2, i % 2); });
-      } else {
-        fill_transposed(smem, pair);
-      }
-    }
-  }
-
-  // Row i of the slab holds this warp's 16 c: where this lane's row of its first 16 i lies.
-  __device__ __forceinline__ uint32_t transposed_row(bf16 const* slab) const {
-    int const lane = arch::lane_idx();
-    int const chunk = thread_ / arch::kWarpThreads * 2 + (lane / 8 & 1);
-    return arch::shared_address(slab) + (lane / 16 * 8 + lane % 8) * 128 +
-           ((chunk ^ lane % 8) << 4);
-  }
-
-  template <typename Pair>
-  __device__ __forceinline__ void fill_transposed(bf16* slab, Pair pair) const {
-    uint32_t const smem_row = transposed_row(slab);
-    TESSERA_UNROLL
-    for (int j = 0; j < kSlabColumns / 8; j += 2) {
-      arch::stmatrix_x4_transposed(smem_row + j * 8 * 128, pair(j, 0), pair(j, 1), pair(j + 1, 0),
-                                   pair(j + 1, 1));
+      fill_.fill(smem, [&](int i) { return acc.packed(g, i); });
     }
   }
 
   // The old values, which the slab holds, join the fp32 sums, and these are rounded once.
-  template <int kFirst>
-  __device__ __forceinline__ void add_staged(float (&acc)[kGroupColumns / 2],
-                                             bf16 const* slab) const {
+  __device__ __forceinline__ void add_staged(Accumulators& acc, int g, bf16 const* slab) const {
     TESSERA_UNROLL
-    for (int j = 0; j < kSlabColumns / 8; j += 2) {
-      uint32_t old[4];
-      if constexpr (kMajor == Major::kRows) {
-        arch::ldmatrix_x4(rows_.matrix_row(slab, j), old[0], old[1], old[2], old[3]);
-      } else {
-        arch::ldmatrix_x4_transposed(transposed_row(slab) + j * 8 * 128, old[0], old[1], old[2],
-                                     old[3]);
-      }
-      TESSERA_UNROLL
-      for (int pair = 0; pair < 4; ++pair) {
-        float2 const values = arch::unpack_bf16(old[pair]);
-        acc[kFirst + 4 * j + 2 * pair] += values.x;
-        acc[kFirst + 4 * j + 2 * pair + 1] += values.y;
-      }
+    for (int strip = 0; strip < Accumulators::kStrips; ++strip) {
+      uint32_t old[Accumulators::kStripPairs];
+      fill_.load(slab, strip, old);
+      acc.for_each_pair(g, strip, [&](int i, int, float& left, float& right) {
+        float2 const values = arch::unpack_bf16(old[i]);
+        left += values.x;
+        right += values.y;
+      });
     }
   }
 
   // bf16 has no room for a rounded sum: the old value joins the fp32 sum.
-  template <int kFirst>
-  __device__ __forceinline__ void add_old(float (&acc)[kGroupColumns / 2], Place at, int segment,
+  __device__ __forceinline__ void add_old(Accumulators& acc, int g, Place at, int segment,
                                           int row) const {
     if (!at.exists) return;
-    int const lane = arch::lane_idx();
     WgradHalf const& dw = p_.halves[at.half];
     bf16 const* const gmem = dw.gmem + segment * dw.segment_stride;
-    TESSERA_UNROLL
-    for (int j = 0; j < kSlabColumns / 8; ++j) {
-      TESSERA_UNROLL
-      for (int value = 0; value < 4; ++value) {
-        int const c = row + thread_ / arch::kWarpThreads * 16 + lane / 4 + value / 2 * 8;
-        int const i = at.i + 8 * j + lane % 4 * 2 + value % 2;
-        if (c >= p_.columns || i >= p_.rows) continue;
-        acc[kFirst + 4 * j + value] +=
-            __bfloat162float(gmem[i / dw.block * dw.block_stride + i % dw.block * dw.row_stride +
-                                  c * dw.column_stride]);
-      }
-    }
+    auto const add = [&](float& value, int c, int i) {
+      if (c >= p_.columns || i >= p_.rows) return;
+      value += __bfloat162float(gmem[i / dw.block * dw.block_stride + i % dw.block * dw.row_stride +
+                                     c * dw.column_stride]);
+    };
+    acc.for_each_columns(g, at.i, [&](int i, auto rows) {
+      rows(row, [&](int c, float& left, float& right) {
+        add(left, c, i);
+        add(right, c, i + 1);
+      });
+    });
   }
 
   // By one thread: the `part`-th slab of a group.
@@ -211,7 +169,7 @@ class WgradStoreInSlabs {
     if (!at.exists) return;
     WgradHalf const& dw = p_.halves[at.half];
     if constexpr (kFp32) {
-      Fp32Piece<kMajor>::put(slab, dw, at.i + part * Fp32Piece<kMajor>::kColumns, row, segment,
+      WgradSums<kMajor>::put(slab, dw, at.i + part * Fp32Slab::kColumns, row, segment,
                              p_.accumulates);
     } else {
       WgradCoordinates const to = wgrad_coordinates<kMajor>(dw, at.i, row);
@@ -220,24 +178,26 @@ class WgradStoreInSlabs {
   }
 
   Params const& p_;
-  Staging<kGemm> staging_;
-  SlabRows rows_;
-  int thread_;
+  typename Core::Staging staging_;
+  Fill fill_;
 };
 
 // Under the next tile's k loop: bf16 that replaces what was there, of whole column groups.
-template <GemmConfig kGemm, Major kMajor>
+template <class Core, Major kMajor>
 class WgradStoreDeferred {
  public:
+  static constexpr GemmConfig kGemm = Core::kGemm;
+  using Accumulators = typename Core::Accumulators;
   static constexpr EpilogueMode kMode = EpilogueMode::kDeferred;
   using Params = WgradStoreParams;
 
-  __device__ __forceinline__ WgradStoreDeferred(SharedStorage<kGemm>& smem, Params const& p,
+  __device__ __forceinline__ WgradStoreDeferred(typename Core::Storage& smem, Params const& p,
                                                 int consumer)
-      : p_(p), kept_(smem, consumer) {
+      : p_(p), held_(smem, consumer) {
     static_assert(kGemm.varlen_k() && !kGemm.any_b_layout());  // so n is a multiple of 64
-    static_assert(HeldColumns<kGemm>::kSecondColumn == WgradSteps::kSecondRow &&
-                  HeldColumns<kGemm>::kPieceColumns == WgradSteps::kPieceRows);
+    using Columns = typename Core::DeferredColumns::Layout;
+    static_assert(Columns::kSecondColumn == WgradSteps::kSecondRow &&
+                  Columns::kPieceColumns == WgradSteps::kPieceRows);
     int const c = Layout::lane_row(), i = Layout::lane_column();
     WgradSteps const& steps = p.steps;
     lane_offset_ = c * steps.column + (i >> steps.block_shift) * steps.block +
@@ -247,16 +207,16 @@ class WgradStoreDeferred {
   __device__ __forceinline__ void begin(WorkTile const&, int, int) {}
 
   // 64 c from `row`.
-  __device__ __forceinline__ void keep(Accumulators<kGemm>& acc, WorkTile const& tile, int row) {
+  __device__ __forceinline__ void keep(Accumulators& acc, WorkTile const& tile, int row) {
     int const c = kMajor == Major::kRows ? row + arch::warp_in_warpgroup() * kWarpRows : row;
     columns_left_ = p_.columns - c - Layout::lane_row();
     gmem_ = address(tile.n_tile * kTileGroups + arch::lane_idx() % kTileGroups, c, tile.segment);
-    kept_.template keep<1>(acc);
-    kept_.template keep<0>(acc);
+    held_.template keep<1>(acc);
+    held_.template keep<0>(acc);
   }
 
   __device__ __forceinline__ void work(int piece) {
-    auto const kept = kept_.take(piece);
+    auto const held = held_.take(piece);
     WgradSteps const& steps = p_.steps;
     if constexpr (kMajor == Major::kRows) {
       int const c = (piece & 3) * Layout::kPieceRows;
@@ -265,22 +225,24 @@ class WgradStoreDeferred {
       for (int slab = 0; slab < 2; ++slab) {
         char* const gmem = address_of((piece >> 2) * 2 + slab);
         if (gmem != nullptr && c < columns_left_) {
-          arch::store_streaming_16(gmem + offset, kept.load(slab));
+          arch::store_streaming_16(gmem + offset, held.load(slab));
         }
       }
     } else {
       char* const gmem = address_of(piece >> 1);
       if (gmem == nullptr || columns_left_ <= 0) return;
       char* const first = gmem + lane_offset_ + ((piece & 1) != 0 ? steps.second_piece : 0);
-      arch::store_streaming_16(first, kept.load(0));
-      arch::store_streaming_16(first + steps.second_row, kept.load(1));
+      arch::store_streaming_16(first, held.load(0));
+      arch::store_streaming_16(first + steps.second_row, held.load(1));
     }
   }
 
   __device__ __forceinline__ void drain() const {}
 
  private:
-  using Layout = std::conditional_t<kMajor == Major::kRows, HeldRows<kGemm>, HeldColumns<kGemm>>;
+  using Held = std::conditional_t<kMajor == Major::kRows, typename Core::DeferredRows,
+                                  typename Core::DeferredColumns>;
+  using Layout = typename Held::Layout;
   static constexpr int kTileGroups = kGemm.tile.n / kSlabColumns;
 
   // Of c in a column group's first i; null where nobody wants it.
@@ -292,28 +254,28 @@ class WgradStoreDeferred {
     if (at.i < dw.block) return gmem + at.i * dw.row_stride;
     return gmem + at.i / dw.block * dw.block_stride + at.i % dw.block * dw.row_stride;
   }
-  // Of the g-th column group of the tile that is kept.
+  // Of the g-th column group of the tile that is held.
   __device__ __forceinline__ char* address_of(int g) const {
     return reinterpret_cast<char*>(
         __shfl_sync(arch::kAllLanes, reinterpret_cast<uint64_t>(gmem_), g));
   }
 
   Params const& p_;
-  DeferredTile<kGemm, Layout> kept_;
+  Held held_;
   int64_t lane_offset_;   // of this lane's first element of a column group's first piece
   bf16* gmem_ = nullptr;  // address() of the tile's column group of this lane's number
   int columns_left_ = 0;  // from this lane's first c on
 };
 
 // By a class of its own, as StoreEpilogueOf.
-template <GemmConfig kGemm, Major kMajor, bool kFp32>
+template <class Core, Major kMajor, bool kFp32>
 struct WgradStoreEpilogueOf {
-  using Deferred = std::conditional_t<kFp32, WgradSumsDeferred<kGemm, kMajor>,
-                                      WgradStoreDeferred<kGemm, kMajor>>;
+  using Deferred =
+      std::conditional_t<kFp32, WgradSumsDeferred<Core, kMajor>, WgradStoreDeferred<Core, kMajor>>;
   using Type =
-      std::conditional_t<kGemm.defers(), Deferred, WgradStoreInSlabs<kGemm, kMajor, kFp32>>;
+      std::conditional_t<Core::kGemm.defers(), Deferred, WgradStoreInSlabs<Core, kMajor, kFp32>>;
 };
-template <GemmConfig kGemm, Major kMajor, bool kFp32>
-using WgradStoreEpilogue = typename WgradStoreEpilogueOf<kGemm, kMajor, kFp32>::Type;
+template <class Core, Major kMajor, bool kFp32>
+using WgradStoreEpilogue = typename WgradStoreEpilogueOf<Core, kMajor, kFp32>::Type;
 
 }  // namespace tessera::cuda::gemm

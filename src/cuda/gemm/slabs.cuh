@@ -16,6 +16,20 @@
 
 namespace tessera::cuda::gemm {
 
+// A deferred epilogue works in so many pieces: of 64 rows x 256 columns two column groups, four rows of each warp at a
+// time.
+constexpr int kDeferredPieces = 2 * 4;
+
+// A slab of fp32 has half as many columns. In shared memory rows of 128 bytes, swizzled:
+//   rows-major  one box of 64 rows x 32 columns
+//   K-major     two boxes of 32 columns x 32 rows, the transpose
+struct Fp32Slab {
+  static constexpr int kColumns = 32;
+  static constexpr int kBytes = kSubtileM * kColumns * sizeof(float);
+  static constexpr int kBoxBytes = kBytes / 2;  // K-major
+  static constexpr int kBoxRows = kSubtileM / 2;
+};
+
 template <GemmConfig kGemm>
 class SlabStore {
  public:

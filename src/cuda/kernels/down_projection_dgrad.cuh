@@ -39,10 +39,11 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     down_projection_dgrad(__grid_constant__ DownProjectionDgradParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   arch::let_next_kernel_start();  // down_projection_wgrad; this kernel never starts early
+  using Core = gemm::sm90::Core<Config::gemm>;
   using Epilogue = std::conditional_t<
       (Config::gemm.epilogue.lent_stages > 0),
-      gemm::ActivationGradientInStages<Config::gemm, Config::activation, Config::interleaved>,
-      gemm::ActivationGradientEpilogue<Config::gemm, Config::activation, Config::interleaved>>;
+      gemm::ActivationGradientInStages<Core, Config::activation, Config::interleaved>,
+      gemm::ActivationGradientEpilogue<Core, Config::activation, Config::interleaved>>;
   gemm::run_gemm<Config::gemm, Epilogue>(p.gemm, p.epilogue);
 #endif
 }

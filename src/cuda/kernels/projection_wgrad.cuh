@@ -119,7 +119,8 @@ template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     projection_wgrad(__grid_constant__ ProjectionWgradParams const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Epilogue = gemm::WgradStoreEpilogue<Config::gemm, Config::d_major, Config::fp32>;
+  using Epilogue =
+      gemm::WgradStoreEpilogue<gemm::sm90::Core<Config::gemm>, Config::d_major, Config::fp32>;
   if (p.epilogue.tiles_before_next == 0) arch::let_next_kernel_start();
   if constexpr (lets_next_start<Config::gemm>) {
     gemm::run_gemm<Config::gemm, LetsNextStart<Epilogue>>(p.gemm, p.epilogue);

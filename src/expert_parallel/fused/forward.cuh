@@ -144,7 +144,7 @@ template <ActivationKind kKind, Transfer kTransfer, bool kSaves>
 __device__ void consume(Pass const& pass, int consumer) {
   constexpr bool kGated = gemm::ActivationFunction<kKind>::kGated;
   constexpr bool kBiased = expert_parallel::adds_biases(kKind);
-  constexpr int kPairsOfGroup = gemm::kGroupColumns / 4;  // of this thread's values
+  constexpr int kPairs = gemm::Accumulators<kPlain>::kPairs;  // of this thread in a slab
   using Pushed = Push<kTransfer == Transfer::partial_combine, kSaves && kGated>;
   ForwardStorage& smem = pass.smem;
   ForwardParams const& p = pass.p;
@@ -178,10 +178,7 @@ __device__ void consume(Pass const& pass, int consumer) {
         push.drop();
         add_biases(p, acc, tile, down);
       }
-      auto const rounded = [&](int i) {
-        float const* const value = &acc[0][i / kPairsOfGroup][i % kPairsOfGroup * 2];
-        return arch::pack_bf16(value[0], value[1]);
-      };
+      auto const rounded = [&](int i) { return acc[0].packed(i / kPairs, i % kPairs); };
       using Rounded = decltype(rounded);
       static_assert(
           gemm::keeps_contract<up_gemm(kKind).epilogue, StoreRows<kKind>, Rounded,
@@ -194,9 +191,9 @@ __device__ void consume(Pass const& pass, int consumer) {
       } else {
         if constexpr (kSaves) {
           constexpr int kColumns = kGated ? kTileColumns / 2 : kTileColumns;
-          std::uint32_t h[2 * kPairsOfGroup];  // in half of the registers
+          std::uint32_t h[4 * kPairs];  // in half of the registers
           TESSERA_UNROLL
-          for (int i = 0; i < 2 * kPairsOfGroup; ++i) h[i] = rounded(i);
+          for (int i = 0; i < 4 * kPairs; ++i) h[i] = rounded(i);
           auto const of_h = [&](int i) { return h[i]; };
           push.hold(of_h, tile.n_tile * kColumns, pass.shape().intermediate,
                     place_of_h<kGated>(pass, tile, row));

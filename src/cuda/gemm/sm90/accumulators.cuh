@@ -27,11 +27,22 @@ class Accumulators {
   static constexpr int kPairs = kStrips * kStripPairs;
   static constexpr int kQuadColumns = 8;
 
-  // The i-th of this thread's rows, among the warp's 16; and where the first of the 64 is called `first`.
-  __device__ __forceinline__ static int warp_row(int i) { return arch::lane_idx() / 4 + 8 * i; }
+  // The i-th of this thread's rows where the first of the warp's 16, or of the 64, is called `first`.
+  __device__ __forceinline__ static int warp_row(int first, int i) {
+    return first + arch::lane_idx() / 4 + 8 * i;
+  }
   __device__ __forceinline__ static int row(int first, int i) {
     return first + arch::warp_in_warpgroup() * kWarpRows + arch::lane_idx() / 4 + 8 * i;
   }
+
+  // What the lanes that share this thread's rows have, added up; every lane of the warp calls it, and has the sum.
+  __device__ __forceinline__ static float sum_of_row(float value) {
+    value += __shfl_xor_sync(arch::kAllLanes, value, 1);
+    value += __shfl_xor_sync(arch::kAllLanes, value, 2);
+    return value;
+  }
+  // One of those lanes.
+  __device__ __forceinline__ static bool speaks_for_row() { return arch::lane_idx() % 4 == 0; }
 
   // A thread's columns in a slab: the first one where the slab's is called `first`, and the step to the next two; and
   // the same where pairs of columns are counted.
@@ -71,6 +82,16 @@ class Accumulators {
     }
   }
 
+  // Calls f(i, row, left, right) for each of the thread's pairs of a strip: the i-th, in its row-th row.
+  template <class F>
+  __device__ __forceinline__ void for_each_pair(int slab, int strip, F f) {
+    TESSERA_UNROLL
+    for (int i = 0; i < kStripPairs; ++i) {
+      int const pair = strip * kStripPairs + i;
+      f(i, i % kRows, value(slab, pair, 0), value(slab, pair, 1));
+    }
+  }
+
   // Pair i of a slab, rounded to bf16.
   __device__ __forceinline__ uint32_t packed(int slab, int i) const {
     return arch::pack_bf16(value(slab, i, 0), value(slab, i, 1));
@@ -84,17 +105,14 @@ class Accumulators {
             value(slab, pair + 1, 1)};
   }
   // Value j of a quad is of this row among the warp's 16, and of this column among the quad's.
-  __device__ __forceinline__ static int quad_row(int j) { return warp_row(j / 2); }
+  __device__ __forceinline__ static int quad_row(int j) { return warp_row(0, j / 2); }
   __device__ __forceinline__ static int quad_column(int j) {
     return arch::lane_idx() % 4 * 2 + j % 2;
   }
 
-  // Until every epilogue goes without.
-  __device__ __forceinline__ float (&operator[](int group))[kGroupColumns / 2] {
-    return values_[group];
-  }
-
  private:
+  friend struct Fragments;
+
   template <int kStep, class F>
   __device__ __forceinline__ void visit(int slab, int slabs, int first, F f) {
     TESSERA_UNROLL
@@ -120,6 +138,15 @@ class Accumulators {
   }
 
   float values_[kGemm.column_groups()][kGroupColumns / 2];
+};
+
+// What wgmmas write: the sums of 128 columns in fragment order. For gemm/sm90 alone.
+struct Fragments {
+  template <GemmConfig kGemm>
+  __device__ __forceinline__ static float (&of(Accumulators<kGemm>& acc,
+                                               int group))[kGroupColumns / 2] {
+    return acc.values_[group];
+  }
 };
 
 }  // namespace tessera::cuda::gemm

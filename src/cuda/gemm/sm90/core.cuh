@@ -7,6 +7,7 @@
 #include "../storage.cuh"
 #include "accumulators.cuh"
 #include "deferred.cuh"
+#include "deferred_sums.cuh"
 #include "held_tile.cuh"
 #include "lent.cuh"
 #include "slab_fill.cuh"
@@ -21,9 +22,17 @@ struct Core {
   using Ring = PipelineState<kGemm>;
   using Accumulators = gemm::Accumulators<kGemm>;
   using SlabRows = gemm::SlabRows;
+  using SlabColumns = gemm::SlabColumns;
   using DeferredRows = gemm::DeferredRows<kGemm>;
+  using DeferredColumns = gemm::DeferredTile<kGemm, HeldColumns<kGemm>>;
+  template <Major kMajor>
+  using DeferredSums = gemm::DeferredSums<kGemm, kMajor>;
+  template <Major kMajor>
+  using SumSlab = gemm::SumSlab<kGemm, kMajor>;
   using HeldTile = gemm::HeldTile<kGemm>;
   using Slabs = SlabStore<kGemm>;
+  using LentStages = BorrowedStages<kGemm>;
+  using Staging = gemm::Staging<kGemm>;
 };
 
 }  // namespace tessera::cuda::gemm::sm90

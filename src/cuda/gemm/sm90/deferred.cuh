@@ -15,12 +15,10 @@
 #include "../../arch/named_barrier.cuh"
 #include "../../arch/shared_address.cuh"
 #include "../scheduler.cuh"
+#include "../slabs.cuh"
 #include "slab_fill.cuh"
 
 namespace tessera::cuda::gemm {
-
-// Of 64 rows x 256 columns: column groups, four rows of each warp at a time.
-constexpr int kDeferredPieces = 2 * 4;
 
 // Behind which of a tile's k_tiles a warpgroup does its pieces: first, first + every, ..; and how many at once.
 struct Pace {
@@ -155,9 +153,10 @@ class HeldColumns {
 };
 
 // 64 rows x 256 columns of a warpgroup, as one of its warps sees its 16 rows.
-template <GemmConfig kGemm, class Layout>
+template <GemmConfig kGemm, class LayoutOf>
 class DeferredTile {
  public:
+  using Layout = LayoutOf;
   using Piece = typename Layout::Piece;
 
   __device__ __forceinline__ DeferredTile(SharedStorage<kGemm>& smem, int consumer)

@@ -20,12 +20,6 @@
 
 namespace tessera::cuda::gemm {
 
-template <GemmConfig kGemm>
-__device__ __forceinline__ bf16* lent_slab_b(SharedStorage<kGemm>& smem, int stage, int slab) {
-  static_assert(kGemm.tile.n % kGemm.tile.m == 0);
-  return &smem.b[stage][slab * kGemm.tile.m * kSlabColumns];
-}
-
 // The lent stages as one warp of a consumer warpgroup sees them.
 template <GemmConfig kGemm>
 class BorrowedStages {
@@ -43,9 +37,16 @@ class BorrowedStages {
     return stage;
   }
 
+  // All of the tile's rows of a slab, for who lends.
+  __device__ __forceinline__ static bf16* tile_slab_b(SharedStorage<kGemm>& smem, int stage,
+                                                      int slab) {
+    static_assert(kGemm.tile.n % kGemm.tile.m == 0);
+    return &smem.b[stage][slab * kGemm.tile.m * kSlabColumns];
+  }
+
   // The warpgroup's 64 rows of a slab, as SlabRows takes them.
   __device__ __forceinline__ bf16* slab_b(int stage, int slab) const {
-    return lent_slab_b<kGemm>(smem_, stage, slab) + subtile_offset_;
+    return tile_slab_b(smem_, stage, slab) + subtile_offset_;
   }
   __device__ __forceinline__ bf16* slab_a(int stage) const {
     return &smem_.a[stage][subtile_offset_];

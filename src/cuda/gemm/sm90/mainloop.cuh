@@ -57,10 +57,11 @@ __device__ __forceinline__ void issue(SharedStorage<kGemm>& smem, PipelineState<
       uint64_t const a16 = a + k16 * kStepA + m * kSubtileStep;
       uint64_t const b16 = b + k16 * kStepB + step / kSteps * kTermStep;
       if constexpr (kGroups == 1) {
-        arch::wgmma_m64n128k16<kTransposeA, kTransposeB>(acc[m][0], a16, b16, k_tile | step);
-      } else {
-        arch::wgmma_m64n256k16<kTransposeA, kTransposeB>(acc[m][0], acc[m][1], a16, b16,
+        arch::wgmma_m64n128k16<kTransposeA, kTransposeB>(Fragments::of(acc[m], 0), a16, b16,
                                                          k_tile | step);
+      } else {
+        arch::wgmma_m64n256k16<kTransposeA, kTransposeB>(
+            Fragments::of(acc[m], 0), Fragments::of(acc[m], 1), a16, b16, k_tile | step);
       }
     }
   }

@@ -62,7 +62,7 @@ __device__ __forceinline__ void multiply_scaled(ScaledStorage<kGemm>& smem,
   int const own_row = row + arch::warp_in_warpgroup() * kWarpRows + arch::lane_idx() / 4;
   // Not by a flag of the first products: ptxas puts the selects between the wgmmas of a group.
   TESSERA_UNROLL
-  for (int i = 0; i < kGroupColumns; ++i) acc[i / 64][i % 64] = 0;
+  for (int i = 0; i < kGroupColumns; ++i) Fragments::of(acc, i / 64)[i % 64] = 0;
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
     int const stage = state.stage;
     arch::mbarrier_wait(&smem.full[stage], state.phase);
@@ -80,7 +80,7 @@ __device__ __forceinline__ void multiply_scaled(ScaledStorage<kGemm>& smem,
       }
       arch::wgmma_wait<0>();
       if (group == 1) release_stage<kGemm>(smem, stage);
-      promote(acc[group], partial, factors);
+      promote(Fragments::of(acc, group), partial, factors);
     }
     state.advance();
     if constexpr (!kUnderProducts) between(k_tile);

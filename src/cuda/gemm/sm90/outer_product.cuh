@@ -39,7 +39,7 @@ __device__ __forceinline__ int multiply_outer_product(SharedStorage<kGemm>& smem
   arch::mbarrier_wait(&smem.full[state.stage], state.phase);
   arch::wgmma_fence();
   arch::wgmma_m64n256k16(
-      acc[0], acc[1], a,
+      Fragments::of(acc, 0), Fragments::of(acc, 1), a,
       arch::wgmma_descriptor_rows_major<kOuterGroup* int{sizeof(bf16)},
                                         kOuterBox* int{sizeof(bf16)}>(smem.b[state.stage]));
   arch::wgmma_commit();

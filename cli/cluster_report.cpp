@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "cli/cluster_assumptions.hpp"
+#include "cli/cluster_layout.hpp"
 
 namespace tessera::cli {
 namespace {
@@ -63,6 +64,48 @@ Json rates_json(RateSet const& set, GpuRates const& gpu) {
           {"network_bytes_per_s", gpu.network},
           {"slowdown", set.slowdown},
           {"logits_rows", set.logits_rows}};
+}
+
+ExpertsLayout layout_of(ClusterPlan const& plan) {
+  return experts_layout(plan.model, plan.cluster, plan.rows.front().batch.tokens());
+}
+
+Json layout_json(ClusterPlan const& plan) {
+  ExpertsLayout const layout = layout_of(plan);
+  auto const ms = [&](double bytes) { return bytes / plan.gpu->network * 1e3; };
+  Json json = {{"advice", layout.advice()},
+               {"tokens_per_gpu", layout.tokens},
+               {"within_host_bytes_per_layer", layout.within_host_bytes},
+               {"within_host_ms_per_layer", ms(layout.within_host_bytes)},
+               {"over_hosts_possible", layout.divisible}};
+  if (layout.divisible) {
+    json["over_hosts_bytes_per_layer"] = layout.over_hosts_bytes;
+    json["over_hosts_ms_per_layer"] = ms(layout.over_hosts_bytes);
+    json["equal_tokens_per_gpu"] = layout.equal_tokens;
+  }
+  return json;
+}
+
+std::string layout_text(ClusterPlan const& plan) {
+  ExpertsLayout const layout = layout_of(plan);
+  auto const sent = [&](double bytes) {
+    return fmt::format("{:.0f} MB, {:.2f} ms", bytes * 1e-6, bytes / plan.gpu->network * 1e3);
+  };
+  std::string text = fmt::format(
+      "experts' place    {}; a GPU sends to other hosts, in a layer and step, calculated:\n"
+      "  within a host   {}: weights and gradients, where FSDP shards their state over the hosts\n",
+      layout.over_hosts() ? "over the hosts (tessera.ExpertParallel(hosts=))" : "within each host",
+      sent(layout.within_host_bytes));
+  if (!layout.divisible) {
+    return text +
+           "  over hosts      not possible: experts are a multiple of all GPUs, a host has at most "
+           "8 "
+           "GPUs and at least as many experts as a token\n";
+  }
+  return text +
+         fmt::format(
+             "  over hosts      {}: rows of {:.0f} tokens of a GPU; as much with {:.0f} tokens\n",
+             sent(layout.over_hosts_bytes), layout.tokens, layout.equal_tokens);
 }
 
 char const* sharding_name(Sharding sharding) {
@@ -156,6 +199,7 @@ Json cluster_plan_json(ClusterPlan const& plan) {
                    {"rates", rates_json(*plan.set, *plan.gpu)},
                    {"predictions", rows},
                    {"assumptions", assumptions}};
+  if (plan.cluster.hosts > 1) document["experts_layout"] = layout_json(plan);
   if (has_published(plan.cluster, *plan.gpu)) {
     document["published"] = {{"what", kPublished.what},
                              {"tokens_per_day", kPublished.tokens_per_day},
@@ -185,6 +229,7 @@ std::string cluster_plan_text(ClusterPlan const& plan) {
       plan.batch.keep_gathered ? ", layers stay gathered" : "", plan.regime());
   text += '\n' + rows_text(plan);
   text += '\n' + detail_text(plan.rows.front());
+  if (c.hosts > 1) text += '\n' + layout_text(plan);
   text += fmt::format("\nrates             {}\n", plan.set->name);
   for (Assumption const& a : assumptions_of(m, c, *plan.set, *plan.gpu)) {
     text += fmt::format("  {:<11}{:<14}{}{}\n", a.basis, a.of, a.text,

@@ -4,6 +4,7 @@
 plan_cluster_test.py PROGRAM SUITE"""
 
 import json
+import math
 import pathlib
 import tempfile
 
@@ -60,6 +61,35 @@ class PlanCluster(Cli):
         low, high = row["tokens_per_day_with_stragglers"]
         self.equal(low, row["tokens_per_day"] / 1.06)
         self.equal(high, row["tokens_per_day"] / 1.02)
+
+    def test_place_of_the_experts(self):
+        """Which of the two ways sends fewer bytes between hosts, by hand."""
+        def touch(experts: int, top_k: int, hosts: int) -> float:
+            return 1 - math.comb(experts - experts // hosts, top_k) / math.comb(experts, top_k)
+
+        for model, shape, hosts, sequences, advice in (
+                (SMALL, (1536, 256), 8, 6, "within-host"), (SMALL, (1536, 256), 2, 1, "over-hosts"),
+                (QWEN, (2048, 768), 2, 4, "over-hosts"), (QWEN, (2048, 768), 8, 4, "within-host")):
+            (hidden, intermediate), tokens = shape, sequences * CONTEXT
+            layout = self.plan(f"{hosts}x8", 2, "--sequences", str(sequences), *H200, model=model)["experts_layout"]
+            rows = 4 * tokens * (hosts - 1) * touch(128, 8, hosts) * 2 * hidden
+            weights = 8 * 3 * hidden * intermediate * 128 / 8 * (hosts - 1) / hosts
+            self.equal(layout["over_hosts_bytes_per_layer"], rows)
+            self.equal(layout["within_host_bytes_per_layer"], weights)
+            self.equal(layout["over_hosts_ms_per_layer"], rows / 45e9 * 1e3)
+            self.equal(layout["within_host_ms_per_layer"], weights / 45e9 * 1e3)
+            self.equal(layout["equal_tokens_per_gpu"], tokens * weights / rows)
+            self.assertEqual((layout["advice"], layout["tokens_per_gpu"]), (advice, tokens))
+            self.assertEqual(advice == "over-hosts", rows < weights)
+        self.assertNotIn("experts_layout", self.plan("1x8", 2, "--sequences", "1", *H200))
+        for cluster in ("2x16", "3x8", "32x4"):  # GPUs of a host; experts on all GPUs; experts of a token on a host
+            layout = self.plan(cluster, 2, "--sequences", "1", *H200)["experts_layout"]
+            self.assertEqual((layout["advice"], layout["over_hosts_possible"]), ("within-host", False))
+            self.assertNotIn("over_hosts_bytes_per_layer", layout)
+        flags = ("--layers", "2", "--sequences", "6", *SMALL, *H200)
+        text = self.run_tessera("plan", "--cluster", "8x8", *flags, code=0).stdout
+        self.assertRegex(text, "experts' place    within each host; .*calculated")
+        self.assertRegex(text, r"over hosts      .* MB, .* ms: rows of 24576 tokens of a GPU; as much with 2\d{3} ")
 
     def test_step_is_made_of_its_terms(self):
         covered = set()

@@ -52,9 +52,9 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
     return tensor(static_cast<Bf16*>(memory.get()) + first, DType::bf16, shape, device);
   };
 
-  std::optional<ExpertParallel> group =
+  std::optional<ExpertParallel> session =
       value_of(ExpertParallel::create(context, desc, window.addresses(), {workspace.get(), bytes}));
-  Tensor const place = group->input(tokens);  // x in the window: no pass has to copy it there
+  Tensor const place = session->input(tokens);  // x in the window: no pass has to copy it there
   require(cudaMemcpy(place.data, x.data(), 2 * x.size(), cudaMemcpyDefault));
   std::int64_t const first = rank * kOwnExperts;
   ExpertParallelArgs const args = {
@@ -73,15 +73,15 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
                                    .w_down = bf16(w_down, {experts, kHidden, kIntermediate})},
                        .o = bf16(gpu_wanted, {tokens, kHidden}),
                        .workspace = {alone_workspace.get(), alone_bytes}}));
-  all.meet();                     // who fails so far fails before anybody waits for it in a pass
-  require(group->forward(args));  // warms up
+  all.meet();                       // who fails so far fails before anybody waits for it in a pass
+  require(session->forward(args));  // warms up
   require(cudaDeviceSynchronize());
   all.meet();
   auto const start = std::chrono::steady_clock::now();
-  for (int pass = 0; pass < kPasses; ++pass) require(group->forward(args));
+  for (int pass = 0; pass < kPasses; ++pass) require(session->forward(args));
   require(cudaDeviceSynchronize());
   std::chrono::duration<double, std::milli> const time = std::chrono::steady_clock::now() - start;
-  require(group->check());  // passes that have waited in vain for a rank are void
+  require(session->check());  // passes that have waited in vain for a rank are void
   download(o, gpu_o);
   download(wanted, gpu_wanted);
   // With more than 8 tokens all bits are equal; for fewer one GPU has kernels that add up in another order.
@@ -89,7 +89,7 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
   std::printf("rank %d of %d: %.3f ms a pass, o as on one GPU%s\n", rank, desc.ranks,
               time.count() / kPasses, o == wanted ? ", bit for bit" : "");
 
-  group.reset();
+  session.reset();
   require(window.close());  // memory of all is freed when the last one has closed
 }
 

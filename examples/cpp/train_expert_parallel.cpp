@@ -75,15 +75,15 @@ struct Backward {
   Buffer routing, workspace;
 };
 
-void run_backward(ExpertParallel& group, Context const& context, MoeDesc const& rows_desc,
+void run_backward(ExpertParallel& session, Context const& context, MoeDesc const& rows_desc,
                   Saved const& saved, ConstTensor const& x, ConstTensor const& ids,
                   ConstTensor const& d_o, ExpertWeights const& weights, Backward const& b) {
-  require(group.dispatch({.x = d_o,
-                          .second_x = x,
-                          .topk_ids = ids,
-                          .tables = saved.tables,
-                          .rows = b.d_o_rows,
-                          .second_rows = b.x_rows}));
+  require(session.dispatch({.x = d_o,
+                            .second_x = x,
+                            .topk_ids = ids,
+                            .tables = saved.tables,
+                            .rows = b.d_o_rows,
+                            .second_rows = b.x_rows}));
   require(routing_of_tables(context, rows_desc, saved.tables, b.routing));
   require(moe_backward(context, rows_desc,
                        {.d_o = b.d_o_rows,
@@ -95,11 +95,11 @@ void run_backward(ExpertParallel& group, Context const& context, MoeDesc const& 
                         .dscores = b.row_dscores,
                         .gradients = b.gradients,
                         .workspace = b.workspace}));
-  require(group.combine({.rows = b.dx_rows,
-                         .tables = saved.tables,
-                         .row_dscores = b.row_dscores,
-                         .dscores = b.dscores,
-                         .o = b.dx}));
+  require(session.combine({.rows = b.dx_rows,
+                           .tables = saved.tables,
+                           .row_dscores = b.row_dscores,
+                           .dscores = b.dscores,
+                           .o = b.dx}));
 }
 
 /// Of all ranks' tokens, on one GPU with all experts.
@@ -227,20 +227,20 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
       .row_dscores = gpu.make(DType::fp32, {rows}),
       .routing = gpu.bytes(value_of(routing_bytes(rows_desc))),
       .workspace = gpu.bytes(value_of(workspace_bytes(context, rows_desc, Pass::backward)))};
-  std::optional<ExpertParallel> group = value_of(
+  std::optional<ExpertParallel> session = value_of(
       ExpertParallel::create(context, desc, window.addresses(),
                              gpu.bytes(value_of(ExpertParallel::workspace_bytes(context, desc)))));
 
   auto const step = [&] {
-    require(group->forward({.x = own_x,
-                            .topk_ids = own_ids,
-                            .topk_weights = part(scores, first_token, {tokens, kTopK}),
-                            .w_up = weights.w_up,
-                            .w_down = weights.w_down,
-                            .o = o,
-                            .saved = saved.tables,
-                            .h = saved.h}));
-    run_backward(*group, context, rows_desc, saved, own_x, own_ids, own_d_o, weights, backward);
+    require(session->forward({.x = own_x,
+                              .topk_ids = own_ids,
+                              .topk_weights = part(scores, first_token, {tokens, kTopK}),
+                              .w_up = weights.w_up,
+                              .w_down = weights.w_down,
+                              .o = o,
+                              .saved = saved.tables,
+                              .h = saved.h}));
+    run_backward(*session, context, rows_desc, saved, own_x, own_ids, own_d_o, weights, backward);
   };
   all.meet();  // who fails so far fails before anybody waits for it in a pass
   step();      // warms up
@@ -251,7 +251,7 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
   require(cudaDeviceSynchronize());
   std::chrono::duration<double, std::milli> const time = std::chrono::steady_clock::now() - start;
   require(
-      group
+      session
           ->check());  // passes that have waited in vain for a rank, or had too many rows, are void
   bool const same_kernels =
       tokens > 8;  // for fewer one GPU has kernels that add up in another order
@@ -264,9 +264,9 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
                  false);
   std::printf("rank %d of %d: %.3f ms a step, o and all gradients as on one GPU, %lld rows\n",
               desc.rank, desc.ranks, time.count() / kSteps,
-              static_cast<long long>(value_of(group->routed_rows()).rows));
+              static_cast<long long>(value_of(session->routed_rows()).rows));
 
-  group.reset();
+  session.reset();
   require(window.close());  // memory of all is freed when the last one has closed
 }
 

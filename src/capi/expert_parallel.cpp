@@ -13,7 +13,7 @@ struct tessera_peer_window {
   tessera::PeerWindow window;
 };
 struct tessera_expert_parallel {
-  tessera::ExpertParallel group;
+  tessera::ExpertParallel session;
 };
 
 namespace {
@@ -126,101 +126,101 @@ Status create(tessera_context const* context, tessera_expert_parallel_desc const
   tessera::ExpertParallelDesc desc;
   TESSERA_TRY(desc_of(c_desc, desc));
   std::size_t const ranks = desc.ranks > 0 ? static_cast<std::size_t>(desc.ranks) : 0;
-  auto group = tessera::ExpertParallel::create(context->context, desc, {windows, ranks},
-                                               buffer_of(workspace));
-  if (!group.ok()) return group.status();
-  *out = new (std::nothrow) tessera_expert_parallel{std::move(group).value()};
+  auto session = tessera::ExpertParallel::create(context->context, desc, {windows, ranks},
+                                                 buffer_of(workspace));
+  if (!session.ok()) return session.status();
+  *out = new (std::nothrow) tessera_expert_parallel{std::move(session).value()};
   return *out != nullptr ? Status()
-                         : Status::error(StatusCode::out_of_memory, "no memory for a group");
+                         : Status::error(StatusCode::out_of_memory, "no memory for a session");
 }
 
 // In the window.
-Status place_of(tessera_expert_parallel const* group,
+Status place_of(tessera_expert_parallel const* session,
                 tessera::Tensor (tessera::ExpertParallel::*input)(std::int64_t) const noexcept,
                 void** out) noexcept {
-  TESSERA_TRY(present(group, "expert_parallel"));
+  TESSERA_TRY(present(session, "expert_parallel"));
   TESSERA_TRY(present(out, "place"));
-  *out = (group->group.*input)(0).data;
+  *out = (session->session.*input)(0).data;
   return {};
 }
 
-Status forward(tessera_expert_parallel* group, tessera_expert_parallel_args const* c_args,
+Status forward(tessera_expert_parallel* session, tessera_expert_parallel_args const* c_args,
                void* stream) noexcept {
-  TESSERA_TRY(present(group, "expert_parallel"));
+  TESSERA_TRY(present(session, "expert_parallel"));
   tessera_expert_parallel_args from;
   TESSERA_TRY(read_struct("tessera_expert_parallel_args", c_args, from));
-  return group->group.forward({.x = tensor_of(from.x),
-                               .topk_ids = tensor_of(from.topk_ids),
-                               .topk_weights = tensor_of(from.topk_weights),
-                               .w_up = tensor_of(from.w_up),
-                               .w_down = tensor_of(from.w_down),
-                               .o = tensor_of(from.o),
-                               .saved = {.expert_offsets = tensor_of(from.expert_offsets),
-                                         .row_origins = tensor_of(from.row_origins),
-                                         .row_scores = tensor_of(from.row_scores)},
-                               .h = tensor_of(from.h),
-                               .may_overflow = from.may_overflow != 0,
-                               .b_up = tensor_of(from.b_up),
-                               .b_down = tensor_of(from.b_down)},
-                              {stream});
+  return session->session.forward({.x = tensor_of(from.x),
+                                   .topk_ids = tensor_of(from.topk_ids),
+                                   .topk_weights = tensor_of(from.topk_weights),
+                                   .w_up = tensor_of(from.w_up),
+                                   .w_down = tensor_of(from.w_down),
+                                   .o = tensor_of(from.o),
+                                   .saved = {.expert_offsets = tensor_of(from.expert_offsets),
+                                             .row_origins = tensor_of(from.row_origins),
+                                             .row_scores = tensor_of(from.row_scores)},
+                                   .h = tensor_of(from.h),
+                                   .may_overflow = from.may_overflow != 0,
+                                   .b_up = tensor_of(from.b_up),
+                                   .b_down = tensor_of(from.b_down)},
+                                  {stream});
 }
 
-Status route(tessera_expert_parallel* group, tessera_expert_route_args const* c_args,
+Status route(tessera_expert_parallel* session, tessera_expert_route_args const* c_args,
              void* stream) noexcept {
-  TESSERA_TRY(present(group, "expert_parallel"));
+  TESSERA_TRY(present(session, "expert_parallel"));
   tessera_expert_route_args from;
   TESSERA_TRY(read_struct("tessera_expert_route_args", c_args, from));
-  return group->group.route({.topk_ids = tensor_of(from.topk_ids),
-                             .topk_weights = tensor_of(from.topk_weights),
-                             .row_limit = from.row_limit},
-                            {stream});
+  return session->session.route({.topk_ids = tensor_of(from.topk_ids),
+                                 .topk_weights = tensor_of(from.topk_weights),
+                                 .row_limit = from.row_limit},
+                                {stream});
 }
 
-Status routed_rows(tessera_expert_parallel* group, std::int64_t passes_ago, std::int64_t* rows,
+Status routed_rows(tessera_expert_parallel* session, std::int64_t passes_ago, std::int64_t* rows,
                    std::int32_t* all_fit) noexcept {
-  TESSERA_TRY(present(group, "expert_parallel"));
+  TESSERA_TRY(present(session, "expert_parallel"));
   TESSERA_TRY(present(rows, "rows"));
-  auto const routed = group->group.routed_rows(passes_ago);
+  auto const routed = session->session.routed_rows(passes_ago);
   if (!routed.ok()) return routed.status();
   *rows = routed.value().rows;
   if (all_fit != nullptr) *all_fit = routed.value().all_fit ? 1 : 0;
   return {};
 }
 
-Status dispatch(tessera_expert_parallel* group, tessera_expert_dispatch_args const* c_args,
+Status dispatch(tessera_expert_parallel* session, tessera_expert_dispatch_args const* c_args,
                 void* stream) noexcept {
-  TESSERA_TRY(present(group, "expert_parallel"));
+  TESSERA_TRY(present(session, "expert_parallel"));
   tessera_expert_dispatch_args from;
   TESSERA_TRY(read_struct("tessera_expert_dispatch_args", c_args, from));
-  return group->group.dispatch({.x = tensor_of(from.x),
-                                .second_x = tensor_of(from.second_x),
-                                .topk_ids = tensor_of(from.topk_ids),
-                                .tables = {.expert_offsets = tensor_of(from.expert_offsets),
-                                           .row_origins = tensor_of(from.row_origins),
-                                           .row_scores = tensor_of(from.row_scores)},
-                                .rows = tensor_of(from.rows),
-                                .second_rows = tensor_of(from.second_rows),
-                                .may_overflow = from.may_overflow != 0,
-                                .sms = from.sms,
-                                .begun = from.begun},
-                               {stream});
+  return session->session.dispatch({.x = tensor_of(from.x),
+                                    .second_x = tensor_of(from.second_x),
+                                    .topk_ids = tensor_of(from.topk_ids),
+                                    .tables = {.expert_offsets = tensor_of(from.expert_offsets),
+                                               .row_origins = tensor_of(from.row_origins),
+                                               .row_scores = tensor_of(from.row_scores)},
+                                    .rows = tensor_of(from.rows),
+                                    .second_rows = tensor_of(from.second_rows),
+                                    .may_overflow = from.may_overflow != 0,
+                                    .sms = from.sms,
+                                    .begun = from.begun},
+                                   {stream});
 }
 
-Status combine(tessera_expert_parallel* group, tessera_expert_combine_args const* c_args,
+Status combine(tessera_expert_parallel* session, tessera_expert_combine_args const* c_args,
                void* stream) noexcept {
-  TESSERA_TRY(present(group, "expert_parallel"));
+  TESSERA_TRY(present(session, "expert_parallel"));
   tessera_expert_combine_args from;
   TESSERA_TRY(read_struct("tessera_expert_combine_args", c_args, from));
-  return group->group.combine({.rows = tensor_of(from.rows),
-                               .tables = {.expert_offsets = tensor_of(from.expert_offsets),
-                                          .row_origins = tensor_of(from.row_origins)},
-                               .topk_weights = tensor_of(from.topk_weights),
-                               .row_dscores = tensor_of(from.row_dscores),
-                               .dscores = tensor_of(from.dscores),
-                               .o = tensor_of(from.o),
-                               .sms = from.sms,
-                               .begun = from.begun},
-                              {stream});
+  return session->session.combine({.rows = tensor_of(from.rows),
+                                   .tables = {.expert_offsets = tensor_of(from.expert_offsets),
+                                              .row_origins = tensor_of(from.row_origins)},
+                                   .topk_weights = tensor_of(from.topk_weights),
+                                   .row_dscores = tensor_of(from.row_dscores),
+                                   .dscores = tensor_of(from.dscores),
+                                   .o = tensor_of(from.o),
+                                   .sms = from.sms,
+                                   .begun = from.begun},
+                                  {stream});
 }
 
 }  // namespace
@@ -266,43 +266,45 @@ TESSERA_C_API int tessera_expert_parallel_workspace(tessera_context const* conte
 TESSERA_C_API int tessera_expert_parallel_create(tessera_context const* context,
                                                  tessera_expert_parallel_desc const* desc,
                                                  void* const* windows, tessera_buffer workspace,
-                                                 tessera_expert_parallel** group) {
-  return finish(create(context, desc, windows, workspace, group));
+                                                 tessera_expert_parallel** session) {
+  return finish(create(context, desc, windows, workspace, session));
 }
-TESSERA_C_API void tessera_expert_parallel_destroy(tessera_expert_parallel* group) { delete group; }
-TESSERA_C_API int tessera_expert_parallel_input(tessera_expert_parallel const* group, void** x) {
-  return finish(place_of(group, &tessera::ExpertParallel::input, x));
+TESSERA_C_API void tessera_expert_parallel_destroy(tessera_expert_parallel* session) {
+  delete session;
 }
-TESSERA_C_API int tessera_expert_parallel_second_input(tessera_expert_parallel const* group,
+TESSERA_C_API int tessera_expert_parallel_input(tessera_expert_parallel const* session, void** x) {
+  return finish(place_of(session, &tessera::ExpertParallel::input, x));
+}
+TESSERA_C_API int tessera_expert_parallel_second_input(tessera_expert_parallel const* session,
                                                        void** second_x) {
-  return finish(place_of(group, &tessera::ExpertParallel::second_input, second_x));
+  return finish(place_of(session, &tessera::ExpertParallel::second_input, second_x));
 }
-TESSERA_C_API int tessera_expert_parallel_forward(tessera_expert_parallel* group,
+TESSERA_C_API int tessera_expert_parallel_forward(tessera_expert_parallel* session,
                                                   tessera_expert_parallel_args const* args,
                                                   void* stream) {
-  return finish(forward(group, args, stream));
+  return finish(forward(session, args, stream));
 }
-TESSERA_C_API int tessera_expert_parallel_route(tessera_expert_parallel* group,
+TESSERA_C_API int tessera_expert_parallel_route(tessera_expert_parallel* session,
                                                 tessera_expert_route_args const* args,
                                                 void* stream) {
-  return finish(route(group, args, stream));
+  return finish(route(session, args, stream));
 }
-TESSERA_C_API int tessera_expert_parallel_routed_rows(tessera_expert_parallel* group,
+TESSERA_C_API int tessera_expert_parallel_routed_rows(tessera_expert_parallel* session,
                                                       int64_t passes_ago, int64_t* rows,
                                                       int32_t* all_fit) {
-  return finish(routed_rows(group, passes_ago, rows, all_fit));
+  return finish(routed_rows(session, passes_ago, rows, all_fit));
 }
-TESSERA_C_API int tessera_expert_parallel_dispatch(tessera_expert_parallel* group,
+TESSERA_C_API int tessera_expert_parallel_dispatch(tessera_expert_parallel* session,
                                                    tessera_expert_dispatch_args const* args,
                                                    void* stream) {
-  return finish(dispatch(group, args, stream));
+  return finish(dispatch(session, args, stream));
 }
-TESSERA_C_API int tessera_expert_parallel_combine(tessera_expert_parallel* group,
+TESSERA_C_API int tessera_expert_parallel_combine(tessera_expert_parallel* session,
                                                   tessera_expert_combine_args const* args,
                                                   void* stream) {
-  return finish(combine(group, args, stream));
+  return finish(combine(session, args, stream));
 }
-TESSERA_C_API int tessera_expert_parallel_check(tessera_expert_parallel const* group) {
-  Status const status = present(group, "expert_parallel");
-  return finish(status.ok() ? group->group.check() : status);
+TESSERA_C_API int tessera_expert_parallel_check(tessera_expert_parallel const* session) {
+  Status const status = present(session, "expert_parallel");
+  return finish(status.ok() ? session->session.check() : status);
 }

@@ -135,7 +135,7 @@ Expected<std::unique_ptr<Session>> Session::open(SessionConfig const& config) no
   TESSERA_TRY(scope.status());
   std::unique_ptr<Session> session(new (std::nothrow) Session(config));
   if (session == nullptr)
-    return Status::error(StatusCode::out_of_memory, "no memory for a group; end other processes");
+    return Status::error(StatusCode::out_of_memory, "no memory for a session; end other processes");
   TESSERA_TRY(make_host_words(config.device, session->host_));
   // Whatever had the workspace before may still write to it, on a stream that cudaMemset does not wait for.
   TESSERA_TRY(device_calls().synchronize());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Thread block clusters: rank, the barrier of all their threads, and stores into a peer's memory.
+// Clusters of CTAs: rank, the barrier of all their threads, and stores into a peer's memory.
 #pragma once
 
 #include <cstdint>

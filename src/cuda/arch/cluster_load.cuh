@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Thread block clusters: loads from a peer's shared memory.
+// Clusters of CTAs: loads from a peer's shared memory.
 #pragma once
 
 #include <cstdint>

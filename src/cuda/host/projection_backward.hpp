@@ -97,7 +97,7 @@ cudaError_t launch_down_projection_wgrad(DownProjectionWgradArguments const& arg
 cudaError_t launch_up_projection_wgrad(UpProjectionWgradArguments const& args, int sm_count,
                                        cudaStream_t stream);
 
-/// One thread per output (of dgrad: one block per row and score group), fp32 sums in order of the reduction; any size,
+/// One thread per output (of dgrad: one CTA per row and score group), fp32 sums in order of the reduction; any size,
 /// stride, alignment and activation.
 cudaError_t launch_down_projection_dgrad_plain(DownProjectionDgradArguments const& args,
                                                cudaStream_t stream);

@@ -34,7 +34,7 @@
 namespace tessera::cuda {
 
 struct ChooseTokensConfig {
-  static constexpr int kBlockWarps = 8;      // of emit
+  static constexpr int kCtaWarps = 8;        // of emit
   static constexpr int kStagedSlots = 1024;  // of a block, that pass through shared memory
   static constexpr int kThreads = 512;       // of keep
   static constexpr int kCtas = 2;            // of keep on an SM, where their ranks fit
@@ -328,14 +328,14 @@ struct ChoicePart {
 
   // Experts of a warp, and words of a lane.
   __host__ __device__ static constexpr int experts_of(int experts) {
-    return (experts + Config::kBlockWarps - 1) / Config::kBlockWarps;
+    return (experts + Config::kCtaWarps - 1) / Config::kCtaWarps;
   }
   __host__ __device__ static constexpr int words_of(int experts) {
     return (experts_of(experts) + arch::kWarpThreads - 1) / arch::kWarpThreads;
   }
   // The lanes of a CTA have so many bytes of these bits.
   static constexpr int kept_bytes(int experts) {
-    return 4 * Config::kBlockWarps * arch::kWarpThreads * words_of(experts);
+    return 4 * Config::kCtaWarps * arch::kWarpThreads * words_of(experts);
   }
 
   __device__ ChoicePart(ChooseTokensArguments const& p, uint32_t* smem)
@@ -415,11 +415,11 @@ __global__ void __launch_bounds__(Config::kScanThreads)
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads)
+__global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads)
     choose_tokens_emit(__grid_constant__ ChooseTokensArguments const p) {
-  constexpr int kThreads = Config::kBlockWarps * arch::kWarpThreads;
+  constexpr int kThreads = Config::kCtaWarps * arch::kWarpThreads;
   extern __shared__ uint32_t smem_kept[];
-  __shared__ int smem_counts[Config::kBlockWarps][kChoiceBlockTokens];
+  __shared__ int smem_counts[Config::kCtaWarps][kChoiceBlockTokens];
   __shared__ int32_t smem_ids[Config::kStagedSlots];
   __shared__ float smem_scores[Config::kStagedSlots];
   int32_t const* const gmem_block_slots = ChoiceWorkspace::of(p).gmem_block_slots;
@@ -429,7 +429,7 @@ __global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads)
   __syncthreads();
   int of_token = 0, before = 0;
   TESSERA_UNROLL
-  for (int w = 0; w < Config::kBlockWarps; ++w) {
+  for (int w = 0; w < Config::kCtaWarps; ++w) {
     before += w < warp ? smem_counts[w][lane] : 0;
     of_token += smem_counts[w][lane];
   }
@@ -482,11 +482,11 @@ cudaError_t launch_choose_tokens_config(ChooseTokensArguments const& args, cudaS
     keep(ChoiceStep::both);
   }
   choose_tokens_scan<Config><<<1, Config::kScanThreads, 0, stream>>>(args);
-  constexpr int kBlockThreads = Config::kBlockWarps * arch::kWarpThreads;
-  // Without tokens one block still writes the first offset.
+  constexpr int kCtaThreads = Config::kCtaWarps * arch::kWarpThreads;
+  // Without tokens one CTA still writes the first offset.
   auto const blocks = static_cast<unsigned>(choice_blocks(args.tokens > 0 ? args.tokens : 1));
   auto const kept_bytes = static_cast<size_t>(ChoicePart<Config>::kept_bytes(args.experts));
-  choose_tokens_emit<Config><<<blocks, kBlockThreads, kept_bytes, stream>>>(args);
+  choose_tokens_emit<Config><<<blocks, kCtaThreads, kept_bytes, stream>>>(args);
   return cudaGetLastError();
 }
 

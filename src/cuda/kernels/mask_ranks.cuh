@@ -2,7 +2,7 @@
 // mask_ranks: takes padding out of what rank_pairs leaves: its pairs get no rank, and its slots do not count.
 // Shapes   mask (T), ranks (E,T), slots of each block of 32 tokens
 // Work     reads T, writes 4E of every token of padding
-// Schedule a CTA per 32 tokens, a lane per token; a warp has every kBlockWarps-th expert
+// Schedule a CTA per 32 tokens, a lane per token; a warp has every kCtaWarps-th expert
 // Numerics integers; bitwise repeatable: yes
 #pragma once
 
@@ -17,7 +17,7 @@
 namespace tessera::cuda {
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads)
+__global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads)
     mask_ranks(__grid_constant__ ChooseTokensArguments const p) {
   static_assert(kChoiceBlockTokens == arch::kWarpThreads, "a lane per token");
   ChoiceWorkspace const workspace = ChoiceWorkspace::of(p);
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads)
     workspace.gmem_block_slots[blockIdx.x] = p.gmem_topk_ids != nullptr ? in_block * p.top_k : 0;
   }
   if (real || !exists) return;
-  for (int e = warp; e < p.experts; e += Config::kBlockWarps) {
+  for (int e = warp; e < p.experts; e += Config::kCtaWarps) {
     workspace.gmem_ranks[e * p.tokens + token] = 0;
   }
 }
@@ -39,7 +39,7 @@ cudaError_t launch_mask_ranks_config(ChooseTokensArguments const& args, cudaStre
   if (args.tokens == 0) return cudaSuccess;
   return host::launch_early(mask_ranks<Config>, false,
                             static_cast<unsigned>(choice_blocks(args.tokens)),
-                            Config::kBlockWarps * arch::kWarpThreads, 0, stream, args);
+                            Config::kCtaWarps * arch::kWarpThreads, 0, stream, args);
 }
 
 }  // namespace tessera::cuda

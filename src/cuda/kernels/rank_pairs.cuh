@@ -26,7 +26,7 @@
 namespace tessera::cuda {
 
 struct RankPairsConfig {
-  static constexpr int kBlockWarps = 8;
+  static constexpr int kCtaWarps = 8;
   static constexpr int kCtas = 6;          // on an SM
   static constexpr int kMaxStaged = 1024;  // experts whose ranks pass through shared memory
   static constexpr int kMaxGroups = arch::kWarpThreads;
@@ -141,14 +141,14 @@ struct RankedToken {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads, Config::kCtas)
+__global__ void __launch_bounds__(Config::kCtaWarps* arch::kWarpThreads, Config::kCtas)
     rank_pairs(__grid_constant__ ChooseTokensArguments const p) {
   constexpr int kPitch = kChoiceBlockTokens + 1;  // of shared memory
   extern __shared__ uint32_t smem_ranks[];        // (E, kPitch)
   uint32_t* const gmem_ranks = ChoiceWorkspace::of(p).gmem_ranks;
   int64_t const first = int64_t{blockIdx.x} * kChoiceBlockTokens;
   bool const staged = p.experts <= Config::kMaxStaged;
-  for (int i = arch::warp_idx(); i < kChoiceBlockTokens; i += Config::kBlockWarps) {
+  for (int i = arch::warp_idx(); i < kChoiceBlockTokens; i += Config::kCtaWarps) {
     int64_t const token = first + i;
     if (token >= p.tokens) break;
     if (staged) {
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(Config::kBlockWarps* arch::kWarpThreads, Confi
   if (!staged) return;
   __syncthreads();
   int64_t const token = first + arch::lane_idx();
-  for (int e = arch::warp_idx(); e < p.experts && token < p.tokens; e += Config::kBlockWarps) {
+  for (int e = arch::warp_idx(); e < p.experts && token < p.tokens; e += Config::kCtaWarps) {
     gmem_ranks[e * p.tokens + token] = smem_ranks[e * kPitch + arch::lane_idx()];
   }
 }
@@ -183,7 +183,7 @@ cudaError_t launch_rank_pairs_config(ChooseTokensArguments const& args, cudaStre
   auto const smem_bytes = static_cast<size_t>(staged) * (kChoiceBlockTokens + 1) * 4;
   if (blocks > 0) {
     rank_pairs<Config>
-        <<<blocks, Config::kBlockWarps * arch::kWarpThreads, smem_bytes, stream>>>(args);
+        <<<blocks, Config::kCtaWarps * arch::kWarpThreads, smem_bytes, stream>>>(args);
   }
   return cudaGetLastError();
 }

@@ -43,9 +43,9 @@ __global__ void __launch_bounds__(kThreads)
 template <class Element>
 cudaError_t launch_aggregate_plain(AggregateArguments const& args, cudaStream_t stream) {
   if (args.tokens == 0 || args.hidden == 0) return cudaSuccess;
-  int64_t const blocks = (args.tokens * args.hidden + kThreads - 1) / kThreads;
-  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
-  aggregate_plain<Element><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
+  int64_t const ctas = (args.tokens * args.hidden + kThreads - 1) / kThreads;
+  if (ctas > INT32_MAX) return cudaErrorInvalidValue;
+  aggregate_plain<Element><<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(args);
   return cudaGetLastError();
 }
 

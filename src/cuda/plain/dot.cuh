@@ -85,10 +85,10 @@ template <class Kernel, class... Arguments>
 cudaError_t launch(Kernel* kernel, int64_t outputs, cudaStream_t stream,
                    Arguments const&... arguments) {
   if (outputs == 0) return cudaSuccess;
-  int64_t const blocks = (outputs + kThreads - 1) / kThreads;
-  if (blocks > INT32_MAX) return cudaErrorInvalidValue;
+  int64_t const ctas = (outputs + kThreads - 1) / kThreads;
+  if (ctas > INT32_MAX) return cudaErrorInvalidValue;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.gridDim = dim3(static_cast<unsigned>(ctas));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, arguments...);

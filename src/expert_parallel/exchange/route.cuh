@@ -299,8 +299,8 @@ __device__ void plan_by_warps(ExchangeArguments const& p, RouteStorage<kThreads>
 
 // kWithScores: entries carry the scores of their pairs.
 template <bool kWithScores = false, int kThreads, class Beside, class Published>
-__device__ bool route(ExchangeArguments const& p, RouteStorage<kThreads>& smem, std::uint32_t epoch,
-                      Beside&& beside, Published published) {
+__device__ bool route_and_plan(ExchangeArguments const& p, RouteStorage<kThreads>& smem,
+                               std::uint32_t epoch, Beside&& beside, Published published) {
   TokenSlice const slice =
       token_slice(p.tokens, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   int const thread = static_cast<int>(threadIdx.x);

@@ -296,7 +296,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     renew_words<kForwardThreads>(p.exchange, pass.epoch, p.exchange.window.ack);
   }
   auto const published = [&] { *p.exchange.gmem_epoch = pass.epoch + 1; };  // all CTAs have read it
-  if (!route<kSaves>(p.exchange, head.route, pass.epoch, copy_x, published)) {
+  if (!route_and_plan<kSaves>(p.exchange, head.route, pass.epoch, copy_x, published)) {
     begin_together(smem, false);
     return;
   }

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   std::uint32_t const epoch = *exchange.gmem_epoch;
   int const thread = static_cast<int>(threadIdx.x);
   if (blockIdx.x == 0) send_row_limit(exchange, epoch, p.row_limit, thread);
-  if (!route<true>(exchange, smem, epoch, NothingBeside(), [] {})) return;
+  if (!route_and_plan<true>(exchange, smem, epoch, NothingBeside(), [] {})) return;
   PassPlan const pass = {{smem.counts, exchange.shape.experts}, smem.plan, smem.list_begin};
   int const rows = owner_totals(exchange.shape, pass.plan, exchange.rank).rows;
   if (blockIdx.x == 0) {

@@ -8,7 +8,7 @@
 //          [--routing random|balanced|zipf] [[--lags] [--copies] | --latency]] [--out FILE] [--commit HASH]
 //
 // --check: small awkward exchanges, several passes each, no timing; a rank that stalls, and as a process of its own
-// one that is killed. --tokens: of a GPU, 8192 and 4096 if not given. --lags: the kernel with its downs at several
+// one that is killed. --tokens: of a GPU, 8192 and 4096 if not given. --lags: the kernel with its down tasks at several
 // distances. --copies: the kernel where x is not in its window yet. --latency: FlashDMoE's layer over numbers of
 // tokens and experts. Ranks are threads on peer memory, or on NCCL's windows (NCCL_NVLS_ENABLE=0), or processes on
 // those. --ranks-per-gpu: threads on peer memory, each with its part of a GPU's SMs; times are then those of these

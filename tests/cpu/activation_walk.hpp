@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every activation and its derivatives at every magnitude: gates of all bf16 exponents and both signs, 0, subnormals
-// and infinities, with ups and incoming gradients from 0 to the largest. Each backend answers a list of points; the
-// answers are compared with the formulas in long double, whose exponents reach far enough for every intermediate.
+// and infinities, with up values and incoming gradients from 0 to the largest. Each backend answers a list of points;
+// the answers are compared with the formulas in long double, whose exponents reach far enough for every intermediate.
 #pragma once
 
 #include <algorithm>
@@ -247,7 +247,8 @@ inline std::string first_fault(Activation const& act, Bounds const& bounds,
   return {};
 }
 
-/// What infinite gates and ups, and NaN, give (docs/numerics.md): a, dg and du for u = da = 1, NaN where it is NaN.
+/// What infinite gate and up values, and NaN, give (docs/numerics.md): a, dg and du for u = da = 1, NaN where it is
+/// NaN.
 struct InfiniteCase {
   Activation activation;
   Point point;

@@ -311,15 +311,15 @@ def stay(seed: int, broken: str = "") -> None:
 
 
 def fused(seed: int, broken: str = "") -> None:
-    """The fused kernel over several GPUs (src/expert_parallel/fused/forward.cuh): ups store from their lent stages and
-    tell when that is written, under the next task; downs give theirs back at once. A task may need what the last one
-    has told."""
+    """The fused kernel over several GPUs (src/expert_parallel/fused/forward.cuh): up tasks store from their lent
+    stages and announce when that is written, under the next task; down tasks give theirs back at once. A task may need
+    what the last one has announced."""
     chance = random.Random(seed)
     stages, lent_to_up = 4, chance.choice([1, 2])
     tasks = [(chance.random() < 0.5, chance.choice([1, 2, 5, 7]), chance.choice([1, 2, 2]), chance.random() < 0.4)
-             for _ in range(7)]  # up, k_tiles, 64-row parts, whether it needs what the one before has told
+             for _ in range(7)]  # up, k_tiles, 64-row parts, whether it needs what the one before has announced
     full, empty = [Barrier(1) for _ in range(stages)], [Barrier(8) for _ in range(stages)]
-    content, stored_from, told = [None] * stages, [0] * stages, [0] * len(tasks)
+    content, stored_from, announced = [None] * stages, [0] * stages, [0] * len(tasks)
 
     def lent(task):
         return lent_to_up if tasks[task][0] else 1
@@ -327,7 +327,7 @@ def fused(seed: int, broken: str = "") -> None:
     def producer():
         place = Place(stages)
         for task, (_, k_tiles, _, needs) in enumerate(tasks):
-            while needs and task > 0 and told[task - 1] < 8:
+            while needs and task > 0 and announced[task - 1] < 8:
                 yield
             for i in range(k_tiles + lent(task)):
                 yield from empty[place.stage].wait(place.parity ^ 1)
@@ -355,8 +355,8 @@ def fused(seed: int, broken: str = "") -> None:
             nonlocal sent
             if broken != "told_before_written":
                 yield from read(0)
-            require(unwritten[0] == 0, "told before it is written")
-            told[sent] += 1
+            require(unwritten[0] == 0, "announced before it is written")
+            announced[sent] += 1
             sent = None
 
         def settle():

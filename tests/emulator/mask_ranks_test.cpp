@@ -13,7 +13,7 @@ namespace tessera::cuda {
 namespace {
 
 struct Config {
-  static constexpr int kBlockWarps = 8;
+  static constexpr int kCtaWarps = 8;
 };
 
 struct Padding {

@@ -516,7 +516,7 @@ Program Passes::down(Actor& self, std::uint32_t epoch, Task const& task, Known c
     std::uint64_t const origin = co_await self.read(local(self, local_.row_origin + 8 * row));
     sent.sources.insert(
         source_of(task.expert, (task.block - expert.first_block) * shape_.block_rows + p, known));
-    if (origin >> 32 == kStays) {  // where x was, which all ups of the block have read
+    if (origin >> 32 == kStays) {  // where x was, which all up tasks of the block have read
       co_await self.write(pool(self, task.block, p, task.tile), y_value(a_row, task.tile));
       continue;
     }

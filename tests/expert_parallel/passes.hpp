@@ -43,7 +43,7 @@ enum class Break {
   every_row_brings,             // its token's row, not the first alone
   row_to_its_first_place_only,  // though the token has others here
   rows_in_rank_order,           // the owner sorts sources by rank, the source believes otherwise
-  ring_without_waiting,   // a block's place is taken before the ups of the block there have ended
+  ring_without_waiting,  // a block's place is taken before the up tasks of the block there have ended
   ring_waits_for_one_up,  // of all that read the block
   unannounced_rows_while_waiting,  // rows that have been written are not counted before the next place is awaited
   // tasks
@@ -52,9 +52,9 @@ enum class Break {
   pad_written_without_proxy_fence,
   down_without_a_ready,
   a_before_written,
-  down_before_up,  // downs have the lower tickets
+  down_before_up,  // down tasks have the lower tickets
   push_before_written,
-  down_tiles_relaxed,  // downs are counted without releasing what they sent
+  down_tiles_relaxed,  // down tasks are counted without releasing what they sent
   done_by_first_tile,
   done_to_first_source_only,
   done_relaxed,

@@ -231,15 +231,15 @@ Program Passes::announce(Actor& self, Spread& spread) {
   spread.unannounced.clear();
 }
 
-// In a ring: until all ups of the block that lies there have read it. They have lower tickets than those of `block`,
-// as a ring has places for a unit, and need no row of it or of later blocks; but they may need what this warp has not
-// announced.
+// In a ring: until all up tasks of the block that lies there have read it. They have lower tickets than those of
+// `block`, as a ring has places for a unit, and need no row of it or of later blocks; but they may need what this warp
+// has not announced.
 Program Passes::await_place(Actor& self, std::uint32_t epoch, std::int32_t block, Spread& spread) {
   std::int32_t const before = block - options_.ring_blocks;
   if (options_.ring_blocks == 0 || before < 0 || breaks(Break::ring_without_waiting)) co_return;
   Address const word = local(self, local_.a_ready(bank_of(epoch), before));
-  auto const ups = static_cast<std::uint64_t>(shape_.up_tiles());
-  std::uint64_t const free = co_await self.look(word, ups);
+  auto const up_tasks = static_cast<std::uint64_t>(shape_.up_tiles());
+  std::uint64_t const free = co_await self.look(word, up_tasks);
   if (free == 0 && !breaks(Break::unannounced_rows_while_waiting)) co_await announce(self, spread);
   if (breaks(Break::ring_waits_for_one_up)) {
     co_await self.ask({.kind = Kind::wait,
@@ -248,7 +248,7 @@ Program Passes::await_place(Actor& self, std::uint32_t epoch, std::int32_t block
                        .until = Until::at_least_epoch,
                        .site = Site::a_ready});
   } else {
-    co_await self.wait_count(word, ups, Site::a_ready);
+    co_await self.wait_count(word, up_tasks, Site::a_ready);
   }
   co_await self.proxy_fence();
 }

@@ -228,9 +228,9 @@ TEST(Tasks, EachOnceAndDownsBehindUpsByTheLag) {
     std::vector<OwnerPlan::Place> const places = own.places();
     for (std::int32_t const lag : {0, 1, 3, 100}) {
       std::set<std::tuple<TaskKind, std::int32_t, std::int32_t>> seen;
-      std::int32_t const all_ups = own.totals().blocks * shape.up_tiles();
-      std::int32_t const all_downs = own.totals().blocks * shape.down_tiles();
-      std::int32_t last_unit = -1, ups = 0;
+      std::int32_t const all_up_tasks = own.totals().blocks * shape.up_tiles();
+      std::int32_t const all_down_tasks = own.totals().blocks * shape.down_tiles();
+      std::int32_t last_unit = -1, up_tasks = 0;
       for (TaskPair const& pair : own.pairs(lag)) {
         for (Task const& task : tasks_of(pair)) {
           OwnerPlan::Place const& place = places.at(static_cast<std::size_t>(task.block));
@@ -240,18 +240,18 @@ TEST(Tasks, EachOnceAndDownsBehindUpsByTheLag) {
             ASSERT_LT(task.tile, shape.up_tiles());
             ASSERT_GE(place.unit, last_unit) << "units ascend";
             last_unit = place.unit;
-            ++ups;
+            ++up_tasks;
             continue;
           }
           ASSERT_LT(task.tile, shape.down_tiles());
           for (std::int32_t tile = 0; tile < shape.up_tiles(); ++tile) {
             ASSERT_TRUE(seen.count({TaskKind::up, task.block, tile})) << "a lower ticket";
           }
-          ASSERT_TRUE(ups == all_ups || last_unit == place.unit + lag);
+          ASSERT_TRUE(up_tasks == all_up_tasks || last_unit == place.unit + lag);
         }
       }
-      ASSERT_EQ(static_cast<std::int32_t>(seen.size()), all_ups + all_downs);
-      ASSERT_EQ(ups, all_ups);
+      ASSERT_EQ(static_cast<std::int32_t>(seen.size()), all_up_tasks + all_down_tasks);
+      ASSERT_EQ(up_tasks, all_up_tasks);
     }
   }
 }
@@ -395,7 +395,7 @@ TEST(Tasks, LagHasUpsForEveryCtaWhereRowsAreThereEarly) {
     return default_lag(shape, {.rows = 0, .blocks = blocks, .units = units});
   };
   EXPECT_EQ(lag(0, 0), 8);
-  EXPECT_EQ(lag(640, 128), 8);   // 30 ups a unit
+  EXPECT_EQ(lag(640, 128), 8);   // 30 up tasks a unit
   EXPECT_EQ(lag(256, 128), 17);  // 12
   EXPECT_EQ(lag(128, 128), 34);  // 6
   shape.ranks = 2;

@@ -244,22 +244,22 @@ class RowCursor {
   std::int32_t owner_, local_experts_, expert_;
 };
 
-/// Units of down that stay behind those of up. Too few: downs wait for ups, and pushes fight pulls for the link; too
-/// many: the last downs run with nothing to hide behind. 0.45 of all units, from 8 to 16 with two GPUs, to 32 with
-/// more: 16 are the best of 4, 16 and up to 64, or within 1% of it. Where rows cross once, as their pulls end early,
-/// and with one GPU, whose ups would come to rows that are not there yet: units of 200 ups, one and a half for every
-/// CTA, but at least four, or eight (docs/notebook/2026-11-22-four-gpus.md, 2026-11-23-fused-producer.md,
-/// 2026-11-23-fused-pairs.md, 2026-11-24-two-gpus-again.md).
+/// Units of down that stay behind those of up. Too few: down tasks wait for up tasks, and pushes fight pulls for the
+/// link; too many: the last down tasks run with nothing to hide behind. 0.45 of all units, from 8 to 16 with two GPUs,
+/// to 32 with more: 16 are the best of 4, 16 and up to 64, or within 1% of it. Where rows cross once, as their pulls
+/// end early, and with one GPU, whose up tasks would come to rows that are not there yet: units of 200 up tasks, one
+/// and a half for every CTA, but at least four, or eight (docs/notebook/2026-11-22-four-gpus.md,
+/// 2026-11-23-fused-producer.md, 2026-11-23-fused-pairs.md, 2026-11-24-two-gpus-again.md).
 TESSERA_INLINE constexpr std::int32_t default_lag(ExchangeShape const& shape,
                                                   OwnerTotals const& totals) {
   constexpr std::int32_t kMin = 8;
-  constexpr std::int64_t kMinUps = 200;
+  constexpr std::int64_t kMinUpTasks = 200;
   std::int32_t const units = totals.units;
   if (shape.rows_cross_once() || shape.ranks == 1) {
     std::int32_t const least = shape.rows_cross_once() ? 4 : kMin;
-    std::int64_t const ups = std::int64_t{totals.blocks} * shape.up_tiles();
-    if (ups == 0) return least;
-    auto const lag = static_cast<std::int32_t>((kMinUps * units + ups - 1) / ups);
+    std::int64_t const up_tasks = std::int64_t{totals.blocks} * shape.up_tiles();
+    if (up_tasks == 0) return least;
+    auto const lag = static_cast<std::int32_t>((kMinUpTasks * units + up_tasks - 1) / up_tasks);
     return lag < least ? least : lag;
   }
   std::int32_t const most = shape.ranks > 2 ? 32 : 16;
@@ -369,7 +369,7 @@ class TaskCursor {
             shares_rows || block + 1 < unit.blocks()};
   }
 
-  // To the next unit's ups or downs: step i is up(Ui), then down(Ui-lag), where there are such units.
+  // To the next unit's up or down tasks: step i is up(Ui), then down(Ui-lag), where there are such units.
   TESSERA_INLINE void advance() {
     begin_ = end_;
     if (kind_ == TaskKind::down) {

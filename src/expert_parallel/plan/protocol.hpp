@@ -19,8 +19,8 @@
 // pairs there when it comes to the first of them. So nobody waits for a copy.
 //
 // Transfer::partial_combine: the same, and where a token of another rank has several rows on an owner, their results
-// stay there, each in its row of the pool, which its ups have read. Communication warps that have nothing left to pull
-// go through the rows again: with the last of a token's, once the blocks of all of them are done, they add up the
+// stay there, each in its row of the pool, which its up tasks have read. Communication warps that have nothing left to
+// pull go through the rows again: with the last of a token's, once the blocks of all of them are done, they add up the
 // results in the order of the choices, round the sum to bf16, send it to the slot of the first of these choices, then
 // say partial_done. A token's only row on an owner, those of the owner's own tokens and of its last experts go to their
 // slots as they are.

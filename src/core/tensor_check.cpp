@@ -133,9 +133,11 @@ Status check_tensor(char const* name, ConstTensor const& tensor, DType dtype,
 
 }  // namespace
 
-void TensorCheck::add(char const* name, ConstTensor const& tensor, DType dtype,
-                      std::initializer_list<std::int64_t> shape, bool written) noexcept {
-  if (!status_.ok()) return;
+void TensorCheck::visit(char const* name, ConstTensor const& tensor, Role role, DType dtype,
+                        std::initializer_list<std::int64_t> shape) noexcept {
+  bool const optional = role == Role::optional_input || role == Role::optional_output;
+  bool const written = role == Role::output || role == Role::optional_output;
+  if (!status_.ok() || (optional && !tensor.present())) return;
   status_ = check_tensor(name, tensor, dtype, shape, device_);
   if (status_.ok()) {
     add_range(name, tensor.data, static_cast<std::size_t>(extent(tensor)) * dtype_bytes(dtype),

@@ -11,45 +11,65 @@
 
 namespace tessera::core {
 
-/// Collects the tensors of a call; the first broken rule stays in status().
-class TensorCheck {
- public:
-  explicit TensorCheck(Device device) noexcept : device_(device) {}
+/// Says how a call uses a tensor. An optional one may be absent.
+enum class Role : std::uint8_t { input, optional_input, output, optional_output };
 
-  /// A tensor that is read. Requires presence, dtype and shape; the last stride 1, others large enough
-  /// that no two elements share an address; 16-byte alignment is not needed on the CPU, that of the
-  /// element is.
+/// A call lists its tensors to a visitor, each once, under the name that its caller knows (ops/tensors.hpp).
+/// TensorCheck is one; others do what has to be done with all tensors of a call.
+class TensorVisitor {
+ public:
+  virtual void visit(char const* name, ConstTensor const& tensor, Role role, DType dtype,
+                     std::initializer_list<std::int64_t> shape) noexcept = 0;
+  /// A tensor that this call does not take.
+  virtual void absent(char const* name, ConstTensor const& tensor, char const* reason) noexcept = 0;
+  /// The tensor just visited has to be contiguous.
+  virtual void contiguous(char const* name, ConstTensor const& tensor) noexcept = 0;
+  /// Raw memory of at least `bytes`, aligned to `alignment`.
+  virtual void buffer(char const* name, ConstBuffer const& buffer, std::size_t bytes,
+                      std::size_t alignment, bool written) noexcept = 0;
+  /// A rule is broken that no tensor breaks alone.
+  virtual void fail(Status const& status) noexcept = 0;
+
   void input(char const* name, ConstTensor const& tensor, DType dtype,
              std::initializer_list<std::int64_t> shape) noexcept {
-    add(name, tensor, dtype, shape, false);
+    visit(name, tensor, Role::input, dtype, shape);
   }
-  /// The same for a tensor that is written.
   void output(char const* name, Tensor const& tensor, DType dtype,
               std::initializer_list<std::int64_t> shape) noexcept {
-    add(name, tensor, dtype, shape, true);
+    visit(name, tensor, Role::output, dtype, shape);
   }
   void optional_input(char const* name, ConstTensor const& tensor, DType dtype,
                       std::initializer_list<std::int64_t> shape) noexcept {
-    if (tensor.present()) input(name, tensor, dtype, shape);
+    visit(name, tensor, Role::optional_input, dtype, shape);
   }
   void optional_output(char const* name, Tensor const& tensor, DType dtype,
                        std::initializer_list<std::int64_t> shape) noexcept {
-    if (tensor.present()) output(name, tensor, dtype, shape);
+    visit(name, tensor, Role::optional_output, dtype, shape);
   }
-  /// A tensor that this call does not take.
-  void absent(char const* name, ConstTensor const& tensor, char const* reason) noexcept;
-  /// Requires the tensor just added to be contiguous.
-  void contiguous(char const* name, ConstTensor const& tensor) noexcept;
-  /// Raw memory of at least `bytes`, aligned to `alignment`.
+
+ protected:
+  ~TensorVisitor() = default;
+};
+
+/// Collects the tensors of a call; the first broken rule stays in status(). A tensor has to be there, unless its role
+/// is optional, with dtype and shape; its last stride is 1, others are large enough that no two elements share an
+/// address; it is aligned to its element, not to 16 bytes.
+class TensorCheck final : public TensorVisitor {
+ public:
+  explicit TensorCheck(Device device) noexcept : device_(device) {}
+
+  void visit(char const* name, ConstTensor const& tensor, Role role, DType dtype,
+             std::initializer_list<std::int64_t> shape) noexcept override;
+  void absent(char const* name, ConstTensor const& tensor, char const* reason) noexcept override;
+  void contiguous(char const* name, ConstTensor const& tensor) noexcept override;
   void buffer(char const* name, ConstBuffer const& buffer, std::size_t bytes, std::size_t alignment,
-              bool written) noexcept;
+              bool written) noexcept override;
+  void fail(Status const& status) noexcept override {
+    if (status_.ok()) status_ = status;
+  }
 
   /// After all tensors were added: the first broken rule, or overlap of a written range with any other.
   [[nodiscard]] Status finish() noexcept;
-
-  void fail(Status const& status) noexcept {
-    if (status_.ok()) status_ = status;
-  }
 
  private:
   struct Range {
@@ -59,8 +79,6 @@ class TensorCheck {
   };
   static constexpr int kMaxRanges = 40;
 
-  void add(char const* name, ConstTensor const& tensor, DType dtype,
-           std::initializer_list<std::int64_t> shape, bool written) noexcept;
   void add_range(char const* name, void const* data, std::size_t bytes, bool written) noexcept;
 
   Device device_;

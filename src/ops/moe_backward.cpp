@@ -3,12 +3,12 @@
 // aggregate -> up_projection_wgrad. dx rows reuse the memory of a_scaled.
 #include "core/desc_check.hpp"
 #include "core/gradient_dtype.hpp"
-#include "core/tensor_check.hpp"
 #include "cpu/parallel/ops.hpp"
 #include "cuda/layer/backend.hpp"
 #include "ops/plan.hpp"
 #include "ops/router_args.hpp"
 #include "ops/support.hpp"
+#include "ops/tensors.hpp"
 #include "ops/weights.hpp"
 
 namespace tessera {
@@ -27,25 +27,25 @@ Tensor written_h(ConstTensor const& h) noexcept {
   return out;
 }
 
-void check_split(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pass,
-                 core::TensorCheck& check) noexcept {
+void visit_split(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pass,
+                 core::TensorVisitor& visitor) noexcept {
   MoeShape const& s = desc.shape;
   if (pass == Pass::backward) {
     constexpr char const* kReason = "only a split backward takes it";
-    check.absent("dh", args.dh, kReason);
-    check.absent("a_scaled", args.a_scaled, kReason);
-    check.absent("dlogits_saved", args.dlogits_saved, kReason);
+    visitor.absent("dh", args.dh, kReason);
+    visitor.absent("a_scaled", args.a_scaled, kReason);
+    visitor.absent("dlogits_saved", args.dlogits_saved, kReason);
     return;
   }
   bool const writes = pass == Pass::backward_input;
   auto const add = [&](char const* name, Tensor const& tensor, DType dtype, std::int64_t rows,
                        std::int64_t columns) {
-    writes ? check.output(name, tensor, dtype, {rows, columns})
-           : check.input(name, tensor, dtype, {rows, columns});
-    check.contiguous(name, tensor);
+    writes ? visitor.output(name, tensor, dtype, {rows, columns})
+           : visitor.input(name, tensor, dtype, {rows, columns});
+    visitor.contiguous(name, tensor);
   };
   if (writes && desc.overwrite_h) {
-    check.absent("dh", args.dh, "overwrite_h leaves it in h");
+    visitor.absent("dh", args.dh, "overwrite_h leaves it in h");
   } else {
     add("dh", args.dh, desc.dtype, desc.num_slots(), desc.up_width() * s.intermediate);
   }
@@ -53,86 +53,93 @@ void check_split(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pass,
   if (has_router(desc)) {
     add("dlogits_saved", args.dlogits_saved, DType::fp32, s.tokens, s.experts);
   } else {
-    check.absent("dlogits_saved", args.dlogits_saved, "router given has no logits");
+    visitor.absent("dlogits_saved", args.dlogits_saved, "router given has no logits");
   }
 }
 
-void check_router_gradients(MoeDesc const& desc, MoeBackwardArgs const& args, bool input,
-                            bool weights, core::TensorCheck& check) noexcept {
+void visit_router_gradients(MoeDesc const& desc, MoeBackwardArgs const& args, bool input,
+                            bool weights, core::TensorVisitor& visitor) noexcept {
   MoeShape const& s = desc.shape;
   auto const& g = args.gradients;
   if (!has_router(desc)) {
     constexpr char const* kReason = "router given has no weights or logits";
-    check.absent("w_router", args.w_router, kReason);
-    check.absent("b_router", args.b_router, kReason);
-    check.absent("dlogits", args.dlogits, kReason);
-    check.absent("aux_dlogits", args.aux_dlogits, kReason);
-    check.absent("dw_router", g.dw_router, kReason);
-    check.absent("db_router", g.db_router, kReason);
+    visitor.absent("w_router", args.w_router, kReason);
+    visitor.absent("b_router", args.b_router, kReason);
+    visitor.absent("dlogits", args.dlogits, kReason);
+    visitor.absent("aux_dlogits", args.aux_dlogits, kReason);
+    visitor.absent("dw_router", g.dw_router, kReason);
+    visitor.absent("db_router", g.db_router, kReason);
     return;
   }
   if (input) {
-    ops::check_router_weights(desc, args.w_router, args.b_router, check);
-    check.optional_input("aux_dlogits", args.aux_dlogits, DType::fp32, {s.tokens, s.experts});
-    check.optional_output("dlogits", args.dlogits, DType::fp32, {s.tokens, s.experts});
+    ops::visit_router_weights(desc, args.w_router, args.b_router, visitor);
+    visitor.optional_input("aux_dlogits", args.aux_dlogits, DType::fp32, {s.tokens, s.experts});
+    visitor.optional_output("dlogits", args.dlogits, DType::fp32, {s.tokens, s.experts});
   } else {
-    check.optional_input("b_router", args.b_router, desc.router_storage(), {s.experts});
-    check.absent("aux_dlogits", args.aux_dlogits, "backward_input adds it");
-    check.absent("dlogits", args.dlogits, "backward_input writes it");
+    visitor.optional_input("b_router", args.b_router, desc.router_storage(), {s.experts});
+    visitor.absent("aux_dlogits", args.aux_dlogits, "backward_input adds it");
+    visitor.absent("dlogits", args.dlogits, "backward_input writes it");
   }
   if (weights) {
     DType const dtype = core::router_gradient_dtype(desc, g);
-    check.optional_output("dw_router", g.dw_router, dtype, {s.experts, s.hidden});
-    check.optional_output("db_router", g.db_router, dtype, {s.experts});
+    visitor.optional_output("dw_router", g.dw_router, dtype, {s.experts, s.hidden});
+    visitor.optional_output("db_router", g.db_router, dtype, {s.experts});
   } else {
-    check.absent("dw_router", g.dw_router, "backward_weights writes it");
-    check.absent("db_router", g.db_router, "backward_weights writes it");
+    visitor.absent("dw_router", g.dw_router, "backward_weights writes it");
+    visitor.absent("db_router", g.db_router, "backward_weights writes it");
   }
 }
+
+}  // namespace
+
+void ops::visit_tensors(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pass,
+                        std::size_t workspace, core::TensorVisitor& visitor) noexcept {
+  MoeShape const& s = desc.shape;
+  bool const input = pass != Pass::backward_weights, weights = pass != Pass::backward_input;
+  visitor.input("d_o", args.d_o, desc.dtype, {s.tokens, s.hidden});
+  bool const recompute = input && desc.save == SavePolicy::x;
+  if (weights || recompute) visitor.input("x", args.x, desc.dtype, {s.tokens, s.hidden});
+  visitor.buffer("routing", args.routing, routing_table_bytes(desc), 4, false);
+  if (input) {
+    if (recompute) {
+      visitor.absent("h", args.h, "SavePolicy::x recomputes it");
+    } else {
+      auto const shape = {desc.num_slots(), desc.up_width() * s.intermediate};
+      desc.overwrite_h ? visitor.output("h", written_h(args.h), desc.dtype, shape)
+                       : visitor.input("h", args.h, desc.dtype, shape);
+      visitor.contiguous("h", args.h);
+    }
+    visit_weights(desc, args.weights, visitor);
+    visitor.optional_output("dx", args.dx, desc.dtype, {s.tokens, s.hidden});
+    visitor.optional_output("dscores", args.dscores, DType::fp32, {desc.num_slots()});
+    visitor.contiguous("dscores", args.dscores);
+  } else {
+    visitor.absent("dx", args.dx, "backward_input writes it");
+    visitor.absent("dscores", args.dscores, "backward_input writes it");
+  }
+  if (weights) {
+    visit_gradients(desc, args.gradients, visitor);
+  } else {
+    for (Tensor const* const gradient :
+         {&args.gradients.dw_up, &args.gradients.dw_gate, &args.gradients.dw_down,
+          &args.gradients.db_up, &args.gradients.db_gate, &args.gradients.db_down}) {
+      visitor.absent("gradients", *gradient, "backward_weights writes them");
+    }
+  }
+  visit_router_gradients(desc, args, input, weights, visitor);
+  visit_token_mask(desc, args.token_mask, visitor);
+  visit_split(desc, args, pass, visitor);
+  visitor.buffer("workspace", args.workspace, workspace, 1, true);
+}
+
+namespace {
 
 Status check_backward(Context const& context, MoeDesc const& desc, MoeBackwardArgs const& args,
                       Pass pass, std::size_t workspace) noexcept {
   if (desc.save == SavePolicy::none) {
     return Status::invalid("save=none: an inference pass leaves nothing for backward; use save=h");
   }
-  MoeShape const& s = desc.shape;
-  bool const input = pass != Pass::backward_weights, weights = pass != Pass::backward_input;
-  core::TensorCheck check{context.device()};
-  check.input("d_o", args.d_o, desc.dtype, {s.tokens, s.hidden});
-  bool const recompute = input && desc.save == SavePolicy::x;
-  if (weights || recompute) check.input("x", args.x, desc.dtype, {s.tokens, s.hidden});
-  check.buffer("routing", args.routing, ops::routing_table_bytes(desc), 4, false);
-  if (input) {
-    if (recompute) {
-      check.absent("h", args.h, "SavePolicy::x recomputes it");
-    } else {
-      auto const shape = {desc.num_slots(), desc.up_width() * s.intermediate};
-      desc.overwrite_h ? check.output("h", written_h(args.h), desc.dtype, shape)
-                       : check.input("h", args.h, desc.dtype, shape);
-      check.contiguous("h", args.h);
-    }
-    ops::check_weights(desc, args.weights, check);
-    check.optional_output("dx", args.dx, desc.dtype, {s.tokens, s.hidden});
-    check.optional_output("dscores", args.dscores, DType::fp32, {desc.num_slots()});
-    check.contiguous("dscores", args.dscores);
-  } else {
-    check.absent("dx", args.dx, "backward_input writes it");
-    check.absent("dscores", args.dscores, "backward_input writes it");
-  }
-  if (weights) {
-    ops::check_gradients(desc, args.gradients, check);
-  } else {
-    for (Tensor const* const gradient :
-         {&args.gradients.dw_up, &args.gradients.dw_gate, &args.gradients.dw_down,
-          &args.gradients.db_up, &args.gradients.db_gate, &args.gradients.db_down}) {
-      check.absent("gradients", *gradient, "backward_weights writes them");
-    }
-  }
-  check_router_gradients(desc, args, input, weights, check);
-  ops::check_token_mask(desc, args.token_mask, check);
-  check_split(desc, args, pass, check);
-  check.buffer("workspace", args.workspace, workspace, 1, true);
-  return check.finish();
+  return ops::check_tensors(context.device(), desc, args, pass, workspace);
 }
 
 /// The arrays of one backward pass, in the workspace or in the caller's buffers.

@@ -1,45 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_forward: (router) -> metadata -> up_projection_fwd -> down_projection_fwd -> aggregate
 #include "core/desc_check.hpp"
-#include "core/tensor_check.hpp"
 #include "cpu/parallel/ops.hpp"
 #include "cuda/layer/backend.hpp"
 #include "ops/plan.hpp"
 #include "ops/routing_tables.hpp"
 #include "ops/support.hpp"
+#include "ops/tensors.hpp"
 #include "ops/weights.hpp"
 
 namespace tessera {
-namespace {
 
-Status check_forward(Context const& context, MoeDesc const& desc, MoeForwardArgs const& args,
-                     std::size_t workspace) noexcept {
+void ops::visit_tensors(MoeDesc const& desc, MoeForwardArgs const& args, std::size_t workspace,
+                        core::TensorVisitor& visitor) noexcept {
   MoeShape const& s = desc.shape;
-  core::TensorCheck check{context.device()};
-  check.input("x", args.x, desc.dtype, {s.tokens, s.hidden});
-  ops::check_routing_inputs(desc, args, check);
-  ops::check_weights(desc, args.weights, check);
-  check.output("o", args.o, desc.dtype, {s.tokens, s.hidden});
-  check.optional_output("expert_counts", args.expert_counts, DType::int32, {s.experts});
-  check.optional_output("topk_counts", args.topk_counts, DType::int32, {s.experts});
+  visitor.input("x", args.x, desc.dtype, {s.tokens, s.hidden});
+  visit_routing_inputs(desc, args, visitor);
+  visit_weights(desc, args.weights, visitor);
+  visitor.output("o", args.o, desc.dtype, {s.tokens, s.hidden});
+  visitor.optional_output("expert_counts", args.expert_counts, DType::int32, {s.experts});
+  visitor.optional_output("topk_counts", args.topk_counts, DType::int32, {s.experts});
   if (desc.save == SavePolicy::h) {
-    check.output("h", args.h, desc.dtype, {desc.num_slots(), desc.up_width() * s.intermediate});
-    check.contiguous("h", args.h);
+    visitor.output("h", args.h, desc.dtype, {desc.num_slots(), desc.up_width() * s.intermediate});
+    visitor.contiguous("h", args.h);
   } else {
-    check.absent("h", args.h, "the SavePolicy keeps no h");
+    visitor.absent("h", args.h, "the SavePolicy keeps no h");
   }
   if (desc.save != SavePolicy::none || args.routing.data != nullptr) {
-    check.buffer("routing", args.routing, ops::routing_table_bytes(desc), 4, true);
+    visitor.buffer("routing", args.routing, routing_table_bytes(desc), 4, true);
   }
-  check.buffer("workspace", args.workspace, workspace, 1, true);
-  return check.finish();
+  visitor.buffer("workspace", args.workspace, workspace, 1, true);
 }
+
+namespace {
 
 Status forward_on_cuda(Context const& context, MoeDesc const& desc, MoeForwardArgs const& args,
                        Stream stream) noexcept {
   std::size_t const table_bytes = ops::routing_table_bytes(desc);
-  TESSERA_TRY(
-      check_forward(context, desc, args, cuda::workspace_bytes(desc, Pass::forward, table_bytes)));
+  TESSERA_TRY(ops::check_tensors(context.device(), desc, args,
+                                 cuda::workspace_bytes(desc, Pass::forward, table_bytes)));
   void* const tables = args.routing.data != nullptr
                            ? args.routing.data
                            : core::WorkspacePlan::align(args.workspace.data);
@@ -99,7 +98,7 @@ Status moe_forward(Context const& context, MoeDesc const& given, MoeForwardArgs 
   MoeDesc const desc = core::resolved(given);
   if (context.cuda() != nullptr) return forward_on_cuda(context, desc, args, stream);
   ops::ForwardPlan const plan = ops::plan_forward(context, desc);
-  TESSERA_TRY(check_forward(context, desc, args, plan.bytes));
+  TESSERA_TRY(ops::check_tensors(context.device(), desc, args, plan.bytes));
   TESSERA_TRY(ops::check_routing_values(desc, args));
   ops::with_storage(desc.dtype, [&]<class T>(T) { forward_on_cpu<T>(context, desc, args, plan); });
   return {};

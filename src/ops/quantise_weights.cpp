@@ -43,7 +43,7 @@ Status check(Context const& context, MoeDesc const& desc, ExpertWeights const& w
   MoeDesc without_bias = desc;
   without_bias.bias = false;
   core::TensorCheck check{context.device()};
-  ops::check_weights(without_bias, {weights.w_up, weights.w_gate, weights.w_down, {}, {}, {}},
+  ops::visit_weights(without_bias, {weights.w_up, weights.w_gate, weights.w_down, {}, {}, {}},
                      check);
   auto const output = [&](char const* name, Tensor const& tensor, DType dtype,
                           std::initializer_list<std::int64_t> shape) {

@@ -4,18 +4,18 @@
 
 #include "core/desc_check.hpp"
 #include "core/dtype_name.hpp"
-#include "core/tensor_check.hpp"
 #include "cuda/layer/backend.hpp"
 #include "ops/plan.hpp"
 #include "ops/router_args.hpp"
 #include "ops/support.hpp"
+#include "ops/tensors.hpp"
 #include "ops/weights.hpp"
 
 namespace tessera {
 namespace ops {
 
-void check_router_weights(MoeDesc const& desc, ConstTensor const& w_router,
-                          ConstTensor const& b_router, core::TensorCheck& check) noexcept {
+void visit_router_weights(MoeDesc const& desc, ConstTensor const& w_router,
+                          ConstTensor const& b_router, core::TensorVisitor& visitor) noexcept {
   MoeShape const& s = desc.shape;
   DType const storage = desc.router_storage();
   for (ConstTensor const* const tensor : {&w_router, &b_router}) {
@@ -24,41 +24,41 @@ void check_router_weights(MoeDesc const& desc, ConstTensor const& w_router,
     char const* const name = tensor == &w_router ? "w_router" : "b_router";
     char const* const own = core::dtype_name(tensor->dtype);
     if (served) {
-      check.fail(
+      visitor.fail(
           Status::invalid("%s: dtype %s, but router_dtype says %s; set it to %s, or convert "
                           "the tensor",
                           name, own, core::dtype_name(storage), own));
     } else {
-      check.fail(
+      visitor.fail(
           Status::invalid("%s: dtype %s beside x in %s; a router is fp32 or of the type of "
                           "x: convert it",
                           name, own, core::dtype_name(desc.dtype)));
     }
   }
-  check.input("w_router", w_router, storage, {s.experts, s.hidden});
-  check.optional_input("b_router", b_router, storage, {s.experts});
+  visitor.input("w_router", w_router, storage, {s.experts, s.hidden});
+  visitor.optional_input("b_router", b_router, storage, {s.experts});
 }
 
-void check_router(MoeDesc const& desc, ConstTensor const& w_router, ConstTensor const& b_router,
-                  ConstTensor const& selection_bias, core::TensorCheck& check) noexcept {
+void visit_router(MoeDesc const& desc, ConstTensor const& w_router, ConstTensor const& b_router,
+                  ConstTensor const& selection_bias, core::TensorVisitor& visitor) noexcept {
   MoeShape const& s = desc.shape;
-  check_router_weights(desc, w_router, b_router, check);
+  visit_router_weights(desc, w_router, b_router, visitor);
   if (desc.experts_choose() || desc.router.replay) {
-    check.absent("selection_bias", selection_bias, "no key of experts is compared");
+    visitor.absent("selection_bias", selection_bias, "no key of experts is compared");
   } else {
-    check.optional_input("selection_bias", selection_bias, DType::fp32, {s.experts});
+    visitor.optional_input("selection_bias", selection_bias, DType::fp32, {s.experts});
   }
 }
 
-void check_token_mask(MoeDesc const& desc, ConstTensor const& token_mask,
-                      core::TensorCheck& check) noexcept {
+void visit_token_mask(MoeDesc const& desc, ConstTensor const& token_mask,
+                      core::TensorVisitor& visitor) noexcept {
   if (desc.router.kind == RouterKind::given || desc.router.replay) {
-    check.absent("token_mask", token_mask,
-                 desc.grouping == RowGrouping::slots
-                     ? "padding among given ids is an id outside [0,experts)"
-                     : "rows behind the last group are padding");
+    visitor.absent("token_mask", token_mask,
+                   desc.grouping == RowGrouping::slots
+                       ? "padding among given ids is an id outside [0,experts)"
+                       : "rows behind the last group are padding");
   } else {
-    check.optional_input("token_mask", token_mask, DType::uint8, {desc.shape.tokens});
+    visitor.optional_input("token_mask", token_mask, DType::uint8, {desc.shape.tokens});
   }
 }
 
@@ -109,6 +109,25 @@ void fill_slots(MoeDesc const& desc, RouterInputs const& inputs, cpu::MutableRow
   }
 }
 
+void visit_tensors(MoeDesc const& desc, RouteArgs const& args, std::size_t workspace,
+                   core::TensorVisitor& visitor) noexcept {
+  MoeShape const& s = desc.shape;
+  visitor.input("x", args.x, desc.dtype, {s.tokens, s.hidden});
+  visit_router(desc, args.w_router, args.b_router, args.selection_bias, visitor);
+  if (desc.experts_vary()) {
+    visitor.output("topk_ids", args.topk_ids, desc.ids_dtype, {desc.num_slots()});
+    visitor.output("topk_weights", args.topk_weights, DType::fp32, {desc.num_slots()});
+    visitor.output("token_offsets", args.token_offsets, desc.ids_dtype, {s.tokens + 1});
+  } else {
+    visitor.output("topk_ids", args.topk_ids, desc.ids_dtype, {s.tokens, s.top_k});
+    visitor.output("topk_weights", args.topk_weights, DType::fp32, {s.tokens, s.top_k});
+    visitor.absent("token_offsets", args.token_offsets, "every token has top_k slots");
+  }
+  visitor.optional_output("logits", args.logits, DType::fp32, {s.tokens, s.experts});
+  visit_token_mask(desc, args.token_mask, visitor);
+  visitor.buffer("workspace", args.workspace, workspace, 1, true);
+}
+
 }  // namespace ops
 
 namespace {
@@ -127,27 +146,6 @@ void copy_slots(MoeDesc const& desc, RoutingView const& routing, RouteArgs const
   std::copy_n(routing.scores, desc.num_slots(), static_cast<float*>(args.topk_weights.data));
 }
 
-Status check_route(Context const& context, MoeDesc const& desc, RouteArgs const& args,
-                   std::size_t workspace) noexcept {
-  MoeShape const& s = desc.shape;
-  core::TensorCheck check{context.device()};
-  check.input("x", args.x, desc.dtype, {s.tokens, s.hidden});
-  ops::check_router(desc, args.w_router, args.b_router, args.selection_bias, check);
-  if (desc.experts_vary()) {
-    check.output("topk_ids", args.topk_ids, desc.ids_dtype, {desc.num_slots()});
-    check.output("topk_weights", args.topk_weights, DType::fp32, {desc.num_slots()});
-    check.output("token_offsets", args.token_offsets, desc.ids_dtype, {s.tokens + 1});
-  } else {
-    check.output("topk_ids", args.topk_ids, desc.ids_dtype, {s.tokens, s.top_k});
-    check.output("topk_weights", args.topk_weights, DType::fp32, {s.tokens, s.top_k});
-    check.absent("token_offsets", args.token_offsets, "every token has top_k slots");
-  }
-  check.optional_output("logits", args.logits, DType::fp32, {s.tokens, s.experts});
-  ops::check_token_mask(desc, args.token_mask, check);
-  check.buffer("workspace", args.workspace, workspace, 1, true);
-  return check.finish();
-}
-
 }  // namespace
 
 Status route(Context const& context, MoeDesc const& given, RouteArgs const& args,
@@ -162,7 +160,7 @@ Status route(Context const& context, MoeDesc const& given, RouteArgs const& args
   MoeShape const& s = desc.shape;
   auto const workspace = workspace_bytes(context, desc, Pass::route);
   if (!workspace.ok()) return workspace.status();
-  TESSERA_TRY(check_route(context, desc, args, workspace.value()));
+  TESSERA_TRY(ops::check_tensors(context.device(), desc, args, workspace.value()));
   if (context.cuda() != nullptr) return cuda::route(*context.cuda(), desc, args, stream);
 
   ops::ForwardPlan const plan = ops::plan_route(context, desc);

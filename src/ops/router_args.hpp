@@ -18,14 +18,14 @@ struct RouterInputs {
 };
 
 /// w_router and b_router, of MoeDesc::router_storage().
-void check_router_weights(MoeDesc const& desc, ConstTensor const& w_router,
-                          ConstTensor const& b_router, core::TensorCheck& check) noexcept;
-void check_router(MoeDesc const& desc, ConstTensor const& w_router, ConstTensor const& b_router,
-                  ConstTensor const& selection_bias, core::TensorCheck& check) noexcept;
+void visit_router_weights(MoeDesc const& desc, ConstTensor const& w_router,
+                          ConstTensor const& b_router, core::TensorVisitor& visitor) noexcept;
+void visit_router(MoeDesc const& desc, ConstTensor const& w_router, ConstTensor const& b_router,
+                  ConstTensor const& selection_bias, core::TensorVisitor& visitor) noexcept;
 
 /// Routers that choose take one.
-void check_token_mask(MoeDesc const& desc, ConstTensor const& token_mask,
-                      core::TensorCheck& check) noexcept;
+void visit_token_mask(MoeDesc const& desc, ConstTensor const& token_mask,
+                      core::TensorVisitor& visitor) noexcept;
 
 /// Null without a mask: all tokens are real.
 inline std::uint8_t const* mask_of(ConstTensor const& token_mask) noexcept {

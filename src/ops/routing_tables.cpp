@@ -91,42 +91,42 @@ Status check_groups(MoeDesc const& desc, ConstTensor const& groups) noexcept {
   return {};
 }
 
-void check_given_ids(MoeDesc const& desc, MoeForwardArgs const& args,
-                     core::TensorCheck& check) noexcept {
+void visit_given_ids(MoeDesc const& desc, MoeForwardArgs const& args,
+                     core::TensorVisitor& visitor) noexcept {
   MoeShape const& s = desc.shape;
   if (s.variable_experts) {
-    check.input("topk_ids", args.topk_ids, desc.ids_dtype, {s.slots});
-    check.input("token_offsets", args.token_offsets, desc.ids_dtype, {s.tokens + 1});
+    visitor.input("topk_ids", args.topk_ids, desc.ids_dtype, {s.slots});
+    visitor.input("token_offsets", args.token_offsets, desc.ids_dtype, {s.tokens + 1});
   } else {
-    check.input("topk_ids", args.topk_ids, desc.ids_dtype, {s.tokens, s.top_k});
-    check.absent("token_offsets", args.token_offsets, "the desc has no variable_experts");
+    visitor.input("topk_ids", args.topk_ids, desc.ids_dtype, {s.tokens, s.top_k});
+    visitor.absent("token_offsets", args.token_offsets, "the desc has no variable_experts");
   }
 }
 
-void check_given_routing(MoeDesc const& desc, MoeForwardArgs const& args,
-                         core::TensorCheck& check) noexcept {
+void visit_given_routing(MoeDesc const& desc, MoeForwardArgs const& args,
+                         core::TensorVisitor& visitor) noexcept {
   MoeShape const& s = desc.shape;
-  check.absent("w_router", args.w_router, "router given takes ids and weights");
-  check.absent("b_router", args.b_router, "router given takes ids and weights");
-  check.absent("selection_bias", args.selection_bias, "router given takes ids and weights");
-  check.absent("logits", args.logits, "router given has none");
+  visitor.absent("w_router", args.w_router, "router given takes ids and weights");
+  visitor.absent("b_router", args.b_router, "router given takes ids and weights");
+  visitor.absent("selection_bias", args.selection_bias, "router given takes ids and weights");
+  visitor.absent("logits", args.logits, "router given has none");
   if (desc.grouping != RowGrouping::slots) {
     constexpr char const* kReason = "the rows are grouped already";
-    check.absent("topk_ids", args.topk_ids, kReason);
-    check.absent("topk_weights", args.topk_weights, kReason);
-    check.absent("token_offsets", args.token_offsets, kReason);
-    check.input(groups_name(desc.grouping), args.expert_offsets, desc.ids_dtype,
-                {s.experts + (desc.grouping == RowGrouping::offsets ? 1 : 0)});
-    check.optional_input("row_scores", args.row_scores, DType::fp32, {s.tokens});
+    visitor.absent("topk_ids", args.topk_ids, kReason);
+    visitor.absent("topk_weights", args.topk_weights, kReason);
+    visitor.absent("token_offsets", args.token_offsets, kReason);
+    visitor.input(groups_name(desc.grouping), args.expert_offsets, desc.ids_dtype,
+                  {s.experts + (desc.grouping == RowGrouping::offsets ? 1 : 0)});
+    visitor.optional_input("row_scores", args.row_scores, DType::fp32, {s.tokens});
     return;
   }
-  check.absent("expert_offsets", args.expert_offsets, "desc.grouping is slots");
-  check.absent("row_scores", args.row_scores, "desc.grouping is slots");
-  check_given_ids(desc, args, check);
+  visitor.absent("expert_offsets", args.expert_offsets, "desc.grouping is slots");
+  visitor.absent("row_scores", args.row_scores, "desc.grouping is slots");
+  visit_given_ids(desc, args, visitor);
   if (s.variable_experts) {
-    check.input("topk_weights", args.topk_weights, DType::fp32, {s.slots});
+    visitor.input("topk_weights", args.topk_weights, DType::fp32, {s.slots});
   } else {
-    check.input("topk_weights", args.topk_weights, DType::fp32, {s.tokens, s.top_k});
+    visitor.input("topk_weights", args.topk_weights, DType::fp32, {s.tokens, s.top_k});
   }
 }
 
@@ -191,23 +191,23 @@ cpu::SlotIds given_ids(MoeDesc const& desc, MoeForwardArgs const& args) noexcept
 
 }  // namespace
 
-void check_routing_inputs(MoeDesc const& desc, MoeForwardArgs const& args,
-                          core::TensorCheck& check) noexcept {
-  check_token_mask(desc, args.token_mask, check);
-  if (desc.router.kind == RouterKind::given) return check_given_routing(desc, args, check);
+void visit_routing_inputs(MoeDesc const& desc, MoeForwardArgs const& args,
+                          core::TensorVisitor& visitor) noexcept {
+  visit_token_mask(desc, args.token_mask, visitor);
+  if (desc.router.kind == RouterKind::given) return visit_given_routing(desc, args, visitor);
   MoeShape const& s = desc.shape;
   constexpr char const* kReason = "the layer has a router";
-  check.absent("expert_offsets", args.expert_offsets, kReason);
-  check.absent("row_scores", args.row_scores, kReason);
-  check.absent("topk_weights", args.topk_weights, kReason);
+  visitor.absent("expert_offsets", args.expert_offsets, kReason);
+  visitor.absent("row_scores", args.row_scores, kReason);
+  visitor.absent("topk_weights", args.topk_weights, kReason);
   if (desc.router.replay) {
-    check_given_ids(desc, args, check);
+    visit_given_ids(desc, args, visitor);
   } else {
-    check.absent("topk_ids", args.topk_ids, kReason);
-    check.absent("token_offsets", args.token_offsets, kReason);
+    visitor.absent("topk_ids", args.topk_ids, kReason);
+    visitor.absent("token_offsets", args.token_offsets, kReason);
   }
-  check_router(desc, args.w_router, args.b_router, args.selection_bias, check);
-  check.optional_output("logits", args.logits, DType::fp32, {s.tokens, s.experts});
+  visit_router(desc, args.w_router, args.b_router, args.selection_bias, visitor);
+  visitor.optional_output("logits", args.logits, DType::fp32, {s.tokens, s.experts});
 }
 
 Status check_routing_values(MoeDesc const& desc, MoeForwardArgs const& args) noexcept {
@@ -257,7 +257,7 @@ Status routing_of_groups(Context const& context, MoeDesc const& desc,
   rows.expert_offsets = args.expert_offsets;
   rows.row_scores = args.row_scores;
   core::TensorCheck check{context.device()};
-  ops::check_routing_inputs(desc, rows, check);
+  ops::visit_routing_inputs(desc, rows, check);
   check.buffer("routing", args.routing, ops::routing_table_bytes(desc), 4, true);
   TESSERA_TRY(check.finish());
   RoutingView const tables = ops::view_routing(desc, args.routing.data);

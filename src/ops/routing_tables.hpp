@@ -12,8 +12,8 @@
 namespace tessera::ops {
 
 /// Presence, shape and type of the tensors that route.
-void check_routing_inputs(MoeDesc const& desc, MoeForwardArgs const& args,
-                          core::TensorCheck& check) noexcept;
+void visit_routing_inputs(MoeDesc const& desc, MoeForwardArgs const& args,
+                          core::TensorVisitor& visitor) noexcept;
 
 /// Values that must be sound before anything is written: offsets. Ids are always safe: those outside [0,E) are
 /// sentinels. To be called after the tensors were checked.

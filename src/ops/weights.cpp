@@ -63,7 +63,7 @@ cpu::UpBiases<T> up_biases_of(MoeDesc const& desc, View const& b_up, View const&
 
 /// The shapes of one set of weights or gradients; `visit(name, tensor, shape)` for each that the desc has.
 template <class Visit, class Absent>
-void visit_weights(MoeDesc const& desc, Visit&& visit, Absent&& absent) noexcept {
+void visit_shapes(MoeDesc const& desc, Visit&& visit, Absent&& absent) noexcept {
   std::int64_t const e = desc.shape.experts, d = desc.shape.hidden, n = desc.shape.intermediate;
   std::int64_t const width = desc.up_width() * n;
   bool const turned = transposed(desc), apart = separate(desc);
@@ -94,34 +94,38 @@ void visit_weights(MoeDesc const& desc, Visit&& visit, Absent&& absent) noexcept
 
 }  // namespace
 
-void check_weights(MoeDesc const& desc, ExpertWeights const& weights,
-                   core::TensorCheck& check) noexcept {
+void visit_weights(MoeDesc const& desc, ExpertWeights const& weights,
+                   core::TensorVisitor& visitor) noexcept {
   ConstTensor const* const tensors[] = {&weights.w_up, &weights.w_gate, &weights.w_down,
                                         &weights.b_up, &weights.b_gate, &weights.b_down};
   constexpr char const* kNames[] = {"w_up", "w_gate", "w_down", "b_up", "b_gate", "b_down"};
-  visit_weights(
+  visit_shapes(
       desc,
       [&](int which, std::initializer_list<std::int64_t> shape) {
-        check.input(kNames[which], *tensors[which], desc.dtype, shape);
+        visitor.input(kNames[which], *tensors[which], desc.dtype, shape);
       },
-      [&](int which, char const* reason) { check.absent(kNames[which], *tensors[which], reason); });
+      [&](int which, char const* reason) {
+        visitor.absent(kNames[which], *tensors[which], reason);
+      });
 }
 
-void check_gradients(MoeDesc const& desc, ExpertGradients const& gradients,
-                     core::TensorCheck& check) noexcept {
+void visit_gradients(MoeDesc const& desc, ExpertGradients const& gradients,
+                     core::TensorVisitor& visitor) noexcept {
   Tensor const* const tensors[] = {&gradients.dw_up, &gradients.dw_gate, &gradients.dw_down,
                                    &gradients.db_up, &gradients.db_gate, &gradients.db_down};
   constexpr char const* kNames[] = {"dw_up", "dw_gate", "dw_down", "db_up", "db_gate", "db_down"};
   DType const dtype = core::gradient_dtype(desc, gradients);
-  visit_weights(
+  visit_shapes(
       desc,
       [&](int which, std::initializer_list<std::int64_t> shape) {
-        check.optional_output(kNames[which], *tensors[which], dtype, shape);
+        visitor.optional_output(kNames[which], *tensors[which], dtype, shape);
       },
-      [&](int which, char const* reason) { check.absent(kNames[which], *tensors[which], reason); });
+      [&](int which, char const* reason) {
+        visitor.absent(kNames[which], *tensors[which], reason);
+      });
   if (gradients.mode != GradientMode::write && gradients.mode != GradientMode::accumulate) {
-    check.fail(Status::invalid("gradients.mode=%d: 0 write or 1 accumulate",
-                               static_cast<int>(gradients.mode)));
+    visitor.fail(Status::invalid("gradients.mode=%d: 0 write or 1 accumulate",
+                                 static_cast<int>(gradients.mode)));
   }
 }
 

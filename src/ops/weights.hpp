@@ -8,11 +8,11 @@
 
 namespace tessera::ops {
 
-void check_weights(MoeDesc const& desc, ExpertWeights const& weights,
-                   core::TensorCheck& check) noexcept;
+void visit_weights(MoeDesc const& desc, ExpertWeights const& weights,
+                   core::TensorVisitor& visitor) noexcept;
 /// Any gradient may be absent; those present are all of core::gradient_dtype.
-void check_gradients(MoeDesc const& desc, ExpertGradients const& gradients,
-                     core::TensorCheck& check) noexcept;
+void visit_gradients(MoeDesc const& desc, ExpertGradients const& gradients,
+                     core::TensorVisitor& visitor) noexcept;
 
 // T: the storage type of the desc. Templates of float and Bf16.
 template <class T>

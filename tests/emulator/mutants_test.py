@@ -37,8 +37,10 @@ COMPILED = {
     "cuda/epilogue/activation_e4m3.cuh": ("up_projection_fwd_e4m3_test.cpp", "UpProjectionFwdE4m3.*"),
     "cuda/gemm/": ("gemm_test.cpp", "-FusedForward.*:UnfusedExchange.*"),
     "cuda/epilogue/wgrad_store.cuh": ("projection_wgrad_test.cpp", "ProjectionWgrad.*"),
+    "cuda/epilogue/chunk_sum.cuh": ("router_wgrad_test.cpp", "RouterWgrad.*"),
     "cuda/epilogue/": ("gemm_test.cpp", "-FusedForward.*:UnfusedExchange.*"),
     "cuda/kernels/projection_wgrad.cuh": ("projection_wgrad_test.cpp", "ProjectionWgrad.*"),
+    "cuda/kernels/router_wgrad.cuh": ("router_wgrad_test.cpp", "RouterWgrad.*"),
 }
 # (name, file, text that stands there once, what stands there instead, a part of what the test then says). Where kernels
 # of another folder are to notice it than the file's own, a sixth element is the key of COMPILED that names them.
@@ -210,6 +212,16 @@ MUTANTS = [
      "da * (g > act.limit ? 0.0f : slope) * up,", "da * up * (g > act.limit ? 0.0f : slope),", ", not "),
     ("the slope of relu2 overflows before a gradient of 0", "cuda/epilogue/activation_math.cuh",
      "half + half, 0.0f", "da * (positive + positive), 0.0f", "nan, not"),
+    ("chunks are added up before all are there", "cuda/epilogue/chunk_sum.cuh",
+     "while (arch::load_acquire_gpu(p_.gmem_arrived) < parts)", "while (false)",
+     "FAILED  ] RouterWgrad.InChunksOfTokens"),
+    ("parts of a chunk are never counted", "cuda/epilogue/chunk_sum.cuh",
+     "    is_counted_ = false;", "", "FAILED  ] RouterWgrad.InChunksOfTokens"),
+    ("all terms of dlogits are added up as the first", "cuda/epilogue/chunk_sum.cuh",
+     "block + term * own_blocks", "block + 0 * term", "FAILED  ] RouterWgrad.InChunksOfTokens"),
+    ("real tokens have the chunks of all tokens", "cuda/kernels/router_wgrad.cuh",
+     ".gmem_expert_offsets = args.gmem_chunk_offsets,", ".gmem_expert_offsets = nullptr,",
+     "FAILED  ] RouterWgrad.OfRealTokensInTheChunksThatTheyHaveAlone"),
     ("a NaN becomes 0", "cuda/epilogue/activation_math.cuh",
      "return x < 0.0f ? 0.0f : x;", "return x > 0.0f ? x : 0.0f;", "DoesAtInfinityWhatIsDocumented"),
     ("a tail of the error function is that of the other sign", "cuda/epilogue/activation_math.cuh",

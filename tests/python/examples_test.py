@@ -4,8 +4,10 @@
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import unittest
 from unittest import mock
 
@@ -89,29 +91,51 @@ class Examples(unittest.TestCase):
         self.assertLess(float(difference), 2e-3)
         self.assertEqual(len(re.findall(r"(?:tessera|eager): \d+ tokens/s on 2 ranks", result.stdout)), 2)
 
-    def run_over_hosts(self, ranks: int, hosts: int, *options) -> tuple[float, list[float]]:
-        """(how far the losses are apart, those that are told) of train_hosts.py."""
-        result = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-             str(ranks), ROOT / "examples" / "train_hosts.py", "--hosts", str(hosts), "--text",
-             ROOT / "docs" / "numerics.md", "--layers", "1", *options],
-            capture_output=True, text=True, check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+    def over_hosts(self, ranks: int, hosts: int, *options) -> dict:
+        """Arguments of subprocess that run train_hosts.py."""
+        return {"args": [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
+                         "--nproc-per-node", str(ranks), ROOT / "examples" / "train_hosts.py", "--hosts", str(hosts),
+                         "--text", ROOT / "docs" / "numerics.md", "--layers", "1", *options],
+                "env": {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"},
+                "text": True}
+
+    def run_over_hosts(self, *arguments) -> tuple[float, list[float], str]:
+        """(how far the losses are apart, those that are told, everything told) of train_hosts.py."""
+        result = subprocess.run(**self.over_hosts(*arguments), capture_output=True, check=False)
         self.assertEqual(result.returncode, 0, result.stderr)
         (difference,) = re.findall(r"losses differ by (\S+) at most", result.stdout)
-        return float(difference), [float(loss) for loss in re.findall(r"loss ([0-9.]+)$", result.stdout, re.MULTILINE)]
+        losses = re.findall(r"loss ([0-9.]+)$", result.stdout, re.MULTILINE)
+        return float(difference), [float(loss) for loss in losses], result.stdout
 
     def test_experts_over_two_pretended_hosts(self):
         """Losses of one process, but for the order of sums, with all else under HSDP."""
-        difference, losses = self.run_over_hosts(4, 2, "--steps", "6", "--hidden", "48", "--context", "32")
+        difference, losses, _ = self.run_over_hosts(4, 2, "--steps", "6", "--hidden", "48", "--context", "32")
         self.assertLess(difference, 1e-5)
         self.assertLess(losses[-1], losses[0])
 
     @tier.deep
     def test_experts_over_three_pretended_hosts(self):
-        difference, losses = self.run_over_hosts(6, 3, "--steps", "40", "--batch", "12", "--experts", "12")
+        difference, losses, _ = self.run_over_hosts(6, 3, "--steps", "40", "--batch", "12", "--experts", "12")
         self.assertLess(difference, 1e-4)
         self.assertLess(losses[-1], 0.8 * losses[0])
+
+    @tier.deep
+    def test_killed_and_resumed_on_other_hosts(self):
+        """Two hosts of two ranks are killed, three of two go on, with the losses of one process from the beginning."""
+        with tempfile.TemporaryDirectory() as folder:
+            options = ("--steps", "12", "--batch", "12", "--experts", "12", "--save", folder, "--save-every", "4")
+            with subprocess.Popen(**self.over_hosts(4, 2, *options), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                                  start_new_session=True) as killed:
+                for line in killed.stdout:
+                    if line.startswith("saved step 4"):
+                        break
+                os.killpg(killed.pid, signal.SIGKILL)
+            saved = sorted(path.parent.name for path in pathlib.Path(folder).glob("step-*/.metadata"))
+            self.assertIn(saved, [["step-00000004"], ["step-00000004", "step-00000008"]])
+            difference, losses, told = self.run_over_hosts(6, 3, *options)
+            self.assertRegex(told, f"goes on from step {int(saved[-1][5:])} on 3 hosts")
+            self.assertLess(difference, 1e-4)
+            self.assertGreater(len(losses), 2)
 
     @unittest.skipUnless(torch.cuda.device_count() > 1, "needs two GPUs; run on a machine with them")
     def test_experts_over_two_gpus(self):

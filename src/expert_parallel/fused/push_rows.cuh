@@ -9,6 +9,8 @@
 #pragma once
 
 #include "cuda/arch/store_global.cuh"
+#include "cuda/gemm/sm90/accumulators.cuh"
+#include "cuda/gemm/sm90/warp_rows.cuh"
 #include "expert_parallel/fused/forward_pass.cuh"
 #include "expert_parallel/fused/warp_rows.cuh"
 
@@ -26,7 +28,7 @@ class Push {
     int const lane = arch::lane_idx(), warp = arch::warp_in_warpgroup();
     std::uint32_t const rows = arch::shared_address(pass.smem.gemm.slabs[consumer][0]) +
                                warp * (gemm::kWarpRows * kWarpRowBytes);
-    matrix_row_ = rows + matrix_row_of_lane();
+    matrix_row_ = rows + gemm::warp_matrix_row();
     chunk_ = rows + chunk_of_lane();
     to_ = pass.smem.push_to[4 * consumer + warp] + lane / kLanesOfRow;
   }
@@ -114,7 +116,7 @@ class Push {
 
  private:
   static constexpr int kQuarterColumns = gemm::kSlabColumns;
-  static constexpr int kPacked = kQuarterColumns / 4;  // registers of a quarter: 16 rows, 32 lanes
+  static constexpr int kPacked = gemm::Accumulators<kPlain>::kPairs;  // registers of a quarter
   static constexpr int kPiecesOfQuarter = 2;
   static constexpr int kPieces = 4 * kPiecesOfQuarter;
   static_assert(4 * kQuarterColumns == kTileColumns && 2 * kQuarterColumns == kWarpRowBytes);
@@ -122,7 +124,7 @@ class Push {
   template <class Packed>
   __device__ void fill(Packed packed) const {
     __syncwarp();  // the quarter before has been read
-    fill_warp_rows(matrix_row_, [&](int j, int lower) { return packed(2 * j + lower); });
+    gemm::fill_warp_rows(matrix_row_, packed);
     __syncwarp();
   }
 

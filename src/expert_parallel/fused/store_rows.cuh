@@ -4,8 +4,8 @@
 #pragma once
 
 #include "cuda/gemm/sm90/lent.cuh"
+#include "cuda/gemm/sm90/warp_rows.cuh"
 #include "expert_parallel/fused/forward_pass.cuh"
-#include "expert_parallel/fused/warp_rows.cuh"
 
 namespace tessera::expert_parallel {
 
@@ -43,10 +43,9 @@ class StoreRows {
         // Gated: a column group has 64 gates, then their 64 ups. Else it has two slabs.
         int const first = kGated ? slab * 2 * kPairs : (lent * 2 + slab) * kPairs;
         std::uint32_t const rows = arch::shared_address(stages_.rows(stages_.slab_b(stage, slab)));
-        fill_warp_rows(rows + matrix_row_, [&](int j, int lower) {
-          int const i = first + 2 * j + lower;
-          float2 const g = arch::unpack_bf16(rounded(i));
-          float2 const u = kGated ? arch::unpack_bf16(rounded(i + kPairs)) : g;
+        gemm::fill_warp_rows(rows + matrix_row_, [&](int i) {
+          float2 const g = arch::unpack_bf16(rounded(first + i));
+          float2 const u = kGated ? arch::unpack_bf16(rounded(first + i + kPairs)) : g;
           return arch::pack_bf16(Function::forward(p_.activation, g.x, u.x),
                                  Function::forward(p_.activation, g.y, u.y));
         });
@@ -70,12 +69,12 @@ class StoreRows {
  private:
   using Function = gemm::ActivationFunction<kKind>;
   static constexpr bool kGated = Function::kGated;
-  static constexpr int kSlabs = 2;                       // of a lent stage
-  static constexpr int kPairs = gemm::kSlabColumns / 4;  // of values, in 64 columns
+  static constexpr int kSlabs = 2;  // of a lent stage
+  static constexpr int kPairs = gemm::Accumulators<kPlain>::kPairs;
 
   Params const& p_;
   gemm::BorrowedStages<kPlain> stages_;
-  std::uint32_t matrix_row_ = matrix_row_of_lane();
+  std::uint32_t matrix_row_ = gemm::warp_matrix_row();
 };
 
 }  // namespace tessera::expert_parallel

@@ -74,8 +74,8 @@ LAYERS = {
     ],
     "src/expert_parallel/fused": [
         "include/tessera", "src/expert_parallel/plan", "src/expert_parallel/transport",
-        "src/expert_parallel/exchange", "src/cuda/arch", "src/cuda/warp", "src/cuda/gemm", "src/cuda/gemm/sm90",
-        "src/cuda/epilogue", "src/cuda/host",
+        "src/expert_parallel/exchange", "src/cuda/arch", "src/cuda/warp", "src/cuda/gemm", "src/cuda/gemm/produce",
+        "src/cuda/gemm/sm90", "src/cuda/epilogue", "src/cuda/host",
     ],
     "src/expert_parallel/instances": ["src/expert_parallel/fused"],
     "lm": ["include/tessera"],

@@ -67,7 +67,7 @@ __device__ void pull_rows(BudgetParams const& p, expert_parallel::CopyRing& ring
   });
 }
 
-// produce_by_tma of gemm/produce/tma.cuh, after the rows of each tile have arrived.
+// Loads tiles as gemm::produce_tiles does, each after its rows have arrived.
 template <gemm::GemmConfig kGemm>
 __device__ void produce_arrived(gemm::SharedStorage<kGemm>& smem, BudgetParams const& budget) {
   gemm::GemmParams const& p = budget.up.gemm;

@@ -28,6 +28,7 @@
 #include "cuda/arch/dynamic_shared.cuh"
 #include "cuda/arch/proxy_fence.cuh"
 #include "expert_parallel/fused/last_task.cuh"
+#include "expert_parallel/fused/load_task.cuh"
 #include "expert_parallel/fused/partial_combine.cuh"
 #include "expert_parallel/fused/pull_rows.cuh"
 #include "expert_parallel/fused/push_rows.cuh"
@@ -37,86 +38,6 @@
 #include "expert_parallel/fused/store_rows.cuh"
 
 namespace tessera::expert_parallel {
-
-// A k_tile of a task, by one thread. What both CTAs of the pair read, each loads one half of, for both.
-template <gemm::GemmConfig kGemm, gemm::GemmConfig kShared>
-__device__ __forceinline__ void load_k_tile(ForwardStorage& smem, gemm::GemmParams const& p,
-                                            SharedMaps const& shared, int stage, int k_tile,
-                                            gemm::WorkTile const& tile, bool shares_rows) {
-  constexpr int kHalfOfA = gemm::kSubtileM * kGemm.tile.k;
-  constexpr std::uint16_t kBoth = (1 << kCtasOfPair) - 1;
-  arch::Mbarrier* const full = &smem.gemm.full[stage];
-  auto const cta = static_cast<int>(arch::cluster_cta_rank());
-  int const k = k_tile * kGemm.tile.k;
-  arch::mbarrier_arrive_expect_tx(full, kGemm.a_tile_bytes() + kGemm.b_tile_bytes());
-  gemm::bf16* const a = smem.gemm.a[stage];
-  if (shares_rows) {
-    arch::tma_load_multicast(a + cta * kHalfOfA, &shared.a, full, kBoth, k,
-                             tile.row + cta * gemm::kSubtileM);
-  } else {
-    arch::tma_load(a, &p.a, full, k, tile.row);
-  }
-  if (shares_rows || p.b_in_boxes) {
-    gemm::load_b<kGemm>(smem.gemm_of<kGemm>(), p, stage, k_tile, tile);
-  } else {
-    int const group = cta * kShared.b_groups_per_cta();
-    gemm::bf16* const b =
-        &smem.gemm.b[stage][group * kShared.b_halves() * gemm::kGroupRows * kGemm.tile.k];
-    gemm::load_b_box<kShared>(b, &shared.b, full, k, 0, 0, tile.n_tile * kShared.b_groups() + group,
-                              tile.segment);
-  }
-}
-
-template <ActivationKind kKind>
-__device__ void produce(Pass const& pass) {
-  // k_tiles. Drawn no earlier than needed: of two tickets one after the other one would wait for the end of a long
-  // task, the other for that of a short one, and the weights that both read would have left L2 in between.
-  constexpr int kDrawAhead = 8;
-  constexpr gemm::GemmConfig kUp = up_gemm(kKind);
-  constexpr gemm::GemmConfig kUpShared = kUp.b_halves() == 2 ? kGatedShared : kPlainShared;
-  ForwardStorage& smem = pass.smem;
-  ForwardParams const& p = pass.p;
-  gemm::WorkQueue<kPlain> queue(smem.gemm);
-  gemm::PipelineState<kPlain> state;
-  gemm::WorkTile tile;
-  std::uint32_t phase = 0;
-  bool const draws = arch::cluster_cta_rank() == 0;
-  while (queue.read(tile)) {
-    bool const down = (tile.segment & kDownTask) != 0;
-    bool const shares_rows = (tile.segment & kSharedRows) != 0;
-    tile.segment &= kSharedRows - 1;
-    int const k_tiles = down ? p.down.k_tiles : p.up.k_tiles;
-    arch::mbarrier_wait(&smem.schedule.there, phase);
-    phase ^= 1;
-    arch::fence_proxy_async_global();
-    for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
-      gemm::wait_empty<kPlain>(smem.gemm, state);
-      if (arch::lane_idx() == 0) {  // the lane that acquired
-        if (draws && k_tile == max(k_tiles - kDrawAhead, 0)) {
-          arch::mbarrier_arrive(&smem.schedule.next);
-        }
-        if (down) {
-          load_k_tile<kPlain, kPlainShared>(smem, p.down, p.shared_down, state.stage, k_tile, tile,
-                                            shares_rows);
-        } else {
-          load_k_tile<kUp, kUpShared>(smem, p.up, p.shared_up, state.stage, k_tile, tile,
-                                      shares_rows);
-        }
-      }
-      __syncwarp();
-      state.advance();
-    }
-    for (int lent = down ? 0 : lent_to_up(kKind); lent > 0; --lent) {
-      gemm::wait_empty<kPlain>(smem.gemm, state);
-      if (arch::lane_idx() == 0) {
-        StoreRows<kKind>::lend(smem.gemm, p.activation, state.stage, tile,
-                               lent_to_up(kKind) - lent);
-      }
-      __syncwarp();
-      state.advance();
-    }
-  }
-}
 
 // To the results of a task, in fp32, if there are any. Ups have 64 gates, then their 64 ups.
 __device__ inline void add_biases(ForwardParams const& p, gemm::Accumulators<kPlain> (&acc)[1],
@@ -311,7 +232,8 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     arch::release_registers<kProducerRegisters>();
     int const warp = arch::warp_idx();
     if (warp == 0) {
-      produce<kKind>(pass);
+      LoadTask<kKind> load(pass);
+      gemm::produce_tiles<kPlain>(smem.gemm, load);
     } else if (warp <= kCommunicationWarps) {
       if constexpr (kTransfer == Transfer::direct) {
         pull_rows(pass, warp - 1);

@@ -9,15 +9,17 @@
 
 namespace tessera::cuda::gemm {
 
-// Producer, after the k_tiles of `tile`: by every thread of the warps that fill stages. Epilogue::lend() fills one, as
-// the producer fills others: it arrives on its full barrier and tells how many bytes to wait for.
+// Lends `stages` stages behind the k_tiles of `tile`. Every thread of the warps that fill stages calls it.
+// Epilogue::lend() fills a stage as the producer fills others: it arrives on its full barrier and tells how many bytes
+// to wait for.
 template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void lend_stages(SharedStorage<kGemm>& smem,
                                             typename Epilogue::Params const& p,
-                                            PipelineState<kGemm>& state, WorkTile const& tile) {
+                                            PipelineState<kGemm>& state, WorkTile const& tile,
+                                            int stages = kGemm.epilogue.lent_stages) {
   constexpr int kWarps = kGemm.gathers() ? 4 : 1;
   if constexpr (kGemm.lends()) {
-    for (int i = 0; i < kGemm.epilogue.lent_stages; ++i) {
+    for (int i = 0; i < stages; ++i) {
       wait_empty<kGemm>(smem, state);
       if (arch::warp_idx() % kWarps == i % kWarps && arch::elect_one()) {
         Epilogue::lend(smem, p, state.stage, tile, i);

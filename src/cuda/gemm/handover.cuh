@@ -16,7 +16,7 @@
 #include "../arch/signal.cuh"
 #include "../arch/warp.cuh"
 #include "params.hpp"
-#include "scheduler.cuh"
+#include "work_tile.hpp"
 
 namespace tessera::cuda::gemm {
 

@@ -21,41 +21,11 @@
 #include "../warp/sums.cuh"
 #include "params.hpp"
 #include "storage.cuh"
-#include "work_tile.hpp"
+#include "work_queue.cuh"
 
 namespace tessera::cuda::gemm {
 
-// Whether not all row groups of this tile of B exist: p.b_groups do, in one half.
-template <GemmConfig kGemm>
-__device__ __forceinline__ bool misses_groups(GemmParams const& p, WorkTile const& tile) {
-  return kGemm.short_b() || (kGemm.partial_last() && tile.n_tile == p.n_tiles - 1);
-}
-
-// Whether half of its columns are all that this tile has.
-template <GemmConfig kGemm>
-__device__ __forceinline__ bool is_half(GemmParams const& p, WorkTile const& tile) {
-  return kGemm.halves_last() && misses_groups<kGemm>(p, tile) && p.b_groups <= kGemm.b_groups() / 2;
-}
-
-// varlen-K: a segment without rows takes a k_tile of zeros.
-template <GemmConfig kGemm>
-__device__ __forceinline__ int k_tiles_of(GemmParams const& p, WorkTile const& tile) {
-  if constexpr (kGemm.varlen_k()) {
-    return max(1, (tile.end - tile.begin + kGemm.tile.k - 1) / kGemm.tile.k);
-  } else if constexpr (kGemm.keeps_b()) {
-    return tile.rows > 0 ? p.k_tiles : 0;
-  } else {
-    return p.k_tiles;
-  }
-}
-
-// varlen-K: k16 steps of the last k_tile that hold rows.
-template <GemmConfig kGemm>
-__device__ __forceinline__ int last_steps_of(WorkTile const& tile) {
-  return (tile.end - tile.begin - 1) % kGemm.tile.k / 16 + 1;
-}
-
-// Work tiles of `rows` rows, however they are divided among the segments: an upper bound.
+// Bounds the work tiles of `rows` rows from above, however they are divided among the segments.
 template <GemmConfig kGemm>
 int64_t most_tiles(GemmParams const& p, int64_t rows) {
   if constexpr (kGemm.varlen_k()) {
@@ -66,12 +36,8 @@ int64_t most_tiles(GemmParams const& p, int64_t rows) {
   return ((rows + kBlockM - 1) / kBlockM + std::min<int64_t>(rows, p.segments - 1)) * p.n_tiles;
 }
 
-// What travels to the readers: {segment | n_tile << 16, first row of the block or kNoTile, end, begin}; with a
-// resident B the rows of the run come last.
-constexpr int kNoTile = -1;
-
-// By a warp that does nothing else, before a draw. Warps of all SMs wake together and draw at once, and then
-// consecutive tickets, which read the same weights and rows, go to SMs that are near each other: one read across the
+// A warp that does nothing else sleeps this long before it draws. Warps of all SMs then wake together and draw at once,
+// so consecutive tickets, which read the same weights and rows, go to SMs that are near each other: one read across the
 // halves of L2 serves several (lesson 2).
 constexpr uint32_t kDrawSleepNs = 2000;
 
@@ -263,93 +229,6 @@ class TileScheduler {
   int ticket_ = 0;         // of lane 0; without a counter tiles since the first
   int slot_ = 0;
   uint32_t phase_ = 0;
-};
-
-// A warp's view of the announced tiles. Every reading warp must read every tile.
-template <GemmConfig kGemm, bool kArms = false>
-class WorkQueue {
- public:
-  __device__ __forceinline__ explicit WorkQueue(SharedStorage<kGemm>& smem) : smem_(smem) {}
-
-  // The next tile, or false after the last one. Called by converged warps.
-  __device__ __forceinline__ bool read(WorkTile& tile) {
-    if constexpr (kGemm.keeps_b()) {
-      if (run_left_ > 0) {
-        next_of_run(tile);
-        return true;
-      }
-    }
-    if constexpr (kGemm.cluster_m() == 1) {
-      arch::mbarrier_wait(&smem_.work_full[slot_], phase_);
-    } else {
-      arch::mbarrier_wait_cluster(&smem_.work_full[slot_], phase_);
-    }
-    int4 const message = smem_.work[slot_];
-    if (message.y == kNoTile) return false;
-    __syncwarp();
-    if (arch::lane_idx() == 0) {
-      if constexpr (kArms && kGemm.cluster_m() > 1) {
-        arch::mbarrier_arrive_expect_tx(&smem_.work_full[slot_], sizeof(int4));
-      }
-      if constexpr (kGemm.cluster_m() == 1) {
-        arch::mbarrier_arrive(&smem_.work_empty[slot_]);
-      } else {
-        arch::mbarrier_arrive_cluster(&smem_.work_empty[slot_], 0);
-      }
-    }
-    if (++slot_ == kWorkSlots) {
-      slot_ = 0;
-      phase_ ^= 1;
-    }
-    place(tile, message);
-    if constexpr (kGemm.keeps_b()) {
-      constexpr int kPairM = kGemm.pair_m();
-      run_left_ = (message.w + kPairM - 1) / kPairM * 2 - 1;
-      run_phase_ ^= 1;
-      tile.in_run = 0;
-      tile.run_left = run_left_;
-      tile.run_phase = run_phase_;
-    }
-    return true;
-  }
-
- private:
-  // `tile` is the one read before.
-  __device__ __forceinline__ void next_of_run(WorkTile& tile) {
-    tile.row += kGemm.tile.m;
-    tile.rows = max(0, min(kGemm.tile.m, tile.end - tile.row));
-    ++tile.in_run;
-    tile.run_left = --run_left_;
-  }
-
-  // This CTA's share of the block's rows.
-  __device__ __forceinline__ static void place(WorkTile& tile, int4 message) {
-    tile.segment = message.x & 0xffff;
-    tile.n_tile = message.x >> 16;
-    tile.begin = message.w;
-    tile.end = message.z;
-    int const left = message.z - message.y;
-    if constexpr (kGemm.varlen_k()) {
-      int const rank = kGemm.cluster_m() == 1 ? 0 : static_cast<int>(arch::cluster_cta_rank());
-      tile.row = message.y + rank * kGemm.tile.m;
-      tile.rows = kGemm.tile.m;
-    } else if constexpr (kGemm.cluster_m() == 1) {
-      tile.row = message.y;
-      tile.rows = min(kGemm.tile.m, left);
-    } else {
-      constexpr int kUnit = kGemm.cluster_m() * kSubtileM;
-      int const share = min(kGemm.tile.m, (left + kUnit - 1) / kUnit * kSubtileM);
-      int const skipped = static_cast<int>(arch::cluster_cta_rank()) * share;
-      tile.row = message.y + skipped;
-      tile.rows = max(0, min(share, left - skipped));
-    }
-  }
-
-  SharedStorage<kGemm>& smem_;
-  int slot_ = 0;
-  uint32_t phase_ = 0;
-  int run_left_ = 0;        // tiles of the run to come
-  uint32_t run_phase_ = 1;  // parity of the run's number
 };
 
 }  // namespace tessera::cuda::gemm

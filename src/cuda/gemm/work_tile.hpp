@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A work tile of a GEMM, as the scheduler announces it (scheduler.cuh) and every role reads it.
+// A work tile of a GEMM, as the scheduler announces it (scheduler.cuh) and every role reads it (work_queue.cuh).
 #pragma once
 
 #include <cstdint>

@@ -3,6 +3,8 @@
 #pragma once
 
 #include "../handover.cuh"
+#include "../scheduler.cuh"
+#include "../tile_extent.cuh"
 #include "gather_tokens.cuh"
 #include "lend.cuh"
 #include "load_tile.cuh"

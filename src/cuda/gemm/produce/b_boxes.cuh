@@ -4,7 +4,7 @@
 
 #include "../../arch/tma.cuh"
 #include "../params.hpp"
-#include "../scheduler.cuh"
+#include "../tile_extent.cuh"
 
 namespace tessera::cuda::gemm {
 

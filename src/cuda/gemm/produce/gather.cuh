@@ -2,6 +2,7 @@
 // The producers of a GEMM that gathers rows of A.
 #pragma once
 
+#include "../scheduler.cuh"
 #include "gather_rows.cuh"
 #include "lend.cuh"
 #include "load_tile.cuh"

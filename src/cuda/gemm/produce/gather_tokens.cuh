@@ -8,7 +8,7 @@
 
 #include "../../arch/cp_async.cuh"
 #include "../params.hpp"
-#include "../scheduler.cuh"
+#include "../work_tile.hpp"
 
 namespace tessera::cuda::gemm {
 

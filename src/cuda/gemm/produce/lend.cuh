@@ -5,7 +5,7 @@
 #include "../../arch/mbarrier.cuh"
 #include "../../arch/warp.cuh"
 #include "../ring.cuh"
-#include "../scheduler.cuh"
+#include "../work_tile.hpp"
 
 namespace tessera::cuda::gemm {
 

@@ -6,7 +6,7 @@
 #include "../../arch/tma.cuh"
 #include "../params.hpp"
 #include "../ring.cuh"
-#include "../scheduler.cuh"
+#include "../work_tile.hpp"
 
 namespace tessera::cuda::gemm {
 

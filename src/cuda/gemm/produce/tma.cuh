@@ -6,6 +6,7 @@
 
 #include "../handover.cuh"
 #include "../scheduler.cuh"
+#include "../tile_extent.cuh"
 #include "lend.cuh"
 #include "load_tile.cuh"
 #include "outer_product.cuh"

@@ -14,7 +14,6 @@
 #include "../../arch/proxy_fence.cuh"
 #include "../../arch/tma.cuh"
 #include "../ring.cuh"
-#include "../scheduler.cuh"
 #include "../slabs.cuh"
 #include "slab_fill.cuh"
 

@@ -14,7 +14,8 @@
 #include "../handover.cuh"
 #include "../params.hpp"
 #include "../ring.cuh"
-#include "../scheduler.cuh"
+#include "../tile_extent.cuh"
+#include "../work_queue.cuh"
 #include "deferred.cuh"
 #include "outer_product.cuh"
 

@@ -195,7 +195,7 @@ MUTANTS = [
      "kSecondColumn * kColumnBytes | 4 << 4", "kSecondColumn * kColumnBytes", "ProjectionWgrad.AlongHidden",
      "cuda/kernels/projection_wgrad.cuh"),
     ("what bf16 is added to is left out", "cuda/epilogue/wgrad_store.cuh",
-     "add_staged<kFirst>(acc, smem);", ";", "ProjectionWgrad.AddsToBf16InLentStages"),
+     "add_staged(acc, g, smem);", ";", "ProjectionWgrad.AddsToBf16InLentStages"),
     ("a kernel that lets the next one start keeps its lent stages", "cuda/kernels/projection_wgrad.cuh",
      "    Epilogue::settle();\n    count_tile();", "    count_tile();", "waits for an mbarrier"),
     ("a score is left out of dh", "cuda/epilogue/activation_gradient.cuh",

@@ -9,6 +9,7 @@
 
 #include "cuda/tuning/gemm.hpp"
 #include "tests/emulator/emulator.hpp"
+#include "tests/emulator/lent_sums.hpp"
 #include "tests/emulator/memory.hpp"
 
 namespace tessera::cuda::example {
@@ -103,6 +104,14 @@ TEST(ScaledProjectionFwd, ScalesTheRowsOfEachExpertByItsOwn) {
 
 TEST(ScaledProjectionFwd, AddsTheBiasBehindTheScale) {
   expect_right({.rows = {9, 130}, .hidden = 136, .intermediate = 520, .ctas = 1, .has_bias = true});
+}
+
+// The epilogue alone, with sums that lie in memory.
+TEST(ScaledStore, TakesSumsFromAnywhere) {
+  gemm::StoreParams store = {};
+  float const scale[2] = {9.0f, 0.375f};
+  ScaledStoreParams const p = {.store = store, .gmem_scale = scale};
+  EXPECT_EQ(emulator::stored<ScaledStore>(p, store, scale[1]), "");
 }
 
 }  // namespace

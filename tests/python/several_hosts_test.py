@@ -2,11 +2,13 @@
 """Experts over several hosts, pretended by processes of this machine over gloo: results and gradients against one
 process's, bits, bytes, refusals, and what is said where a rank dies or stalls."""
 
+import contextlib
 import dataclasses
 import os
 import random
 import time
 import unittest
+from unittest import mock
 
 import ranks
 import tessera
@@ -16,6 +18,7 @@ import torch._dynamo  # which a checkpoint imports, in every fork where it is no
 import torch.distributed as dist
 from several_hosts_cases import Case, forward, one_pass, together
 from tessera.hosts import advice, topology
+from tessera.hosts import experts as hosts_experts
 from torch.utils.checkpoint import checkpoint
 
 UNEVEN = (5, 0, 9, 4)
@@ -195,6 +198,27 @@ def refused(rank: int, change: dict, on_rank: int | slice) -> tuple:
     return None
 
 
+def without_session(rank: int) -> str:
+    """What is said where one rank joins and then has no memory for its session; then a pass of objects made anew."""
+    case = Case((4, 4, 4, 4))
+    failing = mock.patch.object(hosts_experts, "CpuSession", side_effect=MemoryError("no room"))
+    with failing if rank == 2 else contextlib.nullcontext():
+        try:
+            case.make(hosts=2)
+        except (RuntimeError, MemoryError) as error:
+            said = f"{type(error).__name__}: {error}"
+    one_pass(case, case.make(hosts=2), rank)
+    return said
+
+
+def in_other_groups(rank: int) -> str:
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1, 2, 3])]
+    try:
+        Case((4, 4, 4, 4)).make(hosts=2, group=groups[rank > 0])
+    except ValueError as error:
+        return str(error)
+
+
 def refused_pass(rank: int) -> list:
     """What passes are refused with, before anything is sent; then a pass."""
     case = Case((4, 4))
@@ -223,6 +247,7 @@ class Refusals(unittest.TestCase):
                 ({"top_k": 7}, 2, "ValueError", "top_k=3 on rank 0, 7 on rank 2"),
                 ({"save": "x"}, 1, "ValueError", "save=h on rank 0, x on rank 1"),
                 ({"exchange": "some"}, 1, None, "rank 1 cannot join: ValueError: exchange='some': choose from static"),
+                ({"time_limit": 0}, 2, None, "rank 2 cannot join: ValueError: time_limit=0: seconds, above 0"),
                 ({"experts": 10}, slice(4), "ValueError", "experts=10: a multiple of the 4 ranks"),
                 ({"max_tokens": 0}, slice(4), "ValueError", "max_tokens=0"),
                 ({"partial_combine": True}, 0, None, "rank 0 cannot join: ValueError: partial_combine=True: for links"),
@@ -239,6 +264,16 @@ class Refusals(unittest.TestCase):
                         self.assertRegex(answer[1], says)
                     else:
                         self.assertEqual(answer[0], "ValueError")
+
+    def test_a_rank_without_memory(self):
+        said = ranks.results(ranks.run(4, without_session))
+        self.assertEqual(said[2], "MemoryError: no room")
+        for rank in (0, 1, 3):
+            self.assertEqual(said[rank], "RuntimeError: rank 2 cannot join: MemoryError: no room")
+
+    def test_other_groups(self):
+        for text in ranks.results(ranks.run(4, in_other_groups)):
+            self.assertRegex(text, r"group=\(0, 1\) on rank 0, \(0, 1, 2, 3\) on rank 1: equal on all ranks")
 
     def test_passes(self):
         for said in ranks.results(ranks.run(2, refused_pass)):

@@ -25,10 +25,12 @@ from tessera.hosts.rotation import Rotation
 EXCHANGES = ("static", "counted")
 # From so many hosts on `static` sends half as many rows again as are needed.
 COUNTED_FROM = 5
+# A day, the library's bound, less what waits within a host take longer.
+MAX_SECONDS = 86400 - topologies.LOCAL_SECONDS
 _made = itertools.count()
 
 
-def _checked(hosts, exchange, device, windows, sizes: dict) -> torch.device:
+def _checked(hosts, exchange, device, windows, time_limit: float, sizes: dict) -> torch.device:
     """The device. What may fail on one rank alone comes here, before the ranks meet."""
     if exchange is not None and exchange not in EXCHANGES:
         raise ValueError(f"exchange={exchange!r}: choose from {', '.join(EXCHANGES)}")
@@ -38,6 +40,8 @@ def _checked(hosts, exchange, device, windows, sizes: dict) -> torch.device:
         raise ValueError("windows: addresses within a host of GPUs; leave them out with hosts=, and on the CPU")
     if sizes["partial_combine"] and str(device) == "cpu":
         raise ValueError("partial_combine=True: for links between GPUs; leave it out on the CPU")
+    if not 0 < time_limit <= MAX_SECONDS:
+        raise ValueError(f"time_limit={time_limit}: seconds, above 0 and at most {MAX_SECONDS}")
     if sizes["activation"] not in options.ACTIVATIONS:
         raise ValueError(f"activation={sizes['activation']!r}: choose from {', '.join(options.ACTIVATIONS)}")
     return torch.device("cpu") if str(device) == "cpu" else gpu(device)
@@ -91,9 +95,10 @@ class HostsExperts:
     def __init__(self, *, hosts, exchange, group, device, windows, time_limit: float, training: bool, **sizes):
         whole = group or distributed.group.WORLD
         members = tuple(distributed.get_process_group_ranks(whole))
-        fields = {"hosts": hosts, "exchange": exchange, "training": bool(training), "time_limit": time_limit, **sizes}
+        fields = {"hosts": hosts, "group": members, "exchange": exchange, "training": bool(training),
+                  "time_limit": time_limit, **sizes}
         try:
-            device = _checked(hosts, exchange, device, windows, sizes)
+            device = _checked(hosts, exchange, device, windows, time_limit, sizes)
         except Exception as error:
             _tell(fields, members, f"{type(error).__name__}: {error}")
             raise
@@ -112,15 +117,31 @@ class HostsExperts:
         self._groups = local, rail = topologies.make_groups(found, whole, time_limit)
         self.faults = Faults(topology, f"{members[0]}-{joined[members[0]][1].number}")
         self.rail = Rail(rail, self.faults, device)
-        inner = sizes | {"experts": sizes["experts"] // topology.hosts, "training": training, "group": local,
-                         "device": device, "time_limit": time_limit + 10}
-        self.session = CpuSession(faults=self.faults, **inner) if device.type == "cpu" else Session(
-            windows=None, **inner)
+        self.session = self._session(sizes | {
+            "experts": sizes["experts"] // topology.hosts, "training": training, "group": local, "device": device,
+            "time_limit": time_limit + topologies.LOCAL_SECONDS})
         counted = exchange == "counted" or exchange is None and topology.hosts >= COUNTED_FROM
         self._rotation = Rotation(self.session, self.rail, self.faults, sizes["experts"], counted)
         advised = advice(topology, self.sizes) if training else None
         if advised is not None and topology.rank == 0:
             warnings.warn(advised, stacklevel=4)
+
+    def _session(self, arguments: dict):
+        """This host's. Where one host has none all ranks raise."""
+        try:
+            session = (CpuSession(faults=self.faults, **arguments) if self.device.type == "cpu" else
+                       Session(windows=None, **arguments))
+        except Exception as error:
+            gather((None, None, f"{type(error).__name__}: {error}"), None)
+            self._leave()
+            raise
+        try:
+            refuse_differences(gather(({}, None, None), None))
+        except RuntimeError:
+            session.abort()
+            self._leave()
+            raise
+        return session
 
     def _on_device(self):
         """torch's collectives go by its current GPU, as the passes of a session do."""
@@ -168,7 +189,10 @@ class HostsExperts:
         self._leave()
 
     def abort(self) -> None:
-        """Without the other ranks."""
+        """Without the other ranks. The rail goes first: this rank's GPU may wait there."""
+        if self.device.type == "cuda":
+            for group in self._groups:
+                group.abort()
         self.session.abort()
         self._leave()
 

@@ -11,6 +11,8 @@ import socket
 from torch import distributed
 
 MAX_LOCAL_RANKS = 8
+# Waits within a host take so much longer than those between hosts, whose error names a host and comes first.
+LOCAL_SECONDS = 10
 BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -88,8 +90,7 @@ def make_groups(topologies: dict, group, seconds: float) -> tuple:
         topologies: That of each group whose object is made now, by the group's global ranks, in the same order on all
             ranks.
         group: This object's.
-        seconds: How long a wait in the rail's group may take. Those within a host take 10 s more, so that the rail's
-            error, which names a host, comes first.
+        seconds: How long a wait in the rail's group may take; one within a host LOCAL_SECONDS more.
     """
     backend, mine = distributed.get_backend(group), distributed.get_rank()
     local = rail = None
@@ -97,7 +98,7 @@ def make_groups(topologies: dict, group, seconds: float) -> tuple:
         for of_host, ranks in ((True, [one.of_host(host) for host in range(one.hosts)]),
                                (False, [range(each, len(members), one.local_ranks) for each in one.of_host(0)])):
             for some in ranks:
-                limit = datetime.timedelta(seconds=seconds + 10 if of_host else seconds)
+                limit = datetime.timedelta(seconds=seconds + LOCAL_SECONDS if of_host else seconds)
                 made = distributed.new_group([members[rank] for rank in some], timeout=limit, backend=backend)
                 if mine in [members[rank] for rank in some]:
                     local, rail = (made, rail) if of_host else (local, made)

@@ -150,7 +150,7 @@ bool check_layer(Context const& context, Job const& job, BenchLayer& layer) {
   return result.ok && layer.equals(result.outputs);
 }
 
-/// What differs from the plain call.
+/// Returns what differs from the plain call.
 std::string variant_of(MoeDesc const& desc) {
   std::string variant;
   if (desc.save == SavePolicy::x) variant = "save-x";

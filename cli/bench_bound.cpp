@@ -27,7 +27,7 @@ double best_of(std::function<void()> const& run) {
   return best;
 }
 
-/// What filled() puts at an index: exact in bf16, never 0 in long runs, never denormal.
+/// Returns what filled() puts at an index: exact in bf16, never 0 in long runs, never denormal.
 float filling(std::int64_t index) { return static_cast<float>(index % 251 - 125) / 128; }
 
 /// A matrix of an operand that filled() made.
@@ -39,7 +39,7 @@ struct FilledMatrix {
   }
 };
 
-/// Whether some elements of c [m,n] = a [m,k] b [k,n] are what fp64 sums give, to the rounding of fp32 sums and of the
+/// True if some elements of c [m,n] = a [m,k] b [k,n] are what fp64 sums give, to the rounding of fp32 sums and of the
 /// results' type.
 bool some_are_right(std::int64_t m, std::int64_t n, std::int64_t k, FilledMatrix const& a,
                     FilledMatrix const& b, void const* c, DType results) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a layer is measured against: the same GEMMs as plain library calls on contiguous balanced data, one for each
+// A layer is measured against this: the same GEMMs as plain library calls on contiguous balanced data, one for each
 // expert or one for all, whichever is fastest on this machine; and the rate at which this machine copies memory.
 #pragma once
 

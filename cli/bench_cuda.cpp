@@ -54,7 +54,7 @@ struct Times {
     return quantile(std::move(all), quantile_);
   }
   [[nodiscard]] double median() const { return at(0.5); }
-  /// How far the blocks' medians lie apart, as a fraction of the median.
+  /// Returns how far the blocks' medians lie apart, as a fraction of the median.
   [[nodiscard]] double block_spread() const {
     double least = HUGE_VAL, most = 0;
     for (auto const& block : blocks) {
@@ -263,7 +263,7 @@ class JobBench {
     is_inference(pass) ? layer_.forward_inference() : layer_.forward();
   }
 
-  /// What an op has to do; nothing for those that work.hpp does not count.
+  /// Returns what an op has to do; nothing for those that work.hpp does not count.
   [[nodiscard]] work::OpWork work_of(std::string const& op, bool backward = false) const {
     for (work::OpWork const& w :
          {work::up_projection_fwd(desc(), rows()), work::down_projection_fwd(desc(), rows()),

@@ -64,7 +64,7 @@ std::int64_t sampled_token(std::int64_t tokens, std::int64_t samples, std::int64
   return samples == 1 ? tokens - 1 : i * (tokens - 1) / (samples - 1);
 }
 
-/// Whether an element of a bf16 or fp32 tensor still holds the poison.
+/// True if an element of a bf16 or fp32 tensor still holds the poison.
 bool has_poison(Tensor const& tensor) {
   std::size_t const bytes = bytes_of(tensor);
   std::vector<std::uint16_t> halves(bytes / 2);

@@ -40,7 +40,7 @@ constexpr char kProtocol[] =
     "SM clock of the slowest GPU's passes; o is compared bit for bit with the layer that has all "
     "experts on one GPU, with partial combine by the norm of the error, at most 2^-8";
 
-/// Where the threads of a group meet. Who fails takes the others along.
+/// The threads of a group meet here. Who fails takes the others along.
 class Meeting {
  public:
   explicit Meeting(std::int32_t threads) : threads_(threads) {}
@@ -74,12 +74,12 @@ constexpr std::array<char const*, kCandidates> kVariants = {"", "graph", "one-gp
 constexpr std::array<char const*, kCandidates> kVariantsOfPartialCombine = {
     "partial-combine", "graph-partial-combine", "one-gpu"};
 
-/// Of one pass.
+/// Holds what was measured of one pass.
 struct Reading {
   float ms = 0, mhz = 0;
 };
 
-/// What the ranks of one job share.
+/// Holds what the ranks of one job share.
 struct Group {
   Group(std::int32_t ranks, std::vector<PeerWindow> of_ranks)
       : meeting(ranks), windows(std::move(of_ranks)), latest(windows.size()) {}
@@ -110,7 +110,7 @@ ExpertParallelDesc group_desc(std::int32_t rank, std::int32_t ranks, MoeDesc con
           .partial_combine = partial_combine};
 }
 
-/// What several GPUs do not serve, before any of them is looked for.
+/// Refuses what several GPUs do not serve, before any of them is looked for.
 void check_job(std::int32_t gpus, CudaBench::Job const& job, CudaBench const& bench) {
   verify::LayerCase const& layer_case = job.layer_case;
   MoeDesc const& desc = layer_case.desc;
@@ -346,7 +346,7 @@ Json bench_job(std::int32_t gpus, CudaBench::Job const& job, CudaBench const& be
     });
   }
   for (std::thread& thread : threads) thread.join();
-  // Of several errors the one that is not "another rank has failed".
+  // Several errors become one: that which is not "another rank has failed".
   std::exception_ptr worst;
   for (std::exception_ptr const& error : errors) {
     if (error == nullptr) continue;

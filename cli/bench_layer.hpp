@@ -26,7 +26,7 @@ class BenchLayer {
   [[nodiscard]] std::size_t workspace_bytes_of(Pass pass) const;
   [[nodiscard]] std::size_t saved_bytes_total() const;
 
-  /// Whether o and all gradients of the last forward and backward equal `expected` bit for bit.
+  /// True if o and all gradients of the last forward and backward equal `expected` bit for bit.
   [[nodiscard]] bool equals(verify::Tensors const& expected);
 
  private:

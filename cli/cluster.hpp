@@ -43,7 +43,7 @@ struct Cluster {
   [[nodiscard]] double ranks() const noexcept { return static_cast<double>(hosts * gpus); }
 };
 
-/// Of one GPU.
+/// The batch of one GPU.
 struct Batch {
   std::int64_t sequences = 1;
   std::int64_t context = 4096;
@@ -80,7 +80,7 @@ struct Prediction {
   PeakBytes peak;
 };
 
-/// What is known of one implementation's experts at the model's shape.
+/// Holds what is known of one implementation's experts at the model's shape.
 struct Experts {
   std::string impl;
   double ms = 0;           ///< of a layer of `tokens` tokens

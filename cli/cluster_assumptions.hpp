@@ -29,7 +29,7 @@ inline constexpr Published kPublished = {"SonicMoE's paper, a 7B model under FSD
                                          213e9, 38520,
                                          "layers, heads, vocabulary, sequence length or batch"};
 
-/// Whether the cluster is one of 64 H100.
+/// True if the cluster is one of 64 H100.
 bool has_published(Cluster const& cluster, GpuRates const& gpu);
 
 }  // namespace tessera::cli

@@ -12,7 +12,7 @@
 
 namespace tessera::cli {
 
-/// Of one layer of a training step; what a GPU sends to other hosts.
+/// One layer of a training step; what a GPU sends to other hosts.
 struct ExpertsLayout {
   double tokens = 0;  ///< of a GPU
   double within_host_bytes = 0;
@@ -28,7 +28,7 @@ struct ExpertsLayout {
   }
 };
 
-/// Of a cluster with several hosts. tokens: of a GPU.
+/// Lays out the experts of a cluster with several hosts. tokens: of a GPU.
 ExpertsLayout experts_layout(TrainingModel const& model, Cluster const& cluster, double tokens);
 
 }  // namespace tessera::cli

@@ -23,7 +23,7 @@ struct ClusterRow {
   [[nodiscard]] double tokens_per_s() const { return batch.tokens() / prediction.seconds; }
 };
 
-/// What all rows share, and they.
+/// Holds the rows, and what they share.
 struct ClusterPlan {
   TrainingModel model;
   Cluster cluster;

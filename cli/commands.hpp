@@ -52,13 +52,13 @@ void run_with(CLI::App& command, std::string const& example, std::function<int()
 /// Takes numbers within [low, high] and, unlike CLI::Range, nothing that is no number.
 CLI::Validator number_in(double low, double high);
 
-/// How this program was called: what the commands that it prints start with.
+/// Returns how this program was called: what the commands that it prints start with.
 std::string& program_name() noexcept;
 
-/// Whether `stream` is a terminal, so that lines may be redrawn there.
+/// True if `stream` is a terminal, so that lines may be redrawn there.
 bool is_terminal(std::FILE* stream) noexcept;
 
-/// Whether `stream` takes colours: a terminal, and NO_COLOR is unset or empty.
+/// True if `stream` takes colours: a terminal, and NO_COLOR is unset or empty.
 bool use_colour(std::FILE* stream) noexcept;
 
 void add_info(CLI::App& app);

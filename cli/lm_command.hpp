@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What train, generate and convert share: errors of the language model as exit codes, Ctrl-C as a flag, readers that
+// train, generate and convert share this: errors of the language model as exit codes, Ctrl-C as a flag, readers that
 // have gone.
 #pragma once
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What one MoE layer will cost, from its shape alone. b bytes per element, w = 2 gated or 1, R = T*K rows,
+// The cost of one MoE layer, from its shape alone. b bytes per element, w = 2 gated or 1, R = T*K rows,
 // M_e = R/E rows per expert, G = d/n.
 #pragma once
 

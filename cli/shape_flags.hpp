@@ -53,7 +53,7 @@ class ShapeFlags {
   /// Throws CommandError for a flag of data, where `command` has none.
   void refuse_data(CLI::App const& command) const;
 
-  /// Whether a flag that fixes the shape was given.
+  /// True if a flag that fixes the shape was given.
   [[nodiscard]] bool any_shape() const noexcept;
 
   [[nodiscard]] bool has_layout() const noexcept { return !layout_.empty(); }

@@ -49,7 +49,7 @@ struct Flags {
   CLI::Option* out_option = nullptr;
 };
 
-// What is known of a run when it ends.
+// Holds what is known of a run when it ends.
 struct Summary {
   lm::RunEnd end = lm::RunEnd::finished;
   double tokens_per_second = 0;
@@ -209,7 +209,7 @@ std::string routing_text(lm::TrainingOptions const& o) {
   return fmt::format("{}, {} to {}", router, lm::rounding_name(o.rounding), o.tile);
 }
 
-// What keeps the experts in use.
+// Says what keeps the experts in use.
 std::string balance_text(lm::TrainingOptions const& o) {
   std::string text;
   auto const add = [&text](std::string const& part) { text += (text.empty() ? "" : ", ") + part; };
@@ -248,14 +248,14 @@ void announce(lm::TrainingOptions const& o, Context const& context, double bigra
   }
 }
 
-// Of a run with --seconds: what evaluating held-out text may take, and then what the sample may take.
+// Seconds of a run with --seconds that evaluating held-out text may take, and then those that the sample may take.
 double seconds_to_conclude(double seconds, double left) {
   constexpr double kShare = 0.1, kMin = 1;
   return std::max({kShare * seconds, kMin, left});
 }
 
-// How many windows can be evaluated in that time, with MoE blocks and without: each time forward alone, which takes
-// less than half of a training step.
+// Counts how many windows can be evaluated in that time, with MoE blocks and without: each time forward alone, which
+// takes less than half of a training step.
 std::int64_t windows_within(double seconds, double tokens_per_second, std::int64_t context) {
   double const windows = seconds * tokens_per_second / static_cast<double>(context);
   return std::max(lm::kEvaluationWindows, static_cast<std::int64_t>(std::min(windows, 1e15)));

@@ -15,7 +15,7 @@ class TrainProgress {
   TrainProgress(TrainProgress const&) = delete;
   TrainProgress& operator=(TrainProgress const&) = delete;
   void report(lm::Progress const& progress);
-  /// Of the evaluation at the end of the run; `name` says of what.
+  /// Shows the evaluation at the end of the run; `name` says of what.
   void evaluation(char const* name, std::int64_t done, std::int64_t windows);
   /// Ends the line that is being redrawn.
   void finish();

@@ -259,7 +259,8 @@ class Check {
     check_shape(block + "down_proj.weight", {hidden, width}, stated);
   }
 
-  // Whether config.json says that `layer` has experts, and the fields that say so; nothing where it does not tell.
+  // Returns whether config.json says that `layer` has experts, and the fields that say so; nothing where it does not
+  // tell.
   [[nodiscard]] std::optional<std::pair<bool, std::string>> stated_sparse(
       std::int64_t layer, std::int64_t layers) const {
     auto const at = static_cast<std::size_t>(layer);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What config.json states of a checkpoint's experts, compared with what the files hold.
+// Statements of config.json about a checkpoint's experts, compared with what the files hold.
 #pragma once
 
 #include "huggingface/checkpoint_folder.hpp"

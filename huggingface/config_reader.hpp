@@ -17,7 +17,7 @@ class ConfigReader {
 
   [[nodiscard]] std::string const& model_type() const noexcept { return model_type_; }
 
-  /// Whether the field is there and not null.
+  /// True if the field is there and not null.
   [[nodiscard]] bool has(char const* key) const;
   /// A size in [1, 2^24].
   [[nodiscard]] std::int64_t size(char const* key) const;

@@ -103,7 +103,7 @@ ExpertForm form_by_names(CheckpointFolder const& checkpoint) {
       checkpoint.path().string(), known_spellings()));
 }
 
-// What the checkpoint is now: converted before, or Hugging Face's.
+// Returns what the checkpoint is now: converted before, or Hugging Face's.
 ExpertForm source_form(CheckpointFolder const& checkpoint,
                        std::optional<Conversion> const& conversion) {
   auto const& metadata = checkpoint.file(0).metadata();
@@ -198,7 +198,7 @@ class Planner {
     return record;
   }
 
-  // Where the group's experts stand in the new form. The way back to a recorded form changes no prefix.
+  // Returns where the group's experts stand in the new form. The way back to a recorded form changes no prefix.
   [[nodiscard]] std::string new_prefix(ExpertGroup const& group, ExpertForm const& form) const {
     return conversion_ ? group.prefix : native_prefix(form.naming, group.prefix);
   }

@@ -71,7 +71,7 @@ class ExpertGroups {
                                                                -1};  // in gate_, up_
 };
 
-/// What `form` has for every expert of `group`, or for all of them at once.
+/// Returns what `form` has for every expert of `group`, or for all of them at once.
 std::vector<Part> parts_of(ExpertForm const& form, ExpertGroup const& group);
 
 /// The shape of the tensor that holds `part` of one expert, or of all where `stacked`.

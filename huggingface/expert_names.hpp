@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How checkpoints name expert weights: one table of naming schemes.
+// Names of expert weights in checkpoints: one table of naming schemes.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@
 
 namespace tessera::huggingface {
 
-/// What a tensor holds of an expert. gate_up: both, in the order of a WeightLayout; up alone where there is no gate.
+/// Says what a tensor holds of an expert. gate_up: both, in the order of a WeightLayout; up alone where there is no
+/// gate.
 enum class Part { gate, up, gate_up, down };
 
 /// A naming scheme.
@@ -30,14 +31,14 @@ enum class Naming {
 char const* naming_name(Naming naming) noexcept;
 std::optional<Naming> naming_named(std::string_view name) noexcept;
 
-/// How Hugging Face names the experts' tensors, for messages: "experts.<e>.gate_proj.weight, ...".
+/// Returns how Hugging Face names the experts' tensors, for messages: "experts.<e>.gate_proj.weight, ...".
 char const* known_spellings() noexcept;
 
 /// The layout of a Hugging Face naming whose layout does not depend on the model; separate stands for one tensor
 /// per matrix, experts without a gate included.
 WeightLayout hugging_face_layout(Naming naming) noexcept;
 
-/// Whether each expert has tensors of its own.
+/// True if each expert has tensors of its own.
 bool is_per_expert(Naming naming) noexcept;
 
 struct ExpertTensor {
@@ -48,14 +49,14 @@ struct ExpertTensor {
   bool operator==(ExpertTensor const&) const = default;
 };
 
-/// What `name` means under `naming`; nothing if it names no expert weight. `separate`: gate and up of the
+/// Returns what `name` means under `naming`; nothing if it names no expert weight. `separate`: gate and up of the
 /// tessera scheme are apart.
 std::optional<ExpertTensor> parse_expert_name(Naming naming, std::string_view name, bool separate);
 
 /// The inverse.
 std::string expert_name(Naming naming, ExpertTensor const& tensor);
 
-/// How Hugging Face's checkpoints of a model type name and lay out their experts.
+/// Says how Hugging Face's checkpoints of a model type name and lay out their experts.
 struct NativeForm {
   Naming naming;
   WeightLayout layout;  ///< per-expert namings: separate
@@ -66,8 +67,8 @@ std::optional<NativeForm> native_form(std::string_view model_type) noexcept;
 /// The model types that native_form knows.
 std::vector<std::string_view> native_model_types();
 
-/// Where the experts of `prefix` stand under a Hugging Face naming: transformers 5 calls the modules of Granite and
-/// Mixtral otherwise than their checkpoints do.
+/// Returns where the experts of `prefix` stand under a Hugging Face naming: transformers 5 calls the modules of Granite
+/// and Mixtral otherwise than their checkpoints do.
 std::string native_prefix(Naming naming, std::string_view prefix);
 
 }  // namespace tessera::huggingface

@@ -277,7 +277,7 @@ constexpr Family kFamilies[] = {
     {"qwen3_vl_moe_text", qwen3_moe},
 };
 
-// What keeps plan from a family that convert knows.
+// Holds what keeps plan from a family that convert knows.
 struct Unclear {
   char const* model_type;
   char const* why;
@@ -294,7 +294,7 @@ constexpr Unclear kUnclear[] = {
     {"phimoe", "its router is a sparse mixer, which no router here is"},
 };
 
-// Whether the language model of a model of that type is known here, if only to be refused.
+// True if the language model of a model of that type is known here, if only to be refused.
 bool has_text_model(std::string const& type) {
   auto const is = [&](auto const& known) { return type + "_text" == known.model_type; };
   return std::any_of(std::begin(kFamilies), std::end(kFamilies), is) ||

@@ -31,7 +31,7 @@ struct Parameters {
   }
 };
 
-/// Of grouped-query attention.
+/// Heads of grouped-query attention.
 struct AttentionHeads {
   std::int64_t query, key_value, dim;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the families of models share: sizes, attention, routers and how their parameters are counted.
+// The families of models share this: sizes, attention, routers and how their parameters are counted.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,10 @@ std::int64_t product(std::initializer_list<std::int64_t> factors);
 std::int64_t linear(std::int64_t in, std::int64_t out, bool bias = false);
 /// gate, up and down projection.
 std::int64_t gated_mlp(std::int64_t hidden, std::int64_t intermediate);
-/// Of hidden_act.
+/// The activation that hidden_act names.
 ActivationKind gated_activation(ConfigReader const& config);
 
-/// What every family has: sizes, embedding, two norms per layer and a last one.
+/// Returns what every family has: sizes, embedding, two norms per layer and a last one.
 Model common(ConfigReader const& config);
 
 AttentionHeads heads(ConfigReader const& config);
@@ -34,7 +34,7 @@ void layers_after(ConfigReader const& config, Model& model, std::int64_t dense, 
 /// Routers, experts and dense layers, once model.moe and model.moe_layers are known.
 void count_mlps(Model& model, std::int64_t dense_intermediate, bool router_bias);
 void note_next_token_layers(ConfigReader const& config, Model& model);
-/// By norm_topk_prob.
+/// The router that norm_topk_prob chooses.
 RouterKind softmax_router(ConfigReader const& config);
 /// Projections and norms of multi-head latent attention.
 void latent_attention(ConfigReader const& config, Model& model);

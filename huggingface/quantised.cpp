@@ -33,7 +33,7 @@ struct ScaleName {
   char const* format;
 };
 
-// How formats name what stands beside, or instead of, a weight.
+// Says how formats name what stands beside, or instead of, a weight.
 constexpr ScaleName kScaleNames[] = {
     {"_blocks", "MXFP4"},      {".weight_scale_inv", "FP8"},    {".weight_scale", "FP8"},
     {".qweight", "quantised"}, {".weight_packed", "quantised"}, {".absmax", "quantised"},

@@ -33,7 +33,7 @@ struct ModelConfig {
   bool operator==(ModelConfig const&) const = default;
 };
 
-/// Whether experts are chosen with a selection bias: a number for each, which no gradient reaches and each step's load
+/// True if experts are chosen with a selection bias: a number for each, which no gradient reaches and each step's load
 /// moves (Model::update_selection_bias).
 constexpr bool has_selection_bias(ModelConfig const& config) noexcept {
   RouterKind const kind = config.router.kind;
@@ -44,10 +44,10 @@ constexpr bool has_selection_bias(ModelConfig const& config) noexcept {
 /// Throws InputError unless every size is in range and the model has fewer than 2^31 parameters.
 void validate(ModelConfig const& config);
 
-/// Of a valid config.
+/// Counts the parameters of a valid config.
 std::int64_t parameter_count(ModelConfig const& config);
 
-/// Whether Hugging Face's Qwen3MoeForCausalLM has this router.
+/// True if Hugging Face's Qwen3MoeForCausalLM has this router.
 bool is_qwen3_moe(ModelConfig const& config) noexcept;
 
 /// config.json of Qwen3MoeForCausalLM; with another router, of model_type "tessera_moe" with the router beside it.

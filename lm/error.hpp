@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What goes wrong outside the program, as one line: rule, offending values, remedy.
+// Errors of the world outside the program, as one line: rule, offending values, remedy.
 #pragma once
 
 #include <stdexcept>

@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::size_t kBytes = ModelConfig::kVocabulary;
 
-// Which windows of a text are used: all, or as many as wanted, spread evenly.
+// Holds which windows of a text are used: all, or as many as wanted, spread evenly.
 struct Choice {
   std::int64_t all, used, context;
   Choice(std::size_t bytes, std::int64_t context_, std::int64_t max_windows)

@@ -21,7 +21,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-// Whether the folder still has its name.
+// True if the folder still has its name.
 bool is_named(int descriptor, fs::path const& folder) {
   struct stat opened{}, named{};
   return ::fstat(descriptor, &opened) == 0 && ::stat(folder.c_str(), &named) == 0 &&

@@ -37,7 +37,7 @@ MoeWeights moe_weights(ModelConfig const& config, float const* parameters, Layer
 
 }  // namespace
 
-/// What one call fixes for all layers.
+/// Holds what one call fixes for all layers.
 struct Model::Pass {
   float const* parameters;
   std::span<std::uint8_t const> inputs;

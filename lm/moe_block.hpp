@@ -27,7 +27,7 @@ struct RouterLosses {
   [[nodiscard]] bool any() const noexcept { return balance != 0 || z != 0; }
 };
 
-/// What one MoE block computes for so many tokens. In training the router and the rounding are those of the
+/// Describes what one MoE block computes for so many tokens. In training the router and the rounding are those of the
 /// options. Elsewhere nothing is rounded, and where experts choose, which looks at other tokens and so at what
 /// comes later, tokens choose by the same scores instead.
 MoeDesc moe_desc(ModelConfig const& config, std::int64_t tokens, RoundingOptions const& rounding,
@@ -56,7 +56,7 @@ class MoeBlock {
                bool keep, float const* x, MoeWeights const& weights, float* o, std::int32_t* counts,
                std::vector<std::byte>& workspace);
 
-  /// Of the last forward call that kept. Writes dx and the weights' gradients; adds those of the
+  /// The backward pass of the last forward call that saved. Writes dx and the weights' gradients; adds those of the
   /// router's losses.
   void backward(Context const& context, RouterLosses const& losses, float const* x,
                 float const* d_o, MoeWeights const& weights, float* dx,

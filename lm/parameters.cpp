@@ -25,7 +25,7 @@ std::int64_t ParameterLayout::add(std::string name, std::vector<std::int64_t> sh
 LayerOffsets ParameterLayout::add_layer(ModelConfig const& c, std::int64_t layer) {
   std::string const prefix = fmt::format("model.layers.{}.", layer);
   auto const fan_in = [](std::int64_t width) { return 1 / std::sqrt(static_cast<double>(width)); };
-  // What writes to the residual stream starts smaller, so that depth does not widen it.
+  // Matrices that write to the residual stream start smaller, so that depth does not widen it.
   double const residual = 1 / std::sqrt(2 * static_cast<double>(c.layers));
   auto const weight = [&](std::string const& name, std::int64_t rows, std::int64_t columns,
                           double scale = 1) {

@@ -13,7 +13,7 @@
 
 namespace tessera::lm {
 
-/// What a tensor is to training.
+/// Says what a tensor is to training.
 enum class Role {
   weight,          ///< starts random, decays
   norm,            ///< starts at 1, does not decay

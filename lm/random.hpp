@@ -9,7 +9,7 @@
 
 namespace tessera::lm {
 
-/// What a number is drawn for; each purpose has its own sequence.
+/// Says what a number is drawn for; each purpose has its own sequence.
 enum class Stream : std::uint64_t { initial_weights = 1, batches = 2, sampling = 3 };
 
 /// The finaliser of SplitMix64: a bijection whose output bits each depend on all input bits.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a run leaves for people: loss.csv, expert_load.csv, curve.gp and curve.svg, sample.txt.
+// A run leaves this for people: loss.csv, expert_load.csv, curve.gp and curve.svg, sample.txt.
 #pragma once
 
 #include <filesystem>

@@ -24,7 +24,7 @@ double now() {
   return std::chrono::duration<double>(time).count();
 }
 
-// What a step holds beyond parameters, to the first order: attention probabilities, the residual stream's
+// Estimates what a step holds beyond parameters, to the first order: attention probabilities, the residual stream's
 // copies, projections and the experts' rows.
 double activation_bytes(TrainingOptions const& o) {
   ModelConfig const& c = o.model;

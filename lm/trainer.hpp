@@ -16,14 +16,14 @@
 
 namespace tessera::lm {
 
-/// How evenly a step's rows spread over the experts.
+/// Says how evenly a step's rows spread over the experts.
 struct ExpertLoad {
   double max_over_mean = 0;             ///< averaged over layers
   double coefficient_of_variation = 0;  ///< the same
   std::int64_t idle = 0;                ///< experts without rows, of all layers
 };
 
-/// Of counts [layers * E].
+/// The load that counts [layers * E] say.
 ExpertLoad expert_load(std::span<std::int32_t const> counts, std::int64_t layers);
 
 /// Throws InputError if the machine's memory cannot hold the parameters and activations.
@@ -32,7 +32,7 @@ void require_memory(TrainingOptions const& options);
 /// Held-out windows per evaluation along the way; the run ends with all of them, or as many as its time allows.
 inline constexpr std::int64_t kEvaluationWindows = 128;
 
-/// Where a run stands after a step.
+/// Says where a run stands after a step.
 struct Progress {
   std::int64_t step = 0, steps = 0;
   double loss = 0;  ///< bits per byte of the step's batch
@@ -43,7 +43,7 @@ struct Progress {
   double held_out = 0;      ///< bits per byte, the last known; 0 before the first
 };
 
-/// What does not change the result of a run.
+/// Holds what does not change the result of a run.
 struct RunOptions {
   std::int64_t save_every = 400;
   double seconds = 0;                       ///< stops after that time; 0: never
@@ -64,7 +64,7 @@ class Trainer {
   RunEnd run(RunOptions const& options);
 
   [[nodiscard]] Model& model() noexcept { return model_; }
-  /// Of the last step of this run.
+  /// The load of the last step of this run.
   [[nodiscard]] ExpertLoad const& load() const noexcept { return load_; }
   /// Bytes trained per second of this run, evaluations and saves not counted.
   [[nodiscard]] double tokens_per_second() const noexcept;

@@ -47,7 +47,7 @@ struct TextSource {
   std::uint64_t fingerprint = 0;
 };
 
-/// What the curve shows.
+/// Holds what the curve shows.
 struct History {
   static constexpr std::int64_t kLoadEvery = 10;  ///< steps between snapshots of the experts' load
 

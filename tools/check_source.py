@@ -28,7 +28,8 @@ COMMENT = re.compile(r"^\s*(?://[/<]*|\*)\s+(\S.*)$")
 NO_SUBJECT = re.compile(r"(Of|By|What|Whether|Who|Whom|Whose|Which|How)\b")
 CLAUSE = re.compile(r"(Where|When)\b")
 DITTO = re.compile(r"//[/<]*\s+\.\.(?!\.)")
-SENTENCES = ("src/cuda/", "src/expert_parallel/", "src/ops/")  # folders whose comments check_comments reads
+# Folders whose comments check_comments reads.
+SENTENCES = ("include/", "src/", "cli/", "lm/", "huggingface/", "examples/")
 NO_SENTENCES_YET = ("src/cuda/gemm/", "src/cuda/epilogue/", "src/expert_parallel/fused/")
 
 

@@ -44,7 +44,7 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
   std::vector<Bf16> o(x.size(), 0xffff), wanted = o;  // NaN
   Memory const gpu_ids = upload(chosen.ids), gpu_scores = upload(chosen.scores);
   Memory const gpu_o = upload(o), gpu_wanted = upload(wanted);
-  // Of all experts, for the comparison: a pass gets those of its rank.
+  // These are the weights of all experts, for the comparison: a pass gets those of its rank.
   Memory const w_up = upload(uniform(experts * kUp, 1, 0x1p-4f));
   Memory const w_down = upload(uniform(experts * kDown, 2, 0x1p-4f));
   auto const bf16 = [device](Memory const& memory, std::initializer_list<std::int64_t> shape,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the examples need besides the library: errors as exceptions, memory of a GPU, random bf16, a place to meet.
+// The examples need this besides the library: errors as exceptions, memory of a GPU, random bf16, a place to meet.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -30,7 +30,7 @@ T value_of(tessera::Expected<T> expected) {
   return std::move(expected).value();
 }
 
-/// Of the current GPU.
+/// Memory of the current GPU.
 using Memory = std::shared_ptr<void>;
 inline Memory allocate(std::size_t bytes) {
   void* memory = nullptr;
@@ -64,7 +64,7 @@ inline std::vector<Bf16> uniform(std::int64_t count, int seed, float scale) {
 
 inline float value(float x) { return x; }
 
-/// Whether, row by row, the norm of the error is at most 2^-7 of the norm of what is wanted, which is not 0 everywhere.
+/// True if, row by row, the norm of the error is at most 2^-7 of the norm of what is wanted, which is not 0 everywhere.
 template <class T>
 bool is_near(std::vector<T> const& got, std::vector<T> const& wanted, std::size_t columns) {
   bool any = false;
@@ -81,7 +81,7 @@ bool is_near(std::vector<T> const& got, std::vector<T> const& wanted, std::size_
   return any;
 }
 
-/// Where threads meet. One that fails leaves, and the others hear of it when they meet next.
+/// Threads meet here. One that fails leaves, and the others hear of it when they meet next.
 class Meeting {
  public:
   explicit Meeting(int threads) : barrier_(threads) {}

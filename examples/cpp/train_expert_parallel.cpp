@@ -61,13 +61,13 @@ class Tensors {
   std::vector<Memory> memory_;
 };
 
-/// What a layer keeps of a pass on this rank besides x and ids, with memory for `rows` rows.
+/// Holds what a layer saves of a pass on this rank besides x and ids, with memory for `rows` rows.
 struct Saved {
   DispatchTables tables;
   Tensor h;
 };
 
-/// What backward makes, and what it makes it in: the latter may be shared by all layers.
+/// Holds what backward makes, and the memory that it needs: the latter may be shared by all layers.
 struct Backward {
   Tensor dx, dscores;  // of this rank's tokens
   ExpertGradients gradients;
@@ -102,7 +102,7 @@ void run_backward(ExpertParallel& session, Context const& context, MoeDesc const
                            .o = b.dx}));
 }
 
-/// Of all ranks' tokens, on one GPU with all experts.
+/// Results for all ranks' tokens, on one GPU with all experts.
 struct Wanted {
   Tensor o, dx, dscores, dw_up, dw_down;
 };
@@ -166,8 +166,8 @@ void run_rank(ExpertParallelDesc const& desc, PeerWindow& window, Meeting& all) 
   std::int64_t const tokens = desc.max_tokens, experts = desc.experts;
   std::int64_t const all_tokens = desc.ranks * tokens, first_token = desc.rank * tokens;
   std::int64_t const first_expert = desc.rank * kOwnExperts;
-  // How many rows this rank's experts get depends on the ids of all ranks. Twice the mean and some, at most all of
-  // them: a pass with more is void, and check() says so.
+  // The number of rows that this rank's experts get depends on the ids of all ranks. Twice the mean and some, at most
+  // all of them: a pass with more is void, and check() says so.
   std::int64_t const rows = std::min(all_tokens * kTopK, 2 * tokens * kTopK + 1024);
   require(cudaSetDevice(desc.rank));
   Device const device = {DeviceKind::cuda, desc.rank};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which implementation serves a call, and why the others do not.
+// The implementation that serves a call, and why the others do not.
 #pragma once
 
 #include <string>
@@ -39,7 +39,7 @@ struct OpExplanation {
   std::vector<Candidate> candidates;
 };
 
-/// What a call with this description would run, op by op. Errors: those of workspace_bytes().
+/// Returns what a call with this description would run, op by op. Errors: those of workspace_bytes().
 TESSERA_EXPORT Expected<std::vector<OpExplanation>> explain(Context const& context,
                                                             MoeDesc const& desc,
                                                             Pass pass) noexcept;

@@ -77,7 +77,7 @@ struct SelectionBiasArgs {
 TESSERA_EXPORT Status update_selection_bias(Context const& context, SelectionBiasArgs const& args,
                                             Stream stream = {}) noexcept;
 
-/// How evenly rows spread over experts.
+/// Says how evenly rows spread over experts.
 struct LoadStatistics {
   std::int64_t rows = 0;   ///< sum of M_e
   std::int64_t empty = 0;  ///< experts without rows

@@ -38,7 +38,7 @@ class Session;
 
 inline constexpr std::int32_t kMaxRanks = 8;
 
-/// Who this rank is, and bounds of all passes. All but `rank` are equal on all ranks. Two more bounds hold, beyond
+/// Says who this rank is, and bounds of all passes. All but `rank` are equal on all ranks. Two more bounds hold, beyond
 /// which a pass has to be split: max_tokens*K*K is at most 2^32, and a rank's pool, P*max_tokens*K rows and 127 for
 /// each of its E/P experts, has at most 2^31-1 rows. What breaks a bound is refused with invalid_argument.
 struct ExpertParallelDesc {
@@ -50,7 +50,7 @@ struct ExpertParallelDesc {
   std::int64_t experts = 0;       ///< E, a multiple of P, at most 512
   std::int64_t top_k = 0;         ///< K, 1 to 32, at most E
   Activation activation = {};
-  /// Whether a rank may send back one weighted sum of a token's choices there, rounded to bf16, instead of the result
+  /// True if a rank may send back one weighted sum of a token's choices there, rounded to bf16, instead of the result
   /// of each, where the link would hold up the pass: fewer bytes cross, and the bits of o, the same every time, depend
   /// on P and on where a token is. Chosen for passes of max_tokens; with far fewer tokens they take longer so. What is
   /// added to the error of o is a rounding of each sum (docs/numerics.md).
@@ -61,9 +61,9 @@ struct ExpertParallelDesc {
       false;  ///< whether passes are saved for backward, or unfused: windows and workspace are larger
 };
 
-/// What a rank knows of the rows that its experts have in a pass, R of them: sorted by expert, then by rank, its own
-/// first and then those after it, by token, by choice. Whoever makes a pass writes it; dispatch() without route() and
-/// combine() read it.
+/// Holds what a rank knows of the rows that its experts have in a pass, R of them: sorted by expert, then by rank, its
+/// own first and then those after it, by token, by choice. Whoever makes a pass writes it; dispatch() without route()
+/// and combine() read it.
 struct DispatchTables {
   Tensor expert_offsets =
       {};  ///< [E/P+1] int32: where the rows of an expert begin; the last one is R
@@ -108,7 +108,7 @@ struct ExpertRouteArgs {
   std::int64_t room = 0;  ///< the old name of row_limit, until 1.0
 };
 
-/// What route(), or forward() that saves tables, has found.
+/// Holds what route(), or forward() that saves tables, has found.
 struct RoutedRows {
   std::int64_t rows = 0;  ///< R of this rank
   bool all_fit =
@@ -238,13 +238,13 @@ class TESSERA_EXPORT ExpertParallel {
   /// with the tables of an earlier pass, in the order of one stream. Between them nothing else of this object may be
   /// called, on no rank; a call out of turn is refused with invalid_argument. Each waits for all ranks.
   Status route(ExpertRouteArgs const& args, Stream stream = {}) noexcept;
-  /// Of the last pass that route() or forward() with tables has begun, or of one before it: `passes_ago` of these, at
+  /// Rows of the last pass that route() or forward() with tables has begun, or of one `passes_ago` passes before it, at
   /// most 4095; replays of graphs do not count. Waits until all ranks have routed, not for the rows.
   Expected<RoutedRows> routed_rows(std::int64_t passes_ago = 0) noexcept;
   Status dispatch(ExpertDispatchArgs const& args, Stream stream = {}) noexcept;
   Status combine(ExpertCombineArgs const& args, Stream stream = {}) noexcept;
 
-  /// Whether the passes that have ended are good: device_error, and who waited where for what, if a rank did not
+  /// Ok if the passes that have ended are good; else device_error, and who waited where for what, if a rank did not
   /// come within the time limit. Their o is void then, on all ranks, and the group must be made anew. Does not wait:
   /// synchronise the stream of a pass first.
   [[nodiscard]] Status check() const noexcept;

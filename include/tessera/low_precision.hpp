@@ -12,8 +12,8 @@
 
 namespace tessera {
 
-/// Which elements of a matrix share a scale, rows x columns: those of fp8-block (activations 1x128, weights 128x128)
-/// and of mxfp8 (1x32 along rows, 32x1 along columns, 32x32).
+/// Says which elements of a matrix share a scale, rows x columns: those of fp8-block (activations 1x128, weights
+/// 128x128) and of mxfp8 (1x32 along rows, 32x1 along columns, 32x32).
 enum class QuantiseBlock : std::int32_t {
   row_128 = 0,
   square_128 = 1,
@@ -22,7 +22,7 @@ enum class QuantiseBlock : std::int32_t {
   square_32 = 4,
 };
 
-/// How a block's scale follows from its largest magnitude, amax. fp32 and pow2 make fp32 scales of blocks of 128;
+/// Says how a block's scale follows from its largest magnitude, amax. fp32 and pow2 make fp32 scales of blocks of 128;
 /// rceil and floor make e8m0 scales of blocks of 32.
 enum class ScaleRule : std::int32_t {
   fp32 = 0,   ///< amax / 448: the largest magnitude is stored without error
@@ -31,7 +31,7 @@ enum class ScaleRule : std::int32_t {
   floor = 3,  ///< the power of two of amax over that of 448: elements beyond 448 become 448
 };
 
-/// Where the scales of a matrix of `rows` x `width` lie.
+/// Says where the scales of a matrix of `rows` x `width` lie.
 enum class ScaleLayout : std::int32_t {
   /// [rows/r, width/c] for blocks of r x c
   matrix = 0,

@@ -63,7 +63,7 @@ struct MoeForwardArgs {
   ConstTensor token_mask = {};
 };
 
-/// How a weight gradient meets its buffer: overwrite it, or add the complete fp32 sum once.
+/// Says how a weight gradient meets its buffer: overwrite it, or add the complete fp32 sum once.
 enum class GradientMode : std::int32_t { write = 0, accumulate = 1 };
 
 /// Weight gradients, in the layout of their weights, all fp32 or all of the storage type; those of an fp32 router are

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What follows from a router's options alone.
+// Facts that follow from a router's options alone.
 #pragma once
 
 #include "tessera/shape.hpp"
 
 namespace tessera {
 
-/// Whether the token rounding draws numbers from (seed, step, layer).
+/// True if the token rounding draws numbers from (seed, step, layer).
 constexpr bool draws(Router const& router) noexcept {
   return router.round == Rounding::sr_f || router.round == Rounding::nr_s;
 }
@@ -20,7 +20,7 @@ constexpr Router resolved(Router router) noexcept {
   return router;
 }
 
-/// Whether every score of the router is one number whatever its logits are, so that no gradient of o can ever reach
+/// True if every score of the router is one number whatever its logits are, so that no gradient of o can ever reach
 /// them: a softmax over one expert, or scores divided by their sum where a token has one (top_k = 1). Train such a
 /// layer with softmax_topk, or with sigmoid_bias without normalize_scores. False for given scores.
 constexpr bool scores_are_constant(MoeDesc const& desc) noexcept {

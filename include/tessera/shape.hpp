@@ -67,7 +67,7 @@ struct WeightLayout {
   bool operator==(WeightLayout const&) const = default;
 };
 
-/// How a router turns logits into experts and scores (formulas: docs/numerics.md).
+/// Says how a router turns logits into experts and scores (formulas: docs/numerics.md).
 enum class RouterKind : std::int32_t {
   given = 0,  ///< ids and weights come from the caller
   topk_softmax = 1,
@@ -112,11 +112,11 @@ struct Router {
 /// Where a score multiplies: after the down projection (default), on its input, or on x.
 enum class ScorePosition : std::int32_t { output = 0, activation = 1, input = 2 };
 
-/// What forward leaves for backward: h and the routing tables; the tables only (h is recomputed
+/// Says what forward leaves for backward: h and the routing tables; the tables only (h is recomputed
 /// from x); or nothing at all (inference).
 enum class SavePolicy : std::int32_t { h = 0, x = 1, none = 2 };
 
-/// Who groups the rows: the layer (slots of tokens), or the caller ahead of the call (post-dispatch:
+/// Says who groups the rows: the layer (slots of tokens), or the caller ahead of the call (post-dispatch:
 /// x rows already sorted by expert, with E+1 offsets, E end offsets or E counts).
 enum class RowGrouping : std::int32_t { slots = 0, offsets = 1, ends = 2, counts = 3 };
 
@@ -142,7 +142,7 @@ struct MoeDesc {
   /// gradients from the fp32 weights as they are. Their gradients are fp32 then.
   DType router_dtype = DType::none;
 
-  /// What w_router and b_router are stored in.
+  /// Returns what w_router and b_router are stored in.
   [[nodiscard]] constexpr DType router_storage() const noexcept {
     return router_dtype == DType::none ? dtype : router_dtype;
   }
@@ -153,11 +153,11 @@ struct MoeDesc {
   [[nodiscard]] constexpr bool rounds_tokens() const noexcept {
     return router.round != Rounding::none;
   }
-  /// Whether experts take tokens, rather than tokens experts.
+  /// True if experts take tokens, rather than tokens experts.
   [[nodiscard]] constexpr bool experts_choose() const noexcept {
     return router.kind == RouterKind::expert_choice && !router.replay;
   }
-  /// Whether tokens differ in their number of slots: `token_offsets` are part of the routing tables.
+  /// True if tokens differ in their number of slots: `token_offsets` are part of the routing tables.
   [[nodiscard]] constexpr bool experts_vary() const noexcept {
     return shape.variable_experts || rounds_tokens() || experts_choose();
   }

@@ -10,7 +10,7 @@
 
 namespace tessera {
 
-/// What kind of failure a Status reports. The numbers are part of the C ABI.
+/// Says what kind of failure a Status reports. The numbers are part of the C ABI.
 enum class StatusCode : std::int32_t {
   ok = 0,
   invalid_argument = 1,  ///< the call breaks a rule; the text names rule, values and remedy

@@ -43,7 +43,7 @@ constexpr std::size_t dtype_bytes(DType dtype) noexcept {
   return 0;
 }
 
-/// Where a tensor's memory lives. The numbers are part of the C ABI.
+/// Says where a tensor's memory lives. The numbers are part of the C ABI.
 enum class DeviceKind : std::int32_t { cpu = 0, cuda = 1 };
 struct Device {
   DeviceKind kind = DeviceKind::cpu;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the files of the C ABI share: the error of a thread, structs of older and newer callers, tensors.
+// The files of the C ABI share this: the error of a thread, structs of older and newer callers, tensors.
 #pragma once
 
 #include <cstdint>

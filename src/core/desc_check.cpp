@@ -76,7 +76,7 @@ Status check_enums(MoeDesc const& desc) noexcept {
   return {};
 }
 
-/// Who chooses, and what goes together: replayed ids, expert choice, token rounding.
+/// Checks who chooses, and what goes together: replayed ids, expert choice, token rounding.
 Status check_choice(MoeDesc const& desc) noexcept {
   Router const& router = desc.router;
   bool const given = router.kind == RouterKind::given;

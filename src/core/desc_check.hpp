@@ -21,7 +21,7 @@ inline MoeDesc resolved(MoeDesc desc) noexcept {
 /// The parameters of clamped_swiglu, and that no other activation has any. Errors: invalid_argument.
 Status check_activation(Activation const& activation) noexcept;
 
-/// Whether `pass` is one of the enum's.
+/// Refuses a `pass` that is none of the enum's.
 Status check_pass(Pass pass) noexcept;
 
 /// Upper bound of P, T and E*max(w*n,d): indices are int32 on every device.

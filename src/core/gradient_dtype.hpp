@@ -6,7 +6,7 @@
 
 namespace tessera::core {
 
-/// Whether the router is fp32 and the experts are not.
+/// True if the router is fp32 and the experts are not.
 inline bool has_fp32_router(MoeDesc const& desc) noexcept {
   return desc.router_storage() == DType::fp32 && desc.dtype != DType::fp32;
 }
@@ -25,7 +25,7 @@ inline DType gradient_dtype(MoeDesc const& desc, ExpertGradients const& gradient
   return desc.dtype;
 }
 
-/// Of dw_router and db_router.
+/// The type of dw_router and db_router.
 inline DType router_gradient_dtype(MoeDesc const& desc, ExpertGradients const& gradients) noexcept {
   return has_fp32_router(desc) ? DType::fp32 : gradient_dtype(desc, gradients);
 }

@@ -26,17 +26,17 @@ struct LoadCounts {
   std::int64_t experts = 0;
 
   [[nodiscard]] TESSERA_INLINE bool is_real() const noexcept { return dtype == DType::fp32; }
-  /// Of integers.
+  /// An integer count.
   [[nodiscard]] TESSERA_INLINE std::int64_t at(std::int64_t e) const noexcept {
     return dtype == DType::int64 ? static_cast<std::int64_t const*>(data)[e]
                                  : static_cast<std::int32_t const*>(data)[e];
   }
-  /// Of any type.
+  /// A count of any type.
   [[nodiscard]] TESSERA_INLINE double real_at(std::int64_t e) const noexcept {
     return is_real() ? static_cast<double>(static_cast<float const*>(data)[e])
                      : static_cast<double>(at(e));
   }
-  /// Whether an fp32 count is negative, infinite or NaN.
+  /// True if an fp32 count is negative, infinite or NaN.
   [[nodiscard]] TESSERA_INLINE bool is_bad_real(std::int64_t e) const noexcept {
     constexpr double kLargest = 0x1.fffffep+127;
     return !(real_at(e) >= 0 && real_at(e) <= kLargest);

@@ -13,7 +13,7 @@ struct RouterGroups {
   std::int64_t top_groups = 1;
 };
 
-/// What desc.router asks for; a 0 there is replaced: groups by the largest divisor of E up to 8 that leaves at
+/// Returns what desc.router asks for; a 0 there is replaced: groups by the largest divisor of E up to 8 that leaves at
 /// least 2 experts per group (else 1), top_groups by the least number >= groups/2 whose experts hold K.
 inline RouterGroups router_groups(MoeDesc const& desc) noexcept {
   std::int64_t const experts = desc.shape.experts;

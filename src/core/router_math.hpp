@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What CPU and GPU routers share, bit for bit: an expert's own p, keys as integers in the order of selection, and the
+// CPU and GPU routers share this, bit for bit: an expert's own p, keys as integers in the order of selection, and the
 // size of the blocks in which losses add up.
 #pragma once
 
@@ -26,8 +26,8 @@ TESSERA_INLINE bool has_softmax_over_all(RouterKind kind) noexcept {
   return kind == RouterKind::softmax_topk || kind == RouterKind::expert_choice;
 }
 
-/// What backward needs besides ids and scores: the logits where the gradient reaches experts that no slot names, else
-/// the chosen p of routers with a p of their own.
+/// True where backward needs the logits besides ids and scores: the gradient reaches experts that no slot names. Else
+/// it needs the chosen p of routers with a p of their own.
 TESSERA_INLINE bool saves_logits(MoeDesc const& desc) noexcept {
   return has_softmax_over_all(desc.router.kind) || desc.router.round != Rounding::none;
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A fixed set of threads that run the indices of a loop; several callers may use it at once.
 //
-// Which thread runs an index is decided by an atomic ticket and differs from run to run: results may not
+// An atomic ticket decides which thread runs an index, so it differs from run to run: results may not
 // depend on it. What may depend on the thread is scratch memory, by `slot`: inside one call no two threads
 // share a slot, and slots are < num_threads().
 #pragma once

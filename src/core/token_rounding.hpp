@@ -42,7 +42,7 @@ TESSERA_INLINE std::int64_t beyond_tile(std::int64_t members, std::int32_t tile)
   return static_cast<std::uint32_t>(members) % static_cast<std::uint32_t>(tile);  // both < 2^31
 }
 
-/// What the rules read of one expert.
+/// Holds what the rules read of one expert.
 struct ExpertPairs {
   std::int64_t members = 0;   ///< f_e
   std::int64_t eligible = 0;  ///< other tokens that could be added

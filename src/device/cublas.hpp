@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a layer on a GPU is measured against: its GEMMs as cuBLAS batched calls on contiguous balanced data.
+// A layer on a GPU is measured against this: its GEMMs as cuBLAS batched calls on contiguous balanced data.
 #pragma once
 
 #include <cstdint>

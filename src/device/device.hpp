@@ -71,7 +71,7 @@ class Stream {
   void* native_ = nullptr;
 };
 
-/// What `body` enqueues on a stream, captured once and launched at will.
+/// Holds what `body` enqueues on a stream, captured once and launched at will.
 class Graph {
  public:
   Graph(Stream const& stream, std::function<void()> const& body);
@@ -135,14 +135,14 @@ class Gate {
   Gate& operator=(Gate const&) = delete;
   /// Enqueues the wait for the `opening`-th open(), counted from 1.
   void hold(Stream const& stream, std::uint32_t opening) const;
-  /// Of one thread.
+  /// One thread calls it.
   void open() noexcept;
 
  private:
   std::uint32_t volatile* opened_ = nullptr;  // pinned
 };
 
-/// What a results file says about a device.
+/// Holds what a results file says about a device.
 struct Facts {
   std::string name, driver;
   std::size_t memory_bytes = 0, l2_bytes = 0;

@@ -200,7 +200,7 @@ class Run {
     return {};
   }
 
-  /// What every backward call reads, with fresh copies of the weights.
+  /// Returns what every backward call reads, with fresh copies of the weights.
   MoeBackwardArgs backward_inputs(Memory& memory, Pass pass = Pass::backward) {
     MoeShape const& s = desc_.shape;
     MoeBackwardArgs args;

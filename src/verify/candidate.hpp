@@ -13,7 +13,7 @@
 
 namespace tessera::verify {
 
-/// What one run of all entry points leaves.
+/// Holds what one run of all entry points leaves.
 struct CandidateResult {
   Tensors tensors;
   reference::Metadata metadata;       ///< token_offsets only where experts per token vary

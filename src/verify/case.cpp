@@ -50,8 +50,8 @@ int router_bits(MoeDesc const& desc) {
   return desc.router_storage() == desc.dtype ? 0 : kRouterBits;
 }
 
-/// How much larger the last row and column of each weight matrix are. In 16 bits one lost term of a long sum would
-/// hide among the roundings; fp32's tolerance sees it anyway, and one dominant term would make it depend on luck.
+/// Returns how much larger the last row and column of each weight matrix are. In 16 bits one lost term of a long sum
+/// would hide among the roundings; fp32's tolerance sees it anyway, and one dominant term would make it depend on luck.
 double tail_scale(DType dtype) { return dtype == DType::fp32 ? 1 : 8; }
 
 /// [experts, rows, columns] for a reduction over columns; the last column stands out, and the last row where asked for.
@@ -270,7 +270,7 @@ reference::Inputs reference_inputs(LayerData const& data, RouterChoice choice) {
   inputs.selection_bias = widened(data.selection_bias);
   inputs.aux_dlogits = widened(data.aux_dlogits);
   for (std::size_t i = 0; i < inputs.aux_dlogits.size(); ++i) {
-    // Of padding they are not read.
+    // Those of padding are not read.
     if (is_padding(data, static_cast<std::int64_t>(i) / data.desc.shape.experts)) {
       inputs.aux_dlogits[i] = 0;
     }

@@ -12,7 +12,7 @@
 
 namespace tessera::verify {
 
-/// What the routing of the data looks like.
+/// Says what the routing of the data looks like.
 enum class RoutingPattern {
   random,
   balanced,        ///< every expert gets the same number of slots, give or take one
@@ -32,7 +32,7 @@ struct RoutingSpec {
   std::vector<std::int64_t> token_offsets{};  ///< file: [T+1] where experts per token vary
 };
 
-/// What a case is computed in, besides its storage type.
+/// Holds what a case is computed in, besides its storage type.
 struct LowPrecision {
   enum class Kind { native, fp8, mxfp8 };
   Kind kind = Kind::native;
@@ -87,17 +87,17 @@ SlotList make_slots(LayerCase const& layer_case);
 /// The value that a gradient buffer called `name` holds at `index` before an accumulating backward.
 float initial_gradient(std::string const& name, std::int64_t index) noexcept;
 
-/// Whether `token` is padding.
+/// True if `token` is padding.
 inline bool is_padding(LayerData const& data, std::int64_t token) {
   return !data.token_mask.empty() && data.token_mask[static_cast<std::size_t>(token)] == 0;
 }
 
-/// Whether a router chooses experts (or experts tokens), rather than the caller.
+/// True if a router chooses experts (or experts tokens), rather than the caller.
 inline bool router_chooses(MoeDesc const& desc) {
   return desc.router.kind != RouterKind::given && !desc.router.replay;
 }
 
-/// What a router chose.
+/// Holds what a router chose.
 struct RouterChoice {
   std::vector<std::int64_t> topk_ids;       ///< [P] by slot
   std::vector<std::int64_t> token_offsets;  ///< [T+1] where experts per token vary

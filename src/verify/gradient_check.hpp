@@ -13,15 +13,15 @@
 
 namespace tessera::verify {
 
-/// What backward made of the token of a TokenResult.
+/// Holds what backward made of the token of a TokenResult.
 struct TokenGradients {
   std::vector<float> dx;       ///< [d]
   std::vector<float> dscores;  ///< [K]
   std::vector<float> dlogits;  ///< [E] with a router, else empty
 };
 
-/// What is wrong with them, or "": dscores against the size of the products that they add up, dlogits (from dscores as
-/// they are) within 2^-9 by norm, dx within 2^-7.
+/// Returns what is wrong with them, or "": dscores against the size of the products that they add up, dlogits (from
+/// dscores as they are) within 2^-9 by norm, dx within 2^-7.
 std::string token_gradient_failure(Context const& host, UniformLayer const& layer,
                                    TokenResult const& forward, TokenGradients const& gradients);
 
@@ -32,7 +32,7 @@ struct UnitGradients {
   std::vector<float> scores, h_gate, h_up;     ///< [M_e]; h_gate is empty where not gated
   std::vector<float> dw_gate, dw_up, dw_down;  ///< [d] each
 };
-/// What is wrong with them, or "": each within 2^-7 by norm.
+/// Returns what is wrong with them, or "": each within 2^-7 by norm.
 std::string unit_gradient_failure(Context const& host, UniformLayer const& layer,
                                   UnitGradients const& gradients);
 

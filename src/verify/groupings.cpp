@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which elements are judged together, which are fixed by definition, and which stand next to a kink, where one
-// rounding may choose the other branch of the derivative.
+// Groups elements that are judged together; finds those that are fixed by definition, and those that stand next to a
+// kink, where one rounding may choose the other branch of the derivative.
 #include <algorithm>
 #include <cmath>
 

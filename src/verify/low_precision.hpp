@@ -8,7 +8,7 @@
 
 namespace tessera::verify {
 
-/// What the reference makes of the operands of a recipe.
+/// Returns what the reference makes of the operands of a recipe.
 reference::Recipe recipe_of(LowPrecision const& precision);
 
 /// `data` with what its router chooses, on exact logits, as given ids and scores.

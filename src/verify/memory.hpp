@@ -17,7 +17,7 @@
 
 namespace tessera::verify {
 
-/// What a buffer's address is a multiple of: 8 and no more, or a cache line.
+/// Says what a buffer's address is a multiple of: 8 and no more, or a cache line.
 enum class Alignment { element, cache_line };
 
 class GuardedBuffer {
@@ -63,7 +63,7 @@ class Memory {
                         std::span<std::int64_t const> values);
   ConstTensor input_mask(std::span<std::uint8_t const> values);
   Buffer buffer(std::size_t bytes);
-  /// What was allocated last becomes read-only.
+  /// Makes what was allocated last read-only.
   void seal_last() noexcept { buffers_.back().seal(); }
 
   [[nodiscard]] bool intact() const noexcept;

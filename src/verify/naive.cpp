@@ -24,7 +24,7 @@ void add_term(float factor, float const* a, std::int64_t count, float* out) {
 
 using Order = std::vector<std::int64_t>;
 
-/// What sums run over.
+/// Says what sums run over.
 enum class Sum : std::uint64_t { d, n, rows, slots, tokens };
 
 /// 0 .. offsets.back()-1; sample 0 leaves it so, others shuffle between each two offsets.

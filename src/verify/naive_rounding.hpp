@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a sample of the naive path stores a value. One rounding can decide a whole row, and to nearest it may be off by
-// next to nothing: what it could have cost shows only where its error is drawn anew for each sample.
+// A sample of the naive path stores a value by this. One rounding can decide a whole row, and to nearest it may be off
+// by next to nothing: what it could have cost shows only where its error is drawn anew for each sample.
 #pragma once
 
 #include <cmath>

@@ -42,7 +42,7 @@ MoeDesc desc_of(Choice const& choice) {
   return desc;
 }
 
-/// What the library serves, remembered: one question per combination.
+/// Holds what the library serves, remembered: one question per combination.
 class Support {
  public:
   explicit Support(Context const& context) : context_(context) {}
@@ -110,7 +110,7 @@ Space served_space(Context const& context) {
   return space;
 }
 
-/// What a case is made to contain; they take turns over the small cases.
+/// Says what a case is made to contain; they take turns over the small cases.
 enum class Feature {
   none,
   no_tokens,

@@ -10,7 +10,7 @@
 
 namespace tessera::verify {
 
-/// What a case was made to contain, besides the pairs.
+/// Holds what a case was made to contain, besides the pairs.
 struct RandomCase {
   LayerCase layer_case;
   bool large = false;  ///< T >= 512 and E >= 32: a fifth of all cases

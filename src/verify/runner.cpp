@@ -36,7 +36,7 @@ void check_replayed_ids(LayerData const& data, CandidateResult const& run,
   if (run.choice.topk_ids != ids) failures.emplace_back("routing: topk_ids are not those given");
 }
 
-/// What the router chose, from its own logits: those are judged as a tensor.
+/// Lists what is wrong with the router's choice, from its own logits: those are judged as a tensor.
 std::vector<std::string> choice_failures(LayerData const& data, reference::Inputs const& inputs,
                                          CandidateResult const& run) {
   MoeDesc const& desc = data.desc;
@@ -262,7 +262,7 @@ std::vector<std::string> metadata_failures(reference::Metadata const& ref,
   return failures;
 }
 
-/// Which groups of one token fp32 may keep, and which it must: sums closer than `slack` may fall either way.
+/// Holds which groups of one token fp32 may keep, and which it must: sums closer than `slack` may fall either way.
 struct KeptGroups {
   std::vector<char> may, must;
   std::int64_t size = 0;  ///< experts per group

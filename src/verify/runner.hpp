@@ -54,11 +54,11 @@ std::size_t saved_bytes_formula(MoeDesc const& desc);
 std::vector<std::string> metadata_failures(reference::Metadata const& ref,
                                            reference::Metadata const& out);
 
-/// Whether token rounding or expert choice kept what its rules say, given the scores of all pairs.
+/// Lists where token rounding or expert choice kept something else than its rules say, given the scores of all pairs.
 std::vector<std::string> slot_failures(MoeDesc const& desc, reference::PairScores const& pairs,
                                        RouterChoice const& choice);
 
-/// Whether a router's choice is the reference's, up to swaps of keys that differ by rounding only. Tokens where
+/// Lists where a router's choice is not the reference's, up to swaps of keys that differ by rounding only. Tokens where
 /// `token_mask` is 0 are left out.
 std::vector<std::string> selection_failures(MoeDesc const& desc, std::vector<double> const& keys,
                                             std::vector<std::int64_t> const& topk_ids,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What token rounding and expert choice must keep, whatever the rounding of the scores: each expert's number of rows
+// Token rounding and expert choice must keep this, whatever the rounding of the scores: each expert's number of rows
 // follows from counts alone (nr_s: from sums, up to a margin); what is kept ranks before what is not, up to slack;
 // equal scores go to the lower token.
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 
 using reference::RankedToken;
 
-/// Of a score, by fp32's exp and division; of the sums of nr_s.
+/// The slack of a score, by fp32's exp and division; and that of the sums of nr_s.
 constexpr double kScoreSlack = 0x1p-16, kSumSlack = 0x1p-14;
 
 std::string of_expert(std::int64_t expert) { return "slots: expert " + std::to_string(expert); }
@@ -40,7 +40,7 @@ std::string list_failure(MoeDesc const& desc, RouterChoice const& choice) {
   return {};
 }
 
-/// Whether nr_s stands so near its line that fp32 may decide either way. Both decisions are right then, nothing else.
+/// True if nr_s stands so near its line that fp32 may decide either way. Both decisions are right then, nothing else.
 bool near_line(MoeDesc const& desc, std::int64_t expert, std::vector<RankedToken> const& ranked) {
   if (desc.router.round != Rounding::nr_s) return false;
   auto const [lost, gained] = reference::lost_and_gained(desc, ranked);

@@ -18,7 +18,7 @@ using TensorsOf = std::map<std::string, std::vector<T>>;
 using Tensors = TensorsOf<float>;
 using ReferenceTensors = TensorsOf<double>;
 
-/// Whether `name` is a weight or bias gradient, i.e. starts from initial_gradient() when accumulating.
+/// True if `name` is a weight or bias gradient, i.e. starts from initial_gradient() when accumulating.
 inline bool is_parameter_gradient(std::string const& name) {
   return name.starts_with("dw_") || name.starts_with("db_");
 }

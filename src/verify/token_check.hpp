@@ -38,7 +38,7 @@ struct UniformLayer {
   [[nodiscard]] std::vector<double> logits(Context const& host, std::int64_t token) const;
 };
 
-/// What the library made of one token. Slots without a row have an empty h.
+/// Holds what the library made of one token. Slots without a row have an empty h.
 struct TokenResult {
   std::int64_t token = 0;
   std::vector<std::int64_t> ids;            ///< of its slots
@@ -48,8 +48,8 @@ struct TokenResult {
   std::vector<float> o;                     ///< [d]
 };
 
-/// What is wrong with the token, or "". A router's choice is judged as in verify_case(); scores within 2^-12 of fp64,
-/// rows of h and o by norm within 2^-7 of it: two bf16 roundings, well below what any missing term costs. Runs on
+/// Returns what is wrong with the token, or "". A router's choice is judged as in verify_case(); scores within 2^-12 of
+/// fp64, rows of h and o by norm within 2^-7 of it: two bf16 roundings, well below what any missing term costs. Runs on
 /// the threads of `host`.
 std::string token_failure(Context const& host, UniformLayer const& layer,
                           TokenResult const& result);

@@ -18,7 +18,7 @@
 
 namespace tessera::verify {
 
-/// How one tensor's elements are grouped, and which of them are special.
+/// Says how one tensor's elements are grouped, and which of them are special.
 struct Grouping {
   std::vector<std::int64_t> order;       ///< element that stands at each place; empty: as stored
   std::vector<std::int64_t> group_ends;  ///< ascending places, the last one the number of elements

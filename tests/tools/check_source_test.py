@@ -62,7 +62,7 @@ class CommentsTest(unittest.TestCase):
                         "// Office hours.\n", "int a;  // of a warp\n", "// x0, x1, .. of a lane\n", "// ...\n"):
             with self.subTest(comment=comment):
                 self.assertEqual(self.check(comment), [])
-        self.assertEqual(self.check("// Of a warp.\n", "src/cpu/a.cpp"), [])  # not a folder of SENTENCES
+        self.assertEqual(self.check("// Of a warp.\n", "tests/a.cpp"), [])  # not a folder of SENTENCES
 
 
 class PrivateMembersTest(unittest.TestCase):

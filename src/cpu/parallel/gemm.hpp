@@ -66,8 +66,8 @@ GemmResult result(MatrixView<T> const& c, std::type_identity_t<T> const* bias = 
   return {c.data, core::kDTypeOf<T>, c.row_stride, c.col_stride, bias, false};
 }
 
-/// What becomes of the panels of b: packed for one product, packed and left in the scratch for products of other rows
-/// with the same b, or those that such a product left. Too many panels are packed again all the same.
+/// Says what becomes of the panels of b: packed for one product, packed and left in the scratch for products of other
+/// rows with the same b, or those that such a product left. Too many panels are packed again all the same.
 enum class Panels { used_once, kept, reused };
 
 /// Nothing happens where gemm_m or gemm_n is 0; gemm_k = 0 sums nothing. `scratch` holds

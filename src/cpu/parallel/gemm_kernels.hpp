@@ -24,7 +24,7 @@ struct PanelSource {
   std::int32_t const* gather = nullptr;
 };
 
-/// Where a whole register tile goes; `add`: fp32 only.
+/// Says where a whole register tile goes; `add`: fp32 only.
 struct TileResult {
   void* out = nullptr;
   std::int64_t out_stride = 0;
@@ -66,7 +66,7 @@ GemmKernels const* portable_gemm_kernels() noexcept;
 GemmKernels const* avx2_gemm_kernels() noexcept;
 GemmKernels const* avx512_gemm_kernels() noexcept;
 GemmKernels const* avx512_bf16_gemm_kernels() noexcept;
-/// Whether this machine multiplies pairs of bf16 faster than the same operands widened to fp32.
+/// True if this machine multiplies pairs of bf16 faster than the same operands widened to fp32.
 bool avx512_bf16_pays() noexcept;
 
 /// The best set for panels of fp32, and for two bf16 operands.

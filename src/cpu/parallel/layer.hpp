@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the CPU ops share: the sizes of a call, its weights as strided matrices, and where threads find
+// The CPU ops share this: the sizes of a call, its weights as strided matrices, and where threads find
 // scratch memory. Pointers were checked by src/ops.
 #pragma once
 
@@ -108,7 +108,8 @@ struct Layer {
   [[nodiscard]] std::int64_t num_rows(std::int64_t expert) const noexcept {
     return routing.expert_offsets[expert + 1] - routing.expert_offsets[expert];
   }
-  /// Of a product with the rows of all experts, and as many for the matrices themselves, which are read or written.
+  /// Counts those of a product with the rows of all experts, and as many for the matrices themselves, which are read or
+  /// written.
   [[nodiscard]] std::int64_t multiply_adds() const noexcept {
     return (first_row(experts()) + experts()) * hidden() * intermediate();
   }

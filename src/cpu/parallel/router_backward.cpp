@@ -110,7 +110,7 @@ void own_p_scores(Router const& router, Experts const& members, Experts const& a
   }
 }
 
-/// What token rounding left of the top-k choice, and what it added.
+/// Splits what token rounding left of the top-k choice from what it added.
 void split_rounded(MoeDesc const& desc, RoutingView const& routing, float const* dscores,
                    std::int64_t token, Scratch& scratch) noexcept {
   std::int64_t const k_max = desc.shape.top_k;

@@ -8,7 +8,7 @@
 
 namespace tessera::cpu {
 
-/// What router_loss reads and writes.
+/// Holds what router_loss reads and writes.
 struct RouterLoss {
   ConstRows logits;             ///< [T,E]
   float const* cost = nullptr;  ///< [E]: C_e = balance E f_e / (S sum f)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all weight gradients share: sums over the rows of an expert in blocks of kReductionBlock, first to last,
+// All weight gradients share this: sums over the rows of an expert in blocks of kReductionBlock, first to last,
 // stored or added to their destination once.
 #pragma once
 

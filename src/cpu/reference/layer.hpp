@@ -16,7 +16,7 @@ namespace tessera::reference {
 
 using Values = std::vector<double>;
 
-/// What a layer reads. Weights stand in the layout of desc.layout.
+/// Holds what a layer reads. Weights stand in the layout of desc.layout.
 struct Inputs {
   MoeDesc desc;
   Values x;                                 ///< [T,d]
@@ -31,7 +31,7 @@ struct Inputs {
   StoredWeights weights;
 };
 
-/// What forward computes, intermediate values included. Rows are expert-sorted.
+/// Holds what forward computes, intermediate values included. Rows are expert-sorted.
 struct Forward {
   Metadata metadata;
   Values logits;  ///< [T,E], with a router
@@ -43,7 +43,7 @@ struct Forward {
   Values o;             ///< [T,d]
 };
 
-/// What backward computes.
+/// Holds what backward computes.
 struct Backward {
   Values dh_gate, dh_up;  ///< [R,n]
   Values a_scaled;        ///< [R,n]: s*a
@@ -58,7 +58,7 @@ struct Backward {
 Forward forward(Inputs const& inputs);
 Backward backward(Inputs const& inputs, Forward const& forward, Values const& d_o);
 
-/// What forward() begins with: the tables, logits and scores, and the weights in one layout.
+/// Returns what forward() begins with: the tables, logits and scores, and the weights in one layout.
 Forward begin_forward(Inputs const& inputs);
 
 // The ops, one .cpp each.
@@ -76,7 +76,7 @@ void up_projection_wgrad(Inputs const& inputs, Forward const& f, Backward const&
 
 // The router (route.cpp).
 Values router_logits(Inputs const& inputs);
-/// What the experts of a token are chosen by: [T,E].
+/// Returns what the experts of a token are chosen by: [T,E].
 Values router_keys(Inputs const& inputs, Values const& logits);
 /// group_limited: the sum of the two largest keys of each group of one token.
 Values group_sums(MoeDesc const& desc, double const* keys);
@@ -87,10 +87,11 @@ std::vector<std::int64_t> select_experts(MoeDesc const& desc, Values const& keys
 /// [E]: the score with c = 1 that each expert has in one token's choice `members`, or would have as an addition to it.
 Values unscaled_scores(MoeDesc const& desc, double const* logits,
                        std::vector<std::int64_t> const& members);
-/// Whose softmax or sum the scores of a token are parts of: its top-k choice, or the experts that its slots name.
+/// Returns the experts whose softmax or sum the scores of a token are parts of: its top-k choice, or the experts that
+/// its slots name.
 std::vector<std::int64_t> members_of(Inputs const& inputs, Metadata const& metadata,
                                      std::int64_t token);
-/// What experts rank their tokens by, from logits [T,E].
+/// Returns what experts rank their tokens by, from logits [T,E].
 PairScores pair_scores(Inputs const& inputs, Values const& logits);
 Values router_scores(Inputs const& inputs, Metadata const& metadata, Values const& logits);
 /// dlogits from dscores; then dw_router, db_router and the router's part of dx.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where weights stand in memory. Logical: gate G, up U [E,n,d] and down D [E,d,n]; stored: MoeDesc::layout.
+// The places of weights in memory. Logical: gate G, up U [E,n,d] and down D [E,d,n]; stored: MoeDesc::layout.
 #pragma once
 
 #include <cstdint>

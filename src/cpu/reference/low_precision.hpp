@@ -7,7 +7,7 @@
 
 namespace tessera::reference {
 
-/// What is quantised and rounded. Blocks along the reduction: 1 x `columns` of activations; those of weights are
+/// Holds what is quantised and rounded. Blocks along the reduction: 1 x `columns` of activations; those of weights are
 /// square, or 1 x `columns` along each reduction, of the same weights.
 struct Recipe {
   bool quantise = true;  ///< false: operands are what they are

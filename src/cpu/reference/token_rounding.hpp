@@ -16,7 +16,7 @@ struct RankedToken {
   std::int64_t token = 0;
 };
 
-/// What the ranking reads: of every pair its score with c = 1 (unscaled_scores()) and whether it is eligible.
+/// Holds what the ranking reads: of every pair its score with c = 1 (unscaled_scores()) and whether it is eligible.
 struct PairScores {
   std::vector<double> scores;         ///< [T,E]
   std::vector<char> eligible;         ///< [T,E]
@@ -27,7 +27,7 @@ struct PairScores {
 std::vector<RankedToken> rank_tokens(MoeDesc const& desc, PairScores const& pairs,
                                      std::int64_t expert);
 
-/// Where nr_s draws the line: up if X_e < 2^32 * lost/(lost + gained).
+/// Says where nr_s draws the line: up if X_e < 2^32 * lost/(lost + gained).
 struct LostAndGained {
   double lost = 0, gained = 0;
 };

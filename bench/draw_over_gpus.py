@@ -19,13 +19,13 @@ from gnuplot import block, write
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
 TOKENS = 8192
 CONFIGS = ("Qwen3-30B", "FlashDMoE-swiglu", "FlashDMoE", "DSv3")
-GEMMS, CHAIN, LIGER_CUTE = "its GEMMs alone", "unfused kernels", "LigerCute"
+GEMMS, UNFUSED, LIGER_CUTE = "its GEMMs alone", "unfused kernels", "LigerCute"
 NCCL = "eager torch: NCCL, grouped\\\\_mm"
 GPUS = (2, 4)
-WAYS = (GEMMS, CHAIN, LIGER_CUTE, NCCL)
+WAYS = (GEMMS, UNFUSED, LIGER_CUTE, NCCL)
 # The files that have both a way and Tessera's pass, below bench/results.
 BESIDE = {2: "archive/h200x2/2026-11-26-beside.json", 4: "archive/h200x4/2026-11-26-beside.json"}
-FILES = {GEMMS: BESIDE, CHAIN: BESIDE,
+FILES = {GEMMS: BESIDE, UNFUSED: BESIDE,
          LIGER_CUTE: {2: "archive/h200x2/2026-11-26-python-expert-parallel-liger-cute.json",
                       4: "archive/h200x4/2026-11-26-python-expert-parallel-liger-cute.json"},
          NCCL: {2: "archive/h200x2/2026-11-26-python-expert-parallel.json",
@@ -51,7 +51,7 @@ def way_of(row: dict) -> str:
     if implementation == "nccl-grouped-mm":
         return NCCL
     if variant in ("unfused", "unfused-chain"):  # its name in current and in archive
-        return CHAIN
+        return UNFUSED
     return OURS if implementation == "tessera" and variant in OUR_VARIANTS else ""
 
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The experts over several GPUs: the unfused chain (dispatch, the GEMMs of one GPU, combine, aggregate) and the one
+// The experts over several GPUs: the unfused pass (dispatch, the GEMMs of one GPU, combine, aggregate) and the one
 // kernel that does all of it. Every result is compared bit for bit with the single-GPU layer that has all experts, then
-// the kernel is timed beside the chain and its parts, its GEMMs without communication, and that layer.
+// the kernel is timed beside the unfused pass and its parts, its GEMMs without communication, and that layer.
 //
-//   chain [--gpus P] [--ranks-per-gpu R] [--nccl PATH] [--processes] [--only chain|fused]
+//   chain [--gpus P] [--ranks-per-gpu R] [--nccl PATH] [--processes] [--only unfused|fused]
 //         [--check | --iters N [--config NAME,NAME] [--tokens N,N] [--transfer direct|once|partial-combine]
 //          [--routing random|balanced|zipf] [[--lags] [--copies] | --latency]] [--out FILE] [--commit HASH]
 //
@@ -60,7 +60,7 @@ std::vector<NamedLayer> layers_of(Options const& options) {
 }
 
 // A row of the results. Rows of one way are those of one run of it; the last of them is all of it.
-enum class Way { chain, gemms, cublas, cublas_grouped, layer, fused };
+enum class Way { unfused, gemms, cublas, cublas_grouped, layer, fused };
 bool is_cublas(Way way) { return way == Way::cublas || way == Way::cublas_grouped; }
 struct Timed {
   char const* pass;
@@ -70,12 +70,12 @@ struct Timed {
   X from = X::in_window;
 };
 constexpr Timed kTimed[] = {
-    {kPartNames[kDispatch], "unfused-chain", Way::chain},
-    {kPartNames[kUp], "unfused-chain", Way::chain},
-    {kPartNames[kDown], "unfused-chain", Way::chain},
-    {kPartNames[kCombine], "unfused-chain", Way::chain},
-    {kPartNames[kAggregate], "unfused-chain", Way::chain},
-    {"forward-inference", "unfused-chain", Way::chain},
+    {kPartNames[kDispatch], "unfused", Way::unfused},
+    {kPartNames[kUp], "unfused", Way::unfused},
+    {kPartNames[kDown], "unfused", Way::unfused},
+    {kPartNames[kCombine], "unfused", Way::unfused},
+    {kPartNames[kAggregate], "unfused", Way::unfused},
+    {"forward-inference", "unfused", Way::unfused},
     {"gemms", "", Way::gemms},
     {"gemms", "cublas-bmm", Way::cublas},
     {"gemms", "cublas-grouped", Way::cublas_grouped},
@@ -95,7 +95,7 @@ constexpr size_t kNumTimed = std::size(kTimed), kGemms = kParts + 1, kCublas = k
 std::vector<size_t> runs_of(Options const& options) {
   if (options.latency) return {kFused};
   std::vector<size_t> runs;
-  if (options.chain) runs = {kParts, kGemms, kCublas, kCublasGrouped, kLayer};
+  if (options.unfused) runs = {kParts, kGemms, kCublas, kCublasGrouped, kLayer};
   if (!options.cublas) std::erase_if(runs, [](size_t row) { return is_cublas(kTimed[row].way); });
   if (options.fused) {
     for (size_t row = kFused; row < kNumTimed; ++row) {
@@ -124,7 +124,7 @@ class Clock {
     gate_.hold(r.stream(), ++runs_);
     watch_.start(r.stream());
     switch (kTimed[row].way) {
-      case Way::chain:
+      case Way::unfused:
         parts_[0].record(r.stream());
         r.launch_chain([&](Part part) { parts_[part + 1].record(r.stream()); });
         break;
@@ -151,7 +151,7 @@ class Clock {
     r.stream().synchronize();
     r.check_fault();
     latest[row] = {watch_.ms(), watch_.mhz()};
-    for (size_t part = 0; kTimed[row].way == Way::chain && part < kParts; ++part) {
+    for (size_t part = 0; kTimed[row].way == Way::unfused && part < kParts; ++part) {
       latest[part] = {parts_[part + 1].since(parts_[part]), latest[row].mhz};
     }
   }
@@ -168,10 +168,10 @@ bool is_right(size_t row, Rank& r, Talk& talk, Context const& context) {
   r.poison();
   talk.meet();
   switch (kTimed[row].way) {
-    case Way::chain:
+    case Way::unfused:
       r.launch_chain([](Part) {});
       break;
-    case Way::gemms:  // those of the chain
+    case Way::gemms:  // those of the unfused pass
       r.launch_chain([](Part) {});
       break;
     case Way::cublas:
@@ -375,7 +375,7 @@ int main(int argc, char** argv) {
     } else if (arguments.takes("--nccl", options.nccl_path)) {  // a path, or "": it is found
       options.nccl = true;
     } else if (arguments.takes("--only", only)) {
-      options.chain = only == "chain";
+      options.unfused = only == "unfused" || only == "chain";
       options.fused = only == "fused";
     } else {
       bool const known =
@@ -404,15 +404,15 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "--processes: with --check only\n");
     return 2;
   }
-  if (!options.chain && !options.fused) {
-    std::fprintf(stderr, "--only: chain or fused\n");
+  if (!options.unfused && !options.fused) {
+    std::fprintf(stderr, "--only: unfused or fused\n");
     return 2;
   }
   if (options.ranks_per_gpu > 1) prepare_shared_gpus();
   // Forked ranks must find CUDA untouched.
   if (!options.processes && !connect_gpus(options.gpus)) return 77;
   if (!options.check) {
-    options.cublas = options.chain && !options.latency && CublasGemms::installed();
+    options.cublas = options.unfused && !options.latency && CublasGemms::installed();
     return measure(options);
   }
   int wrong = check_small(options);

@@ -12,7 +12,7 @@
 namespace tessera::bench {
 
 struct CheckOptions : RankOptions {
-  bool chain = true, fused = true;  // which ways are checked
+  bool unfused = true, fused = true;  // which ways are checked
 };
 
 // Passes of different patterns and sizes on the same buffers. Slots are poisoned before each pass: a row that is
@@ -52,13 +52,13 @@ inline int check_small(CheckOptions const& options) {
                                  .max_top_k = std::min(c.top_k, c.local_experts * options.ranks()),
                                  .transfer = c.transfer,
                                  .gated = Activation{.kind = c.activation}.gated()};
-    constexpr int kPasses = 3 * std::size(kPatterns);  // chain, fused, fused from the caller's x
+    constexpr int kPasses = 3 * std::size(kPatterns);  // unfused, fused, fused from the caller's x
     auto const all = on_ranks(
         options, shape, c.activation, [&](int rank, Rank& r, Talk& talk, Context const& context) {
           bool all_right = true;
           for (uint64_t pass = 0; pass < kPasses; ++pass) {
             Pattern const pattern = kPatterns[pass / 3];
-            bool const fused = options.fused && (pass % 3 != 0 || !options.chain);
+            bool const fused = options.fused && (pass % 3 != 0 || !options.unfused);
             X const from = pass % 3 == 2 ? X::by_kernel : X::in_window;
             r.set_pass(draw(shape, pattern, rank, pass), pass);
             r.compute_wanted(context);
@@ -74,7 +74,8 @@ inline int check_small(CheckOptions const& options) {
             r.check_fault();
             if (!r.is_right(fused)) {
               all_right = false;
-              std::printf("pass %d, %s, %s\n", int(pass), name(pattern), fused ? "fused" : "chain");
+              std::printf("pass %d, %s, %s\n", int(pass), name(pattern),
+                          fused ? "fused" : "unfused");
             }
             talk.meet();
           }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The exchange as kernels of its own, around the GEMMs of a single GPU: training, and a chain to compare with.
+// The exchange as kernels of its own, around the GEMMs of a single GPU: training, and an unfused pass to compare with.
 //   route      lists and counts to the owners (route_scan, counted, publish), the plan, tables of the owner's rows
 //   dispatch   says that this rank's rows lie in its window [staged]; pulls those that the tables name; may do so once
 //              more, for second_x alone

@@ -50,7 +50,7 @@ MUTANTS = [
      "pass.wait_count(needs.counter, needs.count, needs.site, announce_sent);", "",
      "nan, not"),
     ("a task is loaded before it may be", "expert_parallel/fused/load_task.cuh",
-     "arch::mbarrier_wait(&smem_.schedule.there, phase_);", "",
+     "arch::mbarrier_wait(&smem_.schedule.loadable, phase_);", "",
      "nan, not"),
     ("a stage is given back before it was multiplied", "cuda/gemm/sm90/mainloop.cuh",
      "arch::wgmma_wait<1>();", "arch::wgmma_wait<3>();", ", not ", "expert_parallel/"),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// copy_x: rows of the caller's x into this rank's window, where all ranks read them. Each CTA has its slice of the
-// tokens, and one warp of it copies beside the routing: caller -> stages, free until the roles begin -> window.
+// copy_x copies rows of the caller's x into this rank's window, where all ranks read them. Each CTA has its slice of
+// the tokens, and one warp of it copies beside the routing: caller -> stages, free until the roles begin -> window.
 // Schedule  a chunk per lane and batch. Two batches land while the CTA routes; then one lands while the other is stored
 // Barriers  landed[batch % 2], once per batch; store groups of each lane
 // Ends      all is written before the CTA's entries are said to be there (route.cuh), so who has awaited a rank's list
@@ -22,13 +22,13 @@ struct CopyXStorage {
 
   alignas(128) char batch[2][arch::kWarpThreads][kChunkBytes];
 };
-using PlaceXBarriers = arch::Mbarrier[2];
+using CopyXBarriers = arch::Mbarrier[2];
 
 class CopyX {
  public:
   // gmem_x null: the rows lie in the window.
   __device__ CopyX(ExchangeArguments const& p, char const* gmem_x, std::int64_t pitch_bytes,
-                    CopyXStorage& smem, PlaceXBarriers& landed)
+                   CopyXStorage& smem, CopyXBarriers& landed)
       : smem_(smem),
         landed_(landed),
         from_(gmem_x),
@@ -39,7 +39,7 @@ class CopyX {
         chunks_of_row_((row_bytes_ + CopyXStorage::kChunkBytes - 1) / CopyXStorage::kChunkBytes),
         chunks_((slice_.end - slice_.begin) * chunks_of_row_) {}
 
-  // What follows is done by one converged warp.
+  // One converged warp calls what follows.
   __device__ void begin() {
     if (from_ == nullptr) return;
     if (arch::lane_idx() == 0) {
@@ -58,7 +58,7 @@ class CopyX {
       if (chunk.bytes > 0) arch::bulk_store(chunk.to, chunk.smem, chunk.bytes);
       arch::tma_store_commit();
       if (batch == 0) continue;
-      arch::tma_store_wait_read<1>();  // this lane's chunk of the batch before makes room
+      arch::tma_store_wait_read<1>();  // this lane's chunk of the batch before frees its place
       load(batch + 1);
     }
     arch::bulk_store_wait<0>();
@@ -82,7 +82,7 @@ class CopyX {
             smem_.batch[batch % 2][arch::lane_idx()],
             static_cast<std::uint32_t>(min(row_bytes_ - at, CopyXStorage::kChunkBytes))};
   }
-  // Of a batch behind the last one: nothing.
+  // Loads nothing of a batch behind the last one.
   __device__ void load(int batch) {
     arch::Mbarrier* const landed = &landed_[batch % 2];
     Chunk const chunk = of_lane(batch);
@@ -91,7 +91,7 @@ class CopyX {
   }
 
   CopyXStorage& smem_;
-  PlaceXBarriers& landed_;
+  CopyXBarriers& landed_;
   char const* from_;
   char* to_;
   std::int64_t pitch_bytes_;

@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
 // forward: o_t = sum over choices of s * (act(x_t w_up[e]^T + b_up[e]) w_down[e]^T + b_down[e]), experts on all GPUs,
-// one launch. Biases where they are given, in the instances that add them (biases.hpp).
+// one launch. Instances that add biases add those that are given (biases.hpp).
 // Schedule persistent, one CTA per SM on every GPU, in pairs. All CTAs route and plan (route.cuh) while a warp of each
 //          copies x into the window (copy_x.cuh), then by role:
 //   WG0 warp 0     | TMA loads, half of what both CTAs of a pair read for both
 //       warps 1, 2 | pull rows into the pool in the order of the tasks -> arrived; partial combine: add up results that
-//                  | downs have left there, and send the sums [down_tiles] -> partial_done
-//       warp 3     | draws tickets (schedule_tasks.cuh); lets a task be loaded [there] once [arrived] or [a_ready]
-//                  | says that A is there; announces what the consumers have sent [sent] -> a_ready; down_tiles,
+//                  | down tasks have left there, and push the sums [down_tiles] -> partial_done
+//       warp 3     | draws tickets (schedule_tasks.cuh); marks a task [loadable] when [arrived] or [a_ready] has
+//                  | counted what it needs; announces what the consumers have sent [sent] -> a_ready; down_tiles,
 //                  | block_done
-//   WG1, 2         | first: rows of the first tasks, all of them or this rank's own -> arrived
-//                  | multiply; up: a by TMA, complete under the next task; down: rows to slots on their
-//                  | sources, under the next task -> sent; last: such sums that are left; aggregate the
-//                  | slice's tokens [block_done, partial_done]
-// Training h and tables of this rank's rows besides, in an instance of its own (saved_pass.cuh)
-// Tasks    TaskCursor: ups, with downs behind by `lag` units, two at a time for the CTAs of a pair, which read the
-//          same weights or the same rows: a third less of L2 (docs/notebook/2026-11-23-fused-pairs.md)
-// Barriers pipeline, lent stages and work ring of gemm/, a stage free when both CTAs of the pair have read theirs; the
-//          queue of sent tasks (sent_tasks.cuh); next, there, tickets (schedule_tasks.cuh)
+//   WG1, 2         | at first pull prologue rows, or copy this rank's own ones -> arrived
+//                  | multiply; an up task stores a by TMA, which completes under the next task; a down task pushes its
+//                  | rows to slots on their sources, under the next task -> sent; at last add up partial combines that
+//                  | are left, and aggregate the slice's tokens [block_done, partial_done]
+// Training an instance of its own saves h and tables of this rank's rows as well (saved_pass.cuh)
+// Tasks    TaskCursor: up tasks, with down tasks behind by `lag` units, two at a time for the CTAs of a pair, which
+//          read the same weights or the same rows: a third less of L2 (docs/notebook/2026-11-23-fused-pairs.md)
+// Barriers pipeline, lent stages and work ring of gemm/, where a stage is free when both CTAs of the pair have read it;
+//          the queue of sent tasks (sent_tasks.cuh); may_draw, loadable, tickets (schedule_tasks.cuh)
 // Numerics fp32 accumulate, one rounding for a, y and o each; choices are added in their order: the bits
 //          do not depend on P, nor on who computes a task
 // Faults   a wait that fails lets every later wait pass: the kernel ends, o is void, the Fault says why. So does that
-//          of the other ranks, which look at the end whether one has given up. Who leaves has told all of them, behind
-//          a fence, before it sends what may be void
+//          of the other ranks, which look at the end whether one has given up. A rank that gives up has signalled it to
+//          all of them, behind a fence, before it sends what may be void
 #pragma once
 
 #include "cuda/arch/dynamic_shared.cuh"
@@ -39,7 +39,8 @@
 
 namespace tessera::expert_parallel {
 
-// To the results of a task, in fp32, if there are any. Ups have 64 gates, then their 64 ups.
+// Adds biases, if there are any, to the results of a task in fp32. A column group of an up task has 64 gate columns,
+// then their 64 up columns.
 __device__ inline void add_biases(ForwardParams const& p, gemm::Accumulators<kPlain> (&acc)[1],
                                   gemm::WorkTile const& tile, bool down) {
   constexpr int kHalf = gemm::kGroupColumns / 2;
@@ -132,17 +133,17 @@ __device__ void consume(Pass const& pass, int consumer) {
       int const lent = down ? 0 : lent_to_up(kKind);
       gemm::pass<kPlain>(smem.gemm, state, k_tiles + lent, consumer);
       more = queue.read(ahead);
-      if (tile.rows > 0) last.tell(task);
+      if (tile.rows > 0) last.announce(task);
     }
     tile = ahead;
   }
   last.finish();
   up.drain();
   push.drain();
-  last.tell({0, kNoBlock});
+  last.announce({0, kNoBlock});
 }
 
-// What the roles keep of counts and plan.
+// Copies what the roles read of counts and plan into their shared memory.
 template <bool kCrossOnce>
 __device__ void keep_plan(Pass const& pass, RouteStorage<kForwardThreads> const& route) {
   ExchangeArguments const& p = pass.p.exchange;
@@ -171,13 +172,13 @@ __device__ inline void init_barriers(ForwardStorage& smem) {
     arch::mbarrier_init(&smem.sent.full[slot], kConsumerWarps);
     arch::mbarrier_init(&smem.sent.empty[slot], 1);
   }
-  arch::mbarrier_init(&smem.schedule.next, 1);
-  arch::mbarrier_init(&smem.schedule.there, 1);
+  arch::mbarrier_init(&smem.schedule.may_draw, 1);
+  arch::mbarrier_init(&smem.schedule.loadable, 1);
   Tickets::init(smem.tickets);
   gemm::init_pipeline<kPlain>(smem.gemm);
 }
 
-// Whether both CTAs of a pair have a plan, as neither can load without the other. By all threads.
+// Says whether both CTAs of a pair have a plan, as neither can load without the other. All threads call it.
 __device__ inline bool begin_together(ForwardStorage& smem, bool planned) {
   if (threadIdx.x == 0) smem.planned = planned ? 1 : 0;
   arch::fence_proxy_async_shared();  // routing wrote where TMA will
@@ -294,7 +295,7 @@ cudaError_t launch_forward_kernel(ForwardParams const& params, int sm_count, cud
   return cudaLaunchKernelEx(&config, kKernel, params);
 }
 
-// A kernel for each: in one, code that the others do not run costs them time (lesson 5).
+// Each case has a kernel of its own: in one, code that the others do not run costs them time (lesson 5).
 template <ActivationKind kKind>
 cudaError_t launch_forward_of(ForwardParams const& params, int sm_count, cudaStream_t stream) {
   bool const saves = params.saved.tables.gmem_expert_offsets != nullptr;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the roles of the fused forward kernel share: its configuration, shared memory, parameters, and the
-// pass as one CTA knows it.
+// The roles of the fused forward kernel share its configuration, shared memory, parameters, and the pass as one CTA
+// knows it.
 #pragma once
 
 #include "cuda/epilogue/activation_math.cuh"
@@ -15,19 +15,19 @@ namespace tessera::expert_parallel {
 
 namespace gemm = cuda::gemm;
 
-// Down, and up without a gate; up with one. Stages of both are alike. Ups stage their results in stages that the ring
-// lends them, downs a quarter at a time in a slab.
+// kPlain is for down tasks, and for up tasks without a gate; kGated for up tasks with one. Stages of both are alike.
+// An up task stages its results in stages that the ring lends it, a down task a quarter at a time in a slab.
 constexpr gemm::GemmConfig kPlain{
     .cluster = {.ctas = 2, .sharing = gemm::Sharing::kPaired},
     .epilogue = {.mode = gemm::EpilogueMode::kLent, .slabs = 1, .lent_stages = 1}};
 constexpr gemm::GemmConfig kGated{.b = {.halves = gemm::Halves::kAlongRows},
                                   .cluster = kPlain.cluster,
                                   .epilogue = kPlain.epilogue};
-// The same where each CTA of a pair loads half of a B for both.
+// These describe the loads where each CTA of a pair loads half of a B for both.
 constexpr gemm::GemmConfig kPlainShared{
     .cluster = {.ctas = 2, .sharing = gemm::Sharing::kMulticast}};
 constexpr gemm::GemmConfig kGatedShared{.b = kGated.b, .cluster = kPlainShared.cluster};
-// Of downs, in the slab: under the k loop of the next task.
+// A down task stores through the slab, under the k loop of the next task.
 constexpr gemm::EpilogueConfig kDownEpilogue{.mode = gemm::EpilogueMode::kDeferred, .slabs = 1};
 constexpr int kCtasOfPair = 2;
 static_assert(kPlain.tile.n == kTileColumns && kGated.tile == kPlain.tile);
@@ -38,10 +38,10 @@ constexpr int kConsumers = 2;
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kProducerRegisters = 72;
 constexpr int kConsumerRegisters = 216;
-// In WorkTile::segment.
+// Bits of WorkTile::segment.
 constexpr int kDownTask = 1 << 15;
 constexpr int kSharedRows = 1 << 14;  // the pair's tasks read the same rows, else the same weights
-// A named barrier of the consumer warps: none of them reads a stage any more.
+// At this named barrier of the consumer warps none of them reads a stage any more.
 constexpr int kStagesFree = 8;
 static_assert(kMaxChoices <= arch::kWarpThreads);
 static_assert(kMaxExperts <= kSharedRows);
@@ -50,10 +50,10 @@ consteval gemm::GemmConfig up_gemm(ActivationKind kind) {
   return Activation{.kind = kind}.gated() ? kGated : kPlain;
 }
 
-// Stages that an up task borrows: B's place in one holds 128 columns of a for all rows.
+// Counts the stages that an up task borrows: B's place in one holds 128 columns of a for all rows.
 consteval int lent_to_up(ActivationKind kind) { return Activation{.kind = kind}.gated() ? 1 : 2; }
 
-// Tasks whose results the consumer warps have sent, on their way to the warp that announces them.
+// The queue holds tasks whose results the consumer warps have sent, until a warp has announced them.
 constexpr int kSentSlots = 4;
 struct SentTask {
   int kind_and_expert;  // kDownTask, local expert
@@ -66,10 +66,10 @@ struct SentQueue {
   SentTask task[kSentSlots];
 };
 
-// Between the warp that schedules tasks and the one that loads them, a phase of each for a task.
+// Between the warp that schedules tasks and the one that loads them each barrier completes a phase for each task.
 struct ScheduleBarriers {
-  arch::Mbarrier next;   // the next task may be drawn; of CTA 0
-  arch::Mbarrier there;  // A of the announced task is there
+  arch::Mbarrier may_draw;  // the next task may be drawn; CTA 0 waits for it
+  arch::Mbarrier loadable;  // the announced task's A has arrived
 };
 
 // Tickets that CTA 0 of a pair has drawn, as CTA 1 gets them. CTA 0 is a task ahead at most, as it cannot load without
@@ -80,7 +80,7 @@ struct DrawnTickets {
   arch::Mbarrier full[kTicketSlots];  // its bytes
 };
 
-// Of a warp that adds up results (partial_combine.cuh).
+// A warp that makes partial combines has this storage (partial_combine.cuh).
 struct SumStorage {
   static constexpr int kRowsOfDraw = 2;
   static constexpr int kMaxUnsignalled = 4;  // tokens that one fence stands before the signals of
@@ -106,18 +106,18 @@ struct ForwardStorage {
   SentQueue sent;
   ScheduleBarriers schedule;
   DrawnTickets tickets;
-  PlaceXBarriers x_landed;
+  CopyXBarriers x_landed;
   SumStorage sums[kCommunicationWarps];
   char* push_to[kConsumerWarps][gemm::kWarpRows];  // push_rows.cuh
-  // Of this rank's experts, as the cursors read them.
+  // The cursors read these of this rank's experts.
   std::int32_t list_begin[kMaxExperts];
   ExpertPlan plan[kMaxExperts];  // local experts; of several ranks, half of it at most
-  // Where rows cross once, [source][local expert]: the first of their rows in this rank's pool.
+  // [source][local expert], where rows cross once: the first of their rows in this rank's pool.
   std::int32_t pool_begin[kMaxExperts];
   int failed;
   alignas(16) int planned;  // this CTA knows its plan; the other one of the pair reads it
 
-  // Of every expert, where there are several ranks: the row of its owner's pool with which this rank's rows begin.
+  // [expert], with several ranks: this rank's rows begin at this row of the owner's pool.
   __device__ std::int32_t* pool_rows() {
     return reinterpret_cast<std::int32_t*>(plan + kMaxExperts / 2);
   }
@@ -132,7 +132,7 @@ struct ForwardStorage {
 static_assert(sizeof(ForwardStorage) <= gemm::kSharedMemoryBytes);
 static_assert(kMaxExperts <= gemm::kMaxSegments);
 
-// In the stages, until the roles begin.
+// The stages hold it until the roles begin.
 struct HeadStorage {
   CopyXStorage copy_x;
   RouteStorage<kForwardThreads> route;
@@ -140,20 +140,20 @@ struct HeadStorage {
 static_assert(sizeof(HeadStorage) <=
               sizeof(gemm::SharedStorage<kPlain>::a) + sizeof(gemm::SharedStorage<kPlain>::b));
 
-// Of the epilogue of an up task (store_rows.cuh).
+// The epilogue of an up task reads these (store_rows.cuh).
 struct StoreRowsParams {
   CUtensorMap a;  // ragged (column, half, row, end), 64 x 1 x 16 x 1
   Activation activation;
   int ragged_extent;  // of its row dimension
 };
 
-// Of the halves that a CTA loads for both of its pair.
+// A CTA loads halves for both of its pair by these maps.
 struct SharedMaps {
   CUtensorMap a;  // 64 rows
   CUtensorMap b;  // half a tile, unless b_in_boxes
 };
 
-// Null: none. up: of the gates, of the ups.
+// Null stands for no biases. up: of gate columns, of up columns.
 struct ExpertBiases {
   gemm::Bias up[2], down;
 };
@@ -185,7 +185,7 @@ struct Pass {
   __device__ CountMatrix counts() const {
     return {smem.counts() - p.exchange.rank * p.exchange.local_experts, p.exchange.local_experts};
   }
-  // Of the expert's owner: the block of the index-th row that this rank sends there.
+  // Returns the owner's block of the index-th row that this rank sends to the expert.
   __device__ std::int32_t block_of(std::int32_t expert, std::int32_t index) const {
     std::int32_t const first =
         shape().ranks > 1 ? smem.pool_rows()[expert] : plan()[expert].first_block * kPlain.tile.m;
@@ -194,10 +194,10 @@ struct Pass {
   __device__ std::uint32_t* local_word(std::int64_t offset) const {
     return word_of(p.exchange.gmem_local, offset);
   }
-  // Others of the CTA look at it without a barrier between.
+  // Other warps of the CTA look at it without a barrier between.
   __device__ bool failed() const { return *static_cast<int volatile*>(&smem.failed) != 0; }
   __device__ void fail() const { *static_cast<int volatile*>(&smem.failed) = 1; }
-  // By a converged warp, which does something else between two looks.
+  // A converged warp waits, and calls meanwhile() between two looks.
   template <class Meanwhile>
   __device__ void wait_count(std::int64_t offset, std::uint32_t count, Site site,
                              Meanwhile meanwhile) const {
@@ -209,7 +209,7 @@ struct Pass {
     if (failed()) return;
     if (!Waiter(p.exchange, epoch).for_epoch(offset, epoch, site, peer)) fail();
   }
-  // Entries and places that all ranks, or this one, write into this rank's window. By a converged warp.
+  // A converged warp waits for entries and places that all ranks, or this one, write into this rank's window.
   __device__ void wait_lists() const { wait_lists(arch::lane_idx() < shape().ranks); }
   __device__ void wait_own_list() const { wait_lists(arch::lane_idx() == p.exchange.rank); }
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a consumer warp finishes of its last task under the k loop of the next one.
+// A consumer warp finishes its last task under the k loop of the next one.
 #pragma once
 
 #include "expert_parallel/fused/sent_tasks.cuh"
 
 namespace tessera::expert_parallel {
 
-// What a warp still has to do for its last task: to store a down piece by piece, or to wait until an up has arrived, of
-// which kSaves stores h piece by piece. When a down is stored, or an up is there, it tells so.
+// A warp still has to store the results of a down task piece by piece, or to wait until those of an up task are in
+// memory; with kSaves it stores h of an up task piece by piece, too. It announces either when that is done.
 template <class Push, bool kSaves>
 class LastTask {
  public:
@@ -16,23 +16,23 @@ class LastTask {
         push_(push),
         first_warp_(consumer == 0 && arch::warp_in_warpgroup() == 0) {}
 
-  // Results are on their way, or held in `push`. The last task was finished.
+  // Takes a task whose results are on their way, or held in `push`. The one before was finished.
   __device__ void begin(SentTask const& task, bool down) {
     task_ = task;
     up_is_on_its_way_ = !down;
   }
-  // Of a task that the warp has no rows of. The last one was finished.
-  __device__ void tell(SentTask const& task) { sent_.tell(task, first_warp_); }
+  // Announces a task of which the warp has no rows. The one before was finished.
+  __device__ void announce(SentTask const& task) { sent_.announce(task, first_warp_); }
 
-  // A k_tile that is not there may be waiting for it.
+  // Says that a k_tile which has not arrived may be waiting for the last task.
   __device__ bool is_awaited() const { return up_is_on_its_way_; }
-  // An up is there, not merely read from shared memory.
+  // Waits until a is in memory, not merely read from shared memory, and announces the up task.
   __device__ void complete_up() {
     if (arch::lane_idx() == 0) arch::bulk_store_wait<0>();
-    tell(task_);
+    announce(task_);
     up_is_on_its_way_ = false;
   }
-  // The next piece, if there is one.
+  // Does the next piece, if there is one.
   __device__ void step() {
     if (!push_.pending()) return;
     bool const is_h = kSaves && (task_.kind_and_expert & kDownTask) == 0;
@@ -41,7 +41,7 @@ class LastTask {
     } else {
       push_.work(push_.next());
     }
-    if (!is_h && !push_.pending()) tell(task_);
+    if (!is_h && !push_.pending()) announce(task_);
   }
   __device__ void finish() {
     if (up_is_on_its_way_) complete_up();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the producer warp loads for the tasks of its CTA (gemm::produce_tiles).
+// The producer warp loads the operands of its CTA's tasks (gemm::produce_tiles).
 #pragma once
 
 #include "cuda/gemm/produce/tma.cuh"
@@ -7,8 +7,8 @@
 
 namespace tessera::expert_parallel {
 
-// Up and down tasks, whose A the warp that schedules has waited for. Operands that both CTAs of the pair read, each
-// loads one half of, for both.
+// Loads up and down tasks, whose A the warp that schedules has waited for. Where both CTAs of the pair read an operand,
+// each loads one half of it for both.
 template <ActivationKind kKind>
 class LoadTask {
  public:
@@ -22,18 +22,18 @@ class LoadTask {
     shares_rows_ = (tile.segment & kSharedRows) != 0;
     tile.segment &= kSharedRows - 1;
     int const k_tiles = down_ ? p_.down.k_tiles : p_.up.k_tiles;
-    arch::mbarrier_wait(&smem_.schedule.there, phase_);
+    arch::mbarrier_wait(&smem_.schedule.loadable, phase_);
     phase_ ^= 1;
     arch::fence_proxy_async_global();
     return k_tiles;
   }
   __device__ __forceinline__ void before(gemm::WorkTile const&, int, int) {}
-  // It is the lane that acquired.
+  // Chooses the lane that acquired.
   __device__ __forceinline__ static bool loads() { return arch::lane_idx() == 0; }
   __device__ __forceinline__ void fill(int stage, gemm::WorkTile const& tile, int k_tile,
                                        int k_tiles) {
     if (draws_ && k_tile == max(k_tiles - kDrawAhead, 0)) {
-      arch::mbarrier_arrive(&smem_.schedule.next);
+      arch::mbarrier_arrive(&smem_.schedule.may_draw);
     }
     if (down_) {
       load<kPlain, kPlainShared>(p_.down, p_.shared_down, stage, k_tile, tile);

@@ -18,7 +18,7 @@
 
 namespace tessera::expert_parallel {
 
-// What is known of the token at hand, and of the next one, is kept in shared memory: registers are for its rows, of
+// Shared memory holds what is known of the token at hand, and of the next one: registers are for its rows, of
 // which a lane has 16 * kLoads bytes in flight.
 template <int kLoads>
 class PartialCombine {
@@ -64,14 +64,14 @@ class PartialCombine {
     return static_cast<int>(gridDim.x) * kCommunicationWarps +
            static_cast<int>(__shfl_sync(arch::kAllLanes, drawn_, 0));
   }
-  // Of the rows of experts whose results are added up.
+  // Returns the end of the rows of experts whose results are added up.
   __device__ int end() const {
     ExpertPlan const& last = pass_.smem.plan[p_.partial_experts - 1];
     return last.first_row + last.rows;
   }
-  // Of the draw ahead.
+  // Says whether this lane has a row of the draw ahead.
   __device__ bool has_row() const { return lane_ < kRows && first_ahead_ + lane_ < end(); }
-  // Lane j: row j of a draw, into the half of the storage that is not taken from.
+  // Lane j reads row j of a draw into the half of the storage that is not taken from.
   __device__ void read(int draw) {
     first_ahead_ = draw * kRows;
     if (has_row()) {
@@ -115,7 +115,7 @@ class PartialCombine {
     arch::cp_async_commit();
     return true;
   }
-  // Of all choices of a token, in the window.
+  // Returns where the places of all choices of a token lie in the window.
   __device__ std::int64_t placed_pairs(int source, int token) const {
     return p_.window.placed_pair(parity(pass_.epoch), source,
                                  std::int64_t{token} * p_.shape.max_top_k);
@@ -139,7 +139,7 @@ class PartialCombine {
     __syncwarp();
   }
 
-  // Lane i: the block of row i.
+  // Lane i waits for the block of row i.
   __device__ void await() {
     auto const lane = static_cast<int>(arch::forgotten(lane_));
     bool const waits = lane < __popc(smem_.now.choices);
@@ -176,7 +176,7 @@ class PartialCombine {
     __syncwarp();  // the terms have been read
   }
 
-  // Up to kAtOnce rows at a time, kBlocks * 256 columns of them; if kBlocks is 1, more rows after them.
+  // Adds up to kAtOnce rows at a time, kBlocks * 256 columns of them; if kBlocks is 1, more rows after them.
   template <int kBlocks, int kAtOnce>
   __device__ void add_rows(int rows, char* to) {
     for (int begin = 0; begin < row_bytes(); begin += kBlocks * kBytes) {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The communication warps of the fused kernel: rows from their sources into the pool, in the order of the tasks
-// -> arrived. Consumer warps, which have nothing to multiply yet, bring the prologue rows: what the first tasks wait
-//   for, or a part of it. direct  pull_rows: a row for every pair, row i by warp i mod warps
+// The communication warps of the fused kernel pull rows from their sources into the pool, in the order of the tasks
+// -> arrived. Consumer warps, which have nothing to multiply yet, pull the prologue rows: what the first tasks wait
+// for, or a part of it.
+//   direct  pull_rows: a row for every pair, row i by warp i mod warps
 //           copy_own_rows: of the prologue rows this rank's own
 //   once, partial combine
 //           pull_tokens: a token's row for all its pairs here, with the first of them. Rows are drawn, four at a time,
@@ -18,14 +19,14 @@ namespace tessera::expert_parallel {
 
 constexpr int kRowsOfDraw = 4;  // where rows cross once; not every one of them pulls its token
 
-// Rows of as many blocks as the first tasks of all CTAs would fill with all tiles of each; the tasks themselves, two
-// tiles at a time, touch some blocks more.
+// Counts the rows of as many blocks as the first tasks of all CTAs would fill with all tiles of each; the tasks
+// themselves, two tiles at a time, touch some blocks more.
 __device__ inline int rows_of_first_tasks(ExchangeShape const& shape) {
   int const tasks = static_cast<int>(gridDim.x);
   return (tasks + shape.up_tiles() - 1) / shape.up_tiles() * shape.block_rows;
 }
 
-// Of the rows of these tasks, where they cross once, those that consumer warps pull. Two GPUs: at most half of all;
+// Counts the rows of these tasks that consumer warps pull, where rows cross once. Two GPUs: at most half of all;
 // those of two tasks are 0.6% slower (docs/notebook/2026-11-24-two-gpus-again.md). More, where three of four or more
 // wait for the link: one for each warp, so that the early ones are not behind late ones there, and at most a sixth of
 // all (docs/notebook/2026-11-26-fewer-first-rows.md).
@@ -35,18 +36,18 @@ __device__ inline int prologue_rows(ExchangeShape const& shape, int all) {
   return min(rows_of_first_tasks(shape), most) / kRowsOfDraw * kRowsOfDraw;
 }
 
-// A row of x in the window of its source.
+// Returns a row of x in the window of its source.
 __device__ inline char const* x_of(ExchangeArguments const& p, int source, std::int64_t token) {
   return peer_of(p, source).load_if_local<OtherWay::kSent>(p.window.x_row(token));
 }
 
-// pool_row_of_pair of a pair that is here. Where rows cross once.
+// Returns pool_row_of_pair of a pair that is here, where rows cross once.
 __device__ inline int pool_row_of(Pass const& pass, PairPlace const& place, int source) {
   return pass.smem.pool_begin[source * pass.p.exchange.local_experts + place.expert] + place.index;
 }
 
-// Transfer::direct. One of kCommunicationWarps warps of a CTA: all rows but the first ones of this rank's own, which
-// are the consumer warps'.
+// Transfer::direct. Each of kCommunicationWarps warps of a CTA pulls its share of all rows but this rank's own prologue
+// rows, which the consumer warps copy.
 __device__ inline void pull_rows(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
   int const workers = static_cast<int>(gridDim.x) * kCommunicationWarps;
@@ -84,8 +85,8 @@ __device__ inline void pull_rows(Pass const& pass, int warp) {
   copies.finish();
 }
 
-// Lane j: the row of the pool for choice j of a token, if that is one of `choices`, else -1; and what is kept of it for
-// its result. By a converged warp. kPartialCombine: Transfer::partial_combine.
+// Lane j of a converged warp returns the row of the pool for choice j of a token, if that is one of `choices`, else -1,
+// and writes down where its result goes. kPartialCombine: Transfer::partial_combine.
 template <bool kPartialCombine>
 __device__ int place_row(Pass const& pass, int token, int source, std::uint32_t choices,
                          PairPlace const& place) {
@@ -104,7 +105,7 @@ __device__ int place_row(Pass const& pass, int token, int source, std::uint32_t 
   return row;
 }
 
-// The tokens that one warp pulls.
+// Finds the tokens that one warp pulls.
 class TokenDraws {
  public:
   struct Token {
@@ -152,13 +153,13 @@ class TokenDraws {
   }
 
  private:
-  // Of the draw ahead.
+  // Says whether this lane has a row of the draw ahead.
   __device__ bool has_row() const { return lane_ < kRowsOfDraw && first_ahead_ + lane_ < rows_; }
   __device__ void draw() {
     if (lane_ == 0)
       drawn_ = arch::count_relaxed_gpu(pass_.local_word(p_.local.row_draws(pass_.epoch)), 1u);
   }
-  // Lane j: row j of a draw.
+  // Lane j reads the entry of row j of a draw.
   __device__ void read(int draw) {
     first_ahead_ = begin_ + draw * kRowsOfDraw;
     if (!has_row()) return;
@@ -181,7 +182,7 @@ class TokenDraws {
   std::uint32_t drawn_ = 0;  // of lane 0: the draw after the next
 };
 
-// Where rows cross once. One of kCommunicationWarps warps of a CTA.
+// Each of kCommunicationWarps warps of a CTA pulls the tokens that it draws, where rows cross once.
 template <bool kPartialCombine>
 __device__ void pull_tokens(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
@@ -198,8 +199,8 @@ __device__ void pull_tokens(Pass const& pass, int warp) {
   copies.finish();
 }
 
-// Where rows cross once. One of kConsumerWarps warps: of the prologue rows number i by warp i mod warps, those of a CTA
-// far apart. Lane j reads the entry of the warp's j-th row.
+// Where rows cross once, warp i mod warps of all consumer warps pulls prologue row i; those of a CTA are far apart.
+// Lane j reads the entry of the warp's j-th row.
 template <bool kPartialCombine>
 __device__ void pull_prologue_tokens(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
@@ -222,7 +223,7 @@ __device__ void pull_prologue_tokens(Pass const& pass, int warp) {
           own_window(p).place(p.window.list_entry(parity(pass.epoch), row.source, row.entry))));
     }
     bool const pulls = number < end && entry.z % 256 == 0;  // RouteEntry::place
-    // A PairPlace of lane j: of choice j of the first token that is left, if it is one of those.
+    // Lane j loads the PairPlace of choice j of the first token that is left, if it is one of its choices here.
     auto const place_of = [&](unsigned left) {
       if (left == 0) return 0u;
       int const from = __ffs(static_cast<int>(left)) - 1;
@@ -250,7 +251,7 @@ __device__ void pull_prologue_tokens(Pass const& pass, int warp) {
   copies.finish();
 }
 
-// Transfer::direct. One of kConsumerWarps warps: of this rank's own rows among the first, number k by warp k mod warps.
+// Transfer::direct. Warp k mod warps of all consumer warps copies number k of this rank's own prologue rows.
 __device__ inline void copy_own_rows(Pass const& pass, int warp) {
   ExchangeArguments const& p = pass.p.exchange;
   RowCopies copies(pass);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue of a down task, under the k loop of the next one: every warp sends the 16 rows of its accumulators to
-// the slots of their pairs, or leaves them in the pool to be added up (partial_combine.cuh). So it does with h of an up
-// task in training (saved_pass.cuh). They are rounded to bf16 at once and held until then, the first 64 columns
-// in shared memory, the others in 48 registers of a thread, which take their place by quarters:
+// The epilogue of a down task works under the k loop of the next one: every warp pushes the 16 rows of its accumulators
+// to the slots of their pairs, or leaves them in the pool for a partial combine (partial_combine.cuh). In training it
+// stores h of an up task in the same way (saved_pass.cuh). Values are rounded to bf16 at once and held until then, the
+// first 64 columns in shared memory, the others in 48 registers of a thread, which take their place by quarters:
 //   at once           | round; quarter 0 to shared memory
 //   behind a k_tile   | [next quarter to shared memory] 8 rows of a quarter to their place, 128 bytes by eight lanes
 // All of it at once is 6% of a pass's cycles, in which tensor cores wait (docs/notebook/2026-11-25-deferred-rows.md).
@@ -16,9 +16,9 @@
 
 namespace tessera::expert_parallel {
 
-// Of one warp. Warps share nothing. kPartialCombine: Transfer::partial_combine. kGatedH: h of gated ups is kept as
-// well, whose quarters are of its halves in turns. LastTask calls work() and says when all is done, so that drain() has
-// nothing to wait for.
+// Each warp has its own; warps share nothing. kPartialCombine: Transfer::partial_combine. kGatedH: h of gated up tasks
+// is saved as well, and its quarters are of its halves in turns. LastTask calls work() and announces when all is done,
+// so that drain() has nothing to wait for.
 template <bool kPartialCombine, bool kGatedH>
 class Push {
  public:
@@ -35,7 +35,7 @@ class Push {
 
   __device__ void begin(gemm::WorkTile const&, int, int) {}
 
-  // Where row `lane` of the warp's 16 goes, known before the tile is multiplied out.
+  // Returns where row `lane` of the warp's 16 goes, which is known before the tile is multiplied out.
   __device__ char* destination(gemm::WorkTile const& tile, int first) const {
     ExchangeArguments const& p = pass_.p.exchange;
     int const row_of_tile = first + gemm::kWarpRows * arch::warp_in_warpgroup() + arch::lane_idx();
@@ -52,12 +52,13 @@ class Push {
   // The rows that keep() gets next go there.
   __device__ void aim(char* to) { next_to_ = to; }
 
-  // y of a down. All pieces of what was held before are done.
+  // Holds y of a down task. All pieces of what was held before are done.
   template <class Rounded>
   __device__ void keep(Rounded rounded, gemm::WorkTile const& tile, int /*row*/) {
     hold(rounded, tile.n_tile * kTileColumns, pass_.shape().hidden, next_to_);
   }
-  // The same, or h of an up. Row `lane` goes to `to`, of a row of so many columns the tile's from the first one on.
+  // Holds y, or h of an up task. Row `lane` goes to `to`, a row of `columns` columns of which the tile's begin at
+  // `first_column`.
   template <class Rounded>
   __device__ void hold(Rounded rounded, int first_column, int columns, char* to) {
     columns_ = columns - first_column;
@@ -77,12 +78,12 @@ class Push {
     for (std::uint32_t& pair : held_) pair = 0;
   }
 
-  // There are pieces that are not done, next() the first of them.
+  // Says that there are pieces to do, of which next() is the first.
   __device__ bool pending() const { return next_ < kPieces; }
   __device__ int next() const { return next_; }
 
   __device__ void work(int piece) { work_of(piece, false); }
-  // The same where it may be h of an up.
+  // Does a piece, which may be of h of an up task.
   __device__ void work_of(int piece, bool is_h) {
     int const quarter = piece / kPiecesOfQuarter;
     if (piece % kPiecesOfQuarter == 0) {

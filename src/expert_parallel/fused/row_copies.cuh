@@ -15,11 +15,11 @@ class RowCopies {
   __device__ explicit RowCopies(Pass const& pass)
       : pass_(pass), row_bytes_(2 * pass.shape().hidden) {}
 
-  // A row to the pool's row `to` of each lane that has one (>= 0). By a converged warp.
+  // A converged warp copies a row to the pool's row `to` of each lane that has one (>= 0).
   __device__ void copy(char const* from, int to) {
     copy(from, to, [] {});
   }
-  // meanwhile(), by the warp, when the row is on its way.
+  // The warp calls meanwhile() when the row is on its way.
   template <class Meanwhile>
   __device__ void copy(char const* from, int to, Meanwhile meanwhile) {
     unsigned const places = __ballot_sync(arch::kAllLanes, to >= 0);
@@ -48,7 +48,7 @@ class RowCopies {
     }
     unannounced_ = to;
   }
-  // The last row has arrived as well.
+  // Announces the last row as well.
   __device__ void finish() { announce(); }
 
  private:

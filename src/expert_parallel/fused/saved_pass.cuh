@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What backward needs of a fused pass besides x: h and tables of this rank's rows, which lie there without pads.
+// Backward needs h and tables of this rank's rows of a fused pass besides x. They lie without pads.
 //   head     CTA 0: the row limit, to all ranks; behind the plan, where the rows of an expert begin, and to the host,
 //            how many there are
 //   tables   communication warps that have nothing left to pull (row_tables.cuh)
-//   h        rounded to bf16, under the k loop of the next task as the results of downs are (push_rows.cuh)
+//   h        rounded to bf16, under the k loop of the next task as the results of down tasks are (push_rows.cuh)
 #pragma once
 
 #include "expert_parallel/exchange/row_tables.cuh"
@@ -11,12 +11,12 @@
 
 namespace tessera::expert_parallel {
 
-// How many of `all` rows are within the limit.
+// Counts how many of `all` rows are within the limit.
 __device__ inline int held_rows(SavedPass const& saved, int all) {
   return static_cast<int>(min(std::int64_t{all}, saved.capacity));
 }
 
-// By all threads of CTA 0, behind the plan. The lists may be on their way. False: a wait has failed.
+// All threads of CTA 0 call it, behind the plan. The lists may be on their way. Returns false if a wait has failed.
 template <int kThreads>
 __device__ bool begin_saved(Pass const& pass, RouteStorage<kThreads> const& route) {
   ExchangeArguments const& exchange = pass.p.exchange;
@@ -46,7 +46,8 @@ __device__ inline void write_saved_rows(Pass const& pass, int warp) {
              static_cast<int>(gridDim.x) * kCommunicationWarps * arch::kWarpThreads);
 }
 
-// Of an up's results, where row `lane` of the warp's 16 goes; null: there is no such row, or it is beyond the limit.
+// Returns where row `lane` of the warp's 16 of an up task's h goes; null: there is no such row, or it is beyond the
+// limit.
 template <bool kGated>
 __device__ char* place_of_h(Pass const& pass, gemm::WorkTile const& tile, int first) {
   SavedPass const& saved = pass.p.saved;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which tasks a pair of CTAs does: CTA 0 draws a ticket for both, and in each a warp walks to its own task, waits for
-// what it needs and lets it be loaded.
-//   CTA 0   wait [next] | draw | ticket to CTA 1 [its tickets]      CTA 1   wait [tickets]
-//   each    task to the readers of its work ring | wait for A [arrived, a_ready] | let it be loaded [there]
+// A pair of CTAs draws tasks together: CTA 0 draws a ticket for both, and in each a warp walks to its own task, waits
+// for what it needs and marks it loadable.
+//   CTA 0   wait [may_draw] | draw | ticket to CTA 1 [its tickets]      CTA 1   wait [tickets]
+//   each    task to the readers of its work ring | wait for A [arrived, a_ready] | mark it [loadable]
 #pragma once
 
 #include "cuda/arch/cluster_load.cuh"
@@ -11,7 +11,7 @@
 
 namespace tessera::expert_parallel {
 
-// The tasks of one CTA, announced to the readers of its work ring. One converged warp.
+// One converged warp announces the tasks of its CTA to the readers of its work ring.
 class Tasks {
  public:
   __device__ explicit Tasks(Pass const& pass)
@@ -19,7 +19,7 @@ class Tasks {
         first_expert_(pass.p.exchange.rank * pass.p.exchange.local_experts),
         cursor_(pass.shape(), pass.plan(), pass.p.exchange.rank, lag(pass)) {}
 
-  // What the announced task needs of this GPU before its A may be read.
+  // The announced task needs this counter of this GPU to reach `count` before its A may be read.
   struct Needs {
     std::int64_t counter;
     std::uint32_t count;
@@ -27,7 +27,7 @@ class Tasks {
   };
   __device__ Needs const& needs() const { return needs_; }
 
-  // Tickets ascend. False: there are no more, as the readers are told, too.
+  // Tickets ascend. Returns false, and announces it to the readers, if there are no more tasks.
   __device__ bool announce(std::int64_t ticket) {
     int4 message{0, gemm::kNoTile, 0, 0};
     TaskPair pair;
@@ -89,13 +89,13 @@ class Tickets {
 
   __device__ static std::int64_t first() { return blockIdx.x / kCtasOfPair; }
 
-  // The next one, once it may be drawn; meanwhile() while it may not.
+  // Returns the next one once it may be drawn, and calls meanwhile() until then.
   template <class Meanwhile>
   __device__ std::int64_t next(Meanwhile meanwhile) {
     DrawnTickets& tickets = pass_.smem.tickets;
     std::uint32_t drawn = 0;
     if (arch::cluster_cta_rank() == 0) {
-      await(pass_.smem.schedule.next, turn_ & 1, meanwhile);
+      await(pass_.smem.schedule.may_draw, turn_ & 1, meanwhile);
       arch::sleep_ns(gemm::kDrawSleepNs);
       if (arch::lane_idx() == 0) {
         drawn = atomicAdd(pass_.local_word(pass_.p.exchange.local.tickets(pass_.epoch)), 1u);
@@ -139,7 +139,7 @@ class Tickets {
   std::uint32_t turn_ = 0;
 };
 
-// One converged warp: finds a task while the one before is loaded, announces it, and waits for what it needs; between
+// One converged warp finds a task while the one before is loaded, announces it, and waits for what it needs; between
 // two looks it announces what the consumers have sent. The warp that loads does none of this, as its loads are hardly
 // ahead of the k loop (lesson 3).
 __device__ inline void schedule(Pass const& pass) {
@@ -151,7 +151,7 @@ __device__ inline void schedule(Pass const& pass) {
   while (tasks.announce(ticket)) {
     auto const& needs = tasks.needs();
     pass.wait_count(needs.counter, needs.count, needs.site, announce_sent);
-    if (arch::lane_idx() == 0) arch::mbarrier_arrive(&pass.smem.schedule.there);
+    if (arch::lane_idx() == 0) arch::mbarrier_arrive(&pass.smem.schedule.loadable);
     __syncwarp();
     ticket = tickets.next(announce_sent);
   }

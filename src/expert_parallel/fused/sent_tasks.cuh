@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// How the results of a task are announced without a fence in the warps that multiply: they say in shared memory that
-// they have sent theirs, and the warp that schedules counts the task once all have. The last down of a block fences at
-// system scope for all of the block's downs.
-//   full    every consumer warp: what it wrote for the task it has written (stores issued; bulk stores complete)
-//   empty   the announcing warp: the slot may be taken again
+// The results of a task are announced without a fence in the warps that multiply: each writes into shared memory that
+// it has sent its own, and the warp that schedules counts the task once all have. The last down task of a block fences
+// at system scope for all of the block's down tasks.
+//   full    every consumer warp arrives when it has issued its stores for the task, and its bulk stores are complete
+//   empty   the announcing warp arrives when the slot may be taken again
 // Memory  barriers of the CTA order the warps' writes before the announcing lane's count, which releases them at the
 //         scope of the GPU, as __syncthreads does before one thread's part in a barrier of the grid
 #pragma once
@@ -12,14 +12,14 @@
 
 namespace tessera::expert_parallel {
 
-// Of one consumer warp.
+// One consumer warp announces tasks through it.
 class SentTasks {
  public:
   __device__ explicit SentTasks(SentQueue& queue) : queue_(queue) {}
 
-  // What this warp wrote for the task is on its way. All warps say the same, in the order of the tasks. All lanes wait:
-  // the compiler takes a warp for divided after one lane's loop.
-  __device__ void tell(SentTask const& task, bool first_warp) {
+  // Announces that this warp's results of the task are on their way. All warps announce the same tasks in the same
+  // order. All lanes wait: the compiler takes a warp for divided after one lane's loop.
+  __device__ void announce(SentTask const& task, bool first_warp) {
     __syncwarp();
     arch::mbarrier_wait(&queue_.empty[slot_], phase_ ^ 1);
     if (arch::lane_idx() == 0) {
@@ -39,13 +39,13 @@ class SentTasks {
   std::uint32_t phase_ = 0;
 };
 
-// The last down of a block says so to the sources of its rows, which come in turn: those whose range meets the
-// block's.
+// After the last down task of a block, signals to the sources of its rows, which come in turn: those whose range meets
+// the block's.
 __device__ inline void announce_block(Pass const& pass, int local_expert, int block) {
   ExchangeArguments const& p = pass.p.exchange;
   int const expert = p.rank * p.local_experts + local_expert;
   int const first = (block - pass.plan()[expert].first_block) * p.shape.block_rows;
-  arch::fence_acq_rel_sys();  // for those who have counted as well
+  arch::fence_acq_rel_sys();  // for those that have counted as well
   int row = 0, source = p.rank;
   for (int turn = 0; turn < p.shape.ranks; ++turn, source = source_after(p.shape, source)) {
     int const end = row + pass.counts().at(source, expert);
@@ -57,19 +57,19 @@ __device__ inline void announce_block(Pass const& pass, int local_expert, int bl
   }
 }
 
-// Of one converged warp.
+// One converged warp announces what all consumer warps have sent.
 class SentAnnouncer {
  public:
   __device__ explicit SentAnnouncer(Pass const& pass) : pass_(pass) {}
 
-  // Those that have been sent by now.
+  // Announces the tasks that all warps have sent by now.
   __device__ void poll() {
     while (next_ != kEnd &&
            __all_sync(arch::kAllLanes, arch::mbarrier_test_wait(&full(), phase()))) {
       announce();
     }
   }
-  // Until the consumers have no more tasks.
+  // Announces until the consumers have no more tasks.
   __device__ void finish() {
     while (next_ != kEnd) {
       arch::mbarrier_wait(&full(), phase());
@@ -89,12 +89,12 @@ class SentAnnouncer {
     bool const is_task = task.block != kNoBlock;
     if (arch::lane_idx() == 0) {
       arch::mbarrier_arrive(&pass_.smem.sent.empty[slot()]);
-      if (is_task) tell(task);
+      if (is_task) count(task);
     }
     __syncwarp();
     next_ = is_task ? next_ + 1 : kEnd;
   }
-  __device__ void tell(SentTask const& task) const {
+  __device__ void count(SentTask const& task) const {
     LocalLayout const& local = pass_.p.exchange.local;
     if ((task.kind_and_expert & kDownTask) == 0) {
       arch::add_release_gpu(pass_.local_word(local.a_ready(pass_.epoch, task.block)), 1);

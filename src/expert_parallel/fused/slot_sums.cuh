@@ -36,7 +36,7 @@ class SlotSums {
         ring_(reinterpret_cast<unsigned char*>(&pass.smem.gemm.a) + warp * kPieces * kPieceBytes +
               16 * lane_) {}
 
-  // When all consumer warps have ended their tasks.
+  // Comes when all consumer warps have ended their tasks.
   __device__ void run() {
     // The fewer choices a token has, the more columns at once.
     if (top_k_ <= 2) {
@@ -53,7 +53,7 @@ class SlotSums {
   static constexpr int kBlockColumns = 8 * arch::kWarpThreads;
   static constexpr int kBlockBytes = 2 * kBlockColumns;
 
-  // Of lane g * max_top_k + j: choice j of the g-th token of a group.
+  // Lane g * max_top_k + j has choice j of the g-th token of a group.
   struct Choice {
     int owner = -1;          // none
     std::int32_t block = 0;  // of its owner; of a sum ~token
@@ -101,7 +101,7 @@ class SlotSums {
   // One look for all of them. Groups of four are 0.2 to 0.3% slower at FlashDMoE, T 8192.
   __device__ int group_tokens() const { return min(p_.by_top_k.quotient(arch::kWarpThreads), 8); }
 
-  // Of this lane's choice, the token in its group.
+  // Returns which token of its group this lane's choice is of.
   __device__ int turn_of_lane() const { return p_.by_top_k.quotient(lane_); }
 
   __device__ Group group_at(int first) const {
@@ -111,7 +111,7 @@ class SlotSums {
     group.there = group.choice.owner < 0;
     return group;
   }
-  // Of the group whose first token is `first`.
+  // Returns this lane's choice of the group whose first token is `first`.
   __device__ Choice choice(int first) const {
     int const token = first + turn_of_lane() * kConsumerWarps;
     bool const has_choice = token < slice_.end && lane_ < group_tokens() * top_k_;

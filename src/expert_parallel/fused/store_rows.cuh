@@ -9,7 +9,7 @@
 
 namespace tessera::expert_parallel {
 
-// Of one warp.
+// Each warp has its own.
 template <ActivationKind kKind>
 class StoreRows {
  public:
@@ -40,7 +40,7 @@ class StoreRows {
       int const stage = stages_.take(state);
       TESSERA_UNROLL
       for (int slab = 0; slab < kSlabs; ++slab) {
-        // Gated: a column group has 64 gates, then their 64 ups. Else it has two slabs.
+        // Gated: a column group has 64 gate columns, then their 64 up columns. Else it has two slabs.
         int const first = kGated ? slab * 2 * kPairs : (lent * 2 + slab) * kPairs;
         std::uint32_t const rows = arch::shared_address(stages_.rows(stages_.slab_b(stage, slab)));
         gemm::fill_warp_rows(rows + matrix_row_, [&](int i) {

@@ -20,7 +20,7 @@ __device__ inline std::uint32_t chunk_of_lane() {
   return row * kWarpRowBytes + ((arch::lane_idx() % kLanesOfRow ^ row) << 4);
 }
 
-// This lane's 8 columns of row 4 * fours + lane / kLanesOfRow.
+// Loads this lane's 8 columns of row 4 * fours + lane / kLanesOfRow.
 __device__ inline uint4 load_warp_rows(std::uint32_t chunk, int fours) {
   // Rows four further on have the other half of the swizzle.
   return arch::load_shared_16((chunk ^ (fours & 1) << 6) + fours * 4 * kWarpRowBytes);

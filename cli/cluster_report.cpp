@@ -92,20 +92,20 @@ std::string layout_text(ClusterPlan const& plan) {
     return fmt::format("{:.0f} MB, {:.2f} ms", bytes * 1e-6, bytes / plan.gpu->network * 1e3);
   };
   std::string text = fmt::format(
-      "experts' place    {}; a GPU sends to other hosts, in a layer and step, calculated:\n"
-      "  within a host   {}: weights and gradients, where FSDP shards their state over the hosts\n",
-      layout.over_hosts() ? "over the hosts (tessera.ExpertParallel(hosts=))" : "within each host",
-      sent(layout.within_host_bytes));
+      "experts' place    {} sends fewer bytes to other hosts; of a GPU, a layer and a step, "
+      "calculated:\n"
+      "  within a host   {}: weights and gradients, beside compute, where FSDP shards their state "
+      "over the hosts\n",
+      layout.over_hosts() ? "over the hosts" : "within each host", sent(layout.within_host_bytes));
   if (!layout.divisible) {
     return text +
-           "  over hosts      not possible: experts are a multiple of all GPUs, a host has at most "
-           "8 "
-           "GPUs and at least as many experts as a token\n";
+           "  over hosts      not possible: experts are a multiple of all GPUs, and a host has at "
+           "most 8 GPUs and at least as many experts as a token\n";
   }
-  return text +
-         fmt::format(
-             "  over hosts      {}: rows of {:.0f} tokens of a GPU; as much with {:.0f} tokens\n",
-             sent(layout.over_hosts_bytes), layout.tokens, layout.equal_tokens);
+  return text + fmt::format(
+                    "  over hosts      {}: rows of {:.0f} tokens, beside nothing, with "
+                    "tessera.ExpertParallel(hosts=); as much with {:.0f} tokens\n",
+                    sent(layout.over_hosts_bytes), layout.tokens, layout.equal_tokens);
 }
 
 char const* sharding_name(Sharding sharding) {

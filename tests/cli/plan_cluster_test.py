@@ -88,8 +88,8 @@ class PlanCluster(Cli):
             self.assertNotIn("over_hosts_bytes_per_layer", layout)
         flags = ("--layers", "2", "--sequences", "6", *SMALL, *H200)
         text = self.run_tessera("plan", "--cluster", "8x8", *flags, code=0).stdout
-        self.assertRegex(text, "experts' place    within each host; .*calculated")
-        self.assertRegex(text, r"over hosts      .* MB, .* ms: rows of 24576 tokens of a GPU; as much with 2\d{3} ")
+        self.assertRegex(text, "experts' place    within each host sends fewer bytes .*calculated")
+        self.assertRegex(text, r"over hosts      .* MB, .* ms: rows of 24576 tokens, .*; as much with 2\d{3} tokens")
 
     def test_step_is_made_of_its_terms(self):
         covered = set()

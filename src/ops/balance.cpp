@@ -12,6 +12,7 @@
 #include "core/workspace.hpp"
 #include "cpu/parallel/router_loss.hpp"
 #include "cuda/layer/backend.hpp"
+#include "ops/tensors.hpp"
 #include "ops/weights.hpp"
 
 namespace tessera {
@@ -56,15 +57,16 @@ Status check_loss_desc(MoeDesc const& desc) noexcept {
   return {};
 }
 
-void check_counts(ConstTensor const& counts, std::int64_t experts,
-                  core::TensorCheck& check) noexcept {
+void visit_counts(ConstTensor const& counts, std::int64_t experts,
+                  core::TensorVisitor& visitor) noexcept {
   bool const known =
       counts.dtype == DType::int32 || counts.dtype == DType::int64 || counts.dtype == DType::fp32;
   if (counts.present() && !known) {
-    check.fail(Status::invalid("topk_counts: dtype %d; int32, int64 or fp32 is needed: convert it",
-                               static_cast<int>(counts.dtype)));
+    visitor.fail(
+        Status::invalid("topk_counts: dtype %d; int32, int64 or fp32 is needed: convert it",
+                        static_cast<int>(counts.dtype)));
   }
-  check.input("topk_counts", counts, known ? counts.dtype : DType::int64, {experts});
+  visitor.input("topk_counts", counts, known ? counts.dtype : DType::int64, {experts});
 }
 
 core::LoadCounts counts_of(ConstTensor const& counts) noexcept {
@@ -114,32 +116,32 @@ bool is_index(ConstTensor const& tensor) noexcept {
   return tensor.dtype == DType::int32 || tensor.dtype == DType::int64;
 }
 
-void check_sequences(MoeDesc const& desc, RouterLossArgs const& args,
-                     core::TensorCheck& check) noexcept {
-  check.optional_output("sequence_loss", args.sequence_loss, DType::fp32, {1});
+void visit_sequences(MoeDesc const& desc, RouterLossArgs const& args,
+                     core::TensorVisitor& visitor) noexcept {
+  visitor.optional_output("sequence_loss", args.sequence_loss, DType::fp32, {1});
   if (args.sequence_balance == 0.0f) {
     constexpr char const* kReason = "sequence_balance is 0";
-    check.absent("topk_ids", args.topk_ids, kReason);
-    check.absent("sequence_offsets", args.sequence_offsets, kReason);
+    visitor.absent("topk_ids", args.topk_ids, kReason);
+    visitor.absent("sequence_offsets", args.sequence_offsets, kReason);
     return;
   }
   ConstTensor const& ids = args.topk_ids;
   if (ids.rank != 2 || ids.shape[1] < 1 || !is_index(ids)) {
-    check.fail(Status::invalid(
+    visitor.fail(Status::invalid(
         "topk_ids: rank %d, dtype %d; [T,K] of int32 or int64 is needed, the experts of each token",
         ids.rank, static_cast<int>(ids.dtype)));
     return;
   }
-  check.input("topk_ids", ids, ids.dtype, {desc.shape.tokens, ids.shape[1]});
+  visitor.input("topk_ids", ids, ids.dtype, {desc.shape.tokens, ids.shape[1]});
   std::int64_t const sequences = sequences_of(args);
   if (sequences < 0 || !is_index(args.sequence_offsets)) {
-    check.fail(
+    visitor.fail(
         Status::invalid("sequence_offsets: rank %d, dtype %d; [B+1] of int32 or int64 is needed",
                         args.sequence_offsets.rank, static_cast<int>(args.sequence_offsets.dtype)));
     return;
   }
-  check.input("sequence_offsets", args.sequence_offsets, args.sequence_offsets.dtype,
-              {sequences + 1});
+  visitor.input("sequence_offsets", args.sequence_offsets, args.sequence_offsets.dtype,
+                {sequences + 1});
 }
 
 std::int64_t integer_at(ConstTensor const& tensor, std::int64_t i) noexcept {
@@ -211,6 +213,24 @@ void plan_sequences(MoeDesc const& desc, RouterLossArgs const& args, LossPlan co
   }
 }
 
+}  // namespace
+
+void ops::visit_tensors(MoeDesc const& desc, RouterLossArgs const& args, std::size_t workspace,
+                        core::TensorVisitor& visitor) noexcept {
+  MoeShape const& s = desc.shape;
+  visitor.input("logits", args.logits, DType::fp32, {s.tokens, s.experts});
+  if (args.balance != 0.0f || args.topk_counts.present()) {
+    visit_counts(args.topk_counts, s.experts, visitor);
+  }
+  visit_sequences(desc, args, visitor);
+  visitor.optional_input("token_mask", args.token_mask, DType::uint8, {s.tokens});
+  visitor.optional_output("losses", args.losses, DType::fp32, {2});
+  visitor.optional_output("dlogits", args.dlogits, DType::fp32, {s.tokens, s.experts});
+  visitor.buffer("workspace", args.workspace, workspace, 1, true);
+}
+
+namespace {
+
 Status check_loss(Context const& context, MoeDesc const& desc, RouterLossArgs const& args,
                   std::size_t workspace) noexcept {
   for (float const value : {args.balance, args.z, args.d_loss, args.sequence_balance}) {
@@ -225,18 +245,7 @@ Status check_loss(Context const& context, MoeDesc const& desc, RouterLossArgs co
     return Status::invalid("scope_tokens=%lld: 0 for the tokens of logits, or their number in all",
                            static_cast<Int>(args.scope_tokens));
   }
-  MoeShape const& s = desc.shape;
-  core::TensorCheck check{context.device()};
-  check.input("logits", args.logits, DType::fp32, {s.tokens, s.experts});
-  if (args.balance != 0.0f || args.topk_counts.present()) {
-    check_counts(args.topk_counts, s.experts, check);
-  }
-  check_sequences(desc, args, check);
-  check.optional_input("token_mask", args.token_mask, DType::uint8, {s.tokens});
-  check.optional_output("losses", args.losses, DType::fp32, {2});
-  check.optional_output("dlogits", args.dlogits, DType::fp32, {s.tokens, s.experts});
-  check.buffer("workspace", args.workspace, workspace, 1, true);
-  return check.finish();
+  return ops::check_tensors(context.device(), desc, args, workspace);
 }
 
 Status run_loss(Context const& context, MoeDesc const& desc, RouterLossArgs const& args,
@@ -342,7 +351,7 @@ Status update_selection_bias(Context const& context, SelectionBiasArgs const& ar
   }
   core::TensorCheck check{context.device()};
   check.output("selection_bias", args.selection_bias, DType::fp32, {experts});
-  check_counts(args.topk_counts, experts, check);
+  visit_counts(args.topk_counts, experts, check);
   TESSERA_TRY(check.finish());
   if (context.cuda() != nullptr) {
     return cuda::update_selection_bias(*context.cuda(), args, stream);

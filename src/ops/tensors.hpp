@@ -6,6 +6,7 @@
 #include <cstddef>
 
 #include "core/tensor_check.hpp"
+#include "tessera/balance.hpp"
 #include "tessera/moe.hpp"
 #include "tessera/routing.hpp"
 
@@ -19,6 +20,8 @@ void visit_tensors(MoeDesc const& desc, MoeForwardArgs const& args, std::size_t 
 void visit_tensors(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pass,
                    std::size_t workspace, core::TensorVisitor& visitor) noexcept;
 void visit_tensors(MoeDesc const& desc, RouteArgs const& args, std::size_t workspace,
+                   core::TensorVisitor& visitor) noexcept;
+void visit_tensors(MoeDesc const& desc, RouterLossArgs const& args, std::size_t workspace,
                    core::TensorVisitor& visitor) noexcept;
 
 /// The first rule that a tensor breaks; `more` as in visit_tensors().

@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <set>
@@ -165,6 +166,43 @@ TEST_F(VisitTensors, WhatBackwardListsAsWrittenIsWrittenAndNothingElse) {
     tensors.expect_written();
     tensors.expect_unchanged(before);
   }
+}
+
+TEST_F(VisitTensors, WhatRoutersListAsWrittenIsWrittenAndNothingElse) {
+  MoeDesc const desc = core::resolved(small_desc(RouterKind::topk_softmax));
+  MoeShape const& s = desc.shape;
+  Layer layer(context, desc);
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(s.tokens * s.top_k));
+  std::vector<float> weights(ids.size()), losses(2);
+  std::vector<float> logits(static_cast<std::size_t>(s.tokens * s.experts)), dlogits(logits.size());
+  std::vector<std::byte> workspace(std::max(value_of(workspace_bytes(context, desc, Pass::route)),
+                                            value_of(router_loss_workspace_bytes(context, desc))));
+  RouteArgs const route_args = {.x = layer.forward.x,
+                                .w_router = layer.forward.w_router,
+                                .topk_ids = tensor(ids.data(), {s.tokens, s.top_k}),
+                                .topk_weights = tensor(weights.data(), {s.tokens, s.top_k}),
+                                .logits = tensor(logits.data(), {s.tokens, s.experts}),
+                                .workspace = {workspace.data(), workspace.size()}};
+  List const of_route = list(desc, route_args, workspace.size());
+  of_route.poison();
+  auto before = of_route.inputs();
+  Status status = route(context, desc, route_args);
+  ASSERT_TRUE(status.ok()) << status.text();
+  of_route.expect_written();
+  of_route.expect_unchanged(before);
+
+  RouterLossArgs const loss_args = {.logits = tensor(logits.data(), {s.tokens, s.experts}),
+                                    .z = 0.5f,
+                                    .losses = tensor(losses.data(), {2}),
+                                    .dlogits = tensor(dlogits.data(), {s.tokens, s.experts}),
+                                    .workspace = {workspace.data(), workspace.size()}};
+  List const of_loss = list(desc, loss_args, workspace.size());
+  of_loss.poison();
+  before = of_loss.inputs();
+  status = router_loss(context, desc, loss_args);
+  ASSERT_TRUE(status.ok()) << status.text();
+  of_loss.expect_written();
+  of_loss.expect_unchanged(before);
 }
 
 // Every member of the arguments is listed, with its own name, so that none is passed without a check.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// FP8 kernels on a GPU: the quantisers give the bytes of the CPU; up_projection_fwd of e4m3 operands lies within its
-// allowance of fp64 on the operands it read, and its codes are those that the CPU makes of its own h.
+// FP8 kernels on a GPU: the quantisers give the bytes of the CPU; the projections of e4m3 operands lie within their
+// allowance of fp64 on the operands they read, and codes of h are those that the CPU makes of its bf16.
 // Exit 0 passed, 1 failed, 77 skipped (no GPU).
 #include <cstdint>
 #include <limits>
@@ -10,6 +10,7 @@
 #include "core/fp8.hpp"
 #include "core/thread_pool.hpp"
 #include "cpu/parallel/quantise.hpp"
+#include "cuda/kernels/down_projection_fwd_e4m3.cuh"
 #include "cuda/kernels/quantise.cuh"
 #include "cuda/kernels/up_projection_fwd_e4m3.cuh"
 #include "cuda/tuning/low_precision.hpp"
@@ -106,30 +107,32 @@ void check_rows(bool pow2) {
           pow2 ? "rows, powers of two" : "rows, fp32 scales");
 }
 
+// (E,halves,rows,width), scales (E,rows/128,width/128,halves).
 struct Weights {
-  int experts, n, d;
-  std::vector<Bf16> values;  // (E,2,n,d)
-  Quantised quantised;       // scales (E,n/128,d/128,2)
+  int experts, halves, rows, width;
+  std::vector<Bf16> values;
+  Quantised quantised;
 };
 
-Weights make_weights(int experts, int n, int d, bool pow2) {
-  Weights w{experts, n, d, std::vector<Bf16>(size_t(experts) * 2 * n * d), {}};
-  for (int64_t row = 0; row < int64_t{experts} * 2 * n; ++row) {
-    for (int64_t c = 0; c < d; ++c) {
-      w.values[size_t(row * d + c)] =
-          core::round_to<Bf16>(noise(row * d + c, 2) * 0.05f * spread(row / kBlock, c / kBlock));
+Weights make_weights(int experts, int halves, int rows, int width, bool pow2) {
+  int64_t const all_rows = int64_t{experts} * halves * rows;
+  Weights w{experts, halves, rows, width, std::vector<Bf16>(size_t(all_rows * width)), {}};
+  for (int64_t row = 0; row < all_rows; ++row) {
+    for (int64_t c = 0; c < width; ++c) {
+      w.values[size_t(row * width + c)] = core::round_to<Bf16>(noise(row * width + c, 2) * 0.05f *
+                                                               spread(row / kBlock, c / kBlock));
     }
   }
-  Quantised plain = on_cpu(w.values, int64_t{experts} * 2 * n, d, d, true, pow2);
+  Quantised plain = on_cpu(w.values, all_rows, width, width, true, pow2);
   w.quantised.codes = std::move(plain.codes);
   w.quantised.scales.resize(plain.scales.size());
-  int const down = n / kBlock, across = d / kBlock;
+  int const down = rows / kBlock, across = width / kBlock;
   for (int e = 0; e < experts; ++e) {
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < halves; ++half) {
       for (int i = 0; i < down; ++i) {
         for (int k = 0; k < across; ++k) {
-          w.quantised.scales[size_t(((e * down + i) * across + k) * 2 + half)] =
-              plain.scales[size_t(((e * 2 + half) * down + i) * across + k)];
+          w.quantised.scales[size_t(((e * down + i) * across + k) * halves + half)] =
+              plain.scales[size_t(((e * halves + half) * down + i) * across + k)];
         }
       }
     }
@@ -137,21 +140,23 @@ Weights make_weights(int experts, int n, int d, bool pow2) {
   return w;
 }
 
-void check_weights(bool pow2) {
-  Weights const w = make_weights(3, 256, 384, pow2);
+void check_weights(int halves, bool pow2) {
+  Weights const w = make_weights(3, halves, 256, 384, pow2);
   DeviceBuffer const values(w.values), codes(w.values.size()),
       scales(w.quantised.scales.size() * 4);
-  require(cuda::launch_quantise_up_weights_kernel({.gmem_w = values.as<void>(),
-                                                   .hidden = w.d,
-                                                   .intermediate = w.n,
-                                                   .experts = w.experts,
-                                                   .pow2 = pow2,
-                                                   .gmem_codes = codes.as<void>(),
-                                                   .gmem_scales = scales.as<float>()},
-                                                  nullptr),
-          "quantise_up_weights");
+  require(cuda::launch_quantise_weights_kernel({.gmem_w = values.as<void>(),
+                                                .rows = w.rows,
+                                                .width = w.width,
+                                                .halves = w.halves,
+                                                .experts = w.experts,
+                                                .pow2 = pow2,
+                                                .gmem_codes = codes.as<void>(),
+                                                .gmem_scales = scales.as<float>()},
+                                               nullptr),
+          "quantise_weights");
   compare({codes.values<E4m3>(), scales.values<float>()}, w.quantised,
-          pow2 ? "weights, powers of two" : "weights, fp32 scales");
+          std::string("weights in ") + (halves == 2 ? "halves" : "one half") +
+              (pow2 ? ", powers of two" : ", fp32 scales"));
 }
 
 struct Case {
@@ -162,11 +167,14 @@ struct Case {
 };
 
 constexpr int kTokens = 97, kRowsPast = 5;
+constexpr int kColumns = 512;  // of y
 
-class UpProjection {
+class Forward {
  public:
-  explicit UpProjection(Case const& c)
-      : c_(c), w_(make_weights(int(c.rows.size()), c.n, c.d, false)) {
+  explicit Forward(Case const& c)
+      : c_(c),
+        w_(make_weights(int(c.rows.size()), 2, c.n, c.d, false)),
+        w_down_(make_weights(int(c.rows.size()), 1, kColumns, c.n, false)) {
     std::vector<Bf16> x(size_t(kTokens * c.d));
     for (int64_t t = 0; t < kTokens; ++t) {
       for (int64_t k = 0; k < c.d; ++k) {
@@ -178,8 +186,8 @@ class UpProjection {
     x[size_t(9 * c.d + 77)] = Bf16{0x7fc0};
     if (c.positive) {
       for (Bf16& v : x) v.bits &= 0x7fff;
-      for (Bf16& v : w_.values) v.bits &= 0x7fff;
       for (E4m3& v : w_.quantised.codes) v.bits &= 0x7f;
+      for (E4m3& v : w_down_.quantised.codes) v.bits &= 0x7f;
     }
     x_ = on_cpu(x, kTokens, c.d, c.d, false, false);
     offsets_.push_back(0);
@@ -219,7 +227,21 @@ class UpProjection {
     args.gmem_h_scales = h_scales.as<float>();
     args.gmem_a_scales = a_scales.as<float>();
     launch<Element::kE4m3>(args);
+    DeviceBuffer const w_down(w_down_.quantised.codes), w_down_scales(w_down_.quantised.scales),
+        y(size_t(capacity * kColumns * 2));
+    launch_down({.gmem_a = a8.as<void>(),
+                 .gmem_a_scales = a_scales.as<float>(),
+                 .gmem_expert_offsets = offsets.as<int>(),
+                 .gmem_w_down = w_down.as<void>(),
+                 .gmem_w_down_scales = w_down_scales.as<float>(),
+                 .gmem_y = y.as<void>(),
+                 .rows = capacity,
+                 .hidden = kColumns,
+                 .intermediate = c_.n,
+                 .experts = int(c_.rows.size()),
+                 .gmem_tile_counter = counter.as<int>()});
     auto const h_bits = h.values<Bf16>();
+    auto const y_bits = y.values<Bf16>();
     Quantised const h_codes{h8.values<E4m3>(), h_scales.values<float>()};
     Quantised const a_codes{a8.values<E4m3>(), a_scales.values<float>()};
     auto const a_bits = a.values<Bf16>();
@@ -229,6 +251,7 @@ class UpProjection {
       check_h(h_bits, r, expert);
       check_h_codes(h_bits, h_codes, r, pitch);
       check_a(h_bits, a_bits, a_codes, r, pitch);
+      check_y(y_bits, a_codes, r, expert, pitch);
     }
     bool untouched = true;
     for (size_t i = size_t(rows_) * 2 * c_.n; i < h_bits.size(); ++i) {
@@ -236,6 +259,9 @@ class UpProjection {
     }
     for (size_t i = size_t(rows_) * c_.n; i < a_bits.size(); ++i) {
       untouched = untouched && a_bits[i].bits == 0xffff && a_codes.codes[i].bits == 0xff;
+    }
+    for (size_t i = size_t(rows_) * kColumns; i < y_bits.size(); ++i) {
+      untouched = untouched && y_bits[i].bits == 0xffff;
     }
     expect(untouched, std::string(c_.name) + ": rows past the last one were written");
     int left = -1;
@@ -250,6 +276,14 @@ class UpProjection {
     int sms = 0;
     require(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0), "attribute");
     require(cuda::launch_up_projection_fwd_e4m3_config<Config>(args, sms, nullptr), "launch");
+    require(cudaDeviceSynchronize(), c_.name);
+  }
+  void launch_down(cuda::DownProjectionFwdE4m3Arguments const& args) const {
+    int sms = 0;
+    require(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0), "attribute");
+    require(cuda::launch_down_projection_fwd_e4m3_config<cuda::DownProjectionFwdE4m3Config>(
+                args, sms, nullptr),
+            "launch of down");
     require(cudaDeviceSynchronize(), c_.name);
   }
   std::string at(char const* what, int row, int64_t column) const {
@@ -276,12 +310,36 @@ class UpProjection {
         squares += term * term;
         magnitudes += std::fabs(term);
       }
-      double const have = core::to_fp32(h[size_t(row * 2 * c_.n + c)]);
-      double const allowance = std::fabs(sum) * 0x1p-8 +
-                               (c_.positive ? 1.5e-3 * magnitudes : 2.5e-3 * std::sqrt(squares));
-      expect(std::isnan(sum) ? std::isnan(have) : std::fabs(have - sum) <= allowance,
-             at("h", row, c));
+      check_sum(core::to_fp32(h[size_t(row * 2 * c_.n + c)]), sum, squares, magnitudes,
+                at("h", row, c));
     }
+  }
+  void check_y(std::vector<Bf16> const& y, Quantised const& a, int row, int expert,
+               int64_t pitch) const {
+    for (int64_t c = 0; c < kColumns; ++c) {
+      double sum = 0, squares = 0, magnitudes = 0;
+      for (int64_t k = 0; k < c_.n; ++k) {
+        int64_t const block =
+            (expert * (kColumns / kBlock) + c / kBlock) * (c_.n / kBlock) + k / kBlock;
+        double const term =
+            double(core::to_fp32(a.codes[size_t(row * c_.n + k)])) *
+            a.scales[size_t(k / kBlock * pitch + row)] *
+            core::to_fp32(
+                w_down_.quantised.codes[size_t((int64_t{expert} * kColumns + c) * c_.n + k)]) *
+            w_down_.quantised.scales[size_t(block)];
+        sum += term;
+        squares += term * term;
+        magnitudes += std::fabs(term);
+      }
+      check_sum(core::to_fp32(y[size_t(int64_t{row} * kColumns + c)]), sum, squares, magnitudes,
+                at("y", row, c));
+    }
+  }
+  void check_sum(double have, double sum, double squares, double magnitudes,
+                 std::string const& where) const {
+    double const allowance =
+        std::fabs(sum) * 0x1p-8 + (c_.positive ? 1.5e-3 * magnitudes : 2.5e-3 * std::sqrt(squares));
+    expect(std::isnan(sum) ? std::isnan(have) : std::fabs(have - sum) <= allowance, where);
   }
 
   void check_h_codes(std::vector<Bf16> const& h, Quantised const& codes, int row,
@@ -330,7 +388,7 @@ class UpProjection {
   }
 
   Case c_;
-  Weights w_;
+  Weights w_, w_down_;
   Quantised x_;
   std::vector<int> offsets_, index_;
   int rows_ = 0;
@@ -339,13 +397,14 @@ class UpProjection {
 int run() {
   for (bool const pow2 : {false, true}) {
     check_rows(pow2);
-    check_weights(pow2);
+    check_weights(1, pow2);
+    check_weights(2, pow2);
   }
   for (Case const& c :
        {Case{"ragged", {70, 0, 129, 1, 64}, 256, 256}, Case{"long k", {3, 200}, 2048, 128},
         Case{"one k_tile", {127, 128}, 128, 384}, Case{"positive", {40, 90}, 1024, 128, true}}) {
     int const before = failures;
-    UpProjection(c).check();
+    Forward(c).check();
     std::printf("%s: %d failures\n", c.name, failures - before);
   }
   std::printf("%d failures: %s\n", failures, failures == 0 ? "passed" : "FAILED");

@@ -272,7 +272,7 @@ void check_bf16(Problem const& p, emulator::Schedule const& schedule) {
 
 // Fewer k_tiles than pieces, and more; tiles of 1, 64 and 65 rows, without rows, of several n_tiles.
 TEST(UpProjectionFwdE4m3, CodesAreThoseOfTheCpu) {
-  Problem const p({.rows = {70, 0, 129, 1, 64}, .hidden = 256, .intermediate = 256});
+  Problem const p({.rows = {127, 0, 129, 1, 64}, .hidden = 256, .intermediate = 256});
   for (emulator::Schedule const& schedule :
        {emulator::Schedule{.seed = 1}, {.seed = 2, .burst = 64}, {.seed = 3, .copies = 256}}) {
     ASSERT_NO_FATAL_FAILURE(check_codes(p, schedule)) << schedule.seed;

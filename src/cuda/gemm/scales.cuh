@@ -11,14 +11,16 @@ namespace tessera::cuda::gemm {
 constexpr int kScaleBlock = 128;  // elements along k, and rows of B, that share a scale
 
 struct ScaleParams {
-  float const* gmem_a;  // (rows of A, k_tiles)
-  float const* gmem_b;  // (segments, n_tiles, k_tiles, 2): of the halves of a tile of B
+  float const* gmem_a;  // of row r of A and a k_tile: r * a_row_step + k_tile * a_k_step
+  int64_t a_row_step, a_k_step;
+  float const*
+      gmem_b;  // halves along rows: (segments, n_tiles, k_tiles, 2); else (segments, 2 * n_tiles, k_tiles)
 };
 
 template <GemmConfig kGemm>
 struct ScaledStorage : SharedStorage<kGemm> {
   alignas(16) float a_scales[kGemm.stages][kGemm.tile.m];
-  alignas(16) float2 b_scales[kGemm.stages];  // gate, up
+  alignas(16) float2 b_scales[kGemm.stages];  // gate, up; or the two column groups
 };
 
 // What the mainloop of scaled operands asks of a configuration, besides valid().
@@ -26,8 +28,8 @@ consteval bool valid_scaled(GemmConfig c) {
   if (c.a.element != Element::kE4m3 || c.b.element != Element::kE4m3)
     throw "a, b: e4m3 with scales";
   if (c.tile.k != kScaleBlock) throw "tile.k: a block of the scales";
-  if (c.b.halves != Halves::kAlongRows || c.tile.n != 2 * kScaleBlock)
-    throw "tile.n: a block of either half, so that a tile of B has two scales in a k_tile";
+  if (c.b.halves == Halves::kAlongK || c.tile.n != 2 * kScaleBlock)
+    throw "tile.n: a block of either half or two blocks, so that a tile of B has two scales";
   if (!c.gathers() || c.tile.m != 128) throw "tile.m: a row for each producer thread";
   if (c.b.major != Major::kK || c.varlen_k() || c.ping_pong() || c.cluster_m() > 1 || c.keeps_b())
     throw "scales with varlen-M, K-major B in the ring, cooperative warpgroups, no multicast";

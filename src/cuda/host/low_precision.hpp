@@ -23,16 +23,17 @@ struct QuantiseRowsArguments {
 };
 cudaError_t launch_quantise_rows(QuantiseRowsArguments const& args, cudaStream_t stream);
 
-/// The same of weights in blocks of 128 x 128, as tessera::quantise_weights() gives those of the up projection.
-struct QuantiseUpWeightsArguments {
-  void const* gmem_w;  // (E,2,n,d) bf16, contiguous; d and n multiples of 128
-  int64_t hidden, intermediate;
-  int32_t experts;
+/// The same of weights in blocks of 128 x 128, as tessera::quantise_weights() gives those of either projection.
+struct QuantiseWeightsArguments {
+  void const* gmem_w;   // (E,halves,rows,width) bf16, contiguous; rows and width multiples of 128
+  int64_t rows, width;  // up: n, d; down: d, n
+  int32_t halves;       // up: 2, down: 1
+  int32_t experts;      // E
   bool pow2 = false;
-  void* gmem_codes;    // (E,2,n,d) e4m3
-  float* gmem_scales;  // (E,n/128,d/128,2)
+  void* gmem_codes;    // (E,halves,rows,width) e4m3
+  float* gmem_scales;  // (E,rows/128,width/128,halves)
 };
-cudaError_t launch_quantise_up_weights(QuantiseUpWeightsArguments const& args, cudaStream_t stream);
+cudaError_t launch_quantise_weights(QuantiseWeightsArguments const& args, cudaStream_t stream);
 
 /// hb_r = rnd(x8[gather_index[r]] w8_up[e]^T) of the dequantised operands, a_r = act(hb_r), for rows r of expert e. h
 /// is [gate half | up half]. An output that is null is not stored.
@@ -60,5 +61,21 @@ cudaError_t launch_up_projection_fwd_e4m3(UpProjectionFwdE4m3Arguments const& ar
 /// The same with h and a in bf16.
 cudaError_t launch_up_projection_fwd_e4m3_to_bf16(UpProjectionFwdE4m3Arguments const& args,
                                                   int sm_count, cudaStream_t stream);
+
+/// y_r = rnd(a8_r w8_down[e]^T) of the dequantised operands.
+struct DownProjectionFwdE4m3Arguments {
+  void const* gmem_a;                  // (P,n) e4m3
+  float const* gmem_a_scales;          // (n/128,P4)
+  int32_t const* gmem_expert_offsets;  // (E+1); rows from the last one on: neither read nor written
+  void const* gmem_w_down;             // (E,d,n) e4m3
+  float const* gmem_w_down_scales;     // (E,d/128,n/128)
+  void* gmem_y;                        // (P,d) bf16
+  int64_t rows;                        // P >= R
+  int64_t hidden, intermediate;        // d: a multiple of 256, n: of 128
+  int32_t experts;                     // E
+  int32_t* gmem_tile_counter;          // one int, 0 before and after every launch
+};
+cudaError_t launch_down_projection_fwd_e4m3(DownProjectionFwdE4m3Arguments const& args,
+                                            int sm_count, cudaStream_t stream);
 
 }  // namespace tessera::cuda

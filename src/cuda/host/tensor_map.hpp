@@ -143,6 +143,19 @@ inline cudaError_t make_tile_map(CUtensorMap& map, WeightRows const (&w)[2], int
   return make_tensor_map(map, w[0].gmem, shape);
 }
 
+// The same of e4m3, K-major and contiguous: (segments, halves, rows, columns), in boxes of 128 columns.
+inline cudaError_t make_e4m3_tile_map(CUtensorMap& map, void const* gmem, int64_t segments,
+                                      int64_t halves, int64_t rows, int64_t columns, int groups) {
+  return make_tensor_map(
+      map, gmem,
+      {.rank = 5,
+       .extent = {uint64_t(columns), 64, uint64_t(halves), uint64_t(rows) / 64, uint64_t(segments)},
+       .stride_bytes = {uint64_t(columns), uint64_t(rows * columns), uint64_t(64 * columns),
+                        uint64_t(halves * rows * columns)},
+       .box = {128, 64, uint32_t(halves), uint32_t(groups), 1},
+       .is_bytes = true});
+}
+
 // Ragged store map of a (rows, halves * columns) matrix, as (column, half, row, end), `row` of extent
 // ragged_extent >= the longest segment. pitch: elements from row to row; 0: no gaps.
 inline cudaError_t make_ragged_store_map(CUtensorMap& map, void* gmem, int64_t rows, int64_t halves,

@@ -7,9 +7,8 @@ cudaError_t launch_quantise_rows(QuantiseRowsArguments const& args, cudaStream_t
   return launch_quantise_rows_kernel(args, stream);
 }
 
-cudaError_t launch_quantise_up_weights(QuantiseUpWeightsArguments const& args,
-                                       cudaStream_t stream) {
-  return launch_quantise_up_weights_kernel(args, stream);
+cudaError_t launch_quantise_weights(QuantiseWeightsArguments const& args, cudaStream_t stream) {
+  return launch_quantise_weights_kernel(args, stream);
 }
 
 }  // namespace tessera::cuda

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// quantise_rows, quantise_up_weights: bf16 to e4m3 codes and fp32 scales (docs/numerics.md#fp8-and-mxfp8).
-// Shapes   x (T,d) in blocks of 1 x 128, scales (T,d/128); w (E,2,n,d) in blocks of 128 x 128, scales (E,n/128,d/128,2)
+// quantise_rows, quantise_weights: bf16 to e4m3 codes and fp32 scales (docs/numerics.md#fp8-and-mxfp8).
+// Shapes   x (T,d) in blocks of 1 x 128, scales (T,d/128); w (E,2,n,d), (E,d,n) in blocks of 128 x 128, scales
+//          (E,n/128,d/128,2), (E,d/128,n/128)
 // Work     bytes: 3 an element, and 4 a block; memory bound
 // Schedule rows: half a warp for a block, 8 elements of it a lane, kRowsInFlight blocks each; largest magnitudes by
 //          shuffles. weights: a CTA for a block, 64 elements a thread, which stay in registers
@@ -12,6 +13,7 @@
 
 #include "../arch/approx_math.cuh"
 #include "../arch/convert_e4m3.cuh"
+#include "../arch/dynamic_shared.cuh"
 #include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
 #include "../host/low_precision.hpp"
@@ -21,6 +23,7 @@ namespace tessera::cuda {
 
 constexpr int kQuantiseThreads = 256, kQuantiseBlock = 128;
 constexpr int kShareElements = 8;  // of a lane: 16 bytes of bf16, 8 of codes
+constexpr int kQuantiseWarps = kQuantiseThreads / arch::kWarpThreads;
 constexpr int kBlockLanes = kQuantiseBlock / kShareElements;
 
 // The largest magnitude of eight bf16, as bits of fp32.
@@ -103,56 +106,57 @@ inline cudaError_t launch_quantise_rows_kernel(QuantiseRowsArguments const& args
 }
 
 __global__ void __launch_bounds__(kQuantiseThreads)
-    quantise_up_weights(__grid_constant__ QuantiseUpWeightsArguments const p) {
+    quantise_weights(__grid_constant__ QuantiseWeightsArguments const p) {
   constexpr int kRowsAtOnce = kQuantiseThreads / kBlockLanes;
   constexpr int kShares = kQuantiseBlock / kRowsAtOnce;
-  constexpr int kWarps = kQuantiseThreads / arch::kWarpThreads;
-  __shared__ uint32_t smem_largest[kWarps];
-  // A block of (expert, half, block of n), and one of d: those that share a row are neighbours.
-  int64_t const across = p.hidden / kQuantiseBlock, down = p.intermediate / kQuantiseBlock;
+  TESSERA_DYNAMIC_SHARED(smem_raw);
+  auto* const smem_largest = reinterpret_cast<uint32_t*>(smem_raw);  // of each warp
+  // A block of (expert, half, block of rows), and one of columns: those that share a row are neighbours.
+  int64_t const across = p.width / kQuantiseBlock, down = p.rows / kQuantiseBlock;
   int64_t const block_row = blockIdx.x / across, block_column = blockIdx.x % across;
   int64_t const matrix = block_row / down;  // expert, half
   int const lane = static_cast<int>(threadIdx.x) % kBlockLanes;
-  int64_t const offset = (block_row * kQuantiseBlock + threadIdx.x / kBlockLanes) * p.hidden +
+  int64_t const offset = (block_row * kQuantiseBlock + threadIdx.x / kBlockLanes) * p.width +
                          block_column * kQuantiseBlock + lane * kShareElements;
   uint4 shares[kShares];
   uint32_t largest = 0;
   TESSERA_UNROLL
   for (int i = 0; i < kShares; ++i) {
     shares[i] = __ldg(reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(p.gmem_w) +
-                                                     offset + i * kRowsAtOnce * p.hidden));
+                                                     offset + i * kRowsAtOnce * p.width));
     largest = max(largest, largest_of(shares[i]));
   }
   largest = fold_largest<arch::kWarpThreads>(largest);
   if (arch::lane_idx() == 0) smem_largest[threadIdx.x / arch::kWarpThreads] = largest;
   __syncthreads();
-  for (int warp = 0; warp < kWarps; ++warp) largest = max(largest, smem_largest[warp]);
+  for (int warp = 0; warp < kQuantiseWarps; ++warp) largest = max(largest, smem_largest[warp]);
   core::BlockScale const scale = quantise_scale(largest, p.pow2);
   TESSERA_UNROLL
   for (int i = 0; i < kShares; ++i) {
     auto* const gmem_codes =
-        static_cast<uint8_t*>(p.gmem_codes) + offset + i * kRowsAtOnce * p.hidden;
+        static_cast<uint8_t*>(p.gmem_codes) + offset + i * kRowsAtOnce * p.width;
     *reinterpret_cast<uint2*>(gmem_codes) = codes_of(shares[i], scale.inverse);
   }
   if (threadIdx.x == 0) {
-    int64_t const place = (matrix / 2 * down + block_row % down) * across + block_column;
-    p.gmem_scales[place * 2 + matrix % 2] = scale.scale;
+    int64_t const place = (matrix / p.halves * down + block_row % down) * across + block_column;
+    p.gmem_scales[place * p.halves + matrix % p.halves] = scale.scale;
   }
 }
 
-inline cudaError_t launch_quantise_up_weights_kernel(QuantiseUpWeightsArguments const& args,
-                                                     cudaStream_t stream) {
-  if (args.hidden % kQuantiseBlock != 0 || args.intermediate % kQuantiseBlock != 0) {
+inline cudaError_t launch_quantise_weights_kernel(QuantiseWeightsArguments const& args,
+                                                  cudaStream_t stream) {
+  if (args.rows % kQuantiseBlock != 0 || args.width % kQuantiseBlock != 0) {
     return cudaErrorInvalidValue;
   }
-  int64_t const blocks = int64_t{2} * args.experts * (args.intermediate / kQuantiseBlock) *
-                         (args.hidden / kQuantiseBlock);
+  int64_t const blocks = int64_t{args.halves} * args.experts * (args.rows / kQuantiseBlock) *
+                         (args.width / kQuantiseBlock);
   if (blocks == 0) return cudaSuccess;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(blocks));
   config.blockDim = dim3(kQuantiseThreads);
+  config.dynamicSmemBytes = kQuantiseWarps * sizeof(uint32_t);
   config.stream = stream;
-  return cudaLaunchKernelEx(&config, quantise_up_weights, args);
+  return cudaLaunchKernelEx(&config, quantise_weights, args);
 }
 
 }  // namespace tessera::cuda

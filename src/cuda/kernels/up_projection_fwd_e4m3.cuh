@@ -59,7 +59,10 @@ cudaError_t make_up_projection_fwd_e4m3_params(UpProjectionFwdE4m3Params& p,
   p.gemm.gmem_tile_counter = args.gmem_tile_counter;
   p.gemm.n_tiles = int(2 * n / kGemm.tile.n);
   p.gemm.k_tiles = int(d / kGemm.tile.k);
-  p.scales = {args.gmem_x_scales, args.gmem_w_up_scales};
+  p.scales = {.gmem_a = args.gmem_x_scales,
+              .a_row_step = d / gemm::kScaleBlock,
+              .a_k_step = 1,
+              .gmem_b = args.gmem_w_up_scales};
   p.epilogue = {.gmem_h = args.gmem_h,
                 .gmem_a = args.gmem_a,
                 .gmem_h_scales = args.gmem_h_scales,
@@ -67,16 +70,8 @@ cudaError_t make_up_projection_fwd_e4m3_params(UpProjectionFwdE4m3Params& p,
                 .scale_pitch = (args.rows + 3) / 4 * 4,
                 .activation = args.activation,
                 .columns = int(n)};
-  // (column, row % 64, half, row / 64, expert), a tile of the two halves in one box.
-  return host::make_tensor_map(
-      p.gemm.b[0], args.gmem_w_up,
-      {.rank = 5,
-       .extent = {uint64_t(d), gemm::kGroupRows, 2, uint64_t(n) / gemm::kGroupRows,
-                  uint64_t(args.experts)},
-       .stride_bytes = {uint64_t(d), uint64_t(n * d), uint64_t(gemm::kGroupRows * d),
-                        uint64_t(2 * n * d)},
-       .box = {gemm::kStageRowBytes, gemm::kGroupRows, 2, uint32_t(kGemm.b_groups()), 1},
-       .is_bytes = true});
+  return host::make_e4m3_tile_map(p.gemm.b[0], args.gmem_w_up, args.experts, 2, n, d,
+                                  kGemm.b_groups());
 }
 
 template <class Config>

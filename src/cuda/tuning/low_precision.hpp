@@ -23,4 +23,14 @@ struct UpProjectionFwdE4m3Config {
       .order = {.raster_n = kForwardRaster}};
 };
 
+struct DownProjectionFwdE4m3Config {
+  static constexpr gemm::GemmConfig gemm{
+      .tile = {128, 256, 128},
+      .stages = 3,
+      .a = {.element = gemm::Element::kE4m3, .loader = gemm::Loader::kGather},
+      .b = {.element = gemm::Element::kE4m3, .boxes = gemm::Boxes::kTile},
+      .epilogue = {.mode = gemm::EpilogueMode::kDeferred, .slabs = 4},
+      .order = {.raster_n = kForwardRaster}};
+};
+
 }  // namespace tessera::cuda

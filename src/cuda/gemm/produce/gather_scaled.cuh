@@ -17,16 +17,19 @@ template <GemmConfig kGemm>
 class ScaleGather {
  public:
   __device__ __forceinline__ ScaleGather(GemmParams const& p, ScaleParams const& scales)
-      : gmem_index_(p.gmem_index), gmem_a_(scales.gmem_a), pitch_(p.k_tiles) {}
+      : gmem_index_(p.gmem_index), scales_(scales) {}
 
   // As RowGather does it.
   __device__ __forceinline__ void prefetch(WorkTile const& tile) {
     int const row = min(tile.row + thread(), tile.end - 1);
     ahead_ = gmem_index_ != nullptr ? gmem_index_[row] : row;
   }
-  __device__ __forceinline__ void begin() { gmem_row_ = gmem_a_ + int64_t{ahead_} * pitch_; }
+  __device__ __forceinline__ void begin() {
+    gmem_row_ = scales_.gmem_a + ahead_ * scales_.a_row_step;
+  }
   __device__ __forceinline__ void copy(ScaledStorage<kGemm>& smem, int stage) {
-    arch::cp_async_4(arch::shared_address(&smem.a_scales[stage][thread()]), gmem_row_++);
+    arch::cp_async_4(arch::shared_address(&smem.a_scales[stage][thread()]), gmem_row_);
+    gmem_row_ += scales_.a_k_step;
   }
 
  private:
@@ -34,11 +37,25 @@ class ScaleGather {
     return static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
   }
   int const* gmem_index_;
-  float const* gmem_a_;
+  ScaleParams const& scales_;
   float const* gmem_row_;  // the next scale of this thread's row
-  int pitch_;
   int ahead_;
 };
+
+// The two scales of B in a k_tile. Called by one thread.
+template <GemmConfig kGemm>
+__device__ __forceinline__ void copy_b_scales(ScaledStorage<kGemm>& smem, int stage,
+                                              GemmParams const& p, ScaleParams const& scales,
+                                              WorkTile const& tile, int k_tile) {
+  int64_t const first = (int64_t{tile.segment} * p.n_tiles + tile.n_tile) * 2 * p.k_tiles;
+  uint32_t const to = arch::shared_address(&smem.b_scales[stage]);
+  if constexpr (kGemm.b_halves() == 2) {
+    arch::cp_async_8(to, scales.gmem_b + first + 2 * k_tile);
+  } else {
+    arch::cp_async_4(to, scales.gmem_b + first + k_tile);
+    arch::cp_async_4(to + 4, scales.gmem_b + first + p.k_tiles + k_tile);
+  }
+}
 
 template <GemmConfig kGemm, bool kFirstWarp>
 __device__ __forceinline__ void produce_scaled_by_gather(ScaledStorage<kGemm>& smem,
@@ -62,8 +79,6 @@ __device__ __forceinline__ void produce_scaled_by_gather(ScaledStorage<kGemm>& s
   while (more) {
     gather.begin();
     gather_scales.begin();
-    auto const* const gmem_b =
-        scales.gmem_b + (int64_t{tile.segment} * p.n_tiles + tile.n_tile) * p.k_tiles * 2;
     for (int k_tile = 0; k_tile < p.k_tiles; ++k_tile) {
       if (kFirstWarp) scheduler.step(k_tile, p.k_tiles);
       if (k_tile == max(p.k_tiles - kReadAhead, 0)) {
@@ -79,7 +94,7 @@ __device__ __forceinline__ void produce_scaled_by_gather(ScaledStorage<kGemm>& s
         arch::mbarrier_arrive_expect_tx(full, kGemm.b_tile_bytes());
         arch::tma_load(smem.b[state.stage], &p.b[0], full, k_tile * kGemm.tile.k, 0, 0,
                        tile.n_tile * kGemm.b_groups(), tile.segment);
-        arch::cp_async_8(arch::shared_address(&smem.b_scales[state.stage]), gmem_b + k_tile * 2);
+        copy_b_scales<kGemm>(smem, state.stage, p, scales, tile, k_tile);
       }
       __syncwarp();
       gather_scales.copy(smem, state.stage);

@@ -16,7 +16,7 @@
 
 namespace tessera::cuda::gemm {
 
-// Of a k_tile: scales of a thread's two rows, times those of gate and up.
+// Of a k_tile: scales of a thread's two rows, times those of gate and up, or of the two column groups.
 struct ScaleFactors {
   float of[2][2];  // [gate, up][upper, lower row]
 };
@@ -29,13 +29,15 @@ __device__ __forceinline__ ScaleFactors scale_factors(ScaledStorage<kGemm> const
   return {{{upper * b.x, lower * b.x}, {upper * b.y, lower * b.y}}};
 }
 
-// acc += partial * scales. Registers come as 32 of 64 gate columns, then 32 of up; pairs of them by row.
+// acc += partial * scales. In halves registers come as 32 of 64 gate columns, then 32 of up; pairs of them by row.
+template <GemmConfig kGemm>
 __device__ __forceinline__ void promote(float (&acc)[kGroupColumns / 2],
                                         float const (&partial)[kGroupColumns / 2],
-                                        ScaleFactors const& factors) {
+                                        ScaleFactors const& factors, int group) {
   TESSERA_UNROLL
   for (int i = 0; i < kGroupColumns / 2; ++i) {
-    acc[i] = fmaf(partial[i], factors.of[i / 32][i / 2 % 2], acc[i]);
+    int const part = kGemm.b_halves() == 2 ? i / (kGroupColumns / 4) : group;
+    acc[i] = fmaf(partial[i], factors.of[part][i / 2 % 2], acc[i]);
   }
 }
 
@@ -80,7 +82,7 @@ __device__ __forceinline__ void multiply_scaled(ScaledStorage<kGemm>& smem,
       }
       arch::wgmma_wait<0>();
       if (group == 1) release_stage<kGemm>(smem, stage);
-      promote(Fragments::of(acc, group), partial, factors);
+      promote<kGemm>(Fragments::of(acc, group), partial, factors, group);
     }
     state.advance();
     if constexpr (!kUnderProducts) between(k_tile);
@@ -97,15 +99,15 @@ class ScaledPieces {
   __device__ __forceinline__ void add() { next_ = 0; }
   __device__ __forceinline__ void begin(int k_tiles) {
     every_ = max(k_tiles / Epilogue::kPieces, 1);
-    due_ = next_ == Epilogue::kPieces ? INT_MAX : min(consumer_ * every_ / 2, k_tiles - 1);
+    at_once_ = k_tiles >= Epilogue::kPieces ? 1 : k_tiles >= Epilogue::kPieces / 2 ? 2 : 4;
     last_ = k_tiles - 1;
+    due_ = next_ == Epilogue::kPieces ? INT_MAX : min(consumer_ * max(every_ / 2, 1), last_);
   }
   // In the last k_tile all that are left: the accumulators are held next.
   __device__ __forceinline__ void between(int k_tile) {
     if (k_tile != due_) return;
     due_ = min(due_ + every_, last_);
-    int const end = k_tile == last_ ? Epilogue::kPieces : next_ + 1;
-    work_until(end);
+    work_until(k_tile == last_ ? Epilogue::kPieces : min(next_ + at_once_, Epilogue::kPieces));
     if (next_ == Epilogue::kPieces) due_ = INT_MAX;
   }
   __device__ __forceinline__ void finish() { work_until(Epilogue::kPieces); }
@@ -119,7 +121,7 @@ class ScaledPieces {
   Epilogue& epilogue_;
   int consumer_;
   int next_ = Epilogue::kPieces;
-  int due_, every_, last_;
+  int due_, every_, at_once_, last_;
 };
 
 // Each warpgroup owns 64 rows of every tile, and holds a tile while it multiplies the next.

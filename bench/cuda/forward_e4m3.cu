@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// up_projection_fwd of e4m3 operands beside that of bf16, on the same tokens, weights and routing, in one process: the
-// kernel that emits codes, with its pieces under its own products or behind them, or that stores nothing; the one that
-// stores bf16; and the quantisers of x and of the weights. Kernels run in random order and the host never waits in
-// between.
-// Checked first, on rows of all experts: h in bf16 against a plain kernel in fp32, which reads the same codes; codes
-// and scales of h are the bytes that the CPU makes of these h; codes of a against act(h) in fp64; two runs have equal
-// bytes. The checks must reject the next row.
+// The projections of a forward pass with e4m3 operands beside those with bf16, on the same tokens, weights and routing,
+// in one process. Up: the kernel that emits codes, with its pieces under its own products or behind them, or that
+// stores nothing; the one that stores bf16. Down: from these codes. And the quantisers of x and of the weights. Kernels
+// run in random order and the host never waits in between.
+// Checked first, on rows of all experts: h in bf16 and y against plain kernels in fp32, which read the same codes;
+// codes and scales of h are the bytes that the CPU makes of these h; codes of a against act(h) in fp64; two runs have
+// equal bytes. The checks must reject the next row.
 //   PROGRAM [--config NAME[,NAME]] [--iters N] [--json FILE]
 #include <cstring>
 #include <functional>
 #include <memory>
 
 #include "../../src/core/fp8.hpp"
+#include "../../src/cuda/kernels/down_projection_fwd.cuh"
+#include "../../src/cuda/kernels/down_projection_fwd_e4m3.cuh"
 #include "../../src/cuda/kernels/quantise.cuh"
 #include "../../src/cuda/kernels/up_projection_fwd.cuh"
 #include "../../src/cuda/kernels/up_projection_fwd_e4m3.cuh"
@@ -22,6 +24,7 @@ namespace tessera::bench {
 namespace {
 
 using core::E4m3;
+using cuda::DownProjectionFwdE4m3Arguments;
 using cuda::UpProjectionFwdE4m3Arguments;
 using cuda::gemm::Element;
 
@@ -32,7 +35,7 @@ struct Shape {
   char const* name;
   int tokens, hidden, intermediate, experts, top_k;
 };
-constexpr Shape kShapes[] = {{"tiny", 777, 384, 256, 7, 2},
+constexpr Shape kShapes[] = {{"tiny", 777, 512, 256, 7, 2},
                              {"7B-n256", 24576, 1536, 256, 128, 8},
                              {"Qwen3-30B", 32768, 2048, 768, 128, 8},
                              {"Qwen3-235B", 32768, 4096, 1536, 128, 8}};
@@ -65,6 +68,29 @@ __global__ void plain_rows(UpProjectionFwdE4m3Arguments p, int const* gmem_rows,
   }
 }
 
+// The same of y.
+__global__ void plain_down_rows(DownProjectionFwdE4m3Arguments p, int const* gmem_rows,
+                                float* gmem_y) {
+  int64_t const d = p.hidden, n = p.intermediate, pitch = (p.rows + 3) / 4 * 4;
+  int const row = gmem_rows[blockIdx.x];
+  int expert = 0;
+  while (row >= p.gmem_expert_offsets[expert + 1]) ++expert;
+  auto const* const a = static_cast<E4m3 const*>(p.gmem_a) + row * n;
+  for (int64_t c = threadIdx.x; c < d; c += blockDim.x) {
+    auto const* const w = static_cast<E4m3 const*>(p.gmem_w_down) + (expert * d + c) * n;
+    float all = 0;
+    for (int64_t block = 0; block < n / kBlock; ++block) {
+      float partial = 0;
+      for (int64_t k = block * kBlock; k < (block + 1) * kBlock; ++k) {
+        partial = fmaf(core::to_fp32(a[k]), core::to_fp32(w[k]), partial);
+      }
+      int64_t const of_w = (expert * (d / kBlock) + c / kBlock) * (n / kBlock) + block;
+      all = fmaf(partial, p.gmem_a_scales[block * pitch + row] * p.gmem_w_down_scales[of_w], all);
+    }
+    gmem_y[blockIdx.x * d + c] = all;
+  }
+}
+
 __global__ void checksum(uint32_t const* gmem, int64_t words, unsigned long long* gmem_sum) {
   unsigned long long sum = 0;
   for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < words;
@@ -89,18 +115,24 @@ struct Problem {
         w(int64_t{2} * s.experts * s.intermediate * s.hidden),
         h(rows * 2 * s.intermediate),
         a(rows * s.intermediate),
+        w_down(int64_t{s.experts} * s.hidden * s.intermediate),
+        y(rows * s.hidden),
         x8(x.count()),
         w8(w.count()),
         h8(h.count()),
         a8(a.count()),
+        w_down8(w_down.count()),
         x_scales(x.count() / kBlock),
         w_scales(w.count() / (kBlock * kBlock)),
+        w_down_scales(w_down.count() / (kBlock * kBlock)),
         h_scales(2 * s.intermediate / kBlock * pitch),
         a_scales(s.intermediate / kBlock * pitch) {
     fill_uniform<<<4096, 256>>>(x.get(), x.count(), 1, 1.0f);
     fill_uniform<<<4096, 256>>>(w.get(), w.count(), 2, 0x1p-4f);
+    fill_uniform<<<4096, 256>>>(w_down.get(), w_down.count(), 3, 0x1p-4f);
     quantise_x();
     quantise_w();
+    quantise_w_down();
     TESSERA_CUDA(cudaDeviceSynchronize());
   }
 
@@ -114,13 +146,24 @@ struct Problem {
                                                    nullptr));
   }
   void quantise_w() const {
-    TESSERA_CUDA(cuda::launch_quantise_up_weights_kernel({.gmem_w = w.get(),
-                                                          .hidden = shape.hidden,
-                                                          .intermediate = shape.intermediate,
-                                                          .experts = shape.experts,
-                                                          .gmem_codes = w8.get(),
-                                                          .gmem_scales = w_scales.get()},
-                                                         nullptr));
+    TESSERA_CUDA(cuda::launch_quantise_weights_kernel({.gmem_w = w.get(),
+                                                       .rows = shape.intermediate,
+                                                       .width = shape.hidden,
+                                                       .halves = 2,
+                                                       .experts = shape.experts,
+                                                       .gmem_codes = w8.get(),
+                                                       .gmem_scales = w_scales.get()},
+                                                      nullptr));
+  }
+  void quantise_w_down() const {
+    TESSERA_CUDA(cuda::launch_quantise_weights_kernel({.gmem_w = w_down.get(),
+                                                       .rows = shape.hidden,
+                                                       .width = shape.intermediate,
+                                                       .halves = 1,
+                                                       .experts = shape.experts,
+                                                       .gmem_codes = w_down8.get(),
+                                                       .gmem_scales = w_down_scales.get()},
+                                                      nullptr));
   }
 
   UpProjectionFwdE4m3Arguments e4m3(bool to_bf16) const {
@@ -177,19 +220,59 @@ struct Problem {
     TESSERA_CUDA(cuda::launch_up_projection_fwd_config<Config>(args, sms, nullptr));
   }
 
+  DownProjectionFwdE4m3Arguments down_e4m3() const {
+    return {.gmem_a = a8.get(),
+            .gmem_a_scales = a_scales.get(),
+            .gmem_expert_offsets = offsets.get(),
+            .gmem_w_down = w_down8.get(),
+            .gmem_w_down_scales = w_down_scales.get(),
+            .gmem_y = y.get(),
+            .rows = rows,
+            .hidden = shape.hidden,
+            .intermediate = shape.intermediate,
+            .experts = shape.experts,
+            .gmem_tile_counter = counter.get()};
+  }
+  void launch_down_e4m3(int sms) const {
+    TESSERA_CUDA(cuda::launch_down_projection_fwd_e4m3_config<cuda::DownProjectionFwdE4m3Config>(
+        down_e4m3(), sms, nullptr));
+  }
+  // As the library runs it where n > 256.
+  void launch_down_bf16(int sms) const {
+    int64_t const d = shape.hidden, n = shape.intermediate;
+    cuda::DownProjectionFwdArguments const args = {.gmem_a = a.get(),
+                                                   .gmem_expert_offsets = offsets.get(),
+                                                   .w_down = {.gmem = w_down.get(),
+                                                              .expert_stride = d * n,
+                                                              .row_stride = n,
+                                                              .column_stride = 1,
+                                                              .block = d},
+                                                   .b_down = {},
+                                                   .gmem_y = y.get(),
+                                                   .rows = rows,
+                                                   .hidden = d,
+                                                   .intermediate = n,
+                                                   .experts = shape.experts,
+                                                   .gmem_tile_counter = counter.get()};
+    TESSERA_CUDA(
+        cuda::launch_down_projection_fwd_config<cuda::DownProjectionFwdWide<cuda::gemm::Major::kK>>(
+            args, sms, nullptr));
+  }
+
   Shape shape;
   Routing routing;
   int64_t rows, pitch;
   DeviceBuffer<int> offsets, index, counter;
-  DeviceBuffer<bf16> x, w, h, a;
-  DeviceBuffer<uint8_t> x8, w8, h8, a8;
-  DeviceBuffer<float> x_scales, w_scales, h_scales, a_scales;
+  DeviceBuffer<bf16> x, w, h, a, w_down, y;
+  DeviceBuffer<uint8_t> x8, w8, h8, a8, w_down8;
+  DeviceBuffer<float> x_scales, w_scales, w_down_scales, h_scales, a_scales;
 };
 
 // What a few rows hold, on the host.
 struct Row {
   std::vector<float> plain;  // h
-  std::vector<bf16> h;
+  std::vector<float> plain_y;
+  std::vector<bf16> h, y;
   std::vector<uint8_t> h8, a8;
   std::vector<float> h_scales, a_scales;
 };
@@ -211,10 +294,14 @@ class Check {
     poison_codes();
     p_.launch_e4m3<Element::kBf16>(sms_);
     p_.launch_e4m3<Element::kE4m3>(sms_);
+    p_.y.poison();
+    p_.launch_down_e4m3(sms_);
     unsigned long long const first = sum_of_outputs();
     fetch();
     poison_codes();
     p_.launch_e4m3<Element::kE4m3>(sms_);
+    p_.y.poison();
+    p_.launch_down_e4m3(sms_);
     bool repeats = sum_of_outputs() == first;
     poison_codes();
     p_.launch_e4m3<Element::kE4m3, false>(sms_);
@@ -226,6 +313,8 @@ class Check {
       Row wrong = rows_[i];
       wrong.plain = rows_[i + 1].plain;
       rejects = rejects && !h_is_right(wrong);
+      wrong.plain_y = rows_[i + 1].plain_y;
+      rejects = rejects && !y_is_right(wrong);
       wrong = rows_[i];
       wrong.h8 = rows_[i + 1].h8;
       rejects = rejects && !codes_are_right(wrong);
@@ -233,10 +322,11 @@ class Check {
       wrong.a8 = rows_[i + 1].a8;
       rejects = rejects && !a_is_right(wrong);
     }
-    std::printf("%s: %zu rows %s, %s, other rows %s; largest error of h %.2e of a row's norm\n",
-                p_.shape.name, rows_.size(), right ? "right" : "WRONG",
-                repeats ? "equal bytes" : "OTHER BYTES in a second run",
-                rejects ? "rejected" : "ACCEPTED", worst_);
+    std::printf(
+        "%s: %zu rows %s, %s, other rows %s; largest errors of h %.2e and y %.2e of a row's norm\n",
+        p_.shape.name, rows_.size(), right ? "right" : "WRONG",
+        repeats ? "equal bytes" : "OTHER BYTES in a second run", rejects ? "rejected" : "ACCEPTED",
+        worst_h_, worst_y_);
     return right && repeats && rejects;
   }
 
@@ -257,6 +347,7 @@ class Check {
     add(p_.a8.get(), p_.a8.count());
     add(p_.h_scales.get(), p_.h_scales.count() * 4);
     add(p_.a_scales.get(), p_.a_scales.count() * 4);
+    add(p_.y.get(), p_.y.count() * 2);
     unsigned long long host = 0;
     TESSERA_CUDA(cudaMemcpy(&host, sum.get(), sizeof host, cudaMemcpyDeviceToHost));
     return host;
@@ -274,12 +365,18 @@ class Check {
     DeviceBuffer<int> numbers(numbers_);
     DeviceBuffer<float> plain(int64_t(numbers_.size()) * 2 * n);
     plain_rows<<<unsigned(numbers_.size()), 256>>>(p_.e4m3(true), numbers.get(), plain.get());
+    int64_t const d = p_.shape.hidden;
+    DeviceBuffer<float> plain_y(int64_t(numbers_.size()) * d);
+    plain_down_rows<<<unsigned(numbers_.size()), 256>>>(p_.down_e4m3(), numbers.get(),
+                                                        plain_y.get());
     std::vector<float> const h_scales = read(p_.h_scales.get(), p_.h_scales.count());
     std::vector<float> const a_scales = read(p_.a_scales.get(), p_.a_scales.count());
     for (size_t i = 0; i < numbers_.size(); ++i) {
       int64_t const r = numbers_[i];
       Row row{.plain = read(plain.get() + int64_t(i) * 2 * n, 2 * n),
+              .plain_y = read(plain_y.get() + int64_t(i) * d, d),
               .h = read(p_.h.get() + r * 2 * n, 2 * n),
+              .y = read(p_.y.get() + r * d, d),
               .h8 = read(p_.h8.get() + r * 2 * n, 2 * n),
               .a8 = read(p_.a8.get() + r * n, n),
               .h_scales = {},
@@ -291,17 +388,20 @@ class Check {
     }
   }
 
+  bool h_is_right(Row const& row) { return is_right(row.h, row.plain, worst_h_); }
+  bool y_is_right(Row const& row) { return is_right(row.y, row.plain_y, worst_y_); }
   // One rounding to bf16, and 13 bits of the partial sums, whose errors are about 1.3e-4 of a norm.
-  bool h_is_right(Row const& row) {
+  static bool is_right(std::vector<bf16> const& have, std::vector<float> const& plain,
+                       double& worst) {
     double norm = 0, difference = 0;
-    for (float const v : row.plain) norm += double(v) * v;
-    double const floor = 3e-3 * std::sqrt(norm / double(row.plain.size()));
-    for (size_t c = 0; c < row.plain.size(); ++c) {
-      double const error = std::fabs(double(widen(row.h[c])) - row.plain[c]);
-      if (!(error <= std::fabs(row.plain[c]) * 0x1p-8 + floor)) return false;
+    for (float const v : plain) norm += double(v) * v;
+    double const floor = 3e-3 * std::sqrt(norm / double(plain.size()));
+    for (size_t c = 0; c < plain.size(); ++c) {
+      double const error = std::fabs(double(widen(have[c])) - plain[c]);
+      if (!(error <= std::fabs(plain[c]) * 0x1p-8 + floor)) return false;
       difference += error * error;
     }
-    last_ = std::sqrt(difference / norm);
+    worst = std::max(worst, std::sqrt(difference / norm));
     return true;
   }
   bool codes_are_right(Row const& row) const {
@@ -340,10 +440,11 @@ class Check {
 
   bool accepts(Row const& row, size_t i) {
     bool const h = h_is_right(row), codes = codes_are_right(row), a = a_is_right(row);
-    if (h) worst_ = std::max(worst_, last_);
-    if (h && codes && a) return true;
-    std::printf("row %d: h %s, its codes %s, a %s\n", numbers_[i], h ? "right" : "WRONG",
-                codes ? "right" : "WRONG", a ? "right" : "WRONG");
+    bool const y = y_is_right(row);
+    if (h && codes && a && y) return true;
+    auto const word = [](bool right) { return right ? "right" : "WRONG"; };
+    std::printf("row %d: h %s, its codes %s, a %s, y %s\n", numbers_[i], word(h), word(codes),
+                word(a), word(y));
     return false;
   }
 
@@ -351,7 +452,7 @@ class Check {
   int sms_;
   std::vector<int> numbers_;
   std::vector<Row> rows_;
-  double last_ = 0, worst_ = 0;
+  double worst_h_ = 0, worst_y_ = 0;
 };
 
 struct Candidate {
@@ -383,30 +484,31 @@ bool bench_shape(Shape const& s, int iters, int sms, std::string& rows) {
   bool const checked = Check(p, sms).passes();
   double const flops = 4.0 * double(p.rows) * s.intermediate * s.hidden;
   std::vector<Candidate> candidates = {
-      {"bf16", flops, 0, [&] { p.launch_bf16(sms); }, {}},
-      {"e4m3", flops, 0, [&] { p.launch_e4m3<Element::kE4m3>(sms); }, {}},
-      {"e4m3, pieces behind", flops, 0, [&] { p.launch_e4m3<Element::kE4m3, false>(sms); }, {}},
-      {"e4m3, no epilogue", flops, 0, [&] { p.launch_e4m3<Element::kE4m3>(sms, false); }, {}},
-      {"e4m3, bf16 out", flops, 0, [&] { p.launch_e4m3<Element::kBf16>(sms); }, {}},
+      {"up bf16", flops, 0, [&] { p.launch_bf16(sms); }, {}},
+      {"up e4m3", flops, 0, [&] { p.launch_e4m3<Element::kE4m3>(sms); }, {}},
+      {"up e4m3, pieces behind", flops, 0, [&] { p.launch_e4m3<Element::kE4m3, false>(sms); }, {}},
+      {"up e4m3, no epilogue", flops, 0, [&] { p.launch_e4m3<Element::kE4m3>(sms, false); }, {}},
+      {"up e4m3, bf16 out", flops, 0, [&] { p.launch_e4m3<Element::kBf16>(sms); }, {}},
+      {"down bf16", flops / 2, 0, [&] { p.launch_down_bf16(sms); }, {}},
+      {"down e4m3", flops / 2, 0, [&] { p.launch_down_e4m3(sms); }, {}},
       {"quantise x", 0, 3.03 * double(p.x.count()), [&] { p.quantise_x(); }, {}},
-      {"quantise w_up", 0, 3.0 * double(p.w.count()), [&] { p.quantise_w(); }, {}}};
+      {"quantise w_up", 0, 3.0 * double(p.w.count()), [&] { p.quantise_w(); }, {}},
+      {"quantise w_down", 0, 3.0 * double(p.w_down.count()), [&] { p.quantise_w_down(); }, {}}};
   time_in_turns(candidates, iters);
   TESSERA_CUDA(cudaDeviceSynchronize());
   std::printf("after timing: %s\n",
               read_command("nvidia-smi -i 0 --query-gpu=clocks.sm,power.draw --format=csv,noheader")
                   .c_str());
-  float const bf16_ms = quantiles(candidates[0].ms).median;
   for (Candidate const& c : candidates) {
     Quantiles const q = quantiles(c.ms);
     double const tflops = c.flops / (double(q.median) * 1e9);
     double const tbps = c.bytes / (double(q.median) * 1e9);
-    std::printf(
-        "  %-20s %8.4f ms (%.4f to %.4f) %7.1f TFLOP/s %5.2f TB/s, bf16 takes %.3f times as long\n",
-        c.name, q.median, q.p10, q.p90, tflops, tbps, bf16_ms / q.median);
+    std::printf("  %-22s %8.4f ms (%.4f to %.4f) %7.1f TFLOP/s %5.2f TB/s\n", c.name, q.median,
+                q.p10, q.p90, tflops, tbps);
     char text[512];
     std::snprintf(text, sizeof text,
                   "%s\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"gpus\": 1, "
-                  "\"routing\": \"random\", \"pass\": \"up_projection_fwd\", \"variant\": \"%s\", "
+                  "\"routing\": \"random\", \"pass\": \"forward\", \"variant\": \"%s\", "
                   "\"ms\": %.4f, \"ms_p10\": %.4f, \"ms_p90\": %.4f, \"tflops\": %.1f, "
                   "\"tbps\": %.3f, \"checked\": %s}",
                   rows.empty() ? "" : ",", s.name, s.tokens, s.hidden, s.intermediate, s.experts,

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+// down_projection_fwd of e4m3 operands: y = rnd(a8 w8_down[e]^T), from the codes and scales of up_projection_fwd_e4m3.
+// Shapes   a8 (R,n) e4m3 with scales (n/128,P4); w8_down (E,d,n) e4m3 with scales (E,d/128,n/128); y (R,d) bf16
+// Work     2*R*n*d FLOP; bytes: a8 R*n, w8_down E*d*n, y 2*R*d, and 1/32 of the first two in scales; from n = 1024 on
+//          compute bound, below bound by y
+// Schedule as up_projection_fwd_e4m3, of tiles of 128 x 256; rows of a8 are sorted, and are copied by cp.async as well,
+//          each thread's with its scale: rows of an expert begin anywhere, where no copy of 128 scales may
+// Barriers full, empty [stages] and those of the scheduler: arrival counts in gemm/config.hpp
+// Numerics 128 products in the tensor cores (13 fraction bits), then fp32, one FMA for each 128 of n; one rounding;
+//          bitwise repeatable: yes
+// Requires d a multiple of 256, n of 128; w8_down as quantise_weights() gives it; no bias
+#pragma once
+
+#include "../epilogue/store_held.cuh"
+#include "../gemm/sm90/roles_scaled.cuh"
+#include "../host/launch.hpp"
+#include "../host/low_precision.hpp"
+#include "../host/tensor_map.hpp"
+
+namespace tessera::cuda {
+
+// A config is a type with `static constexpr gemm::GemmConfig gemm`.
+struct DownProjectionFwdE4m3Params {
+  gemm::GemmParams gemm;
+  gemm::ScaleParams scales;
+  gemm::StoreHeldParams epilogue;
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::gemm.threads(), 1)
+    down_projection_fwd_e4m3(__grid_constant__ DownProjectionFwdE4m3Params const p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Epilogue = gemm::StoreHeld<gemm::sm90::Core<Config::gemm>>;
+  gemm::run_scaled_gemm<Config::gemm, Epilogue>(p.gemm, p.scales, p.epilogue);
+#endif
+}
+
+template <class Config>
+cudaError_t make_down_projection_fwd_e4m3_params(DownProjectionFwdE4m3Params& p,
+                                                 DownProjectionFwdE4m3Arguments const& args) {
+  constexpr gemm::GemmConfig kGemm = Config::gemm;
+  int64_t const d = args.hidden, n = args.intermediate;
+  if (d % kGemm.tile.n != 0 || n % gemm::kScaleBlock != 0) return cudaErrorInvalidValue;
+  p = {};
+  p.gemm.gmem_a = args.gmem_a;
+  p.gemm.a_pitch_chunks = int(n / 16);
+  p.gemm.a_row_bytes = int(n);
+  p.gemm.gmem_offsets = args.gmem_expert_offsets;
+  p.gemm.total_rows = int(args.rows);
+  p.gemm.segments = args.experts;
+  p.gemm.gmem_tile_counter = args.gmem_tile_counter;
+  p.gemm.n_tiles = int(d / kGemm.tile.n);
+  p.gemm.k_tiles = int(n / kGemm.tile.k);
+  p.scales = {.gmem_a = args.gmem_a_scales,
+              .a_row_step = 1,
+              .a_k_step = (args.rows + 3) / 4 * 4,
+              .gmem_b = args.gmem_w_down_scales};
+  p.epilogue = {static_cast<gemm::bf16*>(args.gmem_y), int(d)};
+  return host::make_e4m3_tile_map(p.gemm.b[0], args.gmem_w_down, args.experts, 1, d, n,
+                                  kGemm.b_groups());
+}
+
+template <class Config>
+cudaError_t launch_down_projection_fwd_e4m3_config(DownProjectionFwdE4m3Arguments const& args,
+                                                   int sm_count, cudaStream_t stream) {
+  DownProjectionFwdE4m3Params params;
+  cudaError_t const error = make_down_projection_fwd_e4m3_params<Config>(params, args);
+  if (error != cudaSuccess) return error;
+  return host::launch_persistent<down_projection_fwd_e4m3<Config>>(
+      host::persistent_shape<Config::gemm, gemm::ScaledStorage<Config::gemm>>(),
+      gemm::most_tiles<Config::gemm>(params.gemm, args.rows), sm_count, params, stream);
+}
+
+}  // namespace tessera::cuda

@@ -15,6 +15,7 @@
 #include "../arch/proxy_fence.cuh"
 #include "../arch/signal.cuh"
 #include "../arch/warp.cuh"
+#include "config.hpp"
 #include "params.hpp"
 #include "work_tile.hpp"
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "../../arch/cp_async.cuh"
+#include "../config.hpp"
 #include "../params.hpp"
 #include "../work_tile.hpp"
 

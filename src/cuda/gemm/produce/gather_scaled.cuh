@@ -8,6 +8,7 @@
 #include "../../arch/tma.cuh"
 #include "../ring.cuh"
 #include "../scales.cuh"
+#include "../scheduler.cuh"
 #include "gather_rows.cuh"
 
 namespace tessera::cuda::gemm {

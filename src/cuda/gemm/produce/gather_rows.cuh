@@ -9,8 +9,8 @@
 #include <cstdint>
 
 #include "../../arch/cp_async.cuh"
-#include "../config.hpp"
 #include "../params.hpp"
+#include "../storage.cuh"
 #include "../work_tile.hpp"
 
 namespace tessera::cuda::gemm {

@@ -88,7 +88,7 @@ class ActivationEpilogue {
   static constexpr bool kGated = Function::kGated;
   static constexpr int kHalves = kGated ? 2 : 1;
   static constexpr int kColumns = kGemm.tile.n / kHalves;  // of a, per tile
-  static constexpr int kGroup = kGroupColumns / kHalves;   // .. per column group
+  static constexpr int kGroup = kGroupColumns / kHalves;   // columns per column group
 
   template <int kG>
   __device__ __forceinline__ void keep_group(Accumulators& acc, int segment) {

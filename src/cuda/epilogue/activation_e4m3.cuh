@@ -70,7 +70,7 @@ class ActivationE4m3Epilogue {
 
   __device__ __forceinline__ bool is_stored(int row) const { return row < end_; }
 
-  // By all lanes: of gate or up. Each part is read again, as registers are few.
+  // All lanes call it, for gate or up. Each part is read again, as registers are few.
   __device__ __forceinline__ void store_h(Place const& at, int half) const {
     int const row = row_ + at.row;
     bool const exists = is_stored(row);

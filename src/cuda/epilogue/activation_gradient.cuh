@@ -74,7 +74,7 @@ class GradientRows {
     return (row + warp_row_ - first_row_) / kSubtileM;
   }
 
-  // Of the i-th of this thread's rows.
+  // Returns the score of the i-th of this thread's rows.
   __device__ __forceinline__ float score(int subtile, int i) const {
     float const mine = kScores == 1 || subtile < 2 ? score_[0] : score_[kScores - 1];
     return __shfl_sync(arch::kAllLanes, mine, Accumulators::warp_row(subtile % 2 * kWarpRows, i));
@@ -128,7 +128,7 @@ class GradientRows {
 
   Params const& p_;
   int warp_row_;   // first of the warp's 16 rows, among 64
-  int first_row_;  // .. in the tile's first 64
+  int first_row_;  // the warp's first row in the tile's first 64
   typename Core::SlabRows rows_;
 
  private:
@@ -238,7 +238,7 @@ class ActivationGradientEpilogue : GradientRows<Core, kKind, kInterleaved> {
     return slabs_.address(idx) + warp_row_ * kSlabColumns;
   }
 
-  // By one lane, as store_block().
+  // One lane calls it, as store_block().
   __device__ __forceinline__ void load(int block) const {
     int const buffer = block % kLoadBuffers;
     arch::Mbarrier* const full = &loads_[buffer];
@@ -326,7 +326,7 @@ class ActivationGradientInStages : GradientRows<Core, kKind, kInterleaved> {
     static_assert(kGemm.epilogue.lent_stages == kSubtileBlocks);
   }
 
-  // By one thread of the producer: h of the i-th 64 columns.
+  // One thread of the producer calls it: it loads h of the i-th 64 columns.
   __device__ __forceinline__ static void lend(typename Core::Storage& smem, Params const& p,
                                               int stage, WorkTile const& tile, int i) {
     arch::Mbarrier* const full = &smem.full[stage];

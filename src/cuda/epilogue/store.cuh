@@ -133,7 +133,7 @@ class StoreDeferred {
   int column_ = 0;
 };
 
-// By a class of its own: GCC 12 fails at the same as one alias.
+// This is a class of its own, as GCC 12 fails at the same as one alias.
 template <class Core>
 struct StoreEpilogueOf {
   using Type = std::conditional_t<Core::kGemm.defers(), StoreDeferred<Core>, StoreInSlabs<Core>>;

@@ -49,7 +49,7 @@ __device__ __forceinline__ WgradGroup wgrad_group(WgradStoreParams const& p, int
   return {half, (group - half * p.half_groups) * kSlabColumns, exists};
 }
 
-// Of 64 c from `row`, the column group's i and what follows, for TMA. The segment comes last.
+// TMA's coordinates of 64 c from `row`, the column group's i and what follows. The segment comes last.
 struct WgradCoordinates {
   int c0, c1, c2;
 };

@@ -36,7 +36,7 @@ class WgradStoreInSlabs {
                   (!kFp32 && kGemm.epilogue.lent_stages == kTileGroups / kRound));
   }
 
-  // By one thread of the producer: what the i-th round of both warpgroups is added to.
+  // One thread of the producer calls it: it loads what the i-th round of both warpgroups is added to.
   __device__ __forceinline__ static void lend(typename Core::Storage& smem, Params const& p,
                                               int stage, WorkTile const& tile, int i)
     requires(kGemm.lends())
@@ -163,7 +163,7 @@ class WgradStoreInSlabs {
     });
   }
 
-  // By one thread: the `part`-th slab of a group.
+  // One thread calls it for the `part`-th slab of a group.
   __device__ __forceinline__ void store_slab(bf16* slab, int part, Place at, int segment,
                                              int row) const {
     if (!at.exists) return;
@@ -245,7 +245,7 @@ class WgradStoreDeferred {
   using Layout = typename Held::Layout;
   static constexpr int kTileGroups = kGemm.tile.n / kSlabColumns;
 
-  // Of c in a column group's first i; null where nobody wants it.
+  // Returns the address of c in a column group's first i; null where nobody wants it.
   __device__ __forceinline__ bf16* address(int group, int c, int segment) const {
     WgradGroup const at = wgrad_group(p_, group);
     if (!at.exists) return nullptr;
@@ -254,7 +254,7 @@ class WgradStoreDeferred {
     if (at.i < dw.block) return gmem + at.i * dw.row_stride;
     return gmem + at.i / dw.block * dw.block_stride + at.i % dw.block * dw.row_stride;
   }
-  // Of the g-th column group of the tile that is held.
+  // Returns the address of the g-th column group of the tile that is held.
   __device__ __forceinline__ char* address_of(int g) const {
     return reinterpret_cast<char*>(
         __shfl_sync(arch::kAllLanes, reinterpret_cast<uint64_t>(gmem_), g));
@@ -267,7 +267,7 @@ class WgradStoreDeferred {
   int columns_left_ = 0;  // from this lane's first c on
 };
 
-// By a class of its own, as StoreEpilogueOf.
+// This is a class of its own, as StoreEpilogueOf is.
 template <class Core, Major kMajor, bool kFp32>
 struct WgradStoreEpilogueOf {
   using Deferred =

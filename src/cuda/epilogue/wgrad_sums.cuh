@@ -16,7 +16,7 @@ namespace tessera::cuda::gemm {
 // Slabs of fp32 as TMA stores or adds them.
 template <Major kMajor>
 struct WgradSums {
-  // By one thread: 64 c from `row`, 32 i from `i` of a half.
+  // One thread puts 64 c from `row`, 32 i from `i` of a half.
   __device__ __forceinline__ static void put(bf16 const* smem, WgradHalf const& dw, int i, int row,
                                              int segment, bool adds) {
     WgradCoordinates at = wgrad_coordinates<kMajor>(dw, i, row);
@@ -38,7 +38,7 @@ struct WgradSums {
   }
 };
 
-// Of whole column groups.
+// Adds sums of whole column groups.
 template <class Core, Major kMajor>
 class WgradSumsDeferred {
  public:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a persistent warp-specialised GEMM kernel is made of, as one value: tile, pipeline, cluster
+// A persistent warp-specialised GEMM kernel as one value: tile, pipeline, cluster
 // and policies. Kernels receive it inside a named type (`static constexpr GemmConfig gemm{..}`).
 #pragma once
 
@@ -7,17 +7,18 @@
 
 namespace tessera::cuda::gemm {
 
-// How an operand's rows reach shared memory: consecutive rows by TMA, or rows named by an index by cp.async.
+// An operand's rows reach shared memory in one of two ways: consecutive rows by TMA, or rows named by an index by
+// cp.async.
 enum class Loader : uint8_t { kTma, kGather };
 
 // Cooperative: the consumer warpgroups split each tile along m. Ping-pong: they own alternate tiles,
 // one multiplies while the other runs its epilogue.
 enum class Schedule : uint8_t { kCooperative, kPingPong };
 
-// Which of its two dimensions is contiguous in an operand (rows x k).
+// An operand (rows x k) is contiguous along k, or along its rows.
 enum class Major : uint8_t { kK, kRows };
 
-// What the rows of a segment are: rows of A and D (varlen-M), or the k of both operands (varlen-K: one D
+// The rows of a segment are: rows of A and D (varlen-M), or the k of both operands (varlen-K: one D
 // per segment, A and B rows-major).
 enum class Ragged : uint8_t { kM, kK };
 
@@ -25,14 +26,14 @@ enum class Ragged : uint8_t { kM, kK };
 // k: k runs through two halves, each with a B of its own.
 enum class Halves : uint8_t { kOne, kAlongRows, kAlongK };
 
-// How the tile of an operand is loaded. Tile: one box holds it. Any: there is code for layouts that take several boxes
-// as well; gathering warps lose 2% by its presence.
+// The tile of an operand is loaded by boxes of TMA. Tile: one box holds it. Any: there is code for layouts that take
+// several boxes as well; gathering warps lose 2% by its presence.
 enum class Boxes : uint8_t { kAny, kTile };
 
 enum class Element : uint8_t { kBf16, kE4m3 };
 consteval int bytes_of(Element element) { return element == Element::kBf16 ? 2 : 1; }
 
-// What memory and stages hold of A or B.
+// Says what memory and stages hold of A or B.
 struct Operand {
   Element element = Element::kBf16;  // in stages, where the tensor cores read it
   Element stored = element;          // in memory; threads that load may decode it
@@ -46,9 +47,9 @@ struct Operand {
   bool operator==(Operand const&) const = default;
 };
 
-// What the CTAs of a cluster share. Multicast: they lie along gemm_m, each loads a part of every B tile for all of
-// them. Paired: two CTAs work on different tiles and load half of a shared operand each; a stage is free when both have
-// read it.
+// The CTAs of a cluster share what they load. Multicast: they lie along gemm_m, each loads a part of every B tile for
+// all of them. Paired: two CTAs work on different tiles and load half of a shared operand each; a stage is free when
+// both have read it.
 enum class Sharing : uint8_t { kNone, kMulticast, kPaired };
 struct Cluster {
   int ctas = 1;
@@ -56,7 +57,7 @@ struct Cluster {
   bool operator==(Cluster const&) const = default;
 };
 
-// Where B lies in shared memory.
+// B lies in one of three places of shared memory.
 //   ring      in the stages, beside A
 //   behind    B has one stage less than A and comes a k_tile later (ring.cuh)
 //   resident  at most `k_tiles` k_tiles of B stay for a run of about `run_tiles` tiles, an even number
@@ -80,8 +81,8 @@ struct BStages {
 //   halved   as partial, and the last tile multiplies half of its columns where there are no more
 enum class Tail : uint8_t { kWhole, kShort, kPartial, kHalved };
 
-// When the epilogue works. Inline: right behind the k loop. Deferred: under the next tile's k loop, from rows that it
-// holds (deferred.cuh). Lent: right behind the k loop, through stages of the ring (lent.cuh).
+// The epilogue works at one of three times. Inline: right behind the k loop. Deferred: under the next tile's k loop,
+// from rows that it holds (deferred.cuh). Lent: right behind the k loop, through stages of the ring (lent.cuh).
 enum class EpilogueMode : uint8_t { kInline, kDeferred, kLent };
 struct EpilogueConfig {
   EpilogueMode mode = EpilogueMode::kInline;
@@ -92,7 +93,7 @@ struct EpilogueConfig {
   bool operator==(EpilogueConfig const&) const = default;
 };
 
-// Who takes the next tile, and when (scheduler.cuh).
+// Says who takes the next tile, and when (scheduler.cuh).
 //   counter             a cluster's first tile is its own; it draws the others from a counter
 //   stride              tiles of a cluster lie a grid apart and there is no counter, for tiles that all take as long
 //   counter from first  the first tile is drawn as well: a cluster that starts late leaves none undone
@@ -193,7 +194,7 @@ struct GemmConfig {
     return epilogue.lent_stages + (epilogue.outer_product ? 1 : 0);
   }
   consteval int b_groups_per_cta() const { return b_groups() / cluster_m(); }
-  // Of a B with `rows` rows, in one half: row groups of its last tile.
+  // Counts the row groups of the last tile of a B with `rows` rows, in one half.
   constexpr int last_b_groups(int64_t rows) const {
     return static_cast<int>(((rows - 1) % tile.n + kGroupRows) / kGroupRows);
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a GEMM kernel is told at launch, besides its epilogue's part.
+// Arguments of a GEMM kernel's launch, besides its epilogue's part.
 #pragma once
 
 #include <cuda.h>

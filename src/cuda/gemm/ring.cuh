@@ -22,7 +22,7 @@ class PipelineState {
   int stage = 0;
   uint32_t phase = 0;
 
-  // Where the stage's B is.
+  // Returns the stage that holds the stage's B.
   __device__ __forceinline__ int b_stage() const { return kGemm.b_behind() ? b_stage_ : stage; }
 
   __device__ __forceinline__ void advance() {

@@ -23,7 +23,7 @@ struct ScaledStorage : SharedStorage<kGemm> {
   alignas(16) float2 b_scales[kGemm.stages];  // gate, up; or the two column groups
 };
 
-// What the mainloop of scaled operands asks of a configuration, besides valid().
+// Checks what the mainloop of scaled operands asks of a configuration, besides valid().
 consteval bool valid_scaled(GemmConfig c) {
   if (c.a.element != Element::kE4m3 || c.b.element != Element::kE4m3)
     throw "a, b: e4m3 with scales";

@@ -90,7 +90,7 @@ class TileScheduler {
       if (found && !draws_late(k_tiles)) draw();
     }
   }
-  // Whether the loads' k_tile of a tile is where run() goes on.
+  // True for the loads' k_tile of a tile at which run() goes on.
   __device__ __forceinline__ static bool draws_at(int k_tile, int k_tiles) {
     return k_tile == max(k_tiles - kDrawAhead, 0);
   }

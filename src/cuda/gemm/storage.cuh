@@ -13,7 +13,7 @@ namespace tessera::cuda::gemm {
 
 using bf16 = __nv_bfloat16;
 
-// What an array of an operand's elements has.
+// Names the type of an array of an operand's elements.
 template <Element kElement>
 struct ElementType;
 template <>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How much of a work tile exists: row groups of B, columns, k_tiles, and k16 steps of the last one.
+// The part of a work tile that exists: row groups of B, columns, k_tiles, and k16 steps of the last one.
 #pragma once
 
 #include "params.hpp"

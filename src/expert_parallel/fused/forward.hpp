@@ -12,7 +12,7 @@
 
 namespace tessera::expert_parallel {
 
-/// What a pass leaves for backward. Without tables: nothing.
+/// A pass leaves this for backward. Without tables: nothing.
 struct SavedPass {
   RowTables tables = {};
   std::int64_t capacity = 0;  // rows that the tables and h hold

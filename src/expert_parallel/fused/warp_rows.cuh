@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a warp reads its 16 rows of 64 bf16 columns in shared memory, four at a time: the order in which
+// Reads a warp's 16 rows of 64 bf16 columns in shared memory, four at a time: in the order in which
 // cuda/gemm/sm90/warp_rows.cuh fills them.
 #pragma once
 

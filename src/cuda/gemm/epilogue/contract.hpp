@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a GEMM asks of an epilogue: that it declares its mode, and that it has every hook of that mode. A hook that has
-// nothing to do is declared with an empty body: a misspelt or forgotten one does not compile.
+// A GEMM asks two things of an epilogue: that it declares its mode, and that it has every hook of that mode. A hook
+// that has nothing to do is declared with an empty body: a misspelt or forgotten one does not compile.
 //   static constexpr EpilogueMode kMode = ..    the mode of the GEMM's configuration (config.hpp)
 //
 //   hook, returns void             inline lent deferred  called by a consumer warpgroup, but for lend()

@@ -76,11 +76,11 @@ class RowGather {
 
   int const* gmem_index_;
   char const* gmem_chunk_;  // this thread's, of row 0
-  char const* gmem_;        // .. in the next k_tile: an address takes one multiply-add from here
-  uint32_t pitch_chunks_;   // row pitch in 16-byte units; T*pitch < 2^32 reaches 64 GB
+  char const* gmem_;  // its chunk in the next k_tile: an address takes one multiply-add from here
+  uint32_t pitch_chunks_;  // row pitch in 16-byte units; T*pitch < 2^32 reaches 64 GB
   int row_;
   int row_left_;  // bytes of a row from this thread's first chunk on
-  int left_;      // .. from its next chunk on
+  int left_;      // bytes of a row from its next chunk on
   uint32_t smem_offset_;
   int ahead_[kRowsPerThread];
   uint32_t source_[kRowsPerThread];  // first chunk of the row

@@ -14,7 +14,7 @@ constexpr int kOuterRows = 8;                         // of v, in each of two gr
 constexpr int kOuterBox = kOuterRows * kSlabColumns;  // elements
 constexpr int kOuterGroup = 256 / kSlabColumns * kOuterBox;
 
-// By the producer's warp.
+// The producer's warp calls it.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void load_outer_product(SharedStorage<kGemm>& smem, GemmParams const& p,
                                                    PipelineState<kGemm>& state,

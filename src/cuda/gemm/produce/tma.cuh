@@ -13,7 +13,7 @@
 
 namespace tessera::cuda::gemm {
 
-// What a producer warp loads for its tiles. Every hook is called by the converged warp, but for fill().
+// A policy says what a producer warp loads for its tiles. Every hook is called by the converged warp, but for fill().
 //   announce_first()              comes once, before the first tile is read
 //   begin(tile)                   comes when a tile was read, which it may change; returns the tile's number of k_tiles
 //   before(tile, k_tile, k_tiles) comes before the warp waits for a free stage

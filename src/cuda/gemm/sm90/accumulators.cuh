@@ -35,7 +35,7 @@ class Accumulators {
     return first + arch::warp_in_warpgroup() * kWarpRows + arch::lane_idx() / 4 + 8 * i;
   }
 
-  // What the lanes that share this thread's rows have, added up; every lane of the warp calls it, and has the sum.
+  // Adds up what the lanes have that share this thread's rows; every lane of the warp calls it, and has the sum.
   __device__ __forceinline__ static float sum_of_row(float value) {
     value += __shfl_xor_sync(arch::kAllLanes, value, 1);
     value += __shfl_xor_sync(arch::kAllLanes, value, 2);
@@ -140,7 +140,7 @@ class Accumulators {
   float values_[kGemm.column_groups()][kGroupColumns / 2];
 };
 
-// What wgmmas write: the sums of 128 columns in fragment order. For gemm/sm90 alone.
+// Fragments are what wgmmas write: the sums of 128 columns in fragment order. For gemm/sm90 alone.
 struct Fragments {
   template <GemmConfig kGemm>
   __device__ __forceinline__ static float (&of(Accumulators<kGemm>& acc,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What epilogues use of sm_90a. They are templates of a Core, so that they compile for any other that has these names:
-// the tests have one whose accumulators lie in memory (tests/emulator/memory_core.cuh).
+// Epilogues use these parts of sm_90a. They are templates of a Core, so that they compile for any other that has these
+// names: the tests have one whose accumulators lie in memory (tests/emulator/memory_core.cuh).
 #pragma once
 
 #include "../ring.cuh"

@@ -38,7 +38,7 @@ __device__ __forceinline__ Pace pace_of(int k_tiles, int consumer) {
   return {first, every, at_once};
 }
 
-// How a column group of a warp's 16 rows lies in the warpgroup's slabs: in rows of 128 bytes, swizzled. A lane's share
+// A column group of a warp's 16 rows lies in the warpgroup's slabs in rows of 128 bytes, swizzled. A lane's share
 // of a piece is 8 columns of each slab, those of a row are eight lanes'.
 template <GemmConfig kGemm>
 class HeldRows {
@@ -74,7 +74,7 @@ class HeldRows {
 
   __device__ __forceinline__ void sync() const { __syncwarp(); }
 
-  // Of a lane's share of a group's first piece; those of the others are kPieceRows further on.
+  // The row of a lane's share of a group's first piece; those of the others are kPieceRows further on.
   static constexpr int kPieceRows = 4;
   __device__ __forceinline__ static int lane_row() { return arch::lane_idx() / 8; }
   __device__ __forceinline__ static int lane_column() { return arch::lane_idx() % 8 * 8; }
@@ -133,7 +133,7 @@ class HeldColumns {
     arch::named_barrier_sync(barrier_, arch::kWarpgroupThreads);
   }
 
-  // Of a lane's share of a group's first piece, its first column; those of the others are kPieceColumns further on.
+  // The first column of a lane's share of a group's first piece; those of the others are kPieceColumns further on.
   static constexpr int kPieceColumns = 32, kSecondColumn = 4;
   __device__ __forceinline__ static int lane_row() { return arch::lane_idx() % 8 * 8; }
   __device__ __forceinline__ static int lane_column() {

@@ -21,7 +21,7 @@ class HeldTile {
     static_assert(kGemm.epilogue.slabs == 4);
   }
 
-  // What was held before must have been worked on.
+  // The tile held before must have been worked on.
   __device__ __forceinline__ void keep(Accumulators<kGemm> const& acc) const {
     __syncwarp();
     TESSERA_UNROLL

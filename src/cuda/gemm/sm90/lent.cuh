@@ -109,7 +109,8 @@ class BorrowedStages {
     free(held_);
   }
 
-  // By one lane. Paired, an arrival publishes nothing: what the warp wrote there has been read, by itself or by TMA.
+  // One lane calls it. Paired, an arrival publishes nothing: what the warp wrote there has been read, by itself or by
+  // TMA.
   __device__ __forceinline__ void free(int stage) const {
     if constexpr (kGemm.paired()) {
       TESSERA_UNROLL

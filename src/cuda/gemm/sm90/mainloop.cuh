@@ -83,12 +83,12 @@ __device__ __forceinline__ void issue_last(SharedStorage<kGemm>& smem,
   issue<kGemm, kActive, kSteps>(smem, state, acc, row, k_tile);
 }
 
-// Whether this is the warpgroup's first, or last, tile of a run.
+// True for the warpgroup's first, or last, tile of a run.
 __device__ __forceinline__ bool first_of_run(WorkTile const& tile) { return tile.in_run < 2; }
 __device__ __forceinline__ bool last_of_run(WorkTile const& tile) { return tile.run_left < 2; }
 
-// Which part of a tile a warpgroup multiplies: 64-row parts from row `row` of the tile on, over so many k_tiles. Of the
-// last one only `last_steps` times 16 are multiplied (varlen-K).
+// The part of a tile that a warpgroup multiplies: 64-row parts from row `row` of the tile on, over so many k_tiles. Of
+// the last one only `last_steps` times 16 are multiplied (varlen-K).
 struct KLoop {
   int row, k_tiles, last_steps;
 };
@@ -231,7 +231,7 @@ class DeferredPieces {
     every_ = pace.every;
     at_once_ = pace.at_once;
   }
-  // Whether the last piece was among those behind this k_tile.
+  // True if the last piece was among those behind this k_tile.
   __device__ __forceinline__ bool under(int k_tile) {
     if (k_tile != due_) return false;
     due_ += every_;

@@ -16,7 +16,7 @@
 
 namespace tessera::cuda::gemm {
 
-// Of a k_tile: scales of a thread's two rows, times those of gate and up, or of the two column groups.
+// Factors of a k_tile: scales of a thread's two rows, times those of gate and up, or of the two column groups.
 struct ScaleFactors {
   float of[2][2];  // [gate, up][upper, lower row]
 };

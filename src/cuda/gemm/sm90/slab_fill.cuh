@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a warpgroup's accumulators come into slabs in shared memory, and values of slabs to them: through stmatrix and
+// Brings a warpgroup's accumulators into slabs in shared memory, and values of slabs to them: through stmatrix and
 // ldmatrix, pair i of a thread as pair i of its slab.
 #pragma once
 
@@ -95,7 +95,7 @@ class SlabColumns {
   }
 
  private:
-  // Where this lane's row of the warp's first 16 columns lies.
+  // Returns the place of this lane's row of the warp's first 16 columns.
   __device__ __forceinline__ static uint32_t matrix_row(bf16 const* slab) {
     int const lane = arch::lane_idx();
     int const thread = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a warpgroup's accumulators come into slabs of fp32 (gemm/slabs.cuh), half of a slab of accumulators in each.
+// Brings a warpgroup's accumulators into slabs of fp32 (gemm/slabs.cuh), half of a slab of accumulators in each.
 #pragma once
 
 #include "../../arch/shared_address.cuh"
@@ -20,7 +20,7 @@ struct SumSlab {
     fill(&Fragments::of(acc, slab / 2)[(slab % 2 * 2 + part) * kValues], smem_slab);
   }
 
-  // By a warpgroup; value: kValues sums of this thread, in the order of wgmma's fragments.
+  // A warpgroup calls it; value: kValues sums of this thread, in the order of wgmma's fragments.
   __device__ __forceinline__ static void fill(float const* value, bf16* smem_slab) {
     int const lane = arch::lane_idx(), warp = arch::warp_in_warpgroup();
     uint32_t const smem = arch::shared_address(smem_slab);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a warp's 16 rows of a slab come into shared memory, at a multiple of 1024 bytes: 128 bytes a row, swizzled, so
+// Brings a warp's 16 rows of a slab into shared memory, at a multiple of 1024 bytes: 128 bytes a row, swizzled, so
 // chunk c, of 16 bytes, of row r lies in place c ^ r % 8. SlabRows does it with three registers of a lane, this with
 // one.
 #pragma once

@@ -106,7 +106,7 @@ class ActivationEpilogue {
     rows_.template keep<kG>(acc);
   }
 
-  // Those that are not gated ignore `up`.
+  // Kinds that are not gated ignore `up`.
   __device__ __forceinline__ void store_a(int row, int column, uint4 gate, uint4 up) const {
     if (p_.gmem_a == nullptr) return;
     arch::store_streaming_16(p_.gmem_a + int64_t{row} * p_.columns + column,

@@ -64,7 +64,7 @@ class GradientRows {
     }
   }
 
-  // Where slab `slab` of the block from `column` on lies in h and dh, as their maps count.
+  // Maps of h and dh count so where slab `slab` of the block from `column` on lies.
   __device__ __forceinline__ static int h_column(int column, int slab) {
     return kInterleaved ? 2 * column + slab * kSlabColumns : column;
   }
@@ -95,7 +95,7 @@ class GradientRows {
     if constexpr (kHalves == 2) rows_.store(up, m, u);
   }
 
-  // The same where the columns of gate and up are interleaved; the block's slabs.
+  // Does the same where columns of gate and up are interleaved, in the block's two slabs.
   __device__ __forceinline__ void differentiate_interleaved(Accumulators& acc, int slab, int m,
                                                             bf16* first, bf16* second,
                                                             float const (&s)[kRows],
@@ -153,7 +153,7 @@ class GradientRows {
   float score_[kScores];  // lane l: of row l % 16 of the warp's in subtile l/16 (+ 2i)
 };
 
-// In slabs of its own.
+// Works in slabs of its own.
 template <class Core, ActivationKind kKind, bool kInterleaved = false>
 class ActivationGradientEpilogue : GradientRows<Core, kKind, kInterleaved> {
   using Rows = GradientRows<Core, kKind, kInterleaved>;
@@ -265,7 +265,7 @@ class ActivationGradientEpilogue : GradientRows<Core, kKind, kInterleaved> {
     arch::tma_store_commit();
   }
 
-  // One block: a slab of the accumulators.
+  // Turns the h of one block, a slab of the accumulators, into dh.
   __device__ __forceinline__ void differentiate_block(Accumulators& acc, int slab, int buffer,
                                                       int block, float const (&s)[kRows],
                                                       float (&ds)[kRows]) const {
@@ -300,7 +300,7 @@ class ActivationGradientEpilogue : GradientRows<Core, kKind, kInterleaved> {
   int blocks_;
 };
 
-// In lent stages, one for every 64 columns.
+// Works in lent stages, one for every 64 columns.
 template <class Core, ActivationKind kKind, bool kInterleaved = false>
 class ActivationGradientInStages : GradientRows<Core, kKind, kInterleaved> {
   using Rows = GradientRows<Core, kKind, kInterleaved>;

@@ -15,7 +15,7 @@ struct Bias {
   int column_stride;
 };
 
-// To the slab of the accumulators whose first column is `column` of so many.
+// Adds it to the slab of the accumulators whose first column is `column` of so many.
 template <class Accumulators>
 __device__ __forceinline__ void add_bias(Accumulators& acc, int slab, Bias const& bias, int segment,
                                          int column, int columns) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ void add_bias(Accumulators& acc, int slab, Bias const
   });
 }
 
-// The same to two slabs from `slab` on, whose columns are of both halves in turn, from `column` on of each.
+// Adds both to two slabs from `slab` on, whose columns are of both halves in turn, from `column` on of each.
 template <class Accumulators>
 __device__ __forceinline__ void add_interleaved_bias(Accumulators& acc, int slab,
                                                      Bias const (&bias)[2], int segment, int column,

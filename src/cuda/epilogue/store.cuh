@@ -18,7 +18,7 @@ struct StoreParams {
   int ragged_extent;  // of the row dimension of d
 };
 
-// After the k loop: in slabs, stored by TMA.
+// Works after the k loop: it stages rows in slabs, which TMA stores.
 template <class Core>
 class StoreInSlabs {
  public:
@@ -73,7 +73,7 @@ class StoreInSlabs {
   typename Core::SlabRows rows_;
 };
 
-// Under the next tile's k loop.
+// Works under the next tile's k loop.
 template <class Core>
 class StoreDeferred {
  public:

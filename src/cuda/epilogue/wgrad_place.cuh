@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a weight gradient's elements lie: parameters of its epilogues, for addresses and for TMA.
+// A weight gradient's epilogues learn here where its elements lie, for addresses and for TMA.
 #pragma once
 
 #include <cuda.h>

@@ -19,7 +19,7 @@
 
 namespace tessera::cuda::gemm {
 
-// After the k loop: in slabs, stored by TMA.
+// Works after the k loop: it stages values in slabs, which TMA stores.
 template <class Core, Major kMajor, bool kFp32>
 class WgradStoreInSlabs {
  public:
@@ -182,7 +182,7 @@ class WgradStoreInSlabs {
   Fill fill_;
 };
 
-// Under the next tile's k loop: bf16 that replaces what was there, of whole column groups.
+// Works under the next tile's k loop: it stores bf16 that replaces what was there, in whole column groups.
 template <class Core, Major kMajor>
 class WgradStoreDeferred {
  public:

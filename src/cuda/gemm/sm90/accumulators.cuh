@@ -41,7 +41,7 @@ class Accumulators {
     value += __shfl_xor_sync(arch::kAllLanes, value, 2);
     return value;
   }
-  // One of those lanes.
+  // Is true in one of those lanes.
   __device__ __forceinline__ static bool speaks_for_row() { return arch::lane_idx() % 4 == 0; }
 
   // A thread's columns in a slab: the first one where the slab's is called `first`, and the step to the next two; and
@@ -61,7 +61,7 @@ class Accumulators {
   __device__ __forceinline__ void for_each_columns(int slab, int first, F f) {
     visit<kColumnStep>(slab, 1, column(first), f);
   }
-  // The same for so many slabs whose columns come in pairs, as gate and up do where they are interleaved: f(pair,
+  // Does so for so many slabs whose columns come in pairs, as gate and up do where they are interleaved: f(pair,
   // rows), and `first` is what their first pair of columns is called.
   template <class F>
   __device__ __forceinline__ void for_each_column_pair(int slab, int slabs, int first, F f) {
@@ -129,7 +129,7 @@ class Accumulators {
     }
   }
 
-  // In the fragment order of wgmma (arch/sm90/wgmma.cuh): pair i is of columns 8 * (i / 2) and row i % 2.
+  // wgmma's fragment order (arch/sm90/wgmma.cuh) has pair i in columns 8 * (i / 2) and row i % 2.
   __device__ __forceinline__ float& value(int slab, int i, int right) {
     return values_[slab / 2][slab % 2 * (2 * kPairs) + 2 * i + right];
   }

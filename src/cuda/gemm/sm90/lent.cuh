@@ -63,7 +63,7 @@ class BorrowedStages {
     held_ = stage;
   }
 
-  // The same for a warpgroup that writes slabs together: its first warp stores them.
+  // Does so for a warpgroup that writes slabs together: its first warp stores them.
   template <class Store>
   __device__ __forceinline__ void publish_together(int stage, int barrier, Store store) {
     arch::fence_proxy_async_shared();

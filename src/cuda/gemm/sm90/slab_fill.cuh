@@ -26,7 +26,7 @@ class SlabRows {
     swizzle_ = row & 7;
   }
 
-  // Where this lane's row of the 16x16 values {pair(j, 0), pair(j, 1), pair(j+1, 0), pair(j+1, 1)} of its
+  // Finds where this lane's row of the 16x16 values {pair(j, 0), pair(j, 1), pair(j+1, 0), pair(j+1, 1)} of its
   // warp lies.
   __device__ __forceinline__ uint32_t matrix_row(bf16 const* slab, int j) const {
     return arch::shared_address(slab) + row_offset_ + (((j + chunk_) ^ swizzle_) << 4);
@@ -76,7 +76,7 @@ class SlabRows {
   int swizzle_;
 };
 
-// The same for slabs that hold the transpose: row i of the slab has the 64 rows' values of column i.
+// Does the same for slabs that hold the transpose: row i of the slab has the 64 rows' values of column i.
 class SlabColumns {
  public:
   template <typename Pair>

@@ -3,8 +3,8 @@
 // Compiled and emulated, never run on hardware; no call of the library selects it.
 // Shapes   a (R,n) bf16 in expert order, w_down (E,d,n) in any layout of WeightRows, y (R,d)
 // Work     2*R*n*d FLOP; bytes: a 2*R*n, w_down 2*E*n*d, y 2*R*d
-// Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile); two accumulators in tensor memory, so that a
-//          tile is stored under the next one's k loop
+// Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile), 128 rows by one CTA or 256 by a pair; two
+//          accumulators in tensor memory, so that a tile is stored under the next one's k loop
 //     warp 5     load     | fill s0 | fill s1 | ..              (wait empty, expect bytes at full)
 //     warp 4     multiply | tile 0 k loop | tile 1 k loop | ..  (wait full, acc_empty; commit to empty, acc_full)
 //     warps 0-3  epilogue |               | store tile 0  | ..  (wait acc_full; arrive acc_empty)
@@ -26,6 +26,15 @@ namespace tessera::cuda {
 template <gemm::Major kMajor>
 struct DownProjectionFwdSm100 {
   static constexpr gemm::GemmConfig gemm{.consumer_warpgroups = 1, .b = {.major = kMajor}};
+};
+
+// Pairs of CTAs have tiles of 256 rows, and each CTA loads half of the weights.
+template <gemm::Major kMajor>
+struct DownProjectionFwdSm100Pair {
+  static constexpr gemm::GemmConfig gemm{.stages = 6,
+                                         .consumer_warpgroups = 1,
+                                         .b = {.major = kMajor},
+                                         .cluster = {2, gemm::Sharing::kMulticast}};
 };
 
 struct DownProjectionFwdSm100Params {

@@ -11,4 +11,9 @@ template __global__ void down_projection_fwd_sm100<DownProjectionFwdSm100<Major:
 template __global__ void down_projection_fwd_sm100<DownProjectionFwdSm100<Major::kRows>>(
     __grid_constant__ DownProjectionFwdSm100Params const);
 
+template __global__ void down_projection_fwd_sm100<DownProjectionFwdSm100Pair<Major::kK>>(
+    __grid_constant__ DownProjectionFwdSm100Params const);
+template __global__ void down_projection_fwd_sm100<DownProjectionFwdSm100Pair<Major::kRows>>(
+    __grid_constant__ DownProjectionFwdSm100Params const);
+
 }  // namespace tessera::cuda

@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(64, 1)
     }
     __syncwarp();
   } else if (cluster_cta_rank() == 0) {
-    relay_wait(&smem.full, 0);
+    pair_wait(&smem.full, 0);
     out[threadIdx.x] = smem.a[threadIdx.x];
   }
   cluster_sync();

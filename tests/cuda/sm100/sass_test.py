@@ -17,7 +17,10 @@ import ptxas_report  # noqa: E402
 ALLOCATES = {"UTCATOMSWS.FIND_AND_SET": 2, "UTCATOMSWS.AND": 1, "UVIRTCOUNT.DEALLOC": 1}
 LOADS = {"STTM.x32": 1, "LDTM.x32": 1, "LDTM.16dp256bit.x8": 1}
 # Four steps of k, of the first k_tile and of others; two commits; 64 columns of a slab are two loads.
-KERNEL_OF_ONE = {"UTCHMMA": 4, "UTCBAR": 2, "LDTM.x32": 2, "UTMASTG": 1}
+KERNEL = {**ALLOCATES, "UTCHMMA": 4, "LDTM.x32": 2, "UTMASTG": 1}
+KERNEL_OF_ONE = {**KERNEL, "UTCBAR": 2, "UTCBAR.MULTICAST": 0}
+KERNEL_OF_PAIR = {**KERNEL, "UTCBAR.MULTICAST": 2}
+ACTIVATION = {"LDTM.x32": 6, "UTMASTG": 2}  # a half of h, then both for a
 # Kernel, a part of its mangled name -> instructions; .2CTA is left out of both, as `pair` says it.
 FORMS = {
     "multiply_bf16ILi1E": {**ALLOCATES, **LOADS, "UTCHMMA": 4, "UTCBAR": 1},
@@ -28,10 +31,16 @@ FORMS = {
     "take_launch": {"UGETNEXTWORKID.BROADCAST": 1},
 }
 KERNELS = {
-    "down_projection_fwd_sm100INS0_22DownProjectionFwdSm100ILNS0_4gemm5MajorE0": {**ALLOCATES, **KERNEL_OF_ONE},
-    "down_projection_fwd_sm100INS0_22DownProjectionFwdSm100ILNS0_4gemm5MajorE1": {**ALLOCATES, **KERNEL_OF_ONE},
+    "DownProjectionFwdSm100ILNS0_4gemm5MajorE0": KERNEL_OF_ONE,
+    "DownProjectionFwdSm100ILNS0_4gemm5MajorE1": KERNEL_OF_ONE,
+    "DownProjectionFwdSm100PairILNS0_4gemm5MajorE0": KERNEL_OF_PAIR,
+    "DownProjectionFwdSm100PairILNS0_4gemm5MajorE1": KERNEL_OF_PAIR,
+    "UpProjectionFwdSm100ILNS_14ActivationKindE0ELNS0_4gemm5MajorE0": {**KERNEL_OF_ONE, **ACTIVATION},
+    "UpProjectionFwdSm100ILNS_14ActivationKindE0ELNS0_4gemm5MajorE1": {**KERNEL_OF_ONE, **ACTIVATION},
+    "UpProjectionFwdSm100PairILNS_14ActivationKindE0ELNS0_4gemm5MajorE0": {**KERNEL_OF_PAIR, **ACTIVATION},
+    "UpProjectionFwdSm100PairILNS_14ActivationKindE0ELNS0_4gemm5MajorE1": {**KERNEL_OF_PAIR, **ACTIVATION},
 }
-PAIRS = ("ILi2E", "load_for_pair")
+PAIRS = ("ILi2E", "load_for_pair", "Sm100Pair")
 OF_PAIRS = ("UTCHMMA", "UTCQMMA", "UTCCP", "UTCBAR", "UTMALDG", "UTCATOMSWS.FIND_AND_SET")
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\S+\s+)?([A-Z][\w.]*)")
 
@@ -76,8 +85,8 @@ def check_itself(listing: dict[str, list[str]], expected: dict[str, dict[str, in
         name = next(name for name in listing if part in name)
         start = next(iter(counts))
         without = [w for w in listing[name] if not w.replace(".2CTA", "").startswith(start)]
-        other = [w.replace(".2CTA", "") if part.endswith("2E") else w + (".2CTA" if w == "UTCHMMA" else "")
-                 for w in listing[name]]
+        pair = any(mark in part for mark in PAIRS)
+        other = [w.replace(".2CTA", "") if pair else w + (".2CTA" if w == "UTCHMMA" else "") for w in listing[name]]
         wrong = {"lacks " + start: without, "local": [*listing[name], "LDL"], "loops": [*listing[name], "BRA.U.ANY"]}
         if other != listing[name]:
             wrong["pairs"] = other
@@ -89,13 +98,15 @@ def check_itself(listing: dict[str, list[str]], expected: dict[str, dict[str, in
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--forms", required=True, help="object file")
-    parser.add_argument("--kernels", required=True, help="object file")
+    parser.add_argument("--kernels", required=True, nargs="+", help="object files")
     args = parser.parse_args()
     all_said = []
-    for path, expected in ((args.forms, FORMS), (args.kernels, KERNELS)):
-        sass = subprocess.run([ptxas_report.disassembler(), "-sass", path], check=True, capture_output=True,
-                              text=True).stdout
-        listing = instructions(sass)
+    for paths, expected in (([args.forms], FORMS), (args.kernels, KERNELS)):
+        listing = {}
+        for path in paths:
+            sass = subprocess.run([ptxas_report.disassembler(), "-sass", path], check=True, capture_output=True,
+                                  text=True).stdout
+            listing.update(instructions(sass))
         said = faults(listing, expected)
         print("\n".join(said) or f"{len(expected)} of {len(listing)} kernels: ok")
         if not said:

@@ -59,11 +59,13 @@ inline void tcgen05_fence_before() { emulator::tensor_fence_before(); }
 inline void tcgen05_fence_after() { emulator::tensor_fence_after(); }
 
 inline void relay_arrive(Mbarrier* barrier, uint32_t rank) { emulator::arrive_in(rank, barrier); }
-inline void relay_wait(Mbarrier* barrier, uint32_t parity) { emulator::wait(barrier, parity); }
+inline void pair_wait(Mbarrier* barrier, uint32_t parity) { emulator::wait(barrier, parity); }
 
-inline void tma_load_for_pair(void* smem_dst, CUtensorMap const* map, Mbarrier* full, int c0,
-                              int c1) {
-  tma_load_box(emulator::cluster_rank(), 0, smem_dst, map, full, c0, c1, 0, 0, 0);
+template <class... Coordinates>
+void tma_load_for_pair(void* smem_dst, CUtensorMap const* map, Mbarrier* full, Coordinates... at) {
+  int const c[5] = {at...};
+  unsigned const own = emulator::cluster_rank();
+  tma_load_box(own, 0, smem_dst, map, full, c[0], c[1], c[2], c[3], c[4]);
 }
 inline void tma_load_to_pair(void* smem_dst, CUtensorMap const* map, Mbarrier* full, int c0,
                              int c1) {

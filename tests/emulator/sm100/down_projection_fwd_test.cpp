@@ -35,9 +35,9 @@ class Down {
     emulator::fill(bias_.get(), static_cast<std::int64_t>(bias_.size()), 3, 1.0f);
   }
 
-  template <Major kMajor>
+  template <class Config>
   void launch() {
-    bool const k_major = kMajor == Major::kK;
+    bool const k_major = Config::gemm.b.major == Major::kK;
     std::int64_t const d = s_.hidden, n = s_.intermediate;
     DownProjectionFwdArguments args = {};
     args.gmem_a = a_.get();
@@ -56,9 +56,8 @@ class Down {
     args.intermediate = n;
     args.experts = static_cast<std::int32_t>(s_.rows.size());
     args.gmem_tile_counter = counter_.get();
-    ASSERT_EQ(
-        launch_down_projection_fwd_sm100<DownProjectionFwdSm100<kMajor>>(args, s_.ctas, nullptr),
-        cudaSuccess);
+    int const ctas = s_.ctas * Config::gemm.cluster_m();
+    ASSERT_EQ(launch_down_projection_fwd_sm100<Config>(args, ctas, nullptr), cudaSuccess);
   }
 
   std::string compare(bool k_major) const {
@@ -121,46 +120,73 @@ constexpr emulator::Schedule kSchedules[] = {{.seed = 1},
                                              {.seed = 3, .copies = 256},
                                              {.seed = 4, .burst = 8, .copies = 2, .lazy = 0.5}};
 
-template <Major kMajor>
+template <class Config>
 void expect_right(Shape const& shape) {
   for (emulator::Schedule const& schedule : kSchedules) {
     Down down(shape);
-    down.launch<kMajor>();
+    down.launch<Config>();
     ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
-    ASSERT_EQ(down.compare(kMajor == Major::kK), "") << "seed " << schedule.seed;
+    ASSERT_EQ(down.compare(Config::gemm.b.major == Major::kK), "") << "seed " << schedule.seed;
   }
 }
 
-// Nine k_tiles, more than the ring has stages, and nine tiles for two CTAs, so that both accumulators are used twice.
+// By one CTA, and by pairs: tiles of 128 and of 256 rows.
+using One = DownProjectionFwdSm100<Major::kK>;
+using Pair = DownProjectionFwdSm100Pair<Major::kK>;
+using OneRowsMajor = DownProjectionFwdSm100<Major::kRows>;
+using PairRowsMajor = DownProjectionFwdSm100Pair<Major::kRows>;
+
+// Nine k_tiles, more than the ring has stages, and nine tiles for two CTAs, eight for two pairs, so that both
+// accumulators are used twice.
 TEST(DownProjectionFwdSm100, RingAndAccumulatorsTurn) {
-  expect_right<Major::kK>({.rows = {130, 1}, .hidden = 520, .intermediate = 520});
+  expect_right<One>({.rows = {130, 1}, .hidden = 520, .intermediate = 520});
+}
+TEST(DownProjectionFwdSm100, RingAndAccumulatorsTurnInPairs) {
+  expect_right<Pair>({.rows = {130, 1, 300}, .hidden = 264, .intermediate = 520});
 }
 
+// The last block of an expert is halved in units of 64 rows, so that CTA 1 of a pair may have none.
 TEST(DownProjectionFwdSm100, ExpertsOfAnyRows) {
-  expect_right<Major::kK>(
-      {.rows = {0, 1, 64, 0, 127, 129, 300, 0}, .hidden = 72, .intermediate = 64, .ctas = 3});
+  Shape const shape{
+      .rows = {0, 1, 64, 0, 127, 129, 300, 0}, .hidden = 72, .intermediate = 64, .ctas = 3};
+  expect_right<One>(shape);
+  expect_right<Pair>(shape);
 }
 
 TEST(DownProjectionFwdSm100, AllRowsToOneExpert) {
-  expect_right<Major::kK>({.rows = {0, 0, 256, 0}, .hidden = 136, .intermediate = 72, .ctas = 1});
+  Shape const shape{.rows = {0, 0, 257, 0}, .hidden = 136, .intermediate = 72, .ctas = 1};
+  expect_right<One>(shape);
+  expect_right<Pair>(shape);
 }
 
 TEST(DownProjectionFwdSm100, NoRows) {
-  expect_right<Major::kK>({.rows = {0, 0}, .hidden = 64, .intermediate = 64});
-  expect_right<Major::kK>({.rows = {0, 0}, .hidden = 64, .intermediate = 64, .other_rows = 5});
+  Shape shape{.rows = {0, 0}, .hidden = 64, .intermediate = 64};
+  expect_right<One>(shape);
+  expect_right<Pair>(shape);
+  shape.other_rows = 5;
+  expect_right<One>(shape);
+  expect_right<Pair>(shape);
 }
 
 TEST(DownProjectionFwdSm100, PairsWithoutAnExpert) {
-  expect_right<Major::kK>({.rows = {3, 130}, .hidden = 264, .intermediate = 136, .other_rows = 40});
+  Shape const shape{.rows = {3, 130}, .hidden = 264, .intermediate = 136, .other_rows = 40};
+  expect_right<One>(shape);
+  expect_right<Pair>(shape);
 }
 
 TEST(DownProjectionFwdSm100, WeightsInRowsMajorOrder) {
-  expect_right<Major::kRows>({.rows = {9, 150}, .hidden = 328, .intermediate = 136, .ctas = 3});
-  expect_right<Major::kRows>({.rows = {70}, .hidden = 256, .intermediate = 64, .ctas = 1});
+  Shape const ragged{.rows = {9, 150}, .hidden = 328, .intermediate = 136, .ctas = 3};
+  expect_right<OneRowsMajor>(ragged);
+  expect_right<PairRowsMajor>(ragged);
+  Shape const whole{.rows = {70}, .hidden = 256, .intermediate = 64, .ctas = 1};
+  expect_right<OneRowsMajor>(whole);
+  expect_right<PairRowsMajor>(whole);
 }
 
 TEST(DownProjectionFwdSm100, AddsTheBiasOfTheExpert) {
-  expect_right<Major::kK>({.rows = {40, 0, 129}, .hidden = 328, .intermediate = 72, .bias = true});
+  Shape const shape{.rows = {40, 0, 129}, .hidden = 328, .intermediate = 72, .bias = true};
+  expect_right<One>(shape);
+  expect_right<Pair>(shape);
 }
 
 }  // namespace

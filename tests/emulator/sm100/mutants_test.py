@@ -19,10 +19,12 @@ ROOT = HERE.parents[2]
 sys.path.insert(0, str(HERE.parent))
 import mutants_test as others  # noqa: E402
 
-SOURCE = "down_projection_fwd_test.cpp"
+# The source that is compiled again, by the words that its tests begin with.
+SOURCES = {"Down": "down_projection_fwd_test.cpp", "Up": "up_projection_fwd_test.cpp"}
 WORDS, STORE = "cuda/arch/sm100/tcgen05_descriptor.hpp", "cuda/epilogue/store_rows.cuh"
 LOOP, ROWS = "cuda/gemm/sm100/mainloop.cuh", "cuda/gemm/sm100/accumulators.cuh"
 SLABS, ROLES = "cuda/gemm/sm100/slabs.cuh", "cuda/gemm/sm100/roles.cuh"
+PAIR, ACT = "cuda/gemm/sm100/pair_loads.cuh", "cuda/epilogue/activation_rows.cuh"
 WRONG = ", not its bits"
 # (name, file, text that stands there once, what stands there instead, a part of what the test then says, tests)
 MUTANTS = [
@@ -35,64 +37,100 @@ MUTANTS = [
     ("a rows-major B has the k step of K-major", LOOP, "kRowsMajor ? arch::kRowsMajorStepBytes",
      "false ? arch::kRowsMajorStepBytes", WRONG, "*RowsMajor*"),
     ("half of the columns are multiplied", LOOP, ".n = kGemm.tile.n,", ".n = kGemm.tile.n / 2,",
-     "nothing was written there", "*Turn*"),
+     "nothing was written there", "*Turn"),
     # operands
     ("the last step of k is left out", LOOP, "step < kGemm.tile.k / kStepK", "step < kGemm.tile.k / kStepK - 1", WRONG,
      "*AllRows*"),
     ("A does not step along k", LOOP, "arch::plus(a, s * arch::kKMajorStepBytes)", "arch::plus(a, 0 * s)", WRONG,
      "*AllRows*"),
     # barriers
-    ("a stage is freed before it has been read", LOOP, "arch::tcgen05_commit<1>(&smem.empty[state.stage]);",
-     "arch::mbarrier_arrive(&smem.empty[state.stage]);", WRONG, "*Turn*"),
+    ("a stage is freed before it has been read", LOOP,
+     "arch::tcgen05_commit<kGemm.cluster_m()>(&smem.empty[state.stage]);",
+     "arch::mbarrier_arrive(&smem.empty[state.stage]);", WRONG, "*Turn"),
     ("a tile is announced a k_tile early", LOOP, "if (k_tile == p.k_tiles - 1)", "if (k_tile == max(p.k_tiles - 2, 0))",
-     "is not known to be complete", "*Turn*"),
+     "is not known to be complete", "*Turn"),
     ("the accumulator's parity is that of its end", LOOP, "turn.phase ^ 1", "turn.phase", "waits for an mbarrier",
      "*AllRows*"),
     ("an accumulator is free when three warps have loaded it", ROLES, "&smem.acc_empty[i], kEpilogueWarps",
-     "&smem.acc_empty[i], kEpilogueWarps - 1", "is not known to be", "*Turn*"),
+     "&smem.acc_empty[i], (kEpilogueWarps - 1)", "is not known to be", "*Turn"),
     ("an accumulator is freed before its last load", STORE, "half == 1 && slab == slabs - 1",
-     "half == 0 && slab == slabs - 1", "is not known to be", "*Turn*"),
+     "half == 0 && slab == slabs - 1", "is not known to be", "*Turn"),
     ("a warp without rows frees no accumulator", ROLES, "    } else {\n      rows.release();\n    }", "    }",
-     "waits for an mbarrier", "*Turn*"),
+     "waits for an mbarrier", "*Turn"),
     ("the accumulators' phase turns with every tile", ROWS, "phase ^= index == 0 ? 1 : 0;", "phase ^= 1;",
-     "nothing was written there", "*Turn*"),
-    ("a tile is read by one warp more than there are", ROLES, "&smem.work_empty[w], kTileReaders",
-     "&smem.work_empty[w], kTileReaders + 1", "waits for an mbarrier", "*Turn*"),
+     "nothing was written there", "*Turn"),
+    ("a tile is read by one warp more than there are", ROLES, "tile_readers(kGemm)",
+     "tile_readers(kGemm) + 1", "waits for an mbarrier", "*Turn"),
     # order
     ("registers are read before they are loaded", STORE, "rows.loaded();", "", "loads without a wait::ld", "*AllRows*"),
     ("no fence behind the wait for a tile", ROWS, "arch::tcgen05_fence_after();", "", "is not known to be complete",
      "*AllRows*"),
     ("no fence ahead of the arrival for an accumulator", ROWS, "arch::tcgen05_fence_before();", "",
-     "is not known to be done", "*Turn*"),
+     "is not known to be done", "*Turn"),
     ("no fence behind the wait for an accumulator", LOOP, "arch::tcgen05_fence_after();  //", "//",
-     "is not known to be done", "*Turn*"),
+     "is not known to be done", "*Turn"),
     ("a slab is stored without a proxy fence", SLABS, "arch::fence_proxy_async_shared();", "", "has not fenced",
      "*AllRows*"),
     ("a slab is filled before it has been read", SLABS, "arch::tma_store_wait_read<kWarpSlabs - 1>();", ";", WRONG,
-     "*Turn*"),
+     "*Turn"),
     # tensor memory
     ("the first step of a tile adds", LOOP, "is_first && step == 0 ? 0 : 1", "1", "adds to what nobody has written",
      "*AllRows*"),
-    ("accumulators overlap", LOOP, "turn.index * kGemm.tile.n", "turn.index * 128", "is not known to be", "*Turn*"),
+    ("accumulators overlap", LOOP, "turn.index * kGemm.tile.n", "turn.index * 128", "is not known to be", "*Turn"),
     ("a warp loads the lanes of another one", ROWS, "arch::warp_in_warpgroup() * kWarpSlabRows",
      "(arch::warp_in_warpgroup() ^ 1) * kWarpSlabRows", "by a warp that reaches lanes", "*AllRows*"),
     ("all lanes issue", LOOP, "if (arch::elect_one()) {", "if (true) {", "several lanes of a warp issue", "*AllRows*"),
-    ("tensor memory is never freed", ROLES, "if (warp == kMultiplyWarp) arch::tcgen05_free<1>",
-     "if (false) arch::tcgen05_free<1>", "the CTA ends with 512 columns", "*AllRows*"),
+    ("tensor memory is never freed", ROLES,
+     "if (warp == kMultiplyWarp) {\n    arch::tcgen05_free", "if (false) {\n    arch::tcgen05_free",
+     "the CTA ends with 512 columns", "*AllRows*"),
     ("tensor memory is freed before the last loads", ROLES,
-     "  arch::tcgen05_fence_before();\n  __syncthreads();\n  arch::tcgen05_fence_after();\n  if (warp",
-     "  arch::tcgen05_fence_before();\n  arch::tcgen05_fence_after();\n  if (warp", "tcgen05.dealloc", "*AllRows*"),
+     "  sync_ctas<kGemm>();\n  arch::tcgen05_fence_after();\n  if (warp",
+     "  arch::tcgen05_fence_after();\n  if (warp", "tcgen05.dealloc", "*AllRows*"),
     ("columns are asked for that are no power of two", ROWS, "return columns;", "return columns - 32;",
      "no power of two", "*AllRows*"),
     ("the right to allocate is given up first", ROLES,
-     "arch::tcgen05_alloc<1>(&smem.tensor, tensor_columns<kGemm>());\n    arch::tcgen05_relinquish<1>();",
-     "arch::tcgen05_relinquish<1>();\n    arch::tcgen05_alloc<1>(&smem.tensor, tensor_columns<kGemm>());",
+     "arch::tcgen05_alloc<kGemm.cluster_m()>(&smem.tensor,",
+     "arch::tcgen05_relinquish<kGemm.cluster_m()>();\n    arch::tcgen05_alloc<kGemm.cluster_m()>(&smem.tensor,",
      "behind relinquish", "*AllRows*"),
+    # pairs of CTAs
+    ("both CTAs load each other's half of B", PAIR, "rank * kGemm.b_groups_per_cta()",
+     "(1 - rank) * kGemm.b_groups_per_cta()", WRONG, "*AllRows*"),
+    ("both CTAs load the rows of the first", PAIR, "full, k, tile.row);",
+     "full, k, tile.row - rank * (tile.end - tile.row > 0 ? 128 : 0));", WRONG, "*AllRows*"),
+    ("the bytes of one CTA are expected", PAIR, "2 * kGemm.a_tile_bytes() + kGemm.b_tile_bytes()",
+     "kGemm.a_tile_bytes() + kGemm.b_tile_bytes() / 2", "nobody can go on", "*InPairs*"),
+    ("both CTAs expect the bytes of both", PAIR, "if (rank == 0) {", "if (true) {",
+     "more arrivals than a barrier awaits", "*InPairs*"),
+    ("CTA 1 reports its rows to its own barrier", PAIR, "arch::tma_load_for_pair(smem.a[stage]",
+     "arch::tma_load(smem.a[stage]", "waits for an mbarrier", "*AllRows*"),
+    ("a pair multiplies half of its rows", LOOP, ".m = kGemm.tile.m * kGemm.cluster_m()", ".m = kGemm.tile.m",
+     "nothing was written there", "*InPairs*"),
+    ("stages are given back to CTA 0 alone", LOOP,
+     "arch::tcgen05_commit<kGemm.cluster_m()>(&smem.empty[state.stage]);",
+     "arch::tcgen05_commit<1>(&smem.empty[state.stage]);", "cta_group 1 and 2", "*InPairs*"),
+    ("accumulators are free when CTA 0 has loaded them", ROLES, "kEpilogueWarps * kGemm.cluster_m()", "kEpilogueWarps",
+     "is not known to be", "*InPairs*"),
+    ("CTA 1 frees its own accumulators", ROWS, "arch::mbarrier_arrive_cluster(empty, 0);",
+     "arch::mbarrier_arrive(empty);", "waits for an mbarrier", "*InPairs*"),
+    ("a CTA of a pair ends before the other", ROLES,
+     "  sync_ctas<kGemm>();\n  arch::tcgen05_fence_after();\n  if (warp",
+     "  __syncthreads();\n  arch::tcgen05_fence_after();\n  if (warp", "tcgen05.dealloc", "*InPairs*"),
+    ("both CTAs multiply", ROLES, "arch::cluster_cta_rank() == 0) multiply_tiles", "true) multiply_tiles",
+     "nobody can go on", "*InPairs*"),
     # epilogue
     ("all experts have the bias of the first", STORE, "segment * p_.bias.segment_stride",
      "0 * segment * p_.bias.segment_stride", WRONG, "*Bias*"),
     ("rows are stored one further on", STORE, "p_.ragged_extent + row - tile.end",
      "p_.ragged_extent + row + 1 - tile.end", WRONG, "*Pairs*"),
+    ("a is of the up columns alone", ACT, "place(group, 0, part)", "place(group, 1, part)", "a has other bits",
+     "Up*WithoutH"),
+    ("a comes of h before it is rounded", ACT, "arch::unpack_bf16(pair(gate, c))",
+     "float2{__uint_as_float(gate[c]), __uint_as_float(gate[c + 1])}", "a has other bits", "Up*WithoutH"),
+    ("both halves of h are its first", ACT, "slabs_.store(&p_.h, column, half,", "slabs_.store(&p_.h, column, 0,",
+     "h has other bits", "Up*PairsWithoutAnExpert"),
+    ("up has the bias of gate", ACT, "add_bias(up, 1,", "add_bias(up, 0,", "a has other bits", "Up*Biases*"),
+    ("accumulators are freed before a is loaded", ACT, "part == 1 && group == groups - 1",
+     "part == 0 && group == groups - 1", "is not known to be", "Up*ExpertsOfAnyRows"),
     ("chunks of a row are not swizzled", SLABS, "(chunk ^ (row & 7)) << 4", "chunk << 4", WRONG, "*AllRows*"),
 ]
 QUICK = ("the last step of k is left out", "no fence behind the wait for a tile")
@@ -102,15 +140,17 @@ def outcome(args, mutant):
     """The name, whether the test said what it should, what it said, seconds."""
     start = time.monotonic()
     name, file, old, new, notice, tests = mutant
+    source = SOURCES["Up" if tests.startswith("Up") else "Down"]
+    tests = tests if tests.startswith("Up") else f"Down{tests}"
     with tempfile.TemporaryDirectory() as folder:
         scratch = pathlib.Path(folder)
         tree = others.mutate(pathlib.Path(args.tree), scratch, file, old, new)
         program = scratch / "test"
-        objects = [o for o in args.objects.split(",") if SOURCE not in o]
+        objects = [o for o in args.objects.split(",") if source not in o]
         folders = (tree, HERE.parent / "include", ROOT, ROOT / "src", ROOT / "include")
-        subprocess.run([args.compiler, "-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off",
-                        *(f"-I{path}" for path in folders), str(HERE / SOURCE), *objects, *args.libraries.split(","),
-                        "-lpthread", "-o", str(program)], check=True)
+        options = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-ffp-contract=off"]
+        subprocess.run([args.compiler, *options, *(f"-I{path}" for path in folders), str(HERE / source), *objects,
+                        *args.libraries.split(","), "-lpthread", "-o", str(program)], check=True)
         try:
             run = subprocess.run([str(program), f"--gtest_filter={tests}"], capture_output=True, text=True,
                                  timeout=others.LIMIT_S, check=False, env={**os.environ, "GTEST_FAIL_FAST": "1"})

@@ -179,12 +179,18 @@ void tensor_free(int ctas, std::uint32_t address, std::uint32_t columns) {
            std::to_string(address) + " on, which no alloc gave");
     }
     Clock const& known = tensor.own_warp().known;
-    visit_units(own, "tcgen05.dealloc", 0, kLanes, base, static_cast<int>(columns),
-                [&](Unit& unit, int, int) {
-                  if (unit.writer >= 0) require_written(unit, known, "tcgen05.dealloc");
-                  require_loaded(unit, *t.cta, known, "tcgen05.dealloc");
-                  unit = {};
-                });
+    // In a pair the peer's accesses have to be over as well.
+    for (int rank = 0; rank < ctas; ++rank) {
+      Cta const& cta =
+          ctas == 1 ? *t.cta : *world.ctas[t.cta->cluster_begin + static_cast<std::size_t>(rank)];
+      for (auto& row : tensor.of(cta).units) {
+        for (int c = base / kUnit; c < (base + found->second) / kUnit; ++c) {
+          if (row[c].writer >= 0) require_written(row[c], known, "tcgen05.dealloc");
+          require_loaded(row[c], cta, known, "tcgen05.dealloc");
+          if (&cta == t.cta) row[c] = {};
+        }
+      }
+    }
     own.allocations.erase(found);
   }
   exchange(0, {"tcgen05.dealloc", __LINE__});

@@ -51,6 +51,7 @@ enum class Mistake {
   scale_byte,
   scales_reused,
   peer_ends,
+  peer_not_awaited,
 };
 
 struct Case {
@@ -282,7 +283,11 @@ void kernel(Case const& c, Tile const& t, std::vector<float>* out) {
   if (mistake == Mistake::freed_early && warp == 4) tcgen05_free<kCtas>(tensor, 512);
   if (mistake == Mistake::peer_ends && rank == 1) return;
   tcgen05_fence_before();
-  sync<kCtas>();
+  if (mistake == Mistake::peer_not_awaited) {
+    __syncthreads();
+  } else {
+    sync<kCtas>();
+  }
   tcgen05_fence_after();
   if (warp == 4 && mistake != Mistake::never_freed) {
     tcgen05_free<kCtas>(tensor, mistake == Mistake::not_allocated ? 256 : 512);
@@ -362,6 +367,7 @@ TEST(TensorMemory, ReportsMissingOrder) {
 TEST(TensorMemory, ReportsWrongAllocations) {
   expect_said(Mistake::never_freed, "the CTA ends with 512 columns");
   expect_said(Mistake::freed_early, "tcgen05.dealloc: ");
+  expect_said(Mistake::peer_not_awaited, "tcgen05.dealloc: ", {.ctas = 2, .m = 256});
   expect_said(Mistake::freed_twice, "which no alloc gave");
   expect_said(Mistake::odd_columns, "no power of two");
   expect_said(Mistake::too_many_columns, "no power of two");

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Hand-over inside a pair of CTAs of what cp.async or st wrote to shared memory, for the mma that CTA 0 issues:
 //   writers arrive at a barrier of their own CTA | its relay waits there, relay_arrive() at a barrier of CTA 0 | the
-//   issuing thread: relay_wait(), mma
+//   issuing thread: pair_wait(), mma
 // The pair of proxy fences costs nothing in the issuing warp, where an acquire at cluster scope would invalidate L1.
 #pragma once
 
@@ -19,8 +19,8 @@ __device__ __forceinline__ void relay_arrive(Mbarrier* smem_barrier, uint32_t ra
   mbarrier_arrive_cluster(smem_barrier, rank);
 }
 
-// Waits for a phase of relayed arrivals, and makes what they published readable by tcgen05 behind it.
-__device__ __forceinline__ void relay_wait(Mbarrier* smem_barrier, uint32_t parity) {
+// Waits for a phase to which either CTA arrives, and makes what relays published readable by tcgen05 behind it.
+__device__ __forceinline__ void pair_wait(Mbarrier* smem_barrier, uint32_t parity) {
   uint32_t done = 0;
   while (done == 0) {
     asm volatile(

@@ -18,16 +18,25 @@ __device__ __forceinline__ uint32_t b_bytes_of(GemmParams const& p, WorkTile con
   return kGemm.b_tile_bytes();
 }
 
-// One box of B, sent to every CTA of the cluster.
+// load() sends a box of B to every CTA of the cluster. Pairs of sm_100a have a load() of their own
+// (sm100/pair_loads.cuh).
+template <GemmConfig kGemm>
+struct BoxLoad {
+  template <class... Coordinates>
+  __device__ __forceinline__ static void load(bf16* smem_b, CUtensorMap const* map,
+                                              arch::Mbarrier* full, Coordinates... coordinates) {
+    if constexpr (kGemm.cluster_m() == 1) {
+      arch::tma_load(smem_b, map, full, coordinates...);
+    } else {
+      constexpr uint16_t kEveryCta = (1u << kGemm.cluster_m()) - 1;
+      arch::tma_load_multicast(smem_b, map, full, kEveryCta, coordinates...);
+    }
+  }
+};
 template <GemmConfig kGemm, class... Coordinates>
 __device__ __forceinline__ void load_b_box(bf16* smem_b, CUtensorMap const* map,
                                            arch::Mbarrier* full, Coordinates... coordinates) {
-  if constexpr (kGemm.cluster_m() == 1) {
-    arch::tma_load(smem_b, map, full, coordinates...);
-  } else {
-    constexpr uint16_t kEveryCta = (1u << kGemm.cluster_m()) - 1;
-    arch::tma_load_multicast(smem_b, map, full, kEveryCta, coordinates...);
-  }
+  BoxLoad<kGemm>::load(smem_b, map, full, coordinates...);
 }
 
 // The same share by a box for every half and row group: any layout that make_weight_map() takes.

@@ -2,6 +2,7 @@
 // A tile's accumulators in tensor memory: whose turn it is, and what an epilogue warp sees of them.
 #pragma once
 
+#include "../../arch/sm100/relay.cuh"
 #include "../../arch/sm100/tcgen05_descriptor.hpp"
 #include "../../arch/sm100/tcgen05_fence.cuh"
 #include "../../arch/sm100/tcgen05_ld.cuh"
@@ -9,6 +10,16 @@
 #include "storage.cuh"
 
 namespace tessera::cuda::gemm {
+
+// Waits for what either CTA of a pair arrives at, or the one CTA.
+template <GemmConfig kGemm>
+__device__ __forceinline__ void wait_in_pair(arch::Mbarrier* smem_barrier, uint32_t parity) {
+  if constexpr (kGemm.cluster_m() == 2) {
+    arch::pair_wait(smem_barrier, parity);
+  } else {
+    arch::mbarrier_wait(smem_barrier, parity);
+  }
+}
 
 // Which accumulator the next tile has. `phase`: the parity that its acc_full completes with.
 class AccumulatorTurn {
@@ -41,7 +52,7 @@ class AccumulatorRows {
 
   // The tile is multiplied.
   __device__ __forceinline__ void wait() {
-    arch::mbarrier_wait(&smem_.acc_full[turn_.index], turn_.phase);
+    wait_in_pair<kGemm>(&smem_.acc_full[turn_.index], turn_.phase);
     arch::tcgen05_fence_after();
   }
 
@@ -55,7 +66,14 @@ class AccumulatorRows {
   __device__ __forceinline__ void release() {
     arch::tcgen05_fence_before();
     __syncwarp();
-    if (arch::lane_idx() == 0) arch::mbarrier_arrive(&smem_.acc_empty[turn_.index]);
+    if (arch::lane_idx() == 0) {
+      arch::Mbarrier* const empty = &smem_.acc_empty[turn_.index];
+      if constexpr (kGemm.cluster_m() == 2) {
+        arch::mbarrier_arrive_cluster(empty, 0);
+      } else {
+        arch::mbarrier_arrive(empty);
+      }
+    }
     __syncwarp();
   }
 

@@ -10,6 +10,7 @@ namespace tessera::cuda::gemm {
 template <GemmConfig kGemm>
 struct TensorMemoryCore {
   static constexpr int kTileN = kGemm.tile.n;
+  static constexpr int kHalves = kGemm.b_halves();
   using Storage = SharedStorage<kGemm>;
   using Rows = AccumulatorRows<kGemm>;
   using Slabs = WarpSlabs<kGemm>;

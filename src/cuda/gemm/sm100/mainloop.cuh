@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warp that multiplies. One of its lanes issues everything; commits, not the warp, free stages and announce tiles.
+// The warp that multiplies, in a pair of CTAs that of CTA 0. One of its lanes issues everything; commits, not the warp,
+// free stages and announce tiles.
 //   tile: wait acc_empty | k_tile: wait full, 4 multiplications, commit to empty | .. | commit to acc_full
 #pragma once
 
@@ -18,7 +19,7 @@ constexpr int kStepK = 16;  // k of a multiplication
 template <GemmConfig kGemm>
 consteval uint32_t mma_instruction() {
   return arch::Bf16Mma{
-      .m = kGemm.tile.m,
+      .m = kGemm.tile.m * kGemm.cluster_m(),
       .n = kGemm.tile.n,
       .a_major = arch::MmaMajor::kK,
       .b_major = kGemm.b.major == Major::kK ? arch::MmaMajor::kK : arch::MmaMajor::kRows}
@@ -38,9 +39,9 @@ __device__ __forceinline__ void multiply_k_tile(SharedStorage<kGemm>& smem, int 
   TESSERA_UNROLL
   for (int step = 0; step < kGemm.tile.k / kStepK; ++step) {
     auto const s = static_cast<uint32_t>(step);
-    arch::tcgen05_mma_bf16<1>(tensor, arch::plus(a, s * arch::kKMajorStepBytes),
-                              arch::plus(b, s * kBStep), mma_instruction<kGemm>(),
-                              is_first && step == 0 ? 0 : 1);
+    arch::tcgen05_mma_bf16<kGemm.cluster_m()>(tensor, arch::plus(a, s * arch::kKMajorStepBytes),
+                                              arch::plus(b, s * kBStep), mma_instruction<kGemm>(),
+                                              is_first && step == 0 ? 0 : 1);
   }
 }
 
@@ -51,15 +52,17 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage<kGemm>& smem, GemmP
   AccumulatorTurn turn;
   WorkTile tile;
   while (queue.read(tile)) {
-    arch::mbarrier_wait(&smem.acc_empty[turn.index], turn.phase ^ 1);
+    wait_in_pair<kGemm>(&smem.acc_empty[turn.index], turn.phase ^ 1);
     uint32_t const tensor = smem.tensor + static_cast<uint32_t>(turn.index * kGemm.tile.n);
     for (int k_tile = 0; k_tile < p.k_tiles; ++k_tile) {
-      arch::mbarrier_wait(&smem.full[state.stage], state.phase);
+      wait_in_pair<kGemm>(&smem.full[state.stage], state.phase);
       arch::tcgen05_fence_after();  // behind both waits: the loads of the accumulator are over
       if (arch::elect_one()) {
         multiply_k_tile<kGemm>(smem, state.stage, tensor, k_tile == 0);
-        arch::tcgen05_commit<1>(&smem.empty[state.stage]);
-        if (k_tile == p.k_tiles - 1) arch::tcgen05_commit<1>(&smem.acc_full[turn.index]);
+        arch::tcgen05_commit<kGemm.cluster_m()>(&smem.empty[state.stage]);
+        if (k_tile == p.k_tiles - 1) {
+          arch::tcgen05_commit<kGemm.cluster_m()>(&smem.acc_full[turn.index]);
+        }
       }
       __syncwarp();
       state.advance();

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// A GEMM on sm_100a by one CTA: D[row, :] = A[row, :] * B[segment(row)]^T, tile by tile, as the programs of its warps
-// (storage.cuh). Compiled and emulated, never run on hardware.
+// A GEMM on sm_100a: D[row, :] = A[row, :] * B[segment(row)]^T, tile by tile, by one CTA or a pair, as the programs of
+// its warps (storage.cuh). Compiled and emulated, never run on hardware.
 #pragma once
 
 #include "../../arch/sm100/tcgen05_alloc.cuh"
 #include "../produce/tma.cuh"
 #include "mainloop.cuh"
+#include "pair_loads.cuh"
 
 namespace tessera::cuda::gemm {
 
@@ -17,13 +18,26 @@ __device__ __forceinline__ void init_barriers(SharedStorage<kGemm>& smem) {
   }
   for (int i = 0; i < kAccumulators; ++i) {
     arch::mbarrier_init(&smem.acc_full[i], 1);
-    arch::mbarrier_init(&smem.acc_empty[i], kEpilogueWarps);
+    arch::mbarrier_init(&smem.acc_empty[i], kEpilogueWarps * kGemm.cluster_m());
   }
   for (int w = 0; w < kWorkSlots; ++w) {
     arch::mbarrier_init(&smem.work_full[w], 1);
-    arch::mbarrier_init(&smem.work_empty[w], kTileReaders);
+    arch::mbarrier_init(&smem.work_empty[w], tile_readers(kGemm));
+    if constexpr (kGemm.cluster_m() == 2) {
+      arch::mbarrier_arrive_expect_tx(&smem.work_full[w], sizeof(int4));
+    }
   }
   arch::mbarrier_fence_init();
+}
+
+// All threads of the CTA or the pair.
+template <GemmConfig kGemm>
+__device__ __forceinline__ void sync_ctas() {
+  if constexpr (kGemm.cluster_m() == 2) {
+    arch::cluster_sync();
+  } else {
+    __syncthreads();
+  }
 }
 
 // Barriers, the segment table and tensor memory.
@@ -36,15 +50,15 @@ __device__ __forceinline__ void set_up_in_tensor_memory(SharedStorage<kGemm>& sm
     init_barriers<kGemm>(smem);
   }
   if (warp == kMultiplyWarp) {
-    arch::tcgen05_alloc<1>(&smem.tensor, tensor_columns<kGemm>());
-    arch::tcgen05_relinquish<1>();
+    arch::tcgen05_alloc<kGemm.cluster_m()>(&smem.tensor, tensor_columns<kGemm>());
+    arch::tcgen05_relinquish<kGemm.cluster_m()>();
   }
   for (int s = static_cast<int>(threadIdx.x); s <= p.segments; s += kGemm.threads()) {
     smem.segment_offsets[s] =
         p.gmem_offsets != nullptr ? p.gmem_offsets[s] : min(s * p.segment_rows, p.total_rows);
   }
   arch::tcgen05_fence_before();
-  __syncthreads();
+  sync_ctas<kGemm>();
   arch::tcgen05_fence_after();
 }
 
@@ -82,15 +96,22 @@ __device__ __forceinline__ void run_gemm_in_tensor_memory(
   if (warp < kEpilogueWarps) {
     store_tiles<kGemm, Epilogue>(smem, epilogue_params);
   } else if (warp == kMultiplyWarp) {
-    multiply_tiles<kGemm>(smem, p);
+    if (kGemm.cluster_m() == 1 || arch::cluster_cta_rank() == 0) multiply_tiles<kGemm>(smem, p);
   } else if (warp == kLoadWarp) {
-    produce_by_tma<kGemm, Epilogue>(smem, p, epilogue_params);
+    if constexpr (kGemm.cluster_m() == 2) {
+      load_for_pair<kGemm>(smem, p);
+    } else {
+      produce_by_tma<kGemm, Epilogue>(smem, p, epilogue_params);
+    }
   }
-  // The last loads of accumulators are over, and so are the multiplications that they waited for.
+  // The last loads of accumulators are over, and so are the multiplications that they waited for; the peer arrives at
+  // barriers here, and reads this shared memory, until it comes here as well.
   arch::tcgen05_fence_before();
-  __syncthreads();
+  sync_ctas<kGemm>();
   arch::tcgen05_fence_after();
-  if (warp == kMultiplyWarp) arch::tcgen05_free<1>(smem.tensor, tensor_columns<kGemm>());
+  if (warp == kMultiplyWarp) {
+    arch::tcgen05_free<kGemm.cluster_m()>(smem.tensor, tensor_columns<kGemm>());
+  }
 }
 
 }  // namespace tessera::cuda::gemm

@@ -4,14 +4,16 @@
 //   4       multiply  allocates tensor memory, multiplies, frees it
 //   5       load      both operands by TMA; draws and announces the tiles
 //   6, 7    idle
+// By a pair of CTAs a tile has twice the rows: each CTA holds the rows of A and D that it stores, and half of B; warp 4
+// of CTA 0 multiplies for both, and barriers marked * are those of CTA 0.
 // Two accumulators of tile_n columns are filled in turn, so that a tile is stored while the next one is multiplied.
-// Barrier       arrivals that end a phase                              awaited by
-//   full[s]       1, load, with the bytes of the stage                   multiply
-//   empty[s]      1, commit of the multiplications that read the stage   load
-//   acc_full[i]   1, commit behind the tile's last multiplication        epilogue
-//   acc_empty[i]  4, each epilogue warp when it has loaded its rows      multiply
-//   work_full     1, load                                                multiply, epilogue, load
-//   work_empty    6, each warp that reads tiles                          load
+// Barrier        arrivals that end a phase                                            awaited by
+//   full[s]*       1, load, with the bytes of the stage, of both CTAs                    multiply
+//   empty[s]       1, commit, to both CTAs, of the multiplications that read the stage   load
+//   acc_full[i]    1, commit, to both CTAs, behind the tile's last multiplication        epilogue
+//   acc_empty[i]*  4 or 8, each epilogue warp when it has loaded its rows                multiply
+//   work_full      1, load; in a pair with the bytes of the tile                         multiply, epilogue, load
+//   work_empty*    6 or 11, each warp that reads tiles                                   load
 #pragma once
 
 #include "../storage.cuh"
@@ -20,8 +22,7 @@ namespace tessera::cuda::gemm {
 
 constexpr int kAccumulators = 2;
 constexpr int kEpilogueWarps = 4, kMultiplyWarp = 4, kLoadWarp = 5;
-constexpr int kTileReaders = kEpilogueWarps + 2;  // warps
-constexpr int kTensorRows = 128;                  // of a tile: one for each lane
+constexpr int kTensorRows = 128;  // of a CTA's tile: one for each lane
 constexpr int kWarpSlabs = 2;
 constexpr int kWarpSlabRows = 32;
 
@@ -35,8 +36,9 @@ consteval bool valid_in_tensor_memory(GemmConfig c) {
   if (c.a.bytes(1, c.tile.k) != kStageRowBytes) throw "tile.k: 128 bytes of a row of A";
   if (c.b.bytes(1, c.tile.k) != kStageRowBytes) throw "tile.k: 128 bytes of a row of B";
   if (c.stages < 2) throw "stages: at least 2";
-  if (c.gathers() || c.varlen_k() || c.cluster.ctas != 1)
-    throw "a, ragged, cluster: TMA, varlen-M and one CTA so far";
+  if (c.gathers() || c.varlen_k()) throw "a, ragged: TMA and varlen-M so far";
+  if (c.cluster_m() > 2 || c.paired()) throw "cluster: one CTA, or two along gemm_m";
+  if (c.b_groups() % c.cluster_m()) throw "tile.n: a pair halves its row groups";
   if (c.b_stages != BStages{} || c.k_halves() != 1) throw "b: in the ring, in one half of k";
   if (c.tail != Tail::kWhole || c.epilogue.mode != EpilogueMode::kInline)
     throw "tail, epilogue: whole tiles, inline";
@@ -45,14 +47,19 @@ consteval bool valid_in_tensor_memory(GemmConfig c) {
   return true;
 }
 
+// Warps that read tiles; in CTA 1 of a pair nobody multiplies.
+consteval int tile_readers(GemmConfig c) { return (kEpilogueWarps + 1) * c.cluster_m() + 1; }
+// Rows of B in a CTA.
+consteval int b_share(GemmConfig c) { return c.tile.n / c.cluster_m(); }
+
 // The same members as on sm_90, for the scheduler and the loads (scheduler.cuh, produce/).
 template <GemmConfig kGemm>
   requires(in_tensor_memory(kGemm))
 struct SharedStorage<kGemm> {
   using A = typename ElementType<kGemm.a.element>::Type;
   using B = typename ElementType<kGemm.b.element>::Type;
-  alignas(1024) A a[kGemm.stages][kGemm.tile.m * kGemm.tile.k];  // (PIPE,TILE_M,TILE_K)
-  alignas(1024) B b[kGemm.stages][kGemm.tile.n * kGemm.tile.k];  // (PIPE,TILE_N,TILE_K)
+  alignas(1024) A a[kGemm.stages][kGemm.tile.m * kGemm.tile.k];    // (PIPE,TILE_M,TILE_K)
+  alignas(1024) B b[kGemm.stages][b_share(kGemm) * kGemm.tile.k];  // (PIPE,TILE_N/CTAS,TILE_K)
   alignas(1024) bf16 slabs[kEpilogueWarps][kWarpSlabs][kWarpSlabRows * kSlabColumns];
   arch::Mbarrier full[kGemm.stages];
   arch::Mbarrier empty[kGemm.stages];

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// The warp that loads, in a pair of CTAs: each loads its rows of A and its half of B, and reports both to CTA 0, which
+// alone expects their bytes. What CTA 1 loads may land before CTA 0 expects it: that belongs to the same phase.
+#pragma once
+
+#include "../../arch/cluster.cuh"
+#include "../../arch/sm100/pair_tma.cuh"
+#include "../produce/b_boxes.cuh"
+#include "../ring.cuh"
+#include "storage.cuh"
+
+namespace tessera::cuda::gemm {
+
+// A box of B is this CTA's alone.
+template <GemmConfig kGemm>
+  requires(in_tensor_memory(kGemm) && kGemm.cluster_m() == 2)
+struct BoxLoad<kGemm> {
+  template <class... Coordinates>
+  __device__ __forceinline__ static void load(bf16* smem_b, CUtensorMap const* map,
+                                              arch::Mbarrier* full, Coordinates... coordinates) {
+    arch::tma_load_for_pair(smem_b, map, full, coordinates...);
+  }
+};
+
+// By one thread.
+template <GemmConfig kGemm>
+__device__ __forceinline__ void load_pair_stage(SharedStorage<kGemm>& smem, GemmParams const& p,
+                                                int stage, int k_tile, WorkTile const& tile) {
+  arch::Mbarrier* const full = &smem.full[stage];
+  auto const rank = static_cast<int>(arch::cluster_cta_rank());
+  if (rank == 0) {
+    arch::mbarrier_arrive_expect_tx(full, 2 * kGemm.a_tile_bytes() + kGemm.b_tile_bytes());
+  }
+  int const k = k_tile * kGemm.tile.k;
+  arch::tma_load_for_pair(smem.a[stage], &p.a, full, k, tile.row);
+  int const group = tile.n_tile * kGemm.b_groups() + rank * kGemm.b_groups_per_cta();
+  if (p.b_in_boxes) {
+    load_b_in_boxes<kGemm>(smem.b[stage], p, full, k, 0, group, tile);
+  } else if constexpr (kGemm.b.major == Major::kK) {
+    load_b_box<kGemm>(smem.b[stage], &p.b[0], full, k, 0, 0, group, tile.segment);
+  } else {
+    load_b_box<kGemm>(smem.b[stage], &p.b[0], full, 0, k, 0, group, tile.segment);
+  }
+}
+
+template <GemmConfig kGemm>
+__device__ __forceinline__ void load_for_pair(SharedStorage<kGemm>& smem, GemmParams const& p) {
+  bool const schedules = arch::cluster_cta_rank() == 0;
+  TileScheduler<kGemm> scheduler(smem, p);
+  WorkQueue<kGemm, true> queue(smem);
+  PipelineState<kGemm> state;
+  WorkTile tile;
+  if (schedules) scheduler.announce_first(p.k_tiles);
+  while (queue.read(tile)) {
+    for (int k_tile = 0; k_tile < p.k_tiles; ++k_tile) {
+      if (schedules) scheduler.step(k_tile, p.k_tiles);
+      wait_empty<kGemm>(smem, state);
+      if (arch::elect_one()) load_pair_stage<kGemm>(smem, p, state.stage, k_tile, tile);
+      __syncwarp();
+      state.advance();
+    }
+  }
+}
+
+}  // namespace tessera::cuda::gemm

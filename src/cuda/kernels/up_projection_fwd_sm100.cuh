@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// up_projection_fwd on sm_100a: h = x[gather_index] @ w_up[e]^T + b_up[e], a = act(h), for gated activations.
+// Compiled and emulated, never run on hardware; no call of the library selects it.
+// Shapes   x (T,d) bf16, w_up (E,2n,d) in any layout of WeightRows, h (R,2n) as [gate half | up half], a (R,n)
+// Work     4*R*n*d FLOP; bytes: x T*d..R*d, w_up 2*E*n*d, h 2*R*n, a R*n, 2 each
+// Schedule persistent, 1 CTA/SM; work tile = (expert, m block, n_tile), 128 rows by one CTA or 256 by a pair; two
+//          accumulators in tensor memory: bias, activation and stores run under the next tile's k loop
+//          (roles and barriers: gemm/sm100/storage.cuh)
+// Numerics fp32 accumulate, one rounding each for h and a (a from the rounded h, decision 0023); bitwise repeatable
+// Requires what refuse() asks of the kernel for sm_90 (layer/select.cpp); halves apart, not interleaved
+// Doc      docs/kernels/blackwell.md
+#pragma once
+
+#include "../epilogue/activation_rows.cuh"
+#include "../gemm/sm100/core.cuh"
+#include "../gemm/sm100/roles.cuh"
+#include "../host/gemm_params.hpp"
+#include "../host/launch.hpp"
+#include "../host/projection.hpp"
+#include "../host/tensor_map.hpp"
+
+namespace tessera::cuda {
+
+// Rows of x lie in the order of experts.
+template <ActivationKind kKind, gemm::Major kMajor>
+struct UpProjectionFwdSm100 {
+  static constexpr ActivationKind activation = kKind;
+  static constexpr gemm::GemmConfig gemm{
+      .consumer_warpgroups = 1, .b = {.major = kMajor, .halves = gemm::Halves::kAlongRows}};
+};
+template <ActivationKind kKind, gemm::Major kMajor>
+struct UpProjectionFwdSm100Pair {
+  static constexpr ActivationKind activation = kKind;
+  static constexpr gemm::GemmConfig gemm{.stages = 6,
+                                         .consumer_warpgroups = 1,
+                                         .b = {.major = kMajor, .halves = gemm::Halves::kAlongRows},
+                                         .cluster = {2, gemm::Sharing::kMulticast}};
+};
+
+struct UpProjectionFwdSm100Params {
+  gemm::GemmParams gemm;
+  gemm::ActivationRowsParams epilogue;
+};
+
+template <class Config>
+__global__ void __launch_bounds__(Config::gemm.threads(), 1)
+    up_projection_fwd_sm100(__grid_constant__ UpProjectionFwdSm100Params const p) {
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL)
+  using Core = gemm::TensorMemoryCore<Config::gemm>;
+  gemm::run_gemm_in_tensor_memory<Config::gemm, gemm::ActivationRows<Core, Config::activation>>(
+      p.gemm, p.epilogue);
+#endif
+}
+
+template <class Config>
+cudaError_t make_up_projection_fwd_sm100_params(UpProjectionFwdSm100Params& p,
+                                                UpProjectionFwdArguments const& args) {
+  int64_t const n = args.intermediate;
+  if (args.gmem_gather_index != nullptr || args.interleaved) return cudaErrorInvalidValue;
+  p = {};
+  cudaError_t error =
+      host::gemm_params<Config::gemm>(p.gemm, {.a = args.x,
+                                               .b = {args.w_up[0], args.w_up[1]},
+                                               .n = n,
+                                               .k = args.hidden,
+                                               .gmem_offsets = args.gmem_expert_offsets,
+                                               .segments = args.experts,
+                                               .gmem_tile_counter = args.gmem_tile_counter});
+  auto const then = [&error](cudaError_t next) {
+    if (error == cudaSuccess) error = next;
+  };
+  p.epilogue.stores_h = args.gmem_h != nullptr;
+  if (p.epilogue.stores_h) {
+    then(host::make_ragged_store_map(p.epilogue.h, args.gmem_h, args.rows, 2, n, args.rows,
+                                     gemm::kWarpSlabRows));
+  }
+  then(host::make_ragged_store_map(p.epilogue.a, args.gmem_a, args.rows, 1, n, args.rows,
+                                   gemm::kWarpSlabRows));
+  for (int half = 0; half < 2; ++half) {
+    p.epilogue.bias[half] = {static_cast<gemm::bf16 const*>(args.b_up[half].gmem),
+                             args.b_up[half].expert_stride, int(args.b_up[half].row_stride)};
+  }
+  p.epilogue.activation = args.activation;
+  p.epilogue.columns = int(n);
+  p.epilogue.ragged_extent = int(args.rows);
+  return error;
+}
+
+template <class Config>
+cudaError_t launch_up_projection_fwd_sm100(UpProjectionFwdArguments const& args, int sm_count,
+                                           cudaStream_t stream) {
+  constexpr gemm::GemmConfig kGemm = Config::gemm;
+  UpProjectionFwdSm100Params p;
+  cudaError_t const error = make_up_projection_fwd_sm100_params<Config>(p, args);
+  if (error != cudaSuccess) return error;
+  return host::launch_persistent<up_projection_fwd_sm100<Config>>(
+      host::persistent_shape<kGemm, gemm::SharedStorage<kGemm>>(),
+      gemm::most_tiles<kGemm>(p.gemm, args.rows), sm_count, p, stream);
+}
+
+}  // namespace tessera::cuda

@@ -43,6 +43,7 @@ COMPILED = {
     "cuda/epilogue/chunk_sum.cuh": ("router_wgrad_test.cpp", "RouterWgrad.*"),
     "cuda/epilogue/": ("gemm_test.cpp", "-FusedForward.*:UnfusedExchange.*"),
     "cuda/kernels/projection_wgrad.cuh": ("projection_wgrad_test.cpp", "ProjectionWgrad.*"),
+    "cuda/kernels/router_loss.cuh": ("router_loss_test.cpp", "*RouterLoss.*"),
     "cuda/kernels/router_wgrad.cuh": ("router_wgrad_test.cpp", "RouterWgrad.*"),
 }
 # (name, file, text that stands there once, what stands there instead, a part of what the test then says). Where kernels
@@ -222,6 +223,13 @@ MUTANTS = [
      "da * (g > act.limit ? 0.0f : slope) * up,", "da * up * (g > act.limit ? 0.0f : slope),", ", not "),
     ("the slope of relu2 overflows before a gradient of 0", "cuda/epilogue/activation_math.cuh",
      "half + half, 0.0f", "da * (positive + positive), 0.0f", "nan, not"),
+    ("all sequences have the costs of the first", "cuda/kernels/router_loss.cuh",
+     "p.gmem_sequence_cost + own * int64_t{p.experts}", "p.gmem_sequence_cost + 0 * own",
+     "FAILED  ] Kinds/RouterLoss.IsThatOfFp64"),
+    ("padding has losses", "cuda/kernels/router_loss.cuh",
+     "if (place < real) {", "if (place < p.tokens) {", "FAILED  ] Kinds/RouterLoss.LeavesPaddingOut"),
+    ("dlogits of padding are left as they were", "cuda/kernels/router_loss.cuh",
+     "row.clear(token);", ";", "FAILED  ] Kinds/RouterLoss.LeavesPaddingOut"),
     ("chunks are added up before all are there", "cuda/epilogue/chunk_sum.cuh",
      "while (arch::load_acquire_gpu(p_.gmem_arrived) < parts)", "while (false)",
      "FAILED  ] RouterWgrad.InChunksOfTokens"),
@@ -342,7 +350,7 @@ def outcome(args, mutant):
         if args.quick:
             tests = QUICK[name]
         elif named := re.search(r"\b[A-Z]\w+\.[A-Z]\w+", notice):
-            tests = f"{named[0]}*"
+            tests = f"*{named[0]}*"
         objects = [o for o in args.objects.split(",") if source not in o]
         subprocess.run([args.compiler, "-std=c++20", "-O1", "-w", "-Wno-psabi", "-fno-strict-aliasing",
                         *(f"-I{path}" for path in (tree, here / "include", root, root / "src", root / "include")),

@@ -20,6 +20,7 @@
 
 #include "../arch/shared_address.cuh"
 #include "../arch/warp.cuh"
+#include "../host/launch.hpp"
 #include "../host/router_loss.hpp"
 #include "../warp/fold.cuh"
 #include "core/router_math.hpp"
@@ -185,13 +186,12 @@ __global__ void __launch_bounds__(Config::kLosses* arch::kWarpThreads)
 }
 
 template <class Config, int kLaneExperts = 1>
-void launch_router_loss_blocks(RouterLossArguments const& args, unsigned blocks,
-                               cudaStream_t stream) {
+cudaError_t launch_router_loss_blocks(RouterLossArguments const& args, unsigned blocks,
+                                      cudaStream_t stream) {
   constexpr int kExperts = kLaneExperts * arch::kWarpThreads;
   if constexpr (kExperts < Config::kMaxExperts) {
     if (args.experts > kExperts) {
-      launch_router_loss_blocks<Config, 2 * kLaneExperts>(args, blocks, stream);
-      return;
+      return launch_router_loss_blocks<Config, 2 * kLaneExperts>(args, blocks, stream);
     }
   }
   bool const own_p = core::has_own_p(args.kind);
@@ -201,7 +201,7 @@ void launch_router_loss_blocks(RouterLossArguments const& args, unsigned blocks,
     kernel = own_p ? router_loss<Config, kLaneExperts, true, true>
                    : router_loss<Config, kLaneExperts, false, true>;
   }
-  kernel<<<blocks, Config::kThreads, 0, stream>>>(args);
+  return host::launch_early(kernel, false, blocks, Config::kThreads, 0, stream, args);
 }
 
 template <class Config>
@@ -210,12 +210,13 @@ cudaError_t launch_router_loss_config(RouterLossArguments const& args, cudaStrea
   if (args.experts > Config::kMaxExperts || blocks > INT_MAX) return cudaErrorInvalidValue;
   bool const wanted = args.gmem_dlogits != nullptr || args.wants_losses();
   if (blocks > 0 && wanted) {
-    launch_router_loss_blocks<Config>(args, static_cast<unsigned>(blocks), stream);
+    cudaError_t const error =
+        launch_router_loss_blocks<Config>(args, static_cast<unsigned>(blocks), stream);
+    if (error != cudaSuccess) return error;
   }
-  if (args.wants_losses()) {
-    router_loss_sums<Config><<<1, Config::kLosses * arch::kWarpThreads, 0, stream>>>(args);
-  }
-  return cudaGetLastError();
+  if (!args.wants_losses()) return cudaSuccess;
+  return host::launch_early(router_loss_sums<Config>, false, 1,
+                            Config::kLosses * arch::kWarpThreads, 0, stream, args);
 }
 
 }  // namespace tessera::cuda

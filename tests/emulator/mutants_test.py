@@ -305,7 +305,7 @@ MUTANTS = [
 ]
 
 # One of every kind, and the tests that notice it: waits, stages, banks of counters, pairs of CTAs, values, GEMMs, their
-# handover, activations, and what unfused kernels pull and push.
+# handover, scales, activations, and what unfused kernels pull and push.
 QUICK = {
     "a task begins without its rows": "FusedForward.GivesTheBits*",
     "a lent stage is never given back": "FusedForward.GivesTheBits*",
@@ -314,6 +314,7 @@ QUICK = {
     "gate columns have the biases of up columns": "FusedForward.AddsBiases",
     "a stage of a GEMM is given back before it was multiplied": "Projections.SortedRows*",
     "the second GEMM does not wait for the first": "Projections.*",
+    "up has gate's scale of the weights": "UpProjectionFwdE4m3.LongRowsOfK",
     "the square of a gate overflows before the slope of its sigmoid is 0": "Activation.*",
     "rows come without the scores of their pairs": "UnfusedExchange.*",
     "rows are pulled before they lie in their windows": "UnfusedExchange.*",

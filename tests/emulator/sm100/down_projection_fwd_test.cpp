@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -121,12 +122,16 @@ constexpr emulator::Schedule kSchedules[] = {{.seed = 1},
                                              {.seed = 4, .burst = 8, .copies = 2, .lazy = 0.5}};
 
 template <class Config>
+void expect_right(Shape const& shape, emulator::Schedule const& schedule) {
+  Down down(shape);
+  down.launch<Config>();
+  ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
+  ASSERT_EQ(down.compare(Config::gemm.b.major == Major::kK), "") << "seed " << schedule.seed;
+}
+template <class Config>
 void expect_right(Shape const& shape) {
   for (emulator::Schedule const& schedule : kSchedules) {
-    Down down(shape);
-    down.launch<Config>();
-    ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
-    ASSERT_EQ(down.compare(Config::gemm.b.major == Major::kK), "") << "seed " << schedule.seed;
+    ASSERT_NO_FATAL_FAILURE(expect_right<Config>(shape, schedule));
   }
 }
 
@@ -187,6 +192,27 @@ TEST(DownProjectionFwdSm100, AddsTheBiasOfTheExpert) {
   Shape const shape{.rows = {40, 0, 129}, .hidden = 328, .intermediate = 72, .bias = true};
   expect_right<One>(shape);
   expect_right<Pair>(shape);
+}
+
+// Any experts, sizes and schedules.
+TEST(DownProjectionFwdSm100, RandomShapes) {
+  std::mt19937 rng(11);
+  auto const draw = [&](unsigned below) { return static_cast<int>(rng() % below); };
+  for (int i = 0; i < 25; ++i) {
+    Shape shape{.rows = {}, .hidden = 8 * (1 + draw(36)), .intermediate = 8 * (1 + draw(24))};
+    for (int e = draw(5); e >= 0; --e) shape.rows.push_back(draw(3) == 0 ? 0 : draw(200));
+    shape.ctas = 1 + draw(3);
+    shape.other_rows = draw(2) * draw(70);
+    shape.bias = draw(2) != 0;
+    emulator::Schedule const schedule{
+        .seed = rng(), .burst = 1 << draw(7), .copies = 2 << draw(8), .lazy = draw(2) * 0.5};
+    SCOPED_TRACE(std::to_string(i) + ": d " + std::to_string(shape.hidden) + ", n " +
+                 std::to_string(shape.intermediate));
+    ASSERT_NO_FATAL_FAILURE(expect_right<One>(shape, schedule));
+    ASSERT_NO_FATAL_FAILURE(expect_right<Pair>(shape, schedule));
+    ASSERT_NO_FATAL_FAILURE(expect_right<OneRowsMajor>(shape, schedule));
+    ASSERT_NO_FATAL_FAILURE(expect_right<PairRowsMajor>(shape, schedule));
+  }
 }
 
 }  // namespace

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What no formatter checks: the licence line, comment width, whitespace, unfinished work, large files, private
 members that a file of the Python package takes from another one, lessons that a comment cites and docs/lessons.md
-does not have, windows of ranks that are reached past the transport, and comments that begin without a subject."""
+does not have, windows of ranks that are reached past the transport, fragments of accumulators outside
+gemm/sm90, and comments that begin without a subject."""
 
 import ast
 import itertools
@@ -22,6 +23,9 @@ MAX_BYTES = 1 << 20
 RAW_WINDOW = re.compile(r"\bwindows_?\s*\[")
 REACH_WINDOWS = {".cuh", ".cu", ".hpp"}
 TRANSPORT = "src/expert_parallel/transport/"
+# Which thread has which sum, the core of an architecture alone knows: all others see rows, columns and values.
+FRAGMENTS = re.compile(r"\bFragments\b")
+CORE = "src/cuda/gemm/sm90/"
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|X" r"XX|HA" r"CK)\b")
 LESSON = re.compile(r"\b[Ll]essons? (\d+)")
 COMMENT = re.compile(r"^\s*(?://[/<]*|\*)\s+(\S.*)$")
@@ -69,6 +73,7 @@ def check_text(path: str, text: str) -> list[str]:
     if suffix in CODE and len(lines) > MAX_LINES:
         found.append(f"{path}: {len(lines)} lines, more than {MAX_LINES}; split it")
     transport_only = suffix in REACH_WINDOWS and path.startswith("src/") and not path.startswith(TRANSPORT)
+    core_only = suffix in CODE and path.startswith("src/") and not path.startswith(CORE)
     table = False  # between `clang-format off` and `on` lines may be as wide as the table is
     for number, line in enumerate(lines, start=1):
         table = table and "clang-format on" not in line or "clang-format off" in line
@@ -79,6 +84,8 @@ def check_text(path: str, text: str) -> list[str]:
             found.append(f"{where}: {len(line)} columns, more than {MAX_COLUMNS}")
         if UNFINISHED.search(line):
             found.append(f"{where}: marks unfinished work; file an issue instead")
+        if core_only and FRAGMENTS.search(line):
+            found.append(f"{where}: sees fragments outside {CORE}; use what Accumulators and Core give")
         if transport_only and RAW_WINDOW.search(line):
             found.append(f"{where}: indexes windows outside {TRANSPORT}; use Peer or OwnWindow")
     if suffix in CODE and path.startswith(SENTENCES) and not path.startswith(NO_SENTENCES_YET):

@@ -98,6 +98,15 @@ class PrivateMembersTest(unittest.TestCase):
         own = "char* w = own_window(p).place(at);  // of windows\n"
         self.assertEqual(check_source.check_text("src/expert_parallel/fused/a.cu", LICENCE + own), [])
 
+    def test_fragments_are_seen_by_the_core_alone(self):
+        text = LICENCE + "float* sums = gemm::Fragments::of(acc, 0);\n"
+        for path in ("src/cuda/epilogue/a.cuh", "src/cuda/kernels/a.cuh", "src/expert_parallel/fused/a.cuh"):
+            with self.subTest(path=path):
+                self.assertEqual(check_source.check_text(path, text), [
+                    f"{path}:2: sees fragments outside src/cuda/gemm/sm90/; use what Accumulators and Core give"])
+        for path in ("src/cuda/gemm/sm90/a.cuh", "tests/emulator/a.cpp"):
+            self.assertEqual(check_source.check_text(path, text), [])
+
 
 class CheckCommitsTest(unittest.TestCase):
     def test_subjects(self):

@@ -449,7 +449,7 @@ void check_cuda_bench(CudaBench const& bench) {
       throw CommandError("--replay: the bench on a GPU has no ids for a router; leave it out");
     }
     if (desc.save != SavePolicy::h) {
-      throw CommandError("--save: the bench on a GPU times layers that keep h; leave it out");
+      throw CommandError("--save: the bench on a GPU times layers that save h; leave it out");
     }
     if (desc.router.kind != RouterKind::given &&
         job.layer_case.routing.pattern != verify::RoutingPattern::random) {

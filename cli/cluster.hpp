@@ -107,7 +107,7 @@ class ClusterModel {
   /// The most sequences of a GPU whose peak is within its memory; 0: none.
   [[nodiscard]] std::int64_t largest(std::string const& impl, Batch batch) const;
 
-  /// Bytes that a layer keeps of a token from forward to backward, all of it and its experts alone.
+  /// Bytes that a layer saves of a token from forward to backward, all of it and its experts alone.
   [[nodiscard]] double saved_by_layer(std::string const& impl) const;
   [[nodiscard]] double saved_by_experts(std::string const& impl) const;
 

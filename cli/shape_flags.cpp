@@ -137,7 +137,7 @@ void ShapeFlags::add_to(CLI::App& command) {
   auto* const run = command.add_option_group("Run");
   run->add_option("--device", device_, "cpu, cuda or cuda:N")->capture_default_str();
   run->add_option("--threads", threads_, "CPU threads (default: all the process may use)");
-  run->add_option("--save", save_, "what forward keeps: h, or x (h is recomputed)")
+  run->add_option("--save", save_, "what forward saves: h, or x (h is recomputed)")
       ->capture_default_str();
   run->add_option("--column-chunk", column_chunk_,
                   "columns of hidden whose y or dx rows exist at a time (default: all)");

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer keeps for backward while experts become finer at constant n*K: measured, not computed.
+"""What a layer saves for backward while experts become finer at constant n*K: measured, not computed.
 
     examples/memory_against_granularity.py --out memory.svg
     examples/memory_against_granularity.py --device cuda --out memory.svg
@@ -63,7 +63,7 @@ def draw(rows: list[dict], names: list[str], width: int, out: pathlib.Path) -> N
                           for i, name in enumerate(names))
         script = (f"set terminal svg size 720,440; set output '{out}'; set logscale x 2; set yrange [0:*]; set grid; "
                   f"set key top left; set xlabel 'experts per token K, at n*K = {width}'; "
-                  f"set ylabel 'MiB kept for backward'; plot {lines}")
+                  f"set ylabel 'MiB saved for backward'; plot {lines}")
         subprocess.run(["gnuplot", "-e", script], check=True)
 
 
@@ -76,7 +76,7 @@ def main() -> None:
     tokens, hidden, width, dtype = SIZES[arguments.device]
     rows = [measure(top_k, arguments.device) for top_k in (1, 2, 4, 8, 16)]
     names = list(rows[0])[2:]
-    print(f"T={tokens} d={hidden} {dtype}, MiB kept for backward".replace("torch.", ""))
+    print(f"T={tokens} d={hidden} {dtype}, MiB saved for backward".replace("torch.", ""))
     print("   K     n  " + "  ".join(names))
     for row in rows:
         print(f"{row['top_k']:4} {row['intermediate']:5}  "

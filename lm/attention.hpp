@@ -21,7 +21,7 @@ struct AttentionShape {
   [[nodiscard]] std::int64_t probabilities() const { return batch * heads * length * length; }
 };
 
-/// q [T,H*D], k and v [T,G*D], all with row strides; p [batch,H,length,length] is kept for backward
+/// q [T,H*D], k and v [T,G*D], all with row strides; p [batch,H,length,length] is saved for backward
 /// (only j <= i, and the zeros up to the end of a block of queries, are written); o [T,H*D].
 void attention_fwd(Context const& context, AttentionShape const& shape, Matrix<float const> q,
                    Matrix<float const> k, Matrix<float const> v, float* p, Matrix<float> o);

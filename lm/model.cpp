@@ -43,7 +43,7 @@ struct Model::Pass {
   std::span<std::uint8_t const> inputs;
   RoundingOptions rounding;
   RouterLosses losses = {};
-  bool keep = false;  // for backward
+  bool save = false;  // for backward
   bool moe = true;
 };
 
@@ -96,7 +96,7 @@ double Model::train(std::span<float const> parameters, Batch const& batch,
                   .inputs = batch.inputs,
                   .rounding = rounding,
                   .losses = losses,
-                  .keep = true};
+                  .save = true};
   forward(pass);
   double const loss = cross_entropy(context_, batch.targets, logits_.data(), true);
   backward(pass, gradients);
@@ -160,7 +160,7 @@ void Model::layer_fwd(Pass const& pass, std::int64_t layer, float* x_out) {
                pass.parameters + at.moe_norm, static_cast<float>(config_.rms_eps),
                dense_rows(memory.moe_normed.data(), d), memory.moe_inverse_rms.data());
   blocks_[static_cast<std::size_t>(layer)].forward(
-      context_, tokens(), pass.rounding, pass.keep, memory.moe_normed.data(),
+      context_, tokens(), pass.rounding, pass.save, memory.moe_normed.data(),
       moe_weights(config_, pass.parameters, at), x_out, counts_.data() + layer * config_.experts,
       workspace_);
   add(context_, memory.u, out);

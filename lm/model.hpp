@@ -2,7 +2,7 @@
 // The model, a Qwen3-MoE over bytes. Per layer, with the residual stream x [T,d]:
 //   u = x + W_o attention(rope(norm_q(W_q a)), rope(norm_k(W_k a)), W_v a),  a = norm(x)
 //   x' = u + moe(norm(u))
-// and the logits are norm(x) E^T with the embedding E. Forward keeps what backward reads.
+// and the logits are norm(x) E^T with the embedding E. Forward saves what backward reads.
 #pragma once
 
 #include <cstddef>

@@ -52,9 +52,9 @@ ExpertWeights MoeBlock::expert_weights(MoeWeights const& weights) const {
 }
 
 void MoeBlock::forward(Context const& context, std::int64_t tokens, RoundingOptions const& rounding,
-                       bool keep, float const* x, MoeWeights const& weights, float* o,
+                       bool save, float const* x, MoeWeights const& weights, float* o,
                        std::int32_t* counts, std::vector<std::byte>& workspace) {
-  MoeDesc const desc = moe_desc(config_, tokens, rounding, layer_, keep);
+  MoeDesc const desc = moe_desc(config_, tokens, rounding, layer_, save);
   MoeForwardArgs args;
   args.x = tensor(x, {tokens, config_.hidden});
   args.w_router = tensor(weights.router, {config_.experts, config_.hidden});
@@ -65,7 +65,7 @@ void MoeBlock::forward(Context const& context, std::int64_t tokens, RoundingOpti
   args.o = tensor(o, {tokens, config_.hidden});
   args.expert_counts = tensor(counts, {config_.experts});
   args.workspace = workspace_for(take(workspace_bytes(context, desc, Pass::forward)), workspace);
-  if (keep) {
+  if (save) {
     SavedBytes const saved = take(saved_bytes(desc));
     std::int64_t const width = desc.up_width() * config_.intermediate;
     h_.resize(saved.h / sizeof(float));
@@ -76,15 +76,15 @@ void MoeBlock::forward(Context const& context, std::int64_t tokens, RoundingOpti
     args.logits = tensor(logits_.data(), {tokens, config_.experts});
     topk_counts_.resize(static_cast<std::size_t>(config_.experts));
     args.topk_counts = tensor(topk_counts_.data(), {config_.experts});
-    kept_ = desc;
+    saved_ = desc;
   }
   check(moe_forward(context, desc, args));
 }
 
-// aux_dlogits_ = their gradient for the logits that forward kept.
+// aux_dlogits_ = their gradient for the logits that forward saved.
 void MoeBlock::router_losses_bwd(Context const& context, RouterLosses const& losses,
                                  std::vector<std::byte>& workspace) {
-  std::int64_t const tokens = kept_.shape.tokens;
+  std::int64_t const tokens = saved_.shape.tokens;
   aux_dlogits_.resize(logits_.size());
   RouterLossArgs args;
   args.logits = tensor(static_cast<float const*>(logits_.data()), {tokens, config_.experts});
@@ -93,15 +93,15 @@ void MoeBlock::router_losses_bwd(Context const& context, RouterLosses const& los
   args.balance = static_cast<float>(losses.balance);
   args.z = static_cast<float>(losses.z);
   args.dlogits = tensor(aux_dlogits_.data(), {tokens, config_.experts});
-  args.workspace = workspace_for(take(router_loss_workspace_bytes(context, kept_)), workspace);
-  check(router_loss(context, kept_, args));
+  args.workspace = workspace_for(take(router_loss_workspace_bytes(context, saved_)), workspace);
+  check(router_loss(context, saved_, args));
 }
 
 void MoeBlock::backward(Context const& context, RouterLosses const& losses, float const* x,
                         float const* d_o, MoeWeights const& weights, float* dx,
                         MoeGradients const& gradients, std::vector<std::byte>& workspace) {
-  std::int64_t const tokens = kept_.shape.tokens;
-  std::int64_t const width = kept_.up_width() * config_.intermediate;
+  std::int64_t const tokens = saved_.shape.tokens;
+  std::int64_t const width = saved_.up_width() * config_.intermediate;
   MoeBackwardArgs args;
   args.d_o = tensor(d_o, {tokens, config_.hidden});
   args.x = tensor(x, {tokens, config_.hidden});
@@ -120,8 +120,8 @@ void MoeBlock::backward(Context const& context, RouterLosses const& losses, floa
     args.aux_dlogits =
         tensor(static_cast<float const*>(aux_dlogits_.data()), {tokens, config_.experts});
   }
-  args.workspace = workspace_for(take(workspace_bytes(context, kept_, Pass::backward)), workspace);
-  check(moe_backward(context, kept_, args));
+  args.workspace = workspace_for(take(workspace_bytes(context, saved_, Pass::backward)), workspace);
+  check(moe_backward(context, saved_, args));
 }
 
 }  // namespace tessera::lm

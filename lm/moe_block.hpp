@@ -50,10 +50,10 @@ class MoeBlock {
  public:
   MoeBlock(ModelConfig const& config, std::int64_t layer);
 
-  /// o = MoE(x) for `tokens` rows; counts [E] receives the rows of each expert. With `keep`, what
+  /// o = MoE(x) for `tokens` rows; counts [E] receives the rows of each expert. With `save`, what
   /// backward needs stays in this object. `workspace` is shared among blocks and grows as needed.
   void forward(Context const& context, std::int64_t tokens, RoundingOptions const& rounding,
-               bool keep, float const* x, MoeWeights const& weights, float* o, std::int32_t* counts,
+               bool save, float const* x, MoeWeights const& weights, float* o, std::int32_t* counts,
                std::vector<std::byte>& workspace);
 
   /// The backward pass of the last forward call that saved. Writes dx and the weights' gradients; adds those of the
@@ -62,7 +62,7 @@ class MoeBlock {
                 float const* d_o, MoeWeights const& weights, float* dx,
                 MoeGradients const& gradients, std::vector<std::byte>& workspace);
 
-  /// Tokens that chose each expert in the last forward call that kept, before rounding: [E].
+  /// Tokens that chose each expert in the last forward call that saved, before rounding: [E].
   [[nodiscard]] std::vector<std::int32_t> const& topk_counts() const noexcept {
     return topk_counts_;
   }
@@ -74,7 +74,7 @@ class MoeBlock {
 
   ModelConfig config_;
   std::int64_t layer_;
-  MoeDesc kept_;  // of the last forward call that kept
+  MoeDesc saved_;  // of the last forward call that saved
   std::vector<float> h_, logits_, aux_dlogits_;
   std::vector<std::int32_t> topk_counts_;  // before rounding
   std::vector<std::int32_t> routing_;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A training step of one layer whose experts are spread over the GPUs of a host, a thread for each GPU: forward in one
-// launch, which keeps h and the tables of the rows that this rank's experts got; backward in three calls.
+// launch, which saves h and the tables of the rows that this rank's experts got; backward in three calls.
 //
 //   train_expert_parallel [GPUS] [TOKENS]      2 GPUs, with 2048 tokens each
 //

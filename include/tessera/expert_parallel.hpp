@@ -147,7 +147,7 @@ struct ExpertCombineArgs {
   Tensor dscores =
       {};         ///< [T,K] fp32, with row_dscores: those of the pairs; 0 where there is no row
   Tensor o = {};  ///< [T,d] bf16, at a multiple of 16 bytes; every element is written
-  /// SMs that send rows, 0: all. 16 to 24 fill the link and leave the others to what runs beside, as gradients of
+  /// SMs that push rows, 0: all. 16 to 24 fill the link and leave the others to what runs beside, as gradients of
   /// weights.
   std::int32_t sms = 0;
   /// Optional cudaEvent_t without timing, recorded once these SMs are taken: what waits for it takes none of them.

@@ -21,7 +21,7 @@ struct RoutePlan {
 struct ForwardPlan {
   RoutePlan route;
   core::Region<std::byte>
-      routing;            ///< the tables, where the caller keeps none (route: where it needs them)
+      routing;            ///< the tables, where the caller saves none (route: where it needs them)
   core::StorageRegion a;  ///< [P,n]
   core::StorageRegion y;  ///< [P,d], or a chunk of its columns
   core::Region<float> scratch;

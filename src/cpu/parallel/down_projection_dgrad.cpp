@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // dA'_r = dO_t w_down[e],  ds_j = <dA'_r, A_r> + <dO_t, b_down[e]>,  dh_r = J_act(h_r)^T (s_j dA'_r),
-// a_scaled_r = s_j A_r;  A is recomputed from h. Nothing of size T*K*d is kept or read.
+// a_scaled_r = s_j A_r;  A is recomputed from h. Nothing of size T*K*d is saved or read.
 #include <algorithm>
 
 #include "cpu/parallel/activation.hpp"

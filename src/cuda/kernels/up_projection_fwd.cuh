@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// up_projection_fwd: h = x[gather_index] @ w_up[e]^T + b_up[e], a = act(h); h is kept for backward.
+// up_projection_fwd: h = x[gather_index] @ w_up[e]^T + b_up[e], a = act(h); h is saved for backward.
 // Shapes   x (T,d) bf16, w_up (E,w*n,d) in any layout of WeightRows, h (R,w*n) as [gate half | up
 //          half], a (R,n); w = 2 for gated activations, 1 otherwise
 // Work     2*w*R*n*d FLOP; bytes: x T*d..R*d, w_up w*E*n*d, h w*R*n, a R*n, 2 each; compute bound from

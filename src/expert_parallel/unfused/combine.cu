@@ -22,7 +22,7 @@ struct Shared {
   CopyRing ring[kWarps];
 };
 
-__device__ void send(CombineArguments const& p, CopyRing& ring) {
+__device__ void push_rows(CombineArguments const& p, CopyRing& ring) {
   ExchangeArguments const& exchange = p.exchange;
   int const warp = static_cast<int>(threadIdx.x) / arch::kWarpThreads;
   int const worker = static_cast<int>(blockIdx.x) * kWarps + warp;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads, 1) combine(__grid_constant__ Combine
     CopyRing& ring = smem.ring[thread / arch::kWarpThreads];
     for (arch::Mbarrier& full : ring.full) arch::mbarrier_init(&full, 1);
     arch::mbarrier_fence_init();
-    send(p, ring);
+    push_rows(p, ring);
   }
   __syncthreads();
   if (thread >= arch::kWarpThreads || !is_last(exchange, epoch)) return;

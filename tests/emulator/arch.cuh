@@ -280,6 +280,7 @@ inline void cp_async_16(uint32_t smem_dst, void const* gmem_src, int bytes) {
   emulator::copy_later([=] {
     if (bytes > 0) std::memcpy(to, gmem_src, static_cast<size_t>(bytes));
     std::memset(to + bytes, 0, static_cast<size_t>(16 - bytes));
+    emulator::copied_shared(to, 16);
   });
 }
 inline void cp_async_16_with_policy(uint32_t smem_dst, void const* gmem_src, uint64_t) {
@@ -291,7 +292,10 @@ void cp_async_whole(uint32_t smem_dst, void const* gmem_src) {
     emulator::fail("a copy of 4 or 8 bytes that is not aligned");
   }
   unsigned char* const to = shared_at(smem_dst);
-  emulator::copy_later([=] { std::memcpy(to, gmem_src, kBytes); });
+  emulator::copy_later([=] {
+    std::memcpy(to, gmem_src, kBytes);
+    emulator::copied_shared(to, kBytes);
+  });
 }
 inline void cp_async_4(uint32_t smem_dst, void const* gmem_src) {
   cp_async_whole<4>(smem_dst, gmem_src);

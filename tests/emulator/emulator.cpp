@@ -256,6 +256,9 @@ std::string run(Schedule const& schedule) {
 void wrote_shared(void const* at, std::size_t bytes) {
   if (watcher != nullptr) watcher->wrote(at, bytes);
 }
+void copied_shared(void const* at, std::size_t bytes) {
+  if (watcher != nullptr) watcher->copied(at, bytes);
+}
 void fenced_shared() {
   if (watcher != nullptr) watcher->fenced();
 }

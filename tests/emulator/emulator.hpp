@@ -58,6 +58,7 @@ void wait(Barrier* barrier, std::uint32_t parity);
 
 // Generic and async accesses to shared memory, for who watches (state.hpp). They do nothing themselves.
 void wrote_shared(void const* at, std::size_t bytes);        // by st, stmatrix
+void copied_shared(void const* at, std::size_t bytes);       // by cp.async, now
 void fenced_shared();                                        // by the thread that runs
 void reads_shared_async(void const* at, std::size_t bytes);  // by a TMA store or a multiplication
 void landed_shared(void const* at, std::size_t bytes);       // by a TMA load

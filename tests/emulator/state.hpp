@@ -184,6 +184,7 @@ class Watcher {
   virtual void completes(void const* barrier, unsigned parity) = 0;  // the last arrival has come
   virtual void waited(void const* barrier, unsigned parity) = 0;
   virtual void wrote(void const* at, std::size_t bytes) = 0;
+  virtual void copied(void const* at, std::size_t bytes) = 0;
   virtual void fenced() = 0;
   virtual void reads_async(void const* at, std::size_t bytes) = 0;
   virtual void landed(void const* at, std::size_t bytes) = 0;

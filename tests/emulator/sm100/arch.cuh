@@ -58,7 +58,9 @@ inline void tcgen05_wait_st() { emulator::tensor_wait_stores(); }
 inline void tcgen05_fence_before() { emulator::tensor_fence_before(); }
 inline void tcgen05_fence_after() { emulator::tensor_fence_after(); }
 
-inline void relay_arrive(Mbarrier* barrier, uint32_t rank) { emulator::arrive_in(rank, barrier); }
+inline void relay_arrive(Mbarrier* barrier, uint32_t rank) {
+  emulator::tensor_relay(rank, barrier);
+}
 inline void pair_wait(Mbarrier* barrier, uint32_t parity) { emulator::wait(barrier, parity); }
 
 template <class... Coordinates>

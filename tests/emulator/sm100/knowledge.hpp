@@ -52,9 +52,11 @@ struct WarpState {
   std::vector<PendingStore> stores[kWarp];
 };
 
+// The last generic write: by a thread, or by cp.async.
 struct Writer {
   Thread const* thread = nullptr;
   std::uint64_t number = 0;
+  bool copied = false;
 };
 
 struct TensorCta {
@@ -62,7 +64,8 @@ struct TensorCta {
   Unit units[kRowUnits][kColumnUnits];
   WarpState warps[kMaxWarps];
   std::uint64_t scales_read[kColumns] =
-      {};  // the last multiplication that reads them, of the warp that issues
+      {};                     // the last multiplication that reads them, of the warp that issues
+  std::uint64_t relayed = 0;  // writes before this one a relay of the CTA has published
   bool relinquished = false;
   std::uint32_t granted = 0;       // columns of the last allocation
   std::map<int, int> allocations;  // first column -> columns
@@ -117,18 +120,31 @@ class TensorWatcher final : public Watcher {
     mark(at, bytes, {world.running, ++writes_});
   }
   void landed(void const* at, std::size_t bytes) override { mark(at, bytes, {}); }
+  void copied(void const* at, std::size_t bytes) override {
+    mark(at, bytes, {nullptr, ++writes_, true});
+  }
   void fenced() override { fences_[world.running] = writes_; }
+  void relays() { of(*world.running->cta).relayed = writes_; }
+  std::uint64_t last_fence() const {
+    auto const found = fences_.find(world.running);
+    return found != fences_.end() ? found->second : 0;
+  }
   void reads_async(void const* at, std::size_t bytes) override {
-    std::string const what = unfenced(at, bytes);
+    std::string const what = unfenced(at, bytes, last_fence());
     if (!what.empty()) fail(what);
   }
-  // What is wrong with an async read of shared memory.
-  std::string unfenced(void const* at, std::size_t bytes) {
+  // What is wrong with an async read of shared memory, whose issuer had fenced `fence_of_issuer` writes: a thread
+  // fences its own; what cp.async wrote, who has waited for it does, the issuer or a relay.
+  std::string unfenced(void const* at, std::size_t bytes, std::uint64_t fence_of_issuer) {
     TensorCta* const cta = cta_with(at);
     if (cta == nullptr) return "";
     std::size_t const first = chunk_of(at);
     for (std::size_t i = first; i < first + (bytes + 15) / 16; ++i) {
       Writer const& w = cta->chunks[i];
+      if (w.copied && std::max(fence_of_issuer, cta->relayed) < w.number) {
+        return "an async read of shared memory at " + std::to_string(i * 16) +
+               " that cp.async wrote, and that neither the reader nor a relay has fenced";
+      }
       auto const fence = w.thread != nullptr ? fences_.find(w.thread) : fences_.end();
       if (w.thread != nullptr && (fence == fences_.end() || fence->second < w.number)) {
         return "an async read of shared memory at " + std::to_string(i * 16) + " that thread " +

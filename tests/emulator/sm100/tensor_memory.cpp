@@ -106,15 +106,16 @@ std::string fault_of(Cta const& cta, char const* what) {
   return "CTA " + std::to_string(cta.index) + ": " + what;
 }
 
-void read_operands(Multiplied& m, std::vector<Cta*> const& group, MmaWords const& words) {
+void read_operands(Multiplied& m, std::vector<Cta*> const& group, MmaWords const& words,
+                   std::uint64_t fence) {
   for (Cta* const cta : group) {
     if (cta->left == 0) {
       throw std::runtime_error("a multiplication reads the shared memory of a CTA that has ended");
     }
     int const rank = TensorWatcher::rank_of(*cta);
-    std::string const wrong = read_share(m, cta->shared, words, static_cast<int>(group.size()),
-                                         group.size() == 1 ? 0 : rank, kMaxShared,
-                                         [](void const* at) { return tensor.unfenced(at, 16); });
+    std::string const wrong = read_share(
+        m, cta->shared, words, static_cast<int>(group.size()), group.size() == 1 ? 0 : rank,
+        kMaxShared, [=](void const* at) { return tensor.unfenced(at, 16, fence); });
     if (!wrong.empty()) throw std::runtime_error(fault_of(*cta, wrong.c_str()));
     if (m.instruction.kind == MmaKind::mxf8) {
       read_scales(m, tensor.of(*cta).cells, words, static_cast<int>(group.size()),
@@ -243,7 +244,8 @@ void tensor_multiply(int ctas, MmaKind kind, MmaWords const& words, bool accumul
   }
   auto const m = std::make_shared<Multiplied>();
   m->instruction = instruction;
-  do_in_order(warp, [=] { read_operands(*m, group, words); });
+  std::uint64_t const fence = tensor.last_fence();
+  do_in_order(warp, [=] { read_operands(*m, group, words, fence); });
   do_in_order(warp, [=] {
     for (Cta* const cta : group) {
       write_share(*m, tensor.of(*cta).cells, column, ctas,
@@ -284,10 +286,11 @@ void tensor_copy_scales(int ctas, std::uint32_t address, std::uint64_t atom) {
       }
     }
   }
+  std::uint64_t const fence = tensor.last_fence();
   do_in_order(warp, [=] {
     for (Cta* const cta : group) {
       if (cta->left == 0) throw std::runtime_error("tcgen05.cp reads a CTA that has ended");
-      std::string const wrong = tensor.unfenced(cta->shared + from.address, 512);
+      std::string const wrong = tensor.unfenced(cta->shared + from.address, 512, fence);
       if (!wrong.empty()) throw std::runtime_error(fault_of(*cta, wrong.c_str()));
       copy_atom(tensor.of(*cta).cells, column, cta->shared + from.address);
     }
@@ -405,6 +408,10 @@ void tensor_fence_before() {
   if (!warp.loads[lane].empty()) fail("tcgen05.fence::before: loads without a wait::ld");
   if (!warp.stores[lane].empty()) fail("tcgen05.fence::before: stores without a wait::st");
   merge(warp.published, warp.known);
+}
+void tensor_relay(unsigned rank, Barrier* barrier) {
+  tensor.relays();
+  arrive_in(rank, barrier);
 }
 void tensor_fence_after() {
   WarpState& warp = tensor.own_warp();

@@ -10,8 +10,8 @@
 // is loaded, overwritten or freed is known to be complete, and so the loads of what is overwritten or freed: a warp
 // knows what reached it by wait::ld | fence::before | arrival .. wait | fence::after, and by commit .. wait |
 // fence::after (knowledge.hpp). That shared memory which TMA or a multiplication reads has been fenced by the thread
-// that wrote it.
-// Not checked: cp.async and its relay (no fence is asked of it), weak memory besides, time. Sums are in the order of
+// that wrote it; what cp.async wrote, by who issues the multiplication, or by a relay of the CTA.
+// Not checked: the other half of a relay, which is pair_wait(), weak memory besides, time. Sums are in the order of
 // k, in fp32; that of hardware is not known. Knowledge is a warp's: a missing __syncwarp() goes unnoticed.
 #pragma once
 
@@ -44,5 +44,7 @@ void tensor_wait_loads();
 void tensor_wait_stores();
 void tensor_fence_before();
 void tensor_fence_after();
+// Arrives in CTA `rank`, behind the fence of a relay.
+void tensor_relay(unsigned rank, Barrier* barrier);
 
 }  // namespace tessera::emulator

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/arch/cp_async.cuh"
 #include "cuda/arch/sm100/tcgen05_alloc.cuh"
 #include "cuda/arch/sm100/tcgen05_descriptor.hpp"
 #include "tests/emulator/emulator.hpp"
@@ -52,11 +53,14 @@ enum class Mistake {
   scales_reused,
   peer_ends,
   peer_not_awaited,
+  copies_not_fenced,
+  relay_without_fence,
 };
 
 struct Case {
   int ctas = 1, m = 128, n = 256;
   bool mx = false, b_rows_major = false;
+  bool copied = false;  // operands come by cp.async
   Mistake mistake = Mistake::none;
 };
 
@@ -113,21 +117,17 @@ struct Tile {
 };
 
 constexpr std::uint32_t kA = 0, kB = 32 * 1024, kAScales = 64 * 1024, kBScales = 65 * 1024,
-                        kBarriers = 80 * 1024;
+                        kOperandBytes = 68 * 1024, kBarriers = 80 * 1024;
 
 struct Shared {
-  Mbarrier done, empty;
+  Mbarrier done, empty, gathered, full;
   std::uint32_t tensor;
 };
 
-void store_code(std::uint32_t at, int bytes, std::uint16_t code) {
-  if (bytes == 2) store_shared(at, code);
-  if (bytes == 1) store_shared(at, static_cast<std::uint8_t>(code));
-}
-
-// This CTA's share, by its first 128 threads.
-void write_operands(Tile const& t, Case const& c, int rank) {
-  int const thread = static_cast<int>(threadIdx.x), rows_a = t.m / c.ctas, rows_b = t.n / c.ctas;
+// The share of CTA `rank`, by 128 threads. store_code(address, bytes, code)
+template <class Store>
+void write_operands(Tile const& t, Case const& c, int rank, int thread, Store store_code) {
+  int const rows_a = t.m / c.ctas, rows_b = t.n / c.ctas;
   int const chunk = 16 / t.bytes;
   for (int row = thread; row < rows_a; row += 128) {
     for (int i = 0; i < t.k; ++i) {
@@ -157,6 +157,23 @@ void write_operands(Tile const& t, Case const& c, int rank) {
     }
   }
 }
+
+void store_in_shared(std::uint32_t at, int bytes, std::uint16_t code) {
+  if (bytes == 2) store_shared(at, code);
+  if (bytes == 1) store_shared(at, static_cast<std::uint8_t>(code));
+}
+
+// Shared memory as write_operands() leaves it.
+std::vector<unsigned char> image_of(Tile const& t, Case const& c, int rank) {
+  std::vector<unsigned char> image(kOperandBytes);
+  for (int thread = 0; thread < 128; ++thread) {
+    write_operands(t, c, rank, thread, [&](std::uint32_t at, int bytes, std::uint16_t code) {
+      std::memcpy(&image[at], &code, static_cast<std::size_t>(bytes));
+    });
+  }
+  return image;
+}
+using Images = std::vector<std::vector<unsigned char>>;
 
 template <int kCtas>
 void sync() {
@@ -221,25 +238,55 @@ void allocate(Case const& c, Shared& smem) {
   }
 }
 
+// cp.async arrives at a barrier of its own CTA. One CTA: who multiplies waits there and fences. A pair: a relay in each
+// CTA waits, fences and arrives in CTA 0, where who multiplies waits for both.
+template <int kCtas>
+void bring_operands(Case const& c, Shared& smem, std::vector<unsigned char> const& image) {
+  if (warp_idx() != 4) {
+    for (std::uint32_t at = threadIdx.x * 16; at < kOperandBytes; at += 128 * 16) {
+      cp_async_16(at, &image[at], 16);
+    }
+    cp_async_arrive(&smem.gathered);
+    return;
+  }
+  mbarrier_wait(&smem.gathered, 0);
+  if constexpr (kCtas == 1) {
+    if (c.mistake != Mistake::copies_not_fenced) fence_proxy_async_shared();
+  } else {
+    if (elect_one()) {
+      if (c.mistake == Mistake::relay_without_fence) {
+        mbarrier_arrive_cluster(&smem.full, 0);
+      } else {
+        relay_arrive(&smem.full, 0);
+      }
+    }
+    __syncwarp();
+    if (cluster_cta_rank() == 0) pair_wait(&smem.full, 0);
+  }
+}
+
 // Multiplies the tile twice into the same columns; `out` gets both.
 template <int kCtas>
-void kernel(Case const& c, Tile const& t, std::vector<float>* out) {
+void kernel(Case const& c, Tile const& t, Images const& images, std::vector<float>* out) {
   auto& smem = *reinterpret_cast<Shared*>(shared_memory() + kBarriers);
   int const warp = warp_idx(), rank = kCtas == 2 ? static_cast<int>(cluster_cta_rank()) : 0;
   Mistake const mistake = c.mistake;
   if (threadIdx.x == 0) {
     mbarrier_init(&smem.done, mistake == Mistake::one_arrival_too_many_awaited ? 2 : 1);
     mbarrier_init(&smem.empty, 4 * kCtas);
+    mbarrier_init(&smem.gathered, 128);
+    mbarrier_init(&smem.full, kCtas);
   }
   if (warp == 4) {
     allocate<kCtas>(c, smem);
-  } else {
-    write_operands(t, c, rank);
+  } else if (!c.copied) {
+    write_operands(t, c, rank, static_cast<int>(threadIdx.x), store_in_shared);
     if (mistake != Mistake::no_proxy_fence) fence_proxy_async_shared();
   }
   tcgen05_fence_before();
   sync<kCtas>();
   tcgen05_fence_after();
+  if (c.copied) bring_operands<kCtas>(c, smem, images[static_cast<std::size_t>(rank)]);
   std::uint32_t const tensor = smem.tensor;
   bool const issues = rank == (mistake == Mistake::peer_issues ? 1 : 0);
   for (std::uint32_t round = 0; round < 2; ++round) {
@@ -305,9 +352,11 @@ std::string outcome(Case const& c, Schedule const& schedule) {
   Tile const tile(c);
   std::vector<float> out[2];
   for (auto& round : out) round.resize(tile.wanted.size(), std::nanf(""));
+  Images images;
+  for (int rank = 0; rank < c.ctas; ++rank) images.push_back(image_of(tile, c, rank));
   launch(static_cast<unsigned>(c.ctas), static_cast<unsigned>(c.ctas), 160, 100 * 1024, [&] {
-    if (c.ctas == 1) kernel<1>(c, tile, out);
-    if (c.ctas == 2) kernel<2>(c, tile, out);
+    if (c.ctas == 1) kernel<1>(c, tile, images, out);
+    if (c.ctas == 2) kernel<2>(c, tile, images, out);
   });
   std::string said = run(schedule);
   for (int round = 0; round < 2 && said.empty(); ++round) {
@@ -340,6 +389,11 @@ TEST(TensorMemory, ScaledOperandsOf8Bits) {
   expect_right({.ctas = 2, .m = 256, .n = 256, .mx = true});
 }
 
+TEST(TensorMemory, OperandsThatCpAsyncBrings) {
+  expect_right({.copied = true});
+  expect_right({.ctas = 2, .m = 256, .copied = true});
+}
+
 // In every schedule, as what is reported is what a kernel may rely on, not what has happened.
 void expect_said(Mistake mistake, std::string const& said, Case c = {}) {
   c.mistake = mistake;
@@ -360,6 +414,9 @@ TEST(TensorMemory, ReportsMissingOrder) {
   expect_said(Mistake::no_commit, "waits for an mbarrier");
   expect_said(Mistake::one_arrival_too_many_awaited, "waits for an mbarrier");
   expect_said(Mistake::no_proxy_fence, "has not fenced");
+  expect_said(Mistake::copies_not_fenced, "that cp.async wrote", {.copied = true});
+  expect_said(Mistake::relay_without_fence, "that cp.async wrote",
+              {.ctas = 2, .m = 256, .copied = true});
   expect_said(Mistake::scales_reused, "over scales that a multiplication may still read",
               {.n = 128, .mx = true});
 }

@@ -83,7 +83,7 @@ MUTANTS = [
      "if (thread < kGemm.cluster.ctas) arch", "if (thread < 1) arch", "waits for an mbarrier"),
     ("a CTA of a pair ends before the other", "expert_parallel/fused/forward.cuh",
      "arch::cluster_sync();  // this CTA's", "__syncthreads();  // this CTA's", "has ended"),
-    ("rows of two sources lie on each other", "expert_parallel/fused/forward.cuh",
+    ("rows of two sources lie on each other", "expert_parallel/fused/set_up.cuh",
      "rows_ahead(p.shape, counts, expert, p.rank, source)",
      "rows_ahead(p.shape, counts, expert, p.rank, p.rank) + 0 * source", ", not "),
     ("a slot of results goes to the next choice", "expert_parallel/fused/push_rows.cuh",

@@ -13,7 +13,7 @@ struct WorkTile {
   int rows;   // how many of its tile_m rows exist; 0: the CTA only helps to load B
   int begin;  // varlen-K: first row of the segment
   int end;    // first row past the segment
-  // With a resident B:
+  // A resident B needs these:
   int in_run;    // how many tiles of the run came before
   int run_left;  // how many come after
   uint32_t run_phase;

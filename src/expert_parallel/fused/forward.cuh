@@ -34,6 +34,7 @@
 #include "expert_parallel/fused/push_rows.cuh"
 #include "expert_parallel/fused/saved_pass.cuh"
 #include "expert_parallel/fused/schedule_tasks.cuh"
+#include "expert_parallel/fused/set_up.cuh"
 #include "expert_parallel/fused/slot_sums.cuh"
 #include "expert_parallel/fused/store_rows.cuh"
 
@@ -143,57 +144,6 @@ __device__ void consume(Pass const& pass, int consumer) {
   last.announce({0, kNoBlock});
 }
 
-// Copies what the roles read of counts and plan into their shared memory.
-template <bool kCrossOnce>
-__device__ void keep_plan(Pass const& pass, RouteStorage<kForwardThreads> const& route) {
-  ExchangeArguments const& p = pass.p.exchange;
-  CountMatrix const counts{route.counts, p.shape.experts};
-  int const local = p.local_experts;
-  for (int i = static_cast<int>(threadIdx.x); i < p.shape.experts; i += kForwardThreads) {
-    int const source = p.owner(i), expert = p.rank * local + i - source * local;
-    pass.smem.counts()[i] = counts.at(source, expert);
-    pass.smem.list_begin[i] = route.list_begin[i];
-    if constexpr (kCrossOnce) {
-      pass.smem.pool_begin[i] = route.plan[expert].first_block * p.shape.block_rows +
-                                rows_ahead(p.shape, counts, expert, p.rank, source);
-    }
-    if (i < local) pass.smem.plan[i] = route.plan[p.rank * local + i];
-    if (p.shape.ranks > 1) {
-      pass.smem.pool_rows()[i] =
-          static_cast<std::int32_t>(pool_row_of_pair(p.shape, counts, route.plan, i, p.rank, 0));
-    }
-  }
-}
-
-// One thread, while the others route.
-__device__ inline void init_barriers(ForwardStorage& smem) {
-  smem.failed = 0;
-  for (int slot = 0; slot < kSentSlots; ++slot) {
-    arch::mbarrier_init(&smem.sent.full[slot], kConsumerWarps);
-    arch::mbarrier_init(&smem.sent.empty[slot], 1);
-  }
-  arch::mbarrier_init(&smem.schedule.may_draw, 1);
-  arch::mbarrier_init(&smem.schedule.loadable, 1);
-  Tickets::init(smem.tickets);
-  gemm::init_pipeline<kPlain>(smem.gemm);
-}
-
-// Says whether both CTAs of a pair have a plan, as neither can load without the other. All threads call it.
-__device__ inline bool begin_together(ForwardStorage& smem, bool planned) {
-  if (threadIdx.x == 0) smem.planned = planned ? 1 : 0;
-  arch::fence_proxy_async_shared();  // routing wrote where TMA will
-  __syncwarp();
-  arch::cluster_sync();
-  int both = planned ? 1 : 0;
-  if (planned && arch::lane_idx() == 0) {
-    both = arch::load_from_cta(&smem.planned, arch::cluster_cta_rank() ^ 1).x;
-  }
-  // The compiler takes warps for divided behind a branch that it cannot judge.
-  if (__shfl_sync(arch::kAllLanes, both, 0) != 0) return true;
-  arch::cluster_sync();  // the other one has read our word
-  return false;
-}
-
 template <ActivationKind kKind, Transfer kTransfer, bool kSaves>
 __global__ void __launch_bounds__(kForwardThreads, 1)
     forward(__grid_constant__ ForwardParams const p) {
@@ -222,7 +172,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     begin_together(smem, false);
     return;
   }
-  keep_plan<kTransfer != Transfer::direct>(pass, head.route);
+  copy_plan<kTransfer != Transfer::direct>(pass, head.route);
   bool begins = true;
   if constexpr (kSaves) {
     if (blockIdx.x == 0) begins = begin_saved(pass, head.route);

@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_b_box(bf16* smem_b, CUtensorMap const* map,
   BoxLoad<kGemm>::load(smem_b, map, full, coordinates...);
 }
 
-// The same share by a box for every half and row group: any layout that make_weight_map() takes.
+// Loads the same share by a box for every half and row group, which serves any layout that make_weight_map() takes.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void load_b_in_boxes(bf16* smem_b, GemmParams const& p,
                                                 arch::Mbarrier* full, int k, int k_half, int group,

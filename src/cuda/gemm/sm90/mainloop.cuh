@@ -69,7 +69,7 @@ __device__ __forceinline__ void issue(SharedStorage<kGemm>& smem, PipelineState<
   arch::wgmma_commit();
 }
 
-// The last k_tile of varlen-K: only the steps that its rows reach.
+// Issues the last k_tile of varlen-K: only the steps that its rows reach.
 template <GemmConfig kGemm, int kActive, int kSteps, int kSubtiles>
 __device__ __forceinline__ void issue_last(SharedStorage<kGemm>& smem,
                                            PipelineState<kGemm> const& state,
@@ -214,7 +214,7 @@ __device__ __forceinline__ void store_tile(Epilogue& epilogue, PipelineState<kGe
   }
 }
 
-// The pieces of a deferred epilogue, and when they are due.
+// Does the pieces of a deferred epilogue when they are due.
 template <class Epilogue>
 class DeferredPieces {
  public:
@@ -224,7 +224,7 @@ class DeferredPieces {
   // The epilogue has kept a tile.
   __device__ __forceinline__ void add() { next_ = 0; }
 
-  // The tile behind whose k_tiles they are done.
+  // Begins a tile, behind whose k_tiles they are done.
   __device__ __forceinline__ void begin(int k_tiles) {
     Pace const pace = pace_of(k_tiles, consumer_);
     due_ = next_ == kDeferredPieces ? INT_MAX : pace.first;
@@ -323,7 +323,7 @@ __device__ __forceinline__ void consume_cooperative(SharedStorage<kGemm>& smem, 
   if constexpr (kGemm.hands_over()) handover.at_end();
 }
 
-// The same where the epilogue works under the k loop of the next tile.
+// Cooperative, too, but the epilogue works under the k loop of the next tile.
 template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void consume_deferred(SharedStorage<kGemm>& smem, GemmParams const& p,
                                                  Epilogue& epilogue, int consumer) {

@@ -39,7 +39,7 @@ class ScaledStore {
     store_.begin(tile, row, subtiles);
   }
 
-  // After the k loop, 64 rows from `row`; indices are constants after unrolling, so that all stays in registers.
+  // After the k loop it gets 64 rows from `row` and scales them; nothing says which thread has which value.
   __device__ __forceinline__ void keep(typename Core::Accumulators& acc, gemm::WorkTile const& tile,
                                        int row) {
     acc.for_each(row, 0, [&](int /*row*/, int /*column*/, float& value) { value *= scale_; });

@@ -28,6 +28,15 @@ struct UpProjectionFwdSm100 {
   static constexpr gemm::GemmConfig gemm{
       .consumer_warpgroups = 1, .b = {.major = kMajor, .halves = gemm::Halves::kAlongRows}};
 };
+// Rows of x are gathered.
+template <ActivationKind kKind, gemm::Major kMajor>
+struct UpProjectionFwdSm100Gathered {
+  static constexpr ActivationKind activation = kKind;
+  static constexpr gemm::GemmConfig gemm{
+      .consumer_warpgroups = 1,
+      .a = {.loader = gemm::Loader::kGather},
+      .b = {.major = kMajor, .halves = gemm::Halves::kAlongRows}};
+};
 template <ActivationKind kKind, gemm::Major kMajor>
 struct UpProjectionFwdSm100Pair {
   static constexpr ActivationKind activation = kKind;
@@ -43,7 +52,7 @@ struct UpProjectionFwdSm100Params {
 };
 
 template <class Config>
-__global__ void __launch_bounds__(Config::gemm.threads(), 1)
+__global__ void __launch_bounds__(gemm::threads_in_tensor_memory(Config::gemm), 1)
     up_projection_fwd_sm100(__grid_constant__ UpProjectionFwdSm100Params const p) {
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL)
   using Core = gemm::TensorMemoryCore<Config::gemm>;
@@ -56,10 +65,12 @@ template <class Config>
 cudaError_t make_up_projection_fwd_sm100_params(UpProjectionFwdSm100Params& p,
                                                 UpProjectionFwdArguments const& args) {
   int64_t const n = args.intermediate;
-  if (args.gmem_gather_index != nullptr || args.interleaved) return cudaErrorInvalidValue;
+  bool const gathers = args.gmem_gather_index != nullptr;
+  if (gathers != Config::gemm.gathers() || args.interleaved) return cudaErrorInvalidValue;
   p = {};
   cudaError_t error =
       host::gemm_params<Config::gemm>(p.gemm, {.a = args.x,
+                                               .gmem_index = args.gmem_gather_index,
                                                .b = {args.w_up[0], args.w_up[1]},
                                                .n = n,
                                                .k = args.hidden,
@@ -94,7 +105,8 @@ cudaError_t launch_up_projection_fwd_sm100(UpProjectionFwdArguments const& args,
   cudaError_t const error = make_up_projection_fwd_sm100_params<Config>(p, args);
   if (error != cudaSuccess) return error;
   return host::launch_persistent<up_projection_fwd_sm100<Config>>(
-      host::persistent_shape<kGemm, gemm::SharedStorage<kGemm>>(),
+      {gemm::threads_in_tensor_memory(kGemm), kGemm.cluster_m(),
+       int(sizeof(gemm::SharedStorage<kGemm>))},
       gemm::most_tiles<kGemm>(p.gemm, args.rows), sm_count, p, stream);
 }
 

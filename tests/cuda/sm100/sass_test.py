@@ -20,6 +20,8 @@ LOADS = {"STTM.x32": 1, "LDTM.x32": 1, "LDTM.16dp256bit.x8": 1}
 KERNEL = {**ALLOCATES, "UTCHMMA": 4, "LDTM.x32": 2, "UTMASTG": 1}
 KERNEL_OF_ONE = {**KERNEL, "UTCBAR": 2, "UTCBAR.MULTICAST": 0}
 KERNEL_OF_PAIR = {**KERNEL, "UTCBAR.MULTICAST": 2}
+# The warp that draws tiles and the other three have code of their own, for eight rows of a thread.
+KERNEL_OF_GATHER = {**KERNEL_OF_ONE, "LDTM.x32": 6, "UTMASTG": 2, "LDGSTS": 16}
 ACTIVATION = {"LDTM.x32": 6, "UTMASTG": 2}  # a half of h, then both for a
 # Kernel, a part of its mangled name -> instructions; .2CTA is left out of both, as `pair` says it.
 FORMS = {
@@ -37,6 +39,8 @@ KERNELS = {
     "DownProjectionFwdSm100PairILNS0_4gemm5MajorE1": KERNEL_OF_PAIR,
     "UpProjectionFwdSm100ILNS_14ActivationKindE0ELNS0_4gemm5MajorE0": {**KERNEL_OF_ONE, **ACTIVATION},
     "UpProjectionFwdSm100ILNS_14ActivationKindE0ELNS0_4gemm5MajorE1": {**KERNEL_OF_ONE, **ACTIVATION},
+    "UpProjectionFwdSm100GatheredILNS_14ActivationKindE0ELNS0_4gemm5MajorE0": KERNEL_OF_GATHER,
+    "UpProjectionFwdSm100GatheredILNS_14ActivationKindE0ELNS0_4gemm5MajorE1": KERNEL_OF_GATHER,
     "UpProjectionFwdSm100PairILNS_14ActivationKindE0ELNS0_4gemm5MajorE0": {**KERNEL_OF_PAIR, **ACTIVATION},
     "UpProjectionFwdSm100PairILNS_14ActivationKindE0ELNS0_4gemm5MajorE1": {**KERNEL_OF_PAIR, **ACTIVATION},
 }

@@ -20,4 +20,11 @@ template __global__ void up_projection_fwd_sm100<Pair<Major::kK>>(
 template __global__ void up_projection_fwd_sm100<Pair<Major::kRows>>(
     __grid_constant__ UpProjectionFwdSm100Params const);
 
+template <Major kMajor>
+using Gathered = UpProjectionFwdSm100Gathered<ActivationKind::swiglu, kMajor>;
+template __global__ void up_projection_fwd_sm100<Gathered<Major::kK>>(
+    __grid_constant__ UpProjectionFwdSm100Params const);
+template __global__ void up_projection_fwd_sm100<Gathered<Major::kRows>>(
+    __grid_constant__ UpProjectionFwdSm100Params const);
+
 }  // namespace tessera::cuda

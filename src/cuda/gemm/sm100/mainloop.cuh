@@ -4,6 +4,7 @@
 //   tile: wait acc_empty | k_tile: wait full, 4 multiplications, commit to empty | .. | commit to acc_full
 #pragma once
 
+#include "../../arch/proxy_fence.cuh"
 #include "../../arch/sm100/tcgen05_commit.cuh"
 #include "../../arch/sm100/tcgen05_descriptor.hpp"
 #include "../../arch/sm100/tcgen05_fence.cuh"
@@ -57,6 +58,7 @@ __device__ __forceinline__ void multiply_tiles(SharedStorage<kGemm>& smem, GemmP
     for (int k_tile = 0; k_tile < p.k_tiles; ++k_tile) {
       wait_in_pair<kGemm>(&smem.full[state.stage], state.phase);
       arch::tcgen05_fence_after();  // behind both waits: the loads of the accumulator are over
+      if constexpr (kGemm.gathers()) arch::fence_proxy_async_shared();  // cp.async wrote A
       if (arch::elect_one()) {
         multiply_k_tile<kGemm>(smem, state.stage, tensor, k_tile == 0);
         arch::tcgen05_commit<kGemm.cluster_m()>(&smem.empty[state.stage]);

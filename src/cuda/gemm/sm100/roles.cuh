@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../../arch/sm100/tcgen05_alloc.cuh"
+#include "../produce/gather.cuh"
 #include "../produce/tma.cuh"
 #include "mainloop.cuh"
 #include "pair_loads.cuh"
@@ -13,7 +14,7 @@ namespace tessera::cuda::gemm {
 template <GemmConfig kGemm>
 __device__ __forceinline__ void init_barriers(SharedStorage<kGemm>& smem) {
   for (int s = 0; s < kGemm.stages; ++s) {
-    arch::mbarrier_init(&smem.full[s], 1);
+    arch::mbarrier_init(&smem.full[s], barrier_arrivals(kGemm).full);
     arch::mbarrier_init(&smem.empty[s], 1);
   }
   for (int i = 0; i < kAccumulators; ++i) {
@@ -45,15 +46,16 @@ template <GemmConfig kGemm>
 __device__ __forceinline__ void set_up_in_tensor_memory(SharedStorage<kGemm>& smem,
                                                         GemmParams const& p, int warp) {
   if (threadIdx.x == 0) {
-    arch::tma_prefetch_map(&p.a);
+    if constexpr (!kGemm.gathers()) arch::tma_prefetch_map(&p.a);
     if (!p.b_in_boxes) arch::tma_prefetch_map(&p.b[0]);
     init_barriers<kGemm>(smem);
   }
-  if (warp == kMultiplyWarp) {
+  if (warp == multiply_warp(kGemm)) {
     arch::tcgen05_alloc<kGemm.cluster_m()>(&smem.tensor, tensor_columns<kGemm>());
     arch::tcgen05_relinquish<kGemm.cluster_m()>();
   }
-  for (int s = static_cast<int>(threadIdx.x); s <= p.segments; s += kGemm.threads()) {
+  for (int s = static_cast<int>(threadIdx.x); s <= p.segments;
+       s += threads_in_tensor_memory(kGemm)) {
     smem.segment_offsets[s] =
         p.gmem_offsets != nullptr ? p.gmem_offsets[s] : min(s * p.segment_rows, p.total_rows);
   }
@@ -95,8 +97,14 @@ __device__ __forceinline__ void run_gemm_in_tensor_memory(
   set_up_in_tensor_memory<kGemm>(smem, p, warp);
   if (warp < kEpilogueWarps) {
     store_tiles<kGemm, Epilogue>(smem, epilogue_params);
-  } else if (warp == kMultiplyWarp) {
+  } else if (warp == multiply_warp(kGemm)) {
     if (kGemm.cluster_m() == 1 || arch::cluster_cta_rank() == 0) multiply_tiles<kGemm>(smem, p);
+  } else if constexpr (kGemm.gathers()) {
+    if (warp == kEpilogueWarps) {
+      produce_by_gather<kGemm, Epilogue, true>(smem, p, epilogue_params);
+    } else {
+      produce_by_gather<kGemm, Epilogue, false>(smem, p, epilogue_params);
+    }
   } else if (warp == kLoadWarp) {
     if constexpr (kGemm.cluster_m() == 2) {
       load_for_pair<kGemm>(smem, p);
@@ -109,7 +117,7 @@ __device__ __forceinline__ void run_gemm_in_tensor_memory(
   arch::tcgen05_fence_before();
   sync_ctas<kGemm>();
   arch::tcgen05_fence_after();
-  if (warp == kMultiplyWarp) {
+  if (warp == multiply_warp(kGemm)) {
     arch::tcgen05_free<kGemm.cluster_m()>(smem.tensor, tensor_columns<kGemm>());
   }
 }

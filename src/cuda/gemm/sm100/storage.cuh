@@ -4,16 +4,17 @@
 //   4       multiply  allocates tensor memory, multiplies, frees it
 //   5       load      both operands by TMA; draws and announces the tiles
 //   6, 7    idle
+// Where rows of A are gathered, by one CTA so far, warps 4 to 7 gather them, load B and draw, and warp 8 multiplies.
 // By a pair of CTAs a tile has twice the rows: each CTA holds the rows of A and D that it stores, and half of B; warp 4
 // of CTA 0 multiplies for both, and barriers marked * are those of CTA 0.
 // Two accumulators of tile_n columns are filled in turn, so that a tile is stored while the next one is multiplied.
 // Barrier        arrivals that end a phase                                            awaited by
-//   full[s]*       1, load, with the bytes of the stage, of both CTAs                    multiply
+//   full[s]*       1, load, with the bytes of the stage, of both CTAs; 128 that gather   multiply
 //   empty[s]       1, commit, to both CTAs, of the multiplications that read the stage   load
 //   acc_full[i]    1, commit, to both CTAs, behind the tile's last multiplication        epilogue
 //   acc_empty[i]*  4 or 8, each epilogue warp when it has loaded its rows                multiply
 //   work_full      1, load; in a pair with the bytes of the tile                         multiply, epilogue, load
-//   work_empty*    6 or 11, each warp that reads tiles                                   load
+//   work_empty*    6, gathering 9, pair 11: each warp that reads tiles                   load
 #pragma once
 
 #include "../storage.cuh"
@@ -21,7 +22,7 @@
 namespace tessera::cuda::gemm {
 
 constexpr int kAccumulators = 2;
-constexpr int kEpilogueWarps = 4, kMultiplyWarp = 4, kLoadWarp = 5;
+constexpr int kEpilogueWarps = 4, kLoadWarp = 5;
 constexpr int kTensorRows = 128;  // of a CTA's tile: one for each lane
 constexpr int kWarpSlabs = 2;
 constexpr int kWarpSlabRows = 32;
@@ -36,7 +37,8 @@ consteval bool valid_in_tensor_memory(GemmConfig c) {
   if (c.a.bytes(1, c.tile.k) != kStageRowBytes) throw "tile.k: 128 bytes of a row of A";
   if (c.b.bytes(1, c.tile.k) != kStageRowBytes) throw "tile.k: 128 bytes of a row of B";
   if (c.stages < 2) throw "stages: at least 2";
-  if (c.gathers() || c.varlen_k()) throw "a, ragged: TMA and varlen-M so far";
+  if (c.varlen_k()) throw "ragged: varlen-M so far";
+  if (c.gathers() && c.cluster_m() != 1) throw "a.loader: a gather by one CTA so far";
   if (c.cluster_m() > 2 || c.paired()) throw "cluster: one CTA, or two along gemm_m";
   if (c.b_groups() % c.cluster_m()) throw "tile.n: a pair halves its row groups";
   if (c.b_stages != BStages{} || c.k_halves() != 1) throw "b: in the ring, in one half of k";
@@ -48,7 +50,11 @@ consteval bool valid_in_tensor_memory(GemmConfig c) {
 }
 
 // Warps that read tiles; in CTA 1 of a pair nobody multiplies.
-consteval int tile_readers(GemmConfig c) { return (kEpilogueWarps + 1) * c.cluster_m() + 1; }
+consteval int tile_readers(GemmConfig c) {
+  return (kEpilogueWarps + (c.gathers() ? 4 : 1)) * c.cluster_m() + 1;
+}
+consteval int multiply_warp(GemmConfig c) { return c.gathers() ? 8 : 4; }
+consteval int threads_in_tensor_memory(GemmConfig c) { return c.gathers() ? 288 : 256; }
 // Rows of B in a CTA.
 consteval int b_share(GemmConfig c) { return c.tile.n / c.cluster_m(); }
 

@@ -30,6 +30,7 @@ struct MemoryCore {
     static constexpr int kRows = 1;
     static constexpr int kPairs = kSlabColumns / 4;
     static constexpr int kColumnStep = 4, kColumnPairStep = 2;
+    static constexpr int kQuadColumns = 8;
 
     explicit Accumulators(float* sums) : sums_(sums) {}
 
@@ -63,6 +64,15 @@ struct MemoryCore {
       float const* const pair = at(slab, i);
       return arch::pack_bf16(pair[0], pair[1]);
     }
+
+    float4 quad(int i) const {
+      constexpr int kQuads = kSlabColumns / kQuadColumns;
+      float const* const left = at(i / kQuads, i % kQuads * 2);
+      float const* const right = at(i / kQuads, i % kQuads * 2 + 1);
+      return {left[0], left[1], right[0], right[1]};
+    }
+    static int quad_row(int) { return warp_row(0, 0); }
+    static int quad_column(int j) { return column(0) + j / 2 * kColumnStep + j % 2; }
 
    private:
     template <class F>

@@ -5,8 +5,10 @@
 #include <string>
 
 #include "cuda/epilogue/activation.cuh"
+#include "cuda/epilogue/chunk_sum.cuh"
 #include "cuda/epilogue/store.cuh"
 #include "cuda/epilogue/store_fp32.cuh"
+#include "cuda/tuning/gemm_backward.hpp"
 #include "tests/emulator/lent_sums.hpp"
 
 namespace tessera::cuda {
@@ -100,6 +102,53 @@ std::string activated() {
 
 TEST(LentAccumulators, AreActivated) { EXPECT_EQ(activated<false>(), ""); }
 TEST(LentAccumulators, AreActivatedWhereGateAndUpComeInTurns) { EXPECT_EQ(activated<true>(), ""); }
+
+// Two chunks of a tile, by both consumer warpgroups of one CTA: they store quads, and add them up when all are there.
+TEST(LentAccumulators, OfChunksAreAddedUp) {
+  constexpr gemm::GemmConfig kGemm = RouterWgradConfig<128, false>::gemm;
+  using Core = emulator::MemoryCore<kGemm>;
+  constexpr int kChunks = 2, kRows = kGemm.tile.m - 3, kColumns = kGemm.tile.n - 16;
+  constexpr int kSums = kGemm.tile.m * kGemm.tile.n;
+  Memory<float> sums(kChunks * kSums), d(kColumns * kRows);
+  Memory<float4> parts(kChunks * kSums / 4);
+  Memory<std::uint32_t> arrived(1, 0);
+  Memory<typename Core::Storage> storage(1);
+  for (int i = 0; i < kChunks * kSums; ++i) sums[i] = static_cast<float>(i % 8191) * 0.37f;
+  gemm::ChunkSumParams const p = {.gmem_parts = parts.get(),
+                                  .gmem_arrived = arrived.get(),
+                                  .gmem_d = d.get(),
+                                  .d_pitch = kRows,
+                                  .is_fp32 = true,
+                                  .accumulates = false,
+                                  .rows = kRows,
+                                  .columns = kColumns,
+                                  .terms = 1,
+                                  .segments = kChunks,
+                                  .m_tiles = 1,
+                                  .n_tiles = 1};
+  emulator::launch(1, 1, kGemm.consumer_warpgroups * arch::kWarpgroupThreads, 0, [&] {
+    int const consumer = static_cast<int>(threadIdx.x) / arch::kWarpgroupThreads;
+    int const row = consumer * gemm::kSubtileM;
+    gemm::ChunkSumEpilogue<Core> epilogue(*storage.get(), p, consumer);
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      gemm::WorkTile tile = {};
+      tile.segment = chunk;
+      typename Core::Accumulators acc(sums.get() + chunk * kSums + row * kGemm.tile.n);
+      epilogue.begin(tile, row, 1);
+      epilogue.settle();
+      epilogue.store(acc, tile, row);
+    }
+    epilogue.drain();
+  });
+  ASSERT_EQ(emulator::run({.seed = 3, .burst = 8}), "");
+  EXPECT_EQ(arrived[0], 0u);
+  for (int r = 0; r < kRows; ++r) {
+    for (int c = 0; c < kColumns; ++c) {
+      float const* const first = &sums[r * kGemm.tile.n + c];
+      ASSERT_EQ(d[c * kRows + r], first[0] + first[kSums]) << "row " << r << " column " << c;
+    }
+  }
+}
 
 }  // namespace
 }  // namespace tessera::cuda

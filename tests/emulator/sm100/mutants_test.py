@@ -81,7 +81,7 @@ MUTANTS = [
      "(arch::warp_in_warpgroup() ^ 1) * kWarpSlabRows", "by a warp that reaches lanes", "*AllRows*"),
     ("all lanes issue", LOOP, "if (arch::elect_one()) {", "if (true) {", "several lanes of a warp issue", "*AllRows*"),
     ("tensor memory is never freed", ROLES,
-     "if (warp == kMultiplyWarp) {\n    arch::tcgen05_free", "if (false) {\n    arch::tcgen05_free",
+     "if (warp == multiply_warp(kGemm)) {\n    arch::tcgen05_free", "if (false) {\n    arch::tcgen05_free",
      "the CTA ends with 512 columns", "*AllRows*"),
     ("tensor memory is freed before the last loads", ROLES,
      "  sync_ctas<kGemm>();\n  arch::tcgen05_fence_after();\n  if (warp",
@@ -169,6 +169,11 @@ def main():
         parser.add_argument(flag, required=True)
     parser.add_argument("--quick", action="store_true", help="one of every kind")
     args = parser.parse_args()
+    # Of all of them, as --quick runs each time: a text that has changed would else be found once a night.
+    gone = [name for name, file, old, *_ in MUTANTS
+            if (pathlib.Path(args.tree) / file).read_text(encoding="utf-8").count(old) != 1]
+    if gone:
+        sys.exit(f"their text does not stand in the source once: {', '.join(gone)}")
     mutants = [mutant for mutant in MUTANTS if not args.quick or mutant[0] in QUICK]
     if args.quick and len(mutants) != len(QUICK):
         sys.exit("a mutant of --quick is not there")

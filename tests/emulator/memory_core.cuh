@@ -28,7 +28,8 @@ struct MemoryCore {
    public:
     static constexpr int kSlabs = kGemm.tile.n / kSlabColumns;
     static constexpr int kRows = 1;
-    static constexpr int kPairs = kSlabColumns / 4;
+    static constexpr int kStrips = kSlabColumns / 16, kStripPairs = 4;
+    static constexpr int kPairs = kStrips * kStripPairs;
     static constexpr int kColumnStep = 4, kColumnPairStep = 2;
     static constexpr int kQuadColumns = 8;
 
@@ -38,6 +39,10 @@ struct MemoryCore {
     static int row(int first, int i) {
       return warp_row(first + arch::warp_in_warpgroup() * kWarpRows, i);
     }
+    static float sum_of_row(float value) {
+      return value + __shfl_xor_sync(arch::kAllLanes, value, 1);
+    }
+    static bool speaks_for_row() { return arch::lane_idx() % 2 == 0; }
     static int column(int first) { return first + arch::lane_idx() % 2 * 2; }
     static int column_pair(int first) { return first + arch::lane_idx() % 2; }
 
@@ -58,6 +63,13 @@ struct MemoryCore {
             f(r, c + 1, right);
           });
         });
+      }
+    }
+    template <class F>
+    void for_each_pair(int slab, int strip, F f) {
+      for (int i = 0; i < kStripPairs; ++i) {
+        float* const pair = at(slab, strip * kStripPairs + i);
+        f(i, 0, pair[0], pair[1]);
       }
     }
     std::uint32_t packed(int slab, int i) const {
@@ -87,6 +99,44 @@ struct MemoryCore {
     }
 
     float* sums_;
+  };
+
+  // A lane's pairs of a slab, whose rows are 128 bytes, swizzled.
+  struct SlabRows {
+    template <class Slab>
+    static void load(Slab const* slab, int strip, std::uint32_t (&pairs)[4]) {
+      for (int i = 0; i < 4; ++i) std::memcpy(&pairs[i], at(slab, column(strip, i)), 4);
+    }
+    template <class Slab>
+    static void store(Slab* slab, int strip, std::uint32_t const (&pairs)[4]) {
+      for (int i = 0; i < 4; ++i) std::memcpy(at(slab, column(strip, i)), &pairs[i], 4);
+    }
+    template <class Slab>
+    static uint2 load_doubled(Slab* first, Slab* second, int strip, int i) {
+      uint2 values;
+      std::memcpy(&values, doubled(first, second, strip, i), sizeof(values));
+      return values;
+    }
+    template <class Slab>
+    static void store_doubled(Slab* first, Slab* second, int strip, int i, uint2 values) {
+      std::memcpy(doubled(first, second, strip, i), &values, sizeof(values));
+    }
+
+   private:
+    static int column(int strip, int i) {
+      return Accumulators::column(strip * 16) + i * Accumulators::kColumnStep;
+    }
+    template <class Slab>
+    static char* at(Slab* slab, int column) {
+      int const row = Accumulators::row(0, 0);
+      auto* const bytes = const_cast<char*>(reinterpret_cast<char const*>(slab));
+      return bytes + row * 128 + ((column / 8 ^ row % 8) << 4) + column % 8 * 2;
+    }
+    template <class Slab>
+    static char* doubled(Slab* first, Slab* second, int strip, int i) {
+      int const c = 2 * column(strip, i);
+      return at(c < kSlabColumns ? first : second, c % kSlabColumns);
+    }
   };
 
   // Rows as they are held for a deferred epilogue, whose pieces are as those of gemm/sm90/deferred.cuh.

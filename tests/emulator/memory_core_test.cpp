@@ -2,12 +2,16 @@
 // Epilogues whose accumulators lie in memory: what they store follows from rows, columns and values alone.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <string>
 
 #include "cuda/epilogue/activation.cuh"
+#include "cuda/epilogue/activation_gradient.cuh"
 #include "cuda/epilogue/chunk_sum.cuh"
 #include "cuda/epilogue/store.cuh"
 #include "cuda/epilogue/store_fp32.cuh"
+#include "cuda/gemm/sm90/lent.cuh"
+#include "cuda/host/tensor_map.hpp"
 #include "cuda/tuning/gemm_backward.hpp"
 #include "tests/emulator/lent_sums.hpp"
 
@@ -18,6 +22,7 @@ using emulator::bf16_of;
 using emulator::Bits;
 using emulator::first_wrong;
 using emulator::kEnd;
+using emulator::kRow;
 using emulator::kTile;
 using emulator::kUnwritten;
 using emulator::Lent;
@@ -149,6 +154,101 @@ TEST(LentAccumulators, OfChunksAreAddedUp) {
     }
   }
 }
+
+// Stages are lent as to a GEMM; sums, and pairs of slabs, are those of memory.
+template <gemm::GemmConfig kConfig>
+struct LendingCore : emulator::MemoryCore<kConfig> {
+  using Storage = gemm::SharedStorage<kConfig>;
+  using Ring = gemm::PipelineState<kConfig>;
+  using LentStages = gemm::BorrowedStages<kConfig>;
+};
+
+template <bool kInterleaved>
+void differentiate() {
+  constexpr gemm::GemmConfig kGemm = DownProjectionDgradConfig < kKind, gemm::Major::kK,
+                             gemm::Boxes::kAny, TileWidth::k256,
+                             kInterleaved ? Columns::kInterleaved : Columns::kHalves > ::gemm;
+  using Core = LendingCore<kGemm>;
+  using Epilogue = gemm::ActivationGradientInStages<Core, kKind, kInterleaved>;
+  static_assert(gemm::keeps_contract<kGemm.epilogue, Epilogue, typename Core::Accumulators,
+                                     typename Core::Ring, typename Core::Storage>());
+  constexpr int kRows = kEnd + 20, n = 200, kGroups = 2;
+  constexpr int kHalves = kInterleaved ? 1 : 2, kHColumns = 2 * n / kHalves;
+  Memory<float> sums(gemm::kSubtileM * kGemm.tile.n), scores(kRows), partials(kRows * kGroups);
+  Memory<std::int32_t> permutation(kRows);
+  Memory<Bits> h(kRows * 2 * n), dh(kRows * 2 * n), a(kRows * n);
+  emulator::fill(h.get(), kRows * 2 * n, 3, 2.0f);
+  for (int i = 0; i < gemm::kSubtileM * kGemm.tile.n; ++i) {
+    sums[i] = static_cast<float>(i % 1021 - 510) * 0.01f;
+  }
+  for (int r = 0; r < kRows; ++r) {
+    permutation[r] = (7 * r + 3) % kRows;
+    scores[r] = 0.125f + 0.01f * static_cast<float>(r);
+  }
+  gemm::ActivationGradientParams p = {};
+  ASSERT_EQ(host::make_halves_map(p.h, h.get(), kRows, kHalves, kHColumns, kGemm.tile.m),
+            cudaSuccess);
+  ASSERT_EQ(host::make_ragged_store_map(p.dh, dh.get(), kRows, kHalves, kHColumns, kRows,
+                                        gemm::kWarpRows),
+            cudaSuccess);
+  ASSERT_EQ(host::make_ragged_store_map(p.a_scaled, a.get(), kRows, 1, n, kRows, gemm::kWarpRows),
+            cudaSuccess);
+  p.gmem_partials = partials.get();
+  p.gmem_scores = scores.get();
+  p.gmem_permutation = permutation.get();
+  p.activation = {.kind = kKind};
+  p.groups = kGroups;
+  p.ragged_extent = kRows;
+  p.stores_a = true;
+  gemm::WorkTile tile = emulator::kWork;
+  tile.n_tile = 0;
+  emulator::launch(1, 1, arch::kWarpgroupThreads, sizeof(typename Core::Storage), [&] {
+    auto& smem = gemm::shared_storage<kGemm>();
+    if (threadIdx.x == 0) {
+      for (int s = 0; s < kGemm.stages; ++s) {
+        arch::mbarrier_init(&smem.full[s], 1);
+        arch::mbarrier_init(&smem.empty[s], 4);
+      }
+    }
+    arch::named_barrier_sync(1, arch::kWarpgroupThreads);
+    Epilogue epilogue(smem, p, 1);
+    epilogue.begin(tile, kRow, 1);
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kGemm.epilogue.lent_stages; ++i) Epilogue::lend(smem, p, i, tile, i);
+    }
+    __syncwarp();
+    typename Core::Ring ring;
+    typename Core::Accumulators acc(sums.get());
+    epilogue.store(acc, tile, kRow, ring);
+    epilogue.settle();
+    epilogue.drain();
+  });
+  ASSERT_EQ(emulator::run({.seed = 3, .burst = 8}), "");
+  for (int r = kRow; r < kEnd; ++r) {
+    float const s = scores[permutation[r]];
+    double ds[kGroups] = {}, size[kGroups] = {};
+    for (int c = 0; c < n; ++c) {
+      int const gate = r * 2 * n + (kInterleaved ? 2 * c : c), up = gate + (kInterleaved ? 1 : n);
+      float const t = sums[(r - kRow) * kGemm.tile.n + c];
+      auto const wanted = gemm::ActivationFunction<kKind>::backward(p.activation, widen(h[gate]),
+                                                                    widen(h[up]), s * t);
+      ASSERT_EQ(dh[gate], round(wanted.dg)) << "row " << r << " column " << c;
+      ASSERT_EQ(dh[up], round(wanted.du)) << "row " << r << " column " << c;
+      ASSERT_EQ(a[r * n + c], round(s * wanted.a)) << "row " << r << " column " << c;
+      ds[c / 128] += double{t} * wanted.a;
+      size[c / 128] += std::abs(double{t} * wanted.a);
+    }
+    for (int g = 0; g < kGroups; ++g) {
+      ASSERT_NEAR(partials[r * kGroups + g], ds[g], 1e-5 * size[g]) << "row " << r;
+    }
+  }
+  EXPECT_EQ(dh[(kRow - 1) * 2 * n], kUnwritten);
+  EXPECT_EQ(dh[kEnd * 2 * n], kUnwritten);
+  EXPECT_EQ(a[kEnd * n], kUnwritten);
+}
+
+TEST(LentAccumulators, AreDifferentiated) { differentiate<false>(); }
+TEST(LentAccumulators, AreDifferentiatedWhereGateAndUpComeInTurns) { differentiate<true>(); }
 
 }  // namespace
 }  // namespace tessera::cuda

@@ -74,10 +74,13 @@ class GradientRows {
     return (row + warp_row_ - first_row_) / kSubtileM;
   }
 
-  // Returns the score of the i-th of this thread's rows.
-  __device__ __forceinline__ float score(int subtile, int i) const {
+  // Gives the scores of this thread's rows.
+  __device__ __forceinline__ void scores(int subtile, float (&s)[kRows]) const {
     float const mine = kScores == 1 || subtile < 2 ? score_[0] : score_[kScores - 1];
-    return __shfl_sync(arch::kAllLanes, mine, Accumulators::warp_row(subtile % 2 * kWarpRows, i));
+    TESSERA_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      s[i] = __shfl_sync(arch::kAllLanes, mine, Accumulators::warp_row(subtile % 2 * kWarpRows, i));
+    }
   }
 
   // Strip m of a slab of the accumulators: its h in shared memory becomes dh.
@@ -196,7 +199,8 @@ class ActivationGradientEpilogue : GradientRows<Core, kKind, kInterleaved> {
 
   __device__ __forceinline__ void store(Accumulators& acc, WorkTile const& tile, int row) {
     int const subtile = this->subtile_of(row);
-    float const s[kRows] = {this->score(subtile, 0), this->score(subtile, 1)};
+    float s[kRows];
+    this->scores(subtile, s);
     TESSERA_UNROLL
     for (int g = 0; g < kGemm.column_groups(); ++g) {
       float ds[kRows] = {};
@@ -346,7 +350,8 @@ class ActivationGradientInStages : GradientRows<Core, kKind, kInterleaved> {
 
   __device__ __forceinline__ void store(Accumulators& acc, WorkTile const& tile, int row,
                                         typename Core::Ring& state) {
-    float const s[kRows] = {this->score(0, 0), this->score(0, 1)};
+    float s[kRows];
+    this->scores(0, s);
     int const ragged_row = p_.ragged_extent + row + warp_row_ - tile.end;
     bool const exists = ragged_row < p_.ragged_extent;  // else the warp lies past the segment
     TESSERA_UNROLL

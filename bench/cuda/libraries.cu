@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Builds of the library against each other: the layer as a whole, forward and backward, in one process and in random
 // order, through the C ABI. Every build works on the same tensors and has its own outputs, which are compared with the
-// first one's. of_first is the median over the rounds of its time over the first one's in the same round; host_us is
-// what a call takes on the host, the GPU being busy with what came before.
+// first one's: in the norm (checked), and value by value (equal_to_first). of_first is the median over the rounds of
+// its time over the first one's in the same round; host_us is what a call takes on the host, the GPU being busy with
+// what came before.
 //
 //   libraries --library NAME=PATH --library NAME=PATH .. [--main-grad NAME=PATH].. [--config NAME].. [--rounds N]
 //             [--json FILE]
@@ -228,15 +229,19 @@ double distance(Output const& a, Output const& b) {
 }
 
 // Builds may round differently: both are within some 2^-9 of what is right.
-bool agrees(Layer const& own, Layer const& first, std::string const& config) {
-  bool all = true;
+struct Agreement {
+  bool close = true, equal = true;  // in the norm; in every value
+};
+Agreement agreement(Layer const& own, Layer const& first, std::string const& config) {
+  Agreement all;
   for (size_t i = 0; i < own.outputs().size(); ++i) {
     Output const& output = *own.outputs()[i];
     double const error = distance(output, *first.outputs()[i]);
+    all.equal = all.equal && error == 0;
     if (error <= 0x1p-7) continue;
     std::printf("%s %s: %s differs by %.2e of its norm\n", config.c_str(),
                 own.library().name.c_str(), output.name, error);
-    all = false;
+    all.close = false;
   }
   return all;
 }
@@ -297,14 +302,14 @@ std::vector<std::vector<Times>> time_all(std::vector<std::unique_ptr<Layer>> con
 std::string bench_config(Config const& config, std::vector<Library> const& libraries, int rounds) {
   Inputs const inputs(config);
   std::vector<std::unique_ptr<Layer>> layers;
-  std::vector<bool> checked;
+  std::vector<Agreement> checked;
   for (Library const& library : libraries) {
     layers.push_back(std::make_unique<Layer>(library, inputs));
     for (Output const* output : layers.back()->outputs()) output->prepare();
     layers.back()->run(false, nullptr);
     layers.back()->run(true, nullptr);
     TESSERA_CUDA(cudaDeviceSynchronize());
-    checked.push_back(agrees(*layers.back(), *layers.front(), config.name));
+    checked.push_back(agreement(*layers.back(), *layers.front(), config.name));
   }
   std::vector<std::vector<Times>> const times = time_all(layers, rounds);
   std::string rows;
@@ -316,7 +321,10 @@ std::string bench_config(Config const& config, std::vector<Library> const& libra
       char const* const of = pass == 0 ? "forward" : "backward";
       std::printf("%-10s %-8s %-16s %8.4f ms  %.4f (%.4f to %.4f)  host %6.1f us%s\n",
                   config.name.c_str(), of, libraries[i].name.c_str(), t.median, ratio.median,
-                  ratio.p10, ratio.p90, host_us, checked[i] ? "" : "  DIFFERS");
+                  ratio.p10, ratio.p90, host_us,
+                  !checked[i].close  ? "  DIFFERS"
+                  : checked[i].equal ? "  equal"
+                                     : "  close");
       char row[512];
       std::snprintf(
           row, sizeof row,
@@ -324,11 +332,11 @@ std::string bench_config(Config const& config, std::vector<Library> const& libra
           "\"dtype\": \"bf16\", \"gpus\": 1, \"router\": \"topk-softmax\", \"pass\": "
           "\"%s\", \"impl\": \"tessera\", \"variant\": \"%s\", \"ms\": %.5f, "
           "\"ms_p10\": %.5f, \"ms_p90\": %.5f, \"of_first\": %.5f, \"host_us\": %.1f, \"checked\": "
-          "%s}",
+          "%s, \"equal_to_first\": %s}",
           rows.empty() ? "" : ",", config.name.c_str(), (long long)s.tokens, (long long)s.hidden,
           (long long)s.intermediate, (long long)s.experts, (long long)s.top_k, of,
           libraries[i].name.c_str(), t.median, t.p10, t.p90, ratio.median, host_us,
-          checked[i] ? "true" : "false");
+          checked[i].close ? "true" : "false", checked[i].equal ? "true" : "false");
       rows += row;
     }
   }

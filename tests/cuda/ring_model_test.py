@@ -76,6 +76,7 @@ def lend(seed: int, together: bool, broken: str = "") -> None:
                     place.advance()
                     yield
                 continue
+            previous = None
             for i in range(k_tiles):
                 yield from take(tile, i)
                 if i > 0:
@@ -144,6 +145,7 @@ def share(seed: int, broken: str = "") -> None:
             for other in [cta] if at_home else ctas:
                 empty[other][stage].arrive()
 
+        previous = None
         for k_tile in range(k_tiles):
             yield from full[cta][place.stage].wait(place.parity)
             require(content[cta][place.stage] == [k_tile] * 3, "what is multiplied is not all there")
@@ -282,6 +284,7 @@ def stay(seed: int, broken: str = "") -> None:
                     yield
                 turn[group ^ 1] = True
                 continue
+            previous = None
             for k_tile in range(k_tiles):
                 if i < 2:
                     yield from resident_full[k_tile].wait(run & 1)
@@ -377,6 +380,7 @@ def fused(seed: int, broken: str = "") -> None:
                     place.advance()
                     yield
             else:
+                previous = None
                 for i in range(k_tiles):
                     there = full[place.stage].parity != place.parity
                     if sent is not None and (i == 4 or (not there and broken != "told_at_fixed_time")):
@@ -411,7 +415,7 @@ def fused(seed: int, broken: str = "") -> None:
             if up:
                 sent = task
             else:
-                told[task] += 1
+                announced[task] += 1
         if sent is not None:
             yield from complete()
 

@@ -87,6 +87,7 @@ bench: cli
 lint:
 	@tools/bootstrap.sh lint
 	@.venv/bin/clang-format --dry-run --Werror $(SOURCES)
+	@.venv/bin/ruff check --quiet --no-cache
 	@tools/check_layers.py
 	@tools/check_links.py
 	@tools/check_source.py

@@ -15,7 +15,6 @@ their pictures loss.svg and loads.svg.
 import argparse
 import csv
 import dataclasses
-import itertools
 import os
 import pathlib
 import signal

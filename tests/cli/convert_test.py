@@ -13,7 +13,7 @@ import time
 
 import program
 from checkpoints import (
-    LAYOUTS, Checkpoints, expected, per_expert, read_checkpoint, read_safetensors, safetensors, transposed)
+    LAYOUTS, Checkpoints, expected, per_expert, read_checkpoint, read_safetensors)
 
 
 class Convert(Checkpoints):

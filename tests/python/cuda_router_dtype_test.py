@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An fp32 router beside bf16 experts on a GPU: as on the CPU, at few tokens, captured, and the size of its memory."""
 
-import unittest
 
 import gpu
 import router_dtype_test

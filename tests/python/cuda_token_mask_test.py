@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Padding masks on a GPU: as on the CPU, by kernels that start at once and by those for odd sizes, and in graphs."""
 
-import unittest
 
 import gpu
 import tessera

@@ -15,6 +15,7 @@
 #include "cuda/kernels/up_projection_fwd_e4m3.cuh"
 #include "cuda/tuning/low_precision.hpp"
 #include "device_buffer.cuh"
+#include "tests/emulator/e4m3_sum.hpp"
 
 namespace tessera::cuda_test {
 namespace {
@@ -295,16 +296,15 @@ class Forward {
   }
 
   // Products of one element of a row, in their order: their sum in fp64, what the kernel may be off by, and what tensor
-  // cores make of them as far as is known (docs/notebook/2026-11-27-fp8-up-projection.md): one adds 32 products to the
-  // sum of a block that it has. It cuts all 33 towards 0 at 13 fraction bits of the largest, and the sum once more.
+  // cores make of them as far as is known.
   class Sum {
    public:
-    void add(double product, double scale) {
-      products_[count_ % kProducts] = product;
-      sum_ += product * scale;
-      if (++count_ % kProducts == 0) add_products(std::fabs(scale));
+    void add(float product, float scale) {
+      products_[count_ % emulator::kE4m3Products] = product;
+      sum_ += double{product} * scale;
+      if (++count_ % emulator::kE4m3Products == 0) add_products(std::fabs(double{scale}));
       if (count_ % kBlock == 0) {
-        modelled_ = std::fma(float(block_), float(scale), modelled_);
+        modelled_ = std::fma(block_, scale, modelled_);
         block_ = 0;
       }
     }
@@ -313,25 +313,17 @@ class Forward {
     Bf16 modelled() const { return core::round_to<Bf16>(modelled_); }
 
    private:
-    static constexpr int kProducts = 32;
-
+    // 33 numbers are cut at 13 fraction bits of the largest, and the sum, which may be larger, at 13 of its own.
     void add_products(double scale) {
-      double largest = std::fabs(block_);
-      for (double const p : products_) largest = std::max(largest, std::fabs(p));
-      allowance_ += (kProducts + 4) * 0x1p-13 * largest * scale;
-      double sum = cut(block_, largest);
-      for (double const p : products_) sum += cut(p, largest);
-      block_ = cut(sum, sum);
-    }
-    static double cut(double value, double largest) {
-      if (largest == 0 || std::isnan(largest)) return value;
-      double const unit = std::ldexp(1.0, std::ilogb(largest) - 13);
-      return std::trunc(value / unit) * unit;
+      double largest = std::fabs(double{block_});
+      for (float const p : products_) largest = std::max(largest, std::fabs(double{p}));
+      allowance_ += (emulator::kE4m3Products + 4) * 0x1p-13 * largest * scale;
+      block_ = emulator::add_e4m3_products(block_, products_);
     }
 
-    double products_[kProducts];
-    double sum_ = 0, block_ = 0, allowance_ = 0;
-    float modelled_ = 0;
+    float products_[emulator::kE4m3Products];
+    double sum_ = 0, allowance_ = 0;
+    float block_ = 0, modelled_ = 0;
     int count_ = 0;
   };
   // The errors of a row together: bf16 alone makes 1.7e-3 of them, random cuts little more.
@@ -356,9 +348,9 @@ class Forward {
       for (int64_t k = 0; k < c_.d; ++k) {
         int64_t const w_row = (int64_t{expert} * 2 + half) * c_.n + i;
         int64_t const block = (expert * (c_.n / kBlock) + i / kBlock) * across + k / kBlock;
-        sum.add(double(core::to_fp32(x_.codes[size_t(token * c_.d + k)])) *
+        sum.add(core::to_fp32(x_.codes[size_t(token * c_.d + k)]) *
                     core::to_fp32(w_.quantised.codes[size_t(w_row * c_.d + k)]),
-                double(x_.scales[size_t(token * across + k / kBlock)]) *
+                x_.scales[size_t(token * across + k / kBlock)] *
                     w_.quantised.scales[size_t(block * 2 + half)]);
       }
       check_sum(h[size_t(row * 2 * c_.n + c)], sum, error, at("h", row, c));
@@ -373,11 +365,10 @@ class Forward {
         int64_t const block =
             (expert * (kColumns / kBlock) + c / kBlock) * (c_.n / kBlock) + k / kBlock;
         sum.add(
-            double(core::to_fp32(a.codes[size_t(row * c_.n + k)])) *
+            core::to_fp32(a.codes[size_t(row * c_.n + k)]) *
                 core::to_fp32(
                     w_down_.quantised.codes[size_t((int64_t{expert} * kColumns + c) * c_.n + k)]),
-            double(a.scales[size_t(k / kBlock * pitch + row)]) *
-                w_down_.quantised.scales[size_t(block)]);
+            a.scales[size_t(k / kBlock * pitch + row)] * w_down_.quantised.scales[size_t(block)]);
       }
       check_sum(y[size_t(row * kColumns + c)], sum, error, at("y", row, c));
     }

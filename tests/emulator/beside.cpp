@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What goes on beside the threads: copies, and multiplications.
 #include "core/fp8.hpp"
+#include "tests/emulator/e4m3_sum.hpp"
 #include "tests/emulator/state.hpp"
 
 namespace tessera::emulator {
@@ -41,6 +42,16 @@ Operands& operands_of(Thread& t, std::uint64_t number) {
   return *group.operands[static_cast<std::size_t>(number - group.begin)];
 }
 
+float sum_of(Operands const& o, int row, int column, float sum) {
+  if (!o.e4m3) {
+    for (int k = 0; k < o.k(); ++k) sum += o.rows[row][k] * o.columns[k][column];
+    return sum;
+  }
+  float products[kE4m3Products];
+  for (int k = 0; k < kE4m3Products; ++k) products[k] = o.rows[row][k] * o.columns[k][column];
+  return add_e4m3_products(sum, products);
+}
+
 void multiply(Thread& t, Multiplication const& m) {
   Operands& o = operands_of(t, m.number);
   if (!o.read) {
@@ -60,9 +71,7 @@ void multiply(Thread& t, Multiplication const& m) {
     float& d = i < 64 ? m.first[i] : m.second[i - 64];
     int const row = 16 * warp + lane / 4 + 8 * (i / 2 % 2);
     int const column = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
-    float sum = m.adds ? d : 0.0f;
-    for (int k = 0; k < o.k(); ++k) sum += o.rows[row][k] * o.columns[k][column];
-    d = sum;
+    d = sum_of(o, row, column, m.adds ? d : 0.0f);
   }
   Warpgroup& group = t.cta->warpgroups[t.index / kWarpgroup];
   --o.left;

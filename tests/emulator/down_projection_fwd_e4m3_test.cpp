@@ -9,6 +9,7 @@
 #include "core/fp8.hpp"
 #include "cuda/kernels/down_projection_fwd_e4m3.cuh"
 #include "cuda/tuning/low_precision.hpp"
+#include "tests/emulator/e4m3_sum.hpp"
 #include "tests/emulator/emulator.hpp"
 #include "tests/emulator/memory.hpp"
 
@@ -84,9 +85,14 @@ class Problem {
     float all = 0;
     for (std::int64_t block = 0; block < n_ / kBlock; ++block) {
       float partial = 0;
-      for (std::int64_t k = block * kBlock; k < (block + 1) * kBlock; ++k) {
-        partial +=
-            core::to_fp32(a_[row * n_ + k]) * core::to_fp32(w_[(expert * d_ + column) * n_ + k]);
+      for (std::int64_t step = block * kBlock; step < (block + 1) * kBlock;
+           step += emulator::kE4m3Products) {
+        float products[emulator::kE4m3Products];
+        for (int j = 0; j < emulator::kE4m3Products; ++j) {
+          products[j] = core::to_fp32(a_[row * n_ + step + j]) *
+                        core::to_fp32(w_[(expert * d_ + column) * n_ + step + j]);
+        }
+        partial = emulator::add_e4m3_products(partial, products);
       }
       std::int64_t const of_w = (expert * (d_ / kBlock) + column / kBlock) * (n_ / kBlock) + block;
       all = std::fma(partial, a_scales_[block * pitch() + row] * w_scales_[of_w], all);

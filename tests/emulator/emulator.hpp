@@ -97,7 +97,7 @@ void wait_copies(int pending);
 // rows of k, or rows-major.
 void multiply_later(float* first, float* second, std::uint64_t a, std::uint64_t b,
                     bool a_rows_major, bool b_rows_major, bool adds);
-// The same in e4m3, 32 of k at a time; both operands are rows of k. Sums are in fp32; a GPU keeps 13 bits of them.
+// The same in e4m3, 32 of k at a time; both operands are rows of k. Sums are those of e4m3_sum.hpp.
 void multiply_e4m3_later(float* first, float* second, std::uint64_t a, std::uint64_t b, bool adds);
 // The same with this thread's part of A in registers, and B rows-major; adds.
 void multiply_later(float* first, float* second, std::uint32_t const (&a)[4], std::uint64_t b);

@@ -11,6 +11,7 @@
 #include "core/fp8.hpp"
 #include "cuda/kernels/up_projection_fwd_e4m3.cuh"
 #include "cuda/tuning/low_precision.hpp"
+#include "tests/emulator/e4m3_sum.hpp"
 #include "tests/emulator/emulator.hpp"
 #include "tests/emulator/memory.hpp"
 
@@ -151,8 +152,13 @@ class Problem {
     float all = 0;
     for (int k0 = 0; k0 < d_; k0 += kBlock) {
       float partial = 0;
-      for (int k = k0; k < k0 + kBlock; ++k) {
-        partial += core::to_fp32(x_[token * d_ + k]) * core::to_fp32(w_[w_at(expert, half, i) + k]);
+      for (int step = k0; step < k0 + kBlock; step += emulator::kE4m3Products) {
+        float products[emulator::kE4m3Products];
+        for (int j = 0; j < emulator::kE4m3Products; ++j) {
+          products[j] = core::to_fp32(x_[token * d_ + step + j]) *
+                        core::to_fp32(w_[w_at(expert, half, i) + step + j]);
+        }
+        partial = emulator::add_e4m3_products(partial, products);
       }
       float const scale = x_scales_[token * (d_ / kBlock) + k0 / kBlock] *
                           w_scales_[w_scale_at(expert, half, i, k0)];

@@ -69,9 +69,9 @@ __global__ void plain_rows(UpProjectionFwdE4m3Arguments p, int const* gmem_rows,
 }
 
 // The same of y.
-__global__ void plain_down_rows(DownProjectionFwdE4m3Arguments p, int const* gmem_rows,
-                                float* gmem_y) {
-  int64_t const d = p.hidden, n = p.intermediate, pitch = (p.rows + 3) / 4 * 4;
+__global__ void plain_down_rows(DownProjectionFwdE4m3Arguments p, int64_t pitch,
+                                int const* gmem_rows, float* gmem_y) {
+  int64_t const d = p.hidden, n = p.intermediate;
   int const row = gmem_rows[blockIdx.x];
   int expert = 0;
   while (row >= p.gmem_expert_offsets[expert + 1]) ++expert;
@@ -107,7 +107,7 @@ struct Problem {
       : shape(s),
         routing(Routing::random(s.tokens, s.experts, s.top_k, 11)),
         rows(int64_t(routing.gather_index.size())),
-        pitch((rows + 3) / 4 * 4),
+        pitch(padded_scale_rows(rows)),
         offsets(routing.expert_offsets),
         index(routing.gather_index),
         counter(std::vector<int>{0}),
@@ -268,7 +268,7 @@ struct Problem {
   DeviceBuffer<float> x_scales, w_scales, w_down_scales, h_scales, a_scales;
 };
 
-// What a few rows hold, on the host.
+// A few rows of the results, on the host.
 struct Row {
   std::vector<float> plain;  // h
   std::vector<float> plain_y;
@@ -367,8 +367,8 @@ class Check {
     plain_rows<<<unsigned(numbers_.size()), 256>>>(p_.e4m3(true), numbers.get(), plain.get());
     int64_t const d = p_.shape.hidden;
     DeviceBuffer<float> plain_y(int64_t(numbers_.size()) * d);
-    plain_down_rows<<<unsigned(numbers_.size()), 256>>>(p_.down_e4m3(), numbers.get(),
-                                                        plain_y.get());
+    plain_down_rows<<<unsigned(numbers_.size()), 256>>>(
+        p_.down_e4m3(), padded_scale_rows(p_.down_e4m3().rows), numbers.get(), plain_y.get());
     std::vector<float> const h_scales = read(p_.h_scales.get(), p_.h_scales.count());
     std::vector<float> const a_scales = read(p_.a_scales.get(), p_.a_scales.count());
     for (size_t i = 0; i < numbers_.size(); ++i) {

@@ -198,7 +198,7 @@ class Forward {
   }
 
   void check() {
-    int64_t const capacity = rows_ + kRowsPast, pitch = (capacity + 3) / 4 * 4;
+    int64_t const capacity = rows_ + kRowsPast, pitch = padded_scale_rows(capacity);
     DeviceBuffer const x(x_.codes), x_scales(x_.scales), w(w_.quantised.codes),
         w_scales(w_.quantised.scales), offsets(offsets_), index(index_),
         counter(std::vector<int>{0});

@@ -79,7 +79,7 @@ class Problem {
 
  private:
   std::int64_t capacity() const { return rows_ + kRowsPast; }
-  std::int64_t pitch() const { return (capacity() + 3) / 4 * 4; }
+  std::int64_t pitch() const { return padded_scale_rows(capacity()); }
 
   float sum(std::int64_t row, std::int64_t expert, std::int64_t column) const {
     float all = 0;

@@ -72,7 +72,7 @@ class Problem {
   int n() const { return n_; }
   int rows() const { return rows_; }
   int capacity() const { return rows_ + kRowsPast; }
-  std::int64_t scale_pitch() const { return (capacity() + 3) / 4 * 4; }
+  std::int64_t scale_pitch() const { return padded_scale_rows(capacity()); }
 
   // hb of a row, gate before up.
   std::vector<Bits> h_of(int row, int expert) const {

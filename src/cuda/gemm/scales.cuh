@@ -13,8 +13,8 @@ constexpr int kScaleBlock = 128;  // elements along k, and rows of B, that share
 struct ScaleParams {
   float const* gmem_a;  // of row r of A and a k_tile: r * a_row_step + k_tile * a_k_step
   int64_t a_row_step, a_k_step;
-  float const*
-      gmem_b;  // halves along rows: (segments, n_tiles, k_tiles, 2); else (segments, 2 * n_tiles, k_tiles)
+  // Halves along rows: (segments, n_tiles, k_tiles, 2); else (segments, 2 * n_tiles, k_tiles).
+  float const* gmem_b;
 };
 
 template <GemmConfig kGemm>

@@ -82,6 +82,10 @@ cudaError_t b_params(gemm::GemmParams& out, GemmProblem const& args) {
   if constexpr (kGemm.k_halves() == 2) {
     return make_k_half_maps<kGemm>(out, args.b, args.k_halves, args.segments, args.n, args.k);
   }
+  if constexpr (kGemm.b.stored == gemm::Element::kE4m3) {  // whole tiles of contiguous rows
+    return make_e4m3_tile_map(out.b[0], args.b[0].gmem, args.segments, kGemm.b_halves(), args.n,
+                              args.k, kGemm.b_groups());
+  }
   int64_t const columns =
       kGemm.b_terms() == 1 ? args.k : int64_t{kGemm.b_terms()} * k_tiles * kGemm.tile.k;
   return make_weight_maps<kGemm>(out, args.b, args.segments, args.n, columns);
@@ -90,7 +94,10 @@ cudaError_t b_params(gemm::GemmParams& out, GemmProblem const& args) {
 // All parameters but those of an outer product.
 template <gemm::GemmConfig kGemm>
 cudaError_t gemm_params(gemm::GemmParams& out, GemmProblem const& args) {
-  static_assert(kGemm.b.stored == gemm::Element::kBf16, "tensor_map.hpp makes maps of bf16");
+  static_assert(kGemm.b.stored == gemm::Element::kBf16 ||
+                    (kGemm.b.stored == gemm::Element::kE4m3 && kGemm.b.major == gemm::Major::kK &&
+                     !kGemm.varlen_k() && kGemm.k_halves() == 1),
+                "tensor_map.hpp makes maps of bf16, and of tiles of e4m3");
   out = {};
   out.gmem_offsets = args.gmem_offsets;
   out.segment_rows = int(args.segment_rows);

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "tessera/low_precision.hpp"
 #include "tessera/shape.hpp"
 
 namespace tessera::cuda {

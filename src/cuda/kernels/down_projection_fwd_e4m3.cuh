@@ -13,9 +13,9 @@
 
 #include "../epilogue/store_held.cuh"
 #include "../gemm/sm90/roles_scaled.cuh"
+#include "../host/gemm_params.hpp"
 #include "../host/launch.hpp"
 #include "../host/low_precision.hpp"
-#include "../host/tensor_map.hpp"
 
 namespace tessera::cuda {
 
@@ -41,23 +41,19 @@ cudaError_t make_down_projection_fwd_e4m3_params(DownProjectionFwdE4m3Params& p,
   constexpr gemm::GemmConfig kGemm = Config::gemm;
   int64_t const d = args.hidden, n = args.intermediate;
   if (d % kGemm.tile.n != 0 || n % gemm::kScaleBlock != 0) return cudaErrorInvalidValue;
-  p = {};
-  p.gemm.gmem_a = args.gmem_a;
-  p.gemm.a_pitch_chunks = int(n / 16);
-  p.gemm.a_row_bytes = int(n);
-  p.gemm.gmem_offsets = args.gmem_expert_offsets;
-  p.gemm.total_rows = int(args.rows);
-  p.gemm.segments = args.experts;
-  p.gemm.gmem_tile_counter = args.gmem_tile_counter;
-  p.gemm.n_tiles = int(d / kGemm.tile.n);
-  p.gemm.k_tiles = int(n / kGemm.tile.k);
   p.scales = {.gmem_a = args.gmem_a_scales,
               .a_row_step = 1,
-              .a_k_step = (args.rows + 3) / 4 * 4,
+              .a_k_step = padded_scale_rows(args.rows),
               .gmem_b = args.gmem_w_down_scales};
   p.epilogue = {static_cast<gemm::bf16*>(args.gmem_y), int(d)};
-  return host::make_e4m3_tile_map(p.gemm.b[0], args.gmem_w_down, args.experts, 1, d, n,
-                                  kGemm.b_groups());
+  return host::gemm_params<kGemm>(p.gemm, {.a = {args.gmem_a, args.rows, n},
+                                           .b = {{.gmem = args.gmem_w_down}, {}},
+                                           .n = d,
+                                           .k = n,
+                                           .gmem_offsets = args.gmem_expert_offsets,
+                                           .total_rows = args.rows,
+                                           .segments = args.experts,
+                                           .gmem_tile_counter = args.gmem_tile_counter});
 }
 
 template <class Config>

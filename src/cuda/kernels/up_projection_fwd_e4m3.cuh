@@ -18,9 +18,9 @@
 
 #include "../epilogue/activation_e4m3.cuh"
 #include "../gemm/sm90/roles_scaled.cuh"
+#include "../host/gemm_params.hpp"
 #include "../host/launch.hpp"
 #include "../host/low_precision.hpp"
-#include "../host/tensor_map.hpp"
 
 namespace tessera::cuda {
 
@@ -45,20 +45,8 @@ __global__ void __launch_bounds__(Config::gemm.threads(), 1)
 template <class Config>
 cudaError_t make_up_projection_fwd_e4m3_params(UpProjectionFwdE4m3Params& p,
                                                UpProjectionFwdE4m3Arguments const& args) {
-  constexpr gemm::GemmConfig kGemm = Config::gemm;
   int64_t const d = args.hidden, n = args.intermediate;
   if (d % gemm::kScaleBlock != 0 || n % gemm::kScaleBlock != 0) return cudaErrorInvalidValue;
-  p = {};
-  p.gemm.gmem_a = args.gmem_x;
-  p.gemm.gmem_index = args.gmem_gather_index;
-  p.gemm.a_pitch_chunks = int(d / 16);
-  p.gemm.a_row_bytes = int(d);
-  p.gemm.gmem_offsets = args.gmem_expert_offsets;
-  p.gemm.total_rows = int(args.rows);
-  p.gemm.segments = args.experts;
-  p.gemm.gmem_tile_counter = args.gmem_tile_counter;
-  p.gemm.n_tiles = int(2 * n / kGemm.tile.n);
-  p.gemm.k_tiles = int(d / kGemm.tile.k);
   p.scales = {.gmem_a = args.gmem_x_scales,
               .a_row_step = d / gemm::kScaleBlock,
               .a_k_step = 1,
@@ -67,11 +55,18 @@ cudaError_t make_up_projection_fwd_e4m3_params(UpProjectionFwdE4m3Params& p,
                 .gmem_a = args.gmem_a,
                 .gmem_h_scales = args.gmem_h_scales,
                 .gmem_a_scales = args.gmem_a_scales,
-                .scale_pitch = (args.rows + 3) / 4 * 4,
+                .scale_pitch = padded_scale_rows(args.rows),
                 .activation = args.activation,
                 .columns = int(n)};
-  return host::make_e4m3_tile_map(p.gemm.b[0], args.gmem_w_up, args.experts, 2, n, d,
-                                  kGemm.b_groups());
+  return host::gemm_params<Config::gemm>(p.gemm, {.a = {args.gmem_x, args.rows, d},
+                                                  .gmem_index = args.gmem_gather_index,
+                                                  .b = {{.gmem = args.gmem_w_up}, {}},
+                                                  .n = n,
+                                                  .k = d,
+                                                  .gmem_offsets = args.gmem_expert_offsets,
+                                                  .total_rows = args.rows,
+                                                  .segments = args.experts,
+                                                  .gmem_tile_counter = args.gmem_tile_counter});
 }
 
 template <class Config>

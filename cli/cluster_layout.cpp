@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cli/cluster_layout.hpp"
 
+#include "tessera/expert_parallel.hpp"
+
 namespace tessera::cli {
 namespace {
-
-constexpr std::int64_t kMaxLocalRanks = 8;  // of tessera.ExpertParallel
 
 double touch(std::int64_t experts, std::int64_t top_k, std::int64_t hosts) {
   double elsewhere = 1;
@@ -22,7 +22,7 @@ ExpertsLayout experts_layout(TrainingModel const& model, Cluster const& cluster,
   ExpertsLayout layout{.tokens = tokens};
   layout.within_host_bytes = 8 * model.expert_parameters() / gpus * (hosts - 1) / hosts;
   layout.divisible = model.experts % (cluster.hosts * cluster.gpus) == 0 &&
-                     model.top_k <= model.experts / cluster.hosts && cluster.gpus <= kMaxLocalRanks;
+                     model.top_k <= model.experts / cluster.hosts && cluster.gpus <= kMaxRanks;
   double const token = 4 * (hosts - 1) * touch(model.experts, model.top_k, cluster.hosts) * 2 *
                        static_cast<double>(model.hidden);
   layout.over_hosts_bytes = token * tokens;

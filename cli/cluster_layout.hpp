@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the experts of a layer are when there are several hosts: all of them within each host, their state sharded over
+// Places the experts of a layer when there are several hosts: all of them within each host, their state sharded over
 // the hosts, or spread over the GPUs of all hosts. What a GPU sends to other hosts decides, in a layer and step:
 //
 //   within a host   8 (3 d n E / g) (H-1)/H       weights gathered twice in bf16, gradients reduced in fp32

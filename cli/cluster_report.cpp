@@ -99,8 +99,10 @@ std::string layout_text(ClusterPlan const& plan) {
       layout.over_hosts() ? "over the hosts" : "within each host", sent(layout.within_host_bytes));
   if (!layout.divisible) {
     return text +
-           "  over hosts      not possible: experts are a multiple of all GPUs, and a host has at "
-           "most 8 GPUs and at least as many experts as a token\n";
+           fmt::format(
+               "  over hosts      not possible: experts are a multiple of all GPUs, and a host "
+               "has at most {} GPUs and at least as many experts as a token\n",
+               kMaxRanks);
   }
   return text + fmt::format(
                     "  over hosts      {}: rows of {:.0f} tokens, beside nothing, with "

@@ -210,8 +210,8 @@ class Rank {
     TESSERA_CUDA(cudaDeviceSynchronize());
   }
 
-  // What is wanted: the result of the layer that needs no other GPU; of the fused kernel with partial combine, the same
-  // results of single choices, added up as its owners do.
+  // Computes what is wanted: the result of the layer that needs no other GPU; of the fused kernel with partial combine,
+  // the same results of single choices, added up as its owners do.
   void compute_wanted(Context const& context) {
     if (tokens_ == 0) return;
     prepare_layer(context);

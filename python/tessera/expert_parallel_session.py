@@ -21,6 +21,7 @@ from tessera.expert_parallel_library import TENSORS, Desc, InferenceArgs, load
 from tessera.ops import prepared_calls
 
 MAX_RANKS = 8
+MAX_SECONDS = 86400  # the longest time_limit, a day
 MAX_CALLS = 256  # prepared calls that a session holds
 SIDE_SMS = 24  # SMs that move rows on the side stream while the others multiply
 # Where the structs of inference have the addresses of TENSORS.
@@ -344,8 +345,8 @@ def make_desc(rank: int, ranks: int, activation: str, *, max_tokens, hidden, int
     if activation not in options.ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: choose from {', '.join(options.ACTIVATIONS)}")
     options.Options(activation=activation, alpha=alpha, limit=limit, up_offset=up_offset)  # refuses zeros
-    if not 0 < time_limit <= 86400:  # a desc of C means its default by 0
-        raise ValueError(f"time_limit={time_limit}: seconds, above 0 and at most a day, 86400")
+    if not 0 < time_limit <= MAX_SECONDS:  # a desc of C means its default by 0
+        raise ValueError(f"time_limit={time_limit}: seconds, above 0 and at most a day, {MAX_SECONDS}")
     return Desc(ctypes.sizeof(Desc), rank, ranks, max_tokens, hidden, intermediate, experts, top_k,
                 options.ACTIVATIONS.index(activation), bool(partial_combine), alpha, limit, up_offset, bool(training),
                 time_limit)

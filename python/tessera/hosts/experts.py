@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import distributed
 
-from tessera import expert_parallel_training, functional, options
+from tessera import expert_parallel_session, expert_parallel_training, functional, options
 from tessera.expert_parallel_checks import check_shapes, gather, narrowed, refuse_differences
 from tessera.expert_parallel_library import TENSORS
 from tessera.expert_parallel_session import Session, check_devices, gpu, make_desc
@@ -25,8 +25,8 @@ from tessera.hosts.rotation import Rotation
 EXCHANGES = ("static", "counted")
 # From so many hosts on `static` sends half as many rows again as are needed.
 COUNTED_FROM = 5
-# A day, the library's bound, less what waits within a host take longer.
-MAX_SECONDS = 86400 - topologies.LOCAL_SECONDS
+# The library's bound, less what waits within a host take longer.
+MAX_SECONDS = expert_parallel_session.MAX_SECONDS - topologies.LOCAL_SECONDS
 _made = itertools.count()
 
 

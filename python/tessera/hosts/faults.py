@@ -8,7 +8,7 @@ import threading
 
 from torch import distributed
 
-# Where gloo's and NCCL's errors come from in their sources.
+# Errors of gloo and NCCL name a place in their sources so.
 _PLACE = re.compile(r"\[[^\]]*:\d+\] ")
 # Seconds that a rank which has failed waits for what others have told: the store may be where a rank has died.
 STORE_SECONDS = 2

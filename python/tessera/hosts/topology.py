@@ -10,7 +10,8 @@ import socket
 
 from torch import distributed
 
-MAX_LOCAL_RANKS = 8
+from tessera.expert_parallel_session import MAX_RANKS
+
 # Waits within a host take so much longer than those between hosts, whose error names a host and comes first.
 LOCAL_SECONDS = 10
 BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
@@ -78,8 +79,8 @@ def find(rank: int, names: list[str], hosts: int | str) -> Topology:
         hosts = hosts_of(names)
     if isinstance(hosts, bool) or not isinstance(hosts, int) or hosts < 1 or ranks % hosts:
         raise ValueError(f"hosts={hosts!r}: \"auto\", or a number that divides the {ranks} ranks of the group")
-    if ranks // hosts > MAX_LOCAL_RANKS:
-        raise ValueError(f"hosts={hosts}: {ranks // hosts} ranks on each host; at most {MAX_LOCAL_RANKS}")
+    if ranks // hosts > MAX_RANKS:
+        raise ValueError(f"hosts={hosts}: {ranks // hosts} ranks on each host; at most {MAX_RANKS}")
     return Topology(rank, ranks, hosts)
 
 

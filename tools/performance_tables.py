@@ -172,18 +172,24 @@ def training(files: list[Rows]) -> list[list[str]]:
 
 
 def train_step(files: list[Rows]) -> list[list[str]]:
-    """A step of a whole model with the experts of several libraries; times over that with Tessera's layer."""
-    table = [["experts of the model", "step, ms", "over Tessera's layer", "tokens/s of a GPU", "peak, GiB"]]
-    for file in files:
-        rows = sorted(file.find(**{"pass": "train-step"}), key=lambda row: row["ms"])
-        ours = file.ms(impl="tessera-layer", variant="", **{"pass": "train-step"})
-        for row in rows:
-            name = {"tessera-layer": "Tessera's layer, router included", "tessera": "Tessera's, the model's router",
-                    "torch-grouped-mm": "torch, grouped_mm", "hf-grouped-mm": "transformers, grouped_mm"}.get(
-                        row["impl"], row["impl"])
-            more = f", {row['variant']}" if row["variant"] else ""
-            table.append([name + more, number(row["ms"]), ratio(row["ms"] / ours), f"{row['tokens_per_s_per_gpu']:,}",
-                          number(row["peak_bytes"] / 2**30)])
+    """A step of a whole model with the experts of several libraries: at one batch for all, times over that with
+    Tessera's layer, of the first file; each with the largest batch that it has room for, speeds, of the second."""
+    file, largest = files
+    table = [["experts of the model", "step, ms", "over Tessera's layer", "tokens/s of a GPU", "peak, GiB",
+              "largest batch, tokens", "tokens/s of a GPU", "Tessera's layer is times as fast"]]
+    step = {"pass": "train-step"}
+    ours = file.ms(impl="tessera-layer", variant="", **step)
+    best = largest.find(impl="tessera-layer", **step)[0]["tokens_per_s_per_gpu"]
+    for row in sorted(file.find(**step), key=lambda row: row["ms"]):
+        name = {"tessera-layer": "Tessera's layer, router included", "tessera": "Tessera's, the model's router",
+                "torch-grouped-mm": "torch, grouped_mm", "hf-grouped-mm": "transformers, grouped_mm"}.get(
+                    row["impl"], row["impl"])
+        more = f", {row['variant']}" if row["variant"] else ""
+        table.append([name + more, number(row["ms"]), ratio(row["ms"] / ours), f"{row['tokens_per_s_per_gpu']:,}",
+                      number(row["peak_bytes"] / 2**30)])
+        own = largest.find(impl=row["impl"], variant=row["variant"], **step)
+        table[-1] += [f"{own[0]['batch_tokens']:,}", f"{own[0]['tokens_per_s_per_gpu']:,}",
+                      ratio(best / own[0]["tokens_per_s_per_gpu"])] if own else [""] * 3
     return table
 
 

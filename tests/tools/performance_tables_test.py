@@ -45,6 +45,18 @@ class PerformanceTablesTest(unittest.TestCase):
         self.assertEqual(self.written(text), text)
         self.assertEqual(self.check(text), [])
 
+    def test_steps_of_a_model_at_one_batch_and_at_the_largest(self):
+        def step(impl, ms, speed, batch):
+            return row(impl, ms, tokens_per_s_per_gpu=speed, batch_tokens=batch, peak_bytes=2**31) | {"pass": "train-step"}
+
+        self.write("current/b.json", [step("tessera-layer", 100, 2000, 200), step("scattermoe", 90, 1900, 200),
+                                      step("sonicmoe", 110, 1800, 200)])
+        self.write("current/c.json", [step("tessera-layer", 300, 3000, 900), step("scattermoe", 200, 2000, 400)])
+        text = self.written("<!-- table train-step current/b.json current/c.json -->\n<!-- end -->\n")
+        self.assertIn("| Tessera's layer, router included | 100 | 1.00 | 2,000 | 2.00 | 900 | 3,000 | 1.00 |", text)
+        self.assertIn("| scattermoe | 90.0 | **0.90** | 1,900 | 2.00 | 400 | 2,000 | 1.50 |", text)
+        self.assertIn("| sonicmoe | 110 | 1.10 | 1,800 | 2.00 |  |  |  |", text)
+
     def test_the_archive_is_of_an_earlier_build(self):
         self.write("archive/h200/2026-11-25-a.json", ROWS)
         self.assertIn("**an earlier build**", self.written(PAGE.replace("current", "archive")))

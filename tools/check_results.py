@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Checks the files of bench/results/current: each follows bench/results/schema.json, says what its name says, and is
-read by a table of a document or by a picture. And that all others lie in bench/results/archive.
+read by a table of a document or by a picture. And that all others lie in bench/results/archive, and are JSON.
 
     tools/check_results.py            the tree it stands in
     tools/check_results.py FILE ..    the schema alone, of files that are about to be added
@@ -111,6 +111,11 @@ def check_tree(root: pathlib.Path) -> tuple[list[str], int]:
         found += [f"{name}: {error}" for error in errors or check_name(path, document)]
         if name not in read:
             found.append(f"{name}: no table and no picture reads it; move it to archive")
+    for path in (results / "archive").rglob("*.json"):
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            found.append(f"{path.relative_to(results).as_posix()}: {error}")
     found += [f"{p.relative_to(results).as_posix()}: lies in neither archive nor current" for p in results.rglob("*")
               if p.is_file() and p.relative_to(results).parts[0] not in ("archive", "current", "schema.json")]
     found += [f"{name}: a table or a picture reads it, and it does not exist"

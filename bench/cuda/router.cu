@@ -346,7 +346,7 @@ std::vector<Candidate> candidates_of(Problem const& p, Reference const& ref) {
 std::vector<Candidate> fp32_candidates_of(Problem const& p, Reference const& ref) {
   Shape const& s = p.shape;
   double const x = 2.0 * double(s.elements()), w = double(s.weights()), pairs = double(s.pairs());
-  constexpr char kChosen[] = "fp32 router";
+  constexpr char const* kChosen = "fp32 router";  // which outlives this function
   double const w_terms = 2.0 * cuda::kMaxTerms * w;
   return {
       {&p, "router_logits", kChosen, x + w_terms + 4 * pairs,

@@ -105,6 +105,13 @@ class TreeTest(unittest.TestCase):
         self.add("h200x2/2026-11-25-new.json")
         self.assertEqual(len(self.errors()), 1)
 
+    def test_the_archive_holds_json(self):
+        self.write("bench/results/archive/h200/2026-11-25-a.json", '{"any": "key"}')
+        self.write("bench/results/archive/h200/2026-11-25-b.json", '{"variant": "\x13"}')
+        errors = self.errors()
+        self.assertEqual(len(errors), 1)
+        self.assertIn("2026-11-25-b.json: Invalid control character", errors[0])
+
     def test_bad(self):
         self.write("bench/draw_it.py", "".join(
             f"'current/{name}'\n" for name in ("H200/2026-11-25-a.json", "h200/layer.json", "h200/2026-11-26-b.json",

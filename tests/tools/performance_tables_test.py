@@ -47,7 +47,8 @@ class PerformanceTablesTest(unittest.TestCase):
 
     def test_steps_of_a_model_at_one_batch_and_at_the_largest(self):
         def step(impl, ms, speed, batch):
-            return row(impl, ms, tokens_per_s_per_gpu=speed, batch_tokens=batch, peak_bytes=2**31) | {"pass": "train-step"}
+            return row(impl, ms, tokens_per_s_per_gpu=speed, batch_tokens=batch, peak_bytes=2**31,
+                       **{"pass": "train-step"})
 
         self.write("current/b.json", [step("tessera-layer", 100, 2000, 200), step("scattermoe", 90, 1900, 200),
                                       step("sonicmoe", 110, 1800, 200)])

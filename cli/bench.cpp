@@ -389,6 +389,7 @@ int bench(BenchFlags flags, CLI::App const& command) {
     throw CommandError(
         "--partial-combine: of the GPUs of --gpus; give their number, or leave it out");
   }
+  refuse_flags(command, kPrecisionFlags, "it times layers of precision native");
   if (command.get_option("--padding")->count() > 0) {
     throw CommandError("--padding with bench: it times calls without a mask; leave it out");
   }

@@ -57,15 +57,21 @@ int explain_layer(ShapeFlags const& flags, CLI::App const& command, bool json) {
   }
   auto const saved = value_of(saved_bytes(desc));
   text += fmt::format(
-      "saved between them: x {}, h {}, routing {}\n", bytes_text(static_cast<double>(saved.x)),
+      "saved between them: x {}, h {}, routing {}", bytes_text(static_cast<double>(saved.x)),
       bytes_text(static_cast<double>(saved.h)), bytes_text(static_cast<double>(saved.routing)));
+  if (desc.quantises()) {
+    text +=
+        fmt::format(", scales of x {} and of h {}", bytes_text(static_cast<double>(saved.x_scale)),
+                    bytes_text(static_cast<double>(saved.h_scale)));
+  }
+  text += "\n";
   if (!json) {
     print_text(text);
     return kOk;
   }
   print_json({{"shape", shape_json(desc.shape)},
               {"device", flags.device()},
-              {"saved_bytes", {{"x", saved.x}, {"h", saved.h}, {"routing", saved.routing}}},
+              {"saved_bytes", saved_json(desc, saved)},
               {"passes", passes}});
   return kOk;
 }

@@ -58,6 +58,14 @@ Json shape_json(MoeShape const& shape) {
           {"top_k", shape.top_k}};
 }
 
+Json saved_json(MoeDesc const& desc, SavedBytes const& saved) {
+  Json out = {{"x", saved.x}, {"h", saved.h}, {"routing", saved.routing}};
+  if (!desc.quantises()) return out;
+  out["x_scale"] = saved.x_scale;
+  out["h_scale"] = saved.h_scale;
+  return out;
+}
+
 std::string today() {
   char date[16] = {};
   std::time_t const now = std::time(nullptr);

@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "tessera/shape.hpp"
+#include "tessera/moe.hpp"
 
 namespace tessera::cli {
 
@@ -31,6 +31,9 @@ std::string bytes_text(double bytes);
 
 /// {"tokens": T, "hidden": d, "intermediate": n, "experts": E, "top_k": K}
 Json shape_json(MoeShape const& shape);
+
+/// {"x": .., "h": .., "routing": ..}, with the scales of both where operands are quantised.
+Json saved_json(MoeDesc const& desc, SavedBytes const& saved);
 
 /// "2026-01-31", of UTC.
 std::string today();

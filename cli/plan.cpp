@@ -43,8 +43,8 @@ struct Subject {
 };
 
 // These flags are read beside config.json.
-constexpr std::string_view kReadWithModel[] = {"--tokens", "--dtype", "--router-dtype", "--tile",
-                                               "--round"};
+constexpr std::string_view kReadWithModel[] = {
+    "--tokens", "--dtype", "--router-dtype", "--precision", "--scales", "--tile", "--round"};
 
 void refuse_ignored(CLI::App const& command) {
   for (CLI::App const* group : command.get_subcommands([](CLI::App const*) { return true; })) {
@@ -54,10 +54,10 @@ void refuse_ignored(CLI::App const& command) {
       bool const read = std::find(std::begin(kReadWithModel), std::end(kReadWithModel), name) !=
                         std::end(kReadWithModel);
       if (read || option->count() == 0) continue;
-      throw CommandError(
-          fmt::format("{} with --hf: config.json fixes the layer, apart from --tokens, --dtype, "
-                      "--router-dtype, --round and --tile; leave out one of them",
-                      name));
+      throw CommandError(fmt::format(
+          "{} with --hf: config.json fixes the layer, apart from --tokens, --dtype, "
+          "--router-dtype, --precision, --scales, --round and --tile; leave out one of them",
+          name));
     }
   }
 }
@@ -75,6 +75,8 @@ Subject model_subject(Flags const& flags, CLI::App const& command) {
   if (subject.desc.router.kind != RouterKind::given) {
     subject.desc.router_dtype = given.router_dtype;
   }
+  subject.desc.precision = given.precision;
+  subject.desc.pow2_scales = given.pow2_scales;
   subject.desc.router.tile = given.router.tile;
   subject.desc.router.round = given.router.round;
   return subject;
@@ -134,6 +136,7 @@ Json layer_json(MoeDesc const& desc) {
   }
   return {{"shape", shape_json(s)},
           {"dtype", name_of(kDTypeNames, desc.dtype)},
+          {"precision", name_of(kPrecisionNames, desc.precision)},
           {"activation", name_of(kActivationNames, desc.activation.kind)},
           {"layout", layout_name(desc.layout)},
           {"bias", desc.bias},
@@ -145,7 +148,7 @@ Json layer_json(MoeDesc const& desc) {
            {{"forward", work::forward_flops(desc, rows)},
             {"backward", work::backward_flops(desc, rows)},
             {"router_forward", work::route(desc).flops}}},
-          {"saved_bytes", {{"x", saved.x}, {"h", saved.h}, {"routing", saved.routing}}},
+          {"saved_bytes", saved_json(desc, saved)},
           {"memory", memory_json(desc)},
           {"granularity", static_cast<double>(s.hidden) / static_cast<double>(s.intermediate)},
           {"rows_per_expert", rows / static_cast<double>(s.experts)},

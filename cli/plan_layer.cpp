@@ -30,6 +30,8 @@ Sizes sizes(MoeDesc const& desc) {
 
 MemoryPlan tessera_plan(MoeDesc desc, SavePolicy save, bool overwrite_h, char const* policy,
                         char const* keeps) {
+  desc.precision = Precision::native;
+  desc.pow2_scales = false;
   desc.save = save;
   desc.overwrite_h = overwrite_h;
   Sizes const s = sizes(desc);
@@ -44,13 +46,18 @@ MemoryPlan tessera_plan(MoeDesc desc, SavePolicy save, bool overwrite_h, char co
 
 // Codes are a byte, with an fp32 scale for each 128. a8 and y in forward; dO8, dh and dh8 (in the memory of h8), a'
 // and dx rows in bf16 in backward.
-MemoryPlan fp8_plan(MoeDesc const& desc, bool keeps_x, char const* policy, char const* keeps) {
+MemoryPlan fp8_plan(MoeDesc desc, bool keeps_x, char const* policy, char const* keeps) {
   Sizes const s = sizes(desc);
   double const code = 33.0 / 32, rows = s.tokens * s.hidden;
-  double const tables = static_cast<double>(saved_by_layer(desc).routing);
+  desc.precision = Precision::fp8;
+  desc.save = SavePolicy::h;
+  desc.column_chunk = 0;
+  SavedBytes const saved = saved_by_layer(desc);
+  double const h_and_tables = static_cast<double>(saved.h + saved.h_scale + saved.routing);
+  double const x = keeps_x ? s.b * rows : static_cast<double>(saved.x + saved.x_scale);
   return {.policy = policy,
           .keeps = keeps,
-          .saved = (keeps_x ? s.b : code) * rows + code * s.w * s.slots * s.intermediate + tables,
+          .saved = x + h_and_tables,
           .forward_transient = code * s.slots * s.intermediate + s.b * s.slots * s.hidden,
           .backward_transient = code * rows + s.b * s.w * s.slots * s.intermediate +
                                 s.b * s.slots * std::max(s.intermediate, s.hidden),
@@ -99,7 +106,7 @@ std::vector<MemoryPlan> memory_plans(MoeDesc const& desc) {
        .saved = x + rows_d + 2 * s.w * rows_n}};
   if (has_whole_blocks(desc)) {
     plans.insert(plans.begin() + 3,
-                 {fp8_plan(desc, false, "tessera-fp8", "x8, h8, routing tables (not served yet)"),
+                 {fp8_plan(desc, false, "tessera-fp8", "x8, h8, routing tables (served on a CPU)"),
                   fp8_plan(desc, true, "tessera-fp8-keeps-x",
                            "x in bf16, h8, routing tables (not served yet)")});
   }

@@ -101,6 +101,11 @@ void ShapeFlags::add_to(CLI::App& command) {
   shape->add_option("--dtype", dtype_, "storage type: fp32 bf16 (default fp32, on a GPU bf16)");
   shape->add_option("--router-dtype", router_dtype_,
                     "storage type of the router: fp32 bf16 (default: as --dtype)");
+  shape
+      ->add_option("--precision", precision_,
+                   "native fp8 mxfp8 auto: whether operands of bf16 layers are quantised")
+      ->capture_default_str();
+  shape->add_option("--scales", scales_, "of --precision fp8: fp32 pow2 (default fp32)");
 
   auto* const routing = command.add_option_group("Routing");
   routing->add_option("--router", router_,
@@ -173,6 +178,7 @@ verify::LayerCase ShapeFlags::layer_case() const {
   if (!router_dtype_.empty()) {
     desc.router_dtype = named("router-dtype", router_dtype_, verify::kDTypeNames);
   }
+  read_precision(desc);
   desc.activation = activation_options_;
   desc.activation.kind = named("activation", activation_, verify::kActivationNames);
   if (has_layout()) desc.layout = read_layout(layout_);
@@ -206,6 +212,20 @@ verify::LayerCase ShapeFlags::layer_case() const {
   out.seed = seed_;
   read_routing(out);
   return out;
+}
+
+void ShapeFlags::read_precision(MoeDesc& desc) const {
+  desc.precision = named("precision", precision_, kPrecisionNames);
+  if (scales_.empty()) return;
+  if (desc.precision != Precision::fp8) {
+    throw CommandError(fmt::format(
+        "--scales {} with --precision {}: only fp8 has a choice of scales; leave it out", scales_,
+        precision_));
+  }
+  if (scales_ == "rceil") {
+    throw CommandError("--scales rceil: of mxfp8, which has no other; choose one of: fp32 pow2");
+  }
+  desc.pow2_scales = named("scales", scales_, verify::kScaleNames) == ScaleRule::pow2;
 }
 
 void ShapeFlags::read_routing(verify::LayerCase& layer_case) const {

@@ -38,6 +38,9 @@ inline constexpr std::string_view kDataFlags[] = {
     "--sentinels",  "--padding", "--repeat-experts", "--router-bias", "--aux-dlogits",
     "--accumulate", "--seed",    "--step",           "--layer"};
 
+/// The flags of a layer that quantises its operands.
+inline constexpr std::string_view kPrecisionFlags[] = {"--precision", "--scales"};
+
 /// The layout that --layout names. Throws CommandError for a name that is not known.
 WeightLayout read_layout(std::string const& text);
 
@@ -70,9 +73,11 @@ class ShapeFlags {
  private:
   [[nodiscard]] std::int32_t device_index() const;
   void read_routing(verify::LayerCase& layer_case) const;
+  void read_precision(MoeDesc& desc) const;
 
   std::optional<std::int64_t> tokens_, hidden_, intermediate_, experts_, top_k_;
   std::string activation_ = "swiglu", layout_, dtype_, router_dtype_, device_ = "cpu";
+  std::string precision_ = "native", scales_;
   std::string router_, round_ = "none", routing_ = "random", ids_dtype_ = "int32", save_ = "h";
   Activation activation_options_;
   bool bias_ = false, normalize_scores_ = false, router_bias_ = false;

@@ -21,15 +21,13 @@ struct VerifyFlags {
   ShapeFlags shape;
   std::int64_t random = 0;
   bool json = false;
-  std::string precision = "native", scales;
 };
 
 /// Names of the comparisons that a report lists; a router's logits and scores serve the verdict only.
 bool is_reported(std::string const& name) { return name != "logits" && name != "scores"; }
 
-Json result_json(verify::CaseResult const& result, std::string const& device,
-                 verify::LowPrecision const& precision) {
-  bool const low_precision = precision.kind != verify::LowPrecision::Kind::native;
+Json result_json(verify::CaseResult const& result, std::string const& device) {
+  bool const quantises = result.desc.quantises();
   Json tensors = Json::object();
   for (auto const& [name, c] : result.tensors) {
     if (!is_reported(name)) continue;
@@ -37,24 +35,25 @@ Json result_json(verify::CaseResult const& result, std::string const& device,
                      {"naive_rel_error", c.naive_rel_error},
                      {"worst_row_ratio", c.worst_row_ratio},
                      {"ok", c.ok}};
-    if (low_precision) tensors[name]["sqnr_db"] = result.sqnr_db.at(name);
-    if (low_precision) tensors[name]["recipe_sqnr_db"] = result.recipe_sqnr_db.at(name);
+    if (!quantises) continue;
+    tensors[name]["sqnr_db"] = result.sqnr_db.at(name);
+    tensors[name]["recipe_sqnr_db"] = result.recipe_sqnr_db.at(name);
   }
   Json document = {{"ok", result.ok},
                    {"shape", shape_json(result.desc.shape)},
                    {"routed_rows", result.routed_rows},
                    {"device", device},
                    {"dtype", verify::name_of(verify::kDTypeNames, result.desc.dtype)}};
-  if (low_precision) {
-    document["precision"] = verify::name_of(verify::kPrecisionNames, precision.kind);
-    document["scales"] = verify::name_of(verify::kScaleNames, precision.rule);
+  if (result.desc.precision != Precision::native) {
+    document["precision"] = verify::name_of(verify::kPrecisionNames, result.desc.precision);
+  }
+  if (quantises) {
+    document["scales"] = verify::name_of(verify::kScaleNames, scale_rule(result.desc));
   }
   document["tensors"] = tensors;
-  if (!low_precision) {
-    document["saved_bytes"] = result.saved_bytes;
-    document["saved_bytes_formula"] = result.saved_bytes_formula;
-    document["transient_peak_bytes"] = result.transient_peak_bytes;
-  }
+  document["saved_bytes"] = result.saved_bytes;
+  document["saved_bytes_formula"] = result.saved_bytes_formula;
+  document["transient_peak_bytes"] = result.transient_peak_bytes;
   document["bitwise_repeat"] = result.bitwise_repeat;
   if (!result.ok) document["failures"] = result.failures;
   return document;
@@ -82,34 +81,14 @@ double memory_needed(MoeDesc const& desc) {
   return 80 * weights + 40 * rows + 64 * size(s.tokens) * size(s.hidden + s.experts);
 }
 
-verify::LowPrecision precision_of(VerifyFlags const& flags) {
-  using Kind = verify::LowPrecision::Kind;
-  verify::LowPrecision out;
-  out.kind = named("precision", flags.precision, verify::kPrecisionNames);
-  if (out.kind == Kind::mxfp8) out.rule = ScaleRule::rceil;
-  if (flags.scales.empty()) return out;
-  if (out.kind != Kind::fp8) {
-    throw CommandError(fmt::format(
-        "--scales {} with --precision {}: only fp8 has a choice of scales; leave it out",
-        flags.scales, flags.precision));
-  }
-  if (flags.scales == "rceil") {
-    throw CommandError("--scales rceil: of mxfp8, which has no other; choose one of: fp32 pow2");
-  }
-  out.rule = named("scales", flags.scales, verify::kScaleNames);
-  return out;
-}
-
 int verify_one(VerifyFlags const& flags, Context const& context, Context const& repeat) {
-  verify::LayerCase layer_case = flags.shape.layer_case();
-  layer_case.precision = precision_of(flags);
+  verify::LayerCase const layer_case = flags.shape.layer_case();
   check(workspace_bytes(context, layer_case.desc, Pass::forward).status());
   require_memory(memory_needed(layer_case.desc));
   auto const result = value_of(verify::verify_case(context, repeat, layer_case));
   note_constant_scores(layer_case.desc);
-  bool const low_precision = layer_case.precision.kind != verify::LowPrecision::Kind::native;
   if (flags.json) {
-    print_json(result_json(result, flags.shape.device(), layer_case.precision));
+    print_json(result_json(result, flags.shape.device()));
   } else {
     std::string text = fmt::format("{:<10} {:>10} {:>12} {:>16}\n", "tensor", "rel_error",
                                    "naive_error", "worst_row_ratio");
@@ -117,19 +96,16 @@ int verify_one(VerifyFlags const& flags, Context const& context, Context const& 
       if (!is_reported(name)) continue;
       text += fmt::format("{:<10} {:>10.2e} {:>12.2e} {:>16.3f}  {}", name, c.rel_error,
                           c.naive_rel_error, c.worst_row_ratio, verdict(c.ok));
-      if (low_precision) {
+      if (result.desc.quantises()) {
         text += fmt::format("  {:.1f} dB, recipe {:.1f}", result.sqnr_db.at(name),
                             result.recipe_sqnr_db.at(name));
       }
       text += '\n';
     }
-    text += fmt::format("routed rows {}, {}", result.routed_rows,
-                        result.bitwise_repeat ? "repeats bit for bit" : "does NOT repeat");
-    text += low_precision
-                ? std::string("; numerics of the recipe alone: layers are not served in it yet\n")
-                : fmt::format("; saved {} B (formula {} B), transient peak {}\n",
-                              result.saved_bytes, result.saved_bytes_formula,
-                              bytes_text(static_cast<double>(result.transient_peak_bytes)));
+    text += fmt::format(
+        "routed rows {}, {}; saved {} B (formula {} B), transient peak {}\n", result.routed_rows,
+        result.bitwise_repeat ? "repeats bit for bit" : "does NOT repeat", result.saved_bytes,
+        result.saved_bytes_formula, bytes_text(static_cast<double>(result.transient_peak_bytes)));
     text += verdict(result.ok) + "\n";
     print_text(text);
   }
@@ -157,10 +133,9 @@ std::string case_line(std::size_t number, verify::LayerCase const& layer_case, b
   MoeDesc const& desc = layer_case.desc;
   MoeShape const& s = desc.shape;
   std::string extras;
-  if (layer_case.precision.kind != verify::LowPrecision::Kind::native) {
-    extras +=
-        fmt::format(" {}", verify::name_of(verify::kPrecisionNames, layer_case.precision.kind));
-    if (layer_case.precision.rule == ScaleRule::pow2) extras += ":pow2";
+  if (desc.quantises()) {
+    extras += fmt::format(" {}", verify::name_of(verify::kPrecisionNames, desc.precision));
+    if (desc.pow2_scales) extras += ":pow2";
   }
   if (desc.bias) extras += " bias";
   if (layer_case.sentinel_fraction > 0) extras += " sentinels";
@@ -199,9 +174,8 @@ int verify_random(VerifyFlags const& flags, Context const& context, Context cons
       print_text(
           case_line(i + 1, layer_case, ok, result.ok() ? worst_tensor(result.value()) : "-"));
     } else {
-      Json document = result.ok()
-                          ? result_json(result.value(), flags.shape.device(), layer_case.precision)
-                          : Json{{"ok", false}, {"error", result.status().text()}};
+      Json document = result.ok() ? result_json(result.value(), flags.shape.device())
+                                  : Json{{"ok", false}, {"error", result.status().text()}};
       document["command"] = command_of(layer_case);
       documents.push_back(std::move(document));
     }
@@ -256,12 +230,6 @@ void add_verify(CLI::App& app) {
   command->add_option("--random", flags->random, "N random supported cases drawn from --seed")
       ->check(CLI::Range(1, 100000))
       ->type_name("N");
-  command
-      ->add_option(
-          "--precision", flags->precision,
-          "native fp8 mxfp8: numerics of a bf16 layer whose operands are quantised, on the CPU")
-      ->capture_default_str();
-  command->add_option("--scales", flags->scales, "of --precision fp8: fp32 pow2 (default fp32)");
   command->add_flag("--json", flags->json, "the result as JSON on stdout");
   run_with(*command,
            "tessera verify --tokens 512 --experts 32 --top-k 4 --layout interleaved --bias",

@@ -31,6 +31,12 @@ enum class ScaleRule : std::int32_t {
   floor = 3,  ///< the power of two of amax over that of 448: elements beyond 448 become 448
 };
 
+/// The rule of the scales of a layer whose MoeDesc::quantises().
+constexpr ScaleRule scale_rule(MoeDesc const& desc) noexcept {
+  if (desc.precision == Precision::mxfp8) return ScaleRule::rceil;
+  return desc.pow2_scales ? ScaleRule::pow2 : ScaleRule::fp32;
+}
+
 /// Says where the scales of a matrix of `rows` x `width` lie.
 enum class ScaleLayout : std::int32_t {
   /// [rows/r, width/c] for blocks of r x c

@@ -53,7 +53,8 @@ struct MoeForwardArgs {
   Tensor expert_counts = {};  ///< optional [E] int32: M_e
   Tensor topk_counts = {};    ///< optional [E] int32: f_e, what M_e was before token rounding
 
-  Tensor h = {};        ///< [P,w*n], saved: required with SavePolicy::h, absent otherwise
+  /// [P,w*n], saved: required with SavePolicy::h, absent otherwise. With MoeDesc::quantises(): fp8_e4m3 codes.
+  Tensor h = {};
   Buffer routing = {};  ///< routing_bytes(desc), saved: required unless SavePolicy::none
   Buffer workspace = {};
 
@@ -61,6 +62,13 @@ struct MoeForwardArgs {
   /// gradient, counts in no statistic, and takes no place from another: all else has the bits of the call without these
   /// rows. Its x is not read by experts; its logits mean nothing.
   ConstTensor token_mask = {};
+
+  // With MoeDesc::quantises(), saved; else absent. x8 and x_scale unless SavePolicy::none, h_scale with SavePolicy::h.
+  Tensor x8 = {};       ///< [T,d] fp8_e4m3: x in blocks along rows
+  Tensor x_scale = {};  ///< fp8: fp32 [T,d/128]; mxfp8: e8m0 [T,d/32]
+  /// Scales of h, whose gate half stands before its up half: fp8: fp32 [w*n/128, padded_scale_rows(P)], the padding 0;
+  /// mxfp8: e8m0 [P,w*n/32].
+  Tensor h_scale = {};
 };
 
 /// Says how a weight gradient meets its buffer: overwrite it, or add the complete fp32 sum once.
@@ -79,7 +87,8 @@ struct ExpertGradients {
 /// Inputs, outputs and memory of a backward call.
 struct MoeBackwardArgs {
   ConstTensor d_o = {};  ///< [T,d]
-  ConstTensor x = {};    ///< [T,d]; moe_backward_input reads it with SavePolicy::x only
+  /// [T,d]; moe_backward_input reads it with SavePolicy::x only. Absent with MoeDesc::quantises(): x8 takes its place.
+  ConstTensor x = {};
   /// [P,w*n] as forward left it (SavePolicy::h), its columns in an order of the backend's own; moe_backward_weights
   /// does not read it. With MoeDesc::overwrite_h it is written as well: afterwards it is dh.
   ConstTensor h = {};
@@ -101,6 +110,9 @@ struct MoeBackwardArgs {
   Tensor dlogits_saved = {};  ///< [T,E] fp32, with a router
   Buffer workspace = {};
   ConstTensor token_mask = {};  ///< as in forward; aux_dlogits of its padding are not read
+
+  // With MoeDesc::quantises(), as forward left them: read where x and h are.
+  ConstTensor x8 = {}, x_scale = {}, h_scale = {};
 };
 
 /// Passes that have a workspace of their own size.
@@ -114,10 +126,12 @@ enum class Pass : std::int32_t {
 
 /// Bytes that stay between forward and backward.
 struct SavedBytes {
-  std::size_t x = 0;        ///< T*d elements, shared with the layer's producer
-  std::size_t h = 0;        ///< P*w*n elements; 0 with SavePolicy::x
-  std::size_t routing = 0;  ///< routing_bytes(desc)
-  [[nodiscard]] std::size_t total() const noexcept { return x + h + routing; }
+  std::size_t x =
+      0;  ///< T*d elements, shared with the layer's producer; with MoeDesc::quantises() x8, which is not
+  std::size_t h = 0;                     ///< P*w*n elements; 0 with SavePolicy::x
+  std::size_t routing = 0;               ///< routing_bytes(desc)
+  std::size_t x_scale = 0, h_scale = 0;  ///< with MoeDesc::quantises()
+  [[nodiscard]] std::size_t total() const noexcept { return x + h + routing + x_scale + h_scale; }
 };
 
 /// Bytes forward must leave behind, from the shape alone. Errors: invalid_argument for a bad desc.

@@ -61,6 +61,11 @@ inline constexpr Named<WeightLayout> kLayoutNames[] = {
     {"transposed-blocked", {GateUpOrder::blocked, WeightOrientation::transposed, 0}},
 };
 
+inline constexpr Named<Precision> kPrecisionNames[] = {{"native", Precision::native},
+                                                       {"fp8", Precision::fp8},
+                                                       {"mxfp8", Precision::mxfp8},
+                                                       {"auto", Precision::automatic}};
+
 inline constexpr Named<DType> kDTypeNames[] = {
     {"fp32", DType::fp32}, {"bf16", DType::bf16}, {"fp16", DType::fp16}};
 

@@ -120,6 +120,18 @@ enum class SavePolicy : std::int32_t { h = 0, x = 1, none = 2 };
 /// x rows already sorted by expert, with E+1 offsets, E end offsets or E counts).
 enum class RowGrouping : std::int32_t { slots = 0, offsets = 1, ends = 2, counts = 3 };
 
+/// Says what the GEMMs of a layer multiply. `native`: the storage type. The others quantise the operands of forward
+/// and of the gradients of activations to e4m3, and save x and h as such codes with their scales; storage is bf16,
+/// gradients of weights are sums of bf16 products (docs/numerics.md#a-layer-that-quantises).
+enum class Precision : std::int32_t {
+  native = 0,
+  fp8 =
+      1,  ///< blocks of 128, activations 1x128 and weights 128x128; hidden, intermediate: multiples of 128
+  mxfp8 = 2,  ///< blocks of 32 with e8m0 scales; hidden, intermediate: multiples of 32
+  automatic =
+      3,  ///< fp8 where it is expected to be faster than native, else native; explain() says which, and why
+};
+
 /// Everything that fixes the result of a layer call apart from the data.
 struct MoeDesc {
   MoeShape shape = {};
@@ -141,7 +153,17 @@ struct MoeDesc {
   /// Storage type of w_router and b_router: none means dtype; fp32 beside bf16 is served, and computes logits and
   /// gradients from the fp32 weights as they are. Their gradients are fp32 then.
   DType router_dtype = DType::none;
+  Precision precision = Precision::native;
+  bool pow2_scales = false;  ///< Precision::fp8: scales are powers of two, rather than any fp32
 
+  /// True if operands are quantised. A `precision` of automatic has been resolved where this is asked.
+  [[nodiscard]] constexpr bool quantises() const noexcept {
+    return precision == Precision::fp8 || precision == Precision::mxfp8;
+  }
+  /// Elements of a row that share a scale where operands are quantised.
+  [[nodiscard]] constexpr std::int64_t scale_block() const noexcept {
+    return precision == Precision::mxfp8 ? 32 : 128;
+  }
   /// Returns what w_router and b_router are stored in.
   [[nodiscard]] constexpr DType router_storage() const noexcept {
     return router_dtype == DType::none ? dtype : router_dtype;

@@ -84,6 +84,8 @@ typedef struct {
   int64_t column_chunk; /* most columns of hidden whose y or dx rows exist at a time; 0: all */
   int32_t router_dtype; /* of w_router and b_router; 0: dtype, or TESSERA_FP32 beside bf16 */
   int32_t reserved_router;
+  int32_t precision;   /* of the GEMMs: Precision in shape.hpp; 0: native */
+  int32_t pow2_scales; /* of precision fp8: 0 or 1 */
 } tessera_moe_desc;
 
 typedef struct {
@@ -101,6 +103,7 @@ typedef struct {
   tessera_buffer routing, workspace;
   tessera_tensor topk_counts;
   tessera_tensor token_mask;
+  tessera_tensor x8, x_scale, h_scale; /* precision fp8 and mxfp8: moe.hpp */
 } tessera_forward_args;
 
 typedef struct {
@@ -117,6 +120,7 @@ typedef struct {
   tessera_buffer workspace;
   tessera_tensor aux_dlogits;
   tessera_tensor token_mask;
+  tessera_tensor x8, x_scale, h_scale; /* precision fp8 and mxfp8: as forward left them */
 } tessera_backward_args;
 
 typedef struct {
@@ -238,6 +242,8 @@ int tessera_moe_workspace(tessera_context const*, tessera_moe_desc const*, int p
 int tessera_moe_scores_are_constant(tessera_moe_desc const*, int32_t* constant);
 int tessera_moe_saved(tessera_moe_desc const*, size_t* x_bytes, size_t* h_bytes,
                       size_t* routing_bytes);
+/* Bytes of the scales that stay beside x8 and h; 0 with precision native. */
+int tessera_moe_saved_scales(tessera_moe_desc const*, size_t* x_scale_bytes, size_t* h_scale_bytes);
 
 int tessera_moe_forward(tessera_context const*, tessera_moe_desc const*,
                         tessera_forward_args const*, void* stream);

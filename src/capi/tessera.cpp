@@ -54,6 +54,8 @@ Status desc_of(tessera_moe_desc const* desc, tessera::MoeDesc& out) noexcept {
   out.router.replay = from.replay != 0;
   out.overwrite_h = from.overwrite_h != 0;
   out.router_dtype = static_cast<tessera::DType>(from.router_dtype);
+  out.precision = static_cast<tessera::Precision>(from.precision);
+  out.pow2_scales = from.pow2_scales != 0;
   return {};
 }
 
@@ -83,6 +85,9 @@ Status forward(tessera_context const* context, tessera_moe_desc const* c_desc,
   args.routing = buffer_of(from.routing);
   args.workspace = buffer_of(from.workspace);
   args.token_mask = tensor_of(from.token_mask);
+  args.x8 = tensor_of(from.x8);
+  args.x_scale = tensor_of(from.x_scale);
+  args.h_scale = tensor_of(from.h_scale);
   return tessera::moe_forward(context->context, desc, args, {stream});
 }
 
@@ -123,6 +128,9 @@ Status backward(BackwardFunction function, tessera_context const* context,
   args.aux_dlogits = tensor_of(from.aux_dlogits);
   args.workspace = buffer_of(from.workspace);
   args.token_mask = tensor_of(from.token_mask);
+  args.x8 = tensor_of(from.x8);
+  args.x_scale = tensor_of(from.x_scale);
+  args.h_scale = tensor_of(from.h_scale);
   return function(context->context, desc, args, {stream});
 }
 
@@ -291,6 +299,17 @@ Status saved(tessera_moe_desc const* c_desc, std::size_t* x_bytes, std::size_t* 
   return {};
 }
 
+Status saved_scales(tessera_moe_desc const* c_desc, std::size_t* x_bytes,
+                    std::size_t* h_bytes) noexcept {
+  tessera::MoeDesc desc;
+  TESSERA_TRY(desc_of(c_desc, desc));
+  auto const bytes = tessera::saved_bytes(desc);
+  if (!bytes.ok()) return bytes.status();
+  if (x_bytes != nullptr) *x_bytes = bytes.value().x_scale;
+  if (h_bytes != nullptr) *h_bytes = bytes.value().h_scale;
+  return {};
+}
+
 }  // namespace
 
 TESSERA_C_API int tessera_abi_version(void) { return TESSERA_ABI_VERSION; }
@@ -317,6 +336,10 @@ TESSERA_C_API int tessera_moe_scores_are_constant(tessera_moe_desc const* desc, 
 TESSERA_C_API int tessera_moe_saved(tessera_moe_desc const* desc, size_t* x_bytes, size_t* h_bytes,
                                     size_t* routing_bytes) {
   return finish(saved(desc, x_bytes, h_bytes, routing_bytes));
+}
+TESSERA_C_API int tessera_moe_saved_scales(tessera_moe_desc const* desc, size_t* x_scale_bytes,
+                                           size_t* h_scale_bytes) {
+  return finish(saved_scales(desc, x_scale_bytes, h_scale_bytes));
 }
 TESSERA_C_API int tessera_moe_forward(tessera_context const* context, tessera_moe_desc const* desc,
                                       tessera_forward_args const* args, void* stream) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "core/dtype_name.hpp"
 #include "core/option_check.hpp"
@@ -69,6 +70,7 @@ Status check_enums(MoeDesc const& desc) noexcept {
   }
   if (!in_range(desc.save, SavePolicy::none)) return bad("save", desc.save);
   if (!in_range(desc.grouping, RowGrouping::counts)) return bad("grouping", desc.grouping);
+  if (!in_range(desc.precision, Precision::automatic)) return bad("precision", desc.precision);
   if (desc.ids_dtype != DType::int32 && desc.ids_dtype != DType::int64) {
     return Status::invalid("ids_dtype=%d: ids and offsets are int32 or int64",
                            static_cast<int>(desc.ids_dtype));
@@ -240,12 +242,48 @@ Status check_options(MoeDesc const& desc) noexcept {
   return {};
 }
 
+/// Checks what a layer needs that quantises its operands, and refuses what is not computed in it.
+Status check_precision(MoeDesc const& desc) noexcept {
+  char const* const name = name_of(kPrecisionNames, desc.precision);
+  if (desc.pow2_scales && desc.precision != Precision::fp8) {
+    return Status::invalid(
+        "pow2_scales with precision %s: it would change nothing, only fp8 reads it; leave it out",
+        name);
+  }
+  if (!desc.quantises()) return {};
+  if (desc.dtype != DType::bf16) {
+    return Status::unsupported("precision=%s with dtype=%s: such layers store bf16; take bf16",
+                               name, dtype_name(desc.dtype));
+  }
+  Int const block = desc.scale_block();
+  for (auto const& [extent, value] : {std::pair{"hidden", desc.shape.hidden},
+                                      std::pair{"intermediate", desc.shape.intermediate}}) {
+    if (value % block == 0) continue;
+    return Status::invalid(
+        "%s=%lld with precision=%s: blocks need a multiple of %lld; pad it to %lld or use native",
+        extent, static_cast<Int>(value), name, block, (value / block + 1) * block);
+  }
+  if (desc.column_chunk != 0) {
+    return Status::unsupported(
+        "column_chunk=%lld with precision=%s: whole rows of y are computed; leave it out",
+        static_cast<Int>(desc.column_chunk), name);
+  }
+  if (desc.overwrite_h) {
+    return Status::unsupported(
+        "overwrite_h with precision=%s: h is saved as codes, which dh does not fit in; leave it "
+        "out",
+        name);
+  }
+  return {};
+}
+
 }  // namespace
 
 Status check_desc(MoeDesc const& desc) noexcept {
   TESSERA_TRY(check_enums(desc));
   TESSERA_TRY(check_sizes(desc));
   TESSERA_TRY(check_options(desc));
+  TESSERA_TRY(check_precision(desc));
   return check_options_apply(desc);
 }
 

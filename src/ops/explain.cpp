@@ -7,6 +7,7 @@
 #include "cuda/layer/backend.hpp"
 #include "ops/support.hpp"
 #include "tessera/backend.hpp"
+#include "tessera/names.hpp"
 #include "tessera/work.hpp"
 
 namespace tessera {
@@ -87,6 +88,19 @@ std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& de
                        std::int64_t gemm_k, std::string const& tiles) {
     ops.push_back(explanation(work, gemm_m, gemm_n, gemm_k, tiles));
   };
+  // Products of quantised operands; gradients of weights are those of bf16.
+  auto const add_product = [&](work::OpWork const& work, std::int64_t gemm_m, std::int64_t gemm_n,
+                               std::int64_t gemm_k, std::string const& tiles) {
+    add(work, gemm_m, gemm_n, gemm_k, tiles);
+    if (!desc.quantises()) return;
+    auto& candidates = ops.back().candidates;
+    candidates.back() = {"cpu/parallel", false,
+                         std::string("precision ") + name_of(kPrecisionNames, desc.precision) +
+                             ": operands are quantised"};
+    candidates.push_back(
+        {"cpu/low_precision", true,
+         "one expert after another, codes widened to fp32, " + gemm_text(DType::fp32) + on});
+  };
   bool const forward = pass == Pass::forward || pass == Pass::route;
   bool const routed = desc.router.kind != RouterKind::given;
   bool const input_gradient = pass == Pass::backward || pass == Pass::backward_input;
@@ -96,23 +110,24 @@ std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& de
             router_gemm);
   }
   if (pass == Pass::forward) {
-    add(work::up_projection_fwd(desc, rows), mean, width, d,
-        row_tasks + "; gather, bias, activation");
-    add(work::down_projection_fwd(desc, rows), mean, d, n, row_tasks);
+    add_product(work::up_projection_fwd(desc, rows), mean, width, d,
+                row_tasks + "; gather, bias, activation");
+    add_product(work::down_projection_fwd(desc, rows), mean, d, n, row_tasks);
     add(work::aggregate(desc, rows), 0, 0, 0, token_tasks);
   }
   if (input_gradient && desc.save == SavePolicy::x) {
-    add(work::up_projection_fwd(desc, rows), mean, width, d, row_tasks + "; gather, bias: h again");
+    add_product(work::up_projection_fwd(desc, rows), mean, width, d,
+                row_tasks + "; gather, bias: h again");
   }
   if (input_gradient) {
-    add(work::down_projection_dgrad(desc, rows), mean, n, d,
-        row_tasks + "; gather, activation, ds");
+    add_product(work::down_projection_dgrad(desc, rows), mean, n, d,
+                row_tasks + "; gather, activation, ds");
     if (routed) {
       std::string const tasks = std::to_string(cpu::kRouterTokens) + " tokens per task";
       add(work::router_dlogits(desc, rows), 0, 0, 0, tasks + on);
       add(work::router_dgrad(desc), s.tokens, d, s.experts, tasks + router_gemm);
     }
-    add(work::up_projection_dgrad(desc, rows), mean, d, width, row_tasks);
+    add_product(work::up_projection_dgrad(desc, rows), mean, d, width, row_tasks);
     add(work::aggregate(desc, rows, false), 0, 0, 0, token_tasks);
   }
   if (pass == Pass::backward || pass == Pass::backward_weights) {
@@ -124,6 +139,19 @@ std::vector<OpExplanation> explain_ops(Context const& context, MoeDesc const& de
     }
   }
   return ops;
+}
+
+/// Says why Precision::automatic took native, at each op that fp8 would quantise.
+void add_automatic(bool on_gpu, std::vector<OpExplanation>& ops) {
+  for (OpExplanation& op : ops) {
+    std::string const& name = op.op;
+    bool const product = name.ends_with("projection_fwd") || name.ends_with("projection_dgrad");
+    if (!product) continue;
+    op.candidates.push_back(
+        {on_gpu ? "cuda/fp8" : "cpu/low_precision", false,
+         on_gpu ? "precision auto takes native: on a GPU there is no fp8 layer yet"
+                : "precision auto takes native: a CPU multiplies no codes, quantising costs time"});
+  }
 }
 
 Status out_of_memory() noexcept {
@@ -150,8 +178,11 @@ Expected<std::vector<OpExplanation>> explain(Context const& context, MoeDesc con
   if (!bytes.ok()) return bytes.status();
   MoeDesc const desc = core::resolved(given);
   try {
-    return context.cuda() != nullptr ? cuda::explain(*context.cuda(), desc, pass)
-                                     : explain_ops(context, desc, pass);
+    bool const on_gpu = context.cuda() != nullptr;
+    auto ops =
+        on_gpu ? cuda::explain(*context.cuda(), desc, pass) : explain_ops(context, desc, pass);
+    if (given.precision == Precision::automatic) add_automatic(on_gpu, ops);
+    return ops;
   } catch (...) {
     return out_of_memory();
   }

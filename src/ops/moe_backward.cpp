@@ -6,6 +6,7 @@
 #include "cpu/parallel/ops.hpp"
 #include "cuda/layer/backend.hpp"
 #include "ops/plan.hpp"
+#include "ops/quantised_rows.hpp"
 #include "ops/router_args.hpp"
 #include "ops/support.hpp"
 #include "ops/tensors.hpp"
@@ -98,15 +99,22 @@ void ops::visit_tensors(MoeDesc const& desc, MoeBackwardArgs const& args, Pass p
   bool const input = pass != Pass::backward_weights, weights = pass != Pass::backward_input;
   visitor.input("d_o", args.d_o, desc.dtype, {s.tokens, s.hidden});
   bool const recompute = input && desc.save == SavePolicy::x;
-  if (weights || recompute) visitor.input("x", args.x, desc.dtype, {s.tokens, s.hidden});
+  if (desc.quantises()) {
+    visitor.absent("x", args.x, "precision fp8 and mxfp8 read x8");
+  } else if (weights || recompute) {
+    visitor.input("x", args.x, desc.dtype, {s.tokens, s.hidden});
+  }
+  visit_saved_scales(desc, args.x8, args.x_scale, args.h_scale, weights || recompute,
+                     input && !recompute, visitor);
   visitor.buffer("routing", args.routing, routing_table_bytes(desc), 4, false);
   if (input) {
     if (recompute) {
       visitor.absent("h", args.h, "SavePolicy::x recomputes it");
     } else {
       auto const shape = {desc.num_slots(), desc.up_width() * s.intermediate};
-      desc.overwrite_h ? visitor.output("h", written_h(args.h), desc.dtype, shape)
-                       : visitor.input("h", args.h, desc.dtype, shape);
+      DType const dtype = desc.quantises() ? DType::fp8_e4m3 : desc.dtype;
+      desc.overwrite_h ? visitor.output("h", written_h(args.h), dtype, shape)
+                       : visitor.input("h", args.h, dtype, shape);
       visitor.contiguous("h", args.h);
     }
     visit_weights(desc, args.weights, visitor);
@@ -152,6 +160,8 @@ struct Backward {
   T* dh = nullptr;            ///< may be h
   T* a_scaled = nullptr;
   T* dx_rows = nullptr;
+  float* expert = nullptr;        ///< where operands are quantised: one expert's weights
+  T* dequantised_x = nullptr;     ///< where operands are quantised: x^, in the place of dx_rows
   float* dscores = nullptr;       ///< null: not wanted
   cpu::MutableRows dlogits = {};  ///< null without a router
 
@@ -159,7 +169,37 @@ struct Backward {
     return {dlogits.data, dlogits.pitch};
   }
 
-  void activations() const noexcept {
+  static constexpr bool kMayQuantise = std::is_same_v<T, cpu::Bf16>;
+
+  [[nodiscard]] cpu::QuantisedRows x8() const noexcept {
+    return ops::x8_rows(layer.desc, args.x8.data, args.x_scale.data);
+  }
+  /// The rows that weight gradients read: x, or x^ made of x8 in a place where nothing of the workspace is alive then.
+  [[nodiscard]] cpu::Rows<T const> x() const noexcept {
+    if (layer.desc.quantises()) return {dequantised_x, layer.hidden()};
+    return ops::rows_of<T>(args.x);
+  }
+  void make_x() const noexcept {
+    if constexpr (kMayQuantise) {
+      if (layer.desc.quantises()) cpu::dequantise_x(layer.desc, x8(), dequantised_x, threads);
+    }
+  }
+
+  void down_dgrad() const noexcept {
+    if constexpr (kMayQuantise) {
+      if (layer.desc.quantises()) {
+        return cpu::quantised_down_dgrad(
+            layer,
+            {.d_o = ops::rows_of<T>(args.d_o),
+             .x8 = x8(),
+             .h8 = ops::h8_rows(layer.desc, args.h.data, args.h_scale.data),
+             .dh = dh,
+             .a_scaled = a_scaled,
+             .dscores = dscores,
+             .expert = expert},
+            threads);
+      }
+    }
     if (recomputed_h != nullptr) {
       cpu::up_projection_fwd(layer, ops::rows_of<T>(args.x), recomputed_h, static_cast<T*>(nullptr),
                              threads);
@@ -173,6 +213,10 @@ struct Backward {
             .a_scaled = a_scaled,
             .dscores = dscores},
         threads);
+  }
+
+  void activations() const noexcept {
+    down_dgrad();
     if (has_router(layer.desc)) {
       cpu::ConstRows const initial =
           args.aux_dlogits.present() ? ops::rows_of(args.aux_dlogits) : cpu::ConstRows{};
@@ -183,6 +227,15 @@ struct Backward {
                            .token_mask = ops::mask_of(args.token_mask)},
                           threads);
     }
+  }
+
+  void up_dgrad(cpu::Columns columns) const noexcept {
+    if constexpr (kMayQuantise) {
+      if (layer.desc.quantises()) {
+        return cpu::quantised_up_dgrad(layer, dh, dx_rows, expert, threads);
+      }
+    }
+    cpu::up_projection_dgrad(layer, static_cast<T const*>(dh), columns, dx_rows, threads);
   }
 
   void input_gradient() const noexcept {
@@ -198,7 +251,7 @@ struct Backward {
       });
     }
     cpu::for_each_column_chunk(layer.desc, [&](cpu::Columns columns) {
-      cpu::up_projection_dgrad(layer, static_cast<T const*>(dh), columns, dx_rows, threads);
+      up_dgrad(columns);
       cpu::aggregate(layer,
                      cpu::AggregateArgs<T>{.rows = dx_rows,
                                            .columns = columns,
@@ -236,7 +289,7 @@ struct Backward {
     with_gradients(core::gradient_dtype(layer.desc, gradients), [&]<class G>(G) {
       cpu::up_projection_wgrad(
           layer,
-          cpu::UpWgradArgs<T, G>{.x = ops::rows_of<T>(args.x),
+          cpu::UpWgradArgs<T, G>{.x = x(),
                                  .dh = dh,
                                  .dw_up = ops::up_matrices<G>(layer.desc, gradients),
                                  .db_up = ops::up_biases<G>(layer.desc, gradients),
@@ -252,7 +305,7 @@ struct Backward {
       cpu::router_wgrad(
           layer.desc,
           cpu::RouterWgradArgs<T, G>{.dlogits = const_dlogits(),
-                                     .x = ops::rows_of<T>(args.x),
+                                     .x = x(),
                                      .dw_router = gradients.dw_router.present()
                                                       ? ops::rows_of<G>(gradients.dw_router)
                                                       : cpu::Rows<G>{},
@@ -295,6 +348,8 @@ Backward<T> backward_of(Context const& context, MoeDesc const& desc, MoeBackward
   }
   if (desc.save == SavePolicy::x && pass != Pass::backward_weights) out.recomputed_h = out.dh;
   out.dx_rows = plan.a_or_dx.in<T>(base);
+  out.dequantised_x = out.dx_rows;
+  out.expert = plan.expert.in(base);
   out.a_scaled = split ? static_cast<T*>(args.a_scaled.data) : plan.a_or_dx.in<T>(base);
   out.dscores = args.dscores.present() ? static_cast<float*>(args.dscores.data)
                 : has_router(desc)     ? plan.dscores.in(base)
@@ -336,6 +391,7 @@ Status moe_backward(Context const& context, MoeDesc const& desc, MoeBackwardArgs
     backward.copy_dlogits();
     backward.down_weights();  // the last reader of a_scaled: dx rows may take its place
     backward.input_gradient();
+    backward.make_x();
     backward.up_weights();
     backward.router_weights();
   });
@@ -355,6 +411,7 @@ Status moe_backward_weights(Context const& context, MoeDesc const& desc,
   return run_backward(context, desc, args, Pass::backward_weights, stream,
                       [](auto const& backward) {
                         backward.down_weights();
+                        backward.make_x();
                         backward.up_weights();
                         backward.router_weights();
                       });

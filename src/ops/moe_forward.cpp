@@ -3,7 +3,9 @@
 #include "core/desc_check.hpp"
 #include "cpu/parallel/ops.hpp"
 #include "cuda/layer/backend.hpp"
+#include "ops/low_precision.hpp"
 #include "ops/plan.hpp"
+#include "ops/quantised_rows.hpp"
 #include "ops/routing_tables.hpp"
 #include "ops/support.hpp"
 #include "ops/tensors.hpp"
@@ -21,11 +23,14 @@ void ops::visit_tensors(MoeDesc const& desc, MoeForwardArgs const& args, std::si
   visitor.optional_output("expert_counts", args.expert_counts, DType::int32, {s.experts});
   visitor.optional_output("topk_counts", args.topk_counts, DType::int32, {s.experts});
   if (desc.save == SavePolicy::h) {
-    visitor.output("h", args.h, desc.dtype, {desc.num_slots(), desc.up_width() * s.intermediate});
+    visitor.output("h", args.h, desc.quantises() ? DType::fp8_e4m3 : desc.dtype,
+                   {desc.num_slots(), desc.up_width() * s.intermediate});
     visitor.contiguous("h", args.h);
   } else {
     visitor.absent("h", args.h, "the SavePolicy keeps no h");
   }
+  visit_saved_scales(desc, args.x8, args.x_scale, args.h_scale, desc.save != SavePolicy::none,
+                     desc.save == SavePolicy::h, visitor);
   if (desc.save != SavePolicy::none || args.routing.data != nullptr) {
     visitor.buffer("routing", args.routing, routing_table_bytes(desc), 4, true);
   }
@@ -76,8 +81,27 @@ void forward_on_cpu(Context const& context, MoeDesc const& desc, MoeForwardArgs 
                             ops::down_matrices<T>(desc, args.weights),
                             ops::up_biases<T>(desc, args.weights),
                             ops::down_biases<T>(args.weights)};
-  T* const a = plan.a.in<T>(base);
   T* const y = plan.y.in<T>(base);
+  if constexpr (std::is_same_v<T, cpu::Bf16>) {
+    if (desc.quantises()) {
+      if (args.h_scale.present()) ops::clear(args.h_scale);
+      cpu::quantised_forward(layer,
+                             {.x = ops::rows_of<T>(args.x),
+                              .x8 = ops::x8_rows(desc, args.x8.data, args.x_scale.data),
+                              .h8 = ops::h8_rows(desc, args.h.data, args.h_scale.data),
+                              .y = y,
+                              .expert = plan.expert.in(base)},
+                             threads);
+      cpu::aggregate(layer,
+                     cpu::AggregateArgs<T>{.rows = y,
+                                           .columns = {0, layer.hidden()},
+                                           .scores = routing.scores,
+                                           .out = ops::rows_of<T>(args.o)},
+                     threads);
+      return;
+    }
+  }
+  T* const a = plan.a.in<T>(base);
   cpu::up_projection_fwd(layer, ops::rows_of<T>(args.x), static_cast<T*>(args.h.data), a, threads);
   cpu::for_each_column_chunk(desc, [&](cpu::Columns columns) {
     cpu::down_projection_fwd(layer, static_cast<T const*>(a), columns, y, threads);

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/router_math.hpp"
+#include "cpu/parallel/low_precision.hpp"
 #include "cpu/parallel/ops.hpp"
 #include "ops/support.hpp"
 
@@ -47,11 +48,14 @@ ForwardPlan plan_forward(Context const& context, MoeDesc const& desc) noexcept {
     out.routing = plan.add<std::byte>(static_cast<std::int64_t>(routing_table_bytes(desc)));
   }
   std::size_t const element = dtype_bytes(desc.dtype);
-  out.a = plan.add_storage(slots * s.intermediate, element);
+  bool const quantises = desc.quantises();
+  if (!quantises) out.a = plan.add_storage(slots * s.intermediate, element);
   out.y = plan.add_storage(slots * cpu::column_chunk(desc), element);
-  out.floats_per_thread =
-      whole_lines(std::max({cpu::up_projection_fwd_scratch(desc),
-                            cpu::down_projection_fwd_scratch(desc), router_scratch(desc)}));
+  std::int64_t const experts = quantises ? cpu::quantised_scratch(desc)
+                                         : std::max(cpu::up_projection_fwd_scratch(desc),
+                                                    cpu::down_projection_fwd_scratch(desc));
+  if (quantises) out.expert = plan.add<float>(cpu::quantised_expert_floats(desc));
+  out.floats_per_thread = whole_lines(std::max(experts, router_scratch(desc)));
   out.scratch = plan.add<float>(out.floats_per_thread * context.num_threads());
   out.bytes = plan.bytes();
   return out;
@@ -81,11 +85,16 @@ BackwardPlan plan_backward(Context const& context, MoeDesc const& desc, Pass pas
   std::size_t const element = dtype_bytes(desc.dtype);
   std::int64_t const h_elements = slots * desc.up_width() * s.intermediate;
   if (pass == Pass::backward && !desc.overwrite_h) out.dh = plan.add_storage(h_elements, element);
+  bool const quantises = desc.quantises();
+  // A split backward has a_scaled in the caller's buffer.
+  std::int64_t const a = pass == Pass::backward ? s.intermediate : 0;
+  std::int64_t const rows =
+      pass == Pass::backward_weights ? 0 : slots * std::max(a, cpu::column_chunk(desc));
+  std::int64_t const x = quantises && pass != Pass::backward_input ? s.tokens * s.hidden : 0;
+  out.a_or_dx = plan.add_storage(std::max(rows, x), element);
   if (pass != Pass::backward_weights) {
-    // A split backward has a_scaled in the caller's buffer.
-    std::int64_t const a = pass == Pass::backward ? s.intermediate : 0;
-    out.a_or_dx = plan.add_storage(slots * std::max(a, cpu::column_chunk(desc)), element);
     if (has_router(desc)) out.dscores = plan.add<float>(slots);
+    if (quantises) out.expert = plan.add<float>(cpu::quantised_expert_floats(desc));
   }
   if (has_router(desc) && pass == Pass::backward) {
     out.dlogits = plan.add<float>(s.tokens * s.experts);
@@ -94,14 +103,16 @@ BackwardPlan plan_backward(Context const& context, MoeDesc const& desc, Pass pas
     std::int64_t const router = has_router(desc) ? std::max(cpu::router_dlogits_scratch(desc),
                                                             cpu::router_dgrad_scratch(desc))
                                                  : 0;
-    out.floats_per_thread = std::max(
-        {cpu::down_projection_dgrad_scratch(desc), cpu::up_projection_dgrad_scratch(desc), router});
+    std::int64_t const experts = quantises ? cpu::quantised_scratch(desc)
+                                           : std::max(cpu::down_projection_dgrad_scratch(desc),
+                                                      cpu::up_projection_dgrad_scratch(desc));
+    out.floats_per_thread = std::max(experts, router);
   }
   if (pass != Pass::backward_input) {
     out.floats_per_thread = std::max({out.floats_per_thread, cpu::wgrad_scratch(desc),
                                       has_router(desc) ? cpu::router_wgrad_scratch(desc) : 0});
   }
-  if (recompute) {
+  if (recompute && !quantises) {
     out.floats_per_thread = std::max(out.floats_per_thread, cpu::up_projection_fwd_scratch(desc));
   }
   out.floats_per_thread = whole_lines(out.floats_per_thread);

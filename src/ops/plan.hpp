@@ -22,8 +22,9 @@ struct ForwardPlan {
   RoutePlan route;
   core::Region<std::byte>
       routing;            ///< the tables, where the caller saves none (route: where it needs them)
-  core::StorageRegion a;  ///< [P,n]
+  core::StorageRegion a;  ///< [P,n]; absent where operands are quantised
   core::StorageRegion y;  ///< [P,d], or a chunk of its columns
+  core::Region<float> expert;  ///< where operands are quantised: one expert's weights
   core::Region<float> scratch;
   std::int64_t floats_per_thread = 0;
   std::size_t bytes = 0;
@@ -32,7 +33,8 @@ struct ForwardPlan {
 struct BackwardPlan {
   core::StorageRegion dh;  ///< [P,w*n], in the place of h recomputed; absent: the caller's, or h
   core::StorageRegion
-      a_or_dx;  ///< a_scaled [P,n], then dx rows [P,d or a chunk]: never alive at once
+      a_or_dx;  ///< a_scaled [P,n], then dx rows [P,d or a chunk], then x^ [T,d]: never alive at once
+  core::Region<float> expert;   ///< where operands are quantised: one expert's weights
   core::Region<float> dscores;  ///< [P], with a router
   core::Region<float> dlogits;  ///< [T,E], with a router
   core::Region<float> scratch;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // quantise_weights: expert weights of any layout to codes that the low-precision GEMMs read
 #include "core/tensor_check.hpp"
-#include "cpu/parallel/quantise.hpp"
+#include "cpu/parallel/low_precision.hpp"
 #include "ops/low_precision.hpp"
 #include "ops/support.hpp"
 #include "ops/weights.hpp"
@@ -10,31 +10,7 @@ namespace tessera {
 namespace {
 
 using core::E4m3;
-
-/// Gate (part 0) or up (the last part) rows [n,d] of an expert, whatever the layout.
-template <class T>
-cpu::GroupedRows<T const> up_rows(MoeDesc const& desc, cpu::UpMatrices<T const> const& matrices,
-                                  std::int64_t expert, bool gate) noexcept {
-  if (matrices.separate) {
-    return {gate ? matrices.gate_of(expert) : matrices.up_of(expert)};
-  }
-  cpu::MatrixView<T const> view = matrices.of(expert);
-  if (!desc.activation.gated()) return {view};
-  std::int64_t const n = desc.shape.intermediate, block = desc.layout.block;
-  switch (desc.layout.order) {
-    case GateUpOrder::concat:
-      return {view.from(gate ? 0 : n, 0)};
-    case GateUpOrder::up_first:
-      return {view.from(gate ? n : 0, 0)};
-    case GateUpOrder::interleaved:
-      view = view.from(gate ? 0 : 1, 0);
-      view.row_stride *= 2;
-      return {view};
-    case GateUpOrder::blocked:
-      break;
-  }
-  return {view.from(gate ? 0 : block, 0), block, 2 * block * view.row_stride};
-}
+using cpu::up_rows;
 
 Status check(Context const& context, MoeDesc const& desc, ExpertWeights const& weights,
              ScaleRule rule, QuantisedWeights const& out) noexcept {

@@ -8,6 +8,7 @@
 #include "core/tensor_check.hpp"
 #include "cuda/layer/backend.hpp"
 #include "ops/plan.hpp"
+#include "ops/quantised_rows.hpp"
 
 namespace tessera::ops {
 namespace {
@@ -87,9 +88,10 @@ Expected<RoutingView> routing_view(MoeDesc const& given, Buffer routing) noexcep
   return ops::view_routing(desc, routing.data);
 }
 
-Expected<SavedBytes> saved_bytes(MoeDesc const& desc) noexcept {
-  TESSERA_TRY(core::check_desc(desc));
-  std::size_t const element = dtype_bytes(desc.dtype);
+Expected<SavedBytes> saved_bytes(MoeDesc const& given) noexcept {
+  TESSERA_TRY(core::check_desc(given));
+  MoeDesc const desc = core::resolved(given);
+  std::size_t const element = desc.quantises() ? 1 : dtype_bytes(desc.dtype);
   SavedBytes saved;
   if (desc.save == SavePolicy::none) return saved;
   saved.x = element * static_cast<std::size_t>(desc.shape.tokens * desc.shape.hidden);
@@ -97,7 +99,11 @@ Expected<SavedBytes> saved_bytes(MoeDesc const& desc) noexcept {
     saved.h = element * static_cast<std::size_t>(desc.num_slots() * desc.up_width() *
                                                  desc.shape.intermediate);
   }
-  saved.routing = ops::routing_table_bytes(core::resolved(desc));
+  if (desc.quantises()) {
+    saved.x_scale = ops::tensor_bytes(ops::x_scale_shape(desc));
+    if (desc.save == SavePolicy::h) saved.h_scale = ops::tensor_bytes(ops::h_scale_shape(desc));
+  }
+  saved.routing = ops::routing_table_bytes(desc);
   return saved;
 }
 

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "device/device.hpp"
+#include "tessera/low_precision.hpp"
 #include "verify/layer_arguments.hpp"
 #include "verify/storage.hpp"
 
@@ -26,7 +27,8 @@ class Run {
         desc_(data.desc),
         poison_(poison),
         alignment_(alignment),
-        saved_(fresh_memory()) {
+        saved_(fresh_memory()),
+        inputs_(fresh_memory()) {
     if (on_gpu()) stream_.emplace(context.device().index);
   }
 
@@ -40,9 +42,11 @@ class Run {
     TESSERA_TRY(backward(result));
     TESSERA_TRY(split_backward(result));
     TESSERA_TRY(partial_backward(result));
-    if (desc_.save == SavePolicy::h) TESSERA_TRY(overwriting_backward(result));
+    if (desc_.save == SavePolicy::h && !desc_.quantises()) {
+      TESSERA_TRY(overwriting_backward(result));
+    }
     if (on_gpu()) TESSERA_TRY(replay_backward(result));
-    if (!saved_.intact()) {
+    if (!saved_.intact() || !inputs_.intact()) {
       result.failures.emplace_back("backward wrote to x, h or routing, or a canary beside them");
     }
     return {};
@@ -68,10 +72,9 @@ class Run {
     auto const workspace = workspace_size(desc_, Pass::forward, result);
     if (!workspace.ok()) return workspace.status();
 
-    x_ = saved_.input(desc_.dtype, {s.tokens, s.hidden}, data_.x);
-    if (desc_.save == SavePolicy::h) {
-      h_ = saved_.output(desc_.dtype, {desc_.num_slots(), desc_.up_width() * s.intermediate});
-    }
+    // Where x8 is saved, x is not: it lives for the forward calls.
+    x_ = (desc_.quantises() ? inputs_ : saved_).input(desc_.dtype, {s.tokens, s.hidden}, data_.x);
+    TESSERA_TRY(allocate_saved());
     routing_ = saved_.buffer(tables.value());
     result.saved_bytes = saved_.bytes();
 
@@ -82,6 +85,9 @@ class Run {
     args.topk_counts = memory.output(DType::int32, {s.experts});
     if (has_router()) args.logits = memory.output(DType::fp32, {s.tokens, s.experts});
     args.h = h_;
+    args.x8 = x8_;
+    args.x_scale = x_scale_;
+    args.h_scale = h_scale_;
     args.routing = routing_;
     args.workspace = memory.buffer(workspace.value());
     TESSERA_TRY(run_forward(desc_, args));
@@ -90,13 +96,55 @@ class Run {
     result.tensors["o"] = values_of(args.o);
     if (has_router()) result.tensors["logits"] = values_of(args.logits);
     TESSERA_TRY(read_routing(result));
-    if (h_.present()) {
+    if (desc_.quantises()) {
+      read_codes(result);
+    } else if (h_.present()) {
       result.h =
           unpack(desc_.dtype, h_.data, result.metadata.rows() * desc_.up_width() * s.intermediate);
     }
     check_counts(static_cast<std::int32_t const*>(args.expert_counts.data),
                  static_cast<std::int32_t const*>(args.topk_counts.data), result);
     return {};
+  }
+
+  /// h, and x8 with the scales, as forward leaves them.
+  Status allocate_saved() {
+    MoeShape const& s = desc_.shape;
+    std::int64_t const slots = desc_.num_slots(), width = desc_.up_width() * s.intermediate;
+    bool const saves_h = desc_.save == SavePolicy::h;
+    if (saves_h) {
+      h_ = saved_.output(desc_.quantises() ? DType::fp8_e4m3 : desc_.dtype, {slots, width});
+    }
+    if (!desc_.quantises()) return {};
+    std::int64_t const block = desc_.scale_block();
+    bool const mxfp8 = desc_.precision == Precision::mxfp8;
+    DType const scale = mxfp8 ? DType::e8m0 : DType::fp32;
+    x8_ = saved_.output(DType::fp8_e4m3, {s.tokens, s.hidden});
+    x_scale_ = saved_.output(scale, {s.tokens, s.hidden / block});
+    if (!saves_h) return {};
+    h_scale_ = mxfp8 ? saved_.output(scale, {slots, width / block})
+                     : saved_.output(scale, {width / block, padded_scale_rows(slots)});
+    return {};
+  }
+
+  /// The bytes of x8, of the rows of h and of their scales: what a repeat must equal.
+  void read_codes(CandidateResult& result) const {
+    auto const add = [&result](Tensor const& tensor, std::int64_t rows) {
+      if (!tensor.present()) return;
+      auto const* const bytes = static_cast<std::uint8_t const*>(tensor.data);
+      std::size_t const row = memory_bytes(tensor) / static_cast<std::size_t>(tensor.shape[0]);
+      result.h.insert(result.h.end(), bytes, bytes + row * static_cast<std::size_t>(rows));
+    };
+    std::int64_t const rows = result.metadata.rows();
+    if (desc_.shape.tokens > 0) add(x8_, desc_.shape.tokens), add(x_scale_, desc_.shape.tokens);
+    if (rows == 0) return;
+    add(h_, rows);
+    if (desc_.precision == Precision::mxfp8) return add(h_scale_, rows);
+    auto const* const scales = static_cast<float const*>(h_scale_.data);
+    for (std::int64_t i = 0; scales != nullptr && i < h_scale_.shape[0]; ++i) {
+      float const* const row = scales + i * h_scale_.shape[1];
+      result.h.insert(result.h.end(), row, row + rows);
+    }
   }
 
   void check_counts(std::int32_t const* rows, std::int32_t const* chosen,
@@ -205,8 +253,11 @@ class Run {
     MoeShape const& s = desc_.shape;
     MoeBackwardArgs args;
     args.d_o = memory.input(desc_.dtype, {s.tokens, s.hidden}, data_.d_o);
-    args.x = x_;
+    if (!desc_.quantises()) args.x = x_;
     args.h = h_;
+    bool const reads_x = pass != Pass::backward_input || desc_.save == SavePolicy::x;
+    if (reads_x) args.x8 = x8_, args.x_scale = x_scale_;
+    if (pass != Pass::backward_weights) args.h_scale = h_scale_;
     args.routing = routing_;
     args.weights = weight_arguments(data_, memory);
     args.gradients.mode = data_.gradient_mode;
@@ -426,8 +477,10 @@ class Run {
   Alignment alignment_;
   std::optional<device::Stream> stream_;  ///< on a GPU
   Memory saved_;
+  Memory inputs_;  ///< x, where it is not saved
   ConstTensor x_;
   Tensor h_;
+  Tensor x8_, x_scale_, h_scale_;  ///< where operands are quantised
   Buffer routing_;
 };
 

@@ -16,9 +16,10 @@ namespace tessera::verify {
 /// Holds what one run of all entry points leaves.
 struct CandidateResult {
   Tensors tensors;
-  reference::Metadata metadata;       ///< token_offsets only where experts per token vary
-  RouterChoice choice;                ///< with a router
-  std::vector<float> h;               ///< rows 0..R-1
+  reference::Metadata metadata;  ///< token_offsets only where experts per token vary
+  RouterChoice choice;           ///< with a router
+  std::vector<float>
+      h;  ///< rows 0..R-1; where operands are quantised: every saved byte, and the scales of h
   std::vector<std::string> failures;  ///< broken rules that show without a reference
   std::size_t saved_bytes = 0;        ///< allocated and kept from forward to backward
   std::size_t transient_bytes = 0;    ///< largest workspace

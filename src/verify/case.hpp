@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "cpu/reference/layer.hpp"
-#include "tessera/low_precision.hpp"
 #include "tessera/moe.hpp"
 
 namespace tessera::verify {
@@ -32,13 +31,6 @@ struct RoutingSpec {
   std::vector<std::int64_t> token_offsets{};  ///< file: [T+1] where experts per token vary
 };
 
-/// Holds what a case is computed in, besides its storage type.
-struct LowPrecision {
-  enum class Kind { native, fp8, mxfp8 };
-  Kind kind = Kind::native;
-  ScaleRule rule = ScaleRule::fp32;  ///< fp8: fp32 or pow2; mxfp8: rceil
-};
-
 /// Everything that fixes a case; equal cases give equal data on every machine.
 struct LayerCase {
   MoeDesc desc;  ///< shape.slots is filled in by make_data() where experts per token vary
@@ -50,7 +42,6 @@ struct LayerCase {
   bool aux_dlogits = false;  ///< another loss's gradient is added to dlogits
   GradientMode gradient_mode = GradientMode::write;
   std::uint64_t seed = 0;
-  LowPrecision precision;
 };
 
 /// Inputs as fp32 values that were rounded to the storage type, and the gradient buffers' first content.

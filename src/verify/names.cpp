@@ -46,10 +46,9 @@ std::string case_options(LayerCase const& layer_case) {
   if (desc.router_dtype != DType::none) {
     add("router-dtype", name_of(kDTypeNames, desc.router_dtype));
   }
-  LowPrecision const& precision = layer_case.precision;
-  if (precision.kind != LowPrecision::Kind::native) {
-    add("precision", name_of(kPrecisionNames, precision.kind));
-    if (precision.rule == ScaleRule::pow2) add("scales", "pow2");
+  if (desc.precision != Precision::native) {
+    add("precision", name_of(kPrecisionNames, desc.precision));
+    if (desc.pow2_scales) add("scales", "pow2");
   }
   add("router", name_of(kRouterNames, desc.router.kind));
   add("routing", routing_name(layer_case.routing));

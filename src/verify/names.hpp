@@ -4,20 +4,17 @@
 
 #include <string>
 
+#include "tessera/low_precision.hpp"
 #include "tessera/names.hpp"
 #include "verify/case.hpp"
 
 namespace tessera::verify {
 
-using tessera::kActivationNames, tessera::kDTypeNames, tessera::kLayoutNames, tessera::kRouterNames,
-    tessera::kRoundingNames, tessera::layout_name, tessera::name_of, tessera::Named;
+using tessera::kActivationNames, tessera::kDTypeNames, tessera::kLayoutNames,
+    tessera::kPrecisionNames, tessera::kRouterNames, tessera::kRoundingNames, tessera::layout_name,
+    tessera::name_of, tessera::Named;
 
 inline constexpr Named<DType> kIdsDTypeNames[] = {{"int32", DType::int32}, {"int64", DType::int64}};
-
-inline constexpr Named<LowPrecision::Kind> kPrecisionNames[] = {
-    {"native", LowPrecision::Kind::native},
-    {"fp8", LowPrecision::Kind::fp8},
-    {"mxfp8", LowPrecision::Kind::mxfp8}};
 
 inline constexpr Named<ScaleRule> kScaleNames[] = {
     {"fp32", ScaleRule::fp32}, {"pow2", ScaleRule::pow2}, {"rceil", ScaleRule::rceil}};

@@ -313,26 +313,20 @@ LayerCase draw_case(Choice const& choice, Feature feature, bool large, RandomSou
   return out;
 }
 
-/// Every tenth case, of the small ones, has its numerics in FP8 or MXFP8 looked at instead.
+/// Every tenth case, of the small ones, quantises its operands.
 bool is_low_precision(std::int64_t i) { return i % 10 == 6; }
 
-/// In whole blocks of 128 or 32, bf16, without what a recipe does not depend on.
+/// In whole blocks of 128 or 32, bf16.
 void make_low_precision(std::int64_t i, LayerCase& layer_case) {
-  constexpr LowPrecision kChoices[] = {{LowPrecision::Kind::fp8, ScaleRule::fp32},
-                                       {LowPrecision::Kind::mxfp8, ScaleRule::rceil},
-                                       {LowPrecision::Kind::fp8, ScaleRule::pow2}};
-  layer_case.precision = kChoices[i / 10 % 3];
-  std::int64_t const block = layer_case.precision.kind == LowPrecision::Kind::fp8 ? 128 : 32;
   MoeDesc& desc = layer_case.desc;
+  desc.precision = i / 10 % 3 == 1 ? Precision::mxfp8 : Precision::fp8;
+  desc.pow2_scales = i / 10 % 3 == 2;
+  std::int64_t const block = desc.scale_block();
   for (std::int64_t* size : {&desc.shape.hidden, &desc.shape.intermediate}) {
     *size = (*size + block - 1) / block * block;
   }
   desc.dtype = DType::bf16;
-  desc.save = SavePolicy::h;
   desc.column_chunk = 0;
-  layer_case.gradient_mode = GradientMode::write;
-  layer_case.aux_dlogits = false;
-  layer_case.padding_fraction = 0;
 }
 
 }  // namespace
@@ -369,7 +363,7 @@ std::vector<RandomCase> random_cases(Context const& context, std::int64_t count,
     if (large && !still_large) layer_case.routing = {}, layer_case.desc.shape.tokens = 512;
     if (!on_gpu && is_low_precision(i)) make_low_precision(i, layer_case);
     cases.push_back({layer_case, large});
-    if (layer_case.precision.kind != LowPrecision::Kind::native) continue;  // covers no pair
+    if (layer_case.desc.quantises()) continue;  // covers no pair
     Choice drawn = choice;
     if (large && !still_large) drawn[kRouting] = 0;
     for (Pair const& pair : pairs_of(drawn)) uncovered.erase(pair);
@@ -386,7 +380,7 @@ PairCoverage pair_coverage(Context const& context, std::vector<RandomCase> const
   };
   std::set<Pair> seen;
   for (RandomCase const& random_case : cases) {
-    if (random_case.layer_case.precision.kind != LowPrecision::Kind::native) continue;
+    if (random_case.layer_case.desc.quantises()) continue;
     MoeDesc const& desc = random_case.layer_case.desc;
     WeightLayout layout = desc.layout;
     layout.block = 0;

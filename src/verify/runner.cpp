@@ -58,65 +58,6 @@ Context const& judging_context(Context const& context) {
   return host;
 }
 
-/// Options that the numerics of a recipe do not depend on, or that nobody computes in it.
-Status check_low_precision(Context const& context, LayerCase const& layer_case) {
-  MoeDesc const& desc = layer_case.desc;
-  if (context.device().kind != DeviceKind::cpu) {
-    return Status::unsupported(
-        "precision on cuda: this version has its numerics on the CPU; take --device cpu");
-  }
-  if (desc.dtype != DType::bf16) {
-    return Status::invalid("precision with dtype=%s: layers in FP8 store bf16; take --dtype bf16",
-                           name_of(kDTypeNames, desc.dtype));
-  }
-  char const* const ignored = layer_case.gradient_mode == GradientMode::accumulate ? "accumulate"
-                              : layer_case.padding_fraction > 0                    ? "padding"
-                              : layer_case.aux_dlogits                             ? "aux-dlogits"
-                              : desc.save != SavePolicy::h                         ? "save x"
-                              : desc.column_chunk != 0                             ? "column-chunk"
-                                                                                   : nullptr;
-  if (ignored == nullptr) return {};
-  return Status::invalid("precision with %s: its numerics are those without; leave it out",
-                         ignored);
-}
-
-Expected<CaseResult> verify_low_precision(Context const& context, Context const& repeat_context,
-                                          LayerCase const& layer_case) {
-  TESSERA_TRY(check_low_precision(context, layer_case));
-  LayerData const data = with_given_routing(make_data(layer_case));
-  reference::Inputs const inputs = reference_inputs(data);
-  auto const metadata = reference::metadata(inputs.desc, inputs.topk_ids, inputs.token_offsets);
-  auto out = low_precision_tensors(context, data, metadata, layer_case.precision);
-  if (!out.ok()) return out.status();
-  auto const again = low_precision_tensors(repeat_context, data, metadata, layer_case.precision);
-  if (!again.ok()) return again.status();
-
-  reference::Values const d_o(data.d_o.begin(), data.d_o.end());
-  auto const forward = reference::forward(inputs);
-  auto const ref = reference_tensors(data, forward, reference::backward(inputs, forward, d_o));
-  auto const recipe = recipe_samples(data, inputs, layer_case.precision);
-
-  CaseResult result;
-  result.desc = layer_case.desc;
-  result.desc.shape.slots = data.desc.shape.slots;
-  result.routed_rows = metadata.rows();
-  result.tensors = judge(data, inputs, forward, ref, recipe, out.value());
-  for (auto const& [name, comparison] : result.tensors) {
-    if (!comparison.ok) result.failures.push_back(name + ": " + comparison.reason);
-  }
-  result.bitwise_repeat = out.value() == again.value();
-  if (!result.bitwise_repeat) result.failures.emplace_back("other bits in the repeat");
-  result.outputs = std::move(out).value();
-  for (auto const& [name, values] : result.outputs) {
-    result.sqnr_db[name] = sqnr_db(ref.at(name), values);
-    result.recipe_sqnr_db[name] = sqnr_db(ref.at(name), recipe.front().at(name));
-  }
-  auto const lost = lost_db(ref, recipe, result.outputs);
-  result.failures.insert(result.failures.end(), lost.begin(), lost.end());
-  result.ok = result.failures.empty();
-  return result;
-}
-
 }  // namespace
 
 Expected<CaseResult> verify_case(Context const& context, Context const& repeat_context,
@@ -126,9 +67,6 @@ Expected<CaseResult> verify_case(Context const& context, Context const& repeat_c
   if (!supported.ok()) return supported.status();
   LayerData data;
   try {
-    if (layer_case.precision.kind != LowPrecision::Kind::native) {
-      return verify_low_precision(context, repeat_context, layer_case);
-    }
     data = make_data(layer_case);
   } catch (std::invalid_argument const& error) {
     return Status::invalid("%s", error.what());
@@ -191,12 +129,20 @@ void judge_run(Context const& context, LayerData const& data, CandidateResult& r
   auto const backward =
       reference::backward(inputs, forward, std::vector<double>(data.d_o.begin(), data.d_o.end()));
   auto const ref = reference_tensors(data, forward, backward);
-  auto const naives = naive_samples(context, data, inputs, forward.metadata);
+  bool const quantises = data.desc.quantises();
+  auto const naives = quantises ? recipe_samples(data, inputs)
+                                : naive_samples(context, data, inputs, forward.metadata);
   result.routed_rows = forward.metadata.rows();
   result.tensors = judge(data, inputs, forward, ref, naives, run.tensors);
   for (auto const& [name, comparison] : result.tensors) {
     if (!comparison.ok) result.failures.push_back(name + ": " + comparison.reason);
   }
+  if (!quantises) return;
+  for (auto const& [name, values] : run.tensors) {
+    result.sqnr_db[name] = sqnr_db(ref.at(name), values);
+    result.recipe_sqnr_db[name] = sqnr_db(ref.at(name), naives.front().at(name));
+  }
+  add(lost_db(ref, naives, run.tensors));
 }
 
 std::vector<std::string> padding_failures(LayerData const& data, CandidateResult const& run) {
@@ -222,9 +168,17 @@ std::size_t saved_bytes_formula(MoeDesc const& desc) {
   auto const size = [](std::int64_t value) { return static_cast<std::size_t>(value); };
   MoeShape const& s = desc.shape;
   std::size_t const slots = size(desc.num_slots()), element = dtype_bytes(desc.dtype);
-  std::size_t bytes = element * size(s.tokens * s.hidden);
-  if (desc.save == SavePolicy::h) {
-    bytes += element * slots * size(desc.up_width() * s.intermediate);
+  std::size_t const width = size(desc.up_width() * s.intermediate);
+  std::size_t bytes = 0;
+  if (desc.quantises()) {  // of 33/32 bytes each, up to the padding of h's fp32 scales
+    std::size_t const x = size(s.tokens * s.hidden), block = size(desc.scale_block());
+    std::size_t const scale = block == 128 ? 4 : 1;
+    std::size_t const rows = block == 128 ? (slots + 3) / 4 * 4 : slots;
+    bytes = x + x / block * scale;
+    if (desc.save == SavePolicy::h) bytes += slots * width + rows * (width / block) * scale;
+  } else {
+    bytes = element * size(s.tokens * s.hidden);
+    if (desc.save == SavePolicy::h) bytes += element * slots * width;
   }
   bytes += 16 * slots + 4 * size(s.experts + 1);
   bool const rounded = desc.rounds_tokens();

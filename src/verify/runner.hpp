@@ -25,15 +25,14 @@ struct CaseResult {
   std::size_t saved_bytes_formula = 0;  ///< what the shape says
   std::size_t transient_peak_bytes = 0;
   bool bitwise_repeat = false;  ///< other thread count, other poison, same bits
-  /// With LayerCase::precision, by tensor: 20 log10(|ref| / |ref - out|) in dB, of the result and of the recipe.
+  /// With MoeDesc::quantises(), by tensor: 20 log10(|ref| / |ref - out|) in dB, of the result and of the recipe.
   std::map<std::string, double> sqnr_db, recipe_sqnr_db;
   std::vector<std::string> failures;  ///< a line each; empty where ok
 };
 
 /// Runs the case on `context`, repeats it on `repeat_context` and judges both. Errors: those of the library,
 /// before or during the run (an unsupported case, say); invalid_argument for contradictory data options.
-/// With LayerCase::precision the layer is put together from quantisers and grouped GEMMs (verify/low_precision.hpp), a
-/// router's choice is given to it, and the recipe in fp64 takes the place of the naive path; CPU and bf16 only.
+/// With MoeDesc::quantises() the recipe in fp64 takes the place of the naive path (verify/low_precision.hpp).
 Expected<CaseResult> verify_case(Context const& context, Context const& repeat_context,
                                  LayerCase const& layer_case);
 
@@ -45,7 +44,8 @@ void judge_run(Context const& context, LayerData const& data, CandidateResult& r
 /// Padding that has an expert, or is not 0 in o, dx, dscores or dlogits.
 std::vector<std::string> padding_failures(LayerData const& data, CandidateResult const& run);
 
-/// b*T*d + b*w*P*n (SavePolicy::h) + 16P + 4(E+1) [+ 4(T+1) experts per token vary] [+ 4P ids of a router]
+/// b*T*d + b*w*P*n (SavePolicy::h; with MoeDesc::quantises() 33/32 for b, P of the scales of h in fp8 rounded up to 4)
+/// + 16P + 4(E+1) [+ 4(T+1) experts per token vary] [+ 4P ids of a router]
 /// [+ 4TE softmax_topk, expert_choice and token rounding; else + 4P where its p is of one expert alone]
 /// [+ 4TK token rounding].
 std::size_t saved_bytes_formula(MoeDesc const& desc);

@@ -102,6 +102,7 @@ TEST_F(BadInput, EnumsOutOfRange) {
   forward("score_position=3",
           [](MoeDesc& desc, auto&) { desc.score_position = static_cast<ScorePosition>(3); });
   forward("ids_dtype=1", [](MoeDesc& desc, auto&) { desc.ids_dtype = DType::fp32; });
+  forward("precision=4", [](MoeDesc& desc, auto&) { desc.precision = static_cast<Precision>(4); });
   expect_text(workspace_bytes(context, small_desc(), static_cast<Pass>(5)).status(), "pass=5");
 }
 

@@ -94,15 +94,39 @@ TEST_F(CAbi, HasTheResultsOfCpp) {
   EXPECT_EQ(layer.db_router, same.db_router);
 }
 
-// Appended last: 0, or a caller that does not know it, means the type of x.
+// Appended: 0, or a caller that does not know it, means the type of x.
 TEST_F(CAbi, ReadsTheTypeOfTheRouter) {
-  EXPECT_EQ(offsetof(tessera_moe_desc, router_dtype) + 8, sizeof(tessera_moe_desc));
   desc.router_dtype = TESSERA_FP32;
   EXPECT_EQ(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_OK);
   desc.router_dtype = TESSERA_BF16;
   expect_error(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_INVALID_ARGUMENT,
                "router_dtype=bf16 beside dtype=fp32");
   desc.size = offsetof(tessera_moe_desc, router_dtype);
+  EXPECT_EQ(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_OK);
+}
+
+// Appended last: 0, or a caller that does not know it, means native.
+TEST_F(CAbi, ReadsThePrecision) {
+  EXPECT_EQ(offsetof(tessera_moe_desc, precision) + 8, sizeof(tessera_moe_desc));
+  size_t x = 1, h = 1;
+  ASSERT_EQ(tessera_moe_saved_scales(&desc, &x, &h), TESSERA_OK);
+  EXPECT_EQ(x + h, 0u);
+  desc.precision = 1;
+  expect_error(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_UNSUPPORTED,
+               "precision=fp8 with dtype=fp32");
+  tessera_moe_desc low = desc;
+  low.dtype = TESSERA_BF16;
+  low.hidden = low.intermediate = 128;
+  ASSERT_EQ(tessera_moe_saved_scales(&low, &x, nullptr), TESSERA_OK);
+  EXPECT_EQ(x, 4u * static_cast<size_t>(low.tokens));
+  low.precision = 2;
+  ASSERT_EQ(tessera_moe_saved_scales(&low, &x, nullptr), TESSERA_OK);
+  EXPECT_EQ(x, 4u * static_cast<size_t>(low.tokens));
+  desc.pow2_scales = 1;
+  desc.precision = 0;
+  expect_error(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_INVALID_ARGUMENT,
+               "pow2_scales with precision native");
+  desc.size = offsetof(tessera_moe_desc, precision);
   EXPECT_EQ(tessera_moe_forward(context, &desc, &forward, nullptr), TESSERA_OK);
 }
 

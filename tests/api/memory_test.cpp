@@ -89,6 +89,49 @@ TEST(Memory, SavedBytesAreTheFormula) {
   EXPECT_EQ(value_of(routing_bytes(desc)), 16000u + 4 * 129 + 4 * 24577);
 }
 
+// The three shapes whose saved bytes docs/numerics.md states.
+TEST(Memory, CodesHalveWhatIsSaved) {
+  Context const context = value_of(Context::create({.num_threads = 2}));
+  for (MoeShape const shape :
+       {MoeShape{24576, 1536, 256, 128, 8}, MoeShape{32768, 2048, 768, 128, 8},
+        MoeShape{32768, 4096, 1536, 128, 8}}) {
+    MoeDesc bf16;
+    bf16.shape = shape;
+    bf16.dtype = DType::bf16;
+    auto const plain = value_of(saved_bytes(bf16));
+    for (Precision const precision : {Precision::fp8, Precision::mxfp8}) {
+      MoeDesc desc = bf16;
+      desc.precision = precision;
+      auto const saved = value_of(saved_bytes(desc));
+      EXPECT_EQ(32 * (saved.x + saved.x_scale), 33 * plain.x / 2);
+      EXPECT_EQ(32 * (saved.h + saved.h_scale), 33 * plain.h / 2);
+      EXPECT_EQ(saved.routing, plain.routing);
+      double const ratio = static_cast<double>(saved.total()) / static_cast<double>(plain.total());
+      EXPECT_LE(ratio, 0.5215);
+      desc.save = SavePolicy::x;
+      EXPECT_EQ(value_of(saved_bytes(desc)).total(), saved.x + saved.x_scale + saved.routing);
+      desc.save = SavePolicy::none;
+      EXPECT_EQ(value_of(saved_bytes(desc)).total(), 0u);
+      // No pass takes more than a layer in bf16 does, beside one expert's weights in fp32 and scratch.
+      desc.save = SavePolicy::h;
+      for (Pass const pass : {Pass::forward, Pass::backward, Pass::backward_input}) {
+        EXPECT_LE(value_of(workspace_bytes(context, desc, pass)),
+                  value_of(workspace_bytes(context, bf16, pass)) +
+                      12u * static_cast<std::size_t>(shape.hidden * shape.intermediate) +
+                      (32u << 20));
+      }
+    }
+    bf16.precision = Precision::automatic;
+    EXPECT_EQ(value_of(saved_bytes(bf16)).total(), plain.total());
+  }
+  // The scales of h are rows of a multiple of 4.
+  MoeDesc odd;
+  odd.shape = {.tokens = 3, .hidden = 128, .intermediate = 256, .experts = 4, .top_k = 1};
+  odd.dtype = DType::bf16;
+  odd.precision = Precision::fp8;
+  EXPECT_EQ(value_of(saved_bytes(odd)).h_scale, 4u * 4 * 4);
+}
+
 TEST(Memory, XAndHDoNotGrowWithGranularity) {
   for (DType const dtype : {DType::fp32, DType::bf16}) {
     std::size_t const expected = dtype_bytes(dtype) * 24576 * (1536 + 2 * 2048);

@@ -174,6 +174,9 @@ class Calls {
     if (grouped() || extra("expert_offsets")) args.expert_offsets = groups();
     if (extra("row_scores")) args.row_scores = made("row_scores", {kTokens});
     if (extra("token_mask")) args.token_mask = token_mask();
+    if (extra("x8")) args.x8 = made("x8", {kTokens, kHidden});
+    if (extra("x_scale")) args.x_scale = made("x_scale", {kTokens, 1});
+    if (extra("h_scale")) args.h_scale = made("h_scale", {1, kTokens});
     args.weights = weights();
     args.o = made("o", {kTokens, kHidden});
     if (desc_.save == SavePolicy::h) {
@@ -288,6 +291,10 @@ std::vector<Option> options() {
       {"overwrite_h", [](MoeDesc& d) { d.overwrite_h = true; }},
       {"ids_dtype", [](MoeDesc& d) { d.ids_dtype = DType::int64; }, "int64 is needed"},
       {"dtype", [](MoeDesc& d) { d.dtype = DType::bf16; }},
+      {"precision", [](MoeDesc& d) { d.precision = Precision::fp8; }},
+      {"precision", [](MoeDesc& d) { d.precision = Precision::mxfp8; }},
+      {"precision", [](MoeDesc& d) { d.precision = Precision::automatic; }},
+      {"pow2_scales", [](MoeDesc& d) { d.pow2_scales = true; }},
       {"router_dtype", [](MoeDesc& d) { d.router_dtype = DType::fp32; }},
       {"router_dtype", [](MoeDesc& d) { d.router_dtype = DType::bf16; }},
       {"variable_experts",
@@ -316,9 +323,10 @@ std::vector<Option> options() {
                                                                : "counts";
     all.push_back({"grouping", [grouping](MoeDesc& d) { d.grouping = grouping; }, given});
   }
-  for (char const* name : {"topk_ids", "topk_weights", "token_offsets", "w_router", "b_router",
-                           "selection_bias", "expert_offsets", "row_scores", "w_gate", "b_up",
-                           "b_gate", "b_down", "aux_dlogits", "token_mask"}) {
+  for (char const* name :
+       {"topk_ids", "topk_weights", "token_offsets", "w_router", "b_router", "selection_bias",
+        "expert_offsets", "row_scores", "w_gate", "b_up", "b_gate", "b_down", "aux_dlogits",
+        "token_mask", "x8", "x_scale", "h_scale"}) {
     all.push_back({name, {}});
   }
   return all;
@@ -384,6 +392,7 @@ std::vector<Base> bases() {
 /// Whether the desc and the tensors are those of the base: the option names what the base is anyway.
 bool is_base(Base const& base, MoeDesc const& desc, Extras const& extras) {
   if (desc.router_dtype == DType::fp32 && desc.router.kind != RouterKind::given) return true;
+  if (desc.precision == Precision::automatic) return true;  // native, as explain() says
   if (!(desc == base.desc)) return false;
   // After forward with save=none there is no backward call that could take aux_dlogits.
   if (holds(extras, "aux_dlogits") && desc.save == SavePolicy::none) return true;

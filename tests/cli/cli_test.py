@@ -92,7 +92,9 @@ class Verify(Cli):
             result = self.run_json("verify", *shape, "--precision", *flags)
             self.assertEqual((result["precision"], result["scales"]), (flags[0], scales))
             self.assertTrue(result["ok"] and result["bitwise_repeat"])
-            self.assertNotIn("saved_bytes", result)
+            plain = self.run_json("verify", *shape)
+            self.assertEqual(result["saved_bytes"], result["saved_bytes_formula"])
+            self.assertLess(result["saved_bytes"], 0.56 * plain["saved_bytes"])  # tables weigh much at this d and n
             for name in ("o", "dx", "dw_up", "dw_down"):
                 tensor = result["tensors"][name]
                 self.assertGreater(tensor["sqnr_db"], least - 1)
@@ -101,9 +103,27 @@ class Verify(Cli):
         self.refuse("verify", *shape, "--precision", "fp4", naming="choose one of: native fp8 mxfp8")
         self.refuse("verify", *shape, "--precision", "mxfp8", "--scales", "pow2", naming="only fp8 has a choice")
         self.refuse("verify", *shape, "--precision", "fp8", "--scales", "rceil", naming="--scales rceil")
-        self.refuse("verify", *shape, "--precision", "fp8", "--save", "x", naming="save x")
-        self.refuse("verify", "--precision", "fp8", naming="--dtype bf16")
+        self.refuse("verify", *shape, "--precision", "fp8", "--column-chunk", "64", naming="column_chunk=64")
+        self.refuse("verify", "--precision", "fp8", naming="dtype=fp32")
+        self.refuse("bench", *shape, "--precision", "fp8", naming="--precision with bench")
         self.refuse("verify", "--random", "3", "--precision", "fp8", naming="--precision with --random")
+
+    def test_precision_in_plan_and_explain(self):
+        shape = ["--hidden", "128", "--intermediate", "128", "--dtype", "bf16"]
+        for command in ("plan", "explain"):
+            saved = [self.run_json(command, *shape, "--precision", name) for name in ("auto", "native", "fp8", "mxfp8")]
+            saved = [(report.get("layer") or report)["saved_bytes"] for report in saved]
+            self.assertEqual(saved[0], saved[1])
+            self.assertEqual([2 * part["h"] for part in saved[2:]], [saved[1]["h"]] * 2)
+            self.assertEqual([part["h_scale"] for part in saved[2:]], [saved[1]["h"] // 64] * 2)
+        auto = self.run_json("explain", *shape, "--precision", "auto")["passes"]
+        for name, ops in (("forward", 2), ("backward", 2)):
+            reasons = [c["reason"] for op in auto[name]["ops"] for c in op["candidates"]]
+            self.assertEqual(sum("auto takes native" in reason for reason in reasons), ops)
+        fp8 = self.run_json("explain", *shape, "--precision", "fp8")["passes"]["backward"]["ops"]
+        chosen = {op["op"]: [c["name"] for c in op["candidates"] if c["chosen"]] for op in fp8}
+        self.assertEqual(chosen["up_projection_dgrad"], ["cpu/low_precision"])
+        self.assertEqual(chosen["up_projection_wgrad"], ["cpu/parallel"])
 
     def test_random(self):
         done = self.run_tessera("verify", "--random", "10", "--seed", "5", code=0)

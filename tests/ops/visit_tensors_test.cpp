@@ -208,11 +208,13 @@ TEST_F(VisitTensors, WhatRoutersListAsWrittenIsWrittenAndNothingElse) {
 // Every member of the arguments is listed, with its own name, so that none is passed without a check.
 TEST_F(VisitTensors, ForwardListsEveryMemberOnce) {
   std::multiset<std::string> const wanted = {
-      "x",          "topk_ids",       "topk_weights",   "token_offsets", "w_router",
-      "b_router",   "selection_bias", "expert_offsets", "row_scores",    "w_up",
-      "w_gate",     "w_down",         "b_up",           "b_gate",        "b_down",
-      "o",          "logits",         "expert_counts",  "topk_counts",   "h",
-      "token_mask", "routing",        "workspace"};
+      "x",          "topk_ids",      "topk_weights",   "token_offsets",
+      "w_router",   "b_router",      "selection_bias", "expert_offsets",
+      "row_scores", "w_up",          "w_gate",         "w_down",
+      "b_up",       "b_gate",        "b_down",         "o",
+      "logits",     "expert_counts", "topk_counts",    "h",
+      "token_mask", "routing",       "workspace",      "x8",
+      "x_scale",    "h_scale"};
   for (MoeDesc const& given : descs()) {
     Layer layer(context, given);
     fit(layer);

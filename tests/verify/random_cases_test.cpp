@@ -47,10 +47,10 @@ TEST_P(RandomCases, HundredCasesHoldEveryKind) {
   }));
   EXPECT_TRUE(has([](auto const& c) { return c.gradient_mode == GradientMode::accumulate; }));
   EXPECT_TRUE(has([](auto const& c) { return c.desc.router.replay; }));
-  for (auto const kind : {LowPrecision::Kind::fp8, LowPrecision::Kind::mxfp8}) {
-    EXPECT_TRUE(has([kind](auto const& c) { return c.precision.kind == kind; }));
+  for (auto const kind : {Precision::fp8, Precision::mxfp8}) {
+    EXPECT_TRUE(has([kind](auto const& c) { return c.desc.precision == kind; }));
   }
-  EXPECT_TRUE(has([](auto const& c) { return c.precision.rule == ScaleRule::pow2; }));
+  EXPECT_TRUE(has([](auto const& c) { return c.desc.pow2_scales; }));
   EXPECT_TRUE(has([](auto const& c) { return c.desc.experts_choose(); }));
   EXPECT_TRUE(has([](auto const& c) { return c.desc.rounds_tokens() && c.aux_dlogits; }));
   EXPECT_TRUE(has([](auto const& c) { return c.desc.router_storage() != c.desc.dtype; }));
@@ -61,9 +61,7 @@ TEST_P(RandomCases, HundredCasesHoldEveryKind) {
 
 TEST_P(RandomCases, NoPairIsCoveredByLowPrecision) {
   auto cases = random_cases(context_, 100, GetParam());
-  std::erase_if(cases, [](RandomCase const& c) {
-    return c.layer_case.precision.kind == LowPrecision::Kind::native;
-  });
+  std::erase_if(cases, [](RandomCase const& c) { return !c.layer_case.desc.quantises(); });
   EXPECT_EQ(cases.size(), 10u);
   EXPECT_EQ(pair_coverage(context_, cases).covered, 0);
 }

@@ -51,15 +51,18 @@ std::uint32_t largest_magnitude(GroupedRows<T const> const& values, BlockExtent 
 template <class T>
 BlockScale store_scale(QuantiseMatrix<T> const& m, std::uint32_t largest, std::int64_t i,
                        std::int64_t j) noexcept {
+  bool const stored = m.scales.data != nullptr;
   if (!is_mxfp8(m.rule)) {
     BlockScale const scale =
         m.rule == ScaleRule::fp32 ? core::fp32_scale(largest) : core::pow2_scale(largest);
+    if (!stored) return scale;
     for_each_place(m.scales, m.block, i, j, [&](std::int64_t place) {
       static_cast<float*>(m.scales.data)[place] = scale.scale;
     });
     return scale;
   }
   E8m0 const scale = core::e8m0_scale(largest, m.rule == ScaleRule::floor);
+  if (!stored) return core::block_scale(scale);
   for_each_place(m.scales, m.block, i, j,
                  [&](std::int64_t place) { static_cast<E8m0*>(m.scales.data)[place] = scale; });
   return core::block_scale(scale);
@@ -76,6 +79,9 @@ void quantise_block(QuantiseMatrix<T> const& m, BlockExtent extent, std::int64_t
       E4m3 const code = core::quantise(to_fp32(row[c * m.values.first.col_stride]), scale);
       if (m.codes != nullptr) m.codes[r * m.code_pitch + c] = code;
       if (m.transposed != nullptr) m.transposed[c * m.transposed_pitch + r] = code;
+      if (m.dequantised != nullptr) {
+        m.dequantised[r * m.dequantised_pitch + c] = to_fp32(code) * scale.scale;
+      }
     }
   }
 }
@@ -85,39 +91,54 @@ float scale_at(ScaleView const& scales, bool e8m0, std::int64_t place) noexcept 
               : static_cast<float const*>(scales.data)[place];
 }
 
+template <class T>
+void quantise_block_row(QuantiseMatrix<T> const& m, BlockExtent extent, std::int64_t i) noexcept {
+  for (std::int64_t j = 0; j < m.width / extent.columns; ++j) quantise_block(m, extent, i, j);
+}
+
+template <class T>
+void dequantise_row(DequantiseMatrix<T> const& m, BlockExtent extent, std::int64_t r) noexcept {
+  bool const e8m0 = is_mxfp8(m.block);
+  for (std::int64_t c = 0; c < m.width; ++c) {
+    float scale = 0;
+    for_each_place(m.scales, m.block, r / extent.rows, c / extent.columns,
+                   [&](std::int64_t place) { scale = scale_at(m.scales, e8m0, place); });
+    m.values[r * m.width + c] = round_to<T>(to_fp32(m.codes[r * m.width + c]) * scale);
+  }
+}
+
 }  // namespace
 
 template <class T>
 void quantise(QuantiseMatrix<T> const& m, core::ThreadPool& pool) noexcept {
   BlockExtent const extent = extent_of(m.block);
-  std::int64_t const columns = m.width / extent.columns;
   pool.run(
-      m.rows / extent.rows,
-      [&](std::int64_t i, int) {
-        for (std::int64_t j = 0; j < columns; ++j) quantise_block(m, extent, i, j);
-      },
+      m.rows / extent.rows, [&](std::int64_t i, int) { quantise_block_row(m, extent, i); },
       8 * m.rows * m.width);
+}
+template <class T>
+void quantise(QuantiseMatrix<T> const& m) noexcept {
+  BlockExtent const extent = extent_of(m.block);
+  for (std::int64_t i = 0; i < m.rows / extent.rows; ++i) quantise_block_row(m, extent, i);
 }
 
 template <class T>
 void dequantise(DequantiseMatrix<T> const& m, core::ThreadPool& pool) noexcept {
   BlockExtent const extent = extent_of(m.block);
-  bool const e8m0 = is_mxfp8(m.block);
   pool.run(
-      m.rows,
-      [&](std::int64_t r, int) {
-        for (std::int64_t c = 0; c < m.width; ++c) {
-          float scale = 0;
-          for_each_place(m.scales, m.block, r / extent.rows, c / extent.columns,
-                         [&](std::int64_t place) { scale = scale_at(m.scales, e8m0, place); });
-          m.values[r * m.width + c] = round_to<T>(to_fp32(m.codes[r * m.width + c]) * scale);
-        }
-      },
-      8 * m.rows * m.width);
+      m.rows, [&](std::int64_t r, int) { dequantise_row(m, extent, r); }, 8 * m.rows * m.width);
+}
+template <class T>
+void dequantise(DequantiseMatrix<T> const& m) noexcept {
+  BlockExtent const extent = extent_of(m.block);
+  for (std::int64_t r = 0; r < m.rows; ++r) dequantise_row(m, extent, r);
 }
 
 template void quantise<float>(QuantiseMatrix<float> const&, core::ThreadPool&) noexcept;
 template void quantise<Bf16>(QuantiseMatrix<Bf16> const&, core::ThreadPool&) noexcept;
+template void quantise<float>(QuantiseMatrix<float> const&) noexcept;
+template void quantise<Bf16>(QuantiseMatrix<Bf16> const&) noexcept;
+template void dequantise<float>(DequantiseMatrix<float> const&) noexcept;
 template void dequantise<float>(DequantiseMatrix<float> const&, core::ThreadPool&) noexcept;
 template void dequantise<Bf16>(DequantiseMatrix<Bf16> const&, core::ThreadPool&) noexcept;
 

@@ -65,11 +65,16 @@ struct QuantiseMatrix {
   std::int64_t code_pitch = 0;
   core::E4m3* transposed = nullptr;  ///< null: not made
   std::int64_t transposed_pitch = 0;
-  ScaleView scales;
+  ScaleView scales = {};         ///< null: not stored
+  float* dequantised = nullptr;  ///< code * scale; null: not made. May be `values`.
+  std::int64_t dequantised_pitch = 0;
 };
 /// T: float or Bf16.
 template <class T>
 void quantise(QuantiseMatrix<T> const& matrix, core::ThreadPool& pool) noexcept;
+/// The same on the calling thread.
+template <class T>
+void quantise(QuantiseMatrix<T> const& matrix) noexcept;
 
 template <class T>
 struct DequantiseMatrix {
@@ -81,5 +86,8 @@ struct DequantiseMatrix {
 };
 template <class T>
 void dequantise(DequantiseMatrix<T> const& matrix, core::ThreadPool& pool) noexcept;
+/// The same on the calling thread.
+template <class T>
+void dequantise(DequantiseMatrix<T> const& matrix) noexcept;
 
 }  // namespace tessera::cpu

@@ -4,6 +4,7 @@
 
 #include "core/router_groups.hpp"
 #include "cuda/host/choice_limits.hpp"
+#include "tessera/names.hpp"
 
 namespace tessera::cuda {
 namespace {
@@ -35,6 +36,11 @@ Status check_storage(DType dtype) noexcept {
 }
 
 Status check_supported(MoeDesc const& desc) noexcept {
+  if (desc.quantises()) {
+    return Status::unsupported(
+        "precision=%s: on a GPU there is no fp8 layer yet; use precision native",
+        name_of(kPrecisionNames, desc.precision));
+  }
   TESSERA_TRY(check_storage(desc.dtype));
   if (desc.column_chunk != 0) {
     return Status::unsupported(

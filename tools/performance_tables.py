@@ -172,24 +172,29 @@ def training(files: list[Rows]) -> list[list[str]]:
 
 
 def train_step(files: list[Rows]) -> list[list[str]]:
-    """A step of a whole model with the experts of several libraries: at one batch for all, times over that with
-    Tessera's layer, of the first file; each with the largest batch that it has room for, speeds, of the second."""
-    file, largest = files
-    table = [["experts of the model", "step, ms", "over Tessera's layer", "tokens/s of a GPU", "peak, GiB",
-              "largest batch, tokens", "tokens/s of a GPU", "Tessera's layer is times as fast"]]
+    """A step of a whole model with the experts of several libraries: of the first file's cut and of the second file's
+    whole model at one batch for all, then, of the third, of the whole model each with the largest batch that it has
+    room for. Ratios are how many times as fast Tessera's layer is."""
+    one_batch, largest = files[:2], files[2]
     step = {"pass": "train-step"}
-    ours = file.ms(impl="tessera-layer", variant="", **step)
+    faster = "Tessera's layer is times as fast"
+    table = [["experts of the model", "cut: step, ms", faster, "peak, GiB", "all layers: step, ms", faster, "peak, GiB",
+              "largest batch, tokens", "tokens/s of a GPU", faster]]
+    names = {"tessera-layer": "Tessera's layer, router included", "tessera": "Tessera's, the model's router",
+             "torch-grouped-mm": "torch, grouped_mm", "hf-grouped-mm": "transformers, grouped_mm"}
     best = largest.find(impl="tessera-layer", **step)[0]["tokens_per_s_per_gpu"]
-    for row in sorted(file.find(**step), key=lambda row: row["ms"]):
-        name = {"tessera-layer": "Tessera's layer, router included", "tessera": "Tessera's, the model's router",
-                "torch-grouped-mm": "torch, grouped_mm", "hf-grouped-mm": "transformers, grouped_mm"}.get(
-                    row["impl"], row["impl"])
-        more = f", {row['variant']}" if row["variant"] else ""
-        table.append([name + more, number(row["ms"]), ratio(row["ms"] / ours), f"{row['tokens_per_s_per_gpu']:,}",
-                      number(row["peak_bytes"] / 2**30)])
-        own = largest.find(impl=row["impl"], variant=row["variant"], **step)
-        table[-1] += [f"{own[0]['batch_tokens']:,}", f"{own[0]['tokens_per_s_per_gpu']:,}",
-                      ratio(best / own[0]["tokens_per_s_per_gpu"])] if own else [""] * 3
+    for row in sorted(one_batch[0].find(**step), key=lambda row: row["ms"]):
+        known = {"impl": row["impl"], "variant": row["variant"], **step}
+        cells = [names.get(row["impl"], row["impl"]) + (f", {row['variant']}" if row["variant"] else "")]
+        for file in one_batch:
+            ours = file.ms(impl="tessera-layer", variant="", **step)
+            cells += [cell for own in file.find(**known)
+                      for cell in (number(own["ms"]), ratio(own["ms"] / ours), number(own["peak_bytes"] / 2**30))
+                      ] or [""] * 3
+        cells += [cell for own in largest.find(**known)
+                  for cell in (f"{own['batch_tokens']:,}", f"{own['tokens_per_s_per_gpu']:,}",
+                               ratio(best / own["tokens_per_s_per_gpu"]))] or [""] * 3
+        table.append(cells)
     return table
 
 

@@ -63,11 +63,13 @@ _cached_text = functools.lru_cache(maxsize=4096)(_text)
 def options_text(activation="swiglu", alpha=1.702, limit=7.0, up_offset=1.0, layout="concat",
                  router="given", top_k=1, route_scale=1.0, normalize_scores=False, groups=0, top_groups=0,
                  capacity=0, rounding="none", tile=128, seed=0, layer=0, save="h", grouping="slots",
-                 logits=False, column_chunk=0) -> str:
+                 logits=False, column_chunk=0, precision="native",
+                 scales="fp32") -> str:
     """Options (options.py) as the text that the operators take: under torch.compile a constant of the graph."""
     make = _text if is_compiling() else _cached_text
     return make(activation, alpha, limit, up_offset, layout, router, top_k, route_scale, normalize_scores, groups,
-                top_groups, capacity, rounding, tile, seed, layer, save, grouping, logits, column_chunk)
+                top_groups, capacity, rounding, tile, seed, layer, save, grouping, logits, column_chunk, precision,
+                scales)
 
 
 def local(tensor):
@@ -163,7 +165,7 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
         w_gate=None, b_up=None, b_gate=None, b_down=None, activation: str = "swiglu", alpha: float = 1.702,
         limit: float = 7.0, up_offset: float = 1.0, layout: str = "concat", save: str = "h", rounding: str = "none",
         tile: int = 128, seed: int = 0, step: int = 0, layer: int = 0, capacity: int = 0, column_chunk: int = 0,
-        return_router: bool = False, mask=None):
+        precision: str = "native", scales: str = "fp32", return_router: bool = False, mask=None):
     """A whole layer: router, experts, weighted sum. Formulas: docs/numerics.md.
 
     Args:
@@ -197,6 +199,9 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
             transposed, transposed-interleaved and so on have both weights transposed.
         save: "h" saves the pre-activation for backward, "x" computes it again.
         column_chunk: Most columns of y or dx rows that exist at a time, 0 for all: less workspace, the same bits.
+        precision: native, or fp8 or mxfp8, which quantise the operands of bf16 layers, save x and h as codes (half the
+            bytes) and need d and n in multiples of 128 or 32; or auto, which today takes native. On the CPU.
+        scales: Of fp8: fp32, or pow2 for powers of two.
         rounding: none, or, in training only, nr-f, sr-f, nr-s, balance-f, up or down: the rows of every expert become a
             multiple of `tile`.
         tile: Rows, at least 1. Only with rounding.
@@ -227,7 +232,7 @@ def moe(x, w_router, w_up, w_down, *, top_k: int, router: str = "topk-softmax", 
     # By position: by name it would take half a microsecond longer.
     text = options_text(activation, alpha, limit, up_offset, layout, router, top_k, route_scale, normalize_scores,
                         groups, top_groups, capacity, rounding, tile, seed, layer, save, "slots", return_router,
-                        column_chunk)
+                        column_chunk, precision, scales)
     return moe_with(text, (top_k, router, rounding), x, (w_router, b_router, selection_bias),
                     (w_up, w_gate, w_down, b_up, b_gate, b_down), return_router, None, step, mask)
 
@@ -244,7 +249,7 @@ def moe_with(text: str, choice: tuple, x, router_tensors: tuple, weights: tuple,
     o = results[0] if flat else results[0].view(x.shape)
     if not return_router:
         return o
-    return o, _router_output(choice, rows.shape[0], weights[0].shape[0], *results[2:])
+    return o, _router_output(choice, rows.shape[0], weights[0].shape[0], *results[2:5])
 
 
 def _router_output(choice: tuple, tokens: int, experts: int, tables, logits, topk_counts) -> RouterOutput:
@@ -267,7 +272,8 @@ def _router_output(choice: tuple, tokens: int, experts: int, tables, logits, top
 
 def routed_experts(x, topk_ids, topk_weights, w_up, w_down, *, w_gate=None, b_up=None, b_gate=None, b_down=None,
                    activation: str = "swiglu", alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0,
-                   layout: str = "concat", save: str = "h", column_chunk: int = 0):
+                   layout: str = "concat", save: str = "h", column_chunk: int = 0, precision: str = "native",
+                   scales: str = "fp32"):
     """The experts and the weighted sum, for ids and weights that a router elsewhere made.
 
     Args:
@@ -290,6 +296,9 @@ def routed_experts(x, topk_ids, topk_weights, w_up, w_down, *, w_gate=None, b_up
             transposed, transposed-interleaved and so on have both weights transposed.
         save: "h" saves the pre-activation for backward, "x" computes it again.
         column_chunk: Most columns of y or dx rows that exist at a time, 0 for all: less workspace, the same bits.
+        precision: native, or fp8 or mxfp8, which quantise the operands of bf16 layers, save x and h as codes (half the
+            bytes) and need d and n in multiples of 128 or 32; or auto, which today takes native. On the CPU.
+        scales: Of fp8: fp32, or pow2 for powers of two.
 
     Returns:
         o [...,d] in x's dtype.
@@ -308,7 +317,7 @@ def routed_experts(x, topk_ids, topk_weights, w_up, w_down, *, w_gate=None, b_up
     """
     text = options_text(
         activation=activation, alpha=alpha, limit=limit, up_offset=up_offset, layout=layout,
-        save=save, column_chunk=column_chunk)
+        save=save, column_chunk=column_chunk, precision=precision, scales=scales)
     return routed_experts_with(text, x, topk_ids, topk_weights, (w_up, w_gate, w_down, b_up, b_gate, b_down))
 
 
@@ -326,7 +335,8 @@ def routed_experts_with(text: str, x, topk_ids, topk_weights, weights: tuple, bu
 def grouped_experts(x, expert_offsets, w_up, w_down, *, row_scores=None, grouping: str = "offsets", w_gate=None,
                     b_up=None, b_gate=None, b_down=None, activation: str = "swiglu", alpha: float = 1.702,
                     limit: float = 7.0, up_offset: float = 1.0, layout: str = "concat",
-                    save: str = "h", column_chunk: int = 0, buffers: tuple | None = None):
+                    save: str = "h", column_chunk: int = 0, precision: str = "native", scales: str = "fp32",
+                    buffers: tuple | None = None):
     """The experts on rows that are sorted by expert already (after a dispatch).
 
     Args:
@@ -351,6 +361,9 @@ def grouped_experts(x, expert_offsets, w_up, w_down, *, row_scores=None, groupin
             transposed, transposed-interleaved and so on have both weights transposed.
         save: "h" saves the pre-activation for backward, "x" computes it again.
         column_chunk: Most columns of y or dx rows that exist at a time, 0 for all: less workspace, the same bits.
+        precision: native, or fp8 or mxfp8, which quantise the operands of bf16 layers, save x and h as codes (half the
+            bytes) and need d and n in multiples of 128 or 32; or auto, which today takes native. On the CPU.
+        scales: Of fp8: fp32, or pow2 for powers of two.
         buffers: Six tensors or None (w_up, w_gate, w_down, b_up, b_gate, b_down) as the weights, into which backward
             adds the weight gradients instead of returning them; or None.
 
@@ -370,7 +383,7 @@ def grouped_experts(x, expert_offsets, w_up, w_down, *, row_scores=None, groupin
     """
     text = options_text(
         grouping=grouping, activation=activation, alpha=alpha, limit=limit, up_offset=up_offset, layout=layout,
-        save=save, column_chunk=column_chunk)
+        save=save, column_chunk=column_chunk, precision=precision, scales=scales)
     if row_scores is not None and row_scores.dtype is not torch.float32:
         row_scores = row_scores.float()
     weights = (w_up, w_gate, w_down, b_up, b_gate, b_down)

@@ -16,7 +16,7 @@ from ctypes import c_uint32, c_uint64, c_void_p
 
 ABI_VERSION = 1
 CPU, CUDA = 0, 1
-FP32, BF16, FP16, INT32, INT64, UINT8 = 1, 2, 3, 4, 5, 6
+FP32, BF16, FP16, INT32, INT64, UINT8, FP8_E4M3, E8M0 = 1, 2, 3, 4, 5, 6, 7, 8
 PASS_FORWARD, PASS_BACKWARD, PASS_BACKWARD_INPUT, PASS_BACKWARD_WEIGHTS, PASS_ROUTE = range(5)
 
 
@@ -61,7 +61,7 @@ class MoeDesc(Struct):
         *_fields(c_int32, "router normalize_scores groups top_groups round tile"),
         ("route_scale", c_float), ("layer", c_uint32), ("seed", c_uint64), ("step", c_uint64),
         ("capacity", c_int64), *_fields(c_int32, "replay overwrite_h"), ("column_chunk", c_int64),
-        *_fields(c_int32, "router_dtype reserved_router"),
+        *_fields(c_int32, "router_dtype reserved_router precision pow2_scales"),
     ]
 
 
@@ -71,7 +71,7 @@ class ForwardArgs(Struct):
         *_fields(Tensor, "x topk_ids topk_weights token_offsets w_router b_router selection_bias"),
         *_fields(Tensor, "expert_offsets row_scores w_up w_gate w_down b_up b_gate b_down"),
         *_fields(Tensor, "o logits expert_counts h"),
-        *_fields(Buffer, "routing workspace"), *_fields(Tensor, "topk_counts token_mask"),
+        *_fields(Buffer, "routing workspace"), *_fields(Tensor, "topk_counts token_mask x8 x_scale h_scale"),
     ]
 
 
@@ -84,7 +84,7 @@ class BackwardArgs(Struct):
         *_fields(Tensor, "dw_up dw_gate dw_down db_up db_gate db_down dw_router db_router"),
         *_fields(c_int32, "accumulate reserved"),
         *_fields(Tensor, "dh a_scaled dlogits_saved"), ("workspace", Buffer),
-        *_fields(Tensor, "aux_dlogits token_mask"),
+        *_fields(Tensor, "aux_dlogits token_mask x8 x_scale h_scale"),
     ]
 
 

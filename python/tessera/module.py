@@ -53,6 +53,10 @@ class MoE(nn.Module):
         bias: The experts have biases b_up and b_down.
         save: "h" saves the pre-activation for backward, "x" computes it again.
         column_chunk: Most columns of y or dx rows that exist at a time, 0 for all: less workspace, the same bits.
+        precision: native, or fp8 or mxfp8, which quantise the operands of bf16 layers, save x and h as codes (half the
+            bytes) and need hidden and intermediate in multiples of 128 or 32; or auto, which today takes native. On the
+            CPU.
+        scales: Of fp8: fp32, or pow2 for powers of two.
         main_grad: Weight gradients of the experts are added to `weight.main_grad` where a weight has one, instead of
             being returned (not under torch.compile, which returns them). Frozen weights get none.
         device: Of the parameters; None: torch's default.
@@ -78,8 +82,8 @@ class MoE(nn.Module):
     def __init__(self, hidden: int, intermediate: int, experts: int, top_k: int, *,
                  router: RouterOptions | str = "topk-softmax", activation: Activation | str = "swiglu",
                  rounding: Rounding | str = "none", shared: SharedExpert | None = None, losses: Losses | None = None,
-                 bias: bool = False, save: str = "h", column_chunk: int = 0, main_grad: bool = False, device=None,
-                 dtype=None, **old):
+                 bias: bool = False, save: str = "h", column_chunk: int = 0, precision: str = "native",
+                 scales: str = "fp32", main_grad: bool = False, device=None, dtype=None, **old):
         super().__init__()
         router, activation, rounding, shared, losses = collect(
             {"router": router, "activation": activation, "rounding": rounding, "shared": shared, "losses": losses}, old)
@@ -107,7 +111,7 @@ class MoE(nn.Module):
                    "normalize_scores": router.normalize_scores, "groups": router.groups,
                    "top_groups": router.top_groups, "activation": activation.kind, "alpha": activation.alpha,
                    "limit": activation.limit, "up_offset": activation.up_offset, "capacity": router.capacity,
-                   "save": save, "column_chunk": column_chunk}
+                   "save": save, "column_chunk": column_chunk, "precision": precision, "scales": scales}
         rounded = {**options, "rounding": rounding.kind, "tile": rounding.tile, "seed": rounding.seed,
                    "layer": rounding.layer}
         if Options(**rounded).check(hidden=hidden, intermediate=intermediate, experts=experts):

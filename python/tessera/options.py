@@ -17,6 +17,8 @@ ROUTERS = ("given", "topk-softmax", "softmax-topk", "softmax-topk-renorm", "sigm
            "sqrtsoftplus", "expert-choice")
 ROUNDINGS = ("none", "nr-f", "sr-f", "nr-s", "balance-f", "up", "down")
 SAVES = ("h", "x", "none")
+PRECISIONS = ("native", "fp8", "mxfp8", "auto")
+SCALES = ("fp32", "pow2")  # of fp8
 GROUPINGS = ("slots", "offsets", "ends", "counts")
 GATED = frozenset(ACTIVATIONS[:5])
 
@@ -76,6 +78,8 @@ class Options:
     grouping: str = "slots"
     logits: bool = False  # moe_forward also returns the router's logits and its counts
     column_chunk: int = 0  # most columns of y or dx rows that exist at a time; 0: all
+    precision: str = "native"  # of the GEMMs; fp8 and mxfp8 quantise their operands
+    scales: str = "fp32"
     overwrite_h: bool = False  # backward leaves dh in the memory of h
 
     def __post_init__(self):
@@ -85,6 +89,10 @@ class Options:
         check_name("rounding", self.rounding, ROUNDINGS)
         check_name("save", self.save, SAVES)
         check_name("grouping", self.grouping, GROUPINGS)
+        check_name("precision", self.precision, PRECISIONS)
+        if check_name("scales", self.scales, SCALES) and self.precision != "fp8":
+            raise ValueError(f"scales={self.scales} with precision={self.precision}: only fp8 has a choice of scales; "
+                             "leave it out")
         for name in ("alpha", "limit", "route_scale", "tile"):  # 0 is how the C ABI says "default"
             if getattr(self, name) == 0:
                 raise ValueError(f"{name}=0: must not be 0; leave it out for its default")
@@ -102,6 +110,17 @@ class Options:
     @property
     def transposed(self) -> bool:
         return self.layout.startswith("transposed")
+
+    @property
+    def quantises(self) -> bool:
+        """Whether x and h are saved as codes. auto takes native."""
+        return self.precision in ("fp8", "mxfp8")
+
+    def scale_shapes(self, tokens, hidden, slots, width) -> tuple:
+        """Shapes of x_scale and h_scale (MoeForwardArgs in moe.hpp) for h [slots, width]; sizes may be symbolic."""
+        if self.precision == "mxfp8":
+            return (tokens, hidden // 32), (slots, width // 32)
+        return (tokens, hidden // 128), (width // 128, (slots + 3) // 4 * 4)
 
     @property
     def has_router(self) -> bool:
@@ -165,13 +184,15 @@ class Options:
             normalize_scores=self.normalize_scores, groups=self.groups, top_groups=self.top_groups,
             capacity=self.capacity, round=ROUNDINGS.index(self.rounding), tile=self.tile, seed=self.seed,
             layer=self.layer, column_chunk=self.column_chunk, overwrite_h=self.overwrite_h,
+            precision=PRECISIONS.index(self.precision), pow2_scales=SCALES.index(self.scales),
             save=SAVES.index(self.save), grouping=GROUPINGS.index(self.grouping), router_dtype=router_dtype)
 
     def check(self, *, hidden: int, intermediate: int, experts: int) -> bool:
         """ValueError, as a call would raise it, for options that contradict each other or would change nothing. Returns
         whether every score is one number whatever the logits are: then no gradient of the output reaches the router."""
+        dtype = library.BF16 if self.quantises else library.FP32
         desc = self.desc(top_k=self.top_k, tokens=max(self.capacity, 1), hidden=hidden, intermediate=intermediate,
-                         experts=experts, dtype=library.FP32, ids_dtype=library.INT32, separate=False, bias=False)
+                         experts=experts, dtype=dtype, ids_dtype=library.INT32, separate=False, bias=False)
         return library.scores_are_constant(desc)
 
 

@@ -19,8 +19,8 @@ LAYOUTS = ("concat", "up-first", "interleaved", "blocked:2", "transposed", "tran
 ROUTED, ROUNDED = ROUTERS[1:], ROUNDINGS[1:]
 # Values that differ from the defaults. Lists: each of them.
 EXPERT_OPTIONS = {"alpha": [1.25], "limit": [0.25], "up_offset": [0.0], "layout": list(LAYOUTS),
-                  "save": ["x", "none"], "column_chunk": [3], "w_gate": ["tensor"], "b_up": ["tensor"],
-                  "b_gate": ["tensor"]}
+                  "save": ["x", "none"], "column_chunk": [3], "precision": ["fp8", "mxfp8"], "scales": ["pow2"],
+                  "w_gate": ["tensor"], "b_up": ["tensor"], "b_gate": ["tensor"]}
 ROUTER_OPTIONS = {"route_scale": [2.5], "normalize_scores": [True], "groups": [2], "top_groups": [1], "capacity": [3]}
 ROUNDING_OPTIONS = {"rounding": list(ROUNDED), "tile": [5], "seed": [7], "step": [3], "layer": [2]}
 ROUTER_TENSORS = {"b_router": ["tensor"], "selection_bias": ["tensor"], "mask": ["tensor"]}
@@ -209,7 +209,8 @@ class Pairs(unittest.TestCase):
         bases = [{"router": router} for router in ROUTED] + [{"rounding": r, "tile": 4} for r in ROUNDED]
         bases += [{"activation": activation} for activation in ACTIVATIONS] + [{"shared_intermediate": 4}]
         options = {name: values for name, values in EXPERT_OPTIONS.items() if name in (
-            "alpha", "limit", "up_offset", "save", "column_chunk")} | ROUTER_OPTIONS | ROUNDING_OPTIONS
+            "alpha", "limit", "up_offset", "save", "column_chunk", "precision", "scales")}
+        options |= ROUTER_OPTIONS | ROUNDING_OPTIONS
         del options["step"]
         options |= {"router_bias": [True], "selection_bias": [True], "bias": [True], "shared_intermediate": [5],
                     "shared_gate": [True], "balance_coefficient": [0.5], "z_coefficient": [0.5], "main_grad": [True],

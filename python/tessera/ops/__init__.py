@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch operators tessera::* on top of the C ABI: schemas, and which function serves which key of the dispatcher.
 
-    moe_forward(x, routing inputs, weights, options) -> [o, h, routing] (+ [logits, topk_counts])
+    moe_forward(x, routing inputs, weights, options) -> [o, h, routing] (+ [logits, topk_counts]) (+ [x8, x_scale,
+                                                         h_scale], which take the place of x and of h in bf16)
     moe_inference(the same)                          -> o
     moe_backward(...) -> the gradients that `needs` asks for, in the order of GRADIENTS
     moe_backward_accumulate(...): the same, weight gradients are added into the caller's buffers
@@ -25,14 +26,15 @@ _INPUT_SCHEMA = ("Tensor x, Tensor? topk_ids, Tensor? topk_weights, Tensor? w_ro
                  f"{_WEIGHT_SCHEMA}, str options, SymInt step=0, Tensor? token_mask=None")
 _SAVED_SCHEMA = ("Tensor d_o, Tensor x, Tensor h, Tensor routing, Tensor? w_router, Tensor? b_router, "
                  f"{_WEIGHT_SCHEMA}, Tensor? aux_dlogits")
+_LAST_SCHEMA = "Tensor? token_mask=None, Tensor? x_scale=None, Tensor? h_scale=None"
 
 _library = torch.library.Library("tessera", "DEF")
 _library.define(f"moe_forward({_INPUT_SCHEMA}) -> Tensor[]")
 _library.define(f"moe_inference({_INPUT_SCHEMA}) -> Tensor")
-_library.define(f"moe_backward({_SAVED_SCHEMA}, str options, int needs, Tensor? token_mask=None) -> Tensor[]")
+_library.define(f"moe_backward({_SAVED_SCHEMA}, str options, int needs, {_LAST_SCHEMA}) -> Tensor[]")
 _library.define(f"moe_backward_accumulate({_SAVED_SCHEMA}, "
                 + ", ".join(f"Tensor({letter}!)? d{name}" for letter, name in zip("abcdef", WEIGHTS, strict=True))
-                + ", str options, int needs, Tensor? token_mask=None) -> Tensor[]")
+                + f", str options, int needs, {_LAST_SCHEMA}) -> Tensor[]")
 _library.define("route(Tensor x, Tensor w_router, Tensor? b_router, Tensor? selection_bias, str options, "
                 "Tensor? token_mask=None) -> (Tensor topk_weights, Tensor topk_ids, Tensor logits)")
 _library.define("router_loss(Tensor logits, Tensor? counts, str router, float balance, float z, bool wants_gradient, "

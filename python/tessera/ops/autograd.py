@@ -38,12 +38,15 @@ class Call:
     """
 
     __slots__ = ("text", "text_over_h", "everything", "training", "prepared", "positions", "present", "saved",
-                 "saved_names", "scores", "absent", "nothing", "check", "threads")
+                 "saved_names", "scores", "absent", "nothing", "check", "threads", "quantises", "logits")
 
     def __init__(self, text: str, arguments: tuple, everything: bool, training: bool, prepared: PreparedCall | None):
         self.text, self.everything, self.training, self.prepared = text, everything, training, prepared
         # Through the dispatcher anybody may have h; here nobody but Layer.
-        self.text_over_h = f"{text} overwrite_h=True" if prepared is not None and parse(text).save == "h" else None
+        options = parse(text)
+        over_h = prepared is not None and options.save == "h" and not options.quantises
+        self.text_over_h = f"{text} overwrite_h=True" if over_h else None
+        self.quantises, self.logits = options.quantises, options.logits
         self.positions = tuple([i for i, tensor in enumerate(arguments) if tensor is not None])
         self.present = operator.itemgetter(*self.positions)
         saved = [i for i, position in enumerate(self.positions) if INPUTS[position] in SAVED and position]
@@ -91,7 +94,8 @@ class Layer(torch.autograd.Function):
     """Arguments: (the call, the buffers for weight gradients (a tuple as WEIGHTS, or None), the step), and the tensors
     that are present. A buffer may be a function, which backward calls for it.
 
-    Saved for backward: x, h, the routing tables and the weights. Ids and weights of the routing are in the tables. A
+    Saved for backward: x, h, the routing tables and the weights; where operands are quantised, x8 in place of x, and
+    the scales. Ids and weights of the routing are in the tables. A
     backward pass that is the last one of its graph writes dh over h, which takes that much less memory.
     """
 
@@ -104,18 +108,22 @@ class Layer(torch.autograd.Function):
             with torch._C._AutoDispatchBelowAutograd():
                 results = torch.ops.tessera.moe_forward.default(
                     *join_inputs(_spread(call.positions, tensors, len(INPUTS)), call.text, step))
-        ctx.save_for_backward(tensors[0], results[1], results[2], *call.saved(tensors))
+        if call.quantises:
+            *_, x8, x_scale, h_scale = results
+            ctx.save_for_backward(x8, results[1], results[2], *call.saved(tensors), x_scale, h_scale)
+        else:
+            ctx.save_for_backward(tensors[0], results[1], results[2], *call.saved(tensors))
         # Hooks on saved tensors may hand other strides back: then backward looks at them anew.
         alike = call.prepared is not None and _top_saved_tensors_default_hooks(True) is None
         ctx.made = call, buffers, alike, None if call.scores is None else tensors[call.scores].shape
         ctx.set_materialize_grads(False)
         if not call.everything:
             return results[0]
-        ctx.mark_non_differentiable(results[1], results[2], *results[4:])
+        ctx.mark_non_differentiable(results[1], results[2], *results[4 if call.logits else 3:])
         return tuple(results)
 
     @staticmethod
-    def backward(ctx, d_o, _dh=None, _drouting=None, dlogits=None, _dcounts=None):
+    def backward(ctx, d_o, _dh=None, _drouting=None, dlogits=None, *_others):
         call, buffers, alike, scores_shape = ctx.made
         if buffers is not None:
             buffers = _held(call.positions, ctx.needs_input_grad, buffers)
@@ -138,7 +146,7 @@ class Layer(torch.autograd.Function):
         if d_o is None:
             if dlogits is None:
                 return (None,) * len(ctx.needs_input_grad)
-            d_o = torch.zeros_like(saved[0])
+            d_o = torch.zeros_like(saved[0], dtype=saved[3 + call.saved_names.index("w_up")].dtype)
             plain = not compiling and direct() and not torch.is_grad_enabled() and not d_o.is_meta
         everything = _all_saved(call, d_o, saved, dlogits)
         if plain:
@@ -175,7 +183,7 @@ def _spread(positions: tuple, tensors: tuple, count: int) -> list:
 
 def _all_saved(call: Call, d_o, saved: tuple, dlogits) -> tuple:
     """As SAVED has them, of what Layer.forward saved."""
-    names = ("x", "h", "routing", *call.saved_names)
+    names = ("x", "h", "routing", *call.saved_names, *(("x_scale", "h_scale") if call.quantises else ()))
     named = {"d_o": d_o, **dict(zip(names, saved, strict=True)), "aux_dlogits": dlogits}
     return tuple([named.get(name) for name in SAVED])
 

@@ -13,6 +13,13 @@ WEIGHTS = ("w_up", "w_gate", "w_down", "b_up", "b_gate", "b_down")
 GRADIENTS = ("dx", "dscores", "dw_router", "db_router", *("d" + name for name in WEIGHTS))
 
 
+CODES = torch.float8_e4m3fn
+
+
+def scale_type(options: Options) -> torch.dtype:
+    return torch.float8_e8m0fnu if options.precision == "mxfp8" else torch.float32
+
+
 def intermediate_of(options: Options, w_up: torch.Tensor, w_gate: torch.Tensor | None):
     """n, from whatever shape the up weight has."""
     if w_up.dim() != 3:
@@ -83,11 +90,17 @@ def _prepare_forward(key, tensors: tuple, text: str, training: bool) -> Prepared
         slots = options.slots(desc.tokens, desc.experts, desc.top_k)
         saves_h = options.save == "h"
         h_shape = (slots, options.up_width * desc.intermediate) if saves_h else (0,)
-        prepared.write("h" if saves_h else None, h_shape, x.dtype)
+        prepared.write("h" if saves_h else None, h_shape, CODES if options.quantises else x.dtype)
         prepared.write("routing", (options.routing_elements(desc.tokens, slots, desc.experts),), torch.int32)
         if options.logits:
             prepared.write("logits", (desc.tokens, desc.experts), torch.float32)
             prepared.write("topk_counts", (desc.experts,), torch.int32)
+        if options.quantises:
+            width = options.up_width * desc.intermediate
+            of_x, of_h = options.scale_shapes(desc.tokens, desc.hidden, slots, width)
+            prepared.write("x8", tuple(x.shape), CODES)
+            prepared.write("x_scale", of_x, scale_type(options))
+            prepared.write("h_scale" if saves_h else None, of_h if saves_h else (0,), scale_type(options))
     return prepared.ready(key, library.moe_workspace_bytes(prepared.context, desc, library.PASS_FORWARD))
 
 
@@ -129,11 +142,18 @@ def fake_forward(*arguments) -> list[torch.Tensor]:
     tokens, experts = x.shape[0], w_up.shape[0]
     slots = options.slots(tokens, experts, top_k_of(options, named["topk_ids"]), torch.sym_min)
     width = options.up_width * intermediate_of(options, w_up, named["w_gate"])
-    results = [x.new_empty(x.shape), x.new_empty((slots, width) if options.save == "h" else (0,)),
+    saves_h = options.save == "h"
+    results = [x.new_empty(x.shape),
+               x.new_empty((slots, width) if saves_h else (0,), dtype=CODES if options.quantises else x.dtype),
                x.new_empty((options.routing_elements(tokens, slots, experts),), dtype=torch.int32)]
     if options.logits:
         results.append(x.new_empty((tokens, experts), dtype=torch.float32))
         results.append(x.new_empty((experts,), dtype=torch.int32))
+    if options.quantises:
+        of_x, of_h = options.scale_shapes(tokens, x.shape[1], slots, width)
+        results.append(x.new_empty(x.shape, dtype=CODES))
+        results.append(x.new_empty(of_x, dtype=scale_type(options)))
+        results.append(x.new_empty(of_h if saves_h else (0,), dtype=scale_type(options)))
     return results
 
 
@@ -143,7 +163,9 @@ def fake_inference(*arguments) -> torch.Tensor:
 
 # --- backward
 
-SAVED = ("d_o", "x", "h", "routing", "w_router", "b_router", *WEIGHTS, "aux_dlogits", "token_mask")
+# Where operands are quantised, x is x8.
+SAVED = ("d_o", "x", "h", "routing", "w_router", "b_router", *WEIGHTS, "aux_dlogits", "token_mask", "x_scale",
+         "h_scale")
 _WEIGHT_GRADIENT_WORDS = tuple(field_word(BackwardArgs, "d" + name) for name in WEIGHTS)
 
 
@@ -154,9 +176,19 @@ def slots_of(options: Options, named: dict):
     return (named["routing"].shape[0] - named["w_up"].shape[0] - 1) // 4
 
 
+def _read_saved(prepared: PreparedCall, options: Options, tensors: tuple) -> None:
+    names = ["x8" if name == "x" and options.quantises else name for name in SAVED]
+    prepared.read(tuple(names[:len(tensors)]), tensors, unread=() if options.save == "h" else ("h", "h_scale"))
+
+
+def _like_x(options: Options, named: dict) -> torch.Tensor:
+    """A tensor of the shape and type of x, which need not be saved."""
+    return named["d_o"] if options.quantises else named["x"]
+
+
 def _gradient_shapes(options: Options, named: dict) -> dict:
     """Shape and dtype of every gradient that could be asked for."""
-    x = named["x"]
+    x = _like_x(options, named)
     shapes = {"dx": (tuple(x.shape), x.dtype), "dscores": ((slots_of(options, named),), torch.float32)}
     for name in ("w_router", "b_router", *WEIGHTS):
         if named[name] is not None:
@@ -165,14 +197,14 @@ def _gradient_shapes(options: Options, named: dict) -> dict:
 
 
 def prepare_backward(key, tensors: tuple, buffers: tuple, text: str, needs: int) -> PreparedCall:
-    named = dict(zip(SAVED, tensors, strict=True))
-    options, x = parse(text), named["x"]
+    named, options = dict(zip(SAVED, tensors, strict=True)), parse(text)
+    x = _like_x(options, named)
     tokens = x.shape[0]
     given = not options.has_router and options.grouping == "slots" and tokens
     top_k = slots_of(options, named) // tokens if given else options.top_k
     desc = _desc(options, x, named, top_k, torch.int32)
     prepared = PreparedCall("moe_backward", x.device, BackwardArgs(), desc)
-    prepared.read(SAVED, tensors, unread=() if options.save == "h" else ("h",))
+    _read_saved(prepared, options, tensors)
     # `accumulate` and the type of the buffers hold for all weight gradients of a call: those without a buffer are added
     # to zeros of that type.
     shared = None
@@ -201,8 +233,8 @@ def run_backward(tensors: tuple, buffers: tuple, text: str, needs: int) -> list[
 
 
 def run_backward_input(tensors: tuple, text: str, with_dscores: bool) -> list[torch.Tensor]:
-    """The first part of a split backward pass of grouped rows: [dx, dscores if wanted, a_scaled, dh], dh in the memory
-    of h where the options say so."""
+    """The first part of a split backward pass of grouped rows, in native precision: [dx, dscores if wanted, a_scaled,
+    dh], dh in the memory of h where the options say so. tensors: as SAVED without the scales."""
     key = (text, "input", with_dscores, torch.get_num_threads(), signature(tensors))
     prepared = here.prepared.get(key) or _prepare_input(key, tensors, text, with_dscores)
     results = prepared.run(present(tensors))
@@ -210,11 +242,11 @@ def run_backward_input(tensors: tuple, text: str, with_dscores: bool) -> list[to
 
 
 def _prepare_input(key, tensors: tuple, text: str, with_dscores: bool) -> PreparedCall:
-    named, options = dict(zip(SAVED, tensors, strict=True)), parse(text)
+    named, options = dict(zip(SAVED[:-2], tensors, strict=True)), parse(text)
     x = named["x"]
     desc = _desc(options, x, named, 1, torch.int32)
     prepared = PreparedCall("moe_backward_input", x.device, BackwardArgs(), desc)
-    prepared.read(SAVED, tensors, unread=() if options.save == "h" else ("h",))
+    _read_saved(prepared, options, tensors)
     prepared.write("dx", tuple(x.shape), x.dtype)
     if with_dscores:
         prepared.write("dscores", (x.shape[0],), torch.float32)
@@ -255,16 +287,16 @@ def _prepare_weights(key, tensors: tuple, text: str, needs: int, buffers: tuple)
 
 
 def split_saved(arguments: tuple) -> tuple:
-    """(tensors as SAVED, buffers, options, needs) of the operators' arguments, in which the mask comes last, or is left
-    out."""
+    """(tensors as SAVED, buffers, options, needs) of the operators' arguments, in which mask and scales come last, or
+    are left out."""
     at = next(i for i, argument in enumerate(arguments) if isinstance(argument, str))
-    tensors, buffers = arguments[:13], arguments[13:at]
-    return (*tensors, *(arguments[at + 2:] or (None,))), buffers, arguments[at], arguments[at + 1]
+    tensors, buffers, last = arguments[:13], arguments[13:at], arguments[at + 2:]
+    return (*tensors, *last, *(None,) * (3 - len(last))), buffers, arguments[at], arguments[at + 1]
 
 
 def join_saved(tensors: tuple, buffers: tuple, text: str, needs: int) -> tuple:
     """The arguments of the operators."""
-    return (*tensors[:13], *buffers, text, needs, tensors[13])
+    return (*tensors[:13], *buffers, text, needs, *tensors[13:])
 
 
 def moe_backward(*arguments) -> list[torch.Tensor]:

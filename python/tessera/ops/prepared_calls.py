@@ -18,7 +18,8 @@ from tessera import library
 from tessera.ops import memory
 
 DTYPES = {torch.float32: library.FP32, torch.bfloat16: library.BF16, torch.int32: library.INT32,
-          torch.int64: library.INT64, torch.bool: library.UINT8, torch.uint8: library.UINT8}
+          torch.int64: library.INT64, torch.bool: library.UINT8, torch.uint8: library.UINT8,
+          torch.float8_e4m3fn: library.FP8_E4M3, torch.float8_e8m0fnu: library.E8M0}
 KINDS = {"cpu": library.CPU, "cuda": library.CUDA}
 MAX_PREPARED = 1024  # per thread; each is about 8 KB
 SCRATCH_BYTES = 1 << 30  # of a CPU thread

@@ -37,12 +37,14 @@ verify::RoutingSpec read_pattern(std::string const& text) {
   auto const [name, value] = split(text);
   verify::RoutingSpec routing;
   routing.pattern = named("routing", name, verify::kPatternNames);
-  bool const takes_value = routing.pattern == verify::RoutingPattern::zipf ||
+  bool const takes_value = verify::has_popularities(routing.pattern) ||
                            routing.pattern == verify::RoutingPattern::empty ||
                            routing.pattern == verify::RoutingPattern::file;
   if (takes_value == value.empty()) {
     throw CommandError(fmt::format(
-        "--routing {}: zipf:S, empty:FRACTION and file:PATH take a value, the others none", text));
+        "--routing {}: zipf:S, shuffled-zipf:S, empty:FRACTION and file:PATH take a value, the "
+        "others none",
+        text));
   }
   if (routing.pattern == verify::RoutingPattern::file) {
     routing.path = value;
@@ -113,8 +115,8 @@ void ShapeFlags::add_to(CLI::App& command) {
                       "sqrtsoftplus expert-choice given (default topk-softmax; given with file:)");
   routing
       ->add_option("--routing", routing_,
-                   "what the data's routing looks like: random balanced zipf:S one-expert "
-                   "one-token-each empty:FRACTION file:PATH")
+                   "what the data's routing looks like: random balanced zipf:S "
+                   "shuffled-zipf:S one-expert one-token-each empty:FRACTION file:PATH")
       ->capture_default_str();
   routing->add_option("--round", round_, "token rounding: none nr-f sr-f nr-s balance-f up down")
       ->capture_default_str();

@@ -145,15 +145,16 @@ void make_routed_tokens(LayerCase const& layer_case, SlotList const& slots, Laye
   MoeShape const& s = data.desc.shape;
   RoutingSpec const& routing = layer_case.routing;
   bool const by_bias =
-      routing.pattern == RoutingPattern::empty || routing.pattern == RoutingPattern::zipf;
+      routing.pattern == RoutingPattern::empty || has_popularities(routing.pattern);
   if (layer_case.router_bias || by_bias) {
     data.b_router = normals(layer_case, kBRouter, s.experts, layer_case.router_bias ? 1 : 0,
                             data.desc.router_storage());
   }
-  if (routing.pattern == RoutingPattern::zipf) {
+  if (has_popularities(routing.pattern)) {
+    std::vector<std::int64_t> const ranks = popularity_ranks(layer_case);
     for (std::int64_t e = 0; e < s.experts; ++e) {
       data.b_router[e] -=
-          static_cast<float>(routing.parameter * std::log(static_cast<double>(e + 1)));
+          static_cast<float>(routing.parameter * std::log(static_cast<double>(ranks[e] + 1)));
     }
   } else if (routing.pattern == RoutingPattern::empty) {
     std::vector<char> used(s.experts, 0);

@@ -16,11 +16,17 @@ enum class RoutingPattern {
   random,
   balanced,        ///< every expert gets the same number of slots, give or take one
   zipf,            ///< expert e is as popular as 1 / (e+1)^parameter
+  shuffled_zipf,   ///< the same popularities, which stand in no order
   one_expert,      ///< every token's first choice is expert 0, the rest spread round robin
   one_token_each,  ///< every expert gets one slot; further slots are sentinels
   empty,           ///< a fraction `parameter` of the experts gets nothing
   file,            ///< ids and weights as given
 };
+
+/// True where the pattern is a popularity of every expert.
+constexpr bool has_popularities(RoutingPattern pattern) noexcept {
+  return pattern == RoutingPattern::zipf || pattern == RoutingPattern::shuffled_zipf;
+}
 
 struct RoutingSpec {
   RoutingPattern pattern = RoutingPattern::random;
@@ -74,6 +80,8 @@ struct SlotList {
   std::vector<std::int64_t> topk_ids, token_offsets;
 };
 SlotList make_slots(LayerCase const& layer_case);
+/// [E]: how many experts are more popular than each; where popularities stand in order, its number.
+std::vector<std::int64_t> popularity_ranks(LayerCase const& layer_case);
 
 /// The value that a gradient buffer called `name` holds at `index` before an accumulating backward.
 float initial_gradient(std::string const& name, std::int64_t index) noexcept;

@@ -18,6 +18,7 @@ std::string routing_name(RoutingSpec const& routing) {
   std::string name = name_of(kPatternNames, routing.pattern);
   switch (routing.pattern) {
     case RoutingPattern::zipf:
+    case RoutingPattern::shuffled_zipf:
     case RoutingPattern::empty:
       return name.append(":").append(number(routing.parameter));
     case RoutingPattern::file:

@@ -25,6 +25,7 @@ inline constexpr Named<RoutingPattern> kPatternNames[] = {
     {"random", RoutingPattern::random},
     {"balanced", RoutingPattern::balanced},
     {"zipf", RoutingPattern::zipf},
+    {"shuffled-zipf", RoutingPattern::shuffled_zipf},
     {"one-expert", RoutingPattern::one_expert},
     {"one-token-each", RoutingPattern::one_token_each},
     {"empty", RoutingPattern::empty},

@@ -20,9 +20,10 @@ enum Dimension { kRouter, kRound, kActivation, kLayout, kDType, kRouting, kDimen
 /// Index of the chosen value in each dimension's list.
 using Choice = std::array<int, kDimensions>;
 
-constexpr RoutingPattern kPatterns[] = {RoutingPattern::random,         RoutingPattern::balanced,
-                                        RoutingPattern::zipf,           RoutingPattern::one_expert,
-                                        RoutingPattern::one_token_each, RoutingPattern::empty};
+constexpr RoutingPattern kPatterns[] = {RoutingPattern::random,     RoutingPattern::balanced,
+                                        RoutingPattern::zipf,       RoutingPattern::shuffled_zipf,
+                                        RoutingPattern::one_expert, RoutingPattern::one_token_each,
+                                        RoutingPattern::empty};
 
 constexpr std::array<int, kDimensions> kSizes = {
     std::size(kRouterNames), std::size(kRoundingNames), std::size(kActivationNames),
@@ -277,7 +278,7 @@ LayerCase draw_case(Choice const& choice, Feature feature, bool large, RandomSou
   out.desc.shape = draw_shape(feature, large, random);
   out.desc.bias = random.chance(0.5);
   out.routing.pattern = kPatterns[choice[kRouting]];
-  if (out.routing.pattern == RoutingPattern::zipf) {
+  if (has_popularities(out.routing.pattern)) {
     out.routing.parameter = static_cast<double>(random.between(1, 4)) / 2;
   }
   if (out.routing.pattern == RoutingPattern::empty) {

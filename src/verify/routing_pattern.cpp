@@ -11,7 +11,7 @@
 namespace tessera::verify {
 namespace {
 
-enum Stream : std::uint64_t { kCounts = 101, kExperts = 102, kSentinels = 103 };
+enum Stream : std::uint64_t { kCounts = 101, kExperts = 102, kSentinels = 103, kRanks = 104 };
 
 /// Experts with a popularity each, drawn one by one.
 class ExpertDraw {
@@ -20,13 +20,14 @@ class ExpertDraw {
       : random_(random), repeat_(layer_case.repeat_experts) {
     std::int64_t const experts = layer_case.desc.shape.experts;
     weight_.assign(experts, 1);
-    if (layer_case.routing.pattern == RoutingPattern::zipf) {
+    if (has_popularities(layer_case.routing.pattern)) {
+      std::vector<std::int64_t> const ranks = popularity_ranks(layer_case);
       for (std::int64_t e = 0; e < experts; ++e) {
-        weight_[e] = std::pow(static_cast<double>(e + 1), -layer_case.routing.parameter);
+        weight_[e] = std::pow(static_cast<double>(ranks[e] + 1), -layer_case.routing.parameter);
       }
     }
     if (layer_case.routing.pattern == RoutingPattern::empty) remove_experts(layer_case);
-    uniform_ = layer_case.routing.pattern != RoutingPattern::zipf;
+    uniform_ = !has_popularities(layer_case.routing.pattern);
     for (std::int64_t e = 0; e < experts; ++e) {
       if (weight_[e] > 0) alive_.push_back(e);
     }
@@ -110,6 +111,17 @@ void add_sentinels(LayerCase const& layer_case, SlotList& slots) {
 }
 
 }  // namespace
+
+std::vector<std::int64_t> popularity_ranks(LayerCase const& layer_case) {
+  std::vector<std::int64_t> ranks(layer_case.desc.shape.experts);
+  std::iota(ranks.begin(), ranks.end(), std::int64_t{0});
+  if (layer_case.routing.pattern != RoutingPattern::shuffled_zipf) return ranks;
+  RandomSource random(layer_case.seed, kRanks);
+  for (std::size_t left = ranks.size(); left > 1; --left) {
+    std::swap(ranks[left - 1], ranks[random.below(static_cast<std::int64_t>(left))]);
+  }
+  return ranks;
+}
 
 SlotList make_slots(LayerCase const& layer_case) {
   MoeShape const& s = layer_case.desc.shape;

@@ -63,6 +63,7 @@ class Verify(Cli):
     def test_options(self):
         for options in (["--layout", "blocked:4", "--activation", "geglu-erf"],
                         ["--layout", "transposed-interleaved", "--routing", "zipf:1.5"],
+                        ["--routing", "shuffled-zipf:1.5"],
                         ["--layout", "separate", "--routing", "empty:0.5", "--accumulate"],
                         ["--router", "given", "--sentinels", "0.5", "--ids-dtype", "int64"],
                         ["--router", "given", "--variable-experts", "--repeat-experts"],
@@ -299,6 +300,7 @@ class Usage(Cli):
             (["--column-chunk", "-1"], "column_chunk=-1"),
             (["--dtype", "int8"], "int8"),
             (["--routing", "zipf"], "zipf"),
+            (["--routing", "shuffled-zipf"], "shuffled-zipf"),
             (["--routing", "zipf:nan"], "nan"),
             (["--routing", "empty:2"], "empty:2"),
             (["--routing", "balanced:1"], "balanced:1"),

@@ -106,6 +106,32 @@ TEST(Pattern, ZipfFavoursLowExperts) {
   EXPECT_GT(counts[0], 2 * counts[1]);
 }
 
+TEST(Pattern, ShuffledZipfHasTheSamePopularitiesInNoOrder) {
+  LayerCase layer_case = small_case();
+  layer_case.desc.shape = {
+      .tokens = 3000, .hidden = 4, .intermediate = 4, .experts = 16, .top_k = 1};
+  layer_case.routing = {.pattern = RoutingPattern::zipf, .parameter = 1.5};
+  auto const in_order = counts_of(layer_case);
+  layer_case.routing.pattern = RoutingPattern::shuffled_zipf;
+  auto const ranks = popularity_ranks(layer_case);
+  auto const shuffled = counts_of(layer_case);
+  EXPECT_FALSE(std::is_sorted(ranks.begin(), ranks.end()));
+  for (std::size_t e = 0; e < ranks.size(); ++e) {
+    auto const expected = static_cast<double>(in_order[static_cast<std::size_t>(ranks[e])]);
+    EXPECT_NEAR(static_cast<double>(shuffled[e]), expected, 7 * std::sqrt(expected + 1)) << e;
+  }
+  layer_case.desc.router.kind = RouterKind::topk_softmax;
+  auto const bias = make_data(layer_case).b_router;
+  layer_case.routing.pattern = RoutingPattern::zipf;
+  auto const bias_in_order = make_data(layer_case).b_router;
+  for (std::size_t e = 0; e < ranks.size(); ++e) {
+    EXPECT_EQ(bias[e], bias_in_order[static_cast<std::size_t>(ranks[e])]) << e;
+  }
+  layer_case.routing.pattern = RoutingPattern::shuffled_zipf;
+  layer_case.seed += 1;
+  EXPECT_NE(popularity_ranks(layer_case), ranks);
+}
+
 TEST(Pattern, TokensHaveDistinctExpertsUnlessRepeatsAreAskedFor) {
   LayerCase layer_case = small_case();
   layer_case.desc.shape.tokens = 100;

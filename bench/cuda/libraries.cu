@@ -6,12 +6,15 @@
 // what came before.
 //
 //   libraries --library NAME=PATH --library NAME=PATH .. [--main-grad NAME=PATH].. [--config NAME].. [--rounds N]
-//             [--json FILE]
+//             [--json FILE] [--zipf S | --shuffled-zipf S]
 //             [--tokens T,T.. --hidden d --intermediate n --experts E --top-k K]
 // --main-grad: a build whose weight gradients are fp32 and added to.
+// --zipf: expert e is as popular as 1 / (e+1)^S; or the same popularities in no order.
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <memory>
+#include <random>
 #include <sstream>
 
 #include "../loaded_library.hpp"
@@ -76,9 +79,36 @@ tessera_tensor tensor_of(DeviceBuffer<Element> const& buffer,
   return out;
 }
 
+struct Popularities {
+  double exponent = 0;
+  bool shuffled = false;
+  std::string name() const {
+    if (exponent == 0) return "random";
+    char text[48];
+    std::snprintf(text, sizeof text, "%szipf:%g", shuffled ? "shuffled-" : "", exponent);
+    return text;
+  }
+  // The logarithm of each expert's.
+  std::vector<float> logarithms(int64_t experts) const {
+    std::vector<float> out;
+    for (int64_t e = 0; e < experts; ++e) out.push_back(float(-exponent * std::log(double(e + 1))));
+    std::mt19937 random(1);
+    if (shuffled) std::shuffle(out.begin(), out.end(), random);
+    return out;
+  }
+};
+
+// A column of ones in x meets one of popularities in w_router: logits gain them.
+__global__ void set_popularities(bf16* x, bf16* w_router, float const* popularity, int64_t tokens,
+                                 int64_t experts, int64_t hidden) {
+  int64_t const i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < tokens) x[i * hidden] = __float2bfloat16_rn(1);
+  if (i < experts) w_router[i * hidden] = __float2bfloat16_rn(popularity[i]);
+}
+
 // What all builds read.
 struct Inputs {
-  explicit Inputs(Config const& config)
+  Inputs(Config const& config, Popularities const& popularities)
       : shape(config.shape),
         x(shape.tokens * shape.hidden),
         d_o(shape.tokens * shape.hidden),
@@ -93,6 +123,12 @@ struct Inputs {
     fill(w_router, 3, double(shape.hidden));
     fill(w_up, 4, double(shape.hidden));
     fill(w_down, 5, double(shape.intermediate));
+    if (popularities.exponent != 0) {
+      DeviceBuffer<float> const popularity(popularities.logarithms(shape.experts));
+      int64_t const most = std::max(shape.tokens, shape.experts);
+      set_popularities<<<unsigned((most + 255) / 256), 256>>>(
+          x.get(), w_router.get(), popularity.get(), shape.tokens, shape.experts, shape.hidden);
+    }
     TESSERA_CUDA(cudaDeviceSynchronize());
   }
   MoeShape shape;
@@ -299,8 +335,9 @@ std::vector<std::vector<Times>> time_all(std::vector<std::unique_ptr<Layer>> con
   return times;
 }
 
-std::string bench_config(Config const& config, std::vector<Library> const& libraries, int rounds) {
-  Inputs const inputs(config);
+std::string bench_config(Config const& config, std::vector<Library> const& libraries, int rounds,
+                         Popularities const& popularities) {
+  Inputs const inputs(config, popularities);
   std::vector<std::unique_ptr<Layer>> layers;
   std::vector<Agreement> checked;
   for (Library const& library : libraries) {
@@ -329,14 +366,16 @@ std::string bench_config(Config const& config, std::vector<Library> const& libra
       std::snprintf(
           row, sizeof row,
           "%s\n  {\"config\": \"%s\", \"shape\": [%lld, %lld, %lld, %lld, %lld], "
-          "\"dtype\": \"bf16\", \"gpus\": 1, \"router\": \"topk-softmax\", \"pass\": "
-          "\"%s\", \"impl\": \"tessera\", \"variant\": \"%s\", \"ms\": %.5f, "
+          "\"dtype\": \"bf16\", \"gpus\": 1, \"routing\": \"%s\", \"router\": "
+          "\"topk-softmax\", \"pass\": \"%s\", \"impl\": \"tessera\", \"variant\": \"%s\", \"ms\": "
+          "%.5f, "
           "\"ms_p10\": %.5f, \"ms_p90\": %.5f, \"of_first\": %.5f, \"host_us\": %.1f, \"checked\": "
           "%s, \"equal_to_first\": %s}",
           rows.empty() ? "" : ",", config.name.c_str(), (long long)s.tokens, (long long)s.hidden,
-          (long long)s.intermediate, (long long)s.experts, (long long)s.top_k, of,
-          libraries[i].name.c_str(), t.median, t.p10, t.p90, ratio.median, host_us,
-          checked[i].close ? "true" : "false", checked[i].equal ? "true" : "false");
+          (long long)s.intermediate, (long long)s.experts, (long long)s.top_k,
+          popularities.name().c_str(), of, libraries[i].name.c_str(), t.median, t.p10, t.p90,
+          ratio.median, host_us, checked[i].close ? "true" : "false",
+          checked[i].equal ? "true" : "false");
       rows += row;
     }
   }
@@ -389,6 +428,7 @@ int main(int argc, char** argv) {
   tessera::MoeShape shape{};
   std::string command, json, rows, tokens;
   int rounds = 60;
+  Popularities popularities;
   for (int i = 0; i < argc; ++i) command += (i ? " " : "") + std::string(argv[i]);
   for (int i = 1; i < argc; i += 2) {
     std::string const flag = argv[i], value = i + 1 < argc ? argv[i + 1] : "";
@@ -410,6 +450,8 @@ int main(int argc, char** argv) {
       shape.top_k = std::atoll(value.c_str());
     } else if (is("--rounds") && std::atoi(value.c_str()) > 0) {
       rounds = std::atoi(value.c_str());
+    } else if ((is("--zipf") || is("--shuffled-zipf")) && std::atof(value.c_str()) > 0) {
+      popularities = {std::atof(value.c_str()), flag == "--shuffled-zipf"};
     } else if (is("--json")) {
       json = value;
     } else {
@@ -427,7 +469,7 @@ int main(int argc, char** argv) {
       configs.push_back(config_of(name));
   }
   for (Config const& config : configs) {
-    rows += (rows.empty() ? "" : ",") + bench_config(config, libraries, rounds);
+    rows += (rows.empty() ? "" : ",") + bench_config(config, libraries, rounds, popularities);
   }
   if (!json.empty()) write_json(json, command, rounds, rows);
   return rows.find("\"checked\": false") == std::string::npos ? 0 : 1;

@@ -54,6 +54,21 @@ TEST(CheckSupported, ServesExpertsThatTakeTokens) {
   EXPECT_TRUE(check_supported(desc).ok());
 }
 
+TEST(CheckSupported, RefusesQuantisedOperandsForNow) {
+  MoeDesc desc = served_desc();
+  desc.precision = Precision::automatic;
+  EXPECT_TRUE(check_supported(desc).ok());
+  for (Precision const precision : {Precision::fp8, Precision::mxfp8}) {
+    desc.precision = precision;
+    Status const status = check_supported(desc);
+    EXPECT_EQ(status.code(), StatusCode::unsupported);
+    std::string const text = status.text();
+    EXPECT_NE(text.find("on a GPU there is no fp8 layer yet; use precision native"),
+              std::string::npos)
+        << text;
+  }
+}
+
 TEST(CheckSupported, RefusesTheRestWithAReason) {
   auto const refused = [](auto&& change) {
     MoeDesc desc = served_desc();

@@ -8,11 +8,13 @@ Weights stay where and how they are. What a model computes between its projectio
 activation is run on a grid of numbers and must equal one that Tessera has, or the model is refused.
 """
 
+import functools
 import inspect
 
 import torch
 
 from tessera import functional
+from tessera.options import Options, parse
 from tessera.recognise import ALPHAS, LIMITS, recognise
 
 OLDEST, NEWEST = (5, 17), (6,)
@@ -22,13 +24,17 @@ _KNOWN_FLAGS = {"experts_class", "experts_interface", "is_concatenated", "is_tra
                 "has_post_expert_norm"}
 
 
-def register_huggingface(name: str = "tessera") -> None:
-    """Makes `experts_implementation=name` known to transformers. It may be called again.
+def register_huggingface(name: str = "tessera", precision: str = "native", scales: str = "fp32") -> None:
+    """Makes `experts_implementation=name` known to transformers. It may be called again, with other names too.
 
     Args:
         name: What models are asked for.
+        precision: native, fp8, mxfp8 or auto, as of tessera.moe: what experts under this name quantise and save, unless
+            prepare() says something else of a model. Parameters stay bf16.
+        scales: Of fp8: fp32, or pow2 for powers of two.
 
     Raises:
+        ValueError: precision or scales are unknown, or do not go together.
         ImportError: transformers is missing or of a version that is not known.
         NotImplementedError: Its experts have options that are not known here.
 
@@ -37,6 +43,7 @@ def register_huggingface(name: str = "tessera") -> None:
         >>> model = AutoModelForCausalLM.from_pretrained(                                # doctest: +SKIP
         ...     name, experts_implementation="tessera", dtype=torch.bfloat16)
     """
+    quantising = _precision_text(precision, scales)
     try:
         import transformers
     except ModuleNotFoundError as missing:
@@ -51,14 +58,22 @@ def register_huggingface(name: str = "tessera") -> None:
     if unknown:
         raise NotImplementedError(f"transformers {transformers.__version__}: its experts have options that Tessera "
                                   f"does not know ({', '.join(sorted(unknown))}); install an older one")
-    moe.ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
+    serve = functools.partial(experts_forward, quantising=quantising) if quantising else experts_forward
+    moe.ALL_EXPERTS_FUNCTIONS.register(name, serve)
     # Quantised experts have a list of their own; there experts_forward says that it does not serve them.
     quantised = getattr(finegrained_fp8, "ALL_FP8_EXPERTS_FUNCTIONS", None)
     if quantised is not None:
-        quantised.register(name, experts_forward)
+        quantised.register(name, serve)
 
 
-def prepare(model: torch.nn.Module, router_dtype: torch.dtype | None = None) -> int:
+def _precision_text(precision: str, scales: str) -> str:
+    """What stands behind the other options of experts, with a space before it."""
+    text = Options(precision=precision, scales=scales).text()
+    return f" {text}" if text else ""
+
+
+def prepare(model: torch.nn.Module, router_dtype: torch.dtype | None = None, precision: str | None = None,
+            scales: str = "fp32") -> int:
     """Recognises all experts of a model at once; otherwise each is recognised at its first call.
 
     It is needed before torch.compile, of whatever model: nothing can be probed while it traces. It may be called again.
@@ -67,12 +82,16 @@ def prepare(model: torch.nn.Module, router_dtype: torch.dtype | None = None) -> 
         model: Of transformers, made with the implementation that register_huggingface() has named.
         router_dtype: torch.float32: the routers' parameters become fp32, and what enters them is widened, so that
             logits and gradients are those of fp32 weights beside bf16 experts. None: they stay as they are.
+        precision: native, fp8, mxfp8 or auto, as of tessera.moe, for the experts of this model; their parameters stay
+            bf16. None: what register_huggingface() was given.
+        scales: Of precision fp8: fp32, or pow2 for powers of two.
 
     Returns:
         The number of experts modules, one for each layer; 0 where transformers computes them itself.
 
     Raises:
-        ValueError: router_dtype is another one.
+        ValueError: router_dtype is another one; precision or scales are unknown, or the experts' sizes are no
+            multiples of their blocks.
         NotImplementedError: Experts compute what Tessera does not, or have no router beside them.
 
     Example:
@@ -87,9 +106,18 @@ def prepare(model: torch.nn.Module, router_dtype: torch.dtype | None = None) -> 
     """
     if router_dtype not in (None, torch.float32):
         raise ValueError(f"router_dtype={router_dtype}: torch.float32, or None for routers as they are")
+    if precision is None and scales != "fp32":
+        raise ValueError(f"scales={scales} without precision: only fp8 has a choice of scales; give precision='fp8'")
     found = [m for m in model.modules() if _is_experts(m)]
-    for module in found:
-        _options_of(module)
+    texts = [_options_of(module) for module in found]
+    if precision is not None:
+        quantising = _precision_text(precision, scales)
+        for module, text in zip(found, texts, strict=True):
+            experts, *sizes = module.down_proj.shape
+            intermediate, hidden = sizes if module.is_transposed else reversed(sizes)
+            parse(text + quantising).check(hidden=hidden, intermediate=intermediate, experts=experts)
+        for module in found:
+            module._tessera_precision = quantising
     if router_dtype is not None:
         for block in list(model.modules()):
             if any(_is_experts(child) for child in block.children()):
@@ -119,7 +147,7 @@ def _widened(_router, arguments: tuple, named: dict) -> tuple:
     return tuple([widen(value) for value in arguments]), {name: widen(value) for name, value in named.items()}
 
 
-def experts_forward(self, hidden_states, top_k_index, top_k_weights):
+def experts_forward(self, hidden_states, top_k_index, top_k_weights, quantising: str = ""):
     """What transformers calls in place of a model's own experts.
 
     Args:
@@ -127,6 +155,7 @@ def experts_forward(self, hidden_states, top_k_index, top_k_weights):
         hidden_states: [T,d] of a floating type, converted to that of the weights.
         top_k_index: [T,K] int64; ids outside [0,E) own no row.
         top_k_weights: [T,K] of a floating type.
+        quantising: The precision of register_huggingface(), as text; prepare() may have given the module another one.
 
     Returns:
         o [T,d] in the type of hidden_states.
@@ -143,7 +172,7 @@ def experts_forward(self, hidden_states, top_k_index, top_k_weights):
         raise NotImplementedError(
             f"{type(self).__name__}: weights {tuple(top_k_weights.shape)} for ids {tuple(top_k_index.shape)}; Tessera "
             "needs one weight per chosen expert; update transformers")
-    text = _options_of(self)
+    text = _options_of(self) + self.__dict__.get("_tessera_precision", quantising)
     w_up = self.gate_up_proj if self.has_gate else self.up_proj
     b_up = b_down = None
     if self.has_bias:

@@ -144,6 +144,63 @@ class Fp32Routers(unittest.TestCase):
             tessera.huggingface.prepare(model, router_dtype=torch.bfloat16)
 
 
+class QuantisedOperands(unittest.TestCase):
+    """precision of register_huggingface() and prepare(): experts save codes, and are the layer's of that precision."""
+
+    SIZES = {"mixtral": {"hidden_size": 128, "intermediate_size": 256},
+             "gpt_oss": {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}}
+
+    def run_one(self, model):
+        ids = torch.randint(3, 97, (2, 17), generator=torch.Generator().manual_seed(1))
+        saved = []
+
+        def keep(tensor):
+            saved.append(tensor.dtype)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            _, logits, gradients = step(model, ids)
+        return logits, gradients, saved.count(torch.float8_e4m3fn)
+
+    def test_experts_quantise_where_they_are_asked_to(self):
+        tessera.register_huggingface()
+        tessera.register_huggingface("tessera-fp8", precision="fp8")
+        for family, sizes in self.SIZES.items():
+            with self.subTest(family):
+                model = build(family, **sizes).bfloat16()
+                model.set_experts_implementation("tessera")
+                layers = tessera.huggingface.prepare(model)
+                plain, _, codes = self.run_one(model)
+                self.assertEqual(codes, 0)
+                named = copy.deepcopy(model)
+                named.set_experts_implementation("tessera-fp8")
+                fp8, gradients, codes = self.run_one(named)
+                self.assertEqual(codes, 2 * layers)  # x and h
+                self.assertTrue(0.003 < relative_error(fp8, plain) < 0.3, relative_error(fp8, plain))
+                self.assertTrue(all(g.dtype is torch.bfloat16 for g in gradients.values() if g is not None))
+                for _ in range(2):
+                    tessera.huggingface.prepare(model, precision="fp8")
+                self.assertTrue(torch.equal(self.run_one(model)[0], fp8))
+                tessera.huggingface.prepare(model, precision="fp8", scales="pow2")
+                self.assertFalse(torch.equal(self.run_one(model)[0], fp8))
+                tessera.huggingface.prepare(named, precision="native")  # of a model, before that of the name
+                self.assertTrue(torch.equal(self.run_one(named)[0], plain))
+
+    def test_refusals_name_the_option(self):
+        tessera.register_huggingface()
+        model = build("mixtral", hidden_size=128).bfloat16()
+        model.set_experts_implementation("tessera")
+        for text, options in (("intermediate=24 with precision=fp8: .*multiple of 128", {"precision": "fp8"}),
+                              ("precision='fp4': unknown", {"precision": "fp4"}),
+                              ("scales=pow2 without precision", {"scales": "pow2"}),
+                              ("scales=pow2 with precision=mxfp8", {"precision": "mxfp8", "scales": "pow2"})):
+            with self.assertRaisesRegex(ValueError, text):
+                tessera.huggingface.prepare(model, **options)
+        self.assertEqual(self.run_one(model)[2], 0)  # nothing has changed
+        with self.assertRaisesRegex(ValueError, "scales=pow2 with precision=native"):
+            tessera.register_huggingface("another", scales="pow2")
+
+
 class Families(unittest.TestCase):
     @classmethod
     def setUpClass(cls):

@@ -84,7 +84,7 @@ def divided(sass: str) -> dict[str, bool]:
         elif "WARPSYNC" in line:
             since = 0
         else:
-            if "HGMMA" in line:
+            if re.search(r"\b[HQ]GMMA\b", line):
                 names[name] = names.get(name, False) or since < 30
             since += 1
     return names

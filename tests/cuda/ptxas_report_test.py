@@ -30,6 +30,10 @@ class Divided(unittest.TestCase):
         sass = kernel("a", "R2UR UR8, R154", "WARPSYNC.ALL", "WARPGROUP.ARRIVE", WGMMA, WGMMA)
         self.assertEqual(ptxas_report.divided(sass), {"a": True})
 
+    def test_wgmmas_of_e4m3(self):
+        sass = kernel("a", "WARPSYNC.ALL", "WARPGROUP.ARRIVE", "QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR8], R24")
+        self.assertEqual(ptxas_report.divided(sass), {"a": True})
+
     def test_warps_known_to_be_together(self):
         sass = kernel("a", "ULEA UR8, UR5, UR16, 0xe", "WARPGROUP.ARRIVE", WGMMA, WGMMA)
         self.assertEqual(ptxas_report.divided(sass), {"a": False})

@@ -1,24 +1,31 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The transformer of train_transformer.py with its experts spread over the GPUs of a host, everything else on each.
+"""The transformer of train_transformer.py with its experts spread over the GPUs of a host, and everything else under
+FSDP2.
 
     NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node 2 examples/train_expert_parallel.py --text README.md docs/numerics.md
 
-One process per GPU. Every rank takes its part of each batch and owns E/P of the experts of each layer; rows go to the
-owners of their experts and back. Then rank 0 alone trains the same model from the same weights on whole batches, which
-at this size is faster, and prints how far the losses are apart.
+One process per GPU, or on the CPU with gloo where there is none. Every rank takes its part of each batch and owns E/P
+of the experts of each layer; rows go to the owners of their experts and back. --accumulate N makes N passes for each
+step of the optimizer, --checkpoint saves the inputs of blocks alone and makes the rest again in backward. Then rank 0
+alone trains the same model from the same weights on whole batches, and prints how far the losses are apart.
 """
 
 import argparse
 import functools
 import os
 import pathlib
+import sys
 
 import tessera
 import torch
 import torch.distributed as dist
 import train_transformer
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 
 class SpreadMoE(tessera.MoE):
@@ -40,51 +47,80 @@ class SpreadMoE(tessera.MoE):
         return (o, router) if return_router else o
 
 
-def reduce_gradients(model: nn.Module) -> None:
-    """To those of the mean loss of all ranks, and clips them as one vector. Experts have the sum over all ranks."""
-    ranks, spread = dist.get_world_size(), []
-    for name, parameter in model.named_parameters():
-        if name.endswith(("w_up", "w_down")):
-            spread.append(parameter)
-        else:
-            dist.all_reduce(parameter.grad)
-        parameter.grad /= ranks
-    squares = sum(p.grad.square().sum() for p in spread)
+def shard_the_rest(model: nn.Module, mesh) -> tuple[list, list]:
+    """Puts all but the experts under FSDP2: (parameters of experts, all others). They are plain tensors and DTensors:
+    give them to the optimizer in two groups, as one step of it takes one kind.
+
+    It is one unit, gathered before the first block and reduced behind the last: block by block FSDP would gather beside
+    a pass over GPUs, which takes all SMs and waits for the other ranks, as the gathering does."""
+    experts = [p for name, p in model.named_parameters() if name.endswith(("w_up", "w_down"))]
+    fully_shard(model, mesh=mesh, ignored_params=set(experts), reshard_after_forward=False)
+    spread = {id(p) for p in experts}
+    return experts, [p for p in model.parameters() if id(p) not in spread]
+
+
+def clip(experts: list, others: list, most: float = 1.0) -> None:
+    """Clips the gradients of the mean loss of all ranks as one vector. Experts have sums over all ranks."""
+    for parameter in experts:
+        parameter.grad /= dist.get_world_size()
+    squares = sum(p.grad.square().sum() for p in experts)
     dist.all_reduce(squares)
-    owned = {id(p) for p in spread}
-    norm = (squares + sum(p.grad.square().sum() for p in model.parameters() if id(p) not in owned)).sqrt()
-    for parameter in model.parameters():
-        parameter.grad *= (1 / (norm + 1e-6)).clamp(max=1)
+    norm = (squares + sum(p.grad.square().sum().full_tensor() for p in others)).sqrt()
+    for parameter in (*experts, *others):
+        parameter.grad *= (most / (norm + 1e-6)).clamp(max=1).item()
 
 
-def train(text: bytes, *, spread: bool, steps: int, report=print, **changes) -> list[float]:
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Blocks save their inputs alone. Before shard_the_rest, whose gathering is around what runs again."""
+    for block in model.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def train(text: bytes, *, spread: bool, steps: int, device: torch.device, accumulate: int = 1,
+          again: bool = False, report=print, **changes) -> list[float]:
     """Mean losses by step. spread: over all ranks; else on this one alone, on whole batches. changes: of
     train_transformer.SIZES; batch is that of all ranks together."""
     torch.manual_seed(0)
     sizes = train_transformer.SIZES | changes
     batch, context = sizes.pop("batch"), sizes["context"]
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if spread else (0, 1)
+    parts = ranks * accumulate if spread else 1
+    if batch % parts:
+        raise ValueError(f"batch={batch}: a multiple of {parts}, which is ranks times --accumulate, as parts are equal")
     moe, session = tessera.MoE, None
     if spread:
         shape = {name: sizes[name] for name in ("hidden", "intermediate", "experts", "top_k")}
-        session = tessera.ExpertParallel(max_tokens=-(-batch // ranks) * context, training=True, **shape)
-        moe = functools.partial(SpreadMoE, spread=session)
-    model = train_transformer.Transformer(moe, **sizes).to("cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to("cuda")
+        session = tessera.ExpertParallel(max_tokens=batch // parts * context, training=True, device=device, **shape)
+        moe = functools.partial(SpreadMoE, spread=session)  # all layers share it: their weights are arguments
+    model = train_transformer.Transformer(moe, **sizes).to(device)
+    if again:
+        checkpoint_blocks(model)
+    experts, others = [], list(model.parameters())
+    if spread:
+        experts, others = shard_the_rest(model, init_device_mesh(device.type, (ranks,)))
+    groups = [{"params": params} for params in (experts, others) if params]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
     source = train_transformer.batches(data, context, batch, torch.Generator().manual_seed(0))
-    losses, pace = [], train_transformer.Pace(torch.device("cuda"))
+    losses, pace = [], train_transformer.Pace(device)
     for step in range(1, steps + 1):
         rate = train_transformer.learning_rate(step, steps, sizes["hidden"])
         train_transformer.set_learning_rate(optimizer, rate)
-        tokens, targets = (t.chunk(ranks)[rank] for t in next(source))
-        with torch.autocast("cuda", torch.bfloat16):
-            loss, auxiliary, _ = model(tokens, targets)
+        tokens, targets = (t.chunk(parts) for t in next(source))
         optimizer.zero_grad()
-        (loss + auxiliary).backward()
-        mean = loss.detach().float().clone()
+        mean = torch.zeros((), device=device)
+        passes = range(rank * accumulate, (rank + 1) * accumulate) if spread else range(1)
+        for part in passes:
+            if spread:  # gradients of the rest meet once
+                model.set_requires_gradient_sync(part == passes[-1])
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                # Without auxiliary losses: those of a batch are not the mean of those of its parts.
+                loss, _, _ = model(tokens[part], targets[part])
+            loss = loss / len(passes)
+            loss.backward()
+            mean += loss.detach()
         if spread:
-            reduce_gradients(model)
+            clip(experts, others)
             dist.all_reduce(mean)
         else:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -92,11 +128,12 @@ def train(text: bytes, *, spread: bool, steps: int, report=print, **changes) -> 
         losses.append(mean / ranks)
         pace.mark()
         if rank == 0 and step % max(steps // 5, 1) == 0:
-            report(f"{ranks} GPUs: step {step}/{steps}  loss {losses[-1].item():.3f}")
+            report(f"{ranks} ranks: step {step}/{steps}  loss {losses[-1].item():.3f}")
     losses = torch.stack(losses).tolist()
     if rank == 0:
         speed = pace.tokens_per_second(batch * context)
-        report(f"{ranks} GPUs: {speed:.0f} tokens/s, {sum(p.numel() for p in model.parameters())} parameters on each")
+        held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+        report(f"{ranks} ranks: {speed:.0f} tokens/s, {held} parameters on each")
     if session is not None:
         session.check()
         dist.barrier()
@@ -108,20 +145,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", nargs="+", type=pathlib.Path, required=True, help="files to learn from")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--accumulate", type=int, default=1, help="passes for each step of the optimizer")
+    parser.add_argument("--checkpoint", dest="again", action="store_true", help="activation checkpointing of blocks")
     for name, default in train_transformer.SIZES.items():
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
     arguments = vars(parser.parse_args())
     text = b"\n".join(path.read_bytes() for path in arguments.pop("text"))
-    if not torch.cuda.is_available():
-        parser.error("experts over several GPUs need GPUs; torch sees none (train_transformer.py runs on the CPU)")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    ours = torch.tensor(train(text, spread=True, **arguments))
+    on_gpu = torch.cuda.is_available()
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    ours = torch.tensor(train(text, spread=True, device=device, **arguments))
     if dist.get_rank() == 0:
-        apart = ours - torch.tensor(train(text, spread=False, **arguments))
-        print(f"losses differ by {apart.abs().max():.4f} at most, {apart.mean().abs():.4f} on average")
+        apart = ours - torch.tensor(train(text, spread=False, device=device, **arguments))
+        print(f"losses differ by {apart.abs().max():.1e} at most, {apart.mean().abs():.1e} on average")
     dist.barrier()
     dist.destroy_process_group()
+    if not on_gpu:  # as in train_fsdp.py: gloo's threads outlive the group and need the interpreter
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

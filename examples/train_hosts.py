@@ -26,30 +26,8 @@ import train_transformer
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from train_expert_parallel import SpreadMoE
-
-
-def shard_the_rest(model: nn.Module, hosts: int, device: torch.device) -> tuple[list, list]:
-    """Puts all but the experts under HSDP: (parameters of experts, all others)."""
-    mesh = init_device_mesh(device.type, (hosts, dist.get_world_size() // hosts), mesh_dim_names=("hosts", "local"))
-    experts = [p for name, p in model.named_parameters() if name.endswith(("w_up", "w_down"))]
-    for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh, ignored_params=set(experts))
-    spread = {id(p) for p in experts}
-    return experts, [p for p in model.parameters() if id(p) not in spread]
-
-
-def clip(experts: list, others: list, most: float = 1.0) -> None:
-    """Clips the gradients of the mean loss of all ranks as one vector. Experts have sums over all ranks."""
-    for parameter in experts:
-        parameter.grad /= dist.get_world_size()
-    squares = sum(p.grad.square().sum() for p in experts)
-    dist.all_reduce(squares)
-    norm = (squares + sum(p.grad.square().sum().full_tensor() for p in others)).sqrt()
-    for parameter in (*experts, *others):
-        parameter.grad *= (most / (norm + 1e-6)).clamp(max=1).item()
+from train_expert_parallel import SpreadMoE, clip, shard_the_rest
 
 
 class Checkpoints:
@@ -104,8 +82,10 @@ def train(text: bytes, *, spread: bool, hosts: int, steps: int, device: torch.de
                                          device=device, **shape)
         moe = functools.partial(SpreadMoE, spread=session)
     model = train_transformer.Transformer(moe, **sizes).to(device)
-    experts, others = shard_the_rest(model, hosts, device) if spread else ([], list(model.parameters()))
-    # A group for each kind: one step of the optimizer takes plain tensors or DTensors.
+    experts, others = [], list(model.parameters())
+    if spread:
+        mesh = init_device_mesh(device.type, (hosts, ranks // hosts), mesh_dim_names=("hosts", "local"))
+        experts, others = shard_the_rest(model, mesh)
     groups = [{"params": params} for params in (experts, others) if params]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)

@@ -154,6 +154,7 @@ bool check_layer(Context const& context, Job const& job, BenchLayer& layer) {
 std::string variant_of(MoeDesc const& desc) {
   std::string variant;
   if (desc.save == SavePolicy::x) variant = "save-x";
+  if (desc.pow2_scales) variant += variant.empty() ? "pow2-scales" : ",pow2-scales";
   if (desc.column_chunk != 0) {
     variant += (variant.empty() ? "" : ",") + fmt::format("column-chunk {}", desc.column_chunk);
   }
@@ -228,6 +229,9 @@ Json bench_job(BenchFlags const& flags, Context const& context, Job const& job, 
          {"saved_bytes", pass.name == "forward-inference" ? 0 : layer.saved_bytes_total()},
          {"transient_peak_bytes", layer.workspace_bytes_of(pass.pass)},
          {"checked", checked}});
+    if (desc.quantises()) {
+      result.back()["precision"] = verify::name_of(verify::kPrecisionNames, desc.precision);
+    }
   }
   return result;
 }
@@ -389,11 +393,13 @@ int bench(BenchFlags flags, CLI::App const& command) {
     throw CommandError(
         "--partial-combine: of the GPUs of --gpus; give their number, or leave it out");
   }
-  refuse_flags(command, kPrecisionFlags, "it times layers of precision native");
   if (command.get_option("--padding")->count() > 0) {
     throw CommandError("--padding with bench: it times calls without a mask; leave it out");
   }
-  if (flags.shape.on_cuda()) return bench_cuda(flags, command, command_line);
+  if (flags.shape.on_cuda()) {
+    refuse_flags(command, kPrecisionFlags, "on a GPU there is no fp8 layer yet");
+    return bench_cuda(flags, command, command_line);
+  }
   if (flags.passes.empty()) flags.passes = {"forward", "backward", "forward-inference"};
   for (std::string const& name : flags.passes) {
     if (name != "forward" && name != "backward" && name != "forward-inference") {

@@ -31,15 +31,22 @@ BenchLayer::BenchLayer(Context const& context, verify::LayerCase const& layer_ca
   forward_ = verify::forward_inputs(data_, memory_, x);
   forward_.o = memory_.output(desc.dtype, {s.tokens, s.hidden});
   inference_ = forward_;
-  forward_.h = memory_.output(desc.dtype, {desc.num_slots(), desc.up_width() * s.intermediate});
+  auto const saved = verify::saved_tensors(desc, memory_);
+  forward_.h = saved.h;
+  forward_.x8 = saved.x8;
+  forward_.x_scale = saved.x_scale;
+  forward_.h_scale = saved.h_scale;
   forward_.routing = memory_.buffer(value_of(routing_bytes(desc)));
   forward_.workspace = memory_.buffer(workspace_bytes_of(Pass::forward));
   inference_.workspace =
       memory_.buffer(value_of(workspace_bytes(context_, inference_desc_, Pass::forward)));
 
   backward_.d_o = memory_.input(desc.dtype, {s.tokens, s.hidden}, data_.d_o);
-  backward_.x = x;
+  if (!desc.quantises()) backward_.x = x;
   backward_.h = forward_.h;
+  backward_.x8 = forward_.x8;
+  backward_.x_scale = forward_.x_scale;
+  backward_.h_scale = forward_.h_scale;
   backward_.routing = forward_.routing;
   backward_.w_router = forward_.w_router;
   backward_.b_router = forward_.b_router;

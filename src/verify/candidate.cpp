@@ -6,7 +6,6 @@
 #include <optional>
 
 #include "device/device.hpp"
-#include "tessera/low_precision.hpp"
 #include "verify/layer_arguments.hpp"
 #include "verify/storage.hpp"
 
@@ -74,7 +73,11 @@ class Run {
 
     // Where x8 is saved, x is not: it lives for the forward calls.
     x_ = (desc_.quantises() ? inputs_ : saved_).input(desc_.dtype, {s.tokens, s.hidden}, data_.x);
-    TESSERA_TRY(allocate_saved());
+    auto const saved = saved_tensors(desc_, saved_);
+    h_ = saved.h;
+    x8_ = saved.x8;
+    x_scale_ = saved.x_scale;
+    h_scale_ = saved.h_scale;
     routing_ = saved_.buffer(tables.value());
     result.saved_bytes = saved_.bytes();
 
@@ -104,26 +107,6 @@ class Run {
     }
     check_counts(static_cast<std::int32_t const*>(args.expert_counts.data),
                  static_cast<std::int32_t const*>(args.topk_counts.data), result);
-    return {};
-  }
-
-  /// h, and x8 with the scales, as forward leaves them.
-  Status allocate_saved() {
-    MoeShape const& s = desc_.shape;
-    std::int64_t const slots = desc_.num_slots(), width = desc_.up_width() * s.intermediate;
-    bool const saves_h = desc_.save == SavePolicy::h;
-    if (saves_h) {
-      h_ = saved_.output(desc_.quantises() ? DType::fp8_e4m3 : desc_.dtype, {slots, width});
-    }
-    if (!desc_.quantises()) return {};
-    std::int64_t const block = desc_.scale_block();
-    bool const mxfp8 = desc_.precision == Precision::mxfp8;
-    DType const scale = mxfp8 ? DType::e8m0 : DType::fp32;
-    x8_ = saved_.output(DType::fp8_e4m3, {s.tokens, s.hidden});
-    x_scale_ = saved_.output(scale, {s.tokens, s.hidden / block});
-    if (!saves_h) return {};
-    h_scale_ = mxfp8 ? saved_.output(scale, {slots, width / block})
-                     : saved_.output(scale, {width / block, padded_scale_rows(slots)});
     return {};
   }
 

@@ -3,6 +3,8 @@
 
 #include <stdexcept>
 
+#include "tessera/low_precision.hpp"
+
 namespace tessera::verify {
 namespace {
 
@@ -69,6 +71,25 @@ MoeForwardArgs forward_inputs(LayerData const& data, Memory& memory, ConstTensor
   if (!data.token_mask.empty()) args.token_mask = memory.input_mask(data.token_mask);
   args.weights = weight_arguments(data, memory);
   return args;
+}
+
+SavedTensors saved_tensors(MoeDesc const& desc, Memory& memory) {
+  MoeShape const& s = desc.shape;
+  std::int64_t const slots = desc.num_slots(), width = desc.up_width() * s.intermediate;
+  bool const saves_h = desc.save == SavePolicy::h, mxfp8 = desc.precision == Precision::mxfp8;
+  SavedTensors out;
+  if (saves_h) {
+    out.h = memory.output(desc.quantises() ? DType::fp8_e4m3 : desc.dtype, {slots, width});
+  }
+  if (!desc.quantises()) return out;
+  std::int64_t const block = desc.scale_block();
+  DType const scale = mxfp8 ? DType::e8m0 : DType::fp32;
+  out.x8 = memory.output(DType::fp8_e4m3, {s.tokens, s.hidden});
+  out.x_scale = memory.output(scale, {s.tokens, s.hidden / block});
+  if (!saves_h) return out;
+  out.h_scale = mxfp8 ? memory.output(scale, {slots, width / block})
+                      : memory.output(scale, {width / block, padded_scale_rows(slots)});
+  return out;
 }
 
 std::vector<GradientOutput> gradient_outputs(LayerData const& data) {

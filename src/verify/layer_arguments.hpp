@@ -16,6 +16,12 @@ ExpertWeights weight_arguments(LayerData const& data, Memory& memory);
 /// Routing inputs, weights and x; no outputs.
 MoeForwardArgs forward_inputs(LayerData const& data, Memory& memory, ConstTensor const& x);
 
+/// The tensors, besides routing tables, that forward leaves for backward; what a layer does not save is absent.
+struct SavedTensors {
+  Tensor h, x8, x_scale, h_scale;
+};
+SavedTensors saved_tensors(MoeDesc const& desc, Memory& memory);
+
 /// One gradient that backward can write.
 struct GradientOutput {
   std::string name;

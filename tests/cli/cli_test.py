@@ -106,7 +106,7 @@ class Verify(Cli):
         self.refuse("verify", *shape, "--precision", "fp8", "--scales", "rceil", naming="--scales rceil")
         self.refuse("verify", *shape, "--precision", "fp8", "--column-chunk", "64", naming="column_chunk=64")
         self.refuse("verify", "--precision", "fp8", naming="dtype=fp32")
-        self.refuse("bench", *shape, "--precision", "fp8", naming="--precision with bench")
+        self.refuse("bench", *shape, "--device", "cuda", "--precision", "fp8", naming="--precision with bench")
         self.refuse("verify", "--random", "3", "--precision", "fp8", naming="--precision with --random")
 
     def test_precision_in_plan_and_explain(self):
@@ -182,6 +182,15 @@ class Bench(Cli):
 
     def test_gradients_of_other_losses(self):
         self.run_tessera("bench", *SMALL, "--seconds", "0", "--aux-dlogits", code=0)
+        blocks = ["--hidden", "128", "--intermediate", "128", "--dtype", "bf16", "--seconds", "0"]
+        plain = self.run_json("bench", *blocks)["rows"][1]
+        for flags in (["--precision", "fp8", "--scales", "pow2"], ["--precision", "mxfp8", "--save", "x"]):
+            for row in self.run_json("bench", *blocks, *flags)["rows"]:
+                self.assertTrue(row["checked"])
+                self.assertEqual(row["precision"], flags[1])
+                self.assertEqual(row["variant"], {"pow2": "pow2-scales", "x": "save-x"}[flags[3]])
+                self.assertLess(row["saved_bytes"], 0.6 * plain["saved_bytes"])
+        self.assertNotIn("precision", plain)
 
     def test_configuration_with_a_routing_file(self):
         with tempfile.TemporaryDirectory() as folder:

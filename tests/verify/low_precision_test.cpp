@@ -61,6 +61,7 @@ TEST(LowPrecisionCase, PassesWithEveryRouter) {
 TEST(LowPrecisionCase, PassesWithEveryLayout) {
   for (auto const& layout : kLayoutNames) {
     LayerCase layer_case = low_precision_case(kFp8);
+    layer_case.desc.shape.hidden = 128;
     layer_case.desc.layout = layout.value;
     if (layout.value.order == GateUpOrder::blocked) layer_case.desc.layout.block = 32;
     SCOPED_TRACE(layout.name);
@@ -75,6 +76,7 @@ TEST(LowPrecisionCase, PassesWithEveryOption) {
     for (auto const& scheme : {kFp8, kMx}) {
       LayerCase layer_case = low_precision_case(scheme);
       layer_case.desc.router.kind = RouterKind::topk_softmax;
+      layer_case.desc.shape.hidden = 128;
       change(layer_case);
       SCOPED_TRACE(scheme.precision == Precision::fp8 ? "fp8" : "mxfp8");
       expect_passes(layer_case);

@@ -73,7 +73,8 @@ class ExpertParallel:
 
     Raises:
         ValueError: A bound above is broken, ranks differ in an argument, or they cannot be divided into hosts.
-        RuntimeError: There is no GPU, NCCL cannot make windows, NVLink multicast is on, or another rank cannot join.
+        RuntimeError: There is no GPU, NCCL cannot make windows, NVLink multicast is on, or another rank cannot join, or
+            has failed before it opened its window: then the others wait for it for the longer of time_limit and 120 s.
         MemoryError: A window or the workspace does not fit.
 
     Example:

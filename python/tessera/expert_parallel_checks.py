@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ranks check before they wait for each other: that all can join and are alike, and the shapes of a pass."""
 
+import threading
+from typing import Callable
+
 import torch
 from torch import distributed
 
@@ -12,6 +15,40 @@ def gather(mine: tuple, group) -> list:
     of_ranks = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(of_ranks, mine, group=group)
     return of_ranks
+
+
+def call_within(seconds: float, call: Callable, undo: Callable, otherwise: str) -> None:
+    """call(), which waits for other ranks, in a thread of its own, as nothing ends such a wait from outside.
+
+    Args:
+        seconds: How long this thread waits for it.
+        call: What it raises is raised here.
+        undo: What that thread does should the call come to a good end when nobody waits any more.
+        otherwise: What to say where it has not ended by then.
+
+    Raises:
+        RuntimeError: The call had not ended by then.
+    """
+    lock, ended, failures, given_up = threading.Lock(), threading.Event(), [], []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            failures.append(error)
+        with lock:
+            ended.set()
+        if given_up and not failures:
+            undo()
+
+    threading.Thread(target=run, daemon=True).start()
+    if not ended.wait(seconds):
+        with lock:
+            if not ended.is_set():
+                given_up.append(True)
+                raise RuntimeError(otherwise)
+    if failures:
+        raise failures[0]
 
 
 def refuse_differences(of_ranks: list, numbers: list[int] | None = None) -> None:

@@ -16,12 +16,13 @@ import torch
 from torch import distributed
 
 from tessera import library, options
-from tessera.expert_parallel_checks import gather, refuse_differences
+from tessera.expert_parallel_checks import call_within, gather, refuse_differences
 from tessera.expert_parallel_library import TENSORS, Desc, InferenceArgs, load
 from tessera.ops import prepared_calls
 
 MAX_RANKS = 8
 MAX_SECONDS = 86400  # the longest time_limit, a day
+OPENING_SECONDS = 120  # that ranks wait at least for each other's windows, once all have said that they will open one
 MAX_CALLS = 256  # prepared calls that a session holds
 SIDE_SMS = 24  # SMs that move rows on the side stream while the others multiply
 # Where the structs of inference have the addresses of TENSORS.
@@ -171,8 +172,7 @@ class Session:
             group_id, lib = agree(self.desc, made, group, save, max_rows), load()
             try:
                 if windows is None:
-                    library.check(lib.tessera_peer_window_open(context, rank, ranks, group_id, bytes_, None,
-                                                               byref(self._window)))
+                    self._window = self._open_window(context, group_id, bytes_)
                     library.check(lib.tessera_peer_window_addresses(self._window, addresses))
                 library.check(lib.tessera_expert_parallel_create(context, byref(self.desc), addresses, buffer,
                                                                  byref(self.handle)))
@@ -186,6 +186,17 @@ class Session:
     def window_bytes(self) -> int:
         """Bytes of the window that each rank needs."""
         return window_bytes(self.desc)
+
+    def _open_window(self, context: int, group_id: bytes, bytes_: int) -> c_void_p:
+        """This rank's window. NCCL would wait without end for a rank that has failed since all agreed."""
+        lib, desc, window = load(), self.desc, c_void_p()
+        seconds = max(desc.time_limit, OPENING_SECONDS)
+        call_within(seconds, lambda: library.check(lib.tessera_peer_window_open(
+            context, desc.rank, desc.ranks, group_id, bytes_, None, byref(window))),
+            lambda: lib.tessera_peer_window_abort(window),
+            f"no window within {seconds:g} s: rank {desc.rank} of {desc.ranks} waited for another rank, which has "
+            "failed since all agreed to open theirs; end all ranks and start them anew")
+        return window
 
     def _make_workspace(self, context: int) -> library.Buffer:
         needed = c_size_t()

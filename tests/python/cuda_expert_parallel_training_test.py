@@ -248,6 +248,16 @@ class OnGpus(unittest.TestCase):
                 replayed = [t.clone() for t in results]
                 for a, b in zip(step(), replayed, strict=True):
                     self.assertTrue(torch.equal(a, b))
+            differ = torch.zeros((), dtype=torch.int64, device="cuda")
+            with torch.no_grad():
+                for _ in range(1000):
+                    for result in results:
+                        result.zero_()
+                    graph.replay()
+                    for a, b in zip(results, replayed, strict=True):
+                        differ += (a != b).sum()
+            self.assertEqual(differ.item(), 0)
+            self.assertTrue(all(t.any() for t in replayed))
             torch.cuda.synchronize()
             experts.check()
             del graph, results

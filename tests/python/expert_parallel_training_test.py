@@ -363,6 +363,25 @@ class OnCpu(unittest.TestCase):
             again = torch.autograd.grad(o.sum(), (x, w_up))
         self.assertTrue(all(torch.equal(a, b) for a, b in zip(first, again)))
 
+    def test_inside_what_is_compiled(self):
+        """As docs/python.md has it: the call is the only graph break."""
+        ids, leaves = self.tensors("swiglu", False)
+        experts, fake = object.__new__(tessera.ExpertParallel), OneRank(8)
+        experts._session = cpu_session(max_rows=900)
+        call = torch.compiler.disable(experts)
+        torch._dynamo.utils.counters.clear()
+
+        def step(x, scores, w_up, w_down):
+            return call(x * 2, ids, scores, w_up, w_down) * 3
+
+        with mock.patch.object(session_module, "load", return_value=fake), \
+                mock.patch.object(torch._C, "_cuda_getDevice", lambda: None, create=True):
+            results = [(o, *torch.autograd.grad(o.float().square().sum(), leaves))
+                       for o in (step(*leaves), torch.compile(step, backend="eager")(*leaves))]
+        self.assertTrue(all(torch.equal(a, b) for a, b in zip(*results, strict=True)))
+        self.assertTrue(all(a.any() for a in results[0]))
+        self.assertEqual(sum(torch._dynamo.utils.counters["graph_break"].values()), 1)
+
     def test_memory_for_rows(self):
         limit = 2 * 10**6
         self.assertEqual(training.memory_for(0, limit), 256)

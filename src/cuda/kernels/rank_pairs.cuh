@@ -178,14 +178,12 @@ cudaError_t launch_rank_pairs_config(ChooseTokensArguments const& args, cudaStre
   constexpr int kMaxShared = Config::kMaxStaged * (kChoiceBlockTokens + 1) * 4;
   cudaError_t const error = host::allow_shared_memory<rank_pairs<Config>>(kMaxShared);
   if (error != cudaSuccess) return error;
-  auto const blocks = static_cast<unsigned>(choice_blocks(args.tokens));
+  int64_t const blocks = choice_blocks(args.tokens);
+  if (blocks == 0) return cudaSuccess;
   int const staged = args.experts <= Config::kMaxStaged ? args.experts : 0;
   auto const smem_bytes = static_cast<size_t>(staged) * (kChoiceBlockTokens + 1) * 4;
-  if (blocks > 0) {
-    rank_pairs<Config>
-        <<<blocks, Config::kCtaWarps * arch::kWarpThreads, smem_bytes, stream>>>(args);
-  }
-  return cudaGetLastError();
+  return host::launch_early(rank_pairs<Config>, false, static_cast<unsigned>(blocks),
+                            Config::kCtaWarps * arch::kWarpThreads, smem_bytes, stream, args);
 }
 
 }  // namespace tessera::cuda

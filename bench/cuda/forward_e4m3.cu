@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The projections of a forward pass with e4m3 operands beside those with bf16, on the same tokens, weights and routing,
-// in one process. Up: the kernel that emits codes, with its pieces under its own products or behind them, or that
-// stores nothing; the one that stores bf16. Down: from these codes. And the quantisers of x and of the weights. Kernels
-// run in random order and the host never waits in between.
+// in one process. Up: the kernel that emits codes, or that stores nothing; the one that stores bf16. Down: from these
+// codes. And the quantisers of x and of the weights. Kernels run in random order and the host never waits in between.
 // Checked first, on rows of all experts: h in bf16 and y against plain kernels in fp32, which read the same codes;
 // codes and scales of h are the bytes that the CPU makes of these h; codes of a against act(h) in fp64; two runs have
 // equal bytes. The checks must reject the next row.
@@ -184,9 +183,9 @@ struct Problem {
             .experts = shape.experts,
             .gmem_tile_counter = counter.get()};
   }
-  template <Element kOut, bool kUnderProducts = true>
+  template <Element kOut>
   void launch_e4m3(int sms, bool stores = true) const {
-    using Config = cuda::UpProjectionFwdE4m3Config<kKind, kOut, kUnderProducts>;
+    using Config = cuda::UpProjectionFwdE4m3Config<kKind, kOut>;
     UpProjectionFwdE4m3Arguments args = e4m3(kOut == Element::kBf16);
     if (!stores) args.gmem_h = args.gmem_a = nullptr;
     TESSERA_CUDA(cuda::launch_up_projection_fwd_e4m3_config<Config>(args, sms, nullptr));
@@ -302,10 +301,7 @@ class Check {
     p_.launch_e4m3<Element::kE4m3>(sms_);
     p_.y.poison();
     p_.launch_down_e4m3(sms_);
-    bool repeats = sum_of_outputs() == first;
-    poison_codes();
-    p_.launch_e4m3<Element::kE4m3, false>(sms_);
-    repeats = repeats && sum_of_outputs() == first;
+    bool const repeats = sum_of_outputs() == first;
     bool right = true;
     for (size_t i = 0; i < rows_.size() && right; ++i) right = accepts(rows_[i], i);
     bool rejects = true;
@@ -486,7 +482,6 @@ bool bench_shape(Shape const& s, int iters, int sms, std::string& rows) {
   std::vector<Candidate> candidates = {
       {"up bf16", flops, 0, [&] { p.launch_bf16(sms); }, {}},
       {"up e4m3", flops, 0, [&] { p.launch_e4m3<Element::kE4m3>(sms); }, {}},
-      {"up e4m3, pieces behind", flops, 0, [&] { p.launch_e4m3<Element::kE4m3, false>(sms); }, {}},
       {"up e4m3, no epilogue", flops, 0, [&] { p.launch_e4m3<Element::kE4m3>(sms, false); }, {}},
       {"up e4m3, bf16 out", flops, 0, [&] { p.launch_e4m3<Element::kBf16>(sms); }, {}},
       {"down bf16", flops / 2, 0, [&] { p.launch_down_bf16(sms); }, {}},

@@ -192,13 +192,12 @@ bool untouched(Memory<T> const& memory, std::int64_t from, std::int64_t count) {
   return true;
 }
 
-template <Element kOut, bool kUnderProducts = true>
-using Config = UpProjectionFwdE4m3Config<ActivationKind::swiglu, kOut, kUnderProducts>;
+template <Element kOut>
+using Config = UpProjectionFwdE4m3Config<ActivationKind::swiglu, kOut>;
 
-template <Element kOut, bool kUnderProducts = true>
+template <Element kOut>
 void run(UpProjectionFwdE4m3Arguments const& args, emulator::Schedule const& schedule) {
-  ASSERT_EQ((launch_up_projection_fwd_e4m3_config<Config<kOut, kUnderProducts>>(args, 2, nullptr)),
-            cudaSuccess);
+  ASSERT_EQ((launch_up_projection_fwd_e4m3_config<Config<kOut>>(args, 2, nullptr)), cudaSuccess);
   ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
 }
 
@@ -216,7 +215,6 @@ void expect_block(std::vector<float> const& values, E4m3 const* codes, float sca
   }
 }
 
-template <bool kUnderProducts = true>
 void check_codes(Problem const& p, emulator::Schedule const& schedule) {
   std::int64_t const n = p.n(), capacity = p.capacity(), pitch = p.scale_pitch();
   Memory<E4m3> h(capacity * 2 * n), a(capacity * n);
@@ -226,7 +224,7 @@ void check_codes(Problem const& p, emulator::Schedule const& schedule) {
   args.gmem_a = a.get();
   args.gmem_h_scales = h_scales.get();
   args.gmem_a_scales = a_scales.get();
-  ASSERT_NO_FATAL_FAILURE((run<Element::kE4m3, kUnderProducts>(args, schedule)));
+  ASSERT_NO_FATAL_FAILURE((run<Element::kE4m3>(args, schedule)));
   for (int r = 0; r < p.rows(); ++r) {
     std::vector<Bits> const hb = p.h_of(r, p.expert_of(r));
     for (std::int64_t c0 = 0; c0 < 2 * n; c0 += kBlock) {
@@ -288,7 +286,6 @@ TEST(UpProjectionFwdE4m3, CodesAreThoseOfTheCpu) {
 TEST(UpProjectionFwdE4m3, LongRowsOfK) {
   Problem const p({.rows = {3, 200}, .hidden = 1152, .intermediate = 128});
   ASSERT_NO_FATAL_FAILURE(check_codes(p, {.seed = 4}));
-  ASSERT_NO_FATAL_FAILURE(check_codes<false>(p, {.seed = 7}));
 }
 
 TEST(UpProjectionFwdE4m3, Bf16OutOfTheSameSums) {

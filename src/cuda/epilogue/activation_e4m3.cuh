@@ -3,7 +3,7 @@
 // of gate and the same of up, a block of the scales of either, so a row's scale is that of eight lanes. Either
 //   e4m3  codes and scales of hb, as gate and up, and of a before it is rounded
 //   bf16  hb and a, rounded
-// Pieces run under the next tile's k loop (gemm/sm90/held_tile.cuh).
+// By a warpgroup that does nothing else (gemm/sm90/roles_scaled.cuh).
 #pragma once
 
 #include "../arch/approx_math.cuh"
@@ -25,161 +25,143 @@ struct ActivationE4m3Params {
   int columns;  // n
 };
 
-// kUnderProducts: pieces run under the warpgroup's own wgmmas, else when it has none in flight.
-template <class Core, ActivationKind kKind, Element kOut, bool kUnderProducts>
+template <class Core, ActivationKind kKind, Element kOut>
 class ActivationE4m3Epilogue {
  public:
   static constexpr GemmConfig kGemm = Core::kGemm;
   using HeldTile = typename Core::HeldTile;
   using Params = ActivationE4m3Params;
-  static constexpr bool kPiecesUnderProducts = kUnderProducts;
-  static constexpr int kPieces = 2 * HeldTile::kPieces;
 
   __device__ __forceinline__ ActivationE4m3Epilogue(typename Core::Storage& smem, Params const& p,
                                                     int consumer)
-      : p_(p), held_(smem, consumer) {
+      : p_(p), held_(smem, consumer), consumer_(consumer) {
     static_assert(Function::kGated && kGemm.b_halves() == 2);
   }
 
-  // 64 rows from `row`.
-  __device__ __forceinline__ void keep(typename Core::Accumulators const& acc, WorkTile const& tile,
-                                       int row) {
-    row_ = row + arch::warp_in_warpgroup() * kWarpRows;
+  // The warp's 16 rows, four at a time.
+  __device__ __forceinline__ void store(WorkTile const& tile) {
+    row_ = tile.row + consumer_ * kSubtileM + arch::warp_in_warpgroup() * kWarpRows;
     end_ = tile.end;
     n_tile_ = tile.n_tile;
-    held_.keep(acc);
-  }
-
-  // Pieces in turns of h and a, of the same rows.
-  __device__ __forceinline__ void work(int piece) {
-    Place const at = held_.place(piece / 2);
-    if (piece % 2 == 0) {
+#pragma unroll 1
+    for (int piece = 0; piece < HeldTile::kPieces; ++piece) {
       if (p_.gmem_h != nullptr) {
-        store_h(at, 0);
-        store_h(at, 1);
+        store_h(piece, 0);
+        store_h(piece, 1);
       }
-    } else if (p_.gmem_a != nullptr) {
-      store_a(at);
+      if (p_.gmem_a != nullptr) store_a(piece);
     }
   }
 
  private:
-  using Place = typename HeldTile::Place;
+  using Place = typename HeldTile::GatedPlace;
   using Function = ActivationFunction<kKind>;
   static constexpr int kColumns = kGemm.tile.n / 2;  // of a, per tile
+  static constexpr int kPairs = 8;                   // a lane's, of gate and of up
 
-  __device__ __forceinline__ bool is_stored(int row) const { return row < end_; }
-
-  // All lanes call it, for gate or up. Each part is read again, as registers are few.
-  __device__ __forceinline__ void store_h(Place const& at, int half) const {
-    int const row = row_ + at.row;
-    bool const exists = is_stored(row);
-    int64_t const place =
-        int64_t{row} * (2 * p_.columns) + half * p_.columns + n_tile_ * kColumns + at.column;
-    if constexpr (kOut == Element::kBf16) {
-      TESSERA_UNROLL
-      for (int part = 0; part < 2; ++part) {
-        uint4 const share = at.load(2 * part + half);
-        if (exists) {
-          arch::store_streaming_16(static_cast<bf16*>(p_.gmem_h) + place + part * kSlabColumns,
-                                   share);
-        }
-      }
-    } else {
-      core::BlockScale const scale =
-          scale_of_row(max(largest_of(at.load(half)), largest_of(at.load(2 + half))));
-      TESSERA_UNROLL
-      for (int part = 0; part < 2; ++part) {
-        uint2 const codes = codes_of(at.load(2 * part + half), scale.inverse);
-        if (exists) {
-          arch::store_streaming_8(static_cast<uint8_t*>(p_.gmem_h) + place + part * kSlabColumns,
-                                  codes);
-        }
-      }
-      if (exists && is_first_of_row()) {
-        int const block = n_tile_ + half * (p_.columns / kColumns);
-        p_.gmem_h_scales[block * p_.scale_pitch + row] = scale.scale;
-      }
+  // All lanes call these. Shares are read where they are used and places are worked out twice, as registers are few.
+  __device__ __forceinline__ void store_h(int piece, int half) const {
+    Place const at = held_.gated_place(piece);
+    uint32_t h[kPairs];
+    TESSERA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      uint4 const chunk = at.load(half, i);
+      h[4 * i] = chunk.x;
+      h[4 * i + 1] = chunk.y;
+      h[4 * i + 2] = chunk.z;
+      h[4 * i + 3] = chunk.w;
     }
-    __syncwarp();
+    if constexpr (kOut == Element::kBf16) {
+      store_pairs(p_.gmem_h, piece, 2 * p_.columns, half * p_.columns, h);
+    } else {
+      uint32_t largest = 0;
+      TESSERA_UNROLL
+      for (int i = 0; i < kPairs; ++i) largest = arch::max_magnitudes_bf16(largest, h[i]);
+      core::BlockScale const scale = scale_of_row(max(largest << 16, largest & 0xffff0000u));
+      uint32_t codes[kPairs / 2];
+      TESSERA_UNROLL
+      for (int i = 0; i < kPairs / 2; ++i) {
+        codes[i] =
+            codes_of(arch::unpack_bf16(h[2 * i]), arch::unpack_bf16(h[2 * i + 1]), scale.inverse);
+      }
+      store_codes(p_.gmem_h, piece, 2 * p_.columns, half * p_.columns, codes);
+      store_scale(p_.gmem_h_scales, piece, half, scale.scale);
+    }
   }
 
-  __device__ __forceinline__ void store_a(Place const& at) const {
-    int const row = row_ + at.row;
-    bool const exists = is_stored(row);
-    int64_t const place = int64_t{row} * p_.columns + n_tile_ * kColumns + at.column;
+  __device__ __forceinline__ void store_a(int piece) const {
+    Place const at = held_.gated_place(piece);
+    float2 a[kPairs];
+    TESSERA_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      uint4 const gate = at.load(0, i), up = at.load(1, i);
+      a[4 * i] = activate(gate.x, up.x);
+      a[4 * i + 1] = activate(gate.y, up.y);
+      a[4 * i + 2] = activate(gate.z, up.z);
+      a[4 * i + 3] = activate(gate.w, up.w);
+    }
     if constexpr (kOut == Element::kBf16) {
-#pragma unroll 1
-      for (int part = 0; part < 2; ++part) {
-        uint4 const gate = at.load(2 * part), up = at.load(2 * part + 1);
-        if (exists) {
-          arch::store_streaming_16(
-              static_cast<bf16*>(p_.gmem_a) + place + part * kSlabColumns,
-              {rounded(activate(gate.x, up.x)), rounded(activate(gate.y, up.y)),
-               rounded(activate(gate.z, up.z)), rounded(activate(gate.w, up.w))});
-        }
-      }
+      uint32_t pairs[kPairs];
+      TESSERA_UNROLL
+      for (int i = 0; i < kPairs; ++i) pairs[i] = arch::pack_bf16(a[i].x, a[i].y);
+      store_pairs(p_.gmem_a, piece, p_.columns, 0, pairs);
     } else {
       float largest = 0;
-#pragma unroll 1
-      for (int part = 0; part < 2; ++part) {
-        uint4 const gate = at.load(2 * part), up = at.load(2 * part + 1);
-        largest = larger(largest, activate(gate.x, up.x));
-        largest = larger(largest, activate(gate.y, up.y));
-        largest = larger(largest, activate(gate.z, up.z));
-        largest = larger(largest, activate(gate.w, up.w));
+      TESSERA_UNROLL
+      for (int i = 0; i < kPairs; ++i) {
+        largest = arch::max_magnitude(arch::max_magnitude(largest, a[i].x), a[i].y);
       }
       core::BlockScale const scale = scale_of_row(__float_as_uint(largest));
-#pragma unroll 1
-      for (int part = 0; part < 2; ++part) {
-        uint4 const gate = at.load(2 * part), up = at.load(2 * part + 1);
-        uint2 const codes = {
-            codes_of(activate(gate.x, up.x), activate(gate.y, up.y), scale.inverse),
-            codes_of(activate(gate.z, up.z), activate(gate.w, up.w), scale.inverse)};
-        if (exists) {
-          arch::store_streaming_8(static_cast<uint8_t*>(p_.gmem_a) + place + part * kSlabColumns,
-                                  codes);
-        }
+      uint32_t codes[kPairs / 2];
+      TESSERA_UNROLL
+      for (int i = 0; i < kPairs / 2; ++i) {
+        codes[i] = codes_of(a[2 * i], a[2 * i + 1], scale.inverse);
       }
-      if (exists && is_first_of_row()) {
-        p_.gmem_a_scales[n_tile_ * p_.scale_pitch + row] = scale.scale;
-      }
+      store_codes(p_.gmem_a, piece, p_.columns, 0, codes);
+      store_scale(p_.gmem_a_scales, piece, 0, scale.scale);
+    }
+  }
+
+  // Where a lane's share of a tensor lies whose rows are so wide, from column `first` on; null where the row is not the
+  // tile's.
+  template <class T>
+  __device__ __forceinline__ T* share(void* gmem, int piece, int width, int first) const {
+    Place const to = held_.gated_place(static_cast<int>(arch::forgotten(uint32_t(piece))));
+    int const row = row_ + to.row;
+    return row < end_ ? static_cast<T*>(gmem) + int64_t{row} * width + first + n_tile_ * kColumns +
+                            to.column
+                      : nullptr;
+  }
+  __device__ __forceinline__ void store_pairs(void* gmem, int piece, int width, int first,
+                                              uint32_t const (&pairs)[kPairs]) const {
+    bf16* const to = share<bf16>(gmem, piece, width, first);
+    if (to != nullptr) {
+      arch::store_streaming_16(to, {pairs[0], pairs[1], pairs[2], pairs[3]});
+      arch::store_streaming_16(to + kPairs, {pairs[4], pairs[5], pairs[6], pairs[7]});
     }
     __syncwarp();
   }
-
-  __device__ __forceinline__ static uint32_t rounded(float2 v) { return arch::pack_bf16(v.x, v.y); }
-  __device__ __forceinline__ static float larger(float largest, float2 v) {
-    return arch::max_magnitude(arch::max_magnitude(largest, v.x), v.y);
+  __device__ __forceinline__ void store_codes(void* gmem, int piece, int width, int first,
+                                              uint32_t const (&codes)[kPairs / 2]) const {
+    uint8_t* const to = share<uint8_t>(gmem, piece, width, first);
+    if (to != nullptr) arch::store_streaming_16(to, {codes[0], codes[1], codes[2], codes[3]});
+    __syncwarp();
   }
+  __device__ __forceinline__ void store_scale(float* gmem, int piece, int half, float scale) const {
+    int const row =
+        row_ + held_.gated_place(static_cast<int>(arch::forgotten(uint32_t(piece)))).row;
+    int const block = n_tile_ + half * (p_.columns / kColumns);
+    if (row < end_ && HeldTile::is_first_of_gated_row()) gmem[block * p_.scale_pitch + row] = scale;
+    __syncwarp();
+  }
+
   __device__ __forceinline__ static uint32_t codes_of(float2 v, float2 w, float r) {
     return arch::pack_e4m3(v.x * r, v.y * r, w.x * r, w.y * r);
   }
-  __device__ __forceinline__ static uint2 codes_of(uint4 share, float r) {
-    return {codes_of(arch::unpack_bf16(share.x), arch::unpack_bf16(share.y), r),
-            codes_of(arch::unpack_bf16(share.z), arch::unpack_bf16(share.w), r)};
-  }
 
-  // The largest magnitude, as bits of fp32.
-  __device__ __forceinline__ static uint32_t largest_of(uint4 share) {
-    uint32_t const largest = arch::max_magnitudes_bf16(
-        arch::max_magnitudes_bf16(
-            arch::max_magnitudes_bf16(arch::max_magnitudes_bf16(0, share.x), share.y), share.z),
-        share.w);
-    return max(largest << 16, largest & 0xffff0000u);
-  }
-
-  static constexpr int kRowLanes = 8;
-  __device__ __forceinline__ static bool is_first_of_row() {
-    return arch::lane_idx() % kRowLanes == 0;
-  }
-  // The scale of a row of eight lanes, from the largest magnitude in each lane's share.
+  // The scale of a row, from the largest magnitude in each lane's share as bits of fp32.
   __device__ __forceinline__ static core::BlockScale scale_of_row(uint32_t largest) {
-    TESSERA_UNROLL
-    for (int half = kRowLanes / 2; half > 0; half /= 2) {
-      largest = max(largest, __shfl_xor_sync(arch::kAllLanes, largest, half));
-    }
-    float const scale = core::fp32_scale(largest).scale;
+    float const scale = core::fp32_scale(HeldTile::max_of_gated_row(largest)).scale;
     return {scale, arch::reciprocal(scale)};
   }
 
@@ -190,6 +172,7 @@ class ActivationE4m3Epilogue {
 
   Params const& p_;
   HeldTile held_;
+  int consumer_;
   int row_ = 0;  // the warp's first
   int end_ = 0;
   int n_tile_ = 0;

@@ -83,7 +83,8 @@ enum class Tail : uint8_t { kWhole, kShort, kPartial, kHalved };
 
 // The epilogue works at one of three times. Inline: right behind the k loop. Deferred: under the next tile's k loop,
 // from rows that it holds (deferred.cuh). Lent: right behind the k loop, through stages of the ring (lent.cuh).
-enum class EpilogueMode : uint8_t { kInline, kDeferred, kLent };
+// Apart: as deferred, by a warpgroup of its own, which reads what consumers hold (sm90/roles_scaled.cuh).
+enum class EpilogueMode : uint8_t { kInline, kDeferred, kLent, kApart };
 struct EpilogueConfig {
   EpilogueMode mode = EpilogueMode::kInline;
   int slabs = 2;        // 64x64 staging buffers per consumer warpgroup
@@ -136,7 +137,9 @@ struct GemmConfig {
   Order order{};
   Chain chain = Chain::kNone;
 
-  consteval int threads() const { return 128 * (1 + consumer_warpgroups); }
+  consteval int threads() const {
+    return 128 * (1 + consumer_warpgroups + (stores_apart() ? 1 : 0));
+  }
   consteval bool ping_pong() const { return schedule == Schedule::kPingPong; }
   consteval bool gathers() const { return a.loader == Loader::kGather; }
   consteval bool varlen_k() const { return ragged == Ragged::kK; }
@@ -145,10 +148,13 @@ struct GemmConfig {
 
   // One CTA per SM: 384 threads enter with 168 registers each (64512 in all), 512 with 128.
   consteval int producer_registers() const {
-    return gathers() ? 56 : consumer_warpgroups == 2 ? 40 : 32;
+    return stores_apart() ? 48 : gathers() ? 56 : consumer_warpgroups == 2 ? 40 : 32;
   }
+  consteval int epilogue_registers() const { return 48; }  // apart
   consteval int consumer_registers() const {
-    return consumer_warpgroups == 2 ? (gathers() ? 224 : 232) : (gathers() ? 152 : 160);
+    return stores_apart()             ? 208
+           : consumer_warpgroups == 2 ? (gathers() ? 224 : 232)
+                                      : (gathers() ? 152 : 160);
   }
 
   consteval bool paired() const { return cluster.sharing == Sharing::kPaired; }
@@ -171,6 +177,7 @@ struct GemmConfig {
   consteval bool halves_last() const { return tail == Tail::kHalved; }
 
   consteval bool defers() const { return epilogue.mode == EpilogueMode::kDeferred; }
+  consteval bool stores_apart() const { return epilogue.mode == EpilogueMode::kApart; }
   consteval bool lends() const { return epilogue.mode == EpilogueMode::kLent; }
   // Warps that never wait for their warpgroup are at different places in the ring, so each answers for itself.
   consteval bool warps_release() const { return epilogue.mode != EpilogueMode::kInline; }
@@ -227,7 +234,9 @@ consteval BarrierArrivals barrier_arrivals(GemmConfig c) {
                    c.cluster.ctas,
           .resident_empty = 2,
           .work_full = 1,
-          .work_empty = (4 * c.consumer_warpgroups + (c.gathers() ? 4 : 1)) * c.cluster_m()};
+          .work_empty =
+              (4 * c.consumer_warpgroups + (c.gathers() ? 4 : 1) + (c.stores_apart() ? 4 : 0)) *
+              c.cluster_m()};
 }
 
 // Named barriers of the CTA; 0 is __syncthreads. Per-warpgroup ones take base + consumer index.
@@ -291,6 +300,9 @@ consteval bool valid(GemmConfig c) {
   if (c.lends() && (c.ping_pong() || c.cluster_m() > 1))
     throw "epilogue.mode: lent with cooperative warpgroups, no multicast";
   if (c.defers() && c.ping_pong()) throw "epilogue.mode: deferred with cooperative warpgroups";
+  if (c.stores_apart() &&
+      (c.ping_pong() || c.consumer_warpgroups != 2 || c.cluster_m() > 1 || !c.gathers()))
+    throw "epilogue.mode: apart with two cooperative warpgroups, gather, no multicast";
   if (c.epilogue.outer_product && (!c.defers() || c.gathers() || c.tile.n != 256))
     throw "epilogue.outer_product: deferred, TMA, tile.n of 256";
 

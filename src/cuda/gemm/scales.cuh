@@ -21,6 +21,9 @@ template <GemmConfig kGemm>
 struct ScaledStorage : SharedStorage<kGemm> {
   alignas(16) float a_scales[kGemm.stages][kGemm.tile.m];
   alignas(16) float2 b_scales[kGemm.stages];  // gate, up; or the two column groups
+  // A consumer warp's 16 rows lie in its slabs; they have been read.
+  arch::Mbarrier held[4 * kGemm.consumer_warpgroups];
+  arch::Mbarrier stored[4 * kGemm.consumer_warpgroups];
 };
 
 // Checks what the mainloop of scaled operands asks of a configuration, besides valid().
@@ -33,8 +36,8 @@ consteval bool valid_scaled(GemmConfig c) {
   if (!c.gathers() || c.tile.m != 128) throw "tile.m: a row for each producer thread";
   if (c.b.major != Major::kK || c.varlen_k() || c.ping_pong() || c.cluster_m() > 1 || c.keeps_b())
     throw "scales with varlen-M, K-major B in the ring, cooperative warpgroups, no multicast";
-  if (!c.defers() || c.epilogue.slabs != 4 || c.hands_over() || c.takes_over())
-    throw "epilogue: deferred, and the whole tile in slabs; no handover";
+  if (!c.stores_apart() || c.epilogue.slabs != 4 || c.hands_over() || c.takes_over())
+    throw "epilogue: apart, and the whole tile in slabs; no handover";
   return true;
 }
 

@@ -5,7 +5,7 @@
 //          compute bound, below bound by y
 // Schedule as up_projection_fwd_e4m3, of tiles of 128 x 256; rows of a8 are sorted, and are copied by cp.async as well,
 //          each thread's with its scale: rows of an expert begin anywhere, where no copy of 128 scales may
-// Barriers full, empty [stages] and those of the scheduler: arrival counts in gemm/config.hpp
+// Barriers as there
 // Numerics 128 products in the tensor cores (13 fraction bits), then fp32, one FMA for each 128 of n; one rounding;
 //          bitwise repeatable: yes
 // Requires d a multiple of 256, n of 128; w8_down as quantise_weights() gives it; no bias

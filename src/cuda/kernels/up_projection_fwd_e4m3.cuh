@@ -8,9 +8,10 @@
 // Schedule as up_projection_fwd: persistent, 1 CTA/SM, tiles of 128 x (128 gate, 128 up)
 //   WG0 producer    | fill s0 | fill s1 | fill s2 | next tile: fill s0           (wait empty, arrive full)
 //   WG1,2 consumers |         | group 0, promote, group 1, promote | .. | hold hb  (wait full, arrive empty)
+//   WG3 stores      | activation, largest magnitudes, codes, stores of the held tile  (wait held, arrive stored)
 //   fill = TMA w8_up + cp.async of rows of x8, of their scales and of two of w8_up
-//   under the next tile's k loop, in eight pieces: activation, largest magnitudes, codes, stores
-// Barriers full, empty [stages] and those of the scheduler: arrival counts in gemm/config.hpp
+// Barriers full, empty [stages] and those of the scheduler: arrival counts in gemm/config.hpp; held, stored: one for
+//          each consumer warp, one arrival
 // Numerics 128 products in the tensor cores (13 fraction bits), then fp32, one FMA for each 128 of k; hb rounded once;
 //          a8 from act(hb) in fp32; bitwise repeatable: yes
 // Requires d, n multiples of 128; K-major w8_up as quantise_weights() gives it; no bias
@@ -24,8 +25,7 @@
 
 namespace tessera::cuda {
 
-// A config is a type with `static constexpr gemm::GemmConfig gemm`, `ActivationKind activation`, `gemm::Element out`,
-// `bool pieces_under_products`.
+// A config is a type with `static constexpr gemm::GemmConfig gemm`, `ActivationKind activation`, `gemm::Element out`.
 struct UpProjectionFwdE4m3Params {
   gemm::GemmParams gemm;
   gemm::ScaleParams scales;
@@ -36,8 +36,8 @@ template <class Config>
 __global__ void __launch_bounds__(Config::gemm.threads(), 1)
     up_projection_fwd_e4m3(__grid_constant__ UpProjectionFwdE4m3Params const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Epilogue = gemm::ActivationE4m3Epilogue<gemm::sm90::Core<Config::gemm>, Config::activation,
-                                                Config::out, Config::pieces_under_products>;
+  using Epilogue =
+      gemm::ActivationE4m3Epilogue<gemm::sm90::Core<Config::gemm>, Config::activation, Config::out>;
   gemm::run_scaled_gemm<Config::gemm, Epilogue>(p.gemm, p.scales, p.epilogue);
 #endif
 }

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Configurations of the GEMMs that read e4m3. Three stages of 48 KB, and the whole tile in slabs: the registers that
-// hold half of it in bf16 kernels are those of the partial sums. docs/notebook/2026-11-27-fp8-mainloop.md
+// Configurations of the GEMMs that read e4m3. Three stages of 48 KB, and the whole tile in slabs, for the
+// warpgroup that stores. docs/notebook/2026-11-27-fp8-up-projection.md
 #pragma once
 
 #include "gemm.hpp"
 
 namespace tessera::cuda {
 
-template <ActivationKind kKind, gemm::Element kOut, bool kUnderProducts = true>
+template <ActivationKind kKind, gemm::Element kOut>
 struct UpProjectionFwdE4m3Config {
   static constexpr ActivationKind activation = kKind;
   static constexpr gemm::Element out = kOut;
-  static constexpr bool pieces_under_products = kUnderProducts;
   static constexpr gemm::GemmConfig gemm{
       .tile = {128, 256, 128},
       .stages = 3,
@@ -19,7 +18,7 @@ struct UpProjectionFwdE4m3Config {
       .b = {.element = gemm::Element::kE4m3,
             .halves = gemm::Halves::kAlongRows,
             .boxes = gemm::Boxes::kTile},
-      .epilogue = {.mode = gemm::EpilogueMode::kDeferred, .slabs = 4},
+      .epilogue = {.mode = gemm::EpilogueMode::kApart, .slabs = 4},
       .order = {.raster_n = kForwardRaster}};
 };
 
@@ -29,7 +28,7 @@ struct DownProjectionFwdE4m3Config {
       .stages = 3,
       .a = {.element = gemm::Element::kE4m3, .loader = gemm::Loader::kGather},
       .b = {.element = gemm::Element::kE4m3, .boxes = gemm::Boxes::kTile},
-      .epilogue = {.mode = gemm::EpilogueMode::kDeferred, .slabs = 4},
+      .epilogue = {.mode = gemm::EpilogueMode::kApart, .slabs = 4},
       .order = {.raster_n = kForwardRaster}};
 };
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "../../arch/cp_async.cuh"
+#include "../../arch/warp.cuh"
 #include "../params.hpp"
 #include "../storage.cuh"
 #include "../work_tile.hpp"
@@ -22,7 +23,9 @@ class RowGather {
  public:
   static_assert(kGemm.a.stored == kGemm.a.element, "copies bytes");
   __device__ __forceinline__ explicit RowGather(GemmParams const& p)
-      : gmem_index_(p.gmem_index), pitch_chunks_(static_cast<uint32_t>(p.a_pitch_chunks)) {
+      : gmem_index_(p.gmem_index),
+        gmem_a_(static_cast<char const*>(p.gmem_a)),
+        pitch_chunks_(static_cast<uint32_t>(p.a_pitch_chunks)) {
     int const thread = static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads;
     int const chunk = thread % kChunks;
     row_ = thread / kChunks;
@@ -42,8 +45,12 @@ class RowGather {
   }
 
   __device__ __forceinline__ void begin() {
-    left_ = row_left_;
-    gmem_ = gmem_chunk_;
+    if constexpr (kWholeRows) {  // registers are few
+      gmem_ = gmem_a_ + arch::forgotten(threadIdx.x) % kChunks * 16;
+    } else {
+      left_ = row_left_;
+      gmem_ = gmem_chunk_;
+    }
     TESSERA_UNROLL
     for (int i = 0; i < kRowsPerThread; ++i) {
       source_[i] = static_cast<uint32_t>(ahead_[i]) * pitch_chunks_;
@@ -53,7 +60,7 @@ class RowGather {
   // The next k_tile of the first `rows` rows, in units of 64; columns past the row's end become 0.
   __device__ __forceinline__ void copy(SharedStorage<kGemm>& smem, int stage, int rows) {
     uint32_t const smem_a = arch::shared_address(smem.a[stage]) + smem_offset_;
-    int const bytes = left_ > 0 ? 16 : 0;
+    int const bytes = kWholeRows || left_ > 0 ? 16 : 0;
     TESSERA_UNROLL
     for (int m = 0; m < kGemm.tile.m / kSubtileM; ++m) {
       if (m * kSubtileM < rows) {
@@ -65,16 +72,18 @@ class RowGather {
       }
     }
     arch::cp_async_arrive(&smem.full[stage]);
-    left_ -= 128;
+    if constexpr (!kWholeRows) left_ -= 128;
     gmem_ += 128;
   }
 
  private:
+  static constexpr bool kWholeRows = kGemm.a.element == Element::kE4m3;  // rows end with a k_tile
   static constexpr int kChunks = 8;  // 16-byte chunks of a 128-byte row
   static constexpr int kRowStep = arch::kWarpgroupThreads / kChunks;
   static constexpr int kRowsPerThread = kGemm.tile.m / kRowStep;
 
   int const* gmem_index_;
+  char const* gmem_a_;
   char const* gmem_chunk_;  // this thread's, of row 0
   char const* gmem_;  // its chunk in the next k_tile: an address takes one multiply-add from here
   uint32_t pitch_chunks_;  // row pitch in 16-byte units; T*pitch < 2^32 reaches 64 GB

@@ -26,11 +26,11 @@ class ScaleGather {
     ahead_ = gmem_index_ != nullptr ? gmem_index_[row] : row;
   }
   __device__ __forceinline__ void begin() {
-    gmem_row_ = scales_.gmem_a + ahead_ * scales_.a_row_step;
+    next_ = static_cast<uint32_t>(ahead_) * static_cast<uint32_t>(scales_.a_row_step);
   }
   __device__ __forceinline__ void copy(ScaledStorage<kGemm>& smem, int stage) {
-    arch::cp_async_4(arch::shared_address(&smem.a_scales[stage][thread()]), gmem_row_);
-    gmem_row_ += scales_.a_k_step;
+    arch::cp_async_4(arch::shared_address(&smem.a_scales[stage][thread()]), scales_.gmem_a + next_);
+    next_ += static_cast<uint32_t>(scales_.a_k_step);
   }
 
  private:
@@ -39,7 +39,7 @@ class ScaleGather {
   }
   int const* gmem_index_;
   ScaleParams const& scales_;
-  float const* gmem_row_;  // the next scale of this thread's row
+  uint32_t next_;  // scale of this thread's row: 2^32 of them are those of 2^39 codes
   int ahead_;
 };
 

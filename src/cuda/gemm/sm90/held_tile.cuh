@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// 64 rows x 256 columns of a warpgroup, held in its four slabs in bf16, while registers belong to the next tile: what
-// deferred.cuh does with two slabs and registers. A warp fills and reads its own 16 rows alone. A piece is four rows of
-// all columns; a lane's share 8 columns of each slab, those of a row are eight lanes'. Gated: slabs are gate, up of the
-// first column group, then of the second.
+// 64 rows x 256 columns of a consumer warpgroup lie in its four slabs, in bf16, for the warpgroup that stores: what
+// deferred.cuh does with two slabs and registers. A warp fills its own 16 rows, and one warp reads them. A piece is
+// four rows of all columns. Gated: slabs are gate, up of the first column group, then of the second.
 #pragma once
 
 #include "../../arch/load_shared.cuh"
+#include "../../arch/warp.cuh"
 #include "accumulators.cuh"
-#include "slab_fill.cuh"
+#include "warp_rows.cuh"
 
 namespace tessera::cuda::gemm {
 
@@ -16,23 +16,30 @@ class HeldTile {
  public:
   static constexpr int kPieces = 4, kPieceRows = kWarpRows / kPieces;
 
-  __device__ __forceinline__ HeldTile(SharedStorage<kGemm>& smem, int consumer)
-      : smem_slabs_(&smem.slabs[consumer][0][0]) {
-    static_assert(kGemm.epilogue.slabs == 4);
-  }
-
-  // The tile held before must have been worked on.
-  __device__ __forceinline__ void keep(Accumulators<kGemm> const& acc) const {
-    __syncwarp();
+  // A consumer fills its rows; what was held before must have been read. All that it needs is worked out anew, as
+  // accumulators and partial sums leave few registers to the k loop.
+  __device__ __forceinline__ static void keep(SharedStorage<kGemm>& smem,
+                                              Accumulators<kGemm> const& acc) {
+    uint32_t const thread = arch::forgotten(threadIdx.x) - arch::kWarpgroupThreads;
+    uint32_t const lane = thread % arch::kWarpThreads;
+    uint32_t const rows = arch::shared_address(smem.slabs) +
+                          thread / arch::kWarpgroupThreads * (4 * kSlabBytes) +
+                          warp_of(thread) * (kWarpRows * kRowBytes) + lane % 16 * kRowBytes +
+                          ((lane / 16 ^ lane % 8) << 4);
     TESSERA_UNROLL
     for (int slab = 0; slab < 4; ++slab) {
-      rows_.fill(smem_slabs_ + slab * kSubtileM * kSlabColumns,
-                 [&](int i) { return acc.packed(slab, i); });
+      fill_warp_rows(rows + slab * kSlabBytes, [&](int i) { return acc.packed(slab, i); });
     }
     __syncwarp();
   }
 
-  // A lane's place in a piece, worked out anew for each: accumulators and partial sums leave few registers.
+  // Belongs to the warpgroup that stores, whose warps have the rows of the same warps of a consumer.
+  __device__ __forceinline__ HeldTile(SharedStorage<kGemm>& smem, int consumer)
+      : smem_slabs_(arch::shared_address(smem.slabs[consumer])) {
+    static_assert(kGemm.epilogue.slabs == 4);
+  }
+
+  // A lane's place in a piece: 8 columns of each slab; the columns of a row are eight lanes'.
   struct Place {
     uint32_t smem;  // in the first slab
     int row;        // among the warp's 16
@@ -43,20 +50,60 @@ class HeldTile {
     }
   };
   __device__ __forceinline__ Place place(int piece) const {
-    int const thread = static_cast<int>(arch::forgotten(threadIdx.x)) % arch::kWarpgroupThreads;
-    int const lane = thread % arch::kWarpThreads, chunk = lane % 8;
+    uint32_t const thread = arch::forgotten(threadIdx.x), lane = thread % arch::kWarpThreads;
+    int const chunk = lane % 8;
     int const row = piece * kPieceRows + lane / 8;
-    int const slab_row = thread / arch::kWarpThreads * kWarpRows + row;
-    return {.smem = arch::shared_address(smem_slabs_) + slab_row * 128 + ((chunk ^ (row & 7)) << 4),
+    return {.smem = smem_row(thread, row) + ((chunk ^ (row & 7)) << 4),
             .row = row,
             .column = chunk * 8};
   }
 
- private:
-  static constexpr uint32_t kSlabBytes = kSubtileM * kSlabColumns * sizeof(bf16);
+  // Gated: 16 columns of gate and the same of up. A lane's two lowest bits say which 16 of a slab, bit 3 which column
+  // group, bits 2 and 4 which row. So the eight lanes that shared memory serves at a time have two rows of one slab,
+  // whose chunks lie in different banks.
+  struct GatedPlace {
+    uint32_t smem;  // of the first chunk of gate
+    int row;        // among the warp's 16
+    int column;     // the first one among the 128 of either half
 
-  bf16* smem_slabs_;
-  SlabRows rows_;
+    // Eight of the columns.
+    __device__ __forceinline__ uint4 load(int half, int chunk) const {
+      return arch::load_shared_16((smem ^ (chunk << 4)) + half * kSlabBytes);
+    }
+  };
+  __device__ __forceinline__ GatedPlace gated_place(int piece) const {
+    uint32_t const thread = arch::forgotten(threadIdx.x), lane = thread % arch::kWarpThreads;
+    int const quarter = lane % 4, group = lane / 8 % 2;
+    int const row = piece * kPieceRows + lane / 4 % 2 + lane / 16 * 2;
+    return {
+        .smem = smem_row(thread, row) + group * (2 * kSlabBytes) + ((2 * quarter ^ (row & 7)) << 4),
+        .row = row,
+        .column = group * kSlabColumns + quarter * 16};
+  }
+  // The largest of the values of the eight lanes that have a row; all lanes call it, and one of the eight is first.
+  __device__ __forceinline__ static uint32_t max_of_gated_row(uint32_t value) {
+    TESSERA_UNROLL
+    for (int bit : {1, 2, 8}) {
+      value = max(value, __shfl_xor_sync(arch::kAllLanes, value, bit));
+    }
+    return value;
+  }
+  __device__ __forceinline__ static bool is_first_of_gated_row() {
+    return arch::lane_idx() % 4 == 0 && arch::lane_idx() / 8 % 2 == 0;
+  }
+
+ private:
+  static constexpr uint32_t kRowBytes = kSlabColumns * sizeof(bf16);
+  static constexpr uint32_t kSlabBytes = kSubtileM * kRowBytes;
+
+  __device__ __forceinline__ static uint32_t warp_of(uint32_t thread) {
+    return thread % arch::kWarpgroupThreads / arch::kWarpThreads;
+  }
+  __device__ __forceinline__ uint32_t smem_row(uint32_t thread, int row) const {
+    return smem_slabs_ + (warp_of(thread) * kWarpRows + row) * kRowBytes;
+  }
+
+  uint32_t smem_slabs_;
 };
 
 }  // namespace tessera::cuda::gemm

@@ -2,16 +2,18 @@
 // The mainloop of operands in e4m3 with scales. The tensor cores keep 13 fraction bits of an e4m3 accumulator, so the
 // sum of a k_tile, 128 products, goes to registers of its own, is scaled and added to the accumulators in fp32. For the
 // whole tile these do not fit: the column groups take turns.
-//   a warpgroup: wait full[s] | 4 x m64n128k32 of group 0 -> partial | a piece of the last tile, scales | wait |
-//                acc[0] += partial * scales | 4 x m64n128k32 of group 1 -> partial | wait | arrive empty[s] |
+//   a warpgroup: wait full[s] | 4 x m64n128k32 of group 0 -> partial | scales | wait | acc[0] += partial * scales |
+//                4 x m64n128k32 of group 1 -> partial | look at full[s+1] | wait | arrive empty[s] |
 //                acc[1] += partial * scales
 // It never has two groups of wgmmas in flight; those of the other warpgroup fill the tensor cores meanwhile. Sums are
-// those of k_tiles in their order, each added by one FMA.
-// Measured without an epilogue: docs/notebook/2026-11-27-fp8-mainloop.md
+// those of k_tiles in their order, each added by one FMA. Whatever else a warpgroup does, the tensor cores wait for:
+// it fills slabs behind a tile's k loop, and another warpgroup has the epilogue.
+// docs/notebook/2026-11-27-fp8-up-projection.md
 #pragma once
 
 #include "../../arch/sm90/wgmma_e4m3.cuh"
 #include "../scales.cuh"
+#include "held_tile.cuh"
 #include "mainloop.cuh"
 
 namespace tessera::cuda::gemm {
@@ -53,22 +55,36 @@ __device__ __forceinline__ void issue_scaled(float (&partial)[kGroupColumns / 2]
   arch::wgmma_commit();
 }
 
-// All k_tiles of 64 rows from `row` of the tile. between(k_tile) runs once in each, under the products of the first
-// column group or behind all.
-template <GemmConfig kGemm, bool kUnderProducts, class Between>
+// A consumer thread's upper row of the tile, as the compiler may not work it out anew between wgmmas.
+__device__ __forceinline__ int scaled_row() {
+  uint32_t const thread = threadIdx.x - arch::kWarpgroupThreads;
+  return static_cast<int>(
+      arch::forgotten(thread / arch::kWarpThreads * kWarpRows + thread % arch::kWarpThreads / 4));
+}
+
+// Lanes of a warp agree, so that the compiler knows them together.
+template <GemmConfig kGemm>
+__device__ __forceinline__ bool is_full(ScaledStorage<kGemm>& smem,
+                                        PipelineState<kGemm> const& state) {
+  return __all_sync(arch::kAllLanes,
+                    arch::mbarrier_test_wait(&smem.full[state.stage], state.phase));
+}
+
+// All k_tiles of 64 rows from `row` of the tile. A stage that is full already is waited for, and the fence behind the
+// wait comes, under the last products of the one before.
+template <GemmConfig kGemm>
 __device__ __forceinline__ void multiply_scaled(ScaledStorage<kGemm>& smem,
                                                 PipelineState<kGemm>& state,
-                                                Accumulators<kGemm>& acc, int row, int k_tiles,
-                                                Between between) {
+                                                Accumulators<kGemm>& acc, int row, int k_tiles) {
   constexpr uint64_t kGroupStep = kGemm.b.bytes(kGroupColumns, kGemm.tile.k) / 16;
-  int const own_row = row + arch::warp_in_warpgroup() * kWarpRows + arch::lane_idx() / 4;
+  int const own_row = scaled_row();
   // Not by a flag of the first products: ptxas puts the selects between the wgmmas of a group.
   TESSERA_UNROLL
   for (int i = 0; i < kGroupColumns; ++i) Fragments::of(acc, i / 64)[i % 64] = 0;
+  bool full = false;
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
     int const stage = state.stage;
-    arch::mbarrier_wait(&smem.full[stage], state.phase);
-    arch::fence_proxy_async_shared();  // cp.async wrote A through the generic proxy
+    if (!full) wait_full<kGemm>(smem, state);
     uint64_t const a = arch::wgmma_descriptor_k_major(&smem.a[stage][row * kGemm.tile.k]);
     uint64_t const b = arch::wgmma_descriptor_k_major(smem.b[stage]);
     ScaleFactors factors;
@@ -77,83 +93,65 @@ __device__ __forceinline__ void multiply_scaled(ScaledStorage<kGemm>& smem,
       float partial[kGroupColumns / 2];
       issue_scaled(partial, a, b + group * kGroupStep);
       if (group == 0) {
-        if constexpr (kUnderProducts) between(k_tile);
         factors = scale_factors<kGemm>(smem, stage, own_row);
+      } else {
+        state.advance();
+        full = k_tile + 1 < k_tiles && is_full<kGemm>(smem, state);
+        if (full) arch::fence_proxy_async_shared();
       }
       arch::wgmma_wait<0>();
       if (group == 1) release_stage<kGemm>(smem, stage);
       promote<kGemm>(Fragments::of(acc, group), partial, factors, group);
     }
-    state.advance();
-    if constexpr (!kUnderProducts) between(k_tile);
   }
 }
 
-// The pieces of the tile that an epilogue holds, spread over the k loop of the next one; the two warpgroups in turns.
-template <class Epilogue>
-class ScaledPieces {
- public:
-  __device__ __forceinline__ ScaledPieces(Epilogue& epilogue, int consumer)
-      : epilogue_(epilogue), consumer_(consumer) {}
-
-  __device__ __forceinline__ void add() { next_ = 0; }
-  __device__ __forceinline__ void begin(int k_tiles) {
-    every_ = max(k_tiles / Epilogue::kPieces, 1);
-    at_once_ = k_tiles >= Epilogue::kPieces ? 1 : k_tiles >= Epilogue::kPieces / 2 ? 2 : 4;
-    last_ = k_tiles - 1;
-    due_ = next_ == Epilogue::kPieces ? INT_MAX : min(consumer_ * max(every_ / 2, 1), last_);
-  }
-  // In the last k_tile all that are left: the accumulators are held next.
-  __device__ __forceinline__ void between(int k_tile) {
-    if (k_tile != due_) return;
-    due_ = min(due_ + every_, last_);
-    work_until(k_tile == last_ ? Epilogue::kPieces : min(next_ + at_once_, Epilogue::kPieces));
-    if (next_ == Epilogue::kPieces) due_ = INT_MAX;
-  }
-  __device__ __forceinline__ void finish() { work_until(Epilogue::kPieces); }
-
- private:
-  __device__ __forceinline__ void work_until(int end) {
-#pragma unroll 1
-    while (next_ < end) epilogue_.work(next_++);
-  }
-
-  Epilogue& epilogue_;
-  int consumer_;
-  int next_ = Epilogue::kPieces;
-  int due_, every_, at_once_, last_;
-};
-
-// Each warpgroup owns 64 rows of every tile, and holds a tile while it multiplies the next.
-template <GemmConfig kGemm, class Epilogue>
+// Each warpgroup owns 64 rows of every tile, and its warps hand theirs to the warpgroup that stores.
+template <GemmConfig kGemm>
 __device__ __forceinline__ void consume_scaled(ScaledStorage<kGemm>& smem, GemmParams const& p,
-                                               typename Epilogue::Params const& epilogue_params,
                                                int consumer) {
   arch::acquire_registers<kGemm.consumer_registers()>();
-  Epilogue epilogue(smem, epilogue_params, consumer);
   int const row = consumer * kSubtileM;
   WorkQueue<kGemm> queue(smem);
   PipelineState<kGemm> state;
   Accumulators<kGemm> acc;
   WorkTile tile;
-  WorkTile ahead;
-  ScaledPieces<Epilogue> pieces(epilogue, consumer);
-  bool more = queue.read(tile);
-  while (more) {
-    if (tile.rows <= row) {  // what is held waits for the next tile
+  uint32_t phase = 1;  // of stored[]
+  while (queue.read(tile)) {
+    if (tile.rows <= row) {
       pass<kGemm>(smem, state, p.k_tiles, consumer);
-      more = queue.read(tile);
       continue;
     }
-    pieces.begin(p.k_tiles);
-    multiply_scaled<kGemm, Epilogue::kPiecesUnderProducts>(
-        smem, state, acc, row, p.k_tiles, [&](int k_tile) { pieces.between(k_tile); });
-    more = queue.read(ahead);
-    epilogue.keep(acc, tile, tile.row + row);
-    pieces.add();
-    tile = ahead;
+    multiply_scaled<kGemm>(smem, state, acc, row, p.k_tiles);
+    int const warp = arch::warp_idx() - 4;
+    arch::mbarrier_wait(&smem.stored[warp], phase);
+    phase ^= 1;
+    HeldTile<kGemm>::keep(smem, acc);
+    if (arch::lane_idx() == 0) arch::mbarrier_arrive(&smem.held[warp]);
+    __syncwarp();
   }
-  pieces.finish();
+}
+
+// Stores what consumers hold: a warp the rows of the same warp of either.
+template <GemmConfig kGemm, class Epilogue>
+__device__ __forceinline__ void store_scaled(ScaledStorage<kGemm>& smem,
+                                             typename Epilogue::Params const& epilogue_params) {
+  arch::release_registers<kGemm.epilogue_registers()>();
+  WorkQueue<kGemm> queue(smem);
+  WorkTile tile;
+  uint32_t phases = 0;  // of held[], a bit for either consumer
+  while (queue.read(tile)) {
+#pragma unroll 1
+    for (int consumer = 0; consumer < 2 && tile.rows > consumer * kSubtileM; ++consumer) {
+      int const warp = 4 * consumer + arch::warp_idx() % 4;
+      arch::mbarrier_wait(&smem.held[warp], phases >> consumer & 1);
+      phases ^= 1u << consumer;
+      Epilogue(smem, epilogue_params, consumer).store(tile);
+      __syncwarp();
+      if (arch::lane_idx() == 0) arch::mbarrier_arrive(&smem.stored[warp]);
+      __syncwarp();
+    }
+  }
 }
 
 }  // namespace tessera::cuda::gemm

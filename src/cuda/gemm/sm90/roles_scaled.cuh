@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The GEMM of scaled e4m3 operands as the programs of its two roles; that of roles.cuh with scales.
+// The GEMM of scaled e4m3 operands as the programs of its three roles: that of roles.cuh with scales, and with a
+// warpgroup that has the epilogue.
+//   consumer warp w  | k loop of tile i | wait stored[w], fill its rows of the slabs, arrive held[w] | k loop of i+1 ..
+//   storing warp     | wait held[w], epilogue of tile i, arrive stored[w] | the same for warp w + 4
 #pragma once
 
 #include "../produce/gather_scaled.cuh"
@@ -16,12 +19,21 @@ __device__ __forceinline__ void run_scaled_gemm(GemmParams const& p, ScaleParams
   static_assert(sizeof(ScaledStorage<kGemm>) <= kSharedMemoryBytes);
   TESSERA_DYNAMIC_SHARED(smem_raw);
   auto& smem = *reinterpret_cast<ScaledStorage<kGemm>*>(smem_raw);
+  if (threadIdx.x == 0) {
+    TESSERA_UNROLL
+    for (int warp = 0; warp < 4 * kGemm.consumer_warpgroups; ++warp) {
+      arch::mbarrier_init(&smem.held[warp], 1);
+      arch::mbarrier_init(&smem.stored[warp], 1);
+    }
+  }
   set_up<kGemm>(smem, p);
   int const warpgroup = arch::warpgroup_idx();
   if (warpgroup == 0) {
     produce_scaled<kGemm>(smem, p, scales);
+  } else if (warpgroup <= kGemm.consumer_warpgroups) {
+    consume_scaled<kGemm>(smem, p, warpgroup - 1);
   } else {
-    consume_scaled<kGemm, Epilogue>(smem, p, epilogue_params, warpgroup - 1);
+    store_scaled<kGemm, Epilogue>(smem, epilogue_params);
   }
 }
 

@@ -35,6 +35,13 @@ struct Schedule {
   double lazy = 0;  // share of CTAs that have an eighth of the others' turns
 };
 
+// In the order of their seeds: turn by turn; long turns; copies that are late; few turns, copies that are early, and CTAs
+// that fall behind.
+inline constexpr Schedule kSchedules[] = {{.seed = 1},
+                                          {.seed = 2, .burst = 64},
+                                          {.seed = 3, .copies = 256},
+                                          {.seed = 4, .burst = 8, .copies = 2, .lazy = 0.5}};
+
 // Enqueues a grid whose CTAs all run at once. body() is one thread's. `cluster`: CTAs of one, a divisor of `ctas`.
 void launch(unsigned ctas, unsigned cluster, unsigned threads, std::size_t shared_bytes,
             std::function<void()> body);

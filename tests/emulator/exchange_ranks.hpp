@@ -8,6 +8,7 @@
 #include <array>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <string>
@@ -19,6 +20,17 @@
 #include "tests/emulator/emulator.hpp"
 #include "tests/emulator/memory.hpp"
 #include "tests/expert_parallel/exchange.hpp"
+
+namespace tessera::expert_parallel {
+
+// Those of one GPU, but that copies are later still.
+inline emulator::Schedule schedule_of(std::uint64_t i) {
+  emulator::Schedule schedule = emulator::kSchedules[i % std::size(emulator::kSchedules)];
+  if (schedule.copies == 256) schedule.copies = 512;
+  return schedule;
+}
+
+}  // namespace tessera::expert_parallel
 
 namespace tessera::expert_parallel::unfused {
 

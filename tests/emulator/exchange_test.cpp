@@ -26,13 +26,6 @@ ExchangeShape shape(std::int32_t ranks, std::int32_t tokens, std::int32_t hidden
 }
 
 constexpr Transfer kTransfers[] = {Transfer::direct, Transfer::once};
-constexpr emulator::Schedule kSchedules[] = {{.seed = 1},
-                                             {.seed = 2, .burst = 64},
-                                             {.seed = 3, .copies = 512},
-                                             {.seed = 4, .burst = 8, .copies = 2, .lazy = 0.5}};
-emulator::Schedule const& schedule_of(std::uint64_t i) {
-  return kSchedules[i % std::size(kSchedules)];
-}
 
 // Choices of a pattern, with all kinds of numbers that are no experts.
 Exchange draw(ExchangeShape const& shape, Pattern pattern, std::uint64_t seed) {
@@ -193,12 +186,12 @@ TEST(UnfusedExchange, ARankThatDoesNotComeIsReported) {
       ExchangeShape const s = shape(all, 8, 64, 6, 2, Transfer::direct);
       Ranks ranks(s);
       Pass& first = ranks.make(draw(s, Pattern::random, 1), {.saves = true}, 1);
-      ASSERT_EQ(ranks.run(first, kSchedules[0]), "");
+      ASSERT_EQ(ranks.run(first, schedule_of(0)), "");
       ranks.set_limits(4'000'000, 0);
       Pass& pass = all == 3 && kernels > 0 ? ranks.make({}, 2, first)
                                            : ranks.make(draw(s, Pattern::random, 2), {}, 2);
       for (int r = 0; r < all; ++r) ranks.enqueue(pass, r, r + 1 < all ? 3 : kernels, false);
-      ASSERT_EQ(ranks.finish(kSchedules[0]), "");
+      ASSERT_EQ(ranks.finish(schedule_of(0)), "");
       int named = 0;
       for (int r = 0; r + 1 < all; ++r) {
         std::string const text = ranks.status(r).text();
@@ -234,7 +227,7 @@ TEST(UnfusedExchange, WhatIsNotServedIsNotLaunched) {
                                  shape(1, 8, 16, kMaxExperts + 1, 2, Transfer::direct)}) {
     Ranks ranks(s);
     Pass& pass = ranks.make(draw(s, Pattern::random, 1), {}, 1);
-    EXPECT_EQ(ranks.run(pass, kSchedules[0]), "not launched");
+    EXPECT_EQ(ranks.run(pass, schedule_of(0)), "not launched");
   }
 }
 

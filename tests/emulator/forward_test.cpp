@@ -27,11 +27,6 @@ ExchangeShape shape(std::int32_t ranks, std::int32_t tokens, std::int32_t hidden
           .gated = gated};
 }
 
-constexpr emulator::Schedule kSchedules[] = {{.seed = 1},
-                                             {.seed = 2, .burst = 64},
-                                             {.seed = 3, .copies = 512},
-                                             {.seed = 4, .burst = 8, .copies = 2, .lazy = 0.5}};
-
 // A pass of every pattern, one behind the other on the same memory.
 void expect_right(Case const& c, std::uint32_t jitter_ns = 0) {
   Ranks ranks(c);
@@ -40,8 +35,7 @@ void expect_right(Case const& c, std::uint32_t jitter_ns = 0) {
   std::uint64_t seed = 0;
   for (Pattern const pattern : patterns) {
     ++seed;
-    ASSERT_EQ(ranks.pass(draw_exchange(c.shape, pattern, seed), seed,
-                         kSchedules[seed % std::size(kSchedules)], jitter_ns),
+    ASSERT_EQ(ranks.pass(draw_exchange(c.shape, pattern, seed), seed, schedule_of(seed), jitter_ns),
               "")
         << c.shape.ranks << " ranks, " << c.ctas << " CTAs, lag " << c.lag << ", transfer "
         << static_cast<int>(c.shape.transfer) << ", pass " << seed;
@@ -104,7 +98,7 @@ TEST(FusedForward, MoreRowsThanTheLimitAreReported) {
     Ranks ranks(c);
     // Capacities: Saved. Of seed 0 all rows of both ranks fit.
     std::string const text =
-        ranks.pass(draw_exchange(c.shape, Pattern::random, seed), seed, kSchedules[seed]);
+        ranks.pass(draw_exchange(c.shape, Pattern::random, seed), seed, schedule_of(seed));
     if (seed == 0) {
       EXPECT_EQ(text, "");
     } else {
@@ -129,7 +123,7 @@ TEST(FusedForward, AddsBiases) {
 TEST(FusedForward, RefusesBiasesThatItsKernelDoesNotAdd) {
   Case const c = {.shape = shape(1, 2, 64, 64, 2, 1, Transfer::direct), .biased = true};
   Ranks ranks(c);
-  EXPECT_EQ(ranks.pass(draw_exchange(c.shape, Pattern::random, 1), 1, kSchedules[0]),
+  EXPECT_EQ(ranks.pass(draw_exchange(c.shape, Pattern::random, 1), 1, schedule_of(0)),
             "not launched");
 }
 
@@ -168,7 +162,7 @@ TEST(FusedForward, BlocksThatWereNeverDoneAreNotDone) {
       if (pass < 2) {
         for (auto& ids : exchange.ids) std::fill(ids.begin(), ids.end(), -1);
       }
-      ASSERT_EQ(ranks.pass(exchange, pass + 1, kSchedules[pass % std::size(kSchedules)]), "")
+      ASSERT_EQ(ranks.pass(exchange, pass + 1, schedule_of(pass)), "")
           << "transfer " << static_cast<int>(transfer) << ", pass " << pass;
     }
   }
@@ -179,7 +173,7 @@ TEST(FusedForward, WhatIsNotServedIsNotLaunched) {
   for (Case const& c :
        {Case{.shape = shape(1, 8, 64, 64, 2, 1, Transfer::direct), .ctas = 1},
         Case{.shape = shape(2, 8, 64, 64, 2, 1, Transfer::partial_combine), .saves = true}}) {
-    EXPECT_EQ(Ranks(c).pass(draw_exchange(c.shape, Pattern::random, 1), 1, kSchedules[0]),
+    EXPECT_EQ(Ranks(c).pass(draw_exchange(c.shape, Pattern::random, 1), 1, schedule_of(0)),
               "not launched");
   }
 }
@@ -210,7 +204,7 @@ TEST(FusedForward, WhatARankThatGaveUpSentIsNotTrusted) {
     Ranks ranks(c);
     ranks.give_up();
     std::string const text =
-        ranks.pass(draw_exchange(c.shape, Pattern::random, 1), 1, kSchedules[0]);
+        ranks.pass(draw_exchange(c.shape, Pattern::random, 1), 1, schedule_of(0));
     EXPECT_NE(text.find("rank 0 had given up"), std::string::npos) << "rank 1 says: " << text;
   }
 }
@@ -218,8 +212,8 @@ TEST(FusedForward, WhatARankThatGaveUpSentIsNotTrusted) {
 TEST(FusedForward, ARankThatDoesNotComeIsReported) {
   Case const c = {.shape = shape(3, 8, 64, 64, 3, 1, Transfer::direct)};
   Ranks ranks(c);
-  EXPECT_EQ(ranks.pass(draw_exchange(c.shape, Pattern::random, 1), 1, kSchedules[0]), "");
-  for (std::string const& text : ranks.without(2, kSchedules[0])) {
+  EXPECT_EQ(ranks.pass(draw_exchange(c.shape, Pattern::random, 1), 1, schedule_of(0)), "");
+  for (std::string const& text : ranks.without(2, schedule_of(0))) {
     EXPECT_TRUE(text.find("the word of rank 2 is 0, expected 2") != std::string::npos ||
                 text.find("had given up") != std::string::npos)
         << text;
@@ -230,7 +224,7 @@ TEST(FusedForward, ARankThatDoesNotComeIsReported) {
 TEST(FusedForward, WhoLeavesTellsAllRanks) {
   Ranks ranks({.shape = shape(4, 8, 64, 64, 4, 1, Transfer::direct)});
   ranks.give_up();
-  for (std::string const& text : ranks.without(0, kSchedules[0])) {
+  for (std::string const& text : ranks.without(0, schedule_of(0))) {
     EXPECT_NE(text.find("rank 0 had given up"), std::string::npos) << text;
   }
 }

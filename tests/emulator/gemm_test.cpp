@@ -186,15 +186,10 @@ class Projections {
       a_{std::int64_t{kTokens} * s_.intermediate}, y_{std::int64_t{kTokens} * s_.hidden};
 };
 
-constexpr emulator::Schedule kSchedules[] = {{.seed = 1},
-                                             {.seed = 2, .burst = 64},
-                                             {.seed = 3, .copies = 256},
-                                             {.seed = 4, .burst = 8, .copies = 2, .lazy = 0.5}};
-
 // One after the other, and the second in the tail of the first.
 template <bool kGather, Major kMajor, template <Major> class Down, bool kInterleaved = false>
 void expect_right(Shape const& shape) {
-  for (emulator::Schedule const& schedule : kSchedules) {
+  for (emulator::Schedule const& schedule : emulator::kSchedules) {
     for (bool const handed_over : {false, true}) {
       Projections p(shape);
       p.launch_up<kGather, kMajor, kInterleaved>(handed_over);
@@ -259,7 +254,7 @@ TEST(RouterLogits, AddsTheBias) {
   fill(x.get(), kTokens * kHidden, 1, 1.0f);
   fill(w.get(), kExperts * kHidden, 2, 0.25f);
   fill(bias.get(), kExperts, 3, 1.0f);
-  for (emulator::Schedule const& schedule : kSchedules) {
+  for (emulator::Schedule const& schedule : emulator::kSchedules) {
     Memory<float> logits(kTokens * kExperts);
     ASSERT_EQ(launch_router_logits_config<RouterLogitsWide>(
                   {.x = {.gmem = x.get(), .rows = kTokens, .pitch = kHidden},
@@ -312,7 +307,7 @@ void expect_right_terms() {
       terms[at + 2 * kBlock] = low;
     }
   }
-  for (emulator::Schedule const& schedule : kSchedules) {
+  for (emulator::Schedule const& schedule : emulator::kSchedules) {
     Memory<float> logits(kTokens * kExperts);
     ASSERT_EQ(launch_router_logits_config<Config>(
                   {.x = {.gmem = x.get(), .rows = kTokens, .pitch = kHidden},
@@ -373,7 +368,7 @@ void expect_right_up_dgrad() {
   }
   std::vector<float> dlogits;
   for (int r = 0; r < kRows; ++r) dlogits.push_back(static_cast<float>(r % 17 - 8) / 7.0f);
-  for (emulator::Schedule const& schedule : kSchedules) {
+  for (emulator::Schedule const& schedule : emulator::kSchedules) {
     Memory<Bits> dx(kRows * kHidden);
     std::int32_t counter = 0;
     UpProjectionDgradArguments args = {};
@@ -452,7 +447,7 @@ void expect_right_down_dgrad() {
     permutation.push_back(kRows - 1 - r);
     scores.push_back(0.1f + static_cast<float>(r % 13) / 13.0f);
   }
-  for (emulator::Schedule const& schedule : kSchedules) {
+  for (emulator::Schedule const& schedule : emulator::kSchedules) {
     Memory<Bits> dh(kRows * 2 * kIntermediate), a(kRows * kIntermediate);
     if (kInPlace) fill(dh.get(), kRows * 2 * kIntermediate, 3, 2.0f);
     Memory<float> partials(kRows * groups);

@@ -22,11 +22,6 @@ using emulator::widen;
 using gemm::Boxes;
 using gemm::Major;
 
-constexpr emulator::Schedule kSchedules[] = {{.seed = 1},
-                                             {.seed = 2, .burst = 64},
-                                             {.seed = 3, .copies = 256},
-                                             {.seed = 4, .burst = 8, .copies = 2, .lazy = 0.5}};
-
 // dW of gathered rows, in segments that fill no k_tile, one of them empty; contiguous along d or along n. fp32 is added
 // to what was there; bf16 replaces it, or is added to it. A kernel that adds to bf16 lets the next kernel start under
 // its second tile.
@@ -43,7 +38,7 @@ void expect_right_wgrad() {
   fill(dh.get(), kRows * 2 * kIntermediate, 2, 0.25f);
   std::vector<std::int32_t> index;
   for (int r = 0; r < kRows; ++r) index.push_back((11 * r + 5) % kTokens);
-  for (emulator::Schedule const& schedule : kSchedules) {
+  for (emulator::Schedule const& schedule : emulator::kSchedules) {
     Memory<Value> dw(kExperts * 2 * kMatrix);
     for (int i = 0; kAdds && i < kExperts * 2 * kMatrix; ++i) {
       if constexpr (kFp32) {

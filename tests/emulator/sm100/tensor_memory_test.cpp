@@ -342,11 +342,6 @@ void kernel(Case const& c, Tile const& t, Images const& images, std::vector<floa
   }
 }
 
-constexpr Schedule kSchedules[] = {{.seed = 1},
-                                   {.seed = 2, .burst = 64},
-                                   {.seed = 3, .copies = 256},
-                                   {.seed = 4, .burst = 8, .copies = 2}};
-
 // What the emulator says, or how D is wrong.
 std::string outcome(Case const& c, Schedule const& schedule) {
   Tile const tile(c);

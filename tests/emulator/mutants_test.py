@@ -4,19 +4,10 @@
 What a GPU's memory may reorder is none of them: fences do nothing here (emulator.hpp). All of them take many minutes;
 `--quick` takes one of every kind, with the tests that notice it.
 """
-import argparse
-import concurrent.futures
-import os
-import pathlib
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
-import time
 
-# Against mutants that never end, and nothing else: a mutant takes up to five minutes where twenty other programs run.
-LIMIT_S = 3000
+import mutant_runner
 
 # What is compiled again for a mutant of these sources, here or in the tree, and the tests that are run.
 COMPILED = {
@@ -332,67 +323,17 @@ QUICK = {
 }
 
 
-def mutate(tree, scratch, file, old, new):
-    """A tree of links in which one file is a changed copy."""
-    copy = scratch / "tree"
-    shutil.copytree(tree, copy, symlinks=True)
-    path = copy / file
-    text = path.read_text(encoding="utf-8")
-    if text.count(old) != 1:
-        sys.exit(f"{file} has {text.count(old)} times: {old}")
-    path.unlink()
-    path.write_text(text.replace(old, new), encoding="utf-8")
-    return copy
-
-
 def outcome(args, mutant):
-    """What the test says of a mutant, and whether that is what it should say, and the seconds that it took."""
-    start = time.monotonic()
-    name, file, old, new, notice, *noticed_by = mutant
+    name, file, _, _, notice, *noticed_by = mutant
     kernels = noticed_by[0] if noticed_by else file
-    with tempfile.TemporaryDirectory() as folder:
-        scratch = pathlib.Path(folder)
-        tree = mutate(pathlib.Path(args.tree), scratch, file, old, new)
-        here = pathlib.Path(__file__).parent
-        root = here.parent.parent
-        program = scratch / "test"
-        source, tests = next(how for place, how in COMPILED.items()
-                             if kernels == place or place.endswith("/") and kernels.startswith(place))
-        if args.quick:
-            tests = QUICK[name]
-        elif named := re.search(r"\b[A-Z]\w+\.[A-Z]\w+", notice):
-            tests = f"*{named[0]}*"
-        objects = [o for o in args.objects.split(",") if source not in o]
-        subprocess.run([args.compiler, "-std=c++20", "-O1", "-w", "-Wno-psabi", "-fno-strict-aliasing",
-                        *(f"-I{path}" for path in (tree, here / "include", root, root / "src", root / "include")),
-                        "-x", "c++", str((tree if source.endswith(".cu") else here) / source), "-x", "none",
-                        *objects, *args.libraries.split(","), "-lpthread", "-o", str(program)], check=True)
-        try:
-            run = subprocess.run([str(program), f"--gtest_filter={tests}"], capture_output=True, text=True,
-                                 timeout=LIMIT_S, check=False, env={**os.environ, "GTEST_FAIL_FAST": "1"})
-        except subprocess.TimeoutExpired:
-            return name, False, f"had not ended after {LIMIT_S} s\n", time.monotonic() - start
-        return name, run.returncode == 1 and notice in run.stdout, run.stdout, time.monotonic() - start
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    for flag in ("--compiler", "--tree", "--objects", "--libraries"):
-        parser.add_argument(flag, required=True)
-    parser.add_argument("--quick", action="store_true", help="one of every kind")
-    args = parser.parse_args()
-    mutants = [mutant for mutant in MUTANTS if not args.quick or mutant[0] in QUICK]
-    if args.quick and len(mutants) != len(QUICK):
-        sys.exit("a mutant of --quick is not there")
-    missed = 0
-    with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        for name, noticed, says, seconds in pool.map(lambda mutant: outcome(args, mutant), mutants):
-            print(f"{'noticed ' if noticed else 'MISSED  '} {seconds:4.0f} s  {name}", flush=True)
-            if not noticed:
-                missed += 1
-                print(says[-3000:])
-    return 1 if missed else 0
+    source, tests = next(how for place, how in COMPILED.items()
+                         if kernels == place or place.endswith("/") and kernels.startswith(place))
+    if args.quick:
+        tests = QUICK[name]
+    elif named := re.search(r"\b[A-Z]\w+\.[A-Z]\w+", notice):
+        tests = f"*{named[0]}*"
+    return mutant_runner.outcome(args, mutant, source, tests)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(mutant_runner.main(MUTANTS, QUICK, outcome))

@@ -5,19 +5,11 @@ Their words are those of the emulator where it reports a mistake (tensor_memory.
 a result tells. `--quick` takes one of every kind.
 """
 
-import argparse
-import concurrent.futures
-import os
 import pathlib
-import subprocess
 import sys
-import tempfile
-import time
 
-HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[2]
-sys.path.insert(0, str(HERE.parent))
-import mutants_test as others  # noqa: E402
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+import mutant_runner  # noqa: E402
 
 # The source that is compiled again, by the words that its tests begin with.
 SOURCES = {"Down": "down_projection_fwd_test.cpp", "Up": "up_projection_fwd_test.cpp"}
@@ -141,51 +133,10 @@ QUICK = ("the last step of k is left out", "no fence behind the wait for a tile"
 
 
 def outcome(args, mutant):
-    """The name, whether the test said what it should, what it said, seconds."""
-    start = time.monotonic()
-    name, file, old, new, notice, tests = mutant
+    tests = mutant[5]
     source = SOURCES["Up" if tests.startswith("Up") else "Down"]
-    tests = tests if tests.startswith("Up") else f"Down{tests}"
-    with tempfile.TemporaryDirectory() as folder:
-        scratch = pathlib.Path(folder)
-        tree = others.mutate(pathlib.Path(args.tree), scratch, file, old, new)
-        program = scratch / "test"
-        objects = [o for o in args.objects.split(",") if source not in o]
-        folders = (tree, HERE.parent / "include", ROOT, ROOT / "src", ROOT / "include")
-        options = ["-std=c++20", "-O1", "-w", "-Wno-psabi", "-fno-strict-aliasing", "-ffp-contract=off"]
-        subprocess.run([args.compiler, *options, *(f"-I{path}" for path in folders), str(HERE / source), *objects,
-                        *args.libraries.split(","), "-lpthread", "-o", str(program)], check=True)
-        try:
-            run = subprocess.run([str(program), f"--gtest_filter={tests}"], capture_output=True, text=True,
-                                 timeout=others.LIMIT_S, check=False, env={**os.environ, "GTEST_FAIL_FAST": "1"})
-        except subprocess.TimeoutExpired:
-            return name, False, f"had not ended after {others.LIMIT_S} s\n", time.monotonic() - start
-        return name, run.returncode == 1 and notice in run.stdout, run.stdout, time.monotonic() - start
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    for flag in ("--compiler", "--tree", "--objects", "--libraries"):
-        parser.add_argument(flag, required=True)
-    parser.add_argument("--quick", action="store_true", help="one of every kind")
-    args = parser.parse_args()
-    # Of all of them, as --quick runs each time: a text that has changed would else be found once a night.
-    gone = [name for name, file, old, *_ in MUTANTS
-            if (pathlib.Path(args.tree) / file).read_text(encoding="utf-8").count(old) != 1]
-    if gone:
-        sys.exit(f"their text does not stand in the source once: {', '.join(gone)}")
-    mutants = [mutant for mutant in MUTANTS if not args.quick or mutant[0] in QUICK]
-    if args.quick and len(mutants) != len(QUICK):
-        sys.exit("a mutant of --quick is not there")
-    missed = 0
-    with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        for name, noticed, says, seconds in pool.map(lambda mutant: outcome(args, mutant), mutants):
-            print(f"{'noticed ' if noticed else 'MISSED  '} {seconds:4.0f} s  {name}", flush=True)
-            if not noticed:
-                missed += 1
-                print(says[-3000:])
-    return 1 if missed else 0
+    return mutant_runner.outcome(args, mutant, source, tests if tests.startswith("Up") else f"Down{tests}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(mutant_runner.main(MUTANTS, QUICK, outcome))

@@ -12,7 +12,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import mutant_runner  # noqa: E402
 
 # The source that is compiled again, by the words that its tests begin with.
-SOURCES = {"Down": "down_projection_fwd_test.cpp", "Up": "up_projection_fwd_test.cpp"}
+SOURCES = {"UpProjectionDgrad": "up_projection_dgrad_test.cpp", "Up": "up_projection_fwd_test.cpp",
+           "Down": "down_projection_fwd_test.cpp"}
 WORDS, STORE = "cuda/arch/sm100/tcgen05_descriptor.hpp", "cuda/epilogue/store_rows.cuh"
 LOOP, ROWS = "cuda/gemm/sm100/mainloop.cuh", "cuda/gemm/sm100/accumulators.cuh"
 SLABS, ROLES = "cuda/gemm/sm100/slabs.cuh", "cuda/gemm/sm100/roles.cuh"
@@ -109,6 +110,11 @@ MUTANTS = [
      "  __syncthreads();\n  arch::tcgen05_fence_after();\n  if (warp", "tcgen05.dealloc", "*InPairs*"),
     ("both CTAs multiply", ROLES, "arch::cluster_cta_rank() == 0) multiply_tiles", "true) multiply_tiles",
      "nobody can go on", "*InPairs*"),
+    # halves of k
+    ("a pair multiplies the gate half twice", PAIR, "k_tile >= p.k_half_tiles ? 1 : 0", "false ? 1 : 0", WRONG,
+     "UpProjectionDgrad*ExpertsOfAnyRows"),
+    ("both halves of k have the weights of gate", PAIR, "full, k, k_half, group", "full, k, 0, group", WRONG,
+     "UpProjectionDgrad*ExpertsOfAnyRows"),
     # epilogue
     ("all experts have the bias of the first", STORE, "segment * p_.bias.segment_stride",
      "0 * segment * p_.bias.segment_stride", WRONG, "*Bias*"),
@@ -133,9 +139,9 @@ QUICK = ("the last step of k is left out", "no fence behind the wait for a tile"
 
 
 def outcome(args, mutant):
-    tests = mutant[5]
-    source = SOURCES["Up" if tests.startswith("Up") else "Down"]
-    return mutant_runner.outcome(args, mutant, source, tests if tests.startswith("Up") else f"Down{tests}")
+    tests = mutant[5] if mutant[5].startswith("Up") else f"Down{mutant[5]}"
+    source = next(source for start, source in SOURCES.items() if tests.startswith(start))
+    return mutant_runner.outcome(args, mutant, source, tests)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,15 @@ __device__ __forceinline__ void tma_load_for_pair(void* smem_dst, CUtensorMap co
 }
 
 __device__ __forceinline__ void tma_load_for_pair(void* smem_dst, CUtensorMap const* map,
+                                                  Mbarrier* smem_full, int c0, int c1, int c2) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".cta_group::2 [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(smem_dst)),
+      "l"(map), "r"(shared_address_in(smem_full, 0)), "r"(c0), "r"(c1), "r"(c2)
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_load_for_pair(void* smem_dst, CUtensorMap const* map,
                                                   Mbarrier* smem_full, int c0, int c1, int c2,
                                                   int c3) {
   asm volatile(

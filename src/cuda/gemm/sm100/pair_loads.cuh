@@ -31,15 +31,20 @@ __device__ __forceinline__ void load_pair_stage(SharedStorage<kGemm>& smem, Gemm
   if (rank == 0) {
     arch::mbarrier_arrive_expect_tx(full, 2 * kGemm.a_tile_bytes() + kGemm.b_tile_bytes());
   }
-  int const k = k_tile * kGemm.tile.k;
-  arch::tma_load_for_pair(smem.a[stage], &p.a, full, k, tile.row);
+  int const k_half = kGemm.k_halves() == 2 && k_tile >= p.k_half_tiles ? 1 : 0;
+  int const k = (k_tile - k_half * p.k_half_tiles) * kGemm.tile.k;
+  if constexpr (kGemm.k_halves() == 2) {
+    arch::tma_load_for_pair(smem.a[stage], &p.a, full, k, k_half, tile.row);
+  } else {
+    arch::tma_load_for_pair(smem.a[stage], &p.a, full, k, tile.row);
+  }
   int const group = tile.n_tile * kGemm.b_groups() + rank * kGemm.b_groups_per_cta();
   if (p.b_in_boxes) {
-    load_b_in_boxes<kGemm>(smem.b[stage], p, full, k, 0, group, tile);
+    load_b_in_boxes<kGemm>(smem.b[stage], p, full, k, k_half, group, tile);
   } else if constexpr (kGemm.b.major == Major::kK) {
-    load_b_box<kGemm>(smem.b[stage], &p.b[0], full, k, 0, 0, group, tile.segment);
+    load_b_box<kGemm>(smem.b[stage], &p.b[k_half], full, k, 0, 0, group, tile.segment);
   } else {
-    load_b_box<kGemm>(smem.b[stage], &p.b[0], full, 0, k, 0, group, tile.segment);
+    load_b_box<kGemm>(smem.b[stage], &p.b[k_half], full, 0, k, 0, group, tile.segment);
   }
 }
 

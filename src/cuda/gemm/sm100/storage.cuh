@@ -41,7 +41,8 @@ consteval bool valid_in_tensor_memory(GemmConfig c) {
   if (c.gathers() && c.cluster_m() != 1) throw "a.loader: a gather by one CTA so far";
   if (c.cluster_m() > 2 || c.paired()) throw "cluster: one CTA, or two along gemm_m";
   if (c.b_groups() % c.cluster_m()) throw "tile.n: a pair halves its row groups";
-  if (c.b_stages != BStages{} || c.k_halves() != 1) throw "b: in the ring, in one half of k";
+  if (c.b_stages != BStages{}) throw "b: in the ring";
+  if (c.k_halves() == 2 && c.gathers()) throw "b.halves: k runs through two halves of an A by TMA";
   if (c.tail != Tail::kWhole || c.epilogue.mode != EpilogueMode::kInline)
     throw "tail, epilogue: whole tiles, inline";
   if (c.epilogue.outer_product || c.schedules_apart())

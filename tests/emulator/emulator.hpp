@@ -35,8 +35,8 @@ struct Schedule {
   double lazy = 0;  // share of CTAs that have an eighth of the others' turns
 };
 
-// In the order of their seeds: turn by turn; long turns; copies that are late; few turns, copies that are early, and CTAs
-// that fall behind.
+// In the order of their seeds: turn by turn; long turns; copies that are late; few turns, copies that are early,
+// and CTAs that fall behind.
 inline constexpr Schedule kSchedules[] = {{.seed = 1},
                                           {.seed = 2, .burst = 64},
                                           {.seed = 3, .copies = 256},

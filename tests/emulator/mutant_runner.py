@@ -76,7 +76,7 @@ def main(mutants, quick, run):
         parser.add_argument(flag, required=True)
     parser.add_argument("--quick", action="store_true", help="one of every kind")
     args = parser.parse_args()
-    for mutant in mutants:  # of all, as --quick runs each time: a text that has changed would else be found once a night
+    for mutant in mutants:  # of all: a text that has changed would else be found by night
         text_of(pathlib.Path(args.tree), mutant)
     chosen = [mutant for mutant in mutants if not args.quick or mutant[0] in quick]
     if args.quick and len(chosen) != len(quick):

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What tests of GEMMs over the rows of experts share: shapes, where an expert's rows are, sums that a result is compared
-// with, and runs in several schedules or of random shapes.
+// What tests of GEMMs over the rows of experts share: shapes, where an expert's rows are, sums that a result is
+// compared with, and runs in several schedules or of random shapes.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// up_projection_dgrad of sm_100a from its own sources, in several schedules: bit for bit rows times columns in the order
-// of k, gate half before up half, and within its rounding of fp64. Rows that no expert has, and what lies behind them,
-// nobody writes.
+// up_projection_dgrad of sm_100a from its own sources, in several schedules: bit for bit rows times columns in the
+// order of k, gate half before up half, and within its rounding of fp64. Rows that no expert has, and what lies behind
+// them, nobody writes.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A lent epilogue whose begin() is misspelt.
-// error: epilogue contract: every mode calls `void begin(
+// error: epilogue contract: every mode but apart calls `void begin(
 #include "epilogues.hpp"
 
 struct Epilogue : Lent, RingStore, Settle, Drain, Lend {

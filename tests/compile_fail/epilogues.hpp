@@ -22,12 +22,16 @@ struct In {
 using Inline = In<EpilogueMode::kInline>;
 using Lent = In<EpilogueMode::kLent>;
 using Deferred = In<EpilogueMode::kDeferred>;
+using Apart = In<EpilogueMode::kApart>;
 
 struct Begin {
   void begin(WorkTile const&, int, int) {}
 };
 struct Store {
   void store(Accumulators&, WorkTile const&, int) {}
+};
+struct TileStore {
+  void store(WorkTile const&) {}
 };
 struct RingStore {
   void store(Accumulators&, WorkTile const&, int, Ring&) {}
@@ -55,6 +59,7 @@ struct OuterRows {
 constexpr EpilogueConfig kInline{.mode = EpilogueMode::kInline};
 constexpr EpilogueConfig kLent{.mode = EpilogueMode::kLent, .lent_stages = 1};
 constexpr EpilogueConfig kDeferred{.mode = EpilogueMode::kDeferred};
+constexpr EpilogueConfig kApart{.mode = EpilogueMode::kApart};
 constexpr EpilogueConfig kOuterProduct{.mode = EpilogueMode::kDeferred, .outer_product = true};
 
 // As consume() of a GEMM asks for it.

@@ -3,7 +3,7 @@
 // of gate and the same of up, a block of the scales of either, so a row's scale is that of eight lanes. Either
 //   e4m3  codes and scales of hb, as gate and up, and of a before it is rounded
 //   bf16  hb and a, rounded
-// By a warpgroup that does nothing else (gemm/sm90/roles_scaled.cuh).
+// A warpgroup that does nothing else runs it (gemm/sm90/roles_scaled.cuh).
 #pragma once
 
 #include "../arch/approx_math.cuh"
@@ -29,6 +29,7 @@ template <class Core, ActivationKind kKind, Element kOut>
 class ActivationE4m3Epilogue {
  public:
   static constexpr GemmConfig kGemm = Core::kGemm;
+  static constexpr EpilogueMode kMode = EpilogueMode::kApart;
   using HeldTile = typename Core::HeldTile;
   using Params = ActivationE4m3Params;
 
@@ -122,8 +123,8 @@ class ActivationE4m3Epilogue {
     }
   }
 
-  // Where a lane's share of a tensor lies whose rows are so wide, from column `first` on; null where the row is not the
-  // tile's.
+  // Returns the place of a lane's share in a tensor whose rows are so wide, from column `first` on; null where the row
+  // is not the tile's.
   template <class T>
   __device__ __forceinline__ T* share(void* gmem, int piece, int width, int first) const {
     Place const to = held_.gated_place(static_cast<int>(arch::forgotten(uint32_t(piece))));

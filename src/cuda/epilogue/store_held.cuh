@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// store epilogue of scaled operands: D = accumulators, rounded once to bf16. By a warpgroup that does nothing
-// else (gemm/sm90/roles_scaled.cuh).
+// store epilogue of scaled operands: D = accumulators, rounded once to bf16. A warpgroup that does nothing
+// else runs it (gemm/sm90/roles_scaled.cuh).
 #pragma once
 
 #include "../arch/store_global.cuh"
@@ -17,6 +17,7 @@ template <class Core>
 class StoreHeld {
  public:
   static constexpr GemmConfig kGemm = Core::kGemm;
+  static constexpr EpilogueMode kMode = EpilogueMode::kApart;
   using HeldTile = typename Core::HeldTile;
   using Params = StoreHeldParams;
 

@@ -81,7 +81,7 @@ struct BStages {
 //   halved   as partial, and the last tile multiplies half of its columns where there are no more
 enum class Tail : uint8_t { kWhole, kShort, kPartial, kHalved };
 
-// The epilogue works at one of three times. Inline: right behind the k loop. Deferred: under the next tile's k loop,
+// The epilogue works at one of four times. Inline: right behind the k loop. Deferred: under the next tile's k loop,
 // from rows that it holds (deferred.cuh). Lent: right behind the k loop, through stages of the ring (lent.cuh).
 // Apart: as deferred, by a warpgroup of its own, which reads what consumers hold (sm90/roles_scaled.cuh).
 enum class EpilogueMode : uint8_t { kInline, kDeferred, kLent, kApart };

@@ -13,6 +13,7 @@
 //   keep(acc, tile, row)                         x       after the k loop: holds 64 rows, and frees the accumulators
 //   work(piece)                                  x       pieces 0, 1, .. of what it holds, under the next k loop
 //   drain()                          x     x     x       once, when there is no tile left and nothing is held
+//   store(tile)                        apart, alone      by the storing warpgroup, once for the rows of each consumer
 //   lend(smem, p, stage, tile, i)          x             static, by one thread of the producer: fills the tile's i-th
 //                                                        lent stage, or leaves it; arrives on full[stage] once
 //   outer_rows()               with an outer product     deferred, after the k loop: the factors u of this thread's two
@@ -45,6 +46,10 @@ concept HasRingStore = requires(E& e, Acc& acc, WorkTile const& tile, int row, R
   { e.store(acc, tile, row, ring) } -> std::same_as<void>;
 };
 template <class E>
+concept HasTileStore = requires(E& e, WorkTile const& tile) {
+  { e.store(tile) } -> std::same_as<void>;
+};
+template <class E>
 concept HasSettle = requires(E& e) {
   { e.settle() } -> std::same_as<void>;
 };
@@ -73,10 +78,10 @@ concept HasOuterRows = requires(E const& e) {
 // store() and lend() get where stages are lent.
 template <EpilogueConfig kConfig, class E, class Acc, class Ring, class Smem>
 consteval bool keeps_contract() {
-  static_assert(
-      DeclaresMode<E>,
-      "epilogue contract: an epilogue declares when it works; add "
-      "`static constexpr EpilogueMode kMode = EpilogueMode::kInline;`, or kLent, kDeferred");
+  static_assert(DeclaresMode<E>,
+                "epilogue contract: an epilogue declares when it works; add "
+                "`static constexpr EpilogueMode kMode = EpilogueMode::kInline;`, or kLent, "
+                "kDeferred, kApart");
   if constexpr (DeclaresMode<E>) {
     constexpr EpilogueMode kMode = E::kMode;
     constexpr bool kDefers = kMode == EpilogueMode::kDeferred;
@@ -85,18 +90,27 @@ consteval bool keeps_contract() {
                   "epilogue contract: kMode is the mode of the GEMM's configuration; take another "
                   "epilogue, or set GemmConfig::epilogue.mode");
 
-    static_assert(HasBegin<E>,
-                  "epilogue contract: every mode calls `void begin(WorkTile const&, int row, int "
-                  "subtiles)`; declare it, empty if nothing is read");
+    constexpr bool kApart = kMode == EpilogueMode::kApart;
+    static_assert(!kApart || HasTileStore<E>,
+                  "epilogue contract: mode apart calls `void store(WorkTile const&)`; declare it, "
+                  "or another mode");
     static_assert(
-        kDefers || kLends || HasStore<E, Acc>,
+        !kApart || !(HasBegin<E> || HasSettle<E> || HasKeep<E, Acc> || HasWork<E> || HasDrain<E>),
+        "epilogue contract: mode apart calls store() alone; remove the other hooks, or "
+        "declare their mode");
+    static_assert(
+        kApart || HasBegin<E>,
+        "epilogue contract: every mode but apart calls `void begin(WorkTile const&, int row, int "
+        "subtiles)`; declare it, empty if nothing is read");
+    static_assert(
+        kDefers || kLends || kApart || HasStore<E, Acc>,
         "epilogue contract: mode inline calls `void store(Accumulators&, WorkTile const&, "
         "int row)`; declare it, or another mode");
     static_assert(!kLends || HasRingStore<E, Acc, Ring>,
                   "epilogue contract: mode lent calls `void store(Accumulators&, WorkTile const&, "
                   "int row, PipelineState& ring)`; declare it, or another mode");
     static_assert(
-        kDefers || HasSettle<E>,
+        kDefers || kApart || HasSettle<E>,
         "epilogue contract: modes inline and lent call `void settle()`; declare it, empty "
         "if store() leaves nothing under way");
     static_assert(
@@ -106,10 +120,10 @@ consteval bool keeps_contract() {
     static_assert(!kDefers || HasWork<E>,
                   "epilogue contract: mode deferred calls `void work(int piece)`; declare it, or "
                   "another mode");
-    static_assert(
-        HasDrain<E>,
-        "epilogue contract: every mode calls `void drain()`; declare it, empty if nothing "
-        "has to end before the CTA does");
+    static_assert(kApart || HasDrain<E>,
+                  "epilogue contract: every mode but apart calls `void drain()`; declare it, empty "
+                  "if nothing "
+                  "has to end before the CTA does");
     static_assert(
         !kLends || HasLend<E, Smem>,
         "epilogue contract: mode lent calls `static void lend(SharedStorage&, Params "
@@ -120,7 +134,7 @@ consteval bool keeps_contract() {
         "epilogue contract: with an outer product `float const (&outer_rows() const)[2]` is "
         "called; declare it, or unset GemmConfig::epilogue.outer_product");
 
-    static_assert(kDefers || !(HasKeep<E, Acc> || HasWork<E>),
+    static_assert(kDefers || kApart || !(HasKeep<E, Acc> || HasWork<E>),
                   "epilogue contract: keep() and work() are called in mode deferred alone; remove "
                   "them, or declare that mode");
     static_assert(!kDefers || !(HasStore<E, Acc> || HasRingStore<E, Acc, Ring> || HasSettle<E>),

@@ -136,6 +136,8 @@ __device__ __forceinline__ void consume_scaled(ScaledStorage<kGemm>& smem, GemmP
 template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void store_scaled(ScaledStorage<kGemm>& smem,
                                              typename Epilogue::Params const& epilogue_params) {
+  static_assert(keeps_contract<kGemm.epilogue, Epilogue, Accumulators<kGemm>, PipelineState<kGemm>,
+                               ScaledStorage<kGemm>>());
   arch::release_registers<kGemm.epilogue_registers()>();
   WorkQueue<kGemm> queue(smem);
   WorkTile tile;

@@ -27,6 +27,7 @@ struct Shape {
   int other_rows = 0;  // behind those of the experts: pairs without an expert
   bool bias = false;
   bool stores_h = true;  // a forward up projection alone asks
+  bool gated = true;     // an up projection's gradient alone asks
 };
 
 class ExpertRows {
@@ -114,6 +115,7 @@ void check_at_random() {
     shape.other_rows = draw(2) * draw(70);
     shape.bias = draw(2) != 0;
     shape.stores_h = draw(4) != 0;
+    shape.gated = draw(3) != 0;
     Schedule const schedule{
         .seed = rng(), .burst = 1 << draw(7), .copies = 2 << draw(8), .lazy = draw(2) * 0.5};
     SCOPED_TRACE(std::to_string(i) + ": d " + std::to_string(shape.hidden) + ", n " +

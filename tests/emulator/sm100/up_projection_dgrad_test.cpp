@@ -4,137 +4,93 @@
 // them, nobody writes.
 #include <gtest/gtest.h>
 
-#include <cmath>
-#include <random>
 #include <string>
-#include <vector>
 
 #include "cuda/kernels/up_projection_dgrad_sm100.cuh"
-#include "tests/emulator/emulator.hpp"
-#include "tests/emulator/memory.hpp"
+#include "tests/emulator/sm100/projection.hpp"
 
 namespace tessera::cuda {
 namespace {
 
 using emulator::Bits;
+using emulator::kPoison;
 using emulator::Memory;
+using emulator::Shape;
 using gemm::Major;
-
-struct Shape {
-  std::vector<int> rows;  // of each expert
-  int hidden, intermediate;
-  int ctas = 2;
-  int other_rows = 0;  // behind those of the experts: pairs without an expert
-  bool gated = true;
-};
 
 class UpDgrad {
  public:
-  explicit UpDgrad(Shape const& s) : s_(s) {
-    for (std::size_t e = 0; e < s.rows.size(); ++e) offsets_.push_back(offsets_.back() + s.rows[e]);
+  explicit UpDgrad(Shape const& s) : s_(s), rows_(s) {
     emulator::fill(dh_.get(), static_cast<std::int64_t>(dh_.size()), 1, 1.0f);
     emulator::fill(w_.get(), static_cast<std::int64_t>(w_.size()), 2, 0.25f);
   }
 
-  UpProjectionDgradArguments arguments(bool rows_major) {
-    std::int64_t const d = s_.hidden, n = s_.intermediate, k = reduced(s_);
+  // With `gmem_row_dlogits` the router's part of dx is asked for as well.
+  template <class Config>
+  cudaError_t launch(float const* gmem_row_dlogits = nullptr) {
+    bool const k_major = Config::gemm.b.major == Major::kK;
+    std::int64_t const d = s_.hidden, n = s_.intermediate, k = reduced();
     UpProjectionDgradArguments args = {};
     args.gmem_dh = dh_.get();
-    args.gmem_expert_offsets = offsets_.data();
+    args.gmem_expert_offsets = rows_.offsets();
     for (int half = 0; half < (s_.gated ? 2 : 1); ++half) {
-      args.w_up[half] = {.gmem = &w_[half * n * (rows_major ? d : 1)],
+      args.w_up[half] = {.gmem = &w_[half * n * (k_major ? 1 : d)],
                          .expert_stride = d * k,
-                         .row_stride = rows_major ? d : 1,
-                         .column_stride = rows_major ? 1 : k,
+                         .row_stride = k_major ? 1 : d,
+                         .column_stride = k_major ? k : 1,
                          .block = n};
     }
     args.gated = s_.gated;
+    args.gmem_row_dlogits = gmem_row_dlogits;
     args.gmem_dx_rows = dx_.get();
-    args.rows = rows();
+    args.rows = rows_.all();
     args.hidden = d;
     args.intermediate = n;
-    args.experts = static_cast<std::int32_t>(s_.rows.size());
+    args.experts = rows_.experts();
     args.gmem_tile_counter = counter_.get();
-    return args;
+    int const ctas = s_.ctas * Config::gemm.cluster_m();
+    return launch_up_projection_dgrad_sm100<Config>(args, ctas, nullptr);
   }
 
-  template <class Config>
-  cudaError_t launch(UpProjectionDgradArguments const& args) {
-    return launch_up_projection_dgrad_sm100<Config>(args, s_.ctas * Config::gemm.cluster_m(),
-                                                    nullptr);
-  }
-
-  std::string compare(bool rows_major) const {
-    int const d = s_.hidden, k = reduced(s_);
-    std::size_t expert = 0;
-    for (int r = 0; r < rows(); ++r) {
-      while (expert < s_.rows.size() && r >= offsets_[expert + 1]) ++expert;
+  std::string compare(bool k_major) const {
+    int const d = s_.hidden, k = reduced();
+    for (int r = 0; r < rows_.all(); ++r) {
+      std::int64_t const e = rows_.expert_of(r);
       for (int i = 0; i < d; ++i) {
         Bits const dx = dx_[std::int64_t{r} * d + i];
-        std::string const where = "row " + std::to_string(r) + " column " + std::to_string(i);
-        if (expert == s_.rows.size()) {
-          if (dx != kPoison) return where + " was written";
+        if (e == rows_.experts()) {
+          if (dx != kPoison) return emulator::place(r, i) + " was written";
           continue;
         }
-        auto const e = static_cast<std::int64_t>(expert);
-        Bits const* const w = &w_[e * d * k + (rows_major ? i : std::int64_t{i} * k)];
-        std::int64_t const step = rows_major ? d : 1;
-        Bits const* const dh = &dh_[std::int64_t{r} * k];
-        if (dx != emulator::round(emulator::dot(dh, w, k, step))) return where + ", not its bits";
-        double sum = 0, size = 0;
-        for (int j = 0; j < k; ++j) {
-          double const product = double{emulator::widen(dh[j])} * emulator::widen(w[j * step]);
-          sum += product;
-          size += std::fabs(product);
-        }
-        // Half a bf16 of the result, and an fp32 rounding for each addition.
-        double const allowed = std::fabs(sum) * 0x1p-8 + size * k * 0x1p-24;
-        if (!(std::fabs(emulator::widen(dx) - sum) <= allowed)) return where + ", not that of fp64";
+        emulator::Sum const sum{.a = &dh_[std::int64_t{r} * k],
+                                .b = &w_[e * d * k + (k_major ? std::int64_t{i} * k : i)],
+                                .count = k,
+                                .b_step = k_major ? 1 : d};
+        if (dx != sum.rounded()) return emulator::place(r, i) + ", not its bits";
+        if (!sum.agrees_with_fp64()) return emulator::place(r, i) + ", not that of fp64";
       }
     }
-    for (std::int64_t i = std::int64_t{rows()} * d; i < static_cast<std::int64_t>(dx_.size());
+    for (std::int64_t i = std::int64_t{rows_.all()} * d; i < static_cast<std::int64_t>(dx_.size());
          ++i) {
       if (dx_[i] != kPoison) return "something was written behind the last row";
     }
-    return counter_[0] == 0 ? "" : "the tile counter is left at " + std::to_string(counter_[0]);
+    return emulator::counter_fault(counter_[0]);
   }
 
  private:
-  static constexpr Bits kPoison = 0xffff;
-  static int reduced(Shape const& s) { return (s.gated ? 2 : 1) * s.intermediate; }
-  static std::int64_t all_rows(Shape const& s) {
-    std::int64_t all = s.other_rows;
-    for (int const rows : s.rows) all += rows;
-    return all;
-  }
-  int rows() const { return offsets_.back() + s_.other_rows; }
+  int reduced() const { return (s_.gated ? 2 : 1) * s_.intermediate; }
 
   Shape s_;
-  std::vector<std::int32_t> offsets_{0};
-  Memory<Bits> dh_{all_rows(s_) * reduced(s_)},
-      w_{std::int64_t{s_.hidden} * reduced(s_) * static_cast<std::int64_t>(s_.rows.size())};
-  Memory<Bits> dx_{(all_rows(s_) + 64) * s_.hidden};
+  emulator::ExpertRows rows_;
+  Memory<Bits> dh_{std::int64_t{rows_.all()} * reduced()},
+      w_{std::int64_t{s_.hidden} * reduced() * rows_.experts()};
+  Memory<Bits> dx_{(rows_.all() + std::int64_t{64}) * s_.hidden};
   Memory<std::int32_t> counter_{1, 0};
 };
 
-constexpr emulator::Schedule kSchedules[] = {{.seed = 1},
-                                             {.seed = 2, .burst = 64},
-                                             {.seed = 3, .copies = 256},
-                                             {.seed = 4, .burst = 8, .copies = 2, .lazy = 0.5}};
-
-template <class Config>
-void expect_right(Shape const& shape, emulator::Schedule const& schedule) {
-  bool const rows_major = Config::gemm.b.major == Major::kRows;
-  UpDgrad dgrad(shape);
-  ASSERT_EQ(dgrad.launch<Config>(dgrad.arguments(rows_major)), cudaSuccess);
-  ASSERT_EQ(emulator::run(schedule), "") << "seed " << schedule.seed;
-  ASSERT_EQ(dgrad.compare(rows_major), "") << "seed " << schedule.seed;
-}
-template <class Config>
+template <class... Configs>
 void expect_right(Shape const& shape) {
-  for (emulator::Schedule const& schedule : kSchedules) {
-    ASSERT_NO_FATAL_FAILURE(expect_right<Config>(shape, schedule));
-  }
+  emulator::check<UpDgrad, Configs...>(shape);
 }
 
 // By one CTA, and by pairs: tiles of 128 and of 256 rows. Rows-major is w_up as it is usually stored.
@@ -153,76 +109,49 @@ TEST(UpProjectionDgradSm100, RingAndAccumulatorsTurnInPairs) {
 
 TEST(UpProjectionDgradSm100, ExpertsOfAnyRows) {
   Shape const shape{.rows = {0, 1, 127, 129, 0}, .hidden = 72, .intermediate = 64, .ctas = 3};
-  expect_right<One>(shape);
-  expect_right<Pair>(shape);
+  expect_right<One, Pair>(shape);
 }
 
 TEST(UpProjectionDgradSm100, AllRowsToOneExpert) {
   Shape const shape{.rows = {0, 0, 257, 0}, .hidden = 136, .intermediate = 72, .ctas = 1};
-  expect_right<One>(shape);
-  expect_right<Pair>(shape);
+  expect_right<One, Pair>(shape);
 }
 
 TEST(UpProjectionDgradSm100, NoRows) {
   Shape shape{.rows = {0, 0}, .hidden = 64, .intermediate = 64};
-  expect_right<One>(shape);
-  expect_right<Pair>(shape);
+  expect_right<One, Pair>(shape);
   shape.other_rows = 5;
-  expect_right<One>(shape);
-  expect_right<Pair>(shape);
+  expect_right<One, Pair>(shape);
 }
 
 TEST(UpProjectionDgradSm100, PairsWithoutAnExpert) {
   Shape const shape{.rows = {3, 130}, .hidden = 72, .intermediate = 136, .other_rows = 40};
-  expect_right<One>(shape);
-  expect_right<Pair>(shape);
+  expect_right<One, Pair>(shape);
 }
 
 // One half of k; w_up[1] has no memory, and nothing is loaded from it.
 TEST(UpProjectionDgradSm100, WithoutAGate) {
   Shape const shape{.rows = {5, 130}, .hidden = 136, .intermediate = 136, .gated = false};
-  expect_right<One>(shape);
-  expect_right<Pair>(shape);
+  expect_right<One, Pair>(shape);
 }
 
 TEST(UpProjectionDgradSm100, WeightsInKMajorOrder) {
   Shape const ragged{.rows = {9, 150}, .hidden = 328, .intermediate = 136, .ctas = 3};
-  expect_right<OneKMajor>(ragged);
-  expect_right<PairKMajor>(ragged);
+  expect_right<OneKMajor, PairKMajor>(ragged);
   Shape const whole{.rows = {70}, .hidden = 256, .intermediate = 64, .ctas = 1};
-  expect_right<OneKMajor>(whole);
-  expect_right<PairKMajor>(whole);
+  expect_right<OneKMajor, PairKMajor>(whole);
 }
 
 // What the router adds is not computed: a call that asks for it must not get a dx without it.
 TEST(UpProjectionDgradSm100, RefusesTheRoutersPart) {
   UpDgrad dgrad({.rows = {3}, .hidden = 64, .intermediate = 64});
-  UpProjectionDgradArguments args = dgrad.arguments(true);
   float const dlogits[3] = {1, 2, 3};
-  args.gmem_row_dlogits = dlogits;
-  EXPECT_EQ(dgrad.launch<One>(args), cudaErrorInvalidValue);
-  EXPECT_EQ(dgrad.launch<Pair>(args), cudaErrorInvalidValue);
+  EXPECT_EQ(dgrad.launch<One>(dlogits), cudaErrorInvalidValue);
+  EXPECT_EQ(dgrad.launch<Pair>(dlogits), cudaErrorInvalidValue);
 }
 
-// Any experts, sizes and schedules.
 TEST(UpProjectionDgradSm100, RandomShapes) {
-  std::mt19937 rng(12);
-  auto const draw = [&](unsigned below) { return static_cast<int>(rng() % below); };
-  for (int i = 0; i < 25; ++i) {
-    Shape shape{.rows = {}, .hidden = 8 * (1 + draw(36)), .intermediate = 8 * (1 + draw(18))};
-    for (int e = draw(5); e >= 0; --e) shape.rows.push_back(draw(3) == 0 ? 0 : draw(200));
-    shape.ctas = 1 + draw(3);
-    shape.other_rows = draw(2) * draw(70);
-    shape.gated = draw(3) != 0;
-    emulator::Schedule const schedule{
-        .seed = rng(), .burst = 1 << draw(7), .copies = 2 << draw(8), .lazy = draw(2) * 0.5};
-    SCOPED_TRACE(std::to_string(i) + ": d " + std::to_string(shape.hidden) + ", n " +
-                 std::to_string(shape.intermediate));
-    ASSERT_NO_FATAL_FAILURE(expect_right<One>(shape, schedule));
-    ASSERT_NO_FATAL_FAILURE(expect_right<Pair>(shape, schedule));
-    ASSERT_NO_FATAL_FAILURE(expect_right<OneKMajor>(shape, schedule));
-    ASSERT_NO_FATAL_FAILURE(expect_right<PairKMajor>(shape, schedule));
-  }
+  emulator::check_at_random<UpDgrad, One, Pair, OneKMajor, PairKMajor>();
 }
 
 }  // namespace

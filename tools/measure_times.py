@@ -61,7 +61,10 @@ def build_parts(ninja_log: str) -> dict[str, float]:
 
 
 def setup_parts(text: str) -> list[tuple[str, float]]:
-    return [(what, float(seconds)) for what, seconds in re.findall(r"^bootstrap: (.*) took (\d+) s$", text, re.M)]
+    parts = collections.Counter()  # of what was set up twice the sum
+    for what, seconds in re.findall(r"^bootstrap: (.*) took (\d+) s$", text, re.M):
+        parts[what] += float(seconds)
+    return list(parts.items())
 
 
 def suites(text: str) -> list[tuple[str, int, float, str]]:

@@ -68,9 +68,10 @@ def suites_of(folder: str, tests: list[dict]) -> dict[str, str]:
 def read_junit(path: pathlib.Path, suites: dict[str, str]) -> list[Result]:
     results = []
     for case in ElementTree.parse(path).getroot().iter("testcase"):
-        name = case.get("name", "?")
+        listed = case.get("name", "?")  # GoogleTest adds what a parameter is, which is bytes where it has no name
+        name = listed.split("  # GetParam()")[0]
         output = case.findtext("system-out") or ""
-        where = {"suite": suites.get(name, "?"), "seconds": float(case.get("time") or 0)}
+        where = {"suite": suites.get(listed, "?"), "seconds": float(case.get("time") or 0)}
         skipped = case.find("skipped")
         if case.get("status") == "run" and case.find("failure") is None and skipped is None:
             results.append(Result(name, "passed", **where))

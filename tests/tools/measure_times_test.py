@@ -26,8 +26,9 @@ class MeasureTimesTest(unittest.TestCase):
         self.assertEqual(measure_times.suites(text), [("api", 1, 2.5, "2.5 s api.one")])
 
     def test_set_up(self):
-        text = "bootstrap: missing: cmake\nbootstrap: installing by apt took 41 s\n"
-        self.assertEqual(measure_times.setup_parts(text), [("installing by apt", 41.0)])
+        text = "bootstrap: missing: cmake\nbootstrap: installing by apt took 41 s\n" + \
+            2 * "bootstrap: installing into .venv took 4 s\n"
+        self.assertEqual(measure_times.setup_parts(text), [("installing by apt", 41.0), ("installing into .venv", 8.0)])
 
     def test_table(self):
         one = measure_times.Measured("test", 0, 300.4, 500.6, [("apt", 41.0)], {"cli": 30.0, "small": 0.5})

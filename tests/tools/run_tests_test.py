@@ -17,7 +17,7 @@ set_tests_properties(skips PROPERTIES SKIP_RETURN_CODE 77 LABELS special)
 add_test(skips_inside bash -c "{SKIPS_LIKE_GOOGLETEST.replace(chr(92), chr(92) * 2)}")
 set_tests_properties(skips_inside PROPERTIES SKIP_REGULAR_EXPRESSION "\\[  SKIPPED \\]")
 add_test(missing /nowhere/at/all)
-add_test(waits sleep 0.3)
+add_test([=[waits  # GetParam() = 4-byte object <01-00>]=] sleep 0.3)
 add_test(thorough true)
 set_tests_properties(thorough PROPERTIES LABELS "slow;deep")
 """

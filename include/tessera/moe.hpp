@@ -126,8 +126,8 @@ enum class Pass : std::int32_t {
 
 /// Bytes that stay between forward and backward.
 struct SavedBytes {
-  std::size_t x =
-      0;  ///< T*d elements, shared with the layer's producer; with MoeDesc::quantises() x8, which is not
+  /// T*d elements, shared with the layer's producer; with MoeDesc::quantises() x8, which is not.
+  std::size_t x = 0;
   std::size_t h = 0;                     ///< P*w*n elements; 0 with SavePolicy::x
   std::size_t routing = 0;               ///< routing_bytes(desc)
   std::size_t x_scale = 0, h_scale = 0;  ///< with MoeDesc::quantises()

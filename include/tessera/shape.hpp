@@ -125,11 +125,12 @@ enum class RowGrouping : std::int32_t { slots = 0, offsets = 1, ends = 2, counts
 /// gradients of weights are sums of bf16 products (docs/numerics.md#a-layer-that-quantises).
 enum class Precision : std::int32_t {
   native = 0,
-  fp8 =
-      1,  ///< blocks of 128, activations 1x128 and weights 128x128; hidden, intermediate: multiples of 128
-  mxfp8 = 2,  ///< blocks of 32 with e8m0 scales; hidden, intermediate: multiples of 32
-  automatic =
-      3,  ///< fp8 where it is expected to be faster than native, else native; explain() says which, and why
+  /// Blocks of 128, activations 1x128 and weights 128x128; hidden, intermediate: multiples of 128.
+  fp8 = 1,
+  /// Blocks of 32 with e8m0 scales; hidden, intermediate: multiples of 32.
+  mxfp8 = 2,
+  /// fp8 where it is expected to be faster than native, else native; explain() says which, and why.
+  automatic = 3,
 };
 
 /// Everything that fixes the result of a layer call apart from the data.

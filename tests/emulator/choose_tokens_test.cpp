@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-// Of the lanes of a warp, as the compiler for GPUs has them.
+// The largest value of a warp's lanes, which the compiler for GPUs has by this name.
 inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
   for (int bits = 16; bits > 0; bits /= 2)
     value = std::max(value, __shfl_xor_sync(mask, value, bits));

@@ -28,9 +28,9 @@ namespace tessera {
 /// its own tokens' terms. Hugging Face's load-balancing loss is top_k times larger.
 struct RouterLossArgs {
   ConstTensor logits = {};  ///< [T,E] fp32
-  ConstTensor topk_counts =
-      {};  ///< [E] int32, int64 or fp32 (means, shares): f; needed unless balance is 0. Counts given all the same are
-           ///< checked and change no bit: a coefficient that a schedule sets may be 0 in some steps
+  /// [E] int32, int64 or fp32 (means, shares): f; needed unless balance is 0. They may be given then, too, are checked
+  /// and change no bit: a schedule may set the coefficient to 0 in some steps.
+  ConstTensor topk_counts = {};
   std::int64_t scope_tokens = 0;  ///< S; 0: T, without padding
   float balance = 0;
   float z = 0;
@@ -57,9 +57,9 @@ TESSERA_EXPORT Expected<std::size_t> router_loss_workspace_bytes(
 
 /// Computes the losses and their gradient in fp32, with sums of fixed order, on CPU and GPU with the same bits. Both
 /// are 0 for T = 0. Of `desc` it reads tokens, experts and the router's kind. Errors: invalid_argument for tensors that
-/// do not fit, router given, coefficients that are not finite, or a count that is negative or not finite. A GPU reads
-/// counts as if all were 0 where one is such, clamps sequence_offsets that decrease or leave [0,T], and
-/// check_device_values() tells of it.
+/// do not fit, router given, coefficients that are not finite, or a count that is negative or not finite. On a GPU one
+/// such count makes all counts read as 0, sequence_offsets that decrease or leave [0,T] are clamped, and
+/// check_device_values() reports it.
 TESSERA_EXPORT Status router_loss(Context const& context, MoeDesc const& desc,
                                   RouterLossArgs const& args, Stream stream = {}) noexcept;
 
@@ -68,11 +68,11 @@ struct SelectionBiasArgs {
   ConstTensor topk_counts = {};  ///< [E] int32, int64 or fp32: f, over all micro-batches and ranks
   Tensor selection_bias = {};    ///< [E] fp32, updated in place
   float rate = 1e-3f;
-  bool subtract_mean = false;  ///< of the update, so that the biases' sum stays what it is
+  bool subtract_mean = false;  ///< the mean of the updates, so that the biases' sum stays
 };
 
 /// Updates the bias; nothing changes where all counts are 0. Errors: invalid_argument for tensors that do not fit, a
-/// rate that is not finite, or a count that is negative or not finite, which a GPU reads as above. sum f of fp32 counts
+/// rate that is not finite, or a count that is negative or not finite (on a GPU as above). sum f of fp32 counts
 /// is an fp64 sum: counts that are equal are found equal to their mean.
 TESSERA_EXPORT Status update_selection_bias(Context const& context, SelectionBiasArgs const& args,
                                             Stream stream = {}) noexcept;

@@ -29,11 +29,11 @@ struct ContextOptions {
   std::int32_t num_threads = 0;
 };
 
-/// Owns what the calls of one device share: CPU threads; on cuda the word for bad device values. Immutable and
+/// Owns what the calls of one device share: CPU threads; on cuda the word where kernels note bad values. Immutable and
 /// thread-safe: several threads may run layers of different shape on one Context at the same time, on cuda each on
 /// a stream of its own. Results never depend on num_threads.
 /// On cuda a call runs in the CUDA context that is current if it is one of the device, green or not, and otherwise in
-/// the primary one. What was current is so again when it returns, and no other device gets a context.
+/// the primary one. On return the context that was current before is current again; no other device gets one.
 class TESSERA_EXPORT Context {
  public:
   /// Starts the threads; on cuda loads the driver. Errors: invalid_argument (num_threads < 0 or > 1024),

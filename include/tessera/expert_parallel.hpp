@@ -5,16 +5,16 @@
 //         s_tj * (act(x_t w_up[e_tj]^T + b_up[e_tj]) w_down[e_tj]^T + b_down[e_tj])
 //
 // One kernel per pass on every rank pulls rows to the owners of their experts, multiplies, and pushes the results
-// back. No row is dropped; o has the bits of moe_forward on a single GPU with all experts, for every P, but where that
-// has at most 8 tokens, for which it takes other kernels, or with a partial combine. Ranks are
+// back. No row is dropped. o has the bits of moe_forward on a single GPU with all experts, for every P, with two
+// exceptions: at most 8 tokens, for which moe_forward takes other kernels, and a partial combine. Ranks are
 // threads or processes. They make the same passes in the same order, also those in which they have no token.
 //
-// Backward, and whatever else forward() has not, such as biases with most activations, takes an unfused pass: route()
-// signals to the owners which rows they get, dispatch() pulls them, sorted by expert; moe_forward or moe_backward with
-// RowGrouping::offsets, or anything else, makes one row of each; combine() takes them back and adds up those of each
-// token. Backward dispatches d_o and x by the tables that forward() or dispatch() saved, and combines dx; moe_backward
-// reads tables that routing_of_tables() makes of these. For the bits of one GPU combine() weights the rows of o, and
-// moe_forward has no row_scores.
+// Backward, and what forward() does not offer, such as biases with most activations, is an unfused pass of several
+// calls: route() signals to the owners which rows they get; dispatch() pulls these rows, sorted by expert; moe_forward
+// or moe_backward with RowGrouping::offsets, or the caller's own code, makes one result row of each; combine() pushes
+// these back and adds up those of each token. Backward dispatches d_o and x by the tables that forward() or dispatch()
+// saved, and combines dx; moe_backward reads the tables that routing_of_tables() makes of them. For the bits of one GPU
+// let combine() weight the rows of o, and give moe_forward no row_scores.
 #pragma once
 
 #include <cstddef>
@@ -50,15 +50,15 @@ struct ExpertParallelDesc {
   std::int64_t experts = 0;       ///< E, a multiple of P, at most 512
   std::int64_t top_k = 0;         ///< K, 1 to 32, at most E
   Activation activation = {};
-  /// True if a rank may send back one weighted sum of a token's choices there, rounded to bf16, instead of the result
-  /// of each, where the link would hold up the pass: fewer bytes cross, and the bits of o, the same every time, depend
-  /// on P and on where a token is. Chosen for passes of max_tokens; with far fewer tokens they take longer so. What is
-  /// added to the error of o is a rounding of each sum (docs/numerics.md).
+  /// True if a rank may send back one row for a token, the weighted sum of its results there in bf16, instead of a row
+  /// for each choice. It does so where the link would hold up a pass of max_tokens; passes of far fewer tokens take
+  /// longer then. The bits of o repeat, but depend on P and on the rank that has the token; each sum adds one rounding
+  /// to the error of o (docs/numerics.md).
   bool partial_combine = false;
   bool sums_on_owners = false;  ///< the old name of partial_combine, until 1.0
   double time_limit = 30;  ///< seconds a pass waits for another rank, above 0 and at most 86400
   bool training =
-      false;  ///< whether passes are saved for backward, or unfused: windows and workspace are larger
+      false;  ///< true if passes are saved for backward, or unfused: windows and workspace are larger
 };
 
 /// Holds what a rank knows of the rows that its experts have in a pass, R of them: sorted by expert, then by rank, its
@@ -75,8 +75,8 @@ struct DispatchTables {
 
 /// Tensors of one pass on this rank, bf16 unless said otherwise, contiguous but for x, whose rows may lie apart. T may
 /// be 0 and may differ from rank to rank and from pass to pass, up to max_tokens. w_up, w_down and o begin at multiples
-/// of 16 bytes. x is copied into the window, unless it is input(T); then nothing else may lie there. Copied fastest
-/// where it begins, and its rows lie, at multiples of 16 bytes.
+/// of 16 bytes. Unless x is input(T), it is copied there, over what input(T) held; the copy is fastest where x and each
+/// of its rows begin at multiples of 16 bytes.
 struct ExpertParallelArgs {
   ConstTensor x = {};             ///< [T,d]
   ConstTensor topk_ids = {};      ///< [T,K] int32; may repeat in a token; outside [0,E): no row
@@ -84,17 +84,17 @@ struct ExpertParallelArgs {
   ConstTensor w_up = {};    ///< this rank's: [E/P,2n,d], gate rows first; [E/P,n,d] without a gate
   ConstTensor w_down = {};  ///< this rank's: [E/P,d,n]
   Tensor o = {};            ///< [T,d], every element is written
-  /// Optional, with training: tables of this rank's rows, for backward; where one rank has them, all have, and
-  /// partial_combine does nothing. R may be larger than routed_rows(): what lies behind the last row is left as it is.
-  /// Where it is smaller the pass is void, as that of dispatch() is.
+  /// Optional, with training: tables of this rank's rows, written for backward. All ranks give them or none, and
+  /// partial_combine has no effect then. R may be larger than routed_rows(): nothing is written behind the last row.
+  /// Where it is smaller the pass is void, as with dispatch().
   DispatchTables saved = {};
   Tensor h =
       {};  ///< optional, with saved: [R,2n] or [R,n], x w_up^T of its rows, at a multiple of 16 bytes
   /// Leaves out rows beyond those that saved and h hold, without a failure; o is good all the same. routed_rows()
   /// says whether all rows fitted, on all ranks.
   bool may_overflow = false;
-  /// Optional, both or none, with ActivationKind::clamped_swiglu (gpt-oss), at multiples of 16 bytes; with other
-  /// activations an unfused pass has them.
+  /// Optional, both or none, with ActivationKind::clamped_swiglu (gpt-oss), at multiples of 16 bytes; biases with other
+  /// activations need an unfused pass.
   ConstTensor b_up = {};     ///< this rank's: [E/P,2n], in the order of the rows of w_up
   ConstTensor b_down = {};   ///< this rank's: [E/P,d]
   DispatchTables kept = {};  ///< the old name of saved, until 1.0
@@ -112,45 +112,44 @@ struct ExpertRouteArgs {
 struct RoutedRows {
   std::int64_t rows = 0;  ///< R of this rank
   bool all_fit =
-      true;  ///< whether every rank's R is within its row_limit, or its tables; alike on all of them
+      true;  ///< true if every rank's R is within its row_limit or its tables; equal on all ranks
 };
 
 /// bf16 unless said otherwise, contiguous but for x and second_x, whose rows may lie apart. R may be larger than
-/// routed_rows(), in the tables, too; what lies behind the last row is left as it is. Where it is smaller the pass is
+/// routed_rows(), in the tables, too; nothing is written behind the last row. Where it is smaller the pass is
 /// void: check() says so on all ranks, and the group must be made anew. T as in ExpertParallelArgs. rows and
-/// second_rows begin at multiples of 16 bytes. Rows of second_x may come in a call of their own behind that of x, with
-/// the same tables, on any stream that combine() comes behind: then x, topk_ids and rows are absent, on all ranks.
+/// second_rows begin at multiples of 16 bytes. A second call after that of x, with the same tables, may dispatch
+/// second_x on any stream that combine() waits for; it has no x, topk_ids and rows, on all ranks.
 struct ExpertDispatchArgs {
   ConstTensor x = {};  ///< [T,d]
   ConstTensor second_x =
-      {};  ///< optional [T,d]; where one rank has it, all have. As x: or second_input(T)
+      {};  ///< optional [T,d], on all ranks or on none; copied as x is, unless it is second_input(T)
   ConstTensor topk_ids = {};  ///< [T,K] int32, those of route()
   DispatchTables tables = {};
   Tensor rows = {};         ///< [R,d], with x
   Tensor second_rows = {};  ///< [R,d], with second_x
-  /// Leaves out rows that there is no memory for, without a failure: for who makes the pass again, on all ranks, where
-  /// routed_rows() says behind it that they did not all fit.
+  /// Leaves out rows that there is no memory for, without a failure. For callers that repeat the pass, on all ranks,
+  /// where routed_rows() says afterwards that not all of them fitted.
   bool may_overflow = false;
-  /// SMs that pull rows, 0: all. 16 to 24 leave the others to what runs beside and does not need these rows.
+  /// Number of SMs that pull rows, 0: all. With 16 to 24 the others run kernels that do not need these rows meanwhile.
   std::int32_t sms = 0;
-  /// Optional cudaEvent_t without timing, recorded once these SMs are taken: what waits for it takes none of them.
+  /// Optional cudaEvent_t without timing, recorded once the call has its SMs: work that waits for it cannot take them.
   void* begun = nullptr;
 };
 
-/// o_t = sum over choices j of token t, in their order, of topk_weights[t,j] times their rows, or of the rows alone, in
-/// fp32, rounded once.
+/// o_t = sum over choices j of token t, in their order, of topk_weights[t,j] times row (t,j), without topk_weights of
+/// the rows alone; in fp32, rounded once.
 struct ExpertCombineArgs {
   ConstTensor rows = {};          ///< [R,d] bf16, at a multiple of 16 bytes
   DispatchTables tables = {};     ///< those of dispatch(); row_scores may be absent
   ConstTensor topk_weights = {};  ///< optional [T,K] fp32
-  ConstTensor row_dscores = {};   ///< optional [R] fp32; where one rank has it, all have
-  Tensor dscores =
-      {};         ///< [T,K] fp32, with row_dscores: those of the pairs; 0 where there is no row
-  Tensor o = {};  ///< [T,d] bf16, at a multiple of 16 bytes; every element is written
-  /// SMs that push rows, 0: all. 16 to 24 fill the link and leave the others to what runs beside, as gradients of
-  /// weights.
+  ConstTensor row_dscores = {};   ///< optional [R] fp32, on all ranks or on none
+  Tensor dscores = {};  ///< [T,K] fp32, with row_dscores: of every pair; 0 where it has no row
+  Tensor o = {};        ///< [T,d] bf16, at a multiple of 16 bytes; every element is written
+  /// Number of SMs that push rows, 0: all. 16 to 24 fill the link, and the others run other kernels meanwhile, such as
+  /// those of weight gradients.
   std::int32_t sms = 0;
-  /// Optional cudaEvent_t without timing, recorded once these SMs are taken: what waits for it takes none of them.
+  /// Optional cudaEvent_t without timing, recorded once the call has its SMs: work that waits for it cannot take them.
   void* begun = nullptr;
 };
 
@@ -159,40 +158,41 @@ struct PeerGroupId {
   char bytes[128] = {};
 };
 
-/// Memory of every rank that the kernels of every rank can address: for threads of one process by open_all(), for
-/// processes by make_id() and open(), which take NCCL (2.28 or later; loaded at run time, the copy that the process has
-/// loaded already before any other). Whoever has such memory from elsewhere, such as torch symmetric memory, needs none
-/// of this. open() and close() behind it are collective: all ranks call them in the same order.
+/// Memory of every rank that the kernels of every rank can address. Threads of one process get it by open_all(),
+/// processes by make_id() and open(), which use NCCL (2.28 or later; loaded at run time; a copy that the process has
+/// loaded already is preferred). Who has such memory from elsewhere, as torch symmetric memory, needs no PeerWindow.
+/// open(), and close() of what it made, are collective: all ranks call them in the same order.
 class TESSERA_EXPORT PeerWindow {
  public:
-  /// On one rank; the caller carries it to all. `nccl_path`: null for libnccl.so.2.
+  /// Makes an id on one rank; the caller passes it to all ranks. `nccl_path`: null for libnccl.so.2.
   /// environment: NCCL is missing or too old, or NCCL_NVLS_ENABLE is not "0": NVLink multicast must be off before
   /// the first NCCL call of a process.
   static Expected<PeerGroupId> make_id(char const* nccl_path = nullptr) noexcept;
-  /// `bytes` zeros on every rank; equal on all. environment: as make_id, or the GPUs do not address each other.
+  /// Makes a window of `bytes` zeros on every rank; all pass equal `bytes`. environment: as make_id, or the GPUs do not
+  /// address each other.
   /// out_of_memory: no host memory for the handle.
   static Expected<PeerWindow> open(Context const& context, std::int32_t rank, std::int32_t ranks,
                                    PeerGroupId const& id, std::size_t bytes,
                                    char const* nccl_path = nullptr) noexcept;
 
-  /// Windows of all ranks, rank r on devices[r], for threads of this process: called once, by whichever thread. `bytes`
-  /// zeros each. All memory is freed when the last of them is closed or destroyed, behind the work of all these GPUs.
-  /// invalid_argument: no ranks or too many, or two on one GPU. environment: no such GPU, or GPUs that do not address
-  /// each other. out_of_memory.
+  /// Makes the windows of all ranks, rank r on devices[r], of `bytes` zeros each, for threads of this process: one
+  /// thread calls it, once. All memory is freed when the last of them is closed or destroyed, after all work of these
+  /// GPUs. invalid_argument: no ranks or too many, or two on one GPU. environment: no such GPU, or GPUs that do not
+  /// address each other. out_of_memory.
   static Expected<std::vector<PeerWindow>> open_all(std::span<Device const> devices,
                                                     std::size_t bytes) noexcept;
 
   PeerWindow(PeerWindow&&) noexcept;
   PeerWindow& operator=(PeerWindow&&) noexcept;
-  /// Where close() has not been called, as after a fault: leaves the group without waiting for the others, and frees
-  /// memory behind all work of its GPU.
+  /// If close() was not called, as after a fault, leaves the group without waiting for the others, and frees the
+  /// memory after all work of its GPU.
   ~PeerWindow();
 
-  /// [rank]: its memory, as this rank's GPU addresses it.
+  /// Element r is the memory of rank r, as this rank's GPU addresses it.
   [[nodiscard]] std::span<void* const> addresses() const noexcept;
   /// Waits for all work of this rank's GPU, then frees the memory. Does not wait for the other ranks: what they have
   /// mapped stays until they close, too, so their passes may still run, but no rank should close while another may
-  /// still launch one. Of open_all(): not collective.
+  /// still launch one. A window of open_all() closes alone: the call is not collective.
   Status close() noexcept;
 
  private:
@@ -210,7 +210,7 @@ class TESSERA_EXPORT ExpertParallel {
                                                ExpertParallelDesc const& desc) noexcept;
 
   /// `windows`: of all ranks, as this rank's GPU addresses them, zeroed on all ranks before any rank's first pass.
-  /// `workspace`: memory of this rank's GPU. Both stay the group's until all ranks have destroyed their object.
+  /// `workspace`: memory of this rank's GPU. Both must stay until all ranks have destroyed their object.
   /// Errors: invalid_argument, unsupported, environment (a context that is not on cuda), device_error, out_of_memory.
   static Expected<ExpertParallel> create(Context const& context, ExpertParallelDesc const& desc,
                                          std::span<void* const> windows, Buffer workspace) noexcept;
@@ -224,7 +224,7 @@ class TESSERA_EXPORT ExpertParallel {
   /// a pass has ended on this rank.
   [[nodiscard]] Tensor input(std::int64_t tokens) const noexcept;
 
-  /// The same of second_x, with training. It may be overwritten once the pass before has ended on this rank.
+  /// The place of second_x, with training. It may be overwritten once the previous pass has ended on this rank.
   [[nodiscard]] Tensor second_input(std::int64_t tokens) const noexcept;
 
   /// Enqueues a pass; it can be captured into a graph and replayed. The kernel takes all SMs of the GPU at once and
@@ -244,8 +244,8 @@ class TESSERA_EXPORT ExpertParallel {
   Status dispatch(ExpertDispatchArgs const& args, Stream stream = {}) noexcept;
   Status combine(ExpertCombineArgs const& args, Stream stream = {}) noexcept;
 
-  /// Ok if the passes that have ended are good; else device_error, and who waited where for what, if a rank did not
-  /// come within the time limit. Their o is void then, on all ranks, and the group must be made anew. Does not wait:
+  /// Ok if the passes that have ended are good. Else device_error: a rank did not come within the time limit, and the
+  /// text says who waited where for what. o is void then, on all ranks, and the group must be made anew. Does not wait:
   /// synchronise the stream of a pass first.
   [[nodiscard]] Status check() const noexcept;
 

@@ -25,7 +25,7 @@ struct GroupedGemmArgs {
   ConstTensor bias = {};                    ///< varlen_m, optional [E,gemm_n]
   ConstTensor expert_offsets = {};          ///< [E+1] int32 or int64
   Tensor c = {};                            ///< [rows,gemm_n]; varlen_k: [E,gemm_m,gemm_n]
-  GradientMode mode = GradientMode::write;  ///< varlen_k; empty experts: zeros, or untouched
+  GradientMode mode = GradientMode::write;  ///< varlen_k; empty experts: zeros, or c as it was
   Buffer workspace = {};                    ///< grouped_gemm_workspace_bytes()
 };
 
@@ -34,7 +34,7 @@ TESSERA_EXPORT Expected<std::size_t> grouped_gemm_workspace_bytes(
     Context const& context, GroupedGemmArgs const& args) noexcept;
 
 /// Runs a grouped GEMM of fp32 or bf16 tensors, all of one type, with sums in fp32. Deterministic as moe_forward is.
-/// On cuda: bf16, a and the c of varlen_m contiguous; enqueued on `stream`, bad offsets go to check_device_values().
+/// On cuda: bf16 only; a, and c of varlen_m, are contiguous; check_device_values() reports bad offsets.
 /// Errors: invalid_argument for tensors that do not fit together or offsets that decrease or leave the rows;
 /// unsupported for other types.
 TESSERA_EXPORT Status grouped_gemm(Context const& context, GroupedGemmArgs const& args,

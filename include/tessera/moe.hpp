@@ -89,13 +89,13 @@ struct MoeBackwardArgs {
   ConstTensor d_o = {};  ///< [T,d]
   /// [T,d]; moe_backward_input reads it with SavePolicy::x only. Absent with MoeDesc::quantises(): x8 takes its place.
   ConstTensor x = {};
-  /// [P,w*n] as forward left it (SavePolicy::h), its columns in an order of the backend's own; moe_backward_weights
+  /// [P,w*n] as forward left it (SavePolicy::h), its columns in an order that the backend chose; moe_backward_weights
   /// does not read it. With MoeDesc::overwrite_h it is written as well: afterwards it is dh.
   ConstTensor h = {};
   ConstBuffer routing = {};                  ///< as forward left it
   ConstTensor w_router = {}, b_router = {};  ///< as in forward, unless RouterKind::given
   ConstTensor aux_dlogits =
-      {};  ///< optional [T,E] fp32: added to dlogits (other losses of them: balance.hpp)
+      {};  ///< optional [T,E] fp32: added to dlogits, e.g. the gradient of router_loss() (balance.hpp)
   ExpertWeights weights = {};  ///< as in forward; not read by moe_backward_weights
 
   Tensor dx = {};       ///< optional [T,d]
@@ -126,7 +126,7 @@ enum class Pass : std::int32_t {
 
 /// Bytes that stay between forward and backward.
 struct SavedBytes {
-  /// T*d elements, shared with the layer's producer; with MoeDesc::quantises() x8, which is not.
+  /// T*d elements, which the layer that made x may have saved anyway; with MoeDesc::quantises() x8, which it has not.
   std::size_t x = 0;
   std::size_t h = 0;                     ///< P*w*n elements; 0 with SavePolicy::x
   std::size_t routing = 0;               ///< routing_bytes(desc)

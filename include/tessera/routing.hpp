@@ -30,9 +30,9 @@ struct RoutingView {
   std::int32_t* unrounded_ids = nullptr;  ///< [T,K] the top-k choice, with token rounding
 };
 
-/// Bytes of the routing buffer: 16P + 4(E+1) [+ 4(T+1) experts per token vary] [+ 4P ids of a router]
-/// [+ 4TE softmax_topk, expert_choice and token rounding; else + 4P sigmoid_bias, group_limited, sqrtsoftplus]
-/// [+ 4TK token rounding].
+/// Bytes of the routing buffer: 16P + 4(E+1) [+ 4(T+1) if experts per token vary] [+ 4P for the ids of a router]
+/// [+ 4TE with softmax_topk, expert_choice, token rounding; else + 4P with sigmoid_bias, group_limited, sqrtsoftplus]
+/// [+ 4TK with token rounding].
 TESSERA_EXPORT Expected<std::size_t> routing_bytes(MoeDesc const& desc) noexcept;
 
 /// Pointers into `routing`, which must hold routing_bytes(desc) and be 4-byte aligned.
@@ -45,9 +45,9 @@ struct GroupedRoutingArgs {
   Buffer routing = {};              ///< routing_bytes(desc); may not overlap what is read
 };
 
-/// Writes the tables that moe_forward leaves of such rows, without a layer: what a backward pass needs of rows whose
-/// forward pass ran elsewhere or without their scores, such as those of experts over several GPUs
-/// (expert_parallel.hpp). Errors as in moe_forward; on cuda offsets that break a rule are told by check_device_values.
+/// Writes the tables that moe_forward would leave of such rows, without running a layer. A backward pass needs them of
+/// rows whose forward pass ran elsewhere or without their scores, such as those of experts over several GPUs
+/// (expert_parallel.hpp). Errors as in moe_forward; on cuda check_device_values() reports offsets that break a rule.
 TESSERA_EXPORT Status routing_of_groups(Context const& context, MoeDesc const& desc,
                                         GroupedRoutingArgs const& args,
                                         Stream stream = {}) noexcept;
@@ -60,13 +60,13 @@ struct RouteArgs {
   ConstTensor w_router = {};        ///< [E,d], of MoeDesc::router_storage()
   ConstTensor b_router = {};        ///< [E], optional, as w_router
   ConstTensor selection_bias = {};  ///< [E] fp32, optional
-  Tensor topk_ids = {};  ///< [T,K] int32 or int64, slots in descending key; ties: lower id first
+  Tensor topk_ids = {};       ///< [T,K] int32 or int64, by descending key, then by ascending id
   Tensor topk_weights = {};   ///< [T,K] fp32
   Tensor token_offsets = {};  ///< [T+1] as topk_ids, where experts per token vary, else absent
   Tensor logits = {};         ///< optional [T,E] fp32
   Buffer workspace = {};      ///< workspace_bytes(context, desc, Pass::route)
   ConstTensor token_mask =
-      {};  ///< optional [T] uint8: tokens of 0 are padding, of ids -1 and weights 0 (MoeForwardArgs)
+      {};  ///< optional [T] uint8: tokens of 0 are padding and get ids -1, weights 0 (MoeForwardArgs)
 };
 
 /// Logits, selection and scores of `desc.router`: what moe_forward would use, bit for bit.

@@ -22,7 +22,7 @@ struct MoeShape {
   bool operator==(MoeShape const&) const = default;
 };
 
-/// Activation functions. Gated ones compute phi(gate)*up from w = 2 matrices, the others phi(h), w = 1.
+/// Activation functions. Gated ones compute phi(gate)*up and have w = 2 up matrices; the others compute phi(h), w = 1.
 /// `geglu`, `gelu` use the tanh form; Hugging Face's hidden_act="gelu" is the `-erf` one.
 enum class ActivationKind : std::int32_t {
   swiglu = 0,
@@ -52,8 +52,8 @@ struct Activation {
   bool operator==(Activation const&) const = default;
 };
 
-/// Where gate row i and up row i stand in w_up: concat i, n+i; up_first n+i, i; interleaved 2i, 2i+1;
-/// blocked 2B*(i/B) + i%B and +B.
+/// Says which rows of w_up are gate and up row i. concat: i and n+i. up_first: n+i and i. interleaved: 2i and 2i+1.
+/// blocked: 2B*(i/B) + i%B, and the row B further on.
 enum class GateUpOrder : std::int32_t { concat = 0, up_first = 1, interleaved = 2, blocked = 3 };
 
 /// rows: w_up [E,w*n,d], w_down [E,d,n]. transposed: w_up [E,d,w*n], w_down [E,n,d].
@@ -84,12 +84,12 @@ enum class RouterKind : std::int32_t {
 /// less than two tiles per expert on average (T*K/E < 2*tile) it drops or adds a large part of the pairs.
 enum class Rounding : std::int32_t {
   none = 0,
-  nr_f = 1,       ///< the nearest multiple of f_e, ties down
-  sr_f = 2,       ///< stochastic by f_e: unbiased
-  nr_s = 3,       ///< stochastic by the scores lost and gained
-  balance_f = 4,  ///< whatever keeps the running total nearest to that of top-k
-  up = 5,
-  down = 6,
+  nr_f = 1,  ///< to the multiple nearest to f_e, the rows of plain top-k; ties down
+  sr_f = 2,  ///< up or down at random, so that the mean of M_e is f_e
+  nr_s = 3,  ///< up or down at random, with odds by the scores that down would lose and up gain
+  balance_f = 4,  ///< up or down, whichever keeps the running total nearest to that of top-k
+  up = 5,         ///< always up
+  down = 6,       ///< always down
 };
 
 struct Router {
@@ -145,10 +145,10 @@ struct MoeDesc {
   ScorePosition score_position = ScorePosition::output;
   SavePolicy save = SavePolicy::h;
   RowGrouping grouping = RowGrouping::slots;
-  /// Most columns of d whose y (in backward: dx rows) exist at a time: less workspace, the same bits. 0: all.
+  /// Largest number of columns of y (in backward: of dx rows) that exist at a time: less workspace, equal bits. 0: all.
   std::int64_t column_chunk = 0;
   DType ids_dtype = DType::int32;  ///< of given ids and offsets: int32 or int64
-  /// Backward leaves dh in the memory of h, which then is no more: less workspace by the bytes of h, the same bits.
+  /// True if backward writes dh over h, which is lost then: this saves workspace of the size of h and changes no bit.
   /// SavePolicy::h only.
   bool overwrite_h = false;
   /// Storage type of w_router and b_router: none means dtype; fp32 beside bf16 is served, and computes logits and
@@ -157,7 +157,7 @@ struct MoeDesc {
   Precision precision = Precision::native;
   bool pow2_scales = false;  ///< Precision::fp8: scales are powers of two, rather than any fp32
 
-  /// True if operands are quantised. A `precision` of automatic has been resolved where this is asked.
+  /// True if operands are quantised. Ask only once a `precision` of automatic has been resolved.
   [[nodiscard]] constexpr bool quantises() const noexcept {
     return precision == Precision::fp8 || precision == Precision::mxfp8;
   }
@@ -176,7 +176,7 @@ struct MoeDesc {
   [[nodiscard]] constexpr bool rounds_tokens() const noexcept {
     return router.round != Rounding::none;
   }
-  /// True if experts take tokens, rather than tokens experts.
+  /// True if experts choose their tokens (expert_choice), rather than tokens their experts.
   [[nodiscard]] constexpr bool experts_choose() const noexcept {
     return router.kind == RouterKind::expert_choice && !router.replay;
   }

@@ -233,7 +233,7 @@ char const* tessera_last_error(void);
 int tessera_context_create(int32_t device_kind, int32_t device_index, int32_t num_threads,
                            tessera_context** context);
 void tessera_context_destroy(tessera_context* context); /* NULL is allowed */
-/* The bad value that a kernel met on the device since the last call, if any; does not wait (context.hpp). */
+/* Reports a bad value that a kernel met on the device since the last call, if any; does not wait (context.hpp). */
 int tessera_check_device_values(tessera_context const*);
 
 int tessera_moe_workspace(tessera_context const*, tessera_moe_desc const*, int pass, size_t* bytes);
@@ -255,12 +255,12 @@ int tessera_moe_backward_weights(tessera_context const*, tessera_moe_desc const*
                                  tessera_backward_args const*, void* stream);
 int tessera_route(tessera_context const*, tessera_moe_desc const*, tessera_route_args const*,
                   void* stream);
-/* expert_offsets, optional row_scores and routing of a forward pass of grouped rows: the tables that it would leave. */
+/* Writes into routing the tables that a forward pass of these grouped rows would leave; row_scores may be absent. */
 int tessera_routing_of_groups(tessera_context const*, tessera_moe_desc const*,
                               tessera_tensor expert_offsets, tessera_tensor row_scores,
                               tessera_buffer routing, void* stream);
 int tessera_router_loss_workspace(tessera_context const*, tessera_moe_desc const*, size_t* bytes);
-/* The same with sequence_balance, of so many sequences. */
+/* The same with sequence_balance and this number of sequences. */
 int tessera_router_loss_workspace_of(tessera_context const*, tessera_moe_desc const*,
                                      int64_t sequences, size_t* bytes);
 int tessera_router_loss(tessera_context const*, tessera_moe_desc const*,
@@ -279,7 +279,7 @@ int tessera_peer_group_id_make(char const* nccl_path, tessera_peer_group_id* id)
 int tessera_peer_window_open(tessera_context const*, int32_t rank, int32_t ranks,
                              tessera_peer_group_id const* id, size_t bytes, char const* nccl_path,
                              tessera_peer_window** window);
-/* For threads of one process, without an id: of all ranks, rank r on GPU device_indices[r]. windows: `ranks` of them.
+/* Makes the windows of all ranks, which are threads of this process: rank r on GPU device_indices[r]; `ranks` of them.
    All memory is freed when the last one is closed or aborted. */
 int tessera_peer_window_open_all(int32_t const* device_indices, int32_t ranks, size_t bytes,
                                  tessera_peer_window** windows);
@@ -302,7 +302,7 @@ int tessera_expert_parallel_forward(tessera_expert_parallel*, tessera_expert_par
                                     void* stream);
 int tessera_expert_parallel_route(tessera_expert_parallel*, tessera_expert_route_args const*,
                                   void* stream);
-/* Waits for them; passes_ago 0: of the last pass that counted them; all_fit: 0 or 1, or NULL. */
+/* Waits for the rows of the last pass that counted them, or of one passes_ago before it; all_fit: 0 or 1, or NULL. */
 int tessera_expert_parallel_routed_rows(tessera_expert_parallel*, int64_t passes_ago, int64_t* rows,
                                         int32_t* all_fit);
 int tessera_expert_parallel_dispatch(tessera_expert_parallel*, tessera_expert_dispatch_args const*,

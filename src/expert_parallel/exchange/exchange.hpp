@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// The exchange as kernels of its own, around the GEMMs of a single GPU: training, and an unfused pass to compare with.
-//   route      lists and counts to the owners (route_scan, counted, publish), the plan, tables of the owner's rows
-//   dispatch   says that this rank's rows lie in its window [staged]; pulls those that the tables name; may do so once
-//              more, for second_x alone
-//   combine    rows to unique slots on their sources; ack says that all of a rank's came back
+// The exchange as three kernels around the GEMMs of a single GPU, for training and for an unfused pass to compare with.
+//   route      sends lists and counts to the owners (route_scan, counted, publish), plans, makes tables of the own rows
+//   dispatch   says that this rank's rows lie in its window [staged]; pulls the rows that the tables name; may be
+//              called once more, for second_x alone
+//   combine    pushes rows to unique slots on their sources; ack says that all rows of a rank came back
 // A pass is all three, or dispatch and combine with tables of an earlier pass.
 // Rows have no pads between them: row r is row r of the plan, and expert_offsets are those of a GEMM.
-// Host side: arguments, which are the kernels' parameters too, and launchers.
+// This header is the host side: arguments, which are the kernels' parameters too, and launchers.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -49,13 +49,13 @@ struct ExchangeArguments {
   }
 };
 
-/// Names the place that a row comes from and goes back to. Where rows cross once, those of a token here are a list, by
-/// expert, then choice; else every row is one of its own.
+/// Names the place that a row comes from and goes back to. Where a token's row crosses once, its rows here form a list
+/// in order of expert, then choice; else every row is a list of its own.
 struct alignas(16) RowOrigin {
   std::int32_t pair;      ///< token * max_top_k + choice, on its source
   std::int32_t source;    ///< rank
-  std::int32_t next;      ///< row of the list, or -1
-  std::int32_t is_first;  ///< 1: of the list; else 0
+  std::int32_t next;      ///< the next row of the list, or -1
+  std::int32_t is_first;  ///< 1 for the first row of the list, else 0
 };
 
 /// Holds what a rank knows of the rows that its experts have in a pass, R of them.
@@ -83,9 +83,9 @@ struct DispatchArguments {
   RowTables tables;            // of the rows to pull
   RowTables saved;             // out: a copy of them; nulls: none is wanted
   std::int64_t capacity;       // rows that the memory below, and `saved`, hold
-  bool may_overflow;           // where there are more they are left out, and nobody is signalled
-  char* gmem_rows;             // out [capacity,d] bf16: of x in the window; null: they came before
-  char* gmem_second_rows;      // out, the same of second_x; or null
+  bool may_overflow;           // true: rows beyond that are left out, and no rank is signalled
+  char* gmem_rows;         // out [capacity,d] bf16: rows of x; null: an earlier call pulled them
+  char* gmem_second_rows;  // out, the same of second_x; or null
   std::int32_t* gmem_slot_of_pair;  // out [tokens*max_top_k]: the pair, or -1: rows of the slots
 };
 
@@ -97,10 +97,10 @@ struct CombineArguments {
   float const* gmem_dscores;  // [capacity], to dscores of the windows; or null
 };
 
-/// CTAs of a launch. Those of route wait for each other, so all have to be resident: its launch is cooperative.
-/// route and dispatch hold sm_count SMs until the slowest rank has come this far.
+/// sm_count is the number of CTAs. Those of route wait for each other, so all must be resident: its launch is
+/// cooperative. route and dispatch hold sm_count SMs until the slowest rank has come this far.
 cudaError_t launch_route(RouteArguments const& args, int sm_count, cudaStream_t stream);
-/// begun: null, or an event without timing, recorded when all CTAs have an SM.
+/// begun: null, or an event without timing that is recorded when all CTAs have an SM.
 cudaError_t launch_dispatch(DispatchArguments const& args, int sm_count, cudaStream_t stream,
                             cudaEvent_t begun = nullptr);
 /// When it ends, all rows of this rank's tokens lie in its slots.

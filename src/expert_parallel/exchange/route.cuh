@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every CTA does this first: counts to all ranks, its token slice's rows to the owners, and the plan.
-//   scan     histogram of the slice, by warps, and the prefix over slices [route_scan]
-//   counts   to every rank, from a CTA for each; they need no fence
-//   entries  one per row into the list of its owner; an entry's place depends on the choices alone. A warp has a run of
+// Every CTA does this first: it sends counts to all ranks and its token slice's rows to the owners, and makes the plan.
+//   scan     the warps make a histogram of the slice, then the prefix over slices [route_scan]
+//   counts   a CTA for each rank sends them; they need no fence
+//   entries  one per row goes into the list of its owner; its place depends on the choices alone. A warp has a run of
 //            the slice's pairs and knows how many of them the warps before it have, so none waits for another
-//   publish  one thread counts for its CTA, that of the last one signals to the owners; readers of lists await it
-//   [publish] plan     every CTA awaits the counts of all ranks [counted] and derives the same. The lists may be on
-//   their way
-// Beside   one warp finishes what it has begun before its CTA's entries are said to be there (copy_x.cuh)
-// Threads that poll are few, a barrier passes it on. False: a wait has failed, the pass is lost (wait.cuh).
+//   publish  one thread counts its CTA, and the thread of the last CTA signals to the owners, whose readers of lists
+//            await it [publish]
+//   plan     every CTA awaits the counts of all ranks [counted] and derives the same. The lists may be on their way
+// Beside   one warp copies x, and ends before its CTA is counted (copy_x.cuh)
+// Few threads poll; a barrier passes the result on. False means that a wait failed and the pass is lost (wait.cuh).
 #pragma once
 
 #include "cuda/arch/warp.cuh"
@@ -18,12 +18,12 @@
 
 namespace tessera::expert_parallel {
 
-// The warp that copies beside the routing, and says that its CTA's entries are there: one that has no part of the plan
-// where ranks are few.
+// The number of the warp that copies x beside the routing and counts its CTA's entries. Where ranks are few it makes no
+// part of the plan.
 template <int kThreads>
 constexpr int kBesideWarp = kThreads / arch::kWarpThreads - 1;
 
-// Nothing is done beside the routing.
+// For callers that do nothing beside the routing.
 struct NothingBeside {
   __device__ void finish() {}
 };
@@ -47,7 +47,7 @@ __device__ inline bool is_expert(ExchangeArguments const& p, std::int32_t id) {
   return id >= 0 && id < p.shape.experts;
 }
 
-// The counters of the next pass, which nobody has used since the pass before this one.
+// Clears the counters of the next pass, which nobody has used since the pass before this one.
 template <int kThreads>
 __device__ void clear_next_bank(ExchangeArguments const& p, std::uint32_t epoch) {
   auto* const bank = word_of(p.gmem_local, p.local.bank(epoch + 1));
@@ -57,8 +57,8 @@ __device__ void clear_next_bank(ExchangeArguments const& p, std::uint32_t epoch)
   }
 }
 
-// Words of this rank's window from `begin` on: ack, staged, which blocks are done, and with partial combine, which
-// sums. Owners write those of blocks once they have this rank's lists.
+// Sets the words of this rank's window from `begin` on: ack, staged, block_done and, with partial combine,
+// partial_done. Owners write those of blocks once they have this rank's lists.
 template <int kThreads>
 __device__ void renew_words(ExchangeArguments const& p, std::uint32_t epoch, std::int64_t begin) {
   std::uint32_t* const first = own_window(p).word(begin);
@@ -74,7 +74,7 @@ __device__ inline std::uint32_t* pair_word(ExchangeArguments const& p, int pair)
   return word_of(p.gmem_local, p.local.pair_index + std::int64_t{4} * pair);
 }
 
-// put(i, what the values before i add up to) for i in [0, count). By a converged warp.
+// Calls put(i, sum of the values before i) for i in [0, count). A converged warp calls it.
 template <class Value, class Put>
 __device__ void exclusive_sums(int count, Value value, Put put) {
   std::int32_t before = 0;
@@ -95,7 +95,7 @@ __device__ inline TokenSlice pairs_of_warp(ExchangeArguments const& p, TokenSlic
   return {begin + part.begin, begin + part.end};
 }
 
-// next[], totals[] and list_begin[] from the histograms of all slices.
+// Computes next[], totals[] and list_begin[] from the histograms of all slices.
 template <int kThreads>
 __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, std::uint32_t epoch,
                      TokenSlice slice) {
@@ -136,7 +136,7 @@ __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, s
         Waiter(p, epoch).for_count(p.local.slices_counted(epoch), gridDim.x, Site::route_scan);
   }
   if (!all_reached(reached)) return false;
-  // Sums over slices: as many threads for four experts as there are, each with all of its loads in flight.
+  // Sums over slices: the threads share the groups of four experts, and each has all of its loads in flight.
   int const slices = static_cast<int>(gridDim.x);
   int const fours = (experts + 3) / 4;
   int const parts = max(kThreads / fours, 1);
@@ -173,8 +173,8 @@ __device__ bool scan(ExchangeArguments const& p, RouteStorage<kThreads>& smem, s
   return true;
 }
 
-// Adds the token's choices on the owner of `id` to the entry, for rows that cross once. The one of the lowest expert,
-// whose tasks come first, pulls the row.
+// Adds the token's choices on the owner of `id` to the entry, for rows that cross once. The entry of the lowest expert,
+// whose tasks come first, has the row pulled.
 __device__ inline void join(ExchangeArguments const& p, std::int32_t id, int pair,
                             RouteEntry& entry) {
   int const choice = pair - p.token_of(pair) * p.shape.max_top_k;
@@ -196,7 +196,7 @@ __device__ inline void join(ExchangeArguments const& p, std::int32_t id, int pai
   entry.choices = choices;
 }
 
-// One pair per lane at a time; those of one expert keep their order.
+// Writes the slice's entries, one pair per lane at a time; pairs of one expert keep their order.
 template <bool kWithScores, int kThreads>
 __device__ void write_entries(ExchangeArguments const& p, RouteStorage<kThreads>& smem,
                               std::uint32_t epoch, TokenSlice slice) {
@@ -247,8 +247,8 @@ __device__ void send_counts(ExchangeArguments const& p, RouteStorage<kThreads> c
   }
 }
 
-// One thread, for all of the CTA, which have written their entries. The last CTA says to the owners that all are there:
-// its fence is for those of the CTAs that have counted as well. True: this is the last one.
+// One thread counts its CTA, all of which has written its entries. The thread of the last CTA signals to the owners
+// that all are there; its fence covers the entries of all CTAs that have counted. Returns true in the last one.
 __device__ inline bool publish_entries(ExchangeArguments const& p, std::uint32_t epoch) {
   std::uint32_t const before =
       arch::count_acq_rel_gpu(word_of(p.gmem_local, p.local.slices_written(epoch)), 1);
@@ -260,7 +260,7 @@ __device__ inline bool publish_entries(ExchangeArguments const& p, std::uint32_t
   return true;
 }
 
-// make_plan and make_list_begins of plan.hpp, from smem.counts. By all warps, each with a part of it.
+// Does what make_plan and make_list_begins of plan.hpp do, from smem.counts. All warps call it; each does a part.
 template <int kThreads>
 __device__ void plan_by_warps(ExchangeArguments const& p, RouteStorage<kThreads>& smem) {
   CountMatrix const counts{smem.counts, p.shape.experts};

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tables of the rows that an owner's experts have in a pass, from the lists of all ranks: where the rows of an expert
-// begin, and for each row its pair, source and score, and the next row of its token. Row i by thread i mod threads.
-// Before them a word in the host's memory says how many rows there are, and whether those of every rank are within its
-// row limit.
+// Makes the tables of the rows that an owner's experts have in a pass, from the lists of all ranks: where the rows of
+// an expert begin, and for each row its pair, source and score, and the next row of its token. Thread i mod threads
+// writes row i. Before that a word in the host's memory is set: how many rows there are, and whether those of every
+// rank are within its row limit.
 #pragma once
 
 #include "expert_parallel/exchange/route.cuh"
@@ -16,7 +16,7 @@ struct PassPlan {
   std::int32_t const* list_begin;
 };
 
-// Rows that this rank has memory for, to all ranks: a thread for each.
+// Signals to all ranks how many rows this rank has memory for; a thread for each rank.
 __device__ inline void send_row_limit(ExchangeArguments const& exchange, std::uint32_t epoch,
                                       std::int32_t row_limit, int rank) {
   if (rank >= exchange.shape.ranks) return;
@@ -54,7 +54,7 @@ __device__ inline void write_offsets(ExchangeArguments const& exchange, PassPlan
   }
 }
 
-// The row of the token's next choice on this owner, by expert, then choice; -1: there is none.
+// Returns the row of the token's next choice on this owner, by expert, then choice, or -1.
 __device__ inline std::int32_t next_row(ExchangeArguments const& exchange, PassPlan const& pass,
                                         std::uint32_t epoch, PoolRow const& row, std::uint32_t pair,
                                         std::uint32_t choices) {
@@ -81,7 +81,7 @@ __device__ inline std::int32_t next_row(ExchangeArguments const& exchange, PassP
          rows_ahead(exchange.shape, pass.counts, expert, exchange.rank, row.source) + next.index;
 }
 
-// The first `rows` rows, those of one of `threads` threads. The lists have come.
+// Writes one thread's share, of `threads`, of the first `rows` rows. The lists have come.
 __device__ inline void write_rows(ExchangeArguments const& exchange, PassPlan const& pass,
                                   std::uint32_t epoch, RowTables const& made, int rows, int thread,
                                   int threads) {

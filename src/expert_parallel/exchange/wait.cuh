@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Waits that end: with the word, after a time limit, or when another rank has given up. Who leaves says so to all ranks
-// before it does anything else, and leaves a Fault for the host.
+// A wait ends when its word has come, after a time limit, or when another rank has given up. Who gives up signals it to
+// all ranks before it does anything else, and leaves a Fault for the host.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,13 +28,13 @@ class Waiter {
  public:
   __device__ Waiter(ExchangeArguments const& p, std::uint32_t epoch) : p_(p), epoch_(epoch) {}
 
-  /// A word of this rank's window that `peer` writes. False: the pass is lost.
+  /// Waits for a word of this rank's window that `peer` writes. False: the pass is lost.
   __device__ bool for_epoch(std::int64_t offset, std::uint32_t epoch, Site site, int peer) const {
     OwnWindow const own = own_window(p_);
     return wait([&] { return own.acquire(offset); },
                 [&](std::uint32_t seen) { return reached(seen, epoch); }, epoch, site, peer);
   }
-  /// second_x of `peer` lies in its window. Not every pass says so: a word may be of any pass before.
+  /// Waits until second_x of `peer` lies in its window. Not every pass has one, so the word may be of any earlier pass.
   __device__ bool for_second_rows(int peer) const {
     OwnWindow const own = own_window(p_);
     std::int64_t const word = p_.window.second_staged_word(peer);
@@ -51,13 +51,13 @@ class Waiter {
                       [&](std::uint32_t seen) { return !waits || reached(seen, epoch_); }, epoch_,
                       Site::publish, peer);
   }
-  /// A counter of this GPU.
+  /// Waits for a counter of this GPU.
   __device__ bool for_count(std::int64_t offset, std::uint32_t count, Site site) const {
     std::uint32_t const* const word = word_of(p_.gmem_local, offset);
     return wait([&] { return arch::load_acquire_gpu(word); },
                 [&](std::uint32_t seen) { return seen == count; }, count, site, -1);
   }
-  /// A converged warp calls it, and does something else between two looks.
+  /// The same for a converged warp, which does something else between two looks.
   template <class Meanwhile>
   __device__ bool for_count(std::int64_t offset, std::uint32_t count, Site site,
                             Meanwhile meanwhile) const {
@@ -68,19 +68,20 @@ class Waiter {
     };
     return wait<true>(look, [&](std::uint32_t seen) { return seen == count; }, count, site, -1);
   }
-  /// c[source][expert] of this pass.
+  /// Waits for c[source][expert] of this pass.
   __device__ bool for_rows(int source, int expert, std::int32_t& rows) const {
     return for_count_word(p_.window.count_word(parity(epoch_), source, expert), source, rows,
                           [&](std::uint32_t seen) { return reached(seen, epoch_); });
   }
-  /// Rows that a rank has memory for in this pass. Not every pass says so: a word may be of any pass of this parity.
+  /// Waits for the rows that a rank has memory for in this pass. Not every pass has them: the word may be of any
+  /// earlier pass of this parity.
   __device__ bool for_row_limit(int rank, std::int32_t& rows) const {
     return for_count_word(p_.window.row_limit_word(parity(epoch_), rank), rank, rows,
                           [&](std::uint32_t seen) { return seen == epoch_; });
   }
 
-  /// At the end of a pass for which every word has come. Who gives up does not stop and may have sent what is void, and
-  /// waits look at the words of ranks seldom. By a converged warp that has seen all that it waited for.
+  /// Reports a rank that has given up, at the end of a pass whose words have all come: that rank does not stop and may
+  /// have sent void rows, and waits look at the abort words seldom. A converged warp that waits for nothing calls it.
   __device__ void report_given_up() const {
     int const rank = arch::lane_idx();
     int const by = rank < p_.shape.ranks ? abort_word(rank) : 0;
@@ -88,7 +89,7 @@ class Waiter {
     if (ranks != 0 && rank == first_of(ranks)) raise(Site::ended, -1, 0, 0, by);
   }
 
-  /// A thread calls it that cannot go on, though every word has come; others find out at the end of their passes.
+  /// For a thread that cannot go on though every word has come. Other ranks notice at the end of their passes.
   __device__ void give_up(Site site, std::uint32_t expected, std::uint32_t seen) const {
     raise(site, -1, expected, seen, 0);
     signal_all(p_.rank + 1);
@@ -113,7 +114,7 @@ class Waiter {
   template <bool kWarp = false, class Look, class Enough>
   __device__ bool wait(Look look, Enough enough, std::uint32_t wanted, Site site, int peer) const {
     constexpr int kSpinsPerLook = 1024;  // at the clock and at the abort words
-    // A peer that does not send stops those, too, who wait for counters of this GPU: who can name it reports first.
+    // A peer that does not send also stops waits for counters of this GPU. These wait longer, as they cannot name it.
     std::uint64_t const limit_ns = p_.limit_ns + (peer < 0 ? p_.limit_ns / 8 : 0);
     std::uint64_t begin = 0;
     for (int spin = 1;; ++spin) {
@@ -141,7 +142,7 @@ class Waiter {
     }
   }
 
-  // A different length each time, so that CTAs, roles and ranks come in any order.
+  // Pauses for a different time at each call, so that CTAs, roles and ranks come in any order.
   __device__ void pause(std::uint32_t site) const {
     std::uint64_t const begin = arch::nanoseconds();
     std::uint32_t draw = static_cast<std::uint32_t>(begin) ^ (blockIdx.x * 0x9e3779b9u) ^
@@ -154,7 +155,8 @@ class Waiter {
 
   __device__ static int first_of(unsigned lanes) { return __ffs(static_cast<int>(lanes)) - 1; }
 
-  // 0, or the rank + 1 that gave up first, as `rank` says. It stays: a group that has lost a pass is rebuilt.
+  // Returns 0, or 1 + the rank that gave up first as far as `rank` knows. The word is never cleared: a group that has
+  // lost a pass is made anew.
   __device__ int abort_word(int rank) const {
     return static_cast<int>(own_window(p_).look(p_.window.abort_word(rank)));
   }
@@ -164,9 +166,9 @@ class Waiter {
     }
     return 0;
   }
-  // Whoever leaves signals to all peers, as the rank whose word it has seen may not have reached them. What it, or a
-  // thread that leaves because of the own window's word, says to a peer later is behind the fence: who acquires it
-  // finds the word.
+  // Whoever gives up signals it to all peers, as the rank whose word it has seen may not have reached them. Later
+  // signals to a peer, of this thread or of one that gives up because of the own window's word, come behind the fence:
+  // who acquires such a signal sees the abort word.
   __device__ void signal_all(int by) const {
     auto const store = [&](int rank) {
       peer_of(p_, rank).signal(p_.window.abort_word(p_.rank), static_cast<std::uint32_t>(by));

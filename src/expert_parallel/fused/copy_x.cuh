@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // copy_x copies rows of the caller's x into this rank's window, where all ranks read them. Each CTA has its slice of
-// the tokens, and one warp of it copies beside the routing: caller -> stages, free until the roles begin -> window.
+// the tokens, and one of its warps copies it while the others route: from the caller's memory through the stages of the
+// ring, which are free until the roles begin, to the window.
 // Schedule  a chunk per lane and batch. Two batches land while the CTA routes; then one lands while the other is stored
 // Barriers  landed[batch % 2], once per batch; store groups of each lane
-// Ends      all is written before the CTA's entries are said to be there (route.cuh), so who has awaited a rank's list
-//           may read its x
+// Ends      all is written before the CTA is counted (route.cuh), so who has awaited a rank's list may read its x
 #pragma once
 
 #include "cuda/arch/bulk_copy.cuh"
@@ -39,7 +39,7 @@ class CopyX {
         chunks_of_row_((row_bytes_ + CopyXStorage::kChunkBytes - 1) / CopyXStorage::kChunkBytes),
         chunks_((slice_.end - slice_.begin) * chunks_of_row_) {}
 
-  // One converged warp calls what follows.
+  // One converged warp calls the following functions.
   __device__ void begin() {
     if (from_ == nullptr) return;
     if (arch::lane_idx() == 0) {
@@ -58,7 +58,7 @@ class CopyX {
       if (chunk.bytes > 0) arch::bulk_store(chunk.to, chunk.smem, chunk.bytes);
       arch::tma_store_commit();
       if (batch == 0) continue;
-      arch::tma_store_wait_read<1>();  // this lane's chunk of the batch before frees its place
+      arch::tma_store_wait_read<1>();  // the previous batch's chunk of this lane has left its place
       load(batch + 1);
     }
     arch::bulk_store_wait<0>();

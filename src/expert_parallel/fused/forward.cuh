@@ -9,7 +9,7 @@
 //       warp 3     | draws tickets (schedule_tasks.cuh); marks a task [loadable] when [arrived] or [a_ready] has
 //                  | counted what it needs; announces what the consumers have sent [sent] -> a_ready; down_tiles,
 //                  | block_done
-//   WG1, 2         | at first pull prologue rows, or copy this rank's own ones -> arrived
+//   WG1, 2         | first pull prologue rows, or copy those that are this rank's own -> arrived
 //                  | multiply; an up task stores a by TMA, which completes under the next task; a down task pushes its
 //                  | rows to slots on their sources, under the next task -> sent; at last add up partial combines that
 //                  | are left, and aggregate the slice's tokens [block_done, partial_done]
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
   TESSERA_DYNAMIC_SHARED(smem_raw);
   auto& smem = *reinterpret_cast<ForwardStorage*>(smem_raw);
   Pass const pass{p, smem, *p.exchange.gmem_epoch};
-  // The stages are free until the roles begin.
+  // Routing uses the stages, which are free until the roles begin.
   auto& head = *reinterpret_cast<HeadStorage*>(&smem.gemm.a);
   CopyX copy_x(p.exchange, p.gmem_x, p.x_pitch_bytes, head.copy_x, smem.x_landed);
   if (arch::warp_idx() == kBesideWarp<kForwardThreads>) copy_x.begin();
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kForwardThreads, 1)
     Waiter(p.exchange, pass.epoch).report_given_up();
   }
   __syncwarp();
-  arch::cluster_sync();  // this CTA's barriers get the other one's arrivals until then
+  arch::cluster_sync();  // this CTA's barriers may get arrivals of the other one until here
 #endif
 }
 
@@ -245,7 +245,7 @@ cudaError_t launch_forward_kernel(ForwardParams const& params, int sm_count, cud
   return cudaLaunchKernelEx(&config, kKernel, params);
 }
 
-// Each case has a kernel of its own: in one, code that the others do not run costs them time (lesson 5).
+// Each case has a kernel of its own: code that a pass does not run would cost it time (lesson 5).
 template <ActivationKind kKind>
 cudaError_t launch_forward_of(ForwardParams const& params, int sm_count, cudaStream_t stream) {
   bool const saves = params.saved.tables.gmem_expert_offsets != nullptr;

@@ -66,14 +66,14 @@ struct SentQueue {
   SentTask task[kSentSlots];
 };
 
-// Between the warp that schedules tasks and the one that loads them each barrier completes a phase for each task.
+// Barriers between the warp that schedules tasks and the one that loads them; each completes a phase for each task.
 struct ScheduleBarriers {
   arch::Mbarrier may_draw;  // the next task may be drawn; CTA 0 waits for it
   arch::Mbarrier loadable;  // the announced task's A has arrived
 };
 
-// Tickets that CTA 0 of a pair has drawn, as CTA 1 gets them. CTA 0 is a task ahead at most, as it cannot load without
-// the other.
+// CTA 0 of a pair sends CTA 1 the tickets that it draws. CTA 0 is at most one task ahead, as it cannot load without the
+// other.
 constexpr int kTicketSlots = 4;
 struct DrawnTickets {
   alignas(16) int4 drawn[kTicketSlots];
@@ -83,7 +83,7 @@ struct DrawnTickets {
 // A warp that makes partial combines has this storage (partial_combine.cuh).
 struct SumStorage {
   static constexpr int kRowsOfDraw = 2;
-  static constexpr int kMaxUnsignalled = 4;  // tokens that one fence stands before the signals of
+  static constexpr int kMaxUnsignalled = 4;  // tokens whose signals share one fence
   struct Token {
     std::uint32_t choices;  // on this rank
     int token, source;
@@ -122,7 +122,7 @@ struct ForwardStorage {
     return reinterpret_cast<std::int32_t*>(plan + kMaxExperts / 2);
   }
 
-  // [source][local expert], where the kernels of one GPU have the offsets of segments.
+  // [source][local expert], in the memory where the kernels of one GPU have the offsets of segments.
   __device__ std::int32_t* counts() { return gemm.segment_offsets; }
   template <gemm::GemmConfig kGemm>
   __device__ gemm::SharedStorage<kGemm>& gemm_of() {
@@ -132,7 +132,7 @@ struct ForwardStorage {
 static_assert(sizeof(ForwardStorage) <= gemm::kSharedMemoryBytes);
 static_assert(kMaxExperts <= gemm::kMaxSegments);
 
-// The stages hold it until the roles begin.
+// Lies in the memory of the stages until the roles begin.
 struct HeadStorage {
   CopyXStorage copy_x;
   RouteStorage<kForwardThreads> route;

@@ -6,8 +6,8 @@
 
 namespace tessera::expert_parallel {
 
-// A warp still has to store the results of a down task piece by piece, or to wait until those of an up task are in
-// memory; with kSaves it stores h of an up task piece by piece, too. It announces either when that is done.
+// Does what a warp has to do for its last task: store the results of a down task, with kSaves h of an up task too,
+// piece by piece; wait until a of an up task is in memory; then announce the task.
 template <class Push, bool kSaves>
 class LastTask {
  public:

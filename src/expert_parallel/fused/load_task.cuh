@@ -49,8 +49,8 @@ class LoadTask {
   __device__ __forceinline__ void end() {}
 
  private:
-  // k_tiles. Tickets are drawn no earlier than needed: of two tickets one after the other one would wait for the end
-  // of a long task, the other for that of a short one, and the weights that both read would have left L2 in between.
+  // k_tiles before a task's end at which its successor is drawn, no earlier than needed. Were tickets drawn early, one
+  // of two consecutive ones could wait behind a long task, and the weights that both read would have left L2 meanwhile.
   static constexpr int kDrawAhead = 8;
   static constexpr gemm::GemmConfig kUp = up_gemm(kKind);
   static constexpr gemm::GemmConfig kUpShared = kUp.b_halves() == 2 ? kGatedShared : kPlainShared;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Transfer::partial_combine: what the owner sends back for a token of another rank that has several rows here, by
-// communication warps that have nothing left to pull, and at last by all warps.
+// Transfer::partial_combine: the owner sends back one sum for a token of another rank that has several rows here.
+// Communication warps that have nothing left to pull make the sums, and at the end of the pass all warps do.
 //   part_t = bf16(sum over the token's choices j on this owner, in their order, of s_tj * y_tj)
 //   y      [rows of the pool, d] bf16, where x was (push_rows.cuh) -> the slot of the first of these choices, on the
 //          token's source -> partial_done
@@ -9,7 +9,7 @@
 // Ahead     a number is drawn two draws before it is needed, entries are read one draw, places and scores one token
 //           before, into shared memory
 // Waits     the blocks of the token's rows [down_tiles]
-// Signals   of several tokens behind one fence, under the loads of the next one; of all of them before a wait
+// Signals   for several tokens behind one fence, during the loads of the next token; for all of them before a wait
 #pragma once
 
 #include "cuda/arch/cp_async.cuh"
@@ -30,7 +30,7 @@ class PartialCombine {
         lane_(arch::lane_idx()),
         cursor_(p_.shape, pass.counts(), pass.plan(), pass.smem.list_begin, p_.rank) {}
 
-  // A warp that communicates begins with the draw of its number, one that helps them with any.
+  // A communication warp begins with the draw of its own number, a warp that helps later with any.
   static constexpr int kAnyDraw = -1;
   __device__ void run(int first_draw) {
     if (__any_sync(arch::kAllLanes, pass_.failed())) return;  // places may not have come
@@ -184,7 +184,7 @@ class PartialCombine {
       float sum[kBlocks][8] = {};
       int first = 0;
       do {
-        // Zero, as registers of conditional loads alone would be taken between two tokens, too.
+        // Set to zero: registers that conditional loads alone write would stay occupied between two tokens, too.
         uint4 part[kAtOnce][kBlocks] = {};
         TESSERA_UNROLL
         for (int i = 0; i < kAtOnce; ++i) {

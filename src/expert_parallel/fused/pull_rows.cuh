@@ -10,7 +10,7 @@
 //           pull_prologue_tokens: all prologue rows, as every one of them goes to several places
 // Ahead   direct: entries are read a row before. Else a number is drawn two draws before it is needed, entries are
 //         read one draw before, and the next token is found while a row is on its way
-// Pads stay what they are: a row of a GEMM depends on its own row alone, and no slot gets one.
+// Pads between blocks are not written: a row of a GEMM's result depends on its own row alone, and no slot gets a pad.
 #pragma once
 
 #include "expert_parallel/fused/row_copies.cuh"
@@ -19,17 +19,17 @@ namespace tessera::expert_parallel {
 
 constexpr int kRowsOfDraw = 4;  // where rows cross once; not every one of them pulls its token
 
-// Counts the rows of as many blocks as the first tasks of all CTAs would fill with all tiles of each; the tasks
-// themselves, two tiles at a time, touch some blocks more.
+// Counts the rows of the blocks that the first tasks of all CTAs read, as if each block's tiles were all among them.
+// The tasks, which take two tiles at a time, read a few blocks more.
 __device__ inline int rows_of_first_tasks(ExchangeShape const& shape) {
   int const tasks = static_cast<int>(gridDim.x);
   return (tasks + shape.up_tiles() - 1) / shape.up_tiles() * shape.block_rows;
 }
 
-// Counts the rows of these tasks that consumer warps pull, where rows cross once. Two GPUs: at most half of all;
-// those of two tasks are 0.6% slower (docs/notebook/2026-11-24-two-gpus-again.md). More, where three of four or more
-// wait for the link: one for each warp, so that the early ones are not behind late ones there, and at most a sixth of
-// all (docs/notebook/2026-11-26-fewer-first-rows.md).
+// Counts the prologue rows, which consumer warps pull, where rows cross once. Two GPUs: those of the first tasks, at
+// most half of all rows; those of two tasks are 0.6% slower (docs/notebook/2026-11-24-two-gpus-again.md). More GPUs,
+// where three of four rows or more wait for the link: one for each warp, so that early rows do not queue behind late
+// ones, and at most a sixth of all (docs/notebook/2026-11-26-fewer-first-rows.md).
 __device__ inline int prologue_rows(ExchangeShape const& shape, int all) {
   int const most =
       shape.ranks > 2 ? min(static_cast<int>(gridDim.x) * kConsumerWarps, all / 6) : all / 2;

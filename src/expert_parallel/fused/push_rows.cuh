@@ -16,9 +16,9 @@
 
 namespace tessera::expert_parallel {
 
-// Each warp has its own; warps share nothing. kPartialCombine: Transfer::partial_combine. kGatedH: h of gated up tasks
-// is saved as well, and its quarters are of its halves in turns. LastTask calls work() and announces when all is done,
-// so that drain() has nothing to wait for.
+// Each warp has a Push of its own; warps share nothing. kPartialCombine: Transfer::partial_combine. kGatedH: h of gated
+// up tasks is saved as well, whose quarters belong to the gate half and the up half in turns. LastTask calls work() and
+// announces when all is done, so that drain() has nothing to wait for.
 template <bool kPartialCombine, bool kGatedH>
 class Push {
  public:
@@ -49,7 +49,7 @@ class Push {
     return peer_of(p, origin.y).store_if_local<OtherWay::kStaged>(slot);
   }
 
-  // The rows that keep() gets next go there.
+  // Sets where the rows go that keep() gets next.
   __device__ void aim(char* to) { next_to_ = to; }
 
   // Holds y of a down task. All pieces of what was held before are done.
@@ -72,7 +72,7 @@ class Push {
     next_ = 0;
   }
 
-  // All pieces are done: the compiler may use the registers of what was.
+  // Call it when all pieces are done: the compiler may then reuse the registers that held them.
   __device__ void drop() {
     TESSERA_UNROLL
     for (std::uint32_t& pair : held_) pair = 0;
@@ -88,7 +88,7 @@ class Push {
     int const quarter = piece / kPiecesOfQuarter;
     if (piece % kPiecesOfQuarter == 0) {
       TESSERA_UNROLL
-      for (int held = 0; held < 3; ++held) {  // which registers, the compiler has to know
+      for (int held = 0; held < 3; ++held) {  // registers need an index that the compiler knows
         if (quarter == held + 1) fill([&](int i) { return held_[held * kPacked + i]; });
       }
     }

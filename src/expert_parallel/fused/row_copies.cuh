@@ -19,7 +19,7 @@ class RowCopies {
   __device__ void copy(char const* from, int to) {
     copy(from, to, [] {});
   }
-  // The warp calls meanwhile() when the row is on its way.
+  // The same; the warp calls meanwhile() when the row is on its way.
   template <class Meanwhile>
   __device__ void copy(char const* from, int to, Meanwhile meanwhile) {
     unsigned const places = __ballot_sync(arch::kAllLanes, to >= 0);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward needs h and tables of this rank's rows of a fused pass besides x. They lie without pads.
-//   head     CTA 0: the row limit, to all ranks; behind the plan, where the rows of an expert begin, and to the host,
-//            how many there are
-//   tables   communication warps that have nothing left to pull (row_tables.cuh)
-//   h        rounded to bf16, under the k loop of the next task as the results of down tasks are (push_rows.cuh)
+// Saves what backward needs of a fused pass besides x: h, and tables of this rank's rows. Both lie without pads.
+//   head     CTA 0 sends the row limit to all ranks; when it has the plan, it writes where the rows of an expert begin,
+//            and signals to the host how many there are
+//   tables   communication warps that have nothing left to pull write them (row_tables.cuh)
+//   h        is rounded to bf16 and stored under the k loop of the next task, like rows of down tasks (push_rows.cuh)
 #pragma once
 
 #include "expert_parallel/exchange/row_tables.cuh"
@@ -16,7 +16,7 @@ __device__ inline int held_rows(SavedPass const& saved, int all) {
   return static_cast<int>(min(std::int64_t{all}, saved.capacity));
 }
 
-// All threads of CTA 0 call it, behind the plan. The lists may be on their way. Returns false if a wait has failed.
+// All threads of CTA 0 call it when the plan is made; the lists may be on their way. Returns false if a wait failed.
 template <int kThreads>
 __device__ bool begin_saved(Pass const& pass, RouteStorage<kThreads> const& route) {
   ExchangeArguments const& exchange = pass.p.exchange;
@@ -33,7 +33,7 @@ __device__ bool begin_saved(Pass const& pass, RouteStorage<kThreads> const& rout
   return signal_host(exchange, plan, pass.epoch, saved.host);
 }
 
-// One of kCommunicationWarps warps of a CTA. The lists have come, unless the pass has failed.
+// Each of kCommunicationWarps warps of a CTA calls it. The lists have come, unless the pass has failed.
 __device__ inline void write_saved_rows(Pass const& pass, int warp) {
   if (pass.failed()) return;
   ExchangeArguments const& exchange = pass.p.exchange;

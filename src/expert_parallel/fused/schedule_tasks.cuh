@@ -82,7 +82,7 @@ class Tasks {
   std::uint32_t phase_ = 0;
 };
 
-// The tickets of a pair, which begins with the one of its number. One converged warp of each CTA.
+// The tickets of a pair of CTAs; its first one is the pair's number. One converged warp of each CTA has a Tickets.
 class Tickets {
  public:
   __device__ explicit Tickets(Pass const& pass) : pass_(pass) {}
@@ -117,7 +117,7 @@ class Tickets {
     return std::int64_t{gridDim.x} / kCtasOfPair + drawn;
   }
 
-  // One thread, before CTA 0 draws.
+  // One thread calls it before CTA 0 draws.
   __device__ static void init(DrawnTickets& tickets) {
     for (int slot = 0; slot < kTicketSlots; ++slot) {
       arch::mbarrier_init(&tickets.full[slot], 1);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The results of a task are announced without a fence in the warps that multiply: each writes into shared memory that
-// it has sent its own, and the warp that schedules counts the task once all have. The last down task of a block fences
-// at system scope for all of the block's down tasks.
+// The warps that multiply announce the results of a task without a fence: each notes in shared memory that it has sent
+// its rows, and the warp that schedules counts the task once all have. With the last down task of a block that warp
+// fences at system scope, once for all down tasks of the block.
 //   full    every consumer warp arrives when it has issued its stores for the task, and its bulk stores are complete
 //   empty   the announcing warp arrives when the slot may be taken again
 // Memory  barriers of the CTA order the warps' writes before the announcing lane's count, which releases them at the
@@ -39,8 +39,8 @@ class SentTasks {
   std::uint32_t phase_ = 0;
 };
 
-// After the last down task of a block, signals to the sources of its rows, which come in turn: those whose range meets
-// the block's.
+// After the last down task of a block, signals to the sources of its rows. Rows are in order of their sources, so these
+// are the ones whose range overlaps the block.
 __device__ inline void announce_block(Pass const& pass, int local_expert, int block) {
   ExchangeArguments const& p = pass.p.exchange;
   int const expert = p.rank * p.local_experts + local_expert;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A CTA of the fused kernel sets up, between routing and its roles: barriers, what the roles read of the plan, and the
-// agreement of a pair that both begin.
+// A CTA of the fused kernel sets up between routing and its roles: barriers, copies of what the roles read of the plan,
+// and the agreement of both CTAs of a pair that they begin.
 #pragma once
 
 #include "cuda/arch/cluster.cuh"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// o_t = sum over choices of s * slot, in the order of the choices, each awaited: the end of the fused kernel.
+// The end of the fused kernel: o_t = sum over choices of s * slot, in the order of the choices, each awaited.
 // The bits are those of aggregate (src/cuda/kernels). partial combine: where another rank has several of a token's
-// choices, their sum stands in the slot of the first of them (partial_combine.cuh). Of two groups of tokens those that
-// are complete come first.
+// choices, their sum stands in the slot of the first of them (partial_combine.cuh). A warp looks at two groups of
+// tokens and takes those first whose results have all come.
 //   piece   512 to 2048 columns of two to eight choices of a token: 8 KB
 //   ring    two pieces of every warp, where the stages were: 128 KB of an SM in flight, by cp.async. Every lane reads
 //           what it has asked for itself, so that nobody waits for anybody
@@ -36,7 +36,7 @@ class SlotSums {
         ring_(reinterpret_cast<unsigned char*>(&pass.smem.gemm.a) + warp * kPieces * kPieceBytes +
               16 * lane_) {}
 
-  // Comes when all consumer warps have ended their tasks.
+  // Call it when all consumer warps have ended their tasks.
   __device__ void run() {
     // The fewer choices a token has, the more columns at once.
     if (top_k_ <= 2) {
@@ -224,8 +224,8 @@ class SlotSums {
     std::uint32_t to = arch::shared_address(ring_ + slot * kPieceBytes);
     std::int64_t const pitch = 2 * std::int64_t{p_.shape.hidden};
     int const column = piece.column + 8 * lane_;
-    // Nobody reads slots again. Their lines take the places of each other, not of what has still to be written out;
-    // FlashDMoE's layer, whose rows go direct, takes up to 0.4% longer by it.
+    // Nobody reads slots again, so their lines in L2 are evicted first, and not those that have still to be written
+    // out. FlashDMoE's layer, whose rows go direct, takes up to 0.4% longer by it.
     std::uint64_t const policy =
         kTransfer == Transfer::direct ? arch::l2_evict_normal() : arch::l2_evict_first();
     unsigned left = piece.choices;

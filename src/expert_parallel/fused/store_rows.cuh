@@ -19,7 +19,7 @@ class StoreRows {
   __device__ StoreRows(Pass const& pass, int consumer)
       : p_(pass.p.activation), stages_(pass.smem.gemm, consumer) {}
 
-  // It reads nothing: stages come as they are.
+  // This epilogue reads nothing, so a lent stage is left as it is.
   __device__ static void lend(gemm::SharedStorage<kPlain>& smem, Params const&, int stage,
                               gemm::WorkTile const&, int) {
     arch::mbarrier_arrive(&smem.full[stage]);

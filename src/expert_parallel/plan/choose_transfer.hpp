@@ -33,11 +33,11 @@ inline double results_across(ExchangeShape const& s) {
   return rows_across(s, Transfer::direct) * (1 - added) + (s.ranks - 1) * (1 - misses);
 }
 
-/// direct, unless the rows that cross take three quarters of the time of the GEMMs behind which they might hide, and
-/// crossing once per owner saves a quarter of them, choices drawn evenly. Where the link has time left, FlashDMoE's
-/// layers take 1 to 6% longer so (docs/notebook/2026-11-23-converged-warps.md). Where it would take three quarters even
-/// then, owners add up what they may, if a pass of max_tokens saves 75 us of it so: where that is 50 us, sums that come
-/// behind the last tasks cost more (docs/notebook/2026-11-26-sums-on-owners.md).
+/// direct, unless the rows that cross take three quarters of the time of the GEMMs that could hide them, and crossing
+/// once per owner would save a quarter of them, if choices are even. Where the link has time left, `once` makes
+/// FlashDMoE's layers 1 to 6% slower (docs/notebook/2026-11-23-converged-warps.md). partial combine, if it is allowed,
+/// where the rows take three quarters even with `once`, and it saves 75 us of a pass of max_tokens: where it saves 50
+/// us, the sums behind the last tasks cost more than that (docs/notebook/2026-11-26-sums-on-owners.md).
 inline Transfer choose_transfer(ExchangeShape const& s, bool partial_combine = false) {
   constexpr double kGemms = 650e12;  // FLOP per second
   constexpr double kBusy = 0.75;

@@ -11,7 +11,7 @@ namespace tessera::expert_parallel {
 
 /// In host memory that the device writes. Only the first fault of a rank is kept.
 struct Fault {
-  std::uint32_t raised;   ///< 0: none; written behind all of it
+  std::uint32_t raised;   ///< 0: none; written last
   std::uint32_t claimed;  ///< 0 until a thread writes its own
   Site site;
   std::int32_t rank, cta;
@@ -20,7 +20,7 @@ struct Fault {
   std::uint32_t aborted_by;  ///< a rank + 1 that gave up first, 0: none
 };
 
-/// ok, or device_error with all of it in one line. A kernel may be writing it.
+/// Returns ok, or device_error with the fault in one line. A kernel may be writing the fault meanwhile.
 inline Status fault_status(Fault const& fault, double limit_seconds) noexcept {
   if (__atomic_load_n(&fault.raised, __ATOMIC_ACQUIRE) == 0) return {};
   if (fault.aborted_by != 0) {

@@ -39,7 +39,7 @@ struct ExchangeShape {
   std::int32_t block_rows = 128;
   Transfer transfer = Transfer::direct;
   bool gated = true;      ///< up has gate and up rows
-  bool training = false;  ///< windows have room for a second x and for dscores
+  bool training = false;  ///< windows have places for a second x and for dscores
 
   [[nodiscard]] TESSERA_INLINE constexpr std::int32_t local_experts() const {
     return experts / ranks;
@@ -110,7 +110,7 @@ TESSERA_INLINE constexpr std::int32_t source_after(ExchangeShape const& shape,
   return source + 1 < shape.ranks ? source + 1 : 0;
 }
 
-/// Rows that other sources have ahead of `source` in `expert` of `owner`.
+/// Counts the rows of `expert` on `owner` that stand before those of `source`.
 TESSERA_INLINE std::int32_t rows_ahead(ExchangeShape const& shape, CountMatrix counts,
                                        std::int32_t expert, std::int32_t owner,
                                        std::int32_t source) {
@@ -135,7 +135,8 @@ TESSERA_INLINE std::int32_t rows_of(ExchangeShape const& shape, CountMatrix coun
   return rows;
 }
 
-/// plan[E]: every rank makes that of all owners, to know where its own rows are. Kernels do it by warps (route.cuh).
+/// Writes plan[E]: every rank makes the plan of all owners, to know where its own rows go. Kernels share the work among
+/// warps (route.cuh).
 TESSERA_INLINE void make_plan(ExchangeShape const& shape, CountMatrix counts, ExpertPlan* plan) {
   ExpertPlan next = {};
   for (std::int32_t e = 0; e < shape.experts; ++e) {
@@ -244,10 +245,10 @@ class RowCursor {
   std::int32_t owner_, local_experts_, expert_;
 };
 
-/// Units of down that stay behind those of up. Too few: down tasks wait for up tasks, and pushes fight pulls for the
-/// link; too many: the last down tasks run with nothing to hide behind. 0.45 of all units, from 8 to 16 with two GPUs,
-/// to 32 with more: 16 are the best of 4, 16 and up to 64, or within 1% of it. Where rows cross once, as their pulls
-/// end early, and with one GPU, whose up tasks would come to rows that are not there yet: units of 200 up tasks, one
+/// Returns the lag: how many units the down tasks stay behind the up tasks. If it is too small, down tasks wait for up
+/// tasks and pushes compete with pulls for the link; if it is too large, the last down tasks have no GEMM that hides
+/// their pushes. 0.45 of all units, from 8 to 16 with two GPUs, to 32 with more: 16 are the best of 4, 16 and up to 64,
+/// or within 1% of it. Where rows cross once (their pulls end early), and with one GPU: the units of 200 up tasks, one
 /// and a half for every CTA, but at least four, or eight (docs/notebook/2026-11-22-four-gpus.md,
 /// 2026-11-23-fused-producer.md, 2026-11-23-fused-pairs.md, 2026-11-24-two-gpus-again.md).
 TESSERA_INLINE constexpr std::int32_t default_lag(ExchangeShape const& shape,
@@ -274,8 +275,8 @@ struct Task {
   bool operator==(Task const&) const = default;
 };
 
-/// An owner's units one after the other. No divisions, but for experts of several units: a warp walks many of them
-/// between two tasks.
+/// Walks an owner's units one after the other, with divisions only for experts of several units, as a warp passes many
+/// units between two of its tasks.
 class UnitCursor {
  public:
   TESSERA_INLINE UnitCursor(ExchangeShape const& shape, ExpertPlan const* plan, std::int32_t owner)
@@ -290,8 +291,8 @@ class UnitCursor {
     return expert.rows - (first_block_ + blocks_ - 1 - expert.first_block) * block_rows;
   }
 
-  /// To the next unit, the first one at the first call; there must be one. The owner's last expert ends with its
-  /// blocks.
+  /// Goes to the next unit, which must exist; the first call goes to the first one. The owner's last expert ends with
+  /// the owner's blocks.
   TESSERA_INLINE void advance(std::int32_t last_expert, std::int32_t owner_blocks) {
     auto const end = [&] {
       return expert_ < last_expert ? plan_[expert_ + 1].first_block : owner_blocks;
@@ -350,9 +351,9 @@ class TaskCursor {
   TESSERA_INLINE static std::int32_t pairs_of(std::int32_t blocks, std::int32_t tiles) {
     return tiles / 2 * blocks + tiles % 2 * ((blocks + 1) / 2);
   }
-  // In two tiles pairs of blocks go through the first and back through the second; what is left of the blocks shares
-  // its rows. A last block of half a tile is done in half the time, so it is left. A last tile without a second one has
-  // pairs of blocks alone.
+  // For two tiles: pairs of blocks in the first tile forwards, then in the second backwards; a block that is left over
+  // is paired with itself, one tile each. A last block of half a tile takes half the time, so it is the one left over.
+  // A last tile without a second one has pairs of blocks alone.
   TESSERA_INLINE TaskPair pair_of(UnitCursor const& unit, std::int32_t tiles,
                                   std::uint32_t place) const {
     auto const blocks = static_cast<std::uint32_t>(unit.blocks());

@@ -69,11 +69,11 @@ inline char const* site_name(Site site) {
   return kNames[static_cast<int>(site)];
 }
 
-/// A row on its way to an owner, and the token's others there. 16 bytes, so that one store sends it.
+/// A source writes this to an owner of a row and of the token's other rows there. 16 bytes: one store sends it.
 struct alignas(16) RouteEntry {
   std::uint32_t pair = 0;     ///< token * max_top_k + choice, on its source
-  std::uint32_t choices = 0;  ///< once, partial combine: the token's on this owner, a bit each
-  std::uint8_t place = 0;     ///< once, partial combine: of its row among theirs, as in the pool
+  std::uint32_t choices = 0;  ///< once, partial combine: a bit for each choice of the token here
+  std::uint8_t place = 0;     ///< once, partial combine: the row's number among the rows of these
   std::uint8_t ends_sum = 0;  ///< partial combine: 1 if it is the last of several that are added up
   float score = 0;            ///< unfused kernels
 };
@@ -92,7 +92,7 @@ struct PairPlace {
   }
 };
 
-/// Holds what a source says of each of its pairs to their owners, where rows cross once.
+/// A source writes this to an owner of each of a token's pairs, where rows cross once.
 struct alignas(8) PlacedPair {
   std::uint32_t place;  ///< PairPlace
   float score;          ///< partial combine
@@ -107,13 +107,13 @@ TESSERA_INLINE constexpr bool serves_once(ExchangeShape const& s) {
 TESSERA_INLINE constexpr std::int32_t parity(std::uint32_t epoch) {
   return static_cast<std::int32_t>(epoch & 1u);
 }
-/// True if a word that holds an epoch stands at `epoch` or later; right across the wrap of 32 bits, for words that are
+/// True if a word that holds an epoch is at `epoch` or later. It holds across the wrap of 32 bits, for words that are
 /// less than 2^31 passes old.
 TESSERA_INLINE constexpr bool reached(std::uint32_t word, std::uint32_t epoch) {
   return static_cast<std::int32_t>(word - epoch) >= 0;
 }
-/// True if this pass begins by setting this rank's words that some passes do not write, to the pass before it: no word
-/// becomes 2^31 passes old. Those of blocks, and in the fused kernel those that the unfused ones write.
+/// True if this pass begins by setting to the previous epoch those words of this rank that some passes do not write, so
+/// that none becomes 2^31 passes old: those of blocks, and in the fused kernel those that only unfused kernels write.
 TESSERA_INLINE constexpr bool renews_words(std::uint32_t epoch) {
   return epoch % (std::uint32_t{1} << 30) == 0;
 }
@@ -130,8 +130,8 @@ struct CountWord {
   }
 };
 
-/// Holds what the host is signalled: this rank's rows, whether those of every rank are within its row limit, and who
-/// asked.
+/// The word signalled to the host: this rank's rows, whether those of every rank are within its row limit, and the
+/// ticket of the pass.
 struct RoutedWord {
   static constexpr std::uint32_t kOverflows = std::uint32_t{1} << 31;
   std::int32_t rows;
@@ -263,8 +263,8 @@ struct WindowLayout {
   std::int64_t max_blocks_ = 0, max_tokens_ = 0, max_top_k_ = 0, pairs_ = 0;
 };
 
-/// Byte offsets of what a GPU keeps to itself besides pools: counters in two banks, each of which the
-/// pass before leaves at zero, and what its CTAs count for each other when they route.
+/// Byte offsets of the memory that a GPU alone uses, besides pools: counters in two banks, each of which the previous
+/// pass leaves at zero, and what its CTAs count for each other when they route.
 struct LocalLayout {
   std::int64_t bank_bytes;
   std::int64_t histograms;  ///< [slices,E] i32, a slice every histogram_bytes, a multiple of 16
@@ -306,7 +306,7 @@ struct LocalLayout {
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t row_draws(std::uint32_t epoch) const {
     return bank(epoch) + 4 * kWordStride;
   }
-  /// The same of those that add up.
+  /// Draws of rows by the warps that make partial combines.
   [[nodiscard]] TESSERA_INLINE constexpr std::int64_t sum_draws(std::uint32_t epoch) const {
     return bank(epoch) + 5 * kWordStride;
   }

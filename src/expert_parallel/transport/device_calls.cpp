@@ -50,7 +50,7 @@ Expected<void*> allocate(std::size_t bytes) noexcept {
   if (error == cudaErrorMemoryAllocation) {
     cudaGetLastError();
     return Status::error(StatusCode::out_of_memory,
-                         "a window of %zu bytes: the GPU has no room for it; free memory "
+                         "a window of %zu bytes: the GPU has no memory for it; free memory "
                          "there, or make max_tokens smaller",
                          bytes);
   }

@@ -8,7 +8,7 @@ namespace {
 
 constexpr char kSoName[] = "libnccl.so.2";
 constexpr int kOldest = 22800;       // the first with windows that kernels can address
-constexpr int kPointerCall = 22900;  // the first that tells hosts their addresses
+constexpr int kPointerCall = 22900;  // the first that returns their addresses to the host
 constexpr int kUnknown = 30000;
 
 template <class Function>

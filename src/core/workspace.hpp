@@ -43,7 +43,7 @@ class WorkspacePlan {
     return {add<std::byte>(count * static_cast<std::int64_t>(element_bytes)).offset};
   }
 
-  /// With room to align a workspace of any address.
+  /// Includes what aligning a workspace of any address may take.
   [[nodiscard]] std::size_t bytes() const noexcept { return bytes_ == 0 ? 0 : bytes_ + kAlignment; }
 
   [[nodiscard]] static std::byte* align(void* workspace) noexcept {

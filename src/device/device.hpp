@@ -21,7 +21,7 @@ struct Error : std::runtime_error {
 };
 
 /// Memory of `device`. `managed`: one address for host and device, which move it to where it is used; the host may
-/// touch it while no work runs.
+/// read and write it while no work runs.
 enum class Kind { device, managed };
 struct Release {
   void operator()(std::byte* memory) const noexcept;

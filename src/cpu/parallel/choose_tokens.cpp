@@ -12,7 +12,7 @@
 namespace tessera::cpu {
 namespace {
 
-/// Counts the pairs of one expert, and sums what nr_s compares; `chosen` has room for T.
+/// Counts the pairs of one expert, and sums what nr_s compares; `chosen` has space for T.
 core::ExpertPairs inspect(Router const& router, std::uint32_t const* ranks, std::int64_t tokens,
                           std::uint32_t* chosen) noexcept {
   core::ExpertPairs pairs;
@@ -44,7 +44,7 @@ core::ExpertPairs inspect(Router const& router, std::uint32_t const* ranks, std:
   return pairs;
 }
 
-/// Clears the ranks of all but the best `count` pairs; `order` has room for T.
+/// Clears the ranks of all but the best `count` pairs; `order` has space for T.
 void keep_best(std::int64_t count, std::int64_t members, std::uint32_t* ranks, std::int64_t tokens,
                std::uint64_t* order) noexcept {
   // Members rank first: only one of the two classes is cut.

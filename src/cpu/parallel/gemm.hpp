@@ -38,8 +38,8 @@ PanelSource left_operand(MatrixView<T> const& a, std::int32_t const* gather = nu
   return {a.data, core::kDTypeOf<std::remove_const_t<T>>,
           k_contiguous ? a.row_stride : a.col_stride, k_contiguous, gather};
 }
-/// a^T of a product: gemm_k x gemm_m is stored, `gather` names its rows. (The strides of one column do not tell which
-/// way it is turned, so a gathered operand says it.)
+/// a^T of a product: gemm_k x gemm_m is stored, `gather` names its rows. (A matrix of one column has the strides of its
+/// transpose, so a gathered operand is marked as transposed.)
 template <class T>
 PanelSource left_operand_transposed(MatrixView<T> const& a,
                                     std::int32_t const* gather = nullptr) noexcept {

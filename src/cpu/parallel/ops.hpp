@@ -46,7 +46,7 @@ void score_choice(MoeDesc const& desc, ConstRows logits, RoutingView const& rout
                   Threads const& threads) noexcept;
 
 /// Token rounding and expert choice: every expert keeps the pairs of highest rank. Fills topk_ids (-1 behind the last
-/// token's slots), scores and token_offsets of the tables. `pairs` has room for E; needs choose_tokens_scratch floats
+/// token's slots), scores and token_offsets of the tables. `pairs` has space for E; needs choose_tokens_scratch floats
 /// per thread, 8-byte aligned.
 void choose_tokens(MoeDesc const& desc, std::uint32_t* ranks, core::ExpertPairs* pairs,
                    RoutingView const& routing, Threads const& threads) noexcept;

@@ -38,7 +38,7 @@ inline std::uint64_t selection_key(float key, std::int64_t expert) noexcept {
 }
 
 /// Experts outside the kept groups get keys behind every other. `keys` [E] as selection_key made them;
-/// `values` [E] are the fp32 keys; `group_keys` has room for one key per group.
+/// `values` [E] are the fp32 keys; `group_keys` has space for one key per group.
 inline void mask_groups(MoeDesc const& desc, float const* values, std::uint64_t* keys,
                         std::uint64_t* group_keys) noexcept {
   auto const [groups, top_groups] = core::router_groups(desc);
@@ -72,7 +72,7 @@ inline float softmax_terms(float const* logits, std::int64_t count, float* out) 
   return core::warp_sum(out, count);
 }
 
-/// Scores with c = 1 of the chosen experts `ids`; returns what they were divided by. `terms` has room for E. Routers
+/// Scores with c = 1 of the chosen experts `ids`; returns what they were divided by. `terms` has space for E. Routers
 /// with a p of their own also leave it in chosen_p, unless null.
 inline float unscaled_scores(MoeDesc const& desc, float const* logits, std::int32_t const* ids,
                              std::int64_t count, float* terms, float* scores,

@@ -5,7 +5,7 @@
 
 namespace tessera::cuda::arch {
 
-// In the first kernel: once every CTA has called it or ended, CTAs of the second take what room there is.
+// In the first kernel: once every CTA has called it or ended, CTAs of the second start on SMs that have space for them.
 __device__ __forceinline__ void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -4,7 +4,7 @@
 // A warp stores its 16 rows of a tile in quads (gemm/sm90/accumulators.cuh) and counts that part under the next tile's
 // k loop, or at its end. Once its CTA has no tile left it waits until all parts of all tiles have been counted, and
 // adds up its share of D. Whoever counts has started: CTAs draw their first tile, too (draws_first), so that none is
-// left to a CTA that finds no room while others wait.
+// left to a CTA that is not resident while others wait.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -144,7 +144,7 @@ class WgradStoreInSlabs {
     }
   }
 
-  // bf16 has no room for a rounded sum: the old value joins the fp32 sum.
+  // A sum rounded to bf16 would be rounded twice: the old value joins the fp32 sum.
   __device__ __forceinline__ void add_old(Accumulators& acc, int g, Place at, int segment,
                                           int row) const {
     if (!at.exists) return;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A persistent warp-specialised GEMM kernel as one value: tile, pipeline, cluster
+// GemmConfig states a persistent warp-specialised GEMM kernel as one value: tile, pipeline, cluster
 // and policies. Kernels receive it inside a named type (`static constexpr GemmConfig gemm{..}`).
 #pragma once
 
@@ -18,16 +18,16 @@ enum class Schedule : uint8_t { kCooperative, kPingPong };
 // An operand (rows x k) is contiguous along k, or along its rows.
 enum class Major : uint8_t { kK, kRows };
 
-// The rows of a segment are: rows of A and D (varlen-M), or the k of both operands (varlen-K: one D
+// The rows of a segment are rows of A and D (varlen-M), or they are the k of both operands (varlen-K: one D
 // per segment, A and B rows-major).
 enum class Ragged : uint8_t { kM, kK };
 
-// The two halves, gate and up, of a gated layer's B. Along its rows: every column group takes 64 rows of each. Along
+// B of a gated layer has two halves, gate and up. Along rows: every column group takes 64 rows of each half. Along
 // k: k runs through two halves, each with a B of its own.
 enum class Halves : uint8_t { kOne, kAlongRows, kAlongK };
 
-// The tile of an operand is loaded by boxes of TMA. Tile: one box holds it. Any: there is code for layouts that take
-// several boxes as well; gathering warps lose 2% by its presence.
+// TMA loads the tile of an operand by boxes. Tile: one box holds it. Any: there is also code for layouts that take
+// several boxes; that code alone costs gathering warps 2%.
 enum class Boxes : uint8_t { kAny, kTile };
 
 enum class Element : uint8_t { kBf16, kE4m3 };
@@ -61,7 +61,7 @@ struct Cluster {
 //   ring      in the stages, beside A
 //   behind    B has one stage less than A and comes a k_tile later (ring.cuh)
 //   resident  at most `k_tiles` k_tiles of B stay for a run of about `run_tiles` tiles, an even number
-// B may be a sum of several terms: of each k_tile they lie one behind the other along k, and meet the same A.
+// B may be a sum of several terms: those of a k_tile lie one behind the other along k, and meet the same A.
 enum class BStorage : uint8_t { kRing, kBehind, kResident };
 struct BStages {
   BStorage storage = BStorage::kRing;
@@ -71,13 +71,13 @@ struct BStages {
   bool operator==(BStages const&) const = default;
 };
 
-// B's rows where they do not fill the tiles. Boxes beyond the end of a matrix take as long as others, so row groups
-// that do not exist are not asked for.
+// Says what happens where B's rows do not fill the tiles. Boxes beyond the end of a matrix take as long as others, so
+// row groups that do not exist are not loaded.
 //   whole    the tiles are full, or zeros are loaded
 //   short    B may have fewer rows, or varlen-K columns, than a tile
-//   partial  the last tile has row groups that do not exist. Its accumulators then hold products of what the stages
-//            held before in those columns: an epilogue may store the others, but add up none. As code of all GEMMs it
-//            costs those that gather 0.8%. docs/notebook/2026-11-26-last-tiles.md
+//   partial  the last tile has row groups that do not exist. In their columns the accumulators hold products of old
+//            data in the stages: an epilogue may store the other columns, but sum no row. If all GEMMs had this code,
+//            those that gather would lose 0.8%. docs/notebook/2026-11-26-last-tiles.md
 //   halved   as partial, and the last tile multiplies half of its columns where there are no more
 enum class Tail : uint8_t { kWhole, kShort, kPartial, kHalved };
 
@@ -98,7 +98,7 @@ struct EpilogueConfig {
 //   counter             a cluster's first tile is its own; it draws the others from a counter
 //   stride              tiles of a cluster lie a grid apart and there is no counter, for tiles that all take as long
 //   counter from first  the first tile is drawn as well: a cluster that starts late leaves none undone
-//   own warp            as counter, but a warp that loads nothing draws and announces, and it sleeps before a draw
+//   own warp            like counter, but a warp that loads nothing draws and announces, and sleeps before each draw
 enum class Draw : uint8_t { kCounter, kStride, kCounterFromFirst, kOwnWarp };
 struct Order {
   Draw draw = Draw::kCounter;
@@ -106,8 +106,8 @@ struct Order {
   bool operator==(Order const&) const = default;
 };
 
-// handover.cuh: the next kernel may start in this one's tail and read what it stores; or this one in the tail of the
-// previous kernel.
+// Hands over: the next kernel may start in this one's tail and read what it stores. Takes over: this one may start in
+// the tail of the previous kernel (handover.cuh).
 enum class Chain : uint8_t { kNone, kHandsOver, kTakesOver };
 
 struct TileShape {
@@ -116,7 +116,7 @@ struct TileShape {
 };
 
 constexpr int kSubtileM = 64;        // rows of one wgmma; a CTA skips 64-row parts past its segment
-constexpr int kWarpRows = 16;        // a warp's share of them
+constexpr int kWarpRows = 16;        // of these 64, those of one warp
 constexpr int kGroupRows = 64;       // rows of B, of each half, in a row group
 constexpr int kStageRowBytes = 128;  // of an operand, along k or along its rows, swizzled
 constexpr int kSlabColumns = 64;     // bf16 columns of a 128-byte swizzled row
@@ -179,7 +179,7 @@ struct GemmConfig {
   consteval bool defers() const { return epilogue.mode == EpilogueMode::kDeferred; }
   consteval bool stores_apart() const { return epilogue.mode == EpilogueMode::kApart; }
   consteval bool lends() const { return epilogue.mode == EpilogueMode::kLent; }
-  // Warps that never wait for their warpgroup are at different places in the ring, so each answers for itself.
+  // Warps that never wait for their warpgroup are at different places in the ring, so each frees stages by itself.
   consteval bool warps_release() const { return epilogue.mode != EpilogueMode::kInline; }
 
   consteval bool draws_tiles() const { return order.draw != Draw::kStride; }
@@ -189,12 +189,12 @@ struct GemmConfig {
   consteval bool takes_over() const { return chain == Chain::kTakesOver; }
 
   consteval int column_groups() const { return tile.n / kGroupColumns; }
-  // Rows of the unit that the scheduler draws: a block of a tile for each CTA of the cluster, or a run.
+  // Rows of the unit that the scheduler draws: a tile for each CTA of the cluster, or a run of tiles.
   consteval int block_m() const { return tile.m * (keeps_b() ? b_stages.run_tiles : cluster_m()); }
   // Runs come in pairs of tiles, one for each ping-pong warpgroup.
   consteval int pair_m() const { return 2 * tile.m; }
 
-  // B has row groups of 64 rows of each half; CTA c of the cluster loads the c-th share of them.
+  // Row groups of B in a tile, each of 64 rows of each half; CTA c of the cluster loads the c-th share of them.
   consteval int b_groups() const { return tile.n / kGroupRows / b_halves(); }
   // Stages of a tile besides those of its k_tiles.
   consteval int other_stages() const {
@@ -219,7 +219,7 @@ struct GemmConfig {
 static_assert(GemmConfig{}.last_b_groups(2880) == 1 && GemmConfig{}.last_b_groups(2888) == 2);
 static_assert(!GemmConfig{}.last_is_partial(248) && GemmConfig{}.last_is_partial(192));
 
-// Arrivals that end one phase of each barrier; the roles below are the only ones that arrive.
+// The number of arrivals that end a phase of each barrier, and the roles that arrive; no other role does.
 struct BarrierArrivals {
   int full;   // expect_tx by the thread that issues B, and every gathering thread
   int empty;  // each warpgroup that reads the stage, in every CTA that shares it; or each warp
@@ -239,7 +239,7 @@ consteval BarrierArrivals barrier_arrivals(GemmConfig c) {
               c.cluster_m()};
 }
 
-// Named barriers of the CTA; 0 is __syncthreads. Per-warpgroup ones take base + consumer index.
+// Named barriers of the CTA; 0 is __syncthreads. Each is the first of one for each consumer warpgroup.
 enum NamedBarrier : int { kBarrierSlabs = 1, kBarrierMmaTurn = 4 };
 
 consteval bool valid(GemmConfig c) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Two GEMMs of which the second reads, segment by segment, what the first stores. The second starts in the tail of the
+// Handover: of two GEMMs the second reads, segment by segment, what the first stores, and starts in the tail of the
 // first, on SMs that have run out of tiles (docs/adr/0021-experts-handed-over.md). Tiles come in order of their
 // segments, so by then the first `handover_segments` have long been stored, and one word says so:
 //   first   every consumer warp counts itself once, when all that it has to store of these segments is in memory
@@ -24,7 +24,7 @@ namespace tessera::cuda::gemm {
 // More than a grid has warps. The word may have counted several launches: kernels that run alone, in a bench, leave it.
 constexpr uint32_t kHandedOver = 1u << 13;
 
-// The first kernel, as a consumer warp sees it, whose lanes store, or one of them by TMA.
+// The part of a consumer warp of the first kernel. All of its lanes store, or one of them by TMA.
 template <GemmConfig kGemm>
 class HandsOver {
  public:
@@ -59,7 +59,7 @@ class HandsOver {
   bool is_due_;
 };
 
-// The second kernel, as a producer warp sees it.
+// The part of a producer warp of the second kernel.
 template <GemmConfig kGemm>
 class TakesOver {
  public:
@@ -82,7 +82,7 @@ class TakesOver {
     __syncwarp();
   }
 
-  // No kernel ends before the previous one.
+  // Waits for the end of the previous kernel, as no kernel may end before it.
   __device__ __forceinline__ void at_end() const {
     if (ready_ != INT_MAX) arch::wait_for_previous_kernel();
   }

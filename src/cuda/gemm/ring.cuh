@@ -4,8 +4,8 @@
 //   consumer: wait full[s], multiply, arrive on empty[s] of every CTA that fills it
 // b_behind: B has a stage less than A. What frees the A of a k_tile also frees the B of the k_tile before it:
 //   producer: wait empty[s], fill B of the k_tile before, fill A; behind a tile's last A wait once more, fill its B
-// With resident_k_tiles the stages hold A alone. A run is tiles of one segment and n_tile: its B is loaded in the
-// first tile, k_tile by k_tile as the last tiles of the run before, one for each warpgroup, have multiplied them.
+// Where B is resident the stages hold A alone. A run is several tiles of one segment and n_tile. Its B is loaded in the
+// first tile, each k_tile once the last tiles of the previous run, one for each warpgroup, have multiplied its place.
 #pragma once
 
 #include "../arch/cluster.cuh"
@@ -15,14 +15,14 @@
 
 namespace tessera::cuda::gemm {
 
-// Position in the ring. `phase` is the parity that full[stage] completes with on this lap.
+// A position in the ring. `phase` is the parity of the phase of full[stage] that ends on this lap.
 template <GemmConfig kGemm>
 class PipelineState {
  public:
   int stage = 0;
   uint32_t phase = 0;
 
-  // Returns the stage that holds the stage's B.
+  // Returns the stage in which B of this k_tile lies.
   __device__ __forceinline__ int b_stage() const { return kGemm.b_behind() ? b_stage_ : stage; }
 
   __device__ __forceinline__ void advance() {
@@ -70,15 +70,15 @@ __device__ __forceinline__ void init_pipeline(SharedStorage<kGemm>& smem) {
   arch::mbarrier_fence_init();
 }
 
-// Producer: the stage may be overwritten, here and, if something is multicast, in the peers.
+// The producer waits until the stage may be overwritten here and, if something is multicast, in the other CTAs.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void wait_empty(SharedStorage<kGemm>& smem,
                                            PipelineState<kGemm> const& state) {
   arch::mbarrier_wait(&smem.empty[state.stage], state.phase ^ 1);
 }
 
-// Consumer warpgroup, by its warp 0 or, warps_release(), by all, once its wgmmas on the stage have completed; to every
-// CTA that fills it.
+// A consumer warpgroup frees the stage in every CTA that fills it, once its wgmmas on the stage have completed. Its
+// warp 0 calls it or, if warps_release(), every warp.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void release_stage(SharedStorage<kGemm>& smem, int stage) {
   int const thread = kGemm.warps_release()
@@ -91,7 +91,7 @@ __device__ __forceinline__ void release_stage(SharedStorage<kGemm>& smem, int st
   }
 }
 
-// Consumer warpgroup, by its warp 0: it needs no more of this k_tile of the run's B.
+// Warp 0 of a consumer warpgroup calls it when the warpgroup has no more use for this k_tile of the run's B.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void release_resident(SharedStorage<kGemm>& smem, int k_tile) {
   if (static_cast<int>(threadIdx.x) % arch::kWarpgroupThreads == 0) {

@@ -21,7 +21,7 @@ template <GemmConfig kGemm>
 struct ScaledStorage : SharedStorage<kGemm> {
   alignas(16) float a_scales[kGemm.stages][kGemm.tile.m];
   alignas(16) float2 b_scales[kGemm.stages];  // gate, up; or the two column groups
-  // A consumer warp's 16 rows lie in its slabs; they have been read.
+  // held[w]: the 16 rows of consumer warp w lie in its slabs. stored[w]: they have been read.
   arch::Mbarrier held[4 * kGemm.consumer_warpgroups];
   arch::Mbarrier stored[4 * kGemm.consumer_warpgroups];
 };

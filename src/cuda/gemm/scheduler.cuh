@@ -52,8 +52,8 @@ class TileScheduler {
         m_blocks_((p.m_tiles + kGemm.cluster_m() - 1) / kGemm.cluster_m()),
         n_tiles_(p.n_tiles) {}
 
-  // The first tile is the cluster's number, and tickets are for those after the last cluster's; or it is drawn, too.
-  // Returns whether there is one.
+  // The first tile is the cluster's number, and tickets count the tiles after those; or the first one is drawn, too.
+  // Returns true if there is one.
   __device__ __forceinline__ bool announce_first(int k_tiles) {
     bool found = false;
     if constexpr (kGemm.draws_first()) {

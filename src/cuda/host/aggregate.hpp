@@ -22,8 +22,8 @@ struct AggregateArguments {
   int32_t top_k;                            // K; with token_offsets the typical number of slots
 };
 
-/// Arguments of an aggregate that runs beside the previous launch of the stream. That one neither writes what is
-/// read here nor touches what is written here, and lets this one start only when all that came before it has ended.
+/// Arguments of an aggregate that runs beside the previous launch of the stream. That one neither writes what is read
+/// here nor uses what is written here, and lets this one start only when all that came before it has ended.
 struct AggregateBesideArguments {
   AggregateArguments aggregate;
   uint32_t* gmem_token_counter;  // one int, 0 before and after every launch

@@ -62,7 +62,7 @@ inline char const* remedy(cudaError_t error) noexcept {
     case cudaErrorLaunchTimeout:
     case cudaErrorAssert:
       return "a kernel that ran before, of this library or another, failed, and CUDA serves this "
-             "process no more: start it again; compute-sanitizer tells which kernel";
+             "process no more: start it again; compute-sanitizer names the kernel";
     case cudaErrorECCUncorrectable:
       return "the GPU's memory is broken: start again on another GPU";
     default:

@@ -34,7 +34,7 @@ inline cudaLaunchAttribute starts_early() {
   return attribute;
 }
 
-// `early`: CTAs take what room the previous kernel leaves once it lets them (arch/dependent_launch.cuh).
+// `early`: CTAs start on SMs that the previous kernel has left, once it lets them (arch/dependent_launch.cuh).
 template <typename... Params>
 cudaError_t launch_early(void (*kernel)(Params...), bool early, unsigned ctas, int threads,
                          size_t smem_bytes, cudaStream_t stream,

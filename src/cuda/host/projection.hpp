@@ -70,7 +70,7 @@ struct RouterLogitsArguments {
   int64_t hidden;             // d
   int32_t experts;            // E
   bool is_fp32 = false;       // of w_router and b_router, else bf16
-  /// Room for an fp32 w_router as terms (split_fp32.hpp), which the GEMM needs: E * router_terms_pitch(d) bf16.
+  /// Workspace for an fp32 w_router as terms (split_fp32.hpp), which the GEMM needs: E * router_terms_pitch(d) bf16.
   void* gmem_terms = nullptr;
 };
 
@@ -91,7 +91,7 @@ struct UpProjectionFwdArguments {
   int32_t experts;               // E
   int32_t* gmem_tile_counter;    // one int, 0 before and after every launch
   bool few_tokens = false;       // at most kGemvTokens
-  /// One word, 0 before: tells down_projection_fwd, launched right behind, which experts it may read. Null: nobody.
+  /// Handover word, 0 at launch: says to the next kernel, down_projection_fwd, which experts it may read. Null: none.
   uint32_t* gmem_handover = nullptr;
 };
 

@@ -38,7 +38,7 @@ struct DownProjectionDgradArguments {
   int64_t hidden, intermediate;  // d, n
   int32_t experts;               // E
   int32_t* gmem_tile_counter;    // one int, 0 before and after every launch
-  /// One word, 0 before: tells down_projection_wgrad, launched right behind, whose a' it may read. Null: nobody.
+  /// Handover word, 0 at launch: says to the next kernel, down_projection_wgrad, whose a' it may read. Null: none.
   uint32_t* gmem_handover = nullptr;
 };
 

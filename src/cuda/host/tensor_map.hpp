@@ -7,7 +7,7 @@
 //     (base - X*s) + (X + r - end)*s + end*s = base + r*s,
 // and a box leaves the extent X exactly where r reaches `end`: TMA drops those rows.
 //
-// Ragged load map: the same, zero-filled from `end` on. A load may touch the base it is given, so this
+// Ragged load map: the same, zero-filled from `end` on. A load may read at the base it is given, so this
 // stays in place; a third dimension of stride 2^34 - s and coordinate X = 2^30 takes X*s back modulo 2^64:
 //     base + X*(2^34 - s) + (X + r - end)*s + end*s = base + r*s.
 #pragma once

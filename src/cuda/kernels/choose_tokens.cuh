@@ -91,7 +91,7 @@ class ExpertColumn {
   __device__ int eligible() { return add_up(own_eligible_); }
 
   // visit(order) for this thread's of the n pairs nearest to an end, 0 < n <= the class's size; returns a key that
-  // these n reach and no other. Where every thread's nearest rank is enough to tell that few pairs can be among them,
+  // these n reach and no other. Where every thread's nearest rank already shows that few pairs can be among them,
   // only those are searched, one a thread.
   template <class Visit>
   __device__ uint64_t for_each_nearest(ClassEnd const& end, int n, Visit&& visit) {

@@ -255,7 +255,7 @@ __device__ __forceinline__ void scatter_block(MetadataArguments const& p, int64_
     }
   }
   __syncthreads();
-  // Neighbours write neighbouring rows: a fraction of the sectors that slots in their own order would touch.
+  // Neighbours write neighbouring rows: a fraction of the sectors that slots in their own order would write.
   for (int at = static_cast<int>(threadIdx.x); at < all.y; at += MetadataConfig::kThreads) {
     int const packed = smem.sorted[at];
     int const row = smem.rows[packed / kMetadataBlockSlots] + at;

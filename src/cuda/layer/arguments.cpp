@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// concat: gate rows at i, up rows at n+i. up-first: n+i, i. interleaved: 2i, 2i+1. blocked B: 2B*(i/B) + i%B, +B.
+// Gate row i and up row i of w_up: concat i, n+i; up-first n+i, i; interleaved 2i, 2i+1; blocked 2B*(i/B) + i%B, +B.
 #include "cuda/layer/arguments.hpp"
 
 #include <algorithm>
@@ -57,7 +57,7 @@ void split_halves(MoeDesc const& desc, ConstTensor const& tensor, int row, int c
   }
 }
 
-/// Gate and up rows of w_up and b_up, or of their gradients.
+/// Views the gate and up rows of w_up and b_up, or of their gradients.
 void view_up(MoeDesc const& desc, ExpertWeights const& weights, WeightRows (&up)[2],
              WeightRows (&up_bias)[2]) noexcept {
   std::int64_t const n = desc.shape.intermediate;

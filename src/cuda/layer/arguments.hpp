@@ -68,8 +68,8 @@ struct BackwardArguments {
 BackwardArguments backward_arguments(MoeDesc const& desc, MoeBackwardArgs const& args,
                                      BackwardMemory const& memory) noexcept;
 
-/// True where the experts may write their rows to `out` itself: grouped rows, one for each of its own, at such
-/// addresses.
+/// True if the experts may write their rows to `out` itself: rows are grouped, so each is a row of `out`, and its
+/// addresses suit the kernels.
 bool rows_lie_in(MoeDesc const& desc, Tensor const& out) noexcept;
 
 /// An aligned address that is never read: it stands for the memory of a call that is only asked about.

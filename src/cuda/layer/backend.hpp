@@ -29,7 +29,7 @@ class DeviceContext {
 
   [[nodiscard]] std::int32_t index() const noexcept { return index_; }
   [[nodiscard]] int sm_count() const noexcept { return sm_count_; }
-  /// As the device sees it.
+  /// The error word, as the device addresses it.
   [[nodiscard]] std::uint64_t* gmem_error() const noexcept { return gmem_error_; }
 
   /// The bad device value that a kernel met since the last call, as invalid_argument; clears it. Does not wait.

@@ -20,7 +20,7 @@
 namespace tessera::cuda {
 namespace {
 
-/// Says what a call has to make for the outputs that it was given.
+/// Says which steps a call needs for the outputs that it was given.
 struct Wanted {
   bool dx, dlogits, dscores, a_scaled, dgrad, dw_router;
 };
@@ -94,7 +94,7 @@ class Backward {
     if (in_place_) add_zero_tail(desc, routing, args.dx, sequence_);
   }
 
-  /// dh, a_scaled, dscores, dlogits.
+  /// Computes dh, a_scaled, dscores and dlogits.
   void activations() noexcept {
     if (!wanted_.dgrad) return;
     if (desc_.save == SavePolicy::x) sequence_.select("up_projection_fwd", experts_.recompute);
@@ -105,7 +105,7 @@ class Backward {
     sequence_.select("down_projection_dgrad", experts_.down_dgrad);
   }
 
-  /// dscores, dlogits: while down_projection_wgrad ends, which is not their source.
+  /// Computes dscores and dlogits in the tail of down_projection_wgrad, on whose results they do not depend.
   void scores() noexcept {
     if (!wanted_.dgrad) return;
     if (wanted_.dlogits && desc_.router.replay) {
@@ -122,7 +122,7 @@ class Backward {
     if (fp32_router_) split_dlogits();
   }
 
-  /// The last reader of a_scaled: dx rows may take its place.
+  /// Computes dw_down and db_down. It is the last reader of a_scaled, whose memory dx rows take then.
   void down_weights() noexcept {
     if (args_.gradients.db_down.present()) sequence_.select("db_down", experts_.db_down);
     if (args_.gradients.dw_down.present()) {
@@ -131,7 +131,7 @@ class Backward {
     }
   }
 
-  /// The router's part of dx, and the dx rows, which hold it where they can.
+  /// Computes the router's part of dx, and the dx rows, which include that part where they can.
   void input_gradient() noexcept {
     if (!wanted_.dx) return;
     experts_.up_dgrad.starts_early = follows_down_wgrad_;
@@ -152,8 +152,8 @@ class Backward {
     sequence_.select("up_projection_dgrad", experts_.up_dgrad);
   }
 
-  /// dx from its rows, dw_up: side by side where both are wanted and have fast kernels, as one waits for memory and the
-  /// other for the tensor cores. Rows that are dx already need nothing more.
+  /// Computes dx from its rows, and dw_up; side by side where both are wanted and have fast kernels, as one waits for
+  /// memory and the other for the tensor cores. Where rows are written to dx itself, dx is done.
   void aggregate_and_up_weights(bool input, bool weights) noexcept {
     ExpertGradients const& g = args_.gradients;
     bool const dx = input && wanted_.dx && !in_place_;
@@ -240,7 +240,7 @@ class Backward {
   [[nodiscard]] std::uint8_t const* gmem_mask() const noexcept {
     return static_cast<std::uint8_t const*>(args_.token_mask.data);
   }
-  /// The operand of router_wgrad: rows of so many terms of E.
+  /// Counts the terms, each of E columns, in a row of router_wgrad's operand.
   [[nodiscard]] std::int32_t wgrad_terms() const noexcept { return fp32_router_ ? kWgradTerms : 1; }
   [[nodiscard]] std::uint16_t* wgrad_dlogits() const noexcept {
     return fp32_router_ ? plan_.wgrad_dlogits.in(base_) : plan_.rounded.in(base_);
@@ -249,7 +249,7 @@ class Backward {
   [[nodiscard]] std::byte* packed_base() const noexcept {
     return core::WorkspacePlan::align(plan_.packed.in(base_));
   }
-  /// Sums over tokens leave padding out: its x may be anything, and a block of such a sum holds real tokens alone.
+  /// Lists the real tokens, as sums over tokens leave padding out: x of padding may be anything.
   void list_real_tokens() noexcept {
     MoeShape const& s = desc_.shape;
     std::int32_t* const gmem_rows = packed_.rows.in(packed_base());
@@ -298,7 +298,7 @@ class Backward {
     experts_.aggregate.adds_to_o = false;
     part_in_rows_ = true;
   }
-  /// (E,d), or the (3E,d) terms of an fp32 one.
+  /// Returns w_router (E,d), or the terms (3E,d) of an fp32 one.
   [[nodiscard]] MatrixRows router_of_dx() const noexcept {
     if (!fp32_router_) return matrix_rows(args_.w_router);
     std::int64_t const d = desc_.shape.hidden;
@@ -314,7 +314,7 @@ class Backward {
     split(split_dlogits_for_wgrad(gmem_dlogits_, desc_.shape.tokens, desc_.shape.experts,
                                   plan_.wgrad_dlogits.in(base_)));
   }
-  /// fp32 dlogits as the operands of an fp32 router's GEMMs.
+  /// Splits fp32 dlogits into the operands of an fp32 router's GEMMs.
   void split_dlogits() noexcept {
     if (!wanted_.dlogits) return;
     if (wanted_.dw_router) split_dlogits_for_weights();
@@ -429,7 +429,7 @@ class Backward {
   bool fp32_router_;  ///< beside bf16: its GEMMs multiply terms (host/split_fp32.hpp)
   Sequence& sequence_;
   BackwardArguments experts_;
-  MatrixRows w_router_;  ///< of dx
+  MatrixRows w_router_;  ///< of the router's part of dx
   float* gmem_dscores_;
   float* gmem_dlogits_;
   bool follows_down_wgrad_ = false;        ///< what comes next may start early

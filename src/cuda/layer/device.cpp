@@ -94,7 +94,7 @@ Status DeviceContext::take_error() const noexcept {
   auto const index = static_cast<long long>(word.index), value = static_cast<long long>(word.value);
   switch (word.rule) {
     case BadValue::
-        expert_offsets:  // of grouped rows also ends and counts, which the word does not tell apart
+        expert_offsets:  // or ends or counts of grouped rows, for which there is no number of their own
       return Status::invalid(
           "expert_offsets (or ends or counts, as grouping says)[%lld]: a value of %lld (-1: "
           "below 0); offsets start at 0, offsets and ends never decrease, counts are not negative, "

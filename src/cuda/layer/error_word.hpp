@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The error word: which rule a device value broke, where, and the value, in 64 bits that one store writes.
-// 0: nothing is wrong. Of several bad values one is kept.
+// The error word states which rule a device value broke, where, and the value, in 64 bits that one store writes.
+// 0: nothing is wrong. Of several bad values one is reported.
 #pragma once
 
 #include <cstdint>

@@ -125,7 +125,7 @@ std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, std::
   return ops;
 }
 
-/// Refuses what the fast router_dlogits has no part in.
+/// Refuses calls that the fast router_dlogits does not serve.
 Refusal refuse_dlogits(MoeDesc const& desc, RouterGradientArguments const& args) {
   if (desc.router.replay) return {"replayed ids may repeat within a token"};
   if (splits_rounded(desc))

@@ -57,7 +57,7 @@ core::RouterGroups groups_of(MoeDesc const& desc) noexcept {
                                                        : core::RouterGroups{};
 }
 
-/// Takes the choice of padding away.
+/// Replaces the choice of padding tokens by none.
 void add_mask(MoeDesc const& desc, RouterTensors const& tensors, std::int32_t* gmem_ids,
               float* gmem_scores, float* gmem_chosen_p, Sequence& sequence) noexcept {
   if (!tensors.token_mask.present()) return;
@@ -73,8 +73,8 @@ void add_mask(MoeDesc const& desc, RouterTensors const& tensors, std::int32_t* g
   });
 }
 
-/// The top-k choice of every token; before rounding its scores are those of c = 1. Returns the slots of a unit that it
-/// ranks for metadata, or 0.
+/// Makes the top-k choice of every token, before rounding with the scores of c = 1. Returns the slots of a unit, if it
+/// ranks the slots for metadata as well, or 0.
 std::int32_t add_topk_choice(MoeDesc const& desc, RouterTensors const& tensors,
                              RouterMemory const& memory, Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
@@ -115,7 +115,7 @@ std::int32_t add_topk_choice(MoeDesc const& desc, RouterTensors const& tensors,
   return unit_slots;
 }
 
-/// Slots of a varying number per token, from what experts keep.
+/// Makes the slots of every token, whose number varies, from the tokens that experts have chosen.
 void add_token_choice(MoeDesc const& desc, RouterTensors const& tensors, RouterMemory const& memory,
                       Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
@@ -149,7 +149,7 @@ void add_token_choice(MoeDesc const& desc, RouterTensors const& tensors, RouterM
   }
 }
 
-/// Ids and scores of every token from its logits, or the scores of the ids that are there. Returns as add_topk_choice.
+/// Makes ids and scores of every token from its logits, or the scores of given ids. Returns what add_topk_choice does.
 std::int32_t add_choice(MoeDesc const& desc, RouterTensors const& tensors,
                         RouterMemory const& memory, Sequence& sequence) noexcept {
   if (!desc.router.replay) {
@@ -177,7 +177,7 @@ std::int32_t add_choice(MoeDesc const& desc, RouterTensors const& tensors,
   return 0;
 }
 
-/// Logits, and what follows from them. Returns as add_topk_choice.
+/// Computes logits, and ids and scores from them. Returns what add_topk_choice does.
 std::int32_t add_router(MoeDesc const& desc, RouterTensors const& tensors,
                         RouterMemory const& memory, Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;
@@ -245,7 +245,7 @@ void add_groups(MoeDesc const& desc, GroupedRoutingArgs const& args, RoutingView
   });
 }
 
-/// The routing tables, from a router, from given ids and weights, or from grouped rows.
+/// Makes the routing tables from a router, from given ids and weights, or from grouped rows.
 void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan const& plan,
                  std::byte* base, RoutingView const& tables, Sequence& sequence) noexcept {
   MoeShape const& s = desc.shape;

@@ -26,7 +26,7 @@ __device__ Value add_up(Value own, Value (&smem_sums)[kThreads / kLanes]) {
 // Returns what the error word holds of an fp32 count that breaks a rule: it has no place for fractions and NaN.
 __device__ int64_t bad_real(double count) { return count > 0 ? INT64_MAX : -1; }
 
-// sum f of fp32 counts: every warp adds up all of them.
+// Computes sum f of fp32 counts; every warp adds up all of them.
 __device__ core::LoadSum checked_real_sum(core::LoadCounts const& counts, uint64_t* gmem_error) {
   static_assert(core::LoadCounts::kLanes == kLanes, "a lane of the sum per lane of a warp");
   double sum = counts.lane_sum(threadIdx.x % kLanes);
@@ -43,7 +43,7 @@ __device__ core::LoadSum checked_real_sum(core::LoadCounts const& counts, uint64
   return {};
 }
 
-// sum f for every thread of the CTA; 0 where a count breaks a rule, of which the error word hears.
+// Returns sum f to every thread of the CTA, or 0 where a count breaks a rule, which goes to the error word.
 __device__ core::LoadSum checked_sum(core::LoadCounts const& counts, uint64_t* gmem_error) {
   if (counts.is_real()) return checked_real_sum(counts, gmem_error);
   // Halves of 32 bits: the sum of counts that break the rule must not wrap around.
@@ -96,7 +96,7 @@ __device__ Span span_of(SequenceCosts const& p, int64_t b) {
   return {first, end < first ? first : end};
 }
 
-// CTA (b, part): every gridDim.y-th group of tokens of sequence b. The order of integer sums does not matter.
+// CTA (b, part) counts every gridDim.y-th group of tokens of sequence b. The order of integer sums does not matter.
 __global__ void __launch_bounds__(kThreads) sequence_counts(SequenceCosts const p) {
   int64_t const b = blockIdx.x;
   int32_t* const gmem_counts = p.gmem_counts + b * (p.experts + 1);

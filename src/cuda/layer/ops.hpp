@@ -27,7 +27,7 @@ struct Op {
 template <class Arguments>
 inline constexpr Op<Arguments> kOp{};  // no op: launch() refuses to compile it
 
-// A launcher that takes what there is of SMs without being told.
+// A launcher that needs no number of SMs: it takes all that there are.
 template <auto kLaunch>
 inline constexpr auto kOfAnySms =
     [](auto const& args, int /*sm_count*/, cudaStream_t stream) { return kLaunch(args, stream); };

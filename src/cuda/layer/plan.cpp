@@ -59,7 +59,7 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
   out.a = plan.add<std::uint16_t>(slots * s.intermediate);
   bool const routed = desc.router.kind != RouterKind::given;
   if (routed) out.metadata = plan.add<std::byte>(metadata_bytes(desc));
-  // Regions that make the tables are dead before y is written, and lie in its place.
+  // Regions that are used only to make the tables are dead before y is written, so they lie in its memory.
   core::WorkspacePlan before_y = plan;
   if (routed && !core::saves_logits(desc)) {
     out.logits = before_y.add<float>(s.tokens * s.experts);

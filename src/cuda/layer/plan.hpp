@@ -37,7 +37,7 @@ struct ChoicePlan {
 struct ForwardPlan {
   core::Region<std::byte> routing;      ///< the tables, SavePolicy::none; always the first region
   core::Region<std::int32_t> counters;  ///< [kNumTileCounters]
-  core::Region<float> logits;           ///< [T,E], with a router whose tables do not hold them
+  core::Region<float> logits;           ///< [T,E], with a router whose tables do not have them
   core::Region<std::uint16_t>
       router_terms;                  ///< [E,router_terms_pitch(d)] bf16, with an fp32 router
   core::Region<std::int32_t> ids;    ///< [P], RouterKind::given

@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kItemThreads) given_token_offsets(GivenSlots c
   p.gmem_token_offsets[t] = static_cast<int32_t>(kept);
 }
 
-// One CTA walks the experts, kScanThreads at a time: ends are a running maximum, counts a running sum, both within
-// [0,P]. Shared memory holds one step of the scan at a time.
+// One CTA walks the experts, kScanThreads at a time. Given ends become a running maximum, counts a running sum, both
+// clamped to [0,P]. Shared memory holds one step of the scan at a time.
 __global__ void __launch_bounds__(kScanThreads) grouped_offsets(GroupedRows const p) {
   __shared__ int64_t smem_values[kScanThreads];
   __shared__ int smem_bad;  // the first expert whose end breaks a rule
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kScanThreads) grouped_offsets(GroupedRows cons
     }
     int64_t const scanned = sums ? carry + smem_values[lane] : max(carry, smem_values[lane]);
     int64_t const end = min(scanned, p.rows);
-    // A sound end is what was given, a sound count at least 0, and neither leaves the rows.
+    // An end is sound if clamping left it unchanged, a count if it is not negative and the sum stays within the rows.
     bool const sound = sums ? given >= 0 && given <= p.rows && scanned <= p.rows : given == end;
     if (inside && !sound) atomicMin(&smem_bad, static_cast<int>(expert + 1));
     if (inside) p.tables.expert_offsets[expert + 1] = static_cast<int32_t>(end);
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kItemThreads) grouped_tables(GroupedRows const
   p.tables.scores[r] = p.gmem_row_scores != nullptr ? p.gmem_row_scores[r] : 1.0f;
 }
 
-// A row is at most a few KB, and most calls have no such row: a warp looks at each.
+// A warp for each row: a row has at most a few KB, and most calls have no row to clear.
 __global__ void __launch_bounds__(kItemThreads) zero_tail(ZeroTail const p) {
   int64_t const row = item_idx() / 32;
   if (row >= p.rows || row < *p.gmem_first) return;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Routing tables from what the caller gives: ids and weights, or grouped rows; and what callers ask of them.
+// Makes routing tables from what the caller gives: ids and weights, or grouped rows; and outputs of them for the
+// caller.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,8 +23,8 @@ inline Integers integers(ConstTensor const& tensor) noexcept {
   return {tensor.data, tensor.dtype == DType::int64};
 }
 
-/// Slots as the caller gives them, to dense tables: scores as they are, ids as int32 with -1 for every sentinel, and
-/// token_offsets, clamped to [0,P] and checked, where experts per token vary.
+/// Copies the caller's slots to dense tables: scores as they are, ids as int32 with -1 for every sentinel and, where
+/// experts per token vary, token_offsets, clamped to [0,P] and checked.
 struct GivenSlots {
   Integers ids;               // (T,K) or (P)
   float const* gmem_weights;  // as ids, or null: no scores are written
@@ -37,8 +38,8 @@ struct GivenSlots {
 };
 cudaError_t launch_given_slots(GivenSlots const& args, cudaStream_t stream);
 
-/// Tables of rows that the caller grouped by expert: offsets [E+1], ends [E] or counts [E], made ascending within
-/// [0,P] and checked; permutations are the identity on rows 0..R-1.
+/// Makes tables of rows that the caller grouped by expert, from offsets [E+1], ends [E] or counts [E], which are
+/// checked and made ascending within [0,P]; permutations are the identity on rows 0..R-1.
 struct GroupedRows {
   Integers groups;
   RowGrouping grouping;
@@ -49,10 +50,10 @@ struct GroupedRows {
   ClearedWords cleared;
 };
 cudaError_t launch_grouped_rows(GroupedRows const& args, cudaStream_t stream);
-/// expert_offsets alone.
+/// Makes expert_offsets alone.
 cudaError_t launch_grouped_offsets(GroupedRows const& args, cudaStream_t stream);
 
-/// Zeros in the rows from *gmem_first on.
+/// Writes zeros to the rows from *gmem_first on.
 struct ZeroTail {
   int32_t const* gmem_first;
   void* gmem_rows;
@@ -64,7 +65,7 @@ cudaError_t launch_zero_tail(ZeroTail const& args, cudaStream_t stream);
 cudaError_t launch_expert_counts(int32_t const* gmem_expert_offsets, int64_t experts,
                                  int32_t* gmem_counts, cudaStream_t stream);
 
-/// ids [T,K] as int32 or int64, and weights, from dense tables to tensors with a row pitch.
+/// Copies ids [T,K], as int32 or int64, and weights from dense tables to tensors with a row pitch.
 struct RouteOutputs {
   int32_t const* gmem_ids;
   float const* gmem_weights;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one place that chooses among the kernels of an op (ops.hpp): `refuse` says why not a fast one, `launch` does what
-// it says.
+// The one place that chooses among the kernels of an op (ops.hpp): `refuse` says why a call cannot have the fast one,
+// and `launch` launches what that leaves.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -45,7 +45,7 @@ cudaError_t launch(Arguments const& args, int sm_count, cudaStream_t stream) noe
   return refuse(args).refused() ? op.plain(args, stream) : op.fast(args, sm_count, stream);
 }
 
-/// Launched one right after the other, the second in the tail of the first, expert by expert, where both are fast.
+/// Launches two ops one right after the other. Where both are fast, the second starts in the tail of the first.
 template <class First, class Second>
 void hand_over(First& first, Second& second, std::int32_t* gmem_word) noexcept {
   if (first.rows == 0 || refuse(first).refused() || refuse(second).refused()) return;

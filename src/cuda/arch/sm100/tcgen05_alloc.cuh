@@ -11,7 +11,7 @@
 namespace tessera::cuda::arch {
 
 // `columns`: a power of two from 32 to 512, no more than an earlier allocation of the CTA had. Writes the address to
-// `smem_address`; others read it behind a barrier. Waits until there is room.
+// `smem_address`; others read it behind a barrier. Waits until so many columns are free.
 template <int kCtas>
 __device__ __forceinline__ void tcgen05_alloc(uint32_t* smem_address, uint32_t columns) {
   static_assert(kCtas == 1 || kCtas == 2);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // tcgen05.mma: D in tensor memory = or += A * B^T, both in shared memory (tcgen05_descriptor.hpp). One thread issues
 // it, for its CTA or, kCtas = 2, for a pair: then CTA 0 issues, and each CTA holds half of the rows of A, of B and of
-// D, at the same addresses. Asynchronous: commit (tcgen05_commit.cuh) tells when it is complete. Multiplications of one
+// D, at the same addresses. Asynchronous: commit (tcgen05_commit.cuh) reports when it is done. Multiplications of one
 // thread with the same shape and D follow each other without a wait.
 // Issue under elect_one(): under another test of one lane the compiler makes a loop over lanes of it.
 #pragma once

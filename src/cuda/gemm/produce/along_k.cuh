@@ -11,7 +11,7 @@
 
 namespace tessera::cuda::gemm {
 
-// varlen-K: every k_tile has tokens of its own.
+// Produces the tiles of a varlen-K GEMM, whose every k_tile has tokens of its own.
 template <GemmConfig kGemm, class Epilogue, bool kFirstWarp>
 __device__ __forceinline__ void produce_along_k(SharedStorage<kGemm>& smem, GemmParams const& p,
                                                 typename Epilogue::Params const& epilogue_params) {

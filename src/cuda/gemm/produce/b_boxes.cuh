@@ -8,7 +8,7 @@
 
 namespace tessera::cuda::gemm {
 
-// Bytes of B that a k_tile brings.
+// Returns the bytes of B in a k_tile.
 template <GemmConfig kGemm>
 __device__ __forceinline__ uint32_t b_bytes_of(GemmParams const& p, WorkTile const& tile) {
   if (misses_groups<kGemm>(p, tile)) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_b_in_boxes(bf16* smem_b, GemmParams const& 
   }
 }
 
-// varlen-K: rows `k` from the segment's end back, as its ragged maps count them.
+// varlen-K: `k` counts rows back from the segment's end, as ragged maps do.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void load_b_along_k(bf16* smem_b, GemmParams const& p,
                                                arch::Mbarrier* full, int k, int group, int end) {

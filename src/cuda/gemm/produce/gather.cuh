@@ -9,7 +9,7 @@
 
 namespace tessera::cuda::gemm {
 
-// Four warps gather A; in turns, one also issues B, before its share of A.
+// Four warps gather A. In each k_tile one of them, in turns, issues B before its share of A.
 template <GemmConfig kGemm, class Epilogue, bool kFirstWarp>
 __device__ __forceinline__ void produce_by_gather(
     SharedStorage<kGemm>& smem, GemmParams const& p,

@@ -2,8 +2,8 @@
 // A tiles by index, copied by the 128 threads of the producer warpgroup with 16-byte cp.async into the swizzled layout
 // that TMA would give. varlen-M, K-major: row i of the tile is gmem_a[index[row + i]], or gmem_a[row + i] without an
 // index.
-// It copies bytes. For an A that memory holds in another element than stages (Operand::stored) it is specialised by a
-// class that decodes, as in tests/emulator/e4m3_rows.cuh.
+// It copies bytes. Where memory holds A in another element than stages do (Operand::stored), a specialisation decodes,
+// as that of tests/emulator/e4m3_rows.cuh.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ class RowGather {
     smem_offset_ = row_ * 128 + ((chunk ^ (row_ & 7)) << 4);
   }
 
-  // Requests the source rows of a tile; the values are first touched by begin(). Rows past the
+  // Requests the source rows of a tile; the values are first read by begin(). Rows past the
   // segment repeat its last one: they are computed and clipped at the store.
   __device__ __forceinline__ void prefetch(WorkTile const& tile) {
     TESSERA_UNROLL

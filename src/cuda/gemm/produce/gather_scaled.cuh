@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The producer of a GEMM that gathers rows of A with their scales: that of gather.cuh, and with the rows of a k_tile go
-// one scale of each row and two of B. All land before the stage's barrier is over.
+// The producer of a GEMM that gathers rows of A with their scales. It works like that of gather.cuh, and with each
+// k_tile loads a scale of each row and two scales of B. All of them land before the phase of the stage's barrier ends.
 #pragma once
 
 #include "../../arch/cp_async.cuh"

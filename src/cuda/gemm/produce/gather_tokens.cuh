@@ -64,8 +64,8 @@ class TokenGather {
     }
   }
 
-  // The k_tile that was prepared; tokens past the segment and columns past the row become 0. Where there are none of
-  // these nobody asks for them: between the stage's release and its loads every instruction counts.
+  // Copies the k_tile that was prepared; tokens past the segment and columns past the row become 0. Whole k_tiles have
+  // no such test: between the stage's release and its loads every instruction counts.
   __device__ __forceinline__ void copy(SharedStorage<kGemm>& smem, int stage, int k_tile) const {
     if (k_tile < whole_k_tiles_) {
       copy_each(smem, stage, [](uint32_t) { return true; });
@@ -82,9 +82,9 @@ class TokenGather {
   static constexpr int kWarpTokens = arch::kWarpThreads / kChunks;
   static constexpr int kIndexLanes = kWarpTokens * kTokensPerThread;  // a k_tile's tokens of a warp
   static_assert(kTokenStep % 8 == 0 && kIndexLanes == 16);
-  // k_tiles whose indices a warp loads at once. An index seems to come after the rows that the SM has asked for before
-  // it; two k_tiles ahead nobody waits for those.
-  // bench/results/archive/h200/2026-11-23-wgrad-index-ahead.json, docs/notebook/2026-11-23-main-grad-pace.md
+  // k_tiles whose indices a warp loads at once. An index seems to arrive only after the rows that the SM requested
+  // before it; two k_tiles ahead no warp waits for it. bench/results/archive/h200/2026-11-23-wgrad-index-ahead.json,
+  // docs/notebook/2026-11-23-main-grad-pace.md
   static constexpr int kIndexTiles = 2;
   static constexpr uint32_t kNothing = 0xffffffff;  // nothing is read
 
@@ -99,7 +99,7 @@ class TokenGather {
     }
   }
 
-  // They are first touched by the prepare() that needs them.
+  // They are first read by the prepare() that needs them.
   __device__ __forceinline__ void prefetch(WorkTile const& tile, int k_tile) {
     int const row = tile.begin + k_tile * kGemm.tile.k + first_;
     next_ = row >= tile.end ? -1 : gmem_index_ != nullptr ? gmem_index_[row] : row;

@@ -10,8 +10,8 @@
 namespace tessera::cuda::gemm {
 
 // Lends `stages` stages behind the k_tiles of `tile`. Every thread of the warps that fill stages calls it.
-// Epilogue::lend() fills a stage as the producer fills others: it arrives on its full barrier and tells how many bytes
-// to wait for.
+// Epilogue::lend() fills a stage as the producer fills others: it arrives on the stage's full barrier with the number
+// of bytes that the barrier has to wait for.
 template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void lend_stages(SharedStorage<kGemm>& smem,
                                             typename Epilogue::Params const& p,

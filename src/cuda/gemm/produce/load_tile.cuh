@@ -69,7 +69,7 @@ __device__ __forceinline__ void load_a(SharedStorage<kGemm>& smem, GemmParams co
   }
 }
 
-// k_tile of the B of a new run, once the run before needs it no more.
+// Loads a k_tile of B of a new run, once the previous run has no more use for its place.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void load_resident_b(SharedStorage<kGemm>& smem, GemmParams const& p,
                                                 int k_tile, WorkTile const& tile) {

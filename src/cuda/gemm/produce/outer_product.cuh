@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The producer's half of an outer product (sm90/outer_product.cuh): rows of v, as B of one more k16 step.
+// The producer's half of an outer product (sm90/outer_product.cuh) loads rows of v, which are B of one more k16 step.
 #pragma once
 
 #include "../../arch/mbarrier.cuh"

@@ -224,16 +224,20 @@ def backward_saved(session: Session, saved: SavedPass, d_o, weights: tuple, buff
 
 
 class _Experts(torch.autograd.Function):
+    """One pass. The number of one in one launch without max_rows is saved: where forward runs again for backward, the
+    rows that count are those of the pass that left the saved tables."""
+
     @staticmethod
     def forward(ctx, session: Session, layer: int, x, topk_ids, topk_weights, *weights):
-        ctx.made, ctx.counted = (session, layer), None
+        ctx.made, number = (session, layer), None
         if session.fuses(*weights):
             o, tables, h = _run_fused(session, layer, x, topk_ids, topk_weights, weights)
-            ctx.counted = session.passes_counted
+            if session.training.max_rows is None:
+                number = torch.tensor(session.passes_counted, device="cpu")
         else:
             saves_h = session.training.save == "h"
             o, tables, h = _run_unfused(session, layer, x, topk_ids, topk_weights, weights, saves_h)
-        ctx.save_for_backward(x, topk_ids, topk_weights, h, *tables, *weights)
+        ctx.save_for_backward(x, topk_ids, topk_weights, h, *tables, number, *weights)
         return o
 
     @staticmethod
@@ -242,14 +246,14 @@ class _Experts(torch.autograd.Function):
         session, layer = ctx.made
         training, needs, d_o = session.training, ctx.needs_input_grad[2:], d_o.contiguous()
         x, topk_ids, topk_weights, h, *others = ctx.saved_tensors
-        tables, weights = Tables(*others[:3]), others[3:]
-        may_overflow = ctx.counted is not None and training.max_rows is None
+        tables, number, weights = Tables(*others[:3]), others[3], others[4:]
+        may_overflow = number is not None
         if may_overflow:
             _refuse_capture(x)
         rows = *_dispatch_saved(session, needs, d_o, x, topk_ids, tables, h, may_overflow), tables
         gradients = _run_backward(session, x, topk_ids, needs, *rows, h, weights)
         if may_overflow:
-            count, all_fit = session.routed_rows(session.passes_counted - ctx.counted)
+            count, all_fit = session.routed_rows(session.passes_counted - number.item())
             session.remember_rows(layer, count)
             if not all_fit:
                 del rows, gradients  # frees memory for the other pass

@@ -17,6 +17,7 @@ from tessera import expert_parallel_training as training
 from tessera import library
 from tessera.ops import layer
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 SHAPE = {"max_tokens": 300, "hidden": 64, "intermediate": 32, "experts": 8, "top_k": 3}
 
@@ -362,6 +363,22 @@ class OnCpu(unittest.TestCase):
             first = torch.autograd.grad(o.sum(), (x, w_up), retain_graph=True)
             again = torch.autograd.grad(o.sum(), (x, w_up))
         self.assertTrue(all(torch.equal(a, b) for a, b in zip(first, again)))
+
+    def test_forward_runs_again_with_less_memory(self):
+        """With activation checkpointing: another pass of the layer has had few rows in between."""
+        ids, leaves = self.tensors("swiglu", False, 300)
+        x, scores, w_up, w_down = leaves
+        few = torch.where(torch.arange(300)[:, None] < 20, ids, -1)
+        session, fake = cpu_session(), OneRank(8)
+        with mock.patch.object(session_module, "load", return_value=fake):
+            many_o, few_o = [checkpoint(training.run, session, 0, x, chosen, scores, w_up, w_down, use_reentrant=False,
+                                        determinism_check="none")
+                             for chosen in (ids, few)]
+            torch.autograd.grad(few_o.sum(), leaves)
+            got = torch.autograd.grad(many_o.sum(), leaves)
+        self.assertEqual(fake.calls[-7:], ["forward", "dispatch", "combine", "rows", "route", "dispatch", "combine"])
+        wanted_o = tessera.routed_experts(x, ids, scores, w_up, w_down)
+        self.assert_near((many_o, *got), (wanted_o, *torch.autograd.grad(wanted_o.sum(), leaves)))
 
     def test_inside_what_is_compiled(self):
         """As docs/python.md has it: the call is the only graph break."""

@@ -16,6 +16,7 @@ import tessera
 import torch
 import torch.distributed as dist
 from tessera import expert_parallel_training as training
+from torch.utils.checkpoint import checkpoint
 
 
 def setUpModule():
@@ -55,9 +56,11 @@ class OnGpus(unittest.TestCase):
                    torch.randn(self.E, halves * self.N, **options), torch.randn(self.E, self.D, **options)]
         return x, ids, scores, d_o, weights
 
-    def compare(self, experts, tokens_of_ranks, activation, with_bias):
+    def compare(self, experts, tokens_of_ranks, activation, with_bias, ids=None):
+        """With other ids than those of `inputs` where they are given."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        x, ids, scores, d_o, weights = self.inputs(tokens_of_ranks, 1 if activation == "gelu" else 2)
+        x, drawn, scores, d_o, weights = self.inputs(tokens_of_ranks, 1 if activation == "gelu" else 2)
+        ids = drawn if ids is None else ids
         weights = weights[:4 if with_bias else 2]
         leaves = [t.clone().requires_grad_() for t in (x, scores, *weights)]
         biases = dict(zip(("b_up", "b_down"), leaves[4:]))
@@ -100,6 +103,22 @@ class OnGpus(unittest.TestCase):
                            [300] + [0] * (ranks - 1), [300] * ranks):
                 if sum(tokens) > 8:  # few tokens have kernels of their own (decision 0022)
                     self.compare(experts, tokens, activation, with_bias)
+            dist.barrier()
+            experts.close()
+
+    def test_skewed_routing(self):
+        """Experts as often as Zipf's law has it: the first rank has most rows. Ranks have other numbers of tokens."""
+        ranks = dist.get_world_size()
+        share = 1 / torch.arange(1, self.E + 1, device="cuda", dtype=torch.float32)
+        for save in ("h", "x"):
+            experts = self.make(save=save)
+            for tokens in ([self.T] * ranks, [0] + [self.T] * (ranks - 1), [41 + 9 * r for r in range(ranks)]):
+                torch.manual_seed(5)  # alike on all ranks
+                # Drawn without repetition, by the exponential race.
+                race = torch.empty(sum(tokens), self.E, device="cuda").exponential_() / share
+                skewed = race.topk(self.K, largest=False)[1]
+                self.assertGreater((skewed < self.E // ranks).sum().item(), 1.25 / ranks * skewed.numel())
+                self.compare(experts, tokens, "swiglu", False, skewed)
             dist.barrier()
             experts.close()
 
@@ -217,6 +236,31 @@ class OnGpus(unittest.TestCase):
             experts.check()
             dist.barrier()
             experts.close()
+
+    def test_checkpointing(self):
+        """Forward runs again in backward, with less memory than it had at first."""
+        ranks = dist.get_world_size()
+        mine, own = self.parts()
+        x, ids, scores, d_o, weights = self.inputs([self.T] * ranks)
+        few = torch.where(torch.arange(len(ids), device="cuda")[:, None] % self.T < 20, ids, -1)
+        experts = self.make()
+        leaves = [t.clone().requires_grad_() for t in (x[mine], scores[mine], weights[0][own], weights[1][own])]
+
+        def run(chosen):
+            return checkpoint(experts, leaves[0], chosen[mine], *leaves[1:], use_reentrant=False,
+                              determinism_check="none")
+
+        many_o, few_o = run(ids), run(few)
+        torch.autograd.grad(few_o, leaves, d_o[mine])
+        got = torch.autograd.grad(many_o, leaves, d_o[mine])
+        plain = experts(leaves[0], ids[mine], *leaves[1:])
+        for a, b in zip((many_o, *got), (plain, *torch.autograd.grad(plain, leaves, d_o[mine])), strict=True):
+            self.assertLessEqual(((a - b).float().norm() / b.float().norm()).item(), 2**-8)
+            self.assertGreater(b.float().norm().item(), 0)
+        torch.cuda.synchronize()
+        experts.check()
+        dist.barrier()
+        experts.close()
 
     def test_graphs(self):
         """Forward and backward in a graph, replayed on other tensors: with a bound of rows no host waits."""

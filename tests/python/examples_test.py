@@ -179,6 +179,9 @@ class Examples(unittest.TestCase):
         self.assertLess(float(difference), 1e-5)
         losses = [float(loss) for loss in re.findall(r"^2 ranks: .*loss ([0-9.]+)$", result.stdout, re.MULTILINE)]
         self.assertLess(losses[-1], losses[0])
+        speeds = [float(speed) for speed in re.findall(r" ranks: ([0-9]+) tokens/s", result.stdout)]
+        (times,) = re.findall(r"^2 ranks: (\S+) times as many tokens/s as one$", result.stdout, re.MULTILINE)
+        self.assertAlmostEqual(float(times), speeds[0] / speeds[1], delta=0.01 * float(times) + 0.01)
 
     @unittest.skipUnless(torch.cuda.device_count() > 1, "needs two GPUs; run on a machine with them")
     def test_experts_over_two_gpus(self):

@@ -145,24 +145,27 @@ struct Problem {
                                                    nullptr));
   }
   void quantise_w() const {
-    TESSERA_CUDA(cuda::launch_quantise_weights_kernel({.gmem_w = w.get(),
-                                                       .rows = shape.intermediate,
-                                                       .width = shape.hidden,
-                                                       .halves = 2,
-                                                       .experts = shape.experts,
-                                                       .gmem_codes = w8.get(),
-                                                       .gmem_scales = w_scales.get()},
-                                                      nullptr));
+    TESSERA_CUDA(cuda::launch_quantise_weights_kernel(
+        {.w = {cuda::contiguous_half(w.get(), 2, 0, shape.intermediate, shape.hidden),
+               cuda::contiguous_half(w.get(), 2, 1, shape.intermediate, shape.hidden)},
+         .rows = shape.intermediate,
+         .width = shape.hidden,
+         .halves = 2,
+         .experts = shape.experts,
+         .gmem_codes = w8.get(),
+         .gmem_scales = w_scales.get()},
+        nullptr));
   }
   void quantise_w_down() const {
-    TESSERA_CUDA(cuda::launch_quantise_weights_kernel({.gmem_w = w_down.get(),
-                                                       .rows = shape.hidden,
-                                                       .width = shape.intermediate,
-                                                       .halves = 1,
-                                                       .experts = shape.experts,
-                                                       .gmem_codes = w_down8.get(),
-                                                       .gmem_scales = w_down_scales.get()},
-                                                      nullptr));
+    TESSERA_CUDA(cuda::launch_quantise_weights_kernel(
+        {.w = {cuda::contiguous_half(w_down.get(), 1, 0, shape.hidden, shape.intermediate)},
+         .rows = shape.hidden,
+         .width = shape.intermediate,
+         .halves = 1,
+         .experts = shape.experts,
+         .gmem_codes = w_down8.get(),
+         .gmem_scales = w_down_scales.get()},
+        nullptr));
   }
 
   UpProjectionFwdE4m3Arguments e4m3(bool to_bf16) const {

@@ -145,15 +145,17 @@ void check_weights(int halves, bool pow2) {
   Weights const w = make_weights(3, halves, 256, 384, pow2);
   DeviceBuffer const values(w.values), codes(w.values.size()),
       scales(w.quantised.scales.size() * 4);
-  require(cuda::launch_quantise_weights_kernel({.gmem_w = values.as<void>(),
-                                                .rows = w.rows,
-                                                .width = w.width,
-                                                .halves = w.halves,
-                                                .experts = w.experts,
-                                                .pow2 = pow2,
-                                                .gmem_codes = codes.as<void>(),
-                                                .gmem_scales = scales.as<float>()},
-                                               nullptr),
+  require(cuda::launch_quantise_weights_kernel(
+              {.w = {cuda::contiguous_half(values.as<void>(), w.halves, 0, w.rows, w.width),
+                     cuda::contiguous_half(values.as<void>(), w.halves, 1, w.rows, w.width)},
+               .rows = w.rows,
+               .width = w.width,
+               .halves = w.halves,
+               .experts = w.experts,
+               .pow2 = pow2,
+               .gmem_codes = codes.as<void>(),
+               .gmem_scales = scales.as<float>()},
+              nullptr),
           "quantise_weights");
   compare({codes.values<E4m3>(), scales.values<float>()}, w.quantised,
           std::string("weights in ") + (halves == 2 ? "halves" : "one half") +

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // FP8 on Hopper: the quantisers, and the GEMMs that read and write e4m3 in blocks (docs/numerics.md#fp8-and-mxfp8).
-// Host side: the calls' arguments and launchers. The layer does not call them yet.
+// Host side: the calls' arguments and launchers.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 
+#include "projection.hpp"
 #include "tessera/low_precision.hpp"
 #include "tessera/shape.hpp"
 
@@ -24,17 +25,44 @@ struct QuantiseRowsArguments {
 };
 cudaError_t launch_quantise_rows(QuantiseRowsArguments const& args, cudaStream_t stream);
 
+/// The way back: codes times scales, rounded to bf16, as tessera::dequantise() gives them but for codes of NaN, which
+/// quantisers leave under scales of NaN alone.
+struct DequantiseRowsArguments {
+  void const* gmem_codes;  // (rows,width) e4m3, 16-byte aligned; width: a multiple of 128
+  float const*
+      gmem_scales;  // of row r and a block of 128 columns: r * row_step + block * block_step
+  int64_t row_step, block_step;
+  int64_t rows, width;
+  int32_t const* gmem_num_rows;  // rows from there on: neither read nor written; null: all are
+  void* gmem_values;             // (rows,width) bf16, 16-byte aligned
+};
+cudaError_t launch_dequantise_rows(DequantiseRowsArguments const& args, cudaStream_t stream);
+
 /// The same of weights in blocks of 128 x 128, as tessera::quantise_weights() gives those of either projection.
 struct QuantiseWeightsArguments {
-  void const* gmem_w;   // (E,halves,rows,width) bf16, contiguous; rows and width multiples of 128
-  int64_t rows, width;  // up: n, d; down: d, n
-  int32_t halves;       // up: 2, down: 1
+  /// gate and up, or the one matrix: `rows` rows of `width`, of one orientation. Strides and bases are multiples of 16
+  /// bytes; rows that are not contiguous lie in one block.
+  WeightRows w[2];
+  int64_t rows, width;  // multiples of 128; up: n, d; down: d, n
+  int32_t halves;       // matrices of an expert; up: 2, down: 1
   int32_t experts;      // E
   bool pow2 = false;
-  void* gmem_codes;    // (E,halves,rows,width) e4m3
-  float* gmem_scales;  // (E,rows/128,width/128,halves)
+  void* gmem_codes;              // (E,halves,rows,width) e4m3; null: not stored, as are the others
+  void* gmem_codes_t = nullptr;  // (E,width,halves*rows) e4m3, the same codes
+  float* gmem_scales;            // (E,rows/128,width/128,halves)
+  float* gmem_scales_t = nullptr;  // (E,width/128,halves*rows/128), the same scales
 };
 cudaError_t launch_quantise_weights(QuantiseWeightsArguments const& args, cudaStream_t stream);
+
+/// Contiguous matrices (E,halves,rows,width), half by half.
+inline WeightRows contiguous_half(void const* gmem, int halves, int half, int64_t rows,
+                                  int64_t width) noexcept {
+  return {.gmem = static_cast<uint16_t const*>(gmem) + half * rows * width,
+          .expert_stride = halves * rows * width,
+          .row_stride = width,
+          .column_stride = 1,
+          .block = rows};
+}
 
 /// hb_r = rnd(x8[gather_index[r]] w8_up[e]^T) of the dequantised operands, a_r = act(hb_r), for rows r of expert e. h
 /// is [gate half | up half]. An output that is null is not stored.

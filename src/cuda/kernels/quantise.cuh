@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // quantise_rows, quantise_weights: bf16 to e4m3 codes and fp32 scales (docs/numerics.md#fp8-and-mxfp8).
-// Shapes   x (T,d) in blocks of 1 x 128, scales (T,d/128); w (E,2,n,d), (E,d,n) in blocks of 128 x 128, scales
-//          (E,n/128,d/128,2), (E,d/128,n/128)
-// Work     bytes: 3 an element, and 4 a block; memory bound
+// dequantise_rows: the way back.
+// Shapes   x (T,d) in blocks of 1 x 128, scales (T,d/128); w_up, w_down of any layout in blocks of 128 x 128 to codes
+//          (E,2,n,d), (E,d,n) and their transposes, scales (E,n/128,d/128,2), (E,d/128,n/128)
+// Work     bytes: 3 an element (4 with a transpose), and 4 a block; memory bound
 // Schedule rows: half a warp for a block, 8 elements of it a lane, kRowsInFlight blocks each; largest magnitudes by
-//          shuffles. weights: a CTA for a block, 64 elements a thread, which stay in registers
+//          shuffles. weights: a CTA for a block, 64 elements a thread, which stay in registers; codes are turned in
+//          shared memory. Back: 16 codes a thread
 // Numerics the bytes of tessera::quantise(), whatever the values; bitwise repeatable: yes, a maximum has no order
-// Requires 16-byte aligned rows of a multiple of 128 elements
+// Requires 16-byte aligned rows, or columns of transposed weights, of a multiple of 128 elements
 #pragma once
 
 #include <cstdint>
@@ -105,41 +107,109 @@ inline cudaError_t launch_quantise_rows_kernel(QuantiseRowsArguments const& args
   return cudaLaunchKernelEx(&config, quantise_rows, args);
 }
 
+// A block's lines in the order of memory: its rows, or columns of weights that are stored transposed. Codes leave as
+// they lie, from registers, and turned, by way of shared memory.
+constexpr int kRowsAtOnce = kQuantiseThreads / kBlockLanes;
+constexpr int kShares = kQuantiseBlock / kRowsAtOnce;
+constexpr int kLineWords = kQuantiseBlock / 4;
+
+struct QuantiseWeightsStorage {
+  uint32_t largest[kQuantiseWarps];
+  uint32_t codes[kQuantiseBlock * kLineWords];  // word w of line i at i * kLineWords + (w ^ i / 4)
+};
+
+// Word w of four words that hold four lines of four bytes each: byte w of every line.
+__device__ __forceinline__ uint32_t turned_word(uint32_t const (&lines)[4], int w) {
+  uint32_t word = 0;
+  TESSERA_UNROLL
+  for (int i = 0; i < 4; ++i) word |= (lines[i] >> 8 * w & 0xff) << 8 * i;
+  return word;
+}
+
 __global__ void __launch_bounds__(kQuantiseThreads)
     quantise_weights(__grid_constant__ QuantiseWeightsArguments const p) {
-  constexpr int kRowsAtOnce = kQuantiseThreads / kBlockLanes;
-  constexpr int kShares = kQuantiseBlock / kRowsAtOnce;
   TESSERA_DYNAMIC_SHARED(smem_raw);
-  auto* const smem_largest = reinterpret_cast<uint32_t*>(smem_raw);  // of each warp
+  auto& smem = *reinterpret_cast<QuantiseWeightsStorage*>(smem_raw);
   // A block of (expert, half, block of rows), and one of columns: those that share a row are neighbours.
   int64_t const across = p.width / kQuantiseBlock, down = p.rows / kQuantiseBlock;
   int64_t const block_row = blockIdx.x / across, block_column = blockIdx.x % across;
-  int64_t const matrix = block_row / down;  // expert, half
+  int64_t const matrix = block_row / down, expert = matrix / p.halves;
+  int const half = static_cast<int>(matrix % p.halves);
+  int64_t const first_row = block_row % down * kQuantiseBlock;
+  int64_t const first_column = block_column * kQuantiseBlock;
+  WeightRows const& w = p.w[half];
+  bool const is_transposed = w.column_stride != 1;
   int const lane = static_cast<int>(threadIdx.x) % kBlockLanes;
-  int64_t const offset = (block_row * kQuantiseBlock + threadIdx.x / kBlockLanes) * p.width +
-                         block_column * kQuantiseBlock + lane * kShareElements;
+  int const first_line = static_cast<int>(threadIdx.x) / kBlockLanes;
   uint4 shares[kShares];
   uint32_t largest = 0;
   TESSERA_UNROLL
   for (int i = 0; i < kShares; ++i) {
-    shares[i] = __ldg(reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(p.gmem_w) +
-                                                     offset + i * kRowsAtOnce * p.width));
+    int64_t const line = first_line + i * kRowsAtOnce;
+    int64_t const at = is_transposed ? expert * w.expert_stride +
+                                           (first_column + line) * w.column_stride + first_row
+                                     : w.row_offset(expert, first_row + line) + first_column;
+    shares[i] = __ldg(reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(w.gmem) + at +
+                                                     lane * kShareElements));
     largest = max(largest, largest_of(shares[i]));
   }
   largest = fold_largest<arch::kWarpThreads>(largest);
-  if (arch::lane_idx() == 0) smem_largest[threadIdx.x / arch::kWarpThreads] = largest;
+  if (arch::lane_idx() == 0) smem.largest[threadIdx.x / arch::kWarpThreads] = largest;
   __syncthreads();
-  for (int warp = 0; warp < kQuantiseWarps; ++warp) largest = max(largest, smem_largest[warp]);
+  for (int warp = 0; warp < kQuantiseWarps; ++warp) largest = max(largest, smem.largest[warp]);
   core::BlockScale const scale = quantise_scale(largest, p.pow2);
+  // Where the block begins in either orientation of the codes, and from line to line.
+  int64_t const pitch = p.width, turned_pitch = p.halves * p.rows;
+  auto* const gmem_rows =
+      static_cast<uint8_t*>(p.gmem_codes) + (matrix * p.rows + first_row) * pitch + first_column;
+  auto* const gmem_columns = static_cast<uint8_t*>(p.gmem_codes_t) +
+                             (expert * p.width + first_column) * turned_pitch + half * p.rows +
+                             first_row;
+  bool const stores_rows = p.gmem_codes != nullptr, stores_columns = p.gmem_codes_t != nullptr;
+  bool const stores_lines = is_transposed ? stores_columns : stores_rows;
+  bool const stores_turned = is_transposed ? stores_rows : stores_columns;
+  uint8_t* const gmem_lines = is_transposed ? gmem_columns : gmem_rows;
+  uint8_t* const gmem_turned = is_transposed ? gmem_rows : gmem_columns;
+  int64_t const line_pitch = is_transposed ? turned_pitch : pitch;
   TESSERA_UNROLL
   for (int i = 0; i < kShares; ++i) {
-    auto* const gmem_codes =
-        static_cast<uint8_t*>(p.gmem_codes) + offset + i * kRowsAtOnce * p.width;
-    *reinterpret_cast<uint2*>(gmem_codes) = codes_of(shares[i], scale.inverse);
+    int const line = first_line + i * kRowsAtOnce;
+    uint2 const codes = codes_of(shares[i], scale.inverse);
+    if (stores_lines) {
+      reinterpret_cast<uint2*>(gmem_lines + line * line_pitch)[lane] = codes;
+    }
+    if (stores_turned) {
+      uint32_t* const smem_line = smem.codes + line * kLineWords;
+      smem_line[2 * lane ^ line / 4] = codes.x;
+      smem_line[(2 * lane + 1) ^ line / 4] = codes.y;
+    }
   }
   if (threadIdx.x == 0) {
-    int64_t const place = (matrix / p.halves * down + block_row % down) * across + block_column;
-    p.gmem_scales[place * p.halves + matrix % p.halves] = scale.scale;
+    int64_t const block = block_row % down;
+    if (p.gmem_scales != nullptr) {
+      p.gmem_scales[((expert * down + block) * across + block_column) * p.halves + half] =
+          scale.scale;
+    }
+    if (p.gmem_scales_t != nullptr) {
+      p.gmem_scales_t[((expert * across + block_column) * p.halves + half) * down + block] =
+          scale.scale;
+    }
+  }
+  if (!stores_turned) return;
+  __syncthreads();
+  // A lane has four lines; a warp stores whole ones of the other orientation, four at a time.
+  int64_t const other_pitch = is_transposed ? pitch : turned_pitch;
+  int const four = arch::lane_idx();
+  for (int word = static_cast<int>(threadIdx.x) / arch::kWarpThreads; word < kLineWords;
+       word += kQuantiseWarps) {
+    uint32_t lines[4];
+    TESSERA_UNROLL
+    for (int i = 0; i < 4; ++i) lines[i] = smem.codes[(4 * four + i) * kLineWords + (word ^ four)];
+    TESSERA_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      reinterpret_cast<uint32_t*>(gmem_turned + (4 * word + i) * other_pitch)[four] =
+          turned_word(lines, i);
+    }
   }
 }
 
@@ -154,9 +224,70 @@ inline cudaError_t launch_quantise_weights_kernel(QuantiseWeightsArguments const
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned(blocks));
   config.blockDim = dim3(kQuantiseThreads);
-  config.dynamicSmemBytes = kQuantiseWarps * sizeof(uint32_t);
+  config.dynamicSmemBytes = sizeof(QuantiseWeightsStorage);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, quantise_weights, args);
+}
+
+// 16 codes of a block and its scale to 32 bytes of bf16.
+constexpr int kWideShare = 16, kSharesInFlight = 2;
+
+// Two bf16 of two codes, the first in the lowest byte of `codes`. The bits of a code, moved, are those of an fp32 that
+// is 2^-120 of it, subnormal codes too.
+__device__ __forceinline__ uint32_t dequantised_pair(uint32_t codes, float scale) {
+  auto const value = [scale](uint32_t code) {
+    float const magnitude = __uint_as_float((code & 0x80) << 24 | (code & 0x7f) << 20) * 0x1p120f;
+    return magnitude * scale;
+  };
+  return arch::pack_bf16(value(codes & 0xff), value(codes >> 8 & 0xff));
+}
+
+__global__ void __launch_bounds__(kQuantiseThreads)
+    dequantise_rows(__grid_constant__ DequantiseRowsArguments const p) {
+  auto const of_row = static_cast<uint32_t>(p.width / kWideShare);
+  int64_t rows = p.rows;
+  if (p.gmem_num_rows != nullptr && *p.gmem_num_rows < rows) rows = *p.gmem_num_rows;
+  // Shares of a CTA are neighbours, from `first` of row `first_row` on.
+  int64_t const base = int64_t{blockIdx.x} * (kSharesInFlight * kQuantiseThreads);
+  int64_t const first_row = base / of_row;
+  uint32_t const first = static_cast<uint32_t>(base % of_row) + threadIdx.x;
+  uint4 codes[kSharesInFlight] = {};
+  float scales[kSharesInFlight] = {};
+  TESSERA_UNROLL
+  for (int i = 0; i < kSharesInFlight; ++i) {
+    uint32_t const at = first + i * kQuantiseThreads, share = at % of_row;
+    int64_t const row = first_row + at / of_row;
+    if (row >= rows) continue;
+    codes[i] = __ldg(static_cast<uint4 const*>(p.gmem_codes) + row * of_row + share);
+    int64_t const block = share / (kQuantiseBlock / kWideShare);
+    scales[i] = __ldg(p.gmem_scales + row * p.row_step + block * p.block_step);
+  }
+  TESSERA_UNROLL
+  for (int i = 0; i < kSharesInFlight; ++i) {
+    uint32_t const at = first + i * kQuantiseThreads;
+    int64_t const row = first_row + at / of_row;
+    if (row >= rows) continue;
+    auto* const to = static_cast<uint4*>(p.gmem_values) + 2 * (row * of_row + at % of_row);
+    uint4 const c = codes[i];
+    float const s = scales[i];
+    to[0] = {dequantised_pair(c.x, s), dequantised_pair(c.x >> 16, s), dequantised_pair(c.y, s),
+             dequantised_pair(c.y >> 16, s)};
+    to[1] = {dequantised_pair(c.z, s), dequantised_pair(c.z >> 16, s), dequantised_pair(c.w, s),
+             dequantised_pair(c.w >> 16, s)};
+  }
+}
+
+inline cudaError_t launch_dequantise_rows_kernel(DequantiseRowsArguments const& args,
+                                                 cudaStream_t stream) {
+  if (args.width % kQuantiseBlock != 0) return cudaErrorInvalidValue;
+  int64_t const shares = args.rows * (args.width / kWideShare);
+  if (shares == 0) return cudaSuccess;
+  constexpr int64_t kOfCta = int64_t{kSharesInFlight} * kQuantiseThreads;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned((shares + kOfCta - 1) / kOfCta));
+  config.blockDim = dim3(kQuantiseThreads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, dequantise_rows, args);
 }
 
 }  // namespace tessera::cuda

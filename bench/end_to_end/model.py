@@ -146,14 +146,21 @@ def attention(x, cos, sin, norm, qkv, out, experts_norm, heads: int, kv_heads: i
     return x, rms(x, experts_norm)
 
 
-def route(x, w_router, top_k: int):
-    """ids [T,K], weights [T,K] fp32 (softmax over the chosen logits), logits [T,E] fp32, counts [E] of rows x [T,d]."""
-    logits = _RouterLogits.apply(x, w_router)
+def choose(logits, top_k: int):
+    """ids [T,K], weights [T,K] fp32 (softmax over the chosen logits) and counts [E] of rows, of logits [T,E]."""
     chosen, ids = logits.topk(top_k, dim=-1)
     flat = ids.flatten()
-    counts = torch.zeros(w_router.shape[0], device=x.device, dtype=torch.int32)
+    counts = torch.zeros(logits.shape[1], device=logits.device, dtype=torch.int32)
     counts = counts.scatter_add(0, flat, torch.ones_like(flat, dtype=torch.int32))
-    return ids, chosen.softmax(dim=-1), logits, counts
+    return ids, chosen.softmax(dim=-1), counts
+
+
+def route(x, w_router, top_k: int, choose=choose):
+    """ids [T,K], weights [T,K] fp32 (softmax over the chosen logits), logits [T,E] fp32, counts [E] of rows x [T,d]."""
+    # Never compiled: torch.compile would keep the fp32 copy of x for backward, 4*T*d bytes of every layer.
+    logits = _RouterLogits.apply(x, w_router)
+    ids, weights, counts = choose(logits, top_k)
+    return ids, weights, logits, counts
 
 
 def auxiliary_loss(logits, counts):
@@ -172,7 +179,7 @@ class Dense:
 
         if compiled:  # a graph for each batch size, and for evaluation
             torch._dynamo.config.recompile_limit = 64
-        self.attention, self.route, self.auxiliary_loss = map(prepared, (attention, route, auxiliary_loss))
+        self.attention, self.choose, self.auxiliary_loss = map(prepared, (attention, choose, auxiliary_loss))
         self.loss_chunk = prepared(loss_chunk)
 
 
@@ -203,7 +210,7 @@ class Block(nn.Module):
         if getattr(experts, "routes", False):  # a whole layer, router included
             y, auxiliary, counts = experts(rows, self.router, self.gate_up_proj, self.down_proj, c.top_k)
         else:
-            ids, weights, logits, counts = dense.route(rows, self.router, c.top_k)
+            ids, weights, logits, counts = route(rows, self.router, c.top_k, dense.choose)
             auxiliary = dense.auxiliary_loss(logits, counts)
             y = experts(rows, ids, weights, self.gate_up_proj, self.down_proj)
         return x + y.view_as(x), auxiliary, counts

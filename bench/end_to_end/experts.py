@@ -84,29 +84,55 @@ def _swiglu(gate, up):
     return torch.nn.functional.silu(gate) * up
 
 
-def _sonicmoe():
+def _sonicmoe_functions():
+    """sonicmoe.functional and its activation. Weights are passed as it wants them: [2n,d,E] and [d,n,E], views whose
+    last stride is an expert's size; gate rows first (`concat_layout`), gradients in the same layout."""
     _needs_gpu()
     import quack.gemm_config as gemm_config
     # Its whole tuning space takes 5 minutes a shape to compile; (2, 1) is the cluster that won on H100 and H200.
-    every = gemm_config._get_sm90_configs
-    gemm_config._get_sm90_configs = lambda *a, **k: [c for c in every(*a, **k)
+    if not hasattr(gemm_config, "_whole_sm90"):
+        gemm_config._whole_sm90 = gemm_config._get_sm90_configs
+    gemm_config._get_sm90_configs = lambda *a, **k: [c for c in gemm_config._whole_sm90(*a, **k)
                                                      if (c.cluster_m, c.cluster_n) == (2, 1) and not c.swap_ab]
     gemm_config._get_sm100_configs = gemm_config._get_sm120_configs = lambda *a, **k: []
+    from sonicmoe import functional
     from sonicmoe.enums import ActivationType
-    from sonicmoe.functional import moe_general_routing_inputs
+    return functional, ActivationType.SWIGLU
+
+
+def _sonicmoe():
+    """Its call for routing by others, which may give every token another number of experts."""
+    functional, swiglu = _sonicmoe_functions()
 
     @functools.lru_cache(maxsize=4)
     def token_ids(tokens, top_k, device):
         return torch.arange(tokens, device=device, dtype=torch.int32).repeat_interleave(top_k)
 
     def experts(x, ids, weights, gate_up, down):
-        o, _ = moe_general_routing_inputs(
+        o, _ = functional.moe_general_routing_inputs(
             x, weights.flatten(), token_ids(x.shape[0], ids.shape[1], x.device), ids.flatten().int(),
             gate_up.permute(1, 2, 0), None, down.permute(1, 2, 0), None, gate_up.shape[0],
-            torch.cuda.current_stream().cuda_stream, ActivationType.SWIGLU, False, concat_layout=True)
+            torch.cuda.current_stream().cuda_stream, swiglu, False, concat_layout=True)
         return o
 
     return experts
+
+
+def _sonicmoe_layer():
+    """Its layer with its router, whose logits are bf16; the model's auxiliary losses of these."""
+    from model import auxiliary_loss
+    functional, swiglu = _sonicmoe_functions()
+    auxiliary = torch.compile(auxiliary_loss, dynamic=False, fullgraph=True) if torch.cuda.is_available() else (
+        auxiliary_loss)
+
+    def layer(x, w_router, gate_up, down, top_k):
+        o, logits, counts = functional.moe_TC_softmax_topk_layer(
+            x, w_router, gate_up.permute(1, 2, 0), None, down.permute(1, 2, 0), None, top_k,
+            torch.cuda.current_stream().cuda_stream, swiglu, concat_layout=True)
+        return o, auxiliary(logits.float(), counts), counts
+
+    layer.routes = layer.rounds_logits = True
+    return layer
 
 
 def _scattermoe():
@@ -160,14 +186,15 @@ _FACTORIES = {
     "hf-grouped-mm": lambda: _hugging_face("grouped_mm"),
     "hf-eager": lambda: _hugging_face("eager"),
     "sonicmoe": _sonicmoe,
+    "sonicmoe-layer": _sonicmoe_layer,
     "scattermoe": _scattermoe,
     "liger-triton": _liger,
     NO_EXPERTS: _no_experts,
 }
 NAMES = tuple(_FACTORIES)
 PACKAGES = {"tessera": "tessera-moe", "tessera-layer": "tessera-moe", "hf-grouped-mm": "transformers",
-            "hf-eager": "transformers", "sonicmoe": "sonic-moe", "scattermoe": "scattermoe",
-            "liger-triton": "liger-kernel"}
+            "hf-eager": "transformers", "sonicmoe": "sonic-moe", "sonicmoe-layer": "sonic-moe",
+            "scattermoe": "scattermoe", "liger-triton": "liger-kernel"}
 
 
 @functools.cache
@@ -193,7 +220,9 @@ def version(name: str) -> str:
 def variant(name: str) -> str:
     """What is not usual about how it runs here."""
     untuned = os.environ.get("LIGER_FUSED_MOE_AUTOTUNE", "1").lower() in ("0", "false", "no")
-    return {"liger-triton": "not tuned" if untuned else "", "sonicmoe": "clusters of (2, 1) only"}.get(name, "")
+    clusters = "clusters of (2, 1) only"
+    return {"liger-triton": "not tuned" if untuned else "", "sonicmoe": clusters, "sonicmoe-layer": clusters
+            }.get(name, "")
 
 
 def results(experts, x, ids, weights, gate_up, down, do) -> dict:
@@ -211,6 +240,16 @@ def _layer_results(layer, x, w_router, gate_up, down, do, top_k: int) -> dict:
     return dict(zip(("o", "dx", "dw_router", "dw_up", "dw_down"), (o.detach(), *gradients), strict=True))
 
 
+def _tell_apart(x, experts: int, generator) -> torch.Tensor:
+    """Puts into the first columns of x [T,d] numbers that differ in bf16, every row in another order, and returns the
+    router [E,d] that reads them: whoever rounds its logits to bf16 chooses the same experts as one who does not."""
+    binade = torch.arange(128, 256, device=x.device) / 128
+    numbers = torch.cat([sign * scale * binade for sign in (1, -1) for scale in (0.25, 0.5, 1)])
+    order = torch.rand(x.shape[0], len(numbers), generator=generator, device=x.device).argsort(dim=-1)[:, :experts]
+    x[:, :experts] = numbers[order].to(x.dtype)
+    return torch.eye(experts, x.shape[1], device=x.device, dtype=x.dtype)
+
+
 def errors(name: str, hidden: int, intermediate: int, experts: int, top_k: int, tokens: int, device, dtype) -> dict:
     """||difference|| / ||baseline|| of each result against BASELINE on drawn tensors."""
     import model
@@ -224,6 +263,8 @@ def errors(name: str, hidden: int, intermediate: int, experts: int, top_k: int, 
     down = normal(experts, hidden, intermediate, scale=intermediate**-0.5)
     w_router = normal(experts, hidden, scale=hidden**-0.5)
     candidate, baseline = load(name), load(BASELINE)
+    if getattr(candidate, "rounds_logits", False):
+        w_router = _tell_apart(x, experts, generator)
     if getattr(candidate, "routes", False):
         def reference(x, w_router, gate_up, down, top_k):
             ids, weights, _, _ = model.route(x, w_router, top_k)

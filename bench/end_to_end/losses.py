@@ -15,10 +15,10 @@ import dataclasses
 import json
 import os
 import pathlib
-import statistics
 import time
 
 import experts
+import loss_gaps
 import pictures
 import torch
 import torch.distributed as dist
@@ -55,22 +55,6 @@ def train(a, trainer: training.Trainer, data, name: str, seed: int) -> dict:
     return {"losses": [round(loss, 6) for loss in (mean / here.count).tolist()], "held_out": held_out}
 
 
-def compared(runs: dict, names: list[str], seeds: list[str], last: int = 50) -> list[str]:
-    """A line for each implementation: mean loss of the last steps and its difference to the first one's, over seeds."""
-    lines = []
-    for name in names:
-        done = [seed for seed in seeds if f"{name} {seed}" in runs and f"{names[0]} {seed}" in runs]
-        if not done:
-            continue
-        means = [statistics.fmean(runs[f"{name} {seed}"]["losses"][-last:]) for seed in done]
-        firsts = [statistics.fmean(runs[f"{names[0]} {seed}"]["losses"][-last:]) for seed in done]
-        apart = [mean - first for mean, first in zip(means, firsts, strict=True)]
-        spread = f", {min(means):.4f} to {max(means):.4f} over seeds" if len(done) > 1 else ""
-        lines.append(f"{name}: loss of the last {last} steps {statistics.fmean(means):.4f}{spread}; minus {names[0]}'s "
-                     f"{statistics.fmean(apart):+.5f} (" + " ".join(f"{x:+.5f}" for x in apart) + ")")
-    return lines
-
-
 def run(a) -> None:
     c, names, seeds = training.configuration(a), a.experts.split(","), a.seeds.split(",")
     if not all(seed.isdecimal() for seed in seeds):
@@ -102,7 +86,7 @@ def run(a) -> None:
                     partial = a.state.with_suffix(".partial")
                     partial.write_text(json.dumps(state) + "\n", encoding="utf-8")
                     os.replace(partial, a.state)
-        for line in compared(state["runs"], names, seeds):
+        for line in loss_gaps.lines(loss_gaps.gaps(state["runs"], names, seeds, names[0]), names[0]):
             here.say(line)
         if here.rank == 0:
             curves = {name: state["runs"][f"{name} {seeds[0]}"]["losses"] for name in names}

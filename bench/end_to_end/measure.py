@@ -7,8 +7,8 @@
 
 Every implementation is first checked against torch-grouped-mm (o and all gradients). The model then trains for
 --warm-up steps, and from there on the learning rate is 0: every step costs what a step costs, and all implementations
-see the same weights, tokens and routing. A round is a block of each implementation in random order: 3 steps untimed, 10
-timed by events between the ends of steps, the slowest rank counts. Ratios are of blocks of one round. --sequences 6, or
+see the same weights, tokens and routing. A round is a block of each implementation in random order: 3 steps untimed,
+--timed by events between the ends of steps, the slowest rank counts. Ratios are of blocks of one round. --sequences 6, or
 NAME=N,NAME=N where each has its own batch. --profile adds the kernels of three steps by kind, and the time of the
 experts alone, on what three of the layers have in a step.
 """
@@ -26,15 +26,13 @@ import subprocess
 import sys
 
 import experts
+import intervals
 import split
 import torch
 import torch.distributed as dist
 import training
 
-UNTIMED, TIMED = 3, 10
-# These are the two-sided 95 % points of Student's t for 1, 2, 3 and more degrees of freedom.
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-           2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+UNTIMED = 3
 
 
 def arguments():
@@ -43,6 +41,7 @@ def arguments():
     parser.add_argument("--experts", default="tessera,torch-grouped-mm", help="of " + ", ".join(experts.NAMES))
     parser.add_argument("--sequences", default="1", help="of each rank and step: N, or NAME=N,NAME=N")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--timed", type=int, default=10, help="steps of a block")
     parser.add_argument("--warm-up", type=int, default=300, help="training steps before weights stand still")
     parser.add_argument("--warm-up-sequences", type=int, default=0, help="of each rank and step of the warm-up, where "
                         "a large batch would take long; 0: as many as the first of --experts is timed with")
@@ -57,15 +56,6 @@ def arguments():
                         "--recompute")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file of rows")
     return parser.parse_args()
-
-
-def mean_interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half of its 95 % t interval; infinite for a single value."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, math.inf
-    freedom = len(values) - 1
-    return mean, STUDENT[min(freedom, len(STUDENT)) - 1] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def batches(names: list[str], text: str) -> dict[str, int]:
@@ -163,7 +153,7 @@ class Timer:
         for i in range(UNTIMED):
             losses.append(self.step(name, first + i)[0])
         pace, retries = split.Pace(here.device), here.retries()
-        for i in range(UNTIMED, UNTIMED + TIMED):
+        for i in range(UNTIMED, UNTIMED + self.a.timed):
             losses.append(self.step(name, first + i)[0])
             pace.mark()
         clocks = gpu_state(here)  # while the last steps run
@@ -185,7 +175,7 @@ def measure(a, timer: Timer, names: list[str], start: float) -> list[dict]:
             here.say(f"ends after {number} of {a.rounds} rounds, as --seconds {a.seconds:.0f} are over")
             break
         order.shuffle(names)
-        blocks = {name: timer.block(name, 10_000 + number * (UNTIMED + TIMED)) for name in names}
+        blocks = {name: timer.block(name, 10_000 + number * (UNTIMED + a.timed)) for name in names}
         rounds.append(blocks)
         here.say(f"round {number + 1}: " + "  ".join(f"{name} {statistics.median(blocks[name]['ms']):.2f} ms"
                                                      for name in sorted(blocks)))
@@ -200,7 +190,7 @@ def summary(name: str, rounds: list[dict], sequences: dict, context: int, baseli
     # Time per token, so that batches may differ; a ratio above 1 says that the baseline takes longer.
     ratios = [statistics.median(blocks[baseline]["ms"]) / sequences[baseline]
               / (statistics.median(blocks[name]["ms"]) / sequences[name]) for blocks in rounds]
-    ratio, half = mean_interval(ratios)
+    ratio, half = intervals.mean_interval(ratios)
     row = {"ms": round(median, 3), "ms_p10": round(steps[len(steps) // 10], 3),
            "ms_p90": round(steps[len(steps) * 9 // 10], 3),
            "tokens_per_s_per_gpu": round(1e3 * sequences[name] * context / median),
@@ -255,6 +245,8 @@ def run(a) -> None:
     start, c = split.now(), training.configuration(a)
     if a.rounds < 2:
         raise training.Stop(f"--rounds {a.rounds}: an interval needs at least 2")
+    if a.timed < 1:
+        raise training.Stop(f"--timed {a.timed}: must be at least 1")
     if a.warm_up_sequences < 0:
         raise training.Stop(f"--warm-up-sequences {a.warm_up_sequences}: write a number of sequences, or 0")
     with training.ranks() as here:
@@ -324,7 +316,7 @@ def write(a, here, data, table, rounds, left_out) -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
                             cwd=pathlib.Path(__file__).parent).stdout.strip()
     command = f"torchrun --nproc-per-node {here.count} bench/end_to_end/measure.py " + " ".join(sys.argv[1:])
-    protocol = (f"median of {TIMED} steps in each of {len(rounds)} rounds, {UNTIMED} untimed before, all in one "
+    protocol = (f"median of {a.timed} steps in each of {len(rounds)} rounds, {UNTIMED} untimed before, all in one "
                 "process in random order, weights standing still after the warm-up")
     a.out.parent.mkdir(parents=True, exist_ok=True)
     a.out.write_text(json.dumps({

@@ -115,6 +115,7 @@ def run(a, c, here) -> None:
     trainer = training.Trainer(c, here, training.load(a.experts), a)
     # A resumed run is the same run only if these are the same.
     pinned = {"config": dataclasses.asdict(c), "experts": a.experts, "seed": a.seed, "text": data.digest,
+              "token_ids": data.used,
               "steps": a.steps, "sequences": a.sequences, "ranks": here.count, "learning_rate": a.learning_rate,
               "warm_up": a.warm_up, "recompute": a.recompute}
     record, first = Record(a.out, []), 1

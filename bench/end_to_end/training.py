@@ -38,6 +38,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, help="instead of the configuration's")
     parser.add_argument("--text", nargs="+", required=True, type=pathlib.Path, help="files and folders to learn from")
     parser.add_argument("--text-bytes", type=int, default=40_000_000, help="how much of them is read")
+    parser.add_argument("--text-vocabulary", type=int, help="token ids that the text is written in, fewer than the "
+                        "model's where a tokenizer of these is there or sooner trained (the model's)")
     parser.add_argument("--cache", type=pathlib.Path, default=pathlib.Path.home() / ".cache" / "tessera-text",
                         help="folder for the tokenizer and the token ids (~/.cache/tessera-text)")
     parser.add_argument("--seed", type=int, default=0)
@@ -145,7 +147,10 @@ def first_alone(here: Ranks, work):
 
 
 def corpus(arguments, c: models.Configuration, here: Ranks) -> text.Corpus:
-    return first_alone(here, lambda: text.prepare(arguments.text, c.vocabulary, c.context, arguments.cache,
+    vocabulary = arguments.text_vocabulary or c.vocabulary
+    if vocabulary > c.vocabulary:
+        raise Stop(f"--text-vocabulary {vocabulary}: the model has {c.vocabulary} token ids; name no more than these")
+    return first_alone(here, lambda: text.prepare(arguments.text, vocabulary, c.context, arguments.cache,
                                                   arguments.text_bytes))
 
 

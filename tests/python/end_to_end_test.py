@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import io
 import json
-import math
 import os
 import pathlib
 import subprocess
@@ -25,7 +24,6 @@ sys.path.insert(0, str(PROGRAMS))
 
 import experts  # noqa: E402
 import largest  # noqa: E402
-import losses  # noqa: E402
 import measure  # noqa: E402
 import model as models  # noqa: E402
 import predict  # noqa: E402
@@ -192,12 +190,6 @@ class Text(unittest.TestCase):
 
 
 class Measured(unittest.TestCase):
-    def test_interval(self):
-        mean, half = measure.mean_interval([1.0, 2.0, 3.0, 4.0])
-        self.assertEqual(mean, 2.5)
-        self.assertAlmostEqual(half, 3.182 * math.sqrt(5 / 3) / 2, places=12)
-        self.assertEqual(measure.mean_interval([1.0]), (1.0, math.inf))
-
     def test_ratio_is_of_time_per_token_in_each_round(self):
         rounds = [{"a": {"ms": [10.0 * k] * 3, "loss": 2.0, "peak_bytes": 5, "reserved_bytes": 6, "state_bytes": 1,
                          "allocator_retries": 0},
@@ -247,13 +239,14 @@ class Measured(unittest.TestCase):
             out = pathlib.Path(folder) / "rows.json"
             sys.argv = ["measure.py", "--config", "tiny", "--context", "32", "--text", str(ROOT / "docs"), "--cache",
                         folder, "--text-bytes", "200000", "--experts",
-                        "tessera,hf-grouped-mm,sonicmoe,no-experts,torch-grouped-mm", "--rounds", "2",
+                        "tessera,hf-grouped-mm,sonicmoe,no-experts,torch-grouped-mm", "--rounds", "2", "--timed", "2",
                         "--warm-up", "2", "--warm-up-sequences", "2", "--check-tokens", "64",
                         "--profile", "--out", str(out)]
             with contextlib.redirect_stdout(io.StringIO()):
                 measure.run(measure.arguments())
             document = json.loads(out.read_text())
         rows = {row["impl"]: row for row in document["rows"]}
+        self.assertTrue(document["protocol"].startswith("median of 2 steps in each of 2 rounds"))
         names = {"tessera", "hf-grouped-mm", "torch-grouped-mm", "no-experts"}
         if torch.cuda.is_available():
             names |= rows.keys()
@@ -326,7 +319,8 @@ class Measured(unittest.TestCase):
     def test_bad_input_ends_in_one_line(self):
         for flags, word in ((["--config", "tine"], "config 'tine': unknown"), (["--text", "/nowhere"], "no such file"),
                             (["--experts", "tesera"], "experts 'tesera': unknown"), (["--steps", "0"], "--steps 0"),
-                            (["--layers", "0"], "layers=0"), (["--resume"], "--resume: no checkpoint")):
+                            (["--layers", "0"], "layers=0"), (["--text-vocabulary", "1000"], "has 512 token ids"),
+                            (["--resume"], "--resume: no checkpoint")):
             with self.subTest(word), tempfile.TemporaryDirectory() as folder:
                 result = subprocess.run(
                     [sys.executable, "-W", "ignore", PROGRAMS / "train.py", "--config", "tiny", "--text", ROOT / "docs",
@@ -361,13 +355,6 @@ class Runs(unittest.TestCase):
                 self.assertNotIn(str(n), tried)
                 tried[str(n)] = {"fits": n <= limit}
             self.assertEqual(max((int(n) for n, result in tried.items() if result["fits"]), default=0), limit)
-
-    def test_comparison_of_losses(self):
-        runs = {"a 0": {"losses": [9.0, 2.0, 3.0]}, "b 0": {"losses": [9.0, 2.5, 3.5]},
-                "a 1": {"losses": [9.0, 2.0, 4.0]}, "b 1": {"losses": [9.0, 2.0, 3.0]},
-                "a 2": {"losses": [0.0, 0.0, 0.0]}}
-        lines = losses.compared(runs, ["a", "b"], ["0", "1", "2"], last=2)
-        self.assertIn("+0.00000 (+0.50000 -0.50000)", lines[1])
 
     def test_learning_rate(self):
         rates = [training.learning_rate(step, 100, 1e-3, 10) for step in range(1, 101)]

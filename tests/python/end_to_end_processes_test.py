@@ -3,6 +3,7 @@
 was not interrupted."""
 
 import csv
+import json
 import os
 import pathlib
 import socket
@@ -127,6 +128,27 @@ class Processes(unittest.TestCase):
                    "    assert losses[False] == losses[True], losses\n"
                    "    assert len(set(losses[True])) == 6, losses\n")
         self.finish(self.start([sys.executable, "-W", "ignore", "-c", program]))
+
+    def test_what_a_layer_costs_to_send(self):
+        out = self.folder / "communication.json"
+        command = [sys.executable, "-W", "ignore", PROGRAMS / "communication.py", "--config", "tiny", "--sends", "2",
+                   "--sequences", "2", "--repeats", "2", "--out", out]
+        told = self.finish(self.start(command))
+        found = json.loads(out.read_text(encoding="utf-8"))
+        parameters = found["layer_parameters"]
+        self.assertEqual(found["bytes_sent"], {"gather": parameters, "reduce": 2 * parameters, "both": 3 * parameters})
+        for name, ms in found["alone_ms"].items():
+            self.assertGreater(ms, 0, name)
+        self.assertAlmostEqual(found["bytes_per_s"]["both"] * found["alone_ms"]["both"], 3e3 * parameters, delta=1)
+        self.assertEqual(len(found["beside"]), 6)
+        for pair in found["beside"]:
+            self.assertAlmostEqual(pair["compute_times_slower"] * found["alone_ms"][pair["compute"]],
+                                   pair["compute_ms"])
+            self.assertGreater(pair["collective_ms"], 0)
+        self.assertIn("reduce beside copy: ", told)
+        alone = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        self.assertEqual(alone.returncode, 2, alone.stderr)
+        self.assertIn("1 process: has nobody to send to", alone.stderr)
 
     def test_terminated_while_it_waits(self):
         """As torchrun does it: SIGTERM to a rank whose main thread is in a call that runs no handler of Python's."""

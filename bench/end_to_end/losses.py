@@ -25,67 +25,103 @@ import torch.distributed as dist
 import training
 
 
-def arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_flags(parser: argparse.ArgumentParser, steps: int, sequences: int, learning_rate: float) -> None:
+    """Those of training runs over seeds, with their defaults."""
     training.add_flags(parser)
-    parser.add_argument("--experts", default="tessera,torch-grouped-mm", help="of " + ", ".join(experts.NAMES))
     parser.add_argument("--seeds", default="0", help="N,N,..")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--sequences", type=int, default=8, help="of each rank and step")
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--sequences", type=int, default=sequences, help="of each rank and step")
+    parser.add_argument("--learning-rate", type=float, default=learning_rate)
     parser.add_argument("--warm-up", type=int, default=50, help="steps")
     parser.add_argument("--held-out-every", type=int, default=100, help="steps")
+    parser.add_argument("--held-out-batches", type=int, default=4, help="of --sequences each and of every rank")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no run starts that may end later")
     parser.add_argument("--state", type=pathlib.Path, required=True, help="JSON file")
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_flags(parser, steps=500, sequences=8, learning_rate=3e-4)
+    parser.add_argument("--experts", default="tessera,torch-grouped-mm", help="of " + ", ".join(experts.NAMES))
     return parser.parse_args()
 
 
-def train(a, trainer: training.Trainer, data, name: str, seed: int) -> dict:
+def train(a, trainer: training.Trainer, data, implementation, seed: int, evaluated=None, at_step=None) -> dict:
+    """Losses of the steps and of held-out text. evaluated: experts for the latter, if others than those that train;
+    at_step: called with the number of each step before it."""
     here, losses, held_out = trainer.here, [], {}
-    trainer.model.use(training.load(name.split("#")[0]))
+    trainer.model.use(implementation)
     trainer.reset(seed)
     for step in range(1, a.steps + 1):
+        if at_step is not None:
+            at_step(step)
         batch = data.batch(seed, step, a.sequences, trainer.c.context, here.rank, here.count, here.device)
         rate = training.learning_rate(step, a.steps, a.learning_rate, a.warm_up)
         losses.append(trainer.step(*batch, rate)[0].float())
         if step % a.held_out_every == 0 or step == a.steps:
-            held_out[str(step)] = trainer.held_out_loss(data, a.sequences, 4)
+            trainer.model.use(evaluated or implementation)
+            held_out[str(step)] = trainer.held_out_loss(data, a.sequences, a.held_out_batches)
+            trainer.model.use(implementation)
     mean = torch.stack(losses)
     dist.all_reduce(mean)
     return {"losses": [round(loss, 6) for loss in (mean / here.count).tolist()], "held_out": held_out}
 
 
+def opened(a, here, pinned: dict) -> dict:
+    """What --state holds, or a new one; a Stop where it is of another command."""
+    state = json.loads(a.state.read_text(encoding="utf-8")) if a.state.exists() else {
+        "pinned": pinned, "ranks": here.count, "device": training.device_name(here), "runs": {}}
+    if (state["pinned"], state["ranks"]) != (pinned, here.count):
+        raise training.Stop(f"--state {a.state}: is of other sizes, steps or ranks; name another file")
+    dist.barrier()  # all have read it
+    return state
+
+
+def complete(a, here, state: dict, names: list[str], seeds: list[str], one) -> bool:
+    """Adds one(name, seed) for all that state lacks, seed by seed, and keeps it in --state; False where --seconds
+    ended it before."""
+    start, longest = time.monotonic(), 0.0
+    for seed in seeds:
+        for name in names:
+            if f"{name} {seed}" in state["runs"]:
+                continue
+            began = time.monotonic()
+            if here.worst(began - start + 1.1 * longest)[0] > a.seconds:
+                here.say(f"ends here, as --seconds {a.seconds:.0f} would be over; the same command goes on")
+                return False
+            state["runs"][f"{name} {seed}"] = done = one(name, int(seed))
+            longest = max(longest, time.monotonic() - began)
+            here.say(f"{name} seed {seed}: loss {done['losses'][-1]:.4f}, held out {done['held_out'][str(a.steps)]:.4f}, "
+                     f"{time.monotonic() - began:.0f} s")
+            if here.rank == 0:
+                partial = a.state.with_suffix(".partial")
+                partial.write_text(json.dumps(state) + "\n", encoding="utf-8")
+                os.replace(partial, a.state)
+    return True
+
+
+def numbers(text: str) -> list[str]:
+    """Seeds as they are given."""
+    if not all(seed.isdecimal() for seed in text.split(",")):
+        raise training.Stop(f"--seeds {text}: must be numbers with commas between them")
+    return text.split(",")
+
+
+def sizes(a, c) -> dict:
+    """What makes two runs comparable."""
+    return {"config": a.config, "sizes": dataclasses.asdict(c), "steps": a.steps, "sequences": a.sequences,
+            "learning_rate": a.learning_rate, "warm_up": a.warm_up, "text_bytes": a.text_bytes}
+
+
 def run(a) -> None:
-    c, names, seeds = training.configuration(a), a.experts.split(","), a.seeds.split(",")
-    if not all(seed.isdecimal() for seed in seeds):
-        raise training.Stop(f"--seeds {a.seeds}: must be numbers with commas between them")
-    pinned = {"config": a.config, "sizes": dataclasses.asdict(c), "steps": a.steps, "sequences": a.sequences,
-              "learning_rate": a.learning_rate, "warm_up": a.warm_up, "text_bytes": a.text_bytes}
+    c, names, seeds = training.configuration(a), a.experts.split(","), numbers(a.seeds)
     with training.ranks() as here:
-        state = json.loads(a.state.read_text(encoding="utf-8")) if a.state.exists() else {
-            "pinned": pinned, "ranks": here.count, "device": training.device_name(here), "runs": {}}
-        if (state["pinned"], state["ranks"]) != (pinned, here.count):
-            raise training.Stop(f"--state {a.state}: is of other sizes, steps or ranks; name another file")
-        dist.barrier()  # all have read it
+        state = opened(a, here, sizes(a, c))
         data = training.corpus(a, c, here)
         trainer = training.Trainer(c, here, training.load(names[0].split("#")[0]), a)
-        start, longest = time.monotonic(), 0.0
-        for seed in seeds:
-            for name in names:
-                if f"{name} {seed}" in state["runs"]:
-                    continue
-                began = time.monotonic()
-                if here.worst(began - start + 1.1 * longest)[0] > a.seconds:
-                    here.say(f"ends here, as --seconds {a.seconds:.0f} would be over; the same command goes on")
-                    return
-                state["runs"][f"{name} {seed}"] = done = train(a, trainer, data, name, int(seed))
-                longest = max(longest, time.monotonic() - began)
-                here.say(f"{name} seed {seed}: loss {done['losses'][-1]:.4f}, "
-                         f"held out {done['held_out'][str(a.steps)]:.4f}")
-                if here.rank == 0:
-                    partial = a.state.with_suffix(".partial")
-                    partial.write_text(json.dumps(state) + "\n", encoding="utf-8")
-                    os.replace(partial, a.state)
+        if not complete(a, here, state, names, seeds, lambda name, seed: train(
+                a, trainer, data, training.load(name.split("#")[0]), seed)):
+            return
         for line in loss_gaps.lines(loss_gaps.gaps(state["runs"], names, seeds, names[0]), names[0]):
             here.say(line)
         if here.rank == 0:

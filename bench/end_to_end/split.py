@@ -18,8 +18,9 @@ from train_transformer import Pace  # noqa: E402, F401
 KINDS = (
     ("nccl", r"nccl"),
     ("attention", r"flash|fmha|cudnn.*attention|cudnn_generated.*sdpa"),
-    ("experts", r"tessera|scatter2scatter|^_group|[xX][tT][yY]|_moe_|_fused_(up|down)_proj|_token_gather|"
-                r"GroupProblemShape|sonicmoe|quack|cutlass.*Sm90.*[Gg]rouped|prepare_grouped"),
+    ("experts", r"tessera|scatter2scatter|^_group|[xX][tT][yY]|_moe_|_fused_(up|down)_proj|token_gather|"
+                r"bitmatrix|col_partial_sum|_general_metadata|_token_offset|sonicmoe|quack|"
+                r"GroupProblemShape|cutlass.*Sm90.*[Gg]rouped|prepare_grouped"),
     ("sharding copies", r"split_with_sizes|chunk_cat|CatArray|Memcpy|Memset|multi_tensor_apply.*Copy"),
     ("optimizer", r"[Ff]used_?[Aa]dam|FusedOptimizer|multi_tensor_apply|LpNorm|NormTwoOps|NormOneOps"),
     ("router", r"topk|gatherTopK|radix|[Ss]ort|scatter_add|bincount|searchsorted|softmax.*128"),

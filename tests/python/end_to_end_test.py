@@ -227,6 +227,8 @@ class Measured(unittest.TestCase):
 
     def test_kinds_of_kernels(self):
         for name, kind in (("_groupXtY", "experts"), ("_scatter2scatter", "experts"), ("_group", "experts"),
+                           ("token_gather_sum_kernel", "experts"), ("_bitmatrix_metadata_compute_stage1", "experts"),
+                           ("_compute_col_partial_sum_kernel", "experts"),
                            ("void group_norm", "elementwise"), ("triton_red_fused_logsumexp", "elementwise"),
                            ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"),
                            ("multi_tensor_apply_kernel<FusedOptimizerTensor>", "optimizer"),

@@ -91,8 +91,8 @@ def complete(a, here, state: dict, names: list[str], seeds: list[str], one) -> b
                 return False
             state["runs"][f"{name} {seed}"] = done = one(name, int(seed))
             longest = max(longest, time.monotonic() - began)
-            here.say(f"{name} seed {seed}: loss {done['losses'][-1]:.4f}, held out {done['held_out'][str(a.steps)]:.4f}, "
-                     f"{time.monotonic() - began:.0f} s")
+            here.say(f"{name} seed {seed}: loss {done['losses'][-1]:.4f}, held out "
+                     f"{done['held_out'][str(a.steps)]:.4f}, {time.monotonic() - began:.0f} s")
             if here.rank == 0:
                 partial = a.state.with_suffix(".partial")
                 partial.write_text(json.dumps(state) + "\n", encoding="utf-8")

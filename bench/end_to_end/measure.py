@@ -8,8 +8,8 @@
 Every implementation is first checked against torch-grouped-mm (o and all gradients). The model then trains for
 --warm-up steps, and from there on the learning rate is 0: every step costs what a step costs, and all implementations
 see the same weights, tokens and routing. A round is a block of each implementation in random order: 3 steps untimed,
---timed by events between the ends of steps, the slowest rank counts. Ratios are of blocks of one round. --sequences 6, or
-NAME=N,NAME=N where each has its own batch. --profile adds the kernels of three steps by kind, and the time of the
+--timed by events between the ends of steps, the slowest rank counts. Ratios are of blocks of one round. --sequences 6,
+or NAME=N,NAME=N where each has its own batch. --profile adds the kernels of three steps by kind, and the time of the
 experts alone, on what three of the layers have in a step.
 """
 

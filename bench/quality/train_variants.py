@@ -5,9 +5,9 @@
     train_variants.py --config 95M-2of64 --variants top-k,nr-f,nr-f-tile-1024 --seeds 0,1,2 --steps 3662 --text SRC \
         --state quality-0.json
 
-Variants of one seed begin with the same weights and see the same batches; held-out text is judged by plain top-k for all
-of them. A run that is over is in the state file; the same command goes on with those that are missing. One process for
-each GPU, each with seeds and a file of its own; compare_variants.py then has the table.
+Variants of one seed begin with the same weights and see the same batches; held-out text is judged by plain top-k for
+all of them. A run that is over is in the state file; the same command goes on with those that are missing. One process
+for each GPU, each with seeds and a file of its own; compare_variants.py then has the table.
 """
 
 import argparse

@@ -7,7 +7,7 @@ from model import BALANCE, Z
 ROUTER, TILE = "softmax-topk", 128
 PLAIN = "top-k"  # what all are compared with, and evaluated by
 DRAWS = ("sr-f", "nr-s")
-# nr-f with a tile of several times an expert's tokens is a control: it has to be found worse, else the test is too weak.
+# nr-f with a tile as large as an expert's tokens is a control: it has to be found worse, else the test is too weak.
 VARIANTS = {
     PLAIN: {},
     **{rule: {"rounding": rule, "tile": TILE} for rule in ("nr-f", "sr-f", "nr-s", "balance-f", "up", "down")},

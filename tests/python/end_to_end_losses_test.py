@@ -92,8 +92,8 @@ class Gaps(unittest.TestCase):
         """Two libraries and a copy of one, from the same seed: the copy has its losses, the other nearly."""
         with tempfile.TemporaryDirectory() as folder:
             place = pathlib.Path(folder) / "losses.json"
-            sys.argv = ["losses.py", "--config", "tiny", "--context", "32", "--text", str(ROOT / "docs"), "--text-bytes",
-                        "200000", "--cache", folder, "--text-vocabulary", "300", "--experts",
+            sys.argv = ["losses.py", "--config", "tiny", "--context", "32", "--text", str(ROOT / "docs"),
+                        "--text-bytes", "200000", "--cache", folder, "--text-vocabulary", "300", "--experts",
                         "torch-grouped-mm,torch-grouped-mm#2,tessera", "--seeds", "0,1", "--steps", "6", "--warm-up",
                         "2", "--sequences", "2", "--held-out-every", "3", "--state", str(place)]
             with contextlib.redirect_stdout(io.StringIO()):

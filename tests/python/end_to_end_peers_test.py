@@ -137,7 +137,8 @@ class StandIn(unittest.TestCase):
                 trainer = training.Trainer(c, here, training.load(name), a)
                 steps = [trainer.step(*data.batch(0, 0, 2, c.context, 0, 1, here.device), 1e-2) for _ in range(3)]
                 found[name, recompute] = [loss.item() for loss, _, _ in steps]
-                self.assertEqual([int(counts.sum()) for _, _, counts in steps], [2 * c.layers * c.context * c.top_k] * 3)
+                rows = 2 * c.layers * c.context * c.top_k
+                self.assertEqual([int(counts.sum()) for _, _, counts in steps], [rows] * 3)
         wanted = found.pop((experts.BASELINE, False))
         self.assertGreater(wanted[0] - wanted[2], 0.01)
         for key, losses in found.items():

@@ -3,9 +3,9 @@
 // the hosts, or spread over the GPUs of all hosts. What a GPU sends to other hosts decides, in a layer and step:
 //
 //   within a host   8 (3 d n E / g) (H-1)/H       weights gathered twice in bf16, gradients reduced in fp32
-//   over hosts      4 (H-1) touch 2 d T           x and o, d_o and dx of a token, once for each host
+//   over hosts      4 (H-1) reach 2 d T           x and o, d_o and dx of a token, once for each host
 //
-// touch is the chance that a token has an expert on a given host, 1 - C(E-E/H, K) / C(E, K), for uniform routing.
+// reach is the chance that a token has an expert on a given host, 1 - C(E-E/H, K) / C(E, K), for uniform routing.
 #pragma once
 
 #include "cli/cluster.hpp"

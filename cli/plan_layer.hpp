@@ -29,7 +29,7 @@ std::vector<MemoryPlan> memory_plans(MoeDesc const& desc);
 /// saved_bytes() of a layer whose router.tile is the tile of waste too, without token rounding. Throws CommandError.
 SavedBytes saved_by_layer(MoeDesc desc);
 
-/// R, as far as the shape tells: T*K, the capacities of expert-choice, the slots of varying experts.
+/// R, as far as it follows from the shape: T*K, the capacities of expert-choice, the slots of varying experts.
 double routed_rows(MoeDesc const& desc);
 
 /// E (w+1) n d, with the biases.

@@ -64,7 +64,7 @@ class PlanCluster(Cli):
 
     def test_place_of_the_experts(self):
         """Which of the two ways sends fewer bytes between hosts, by hand."""
-        def touch(experts: int, top_k: int, hosts: int) -> float:
+        def reach(experts: int, top_k: int, hosts: int) -> float:
             return 1 - math.comb(experts - experts // hosts, top_k) / math.comb(experts, top_k)
 
         for model, shape, hosts, sequences, advice in (
@@ -72,7 +72,7 @@ class PlanCluster(Cli):
                 (QWEN, (2048, 768), 2, 4, "over-hosts"), (QWEN, (2048, 768), 8, 4, "within-host")):
             (hidden, intermediate), tokens = shape, sequences * CONTEXT
             layout = self.plan(f"{hosts}x8", 2, "--sequences", str(sequences), *H200, model=model)["experts_layout"]
-            rows = 4 * tokens * (hosts - 1) * touch(128, 8, hosts) * 2 * hidden
+            rows = 4 * tokens * (hosts - 1) * reach(128, 8, hosts) * 2 * hidden
             weights = 8 * 3 * hidden * intermediate * 128 / 8 * (hosts - 1) / hosts
             self.equal(layout["over_hosts_bytes_per_layer"], rows)
             self.equal(layout["within_host_bytes_per_layer"], weights)

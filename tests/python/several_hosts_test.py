@@ -201,7 +201,7 @@ def refused(rank: int, change: dict, on_rank: int | slice) -> tuple:
 def without_session(rank: int) -> str:
     """What is said where one rank joins and then has no memory for its session; then a pass of objects made anew."""
     case = Case((4, 4, 4, 4))
-    failing = mock.patch.object(hosts_experts, "CpuSession", side_effect=MemoryError("no room"))
+    failing = mock.patch.object(hosts_experts, "CpuSession", side_effect=MemoryError("no memory"))
     with failing if rank == 2 else contextlib.nullcontext():
         try:
             case.make(hosts=2)
@@ -267,9 +267,9 @@ class Refusals(unittest.TestCase):
 
     def test_a_rank_without_memory(self):
         said = ranks.results(ranks.run(4, without_session))
-        self.assertEqual(said[2], "MemoryError: no room")
+        self.assertEqual(said[2], "MemoryError: no memory")
         for rank in (0, 1, 3):
-            self.assertEqual(said[rank], "RuntimeError: rank 2 cannot join: MemoryError: no room")
+            self.assertEqual(said[rank], "RuntimeError: rank 2 cannot join: MemoryError: no memory")
 
     def test_other_groups(self):
         for text in ranks.results(ranks.run(4, in_other_groups)):
@@ -382,7 +382,7 @@ class Faults(unittest.TestCase):
                 seconds, first, second = outcome[1]
                 self.assertLess(seconds, limit)
                 self.assertRegex(first, rf"^rank {rank} at pass 4 \(backward\), .* did not come \(.*\); "
-                                        "last told: .*rank 3 at pass 2.*; abort")
+                                        "last reported: .*rank 3 at pass 2.*; abort")
                 # The rank that nobody hears of again is named to those that wait for it.
                 awaited = {0: "rank 2 of host 1", 1: "rank 3 of host 1", 2: r"of its own host 1 \(ranks 2-3\)"}[rank]
                 self.assertRegex(first, awaited)

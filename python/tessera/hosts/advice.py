@@ -7,7 +7,7 @@ import math
 from tessera import options
 
 
-def touch(experts: int, top_k: int, hosts: int) -> float:
+def reach(experts: int, top_k: int, hosts: int) -> float:
     """The chance that a token has an expert on a given host."""
     return 1 - math.comb(experts - experts // hosts, top_k) / math.comb(experts, top_k)
 
@@ -15,7 +15,7 @@ def touch(experts: int, top_k: int, hosts: int) -> float:
 def bytes_of_rows(tokens: int, hidden: int, experts: int, top_k: int, hosts: int) -> float:
     """Bytes that a GPU sends in a step of training with a layer's experts over the hosts: x and o, d_o and dx, bf16,
     once for each token and host."""
-    return 4 * tokens * (hosts - 1) * touch(experts, top_k, hosts) * 2 * hidden
+    return 4 * tokens * (hosts - 1) * reach(experts, top_k, hosts) * 2 * hidden
 
 
 def bytes_of_weights(hidden: int, intermediate: int, experts: int, local_ranks: int, hosts: int, gated: bool) -> float:

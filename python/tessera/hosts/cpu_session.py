@@ -67,7 +67,7 @@ class CpuSession:
         getattr(self, name)(**tensors)
 
     def route(self, *, topk_ids, topk_weights) -> None:
-        """Tells the ranks of this host how many rows each of their experts gets from this one."""
+        """Sends to the ranks of this host how many rows each of their experts gets from this one."""
         key = self._key(topk_ids)
         counts = torch.bincount(key, minlength=self.desc.experts + 1)[:-1]
         of_ranks = counts[None]

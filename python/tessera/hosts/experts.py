@@ -62,7 +62,7 @@ def _found(members: tuple, joined: dict) -> topologies.Topology:
 
 
 class _Rank(NamedTuple):
-    """What a rank tells of itself: the global ranks of its group, its host, and a number that the object alone has."""
+    """A rank introduces itself by the global ranks of its group, its host, and a number that the object alone has."""
 
     members: tuple
     host: str
@@ -179,8 +179,8 @@ class HostsExperts:
         raise NotImplementedError("input(): of one host on GPUs; over several hosts, and on the CPU, pass x itself")
 
     def check(self) -> None:
-        """Tells the other ranks how far this one is, too."""
-        self.faults.tell()
+        """Reports to the other ranks how far this one is, too."""
+        self.faults.report()
         self.session.check()
 
     def close(self) -> None:

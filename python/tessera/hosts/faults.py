@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names who did not come: what a rank was doing when a wait for another one ended in vain, and what the others have
-told of themselves."""
+reported of themselves."""
 
 import contextlib
 import re
@@ -10,12 +10,12 @@ from torch import distributed
 
 # Errors of gloo and NCCL name a place in their sources so.
 _PLACE = re.compile(r"\[[^\]]*:\d+\] ")
-# Seconds that a rank which has failed waits for what others have told: the store may be where a rank has died.
+# Seconds that a rank which has failed waits for what others have reported: the store may be where a rank has died.
 STORE_SECONDS = 2
 
 
 class Faults:
-    """The passes of this rank, as far as it has told the others through the process group's store.
+    """The passes of this rank, as far as it has reported them to the others through the process group's store.
 
     topology: Topology of the ranks. name: of the object, the same on all ranks and of no other object.
     """
@@ -42,20 +42,20 @@ class Faults:
             self.failure = self._text(what, host, _PLACE.sub("", str(error)).split("\n")[0].split(". ")[0])
             raise RuntimeError(self.failure) from error
 
-    def tell(self) -> None:
-        """How many passes this rank has made, for others that wait for it."""
-        self._bounded(self._tell)
+    def report(self) -> None:
+        """Writes how many passes this rank has made, for others that wait for it."""
+        self._bounded(self._report)
 
-    def _tell(self, states: dict | None = None) -> None:
+    def _report(self, states: dict | None = None) -> None:
         state = f"at pass {self.passes}" if self.failure is None else f"failed in pass {self.passes}"
         self._store.set(self._prefix + str(self.topology.rank), state)
 
     def _collect(self, states: dict) -> None:
-        self._tell()
+        self._report()
         for rank in range(self.topology.ranks):
             if rank != self.topology.rank:
                 key = self._prefix + str(rank)
-                states[rank] = self._store.get(key).decode() if self._store.check([key]) else "has told nothing"
+                states[rank] = self._store.get(key).decode() if self._store.check([key]) else "has reported nothing"
 
     def _bounded(self, run) -> dict:
         """What run(states) leaves in `states` within STORE_SECONDS; a store that is gone or late leaves nothing."""
@@ -75,6 +75,6 @@ class Faults:
         awaited = (f"rank {topology.counterpart(host)} of {topology.name(host)}" if host is not None
                    else f"a rank of its own {topology.name(topology.host)}")
         states = self._bounded(self._collect)
-        told = "; ".join([f"rank {rank} {state}" for rank, state in sorted(states.items())]) or "the store is gone"
+        known = "; ".join([f"rank {rank} {state}" for rank, state in sorted(states.items())]) or "the store is gone"
         return (f"rank {topology.rank} at pass {self.passes} ({self._doing}), {what}: {awaited} did not come "
-                f"({error}); last told: {told}; abort() on all ranks and make the group and this object anew")
+                f"({error}); last reported: {known}; abort() on all ranks and make the group and this object anew")

@@ -64,7 +64,7 @@ std::string model_type_of(fs::path const& folder) {
   return lm::json_string(lm::parse_json(text, path.string(), 64), "model_type");
 }
 
-// The order of gate and up is not in names or shapes: the model type tells it. Whether matrices are transposed is.
+// The order of gate and up is not in names or shapes, but follows from the model type. Transposition is.
 WeightLayout stacked_layout(CheckpointFolder const& checkpoint, StoredTensor const& gate_up) {
   auto const native = native_form(model_type_of(checkpoint.path()));
   bool const known = native && native->naming == Naming::stacked;
@@ -82,7 +82,7 @@ WeightLayout stacked_layout(CheckpointFolder const& checkpoint, StoredTensor con
   return known ? native->layout : WeightLayout{{}, WeightOrientation::transposed, 0};
 }
 
-// The form that the tensors' names tell.
+// The form that follows from the tensors' names.
 ExpertForm form_by_names(CheckpointFolder const& checkpoint) {
   for (Naming const naming :
        {Naming::stacked, Naming::per_expert, Naming::per_expert_w123, Naming::stacked_linear,
@@ -93,8 +93,8 @@ ExpertForm form_by_names(CheckpointFolder const& checkpoint) {
       if (naming != Naming::stacked) return {naming, hugging_face_layout(naming)};
       // Without a gate both orientations have fitting shapes; transformers stores rows.
       if (parsed->part == Part::up) return {naming, WeightLayout{}};
-      bool const tells = parsed->part == Part::gate_up && !parsed->bias;
-      if (tells) return {naming, stacked_layout(checkpoint, tensor)};
+      bool const decides = parsed->part == Part::gate_up && !parsed->bias;
+      if (decides) return {naming, stacked_layout(checkpoint, tensor)};
     }
   }
   throw lm::InputError(fmt::format(
@@ -225,7 +225,7 @@ class Planner {
           auto parsed = parse_expert_name(form.naming, name, form.separate());
           bool const whole = parsed && parsed->part == Part::gate_up && !group.gated;
           if (whole)
-            parsed->part = Part::up;  // the name of w_up does not tell whether gate is in it
+            parsed->part = Part::up;  // the name of w_up does not say whether gate is in it
           if (parsed != named) {
             throw lm::InputError(fmt::format(
                 "experts {}: {} names have no place for them; is config.json of this model?",

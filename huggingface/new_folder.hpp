@@ -17,7 +17,7 @@ class NewFolder {
   NewFolder& operator=(NewFolder const&) = delete;
 
   [[nodiscard]] std::filesystem::path const& path() const noexcept { return path_; }
-  /// Throws lm::EnvironmentError where the disk has less room than that.
+  /// Throws lm::EnvironmentError where the disk has less space than that.
   void require_space(std::uint64_t bytes) const;
   /// Renames it to its target. Throws lm::EnvironmentError.
   void take_place();

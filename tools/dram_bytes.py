@@ -109,7 +109,7 @@ def parse(output: str) -> list[Kernel]:
 
 
 def first_calls(kernels: list[Kernel]) -> list[tuple[bool, Kernel]]:
-    """(backward, kernel) of the first forward and the first backward call, told by the kernels that they begin with."""
+    """(backward, kernel) of the first forward and backward call, found by the kernels that they begin with."""
     first = ("router_logits", "down_projection_dgrad")
     starts = [(i, first.index(op)) for i, op in enumerate(map(op_of, (k.name for k in kernels))) if op in first]
     forward = next((i for i, which in starts if which == 0), None)

@@ -174,7 +174,7 @@ def training(files: list[Rows]) -> list[list[str]]:
 def train_step(files: list[Rows]) -> list[list[str]]:
     """A step of a whole model with the experts of several libraries: of the first file's cut and of the second file's
     whole model at one batch for all, then, of the third, of the whole model each with the largest batch that it has
-    room for. Ratios are how many times as fast Tessera's layer is."""
+    memory for. Ratios are how many times as fast Tessera's layer is."""
     one_batch, largest = files[:2], files[2]
     step = {"pass": "train-step"}
     faster = "Tessera's layer is times as fast"

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the largest batch that each library's experts leave room for: one sequence more until memory ends, or until
+"""Finds the largest batch that each library's experts leave memory for: one sequence more until memory ends, or until
 steps wait for an allocator that gives memory back and asks again.
 
     largest.py --gpus 2 --state largest.json --experts tessera,torch-grouped-mm --config 7B-n256 --layers 12 --text SRC

@@ -128,10 +128,10 @@ def run(a) -> None:
             curves = {name: state["runs"][f"{name} {seeds[0]}"]["losses"] for name in names}
             apart = {name: [(i, x - y) for i, (x, y) in enumerate(zip(curve, curves[names[0]], strict=True), 1)]
                      for name, curve in curves.items()}
-            told = pictures.curves(a.state.with_suffix(".svg"), apart, f"Loss minus {names[0]}'s, seed {seeds[0]}",
+            note = pictures.curves(a.state.with_suffix(".svg"), apart, f"Loss minus {names[0]}'s, seed {seeds[0]}",
                                    "step", "nats per token")
-            if told:
-                here.say(told)
+            if note:
+                here.say(note)
 
 
 if __name__ == "__main__":

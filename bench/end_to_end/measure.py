@@ -105,14 +105,14 @@ def chosen(a, c, here) -> tuple[dict, dict]:
 
 
 def gpu_state(here) -> dict:
-    """Clock and power of this rank's GPU as nvidia-smi has them, {} where it does not tell."""
+    """Clock and power of this rank's GPU as nvidia-smi has them, {} where it does not report them."""
     if not here.on_gpu:
         return {}
     try:
         uuid = torch.cuda.get_device_properties(here.device).uuid
-        told = subprocess.run(["nvidia-smi", f"--id=GPU-{uuid}", "--query-gpu=clocks.sm,power.draw,driver_version",
+        done = subprocess.run(["nvidia-smi", f"--id=GPU-{uuid}", "--query-gpu=clocks.sm,power.draw,driver_version",
                                "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20, check=True)
-        clock, power, driver = (field.strip() for field in told.stdout.splitlines()[0].split(","))
+        clock, power, driver = (field.strip() for field in done.stdout.splitlines()[0].split(","))
         return {"sm_mhz": float(clock), "watts": float(power), "driver": driver}
     except (OSError, ValueError, IndexError, AttributeError, subprocess.SubprocessError):
         return {}

@@ -68,18 +68,18 @@ class Record:
         self.folder, self.rows, self.counts = folder, rows, None
 
     def write(self) -> list[str]:
-        """Returns what to say of pictures that could not be drawn."""
-        told = []
+        """Returns a line for each picture that could not be drawn."""
+        notes = []
         with open(self.folder / "steps.csv", "w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([COLUMNS, *self.rows])
         if self.counts is not None:
             with open(self.folder / "loads.csv", "w", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows(self.counts)
-            told.append(pictures.loads(self.folder / "loads.svg", self.counts,
-                                       "Rows of every expert over the mean, last step"))
-        told.append(pictures.curves(self.folder / "loss.svg", {"training": [(row[0], row[1]) for row in self.rows]},
-                                    "Training loss", "step", "nats per token"))
-        return [line for line in told if line]
+            notes.append(pictures.loads(self.folder / "loads.svg", self.counts,
+                                        "Rows of every expert over the mean, last step"))
+        notes.append(pictures.curves(self.folder / "loss.svg", {"training": [(row[0], row[1]) for row in self.rows]},
+                                     "Training loss", "step", "nats per token"))
+        return [line for line in notes if line]
 
 
 class Clock:
@@ -102,7 +102,7 @@ class Clock:
             self.steps += 1
 
     def seconds(self) -> float:
-        """Of a step, of the slowest rank; 0 while there is nothing to tell."""
+        """Returns what a step took on the slowest rank; 0 before the first step has been counted."""
         self.here.synchronize()
         spent = (time.perf_counter() - self.start) / self.steps if self.steps else 0.0
         if self.steps:
@@ -179,16 +179,16 @@ def stopped(folder: pathlib.Path, rank: int, why: str) -> None:
     print(f"train.py: rank {rank}: {why}; {remedy}", file=sys.stderr, flush=True)
 
 
-def tell_when_terminated(folder: pathlib.Path, rank: int) -> None:
+def end_when_terminated(folder: pathlib.Path, rank: int) -> None:
     """torchrun sends SIGTERM when another rank is lost. This one may then wait in a collective and run no handler, so
-    that a thread hears of the signal and ends the process."""
-    hears, told = os.pipe()
-    os.set_blocking(told, False)
+    that a thread reads the signal from a pipe and ends the process."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
 
     def listen() -> None:
-        while os.read(hears, 1) != bytes([signal.SIGTERM]):
+        while os.read(read_end, 1) != bytes([signal.SIGTERM]):
             pass
         stopped(folder, rank, "stopped by SIGTERM, as torchrun sends when another rank is lost")
         os._exit(1)
@@ -201,7 +201,7 @@ def main() -> None:
     c = training.configuration(a)
     check(a)
     with training.ranks() as here:
-        tell_when_terminated(a.out, here.rank)
+        end_when_terminated(a.out, here.rank)
         try:
             run(a, c, here)
         except (training.Stop, torch.OutOfMemoryError):

@@ -49,7 +49,7 @@ struct BudgetStorage {
 };
 template <class Config>
 struct BudgetStorage<Config, false> {
-  gemm::SharedStorage<Config::gemm> gemm;  // four stages leave no room at all
+  gemm::SharedStorage<Config::gemm> gemm;  // four stages leave no space at all
 };
 consteval bool has_ring(Beside beside) {
   return beside != Beside::kNothing && beside != Beside::kSpin;

@@ -7,7 +7,7 @@
 //   energy [--gpus P] [--seconds S] [--config NAME,NAME] [--tokens N,N] [--transfer direct|once|partial-combine]
 //          [--routing random|balanced|zipf] [--only fused] [--out FILE] [--commit HASH]
 //
-// Exits with 77 where there are too few GPUs or the driver does not tell their energy.
+// Exits with 77 where there are too few GPUs or the driver does not report their energy.
 #include <optional>
 
 #include "../../src/expert_parallel/plan/choose_transfer.hpp"
@@ -200,7 +200,7 @@ int measure(Options const& options) {
   TESSERA_CUDA(cudaDeviceGetPCIBusId(bus, sizeof bus, 0));
   if (nvml.millijoules(nvml.device(bus)) == 0) {
     std::printf(
-        "skipped: the driver does not tell the energy of GPU 0; run on a data-centre GPU\n");
+        "skipped: the driver does not report the energy of GPU 0; run on a data-centre GPU\n");
     return 77;
   }
   std::vector<NamedLayer> const layers = named_layers(options.config, options.tokens);

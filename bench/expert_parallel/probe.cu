@@ -116,38 +116,38 @@ Rate measure_move(Rank const& r, Traffic const& traffic, int message, int ctas, 
 void measure_rates(Rank const& r, int sms, bool full) {
   r.cuda(cudaFuncSetAttribute(move, cudaFuncAttributeMaxDynamicSharedMemorySize, 128 << 10),
          "cudaFuncSetAttribute");
-  auto const tell = [&](char const* format, auto... values) {
+  auto const print = [&](char const* format, auto... values) {
     if (r.rank == 0) r.shared.line(format, values...);
   };
   std::string const mode = name(r.mode);
   if (!full) {
-    tell("%s GB/s, 4 KB messages, %d CTAs, ring 16 KB:", mode.c_str(), sms);
+    print("%s GB/s, 4 KB messages, %d CTAs, ring 16 KB:", mode.c_str(), sms);
     for (Traffic const& traffic : kTraffic) {
-      tell(" %s %.0f", traffic.what, measure_move(r, traffic, 4096, sms, 16 << 10).total);
+      print(" %s %.0f", traffic.what, measure_move(r, traffic, 4096, sms, 16 << 10).total);
     }
-    tell("\n");
+    print("\n");
     return;
   }
   for (Traffic const& traffic : kTraffic) {
-    tell("%s %s, GB/s, ring 16 KB; CTAs 4 8 16 32 64 %d\n", mode.c_str(), traffic.what, sms);
+    print("%s %s, GB/s, ring 16 KB; CTAs 4 8 16 32 64 %d\n", mode.c_str(), traffic.what, sms);
     for (int message : {512, 1024, 2048, 4096, 8192, 16384}) {
-      tell("%6d B", message);
+      print("%6d B", message);
       for (int ctas : {4, 8, 16, 32, 64, sms}) {
-        tell(" %6.1f", measure_move(r, traffic, message, ctas, 16 << 10).total);
+        print(" %6.1f", measure_move(r, traffic, message, ctas, 16 << 10).total);
       }
-      tell("\n");
+      print("\n");
     }
   }
   for (Traffic const& traffic : kTraffic) {
     if (!traffic.both_ways) continue;
-    tell("%s %s, GB/s; ring 4 8 32 64 KB\n", mode.c_str(), traffic.what);
+    print("%s %s, GB/s; ring 4 8 32 64 KB\n", mode.c_str(), traffic.what);
     for (int message : {512, 2048, 4096}) {
       for (int ctas : {16, 64, sms}) {
-        tell("%6d B %3d CTAs", message, ctas);
+        print("%6d B %3d CTAs", message, ctas);
         for (int ring : {4 << 10, 8 << 10, 32 << 10, 64 << 10}) {
-          tell(" %6.1f", measure_move(r, traffic, message, ctas, ring).total);
+          print(" %6.1f", measure_move(r, traffic, message, ctas, ring).total);
         }
-        tell("\n");
+        print("\n");
       }
     }
   }

@@ -56,7 +56,7 @@ inline bool connect_gpus(int gpus) {
   return true;
 }
 
-// What ranks tell each other, be they threads or processes.
+// What ranks exchange, be they threads or processes.
 struct Talk : Meeting {
   int ranks;
   char text[kMaxRanks][Status::kTextBytes];

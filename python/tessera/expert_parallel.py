@@ -219,7 +219,7 @@ class ExpertParallel:
         return self._session.place("input")[:tokens]
 
     def check(self) -> None:
-        """Tells of passes that have failed; synchronise their stream first, as nothing waits here.
+        """Raises for passes that have failed; synchronise their stream first, as nothing waits here.
 
         Raises:
             RuntimeError: A pass that has ended waited in vain for a rank, or had more rows than max_rows.

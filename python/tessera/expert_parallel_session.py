@@ -102,7 +102,7 @@ class SideStream:
         if self.stream is None:
             self.stream, self.begun = torch.cuda.Stream(priority=-1), torch.cuda.Event()
             self.begun.record(self.stream)  # makes the event
-        # torch looks the device up each time where it is not told its index, and in its own contexts.
+        # torch looks the device up each time where its index is missing, and in its own contexts.
         self.main = torch.cuda.current_stream(torch._C._cuda_getDevice())
         self.stream.wait_stream(self.main)
         torch.cuda.set_stream(self.stream)

@@ -7,7 +7,7 @@ with save="x"), and what names the rows, 20 bytes for each. Backward pulls the r
 makes h again where none was saved.
 
 The host enqueues a pass with memory for the rows that the layer had before and a sixteenth more, and then asks how many
-there are. Ranks tell each other how many rows they have memory for: where it was not enough on one of them, all make
+there are. All ranks know how many rows each has memory for: where it was not enough on one of them, all make
 the pass again. Of a forward pass in one launch the backward pass is made again.
 """
 

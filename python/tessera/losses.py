@@ -123,7 +123,7 @@ def sequence_balance_loss(logits, topk_ids, *, lengths=None, scores: str = "soft
 
     Raises:
         ValueError: scores is unknown, a shape does not fit, or, on the CPU, the lengths do not add up to T. On a GPU
-            check_device_values() tells of them.
+            check_device_values() reports them.
 
     Example:
         >>> logits, topk_ids = torch.randn(10, 8), torch.randint(8, (10, 2))

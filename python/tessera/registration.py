@@ -18,7 +18,7 @@ def register_with_torch() -> None:
 
 
 def _register() -> None:
-    with contextlib.suppress(ImportError):  # of a torch that is too old: whoever uses a layer is told
+    with contextlib.suppress(ImportError):  # of a torch that is too old: the first use of a layer raises
         importlib.import_module("tessera.ops")
 
 

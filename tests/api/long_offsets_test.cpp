@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Offsets beyond 2^32 elements, without the memory for them: rows of every tensor that may have them apart lie so far
-// apart, in mappings of which the touched pages alone are there; and bytes of workspaces and tables where rows times
+// apart, in mappings of which only pages that are used have memory; and bytes of workspaces and tables where rows times
 // columns are more than 2^31 grow as their formulas say.
 #include <gtest/gtest.h>
 #include <sys/mman.h>

@@ -48,7 +48,7 @@ class Families(unittest.TestCase):
                 loaded = transformers.AutoModelForCausalLM.from_pretrained(back).state_dict()
                 for key, tensor in model.state_dict().items():
                     self.assertTrue(torch.equal(tensor, loaded[key]), key)
-                (there / "tessera_conversion.json").unlink()  # then the model type alone tells the names
+                (there / "tessera_conversion.json").unlink()  # then the names follow from the model type alone
                 done = self.convert(there, folder / "anew", "huggingface")
                 self.assertEqual(done.returncode, 0, done.stderr)
                 first, anew = (load_file(path / "model.safetensors") for path in (source, folder / "anew"))

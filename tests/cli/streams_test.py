@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams that cannot be written: full, closed, or a pipe without a reader. usage: streams_test.py PROGRAM SUITE
 
-What is lost on stderr must not end a run; what is lost on stdout must be told by the exit code.
+What is lost on stderr must not end a run; what is lost on stdout must show in the exit code.
 """
 
 import json

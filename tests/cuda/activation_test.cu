@@ -53,21 +53,22 @@ void visit_kind(ActivationKind kind, Visit&& visit) {
 
 std::vector<Answer> answers(bool fast, Activation const& act, std::vector<Point> const& points) {
   int const count = static_cast<int>(points.size());
-  DeviceBuffer const asked(points), told(points.size() * sizeof(DeviceAnswer));
+  DeviceBuffer const asked(points), found(points.size() * sizeof(DeviceAnswer));
   int const threads = 256, ctas = (count + threads - 1) / threads;
   if (fast) {
     visit_kind(act.kind, [&](auto kind) {
       fast_answers<decltype(kind)::value>
-          <<<ctas, threads>>>(act, asked.as<Point>(), count, told.as<DeviceAnswer>());
+          <<<ctas, threads>>>(act, asked.as<Point>(), count, found.as<DeviceAnswer>());
     });
   } else {
     core::visit_activation(act, [&](auto function) {
-      plain_answers<<<ctas, threads>>>(function, asked.as<Point>(), count, told.as<DeviceAnswer>());
+      plain_answers<<<ctas, threads>>>(function, asked.as<Point>(), count,
+                                       found.as<DeviceAnswer>());
     });
   }
   require(cudaGetLastError(), "launch");
   std::vector<Answer> result;
-  for (DeviceAnswer const& a : told.values<DeviceAnswer>()) {
+  for (DeviceAnswer const& a : found.values<DeviceAnswer>()) {
     result.push_back({a.forward, a.a, a.dg, a.du});
   }
   return result;

@@ -357,10 +357,10 @@ void run_bad_counts(Context const& context) {
     auto const reports = [&] {
       require(cudaDeviceSynchronize(), "bad counts");
       Status const status = check_device_values(context);
-      bool const told = status.code() == StatusCode::invalid_argument &&
-                        std::string(status.text()).find(bad.text) != std::string::npos;
-      if (!told) std::printf("expected: %s\ngot: %s\n", bad.text, status.text());
-      return told && check_device_values(context).ok();
+      bool const reported = status.code() == StatusCode::invalid_argument &&
+                            std::string(status.text()).find(bad.text) != std::string::npos;
+      if (!reported) std::printf("expected: %s\ngot: %s\n", bad.text, status.text());
+      return reported && check_device_values(context).ok();
     };
     EXPECT_OK(loss.run(nullptr));
     EXPECT(reports());

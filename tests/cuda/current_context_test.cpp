@@ -45,7 +45,7 @@ thread_local CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
 
 CUcontext current() { return stack.empty() ? nullptr : stack.back(); }
 
-// The result of a function that fails when it is told to.
+// The result of a function that fails when the test says so.
 CUresult result(char const* function) {
   if (!driver.started) return kNotInitialized;
   return driver.failing == function ? driver.failure : CUDA_SUCCESS;
@@ -293,7 +293,7 @@ TEST_F(CurrentContextTest, AForkedChildIsToldSo) {
             "not by fork");
 }
 
-// The longest call and words of CUDA leave room for the remedy.
+// The remedy fits behind the longest call and words of CUDA.
 TEST_F(CurrentContextTest, EveryErrorHasARemedy) {
   for (int error = 1; error < 1000; ++error) {
     std::string const text =

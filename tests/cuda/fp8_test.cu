@@ -58,10 +58,10 @@ bool equal(Answer const& a, Answer const& b) {
 }
 
 int run() {
-  DeviceBuffer const told(kValues * sizeof(Answer));
-  answer<<<kValues / 256, 256>>>(told.as<Answer>());
+  DeviceBuffer const answers(kValues * sizeof(Answer));
+  answer<<<kValues / 256, 256>>>(answers.as<Answer>());
   require(cudaGetLastError(), "launch");
-  auto const have = told.values<Answer>();
+  auto const have = answers.values<Answer>();
   int wrong = 0;
   for (int i = 0; i < kValues; ++i) {
     if (equal(have[i], answer_for(i)) || ++wrong > 5) continue;

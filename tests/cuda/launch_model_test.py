@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launches of whole calls, one after another on a stream: what a kernel that starts early (decisions 0019, 0021)
-may touch before the ones ahead of it have ended.
+may read and write before the previous ones have ended.
 
 A kernel is a list of steps, as src/cuda/layer/{forward,backward}.cpp launch it. Random schedules advance those that may
 run. Two steps on the same memory, of which one writes, must come in the order of the launches; each rule that sees to
@@ -18,8 +18,8 @@ class BrokenRule(Exception):
 
 @dataclass
 class Kernel:
-    """Steps: read X, write X; let: the next kernel may start; wait: for the end of the previous one; tell, hear and
-    clear X: a word. Without `early` a kernel starts when the previous one has ended."""
+    """Steps: read X, write X; let: the next kernel may start; wait: for the end of the previous one; announce, await
+    and clear X: a word. Without `early` a kernel starts when the previous one has ended."""
 
     name: str
     steps: list[str]
@@ -43,12 +43,12 @@ def tables(routed: bool, counts: bool, early: bool, clears: bool) -> list[Kernel
 
 
 def forward(routed: bool, counts: bool = False, broken: str = "") -> list[Kernel]:
-    up = ["read tables", "read x", "write a of first", "write h", "tell a", "write a of last", "write h"]
-    down = ["read tables", "hear a", "read a of first", "write scratch", "wait", "read a of last", "write scratch"]
+    up = ["read tables", "read x", "write a of first", "write h", "announce a", "write a of last", "write h"]
+    down = ["read tables", "await a", "read a of first", "write scratch", "wait", "read a of last", "write scratch"]
     if broken == "only_first_experts":  # of a CTA: no reason to wait but the rule
-        down = ["read tables", "hear a", "read a of first", "write scratch"]
-    if broken == "nothing_heard":
-        down.remove("hear a")
+        down = ["read tables", "await a", "read a of first", "write scratch"]
+    if broken == "nothing_awaited":
+        down.remove("await a")
     starts = {"let_before_wait": ["let", "wait"], "wait_before_let": ["wait", "let"]}.get(broken)
     return [
         *tables(routed, counts, starts is not None, clears=broken != "words_not_cleared"),
@@ -60,7 +60,7 @@ def forward(routed: bool, counts: bool = False, broken: str = "") -> list[Kernel
 
 def backward(routed: bool, broken: str = "", fp32_router: bool = False) -> list[Kernel]:
     """dx rows take the place of a'. fp32_router: terms of the weights first, those of dlogits behind them."""
-    wgrad = ["read tables", "hear a'", "read a' of first", "write dw_down", "wait", "let", "read a' of last",
+    wgrad = ["read tables", "await a'", "read a' of first", "write dw_down", "wait", "let", "read a' of last",
              "write dw_down"]
     if broken == "wgrad_lets_at_once":
         wgrad.remove("let")
@@ -72,7 +72,7 @@ def backward(routed: bool, broken: str = "", fp32_router: bool = False) -> list[
     return [
         Kernel("memset", ["clear a'"]),
         *([Kernel("split_weights", ["write router terms"])] if fp32_router else []),
-        Kernel("down_projection_dgrad", ["let", "read tables", "read h", "write a' of first", "write dh", "tell a'",
+        Kernel("down_projection_dgrad", ["let", "read tables", "read h", "write a' of first", "write dh", "announce a'",
                                          "write a' of last", "write partials"]),
         Kernel("down_projection_wgrad", wgrad, early=True),
         *([Kernel("router_dlogits", dlogits, early=True)] if routed else []),
@@ -114,9 +114,9 @@ def run(seed: int, launches: list[Kernel]) -> None:
                     yield
             elif kind == "clear":
                 words.discard(memory)
-            elif kind == "tell":
+            elif kind == "announce":
                 words.add(memory)
-            elif kind == "hear":
+            elif kind == "await":
                 while memory not in words:
                     yield
             else:
@@ -182,7 +182,7 @@ class LaunchModel(unittest.TestCase):
         self.fail(f"{broken} goes unnoticed")
 
     def test_forward_needs_its_rules(self):
-        for rule in ("let_before_wait", "only_first_experts", "nothing_heard", "words_not_cleared"):
+        for rule in ("let_before_wait", "only_first_experts", "nothing_awaited", "words_not_cleared"):
             with self.subTest(rule):
                 self.notices(broken_forward=rule)
 

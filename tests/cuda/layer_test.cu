@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The layer on a GPU through the public API, in memory that the host cannot touch: repeats bit for bit beside other
+// The layer on a GPU through the public API, in memory that the host cannot address: repeats bit for bit beside other
 // work, threads, graphs, strides, grouped rows, bad device values, refusals. What is right is `tessera verify`'s job.
 #include <cuda_bf16.h>
 
@@ -164,7 +164,7 @@ void strides_are_followed(Context const& context) {
   }
 }
 
-// Rows of dO, dx, dlogits and aux_dlogits apart: the gradients of contiguous ones, and gaps that nobody touches.
+// Rows of dO, dx, dlogits and aux_dlogits apart: the gradients of contiguous ones, and gaps that nobody writes.
 void strides_are_followed_backward(Context const& context) {
   MoeDesc const desc = small_desc(RouterKind::sqrtsoftplus);
   MoeShape const& s = desc.shape;
@@ -359,7 +359,7 @@ void grouped_rows_equal_given_ids(Context const& context) {
         EXPECT(found.code() == StatusCode::invalid_argument);
         std::string const at = "as grouping says)[" + std::to_string(c.bad_index) + "]";
         EXPECT(std::string(found.text()).find(at) != std::string::npos);
-        EXPECT_OK(check_device_values(context));  // told once
+        EXPECT_OK(check_device_values(context));  // reported once
       }
     }
   }

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tools/ptxas_report.py makes of machine code and of what ptxas said, which cmake/keep_ptxas.sh keeps beside an
-object: warps that ptxas brings together right before wgmmas are told from those that it knows to be together."""
+object: warps that ptxas brings together right before wgmmas are not those that it knows to be together."""
 
 import json
 import pathlib
@@ -56,7 +56,7 @@ SERIALISED = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_asyn
 
 
 class Kept(unittest.TestCase):
-    """cmake/keep_ptxas.sh around a compiler that says what it is told to say."""
+    """cmake/keep_ptxas.sh around a compiler that says what the test wants."""
 
     def compile(self, folder: str, says: str, status: int) -> tuple[subprocess.CompletedProcess, pathlib.Path]:
         compiler, output = pathlib.Path(folder, "compiler"), pathlib.Path(folder, "k.cu.o")

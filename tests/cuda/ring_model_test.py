@@ -356,7 +356,7 @@ def fused(seed: int, broken: str = "") -> None:
 
         def complete():  # what it stored for the up before is written
             nonlocal sent
-            if broken != "told_before_written":
+            if broken != "counted_before_written":
                 yield from read(0)
             require(unwritten[0] == 0, "announced before it is written")
             announced[sent] += 1
@@ -383,7 +383,7 @@ def fused(seed: int, broken: str = "") -> None:
                 previous = None
                 for i in range(k_tiles):
                     there = full[place.stage].parity != place.parity
-                    if sent is not None and (i == 4 or (not there and broken != "told_at_fixed_time")):
+                    if sent is not None and (i == 4 or (not there and broken != "counted_at_fixed_time")):
                         yield from complete()
                     yield from take(task, i)
                     if i > 0:
@@ -432,7 +432,7 @@ def hand_over(seed: int, broken: str = "") -> None:
         [s for s in range(segments) for _ in range(chance.choice([0, 1, 2, 5]))] for _ in range(2)
     )
     early = segments * 3 // 4  # segments that are handed over
-    drawn, told, done = [[], []], [0], [0]
+    drawn, counted, done = [[], []], [0], [0]
     written = {(tile, warp): False for tile in range(len(first)) for warp in range(warps)}
     ended = []  # CTAs of the first kernel
 
@@ -450,13 +450,13 @@ def hand_over(seed: int, broken: str = "") -> None:
 
             def count():
                 nonlocal due
-                while pending and broken != "told_before_written":
+                while pending and broken != "counted_before_written":
                     if chance.random() < 0.3:
                         written[pending.pop(0)] = True
                     yield
                 due = False
                 if broken != "one_warp_counts" or index == 0:
-                    told[0] += 1 if broken != "one_warp_counts" else warps
+                    counted[0] += 1 if broken != "one_warp_counts" else warps
 
             while True:
                 if at == len(mine):
@@ -472,7 +472,7 @@ def hand_over(seed: int, broken: str = "") -> None:
                 pending.append((tile, index))
                 while len(pending) > 1 and chance.random() < 0.5:
                     written[pending.pop(0)] = True
-            if due and broken != "not_told_at_end":
+            if due and broken != "not_counted_at_end":
                 yield from count()
             left[0] -= 1
             if left[0] == 0:
@@ -491,7 +491,7 @@ def hand_over(seed: int, broken: str = "") -> None:
         while (tile := draw(1, second)) is not None:
             segment = second[tile]
             if segment >= ready and segment < early:
-                while told[0] < ctas * warps:
+                while counted[0] < ctas * warps:
                     yield
                 ready = early
             elif segment >= ready:
@@ -539,7 +539,7 @@ class RingModel(models.TestCase):
             fused(seed)
 
     def test_fused_kernel_needs_its_rules(self):
-        for rule in ("told_before_written", "told_at_fixed_time"):
+        for rule in ("counted_before_written", "counted_at_fixed_time"):
             with self.subTest(rule):
                 self.notices(fused, rule)
 
@@ -548,7 +548,7 @@ class RingModel(models.TestCase):
             hand_over(seed)
 
     def test_handover_needs_its_rules(self):
-        for rule in ("told_before_written", "one_warp_counts", "not_told_at_end", "end_not_awaited"):
+        for rule in ("counted_before_written", "one_warp_counts", "not_counted_at_end", "end_not_awaited"):
             with self.subTest(rule):
                 self.notices(hand_over, rule)
 

@@ -59,7 +59,7 @@ struct Data {
 
 constexpr int64_t kHidden = 72;
 
-// Rows in slot order; experts are not grouped, which dscores cannot tell but where it looks up a bias.
+// Rows in slot order; experts are not grouped, which changes dscores only where it looks up a bias.
 Data make_data(Case const& c) {
   std::mt19937_64 random(3);
   std::normal_distribution<float> normal(0, 1);

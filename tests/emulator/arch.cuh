@@ -157,7 +157,7 @@ T look(T const* word) {
   return *word;
 }
 template <class T>
-void tell(T* word, T value) {
+void store(T* word, T value) {
   *word = value;
   emulator::changed();
 }
@@ -165,10 +165,10 @@ inline uint32_t load_acquire_sys(uint32_t const* word) { return look(word); }
 inline uint32_t load_acquire_gpu(uint32_t const* word) { return look(word); }
 inline uint32_t load_relaxed_sys(uint32_t const* word) { return look(word); }
 inline uint64_t load_relaxed_sys(uint64_t const* word) { return look(word); }
-inline void store_release_sys(uint32_t* word, uint32_t value) { tell(word, value); }
-inline void store_release_gpu(uint32_t* word, uint32_t value) { tell(word, value); }
-inline void store_relaxed_sys(uint32_t* word, uint32_t value) { tell(word, value); }
-inline void store_relaxed_sys(uint64_t* word, uint64_t value) { tell(word, value); }
+inline void store_release_sys(uint32_t* word, uint32_t value) { store(word, value); }
+inline void store_release_gpu(uint32_t* word, uint32_t value) { store(word, value); }
+inline void store_relaxed_sys(uint32_t* word, uint32_t value) { store(word, value); }
+inline void store_relaxed_sys(uint64_t* word, uint64_t value) { store(word, value); }
 inline uint32_t count_acq_rel_gpu(uint32_t* word, uint32_t increment) {
   return atomicAdd(word, increment);
 }
@@ -347,15 +347,15 @@ inline uint32_t swizzled(uint32_t address, uint32_t row, uint32_t chunk) {
   return at ^ (at >> 7 & 7) << 4;
 }
 
-// Into CTA `cta` of the cluster, reported to a barrier of CTA `told`.
-inline void tma_load_box(unsigned cta, unsigned told, void* smem_dst, CUtensorMap const* map,
+// Loads into CTA `cta` of the cluster; the bytes count for barrier `full` of CTA `counting`.
+inline void tma_load_box(unsigned cta, unsigned counting, void* smem_dst, CUtensorMap const* map,
                          Mbarrier* full, int c0, int c1, int c2, int c3, int c4) {
   uint32_t const to = shared_address(smem_dst);
   unsigned char* const shared = emulator::shared_memory_of(cta);
   CUtensorMap const m = *map;
   uint32_t bytes = m.element_bytes;
   for (uint32_t const extent : m.box) bytes *= extent;
-  emulator::load_later_in(told, full, bytes, [=] {
+  emulator::load_later_in(counting, full, bytes, [=] {
     emulator::landed_shared(shared + to, bytes);
     visit_box(m, {c0, c1, c2, c3, c4}, [&](unsigned char const* from, uint32_t row, int columns) {
       unsigned char whole[128] = {};

@@ -86,10 +86,10 @@ void multiply(Thread& t, Multiplication const& m) {
 void load_later_in(unsigned rank, Barrier* barrier, std::uint32_t bytes,
                    std::function<void()> copy) {
   Cta& cta = cta_of_cluster(rank);
-  Barrier* const told = there(cta, barrier);
+  Barrier* const full = there(cta, barrier);
   do_later(world.running, Kind::load, [=, &cta] {
     copy();
-    land(cta, told, bytes);
+    land(cta, full, bytes);
   });
 }
 void load_later(Barrier* barrier, std::uint32_t bytes, std::function<void()> copy) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Kernels of this library on a CPU: their own sources, compiled for the host. Every thread of a grid is a fiber, all of
 // them run on one thread of the host, and a seed decides who runs next and when an asynchronous copy lands. So what a
-// kernel's roles tell each other through barriers, queues and words is what runs on a GPU, in schedules that a GPU
+// kernel's roles exchange through barriers, queues and words is what runs on a GPU, in schedules that a GPU
 // would rarely take, and a schedule that fails can be had again.
 //
 //   arch.cuh  the functions of src/cuda/arch/

@@ -28,7 +28,7 @@ struct FakeDevice {
   void const* host_handle = nullptr;                // not device memory
   bool busy = false;                                // with a kernel
   Status synchronized = {};                         // what waiting for it returns
-  int room = 100;                                   // allocations that there is memory for
+  int allocations_left = 100;                       // after these there is no memory
   bool reaches = true;                              // others
   std::map<void*, void*> memory = {};               // its context
   std::vector<std::pair<void*, int>> reached = {};  // context, device
@@ -65,8 +65,9 @@ DeviceCalls fake_calls() {
             return pointer != nullptr && pointer != device.host_handle;
           },
           [](std::size_t bytes) noexcept -> Expected<void*> {
-            if (device.room == 0) return Status::error(StatusCode::out_of_memory, "no memory");
-            --device.room;
+            if (device.allocations_left == 0)
+              return Status::error(StatusCode::out_of_memory, "no memory");
+            --device.allocations_left;
             void* const memory = std::malloc(bytes);
             std::memset(memory, 0xff, bytes);
             device.memory[memory] = device.current;
@@ -133,7 +134,7 @@ class EngineTest : public testing::Test {
 };
 
 TEST_F(EngineTest, GivesAddressesOfAllRanks) {
-  // 2.28 tells them in a struct on the device, 2.29 by a call.
+  // 2.28 has them in a struct on the device, 2.29 returns them from a call.
   for (int const version : {22803, 22809, 22902, 23004}) {
     fake->version = version;
     fake->lsa_ranks = 2;
@@ -374,7 +375,7 @@ TEST_F(ProcessWindowsTest, RefusalsLeaveNothingBehind) {
   refused({0, 1}, 0, StatusCode::invalid_argument, "bytes=0");
   refused({2, 1, 2}, 8, StatusCode::invalid_argument, "ranks 0 and 2 are both on cuda:2");
   refused({0, 7}, 8, StatusCode::environment, "device cuda:7");
-  device.room = 1;
+  device.allocations_left = 1;
   refused({0, 1}, 8, StatusCode::out_of_memory, "no memory");
   device.reaches = false;
   refused({0, 1}, 8, StatusCode::environment, "no peer access");

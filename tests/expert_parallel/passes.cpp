@@ -455,7 +455,7 @@ Program Passes::announce_sent(Actor& self, std::uint32_t epoch, Sent const& sent
   }
   queue.push_back(sent);
   co_await self.ask(
-      {.kind = breaks(Break::told_by_a_relaxed_word) ? Kind::count_relaxed : Kind::count,
+      {.kind = breaks(Break::announced_by_a_relaxed_word) ? Kind::count_relaxed : Kind::count,
        .address = queue_word(self, epoch, Queue::sent),
        .value = 1});
 }

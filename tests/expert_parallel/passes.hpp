@@ -61,7 +61,7 @@ enum class Break {
   done_at_gpu_scope,
   completed_in_the_next_task_only,  // though that may wait for it
   announced_before_sent,            // by the warp that announces for the others
-  told_by_a_relaxed_word,           // to that warp
+  announced_by_a_relaxed_word,      // to that warp
   // sums of the owner
   sums_before_pulls,
   sum_without_down_tiles,

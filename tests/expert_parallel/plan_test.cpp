@@ -490,7 +490,7 @@ TEST(Layout, OfPartialCombineHasAWordForEverySum) {
   once.transfer = Transfer::once;
   EXPECT_EQ(w.bytes - WindowLayout(once).bytes, 4 * 4 * 8192);
   EXPECT_EQ(LocalLayout(shape, 132).bytes, LocalLayout(once, 132).bytes);
-  // Other transfers have no room for them, and direct none for places.
+  // Windows of other transfers have no place for them, and those of direct none for `places`.
   EXPECT_EQ(WindowLayout(once).partial_done, WindowLayout(once).counts);
   ExchangeShape direct = shape;
   direct.transfer = Transfer::direct;

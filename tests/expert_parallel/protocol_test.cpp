@@ -401,7 +401,7 @@ TEST(Protocol, EveryBrokenRuleIsNoticed) {
       {Break::arrived_before_written, "arrived_before_written", "nobody waited for"},
       {Break::down_tiles_relaxed, "down_tiles_relaxed", "without acquiring"},
       {Break::announced_before_sent, "announced_before_sent", "read"},
-      {Break::told_by_a_relaxed_word, "told_by_a_relaxed_word", "without acquiring"},
+      {Break::announced_by_a_relaxed_word, "announced_by_a_relaxed_word", "without acquiring"},
       {Break::a_before_written, "a_before_written", "nobody waited for"},
       {Break::push_before_written, "push_before_written", "nobody waited for"},
       {Break::completed_in_the_next_task_only, "completed_in_the_next_task_only",

@@ -60,7 +60,7 @@ TEST_F(LayerMuseum, TailRowsMayHoldNaN) {
   }
 }
 
-// Address space without memory behind it until it is touched.
+// Address space without memory behind it until it is used.
 class SparseFloats {
  public:
   explicit SparseFloats(std::size_t count) : bytes_(count * sizeof(float)) {

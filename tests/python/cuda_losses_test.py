@@ -81,22 +81,22 @@ class BadCounts(unittest.TestCase):
                 tessera.check_device_values()
             tessera.check_device_values()
         ids = logits.topk(2, dim=-1).indices
-        # Of several offsets that break a rule one is told.
-        for lengths, told in (([30, 39], r"\[2\]: an offset of 69 "),
+        # Of several offsets that break a rule one is reported.
+        for lengths, reported in (([30, 39], r"\[2\]: an offset of 69 "),
                               ([80, -10], r"(\[1\]: an offset of 80 |\[2\]: an offset of 70 )"),
                               ([-4, 74], r"\[1\]: an offset of -1 ")):
             tessera.sequence_balance_loss(logits, ids, lengths=torch.tensor(lengths, device="cuda"))
             torch.cuda.synchronize()
-            with self.assertRaisesRegex(ValueError, "sequence_offsets" + told):
+            with self.assertRaisesRegex(ValueError, "sequence_offsets" + reported):
                 tessera.check_device_values()
             tessera.check_device_values()
-        for bad, told in ((-0.25, -1), (float("nan"), -1), (float("inf"), 2147483646)):
+        for bad, reported in ((-0.25, -1), (float("nan"), -1), (float("inf"), 2147483646)):
             parts = counts.abs() / 3
             parts[3] = bad
             for call in (lambda parts=parts: tessera.load_balancing_loss(logits, parts),
                          lambda parts=parts: tessera.selection_bias_update(bias, parts).sum()):
                 self.assertEqual(float(call()), 0)
-                with self.assertRaisesRegex(ValueError, rf"topk_counts\[3\]: a count of {told} "):
+                with self.assertRaisesRegex(ValueError, rf"topk_counts\[3\]: a count of {reported} "):
                     tessera.check_device_values()
 
 

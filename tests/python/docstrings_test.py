@@ -98,7 +98,7 @@ class Docstrings(unittest.TestCase):
             self.assertIn(name, walked)
 
     def test_finds_each_fault(self):
-        """The walk tells of what is missing, and of what there is not."""
+        """The walk reports what is missing, and what it names though it does not exist."""
         def good(a, b=None):
             """Adds.
 

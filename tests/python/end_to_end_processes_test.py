@@ -54,9 +54,9 @@ class Processes(unittest.TestCase):
         return ranks
 
     def finish(self, ranks: list[subprocess.Popen]) -> str:
-        told = [process.communicate(timeout=300) for process in ranks]
-        self.assertEqual([process.returncode for process in ranks], [0, 0], told)
-        return told[0][0]
+        printed = [process.communicate(timeout=300) for process in ranks]
+        self.assertEqual([process.returncode for process in ranks], [0, 0], printed)
+        return printed[0][0]
 
     def state(self, place: pathlib.Path) -> dict:
         dcp_to_torch_save(place, self.folder / "state.pt")
@@ -64,9 +64,9 @@ class Processes(unittest.TestCase):
 
     def test_killed_and_resumed(self):
         whole, broken = self.folder / "whole", self.folder / "broken"
-        told = self.finish(self.start(self.command(whole)))
-        self.assertRegex(told, r"step 60/60  loss .* tokens/s per rank, \d+ in all")
-        self.assertRegex(told, r"held-out loss \d+\.\d+ nats")
+        output = self.finish(self.start(self.command(whole)))
+        self.assertRegex(output, r"step 60/60  loss .* tokens/s per rank, \d+ in all")
+        self.assertRegex(output, r"held-out loss \d+\.\d+ nats")
         with open(whole / "steps.csv", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         self.assertLess(float(rows[-1]["loss"]), float(rows[0]["loss"]) - 0.2)
@@ -86,8 +86,8 @@ class Processes(unittest.TestCase):
         saved = sorted(place.name for place in broken.glob("checkpoint-*") if place.suffix != ".partial")
         self.assertNotIn(f"checkpoint-{STEPS:08}", saved)
         (broken / "checkpoint-99999999.partial").mkdir()  # what a rank lost while it saves leaves behind
-        told = self.finish(self.start([*self.command(broken), "--resume", "--keep-gathered"]))
-        self.assertIn(f"resumed from {broken / saved[-1]}", told)
+        output = self.finish(self.start([*self.command(broken), "--resume", "--keep-gathered"]))
+        self.assertIn(f"resumed from {broken / saved[-1]}", output)
 
         last = f"checkpoint-{STEPS:08}"
         wanted, got = self.state(whole / last), self.state(broken / last)
@@ -154,7 +154,7 @@ class Processes(unittest.TestCase):
         """As torchrun does it: SIGTERM to a rank whose main thread is in a call that runs no handler of Python's."""
         program = (f"import sys; sys.path.insert(0, {str(PROGRAMS)!r})\n"
                    "import hashlib, pathlib, train\n"
-                   "train.tell_when_terminated(pathlib.Path('gone'), 3)\n"
+                   "train.end_when_terminated(pathlib.Path('gone'), 3)\n"
                    "print('ready', flush=True)\n"
                    "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)\n")
         process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", program], text=True, stdout=subprocess.PIPE,

@@ -308,15 +308,15 @@ class Measured(unittest.TestCase):
                               {"hf-eager": 3})
         with self.assertRaises(torch.OutOfMemoryError) as raised:
             timer.step("hf-eager", 1)
-        told = io.StringIO()
+        printed = io.StringIO()
 
         def again():
             raise raised.exception
 
-        with contextlib.redirect_stderr(told), mock.patch.object(os, "_exit") as ended:
+        with contextlib.redirect_stderr(printed), mock.patch.object(os, "_exit") as ended:
             training.end(again)
         ended.assert_called_once_with(1)
-        self.assertRegex(told.getvalue(), r"out of memory: hf-eager with 3 sequences: CUDA out of memory; fewer")
+        self.assertRegex(printed.getvalue(), r"out of memory: hf-eager with 3 sequences: CUDA out of memory; fewer")
 
     def test_bad_input_ends_in_one_line(self):
         for flags, word in ((["--config", "tine"], "config 'tine': unknown"), (["--text", "/nowhere"], "no such file"),
@@ -394,7 +394,7 @@ class Predictions(unittest.TestCase):
             model = json.loads(done.stdout)["model"]
             self.assertEqual((model["layer_parameters"], model["parameters"]), (c.layer_parameters(), c.parameters()))
 
-    def test_what_the_program_refuses_is_told(self):
+    def test_what_the_program_refuses_is_printed(self):
         with self.assertRaisesRegex(ValueError, "--cluster '0x2'"):
             predict.Point("7B-n256", 12, 0, 2, 4, False, "tessera", "h200").predict()
         with mock.patch.dict(os.environ, {"TESSERA_PROGRAM": "", "PATH": ""}), \
@@ -415,7 +415,7 @@ class Predictions(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "device cpu: has no constants"):
             predict.against({"device": "cpu", "rows": [row]})
 
-    def test_rows_of_layers_that_stay_gathered_are_told_apart(self):
+    def test_rows_of_layers_that_stay_gathered_are_listed_apart(self):
         row = {"config": "7B-n256", "layers": 12, "gpus": 4, "sequences": 1, "recompute": False, "impl": "tessera",
                "regime": "R0", "ms": 100.0}
         rows = [row, {**row, "keep_gathered": True}]

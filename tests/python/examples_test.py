@@ -106,7 +106,7 @@ class Examples(unittest.TestCase):
                 "text": True}
 
     def run_over_hosts(self, *arguments) -> tuple[float, list[float], str]:
-        """(how far the losses are apart, those that are told, everything told) of train_hosts.py."""
+        """(how far the losses are apart, those that are printed, all that is printed) of train_hosts.py."""
         result = subprocess.run(**self.over_hosts(*arguments), capture_output=True, check=False)
         self.assertEqual(result.returncode, 0, result.stderr)
         (difference,) = re.findall(r"losses differ by (\S+) at most", result.stdout)
@@ -138,8 +138,8 @@ class Examples(unittest.TestCase):
                 os.killpg(killed.pid, signal.SIGKILL)
             saved = sorted(path.parent.name for path in pathlib.Path(folder).glob("step-*/.metadata"))
             self.assertIn(saved, [["step-00000004"], ["step-00000004", "step-00000008"]])
-            difference, losses, told = self.run_over_hosts(6, 3, *options)
-            self.assertRegex(told, f"goes on from step {int(saved[-1][5:])} on 3 hosts")
+            difference, losses, printed = self.run_over_hosts(6, 3, *options)
+            self.assertRegex(printed, f"goes on from step {int(saved[-1][5:])} on 3 hosts")
             self.assertLess(difference, 1e-4)
             self.assertGreater(len(losses), 2)
 

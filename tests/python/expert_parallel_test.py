@@ -22,7 +22,7 @@ from tessera import library
 SHAPE = {"max_tokens": 300, "hidden": 512, "intermediate": 256, "experts": 16, "top_k": 4}
 GPUS = torch.cuda.device_count()
 IN_GROUP = GPUS > 0 and "RANK" in os.environ
-DEVICE = f"cuda:{os.environ['LOCAL_RANK'] if IN_GROUP else 0}"  # of this rank, as ranks tell each other what fails
+DEVICE = f"cuda:{os.environ['LOCAL_RANK'] if IN_GROUP else 0}"  # of this rank, as ranks report to each other what fails
 
 
 def setUpModule():

@@ -414,7 +414,7 @@ class Interface(unittest.TestCase):
             gate, up = gate_up.chunk(2, dim=-1)
             return self.act_fn(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
 
-        def hidden_limit(self, gate_up):  # a limit that no attribute tells
+        def hidden_limit(self, gate_up):  # a limit that no attribute states
             gate, up = gate_up.chunk(2, dim=-1)
             return torch.nn.functional.silu(gate.clamp(max=123.0)) * up
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """No option without effect: every pair of a router, rounding, activation, layout or grouping and an option is refused
-by the option's name, or changes what the call computes, keeps or needs. And who is told that a router cannot learn."""
+by the option's name, or changes what the call computes, keeps or needs. And who is warned that routers cannot learn."""
 
 import copy
 import pickle
@@ -255,7 +255,7 @@ class Pairs(unittest.TestCase):
 
 
 class ConstantScores(unittest.TestCase):
-    """A router that cannot learn is told of, where the layer is made, and no other one is."""
+    """Making a layer whose router cannot learn warns, and making any other does not."""
 
     def warned(self, **call) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:

@@ -22,7 +22,7 @@ def _run(rank: int, ranks: int, folder: str, pipe, function, arguments: tuple) -
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks,
                                 timeout=datetime.timedelta(seconds=60))
         outcome = ("result", function(rank, *arguments))
-    except BaseException as error:  # it is told to the test, which knows what it expects
+    except BaseException as error:  # it is handed to the test, which knows what it expects
         outcome = (type(error).__name__, f"{error}\n{traceback.format_exc()}")
     pipe.send_bytes(pickle.dumps(outcome))
     (pathlib.Path(folder) / f"done-{rank}").touch()

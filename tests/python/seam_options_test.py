@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """No option without effect, where options_test.py does not reach: ExpertParallel, whose options are walked by what the
-library, torch and the other ranks are told, as its passes run on GPUs alone; and what the seams of torchtitan and
+library, torch and the other ranks are given, as its passes run on GPUs alone; and what the seams of torchtitan and
 Megatron read of modules and configurations."""
 
 import contextlib
@@ -50,7 +50,7 @@ class Walk(unittest.TestCase):
         self.assertGreater(walked, refused)
 
 
-class Told:
+class Recorder:
     """The library that a session of rank 0 of two is made with: what it says of a description is its own, and what is
     done on a GPU is noted instead."""
 
@@ -84,16 +84,16 @@ class Told:
 
 
 def expert_parallel(options: dict):
-    """All that a session of these options tells others, and what it keeps for passes with gradients."""
-    told, empty = Told(), torch.empty
+    """All that a session of these options passes on, and what it holds for passes with gradients."""
+    recorded, empty = Recorder(), torch.empty
 
     def gather(of_ranks, mine, group):
-        told.noted.append(("ranks", mine, group))
+        recorded.noted.append(("ranks", mine, group))
         of_ranks[:] = [mine] * 2
 
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
-                (session_module, "load", lambda: told),
+                (session_module, "load", lambda: recorded),
                 (library, "context", lambda kind, device, threads: (kind, device, threads)),
                 (session_module.distributed, "get_rank", lambda group: 0),
                 (session_module.distributed, "get_world_size", lambda group: 2),
@@ -105,11 +105,11 @@ def expert_parallel(options: dict):
         session = tessera.ExpertParallel(**{"max_tokens": 300, "hidden": 512, "intermediate": 256, "experts": 16,
                                             "top_k": 4, "device": "cuda:0", **options})._session
     session.handle = ctypes.c_void_p()
-    return told.noted, session.training, session.device
+    return recorded.noted, session.training, session.device
 
 
 class ExpertParallel(Walk):
-    def test_every_option_is_told(self):
+    def test_every_option_is_passed_on(self):
         bases = [{}] + [{"activation": activation} for activation in ACTIVATIONS[1:]] + [
             {"training": True}, {"partial_combine": True}, {"training": True, "save": "x"},
             {"training": True, "max_rows": 70}, {"activation": "clamped-swiglu", "training": True}]
@@ -208,7 +208,7 @@ class Group:
 
 
 def megatron_experts(options: dict) -> tuple:
-    """What Experts of this configuration compute, hold and tell Megatron's optimizer."""
+    """What Experts of this configuration compute, hold and give Megatron's optimizer to read."""
     torch.manual_seed(3)
     config = seams.config(**{name: value for name, value in options.items() if name != "expert_tensor_parallel_size"})
     size = options.get("expert_tensor_parallel_size", 1)

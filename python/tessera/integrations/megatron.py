@@ -204,7 +204,7 @@ def _activation(config) -> dict:
 
 
 def _main_grad(weight):
-    """What backward calls for weight.main_grad: forward must not touch it, as other micro-batches may be in flight."""
+    """What backward calls for weight.main_grad: forward must not write it, as other micro-batches may be in flight."""
     if getattr(weight, "main_grad", None) is None:
         raise ValueError("gradient_accumulation_fusion: a weight of the experts has no main_grad; wrap the model in "
                          "Megatron's DistributedDataParallel first")
@@ -218,7 +218,7 @@ def _main_grad(weight):
 
 
 class _Announce(torch.autograd.Function):
-    """Stands before a weight whose gradient goes into main_grad: tells Megatron's hooks, which wait for a gradient."""
+    """Stands before a weight whose gradient goes into main_grad: calls Megatron's hooks, which wait for a gradient."""
 
     @staticmethod
     def forward(ctx, weight):

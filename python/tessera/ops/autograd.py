@@ -16,7 +16,7 @@ from tessera.ops.prepared_calls import PreparedCall, guard, here
 from tessera.options import parse
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-# Whether the backward pass that runs keeps its graph for another one; a torch that cannot tell is taken to keep it.
+# True if the backward pass that runs keeps its graph for another one, or torch is too old to know.
 keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 captures = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 

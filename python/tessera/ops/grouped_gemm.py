@@ -48,7 +48,7 @@ def fake_grouped_gemm_wgrad(a, b, expert_offsets):
 
 
 def _check(names: tuple, tensors: tuple) -> None:
-    """What the library would tell of two or three tensors at once."""
+    """What the library would report only of two or three tensors together."""
     one_device(pairs(names, tensors))
     ranks = (2, 3, 2, 1) if names is _NAMES else (2, 2, 1)
     for name, tensor, rank in zip(names, tensors, ranks, strict=True):

@@ -170,7 +170,7 @@ _WEIGHT_GRADIENT_WORDS = tuple(field_word(BackwardArgs, "d" + name) for name in 
 
 
 def slots_of(options: Options, named: dict):
-    """P. With given ids only the size of the routing tables tells: 4P + E + 1 elements."""
+    """P. With given ids it follows from the size of the routing tables alone: 4P + E + 1 elements."""
     if options.has_router or options.grouping != "slots":
         return options.slots(named["x"].shape[0], named["w_up"].shape[0], options.top_k, torch.sym_min)
     return (named["routing"].shape[0] - named["w_up"].shape[0] - 1) // 4

@@ -22,7 +22,7 @@ _kept = collections.deque()  # of _Kept, least recently taken first
 
 
 class _Kept:
-    """A storage, and how to tell whether it is idle: its references, torch's and Python's, are those that it was born
+    """A storage, and how to see that it is idle: its references, torch's and Python's, are those that it was born
     with. address: users may resize a storage or share its memory, which moves it."""
 
     __slots__ = ("storage", "size", "address", "born")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors in kernels of sm_100a that emulator_sm100_test has to notice: each in a copy of the sources, compiled and run.
 
-Their words are those of the emulator where it reports a mistake (tensor_memory.hpp), and those of the test where only
-a result tells. `--quick` takes one of every kind.
+The words that each must cause are the emulator's where it reports the mistake (tensor_memory.hpp), and the test's where
+only a wrong result shows it. `--quick` takes one of every kind.
 """
 
 import pathlib

@@ -303,12 +303,12 @@ void tensor_commit(int ctas, Barrier* barrier) {
   merge(clock, warp.known);
   clock[TensorWatcher::own_clock()] = warp.issued;
   for (Cta* const cta : group_of(ctas)) {
-    Barrier* const told = there(*cta, barrier);
+    Barrier* const committed = there(*cta, barrier);
     do_in_order(warp, [=] {
       if (cta->left == 0)
         throw std::runtime_error("tcgen05.commit arrives in a CTA that has ended");
-      tensor.carry(told, clock);
-      arrive(*cta, told, 0);
+      tensor.carry(committed, clock);
+      arrive(*cta, committed, 0);
     });
   }
 }

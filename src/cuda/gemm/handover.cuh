@@ -5,7 +5,7 @@
 //   first   every consumer warp counts itself once, when all that it has to store of these segments is in memory
 //   second  its producer waits for all of them before the loads of the first tile, and for the end of the first kernel
 //           before those of the first tile of another segment
-// Model: tests/cuda/ring_model_test.py.
+// Model: tests/cuda/handover_model_test.py.
 #pragma once
 
 #include <climits>

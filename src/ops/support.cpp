@@ -55,6 +55,13 @@ Status check_supported(MoeDesc const& desc) noexcept {
   return {};
 }
 
+Status check_on_gpu(Context const& context) noexcept {
+  if (context.cuda() != nullptr) return {};
+  return Status::error(StatusCode::environment,
+                       "experts over several ranks run on GPUs: this context is on cpu; create "
+                       "it on cuda:N");
+}
+
 Status check_supported(Context const& context, MoeDesc const& desc) noexcept {
   if (context.cuda() == nullptr) return check_supported(desc);
   TESSERA_TRY(core::check_desc(desc));

@@ -11,8 +11,10 @@ namespace tessera::ops {
 
 /// The desc is valid, and served: errors invalid_argument or unsupported.
 Status check_supported(MoeDesc const& desc) noexcept;
-/// ... and by this context's device.
+/// The same, and the context's device serves it.
 Status check_supported(Context const& context, MoeDesc const& desc) noexcept;
+/// Refuses a context that is not on cuda, for calls of experts over several ranks.
+Status check_on_gpu(Context const& context) noexcept;
 
 /// routing_bytes() of a desc that was checked.
 std::size_t routing_table_bytes(MoeDesc const& desc) noexcept;

@@ -9,7 +9,9 @@ using tessera::cuda::gemm::EpilogueMode;
 using tessera::cuda::gemm::WorkTile;
 
 // What the hooks of a GEMM get.
-struct Accumulators {};
+struct Accumulators {
+  static constexpr int kRows = 4;  // of a thread: no architecture has so many
+};
 struct Ring {};
 struct Smem {};
 struct EpilogueParams {};
@@ -52,8 +54,8 @@ struct Lend {
   static void lend(Smem&, EpilogueParams const&, int, WorkTile const&, int) {}
 };
 struct OuterRows {
-  float const (&outer_rows() const)[2] { return u; }
-  float u[2];
+  float const (&outer_rows() const)[Accumulators::kRows] { return u; }
+  float u[Accumulators::kRows];
 };
 
 constexpr EpilogueConfig kInline{.mode = EpilogueMode::kInline};

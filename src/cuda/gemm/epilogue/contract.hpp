@@ -16,8 +16,8 @@
 //   store(tile)                        apart, alone      by the storing warpgroup, once for the rows of each consumer
 //   lend(smem, p, stage, tile, i)          x             static, by one thread of the producer: fills the tile's i-th
 //                                                        lent stage, or leaves it; arrives on full[stage] once
-//   outer_rows()               with an outer product     deferred, after the k loop: the factors u of this thread's two
-//                                                        rows, `float const (&)[2]`
+//   outer_rows()               with an outer product     deferred, after the k loop: the factors u of this thread's
+//                                                        rows, `float const (&)[Accumulators::kRows]`
 // A wrapper that changes a hook inherits in private and names each of the others: were a hook misspelt in it, that of a
 // public base would take its place in silence. Each way to break the contract fails to compile: tests/compile_fail.
 #pragma once
@@ -69,9 +69,9 @@ template <class E, class Smem>
 concept HasLend = requires(Smem& smem, typename E::Params const& p, WorkTile const& tile, int i) {
   { E::lend(smem, p, i, tile, i) } -> std::same_as<void>;
 };
-template <class E>
+template <class E, class Acc>
 concept HasOuterRows = requires(E const& e) {
-  { e.outer_rows() } -> std::same_as<float const(&)[2]>;
+  { e.outer_rows() } -> std::same_as<float const(&)[Acc::kRows]>;
 };
 
 // Compiles if E fits the configuration. kConfig: of the GEMM; Acc: what store() or keep() reads, Ring and Smem: what
@@ -129,10 +129,10 @@ consteval bool keeps_contract() {
         "epilogue contract: mode lent calls `static void lend(SharedStorage&, Params "
         "const&, int stage, WorkTile const&, int i)`; declare it, arriving on full[stage] "
         "alone if nothing is read");
-    static_assert(
-        !kConfig.outer_product || HasOuterRows<E>,
-        "epilogue contract: with an outer product `float const (&outer_rows() const)[2]` is "
-        "called; declare it, or unset GemmConfig::epilogue.outer_product");
+    static_assert(!kConfig.outer_product || HasOuterRows<E, Acc>,
+                  "epilogue contract: with an outer product `float const (&outer_rows() "
+                  "const)[Accumulators::kRows]` is called; declare it, or unset "
+                  "GemmConfig::epilogue.outer_product");
 
     static_assert(kDefers || kApart || !(HasKeep<E, Acc> || HasWork<E>),
                   "epilogue contract: keep() and work() are called in mode deferred alone; remove "

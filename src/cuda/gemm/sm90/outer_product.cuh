@@ -15,16 +15,17 @@
 
 namespace tessera::cuda::gemm {
 
-// u of rows lane/4 and lane/4 + 8 of a warp's 16, as an operand of wgmma.
-__device__ __forceinline__ void split_outer_rows(float const (&u)[2], bool v_in_two,
-                                                 uint32_t (&a)[4]) {
+// Makes an operand of wgmma of u, the factors of this thread's rows.
+template <int kRows>
+__device__ __forceinline__ void split_outer_rows(float const (&u)[kRows], bool v_in_two,
+                                                 uint32_t (&a)[2 * kRows]) {
   bool const has = arch::lane_idx() % 4 == 0;
   TESSERA_UNROLL
-  for (int half = 0; half < 2; ++half) {
-    uint32_t const high = arch::pack_bf16(u[half], v_in_two ? u[half] : 0.0f);
-    float const low = u[half] - __uint_as_float(high << 16);
-    a[half] = has ? high : 0;
-    a[2 + half] = has ? arch::pack_bf16(low, v_in_two ? low : 0.0f) : 0;
+  for (int i = 0; i < kRows; ++i) {
+    uint32_t const high = arch::pack_bf16(u[i], v_in_two ? u[i] : 0.0f);
+    float const low = u[i] - __uint_as_float(high << 16);
+    a[i] = has ? high : 0;
+    a[kRows + i] = has ? arch::pack_bf16(low, v_in_two ? low : 0.0f) : 0;
   }
 }
 
@@ -32,7 +33,8 @@ __device__ __forceinline__ void split_outer_rows(float const (&u)[2], bool v_in_
 template <GemmConfig kGemm>
 __device__ __forceinline__ int multiply_outer_product(SharedStorage<kGemm>& smem,
                                                       PipelineState<kGemm>& state,
-                                                      Accumulators<kGemm>& acc, float const (&u)[2],
+                                                      Accumulators<kGemm>& acc,
+                                                      float const (&u)[Accumulators<kGemm>::kRows],
                                                       bool v_in_two, int previous) {
   uint32_t a[4];
   split_outer_rows(u, v_in_two, a);

@@ -36,8 +36,8 @@ struct ConversionPlan {
 ExpertForm source_form(CheckpointFolder const& checkpoint,
                        std::optional<Conversion> const& conversion);
 
-/// Plans the new checkpoint; options says its layout and where files are cut. Throws lm::InputError for experts that the
-/// layout has no place for, and for a checkpoint that its conversion file does not describe any more.
+/// Plans the new checkpoint; `options` says its layout and where files are cut. Throws lm::InputError for experts that
+/// the layout has no place for, and for a checkpoint that its conversion file does not describe any more.
 ConversionPlan plan_conversion(CheckpointFolder const& checkpoint, ExpertGroups const& groups,
                                std::optional<Conversion> const& conversion,
                                ConvertOptions const& options);

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ring of stages in the fused kernel (src/expert_parallel/fused), whose consumers store the last task under the k loop
-of the next one, played by coroutines that random schedules advance. Each rule is broken once, and the model must
+"""The ring of stages in the fused kernel (src/expert_parallel/fused), whose consumers store the last task under the k
+loop of the next one, played by coroutines that random schedules advance. Each rule is broken once, and the model must
 notice.
 """
 

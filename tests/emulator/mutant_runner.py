@@ -43,10 +43,10 @@ def mutate(tree, scratch, mutant):
     return copy
 
 
-def outcome(args, mutant, source, tests):
+def outcome(args, mutant, source, tests, level="-O1"):
     """The mutant's name, whether the test said what it should, what it said, and the seconds that it took.
 
-    `source`, of the tree or of the suite's own folder, is compiled again and takes the place of its object.
+    `source`, of the tree or of the suite's own folder, is compiled again at `level` and takes the place of its object.
     """
     start = time.monotonic()
     name, notice = mutant[0], mutant[4]
@@ -57,7 +57,7 @@ def outcome(args, mutant, source, tests):
         objects = [o for o in args.objects.split(",") if source not in o]
         path = tree / source if (tree / source).exists() else SUITE / source
         folders = (tree, HERE / "include", ROOT, ROOT / "src", ROOT / "include")
-        subprocess.run([args.compiler, "-std=c++20", "-O1", "-w", "-Wno-psabi", "-fno-strict-aliasing",
+        subprocess.run([args.compiler, "-std=c++20", level, "-w", "-Wno-psabi", "-fno-strict-aliasing",
                         "-ffp-contract=off",
                         *(f"-I{folder}" for folder in folders), "-x", "c++", str(path), "-x", "none", *objects,
                         *args.libraries.split(","), "-lpthread", "-o", str(program)], check=True)

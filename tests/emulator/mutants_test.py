@@ -328,11 +328,14 @@ def outcome(args, mutant):
     kernels = noticed_by[0] if noticed_by else file
     source, tests = next(how for place, how in COMPILED.items()
                          if kernels == place or place.endswith("/") and kernels.startswith(place))
+    level = "-O1"
     if args.quick:
         tests = QUICK[name]
+        if "Projection" in tests:  # which take longer to compile than to run
+            level = "-O0"
     elif named := re.search(r"\b[A-Z]\w+\.[A-Z]\w+", notice):
         tests = f"*{named[0]}*"
-    return mutant_runner.outcome(args, mutant, source, tests)
+    return mutant_runner.outcome(args, mutant, source, tests, level)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import unittest
 
 import eager
 import tessera
+import tier
 import torch
 from tessera.ops import flops
 from torch._subclasses import fake_tensor
@@ -254,6 +255,7 @@ class SavedPrograms(unittest.TestCase):
             for result, expected in zip(results, self.expected, strict=True):
                 self.assertTrue(torch.equal(result, expected))
 
+    @tier.deep  # Inductor compiles for half a minute
     def test_programs_compiled_ahead_of_time_load(self):
         if shutil.which("g++") is None:
             self.skipTest("no g++, with which Inductor compiles; apt-get install g++")

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A policy of the mainloop, or of the loop that loads, fits with all of its hooks and without none of them.
+// A policy of the mainloop, or of a loop that loads, fits with all of its hooks and does not where one is missing.
+#include "cuda/gemm/produce/gather.cuh"
 #include "cuda/gemm/produce/tma.cuh"
 #include "cuda/gemm/sm90/mainloop.cuh"
 
 using tessera::cuda::gemm::BetweenKTiles;
+using tessera::cuda::gemm::GathersTiles;
 using tessera::cuda::gemm::LoadsTiles;
 using tessera::cuda::gemm::WorkTile;
 
@@ -58,3 +60,22 @@ static_assert(!LoadsTiles<Policy<AnnounceFirst, Begin, Before, Fill, After, End>
 static_assert(!LoadsTiles<Policy<AnnounceFirst, Begin, Before, Loads, After, End>, Ring>);
 static_assert(!LoadsTiles<Policy<AnnounceFirst, Begin, Before, Loads, Fill, End>, Ring>);
 static_assert(!LoadsTiles<Policy<AnnounceFirst, Begin, Before, Loads, Fill, After>, Ring>);
+
+struct Prefetch {
+  void prefetch(WorkTile const&) {}
+};
+struct BeginPrefetched {
+  void begin() {}
+};
+struct FillB {
+  void fill_b(int, WorkTile const&, int) {}
+};
+struct Copy {
+  void copy(int, WorkTile const&) {}
+};
+static_assert(GathersTiles<Policy<Prefetch, BeginPrefetched, FillB, Copy, After>, Ring>);
+static_assert(!GathersTiles<Policy<BeginPrefetched, FillB, Copy, After>, Ring>);
+static_assert(!GathersTiles<Policy<Prefetch, FillB, Copy, After>, Ring>);
+static_assert(!GathersTiles<Policy<Prefetch, BeginPrefetched, Copy, After>, Ring>);
+static_assert(!GathersTiles<Policy<Prefetch, BeginPrefetched, FillB, After>, Ring>);
+static_assert(!GathersTiles<Policy<Prefetch, BeginPrefetched, FillB, Copy>, Ring>);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The producer of a GEMM that gathers rows of A with their scales. It works like that of gather.cuh, and with each
-// k_tile loads a scale of each row and two scales of B. All of them land before the phase of the stage's barrier ends.
+// The producer of a GEMM that gathers rows of A with their scales. With a k_tile it loads a scale of each row and two
+// scales of B; all of them land before the phase of the stage's barrier ends.
 #pragma once
 
 #include "../../arch/cp_async.cuh"
@@ -8,8 +8,7 @@
 #include "../../arch/tma.cuh"
 #include "../ring.cuh"
 #include "../scales.cuh"
-#include "../scheduler.cuh"
-#include "gather_rows.cuh"
+#include "gather.cuh"
 
 namespace tessera::cuda::gemm {
 
@@ -58,62 +57,51 @@ __device__ __forceinline__ void copy_b_scales(ScaledStorage<kGemm>& smem, int st
   }
 }
 
-template <GemmConfig kGemm, bool kFirstWarp>
-__device__ __forceinline__ void produce_scaled_by_gather(ScaledStorage<kGemm>& smem,
-                                                         GemmParams const& p,
-                                                         ScaleParams const& scales) {
-  constexpr int kReadAhead = 2;  // k_tiles before the end: requests the next tile's row indices
-  TileScheduler<kGemm> scheduler(smem, p);
-  WorkQueue<kGemm, kFirstWarp> queue(smem);
-  RowGather<kGemm> gather(p);
-  ScaleGather<kGemm> gather_scales(p, scales);
-  PipelineState<kGemm> state;
-  int const warp = arch::warp_idx() % 4;
-  WorkTile tile;
-  WorkTile ahead;
-  if (kFirstWarp) scheduler.announce_first(p.k_tiles);
-  bool more = queue.read(tile);
-  if (more) {
-    gather.prefetch(tile);
-    gather_scales.prefetch(tile);
+// Loads rows of A with their scales, and B with its own by TMA.
+template <GemmConfig kGemm>
+class ScaledTiles {
+ public:
+  __device__ __forceinline__ ScaledTiles(ScaledStorage<kGemm>& smem, GemmParams const& p,
+                                         ScaleParams const& scales)
+      : smem_(smem), p_(p), scales_(scales), rows_(p), row_scales_(p, scales) {}
+
+  __device__ __forceinline__ void prefetch(WorkTile const& tile) {
+    rows_.prefetch(tile);
+    row_scales_.prefetch(tile);
   }
-  while (more) {
-    gather.begin();
-    gather_scales.begin();
-    for (int k_tile = 0; k_tile < p.k_tiles; ++k_tile) {
-      if (kFirstWarp) scheduler.step(k_tile, p.k_tiles);
-      if (k_tile == max(p.k_tiles - kReadAhead, 0)) {
-        more = queue.read(ahead);
-        if (more) {
-          gather.prefetch(ahead);
-          gather_scales.prefetch(ahead);
-        }
-      }
-      wait_empty<kGemm>(smem, state);
-      if (warp == k_tile % 4 && arch::elect_one()) {
-        arch::Mbarrier* const full = &smem.full[state.stage];
-        arch::mbarrier_arrive_expect_tx(full, kGemm.b_tile_bytes());
-        arch::tma_load(smem.b[state.stage], &p.b[0], full, k_tile * kGemm.tile.k, 0, 0,
-                       tile.n_tile * kGemm.b_groups(), tile.segment);
-        copy_b_scales<kGemm>(smem, state.stage, p, scales, tile, k_tile);
-      }
-      __syncwarp();
-      gather_scales.copy(smem, state.stage);
-      gather.copy(smem, state.stage, tile.rows);  // and arrives
-      state.advance();
-    }
-    tile = ahead;
+  __device__ __forceinline__ void begin() {
+    rows_.begin();
+    row_scales_.begin();
   }
-}
+  __device__ __forceinline__ void fill_b(int stage, WorkTile const& tile, int k_tile) {
+    arch::Mbarrier* const full = &smem_.full[stage];
+    arch::mbarrier_arrive_expect_tx(full, kGemm.b_tile_bytes());
+    arch::tma_load(smem_.b[stage], &p_.b[0], full, k_tile * kGemm.tile.k, 0, 0,
+                   tile.n_tile * kGemm.b_groups(), tile.segment);
+    copy_b_scales<kGemm>(smem_, stage, p_, scales_, tile, k_tile);
+  }
+  __device__ __forceinline__ void copy(int stage, WorkTile const& tile) {
+    row_scales_.copy(smem_, stage);
+    rows_.copy(smem_, stage, tile.rows);  // and arrives
+  }
+  __device__ __forceinline__ void after(PipelineState<kGemm>&, WorkTile const&) {}
+
+ private:
+  ScaledStorage<kGemm>& smem_;
+  GemmParams const& p_;
+  ScaleParams const& scales_;
+  RowGather<kGemm> rows_;
+  ScaleGather<kGemm> row_scales_;
+};
 
 template <GemmConfig kGemm>
 __device__ __forceinline__ void produce_scaled(ScaledStorage<kGemm>& smem, GemmParams const& p,
                                                ScaleParams const& scales) {
   arch::release_registers<kGemm.producer_registers()>();
   if (arch::warp_idx() == 0) {
-    produce_scaled_by_gather<kGemm, true>(smem, p, scales);
+    gather_tiles<kGemm, true, ScaledTiles<kGemm>>(smem, p, scales);
   } else {
-    produce_scaled_by_gather<kGemm, false>(smem, p, scales);
+    gather_tiles<kGemm, false, ScaledTiles<kGemm>>(smem, p, scales);
   }
 }
 

@@ -59,6 +59,10 @@ struct ExpertParallelDesc {
   double time_limit = 30;  ///< seconds a pass waits for another rank, above 0 and at most 86400
   bool training =
       false;  ///< true if passes are saved for backward, or unfused: windows and workspace are larger
+  /// SMs that kernels which wait for other ranks take at most, from 2 on; 0: all. Fewer leave the others to what runs
+  /// beside a pass and waits for a peer itself, as NCCL's kernels do. The forward pass takes SMs in pairs of a GPC, so
+  /// one SM of each GPC may be left over: leave one for each, 8 on an H100, besides those that the others need.
+  std::int32_t sms = 0;
 };
 
 /// Holds what a rank knows of the rows that its experts have in a pass, R of them: sorted by expert, then by rank, its

@@ -162,7 +162,8 @@ typedef struct {
 } tessera_grouped_gemm_args;
 
 /* Experts spread over the GPUs of a host, and their bounds: expert_parallel.hpp. time_limit 0: 30 s. partial_combine:
- * 0 or 1; until 1.0 it is called sums_on_owners as well. alpha, limit and up_offset as in tessera_moe_desc. */
+ * 0 or 1; until 1.0 it is called sums_on_owners as well. alpha, limit and up_offset as in tessera_moe_desc. sms 0:
+ * all. */
 typedef struct {
   uint64_t size;
   int32_t rank, ranks;
@@ -174,6 +175,8 @@ typedef struct {
   float alpha, limit, up_offset;
   int32_t training; /* 0 or 1 */
   double time_limit;
+  int32_t sms;
+  int32_t reserved;
 } tessera_expert_parallel_desc;
 
 /* expert_offsets, row_origins, row_scores and h are absent (rank 0), or saved for backward: ExpertParallelArgs in

@@ -15,7 +15,7 @@ class Desc(library.Struct):
                 *[(name, c_int64) for name in ("max_tokens", "hidden", "intermediate", "experts", "top_k")],
                 ("activation", c_int32), ("partial_combine", c_int32),
                 *[(name, c_float) for name in ("alpha", "limit", "up_offset")], ("training", c_int32),
-                ("time_limit", c_double)]
+                ("time_limit", c_double), ("sms", c_int32), ("reserved", c_int32)]
 
 
 def _args(names: str, *others: tuple) -> type:

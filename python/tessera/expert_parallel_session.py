@@ -351,8 +351,8 @@ def gpu(device) -> torch.device:
 
 
 def make_desc(rank: int, ranks: int, activation: str, *, max_tokens, hidden, intermediate, experts, top_k,
-              partial_combine, alpha, limit, up_offset, training, time_limit) -> Desc:
-    """The description of a session, its bounds unchecked but for the activation's."""
+              partial_combine, alpha, limit, up_offset, training, time_limit, sms=0) -> Desc:
+    """The description of a session, its bounds unchecked but for the activation's. sms: that passes take, 0 for all."""
     if activation not in options.ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: choose from {', '.join(options.ACTIVATIONS)}")
     options.Options(activation=activation, alpha=alpha, limit=limit, up_offset=up_offset)  # refuses zeros
@@ -360,7 +360,7 @@ def make_desc(rank: int, ranks: int, activation: str, *, max_tokens, hidden, int
         raise ValueError(f"time_limit={time_limit}: seconds, above 0 and at most a day, {MAX_SECONDS}")
     return Desc(ctypes.sizeof(Desc), rank, ranks, max_tokens, hidden, intermediate, experts, top_k,
                 options.ACTIVATIONS.index(activation), bool(partial_combine), alpha, limit, up_offset, bool(training),
-                time_limit)
+                time_limit, sms)
 
 
 def _make_id(rank: int) -> bytes | None:

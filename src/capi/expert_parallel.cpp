@@ -41,6 +41,7 @@ Status desc_of(tessera_expert_parallel_desc const* desc,
   out.partial_combine = from.partial_combine != 0;
   out.training = from.training != 0;
   if (from.time_limit != 0) out.time_limit = from.time_limit;
+  out.sms = from.sms;
   return {};
 }
 

@@ -35,6 +35,12 @@ Status check_range(char const* name, std::int64_t value, std::int64_t least, std
                          Int{most}, Int{step});
 }
 
+// SMs of the kernels that wait for other ranks.
+std::int32_t sms_of(ExpertParallelDesc const& d, Context const& context) noexcept {
+  std::int32_t const all = context.cuda()->sm_count();
+  return d.sms > 0 ? std::min(d.sms, all) : all;
+}
+
 Expected<expert_parallel::ExchangeShape> shape_of(ExpertParallelDesc const& d) noexcept {
   TESSERA_TRY(check_range("ranks", d.ranks, 1, kMaxRanks));
   TESSERA_TRY(check_range("rank", d.rank, 0, d.ranks - 1));
@@ -46,6 +52,9 @@ Expected<expert_parallel::ExchangeShape> shape_of(ExpertParallelDesc const& d) n
                           std::min<std::int64_t>(d.experts, expert_parallel::kMaxChoices)));
   if (!(d.time_limit > 0) || !(d.time_limit <= 86400)) {
     return Status::invalid("time_limit=%g: seconds, above 0 and at most a day", d.time_limit);
+  }
+  if (d.sms < 0 || d.sms == 1) {  // the forward pass takes them in pairs
+    return Status::invalid("sms=%d: 0 for all, or at least 2", d.sms);
   }
   if (static_cast<std::int32_t>(d.activation.kind) < 0 ||
       d.activation.kind > ActivationKind::gelu_erf) {
@@ -176,7 +185,7 @@ Expected<std::size_t> ExpertParallel::workspace_bytes(Context const& context,
   auto const shape = shape_of(desc);
   if (!shape.ok()) return shape.status();
   TESSERA_TRY(ops::check_on_gpu(context));
-  return expert_parallel::Session::workspace_bytes(shape.value(), context.cuda()->sm_count());
+  return expert_parallel::Session::workspace_bytes(shape.value(), sms_of(desc, context));
 }
 
 Expected<ExpertParallel> ExpertParallel::create(Context const& context,
@@ -197,7 +206,7 @@ Expected<ExpertParallel> ExpertParallel::create(Context const& context,
   auto const window = expert_parallel::adopt_window(windows, bytes);
   if (!window.ok()) return window.status();
   core::TensorCheck check{context.device()};
-  std::int32_t const sm_count = context.cuda()->sm_count();
+  std::int32_t const sm_count = sms_of(desc, context);
   check.buffer("workspace", workspace,
                expert_parallel::Session::workspace_bytes(shape.value(), sm_count), 1, true);
   TESSERA_TRY(check.finish());

@@ -49,6 +49,8 @@ TEST(ExpertParallel, RulesNameFieldAndValue) {
            Bad{"experts=18", [](ExpertParallelDesc& d) { d.experts = 18; }},
            Bad{"top_k=17", [](ExpertParallelDesc& d) { d.top_k = 17; }},
            Bad{"time_limit=0", [](ExpertParallelDesc& d) { d.time_limit = 0; }},
+           Bad{"sms=1: 0 for all, or at least 2", [](ExpertParallelDesc& d) { d.sms = 1; }},
+           Bad{"sms=-2", [](ExpertParallelDesc& d) { d.sms = -2; }},
            Bad{"activation=99",
                [](ExpertParallelDesc& d) { d.activation.kind = static_cast<ActivationKind>(99); }},
            Bad{"limit=-1",
@@ -204,6 +206,11 @@ TEST(ExpertParallel, TheCAbiSaysTheSame) {
   desc.training = 1;
   ASSERT_EQ(tessera_expert_parallel_window(&desc, &bytes), TESSERA_OK) << tessera_last_error();
   EXPECT_EQ(bytes, ExpertParallel::window_bytes(training).value());
+
+  desc.sms = 1;
+  EXPECT_EQ(tessera_expert_parallel_window(&desc, &bytes), TESSERA_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(tessera_last_error()).find("sms=1"), std::string::npos);
+  desc.sms = 0;
 
   tessera_context* context = nullptr;
   ASSERT_EQ(tessera_context_create(TESSERA_CPU, 0, 1, &context), TESSERA_OK);

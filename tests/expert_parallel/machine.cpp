@@ -7,11 +7,12 @@
 namespace tessera::expert_parallel::model {
 namespace {
 
-// Whose order among several actors can matter: additions to one counter, and looks at it, return different values.
-// All others commute, or can happen in one order only: a word has one writer at a time, and a wait that is
-// over stays over.
+// Whose order among several actors can matter: additions to one counter, and looks at it, return different values, and
+// what one takes another cannot. All others commute, or can happen in one order only: a word has one writer at a time,
+// a wait that is over stays over, and what is given back early leaves all orders of taking it.
 bool order_matters(Kind kind) {
-  return kind == Kind::count || kind == Kind::count_relaxed || kind == Kind::look;
+  return kind == Kind::count || kind == Kind::count_relaxed || kind == Kind::look ||
+         kind == Kind::take;
 }
 
 std::uint64_t mix(std::uint64_t hash, std::uint64_t value) {
@@ -43,6 +44,7 @@ void Machine::resume(Actor& a) {
 bool Machine::satisfied(Operation const& o) const {
   auto const found = words_.find(o.address.key());
   std::uint64_t const word = found == words_.end() ? 0 : found->second.value;
+  if (o.kind == Kind::take) return word >= o.value;
   auto const seen = static_cast<std::uint32_t>(o.until == Until::carries_epoch ? word >> 32 : word);
   auto const wanted = static_cast<std::uint32_t>(o.value);
   return o.until == Until::equal ? seen == wanted : reached(seen, wanted);
@@ -50,7 +52,8 @@ bool Machine::satisfied(Operation const& o) const {
 
 bool Machine::can_run(Actor const& a) const {
   if (a.done_ || a.at_boundary_ || (killed_ >> a.rank & 1u) != 0) return false;
-  return a.next_.kind != Kind::wait || satisfied(a.next_);
+  bool const waits = a.next_.kind == Kind::wait || a.next_.kind == Kind::take;
+  return !waits || satisfied(a.next_);
 }
 
 std::vector<int> Machine::runnable() const {
@@ -138,6 +141,12 @@ void Machine::execute(Actor& a) {
     }
     case Kind::look:
       a.result_ = satisfied(o) ? 1 : 0;
+      return;
+    case Kind::take:
+      words_[o.address.key()].value -= o.value;
+      return;
+    case Kind::give:
+      words_[o.address.key()].value += o.value;
       return;
     case Kind::boundary:
       a.at_boundary_ = true;
@@ -322,8 +331,10 @@ std::string Machine::waiters() const {
     if (a.done_ || a.outlives_kernels || (killed_ >> a.rank & 1u) != 0) continue;
     Operation const& o = a.next_;
     auto const found = words_.find(o.address.key());
-    text += a.name + " waits at " + (a.at_boundary_ ? "the end" : site_name(o.site)) + " for " +
-            std::to_string(o.value) + ", sees " +
+    char const* const at = a.at_boundary_         ? "the end"
+                           : o.kind == Kind::take ? "its start, to take SMs,"
+                                                  : site_name(o.site);
+    text += a.name + " waits at " + at + " for " + std::to_string(o.value) + ", sees " +
             std::to_string(found == words_.end() ? 0 : found->second.value) + "; ";
   }
   return text;

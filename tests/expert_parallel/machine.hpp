@@ -61,6 +61,8 @@ enum class Kind {
   count_relaxed,
   wait,
   look,      // whether a wait would be over; acquires nothing
+  take,      // of what a word holds, once it holds as much: SMs of a GPU; orders nothing
+  give,      // back
   boundary,  // of kernels: all actors of the rank meet
 };
 enum class Until { at_least_epoch, equal, carries_epoch };  // the last: in its upper half, at least
@@ -187,6 +189,12 @@ class Actor {
   Await look(Address a, std::uint64_t value, Until until = Until::equal) {
     return ask({.kind = Kind::look, .address = a, .value = value, .until = until});
   }
+  Await take(Address a, std::uint64_t amount) {
+    return ask({.kind = Kind::take, .address = a, .value = amount});
+  }
+  Await give(Address a, std::uint64_t amount) {
+    return ask({.kind = Kind::give, .address = a, .value = amount});
+  }
   Await boundary() { return ask({.kind = Kind::boundary}); }
   Await ask(Operation const& operation) {
     next_ = operation;
@@ -228,6 +236,9 @@ class Machine {
 
   Actor& add(std::int32_t rank, std::int32_t cta, std::string name, bool outlives_kernels = false);
   void start(Actor& actor, Program program);
+
+  /// What a word holds before anything runs.
+  void put(Address a, std::uint64_t value) { words_[a.key()].value = value; }
 
   /// Actors that can run now.
   [[nodiscard]] std::vector<int> runnable() const;

@@ -69,6 +69,7 @@ class ExpertParallel:
             there are names of hosts (NCCL_HOSTID, or host name and boot id).
         exchange: Between hosts: "static" sends max_tokens rows to each host, without numbers that the host would wait
             for; "counted" the rows that are needed, after their numbers. None: static for up to 4 hosts.
+        overlap: Between hosts: rows and sums cross while experts multiply. A GPU's passes leave 16 SMs to them.
         sums_on_owners: The old name of partial_combine, which warns until 1.0.
 
     Raises:
@@ -89,7 +90,7 @@ class ExpertParallel:
                  activation: str = "swiglu", alpha: float = 1.702, limit: float = 7.0, up_offset: float = 1.0,
                  partial_combine: bool = False, training: bool = False, save: str = "h", max_rows: int | None = None,
                  group=None, device=None, windows=None, time_limit: float = 30, hosts: int | str = 1,
-                 exchange: str | None = None, sums_on_owners: bool | None = None):
+                 exchange: str | None = None, overlap: bool = False, sums_on_owners: bool | None = None):
         partial_combine = options.renamed("sums_on_owners", sums_on_owners, "partial_combine", partial_combine, False)
         arguments = {
             "max_tokens": max_tokens, "hidden": hidden, "intermediate": intermediate, "experts": experts,
@@ -97,10 +98,12 @@ class ExpertParallel:
             "partial_combine": partial_combine, "training": training, "save": save, "max_rows": max_rows,
             "group": group, "device": device, "windows": windows, "time_limit": time_limit}
         if over_hosts(hosts, device):
-            self._hosts = HostsExperts(hosts=hosts, exchange=exchange, **arguments)
+            self._hosts = HostsExperts(hosts=hosts, exchange=exchange, overlap=overlap, **arguments)
             return
         if exchange is not None:
             raise ValueError(f"exchange={exchange!r}: between hosts; leave it out with hosts=1")
+        if overlap:
+            raise ValueError("overlap=True: of rows between hosts; leave it out with hosts=1")
         self._session = Session(**arguments)
 
     @property

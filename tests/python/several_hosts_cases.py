@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several_hosts_test.py makes passes of: tokens, routings and weights, and one process's results."""
+"""What several_hosts_test.py and cuda_several_hosts_test.py make passes of: tokens, routings and weights, one process's
+results, and the bytes that a pass sends."""
 
 import dataclasses
 import itertools
@@ -126,6 +127,30 @@ class Case:
         mine = {name: leaf[tokens if name in LEAVES[:2] else experts].clone().requires_grad_()
                 for name, leaf in leaves.items()}
         return mine, ids[tokens], d_o[tokens]
+
+
+def bytes_expected(case: Case, hosts: int, exchange: str) -> list[list[int]]:
+    """By rank, to each host: what the formula says of a forward and a backward pass, from the ids alone."""
+    _, ids, _ = case.tensors()
+    count, item = len(case.tokens), case.dtype.itemsize
+    local, per_host = count // hosts, case.experts // hosts
+    host_of = [[set((ids_t[(ids_t >= 0) & (ids_t < case.experts)] // per_host).tolist()) for ids_t in part]
+               for part in ids.split(list(case.tokens))]
+
+    def rows(rank: int, host: int) -> int:
+        return sum(host in there for there in host_of[rank]) if exchange == "counted" else max(*case.tokens, 1) + 1
+
+    expected = []
+    for rank in range(count):
+        mine, of_rank = rank // local, []
+        for host in range(hosts):
+            counterpart = host * local + rank % local
+            out, back = rows(rank, host), rows(counterpart, mine)
+            forward_ = out * (case.hidden * item + 8 * case.top_k) + back * case.hidden * item
+            backward = out * case.hidden * item + back * (case.hidden * item + 4 * case.top_k)
+            of_rank.append(0 if host == mine else forward_ + backward + (8 if exchange == "counted" else 0))
+        expected.append(of_rank)
+    return expected
 
 
 def forward(experts: tessera.ExpertParallel, leaves: dict, ids: torch.Tensor) -> torch.Tensor:

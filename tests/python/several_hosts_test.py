@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import random
+import threading
 import time
 import unittest
 from unittest import mock
@@ -16,21 +17,22 @@ import tier
 import torch
 import torch._dynamo  # which a checkpoint imports, in every fork where it is not there
 import torch.distributed as dist
-from several_hosts_cases import Case, forward, one_pass, together
-from tessera.hosts import advice, topology
+from several_hosts_cases import Case, bytes_expected, forward, one_pass, together
+from tessera.hosts import advice, faults, messages, rotation, topology, watch
 from tessera.hosts import experts as hosts_experts
 from torch.utils.checkpoint import checkpoint
 
 UNEVEN = (5, 0, 9, 4)
 ROUTINGS = ("random", "zipf", "one-expert", "repeated", "sentinels")
+LOSSY = ("random", "zipf", "repeated")  # all hosts have something for each other
 
 
 def passes(rank: int, case: Case, ways: list, late: bool = False) -> list:
-    """By way, (hosts, exchange): two equal passes, inference, and bytes sent to each host in the first. late: ranks
-    come at random times."""
+    """By way, (hosts, exchange) and whether with overlap: two equal passes, inference, and bytes sent to each host in
+    the first. late: ranks come at random times."""
     made = []
-    for hosts, exchange in ways:
-        experts = case.make(hosts=hosts, exchange=exchange)
+    for hosts, exchange, *overlap in ways:
+        experts = case.make(hosts=hosts, exchange=exchange, overlap=any(overlap))
         rail = experts._hosts.rail
         if late:
             time.sleep(random.Random(rank).random() / 5)
@@ -44,30 +46,6 @@ def passes(rank: int, case: Case, ways: list, late: bool = False) -> list:
         experts.close()
         made.append({"results": (first, second), "inference": inference, "sent": sent})
     return made
-
-
-def bytes_expected(case: Case, hosts: int, exchange: str) -> list[list[int]]:
-    """By rank, to each host: what the formula says of a forward and a backward pass, from the ids alone."""
-    _, ids, _ = case.tensors()
-    count, item = len(case.tokens), case.dtype.itemsize
-    local, per_host = count // hosts, case.experts // hosts
-    host_of = [[set((ids_t[(ids_t >= 0) & (ids_t < case.experts)] // per_host).tolist()) for ids_t in part]
-               for part in ids.split(list(case.tokens))]
-
-    def rows(rank: int, host: int) -> int:
-        return sum(host in there for there in host_of[rank]) if exchange == "counted" else max(*case.tokens, 1) + 1
-
-    expected = []
-    for rank in range(count):
-        mine, of_rank = rank // local, []
-        for host in range(hosts):
-            counterpart = host * local + rank % local
-            out, back = rows(rank, host), rows(counterpart, mine)
-            forward_ = out * (case.hidden * item + 8 * case.top_k) + back * case.hidden * item
-            backward = out * case.hidden * item + back * (case.hidden * item + 4 * case.top_k)
-            of_rank.append(0 if host == mine else forward_ + backward + (8 if exchange == "counted" else 0))
-        expected.append(of_rank)
-    return expected
 
 
 class Results(unittest.TestCase):
@@ -86,10 +64,10 @@ class Results(unittest.TestCase):
         """Results of all ranks together, by way."""
         outcomes = ranks.results(ranks.run(len(case.tokens), passes, case, ways, *more.values()))
         wanted, found = case.expected(), []
-        for i, (hosts, exchange) in enumerate(ways):
+        for i, (hosts, exchange, *overlap) in enumerate(ways):
             of_ranks = [outcome[i] for outcome in outcomes]
             first, second = [together([each["results"][j] for each in of_ranks]) for j in range(2)]
-            with self.subTest(hosts=hosts, exchange=exchange):
+            with self.subTest(hosts=hosts, exchange=exchange, overlap=any(overlap)):
                 self.check_equal(second, first)
                 self.assertTrue(torch.equal(torch.cat([each["inference"] for each in of_ranks]), first["o"]))
                 self.check_near(first, wanted, 2**-6 if case.dtype is torch.bfloat16 else 1e-6)
@@ -101,8 +79,10 @@ class Results(unittest.TestCase):
     def test_two_hosts_of_two_ranks(self):
         """Both exchanges have the same bits, and so have two hosts of one rank each with the same tokens."""
         case = Case(UNEVEN)
-        static, counted, one = self.check(case, [(2, "static"), (2, "counted"), (1, None)])
-        self.check_equal(counted, static)
+        static, counted, one, *overlapped = self.check(case, [(2, "static"), (2, "counted"), (1, None),
+                                                              (2, "static", True), (2, "counted", True)])
+        for other in (counted, *overlapped):
+            self.check_equal(other, static)
         self.assertFalse(torch.equal(one["w_up"], static["w_up"]))  # so much the order of sums shows
         merged, = self.check(dataclasses.replace(case, tokens=(5, 13)), [(2, "counted")])
         self.check_equal(merged, static)
@@ -117,7 +97,8 @@ class Results(unittest.TestCase):
                    [(2, "counted"), (1, None)])
 
     def test_three_hosts_of_two_ranks(self):
-        self.check(Case((3, 4, 0, 6, 2, 5), routing="zipf"), [(3, "static"), (3, "counted")])
+        self.check(Case((3, 4, 0, 6, 2, 5), routing="zipf"),
+                   [(3, "static"), (3, "counted"), (3, "static", True), (3, "counted", True)])
 
     @tier.deep
     def test_everything(self):
@@ -133,9 +114,11 @@ class Results(unittest.TestCase):
                     case = Case(tokens, routing=routing, dtype=dtype, top_k=top_k or 12 // hosts, save=save,
                                 activation=activation, biases=biases, seed=i)
                     with self.subTest(case):
-                        static, counted, _ = self.check(case, [(hosts, "static"), (hosts, "counted"), (1, None)],
-                                                        late=True)
+                        static, counted, _, overlapped = self.check(
+                            case, [(hosts, "static"), (hosts, "counted"), (1, None),
+                                   (hosts, ("static", "counted")[i % 2], True)], late=True)
                         self.check_equal(counted, static)
+                        self.check_equal(overlapped, static)
 
     def test_no_tokens_at_all(self):
         case = Case((0, 0))
@@ -345,58 +328,205 @@ class Names(unittest.TestCase):
         self.assertEqual(ranks.results(ranks.run(4, found_by_name)), [(2, 0), (2, 0), (2, 1), (2, 1)])
 
 
-def until_one_is_gone(rank: int, gone: int, dies: bool, exchange: str) -> tuple:
-    """(seconds of the wait, its error, that of the pass behind it): rank `gone` leaves between a forward pass and its
-    backward pass."""
-    case = Case((4, 4, 4, 4))
-    experts = case.make(hosts=2, exchange=exchange, time_limit=1)
-    leaves, ids, d_o = case.part(rank)
-    forward(experts, leaves, ids).backward(d_o)
-    experts.check()
-    o = forward(experts, leaves, ids)
-    if rank == gone:
-        if dies:
-            os._exit(1)
-        time.sleep(13)
-        return ()
-    start = time.monotonic()
-    try:
-        o.backward(d_o)
-    except RuntimeError as error:
-        seconds, first = time.monotonic() - start, str(error)
-    try:
-        forward(experts, leaves, ids)
-    except RuntimeError as error:
-        experts.abort()
-        return seconds, first, str(error)
+class Order(unittest.TestCase):
+    """What the model of tests/expert_parallel/rails.hpp has for given."""
+
+    def order(self, overlap: bool) -> list[str]:
+        said = []
+
+        def told(what: str, step: int) -> mock.Mock:
+            said.append(f"{what} {step}")
+            return mock.Mock(wait=lambda: said.append(f"wait {what} {step}"))
+
+        rail = mock.Mock(host=0, hosts=3)
+        rotation.Rotation(None, rail, None, 12, False, overlap)._rotate(
+            lambda step, to, of: told("rows", step), lambda step, rows: told("pass", step) and step,
+            lambda step, to, of: told("sums", step))
+        return said
+
+    def test_one_message_after_the_other(self):
+        self.assertEqual(self.order(False), [
+            "pass 0", "rows 1", "wait rows 1", "pass 1", "sums 1", "wait sums 1",
+            "rows 2", "wait rows 2", "pass 2", "sums 2", "wait sums 2"])
+
+    def test_messages_beside_passes(self):
+        self.assertEqual(self.order(True), [
+            "rows 1", "pass 0", "wait rows 1", "rows 2", "pass 1", "sums 1",
+            "wait rows 2", "pass 2", "sums 2", "wait sums 1", "wait sums 2"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A rank that is lost when all have made a training pass and the forward pass of another. at: the pass that it does
+    not make, "forward", "backward" or "inference". by_stream: waits for other hosts are those of a stream, as NCCL's
+    are."""
+
+    tokens: tuple = (4, 4, 4, 4)
+    hosts: int = 2
+    exchange: str = "static"
+    routing: str = "random"
+    overlap: bool = False
+    at: str = "backward"
+    gone: int = 3
+    dies: bool = True
+    by_stream: bool = False
+
+    def case(self) -> Case:
+        return Case(self.tokens, routing=self.routing)
+
+
+def beside_the_host(work) -> tuple:
+    """As watch.on_stream on a GPU: the host goes on, here when a while has passed, and finds no message there."""
+    passed = threading.Event()
+
+    def wait():
+        with contextlib.suppress(RuntimeError):
+            work.wait()
+            passed.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    passed.wait(0.5)
+    return lambda: True, passed.is_set
+
+
+def until_one_is_gone(rank: int, loss: Loss) -> tuple:
+    """(seconds of the wait, its error, that of the pass behind it)."""
+    case = loss.case()
+    with contextlib.ExitStack() as patched:
+        if loss.by_stream:
+            patched.enter_context(mock.patch.object(messages, "waits_on_stream", lambda device: True))
+            patched.enter_context(mock.patch.multiple(watch, on_stream=beside_the_host, beside_captures=lambda: None))
+        experts = case.make(hosts=loss.hosts, exchange=loss.exchange, overlap=loss.overlap, time_limit=1)
+        leaves, ids, d_o = case.part(rank)
+        forward(experts, leaves, ids).backward(d_o)
+        experts.check()
+        o = forward(experts, leaves, ids)
+        if rank == loss.gone:
+            if loss.dies:
+                os._exit(1)
+            time.sleep(13)
+            return ()
+        start = time.monotonic()
+        try:
+            if loss.at == "backward":
+                o.backward(d_o)
+            else:
+                with torch.no_grad() if loss.at == "inference" else contextlib.nullcontext():
+                    forward(experts, leaves, ids)
+            while loss.by_stream and time.monotonic() - start < 20:  # the host goes on, as beside a stream
+                experts.check()
+                time.sleep(0.05)
+        except RuntimeError as error:
+            seconds, first = time.monotonic() - start, str(error)
+        try:
+            forward(experts, leaves, ids)
+        except RuntimeError as error:
+            experts.abort()
+            return seconds, first, str(error)
     return ()
 
 
+def a_late_rank(rank: int) -> dict:
+    """Before each pass another rank sleeps."""
+    case = Case((5, 3, 0, 4))
+    experts = case.make(hosts=2, overlap=True)
+    leaves, ids, d_o = case.part(rank)
+    time.sleep(0.3 * (rank == 3))
+    o = forward(experts, leaves, ids)
+    time.sleep(0.3 * (rank == 0))
+    o.backward(d_o)
+    experts.check()
+    experts.close()
+    return {name: leaf.grad for name, leaf in leaves.items()}
+
+
 class Faults(unittest.TestCase):
-    def check(self, dies: bool, exchange: str, limit: float):
-        gone = 3
-        outcomes = ranks.run(4, until_one_is_gone, gone, dies, exchange, dies=(gone,))
+    def check(self, loss: Loss, limit: float = 5):
+        """limit: seconds. A rail's error comes within time_limit, one second, and two for what others report."""
+        outcomes = ranks.run(len(loss.tokens), until_one_is_gone, loss, dies=(loss.gone,))
+        local = len(loss.tokens) // loss.hosts
+        of_hosts = [topology.Topology(0, len(loss.tokens), loss.hosts).name(host) for host in range(loss.hosts)]
         for rank, outcome in enumerate(outcomes):
-            if rank != gone:
+            if rank == loss.gone:
+                continue
+            with self.subTest(loss, rank=rank):
                 self.assertEqual(outcome[0], "result", outcome)
+                self.assertTrue(outcome[1], "no error")
                 seconds, first, second = outcome[1]
                 self.assertLess(seconds, limit)
-                self.assertRegex(first, rf"^rank {rank} at pass 4 \(backward\), .* did not come \(.*\); "
-                                        "last reported: .*rank 3 at pass 2.*; abort")
-                # The rank that nobody hears of again is named to those that wait for it.
-                awaited = {0: "rank 2 of host 1", 1: "rank 3 of host 1", 2: r"of its own host 1 \(ranks 2-3\)"}[rank]
-                self.assertRegex(first, awaited)
+                at = "backward" if loss.at == "backward" else "forward"
+                self.assertRegex(first, rf"^rank {rank} at pass 4 \({at}\), .* did not come \(.*\).*; "
+                                        rf"last reported: .*rank {loss.gone} at pass 2.*; abort")
+                self.assertIn(f"rank {loss.gone} of {of_hosts[loss.gone // local]}", first)
+                if rank // local == loss.gone // local:
+                    self.assertIn(f"of its own {of_hosts[rank // local]} did not come", first)
                 self.assertRegex(second, "an earlier pass has failed")
 
     def test_a_rank_that_dies(self):
-        self.check(True, "static", 5)
+        self.check(Loss())
+
+    def test_a_rank_that_dies_while_a_stream_waits(self):
+        self.check(Loss(tokens=(4, 4), gone=1, by_stream=True, overlap=True))
 
     @tier.deep
-    def test_ranks_that_die_or_stall(self):
-        """The rail's error comes within time_limit; those of the lost rank's host, who wait 10 s more, within that."""
-        self.check(True, "counted", 5)
+    def test_a_rank_of_two_on_its_host_dies_while_a_stream_waits(self):
+        self.check(Loss(by_stream=True), 8)
+
+    def test_a_rank_that_is_late(self):
+        got = together(ranks.results(ranks.run(4, a_late_rank)))
+        for name, tensor in Case((5, 3, 0, 4)).expected_bits(2).items():
+            if name != "o":
+                self.assertTrue(torch.equal(got[name], tensor), name)
+
+    @tier.deep
+    def test_every_pass_and_topology(self):
+        """Where the lost rank is the first one the store goes with it."""
+        for tokens, hosts, gone in (((6, 4), 2, 1), ((5, 0, 9, 4), 2, 1), ((5, 0, 9, 4), 4, 2),
+                                    ((3, 4, 0, 6, 2, 5), 3, 2), ((0, 4, 0, 6, 0, 5), 2, 4)):
+            for i, at in enumerate(("forward", "backward", "inference")):
+                for exchange in ("static", "counted"):
+                    self.check(Loss(tokens, hosts, exchange, LOSSY[(gone + i) % len(LOSSY)], overlap=i % 2 == 0, at=at,
+                                    gone=gone, by_stream=exchange == "static" and i > 0), 12)
+
+    @tier.deep
+    def test_ranks_that_stall(self):
+        """Those of the lost rank's host wait 10 s more than those of its rail."""
         for exchange in ("static", "counted"):
-            self.check(False, exchange, 1 + 10 + 2 * 2 + 1)
+            self.check(Loss(exchange=exchange, dies=False), 1 + 10 + 2 * 2 + 1)
+
+
+class Watched(unittest.TestCase):
+    """Waits that are a stream's, of which only the times count."""
+
+    def watched(self, reached, passed, seconds: float) -> tuple:
+        """(the failure, whether what the stream waits for was let go) when a while has passed."""
+        one = topology.Topology(0, 2, 2)
+        store = mock.Mock(check=lambda keys: False)
+        with mock.patch.object(dist.distributed_c10d, "_get_default_store", lambda: store):
+            told = faults.Faults(one, "name")
+        told.begin("forward")
+        let_go = mock.Mock()
+        with mock.patch.multiple(watch, on_stream=lambda work: (reached, passed), beside_captures=lambda: None):
+            watching = watch.Watch(told, 0.2, let_go)
+            watching.wait("rows", 1, None)
+            told.begin("backward")  # the host goes on
+            end = time.monotonic() + seconds
+            while time.monotonic() < end and not let_go.called:
+                time.sleep(0.01)
+            watching.close()
+        return told.failure, let_go.called
+
+    def test_the_rank_and_the_pass_of_the_wait_are_named(self):
+        failure, let_go = self.watched(lambda: True, lambda: False, 20)
+        self.assertRegex(failure, r"^rank 0 at pass 1 \(forward\), rows: rank 1 of host 1 \(rank 1\) did not come "
+                                  r"\(no message within 0.2 s\); last reported: rank 1 has reported nothing; abort")
+        self.assertTrue(let_go)
+
+    def test_time_before_the_wait_does_not_count(self):
+        self.assertEqual(self.watched(lambda: False, lambda: False, 0.6), (None, False))
+
+    def test_a_message_that_came(self):
+        self.assertEqual(self.watched(lambda: True, lambda: True, 0.6), (None, False))
 
 
 if __name__ == "__main__":

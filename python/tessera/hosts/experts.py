@@ -30,12 +30,14 @@ MAX_SECONDS = expert_parallel_session.MAX_SECONDS - topologies.LOCAL_SECONDS
 _made = itertools.count()
 
 
-def _checked(hosts, exchange, device, windows, time_limit: float, sizes: dict) -> torch.device:
+def _checked(hosts, exchange, overlap, device, windows, time_limit: float, sizes: dict) -> torch.device:
     """The device. What may fail on one rank alone comes here, before the ranks meet."""
     if exchange is not None and exchange not in EXCHANGES:
         raise ValueError(f"exchange={exchange!r}: choose from {', '.join(EXCHANGES)}")
     if exchange is not None and hosts == 1:
         raise ValueError(f"exchange={exchange!r}: between hosts; leave it out with hosts=1")
+    if overlap and hosts == 1:
+        raise ValueError("overlap=True: of rows between hosts; leave it out with hosts=1")
     if windows is not None:
         raise ValueError("windows: addresses within a host of GPUs; leave them out with hosts=, and on the CPU")
     if sizes["partial_combine"] and str(device) == "cpu":
@@ -92,36 +94,38 @@ class HostsExperts:
     topology: Topology. rail: the Rail, which counts bytes. session: of this host's ranks.
     """
 
-    def __init__(self, *, hosts, exchange, group, device, windows, time_limit: float, training: bool, **sizes):
+    def __init__(self, *, hosts, exchange, overlap, group, device, windows, time_limit: float, training: bool, **sizes):
         whole = group or distributed.group.WORLD
         members = tuple(distributed.get_process_group_ranks(whole))
-        fields = {"hosts": hosts, "group": members, "exchange": exchange, "training": bool(training),
-                  "time_limit": time_limit, **sizes}
+        fields = {"hosts": hosts, "group": members, "exchange": exchange, "overlap": bool(overlap),
+                  "training": bool(training), "time_limit": time_limit, **sizes}
         try:
-            device = _checked(hosts, exchange, device, windows, time_limit, sizes)
+            device = _checked(hosts, exchange, overlap, device, windows, time_limit, sizes)
         except Exception as error:
             _tell(fields, members, f"{type(error).__name__}: {error}")
             raise
         self.device = device
         with self._on_device():
-            self._make(_join(fields | {"device": device.type}, members), whole, members, exchange, time_limit, training,
-                       sizes)
+            self._make(_join(fields | {"device": device.type}, members), whole, members, exchange, bool(overlap),
+                       time_limit, training, sizes)
 
-    def _make(self, joined: dict, whole, members: tuple, exchange, time_limit: float, training: bool, sizes: dict):
+    def _make(self, joined: dict, whole, members: tuple, exchange, overlap: bool, time_limit: float, training: bool,
+              sizes: dict):
         """When all ranks have joined."""
         found = {one.members: _found(one.members, joined) for _, one, _ in joined.values()}
         self.topology = topology = dataclasses.replace(found[members], rank=distributed.get_rank(whole))
         device, self._training = self.device, bool(training)
         self.sizes = make_desc(topology.rank, topology.ranks, training=training, time_limit=time_limit,
                                **{name: sizes[name] for name in sizes if name not in ("save", "max_rows")})
-        self._groups = local, rail = topologies.make_groups(found, whole, time_limit)
+        leaves_sms = overlap and device.type == "cuda"
+        self._groups = local, rail = topologies.make_groups(found, whole, time_limit, leaves_sms)
         self.faults = Faults(topology, f"{members[0]}-{joined[members[0]][1].number}")
-        self.rail = Rail(rail, self.faults, device)
+        self.rail = Rail(rail, self.faults, device, time_limit)
         self.session = self._session(sizes | {
             "experts": sizes["experts"] // topology.hosts, "training": training, "group": local, "device": device,
-            "time_limit": time_limit + topologies.LOCAL_SECONDS})
+            "time_limit": time_limit + topologies.LOCAL_SECONDS, "sms": self._sms_of_passes() if leaves_sms else 0})
         counted = exchange == "counted" or exchange is None and topology.hosts >= COUNTED_FROM
-        self._rotation = Rotation(self.session, self.rail, self.faults, sizes["experts"], counted)
+        self._rotation = Rotation(self.session, self.rail, self.faults, sizes["experts"], counted, overlap)
         advised = advice(topology, self.sizes) if training else None
         if advised is not None and topology.rank == 0:
             warnings.warn(advised, stacklevel=4)
@@ -142,6 +146,10 @@ class HostsExperts:
             self._leave()
             raise
         return session
+
+    def _sms_of_passes(self) -> int:
+        """What is left beside the rail."""
+        return torch.cuda.get_device_properties(self.device).multi_processor_count - topologies.RAIL_SMS
 
     def _on_device(self):
         """torch's collectives go by its current GPU, as the passes of a session do."""
@@ -181,15 +189,19 @@ class HostsExperts:
     def check(self) -> None:
         """Reports to the other ranks how far this one is, too."""
         self.faults.report()
-        self.session.check()
+        self.faults.refuse()
+        with self.faults.name("a pass within the host"):
+            self.session.check()
 
     def close(self) -> None:
         """Collective."""
+        self.rail.close()
         self.session.close()
         self._leave()
 
     def abort(self) -> None:
         """Without the other ranks. The rail goes first: this rank's GPU may wait there."""
+        self.rail.close()
         if self.device.type == "cuda":
             for group in self._groups:
                 group.abort()

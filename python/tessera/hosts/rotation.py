@@ -6,15 +6,25 @@ ranks of one host, computes their experts there and adds up what a token's choic
 o_t is the sum of the partial sums in fp32, hosts ascending, rounded once. Backward sends d_o the same way, and gets dx
 and gradients of scores back. Gradients of weights are added up in fp32 over the steps.
 
-All that is sent and computed is enqueued on the current stream, step by step and in the same order on all ranks. No
-other order may be made of it without care: an inner pass takes all SMs of a GPU and waits for the ranks of its host.
+All ranks send and compute in the same order. Without `overlap` all of it is the current stream's, one after the other:
+
+    pass 0 | rows of step 1, pass 1, its sums | rows of step 2, pass 2, its sums | ..
+
+With `overlap` rows of the next step are sent before a pass and awaited behind it, and sums are awaited at the end:
+
+    rail:        rows 1 | rows 2 | sums 1 | rows 3 | sums 2 | ..
+    stream:      pass 0          | pass 1          | pass 2 ..
+
+Then passes have to leave SMs to the rail: a pass that takes all of them waits for ranks of its host, one of which may
+run its rail first, which waits for another host, whose rail waits behind the pass of a GPU there, and so on in a ring
+(tests/expert_parallel/rails_test.cpp).
 """
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from tessera import expert_parallel_training as training
-from tessera.hosts.messages import Rail
+from tessera.hosts.messages import Crossing, Rail
 
 PER_STEP = len(training.SavedPass.__annotations__)
 
@@ -45,7 +55,7 @@ class Plan:
 
     def settle(self) -> None:
         """The numbers of rows, for which the host waits."""
-        self.rows_out, self.rows_in = self._counts.tolist()
+        self.rows_out, self.rows_in = self._rail.read(self._counts)
         order = torch.argsort(self._goes.logical_not().byte(), dim=1, stable=True)
         self.token = [order[host, :rows] for host, rows in enumerate(self.rows_out)]
         self.token[self._rail.host] = None
@@ -67,11 +77,12 @@ class Plan:
 
 class Rotation:
     """Passes over all hosts. session: of this host's ranks, with max_tokens tokens at most. counted: whether ranks send
-    each other the rows that are needed, after their numbers, or max_tokens rows without numbers."""
+    each other the rows that are needed, after their numbers, or max_tokens rows without numbers. overlap: whether they
+    are sent while passes run."""
 
-    def __init__(self, session, rail: Rail, faults, experts: int, counted: bool):
+    def __init__(self, session, rail: Rail, faults, experts: int, counted: bool, overlap: bool):
         self.session, self.rail, self._faults = session, rail, faults
-        self.experts, self.counted = experts, counted
+        self.experts, self.counted, self.overlap = experts, counted, overlap
 
     def __call__(self, layer: int, x, topk_ids, topk_weights, weights: tuple) -> torch.Tensor:
         """o of x [T,d], topk_ids [T,K] int32 of all experts, topk_weights [T,K] fp32. weights: w_up, w_down, b_up,
@@ -85,29 +96,52 @@ class Rotation:
         host, hosts = self.rail.host, self.rail.hosts
         return [(step, (host - step) % hosts, (host + step) % hosts) for step in range(hosts)]
 
+    def _rotate(self, send, run, give_back) -> dict:
+        """What comes back for each step but the first, by the host that it comes from, and what run() gives of the
+        first: lists of tensors. send(step, to, of) begins to send rows and to receive others; run(step, rows) makes the
+        pass on these, None of the first step; give_back(results, to, of) begins to send its results to their host `of`
+        and to receive those from `to`."""
+        came, steps, coming, going = {}, self._steps(), None, []
+        for step, to, of in steps:
+            if self.overlap:
+                rows = coming.wait() if step else None
+                coming = send(*steps[step + 1]) if step + 1 < len(steps) else None
+            else:
+                rows = send(step, to, of).wait() if step else None
+            results = run(step, rows)
+            if step == 0:
+                came[to] = results
+                continue
+            going.append((to, give_back(results, to, of)))
+            if not self.overlap:
+                came[to] = going.pop()[1].wait()
+        return came | {to: crossing.wait() for to, crossing in going}
+
     def forward(self, layer: int, x, topk_ids, topk_weights, weights: tuple, saved: list | None) -> tuple:
         """(o, plan). saved: None, or a list that gets the SavedPass of each step."""
         self._faults.begin("forward")
         rail, top_k, columns = self.rail, topk_ids.shape[1], x.shape[1]
         plan = Plan(topk_ids, rail, self.experts, self.session.desc.max_tokens)
-        if self.counted and rail.hosts > 1:
+        counts = self.counted and rail.hosts > 1
+        if counts:
             plan.begin_counting()
-        partials = {}
-        for step, to, of in self._steps():
-            if step == 0:
-                rows = [x, topk_weights, plan.ids[to]]
-            else:
-                if step == 1 and self.counted:
-                    plan.settle()
-                parts = [plan.chosen(x, to), plan.chosen(topk_weights, to), plan.chosen(plan.ids[to], to, -1)]
-                rows = rail.exchange("rows to their experts", parts, to, plan.rows_in[of], of,
-                                     [(columns, x.dtype), (top_k, torch.float32), (top_k, torch.int32)])
-            o = self._inner((layer, step), rows, weights, saved)
-            if step:
-                o = rail.exchange("partial sums to their tokens", [o], of, plan.rows_out[to], to,
-                                  [(columns, x.dtype)])[0]
-            partials[to] = o
-        return self._sum(plan, partials, x), plan
+
+        def send(step: int, to: int, of: int) -> Crossing:
+            if step == 1 and counts:
+                plan.settle()
+            parts = [plan.chosen(x, to), plan.chosen(topk_weights, to), plan.chosen(plan.ids[to], to, -1)]
+            return rail.begin("rows to their experts", parts, to, plan.rows_in[of], of,
+                              [(columns, x.dtype), (top_k, torch.float32), (top_k, torch.int32)])
+
+        def run(step: int, rows: list | None) -> list:
+            rows = [x, topk_weights, plan.ids[rail.host]] if rows is None else rows
+            return [self._inner((layer, step), rows, weights, saved)]
+
+        def give_back(results: list, to: int, of: int) -> Crossing:
+            return rail.begin("partial sums to their tokens", results, of, plan.rows_out[to], to, [(columns, x.dtype)])
+
+        partials = self._rotate(send, run, give_back)
+        return self._sum(plan, {host: partial for host, (partial,) in partials.items()}, x), plan
 
     def _inner(self, layer, rows: list, weights: tuple, saved: list | None) -> torch.Tensor:
         x, topk_weights, topk_ids = rows
@@ -121,19 +155,23 @@ class Rotation:
         """(dx, dscores [T,K] fp32). buffers: gradients of weights are added there."""
         self._faults.begin("backward")
         rail, columns, top_k = self.rail, d_o.shape[1], plan.ids.shape[2]
-        dx_of, dscores_of = {}, {}
-        for step, to, of in self._steps():
-            rows = d_o
-            if step:
-                rows = rail.exchange("gradients of o to the experts", [plan.chosen(d_o, to)], to, plan.rows_in[of],
-                                     of, [(columns, d_o.dtype)])[0]
-            dx, dscores = training.backward_saved(self.session, saved[step], rows, weights, buffers)
-            if step:
-                dx, dscores = rail.exchange("gradients to their tokens", [dx, dscores], of, plan.rows_out[to], to,
-                                            [(columns, d_o.dtype), (top_k, torch.float32)])
-            dx_of[to], dscores_of[to] = dx, dscores
-        return self._sum(plan, dx_of, d_o), self._sum(plan, dscores_of, d_o.new_empty(plan.ids.shape[1:],
-                                                                                    dtype=torch.float32))
+
+        def send(step: int, to: int, of: int) -> Crossing:
+            return rail.begin("gradients of o to the experts", [plan.chosen(d_o, to)], to, plan.rows_in[of], of,
+                              [(columns, d_o.dtype)])
+
+        def run(step: int, rows: list | None) -> list:
+            return list(training.backward_saved(self.session, saved[step], d_o if rows is None else rows[0], weights,
+                                                buffers))
+
+        def give_back(results: list, to: int, of: int) -> Crossing:
+            return rail.begin("gradients to their tokens", results, of, plan.rows_out[to], to,
+                              [(columns, d_o.dtype), (top_k, torch.float32)])
+
+        came = self._rotate(send, run, give_back)
+        dx, dscores = [{host: results[i] for host, results in came.items()} for i in range(2)]
+        like = d_o.new_empty(plan.ids.shape[1:], dtype=torch.float32)
+        return self._sum(plan, dx, d_o), self._sum(plan, dscores, like)
 
     def _sum(self, plan: Plan, partials: dict, like: torch.Tensor) -> torch.Tensor:
         """In fp32, hosts ascending, rounded once."""

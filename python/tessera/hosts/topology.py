@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which ranks of a process group share a host, and the groups that follow from it."""
 
+import contextlib
 import dataclasses
 import datetime
 import itertools
@@ -14,6 +15,12 @@ from tessera.expert_parallel_session import MAX_RANKS
 
 # Waits within a host take so much longer than those between hosts, whose error names a host and comes first.
 LOCAL_SECONDS = 10
+# torch reads it when it makes a group, and has no thread then that watches the group and ends the process.
+NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
+# Thread blocks of NCCL's kernel on a rail where passes leave SMs to it, and those SMs: kernels of passes are made of
+# pairs of SMs, of which each of 8 GPCs may have one left over.
+RAIL_BLOCKS = 8
+RAIL_SMS = RAIL_BLOCKS + 8
 BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -51,6 +58,9 @@ class Topology:
         ranks = self.of_host(host)
         return f"host {host} ({f'ranks {ranks[0]}-{ranks[-1]}' if len(ranks) > 1 else f'rank {ranks[0]}'})"
 
+    def name_rank(self, rank: int) -> str:
+        return f"rank {rank} of {self.name(rank // self.local_ranks)}"
+
 
 def hosts_of(names: list[str]) -> int:
     """How many hosts ranks with these names of their hosts have.
@@ -84,7 +94,29 @@ def find(rank: int, names: list[str], hosts: int | str) -> Topology:
     return Topology(rank, ranks, hosts)
 
 
-def make_groups(topologies: dict, group, seconds: float) -> tuple:
+@contextlib.contextmanager
+def _watched_by_us():
+    """Groups of NCCL that are made in it have no thread of torch's which ends the process where a rank is lost."""
+    before = os.environ.get(NO_WATCHDOG)
+    os.environ[NO_WATCHDOG] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NO_WATCHDOG]
+        else:
+            os.environ[NO_WATCHDOG] = before
+
+
+def _few_blocks():
+    """Options of a group of NCCL whose kernels fit into the SMs that passes leave to them."""
+    made = distributed.ProcessGroupNCCL.Options()
+    made.config.max_ctas = RAIL_BLOCKS
+    made.config.cga_cluster_size = 0  # a cluster would want its SMs in one GPC
+    return made
+
+
+def make_groups(topologies: dict, group, seconds: float, leaves_sms: bool) -> tuple:
     """(the group of this rank's host, that of its rail). Collective over all ranks, as torch makes groups.
 
     Args:
@@ -92,6 +124,7 @@ def make_groups(topologies: dict, group, seconds: float) -> tuple:
             ranks.
         group: This object's.
         seconds: How long a wait in the rail's group may take; one within a host LOCAL_SECONDS more.
+        leaves_sms: Whether rails are NCCL's and run beside passes that leave RAIL_SMS to them.
     """
     backend, mine = distributed.get_backend(group), distributed.get_rank()
     local = rail = None
@@ -100,7 +133,9 @@ def make_groups(topologies: dict, group, seconds: float) -> tuple:
                                (False, [range(each, len(members), one.local_ranks) for each in one.of_host(0)])):
             for some in ranks:
                 limit = datetime.timedelta(seconds=seconds + LOCAL_SECONDS if of_host else seconds)
-                made = distributed.new_group([members[rank] for rank in some], timeout=limit, backend=backend)
+                with contextlib.nullcontext() if of_host else _watched_by_us():
+                    made = distributed.new_group([members[rank] for rank in some], timeout=limit, backend=backend,
+                                                 pg_options=_few_blocks() if leaves_sms and not of_host else None)
                 if mine in [members[rank] for rank in some]:
                     local, rail = (made, rail) if of_host else (local, made)
     return local, rail

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts over hosts that GPUs of one machine pretend, over NCCL's network path: results, bits and bytes, and what NCCL
-says of its transports. Needs two GPUs; with four, two hosts of two.
+"""Experts over hosts that GPUs of one machine pretend, over NCCL's network path: results, bits, bytes, what NCCL says
+of its transports, and what is said where a rank dies or stalls. Needs two GPUs; with four, two hosts of two.
 
-    torchrun --nproc-per-node 2 cuda_several_hosts_test.py    runs the ranks alone, as the test does.
+    torchrun --nproc-per-node 2 cuda_several_hosts_test.py    runs the ranks alone, as the first test does.
 """
 
 import os
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 import unittest
 
 import torch
 import torch.distributed as dist
-from several_hosts_cases import Case, forward, together
+from several_hosts_cases import Case, bytes_expected, forward, together
 
 HOSTS = 2
 # NCCL goes by the network between ranks with other NCCL_HOSTIDs. Multicast stays off everywhere.
@@ -23,6 +25,10 @@ ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "NCCL_MNNVL_ENABLE": "0", "NCCL_NET": "S
                "NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,P2P,NET",
                "OMP_NUM_THREADS": "1"}
 RANKS = 4 if torch.cuda.device_count() >= 4 else 2
+SIZES = {"experts": 16, "top_k": 4, "dtype": torch.bfloat16, "hidden": 512, "intermediate": 256}
+# With this variable ranks lose the last one: how it is lost.
+LOSES = "TESSERA_TEST_LOSES"
+SECONDS = 3  # that they wait for it
 
 
 def one_pass(case: Case, experts, rank: int, device) -> dict:
@@ -86,22 +92,59 @@ def check_graph(case: Case, rank: int, device) -> None:
     experts.close()
 
 
+def lose_rank(rank: int, device, how: str) -> None:
+    """The last rank is lost between a forward pass and its backward pass; prints what the others say, and when."""
+    case = Case((300, 170, 0, 260)[:RANKS], **SIZES)
+    experts = case.make(hosts=HOSTS, device=device, time_limit=SECONDS)
+    one_pass(case, experts, rank, device)
+    torch.cuda.synchronize()
+    experts.check()
+    leaves, ids, d_o = case.part(rank)
+    leaves = {name: leaf.detach().to(device).requires_grad_() for name, leaf in leaves.items()}
+    o = forward(experts, leaves, ids.to(device))
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    if rank == RANKS - 1:
+        if how == "dies":
+            os._exit(0)
+        time.sleep(SECONDS + 10 + 10)
+        os._exit(0)
+    start = time.monotonic()
+    try:
+        o.backward(d_o.to(device))
+        torch.cuda.synchronize()
+        experts.check()
+    except RuntimeError as error:
+        print(f"after {time.monotonic() - start:.1f} s: {error}", flush=True)
+    try:
+        forward(experts, leaves, ids.to(device))
+    except RuntimeError as error:
+        print(f"then: {error}", flush=True)
+    experts.abort()
+    print("aborted", flush=True)
+    os._exit(0)  # the default group still has the lost rank
+
+
 def run_rank() -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ["NCCL_HOSTID"] = f"host{rank * HOSTS // ranks}"
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
+    if LOSES in os.environ:
+        lose_rank(rank, device, os.environ[LOSES])
     tokens = (300, 170, 0, 260)[:ranks]
-    sizes = {"experts": 16, "top_k": 4, "dtype": torch.bfloat16, "hidden": 512, "intermediate": 256}
     for routing, more in (("random", {}), ("zipf", {"save": "x"}), ("one-expert", {}), ("sentinels", {}),
                           ("random", {"biases": True, "activation": "clamped-swiglu"}),
                           ("random", {"biases": True, "activation": "gelu"})):
-        case, results = Case(tokens, routing=routing, **sizes, **more), {}
+        case, results = Case(tokens, routing=routing, **SIZES, **more), {}
         for exchange in ("static", "counted"):
-            for hosts in (HOSTS, "auto"):
-                experts = case.make(hosts=hosts, exchange=exchange, device=device)
+            sent = bytes_expected(case, HOSTS, exchange)[rank]
+            for hosts, overlap in ((HOSTS, False), ("auto", True)):
+                experts = case.make(hosts=hosts, exchange=exchange, overlap=overlap, device=device)
                 first = gathered(one_pass(case, experts, rank, device))
+                assert experts._hosts.rail.bytes_sent == sent, (experts._hosts.rail.bytes_sent, sent)
                 again = gathered(one_pass(case, experts, rank, device))
                 torch.cuda.synchronize()
                 experts.check()
@@ -115,7 +158,7 @@ def run_rank() -> None:
             assert_equal(first, results["static", HOSTS])
         if rank == 0:
             print(f"passed: {routing} {more}", flush=True)
-    check_graph(Case(tokens, **sizes), rank, device)
+    check_graph(Case(tokens, **SIZES), rank, device)
     if rank == 0:
         print("passed: graph", flush=True)
     dist.barrier()
@@ -138,6 +181,34 @@ class PretendedHosts(unittest.TestCase):
         self.assertRegex(said, "via NET/Socket")
         if RANKS > HOSTS:  # within a host GPUs still address each other
             self.assertRegex(said, "via P2P")
+
+    def check_loss(self, how: str):
+        """Without torchrun, which would end the others."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        started = [subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **ENVIRONMENT, "NCCL_DEBUG": "WARN", "RANK": str(rank), "LOCAL_RANK": str(rank),
+                 "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), LOSES: how})
+            for rank in range(RANKS)]
+        said = [process.communicate(timeout=240) for process in started]
+        for rank, (process, (out, errors)) in enumerate(zip(started[:-1], said, strict=False)):
+            with self.subTest(how, rank=rank):
+                self.assertEqual(process.returncode, 0, out[-2000:] + errors[-6000:])
+                awaited = {RANKS // HOSTS - 1: f"rank {RANKS - 1} of host 1",
+                           RANKS - 2: "of its own host 1"}.get(rank, "of host 1")
+                seconds, text = re.search(r"^after ([\d.]+) s: (.*)$", out, re.MULTILINE).groups()
+                self.assertRegex(text, rf"^rank {rank} at pass 4 \(backward\), .*{awaited}.* did not come \(.*\); "
+                                       rf"last told: .*rank {RANKS - 1} at pass 2.*; abort")
+                self.assertLess(float(seconds), SECONDS + 10 + 6)
+                self.assertRegex(out, "(?m)^then: an earlier pass has failed")
+                self.assertRegex(out, "(?m)^aborted$")
+
+    def test_a_rank_that_dies(self):
+        self.check_loss("dies")
+
+    def test_a_rank_that_stalls(self):
+        self.check_loss("stalls")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 struct InlineEpilogue : Inline, Begin, Store, Settle, Drain {};
 struct LentEpilogue : Lent, Begin, RingStore, Settle, Drain, Lend {};
 struct DeferredEpilogue : Deferred, Begin, Keep, Work, Drain {};
-struct ApartEpilogue : Apart, TileStore {};
+struct ApartEpilogue : Apart, TileBegin, TileStore {};
 struct OuterProductEpilogue : Deferred, Begin, Keep, Work, Drain, OuterRows {};
 
 struct Wrapper : private InlineEpilogue {

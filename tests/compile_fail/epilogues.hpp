@@ -32,8 +32,11 @@ struct Begin {
 struct Store {
   void store(Accumulators&, WorkTile const&, int) {}
 };
+struct TileBegin {
+  void begin(WorkTile const&) {}
+};
 struct TileStore {
-  void store(WorkTile const&) {}
+  void store(WorkTile const&, int) {}
 };
 struct RingStore {
   void store(Accumulators&, WorkTile const&, int, Ring&) {}

@@ -33,15 +33,17 @@ class ActivationE4m3Epilogue {
   using HeldTile = typename Core::HeldTile;
   using Params = ActivationE4m3Params;
 
-  __device__ __forceinline__ ActivationE4m3Epilogue(typename Core::Storage& smem, Params const& p,
-                                                    int consumer)
-      : p_(p), held_(smem, consumer), consumer_(consumer) {
+  __device__ __forceinline__ ActivationE4m3Epilogue(typename Core::Storage& smem, Params const& p)
+      : p_(p), held_(smem) {
     static_assert(Function::kGated && kGemm.b_halves() == 2);
   }
 
+  __device__ __forceinline__ void begin(WorkTile const&) const {}
+
   // The warp's 16 rows, four at a time.
-  __device__ __forceinline__ void store(WorkTile const& tile) {
-    row_ = tile.row + consumer_ * kSubtileM + arch::warp_in_warpgroup() * kWarpRows;
+  __device__ __forceinline__ void store(WorkTile const& tile, int consumer) {
+    held_.of(consumer);
+    row_ = tile.row + consumer * kSubtileM + arch::warp_in_warpgroup() * kWarpRows;
     end_ = tile.end;
     n_tile_ = tile.n_tile;
 #pragma unroll 1
@@ -173,7 +175,6 @@ class ActivationE4m3Epilogue {
 
   Params const& p_;
   HeldTile held_;
-  int consumer_;
   int row_ = 0;  // the warp's first
   int end_ = 0;
   int n_tile_ = 0;

@@ -21,14 +21,17 @@ class StoreHeld {
   using HeldTile = typename Core::HeldTile;
   using Params = StoreHeldParams;
 
-  __device__ __forceinline__ StoreHeld(typename Core::Storage& smem, Params const& p, int consumer)
-      : p_(p), held_(smem, consumer), consumer_(consumer) {
+  __device__ __forceinline__ StoreHeld(typename Core::Storage& smem, Params const& p)
+      : p_(p), held_(smem) {
     static_assert(kGemm.b_halves() == 1);
   }
 
+  __device__ __forceinline__ void begin(WorkTile const&) const {}
+
   // The warp's 16 rows, four at a time.
-  __device__ __forceinline__ void store(WorkTile const& tile) const {
-    int const first = tile.row + consumer_ * kSubtileM + arch::warp_in_warpgroup() * kWarpRows;
+  __device__ __forceinline__ void store(WorkTile const& tile, int consumer) {
+    held_.of(consumer);
+    int const first = tile.row + consumer * kSubtileM + arch::warp_in_warpgroup() * kWarpRows;
 #pragma unroll 1
     for (int piece = 0; piece < HeldTile::kPieces; ++piece) {
       auto const at = held_.place(piece);
@@ -51,7 +54,6 @@ class StoreHeld {
  private:
   Params const& p_;
   HeldTile held_;
-  int consumer_;
 };
 
 }  // namespace tessera::cuda::gemm

@@ -89,6 +89,7 @@ struct EpilogueConfig {
   EpilogueMode mode = EpilogueMode::kInline;
   int slabs = 2;        // 64x64 staging buffers per consumer warpgroup
   int lent_stages = 0;  // stages that the ring lends to each tile's epilogue
+  int row_numbers = 0;  // fp32 of each row that an epilogue apart asks for
   bool outer_product =
       false;  // one more k16 step adds an outer product of every segment (outer_product.cuh)
   bool operator==(EpilogueConfig const&) const = default;
@@ -303,6 +304,8 @@ consteval bool valid(GemmConfig c) {
   if (c.stores_apart() &&
       (c.ping_pong() || c.consumer_warpgroups != 2 || c.cluster_m() > 1 || !c.gathers()))
     throw "epilogue.mode: apart with two cooperative warpgroups, gather, no multicast";
+  if (c.epilogue.row_numbers != 0 && !c.stores_apart())
+    throw "epilogue.row_numbers: in mode apart; others ask for what they read in their own way";
   if (c.epilogue.outer_product && (!c.defers() || c.gathers() || c.tile.n != 256))
     throw "epilogue.outer_product: deferred, TMA, tile.n of 256";
 

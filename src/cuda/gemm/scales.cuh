@@ -17,8 +17,16 @@ struct ScaleParams {
   float const* gmem_b;
 };
 
+// Numbers of each row of a tile that the storing warpgroup asks for.
+template <int kNumbers, int kRows>
+struct RowNumbers {
+  alignas(16) float rows[kNumbers][kRows];
+};
+template <int kRows>
+struct RowNumbers<0, kRows> {};
+
 template <GemmConfig kGemm>
-struct ScaledStorage : SharedStorage<kGemm> {
+struct ScaledStorage : SharedStorage<kGemm>, RowNumbers<kGemm.epilogue.row_numbers, kGemm.tile.m> {
   alignas(16) float a_scales[kGemm.stages][kGemm.tile.m];
   alignas(16) float2 b_scales[kGemm.stages];  // gate, up; or the two column groups
   // held[w]: the 16 rows of consumer warp w lie in its slabs. stored[w]: they have been read.

@@ -13,7 +13,10 @@
 //   keep(acc, tile, row)                         x       after the k loop: holds 64 rows, and frees the accumulators
 //   work(piece)                                  x       pieces 0, 1, .. of what it holds, under the next k loop
 //   drain()                          x     x     x       once, when there is no tile left and nothing is held
-//   store(tile)                        apart, alone      by the storing warpgroup, once for the rows of each consumer
+//   begin(tile)                        apart             by the storing warpgroup, before the tile's rows are held:
+//                                                        asks for what the epilogue reads
+//   store(tile, consumer)              apart             by the same, once for the rows of each consumer; mode apart
+//                                                        has no other hooks
 //   lend(smem, p, stage, tile, i)          x             static, by one thread of the producer: fills the tile's i-th
 //                                                        lent stage, or leaves it; arrives on full[stage] once
 //   outer_rows()               with an outer product     deferred, after the k loop: the factors u of this thread's
@@ -46,8 +49,12 @@ concept HasRingStore = requires(E& e, Acc& acc, WorkTile const& tile, int row, R
   { e.store(acc, tile, row, ring) } -> std::same_as<void>;
 };
 template <class E>
-concept HasTileStore = requires(E& e, WorkTile const& tile) {
-  { e.store(tile) } -> std::same_as<void>;
+concept HasTileBegin = requires(E& e, WorkTile const& tile) {
+  { e.begin(tile) } -> std::same_as<void>;
+};
+template <class E>
+concept HasTileStore = requires(E& e, WorkTile const& tile, int consumer) {
+  { e.store(tile, consumer) } -> std::same_as<void>;
 };
 template <class E>
 concept HasSettle = requires(E& e) {
@@ -91,13 +98,16 @@ consteval bool keeps_contract() {
                   "epilogue, or set GemmConfig::epilogue.mode");
 
     constexpr bool kApart = kMode == EpilogueMode::kApart;
+    static_assert(!kApart || HasTileBegin<E>,
+                  "epilogue contract: mode apart calls `void begin(WorkTile const&)`; declare it, "
+                  "empty if nothing is read");
     static_assert(!kApart || HasTileStore<E>,
-                  "epilogue contract: mode apart calls `void store(WorkTile const&)`; declare it, "
-                  "or another mode");
+                  "epilogue contract: mode apart calls `void store(WorkTile const&, int "
+                  "consumer)`; declare it, or another mode");
     static_assert(
         !kApart || !(HasBegin<E> || HasSettle<E> || HasKeep<E, Acc> || HasWork<E> || HasDrain<E>),
-        "epilogue contract: mode apart calls store() alone; remove the other hooks, or "
-        "declare their mode");
+        "epilogue contract: mode apart calls begin() and store() of a tile alone; remove the other "
+        "hooks, or declare their mode");
     static_assert(
         kApart || HasBegin<E>,
         "epilogue contract: every mode but apart calls `void begin(WorkTile const&, int row, int "

@@ -34,9 +34,13 @@ class HeldTile {
   }
 
   // Belongs to the warpgroup that stores, whose warps have the rows of the same warps of a consumer.
-  __device__ __forceinline__ HeldTile(SharedStorage<kGemm>& smem, int consumer)
-      : smem_slabs_(arch::shared_address(smem.slabs[consumer])) {
+  __device__ __forceinline__ explicit HeldTile(SharedStorage<kGemm>& smem)
+      : smem_(smem), smem_slabs_(arch::shared_address(smem.slabs)) {
     static_assert(kGemm.epilogue.slabs == 4);
+  }
+  // Places are those of this consumer's rows.
+  __device__ __forceinline__ void of(int consumer) {
+    smem_slabs_ = arch::shared_address(smem_.slabs[consumer]);
   }
 
   // A lane's place in a piece: 8 columns of each slab; the columns of a row are eight lanes'.
@@ -56,6 +60,24 @@ class HeldTile {
     return {.smem = smem_row(thread, row) + ((chunk ^ (row & 7)) << 4),
             .row = row,
             .column = chunk * 8};
+  }
+
+  // A lane's 8 columns of a column group: sixteen lanes have a row of its 128 columns, and a piece is two rows of it.
+  static constexpr int kGroupPieces = kWarpRows / 2;
+  struct GroupPlace {
+    uint32_t smem;
+    int row;     // among the warp's 16
+    int column;  // the first one among the group's 128
+
+    __device__ __forceinline__ uint4 load() const { return arch::load_shared_16(smem); }
+  };
+  __device__ __forceinline__ GroupPlace group_place(int group, int piece) const {
+    uint32_t const thread = arch::forgotten(threadIdx.x), lane = thread % arch::kWarpThreads;
+    int const chunk = lane % 8, slab = 2 * group + lane / 8 % 2;
+    int const row = 2 * piece + lane / 16;
+    return {.smem = smem_row(thread, row) + slab * kSlabBytes + ((chunk ^ (row & 7)) << 4),
+            .row = row,
+            .column = static_cast<int>(lane) % 16 * 8};
   }
 
   // Gated: 16 columns of gate and the same of up. A lane's two lowest bits say which 16 of a slab, bit 3 which column
@@ -103,7 +125,8 @@ class HeldTile {
     return smem_slabs_ + (warp_of(thread) * kWarpRows + row) * kRowBytes;
   }
 
-  uint32_t smem_slabs_;
+  SharedStorage<kGemm>& smem_;
+  uint32_t smem_slabs_;  // of a consumer
 };
 
 }  // namespace tessera::cuda::gemm

@@ -143,12 +143,14 @@ __device__ __forceinline__ void store_scaled(ScaledStorage<kGemm>& smem,
   WorkTile tile;
   uint32_t phases = 0;  // of held[], a bit for either consumer
   while (queue.read(tile)) {
+    Epilogue epilogue(smem, epilogue_params);
+    epilogue.begin(tile);
 #pragma unroll 1
     for (int consumer = 0; consumer < 2 && tile.rows > consumer * kSubtileM; ++consumer) {
       int const warp = 4 * consumer + arch::warp_idx() % 4;
       arch::mbarrier_wait(&smem.held[warp], phases >> consumer & 1);
       phases ^= 1u << consumer;
-      Epilogue(smem, epilogue_params, consumer).store(tile);
+      epilogue.store(tile, consumer);
       __syncwarp();
       if (arch::lane_idx() == 0) arch::mbarrier_arrive(&smem.stored[warp]);
       __syncwarp();

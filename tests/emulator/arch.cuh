@@ -103,6 +103,12 @@ inline uint32_t pack_e4m3(float v0, float v1, float v2, float v3) {
   auto const code = [](float v) { return uint32_t{core::round_to<core::E4m3>(v).bits}; };
   return code(v0) | code(v1) << 8 | code(v2) << 16 | code(v3) << 24;
 }
+inline float4 unpack_e4m3(uint32_t codes) {
+  auto const value = [&](int i) {
+    return core::to_fp32(core::E4m3{static_cast<std::uint8_t>(codes >> 8 * i)});
+  };
+  return {value(0), value(1), value(2), value(3)};
+}
 inline float max_magnitude(float largest, float value) {
   float const magnitude = std::fabs(value);
   if (largest != largest || magnitude != magnitude) return __uint_as_float(0x7fffffffu);
@@ -190,6 +196,9 @@ T load_wanted(void const* from, bool wanted) {
 inline uint4 load_streaming_16(void const* from, bool wanted) {
   return load_wanted<uint4>(from, wanted);
 }
+inline uint2 load_streaming_8(void const* from, bool wanted) {
+  return load_wanted<uint2>(from, wanted);
+}
 inline float load_bf16(void const* from, bool wanted) {
   return __uint_as_float(uint32_t{load_wanted<uint16_t>(from, wanted)} << 16);
 }
@@ -211,6 +220,11 @@ inline void store_shared_8(uint32_t smem, float first, float second) {
 inline void store_shared_8(uint32_t smem, uint2 bits) { store_shared(smem, bits); }
 inline void store_shared_16(uint32_t smem, uint4 bits) { store_shared(smem, bits); }
 
+inline float load_shared_4(uint32_t smem) {
+  float value;
+  std::memcpy(&value, shared_at(smem), sizeof value);
+  return value;
+}
 inline uint2 load_shared_8(uint32_t smem) {
   uint2 bits;
   std::memcpy(&bits, shared_at(smem), sizeof bits);
@@ -446,6 +460,11 @@ void tma_store_wait_read() {
 
 inline void bulk_load(void* smem_dst, void const* gmem_src, uint32_t bytes, Mbarrier* full) {
   emulator::load_later(full, bytes, [=] { std::memcpy(smem_dst, gmem_src, bytes); });
+}
+inline void bulk_prefetch(void const* gmem_src, uint32_t bytes) {
+  if (reinterpret_cast<uintptr_t>(gmem_src) % 16 != 0 || bytes % 16 != 0) {
+    emulator::fail("a bulk copy that is not of whole 16 bytes");
+  }
 }
 inline void bulk_store(void* gmem_dst, void const* smem_src, uint32_t bytes) {
   auto const values = std::make_shared<std::vector<unsigned char>>(bytes);

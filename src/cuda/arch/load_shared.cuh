@@ -17,6 +17,12 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t smem_src) {
   return bits;
 }
 
+__device__ __forceinline__ float load_shared_4(uint32_t smem_src) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(smem_src) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ uint2 load_shared_8(uint32_t smem_src) {
   uint2 bits;
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"

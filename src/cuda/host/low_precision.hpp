@@ -107,4 +107,48 @@ struct DownProjectionFwdE4m3Arguments {
 cudaError_t launch_down_projection_fwd_e4m3(DownProjectionFwdE4m3Arguments const& args,
                                             int sm_count, cudaStream_t stream);
 
+/// t_r = rnd(dO8[gather_index[r]] w8_down[e]) of the dequantised operands, never stored; with h_r the values of the
+/// codes and s the score of row r: ds_r = <t_r, act(h_r)>, dh_r = rnd(J_act(h_r)^T s t_r), dh8_r the codes of that,
+/// a'_r = rnd(s act(h_r)). h and dh are [gate half | up half]. An output that is null is not stored.
+struct DownProjectionDgradE4m3Arguments {
+  void const* gmem_d_o;                // (T,d) e4m3
+  float const* gmem_d_o_scales;        // (T,d/128)
+  int32_t const* gmem_gather_index;    // (P) row -> row of d_o; null: row r of d_o
+  int32_t const* gmem_expert_offsets;  // (E+1); rows from the last one on: neither read nor written
+  void const* gmem_w_down_t;           // (E,n,d) e4m3
+  float const* gmem_w_down_t_scales;   // (E,n/128,d/128)
+  float const* gmem_scores;            // (P) by slot
+  int32_t const* gmem_sort_permutation;  // (P) row -> slot
+  void const* gmem_h;                    // (P,2n) e4m3
+  float const* gmem_h_scales;            // (2n/128,P4)
+  Activation activation;                 // swiglu
+  void* gmem_dh;                         // (P,2n) bf16
+  void* gmem_dh8;                        // (P,2n) e4m3; may be gmem_h
+  float* gmem_dh8_scales;                // (2n/128,P4); where gmem_dh8 is gmem_h, gmem_h_scales
+  void* gmem_a_scaled;                   // (P,n) bf16
+  float* gmem_ds_partials;               // (P,n/128) by row: sums over 128 columns
+  int64_t rows;                          // P >= R
+  int64_t hidden, intermediate;          // d: a multiple of 128, n: of 256
+  int32_t experts;                       // E
+  int32_t* gmem_tile_counter;            // one int, 0 before and after every launch
+};
+cudaError_t launch_down_projection_dgrad_e4m3(DownProjectionDgradE4m3Arguments const& args,
+                                              int sm_count, cudaStream_t stream);
+
+/// dx row r = rnd(dh8_r w8_up[e]) of the dequantised operands, the sum over both halves.
+struct UpProjectionDgradE4m3Arguments {
+  void const* gmem_dh;                 // (P,2n) e4m3 as [gate half | up half]
+  float const* gmem_dh_scales;         // (2n/128,P4)
+  int32_t const* gmem_expert_offsets;  // (E+1); rows from the last one on: neither read nor written
+  void const* gmem_w_up_t;             // (E,d,2n) e4m3
+  float const* gmem_w_up_t_scales;     // (E,d/128,2n/128)
+  void* gmem_dx_rows;                  // (P,d) bf16
+  int64_t rows;                        // P >= R
+  int64_t hidden, intermediate;        // d: a multiple of 256, n: of 128
+  int32_t experts;                     // E
+  int32_t* gmem_tile_counter;          // one int, 0 before and after every launch
+};
+cudaError_t launch_up_projection_dgrad_e4m3(UpProjectionDgradE4m3Arguments const& args,
+                                            int sm_count, cudaStream_t stream);
+
 }  // namespace tessera::cuda

@@ -22,14 +22,29 @@ struct UpProjectionFwdE4m3Config {
       .order = {.raster_n = kForwardRaster}};
 };
 
+// Their B is one matrix; row_numbers is what the epilogue asks for.
+constexpr gemm::GemmConfig one_half_e4m3(int row_numbers) {
+  return {.tile = {128, 256, 128},
+          .stages = 3,
+          .a = {.element = gemm::Element::kE4m3, .loader = gemm::Loader::kGather},
+          .b = {.element = gemm::Element::kE4m3, .boxes = gemm::Boxes::kTile},
+          .epilogue = {.mode = gemm::EpilogueMode::kApart, .slabs = 4, .row_numbers = row_numbers},
+          .order = {.raster_n = kForwardRaster}};
+}
+
 struct DownProjectionFwdE4m3Config {
-  static constexpr gemm::GemmConfig gemm{
-      .tile = {128, 256, 128},
-      .stages = 3,
-      .a = {.element = gemm::Element::kE4m3, .loader = gemm::Loader::kGather},
-      .b = {.element = gemm::Element::kE4m3, .boxes = gemm::Boxes::kTile},
-      .epilogue = {.mode = gemm::EpilogueMode::kApart, .slabs = 4},
-      .order = {.raster_n = kForwardRaster}};
+  static constexpr gemm::GemmConfig gemm = one_half_e4m3(0);
+};
+
+struct UpProjectionDgradE4m3Config {
+  static constexpr gemm::GemmConfig gemm = one_half_e4m3(0);
+};
+
+// A score of each row, and four scales of its codes of h.
+template <ActivationKind kKind>
+struct DownProjectionDgradE4m3Config {
+  static constexpr ActivationKind activation = kKind;
+  static constexpr gemm::GemmConfig gemm = one_half_e4m3(5);
 };
 
 }  // namespace tessera::cuda

@@ -5,46 +5,28 @@
 // Checked first, on rows of all experts: h in bf16 and y against plain kernels in fp32, which read the same codes;
 // codes and scales of h are the bytes that the CPU makes of these h; codes of a against act(h) in fp64; two runs have
 // equal bytes. The checks must reject the next row.
-//   PROGRAM [--config NAME[,NAME]] [--iters N] [--json FILE]
-#include <cstring>
-#include <functional>
-#include <memory>
-
-#include "../../src/core/fp8.hpp"
+// Options: e4m3_bench.cuh.
 #include "../../src/cuda/kernels/down_projection_fwd.cuh"
 #include "../../src/cuda/kernels/down_projection_fwd_e4m3.cuh"
 #include "../../src/cuda/kernels/quantise.cuh"
 #include "../../src/cuda/kernels/up_projection_fwd.cuh"
 #include "../../src/cuda/kernels/up_projection_fwd_e4m3.cuh"
 #include "../../src/cuda/tuning/low_precision.hpp"
-#include "support.cuh"
+#include "e4m3_bench.cuh"
 
 namespace tessera::bench {
 namespace {
 
-using core::E4m3;
 using cuda::DownProjectionFwdE4m3Arguments;
 using cuda::UpProjectionFwdE4m3Arguments;
 using cuda::gemm::Element;
 
 constexpr ActivationKind kKind = ActivationKind::swiglu;
-constexpr int kBlock = 128;
-
-struct Shape {
-  char const* name;
-  int tokens, hidden, intermediate, experts, top_k;
-};
-constexpr Shape kShapes[] = {{"tiny", 777, 512, 256, 7, 2},
-                             {"7B-n256", 24576, 1536, 256, 128, 8},
-                             {"Qwen3-30B", 32768, 2048, 768, 128, 8},
-                             {"Qwen3-235B", 32768, 4096, 1536, 128, 8}};
 
 // h of the rows `gmem_rows`, [i][2n], one thread an element: blocks of 128 products in order, then blocks in order.
 __global__ void plain_rows(UpProjectionFwdE4m3Arguments p, int const* gmem_rows, float* gmem_h) {
   int64_t const d = p.hidden, n = p.intermediate;
-  int const row = gmem_rows[blockIdx.x];
-  int expert = 0;
-  while (row >= p.gmem_expert_offsets[expert + 1]) ++expert;
+  int const row = gmem_rows[blockIdx.x], expert = expert_of(p.gmem_expert_offsets, row);
   int64_t const token = p.gmem_gather_index[row];
   auto const* const x = static_cast<E4m3 const*>(p.gmem_x) + token * d;
   for (int64_t c = threadIdx.x; c < 2 * n; c += blockDim.x) {
@@ -53,12 +35,8 @@ __global__ void plain_rows(UpProjectionFwdE4m3Arguments p, int const* gmem_rows,
         static_cast<E4m3 const*>(p.gmem_w_up) + ((int64_t{expert} * 2 + half) * n + i) * d;
     float all = 0;
     for (int64_t k0 = 0; k0 < d; k0 += kBlock) {
-      float partial = 0;
-      for (int64_t k = k0; k < k0 + kBlock; ++k) {
-        partial = fmaf(core::to_fp32(x[k]), core::to_fp32(w[k]), partial);
-      }
       int64_t const block = (expert * (n / kBlock) + i / kBlock) * (d / kBlock) + k0 / kBlock;
-      all = fmaf(partial,
+      all = fmaf(dot_of_block(x + k0, w + k0),
                  p.gmem_x_scales[token * (d / kBlock) + k0 / kBlock] *
                      p.gmem_w_up_scales[block * 2 + half],
                  all);
@@ -71,35 +49,19 @@ __global__ void plain_rows(UpProjectionFwdE4m3Arguments p, int const* gmem_rows,
 __global__ void plain_down_rows(DownProjectionFwdE4m3Arguments p, int64_t pitch,
                                 int const* gmem_rows, float* gmem_y) {
   int64_t const d = p.hidden, n = p.intermediate;
-  int const row = gmem_rows[blockIdx.x];
-  int expert = 0;
-  while (row >= p.gmem_expert_offsets[expert + 1]) ++expert;
+  int const row = gmem_rows[blockIdx.x], expert = expert_of(p.gmem_expert_offsets, row);
   auto const* const a = static_cast<E4m3 const*>(p.gmem_a) + row * n;
   for (int64_t c = threadIdx.x; c < d; c += blockDim.x) {
     auto const* const w = static_cast<E4m3 const*>(p.gmem_w_down) + (expert * d + c) * n;
     float all = 0;
     for (int64_t block = 0; block < n / kBlock; ++block) {
-      float partial = 0;
-      for (int64_t k = block * kBlock; k < (block + 1) * kBlock; ++k) {
-        partial = fmaf(core::to_fp32(a[k]), core::to_fp32(w[k]), partial);
-      }
       int64_t const of_w = (expert * (d / kBlock) + c / kBlock) * (n / kBlock) + block;
-      all = fmaf(partial, p.gmem_a_scales[block * pitch + row] * p.gmem_w_down_scales[of_w], all);
+      all = fmaf(dot_of_block(a + block * kBlock, w + block * kBlock),
+                 p.gmem_a_scales[block * pitch + row] * p.gmem_w_down_scales[of_w], all);
     }
     gmem_y[blockIdx.x * d + c] = all;
   }
 }
-
-__global__ void checksum(uint32_t const* gmem, int64_t words, unsigned long long* gmem_sum) {
-  unsigned long long sum = 0;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < words;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    sum += (gmem[i] + 1ull) * (0x9e3779b97f4a7c15ull * (uint64_t(i) * 2 + 1));
-  }
-  atomicAdd(gmem_sum, sum);
-}
-
-float widen(bf16 value) { return __bfloat162float(value); }
 
 struct Problem {
   explicit Problem(Shape s)
@@ -352,13 +314,6 @@ class Check {
     return host;
   }
 
-  template <class T>
-  static std::vector<T> read(T const* gmem, int64_t count) {
-    std::vector<T> host(static_cast<size_t>(count));
-    TESSERA_CUDA(cudaMemcpy(host.data(), gmem, host.size() * sizeof(T), cudaMemcpyDeviceToHost));
-    return host;
-  }
-
   void fetch() {
     int64_t const n = p_.shape.intermediate;
     DeviceBuffer<int> numbers(numbers_);
@@ -403,19 +358,8 @@ class Check {
     worst = std::max(worst, std::sqrt(difference / norm));
     return true;
   }
-  bool codes_are_right(Row const& row) const {
-    for (size_t c0 = 0; c0 < row.h.size(); c0 += kBlock) {
-      uint32_t largest = 0;
-      for (size_t c = c0; c < c0 + kBlock; ++c) {
-        largest = std::max(largest, core::fp32_bits(widen(row.h[c])) & 0x7fffffffu);
-      }
-      core::BlockScale const scale = core::fp32_scale(largest);
-      if (core::fp32_bits(scale.scale) != core::fp32_bits(row.h_scales[c0 / kBlock])) return false;
-      for (size_t c = c0; c < c0 + kBlock; ++c) {
-        if (core::quantise(widen(row.h[c]), scale).bits != row.h8[c]) return false;
-      }
-    }
-    return true;
+  static bool codes_are_right(Row const& row) {
+    return bench::codes_are_right(row.h, row.h8, row.h_scales);
   }
   bool a_is_right(Row const& row) const {
     size_t const n = row.a8.size();
@@ -454,30 +398,6 @@ class Check {
   double worst_h_ = 0, worst_y_ = 0;
 };
 
-struct Candidate {
-  char const* name;
-  double flops, bytes;
-  std::function<void()> launch;
-  std::vector<float> ms;
-};
-
-void time_in_turns(std::vector<Candidate>& candidates, int iters) {
-  constexpr int kWarmUp = 20;
-  std::vector<Timer> timers(candidates.size() * (kWarmUp + iters));
-  std::vector<size_t> order(candidates.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  std::mt19937 random(1);
-  for (int i = 0; i < kWarmUp + iters; ++i) {
-    std::shuffle(order.begin(), order.end(), random);
-    for (size_t const c : order) timers[i * order.size() + c].record(candidates[c].launch);
-  }
-  for (int i = kWarmUp; i < kWarmUp + iters; ++i) {
-    for (size_t c = 0; c < order.size(); ++c) {
-      candidates[c].ms.push_back(timers[i * order.size() + c].ms());
-    }
-  }
-}
-
 bool bench_shape(Shape const& s, int iters, int sms, std::string& rows) {
   Problem const p(s);
   bool const checked = Check(p, sms).passes();
@@ -492,65 +412,14 @@ bool bench_shape(Shape const& s, int iters, int sms, std::string& rows) {
       {"quantise x", 0, 3.03 * double(p.x.count()), [&] { p.quantise_x(); }, {}},
       {"quantise w_up", 0, 3.0 * double(p.w.count()), [&] { p.quantise_w(); }, {}},
       {"quantise w_down", 0, 3.0 * double(p.w_down.count()), [&] { p.quantise_w_down(); }, {}}};
-  time_in_turns(candidates, iters);
-  TESSERA_CUDA(cudaDeviceSynchronize());
-  std::printf("after timing: %s\n",
-              read_command("nvidia-smi -i 0 --query-gpu=clocks.sm,power.draw --format=csv,noheader")
-                  .c_str());
-  for (Candidate const& c : candidates) {
-    Quantiles const q = quantiles(c.ms);
-    double const tflops = c.flops / (double(q.median) * 1e9);
-    double const tbps = c.bytes / (double(q.median) * 1e9);
-    std::printf("  %-22s %8.4f ms (%.4f to %.4f) %7.1f TFLOP/s %5.2f TB/s\n", c.name, q.median,
-                q.p10, q.p90, tflops, tbps);
-    char text[512];
-    std::snprintf(text, sizeof text,
-                  "%s\n  {\"config\": \"%s\", \"shape\": [%d, %d, %d, %d, %d], \"gpus\": 1, "
-                  "\"routing\": \"random\", \"pass\": \"forward\", \"variant\": \"%s\", "
-                  "\"ms\": %.4f, \"ms_p10\": %.4f, \"ms_p90\": %.4f, \"tflops\": %.1f, "
-                  "\"tbps\": %.3f, \"checked\": %s}",
-                  rows.empty() ? "" : ",", s.name, s.tokens, s.hidden, s.intermediate, s.experts,
-                  s.top_k, c.name, q.median, q.p10, q.p90, tflops, tbps,
-                  checked ? "true" : "false");
-    rows += text;
-  }
-  std::fflush(stdout);
+  report(s, "forward", candidates, iters, checked, rows);
   return checked;
-}
-
-int run(int argc, char** argv) {
-  std::string configs = "tiny,Qwen3-30B,Qwen3-235B", json, command;
-  int iters = 60;
-  for (int i = 0; i < argc; ++i) command += (i ? " " : "") + std::string(argv[i]);
-  for (int i = 1; i < argc; i += 2) {
-    std::string const flag = argv[i];
-    if (i + 1 == argc || (flag != "--config" && flag != "--iters" && flag != "--json")) {
-      std::fprintf(stderr, "unknown option or no value: %s\n", argv[i]);
-      return 2;
-    }
-    if (flag == "--config") configs = argv[i + 1];
-    if (flag == "--iters") iters = std::atoi(argv[i + 1]);
-    if (flag == "--json") json = argv[i + 1];
-  }
-  int sms = 0;
-  TESSERA_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
-  std::string rows;
-  bool good = true;
-  for (Shape const& s : kShapes) {
-    if (("," + configs + ",").find("," + std::string(s.name) + ",") == std::string::npos) continue;
-    good = bench_shape(s, iters, sms, rows) && good;
-  }
-  if (!json.empty()) {
-    write_results(
-        json, command,
-        "median of " + std::to_string(iters) +
-            " after 20 warm-ups, kernels interleaved in random order, uniform random data",
-        rows);
-  }
-  return good && !rows.empty() ? 0 : 1;
 }
 
 }  // namespace
 }  // namespace tessera::bench
 
-int main(int argc, char** argv) { return tessera::bench::run(argc, argv); }
+int main(int argc, char** argv) {
+  using namespace tessera::bench;
+  return run(argc, argv, bench_shape);
+}

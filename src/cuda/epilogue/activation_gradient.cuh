@@ -92,7 +92,7 @@ class GradientRows {
     rows_.load(gate, m, g);
     if constexpr (kHalves == 2) rows_.load(up, m, u);
     acc.for_each_pair(slab, m, [&](int i, int row, float left, float right) {
-      differentiate_pair(left, right, s[row], g[i], u[i], a[i], ds[row]);
+      differentiate_pair<kKind>(p_.activation, left, right, s[row], g[i], u[i], a[i], ds[row]);
     });
     rows_.store(gate, m, g);
     if constexpr (kHalves == 2) rows_.store(up, m, u);
@@ -107,7 +107,7 @@ class GradientRows {
     acc.for_each_pair(slab, m, [&](int i, int row, float left, float right) {
       uint2 const h = rows_.load_doubled(first, second, m, i);
       uint32_t g = arch::low_halves(h.x, h.y), u = arch::high_halves(h.x, h.y);
-      differentiate_pair(left, right, s[row], g, u, a[i], ds[row]);
+      differentiate_pair<kKind>(p_.activation, left, right, s[row], g, u, a[i], ds[row]);
       rows_.store_doubled(first, second, m, i, {arch::low_halves(g, u), arch::high_halves(g, u)});
     });
   }
@@ -135,23 +135,7 @@ class GradientRows {
   typename Core::SlabRows rows_;
 
  private:
-  using Function = ActivationFunction<kKind>;
   static constexpr int kScores = (kGemm.warpgroup_subtiles() + 1) / 2;
-
-  // Two neighbouring columns: t, (g, u) -> (dg, du), a'.
-  __device__ __forceinline__ void differentiate_pair(float t_left, float t_right, float s,
-                                                     uint32_t& g, uint32_t& u, uint32_t& a,
-                                                     float& ds) const {
-    float2 const gate = arch::unpack_bf16(g);
-    float2 const up = arch::unpack_bf16(u);
-    auto const low = Function::backward(p_.activation, gate.x, up.x, s * t_left);
-    auto const high = Function::backward(p_.activation, gate.y, up.y, s * t_right);
-    ds = fmaf(t_left, low.a, ds);
-    ds = fmaf(t_right, high.a, ds);
-    g = arch::pack_bf16(low.dg, high.dg);
-    u = arch::pack_bf16(low.du, high.du);
-    a = arch::pack_bf16(s * low.a, s * high.a);
-  }
 
   float score_[kScores];  // lane l: of row l % 16 of the warp's in subtile l/16 (+ 2i)
 };

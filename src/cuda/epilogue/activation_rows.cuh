@@ -33,6 +33,8 @@ class ActivationRows {
   __device__ __forceinline__ ActivationRows(typename Core::Storage& smem, Params const& p)
       : p_(p), slabs_(smem) {}
 
+  __device__ __forceinline__ void begin(WorkTile const&, int) {}
+
   // The warp's 32 rows, of which `row` is the first; releases the accumulators when all are loaded.
   __device__ __forceinline__ void store(typename Core::Rows& rows, WorkTile const& tile, int row) {
     int const first = tile.n_tile * Core::kTileN / 2;

@@ -27,6 +27,8 @@ class StoreRows {
   __device__ __forceinline__ StoreRows(typename Core::Storage& smem, Params const& p)
       : p_(p), slabs_(smem) {}
 
+  __device__ __forceinline__ void begin(WorkTile const&, int) {}
+
   // The warp's 32 rows, of which `row` is the first, slab by slab; releases the accumulators with the last one.
   __device__ __forceinline__ void store(typename Core::Rows& rows, WorkTile const& tile, int row) {
     int const first = tile.n_tile * Core::kTileN;

@@ -23,6 +23,9 @@ KERNEL_OF_PAIR = {**KERNEL, "UTCBAR.MULTICAST": 2}
 # The warp that draws tiles and the other three have code of their own, for eight rows of a thread.
 KERNEL_OF_GATHER = {**KERNEL_OF_ONE, "LDTM.x32": 6, "UTMASTG": 2, "LDGSTS": 16}
 ACTIVATION = {"LDTM.x32": 6, "UTMASTG": 2}  # a half of h, then both for a
+# dh of each half and a'; h of the halves is loaded in three places.
+GRADIENT = {**KERNEL_OF_ONE, "UTMASTG": 3, "UTMALDG.3D": 6, "LDGSTS": 16}
+GRADIENT_WITHOUT_GATE = {**GRADIENT, "UTMASTG": 2, "UTMALDG.3D": 3}
 # Kernel, a part of its mangled name -> instructions; .2CTA is left out of both, as `pair` says it.
 FORMS = {
     "multiply_bf16ILi1E": {**ALLOCATES, **LOADS, "UTCHMMA": 4, "UTCBAR": 1},
@@ -37,6 +40,9 @@ KERNELS = {
     "DownProjectionFwdSm100ILNS0_4gemm5MajorE1": KERNEL_OF_ONE,
     "DownProjectionFwdSm100PairILNS0_4gemm5MajorE0": KERNEL_OF_PAIR,
     "DownProjectionFwdSm100PairILNS0_4gemm5MajorE1": KERNEL_OF_PAIR,
+    "DownProjectionDgradSm100ILNS_14ActivationKindE0ELNS0_4gemm5MajorE0": GRADIENT,
+    "DownProjectionDgradSm100ILNS_14ActivationKindE0ELNS0_4gemm5MajorE1": GRADIENT,
+    "DownProjectionDgradSm100ILNS_14ActivationKindE9ELNS0_4gemm5MajorE1": GRADIENT_WITHOUT_GATE,
     "UpProjectionDgradSm100ILNS0_4gemm5MajorE0": KERNEL_OF_ONE,
     "UpProjectionDgradSm100ILNS0_4gemm5MajorE1": KERNEL_OF_ONE,
     "UpProjectionDgradSm100PairILNS0_4gemm5MajorE0": KERNEL_OF_PAIR,

@@ -13,11 +13,12 @@ import mutant_runner  # noqa: E402
 
 # The source that is compiled again, by the words that its tests begin with.
 SOURCES = {"UpProjectionDgrad": "up_projection_dgrad_test.cpp", "Up": "up_projection_fwd_test.cpp",
-           "Down": "down_projection_fwd_test.cpp"}
+           "DownProjectionDgrad": "down_projection_dgrad_test.cpp", "Down": "down_projection_fwd_test.cpp"}
 WORDS, STORE = "cuda/arch/sm100/tcgen05_descriptor.hpp", "cuda/epilogue/store_rows.cuh"
 LOOP, ROWS = "cuda/gemm/sm100/mainloop.cuh", "cuda/gemm/sm100/accumulators.cuh"
 SLABS, ROLES = "cuda/gemm/sm100/slabs.cuh", "cuda/gemm/sm100/roles.cuh"
 PAIR, ACT = "cuda/gemm/sm100/pair_loads.cuh", "cuda/epilogue/activation_rows.cuh"
+GRAD, MATH = "cuda/epilogue/activation_gradient_rows.cuh", "cuda/epilogue/activation_math.cuh"
 WRONG = ", not its bits"
 # (name, file, text that stands there once, what stands there instead, a part of what the test then says, tests)
 MUTANTS = [
@@ -25,22 +26,21 @@ MUTANTS = [
     ("an operand has the version of Hopper", WORDS, "kVersion = 1;", "kVersion = 0;", "version 0", "*AllRows*"),
     ("leading and stride bytes of rows-major boxes are exchanged", WORDS, ".leading_bytes = 8192};",
      ".leading_bytes = 1024, .stride_bytes = 8192};", WRONG, "*RowsMajor*"),
-    ("a rows-major B is said to be K-major", LOOP, "kGemm.b.major == Major::kK ? arch::MmaMajor::kK",
-     "true ? arch::MmaMajor::kK", WRONG, "*RowsMajor*"),
-    ("a rows-major B has the k step of K-major", LOOP, "kRowsMajor ? arch::kRowsMajorStepBytes",
-     "false ? arch::kRowsMajorStepBytes", WRONG, "*RowsMajor*"),
+    ("a rows-major B is said to be K-major", LOOP, ".b_major = StageOperand<kGemm.b.major>::kMma",
+     ".b_major = arch::MmaMajor::kK", WRONG, "*RowsMajor*"),
+    ("a rows-major B has the k step of K-major", LOOP, "s * B::kStep", "s * arch::kKMajorStepBytes", WRONG, "*RowsMajor*"),
     ("half of the columns are multiplied", LOOP, ".n = kGemm.tile.n,", ".n = kGemm.tile.n / 2,",
      "nothing was written there", "*Turn"),
     # operands
     ("the last step of k is left out", LOOP, "step < kGemm.tile.k / kStepK", "step < kGemm.tile.k / kStepK - 1", WRONG,
      "*AllRows*"),
-    ("A does not step along k", LOOP, "arch::plus(a, s * arch::kKMajorStepBytes)", "arch::plus(a, 0 * s)", WRONG,
+    ("A does not step along k", LOOP, "arch::plus(a, s * A::kStep)", "arch::plus(a, 0 * s)", WRONG,
      "*AllRows*"),
     # barriers
     ("a stage is freed before it has been read", LOOP,
      "arch::tcgen05_commit<kGemm.cluster_m()>(&smem.empty[state.stage]);",
      "arch::mbarrier_arrive(&smem.empty[state.stage]);", WRONG, "*Turn"),
-    ("a tile is announced a k_tile early", LOOP, "if (k_tile == p.k_tiles - 1)", "if (k_tile == max(p.k_tiles - 2, 0))",
+    ("a tile is announced a k_tile early", LOOP, "if (is_last) arch::tcgen05", "if (k_tile == max(k_tiles - 2, 0)) arch::tcgen05",
      "is not known to be complete", "*Turn"),
     ("the accumulator's parity is that of its end", LOOP, "turn.phase ^ 1", "turn.phase", "waits for an mbarrier",
      "*AllRows*"),
@@ -64,7 +64,7 @@ MUTANTS = [
      "is not known to be done", "*Turn"),
     ("a slab is stored without a proxy fence", SLABS, "arch::fence_proxy_async_shared();", "", "has not fenced",
      "*AllRows*"),
-    ("a slab is filled before it has been read", SLABS, "arch::tma_store_wait_read<kWarpSlabs - 1>();", ";", WRONG,
+    ("a slab is filled before it has been read", SLABS, "this->template wait_read<Base::kSlabs - 1>();", "", WRONG,
      "*Turn"),
     # tensor memory
     ("the first step of a tile adds", LOOP, "is_first && step == 0 ? 0 : 1", "1", "adds to what nobody has written",
@@ -134,13 +134,40 @@ MUTANTS = [
     ("up has the bias of gate", ACT, "add_bias(up, 1,", "add_bias(up, 0,", "a has other bits", "Up*Biases*"),
     ("accumulators are freed before a is loaded", ACT, "part == 1 && group == groups - 1",
      "part == 0 && group == groups - 1", "is not known to be", "Up*ExpertsOfAnyRows"),
+    # the activation's gradient
+    ("h is loaded over dh that is stored", GRAD,
+     "have been read\n        slabs_.template wait_read<0>();", "have been read", "has other bits",
+     "DownProjectionDgrad*Turn"),
+    ("h is not awaited", GRAD, "slabs_.wait(block);", "", "has other bits", "DownProjectionDgrad*Turn"),
+    ("a third block has the h of the first", GRAD, "arch::elect_one()) load(block + 1);",
+     "arch::elect_one()) load(block - 1);", "has other bits", "DownProjectionDgrad*Turn"),
+    ("a buffer's parity never turns", SLABS, "phase_ ^= 1u << buffer;", "", "waits for an mbarrier",
+     "DownProjectionDgrad*Turn"),
+    ("a buffer does not wait for the up half", SLABS, "= kBufferSlabs * kWarpSlabRows * kStageRowBytes",
+     "= kWarpSlabRows * kStageRowBytes", "bytes", "DownProjectionDgrad*Turn"),
+    ("ds of a tile is one sum", GRAD, "tile.end, ds);\n        ds = 0.0f;", "tile.end, ds);", "ds has other bits",
+     "DownProjectionDgrad*ExpertsOfAnyRows"),
+    ("ds has the score in it", MATH, "ds = fmaf(t_left, low.a, ds);", "ds = fmaf(s * t_left, low.a, ds);",
+     "ds has other bits", "DownProjectionDgrad*AllRows*"),
+    ("ds of rows past the expert is stored", GRAD, "p_.gmem_partials != nullptr && own < end",
+     "p_.gmem_partials != nullptr", "ds ", "DownProjectionDgrad*PairsWithoutAnExpert"),
+    ("a row has the score of another slot", GRAD, "p_.gmem_scores[p_.gmem_permutation[own]]", "p_.gmem_scores[own]",
+     "dg has other bits", "DownProjectionDgrad*AllRows*"),
+    ("du is stored over dg", GRAD, "slab_of(block, half), column, half,", "slab_of(block, half), column, 0,",
+     "has other bits", "DownProjectionDgrad*AllRows*"),
+    ("up is read for gate", GRAD, "uint4 g = slabs_.get(slab_g, chunk)", "uint4 g = slabs_.get(slab_u, chunk)",
+     "dg has other bits", "DownProjectionDgrad*AllRows*"),
+    ("a' has half of its columns", GRAD, "slabs_.put(slab_a, part * kPartChunks + c, a[c]);",
+     "slabs_.put(slab_a, c, a[c]);", "a' has other bits", "DownProjectionDgrad*AllRows*"),
+    ("accumulators are freed ahead of a block's second half", GRAD, "part == 1 && block == blocks_ - 1",
+     "part == 0 && block == blocks_ - 1", "is not known to be", "DownProjectionDgrad*Turn"),
     ("chunks of a row are not swizzled", SLABS, "(chunk ^ (row & 7)) << 4", "chunk << 4", WRONG, "*AllRows*"),
 ]
 QUICK = ("the last step of k is left out", "no fence behind the wait for a tile")
 
 
 def outcome(args, mutant):
-    tests = mutant[5] if mutant[5].startswith("Up") else f"Down{mutant[5]}"
+    tests = mutant[5] if mutant[5][0].isupper() else f"DownProjectionFwd{mutant[5]}"
     source = next(source for start, source in SOURCES.items() if tests.startswith(start))
     return mutant_runner.outcome(args, mutant, source, tests)
 

@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -27,7 +28,12 @@ struct Shape {
   int other_rows = 0;  // behind those of the experts: pairs without an expert
   bool bias = false;
   bool stores_h = true;  // a forward up projection alone asks
-  bool gated = true;     // an up projection's gradient alone asks
+  bool gated = true;     // gradients alone ask, as they do for what follows
+  bool stores_a = true;
+  bool gathers = true;
+  bool accumulates = false;
+  int skipped_half = -1;  // of a weight gradient: nobody wants it
+  int block = 0;          // of rows of a weight gradient, gate and up in turn; 0: one
 };
 
 class ExpertRows {
@@ -63,16 +69,26 @@ struct Sum {
   // As the emulated tensor cores add, in the order of k.
   Bits rounded() const { return emulator::round(dot(a, b, count, b_step) + bias); }
 
+  // In fp64, and the sum of magnitudes.
+  double exact() const {
+    return added([](double product) { return product; });
+  }
+  double size() const {
+    return added([](double product) { return std::fabs(product); });
+  }
+
   // Whether rounded() is within half a bf16 of the sum in fp64, and an fp32 rounding for each addition.
   bool agrees_with_fp64() const {
-    double sum = bias, size = std::fabs(bias);
-    for (int k = 0; k < count; ++k) {
-      double const product = double{widen(a[k])} * widen(b[k * b_step]);
-      sum += product;
-      size += std::fabs(product);
-    }
-    double const allowed = std::fabs(sum) * 0x1p-8 + size * count * 0x1p-24;
+    double const sum = exact(), allowed = std::fabs(sum) * 0x1p-8 + size() * count * 0x1p-24;
     return std::fabs(widen(rounded()) - sum) <= allowed;
+  }
+
+ private:
+  template <class Of>
+  double added(Of of) const {
+    double sum = of(bias);
+    for (int k = 0; k < count; ++k) sum += of(double{widen(a[k])} * widen(b[k * b_step]));
+    return sum;
   }
 };
 
@@ -103,9 +119,14 @@ void check(Shape const& shape) {
   (in_all_schedules.template operator()<Configs>(), ...);
 }
 
+// Whether shapes drawn at random have two halves; else some have one.
+struct AtRandom {
+  std::optional<bool> gated;
+};
+
 // Any experts, sizes and schedules.
 template <class Projection, class... Configs>
-void check_at_random() {
+void check_at_random(AtRandom const& wanted = {}) {
   std::mt19937 rng(11);
   auto const draw = [&](unsigned below) { return static_cast<int>(rng() % below); };
   for (int i = 0; i < 25; ++i) {
@@ -116,6 +137,12 @@ void check_at_random() {
     shape.bias = draw(2) != 0;
     shape.stores_h = draw(4) != 0;
     shape.gated = draw(3) != 0;
+    if (wanted.gated.has_value()) shape.gated = *wanted.gated;
+    shape.stores_a = draw(3) != 0;
+    shape.gathers = draw(3) != 0;
+    shape.accumulates = draw(2) != 0;
+    if (shape.gated) shape.skipped_half = draw(4) - 2;
+    if (shape.intermediate % 16 == 0) shape.block = draw(2) * 16;
     Schedule const schedule{
         .seed = rng(), .burst = 1 << draw(7), .copies = 2 << draw(8), .lazy = draw(2) * 0.5};
     SCOPED_TRACE(std::to_string(i) + ": d " + std::to_string(shape.hidden) + ", n " +

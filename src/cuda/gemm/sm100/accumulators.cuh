@@ -40,7 +40,7 @@ consteval uint32_t tensor_columns() {
   return columns;
 }
 
-// The 32 rows of an epilogue warp: a thread has one row, 32 columns of it at a time.
+// The 32 rows of an epilogue warp: a thread has one row, 32 columns of it at a time, or a fragment of 16 rows.
 template <GemmConfig kGemm>
 class AccumulatorRows {
  public:
@@ -59,6 +59,11 @@ class AccumulatorRows {
   // Asks for columns from `column` on; loaded() makes them readable. By converged warps.
   __device__ __forceinline__ void load(uint32_t (&r)[32], int column) const {
     arch::tcgen05_ld_rows(r, tensor_ + static_cast<uint32_t>(column));
+  }
+  // The same of the `half`-th 16 rows x 64 columns, in the order of fragments (tcgen05_ld_fragments()).
+  __device__ __forceinline__ void load_fragments(uint32_t (&r)[32], int half, int column) const {
+    arch::tcgen05_ld_fragments(
+        r, tensor_ + arch::tensor_lane(half * kWarpSlabRows / 2) + static_cast<uint32_t>(column));
   }
   __device__ __forceinline__ void loaded() const { arch::tcgen05_wait_ld(); }
 

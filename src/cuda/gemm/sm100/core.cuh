@@ -14,6 +14,7 @@ struct TensorMemoryCore {
   using Storage = SharedStorage<kGemm>;
   using Rows = AccumulatorRows<kGemm>;
   using Slabs = WarpSlabs<kGemm>;
+  using LoadedSlabs = LoadedWarpSlabs<kGemm>;
 };
 
 }  // namespace tessera::cuda::gemm

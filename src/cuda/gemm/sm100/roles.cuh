@@ -4,8 +4,7 @@
 #pragma once
 
 #include "../../arch/sm100/tcgen05_alloc.cuh"
-#include "../produce/gather.cuh"
-#include "../produce/tma.cuh"
+#include "../produce/produce.cuh"
 #include "mainloop.cuh"
 #include "pair_loads.cuh"
 
@@ -20,6 +19,9 @@ __device__ __forceinline__ void init_barriers(SharedStorage<kGemm>& smem) {
   for (int i = 0; i < kAccumulators; ++i) {
     arch::mbarrier_init(&smem.acc_full[i], 1);
     arch::mbarrier_init(&smem.acc_empty[i], kEpilogueWarps * kGemm.cluster_m());
+  }
+  for (int w = 0; w < kEpilogueWarps; ++w) {
+    for (int b = 0; b < kLoadBuffers; ++b) arch::mbarrier_init(&smem.loads[w][b], 1);
   }
   for (int w = 0; w < kWorkSlots; ++w) {
     arch::mbarrier_init(&smem.work_full[w], 1);
@@ -64,8 +66,8 @@ __device__ __forceinline__ void set_up_in_tensor_memory(SharedStorage<kGemm>& sm
   arch::tcgen05_fence_after();
 }
 
-// Epilogue(smem, params); store(AccumulatorRows&, tile, first row of the warp), which has to call release() once;
-// drain(). A warp whose rows do not exist calls release() alone.
+// Epilogue(smem, params); begin(tile, first row of the warp), under the tile's k loop; store(AccumulatorRows&, tile,
+// the same row), which has to call release() once; drain(). A warp whose rows do not exist calls release() alone.
 template <GemmConfig kGemm, class Epilogue>
 __device__ __forceinline__ void store_tiles(SharedStorage<kGemm>& smem,
                                             typename Epilogue::Params const& epilogue_params) {
@@ -76,8 +78,10 @@ __device__ __forceinline__ void store_tiles(SharedStorage<kGemm>& smem,
   int const first = arch::warp_in_warpgroup() * kWarpSlabRows;
   while (queue.read(tile)) {
     AccumulatorRows<kGemm> rows(smem, turn);
+    bool const exists = first < tile.rows;
+    if (exists) epilogue.begin(tile, tile.row + first);
     rows.wait();
-    if (first < tile.rows) {
+    if (exists) {
       epilogue.store(rows, tile, tile.row + first);
     } else {
       rows.release();
@@ -101,9 +105,9 @@ __device__ __forceinline__ void run_gemm_in_tensor_memory(
     if (kGemm.cluster_m() == 1 || arch::cluster_cta_rank() == 0) multiply_tiles<kGemm>(smem, p);
   } else if constexpr (kGemm.gathers()) {
     if (warp == kEpilogueWarps) {
-      produce_by_gather<kGemm, Epilogue, true>(smem, p, epilogue_params);
+      produce_with_gather<kGemm, Epilogue, true>(smem, p, epilogue_params);
     } else {
-      produce_by_gather<kGemm, Epilogue, false>(smem, p, epilogue_params);
+      produce_with_gather<kGemm, Epilogue, false>(smem, p, epilogue_params);
     }
   } else if (warp == kLoadWarp) {
     if constexpr (kGemm.cluster_m() == 2) {

@@ -15,6 +15,8 @@
 //   acc_empty[i]*  4 or 8, each epilogue warp when it has loaded its rows                multiply
 //   work_full      1, load; in a pair with the bytes of the tile                         multiply, epilogue, load
 //   work_empty*    6, gathering 9, pair 11: each warp that reads tiles                   load
+//   loads[w][b]    1, epilogue warp w, with the bytes that it asked for                  epilogue warp w
+// GemmConfig::epilogue.slabs counts the slabs of each epilogue warp.
 #pragma once
 
 #include "../storage.cuh"
@@ -24,7 +26,6 @@ namespace tessera::cuda::gemm {
 constexpr int kAccumulators = 2;
 constexpr int kEpilogueWarps = 4, kLoadWarp = 5;
 constexpr int kTensorRows = 128;  // of a CTA's tile: one for each lane
-constexpr int kWarpSlabs = 2;
 constexpr int kWarpSlabRows = 32;
 
 // One warpgroup consumes: on sm_90 there are two or three (valid()), whose registers hold the accumulators.
@@ -37,7 +38,10 @@ consteval bool valid_in_tensor_memory(GemmConfig c) {
   if (c.a.bytes(1, c.tile.k) != kStageRowBytes) throw "tile.k: 128 bytes of a row of A";
   if (c.b.bytes(1, c.tile.k) != kStageRowBytes) throw "tile.k: 128 bytes of a row of B";
   if (c.stages < 2) throw "stages: at least 2";
-  if (c.varlen_k()) throw "ragged: varlen-M so far";
+  if (c.a.major != (c.varlen_k() ? Major::kRows : Major::kK))
+    throw "a.major: k, but rows with varlen-K, whose k are the rows of a segment";
+  if (c.varlen_k() && (!c.gathers() || c.b.major != Major::kRows || c.b.halves != Halves::kOne))
+    throw "ragged: varlen-K gathers tokens, with a rows-major B in one half";
   if (c.gathers() && c.cluster_m() != 1) throw "a.loader: a gather by one CTA so far";
   if (c.cluster_m() > 2 || c.paired()) throw "cluster: one CTA, or two along gemm_m";
   if (c.b_groups() % c.cluster_m()) throw "tile.n: a pair halves its row groups";
@@ -67,11 +71,12 @@ struct SharedStorage<kGemm> {
   using B = typename ElementType<kGemm.b.element>::Type;
   alignas(1024) A a[kGemm.stages][kGemm.tile.m * kGemm.tile.k];    // (PIPE,TILE_M,TILE_K)
   alignas(1024) B b[kGemm.stages][b_share(kGemm) * kGemm.tile.k];  // (PIPE,TILE_N/CTAS,TILE_K)
-  alignas(1024) bf16 slabs[kEpilogueWarps][kWarpSlabs][kWarpSlabRows * kSlabColumns];
+  alignas(1024) bf16 slabs[kEpilogueWarps][kGemm.epilogue.slabs][kWarpSlabRows * kSlabColumns];
   arch::Mbarrier full[kGemm.stages];
   arch::Mbarrier empty[kGemm.stages];
   arch::Mbarrier acc_full[kAccumulators];
   arch::Mbarrier acc_empty[kAccumulators];
+  arch::Mbarrier loads[kEpilogueWarps][kLoadBuffers];
   arch::Mbarrier work_full[kWorkSlots];
   arch::Mbarrier work_empty[kWorkSlots];
   alignas(16) int4 work[kWorkSlots];

@@ -324,7 +324,7 @@ void cp_async_wait() {
   emulator::wait_copies(kPending);
 }
 
-// tma.cuh: boxes of rows of 128 bytes, swizzled.
+// tma.cuh: boxes of rows of 128 bytes, or 64, swizzled.
 
 // visit(address, row of the box, columns that exist) for every row; the address is null for rows that do not exist.
 template <class Visit>
@@ -355,9 +355,14 @@ void visit_box(CUtensorMap const& map, int const (&at)[5], Visit visit) {
     }
   }
 }
-// Where chunk c, of 16 bytes, of a row of 128 lies.
-inline uint32_t swizzled(uint32_t address, uint32_t row, uint32_t chunk) {
-  uint32_t const at = address + row * 128 + chunk * 16;
+inline uint32_t row_bytes_of(CUtensorMap const& map) {
+  uint32_t const bytes = map.box[0] * map.element_bytes;
+  if (bytes != 128 && bytes != 64) emulator::fail("a box whose rows are neither 128 bytes nor 64");
+  return bytes;
+}
+// Where what lies `bytes` behind the start of a box does, in chunks of 16 bytes.
+inline uint32_t swizzled(uint32_t address, uint32_t bytes) {
+  uint32_t const at = address + bytes;
   return at ^ (at >> 7 & 7) << 4;
 }
 
@@ -367,6 +372,7 @@ inline void tma_load_box(unsigned cta, unsigned counting, void* smem_dst, CUtens
   uint32_t const to = shared_address(smem_dst);
   unsigned char* const shared = emulator::shared_memory_of(cta);
   CUtensorMap const m = *map;
+  uint32_t const row_bytes = row_bytes_of(m);
   uint32_t bytes = m.element_bytes;
   for (uint32_t const extent : m.box) bytes *= extent;
   emulator::load_later_in(counting, full, bytes, [=] {
@@ -374,8 +380,8 @@ inline void tma_load_box(unsigned cta, unsigned counting, void* smem_dst, CUtens
     visit_box(m, {c0, c1, c2, c3, c4}, [&](unsigned char const* from, uint32_t row, int columns) {
       unsigned char whole[128] = {};
       if (from != nullptr) std::memcpy(whole, from, static_cast<size_t>(columns) * m.element_bytes);
-      for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-        std::memcpy(shared + swizzled(to, row, chunk), whole + 16 * chunk, 16);
+      for (uint32_t at = 0; at < row_bytes; at += 16) {
+        std::memcpy(shared + swizzled(to, row * row_bytes + at), whole + at, 16);
       }
     });
   });
@@ -402,6 +408,7 @@ void tma_store_box(CUtensorMap const* map, void const* smem_src, int c0, int c1,
   uint32_t const from = shared_address(smem_src);
   unsigned char const* const shared = emulator::shared_memory();
   CUtensorMap const m = *map;
+  uint32_t const row_bytes = row_bytes_of(m);
   size_t box_bytes = m.element_bytes;
   for (uint32_t const extent : m.box) box_bytes *= extent;
   emulator::reads_shared_async(shared + from, box_bytes);
@@ -409,8 +416,8 @@ void tma_store_box(CUtensorMap const* map, void const* smem_src, int c0, int c1,
   emulator::store_later(
       [=] {
         visit_box(m, {c0, c1, c2, c3, 0}, [&](unsigned char*, uint32_t row, int) {
-          for (uint32_t chunk = 0; chunk < 8; ++chunk) {
-            unsigned char const* const at = shared + swizzled(from, row, chunk);
+          for (uint32_t bytes = 0; bytes < row_bytes; bytes += 16) {
+            unsigned char const* const at = shared + swizzled(from, row * row_bytes + bytes);
             rows->insert(rows->end(), at, at + 16);
           }
         });
@@ -418,7 +425,8 @@ void tma_store_box(CUtensorMap const* map, void const* smem_src, int c0, int c1,
       [=] {
         visit_box(m, {c0, c1, c2, c3, 0}, [&](unsigned char* to, uint32_t row, int columns) {
           if (to == nullptr) return;
-          put(to, rows->data() + size_t{row} * 128, static_cast<size_t>(columns) * m.element_bytes);
+          put(to, rows->data() + size_t{row} * row_bytes,
+              static_cast<size_t>(columns) * m.element_bytes);
         });
       });
 }

@@ -248,7 +248,7 @@ MUTANTS = [
      "add_staged(acc, g, smem);", ";", "ProjectionWgrad.AddsToBf16InLentStages"),
     ("a kernel that lets the next one start keeps its lent stages", "cuda/kernels/projection_wgrad.cuh",
      "    Epilogue::settle();\n    count_tile();", "    count_tile();", "waits for an mbarrier"),
-    ("a score is left out of dh", "cuda/epilogue/activation_gradient.cuh",
+    ("a score is left out of dh", "cuda/epilogue/activation_gradient_pair.cuh",
      "up.x, s * t_left)", "up.x, t_left)", "DownProjectionDgrad.InLentStages"),
     ("the square of a gate overflows before the slope of its sigmoid is 0", "cuda/epilogue/activation_math.cuh",
      "fmaf(part * x, 1.5f * kScale * kCubic * x, slope)",

@@ -15,7 +15,7 @@
 
 #include "../gemm/scheduler.cuh"
 #include "../gemm/slabs.cuh"
-#include "activation_math.cuh"
+#include "activation_gradient_pair.cuh"
 
 namespace tessera::cuda::gemm {
 

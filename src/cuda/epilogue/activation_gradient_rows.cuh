@@ -13,7 +13,7 @@
 #include "../arch/warp.cuh"
 #include "../gemm/storage.cuh"
 #include "../gemm/work_tile.hpp"
-#include "activation_math.cuh"
+#include "activation_gradient_pair.cuh"
 
 namespace tessera::cuda::gemm {
 

@@ -71,13 +71,13 @@ inline cudaError_t make_halves_map(CUtensorMap& map, void const* gmem, int64_t r
 }
 
 // One matrix (rows x columns) per segment of a weight tensor (host/projection.hpp) or of its gradient, in boxes
-// of 64 rows x 64 columns (fp32: 32 of the contiguous dimension, and K-major 32 rows), zero outside.
+// of 64 rows x `box_columns` columns (fp32: 32 of the contiguous dimension, and K-major 32 rows), zero outside.
 //   K-major    (column, row % block, row / block, segment); no box may cross a block, so blocks have a
 //              power of two of rows up to 64, or a multiple of 64, or there is only one
 //   rows-major (row, column, 0, segment)
 inline cudaError_t make_weight_map(CUtensorMap& map, WeightRows const& w, int64_t segments,
                                    int64_t rows, int64_t columns, bool rows_major,
-                                   bool is_fp32 = false) {
+                                   bool is_fp32 = false, uint32_t box_columns = 64) {
   auto const bytes = [=](int64_t elements) { return uint64_t(elements) * (is_fp32 ? 4 : 2); };
   uint32_t const inner = is_fp32 ? 32 : 64;
   if (rows_major) {
@@ -86,7 +86,7 @@ inline cudaError_t make_weight_map(CUtensorMap& map, WeightRows const& w, int64_
         {.rank = 4,
          .extent = {uint64_t(rows), uint64_t(columns), 1, uint64_t(segments)},
          .stride_bytes = {bytes(w.column_stride), bytes(w.column_stride), bytes(w.expert_stride)},
-         .box = {inner, 64, 1, 1},
+         .box = {inner, box_columns, 1, 1},
          .is_fp32 = is_fp32});
   }
   bool const one_block = w.block >= rows;
@@ -99,7 +99,7 @@ inline cudaError_t make_weight_map(CUtensorMap& map, WeightRows const& w, int64_
                   uint64_t(one_block ? 1 : rows / w.block), uint64_t(segments)},
        .stride_bytes = {bytes(w.row_stride), bytes(one_block ? w.row_stride : w.block_stride),
                         bytes(w.expert_stride)},
-       .box = {inner, box_rows, group / box_rows, 1},
+       .box = {std::min(inner, box_columns), box_rows, group / box_rows, 1},
        .is_fp32 = is_fp32});
 }
 

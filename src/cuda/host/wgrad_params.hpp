@@ -21,9 +21,10 @@ inline bool alike(WeightRows const (&dw)[2]) {
 }
 
 // kGemm: a gemm::GemmConfig; kRowsMajor: dW is contiguous along n. GemmParams, StoreParams: gemm::GemmParams and
-// gemm::WgradStoreParams.
+// gemm::WgradStoreParams. box_columns: of d, in a box that is stored.
 template <auto kGemm, bool kRowsMajor, class GemmParams, class StoreParams>
-cudaError_t make_wgrad_params(GemmParams& gemm, StoreParams& out, WgradArguments const& args) {
+cudaError_t make_wgrad_params(GemmParams& gemm, StoreParams& out, WgradArguments const& args,
+                              uint32_t box_columns = 64) {
   int64_t const d = args.hidden;
   int64_t const n = args.intermediate;
   cudaError_t error = cudaSuccess;
@@ -54,7 +55,7 @@ cudaError_t make_wgrad_params(GemmParams& gemm, StoreParams& out, WgradArguments
     to.block = dw.block >= n ? INT_MAX : int(dw.block);
     to.exists = true;
     if (!kGemm.defers() || args.is_fp32)
-      then(make_weight_map(to.map, dw, args.experts, n, d, kRowsMajor, args.is_fp32));
+      then(make_weight_map(to.map, dw, args.experts, n, d, kRowsMajor, args.is_fp32, box_columns));
   }
   if (kGemm.defers() && !args.is_fp32) {
     using Steps = decltype(out.steps);

@@ -26,6 +26,10 @@ ACTIVATION = {"LDTM.x32": 6, "UTMASTG": 2}  # a half of h, then both for a
 # dh of each half and a'; h of the halves is loaded in three places.
 GRADIENT = {**KERNEL_OF_ONE, "UTMASTG": 3, "UTMALDG.3D": 6, "LDGSTS": 16}
 GRADIENT_WITHOUT_GATE = {**GRADIENT, "UTMASTG": 2, "UTMALDG.3D": 3}
+# 16 tokens of a thread. fp32 is stored or added, in two parts; to bf16 is added what comes by loads in four places.
+WGRAD_FP32 = {**KERNEL_OF_ONE, "UTMASTG": 2, "UTMAREDG": 2, "UTMALDG.4D": 0, "LDGSTS": 32}
+WGRAD_ROWS = {**KERNEL_OF_ONE, "UTMALDG.4D": 4, "LDGSTS": 32}
+WGRAD_COLUMNS = {**WGRAD_ROWS, "LDTM.x32": 0, "LDTM.16dp256bit.x8": 2, "STSM": 8, "LDSM": 8}
 # Kernel, a part of its mangled name -> instructions; .2CTA is left out of both, as `pair` says it.
 FORMS = {
     "multiply_bf16ILi1E": {**ALLOCATES, **LOADS, "UTCHMMA": 4, "UTCBAR": 1},
@@ -43,6 +47,10 @@ KERNELS = {
     "DownProjectionDgradSm100ILNS_14ActivationKindE0ELNS0_4gemm5MajorE0": GRADIENT,
     "DownProjectionDgradSm100ILNS_14ActivationKindE0ELNS0_4gemm5MajorE1": GRADIENT,
     "DownProjectionDgradSm100ILNS_14ActivationKindE9ELNS0_4gemm5MajorE1": GRADIENT_WITHOUT_GATE,
+    "ProjectionWgradSm100ILNS0_4gemm5MajorE0ELb0E": WGRAD_COLUMNS,
+    "ProjectionWgradSm100ILNS0_4gemm5MajorE1ELb0E": WGRAD_ROWS,
+    "ProjectionWgradSm100ILNS0_4gemm5MajorE0ELb1E": WGRAD_FP32,
+    "ProjectionWgradSm100ILNS0_4gemm5MajorE1ELb1E": WGRAD_FP32,
     "UpProjectionDgradSm100ILNS0_4gemm5MajorE0": KERNEL_OF_ONE,
     "UpProjectionDgradSm100ILNS0_4gemm5MajorE1": KERNEL_OF_ONE,
     "UpProjectionDgradSm100PairILNS0_4gemm5MajorE0": KERNEL_OF_PAIR,

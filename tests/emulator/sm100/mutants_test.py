@@ -13,12 +13,14 @@ import mutant_runner  # noqa: E402
 
 # The source that is compiled again, by the words that its tests begin with.
 SOURCES = {"UpProjectionDgrad": "up_projection_dgrad_test.cpp", "Up": "up_projection_fwd_test.cpp",
-           "DownProjectionDgrad": "down_projection_dgrad_test.cpp", "Down": "down_projection_fwd_test.cpp"}
+           "DownProjectionDgrad": "down_projection_dgrad_test.cpp", "Down": "down_projection_fwd_test.cpp",
+           "ProjectionWgrad": "projection_wgrad_test.cpp"}
 WORDS, STORE = "cuda/arch/sm100/tcgen05_descriptor.hpp", "cuda/epilogue/store_rows.cuh"
 LOOP, ROWS = "cuda/gemm/sm100/mainloop.cuh", "cuda/gemm/sm100/accumulators.cuh"
 SLABS, ROLES = "cuda/gemm/sm100/slabs.cuh", "cuda/gemm/sm100/roles.cuh"
 PAIR, ACT = "cuda/gemm/sm100/pair_loads.cuh", "cuda/epilogue/activation_rows.cuh"
-GRAD, MATH = "cuda/epilogue/activation_gradient_rows.cuh", "cuda/epilogue/activation_math.cuh"
+GRAD = "cuda/epilogue/activation_gradient_rows.cuh"
+PAIR_OF_COLUMNS, WGRAD = "cuda/epilogue/activation_gradient_pair.cuh", "cuda/epilogue/wgrad_rows.cuh"
 WRONG = ", not its bits"
 # (name, file, text that stands there once, what stands there instead, a part of what the test then says, tests)
 MUTANTS = [
@@ -28,7 +30,8 @@ MUTANTS = [
      ".leading_bytes = 1024, .stride_bytes = 8192};", WRONG, "*RowsMajor*"),
     ("a rows-major B is said to be K-major", LOOP, ".b_major = StageOperand<kGemm.b.major>::kMma",
      ".b_major = arch::MmaMajor::kK", WRONG, "*RowsMajor*"),
-    ("a rows-major B has the k step of K-major", LOOP, "s * B::kStep", "s * arch::kKMajorStepBytes", WRONG, "*RowsMajor*"),
+    ("a rows-major B has the k step of K-major", LOOP, "s * B::kStep", "s * arch::kKMajorStepBytes", WRONG,
+     "*RowsMajor*"),
     ("half of the columns are multiplied", LOOP, ".n = kGemm.tile.n,", ".n = kGemm.tile.n / 2,",
      "nothing was written there", "*Turn"),
     # operands
@@ -40,8 +43,8 @@ MUTANTS = [
     ("a stage is freed before it has been read", LOOP,
      "arch::tcgen05_commit<kGemm.cluster_m()>(&smem.empty[state.stage]);",
      "arch::mbarrier_arrive(&smem.empty[state.stage]);", WRONG, "*Turn"),
-    ("a tile is announced a k_tile early", LOOP, "if (is_last) arch::tcgen05", "if (k_tile == max(k_tiles - 2, 0)) arch::tcgen05",
-     "is not known to be complete", "*Turn"),
+    ("a tile is announced a k_tile early", LOOP, "if (is_last) arch::tcgen05",
+     "if (k_tile == max(k_tiles - 2, 0)) arch::tcgen05", "is not known to be complete", "*Turn"),
     ("the accumulator's parity is that of its end", LOOP, "turn.phase ^ 1", "turn.phase", "waits for an mbarrier",
      "*AllRows*"),
     ("an accumulator is free when three warps have loaded it", ROLES, "&smem.acc_empty[i], kEpilogueWarps",
@@ -144,10 +147,10 @@ MUTANTS = [
     ("a buffer's parity never turns", SLABS, "phase_ ^= 1u << buffer;", "", "waits for an mbarrier",
      "DownProjectionDgrad*Turn"),
     ("a buffer does not wait for the up half", SLABS, "= kBufferSlabs * kWarpSlabRows * kStageRowBytes",
-     "= kWarpSlabRows * kStageRowBytes", "bytes", "DownProjectionDgrad*Turn"),
+     "= kWarpSlabRows * kStageRowBytes", "waits for an mbarrier", "DownProjectionDgrad*Turn"),
     ("ds of a tile is one sum", GRAD, "tile.end, ds);\n        ds = 0.0f;", "tile.end, ds);", "ds has other bits",
      "DownProjectionDgrad*ExpertsOfAnyRows"),
-    ("ds has the score in it", MATH, "ds = fmaf(t_left, low.a, ds);", "ds = fmaf(s * t_left, low.a, ds);",
+    ("ds has the score in it", PAIR_OF_COLUMNS, "ds = fmaf(t_left, low.a, ds);", "ds = fmaf(s * t_left, low.a, ds);",
      "ds has other bits", "DownProjectionDgrad*AllRows*"),
     ("ds of rows past the expert is stored", GRAD, "p_.gmem_partials != nullptr && own < end",
      "p_.gmem_partials != nullptr", "ds ", "DownProjectionDgrad*PairsWithoutAnExpert"),
@@ -161,6 +164,31 @@ MUTANTS = [
      "slabs_.put(slab_a, c, a[c]);", "a' has other bits", "DownProjectionDgrad*AllRows*"),
     ("accumulators are freed ahead of a block's second half", GRAD, "part == 1 && block == blocks_ - 1",
      "part == 0 && block == blocks_ - 1", "is not known to be", "DownProjectionDgrad*Turn"),
+    # weight gradients
+    ("the last rows of an expert are left out", LOOP, "last_steps_of<kGemm>(tile) :",
+     "max(1, last_steps_of<kGemm>(tile) - 1) :", WRONG, "ProjectionWgrad*AnyRows"),
+    ("a rows-major A is said to be K-major", LOOP, ".a_major = StageOperand<kGemm.a.major>::kMma",
+     ".a_major = arch::MmaMajor::kK", WRONG, "ProjectionWgrad*AnyRows"),
+    ("eight i of the transpose are exchanged", WGRAD, "(eights + lane / 16) * 8", "(eights + 1 - lane / 16) * 8",
+     WRONG, "ProjectionWgrad*AnyRows"),
+    ("the second fragment is the first", ROWS, "half * kWarpSlabRows / 2", "0 * half", WRONG,
+     "ProjectionWgrad*AnyRows"),
+    ("32 i of fp32 are stored over the first", WGRAD, "at.i + part * kLoaded", "at.i", WRONG,
+     "ProjectionWgrad*AnyRows"),
+    ("old values are not awaited", WGRAD, "slabs_.wait(group);", "", WRONG, "ProjectionWgrad*AddsToWhatWasThere"),
+    ("fp32 replaces what it is added to", WGRAD, "if (p_.accumulates) {\n        arch::tma_reduce_add",
+     "if (false) {\n        arch::tma_reduce_add", WRONG, "ProjectionWgrad*AddsToWhatWasThere"),
+    ("experts without rows wait for what they add to", WGRAD,
+     "bool const skips = p_.accumulates && tile.begin == tile.end;", "bool const skips = false;",
+     "waits for an mbarrier", "ProjectionWgrad*AddsToWhatWasThere"),
+    ("old values lie over a slab that is stored", WGRAD, "const {\n    slabs_.template wait_read<0>();", "const {",
+     WRONG, "ProjectionWgrad*AddsToWhatWasThere"),
+    ("nobody asks for a group behind one that nobody wants", WGRAD,
+     "if (!kFp32 && adds(tile)) load_next(tile, row, group);", "", "waits for an mbarrier", "ProjectionWgrad*AHalf*"),
+    ("a slab is filled before TMA has read it", WGRAD, "slabs_.template wait_read<1>();\n      turn_ ^= 1;",
+     "turn_ ^= 1;", WRONG, "ProjectionWgrad*Turn"),
+    ("groups have slabs by their number", WGRAD, "slabs_.slab(turn_)", "slabs_.slab_of(group, 0)", WRONG,
+     "ProjectionWgrad*AHalf*"),
     ("chunks of a row are not swizzled", SLABS, "(chunk ^ (row & 7)) << 4", "chunk << 4", WRONG, "*AllRows*"),
 ]
 QUICK = ("the last step of k is left out", "no fence behind the wait for a tile")

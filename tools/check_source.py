@@ -3,12 +3,13 @@
 """What no formatter checks: the licence line, comment width, whitespace, unfinished work, large files, private
 members that a file of the Python package takes from another one, lessons that a comment cites and docs/lessons.md
 does not have, windows of ranks that are reached past the transport, fragments of accumulators outside
-gemm/sm90, and comments that begin without a subject."""
+gemm/sm90, comments that begin without a subject, and mutants whose text no longer stands in the source once."""
 
 import ast
 import itertools
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 
@@ -34,6 +35,8 @@ CLAUSE = re.compile(r"(Where|When)\b")
 DITTO = re.compile(r"//[/<]*\s+\.\.(?!\.)")
 # Folders whose comments check_comments reads.
 SENTENCES = ("include/", "src/", "cli/", "lm/", "huggingface/", "examples/")
+# Lists of source mutants: (name, a file of src, a text that stands there once, ..).
+MUTANTS = ("tests/emulator/mutants_test.py", "tests/emulator/sm100/mutants_test.py")
 NO_SENTENCES_YET = ("src/cuda/gemm/sm100/",)
 
 
@@ -41,6 +44,21 @@ def check_lessons(path: str, text: str, lessons: str) -> list[str]:
     """Of a file of code: the lessons that it cites, by the numbers of docs/lessons.md."""
     return [f"{path}: cites lesson {number}, which docs/lessons.md does not have"
             for number in LESSON.findall(text) if not re.search(rf"^\*\*{number}\. ", lessons, re.MULTILINE)]
+
+
+def check_mutants(listed: str, mutants: list[tuple], sources: dict[str, str]) -> list[str]:
+    """Mutants of one list whose text does not stand once in their file (path in src -> text)."""
+    return [f"{listed}: mutant `{name}`: its text stands {sources.get(file, '').count(text)} times in src/{file}, not "
+            f"once; change it there as in the source: {text}"
+            for name, file, text, *_ in mutants if sources.get(file, "").count(text) != 1]
+
+
+def mutants_of(path: pathlib.Path) -> list[tuple]:
+    sys.path.insert(0, str(path.parents[1] if path.parent.name == "sm100" else path.parent))  # mutant_runner.py
+    try:
+        return runpy.run_path(str(path), run_name="mutants")["MUTANTS"]
+    finally:
+        del sys.path[0]
 
 
 def check_comments(path: str, text: str) -> list[str]:
@@ -154,6 +172,11 @@ def main() -> int:
     lessons = (root / "docs/lessons.md").read_text(encoding="utf-8")
     found += [line for path in paths if pathlib.Path(path).suffix in CODE
               for line in check_lessons(path, (root / path).read_text(encoding="utf-8", errors="replace"), lessons)]
+    for path in MUTANTS:
+        mutants = mutants_of(root / path)
+        files = {name for _, name, *_ in mutants if (root / "src" / name).is_file()}
+        found += check_mutants(path, mutants, {name: (root / "src" / name).read_text(encoding="utf-8")
+                                               for name in files})
     print("\n".join(found) or f"sources: ok ({len(paths)} files)")
     return 1 if found else 0
 

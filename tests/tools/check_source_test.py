@@ -33,6 +33,16 @@ class CheckSourceTest(unittest.TestCase):
                 self.assertEqual(len(check_source.check_lessons("a.cuh", text, lessons)), 1)
 
 
+    def test_texts_of_mutants(self):
+        sources = {"cuda/a.cuh": "wait(); wait(); arrive();\n"}
+        self.assertEqual(check_source.check_mutants("m.py", [("no arrival", "cuda/a.cuh", "arrive();", "")], sources), [])
+        for file, text, count in (("cuda/a.cuh", "wait();", 2), ("cuda/a.cuh", "post();", 0), ("b.cuh", "wait();", 0)):
+            with self.subTest(file=file, text=text):
+                found = check_source.check_mutants("m.py", [("broken", file, text, "", "says")], sources)
+                self.assertEqual(len(found), 1)
+                self.assertIn(f"mutant `broken`: its text stands {count} times in src/{file}", found[0])
+
+
 class CommentsTest(unittest.TestCase):
     def check(self, comment: str, path: str = "src/ops/a.cpp") -> list[str]:
         return check_source.check_text(path, LICENCE + comment)

@@ -240,7 +240,7 @@ MUTANTS = [
     ("codes of du have the scale of dg", "cuda/epilogue/activation_gradient_e4m3.cuh",
      "codes_of(du, scales[1])", "codes_of(du, scales[0])", "code of dh"),
     ("dh of a row past its expert is stored", "cuda/epilogue/activation_gradient_e4m3.cuh",
-     "row < tile.end};", "row <= tile.end};", "FAILED  ] DownProjectionDgradE4m3"),
+     "if (row < tile.end) {", "if (row <= tile.end) {", "FAILED  ] DownProjectionDgradE4m3"),
     ("columns that are kept lose a swizzle", "cuda/gemm/sm90/deferred.cuh",
      "kSecondColumn * kColumnBytes | 4 << 4", "kSecondColumn * kColumnBytes", "ProjectionWgrad.AlongHidden",
      "cuda/kernels/projection_wgrad.cuh"),

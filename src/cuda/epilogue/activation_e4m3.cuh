@@ -11,6 +11,7 @@
 #include "../arch/store_global.cuh"
 #include "../gemm/scheduler.cuh"
 #include "activation_math.cuh"
+#include "block_scale.cuh"
 #include "core/fp8.hpp"
 
 namespace tessera::cuda::gemm {
@@ -164,7 +165,7 @@ class ActivationE4m3Epilogue {
 
   // The scale of a row, from the largest magnitude in each lane's share as bits of fp32.
   __device__ __forceinline__ static core::BlockScale scale_of_row(uint32_t largest) {
-    float const scale = core::fp32_scale(HeldTile::max_of_gated_row(largest)).scale;
+    float const scale = block_scale(HeldTile::max_of_gated_row(largest));
     return {scale, arch::reciprocal(scale)};
   }
 

@@ -17,7 +17,7 @@
 #include "../arch/store_global.cuh"
 #include "../gemm/scheduler.cuh"
 #include "activation_math.cuh"
-#include "core/fp8.hpp"
+#include "block_scale.cuh"
 
 namespace tessera::cuda::gemm {
 
@@ -82,63 +82,59 @@ class ActivationGradientE4m3Epilogue {
   // The warp's 16 rows of one column group, then of the other, two at a time.
   __device__ __forceinline__ void store(WorkTile const& tile, int consumer) {
     held_.of(consumer);
-    row_ = consumer * kSubtileM + arch::warp_in_warpgroup() * kWarpRows;
+    place_ = held_.group_place();
+    row_ = consumer * kSubtileM + arch::warp_in_warpgroup() * kWarpRows + place_.row;
     arch::cp_async_wait<0>();
     __syncwarp();
-    Codes codes = load(tile, 0);
 #pragma unroll 1
-    for (int piece = 0; piece < kPieces; ++piece) {
-      Codes const own = codes;
-      if (piece + 1 < kPieces) codes = load(tile, piece + 1);
-      differentiate(tile, piece, own);
+    for (int group = 0; group < 2; ++group) {
+      int const block = tile.n_tile * kGemm.column_groups() + group;
+      Codes codes = load(tile, block, 0);
+#pragma unroll 1
+      for (int piece = 0; piece < HeldTile::kGroupPieces; ++piece) {
+        Codes const own = codes;
+        if (piece + 1 < HeldTile::kGroupPieces) codes = load(tile, block, piece + 1);
+        differentiate(tile, group, piece, own);
+      }
     }
   }
 
  private:
   using Function = ActivationFunction<kKind>;
-  static constexpr int kPieces = 2 * HeldTile::kGroupPieces;  // of both column groups
-  static constexpr int kRowLanes = 16;                        // that share a row
-  static constexpr int kPairs = 4;                            // a lane's pairs of columns
+  static constexpr int kRowLanes = 16;  // that share a row
+  static constexpr int kPairs = 4;      // a lane's pairs of columns
 
   struct Codes {
     uint2 gate, up;
-  };
-  // A lane's 8 columns in one row.
-  struct Place {
-    int row;     // of all
-    int column;  // of n
-    bool exists;
   };
 
   __device__ __forceinline__ static uint32_t place_of_scale(int group, int half) {
     return (1 + 2 * group + half) * kGemm.tile.m * sizeof(float);
   }
-  __device__ __forceinline__ static int group_of(int piece) {
-    return piece / HeldTile::kGroupPieces;
+
+  __device__ __forceinline__ int row_of(WorkTile const& tile, int piece) const {
+    return tile.row + row_ + 2 * piece;
   }
-  __device__ __forceinline__ Place place(WorkTile const& tile, int piece) const {
-    auto const at = held_.group_place(group_of(piece), piece % HeldTile::kGroupPieces);
-    int const row = tile.row + row_ + at.row;
-    return {row, tile.n_tile * kGemm.tile.n + group_of(piece) * kGroupColumns + at.column,
-            row < tile.end};
+  // A lane's place in h, as gate; worked out where it is used, as registers are few.
+  __device__ __forceinline__ int64_t place_in_h(int row, int block) const {
+    return int64_t{static_cast<int>(arch::forgotten(uint32_t(row)))} * (2 * p_.columns) +
+           block * kGroupColumns + HeldTile::group_column();
   }
 
-  __device__ __forceinline__ Codes load(WorkTile const& tile, int piece) const {
-    Place const at = place(tile, piece);
-    uint8_t const* const gmem = p_.gmem_h + int64_t{at.row} * (2 * p_.columns) + at.column;
-    return {arch::load_streaming_8(gmem, at.exists),
-            arch::load_streaming_8(gmem + p_.columns, at.exists)};
+  __device__ __forceinline__ Codes load(WorkTile const& tile, int block, int piece) const {
+    int const row = row_of(tile, piece);
+    uint8_t const* const gmem = p_.gmem_h + place_in_h(row, block);
+    return {arch::load_streaming_8(gmem, row < tile.end),
+            arch::load_streaming_8(gmem + p_.columns, row < tile.end)};
   }
 
-  __device__ __forceinline__ void differentiate(WorkTile const& tile, int piece,
+  __device__ __forceinline__ void differentiate(WorkTile const& tile, int group, int piece,
                                                 Codes const& h) const {
-    int const group = group_of(piece);
-    auto const held = held_.group_place(group, piece % HeldTile::kGroupPieces);
-    uint32_t const numbers = smem_numbers_ + (row_ + held.row) * sizeof(float);
+    uint32_t const numbers = smem_numbers_ + (row_ + 2 * piece) * sizeof(float);
     float const s = arch::load_shared_4(numbers);
     float const scale_g = arch::load_shared_4(numbers + place_of_scale(group, 0));
     float const scale_u = arch::load_shared_4(numbers + place_of_scale(group, 1));
-    uint4 const held_t = held.load();
+    uint4 const held_t = place_.load(group, piece);
     uint32_t const t[kPairs] = {held_t.x, held_t.y, held_t.z, held_t.w};
     uint32_t dg[kPairs], du[kPairs], a[kPairs];
     float ds = 0;
@@ -157,29 +153,28 @@ class ActivationGradientE4m3Epilogue {
       ds += __shfl_xor_sync(arch::kAllLanes, ds, lanes);
     }
     uint32_t const largest = largest_of_row(dg, du);
-    Place const at = place(tile, piece);
-    if (at.exists) {
-      int64_t const to_h = int64_t{at.row} * (2 * p_.columns) + at.column;
+    int const row = row_of(tile, piece);
+    if (row < tile.end) {
+      int const block = tile.n_tile * kGemm.column_groups() + group;
+      int64_t const at = place_in_h(row, block);
       if (p_.gmem_a_scaled != nullptr) {
-        arch::store_streaming_16(p_.gmem_a_scaled + int64_t{at.row} * p_.columns + at.column,
+        arch::store_streaming_16(p_.gmem_a_scaled + (at - int64_t{row} * p_.columns),
                                  {a[0], a[1], a[2], a[3]});
       }
       if (p_.gmem_dh != nullptr) {
-        arch::store_streaming_16(p_.gmem_dh + to_h, {dg[0], dg[1], dg[2], dg[3]});
-        arch::store_streaming_16(p_.gmem_dh + to_h + p_.columns, {du[0], du[1], du[2], du[3]});
+        arch::store_streaming_16(p_.gmem_dh + at, {dg[0], dg[1], dg[2], dg[3]});
+        arch::store_streaming_16(p_.gmem_dh + at + p_.columns, {du[0], du[1], du[2], du[3]});
       }
-      bool const is_first = arch::lane_idx() % kRowLanes == 0;
-      int const block = at.column / kGroupColumns;
+      bool const is_first = HeldTile::group_column() == 0;
       if (p_.gmem_partials != nullptr && is_first) {
-        p_.gmem_partials[int64_t{at.row} * (p_.columns / kGroupColumns) + block] = ds;
+        p_.gmem_partials[int64_t{row} * (p_.columns / kGroupColumns) + block] = ds;
       }
       if (p_.gmem_dh8 != nullptr) {
-        float const scales[2] = {core::fp32_scale(largest << 16).scale,
-                                 core::fp32_scale(largest & 0xffff0000u).scale};
-        arch::store_streaming_8(p_.gmem_dh8 + to_h, codes_of(dg, scales[0]));
-        arch::store_streaming_8(p_.gmem_dh8 + to_h + p_.columns, codes_of(du, scales[1]));
+        float const scales[2] = {block_scale(largest << 16), block_scale(largest & 0xffff0000u)};
+        arch::store_streaming_8(p_.gmem_dh8 + at, codes_of(dg, scales[0]));
+        arch::store_streaming_8(p_.gmem_dh8 + at + p_.columns, codes_of(du, scales[1]));
         if (is_first) {
-          float* const gmem = p_.gmem_dh8_scales + block * p_.scale_pitch + at.row;
+          float* const gmem = p_.gmem_dh8_scales + block * p_.scale_pitch + row;
           gmem[0] = scales[0];
           gmem[p_.columns / kGroupColumns * p_.scale_pitch] = scales[1];
         }
@@ -230,7 +225,8 @@ class ActivationGradientE4m3Epilogue {
   Params const& p_;
   HeldTile held_;
   uint32_t smem_numbers_;
-  int row_ = 0;  // the warp's first of the tile
+  typename HeldTile::GroupPlace place_ = {};
+  int row_ = 0;  // this lane's in piece 0, of the tile
 };
 
 }  // namespace tessera::cuda::gemm

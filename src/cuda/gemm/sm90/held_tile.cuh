@@ -62,23 +62,25 @@ class HeldTile {
             .column = chunk * 8};
   }
 
-  // A lane's 8 columns of a column group: sixteen lanes have a row of its 128 columns, and a piece is two rows of it.
+  // A lane's 8 columns of a column group: sixteen lanes have a row of its 128 columns, and a group piece is two rows.
   static constexpr int kGroupPieces = kWarpRows / 2;
   struct GroupPlace {
     uint32_t smem;
-    int row;     // among the warp's 16
-    int column;  // the first one among the group's 128
+    int row;  // in piece 0, among the warp's 16; two more in every next piece
 
-    __device__ __forceinline__ uint4 load() const { return arch::load_shared_16(smem); }
+    __device__ __forceinline__ uint4 load(int group, int piece) const {
+      return arch::load_shared_16((smem ^ (2 * piece % 8 << 4)) + piece * (2 * kRowBytes) +
+                                  group * (2 * kSlabBytes));
+    }
   };
-  __device__ __forceinline__ GroupPlace group_place(int group, int piece) const {
-    uint32_t const thread = arch::forgotten(threadIdx.x), lane = thread % arch::kWarpThreads;
-    int const chunk = lane % 8, slab = 2 * group + lane / 8 % 2;
-    int const row = 2 * piece + lane / 16;
-    return {.smem = smem_row(thread, row) + slab * kSlabBytes + ((chunk ^ (row & 7)) << 4),
-            .row = row,
-            .column = static_cast<int>(lane) % 16 * 8};
+  __device__ __forceinline__ GroupPlace group_place() const {
+    uint32_t const thread = threadIdx.x, lane = thread % arch::kWarpThreads;
+    int const chunk = lane % 8, row = lane / 16;
+    return {.smem = smem_row(thread, row) + lane / 8 % 2 * kSlabBytes + ((chunk ^ row) << 4),
+            .row = row};
   }
+  // The first of them among the group's 128.
+  __device__ __forceinline__ static int group_column() { return arch::lane_idx() % 16 * 8; }
 
   // Gated: 16 columns of gate and the same of up. A lane's two lowest bits say which 16 of a slab, bit 3 which column
   // group, bits 2 and 4 which row. So the eight lanes that shared memory serves at a time have two rows of one slab,

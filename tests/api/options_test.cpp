@@ -332,6 +332,16 @@ std::vector<Option> options() {
   return all;
 }
 
+// Stops the compiler when a field is added: an option needs a row in options(), and the other steps of "An option of
+// the layer" in docs/add-a-kernel.md.
+[[maybe_unused]] void name_every_field(MoeDesc const& desc) {
+  [[maybe_unused]] auto const& [shape, dtype, activation, layout, bias, router, score_position,
+                                save, grouping, column_chunk, ids_dtype, overwrite_h, router_dtype,
+                                precision, pow2_scales] = desc;
+  [[maybe_unused]] auto const& [kind, route_scale, normalize_scores, groups, top_groups, round,
+                                tile, seed, step, layer, capacity, replay] = desc.router;
+}
+
 struct Base {
   std::string name;
   MoeDesc desc;

@@ -294,7 +294,8 @@ class Backward {
 int run() {
   for (Case const& c :
        {Case{"ragged", {70, 0, 129, 1, 64}, 256, 256}, Case{"long k", {3, 200}, 2048, 256},
-        Case{"several tiles", {127, 128}, 512, 768}, Case{"positive", {40, 90}, 1024, 256, true}}) {
+        Case{"several tiles", {127, 128}, 512, 768}, Case{"positive", {40, 90}, 1024, 256, true},
+        Case{"halves of a tile", {60, 70}, 384, 384}}) {
     int const before = failures;
     Backward(c).check();
     std::printf("%s: %d failures\n", c.name, failures - before);

@@ -266,7 +266,13 @@ TEST(DownProjectionDgradE4m3, StoresWhatIsAskedFor) {
   ASSERT_NO_FATAL_FAILURE(p.check({.partials = false}, {.seed = 11}));
 }
 
-TEST(DownProjectionDgradE4m3, RefusesPartsOfATile) {
+// The last tile has one block of 128 columns, or is the only one.
+TEST(DownProjectionDgradE4m3, HalvesOfATile) {
+  ASSERT_NO_FATAL_FAILURE(Problem({65, 0, 3}, 256, 384).check({}, {.seed = 12}));
+  ASSERT_NO_FATAL_FAILURE(Problem({66, 1}, 128, 128).check({.over_h = true}, {.seed = 13}));
+}
+
+TEST(DownProjectionDgradE4m3, RefusesPartsOfABlock) {
   DownProjectionDgradE4m3Arguments args = {};
   using Config = DownProjectionDgradE4m3Config<ActivationKind::swiglu>;
   args.hidden = 192;
@@ -274,7 +280,7 @@ TEST(DownProjectionDgradE4m3, RefusesPartsOfATile) {
   EXPECT_EQ(launch_down_projection_dgrad_e4m3_config<Config>(args, 2, nullptr),
             cudaErrorInvalidValue);
   args.hidden = 256;
-  args.intermediate = 384;
+  args.intermediate = 320;
   EXPECT_EQ(launch_down_projection_dgrad_e4m3_config<Config>(args, 2, nullptr),
             cudaErrorInvalidValue);
 }

@@ -49,9 +49,15 @@ TEST(DownProjectionFwdE4m3, LongRows) {
   check({130}, 256, 1024, {{.seed = 5}});
 }
 
-TEST(DownProjectionFwdE4m3, RefusesPartsOfATile) {
+// The last tile has one block of 128 columns, or is the only one.
+TEST(DownProjectionFwdE4m3, HalvesOfATile) {
+  check({65, 0, 3}, 384, 256, {{.seed = 6}});
+  check({66, 1}, 128, 128, {{.seed = 7}});
+}
+
+TEST(DownProjectionFwdE4m3, RefusesPartsOfABlock) {
   DownProjectionFwdE4m3Arguments args = {};
-  args.hidden = 384;
+  args.hidden = 320;
   args.intermediate = 128;
   EXPECT_EQ(launch_down_projection_fwd_e4m3_config<DownProjectionFwdE4m3Config>(args, 2, nullptr),
             cudaErrorInvalidValue);

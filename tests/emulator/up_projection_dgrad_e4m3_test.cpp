@@ -46,13 +46,15 @@ TEST(UpProjectionDgradE4m3, ShortRows) {
 
 TEST(UpProjectionDgradE4m3, LongRows) { check({70, 3, 150}, 256, 384, {{.seed = 4}}); }
 
-TEST(UpProjectionDgradE4m3, RefusesPartsOfATile) {
+TEST(UpProjectionDgradE4m3, HalvesOfATile) { check({65, 0, 3}, 384, 128, {{.seed = 5}}); }
+
+TEST(UpProjectionDgradE4m3, RefusesPartsOfABlock) {
   UpProjectionDgradE4m3Arguments args = {};
   args.hidden = 256;
   args.intermediate = 192;
   EXPECT_EQ(launch_up_projection_dgrad_e4m3_config<UpProjectionDgradE4m3Config>(args, 2, nullptr),
             cudaErrorInvalidValue);
-  args.hidden = 384;
+  args.hidden = 320;
   args.intermediate = 128;
   EXPECT_EQ(launch_up_projection_dgrad_e4m3_config<UpProjectionDgradE4m3Config>(args, 2, nullptr),
             cudaErrorInvalidValue);

@@ -34,7 +34,7 @@ struct ActivationGradientE4m3Params {
   float* gmem_partials;  // (rows, columns / 128)
   int64_t scale_pitch;
   Activation activation;
-  int columns;  // n, whole tiles
+  int columns;  // n, whole column groups
 };
 
 template <class Core, ActivationKind kKind>
@@ -66,9 +66,10 @@ class ActivationGradientE4m3Epilogue {
           p_.gmem_h_scales + tile.n_tile * kGemm.column_groups() * p_.scale_pitch + of_all;
       TESSERA_UNROLL
       for (int half = 0; half < 2; ++half) {
-        arch::bulk_prefetch(gmem_codes + half * p_.columns, kGemm.tile.n);
+        arch::bulk_prefetch(gmem_codes + half * p_.columns, groups_of(tile) * kGroupColumns);
         TESSERA_UNROLL
         for (int group = 0; group < 2; ++group) {
+          if (group == 1 && groups_of(tile) == 1) break;
           int64_t const block = half * (p_.columns / kGroupColumns) + group;
           arch::cp_async_4(to + place_of_scale(group, half), gmem_scales + block * p_.scale_pitch);
         }
@@ -87,7 +88,7 @@ class ActivationGradientE4m3Epilogue {
     arch::cp_async_wait<0>();
     __syncwarp();
 #pragma unroll 1
-    for (int group = 0; group < 2; ++group) {
+    for (int group = 0; group < groups_of(tile); ++group) {
       int const block = tile.n_tile * kGemm.column_groups() + group;
       Codes codes = load(tile, block, 0);
 #pragma unroll 1
@@ -108,6 +109,10 @@ class ActivationGradientE4m3Epilogue {
     uint2 gate, up;
   };
 
+  // Column groups that exist; of an odd number the last tile has one.
+  __device__ __forceinline__ int groups_of(WorkTile const& tile) const {
+    return (tile.n_tile + 1) * kGemm.tile.n <= p_.columns ? 2 : 1;
+  }
   __device__ __forceinline__ static uint32_t place_of_scale(int group, int half) {
     return (1 + 2 * group + half) * kGemm.tile.m * sizeof(float);
   }

@@ -10,7 +10,7 @@ namespace tessera::cuda::gemm {
 
 struct StoreHeldParams {
   bf16* gmem_d;  // (rows, columns)
-  int columns;   // whole tiles
+  int columns;   // whole column groups
 };
 
 template <class Core>
@@ -31,6 +31,7 @@ class StoreHeld {
   // The warp's 16 rows, four at a time.
   __device__ __forceinline__ void store(WorkTile const& tile, int consumer) {
     held_.of(consumer);
+    bool const is_whole = (tile.n_tile + 1) * kGemm.tile.n <= p_.columns;
     int const first = tile.row + consumer * kSubtileM + arch::warp_in_warpgroup() * kWarpRows;
 #pragma unroll 1
     for (int piece = 0; piece < HeldTile::kPieces; ++piece) {
@@ -44,7 +45,8 @@ class StoreHeld {
       if (row < tile.end) {
         TESSERA_UNROLL
         for (int slab = 0; slab < 4; ++slab) {
-          arch::store_streaming_16(gmem + slab * kSlabColumns, values[slab]);
+          if (slab < 2 || is_whole)
+            arch::store_streaming_16(gmem + slab * kSlabColumns, values[slab]);
         }
       }
       __syncwarp();

@@ -13,8 +13,9 @@ constexpr int kScaleBlock = 128;  // elements along k, and rows of B, that share
 struct ScaleParams {
   float const* gmem_a;  // of row r of A and a k_tile: r * a_row_step + k_tile * a_k_step
   int64_t a_row_step, a_k_step;
-  // Halves along rows: (segments, n_tiles, k_tiles, 2); else (segments, 2 * n_tiles, k_tiles).
+  // Halves along rows: (segments, n_tiles, k_tiles, 2); else (segments, b_blocks, k_tiles).
   float const* gmem_b;
+  int b_blocks;  // of 128 rows of B; an odd number: the last tile has one
 };
 
 // Numbers of each row of a tile that the storing warpgroup asks for.

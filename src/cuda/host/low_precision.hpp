@@ -100,7 +100,7 @@ struct DownProjectionFwdE4m3Arguments {
   float const* gmem_w_down_scales;     // (E,d/128,n/128)
   void* gmem_y;                        // (P,d) bf16
   int64_t rows;                        // P >= R
-  int64_t hidden, intermediate;        // d: a multiple of 256, n: of 128
+  int64_t hidden, intermediate;        // d, n: multiples of 128
   int32_t experts;                     // E
   int32_t* gmem_tile_counter;          // one int, 0 before and after every launch
 };
@@ -128,7 +128,7 @@ struct DownProjectionDgradE4m3Arguments {
   void* gmem_a_scaled;                   // (P,n) bf16
   float* gmem_ds_partials;               // (P,n/128) by row: sums over 128 columns
   int64_t rows;                          // P >= R
-  int64_t hidden, intermediate;          // d: a multiple of 128, n: of 256
+  int64_t hidden, intermediate;          // d, n: multiples of 128
   int32_t experts;                       // E
   int32_t* gmem_tile_counter;            // one int, 0 before and after every launch
 };
@@ -144,7 +144,7 @@ struct UpProjectionDgradE4m3Arguments {
   float const* gmem_w_up_t_scales;     // (E,d/128,2n/128)
   void* gmem_dx_rows;                  // (P,d) bf16
   int64_t rows;                        // P >= R
-  int64_t hidden, intermediate;        // d: a multiple of 256, n: of 128
+  int64_t hidden, intermediate;        // d, n: multiples of 128
   int32_t experts;                     // E
   int32_t* gmem_tile_counter;          // one int, 0 before and after every launch
 };

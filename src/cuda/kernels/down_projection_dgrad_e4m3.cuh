@@ -13,7 +13,7 @@
 // Barriers as there
 // Numerics 128 products in the tensor cores (13 fraction bits), then fp32, one FMA for each 128 of d; t rounded once to
 //          bf16, what is stored once more; ds in fp32 over 128 columns; bitwise repeatable: yes
-// Requires d a multiple of 128, n of 256; w8_down as quantise_weights() transposes it; no bias. dh8 may lie over h8
+// Requires d, n multiples of 128; w8_down as quantise_weights() transposes it; no bias. dh8 may lie over h8
 #pragma once
 
 #include "../epilogue/activation_gradient_e4m3.cuh"
@@ -46,11 +46,12 @@ cudaError_t make_down_projection_dgrad_e4m3_params(DownProjectionDgradE4m3Params
                                                    DownProjectionDgradE4m3Arguments const& args) {
   constexpr gemm::GemmConfig kGemm = Config::gemm;
   int64_t const d = args.hidden, n = args.intermediate;
-  if (d % gemm::kScaleBlock != 0 || n % kGemm.tile.n != 0) return cudaErrorInvalidValue;
+  if (d % gemm::kScaleBlock != 0 || n % gemm::kScaleBlock != 0) return cudaErrorInvalidValue;
   p.scales = {.gmem_a = args.gmem_d_o_scales,
               .a_row_step = d / gemm::kScaleBlock,
               .a_k_step = 1,
-              .gmem_b = args.gmem_w_down_t_scales};
+              .gmem_b = args.gmem_w_down_t_scales,
+              .b_blocks = int(n / gemm::kScaleBlock)};
   p.epilogue = {.gmem_h = static_cast<uint8_t const*>(args.gmem_h),
                 .gmem_h_scales = args.gmem_h_scales,
                 .gmem_scores = args.gmem_scores,

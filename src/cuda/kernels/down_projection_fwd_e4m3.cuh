@@ -8,7 +8,7 @@
 // Barriers as there
 // Numerics 128 products in the tensor cores (13 fraction bits), then fp32, one FMA for each 128 of n; one rounding;
 //          bitwise repeatable: yes
-// Requires d a multiple of 256, n of 128; w8_down as quantise_weights() gives it; no bias
+// Requires d, n multiples of 128; w8_down as quantise_weights() gives it; no bias
 #pragma once
 
 #include "../epilogue/store_held.cuh"
@@ -40,11 +40,12 @@ cudaError_t make_down_projection_fwd_e4m3_params(DownProjectionFwdE4m3Params& p,
                                                  DownProjectionFwdE4m3Arguments const& args) {
   constexpr gemm::GemmConfig kGemm = Config::gemm;
   int64_t const d = args.hidden, n = args.intermediate;
-  if (d % kGemm.tile.n != 0 || n % gemm::kScaleBlock != 0) return cudaErrorInvalidValue;
+  if (d % gemm::kScaleBlock != 0 || n % gemm::kScaleBlock != 0) return cudaErrorInvalidValue;
   p.scales = {.gmem_a = args.gmem_a_scales,
               .a_row_step = 1,
               .a_k_step = padded_scale_rows(args.rows),
-              .gmem_b = args.gmem_w_down_scales};
+              .gmem_b = args.gmem_w_down_scales,
+              .b_blocks = int(d / gemm::kScaleBlock)};
   p.epilogue = {static_cast<gemm::bf16*>(args.gmem_y), int(d)};
   return host::gemm_params<kGemm>(p.gemm, {.a = {args.gmem_a, args.rows, n},
                                            .b = {{.gmem = args.gmem_w_down}, {}},

@@ -9,7 +9,7 @@
 // Barriers as there
 // Numerics 128 products in the tensor cores (13 fraction bits), then fp32, one FMA for each 128 of k; one rounding;
 //          bitwise repeatable: yes
-// Requires d a multiple of 256, n of 128; w8_up as quantise_weights() transposes it
+// Requires d, n multiples of 128; w8_up as quantise_weights() transposes it
 #pragma once
 
 #include "../epilogue/store_held.cuh"
@@ -41,13 +41,14 @@ cudaError_t make_up_projection_dgrad_e4m3_params(UpProjectionDgradE4m3Params& p,
                                                  UpProjectionDgradE4m3Arguments const& args) {
   constexpr gemm::GemmConfig kGemm = Config::gemm;
   int64_t const d = args.hidden, k = 2 * args.intermediate;
-  if (d % kGemm.tile.n != 0 || args.intermediate % gemm::kScaleBlock != 0) {
+  if (d % gemm::kScaleBlock != 0 || args.intermediate % gemm::kScaleBlock != 0) {
     return cudaErrorInvalidValue;
   }
   p.scales = {.gmem_a = args.gmem_dh_scales,
               .a_row_step = 1,
               .a_k_step = padded_scale_rows(args.rows),
-              .gmem_b = args.gmem_w_up_t_scales};
+              .gmem_b = args.gmem_w_up_t_scales,
+              .b_blocks = int(d / gemm::kScaleBlock)};
   p.epilogue = {static_cast<gemm::bf16*>(args.gmem_dx_rows), int(d)};
   return host::gemm_params<kGemm>(p.gemm, {.a = {args.gmem_dh, args.rows, k},
                                            .b = {{.gmem = args.gmem_w_up_t}, {}},

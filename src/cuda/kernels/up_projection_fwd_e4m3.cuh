@@ -50,7 +50,8 @@ cudaError_t make_up_projection_fwd_e4m3_params(UpProjectionFwdE4m3Params& p,
   p.scales = {.gmem_a = args.gmem_x_scales,
               .a_row_step = d / gemm::kScaleBlock,
               .a_k_step = 1,
-              .gmem_b = args.gmem_w_up_scales};
+              .gmem_b = args.gmem_w_up_scales,
+              .b_blocks = 0};
   p.epilogue = {.gmem_h = args.gmem_h,
                 .gmem_a = args.gmem_a,
                 .gmem_h_scales = args.gmem_h_scales,

@@ -47,13 +47,16 @@ template <GemmConfig kGemm>
 __device__ __forceinline__ void copy_b_scales(ScaledStorage<kGemm>& smem, int stage,
                                               GemmParams const& p, ScaleParams const& scales,
                                               WorkTile const& tile, int k_tile) {
-  int64_t const first = (int64_t{tile.segment} * p.n_tiles + tile.n_tile) * 2 * p.k_tiles;
   uint32_t const to = arch::shared_address(&smem.b_scales[stage]);
   if constexpr (kGemm.b_halves() == 2) {
+    int64_t const first = (int64_t{tile.segment} * p.n_tiles + tile.n_tile) * 2 * p.k_tiles;
     arch::cp_async_8(to, scales.gmem_b + first + 2 * k_tile);
   } else {
-    arch::cp_async_4(to, scales.gmem_b + first + k_tile);
-    arch::cp_async_4(to + 4, scales.gmem_b + first + p.k_tiles + k_tile);
+    int const block = 2 * tile.n_tile;
+    int64_t const first = (int64_t{tile.segment} * scales.b_blocks + block) * p.k_tiles + k_tile;
+    arch::cp_async_4(to, scales.gmem_b + first);
+    // A block that does not exist has sums of zeros; any scale will do.
+    arch::cp_async_4(to + 4, scales.gmem_b + first + (block + 1 < scales.b_blocks ? p.k_tiles : 0));
   }
 }
 

@@ -457,7 +457,10 @@ class Faults(unittest.TestCase):
                 at = "backward" if loss.at == "backward" else "forward"
                 self.assertRegex(first, rf"^rank {rank} at pass 4 \({at}\), .* did not come \(.*\).*; "
                                         rf"last reported: .*rank {loss.gone} at pass 2.*; abort")
-                self.assertIn(f"rank {loss.gone} of {of_hosts[loss.gone // local]}", first)
+                # Who shares neither rail nor host with a rank that stalls fails before those that share its host.
+                shares = rank // local == loss.gone // local or rank % local == loss.gone % local
+                lost = of_hosts[loss.gone // local]
+                self.assertIn(f"rank {loss.gone} of {lost}" if loss.dies or shares else f"of {lost} did not", first)
                 if rank // local == loss.gone // local:
                     self.assertIn(f"of its own {of_hosts[rank // local]} did not come", first)
                 self.assertRegex(second, "an earlier pass has failed")
@@ -493,6 +496,51 @@ class Faults(unittest.TestCase):
         """Those of the lost rank's host wait 10 s more than those of its rail."""
         for exchange in ("static", "counted"):
             self.check(Loss(exchange=exchange, dies=False), 1 + 10 + 2 * 2 + 1)
+        self.check(Loss(tokens=(4, 4), gone=1, dies=False, by_stream=True))
+
+
+class Groups(unittest.TestCase):
+    """What groups are made with, where NCCL is not there to make them."""
+
+    def made(self, leaves_sms: bool) -> list[tuple]:
+        """Of each group: its ranks, seconds, torch's variable for groups without a watchdog, and options."""
+        made = []
+
+        def new_group(ranks, timeout, backend, pg_options):
+            made.append((ranks, timeout.total_seconds(), os.environ.get(topology.NO_WATCHDOG), pg_options))
+
+        of_nccl = mock.Mock(Options=lambda: mock.Mock(config=mock.Mock()))
+        with mock.patch.multiple(dist, new_group=new_group, get_backend=lambda group: "nccl", get_rank=lambda: 0), \
+                mock.patch.object(dist, "ProcessGroupNCCL", of_nccl, create=True):
+            topology.make_groups({(0, 1, 2, 3): topology.Topology(0, 4, 2)}, None, 5, leaves_sms)
+        return made
+
+    def test_rails_are_watched_by_us_alone(self):
+        for before in (None, "0"):
+            with mock.patch.dict(os.environ):
+                os.environ.pop(topology.NO_WATCHDOG, None)
+                if before is not None:
+                    os.environ[topology.NO_WATCHDOG] = before
+                self.assertEqual(self.made(False), [([0, 1], 15, before, None), ([2, 3], 15, before, None),
+                                                    ([0, 2], 5, "1", None), ([1, 3], 5, "1", None)])
+                self.assertEqual(os.environ.get(topology.NO_WATCHDOG), before)
+
+    def test_rails_beside_passes_fit_into_what_those_leave(self):
+        options = [options for *_, options in self.made(True)]
+        self.assertEqual(options[:2], [None, None])
+        for one in options[2:]:
+            self.assertEqual((one.config.max_ctas, one.config.cga_cluster_size), (topology.RAIL_BLOCKS, 0))
+        self.assertIsNot(options[2], options[3])  # torch writes to them
+        self.assertEqual(topology.RAIL_SMS, topology.RAIL_BLOCKS + 8)
+
+
+def failing() -> faults.Faults:
+    """Of rank 0 of two hosts of one rank, in its first pass; the other rank has reported nothing."""
+    store = mock.Mock(check=lambda keys: False)
+    with mock.patch.object(dist.distributed_c10d, "_get_default_store", lambda: store):
+        made = faults.Faults(topology.Topology(0, 2, 2), "name")
+    made.begin("forward")
+    return made
 
 
 class Watched(unittest.TestCase):
@@ -500,11 +548,7 @@ class Watched(unittest.TestCase):
 
     def watched(self, reached, passed, seconds: float) -> tuple:
         """(the failure, whether what the stream waits for was let go) when a while has passed."""
-        one = topology.Topology(0, 2, 2)
-        store = mock.Mock(check=lambda keys: False)
-        with mock.patch.object(dist.distributed_c10d, "_get_default_store", lambda: store):
-            told = faults.Faults(one, "name")
-        told.begin("forward")
+        told = failing()
         let_go = mock.Mock()
         with mock.patch.multiple(watch, on_stream=lambda work: (reached, passed), beside_captures=lambda: None):
             watching = watch.Watch(told, 0.2, let_go)
@@ -521,6 +565,30 @@ class Watched(unittest.TestCase):
         self.assertRegex(failure, r"^rank 0 at pass 1 \(forward\), rows: rank 1 of host 1 \(rank 1\) did not come "
                                   r"\(no message within 0.2 s\); last reported: rank 1 has reported nothing; abort")
         self.assertTrue(let_go)
+
+    def test_check_raises_what_was_in_vain(self):
+        of_rail = failing()
+        of_rail.fail("rows", 1, "no message", of_rail.moment)
+        waited, rows = "rank 0 waited 11 s at publish in pass 3", "rank 0 has 9 rows in pass 3, and memory for 8"
+        for told, raised, says in (
+                (of_rail, None, "rows: rank 1 of host 1 (rank 1) did not come (no message)"),
+                (failing(), waited, f"within the host: a rank of its own host 0 (rank 0) did not come ({waited})"),
+                (failing(), rows, f"within host 0 (rank 0): {rows}")):
+            check = mock.Mock(side_effect=raised and RuntimeError(raised))
+            experts = mock.Mock(faults=told, session=mock.Mock(check=check))
+            with self.assertRaises(RuntimeError) as raises:
+                hosts_experts.HostsExperts.check(experts)
+            self.assertIn(says, str(raises.exception))
+
+    def test_numbers_that_did_not_come_are_no_numbers(self):
+        told, numbers = failing(), torch.tensor([[3, 4], [1, 2]])
+        with mock.patch.multiple(dist, get_global_rank=lambda group, host: host):
+            rail = messages.Rail(None, told, torch.device("cpu"), 1)
+        self.assertEqual(rail.read(numbers), [[3, 4], [1, 2]])
+        told.fail("numbers of rows", 1, "no message", told.moment)
+        for call in (lambda: rail.read(numbers), lambda: rail.exchange_counts(numbers[0])):
+            with self.assertRaisesRegex(RuntimeError, "numbers of rows: rank 1 of host 1"):
+                call()
 
     def test_time_before_the_wait_does_not_count(self):
         self.assertEqual(self.watched(lambda: False, lambda: False, 0.6), (None, False))

@@ -190,7 +190,7 @@ class HostsExperts:
         """Reports to the other ranks how far this one is, too."""
         self.faults.report()
         self.faults.refuse()
-        with self.faults.name("a pass within the host"):
+        with self.faults.within_host():
             self.session.check()
 
     def close(self) -> None:

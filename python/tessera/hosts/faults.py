@@ -16,6 +16,8 @@ _PLACE = re.compile(r"\[[^\]]*:\d+\] ")
 # REPORT_SECONDS of these it waits for those that are about to fail, too.
 STORE_SECONDS = 2
 REPORT_SECONDS = 1
+# What a session on GPUs says of a pass that has failed there: that a rank did not come, or another fault.
+_OF_SESSION = re.compile(r"rank \d+ (waited )?")
 _FAILED = re.compile(r"failed in pass \d+, waiting for (.*)")
 
 
@@ -59,6 +61,20 @@ class Faults:
         except RuntimeError as error:
             self.fail(what, host, str(error), self.moment)
             raise RuntimeError(self.failure) from error
+
+    @contextlib.contextmanager
+    def within_host(self):
+        """What a session on GPUs says in it is named: it numbers the ranks of this host from 0 on."""
+        try:
+            yield
+        except RuntimeError as error:
+            said = _OF_SESSION.match(str(error))
+            if said is None or str(error) == self.failure:
+                raise
+            if said[1]:
+                self.fail("a pass within the host", None, str(error), self.moment)
+                raise RuntimeError(self.failure) from error
+            raise RuntimeError(f"within {self.topology.name(self.topology.host)}: {error}") from error
 
     def fail(self, what: str, host: int | None, error: str, moment: Moment) -> None:
         """Notes and reports that this rank's wait at the moment was in vain. The first failure stays: the others follow

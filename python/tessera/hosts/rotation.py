@@ -145,9 +145,10 @@ class Rotation:
 
     def _inner(self, layer, rows: list, weights: tuple, saved: list | None) -> torch.Tensor:
         x, topk_weights, topk_ids = rows
-        if saved is None:
-            return training.run(self.session, layer, x, topk_ids, topk_weights, *weights)
-        o, saved_pass = training.forward_saved(self.session, layer, x, topk_ids, topk_weights, weights)
+        with self._faults.within_host():
+            if saved is None:
+                return training.run(self.session, layer, x, topk_ids, topk_weights, *weights)
+            o, saved_pass = training.forward_saved(self.session, layer, x, topk_ids, topk_weights, weights)
         saved.append(saved_pass)
         return o
 
@@ -161,8 +162,9 @@ class Rotation:
                               [(columns, d_o.dtype)])
 
         def run(step: int, rows: list | None) -> list:
-            return list(training.backward_saved(self.session, saved[step], d_o if rows is None else rows[0], weights,
-                                                buffers))
+            with self._faults.within_host():
+                return list(training.backward_saved(self.session, saved[step], d_o if rows is None else rows[0],
+                                                    weights, buffers))
 
         def give_back(results: list, to: int, of: int) -> Crossing:
             return rail.begin("gradients to their tokens", results, of, plan.rows_out[to], to,

@@ -13,8 +13,8 @@
 
 #include "../../arch/sm90/wgmma_e4m3.cuh"
 #include "../scales.cuh"
+#include "consume.cuh"
 #include "held_tile.cuh"
-#include "mainloop.cuh"
 
 namespace tessera::cuda::gemm {
 

@@ -7,8 +7,8 @@
 #pragma once
 
 #include "../produce/produce.cuh"
+#include "consume.cuh"
 #include "core.cuh"
-#include "mainloop.cuh"
 
 namespace tessera::cuda::gemm {
 

@@ -17,6 +17,7 @@
 #include "cli/lm_command.hpp"
 #include "cli/output.hpp"
 #include "cli/train_progress.hpp"
+#include "cli/train_summary.hpp"
 #include "lm/checkpoint.hpp"
 #include "lm/corpus.hpp"
 #include "lm/evaluation.hpp"
@@ -49,17 +50,6 @@ struct Flags {
   CLI::Option* out_option = nullptr;
 };
 
-// Holds what is known of a run when it ends.
-struct Summary {
-  lm::RunEnd end = lm::RunEnd::finished;
-  double tokens_per_second = 0;
-  double bigram = 0;
-  std::int64_t windows = 0;                     // of held-out text that were evaluated
-  std::optional<double> held_out, without_moe;  // of these windows; only when not stopped
-  lm::ExpertLoad load;                          // of the last step of this run
-  std::string plot_problem;
-};
-
 std::string absolute(std::string const& path) {
   return path == "-" ? path : fs::absolute(path).lexically_normal().string();
 }
@@ -82,14 +72,6 @@ lm::FolderLock prepare(fs::path const& folder) {
   }
   return std::move(prepared.lock);
 }
-
-// The run's state and text: a fresh one, or the one in --resume.
-struct Run {
-  fs::path folder;
-  lm::TrainingState state;
-  lm::Corpus corpus;
-  lm::FolderLock lock;  // of the folder
-};
 
 // A flag that the run does not read would be ignored, and written into the checkpoint.
 void refuse_ignored(Flags const& flags, lm::TrainingOptions const& options) {
@@ -118,7 +100,7 @@ void refuse_ignored(Flags const& flags, lm::TrainingOptions const& options) {
   }
 }
 
-Run start(Flags const& flags) {
+TrainRun start(Flags const& flags) {
   if (flags.text.empty()) {
     throw CommandError("--text is missing: name files or folders to train on, or - for stdin");
   }
@@ -133,7 +115,8 @@ Run start(Flags const& flags) {
   lm::validate(options);
   lm::require_memory(options);
 
-  Run run{.folder = flags.out, .state = {}, .corpus = read_text(flags.text, flags.out), .lock = {}};
+  TrainRun run{
+      .folder = flags.out, .state = {}, .corpus = read_text(flags.text, flags.out), .lock = {}};
   lm::require_enough(run.corpus, options.model.context);
   lm::TextSource source{.paths = {}, .fingerprint = run.corpus.fingerprint()};
   for (std::string const& path : flags.text) source.paths.push_back(absolute(path));
@@ -143,7 +126,7 @@ Run start(Flags const& flags) {
 }
 
 // The text of the run to go on with. Its paths may have moved, or have bytes that the checkpoint could not hold.
-lm::Corpus read_text_again(Run const& run, bool named) {
+lm::Corpus read_text_again(TrainRun const& run, bool named) {
   try {
     return read_text(run.state.text.paths, run.folder);
   } catch (lm::InputError const& error) {
@@ -153,7 +136,7 @@ lm::Corpus read_text_again(Run const& run, bool named) {
   }
 }
 
-Run resume(Flags const& flags) {
+TrainRun resume(Flags const& flags) {
   for (CLI::Option const* option : flags.fixed) {
     if (option->count() > 0) {
       throw CommandError(fmt::format("{} with --resume: the checkpoint fixes it; leave it out",
@@ -165,10 +148,10 @@ Run resume(Flags const& flags) {
   bool const in_place = fs::equivalent(folder, flags.resume, error);
   // Locked before the state is read: nobody saves a later one in between.
   lm::FolderLock lock = in_place ? lm::FolderLock(folder) : lm::FolderLock();
-  Run run{.folder = folder,
-          .state = lm::load_state(flags.resume),
-          .corpus = {},
-          .lock = std::move(lock)};
+  TrainRun run{.folder = folder,
+               .state = lm::load_state(flags.resume),
+               .corpus = {},
+               .lock = std::move(lock)};
   lm::TrainingOptions& options = run.state.options;
   std::int64_t const span = options.schedule_span();
   if (flags.steps->count() > 0) options.steps = flags.training.steps;
@@ -262,8 +245,8 @@ std::int64_t windows_within(double seconds, double tokens_per_second, std::int64
 }
 
 // Evaluates on held-out text and writes the sample.
-void conclude(Run const& run, double seconds, lm::Trainer& trainer, TrainProgress& progress,
-              Summary& summary) {
+void conclude(TrainRun const& run, double seconds, lm::Trainer& trainer, TrainProgress& progress,
+              TrainSummary& summary) {
   lm::Model& model = trainer.model();
   auto const& parameters = run.state.parameters;
   std::int64_t const context = run.state.options.model.context;
@@ -297,100 +280,13 @@ void conclude(Run const& run, double seconds, lm::Trainer& trainer, TrainProgres
   lm::write_atomically(run.folder / lm::kSampleFile, sample + "\n");
 }
 
-std::vector<std::string> files_of(Run const& run) {
-  std::vector<std::string> files;
-  for (char const* name : lm::kRunFiles) {
-    if (fs::exists(run.folder / name)) files.push_back((run.folder / name).string());
-  }
-  return files;
-}
-
-std::string resume_command(Run const& run) {
-  return fmt::format("{} train --resume {}", program_name(), run.folder.string());
-}
-std::string generate_command(Run const& run) {
-  return fmt::format("{} generate --checkpoint {} --prompt \"The \"", program_name(),
-                     run.folder.string());
-}
-
-void print_summary(Run const& run, Summary const& summary) {
-  if (summary.end == lm::RunEnd::stopped) {
-    print_note(fmt::format("stopped after step {}; everything is saved\n", run.state.step));
-  } else if (!summary.held_out || !summary.without_moe) {
-    print_note("stopped while evaluating held-out text; everything is saved\n");
-  } else {
-    print_note(fmt::format(
-        "held-out bits/byte: model {:.3f}, bigram {:.3f} (ratio {:.3f}); MoE blocks zeroed "
-        "{:.3f} ({:+.3f})\n",
-        *summary.held_out, summary.bigram, *summary.held_out / summary.bigram, *summary.without_moe,
-        *summary.without_moe - *summary.held_out));
-    std::int64_t const all =
-        lm::count_windows(run.corpus.held_out.size(), run.state.options.model.context);
-    if (summary.windows < all) {
-      print_note(
-          fmt::format("note: these are of {} of the {} windows of held-out text, spread "
-                      "evenly: --seconds has no time for more\n",
-                      summary.windows, all));
-    }
-  }
-  if (summary.load.max_over_mean > 0) {
-    lm::ModelConfig const& c = run.state.options.model;
-    print_note(
-        fmt::format("experts' load in the last step: largest {:.2f} times the mean, coefficient of "
-                    "variation {:.2f}, {} of {} idle\n",
-                    summary.load.max_over_mean, summary.load.coefficient_of_variation,
-                    summary.load.idle, c.layers * c.experts));
-  }
-  if (!summary.plot_problem.empty()) print_note(fmt::format("note: {}\n", summary.plot_problem));
-  print_note(fmt::format("files:    {}\n", lm::joined(files_of(run), "\n          ")));
-  std::vector<std::string> const& paths = run.state.text.paths;
-  bool const from_stdin = std::find(paths.begin(), paths.end(), "-") != paths.end();
-  print_note(fmt::format("resume:   {}{}{}\n", resume_command(run),
-                         run.state.step < run.state.options.steps
-                             ? ""
-                             : fmt::format(" --steps {}", 2 * run.state.step),
-                         from_stdin ? "  (the same text on stdin)" : ""));
-  print_note(fmt::format("generate: {}\n", generate_command(run)));
-}
-
-Json summary_json(Run const& run, Summary const& summary) {
-  constexpr char const* kEnds[] = {"finished", "out-of-time", "stopped"};
-  auto const measured = [](std::optional<double> value) { return value ? Json(*value) : Json(); };
-  lm::History const& history = run.state.history;
-  return {{"end", kEnds[static_cast<int>(summary.end)]},
-          {"router", lm::router_name(run.state.options.model.router.kind)},
-          {"round", lm::rounding_name(run.state.options.rounding)},
-          {"step", run.state.step},
-          {"steps", run.state.options.steps},
-          {"parameters", run.state.parameters.size()},
-          {"tokens_per_second", summary.tokens_per_second},
-          {"train_bits_per_byte", history.loss.empty() ? Json() : Json(history.loss.back())},
-          {"held_out_bits_per_byte", measured(summary.held_out)},
-          {"bigram_bits_per_byte", summary.bigram},
-          {"moe_zeroed_bits_per_byte", measured(summary.without_moe)},
-          {"expert_balance", history.balance.empty() ? Json() : Json(history.balance.back())},
-          {"expert_variation", summary.load.coefficient_of_variation},
-          {"idle_experts", summary.load.idle},
-          {"balance_loss", run.state.options.balance},
-          {"bias_rate", lm::has_selection_bias(run.state.options.model)
-                            ? Json(run.state.options.bias_rate)
-                            : Json()},
-          {"train_bytes", run.corpus.train.size()},
-          {"held_out_bytes", run.corpus.held_out.size()},
-          {"held_out_windows", summary.windows},
-          {"out", run.folder.string()},
-          {"files", files_of(run)},
-          {"resume", resume_command(run)},
-          {"generate", generate_command(run)}};
-}
-
 int train(Flags const& flags) {
   ignore_broken_pipes();
   StopSignals const signals;
   Context const context = make_context(flags.threads);
   double const begin = now_seconds();
-  Run run = flags.resume.empty() ? start(flags) : resume(flags);
-  Summary summary;
+  TrainRun run = flags.resume.empty() ? start(flags) : resume(flags);
+  TrainSummary summary;
   summary.bigram = lm::bigram_bits_per_byte(run.corpus.train, run.corpus.held_out,
                                             run.state.options.model.context);
   announce(run.state.options, context, summary.bigram);
@@ -414,8 +310,8 @@ int train(Flags const& flags) {
     conclude(run, seconds, trainer, progress, summary);
   }
   summary.plot_problem = lm::draw_curve(run.folder, run.state, bigram);
-  print_summary(run, summary);
-  if (flags.json) print_json(summary_json(run, summary));
+  print_train_summary(run, summary);
+  if (flags.json) print_json(train_summary_json(run, summary));
   return kOk;
 }
 

@@ -148,8 +148,8 @@ struct MoeDesc {
   /// Largest number of columns of y (in backward: of dx rows) that exist at a time: less workspace, equal bits. 0: all.
   std::int64_t column_chunk = 0;
   DType ids_dtype = DType::int32;  ///< of given ids and offsets: int32 or int64
-  /// True if backward writes dh over h, which is lost then: this saves workspace of the size of h and changes no bit.
-  /// SavePolicy::h only.
+  /// True if backward writes dh, or its codes if it quantises, over h, which is lost then: this saves workspace and
+  /// changes no bit. SavePolicy::h only.
   bool overwrite_h = false;
   /// Storage type of w_router and b_router: none means dtype; fp32 beside bf16 is served, and computes logits and
   /// gradients from the fp32 weights as they are. Their gradients are fp32 then.

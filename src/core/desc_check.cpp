@@ -268,12 +268,6 @@ Status check_precision(MoeDesc const& desc) noexcept {
         "column_chunk=%lld with precision=%s: whole rows of y are computed; leave it out",
         static_cast<Int>(desc.column_chunk), name);
   }
-  if (desc.overwrite_h) {
-    return Status::unsupported(
-        "overwrite_h with precision=%s: h is saved as codes, which dh does not fit in; leave it "
-        "out",
-        name);
-  }
   return {};
 }
 

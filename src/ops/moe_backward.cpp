@@ -45,7 +45,7 @@ void visit_split(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pass,
            : visitor.input(name, tensor, dtype, {rows, columns});
     visitor.contiguous(name, tensor);
   };
-  if (writes && desc.overwrite_h) {
+  if (writes && desc.overwrite_h && !desc.quantises()) {
     visitor.absent("dh", args.dh, "overwrite_h leaves it in h");
   } else {
     add("dh", args.dh, desc.dtype, desc.num_slots(), desc.up_width() * s.intermediate);
@@ -341,7 +341,7 @@ Backward<T> backward_of(Context const& context, MoeDesc const& desc, MoeBackward
                    ops::down_biases<T>(args.weights)},
                   args,
                   {context.thread_pool(), plan.scratch.in(base), plan.floats_per_thread}};
-  if (desc.overwrite_h && pass != Pass::backward_weights) {
+  if (desc.overwrite_h && !desc.quantises() && pass != Pass::backward_weights) {
     out.dh = static_cast<T*>(const_cast<void*>(args.h.data));
   } else {
     out.dh = split ? static_cast<T*>(args.dh.data) : plan.dh.in<T>(base);

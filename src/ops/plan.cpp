@@ -84,8 +84,10 @@ BackwardPlan plan_backward(Context const& context, MoeDesc const& desc, Pass pas
   bool const recompute = desc.save == SavePolicy::x && pass != Pass::backward_weights;
   std::size_t const element = dtype_bytes(desc.dtype);
   std::int64_t const h_elements = slots * desc.up_width() * s.intermediate;
-  if (pass == Pass::backward && !desc.overwrite_h) out.dh = plan.add_storage(h_elements, element);
-  bool const quantises = desc.quantises();
+  bool const quantises = desc.quantises();  // then dh does not fit in h
+  if (pass == Pass::backward && (quantises || !desc.overwrite_h)) {
+    out.dh = plan.add_storage(h_elements, element);
+  }
   // A split backward has a_scaled in the caller's buffer.
   std::int64_t const a = pass == Pass::backward ? s.intermediate : 0;
   std::int64_t const rows =

@@ -41,9 +41,7 @@ class Run {
     TESSERA_TRY(backward(result));
     TESSERA_TRY(split_backward(result));
     TESSERA_TRY(partial_backward(result));
-    if (desc_.save == SavePolicy::h && !desc_.quantises()) {
-      TESSERA_TRY(overwriting_backward(result));
-    }
+    if (desc_.save == SavePolicy::h) TESSERA_TRY(overwriting_backward(result));
     if (on_gpu()) TESSERA_TRY(replay_backward(result));
     if (!saved_.intact() || !inputs_.intact()) {
       result.failures.emplace_back("backward wrote to x, h or routing, or a canary beside them");
@@ -99,35 +97,42 @@ class Run {
     result.tensors["o"] = values_of(args.o);
     if (has_router()) result.tensors["logits"] = values_of(args.logits);
     TESSERA_TRY(read_routing(result));
-    if (desc_.quantises()) {
-      read_codes(result);
-    } else if (h_.present()) {
-      result.h =
-          unpack(desc_.dtype, h_.data, result.metadata.rows() * desc_.up_width() * s.intermediate);
-    }
+    result.h = saved_values(args, result.metadata.rows());
     check_counts(static_cast<std::int32_t const*>(args.expert_counts.data),
                  static_cast<std::int32_t const*>(args.topk_counts.data), result);
     return {};
   }
 
-  /// The bytes of x8, of the rows of h and of their scales: what a repeat must equal.
-  void read_codes(CandidateResult& result) const {
-    auto const add = [&result](Tensor const& tensor, std::int64_t rows) {
+  /// Returns what a repeat must equal of what forward saved: rows of h; where operands are quantised the bytes of x8,
+  /// of the rows of h and of their scales.
+  [[nodiscard]] std::vector<float> saved_values(MoeForwardArgs const& args,
+                                                std::int64_t rows) const {
+    if (!desc_.quantises()) {
+      if (!args.h.present()) return {};
+      return unpack(desc_.dtype, args.h.data,
+                    static_cast<std::size_t>(rows * desc_.up_width() * desc_.shape.intermediate));
+    }
+    std::vector<float> out;
+    auto const add = [&out](Tensor const& tensor, std::int64_t count) {
       if (!tensor.present()) return;
       auto const* const bytes = static_cast<std::uint8_t const*>(tensor.data);
       std::size_t const row = memory_bytes(tensor) / static_cast<std::size_t>(tensor.shape[0]);
-      result.h.insert(result.h.end(), bytes, bytes + row * static_cast<std::size_t>(rows));
+      out.insert(out.end(), bytes, bytes + row * static_cast<std::size_t>(count));
     };
-    std::int64_t const rows = result.metadata.rows();
-    if (desc_.shape.tokens > 0) add(x8_, desc_.shape.tokens), add(x_scale_, desc_.shape.tokens);
-    if (rows == 0) return;
-    add(h_, rows);
-    if (desc_.precision == Precision::mxfp8) return add(h_scale_, rows);
-    auto const* const scales = static_cast<float const*>(h_scale_.data);
-    for (std::int64_t i = 0; scales != nullptr && i < h_scale_.shape[0]; ++i) {
-      float const* const row = scales + i * h_scale_.shape[1];
-      result.h.insert(result.h.end(), row, row + rows);
+    std::int64_t const tokens = desc_.shape.tokens;
+    if (tokens > 0) add(args.x8, tokens), add(args.x_scale, tokens);
+    if (rows == 0) return out;
+    add(args.h, rows);
+    if (desc_.precision == Precision::mxfp8) {
+      add(args.h_scale, rows);
+      return out;
     }
+    auto const* const scales = static_cast<float const*>(args.h_scale.data);
+    for (std::int64_t i = 0; scales != nullptr && i < args.h_scale.shape[0]; ++i) {
+      float const* const row = scales + i * args.h_scale.shape[1];
+      out.insert(out.end(), row, row + rows);
+    }
+    return out;
   }
 
   void check_counts(std::int32_t const* rows, std::int32_t const* chosen,
@@ -202,9 +207,13 @@ class Run {
     Memory memory = fresh_memory();
     MoeForwardArgs args = forward_inputs(data_, memory, x_);
     args.o = memory.output(desc_.dtype, {s.tokens, s.hidden});
-    if (h_.present()) {
-      args.h = memory.output(desc_.dtype, {h_.shape[0], h_.shape[1]});
-    }
+    auto const again = [&memory](Tensor const& like) {
+      return like.present() ? memory.output(like.dtype, {like.shape[0], like.shape[1]}) : Tensor();
+    };
+    args.h = again(h_);
+    args.x8 = again(x8_);
+    args.x_scale = again(x_scale_);
+    args.h_scale = again(h_scale_);
     args.routing = memory.buffer(routing_.bytes);
     args.workspace = memory.buffer(workspace.value());
     Status captured;
@@ -219,8 +228,7 @@ class Run {
       if (!equal_bits(values_of(args.o), result.tensors["o"])) {
         result.failures.emplace_back("graph replay: o differs from the eager call's");
       }
-      if (args.h.present() &&
-          !equal_bits(unpack(desc_.dtype, args.h.data, result.h.size()), result.h)) {
+      if (!equal_bits(saved_values(args, result.metadata.rows()), result.h)) {
         result.failures.emplace_back("graph replay: h differs from the eager call's");
       }
       if (std::memcmp(args.routing.data, routing_.data, routing_.bytes) != 0) {
@@ -342,12 +350,19 @@ class Run {
     return {};
   }
 
-  /// dh in the memory of h, whole and split, from copies of h.
+  /// dh, or its codes, in the memory of h, whole and split, from copies of h.
   Status overwriting_backward(CandidateResult& result) {
     MoeShape const& s = desc_.shape;
     MoeDesc desc = desc_;
     desc.overwrite_h = true;
-    auto const run = [&](Pass pass, Tensor const& h, Tensor const& a_scaled,
+    bool const quantises = desc.quantises();
+    Memory between = fresh_memory();
+    auto const copy_of = [&between](Tensor const& from) {
+      Tensor const copy = between.output(from.dtype, {from.shape[0], from.shape[1]});
+      std::memcpy(copy.data, from.data, memory_bytes(from));
+      return copy;
+    };
+    auto const run = [&](Pass pass, Tensor const& h, Tensor const& dh, Tensor const& a_scaled,
                          Tensor const& dlogits_saved) -> Status {
       auto const workspace = workspace_size(desc, pass, result);
       TESSERA_TRY(workspace.status());
@@ -355,7 +370,8 @@ class Run {
       MoeBackwardArgs args = backward_inputs(memory, pass);
       args.h = h;
       bool const whole = pass == Pass::backward, weights = pass == Pass::backward_weights;
-      if (weights) args.dh = h;
+      if (quantises && !weights) args.h_scale = copy_of(h_scale_);
+      if (weights || quantises) args.dh = dh;
       args.a_scaled = a_scaled;
       args.dlogits_saved = dlogits_saved;
       std::vector<GradientOutput> outputs = gradient_outputs(data_);
@@ -368,19 +384,14 @@ class Run {
       expect_same(outputs, args, "backward over h", result);
       return {};
     };
-    Memory between = fresh_memory();
-    auto const copy_of_h = [&] {
-      Tensor const h = between.output(h_.dtype, {h_.shape[0], h_.shape[1]});
-      std::memcpy(h.data, h_.data, memory_bytes(h_));
-      return h;
-    };
     Tensor const a_scaled = between.output(desc_.dtype, {desc_.num_slots(), s.intermediate});
     Tensor dlogits_saved;
     if (has_router()) dlogits_saved = between.output(DType::fp32, {s.tokens, s.experts});
-    Status status = run(Pass::backward, copy_of_h(), {}, {});
-    Tensor const h = copy_of_h();
-    if (status.ok()) status = run(Pass::backward_input, h, a_scaled, dlogits_saved);
-    if (status.ok()) status = run(Pass::backward_weights, h, a_scaled, dlogits_saved);
+    Status status = run(Pass::backward, copy_of(h_), {}, {}, {});
+    Tensor const h = copy_of(h_);
+    Tensor const dh = quantises ? between.output(desc_.dtype, {h_.shape[0], h_.shape[1]}) : h;
+    if (status.ok()) status = run(Pass::backward_input, h, dh, a_scaled, dlogits_saved);
+    if (status.ok()) status = run(Pass::backward_weights, h, dh, a_scaled, dlogits_saved);
     check_memory(between, "backward over h", result);
     return status;
   }

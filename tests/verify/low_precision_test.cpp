@@ -206,7 +206,6 @@ TEST(LowPrecisionCase, RefusesWhatItDoesNotCompute) {
   expect("dtype=fp32", [](LayerCase& c) { c.desc.dtype = DType::fp32; });
   expect("intermediate=96", [](LayerCase& c) { c.desc.shape.intermediate = 96; });
   expect("column_chunk=8", [](LayerCase& c) { c.desc.column_chunk = 8; });
-  expect("overwrite_h", [](LayerCase& c) { c.desc.overwrite_h = true; });
   expect("pow2_scales with precision mxfp8",
          [](LayerCase& c) { c.desc.precision = Precision::mxfp8, c.desc.pow2_scales = true; });
   expect("hidden=144 with precision=mxfp8: blocks need a multiple of 32; pad it to 160",

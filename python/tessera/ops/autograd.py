@@ -44,7 +44,7 @@ class Call:
         self.text, self.everything, self.training, self.prepared = text, everything, training, prepared
         # Through the dispatcher anybody may have h; here nobody but Layer.
         options = parse(text)
-        over_h = prepared is not None and options.save == "h" and not options.quantises
+        over_h = prepared is not None and options.save == "h"
         self.text_over_h = f"{text} overwrite_h=True" if over_h else None
         self.quantises, self.logits = options.quantises, options.logits
         self.positions = tuple([i for i, tensor in enumerate(arguments) if tensor is not None])

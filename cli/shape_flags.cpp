@@ -230,6 +230,14 @@ void ShapeFlags::read_precision(MoeDesc& desc) const {
   desc.pow2_scales = named("scales", scales_, verify::kScaleNames) == ScaleRule::pow2;
 }
 
+std::optional<Precision> ShapeFlags::quantised_cases() const {
+  auto const precision = named("precision", precision_, kPrecisionNames);
+  if (precision == Precision::native) return std::nullopt;
+  if (precision != Precision::automatic) return precision;
+  throw CommandError(
+      "--precision auto with --random: cases are drawn as fp8, mxfp8 or native; choose one");
+}
+
 void ShapeFlags::read_routing(verify::LayerCase& layer_case) const {
   layer_case.routing = read_pattern(routing_);
   bool const file = layer_case.routing.pattern == verify::RoutingPattern::file;

@@ -67,6 +67,8 @@ class ShapeFlags {
   [[nodiscard]] Context context(std::int32_t num_threads) const;
 
   [[nodiscard]] std::uint64_t seed() const noexcept { return seed_; }
+  /// Returns how all cases of --random quantise, if --precision says so. Throws CommandError for auto.
+  [[nodiscard]] std::optional<Precision> quantised_cases() const;
   [[nodiscard]] std::string const& device() const noexcept { return device_; }
   [[nodiscard]] bool on_cuda() const noexcept { return device_.starts_with("cuda"); }
 

@@ -160,7 +160,8 @@ std::string case_line(std::size_t number, verify::LayerCase const& layer_case, b
 }
 
 int verify_random(VerifyFlags const& flags, Context const& context, Context const& repeat) {
-  auto const cases = verify::random_cases(context, flags.random, flags.shape.seed());
+  auto const cases = verify::random_cases(context, flags.random, flags.shape.seed(),
+                                          flags.shape.quantised_cases());
   if (cases.empty()) throw CommandError("--random: this device serves no layer", kEnvironment);
   Json documents = Json::array();
   std::int64_t failed = 0, large = 0;
@@ -208,7 +209,8 @@ int verify_random(VerifyFlags const& flags, Context const& context, Context cons
 
 // --random draws layers and data: a flag that fixes a part of them would be ignored. Groups are subcommands to CLI11.
 void refuse_layer_flags(CLI::App const& command) {
-  constexpr std::string_view kAllowed[] = {"--random", "--seed", "--device", "--threads", "--json"};
+  constexpr std::string_view kAllowed[] = {"--random",  "--seed", "--device",
+                                           "--threads", "--json", "--precision"};
   for (CLI::Option const* option : command.get_options()) {
     std::string const name = option->get_name();
     if (option->count() == 0 || std::ranges::find(kAllowed, name) != std::end(kAllowed)) continue;
@@ -227,7 +229,10 @@ void add_verify(CLI::App& app) {
       app.add_subcommand("verify", "Forward and backward of a layer against the fp64 reference");
   auto const flags = std::make_shared<VerifyFlags>();
   flags->shape.add_to(*command);
-  command->add_option("--random", flags->random, "N random supported cases drawn from --seed")
+  command
+      ->add_option(
+          "--random", flags->random,
+          "N random supported cases drawn from --seed, with --precision all of fp8 or mxfp8")
       ->check(CLI::Range(1, 100000))
       ->type_name("N");
   command->add_flag("--json", flags->json, "the result as JSON on stdout");

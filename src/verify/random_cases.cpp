@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <optional>
 #include <set>
 #include <tuple>
 
@@ -317,23 +318,31 @@ LayerCase draw_case(Choice const& choice, Feature feature, bool large, RandomSou
 /// Every tenth case, of the small ones, quantises its operands.
 bool is_low_precision(std::int64_t i) { return i % 10 == 6; }
 
-/// In whole blocks of 128 or 32, bf16.
-void make_low_precision(std::int64_t i, LayerCase& layer_case) {
+/// Blocks of 128 or 32, by turns, in bf16; on a GPU what its kernels of codes serve (cuda/layer/support.cpp).
+void make_low_precision(std::int64_t i, bool on_gpu, std::optional<Precision> precision,
+                        LayerCase& layer_case) {
   MoeDesc& desc = layer_case.desc;
-  desc.precision = i / 10 % 3 == 1 ? Precision::mxfp8 : Precision::fp8;
-  desc.pow2_scales = i / 10 % 3 == 2;
-  std::int64_t const block = desc.scale_block();
-  for (std::int64_t* size : {&desc.shape.hidden, &desc.shape.intermediate}) {
-    *size = (*size + block - 1) / block * block;
-  }
+  Precision const drawn = i / 10 % 3 == 1 && !on_gpu ? Precision::mxfp8 : Precision::fp8;
+  desc.precision = precision.value_or(drawn);
+  desc.pow2_scales = i / 10 % 3 == 2 && desc.precision == Precision::fp8 && !on_gpu;
+  auto const widen = [](std::int64_t& size, std::int64_t multiple) {
+    size = (size + multiple - 1) / multiple * multiple;
+  };
+  widen(desc.shape.hidden, on_gpu ? 256 : desc.scale_block());
+  widen(desc.shape.intermediate, desc.scale_block());
   desc.dtype = DType::bf16;
   desc.column_chunk = 0;
+  if (!on_gpu) return;
+  desc.activation = {};
+  desc.bias = false;
+  bool const turned = desc.layout.orientation == WeightOrientation::transposed;
+  if (turned && desc.layout.order == GateUpOrder::interleaved) desc.layout = {};
 }
 
 }  // namespace
 
-std::vector<RandomCase> random_cases(Context const& context, std::int64_t count,
-                                     std::uint64_t seed) {
+std::vector<RandomCase> random_cases(Context const& context, std::int64_t count, std::uint64_t seed,
+                                     std::optional<Precision> precision) {
   Space const space = served_space(context);
   bool const on_gpu = context.device().kind == DeviceKind::cuda;
   std::set<Pair> uncovered = space.pairs;
@@ -362,7 +371,9 @@ std::vector<RandomCase> random_cases(Context const& context, std::int64_t count,
     // One token per expert and a router leave no room for many tokens.
     bool const still_large = large && layer_case.desc.shape.tokens >= 512;
     if (large && !still_large) layer_case.routing = {}, layer_case.desc.shape.tokens = 512;
-    if (!on_gpu && is_low_precision(i)) make_low_precision(i, layer_case);
+    if (precision.has_value() || (!on_gpu && is_low_precision(i))) {
+      make_low_precision(i, on_gpu, precision, layer_case);
+    }
     cases.push_back({layer_case, large});
     if (layer_case.desc.quantises()) continue;  // covers no pair
     Choice drawn = choice;

@@ -71,10 +71,10 @@ Expected<CaseResult> verify_case(Context const& context, Context const& repeat_c
   } catch (std::invalid_argument const& error) {
     return Status::invalid("%s", error.what());
   }
-  // The fast kernels of a GPU need aligned rows, its plain ones do not.
+  // The fast kernels of a GPU and those of quantised operands need aligned rows, its plain ones do not.
   bool const on_gpu = context.device().kind == DeviceKind::cuda;
-  Alignment const alignment =
-      on_gpu && layer_case.seed % 4 != 0 ? Alignment::cache_line : Alignment::element;
+  bool const needs_lines = layer_case.seed % 4 != 0 || layer_case.desc.quantises();
+  Alignment const alignment = on_gpu && needs_lines ? Alignment::cache_line : Alignment::element;
   auto first = run_candidate(context, data, kPoisons[0], alignment);
   if (!first.ok()) return first.status();
   auto const second = run_candidate(repeat_context, data, kPoisons[1], alignment);

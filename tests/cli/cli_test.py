@@ -106,8 +106,10 @@ class Verify(Cli):
         self.refuse("verify", *shape, "--precision", "fp8", "--scales", "rceil", naming="--scales rceil")
         self.refuse("verify", *shape, "--precision", "fp8", "--column-chunk", "64", naming="column_chunk=64")
         self.refuse("verify", "--precision", "fp8", naming="dtype=fp32")
-        self.refuse("bench", *shape, "--device", "cuda", "--precision", "fp8", naming="--precision with bench")
-        self.refuse("verify", "--random", "3", "--precision", "fp8", naming="--precision with --random")
+        self.refuse("verify", "--random", "3", "--precision", "auto", naming="--precision auto with --random")
+        self.refuse("verify", "--random", "3", "--scales", "pow2", naming="--scales with --random")
+        cases = self.run_json("verify", "--random", "4", "--precision", "fp8", "--seed", "3")["cases"]
+        self.assertEqual([case["precision"] for case in cases], ["fp8"] * 4)
 
     def test_precision_in_plan_and_explain(self):
         shape = ["--hidden", "128", "--intermediate", "128", "--dtype", "bf16"]

@@ -44,24 +44,34 @@ MemoryPlan tessera_plan(MoeDesc desc, SavePolicy save, bool overwrite_h, char co
           .has_curve = !overwrite_h};
 }
 
-// Codes are a byte, with an fp32 scale for each 128. a8 and y in forward; dO8, dh and dh8 (in the memory of h8), a'
-// and dx rows in bf16 in backward.
+// As a GPU has it: codes are a byte, with an fp32 scale for each 128 of a row, each 128 x 128 of weights. Forward: a8
+// and w_down, then w_up and y in one place. Backward: dh8; dO8 and w_down, then w_up in one place; x and dh in bf16;
+// a' and then dx rows. Where n is no multiple of 256 gradients multiply bf16, and h becomes bf16 in the place of dh.
 MemoryPlan fp8_plan(MoeDesc desc, bool keeps_x, char const* policy, char const* keeps) {
   Sizes const s = sizes(desc);
-  double const code = 33.0 / 32, rows = s.tokens * s.hidden;
+  double const code = 33.0 / 32, of_weights = 1 + 4.0 / (128 * 128);
+  double const rows = s.tokens * s.hidden;
+  double const weights = of_weights * s.experts * s.hidden * s.intermediate;
   desc.precision = Precision::fp8;
   desc.save = SavePolicy::h;
   desc.column_chunk = 0;
   SavedBytes const saved = saved_by_layer(desc);
   double const h_and_tables = static_cast<double>(saved.h + saved.h_scale + saved.routing);
   double const x = keeps_x ? s.b * rows : static_cast<double>(saved.x + saved.x_scale);
-  return {.policy = policy,
-          .keeps = keeps,
-          .saved = x + h_and_tables,
-          .forward_transient = code * s.slots * s.intermediate + s.b * s.slots * s.hidden,
-          .backward_transient = code * rows + s.b * s.w * s.slots * s.intermediate +
-                                s.b * s.slots * std::max(s.intermediate, s.hidden),
-          .has_curve = false};
+  double const y = s.b * s.slots * s.hidden;
+  bool const codes_backward = desc.shape.intermediate % 256 == 0;
+  double const of_dgrads = codes_backward ? code * s.w * s.slots * s.intermediate +
+                                                std::max(code * rows + weights, s.w * weights)
+                                          : 0;
+  return {
+      .policy = policy,
+      .keeps = keeps,
+      .saved = x + h_and_tables,
+      .forward_transient = code * s.slots * s.intermediate + weights + std::max(s.w * weights, y),
+      .backward_transient = (keeps_x ? 0 : s.b * rows) + of_dgrads +
+                            s.b * s.w * s.slots * s.intermediate +
+                            s.b * s.slots * std::max(s.intermediate, s.hidden),
+      .has_curve = false};
 }
 
 bool has_whole_blocks(MoeDesc const& desc) {
@@ -105,10 +115,9 @@ std::vector<MemoryPlan> memory_plans(MoeDesc const& desc) {
        .keeps = "x, R rows of d, h, the factors of a",
        .saved = x + rows_d + 2 * s.w * rows_n}};
   if (has_whole_blocks(desc)) {
-    plans.insert(plans.begin() + 3,
-                 {fp8_plan(desc, false, "tessera-fp8", "x8, h8, routing tables (served on a CPU)"),
-                  fp8_plan(desc, true, "tessera-fp8-keeps-x",
-                           "x in bf16, h8, routing tables (not served yet)")});
+    plans.insert(plans.begin() + 3, {fp8_plan(desc, false, "tessera-fp8", "x8, h8, routing tables"),
+                                     fp8_plan(desc, true, "tessera-fp8-keeps-x",
+                                              "x in bf16, h8, routing tables (not served yet)")});
   }
   return plans;
 }

@@ -31,23 +31,52 @@ constexpr Sizes sizes(MoeDesc const& desc, double rows) noexcept {
           static_cast<double>(dtype_bytes(desc.dtype)),
           static_cast<double>(dtype_bytes(desc.router_storage()))};
 }
+/// Bytes of an element of quantised rows, and of quantised weights, their scales with them; else of the storage type.
+constexpr double row_bytes(MoeDesc const& desc) noexcept {
+  return desc.quantises() ? 33.0 / 32 : static_cast<double>(dtype_bytes(desc.dtype));
+}
+constexpr double weight_bytes(MoeDesc const& desc) noexcept {
+  return desc.precision == Precision::fp8 ? 1 + 4.0 / (128 * 128) : row_bytes(desc);
+}
 }  // namespace detail
 
-/// h = x[gather_index] w_up^T, a = act(h).
+/// h = x[gather_index] w_up^T, a = act(h). With MoeDesc::quantises() x, w_up, h and a are codes with scales.
 constexpr OpWork up_projection_fwd(MoeDesc const& desc, double rows) noexcept {
   auto const s = detail::sizes(desc, rows);
-  double const h = desc.save == SavePolicy::h ? s.element * s.width * s.rows * s.intermediate : 0;
+  double const element = detail::row_bytes(desc);
+  double const h = desc.save == SavePolicy::h ? element * s.width * s.rows * s.intermediate : 0;
   return {"up_projection_fwd", 2 * s.width * s.rows * s.intermediate * s.hidden,
-          s.element * s.tokens * s.hidden +
-              s.element * s.width * s.experts * s.intermediate * s.hidden + 4 * s.rows,
-          h + s.element * s.rows * s.intermediate};
+          element * s.tokens * s.hidden +
+              detail::weight_bytes(desc) * s.width * s.experts * s.intermediate * s.hidden +
+              4 * s.rows,
+          h + element * s.rows * s.intermediate};
 }
-/// y = a w_down^T.
+/// y = a w_down^T. With MoeDesc::quantises() a and w_down are codes with scales.
 constexpr OpWork down_projection_fwd(MoeDesc const& desc, double rows) noexcept {
   auto const s = detail::sizes(desc, rows);
   return {"down_projection_fwd", 2 * s.rows * s.intermediate * s.hidden,
-          s.element * s.rows * s.intermediate + s.element * s.experts * s.intermediate * s.hidden,
+          detail::row_bytes(desc) * s.rows * s.intermediate +
+              detail::weight_bytes(desc) * s.experts * s.intermediate * s.hidden,
           s.element * s.rows * s.hidden};
+}
+/// x to x8 with its scales.
+constexpr OpWork quantise_rows(MoeDesc const& desc) noexcept {
+  auto const s = detail::sizes(desc, 0);
+  double const elements = s.tokens * s.hidden;
+  return {"quantise_rows", 0, s.element * elements, detail::row_bytes(desc) * elements};
+}
+/// The weights of all experts to codes with their scales: of both projections, or of the up projection alone.
+constexpr OpWork quantise_weights(MoeDesc const& desc, bool down) noexcept {
+  auto const s = detail::sizes(desc, 0);
+  double const elements = (s.width + (down ? 1 : 0)) * s.experts * s.intermediate * s.hidden;
+  return {"quantise_weights", 0, s.element * elements, detail::weight_bytes(desc) * elements};
+}
+/// Codes that forward saved to bf16 again: h8 of all rows, x8 of all tokens.
+constexpr OpWork dequantise_rows(MoeDesc const& desc, double rows, bool h, bool x) noexcept {
+  auto const s = detail::sizes(desc, rows);
+  double const elements =
+      (h ? s.width * s.rows * s.intermediate : 0) + (x ? s.tokens * s.hidden : 0);
+  return {"dequantise_rows", 0, detail::row_bytes(desc) * elements, s.element * elements};
 }
 /// o_t = sum of s_j y_j (forward), or dX_t = sum of dx rows (backward: unweighted).
 constexpr OpWork aggregate(MoeDesc const& desc, double rows, bool weighted = true) noexcept {

@@ -15,6 +15,7 @@
 #include "cuda/host/token_mask.hpp"
 #include "cuda/layer/arguments.hpp"
 #include "cuda/layer/backend.hpp"
+#include "cuda/layer/low_precision.hpp"
 #include "cuda/layer/sequence.hpp"
 
 namespace tessera::cuda {
@@ -74,19 +75,21 @@ class Backward {
         args.dscores.present() ? static_cast<float*>(args.dscores.data) : plan_.dscores.in(base_);
     gmem_dlogits_ = split ? static_cast<float*>(args.dlogits_saved.data) : plan_.dlogits.in(base_);
     bool const has_h = pass != Pass::backward_weights;
-    void* const gmem_dh = has_h && desc.overwrite_h ? const_cast<void*>(args.h.data)
-                          : split                   ? args.dh.data
-                                                    : plan_.dh.in(base_);
+    bool const over_h = has_h && desc.overwrite_h && !desc.quantises();
+    void* const gmem_dh = over_h  ? const_cast<void*>(args.h.data)
+                          : split ? args.dh.data
+                                  : plan_.dh.in(base_);
     void* const gmem_own_a = wanted_.a_scaled ? plan_.a_or_dx.in(base_) : nullptr;
     experts_ = backward_arguments(
         desc, args,
         {.tables = routing,
-         .gmem_recomputed_h = has_h && desc.save == SavePolicy::x ? gmem_dh : nullptr,
+         .gmem_recomputed_h = has_h && makes_h() ? gmem_dh : nullptr,
          .gmem_dh = gmem_dh,
          .gmem_a_scaled = split ? args.a_scaled.data : gmem_own_a,
          .gmem_ds_partials = wanted_.dscores ? plan_.ds_partials.in(base_) : nullptr,
          .gmem_dx_rows = in_place_ ? args.dx.data : plan_.a_or_dx.in(base_),
          .gmem_tile_counters = plan_.counters.in(base_)});
+    if (desc.quantises()) experts_.up_wgrad.left = x();
     if (wanted_.dx && routed()) w_router_ = router_of_dx();
     if (wanted_.dx) put_router_part_in_rows();
     clear_counters(plan_.counters.in(base_), sequence_);
@@ -94,10 +97,28 @@ class Backward {
     if (in_place_) add_zero_tail(desc, routing, args.dx, sequence_);
   }
 
+  /// Makes what gradients of weights read in place of x, where forward saved codes.
+  void dequantise_x() noexcept {
+    ExpertGradients const& g = args_.gradients;
+    if (!desc_.quantises() || !(g.dw_up.present() || g.dw_gate.present() || wanted_.dw_router)) {
+      return;
+    }
+    add_dequantised_x(desc_, args_, plan_.x.in(base_), sequence_);
+  }
+
   /// Computes dh, a_scaled, dscores and dlogits.
   void activations() noexcept {
     if (!wanted_.dgrad) return;
-    if (desc_.save == SavePolicy::x) sequence_.select("up_projection_fwd", experts_.recompute);
+    if (desc_.quantises()) {
+      if (desc_.save == SavePolicy::x) add_h8(desc_, args_, plan_, base_, routing_, sequence_);
+      if (codes_) {
+        return add_quantised_down_dgrad(desc_, args_, plan_, base_, experts_.down_dgrad, sequence_);
+      }
+      add_dequantised_h(desc_, args_, plan_, base_, routing_, experts_.down_dgrad.gmem_dh,
+                        sequence_);
+    } else if (makes_h()) {
+      sequence_.select("up_projection_fwd", experts_.recompute);
+    }
     if (hands_a_over()) {
       hand_over(experts_.down_dgrad, experts_.down_wgrad,
                 plan_.counters.in(base_) + kBackwardHandover);
@@ -149,6 +170,9 @@ class Backward {
                                .gmem_tile_counter = plan_.counters.in(base_) + kRouterDgradCounter,
                                .terms = fp32_router_ ? kDgradTerms : 1});
     }
+    if (codes_) {
+      return add_quantised_up_dgrad(desc_, args_, plan_, base_, experts_.up_dgrad, sequence_);
+    }
     sequence_.select("up_projection_dgrad", experts_.up_dgrad);
   }
 
@@ -188,7 +212,7 @@ class Backward {
           "router_wgrad",
           RouterWgradArguments{
               .gmem_dlogits = has_padding() ? packed_.dlogits.in(packed_base()) : wgrad_dlogits(),
-              .x = matrix_rows(args_.x),
+              .x = x(),
               .gmem_dw_router = args_.gradients.dw_router.data,
               .dw_pitch = matrix_rows(args_.gradients.dw_router).pitch,
               .is_fp32 = router_gradients_are_fp32(),
@@ -237,6 +261,15 @@ class Backward {
   }
 
  private:
+  /// h is made in the memory of dh, again or of codes.
+  [[nodiscard]] bool makes_h() const noexcept {
+    return desc_.quantises() || desc_.save == SavePolicy::x;
+  }
+  /// The rows that gradients of weights read.
+  [[nodiscard]] MatrixRows x() const noexcept {
+    if (!desc_.quantises()) return matrix_rows(args_.x);
+    return {plan_.x.in(base_), desc_.shape.tokens, desc_.shape.hidden};
+  }
   [[nodiscard]] std::uint8_t const* gmem_mask() const noexcept {
     return static_cast<std::uint8_t const*>(args_.token_mask.data);
   }
@@ -286,7 +319,7 @@ class Backward {
   /// Serves routers whose dlogits are 0 but for the experts of a token.
   void put_router_part_in_rows() noexcept {
     if (!routed() || core::has_softmax_over_all(desc_.router.kind) || desc_.rounds_tokens() ||
-        args_.aux_dlogits.present()) {
+        args_.aux_dlogits.present() || codes_) {
       return;
     }
     UpProjectionDgradArguments up_dgrad = experts_.up_dgrad;
@@ -426,6 +459,7 @@ class Backward {
   Wanted wanted_;
   bool in_place_;  ///< up_projection_dgrad writes dx
   bool is_whole_;
+  bool codes_ = multiplies_codes_backward(desc_);
   bool fp32_router_;  ///< beside bf16: its GEMMs multiply terms (host/split_fp32.hpp)
   Sequence& sequence_;
   BackwardArguments experts_;
@@ -441,11 +475,13 @@ class Backward {
 
 Status moe_backward(DeviceContext const& device, MoeDesc const& desc, MoeBackwardArgs const& args,
                     RoutingView const& routing, Pass pass, Stream stream) noexcept {
+  if (desc.quantises()) TESSERA_TRY(check_quantised(desc, args, pass));
   DeviceGuard const guard(device.index(), ContextChoice::any_of_device);
   TESSERA_TRY(guard.status());
   nvtx3::scoped_range_in<NvtxDomain> const range{"moe_backward"};
   Sequence sequence(device, stream);
   Backward backward(desc, args, routing, pass, sequence);
+  if (pass != Pass::backward_input) backward.dequantise_x();
   if (pass == Pass::backward_weights) {
     backward.round_saved_dlogits();
   } else {

@@ -36,6 +36,23 @@ OpExplanation explanation(work::OpWork const& work, Refusal const& refusal, std:
   return out;
 }
 
+constexpr char kMemoryBound[] = "bound by its bytes";
+constexpr char kScaledGemm[] = "persistent warp-specialised GEMM of e4m3, sums in fp32 every 128";
+constexpr char kScaledDown[] =
+    "persistent warp-specialised GEMM of e4m3, sums in fp32 every 128; gather, activation, ds and "
+    "codes of dh fused";
+constexpr char kScaledUp[] =
+    "persistent warp-specialised GEMM of e4m3, sums in fp32 every 128; gather, activation and "
+    "codes of h and a fused";
+
+/// An op on codes, which has one kernel.
+OpExplanation quantised(work::OpWork const& work, std::string reason) {
+  OpExplanation out = explanation(work, {}, {});
+  out.candidates[0] = {"cuda/fp8", true, std::move(reason)};
+  out.candidates[1] = {"cuda/fast", false, "precision fp8: operands are quantised"};
+  return out;
+}
+
 void set_gemm(OpExplanation& op, std::int64_t gemm_m, std::int64_t gemm_n, std::int64_t gemm_k) {
   op.gemm_m = gemm_m;
   op.gemm_n = gemm_n;
@@ -108,15 +125,25 @@ std::vector<OpExplanation> explain_forward(MoeDesc const& desc, Pass pass, std::
   auto const rows = static_cast<double>(desc.num_slots());
   ExpertArguments const experts =
       expert_arguments(desc, args, {{}, nowhere(), nowhere(), static_cast<int*>(nowhere())});
-  ops.push_back(
-      explanation(work::up_projection_fwd(desc, rows), refuse(experts.up),
-                  prefers_gemv(experts.up)
-                      ? kGemv
-                      : "persistent warp-specialised GEMM, gather and activation fused" + on));
+  if (desc.quantises()) {
+    ops.push_back(quantised(work::quantise_rows(desc), kMemoryBound));
+    ops.push_back(quantised(work::quantise_weights(desc, true), kMemoryBound));
+    ops.push_back(quantised(work::up_projection_fwd(desc, rows), kScaledUp + on));
+  } else {
+    ops.push_back(
+        explanation(work::up_projection_fwd(desc, rows), refuse(experts.up),
+                    prefers_gemv(experts.up)
+                        ? kGemv
+                        : "persistent warp-specialised GEMM, gather and activation fused" + on));
+  }
   set_gemm(ops.back(), mean_rows(desc), desc.up_width() * s.intermediate, s.hidden);
-  ops.push_back(
-      explanation(work::down_projection_fwd(desc, rows), refuse(experts.down),
-                  prefers_gemv(experts.down) ? kGemv : "persistent warp-specialised GEMM" + on));
+  if (desc.quantises()) {
+    ops.push_back(quantised(work::down_projection_fwd(desc, rows), kScaledGemm + on));
+  } else {
+    ops.push_back(
+        explanation(work::down_projection_fwd(desc, rows), refuse(experts.down),
+                    prefers_gemv(experts.down) ? kGemv : "persistent warp-specialised GEMM" + on));
+  }
   set_gemm(ops.back(), mean_rows(desc), s.hidden, s.intermediate);
   std::string const when =
       rows_lie_in(desc, args.o) ? ", for rows that have scores; others lie in their place" : "";
@@ -184,20 +211,50 @@ std::vector<OpExplanation> explain_backward(MoeDesc const& desc, Pass pass, std:
   };
   bool const routed = desc.router.kind != RouterKind::given;
   RouterBackward const router = router_backward_at_nowhere(desc);
+  bool const codes = multiplies_codes_backward(desc);
+  if (desc.quantises()) {
+    bool const h = pass != Pass::backward_weights;
+    if (h && desc.save == SavePolicy::x) {
+      ops.push_back(quantised(work::quantise_weights(desc, false), kMemoryBound));
+      ops.push_back(quantised(work::up_projection_fwd(desc, rows), kScaledUp + on));
+      set_gemm(ops.back(), mean, width, s.hidden);
+    }
+    if (h && codes) {
+      ops.push_back(quantised(work::quantise_rows(desc), std::string("d_o; ") + kMemoryBound));
+      ops.push_back(quantised(work::quantise_weights(desc, true), kMemoryBound));
+    }
+    bool const makes_h = h && !codes, makes_x = pass != Pass::backward_input;
+    if (makes_h || makes_x) {
+      ops.push_back(quantised(
+          work::dequantise_rows(desc, rows, makes_h, makes_x),
+          std::string("codes to bf16, which other kernels of backward multiply; ") + kMemoryBound));
+    }
+  }
   if (pass != Pass::backward_weights) {
-    add(work::down_projection_dgrad(desc, rows), refuse(experts.down_dgrad),
-        gemm + ", gather, activation and ds fused", mean, s.intermediate, s.hidden);
+    if (codes) {
+      ops.push_back(quantised(work::down_projection_dgrad(desc, rows), kScaledDown + on));
+      set_gemm(ops.back(), mean, s.intermediate, s.hidden);
+    } else {
+      add(work::down_projection_dgrad(desc, rows), refuse(experts.down_dgrad),
+          gemm + ", gather, activation and ds fused", mean, s.intermediate, s.hidden);
+    }
     if (routed) {
       add(work::router_dlogits(desc, rows), refuse_dlogits(desc, router.dlogits),
           "a lane per slot, from the partial sums of ds", 0, 0, 0);
-      bool const in_rows = !core::has_softmax_over_all(desc.router.kind) && !desc.rounds_tokens();
+      bool const in_rows =
+          !core::has_softmax_over_all(desc.router.kind) && !desc.rounds_tokens() && !codes;
       add(work::router_dgrad(desc), refuse(router.dgrad),
           (in_rows ? "a term of each dx row; with dlogits of other losses a " + gemm : gemm) +
               terms,
           s.tokens, s.hidden, s.experts);
     }
-    add(work::up_projection_dgrad(desc, rows), refuse(experts.up_dgrad), gemm, mean, s.hidden,
-        width);
+    if (codes) {
+      ops.push_back(quantised(work::up_projection_dgrad(desc, rows), kScaledGemm + on));
+      set_gemm(ops.back(), mean, s.hidden, width);
+    } else {
+      add(work::up_projection_dgrad(desc, rows), refuse(experts.up_dgrad), gemm, mean, s.hidden,
+          width);
+    }
     if (!rows_lie_in(desc, args.dx)) {
       add(work::aggregate(desc, rows, false), refuse(experts.aggregate), kAggregate, 0, 0, 0);
     }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_forward: (router) -> metadata -> up_projection_fwd -> down_projection_fwd -> aggregate on the caller's stream.
+// Where operands are quantised, x and the weights become codes before up_projection_fwd (low_precision.hpp).
 // A fast down_projection_fwd starts while up_projection_fwd ends (docs/adr/0021-experts-handed-over.md).
 // Every launch has a size known from the shape: nothing waits, allocates or reads device memory from the host, so a
 // call can be captured into a graph.
@@ -13,6 +14,7 @@
 #include "cuda/layer/arguments.hpp"
 #include "cuda/layer/backend.hpp"
 #include "cuda/layer/device.hpp"
+#include "cuda/layer/low_precision.hpp"
 #include "cuda/layer/plan.hpp"
 #include "cuda/layer/routing_tables.hpp"
 #include "cuda/layer/select.hpp"
@@ -304,6 +306,7 @@ void add_routing(MoeDesc const& desc, MoeForwardArgs const& args, ForwardPlan co
 
 Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardArgs const& args,
                    RoutingView const& routing, std::size_t routing_bytes, Stream stream) noexcept {
+  if (desc.quantises()) TESSERA_TRY(check_quantised(desc, args));
   DeviceGuard const guard(device.index(), ContextChoice::any_of_device);
   TESSERA_TRY(guard.status());
   nvtx3::scoped_range_in<NvtxDomain> const range{"moe_forward"};
@@ -326,9 +329,13 @@ Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardA
                                   static_cast<std::int32_t*>(counts.data), native);
     });
   }
-  hand_over(experts.up, experts.down, plan.counters.in(base) + kForwardHandover);
-  sequence.select("up_projection_fwd", experts.up);
-  sequence.select("down_projection_fwd", experts.down);
+  if (desc.quantises()) {
+    add_quantised_projections(desc, args, plan, base, routing, experts.down.gmem_y, sequence);
+  } else {
+    hand_over(experts.up, experts.down, plan.counters.in(base) + kForwardHandover);
+    sequence.select("up_projection_fwd", experts.up);
+    sequence.select("down_projection_fwd", experts.down);
+  }
   if (in_place) {
     add_zero_tail(desc, routing, args.o, sequence);
   } else {

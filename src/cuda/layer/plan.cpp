@@ -13,6 +13,7 @@
 #include "cuda/host/router_loss.hpp"
 #include "cuda/host/split_fp32.hpp"
 #include "cuda/layer/backend.hpp"
+#include "tessera/low_precision.hpp"
 
 namespace tessera::cuda {
 namespace {
@@ -40,9 +41,48 @@ std::int64_t metadata_bytes(MoeDesc const& desc) noexcept {
   return static_cast<std::int64_t>(bytes);
 }
 
+constexpr std::int64_t kScaleBlock = 128;
+
+/// Codes of `rows` rows of one behind the other; sorted rows have their scales in columns.
+CodesRegion plan_codes(std::int64_t rows, std::int64_t width, bool is_sorted,
+                       core::WorkspacePlan& plan) noexcept {
+  std::int64_t const scale_rows = is_sorted ? padded_scale_rows(rows) : rows;
+  CodesRegion out;
+  out.codes = plan.add<std::uint8_t>(rows * width);
+  out.scales = plan.add<float>(scale_rows * (width / kScaleBlock));
+  return out;
+}
+
+/// Codes of `rows` x `width` weights of every expert.
+CodesRegion plan_weight(MoeDesc const& desc, std::int64_t rows, std::int64_t width,
+                        core::WorkspacePlan& plan) noexcept {
+  std::int64_t const experts = desc.shape.experts;
+  CodesRegion out;
+  out.codes = plan.add<std::uint8_t>(experts * rows * width);
+  out.scales = plan.add<float>(experts * (rows / kScaleBlock) * (width / kScaleBlock));
+  return out;
+}
+
 core::Region<std::uint16_t> plan_terms(MoeDesc const& desc, core::WorkspacePlan& plan) noexcept {
   if (!core::has_fp32_router(desc)) return {};
   return plan.add<std::uint16_t>(desc.shape.experts * router_terms_pitch(desc.shape.hidden));
+}
+
+/// d_o8 and w_down_t, which down_projection_dgrad reads, and w_up_t, which up_projection_dgrad reads, in one place.
+void plan_codes_of_dgrads(MoeDesc const& desc, core::WorkspacePlan& plan,
+                          BackwardPlan& out) noexcept {
+  MoeShape const& s = desc.shape;
+  core::WorkspacePlan first, second;
+  out.d_o8 = plan_codes(s.tokens, s.hidden, false, first);
+  out.w_down_t = plan_weight(desc, s.intermediate, s.hidden, first);
+  out.w_up_t = plan_weight(desc, s.hidden, desc.up_width() * s.intermediate, second);
+  std::size_t const place =
+      plan.add<std::byte>(static_cast<std::int64_t>(std::max(first.bytes(), second.bytes())))
+          .offset;
+  for (CodesRegion* const region : {&out.d_o8, &out.w_down_t, &out.w_up_t}) {
+    region->codes.offset += place;
+    region->scales.offset += place;
+  }
 }
 
 }  // namespace
@@ -56,10 +96,17 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
     out.routing = plan.add<std::byte>(static_cast<std::int64_t>(routing_bytes));
   }
   out.counters = plan.add<std::int32_t>(kNumTileCounters);
-  out.a = plan.add<std::uint16_t>(slots * s.intermediate);
+  bool const quantises = desc.quantises();
+  if (quantises) {
+    out.a8 = plan_codes(slots, s.intermediate, true, plan);
+    out.w_down = plan_weight(desc, s.hidden, s.intermediate, plan);
+  } else {
+    out.a = plan.add<std::uint16_t>(slots * s.intermediate);
+  }
   bool const routed = desc.router.kind != RouterKind::given;
   if (routed) out.metadata = plan.add<std::byte>(metadata_bytes(desc));
-  // Regions that are used only to make the tables are dead before y is written, so they lie in its memory.
+  // Regions that are used only to make the tables, or that up_projection_fwd is the last to read, are dead before y is
+  // written, so they lie in its memory.
   core::WorkspacePlan before_y = plan;
   if (routed && !core::saves_logits(desc)) {
     out.logits = before_y.add<float>(s.tokens * s.experts);
@@ -70,9 +117,18 @@ ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcep
     out.metadata = before_y.add<std::byte>(metadata_bytes(desc));
   }
   out.choice = plan_choice(desc, before_y);
+  if (quantises) {  // up_projection_fwd is their last reader
+    if (desc.save == SavePolicy::none) out.x8 = plan_codes(s.tokens, s.hidden, false, before_y);
+    out.w_up = plan_weight(desc, desc.up_width() * s.intermediate, s.hidden, before_y);
+  }
   out.y = plan.add<std::uint16_t>(slots * s.hidden);
   out.bytes = std::max(plan.bytes(), before_y.bytes());
   return out;
+}
+
+bool multiplies_codes_backward(MoeDesc const& desc) noexcept {
+  constexpr std::int64_t kTile = 256;  // columns of dA'
+  return desc.quantises() && desc.shape.intermediate % kTile == 0;
 }
 
 bool splits_rounded(MoeDesc const& desc) noexcept {
@@ -115,9 +171,24 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
     out.dgrad_dlogits = plan.add<std::uint16_t>(kDgradTerms * logits);
     out.dgrad_router = plan.add<std::uint16_t>(kDgradTerms * s.experts * s.hidden);
   }
+  bool const quantises = desc.quantises();
+  core::WorkspacePlan before_dgrad;
+  if (quantises && pass != Pass::backward_input) {
+    out.x = plan.add<std::uint16_t>(s.tokens * s.hidden);
+  }
   if (pass != Pass::backward_weights) {
-    if (whole && !desc.overwrite_h) {
+    if (whole && (quantises || !desc.overwrite_h)) {
       out.dh = plan.add<std::uint16_t>(slots * desc.up_width() * n);
+    }
+    std::int64_t const width = desc.up_width() * n;
+    if (multiplies_codes_backward(desc)) {
+      if (!desc.overwrite_h) out.h8 = out.dh8 = plan_codes(slots, width, true, plan);
+      plan_codes_of_dgrads(desc, plan, out);
+    }
+    if (quantises && desc.save == SavePolicy::x) {
+      before_dgrad = plan;
+      out.w_up = plan_weight(desc, width, s.hidden, before_dgrad);
+      if (!multiplies_codes_backward(desc)) out.h8 = plan_codes(slots, width, true, before_dgrad);
     }
     std::int64_t const rows = slots * std::max(whole ? n : 0, s.hidden);
     out.a_or_dx = plan.add<std::uint16_t>(std::max(rows, whole ? (packed + 1) / 2 : 0));
@@ -136,7 +207,7 @@ BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept {
       out.added_ids = plan.add<std::int32_t>(slots);
     }
   }
-  out.bytes = plan.bytes();
+  out.bytes = std::max(plan.bytes(), before_dgrad.bytes());
   return out;
 }
 

@@ -34,6 +34,12 @@ struct ChoicePlan {
   core::Region<std::byte> workspace;  ///< choose_tokens_workspace_bytes
 };
 
+/// Codes of e4m3 and their fp32 scales, a 32nd of them.
+struct CodesRegion {
+  core::Region<std::uint8_t> codes;
+  core::Region<float> scales;
+};
+
 struct ForwardPlan {
   core::Region<std::byte> routing;      ///< the tables, SavePolicy::none; always the first region
   core::Region<std::int32_t> counters;  ///< [kNumTileCounters]
@@ -45,6 +51,10 @@ struct ForwardPlan {
   ChoicePlan choice;
   core::Region<std::uint16_t> a,
       y;  ///< [P,n], [P,d] bf16; y in the place of logits, terms, ids and choice, given ids' metadata
+  // These are of a layer that quantises, in place of a: x8 with SavePolicy::none, it and w_up in the place of y.
+  CodesRegion x8;            ///< [T,d]
+  CodesRegion w_up, w_down;  ///< [E,w,n,d], [E,d,n]
+  CodesRegion a8;            ///< [P,n]
   std::size_t bytes = 0;
 };
 ForwardPlan plan_forward(MoeDesc const& desc, std::size_t routing_bytes) noexcept;
@@ -71,6 +81,13 @@ struct BackwardPlan {
       member_dscores;                    ///< [T,K], token rounding without softmax_topk
   core::Region<std::int32_t> added_ids;  ///< [P], the same
   core::Region<std::byte> packed;        ///< PackedPlan; whole: in the place of dx rows, then dead
+  // These are of a layer that quantises; those behind h8 of multiplies_codes_backward().
+  core::Region<std::uint16_t> x;  ///< x^ [T,d] bf16, of passes with gradients of weights
+  CodesRegion w_up;            ///< [E,w,n,d], SavePolicy::x; dead when down_projection_dgrad begins
+  CodesRegion h8;              ///< [P,w*n], SavePolicy::x; dead as well, if it becomes bf16
+  CodesRegion dh8;             ///< [P,w*n]; in the place of h8; absent: it lies over the caller's h
+  CodesRegion d_o8, w_down_t;  ///< [T,d], [E,n,d]
+  CodesRegion w_up_t;          ///< [E,d,w*n], in the place of d_o8 and w_down_t
   std::size_t bytes = 0;
 };
 /// Regions of dw_router and db_router with padding.
@@ -87,6 +104,9 @@ PackedPlan plan_packed(MoeDesc const& desc) noexcept;
 bool splits_rounded(MoeDesc const& desc) noexcept;
 /// pass: backward, backward_input or backward_weights.
 BackwardPlan plan_backward(MoeDesc const& desc, Pass pass) noexcept;
+/// True where gradients of activations multiply codes, as the recipe has it; else they are of bf16, made of the codes
+/// that forward saved.
+bool multiplies_codes_backward(MoeDesc const& desc) noexcept;
 
 struct GroupedGemmPlan {
   core::Region<std::int32_t> counters;        ///< [kNumTileCounters]

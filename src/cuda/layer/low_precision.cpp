@@ -1,0 +1,339 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/layer/low_precision.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/layer/arguments.hpp"
+
+namespace tessera::cuda {
+namespace {
+
+constexpr std::int64_t kBlock = 128;
+constexpr std::uintptr_t kAlignment = 16;
+constexpr std::int64_t kVector = 8;  // elements of bf16 in 16 bytes
+
+Status refused(char const* name, char const* what) noexcept {
+  return Status::unsupported(
+      "%s: %s, and kernels of precision=fp8 copy 16 bytes at a time; copy it into contiguous, "
+      "aligned "
+      "memory",
+      name, what);
+}
+
+Status check_base(char const* name, void const* gmem) noexcept {
+  if (reinterpret_cast<std::uintptr_t>(gmem) % kAlignment == 0) return {};
+  return refused(name, "its address is no multiple of 16");
+}
+
+Status check_rows(char const* name, MatrixRows const& rows) noexcept {
+  TESSERA_TRY(check_base(name, rows.gmem));
+  if (rows.rows <= 1 || rows.pitch % kVector == 0) return {};
+  return refused(name, "its rows are no multiple of 16 bytes apart");
+}
+
+Status check_weight(char const* name, WeightRows const& w, std::int64_t rows) noexcept {
+  TESSERA_TRY(check_base(name, w.gmem));
+  std::int64_t const between_lines = w.column_stride == 1 ? w.row_stride : w.column_stride;
+  bool const in_blocks = w.block < rows;
+  if (w.expert_stride % kVector == 0 && between_lines % kVector == 0 &&
+      (!in_blocks || w.block_stride % kVector == 0)) {
+    return {};
+  }
+  return refused(name, "a stride of it is no multiple of 16 bytes");
+}
+
+Status check_weights(MoeDesc const& desc, ExpertWeights const& weights, bool down) noexcept {
+  WeightViews const views = weight_views(desc, weights);
+  for (WeightRows const& half : views.w_up) {
+    if (half.gmem != nullptr) TESSERA_TRY(check_weight("w_up", half, desc.shape.intermediate));
+  }
+  return down ? check_weight("w_down", views.w_down, desc.shape.hidden) : Status();
+}
+
+std::int32_t experts_of(MoeDesc const& desc) noexcept {
+  return static_cast<std::int32_t>(desc.shape.experts);
+}
+
+std::int32_t const* gather_index(MoeDesc const& desc, RoutingView const& tables) noexcept {
+  return desc.grouping == RowGrouping::slots ? tables.gather_index : nullptr;
+}
+
+/// Codes with their scales.
+struct Codes {
+  void* gmem_codes;
+  float* gmem_scales;
+};
+template <class AnyTensor>
+Codes codes_of(AnyTensor const& codes, AnyTensor const& scales) noexcept {
+  return {const_cast<void*>(static_cast<void const*>(codes.data)),
+          const_cast<float*>(static_cast<float const*>(scales.data))};
+}
+Codes codes_of(CodesRegion const& region, std::byte* base) noexcept {
+  return {region.codes.in(base), region.scales.in(base)};
+}
+
+void add_quantised_up(MoeDesc const& desc, WeightViews const& views, Codes const& to,
+                      Sequence& sequence) noexcept {
+  sequence.add("quantise w_up", [&](cudaStream_t stream) {
+    return launch_quantise_weights({.w = {views.w_up[0], views.w_up[1]},
+                                    .rows = desc.shape.intermediate,
+                                    .width = desc.shape.hidden,
+                                    .halves = static_cast<std::int32_t>(desc.up_width()),
+                                    .experts = experts_of(desc),
+                                    .pow2 = desc.pow2_scales,
+                                    .gmem_codes = to.gmem_codes,
+                                    .gmem_scales = to.gmem_scales},
+                                   stream);
+  });
+}
+
+/// A [T,d] tensor.
+void add_quantised_rows(char const* op, MoeDesc const& desc, MatrixRows const& rows,
+                        Codes const& to, Sequence& sequence) noexcept {
+  MoeShape const& s = desc.shape;
+  sequence.add(op, [&](cudaStream_t stream) {
+    return launch_quantise_rows({.gmem_x = rows.gmem,
+                                 .rows = s.tokens,
+                                 .width = s.hidden,
+                                 .pitch = s.tokens > 1 ? rows.pitch : s.hidden,
+                                 .pow2 = desc.pow2_scales,
+                                 .gmem_codes = to.gmem_codes,
+                                 .gmem_scales = to.gmem_scales},
+                                stream);
+  });
+}
+
+Codes h8_of(MoeDesc const& desc, MoeBackwardArgs const& args, BackwardPlan const& plan,
+            std::byte* base) noexcept {
+  return desc.save == SavePolicy::x ? codes_of(plan.h8, base) : codes_of(args.h, args.h_scale);
+}
+
+Codes dh8_of(MoeDesc const& desc, MoeBackwardArgs const& args, BackwardPlan const& plan,
+             std::byte* base) noexcept {
+  return desc.overwrite_h ? codes_of(args.h, args.h_scale) : codes_of(plan.dh8, base);
+}
+
+/// `a` null: h alone.
+void add_up_projection(MoeDesc const& desc, RoutingView const& tables, Codes const& x,
+                       Codes const& w_up, Codes const& h, Codes const& a,
+                       std::int32_t* gmem_tile_counter, Sequence& sequence) noexcept {
+  MoeShape const& s = desc.shape;
+  if (desc.num_slots() == 0) return;
+  sequence.add("up_projection_fwd", [&](cudaStream_t stream) {
+    return launch_up_projection_fwd_e4m3({.gmem_x = x.gmem_codes,
+                                          .gmem_x_scales = x.gmem_scales,
+                                          .gmem_gather_index = gather_index(desc, tables),
+                                          .gmem_expert_offsets = tables.expert_offsets,
+                                          .gmem_w_up = w_up.gmem_codes,
+                                          .gmem_w_up_scales = w_up.gmem_scales,
+                                          .activation = desc.activation,
+                                          .gmem_h = h.gmem_codes,
+                                          .gmem_a = a.gmem_codes,
+                                          .gmem_h_scales = h.gmem_scales,
+                                          .gmem_a_scales = a.gmem_scales,
+                                          .rows = desc.num_slots(),
+                                          .hidden = s.hidden,
+                                          .intermediate = s.intermediate,
+                                          .experts = experts_of(desc),
+                                          .gmem_tile_counter = gmem_tile_counter},
+                                         sequence.device().sm_count(), stream);
+  });
+}
+
+}  // namespace
+
+Status check_quantised(MoeDesc const& desc, MoeForwardArgs const& args) noexcept {
+  TESSERA_TRY(check_rows("x", matrix_rows(args.x)));
+  TESSERA_TRY(check_base("x8", args.x8.data));
+  TESSERA_TRY(check_base("h", args.h.data));
+  return check_weights(desc, args.weights, true);
+}
+
+Status check_quantised(MoeDesc const& desc, MoeBackwardArgs const& args, Pass pass) noexcept {
+  TESSERA_TRY(check_base("x8", args.x8.data));
+  TESSERA_TRY(check_base("h", args.h.data));
+  TESSERA_TRY(check_base("dh", args.dh.data));
+  TESSERA_TRY(check_base("a_scaled", args.a_scaled.data));
+  if (pass == Pass::backward_weights) return {};
+  bool const codes = multiplies_codes_backward(desc);
+  if (codes) TESSERA_TRY(check_rows("d_o", matrix_rows(args.d_o)));
+  return codes || desc.save == SavePolicy::x ? check_weights(desc, args.weights, codes) : Status();
+}
+
+void add_quantised_projections(MoeDesc const& desc, MoeForwardArgs const& args,
+                               ForwardPlan const& plan, std::byte* base, RoutingView const& tables,
+                               void* gmem_y, Sequence& sequence) noexcept {
+  MoeShape const& s = desc.shape;
+  WeightViews const views = weight_views(desc, args.weights);
+  MatrixRows const x = matrix_rows(args.x);
+  Codes const x8 = args.x8.present() ? codes_of(args.x8, args.x_scale) : codes_of(plan.x8, base);
+  Codes const h8 = codes_of(args.h, args.h_scale), a8 = codes_of(plan.a8, base),
+              w_up = codes_of(plan.w_up, base), w_down = codes_of(plan.w_down, base);
+  add_quantised_rows("quantise x", desc, x, x8, sequence);
+  add_quantised_up(desc, views, w_up, sequence);
+  sequence.add("quantise w_down", [&](cudaStream_t stream) {
+    return launch_quantise_weights({.w = {views.w_down},
+                                    .rows = s.hidden,
+                                    .width = s.intermediate,
+                                    .halves = 1,
+                                    .experts = experts_of(desc),
+                                    .pow2 = desc.pow2_scales,
+                                    .gmem_codes = w_down.gmem_codes,
+                                    .gmem_scales = w_down.gmem_scales},
+                                   stream);
+  });
+  if (args.h_scale.present()) {  // of rows that no expert has, and of the padding
+    sequence.add("h_scale", [&](cudaStream_t stream) {
+      std::size_t const bytes = sizeof(float) * static_cast<std::size_t>(args.h_scale.elements());
+      return bytes == 0 ? cudaSuccess : cudaMemsetAsync(args.h_scale.data, 0, bytes, stream);
+    });
+  }
+  std::int32_t* const gmem_counters = plan.counters.in(base);
+  add_up_projection(desc, tables, x8, w_up, h8, a8, gmem_counters + kUpProjectionCounter, sequence);
+  if (desc.num_slots() == 0) return;
+  sequence.add("down_projection_fwd", [&](cudaStream_t stream) {
+    return launch_down_projection_fwd_e4m3(
+        {.gmem_a = a8.gmem_codes,
+         .gmem_a_scales = a8.gmem_scales,
+         .gmem_expert_offsets = tables.expert_offsets,
+         .gmem_w_down = w_down.gmem_codes,
+         .gmem_w_down_scales = w_down.gmem_scales,
+         .gmem_y = gmem_y,
+         .rows = desc.num_slots(),
+         .hidden = s.hidden,
+         .intermediate = s.intermediate,
+         .experts = experts_of(desc),
+         .gmem_tile_counter = gmem_counters + kDownProjectionCounter},
+        sequence.device().sm_count(), stream);
+  });
+}
+
+void add_h8(MoeDesc const& desc, MoeBackwardArgs const& args, BackwardPlan const& plan,
+            std::byte* base, RoutingView const& tables, Sequence& sequence) noexcept {
+  Codes const w_up = codes_of(plan.w_up, base);
+  add_quantised_up(desc, weight_views(desc, args.weights), w_up, sequence);
+  add_up_projection(desc, tables, codes_of(args.x8, args.x_scale), w_up, codes_of(plan.h8, base),
+                    {}, plan.counters.in(base) + kUpProjectionCounter, sequence);
+}
+
+void add_quantised_down_dgrad(MoeDesc const& desc, MoeBackwardArgs const& args,
+                              BackwardPlan const& plan, std::byte* base,
+                              DownProjectionDgradArguments const& like,
+                              Sequence& sequence) noexcept {
+  MoeShape const& s = desc.shape;
+  Codes const d_o = codes_of(plan.d_o8, base), w_down_t = codes_of(plan.w_down_t, base),
+              h = h8_of(desc, args, plan, base),
+              dh = args.dx.present() ? dh8_of(desc, args, plan, base) : Codes{};
+  add_quantised_rows("quantise d_o", desc, like.d_o, d_o, sequence);
+  sequence.add("quantise w_down", [&](cudaStream_t stream) {
+    return launch_quantise_weights({.w = {like.w_down},
+                                    .rows = s.hidden,
+                                    .width = s.intermediate,
+                                    .halves = 1,
+                                    .experts = experts_of(desc),
+                                    .pow2 = desc.pow2_scales,
+                                    .gmem_codes = nullptr,
+                                    .gmem_codes_t = w_down_t.gmem_codes,
+                                    .gmem_scales = nullptr,
+                                    .gmem_scales_t = w_down_t.gmem_scales},
+                                   stream);
+  });
+  if (like.rows == 0) return;
+  sequence.add("down_projection_dgrad", [&](cudaStream_t stream) {
+    return launch_down_projection_dgrad_e4m3({.gmem_d_o = d_o.gmem_codes,
+                                              .gmem_d_o_scales = d_o.gmem_scales,
+                                              .gmem_gather_index = like.gmem_gather_index,
+                                              .gmem_expert_offsets = like.gmem_expert_offsets,
+                                              .gmem_w_down_t = w_down_t.gmem_codes,
+                                              .gmem_w_down_t_scales = w_down_t.gmem_scales,
+                                              .gmem_scores = like.gmem_scores,
+                                              .gmem_sort_permutation = like.gmem_sort_permutation,
+                                              .gmem_h = h.gmem_codes,
+                                              .gmem_h_scales = h.gmem_scales,
+                                              .activation = like.activation,
+                                              .gmem_dh = like.gmem_dh,
+                                              .gmem_dh8 = dh.gmem_codes,
+                                              .gmem_dh8_scales = dh.gmem_scales,
+                                              .gmem_a_scaled = like.gmem_a_scaled,
+                                              .gmem_ds_partials = like.gmem_ds_partials,
+                                              .rows = like.rows,
+                                              .hidden = s.hidden,
+                                              .intermediate = s.intermediate,
+                                              .experts = like.experts,
+                                              .gmem_tile_counter = like.gmem_tile_counter},
+                                             sequence.device().sm_count(), stream);
+  });
+}
+
+void add_quantised_up_dgrad(MoeDesc const& desc, MoeBackwardArgs const& args,
+                            BackwardPlan const& plan, std::byte* base,
+                            UpProjectionDgradArguments const& like, Sequence& sequence) noexcept {
+  MoeShape const& s = desc.shape;
+  Codes const w_up_t = codes_of(plan.w_up_t, base), dh = dh8_of(desc, args, plan, base);
+  WeightViews const views = weight_views(desc, args.weights);
+  sequence.add("quantise w_up", [&](cudaStream_t stream) {
+    return launch_quantise_weights({.w = {views.w_up[0], views.w_up[1]},
+                                    .rows = s.intermediate,
+                                    .width = s.hidden,
+                                    .halves = static_cast<std::int32_t>(desc.up_width()),
+                                    .experts = experts_of(desc),
+                                    .pow2 = desc.pow2_scales,
+                                    .gmem_codes = nullptr,
+                                    .gmem_codes_t = w_up_t.gmem_codes,
+                                    .gmem_scales = nullptr,
+                                    .gmem_scales_t = w_up_t.gmem_scales},
+                                   stream);
+  });
+  if (like.rows == 0) return;
+  sequence.add("up_projection_dgrad", [&](cudaStream_t stream) {
+    return launch_up_projection_dgrad_e4m3({.gmem_dh = dh.gmem_codes,
+                                            .gmem_dh_scales = dh.gmem_scales,
+                                            .gmem_expert_offsets = like.gmem_expert_offsets,
+                                            .gmem_w_up_t = w_up_t.gmem_codes,
+                                            .gmem_w_up_t_scales = w_up_t.gmem_scales,
+                                            .gmem_dx_rows = like.gmem_dx_rows,
+                                            .rows = like.rows,
+                                            .hidden = s.hidden,
+                                            .intermediate = s.intermediate,
+                                            .experts = like.experts,
+                                            .gmem_tile_counter = like.gmem_tile_counter},
+                                           sequence.device().sm_count(), stream);
+  });
+}
+
+void add_dequantised_h(MoeDesc const& desc, MoeBackwardArgs const& args, BackwardPlan const& plan,
+                       std::byte* base, RoutingView const& tables, void* gmem_h,
+                       Sequence& sequence) noexcept {
+  MoeShape const& s = desc.shape;
+  Codes const h8 = h8_of(desc, args, plan, base);
+  sequence.add("dequantise h", [&](cudaStream_t stream) {
+    return launch_dequantise_rows({.gmem_codes = h8.gmem_codes,
+                                   .gmem_scales = h8.gmem_scales,
+                                   .row_step = 1,
+                                   .block_step = padded_scale_rows(desc.num_slots()),
+                                   .rows = desc.num_slots(),
+                                   .width = desc.up_width() * s.intermediate,
+                                   .gmem_num_rows = tables.expert_offsets + s.experts,
+                                   .gmem_values = gmem_h},
+                                  stream);
+  });
+}
+
+void add_dequantised_x(MoeDesc const& desc, MoeBackwardArgs const& args, void* gmem_x,
+                       Sequence& sequence) noexcept {
+  MoeShape const& s = desc.shape;
+  Codes const x8 = codes_of(args.x8, args.x_scale);
+  sequence.add("dequantise x", [&](cudaStream_t stream) {
+    return launch_dequantise_rows({.gmem_codes = x8.gmem_codes,
+                                   .gmem_scales = x8.gmem_scales,
+                                   .row_step = s.hidden / kBlock,
+                                   .block_step = 1,
+                                   .rows = s.tokens,
+                                   .width = s.hidden,
+                                   .gmem_num_rows = nullptr,
+                                   .gmem_values = gmem_x},
+                                  stream);
+  });
+}
+
+}  // namespace tessera::cuda

@@ -66,7 +66,7 @@ class Checkpoints:
 
 
 def train(text: bytes, *, spread: bool, hosts: int, steps: int, device: torch.device, report=print,
-          save: pathlib.Path | None = None, save_every: int = 10, **changes) -> list[float]:
+          overlap: bool = False, save: pathlib.Path | None = None, save_every: int = 10, **changes) -> list[float]:
     """Losses by step, from that of a checkpoint on. spread: over all ranks; else on this one alone, on whole batches.
     changes: of train_transformer.SIZES; batch is that of all ranks together."""
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def train(text: bytes, *, spread: bool, hosts: int, steps: int, device: torch.de
     if spread:
         shape = {name: sizes[name] for name in ("hidden", "intermediate", "experts", "top_k")}
         session = tessera.ExpertParallel(max_tokens=batch // ranks * context, training=True, hosts=hosts,
-                                         device=device, **shape)
+                                         overlap=overlap and hosts > 1, device=device, **shape)
         moe = functools.partial(SpreadMoE, spread=session)
     model = train_transformer.Transformer(moe, **sizes).to(device)
     experts, others = [], list(model.parameters())
@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--text", nargs="+", type=pathlib.Path, required=True, help="files to learn from")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--hosts", type=int, help="pretend so many hosts; else as many as torchrun was started on")
+    parser.add_argument("--overlap", action="store_true", help="rows cross between hosts while experts multiply")
     parser.add_argument("--save", type=pathlib.Path, help="folder of checkpoints")
     parser.add_argument("--save-every", type=int, default=10, help="steps")
     for name, default in train_transformer.SIZES.items():
@@ -142,7 +143,7 @@ def main() -> None:
     arguments = vars(parser.parse_args())
     text = b"\n".join(path.read_bytes() for path in arguments.pop("text"))
     local_rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    saving = {name: arguments.pop(name) for name in ("save", "save_every")}
+    of_hosts = {name: arguments.pop(name) for name in ("overlap", "save", "save_every")}
     hosts = arguments.pop("hosts") or ranks // int(os.environ["LOCAL_WORLD_SIZE"])
     on_gpu = torch.cuda.is_available()
     device = torch.device(f"cuda:{local_rank}" if on_gpu else "cpu")
@@ -152,7 +153,7 @@ def main() -> None:
         if hosts != ranks // int(os.environ["LOCAL_WORLD_SIZE"]):
             os.environ["NCCL_HOSTID"] = f"host{int(os.environ['RANK']) * hosts // ranks}"
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    ours = torch.tensor(train(text, spread=True, hosts=hosts, device=device, **saving, **arguments))
+    ours = torch.tensor(train(text, spread=True, hosts=hosts, device=device, **of_hosts, **arguments))
     if dist.get_rank() == 0:
         alone = torch.tensor(train(text, spread=False, hosts=1, device=device, **arguments))
         apart = ours - alone[len(alone) - len(ours):]

@@ -121,7 +121,8 @@ class Examples(unittest.TestCase):
 
     @tier.deep
     def test_experts_over_three_pretended_hosts(self):
-        difference, losses, _ = self.run_over_hosts(6, 3, "--steps", "40", "--batch", "12", "--experts", "12")
+        difference, losses, _ = self.run_over_hosts(6, 3, "--steps", "40", "--batch", "12", "--experts", "12",
+                                                    "--overlap")
         self.assertLess(difference, 1e-4)
         self.assertLess(losses[-1], 0.8 * losses[0])
 

@@ -2,10 +2,12 @@
 // The C ABI: the same results as C++, struct sizes of older and newer callers, errors as codes and text.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "tessera/tessera.h"
 #include "tests/api/layer.hpp"
@@ -299,6 +301,82 @@ TEST_F(CAbi, GivesLossesAndUpdatesTheBias) {
                "tessera_selection_bias_args.size=0");
   expect_error(tessera_router_loss_workspace(context, &desc, nullptr), TESSERA_INVALID_ARGUMENT,
                "bytes");
+}
+
+struct Member {
+  char const* name;
+  std::size_t offset;
+};
+
+// Expects call(args) to name each of the tensors where that one alone is wrong, so that all of them are copied; `rest`
+// is what the struct has besides them, so that none is missing here.
+template <class Args, class Call>
+void expect_named(Args const& args, std::vector<Member> const& tensors, std::size_t rest,
+                  Call&& call) {
+  EXPECT_EQ(tensors.size() * sizeof(tessera_tensor) + rest, sizeof(Args));
+  ASSERT_EQ(call(args), TESSERA_OK) << tessera_last_error();
+  float value = 0;
+  tessera_tensor wrong = {};
+  wrong.data = &value;
+  wrong.dtype = TESSERA_E8M0;
+  wrong.rank = 4;
+  std::fill_n(wrong.shape, 4, 1);
+  std::fill_n(wrong.stride, 4, 1);
+  for (Member const& tensor : tensors) {
+    Args changed = args;
+    std::memcpy(reinterpret_cast<char*>(&changed) + tensor.offset, &wrong, sizeof(wrong));
+    EXPECT_EQ(call(changed), TESSERA_INVALID_ARGUMENT) << tensor.name;
+    EXPECT_EQ(std::string(tessera_last_error()).find(tensor.name + std::string(":")), 0u)
+        << tensor.name << ": " << tessera_last_error();
+  }
+}
+
+TEST_F(CAbi, CopiesEveryTensorOfALayer) {
+  using F = tessera_forward_args;
+  using B = tessera_backward_args;
+#define MEMBER(Struct, name) {#name, offsetof(Struct, name)}
+#define WEIGHT(Struct, name) {#name, offsetof(Struct, weights.name)}
+  expect_named(forward,
+               {MEMBER(F, x),
+                MEMBER(F, topk_ids),
+                MEMBER(F, topk_weights),
+                MEMBER(F, token_offsets),
+                MEMBER(F, w_router),
+                MEMBER(F, b_router),
+                MEMBER(F, selection_bias),
+                MEMBER(F, expert_offsets),
+                MEMBER(F, row_scores),
+                WEIGHT(F, w_up),
+                WEIGHT(F, w_gate),
+                WEIGHT(F, w_down),
+                WEIGHT(F, b_up),
+                WEIGHT(F, b_gate),
+                WEIGHT(F, b_down),
+                MEMBER(F, o),
+                MEMBER(F, logits),
+                MEMBER(F, expert_counts),
+                MEMBER(F, h),
+                MEMBER(F, topk_counts),
+                MEMBER(F, token_mask),
+                MEMBER(F, x8),
+                MEMBER(F, x_scale),
+                MEMBER(F, h_scale)},
+               sizeof(uint64_t) + 2 * sizeof(tessera_buffer),
+               [&](F const& args) { return tessera_moe_forward(context, &desc, &args, nullptr); });
+  expect_named(
+      backward,
+      {MEMBER(B, d_o),           MEMBER(B, x),           MEMBER(B, h),          MEMBER(B, w_router),
+       MEMBER(B, b_router),      WEIGHT(B, w_up),        WEIGHT(B, w_gate),     WEIGHT(B, w_down),
+       WEIGHT(B, b_up),          WEIGHT(B, b_gate),      WEIGHT(B, b_down),     MEMBER(B, dx),
+       MEMBER(B, dscores),       MEMBER(B, dlogits),     MEMBER(B, dw_up),      MEMBER(B, dw_gate),
+       MEMBER(B, dw_down),       MEMBER(B, db_up),       MEMBER(B, db_gate),    MEMBER(B, db_down),
+       MEMBER(B, dw_router),     MEMBER(B, db_router),   MEMBER(B, dh),         MEMBER(B, a_scaled),
+       MEMBER(B, dlogits_saved), MEMBER(B, aux_dlogits), MEMBER(B, token_mask), MEMBER(B, x8),
+       MEMBER(B, x_scale),       MEMBER(B, h_scale)},
+      2 * sizeof(uint64_t) + 2 * sizeof(tessera_buffer),
+      [&](B const& args) { return tessera_moe_backward(context, &desc, &args, nullptr); });
+#undef MEMBER
+#undef WEIGHT
 }
 
 TEST_F(CAbi, RefusesWithTheTextOfCpp) {

@@ -22,6 +22,7 @@ double real(std::int64_t value) { return static_cast<double>(value); }
 // The layer that calls itself tessera in results of layers; in a step it is this or, behind the model's router,
 // `tessera`.
 constexpr std::string_view kTesseraLayer = "tessera-layer";
+constexpr std::string_view kNoExperts = "no-experts";
 
 bool keeps_little(std::string_view impl) {
   return impl == "tessera" || impl == kTesseraLayer || impl == "sonicmoe" || impl == "liger-triton";
@@ -45,6 +46,7 @@ double TrainingModel::parameters() const noexcept {
 
 double ClusterModel::saved_by_experts(std::string const& impl) const {
   double const d = real(model_.hidden), n = real(model_.intermediate), k = real(model_.top_k);
+  if (impl == kNoExperts) return 2 * d;
   if (keeps_little(impl)) return 2 * d + 4 * k * n;
   if (impl == "scattermoe") return 2 * d + 2 * k * d + 8 * k * n;
   return 2 * d + 6 * k * d + 8 * k * n;  // grouped_mm of torch and transformers
@@ -131,7 +133,7 @@ Prediction ClusterModel::predict(Experts const& experts, Batch const& batch) con
                                 local * kCopyBytes / gpu_.copies);
   double const ms =
       experts.slower * (kExpertsFixedMs + (experts.ms - kExpertsFixedMs) * tokens / experts.tokens);
-  terms.experts = layers * ms * 1e-3;
+  terms.experts = experts.impl == kNoExperts ? 0 : layers * ms * 1e-3;
   if (!experts.own_router) {
     terms.router = layers * tokens * real(model_.experts) * 4 * set_.logits_rows / gpu_.elementwise;
   }
@@ -181,6 +183,16 @@ Experts ClusterModel::known(ExpertsTime const& time, std::string const& impl, do
     known.source += fmt::format(", an H100 taking {:.3f} of an H200's time", slower);
   if (work != 1) known.source += fmt::format(", as many FLOP/s as at {}", time.config);
   return known;
+}
+
+Experts ClusterModel::no_experts() {
+  return {.impl = std::string(kNoExperts),
+          .ms = 0,
+          .slower = 1,
+          .tokens = 1,
+          .measured = true,
+          .source = "none are computed",
+          .own_router = false};
 }
 
 std::vector<Experts> ClusterModel::experts() const {

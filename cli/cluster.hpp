@@ -97,6 +97,10 @@ class ClusterModel {
                GpuRates const& gpu)
       : model_(model), cluster_(cluster), set_(set), gpu_(gpu) {}
 
+  /// A layer without experts, behind the model's router: x itself stands in their place, and zeros for gradients, as
+  /// bench/end_to_end/experts.py has it.
+  [[nodiscard]] static Experts no_experts();
+
   /// All implementations with a time at the model's shape; at other shapes Tessera's alone, as fast per FLOP as at
   /// the measured shape that is nearest.
   [[nodiscard]] std::vector<Experts> experts() const;

@@ -79,7 +79,7 @@ void ClusterFlags::add_to(CLI::App& command) {
   group->add_flag("--keep-gathered", keep_gathered_,
                   "layers stay gathered in bf16 between forward and backward");
   group->add_option("--impl", impl_,
-                    "one implementation of the experts (default: all with a time)");
+                    "one implementation of the experts (default: all with a time), or no-experts");
   group->add_option("--rates", rates_, "before-runs first-run balanced-run (default: the newest)");
 }
 
@@ -213,8 +213,10 @@ int ClusterFlags::plan(std::optional<huggingface::Model> const& config, MoeShape
                 .recompute = recompute_,
                 .keep_gathered = keep_gathered_};
   ClusterModel const formulas(plan.model, plan.cluster, *plan.set, *plan.gpu);
+  std::vector<Experts> all = formulas.experts();
+  if (impl_ == ClusterModel::no_experts().impl) all = {ClusterModel::no_experts()};
   std::string known;
-  for (Experts const& experts : formulas.experts()) {
+  for (Experts const& experts : all) {
     known += (known.empty() ? "" : " ") + experts.impl;
     if (!impl_.empty() && impl_ != experts.impl) continue;
     ClusterRow row;

@@ -27,6 +27,7 @@ GPUS = ("h200", "h100")
 RATES = ("before-runs", "first-run", "balanced-run")
 CONFIGURATIONS = ("7B-n256", "Qwen3-30B")  # those with measured experts
 BUILT = pathlib.Path(__file__).parents[2] / "build" / "bin" / "tessera"
+NO_EXPERTS = "no-experts"  # not among all: it is asked for by name
 # Terms of a step that only some points have.
 OPTIONAL_TERMS = ("router", "exchange")
 
@@ -41,8 +42,8 @@ def program() -> str:
 
 @functools.cache
 def plan(config: str, layers: int, hosts: int, gpus: int, sequences: int, recompute: bool, gpu: str,
-         rates: str, keep_gathered: bool) -> dict:
-    """Predictions of all implementations by name, as `tessera plan --cluster` has them."""
+         rates: str, keep_gathered: bool, impl: str = "") -> dict:
+    """Predictions of all implementations by name, or of one, as `tessera plan --cluster` has them."""
     c = models.CONFIGURATIONS[config]
     sizes = {"hidden": c.hidden, "intermediate": c.intermediate, "experts": c.experts, "top-k": c.top_k,
              "layers": layers, "heads": c.heads, "kv-heads": c.kv_heads, "head-size": c.head_size,
@@ -50,6 +51,7 @@ def plan(config: str, layers: int, hosts: int, gpus: int, sequences: int, recomp
              "cluster": f"{hosts}x{gpus}", "sharding": "hsdp"}
     command = [program(), "plan", "--json", *(f"--{name}={value}" for name, value in sizes.items())]
     command += ["--tied"] * c.tied + ["--recompute"] * recompute + ["--keep-gathered"] * keep_gathered
+    command += [f"--impl={impl}"] if impl else []
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode not in (0, 1):  # 1: the batch does not fit
         raise ValueError(done.stderr.strip())
@@ -70,8 +72,9 @@ class Point:
     keep_gathered: bool = False
 
     def plans(self) -> dict:
-        return plan(self.config, self.layers, self.hosts, self.gpus, self.sequences, self.recompute, self.gpu,
-                    self.rates, self.keep_gathered)
+        place = (self.config, self.layers, self.hosts, self.gpus, self.sequences, self.recompute, self.gpu, self.rates,
+                 self.keep_gathered)
+        return plan(*place, NO_EXPERTS) if self.experts == NO_EXPERTS else plan(*place)
 
     def predict(self) -> dict:
         """Milliseconds, tokens/s of a GPU and bytes at the peak; `terms` are the parts of it."""

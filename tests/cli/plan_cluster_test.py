@@ -269,6 +269,24 @@ class PlanCluster(Cli):
         newest = self.plan("1x2", 12)["rates"]
         self.assertEqual(newest["name"], "balanced-run")  # unless another is named
 
+    def test_a_step_without_experts(self):
+        """It is no less by the time of experts where communication is what a pass takes."""
+        place = ("1x4", 44, "--sequences", "5", *H200)
+        (row,) = self.plan(*place, "--impl", "no-experts")["predictions"]
+        self.assertNotIn("no-experts", self.predictions(*place))
+        terms, rates = row["terms_ms"], self.plan(*place)["rates"]
+        self.assertEqual(terms["experts"], 0)
+        self.assertGreater(terms["router"], 0)  # the model's
+        self.assertEqual(row["saved_bytes_per_token_and_layer"], 21_552 + 8 * E + 2 * D)
+        layer = sum(terms[name] for name in ("attention", "projections", "elementwise", "router")) / 44
+        gather, reduce = terms["gather of a layer"], terms["reduction of a layer"]
+        self.assertGreater(gather + reduce, 0.64 * layer)
+        self.equal(row["ms"], rates["slowdown"] * (44 * (0.36 * layer + gather + reduce) + terms["head"]
+                                                   + terms["optimizer"] + gather + reduce))
+        path = "bench/results/archive/h200x4/2026-11-28-end-to-end-r0.json"
+        measured = {r["impl"]: r["ms"] for r in results(path)["rows"]}["no-experts"]
+        self.assertAlmostEqual(measured / row["ms"], 1, delta=0.05)
+
     def test_other_shapes_take_the_nearest_rate(self):
         flags = ["--hidden", "2048", "--intermediate", "700", "--experts", "64", "--top-k", "4", "--heads", "16",
                  "--vocabulary", "1000"]

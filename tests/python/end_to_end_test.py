@@ -406,8 +406,10 @@ class Predictions(unittest.TestCase):
         point = predict.Point("7B-n256", 12, 1, 2, 4, False, "tessera", "h200").predict()
         row = {"config": "7B-n256", "layers": 12, "gpus": 2, "sequences": 4, "recompute": False, "impl": "tessera",
                "regime": "R0", "ms": 1.2 * point["ms"]}
-        others = [{**row, "impl": "no-experts"}, {**row, "config": "small"}]
-        ((name, ratio),) = predict.against({"device": "NVIDIA H200", "rows": [row, *others]})
+        others = [{**row, "impl": "no-experts"}, {**row, "config": "small"}, {**row, "impl": "sonicmoe-layer"}]
+        (name, ratio), (without, more) = predict.against({"device": "NVIDIA H200", "rows": [row, *others]})
+        self.assertIn("no-experts", without)
+        self.assertGreater(more, ratio)  # it is predicted to take less
         self.assertAlmostEqual(ratio, 1.2)
         self.assertIn("12 layers, 2 GPUs, 4 sequences, R0, tessera", name)
         ((_, slower),) = predict.against({"device": "NVIDIA H100 80GB HBM3", "rows": [row]})

@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "../../host/projection_sm100.hpp"
+#include "../../kernels/down_projection_fwd_sm100.cuh"
+#include "../../tuning/sm100.hpp"
+
+namespace tessera::cuda {
+namespace {
+
+template <gemm::Major kMajor>
+cudaError_t launch(DownProjectionFwdArguments const& args, int sm_count, cudaStream_t stream) {
+  using One = DownProjectionFwdSm100<kMajor>;
+  using Pair = DownProjectionFwdSm100Pair<kMajor>;
+  return takes_pairs_sm100(args.rows, args.experts, sm_count)
+             ? launch_down_projection_fwd_sm100<Pair>(args, sm_count, stream)
+             : launch_down_projection_fwd_sm100<One>(args, sm_count, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_down_projection_fwd_sm100(DownProjectionFwdArguments const& args, int sm_count,
+                                             cudaStream_t stream) {
+  return args.w_down.column_stride == 1 ? launch<gemm::Major::kK>(args, sm_count, stream)
+                                        : launch<gemm::Major::kRows>(args, sm_count, stream);
+}
+
+}  // namespace tessera::cuda

@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+// When a GEMM of sm_100a takes pairs of CTAs: by arithmetic, as nothing has been measured.
+#pragma once
+
+#include <cstdint>
+
+namespace tessera::cuda {
+
+// A pair reads half of the weights per row, but multiplies 256 rows at a time: below so many rows for each expert half
+// of a block or more is padding.
+constexpr int64_t kPairRows = 256;
+constexpr bool takes_pairs_sm100(int64_t rows, int32_t experts, int sm_count) {
+  return sm_count >= 2 && rows >= experts * kPairRows;
+}
+
+}  // namespace tessera::cuda

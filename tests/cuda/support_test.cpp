@@ -36,6 +36,17 @@ TEST(CheckArchitecture, ServesHopperAlone) {
   }
 }
 
+TEST(CheckArchitecture, TakesUnprovenKernelsWhereAsked) {
+  EXPECT_TRUE(check_architecture(0, "NVIDIA B200", 10, 0, Unproven::taken).ok());
+  EXPECT_TRUE(check_architecture(0, "NVIDIA H200", 9, 0, Unproven::taken).ok());
+  EXPECT_FALSE(check_architecture(0, "NVIDIA B300", 10, 3, Unproven::taken).ok());
+  EXPECT_FALSE(check_architecture(0, "NVIDIA A100", 8, 0, Unproven::taken).ok());
+  std::string const text = check_architecture(0, "NVIDIA B200", 10, 0).text();
+  EXPECT_NE(text.find("compiled and emulated, never run on hardware"), std::string::npos) << text;
+  EXPECT_EQ(architecture_of(10), Architecture::sm_100);
+  EXPECT_EQ(architecture_of(9), Architecture::sm_90);
+}
+
 MoeDesc served_desc() {
   MoeDesc desc;
   desc.shape = {.tokens = 16, .hidden = 8, .intermediate = 8, .experts = 64, .top_k = 2};

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What launchers ask CUDA's driver for.
+// What launchers ask CUDA's driver for, and what makes a context current: there is one, of one device.
 #include <cstring>
+#include <utility>
 
 #include <cudaTypedefs.h>
 #include <cuda_runtime.h>
@@ -31,14 +32,44 @@ CUresult context_id(CUcontext, unsigned long long* id) {
   return CUDA_SUCCESS;
 }
 
+CUresult init(unsigned) { return CUDA_SUCCESS; }
+CUresult device_get(CUdevice* device, int ordinal) {
+  *device = ordinal;
+  return CUDA_SUCCESS;
+}
+CUresult retain(CUcontext* context, CUdevice) {
+  static char place;
+  *context = reinterpret_cast<CUcontext>(&place);
+  return CUDA_SUCCESS;
+}
+CUresult get_current(CUcontext* context) {
+  *context = nullptr;
+  return CUDA_SUCCESS;
+}
+CUresult set_current(CUcontext) { return CUDA_SUCCESS; }
+CUresult get_device(CUdevice* device) {
+  *device = 0;
+  return CUDA_SUCCESS;
+}
+
 }  // namespace
 
 cudaError_t cudaGetDriverEntryPointByVersion(char const* name, void** entry, unsigned,
                                              unsigned long long,
                                              cudaDriverEntryPointQueryResult* found) {
+  std::pair<char const*, void*> const functions[] = {
+      {"cuTensorMapEncodeTiled", reinterpret_cast<void*>(&encode)},
+      {"cuCtxGetId", reinterpret_cast<void*>(&context_id)},
+      {"cuInit", reinterpret_cast<void*>(&init)},
+      {"cuDeviceGet", reinterpret_cast<void*>(&device_get)},
+      {"cuDevicePrimaryCtxRetain", reinterpret_cast<void*>(&retain)},
+      {"cuCtxGetCurrent", reinterpret_cast<void*>(&get_current)},
+      {"cuCtxSetCurrent", reinterpret_cast<void*>(&set_current)},
+      {"cuCtxGetDevice", reinterpret_cast<void*>(&get_device)}};
   *entry = nullptr;
-  if (std::strcmp(name, "cuTensorMapEncodeTiled") == 0) *entry = reinterpret_cast<void*>(&encode);
-  if (std::strcmp(name, "cuCtxGetId") == 0) *entry = reinterpret_cast<void*>(&context_id);
+  for (auto const& [known, function] : functions) {
+    if (std::strcmp(known, name) == 0) *entry = function;
+  }
   *found = *entry != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointNotFound;
   return cudaSuccess;
 }

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/layer/architecture.hpp"
 #include "tessera/backend.hpp"
 #include "tessera/balance.hpp"
 #include "tessera/grouped_gemm.hpp"
@@ -22,13 +23,15 @@ namespace tessera::cuda {
 class DeviceContext {
  public:
   /// Loads the driver. Errors: environment for no driver, no such device, or one the kernels are not built for.
-  static Expected<std::unique_ptr<DeviceContext>> open(std::int32_t index) noexcept;
+  static Expected<std::unique_ptr<DeviceContext>> open(
+      std::int32_t index, Unproven unproven = Unproven::refused) noexcept;
   ~DeviceContext();
   DeviceContext(DeviceContext const&) = delete;
   DeviceContext& operator=(DeviceContext const&) = delete;
 
   [[nodiscard]] std::int32_t index() const noexcept { return index_; }
   [[nodiscard]] int sm_count() const noexcept { return sm_count_; }
+  [[nodiscard]] Architecture architecture() const noexcept { return architecture_; }
   /// The error word, as the device addresses it.
   [[nodiscard]] std::uint64_t* gmem_error() const noexcept { return gmem_error_; }
 
@@ -39,6 +42,7 @@ class DeviceContext {
   DeviceContext() = default;
   std::int32_t index_ = 0;
   int sm_count_ = 0;
+  Architecture architecture_ = Architecture::sm_90;
   std::uint64_t* host_error_ = nullptr;  // the word in pinned host memory
   std::uint64_t* gmem_error_ = nullptr;
 };

@@ -120,7 +120,7 @@ class Backward {
       sequence_.select("up_projection_fwd", experts_.recompute);
     }
     if (hands_a_over()) {
-      hand_over(experts_.down_dgrad, experts_.down_wgrad,
+      hand_over(experts_.down_dgrad, experts_.down_wgrad, sequence_.device().architecture(),
                 plan_.counters.in(base_) + kBackwardHandover);
     }
     sequence_.select("down_projection_dgrad", experts_.down_dgrad);
@@ -182,8 +182,8 @@ class Backward {
     ExpertGradients const& g = args_.gradients;
     bool const dx = input && wanted_.dx && !in_place_;
     bool const dw_up = weights && (g.dw_up.present() || g.dw_gate.present());
-    bool const both = dx && dw_up && !refuse(experts_.up_wgrad).refused() &&
-                      !refuse(experts_.aggregate).refused();
+    bool const both = dx && dw_up && sequence_.device().architecture() == Architecture::sm_90 &&
+                      !refuse(experts_.up_wgrad).refused() && !refuse(experts_.aggregate).refused();
     int const all = sequence_.device().sm_count();
     int const sms = both ? sms_for_aggregate(experts_.up_wgrad, experts_.aggregate, all) : 0;
     if (dx && sms == 0) sequence_.select("aggregate", experts_.aggregate);
@@ -326,7 +326,7 @@ class Backward {
     up_dgrad.gmem_row_dlogits = plan_.row_dlogits.in(base_);
     up_dgrad.w_router = w_router_;
     up_dgrad.router_in_terms = fp32_router_;
-    if (refuse(up_dgrad).refused()) return;
+    if (refuse(up_dgrad, sequence_.device().architecture()).refused()) return;
     experts_.up_dgrad = up_dgrad;
     experts_.aggregate.adds_to_o = false;
     part_in_rows_ = true;

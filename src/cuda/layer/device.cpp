@@ -57,11 +57,12 @@ Status read_facts(std::int32_t index, Facts& facts) noexcept {
 
 }  // namespace
 
-Expected<std::unique_ptr<DeviceContext>> DeviceContext::open(std::int32_t index) noexcept {
+Expected<std::unique_ptr<DeviceContext>> DeviceContext::open(std::int32_t index,
+                                                             Unproven unproven) noexcept {
   host::OutsideCapture const outside;  // pinned memory would end the capture of a graph
   Facts facts;
   TESSERA_TRY(read_facts(index, facts));
-  TESSERA_TRY(check_architecture(index, facts.name, facts.major, facts.minor));
+  TESSERA_TRY(check_architecture(index, facts.name, facts.major, facts.minor, unproven));
   DeviceGuard const guard(index, ContextChoice::primary);
   TESSERA_TRY(guard.status());
   std::unique_ptr<DeviceContext> context(new (std::nothrow) DeviceContext);
@@ -70,6 +71,7 @@ Expected<std::unique_ptr<DeviceContext>> DeviceContext::open(std::int32_t index)
   }
   context->index_ = index;
   context->sm_count_ = facts.sm_count;
+  context->architecture_ = architecture_of(facts.major);
   void* word = nullptr;
   cudaError_t error =
       cudaHostAlloc(&word, sizeof(std::uint64_t), cudaHostAllocMapped | cudaHostAllocPortable);

@@ -332,7 +332,8 @@ Status moe_forward(DeviceContext const& device, MoeDesc const& desc, MoeForwardA
   if (desc.quantises()) {
     add_quantised_projections(desc, args, plan, base, routing, experts.down.gmem_y, sequence);
   } else {
-    hand_over(experts.up, experts.down, plan.counters.in(base) + kForwardHandover);
+    hand_over(experts.up, experts.down, device.architecture(),
+              plan.counters.in(base) + kForwardHandover);
     sequence.select("up_projection_fwd", experts.up);
     sequence.select("down_projection_fwd", experts.down);
   }

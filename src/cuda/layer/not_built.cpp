@@ -11,7 +11,8 @@ Status not_built() noexcept { return Status::error(StatusCode::environment, "%s"
 
 }  // namespace
 
-Expected<std::unique_ptr<DeviceContext>> DeviceContext::open(std::int32_t index) noexcept {
+Expected<std::unique_ptr<DeviceContext>> DeviceContext::open(std::int32_t index,
+                                                             Unproven) noexcept {
   return Status::error(StatusCode::environment, "device cuda:%d: %s, or use device cpu", index,
                        kReason);
 }

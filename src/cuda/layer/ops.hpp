@@ -10,6 +10,7 @@
 #include "cuda/host/metadata.hpp"
 #include "cuda/host/projection.hpp"
 #include "cuda/host/projection_backward.hpp"
+#include "cuda/host/projection_sm100.hpp"
 #include "cuda/host/route.hpp"
 #include "cuda/host/router_backward.hpp"
 #include "cuda/host/router_loss.hpp"
@@ -23,6 +24,8 @@ struct Op {
   cudaError_t (*plain)(Arguments const& args, cudaStream_t stream);  // serves every call
   cudaError_t (*few_tokens)(Arguments const& args,
                             cudaStream_t stream) = nullptr;  // where prefers_gemv() says so
+  /// Takes the place of `fast` on sm_100a; null: `fast` runs there too, or the op has no kernel yet.
+  cudaError_t (*sm100)(Arguments const& args, int sm_count, cudaStream_t stream) = nullptr;
 };
 template <class Arguments>
 inline constexpr Op<Arguments> kOp{};  // no op: launch() refuses to compile it
@@ -57,34 +60,46 @@ template <>
 inline constexpr Op<UpProjectionFwdArguments> kOp<UpProjectionFwdArguments>{
     .fast = launch_up_projection_fwd,
     .plain = launch_up_projection_fwd_plain,
-    .few_tokens = launch_up_projection_fwd_gemv};
+    .few_tokens = launch_up_projection_fwd_gemv,
+    .sm100 = launch_up_projection_fwd_sm100};
 template <>
 inline constexpr Op<DownProjectionFwdArguments> kOp<DownProjectionFwdArguments>{
     .fast = launch_down_projection_fwd,
     .plain = launch_down_projection_fwd_plain,
-    .few_tokens = launch_down_projection_fwd_gemv};
+    .few_tokens = launch_down_projection_fwd_gemv,
+    .sm100 = launch_down_projection_fwd_sm100};
 template <>
 inline constexpr Op<AggregateArguments> kOp<AggregateArguments>{
     .fast = kOfAnySms<launch_aggregate<__nv_bfloat16>>,
     .plain = launch_aggregate_plain<__nv_bfloat16>};
 template <>
 inline constexpr Op<DownProjectionDgradArguments> kOp<DownProjectionDgradArguments>{
-    .fast = launch_down_projection_dgrad, .plain = launch_down_projection_dgrad_plain};
+    .fast = launch_down_projection_dgrad,
+    .plain = launch_down_projection_dgrad_plain,
+    .sm100 = launch_down_projection_dgrad_sm100};
 template <>
 inline constexpr Op<UpProjectionDgradArguments> kOp<UpProjectionDgradArguments>{
-    .fast = launch_up_projection_dgrad, .plain = launch_up_projection_dgrad_plain};
+    .fast = launch_up_projection_dgrad,
+    .plain = launch_up_projection_dgrad_plain,
+    .sm100 = launch_up_projection_dgrad_sm100};
 template <>
 inline constexpr Op<DownProjectionWgradArguments> kOp<DownProjectionWgradArguments>{
     .fast = launch_down_projection_wgrad,
-    .plain = [](DownProjectionWgradArguments const& args, cudaStream_t stream) {
-      return launch_wgrad_plain(args, stream);
-    }};
+    .plain = [](DownProjectionWgradArguments const& args,
+                cudaStream_t stream) { return launch_wgrad_plain(args, stream); },
+    .sm100 =
+        [](DownProjectionWgradArguments const& args, int sm_count, cudaStream_t stream) {
+          return launch_projection_wgrad_sm100(args, sm_count, stream);
+        }};
 template <>
 inline constexpr Op<UpProjectionWgradArguments> kOp<UpProjectionWgradArguments>{
     .fast = launch_up_projection_wgrad,
-    .plain = [](UpProjectionWgradArguments const& args, cudaStream_t stream) {
-      return launch_wgrad_plain(args, stream);
-    }};
+    .plain = [](UpProjectionWgradArguments const& args,
+                cudaStream_t stream) { return launch_wgrad_plain(args, stream); },
+    .sm100 =
+        [](UpProjectionWgradArguments const& args, int sm_count, cudaStream_t stream) {
+          return launch_projection_wgrad_sm100(args, sm_count, stream);
+        }};
 template <>
 inline constexpr Op<RouterGradientArguments> kOp<RouterGradientArguments>{
     .fast = kOfAnySms<launch_router_dlogits>,

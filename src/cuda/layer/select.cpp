@@ -3,6 +3,8 @@
 
 #include <cstdio>
 
+#include "tessera/names.hpp"
+
 namespace tessera::cuda {
 namespace {
 
@@ -109,6 +111,15 @@ Refusal refuse_wgrad(WgradArguments const& args, char const* left, char const* r
     if (args.dw[half].gmem != nullptr) need.weight("dw", args.dw[half], args.intermediate);
   }
   return need.result();
+}
+
+constexpr char kNoSm100[] = "sm_100a: no kernel of this op yet";
+
+Refusal refuse_activation_sm100(Activation const& activation, bool interleaved) noexcept {
+  if (interleaved) return refusal("%s", "interleaved columns: kernels of sm_100a take halves");
+  if (activation.kind == ActivationKind::swiglu) return {};
+  return refusal("activation=%s: kernels of sm_100a have swiglu so far",
+                 name_of(kActivationNames, activation.kind));
 }
 
 }  // namespace
@@ -266,6 +277,21 @@ Refusal refuse(AggregateArguments const& args) noexcept {
     return refusal("%s", "o: its address is no multiple of 16 bytes");
   }
   return {};
+}
+
+Refusal refuse_sm100(RouterLogitsArguments const&) noexcept { return refusal("%s", kNoSm100); }
+Refusal refuse_sm100(RouterDgradArguments const&) noexcept { return refusal("%s", kNoSm100); }
+Refusal refuse_sm100(RouterWgradArguments const&) noexcept { return refusal("%s", kNoSm100); }
+Refusal refuse_sm100(UpProjectionFwdArguments const& args) noexcept {
+  if (args.gmem_a == nullptr) return refusal("%s", "h alone: kernels of sm_100a store a as well");
+  return refuse_activation_sm100(args.activation, args.interleaved);
+}
+Refusal refuse_sm100(DownProjectionDgradArguments const& args) noexcept {
+  return refuse_activation_sm100(args.activation, args.interleaved);
+}
+Refusal refuse_sm100(UpProjectionDgradArguments const& args) noexcept {
+  if (args.gmem_row_dlogits == nullptr) return {};
+  return refusal("%s", "the router's part of dx: kernels of sm_100a add none");
 }
 
 bool prefers_gemv(RouterLogitsArguments const& args) noexcept {

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "cuda/layer/architecture.hpp"
 #include "cuda/layer/ops.hpp"
 
 namespace tessera::cuda {
@@ -25,6 +26,26 @@ Refusal refuse(RouterWgradArguments const& args) noexcept;
 Refusal refuse(RouterLossArguments const& args) noexcept;
 Refusal refuse(BiasGradientArguments const& args) noexcept;
 
+/// Why the GEMMs of sm_100a do not serve a call that those of sm_90 serve.
+Refusal refuse_sm100(RouterLogitsArguments const& args) noexcept;
+Refusal refuse_sm100(UpProjectionFwdArguments const& args) noexcept;
+Refusal refuse_sm100(DownProjectionDgradArguments const& args) noexcept;
+Refusal refuse_sm100(UpProjectionDgradArguments const& args) noexcept;
+Refusal refuse_sm100(RouterDgradArguments const& args) noexcept;
+Refusal refuse_sm100(RouterWgradArguments const& args) noexcept;
+template <class Arguments>
+Refusal refuse_sm100(Arguments const&) noexcept {
+  return {};
+}
+
+/// Why no fast kernel of an architecture serves a call.
+template <class Arguments>
+Refusal refuse(Arguments const& args, Architecture architecture) noexcept {
+  Refusal const everywhere = refuse(args);
+  bool const more = architecture == Architecture::sm_100 && !everywhere.refused();
+  return more ? refuse_sm100(args) : everywhere;
+}
+
 /// True where the kernel for few tokens serves a call.
 bool prefers_gemv(RouterLogitsArguments const& args) noexcept;
 bool prefers_gemv(UpProjectionFwdArguments const& args) noexcept;
@@ -36,18 +57,26 @@ bool prefers_gemv(Arguments const&) noexcept {  // the other ops have none
 
 /// The kernel that serves a call.
 template <class Arguments>
-cudaError_t launch(Arguments const& args, int sm_count, cudaStream_t stream) noexcept {
+cudaError_t launch(Arguments const& args, Architecture architecture, int sm_count,
+                   cudaStream_t stream) noexcept {
   constexpr Op<Arguments> const& op = kOp<Arguments>;
   static_assert(op.fast != nullptr && op.plain != nullptr, "ops.hpp has no row for this op");
   if constexpr (op.few_tokens != nullptr) {
     if (prefers_gemv(args)) return op.few_tokens(args, stream);
   }
-  return refuse(args).refused() ? op.plain(args, stream) : op.fast(args, sm_count, stream);
+  if (refuse(args, architecture).refused()) return op.plain(args, stream);
+  if constexpr (op.sm100 != nullptr) {
+    if (architecture == Architecture::sm_100) return op.sm100(args, sm_count, stream);
+  }
+  return op.fast(args, sm_count, stream);
 }
 
-/// Launches two ops one right after the other. Where both are fast, the second starts in the tail of the first.
+/// Launches two ops one right after the other. Where both are fast kernels of sm_90, the second starts in the tail of
+/// the first.
 template <class First, class Second>
-void hand_over(First& first, Second& second, std::int32_t* gmem_word) noexcept {
+void hand_over(First& first, Second& second, Architecture architecture,
+               std::int32_t* gmem_word) noexcept {
+  if (architecture != Architecture::sm_90) return;
   if (first.rows == 0 || refuse(first).refused() || refuse(second).refused()) return;
   if (prefers_gemv(first) || prefers_gemv(second)) return;
   first.gmem_handover = second.gmem_handover = reinterpret_cast<std::uint32_t*>(gmem_word);

@@ -37,7 +37,7 @@ class Sequence {
   /// The fast kernel of an op on `sms` SMs, or its plain twin.
   template <class Arguments>
   void select(char const* op, Arguments const& args, int sms) noexcept {
-    add(op, [&](cudaStream_t stream) { return launch(args, sms, stream); });
+    add(op, [&](cudaStream_t stream) { return launch(args, device_.architecture(), sms, stream); });
   }
   /// On all SMs.
   template <class Arguments>

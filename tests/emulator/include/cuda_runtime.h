@@ -54,15 +54,15 @@ inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(va
 
 // Behind what the stream has: the first thread of each CTA looks, so that the others need no turns. Stores that a
 // kernel has not awaited may land later.
-inline void launch_in(cudaStream_t stream, unsigned ctas, unsigned threads,
+inline void launch_in(cudaStream_t stream, unsigned ctas, unsigned cluster, unsigned threads,
                       std::size_t shared_bytes, std::function<void()> body) {
   if (stream == nullptr) {
-    tessera::emulator::launch(ctas, 1, threads, shared_bytes, std::move(body));
+    tessera::emulator::launch(ctas, cluster, threads, shared_bytes, std::move(body));
     return;
   }
   std::uint64_t const ahead = stream->launched;
   stream->launched += std::uint64_t{ctas} * threads;
-  tessera::emulator::launch(ctas, 1, threads, shared_bytes, [=, body = std::move(body)] {
+  tessera::emulator::launch(ctas, cluster, threads, shared_bytes, [=, body = std::move(body)] {
     while (threadIdx.x == 0 && stream->ended < ahead) tessera::emulator::yield();
     tessera::emulator::named_barrier(0, static_cast<int>(blockDim.x), true);
     body();
@@ -78,13 +78,8 @@ cudaError_t cudaLaunchKernelEx(cudaLaunchConfig_t const* config, void (*kernel)(
       cluster = config->attrs[i].val.clusterDim.x;
     }
   }
-  if (cluster == 1) {
-    launch_in(config->stream, config->gridDim.x, config->blockDim.x, config->dynamicSmemBytes,
-              [=] { kernel(params...); });
-    return cudaSuccess;
-  }
-  tessera::emulator::launch(config->gridDim.x, cluster, config->blockDim.x,
-                            config->dynamicSmemBytes, [=] { kernel(params...); });
+  launch_in(config->stream, config->gridDim.x, cluster, config->blockDim.x,
+            config->dynamicSmemBytes, [=] { kernel(params...); });
   return cudaSuccess;
 }
 
@@ -96,7 +91,7 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Params...), dim3 grid, dim3 block, v
     return std::tuple<Params...>(*static_cast<Params*>(arguments[kIndex])...);
   };
   auto const params = read(std::index_sequence_for<Params...>());
-  launch_in(stream, grid.x, block.x, shared_bytes, [=] { std::apply(kernel, params); });
+  launch_in(stream, grid.x, 1, block.x, shared_bytes, [=] { std::apply(kernel, params); });
   return cudaSuccess;
 }
 // All CTAs are resident in any case.
@@ -127,6 +122,11 @@ template <class T>
 T __shfl_up_sync(unsigned mask, T value, int by, TESSERA_EMULATOR_SITE) {
   int const lane = static_cast<int>(threadIdx.x % 32);
   return __shfl_sync(mask, value, lane < by ? lane : lane - by, file, line);
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, int by, TESSERA_EMULATOR_SITE) {
+  int const lane = static_cast<int>(threadIdx.x % 32);
+  return __shfl_sync(mask, value, lane + by > 31 ? lane : lane + by, file, line);
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int bits, TESSERA_EMULATOR_SITE) {

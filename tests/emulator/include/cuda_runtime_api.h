@@ -88,6 +88,13 @@ cudaError_t cudaFreeHost(void* memory);
 
 char const* cudaGetErrorString(cudaError_t error);
 
+// For what lays a call out on a stream.
+enum cudaMemcpyKind { cudaMemcpyDeviceToDevice = 3 };
+cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStream_t stream);
+cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, void const* from,
+                              std::size_t from_pitch, std::size_t row_bytes, std::size_t rows,
+                              cudaMemcpyKind kind, cudaStream_t stream);
+
 // Attributes but that of clusters say what launches here do in any case: all CTAs are resident, grids run side by side,
 // until one waits for those ahead.
 enum cudaLaunchAttributeID {

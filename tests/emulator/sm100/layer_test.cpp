@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+// The layer's forward and backward pass as a GPU of compute capability 10.0 would run them, on a CUDA that
+// layer_cuda.cpp plays: its own plan, arguments, order and selection; every GEMM of the experts from the sources for
+// sm_100a. Results are compared with loops in fp64.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <initializer_list>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/layer/backend.hpp"
+#include "tests/emulator/memory.hpp"
+#include "tests/emulator/sm100/layer_cuda.hpp"
+
+namespace tessera::cuda {
+namespace {
+
+using emulator::Bits;
+using emulator::Memory;
+using Doubles = std::vector<double>;
+
+struct Sizes {
+  std::int64_t tokens, hidden, intermediate, experts, top_k;
+};
+
+double widened(Memory<Bits> const& from, std::int64_t i) { return emulator::widen(from[i]); }
+double widened(Memory<float> const& from, std::int64_t i) { return from[i]; }
+
+// The largest error is a small part of the largest value, which is not 0.
+template <class Values>
+void expect_close(char const* what, Values const& values, Doubles const& wanted) {
+  double size = 0, error = 0;
+  for (std::size_t i = 0; i < wanted.size(); ++i) {
+    double const value = widened(values, static_cast<std::int64_t>(i));
+    size = std::max(size, std::fabs(wanted[i]));
+    error = std::isnan(value) ? INFINITY : std::max(error, std::fabs(value - wanted[i]));
+  }
+  EXPECT_GT(size, 0.01) << what;
+  EXPECT_LE(error, 0.015 * size) << what;
+}
+
+template <class T>
+Tensor view(Memory<T> const& memory, DType dtype, std::initializer_list<std::int64_t> shape) {
+  return tensor(memory.get(), dtype, shape);
+}
+
+// A layer whose ids and weights the caller gives: its tensors, its passes, and what they should have made.
+class Layer {
+ public:
+  explicit Layer(Sizes const& sizes) : s_(sizes) {
+    desc_.shape = {.tokens = s_.tokens,
+                   .hidden = s_.hidden,
+                   .intermediate = s_.intermediate,
+                   .experts = s_.experts,
+                   .top_k = s_.top_k};
+    desc_.dtype = DType::bf16;
+    for (std::int64_t slot = 0; slot < slots_; ++slot) {
+      // The last expert gets none; a few slots are sentinels.
+      std::int64_t const token = slot / s_.top_k, choice = slot % s_.top_k;
+      ids_[slot] = slot % 11 == 10
+                       ? -1
+                       : static_cast<std::int32_t>((token * token + choice) % (s_.experts - 1));
+      scores_[slot] = 0.25f + 0.03125f * static_cast<float>(slot % 19);
+    }
+    std::uint64_t seed = 0;
+    for (auto const& [memory, scale] :
+         {std::pair{&x_, 1.0f}, {&d_o_, 1.0f}, {&up_, 0.2f}, {&down_, 0.2f}}) {
+      emulator::fill(memory->get(), static_cast<std::int64_t>(memory->size()), ++seed, scale);
+    }
+  }
+
+  void forward(DeviceContext const& device, Stream stream) {
+    MoeForwardArgs args;
+    args.x = view(x_, DType::bf16, {s_.tokens, s_.hidden});
+    args.topk_ids = view(ids_, DType::int32, {s_.tokens, s_.top_k});
+    args.topk_weights = view(scores_, DType::fp32, {s_.tokens, s_.top_k});
+    args.weights = weights();
+    args.o = view(o_, DType::bf16, {s_.tokens, s_.hidden});
+    args.h = view(h_, DType::bf16, {slots_, 2 * s_.intermediate});
+    args.routing = {routing_.get(), routing_.size()};
+    Memory<std::byte> workspace(bytes_of(Pass::forward));
+    args.workspace = {workspace.get(), workspace.size()};
+    Status const status = moe_forward(device, desc_, args, tables(), routing_.size(), stream);
+    ASSERT_TRUE(status.ok()) << status.text();
+    ASSERT_EQ(finish(), "");
+  }
+
+  void backward(DeviceContext const& device, Stream stream) {
+    MoeBackwardArgs args;
+    args.d_o = view(d_o_, DType::bf16, {s_.tokens, s_.hidden});
+    args.x = view(x_, DType::bf16, {s_.tokens, s_.hidden});
+    args.h = view(h_, DType::bf16, {slots_, 2 * s_.intermediate});
+    args.routing = {routing_.get(), routing_.size()};
+    args.weights = weights();
+    args.dx = view(dx_, DType::bf16, {s_.tokens, s_.hidden});
+    args.dscores = view(dscores_, DType::fp32, {slots_});
+    args.gradients.dw_up = view(dw_up_, DType::fp32, {s_.experts, 2 * s_.intermediate, s_.hidden});
+    args.gradients.dw_down = view(dw_down_, DType::fp32, {s_.experts, s_.hidden, s_.intermediate});
+    Memory<std::byte> workspace(bytes_of(Pass::backward));
+    args.workspace = {workspace.get(), workspace.size()};
+    Status const status = moe_backward(device, desc_, args, tables(), Pass::backward, stream);
+    ASSERT_TRUE(status.ok()) << status.text();
+    ASSERT_EQ(finish(), "");
+  }
+
+  void expect_right_output() {
+    Doubles o(o_.size());
+    for_each_slot([&](Slot const& slot) {
+      for (std::int64_t c = 0; c < s_.hidden; ++c) {
+        double y = 0;
+        for (std::int64_t i = 0; i < s_.intermediate; ++i) y += slot.a[i] * down(slot.expert, c, i);
+        o[slot.token * s_.hidden + c] += slot.score * y;
+      }
+    });
+    expect_close("o", o_, o);
+  }
+
+  void expect_right_gradients() {
+    Doubles dx(dx_.size()), dscores(dscores_.size()), dw_up(dw_up_.size()),
+        dw_down(dw_down_.size());
+    std::int64_t const d = s_.hidden, n = s_.intermediate;
+    for_each_slot([&](Slot const& slot) {
+      std::int64_t const first_x = slot.token * d;
+      for (std::int64_t i = 0; i < n; ++i) {
+        double t = 0;
+        for (std::int64_t c = 0; c < d; ++c)
+          t += widened(d_o_, first_x + c) * down(slot.expert, c, i);
+        dscores[slot.index] += t * slot.a[i];
+        double const da = slot.score * t,
+                     dh[2] = {da * slot.slope[i] * slot.up[i], da * slot.phi[i]};
+        for (std::int64_t c = 0; c < d; ++c) {
+          dw_down[(slot.expert * d + c) * n + i] +=
+              slot.score * slot.a[i] * widened(d_o_, first_x + c);
+          for (int half = 0; half < 2; ++half) {
+            std::int64_t const w = ((slot.expert * 2 + half) * n + i) * d + c;
+            dw_up[w] += dh[half] * widened(x_, first_x + c);
+            dx[first_x + c] += dh[half] * widened(up_, w);
+          }
+        }
+      }
+    });
+    expect_close("dx", dx_, dx);
+    expect_close("dscores", dscores_, dscores);
+    expect_close("dw_up", dw_up_, dw_up);
+    expect_close("dw_down", dw_down_, dw_down);
+  }
+
+ private:
+  // A slot that has an expert: h, and what follows from it.
+  struct Slot {
+    std::int64_t index, token, expert;
+    double score;
+    Doubles up = {}, phi = {}, slope = {}, a = {};
+  };
+
+  template <class Body>
+  void for_each_slot(Body body) {
+    std::int64_t const n = s_.intermediate, d = s_.hidden;
+    for (std::int64_t index = 0; index < slots_; ++index) {
+      if (ids_[index] < 0) continue;
+      Slot slot{.index = index,
+                .token = index / s_.top_k,
+                .expert = ids_[index],
+                .score = scores_[index]};
+      for (std::int64_t i = 0; i < n; ++i) {
+        double h[2] = {};
+        for (int half = 0; half < 2; ++half) {
+          for (std::int64_t c = 0; c < d; ++c) {
+            h[half] += widened(x_, slot.token * d + c) *
+                       widened(up_, ((slot.expert * 2 + half) * n + i) * d + c);
+          }
+        }
+        double const sigmoid = 1 / (1 + std::exp(-h[0]));
+        slot.up.push_back(h[1]);
+        slot.phi.push_back(h[0] * sigmoid);
+        slot.slope.push_back(sigmoid * (1 + h[0] * (1 - sigmoid)));
+        slot.a.push_back(slot.phi.back() * h[1]);
+      }
+      body(slot);
+    }
+  }
+  double down(std::int64_t expert, std::int64_t c, std::int64_t i) const {
+    return widened(down_, (expert * s_.hidden + c) * s_.intermediate + i);
+  }
+
+  ExpertWeights weights() const {
+    ExpertWeights out;
+    out.w_up = view(up_, DType::bf16, {s_.experts, 2 * s_.intermediate, s_.hidden});
+    out.w_down = view(down_, DType::bf16, {s_.experts, s_.hidden, s_.intermediate});
+    return out;
+  }
+  RoutingView tables() {
+    auto* const words = reinterpret_cast<std::int32_t*>(routing_.get());
+    std::int32_t* const rows = words + s_.experts + 1;
+    return {.expert_offsets = words,
+            .sort_permutation = rows,
+            .gather_index = rows + slots_,
+            .inverse_permutation = rows + 2 * slots_,
+            .scores = reinterpret_cast<float*>(rows + 3 * slots_)};
+  }
+  std::int64_t bytes_of(Pass pass) const {
+    return static_cast<std::int64_t>(workspace_bytes(desc_, pass, routing_.size()));
+  }
+
+  Sizes s_;
+  MoeDesc desc_;
+  std::int64_t slots_ = s_.tokens * s_.top_k;
+  std::int64_t matrix_ = s_.experts * s_.hidden * s_.intermediate;
+  Memory<std::int32_t> ids_{slots_};
+  Memory<float> scores_{slots_}, dscores_{slots_};
+  Memory<Bits> x_{s_.tokens * s_.hidden}, d_o_{s_.tokens * s_.hidden}, up_{2 * matrix_},
+      down_{matrix_}, h_{slots_ * 2 * s_.intermediate};
+  Memory<Bits> o_{s_.tokens * s_.hidden}, dx_{s_.tokens * s_.hidden};
+  Memory<float> dw_up_{2 * matrix_}, dw_down_{matrix_};
+  Memory<std::byte> routing_{4 * (s_.experts + 1 + 4 * slots_)};
+};
+
+void expect_right_passes(Sizes const& sizes) {
+  start_played_cuda({.major = 10, .sm_count = 2});
+  auto const device = DeviceContext::open(0, Unproven::taken);
+  ASSERT_TRUE(device.ok()) << device.status().text();
+  ASSERT_EQ(device.value()->architecture(), Architecture::sm_100);
+  CUstream_st stream;
+  Layer layer(sizes);
+  ASSERT_NO_FATAL_FAILURE(layer.forward(*device.value(), {.native = &stream}));
+  layer.expect_right_output();
+  ASSERT_NO_FATAL_FAILURE(layer.backward(*device.value(), {.native = &stream}));
+  layer.expect_right_gradients();
+}
+
+// Few rows for each expert: by one CTA. Neither d nor n fills its tiles.
+TEST(LayerSm100, ForwardAndBackwardByOneCta) {
+  expect_right_passes({.tokens = 40, .hidden = 136, .intermediate = 72, .experts = 4, .top_k = 2});
+}
+
+// Enough rows for pairs of CTAs.
+TEST(LayerSm100, ForwardAndBackwardByPairs) {
+  expect_right_passes({.tokens = 300, .hidden = 64, .intermediate = 64, .experts = 2, .top_k = 2});
+}
+
+// Nobody gets such a context without asking for it.
+TEST(LayerSm100, IsRefusedUnlessItIsAskedFor) {
+  start_played_cuda({.major = 10, .sm_count = 2});
+  auto const device = DeviceContext::open(0);
+  ASSERT_FALSE(device.ok());
+  EXPECT_NE(std::string(device.status().text()).find("never run on hardware"), std::string::npos)
+      << device.status().text();
+}
+
+}  // namespace
+}  // namespace tessera::cuda

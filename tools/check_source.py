@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What no formatter checks: the licence line, comment width, whitespace, unfinished work, large files, private
 members that a file of the Python package takes from another one, lessons that a comment cites and docs/lessons.md
-does not have, windows of ranks that are reached past the transport, fragments of accumulators outside
-gemm/sm90, comments that begin without a subject, and mutants whose text no longer stands in the source once."""
+does not have, windows of ranks that are reached past the transport, fragments of accumulators outside gemm/sm90,
+comments that begin without a subject or name a file that is gone, and mutants whose text no longer stands in the
+source once."""
 
 import ast
 import itertools
@@ -30,6 +31,9 @@ CORE = "src/cuda/gemm/sm90/"
 UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|X" r"XX|HA" r"CK)\b")
 LESSON = re.compile(r"\b[Ll]essons? (\d+)")
 COMMENT = re.compile(r"^\s*(?://[/<]*|\*)\s+(\S.*)$")
+ANY_COMMENT = re.compile(r"(?://|/\*|^\s*\*\s)(.*)$")
+# Files of Python by a path alone, as comments also name modules of other projects.
+NAMED_FILE = re.compile(r"(?<![\w./{*-])((?:[\w-]+/)*[\w-]+\.(?:cuh|hpp|cpp|cu)|(?:[\w-]+/)+[\w-]+\.py)\b")
 NO_SUBJECT = re.compile(r"(Of|By|What|Whether|Who|Whom|Whose|Which|How)\b")
 CLAUSE = re.compile(r"(Where|When)\b")
 DITTO = re.compile(r"//[/<]*\s+\.\.(?!\.)")
@@ -37,13 +41,24 @@ DITTO = re.compile(r"//[/<]*\s+\.\.(?!\.)")
 SENTENCES = ("include/", "src/", "cli/", "lm/", "huggingface/", "examples/")
 # Lists of source mutants: (name, a file of src, a text that stands there once, ..).
 MUTANTS = ("tests/emulator/mutants_test.py", "tests/emulator/sm100/mutants_test.py")
-NO_SENTENCES_YET = ("src/cuda/gemm/sm100/",)
 
 
 def check_lessons(path: str, text: str, lessons: str) -> list[str]:
     """Of a file of code: the lessons that it cites, by the numbers of docs/lessons.md."""
     return [f"{path}: cites lesson {number}, which docs/lessons.md does not have"
             for number in LESSON.findall(text) if not re.search(rf"^\*\*{number}\. ", lessons, re.MULTILINE)]
+
+
+def check_files(path: str, text: str, ends: set[str]) -> list[str]:
+    """Files that comments name, by their name or the end of their path, and that are not among `ends`."""
+    return [f"{path}:{number}: a comment names {file}, which is no file; name the one that took its place"
+            for number, line in enumerate(text.split("\n"), start=1) if (comment := ANY_COMMENT.search(line))
+            for file in NAMED_FILE.findall(comment[1]) if file not in ends]
+
+
+def ends_of(paths: list[str]) -> set[str]:
+    parts = [path.split("/") for path in paths]
+    return {"/".join(part[i:]) for part in parts for i in range(len(part))}
 
 
 def check_mutants(listed: str, mutants: list[tuple], sources: dict[str, str]) -> list[str]:
@@ -106,7 +121,7 @@ def check_text(path: str, text: str) -> list[str]:
             found.append(f"{where}: sees fragments outside {CORE}; use what Accumulators and Core give")
         if transport_only and RAW_WINDOW.search(line):
             found.append(f"{where}: indexes windows outside {TRANSPORT}; use Peer or OwnWindow")
-    if suffix in CODE and path.startswith(SENTENCES) and not path.startswith(NO_SENTENCES_YET):
+    if suffix in CODE and path.startswith(SENTENCES):
         found += check_comments(path, text)
     if text and not text.endswith("\n"):
         found.append(f"{path}: no newline at the end")
@@ -172,6 +187,9 @@ def main() -> int:
     lessons = (root / "docs/lessons.md").read_text(encoding="utf-8")
     found += [line for path in paths if pathlib.Path(path).suffix in CODE
               for line in check_lessons(path, (root / path).read_text(encoding="utf-8", errors="replace"), lessons)]
+    ends = ends_of(paths)
+    found += [line for path in paths if pathlib.Path(path).suffix in CODE
+              for line in check_files(path, (root / path).read_text(encoding="utf-8", errors="replace"), ends)]
     for path in MUTANTS:
         mutants = mutants_of(root / path)
         files = {name for _, name, *_ in mutants if (root / "src" / name).is_file()}

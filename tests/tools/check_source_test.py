@@ -33,6 +33,16 @@ class CheckSourceTest(unittest.TestCase):
                 self.assertEqual(len(check_source.check_lessons("a.cuh", text, lessons)), 1)
 
 
+    def test_files_that_comments_name(self):
+        ends = check_source.ends_of(["src/cuda/gemm/slabs.cuh", "tests/cuda/ring_model_test.py"])
+        for text in ("// As in slabs.cuh\n", "int a;  // gemm/slabs.cuh, src/cuda/gemm/slabs.cuh\n",
+                     "/* tests/cuda/ring_model_test.py. */\n", '#include "gone.cuh"\n', "// ../gone.cuh, {a,b}/*.cuh\n"):
+            with self.subTest(text=text):
+                self.assertEqual(check_source.check_files("a.cuh", text, ends), [])
+        for text in ("// As in slab.cuh\n", "int a;  // sm90/slabs.cuh\n", "/* One.\n * tests/gone_test.py */\n"):
+            with self.subTest(text=text):
+                self.assertEqual(len(check_source.check_files("a.cuh", text, ends)), 1)
+
     def test_texts_of_mutants(self):
         sources = {"cuda/a.cuh": "wait(); wait(); arrive();\n"}
         self.assertEqual(check_source.check_mutants("m.py", [("no arrival", "cuda/a.cuh", "arrive();", "")], sources), [])

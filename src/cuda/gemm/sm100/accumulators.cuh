@@ -21,7 +21,7 @@ __device__ __forceinline__ void wait_in_pair(arch::Mbarrier* smem_barrier, uint3
   }
 }
 
-// Which accumulator the next tile has. `phase`: the parity that its acc_full completes with.
+// Names the accumulator of the next tile. `phase` is the parity of the phase of its acc_full that ends then.
 class AccumulatorTurn {
  public:
   int index = 0;
@@ -50,7 +50,7 @@ class AccumulatorRows {
         tensor_(smem.tensor + static_cast<uint32_t>(turn.index * kGemm.tile.n) +
                 arch::tensor_lane(arch::warp_in_warpgroup() * kWarpSlabRows)) {}
 
-  // The tile is multiplied.
+  // Waits until the tile is multiplied.
   __device__ __forceinline__ void wait() {
     wait_in_pair<kGemm>(&smem_.acc_full[turn_.index], turn_.phase);
     arch::tcgen05_fence_after();

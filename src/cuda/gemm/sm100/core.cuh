@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What an epilogue sees of sm_100a: how its warp reads accumulators, and how it stores.
+// An epilogue sees this of sm_100a: how its warp reads accumulators, and how it stores.
 #pragma once
 
 #include "accumulators.cuh"

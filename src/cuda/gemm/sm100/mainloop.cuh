@@ -39,8 +39,8 @@ consteval uint32_t mma_instruction() {
       .bits();
 }
 
-// `steps` steps of the k_tile in `stage`, added to the accumulator at `tensor` or, the first of a tile, instead of it.
-// By one thread.
+// Issues `steps` steps of the k_tile in `stage`: they are added to the accumulator at `tensor` or, the first of a tile,
+// replace it. One thread calls it.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void multiply_k_tile(SharedStorage<kGemm>& smem, int stage,
                                                 uint32_t tensor, bool is_first, int steps) {

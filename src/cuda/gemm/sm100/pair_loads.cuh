@@ -22,7 +22,7 @@ struct BoxLoad<kGemm> {
   }
 };
 
-// By one thread.
+// One thread calls it.
 template <GemmConfig kGemm>
 __device__ __forceinline__ void load_pair_stage(SharedStorage<kGemm>& smem, GemmParams const& p,
                                                 int stage, int k_tile, WorkTile const& tile) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Slabs of an epilogue warp in shared memory: 32 rows x 128 bytes, of which a thread writes its row, and which TMA
 // stores. The lane that stores is the one that waits: election among the same lanes has the same outcome.
-// A slab that ends past its segment is clipped by the tensor map, as on sm_90 (gemm/sm90/slab_store.cuh).
+// A slab that ends past its segment is clipped by the tensor map, as on sm_90 (gemm/slabs.cuh).
 #pragma once
 
 #include "../../arch/load_shared.cuh"
@@ -13,7 +13,7 @@
 
 namespace tessera::cuda::gemm {
 
-// What both kinds of use below have in common.
+// Both kinds of use below have this in common.
 template <GemmConfig kGemm>
 class SlabsOfWarp {
  public:
@@ -68,7 +68,7 @@ class WarpSlabs : public SlabsOfWarp<kGemm> {
  public:
   __device__ __forceinline__ explicit WarpSlabs(SharedStorage<kGemm>& smem) : Base(smem) {}
 
-  // TMA has read what the slab held. Returns the slab.
+  // Waits until TMA has read what the slab held. Returns the slab.
   __device__ __forceinline__ bf16* begin() {
     this->template wait_read<Base::kSlabs - 1>();
     return current();
@@ -117,7 +117,7 @@ class LoadedWarpSlabs : public SlabsOfWarp<kGemm> {
     return this->slab(buffer_of(block) * kBufferSlabs + i);
   }
 
-  // By one lane, where the buffer has been read. fetch(slab, i, barrier) has TMA load the i-th slab of the block.
+  // One lane calls it where the buffer has been read. fetch(slab, i, barrier) has TMA load the i-th slab of the block.
   template <class Fetch>
   __device__ __forceinline__ void load(int block, Fetch fetch) const {
     constexpr uint32_t kBytes = kBufferSlabs * kWarpSlabRows * kStageRowBytes;
@@ -127,7 +127,7 @@ class LoadedWarpSlabs : public SlabsOfWarp<kGemm> {
     for (int i = 0; i < kBufferSlabs; ++i) fetch(slab_of(block, i), i, full);
   }
 
-  // The block's slabs have landed.
+  // Waits until the block's slabs have landed.
   __device__ __forceinline__ void wait(int block) {
     int const buffer = buffer_of(block);
     arch::mbarrier_wait(&loads_[buffer], phase_ >> buffer & 1);

@@ -5,7 +5,7 @@
 //   5       load      both operands by TMA; draws and announces the tiles
 //   6, 7    idle
 // Where rows of A are gathered, by one CTA so far, warps 4 to 7 gather them, load B and draw, and warp 8 multiplies.
-// By a pair of CTAs a tile has twice the rows: each CTA holds the rows of A and D that it stores, and half of B; warp 4
+// A tile of a pair of CTAs has twice the rows: each CTA holds the rows of A and D that it stores, and half of B; warp 4
 // of CTA 0 multiplies for both, and barriers marked * are those of CTA 0.
 // Two accumulators of tile_n columns are filled in turn, so that a tile is stored while the next one is multiplied.
 // Barrier        arrivals that end a phase                                            awaited by

@@ -246,6 +246,14 @@ class Watched(unittest.TestCase):
                 hosts_experts.HostsExperts.check(experts)
             self.assertIn(says, str(raises.exception))
 
+    def test_abort_ends_all_of_it(self):
+        late = mock.Mock(abort=mock.Mock(side_effect=RuntimeError("abort timed out")))
+        experts, other = mock.Mock(device=torch.device("cuda", 0)), mock.Mock()
+        experts._groups = (late, other)
+        hosts_experts.HostsExperts.abort(experts)
+        for call in (late.abort, other.abort, experts.rail.close, experts.session.abort, experts._leave):
+            call.assert_called_once_with()
+
     def test_numbers_that_did_not_come_are_no_numbers(self):
         told, numbers = failing(), torch.tensor([[3, 4], [1, 2]])
         with mock.patch.multiple(dist, get_global_rank=lambda group, host: host):

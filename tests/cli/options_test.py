@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """No flag without effect: every pair of a router, rounding, activation or layout and a flag is refused by the flag's
-name, or changes what the command prints. And who is told that a router cannot learn. The suite `options` walks every
+name, or changes what the command prints. And who is warned that a router cannot learn. The suite `options` walks every
 third pair, `all_options` every pair.
 usage: options_test.py PROGRAM SUITE"""
 
@@ -142,7 +142,7 @@ class Options(Pairs):
 
     def test_who_cannot_learn_is_told(self):
         shape = ["--tokens", "26", "--hidden", "8", "--intermediate", "6"]
-        for flags, told in ((["--experts", "4", "--top-k", "1"], True), (["--experts", "1", "--top-k", "1"], True),
+        for flags, warns in ((["--experts", "4", "--top-k", "1"], True), (["--experts", "1", "--top-k", "1"], True),
                             (["--experts", "4", "--top-k", "1", "--router", "sigmoid-bias",
                               "--normalize-scores"], True),
                             (["--experts", "4", "--top-k", "1", "--router", "softmax-topk"], False),
@@ -151,16 +151,16 @@ class Options(Pairs):
                             (["--experts", "4", "--top-k", "1", "--router", "given"], False)):
             for command in ("verify", "plan"):
                 done = self.run_tessera(command, *shape, *flags, code=0)
-                self.assertEqual(done.stderr.count("cannot learn; use"), told, (command, flags, done.stderr))
+                self.assertEqual(done.stderr.count("cannot learn; use"), warns, (command, flags, done.stderr))
         with tempfile.TemporaryDirectory() as folder:
             text = pathlib.Path(folder, "text.txt")
             text.write_text("What is this text for? It trains a model. " * 400)
             small = ["--text", str(text), "--steps", "1", "--batch", "2", "--layers", "1", "--hidden", "16",
                      "--heads", "2", "--kv-heads", "1", "--head-dim", "8", "--intermediate", "8", "--context", "16",
                      "--seconds", "1"]
-            for top_k, told in (("1", 1), ("2", 0)):
+            for top_k, warns in (("1", 1), ("2", 0)):
                 done = self.run_tessera("train", *small, "--top-k", top_k, "--out", f"{folder}/{top_k}", code=0)
-                self.assertEqual(done.stderr.count("cannot learn; use"), told, done.stderr)
+                self.assertEqual(done.stderr.count("cannot learn; use"), warns, done.stderr)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ CONTROLS = ("nr-f-tile-512", "nr-f-tile-1024")
 
 
 class Layer:
-    """Router, experts and auxiliary losses of every layer of a model, with a variant's options. `at_step` is told the
+    """Router, experts and auxiliary losses of every layer of a model, with a variant's options. `at_step` gets the
     step, which the variants that draw read; `rows` counts what rounding adds and drops."""
 
     routes = True

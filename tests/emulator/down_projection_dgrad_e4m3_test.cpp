@@ -226,16 +226,16 @@ class Problem {
     return all;
   }
 
-  static constexpr std::int64_t kMostRows = 400;
+  static constexpr std::int64_t kMaxRows = 400;
   std::int64_t d_, n_, experts_, rows_ = 0;
-  Memory<std::int32_t> offsets_, index_{kMostRows}, permutation_{kMostRows};
-  Memory<float> scores_{kMostRows};
+  Memory<std::int32_t> offsets_, index_{kMaxRows}, permutation_{kMaxRows};
+  Memory<float> scores_{kMaxRows};
   Memory<E4m3> d_o_{kTokens * d_};
   Memory<float> d_o_scales_{kTokens * d_ / kBlock};
   Memory<E4m3> w_{experts_ * n_ * d_};
   Memory<float> w_scales_{experts_ * n_ * d_ / (kBlock * kBlock)};
-  Memory<E4m3> h_{kMostRows * 2 * n_};
-  Memory<float> h_scales_{kMostRows * 2 * n_ / kBlock};
+  Memory<E4m3> h_{kMaxRows * 2 * n_};
+  Memory<float> h_scales_{kMaxRows * 2 * n_ / kBlock};
   Memory<std::int32_t> counter_{1, 0};
 };
 

@@ -199,7 +199,7 @@ class PretendedHosts(unittest.TestCase):
                            RANKS - 2: "of its own host 1"}.get(rank, "of host 1")
                 seconds, text = re.search(r"^after ([\d.]+) s: (.*)$", out, re.MULTILINE).groups()
                 self.assertRegex(text, rf"^rank {rank} at pass 4 \(backward\), .*{awaited}.* did not come \(.*\); "
-                                       rf"last told: .*rank {RANKS - 1} at pass 2.*; abort")
+                                       rf"last reported: .*rank {RANKS - 1} at pass 2.*; abort")
                 self.assertLess(float(seconds), SECONDS + 10 + 6)
                 self.assertRegex(out, "(?m)^then: an earlier pass has failed")
                 self.assertRegex(out, "(?m)^aborted$")

@@ -80,11 +80,11 @@ class Gaps(unittest.TestCase):
                                                              for seed in seeds for who in ("near", "far", "base")})))
             sys.argv = ["loss_gaps.py", str(folder / "0"), str(folder / "1"), "--baseline", "base", "--out",
                         str(folder / "gaps.json")]
-            with contextlib.redirect_stdout(io.StringIO()) as told:
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
                 status = loss_gaps.main()
             written = json.loads((folder / "gaps.json").read_text())
         self.assertEqual(status, 1)
-        self.assertIn("more than 0.005 nats from base: far\n", told.getvalue())
+        self.assertIn("more than 0.005 nats from base: far\n", printed.getvalue())
         self.assertEqual(written["gaps"]["far"]["seeds"], ["0", "1", "2"])
         self.assertEqual(written["gaps"]["near"]["gap"], 0.0)
 

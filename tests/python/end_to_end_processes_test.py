@@ -133,7 +133,7 @@ class Processes(unittest.TestCase):
         out = self.folder / "communication.json"
         command = [sys.executable, "-W", "ignore", PROGRAMS / "communication.py", "--config", "tiny", "--sends", "2",
                    "--sequences", "2", "--repeats", "2", "--out", out]
-        told = self.finish(self.start(command))
+        output = self.finish(self.start(command))
         found = json.loads(out.read_text(encoding="utf-8"))
         parameters = found["layer_parameters"]
         self.assertEqual(found["bytes_sent"], {"gather": parameters, "reduce": 2 * parameters, "both": 3 * parameters})
@@ -145,7 +145,7 @@ class Processes(unittest.TestCase):
             self.assertAlmostEqual(pair["compute_times_slower"] * found["alone_ms"][pair["compute"]],
                                    pair["compute_ms"])
             self.assertGreater(pair["collective_ms"], 0)
-        self.assertIn("reduce beside copy: ", told)
+        self.assertIn("reduce beside copy: ", output)
         alone = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         self.assertEqual(alone.returncode, 2, alone.stderr)
         self.assertIn("1 process: has nobody to send to", alone.stderr)

@@ -119,7 +119,7 @@ class Programs(unittest.TestCase):
                 judged.add(trainer.model.owner["experts"].variant)
                 return held_out_loss(trainer, *arguments)
 
-            with mock.patch.dict(variants.VARIANTS, small), contextlib.redirect_stdout(io.StringIO()) as told, \
+            with mock.patch.dict(variants.VARIANTS, small), contextlib.redirect_stdout(io.StringIO()) as printed, \
                     mock.patch.object(training.Trainer, "held_out_loss", judge), \
                     mock.patch.object(variants.Layer, "at_step", lambda layer, step: steps.append(step)):
                 for seed in "01":
@@ -136,8 +136,8 @@ class Programs(unittest.TestCase):
             written = json.loads((folder / "table.json").read_text())
         self.assertEqual(judged, {"top-k"})
         self.assertEqual(steps, [1, 2, 3, 4, 5, 6] * 6)
-        self.assertIn("no control is worse: the table does not count", told.getvalue())
-        self.assertIn("nr-f seed 0: loss", told.getvalue())
+        self.assertIn("no control is worse: the table does not count", printed.getvalue())
+        self.assertIn("nr-f seed 0: loss", printed.getvalue())
         self.assertEqual([row["variant"] for row in written["rows"]], ["top-k", "nr-f", "expert-choice"])
         self.assertEqual(written["rows"][1]["seeds"], ["0", "1"])
         self.assertNotEqual(runs["nr-f 0"]["held_out"], runs["top-k 0"]["held_out"])

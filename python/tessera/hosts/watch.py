@@ -84,7 +84,7 @@ class Watch:
 
     def _run(self) -> None:
         # Where events cannot be asked for the GPU has failed, and where nothing can be let go the failure stands: both
-        # are told to whoever uses them next.
+        # are raised where they are used next.
         with contextlib.suppress(RuntimeError):
             beside_captures()
             late = self._late()
